@@ -1,0 +1,53 @@
+"""The unit of training data, and its abstract form. Owns the shape of a batch; knows neither sources nor models."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """Rows of packed tokens with their next-token targets. Every field has shape [B, T].
+
+    Attributes:
+      tokens: int32 token ids fed to the model.
+      targets: int32; `targets[b, t]` is what should follow `tokens[b, : t + 1]`.
+      positions: int32 position of each token for rotary embeddings.
+      segment_ids: int32; a token attends only to earlier tokens of its own segment. None when every row is one
+        segment (`concat` packing), which lets attention skip the comparison.
+      weights: float32; how much each target counts in the loss. 0 where there is no target.
+    """
+
+    tokens: Any
+    targets: Any
+    positions: Any
+    segment_ids: Any
+    weights: Any
+
+
+def concat_batch(tokens_BT: np.ndarray) -> Batch:
+    """Returns HLAT's view of rows cut from one stream of tokens [B, T]: T - 1 predictions a row, one segment.
+
+    The label shift is HLAT's: the last token of a row predicts nothing, so its weight is 0 (and its target 0).
+    Source: arXiv 2404.10630, published scripts, `logits[:-1]` against `labels[1:]`.
+    """
+    tokens_BT = np.ascontiguousarray(tokens_BT, dtype=np.int32)
+    num_rows, seq_len = tokens_BT.shape
+    targets_BT = np.zeros_like(tokens_BT)
+    targets_BT[:, :-1] = tokens_BT[:, 1:]
+    weights_BT = np.ones((num_rows, seq_len), np.float32)
+    weights_BT[:, -1] = 0.0
+    positions_BT = np.broadcast_to(np.arange(seq_len, dtype=np.int32), (num_rows, seq_len))
+    return Batch(tokens_BT, targets_BT, positions_BT, None, weights_BT)
+
+
+def abstract_batch(num_rows: int, seq_len: int, *, with_segments: bool = False) -> Batch:
+    """Returns the shapes and dtypes of a batch of `num_rows` sequences of `seq_len` tokens."""
+    ids = jax.ShapeDtypeStruct((num_rows, seq_len), np.int32)
+    weights = jax.ShapeDtypeStruct((num_rows, seq_len), np.float32)
+    return Batch(ids, ids, ids, ids if with_segments else None, weights)

@@ -1,0 +1,338 @@
+"""Every setting of a run: frozen dataclasses, their mutable mirror, and all checks that span fields.
+
+Owns names, types, units, meanings and defaults. Refuses to import JAX: a config is read before JAX may be loaded.
+`default()` gives an `ml_collections.ConfigDict` with every key; a config module edits and returns it; `resolve`
+turns it into a `Config`, which is the only form the rest of the package sees.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib.util
+import pathlib
+from typing import Any
+
+
+def _key(default: Any, doc: str, *, choices: tuple = ()) -> Any:
+    return dataclasses.field(default=default, metadata={"doc": doc, "choices": choices})
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """A Llama-architecture decoder. Complete in itself: `Decoder(ModelConfig(...))` needs nothing else of a run."""
+
+    vocab_size: int = _key(32000, "Token ids run from 0 to vocab_size - 1.")
+    num_layers: int = _key(2, "Decoder layers.")
+    embed_dim: int = _key(64, "Width of the residual stream.")
+    mlp_dim: int = _key(176, "Hidden width of the SwiGLU block.")
+    num_heads: int = _key(4, "Query heads.")
+    num_kv_heads: int = _key(4, "Key and value heads; divides num_heads.")
+    head_dim: int = _key(16, "Width of one head; even.")
+    max_positions: int = _key(4096, "Longest sequence the rotary positions are meant for, in tokens.")
+    norm_eps: float = _key(1e-5, "Added to the mean square inside RMSNorm.")
+    rope_theta: float = _key(10000.0, "Base of the rotary frequencies.")
+    rope_scaling: str = _key("none", "Stretching of the rotary frequencies.", choices=("none", "llama3"))
+    rope_factor: float = _key(8.0, "llama3 scaling: stretch of the low frequencies.")
+    rope_low_freq_factor: float = _key(1.0, "llama3 scaling: original positions / this = longest kept wavelength.")
+    rope_high_freq_factor: float = _key(4.0, "llama3 scaling: original positions / this = shortest stretched one.")
+    rope_original_positions: int = _key(8192, "llama3 scaling: positions before stretching.")
+    tie_embeddings: bool = _key(False, "The output head reuses the embedding table.")
+    fuse_qkv: bool = _key(True, "One QKV projection (HLAT-7B); False keeps Q apart from KV (HLAT-70B).")
+    init_std: float = _key(0.02, "Standard deviation of initial weights.")
+    depth_scaled_init: bool = _key(True, "Output projections start at init_std / sqrt(2 * num_layers).")
+    layer_loop: str = _key("scan", "How the equal layers run.", choices=("scan", "unroll"))
+    remat: str = _key("none", "Recompute in the backward pass: none, full, selective (HLAT) or names:A,B (saved).")
+    attention: str = _key("auto", "Attention implementation.", choices=("auto", "einsum", "blocked"))
+    cross_entropy: str = _key("auto", "Loss from hidden states.", choices=("auto", "dense", "chunked"))
+
+
+@dataclasses.dataclass(frozen=True)
+class ParallelConfig:
+    """Degrees of the device mesh, outermost first. At most one may be -1: whatever devices remain."""
+
+    pipe: int = _key(1, "Pipeline stages.")
+    data: int = _key(-1, "Replicas of the parameters.")
+    fsdp: int = _key(1, "Shards of parameters and optimizer state, gathered for use.")
+    tensor: int = _key(1, "Megatron tensor parallel degree.")
+    zero1: bool = _key(False, "Shard optimizer state and master weights over data.")
+    sequence_parallel: bool = _key(False, "Shard activations between blocks over tensor along the sequence.")
+
+
+@dataclasses.dataclass(frozen=True)
+class PrecisionConfig:
+    """What is stored, computed, accumulated and rounded."""
+
+    policy: str = _key("fp32", "Named policy, see hlat_jax.precision.", choices=("fp32", "mixed", "bf16"))
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW, its learning-rate schedule, clipping. Defaults are HLAT-7B's."""
+
+    peak_lr: float = _key(3e-4, "Learning rate at the end of warm-up.")
+    min_lr_ratio: float = _key(0.1, "The cosine runs to zero and is clipped below at this share of the peak.")
+    warmup_steps: int = _key(2000, "Steps of linear warm-up from 0.")
+    horizon_steps: int = _key(500_000, "Step at which the cosine would reach zero; not where the run stops.")
+    beta1: float = _key(0.9, "Decay of the first moment.")
+    beta2: float = _key(0.95, "Decay of the second moment.")
+    eps: float = _key(1e-8, "Added to the root of the second moment.")
+    weight_decay: float = _key(0.1, "Decoupled weight decay, multiplied by the learning rate.")
+    decay: str = _key("all", "Parameters that decay: all (HLAT) or matrices (no norms).", choices=("all", "matrices"))
+    clip_norm: float = _key(1.0, "Largest global gradient norm; 0 switches clipping off.")
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    """Where text comes from and how it becomes batches."""
+
+    train: str = _key("", "Files, folders or globs of training text, by commas. 'package:NAME' ships with hlat_jax.")
+    validation: str = _key("", "The same for held-out text; empty: no validation.")
+    text_field: str = _key("text", "JSONL key or Parquet column that holds the text.")
+    tokenizer: str = _key("", "SentencePiece .model file. 'package:NAME' ships with hlat_jax.")
+    batch_size: int = _key(8, "Sequences per step over the whole job.")
+    seq_len: int = _key(256, "Tokens per sequence.")
+    packing: str = _key("concat", "How documents fill rows.", choices=("concat",))
+    max_document_chars: int = _key(500_000, "Longer documents are cut into pieces of this many characters, in order.")
+    shuffle: bool = _key(True, "Visit documents in a seeded order that is new in every epoch.")
+    seed: int = _key(1234, "Seed of the document order.")
+    num_threads: int = _key(2, "Threads that read and tokenize ahead; 0: in the loop. No influence on the batches.")
+    prefetch_batches: int = _key(4, "Batches kept ready. No influence on the batches.")
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """The loop."""
+
+    num_steps: int = _key(100, "The run stops after this many optimizer steps.")
+    seed: int = _key(0, "Seed of the initial weights.")
+    num_microbatches: int = _key(1, "Gradient accumulation: parts that a batch is split into, run one after another.")
+    z_loss_weight: float = _key(0.0, "Weight of the squared log-normaliser in the loss.")
+    eval_every_steps: int = _key(0, "Validate every so many steps and at the end; 0: at the end only.")
+    num_eval_batches: int = _key(8, "Batches of one validation, the same ones each time.")
+    max_nonfinite_steps: int = _key(3, "The run stops after this many steps in a row without a finite loss and norm.")
+    eval_loss_low: float = _key(0.0, "Lower end of the expected final validation loss in nats; see eval_loss_high.")
+    eval_loss_high: float = _key(0.0, "Upper end of the expected final validation loss in nats; 0: no expectation.")
+    sample_prompt: str = _key("", "Text continued before and after training; empty: no sample.")
+    sample_tokens: int = _key(64, "Tokens of that sample.")
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointConfig:
+    """When the state is saved and how long it is kept."""
+
+    every_steps: int = _key(0, "Save every so many steps; 0: by time and at the end only.")
+    every_minutes: float = _key(0.0, "Save when this much time has passed since the last one; 0: never by time.")
+    keep_last: int = _key(3, "Rolling checkpoints kept, newest first.")
+    keep_every_steps: int = _key(0, "Checkpoints at multiples of this stay for ever; 0: none.")
+
+
+@dataclasses.dataclass(frozen=True)
+class MetricsConfig:
+    """What a person sees and what is written; nothing here touches the training."""
+
+    log_every_steps: int = _key(10, "Steps between lines on the console.")
+    console: str = _key("auto", "Progress lines; auto: fewer when not a terminal.", choices=("auto", "on", "off"))
+    tensorboard: bool = _key(True, "Write TensorBoard event files into the run folder.")
+    wandb_project: str = _key("", "Weights & Biases project; empty: not used.")
+    plot: bool = _key(True, "Draw loss.png at the end.")
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """A whole run. `name` is that of the config module; the rest are its sections."""
+
+    name: str
+    model: ModelConfig
+    parallel: ParallelConfig
+    precision: PrecisionConfig
+    optimizer: OptimizerConfig
+    data: DataConfig
+    train: TrainConfig
+    checkpoint: CheckpointConfig
+    metrics: MetricsConfig
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns nested plain dicts of scalars and strings, fit for JSON."""
+        return dataclasses.asdict(self)
+
+
+SECTIONS: dict[str, type] = {
+    "model": ModelConfig,
+    "parallel": ParallelConfig,
+    "precision": PrecisionConfig,
+    "optimizer": OptimizerConfig,
+    "data": DataConfig,
+    "train": TrainConfig,
+    "checkpoint": CheckpointConfig,
+    "metrics": MetricsConfig,
+}
+
+
+def nearest(word: str, candidates: Any) -> str:
+    """Returns ` Did you mean 'x'?` for the closest candidate, or all of them when none is close."""
+    candidates = sorted(candidates)
+    close = difflib.get_close_matches(word, candidates, n=1, cutoff=0.5)
+    return f"Did you mean {close[0]!r}?" if close else f"Known: {', '.join(candidates)}."
+
+
+def default() -> Any:
+    """Returns an `ml_collections.ConfigDict` with every section and key at its default, locked against new keys."""
+    import ml_collections  # here, so that importing a model needs none of it
+
+    tree = {name: {f.name: f.default for f in dataclasses.fields(cls)} for name, cls in SECTIONS.items()}
+    return ml_collections.ConfigDict({"name": "custom", **tree})
+
+
+def load(name_or_path: str) -> Any:
+    """Returns the ConfigDict of a shipped config (`tiny`) or of a file (`path/to/run.py`), its `name` filled in.
+
+    Raises:
+      ValueError: no such name or file, or a file without `get_config`; the message has the nearest name.
+    """
+    folder = config_folder()
+    shipped = {p.stem: p for p in sorted(folder.glob("*.py")) if not p.stem.startswith("_")}
+    is_path = name_or_path.endswith(".py")
+    path = pathlib.Path(name_or_path) if is_path else shipped.get(name_or_path)
+    if path is None:
+        raise ValueError(f"--config={name_or_path}: no such config. {nearest(name_or_path, shipped)} Paths end in .py.")
+    if not path.is_file():
+        raise ValueError(f"--config={name_or_path}: no such file. Shipped configs: {', '.join(shipped)}.")
+    spec = importlib.util.spec_from_file_location(f"hlat_jax_config_{path.stem}", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    if not hasattr(module, "get_config"):
+        raise ValueError(f"{path} defines no get_config(); write one that edits and returns hlat_jax.config.default().")
+    config = module.get_config()
+    config.name = path.stem
+    return config
+
+
+def config_folder() -> pathlib.Path:
+    """Returns the folder of the shipped configs: inside an installed package, or beside it in a checkout."""
+    package = pathlib.Path(__file__).resolve().parent
+    installed = package / "configs"
+    return installed if installed.is_dir() else package.parent / "configs"
+
+
+def resolve(mutable: Any) -> Config:
+    """Returns the frozen Config of a ConfigDict (or of a nested dict) after every check that needs no file or device.
+
+    Raises:
+      ValueError: an unknown or missing key, a wrong type, a value outside its choices, or values that do not fit
+        each other; the message has the path, the numbers and what to change.
+    """
+    tree = mutable if isinstance(mutable, dict) else mutable.to_dict()
+    unknown = set(tree) - set(SECTIONS) - {"name"}
+    if unknown:
+        raise ValueError(f"config has no section {min(unknown)!r}. {nearest(min(unknown), SECTIONS)}")
+    sections = {name: _section(name, cls, tree.get(name, {})) for name, cls in SECTIONS.items()}
+    config = Config(name=tree.get("name", "custom"), **sections)
+    check_model(config.model)
+    _check_parallel(config)
+    _check_training(config)
+    return config
+
+
+def _section(name: str, cls: type, values: dict[str, Any]) -> Any:
+    fields = {f.name: f for f in dataclasses.fields(cls)}
+    for key in values:
+        if key not in fields:
+            raise ValueError(f"config has no key {name}.{key}. {nearest(key, fields)}")
+    missing = sorted(set(fields) - set(values))
+    if missing:
+        raise ValueError(f"config lacks {name}.{missing[0]}; start from hlat_jax.config.default().")
+    typed = {key: _typed(f"{name}.{key}", fields[key], value) for key, value in values.items()}
+    return cls(**typed)
+
+
+def _typed(path: str, field: dataclasses.Field, value: Any) -> Any:
+    kind = type(field.default)
+    if kind is float and type(value) is int:
+        value = float(value)
+    if type(value) is not kind:
+        raise ValueError(f"{path}={value!r} is {type(value).__name__}; it must be {kind.__name__}.")
+    choices = field.metadata["choices"]
+    if choices and value not in choices:
+        raise ValueError(f"{path}={value!r} is not one of {', '.join(choices)}. {nearest(value, choices)}")
+    return value
+
+
+def _at_least(lowest: float, **values: float) -> None:
+    for path, value in values.items():
+        if not value >= lowest:
+            raise ValueError(f"{path.replace('__', '.')}={value} must be at least {lowest}.")
+
+
+def check_model(m: ModelConfig) -> None:
+    """Raises ValueError when a model's dimensions cannot be built; called by `resolve` and by `Decoder`."""
+    for name in ("vocab_size", "num_layers", "embed_dim", "mlp_dim", "num_heads", "num_kv_heads", "head_dim"):
+        _at_least(1, **{f"model__{name}": getattr(m, name)})
+    _at_least(1, model__max_positions=m.max_positions, model__rope_original_positions=m.rope_original_positions)
+    if m.num_heads % m.num_kv_heads:
+        divisors = [d for d in range(1, m.num_heads + 1) if m.num_heads % d == 0]
+        raise ValueError(
+            f"model.num_kv_heads={m.num_kv_heads} must divide model.num_heads={m.num_heads}; use one of {divisors}."
+        )
+    if m.head_dim % 2:
+        raise ValueError(f"model.head_dim={m.head_dim} must be even: rotary embeddings turn pairs.")
+    if m.rope_high_freq_factor <= m.rope_low_freq_factor:
+        raise ValueError(
+            f"model.rope_high_freq_factor={m.rope_high_freq_factor} must exceed "
+            f"model.rope_low_freq_factor={m.rope_low_freq_factor}."
+        )
+    if m.remat not in ("none", "full", "selective") and not m.remat.startswith("names:"):
+        raise ValueError(f"model.remat={m.remat!r} must be none, full, selective or names:A,B,...")
+
+
+def _check_parallel(c: Config) -> None:
+    degrees = {name: getattr(c.parallel, name) for name in ("pipe", "data", "fsdp", "tensor")}
+    for name, degree in degrees.items():
+        if degree < 1 and degree != -1:
+            raise ValueError(f"parallel.{name}={degree} must be a positive degree, or -1 for the devices that remain.")
+    if sum(degree == -1 for degree in degrees.values()) > 1:
+        raise ValueError(f"parallel={degrees}: at most one degree may be -1.")
+    tensor, kv, heads = c.parallel.tensor, c.model.num_kv_heads, c.model.num_heads
+    if tensor > 1 and (kv % tensor and (tensor % kv or heads % tensor)):
+        allowed = [d for d in range(1, heads + 1) if heads % d == 0 and (kv % d == 0 or d % kv == 0)]
+        raise ValueError(
+            f"parallel.tensor={tensor} must divide model.num_kv_heads={kv}, or be a multiple of it that divides "
+            f"model.num_heads={heads}; use one of {allowed}."
+        )
+    if c.parallel.pipe > 1 and c.model.num_layers % c.parallel.pipe:
+        raise ValueError(f"parallel.pipe={c.parallel.pipe} must divide model.num_layers={c.model.num_layers}.")
+
+
+def _check_training(c: Config) -> None:
+    o, d, t = c.optimizer, c.data, c.train
+    _at_least(1, data__batch_size=d.batch_size, train__num_microbatches=t.num_microbatches)
+    _at_least(2, data__seq_len=d.seq_len)
+    _at_least(1, data__max_document_chars=d.max_document_chars, data__prefetch_batches=d.prefetch_batches)
+    _at_least(1, train__max_nonfinite_steps=t.max_nonfinite_steps, train__num_eval_batches=t.num_eval_batches)
+    _at_least(1, checkpoint__keep_last=c.checkpoint.keep_last, metrics__log_every_steps=c.metrics.log_every_steps)
+    _at_least(0, train__num_steps=t.num_steps, train__eval_every_steps=t.eval_every_steps)
+    _at_least(0, data__num_threads=d.num_threads, optimizer__warmup_steps=o.warmup_steps)
+    _at_least(0, checkpoint__every_steps=c.checkpoint.every_steps, checkpoint__every_minutes=c.checkpoint.every_minutes)
+    _at_least(0, checkpoint__keep_every_steps=c.checkpoint.keep_every_steps, train__sample_tokens=t.sample_tokens)
+    _at_least(0, optimizer__peak_lr=o.peak_lr, optimizer__eps=o.eps, optimizer__clip_norm=o.clip_norm)
+    _at_least(0, optimizer__weight_decay=o.weight_decay, train__z_loss_weight=t.z_loss_weight)
+    for name in ("beta1", "beta2", "min_lr_ratio"):
+        if not 0 <= getattr(o, name) < 1:
+            raise ValueError(f"optimizer.{name}={getattr(o, name)} must lie in [0, 1).")
+    if d.seq_len > c.model.max_positions:
+        raise ValueError(
+            f"data.seq_len={d.seq_len} exceeds model.max_positions={c.model.max_positions}; "
+            "shorten the sequence or raise the positions."
+        )
+    if d.batch_size % t.num_microbatches:
+        divisors = [n for n in range(1, d.batch_size + 1) if d.batch_size % n == 0]
+        raise ValueError(
+            f"data.batch_size={d.batch_size} does not divide into train.num_microbatches={t.num_microbatches}; "
+            f"use one of {divisors}."
+        )
+    if o.horizon_steps <= o.warmup_steps:
+        raise ValueError(
+            f"optimizer.horizon_steps={o.horizon_steps} must exceed optimizer.warmup_steps={o.warmup_steps}."
+        )
+    if t.eval_loss_high < t.eval_loss_low:
+        raise ValueError(f"train.eval_loss_high={t.eval_loss_high} is below train.eval_loss_low={t.eval_loss_low}.")
