@@ -1,0 +1,314 @@
+"""The Llama decoder: modules that declare parameters, and the same model as pure functions.
+
+Owns architecture, initial weights and the logical axes of every parameter. Refuses to own loops over layers (`stack`),
+kernels (`ops`), losses and dtypes: it computes in the dtype of the parameters it is given. The only file that imports
+Flax NNX, and it uses NNX to declare: every transformation is plain JAX over nested dicts of arrays.
+
+    decoder = Decoder(ModelConfig(...), rngs=nnx.Rngs(0))
+    logits_BTV = decoder(tokens_BT)
+
+    params = init_params(cfg, jax.random.key(0))
+    logits_BTV = apply(params, cfg, tokens_BT)
+
+Shapes: B batch, T time, D embed, N heads, K kv heads, G heads per kv head, H head, F mlp, V vocab, L layers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from hlat_jax.config import ModelConfig, check_model
+from hlat_jax.ops import attention as attention_op
+from hlat_jax.ops import cross_entropy as cross_entropy_op
+from hlat_jax.ops.linear import linear
+from hlat_jax.ops.norm import rms_norm
+from hlat_jax.ops.rope import Llama3Scaling, apply_rope, rope_frequencies, rope_tables
+from hlat_jax.ops.swiglu import swiglu
+from hlat_jax.stack import run_layers
+
+Constrain = Callable[..., jax.Array]
+
+
+def _unconstrained(x: jax.Array, *axes: str) -> jax.Array:
+    return x
+
+
+@dataclasses.dataclass(frozen=True)
+class Context:
+    """What every layer of one forward pass shares.
+
+    Attributes:
+      cos: fp32 [B, T, H/2], rotary table.
+      sin: likewise.
+      segment_ids: int32 [B, T], or None when every row is one segment.
+      constrain: (x, *logical axes) -> x laid out on a mesh; the identity without one.
+    """
+
+    cos: jax.Array
+    sin: jax.Array
+    segment_ids: jax.Array | None
+    constrain: Constrain
+
+
+class RMSNorm(nnx.Module):
+    """`x / rms(x) * scale` with fp32 statistics."""
+
+    def __init__(self, cfg: ModelConfig):
+        self.eps = cfg.norm_eps
+        self.scale = nnx.Param(jnp.ones((cfg.embed_dim,)), axes=("norm",))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return rms_norm(x, scale=self.scale[...], eps=self.eps)
+
+
+class Attention(nnx.Module):
+    """Causal multi-head or grouped-query attention with rotary positions and no biases.
+
+    One QKV matrix [D, K, G + 2, H] holds, for each kv head, its G query heads, then its key, then its value, so that
+    a tensor-parallel split over K keeps every group whole. With `fuse_qkv=False`, Q [D, K, G, H] stands apart from
+    KV [D, 2, K, H]. Query head n is (n // G, n % G), the order of Hugging Face.
+    """
+
+    def __init__(self, cfg: ModelConfig, *, rngs: nnx.Rngs):
+        self.cfg = cfg
+        d, k, h = cfg.embed_dim, cfg.num_kv_heads, cfg.head_dim
+        g = cfg.num_heads // k
+        if cfg.fuse_qkv:
+            self.qkv = _normal(rngs, (d, k, g + 2, h), cfg.init_std, axes=("embed", "kv_heads", "qkv", "head_dim"))
+        else:
+            self.q = _normal(rngs, (d, k, g, h), cfg.init_std, axes=("embed", "kv_heads", "q_per_kv", "head_dim"))
+            self.kv = _normal(rngs, (d, 2, k, h), cfg.init_std, axes=("embed", "qkv", "kv_heads", "head_dim"))
+        self.out = _normal(rngs, (cfg.num_heads, h, d), _output_std(cfg), axes=("heads", "head_dim", "embed"))
+
+    def __call__(self, x_BTD: jax.Array, context: Context) -> jax.Array:
+        q_BTNH, k_BTKH, v_BTKH = self.project(x_BTD)
+        constrain = context.constrain
+        q_BTNH = constrain(q_BTNH, "batch", "seq_inner", "heads", "head_dim")
+        k_BTKH = constrain(k_BTKH, "batch", "seq_inner", "kv_heads", "head_dim")
+        v_BTKH = constrain(v_BTKH, "batch", "seq_inner", "kv_heads", "head_dim")
+        q_BTNH = checkpoint_name(apply_rope(q_BTNH, cos=context.cos, sin=context.sin), "q")
+        k_BTKH = checkpoint_name(apply_rope(k_BTKH, cos=context.cos, sin=context.sin), "k")
+        v_BTKH = checkpoint_name(v_BTKH, "v")
+        mixed_BTNH = attention_op.attention(
+            q_BTNH,
+            k_BSKH=k_BTKH,
+            v_BSKH=v_BTKH,
+            segment_ids_BT=context.segment_ids,
+            implementation=self.cfg.attention,
+        )
+        mixed_BTNH = checkpoint_name(constrain(mixed_BTNH, "batch", "seq_inner", "heads", "head_dim"), "attn_out")
+        return linear(mixed_BTNH, self.out[...], contract=2)
+
+    def project(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Returns queries [B, T, N, H], keys and values [B, T, K, H], before rotation."""
+        cfg = self.cfg
+        b, t, _ = x_BTD.shape
+        g = cfg.num_heads // cfg.num_kv_heads
+        if cfg.fuse_qkv:
+            qkv_BTKXH = linear(x_BTD, self.qkv[...])
+            q_BTKGH, k_BTKH, v_BTKH = qkv_BTKXH[:, :, :, :g], qkv_BTKXH[:, :, :, g], qkv_BTKXH[:, :, :, g + 1]
+        else:
+            q_BTKGH = linear(x_BTD, self.q[...])
+            kv_BT2KH = linear(x_BTD, self.kv[...])
+            k_BTKH, v_BTKH = kv_BT2KH[:, :, 0], kv_BT2KH[:, :, 1]
+        return q_BTKGH.reshape(b, t, cfg.num_heads, cfg.head_dim), k_BTKH, v_BTKH
+
+
+class MLP(nnx.Module):
+    """SwiGLU feed-forward: gate and up are one matrix [D, 2, F]."""
+
+    def __init__(self, cfg: ModelConfig, *, rngs: nnx.Rngs):
+        d, f = cfg.embed_dim, cfg.mlp_dim
+        self.gate_up = _normal(rngs, (d, 2, f), cfg.init_std, axes=("embed", "gate", "mlp"))
+        self.down = _normal(rngs, (f, d), _output_std(cfg), axes=("mlp", "embed"))
+
+    def __call__(self, x_BTD: jax.Array, context: Context) -> jax.Array:
+        gate_up_BT2F = linear(x_BTD, self.gate_up[...])
+        gate_BTF = checkpoint_name(gate_up_BT2F[:, :, 0], "gate")
+        up_BTF = checkpoint_name(gate_up_BT2F[:, :, 1], "up")
+        hidden_BTF = context.constrain(swiglu(gate_BTF, up_BTF), "batch", "seq_inner", "mlp")
+        return linear(hidden_BTF, self.down[...])
+
+
+class DecoderLayer(nnx.Module):
+    """Pre-norm block: x += attention(norm(x)); x += mlp(norm(x))."""
+
+    def __init__(self, cfg: ModelConfig, *, rngs: nnx.Rngs):
+        self.attention_norm = RMSNorm(cfg)
+        self.attention = Attention(cfg, rngs=rngs)
+        self.mlp_norm = RMSNorm(cfg)
+        self.mlp = MLP(cfg, rngs=rngs)
+
+    def __call__(self, x_BTD: jax.Array, context: Context) -> jax.Array:
+        constrain = context.constrain
+        normed_BTD = checkpoint_name(self.attention_norm(x_BTD), "attn_norm")
+        x_BTD = x_BTD + constrain(self.attention(normed_BTD, context), "batch", "seq", "embed")
+        x_BTD = checkpoint_name(x_BTD, "residual")
+        normed_BTD = checkpoint_name(self.mlp_norm(x_BTD), "mlp_norm")
+        return x_BTD + constrain(self.mlp(normed_BTD, context), "batch", "seq", "embed")
+
+
+class Decoder(nnx.Module):
+    """A Llama-architecture language model. Layers are one `DecoderLayer` whose parameters carry a leading L axis.
+
+    Raises:
+      ValueError: dimensions that do not fit each other.
+
+    Source: Touvron et al., arXiv 2302.13971 and 2307.09288; HLAT, arXiv 2404.10630 III-A.
+    """
+
+    def __init__(self, cfg: ModelConfig, *, rngs: nnx.Rngs):
+        check_model(cfg)
+        # Implementations are chosen once, here: nothing below asks where it runs.
+        self.cfg = select_implementations(cfg, jax.default_backend())
+        self.embed = _normal(rngs, (cfg.vocab_size, cfg.embed_dim), cfg.init_std, axes=("vocab", "embed"))
+        self.layers = _stacked_layers(self.cfg, rngs.params())
+        self.final_norm = RMSNorm(cfg)
+        if not cfg.tie_embeddings:
+            self.head = _normal(rngs, (cfg.vocab_size, cfg.embed_dim), cfg.init_std, axes=("vocab", "embed"))
+
+    def __call__(self, tokens_BT: jax.Array, positions_BT: jax.Array | None = None, **kwargs: Any) -> jax.Array:
+        """Returns fp32 logits [B, T, V]. Arguments as `hidden_states`."""
+        return cross_entropy_op.logits(self.hidden_states(tokens_BT, positions_BT, **kwargs), self.head_VD)
+
+    @property
+    def head_VD(self) -> jax.Array:
+        """The output projection [V, D]: the embedding table itself when tied."""
+        return (self.embed if self.cfg.tie_embeddings else self.head)[...]
+
+    def hidden_states(
+        self,
+        tokens_BT: jax.Array,
+        positions_BT: jax.Array | None = None,
+        *,
+        segment_ids_BT: jax.Array | None = None,
+        constrain: Constrain = _unconstrained,
+    ) -> jax.Array:
+        """Returns what the head reads [B, T, D], in the dtype of the parameters.
+
+        Args:
+          tokens_BT: int32 ids below V.
+          positions_BT: int32; None: 0..T-1 in every row.
+          segment_ids_BT: int32; a token attends only within its segment; None: a row is one segment.
+          constrain: (x, *logical axes) -> x, lays activations out on a mesh.
+        """
+        cfg = self.cfg
+        if positions_BT is None:
+            positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1], dtype=jnp.int32), tokens_BT.shape)
+        cos, sin = rope_tables(positions_BT, frequencies=_frequencies(cfg))
+        context = Context(cos, sin, segment_ids_BT, constrain)
+        graphdef, stacked = nnx.split(self.layers)
+
+        def layer(params, x_BTD):
+            return nnx.merge(graphdef, params)(x_BTD, context)
+
+        x_BTD = self.embed[...].at[tokens_BT].get(mode="clip")
+        x_BTD = constrain(x_BTD, "batch", "seq", "embed")
+        x_BTD = run_layers(layer, stacked, x_BTD, loop=cfg.layer_loop, remat=cfg.remat)
+        return self.final_norm(x_BTD)
+
+
+def select_implementations(cfg: ModelConfig, platform: str) -> ModelConfig:
+    """Returns the config with every `auto` replaced by the implementation chosen for a platform, such as `cpu`."""
+    return dataclasses.replace(
+        cfg,
+        attention=attention_op.select(cfg.attention, platform),
+        cross_entropy=cross_entropy_op.select(cfg.cross_entropy, platform),
+    )
+
+
+def init_params(cfg: ModelConfig, key: jax.Array) -> dict[str, Any]:
+    """Returns fp32 parameters as nested dicts of arrays, the same for every layer loop and remat choice.
+
+    Args:
+      cfg: the model.
+      key: a typed key; on Trainium of the `rbg` kind, `jax.random.key(seed, impl="rbg")`.
+    """
+    return nnx.to_pure_dict(nnx.split(Decoder(cfg, rngs=nnx.Rngs(key)))[1])
+
+
+def bind(params: dict[str, Any], cfg: ModelConfig) -> Decoder:
+    """Returns the Decoder that computes with `params`, of any float dtype."""
+    graphdef, state = _declaration(cfg)
+    return nnx.merge(graphdef, _with_values(state, params))
+
+
+def apply(params: dict[str, Any], cfg: ModelConfig, tokens_BT: jax.Array, **kwargs: Any) -> jax.Array:
+    """Returns fp32 logits [B, T, V] of pure parameters; further arguments as `Decoder.hidden_states`."""
+    return bind(params, cfg)(tokens_BT, **kwargs)
+
+
+def param_axes(cfg: ModelConfig) -> dict[str, Any]:
+    """Returns the logical axes of every parameter, a tuple of names in the place of each array."""
+    return jax.tree.map(
+        lambda param: param.get_metadata("axes"),
+        nnx.to_pure_dict(_declaration(cfg)[1], extract_fn=lambda param: param),
+        is_leaf=lambda leaf: isinstance(leaf, nnx.Param),
+    )
+
+
+def abstract_params(cfg: ModelConfig) -> dict[str, Any]:
+    """Returns the shapes and dtypes of the fp32 parameters; allocates nothing."""
+    return nnx.to_pure_dict(_declaration(cfg)[1])
+
+
+@functools.lru_cache
+def _declaration(cfg: ModelConfig) -> tuple[Any, Any]:
+    """Returns the static graph of a Decoder and its abstract state."""
+    graphs = []
+
+    def build(key):
+        graphdef, state = nnx.split(Decoder(cfg, rngs=nnx.Rngs(key)))
+        graphs.append(graphdef)
+        return state
+
+    state = jax.eval_shape(build, jax.random.key(0, impl="rbg"))
+    return graphs[0], state
+
+
+def _with_values(state: Any, values: dict[str, Any]) -> Any:
+    state = jax.tree.map(lambda leaf: leaf, state)  # a copy: replacing works in place
+    nnx.replace_by_pure_dict(state, values)
+    return state
+
+
+def _stacked_layers(cfg: ModelConfig, key: jax.Array) -> DecoderLayer:
+    graphs = []
+
+    def one_layer(layer_key):
+        graphdef, state = nnx.split(DecoderLayer(cfg, rngs=nnx.Rngs(layer_key)))
+        graphs.append(graphdef)
+        return state
+
+    # map, not vmap: under the rbg generator vmap draws every layer from the first key alone
+    state = jax.lax.map(one_layer, jax.random.split(key, cfg.num_layers))
+    for param in jax.tree.leaves(state, is_leaf=lambda leaf: isinstance(leaf, nnx.Param)):
+        param.set_metadata(axes=("layers", *param.get_metadata("axes")))
+    return nnx.merge(graphs[0], state)
+
+
+def _normal(rngs: nnx.Rngs, shape: tuple[int, ...], std: float, *, axes: tuple[str, ...]) -> nnx.Param:
+    return nnx.Param(std * jax.random.normal(rngs.params(), shape, jnp.float32), axes=axes)
+
+
+def _output_std(cfg: ModelConfig) -> float:
+    """Returns the std of projections into the residual stream. Source: HLAT's published modeling code, total depth."""
+    return cfg.init_std / math.sqrt(2 * cfg.num_layers) if cfg.depth_scaled_init else cfg.init_std
+
+
+def _frequencies(cfg: ModelConfig):
+    scaling = Llama3Scaling(
+        cfg.rope_factor, cfg.rope_low_freq_factor, cfg.rope_high_freq_factor, cfg.rope_original_positions
+    )
+    return rope_frequencies(
+        cfg.head_dim, theta=cfg.rope_theta, scaling=scaling if cfg.rope_scaling == "llama3" else None
+    )

@@ -1,0 +1,104 @@
+"""AdamW with clipping as one Optax transformation, and the learning-rate schedule.
+
+Owns the arithmetic of the update. Refuses to know how gradients were made, accumulated or sharded, and what happens
+to a non-finite step: that is `program`. The learning rate is computed on the host and passed in, so that a program
+does not depend on the horizon.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from hlat_jax.config import OptimizerConfig
+from hlat_jax.precision import Policy, round_to
+
+
+def learning_rate(step: int, config: OptimizerConfig) -> float:
+    """Returns the learning rate of the update with index `step`, from 0; the first update is at 0.
+
+    Linear warm-up, then a cosine that runs to zero at the horizon and is clipped below at `min_lr_ratio` of the peak.
+    Source: HLAT's published scheduler (7b/scheduler.py), arXiv 2404.10630 III-A.
+    """
+    if step < config.warmup_steps:
+        return config.peak_lr * step / config.warmup_steps
+    progress = (step - config.warmup_steps) / (config.horizon_steps - config.warmup_steps)
+    cosine = 0.5 * (1.0 + math.cos(math.pi * min(progress, 1.0)))
+    return config.peak_lr * max(config.min_lr_ratio, cosine)
+
+
+def global_norm(tree: Any) -> jax.Array:
+    """Returns the L2 norm over every element of every leaf, in fp32."""
+    return jnp.sqrt(sum(jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in jax.tree.leaves(tree)))
+
+
+def adamw(config: OptimizerConfig, *, policy: Policy, decays: Any) -> optax.GradientTransformationExtraArgs:
+    """Returns clipping by the global norm and AdamW, in one pass over the parameters.
+
+    The clip coefficient min(1, clip_norm / (norm + 1e-6)) scales each gradient where it is used: a separate clip
+    would read and write every gradient once more. All arithmetic is fp32, moments are stored in `policy.moment`.
+
+    Args:
+      config: betas, eps, decay, clip.
+      policy: dtype and rounding of the moments.
+      decays: tree of bools like the parameters: which of them decay.
+
+    The update takes the extra arguments `learning_rate` (scalar) and `grad_norm` (norm of the same gradients).
+    Source: Loshchilov and Hutter, arXiv 1711.05101; decoupled decay as in torch.optim.AdamW.
+    """
+
+    def init(params: Any) -> Any:
+        zeros = jax.tree.map(lambda p: jnp.zeros_like(p, dtype=policy.moment), params)
+        return {"count": jnp.zeros((), jnp.int32), "mu": zeros, "nu": jax.tree.map(jnp.copy, zeros)}
+
+    def update(grads: Any, state: Any, params: Any = None, *, learning_rate: Any, grad_norm: Any, **_: Any):
+        count = state["count"] + 1
+        steps = count.astype(jnp.float32)
+        # 1 - beta^n through expm1: at n = 1 the plain form loses half the digits of fp32.
+        correction1 = _one_minus_power(config.beta1, steps)
+        correction2 = _one_minus_power(config.beta2, steps)
+        clip = jnp.minimum(1.0, config.clip_norm / (grad_norm + 1e-6)) if config.clip_norm else jnp.float32(1.0)
+
+        def moments(grad, mu, nu):
+            grad = grad.astype(jnp.float32) * clip
+            mu = config.beta1 * mu.astype(jnp.float32) + (1.0 - config.beta1) * grad
+            nu = config.beta2 * nu.astype(jnp.float32) + (1.0 - config.beta2) * jnp.square(grad)
+            return mu, nu
+
+        def step(mu, nu, param, decay):
+            direction = (mu / correction1) / (jnp.sqrt(nu / correction2) + config.eps)
+            if decay:
+                direction = direction + config.weight_decay * param.astype(jnp.float32)
+            return -learning_rate * direction
+
+        pairs = jax.tree.map(moments, grads, state["mu"], state["nu"])
+        mu, nu = jax.tree.transpose(jax.tree.structure(grads), jax.tree.structure((0, 0)), pairs)
+        updates = jax.tree.map(step, mu, nu, params, decays)
+        stored = [
+            jax.tree.map(lambda m: round_to(m, policy.moment, rounding=policy.rounding), moment) for moment in (mu, nu)
+        ]
+        return updates, {"count": count, "mu": stored[0], "nu": stored[1]}
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def decay_mask(params: Any, decay: str) -> Any:
+    """Returns a tree of bools: which parameters decay. 'all' as HLAT did; 'matrices' spares the norms' scales.
+
+    Args:
+      params: parameters or their shapes; a norm's scale sits under a key that ends in `norm`.
+      decay: 'all' or 'matrices'.
+    """
+
+    def decays(path, _):
+        return decay == "all" or not any(str(key.key).endswith("norm") for key in path)
+
+    return jax.tree_util.tree_map_with_path(decays, params)
+
+
+def _one_minus_power(beta: float, steps: jax.Array) -> jax.Array:
+    return -jnp.expm1(steps * math.log(beta)) if beta else jnp.ones_like(steps)

@@ -1,0 +1,144 @@
+"""Makes a training program from a loss: gradients, accumulation, masking of non-finite steps, update, donation.
+
+Owns the order of a training step. Refuses to know a model, a batch type or an optimizer: a loss is a function of
+(params, microbatch), an optimizer is an Optax transformation.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from hlat_jax.optimizer import global_norm
+from hlat_jax.precision import Policy, cast_tree, round_to
+
+State = dict[str, Any]
+LossFn = Callable[[Any, Any], tuple[jax.Array, jax.Array]]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class StepMetrics:
+    """What one step tells. Scalars on device; nothing here is read until a step later.
+
+    Attributes:
+      loss: float32, mean over the counted tokens of the whole batch, nats per token.
+      num_tokens: float32, counted tokens; exact below 2**24.
+      grad_norm: float32, L2 norm of the mean gradient before clipping.
+      param_norm: float32, L2 norm of the weights before the update.
+      finite: bool; False: loss or gradient was not finite and the update was masked.
+    """
+
+    loss: jax.Array
+    num_tokens: jax.Array
+    grad_norm: jax.Array
+    param_norm: jax.Array
+    finite: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class ProgramOptions:
+    """How a program is built.
+
+    Attributes:
+      policy: what is stored, accumulated and rounded.
+      num_microbatches: static count of parts a batch is split into; part m has rows m, m + M, m + 2M, ..., so that
+        each device keeps its own rows.
+      state_shardings: shardings of the state, as returned by `init`; None: wherever the inputs are.
+    """
+
+    policy: Policy
+    num_microbatches: int = 1
+    state_shardings: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingProgram:
+    """The two functions of a training run.
+
+    Attributes:
+      init: params -> state. The state is {"step", "params", "opt_state": {"inner"[, "master"]}}.
+      step: jitted (state, batch, learning_rate) -> (state, StepMetrics); donates the state.
+    """
+
+    init: Callable[[Any], State]
+    step: Callable[[State, Any, jax.Array], tuple[State, StepMetrics]]
+
+
+def training_program(
+    loss_fn: LossFn, optimizer: optax.GradientTransformation, *, options: ProgramOptions
+) -> TrainingProgram:
+    """Returns the training program of a loss and an optimizer.
+
+    Args:
+      loss_fn: (params, microbatch) -> (sum of the losses of the counted tokens, count of them), fp32 scalars. The
+        program divides by the count over the whole batch, so unequal microbatches weigh as one batch would.
+      optimizer: an Optax transformation. It gets the mean gradients in fp32, the weights, and the extra arguments
+        `learning_rate` and `grad_norm`; a transformation with a schedule of its own ignores them.
+      options: precision, accumulation, shardings.
+    """
+    optimizer = optax.with_extra_args_support(optimizer)
+    policy = options.policy
+
+    def init(params: Any) -> State:
+        weights = cast_tree(params, policy.master or policy.param)
+        opt_state = {"inner": optimizer.init(weights)}
+        if policy.master is not None:
+            opt_state["master"] = weights
+        return {"step": jnp.zeros((), jnp.int32), "params": cast_tree(params, policy.param), "opt_state": opt_state}
+
+    def train_step(state: State, batch: Any, learning_rate: jax.Array) -> tuple[State, StepMetrics]:
+        loss_sum, num_tokens, grads = _accumulated(loss_fn, state["params"], batch, options)
+        grads = jax.tree.map(lambda g: g.astype(jnp.float32) / num_tokens, grads)
+        grad_norm = global_norm(grads)
+        # One comparison in fp32: a non-finite gradient anywhere makes the norm non-finite.
+        finite = jnp.isfinite(loss_sum) & jnp.isfinite(grad_norm)
+
+        weights = state["opt_state"].get("master", state["params"])
+        updates, inner = optimizer.update(
+            grads, state["opt_state"]["inner"], weights, learning_rate=learning_rate, grad_norm=grad_norm
+        )
+
+        def apply(weight, update):
+            moved = weight.astype(jnp.float32) + update
+            return round_to(moved, weight.dtype, rounding=policy.rounding)
+
+        new = {"inner": inner, "weights": jax.tree.map(apply, weights, updates)}
+        old = {"inner": state["opt_state"]["inner"], "weights": weights}
+        kept = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
+        opt_state = {"inner": kept["inner"]}
+        params = kept["weights"]
+        if policy.master is not None:
+            opt_state["master"] = kept["weights"]
+            params = cast_tree(kept["weights"], policy.param, rounding=policy.rounding)
+        new_state = {"step": state["step"] + 1, "params": params, "opt_state": opt_state}
+        metrics = StepMetrics(loss_sum / num_tokens, num_tokens, grad_norm, global_norm(weights), finite)
+        return new_state, metrics
+
+    shardings = {} if options.state_shardings is None else {"out_shardings": (options.state_shardings, None)}
+    return TrainingProgram(init, jax.jit(train_step, donate_argnums=0, **shardings))
+
+
+def _accumulated(loss_fn: LossFn, params: Any, batch: Any, options: ProgramOptions) -> tuple[jax.Array, jax.Array, Any]:
+    """Returns the sums over all microbatches of loss, counted tokens, and gradients in the accumulation dtype."""
+    grad_fn = jax.value_and_grad(loss_fn, has_aux=True)
+    if options.num_microbatches == 1:
+        (loss_sum, num_tokens), grads = grad_fn(params, batch)
+        return loss_sum, num_tokens, grads
+
+    def split(field):
+        return field.reshape(-1, options.num_microbatches, *field.shape[1:]).swapaxes(0, 1)
+
+    def add(sums, microbatch):
+        (loss, tokens), grads = grad_fn(params, microbatch)
+        total = jax.tree.map(lambda total, g: total + g.astype(total.dtype), sums[2], grads)
+        return (sums[0] + loss, sums[1] + tokens, total), None
+
+    zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, options.policy.accumulate), params)
+    start = (jnp.float32(0.0), jnp.float32(0.0), zeros)
+    return jax.lax.scan(add, start, jax.tree.map(split, batch))[0]

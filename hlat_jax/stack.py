@@ -1,0 +1,70 @@
+"""Runs L equal layers over parameters stacked on a leading layer axis: one loop, or unrolled, with rematerialization.
+
+Owns how layers repeat and what their backward pass keeps. Refuses to know what a layer computes: layers mark the
+values a policy may name with `jax.ad_checkpoint.checkpoint_name`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.ad_checkpoint import checkpoint_policies
+
+# HLAT recomputes core attention and the SwiGLU product and keeps every linear's input and RoPE's results; the names
+# are those that a decoder layer gives. Source: arXiv 2404.10630 III-D and its published modeling code.
+SELECTIVE_SAVED = ("attn_norm", "q", "k", "v", "attn_out", "residual", "mlp_norm", "gate", "up")
+
+
+def run_layers(
+    layer: Callable[[Any, jax.Array], jax.Array], stacked: Any, x: jax.Array, *, loop: str, remat: str
+) -> jax.Array:
+    """Returns `x` after every layer in turn.
+
+    Args:
+      layer: maps (parameters of one layer, x) to the next x, of the same shape and dtype.
+      stacked: parameters of all layers; every leaf has the layer axis [L, ...] in front.
+      x: activations.
+      loop: 'scan' (small program, one layer compiled) or 'unroll' (L copies; no loop for a compiler to stumble on).
+      remat: what the backward pass recomputes, see `rematerialized`.
+    """
+    layer = rematerialized(layer, remat, prevent_cse=loop == "unroll")
+    if loop == "scan":
+        return jax.lax.scan(lambda carry, params: (layer(params, carry), None), x, stacked)[0]
+    for params in _slices(stacked):
+        x = layer(params, x)
+    return x
+
+
+def rematerialized(layer: Callable, remat: str, *, prevent_cse: bool) -> Callable:
+    """Returns the layer with the backward pass of a remat choice: none, full, selective or names:A,B (what is saved).
+
+    Args:
+      layer: function of one layer.
+      remat: the choice.
+      prevent_cse: keep the compiler from merging the recomputation with the forward pass. Needed outside a loop.
+
+    Raises:
+      ValueError: another choice.
+    """
+    if remat == "none":
+        return layer
+    if remat == "full":
+        return jax.checkpoint(layer, prevent_cse=prevent_cse)
+    if remat == "selective":
+        saved = SELECTIVE_SAVED
+    elif remat.startswith("names:"):
+        saved = tuple(name.strip() for name in remat.removeprefix("names:").split(",") if name.strip())
+        unknown = set(saved) - set(SELECTIVE_SAVED)
+        if unknown:
+            raise ValueError(f"model.remat names {sorted(unknown)}; layers name {', '.join(SELECTIVE_SAVED)}.")
+    else:
+        raise ValueError(f"model.remat={remat!r} must be none, full, selective or names:A,B,...")
+    policy = checkpoint_policies.save_only_these_names(*saved)
+    return jax.checkpoint(layer, policy=policy, prevent_cse=prevent_cse)
+
+
+def _slices(stacked: Any) -> list[Any]:
+    num_layers = jax.tree.leaves(stacked)[0].shape[0]
+    return [jax.tree.map(lambda leaf, i=i: leaf[i], stacked) for i in range(num_layers)]
