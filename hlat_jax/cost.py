@@ -61,3 +61,12 @@ def flops_per_token(m: ModelConfig, seq_len: int) -> float:
     Source: Chowdhery et al. (PaLM), arXiv 2204.02311, appendix B. Recomputation never counts.
     """
     return flops_per_token_6n(m) + 12.0 * m.num_layers * m.num_heads * m.head_dim * seq_len
+
+
+# Bytes of state per parameter: parameters, two moments, and master weights where the policy keeps them.
+STATE_BYTES_PER_PARAM = {"fp32": 4 + 2 * 4, "mixed": 2 + 2 * 4 + 4, "bf16": 2 + 2 * 2}
+
+
+def state_bytes(m: ModelConfig, policy: str) -> int:
+    """Returns the bytes of a whole training state, before sharding: per parameter, plus two int32 counters."""
+    return STATE_BYTES_PER_PARAM[policy] * num_params(m) + 8

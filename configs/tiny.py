@@ -1,0 +1,41 @@
+"""A small Llama on the six novels of Jane Austen, for a laptop: the first thing to run, and the base of most tests.
+
+    python -m hlat_jax.train --config=tiny
+
+Text and tokenizer ship with the package. On two CPU cores it takes about two minutes, and the validation loss ends
+within the band below (nats per token of a 2,048-token vocabulary).
+"""
+
+from hlat_jax.config import default
+
+
+def get_config():
+    c = default()
+    c.model.vocab_size = 2048
+    c.model.num_layers = 6
+    c.model.embed_dim = 192
+    c.model.mlp_dim = 512
+    c.model.num_heads = 6
+    c.model.num_kv_heads = 2
+    c.model.head_dim = 32
+    c.model.max_positions = 256
+
+    c.optimizer.peak_lr = 4e-3
+    c.optimizer.warmup_steps = 20
+    c.optimizer.horizon_steps = 300
+
+    c.data.train = "package:austen_train.jsonl"
+    c.data.validation = "package:austen_validation.jsonl"
+    c.data.tokenizer = "package:austen_2k.model"
+    c.data.batch_size = 8
+    c.data.seq_len = 256
+
+    c.train.num_steps = 300
+    c.train.eval_every_steps = 100
+    c.train.num_eval_batches = 16
+    c.train.sample_prompt = "It is a truth universally acknowledged, that"
+    c.train.eval_loss_low = 3.0
+    c.train.eval_loss_high = 4.0
+
+    c.checkpoint.every_steps = 100
+    return c

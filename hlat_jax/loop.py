@@ -1,0 +1,346 @@
+"""The training loop. The order of its operations is its contract.
+
+With c updates done, one turn of the loop
+
+1. evaluates the state, when due: the row says what these parameters are worth, before anything moves on;
+2. saves, when due: first the metrics of every step up to c are fetched, written and synced, then the state, the data
+   position after batch c and the token count go into one checkpoint. So a checkpoint at c implies that the rows up to c
+   are on disk, and a resumed run drops the rows above c, makes them again, and has each step exactly once;
+3. stops, when c is the last step or a signal asked for it: after the save, so that nothing is lost;
+4. takes batch c + 1 and dispatches the step, which donates the old state;
+5. fetches the metrics of the step before: the device already has its next work and never waits for the host.
+
+Owns this order, signals, and the stop after non-finite steps. Refuses to know how a step computes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import pathlib
+import signal
+import time
+from typing import Any
+
+import jax
+import numpy as np
+
+from hlat_jax import cost
+from hlat_jax.batch import Batch, abstract_batch
+from hlat_jax.checkpoint import Checkpointer, config_drift
+from hlat_jax.config import Config
+from hlat_jax.data.loader import TrainBatches, batch_hash, validation_batches
+from hlat_jax.data.tokenizer import Tokenizer
+from hlat_jax.eval.validation import Validation, counted_bytes
+from hlat_jax.generate import sample_text
+from hlat_jax.machine import fitting_layout
+from hlat_jax.metrics import MetricsLog, plot_loss
+from hlat_jax.model import select_implementations
+from hlat_jax.optimizer import learning_rate
+from hlat_jax.program import StepMetrics
+from hlat_jax.sharding import Layout, shard_batch
+from hlat_jax.step import abstract_state, init_state, make_eval_step, make_train_step, state_bytes
+
+
+@dataclasses.dataclass
+class Run:
+    """What a run is made of, in order of dependence; `step`, `tokens` and `state` move."""
+
+    config: Config
+    workdir: pathlib.Path
+    layout: Layout
+    tokenizer: Tokenizer
+    batches: TrainBatches
+    checkpointer: Checkpointer
+    validation: Validation | None
+    train_step: Any
+    log: MetricsLog
+    state: Any
+    step: int
+    tokens: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Pending:
+    """A dispatched step whose metrics are still on the device."""
+
+    step: int
+    metrics: StepMetrics
+    learning_rate: float
+    data_wait_s: float
+    batch_hash: str
+
+
+class NonFiniteError(RuntimeError):
+    """Too many steps in a row without a finite loss and gradient."""
+
+
+def train(config: Config, workdir: pathlib.Path) -> int:
+    """Trains to `train.num_steps`, or goes on with the run in `workdir`; returns the exit code.
+
+    Raises:
+      ValueError: a config, data, machine or folder that cannot be trained with; nothing was changed.
+      OSError: the disk failed; the last complete checkpoint is intact.
+      NonFiniteError: see `train.max_nonfinite_steps`.
+    """
+    with contextlib.ExitStack() as stack:
+        stop = stack.enter_context(_StopSignals())
+        layout = fitting_layout(config, jax.devices())
+        run = _open(config, workdir, layout, stack)
+        if run is None:
+            return 0
+        _sample(run, "before training") if run.step == 0 else None
+        _loop(run, stop)
+        run.checkpointer.wait()
+        if run.step < config.train.num_steps:
+            print(f"stopped by {stop.name} after step {run.step}, saved in {workdir}; the same command goes on")
+            return 0
+        run.log.close()
+        _sample(run, "after training")
+        _finish(config, workdir)
+    return 0
+
+
+def _open(config: Config, workdir: pathlib.Path, layout: Layout, stack: contextlib.ExitStack) -> Run | None:
+    """Returns a run ready to step, new or resumed; None when it is already complete."""
+    model = select_implementations(config.model, layout.mesh.devices.flat[0].platform)
+    tokenizer = Tokenizer(config.data.tokenizer, vocab_size=model.vocab_size)
+    batches = stack.enter_context(contextlib.closing(TrainBatches(config.data, tokenizer=tokenizer)))
+    checkpointer = stack.enter_context(contextlib.closing(Checkpointer(workdir, config=config.checkpoint)))
+    abstract = abstract_state(config, layout)
+    _describe(config, model, layout, state_bytes(abstract))
+
+    saved = checkpointer.latest_metadata()
+    if saved is not None:
+        _refuse_drift(saved[1], _metadata(config, tokenizer, batches))
+        if saved[0] >= config.train.num_steps:
+            print(f"complete: {workdir} is at step {saved[0]} of train.num_steps={config.train.num_steps}.")
+            _finish(config, workdir)
+            return None
+    (workdir / "config.json").write_text(json.dumps(config.to_dict(), indent=2) + "\n")
+
+    restored = checkpointer.restore(abstract) if saved is not None else None
+    if restored is None:
+        step, tokens, state = 0, 0, init_state(config, layout)
+    else:
+        step, state, position, metadata = restored
+        tokens = metadata["tokens"]
+        batches.set_state(position)
+        print(f"resuming from step {step} of {config.train.num_steps}")
+
+    train_step = _compiled_step(config, layout, abstract)
+    validation = _validation(config, layout, tokenizer)
+    log = stack.enter_context(contextlib.closing(_metrics_log(config, workdir, layout, step)))
+    return Run(
+        config, workdir, layout, tokenizer, batches, checkpointer, validation, train_step, log, state, step, tokens
+    )
+
+
+def _loop(run: Run, stop: _StopSignals) -> None:
+    config, start = run.config, run.step
+    pending: Pending | None = None
+    position = run.batches.get_state()
+    num_nonfinite, saved_at, mark = 0, time.monotonic(), time.monotonic()
+    while True:
+        last = run.step >= config.train.num_steps
+        # what is due at the step a run resumed from was done before that checkpoint was written
+        fresh = run.step > start or run.step == 0
+        evaluates = run.validation is not None and fresh and (last or _due(run.step, config.train.eval_every_steps))
+        minutes = (time.monotonic() - saved_at) / 60
+        timed = 0 < config.checkpoint.every_minutes <= minutes
+        saves = run.step > start and (last or stop.asked or timed or _due(run.step, config.checkpoint.every_steps))
+        if (evaluates or saves) and pending is not None:
+            num_nonfinite = _fetch(run, pending, mark, num_nonfinite)
+            pending = None
+        if evaluates:
+            run.log.eval_row({"step": run.step, **run.validation(run.state["params"])})
+        if saves:
+            run.log.sync()
+            metadata = _metadata(config, run.tokenizer, run.batches) | {"tokens": run.tokens}
+            run.checkpointer.save(run.step, run.state, position=position, metadata=metadata)
+            saved_at = time.monotonic()
+        if last or stop.asked:
+            return
+        if evaluates or saves:
+            mark = time.monotonic()  # steps are timed without validation and saving
+
+        asked_at = time.monotonic()
+        batch, position = next(run.batches)
+        data_wait_s = time.monotonic() - asked_at
+        dispatched = _dispatch(run, batch, data_wait_s)
+        if pending is not None:
+            num_nonfinite = _fetch(run, pending, mark, num_nonfinite)
+            mark = time.monotonic()
+        pending = dispatched
+        run.checkpointer.check()
+
+
+def _dispatch(run: Run, batch: Batch, data_wait_s: float) -> Pending:
+    """Starts the next step on the device and returns at once."""
+    rate = learning_rate(run.step, run.config.optimizer)
+    run.state, metrics = run.train_step(run.state, shard_batch(batch, run.layout), np.float32(rate))
+    run.step += 1
+    return Pending(run.step, metrics, rate, data_wait_s, batch_hash(batch, rows=run.batches.rows))
+
+
+def _fetch(run: Run, pending: Pending, mark: float, num_nonfinite: int) -> int:
+    """Waits for a step, writes its row, and returns how many steps in a row were not finite."""
+    metrics = jax.device_get(pending.metrics)
+    run.tokens += int(metrics.num_tokens)
+    row = {
+        "step": pending.step,
+        "loss": float(metrics.loss),
+        "tokens": run.tokens,
+        "grad_norm": float(metrics.grad_norm),
+        "param_norm": float(metrics.param_norm),
+        "learning_rate": pending.learning_rate,
+        "step_s": time.monotonic() - mark,
+        "data_wait_s": pending.data_wait_s,
+        "batch_hash": pending.batch_hash,
+        "nonfinite": int(not metrics.finite),
+    }
+    run.log.train_row(row)
+    if metrics.finite:
+        return 0
+    num_nonfinite += 1
+    print(f"step {pending.step}: loss {row['loss']}, gradient norm {row['grad_norm']}: not finite, update left out")
+    if num_nonfinite >= run.config.train.max_nonfinite_steps:
+        _stop_nonfinite(run, row, num_nonfinite)
+    return num_nonfinite
+
+
+def _stop_nonfinite(run: Run, row: dict[str, Any], num_nonfinite: int) -> None:
+    run.log.sync()
+    evidence = run.workdir / "nonfinite.json"
+    record = {"last_step": row, "steps_in_a_row": num_nonfinite, "data_position": run.batches.get_state().tolist()}
+    evidence.write_text(json.dumps(record, indent=2) + "\n")
+    raise NonFiniteError(
+        f"{num_nonfinite} steps in a row without a finite loss and gradient norm, the last one step {row['step']} "
+        f"(batch {row['batch_hash']}); the weights are those of before. Evidence: {evidence}. Lower optimizer.peak_lr, "
+        "look at that batch, or raise train.max_nonfinite_steps."
+    )
+
+
+def _compiled_step(config: Config, layout: Layout, abstract: Any) -> Any:
+    batch = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=layout.rows()),
+        abstract_batch(config.data.batch_size, config.data.seq_len),
+    )
+    began = time.monotonic()
+    rate = jax.ShapeDtypeStruct((), np.float32)
+    compiled = make_train_step(config, layout).lower(abstract, batch, rate).compile()
+    temporary = getattr(compiled.memory_analysis(), "temp_size_in_bytes", 0)
+    print(
+        f"compiled         {time.monotonic() - began:.1f} s; "
+        f"the step needs {temporary / cost.GIB:.2f} GiB beside the state"
+    )
+    return compiled
+
+
+def _validation(config: Config, layout: Layout, tokenizer: Tokenizer) -> Validation | None:
+    batches = validation_batches(config.data, tokenizer=tokenizer, num_batches=config.train.num_eval_batches)
+    if not batches:
+        return None
+    num_bytes = counted_bytes(batches, tokenizer.token_bytes)
+    return Validation(batches, num_bytes, make_eval_step(config, layout), layout)
+
+
+def _metrics_log(config: Config, workdir: pathlib.Path, layout: Layout, start_step: int) -> MetricsLog:
+    row = cost.device(layout.mesh.devices.flat[0].device_kind)
+    return MetricsLog(
+        workdir,
+        config=config.metrics,
+        num_steps=config.train.num_steps,
+        start_step=start_step,
+        flops_per_token=(
+            cost.flops_per_token_6n(config.model),
+            cost.flops_per_token(config.model, config.data.seq_len),
+        ),
+        peak_flops=row.peak_flops * layout.mesh.size if row else None,
+    )
+
+
+def _metadata(config: Config, tokenizer: Tokenizer, batches: TrainBatches) -> dict[str, Any]:
+    return {"config": config.to_dict(), "tokenizer_sha256": tokenizer.sha256, "manifest": batches.manifest}
+
+
+def _refuse_drift(saved: dict[str, Any], current: dict[str, Any]) -> None:
+    drift = config_drift(saved, current)
+    if drift:
+        lines = "\n  ".join(drift)
+        raise ValueError(
+            f"this run folder was trained with other settings:\n  {lines}\n"
+            "Set them back, or give the changed run a folder of its own with --workdir."
+        )
+
+
+def _describe(config: Config, model: Any, layout: Layout, num_bytes: int) -> None:
+    device = layout.mesh.devices.flat[0]
+    degrees = " x ".join(f"{axis} {size}" for axis, size in layout.mesh.shape.items() if size > 1) or "one device"
+    step_tokens = config.data.batch_size * config.data.seq_len
+    print(f"{config.name}: {layout.mesh.size} x {device.device_kind} ({device.platform}), {degrees}")
+    print(f"parameters       {cost.num_params(config.model):,} ({config.precision.policy})")
+    print(f"tokens per step  {step_tokens:,}")
+    print(f"steps            {config.train.num_steps:,} of a horizon of {config.optimizer.horizon_steps:,}")
+    print(f"state            {num_bytes / cost.GIB:.3f} GiB on the fullest device")
+    print(f"implementations  attention {model.attention}, cross-entropy {model.cross_entropy}")
+
+
+def _sample(run: Run, when: str) -> None:
+    if not run.config.train.sample_prompt:
+        return
+    text = sample_text(
+        run.state["params"],
+        run.config.model,
+        run.tokenizer,
+        prompt=run.config.train.sample_prompt,
+        num_tokens=run.config.train.sample_tokens,
+        seed=run.config.train.seed,
+    )
+    print(f"sample {when}: {text}")
+
+
+def _finish(config: Config, workdir: pathlib.Path) -> None:
+    """Draws the curve and says how the run ended, from what is on disk."""
+    rows = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    if config.metrics.plot:
+        plot_loss(workdir / "metrics.jsonl", workdir / "loss.png", title=config.name)
+        print(f"loss curve: {workdir / 'loss.png'}")
+    evals = [row for row in rows if "eval_loss" in row]
+    if not evals:
+        return
+    loss, bits = evals[-1]["eval_loss"], evals[-1]["bits_per_byte"]
+    print(f"validation loss {loss:.4f} nats per token, {bits:.4f} bits per byte", end="")
+    low, high = config.train.eval_loss_low, config.train.eval_loss_high
+    if high > 0:
+        print(f": {'within' if low <= loss <= high else 'OUTSIDE'} the expected {low:g} to {high:g}", end="")
+    print()
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+class _StopSignals:
+    """Turns SIGTERM and SIGINT into a wish that the loop reads; a second SIGINT interrupts at once."""
+
+    def __init__(self):
+        self.name = ""
+
+    @property
+    def asked(self) -> bool:
+        return bool(self.name)
+
+    def __enter__(self):
+        self._before = {number: signal.signal(number, self._ask) for number in (signal.SIGTERM, signal.SIGINT)}
+        return self
+
+    def __exit__(self, *_):
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _ask(self, number, _frame):
+        if self.asked and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.name = signal.Signals(number).name

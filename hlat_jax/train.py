@@ -1,0 +1,57 @@
+"""`python -m hlat_jax.train --config=NAME`: reads the config, describes it, and hands it to the loop.
+
+Owns the command line of training and what can be said before JAX is imported. The loop itself is `loop`.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from collections.abc import Sequence
+
+from absl import flags
+
+from hlat_jax import config as config_lib
+from hlat_jax import cost
+from hlat_jax import flags as flags_lib
+
+
+def main(argv: Sequence[str]) -> int:
+    """Trains as the command line says; returns the exit code."""
+    mutable, values = flags_lib.parse(argv, _define)
+    config = config_lib.resolve(mutable)
+    if values.print_config:
+        print(json.dumps(config.to_dict(), indent=2))
+        print(describe(config))
+        return 0
+    from hlat_jax import loop  # imports JAX, which must see the environment as it is now
+
+    return loop.train(config, pathlib.Path(values.workdir or f"runs/{config.name}"))
+
+
+def describe(config: config_lib.Config) -> str:
+    """Returns what a config asks for, by arithmetic alone: parameters, FLOPs, tokens, bytes of state."""
+    model, data, train = config.model, config.data, config.train
+    step_tokens = data.batch_size * data.seq_len
+    return "\n".join(
+        (
+            f"parameters       {cost.num_params(model):,}",
+            f"FLOPs per token  {cost.flops_per_token_6n(model):.4g} (6N), "
+            f"{cost.flops_per_token(model, data.seq_len):.4g} with attention",
+            f"tokens per step  {step_tokens:,} = {data.batch_size} x {data.seq_len}, "
+            f"{train.num_microbatches} microbatch{'es' if train.num_microbatches > 1 else ''}",
+            f"steps            {train.num_steps:,} ({train.num_steps * step_tokens:,} tokens); "
+            f"schedule horizon {config.optimizer.horizon_steps:,}",
+            f"state            {cost.state_bytes(model, config.precision.policy):,} bytes "
+            f"({config.precision.policy}), before sharding",
+        )
+    )
+
+
+def _define(values: flags.FlagValues) -> None:
+    flags.DEFINE_string("workdir", "", "Run folder; default runs/NAME.", flag_values=values)
+    flags.DEFINE_bool("print_config", False, "Print the resolved config and its costs, then stop.", flag_values=values)
+
+
+if __name__ == "__main__":
+    flags_lib.main(main)

@@ -1,0 +1,116 @@
+"""The package's shape: who may import whom, what importing costs, and the caps on files and functions."""
+
+import ast
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "hlat_jax"
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+# Longest matching prefix wins; a module imports from its own layer or a lower one.
+LAYERS = {
+    "config": 0,
+    "batch": 0,
+    "cost": 0,
+    "sharding": 1,
+    "precision": 1,
+    "stack": 1,
+    "ops": 1,
+    "model": 2,
+    "program": 3,
+    "optimizer": 3,
+    "step": 3,
+    "checkpoint": 3,
+    "metrics": 3,
+    "data": 3,
+    "assets": 3,
+    "flags": 4,
+    "machine": 4,
+    "generate": 4,
+    "eval": 4,
+    "loop": 4,
+    "train": 4,
+}
+
+
+def layer_of(module: str) -> int:
+    return LAYERS[module.split(".")[1]] if "." in module else 0
+
+
+def imports_of(path: pathlib.Path) -> list[str]:
+    modules = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("hlat_jax"):
+            if node.module.count("."):
+                modules.append(node.module)
+            else:
+                modules += [f"hlat_jax.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            modules += [alias.name for alias in node.names if alias.name.startswith("hlat_jax")]
+    return modules
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_modules_import_only_from_their_own_layer_or_below(path):
+    module = ".".join(("hlat_jax", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__")
+    for imported in imports_of(path):
+        if imported != "hlat_jax.__version__":
+            assert layer_of(imported) <= layer_of(module), f"{module} imports {imported}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_files_and_functions_stay_within_the_caps(path):
+    text = path.read_text()
+    assert text.count("\n") <= 400
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef):
+            assert node.end_lineno - node.lineno + 1 <= 60, node.name
+            arguments = [a for a in node.args.posonlyargs + node.args.args if a.arg not in ("self", "cls")]
+            assert len(arguments) + len(node.args.kwonlyargs) <= 6, node.name
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_only_the_model_imports_nnx_and_only_to_declare(path):
+    text = path.read_text()
+    uses_nnx = any(isinstance(n, ast.ImportFrom) and n.module == "flax" for n in ast.walk(ast.parse(text)))
+    assert uses_nnx == (path.name == "model.py")
+    allowed = {"Module", "Param", "Rngs", "split", "merge", "to_pure_dict", "replace_by_pure_dict"}
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "nnx":
+            assert node.attr in allowed
+
+
+def loaded_after(statement: str) -> set[str]:
+    code = f"import sys; {statement}; print(' '.join(m.split('.')[0] for m in sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    return set(done.stdout.split())
+
+
+@pytest.mark.parametrize("module", ["config", "flags", "cost", "train"])
+def test_what_runs_before_the_environment_is_set_does_not_import_jax(module):
+    assert "jax" not in loaded_after(f"import hlat_jax.{module}")
+
+
+def test_no_module_imports_torch_or_its_relatives():
+    modules = [
+        ".".join(("hlat_jax", *p.relative_to(PACKAGE).with_suffix("").parts)) for p in FILES if p.stem != "__init__"
+    ]
+    loaded = loaded_after("import " + ", ".join(modules))
+    assert not loaded & {"torch", "transformers", "tensorflow", "wandb", "datasets"}
+
+
+def test_importing_the_model_brings_no_trainer_config_system_or_data_library():
+    loaded = loaded_after("import hlat_jax.model")
+    assert not loaded & {"ml_collections", "grain", "sentencepiece", "tensorboardX", "matplotlib"}
+
+
+def test_no_config_is_read_with_a_default_that_could_hide_a_missing_key():
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "get":
+                owner = ast.unparse(node.func.value)
+                assert "config" not in owner, f"{path.name}: {ast.unparse(node)}"
