@@ -203,7 +203,10 @@ def load(name_or_path: str) -> Any:
     spec.loader.exec_module(module)
     if not hasattr(module, "get_config"):
         raise ValueError(f"{path} defines no get_config(); write one that edits and returns hlat_jax.config.default().")
-    config = module.get_config()
+    try:
+        config = module.get_config()
+    except (AttributeError, KeyError, TypeError) as error:  # what a ConfigDict says to an unknown key or a wrong type
+        raise ValueError(f"{path}: {' '.join(str(error.args[0] if error.args else error).split())}") from error
     config.name = path.stem
     return config
 

@@ -21,6 +21,7 @@ import json
 import pathlib
 import signal
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -94,7 +95,13 @@ def train(config: Config, workdir: pathlib.Path) -> int:
         _loop(run, stop)
         run.checkpointer.wait()
         if run.step < config.train.num_steps:
-            print(f"stopped by {stop.name} after step {run.step}, saved in {workdir}; the same command goes on")
+            saved = run.checkpointer.latest_metadata() is not None
+            how = (
+                f"saved in {workdir}; the same command goes on"
+                if saved
+                else ("before anything was there to save; the same command begins again")
+            )
+            print(f"stopped by {stop.name} after step {run.step}, {how}")
             return 0
         run.log.close()
         _sample(run, "after training")
@@ -107,7 +114,8 @@ def _open(config: Config, workdir: pathlib.Path, layout: Layout, stack: contextl
     model = select_implementations(config.model, layout.mesh.devices.flat[0].platform)
     tokenizer = Tokenizer(config.data.tokenizer, vocab_size=model.vocab_size)
     batches = stack.enter_context(contextlib.closing(TrainBatches(config.data, tokenizer=tokenizer)))
-    checkpointer = stack.enter_context(contextlib.closing(Checkpointer(workdir, config=config.checkpoint)))
+    validation = _validation(config, layout, tokenizer)
+    checkpointer = stack.enter_context(_closing(Checkpointer(workdir, config=config.checkpoint)))
     abstract = abstract_state(config, layout)
     _describe(config, model, layout, state_bytes(abstract))
 
@@ -129,9 +137,8 @@ def _open(config: Config, workdir: pathlib.Path, layout: Layout, stack: contextl
         batches.set_state(position)
         print(f"resuming from step {step} of {config.train.num_steps}")
 
+    log = stack.enter_context(_closing(_metrics_log(config, workdir, layout, step)))
     train_step = _compiled_step(config, layout, abstract)
-    validation = _validation(config, layout, tokenizer)
-    log = stack.enter_context(contextlib.closing(_metrics_log(config, workdir, layout, step)))
     return Run(
         config, workdir, layout, tokenizer, batches, checkpointer, validation, train_step, log, state, step, tokens
     )
@@ -320,6 +327,18 @@ def _finish(config: Config, workdir: pathlib.Path) -> None:
 
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
+
+
+@contextlib.contextmanager
+def _closing(thing: Any) -> Iterator[Any]:
+    """Closes `thing` at the end; after an error, what goes wrong while closing does not take that error's place."""
+    try:
+        yield thing
+    except BaseException:
+        with contextlib.suppress(Exception):
+            thing.close()
+        raise
+    thing.close()
 
 
 class _StopSignals:

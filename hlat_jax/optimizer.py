@@ -1,7 +1,7 @@
 """AdamW with clipping as one Optax transformation, and the learning-rate schedule.
 
-Owns the arithmetic of the update. Refuses to know how gradients were made, accumulated or sharded, and what happens
-to a non-finite step: that is `program`. The learning rate is computed on the host and passed in, so that a program
+Owns the arithmetic of the update, and that a non-finite step leaves the optimizer's state alone. Refuses to know how
+gradients were made, accumulated or sharded. The learning rate is computed on the host and passed in, so that a program
 does not depend on the horizon.
 """
 
@@ -36,7 +36,11 @@ def global_norm(tree: Any) -> jax.Array:
     return jnp.sqrt(sum(jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in jax.tree.leaves(tree)))
 
 
-def adamw(config: OptimizerConfig, *, policy: Policy, decays: Any) -> optax.GradientTransformationExtraArgs:
+class MaskedTransformation(optax.GradientTransformationExtraArgs):
+    """A transformation that takes the extra argument `finite` and keeps its state as it is where that is False."""
+
+
+def adamw(config: OptimizerConfig, *, policy: Policy, decays: Any) -> MaskedTransformation:
     """Returns clipping by the global norm and AdamW, in one pass over the parameters.
 
     The clip coefficient min(1, clip_norm / (norm + 1e-6)) scales each gradient where it is used: a separate clip
@@ -47,7 +51,8 @@ def adamw(config: OptimizerConfig, *, policy: Policy, decays: Any) -> optax.Grad
       policy: dtype and rounding of the moments.
       decays: tree of bools like the parameters: which of them decay.
 
-    The update takes the extra arguments `learning_rate` (scalar) and `grad_norm` (norm of the same gradients).
+    The update takes the extra arguments `learning_rate` (scalar), `grad_norm` (norm of the same gradients) and
+    `finite` (bool scalar; False: the moments stay).
     Source: Loshchilov and Hutter, arXiv 1711.05101; decoupled decay as in torch.optim.AdamW.
     """
 
@@ -55,35 +60,56 @@ def adamw(config: OptimizerConfig, *, policy: Policy, decays: Any) -> optax.Grad
         zeros = jax.tree.map(lambda p: jnp.zeros_like(p, dtype=policy.moment), params)
         return {"count": jnp.zeros((), jnp.int32), "mu": zeros, "nu": jax.tree.map(jnp.copy, zeros)}
 
-    def update(grads: Any, state: Any, params: Any = None, *, learning_rate: Any, grad_norm: Any, **_: Any):
-        count = state["count"] + 1
-        steps = count.astype(jnp.float32)
-        # 1 - beta^n through expm1: at n = 1 the plain form loses half the digits of fp32.
-        correction1 = _one_minus_power(config.beta1, steps)
-        correction2 = _one_minus_power(config.beta2, steps)
-        clip = jnp.minimum(1.0, config.clip_norm / (grad_norm + 1e-6)) if config.clip_norm else jnp.float32(1.0)
+    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        finite = extra["finite"]
+        count = jnp.where(finite, state["count"] + 1, state["count"])
+        # the first step may be a masked one: its corrections would be zero
+        steps = jnp.maximum(count, 1).astype(jnp.float32)
+        scale = jnp.float32(1.0)
+        if config.clip_norm:
+            scale = jnp.minimum(1.0, config.clip_norm / (extra["grad_norm"] + 1e-6))
+
+        def decayed(moment, beta, value):
+            new = beta * moment.astype(jnp.float32) + (1.0 - beta) * value
+            return jnp.where(finite, round_to(new, policy.moment, rounding=policy.rounding), moment)
 
         def moments(grad, mu, nu):
-            grad = grad.astype(jnp.float32) * clip
-            mu = config.beta1 * mu.astype(jnp.float32) + (1.0 - config.beta1) * grad
-            nu = config.beta2 * nu.astype(jnp.float32) + (1.0 - config.beta2) * jnp.square(grad)
-            return mu, nu
+            grad = grad.astype(jnp.float32) * scale
+            stored = decayed(mu, config.beta1, grad), decayed(nu, config.beta2, jnp.square(grad))
+            # XLA on CPU would fuse the old moments into the update of the weight, and copy them to do so
+            return jax.lax.optimization_barrier(stored)
+
+        # 1 - beta^n through expm1: at n = 1 the plain form loses half the digits of fp32
+        corrections = _one_minus_power(config.beta1, steps), _one_minus_power(config.beta2, steps)
 
         def step(mu, nu, param, decay):
-            direction = (mu / correction1) / (jnp.sqrt(nu / correction2) + config.eps)
+            mean, square = mu.astype(jnp.float32) / corrections[0], nu.astype(jnp.float32) / corrections[1]
+            direction = mean / (jnp.sqrt(square) + config.eps)
             if decay:
                 direction = direction + config.weight_decay * param.astype(jnp.float32)
-            return -learning_rate * direction
+            return -extra["learning_rate"] * direction
 
         pairs = jax.tree.map(moments, grads, state["mu"], state["nu"])
         mu, nu = jax.tree.transpose(jax.tree.structure(grads), jax.tree.structure((0, 0)), pairs)
-        updates = jax.tree.map(step, mu, nu, params, decays)
-        stored = [
-            jax.tree.map(lambda m: round_to(m, policy.moment, rounding=policy.rounding), moment) for moment in (mu, nu)
-        ]
-        return updates, {"count": count, "mu": stored[0], "nu": stored[1]}
+        return jax.tree.map(step, mu, nu, params, decays), {"count": count, "mu": mu, "nu": nu}
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return MaskedTransformation(init, update)
+
+
+def masked(optimizer: optax.GradientTransformation) -> MaskedTransformation:
+    """Returns the transformation with its state kept as it is where `finite` is False; ours is returned unchanged.
+
+    Chooses with `where`, where `optax.apply_if_finite` has a `cond`, which Neuron does not take.
+    """
+    if isinstance(optimizer, MaskedTransformation):
+        return optimizer
+    inner = optax.with_extra_args_support(optimizer)
+
+    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        updates, new = inner.update(grads, state, params, **extra)
+        return updates, jax.tree.map(lambda a, b: jnp.where(extra["finite"], a, b), new, state)
+
+    return MaskedTransformation(inner.init, update)
 
 
 def decay_mask(params: Any, decay: str) -> Any:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from hlat_jax.optimizer import global_norm
+from hlat_jax.optimizer import global_norm, masked
 from hlat_jax.precision import Policy, cast_tree, round_to
 
 State = dict[str, Any]
@@ -79,10 +79,10 @@ def training_program(
       loss_fn: (params, microbatch) -> (sum of the losses of the counted tokens, count of them), fp32 scalars. The
         program divides by the count over the whole batch, so unequal microbatches weigh as one batch would.
       optimizer: an Optax transformation. It gets the mean gradients in fp32, the weights, and the extra arguments
-        `learning_rate` and `grad_norm`; a transformation with a schedule of its own ignores them.
+        `learning_rate`, `grad_norm` and `finite`; a transformation with a schedule of its own ignores them.
       options: precision, accumulation, shardings.
     """
-    optimizer = optax.with_extra_args_support(optimizer)
+    optimizer = masked(optimizer)
     policy = options.policy
 
     def init(params: Any) -> State:
@@ -101,23 +101,27 @@ def training_program(
 
         weights = state["opt_state"].get("master", state["params"])
         updates, inner = optimizer.update(
-            grads, state["opt_state"]["inner"], weights, learning_rate=learning_rate, grad_norm=grad_norm
+            grads,
+            state["opt_state"]["inner"],
+            weights,
+            learning_rate=learning_rate,
+            grad_norm=grad_norm,
+            finite=finite,
         )
 
         def apply(weight, update):
-            moved = weight.astype(jnp.float32) + update
-            return round_to(moved, weight.dtype, rounding=policy.rounding)
+            moved = round_to(weight.astype(jnp.float32) + update, weight.dtype, rounding=policy.rounding)
+            return jnp.where(finite, moved, weight)
 
-        new = {"inner": inner, "weights": jax.tree.map(apply, weights, updates)}
-        old = {"inner": state["opt_state"]["inner"], "weights": weights}
-        kept = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
-        opt_state = {"inner": kept["inner"]}
-        params = kept["weights"]
+        param_norm = global_norm(weights)
+        weights = jax.tree.map(apply, weights, updates)
+        opt_state = {"inner": inner}
+        params = weights
         if policy.master is not None:
-            opt_state["master"] = kept["weights"]
-            params = cast_tree(kept["weights"], policy.param, rounding=policy.rounding)
+            opt_state["master"] = weights
+            params = cast_tree(weights, policy.param, rounding=policy.rounding)
         new_state = {"step": state["step"] + 1, "params": params, "opt_state": opt_state}
-        metrics = StepMetrics(loss_sum / num_tokens, num_tokens, grad_norm, global_norm(weights), finite)
+        metrics = StepMetrics(loss_sum / num_tokens, num_tokens, grad_norm, param_norm, finite)
         return new_state, metrics
 
     shardings = {} if options.state_shardings is None else {"out_shardings": (options.state_shardings, None)}

@@ -66,5 +66,7 @@ def rematerialized(layer: Callable, remat: str, *, prevent_cse: bool) -> Callabl
 
 
 def _slices(stacked: Any) -> list[Any]:
-    num_layers = jax.tree.leaves(stacked)[0].shape[0]
-    return [jax.tree.map(lambda leaf, i=i: leaf[i], stacked) for i in range(num_layers)]
+    leaves, structure = jax.tree.flatten(stacked)
+    # split, not leaf[i]: its gradient is one concatenation, where L indexings give L padded sums
+    pieces = [[piece[0] for piece in jax.lax.split(leaf, (1,) * leaf.shape[0], axis=0)] for leaf in leaves]
+    return [jax.tree.unflatten(structure, layer) for layer in zip(*pieces, strict=True)]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import pathlib
+import sys
 from collections.abc import Sequence
 
 from absl import flags
@@ -26,7 +27,11 @@ def main(argv: Sequence[str]) -> int:
         return 0
     from hlat_jax import loop  # imports JAX, which must see the environment as it is now
 
-    return loop.train(config, pathlib.Path(values.workdir or f"runs/{config.name}"))
+    try:
+        return loop.train(config, pathlib.Path(values.workdir or f"runs/{config.name}"))
+    except (OSError, loop.NonFiniteError) as error:  # the run failed, not the command: code 1
+        print(f"error: {error}", file=sys.stderr)
+        return 1
 
 
 def describe(config: config_lib.Config) -> str:

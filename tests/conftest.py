@@ -3,7 +3,9 @@
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
+# Level 0 compiles three times faster and changes no rule of arithmetic; what tests run is too small to notice.
+_FLAGS = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAGS}".strip()
 
 import jax
 import numpy as np
@@ -49,3 +51,22 @@ def make_batch():
         return concat_batch(np.random.default_rng(seed).integers(0, config.model.vocab_size, shape))
 
     return make
+
+
+@pytest.fixture
+def train_here(monkeypatch, capsys):
+    """A function of the words of a training command that runs it in this process: (exit code, stdout, stderr)."""
+
+    def run(*words, num_devices=1):
+        from hlat_jax import flags, train
+
+        devices = jax.devices("cpu")[:num_devices]
+        monkeypatch.setattr(jax, "devices", lambda *_: devices)
+        monkeypatch.setattr("sys.argv", ["train", *map(str, words)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as exit_:
+            flags.main(train.main)
+        printed = capsys.readouterr()
+        return exit_.value.code, printed.out, printed.err
+
+    return run

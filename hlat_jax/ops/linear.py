@@ -18,8 +18,17 @@ def linear(x: jax.Array, weight: jax.Array, *, contract: int = 1) -> jax.Array:
       weight: matrix; its first `contract` axes match them.
       contract: how many axes are summed over.
     """
+    x = materialized(x)
     lead, inner = x.shape[: x.ndim - contract], x.shape[x.ndim - contract :]
     out = weight.shape[contract:]
     size = math.prod(inner)
     y = x.reshape(-1, size) @ weight.reshape(size, -1)
     return y.reshape(*lead, *out)
+
+
+def materialized(x: jax.Array) -> jax.Array:
+    """Returns `x`, kept by the compiler as one array.
+
+    XLA on CPU otherwise fuses the norm or activation before a product into several consumers and computes it in each.
+    """
+    return jax.lax.optimization_barrier(x)

@@ -1,0 +1,399 @@
+"""Checkpoints of a run: training state, data position and what they belong to, in `<run folder>/checkpoints/<step>/`.
+
+Orbax writes them in the background. A folder becomes a checkpoint by one rename, and `integrity.json`, with the size
+and CRC-32 of every file, is already inside it then: no moment exists in which a kill leaves a folder that looks like a
+checkpoint and is none. Orbax itself returns flipped bytes of an array as if they were data, hence the sums of our own.
+
+Owns when a checkpoint counts as complete, which ones stay, and what a failed save says. Refuses to know what the state
+means or when to save. Only this file imports Orbax.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import fnmatch
+import json
+import logging
+import os
+import pathlib
+import re
+import shutil
+import sys
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
+
+from hlat_jax.config import CheckpointConfig
+
+INTEGRITY_FILE = "integrity.json"
+STATE_ITEM, RUN_ITEM = "state", "run"
+_TMP_MARK = ".orbax-checkpoint-tmp"
+# Orbax writes these two after our sums are taken; a restore needs neither of them.
+_UNSUMMED = ("_CHECKPOINT_METADATA", "commit_success.txt")
+_BLOCK_BYTES = 1 << 24
+_SMALL_FILE_BYTES = 1 << 20
+
+# What a resumed run may set differently: nothing here changes an update. The content behind the paths does, and is
+# guarded by the hashes of manifest and tokenizer; the manifest's file names are paths too.
+MAY_CHANGE = (
+    "name",
+    "train.num_steps",
+    "train.eval_loss_low",
+    "train.eval_loss_high",
+    "train.sample_*",
+    "metrics.*",
+    "checkpoint.*",
+    "parallel.*",
+    "data.train",
+    "data.validation",
+    "data.tokenizer",
+    "data.num_threads",
+    "data.prefetch_batches",
+    "manifest.files",
+)
+
+
+class SaveError(OSError):
+    """A checkpoint could not be written; those before it are untouched."""
+
+
+class Checkpointer:
+    """Saves and restores the checkpoints of one run folder; one save at a time is under way.
+
+    Every process of a job makes one and calls it at the same steps.
+    """
+
+    def __init__(self, workdir: str | os.PathLike, *, config: CheckpointConfig, read_only: bool = False):
+        """Opens `workdir/checkpoints` and removes what dead saves left there.
+
+        Args:
+          workdir: the run folder; made when missing.
+          config: retention; see CheckpointConfig.
+          read_only: change nothing, for commands that look at a run that may still be training.
+
+        Raises:
+          ValueError: the folder cannot be written.
+        """
+        self.folder = pathlib.Path(workdir).absolute() / "checkpoints"
+        self._read_only = read_only
+        self._saving: int | None = None
+        self._saving_bytes = 0
+        logging.getLogger("absl").addFilter(_not_orbax)  # it narrates; what goes wrong reaches us as exceptions
+        if not read_only:
+            _require_writable(self.folder)
+            self._remove_leftovers()
+        self._manager = ocp.CheckpointManager(
+            self.folder,
+            options=ocp.CheckpointManagerOptions(
+                create=False,
+                read_only=read_only,
+                save_root_metadata=False,
+                preservation_policy=_Retention(config.keep_last, config.keep_every_steps),
+                async_options=ocp.options.AsyncOptions(post_finalization_callback=self._seal),
+            ),
+        )
+
+    def save(self, step: int, state: Any, *, position: np.ndarray, metadata: dict[str, Any]) -> bool:
+        """Starts to save in the background, after the save before it ended; the caller may donate `state` at once.
+
+        Args:
+          step: updates done; the name of the checkpoint.
+          state: pytree of jax arrays.
+          position: int64 array, where the data goes on; the same in every process.
+          metadata: fit for JSON.
+
+        Returns:
+          False when that step is saved already.
+
+        Raises:
+          SaveError: this save could not start, or the one before it failed.
+        """
+        self.wait()
+        if step in self._manager.all_steps():
+            return False
+        run = {"position": np.asarray(position, np.int64).tolist(), "arrays": _arrays(state), "metadata": metadata}
+        run = json.loads(json.dumps(run))  # a copy: the caller's dict may change while it is written
+        self._saving, self._saving_bytes = step, sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+        args = ocp.args.Composite(**{STATE_ITEM: ocp.args.StandardSave(state), RUN_ITEM: ocp.args.JsonSave(run)})
+        try:
+            self._manager.save(step, args=args, force=True)
+        except Exception as error:
+            raise self._failed(error) from error
+        return True
+
+    def check(self) -> None:
+        """Raises SaveError when a save in the background has failed; waits for nothing."""
+        if self._saving is not None and not self._manager.is_saving_in_progress():
+            self.wait()
+
+    def wait(self) -> None:
+        """Blocks until no save is under way. Raises SaveError when it failed."""
+        if self._saving is None:
+            return
+        try:
+            self._manager.wait_until_finished()
+        except Exception as error:
+            raise self._failed(error) from error
+        self._saving = None
+
+    def latest_metadata(self) -> tuple[int, dict[str, Any]] | None:
+        """Returns step and metadata of the newest checkpoint whose files have their sizes; None when there is none.
+
+        Reads no arrays, so `restore` may still find that checkpoint damaged and return the one before.
+
+        Raises:
+          ValueError: there are checkpoints, and all of them are damaged.
+        """
+        self.wait()
+        found = self._newest(deep=False)
+        if found is None:
+            return None
+        step, _ = found
+        return step, self._run_item(step)["metadata"]
+
+    def restore(self, abstract_state: Any) -> tuple[int, Any, np.ndarray, dict[str, Any]] | None:
+        """Returns (step, state, position, metadata) of the newest undamaged checkpoint; None when there is none.
+
+        A damaged one is named on stderr and, unless read_only, kept aside as `<step>.damaged`.
+
+        Args:
+          abstract_state: the state as jax.ShapeDtypeStruct with shardings; arrays are read straight into them.
+
+        Raises:
+          ValueError: all checkpoints are damaged, or the newest whole one holds arrays of other shapes or dtypes.
+        """
+        self.wait()
+        found = self._newest(deep=True)
+        if found is None:
+            return None
+        step, damaged = found
+        for bad, why in damaged.items():
+            _warn(f"WARNING: checkpoint {self.folder / str(bad)} is damaged ({why}); going back to step {step}.")
+        self._put_aside(damaged)
+        run = self._run_item(step)
+        others = _differences(run["arrays"], _arrays(abstract_state))  # Orbax would cast another dtype in silence
+        if others:
+            raise ValueError(f"{self.folder / str(step)} is of another model or precision:\n  " + "\n  ".join(others))
+        args = ocp.args.Composite(**{STATE_ITEM: ocp.args.StandardRestore(abstract_state)})
+        state = self._manager.restore(step, args=args)[STATE_ITEM]
+        return step, state, np.asarray(run["position"], np.int64), run["metadata"]
+
+    def close(self) -> None:
+        """Waits for the save under way and lets go of all threads. Raises SaveError when that save failed."""
+        try:
+            self.wait()
+        finally:
+            self._manager.close()
+
+    def _run_item(self, step: int) -> dict[str, Any]:
+        return self._manager.restore(step, args=ocp.args.Composite(**{RUN_ITEM: ocp.args.JsonRestore()}))[RUN_ITEM]
+
+    def _seal(self) -> None:
+        """Flushes and sums every file of the save under way; Orbax calls it just before the rename that commits."""
+        [folder] = self.folder.glob(f"{self._saving}{_TMP_MARK}*")
+        names = [str(path.relative_to(folder)) for path in sorted(folder.rglob("*")) if path.is_file()]
+        names = [name for name in names if pathlib.Path(name).name not in _UNSUMMED]
+        with concurrent.futures.ThreadPoolExecutor(_num_threads()) as pool:
+            sums = list(pool.map(lambda name: _size_and_crc(folder / name, flush=True), names))
+        with open(folder / INTEGRITY_FILE, "w") as file:
+            json.dump({"files": dict(zip(names, sums, strict=True))}, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def _newest(self, *, deep: bool) -> tuple[int, dict[int, str]] | None:
+        """Returns the newest undamaged step with the damage of all newer ones."""
+        damaged: dict[int, str] = {}
+        for step in sorted(self._manager.all_steps(), reverse=True):
+            why = _damage(self.folder / str(step), deep=deep)
+            if not why:
+                return step, damaged
+            damaged[step] = why
+        if not damaged:
+            return None
+        lines = "".join(f"\n  {self.folder / str(step)}: {why}" for step, why in damaged.items())
+        raise ValueError(
+            f"every checkpoint is damaged:{lines}\n"
+            f"Bring one back from a copy, or move {self.folder} away to start anew."
+        )
+
+    def _put_aside(self, damaged: dict[int, str]) -> None:
+        if self._read_only or not damaged:
+            return
+        if jax.process_index() == 0:
+            for step in damaged:
+                aside = self.folder / f"{step}.damaged"
+                shutil.rmtree(aside, ignore_errors=True)
+                os.replace(self.folder / str(step), aside)
+        _barrier("damaged checkpoints put aside")
+        self._manager.reload()
+
+    def _remove_leftovers(self) -> None:
+        if jax.process_index() == 0:
+            for path in self.folder.glob(f"*{_TMP_MARK}*"):
+                shutil.rmtree(path, ignore_errors=True)
+        _barrier("leftovers of dead saves removed")
+
+    def _failed(self, error: Exception) -> SaveError:
+        """Returns what to raise, after giving back the disk space of the failed save."""
+        step, self._saving = self._saving, None
+        free_bytes = shutil.disk_usage(self.folder).free
+        for path in self.folder.glob(f"{step}{_TMP_MARK}*"):
+            shutil.rmtree(path, ignore_errors=True)
+        self._manager.reload()
+        before = max(self._manager.all_steps(), default=None)
+        rest = (
+            f"The checkpoint of step {before} is untouched: mend the cause, and the same command goes on from there."
+            if before is not None
+            else "There is no earlier one: mend the cause, and the same command begins again."
+        )
+        return SaveError(
+            f"the checkpoint of step {step} could not be written to {self.folder}: {_reason(error)} "
+            f"({self._saving_bytes:,} bytes of state, {free_bytes:,} bytes free). {rest}"
+        )
+
+
+def config_drift(saved: dict[str, Any], current: dict[str, Any]) -> list[str]:
+    """Returns a line for each setting that differs between two runs and must not; see MAY_CHANGE.
+
+    Takes configs as nested dicts, or checkpoint metadata with such a dict under `config` and, beside it, hashes of what
+    the config only points to. Further entries of `saved` tell how far it was (tokens seen) and are no settings.
+    """
+    current = json.loads(json.dumps(current))  # as it looks once it has been through a file
+    before = _flat({key: value for key, value in saved.items() if key in current})
+    now = _flat(current)
+    frozen = [key for key in before | now if not any(fnmatch.fnmatchcase(key, pattern) for pattern in MAY_CHANGE)]
+    return _differences(*({key: tree[key] for key in frozen if key in tree} for tree in (before, now)))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Retention:
+    """Orbax's PreservationPolicy: multiples of `every` stay for ever, and of the others the last few."""
+
+    last: int
+    every: int
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+        permanent = [self.every > 0 and c.step % self.every == 0 for c in checkpoints]
+        rolling = [c.step for c, stays in zip(checkpoints, permanent, strict=True) if not stays]
+        kept = set(rolling[-self.last :])
+        return [stays or c.step in kept for c, stays in zip(checkpoints, permanent, strict=True)]
+
+
+def _damage(folder: pathlib.Path, *, deep: bool) -> str:
+    """Returns what is wrong with a checkpoint, "" when nothing is: shallow looks at sizes and sums only small files.
+
+    The files of a deep look are shared out among the processes, which then agree.
+    """
+    index, count = (jax.process_index(), jax.process_count()) if deep else (0, 1)
+    try:
+        files = json.loads((folder / INTEGRITY_FILE).read_bytes())["files"]
+        shared = sorted(files.items())[index::count]
+        with concurrent.futures.ThreadPoolExecutor(_num_threads()) as pool:
+            found = pool.map(lambda item: _file_damage(folder, item[0], item[1], deep=deep), shared)
+            problem = next(filter(None, found), "")
+    except FileNotFoundError:
+        problem = f"{INTEGRITY_FILE} is missing"
+    except (ValueError, KeyError, TypeError, AttributeError):
+        problem = f"{INTEGRITY_FILE} is unreadable"
+    if count > 1 and np.any(multihost_utils.process_allgather(np.int32(bool(problem)))):
+        problem = problem or "another process found a damaged file"
+    return problem
+
+
+def _file_damage(folder: pathlib.Path, name: str, size_and_crc: list[int], *, deep: bool) -> str:
+    size, crc = size_and_crc
+    try:
+        found = os.stat(folder / name).st_size
+        if found != size:
+            return f"{name} has {found:,} bytes instead of {size:,}"
+        if (deep or size <= _SMALL_FILE_BYTES) and _size_and_crc(folder / name)[1] != crc:
+            return f"{name} has other bytes than were written"
+    except FileNotFoundError:
+        return f"{name} is missing"
+    except PermissionError:
+        raise  # whoever may not read it knows nothing about damage
+    except OSError as error:
+        return f"{name} cannot be read: {error.strerror}"
+    return ""
+
+
+def _size_and_crc(path: pathlib.Path, *, flush: bool = False) -> list[int]:
+    size = crc = 0
+    with open(path, "rb", buffering=0) as file:
+        if flush:
+            os.fsync(file.fileno())  # a rename must not reach the disk before the data it stands for
+        while block := file.read(_BLOCK_BYTES):
+            size += len(block)
+            crc = zlib.crc32(block, crc)
+    return [size, crc]
+
+
+def _require_writable(folder: pathlib.Path) -> None:
+    probe = folder / f".write-probe-{os.getpid()}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe.write_bytes(b"x")
+        probe.unlink()
+    except OSError as error:
+        raise ValueError(
+            f"cannot write to {folder}: {error.strerror} ({error.filename}). Choose another run folder with --workdir."
+        ) from None
+
+
+def _num_threads() -> int:
+    return min(4, os.cpu_count() or 1)
+
+
+def _barrier(name: str) -> None:
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(name)
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    leaves: dict[str, Any] = {}
+    for key, value in tree.items():
+        path = prefix if not prefix and key == "config" else f"{prefix}{key}"
+        if isinstance(value, dict):
+            leaves |= _flat(value, f"{path}." if path else "")
+        else:
+            leaves[path] = value
+    return leaves
+
+
+def _arrays(state: Any) -> dict[str, str]:
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    return {jax.tree_util.keystr(path): f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in leaves}
+
+
+def _differences(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    sides = {key: (saved.get(key, "absent"), now.get(key, "absent")) for key in sorted(saved.keys() | now.keys())}
+    return [f"{key}: {_short(a)} in the checkpoint, {_short(b)} now" for key, (a, b) in sides.items() if a != b]
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:60]} ... ({len(text)} characters)"
+
+
+def _reason(error: BaseException) -> str:
+    """Returns what the operating system said, which TensorStore buries under paths; else the first line."""
+    code = re.search(r"os_error_code='(\d+)'", str(error))
+    if code:
+        return os.strerror(int(code[1]))
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0][:300]
+
+
+def _warn(line: str) -> None:
+    if jax.process_index() == 0:
+        print(line, file=sys.stderr, flush=True)
+
+
+def _not_orbax(record: logging.LogRecord) -> bool:
+    return f"{os.sep}orbax{os.sep}" not in record.pathname

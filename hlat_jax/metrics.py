@@ -1,0 +1,386 @@
+"""What a run writes and shows: metrics.jsonl, progress lines, TensorBoard, Weights & Biases, loss.png.
+
+`metrics.jsonl` is the record; everything else is a view of it. Each step stands in it exactly once, however often the
+run was killed: on resume, rows beyond the checkpoint move to `metrics.discarded.jsonl` before the first new one.
+
+Owns formats and files. Refuses to touch a device: values arrive as Python numbers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import pathlib
+import secrets
+import sys
+from typing import IO, Any
+
+from hlat_jax.config import MetricsConfig
+
+ROWS_FILE, DISCARDED_FILE = "metrics.jsonl", "metrics.discarded.jsonl"
+# Without a terminal, `console=auto` prints about this many lines over a run.
+_QUIET_LINES = 10
+
+_COLUMNS = (
+    ("step", 8),
+    ("done", 8),
+    ("loss", 9),
+    ("grad norm", 10),
+    ("lr", 9),
+    ("tokens/s", 11),
+    ("MFU 6N", 7),
+    ("MFU+attn", 9),
+    ("data wait", 10),
+    ("ETA", 14),
+)
+
+
+class MetricsLog:
+    """Takes one row per step and per validation, and passes it on to every place that shows it.
+
+    Training rows have `step, loss, tokens (so far), grad_norm, param_norm, learning_rate, step_s (wall, data wait
+    included), data_wait_s, batch_hash`, and get `tokens_per_s` and, where the peak is known, `mfu_6n` and `mfu`.
+    """
+
+    def __init__(
+        self,
+        workdir: str | os.PathLike,
+        *,
+        config: MetricsConfig,
+        num_steps: int,
+        start_step: int = 0,
+        flops_per_token: tuple[float, float] = (0.0, 0.0),
+        peak_flops: float | None = None,
+    ):
+        """Opens the files of a run that begins, or goes on, after `start_step` updates.
+
+        Args:
+          workdir: the run folder; made when missing.
+          config: what to show where.
+          num_steps: where the run stops; for percentages and the time that remains.
+          start_step: 0 for a run that begins: all rows of an earlier attempt move aside.
+          flops_per_token: by the 6N rule, and with attention.
+          peak_flops: FLOP/s of all devices together; None when unknown.
+
+        Raises:
+          ValueError: Weights & Biases is asked for and not installed.
+        """
+        workdir = pathlib.Path(workdir)
+        workdir.mkdir(parents=True, exist_ok=True)
+        self._config, self._num_steps, self._start_step = config, num_steps, start_step
+        self._flops_per_token, self._peak_flops = flops_per_token, peak_flops
+        self._path = workdir / ROWS_FILE
+        last = rewind(self._path, start_step if start_step > 0 else -1)
+        self._tokens = last["tokens"] if last else 0
+        self._file = open(self._path, "a")  # noqa: SIM115 - closed by close()
+        self._interval = Interval()
+        self._header_due = True
+        self._sinks = []
+        if config.tensorboard:
+            self._sinks.append(_TensorBoard(workdir / "tensorboard", start_step))
+        if config.wandb_project:
+            self._sinks.append(_Wandb(workdir, config.wandb_project))
+
+    def train_row(self, row: dict[str, Any]) -> None:
+        """Records one step, and prints a line when one is due."""
+        tokens_per_s = (row["tokens"] - self._tokens) / row["step_s"] if row["step_s"] > 0 else math.inf
+        self._tokens = row["tokens"]
+        row = row | {"tokens_per_s": tokens_per_s}
+        if self._peak_flops:
+            row["mfu_6n"], row["mfu"] = (flops * tokens_per_s / self._peak_flops for flops in self._flops_per_token)
+        self._write(row)
+        self._emit("train", row)
+        self._interval.add(row)
+        if self._line_due(row["step"]):
+            if self._header_due:
+                print(header())
+                self._header_due = False
+            print(train_line(row, self._interval, self._num_steps), flush=True)
+            self._interval = Interval()
+
+    def eval_row(self, row: dict[str, Any]) -> None:
+        """Records one validation: `step, eval_loss, perplexity, bits_per_byte, eval_tokens`."""
+        self._write(row)
+        self._emit("validation", row)
+        if self._config.console != "off":
+            print(eval_line(row), flush=True)
+
+    def sync(self) -> None:
+        """Returns when every row so far is on the disk."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        for sink in self._sinks:
+            sink.flush()
+
+    def close(self) -> None:
+        """Syncs and closes; a second call does nothing."""
+        if self._file.closed:
+            return
+        self.sync()
+        self._file.close()
+        for sink in self._sinks:
+            sink.close()
+
+    def _write(self, row: dict[str, Any]) -> None:
+        try:
+            self._file.write(json_line(row))
+            self._file.flush()
+        except OSError as error:  # a full disk does not say whose
+            raise OSError(error.errno, f"a row cannot be written: {error.strerror}", str(self._path)) from None
+
+    def _emit(self, group: str, row: dict[str, Any]) -> None:
+        for sink in self._sinks:
+            sink.write(group, row)
+
+    def _line_due(self, step: int) -> bool:
+        if self._config.console == "off":
+            return False
+        every = self._config.log_every_steps
+        if self._config.console == "auto" and not sys.stdout.isatty():
+            every = max(every, math.ceil((self._num_steps - self._start_step) / _QUIET_LINES))
+        elif step == self._start_step + 1:
+            return True  # a person is watching: show at once that it moves
+        return step % every == 0 or step == self._num_steps
+
+
+class Interval:
+    """Sums over the steps since the last progress line."""
+
+    def __init__(self):
+        self.num_steps, self.step_s, self.data_wait_s = 0, 0.0, 0.0
+        self._weighted: dict[str, float] = {}
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Counts one step in."""
+        self.num_steps += 1
+        self.step_s += row["step_s"]
+        self.data_wait_s += row["data_wait_s"]
+        for key in ("tokens_per_s", "mfu_6n", "mfu"):
+            if key in row:
+                self._weighted[key] = self._weighted.get(key, 0.0) + row[key] * row["step_s"]
+
+    def rate(self, key: str) -> float | None:
+        """Returns `tokens_per_s`, `mfu_6n` or `mfu` over the whole interval; None when it is not known."""
+        return self._weighted[key] / self.step_s if key in self._weighted and self.step_s > 0 else None
+
+
+def header() -> str:
+    """Returns the names above the columns of `train_line`."""
+    return "".join(name.rjust(width) for name, width in _COLUMNS)
+
+
+def train_line(row: dict[str, Any], interval: Interval, num_steps: int) -> str:
+    """Returns one line of progress: loss, norm and rate of this step, speeds of the interval that it ends."""
+    tokens_per_s = interval.rate("tokens_per_s")
+    step_s = interval.step_s / interval.num_steps
+    cells = (
+        f"{row['step']}",
+        f"{row['step'] / max(num_steps, 1):.1%}",
+        f"{row['loss']:.4f}",
+        f"{row['grad_norm']:.3g}",
+        f"{row['learning_rate']:.2e}",
+        "-" if tokens_per_s is None else f"{tokens_per_s:,.0f}",
+        _percent(interval.rate("mfu_6n")),
+        _percent(interval.rate("mfu")),
+        _percent(interval.data_wait_s / interval.step_s if interval.step_s > 0 else None),
+        duration((num_steps - row["step"]) * step_s),
+    )
+    return "".join(cell.rjust(width) for cell, (_, width) in zip(cells, _COLUMNS, strict=True))
+
+
+def eval_line(row: dict[str, Any]) -> str:
+    """Returns the line of one validation."""
+    step = f"{row['step']}".rjust(_COLUMNS[0][1])
+    return (
+        f"{step}  validation: loss {row['eval_loss']:.4f}, perplexity {row['perplexity']:.5g}, "
+        f"{row['bits_per_byte']:.4f} bits per byte ({row['eval_tokens']:,} tokens)"
+    )
+
+
+def duration(seconds: float) -> str:
+    """Returns `h:mm:ss`, with days before it when there are any."""
+    whole = max(round(seconds), 0)
+    days, rest = divmod(whole, 86400)
+    clock = f"{rest // 3600}:{rest % 3600 // 60:02}:{rest % 60:02}"
+    return f"{days}d {clock}" if days else clock
+
+
+def json_line(row: dict[str, Any]) -> str:
+    """Returns a row as a line of JSON: floats with every digit; NaN and Infinity as Python's json reads them."""
+    return json.dumps(row, default=lambda scalar: scalar.item()) + "\n"
+
+
+def rewind(path: str | os.PathLike, step: int) -> dict[str, Any] | None:
+    """Moves rows after `step`, and lines that are no rows, to `metrics.discarded.jsonl`; returns the last training row.
+
+    A second call changes nothing, and neither does a first that was killed at any point: what is discarded is on the
+    disk before it leaves `path`, and is not added again when it is there already.
+    """
+    path = pathlib.Path(path)
+    if not path.exists():
+        return None
+    last, discarded = None, []
+    kept_path = path.with_name(f"{path.name}.kept")
+    with open(path, "rb") as old, open(kept_path, "wb") as new:
+        for line in old:
+            row = _row(line)
+            if row is None or row["step"] > step:
+                discarded.append(line if line.endswith(b"\n") else line + b"\n")
+                continue
+            new.write(line)
+            last = row if "loss" in row else last
+        _to_disk(new)
+    if not discarded:
+        kept_path.unlink()
+        return last
+    aside = path.with_name(DISCARDED_FILE)
+    before, chunk = aside.read_bytes() if aside.exists() else b"", b"".join(discarded)
+    if not before.endswith(chunk):
+        _replace(aside, before + chunk)
+    os.replace(kept_path, path)
+    _sync_folder(path.parent)
+    return last
+
+
+def plot_loss(rows_path: str | os.PathLike, png_path: str | os.PathLike, *, title: str) -> bool:
+    """Draws training and validation loss against tokens trained on; False when there is nothing to draw."""
+    train, evals = _curves(pathlib.Path(rows_path))
+    if not train and not evals:
+        return False
+    import matplotlib  # here, so that training needs it only for the picture
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot, ticker
+
+    figure, axes = pyplot.subplots(figsize=(8, 4.8), dpi=140, layout="constrained")
+    if train:
+        tokens, losses = zip(*train, strict=True)
+        axes.plot(tokens, losses, color="#9ecae1", linewidth=0.7, label="training, each step")
+        axes.plot(tokens, smoothed(losses), color="#08519c", linewidth=1.6, label="training, smoothed")
+    if evals:
+        tokens, losses = zip(*evals, strict=True)
+        axes.plot(tokens, losses, "o-", color="#d94801", linewidth=1.0, markersize=4.5, label="validation", zorder=3)
+        place = {"textcoords": "offset points", "ha": "right", "color": "#d94801"}
+        axes.annotate(f"{losses[-1]:.3f}", (tokens[-1], losses[-1]), (0, 9), **place)
+    axes.set_title(f"{title}: loss", loc="left")
+    axes.set_xlabel("tokens trained on")
+    axes.set_ylabel("cross-entropy (nats per token)")
+    axes.xaxis.set_major_formatter(ticker.EngFormatter(sep=" "))
+    axes.margins(x=0.02)
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    figure.savefig(png_path)
+    pyplot.close(figure)
+    return True
+
+
+def smoothed(values: tuple[float, ...] | list[float]) -> list[float]:
+    """Returns an exponential average over about a fortieth of the values, unbiased at its start."""
+    keep = 1.0 - 1.0 / max(len(values) / 40, 1.0)
+    total = weight = 0.0
+    result = []
+    for value in values:
+        total, weight = keep * total + (1 - keep) * value, keep * weight + (1 - keep)
+        result.append(total / weight)
+    return result
+
+
+def _curves(path: pathlib.Path) -> tuple[list[tuple[int, float]], list[tuple[int, float]]]:
+    """Returns (tokens, finite loss) of training rows and of validation rows, which stand where their step stands."""
+    rows = [row for row in map(_row, path.read_bytes().splitlines(keepends=True)) if row is not None]
+    train = [row for row in rows if "loss" in row]
+    tokens_at = {0: 0} | {row["step"]: row["tokens"] for row in train}
+    evals = [row for row in rows if "eval_loss" in row and row["step"] in tokens_at]
+    return (
+        [(row["tokens"], row["loss"]) for row in train if math.isfinite(row["loss"])],
+        [(tokens_at[row["step"]], row["eval_loss"]) for row in evals if math.isfinite(row["eval_loss"])],
+    )
+
+
+class _TensorBoard:
+    """Event files; what an earlier attempt wrote after `start_step` is hidden from the reader."""
+
+    def __init__(self, folder: pathlib.Path, start_step: int):
+        import tensorboardX  # here, so that a run without it need not load it
+
+        purge_step = start_step + 1 if start_step > 0 else 0
+        self._writer = tensorboardX.SummaryWriter(str(folder), purge_step=purge_step)
+
+    def write(self, group: str, row: dict[str, Any]) -> None:
+        for key, value in row.items():
+            if key != "step" and isinstance(value, (int, float)):
+                self._writer.add_scalar(f"{group}/{key}", value, row["step"])
+
+    def flush(self) -> None:
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _Wandb:
+    """Weights & Biases; a resumed run goes on in the same one."""
+
+    def __init__(self, workdir: pathlib.Path, project: str):
+        try:
+            import wandb
+        except ImportError:
+            raise ValueError(
+                f"metrics.wandb_project={project!r} needs Weights & Biases: pip install wandb, or set it to ''."
+            ) from None
+        id_path = workdir / "wandb_id.txt"
+        run_id = id_path.read_text().strip() if id_path.exists() else secrets.token_hex(4)
+        id_path.write_text(run_id + "\n")
+        self._run = wandb.init(project=project, name=workdir.name, id=run_id, resume="allow", dir=str(workdir))
+        # its own step only grows; after a resume ours goes back to the checkpoint
+        self._run.define_metric("*", step_metric="step")
+
+    def write(self, group: str, row: dict[str, Any]) -> None:
+        numbers = {key: value for key, value in row.items() if isinstance(value, (int, float))}
+        self._run.log({key if key == "step" else f"{group}/{key}": value for key, value in numbers.items()})
+
+    def flush(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.1%}"
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+    """Returns the row of a whole line; None for one that a kill cut short."""
+    if not line.endswith(b"\n"):
+        return None
+    with contextlib.suppress(ValueError):
+        row = json.loads(line)
+        if isinstance(row, dict) and isinstance(row.get("step"), int):
+            return row
+    return None
+
+
+def _replace(path: pathlib.Path, content: bytes) -> None:
+    temporary = path.with_name(f"{path.name}.new")
+    with open(temporary, "wb") as file:
+        file.write(content)
+        _to_disk(file)
+    os.replace(temporary, path)
+    _sync_folder(path.parent)
+
+
+def _to_disk(file: IO) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _sync_folder(folder: pathlib.Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
