@@ -1,0 +1,81 @@
+"""Text to token ids and back, through a native SentencePiece model.
+
+Owns what a model file must be and how many bytes each token stands for. Refuses to add BOS or EOS: packing does.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import pathlib
+
+import numpy as np
+import sentencepiece
+
+from hlat_jax.data import sources
+
+
+class Tokenizer:
+    """A SentencePiece model read from `path`, which may be 'package:NAME'. Safe for threads; encoding frees the GIL.
+
+    `vocab_size` is that of the model to be trained, to be compared; None: no comparison.
+
+    Raises:
+      ValueError: no path, no such file, not a SentencePiece model, no EOS, or another vocabulary size.
+    """
+
+    def __init__(self, path: str, *, vocab_size: int | None = None):
+        if not path:
+            raise ValueError("data.tokenizer is empty; give a SentencePiece .model file or 'package:austen_2k.model'.")
+        is_asset = path.startswith("package:")
+        self.path = sources.asset_path(path.removeprefix("package:")) if is_asset else pathlib.Path(path).expanduser()
+        if not self.path.is_file():
+            raise ValueError(f"data.tokenizer={path}: no such file (looked from {pathlib.Path.cwd()}).")
+        serialized = self.path.read_bytes()
+        try:
+            self._processor = sentencepiece.SentencePieceProcessor(model_proto=serialized)
+            self.vocab_size = self._processor.vocab_size()
+        except (RuntimeError, OSError):
+            self.vocab_size = 0
+        if self.vocab_size == 0:
+            raise ValueError(
+                f"data.tokenizer={path} is not a SentencePiece model ({len(serialized)} bytes); a tokenizer.json "
+                "of Hugging Face is another format: give the tokenizer.model beside it."
+            )
+        self.sha256 = hashlib.sha256(serialized).hexdigest()
+        self.eos_id = self._processor.eos_id()
+        self.bos_id = self._processor.bos_id()  # -1: the model has none; HLAT's packing uses none
+        if self.eos_id < 0:
+            raise ValueError(f"data.tokenizer={path} has no EOS, which ends every document; train it with eos_id=2.")
+        if vocab_size is not None and vocab_size != self.vocab_size:
+            raise ValueError(
+                f"data.tokenizer={path} has {self.vocab_size} tokens but model.vocab_size={vocab_size}; set "
+                f"model.vocab_size={self.vocab_size}, or give a tokenizer of {vocab_size} tokens."
+            )
+
+    def encode(self, text: str) -> np.ndarray:
+        """Returns int32[n] token ids, without BOS or EOS."""
+        return np.asarray(self._processor.encode(text), np.int32)
+
+    def decode(self, ids: np.ndarray) -> str:
+        """Returns the text of token ids; control tokens give none."""
+        return self._processor.decode([int(token) for token in np.asarray(ids)])
+
+    @functools.cached_property
+    def token_bytes(self) -> np.ndarray:
+        """int32[V]: UTF-8 bytes of text that each token stands for; their sum over a text's tokens is its length.
+
+        '▁' is one space, a byte-fallback piece one byte, a control or unknown token none. A model that puts a space
+        before each text (add_dummy_prefix) counts one byte too many per encoded text, and one that normalizes counts
+        the normalized text.
+        """
+        processor, num_bytes = self._processor, np.zeros(self.vocab_size, np.int32)
+        for token in range(self.vocab_size):
+            if processor.is_control(token) or processor.is_unknown(token) or processor.is_unused(token):
+                continue
+            if processor.is_byte(token):
+                num_bytes[token] = 1
+            else:
+                num_bytes[token] = len(processor.id_to_piece(token).replace("▁", " ").encode("utf-8"))
+        num_bytes.flags.writeable = False  # cached: whoever changed it would change every later count
+        return num_bytes

@@ -1,0 +1,194 @@
+"""Files, formats, manifests, and the message for each thing that can be wrong with them."""
+
+import json
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from hlat_jax.data import sources
+
+TEXTS = ["first", "zweiter Text: äöü 漢字 😀", "line one\nline two\r\n", "", "x" * 3000, "last"]
+
+
+def write_jsonl(path, texts, *, field="text"):
+    path.write_text("".join(json.dumps({"id": i, field: t}) + "\n" for i, t in enumerate(texts)), encoding="utf-8")
+    return path
+
+
+def write_parquet(path, texts, *, field="text", rows_in_group=2):
+    pyarrow.parquet.write_table(pyarrow.table({field: pyarrow.array(texts)}), path, row_group_size=rows_in_group)
+    return path
+
+
+def read_all(spec, *, text_field="text"):
+    documents, manifest = sources.open_documents(str(spec), text_field=text_field, key="data.train")
+    assert manifest["documents"] == len(documents)
+    return [documents[index] for index in range(len(documents))]
+
+
+def error_of(spec, *, text_field="text"):
+    with pytest.raises(ValueError, match=r".") as caught:
+        read_all(spec, text_field=text_field)
+    return str(caught.value)
+
+
+def test_jsonl_parquet_and_text_files_hold_the_same_documents(tmp_path):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for index, text in enumerate(TEXTS):
+        (folder / f"{index}.txt").write_bytes(text.encode())
+    assert read_all(write_jsonl(tmp_path / "a.jsonl", TEXTS)) == TEXTS
+    assert read_all(write_parquet(tmp_path / "a.parquet", TEXTS)) == TEXTS
+    assert read_all(folder) == TEXTS
+
+
+def test_jsonl_reads_raw_utf8_blank_lines_and_a_last_line_without_end(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes('\n{"text": "漢"}\r\n   \n\n{"text": "b"}\n{"text": "c"}'.encode())
+    assert read_all(path) == ["漢", "b", "c"]
+
+
+def test_jsonl_index_is_exact_across_its_read_chunks(tmp_path):
+    texts = ["a" * (1 << 24), "b" * ((1 << 24) - 14), "c", "d" * 100]
+    assert read_all(write_jsonl(tmp_path / "a.jsonl", texts)) == texts
+
+
+def test_text_field_names_the_key_and_the_column(tmp_path):
+    assert read_all(write_jsonl(tmp_path / "a.jsonl", ["x"], field="body"), text_field="body") == ["x"]
+    assert read_all(write_parquet(tmp_path / "a.parquet", ["x"], field="body"), text_field="body") == ["x"]
+
+
+def test_parquet_serves_every_order_through_a_small_cache(tmp_path):
+    texts = [f"document {i}" for i in range(50)]
+    path = write_parquet(tmp_path / "a.parquet", texts, rows_in_group=3)
+    documents = sources.ParquetDocuments(path, field="text", cache=sources.RowGroupCache(max_groups=2))
+    order = [(i * 17) % 50 for i in range(50)]
+    assert [documents[i] for i in order] == [texts[i] for i in order]
+
+
+def test_spec_takes_files_folders_and_globs_in_the_order_written(tmp_path):
+    (tmp_path / "d" / "sub").mkdir(parents=True)
+    (tmp_path / "d" / ".hidden").mkdir()
+    for name in ("z.jsonl", "d/b.jsonl", "d/a.jsonl", "d/sub/0.jsonl", "d/.hidden/no.jsonl", "g1.jsonl", "g2.jsonl"):
+        write_jsonl(tmp_path / name, [name])
+    (tmp_path / "d" / "figure.png").write_bytes(b"x")
+    read = read_all(f"{tmp_path}/z.jsonl, {tmp_path}/d,{tmp_path}/g*.jsonl")
+    assert read == ["z.jsonl", "d/a.jsonl", "d/b.jsonl", "d/sub/0.jsonl", "g1.jsonl", "g2.jsonl"]
+
+
+def test_package_text_is_found_and_its_split_is_disjoint():
+    train, validation = read_all("package:austen_train.jsonl"), read_all("package:austen_validation.jsonl")
+    assert (len(train), len(validation)) == (257, 13)
+    assert not set(train) & set(validation)
+
+
+def test_manifest_depends_on_the_content_and_not_on_the_place(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    one = write_jsonl(tmp_path / "a.jsonl", TEXTS)
+    two = write_jsonl(tmp_path / "elsewhere" / "a.jsonl", TEXTS)
+    manifests = [sources.open_documents(str(p), text_field="text", key="k")[1] for p in (one, two)]
+    assert manifests[0] == manifests[1]
+    json.dumps(manifests[0])
+    write_jsonl(two, [*TEXTS[:-1], "lasz"])
+    assert sources.open_documents(str(two), text_field="text", key="k")[1]["hash"] != manifests[0]["hash"]
+    both = [
+        sources.open_documents(f"{a},{b}", text_field="text", key="k")[1]["hash"] for a, b in ((one, two), (two, one))
+    ]
+    assert both[0] != both[1]
+
+
+def test_fingerprint_of_a_long_file_sees_its_ends_and_its_size(tmp_path):
+    path, prints = tmp_path / "a.txt", set()
+    content = bytearray(b"a" * 5_000_000)
+    for change in (None, 0, len(content) - 1):
+        edited = bytearray(content)
+        if change is not None:
+            edited[change] = ord("b")
+        path.write_bytes(edited)
+        prints.add(sources.fingerprint(path))
+    path.write_bytes(content + b"a")
+    assert len(prints | {sources.fingerprint(path)}) == 4
+
+
+def test_missing_files_are_named(tmp_path):
+    assert "does not exist" in error_of(tmp_path / "no.jsonl")
+    assert "matches no file" in error_of(tmp_path / "*.jsonl")
+    assert "names no files" in error_of(" , ")
+    assert ".parquet" in error_of(tmp_path)
+    assert "austen_train.jsonl" in error_of("package:nothing.jsonl")
+
+
+def test_compressed_and_unknown_files_are_refused_with_a_remedy(tmp_path):
+    for name, remedy in (
+        ("a.jsonl.gz", "gunzip -k"),
+        ("a.jsonl.zst", "zstd -dk"),
+        ("a.csv", ".jsonl"),
+        ("noend", ".txt"),
+    ):
+        (tmp_path / name).write_bytes(b"x")
+        assert remedy in error_of(tmp_path / name)
+    write_jsonl(tmp_path / "b.jsonl", ["x"])
+    assert "a.jsonl.gz is compressed" in error_of(tmp_path)  # a folder does not pass over text in silence
+
+
+def test_file_named_twice_is_refused(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", ["x"])
+    assert "twice" in error_of(f"{path},{tmp_path}/*.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (b'{"text": "cut of', "truncated JSON"),
+        (b"{'text': 'quotes'}", "invalid or truncated JSON"),
+        (b'{"body": "x", "id": 1}', "no key 'text' (data.text_field); its keys are body, id"),
+        (b'{"text": null}', "'text' is null"),
+        (b'{"text": 7}', "'text' is int, not text"),
+        (b'["text"]', "not a JSON object"),
+        (b'{"text": "\xff"}', "invalid UTF-8"),
+        (b'{"text": "\\ud83d"}', "invalid UTF-8"),
+    ],
+)
+def test_bad_jsonl_record_is_named_by_file_and_row(tmp_path, line, reason):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "good"}\n\n' + line + b'\n{"text": "good"}\n')
+    message = error_of(path)
+    assert f"{path}, row 3" in message
+    assert reason in message
+
+
+def test_jsonl_that_changes_under_a_run_is_noticed(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", TEXTS)
+    documents, _ = sources.open_documents(str(path), text_field="text", key="data.train")
+    write_jsonl(path, TEXTS[:2])
+    with pytest.raises(ValueError, match="changed its size"):
+        documents[0]
+
+
+def test_bad_parquet_is_named_by_file_and_reason(tmp_path):
+    path = write_parquet(tmp_path / "a.parquet", ["a", "b", None])
+    assert f"{path}, row 3: 'text' is null" in error_of(path)
+    assert "no column 'body' (data.text_field); it has text" in error_of(path, text_field="body")
+    assert "not string" in error_of(write_parquet(tmp_path / "b.parquet", [1, 2]))
+    path.write_bytes(path.read_bytes()[:-20])
+    assert "not a complete Parquet file" in error_of(path)
+
+
+def test_parquet_with_invalid_utf8_is_named_by_row(tmp_path):
+    column = pyarrow.array([b"good", b"\xff"]).view(pyarrow.string())
+    pyarrow.parquet.write_table(pyarrow.table({"text": column}), tmp_path / "a.parquet")
+    assert "row 2: 'text' is invalid UTF-8" in error_of(tmp_path / "a.parquet")
+
+
+def test_text_file_with_invalid_utf8_is_named(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"good \xe9")
+    assert "a.txt: invalid UTF-8" in error_of(tmp_path / "a.txt")
+
+
+def test_no_documents_and_only_empty_documents_are_refused(tmp_path):
+    (tmp_path / "empty.jsonl").write_bytes(b"")
+    assert "hold no documents" in error_of(tmp_path / "empty.jsonl")
+    (tmp_path / "blank.jsonl").write_bytes(b"\n \n")
+    assert "hold no documents" in error_of(tmp_path / "blank.jsonl")
+    assert "all 3 documents are empty" in error_of(write_jsonl(tmp_path / "a.jsonl", [""] * 3))

@@ -1,0 +1,95 @@
+"""SentencePiece models: round trips, bytes per token, and what is refused."""
+
+import io
+import json
+
+import numpy as np
+import pytest
+import sentencepiece
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hlat_jax.data import sources
+from hlat_jax.data.tokenizer import Tokenizer
+
+ASSET = "package:austen_2k.model"
+TOKENIZER = Tokenizer(ASSET, vocab_size=2048)
+# U+2581 is SentencePiece's own sign for a space, the one character it cannot give back
+ANY_TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="▁"), max_size=80)
+
+
+def train_model(path, **options):
+    model = io.BytesIO()
+    lines = ["the quick brown fox jumps over the lazy dog", "pack my box with five dozen liquor jugs"] * 50
+    defaults = {"model_type": "bpe", "vocab_size": 60, "minloglevel": 2, "num_threads": 1}
+    sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(lines), model_writer=model, **(defaults | options))
+    path.write_bytes(model.getvalue())
+    return str(path)
+
+
+def test_ids_are_those_of_the_llama_layout():
+    assert (TOKENIZER.vocab_size, TOKENIZER.bos_id, TOKENIZER.eos_id) == (2048, 1, 2)
+    ids = TOKENIZER.encode("Emma Woodhouse")
+    assert ids.dtype == np.int32
+    assert ids.ndim == 1
+    assert not {0, 1, 2} & set(ids.tolist())
+    assert TOKENIZER.encode("").shape == (0,)
+
+
+@settings(max_examples=200, deadline=None)
+@given(ANY_TEXT)
+def test_decode_inverts_encode_and_token_bytes_sum_to_the_bytes_of_any_text(text):
+    ids = TOKENIZER.encode(text)
+    assert TOKENIZER.decode(ids) == text
+    assert TOKENIZER.token_bytes[ids].sum() == len(text.encode("utf-8"))
+
+
+def test_token_bytes_sum_to_the_bytes_of_every_validation_chapter():
+    lines = sources.asset_path("austen_validation.jsonl").read_text(encoding="utf-8").splitlines()
+    for line in lines:
+        text = json.loads(line)["text"]
+        ids = TOKENIZER.encode(text)
+        assert TOKENIZER.token_bytes[ids].sum() == len(text.encode("utf-8"))
+        assert TOKENIZER.decode(ids) == text
+
+
+def test_control_tokens_stand_for_no_bytes_and_no_text():
+    assert TOKENIZER.token_bytes.dtype == np.int32
+    assert TOKENIZER.token_bytes[:3].tolist() == [0, 0, 0]
+    assert TOKENIZER.token_bytes[3:].min() >= 1
+    assert TOKENIZER.decode(np.concatenate([TOKENIZER.encode("a b"), [2]])) == "a b"
+
+
+def test_dummy_prefix_counts_one_byte_a_text(tmp_path):
+    tokenizer = Tokenizer(train_model(tmp_path / "a.model", byte_fallback=True, vocab_size=320))
+    text = "the lazy fox, äöü"
+    assert tokenizer.token_bytes[tokenizer.encode(text)].sum() == len(text.encode()) + 1
+
+
+def test_sha256_tells_models_apart(tmp_path):
+    one, two = (Tokenizer(train_model(tmp_path / f"{n}.model", vocab_size=n)) for n in (60, 61))
+    assert one.sha256 != two.sha256
+    assert Tokenizer(ASSET).sha256 == TOKENIZER.sha256
+
+
+def test_vocabulary_that_does_not_match_the_model_is_refused_with_both_remedies():
+    with pytest.raises(ValueError, match=r"has 2048 tokens but model.vocab_size=32000; set model.vocab_size=2048, or"):
+        Tokenizer(ASSET, vocab_size=32000)
+
+
+def test_missing_or_foreign_file_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"data.tokenizer is empty"):
+        Tokenizer("")
+    with pytest.raises(ValueError, match=r"no such file"):
+        Tokenizer(str(tmp_path / "no.model"))
+    with pytest.raises(ValueError, match=r"austen_2k.model"):
+        Tokenizer("package:no.model")
+    for content in (b"", b'{"model": {"type": "BPE"}}', b"\x00" * 100):
+        (tmp_path / "tokenizer.json").write_bytes(content)
+        with pytest.raises(ValueError, match=r"is not a SentencePiece model"):
+            Tokenizer(str(tmp_path / "tokenizer.json"))
+
+
+def test_model_without_eos_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"has no EOS"):
+        Tokenizer(train_model(tmp_path / "a.model", eos_id=-1))
