@@ -1,0 +1,117 @@
+"""Causal grouped-query attention on packed rows: its contract, two XLA implementations, and the choice between them."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+
+# Finite, so that a masked score minus the row's maximum is never inf - inf.
+_MASKED = -1e30
+_MIN_BLOCK = 128
+_MAX_BLOCKS = 8
+
+
+def attention(
+    q_BTNH: jax.Array,
+    *,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    segment_ids_BT: jax.Array | None,
+    implementation: str,
+) -> jax.Array:
+    """Returns [B, T, N, H], in the dtype of `q_BTNH`: each query's softmax-weighted mean of the values it may see.
+
+    A query sees the keys at its own and earlier places of its row that carry its segment id. Query head n reads
+    key-value head `n // (N / K)`. Products take the input dtype and accumulate in fp32; scaling by 1/sqrt(H) and the
+    softmax are fp32; probabilities are rounded to the dtype of the values before the second product.
+
+    Args:
+      q_BTNH: queries, already rotated.
+      k_BSKH: keys, S = T; K divides N.
+      v_BSKH: values.
+      segment_ids_BT: int32, or None when every row is one segment.
+      implementation: a name that `select` returns.
+    """
+    return _IMPLEMENTATIONS[implementation](q_BTNH, k_BSKH, v_BSKH, segment_ids_BT)
+
+
+def select(implementation: str, platform: str) -> str:
+    """Returns the implementation that a configured name stands for on a platform (`jax.default_backend()`'s word).
+
+    `auto` is "blocked" on cpu, where XLA does not fuse attention and skipping the masked half of the scores pays,
+    and "einsum" elsewhere.
+
+    Raises:
+      ValueError: the name is unknown.
+    """
+    if implementation == "auto":
+        return "blocked" if platform == "cpu" else "einsum"
+    if implementation not in _IMPLEMENTATIONS:
+        raise ValueError(f"model.attention={implementation!r} is not one of {', '.join(['auto', *_IMPLEMENTATIONS])}.")
+    return implementation
+
+
+def _einsum(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT):
+    b, t, n, h = q_BTNH.shape
+    q_BTKGH = q_BTNH.reshape(b, t, k_BSKH.shape[2], -1, h)
+    scores_BKGTS = jnp.einsum("BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH, preferred_element_type=jnp.float32)
+    mask = _causal_mask(t, t)[None]
+    if segment_ids_BT is not None:
+        mask &= segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :]
+    scores_BKGTS = jnp.where(mask[:, None, None], scores_BKGTS / math.sqrt(h), _MASKED)
+    probs_BKGTS = jax.nn.softmax(scores_BKGTS, axis=-1).astype(v_BSKH.dtype)
+    out_BTKGH = jnp.einsum("BKGTS,BSKH->BTKGH", probs_BKGTS, v_BSKH, preferred_element_type=jnp.float32)
+    return out_BTKGH.astype(q_BTNH.dtype).reshape(b, t, n, h)
+
+
+def _blocked(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT):
+    """Queries in static blocks, each against the keys up to its own end, with batch and key-value heads merged.
+
+    The backward pass keeps no scores: it recomputes those of one block at a time.
+    """
+    b, t, n, h = q_BTNH.shape
+    k = k_BSKH.shape[2]
+    g = n // k
+    q_XTGH = q_BTNH.reshape(b, t, k, g, h).transpose(0, 2, 1, 3, 4).reshape(b * k, t, g, h)
+    k_XSH = k_BSKH.transpose(0, 2, 1, 3).reshape(b * k, t, h)
+    v_XSH = v_BSKH.transpose(0, 2, 1, 3).reshape(b * k, t, h)
+    segments_XT = None if segment_ids_BT is None else jnp.repeat(segment_ids_BT, k, axis=0)
+    outs = []
+    for start, stop in block_bounds(t):
+        segments = None if segments_XT is None else segments_XT[:, :stop]
+        block = functools.partial(_attend_block, start=start)
+        outs.append(block(q_XTGH[:, start:stop], k_XSH[:, :stop], v_XSH[:, :stop], segments))
+    out_XTGH = jnp.concatenate(outs, axis=1)
+    return out_XTGH.reshape(b, k, t, g, h).transpose(0, 2, 1, 3, 4).reshape(b, t, n, h)
+
+
+def block_bounds(seq_len: int) -> list[tuple[int, int]]:
+    """Returns the query blocks of "blocked": at least 128 queries each (bar the last), at most 8 blocks."""
+    size = max(_MIN_BLOCK, -(-seq_len // _MAX_BLOCKS))
+    return [(start, min(start + size, seq_len)) for start in range(0, seq_len, size)]
+
+
+def _attend_block(q_XUGH, k_XSH, v_XSH, segments_XS, *, start: int):
+    x, u, g, h = q_XUGH.shape
+    s = k_XSH.shape[1]
+    q_XRH = q_XUGH.reshape(x, u * g, h)  # rows: queries of the block times heads that share keys
+    scores_XRS = jax.lax.dot_general(q_XRH, k_XSH, (((2,), (2,)), ((0,), (0,))), preferred_element_type=jnp.float32)
+    mask = _causal_mask(u, s, offset=start)[None]
+    if segments_XS is not None:
+        mask &= segments_XS[:, start:, None] == segments_XS[:, None, :]
+    mask = jnp.broadcast_to(mask[:, :, None, :], (mask.shape[0], u, g, s)).reshape(-1, u * g, s)
+    scores_XRS = jnp.where(mask, scores_XRS * (1 / math.sqrt(h)), _MASKED)
+    probs_XRS = jax.nn.softmax(scores_XRS, axis=-1).astype(v_XSH.dtype)
+    out_XRH = jax.lax.dot_general(probs_XRS, v_XSH, (((2,), (1,)), ((0,), (0,))), preferred_element_type=jnp.float32)
+    return out_XRH.astype(q_XUGH.dtype).reshape(x, u, g, h)
+
+
+def _causal_mask(num_queries: int, num_keys: int, *, offset: int = 0) -> jax.Array:
+    queries = jax.lax.broadcasted_iota(jnp.int32, (num_queries, num_keys), 0) + offset
+    return queries >= jax.lax.broadcasted_iota(jnp.int32, (num_queries, num_keys), 1)
+
+
+_IMPLEMENTATIONS = {"einsum": _einsum, "blocked": _blocked}

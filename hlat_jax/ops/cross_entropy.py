@@ -1,0 +1,142 @@
+"""Cross-entropy of hidden states against target tokens: its contract, two XLA implementations, and the choice."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+# Positions of every row whose logits exist at one time under "chunked".
+CHUNK_POSITIONS = 128
+
+
+def logits(hidden: jax.Array, head_VD: jax.Array) -> jax.Array:
+    """Returns fp32 [..., V] from `hidden` [..., D]: products in the input dtype, accumulated and kept in fp32."""
+    return _product(hidden, head_VD, (hidden.ndim - 1, 1))
+
+
+def cross_entropy(
+    hidden_BTD: jax.Array,
+    *,
+    head_VD: jax.Array,
+    targets_BT: jax.Array,
+    weights_BT: jax.Array,
+    z_loss_weight: float,
+    implementation: str,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns (sum over tokens of weight * (nll + z_loss_weight * log_normaliser^2), sum of the weights), fp32.
+
+    Logits, softmax and sums are fp32. The gradients of `hidden_BTD` and `head_VD` are computed beside the loss, while
+    the logits are at hand, and have the dtype of what they belong to; weights get none. Reverse mode only.
+
+    Args:
+      hidden_BTD: what the head reads, fp32 or bf16.
+      head_VD: the output projection, or the embedding table when tied.
+      targets_BT: int32 below V, also where the weight is 0.
+      weights_BT: fp32; how much each target counts.
+      z_loss_weight: static; 0 leaves the plain cross-entropy.
+      implementation: "dense" holds the logits of all tokens at one time, "chunked" those of `CHUNK_POSITIONS` places
+        of every row, whatever T is.
+    """
+    chunk = _CHUNKS[implementation](hidden_BTD.shape[1])
+    return _loss_sum(hidden_BTD, head_VD, targets_BT, weights_BT, z_loss_weight, chunk), jnp.sum(weights_BT)
+
+
+def select(implementation: str, platform: str) -> str:
+    """Returns the implementation that a configured name stands for on a platform (`jax.default_backend()`'s word).
+
+    `auto` is "chunked" on cpu, where fresh memory costs more than a second pass over the head's gradient, and
+    "dense" elsewhere: one large product, and no loop.
+
+    Raises:
+      ValueError: the name is unknown.
+    """
+    if implementation == "auto":
+        return "chunked" if platform == "cpu" else "dense"
+    if implementation not in _CHUNKS:
+        known = ", ".join(["auto", *_CHUNKS])
+        raise ValueError(f"model.cross_entropy={implementation!r} is not one of {known}.")
+    return implementation
+
+
+_CHUNKS = {"dense": lambda seq_len: seq_len, "chunked": lambda seq_len: min(CHUNK_POSITIONS, seq_len)}
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _loss_sum(hidden_BTD, head_VD, targets_BT, weights_BT, z_loss_weight, chunk):
+    def add(total, rows):
+        logits_RV = logits(rows[0], head_VD)
+        return total + _softmax_loss(logits_RV, rows[1], rows[2], z_loss_weight)[0], None
+
+    return _over_chunks(add, jnp.float32(0.0), (hidden_BTD, targets_BT, weights_BT), chunk)[0]
+
+
+def _forward(hidden_BTD, head_VD, targets_BT, weights_BT, z_loss_weight, chunk):
+    def add(sums, rows):
+        hidden_RD, targets_R, weights_R = rows
+        total, dhead_VD = sums
+        loss, dlogits_RV = _softmax_loss(logits(hidden_RD, head_VD), targets_R, weights_R, z_loss_weight)
+        dlogits_RV = dlogits_RV.astype(hidden_RD.dtype)
+        dhidden_RD = _product(dlogits_RV, head_VD, (1, 0)).astype(hidden_RD.dtype)
+        grad_VD = _product(dlogits_RV, hidden_RD, (0, 0))
+        # a single chunk starts the sum: no array of zeros to fill and to add
+        return (total + loss, grad_VD if dhead_VD is None else dhead_VD + grad_VD), dhidden_RD
+
+    single = chunk == hidden_BTD.shape[1]
+    start = jnp.float32(0.0), None if single else jnp.zeros(head_VD.shape, jnp.float32)
+    (total, dhead_VD), dhidden_BTD = _over_chunks(add, start, (hidden_BTD, targets_BT, weights_BT), chunk)
+    return total, (dhidden_BTD, dhead_VD.astype(head_VD.dtype))
+
+
+def _backward(z_loss_weight, chunk, grads, cotangent):
+    dhidden_BTD, dhead_VD = ((grad * cotangent).astype(grad.dtype) for grad in grads)
+    return dhidden_BTD, dhead_VD, None, None
+
+
+_loss_sum.defvjp(_forward, _backward)
+
+
+def _softmax_loss(logits_RV, targets_R, weights_R, z_loss_weight) -> tuple[jax.Array, jax.Array]:
+    """Returns the weighted sum of the losses of R tokens, and its gradient with respect to their logits."""
+    largest_R = jnp.max(logits_RV, axis=-1)
+    exp_RV = jnp.exp(logits_RV - largest_R[:, None])
+    sum_R = jnp.sum(exp_RV, axis=-1)
+    log_normaliser_R = jnp.log(sum_R) + largest_R
+    target_logit_R = jnp.take_along_axis(logits_RV, targets_R[:, None], axis=-1, mode="clip")[:, 0]
+    losses_R = log_normaliser_R - target_logit_R + z_loss_weight * jnp.square(log_normaliser_R)
+    softmax_weight_R = weights_R * (1.0 + 2.0 * z_loss_weight * log_normaliser_R) / sum_R
+    # compare and select, not a scatter: it fuses into the one pass that writes the gradient
+    is_target_RV = jax.lax.broadcasted_iota(jnp.int32, logits_RV.shape, 1) == targets_R[:, None]
+    dlogits_RV = exp_RV * softmax_weight_R[:, None] - jnp.where(is_target_RV, weights_R[:, None], 0.0)
+    return jnp.sum(weights_R * losses_R), dlogits_RV
+
+
+def _over_chunks(add, start, fields_BT: tuple, chunk: int) -> tuple[Any, jax.Array | None]:
+    """Returns the final sums and the rows [B, T, ...] that `add(sums, fields of R = B * chunk tokens)` gives in turn.
+
+    T is padded to whole chunks with zeros, so with weights of 0. Chunks are cut along T, which keeps every chunk
+    spread over the devices that share B.
+    """
+    b, t = fields_BT[0].shape[:2]
+    num_chunks = -(-t // chunk)
+
+    def split(field):
+        field = jnp.pad(field, [(0, 0), (0, num_chunks * chunk - t)] + [(0, 0)] * (field.ndim - 2))
+        field = field.reshape(b, num_chunks, chunk, *field.shape[2:]).swapaxes(0, 1)
+        return field.reshape(num_chunks, b * chunk, *field.shape[3:])
+
+    chunks = tuple(split(field) for field in fields_BT)
+    if num_chunks == 1:
+        sums, out_RX = add(start, tuple(field[0] for field in chunks))
+        return sums, None if out_RX is None else out_RX.reshape(b, t, *out_RX.shape[1:])
+    sums, out_CRX = jax.lax.scan(add, start, chunks)
+    if out_CRX is None:
+        return sums, None
+    out_BTX = out_CRX.reshape(num_chunks, b, chunk, *out_CRX.shape[2:]).swapaxes(0, 1)
+    return sums, out_BTX.reshape(b, num_chunks * chunk, *out_CRX.shape[2:])[:, :t]
+
+
+def _product(left: jax.Array, right: jax.Array, axes: tuple[int, int]) -> jax.Array:
+    return jax.lax.dot_general(left, right, (((axes[0],), (axes[1],)), ((), ())), preferred_element_type=jnp.float32)
