@@ -177,7 +177,7 @@ def nearest(word: str, candidates: Any) -> str:
 
 
 def default() -> Any:
-    """Returns an `ml_collections.ConfigDict` with every section and key at its default, locked against new keys."""
+    """Returns an `ml_collections.ConfigDict` with every section and key at its default; `resolve` refuses new keys."""
     import ml_collections  # here, so that importing a model needs none of it
 
     tree = {name: {f.name: f.default for f in dataclasses.fields(cls)} for name, cls in SECTIONS.items()}

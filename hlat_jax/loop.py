@@ -46,7 +46,7 @@ from hlat_jax.step import abstract_state, init_state, make_eval_step, make_train
 
 @dataclasses.dataclass
 class Run:
-    """What a run is made of, in order of dependence; `step`, `tokens` and `state` move."""
+    """What a run is made of, in order of dependence; `step`, `tokens`, `state` and `data_wait_s` move."""
 
     config: Config
     workdir: pathlib.Path
@@ -60,6 +60,7 @@ class Run:
     state: Any
     step: int
     tokens: int
+    data_wait_s: float = 0.0  # since the last row
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +70,6 @@ class Pending:
     step: int
     metrics: StepMetrics
     learning_rate: float
-    data_wait_s: float
     batch_hash: str
 
 
@@ -174,8 +174,8 @@ def _loop(run: Run, stop: _StopSignals) -> None:
 
         asked_at = time.monotonic()
         batch, position = next(run.batches)
-        data_wait_s = time.monotonic() - asked_at
-        dispatched = _dispatch(run, batch, data_wait_s)
+        run.data_wait_s += time.monotonic() - asked_at
+        dispatched = _dispatch(run, batch)
         if pending is not None:
             num_nonfinite = _fetch(run, pending, mark, num_nonfinite)
             mark = time.monotonic()
@@ -183,12 +183,12 @@ def _loop(run: Run, stop: _StopSignals) -> None:
         run.checkpointer.check()
 
 
-def _dispatch(run: Run, batch: Batch, data_wait_s: float) -> Pending:
+def _dispatch(run: Run, batch: Batch) -> Pending:
     """Starts the next step on the device and returns at once."""
     rate = learning_rate(run.step, run.config.optimizer)
     run.state, metrics = run.train_step(run.state, shard_batch(batch, run.layout), np.float32(rate))
     run.step += 1
-    return Pending(run.step, metrics, rate, data_wait_s, batch_hash(batch, rows=run.batches.rows))
+    return Pending(run.step, metrics, rate, batch_hash(batch, rows=run.batches.rows))
 
 
 def _fetch(run: Run, pending: Pending, mark: float, num_nonfinite: int) -> int:
@@ -203,10 +203,11 @@ def _fetch(run: Run, pending: Pending, mark: float, num_nonfinite: int) -> int:
         "param_norm": float(metrics.param_norm),
         "learning_rate": pending.learning_rate,
         "step_s": time.monotonic() - mark,
-        "data_wait_s": pending.data_wait_s,
+        "data_wait_s": run.data_wait_s,  # within step_s, which ends now: mostly for the batch of the step after
         "batch_hash": pending.batch_hash,
         "nonfinite": int(not metrics.finite),
     }
+    run.data_wait_s = 0.0
     run.log.train_row(row)
     if metrics.finite:
         return 0

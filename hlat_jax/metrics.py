@@ -9,6 +9,7 @@ Owns formats and files. Refuses to touch a device: values arrive as Python numbe
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -28,10 +29,10 @@ _COLUMNS = (
     ("done", 8),
     ("loss", 9),
     ("grad norm", 10),
-    ("lr", 9),
+    ("lr", 10),
     ("tokens/s", 11),
-    ("MFU 6N", 7),
-    ("MFU+attn", 9),
+    ("MFU 6N", 8),
+    ("MFU+attn", 10),
     ("data wait", 10),
     ("ETA", 14),
 )
@@ -278,13 +279,14 @@ def plot_loss(rows_path: str | os.PathLike, png_path: str | os.PathLike, *, titl
 
 
 def smoothed(values: tuple[float, ...] | list[float]) -> list[float]:
-    """Returns an exponential average over about a fortieth of the values, unbiased at its start."""
-    keep = 1.0 - 1.0 / max(len(values) / 40, 1.0)
-    total = weight = 0.0
+    """Returns means over a window of a thirtieth of the values, centred; narrower where the steep start is near."""
+    widest = max(len(values) // 60, 1)
+    sums = [0.0, *itertools.accumulate(values)]
     result = []
-    for value in values:
-        total, weight = keep * total + (1 - keep) * value, keep * weight + (1 - keep)
-        result.append(total / weight)
+    for middle in range(len(values)):
+        half = min(widest, middle)
+        low, high = middle - half, min(middle + half + 1, len(values))
+        result.append((sums[high] - sums[low]) / (high - low))
     return result
 
 
@@ -305,14 +307,21 @@ class _TensorBoard:
 
     def __init__(self, folder: pathlib.Path, start_step: int):
         import tensorboardX  # here, so that a run without it need not load it
+        from tensorboardX.proto import event_pb2, summary_pb2
 
+        self._summary = summary_pb2.Summary
+        # files are named by the second: the suffix keeps a quick restart from writing over the one before
+        self._writer = tensorboardX.FileWriter(str(folder), filename_suffix=f".{os.getpid()}.{start_step}")
         purge_step = start_step + 1 if start_step > 0 else 0
-        self._writer = tensorboardX.SummaryWriter(str(folder), purge_step=purge_step)
+        start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+        self._writer.add_event(event_pb2.Event(file_version="brain.Event:2"), purge_step)
+        self._writer.add_event(event_pb2.Event(session_log=start), purge_step)
 
     def write(self, group: str, row: dict[str, Any]) -> None:
-        for key, value in row.items():
-            if key != "step" and isinstance(value, (int, float)):
-                self._writer.add_scalar(f"{group}/{key}", value, row["step"])
+        # one event for the whole row: one for each number costs milliseconds
+        numbers = {key: float(value) for key, value in row.items() if isinstance(value, (int, float)) and key != "step"}
+        values = [self._summary.Value(tag=f"{group}/{key}", simple_value=value) for key, value in numbers.items()]
+        self._writer.add_summary(self._summary(value=values), row["step"])
 
     def flush(self) -> None:
         self._writer.flush()

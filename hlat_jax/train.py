@@ -10,7 +10,7 @@ import pathlib
 import sys
 from collections.abc import Sequence
 
-from absl import flags
+from absl import flags, logging
 
 from hlat_jax import config as config_lib
 from hlat_jax import cost
@@ -25,6 +25,7 @@ def main(argv: Sequence[str]) -> int:
         print(json.dumps(config.to_dict(), indent=2))
         print(describe(config))
         return 0
+    logging.set_verbosity(logging.ERROR)  # libraries tell of profilers and file formats; our own words are printed
     from hlat_jax import loop  # imports JAX, which must see the environment as it is now
 
     try:

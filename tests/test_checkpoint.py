@@ -1,0 +1,395 @@
+"""Checkpoints: what comes back is what was saved, and what is not whole is never taken for it."""
+
+import dataclasses
+import json
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from hlat_jax import config as config_lib
+from hlat_jax.checkpoint import INTEGRITY_FILE, Checkpointer, SaveError, config_drift
+
+POSITION = np.array([3, 2**53 + 1, -1], np.int64)  # 2**53 + 1 is the first integer that a float would lose
+METADATA = {"config": {"name": "x", "model": {"num_layers": 2}}, "tokens": 7}
+
+
+def keep(last=3, every=0):
+    return config_lib.CheckpointConfig(keep_last=last, keep_every_steps=every)
+
+
+def make_state(seed=0):
+    rng = np.random.default_rng(seed)
+    params = {
+        "w": jnp.asarray(rng.standard_normal((16, 24)), jnp.float32),
+        "b": jnp.asarray(rng.standard_normal(24), jnp.bfloat16),
+    }
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+    return {"step": jnp.int32(seed), "params": params, "opt_state": optimizer.init(params)}
+
+
+def abstract(state):
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+
+
+def assert_bitwise(found, expected):
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert a.dtype == b.dtype
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+@pytest.fixture
+def checkpointer(tmp_path):
+    c = Checkpointer(tmp_path, config=keep())
+    yield c
+    c.close()
+
+
+def save(checkpointer, *steps):
+    for step in steps:
+        checkpointer.save(step, make_state(step), position=POSITION + step, metadata=METADATA)
+    checkpointer.wait()
+
+
+def steps_on_disk(folder):
+    return sorted(int(path.name) for path in (folder / "checkpoints").iterdir() if path.name.isdigit())
+
+
+def files_of(folder, step):
+    return sorted(path for path in (folder / "checkpoints" / str(step)).rglob("*") if path.is_file())
+
+
+def largest_file(folder, step):
+    return max(files_of(folder, step), key=lambda path: path.stat().st_size)
+
+
+def flip_bit(path, place=0.5):
+    content = bytearray(path.read_bytes())
+    content[int(len(content) * place)] ^= 1
+    path.write_bytes(content)
+
+
+def test_a_new_run_has_nothing_to_restore(checkpointer):
+    assert checkpointer.latest_metadata() is None
+    assert checkpointer.restore(abstract(make_state())) is None
+
+
+def test_state_position_and_metadata_come_back_bit_for_bit(checkpointer):
+    save(checkpointer, 1, 2)
+    step, state, position, metadata = checkpointer.restore(abstract(make_state()))
+    assert step == 2
+    assert_bitwise(state, make_state(2))
+    assert position.dtype == np.int64
+    np.testing.assert_array_equal(position, POSITION + 2)
+    assert metadata == METADATA
+    assert checkpointer.latest_metadata() == (2, METADATA)
+
+
+def test_another_process_of_other_settings_finds_the_checkpoint(tmp_path, checkpointer):
+    save(checkpointer, 4)
+    other = Checkpointer(tmp_path, config=keep(1, 2), read_only=True)
+    assert other.restore(abstract(make_state()))[0] == 4
+    other.close()
+
+
+def test_donating_the_state_right_after_save_does_not_change_what_is_saved(checkpointer):
+    mesh = Mesh(np.array(jax.devices()), ("x",))
+    sharding = NamedSharding(mesh, PartitionSpec("x"))
+    state = {"w": jax.device_put(np.random.default_rng(0).standard_normal((1024, 2048)).astype(np.float32), sharding)}
+    expected = {"w": np.array(state["w"])}
+    step = jax.jit(lambda s: {"w": s["w"] * 0 - 1}, donate_argnums=0)
+    checkpointer.save(1, state, position=POSITION, metadata={})
+    for _ in range(3):
+        state = step(state)
+    state["w"].block_until_ready()
+    target = {"w": jax.ShapeDtypeStruct((1024, 2048), np.float32, sharding=sharding)}
+    assert_bitwise(checkpointer.restore(target)[1], expected)
+
+
+def test_eight_devices_restore_onto_four_under_another_sharding(checkpointer):
+    eight = Mesh(np.array(jax.devices()), ("x",))
+    four = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("x", "y"))
+    values = np.arange(64 * 32, dtype=np.float32).reshape(64, 32)
+    state = {"w": jax.device_put(values, NamedSharding(eight, PartitionSpec("x")))}
+    checkpointer.save(1, state, position=POSITION, metadata={})
+    target = NamedSharding(four, PartitionSpec("y", "x"))
+    _, restored, _, _ = checkpointer.restore({"w": jax.ShapeDtypeStruct((64, 32), np.float32, sharding=target)})
+    assert restored["w"].sharding == target
+    np.testing.assert_array_equal(np.asarray(restored["w"]), values)
+
+
+def test_restore_skips_a_flipped_bit_and_uses_the_one_before(tmp_path, checkpointer, capfd):
+    save(checkpointer, 1, 2)
+    flip_bit(largest_file(tmp_path, 2))
+    step, state, position, _ = checkpointer.restore(abstract(make_state()))
+    assert step == 1
+    assert_bitwise(state, make_state(1))
+    np.testing.assert_array_equal(position, POSITION + 1)
+    warning = capfd.readouterr().err
+    assert "checkpoints/2 is damaged" in warning
+    assert largest_file(tmp_path, "2.damaged").name in warning
+    assert "step 1" in warning
+
+
+@pytest.mark.parametrize("how", ["flipped", "truncated", "deleted"])
+def test_damage_of_any_file_is_noticed_or_harmless(tmp_path, checkpointer, how):
+    save(checkpointer, 1, 2)
+    whole = tmp_path / "whole"
+    shutil.copytree(tmp_path / "checkpoints" / "2", whole)
+    noticed = []
+    for number, path in enumerate(files_of(tmp_path, 2)):
+        if how == "flipped":
+            flip_bit(path, place=0.9 * (number % 7) / 7)
+        elif how == "truncated":
+            path.write_bytes(path.read_bytes()[:-1])
+        else:
+            path.unlink()
+        step, state, _, _ = Checkpointer(tmp_path, config=keep(), read_only=True).restore(abstract(make_state()))
+        assert_bitwise(state, make_state(step))
+        noticed += [path.name] if step == 1 else []
+        shutil.rmtree(tmp_path / "checkpoints" / "2")
+        shutil.copytree(whole, tmp_path / "checkpoints" / "2")
+    assert largest_file(tmp_path, 2).name in noticed
+    assert INTEGRITY_FILE in noticed
+
+
+def test_latest_metadata_skips_a_truncated_checkpoint_without_reading_arrays(tmp_path, checkpointer):
+    save(checkpointer, 1, 2)
+    path = largest_file(tmp_path, 2)
+    path.write_bytes(path.read_bytes()[:-1])
+    assert checkpointer.latest_metadata()[0] == 1
+    assert steps_on_disk(tmp_path) == [1, 2]  # only a restore moves it aside
+
+
+def test_all_damaged_raises_naming_each_and_leaves_them_in_place(tmp_path, checkpointer):
+    save(checkpointer, 1, 2)
+    for step in (1, 2):
+        flip_bit(largest_file(tmp_path, step))
+    with pytest.raises(ValueError, match=r"(?s)checkpoints/2: .*other bytes.*checkpoints/1: .*other bytes"):
+        checkpointer.restore(abstract(make_state()))
+    assert steps_on_disk(tmp_path) == [1, 2]
+
+
+def test_a_run_that_went_back_saves_the_damaged_step_again_and_keeps_what_it_needs(tmp_path):
+    first = Checkpointer(tmp_path, config=keep(2))
+    save(first, 1, 2)
+    first.close()
+    flip_bit(largest_file(tmp_path, 2))
+    second = Checkpointer(tmp_path, config=keep(1))
+    assert second.restore(abstract(make_state()))[0] == 1
+    save(second, 2)
+    assert steps_on_disk(tmp_path) == [2]
+    assert_bitwise(second.restore(abstract(make_state()))[1], make_state(2))
+    second.close()
+
+
+@pytest.mark.parametrize(("shape", "dtype"), [((16, 25), np.float32), ((16, 24), jnp.bfloat16)])
+def test_a_state_of_another_shape_or_dtype_raises_and_is_not_taken_for_damage(tmp_path, checkpointer, shape, dtype):
+    save(checkpointer, 1, 2)
+    wrong = abstract(make_state())
+    wrong["params"]["w"] = jax.ShapeDtypeStruct(shape, dtype, sharding=wrong["params"]["w"].sharding)
+    with pytest.raises(ValueError, match=r"\['w'\]: 'float32\[16, 24\]' in the checkpoint"):
+        checkpointer.restore(wrong)
+    assert steps_on_disk(tmp_path) == [1, 2]
+
+
+def test_retention_keeps_the_last_ones_and_the_permanent_ones_beside_them(tmp_path):
+    checkpointer = Checkpointer(tmp_path, config=keep(2, 4))
+    save(checkpointer, *range(1, 11))
+    assert steps_on_disk(tmp_path) == [4, 8, 9, 10]
+    checkpointer.close()
+    again = Checkpointer(tmp_path, config=keep(2, 4))
+    save(again, 11, 12)
+    assert steps_on_disk(tmp_path) == [4, 8, 10, 11, 12]
+    again.close()
+
+
+def test_a_step_that_is_saved_already_is_not_written_again(checkpointer):
+    save(checkpointer, 1)
+    assert not checkpointer.save(1, make_state(9), position=POSITION, metadata={})
+    assert checkpointer.latest_metadata() == (1, METADATA)
+
+
+KILLED_SAVE = """
+    import os, signal, sys
+    import numpy as np, jax.numpy as jnp
+    from hlat_jax.checkpoint import Checkpointer
+    from hlat_jax.config import CheckpointConfig
+
+    def save(step):
+        checkpointer.save(step, {"w": jnp.full((4, 4), step)}, position=np.arange(2), metadata={"tokens": step})
+        checkpointer.wait()
+
+    seal = Checkpointer._seal
+    def seal_and_die(self):
+        if self._saving == 2:
+            seal(self) if sys.argv[2] == "sealed" else None
+            os.kill(os.getpid(), signal.SIGKILL)
+        seal(self)
+
+    Checkpointer._seal = seal_and_die
+    checkpointer = Checkpointer(sys.argv[1], config=CheckpointConfig(keep_last=1))
+    save(1)
+    save(2)
+"""
+
+
+@pytest.mark.parametrize("moment", ["written", "sealed"])
+def test_a_save_killed_before_its_commit_leaves_the_one_before_and_can_be_repeated(tmp_path, moment):
+    environment = os.environ | {"XLA_FLAGS": "", "PYTHONPATH": str(pathlib.Path(__file__).parent.parent)}
+    command = [sys.executable, "-c", textwrap.dedent(KILLED_SAVE), str(tmp_path), moment]
+    assert subprocess.run(command, env=environment, check=False).returncode == -signal.SIGKILL
+    leftovers = list((tmp_path / "checkpoints").glob("2*"))
+    assert leftovers
+    assert steps_on_disk(tmp_path) == [1]
+
+    checkpointer = Checkpointer(tmp_path, config=keep(1))
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["1"]
+    target = jax.ShapeDtypeStruct((4, 4), np.int32, sharding=jnp.zeros(1).sharding)
+    step, state, _, metadata = checkpointer.restore({"w": target})
+    assert (step, metadata["tokens"]) == (1, 1)
+    np.testing.assert_array_equal(np.asarray(state["w"]), np.full((4, 4), 1))
+    save(checkpointer, 2)
+    assert checkpointer.latest_metadata()[0] == 2
+    checkpointer.close()
+
+
+def test_opening_read_only_leaves_a_save_under_way_alone(tmp_path, checkpointer):
+    save(checkpointer, 1)
+    under_way = tmp_path / "checkpoints" / "2.orbax-checkpoint-tmp"
+    under_way.mkdir()
+    Checkpointer(tmp_path, config=keep(), read_only=True).close()
+    assert under_way.exists()
+
+
+def test_a_folder_that_cannot_be_written_raises_before_training(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"file/run/checkpoints.*Not a directory.*--workdir"):
+        Checkpointer(tmp_path / "file" / "run", config=keep())
+
+
+@pytest.fixture
+def tiny_disk(tmp_path):
+    """A file system of 2 MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(folder)]
+    if os.geteuid() != 0 or subprocess.run(mount, check=False, capture_output=True).returncode != 0:
+        pytest.skip("mounting a tmpfs takes root")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def test_a_full_disk_raises_a_clear_error_and_keeps_the_checkpoint_before(tiny_disk, capfd):
+    def state(seed):
+        return {"w": jnp.asarray(np.random.default_rng(seed).standard_normal(300_000), jnp.float32)}  # 1.2 MB
+
+    checkpointer = Checkpointer(tiny_disk, config=keep(1))
+    checkpointer.save(1, state(1), position=POSITION, metadata={})
+    checkpointer.wait()
+    checkpointer.save(2, state(2), position=POSITION, metadata={})
+    with pytest.raises(SaveError, match=r"step 2 .*No space left on device .1,200,000 bytes of state.*step 1 is un"):
+        checkpointer.wait()
+    checkpointer.check()  # said once
+    assert [path.name for path in (tiny_disk / "checkpoints").iterdir()] == ["1"]
+    step, restored, _, _ = checkpointer.restore(abstract(state(1)))
+    assert step == 1
+    assert_bitwise(restored, state(1))
+    small = {"w": jnp.ones(8)}
+    checkpointer.save(3, small, position=POSITION, metadata={})
+    checkpointer.close()
+    assert steps_on_disk(tiny_disk) == [3]
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_check_raises_once_a_save_in_the_background_has_failed(tmp_path, checkpointer, monkeypatch):
+    save(checkpointer, 1)
+
+    def no_space(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("hlat_jax.checkpoint._size_and_crc", lambda *_, **__: no_space())
+    checkpointer.save(2, make_state(2), position=POSITION, metadata={})
+    deadline = time.monotonic() + 20
+    with pytest.raises(SaveError, match="No space left"):  # noqa: PT012 - it is the polling that must raise
+        while time.monotonic() < deadline:
+            checkpointer.check()
+            time.sleep(0.01)
+    assert steps_on_disk(tmp_path) == [1]
+
+
+def test_saving_says_nothing_on_the_terminal(checkpointer, capfd):
+    save(checkpointer, 1)
+    checkpointer.restore(abstract(make_state()))
+    assert capfd.readouterr() == ("", "")
+
+
+def config_dict():
+    return config_lib.resolve(config_lib.default()).to_dict()
+
+
+def test_no_drift_between_a_config_and_its_copy_in_a_file():
+    assert config_drift(json.loads(json.dumps(config_dict())), config_dict()) == []
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("model.num_layers", 5), ("optimizer.peak_lr", 1.0), ("data.seq_len", 8), ("train.seed", 1), ("train.z_loss", 1)],
+)
+def test_drift_names_the_key_and_both_values(key, value):
+    saved, current = config_dict(), config_dict()
+    section, name = key.split(".")
+    before = current[section].get(name, "absent")
+    current[section][name] = value
+    [line] = config_drift(saved, current)
+    assert line.startswith(f"{key}: ")
+    assert f"{before!r} in the checkpoint" in line
+    assert f"{value!r} now" in line
+
+
+def test_every_key_that_may_change_exists_and_changes_without_drift():
+    saved, current = config_dict(), config_dict()
+    current["name"] = "other"
+    for section in ("metrics", "checkpoint", "parallel"):
+        current[section] = dict.fromkeys(current[section], "other")
+    for name in ("num_steps", "eval_loss_low", "eval_loss_high", "sample_prompt", "sample_tokens"):
+        assert name in current["train"]
+        current["train"][name] = "other"
+    for name in ("train", "validation", "tokenizer", "num_threads", "prefetch_batches"):
+        assert name in current["data"]
+        current["data"][name] = "other"
+    assert config_drift(saved, current) == []
+
+
+def test_most_keys_may_not_change():
+    frozen = 0
+    for section in ("model", "precision", "optimizer"):
+        for field in dataclasses.fields(config_lib.SECTIONS[section]):
+            current = config_dict()
+            current[section][field.name] = "other"
+            frozen += len(config_drift(config_dict(), current))
+    assert frozen == sum(len(config_dict()[section]) for section in ("model", "precision", "optimizer"))
+
+
+def test_drift_of_metadata_sees_hashes_and_ignores_progress():
+    current = {"config": config_dict(), "tokenizer_sha256": "a", "manifest": {"files": ["x"], "hash": "b"}}
+    saved = json.loads(json.dumps(current)) | {"tokens": 12}
+    assert config_drift(saved, current) == []
+    [line] = config_drift(saved | {"tokenizer_sha256": "c"}, current)
+    assert line == "tokenizer_sha256: 'c' in the checkpoint, 'a' now"
+    moved = current | {"manifest": current["manifest"] | {"files": ["y"]}}
+    assert config_drift(saved, moved) == []
+    [line] = config_drift(saved, current | {"manifest": {"files": ["x"], "hash": "d"}})
+    assert line == "manifest.hash: 'b' in the checkpoint, 'd' now"

@@ -1,0 +1,157 @@
+"""The model against transformers' LlamaForCausalLM: random weights, fp32, 1,024 tokens, logits and gradients.
+
+Tolerances: 1e-4 absolute on logits of size 1 to 5 and 1e-4 relative on each gradient. Both sides round to 24 bits, sum
+in different orders, and Hugging Face computes its rotary frequencies in fp32 (half a unit in the last place, times
+1,023 positions); together that leaves 1e-5. The smallest mistake tried, a norm eps of 1e-6 for 1e-5, gives 1e-3.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from hf_weights import hf_model, hf_state_dict
+
+from hlat_jax.config import ModelConfig
+from hlat_jax.model import abstract_params, apply
+
+TOKENS_BT = np.random.default_rng(7).integers(0, 384, (1, 1025), dtype=np.int32)
+MHA = ModelConfig(
+    vocab_size=384, num_layers=2, embed_dim=96, mlp_dim=160, num_heads=6, num_kv_heads=6, head_dim=16, norm_eps=1e-5
+)
+GQA = dataclasses.replace(MHA, num_kv_heads=2, rope_theta=500_000.0)
+CASES = {
+    "mha": MHA,
+    "gqa": GQA,
+    "gqa_with_q_apart_from_kv": dataclasses.replace(GQA, fuse_qkv=False),
+    "tied": dataclasses.replace(GQA, tie_embeddings=True),
+    # Stretched from 256 positions, so that 1,024 tokens see kept, interpolated and stretched wavelengths.
+    "llama3_scaled": dataclasses.replace(GQA, rope_scaling="llama3", rope_original_positions=256),
+}
+
+
+def random_params(cfg: ModelConfig, seed: int = 0) -> dict:
+    """Returns weights that make every part matter: norm scales away from 1, activations and scores of size 1."""
+    rng = np.random.default_rng(seed)
+
+    def draw(path, shape):
+        if path[-1].key == "scale":
+            return (1 + 0.2 * rng.standard_normal(shape.shape)).astype(np.float32)
+        # Embeddings are small: a norm's eps is to be seen beside their mean square of 0.01.
+        std = 0.1 if path[-1].key in ("embed", "head") else 1 / np.sqrt(cfg.embed_dim)
+        return (std * rng.standard_normal(shape.shape)).astype(np.float32)
+
+    return jax.tree_util.tree_map_with_path(draw, abstract_params(cfg))
+
+
+def hugging_face(params: dict, cfg: ModelConfig) -> torch.nn.Module:
+    """Returns the Hugging Face model of a ModelConfig."""
+    rope = {"rope_type": "default", "rope_theta": cfg.rope_theta}
+    if cfg.rope_scaling == "llama3":
+        rope |= {
+            "rope_type": "llama3",
+            "factor": cfg.rope_factor,
+            "low_freq_factor": cfg.rope_low_freq_factor,
+            "high_freq_factor": cfg.rope_high_freq_factor,
+            "original_max_position_embeddings": cfg.rope_original_positions,
+        }
+    return hf_model(
+        params,
+        vocab_size=cfg.vocab_size,
+        hidden_size=cfg.embed_dim,
+        intermediate_size=cfg.mlp_dim,
+        num_hidden_layers=cfg.num_layers,
+        num_attention_heads=cfg.num_heads,
+        num_key_value_heads=cfg.num_kv_heads,
+        head_dim=cfg.head_dim,
+        max_position_embeddings=cfg.max_positions,
+        rms_norm_eps=cfg.norm_eps,
+        rope_parameters=rope,
+        tie_word_embeddings=cfg.tie_embeddings,
+        attn_implementation="sdpa",
+    )
+
+
+def logits_difference(cfg: ModelConfig, params: dict, model: torch.nn.Module) -> float:
+    """Returns the largest absolute difference over 1,024 tokens between our logits under `cfg` and those of `model`."""
+    tokens_BT = TOKENS_BT[:, :-1]
+    ours = np.asarray(jax.jit(apply, static_argnums=1)(params, cfg, tokens_BT))
+    with torch.no_grad():
+        theirs = model(torch.from_numpy(tokens_BT).long()).logits.numpy()
+    assert ours.dtype == np.float32
+    assert 1 < np.abs(theirs).max() < 10
+    return float(np.abs(ours - theirs).max())
+
+
+@pytest.mark.parametrize("cfg", CASES.values(), ids=CASES)
+def test_logits_equal_hugging_face(cfg):
+    params = random_params(cfg)
+    assert logits_difference(cfg, params, hugging_face(params, cfg)) <= 1e-4
+
+
+@pytest.mark.parametrize("cfg", CASES.values(), ids=CASES)
+def test_gradients_equal_hugging_face(cfg):
+    params = random_params(cfg)
+    model = hugging_face(params, cfg)
+    tokens, targets = torch.from_numpy(TOKENS_BT[:, :-1]).long(), torch.from_numpy(TOKENS_BT[:, 1:]).long()
+    torch.nn.functional.cross_entropy(model(tokens).logits.flatten(0, 1), targets.flatten()).backward()
+
+    def mean_cross_entropy(params):
+        logprobs_BTV = jax.nn.log_softmax(apply(params, cfg, TOKENS_BT[:, :-1]))
+        return -jnp.take_along_axis(logprobs_BTV, TOKENS_BT[:, 1:, None], axis=-1).mean()
+
+    ours = hf_state_dict(jax.tree.map(np.asarray, jax.jit(jax.grad(mean_cross_entropy))(params)))
+    theirs = {name: parameter.grad for name, parameter in model.named_parameters()}
+    assert ours.keys() == theirs.keys()
+    deviations = {name: float((ours[name] - grad).norm() / grad.norm()) for name, grad in theirs.items()}
+    assert max(deviations.values()) <= 1e-4, deviations
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        {"rope_theta": 490_000.0},
+        {"norm_eps": 1e-6},
+        {"rope_factor": 7.9},
+        {"rope_low_freq_factor": 1.1},
+        {"rope_high_freq_factor": 3.9},
+        {"rope_original_positions": 255},
+        {"rope_scaling": "none"},
+    ],
+    ids=lambda mistake: next(iter(mistake)),
+)
+def test_logits_show_a_wrong_setting(mistake):
+    cfg = CASES["llama3_scaled"]
+    params = random_params(cfg)
+    model = hugging_face(params, cfg)
+    assert logits_difference(dataclasses.replace(cfg, **mistake), params, model) > 2e-4
+
+
+def swap_gate_and_up(params):
+    params["layers"]["mlp"]["gate_up"] = params["layers"]["mlp"]["gate_up"][:, :, ::-1]
+
+
+def swap_key_and_value(params):
+    qkv = params["layers"]["attention"]["qkv"]
+    params["layers"]["attention"]["qkv"] = np.concatenate([qkv[:, :, :, :-2], qkv[:, :, :, :-3:-1]], axis=3)
+
+
+def swap_two_query_heads(params):
+    params["layers"]["attention"]["out"] = np.roll(params["layers"]["attention"]["out"], 1, axis=1)
+
+
+def exchange_norms(params):
+    layers = params["layers"]
+    layers["attention_norm"], layers["mlp_norm"] = layers["mlp_norm"], layers["attention_norm"]
+
+
+@pytest.mark.parametrize("mistake", [swap_gate_and_up, swap_key_and_value, swap_two_query_heads, exchange_norms])
+def test_logits_show_weights_in_the_wrong_place(mistake):
+    params = random_params(GQA)
+    model = hugging_face(params, GQA)
+    mistake(params)
+    assert logits_difference(GQA, params, model) > 2e-4

@@ -1,0 +1,325 @@
+"""Ops against float64 NumPy, PyTorch and transformers, between implementations, and as lowered for Neuron."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
+
+from hlat_jax.ops import attention, cross_entropy, norm, rope, swiglu
+
+# One fp32 rounding is 6e-8 of a value; a few hundred of them add up in any order in these sums.
+FP32 = {"rtol": 2e-5, "atol": 2e-6}
+# One bf16 rounding is 4e-3 of a value; operands, probabilities and results are each rounded once.
+BF16 = {"rtol": 2e-2, "atol": 2e-2}
+SHAPES = {"mha": (2, 40, 4, 4, 8), "gqa": (2, 40, 6, 2, 8), "ragged": (1, 131, 4, 2, 8), "many": (1, 1030, 2, 1, 4)}
+
+
+def normal(*shape, seed=0):
+    return np.random.default_rng((seed, *shape)).standard_normal(shape).astype(np.float32)
+
+
+def attention_inputs(shape):
+    b, t, n, k, h = SHAPES[shape]
+    return normal(b, t, n, h, seed=1), normal(b, t, k, h, seed=2), normal(b, t, k, h, seed=3)
+
+
+@functools.partial(jax.jit, static_argnames="implementation")
+def attend(q, k, v, segment_ids=None, implementation="einsum"):
+    return attention.attention(q, k_BSKH=k, v_BSKH=v, segment_ids_BT=segment_ids, implementation=implementation)
+
+
+def attention_oracle(q, k, v, segment_ids=None):
+    """Float64 NumPy; heads one by one."""
+    q, k, v = (x.astype(np.float64) for x in (q, k, v))
+    out = np.zeros_like(q)
+    allowed = np.tril(np.ones((q.shape[1], q.shape[1]), bool))
+    for b in range(q.shape[0]):
+        mask = allowed if segment_ids is None else allowed & (segment_ids[b][:, None] == segment_ids[b][None, :])
+        for n in range(q.shape[2]):
+            kv = n // (q.shape[2] // k.shape[2])
+            scores = np.where(mask, q[b, :, n] @ k[b, :, kv].T / math.sqrt(q.shape[3]), -np.inf)
+            probs = np.exp(scores - scores.max(-1, keepdims=True))
+            out[b, :, n] = probs / probs.sum(-1, keepdims=True) @ v[b, :, kv]
+    return out
+
+
+def segments(num_rows, seq_len):
+    """Documents of uneven length, other cuts in each row; ids need not start at 0."""
+    cuts = [
+        sorted(np.random.default_rng(row).choice(np.arange(1, seq_len), 3, replace=False)) for row in range(num_rows)
+    ]
+    return np.stack([np.searchsorted(c, np.arange(seq_len), side="right") + 1 for c in cuts]).astype(np.int32)
+
+
+def test_rms_norm_equals_transformers_in_value_and_gradient():
+    x, scale, cotangent = normal(3, 5, 32) * 3, normal(32, seed=1), normal(3, 5, 32, seed=2)
+    module = LlamaRMSNorm(32, eps=1e-5).double()
+    module.weight.data = torch.tensor(scale).double()
+    x_torch = torch.tensor(x, dtype=torch.float64, requires_grad=True)
+    # LlamaRMSNorm computes in float32 whatever the input, so its formula is repeated here in float64
+    expected = module.weight * x_torch * torch.rsqrt(x_torch.pow(2).mean(-1, keepdim=True) + 1e-5)
+    expected.backward(torch.tensor(cotangent).double())
+    actual, vjp = jax.vjp(lambda x, scale: norm.rms_norm(x, scale=scale, eps=1e-5), x, scale)
+    dx, dscale = vjp(jnp.asarray(cotangent))
+    np.testing.assert_allclose(actual, expected.detach(), **FP32)
+    np.testing.assert_allclose(actual, module.float()(torch.tensor(x)).detach(), **FP32)
+    np.testing.assert_allclose(dx, x_torch.grad, **FP32)
+    np.testing.assert_allclose(dscale, module.weight.grad, **FP32)
+
+
+def test_rms_norm_of_bf16_rounds_before_the_scale():
+    x, scale = normal(64, 16).astype(jnp.bfloat16), normal(16, seed=1).astype(jnp.bfloat16)
+    module = LlamaRMSNorm(16, eps=1e-5).bfloat16()
+    module.weight.data = torch.tensor(np.asarray(scale, np.float32)).bfloat16()
+    expected = module(torch.tensor(np.asarray(x, np.float32)).bfloat16()).detach().float().numpy()
+    actual = norm.rms_norm(x, scale=scale, eps=1e-5)
+    assert actual.dtype == jnp.bfloat16
+    # exact but for elements whose quotient lies on a rounding boundary
+    assert np.mean(np.asarray(actual, np.float32) == expected) > 0.99
+    np.testing.assert_allclose(np.asarray(actual, np.float32), expected, rtol=2**-7)
+
+
+def test_rms_norm_statistics_of_bf16_are_fp32():
+    x = np.full((1, 4096), 1.0, jnp.bfloat16)  # a bf16 sum stops growing at 256
+    np.testing.assert_allclose(norm.rms_norm(x, scale=np.ones(4096, np.float32), eps=0.0), x)
+
+
+def test_swiglu_equals_torch_in_value_and_gradient():
+    gate, up, cotangent = normal(4, 9) * 4, normal(4, 9, seed=1), normal(4, 9, seed=2)
+    gate_torch, up_torch = (torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in (gate, up))
+    expected = torch.nn.functional.silu(gate_torch) * up_torch
+    expected.backward(torch.tensor(cotangent).double())
+    actual, vjp = jax.vjp(swiglu.swiglu, gate, up)
+    np.testing.assert_allclose(actual, expected.detach(), **FP32)
+    for mine, theirs in zip(vjp(jnp.asarray(cotangent)), (gate_torch.grad, up_torch.grad), strict=True):
+        np.testing.assert_allclose(mine, theirs, **FP32)
+
+
+@pytest.mark.parametrize("original_positions", [32, 8192])
+def test_rope_frequencies_of_llama3_equal_transformers(original_positions):
+    scaling = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0}
+    scaling |= {"high_freq_factor": 4.0, "original_max_position_embeddings": original_positions}
+    config = LlamaConfig(hidden_size=256, num_attention_heads=2, rope_parameters=scaling)
+    expected, attention_factor = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
+    stretch = rope.Llama3Scaling(8.0, 1.0, 4.0, original_positions)
+    actual = rope.rope_frequencies(128, theta=500000.0, scaling=stretch)
+    assert attention_factor == 1.0
+    assert actual.dtype == np.float32
+    np.testing.assert_allclose(actual, expected, rtol=1e-6)  # transformers computes in fp32, this in float64
+
+
+def test_rope_frequencies_without_scaling_equal_their_formula():
+    expected = 1.0 / 10000.0 ** (np.arange(0, 64, 2) / 64)
+    np.testing.assert_allclose(rope.rope_frequencies(64, theta=10000.0), expected, rtol=1e-7)
+
+
+def test_apply_rope_equals_transformers_and_its_gradient_turns_back():
+    x_BTNH = normal(2, 7, 3, 16)
+    positions_BT = np.stack([np.arange(7), np.arange(7) + 4000]).astype(np.int32)
+    cos, sin = rope.rope_tables(positions_BT, frequencies=rope.rope_frequencies(16, theta=10000.0))
+    actual, vjp = jax.vjp(lambda x: rope.apply_rope(x, cos=cos, sin=sin), x_BTNH)
+    cos_torch, sin_torch = (torch.tensor(np.concatenate([x, x], -1)) for x in (cos, sin))
+    expected, _ = apply_rotary_pos_emb(
+        torch.tensor(x_BTNH), torch.tensor(x_BTNH), cos_torch, sin_torch, unsqueeze_dim=2
+    )
+    np.testing.assert_allclose(actual, expected, **FP32)
+    np.testing.assert_allclose(vjp(actual)[0], x_BTNH, **FP32)  # a rotation's transpose is its inverse
+    angles = positions_BT[..., None] * (10000.0 ** -(np.arange(8) / 8))
+    # the product of position and frequency is rounded to fp32: 6e-8 of 4006 radians
+    np.testing.assert_allclose(cos, np.cos(angles), atol=5e-4)
+    np.testing.assert_allclose(sin[0], np.sin(angles[0]), atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("implementation", ["einsum", "blocked"])
+def test_attention_equals_float64(shape, implementation):
+    q, k, v = attention_inputs(shape)
+    np.testing.assert_allclose(attend(q, k, v, None, implementation), attention_oracle(q, k, v), **FP32)
+
+
+@pytest.mark.parametrize("shape", ["gqa", "ragged"])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("implementation", ["einsum", "blocked"])
+def test_attention_gradients_equal_torch(shape, packed, implementation):
+    q, k, v = attention_inputs(shape)
+    cotangent = normal(*q.shape, seed=4)
+    ids = segments(*q.shape[:2]) if packed else None
+    leaves = [torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in (q, k, v)]
+    mask = torch.tril(torch.ones(q.shape[1], q.shape[1], dtype=torch.bool))[None, None]
+    if packed:
+        mask = mask & torch.tensor(ids[:, None, :, None] == ids[:, None, None, :])
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        *(x.transpose(1, 2) for x in leaves), attn_mask=mask, enable_gqa=True
+    ).transpose(1, 2)
+    expected.backward(torch.tensor(cotangent).double())
+
+    @jax.jit
+    def value_and_vjp(q, k, v, cotangent):
+        out, vjp = jax.vjp(lambda *x: attend(*x, ids, implementation), q, k, v)
+        return out, vjp(cotangent)
+
+    actual, grads = value_and_vjp(q, k, v, cotangent)
+    np.testing.assert_allclose(actual, expected.detach(), **FP32)
+    for mine, theirs in zip(grads, leaves, strict=True):
+        np.testing.assert_allclose(mine, theirs.grad, **FP32)
+
+
+@pytest.mark.parametrize("implementation", ["einsum", "blocked"])
+def test_attention_with_segments_equals_attention_of_each_document(implementation):
+    q, k, v = attention_inputs("ragged")
+    ids = segments(1, q.shape[1])
+    packed = attend(q, k, v, ids, implementation)
+    for segment in np.unique(ids):
+        own = np.flatnonzero(ids[0] == segment)
+        alone = attend(q[:, own], k[:, own], v[:, own], None, implementation)
+        np.testing.assert_allclose(packed[:, own], alone, **FP32)
+
+
+@pytest.mark.parametrize("implementation", ["einsum", "blocked"])
+def test_attention_of_bf16_is_close_to_float64_and_finite_for_large_scores(implementation):
+    q, k, v = (x.astype(jnp.bfloat16) for x in attention_inputs("gqa"))
+    out = attend(q, k, v, None, implementation)
+    assert out.dtype == jnp.bfloat16
+    expected = attention_oracle(*(np.asarray(x, np.float32) for x in (q, k, v)))
+    np.testing.assert_allclose(np.asarray(out, np.float32), expected, **BF16)
+
+    @jax.jit
+    @jax.grad
+    def huge(q):
+        return attend(q * 1e4, k * 1e4, v, None, implementation).astype(jnp.float32).sum()
+
+    assert np.isfinite(np.asarray(huge(q), np.float32)).all()
+
+
+def test_attention_blocks_cover_every_query_once():
+    for seq_len in (1, 127, 128, 129, 512, 1000, 1025, 4096):
+        bounds = attention.block_bounds(seq_len)
+        assert [place for start, stop in bounds for place in range(start, stop)] == list(range(seq_len))
+        assert len(bounds) <= 8
+
+
+def test_select_resolves_auto_and_refuses_unknown_names():
+    assert attention.select("auto", "cpu") == "blocked"
+    assert attention.select("auto", "neuron") == attention.select("einsum", "cpu") == "einsum"
+    assert cross_entropy.select("auto", "cpu") in ("dense", "chunked")
+    with pytest.raises(ValueError, match=r"model.attention='flash'.*auto, einsum, blocked"):
+        attention.select("flash", "cpu")
+    with pytest.raises(ValueError, match=r"model.cross_entropy='fast'.*auto, dense, chunked"):
+        cross_entropy.select("fast", "cpu")
+
+
+def loss_inputs(num_rows=2, seq_len=11):
+    hidden, head = normal(num_rows, seq_len, 16, seed=5), normal(50, 16, seed=6)
+    targets = np.random.default_rng(7).integers(0, 50, (num_rows, seq_len)).astype(np.int32)
+    weights = np.random.default_rng(8).choice([0.0, 0.5, 1.0], (num_rows, seq_len)).astype(np.float32)
+    return hidden, head, targets, weights
+
+
+def loss_and_grads(hidden, head, targets, weights, z_loss_weight, implementation):
+    def loss(hidden, head):
+        total, count = cross_entropy.cross_entropy(
+            hidden,
+            head_VD=head,
+            targets_BT=targets,
+            weights_BT=weights,
+            z_loss_weight=z_loss_weight,
+            implementation=implementation,
+        )
+        return 3.0 * total, count  # a cotangent other than 1
+
+    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(hidden, head)
+
+
+@pytest.mark.parametrize("implementation", ["dense", "chunked"])
+@pytest.mark.parametrize("z_loss_weight", [0.0, 0.1])
+@pytest.mark.parametrize("chunk", [3, 11, 256])
+def test_cross_entropy_equals_float64_torch_in_value_and_gradient(implementation, z_loss_weight, chunk, monkeypatch):
+    monkeypatch.setattr(cross_entropy, "CHUNK_POSITIONS", chunk)
+    hidden, head, targets, weights = loss_inputs()
+    hidden_torch, head_torch = (torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in (hidden, head))
+    logits = (hidden_torch @ head_torch.T).flatten(0, 1)
+    losses = torch.nn.functional.cross_entropy(logits, torch.tensor(targets).long().flatten(), reduction="none")
+    losses = losses + z_loss_weight * torch.logsumexp(logits, -1) ** 2
+    expected = 3.0 * (losses * torch.tensor(weights).flatten()).sum()
+    expected.backward()
+    (total, count), (dhidden, dhead) = loss_and_grads(hidden, head, targets, weights, z_loss_weight, implementation)
+    assert total.dtype == count.dtype == jnp.float32
+    assert count == weights.sum()
+    np.testing.assert_allclose(total, expected.detach(), rtol=1e-6)
+    np.testing.assert_allclose(dhidden, hidden_torch.grad, **FP32)
+    np.testing.assert_allclose(dhead, head_torch.grad, **FP32)
+
+
+@pytest.mark.parametrize("implementation", ["dense", "chunked"])
+def test_cross_entropy_of_bf16_keeps_logits_in_fp32(implementation):
+    hidden, head, targets, weights = loss_inputs()
+    low = hidden.astype(jnp.bfloat16), head.astype(jnp.bfloat16)
+    exact = [np.asarray(x, np.float32) for x in low]
+    (total, _), (dhidden, dhead) = loss_and_grads(*low, targets, weights, 0.1, implementation)
+    (expected, _), grads = loss_and_grads(*exact, targets, weights, 0.1, "dense")
+    np.testing.assert_allclose(total, expected, rtol=1e-6)  # products of bf16 are exact in fp32
+    assert dhidden.dtype == dhead.dtype == jnp.bfloat16
+    np.testing.assert_allclose(np.asarray(dhidden, np.float32), grads[0], **BF16)
+    np.testing.assert_allclose(np.asarray(dhead, np.float32), grads[1], rtol=2e-2, atol=5e-2)
+
+
+def test_cross_entropy_is_finite_for_large_logits_and_zero_weights():
+    hidden, head, targets, weights = loss_inputs()
+    for implementation in ("dense", "chunked"):
+        (total, _), grads = loss_and_grads(hidden * 1e4, head, targets, weights * 0, 0.0, implementation)
+        assert total == 0
+        assert all(np.isfinite(g).all() and not np.any(g) for g in grads)
+
+
+def test_chunked_cross_entropy_never_holds_all_logits(monkeypatch):
+    monkeypatch.setattr(cross_entropy, "CHUNK_POSITIONS", 8)
+    hidden, head = jax.ShapeDtypeStruct((2, 64, 16), np.float32), jax.ShapeDtypeStruct((1000, 16), np.float32)
+    ids, weights = jax.ShapeDtypeStruct((2, 64), np.int32), jax.ShapeDtypeStruct((2, 64), np.float32)
+
+    def temp_bytes(implementation):
+        step = jax.jit(lambda *args: loss_and_grads(*args, 0.0, implementation))
+        return step.lower(hidden, head, ids, weights).compile().memory_analysis().temp_size_in_bytes
+
+    all_logits_bytes = 2 * 64 * 1000 * 4
+    assert temp_bytes("dense") > all_logits_bytes
+    assert temp_bytes("chunked") < all_logits_bytes
+
+
+@pytest.mark.parametrize("attention_name", ["einsum", "blocked"])
+@pytest.mark.parametrize("loss_name", ["dense", "chunked"])
+def test_ops_lower_for_neuron_without_what_it_refuses(attention_name, loss_name, monkeypatch):
+    monkeypatch.setattr(cross_entropy, "CHUNK_POSITIONS", 100)
+    cos, sin = rope.rope_tables(np.arange(300)[None], frequencies=rope.rope_frequencies(8, theta=1e4))
+
+    def loss(x_BTNH, head_VD, targets_BT, ids_BT):
+        x_BTNH = rope.apply_rope(norm.rms_norm(x_BTNH, scale=jnp.ones(8), eps=1e-5), cos=cos, sin=sin)
+        x_BTNH = attend(x_BTNH, x_BTNH, swiglu.swiglu(x_BTNH, x_BTNH), ids_BT, attention_name)
+        return cross_entropy.cross_entropy(
+            x_BTNH.reshape(1, 300, 16),
+            head_VD=head_VD,
+            targets_BT=targets_BT,
+            weights_BT=jnp.ones((1, 300)),
+            z_loss_weight=1e-4,
+            implementation=loss_name,
+        )[0]
+
+    ids = jax.ShapeDtypeStruct((1, 300), np.int32)
+    x, head = jax.ShapeDtypeStruct((1, 300, 2, 8), np.float32), jax.ShapeDtypeStruct((40, 16), np.float32)
+    traced = jax.jit(jax.value_and_grad(loss, argnums=(0, 1))).trace(x, head, ids, ids)
+    text = traced.lower(lowering_platforms=("neuron",)).as_text()
+    for refused in ("stablehlo.case", "stablehlo.if", "complex<", "stablehlo.custom_call", "xf64>", "dynamic_reshape"):
+        assert refused not in text, refused
+    # variadic reduce: two initial values
+    assert "stablehlo.reduce(" in text
+    assert not [line for line in text.splitlines() if "stablehlo.reduce(" in line and line.count("init:") > 1]
+    for condition in text.split("cond {")[1:]:  # a loop that Neuron takes compares its counter with a constant
+        body = condition.split("} do")[0]
+        assert body.count("stablehlo.compare") == 1
+        assert "stablehlo.constant" in body

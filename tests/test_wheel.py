@@ -1,0 +1,81 @@
+"""The wheel: configs and assets are inside, and it trains where the repository is not."""
+
+import importlib.metadata
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+
+import micro
+import pytest
+
+pytestmark = pytest.mark.xdist_group("wheel")  # its fixtures are costly: one process
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """The wheel of this checkout, built from a copy of it: building leaves folders behind."""
+    folder = tmp_path_factory.mktemp("wheel")
+    copy = folder / "source"
+    copy.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE", "NOTICE"):
+        shutil.copy(micro.REPOSITORY / name, copy)
+    for name in ("hlat_jax", "configs", "tests"):
+        shutil.copytree(micro.REPOSITORY / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+    # with the setuptools that is here, when it is new enough: then no network is needed
+    here = int(importlib.metadata.version("setuptools").split(".")[0]) >= 77 if _installed("setuptools") else False
+    isolation = ["--no-build-isolation"] if here else []
+    words = [sys.executable, "-m", "pip", "wheel", str(copy), "--no-deps", *isolation, "-w", str(folder / "dist"), "-q"]
+    built = subprocess.run(words, capture_output=True, text=True, timeout=300, check=False)
+    assert built.returncode == 0, built.stderr
+    [path] = (folder / "dist").glob("hlat_jax-*.whl")
+    return path
+
+
+def _installed(name):
+    try:
+        return bool(importlib.metadata.version(name))
+    except importlib.metadata.PackageNotFoundError:
+        return False
+
+
+def test_wheel_holds_all_modules_configs_and_assets_and_no_tests(wheel):
+    names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    package, configs = micro.REPOSITORY / "hlat_jax", micro.REPOSITORY / "configs"
+    expected = {f"hlat_jax/{path.relative_to(package).as_posix()}" for path in package.rglob("*.py")}
+    expected |= {f"hlat_jax/configs/{path.name}" for path in configs.glob("*.py")}
+    expected |= {
+        f"hlat_jax/assets/{path.name}" for path in (package / "assets").iterdir() if path.suffix in (".jsonl", ".model")
+    }
+    assert names == expected
+    licences = {name.rsplit("/", 1)[-1] for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/licenses/" in name}
+    assert licences == {"LICENSE", "NOTICE"}
+
+
+def test_wheel_trains_tiny_where_the_repository_is_not(wheel, tmp_path):
+    target = tmp_path / "site"
+    words = [sys.executable, "-m", "pip", "install", str(wheel), "--no-deps", "--target", str(target), "-q"]
+    installed = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
+    assert installed.returncode == 0, installed.stderr
+    env = micro.environment() | {"PYTHONPATH": str(target)}
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+
+    where = [sys.executable, "-c", "import hlat_jax.config as c; print(c.__file__, c.config_folder())"]
+    found = subprocess.run(where, cwd=elsewhere, env=env, capture_output=True, text=True, timeout=60, check=True)
+    for path in found.stdout.split():
+        assert os.path.commonpath([path, target]) == str(target)
+
+    short = ("train.num_steps=2", "train.eval_every_steps=2", "train.num_eval_batches=1", "train.sample_prompt=")
+    words = [sys.executable, "-m", "hlat_jax.train", "--config=tiny", *(f"--config.{word}" for word in short)]
+    done = subprocess.run(words, cwd=elsewhere, env=env, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "validation loss" in done.stdout
+    workdir = elsewhere / "runs" / "tiny"
+    assert [row["step"] for row in micro.rows(workdir) if "loss" in row] == [1, 2]
+    assert micro.saved_steps(workdir) == [2]
+    for config in ("160m", "1b", "7b", "70b"):
+        words = [sys.executable, "-m", "hlat_jax.train", f"--config={config}", "--print_config"]
+        told = subprocess.run(words, cwd=elsewhere, env=env, capture_output=True, text=True, timeout=60, check=False)
+        assert told.returncode == 0, told.stderr
