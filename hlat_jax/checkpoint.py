@@ -44,6 +44,7 @@ _SMALL_FILE_BYTES = 1 << 20
 MAY_CHANGE = (
     "name",
     "train.num_steps",
+    "train.max_nonfinite_steps",
     "train.eval_loss_low",
     "train.eval_loss_high",
     "train.sample_*",

@@ -255,10 +255,14 @@ def _typed(path: str, field: dataclasses.Field, value: Any) -> Any:
         value = float(value)
     if type(value) is not kind:
         raise ValueError(f"{path}={value!r} is {type(value).__name__}; it must be {kind.__name__}.")
+    _check_choice(path, field, value)
+    return value
+
+
+def _check_choice(path: str, field: dataclasses.Field, value: Any) -> None:
     choices = field.metadata["choices"]
     if choices and value not in choices:
-        raise ValueError(f"{path}={value!r} is not one of {', '.join(choices)}. {nearest(value, choices)}")
-    return value
+        raise ValueError(f"{path}={value!r} is not one of {', '.join(choices)}. {nearest(str(value), choices)}")
 
 
 def _at_least(lowest: float, **values: float) -> None:
@@ -268,7 +272,13 @@ def _at_least(lowest: float, **values: float) -> None:
 
 
 def check_model(m: ModelConfig) -> None:
-    """Raises ValueError when a model's dimensions cannot be built; called by `resolve` and by `Decoder`."""
+    """Raises ValueError when a model cannot be built as described; called by `resolve` and by `Decoder`."""
+    for field in dataclasses.fields(m):
+        _check_choice(f"model.{field.name}", field, getattr(m, field.name))
+    for name in ("rope_theta", "rope_factor", "rope_low_freq_factor"):
+        if not getattr(m, name) > 0:
+            raise ValueError(f"model.{name}={getattr(m, name)} must be above 0.")
+    _at_least(0, model__norm_eps=m.norm_eps, model__init_std=m.init_std)
     for name in ("vocab_size", "num_layers", "embed_dim", "mlp_dim", "num_heads", "num_kv_heads", "head_dim"):
         _at_least(1, **{f"model__{name}": getattr(m, name)})
     _at_least(1, model__max_positions=m.max_positions, model__rope_original_positions=m.rope_original_positions)

@@ -10,7 +10,7 @@ With c updates done, one turn of the loop
 4. takes batch c + 1 and dispatches the step, which donates the old state;
 5. fetches the metrics of the step before: the device already has its next work and never waits for the host.
 
-Owns this order, signals, and the stop after non-finite steps. Refuses to know how a step computes.
+Owns this order and the stop after non-finite steps. Refuses to know how a step computes.
 """
 
 from __future__ import annotations
@@ -19,9 +19,7 @@ import contextlib
 import dataclasses
 import json
 import pathlib
-import signal
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -32,13 +30,15 @@ from hlat_jax.batch import Batch, abstract_batch
 from hlat_jax.checkpoint import Checkpointer, config_drift
 from hlat_jax.config import Config
 from hlat_jax.data.loader import TrainBatches, batch_hash, validation_batches
+from hlat_jax.data.sources import open_documents
 from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.eval.validation import Validation, counted_bytes
 from hlat_jax.generate import sample_text
 from hlat_jax.machine import fitting_layout
-from hlat_jax.metrics import MetricsLog, plot_loss
+from hlat_jax.metrics import ROWS_FILE, MetricsLog, plot_loss, read_rows
 from hlat_jax.model import select_implementations
 from hlat_jax.optimizer import learning_rate
+from hlat_jax.process import StopSignals, closing_quietly, only_process
 from hlat_jax.program import StepMetrics
 from hlat_jax.sharding import Layout, shard_batch
 from hlat_jax.step import abstract_state, init_state, make_eval_step, make_train_step, state_bytes
@@ -46,7 +46,7 @@ from hlat_jax.step import abstract_state, init_state, make_eval_step, make_train
 
 @dataclasses.dataclass
 class Run:
-    """What a run is made of, in order of dependence; `step`, `tokens`, `state` and `data_wait_s` move."""
+    """What a run is made of, in order of dependence; the fields from `state` on move."""
 
     config: Config
     workdir: pathlib.Path
@@ -57,20 +57,26 @@ class Run:
     validation: Validation | None
     train_step: Any
     log: MetricsLog
+    settings: dict[str, Any]  # what a checkpoint belongs to, see _settings
     state: Any
     step: int
+    position: np.ndarray  # of the data, after batch `step`
     tokens: int
+    num_nonfinite: int  # in a row, up to the last row
+    pending: Pending | None = None
     data_wait_s: float = 0.0  # since the last row
+    mark: float = 0.0  # when the step that is timed began
 
 
 @dataclasses.dataclass(frozen=True)
 class Pending:
-    """A dispatched step whose metrics are still on the device."""
+    """A dispatched step whose metrics are still on the device; `position` is where its batch begins."""
 
     step: int
     metrics: StepMetrics
     learning_rate: float
     batch_hash: str
+    position: np.ndarray
 
 
 class NonFiniteError(RuntimeError):
@@ -86,100 +92,92 @@ def train(config: Config, workdir: pathlib.Path) -> int:
       NonFiniteError: see `train.max_nonfinite_steps`.
     """
     with contextlib.ExitStack() as stack:
-        stop = stack.enter_context(_StopSignals())
+        stop = stack.enter_context(StopSignals())
         layout = fitting_layout(config, jax.devices())
         run = _open(config, workdir, layout, stack)
         if run is None:
             return 0
-        _sample(run, "before training") if run.step == 0 else None
-        _loop(run, stop)
+        if run.step == 0:
+            _sample(run, "before training")
+        saved = _loop(run, stop)
         run.checkpointer.wait()
         if run.step < config.train.num_steps:
-            saved = run.checkpointer.latest_metadata() is not None
-            how = (
-                f"saved in {workdir}; the same command goes on"
-                if saved
-                else ("before anything was there to save; the same command begins again")
-            )
-            print(f"stopped by {stop.name} after step {run.step}, {how}")
+            how = f"saved in {workdir}; the same command goes on"
+            nothing = "before anything was there to save; the same command begins again"
+            print(f"stopped by {stop.name} after step {run.step}, {how if saved else nothing}")
             return 0
         run.log.close()
         _sample(run, "after training")
-        _finish(config, workdir)
+        _finish(config, workdir, run.step)
     return 0
 
 
 def _open(config: Config, workdir: pathlib.Path, layout: Layout, stack: contextlib.ExitStack) -> Run | None:
     """Returns a run ready to step, new or resumed; None when it is already complete."""
-    model = select_implementations(config.model, layout.mesh.devices.flat[0].platform)
-    tokenizer = Tokenizer(config.data.tokenizer, vocab_size=model.vocab_size)
+    tokenizer = Tokenizer(config.data.tokenizer, vocab_size=config.model.vocab_size)
     batches = stack.enter_context(contextlib.closing(TrainBatches(config.data, tokenizer=tokenizer)))
     validation = _validation(config, layout, tokenizer)
-    checkpointer = stack.enter_context(_closing(Checkpointer(workdir, config=config.checkpoint)))
+    settings = _settings(config, layout, tokenizer, batches)
+    stack.enter_context(only_process(workdir))
+    checkpointer = stack.enter_context(closing_quietly(Checkpointer(workdir, config=config.checkpoint)))
     abstract = abstract_state(config, layout)
-    _describe(config, model, layout, state_bytes(abstract))
+    _describe(config, layout, settings["implementations"], state_bytes(abstract))
 
     saved = checkpointer.latest_metadata()
     if saved is not None:
-        _refuse_drift(saved[1], _metadata(config, tokenizer, batches))
-        if saved[0] >= config.train.num_steps:
-            print(f"complete: {workdir} is at step {saved[0]} of train.num_steps={config.train.num_steps}.")
-            _finish(config, workdir)
-            return None
+        _refuse_drift(saved[1], settings)
+    restored = checkpointer.restore(abstract) if saved is not None else None
+    if restored is not None and restored[0] >= config.train.num_steps:
+        print(f"complete: {workdir} is at step {restored[0]} of train.num_steps={config.train.num_steps}.")
+        _finish(config, workdir, restored[0])
+        return None
     (workdir / "config.json").write_text(json.dumps(config.to_dict(), indent=2) + "\n")
 
-    restored = checkpointer.restore(abstract) if saved is not None else None
     if restored is None:
-        step, tokens, state = 0, 0, init_state(config, layout)
+        step, state, position = 0, init_state(config, layout), batches.get_state()
+        moving = {"tokens": 0, "num_nonfinite": 0}
     else:
-        step, state, position, metadata = restored
-        tokens = metadata["tokens"]
+        step, state, position, moving = restored
         batches.set_state(position)
         print(f"resuming from step {step} of {config.train.num_steps}")
-
-    log = stack.enter_context(_closing(_metrics_log(config, workdir, layout, step)))
+    log = stack.enter_context(closing_quietly(_metrics_log(config, workdir, layout, step)))
     train_step = _compiled_step(config, layout, abstract)
-    return Run(
-        config, workdir, layout, tokenizer, batches, checkpointer, validation, train_step, log, state, step, tokens
-    )
+    parts = (config, workdir, layout, tokenizer, batches, checkpointer, validation, train_step, log, settings)
+    return Run(*parts, state, step, position, moving["tokens"], moving["num_nonfinite"])
 
 
-def _loop(run: Run, stop: _StopSignals) -> None:
-    config, start = run.config, run.step
-    pending: Pending | None = None
-    position = run.batches.get_state()
-    num_nonfinite, saved_at, mark = 0, time.monotonic(), time.monotonic()
+def _loop(run: Run, stop: StopSignals) -> bool:
+    """Runs to the last step or a signal; returns whether the state it ends with is saved."""
+    train, checkpoint, start = run.config.train, run.config.checkpoint, run.step
+    saved_at = run.mark = time.monotonic()
     while True:
-        last = run.step >= config.train.num_steps
+        last = run.step >= train.num_steps
         # what is due at the step a run resumed from was done before that checkpoint was written
         fresh = run.step > start or run.step == 0
-        evaluates = run.validation is not None and fresh and (last or _due(run.step, config.train.eval_every_steps))
-        minutes = (time.monotonic() - saved_at) / 60
-        timed = 0 < config.checkpoint.every_minutes <= minutes
-        saves = run.step > start and (last or stop.asked or timed or _due(run.step, config.checkpoint.every_steps))
-        if (evaluates or saves) and pending is not None:
-            num_nonfinite = _fetch(run, pending, mark, num_nonfinite)
-            pending = None
-        if evaluates:
+        if run.validation is not None and fresh and (last or _due(run.step, train.eval_every_steps)):
+            _fetch(run)
             run.log.eval_row({"step": run.step, **run.validation(run.state["params"])})
-        if saves:
-            run.log.sync()
-            metadata = _metadata(config, run.tokenizer, run.batches) | {"tokens": run.tokens}
-            run.checkpointer.save(run.step, run.state, position=position, metadata=metadata)
-            saved_at = time.monotonic()
-        if last or stop.asked:
-            return
-        if evaluates or saves:
-            mark = time.monotonic()  # steps are timed without validation and saving
+            run.mark = time.monotonic()  # steps are timed without validation and saving
+        stopping = last or stop.asked  # asked once: a signal between the save and the return must not be lost
+        timed = 0 < checkpoint.every_minutes <= (time.monotonic() - saved_at) / 60
+        if run.step > start and (stopping or timed or _due(run.step, checkpoint.every_steps)):
+            _save(run)
+            saved_at = run.mark = time.monotonic()
+        if stopping:
+            return run.step > 0
 
         asked_at = time.monotonic()
-        batch, position = next(run.batches)
+        try:
+            batch, position = next(run.batches)
+        except ValueError:  # a record that cannot be read: what was trained until here stays
+            if run.step > start:
+                _save(run)
+                run.checkpointer.wait()
+            raise
         run.data_wait_s += time.monotonic() - asked_at
         dispatched = _dispatch(run, batch)
-        if pending is not None:
-            num_nonfinite = _fetch(run, pending, mark, num_nonfinite)
-            mark = time.monotonic()
-        pending = dispatched
+        _fetch(run)
+        run.pending, run.position = dispatched, position
         run.checkpointer.check()
 
 
@@ -188,12 +186,24 @@ def _dispatch(run: Run, batch: Batch) -> Pending:
     rate = learning_rate(run.step, run.config.optimizer)
     run.state, metrics = run.train_step(run.state, shard_batch(batch, run.layout), np.float32(rate))
     run.step += 1
-    return Pending(run.step, metrics, rate, batch_hash(batch, rows=run.batches.rows))
+    return Pending(run.step, metrics, rate, batch_hash(batch, rows=run.batches.rows), run.position)
 
 
-def _fetch(run: Run, pending: Pending, mark: float, num_nonfinite: int) -> int:
-    """Waits for a step, writes its row, and returns how many steps in a row were not finite."""
+def _save(run: Run) -> None:
+    """Brings every row up to this step to the disk, then starts to save the state."""
+    _fetch(run)
+    run.log.sync()
+    metadata = run.settings | {"tokens": run.tokens, "num_nonfinite": run.num_nonfinite}
+    run.checkpointer.save(run.step, run.state, position=run.position, metadata=metadata)
+
+
+def _fetch(run: Run) -> None:
+    """Waits for the pending step, if there is one, and writes its row."""
+    pending, run.pending = run.pending, None
+    if pending is None:
+        return
     metrics = jax.device_get(pending.metrics)
+    now = time.monotonic()
     run.tokens += int(metrics.num_tokens)
     row = {
         "step": pending.step,
@@ -202,31 +212,33 @@ def _fetch(run: Run, pending: Pending, mark: float, num_nonfinite: int) -> int:
         "grad_norm": float(metrics.grad_norm),
         "param_norm": float(metrics.param_norm),
         "learning_rate": pending.learning_rate,
-        "step_s": time.monotonic() - mark,
+        "step_s": now - run.mark,
         "data_wait_s": run.data_wait_s,  # within step_s, which ends now: mostly for the batch of the step after
         "batch_hash": pending.batch_hash,
         "nonfinite": int(not metrics.finite),
     }
-    run.data_wait_s = 0.0
+    run.mark, run.data_wait_s = now, 0.0
     run.log.train_row(row)
-    if metrics.finite:
-        return 0
-    num_nonfinite += 1
-    print(f"step {pending.step}: loss {row['loss']}, gradient norm {row['grad_norm']}: not finite, update left out")
-    if num_nonfinite >= run.config.train.max_nonfinite_steps:
-        _stop_nonfinite(run, row, num_nonfinite)
-    return num_nonfinite
+    run.num_nonfinite = 0 if metrics.finite else run.num_nonfinite + 1
+    if not metrics.finite:
+        print(f"step {pending.step}: loss {row['loss']}, gradient norm {row['grad_norm']}: not finite, update left out")
+    if run.num_nonfinite >= run.config.train.max_nonfinite_steps:
+        _stop_nonfinite(run, row, pending)
 
 
-def _stop_nonfinite(run: Run, row: dict[str, Any], num_nonfinite: int) -> None:
+def _stop_nonfinite(run: Run, row: dict[str, Any], pending: Pending) -> None:
     run.log.sync()
     evidence = run.workdir / "nonfinite.json"
-    record = {"last_step": row, "steps_in_a_row": num_nonfinite, "data_position": run.batches.get_state().tolist()}
+    record = {
+        "last_step": row,
+        "steps_in_a_row": run.num_nonfinite,
+        "data_position_before_that_batch": pending.position.tolist(),
+    }
     evidence.write_text(json.dumps(record, indent=2) + "\n")
     raise NonFiniteError(
-        f"{num_nonfinite} steps in a row without a finite loss and gradient norm, the last one step {row['step']} "
-        f"(batch {row['batch_hash']}); the weights are those of before. Evidence: {evidence}. Lower optimizer.peak_lr, "
-        "look at that batch, or raise train.max_nonfinite_steps."
+        f"{run.num_nonfinite} steps in a row without a finite loss and gradient norm, the last one step {row['step']} "
+        f"(batch {row['batch_hash']}); the weights are those of before. Evidence: {evidence}. Look at that batch, "
+        "raise train.max_nonfinite_steps, or begin again with a lower optimizer.peak_lr in another --workdir."
     )
 
 
@@ -269,8 +281,19 @@ def _metrics_log(config: Config, workdir: pathlib.Path, layout: Layout, start_st
     )
 
 
-def _metadata(config: Config, tokenizer: Tokenizer, batches: TrainBatches) -> dict[str, Any]:
-    return {"config": config.to_dict(), "tokenizer_sha256": tokenizer.sha256, "manifest": batches.manifest}
+def _settings(config: Config, layout: Layout, tokenizer: Tokenizer, batches: TrainBatches) -> dict[str, Any]:
+    """Returns what a checkpoint belongs to: the config, and what it only points to, by hash or by choice."""
+    held_out = None
+    if config.data.validation:
+        held_out = open_documents(config.data.validation, text_field=config.data.text_field, key="data.validation")[1]
+    model = select_implementations(config.model, layout.platform)
+    return {
+        "config": config.to_dict(),
+        "implementations": {"attention": model.attention, "cross_entropy": model.cross_entropy},
+        "tokenizer_sha256": tokenizer.sha256,
+        "manifest": batches.manifest,
+        "validation_manifest": held_out,
+    }
 
 
 def _refuse_drift(saved: dict[str, Any], current: dict[str, Any]) -> None:
@@ -283,7 +306,7 @@ def _refuse_drift(saved: dict[str, Any], current: dict[str, Any]) -> None:
         )
 
 
-def _describe(config: Config, model: Any, layout: Layout, num_bytes: int) -> None:
+def _describe(config: Config, layout: Layout, implementations: dict[str, str], num_bytes: int) -> None:
     device = layout.mesh.devices.flat[0]
     degrees = " x ".join(f"{axis} {size}" for axis, size in layout.mesh.shape.items() if size > 1) or "one device"
     step_tokens = config.data.batch_size * config.data.seq_len
@@ -292,7 +315,7 @@ def _describe(config: Config, model: Any, layout: Layout, num_bytes: int) -> Non
     print(f"tokens per step  {step_tokens:,}")
     print(f"steps            {config.train.num_steps:,} of a horizon of {config.optimizer.horizon_steps:,}")
     print(f"state            {num_bytes / cost.GIB:.3f} GiB on the fullest device")
-    print(f"implementations  attention {model.attention}, cross-entropy {model.cross_entropy}")
+    print(f"implementations  {', '.join(f'{name} {choice}' for name, choice in implementations.items())}")
 
 
 def _sample(run: Run, when: str) -> None:
@@ -309,13 +332,13 @@ def _sample(run: Run, when: str) -> None:
     print(f"sample {when}: {text}")
 
 
-def _finish(config: Config, workdir: pathlib.Path) -> None:
-    """Draws the curve and says how the run ended, from what is on disk."""
-    rows = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+def _finish(config: Config, workdir: pathlib.Path, step: int) -> None:
+    """Draws the curve and says how the run ended at `step`, from what is on disk."""
+    path = workdir / ROWS_FILE
     if config.metrics.plot:
-        plot_loss(workdir / "metrics.jsonl", workdir / "loss.png", title=config.name)
+        plot_loss(path, workdir / "loss.png", title=config.name)
         print(f"loss curve: {workdir / 'loss.png'}")
-    evals = [row for row in rows if "eval_loss" in row]
+    evals = [row for row in read_rows(path) if "eval_loss" in row and row["step"] == step]
     if not evals:
         return
     loss, bits = evals[-1]["eval_loss"], evals[-1]["bits_per_byte"]
@@ -328,39 +351,3 @@ def _finish(config: Config, workdir: pathlib.Path) -> None:
 
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
-
-
-@contextlib.contextmanager
-def _closing(thing: Any) -> Iterator[Any]:
-    """Closes `thing` at the end; after an error, what goes wrong while closing does not take that error's place."""
-    try:
-        yield thing
-    except BaseException:
-        with contextlib.suppress(Exception):
-            thing.close()
-        raise
-    thing.close()
-
-
-class _StopSignals:
-    """Turns SIGTERM and SIGINT into a wish that the loop reads; a second SIGINT interrupts at once."""
-
-    def __init__(self):
-        self.name = ""
-
-    @property
-    def asked(self) -> bool:
-        return bool(self.name)
-
-    def __enter__(self):
-        self._before = {number: signal.signal(number, self._ask) for number in (signal.SIGTERM, signal.SIGINT)}
-        return self
-
-    def __exit__(self, *_):
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _ask(self, number, _frame):
-        if self.asked and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        self.name = signal.Signals(number).name

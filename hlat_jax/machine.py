@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -36,12 +37,13 @@ def fitting_layout(config: Config, devices: Sequence[Any]) -> Layout:
         )
     if config.parallel.pipe > 1:
         raise ValueError(f"parallel.pipe={config.parallel.pipe}: pipeline stages are not built yet; set it to 1.")
-    if 1 < config.model.num_kv_heads < config.parallel.tensor:
+    if config.model.num_kv_heads < config.parallel.tensor:
         raise ValueError(
             f"parallel.tensor={config.parallel.tensor} above model.num_kv_heads={config.model.num_kv_heads}: "
             "replicated KV heads are not built yet; lower parallel.tensor."
         )
     layout = make_layout(config.parallel, devices)
+    _check_divides(config, layout)
     per_device = state_bytes(abstract_state(config, layout))
     if per_device > device_memory(devices[0]):
         raise ValueError(
@@ -56,6 +58,26 @@ def fitting_layout(config: Config, devices: Sequence[Any]) -> Layout:
             f"a multiple of {layout.row_degree * config.train.num_microbatches}."
         )
     return layout
+
+
+def _check_divides(config: Config, layout: Layout) -> None:
+    model = config.model
+    sizes = {
+        "vocab": ("model.vocab_size", model.vocab_size),
+        "embed": ("model.embed_dim", model.embed_dim),
+        "heads": ("model.num_heads", model.num_heads),
+        "kv_heads": ("model.num_kv_heads", model.num_kv_heads),
+        "mlp": ("model.mlp_dim", model.mlp_dim),
+        "seq": ("data.seq_len", config.data.seq_len),
+    }
+    for rules in (layout.state_rules, layout.activation_rules):
+        for axis in sizes.keys() & rules.keys():
+            path, size = sizes[axis]
+            mesh_axes = [rules[axis]] if isinstance(rules[axis], str) else rules[axis] or []
+            degree = math.prod(layout.mesh.shape[mesh_axis] for mesh_axis in mesh_axes)
+            if size % degree:
+                named = " x ".join(f"parallel.{mesh_axis}={layout.mesh.shape[mesh_axis]}" for mesh_axis in mesh_axes)
+                raise ValueError(f"{path}={size} does not divide by {named}; change one of them.")
 
 
 def device_memory(device: Any) -> int:

@@ -23,7 +23,6 @@ from hlat_jax.config import MetricsConfig
 ROWS_FILE, DISCARDED_FILE = "metrics.jsonl", "metrics.discarded.jsonl"
 # Without a terminal, `console=auto` prints about this many lines over a run.
 _QUIET_LINES = 10
-
 _COLUMNS = (
     ("step", 8),
     ("done", 8),
@@ -292,7 +291,7 @@ def smoothed(values: tuple[float, ...] | list[float]) -> list[float]:
 
 def _curves(path: pathlib.Path) -> tuple[list[tuple[int, float]], list[tuple[int, float]]]:
     """Returns (tokens, finite loss) of training rows and of validation rows, which stand where their step stands."""
-    rows = [row for row in map(_row, path.read_bytes().splitlines(keepends=True)) if row is not None]
+    rows = read_rows(path)
     train = [row for row in rows if "loss" in row]
     tokens_at = {0: 0} | {row["step"]: row["tokens"] for row in train}
     evals = [row for row in rows if "eval_loss" in row and row["step"] in tokens_at]
@@ -360,6 +359,12 @@ class _Wandb:
 
 def _percent(share: float | None) -> str:
     return "-" if share is None else f"{share:.1%}"
+
+
+def read_rows(path: str | os.PathLike) -> list[dict[str, Any]]:
+    """Returns every whole row of a `metrics.jsonl`, in order; a torn line is left out."""
+    with open(path, "rb") as lines:
+        return [row for line in lines if (row := _row(line)) is not None]
 
 
 def _row(line: bytes) -> dict[str, Any] | None:

@@ -60,6 +60,11 @@ class Layout:
     activation_rules: dict[str, Any]
 
     @property
+    def platform(self) -> str:
+        """The platform of the devices, such as `cpu`."""
+        return self.mesh.devices.flat[0].platform
+
+    @property
     def row_degree(self) -> int:
         """The number of parts that the rows of a batch are split into."""
         return int(np.prod([self.mesh.shape[axis] for axis in ROWS]))

@@ -32,6 +32,8 @@ def run_layers(
     layer = rematerialized(layer, remat, prevent_cse=loop == "unroll")
     if loop == "scan":
         return jax.lax.scan(lambda carry, params: (layer(params, carry), None), x, stacked)[0]
+    if loop != "unroll":
+        raise ValueError(f"model.layer_loop={loop!r} must be scan or unroll.")
     for params in _slices(stacked):
         x = layer(params, x)
     return x

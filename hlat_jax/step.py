@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 
 from hlat_jax.batch import Batch
 from hlat_jax.config import Config
-from hlat_jax.model import abstract_params, bind, init_params, param_axes
+from hlat_jax.model import abstract_params, bind, init_params, param_axes, select_implementations
 from hlat_jax.ops.cross_entropy import cross_entropy
 from hlat_jax.optimizer import adamw, decay_mask
 from hlat_jax.precision import POLICIES, cast_tree
@@ -55,9 +55,10 @@ def make_eval_step(config: Config, layout: Layout) -> Callable[..., Any]:
 def loss_fn(config: Config, layout: Layout, *, z_loss_weight: float) -> Callable[[Any, Batch], tuple]:
     """Returns (params, batch) -> (sum of the losses of the counted targets, their number), fp32 scalars."""
     compute = POLICIES[config.precision.policy].compute
+    model = select_implementations(config.model, layout.platform)
 
     def loss(params: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        decoder = bind(cast_tree(params, compute), config.model)
+        decoder = bind(cast_tree(params, compute), model)
         hidden_BTD = decoder.hidden_states(
             batch.tokens, batch.positions, segment_ids_BT=batch.segment_ids, constrain=layout.constrain
         )

@@ -30,6 +30,7 @@ LAYERS = {
     "assets": 3,
     "flags": 4,
     "machine": 4,
+    "process": 4,
     "generate": 4,
     "eval": 4,
     "loop": 4,

@@ -212,6 +212,9 @@ def test_foreign_code_trains_the_model_with_nnx_idioms():
         ({"remat": "names:nothing"}, "names .*nothing.*; layers name"),
         ({"remat": "ful"}, "must be none, full, selective"),
         ({"attention": "flash"}, "attention='flash' is not one of"),
+        ({"rope_scaling": "Llama3"}, "rope_scaling='Llama3' is not one of none, llama3. Did you mean 'llama3'"),
+        ({"layer_loop": "scna"}, "Did you mean 'scan'"),
+        ({"rope_theta": 0.0}, "rope_theta=0.0 must be above 0"),
     ],
 )
 def test_a_model_that_cannot_be_built_says_why(changes, message):

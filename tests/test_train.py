@@ -87,7 +87,7 @@ def test_train_refuses_a_folder_that_cannot_be_written(train_here, tmp_path, kin
     assert code == 2
     [line] = err.splitlines()
     assert line.startswith(f"error: cannot write to {workdir}")
-    assert line.endswith("Choose another run folder with --workdir.")
+    assert line.endswith("give another folder with --workdir.")
 
 
 def test_train_loses_nothing_of_a_run_when_a_later_command_is_wrong(train_here, finished, tmp_path):
@@ -107,7 +107,7 @@ def test_train_stops_with_evidence_after_non_finite_steps_in_a_row(train_here, t
     [line] = err.splitlines()
     assert line.startswith("error: 4 steps in a row without a finite loss and gradient norm, the last one step ")
     assert str(workdir / "nonfinite.json") in line
-    assert "Lower optimizer.peak_lr" in line
+    assert "lower optimizer.peak_lr" in line
     train_rows = [row for row in micro.rows(workdir) if "loss" in row]
     assert [row["nonfinite"] for row in train_rows][-5:] == [0, 1, 1, 1, 1]
     assert len({row["param_norm"] for row in train_rows[-4:]}) == 1  # the weights stayed
@@ -115,7 +115,7 @@ def test_train_stops_with_evidence_after_non_finite_steps_in_a_row(train_here, t
     assert evidence["steps_in_a_row"] == 4
     assert evidence["last_step"]["step"] == train_rows[-1]["step"]
     assert evidence["last_step"]["batch_hash"] == train_rows[-1]["batch_hash"]
-    assert len(evidence["data_position"]) == 4
+    assert len(evidence["data_position_before_that_batch"]) == 4
 
 
 def test_train_writes_a_whole_row_for_each_step(finished):
@@ -149,7 +149,7 @@ def test_train_rows_have_the_hashes_of_the_batches_of_the_loader(finished):
 def test_train_leaves_config_rows_events_picture_and_checkpoints(finished):
     config, workdir, _ = finished
     assert {path.name for path in workdir.iterdir()} == {
-        "checkpoints", "config.json", "loss.png", "metrics.jsonl", "tensorboard",
+        ".lock", "checkpoints", "config.json", "loss.png", "metrics.jsonl", "tensorboard",
     }  # fmt: skip
     assert json.loads((workdir / "config.json").read_text()) == config.to_dict()
     picture = (workdir / "loss.png").read_bytes()

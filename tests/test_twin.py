@@ -37,7 +37,7 @@ MHA = {
     "model.num_heads": 4,
     "model.num_kv_heads": 4,
     "model.head_dim": 16,
-    "model.init_std": 0.05,
+    "model.init_std": 0.1,  # at 0.05 the steps amplify rounding: even the twin in fp32 leaves itself in fp64 by 1.4e-5
     "model.max_positions": 64,
     "data.batch_size": 8,
     "data.seq_len": 64,
@@ -176,7 +176,7 @@ def test_trajectory_of_the_oracle_case_clips_some_steps_and_not_others():
         ("mha", "optimizer.horizon_steps", 46),
         ("mha", "optimizer.min_lr_ratio", 0.11),
         ("mha", "model.norm_eps", 1e-6),
-        ("mha", "model.rope_theta", 9900.0),
+        ("mha", "model.rope_theta", 9000.0),
         ("llama3_scaled_with_z_loss", "model.rope_factor", 7.9),
         ("llama3_scaled_with_z_loss", "train.z_loss_weight", 0.0101),
     ],

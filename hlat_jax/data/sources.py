@@ -133,7 +133,10 @@ def fingerprint(path: pathlib.Path) -> str:
 
 
 def _record_error(path: pathlib.Path, row: int, reason: str) -> ValueError:
-    return ValueError(f"{path}, row {row}: {reason} Mend or remove that row.")
+    return ValueError(
+        f"{path}, row {row}: {reason} Mend or remove that row. "
+        "A run that has begun keeps to its text: a changed file needs another --workdir."
+    )
 
 
 def _checked(text: Any, *, path: pathlib.Path, row: int, field: str) -> str:

@@ -1,0 +1,62 @@
+"""What a training process owes its operator and its run folder: signals heard, the folder held, things closed."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import pathlib
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+
+@contextlib.contextmanager
+def only_process(workdir: pathlib.Path) -> Iterator[None]:
+    """Holds the run folder: a second process in it would rewrite the rows and saves of the first."""
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+        lock = open(workdir / ".lock", "w")  # noqa: SIM115 - held until the run ends
+    except OSError as error:
+        raise ValueError(f"cannot write to {workdir}: {error.strerror}; give another folder with --workdir.") from None
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ValueError(f"another process trains in {workdir}; stop it, or give another --workdir.") from None
+        yield
+
+
+@contextlib.contextmanager
+def closing_quietly(thing: Any) -> Iterator[Any]:
+    """Closes `thing` at the end; after an error, what goes wrong while closing does not take that error's place."""
+    try:
+        yield thing
+    except BaseException:
+        with contextlib.suppress(Exception):
+            thing.close()
+        raise
+    thing.close()
+
+
+class StopSignals:
+    """Turns SIGTERM and SIGINT into a wish that the loop reads; a second SIGINT interrupts at once."""
+
+    def __init__(self):
+        self.name = ""
+
+    @property
+    def asked(self) -> bool:
+        return bool(self.name)
+
+    def __enter__(self):
+        self._before = {number: signal.signal(number, self._ask) for number in (signal.SIGTERM, signal.SIGINT)}
+        return self
+
+    def __exit__(self, *_):
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _ask(self, number, _frame):
+        if self.asked and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.name = signal.Signals(number).name
