@@ -15,6 +15,7 @@ from absl import flags, logging
 from hlat_jax import config as config_lib
 from hlat_jax import cost
 from hlat_jax import flags as flags_lib
+from hlat_jax.process import leave_out_echoes_of_failed_saves
 
 
 def main(argv: Sequence[str]) -> int:
@@ -28,6 +29,7 @@ def main(argv: Sequence[str]) -> int:
     logging.set_verbosity(logging.ERROR)  # libraries tell of profilers and file formats; our own words are printed
     from hlat_jax import loop  # imports JAX, which must see the environment as it is now
 
+    leave_out_echoes_of_failed_saves()
     try:
         return loop.train(config, pathlib.Path(values.workdir or f"runs/{config.name}"))
     except (OSError, loop.NonFiniteError) as error:  # the run failed, not the command: code 1

@@ -67,10 +67,12 @@ def _einsum(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT):
     return out_BTKGH.astype(q_BTNH.dtype).reshape(b, t, n, h)
 
 
+@jax.checkpoint
 def _blocked(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT):
     """Queries in static blocks, each against the keys up to its own end, with batch and key-value heads merged.
 
-    The backward pass keeps no scores: it recomputes those of one block at a time.
+    The backward pass keeps queries, keys and values, and computes the scores of each block again: on cpu, where this
+    serves, that costs less than the fresh memory that they would fill.
     """
     b, t, n, h = q_BTNH.shape
     k = k_BSKH.shape[2]

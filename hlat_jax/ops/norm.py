@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -19,6 +21,12 @@ def rms_norm(x: jax.Array, *, scale: jax.Array, eps: float) -> jax.Array:
 
     Source: HLAT-70B `modeling_llama_nxd.py` (arXiv 2404.10630) and `LlamaRMSNorm` of Hugging Face, the same order.
     """
+    return _normalised(x, scale, eps)
+
+
+# The backward pass starts again from x: the fp32 intermediates would each be written and kept for every layer.
+@functools.partial(jax.checkpoint, static_argnums=2)
+def _normalised(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
     x_fp32 = x.astype(jnp.float32)
     mean_square = jnp.mean(jnp.square(x_fp32), axis=-1, keepdims=True)
     return (x_fp32 * jax.lax.rsqrt(mean_square + eps)).astype(x.dtype) * scale.astype(x.dtype)

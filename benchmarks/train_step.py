@@ -1,0 +1,285 @@
+"""How fast is one training step on this CPU, and how much memory does it take, against PyTorch and plain JAX?
+
+    python benchmarks/train_step.py [--size 25m|125m] [--pairs 9] [--compile] [--also "model.remat=full ..."] [--json F]
+
+A step is forward, backward, clipping by the global norm and AdamW in fp32 on 2 x 512 fresh tokens. Every variant runs
+in a process of its own, with the default allocator, in turn with PyTorch (eager, default AdamW): one step of the one,
+one of the other. Ratios are medians over these pairs of (seconds of PyTorch / seconds of the variant). A pair counts
+when other processes used less than 0.15 of a core during both; the table says how many did. CPU seconds are user plus
+system time. Peak memory is the largest resident set of the process, compiling included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import math
+import os
+import pathlib
+import resource
+import statistics
+import subprocess
+import sys
+import time
+
+import numpy as np
+
+ROWS, SEQ_LEN, VOCAB_SIZE, HEAD_DIM = 2, 512, 32000, 64
+SIZES = {
+    "25m": {"num_layers": 8, "embed_dim": 512, "mlp_dim": 1376, "num_heads": 8},
+    "125m": {"num_layers": 12, "embed_dim": 768, "mlp_dim": 2048, "num_heads": 12},
+}
+BASELINE = "torch eager, default AdamW"
+OURS = {
+    "ours, default": "",
+    "ours, least memory": "model.layer_loop=scan model.remat=full model.cross_entropy=chunked",
+}
+MAX_FOREIGN_CORES = 0.15
+LEARNING_RATE, BETAS, EPS, DECAY = 3e-4, (0.9, 0.95), 1e-8, 0.1
+
+
+def torch_step(size: dict, *, fused: bool, compiled: bool):
+    """Returns the step of transformers' LlamaForCausalLM in PyTorch: tokens -> loss."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCAB_SIZE,
+            hidden_size=size["embed_dim"],
+            intermediate_size=size["mlp_dim"],
+            num_hidden_layers=size["num_layers"],
+            num_attention_heads=size["num_heads"],
+            num_key_value_heads=size["num_heads"],
+            attn_implementation="sdpa",
+            use_cache=False,
+        )
+    )
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=LEARNING_RATE, betas=BETAS, eps=EPS, weight_decay=DECAY, fused=fused or None
+    )
+    forward = torch.compile(model) if compiled else model
+
+    def step(tokens_BT):
+        ids = torch.from_numpy(tokens_BT).long()
+        loss = forward(input_ids=ids, labels=ids).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    return step
+
+
+def plain_jax_step(size: dict):
+    """Returns the step of the model as one writes it down first: einsum on [B, T, ...], scan, an Optax chain."""
+    import jax
+    import jax.numpy as jnp
+    import optax
+
+    num_layers, d, f, n = (size[name] for name in ("num_layers", "embed_dim", "mlp_dim", "num_heads"))
+    shapes = dict.fromkeys(("q", "k", "v"), (num_layers, d, n, HEAD_DIM))
+    shapes |= {"out": (num_layers, n, HEAD_DIM, d), "gate": (num_layers, d, f), "up": (num_layers, d, f)}
+    shapes |= {"down": (num_layers, f, d), "embed": (VOCAB_SIZE, d), "head": (d, VOCAB_SIZE)}
+    keys = jax.random.split(jax.random.key(0), len(shapes))
+    params = {name: 0.02 * jax.random.normal(key, shapes[name]) for name, key in zip(shapes, keys, strict=True)}
+    params |= {name: jnp.ones((num_layers, d)) for name in ("attn_norm", "mlp_norm")} | {"final_norm": jnp.ones(d)}
+    optimizer = optax.chain(
+        optax.clip_by_global_norm(1.0), optax.adamw(LEARNING_RATE, *BETAS, eps=EPS, weight_decay=DECAY)
+    )
+
+    def norm(x, scale):
+        return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-5) * scale
+
+    def rope(x_BTNH):
+        angles = jnp.arange(SEQ_LEN)[:, None] * 10000.0 ** -(jnp.arange(0, HEAD_DIM, 2) / HEAD_DIM)
+        cos, sin = jnp.cos(angles)[:, None], jnp.sin(angles)[:, None]
+        a, b = jnp.split(x_BTNH, 2, axis=-1)
+        return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
+
+    def layer(x_BTD, p):
+        y_BTD = norm(x_BTD, p["attn_norm"])
+        q, k, v = (jnp.einsum("BTD,DNH->BTNH", y_BTD, p[name]) for name in ("q", "k", "v"))
+        scores_BNTS = jnp.einsum("BTNH,BSNH->BNTS", rope(q), rope(k)) / HEAD_DIM**0.5
+        causal = jnp.tril(jnp.ones((SEQ_LEN, SEQ_LEN), bool))
+        probs_BNTS = jax.nn.softmax(jnp.where(causal, scores_BNTS, -1e30))
+        x_BTD += jnp.einsum("BTNH,NHD->BTD", jnp.einsum("BNTS,BSNH->BTNH", probs_BNTS, v), p["out"])
+        y_BTD = norm(x_BTD, p["mlp_norm"])
+        return x_BTD + (jax.nn.silu(y_BTD @ p["gate"]) * (y_BTD @ p["up"])) @ p["down"], None
+
+    def loss_fn(params, tokens_BT):
+        stacked = {name: value for name, value in params.items() if name not in ("embed", "head", "final_norm")}
+        x_BTD, _ = jax.lax.scan(layer, params["embed"][tokens_BT], stacked)
+        logits_BTV = norm(x_BTD, params["final_norm"]) @ params["head"]
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits_BTV[:, :-1], tokens_BT[:, 1:])
+        return jnp.mean(losses)
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def train_step(state, tokens_BT):
+        loss, grads = jax.value_and_grad(loss_fn)(state[0], tokens_BT)
+        updates, opt_state = optimizer.update(grads, state[1], state[0])
+        return (optax.apply_updates(state[0], updates), opt_state), loss
+
+    return _threaded((params, optimizer.init(params)), train_step)
+
+
+def our_step(size: dict, overrides: str):
+    """Returns the step that `python -m hlat_jax.train` runs, with `section.key=value` settings, blank-separated."""
+    import jax
+
+    from hlat_jax import config as config_lib
+    from hlat_jax.batch import concat_batch
+    from hlat_jax.sharding import make_layout, shard_batch
+    from hlat_jax.step import init_state, make_train_step
+
+    mutable = config_lib.default()
+    model = {**size, "vocab_size": VOCAB_SIZE, "num_kv_heads": size["num_heads"], "head_dim": HEAD_DIM}
+    mutable.model.update(model)
+    mutable.data.update({"batch_size": ROWS, "seq_len": SEQ_LEN})
+    for override in overrides.split():
+        path, value = override.split("=")
+        section, key = path.split(".")
+        mutable[section][key] = type(mutable[section][key])(value)
+    config = config_lib.resolve(mutable)
+    layout = make_layout(config.parallel, jax.devices()[:1])
+    step = make_train_step(config, layout)
+
+    def train_step(state, tokens_BT):
+        state, metrics = step(state, shard_batch(concat_batch(tokens_BT), layout), np.float32(LEARNING_RATE))
+        return state, metrics.loss
+
+    return _threaded(init_state(config, layout), train_step)
+
+
+def _threaded(state, train_step):
+    def step(tokens_BT):
+        nonlocal state
+        state, loss = train_step(state, tokens_BT)
+        return float(loss)
+
+    return step
+
+
+def worker(name: str, size: dict, overrides: str) -> None:
+    """Builds one variant, says so on stdout, then makes one step for every line on stdin and prints its sample."""
+    rng = np.random.default_rng(0)
+
+    def tokens():
+        return rng.integers(0, VOCAB_SIZE, (ROWS, SEQ_LEN)).astype(np.int32)
+
+    if name.startswith("torch"):
+        step = torch_step(size, fused="fused" in name, compiled="compile" in name)
+    else:
+        step = plain_jax_step(size) if name == "plain JAX" else our_step(size, overrides)
+    began = time.perf_counter()
+    step(tokens())
+    print(json.dumps({"first_step_s": time.perf_counter() - began}), flush=True)
+    step(tokens())
+    for _ in sys.stdin:
+        busy, own, began = _busy_cpu_s(), time.process_time(), time.perf_counter()
+        loss = step(tokens())
+        step_s = time.perf_counter() - began
+        cpu_s = time.process_time() - own
+        sample = {"step_s": step_s, "cpu_s": cpu_s, "foreign_cores": (_busy_cpu_s() - busy - cpu_s) / step_s}
+        sample |= {"loss": loss, "peak_rss_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
+        print(json.dumps(sample), flush=True)
+
+
+def _busy_cpu_s() -> float:
+    """Returns the seconds all cores have worked since boot, for whatever process."""
+    ticks = [int(field) for field in pathlib.Path("/proc/stat").read_text().split("\n")[0].split()[1:9]]
+    return (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")
+
+
+class Variant:
+    """A worker process that makes a step when asked."""
+
+    def __init__(self, name: str, size: str, overrides: str):
+        self.name = name
+        command = [sys.executable, __file__, "--size", size, "--worker", name, "--overrides", overrides]
+        root = str(pathlib.Path(__file__).resolve().parent.parent)
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])}
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1, env=env
+        )
+        self.first_step_s = self._read()["first_step_s"]
+
+    def sample(self) -> dict:
+        """Makes one step and returns what it took."""
+        self.process.stdin.write("\n")
+        return self._read()
+
+    def close(self) -> None:
+        """Lets the worker end."""
+        self.process.stdin.close()
+        self.process.wait()
+
+    def _read(self) -> dict:
+        line = self.process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the worker of {self.name!r} ended; its error is above")
+        return json.loads(line)
+
+
+def measure(baseline: Variant, variant: Variant, num_pairs: int) -> dict:
+    """Returns the medians over clean pairs of steps, and every sample."""
+    pairs = [(baseline.sample(), variant.sample()) for _ in range(num_pairs)]
+    clean = [pair for pair in pairs if max(sample["foreign_cores"] for sample in pair) < MAX_FOREIGN_CORES]
+    row = {"variant": variant.name, "clean_pairs": len(clean), "pairs": num_pairs}
+    row["first_step_s"] = variant.first_step_s
+    row["peak_rss_gib"] = pairs[-1][1]["peak_rss_gib"]
+    row["cpu_s"] = statistics.median(own["cpu_s"] for _, own in pairs)
+    row["cpu_ratio"] = statistics.median(base["cpu_s"] / own["cpu_s"] for base, own in pairs)
+    row["step_s"] = statistics.median([own["step_s"] for _, own in clean] or [math.nan])
+    row["tokens_per_s"] = ROWS * SEQ_LEN / row["step_s"]
+    row["ratio"] = statistics.median([base["step_s"] / own["step_s"] for base, own in clean] or [math.nan])
+    row["samples"] = pairs
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=SIZES, default="25m")
+    parser.add_argument("--pairs", type=int, default=9)
+    parser.add_argument("--compile", action="store_true", help="measure torch.compile too; its first step is slow")
+    parser.add_argument("--also", action="append", default=[], help="settings of one more variant of ours")
+    parser.add_argument("--only", default="", help="measure only variants whose name holds one of these, by commas")
+    parser.add_argument("--json", default="", help="write every sample to this file")
+    parser.add_argument("--worker", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--overrides", default="", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        worker(args.worker, SIZES[args.size], args.overrides)
+        return
+    names = {"torch eager, fused AdamW": "", "plain JAX": "", **OURS}
+    if args.compile:
+        names["torch compile, default AdamW"] = ""
+    names = {name: own for name, own in names.items() if any(word in name for word in args.only.split(","))}
+    names |= {f"ours, {overrides}": overrides for overrides in args.also}
+    width = max(map(len, [BASELINE, *names]))
+    print(f"{args.size}, {ROWS} x {SEQ_LEN} tokens, fp32, {os.cpu_count()} cores; ratios to {BASELINE}")
+    print(f"{'':{width}}  s/step   tok/s  ratio   CPU s  CPU ratio  peak GiB  first step s  clean pairs")
+    baseline = Variant(BASELINE, args.size, "")
+    rows = []
+    for name, overrides in [(BASELINE, ""), *names.items()]:
+        variant = baseline if name == BASELINE else Variant(name, args.size, overrides)
+        row = measure(baseline, variant, args.pairs)
+        if variant is not baseline:
+            variant.close()
+        rows.append(row)
+        print(
+            f"{name:{width}}{row['step_s']:8.3f}{row['tokens_per_s']:8.0f}{row['ratio']:7.2f}{row['cpu_s']:8.2f}"
+            f"{row['cpu_ratio']:11.2f}{row['peak_rss_gib']:10.2f}{row['first_step_s']:14.1f}"
+            f"{row['clean_pairs']:10}/{row['pairs']}",
+            flush=True,
+        )
+    baseline.close()
+    if args.json:
+        pathlib.Path(args.json).write_text(json.dumps(rows, indent=1))
+
+
+if __name__ == "__main__":
+    main()
