@@ -16,6 +16,7 @@ import os
 import pathlib
 import secrets
 import sys
+import time
 from typing import IO, Any
 
 from hlat_jax.config import MetricsConfig
@@ -90,8 +91,7 @@ class MetricsLog:
         row = row | {"tokens_per_s": tokens_per_s}
         if self._peak_flops:
             row["mfu_6n"], row["mfu"] = (flops * tokens_per_s / self._peak_flops for flops in self._flops_per_token)
-        self._write(row)
-        self._emit("train", row)
+        self._record("train", row)
         self._interval.add(row)
         if self._line_due(row["step"]):
             if self._header_due:
@@ -102,17 +102,13 @@ class MetricsLog:
 
     def eval_row(self, row: dict[str, Any]) -> None:
         """Records one validation: `step, eval_loss, perplexity, bits_per_byte, eval_tokens`."""
-        self._write(row)
-        self._emit("validation", row)
+        self._record("validation", row)
         if self._config.console != "off":
             print(eval_line(row), flush=True)
 
     def sync(self) -> None:
         """Returns when every row so far is on the disk."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        for sink in self._sinks:
-            sink.flush()
+        _to_disk(self._file)
 
     def close(self) -> None:
         """Syncs and closes; a second call does nothing."""
@@ -123,16 +119,14 @@ class MetricsLog:
         for sink in self._sinks:
             sink.close()
 
-    def _write(self, row: dict[str, Any]) -> None:
+    def _record(self, group: str, row: dict[str, Any]) -> None:
         try:
             self._file.write(json_line(row))
             self._file.flush()
+            for sink in self._sinks:
+                sink.write(group, row)
         except OSError as error:  # a full disk does not say whose
             raise OSError(error.errno, f"a row cannot be written: {error.strerror}", str(self._path)) from None
-
-    def _emit(self, group: str, row: dict[str, Any]) -> None:
-        for sink in self._sinks:
-            sink.write(group, row)
 
     def _line_due(self, step: int) -> bool:
         if self._config.console == "off":
@@ -302,28 +296,32 @@ def _curves(path: pathlib.Path) -> tuple[list[tuple[int, float]], list[tuple[int
 
 
 class _TensorBoard:
-    """Event files; what an earlier attempt wrote after `start_step` is hidden from the reader."""
+    """Event files, written in this thread: a full disk raises, where tensorboardX's own thread would hang the run."""
 
     def __init__(self, folder: pathlib.Path, start_step: int):
-        import tensorboardX  # here, so that a run without it need not load it
+        no_torch = sys.modules.setdefault("torch", None) is None  # which tensorboardX would load for nothing
+        from tensorboardX import event_file_writer
         from tensorboardX.proto import event_pb2, summary_pb2
 
-        self._summary = summary_pb2.Summary
+        if no_torch:
+            del sys.modules["torch"]
+        self._event, self._summary = event_pb2.Event, summary_pb2.Summary
+        folder.mkdir(exist_ok=True)
         # files are named by the second: the suffix keeps a quick restart from writing over the one before
-        self._writer = tensorboardX.FileWriter(str(folder), filename_suffix=f".{os.getpid()}.{start_step}")
-        purge_step = start_step + 1 if start_step > 0 else 0
-        start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-        self._writer.add_event(event_pb2.Event(file_version="brain.Event:2"), purge_step)
-        self._writer.add_event(event_pb2.Event(session_log=start), purge_step)
+        self._writer = event_file_writer.EventsWriter(str(folder / "events"), f".{os.getpid()}.{start_step}")
+        # what an earlier attempt wrote at this step or after it is hidden from the reader
+        hidden_from = start_step + 1 if start_step > 0 else 0
+        self._add(hidden_from, session_log=event_pb2.SessionLog(status=event_pb2.SessionLog.START))
 
     def write(self, group: str, row: dict[str, Any]) -> None:
         # one event for the whole row: one for each number costs milliseconds
         numbers = {key: float(value) for key, value in row.items() if isinstance(value, (int, float)) and key != "step"}
         values = [self._summary.Value(tag=f"{group}/{key}", simple_value=value) for key, value in numbers.items()]
-        self._writer.add_summary(self._summary(value=values), row["step"])
+        self._add(row["step"], summary=self._summary(value=values))
+        self._writer.flush()  # a person is watching, and a kill loses what is not written
 
-    def flush(self) -> None:
-        self._writer.flush()
+    def _add(self, step: int, **content: Any) -> None:
+        self._writer.write_event(self._event(step=step, wall_time=time.time(), **content))
 
     def close(self) -> None:
         self._writer.close()
@@ -349,9 +347,6 @@ class _Wandb:
     def write(self, group: str, row: dict[str, Any]) -> None:
         numbers = {key: value for key, value in row.items() if isinstance(value, (int, float))}
         self._run.log({key if key == "step" else f"{group}/{key}": value for key, value in numbers.items()})
-
-    def flush(self) -> None:
-        pass
 
     def close(self) -> None:
         self._run.finish()
@@ -394,7 +389,5 @@ def _to_disk(file: IO) -> None:
 
 def _sync_folder(folder: pathlib.Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    os.fsync(descriptor)
+    os.close(descriptor)

@@ -1,5 +1,6 @@
 """metrics.jsonl holds each step once, whatever happens; progress lines, TensorBoard and the picture show it."""
 
+import contextlib
 import json
 import math
 import os
@@ -51,6 +52,23 @@ def run(folder, steps, *, start_step=0, num_steps=1000, config=None):
     for step in steps:
         log.train_row(row(step))
     return log
+
+
+def python(code):
+    environment = os.environ | {"PYTHONPATH": str(pathlib.Path(__file__).parent.parent)}
+    return subprocess.check_output([sys.executable, "-c", code], env=environment, text=True)
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 256 KiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(folder)]
+    if os.geteuid() != 0 or subprocess.run(mount, check=False, capture_output=True).returncode != 0:
+        pytest.skip("mounting a tmpfs takes root")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
 def test_rows_come_back_with_every_digit_and_in_order(tmp_path):
@@ -253,6 +271,27 @@ def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path):
     assert not any(tag.endswith(("step", "batch_hash")) for _, tag, _ in shown)
 
 
+def test_a_full_disk_raises_and_does_not_hang(small_disk):
+    log = MetricsLog(small_disk, config=quiet(tensorboard=True), num_steps=1)
+    with pytest.raises(OSError, match=r"a row cannot be written: No space left.*metrics"):  # noqa: PT012
+        for step in range(1, 10_000):
+            log.train_row(row(step))
+    with contextlib.suppress(OSError):
+        log.close()
+    steps = [row["step"] for row in metrics.read_rows(small_disk / "metrics.jsonl")]
+    assert steps == list(range(1, len(steps) + 1))
+    assert len(steps) > 100
+
+
+def test_tensorboard_loads_no_torch_and_leaves_it_loadable(tmp_path):
+    code = f"""if True:
+        import sys, hlat_jax.config, hlat_jax.metrics
+        hlat_jax.metrics.MetricsLog({str(tmp_path)!r}, config=hlat_jax.config.MetricsConfig(), num_steps=1).close()
+        print("torch" in sys.modules)
+    """
+    assert python(code) == "False\n"
+
+
 def test_wandb_that_is_asked_for_and_missing_says_how_to_install_it(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ValueError, match=r"metrics\.wandb_project='p' .*pip install wandb"):
@@ -305,5 +344,4 @@ def test_smoothing_keeps_a_constant_and_follows_a_step():
 def test_metrics_imports_neither_jax_nor_what_a_run_may_do_without():
     names = ("jax", "matplotlib", "tensorboardX", "wandb")
     code = f"import sys, hlat_jax.metrics; print([name for name in {names} if name in sys.modules])"
-    environment = os.environ | {"PYTHONPATH": str(pathlib.Path(__file__).parent.parent)}
-    assert subprocess.check_output([sys.executable, "-c", code], env=environment, text=True) == "[]\n"
+    assert python(code) == "[]\n"
