@@ -1,6 +1,5 @@
 """Checkpoints: what comes back is what was saved, and what is not whole is never taken for it."""
 
-import dataclasses
 import json
 import logging
 import os
@@ -360,19 +359,23 @@ def test_no_drift_between_a_config_and_its_copy_in_a_file():
     assert config_drift(json.loads(json.dumps(config_dict())), config_dict()) == []
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [("model.num_layers", 5), ("optimizer.peak_lr", 1.0), ("data.seq_len", 8), ("train.seed", 1), ("train.z_loss", 1)],
+FROZEN_KEYS = (
+    "model.num_layers",
+    "precision.policy",
+    "optimizer.peak_lr",
+    "data.seq_len",
+    "train.seed",
+    "train.new_key",
 )
-def test_drift_names_the_key_and_both_values(key, value):
+
+
+@pytest.mark.parametrize("key", FROZEN_KEYS)
+def test_drift_names_the_key_and_both_values(key):
     saved, current = config_dict(), config_dict()
     section, name = key.split(".")
     before = current[section].get(name, "absent")
-    current[section][name] = value
-    [line] = config_drift(saved, current)
-    assert line.startswith(f"{key}: ")
-    assert f"{before!r} in the checkpoint" in line
-    assert f"{value!r} now" in line
+    current[section][name] = -7
+    assert config_drift(saved, current) == [f"{key}: {before!r} in the checkpoint, -7 now"]
 
 
 def test_every_key_that_may_change_exists_and_changes_without_drift():
@@ -387,16 +390,6 @@ def test_every_key_that_may_change_exists_and_changes_without_drift():
         assert name in current["data"]
         current["data"][name] = "other"
     assert config_drift(saved, current) == []
-
-
-def test_most_keys_may_not_change():
-    frozen = 0
-    for section in ("model", "precision", "optimizer"):
-        for field in dataclasses.fields(config_lib.SECTIONS[section]):
-            current = config_dict()
-            current[section][field.name] = "other"
-            frozen += len(config_drift(config_dict(), current))
-    assert frozen == sum(len(config_dict()[section]) for section in ("model", "precision", "optimizer"))
 
 
 def test_drift_of_metadata_sees_hashes_and_ignores_progress():
