@@ -124,7 +124,7 @@ class CheckpointConfig:
     every_steps: int = _key(0, "Save every so many steps; 0: by time and at the end only.")
     every_minutes: float = _key(0.0, "Save when this much time has passed since the last one; 0: never by time.")
     keep_last: int = _key(3, "Rolling checkpoints kept, newest first.")
-    keep_every_steps: int = _key(0, "Checkpoints at multiples of this stay for ever; 0: none.")
+    keep_every_steps: int = _key(0, "Save at multiples of this too, and keep those for ever; 0: none.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,14 +190,13 @@ def load(name_or_path: str) -> Any:
     Raises:
       ValueError: no such name or file, or a file without `get_config`; the message has the nearest name.
     """
-    folder = config_folder()
-    shipped = {p.stem: p for p in sorted(folder.glob("*.py")) if not p.stem.startswith("_")}
+    names = shipped()
     is_path = name_or_path.endswith(".py")
-    path = pathlib.Path(name_or_path) if is_path else shipped.get(name_or_path)
+    path = pathlib.Path(name_or_path) if is_path else names.get(name_or_path)
     if path is None:
-        raise ValueError(f"--config={name_or_path}: no such config. {nearest(name_or_path, shipped)} Paths end in .py.")
+        raise ValueError(f"--config={name_or_path}: no such config. {nearest(name_or_path, names)} Paths end in .py.")
     if not path.is_file():
-        raise ValueError(f"--config={name_or_path}: no such file. Shipped configs: {', '.join(shipped)}.")
+        raise ValueError(f"--config={name_or_path}: no such file. Shipped configs: {', '.join(names)}.")
     spec = importlib.util.spec_from_file_location(f"hlat_jax_config_{path.stem}", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -209,6 +208,11 @@ def load(name_or_path: str) -> Any:
         raise ValueError(f"{path}: {' '.join(str(error.args[0] if error.args else error).split())}") from error
     config.name = path.stem
     return config
+
+
+def shipped() -> dict[str, pathlib.Path]:
+    """Returns the file of every shipped config by its name."""
+    return {path.stem: path for path in sorted(config_folder().glob("*.py")) if not path.stem.startswith("_")}
 
 
 def config_folder() -> pathlib.Path:

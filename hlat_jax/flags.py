@@ -5,6 +5,7 @@ Owns how a command line becomes a ConfigDict. Refuses to import JAX: flags are r
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,18 +24,18 @@ def parse(argv: Sequence[str], define: Callable[[flags.FlagValues], None] = lamb
       define: declares the command's own flags on the `absl` FlagValues it is given.
 
     Raises:
-      ValueError: no --config, an unknown config, key or flag (with the nearest valid one), or a value of a wrong type.
+      ValueError: no --config or two, an unknown config, key or flag (with the nearest valid one), or a value of a wrong
+        type.
+      SystemExit: with code 0, after `--help` has printed what there is to set.
     """
     values = flags.FlagValues()
     define(values)
-    known = {f"--{name}" for name in values} | {"--config"}
-    words = list(argv)
-    index = next((i for i, word in enumerate(words) if word == "--config" or word.startswith("--config=")), None)
-    if index is None:
-        raise ValueError("--config=NAME is missing; NAME is a shipped config such as tiny, or a path that ends in .py.")
-    if words[index] == "--config":
-        words[index : index + 2] = [f"--config={words[index + 1]}" if index + 1 < len(words) else "--config="]
-    mutable = config_lib.load(words.pop(index).removeprefix("--config="))
+    if any(word in ("--help", "-h") for word in argv):
+        print(usage(values))
+        sys.exit(0)
+    known = {f"--{name}" for name in values} | {"--config", "--help"}
+    name, words = _take_config(list(argv))
+    mutable = config_lib.load(name)
     for word in words:
         _check_word(word, mutable, known)
     config_flags.DEFINE_config_dict("config", mutable, flag_values=values, sys_argv=["hlat_jax", *words])
@@ -55,6 +56,43 @@ def main(command: Callable[[Sequence[str]], int]) -> None:
         print(f"error: {error}", file=sys.stderr)
         code = 2
     sys.exit(code)
+
+
+def usage(values: flags.FlagValues) -> str:
+    """Returns what `--help` prints: the grammar, a command's own flags, the shipped configs and every key."""
+    own = [f"  --{name:<24} {values[name].help}" for name in values]
+    keys = [
+        f"  --config.{f'{section}.{key.name}={key.default}':<40} {key.metadata['doc']}"
+        + (f" One of {', '.join(key.metadata['choices'])}." if key.metadata["choices"] else "")
+        for section, cls in config_lib.SECTIONS.items()
+        for key in dataclasses.fields(cls)
+    ]
+    shipped = ", ".join(config_lib.shipped())
+    return "\n".join(
+        (
+            "Usage: --config=NAME|PATH.py [--config.SECTION.KEY=VALUE ...] [flags]",
+            f"\nNAME is one of {shipped}; --print_config shows the values of one.",
+            "\nFlags:",
+            *own,
+            "\nKeys, with the value of a config that does not set them:",
+            *keys,
+        )
+    )
+
+
+def _take_config(words: list[str]) -> tuple[str, list[str]]:
+    """Returns (what --config names, the other words)."""
+    found = [i for i, word in enumerate(words) if word == "--config" or word.startswith("--config=")]
+    if not found:
+        raise ValueError("--config=NAME is missing; NAME is a shipped config such as tiny, or a path that ends in .py.")
+    if len(found) > 1:
+        raise ValueError(
+            f"--config is given {len(found)} times; a run has one config. Edit keys with --config.a.b=VALUE."
+        )
+    [index] = found
+    if words[index] != "--config":
+        return words[index].removeprefix("--config="), words[:index] + words[index + 1 :]
+    return "".join(words[index + 1 : index + 2]), words[:index] + words[index + 2 :]
 
 
 def _check_word(word: str, mutable: Any, known: set[str]) -> None:

@@ -322,6 +322,8 @@ def test_config_observations_do_not_change_by_themselves(observed, tmp_path):
         (["--config=tinny"], "--config=tinny: no such config. Did you mean 'tiny'?"),
         (["--config=nowhere.py"], "--config=nowhere.py: no such file. Shipped configs: 160m, 1b, 70b, 7b, tiny"),
         ([], "--config=NAME is missing"),
+        (["--config"], "--config=: no such config."),
+        (["--config=tiny", "--config", "7b"], "--config is given 2 times; a run has one config."),
         (["--config=tiny", "--config.optimizer.peek_lr=1"], "optimizer has no key 'peek_lr'. Did you mean 'peak_lr'?"),
         (["--config=tiny", "--config.optimiser.eps=1"], "config has no key 'optimiser'. Did you mean 'optimizer'?"),
         (["--config=tiny", "--config.data=1"], "--config.data is a section; set one of its keys: "),
@@ -338,6 +340,14 @@ def test_config_command_line_with_an_error_names_the_nearest(train_here, words, 
     assert code == 2
     [line] = [line for line in err.splitlines() if line.startswith("error: ")]
     assert message in line
+
+
+def test_help_names_every_key_and_config(train_here):
+    code, out, _ = train_here("--help")
+    assert code == 0
+    for word in (*SHIPPED, *FIELDS, "--workdir", "--print_config"):
+        assert word in out
+    assert max(map(len, out.splitlines())) < 200
 
 
 @pytest.mark.parametrize(
