@@ -160,7 +160,8 @@ def _loop(run: Run, stop: StopSignals) -> bool:
             run.mark = time.monotonic()  # steps are timed without validation and saving
         stopping = last or stop.asked  # asked once: a signal between the save and the return must not be lost
         timed = 0 < checkpoint.every_minutes <= (time.monotonic() - saved_at) / 60
-        if run.step > start and (stopping or timed or _due(run.step, checkpoint.every_steps)):
+        due = _due(run.step, checkpoint.every_steps) or _due(run.step, checkpoint.keep_every_steps)
+        if run.step > start and (stopping or timed or due):
             _save(run)
             saved_at = run.mark = time.monotonic()
         if stopping:
@@ -259,10 +260,12 @@ def _compiled_step(config: Config, layout: Layout, abstract: Any) -> Any:
 
 
 def _validation(config: Config, layout: Layout, tokenizer: Tokenizer) -> Validation | None:
-    batches = validation_batches(config.data, tokenizer=tokenizer, num_batches=config.train.num_eval_batches)
-    if not batches:
+    if not config.data.validation:
         return None
+    batches = validation_batches(config.data, tokenizer=tokenizer, num_batches=config.train.num_eval_batches)
     num_bytes = counted_bytes(batches, tokenizer.token_bytes)
+    if not num_bytes:
+        raise ValueError(f"data.validation={config.data.validation!r} holds no text to predict; give more, or ''.")
     return Validation(batches, num_bytes, make_eval_step(config, layout), layout)
 
 
@@ -312,7 +315,8 @@ def _describe(config: Config, layout: Layout, implementations: dict[str, str], n
     step_tokens = config.data.batch_size * config.data.seq_len
     print(f"{config.name}: {layout.mesh.size} x {device.device_kind} ({device.platform}), {degrees}")
     print(f"parameters       {cost.num_params(config.model):,} ({config.precision.policy})")
-    print(f"tokens per step  {step_tokens:,}")
+    counted = step_tokens - config.data.batch_size  # the last token of a row has nothing to predict
+    print(f"tokens per step  {step_tokens:,}, of which {counted:,} have a target")
     print(f"steps            {config.train.num_steps:,} of a horizon of {config.optimizer.horizon_steps:,}")
     print(f"state            {num_bytes / cost.GIB:.3f} GiB on the fullest device")
     print(f"implementations  {', '.join(f'{name} {choice}' for name, choice in implementations.items())}")

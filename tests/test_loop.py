@@ -68,6 +68,23 @@ def test_a_bad_record_is_named_and_the_steps_before_it_are_saved(micro, train, t
     assert done[-1] > 1
 
 
+@pytest.mark.parametrize("text", ["", "\n"])
+def test_held_out_text_that_gives_nothing_to_predict_is_refused(micro, train, tmp_path, text):
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text(json.dumps({"text": text}) + "\n")
+    micro.data.validation = str(held_out)
+    with pytest.raises(ValueError, match=r"held_out.jsonl' holds no text to predict; give more, or ''"):
+        train(micro)
+
+
+def test_permanent_checkpoints_are_saved_at_their_own_multiples(micro, train, tmp_path):
+    micro.checkpoint.every_steps = 5
+    micro.checkpoint.keep_every_steps = 7
+    micro.checkpoint.keep_last = 1
+    assert train(micro) == 0
+    assert saved_steps(tmp_path / "run") == [7, 14, 21, 24]
+
+
 def test_a_second_process_in_the_run_folder_is_refused(tmp_path):
     with only_process(tmp_path / "run"), pytest.raises(ValueError, match="another process trains in"):
         only_process(tmp_path / "run").__enter__()
