@@ -75,6 +75,18 @@ def test_files_and_functions_stay_within_the_caps(path):
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_options_of_public_functions_are_keyword_only_and_subjects_are_few(path):
+    public = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)]
+    for node in public:
+        if node.name.startswith("_") or node.name in ("update", "parse"):  # Optax's signature; a command line's
+            continue
+        positional = [a.arg for a in node.args.posonlyargs + node.args.args if a.arg not in ("self", "cls")]
+        with_default = positional[len(positional) - len(node.args.defaults) :] if node.args.defaults else []
+        assert len(positional) <= 3 or node.name in ("step",), f"{node.name}{positional}"
+        assert set(with_default) <= {"positions_BT"}, f"{node.name}: {with_default} must be keyword-only"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_only_the_model_imports_nnx_and_only_to_declare(path):
     text = path.read_text()
     uses_nnx = any(isinstance(n, ast.ImportFrom) and n.module == "flax" for n in ast.walk(ast.parse(text)))

@@ -38,7 +38,8 @@ def ended_early(uninterrupted, tmp_path):
 def test_resume_after_sigkill_at_random_moments_equals_the_uninterrupted_run(uninterrupted, tmp_path):
     config, env, expected = uninterrupted
     rng = random.Random()
-    words, workdir = micro.command(config, tmp_path / "killed"), tmp_path / "killed"
+    workdir = tmp_path / "killed"
+    words = micro.command(config, workdir, "metrics.tensorboard=True")
     plans = ["before the first checkpoint", "while saving", "while validating", "after the first row"]
     kills = [kill_trials.kill_once(words, env, workdir, plan=plan, rng=rng) for plan in plans]
     last = micro.run(words, env)
@@ -84,7 +85,7 @@ def assert_failed_with_one_line(done, *parts):
 def test_resume_after_a_disk_that_was_full_while_saving_equals_the_uninterrupted_run(uninterrupted, small_disk):
     config, env, expected = uninterrupted
     workdir = small_disk("3m") / "run"  # one or two checkpoints of 1.3 MB fit, keeping two needs room for three
-    words = micro.command(config, workdir)
+    words = micro.command(config, workdir, "metrics.tensorboard=True")
     full = micro.run(words, env)
     before = max(micro.saved_steps(workdir))
     step = before + micro.SAVE_EVERY
@@ -104,8 +105,8 @@ def test_resume_after_a_disk_that_was_full_while_saving_equals_the_uninterrupted
 
 def test_resume_after_a_disk_that_was_full_for_a_row_equals_the_uninterrupted_run(uninterrupted, small_disk):
     config, env, expected = uninterrupted
-    workdir = small_disk("12k") / "run"  # the config and the first rows fit
-    words = micro.command(config, workdir)
+    workdir = small_disk("16k") / "run"  # the config, the first rows and the first events fit
+    words = micro.command(config, workdir, "metrics.tensorboard=True")
     full = micro.run([*words, "--config.checkpoint.every_steps=0"], env)
     assert_failed_with_one_line(full, "a row cannot be written: No space left on device", str(workdir))
     small_disk("64m")
