@@ -115,7 +115,8 @@ class Attention(nnx.Module):
         g = cfg.num_heads // cfg.num_kv_heads
         if cfg.fuse_qkv:
             qkv_BTKXH = linear(x_BTD, self.qkv[...])
-            q_BTKGH, k_BTKH, v_BTKH = qkv_BTKXH[:, :, :, :g], qkv_BTKXH[:, :, :, g], qkv_BTKXH[:, :, :, g + 1]
+            q_BTKGH, k_BTK1H, v_BTK1H = jax.lax.split(qkv_BTKXH, (g, 1, 1), axis=3)
+            k_BTKH, v_BTKH = k_BTK1H[:, :, :, 0], v_BTK1H[:, :, :, 0]
         else:
             q_BTKGH = linear(x_BTD, self.q[...])
             kv_BT2KH = linear(x_BTD, self.kv[...])
@@ -133,8 +134,8 @@ class MLP(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array, context: Context) -> jax.Array:
         gate_up_BT2F = linear(x_BTD, self.gate_up[...])
-        gate_BTF = checkpoint_name(gate_up_BT2F[:, :, 0], "gate")
-        up_BTF = checkpoint_name(gate_up_BT2F[:, :, 1], "up")
+        gate_BTF, up_BTF = (part[:, :, 0] for part in jax.lax.split(gate_up_BT2F, (1, 1), axis=2))
+        gate_BTF, up_BTF = checkpoint_name(gate_BTF, "gate"), checkpoint_name(up_BTF, "up")
         hidden_BTF = context.constrain(swiglu(gate_BTF, up_BTF), "batch", "seq_inner", "mlp")
         return linear(hidden_BTF, self.down[...])
 

@@ -17,6 +17,8 @@ import optax
 from hlat_jax.config import OptimizerConfig
 from hlat_jax.precision import Policy, round_to
 
+_NORM_BLOCK = 1 << 20  # elements: 4 MiB of fp32
+
 
 def learning_rate(step: int, config: OptimizerConfig) -> float:
     """Returns the learning rate of the update with index `step`, from 0; the first update is at 0.
@@ -31,9 +33,33 @@ def learning_rate(step: int, config: OptimizerConfig) -> float:
     return config.peak_lr * max(config.min_lr_ratio, cosine)
 
 
-def global_norm(tree: Any) -> jax.Array:
-    """Returns the L2 norm over every element of every leaf, in fp32."""
-    return jnp.sqrt(sum(jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in jax.tree.leaves(tree)))
+def global_norm(tree: Any, *, in_blocks: bool = False) -> jax.Array:
+    """Returns the L2 norm over every element of every leaf, in fp32.
+
+    Args:
+      tree: arrays of any float dtype.
+      in_blocks: sum blocks that stay in a cache, one after another. XLA on CPU otherwise writes every square to fresh
+        memory and adds them up in one long sum: seven times slower, and wrong by 1e-5. For arrays on one device.
+    """
+    total = _blockwise_sum_of_squares if in_blocks else _sum_of_squares
+    return jnp.sqrt(sum(total(leaf) for leaf in jax.tree.leaves(tree)))
+
+
+def _sum_of_squares(x: jax.Array) -> jax.Array:
+    return jnp.sum(jnp.square(x.astype(jnp.float32)))
+
+
+def _blockwise_sum_of_squares(x: jax.Array) -> jax.Array:
+    flat = x.reshape(-1)
+    num_blocks = flat.size // _NORM_BLOCK
+    if not num_blocks:
+        return _sum_of_squares(flat)
+
+    def add(total, start):
+        return total + _sum_of_squares(jax.lax.dynamic_slice(flat, (start,), (_NORM_BLOCK,))), None
+
+    starts = _NORM_BLOCK * jnp.arange(num_blocks, dtype=jnp.int32)
+    return jax.lax.scan(add, _sum_of_squares(flat[num_blocks * _NORM_BLOCK :]), starts)[0]
 
 
 class MaskedTransformation(optax.GradientTransformationExtraArgs):

@@ -7,6 +7,7 @@ Owns the order of a training step. Refuses to know a model, a batch type or an o
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -49,11 +50,13 @@ class ProgramOptions:
       policy: what is stored, accumulated and rounded.
       num_microbatches: static count of parts a batch is split into; part m has rows m, m + M, m + 2M, ..., so that
         each device keeps its own rows.
+      norm_in_blocks: see `optimizer.global_norm`.
       state_shardings: shardings of the state, as returned by `init`; None: wherever the inputs are.
     """
 
     policy: Policy
     num_microbatches: int = 1
+    norm_in_blocks: bool = False
     state_shardings: Any = None
 
 
@@ -94,12 +97,18 @@ def training_program(
 
     def train_step(state: State, batch: Any, learning_rate: jax.Array) -> tuple[State, StepMetrics]:
         loss_sum, num_tokens, grads = _accumulated(loss_fn, state["params"], batch, options)
-        grads = jax.tree.map(lambda g: g.astype(jnp.float32) / num_tokens, grads)
-        grad_norm = global_norm(grads)
-        # One comparison in fp32: a non-finite gradient anywhere makes the norm non-finite.
-        finite = jnp.isfinite(loss_sum) & jnp.isfinite(grad_norm)
-
+        norm = functools.partial(global_norm, in_blocks=options.norm_in_blocks)
+        # The norm of the sums, and a product instead of a division: XLA on CPU then scales each gradient where the
+        # update reads it, and writes no scaled copy of them all.
+        per_token = 1.0 / num_tokens
+        grad_norm = norm(grads) * per_token
+        grads = jax.tree.map(lambda g: g.astype(jnp.float32) * per_token, grads)
         weights = state["opt_state"].get("master", state["params"])
+        param_norm = norm(weights)
+        # Comparisons in fp32: a non-finite gradient anywhere makes the norm non-finite. That the weights' norm is asked
+        # too orders it before the update, which XLA then makes in place; it copies all weights otherwise.
+        finite = jnp.isfinite(loss_sum) & jnp.isfinite(grad_norm) & jnp.isfinite(param_norm)
+
         updates, inner = optimizer.update(
             grads,
             state["opt_state"]["inner"],
@@ -109,12 +118,7 @@ def training_program(
             finite=finite,
         )
 
-        def apply(weight, update):
-            moved = round_to(weight.astype(jnp.float32) + update, weight.dtype, rounding=policy.rounding)
-            return jnp.where(finite, moved, weight)
-
-        param_norm = global_norm(weights)
-        weights = jax.tree.map(apply, weights, updates)
+        weights = _moved(weights, updates, finite=finite, policy=policy)
         opt_state = {"inner": inner}
         params = weights
         if policy.master is not None:
@@ -126,6 +130,14 @@ def training_program(
 
     shardings = {} if options.state_shardings is None else {"out_shardings": (options.state_shardings, None)}
     return TrainingProgram(init, jax.jit(train_step, donate_argnums=0, **shardings))
+
+
+def _moved(weights: Any, updates: Any, *, finite: jax.Array, policy: Policy) -> Any:
+    def move(weight, update):
+        moved = round_to(weight.astype(jnp.float32) + update, weight.dtype, rounding=policy.rounding)
+        return jnp.where(finite, moved, weight)
+
+    return jax.tree.map(move, weights, updates)
 
 
 def _accumulated(loss_fn: LossFn, params: Any, batch: Any, options: ProgramOptions) -> tuple[jax.Array, jax.Array, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -28,12 +29,17 @@ def make_program(config: Config, layout: Layout) -> TrainingProgram:
         policy=policy,
         decays=decay_mask(abstract_params(config.model), config.optimizer.decay),
     )
-    options = ProgramOptions(policy=policy, num_microbatches=config.train.num_microbatches)
+    alone = layout.mesh.size == 1
+    options = ProgramOptions(
+        policy=policy,
+        num_microbatches=config.train.num_microbatches,
+        norm_in_blocks=alone and layout.platform == "cpu",
+    )
     loss = loss_fn(config, layout, z_loss_weight=config.train.z_loss_weight)
-    if layout.mesh.size > 1:
+    if not alone:
         unsharded = training_program(loss, optimizer, options=options)
         shardings = state_shardings(config, layout, jax.eval_shape(unsharded.init, abstract_params(config.model)))
-        options = ProgramOptions(policy, config.train.num_microbatches, shardings)
+        options = dataclasses.replace(options, state_shardings=shardings)
     return training_program(loss, optimizer, options=options)
 
 

@@ -45,7 +45,6 @@ def get_config():
     c.checkpoint.every_steps = {SAVE_EVERY}
     c.checkpoint.keep_last = 2
     c.metrics.console = "off"
-    c.metrics.tensorboard = False
     c.metrics.plot = False
     return c
 """

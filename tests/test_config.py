@@ -274,7 +274,7 @@ def _base(settings, folder):
     c.data.batch_size = 8
     c.train.update(num_steps=4, eval_every_steps=2, num_eval_batches=2, sample_tokens=2)
     c.checkpoint.every_steps = 1
-    c.metrics.update(console="on", log_every_steps=2)
+    c.metrics.update(console="on", log_every_steps=2, tensorboard=False)
     for path, value in settings.items():
         section, key = path.split(".")
         c[section][key] = value.replace("FOLDER", str(folder)) if isinstance(value, str) else value

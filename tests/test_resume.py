@@ -39,7 +39,7 @@ def test_resume_after_sigkill_at_random_moments_equals_the_uninterrupted_run(uni
     config, env, expected = uninterrupted
     rng = random.Random()
     workdir = tmp_path / "killed"
-    words = micro.command(config, workdir, "metrics.tensorboard=True")
+    words = micro.command(config, workdir)
     plans = ["before the first checkpoint", "while saving", "while validating", "after the first row"]
     kills = [kill_trials.kill_once(words, env, workdir, plan=plan, rng=rng) for plan in plans]
     last = micro.run(words, env)
@@ -85,7 +85,7 @@ def assert_failed_with_one_line(done, *parts):
 def test_resume_after_a_disk_that_was_full_while_saving_equals_the_uninterrupted_run(uninterrupted, small_disk):
     config, env, expected = uninterrupted
     workdir = small_disk("3m") / "run"  # one or two checkpoints of 1.3 MB fit, keeping two needs room for three
-    words = micro.command(config, workdir, "metrics.tensorboard=True")
+    words = micro.command(config, workdir)
     full = micro.run(words, env)
     before = max(micro.saved_steps(workdir))
     step = before + micro.SAVE_EVERY
@@ -106,7 +106,7 @@ def test_resume_after_a_disk_that_was_full_while_saving_equals_the_uninterrupted
 def test_resume_after_a_disk_that_was_full_for_a_row_equals_the_uninterrupted_run(uninterrupted, small_disk):
     config, env, expected = uninterrupted
     workdir = small_disk("16k") / "run"  # the config, the first rows and the first events fit
-    words = micro.command(config, workdir, "metrics.tensorboard=True")
+    words = micro.command(config, workdir)
     full = micro.run([*words, "--config.checkpoint.every_steps=0"], env)
     assert_failed_with_one_line(full, "a row cannot be written: No space left on device", str(workdir))
     small_disk("64m")

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 # Positions of every row whose logits exist at one time under "chunked".
-CHUNK_POSITIONS = 128
+CHUNK_POSITIONS = 256
 
 
 def logits(hidden: jax.Array, head_VD: jax.Array) -> jax.Array:

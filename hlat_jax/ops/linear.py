@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import jax
@@ -18,12 +19,17 @@ def linear(x: jax.Array, weight: jax.Array, *, contract: int = 1) -> jax.Array:
       weight: matrix; its first `contract` axes match them.
       contract: how many axes are summed over.
     """
-    x = materialized(x)
+    return _product(materialized(x), weight, contract)
+
+
+# The backward pass keeps the matrix as it was given: a reshaped one is a new value, which a loop over layers would
+# copy and stack for every layer. It computes nothing again.
+@functools.partial(jax.checkpoint, static_argnums=2, prevent_cse=False)
+def _product(x: jax.Array, weight: jax.Array, contract: int) -> jax.Array:
     lead, inner = x.shape[: x.ndim - contract], x.shape[x.ndim - contract :]
-    out = weight.shape[contract:]
     size = math.prod(inner)
     y = x.reshape(-1, size) @ weight.reshape(size, -1)
-    return y.reshape(*lead, *out)
+    return y.reshape(*lead, *weight.shape[contract:])
 
 
 def materialized(x: jax.Array) -> jax.Array:
