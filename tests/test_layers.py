@@ -39,6 +39,8 @@ LAYERS = {
 
 
 def layer_of(module: str) -> int:
+    if module.endswith(".__main__"):
+        return LAYERS["train"]  # a command, whatever the area
     return LAYERS[module.split(".")[1]] if "." in module else 0
 
 
