@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hlat_jax.data import build as build_lib
-from hlat_jax.data import build_task, packing, shards, sources
+from hlat_jax.data import build_task, packing, shards, sources, workers
 from hlat_jax.data.build_task import Options
 from hlat_jax.data.tokenizer import Tokenizer
 
@@ -483,7 +483,7 @@ def test_a_full_disk_is_a_clear_error_after_which_the_build_goes_on(tiny_disk, t
 def killed_worker(task, folder, options):
     if task.number == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    return build_task.run_in_worker(task, folder, options)
+    return workers.run_in_worker(task, folder, options)
 
 
 def test_a_worker_that_is_killed_is_reported_and_the_build_goes_on(tmp_path, monkeypatch):

@@ -172,5 +172,3 @@ def _peek(argv: Sequence[str]) -> int:
 
 if __name__ == "__main__":
     flags_lib.main(main)
-elif __name__ == "__mp_main__":  # a worker of `build`
-    logging.set_verbosity(logging.ERROR)

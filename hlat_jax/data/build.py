@@ -22,10 +22,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TextIO
 
 from hlat_jax.data import build_task, inputs, shards
-from hlat_jax.data.build_task import COUNTS, Options, Shared, Task, run_in_worker
+from hlat_jax.data.build_task import Options, Task
 from hlat_jax.data.files import MANIFEST_NAME
 from hlat_jax.data.progress import Progress, duration, size
 from hlat_jax.data.tokenizer import Tokenizer
+from hlat_jax.data.workers import COUNTS, Shared, run_in_worker, start_worker
 
 FORMAT = 1
 
@@ -186,7 +187,7 @@ def _run(
         pool = concurrent.futures.ProcessPoolExecutor(
             min(num_workers, len(tasks)),
             mp_context=context,
-            initializer=build_task.start_worker,
+            initializer=start_worker,
             initargs=(shared,),
         )
         with pool:

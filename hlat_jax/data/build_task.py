@@ -4,7 +4,7 @@ A task reads its inputs in order in the thread that also writes, and encodes in 
 a bounded number of documents ahead. Beside each finished shard lies NAME.json: its counts, size and hash, and the place
 in the inputs after it, written last. So a shard with a NAME.json that agrees with it is finished, and nothing else is.
 
-Owns that, and what the processes of a build share. Refuses to know which tasks there are, and what becomes of shards.
+Owns that. Refuses to know which tasks there are, and what becomes of their shards.
 """
 
 from __future__ import annotations
@@ -14,11 +14,7 @@ import concurrent.futures
 import dataclasses
 import functools
 import json
-import multiprocessing
-import os
 import pathlib
-import signal
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -27,8 +23,7 @@ import numpy as np
 from hlat_jax.data import inputs, shards
 from hlat_jax.data.records import BadRecord
 from hlat_jax.data.tokenizer import Tokenizer
-
-COUNTS = ("documents", "bytes", "tokens", "bad_records")
+from hlat_jax.data.workers import COUNTS, Shared, Stopped
 
 _BLOCK_CHARS = 1 << 18  # of documents encoded by one thread at a time
 _AHEAD_CHARS = 1 << 26
@@ -61,62 +56,6 @@ class Task:
     def shard_path(self, folder: pathlib.Path, shard: int) -> pathlib.Path:
         """Returns where one shard lies while the build goes on."""
         return folder / f"task-{self.number:05d}.{shard:04d}{shards.SUFFIX}"
-
-
-class Stopped(Exception):
-    """Another task of the build failed."""
-
-
-class Shared:
-    """What the processes of a build share: counts to be shown, whether to stop, and how many tasks are left."""
-
-    def __init__(self, context: Any, *, num_tasks: int, num_cores: int):
-        self.counts = context.Array("q", len(COUNTS))
-        self.input_bytes = context.Value("q", 0)
-        self.stop = context.Event()
-        self.num_cores = num_cores
-        self._tasks_left = context.Value("q", num_tasks)
-
-    def add(self, counts: dict[str, int]) -> None:
-        """Adds to what is shown."""
-        with self.counts.get_lock():
-            for index, name in enumerate(COUNTS):
-                self.counts[index] += counts[name]
-
-    def add_input_bytes(self, num_bytes: int) -> None:
-        """Adds to the bytes of inputs that are done."""
-        with self.input_bytes.get_lock():
-            self.input_bytes.value += num_bytes
-
-    def task_ended(self) -> None:
-        """Leaves this task's cores to the others."""
-        with self._tasks_left.get_lock():
-            self._tasks_left.value -= 1
-
-    def num_threads(self) -> int:
-        """Returns how many threads a task may use now: when few tasks are left, each has more of the cores."""
-        return max(1, self.num_cores // max(1, min(self._tasks_left.value, self.num_cores)))
-
-
-_SHARED: Shared | None = None  # of this worker process; locks reach it when it starts, not with a task
-
-
-def start_worker(shared: Shared) -> None:
-    """Prepares a worker process: it hears no Ctrl-C, which its parent answers, and ends when its parent does."""
-    global _SHARED
-    _SHARED = shared
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
-    multiprocessing.parent_process().join()
-    os._exit(1)  # killed: whoever runs the command again must not meet us writing
-
-
-def run_in_worker(task: Task, folder: pathlib.Path, options: Options) -> list[dict[str, Any]]:
-    """Runs a task in a process that start_worker has prepared."""
-    return run(task, folder=folder, options=options, shared=_SHARED)
 
 
 def run(task: Task, *, folder: pathlib.Path, options: Options, shared: Shared) -> list[dict[str, Any]]:
