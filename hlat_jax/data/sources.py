@@ -132,8 +132,12 @@ def fingerprint(path: pathlib.Path) -> str:
     return digest.hexdigest()
 
 
-def _record_error(path: pathlib.Path, row: int, reason: str) -> ValueError:
-    return ValueError(
+class BadRecord(ValueError):
+    """One record that cannot be used; `data.on_bad_record="skip"` passes over it. Trouble of a file is no BadRecord."""
+
+
+def _record_error(path: pathlib.Path, row: int, reason: str) -> BadRecord:
+    return BadRecord(
         f"{path}, row {row}: {reason} Mend or remove that row. "
         "A run that has begun keeps to its text: a changed file needs another --workdir."
     )
@@ -318,16 +322,40 @@ class TextDocuments:
             raise ValueError(f"{path} cannot be read any more ({error.strerror}); restore it.") from None
 
 
-def open_documents(spec: str, *, text_field: str, key: str) -> tuple[grain.MapDataset, dict[str, Any]]:
-    """Returns the documents that `spec` names as a Grain MapDataset of str, and their manifest.
+class Corpus:
+    """The documents of several files in one sequence. Attribute `manifest`: see open_documents."""
 
-    The manifest says what the documents are, wherever they lie: for each file (a run of plain-text files is one
-    entry) `name, bytes, documents, fingerprint`, then `documents` in all, `text_field` and `hash` of everything but
-    the names. Two manifests of one hash give the same documents under the same numbers, as far as `fingerprint` sees.
+    def __init__(self, parts: Sequence[Any], manifest: dict[str, Any]):
+        self._parts, self.manifest = list(parts), manifest
+        self._starts = np.concatenate([[0], np.cumsum([len(part) for part in self._parts])]).astype(np.int64)
 
-    Raises:
-      ValueError: see resolve_files; a file that cannot be indexed; no documents, or none with text in it.
-    """
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def __getitem__(self, index: int) -> str:
+        part = int(np.searchsorted(self._starts, index, side="right")) - 1
+        return self._parts[part][index - int(self._starts[part])]
+
+    def locate(self, index: int) -> str:
+        """Returns the file of a document and its number there."""
+        part = int(np.searchsorted(self._starts, index, side="right")) - 1
+        return f"{self.manifest['files'][part]['name']}, document {index - int(self._starts[part]) + 1}"
+
+    def token_lengths(self) -> np.ndarray | None:
+        """Returns None: no token ids are stored."""
+        return None
+
+
+def open_corpus(
+    spec: str,
+    *,
+    text_field: str,
+    key: str,
+    index_folder: pathlib.Path | None = None,
+    tokenizer_sha256: str | None = None,
+) -> Corpus:
+    """Returns the documents that `spec` names; otherwise as open_documents."""
+    del index_folder, tokenizer_sha256
     sources, files, cache = [], [], RowGroupCache()
     for kind, paths in _runs(resolve_files(spec, key=key)):
         if kind == "text":
@@ -340,13 +368,32 @@ def open_documents(spec: str, *, text_field: str, key: str) -> tuple[grain.MapDa
     num_documents = sum(len(source) for source in sources)
     if num_documents == 0:
         raise ValueError(f"{key}={spec!r}: {len(files)} file(s) hold no documents.")
-    documents = grain.MapDataset.concatenate([grain.MapDataset.source(s) for s in sources if len(s)])
-    # stops at the first text it meets, which also sets up Grain's statistics before threads read
-    if not any(documents[index] for index in range(num_documents)):
-        raise ValueError(f"{key}={spec!r}: all {num_documents} documents are empty; look at data.text_field.")
     facts = [text_field] + [[entry[k] for k in ("bytes", "documents", "fingerprint")] for entry in files]
     digest = hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()
-    return documents, {"files": files, "documents": num_documents, "text_field": text_field, "hash": digest}
+    corpus = Corpus(sources, {"files": files, "documents": num_documents, "text_field": text_field, "hash": digest})
+    for index in range(len(corpus)):
+        try:
+            if corpus[index]:
+                return corpus
+        except BadRecord:
+            continue
+    raise ValueError(f"{key}={spec!r}: all {num_documents} documents are empty; look at data.text_field.")
+
+
+def open_documents(spec: str, *, text_field: str, key: str) -> tuple[grain.MapDataset, dict[str, Any]]:
+    """Returns the documents that `spec` names as a Grain MapDataset of str, and their manifest.
+
+    The manifest says what the documents are, wherever they lie: for each file (a run of plain-text files is one
+    entry) `name, bytes, documents, fingerprint`, then `documents` in all, `text_field` and `hash` of everything but
+    the names. Two manifests of one hash give the same documents under the same numbers, as far as `fingerprint` sees.
+
+    Raises:
+      ValueError: see resolve_files; a file that cannot be indexed; no documents, or none with text in it.
+    """
+    corpus = open_corpus(spec, text_field=text_field, key=key)
+    documents = grain.MapDataset.source(corpus)
+    documents[0]
+    return documents, corpus.manifest
 
 
 def _runs(paths: list[pathlib.Path]) -> list[tuple[str, list[pathlib.Path]]]:
