@@ -3,20 +3,23 @@
 Texts in, rows out; of Grain only its permutation, of the package nothing. Slow and short on purpose.
 """
 
+import functools
 import zlib
-from fractions import Fraction
 
 from grain.experimental import index_shuffle
 
-A1, A2 = Fraction(13925035116211876495, 2**64), Fraction(10511698010929265437, 2**64)  # 1/p, 1/p**2 in 64 bits
+A1, A2 = 13925035116211876495, 10511698010929265437  # 2**64 / p, 2**64 / p**2
+
+
+@functools.cache
+def permutation(num_documents, seed):
+    return [index_shuffle(i, max_index=num_documents - 1, seed=seed, rounds=4) for i in range(num_documents)]
 
 
 def documents_of(source, texts, data, *, row, epoch):
     """Yields the texts of one stream's documents in one epoch; `source` is None for the only, unnamed one."""
     seed = (data.seed + (zlib.crc32(source.encode()) if source else 0)) % 2**32
-    order = list(range(len(texts)))
-    if data.shuffle:
-        order = [index_shuffle(i, max_index=len(texts) - 1, seed=(seed + epoch) % 2**32, rounds=4) for i in order]
+    order = permutation(len(texts), (seed + epoch) % 2**32) if data.shuffle else range(len(texts))
     return [texts[number] for number in order[row :: data.batch_size]]
 
 
@@ -79,8 +82,8 @@ def batches_of(sources, weights, data, *, num_batches, encode):
     for k in range(num_batches):
         shares, batch = weights(k), []
         for row in range(data.batch_size):
-            u, source = (row * A1 + k * A2) % 1, 0
-            while u >= Fraction(sum(shares[: source + 1]), sum(shares)):
+            u, source = (row * A1 + k * A2) % 2**64, 0
+            while u * sum(shares) >= sum(shares[: source + 1]) * 2**64:
                 source += 1
             batch.append(next(streams[row][source]))
         batches.append(batch)
