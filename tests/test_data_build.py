@@ -189,17 +189,22 @@ def test_joined_hash_does_not_depend_on_the_division(parts):
     assert shards.joined_hash(map(chain, parts)) == shards.joined_hash([chain([d for part in parts for d in part])])
 
 
-def test_manifest_counts_each_input_and_joins_plain_text_files(tmp_path):
+def test_manifest_counts_each_input(tmp_path):
     (tmp_path / "t").mkdir()
     for name in "ab":
         (tmp_path / "t" / f"{name}.txt").write_text(name * 10)
     write_jsonl(tmp_path / "z.jsonl", ["é", "b"])
     manifest = build(tmp_path / "out", tmp_path / "t", tmp_path / "z.jsonl", tokenizer=AUSTEN).manifest
     assert [(s["name"], s["documents"], s["bytes"]) for s in manifest["sources"]] == [
-        ("a.txt and 1 more", 2, 20),
+        ("a.txt", 1, 10),
+        ("b.txt", 1, 10),
         ("z.jsonl", 2, 3),
     ]
     assert sum(source["tokens"] for source in manifest["sources"]) == manifest["tokens"]
+    (tmp_path / "u").mkdir()
+    write_jsonl(tmp_path / "u" / "z.jsonl", ["c"])
+    manifest = build(tmp_path / "two", tmp_path / "u", tmp_path / "z.jsonl").manifest
+    assert [s["name"] for s in manifest["sources"]] == [str(tmp_path / "u" / "z.jsonl"), str(tmp_path / "z.jsonl")]
 
 
 def command(*words):

@@ -76,7 +76,6 @@ def _parse(argv: Sequence[str], values: flags.FlagValues, *, usage: str) -> list
         rows = [f"  --{name:<20} {values[name].help} Default: {values[name].default!r}." for name in values]
         print("\n".join((usage, "Flags:", *rows)))
         sys.exit(0)
-    values.set_gnu_getopt(True)  # flags may stand after the inputs
     for word in argv:
         name = word.split("=", 1)[0]
         if name.startswith("--") and name.removeprefix("--") not in values:

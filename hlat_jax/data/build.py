@@ -161,10 +161,13 @@ def _unfinished(out: pathlib.Path, plan: dict[str, Any]) -> Iterator[pathlib.Pat
 def _tasks(found: Sequence[inputs.Input], *, shard_bytes: int) -> list[Task]:
     """Returns neighbouring inputs in groups of about `shard_bytes`; a larger input is a task of several shards."""
     groups: list[list[inputs.Input]] = [[]]
+    group_bytes = 0
     for input_ in found:
-        if sum(member.size for member in groups[-1]) >= shard_bytes:
+        if group_bytes >= shard_bytes:
             groups.append([])
+            group_bytes = 0
         groups[-1].append(input_)
+        group_bytes += input_.size
     return [Task(number, tuple(group)) for number, group in enumerate(groups)]
 
 
@@ -224,10 +227,11 @@ def _manifest(
         raise ValueError(f"the {len(found)} input file(s) hold no documents ({totals['bad_records']} bad records).")
     if totals["bytes"] == 0:
         raise ValueError(f"all {totals['documents']} documents are empty; look at --text_field={options.text_field}.")
-    sources = []
-    for source, name in enumerate(inputs.source_names(found)):
-        counts = [shard["sources"].get(str(source), dict.fromkeys(COUNTS, 0)) for shard in facts]
-        sources.append({"name": name} | {key: sum(count[key] for count in counts) for key in COUNTS})
+    sources = [{"name": name} | dict.fromkeys(COUNTS, 0) for name in inputs.names(found)]
+    for shard in facts:
+        for number, counts in shard["sources"].items():
+            for key in COUNTS:
+                sources[int(number)][key] += counts[key]
     filled = [shard for shard in facts if shard["documents"]]
     kept = ("documents", "bytes", "tokens", "file_bytes", "blake2b")
     listed = [
@@ -306,5 +310,8 @@ def summary(built: Built, *, out: pathlib.Path, passed_s: float) -> str:
     if manifest["bad_records"]:
         lines.append(f"left out {manifest['bad_records']:,} bad records{', such as' if built.bad else ''}")
         lines += [f"  {message}" for message in built.bad[:5]]
-    lines.append(f"train on it with --config.data.train={out}")
+    hint = f"train on it with --config.data.train={out}"
+    if manifest["kind"] == "tokens":
+        hint += f" --config.model.vocab_size={manifest['vocab_size']} and the same tokenizer"
+    lines.append(hint)
     return "\n".join(lines)

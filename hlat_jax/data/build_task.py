@@ -114,16 +114,13 @@ class _OpenShard:
         self._task, self._path, self._dtype = task, task.shard_path(folder, number), dtype
         self._writer: shards.ShardWriter | None = None  # made with the first document: no file without any
         self._content, self._place = 0, (0, 0)
+        self.num_bytes = 0
         self._sources: dict[int, dict[str, int]] = {}
         self._bad: list[str] = []
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(counts["bytes"] for counts in self._sources.values())
-
     def add(self, item: _Item, encoded: shards.Encoded | None) -> None:
         """Appends one document, or counts a bad record; raises OSError when the disk is full."""
-        source = self._task.inputs[item.place[0]].source
+        source = self._task.inputs[item.place[0]].number
         counts = self._sources.setdefault(source, dict.fromkeys(COUNTS, 0))
         self._place = item.place
         if encoded is None:
@@ -135,6 +132,7 @@ class _OpenShard:
         self._writer.add(encoded.data)
         counts["documents"] += 1
         counts["bytes"] += encoded.num_bytes
+        self.num_bytes += encoded.num_bytes
         counts["tokens"] += 0 if self._dtype is None else len(encoded.data)
         self._content = shards.appended_hash(self._content, encoded.digest)
 

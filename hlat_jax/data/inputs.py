@@ -24,13 +24,13 @@ class Input:
       file: as streaming takes it.
       size: bytes on the disk; of a dataset, its bytes of text.
       fingerprint: 32 hex digits that change when the input does.
-      source: number of the manifest's entry it is counted under; neighbouring plain-text files share one.
+      number: its place among the inputs.
     """
 
     file: files.DataFile
     size: int
     fingerprint: str
-    source: int
+    number: int
 
 
 def resolve(words: Sequence[str]) -> list[Input]:
@@ -41,25 +41,15 @@ def resolve(words: Sequence[str]) -> list[Input]:
     """
     found: list[Input] = []
     for file in files.resolve_files(",".join(words), key=KEY, allow_compressed=True):
-        joins = bool(found) and _is_text(file) and _is_text(found[-1].file)
-        source = found[-1].source + (not joins) if found else 0
         size, print_ = _built_facts(file) if file.is_built else _file_facts(file)
-        found.append(Input(file, size=size, fingerprint=print_, source=source))
+        found.append(Input(file, size=size, fingerprint=print_, number=len(found)))
     return found
 
 
-def source_names(inputs: Sequence[Input]) -> list[str]:
-    """Returns a name for each source, for people: file names, with folders where file names alone are not distinct."""
-    members: dict[int, list[Input]] = {}
-    for input_ in inputs:
-        members.setdefault(input_.source, []).append(input_)
-    firsts = [group[0].file for group in members.values()]
-    short = [file.name for file in firsts]
-    names = short if len(set(short)) == len(short) else [file.where for file in firsts]
-    return [
-        name if len(group) == 1 else f"{name} and {len(group) - 1} more"
-        for name, group in zip(names, members.values(), strict=True)
-    ]
+def names(inputs: Sequence[Input]) -> list[str]:
+    """Returns a name for each input, for people: file names, or paths where file names alone are not distinct."""
+    short = [input_.file.name for input_ in inputs]
+    return short if len(set(short)) == len(short) else [input_.file.where for input_ in inputs]
 
 
 def read(input_: Input, *, text_field: str) -> Iterator[str | BadRecord]:
@@ -85,10 +75,6 @@ def read(input_: Input, *, text_field: str) -> Iterator[str | BadRecord]:
 def said_here(error: BadRecord) -> ValueError:
     """Returns the error of a bad record as a command says it, whose flag has another name than the config's key."""
     return ValueError(str(error).replace('data.on_bad_record="skip"', "--on_bad_record=skip"))
-
-
-def _is_text(file: files.DataFile) -> bool:
-    return not file.is_built and file.suffix in files.TEXT_SUFFIXES
 
 
 def _file_facts(file: files.DataFile) -> tuple[int, str]:

@@ -206,7 +206,6 @@ class ShardWriter:
         try:
             self._writer.write(record)
         except RuntimeError as error:
-            self.discard()
             raise disk_error(self.path, error) from None
         self._num_records += 1
 

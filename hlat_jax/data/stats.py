@@ -98,7 +98,7 @@ def count(spec: str, *, config: Config, key: str, tokenizer: Tokenizer, sample_b
         if manifest is None or manifest.kind == "text":
             texts.append(file.where)
             continue
-        built.open_built(file, key=key, tokenizer_sha256=tokenizer.sha256)  # refuses what training would refuse
+        built.open_built(file, key=key, tokenizer_sha256=tokenizer.sha256)  # refuses ids of another tokenizer
         total += Counts(manifest.documents, bytes=manifest.bytes, tokens=manifest.tokens)
     if texts:
         documents, _ = sources.open_documents(",".join(texts), text_field=config.data.text_field, key=key)
