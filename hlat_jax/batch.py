@@ -46,6 +46,30 @@ def concat_batch(tokens_BT: np.ndarray) -> Batch:
     return Batch(tokens_BT, targets_BT, positions_BT, None, weights_BT)
 
 
+def segmented_batch(tokens_BT: np.ndarray, segment_ids_BT: np.ndarray) -> Batch:
+    """Returns rows [B, T] of segments that know nothing of each other: ids from 1 in runs, 0 in padding.
+
+    Positions restart at 0 in each segment. The last token of a segment predicts nothing: its weight and target are 0,
+    as those of padding are.
+    """
+    tokens_BT = np.ascontiguousarray(tokens_BT, dtype=np.int32)
+    segment_ids_BT = np.ascontiguousarray(segment_ids_BT, dtype=np.int32)
+    same_BT = (segment_ids_BT[:, 1:] == segment_ids_BT[:, :-1]) & (segment_ids_BT[:, 1:] > 0)
+    targets_BT, weights_BT = np.zeros_like(tokens_BT), np.zeros(tokens_BT.shape, np.float32)
+    targets_BT[:, :-1] = np.where(same_BT, tokens_BT[:, 1:], 0)
+    weights_BT[:, :-1] = same_BT
+    places_BT = np.broadcast_to(np.arange(tokens_BT.shape[1], dtype=np.int32), tokens_BT.shape)
+    starts_BT = places_BT.copy()
+    starts_BT[:, 1:][same_BT] = 0
+    positions_BT = places_BT - np.maximum.accumulate(starts_BT, axis=1)
+    return Batch(tokens_BT, targets_BT, positions_BT, segment_ids_BT, weights_BT)
+
+
+def take_rows(batch: Batch, rows: Any) -> Batch:
+    """Returns the batch of the rows with these numbers."""
+    return jax.tree.map(lambda field: field[rows], batch)
+
+
 def abstract_batch(num_rows: int, seq_len: int, *, with_segments: bool = False) -> Batch:
     """Returns the shapes and dtypes of a batch of `num_rows` sequences of `seq_len` tokens."""
     ids = jax.ShapeDtypeStruct((num_rows, seq_len), np.int32)

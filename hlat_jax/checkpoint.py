@@ -39,14 +39,12 @@ _UNSUMMED = ("_CHECKPOINT_METADATA", "commit_success.txt")
 _BLOCK_BYTES = 1 << 24
 _SMALL_FILE_BYTES = 1 << 20
 
-# What a resumed run may set differently: nothing here changes an update. The content behind the paths does, and is
-# guarded by the hashes of manifest and tokenizer; the manifest's file names are paths too.
+# What a resumed run may set differently: it changes no update so far. The hashes guard the content behind the paths.
 MAY_CHANGE = (
     "name",
     "train.num_steps",
     "train.max_nonfinite_steps",
-    "train.eval_loss_low",
-    "train.eval_loss_high",
+    "train.eval_loss_*",
     "train.sample_*",
     "metrics.*",
     "checkpoint.*",
@@ -56,7 +54,9 @@ MAY_CHANGE = (
     "data.tokenizer",
     "data.num_threads",
     "data.prefetch_batches",
-    "manifest.files",
+    "data.position_every_steps",
+    "data.on_bad_record",
+    "*manifest.files",
 )
 
 

@@ -7,7 +7,7 @@ With c updates done, one turn of the loop
    position after batch c and the token count go into one checkpoint. So a checkpoint at c implies that the rows up to c
    are on disk, and a resumed run drops the rows above c, makes them again, and has each step exactly once;
 3. stops, when c is the last step or a signal asked for it: after the save, so that nothing is lost;
-4. takes batch c + 1 and dispatches the step, which donates the old state;
+4. takes batch c + 1 and dispatches the step, which donates the old state; keeps the data position, when due, for peek;
 5. fetches the metrics of the step before: the device already has its next work and never waits for the host.
 
 Owns this order and the stop after non-finite steps. Refuses to know how a step computes.
@@ -29,10 +29,12 @@ from hlat_jax import cost
 from hlat_jax.batch import Batch, abstract_batch
 from hlat_jax.checkpoint import Checkpointer, config_drift
 from hlat_jax.config import Config
-from hlat_jax.data.loader import TrainBatches, batch_hash, validation_batches
-from hlat_jax.data.sources import open_documents
+from hlat_jax.data import positions
+from hlat_jax.data.held_out import HeldOut, open_held_out
+from hlat_jax.data.loader import TrainBatches, batch_hash
+from hlat_jax.data.streams import skipped_records
 from hlat_jax.data.tokenizer import Tokenizer
-from hlat_jax.eval.validation import Validation, counted_bytes
+from hlat_jax.eval.validation import Validation
 from hlat_jax.generate import sample_text
 from hlat_jax.machine import fitting_layout
 from hlat_jax.metrics import ROWS_FILE, MetricsLog, plot_loss, read_rows
@@ -42,6 +44,8 @@ from hlat_jax.process import StopSignals, closing_quietly, only_process
 from hlat_jax.program import StepMetrics
 from hlat_jax.sharding import Layout, shard_batch
 from hlat_jax.step import abstract_state, init_state, make_eval_step, make_train_step, state_bytes
+
+INDEX_FOLDER = "index"  # where the lines of JSONL files lie; may be deleted at any time
 
 
 @dataclasses.dataclass
@@ -70,12 +74,15 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class Pending:
-    """A dispatched step whose metrics are still on the device; `position` is where its batch begins."""
+    """A dispatched step whose metrics are still on the device.
+
+    `facts` are the entries of its row that the batch alone decides; `position` is where its batch begins.
+    """
 
     step: int
     metrics: StepMetrics
     learning_rate: float
-    batch_hash: str
+    facts: dict[str, Any]
     position: np.ndarray
 
 
@@ -115,13 +122,20 @@ def train(config: Config, workdir: pathlib.Path) -> int:
 def _open(config: Config, workdir: pathlib.Path, layout: Layout, stack: contextlib.ExitStack) -> Run | None:
     """Returns a run ready to step, new or resumed; None when it is already complete."""
     tokenizer = Tokenizer(config.data.tokenizer, vocab_size=config.model.vocab_size)
-    batches = stack.enter_context(contextlib.closing(TrainBatches(config.data, tokenizer=tokenizer)))
-    validation = _validation(config, layout, tokenizer)
-    settings = _settings(config, layout, tokenizer, batches)
     stack.enter_context(only_process(workdir))
+    index = workdir / INDEX_FOLDER
+    batches = TrainBatches(config.data, tokenizer=tokenizer, index_folder=index)
+    stack.enter_context(contextlib.closing(batches))
+    held_out, held_out_manifest = open_held_out(
+        config.data, tokenizer=tokenizer, num_batches=config.train.num_eval_batches, index_folder=index
+    )
+    validation = _validation(config, layout, held_out)
+    settings = _settings(config, layout, tokenizer, batches) | {"validation_manifest": held_out_manifest}
     checkpointer = stack.enter_context(closing_quietly(Checkpointer(workdir, config=config.checkpoint)))
     abstract = abstract_state(config, layout)
     _describe(config, layout, settings["implementations"], state_bytes(abstract))
+    if len(batches.definition.sources) > 1:
+        print(f"sources          {batches.definition.mixture.describe()}")
 
     saved = checkpointer.latest_metadata()
     if saved is not None:
@@ -140,6 +154,7 @@ def _open(config: Config, workdir: pathlib.Path, layout: Layout, stack: contextl
         step, state, position, moving = restored
         batches.set_state(position)
         print(f"resuming from step {step} of {config.train.num_steps}")
+    positions.rewind(workdir, step)
     log = stack.enter_context(closing_quietly(_metrics_log(config, workdir, layout, step)))
     train_step = _compiled_step(config, layout, abstract)
     parts = (config, workdir, layout, tokenizer, batches, checkpointer, validation, train_step, log, settings)
@@ -176,18 +191,26 @@ def _loop(run: Run, stop: StopSignals) -> bool:
                 run.checkpointer.wait()
             raise
         run.data_wait_s += time.monotonic() - asked_at
-        dispatched = _dispatch(run, batch)
+        dispatched = _dispatch(run, batch, position)
         _fetch(run)
         run.pending, run.position = dispatched, position
+        if _due(run.step, run.config.data.position_every_steps):
+            identity = run.batches.definition.identity
+            positions.write(run.workdir, run.step, position=position, data_identity=identity)
         run.checkpointer.check()
 
 
-def _dispatch(run: Run, batch: Batch) -> Pending:
-    """Starts the next step on the device and returns at once."""
+def _dispatch(run: Run, batch: Batch, position: np.ndarray) -> Pending:
+    """Starts the next step on the device and returns at once; `position` is where its batch ends."""
     rate = learning_rate(run.step, run.config.optimizer)
     run.state, metrics = run.train_step(run.state, shard_batch(batch, run.layout), np.float32(rate))
     run.step += 1
-    return Pending(run.step, metrics, rate, batch_hash(batch, rows=run.batches.rows), run.position)
+    facts: dict[str, Any] = {"batch_hash": batch_hash(batch, rows=run.batches.rows)}
+    if batch.segment_ids is not None:
+        facts["padding_share"] = float((batch.segment_ids == 0).mean())
+    if run.config.data.on_bad_record == "skip":
+        facts["skipped_records"] = skipped_records(position)
+    return Pending(run.step, metrics, rate, facts, run.position)
 
 
 def _save(run: Run) -> None:
@@ -215,8 +238,8 @@ def _fetch(run: Run) -> None:
         "learning_rate": pending.learning_rate,
         "step_s": now - run.mark,
         "data_wait_s": run.data_wait_s,  # within step_s, which ends now: mostly for the batch of the step after
-        "batch_hash": pending.batch_hash,
         "nonfinite": int(not metrics.finite),
+        **pending.facts,
     }
     run.mark, run.data_wait_s = now, 0.0
     run.log.train_row(row)
@@ -246,7 +269,7 @@ def _stop_nonfinite(run: Run, row: dict[str, Any], pending: Pending) -> None:
 def _compiled_step(config: Config, layout: Layout, abstract: Any) -> Any:
     batch = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=layout.rows()),
-        abstract_batch(config.data.batch_size, config.data.seq_len),
+        abstract_batch(config.data.batch_size, config.data.seq_len, with_segments=config.data.packing == "documents"),
     )
     began = time.monotonic()
     rate = jax.ShapeDtypeStruct((), np.float32)
@@ -259,14 +282,13 @@ def _compiled_step(config: Config, layout: Layout, abstract: Any) -> Any:
     return compiled
 
 
-def _validation(config: Config, layout: Layout, tokenizer: Tokenizer) -> Validation | None:
-    if not config.data.validation:
+def _validation(config: Config, layout: Layout, held_out: dict[str, HeldOut]) -> Validation | None:
+    if not held_out:
         return None
-    batches = validation_batches(config.data, tokenizer=tokenizer, num_batches=config.train.num_eval_batches)
-    num_bytes = counted_bytes(batches, tokenizer.token_bytes)
-    if not num_bytes:
-        raise ValueError(f"data.validation={config.data.validation!r} holds no text to predict; give more, or ''.")
-    return Validation(batches, num_bytes, make_eval_step(config, layout), layout)
+    for name, source in held_out.items():
+        if source.num_skipped:
+            print(f"held-out text    {source.num_skipped} bad records of source {name} are passed over")
+    return Validation(held_out, make_eval_step(config, layout), layout)
 
 
 def _metrics_log(config: Config, workdir: pathlib.Path, layout: Layout, start_step: int) -> MetricsLog:
@@ -286,16 +308,12 @@ def _metrics_log(config: Config, workdir: pathlib.Path, layout: Layout, start_st
 
 def _settings(config: Config, layout: Layout, tokenizer: Tokenizer, batches: TrainBatches) -> dict[str, Any]:
     """Returns what a checkpoint belongs to: the config, and what it only points to, by hash or by choice."""
-    held_out = None
-    if config.data.validation:
-        held_out = open_documents(config.data.validation, text_field=config.data.text_field, key="data.validation")[1]
     model = select_implementations(config.model, layout.platform)
     return {
         "config": config.to_dict(),
         "implementations": {"attention": model.attention, "cross_entropy": model.cross_entropy},
         "tokenizer_sha256": tokenizer.sha256,
         "manifest": batches.manifest,
-        "validation_manifest": held_out,
     }
 
 
@@ -315,8 +333,11 @@ def _describe(config: Config, layout: Layout, implementations: dict[str, str], n
     step_tokens = config.data.batch_size * config.data.seq_len
     print(f"{config.name}: {layout.mesh.size} x {device.device_kind} ({device.platform}), {degrees}")
     print(f"parameters       {cost.num_params(config.model):,} ({config.precision.policy})")
-    counted = step_tokens - config.data.batch_size  # the last token of a row has nothing to predict
-    print(f"tokens per step  {step_tokens:,}, of which {counted:,} have a target")
+    if config.data.packing == "concat":
+        counted = step_tokens - config.data.batch_size  # the last token of a row has nothing to predict
+        print(f"tokens per step  {step_tokens:,}, of which {counted:,} have a target")
+    else:
+        print(f"tokens per step  {step_tokens:,}, padding and ends of documents among them")
     print(f"steps            {config.train.num_steps:,} of a horizon of {config.optimizer.horizon_steps:,}")
     print(f"state            {num_bytes / cost.GIB:.3f} GiB on the fullest device")
     print(f"implementations  {', '.join(f'{name} {choice}' for name, choice in implementations.items())}")
@@ -342,7 +363,14 @@ def _finish(config: Config, workdir: pathlib.Path, step: int) -> None:
     if config.metrics.plot:
         plot_loss(path, workdir / "loss.png", title=config.name)
         print(f"loss curve: {workdir / 'loss.png'}")
-    evals = [row for row in read_rows(path) if "eval_loss" in row and row["step"] == step]
+    rows = read_rows(path)
+    padding = [row["padding_share"] for row in rows if "padding_share" in row]
+    if padding:
+        print(f"padding: {sum(padding) / len(padding):.2%} of all tokens")
+    skipped = [row["skipped_records"] for row in rows if "skipped_records" in row]
+    if skipped:
+        print(f"bad records passed over: {skipped[-1]:,}")
+    evals = [row for row in rows if "eval_loss" in row and row["step"] == step]
     if not evals:
         return
     loss, bits = evals[-1]["eval_loss"], evals[-1]["bits_per_byte"]

@@ -7,6 +7,7 @@ import fcntl
 import functools
 import logging
 import pathlib
+import shutil
 import signal
 import sys
 from collections.abc import Iterator
@@ -15,7 +16,11 @@ from typing import Any
 
 @contextlib.contextmanager
 def only_process(workdir: pathlib.Path) -> Iterator[None]:
-    """Holds the run folder: a second process in it would rewrite the rows and saves of the first."""
+    """Holds the run folder: a second process in it would rewrite the rows and saves of the first.
+
+    A command that is refused before the run wrote anything of its own leaves no new folder behind.
+    """
+    is_new = not workdir.exists()
     try:
         workdir.mkdir(parents=True, exist_ok=True)
         lock = open(workdir / ".lock", "w")  # noqa: SIM115 - held until the run ends
@@ -26,7 +31,12 @@ def only_process(workdir: pathlib.Path) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise ValueError(f"another process trains in {workdir}; stop it, or give another --workdir.") from None
-        yield
+        try:
+            yield
+        except ValueError:
+            if is_new and {path.name for path in workdir.iterdir()} <= {".lock", "index"}:
+                shutil.rmtree(workdir)
+            raise
 
 
 @contextlib.contextmanager

@@ -27,7 +27,8 @@ from hlat_jax import config as config_lib
 from hlat_jax import loop
 from hlat_jax.batch import abstract_batch
 from hlat_jax.data import packing
-from hlat_jax.data.loader import TrainBatches, open_tokenizer, validation_batches
+from hlat_jax.data.held_out import open_held_out
+from hlat_jax.data.loader import TrainBatches, open_tokenizer
 from hlat_jax.machine import fitting_layout
 from hlat_jax.optimizer import learning_rate
 from hlat_jax.sharding import make_layout
@@ -89,7 +90,8 @@ def batches(c, _):
     data = config_lib.resolve(c).data
     tokenizer = open_tokenizer(data)
     loader = TrainBatches(data, tokenizer=tokenizer)
-    found = [next(loader)[0] for _ in range(4)] + validation_batches(data, tokenizer=tokenizer, num_batches=2)
+    held_out, _ = open_held_out(data, tokenizer=tokenizer, num_batches=2)
+    found = [next(loader)[0] for _ in range(4)] + [batch for source in held_out.values() for batch in source.batches]
     loader.close()
     return [batch.tokens.tobytes() for batch in found]
 
@@ -171,6 +173,11 @@ class Row:
 
 LONG_ROWS = {"model.max_positions": 256, "data.seq_len": 256}  # more than one chunk of the loss
 LLAMA3 = {"model.rope_scaling": "llama3"}
+TWO_SOURCES = {
+    "data.train": "a=package:austen_train.jsonl;b=FOLDER/two.jsonl",
+    "data.validation": "",
+    "data.weights": "a=1,b=1",
+}
 DIVERGING = {"optimizer.peak_lr": 1e30, "optimizer.warmup_steps": 1, "train.num_steps": 7}
 FIELDS = {
     "model.vocab_size": Row(4096, program),
@@ -219,7 +226,11 @@ FIELDS = {
     "data.tokenizer": Row("FOLDER/other.model", batches),
     "data.batch_size": Row(16, batches),
     "data.seq_len": Row(16, batches),
-    "data.packing": Row("segments", refusal),  # there is one choice so far: no other passes
+    "data.packing": Row("documents", batches),
+    "data.weights": Row("a=1,b=9", batches, given=TWO_SOURCES),
+    "data.window_documents": Row(2, batches, given={"data.packing": "documents"}),
+    "data.on_bad_record": Row("skip", run, "rows", {"data.train": "FOLDER/bad.jsonl"}),
+    "data.position_every_steps": Row(2, run, "files"),
     "data.max_document_chars": Row(100, batches),
     "data.shuffle": Row(False, batches),
     "data.seed": Row(5, batches),
@@ -285,6 +296,7 @@ def _write_inputs(folder):
     texts = [f"Document {number} is of another kind." for number in range(20)]
     rows = [json.dumps({"text": text, "body": text[::-1]}) for text in texts]
     (folder / "two.jsonl").write_text("\n".join(rows) + "\n")
+    (folder / "bad.jsonl").write_text("\n".join([*rows, '{"text": null}']) + "\n")
     with open(folder / "other.model", "wb") as file:
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=iter(texts), model_writer=file, vocab_size=300, byte_fallback=True,

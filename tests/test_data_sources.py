@@ -1,24 +1,16 @@
 """Files, formats, manifests, and the message for each thing that can be wrong with them."""
 
 import json
+import os
 
 import pyarrow
 import pyarrow.parquet
 import pytest
+from data_files import write_jsonl, write_parquet
 
 from hlat_jax.data import sources
 
 TEXTS = ["first", "zweiter Text: äöü 漢字 😀", "line one\nline two\r\n", "", "x" * 3000, "last"]
-
-
-def write_jsonl(path, texts, *, field="text"):
-    path.write_text("".join(json.dumps({"id": i, field: t}) + "\n" for i, t in enumerate(texts)), encoding="utf-8")
-    return path
-
-
-def write_parquet(path, texts, *, field="text", rows_in_group=2):
-    pyarrow.parquet.write_table(pyarrow.table({field: pyarrow.array(texts)}), path, row_group_size=rows_in_group)
-    return path
 
 
 def read_all(spec, *, text_field="text"):
@@ -57,14 +49,6 @@ def test_jsonl_index_is_exact_across_its_read_chunks(tmp_path):
 def test_text_field_names_the_key_and_the_column(tmp_path):
     assert read_all(write_jsonl(tmp_path / "a.jsonl", ["x"], field="body"), text_field="body") == ["x"]
     assert read_all(write_parquet(tmp_path / "a.parquet", ["x"], field="body"), text_field="body") == ["x"]
-
-
-def test_parquet_serves_every_order_through_a_small_cache(tmp_path):
-    texts = [f"document {i}" for i in range(50)]
-    path = write_parquet(tmp_path / "a.parquet", texts, rows_in_group=3)
-    documents = sources.ParquetDocuments(path, field="text", cache=sources.RowGroupCache(max_groups=2))
-    order = [(i * 17) % 50 for i in range(50)]
-    assert [documents[i] for i in order] == [texts[i] for i in order]
 
 
 def test_spec_takes_files_folders_and_globs_in_the_order_written(tmp_path):
@@ -121,8 +105,10 @@ def test_missing_files_are_named(tmp_path):
 
 def test_compressed_and_unknown_files_are_refused_with_a_remedy(tmp_path):
     for name, remedy in (
-        ("a.jsonl.gz", "gunzip -k"),
-        ("a.jsonl.zst", "zstd -dk"),
+        ("a.jsonl.gz", f"python -m hlat_jax.data build {tmp_path}/a.jsonl.gz --out a"),
+        ("a.txt.zst", f"python -m hlat_jax.data build {tmp_path}/a.txt.zst --out a"),
+        ("a.jsonl.xz", f"xz -dk {tmp_path}/a.jsonl.xz"),
+        ("a.parquet.gz", f"gunzip -k {tmp_path}/a.parquet.gz"),
         ("a.csv", ".jsonl"),
         ("noend", ".txt"),
     ):
@@ -158,11 +144,34 @@ def test_bad_jsonl_record_is_named_by_file_and_row(tmp_path, line, reason):
     assert reason in message
 
 
-def test_jsonl_that_changes_under_a_run_is_noticed(tmp_path):
+@pytest.mark.parametrize("write", [write_jsonl, write_parquet])
+def test_file_that_shrinks_grows_or_goes_under_a_run_is_noticed(tmp_path, write):
+    path = write(tmp_path / ("a.jsonl" if write is write_jsonl else "a.parquet"), TEXTS)
+    for change in (TEXTS[:2], [*TEXTS, "more"], None):
+        write(path, TEXTS)
+        documents, _ = sources.open_documents(str(path), text_field="text", key="data.train")
+        path.unlink() if change is None else write(path, change)
+        for _ in range(2):
+            with pytest.raises(ValueError, match=r"changed its size from|cannot be read any more") as caught:
+                documents[0]
+            assert not isinstance(caught.value, sources.BadRecord)  # never passed over
+
+
+def test_file_rewritten_in_its_size_is_noticed_and_a_touched_one_is_not(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", TEXTS)
     documents, _ = sources.open_documents(str(path), text_field="text", key="data.train")
-    write_jsonl(path, TEXTS[:2])
-    with pytest.raises(ValueError, match="changed its size"):
+    os.utime(path, ns=(1, 1))
+    assert documents[0] == TEXTS[0]
+    path.write_bytes(path.read_bytes().replace(b"first", b"worst"))
+    with pytest.raises(ValueError, match="changed its content"):
+        documents[0]
+
+
+def test_text_file_that_changes_under_a_run_is_noticed(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"before")
+    documents, _ = sources.open_documents(str(tmp_path), text_field="text", key="data.train")
+    (tmp_path / "a.txt").write_bytes(b"later")
+    with pytest.raises(ValueError, match=r"a.txt changed its size from 6 to 5"):
         documents[0]
 
 
@@ -184,6 +193,43 @@ def test_parquet_with_invalid_utf8_is_named_by_row(tmp_path):
 def test_text_file_with_invalid_utf8_is_named(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"good \xe9")
     assert "a.txt: invalid UTF-8" in error_of(tmp_path / "a.txt")
+
+
+def test_records_that_cannot_be_used_are_bad_records_and_do_not_hide_the_others(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": 1}\n{"text": "\xff"}\n{"text": "good"}\n{"text"')
+    (tmp_path / "b.txt").write_bytes(b"\xff")
+    pyarrow.parquet.write_table(pyarrow.table({"text": pyarrow.array([None, "fine"])}), tmp_path / "c.parquet")
+    documents, _ = sources.open_documents(str(tmp_path), text_field="text", key="data.train")
+    seen, messages = [], []
+    for index in range(len(documents)):
+        try:
+            seen.append(documents[index])
+        except sources.BadRecord as error:
+            seen.append(None)
+            messages.append(str(error))
+    assert all('data.on_bad_record="skip"' in message for message in messages)
+    assert seen == [None, None, "good", None, None, None, "fine"]
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": 1}\n{}\n')
+    message = error_of(tmp_path / "a.jsonl")
+    assert "none of 2 documents can be read" in message
+    assert "a.jsonl, row 1: 'text' is int" in message
+
+
+def test_locate_names_file_and_row_without_reading_a_document(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b'\n{"text": "x"}\n\n \n{"text": "y"}\n\n')
+    write_parquet(tmp_path / "b.parquet", ["p", "q", "r"])
+    (tmp_path / "c.txt").write_bytes(b"t")
+    (tmp_path / "d.txt").write_bytes(b"u")
+    corpus = sources.open_corpus(str(tmp_path), text_field="text", key="data.train")
+    (tmp_path / "a.jsonl").unlink()
+    rows = ["a.jsonl, row 2", "a.jsonl, row 5", *(f"b.parquet, row {n}" for n in (1, 2, 3)), "c.txt", "d.txt"]
+    assert [corpus.locate(index) for index in range(7)] == [f"{tmp_path}/{row}" for row in rows]
+    assert sources.locate(corpus.manifest, 1) == "a.jsonl, document 2"  # blank lines: the row is not in the manifest
+    assert sources.locate(corpus.manifest, 4) == "b.parquet, row 3"
+    assert sources.locate(corpus.manifest, 6) == "c.txt and 1 more, document 2"
+    assert corpus.token_lengths() is None
+    with pytest.raises(IndexError):
+        corpus.locate(7)
 
 
 def test_no_documents_and_only_empty_documents_are_refused(tmp_path):

@@ -11,7 +11,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "hlat_jax"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
-# Longest matching prefix wins; a module imports from its own layer or a lower one.
+# A module of a package may have a layer of its own. A module imports from its own layer or a lower one.
 LAYERS = {
     "config": 0,
     "batch": 0,
@@ -27,6 +27,8 @@ LAYERS = {
     "checkpoint": 3,
     "metrics": 3,
     "data": 3,
+    "data.__main__": 4,
+    "data.peek": 4,
     "assets": 3,
     "flags": 4,
     "machine": 4,
@@ -39,7 +41,9 @@ LAYERS = {
 
 
 def layer_of(module: str) -> int:
-    return LAYERS[module.split(".")[1]] if "." in module else 0
+    """Returns the layer of `hlat_jax.a.b`: that of `a.b` when it has one of its own, else that of `a`."""
+    path = module.partition(".")[2]
+    return LAYERS.get(path, LAYERS[path.split(".")[0]]) if path else 0
 
 
 def imports_of(path: pathlib.Path) -> list[str]:

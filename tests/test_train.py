@@ -149,7 +149,7 @@ def test_train_rows_have_the_hashes_of_the_batches_of_the_loader(finished):
 def test_train_leaves_config_rows_events_picture_and_checkpoints(finished):
     config, workdir, _ = finished
     assert {path.name for path in workdir.iterdir()} == {
-        ".lock", "checkpoints", "config.json", "loss.png", "metrics.jsonl", "tensorboard",
+        ".lock", "checkpoints", "config.json", "index", "loss.png", "metrics.jsonl", "tensorboard",
     }  # fmt: skip
     assert json.loads((workdir / "config.json").read_text()) == config.to_dict()
     picture = (workdir / "loss.png").read_bytes()

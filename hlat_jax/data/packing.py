@@ -1,18 +1,65 @@
-"""Documents to rows of tokens. Owns `concat` packing and the state of one logical stream; knows no file, no thread.
+"""Documents to rows of tokens. Owns both packings and the state of one stream of one source; knows no file, no thread.
 
 `concat` is HLAT's: no BOS, EOS after each document, each row begins where the last one ended, nothing is dropped or
 padded, attention runs across documents. A document over the character limit is cut into pieces, EOS after each, in
 order (HLAT's script put the tail pieces first: a bug, not copied). Source: arXiv 2404.10630, published packing script.
+
+`documents` has the same tokens of each document, cut every `seq_len`, and puts whole cuts into rows: a stream takes
+its documents in windows of a fixed number, which end with the epoch, and packs each window best-fit. Every cut is a
+segment of its own: no attention and no target across its ends. What is left of a row is padding.
+
+A stream asks `read(epoch, document)` for its documents by number and `encode(document)` for int32 arrays of tokens.
+`read` gives None for a bad record that is to be passed over, which the stream counts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import bisect
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-POSITION_FIELDS = ("epoch", "document", "token")
+POSITION_FIELDS = {
+    "concat": ("epoch", "document", "token", "skipped"),
+    "documents": ("epoch", "document", "row", "skipped"),
+}
+
+Read = Callable[[int, int], Any]
+Encode = Callable[[Any], Iterator[np.ndarray]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """Neighbouring tokens of one document in a row.
+
+    Attributes:
+      epoch, document: the document, by its number in the stream's list.
+      token: the place of the first of them in the document, EOS counted.
+      start, stop: their places in the row.
+    """
+
+    epoch: int
+    document: int
+    token: int
+    start: int
+    stop: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One row of a batch.
+
+    Attributes:
+      tokens: int32 [T].
+      segment_ids: int32 [T], from 1, 0 in padding; None: one segment that fills the row.
+      spans: where the tokens come from, in order; padding has none.
+    """
+
+    tokens: np.ndarray
+    segment_ids: np.ndarray | None
+    spans: tuple[Span, ...]
 
 
 def pieces(text: str, *, max_chars: int) -> Iterator[str]:
@@ -29,58 +76,59 @@ def document_tokens(text: str, *, tokenizer: Any, max_chars: int) -> Iterator[np
 
 
 class ConcatStream:
-    """One logical stream: endless rows of `seq_len` tokens from its own documents, epoch after epoch.
+    """Endless rows of `seq_len` tokens from the documents 0 .. `num_documents` - 1, epoch after epoch.
 
-    `read(epoch, document)` gives the text of the stream's document of that number in that epoch; `encode(text)` its
-    tokens as an iterator of arrays. The state is `position`, int64[3]: the epoch, the document in it and the token of
-    that document (EOS counted) where the next row begins; always the first such triple, so a document that ended gives
-    (epoch, document + 1, 0). Going on from a position tokenizes at most that one document again.
+    The state is `position`, int64[4]: the epoch, the document in it, the token of that document (EOS counted) where the
+    next row begins, and the bad records passed over so far. It is always the first such place, so a document that ended
+    gives (epoch, document + 1, 0). Going on from a position tokenizes at most that one document again.
     """
 
-    def __init__(
-        self,
-        read: Callable[[int, int], str],
-        *,
-        num_documents: int,
-        encode: Callable[[str], Iterator[np.ndarray]],
-        seq_len: int,
-        position: np.ndarray,
-    ):
+    def __init__(self, read: Read, *, num_documents: int, encode: Encode, seq_len: int, position: np.ndarray):
         self._read, self._encode = read, encode
         self._num_documents, self._seq_len = num_documents, seq_len
-        self._epoch, self._document, self._token = (int(value) for value in position)
+        self._epoch, self._document, self._token, self._skipped = (int(value) for value in position)
         self._rest = np.zeros(0, np.int32)  # tokens of the present piece that no row has taken yet
         self._pieces: Iterator[np.ndarray] | None = None  # later pieces of the present document
         self._skip = self._token
+        self._skipped_in_a_row = 0
 
     @property
     def position(self) -> np.ndarray:
-        """int64[3]: where the next row begins."""
-        return np.asarray([self._epoch, self._document, self._token], np.int64)
+        """int64[4]: where the next row begins."""
+        return np.asarray([self._epoch, self._document, self._token, self._skipped], np.int64)
 
-    def next_row(self) -> np.ndarray:
-        """Returns the next int32[seq_len] tokens.
+    def next_row(self) -> Row:
+        """Returns the next row.
 
         Raises:
-          ValueError: a document that cannot be read, or a position behind the end of its document.
+          ValueError: a document that cannot be read, a position behind the end of its document, or a stream of which
+            every document is a bad record.
         """
-        parts, missing = [], self._seq_len
-        while missing:
+        parts, spans, filled = [], [], 0
+        while filled < self._seq_len:
             if len(self._rest) == 0:
                 self._next_piece()
                 continue
-            part, self._rest = self._rest[:missing], self._rest[missing:]
+            part, self._rest = self._rest[: self._seq_len - filled], self._rest[self._seq_len - filled :]
+            spans.append(Span(self._epoch, self._document, self._token, filled, filled + len(part)))
             parts.append(part)
-            missing -= len(part)
+            filled += len(part)
             self._token += len(part)
         if len(self._rest) == 0:
             self._next_piece()  # so that the position is the first of its kind whether or not a row follows
-        return np.concatenate(parts)
+        return Row(np.concatenate(parts), None, _joined(spans))
 
     def _next_piece(self) -> None:
         """Puts the next tokens of this document, or none and the next document's number, into the state."""
         if self._pieces is None:
-            self._pieces = self._encode(self._read(self._epoch, self._document))
+            document = self._read(self._epoch, self._document)
+            if document is None and not self._skip:
+                self._skipped += 1
+                self._skipped_in_a_row += 1
+                _refuse_all_bad(self._skipped_in_a_row, self._num_documents)
+            else:
+                self._skipped_in_a_row = 0
+            self._pieces = iter(()) if document is None else self._encode(document)
         piece = next(self._pieces, None)
         if piece is not None:
             dropped = min(self._skip, len(piece))
@@ -96,3 +144,200 @@ class ConcatStream:
         self._document += 1
         if self._document == self._num_documents:
             self._epoch, self._document = self._epoch + 1, 0
+
+
+def _joined(spans: Iterable[Span]) -> tuple[Span, ...]:
+    """Returns the spans with the pieces of one document, which follow one another, as one span."""
+    joined: list[Span] = []
+    for span in spans:
+        last = joined[-1] if joined else None
+        if last and (last.epoch, last.document) == (span.epoch, span.document):
+            span = dataclasses.replace(last, stop=span.stop)
+            joined.pop()
+        joined.append(span)
+    return tuple(joined)
+
+
+def _refuse_all_bad(skipped: int, num_documents: int) -> None:
+    """Raises when so many bad records in a row hold a whole epoch."""
+    if skipped >= 2 * num_documents:
+        raise ValueError(
+            f"all {num_documents} documents of one row are bad records; mend the data, or see what they are with "
+            'data.on_bad_record="raise".'
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Windows:
+    """How `documents` packs: tokens of a row, documents of a window, and the token id that fills padding."""
+
+    seq_len: int
+    num_documents: int
+    pad_id: int
+
+
+class DocumentsStream:
+    """Endless rows of whole documents, window after window, epoch after epoch.
+
+    The state is `position`, int64[4]: the epoch, the first document of the window, the next row within it, and the bad
+    records passed over so far (those of a window count with its first row). A window that gave its last row gives the
+    next one and row 0. Going on from a position tokenizes the documents of that window again.
+
+    With each row, a share of the next window is tokenized, so that no row waits for a whole window but the first.
+    """
+
+    def __init__(self, read: Read, *, num_documents: int, encode: Encode, windows: Windows, position: np.ndarray):
+        self._read, self._encode, self._num_documents, self._windows = read, encode, num_documents, windows
+        self._epoch, self._document, self._row, self._skipped = (int(value) for value in position)
+        self._skipped_in_a_row = 0
+        self._next_window = self._window(self._epoch, self._document)
+        self._rows: list[list[tuple[Span, np.ndarray]]] | None = None
+        self._num_taken = 0  # rows taken from this window since it was opened here
+
+    @property
+    def position(self) -> np.ndarray:
+        """int64[4]: where the next row begins."""
+        return np.asarray([self._epoch, self._document, self._row, self._skipped], np.int64)
+
+    def next_row(self) -> Row:
+        """Returns the next row.
+
+        Raises:
+          ValueError: a document that cannot be read, a position behind the last row of its window, or a stream of which
+            every document is a bad record.
+        """
+        while self._rows is None:
+            self._open_window()
+        placed, self._rows[self._row] = self._rows[self._row], []  # given out once: let go of its tokens
+        self._row += 1
+        self._num_taken += 1
+        self._next_window.read_ahead(self._num_taken / (self._num_taken + len(self._rows) - self._row))
+        if self._row == len(self._rows):
+            self._close_window()
+        return _row_of(placed, windows=self._windows)
+
+    def _window(self, epoch: int, first: int) -> _Window:
+        stop = min(first + self._windows.num_documents, self._num_documents)
+        return _Window(epoch, first, stop=stop, read=self._read, cuts=self._cuts)
+
+    def _cuts(self, document: Any) -> list[np.ndarray]:
+        return list(cut(self._encode(document), seq_len=self._windows.seq_len))
+
+    def _open_window(self) -> None:
+        window, self._num_taken = self._next_window, 0
+        found = window.finish()
+        if self._row == 0:  # else they were counted with the first row
+            self._skipped += window.num_bad
+        self._skipped_in_a_row = 0 if found else self._skipped_in_a_row + window.num_bad
+        _refuse_all_bad(self._skipped_in_a_row, self._num_documents)
+        rows = best_fit([len(tokens) for _, tokens in found], capacity=self._windows.seq_len)
+        if self._row and self._row >= len(rows):
+            raise ValueError(
+                f"position (epoch {self._epoch}, document {self._document}, row {self._row}) lies behind the "
+                f"{len(rows)} rows of its window; the text or the tokenizer is not the one it was saved with."
+            )
+        self._rows = [[found[index] for index in row] for row in rows]
+        self._next_window = self._window(*self._following())
+        if not rows:
+            self._close_window()
+
+    def _following(self) -> tuple[int, int]:
+        first = self._document + self._windows.num_documents
+        return (self._epoch, first) if first < self._num_documents else (self._epoch + 1, 0)
+
+    def _close_window(self) -> None:
+        self._epoch, self._document = self._following()
+        self._row, self._rows = 0, None
+
+
+class _Window:
+    """The documents of one window, tokenized one after another."""
+
+    def __init__(self, epoch: int, first: int, *, stop: int, read: Read, cuts: Callable[[Any], list[np.ndarray]]):
+        self._epoch, self._first, self._next, self._stop = epoch, first, first, stop
+        self._read, self._cuts = read, cuts
+        self._found: list[tuple[Span, np.ndarray]] = []  # `start` and `stop` of a span are set when it is placed
+        self.num_bad = 0
+
+    def read_ahead(self, share: float) -> None:
+        """Tokenizes until about `share` of the documents are done; an error is left for `finish` to meet again."""
+        until = self._first + int((self._stop - self._first) * share)
+        try:
+            while self._next < until:
+                self._tokenize_one()
+        except Exception:  # it belongs to the batch of this window's first row, and is raised there
+            return
+
+    def finish(self) -> list[tuple[Span, np.ndarray]]:
+        """Returns the cuts of all documents with where they come from, in order."""
+        while self._next < self._stop:
+            self._tokenize_one()
+        return self._found
+
+    def _tokenize_one(self) -> None:
+        document = self._read(self._epoch, self._next)
+        token, found = 0, []
+        for tokens in () if document is None else self._cuts(document):
+            found.append((Span(self._epoch, self._next, token, 0, 0), tokens))
+            token += len(tokens)
+        self.num_bad += document is None
+        self._found += found
+        self._next += 1
+
+
+def cut(arrays: Iterable[np.ndarray], *, seq_len: int) -> Iterator[np.ndarray]:
+    """Yields consecutive cuts of `seq_len` tokens of the concatenation; the last one may be shorter, never empty."""
+    rest = np.zeros(0, np.int32)
+    for array in arrays:
+        rest = np.concatenate([rest, array])
+        num_whole = len(rest) // seq_len * seq_len
+        yield from rest[:num_whole].reshape(-1, seq_len)
+        rest = rest[num_whole:]
+    if len(rest):
+        yield rest
+
+
+def best_fit(lengths: Sequence[int], *, capacity: int) -> list[list[int]]:
+    """Returns the rows as lists of numbers of pieces: the largest piece first (the earlier of equals) goes where the
+    least room stays (the earlier row of equals), or into a new row."""
+    rows: list[list[int]] = []
+    room: list[tuple[int, int]] = []  # (free places, row) of rows that are not full, ordered
+    for piece in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+        length = lengths[piece]
+        at = bisect.bisect_left(room, (length, -1))
+        if at == len(room):
+            rows.append([])
+            free, row = capacity, len(rows) - 1
+        else:
+            free, row = room.pop(at)
+        rows[row].append(piece)
+        if free > length:
+            bisect.insort(room, (free - length, row))
+    return rows
+
+
+def _row_of(placed: list[tuple[Span, np.ndarray]], *, windows: Windows) -> Row:
+    tokens_T = np.full(windows.seq_len, windows.pad_id, np.int32)
+    segment_ids_T, start, spans = np.zeros(windows.seq_len, np.int32), 0, []
+    for segment, (span, tokens) in enumerate(placed, 1):
+        stop = start + len(tokens)
+        tokens_T[start:stop], segment_ids_T[start:stop] = tokens, segment
+        spans.append(dataclasses.replace(span, start=start, stop=stop))
+        start = stop
+    return Row(tokens_T, segment_ids_T, tuple(spans))
+
+
+def packed_once(documents: Iterable[Any], *, encode: Encode, windows: Windows) -> Iterator[Row]:
+    """Yields the rows that a DocumentsStream makes of `documents` in one epoch."""
+    window: list[tuple[Span, np.ndarray]] = []
+
+    def rows() -> Iterator[Row]:
+        for row in best_fit([len(tokens) for _, tokens in window], capacity=windows.seq_len):
+            yield _row_of([window[index] for index in row], windows=windows)
+
+    for number, document in enumerate(documents):
+        if number and number % windows.num_documents == 0:
+            yield from rows()
+            window.clear()
+        window += [(Span(0, number, 0, 0, 0), tokens) for tokens in cut(encode(document), seq_len=windows.seq_len)]
+    yield from rows()

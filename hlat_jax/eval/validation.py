@@ -4,46 +4,53 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import numpy as np
-
-from hlat_jax.batch import Batch
+from hlat_jax.data.held_out import HeldOut
+from hlat_jax.data.mixture import UNNAMED
 from hlat_jax.sharding import Layout, shard_batch
 
 
 @dataclasses.dataclass(frozen=True)
 class Validation:
-    """A fixed set of batches with the function that sums their losses.
+    """Fixed batches of every source of held-out text, with the function that sums their losses.
 
     Attributes:
-      batches: NumPy batches of this process.
-      num_bytes: UTF-8 bytes of the text that the counted targets stand for.
+      sources: the batches of this process by the name of their source.
       eval_step: (params, batch) -> (sum of losses in nats, counted tokens).
       layout: where batches go.
     """
 
-    batches: Sequence[Batch]
-    num_bytes: int
+    sources: Mapping[str, HeldOut]
     eval_step: Callable[..., Any]
     layout: Layout
 
     def __call__(self, params: Any) -> dict[str, float]:
-        """Returns eval_loss (nats per token), perplexity, bits_per_byte and eval_tokens of the parameters."""
-        sums = [self.eval_step(params, shard_batch(batch, self.layout)) for batch in self.batches]
-        nats = math.fsum(float(loss) for loss, _ in sums)
-        num_tokens = math.fsum(float(tokens) for _, tokens in sums)
-        loss = nats / num_tokens
-        return {
-            "eval_loss": loss,
-            # exp overflows a float above 709 nats: a diverged model still gets its row
-            "perplexity": math.exp(loss) if loss < 700 else math.inf,
-            "bits_per_byte": nats / math.log(2) / self.num_bytes,
-            "eval_tokens": int(num_tokens),
-        }
+        """Returns eval_loss (nats per token), perplexity, bits_per_byte and eval_tokens of the parameters.
+
+        They are of all text together; those of a source that has a name follow as eval_loss/NAME and so on.
+        """
+        nats, tokens, num_bytes = {}, {}, {}
+        for name, held_out in self.sources.items():
+            sums = [self.eval_step(params, shard_batch(batch, self.layout)) for batch in held_out.batches]
+            nats[name] = math.fsum(float(loss) for loss, _ in sums)
+            tokens[name] = math.fsum(float(count) for _, count in sums)
+            num_bytes[name] = held_out.num_bytes
+        row = _measures(math.fsum(nats.values()), sum(tokens.values()), num_bytes=sum(num_bytes.values()))
+        for name in self.sources:
+            if name != UNNAMED:
+                of_source = _measures(nats[name], tokens[name], num_bytes=num_bytes[name])
+                row |= {f"{key}/{name}": value for key, value in of_source.items()}
+        return row
 
 
-def counted_bytes(batches: Sequence[Batch], token_bytes: np.ndarray) -> int:
-    """Returns the bytes of text of all targets with a weight; `token_bytes` [V] has the bytes of each token id."""
-    return int(sum((token_bytes[batch.targets] * (batch.weights > 0)).sum(dtype=np.int64) for batch in batches))
+def _measures(nats: float, num_tokens: float, *, num_bytes: int) -> dict[str, float]:
+    loss = nats / num_tokens
+    return {
+        "eval_loss": loss,
+        # exp overflows a float above 709 nats: a diverged model still gets its row
+        "perplexity": math.exp(loss) if loss < 700 else math.inf,
+        "bits_per_byte": nats / math.log(2) / num_bytes,
+        "eval_tokens": int(num_tokens),
+    }

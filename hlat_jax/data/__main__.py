@@ -1,0 +1,173 @@
+"""`python -m hlat_jax.data build|tokenizer|stats|peek`: the commands that deal with text before and beside training.
+
+Owns their command lines and what they print. What they do is in the modules of the same names.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+from absl import flags, logging
+
+from hlat_jax import config as config_lib
+from hlat_jax import flags as flags_lib
+
+USAGE = """Usage: python -m hlat_jax.data VERB ...
+
+  build IN... --out=DIR [--tokenizer=MODEL]      text to a dataset of shards: texts, or token ids of a tokenizer
+  tokenizer IN... --vocab_size=N --out=F.model   trains a SentencePiece tokenizer
+  stats --config=NAME                            documents, bytes, tokens and epochs of a config's data
+  peek --config=NAME --step=N [--row=R]          the very text that a step trains on
+
+IN is a file, a folder or a glob of .jsonl, .parquet, .arrow, .txt or .md, also .gz or .zst of JSONL and text.
+VERB --help says more.
+"""
+
+_BUILD = """Usage: python -m hlat_jax.data build IN... --out=DIR [flags]
+
+Writes the documents of IN, in order, as ArrayRecord shards with a manifest; data.train=DIR then trains on them. With
+--tokenizer they are stored as token ids, which training need not tokenize again. The same command again goes on after
+a kill. The same inputs give the same bytes, whatever --workers is.
+"""
+
+_TOKENIZER = """Usage: python -m hlat_jax.data tokenizer IN... --vocab_size=N --out=F.model [flags]
+
+Trains a SentencePiece model (BPE, byte fallback) on a sample of IN. It loses nothing: decoding what it encoded gives
+the same text. Ids: unk 0, bos 1, eos 2.
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs one verb; returns the exit code: 0, 1 when the work failed, 130 when it was interrupted."""
+    verbs: dict[str, Callable[[Sequence[str]], int]] = {
+        "build": _build,
+        "tokenizer": _tokenizer,
+        "stats": _stats,
+        "peek": _peek,
+    }
+    if not argv or argv[0] in ("--help", "-h", "help"):
+        print(USAGE)
+        return 0 if argv else 2
+    if argv[0] not in verbs:
+        raise ValueError(f"unknown verb {argv[0]!r}. {config_lib.nearest(argv[0], verbs)}")
+    logging.set_verbosity(logging.ERROR)  # libraries tell of profilers; our own words are printed
+    try:
+        return verbs[argv[0]](argv[1:])
+    except OSError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted; run the same command again to go on.", file=sys.stderr)
+        return 130
+
+
+def _parse(argv: Sequence[str], values: flags.FlagValues, *, usage: str) -> list[str]:
+    """Returns the words that are no flags; `values` gets those that are.
+
+    Raises:
+      ValueError: an unknown flag (with the nearest valid one), a value of a wrong type, a flag that must be given, or
+        no words at all.
+      SystemExit: with code 0, after `--help`.
+    """
+    if any(word in ("--help", "-h") for word in argv):
+        rows = [f"  --{name:<20} {values[name].help} Default: {values[name].default!r}." for name in values]
+        print("\n".join((usage, "Flags:", *rows)))
+        sys.exit(0)
+    for word in argv:
+        name = word.split("=", 1)[0]
+        if name.startswith("--") and name.removeprefix("--") not in values:
+            raise ValueError(f"unknown flag {name}. {config_lib.nearest(name, [f'--{n}' for n in values])}")
+    try:
+        words = values(["hlat_jax.data", *argv])[1:]
+    except (flags.Error, ValueError) as error:
+        raise ValueError(str(error)) from None
+    if not words:
+        raise ValueError("no inputs; name files, folders or globs of text.")
+    if not values.out:
+        raise ValueError("--out is missing; say where to write.")
+    return words
+
+
+def _define_reading(values: flags.FlagValues) -> None:
+    flags.DEFINE_string("text_field", "text", "JSONL key or column that holds the text.", flag_values=values)
+    flags.DEFINE_enum(
+        "on_bad_record", "raise", ["raise", "skip"], "Stop at a record without text, or count it.", flag_values=values
+    )
+
+
+def _build(argv: Sequence[str]) -> int:
+    values = flags.FlagValues()
+    flags.DEFINE_string("out", "", "Folder to write.", flag_values=values)
+    flags.DEFINE_string("tokenizer", "", "SentencePiece model; stores token ids. Empty: text.", flag_values=values)
+    flags.DEFINE_integer(
+        "max_document_chars", 500_000, "As data.max_document_chars, with --tokenizer.", 1, flag_values=values
+    )
+    flags.DEFINE_integer("shard_mb", 256, "Text in a shard, in 10**6 bytes.", 1, flag_values=values)
+    flags.DEFINE_integer("workers", 0, "Cores to use; 0: all of them.", 0, flag_values=values)
+    _define_reading(values)
+    words = _parse(argv, values, usage=_BUILD)
+    from hlat_jax.data import build  # these bring the readers along, which --help does not need
+    from hlat_jax.data.build_task import Options
+
+    options = Options(
+        text_field=values.text_field,
+        tokenizer=values.tokenizer,
+        max_document_chars=values.max_document_chars,
+        shard_bytes=values.shard_mb * 1_000_000,
+        on_bad_record=values.on_bad_record,
+    )
+    start_s, out = time.monotonic(), pathlib.Path(values.out).expanduser()
+    built = build.build(
+        words, out=out, options=options, num_workers=values.workers or build.num_cores(), watch=build.shown(sys.stderr)
+    )
+    print(build.summary(built, out=out, passed_s=time.monotonic() - start_s))
+    return 0
+
+
+def _tokenizer(argv: Sequence[str]) -> int:
+    values = flags.FlagValues()
+    flags.DEFINE_string("out", "", "The .model file to write.", flag_values=values)
+    flags.DEFINE_integer(
+        "vocab_size", 32_000, "Tokens of the vocabulary, with 3 controls and 256 bytes.", flag_values=values
+    )
+    flags.DEFINE_integer("sample_mb", 100, "Text to train on at most, in 10**6 bytes.", 1, flag_values=values)
+    _define_reading(values)
+    words = _parse(argv, values, usage=_TOKENIZER)
+    from hlat_jax.data import tokenizer_training
+
+    options = tokenizer_training.TrainingOptions(
+        vocab_size=values.vocab_size,
+        text_field=values.text_field,
+        sample_bytes=values.sample_mb * 1_000_000,
+        on_bad_record=values.on_bad_record,
+    )
+    out = pathlib.Path(values.out).expanduser()
+    print(tokenizer_training.summary(tokenizer_training.train(words, out=out, options=options), out=out))
+    return 0
+
+
+def _stats(argv: Sequence[str]) -> int:
+    def define(values: flags.FlagValues) -> None:
+        flags.DEFINE_integer(
+            "sample_mb", 16, "Text to tokenize of each source, in 10**6 bytes; 0: all.", 0, flag_values=values
+        )
+
+    mutable, values = flags_lib.parse(argv, define)
+    config = config_lib.resolve(mutable)
+    from hlat_jax.data import stats
+
+    print(stats.report(config, sample_bytes=values.sample_mb * 1_000_000))
+    return 0
+
+
+def _peek(argv: Sequence[str]) -> int:
+    from hlat_jax.data import peek
+
+    return peek.main(argv)
+
+
+if __name__ == "__main__":
+    flags_lib.main(main)

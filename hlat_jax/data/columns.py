@@ -1,0 +1,200 @@
+"""Texts in columns: parts of a file that are decoded whole, a cache of them bounded in bytes, and Parquet.
+
+A Parquet file is read in place, a row group at a time. Owns what Parquet and Arrow IPC share; refuses parts too large
+to decode for one document, and says what converts them.
+"""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import threading
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+
+from hlat_jax.data import records
+from hlat_jax.data.files import DataFile, Snapshot
+
+CACHE_BYTES = 256 << 20
+MAX_PART_BYTES = 256 << 20
+
+
+class ColumnCache:
+    """The columns used last, up to `max_bytes` of them, shared by all files of a corpus; safe for threads.
+
+    Two threads that want one column wait for one decoding of it; two that want different ones do not wait.
+    """
+
+    def __init__(self, max_bytes: int = CACHE_BYTES):
+        self._max_bytes, self._num_bytes = max_bytes, 0
+        self._lock = threading.Lock()
+        self._futures: collections.OrderedDict[Hashable, concurrent.futures.Future] = collections.OrderedDict()
+        self._sizes: dict[Hashable, int] = {}  # of those that are decoded
+
+    def get(self, key: Hashable, load: Callable[[], tuple[Any, int]]) -> Any:
+        """Returns the column under `key`; `load` makes (column, bytes it holds) where it is not there."""
+        with self._lock:
+            future = self._futures.get(key)
+            loading = future is None
+            if loading:
+                future = self._futures[key] = concurrent.futures.Future()
+            else:
+                self._futures.move_to_end(key)
+        if not loading:
+            return future.result()
+        try:
+            column, num_bytes = load()
+        except BaseException as error:
+            with self._lock:
+                del self._futures[key]
+            future.set_exception(error)
+            raise
+        future.set_result(column)
+        with self._lock:
+            self._sizes[key] = num_bytes
+            self._num_bytes += num_bytes
+            self._evict(keep=key)
+        return column
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the columns held now."""
+        return self._num_bytes
+
+    def _evict(self, *, keep: Hashable) -> None:
+        for key in [key for key in self._futures if key in self._sizes]:  # the one unused longest first
+            if self._num_bytes <= self._max_bytes:
+                return
+            if key != keep:
+                del self._futures[key]
+                self._num_bytes -= self._sizes.pop(key)
+
+
+def text_column(schema: pyarrow.Schema, field: str, *, where: str, dictionaries: bool) -> int:
+    """Returns the number of the column `field` if it holds text.
+
+    Raises:
+      ValueError: no such column, or another type; a dictionary of text is taken where `dictionaries`.
+    """
+    try:
+        names = schema.names
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{where} is damaged: a column's name is no UTF-8 ({error}); write it again.") from None
+    if field not in names:
+        raise ValueError(f"{where} has no column {field!r} (data.text_field); it has {', '.join(names)}.")
+    if names.count(field) > 1:
+        raise ValueError(f"{where} has {names.count(field)} columns {field!r} (data.text_field); leave one.")
+    kind, types = schema.field(field).type, pyarrow.types
+    if dictionaries and types.is_dictionary(kind):
+        kind = kind.value_type
+    if not any(test(kind) for test in (types.is_string, types.is_large_string, types.is_string_view)):
+        raise ValueError(f"{where}: column {field!r} (data.text_field) is {kind}, not string.")
+    return schema.get_field_index(field)
+
+
+def cell(column: Any, index: int, *, field: str, where: str, row: int) -> str:
+    """Returns one text of a column.
+
+    Raises:
+      BadRecord: null, or no UTF-8.
+    """
+    try:
+        text = column[index].as_py()
+    except UnicodeDecodeError as error:
+        reason = f"{field!r} is invalid UTF-8: {error.reason} at byte {error.start}."
+        raise records.bad_record(where, row, reason) from None
+    return records.checked_text(text, field=field, where=where, row=row)
+
+
+def too_large(file: DataFile, part: str, *, num_bytes: int, limit: int) -> ValueError:
+    """Returns the error for a part that would have to be decoded whole."""
+    return ValueError(
+        f"{file}, {part}: {num_bytes >> 20} MiB are decoded to read any one document in it, more than "
+        f"{limit >> 20} MiB. Convert it and train on that: python -m hlat_jax.data build {file} --out DIR"
+    )
+
+
+class PartedDocuments:
+    """Texts by number in a file of parts: `load(part)` gives the column of one and the bytes it holds.
+
+    `rows` are the rows of each part, which messages call `part_name`. Rows are counted from 1 over the whole file.
+
+    Attributes:
+      snapshots: the file, once.
+      num_rows: its rows, each a document.
+    """
+
+    def __init__(
+        self,
+        snapshot: Snapshot,
+        *,
+        rows: Sequence[int],
+        load: Callable[[int], tuple[Any, int]],
+        cache: ColumnCache,
+        field: str,
+        part_name: str,
+    ):
+        self._snapshot, self._load, self._cache = snapshot, load, cache
+        self._field, self._part_name = field, part_name
+        self._starts = np.concatenate([[0], np.cumsum(rows, dtype=np.int64)]).astype(np.int64)
+        self.snapshots, self.num_rows = (snapshot,), int(self._starts[-1])
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def __getitem__(self, index: int) -> str:
+        part = int(np.searchsorted(self._starts, index, side="right")) - 1
+        where, place = self._snapshot.file.where, index - int(self._starts[part])
+        self._snapshot.check()
+        try:
+            column = self._cache.get((where, part, self._field), lambda: self._load(part))
+            return cell(column, place, field=self._field, where=where, row=index + 1)
+        except (pyarrow.ArrowException, OSError, EOFError) as error:
+            what = f"{where}, {self._part_name} {part + 1}"
+            raise ValueError(f"{what}: cannot be read ({error}); write the file again.") from None
+
+    def locate(self, index: int) -> str:
+        """Returns the file and the row of document `index`."""
+        return f"{self._snapshot.file}, row {index + 1}"
+
+
+def open_parquet(file: DataFile, **options: Any) -> pyarrow.parquet.ParquetFile:
+    """Returns pyarrow's reader of a file.
+
+    Raises:
+      ValueError: it is not a complete Parquet file.
+    """
+    try:
+        return pyarrow.parquet.ParquetFile(file.open() if file.is_remote else file.where, **options)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ValueError(f"{file} is not a complete Parquet file ({error}); write it again.") from None
+
+
+def parquet_documents(snapshot: Snapshot, *, field: str, cache: ColumnCache) -> PartedDocuments:
+    """Returns the texts of a Parquet file by number.
+
+    Raises:
+      ValueError: not a complete Parquet file, no such column of text, or a row group over MAX_PART_BYTES.
+    """
+    where = snapshot.file.where
+    with open_parquet(snapshot.file) as file:
+        metadata, schema = file.metadata, file.schema_arrow
+    text_column(schema, field, where=where, dictionaries=True)
+    rows = []
+    for group in (metadata.row_group(number) for number in range(metadata.num_row_groups)):
+        chunks = [group.column(number) for number in range(group.num_columns)]
+        num_bytes = sum(chunk.total_uncompressed_size for chunk in chunks if chunk.path_in_schema == field)
+        if num_bytes > MAX_PART_BYTES:
+            raise too_large(snapshot.file, f"row group {len(rows) + 1}", num_bytes=num_bytes, limit=MAX_PART_BYTES)
+        rows.append(group.num_rows)
+
+    def load(part: int) -> tuple[Any, int]:
+        with open_parquet(snapshot.file) as file:
+            column = file.read_row_group(part, columns=[field], use_threads=False).column(0)
+        return column, column.nbytes
+
+    return PartedDocuments(snapshot, rows=rows, load=load, cache=cache, field=field, part_name="row group")

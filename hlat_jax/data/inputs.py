@@ -1,0 +1,93 @@
+"""What the data commands read: files in order, and the documents of each one after another.
+
+Owns the one place where `build`, `tokenizer` and their kind read text. Refuses to know formats: streaming does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+from collections.abc import Iterator, Sequence
+
+from hlat_jax.data import files, streaming
+from hlat_jax.data.records import BadRecord
+
+KEY = "IN"
+
+
+@dataclasses.dataclass(frozen=True)
+class Input:
+    """One file, or the folder of a built dataset.
+
+    Attributes:
+      file: as streaming takes it.
+      size: bytes on the disk; of a dataset, its bytes of text.
+      fingerprint: 32 hex digits that change when the input does.
+      number: its place among the inputs.
+    """
+
+    file: files.DataFile
+    size: int
+    fingerprint: str
+    number: int
+
+
+def resolve(words: Sequence[str]) -> list[Input]:
+    """Returns the inputs that the words of a command name, in the order in which training would read them.
+
+    Raises:
+      ValueError: see files.resolve_files; a file that cannot be read; a dataset of token ids, whose text is gone.
+    """
+    found: list[Input] = []
+    for file in files.resolve_files(",".join(words), key=KEY, allow_compressed=True):
+        size, print_ = _built_facts(file) if file.is_built else _file_facts(file)
+        found.append(Input(file, size=size, fingerprint=print_, number=len(found)))
+    return found
+
+
+def names(inputs: Sequence[Input]) -> list[str]:
+    """Returns a name for each input, for people: file names, or paths where file names alone are not distinct."""
+    short = [input_.file.name for input_ in inputs]
+    return short if len(set(short)) == len(short) else [input_.file.where for input_ in inputs]
+
+
+def read(input_: Input, *, text_field: str) -> Iterator[str | BadRecord]:
+    """Yields the documents of one input in order; in place of one that cannot be used, what is wrong with it.
+
+    Memory holds one document and what the format reads at once.
+
+    Raises:
+      ValueError: trouble of the whole file, such as a missing column or a truncated end.
+    """
+    documents = streaming.iter_documents(input_.file, text_field=text_field)
+    while True:
+        try:
+            document = next(documents, None)
+        except BadRecord as error:
+            yield error
+            continue
+        if document is None:
+            return
+        yield document[0]
+
+
+def said_here(error: BadRecord) -> ValueError:
+    """Returns the error of a bad record as a command says it, whose flag has another name than the config's key."""
+    return ValueError(str(error).replace('data.on_bad_record="skip"', "--on_bad_record=skip"))
+
+
+def _file_facts(file: files.DataFile) -> tuple[int, str]:
+    try:
+        size = file.state()[0]
+        return size, files.fingerprint(file, size=size)
+    except OSError as error:
+        raise ValueError(f"{file} cannot be read: {error.strerror or error}.") from None
+
+
+def _built_facts(file: files.DataFile) -> tuple[int, str]:
+    path = pathlib.Path(file) / files.MANIFEST_NAME
+    manifest = json.loads(path.read_bytes())
+    if manifest["kind"] != "text":
+        raise ValueError(f"{KEY}: {file} holds token ids, not text; build from the text it was built from.")
+    return int(manifest["bytes"]), files.fingerprint(path)

@@ -1,0 +1,175 @@
+"""JSONL read in place: an index of where its lines lie, and the text of any one of them.
+
+The index is built in one pass over the file in bounded memory, and can be kept in a folder beside the run, where it is
+written atomically and mapped into memory when it is read back. Owns lines; what a line must hold is records.json_text.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import pathlib
+import struct
+import tempfile
+from typing import Any, BinaryIO
+
+import numpy as np
+import pyarrow
+
+from hlat_jax.data import records
+from hlat_jax.data.files import Snapshot
+
+_CHUNK_BYTES = 1 << 24
+BLANK_BYTES = b" \t\r\n"
+_MAX_BLANK_BYTES = 80  # a longer line of spaces fails as JSON, with its row
+_HEADER = struct.Struct("<8s32sQQ")  # magic, Snapshot.identity, documents, blank lines
+_MAGIC = b"hlatidx1"
+
+
+class LineIndex:
+    """Where the lines of a file lie that are not blank.
+
+    Attributes:
+      spans: int64[num_documents, 2], first byte of the line and the byte after its last, without the line end.
+      blanks: int64[num_blank_lines], for each blank line the number of documents before it, ascending.
+    """
+
+    def __init__(self, spans: np.ndarray, blanks: np.ndarray):
+        self.spans, self.blanks = spans, blanks
+
+    def row(self, index: int) -> int:
+        """Returns the line number in the file, from 1, of document `index`."""
+        return index + 1 + int(np.searchsorted(self.blanks, index, side="right"))
+
+
+def line_index(snapshot: Snapshot, *, folder: pathlib.Path | None = None) -> LineIndex:
+    """Returns the index of a file: the one kept in `folder` if it belongs to this very file, else a new one.
+
+    Raises:
+      ValueError: the file changed meanwhile.
+      OSError: `folder` cannot be written to.
+    """
+    if folder is None:
+        parts = list(_scan(snapshot))
+        blanks = [blanks for _, blanks in parts]
+        return LineIndex(np.concatenate([spans for spans, _ in parts]), np.concatenate(blanks))
+    place = hashlib.blake2b(snapshot.file.where.encode(), digest_size=8).hexdigest()
+    path = pathlib.Path(folder) / f"{snapshot.file.name}-{place}.lines"
+    kept = _read_index(path, snapshot=snapshot)
+    if kept is None:
+        _write_index(path, snapshot=snapshot)
+        kept = _read_index(path, snapshot=snapshot)
+        assert kept is not None
+    return kept
+
+
+def _scan(snapshot: Snapshot) -> Any:
+    """Yields (spans, blanks) of the lines that end in each chunk of the file; blanks as in LineIndex."""
+    num_documents, start, offset, carried = 0, 0, 0, b""
+    with snapshot.file.open() as file:
+        while offset <= snapshot.size:
+            chunk = file.read(min(_CHUNK_BYTES, snapshot.size - offset))
+            if not chunk and offset < snapshot.size:
+                raise ValueError(f"{snapshot.file} shrank while it was indexed; start again when it is whole.")
+            ends = np.flatnonzero(np.frombuffer(chunk, np.uint8) == ord("\n")) + offset
+            if not chunk and start < snapshot.size:
+                ends = np.asarray([snapshot.size])  # a last line without line end
+            spans = np.empty((len(ends), 2), np.int64)
+            spans[:, 1], spans[1:, 0] = ends, ends[:-1] + 1
+            spans[:1, 0] = start
+            view, view_start = carried + chunk, offset - len(carried)
+            blank = [
+                line
+                for line in np.flatnonzero(spans[:, 1] - spans[:, 0] <= _MAX_BLANK_BYTES)
+                if not view[spans[line, 0] - view_start : spans[line, 1] - view_start].strip(BLANK_BYTES)
+            ]
+            keep = np.ones(len(spans), bool)
+            keep[blank] = False
+            before = num_documents + np.cumsum(keep)[blank] if blank else np.zeros(0)
+            yield spans[keep], before.astype(np.int64)
+            num_documents += int(keep.sum())
+            if len(ends):
+                start = int(ends[-1]) + 1
+            if not chunk:
+                return
+            offset += len(chunk)
+            carried = view[-_MAX_BLANK_BYTES:]
+
+
+def _write_index(path: pathlib.Path, *, snapshot: Snapshot) -> None:
+    """Writes an index whole or not at all; who reads the one before goes on reading that."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            _write_parts(file, snapshot=snapshot)
+            file.flush()
+            os.fsync(file.fileno())
+        snapshot.check()
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+        raise
+
+
+def _write_parts(file: BinaryIO, *, snapshot: Snapshot) -> None:
+    file.write(bytes(_HEADER.size))
+    num_documents, blanks = 0, []
+    for spans, blank in _scan(snapshot):
+        file.write(spans.astype("<i8").tobytes())
+        num_documents += len(spans)
+        blanks.append(blank)
+    blanks = np.concatenate(blanks)
+    file.write(blanks.astype("<i8").tobytes())
+    file.seek(0)
+    file.write(_HEADER.pack(_MAGIC, snapshot.identity.encode(), num_documents, len(blanks)))
+
+
+def _read_index(path: pathlib.Path, *, snapshot: Snapshot) -> LineIndex | None:
+    """Returns the index at `path`, or None if there is none, or one of another state of the file, or half of one."""
+    try:
+        with pyarrow.memory_map(str(path)) as file:
+            buffer = file.read_buffer()  # stays mapped when the descriptor is gone, so many files need none
+    except FileNotFoundError:
+        return None
+    if buffer.size < _HEADER.size:
+        return None
+    magic, identity, num_documents, num_blanks = _HEADER.unpack(buffer[: _HEADER.size])
+    if magic != _MAGIC or identity != snapshot.identity.encode():
+        return None
+    numbers = np.frombuffer(buffer, "<i8", offset=_HEADER.size)
+    if len(numbers) != 2 * num_documents + num_blanks:
+        return None
+    return LineIndex(numbers[: 2 * num_documents].reshape(-1, 2), numbers[2 * num_documents :])
+
+
+class JsonlDocuments:
+    """The texts of a JSONL file by number. Rows are counted from 1 over all lines, blank ones are no documents.
+
+    Attributes:
+      snapshots: the file, once.
+      num_rows: lines, blank ones too.
+    """
+
+    def __init__(self, snapshot: Snapshot, *, field: str, index_folder: pathlib.Path | None = None):
+        self._snapshot, self._field = snapshot, field
+        self._index = line_index(snapshot, folder=index_folder)
+        self.snapshots, self.num_rows = (snapshot,), len(self._index.spans) + len(self._index.blanks)
+
+    def __len__(self) -> int:
+        return len(self._index.spans)
+
+    def __getitem__(self, index: int) -> str:
+        start, end = (int(place) for place in self._index.spans[index])
+        where, row = self._snapshot.file.where, self._index.row(index)
+        if end - start > records.MAX_RECORD_BYTES:
+            self._snapshot.check()
+            reason = f"{end - start} bytes in one line, more than {records.MAX_RECORD_BYTES}; is it a JSON array?"
+            raise records.bad_record(where, row, reason)
+        return records.json_text(self._snapshot.read(start, end - start), field=self._field, where=where, row=row)
+
+    def locate(self, index: int) -> str:
+        """Returns the file and the row of document `index`."""
+        return f"{self._snapshot.file}, row {self._index.row(index)}"

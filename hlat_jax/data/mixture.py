@@ -1,0 +1,185 @@
+"""Which source fills which row: the grammar of sources and stages, and a choice that needs no memory.
+
+Row r of batch k is filled by the source whose share of [0, 1) holds the point u = frac(r * a1 + k * a2), where
+(a1, a2) = (1/p, 1/p^2) and p is the plastic number: the R2 sequence, whose points lie evenly over every run of rows, of
+batches, and of both. So each batch and each stream has nearly the right shares, and batch k says where its rows come
+from without looking at the batches before it. Shares are of rows: under `concat`, of tokens too.
+Source: Roberts, "The Unreasonable Effectiveness of Quasirandom Sequences" (2018), for R2.
+
+Owns that choice and its grammar. Refuses to know files, documents and tokens. Imports no JAX.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import fractions
+import itertools
+import re
+from collections.abc import Sequence
+
+import numpy as np
+
+from hlat_jax.config import nearest
+
+UNNAMED = "all"
+
+_UNIT = 1 << 64
+# 2**64 / p and 2**64 / p**2 of the plastic number p = 1.32471795724474602596..., the real root of p**3 = p + 1
+_STEP_ROW = 13925035116211876495
+_STEP_BATCH = 10511698010929265437
+_NAMED = re.compile(r"\s*([A-Za-z]\w*)\s*=(.*)", re.ASCII | re.DOTALL)
+_UNTIL = re.compile(r"(.*?)(?:\s+until_(step|tokens)\s*=\s*(\S+))?\s*", re.DOTALL)
+
+
+def parse_sources(spec: str, *, key: str) -> dict[str, str]:
+    """Returns name -> PATHS of `PATHS` (one source, named "all") or of `NAME=PATHS;NAME=PATHS`, in order.
+
+    A path that begins like a name, such as lang=en/a.jsonl, is written ./lang=en/a.jsonl.
+
+    Raises:
+      ValueError: named and unnamed parts together, a name given twice, a name without paths.
+    """
+    parts = [part for part in spec.split(";") if part.strip()]
+    found = [_NAMED.fullmatch(part) for part in parts]
+    if not any(found):
+        return {UNNAMED: spec}
+    named: dict[str, str] = {}
+    for part, match in zip(parts, found, strict=True):
+        if match is None:
+            raise ValueError(
+                f"{key}={spec!r}: {part.strip()!r} has no name; several sources are NAME=PATHS;NAME=PATHS."
+            )
+        name, paths = match[1], match[2].strip()
+        if name in named:
+            raise ValueError(f"{key}={spec!r} names {name!r} twice; write its paths in one place, separated by commas.")
+        if not paths:
+            raise ValueError(f"{key}={spec!r}: source {name!r} has no paths.")
+        named[name] = paths
+    return named
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """Weights that hold for batches below `until_step` and from where the stage before ends.
+
+    Attributes:
+      until_step: the first batch of the next stage; None: for ever.
+      shares: exact, one a source, in the order of the sources; their sum is 1.
+    """
+
+    until_step: int | None
+    shares: tuple[fractions.Fraction, ...]
+
+
+def parse_stages(spec: str, *, names: Sequence[str], batch_tokens: int) -> tuple[Stage, ...]:
+    """Returns the stages of `NAME=W,NAME=W[ until_step=N| until_tokens=N];...`; "" gives the only source everything.
+
+    `batch_tokens` is what one batch holds: a stage until N tokens ends with the batch that reaches N.
+
+    Raises:
+      ValueError: a name that is no source or is missing, a weight that is no number or negative, weights that are all
+        zero, an until that does not grow, the last stage with one or another without.
+    """
+    if not spec.strip():
+        if len(names) > 1:
+            example = ",".join(f"{name}=1" for name in names)
+            raise ValueError(f"data.weights is empty, but data.train has {len(names)} sources; set it, as in {example}")
+        return (Stage(None, (fractions.Fraction(1),)),)
+    parts = [part for part in spec.split(";") if part.strip()]
+    stages, before = [], 0
+    for number, part in enumerate(parts, 1):
+        where = f"data.weights, stage {number} ({part.strip()})"
+        weights, unit, count = _UNTIL.fullmatch(part).groups()
+        shares = _shares(weights, names=names, where=where)
+        if (unit is None) != (number == len(parts)):
+            what = "is the last and must not have" if unit else "is not the last and must have"
+            raise ValueError(f"{where} {what} an until_step or until_tokens.")
+        until = None
+        if unit:
+            amount = _count(count, where=where)
+            until = amount if unit == "step" else -(-amount // batch_tokens)
+            if until <= before:
+                raise ValueError(f"{where} ends with step {until}, but must end after step {before}.")
+            before = until
+        stages.append(Stage(until, shares))
+    return tuple(stages)
+
+
+def _shares(text: str, *, names: Sequence[str], where: str) -> tuple[fractions.Fraction, ...]:
+    weights: dict[str, fractions.Fraction] = {}
+    for item in text.split(","):
+        match = _NAMED.fullmatch(item)
+        if match is None:
+            raise ValueError(f"{where}: {item.strip()!r} is not NAME=WEIGHT.")
+        name, number = match[1], match[2].strip()
+        if name not in names:
+            raise ValueError(f"{where}: data.train has no source {name!r}. {nearest(name, names)}")
+        if name in weights:
+            raise ValueError(f"{where}: {name!r} has two weights.")
+        try:
+            weights[name] = fractions.Fraction(number)  # exact: shares do not depend on a machine's rounding
+        except (ValueError, ZeroDivisionError):
+            raise ValueError(f"{where}: the weight {number!r} of {name!r} is not a number.") from None
+        if weights[name] < 0:
+            raise ValueError(f"{where}: the weight {number} of {name!r} is negative.")
+    missing = [name for name in names if name not in weights]
+    if missing:
+        raise ValueError(f"{where} has no weight for {', '.join(missing)}; write {missing[0]}=0 to leave it out.")
+    total = sum(weights.values())
+    if total == 0:
+        raise ValueError(f"{where}: all weights are 0.")
+    return tuple(weights[name] / total for name in names)
+
+
+def _count(text: str, *, where: str) -> int:
+    """Returns a whole number above 0, which may be written 1.4e12 or 1_400_000."""
+    try:
+        number = fractions.Fraction(text)
+    except (ValueError, ZeroDivisionError):
+        number = fractions.Fraction(0)
+    if number <= 0 or number.denominator != 1:
+        raise ValueError(f"{where}: {text!r} is not a whole number above 0.")
+    return int(number)
+
+
+class Mixture:
+    """The choice of a source for every row of every batch, from stages.
+
+    Attributes:
+      names: the sources, in order.
+      stages: see parse_stages.
+    """
+
+    def __init__(self, names: Sequence[str], *, stages: Sequence[Stage]):
+        self.names, self.stages = tuple(names), tuple(stages)
+        self._ends = [stage.until_step for stage in self.stages[:-1]]
+        # source i has the points below bound i and not below bound i - 1; an empty interval holds none
+        self._bounds = [[int(bound * _UNIT) for bound in itertools.accumulate(s.shares)] for s in self.stages]
+
+    def source(self, row: int, *, batch: int) -> int:
+        """Returns the number of the source of one row of one batch."""
+        point = (row * _STEP_ROW + batch * _STEP_BATCH) % _UNIT
+        return bisect.bisect_right(self._bounds[bisect.bisect_right(self._ends, batch)], point)
+
+    def row_counts(self, row: int, *, num_batches: int) -> np.ndarray:
+        """Returns int64[sources]: how many of the first `num_batches` batches have their row `row` from each source."""
+        counts, begin = np.zeros(len(self.names), np.int64), 0
+        for bounds, end in zip(self._bounds, [*self._ends, num_batches], strict=True):
+            end = min(end, num_batches)
+            for start in range(begin, end, 1 << 20):
+                batches = np.arange(start, min(start + (1 << 20), end), dtype=np.uint64)
+                points = batches * np.uint64(_STEP_BATCH) + np.uint64(row * _STEP_ROW % _UNIT)  # modulo 2**64
+                inner = np.asarray([bound for bound in bounds if bound < _UNIT], np.uint64)  # 2**64 does not fit
+                counts += np.bincount(np.searchsorted(inner, points, side="right"), minlength=len(counts))
+            begin = max(begin, end)
+        return counts
+
+    def describe(self) -> str:
+        """Returns the shares of all stages in one line."""
+        lines = []
+        for stage in self.stages:
+            named = zip(self.names, stage.shares, strict=True)
+            shares = ", ".join(f"{name} {float(share):.2%}" for name, share in named)
+            lines.append(shares if stage.until_step is None else f"{shares} until step {stage.until_step:,}")
+        return "; then ".join(lines)

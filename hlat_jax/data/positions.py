@@ -1,0 +1,115 @@
+"""Where the data stood at which step: an index beside the run, what checkpoints say of it, and arithmetic.
+
+`<run folder>/positions/<step>.npz` holds the position after that many batches and the identity of the data it belongs
+to (see streams). Owns these files and the search for the nearest. Refuses to know what a position means to a stream.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import zipfile
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from hlat_jax.data.streams import NUM_FIELDS, Definition, identity
+
+FOLDER = "positions"
+_CHECKPOINTS = "checkpoints"
+_RUN_FILE = pathlib.Path("run", "metadata")  # of a checkpoint, where Orbax's JsonSave puts position and metadata
+
+
+def write(workdir: pathlib.Path, step: int, *, position: np.ndarray, data_identity: str) -> None:
+    """Keeps the position after `step` batches; the file appears whole or not at all."""
+    folder = workdir / FOLDER
+    folder.mkdir(exist_ok=True)
+    temporary = folder / f".{step}.new"
+    with open(temporary, "wb") as file:
+        np.savez(file, position=position, identity=np.asarray(data_identity))
+    os.replace(temporary, folder / f"{step}.npz")
+
+
+def rewind(workdir: pathlib.Path, step: int) -> None:
+    """Removes positions after `step`: they may belong to an attempt with other settings that saved no checkpoint."""
+    for kept, path in _indexed(workdir):
+        if kept > step:
+            path.unlink()
+
+
+def nearest(workdir: pathlib.Path, step: int, *, data_identity: str) -> tuple[int, np.ndarray, pathlib.Path] | None:
+    """Returns (step, position, file) of the last position kept at `step` or before; None when none is readable.
+
+    Raises:
+      ValueError: it belongs to other data.
+    """
+    files = [*_indexed(workdir), *_saved(workdir)]
+    for kept, path in sorted(files, key=lambda item: item[0], reverse=True):
+        if kept > step:
+            continue
+        found = _read(path)
+        if found is None:
+            continue
+        position, found_identity = found
+        if found_identity != data_identity:
+            raise ValueError(
+                f"{path} belongs to a run on other data (another text, tokenizer, seed, mixture or packing); give the "
+                f"config that it was trained with, see {workdir / 'config.json'}, or another --workdir."
+            )
+        return kept, position, path
+    return None
+
+
+def computed(
+    definition: Definition, row: int, *, batch: int, seq_len: int, lengths: Sequence[np.ndarray]
+) -> np.ndarray:
+    """Returns int64[1 + 4 S], where row `row` of batch `batch` begins under `concat`, from the documents' lengths.
+
+    Reads no document. `lengths`: tokens of each document with EOS, one array a source.
+    """
+    position = np.zeros(1 + NUM_FIELDS * len(lengths), np.int64)
+    position[0] = batch
+    for source, num_rows in enumerate(definition.mixture.row_counts(row, num_batches=batch)):
+        place, epoch = int(num_rows) * seq_len, 0
+        while True:
+            num_own = definition.num_entries(source, row=row)
+            numbers = [definition.document(source, row=row, epoch=epoch, entry=entry) for entry in range(num_own)]
+            ends = np.cumsum(lengths[source][numbers], dtype=np.int64)
+            if place < ends[-1]:
+                break
+            place, epoch = place - int(ends[-1]), epoch + 1
+        document = int(np.searchsorted(ends, place, side="right"))
+        token = place - (int(ends[document - 1]) if document else 0)
+        position[1 + NUM_FIELDS * source :][:NUM_FIELDS] = (epoch, document, token, 0)
+    return position
+
+
+def _indexed(workdir: pathlib.Path) -> Iterator[tuple[int, pathlib.Path]]:
+    for path in (workdir / FOLDER).glob("*.npz"):
+        if path.stem.isdigit():
+            yield int(path.stem), path
+
+
+def _saved(workdir: pathlib.Path) -> Iterator[tuple[int, pathlib.Path]]:
+    for path in (workdir / _CHECKPOINTS).glob("*"):
+        if path.name.isdigit() and (path / _RUN_FILE).is_file():
+            yield int(path.name), path / _RUN_FILE
+
+
+def _read(path: pathlib.Path) -> tuple[np.ndarray, str] | None:
+    """Returns (position, identity of its data), or None for a file that is damaged or is being removed."""
+    try:
+        if path.suffix == ".npz":
+            with np.load(path) as kept:
+                return kept["position"], str(kept["identity"])
+        run = json.loads(path.read_bytes())
+        metadata = run["metadata"]
+        found = identity(
+            metadata["config"]["data"],
+            manifest_hash=metadata["manifest"]["hash"],
+            tokenizer_sha256=metadata["tokenizer_sha256"],
+        )
+        return np.asarray(run["position"], np.int64), found
+    except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile):
+        return None

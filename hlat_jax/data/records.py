@@ -1,0 +1,81 @@
+"""What is wrong with one record, said the same way for every format: file, row, reason, remedy."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+MAX_RECORD_BYTES = 1 << 30
+
+
+class BadRecord(ValueError):
+    """One record that cannot be used; `data.on_bad_record="skip"` passes over it. Trouble of a file is no BadRecord."""
+
+
+def bad_record(where: str, row: int | None, reason: str) -> BadRecord:
+    """Returns the error for `row` of the file `where`, rows counted from 1; None: the file is one document."""
+    place = where if row is None else f"{where}, row {row}"
+    return BadRecord(
+        f'{place}: {reason} Mend or remove it, or pass over such records with data.on_bad_record="skip". '
+        "A run that has begun keeps to its text: a changed file needs another --workdir."
+    )
+
+
+def checked_text(text: Any, *, field: str, where: str, row: int) -> str:
+    """Returns `text` if it is text that UTF-8 can express.
+
+    Raises:
+      BadRecord: it is null, of another type, or holds half of a surrogate pair.
+    """
+    if isinstance(text, str):
+        if text.isascii():
+            return text
+        try:
+            for start in range(0, len(text), 1 << 20):  # by parts: a copy of a long document would double it
+                text[start : start + (1 << 20)].encode("utf-8")
+        except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair
+            reason = f"{field!r} is invalid UTF-8: {error.reason} at character {start + error.start}."
+            raise bad_record(where, row, reason) from None
+        return text
+    kind = "null" if text is None else f"{type(text).__name__}, not text"
+    raise bad_record(where, row, f"{field!r} is {kind}.")
+
+
+def utf8_text(raw: bytes, *, where: str, row: int | None) -> str:
+    """Returns the text of a record that is nothing but text.
+
+    Raises:
+      BadRecord: it is not UTF-8.
+    """
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        reason = f"invalid UTF-8: {error.reason} at byte {error.start}; iconv -t UTF-8 converts it."
+        raise bad_record(where, row, reason) from None
+
+
+def json_text(line: bytes, *, field: str, where: str, row: int) -> str:
+    """Returns the text under the key `field` of one line of JSON.
+
+    Raises:
+      BadRecord: invalid UTF-8, broken or truncated JSON, not an object, no such key, no text under it.
+    """
+    num_bytes = len(line)
+    try:
+        decoded = line.decode("utf-8")
+        del line  # the caller holds none either: a document of 200 MB is not kept a third time while it is parsed
+        record = json.loads(decoded)
+    except UnicodeDecodeError as error:
+        reason = f"invalid UTF-8: {error.reason} at byte {error.start} of the row."
+        raise bad_record(where, row, reason) from None
+    except json.JSONDecodeError as error:
+        reason = f"invalid or truncated JSON: {error.msg} at character {error.pos} of {num_bytes} bytes."
+        raise bad_record(where, row, reason) from None
+    except RecursionError:
+        raise bad_record(where, row, "JSON nested too deeply.") from None
+    if not isinstance(record, dict):
+        raise bad_record(where, row, "not a JSON object.")
+    if field not in record:
+        keys = ", ".join(sorted(record)) or "none"
+        raise bad_record(where, row, f"no key {field!r} (data.text_field); its keys are {keys}.")
+    return checked_text(record[field], field=field, where=where, row=row)

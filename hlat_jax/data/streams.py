@@ -1,0 +1,264 @@
+"""Rows of a run by definition: which document stands where in every batch.
+
+A run has S named sources (see mixture.parse_sources) and R = data.batch_size rows. Each source has R streams. In epoch
+e, stream r of source s walks the documents order(s, e)[r], order(s, e)[r + R], ..., where order(s, e) is a permutation
+of all documents of s that depends on data.seed, the name of s and e only (data.shuffle=False: as they lie), and then
+goes on with epoch e + 1. It packs them into rows (see packing). Row r of batch k is the next row of stream r of the
+source that the mixture names for (r, k). So batch k is a pure function of (manifests, seed, k, weights); which process
+computes which rows is no part of it.
+
+The place of row r is int64[1 + 4 S]: the number of batches so far, then the position of stream r of every source. It is
+all that is needed to go on, and that of a loader is one such line a row.
+
+Owns that definition. Refuses to know threads, devices, meshes and checkpoints.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import pathlib
+import zlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import grain
+import numpy as np
+
+from hlat_jax.config import DataConfig
+from hlat_jax.data import packing, sources
+from hlat_jax.data.mixture import UNNAMED, Mixture, parse_sources, parse_stages
+from hlat_jax.data.tokenizer import Tokenizer
+
+NUM_FIELDS = 4  # of a stream's position, see packing.POSITION_FIELDS
+
+# The settings that say what the documents of a batch are; all but where they lie, which the manifests know better.
+_DEFINING = ("batch_size", "seq_len", "packing", "max_document_chars", "shuffle", "seed", "weights")
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """The documents of one source.
+
+    Attributes:
+      name: "all" when data.train gives none.
+      documents: a str each, or int32 token ids with EOS.
+      order: a Grain MapDataset of document numbers, each epoch permuted anew; None: as they lie.
+    """
+
+    name: str
+    documents: sources.Corpus
+    order: grain.MapDataset | None
+
+    def number(self, epoch: int, entry: int) -> int:
+        """Returns which document is entry `entry` of an epoch."""
+        # Grain counts epochs in the index: entry e * n + i of an order is entry i of epoch e
+        return entry if self.order is None else int(self.order[epoch * len(self.documents) + entry])
+
+
+def open_sources(
+    data: DataConfig, *, key: str, tokenizer: Tokenizer | None = None, index_folder: pathlib.Path | None = None
+) -> list[Source]:
+    """Returns the sources that `data.train` or `data.validation` names; `key` is that path.
+
+    Raises:
+      ValueError: see mixture.parse_sources and sources.open_corpus; a seed that Grain cannot take.
+    """
+    if not 0 <= data.seed < 2**32:
+        raise ValueError(f"data.seed={data.seed} must lie in 0 .. 2**32 - 1.")
+    opened = []
+    for name, paths in parse_sources(data.train if key == "data.train" else data.validation, key=key).items():
+        where = key if name == UNNAMED else f"{key} ({name})"
+        documents = sources.open_corpus(
+            paths,
+            text_field=data.text_field,
+            key=where,
+            index_folder=index_folder,
+            tokenizer_sha256=None if tokenizer is None else tokenizer.sha256,
+        )
+        _refuse_other_pieces(documents.manifest, data, key=where)
+        order = None
+        if data.shuffle and key == "data.train":
+            # sources of equal length must not walk in step; the only source of a run keeps the seed as it is
+            own = 0 if name == UNNAMED else zlib.crc32(name.encode())
+            # a permutation costs no memory
+            order = grain.MapDataset.range(len(documents)).shuffle(seed=(data.seed + own) % 2**32)
+            order[0]  # sets up Grain's statistics before threads read
+        opened.append(Source(name, documents, order))
+    return opened
+
+
+def _refuse_other_pieces(manifest: dict[str, Any], data: DataConfig, *, key: str) -> None:
+    """Raises when stored ids have EOS where the config would not put it."""
+    for entry in manifest["files"]:
+        stored = entry.get("max_document_chars", data.max_document_chars)
+        if stored not in (None, data.max_document_chars):
+            raise ValueError(
+                f"{key}: the token ids in {entry['name']} were built from pieces of at most {stored:,} characters; set "
+                f"data.max_document_chars={stored} (it is {data.max_document_chars}), or build them again."
+            )
+
+
+def joint_manifest(opened: list[Source]) -> dict[str, Any]:
+    """Returns one manifest of all sources: that of the only one as it is, or `files`, `sources` and a joint `hash`."""
+    if [source.name for source in opened] == [UNNAMED]:
+        return opened[0].documents.manifest
+    facts = [[source.name, len(source.documents), source.documents.manifest["hash"]] for source in opened]
+    return {
+        "files": [{"source": source.name} | entry for source in opened for entry in source.documents.manifest["files"]],
+        "sources": facts,
+        "documents": sum(len(source.documents) for source in opened),
+        "hash": hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest(),
+    }
+
+
+def identity(data: Mapping[str, Any], *, manifest_hash: str, tokenizer_sha256: str) -> str:
+    """Returns 32 hex digits that two runs share when, and only when, all their batches are the same by definition.
+
+    `data` is a DataConfig as a dict.
+    """
+    facts = [data[key] for key in _DEFINING] + [manifest_hash, tokenizer_sha256]
+    facts += [data["window_documents"]] if data["packing"] == "documents" else []
+    return hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()
+
+
+def encoder(data: DataConfig, tokenizer: Tokenizer) -> packing.Encode:
+    """Returns the function from a document to its tokens, which stored ids are already."""
+
+    def encode(document: str | np.ndarray) -> Iterator[np.ndarray]:
+        if isinstance(document, np.ndarray):
+            return iter((document,))
+        return packing.document_tokens(document, tokenizer=tokenizer, max_chars=data.max_document_chars)
+
+    return encode
+
+
+def windows(data: DataConfig, tokenizer: Tokenizer) -> packing.Windows:
+    """Returns how `documents` packs under a config; padding is EOS, which every vocabulary has."""
+    return packing.Windows(data.seq_len, data.window_documents, tokenizer.eos_id)
+
+
+class Definition:
+    """All sources of training, opened, and what stands in every row of every batch.
+
+    Attributes:
+      sources: see open_sources.
+      mixture: which source fills which row.
+      manifest: see joint_manifest.
+      identity: see `identity`.
+    """
+
+    def __init__(self, data: DataConfig, *, tokenizer: Tokenizer, index_folder: pathlib.Path | None = None):
+        """Opens `data.train`; the indices that reading needs are kept in `index_folder` when it is given.
+
+        Raises:
+          ValueError: see open_sources and mixture.parse_stages; fewer documents in a source than rows in a batch.
+        """
+        # the weights are compared with the names before any file is read
+        names = list(parse_sources(data.train, key="data.train"))
+        stages = parse_stages(data.weights, names=names, batch_tokens=data.batch_size * data.seq_len)
+        self.mixture = Mixture(names, stages=stages)
+        self.sources = open_sources(data, key="data.train", tokenizer=tokenizer, index_folder=index_folder)
+        self._data, self._tokenizer = data, tokenizer
+        for source in self.sources:
+            num_documents = len(source.documents)
+            if num_documents < data.batch_size:
+                where = f"data.train={data.train!r}" if source.name == UNNAMED else f"data.train: source {source.name}"
+                raise ValueError(
+                    f"{where} holds {num_documents} documents, fewer than data.batch_size={data.batch_size}; each row "
+                    f"of a batch reads documents of its own. Use at most {num_documents}."
+                )
+        self.manifest = joint_manifest(self.sources)
+        self.identity = identity(
+            dataclasses.asdict(data), manifest_hash=self.manifest["hash"], tokenizer_sha256=tokenizer.sha256
+        )
+
+    def initial_position(self, num_rows: int) -> np.ndarray:
+        """Returns int64[num_rows, 1 + 4 S]: the place of every row before the first batch."""
+        return np.zeros((num_rows, 1 + NUM_FIELDS * len(self.sources)), np.int64)
+
+    def checked_position(self, position: np.ndarray, *, num_rows: int) -> np.ndarray:
+        """Returns a copy of a position of `num_rows` rows. Raises ValueError when it can be none."""
+        position = np.array(position, np.int64)
+        shape = (num_rows, 1 + NUM_FIELDS * len(self.sources))
+        if position.shape != shape or position.min() < 0:
+            raise ValueError(
+                f"position has shape {position.shape} and lowest value {position.min(initial=0)}; it must be "
+                f"{list(shape)} of batches and {packing.POSITION_FIELDS[self._data.packing]} for each of the "
+                f"{len(self.sources)} sources, without negatives."
+            )
+        if len(set(position[:, 0].tolist())) > 1:
+            raise ValueError(f"position: its rows are of different batches, {sorted(set(position[:, 0].tolist()))}.")
+        return position
+
+    def row(self, row: int, *, position: np.ndarray) -> RowStream:
+        """Returns row `row` of every batch from a position int64[1 + 4 S] on."""
+        make = functools.partial(self._stream, row)
+        return RowStream(row, mixture=self.mixture, stream=make, position=position)
+
+    def document(self, source: int, *, row: int, epoch: int, entry: int) -> int:
+        """Returns the number, within its source, of the document that is entry `entry` of a stream in an epoch."""
+        return self.sources[source].number(epoch, row + entry * self._data.batch_size)
+
+    def num_entries(self, source: int, *, row: int) -> int:
+        """Returns how many documents of a source a stream has in each epoch."""
+        return len(range(row, len(self.sources[source].documents), self._data.batch_size))
+
+    def _stream(self, row: int, source: int, *, position: np.ndarray) -> Any:
+        data, documents = self._data, self.sources[source].documents
+        num_own = self.num_entries(source, row=row)
+        if position[1] >= num_own:
+            raise ValueError(
+                f"position of row {row} is document {position[1]}, but {len(documents)} documents in {data.batch_size} "
+                f"rows leave it {num_own}; data.train or data.batch_size is not the one it was saved with."
+            )
+
+        def read(epoch: int, entry: int) -> str | np.ndarray | None:
+            try:
+                return documents[self.document(source, row=row, epoch=epoch, entry=entry)]
+            except sources.BadRecord:
+                if data.on_bad_record == "skip":
+                    return None
+                raise
+
+        common = {"num_documents": num_own, "encode": encoder(data, self._tokenizer), "position": position}
+        if data.packing == "documents":
+            return packing.DocumentsStream(read, windows=windows(data, self._tokenizer), **common)
+        return packing.ConcatStream(read, seq_len=data.seq_len, **common)
+
+
+class RowStream:
+    """One row of every batch: takes each from the stream of the source whose turn it is.
+
+    Attributes:
+      position: int64[1 + 4 S]: where the next row begins.
+    """
+
+    def __init__(self, row: int, *, mixture: Mixture, stream: Any, position: np.ndarray):
+        self._row, self._mixture = row, mixture
+        self.position = np.array(position, np.int64)
+        # all at once, so that a position that does not fit is refused here
+        self._streams = [
+            stream(source, position=self.position[_fields(source)]) for source in range(len(mixture.names))
+        ]
+
+    def next_row(self) -> tuple[int, packing.Row]:
+        """Returns (number of its source, the next row). Raises as the streams do; the position then stays."""
+        source = self._mixture.source(self._row, batch=int(self.position[0]))
+        row = self._streams[source].next_row()
+        position = self.position.copy()  # those given out before stay as they are
+        position[0] += 1
+        position[_fields(source)] = self._streams[source].position
+        self.position = position
+        return source, row
+
+
+def _fields(source: int) -> slice:
+    return slice(1 + NUM_FIELDS * source, 1 + NUM_FIELDS * (source + 1))
+
+
+def skipped_records(position: np.ndarray) -> int:
+    """Returns the bad records passed over before a position [..., 1 + 4 S], over all its rows and sources."""
+    return int(position[..., NUM_FIELDS::NUM_FIELDS].sum())

@@ -1,0 +1,134 @@
+"""The grammar of sources and stages, and the shares that the choice of rows gives."""
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hlat_jax.data.mixture import Mixture, parse_sources, parse_stages
+
+
+def mixture_of(weights, *, batch_tokens=100):
+    names = [item.split("=")[0] for item in weights.split(";")[0].split()[0].split(",")]
+    return Mixture(names, stages=parse_stages(weights, names=names, batch_tokens=batch_tokens))
+
+
+def chosen(mixture, *, rows, batches):
+    return np.asarray([[mixture.source(row, batch=batch) for row in rows] for batch in batches])
+
+
+def test_sources_are_paths_or_names_with_paths():
+    assert parse_sources("a.jsonl, b/*.parquet", key="k") == {"all": "a.jsonl, b/*.parquet"}
+    assert parse_sources("", key="k") == {"all": ""}
+    assert parse_sources("web=a,b ; code=/c/lang=en;", key="k") == {"web": "a,b", "code": "/c/lang=en"}
+    assert parse_sources("/data/lang=en/*.jsonl", key="k") == {"all": "/data/lang=en/*.jsonl"}
+    assert parse_sources("./lang=en/a;b.txt", key="k") == {"all": "./lang=en/a;b.txt"}
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("web=a;b.jsonl", "'b.jsonl' has no name; several sources are NAME=PATHS;NAME=PATHS"),
+        ("web=a;web=b", "names 'web' twice"),
+        ("web=a;code= ", "source 'code' has no paths"),
+    ],
+)
+def test_sources_without_name_or_paths_are_refused(spec, message):
+    with pytest.raises(ValueError, match=message):
+        parse_sources(spec, key="data.train")
+
+
+def test_stages_hold_normalised_weights_until_their_step_or_tokens():
+    stages = parse_stages(
+        "a=3,b=1 until_step=10; b=0.1, a=0.2 until_tokens=1_501;a=0,b=2", names=["a", "b"], batch_tokens=100
+    )
+    assert [stage.until_step for stage in stages] == [10, 16, None]  # the batch that reaches the tokens is the last
+    assert [stage.shares for stage in stages] == [
+        (Fraction(3, 4), Fraction(1, 4)),
+        (Fraction(2, 3), Fraction(1, 3)),
+        (Fraction(0), Fraction(1)),
+    ]
+    [stage] = parse_stages("", names=["all"], batch_tokens=100)
+    assert stage.shares == (1,)
+    assert parse_stages("a=1 until_tokens=1.4e12;a=1", names=["a"], batch_tokens=1 << 22)[0].until_step == 333787
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ("", "data.weights is empty, but data.train has 2 sources; set it, as in web=1,code=1"),
+        ("web=1,cod=1", "no source 'cod'. Did you mean 'code'?"),
+        ("web=1", "no weight for code; write code=0 to leave it out"),
+        ("web=1,code=-1", "the weight -1 of 'code' is negative"),
+        ("web=1,code=much", "the weight 'much' of 'code' is not a number"),
+        ("web=1,code=nan", "the weight 'nan' of 'code' is not a number"),
+        ("web=1,code=1,web=2", "'web' has two weights"),
+        ("web=0,code=0", "all weights are 0"),
+        ("web 1", "'web 1' is not NAME=WEIGHT"),
+        ("web=1,code=1 until_step=5", "is the last and must not have"),
+        ("web=1,code=1;web=1,code=2", "is not the last and must have"),
+        ("web=1,code=1 until_step=0;web=1,code=2", "'0' is not a whole number above 0"),
+        ("web=1,code=1 until_step=x;web=1,code=2", "'x' is not a whole number above 0"),
+        ("web=1,code=1 until_step=2.5;web=1,code=2", "'2.5' is not a whole number above 0"),
+        (
+            "web=1,code=1 until_step=5;web=1,code=2 until_tokens=500;web=1,code=1",
+            "ends with step 5, but must end after",
+        ),
+        ("web=1,code=1 until_stop=5;web=1,code=2", "is not a number"),
+    ],
+)
+def test_weights_that_fit_no_source_or_do_not_grow_are_refused(weights, message):
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the message is compared below
+        parse_stages(weights, names=["web", "code"], batch_tokens=100)
+    assert message in str(caught.value)
+    assert "data.weights" in str(caught.value)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(0, 20), min_size=2, max_size=6).filter(any), st.integers(1, 16), st.integers(0, 10**9))
+def test_shares_are_within_one_percent_after_a_few_thousand_rows_from_any_batch_on(weights, num_rows, first):
+    names = [f"s{number}" for number in range(len(weights))]
+    mixture = mixture_of(",".join(f"{name}={weight}" for name, weight in zip(names, weights, strict=True)))
+    found = chosen(mixture, rows=range(num_rows), batches=range(first, first + -(-4000 // num_rows)))
+    shares = np.bincount(found.ravel(), minlength=len(weights)) / found.size
+    np.testing.assert_allclose(shares, np.asarray(weights) / sum(weights), atol=0.01)
+    assert not set(found.ravel().tolist()) & {number for number, weight in enumerate(weights) if weight == 0}
+
+
+def test_every_stream_and_every_batch_has_its_share_of_every_source():
+    mixture = mixture_of("a=5,b=3,c=2")
+    found = chosen(mixture, rows=range(64), batches=range(1000))
+    expected = np.asarray([0.5, 0.3, 0.2])
+    for axis, tolerance in ((0, 0.02), (1, 0.06)):  # a stream has 1000 rows, a batch 64
+        shares = np.stack([(found == source).mean(axis=axis) for source in range(3)], axis=-1)
+        np.testing.assert_allclose(shares, np.broadcast_to(expected, shares.shape), atol=tolerance)
+
+
+def test_a_stage_changes_the_shares_from_its_step_on_and_nothing_before():
+    before, staged = mixture_of("a=1,b=1"), mixture_of("a=1,b=1 until_step=50;a=0,b=1 until_step=60;a=1,b=0")
+    found = chosen(staged, rows=range(8), batches=range(100))
+    np.testing.assert_array_equal(found[:50], chosen(before, rows=range(8), batches=range(50)))
+    assert (found[50:60] == 1).all()
+    assert (found[60:] == 0).all()
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 2000), st.integers(0, 300))
+def test_row_counts_are_those_of_the_choices_one_by_one(row, num_batches):
+    for weights in ("a=1,b=2,c=4", "a=1,b=1,c=0", "a=1,b=2,c=0 until_step=70;a=0,b=0,c=1 until_step=130;a=1,b=1,c=1"):
+        mixture = mixture_of(weights)
+        found = [mixture.source(row, batch=batch) for batch in range(num_batches)]
+        assert mixture.row_counts(row, num_batches=num_batches).tolist() == [found.count(s) for s in range(3)]
+
+
+def test_choices_stay_those_of_this_release():
+    """The golden choice: were it to change, running jobs would lose or repeat text at an upgrade."""
+    found = chosen(mixture_of("a=1,b=1,c=2"), rows=range(6), batches=(0, 1, 2, 123456789))
+    assert found.tolist() == [
+        [0, 2, 2, 1, 0, 2],
+        [2, 1, 0, 2, 2, 1],
+        [0, 2, 2, 1, 0, 2],
+        [2, 1, 0, 2, 2, 1],
+    ]
