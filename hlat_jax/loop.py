@@ -40,12 +40,10 @@ from hlat_jax.machine import fitting_layout
 from hlat_jax.metrics import ROWS_FILE, MetricsLog, plot_loss, read_rows
 from hlat_jax.model import select_implementations
 from hlat_jax.optimizer import learning_rate
-from hlat_jax.process import StopSignals, closing_quietly, only_process
+from hlat_jax.process import INDEX_FOLDER, StopSignals, closing_quietly, only_process
 from hlat_jax.program import StepMetrics
 from hlat_jax.sharding import Layout, gather_rows, process_rows, shard_batch
 from hlat_jax.step import abstract_state, init_state, make_eval_step, make_train_step, state_bytes
-
-INDEX_FOLDER = "index"  # where the lines of JSONL files lie; may be deleted at any time
 
 
 @dataclasses.dataclass
