@@ -80,10 +80,14 @@ def text_column(schema: pyarrow.Schema, field: str, *, where: str, dictionaries:
     Raises:
       ValueError: no such column, or another type; a dictionary of text is taken where `dictionaries`.
     """
-    if field not in schema.names:
-        raise ValueError(f"{where} has no column {field!r} (data.text_field); it has {', '.join(schema.names)}.")
-    if schema.names.count(field) > 1:
-        raise ValueError(f"{where} has {schema.names.count(field)} columns {field!r} (data.text_field); leave one.")
+    try:
+        names = schema.names
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{where} is damaged: a column's name is no UTF-8 ({error}); write it again.") from None
+    if field not in names:
+        raise ValueError(f"{where} has no column {field!r} (data.text_field); it has {', '.join(names)}.")
+    if names.count(field) > 1:
+        raise ValueError(f"{where} has {names.count(field)} columns {field!r} (data.text_field); leave one.")
     kind, types = schema.field(field).type, pyarrow.types
     if dictionaries and types.is_dictionary(kind):
         kind = kind.value_type
@@ -148,10 +152,10 @@ class PartedDocuments:
         self._snapshot.check()
         try:
             column = self._cache.get((where, part, self._field), lambda: self._load(part))
+            return cell(column, place, field=self._field, where=where, row=index + 1)
         except (pyarrow.ArrowException, OSError, EOFError) as error:
             what = f"{where}, {self._part_name} {part + 1}"
             raise ValueError(f"{what}: cannot be read ({error}); write the file again.") from None
-        return cell(column, place, field=self._field, where=where, row=index + 1)
 
     def locate(self, index: int) -> str:
         """Returns the file and the row of document `index`."""

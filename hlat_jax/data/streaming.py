@@ -147,26 +147,22 @@ def _arrow(file: DataFile, field: str) -> Iterator[Item]:
         batches = (opened.get_batch(number) for number in range(opened.num_record_batches))
     else:
         batches = opened
-    yield from _cells((batch.column(column) for batch in batches), file=file, field=field)
+    yield from _cells((arrow_ipc.checked(batch.column(column)) for batch in batches), file=file, field=field)
 
 
 def _cells(parts: Iterator[Any], *, file: DataFile, field: str) -> Iterator[Item]:
     row = 0
-    while True:
-        try:
-            part = next(parts, None)
-            if part is None:
-                return
-            part.validate()
-        except (OSError, EOFError, pyarrow.ArrowException) as error:
-            raise ValueError(f"{file}, after row {row}: cannot be read ({error}); write it again.") from None
-        for index in range(len(part)):
-            row += 1
-            try:
-                text = columns.cell(part, index, field=field, where=file.where, row=row)
-            except records.BadRecord as error:
-                text = error
-            yield text, row
+    try:
+        for part in parts:
+            for index in range(len(part)):
+                row += 1
+                try:
+                    text = columns.cell(part, index, field=field, where=file.where, row=row)
+                except records.BadRecord as error:
+                    text = error
+                yield text, row
+    except (OSError, EOFError, pyarrow.ArrowException) as error:
+        raise ValueError(f"{file}, near row {row + 1}: cannot be read ({error}); write it again.") from None
 
 
 def _built(file: DataFile, field: str) -> Iterator[Item]:
