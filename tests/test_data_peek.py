@@ -71,7 +71,7 @@ def test_peek_prints_the_documents_and_the_text_of_every_row(config, texts, tmp_
     batches, _ = batches_before(resolved.data, 6)
     for row, (source, packed) in enumerate(batches.next_rows()):
         name = list(texts)[source]
-        assert f"\nrow {row}, source {name}, {len(packed.spans)} documents or parts" in out
+        assert f"\nrow {row}, source {name}, documents or parts: {len(packed.spans)}" in out
         for span in packed.spans:
             number = batches.definition.document(source, row=row, epoch=span.epoch, entry=span.document)
             text = texts[name][number]

@@ -91,7 +91,7 @@ def print_row(packed: packing.Row, *, row: int, source: int, definition: Definit
     opened = definition.sources[source]
     used = sum(span.stop - span.start for span in packed.spans)
     padding = f", {len(packed.tokens) - used} tokens of padding" if used < len(packed.tokens) else ""
-    print(f"\nrow {row}, source {opened.name}, {len(packed.spans)} documents or parts{padding}")
+    print(f"\nrow {row}, source {opened.name}, documents or parts: {len(packed.spans)}{padding}")
     for span in packed.spans:
         number = definition.document(source, row=row, epoch=span.epoch, entry=span.document)
         ids = packed.tokens[span.start : span.stop]
