@@ -40,12 +40,10 @@ from hlat_jax.machine import fitting_layout
 from hlat_jax.metrics import ROWS_FILE, MetricsLog, plot_loss, read_rows
 from hlat_jax.model import select_implementations
 from hlat_jax.optimizer import learning_rate
-from hlat_jax.process import StopSignals, closing_quietly, only_process
+from hlat_jax.process import INDEX_FOLDER, StopSignals, closing_quietly, only_process
 from hlat_jax.program import StepMetrics
-from hlat_jax.sharding import Layout, shard_batch
+from hlat_jax.sharding import Layout, gather_rows, process_rows, shard_batch
 from hlat_jax.step import abstract_state, init_state, make_eval_step, make_train_step, state_bytes
-
-INDEX_FOLDER = "index"  # where the lines of JSONL files lie; may be deleted at any time
 
 
 @dataclasses.dataclass
@@ -64,7 +62,7 @@ class Run:
     settings: dict[str, Any]  # what a checkpoint belongs to, see _settings
     state: Any
     step: int
-    position: np.ndarray  # of the data, after batch `step`
+    position: np.ndarray  # of the data, after batch `step`; of the rows of this process
     tokens: int
     num_nonfinite: int  # in a row, up to the last row
     pending: Pending | None = None
@@ -124,11 +122,9 @@ def _open(config: Config, workdir: pathlib.Path, layout: Layout, stack: contextl
     tokenizer = Tokenizer(config.data.tokenizer, vocab_size=config.model.vocab_size)
     stack.enter_context(only_process(workdir))
     index = workdir / INDEX_FOLDER
-    batches = TrainBatches(config.data, tokenizer=tokenizer, index_folder=index)
-    stack.enter_context(contextlib.closing(batches))
-    held_out, held_out_manifest = open_held_out(
-        config.data, tokenizer=tokenizer, num_batches=config.train.num_eval_batches, index_folder=index
-    )
+    options = {"tokenizer": tokenizer, "rows": process_rows(layout, config.data.batch_size), "index_folder": index}
+    batches = stack.enter_context(contextlib.closing(TrainBatches(config.data, **options)))
+    held_out, held_out_manifest = open_held_out(config.data, num_batches=config.train.num_eval_batches, **options)
     validation = _validation(config, layout, held_out)
     settings = _settings(config, layout, tokenizer, batches) | {"validation_manifest": held_out_manifest}
     checkpointer = stack.enter_context(closing_quietly(Checkpointer(workdir, config=config.checkpoint)))
@@ -152,9 +148,11 @@ def _open(config: Config, workdir: pathlib.Path, layout: Layout, stack: contextl
         moving = {"tokens": 0, "num_nonfinite": 0}
     else:
         step, state, position, moving = restored
+        position = position[list(batches.rows)]
         batches.set_state(position)
         print(f"resuming from step {step} of {config.train.num_steps}")
-    positions.rewind(workdir, step)
+    if jax.process_index() == 0:
+        positions.rewind(workdir, step)
     log = stack.enter_context(closing_quietly(_metrics_log(config, workdir, layout, step)))
     train_step = _compiled_step(config, layout, abstract)
     parts = (config, workdir, layout, tokenizer, batches, checkpointer, validation, train_step, log, settings)
@@ -195,8 +193,9 @@ def _loop(run: Run, stop: StopSignals) -> bool:
         _fetch(run)
         run.pending, run.position = dispatched, position
         if _due(run.step, run.config.data.position_every_steps):
-            identity = run.batches.definition.identity
-            positions.write(run.workdir, run.step, position=position, data_identity=identity)
+            whole, identity = _whole_position(run), run.batches.definition.identity
+            if jax.process_index() == 0:
+                positions.write(run.workdir, run.step, position=whole, data_identity=identity)
         run.checkpointer.check()
 
 
@@ -218,7 +217,11 @@ def _save(run: Run) -> None:
     _fetch(run)
     run.log.sync()
     metadata = run.settings | {"tokens": run.tokens, "num_nonfinite": run.num_nonfinite}
-    run.checkpointer.save(run.step, run.state, position=run.position, metadata=metadata)
+    run.checkpointer.save(run.step, run.state, position=_whole_position(run), metadata=metadata)
+
+
+def _whole_position(run: Run) -> np.ndarray:
+    return gather_rows(run.position, run.batches.rows, run.config.data.batch_size)
 
 
 def _fetch(run: Run) -> None:

@@ -42,7 +42,8 @@ class MetricsLog:
     """Takes one row per step and per validation, and passes it on to every place that shows it.
 
     Training rows have `step, loss, tokens (so far), grad_norm, param_norm, learning_rate, step_s (wall, data wait
-    included), data_wait_s, batch_hash`, and get `tokens_per_s` and, where the peak is known, `mfu_6n` and `mfu`.
+    included), data_wait_s, batch_hash`, of some data `padding_share` and `skipped_records (so far)`, and get
+    `tokens_per_s` and, where the peak is known, `mfu_6n` and `mfu`.
     """
 
     def __init__(
@@ -185,11 +186,12 @@ def train_line(row: dict[str, Any], interval: Interval, num_steps: int) -> str:
 
 
 def eval_line(row: dict[str, Any]) -> str:
-    """Returns the line of one validation."""
+    """Returns the line of one validation, with the loss of every named source behind that of all."""
     step = f"{row['step']}".rjust(_COLUMNS[0][1])
+    sources = [f"; {key.partition('/')[2]} {value:.4f}" for key, value in row.items() if key.startswith("eval_loss/")]
     return (
         f"{step}  validation: loss {row['eval_loss']:.4f}, perplexity {row['perplexity']:.5g}, "
-        f"{row['bits_per_byte']:.4f} bits per byte ({row['eval_tokens']:,} tokens)"
+        f"{row['bits_per_byte']:.4f} bits per byte ({row['eval_tokens']:,} tokens){''.join(sources)}"
     )
 
 

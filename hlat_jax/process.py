@@ -13,6 +13,9 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+INDEX_FOLDER = "index"  # of the run folder: where the lines of JSONL files lie; may be deleted at any time
+_LOCK_FILE = ".lock"
+
 
 @contextlib.contextmanager
 def only_process(workdir: pathlib.Path) -> Iterator[None]:
@@ -23,7 +26,7 @@ def only_process(workdir: pathlib.Path) -> Iterator[None]:
     is_new = not workdir.exists()
     try:
         workdir.mkdir(parents=True, exist_ok=True)
-        lock = open(workdir / ".lock", "w")  # noqa: SIM115 - held until the run ends
+        lock = open(workdir / _LOCK_FILE, "w")  # noqa: SIM115 - held until the run ends
     except OSError as error:
         raise ValueError(f"cannot write to {workdir}: {error.strerror}; give another folder with --workdir.") from None
     with lock:
@@ -34,7 +37,7 @@ def only_process(workdir: pathlib.Path) -> Iterator[None]:
         try:
             yield
         except ValueError:
-            if is_new and {path.name for path in workdir.iterdir()} <= {".lock", "index"}:
+            if is_new and {path.name for path in workdir.iterdir()} <= {_LOCK_FILE, INDEX_FOLDER}:
                 shutil.rmtree(workdir)
             raise
 

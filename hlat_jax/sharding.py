@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -130,6 +131,29 @@ def shard_batch(batch: Batch, layout: Layout) -> Batch:
     """Returns the global batch on devices from this process's rows (NumPy, [B / num_processes, T])."""
     sharding = layout.rows()
     return jax.tree.map(lambda rows: jax.make_array_from_process_local_data(sharding, rows), batch)
+
+
+def process_rows(layout: Layout, num_rows: int) -> list[int]:
+    """Returns the rows of a batch of `num_rows` that this process must bring, in order; `shard_batch` takes them."""
+    places = layout.rows().addressable_devices_indices_map((num_rows,)).values()
+    return sorted({row for (rows,) in places for row in range(*rows.indices(num_rows))})
+
+
+def gather_rows(values: np.ndarray, rows: Sequence[int], num_rows: int) -> np.ndarray:
+    """Returns int64[num_rows, n] of all processes from the int64[len(rows), n] of each, whose rows are `rows`.
+
+    Every process calls it at the same point, with as many rows as the others.
+    """
+    if jax.process_count() == 1:
+        return values
+    # halves of 32 bits: JAX would cut 64
+    halves = np.ascontiguousarray(values, np.int64).view(np.uint32)
+    everywhere = multihost_utils.process_allgather((np.asarray(rows, np.int32), halves))
+    whole = np.zeros((num_rows, values.shape[1]), np.int64)
+    whole[np.asarray(everywhere[0]).reshape(-1)] = (
+        np.ascontiguousarray(everywhere[1]).view(np.int64).reshape(-1, values.shape[1])
+    )
+    return whole
 
 
 def _spec(axes: Sequence[str], rules: dict[str, Any]) -> P:

@@ -62,7 +62,8 @@ def write_built(folder, documents, *, kind="text", num_shards=2, ids_in_record=1
         shards.append({"name": path.name, "documents": len(shard), "bytes": 0, "tokens": num_tokens})
     manifest = {"format": 1, "kind": kind, "documents": len(documents), "bytes": 0, "content_hash": "00"}
     manifest |= {"tokens": sum(s["tokens"] for s in shards) if kind == "tokens" else None}
-    manifest |= dict.fromkeys(("tokenizer_sha256", "vocab_size", "eos_id", "max_document_chars"))
+    manifest |= dict.fromkeys(("tokenizer_sha256", "eos_id", "max_document_chars"))
+    manifest |= {"vocab_size": 1 << 16 if kind == "tokens" else None}
     sources = [{"name": "one.txt", "documents": 1}, {"name": "rest.jsonl", "documents": len(documents) - 1}]
     (folder / "manifest.json").write_text(json.dumps(manifest | {"sources": sources, "shards": shards} | facts))
     return folder

@@ -178,6 +178,7 @@ TWO_SOURCES = {
     "data.validation": "",
     "data.weights": "a=1,b=1",
 }
+SHORT_DOCUMENTS = {"data.train": "FOLDER/two.jsonl", "data.validation": ""}
 DIVERGING = {"optimizer.peak_lr": 1e30, "optimizer.warmup_steps": 1, "train.num_steps": 7}
 FIELDS = {
     "model.vocab_size": Row(4096, program),
@@ -226,9 +227,9 @@ FIELDS = {
     "data.tokenizer": Row("FOLDER/other.model", batches),
     "data.batch_size": Row(16, batches),
     "data.seq_len": Row(16, batches),
-    "data.packing": Row("documents", batches),
+    "data.packing": Row("documents", batches, given=SHORT_DOCUMENTS),
     "data.weights": Row("a=1,b=9", batches, given=TWO_SOURCES),
-    "data.window_documents": Row(2, batches, given={"data.packing": "documents"}),
+    "data.window_documents": Row(1, batches, given=SHORT_DOCUMENTS | {"data.packing": "documents"}),
     "data.on_bad_record": Row("skip", run, "rows", {"data.train": "FOLDER/bad.jsonl"}),
     "data.position_every_steps": Row(2, run, "files"),
     "data.max_document_chars": Row(100, batches),

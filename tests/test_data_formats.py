@@ -1,5 +1,6 @@
 """Arrow, Parquet's cache, built datasets and URLs: the same documents as from JSONL, and what is wrong by name."""
 
+import re
 import threading
 
 import fsspec
@@ -217,8 +218,8 @@ def test_incomplete_or_damaged_dataset_is_refused_by_name(tmp_path):
     path = folder / "manifest.json"
     path.write_text(path.read_text().replace('"format": 1', '"format": 2'))
     assert "this hlat_jax reads format 1" in error_of(folder)
-    path.write_text(path.read_text().replace('"format": 2', '"format": 1').replace('"vocab_size": null, ', ""))
-    assert "lacks vocab_size" in error_of(folder)
+    path.write_text(path.read_text().replace('"format": 2', '"format": 1').replace('"eos_id": null, ', ""))
+    assert "lacks eos_id" in error_of(folder)
 
     folder = fresh("ids", kind="tokens")
     index = folder / "shard-00000-of-00002.index.npz"
@@ -230,6 +231,25 @@ def test_incomplete_or_damaged_dataset_is_refused_by_name(tmp_path):
     assert f"{index} cannot be read" in error_of(folder)
     index.unlink()
     assert f"{index} cannot be read" in error_of(folder)
+
+
+@pytest.mark.parametrize("kind", ["text", "tokens"])
+def test_manifest_without_one_of_its_names_or_counts_is_refused(tmp_path, kind):
+    path = write_built(tmp_path / "x", IDS if kind == "tokens" else TEXTS, kind=kind) / "manifest.json"
+    whole = path.read_text()
+    for before, after in (
+        ("documents", "d"),
+        ('"documents": 7', '"documents": -7'),
+        ('"documents": 4', '"documents": null'),
+        ('"name": "one.txt"', '"name": 1'),
+        ('"name": "shard', '"name": "../shard'),
+        ('"documents": 4', '"documents": 5'),
+    ):
+        assert before in whole
+        path.write_text(whole.replace(before, after))
+        assert re.search(
+            "lacks documents|names or counts|is missing; restore|counts of documents differ", error_of(tmp_path)
+        )
 
 
 def test_shard_with_damaged_bytes_is_named_and_never_passed_over(tmp_path):

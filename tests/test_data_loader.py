@@ -373,7 +373,7 @@ def test_bits_per_byte_counts_the_bytes_of_the_counted_targets(tmp_path):
 
 
 def test_batches_of_one_source_stay_those_of_the_first_release():
-    """Golden hashes of tiny's batches, recorded before there were mixtures: a running job must notice no upgrade."""
+    """Golden hashes of tiny's batches, recorded before there were mixtures and windows."""
     data = DataConfig(train="package:austen_train.jsonl", tokenizer="package:austen_2k.model", batch_size=4)
     hashes = [loader.batch_hash(batch, rows=range(4)) for batch, _ in take(data, 3)]
     assert hashes == [

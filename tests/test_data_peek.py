@@ -1,11 +1,13 @@
 """What peek shows is what a step trains on, wherever it begins; and a run of several sources, packed and skipped."""
 
 import dataclasses
+import io
 import json
 
 import jax
 import numpy as np
 import pytest
+import sentencepiece
 from data_files import write_built
 from micro import exact, rows, saved_steps, write_config
 
@@ -69,7 +71,7 @@ def test_peek_prints_the_documents_and_the_text_of_every_row(config, texts, tmp_
     batches, _ = batches_before(resolved.data, 6)
     for row, (source, packed) in enumerate(batches.next_rows()):
         name = list(texts)[source]
-        assert f"\nrow {row}, source {name}, {len(packed.spans)} documents or parts" in out
+        assert f"\nrow {row}, source {name}, documents or parts: {len(packed.spans)}" in out
         for span in packed.spans:
             number = batches.definition.document(source, row=row, epoch=span.epoch, entry=span.document)
             text = texts[name][number]
@@ -86,12 +88,19 @@ def test_peek_prints_the_documents_and_the_text_of_every_row(config, texts, tmp_
     batches.close()
 
 
-def test_text_within_a_document_keeps_its_first_space():
-    ids = np.asarray([*TOKENIZER.encode("one two three"), 2, *TOKENIZER.encode("four"), 2])
-    for start in range(4):
-        begun = TOKENIZER.decode(ids[:start])
-        inside = peek.text_of(ids[start:], tokenizer=TOKENIZER, begins=start == 0)
-        assert begun + inside == "one two three</s>four</s>"
+def test_text_within_a_document_keeps_its_first_space_and_its_bytes(tmp_path):
+    model = io.BytesIO()  # with a space before each text, as Llama's has, which decoding takes away
+    sentences = ["one two three four five six seven"] * 20
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(sentences), model_writer=model, vocab_size=275, byte_fallback=True, minloglevel=2
+    )
+    (tmp_path / "prefix.model").write_bytes(model.getvalue())
+    for tokenizer in (TOKENIZER, Tokenizer(str(tmp_path / "prefix.model"))):
+        ids = np.asarray([*tokenizer.encode("one two three é"), 2, *tokenizer.encode("four"), 2])
+        for start in range(len(tokenizer.encode("one two three"))):
+            begun = tokenizer.decode(ids[:start])
+            inside = peek.text_of(ids[start:], tokenizer=tokenizer, begins=start == 0)
+            assert begun + inside == "one two three é</s>four</s>"
 
 
 @pytest.mark.parametrize("kind", ["concat", "documents"])
@@ -99,11 +108,14 @@ def test_peek_begins_at_the_nearest_position_and_shows_the_same(config, tmp_path
     config.data.packing = kind
     resolved = config_lib.resolve(config)
     expected = shown(resolved, tmp_path / "none", capsys, step=9)[1].split("\n", 2)[2]
-    for step in (3, 5, 8):
+    for step in (9, 3, 5, 8):
         batches, position = batches_before(resolved.data, step + 1)
         positions.write(tmp_path, step, position=position, data_identity=batches.definition.identity)
         batches.close()
         _, out = shown(resolved, tmp_path, capsys, step=9)
+        if step == 9:  # where the batch asked for ends
+            assert "position: the beginning" in out
+            continue
         told, rest = out.split("\n", 2)[1:]
         left = 8 - step
         assert told == f"position: after step {step} ({tmp_path}/positions/{step}.npz), replaying {left} batches"

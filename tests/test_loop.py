@@ -68,12 +68,18 @@ def test_a_bad_record_is_named_and_the_steps_before_it_are_saved(micro, train, t
     assert done[-1] > 1
 
 
-@pytest.mark.parametrize("text", [" ", "\n"])
-def test_held_out_text_that_gives_nothing_to_predict_is_refused(micro, train, tmp_path, text):
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", r"data.validation=.*held_out.jsonl': all 1 documents are empty; look at data.text_field"),
+        ("\n", r"held_out.jsonl' holds no text to predict; give more, or ''"),
+    ],
+)
+def test_held_out_text_that_gives_nothing_to_predict_is_refused(micro, train, tmp_path, text, message):
     held_out = tmp_path / "held_out.jsonl"
     held_out.write_text(json.dumps({"text": text}) + "\n")
     micro.data.validation = str(held_out)
-    with pytest.raises(ValueError, match=r"held_out.jsonl' holds no text to predict; give more, or ''"):
+    with pytest.raises(ValueError, match=message):
         train(micro)
 
 

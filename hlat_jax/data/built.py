@@ -71,7 +71,23 @@ def read_manifest(folder: str | os.PathLike) -> BuiltManifest:
             f"{path} is of format {facts['format']}, kind {facts['kind']!r}; this hlat_jax reads format {FORMAT}, "
             "text or tokens. Build the dataset again, or use the release that wrote it."
         )
+    kinds = {"text": {"documents": int}, "tokens": {"documents": int, "tokens": int, "vocab_size": int}}[facts["kind"]]
+    per_shard = {"name": str} | {key: kinds[key] for key in kinds if key != "vocab_size"}
+    if not (
+        _has(facts, kinds)
+        and all(isinstance(facts[key], list) for key in ("shards", "sources"))
+        and all(_has(shard, per_shard) for shard in facts["shards"])
+        and all(_has(source, {"name": str, "documents": int}) for source in facts["sources"])
+    ):
+        raise ValueError(f"{path} is damaged: names or counts are missing; build the dataset again.")
     return BuiltManifest(**{name: facts[name] for name in names})
+
+
+def _has(facts: Any, kinds: dict[str, type]) -> bool:
+    """Returns whether `facts` is a dict that holds these kinds of values, and no negative number among them."""
+    if not isinstance(facts, dict) or not all(isinstance(facts.get(key), kind) for key, kind in kinds.items()):
+        return False
+    return all(facts[key] >= 0 for key, kind in kinds.items() if kind is int)
 
 
 class _Shards:
@@ -213,7 +229,7 @@ class BuiltTokens:
         where = f"{self.snapshots[shard].file}, record {record + 1}"
         block = self._shards.read(shard, record)
         tokens = block_tokens(block, number - int(first[record]), num_documents=int(end - first[record]), where=where)
-        if self.manifest.vocab_size is not None and len(tokens) and tokens.max() >= self.manifest.vocab_size:
+        if len(tokens) and tokens.max() >= self.manifest.vocab_size:
             raise ValueError(
                 f"{where}: holds id {tokens.max()}, and the vocabulary has {self.manifest.vocab_size}; build the "
                 "dataset again."
@@ -237,7 +253,7 @@ class BuiltTokens:
         try:
             with np.load(path, allow_pickle=False) as arrays:
                 return arrays[name]
-        except (ValueError, KeyError, OSError, zipfile.BadZipFile, zlib.error) as error:
+        except (ValueError, KeyError, OSError, EOFError, NotImplementedError, zipfile.BadZipFile, zlib.error) as error:
             raise ValueError(f"{path} cannot be read ({error}); build the dataset again.") from None
 
 

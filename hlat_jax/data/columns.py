@@ -181,20 +181,29 @@ def parquet_documents(snapshot: Snapshot, *, field: str, cache: ColumnCache) -> 
       ValueError: not a complete Parquet file, no such column of text, or a row group over MAX_PART_BYTES.
     """
     where = snapshot.file.where
-    with open_parquet(snapshot.file) as file:
-        metadata, schema = file.metadata, file.schema_arrow
-    text_column(schema, field, where=where, dictionaries=True)
-    rows = []
-    for group in (metadata.row_group(number) for number in range(metadata.num_row_groups)):
-        chunks = [group.column(number) for number in range(group.num_columns)]
-        num_bytes = sum(chunk.total_uncompressed_size for chunk in chunks if chunk.path_in_schema == field)
+    try:
+        with open_parquet(snapshot.file) as file:
+            metadata, schema = file.metadata, file.schema_arrow
+        text_column(schema, field, where=where, dictionaries=True)
+        groups = [_group_facts(metadata.row_group(number), field) for number in range(metadata.num_row_groups)]
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{where} is not a complete Parquet file ({error}); write it again.") from None
+    for number, (num_rows, num_bytes) in enumerate(groups, start=1):
+        if num_rows < 0:
+            raise ValueError(f"{where}, row group {number}: {num_rows} rows; write the file again.")
         if num_bytes > MAX_PART_BYTES:
-            raise too_large(snapshot.file, f"row group {len(rows) + 1}", num_bytes=num_bytes, limit=MAX_PART_BYTES)
-        rows.append(group.num_rows)
+            raise too_large(snapshot.file, f"row group {number}", num_bytes=num_bytes, limit=MAX_PART_BYTES)
 
     def load(part: int) -> tuple[Any, int]:
         with open_parquet(snapshot.file) as file:
             column = file.read_row_group(part, columns=[field], use_threads=False).column(0)
         return column, column.nbytes
 
+    rows = [num_rows for num_rows, _ in groups]
     return PartedDocuments(snapshot, rows=rows, load=load, cache=cache, field=field, part_name="row group")
+
+
+def _group_facts(group: Any, field: str) -> tuple[int, int]:
+    """Returns the rows of a row group and the decoded bytes of its column `field`."""
+    chunks = [group.column(number) for number in range(group.num_columns)]
+    return group.num_rows, sum(chunk.total_uncompressed_size for chunk in chunks if chunk.path_in_schema == field)

@@ -19,6 +19,7 @@ from hlat_jax.data.loader import TrainBatches, batch_hash, batch_of
 from hlat_jax.data.streams import Definition
 from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.metrics import ROWS_FILE, read_rows
+from hlat_jax.process import INDEX_FOLDER
 
 
 def main(argv: Sequence[str]) -> int:
@@ -42,7 +43,8 @@ def peek(config: config_lib.Config, workdir: pathlib.Path, *, step: int, row: in
     data = config.data
     tokenizer = Tokenizer(data.tokenizer, vocab_size=config.model.vocab_size)
     rows = list(range(data.batch_size)) if row is None else [row]
-    batches = TrainBatches(data, tokenizer=tokenizer, rows=rows)
+    index = workdir / INDEX_FOLDER
+    batches = TrainBatches(data, tokenizer=tokenizer, rows=rows, index_folder=index if index.is_dir() else None)
     try:
         print(f"step {step} of {config.name}: {data.batch_size} rows of {data.seq_len} tokens, packing {data.packing}")
         replayed = _go_to(batches, workdir, step=step, data=data)
@@ -72,11 +74,11 @@ def _go_to(batches: TrainBatches, workdir: pathlib.Path, *, step: int, data: con
         return 0
     kept = positions.nearest(workdir, before, data_identity=definition.identity)
     if kept is None:
-        print(f"position: the beginning (none is kept in {workdir}), replaying {_batches(before)}")
+        print(f"position: the beginning (none is kept in {workdir}), replaying {_batches(before)}", flush=True)
         return before
     at, position, path = kept
     batches.set_state(position[list(batches.rows)])
-    print(f"position: after step {at} ({path}), replaying {_batches(before - at)}")
+    print(f"position: after step {at} ({path}), replaying {_batches(before - at)}", flush=True)
     return before - at
 
 
@@ -89,7 +91,7 @@ def print_row(packed: packing.Row, *, row: int, source: int, definition: Definit
     opened = definition.sources[source]
     used = sum(span.stop - span.start for span in packed.spans)
     padding = f", {len(packed.tokens) - used} tokens of padding" if used < len(packed.tokens) else ""
-    print(f"\nrow {row}, source {opened.name}, {len(packed.spans)} documents or parts{padding}")
+    print(f"\nrow {row}, source {opened.name}, documents or parts: {len(packed.spans)}{padding}")
     for span in packed.spans:
         number = definition.document(source, row=row, epoch=span.epoch, entry=span.document)
         ids = packed.tokens[span.start : span.stop]
