@@ -133,6 +133,7 @@ def test_file_named_twice_is_refused(tmp_path):
         (b'{"text": 7}', "'text' is int, not text"),
         (b'["text"]', "not a JSON object"),
         (b'{"text": "\xff"}', "invalid UTF-8"),
+        (b"[" * 100_000, "JSON nested too deeply"),
         (b'{"text": "\\ud83d"}', "invalid UTF-8"),
     ],
 )

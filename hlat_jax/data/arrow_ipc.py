@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow
 import pyarrow.ipc
 
-from hlat_jax.data.columns import MAX_PART_BYTES, ColumnCache, PartedDocuments, text_column, too_large
+from hlat_jax.data.columns import MAX_PART_BYTES, ColumnCache, PartedDocuments, TextColumn, text_column, too_large
 from hlat_jax.data.files import DataFile, Snapshot
 
 MAX_COMPRESSED_BYTES = 64 << 20  # what a compressed batch unpacks to is not known before
@@ -57,50 +57,12 @@ def arrow_documents(snapshot: Snapshot, *, field: str, cache: ColumnCache) -> Pa
                 raw = mapped.read_buffer().slice(start, num_bytes)  # stays mapped without a descriptor
         else:
             raw = pyarrow.py_buffer(snapshot.read(start, num_bytes))
-        texts = pyarrow.ipc.read_record_batch(pyarrow.ipc.read_message(raw), schema).column(column)
-        texts = checked(texts)
-        if len(texts) != batches[part]["rows"]:
-            raise ValueError(f"{file}, record batch {part + 1}: its counts of rows differ; write the file again.")
+        batch = pyarrow.ipc.read_record_batch(pyarrow.ipc.read_message(raw), schema)
+        texts = TextColumn(batch.column(column))
         return texts, _MAPPED_PART_BYTES if is_mapped else max(texts.nbytes, num_bytes)
 
     rows = batches["rows"]
     return PartedDocuments(snapshot, rows=rows, load=load, cache=cache, field=field, part_name="record batch")
-
-
-class _CheckedTexts:
-    """Strings of a batch; damaged offsets raise, where pyarrow would end the process."""
-
-    def __init__(self, texts: pyarrow.Array):
-        _, offsets, values = texts.buffers()
-        width = np.int64 if pyarrow.types.is_large_string(texts.type) else np.int32
-        self._offsets = np.zeros(1, width)
-        if len(texts):  # an empty array may come without any
-            whole = np.frombuffer(offsets, width, count=texts.offset + len(texts) + 1)
-            self._offsets = whole[texts.offset :]
-        self._texts, self._num_bytes = texts, 0 if values is None else values.size
-        self.nbytes = texts.nbytes
-
-    def __len__(self) -> int:
-        return len(self._texts)
-
-    def __getitem__(self, index: int) -> pyarrow.Scalar:
-        start, end = int(self._offsets[index]), int(self._offsets[index + 1])
-        if not 0 <= start <= end <= self._num_bytes:
-            raise pyarrow.ArrowInvalid(f"text {index + 1} of its batch lies at {start} to {end} of {self._num_bytes}")
-        return self._texts[index]
-
-
-def checked(texts: pyarrow.Array) -> Any:
-    """Returns an array of text that can be indexed whatever its bytes are.
-
-    Raises:
-      pyarrow.ArrowException: the array contradicts itself.
-    """
-    texts.validate()
-    if pyarrow.types.is_string(texts.type) or pyarrow.types.is_large_string(texts.type):
-        return _CheckedTexts(texts)
-    texts.validate(full=True)  # views and dictionaries: all of them, for they have no offsets to look at one by one
-    return texts
 
 
 def _index(snapshot: Snapshot) -> tuple[pyarrow.Schema, np.ndarray]:

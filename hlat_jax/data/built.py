@@ -29,6 +29,7 @@ from hlat_jax.data.files import MANIFEST_NAME, SHARD_SUFFIX, DataFile, Snapshot
 
 FORMAT = 1
 _MAX_OPEN_SHARDS = 128
+_LARGE_RECORD_BYTES = 16 << 20
 # without read-ahead a read of one record reads that record; a pool of threads for one record costs more than it gives
 _READER_OPTIONS = "readahead_buffer_size:0,max_parallelism:0"
 
@@ -131,9 +132,13 @@ class _Shards:
         snapshot = self.snapshots[shard]
         snapshot.check()
         try:
-            return self._reader(shard).read([record])[0]
+            raw = self._reader(shard).read([record])[0]
         except (RuntimeError, IndexError) as error:
             raise ValueError(f"{snapshot.file}, record {record + 1}: {error}; build the dataset again.") from None
+        if len(raw) > _LARGE_RECORD_BYTES:
+            with self._lock:
+                self._readers.pop(shard, None)  # it keeps the record that it unpacked last
+        return raw
 
     def check_records(self, counts: Iterable[int]) -> None:
         """Raises ValueError unless the shards hold these numbers of records; one that is cut off holds none."""

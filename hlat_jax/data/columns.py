@@ -21,6 +21,7 @@ from hlat_jax.data.files import DataFile, Snapshot
 
 CACHE_BYTES = 256 << 20
 MAX_PART_BYTES = 256 << 20
+LARGE_BYTES = 32 << 20
 
 
 class ColumnCache:
@@ -96,14 +97,74 @@ def text_column(schema: pyarrow.Schema, field: str, *, where: str, dictionaries:
     return schema.get_field_index(field)
 
 
-def cell(column: Any, index: int, *, field: str, where: str, row: int) -> str:
+class _Strings:
+    """An array of strings; what lies outside it raises, where pyarrow would end the process."""
+
+    def __init__(self, texts: pyarrow.Array):
+        texts.validate()
+        _, offsets, self._values = texts.buffers()
+        width = np.int64 if pyarrow.types.is_large_string(texts.type) else np.int32
+        self._offsets = np.zeros(1, width)
+        if len(texts):  # an empty array may come without any
+            whole = np.frombuffer(offsets, width, count=texts.offset + len(texts) + 1)
+            self._offsets = whole[texts.offset :]
+        self._texts, self._has_nulls = texts, texts.null_count > 0
+        self._num_bytes = 0 if self._values is None else self._values.size
+
+    def __getitem__(self, index: int) -> str | None:
+        if self._has_nulls and self._texts.slice(index, 1).null_count:
+            return None
+        start, end = int(self._offsets[index]), int(self._offsets[index + 1])
+        if not 0 <= start <= end <= self._num_bytes:
+            raise pyarrow.ArrowInvalid(f"a text lies at bytes {start} to {end} of {self._num_bytes}")
+        # pyarrow's scalar would copy the bytes, and a document may be long
+        return str(self._values.slice(start, end - start), "utf-8") if end > start else ""
+
+
+class _Values:
+    """An array of views or dictionary codes, which are looked at all at once, for they have no offsets."""
+
+    def __init__(self, texts: pyarrow.Array):
+        texts.validate(full=True)
+        self._texts = texts
+
+    def __getitem__(self, index: int) -> str | None:
+        return self._texts[index].as_py()
+
+
+class TextColumn:
+    """str or None by row from an Arrow column of text, whatever its bytes are.
+
+    Attributes:
+      nbytes: bytes of the column.
+
+    Raises:
+      pyarrow.ArrowException: the column contradicts itself; from an index, a text outside it.
+    """
+
+    def __init__(self, column: pyarrow.Array | pyarrow.ChunkedArray):
+        chunks = column.chunks if isinstance(column, pyarrow.ChunkedArray) else [column]
+        plain = pyarrow.types.is_string(column.type) or pyarrow.types.is_large_string(column.type)
+        self._chunks = [_Strings(chunk) if plain else _Values(chunk) for chunk in chunks]
+        self._starts = np.cumsum([0] + [len(chunk) for chunk in chunks])
+        self.nbytes = column.nbytes
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def __getitem__(self, index: int) -> str | None:
+        chunk = int(np.searchsorted(self._starts, index, side="right")) - 1
+        return self._chunks[chunk][index - int(self._starts[chunk])]
+
+
+def cell(column: TextColumn, index: int, *, field: str, where: str, row: int) -> str:
     """Returns one text of a column.
 
     Raises:
       BadRecord: null, or no UTF-8.
     """
     try:
-        text = column[index].as_py()
+        text = column[index]
     except UnicodeDecodeError as error:
         reason = f"{field!r} is invalid UTF-8: {error.reason} at byte {error.start}."
         raise records.bad_record(where, row, reason) from None
@@ -196,7 +257,9 @@ def parquet_documents(snapshot: Snapshot, *, field: str, cache: ColumnCache) -> 
 
     def load(part: int) -> tuple[Any, int]:
         with open_parquet(snapshot.file) as file:
-            column = file.read_row_group(part, columns=[field], use_threads=False).column(0)
+            column = TextColumn(file.read_row_group(part, columns=[field], use_threads=False).column(0))
+        if column.nbytes > LARGE_BYTES:
+            pyarrow.default_memory_pool().release_unused()  # what decoding took beside the result
         return column, column.nbytes
 
     rows = [num_rows for num_rows, _ in groups]

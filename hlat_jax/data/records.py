@@ -41,7 +41,7 @@ def checked_text(text: Any, *, field: str, where: str, row: int) -> str:
     raise bad_record(where, row, f"{field!r} is {kind}.")
 
 
-def utf8_text(raw: bytes, *, where: str, row: int | None) -> str:
+def utf8_text(raw: bytes | bytearray, *, where: str, row: int | None) -> str:
     """Returns the text of a record that is nothing but text.
 
     Raises:
@@ -54,7 +54,7 @@ def utf8_text(raw: bytes, *, where: str, row: int | None) -> str:
         raise bad_record(where, row, reason) from None
 
 
-def json_text(line: bytes, *, field: str, where: str, row: int) -> str:
+def json_text(line: bytes | bytearray, *, field: str, where: str, row: int) -> str:
     """Returns the text under the key `field` of one line of JSON.
 
     Raises:

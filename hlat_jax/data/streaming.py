@@ -72,42 +72,43 @@ def _opened(file: DataFile) -> Iterator[BinaryIO]:
         raise ValueError(f"{file} cannot be read to its end ({error}); restore it.") from None
 
 
-def _lines(stream: BinaryIO) -> Iterator[list[bytes] | None]:
-    """Yields each line without its end, as parts to be joined; None for one over the limit."""
-    parts: list[bytes] | None = []
+def _lines(stream: BinaryIO) -> Iterator[list[bytes | bytearray] | None]:
+    """Yields each line without its end, alone in a list; None for one over the limit.
+
+    Who takes the line out of its list is the only one to hold it, so that a long one is not kept while it is decoded.
+    """
+    line: bytes | bytearray | None = b""
     num_bytes = 0
     while chunk := stream.read(_CHUNK_BYTES):
-        pieces = chunk.split(b"\n")
-        for number, piece in enumerate(pieces):
+        for number, piece in enumerate(chunk.split(b"\n")):
             if number:  # a line ended before this piece
-                yield parts
-                parts, num_bytes = [], 0
+                holder, line, num_bytes = None if line is None else [line], b"", 0
+                yield holder
             num_bytes += len(piece)
             if num_bytes > records.MAX_RECORD_BYTES:
-                parts = None
+                line = None
+            elif num_bytes == len(piece):
+                line = piece
             else:
-                parts.append(piece)
+                line = line if isinstance(line, bytearray) else bytearray(line)
+                line += piece  # grows in place
     if num_bytes:
-        yield parts
-
-
-def _joined(parts: list[bytes]) -> bytes:
-    """Returns the parts in one and empties the list, so that a long line is there once."""
-    line = b"".join(parts)
-    parts.clear()
-    return line
+        holder, line = None if line is None else [line], None
+        yield holder
 
 
 def _jsonl(file: DataFile, field: str) -> Iterator[Item]:
     where = file.where
     with _opened(file) as stream:
-        for row, parts in enumerate(_lines(stream), start=1):
-            if parts is None:
+        for row, holder in enumerate(_lines(stream), start=1):
+            if holder is None:
                 reason = f"more than {records.MAX_RECORD_BYTES} bytes in one line; is it a JSON array?"
                 yield records.bad_record(where, row, reason), row
-            elif any(part.strip(BLANK_BYTES) for part in parts):
+            elif not holder[0][:1].strip(BLANK_BYTES) and not holder[0].strip(BLANK_BYTES):
+                continue
+            else:
                 try:
-                    text = records.json_text(_joined(parts), field=field, where=where, row=row)
+                    text = records.json_text(holder.pop(), field=field, where=where, row=row)
                 except records.BadRecord as error:
                     text = error
                 yield text, row
@@ -116,19 +117,19 @@ def _jsonl(file: DataFile, field: str) -> Iterator[Item]:
 
 def _text(file: DataFile, field: str) -> Iterator[Item]:
     del field  # a file of plain text has none
+    raw = bytearray()
     with _opened(file) as stream:
-        parts, num_bytes = [], 0
-        while (chunk := stream.read(_CHUNK_BYTES)) and num_bytes <= records.MAX_RECORD_BYTES:
-            parts.append(chunk)
-            num_bytes += len(chunk)
-    if num_bytes > records.MAX_RECORD_BYTES:
+        while len(raw) <= records.MAX_RECORD_BYTES and (chunk := stream.read(_CHUNK_BYTES)):
+            raw += chunk
+    if len(raw) > records.MAX_RECORD_BYTES:
         reason = f"more than {records.MAX_RECORD_BYTES} bytes in one document; split it."
         yield records.bad_record(file.where, None, reason), None
         return
     try:
-        text = records.utf8_text(_joined(parts), where=file.where, row=None)
+        text = records.utf8_text(raw, where=file.where, row=None)
     except records.BadRecord as error:
         text = error
+    del raw
     yield text, None
 
 
@@ -137,7 +138,7 @@ def _parquet(file: DataFile, field: str) -> Iterator[Item]:
     with columns.open_parquet(file, pre_buffer=False, buffer_size=_CHUNK_BYTES) as opened:
         columns.text_column(opened.schema_arrow, field, where=file.where, dictionaries=True)
         batches = opened.iter_batches(batch_size=_ROWS_AT_ONCE, columns=[field], use_threads=False)
-        yield from _cells((batch.column(0) for batch in batches), file=file, field=field)
+        yield from _cells((columns.TextColumn(batch.column(0)) for batch in batches), file=file, field=field)
 
 
 def _arrow(file: DataFile, field: str) -> Iterator[Item]:
@@ -147,7 +148,7 @@ def _arrow(file: DataFile, field: str) -> Iterator[Item]:
         batches = (opened.get_batch(number) for number in range(opened.num_record_batches))
     else:
         batches = opened
-    yield from _cells((arrow_ipc.checked(batch.column(column)) for batch in batches), file=file, field=field)
+    yield from _cells((columns.TextColumn(batch.column(column)) for batch in batches), file=file, field=field)
 
 
 def _cells(parts: Iterator[Any], *, file: DataFile, field: str) -> Iterator[Item]:

@@ -1,0 +1,89 @@
+"""Files behind URLs: the same documents and the same manifest as of local ones, and what is missing by name."""
+
+import fsspec
+import pytest
+from data_files import write_arrow, write_jsonl, write_parquet
+
+from hlat_jax.data import sources
+
+TEXTS = ["first", "zweiter Text: äöü 漢字 😀", "line one\nline two\r\n", "", "x" * 3000, "last", "seventh"]
+
+
+def open_all(spec, **options):
+    documents, manifest = sources.open_documents(str(spec), text_field="text", key="data.train", **options)
+    assert manifest["documents"] == len(documents)
+    return documents
+
+
+def read_all(spec, **options):
+    documents = open_all(spec, **options)
+    return [documents[index] for index in range(len(documents))]
+
+
+def error_of(spec, **options):
+    with pytest.raises(ValueError, match=r".") as caught:
+        read_all(spec, **options)
+    return str(caught.value)
+
+
+@pytest.fixture
+def memory():
+    """fsspec's file system in memory, empty."""
+    filesystem = fsspec.filesystem("memory")
+    filesystem.store.clear()
+    yield filesystem
+    filesystem.store.clear()
+
+
+def copied(memory, folder):
+    for path in folder.iterdir():
+        memory.pipe(f"/bucket/in/{path.name}", path.read_bytes())
+
+
+def test_urls_give_the_documents_and_the_hash_of_local_files(tmp_path, memory):
+    local = tmp_path / "in"
+    local.mkdir()
+    write_jsonl(local / "a.jsonl", TEXTS)
+    write_parquet(local / "b.parquet", TEXTS)
+    write_arrow(local / "c.arrow", TEXTS)
+    write_arrow(local / "d.arrow", TEXTS, is_file=True, compression="zstd")
+    (local / "e.txt").write_text("plain")
+    (local / ".hidden.txt").write_text("no")
+    (local / "figure.png").write_bytes(b"x")
+    copied(memory, local)
+    expected, manifest = sources.open_documents(str(local), text_field="text", key="data.train")
+    expected = [expected[index] for index in range(len(expected))]
+    assert expected == [*TEXTS * 4, "plain"]
+    for spec in ("memory://bucket/in", "memory://bucket/in/", f"file://{local}", f"local://{local}"):
+        documents, remote = sources.open_documents(spec, text_field="text", key="data.train")
+        assert [documents[index] for index in range(len(documents))] == expected
+        assert remote == manifest
+    assert read_all("memory://bucket/in/*.jsonl,memory://bucket/in/e.txt") == [*TEXTS, "plain"]
+    for _ in range(2):
+        assert read_all("memory://bucket/in/a.jsonl", index_folder=tmp_path / "index") == TEXTS
+    corpus = sources.open_corpus("memory://bucket/in", text_field="text", key="k")
+    assert corpus.locate(8) == "memory:///bucket/in/b.parquet, row 2"
+
+
+def test_url_that_cannot_be_read_says_what_is_missing(memory):
+    assert "s3fs" in error_of("s3://bucket/a.jsonl")
+    assert "Protocol not known: nowhere" in error_of("nowhere://bucket/a.jsonl")
+    assert "memory://bucket/none.jsonl holds or matches no files" in error_of("memory://bucket/none.jsonl")
+    assert "holds or matches no files" in error_of("memory://bucket/*.jsonl")
+    memory.pipe("/bucket/a.array_record", b"x")
+    assert "ArrayRecord is read from local disks only" in error_of("memory://bucket/a.array_record")
+    memory.pipe("/bucket/b.jsonl.gz", b"x")
+    assert "build memory:///bucket/b.jsonl.gz --out b" in error_of("memory://bucket/b.jsonl.gz")
+
+
+def test_remote_file_that_shrinks_is_noticed_by_a_short_read(memory):
+    memory.pipe("/bucket/a.jsonl", b'{"text": "one"}\n{"text": "two"}\n')
+    documents = open_all("memory://bucket/a.jsonl")
+    memory.pipe("/bucket/a.jsonl", b'{"text": "one"}\n')
+    with pytest.raises(ValueError, match=r"memory:///bucket/a.jsonl ends 15 bytes before byte 31"):
+        documents[1]
+
+
+def test_remote_file_named_twice_is_refused(memory):
+    memory.pipe("/bucket/a.jsonl", b'{"text": "one"}\n')
+    assert "twice" in error_of("memory://bucket/a.jsonl,memory://bucket/*.jsonl")
