@@ -17,9 +17,10 @@ import pathlib
 import secrets
 import sys
 import time
-from typing import IO, Any
+from typing import Any
 
 from hlat_jax.config import MetricsConfig
+from hlat_jax.durable import sync_folder, to_disk, write_whole
 
 ROWS_FILE, DISCARDED_FILE = "metrics.jsonl", "metrics.discarded.jsonl"
 # Without a terminal, `console=auto` prints about this many lines over a run.
@@ -109,7 +110,7 @@ class MetricsLog:
 
     def sync(self) -> None:
         """Returns when every row so far is on the disk."""
-        _to_disk(self._file)
+        to_disk(self._file)
 
     def close(self) -> None:
         """Syncs and closes; a second call does nothing."""
@@ -227,16 +228,16 @@ def rewind(path: str | os.PathLike, step: int) -> dict[str, Any] | None:
                 continue
             new.write(line)
             last = row if "loss" in row else last
-        _to_disk(new)
+        to_disk(new)
     if not discarded:
         kept_path.unlink()
         return last
     aside = path.with_name(DISCARDED_FILE)
     before, chunk = aside.read_bytes() if aside.exists() else b"", b"".join(discarded)
     if not before.endswith(chunk):
-        _replace(aside, before + chunk)
+        write_whole(aside, before + chunk)
     os.replace(kept_path, path)
-    _sync_folder(path.parent)
+    sync_folder(path.parent)
     return last
 
 
@@ -373,23 +374,3 @@ def _row(line: bytes) -> dict[str, Any] | None:
         if isinstance(row, dict) and isinstance(row.get("step"), int):
             return row
     return None
-
-
-def _replace(path: pathlib.Path, content: bytes) -> None:
-    temporary = path.with_name(f"{path.name}.new")
-    with open(temporary, "wb") as file:
-        file.write(content)
-        _to_disk(file)
-    os.replace(temporary, path)
-    _sync_folder(path.parent)
-
-
-def _to_disk(file: IO) -> None:
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def _sync_folder(folder: pathlib.Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)

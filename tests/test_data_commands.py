@@ -345,13 +345,6 @@ def test_short_work_prints_no_progress_where_no_terminal_is():
     assert stream.getvalue() == ""
 
 
-@pytest.mark.parametrize(
-    ("seconds", "words"), [(0.4, "0 s"), (59.4, "59 s"), (61, "1 min 01 s"), (3600 * 27 + 125, "27 h 02 min")]
-)
-def test_duration_reads_in_its_two_largest_units(seconds, words):
-    assert progress.duration(seconds) == words
-
-
 @pytest.mark.parametrize(("num_bytes", "words"), [(999, "999 bytes"), (1_500, "1.5 kB"), (7.25e12, "7.2 TB")])
 def test_size_reads_in_decimal_units(num_bytes, words):
     assert progress.size(num_bytes) == words

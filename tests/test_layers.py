@@ -16,6 +16,7 @@ LAYERS = {
     "config": 0,
     "batch": 0,
     "cost": 0,
+    "durable": 0,
     "sharding": 1,
     "precision": 1,
     "stack": 1,

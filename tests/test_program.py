@@ -1,6 +1,7 @@
 """The program builder and our step: accumulation, masking, precision, donation, layouts, what Neuron cannot take."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +10,9 @@ import optax
 import pytest
 
 from hlat_jax import cost
+from hlat_jax.batch import abstract_batch
 from hlat_jax.config import ParallelConfig, resolve
-from hlat_jax.optimizer import learning_rate
+from hlat_jax.optimizer import global_norm, learning_rate
 from hlat_jax.precision import POLICIES
 from hlat_jax.program import ProgramOptions, training_program
 from hlat_jax.sharding import make_layout, resolve_degrees, shard_batch
@@ -157,6 +159,31 @@ def test_z_loss_enters_training_but_not_evaluation(small, one_device, make_batch
     assert make_eval_step(config, one_device)(params, batch)[0] == make_eval_step(plain, one_device)(params, batch)[0]
 
 
+@pytest.mark.parametrize("shape", [(3,), (1 << 20,), (1031, 2053), (7, 300, 4, 257)])
+def test_norm_in_blocks_is_the_norm_to_the_last_digits(shape):
+    x = np.random.default_rng(0).normal(size=shape).astype(np.float32) + 1
+    tree = {"a": jnp.asarray(x), "b": jnp.full((5,), 2.0, jnp.bfloat16)}
+    exact = np.sqrt(np.sum(np.square(x, dtype=np.float64)) + 20)
+    # a block of 2**20 is summed as a tree: a few roundings of 6e-8
+    assert float(jax.jit(functools.partial(global_norm, in_blocks=True))(tree)) == pytest.approx(exact, rel=3e-7)
+    assert float(jax.jit(global_norm)(tree)) == pytest.approx(exact, rel=1e-4)
+
+
+def test_norm_in_blocks_is_for_one_cpu_device_and_changes_no_program_for_others(small, one_device):
+    assert one_device.platform == "cpu"
+    small.model.vocab_size = 1 << 16  # more elements than a block holds
+    config = resolve(small)
+    layout = make_layout(ParallelConfig(), jax.devices())
+
+    def num_loops(layout):
+        rate = jax.ShapeDtypeStruct((), np.float32)
+        batch = abstract_batch(config.data.batch_size, config.data.seq_len)
+        lowered = make_train_step(config, layout).lower(abstract_state(config, layout), batch, rate)
+        return lowered.as_text().count("stablehlo.while")
+
+    assert num_loops(one_device) == num_loops(layout) + 4  # embedding and head, gradients and weights
+
+
 def test_builder_trains_a_foreign_model_with_a_foreign_optimizer():
     def loss(params, batch):
         error = batch["x"] @ params["w"] - batch["y"]
@@ -246,8 +273,6 @@ def test_step_lowered_for_neuron_holds_nothing_it_cannot_take(small, one_device,
 
 
 def lowered_for_neuron(config, layout):
-    from hlat_jax.batch import abstract_batch
-
     rate = jax.ShapeDtypeStruct((), np.float32)
     batch = abstract_batch(config.data.batch_size, config.data.seq_len)
     traced = make_train_step(config, layout).trace(abstract_state(config, layout), batch, rate)

@@ -23,10 +23,13 @@ from typing import Any, TextIO
 
 from hlat_jax.data import build_task, inputs, shards
 from hlat_jax.data.build_task import Options, Task
-from hlat_jax.data.files import MANIFEST_NAME
-from hlat_jax.data.progress import Progress, duration, size
+from hlat_jax.data.built import index_path
+from hlat_jax.data.files import MANIFEST_NAME, SHARD_SUFFIX
+from hlat_jax.data.progress import Progress, size
 from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.data.workers import COUNTS, Shared, run_in_worker, start_worker
+from hlat_jax.durable import sync_folder
+from hlat_jax.metrics import duration
 
 FORMAT = 1
 
@@ -148,7 +151,7 @@ def _unfinished(out: pathlib.Path, plan: dict[str, Any]) -> Iterator[pathlib.Pat
             shards.write_whole(folder / _PLAN, json.dumps(plan).encode())
         before = json.loads((folder / _PLAN).read_bytes())
         differs = [key for key in plan if plan[key] != before.get(key)]
-        if differs and not any(folder.glob(f"*{shards.SUFFIX}")):
+        if differs and not any(folder.glob(f"*{SHARD_SUFFIX}")):
             shards.write_whole(folder / _PLAN, json.dumps(plan).encode())  # nothing of it is worth keeping
         elif differs:
             raise ValueError(
@@ -235,7 +238,7 @@ def _manifest(
     filled = [shard for shard in facts if shard["documents"]]
     kept = ("documents", "bytes", "tokens", "file_bytes", "blake2b")
     listed = [
-        {"name": f"shard-{number:05d}-of-{len(filled):05d}{shards.SUFFIX}"} | {key: shard[key] for key in kept}
+        {"name": f"shard-{number:05d}-of-{len(filled):05d}{SHARD_SUFFIX}"} | {key: shard[key] for key in kept}
         for number, shard in enumerate(filled)
     ]
     if tokenizer is None:
@@ -268,14 +271,14 @@ def _put_in_place(out: pathlib.Path, folder: pathlib.Path) -> dict[str, Any]:
     """Renames the shards into DIR and the manifest last, going on where a kill left off; returns the manifest."""
     for old, new in json.loads((folder / _RENAMES).read_bytes()):
         for source, target in (
-            (shards.index_path(folder / old), shards.index_path(out / new)),
+            (index_path(folder / old), index_path(out / new)),
             (folder / old, out / new),
         ):
             if source.exists():
                 os.replace(source, target)
-    shards.sync_folder(out)
+    sync_folder(out)
     os.replace(folder / MANIFEST_NAME, out / MANIFEST_NAME)
-    shards.sync_folder(out)
+    sync_folder(out)
     shutil.rmtree(folder)
     return json.loads((out / MANIFEST_NAME).read_bytes())
 

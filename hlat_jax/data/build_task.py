@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hlat_jax.data import inputs, shards
+from hlat_jax.data.files import SHARD_SUFFIX
 from hlat_jax.data.records import BadRecord
 from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.data.workers import COUNTS, Shared, Stopped
@@ -55,7 +56,7 @@ class Task:
 
     def shard_path(self, folder: pathlib.Path, shard: int) -> pathlib.Path:
         """Returns where one shard lies while the build goes on."""
-        return folder / f"task-{self.number:05d}.{shard:04d}{shards.SUFFIX}"
+        return folder / f"task-{self.number:05d}.{shard:04d}{SHARD_SUFFIX}"
 
 
 def run(task: Task, *, folder: pathlib.Path, options: Options, shared: Shared) -> list[dict[str, Any]]:

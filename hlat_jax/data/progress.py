@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable
 from typing import TextIO
 
+from hlat_jax.metrics import duration
+
 _BAR_CHARS = 24
 _REDRAW_S = 0.2
 _LINE_S = 30.0
@@ -56,15 +58,6 @@ def _remaining(share: float, passed_s: float) -> str:
         return ""
     left_s = passed_s * (1 - share) / share
     return f"{duration(left_s)} left"
-
-
-def duration(seconds: float) -> str:
-    """Returns a duration in the two largest of h, min and s."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    minutes, rest = divmod(whole, 60)
-    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
 
 
 def size(num_bytes: float) -> str:

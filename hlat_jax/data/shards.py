@@ -18,9 +18,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from array_record.python import array_record_module
 
+from hlat_jax import durable
 from hlat_jax.data import packing
+from hlat_jax.data.built import index_path
 
-SUFFIX = ".array_record"
 RECORD_IDS = 32_768
 TEXT_OPTIONS = "group_size:1,zstd"
 TOKENS_OPTIONS = "group_size:1,uncompressed"
@@ -101,35 +102,16 @@ def file_hash(path: pathlib.Path) -> str:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
-def sync_folder(folder: pathlib.Path) -> None:
-    """Makes renames in a folder survive a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
-
-
 def write_whole(path: pathlib.Path, content: bytes) -> None:
     """Writes a small file so that it is there whole or not at all.
 
     Raises:
       OSError: see disk_error.
     """
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
-        with partial.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-        sync_folder(path.parent)
+        durable.write_whole(path, content)
     except OSError as error:
-        partial.unlink(missing_ok=True)
         raise disk_error(path, error) from None
-
-
-def index_path(path: pathlib.Path) -> pathlib.Path:
-    """Returns where the index of a shard of token ids lies: beside it."""
-    return path.with_name(f"{path.name.removesuffix(SUFFIX)}.index.npz")
 
 
 def is_intact(path: pathlib.Path, facts: dict[str, Any]) -> bool:
@@ -192,7 +174,7 @@ class ShardWriter:
             facts = {"file_bytes": self._partial.stat().st_size, "blake2b": file_hash(self._partial)}
             facts["index_blake2b"] = None if self._dtype is None else self._write_index()
             os.replace(self._partial, self.path)
-            sync_folder(self.path.parent)
+            durable.sync_folder(self.path.parent)
         except (OSError, RuntimeError) as error:
             self.discard()
             raise disk_error(self.path, error) from None
