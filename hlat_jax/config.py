@@ -42,7 +42,7 @@ class ModelConfig:
     init_std: float = _key(0.02, "Standard deviation of initial weights.")
     depth_scaled_init: bool = _key(True, "Output projections start at init_std / sqrt(2 * num_layers).")
     layer_loop: str = _key("scan", "How the equal layers run.", choices=("scan", "unroll"))
-    remat: str = _key("none", "Recompute in the backward pass: none, full, selective (HLAT) or names:A,B (saved).")
+    remat: str = _key("auto", "Recompute in backward: auto, none, full, selective (HLAT), products, or save names:A,B.")
     attention: str = _key("auto", "Attention implementation.", choices=("auto", "einsum", "blocked"))
     cross_entropy: str = _key("auto", "Loss from hidden states.", choices=("auto", "dense", "chunked"))
 
@@ -302,8 +302,9 @@ def check_model(m: ModelConfig) -> None:
             f"model.rope_high_freq_factor={m.rope_high_freq_factor} must exceed "
             f"model.rope_low_freq_factor={m.rope_low_freq_factor}."
         )
-    if m.remat not in ("none", "full", "selective") and not m.remat.startswith("names:"):
-        raise ValueError(f"model.remat={m.remat!r} must be none, full, selective or names:A,B,...")
+    choices = ("auto", "none", "full", "selective", "products")
+    if m.remat not in choices and not m.remat.startswith("names:"):
+        raise ValueError(f"model.remat={m.remat!r} must be {', '.join(choices)} or names:A,B,...")
 
 
 def _check_parallel(c: Config) -> None:

@@ -314,7 +314,7 @@ def _settings(config: Config, layout: Layout, tokenizer: Tokenizer, batches: Tra
     model = select_implementations(config.model, layout.platform)
     return {
         "config": config.to_dict(),
-        "implementations": {"attention": model.attention, "cross_entropy": model.cross_entropy},
+        "implementations": {key: getattr(model, key) for key in ("attention", "cross_entropy", "remat")},
         "tokenizer_sha256": tokenizer.sha256,
         "manifest": batches.manifest,
     }

@@ -26,6 +26,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+from hlat_jax import stack
 from hlat_jax.config import ModelConfig, check_model
 from hlat_jax.ops import attention as attention_op
 from hlat_jax.ops import cross_entropy as cross_entropy_op
@@ -33,7 +34,6 @@ from hlat_jax.ops.linear import linear, materialized
 from hlat_jax.ops.norm import rms_norm
 from hlat_jax.ops.rope import Llama3Scaling, apply_rope, rope_frequencies, rope_tables
 from hlat_jax.ops.swiglu import swiglu
-from hlat_jax.stack import run_layers
 
 Constrain = Callable[..., jax.Array]
 
@@ -214,7 +214,7 @@ class Decoder(nnx.Module):
 
         x_BTD = self.embed[...].at[tokens_BT].get(mode="clip")
         x_BTD = constrain(x_BTD, "batch", "seq", "embed")
-        x_BTD = run_layers(layer, stacked, x_BTD, loop=cfg.layer_loop, remat=cfg.remat)
+        x_BTD = stack.run_layers(layer, stacked, x_BTD, loop=cfg.layer_loop, remat=cfg.remat)
         return materialized(self.final_norm(x_BTD))
 
 
@@ -224,6 +224,7 @@ def select_implementations(cfg: ModelConfig, platform: str) -> ModelConfig:
         cfg,
         attention=attention_op.select(cfg.attention, platform),
         cross_entropy=cross_entropy_op.select(cfg.cross_entropy, platform),
+        remat=stack.select(cfg.remat, platform),
     )
 
 

@@ -16,6 +16,18 @@ from jax.ad_checkpoint import checkpoint_policies
 # are those that a decoder layer gives. Source: arXiv 2404.10630 III-D and its published modeling code.
 SELECTIVE_SAVED = ("attn_norm", "q", "k", "v", "attn_out", "residual", "mlp_norm", "gate", "up")
 
+# The results of products, and what attention makes of them; norms, activations and core attention are made again. On
+# cpu that costs less than the fresh memory that they would fill.
+PRODUCTS_SAVED = ("q", "k", "v", "attn_out", "residual", "gate", "up")
+_SAVED = {"selective": SELECTIVE_SAVED, "products": PRODUCTS_SAVED}
+
+
+def select(remat: str, platform: str) -> str:
+    """Returns the remat choice that a configured one stands for: `auto` is products on cpu, none elsewhere."""
+    if remat != "auto":
+        return remat
+    return "products" if platform == "cpu" else "none"
+
 
 def run_layers(
     layer: Callable[[Any, jax.Array], jax.Array], stacked: Any, x: jax.Array, *, loop: str, remat: str
@@ -40,11 +52,12 @@ def run_layers(
 
 
 def rematerialized(layer: Callable, remat: str, *, prevent_cse: bool) -> Callable:
-    """Returns the layer with the backward pass of a remat choice: none, full, selective or names:A,B (what is saved).
+    """Returns the layer with the backward pass of a remat choice.
 
     Args:
       layer: function of one layer.
-      remat: the choice.
+      remat: what is saved: everything (none), the layer's input alone (full), `SELECTIVE_SAVED` (selective),
+        `PRODUCTS_SAVED` (products), or the named values (names:A,B).
       prevent_cse: keep the compiler from merging the recomputation with the forward pass. Needed outside a loop.
 
     Raises:
@@ -54,15 +67,15 @@ def rematerialized(layer: Callable, remat: str, *, prevent_cse: bool) -> Callabl
         return layer
     if remat == "full":
         return jax.checkpoint(layer, prevent_cse=prevent_cse)
-    if remat == "selective":
-        saved = SELECTIVE_SAVED
+    if remat in _SAVED:
+        saved = _SAVED[remat]
     elif remat.startswith("names:"):
         saved = tuple(name.strip() for name in remat.removeprefix("names:").split(",") if name.strip())
         unknown = set(saved) - set(SELECTIVE_SAVED)
         if unknown:
             raise ValueError(f"model.remat names {sorted(unknown)}; layers name {', '.join(SELECTIVE_SAVED)}.")
     else:
-        raise ValueError(f"model.remat={remat!r} must be none, full, selective or names:A,B,...")
+        raise ValueError(f"model.remat={remat!r} must be none, full, selective, products or names:A,B,...")
     policy = checkpoint_policies.save_only_these_names(*saved)
     return jax.checkpoint(layer, policy=policy, prevent_cse=prevent_cse)
 

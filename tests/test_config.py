@@ -201,7 +201,7 @@ FIELDS = {
     "model.init_std": Row(0.03, weights),
     "model.depth_scaled_init": Row(False, weights),
     "model.layer_loop": Row("unroll", program),
-    "model.remat": Row("full", program),
+    "model.remat": Row("full", program, given={"model.remat": "none"}),
     "model.attention": Row("einsum", program, given={"model.attention": "blocked"}),
     "model.cross_entropy": Row("chunked", program, given=LONG_ROWS | {"model.cross_entropy": "dense"}),
     "parallel.pipe": Row(2, placement),

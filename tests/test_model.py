@@ -76,7 +76,7 @@ def test_initial_weights_have_the_depth_scaled_deviation():
 CHOICES = [
     {"layer_loop": loop, "remat": remat}
     for loop in ("scan", "unroll")
-    for remat in ("none", "full", "selective", "names:gate,q")
+    for remat in ("none", "full", "selective", "products", "names:gate,q")
 ]
 
 
@@ -210,7 +210,7 @@ def test_foreign_code_trains_the_model_with_nnx_idioms():
         ({"num_kv_heads": 3}, r"num_kv_heads=3 must divide model.num_heads=4; use one of \[1, 2, 4\]"),
         ({"head_dim": 7}, "head_dim=7 must be even"),
         ({"remat": "names:nothing"}, "names .*nothing.*; layers name"),
-        ({"remat": "ful"}, "must be none, full, selective"),
+        ({"remat": "ful"}, "must be auto, none, full, selective"),
         ({"attention": "flash"}, "attention='flash' is not one of"),
         ({"rope_scaling": "Llama3"}, "rope_scaling='Llama3' is not one of none, llama3. Did you mean 'llama3'"),
         ({"layer_loop": "scna"}, "Did you mean 'scan'"),

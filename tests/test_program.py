@@ -253,7 +253,7 @@ def test_degrees_that_do_not_fit_the_devices_are_refused():
 
 
 NEURON_CASES = [
-    {"attention": "einsum", "cross_entropy": "dense"},  # what `auto` stands for there
+    {"attention": "einsum", "cross_entropy": "dense", "remat": "none"},  # what `auto` stands for there
     {"attention": "einsum", "cross_entropy": "dense", "remat": "selective"},
     {"attention": "blocked", "cross_entropy": "chunked", "remat": "full"},
     {"attention": "einsum", "cross_entropy": "dense", "layer_loop": "unroll"},
