@@ -52,7 +52,7 @@ def _sum_of_squares(x: jax.Array) -> jax.Array:
 def _blockwise_sum_of_squares(x: jax.Array) -> jax.Array:
     flat = x.reshape(-1)
     num_blocks = flat.size // _NORM_BLOCK
-    if not num_blocks:
+    if not num_blocks or flat.size >= 2**31:  # int32 counts the blocks' starts
         return _sum_of_squares(flat)
 
     def add(total, start):

@@ -32,7 +32,7 @@ class StepMetrics:
       num_tokens: float32, counted tokens; exact below 2**24.
       grad_norm: float32, L2 norm of the mean gradient before clipping.
       param_norm: float32, L2 norm of the weights before the update.
-      finite: bool; False: loss or gradient was not finite and the update was masked.
+      finite: bool; False: loss, gradient or weights were not finite and the update was masked.
     """
 
     loss: jax.Array
