@@ -6,7 +6,7 @@ import os
 import pyarrow
 import pyarrow.parquet
 import pytest
-from data_files import write_jsonl, write_parquet
+from data_files import write_built, write_jsonl, write_parquet
 
 from hlat_jax.data import sources
 
@@ -59,6 +59,31 @@ def test_spec_takes_files_folders_and_globs_in_the_order_written(tmp_path):
     (tmp_path / "d" / "figure.png").write_bytes(b"x")
     read = read_all(f"{tmp_path}/z.jsonl, {tmp_path}/d,{tmp_path}/g*.jsonl")
     assert read == ["z.jsonl", "d/a.jsonl", "d/b.jsonl", "d/sub/0.jsonl", "g1.jsonl", "g2.jsonl"]
+
+
+def test_glob_searches_the_folders_it_matches(tmp_path):
+    for name in ("c/0.jsonl", "c/en/a.jsonl", "c/en/deep/b.jsonl", "c/z/.no.jsonl"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        write_jsonl(tmp_path / name, [name])
+    write_built(tmp_path / "c" / "built", ["one", "two"])
+    expected = ["c/0.jsonl", "one", "two", "c/en/a.jsonl", "c/en/deep/b.jsonl"]
+    for pattern in ("c/*", "c/**/*"):
+        assert read_all(f"{tmp_path}/{pattern}") == expected
+    assert "matches no file" in error_of(f"{tmp_path}/c/z*")
+
+
+def test_folder_that_cannot_be_listed_is_named(tmp_path, monkeypatch):
+    (tmp_path / "d" / "closed").mkdir(parents=True)
+    write_jsonl(tmp_path / "d" / "a.jsonl", ["a"])
+    scan = os.scandir
+
+    def closed(path):  # root may read everything
+        if str(path).endswith("closed"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", closed)
+    assert f"the folder {tmp_path}/d/closed cannot be listed: Permission denied" in error_of(tmp_path / "d")
 
 
 def test_package_text_is_found_and_its_split_is_disjoint():
