@@ -241,9 +241,9 @@ def asset_path(name: str) -> pathlib.Path:
 def resolve_files(spec: str, *, key: str, allow_compressed: bool = False) -> list[DataFile]:
     """Returns the files that `spec` names, in order: as written, and by name within a folder or glob.
 
-    `key` is the config path, for messages. A folder is searched recursively for known suffixes; hidden names are
-    passed over, and a dataset that `build` wrote is one entry; so is a folder that a glob matches. The order depends on
-    names below the folder, not on where it lies. `allow_compressed` takes .gz and .zst too, for readers that go through a file in order.
+    `key` is the config path, for messages. A folder, named or matched by a glob, is searched recursively for known
+    suffixes; hidden names are passed over, and a dataset that `build` wrote is one entry. The order depends on names
+    below the folder, not on where it lies. `allow_compressed` takes .gz and .zst too, for readers that go through a file in order.
 
     Raises:
       ValueError: an empty spec, nothing found, a compressed file, an unknown suffix, a file named twice, or a folder
