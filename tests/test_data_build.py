@@ -132,8 +132,8 @@ def test_training_reads_what_was_built(tmp_path):
     build(tmp_path / "texts", path, shard_bytes=500)
     build(tmp_path / "ids", path, shard_bytes=500, tokenizer=AUSTEN)
     options = {"text_field": "text", "key": "data.train", "tokenizer_sha256": tokenizer.sha256}
-    texts, _ = sources.open_documents(str(tmp_path / "texts"), **options)
-    ids, _ = sources.open_documents(str(tmp_path / "ids"), **options)
+    texts = sources.open_corpus(str(tmp_path / "texts"), **options)
+    ids = sources.open_corpus(str(tmp_path / "ids"), **options)
     assert [texts[index] for index in range(len(texts))] == TEXTS
     for index, text in enumerate(TEXTS):
         want = np.concatenate(list(packing.document_tokens(text, tokenizer=tokenizer, max_chars=500_000)))

@@ -11,7 +11,8 @@ TEXTS = ["first", "zweiter Text: äöü 漢字 😀", "line one\nline two\r\n", 
 
 
 def open_all(spec, **options):
-    documents, manifest = sources.open_documents(str(spec), text_field="text", key="data.train", **options)
+    documents = sources.open_corpus(str(spec), text_field="text", key="data.train", **options)
+    manifest = documents.manifest
     assert manifest["documents"] == len(documents)
     return documents
 
@@ -52,11 +53,13 @@ def test_urls_give_the_documents_and_the_hash_of_local_files(tmp_path, memory):
     (local / ".hidden.txt").write_text("no")
     (local / "figure.png").write_bytes(b"x")
     copied(memory, local)
-    expected, manifest = sources.open_documents(str(local), text_field="text", key="data.train")
+    expected = sources.open_corpus(str(local), text_field="text", key="data.train")
+    manifest = expected.manifest
     expected = [expected[index] for index in range(len(expected))]
     assert expected == [*TEXTS * 4, "plain"]
     for spec in ("memory://bucket/in", "memory://bucket/in/", f"file://{local}", f"local://{local}"):
-        documents, remote = sources.open_documents(spec, text_field="text", key="data.train")
+        documents = sources.open_corpus(spec, text_field="text", key="data.train")
+        remote = documents.manifest
         assert [documents[index] for index in range(len(documents))] == expected
         assert remote == manifest
     assert read_all("memory://bucket/in/*.jsonl,memory://bucket/in/e.txt") == [*TEXTS, "plain"]

@@ -243,7 +243,8 @@ def resolve_files(spec: str, *, key: str, allow_compressed: bool = False) -> lis
 
     `key` is the config path, for messages. A folder, named or matched by a glob, is searched recursively for known
     suffixes; hidden names are passed over, and a dataset that `build` wrote is one entry. The order depends on names
-    below the folder, not on where it lies. `allow_compressed` takes .gz and .zst too, for readers that go through a file in order.
+    below the folder, not on where it lies. `allow_compressed` takes .gz and .zst too, for readers that go through a
+    file in order.
 
     Raises:
       ValueError: an empty spec, nothing found, a compressed file, an unknown suffix, a file named twice, or a folder
@@ -357,7 +358,8 @@ def _remote_part(part: str, *, key: str) -> list[DataFile]:
         return DataFile(filesystem.unstrip_protocol(name), filesystem=filesystem)
 
     def below(folder: str) -> list[str]:
-        names = [(name, name.removeprefix(folder.rstrip("/")).lstrip("/").split("/")) for name in filesystem.find(folder)]
+        prefix = folder.rstrip("/")
+        names = [(name, name.removeprefix(prefix).lstrip("/").split("/")) for name in filesystem.find(folder)]
         return sorted(name for name, parts in names if not _is_hidden(parts) and _is_data(parts[-1]))
 
     def matched() -> list[str]:
