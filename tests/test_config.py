@@ -28,7 +28,8 @@ from hlat_jax import loop
 from hlat_jax.batch import abstract_batch
 from hlat_jax.data import packing
 from hlat_jax.data.held_out import open_held_out
-from hlat_jax.data.loader import TrainBatches, open_tokenizer
+from hlat_jax.data.loader import TrainBatches
+from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.machine import fitting_layout
 from hlat_jax.optimizer import learning_rate
 from hlat_jax.sharding import make_layout
@@ -88,7 +89,7 @@ def rates(c, _):
 def batches(c, _):
     """The first training batches and all validation batches."""
     data = config_lib.resolve(c).data
-    tokenizer = open_tokenizer(data)
+    tokenizer = Tokenizer(data.tokenizer)
     loader = TrainBatches(data, tokenizer=tokenizer)
     held_out, _ = open_held_out(data, tokenizer=tokenizer, num_batches=2)
     found = [next(loader)[0] for _ in range(4)] + [batch for source in held_out.values() for batch in source.batches]
@@ -100,7 +101,7 @@ def threads(c, _):
     """The number of threads that read ahead."""
     data = config_lib.resolve(c).data
     before = set(threading.enumerate())
-    loader = TrainBatches(data, tokenizer=open_tokenizer(data))
+    loader = TrainBatches(data, tokenizer=Tokenizer(data.tokenizer))
     next(loader)
     found = [t for t in threading.enumerate() if t not in before and t.name.startswith("hlat-data")]
     loader.close()
@@ -117,7 +118,7 @@ def rows_ahead(c, _):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(packing.ConcatStream, "next_row", counted)
-        loader = TrainBatches(data, tokenizer=open_tokenizer(data))
+        loader = TrainBatches(data, tokenizer=Tokenizer(data.tokenizer))
         settled = -1
         while settled != len(made) or not made:
             settled = len(made)

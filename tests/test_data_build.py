@@ -132,8 +132,8 @@ def test_training_reads_what_was_built(tmp_path):
     build(tmp_path / "texts", path, shard_bytes=500)
     build(tmp_path / "ids", path, shard_bytes=500, tokenizer=AUSTEN)
     options = {"text_field": "text", "key": "data.train", "tokenizer_sha256": tokenizer.sha256}
-    texts, _ = sources.open_documents(str(tmp_path / "texts"), **options)
-    ids, _ = sources.open_documents(str(tmp_path / "ids"), **options)
+    texts = sources.open_corpus(str(tmp_path / "texts"), **options)
+    ids = sources.open_corpus(str(tmp_path / "ids"), **options)
     assert [texts[index] for index in range(len(texts))] == TEXTS
     for index, text in enumerate(TEXTS):
         want = np.concatenate(list(packing.document_tokens(text, tokenizer=tokenizer, max_chars=500_000)))
@@ -336,6 +336,44 @@ def test_out_that_holds_something_else_is_refused(tmp_path, monkeypatch):
     assert ".building" in message
 
 
+def test_build_killed_before_its_manifest_is_renamed_is_not_taken_for_another(tmp_path, monkeypatch):
+    path, other = write_jsonl(tmp_path / "a.jsonl", TEXTS), write_jsonl(tmp_path / "b.jsonl", ["other"])
+    out, replace = tmp_path / "out", os.replace
+
+    def killed(source, target):
+        if pathlib.Path(target) == out / "manifest.json":
+            raise KeyboardInterrupt
+        replace(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", killed)
+        with pytest.raises(KeyboardInterrupt):
+            build(out, path)
+    message = error_of(ValueError, out, other)
+    assert "differs in inputs" in message
+    assert f"remove {out} to begin anew" in message
+    assert build(out, path).manifest["documents"] == len(TEXTS)
+
+
+def test_facts_of_other_inputs_never_count(tmp_path, monkeypatch):
+    (tmp_path / "bad.jsonl").write_text('{"text": 1}\n' * 9)
+    path, out = write_jsonl(tmp_path / "a.jsonl", TEXTS), tmp_path / "out"
+    close = build_task._OpenShard.close
+
+    def killed(shard, *, last):
+        close(shard, last=last)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(build_task._OpenShard, "close", killed)
+    with pytest.raises(KeyboardInterrupt):
+        build(out, tmp_path / "bad.jsonl", on_bad_record="skip")
+    assert [path.name for path in (out / ".building").glob("*.array_record*")] == ["task-00000.0000.array_record.json"]
+    monkeypatch.setattr(build_task._OpenShard, "close", close)
+    task = build_task.Task(0, (), "of another build")
+    assert build_task.finished_shards(task, folder=out / ".building", options=Options(on_bad_record="skip")) == []
+    assert build(out, path, on_bad_record="skip").manifest["documents"] == len(TEXTS)
+
+
 def test_two_processes_do_not_build_in_one_folder(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", TEXTS)
     with build_lib._unfinished(tmp_path / "out", {}):
@@ -409,6 +447,12 @@ def test_truncated_inputs_are_refused_and_never_skipped(tmp_path):
 def test_token_ids_are_no_input(tmp_path):
     build(tmp_path / "ids", write_jsonl(tmp_path / "a.jsonl", TEXTS), tokenizer=AUSTEN)
     assert "token ids" in error_of(ValueError, tmp_path / "out", tmp_path / "ids")
+
+
+def test_a_damaged_dataset_is_refused_by_name(tmp_path):
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "manifest.json").write_text('{"shards": [], "kind": "text"}')
+    assert f"{tmp_path}/d/manifest.json lacks format" in error_of(ValueError, tmp_path / "out", tmp_path / "d")
 
 
 class Numbers:

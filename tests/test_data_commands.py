@@ -41,7 +41,7 @@ def write_jsonl(path, texts):
 
 
 def austen_texts():
-    documents, _ = sources.open_documents(AUSTEN, text_field="text", key="data.train")
+    documents = sources.open_corpus(AUSTEN, text_field="text", key="data.train")
     return [documents[index] for index in range(len(documents))]
 
 
@@ -260,6 +260,11 @@ def test_stats_of_stored_ids_are_exact_and_read_no_text(run, tmp_path):
     run("tokenizer", AUSTEN, "--vocab_size=2048", f"--out={tmp_path}/o.model", "--sample_mb=1")
     with pytest.raises(ValueError, match="token ids of the tokenizer with"):
         stats.report(tiny(train=f"{tmp_path}/ids", tokenizer=f"{tmp_path}/o.model"), sample_bytes=1)
+
+
+def test_stats_takes_names_with_a_comma(tmp_path):
+    write_jsonl(tmp_path / "a,b.jsonl", ["some words"] * 3)
+    assert cells(stats.report(tiny(train=str(tmp_path / "*.jsonl"), validation=""), sample_bytes=0), "all")[0] == 3
 
 
 def test_stats_has_a_row_for_each_source_and_epochs_by_its_weight(tmp_path):

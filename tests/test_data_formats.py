@@ -21,7 +21,8 @@ IDS = [[5, 6, 7, 2], [2], [9] * 30 + [2], [1, 2], [3, 2], [4, 4, 4, 4, 2], [2]]
 
 
 def open_all(spec, **options):
-    documents, manifest = sources.open_documents(str(spec), text_field="text", key="data.train", **options)
+    documents = sources.open_corpus(str(spec), text_field="text", key="data.train", **options)
+    manifest = documents.manifest
     assert manifest["documents"] == len(documents)
     return documents
 
@@ -204,16 +205,18 @@ def test_dataset_of_texts_is_one_source_in_any_order(tmp_path):
 def test_dataset_of_ids_gives_each_document_and_its_length(tmp_path, width, num_shards):
     facts = {"tokenizer_sha256": "ab" * 32, "vocab_size": 10, "eos_id": 2, "max_document_chars": 100}
     folder = write_built(tmp_path / "ids", IDS, kind="tokens", width=width, num_shards=num_shards, **facts)
-    documents, manifest = sources.open_documents(str(folder), text_field="text", key="k", tokenizer_sha256="ab" * 32)
+    documents = sources.open_corpus(str(folder), text_field="text", key="k", tokenizer_sha256="ab" * 32)
+    manifest = documents.manifest
     for index in (3, 0, 6, 2, 1, 5, 4):
         assert documents[index].dtype == np.int32
         assert documents[index].tolist() == IDS[index]
     assert manifest["files"][0].items() >= (facts | {"kind": "tokens", "tokens": 46}).items()
-    lengths = sources.document_lengths(str(folder), text_field="text", key="k")
+    lengths = documents.token_lengths()
     assert lengths.dtype == np.int64
     assert lengths.tolist() == [len(ids) for ids in IDS]
     write_jsonl(tmp_path / "a.jsonl", ["x"])
-    assert sources.document_lengths(f"{folder},{tmp_path}/a.jsonl", text_field="text", key="k") is None
+    mixed = sources.open_corpus(f"{folder},{tmp_path}/a.jsonl", text_field="text", key="k")
+    assert mixed.token_lengths() is None
 
 
 def test_ids_of_another_tokenizer_or_vocabulary_are_refused(tmp_path):

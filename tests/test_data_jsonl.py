@@ -12,7 +12,7 @@ from hlat_jax.data.files import DataFile, Snapshot
 
 
 def read_all(path, folder=None):
-    documents, _ = sources.open_documents(str(path), text_field="text", key="data.train", index_folder=folder)
+    documents = sources.open_corpus(str(path), text_field="text", key="data.train", index_folder=folder)
     return [documents[index] for index in range(len(documents))]
 
 
@@ -114,7 +114,7 @@ def test_line_over_the_limit_is_a_bad_record_and_is_not_read(tmp_path, monkeypat
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps({"text": "x" * 5000}) + '\n{"text": "b"}\n')
     monkeypatch.setattr(records, "MAX_RECORD_BYTES", 1000)
-    documents, _ = sources.open_documents(str(path), text_field="text", key="data.train")
+    documents = sources.open_corpus(str(path), text_field="text", key="data.train")
     with pytest.raises(sources.BadRecord, match=r"row 1: 5012 bytes in one line, more than 1000"):
         documents[0]
     assert documents[1] == "b"

@@ -362,6 +362,15 @@ def test_validation_passes_over_bad_records_only_when_asked(tmp_path):
     assert found.batches[0].tokens[0, :2].tolist() == encode("first text")[:2]
 
 
+@pytest.mark.parametrize("kind", ["concat", "documents"])
+def test_rows_that_no_text_fills_hold_the_id_of_padding(tmp_path, kind):
+    (tmp_path / "a.txt").write_text("short")
+    data = data_config(str(tmp_path / "a.txt"), batch_size=3, packing=kind)
+    [batch] = validation(data, num_batches=1)
+    assert (batch.tokens[1:] == TOKENIZER.eos_id).all()
+    assert (batch.weights[1:] == 0).all()
+
+
 def test_bits_per_byte_counts_the_bytes_of_the_counted_targets(tmp_path):
     text = "Bytes é, 漢字.\n"
     (tmp_path / "a.txt").write_text(text, encoding="utf-8")

@@ -32,6 +32,7 @@ def test_sources_are_paths_or_names_with_paths():
     [
         ("web=a;b.jsonl", "'b.jsonl' has no name; several sources are NAME=PATHS;NAME=PATHS"),
         ("web=a;web=b", "names 'web' twice"),
+        ("web=a;all=b", "'all' means all sources together"),
         ("web=a;code= ", "source 'code' has no paths"),
     ],
 )
@@ -59,6 +60,8 @@ def test_stages_hold_normalised_weights_until_their_step_or_tokens():
     ("weights", "message"),
     [
         ("", "data.weights is empty, but data.train has 2 sources; set it, as in web=1,code=1"),
+        (";", "holds no weights"),
+        (" ; ;", "holds no weights"),
         ("web=1,cod=1", "no source 'cod'. Did you mean 'code'?"),
         ("web=1", "no weight for code; write code=0 to leave it out"),
         ("web=1,code=-1", "the weight -1 of 'code' is negative"),

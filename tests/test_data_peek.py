@@ -107,7 +107,7 @@ def test_text_within_a_document_keeps_its_first_space_and_its_bytes(tmp_path):
 def test_peek_begins_at_the_nearest_position_and_shows_the_same(config, tmp_path, capsys, kind):
     config.data.packing = kind
     resolved = config_lib.resolve(config)
-    expected = shown(resolved, tmp_path / "none", capsys, step=9)[1].split("\n", 2)[2]
+    expected = shown(resolved, tmp_path / "none", capsys, step=9)[1].split("\n", 3)[3]
     for step in (9, 3, 5, 8):
         batches, position = batches_before(resolved.data, step + 1)
         positions.write(tmp_path, step, position=position, data_identity=batches.definition.identity)
@@ -136,8 +136,22 @@ def test_peek_refuses_positions_of_other_data(config, tmp_path, capsys):
     positions.write(tmp_path, 2, position=position, data_identity=batches.definition.identity)
     batches.close()
     config.data.seed = 5
-    with pytest.raises(ValueError, match=r"2.npz belongs to a run on other data"):
-        shown(config_lib.resolve(config), tmp_path, capsys, step=9)
+    for step, row in ((9, None), (9, 1), (2, None), (1, 1)):  # also where the position is kept behind the step
+        with pytest.raises(ValueError, match=r"2.npz belongs to a run on other data"):
+            shown(config_lib.resolve(config), tmp_path, capsys, step=step, row=row)
+        assert "row" not in capsys.readouterr().out
+    _, out = shown(config_lib.resolve(config), tmp_path / "none", capsys, step=2, row=1)
+    assert f"run: {tmp_path}/none keeps no position or checkpoint, so nothing of a run is there to compare with" in out
+
+
+@pytest.mark.parametrize("content", [b"", b"PK", b"torn"])
+def test_damaged_position_counts_as_none(tmp_path, content):
+    positions.write(tmp_path, 2, position=np.arange(3), data_identity="a")
+    assert positions.nearest(tmp_path, 5, data_identity="a")[0] == 2
+    assert [path.name for path in (tmp_path / "positions").iterdir()] == ["2.npz"]
+    (tmp_path / "positions/2.npz").write_bytes(content)
+    assert positions.nearest(tmp_path, 5, data_identity="a") is None
+    assert not positions.is_compared(tmp_path, 5, data_identity="b")
 
 
 def test_identity_knows_what_decides_batches_and_nothing_else(config):
@@ -184,6 +198,9 @@ def test_peek_of_stored_ids_replays_nothing_and_training_on_them_is_the_same(con
     assert "position: computed from the lengths of the stored ids, nothing to replay" in out
     _, from_text = shown(resolved, tmp_path / "none", capsys, step=40)
     assert out.split("\nbatch ")[1][:32] == from_text.split("\nbatch ")[1][:32]  # the hash of the batch
+    positions.write(tmp_path, 2, position=np.zeros(1), data_identity="of other data")
+    with pytest.raises(ValueError, match=r"2.npz belongs to a run on other data"):
+        shown(stored, tmp_path, capsys, step=40)
     config.data.max_document_chars = 400
     with pytest.raises(ValueError, match=r"\(web\): the token ids in .* were built from pieces of at most 300 char"):
         TrainBatches(config_lib.resolve(config).data, tokenizer=TOKENIZER)

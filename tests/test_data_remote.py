@@ -5,12 +5,14 @@ import pytest
 from data_files import write_arrow, write_jsonl, write_parquet
 
 from hlat_jax.data import sources
+from hlat_jax.data.files import DataFile
 
 TEXTS = ["first", "zweiter Text: äöü 漢字 😀", "line one\nline two\r\n", "", "x" * 3000, "last", "seventh"]
 
 
 def open_all(spec, **options):
-    documents, manifest = sources.open_documents(str(spec), text_field="text", key="data.train", **options)
+    documents = sources.open_corpus(str(spec), text_field="text", key="data.train", **options)
+    manifest = documents.manifest
     assert manifest["documents"] == len(documents)
     return documents
 
@@ -51,11 +53,13 @@ def test_urls_give_the_documents_and_the_hash_of_local_files(tmp_path, memory):
     (local / ".hidden.txt").write_text("no")
     (local / "figure.png").write_bytes(b"x")
     copied(memory, local)
-    expected, manifest = sources.open_documents(str(local), text_field="text", key="data.train")
+    expected = sources.open_corpus(str(local), text_field="text", key="data.train")
+    manifest = expected.manifest
     expected = [expected[index] for index in range(len(expected))]
     assert expected == [*TEXTS * 4, "plain"]
     for spec in ("memory://bucket/in", "memory://bucket/in/", f"file://{local}", f"local://{local}"):
-        documents, remote = sources.open_documents(spec, text_field="text", key="data.train")
+        documents = sources.open_corpus(spec, text_field="text", key="data.train")
+        remote = documents.manifest
         assert [documents[index] for index in range(len(documents))] == expected
         assert remote == manifest
     assert read_all("memory://bucket/in/*.jsonl,memory://bucket/in/e.txt") == [*TEXTS, "plain"]
@@ -87,3 +91,55 @@ def test_remote_file_that_shrinks_is_noticed_by_a_short_read(memory):
 def test_remote_file_named_twice_is_refused(memory):
     memory.pipe("/bucket/a.jsonl", b'{"text": "one"}\n')
     assert "twice" in error_of("memory://bucket/a.jsonl,memory://bucket/*.jsonl")
+
+
+def test_glob_of_urls_searches_the_folders_it_matches(memory):
+    for name in ("0", "en/a", "en/deep/b", "z/.no"):
+        memory.pipe(f"/bucket/c/{name}.jsonl", b'{"text": "%s"}\n' % name.encode())
+    for pattern in ("c/*", "c/**"):
+        assert read_all(f"memory://bucket/{pattern}") == ["0", "en/a", "en/deep/b"]
+
+
+def test_question_mark_in_a_url_is_no_glob(memory):
+    memory.pipe("/bucket/a?b.jsonl", b'{"text": "one"}\n')
+    memory.pipe("/bucket/axb.jsonl", b'{"text": "two"}\n')
+    assert read_all("memory://bucket/a?b.jsonl") == ["one"]
+    signed = DataFile("https://host/d/a.jsonl?signature=b/c.x", filesystem=memory)
+    assert (signed.name, signed.suffix) == ("a.jsonl", ".jsonl")
+
+
+class ClientError(Exception):
+    """What a client library raises: no OSError."""
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "a.arrow"])
+def test_error_of_a_client_library_names_the_file(tmp_path, memory, monkeypatch, name):
+    write = {"a.jsonl": write_jsonl, "a.parquet": write_parquet, "a.arrow": write_arrow}[name]
+    memory.pipe(f"/bucket/{name}", write(tmp_path / name, TEXTS).read_bytes())
+    documents = open_all(f"memory://bucket/{name}")
+
+    def fail(*_, **__):
+        raise ClientError("expired token")
+
+    for method, reads in (
+        ("cat_file", lambda: documents[5]),
+        ("open", lambda: read_all(f"memory://bucket/{name}")),
+        ("info", lambda: read_all(f"memory://bucket/{name}")),
+    ):
+        if (method, name) == ("cat_file", "a.parquet"):
+            continue  # reads through open
+        with monkeypatch.context() as patch:
+            patch.setattr(type(memory), method, fail)
+            with pytest.raises(ValueError, match=rf"{name} .*ClientError: expired token"):
+                reads()
+    opened = memory.open
+
+    def breaking(*args, **options):
+        file = opened(*args, **options)
+        file.read = fail
+        return file
+
+    monkeypatch.setattr(memory, "open", breaking)
+    if name != "a.parquet":  # pyarrow may read a file in other ways
+        with pytest.raises(ValueError, match=rf"{name} .*ClientError: expired token"):
+            read_all(f"memory://bucket/{name}")

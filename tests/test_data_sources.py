@@ -6,7 +6,7 @@ import os
 import pyarrow
 import pyarrow.parquet
 import pytest
-from data_files import write_jsonl, write_parquet
+from data_files import write_built, write_jsonl, write_parquet
 
 from hlat_jax.data import sources
 
@@ -14,7 +14,8 @@ TEXTS = ["first", "zweiter Text: äöü 漢字 😀", "line one\nline two\r\n", 
 
 
 def read_all(spec, *, text_field="text"):
-    documents, manifest = sources.open_documents(str(spec), text_field=text_field, key="data.train")
+    documents = sources.open_corpus(str(spec), text_field=text_field, key="data.train")
+    manifest = documents.manifest
     assert manifest["documents"] == len(documents)
     return [documents[index] for index in range(len(documents))]
 
@@ -61,6 +62,31 @@ def test_spec_takes_files_folders_and_globs_in_the_order_written(tmp_path):
     assert read == ["z.jsonl", "d/a.jsonl", "d/b.jsonl", "d/sub/0.jsonl", "g1.jsonl", "g2.jsonl"]
 
 
+def test_glob_searches_the_folders_it_matches(tmp_path):
+    for name in ("c/0.jsonl", "c/en/a.jsonl", "c/en/deep/b.jsonl", "c/z/.no.jsonl"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        write_jsonl(tmp_path / name, [name])
+    write_built(tmp_path / "c" / "built", ["one", "two"])
+    expected = ["c/0.jsonl", "one", "two", "c/en/a.jsonl", "c/en/deep/b.jsonl"]
+    for pattern in ("c/*", "c/**/*"):
+        assert read_all(f"{tmp_path}/{pattern}") == expected
+    assert "matches no file" in error_of(f"{tmp_path}/c/z*")
+
+
+def test_folder_that_cannot_be_listed_is_named(tmp_path, monkeypatch):
+    (tmp_path / "d" / "closed").mkdir(parents=True)
+    write_jsonl(tmp_path / "d" / "a.jsonl", ["a"])
+    scan = os.scandir
+
+    def closed(path):  # root may read everything
+        if str(path).endswith("closed"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", closed)
+    assert f"the folder {tmp_path}/d/closed cannot be listed: Permission denied" in error_of(tmp_path / "d")
+
+
 def test_package_text_is_found_and_its_split_is_disjoint():
     train, validation = read_all("package:austen_train.jsonl"), read_all("package:austen_validation.jsonl")
     assert (len(train), len(validation)) == (257, 13)
@@ -71,13 +97,14 @@ def test_manifest_depends_on_the_content_and_not_on_the_place(tmp_path):
     (tmp_path / "elsewhere").mkdir()
     one = write_jsonl(tmp_path / "a.jsonl", TEXTS)
     two = write_jsonl(tmp_path / "elsewhere" / "a.jsonl", TEXTS)
-    manifests = [sources.open_documents(str(p), text_field="text", key="k")[1] for p in (one, two)]
+    manifests = [sources.open_corpus(str(p), text_field="text", key="k").manifest for p in (one, two)]
     assert manifests[0] == manifests[1]
     json.dumps(manifests[0])
     write_jsonl(two, [*TEXTS[:-1], "lasz"])
-    assert sources.open_documents(str(two), text_field="text", key="k")[1]["hash"] != manifests[0]["hash"]
+    assert sources.open_corpus(str(two), text_field="text", key="k").manifest["hash"] != manifests[0]["hash"]
     both = [
-        sources.open_documents(f"{a},{b}", text_field="text", key="k")[1]["hash"] for a, b in ((one, two), (two, one))
+        sources.open_corpus(f"{a},{b}", text_field="text", key="k").manifest["hash"]
+        for a, b in ((one, two), (two, one))
     ]
     assert both[0] != both[1]
 
@@ -150,7 +177,7 @@ def test_file_that_shrinks_grows_or_goes_under_a_run_is_noticed(tmp_path, write)
     path = write(tmp_path / ("a.jsonl" if write is write_jsonl else "a.parquet"), TEXTS)
     for change in (TEXTS[:2], [*TEXTS, "more"], None):
         write(path, TEXTS)
-        documents, _ = sources.open_documents(str(path), text_field="text", key="data.train")
+        documents = sources.open_corpus(str(path), text_field="text", key="data.train")
         path.unlink() if change is None else write(path, change)
         for _ in range(2):
             with pytest.raises(ValueError, match=r"changed its size from|cannot be read any more") as caught:
@@ -160,7 +187,7 @@ def test_file_that_shrinks_grows_or_goes_under_a_run_is_noticed(tmp_path, write)
 
 def test_file_rewritten_in_its_size_is_noticed_and_a_touched_one_is_not(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", TEXTS)
-    documents, _ = sources.open_documents(str(path), text_field="text", key="data.train")
+    documents = sources.open_corpus(str(path), text_field="text", key="data.train")
     os.utime(path, ns=(1, 1))
     assert documents[0] == TEXTS[0]
     path.write_bytes(path.read_bytes().replace(b"first", b"worst"))
@@ -170,7 +197,7 @@ def test_file_rewritten_in_its_size_is_noticed_and_a_touched_one_is_not(tmp_path
 
 def test_text_file_that_changes_under_a_run_is_noticed(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"before")
-    documents, _ = sources.open_documents(str(tmp_path), text_field="text", key="data.train")
+    documents = sources.open_corpus(str(tmp_path), text_field="text", key="data.train")
     (tmp_path / "a.txt").write_bytes(b"later")
     with pytest.raises(ValueError, match=r"a.txt changed its size from 6 to 5"):
         documents[0]
@@ -200,7 +227,7 @@ def test_records_that_cannot_be_used_are_bad_records_and_do_not_hide_the_others(
     (tmp_path / "a.jsonl").write_bytes(b'{"text": 1}\n{"text": "\xff"}\n{"text": "good"}\n{"text"')
     (tmp_path / "b.txt").write_bytes(b"\xff")
     pyarrow.parquet.write_table(pyarrow.table({"text": pyarrow.array([None, "fine"])}), tmp_path / "c.parquet")
-    documents, _ = sources.open_documents(str(tmp_path), text_field="text", key="data.train")
+    documents = sources.open_corpus(str(tmp_path), text_field="text", key="data.train")
     seen, messages = [], []
     for index in range(len(documents)):
         try:
@@ -225,9 +252,6 @@ def test_locate_names_file_and_row_without_reading_a_document(tmp_path):
     (tmp_path / "a.jsonl").unlink()
     rows = ["a.jsonl, row 2", "a.jsonl, row 5", *(f"b.parquet, row {n}" for n in (1, 2, 3)), "c.txt", "d.txt"]
     assert [corpus.locate(index) for index in range(7)] == [f"{tmp_path}/{row}" for row in rows]
-    assert sources.locate(corpus.manifest, 1) == "a.jsonl, document 2"  # blank lines: the row is not in the manifest
-    assert sources.locate(corpus.manifest, 4) == "b.parquet, row 3"
-    assert sources.locate(corpus.manifest, 6) == "c.txt and 1 more, document 2"
     assert corpus.token_lengths() is None
     with pytest.raises(IndexError):
         corpus.locate(7)

@@ -10,7 +10,8 @@ import micro
 import pytest
 
 from hlat_jax import config as config_lib
-from hlat_jax.data.loader import TrainBatches, batch_hash, open_tokenizer
+from hlat_jax.data.loader import TrainBatches, batch_hash
+from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.optimizer import learning_rate
 
 pytestmark = pytest.mark.xdist_group("train")  # its fixtures are costly: one process
@@ -138,7 +139,7 @@ def test_train_writes_a_whole_row_for_each_step(finished):
 
 def test_train_rows_have_the_hashes_of_the_batches_of_the_loader(finished):
     config, workdir, _ = finished
-    tokenizer = open_tokenizer(config.data, vocab_size=config.model.vocab_size)
+    tokenizer = Tokenizer(config.data.tokenizer, vocab_size=config.model.vocab_size)
     batches = TrainBatches(config.data, tokenizer=tokenizer)
     hashes = [batch_hash(next(batches)[0], rows=batches.rows) for _ in range(micro.NUM_STEPS)]
     batches.close()

@@ -23,15 +23,13 @@ from typing import Any, TextIO
 
 from hlat_jax.data import build_task, inputs, shards
 from hlat_jax.data.build_task import Options, Task
-from hlat_jax.data.built import index_path
+from hlat_jax.data.built import FORMAT, index_path
 from hlat_jax.data.files import MANIFEST_NAME, SHARD_SUFFIX
 from hlat_jax.data.progress import Progress, size
 from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.data.workers import COUNTS, Shared, run_in_worker, start_worker
 from hlat_jax.durable import sync_folder
 from hlat_jax.metrics import duration
-
-FORMAT = 1
 
 _BUILDING = ".building"
 _PLAN, _RENAMES = "plan.json", "renames.json"
@@ -81,7 +79,7 @@ def build(
     with _unfinished(out, plan) as folder:
         bad: tuple[str, ...] = ()
         if not (folder / MANIFEST_NAME).exists():
-            tasks = _tasks(found, shard_bytes=options.shard_bytes)
+            tasks = _tasks(found, shard_bytes=options.shard_bytes, plan_hash=_plan_hash(plan))
             facts = _run(tasks, folder=folder, options=options, num_workers=num_workers, watch=watch)
             try:
                 manifest = _manifest(facts, found=found, plan=plan, tokenizer=tokenizer, options=options)
@@ -147,21 +145,23 @@ def _unfinished(out: pathlib.Path, plan: dict[str, Any]) -> Iterator[pathlib.Pat
             raise ValueError(f"another process builds in {out}; wait for it, or choose another --out.") from None
         for partial in folder.glob("*.partial"):
             partial.unlink()
-        if not (folder / _PLAN).exists():
-            shards.write_whole(folder / _PLAN, json.dumps(plan).encode())
-        before = json.loads((folder / _PLAN).read_bytes())
+        before = json.loads((folder / _PLAN).read_bytes()) if (folder / _PLAN).exists() else {}
         differs = [key for key in plan if plan[key] != before.get(key)]
-        if differs and not any(folder.glob(f"*{SHARD_SUFFIX}")):
-            shards.write_whole(folder / _PLAN, json.dumps(plan).encode())  # nothing of it is worth keeping
-        elif differs:
+        is_staged = any((folder / name).exists() for name in (MANIFEST_NAME, _RENAMES))  # shards may lie in `out` now
+        if differs and (is_staged or any(folder.glob(f"*{SHARD_SUFFIX}"))):
             raise ValueError(
                 f"--out={out} holds an unfinished build that differs in {', '.join(differs)}; run its command again "
-                f"to finish it, or remove {folder} to begin anew."
+                f"to finish it, or remove {out if is_staged else folder} to begin anew."
             )
+        if differs:  # what an attempt without shards left, such as the facts of a task of bad records
+            for path in folder.iterdir():
+                if path.name != "lock":
+                    path.unlink()
+            shards.write_whole(folder / _PLAN, json.dumps(plan).encode())
         yield folder
 
 
-def _tasks(found: Sequence[inputs.Input], *, shard_bytes: int) -> list[Task]:
+def _tasks(found: Sequence[inputs.Input], *, shard_bytes: int, plan_hash: str) -> list[Task]:
     """Returns neighbouring inputs in groups of about `shard_bytes`; a larger input is a task of several shards."""
     groups: list[list[inputs.Input]] = [[]]
     group_bytes = 0
@@ -171,7 +171,7 @@ def _tasks(found: Sequence[inputs.Input], *, shard_bytes: int) -> list[Task]:
             group_bytes = 0
         groups[-1].append(input_)
         group_bytes += input_.size
-    return [Task(number, tuple(group)) for number, group in enumerate(groups)]
+    return [Task(number, tuple(group), plan_hash) for number, group in enumerate(groups)]
 
 
 def _run(

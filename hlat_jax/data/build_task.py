@@ -2,7 +2,8 @@
 
 A task reads its inputs in order in the thread that also writes, and encodes in threads (SentencePiece releases the GIL)
 a bounded number of documents ahead. Beside each finished shard lies NAME.json: its counts, size and hash, and the place
-in the inputs after it, written last. So a shard with a NAME.json that agrees with it is finished, and nothing else is.
+in the inputs after it, and the plan of its build, written last. So a shard with a NAME.json that agrees with it and
+with the plan is finished, and nothing else is.
 
 Owns that. Refuses to know which tasks there are, and what becomes of their shards.
 """
@@ -48,6 +49,7 @@ class Task:
 
     number: int
     inputs: tuple[inputs.Input, ...]
+    plan_hash: str  # of the build: shards of another one are never taken for this task's
 
     @property
     def size(self) -> int:
@@ -89,6 +91,8 @@ def finished_shards(task: Task, *, folder: pathlib.Path, options: Options) -> li
         if not _facts_path(path).exists():
             break
         facts = json.loads(_facts_path(path).read_bytes())
+        if facts.get("plan") != task.plan_hash:
+            break
         if facts["bad_records"] and options.on_bad_record == "raise":
             break
         if facts["documents"] and not shards.is_intact(path, facts):
@@ -144,7 +148,7 @@ class _OpenShard:
         facts = {**totals, **written, "last": last, "position": list(self._place), "bad": self._bad}
         facts["content"] = f"{self._content:032x}"
         facts["sources"] = {str(source): counts for source, counts in self._sources.items()}
-        facts["name"] = self._path.name
+        facts["name"], facts["plan"] = self._path.name, self._task.plan_hash
         shards.write_whole(_facts_path(self._path), json.dumps(facts).encode())
         return facts
 

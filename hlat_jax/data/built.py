@@ -72,7 +72,8 @@ def read_manifest(folder: str | os.PathLike) -> BuiltManifest:
             f"{path} is of format {facts['format']}, kind {facts['kind']!r}; this hlat_jax reads format {FORMAT}, "
             "text or tokens. Build the dataset again, or use the release that wrote it."
         )
-    kinds = {"text": {"documents": int}, "tokens": {"documents": int, "tokens": int, "vocab_size": int}}[facts["kind"]]
+    kinds = {"documents": int, "bytes": int}
+    kinds |= {"tokens": int, "vocab_size": int} if facts["kind"] == "tokens" else {}
     per_shard = {"name": str} | {key: kinds[key] for key in kinds if key != "vocab_size"}
     if not (
         _has(facts, kinds)

@@ -6,11 +6,14 @@ to know what is inside a file, but for one thing: a folder that `python -m hlat_
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import glob
 import hashlib
 import json
 import os
 import pathlib
+from collections.abc import Iterator
 from typing import Any, BinaryIO
 
 JSONL_SUFFIXES = (".jsonl", ".ndjson")
@@ -30,7 +33,8 @@ _FINGERPRINT_BLOCKS = 16
 class DataFile:
     """A file, or the folder of a built dataset, at a local path or behind a URL such as s3://bucket/a.jsonl.
 
-    `where` is how messages name it. Local ones are path-like. Nothing is read before a method asks for it.
+    `where` is how messages name it. Local ones are path-like. Nothing is read before a method asks for it. Whatever a
+    client library raises when it reads is an OSError here.
     """
 
     __slots__ = ("_filesystem", "is_built", "where")
@@ -57,8 +61,9 @@ class DataFile:
 
     @property
     def name(self) -> str:
-        """The last part of the path."""
-        return self.where.rstrip("/").rpartition("/")[2]
+        """The last part of the path; what follows `?` in a web address, such as a signature, is no part of it."""
+        path = self.where.partition("?")[0] if self.where.startswith(("http://", "https://")) else self.where
+        return path.rstrip("/").rpartition("/")[2]
 
     @property
     def suffix(self) -> str:
@@ -67,26 +72,69 @@ class DataFile:
 
     def open(self) -> BinaryIO:
         """Returns the file opened for reading bytes in order."""
-        return self._filesystem.open(self.where, "rb") if self.is_remote else open(self.where, "rb")
+        if not self.is_remote:
+            return open(self.where, "rb")
+        with _client_errors():
+            return _RemoteFile(self._filesystem.open(self.where, "rb"))
 
     def state(self) -> tuple[int, str]:
         """Returns the size in bytes and what changes when the file is written again."""
         if not self.is_remote:
             facts = os.stat(self.where)
             return facts.st_size, str(facts.st_mtime_ns)
-        facts = self._filesystem.info(self.where)
+        with _client_errors():
+            facts = self._filesystem.info(self.where)
+        if facts.get("size") is None:
+            raise OSError("its server does not say how long it is; copy it to a local disk")
         names = ("ETag", "etag", "generation", "mtime", "LastModified", "last_modified", "created")
         return int(facts["size"]), next((str(facts[name]) for name in names if name in facts), "")
 
     def read_range(self, start: int, length: int) -> bytes:
         """Returns `length` bytes from `start`, fewer where the file ends before."""
         if self.is_remote:
-            return self._filesystem.cat_file(self.where, start=start, end=start + length) if length else b""
+            with _client_errors():
+                return self._filesystem.cat_file(self.where, start=start, end=start + length) if length else b""
         descriptor = os.open(self.where, os.O_RDONLY)
         try:
             return _pread(descriptor, length=length, start=start)
         finally:
             os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _client_errors() -> Iterator[None]:
+    """Makes an OSError of whatever else a client library raises, for each has exceptions of its own."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        raise OSError(f"{type(error).__name__}: {error}") from error
+
+
+class _RemoteFile:
+    """A file that a client library opened, with its errors as OSError."""
+
+    def __init__(self, file: Any):
+        self._file = file
+
+    def __getattr__(self, name: str) -> Any:
+        attribute = getattr(self._file, name)
+        if not callable(attribute):
+            return attribute
+
+        @functools.wraps(attribute)
+        def call(*args: Any, **options: Any) -> Any:
+            with _client_errors():
+                return attribute(*args, **options)
+
+        return call
+
+    def __enter__(self) -> _RemoteFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
 
 
 def _pread(descriptor: int, *, length: int, start: int) -> bytes:
@@ -144,6 +192,15 @@ class Snapshot:
             f"{self.file} changed {what} since it was opened; restore it, or start again in another --workdir."
         )
 
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[BinaryIO]:
+        """Yields the file opened for reading bytes in order; an OSError within becomes a ValueError that names it."""
+        try:
+            with self.file.open() as file:
+                yield file
+        except OSError as error:
+            raise ValueError(f"{self.file} cannot be read to its end: {_reason(error)}. Restore it.") from None
+
     def read(self, start: int, length: int) -> bytes:
         """Returns exactly `length` bytes from `start`.
 
@@ -184,12 +241,14 @@ def asset_path(name: str) -> pathlib.Path:
 def resolve_files(spec: str, *, key: str, allow_compressed: bool = False) -> list[DataFile]:
     """Returns the files that `spec` names, in order: as written, and by name within a folder or glob.
 
-    `key` is the config path, for messages. A folder is searched recursively for known suffixes; hidden names are
-    passed over, and a dataset that `build` wrote is one entry. The order depends on names below the folder, not on
-    where it lies. `allow_compressed` takes .gz and .zst too, for readers that go through a file in order.
+    `key` is the config path, for messages. A folder, named or matched by a glob, is searched recursively for known
+    suffixes; hidden names are passed over, and a dataset that `build` wrote is one entry. The order depends on names
+    below the folder, not on where it lies. `allow_compressed` takes .gz and .zst too, for readers that go through a
+    file in order.
 
     Raises:
-      ValueError: an empty spec, nothing found, a compressed file, an unknown suffix, or a file named twice.
+      ValueError: an empty spec, nothing found, a compressed file, an unknown suffix, a file named twice, or a folder
+        that cannot be listed.
     """
     files: list[DataFile] = []
     for part in (part.strip() for part in spec.split(",")):
@@ -215,23 +274,33 @@ def _local_part(part: str, *, key: str) -> list[DataFile]:
         return [DataFile(asset_path(part.removeprefix("package:")))]
     path = pathlib.Path(part.removeprefix("file://")).expanduser()
     if path.is_dir():
-        found = _in_folder(path)
+        found = _in_folder(path, key=key)
         if not found:
             raise ValueError(f"{key}: no files under {path} end in {', '.join(KNOWN_SUFFIXES)}.")
         return found
     if path.is_file():
         return [DataFile(path)]
-    names = sorted(glob.glob(str(path), recursive=True))
-    found = [DataFile(name, is_built=os.path.isdir(name)) for name in names if os.path.isfile(name) or _is_built(name)]
+    found, searched = [], set()
+    for name in sorted(glob.glob(str(path), recursive=True)):
+        if any(os.fspath(parent) in searched for parent in pathlib.Path(name).parents):
+            continue  # `**` matches a folder and what lies in it
+        if os.path.isdir(name):
+            searched.add(os.fspath(pathlib.Path(name)))
+            found += _in_folder(pathlib.Path(name), key=key)
+        elif os.path.isfile(name):
+            found.append(DataFile(name))
     if not found:
         what = "matches no file" if glob.has_magic(part) else "does not exist"
         raise ValueError(f"{key}: {part} {what} (looked from {pathlib.Path.cwd()}).")
     return found
 
 
-def _in_folder(folder: pathlib.Path) -> list[DataFile]:
+def _in_folder(folder: pathlib.Path, *, key: str) -> list[DataFile]:
+    def refuse(error: OSError) -> None:
+        raise ValueError(f"{key}: the folder {error.filename} cannot be listed: {_reason(error)}.")
+
     found = []
-    for parent, folders, names in os.walk(folder, followlinks=True):
+    for parent, folders, names in os.walk(folder, followlinks=True, onerror=refuse):
         if _is_built(parent):
             found.append(DataFile(parent, is_built=True))
             folders.clear()
@@ -288,19 +357,39 @@ def _remote_part(part: str, *, key: str) -> list[DataFile]:
     def data_file(name: str) -> DataFile:
         return DataFile(filesystem.unstrip_protocol(name), filesystem=filesystem)
 
+    def below(folder: str) -> list[str]:
+        prefix = folder.rstrip("/")
+        names = [(name, name.removeprefix(prefix).lstrip("/").split("/")) for name in filesystem.find(folder)]
+        return sorted(name for name, parts in names if not _is_hidden(parts) and _is_data(parts[-1]))
+
+    def matched() -> list[str]:
+        found: dict[str, None] = {}  # in order, once: `**` matches a folder and what lies in it
+        searched: list[str] = []
+        for name, facts in sorted(filesystem.glob(path, detail=True).items()):
+            if name.startswith(tuple(searched)):
+                continue
+            if facts["type"] == "directory":
+                searched.append(name.rstrip("/") + "/")
+            found |= dict.fromkeys(below(name) if facts["type"] == "directory" else [name])
+        return list(found)
+
     try:
-        if glob.has_magic(path):
-            return [data_file(name) for name in sorted(filesystem.glob(path))] or _nothing(part, key=key)
-        if not filesystem.isdir(path):
-            return [data_file(path)] if filesystem.exists(path) else _nothing(part, key=key)
-        names = sorted(filesystem.find(path))
+        with _client_errors():
+            if any(sign in path for sign in "*["):  # `?` begins the query of a web address, such as its signature
+                names = matched()
+            elif filesystem.isdir(path):
+                names = below(path)
+            else:
+                names = [path] if filesystem.exists(path) else []
     except OSError as error:
+        if isinstance(error.__cause__, ImportError):
+            raise ValueError(f"{key}: {part} cannot be reached: {error.__cause__}") from None
         raise ValueError(f"{key}: {part} cannot be listed: {_reason(error)}.") from None
-    except ImportError as error:
-        raise ValueError(f"{key}: {part} cannot be reached: {error}") from None
-    below = [(name, name.removeprefix(path.rstrip("/")).lstrip("/").split("/")) for name in names]
-    data = [name for name, parts in below if not any(p.startswith(".") for p in parts) and _is_data(parts[-1])]
-    return [data_file(name) for name in data] or _nothing(part, key=key)
+    return [data_file(name) for name in names] or _nothing(part, key=key)
+
+
+def _is_hidden(parts: list[str]) -> bool:
+    return any(part.startswith(".") for part in parts)
 
 
 def file_format(file: DataFile) -> str:

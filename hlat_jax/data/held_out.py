@@ -83,7 +83,8 @@ def _batches(
     documents = _documents(source, skips=data.on_bad_record == "skip", skipped=skipped)
     if data.packing == "documents":
         make_rows = packing.packed_once(documents, encode=encoder(data, tokenizer), windows=windows(data, tokenizer))
-        make, empty = batch_of, packing.Row(*np.zeros((2, data.seq_len), np.int32), ())
+        padding = np.full(data.seq_len, tokenizer.eos_id, np.int32)
+        make, empty = batch_of, packing.Row(padding, np.zeros_like(padding), ())
     else:
         arrays = (tokens for document in documents for tokens in encoder(data, tokenizer)(document))
         # a last token alone predicts nothing

@@ -6,11 +6,10 @@ Owns the one place where `build`, `tokenizer` and their kind read text. Refuses 
 from __future__ import annotations
 
 import dataclasses
-import json
 import pathlib
 from collections.abc import Iterator, Sequence
 
-from hlat_jax.data import files, streaming
+from hlat_jax.data import built, files, streaming
 from hlat_jax.data.records import BadRecord
 
 KEY = "IN"
@@ -37,7 +36,8 @@ def resolve(words: Sequence[str]) -> list[Input]:
     """Returns the inputs that the words of a command name, in the order in which training would read them.
 
     Raises:
-      ValueError: see files.resolve_files; a file that cannot be read; a dataset of token ids, whose text is gone.
+      ValueError: see files.resolve_files; a file that cannot be read; a dataset that is damaged, or of token ids, whose
+        text is gone.
     """
     found: list[Input] = []
     for file in files.resolve_files(",".join(words), key=KEY, allow_compressed=True):
@@ -86,8 +86,7 @@ def _file_facts(file: files.DataFile) -> tuple[int, str]:
 
 
 def _built_facts(file: files.DataFile) -> tuple[int, str]:
-    path = pathlib.Path(file) / files.MANIFEST_NAME
-    manifest = json.loads(path.read_bytes())
-    if manifest["kind"] != "text":
+    manifest = built.read_manifest(file)
+    if manifest.kind != "text":
         raise ValueError(f"{KEY}: {file} holds token ids, not text; build from the text it was built from.")
-    return int(manifest["bytes"]), files.fingerprint(path)
+    return manifest.bytes, files.fingerprint(pathlib.Path(file) / files.MANIFEST_NAME)

@@ -67,7 +67,7 @@ def line_index(snapshot: Snapshot, *, folder: pathlib.Path | None = None) -> Lin
 def _scan(snapshot: Snapshot) -> Any:
     """Yields (spans, blanks) of the lines that end in each chunk of the file; blanks as in LineIndex."""
     num_documents, start, offset, carried = 0, 0, 0, b""
-    with snapshot.file.open() as file:
+    with snapshot.opened() as file:
         while offset <= snapshot.size:
             chunk = file.read(min(_CHUNK_BYTES, snapshot.size - offset))
             if not chunk and offset < snapshot.size:

@@ -24,11 +24,6 @@ from hlat_jax.data.streams import Definition, RowStream
 from hlat_jax.data.tokenizer import Tokenizer
 
 
-def open_tokenizer(data: DataConfig, *, vocab_size: int | None = None) -> Tokenizer:
-    """Returns the config's tokenizer, compared with the model's vocabulary when `vocab_size` is given."""
-    return Tokenizer(data.tokenizer, vocab_size=vocab_size)
-
-
 class TrainBatches(grain.DatasetIterator):
     """An endless Grain iterator of (Batch, position) over `rows` of the global batch; None: all of them.
 

@@ -38,7 +38,7 @@ def parse_sources(spec: str, *, key: str) -> dict[str, str]:
     A path that begins like a name, such as lang=en/a.jsonl, is written ./lang=en/a.jsonl.
 
     Raises:
-      ValueError: named and unnamed parts together, a name given twice, a name without paths.
+      ValueError: named and unnamed parts together, a name given twice, "all" beside others, a name without paths.
     """
     parts = [part for part in spec.split(";") if part.strip()]
     found = [_NAMED.fullmatch(part) for part in parts]
@@ -53,6 +53,8 @@ def parse_sources(spec: str, *, key: str) -> dict[str, str]:
         name, paths = match[1], match[2].strip()
         if name in named:
             raise ValueError(f"{key}={spec!r} names {name!r} twice; write its paths in one place, separated by commas.")
+        if name == UNNAMED and len(parts) > 1:
+            raise ValueError(f"{key}={spec!r}: {name!r} means all sources together; give this one another name.")
         if not paths:
             raise ValueError(f"{key}={spec!r}: source {name!r} has no paths.")
         named[name] = paths
@@ -87,6 +89,8 @@ def parse_stages(spec: str, *, names: Sequence[str], batch_tokens: int) -> tuple
             raise ValueError(f"data.weights is empty, but data.train has {len(names)} sources; set it, as in {example}")
         return (Stage(None, (fractions.Fraction(1),)),)
     parts = [part for part in spec.split(";") if part.strip()]
+    if not parts:
+        raise ValueError(f"data.weights={spec!r} holds no weights; leave it empty or give NAME=WEIGHT for each source.")
     stages, before = [], 0
     for number, part in enumerate(parts, 1):
         where = f"data.weights, stage {number} ({part.strip()})"

@@ -1,7 +1,8 @@
 """`python -m hlat_jax.data peek --config=NAME --step=N [--row=R]`: the text that a step trains, or trained, on.
 
 Begins at the nearest position that the run has kept and goes through the batches between, or computes the place where
-token ids are stored. Owns what is printed. Changes nothing in the run folder.
+token ids are stored. Owns what is printed. Writes nothing in the run folder but the line index of a JSONL file that is
+new there or changed, if the run keeps such indices.
 """
 
 from __future__ import annotations
@@ -46,7 +47,10 @@ def peek(config: config_lib.Config, workdir: pathlib.Path, *, step: int, row: in
     index = workdir / INDEX_FOLDER
     batches = TrainBatches(data, tokenizer=tokenizer, rows=rows, index_folder=index if index.is_dir() else None)
     try:
+        is_compared = positions.is_compared(workdir, step - 1, data_identity=batches.definition.identity)
         print(f"step {step} of {config.name}: {data.batch_size} rows of {data.seq_len} tokens, packing {data.packing}")
+        if not is_compared:
+            print(f"run: {workdir} keeps no position or checkpoint, so nothing of a run is there to compare with")
         replayed = _go_to(batches, workdir, step=step, data=data)
         for _ in range(replayed):
             batches.next_rows()

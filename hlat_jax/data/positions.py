@@ -6,15 +6,17 @@ to (see streams). Owns these files and the search for the nearest. Refuses to kn
 
 from __future__ import annotations
 
+import io
 import json
-import os
 import pathlib
 import zipfile
+import zlib
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from hlat_jax.data.streams import NUM_FIELDS, Definition, identity
+from hlat_jax.durable import write_whole
 
 FOLDER = "positions"
 _CHECKPOINTS = "checkpoints"
@@ -23,12 +25,10 @@ _RUN_FILE = pathlib.Path("run", "metadata")  # of a checkpoint, where Orbax's Js
 
 def write(workdir: pathlib.Path, step: int, *, position: np.ndarray, data_identity: str) -> None:
     """Keeps the position after `step` batches; the file appears whole or not at all."""
-    folder = workdir / FOLDER
-    folder.mkdir(exist_ok=True)
-    temporary = folder / f".{step}.new"
-    with open(temporary, "wb") as file:
-        np.savez(file, position=position, identity=np.asarray(data_identity))
-    os.replace(temporary, folder / f"{step}.npz")
+    (workdir / FOLDER).mkdir(exist_ok=True)
+    content = io.BytesIO()
+    np.savez(content, position=position, identity=np.asarray(data_identity))
+    write_whole(workdir / FOLDER / f"{step}.npz", content.getvalue())
 
 
 def rewind(workdir: pathlib.Path, step: int) -> None:
@@ -44,21 +44,18 @@ def nearest(workdir: pathlib.Path, step: int, *, data_identity: str) -> tuple[in
     Raises:
       ValueError: it belongs to other data.
     """
-    files = [*_indexed(workdir), *_saved(workdir)]
-    for kept, path in sorted(files, key=lambda item: item[0], reverse=True):
-        if kept > step:
-            continue
-        found = _read(path)
-        if found is None:
-            continue
-        position, found_identity = found
-        if found_identity != data_identity:
-            raise ValueError(
-                f"{path} belongs to a run on other data (another text, tokenizer, seed, mixture or packing); give the "
-                f"config that it was trained with, see {workdir / 'config.json'}, or another --workdir."
-            )
-        return kept, position, path
-    return None
+    files = [(kept, path) for kept, path in (*_indexed(workdir), *_saved(workdir)) if kept <= step]
+    return _first(sorted(files, key=lambda item: item[0], reverse=True), workdir, data_identity=data_identity)
+
+
+def is_compared(workdir: pathlib.Path, step: int, *, data_identity: str) -> bool:
+    """Returns whether the run has kept a position or checkpoint, of any step, that says what data it is of.
+
+    Raises:
+      ValueError: the one nearest to `step` belongs to other data.
+    """
+    files = sorted([*_indexed(workdir), *_saved(workdir)], key=lambda item: abs(item[0] - step))
+    return _first(files, workdir, data_identity=data_identity) is not None
 
 
 def computed(
@@ -97,6 +94,24 @@ def _saved(workdir: pathlib.Path) -> Iterator[tuple[int, pathlib.Path]]:
             yield int(path.name), path / _RUN_FILE
 
 
+def _first(
+    files: Sequence[tuple[int, pathlib.Path]], workdir: pathlib.Path, *, data_identity: str
+) -> tuple[int, np.ndarray, pathlib.Path] | None:
+    """Returns (step, position, file) of the first readable file. Raises ValueError when it belongs to other data."""
+    for kept, path in files:
+        found = _read(path)
+        if found is None:
+            continue
+        position, found_identity = found
+        if found_identity != data_identity:
+            raise ValueError(
+                f"{path} belongs to a run on other data (another text, tokenizer, seed, mixture or packing); give the "
+                f"config that it was trained with, see {workdir / 'config.json'}, or another --workdir."
+            )
+        return kept, position, path
+    return None
+
+
 def _read(path: pathlib.Path) -> tuple[np.ndarray, str] | None:
     """Returns (position, identity of its data), or None for a file that is damaged or is being removed."""
     try:
@@ -111,5 +126,5 @@ def _read(path: pathlib.Path) -> tuple[np.ndarray, str] | None:
             tokenizer_sha256=metadata["tokenizer_sha256"],
         )
         return np.asarray(run["position"], np.int64), found
-    except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile):
+    except (OSError, EOFError, ValueError, KeyError, TypeError, NotImplementedError, zipfile.BadZipFile, zlib.error):
         return None

@@ -14,7 +14,6 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-import grain
 import numpy as np
 
 from hlat_jax.data import records
@@ -38,12 +37,9 @@ __all__ = [
     "Corpus",
     "TextDocuments",
     "asset_path",
-    "document_lengths",
     "fingerprint",
     "iter_documents",
-    "locate",
     "open_corpus",
-    "open_documents",
     "resolve_files",
 ]
 
@@ -81,7 +77,7 @@ class Corpus:
     """The documents of several files and datasets in one sequence: str, or int32[n] where token ids are stored.
 
     Attributes:
-      manifest: see open_documents.
+      manifest: see open_corpus.
     """
 
     def __init__(self, parts: Sequence[Any], manifest: dict[str, Any]):
@@ -119,21 +115,45 @@ def open_corpus(
     *,
     text_field: str,
     key: str,
+    files: Sequence[DataFile] | None = None,
     index_folder: pathlib.Path | None = None,
     tokenizer_sha256: str | None = None,
 ) -> Corpus:
-    """Returns the documents that `spec` names, which know where each came from; otherwise as open_documents."""
+    """Returns the documents that `spec` names, by number, with their manifest and where each came from.
+
+    A document is a str, or where a dataset stores token ids int32[n]: those that packing.document_tokens would make,
+    EOS of each piece included. `files`: those of `spec` to open, as resolve_files gives them; None: all.
+    `index_folder` keeps the indices of JSONL files between runs. `tokenizer_sha256` is that of the config's tokenizer,
+    which stored ids must be of; None: no comparison.
+
+    The manifest says what the documents are, wherever they lie: for each file (a run of plain-text files is one
+    entry, and so is a dataset) `name, kind, bytes, documents, rows, fingerprint`, and for stored ids `tokens,
+    tokenizer_sha256, vocab_size, eos_id, max_document_chars`; then `documents` in all, `text_field` and `hash` of
+    bytes, documents and fingerprints. Two manifests of one hash give the same documents under the same numbers, as far
+    as `fingerprint` sees.
+
+    Raises:
+      ValueError: see files.resolve_files; a file that cannot be indexed; ids of another tokenizer; no documents, or
+        none with text in it.
+    """
+    files = resolve_files(spec, key=key) if files is None else files
     options = {"text_field": text_field, "index_folder": index_folder, "tokenizer_sha256": tokenizer_sha256}
-    corpus = _open(spec, key=key, **options)
+    corpus = _open(files, spec=spec, key=key, **options)
     _refuse_emptiness(corpus, what=f"{key}={spec!r}")
     return corpus
 
 
 def _open(
-    spec: str, *, key: str, text_field: str, index_folder: pathlib.Path | None, tokenizer_sha256: str | None
+    found: Sequence[DataFile],
+    *,
+    spec: str,
+    key: str,
+    text_field: str,
+    index_folder: pathlib.Path | None,
+    tokenizer_sha256: str | None,
 ) -> Corpus:
     parts, entries, cache = [], [], ColumnCache()
-    for kind, files in _runs(resolve_files(spec, key=key)):
+    for kind, files in _runs(found):
         if kind == "text":
             part = TextDocuments(files)
         elif kind == "built":
@@ -155,58 +175,6 @@ def _open(
     return Corpus(parts, manifest)
 
 
-def open_documents(
-    spec: str,
-    *,
-    text_field: str,
-    key: str,
-    index_folder: pathlib.Path | None = None,
-    tokenizer_sha256: str | None = None,
-) -> tuple[grain.MapDataset, dict[str, Any]]:
-    """Returns the documents that `spec` names as a Grain MapDataset, and their manifest.
-
-    A document is a str, or where a dataset stores token ids int32[n]: those that packing.document_tokens would make,
-    EOS of each piece included. `index_folder` keeps the indices of JSONL files between runs. `tokenizer_sha256` is that
-    of the config's tokenizer, which stored ids must be of; None: no comparison.
-
-    The manifest says what the documents are, wherever they lie: for each file (a run of plain-text files is one
-    entry, and so is a dataset) `name, kind, bytes, documents, rows, fingerprint`, and for stored ids `tokens,
-    tokenizer_sha256, vocab_size, eos_id, max_document_chars`; then `documents` in all, `text_field` and `hash` of
-    bytes, documents and fingerprints. Two manifests of one hash give the same documents under the same numbers, as far
-    as `fingerprint` sees.
-
-    Raises:
-      ValueError: see files.resolve_files; a file that cannot be indexed; ids of another tokenizer; no documents, or
-        none with text in it.
-    """
-    options = {"text_field": text_field, "index_folder": index_folder, "tokenizer_sha256": tokenizer_sha256}
-    corpus = _open(spec, key=key, **options)
-    documents = grain.MapDataset.source(corpus)
-    _refuse_emptiness(documents, what=f"{key}={spec!r}")  # which also sets up Grain's statistics before threads read
-    return documents, corpus.manifest
-
-
-def locate(manifest: dict[str, Any], index: int) -> str:
-    """Returns 'a.jsonl, row 17' for document `index` of a manifest, without its files at hand.
-
-    Corpus.locate names folders too, and the file where a manifest entry stands for several.
-    """
-    number = index
-    for entry in manifest["files"]:
-        if number < entry["documents"]:
-            is_row = entry["rows"] == entry["documents"]
-            return f"{entry['name']}, {'row' if is_row else 'document'} {number + 1}"
-        number -= entry["documents"]
-    raise IndexError(f"document {index} of {manifest['documents']}")
-
-
-def document_lengths(spec: str, *, text_field: str, key: str) -> np.ndarray | None:
-    """Returns int64[documents], tokens of each document that `spec` names, if all are stored as ids; else None."""
-    if not all(file.is_built for file in resolve_files(spec, key=key)):
-        return None
-    return open_corpus(spec, text_field=text_field, key=key).token_lengths()
-
-
 def _refuse_emptiness(documents: Any, *, what: str) -> None:
     """Raises ValueError if no document has anything in it; looks no further than the first that has."""
     first_error = None
@@ -223,7 +191,7 @@ def _refuse_emptiness(documents: Any, *, what: str) -> None:
     raise ValueError(f"{what}: all {len(documents)} documents are empty; look at data.text_field.")
 
 
-def _runs(files: list[DataFile]) -> list[tuple[str, list[DataFile]]]:
+def _runs(files: Sequence[DataFile]) -> list[tuple[str, list[DataFile]]]:
     """Returns (format, files) in order: neighbouring plain-text files together, every other file by itself."""
     runs: list[tuple[str, list[DataFile]]] = []
     for file in files:

@@ -96,12 +96,12 @@ def count(spec: str, *, config: Config, key: str, tokenizer: Tokenizer, sample_b
     for file in files.resolve_files(spec, key=key):
         manifest = built.read_manifest(file) if file.is_built else None
         if manifest is None or manifest.kind == "text":
-            texts.append(file.where)
+            texts.append(file)
             continue
         built.open_built(file, key=key, tokenizer_sha256=tokenizer.sha256)  # refuses ids of another tokenizer
         total += Counts(manifest.documents, bytes=manifest.bytes, tokens=manifest.tokens)
     if texts:
-        documents, _ = sources.open_documents(",".join(texts), text_field=config.data.text_field, key=key)
+        documents = sources.open_corpus(spec, files=texts, text_field=config.data.text_field, key=key)
         total += _sampled(documents, config=config, tokenizer=tokenizer, sample_bytes=sample_bytes)
     return total
 
