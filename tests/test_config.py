@@ -172,7 +172,7 @@ class Row:
     given: dict = dataclasses.field(default_factory=dict)
 
 
-LONG_ROWS = {"model.max_positions": 256, "data.seq_len": 256}  # more than one chunk of the loss
+LONG_ROWS = {"model.max_positions": 512, "data.seq_len": 512}  # more than one chunk of the loss
 LLAMA3 = {"model.rope_scaling": "llama3"}
 TWO_SOURCES = {
     "data.train": "a=package:austen_train.jsonl;b=FOLDER/two.jsonl",
