@@ -9,7 +9,7 @@ import dataclasses
 import pathlib
 from collections.abc import Iterator, Sequence
 
-from hlat_jax.data import built, files, streaming
+from hlat_jax.data import built, files, paths, streaming
 from hlat_jax.data.records import BadRecord
 
 KEY = "IN"
@@ -36,11 +36,11 @@ def resolve(words: Sequence[str]) -> list[Input]:
     """Returns the inputs that the words of a command name, in the order in which training would read them.
 
     Raises:
-      ValueError: see files.resolve_files; a file that cannot be read; a dataset that is damaged, or of token ids, whose
+      ValueError: see paths.resolve_files; a file that cannot be read; a dataset that is damaged, or of token ids, whose
         text is gone.
     """
     found: list[Input] = []
-    for file in files.resolve_files(",".join(words), key=KEY, allow_compressed=True):
+    for file in paths.resolve_files(",".join(words), key=KEY, allow_compressed=True):
         size, print_ = _built_facts(file) if file.is_built else _file_facts(file)
         found.append(Input(file, size=size, fingerprint=print_, number=len(found)))
     return found

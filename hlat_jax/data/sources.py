@@ -20,15 +20,9 @@ from hlat_jax.data import records
 from hlat_jax.data.arrow_ipc import arrow_documents
 from hlat_jax.data.built import BuiltTokens, manifest_fingerprint, open_built
 from hlat_jax.data.columns import ColumnCache, parquet_documents
-from hlat_jax.data.files import (
-    DataFile,
-    Snapshot,
-    asset_path,
-    file_format,
-    fingerprint,
-    resolve_files,
-)
+from hlat_jax.data.files import DataFile, Snapshot, fingerprint
 from hlat_jax.data.jsonl import JsonlDocuments
+from hlat_jax.data.paths import asset_path, file_format, resolve_files
 from hlat_jax.data.records import BadRecord
 from hlat_jax.data.streaming import iter_documents
 

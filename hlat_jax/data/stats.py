@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from hlat_jax.config import Config
-from hlat_jax.data import built, files, mixture, packing, sources
+from hlat_jax.data import built, mixture, packing, paths, sources
 from hlat_jax.data.records import BadRecord
 from hlat_jax.data.tokenizer import Tokenizer
 
@@ -93,7 +93,7 @@ def rows_of_steps(stages: Sequence[mixture.Stage], *, num_steps: int) -> list[fl
 def count(spec: str, *, config: Config, key: str, tokenizer: Tokenizer, sample_bytes: int) -> Counts:
     """Returns the counts of one source: exact ones of stored ids, and an estimate from a sample of text."""
     total, texts = Counts(0, 0, 0), []
-    for file in files.resolve_files(spec, key=key):
+    for file in paths.resolve_files(spec, key=key):
         manifest = built.read_manifest(file) if file.is_built else None
         if manifest is None or manifest.kind == "text":
             texts.append(file)

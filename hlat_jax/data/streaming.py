@@ -16,8 +16,9 @@ import pyarrow.ipc
 
 from hlat_jax.data import arrow_ipc, columns, records
 from hlat_jax.data.built import BuiltTexts, open_built
-from hlat_jax.data.files import STREAMED_SUFFIXES, DataFile, file_format, resolve_files
+from hlat_jax.data.files import DataFile
 from hlat_jax.data.jsonl import BLANK_BYTES
+from hlat_jax.data.paths import STREAMED_SUFFIXES, file_format, resolve_files
 
 _CHUNK_BYTES = 1 << 20
 _ROWS_AT_ONCE = 256

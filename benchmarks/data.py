@@ -1,0 +1,163 @@
+"""How fast does text become batches, from each kind of file and under each packing, and does a step ever wait for it?
+
+    python benchmarks/data.py [--text data/corpus/train.jsonl --tokenizer data/corpus/tokenizer.model] [--seconds 4]
+
+Writes the text as Parquet, Arrow and built datasets (texts, ids) into a temporary folder, checks that batches from all
+of them are the same, and measures each for some seconds after its first batch, in turn with bare SentencePiece on two
+threads over the same documents. Then: how long a resume takes at two steps far apart, and the share of a `tiny` step
+that waits for data. Rates are of tokens in rows; medians of `--rounds` rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import contextlib
+import dataclasses
+import io
+import itertools
+import json
+import os
+import pathlib
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+
+import pyarrow
+import pyarrow.parquet
+
+from hlat_jax import config as config_lib
+from hlat_jax.config import DataConfig
+from hlat_jax.data.loader import TrainBatches, batch_hash
+from hlat_jax.data.tokenizer import Tokenizer
+
+ROWS, SEQ_LEN = 16, 2048
+
+
+def write_formats(text: pathlib.Path, tokenizer: str, folder: pathlib.Path) -> dict[str, str]:
+    """Returns name -> data.train of the documents of a JSONL file, written in every format."""
+    texts = [json.loads(line)["text"] for line in text.open(encoding="utf-8")]
+    table = pyarrow.table({"text": texts})
+    pyarrow.parquet.write_table(table, folder / "a.parquet", row_group_size=1000)
+    with pyarrow.ipc.new_stream(folder / "a.arrow", table.schema) as stream:
+        stream.write_table(table, max_chunksize=1000)
+    for name, words in {"built": [], "ids": [f"--tokenizer={tokenizer}"]}.items():
+        command = [sys.executable, "-m", "hlat_jax.data", "build", str(text), f"--out={folder / name}", *words]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    files = {"JSONL": text, "Parquet": folder / "a.parquet", "Arrow": folder / "a.arrow"}
+    files |= {"built texts": folder / "built", "built ids": folder / "ids"}
+    return {name: str(path) for name, path in files.items()}
+
+
+def first_hashes(data: DataConfig, tokenizer: Tokenizer, count: int = 3) -> list[str]:
+    """Returns the hashes of the first batches."""
+    with contextlib.closing(TrainBatches(data, tokenizer=tokenizer)) as batches:
+        return [batch_hash(next(batches)[0], rows=batches.rows) for _ in range(count)]
+
+
+def tokens_per_s(data: DataConfig, tokenizer: Tokenizer, seconds: float) -> tuple[float, float]:
+    """Returns (tokens per second after the first batch, seconds until the first batch)."""
+    began = time.perf_counter()
+    with contextlib.closing(TrainBatches(data, tokenizer=tokenizer)) as batches:
+        next(batches)
+        first_s, began, count = time.perf_counter() - began, time.perf_counter(), 0
+        while time.perf_counter() - began < seconds:
+            next(batches)
+            count += 1
+        return count * ROWS * SEQ_LEN / (time.perf_counter() - began), first_s
+
+
+def bare_tokens_per_s(text: pathlib.Path, tokenizer: Tokenizer, seconds: float) -> float:
+    """Returns the rate of two threads that only call SentencePiece, reading and parsing left out."""
+    with text.open(encoding="utf-8") as lines:
+        texts = [json.loads(line)["text"] for line in itertools.islice(lines, 2000)]
+    until = time.perf_counter() + seconds
+
+    def encode(offset: int) -> int:
+        count, index = 0, offset
+        while time.perf_counter() < until:
+            count += len(tokenizer.encode(texts[index % len(texts)]))
+            index += 2
+        return count
+
+    began = time.perf_counter()
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        count = sum(pool.map(encode, range(2)))
+    return count / (time.perf_counter() - began)
+
+
+def resume_s(data: DataConfig, tokenizer: Tokenizer, batches_before: int) -> float:
+    """Returns the seconds from a saved position after so many batches to the next batch."""
+    with contextlib.closing(TrainBatches(data, tokenizer=tokenizer)) as batches:
+        for _ in range(batches_before):
+            _, position = next(batches)
+    began = time.perf_counter()
+    with contextlib.closing(TrainBatches(data, tokenizer=tokenizer, position=position)) as batches:
+        next(batches)
+        return time.perf_counter() - began
+
+
+def waiting_share(steps: int) -> float:
+    """Returns the share of the steps of `tiny` spent waiting for data, the first two left out."""
+    from hlat_jax.loop import train
+
+    c = config_lib.load("tiny")
+    c.train.update(num_steps=steps, eval_every_steps=0, sample_prompt="")
+    c.data.validation = ""
+    c.metrics.update(plot=False, console="off")
+    with tempfile.TemporaryDirectory() as name, contextlib.redirect_stdout(io.StringIO()):
+        train(config_lib.resolve(c), pathlib.Path(name))
+        rows = [json.loads(line) for line in (pathlib.Path(name) / "metrics.jsonl").read_text().splitlines()][2:]
+    return sum(row["data_wait_s"] for row in rows) / sum(row["step_s"] for row in rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--text", default="package:austen_train.jsonl")
+    parser.add_argument("--tokenizer", default="package:austen_2k.model")
+    parser.add_argument("--seconds", type=float, default=4.0)
+    parser.add_argument("--rounds", type=int, default=3)
+    args = parser.parse_args()
+    from hlat_jax.data.sources import asset_path
+
+    text = asset_path(args.text.removeprefix("package:")) if args.text.startswith("package:") else args.text
+    text, tokenizer = pathlib.Path(text), Tokenizer(args.tokenizer)
+    with tempfile.TemporaryDirectory() as name:
+        trains = write_formats(text, args.tokenizer, pathlib.Path(name))
+        base = dataclasses.replace(
+            DataConfig(), train=str(text), tokenizer=args.tokenizer, batch_size=ROWS, seq_len=SEQ_LEN
+        )
+        wanted = first_hashes(base, tokenizer)
+        for train in trains.values():
+            assert first_hashes(dataclasses.replace(base, train=train), tokenizer) == wanted, train
+        print(
+            f"{text.name}, {text.stat().st_size / 1e6:.1f} MB, {ROWS} x {SEQ_LEN}; the same batches from every format"
+        )
+        print(
+            f"{'':14}{'packing':>10}{'threads':>8}{'M tokens/s':>12}{'per core':>9}{'of bare':>9}{'first batch s':>15}"
+        )
+        for packing in ("concat", "documents"):
+            for source, train in trains.items():
+                data = dataclasses.replace(base, train=train, packing=packing, window_documents=32)
+                rounds = [
+                    (bare_tokens_per_s(text, tokenizer, args.seconds), *tokens_per_s(data, tokenizer, args.seconds))
+                    for _ in range(args.rounds)
+                ]
+                rate, first_s = (statistics.median(column) for column in list(zip(*rounds, strict=True))[1:])
+                of_bare = statistics.median(row[1] / row[0] for row in rounds)
+                print(
+                    f"{source:14}{packing:>10}{data.num_threads:8}{rate / 1e6:12.2f}"
+                    f"{rate / 1e6 / min(data.num_threads, os.cpu_count()):9.2f}{of_bare:9.2f}{first_s:15.2f}",
+                    flush=True,
+                )
+        ids = dataclasses.replace(base, train=trains["built ids"], batch_size=4, seq_len=256)
+        for step in (10, 10_000):
+            seconds = statistics.median(resume_s(ids, tokenizer, step) for _ in range(3))
+            print(f"resume after step {step:6,}: {seconds:.3f} s to the next batch (ids, 4 x 256)")
+    print(f"share of a tiny step that waits for data: {waiting_share(30):.3%}")
+
+
+if __name__ == "__main__":
+    main()
