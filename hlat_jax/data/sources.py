@@ -127,7 +127,7 @@ def open_corpus(
     as `fingerprint` sees.
 
     Raises:
-      ValueError: see files.resolve_files; a file that cannot be indexed; ids of another tokenizer; no documents, or
+      ValueError: see paths.resolve_files; a file that cannot be indexed; ids of another tokenizer; no documents, or
         none with text in it.
     """
     files = resolve_files(spec, key=key) if files is None else files
