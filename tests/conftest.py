@@ -1,6 +1,7 @@
 """Eight virtual CPU devices for every test, set before JAX is imported, and small fixtures."""
 
 import os
+import subprocess
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Level 0 compiles three times faster and changes no rule of arithmetic; what tests run is too small to notice.
@@ -53,20 +54,71 @@ def make_batch():
     return make
 
 
-@pytest.fixture
-def train_here(monkeypatch, capsys):
-    """A function of the words of a training command that runs it in this process: (exit code, stdout, stderr)."""
+def _command_runner(command, monkeypatch, capsys):
+    def run(*words):
+        from hlat_jax import flags
 
-    def run(*words, num_devices=1):
-        from hlat_jax import flags, train
-
-        devices = jax.devices("cpu")[:num_devices]
-        monkeypatch.setattr(jax, "devices", lambda *_: devices)
-        monkeypatch.setattr("sys.argv", ["train", *map(str, words)])
+        monkeypatch.setattr("sys.argv", ["hlat_jax", *map(str, words)])
         capsys.readouterr()
         with pytest.raises(SystemExit) as exit_:
-            flags.main(train.main)
+            flags.main(command)
         printed = capsys.readouterr()
         return exit_.value.code, printed.out, printed.err
 
     return run
+
+
+@pytest.fixture
+def data_here(monkeypatch, capsys):
+    """A function of the words of a data command that runs it in this process: (exit code, stdout, stderr)."""
+    from hlat_jax.data import __main__ as commands
+
+    return _command_runner(commands.main, monkeypatch, capsys)
+
+
+@pytest.fixture
+def train_here(monkeypatch, capsys):
+    """A function of the words of a training command that runs it in this process: (exit code, stdout, stderr)."""
+    from hlat_jax import train
+
+    run = _command_runner(train.main, monkeypatch, capsys)
+
+    def run_on(*words, num_devices=1):
+        devices = jax.devices("cpu")[:num_devices]
+        monkeypatch.setattr(jax, "devices", lambda *_: devices)
+        return run(*words)
+
+    return run_on
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A function of a size, such as "2m", that mounts, or resizes, a tmpfs and returns its folder."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+
+    def mount(size):
+        options = f"size={size}" + (",remount" if folder.is_mount() else "")
+        words = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)]
+        try:
+            done = subprocess.run(words, capture_output=True, text=True, check=False)
+        except FileNotFoundError:
+            pytest.skip("no mount command")
+        if done.returncode:
+            pytest.skip(f"no tmpfs can be mounted here: {done.stderr.strip()}")
+        return folder
+
+    yield mount
+    if folder.is_mount():
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+@pytest.fixture
+def one_torch_thread():
+    """Small operations on several threads that wait for each other by spinning crawl on a busy machine."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -1,4 +1,4 @@
-"""Files of every format that the data path reads, for tests; datasets are written here from their definition."""
+"""Files of every format that the data path reads, for tests, and how they read back; datasets from their definition."""
 
 import gzip
 import json
@@ -7,7 +7,12 @@ import numpy as np
 import pyarrow
 import pyarrow.ipc
 import pyarrow.parquet
+import pytest
 from array_record.python import array_record_module
+
+from hlat_jax.data import sources
+
+TEXTS = ["first", "zweiter Text: äöü 漢字 😀", "line one\nline two\r\n", "", "x" * 3000, "last", "seventh"]
 
 
 def write_jsonl(path, texts, *, field="text"):
@@ -83,3 +88,21 @@ def _blocks(documents, ids_in_record, width):
     for block in _grouped(documents, ids_in_record):
         header = np.asarray([len(block), width, *map(len, block)], "<u4")
         yield header.tobytes() + np.asarray([i for ids in block for i in ids], f"<u{width}").tobytes()
+
+
+def open_all(spec, **options):
+    documents = sources.open_corpus(str(spec), text_field="text", key="data.train", **options)
+    manifest = documents.manifest
+    assert manifest["documents"] == len(documents)
+    return documents
+
+
+def read_all(spec, **options):
+    documents = open_all(spec, **options)
+    return [documents[index] for index in range(len(documents))]
+
+
+def error_of(spec, **options):
+    with pytest.raises(ValueError, match=r".") as caught:
+        read_all(spec, **options)
+    return str(caught.value)

@@ -291,37 +291,27 @@ def test_a_folder_that_cannot_be_written_raises_before_training(tmp_path):
         Checkpointer(tmp_path / "file" / "run", config=keep())
 
 
-@pytest.fixture
-def tiny_disk(tmp_path):
-    """A file system of 2 MiB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(folder)]
-    if os.geteuid() != 0 or subprocess.run(mount, check=False, capture_output=True).returncode != 0:
-        pytest.skip("mounting a tmpfs takes root")
-    yield folder
-    subprocess.run(["umount", "-l", str(folder)], check=True)
+def test_a_full_disk_raises_a_clear_error_and_keeps_the_checkpoint_before(small_disk):
+    disk = small_disk("2m")
 
-
-def test_a_full_disk_raises_a_clear_error_and_keeps_the_checkpoint_before(tiny_disk):
     def state(seed):
         return {"w": jnp.asarray(np.random.default_rng(seed).standard_normal(300_000), jnp.float32)}  # 1.2 MB
 
-    checkpointer = Checkpointer(tiny_disk, config=keep(1))
+    checkpointer = Checkpointer(disk, config=keep(1))
     checkpointer.save(1, state(1), position=POSITION, metadata={})
     checkpointer.wait()
     checkpointer.save(2, state(2), position=POSITION, metadata={})
     with pytest.raises(SaveError, match=r"step 2 .*No space left on device .1,200,000 bytes of state.*step 1 is un"):
         checkpointer.wait()
     checkpointer.check()  # said once
-    assert [path.name for path in (tiny_disk / "checkpoints").iterdir()] == ["1"]
+    assert [path.name for path in (disk / "checkpoints").iterdir()] == ["1"]
     step, restored, _, _ = checkpointer.restore(abstract(state(1)))
     assert step == 1
     assert_bitwise(restored, state(1))
     small = {"w": jnp.ones(8)}
     checkpointer.save(3, small, position=POSITION, metadata={})
     checkpointer.close()
-    assert steps_on_disk(tiny_disk) == [3]
+    assert steps_on_disk(disk) == [3]
 
 
 def test_check_raises_once_a_save_in_the_background_has_failed(tmp_path, checkpointer, monkeypatch):

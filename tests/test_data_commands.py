@@ -12,27 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hlat_jax import config as config_lib
-from hlat_jax import flags
-from hlat_jax.data import __main__ as commands
 from hlat_jax.data import mixture, packing, progress, sources, stats, tokenizer_training
 from hlat_jax.data.tokenizer import Tokenizer
 
 AUSTEN = "package:austen_train.jsonl"
-
-
-@pytest.fixture
-def run(monkeypatch, capsys):
-    """A function of the words of a command that runs it in this process: (exit code, stdout, stderr)."""
-
-    def run(*words):
-        monkeypatch.setattr("sys.argv", ["hlat_jax.data", *map(str, words)])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as exit_:
-            flags.main(commands.main)
-        printed = capsys.readouterr()
-        return exit_.value.code, printed.out, printed.err
-
-    return run
 
 
 def write_jsonl(path, texts):
@@ -45,67 +28,67 @@ def austen_texts():
     return [documents[index] for index in range(len(documents))]
 
 
-def test_words_that_make_no_command_are_answered_with_the_nearest(run, tmp_path):
-    code, _, err = run("biuld")
+def test_words_that_make_no_command_are_answered_with_the_nearest(data_here, tmp_path):
+    code, _, err = data_here("biuld")
     assert (code, "Did you mean 'build'?" in err) == (2, True)
-    code, _, err = run("build", AUSTEN, f"--out={tmp_path}/o", "--tokeniser=x")
+    code, _, err = data_here("build", AUSTEN, f"--out={tmp_path}/o", "--tokeniser=x")
     assert (code, "unknown flag --tokeniser. Did you mean '--tokenizer'?" in err) == (2, True)
-    assert "no inputs" in run("build", f"--out={tmp_path}/o")[2]
-    assert "--out is missing" in run("build", AUSTEN)[2]
-    assert run("build", AUSTEN, f"--out={tmp_path}/o", "--workers=many")[0] == 2
-    assert run("build", AUSTEN, f"--out={tmp_path}/o", "--on_bad_record=perhaps")[0] == 2
-    assert run("build", AUSTEN, f"--out={tmp_path}/o", "--shard_mb=0")[0] == 2
+    assert "no inputs" in data_here("build", f"--out={tmp_path}/o")[2]
+    assert "--out is missing" in data_here("build", AUSTEN)[2]
+    assert data_here("build", AUSTEN, f"--out={tmp_path}/o", "--workers=many")[0] == 2
+    assert data_here("build", AUSTEN, f"--out={tmp_path}/o", "--on_bad_record=perhaps")[0] == 2
+    assert data_here("build", AUSTEN, f"--out={tmp_path}/o", "--shard_mb=0")[0] == 2
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("verb", ["build", "tokenizer", "stats"])
-def test_help_says_what_there_is_to_set(run, verb):
-    code, out, _ = run(verb, "--help")
+def test_help_says_what_there_is_to_set(data_here, verb):
+    code, out, _ = data_here(verb, "--help")
     assert code == 0
     assert "--sample_mb" in out or "--shard_mb" in out
-    code, out, _ = run("--help")
+    code, out, _ = data_here("--help")
     assert (code, verb in out) == (0, True)
-    assert run()[0] == 2
+    assert data_here()[0] == 2
 
 
-def test_build_command_writes_a_dataset_and_says_how_to_train_on_it(run, tmp_path):
+def test_build_command_writes_a_dataset_and_says_how_to_train_on_it(data_here, tmp_path):
     words = ("build", AUSTEN, "--out", tmp_path / "o", "--tokenizer=package:austen_2k.model", "--shard_mb=1")
-    code, out, err = run(*words)
+    code, out, err = data_here(*words)
     assert (code, err) == (0, "")
     manifest = json.loads((tmp_path / "o" / "manifest.json").read_text())
     assert re.search(rf"built: 257 documents, .* {manifest['tokens']:,} tokens .*, 4 shards", out)
     assert f"--config.data.train={tmp_path / 'o'}" in out
-    assert "is complete" in run(*words)[1]
+    assert "is complete" in data_here(*words)[1]
 
 
-def test_build_command_counts_the_records_it_leaves_out(run, tmp_path):
+def test_build_command_counts_the_records_it_leaves_out(data_here, tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "good"}\n{"text": 1}\n')
-    code, _, err = run("build", tmp_path / "a.jsonl", f"--out={tmp_path}/o")
+    code, _, err = data_here("build", tmp_path / "a.jsonl", f"--out={tmp_path}/o")
     assert (code, "row 2" in err) == (2, True)
-    code, out, _ = run("build", tmp_path / "a.jsonl", f"--out={tmp_path}/o", "--on_bad_record=skip")
+    code, out, _ = data_here("build", tmp_path / "a.jsonl", f"--out={tmp_path}/o", "--on_bad_record=skip")
     assert code == 0
     assert "left out 1 bad records" in out
     assert "row 2" in out
 
 
 @pytest.mark.parametrize("error", [OSError("no disk"), KeyboardInterrupt()])
-def test_work_that_fails_is_one_line_and_its_own_exit_code(run, tmp_path, monkeypatch, error):
+def test_work_that_fails_is_one_line_and_its_own_exit_code(data_here, tmp_path, monkeypatch, error):
     def fail(*_, **__):
         raise error
 
     monkeypatch.setattr("hlat_jax.data.build.build", fail)
-    code, _, err = run("build", AUSTEN, f"--out={tmp_path}/o")
+    code, _, err = data_here("build", AUSTEN, f"--out={tmp_path}/o")
     assert code == (1 if isinstance(error, OSError) else 130)
     assert err.count("\n") == 1
 
 
-def test_peek_gets_its_words_untouched(run, monkeypatch):
+def test_peek_gets_its_words_untouched(data_here, monkeypatch):
     heard = []
     peek = types.ModuleType("hlat_jax.data.peek")
     peek.main = lambda argv: heard.append(list(argv)) or 7
     monkeypatch.setitem(sys.modules, "hlat_jax.data.peek", peek)
     monkeypatch.setattr("hlat_jax.data.peek", peek, raising=False)
-    assert run("peek", "--config=tiny", "--step=3")[0] == 7
+    assert data_here("peek", "--config=tiny", "--step=3")[0] == 7
     assert heard == [["--config=tiny", "--step=3"]]
 
 
@@ -149,41 +132,43 @@ def test_runs_of_spaces_become_tokens(tmp_path):
     assert len(tokenizer.encode(" " * 8)) < 8
 
 
-def test_training_a_tokenizer_again_gives_the_same_model(trained, run, tmp_path):
+def test_training_a_tokenizer_again_gives_the_same_model(trained, data_here, tmp_path):
     out = tmp_path / "new" / "t.model"
-    code, said, _ = run("tokenizer", AUSTEN, "--vocab_size=500", f"--out={out}", "--sample_mb=1")
+    code, said, _ = data_here("tokenizer", AUSTEN, "--vocab_size=500", f"--out={out}", "--sample_mb=1")
     assert code == 0
-    code, again, _ = run("tokenizer", AUSTEN, "--vocab_size=500", f"--out={tmp_path / 'u.model'}", "--sample_mb=1")
+    code, again, _ = data_here(
+        "tokenizer", AUSTEN, "--vocab_size=500", f"--out={tmp_path / 'u.model'}", "--sample_mb=1"
+    )
     assert out.read_bytes() == (tmp_path / "u.model").read_bytes()
     assert "500 tokens" in said
     assert said.splitlines()[1:] == again.splitlines()[1:]
 
 
-def test_vocabulary_that_does_not_fit_the_text_is_refused_with_one_that_does(run, tmp_path):
+def test_vocabulary_that_does_not_fit_the_text_is_refused_with_one_that_does(data_here, tmp_path):
     path, out = write_jsonl(tmp_path / "a.jsonl", ["the cat sat on the mat äöü " * 20]), tmp_path / "t.model"
-    err = run("tokenizer", path, "--vocab_size=9999", f"--out={out}")[2]
+    err = data_here("tokenizer", path, "--vocab_size=9999", f"--out={out}")[2]
     most = int(re.search(r"use at most (\d+)", err)[1])
-    assert run("tokenizer", path, f"--vocab_size={most + 1}", f"--out={out}")[0] == 2
+    assert data_here("tokenizer", path, f"--vocab_size={most + 1}", f"--out={out}")[0] == 2
     assert not out.exists()
-    assert run("tokenizer", path, f"--vocab_size={most}", f"--out={out}")[0] == 0
+    assert data_here("tokenizer", path, f"--vocab_size={most}", f"--out={out}")[0] == 0
     least = int(
-        re.search(r"use at least (\d+)", run("tokenizer", path, "--vocab_size=261", f"--out={out}2.model")[2])[1]
+        re.search(r"use at least (\d+)", data_here("tokenizer", path, "--vocab_size=261", f"--out={out}2.model")[2])[1]
     )
-    assert run("tokenizer", path, f"--vocab_size={least}", f"--out={out}3.model")[0] == 0
-    assert "at least 260" in run("tokenizer", path, "--vocab_size=259", f"--out={out}4.model")[2]
+    assert data_here("tokenizer", path, f"--vocab_size={least}", f"--out={out}3.model")[0] == 0
+    assert "at least 260" in data_here("tokenizer", path, "--vocab_size=259", f"--out={out}4.model")[2]
 
 
-def test_tokenizer_command_refuses_what_is_there_and_what_is_no_text(run, tmp_path):
+def test_tokenizer_command_refuses_what_is_there_and_what_is_no_text(data_here, tmp_path):
     path, out = write_jsonl(tmp_path / "a.jsonl", ["", " \n"]), tmp_path / "t.model"
-    assert "hold no text (2 documents)" in run("tokenizer", path, "--vocab_size=300", f"--out={out}")[2]
-    assert "must end in .model" in run("tokenizer", path, "--vocab_size=300", f"--out={tmp_path / 'x'}")[2]
+    assert "hold no text (2 documents)" in data_here("tokenizer", path, "--vocab_size=300", f"--out={out}")[2]
+    assert "must end in .model" in data_here("tokenizer", path, "--vocab_size=300", f"--out={tmp_path / 'x'}")[2]
     out.write_bytes(b"mine")
-    assert "is there" in run("tokenizer", AUSTEN, "--vocab_size=300", f"--out={out}")[2]
+    assert "is there" in data_here("tokenizer", AUSTEN, "--vocab_size=300", f"--out={out}")[2]
     assert out.read_bytes() == b"mine"
     (tmp_path / "b.jsonl").write_bytes(b'{"text": "some words here"}\n{"text": null}\n')
     words = ("tokenizer", tmp_path / "b.jsonl", "--vocab_size=272", f"--out={tmp_path / 'b.model'}")
-    assert "row 2" in run(*words)[2]
-    assert "left out 1 bad records" in run(*words, "--on_bad_record=skip")[1]
+    assert "row 2" in data_here(*words)[2]
+    assert "left out 1 bad records" in data_here(*words, "--on_bad_record=skip")[1]
 
 
 def test_sample_is_bounded_uniform_and_of_whole_pieces():
@@ -228,8 +213,8 @@ def exact_counts(texts):
     return len(texts), sum(len(text.encode()) for text in texts), num_tokens
 
 
-def test_stats_counts_everything_when_the_sample_holds_everything(run):
-    code, out, _ = run("stats", "--config=tiny", "--sample_mb=0", "--config.train.num_steps=1000")
+def test_stats_counts_everything_when_the_sample_holds_everything(data_here):
+    code, out, _ = data_here("stats", "--config=tiny", "--sample_mb=0", "--config.train.num_steps=1000")
     documents, num_bytes, num_tokens = exact_counts(austen_texts())
     assert code == 0
     assert cells(out, "all")[:3] == [documents, num_bytes, num_tokens]
@@ -252,12 +237,12 @@ def test_stats_of_a_sample_says_so_and_is_near():
     assert "~" in report
 
 
-def test_stats_of_stored_ids_are_exact_and_read_no_text(run, tmp_path):
-    run("build", AUSTEN, f"--out={tmp_path}/ids", "--tokenizer=package:austen_2k.model")
+def test_stats_of_stored_ids_are_exact_and_read_no_text(data_here, tmp_path):
+    data_here("build", AUSTEN, f"--out={tmp_path}/ids", "--tokenizer=package:austen_2k.model")
     report = stats.report(tiny(train=f"{tmp_path}/ids", validation=""), sample_bytes=1)
     assert cells(report, "all")[:3] == list(exact_counts(austen_texts()))
     assert "~" not in report
-    run("tokenizer", AUSTEN, "--vocab_size=2048", f"--out={tmp_path}/o.model", "--sample_mb=1")
+    data_here("tokenizer", AUSTEN, "--vocab_size=2048", f"--out={tmp_path}/o.model", "--sample_mb=1")
     with pytest.raises(ValueError, match="token ids of the tokenizer with"):
         stats.report(tiny(train=f"{tmp_path}/ids", tokenizer=f"{tmp_path}/o.model"), sample_bytes=1)
 

@@ -9,33 +9,14 @@ import numpy as np
 import pyarrow
 import pyarrow.ipc
 import pytest
-from data_files import write_arrow, write_built, write_jsonl, write_parquet
+from data_files import TEXTS, error_of, open_all, read_all, write_arrow, write_built, write_jsonl, write_parquet
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hlat_jax.data import arrow_ipc, built, columns, sources
 from hlat_jax.data.files import DataFile, Snapshot
 
-TEXTS = ["first", "zweiter Text: äöü 漢字 😀", "line one\nline two\r\n", "", "x" * 3000, "last", "seventh"]
 IDS = [[5, 6, 7, 2], [2], [9] * 30 + [2], [1, 2], [3, 2], [4, 4, 4, 4, 2], [2]]
-
-
-def open_all(spec, **options):
-    documents = sources.open_corpus(str(spec), text_field="text", key="data.train", **options)
-    manifest = documents.manifest
-    assert manifest["documents"] == len(documents)
-    return documents
-
-
-def read_all(spec, **options):
-    documents = open_all(spec, **options)
-    return [documents[index] for index in range(len(documents))]
-
-
-def error_of(spec, **options):
-    with pytest.raises(ValueError, match=r".") as caught:
-        read_all(spec, **options)
-    return str(caught.value)
 
 
 @pytest.mark.parametrize("is_file", [False, True])

@@ -2,30 +2,10 @@
 
 import fsspec
 import pytest
-from data_files import write_arrow, write_jsonl, write_parquet
+from data_files import TEXTS, error_of, open_all, read_all, write_arrow, write_jsonl, write_parquet
 
 from hlat_jax.data import sources
 from hlat_jax.data.files import DataFile
-
-TEXTS = ["first", "zweiter Text: äöü 漢字 😀", "line one\nline two\r\n", "", "x" * 3000, "last", "seventh"]
-
-
-def open_all(spec, **options):
-    documents = sources.open_corpus(str(spec), text_field="text", key="data.train", **options)
-    manifest = documents.manifest
-    assert manifest["documents"] == len(documents)
-    return documents
-
-
-def read_all(spec, **options):
-    documents = open_all(spec, **options)
-    return [documents[index] for index in range(len(documents))]
-
-
-def error_of(spec, **options):
-    with pytest.raises(ValueError, match=r".") as caught:
-        read_all(spec, **options)
-    return str(caught.value)
 
 
 @pytest.fixture

@@ -120,6 +120,16 @@ def test_remat_choices_differ_in_what_they_recompute():
     assert flops["none"] < flops["selective"] < flops["full"]
 
 
+def test_backward_of_the_layer_loop_stacks_no_matrix():
+    cfg = dataclasses.replace(CFG, layer_loop="scan", remat="none")
+    params = init_params(cfg, jax.random.key(0))
+    text = str(jax.make_jaxpr(jax.grad(lambda params: apply(params, cfg, tokens()).sum()))(params))
+    d, f, g = cfg.embed_dim, cfg.mlp_dim, cfg.num_heads // cfg.num_kv_heads
+    assert f"f32[{d},{2 * f}]" in text  # gate and up as one product
+    assert f"f32[{cfg.num_layers},{d},{2 * f}]" not in text
+    assert f"f32[{cfg.num_layers},{d},{cfg.num_kv_heads * (g + 2) * cfg.head_dim}]" not in text
+
+
 def test_selective_remat_keeps_every_linears_input_and_drops_scores_and_product(capsys):
     from jax.ad_checkpoint import print_saved_residuals
 

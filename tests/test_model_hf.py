@@ -25,6 +25,7 @@ MHA = ModelConfig(
     vocab_size=384, num_layers=2, embed_dim=96, mlp_dim=160, num_heads=6, num_kv_heads=6, head_dim=16, norm_eps=1e-5
 )
 GQA = dataclasses.replace(MHA, num_kv_heads=2, rope_theta=500_000.0)
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
 CASES = {
     "mha": MHA,
     "gqa": GQA,
@@ -33,15 +34,6 @@ CASES = {
     # Stretched from 256 positions, so that 1,024 tokens see kept, interpolated and stretched wavelengths.
     "llama3_scaled": dataclasses.replace(GQA, rope_scaling="llama3", rope_original_positions=256),
 }
-
-
-@pytest.fixture(autouse=True)
-def one_torch_thread():
-    """Small operations on several threads that wait for each other by spinning crawl on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def random_params(cfg: ModelConfig, seed: int = 0) -> dict:

@@ -272,9 +272,25 @@ def test_step_lowered_for_neuron_holds_nothing_it_cannot_take(small, one_device,
         assert "stablehlo.while" in text  # the check of loops below looks at something
 
 
-def lowered_for_neuron(config, layout):
+def test_step_with_segments_lowered_for_neuron_holds_nothing_it_cannot_take(small, one_device):
+    small.model.update(NEURON_CASES[0])
+    small.train.num_microbatches = 2
+    forbidden_in(lowered_for_neuron(resolve(small), one_device, with_segments=True))
+
+
+def test_step_on_one_cpu_device_copies_no_weight_to_update_it(small, one_device):
+    config = resolve(small)
     rate = jax.ShapeDtypeStruct((), np.float32)
     batch = abstract_batch(config.data.batch_size, config.data.seq_len)
+    lowered = make_train_step(config, one_device).lower(abstract_state(config, one_device), batch, rate)
+    text = lowered.compile().as_text()
+    assert "%state__params____embed__" in text  # how XLA names the arguments that are looked for below
+    assert not [line for line in text.splitlines() if " copy(%state__params" in line]
+
+
+def lowered_for_neuron(config, layout, *, with_segments=False):
+    rate = jax.ShapeDtypeStruct((), np.float32)
+    batch = abstract_batch(config.data.batch_size, config.data.seq_len, with_segments=with_segments)
     traced = make_train_step(config, layout).trace(abstract_state(config, layout), batch, rate)
     return traced.lower(lowering_platforms=("neuron",)).as_text()
 

@@ -50,28 +50,6 @@ def test_resume_after_sigkill_at_random_moments_equals_the_uninterrupted_run(uni
     assert micro.saved_steps(workdir) == micro.saved_steps(expected)
 
 
-@pytest.fixture
-def small_disk(tmp_path):
-    """A function of a size that mounts, or resizes, a tmpfs and returns its folder."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-
-    def mount(size):
-        options = f"size={size}" + (",remount" if folder.is_mount() else "")
-        words = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)]
-        try:
-            done = subprocess.run(words, capture_output=True, text=True, check=False)
-        except FileNotFoundError:
-            pytest.skip("no mount command")
-        if done.returncode:
-            pytest.skip(f"no tmpfs can be mounted here: {done.stderr.strip()}")
-        return folder
-
-    yield mount
-    if folder.is_mount():
-        subprocess.run(["umount", str(folder)], check=True)
-
-
 def assert_failed_with_one_line(done, *parts):
     """Asserts exit code 1, no traceback, and one line that has all parts."""
     assert done.returncode == 1, done.stdout + done.stderr

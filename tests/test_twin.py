@@ -49,6 +49,7 @@ MHA = {
 GQA = {"model.num_kv_heads": 2}
 ACCUMULATED = {"train.num_microbatches": 4}
 LLAMA3 = {"model.rope_scaling": "llama3", "model.rope_original_positions": 24, "model.rope_theta": 2000.0}
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
 CASES = {
     "mha": {},
     "gqa_with_q_apart_from_kv": GQA | {"model.fuse_qkv": False},
@@ -58,15 +59,6 @@ CASES = {
     "ragged_in_one_batch_unclipped": {"ragged": True, "optimizer.decay": "matrices", "optimizer.clip_norm": 0.0},
     "llama3_scaled_with_z_loss": GQA | LLAMA3 | {"train.z_loss_weight": 1e-2},
 }
-
-
-@pytest.fixture(autouse=True)
-def one_torch_thread():
-    """Small operations on several threads that wait for each other by spinning crawl on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def make_config(overrides: dict) -> Config:
