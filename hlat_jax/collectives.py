@@ -157,6 +157,29 @@ class Spread:
         """Returns parameters as the forward pass reads them, from `split` ones: the all-gather of ZeRO-1."""
         return self._manual(lambda tree: self._map(self._whole, tree), (self._state,), self._params)(params)
 
+    def total(self, of_leaf: Callable[[jax.Array], jax.Array], tree: Any) -> jax.Array:
+        """Returns the sum over the leaves of `of_leaf`, fp32, from `split` arrays: one all-reduce of a scalar.
+
+        Args:
+          of_leaf: a sum over the elements of an array, so that the whole is the sum of what the devices have.
+          tree: arrays that lie as the optimizer's state.
+        """
+        rules = self.layout.state_rules
+
+        def held(axes: tuple[str, ...]) -> set[str]:
+            return {place for axis in axes for place in rules[axis]}
+
+        used = set().union(*jax.tree.leaves(self._map(lambda axes: frozenset(held(axes)))))
+        places = tuple(place for place in self.layout.wide(self.layout.mesh.axis_names) if place in used)
+
+        def share(axes: tuple[str, ...], part: jax.Array) -> jax.Array:
+            return of_leaf(part) / self.layout.size(set(places) - held(axes))
+
+        def everywhere(parts: Any) -> jax.Array:
+            return summed(sum(jax.tree.leaves(self._map(share, parts))), places)
+
+        return self._manual(everywhere, (self._state,), P())(tree)
+
     def _reduced(self, axes: tuple[str, ...], grad: jax.Array) -> jax.Array:
         rules = self.layout.param_rules
         partial = {place for axis in axes for place in self.layout.partial_gradients.get(axis, ())}

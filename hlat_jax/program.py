@@ -131,7 +131,7 @@ def training_program(
 
     def train_step(state: State, batch: Any, learning_rate: jax.Array) -> tuple[State, StepMetrics]:
         (loss_sum, num_tokens), grads = value_and_grad(state["params"], batch)
-        norm = functools.partial(global_norm, in_blocks=options.norm_in_blocks)
+        norm = functools.partial(global_norm, in_blocks=options.norm_in_blocks, spread=spread)
         # The norm of the sums, and a product instead of a division: XLA on CPU then scales each gradient where the
         # update reads it, and writes no scaled copy of them all.
         per_token = 1.0 / num_tokens

@@ -1,36 +1,161 @@
 """Every layout against one device, the collectives of each against a written table, and what each of them is for."""
 
+import collections
 import functools
 
 import jax
 import numpy as np
 import pytest
-
-from hlat_jax.batch import abstract_batch, segmented_batch
-from hlat_jax.config import ParallelConfig, default, resolve
-from hlat_jax.optimizer import learning_rate
-from hlat_jax.sharding import make_layout, resolve_degrees, shard_batch
-from hlat_jax.step import abstract_state, init_state, make_eval_step, make_train_step, state_bytes
 from mutations import collectives_seen
 
+from hlat_jax.batch import segmented_batch
+from hlat_jax.config import default, resolve
+from hlat_jax.optimizer import learning_rate
+from hlat_jax.planner.collectives import collectives
+from hlat_jax.sharding import make_layout, shard_batch
+from hlat_jax.step import abstract_state, init_state, make_eval_step, make_train_step, state_bytes
+
+SEQUENCE, ZERO1 = {"sequence_parallel": True}, {"zero1": True}
 # name -> changes of parallel, model and train sections
 LAYOUTS = {
-    "data": dict(data=8),
-    "data-zero1": dict(data=8, zero1=True),
-    "fsdp": dict(data=1, fsdp=8),
-    "fsdp-data-zero1": dict(data=2, fsdp=4, zero1=True, num_microbatches=2),
-    "tensor": dict(data=4, tensor=2),
-    "tensor-sequence": dict(data=4, tensor=2, sequence_parallel=True, remat="selective"),
-    "tensor-fused-unroll": dict(data=4, tensor=2, fuse_qkv=True, layer_loop="unroll"),
-    "kv-copies": dict(data=2, tensor=4),
-    "kv-copies-sequence-zero1": dict(data=2, tensor=4, zero1=True, sequence_parallel=True, num_microbatches=4),
-    "kv-copies-8": dict(data=1, tensor=8, sequence_parallel=True, remat="none"),
-    "fsdp-tensor-sequence": dict(data=2, fsdp=2, tensor=2, sequence_parallel=True, zero1=True, num_microbatches=2),
-    "pipe": dict(pipe=4, data=2, num_microbatches=4),
-    "pipe-tied": dict(pipe=2, data=4, num_microbatches=2, tie_embeddings=True),
-    "pipe-fsdp": dict(pipe=2, data=1, fsdp=4, num_microbatches=2, remat="selective"),
-    "pipe-tensor-sequence": dict(pipe=2, data=1, tensor=4, zero1=True, sequence_parallel=True, num_microbatches=8),
-    "pipe-all": dict(pipe=2, data=2, tensor=2, zero1=True, sequence_parallel=True, num_microbatches=4, remat="full"),
+    "data": {"data": 8},
+    "data-zero1": {"data": 8} | ZERO1,
+    "fsdp": {"fsdp": 8},
+    "fsdp-data-zero1": {"data": 2, "fsdp": 4, "num_microbatches": 2} | ZERO1,
+    "tensor": {"data": 4, "tensor": 2},
+    "tensor-sequence": {"data": 4, "tensor": 2, "remat": "selective"} | SEQUENCE,
+    "tensor-fused-unroll": {"data": 4, "tensor": 2, "fuse_qkv": True, "layer_loop": "unroll"},
+    "kv-copies": {"data": 2, "tensor": 4},
+    "kv-copies-sequence-zero1": {"data": 2, "tensor": 4, "num_microbatches": 4} | SEQUENCE | ZERO1,
+    "kv-copies-8": {"tensor": 8, "remat": "none"} | SEQUENCE,
+    "fsdp-tensor-sequence": {"data": 2, "fsdp": 2, "tensor": 2, "num_microbatches": 2} | SEQUENCE | ZERO1,
+    "pipe": {"pipe": 4, "data": 2, "num_microbatches": 4},
+    "pipe-tied": {"pipe": 2, "data": 4, "num_microbatches": 2, "tie_embeddings": True},
+    "pipe-fsdp": {"pipe": 2, "fsdp": 4, "num_microbatches": 2, "remat": "selective"},
+    "pipe-tensor-sequence": {"pipe": 2, "tensor": 4, "num_microbatches": 8} | SEQUENCE | ZERO1,
+    "pipe-all": {"pipe": 2, "data": 2, "tensor": 2, "num_microbatches": 4, "remat": "full"} | SEQUENCE | ZERO1,
+}
+# Arrays that collectives carry in one step, by kind and mesh axes, loops counted once per trip. With L layers (4, over
+# the stages), M microbatches and W matrices (embed, head, q, kv, out, gate_up, down; one less when qkv is fused or the
+# embedding tied), and N = 3 norms:
+# - tensor: 4 L M all-reduces (a sum after each block and of each block's input gradient), and 4 M for the tables: the
+#   embedding's sum, the largest logit, sum and target together, the gradient of the head's input.
+# - sequence: 6 L M + 2 M all-gathers (each block's input, again for its weight gradient, its output's gradient; the
+#   head's input and the embedding's gradient) and 4 L M + 2 M reduce-scatters.
+# - fsdp: (2 (W - 2) L + 2) M all-gathers of weights, half as many reduce-scatters plus M; full remat gathers once more.
+# - data: every gradient once, whatever M is, and loss and count; zero1 scatters those of matrices and gathers weights.
+# - pipe, p stages: 2 (M + p - 1) - M permutes and more; 3 M sums for the tables beside one of each embedding, each last
+#   output and each embedding gradient: 2 (M + p - 1) + M.
+# - two scalars for the norms of gradients and weights, over the axes that split the state.
+COLLECTIVES = {
+    "data": {
+        "all-reduce data": 12,
+    },
+    "data-zero1": {
+        "all-gather data": 7,
+        "all-reduce data": 7,
+        "reduce-scatter data": 7,
+    },
+    "fsdp": {
+        "all-gather fsdp": 42,
+        "all-reduce fsdp": 7,
+        "reduce-scatter fsdp": 22,
+    },
+    "fsdp-data-zero1": {
+        "all-gather data": 7,
+        "all-gather fsdp": 82,
+        "all-reduce data*fsdp": 7,
+        "reduce-scatter data": 7,
+        "reduce-scatter fsdp": 44,
+    },
+    "tensor": {
+        "all-reduce data": 12,
+        "all-reduce tensor_kv": 22,
+    },
+    "tensor-sequence": {
+        "all-gather tensor_kv": 26,
+        "all-reduce data": 9,
+        "all-reduce data*tensor_kv": 3,
+        "all-reduce tensor_kv": 4,
+        "reduce-scatter tensor_kv": 18,
+    },
+    "tensor-fused-unroll": {
+        "all-reduce data": 11,
+        "all-reduce tensor_kv": 22,
+    },
+    "kv-copies": {
+        "all-reduce data": 11,
+        "all-reduce data*tensor_rep": 1,
+        "all-reduce tensor_kv*tensor_rep": 22,
+    },
+    "kv-copies-sequence-zero1": {
+        "all-gather data": 6,
+        "all-gather data*tensor_rep": 1,
+        "all-gather tensor_kv*tensor_rep": 104,
+        "all-reduce data": 2,
+        "all-reduce data*tensor_kv*tensor_rep": 5,
+        "all-reduce tensor_kv*tensor_rep": 8,
+        "reduce-scatter data": 6,
+        "reduce-scatter data*tensor_rep": 1,
+        "reduce-scatter tensor_kv*tensor_rep": 72,
+    },
+    "kv-copies-8": {
+        "all-gather tensor_kv*tensor_rep": 26,
+        "all-reduce tensor_kv*tensor_rep": 7,
+        "all-reduce tensor_rep": 1,
+        "reduce-scatter tensor_kv*tensor_rep": 18,
+    },
+    "fsdp-tensor-sequence": {
+        "all-gather data": 7,
+        "all-gather fsdp": 82,
+        "all-gather tensor_kv": 52,
+        "all-reduce data*fsdp": 2,
+        "all-reduce data*fsdp*tensor_kv": 5,
+        "all-reduce tensor_kv": 4,
+        "reduce-scatter data": 7,
+        "reduce-scatter fsdp": 44,
+        "reduce-scatter tensor_kv": 36,
+    },
+    "pipe": {
+        "all-reduce data": 12,
+        "all-reduce pipe": 32,
+        "collective-permute pipe": 14,
+    },
+    "pipe-tied": {
+        "all-reduce data": 11,
+        "all-reduce pipe": 16,
+        "collective-permute pipe": 5,
+    },
+    "pipe-fsdp": {
+        "all-gather fsdp": 62,
+        "all-reduce fsdp": 5,
+        "all-reduce pipe": 14,
+        "all-reduce pipe*fsdp": 2,
+        "collective-permute pipe": 5,
+        "reduce-scatter fsdp": 35,
+    },
+    "pipe-tensor-sequence": {
+        "all-gather tensor_kv*tensor_rep": 125,
+        "all-gather tensor_rep": 1,
+        "all-reduce pipe": 34,
+        "all-reduce pipe*tensor_kv*tensor_rep": 18,
+        "all-reduce tensor_kv*tensor_rep": 3,
+        "collective-permute pipe": 17,
+        "reduce-scatter tensor_kv*tensor_rep": 89,
+        "reduce-scatter tensor_rep": 1,
+    },
+    "pipe-all": {
+        "all-gather data": 7,
+        "all-gather tensor_kv": 69,
+        "all-reduce data": 2,
+        "all-reduce data*tensor_kv": 3,
+        "all-reduce pipe": 18,
+        "all-reduce pipe*data*tensor_kv": 2,
+        "all-reduce pipe*tensor_kv": 8,
+        "collective-permute pipe": 9,
+        "reduce-scatter data": 7,
+        "reduce-scatter tensor_kv": 59,
+    },
 }
 MODEL_ONLY = ("fuse_qkv", "tie_embeddings")
 
@@ -39,7 +164,7 @@ def configured(**changes):
     c = default()
     c.model.update(vocab_size=64, num_layers=4, embed_dim=32, mlp_dim=48, num_heads=8, num_kv_heads=2, head_dim=8)
     c.model.update(max_positions=16, fuse_qkv=False)
-    c.data.update(batch_size=8, seq_len=16, packing="documents")
+    c.data.update(batch_size=16, seq_len=16, packing="documents")
     c.optimizer.update(peak_lr=1e-2, warmup_steps=1, horizon_steps=100)
     for key, value in changes.items():
         section = next(s for s in (c.parallel, c.model, c.train, c.optimizer, c.precision) if key in s)
@@ -68,14 +193,16 @@ def alone(**changes):
 
 
 def trained(config, layout, *, num_steps):
-    """Returns (initial parameters, rows of loss and gradient norm, state)."""
-    state, step = init_state(config, layout), make_train_step(config, layout)
+    """Returns (initial parameters, rows of loss and gradient norm, state, text of the partitioned program)."""
+    state = init_state(config, layout)
+    batch = shard_batch(make_segments(0, config), layout)
+    step = make_train_step(config, layout).lower(state, batch, np.float32(0)).compile()
     initial, rows = jax.tree.map(np.asarray, state["params"]), []
     for index in range(num_steps):
         batch = shard_batch(make_segments(index % 3, config), layout)
         state, metrics = step(state, batch, np.float32(learning_rate(index, config.optimizer)))
         rows.append([float(metrics.loss), float(metrics.grad_norm), float(metrics.num_tokens)])
-    return initial, np.asarray(rows), state
+    return initial, np.asarray(rows), state, step.as_text()
 
 
 @functools.cache
@@ -88,11 +215,16 @@ def test_layout_trains_as_one_device_does(name):
     changes = LAYOUTS[name]
     config = configured(**changes)
     layout = layout_of(config)
-    wanted_initial, wanted, _ = trained_alone(**{key: changes[key] for key in MODEL_ONLY if key in changes})
-    initial, got, state = trained(config, layout, num_steps=20)
+    wanted_initial, wanted, _, _ = trained_alone(**{key: changes[key] for key in MODEL_ONLY if key in changes})
+    initial, got, state, program = trained(config, layout, num_steps=20)
     jax.tree.map(np.testing.assert_array_equal, wanted_initial, initial)
     np.testing.assert_allclose(got, wanted, rtol=5e-6)  # fp32 sums in another order
     assert state_bytes(state) == state_bytes(abstract_state(config, layout))
+    arrays = collections.Counter()
+    for found in collectives(program, layout.mesh):
+        if found.axes:
+            arrays[f"{found.kind} {'*'.join(found.axes)}"] += found.num_arrays * found.trips
+    assert arrays == COLLECTIVES[name]
 
 
 @pytest.mark.parametrize("name", ["fsdp-tensor-sequence", "pipe-all"])
@@ -131,14 +263,18 @@ def furthest(got, wanted):
     )
 
 
-MUTATED = ["fsdp-data-zero1", "kv-copies", "fsdp-tensor-sequence", "pipe-tensor-sequence", "pipe-tied"]
+MUTATED = ["kv-copies", "fsdp-tensor-sequence", "pipe-tensor-sequence"]
 
 
 @pytest.mark.parametrize("name", MUTATED)
 def test_no_collective_can_be_left_out(name):
-    changes = LAYOUTS[name] | {"clip_norm": 0.0, "num_layers": LAYOUTS[name].get("pipe", 1)}
+    changes = LAYOUTS[name] | {
+        "clip_norm": 0.0,
+        "eps": 1.0,  # an update then follows its gradient, where Adam's sign would flip on rounding
+        "num_layers": LAYOUTS[name].get("pipe", 1),
+    }
     config = configured(**changes)
-    one = configured(data=1, **{k: changes[k] for k in (*MODEL_ONLY, "clip_norm", "num_layers") if k in changes})
+    one = configured(data=1, **{k: changes[k] for k in (*MODEL_ONLY, "clip_norm", "eps", "num_layers") if k in changes})
     initial = jax.device_get(init_state(one, layout_of(one, jax.devices()[:1])))
     wanted, _ = one_step(one, layout_of(one, jax.devices()[:1]), initial)
     layout = layout_of(config)
@@ -156,3 +292,37 @@ def test_no_collective_can_be_left_out(name):
                 harmless.append(place)
     assert num_left_out > 5
     assert not harmless
+
+
+def kv_config(**changes):
+    return configured(data=2, tensor=4, packing="concat", **changes)
+
+
+def test_each_core_holds_and_computes_the_kv_heads_it_needs_and_no_more():
+    config = configured(data=1, tensor=8)  # 2 KV heads on 8 cores, 1 query head on each
+    state = abstract_state(config, layout_of(config))
+    attention = state["params"]["layers"]["attention"]
+    d, h = config.model.embed_dim, config.model.head_dim
+    assert attention["kv"].shape == (4, d, 2, 2, h)  # parameters and checkpoints have both heads once
+    assert attention["kv"].sharding.shard_shape(attention["kv"].shape) == (4, d, 2, 1, h)
+    assert attention["q"].sharding.shard_shape(attention["q"].shape) == (4, d, 1, 1, h)
+
+    def dots(config, layout):
+        def local(params, batch):
+            return parts(config, layout, z_loss_weight=0.0)(params, batch)
+
+        batch = abstract_batch(16, 16, with_segments=True)
+        spread = Spread(layout, param_axes(config.model))
+        traced = jax.make_jaxpr(spread.loss(local))(abstract_state(config, layout)["params"], batch)
+        return [equation for equation in equations(traced.jaxpr) if equation.primitive.name == "dot_general"]
+
+    products = [equation.outvars[0].aval.shape for equation in dots(config, layout_of(config))]
+    assert (16 * 16, 2 * 1 * h) in products  # keys and values: one head of each, for all tokens
+    assert not [shape for shape in products if shape == (16 * 16, 2 * 2 * h)]
+
+
+def equations(jaxpr):
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in jax.core.jaxprs_in_params(equation.params):
+            yield from equations(inner)
