@@ -52,8 +52,8 @@ LAYOUTS = {
 #   head's input and the embedding's gradient) and 4 L M + 2 M reduce-scatters.
 # - fsdp: (2 (W - 2) L + 2) M all-gathers of weights, half as many reduce-scatters plus M; full remat gathers once more.
 # - data: every gradient once, whatever M is, and loss and count; zero1 scatters those of matrices and gathers weights.
-# - pipe, p stages: 2 (M + p - 1) - M permutes and more; 3 M sums for the tables beside one of each embedding, each last
-#   output and each embedding gradient: 2 (M + p - 1) + M.
+# - pipe, p stages: 2 (M + p - 1) permutes; as many sums of embeddings and of their gradients, and 4 M more: the last
+#   stage's output, the largest logit, sum and target, the gradient of the head's input.
 # - two scalars for the norms of gradients and weights, over the axes that split the state.
 COLLECTIVES = {
     "data": {
