@@ -1,10 +1,14 @@
 """Commands started once for each process of a job, on this machine."""
 
 import contextlib
+import os
 import pathlib
 import socket
 import subprocess
+import sys
 import time
+
+NODE = pathlib.Path(__file__).resolve().parent.parent / "launch" / "node.sh"
 
 
 def free_address() -> str:
@@ -14,9 +18,33 @@ def free_address() -> str:
         return f"127.0.0.1:{free.getsockname()[1]}"
 
 
-def flags(address: str, num_processes: int, process_id: int) -> list[str]:
-    """Returns the flags of one process of a job."""
-    return [f"--coordinator={address}", f"--num_processes={num_processes}", f"--process_id={process_id}"]
+def node_variables(launcher: str, num_nodes: int, node: int, *, folder: pathlib.Path) -> dict[str, str]:
+    """Returns what `slurm` or `mpi` sets on one of several nodes, with a scontrol in `folder` that knows 127.0.0.1."""
+    if launcher == "mpi":
+        return {"OMPI_COMM_WORLD_SIZE": str(num_nodes), "OMPI_COMM_WORLD_RANK": str(node)}
+    assert launcher == "slurm"
+    folder.mkdir(parents=True, exist_ok=True)
+    scontrol = folder / "scontrol"
+    scontrol.write_text(f'#!/bin/sh\n[ "$*" = "show hostnames node[0-9]" ] && yes 127.0.0.1 | head -n {num_nodes}\n')
+    scontrol.chmod(0o755)
+    return {
+        "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}",
+        "SLURM_JOB_NODELIST": "node[0-9]",
+        "SLURM_NNODES": str(num_nodes),
+        "SLURM_NODEID": str(node),
+        "SLURM_PROCID": str(node),
+    }
+
+
+def node_command(launcher: str, address: str, num_nodes: int, node: int) -> list[str]:
+    """Returns the command that a launcher (`slurm`, `mpi` or `flags`) starts on a node, up to what is trained."""
+    host, _, port = address.rpartition(":")
+    flags = {
+        "slurm": [],
+        "mpi": [f"--coordinator={host}"],
+        "flags": [f"--coordinator={host}", f"--num_nodes={num_nodes}", f"--node={node}"],
+    }
+    return ["env", f"PYTHON={sys.executable}", str(NODE), f"--port={port}", *flags[launcher]]
 
 
 class Job:

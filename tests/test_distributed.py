@@ -45,15 +45,19 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def train_job(folder):
-    """A function that starts the command in `workdir` on four devices over some processes; a context of the Job."""
+    """A function that trains in `workdir` on four devices over some processes, started by launch/node.sh as `launcher`
+    would; a context of the Job."""
 
-    def start(workdir, num_processes, *overrides, flags=(), of_last=()):
-        address = jobs.free_address()
-        words = [*micro.command(folder / "micro.py", workdir, *SETTINGS, *overrides), *flags]
-        commands = [[*words, *jobs.flags(address, num_processes, index)] for index in range(num_processes)]
-        commands[-1] += of_last
+    def start(workdir, num_processes, *overrides, launcher="flags", flags=()):
+        address, logs = jobs.free_address(), workdir.with_name(f"{workdir.name}-log")
+        [_, _, _, *words] = [*micro.command(folder / "micro.py", workdir, *SETTINGS, *overrides), *flags]
         env = micro.environment(folder / "cache", num_devices=NUM_DEVICES // num_processes)
-        return jobs.started(commands, [env] * num_processes, workdir.with_name(f"{workdir.name}-log"))
+        commands, envs = [], []
+        for index in range(num_processes):
+            commands.append([*jobs.node_command(launcher, address, num_processes, index), *words])
+            own = {} if launcher == "flags" else jobs.node_variables(launcher, num_processes, index, folder=logs)
+            envs.append(env | own)
+        return jobs.started(commands, envs, logs)
 
     return start
 
@@ -70,7 +74,7 @@ def alone(folder, train_job):
 def stopped(folder, train_job):
     """(run folder, Job) of two processes, of which the second got SIGTERM soon after the first step."""
     workdir = folder / "stopped"
-    with train_job(workdir, 2, *SPLIT) as job:
+    with train_job(workdir, 2, *SPLIT, launcher="slurm") as job:
         await_step(job, workdir)
         job.processes[1].send_signal(signal.SIGTERM)
         assert job.wait(120) == [0, 0], job.err(0) + job.err(1)
@@ -135,7 +139,8 @@ def test_a_checkpoint_of_two_processes_goes_on_in_another_number_and_mesh(
 
 def test_a_killed_process_ends_the_other_within_the_timeout(train_job, tmp_path):
     workdir = tmp_path / "run"
-    with train_job(workdir, 2, *SPLIT, f"train.num_steps={10 * NUM_STEPS}", flags=["--peer_timeout_s=4"]) as job:
+    longer = f"train.num_steps={10 * NUM_STEPS}"
+    with train_job(workdir, 2, *SPLIT, longer, launcher="mpi", flags=["--peer_timeout_s=4"]) as job:
         await_step(job, workdir)
         job.processes[1].kill()
         began = time.monotonic()
