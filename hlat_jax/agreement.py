@@ -107,18 +107,22 @@ def only_job(workdir: pathlib.Path) -> Iterator[None]:
     Raises:
       ValueError: another job holds it, or this process sees another folder of that name than process 0.
     """
-    first = distributed.is_first()
-    with only_process(workdir) if first else contextlib.nullcontext():
-        lock, mark = workdir / LOCK_FILE, secrets.token_hex(8)
-        if first:
-            lock.write_text(mark)
-        mark = distributed.exchange(mark)[0]
-        if not lock.exists() or lock.read_text() != mark:
-            raise ValueError(
-                f"this process does not see the run folder {workdir.absolute()} of process 0; give a --workdir on a "
-                "file system that all nodes share."
-            )
+    with only_process(workdir) if distributed.is_first() else contextlib.nullcontext():
+        if jax.process_count() > 1:
+            _require_shared(workdir)
         yield
+
+
+def _require_shared(workdir: pathlib.Path) -> None:
+    lock, mark = workdir / LOCK_FILE, secrets.token_hex(8)
+    if distributed.is_first():
+        lock.write_text(mark)
+    mark = distributed.exchange(mark)[0]
+    if not lock.exists() or lock.read_text() != mark:
+        raise ValueError(
+            f"this process does not see the run folder {workdir.absolute()} of process 0; give a --workdir on a "
+            "file system that all nodes share."
+        )
 
 
 def require_same_settings(settings: dict[str, Any]) -> None:

@@ -30,7 +30,6 @@ SETTINGS = (
     "data.weights=a=2,b=1",
     "data.position_every_steps=4",
     "metrics.tensorboard=True",
-    "metrics.plot=True",
 )
 SPLIT = ("parallel.data=2", "parallel.tensor=2")  # with four processes, two bring the same rows
 
@@ -128,7 +127,7 @@ def test_a_checkpoint_of_two_processes_goes_on_in_another_number_and_mesh(
     shutil.copytree(stopped[0], workdir)
     [step] = micro.saved_steps(workdir)
     mesh = SPLIT if num_processes == 4 else ("parallel.data=1", "parallel.fsdp=4")
-    with train_job(workdir, num_processes, *mesh) as job:
+    with train_job(workdir, num_processes, *mesh, "train.sample_prompt=") as job:
         assert job.wait(180) == [0] * num_processes, job.err(0) + job.err(num_processes - 1)
     assert f"resuming from step {step} of {NUM_STEPS}" in job.out(0)
     assert_same_rows(micro.rows(workdir), micro.rows(alone))
@@ -202,9 +201,9 @@ SLEEP = "time.sleep(60)"
 
 
 def test_processes_that_all_reach_the_end_go_on(small_job):
-    with small_job("pass", "time.sleep(1)", "pass") as job:
-        assert job.wait(60) == [0, 0, 0]
-    assert all(job.err(index).splitlines()[-1] == "the end" for index in range(3))
+    with small_job("pass", "time.sleep(1)") as job:
+        assert job.wait(60) == [0, 0]
+    assert all(job.err(index).splitlines()[-1] == "the end" for index in range(2))
 
 
 @pytest.mark.parametrize(
@@ -216,11 +215,10 @@ def test_processes_that_all_reach_the_end_go_on(small_job):
     ],
 )
 def test_an_error_of_one_process_ends_all_with_its_code_and_words(small_job, error, code, line):
-    with small_job(WAIT, f"raise {error}", SLEEP) as job:
-        assert job.wait(20) == [code] * 3
-    for waiting in (0, 2):
-        assert job.error_lines(waiting)[0].startswith("error: process 1 of 3 on ")
-        assert job.error_lines(waiting)[0].endswith(f" stopped: {line}")
+    with small_job(WAIT if code == 2 else SLEEP, f"raise {error}") as job:
+        assert job.wait(20) == [code] * 2
+    assert job.error_lines(0)[0].startswith("error: process 1 of 2 on ")
+    assert job.error_lines(0)[0].endswith(f" stopped: {line}")
     assert line in job.err(1)
     assert ("Traceback" in job.err(1)) == ("bug" in line)
 
@@ -268,16 +266,19 @@ def test_a_process_that_would_train_something_else_or_elsewhere_is_refused(small
 
 
 def test_an_error_of_process_0_reaches_the_others_before_it_leaves(small_job):
-    with small_job("raise ValueError('of mine')", WAIT, WAIT) as job:
+    with small_job("raise ValueError('of mine')", WAIT, SLEEP) as job:
         assert job.wait(20) == [2, 2, 2]
     assert job.error_lines(0) == ["error: of mine"]
-    assert all("process 0 of 3" in job.err(index) and "of mine" in job.err(index) for index in (1, 2))
+    for index in (1, 2):
+        [line] = job.error_lines(index)
+        assert "process 0 of 3" in line
+        assert "of mine" in line
 
 
 def test_an_error_that_all_meet_is_told_by_each_in_its_own_words(small_job):
-    with small_job(*["raise ValueError(f'of {process_id}')"] * 3) as job:
-        assert job.wait(20) == [2, 2, 2]
-    assert [job.error_lines(index) for index in range(3)] == [[f"error: of {index}"] for index in range(3)]
+    with small_job(*["raise ValueError(f'of {process_id}')"] * 2) as job:
+        assert job.wait(20) == [2, 2]
+    assert [job.error_lines(index) for index in range(2)] == [["error: of 0"], ["error: of 1"]]
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
@@ -295,13 +296,13 @@ def test_a_silent_process_ends_the_others_within_the_timeout(small_job, number):
 
 
 def test_the_death_of_process_0_ends_the_others(small_job):
-    with small_job(SLEEP, WAIT, SLEEP) as job:
-        while any("met" not in job.err(index) for index in range(3)):
+    with small_job(SLEEP, SLEEP) as job:
+        while any("met" not in job.err(index) for index in range(2)):
             time.sleep(0.05)
         job.processes[0].kill()
-        codes = job.wait(20)[1:]
-    assert all(code in (1, -signal.SIGABRT) for code in codes)  # JAX itself aborts when its coordinator is gone
-    assert all("coordination" in job.err(index) or "process 0 of 3" in job.err(index) for index in (1, 2))
+        [_, code] = job.wait(20)
+    assert code in (1, -signal.SIGABRT)  # JAX itself aborts when its coordinator is gone, unless our watch was first
+    assert "coordination service" in job.err(1) or "process 0 of 2" in job.err(1)
 
 
 def test_processes_that_wait_in_vain_say_for_whom(small_job):
