@@ -48,7 +48,8 @@ def train_job(folder):
     would; a context of the Job."""
 
     def start(workdir, num_processes, *overrides, launcher="flags", flags=()):
-        address, logs = jobs.free_address(), workdir.with_name(f"{workdir.name}-log")
+        address = jobs.free_address()
+        logs = folder / f"log-of-{address.rpartition(':')[2]}"  # not beside the run, whose disk may be full
         [_, _, _, *words] = [*micro.command(folder / "micro.py", workdir, *SETTINGS, *overrides), *flags]
         env = micro.environment(folder / "cache", num_devices=NUM_DEVICES // num_processes)
         commands, envs = [], []
@@ -126,14 +127,42 @@ def test_a_checkpoint_of_two_processes_goes_on_in_another_number_and_mesh(
     workdir = tmp_path / "run"
     shutil.copytree(stopped[0], workdir)
     [step] = micro.saved_steps(workdir)
+    add_damaged_checkpoint(workdir / "checkpoints", step)
+    leftover = workdir / f"checkpoints/{step + 2}{kill_trials.TMP_MARK}-1"
+    leftover.mkdir()
     mesh = SPLIT if num_processes == 4 else ("parallel.data=1", "parallel.fsdp=4")
-    with train_job(workdir, num_processes, *mesh, "train.sample_prompt=") as job:
+    with train_job(workdir, num_processes, *mesh, "train.sample_prompt=", "checkpoint.every_steps=10") as job:
         assert job.wait(180) == [0] * num_processes, job.err(0) + job.err(num_processes - 1)
     assert f"resuming from step {step} of {NUM_STEPS}" in job.out(0)
+    warnings = "".join(job.err(index) for index in range(num_processes)).count(f"/{step + 1} is damaged")
+    assert warnings == 1
+    assert (workdir / f"checkpoints/{step + 1}.damaged").is_dir()
+    assert not leftover.exists()
     assert_same_rows(micro.rows(workdir), micro.rows(alone))
     names = {path.name for path in workdir.iterdir()}
     assert names == {path.name for path in alone.iterdir()}
-    assert micro.saved_steps(workdir) == [step, NUM_STEPS]
+    assert micro.saved_steps(workdir) == [NUM_STEPS - 10, NUM_STEPS]
+
+
+def add_damaged_checkpoint(folder, step):
+    """Copies the checkpoint of `step` as one of the next step and flips a bit of its largest file."""
+    shutil.copytree(folder / str(step), folder / str(step + 1))
+    files = [path for path in (folder / str(step + 1)).rglob("*") if path.is_file()]
+    largest = max(files, key=lambda path: path.stat().st_size)
+    content = bytearray(largest.read_bytes())
+    content[len(content) // 2] ^= 1
+    largest.write_bytes(content)
+
+
+def test_a_full_disk_ends_both_processes_and_leaves_the_checkpoint_before(train_job, small_disk):
+    workdir = small_disk("4m") / "run"  # a checkpoint of 1.8 MB fits, two do not with one more being written
+    with train_job(workdir, 2, *SPLIT, "checkpoint.every_steps=2", "metrics.tensorboard=False") as job:
+        assert job.wait(120) == [1, 1], job.err(0) + job.err(1)
+    lines = job.error_lines(0) + job.error_lines(1)
+    before = max(micro.saved_steps(workdir))
+    assert len(lines) == 2
+    assert f"could not be written to {workdir}/checkpoints: No space left on device" in lines[0]
+    assert all(f"The checkpoint of step {before} is untouched" in line for line in lines)
 
 
 def test_a_killed_process_ends_the_other_within_the_timeout(train_job, tmp_path):
