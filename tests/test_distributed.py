@@ -244,7 +244,7 @@ def test_processes_that_all_reach_the_end_go_on(small_job):
     ],
 )
 def test_an_error_of_one_process_ends_all_with_its_code_and_words(small_job, error, code, line):
-    with small_job(WAIT if code == 2 else SLEEP, f"raise {error}") as job:
+    with small_job("pass" if code == 2 else SLEEP, f"time.sleep(1); raise {error}") as job:  # at its end, or busy
         assert job.wait(20) == [code] * 2
     assert job.error_lines(0)[0].startswith("error: process 1 of 2 on ")
     assert job.error_lines(0)[0].endswith(f" stopped: {line}")
