@@ -344,6 +344,8 @@ def _reason(error: BaseException) -> str:
     code = re.search(r"os_error_code='(\d+)'", str(error))
     if code:
         return os.strerror(int(code[1]))
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[0][:300]
 
