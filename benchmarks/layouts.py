@@ -2,8 +2,8 @@
 
     python benchmarks/layouts.py [--only 7b-32,70b-256] [--json layouts.json]
 
-Compiles the step of `7b` and `70b` for virtual CPU devices from abstract arrays: 7b at TP 8 over 32 and 256 devices, 70b
-at TP 32 x PP 8 over 256 and 512, each with the load of HLAT's replica. Prints seconds, argument bytes and temporaries
+Compiles the step of `7b` and `70b` for virtual CPU devices from abstract arrays: 7b at TP 8 over 32 and 256 devices,
+70b at TP 32 x PP 8 over 256 and 512, each with the load of HLAT's replica. Prints seconds, argument bytes and temporaries
 beside the planner's, and collectives beside the planner's. On CPU bf16 arrays grow copies in fp32, so temporaries are
 compared under the fp32 policy, and argument bytes under the recipe's own as well. Then, from arithmetic alone: tokens
 per second and node from 4 to 256 nodes of trn1.32xlarge, beside Figure 5 of the paper. Nothing here ran on Trainium.
