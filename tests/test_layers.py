@@ -34,6 +34,8 @@ LAYERS = {
     "flags": 4,
     "machine": 4,
     "process": 4,
+    "plan": 4,
+    "planner": 4,
     "generate": 4,
     "eval": 4,
     "loop": 4,
