@@ -70,6 +70,11 @@ def take_rows(batch: Batch, rows: Any) -> Batch:
     return jax.tree.map(lambda field: field[rows], batch)
 
 
+def microbatches(batch: Any, num_microbatches: int) -> Any:
+    """Returns fields [B, ...] as [M, B / M, ...]; part m has rows m, m + M, m + 2M, ..."""
+    return jax.tree.map(lambda field: field.reshape(-1, num_microbatches, *field.shape[1:]).swapaxes(0, 1), batch)
+
+
 def abstract_batch(num_rows: int, seq_len: int, *, with_segments: bool = False) -> Batch:
     """Returns the shapes and dtypes of a batch of `num_rows` sequences of `seq_len` tokens."""
     ids = jax.ShapeDtypeStruct((num_rows, seq_len), np.int32)

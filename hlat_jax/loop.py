@@ -332,7 +332,7 @@ def _refuse_drift(saved: dict[str, Any], current: dict[str, Any]) -> None:
 
 def _describe(config: Config, layout: Layout, implementations: dict[str, str], num_bytes: int) -> None:
     device = layout.mesh.devices.flat[0]
-    degrees = " x ".join(f"{axis} {size}" for axis, size in layout.mesh.shape.items() if size > 1) or "one device"
+    degrees = " x ".join(f"{axis} {size}" for axis, size in layout.degrees.items() if size > 1) or "one device"
     step_tokens = config.data.batch_size * config.data.seq_len
     print(f"{config.name}: {layout.mesh.size} x {device.device_kind} ({device.platform}), {degrees}")
     print(f"parameters       {cost.num_params(config.model):,} ({config.precision.policy})")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +12,7 @@ import jax.numpy as jnp
 from hlat_jax import cost
 from hlat_jax.config import Config
 from hlat_jax.precision import POLICIES
-from hlat_jax.sharding import MESH_AXES, Layout, make_layout
+from hlat_jax.sharding import MESH_AXES, TENSOR, Layout, make_layout
 from hlat_jax.step import abstract_state, state_bytes
 
 
@@ -35,14 +34,7 @@ def fitting_layout(config: Config, devices: Sequence[Any]) -> Layout:
             f"activation (precision.policy={config.precision.policy}, parallel {degrees}), and {has}. "
             "Take a smaller config, or more devices."
         )
-    if config.parallel.pipe > 1:
-        raise ValueError(f"parallel.pipe={config.parallel.pipe}: pipeline stages are not built yet; set it to 1.")
-    if config.model.num_kv_heads < config.parallel.tensor:
-        raise ValueError(
-            f"parallel.tensor={config.parallel.tensor} above model.num_kv_heads={config.model.num_kv_heads}: "
-            "replicated KV heads are not built yet; lower parallel.tensor."
-        )
-    layout = make_layout(config.parallel, devices)
+    layout = make_layout(config.parallel, devices, num_kv_heads=config.model.num_kv_heads)
     _check_divides(config, layout)
     per_device = state_bytes(abstract_state(config, layout))
     if per_device > device_memory(devices[0]):
@@ -63,21 +55,37 @@ def fitting_layout(config: Config, devices: Sequence[Any]) -> Layout:
 def _check_divides(config: Config, layout: Layout) -> None:
     model = config.model
     sizes = {
+        "layers": ("model.num_layers", model.num_layers),
         "vocab": ("model.vocab_size", model.vocab_size),
         "embed": ("model.embed_dim", model.embed_dim),
-        "heads": ("model.num_heads", model.num_heads),
         "kv_heads": ("model.num_kv_heads", model.num_kv_heads),
+        "heads": ("model.num_heads", model.num_heads),
         "mlp": ("model.mlp_dim", model.mlp_dim),
-        "seq": ("data.seq_len", config.data.seq_len),
     }
-    for rules in (layout.state_rules, layout.activation_rules):
-        for axis in sizes.keys() & rules.keys():
-            path, size = sizes[axis]
-            mesh_axes = [rules[axis]] if isinstance(rules[axis], str) else rules[axis] or []
-            degree = math.prod(layout.mesh.shape[mesh_axis] for mesh_axis in mesh_axes)
-            if size % degree:
-                named = " x ".join(f"parallel.{mesh_axis}={layout.mesh.shape[mesh_axis]}" for mesh_axis in mesh_axes)
-                raise ValueError(f"{path}={size} does not divide by {named}; change one of them.")
+    if not model.fuse_qkv:
+        sizes["kv_embed"] = sizes["embed"]
+    for axis, (path, size) in sizes.items():
+        _check_divisor(path, size, layout, layout.state_rules[axis])
+    if layout.sequence_parallel:
+        _check_divisor("data.seq_len", config.data.seq_len, layout, TENSOR)
+    if layout.wide(("tensor_rep",)) and model.fuse_qkv:
+        raise ValueError(
+            f"parallel.tensor={layout.degrees['tensor']} above model.num_kv_heads={model.num_kv_heads} copies KV "
+            "heads, which takes a KV matrix of its own: set model.fuse_qkv=False, or lower parallel.tensor to at most "
+            f"{model.num_kv_heads}."
+        )
+
+
+def _check_divisor(path: str, size: int, layout: Layout, places: Sequence[str]) -> None:
+    degree = layout.size(places)
+    if size % degree:
+        degrees = layout.degrees
+        axes = dict.fromkeys("tensor" if place in TENSOR else place for place in places)
+        named = " x ".join(f"parallel.{axis}={degrees[axis]}" for axis in axes if degrees[axis] > 1)
+        near = min((d for d in range(1, size + 1) if size % d == 0), key=lambda d: abs(d - degree))
+        raise ValueError(
+            f"{path}={size} does not divide by {named}; change one of them: {near} is the nearest number of parts."
+        )
 
 
 def device_memory(device: Any) -> int:

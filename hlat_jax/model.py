@@ -18,7 +18,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -27,19 +26,15 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from hlat_jax import stack
+from hlat_jax.collectives import ALONE, Shards
 from hlat_jax.config import ModelConfig, check_model
 from hlat_jax.ops import attention as attention_op
 from hlat_jax.ops import cross_entropy as cross_entropy_op
-from hlat_jax.ops.linear import linear, materialized
+from hlat_jax.ops.embedding import lookup
+from hlat_jax.ops.linear import linears, materialized
 from hlat_jax.ops.norm import rms_norm
 from hlat_jax.ops.rope import Llama3Scaling, apply_rope, rope_frequencies, rope_tables
 from hlat_jax.ops.swiglu import swiglu
-
-Constrain = Callable[..., jax.Array]
-
-
-def _unconstrained(x: jax.Array, *axes: str) -> jax.Array:
-    return x
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,13 +45,34 @@ class Context:
       cos: fp32 [B, T, H/2], rotary table.
       sin: likewise.
       segment_ids: int32 [B, T], or None when every row is one segment.
-      constrain: (x, *logical axes) -> x laid out on a mesh; the identity without one.
+      shards: which parts of parameters and activations this device holds; all of them by default.
     """
 
     cos: jax.Array
     sin: jax.Array
     segment_ids: jax.Array | None
-    constrain: Constrain
+    shards: Shards
+
+    def columns(self, x_BTD: jax.Array, *params: nnx.Param) -> tuple[jax.Array, ...]:
+        """Returns products with matrices whose columns are split: reads the whole sequence, gives this device's."""
+        return linears(x_BTD, tuple(p[...] for p in params), gather=self._gather(params, enter=True))
+
+    def rows(self, x: jax.Array, param: nnx.Param, *, contract: int) -> jax.Array:
+        """Returns the product with a matrix whose rows are split, summed over devices: [B, T, D] between blocks."""
+        gather = self._gather((param,), enter=False)
+        return self.shards.leave(linears(x, (param[...],), contract=contract, gather=gather)[0])
+
+    def _gather(self, params: tuple[nnx.Param, ...], *, enter: bool):
+        shards = self.shards
+        if shards == ALONE:
+            return None
+        axes = [[axis for axis in param.get_metadata("axes") if axis != "layers"] for param in params]
+
+        def gather(x, weights):
+            whole = tuple(shards.weight(weight, names) for weight, names in zip(weights, axes, strict=True))
+            return shards.enter(x) if enter else x, whole
+
+        return gather
 
 
 class RMSNorm(nnx.Module):
@@ -86,15 +102,11 @@ class Attention(nnx.Module):
             self.qkv = _normal(rngs, (d, k, g + 2, h), cfg.init_std, axes=("embed", "kv_heads", "qkv", "head_dim"))
         else:
             self.q = _normal(rngs, (d, k, g, h), cfg.init_std, axes=("embed", "kv_heads", "q_per_kv", "head_dim"))
-            self.kv = _normal(rngs, (d, 2, k, h), cfg.init_std, axes=("embed", "qkv", "kv_heads", "head_dim"))
+            self.kv = _normal(rngs, (d, 2, k, h), cfg.init_std, axes=("kv_embed", "qkv", "kv_heads", "head_dim"))
         self.out = _normal(rngs, (cfg.num_heads, h, d), _output_std(cfg), axes=("heads", "head_dim", "embed"))
 
     def __call__(self, x_BTD: jax.Array, context: Context) -> jax.Array:
-        q_BTNH, k_BTKH, v_BTKH = self.project(x_BTD)
-        constrain = context.constrain
-        q_BTNH = constrain(q_BTNH, "batch", "seq_inner", "heads", "head_dim")
-        k_BTKH = constrain(k_BTKH, "batch", "seq_inner", "kv_heads", "head_dim")
-        v_BTKH = constrain(v_BTKH, "batch", "seq_inner", "kv_heads", "head_dim")
+        q_BTNH, k_BTKH, v_BTKH = self.project(x_BTD, context)
         q_BTNH = checkpoint_name(apply_rope(q_BTNH, cos=context.cos, sin=context.sin), "q")
         k_BTKH = checkpoint_name(apply_rope(k_BTKH, cos=context.cos, sin=context.sin), "k")
         v_BTKH = checkpoint_name(v_BTKH, "v")
@@ -105,23 +117,19 @@ class Attention(nnx.Module):
             segment_ids_BT=context.segment_ids,
             implementation=self.cfg.attention,
         )
-        mixed_BTNH = checkpoint_name(constrain(mixed_BTNH, "batch", "seq_inner", "heads", "head_dim"), "attn_out")
-        return linear(mixed_BTNH, self.out[...], contract=2)
+        return context.rows(checkpoint_name(mixed_BTNH, "attn_out"), self.out, contract=2)
 
-    def project(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Returns queries [B, T, N, H], keys and values [B, T, K, H], before rotation."""
+    def project(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Returns this device's queries [B, T, N, H], keys and values [B, T, K, H], before rotation."""
         cfg = self.cfg
-        b, t, _ = x_BTD.shape
-        g = cfg.num_heads // cfg.num_kv_heads
         if cfg.fuse_qkv:
-            qkv_BTKXH = linear(x_BTD, self.qkv[...])
-            q_BTKGH, k_BTK1H, v_BTK1H = jax.lax.split(qkv_BTKXH, (g, 1, 1), axis=3)
+            (qkv_BTKXH,) = context.columns(x_BTD, self.qkv)
+            q_BTKGH, k_BTK1H, v_BTK1H = jax.lax.split(qkv_BTKXH, (cfg.num_heads // cfg.num_kv_heads, 1, 1), axis=3)
             k_BTKH, v_BTKH = k_BTK1H[:, :, :, 0], v_BTK1H[:, :, :, 0]
         else:
-            q_BTKGH = linear(x_BTD, self.q[...])
-            kv_BT2KH = linear(x_BTD, self.kv[...])
+            q_BTKGH, kv_BT2KH = context.columns(x_BTD, self.q, self.kv)
             k_BTKH, v_BTKH = kv_BT2KH[:, :, 0], kv_BT2KH[:, :, 1]
-        return q_BTKGH.reshape(b, t, cfg.num_heads, cfg.head_dim), k_BTKH, v_BTKH
+        return q_BTKGH.reshape(*q_BTKGH.shape[:2], -1, cfg.head_dim), k_BTKH, v_BTKH
 
 
 class MLP(nnx.Module):
@@ -133,11 +141,10 @@ class MLP(nnx.Module):
         self.down = _normal(rngs, (f, d), _output_std(cfg), axes=("mlp", "embed"))
 
     def __call__(self, x_BTD: jax.Array, context: Context) -> jax.Array:
-        gate_up_BT2F = linear(x_BTD, self.gate_up[...])
+        (gate_up_BT2F,) = context.columns(x_BTD, self.gate_up)
         gate_BTF, up_BTF = (part[:, :, 0] for part in jax.lax.split(gate_up_BT2F, (1, 1), axis=2))
         gate_BTF, up_BTF = checkpoint_name(gate_BTF, "gate"), checkpoint_name(up_BTF, "up")
-        hidden_BTF = context.constrain(swiglu(gate_BTF, up_BTF), "batch", "seq_inner", "mlp")
-        return linear(hidden_BTF, self.down[...])
+        return context.rows(swiglu(gate_BTF, up_BTF), self.down, contract=1)
 
 
 class DecoderLayer(nnx.Module):
@@ -150,12 +157,10 @@ class DecoderLayer(nnx.Module):
         self.mlp = MLP(cfg, rngs=rngs)
 
     def __call__(self, x_BTD: jax.Array, context: Context) -> jax.Array:
-        constrain = context.constrain
         normed_BTD = checkpoint_name(self.attention_norm(x_BTD), "attn_norm")
-        x_BTD = x_BTD + constrain(self.attention(normed_BTD, context), "batch", "seq", "embed")
-        x_BTD = checkpoint_name(x_BTD, "residual")
+        x_BTD = checkpoint_name(x_BTD + self.attention(normed_BTD, context), "residual")
         normed_BTD = checkpoint_name(self.mlp_norm(x_BTD), "mlp_norm")
-        return x_BTD + constrain(self.mlp(normed_BTD, context), "batch", "seq", "embed")
+        return x_BTD + self.mlp(normed_BTD, context)
 
 
 class Decoder(nnx.Module):
@@ -183,7 +188,7 @@ class Decoder(nnx.Module):
 
     @property
     def head_VD(self) -> jax.Array:
-        """The output projection [V, D]: the embedding table itself when tied."""
+        """The output projection [V, D]: the embedding table itself when tied; this device's part of it."""
         return (self.embed if self.cfg.tie_embeddings else self.head)[...]
 
     def hidden_states(
@@ -192,29 +197,45 @@ class Decoder(nnx.Module):
         positions_BT: jax.Array | None = None,
         *,
         segment_ids_BT: jax.Array | None = None,
-        constrain: Constrain = _unconstrained,
+        shards: Shards = ALONE,
     ) -> jax.Array:
-        """Returns what the head reads [B, T, D], in the dtype of the parameters.
+        """Returns what the head reads [B, T, D], in the dtype of the parameters: `embedded`, `blocks`, `normed`.
 
         Args:
           tokens_BT: int32 ids below V.
           positions_BT: int32; None: 0..T-1 in every row.
           segment_ids_BT: int32; a token attends only within its segment; None: a row is one segment.
-          constrain: (x, *logical axes) -> x, lays activations out on a mesh.
+          shards: which parts of the parameters this device holds, and of [B, T, D] between blocks; see `collectives`.
         """
-        cfg = self.cfg
         if positions_BT is None:
             positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1], dtype=jnp.int32), tokens_BT.shape)
-        cos, sin = rope_tables(positions_BT, frequencies=_frequencies(cfg))
-        context = Context(cos, sin, segment_ids_BT, constrain)
+        x_BTD = self.embedded(tokens_BT, shards=shards)
+        return self.normed(self.blocks(x_BTD, positions_BT, segment_ids_BT=segment_ids_BT, shards=shards))
+
+    def embedded(self, tokens_BT: jax.Array, *, shards: Shards = ALONE) -> jax.Array:
+        """Returns the token vectors [B, T, D]."""
+        return lookup(shards.weight(self.embed[...], ("vocab", "embed")), tokens_BT, shards=shards)
+
+    def blocks(
+        self,
+        x_BTD: jax.Array,
+        positions_BT: jax.Array,
+        *,
+        segment_ids_BT: jax.Array | None = None,
+        shards: Shards = ALONE,
+    ) -> jax.Array:
+        """Returns [B, T, D] after this device's layers; `positions_BT` and `segment_ids_BT` are of the whole rows."""
+        cos, sin = rope_tables(positions_BT, frequencies=_frequencies(self.cfg))
+        context = Context(cos, sin, segment_ids_BT, shards)
         graphdef, stacked = nnx.split(self.layers)
 
         def layer(params, x_BTD):
             return nnx.merge(graphdef, params)(x_BTD, context)
 
-        x_BTD = self.embed[...].at[tokens_BT].get(mode="clip")
-        x_BTD = constrain(x_BTD, "batch", "seq", "embed")
-        x_BTD = stack.run_layers(layer, stacked, x_BTD, loop=cfg.layer_loop, remat=cfg.remat)
+        return stack.run_layers(layer, stacked, x_BTD, loop=self.cfg.layer_loop, remat=self.cfg.remat)
+
+    def normed(self, x_BTD: jax.Array) -> jax.Array:
+        """Returns what the head reads."""
         return materialized(self.final_norm(x_BTD))
 
 

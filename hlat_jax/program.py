@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from hlat_jax.batch import microbatches
+from hlat_jax.collectives import Spread
 from hlat_jax.optimizer import global_norm, masked
 from hlat_jax.precision import Policy, cast_tree, round_to
 
@@ -42,21 +44,50 @@ class StepMetrics:
     finite: jax.Array
 
 
+def accumulated(loss_fn: LossFn, params: Any, batch: Any, *, num_microbatches: int, dtype: Any) -> tuple[tuple, Any]:
+    """Returns ((loss sum, count), gradients) of a batch whose parts are run one after another.
+
+    Args:
+      loss_fn: as for `training_program`.
+      params: what gradients are of.
+      batch: fields with rows in front.
+      num_microbatches: static number of parts, see `batch.microbatches`.
+      dtype: of the sum of the gradients of several parts.
+    """
+    grad_fn = jax.value_and_grad(loss_fn, has_aux=True)
+    if num_microbatches == 1:
+        (loss_sum, num_tokens), grads = grad_fn(params, batch)
+        return (loss_sum, num_tokens), grads
+
+    def add(sums, microbatch):
+        (loss, tokens), grads = grad_fn(params, microbatch)
+        total = jax.tree.map(lambda total, g: total + g.astype(total.dtype), sums[2], grads)
+        return (sums[0] + loss, sums[1] + tokens, total), None
+
+    zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, dtype), params)
+    start = (jnp.float32(0.0), jnp.float32(0.0), zeros)
+    loss_sum, num_tokens, grads = jax.lax.scan(add, start, microbatches(batch, num_microbatches))[0]
+    return (loss_sum, num_tokens), grads
+
+
 @dataclasses.dataclass(frozen=True)
 class ProgramOptions:
     """How a program is built.
 
     Attributes:
       policy: what is stored, accumulated and rounded.
-      num_microbatches: static count of parts a batch is split into; part m has rows m, m + M, m + 2M, ..., so that
-        each device keeps its own rows.
+      num_microbatches: static count of parts a batch is split into; with a mesh, the rows of each device are.
+      accumulate: how gradients of the parts are made and summed: `accumulated`, or what pipeline stages need instead.
       norm_in_blocks: see `optimizer.global_norm`.
+      spread: the mesh and what lies where; None: one device.
       state_shardings: shardings of the state, as returned by `init`; None: wherever the inputs are.
     """
 
     policy: Policy
     num_microbatches: int = 1
+    accumulate: Callable = accumulated
     norm_in_blocks: bool = False
+    spread: Spread | None = None
     state_shardings: Any = None
 
 
@@ -95,8 +126,11 @@ def training_program(
             opt_state["master"] = weights
         return {"step": jnp.zeros((), jnp.int32), "params": cast_tree(params, policy.param), "opt_state": opt_state}
 
+    spread = options.spread
+    value_and_grad = _value_and_grad(loss_fn, options)
+
     def train_step(state: State, batch: Any, learning_rate: jax.Array) -> tuple[State, StepMetrics]:
-        loss_sum, num_tokens, grads = _accumulated(loss_fn, state["params"], batch, options)
+        (loss_sum, num_tokens), grads = value_and_grad(state["params"], batch)
         norm = functools.partial(global_norm, in_blocks=options.norm_in_blocks)
         # The norm of the sums, and a product instead of a division: XLA on CPU then scales each gradient where the
         # update reads it, and writes no scaled copy of them all.
@@ -104,6 +138,7 @@ def training_program(
         grad_norm = norm(grads) * per_token
         grads = jax.tree.map(lambda g: g.astype(jnp.float32) * per_token, grads)
         weights = state["opt_state"].get("master", state["params"])
+        weights = weights if spread is None else spread.split(weights)
         param_norm = norm(weights)
         # Comparisons in fp32: a non-finite gradient anywhere makes the norm non-finite. That the weights' norm is asked
         # too orders it before the update, which XLA then makes in place; it copies all weights otherwise.
@@ -124,6 +159,7 @@ def training_program(
         if policy.master is not None:
             opt_state["master"] = weights
             params = cast_tree(weights, policy.param, rounding=policy.rounding)
+        params = params if spread is None else spread.publish(params)
         new_state = {"step": state["step"] + 1, "params": params, "opt_state": opt_state}
         metrics = StepMetrics(loss_sum / num_tokens, num_tokens, grad_norm, param_norm, finite)
         return new_state, metrics
@@ -132,29 +168,15 @@ def training_program(
     return TrainingProgram(init, jax.jit(train_step, donate_argnums=0, **shardings))
 
 
+def _value_and_grad(loss_fn: LossFn, options: ProgramOptions) -> Callable[[Any, Any], tuple[tuple, Any]]:
+    dtype = options.policy.accumulate
+    local = functools.partial(options.accumulate, loss_fn, num_microbatches=options.num_microbatches, dtype=dtype)
+    return local if options.spread is None else options.spread.value_and_grad(local, dtype=dtype)
+
+
 def _moved(weights: Any, updates: Any, *, finite: jax.Array, policy: Policy) -> Any:
     def move(weight, update):
         moved = round_to(weight.astype(jnp.float32) + update, weight.dtype, rounding=policy.rounding)
         return jnp.where(finite, moved, weight)
 
     return jax.tree.map(move, weights, updates)
-
-
-def _accumulated(loss_fn: LossFn, params: Any, batch: Any, options: ProgramOptions) -> tuple[jax.Array, jax.Array, Any]:
-    """Returns the sums over all microbatches of loss, counted tokens, and gradients in the accumulation dtype."""
-    grad_fn = jax.value_and_grad(loss_fn, has_aux=True)
-    if options.num_microbatches == 1:
-        (loss_sum, num_tokens), grads = grad_fn(params, batch)
-        return loss_sum, num_tokens, grads
-
-    def split(field):
-        return field.reshape(-1, options.num_microbatches, *field.shape[1:]).swapaxes(0, 1)
-
-    def add(sums, microbatch):
-        (loss, tokens), grads = grad_fn(params, microbatch)
-        total = jax.tree.map(lambda total, g: total + g.astype(total.dtype), sums[2], grads)
-        return (sums[0] + loss, sums[1] + tokens, total), None
-
-    zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, options.policy.accumulate), params)
-    start = (jnp.float32(0.0), jnp.float32(0.0), zeros)
-    return jax.lax.scan(add, start, jax.tree.map(split, batch))[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -12,12 +13,14 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from hlat_jax.batch import Batch
+from hlat_jax.collectives import Spread, shards
 from hlat_jax.config import Config
-from hlat_jax.model import abstract_params, bind, init_params, param_axes, select_implementations
-from hlat_jax.ops.cross_entropy import cross_entropy
+from hlat_jax.model import Decoder, abstract_params, bind, init_params, param_axes, select_implementations
+from hlat_jax.ops.cross_entropy import LossOptions, cross_entropy
 from hlat_jax.optimizer import adamw, decay_mask
+from hlat_jax.pipeline import Parts, pipelined, pipelined_loss
 from hlat_jax.precision import POLICIES, cast_tree
-from hlat_jax.program import ProgramOptions, State, TrainingProgram, training_program
+from hlat_jax.program import ProgramOptions, State, TrainingProgram, accumulated, training_program
 from hlat_jax.sharding import Layout
 
 
@@ -29,17 +32,18 @@ def make_program(config: Config, layout: Layout) -> TrainingProgram:
         policy=policy,
         decays=decay_mask(abstract_params(config.model), config.optimizer.decay),
     )
-    alone = layout.mesh.size == 1
-    options = ProgramOptions(
-        policy=policy,
-        num_microbatches=config.train.num_microbatches,
-        norm_in_blocks=alone and layout.platform == "cpu",
-    )
-    loss = loss_fn(config, layout, z_loss_weight=config.train.z_loss_weight)
-    if not alone:
-        unsharded = training_program(loss, optimizer, options=options)
-        shardings = state_shardings(config, layout, jax.eval_shape(unsharded.init, abstract_params(config.model)))
-        options = dataclasses.replace(options, state_shardings=shardings)
+    options = ProgramOptions(policy=policy, num_microbatches=config.train.num_microbatches)
+    loss = parts(config, layout, z_loss_weight=config.train.z_loss_weight)
+    if layout.mesh.size == 1:
+        options = dataclasses.replace(options, norm_in_blocks=layout.platform == "cpu")
+    else:
+        shapes = jax.eval_shape(training_program(loss, optimizer, options=options).init, abstract_params(config.model))
+        options = dataclasses.replace(
+            options,
+            accumulate=pipelined if layout.size(("pipe",)) > 1 else accumulated,
+            spread=Spread(layout, param_axes(config.model)),
+            state_shardings=state_shardings(config, layout, shapes),
+        )
     return training_program(loss, optimizer, options=options)
 
 
@@ -50,7 +54,11 @@ def make_train_step(config: Config, layout: Layout) -> Callable[..., Any]:
 
 def make_eval_step(config: Config, layout: Layout) -> Callable[..., Any]:
     """Returns the jitted (params, batch) -> (sum of the losses in nats, counted tokens), without z-loss."""
-    loss = loss_fn(config, layout, z_loss_weight=0.0)
+    loss = parts(config, layout, z_loss_weight=0.0)
+    if layout.size(("pipe",)) > 1:
+        loss = functools.partial(pipelined_loss, loss, num_microbatches=config.train.num_microbatches)
+    if layout.mesh.size > 1:
+        loss = Spread(layout, param_axes(config.model)).loss(loss)
 
     def eval_step(params: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
         return loss(params, batch)
@@ -58,26 +66,37 @@ def make_eval_step(config: Config, layout: Layout) -> Callable[..., Any]:
     return jax.jit(eval_step)
 
 
-def loss_fn(config: Config, layout: Layout, *, z_loss_weight: float) -> Callable[[Any, Batch], tuple]:
-    """Returns (params, batch) -> (sum of the losses of the counted targets, their number), fp32 scalars."""
+def parts(config: Config, layout: Layout, *, z_loss_weight: float) -> Parts:
+    """Returns (params, batch) -> (sum of the losses of the counted targets, their number), fp32 scalars, in its parts.
+
+    Over a mesh they are the parts of one device, to be run in the region of `collectives.Spread`.
+    """
     compute = POLICIES[config.precision.policy].compute
     model = select_implementations(config.model, layout.platform)
+    seat = shards(layout)
 
-    def loss(params: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        decoder = bind(cast_tree(params, compute), model)
-        hidden_BTD = decoder.hidden_states(
-            batch.tokens, batch.positions, segment_ids_BT=batch.segment_ids, constrain=layout.constrain
-        )
+    def decoder(params: Any) -> Decoder:
+        return bind(cast_tree(params, compute), model)
+
+    def embed(params: Any, batch: Batch) -> jax.Array:
+        return decoder(params).embedded(batch.tokens, shards=seat)
+
+    def stage(params: Any, x_BTD: jax.Array, batch: Batch) -> jax.Array:
+        return decoder(params).blocks(x_BTD, batch.positions, segment_ids_BT=batch.segment_ids, shards=seat)
+
+    options = LossOptions(model.cross_entropy, z_loss_weight, seat)
+
+    def loss(params: Any, x_BTD: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        bound = decoder(params)
         return cross_entropy(
-            hidden_BTD,
-            head_VD=decoder.head_VD,
+            bound.normed(x_BTD),
+            head_VD=seat.weight(bound.head_VD, ("vocab", "embed")),
             targets_BT=batch.targets,
             weights_BT=batch.weights,
-            z_loss_weight=z_loss_weight,
-            implementation=decoder.cfg.cross_entropy,
+            options=options,
         )
 
-    return loss
+    return Parts(embed, stage, loss)
 
 
 def init_state(config: Config, layout: Layout) -> State:

@@ -18,6 +18,8 @@ LAYERS = {
     "cost": 0,
     "durable": 0,
     "sharding": 1,
+    "collectives": 1,
+    "pipeline": 1,
     "precision": 1,
     "stack": 1,
     "ops": 1,

@@ -229,8 +229,7 @@ def loss_and_grads(hidden, head, targets, weights, z_loss_weight, implementation
             head_VD=head,
             targets_BT=targets,
             weights_BT=weights,
-            z_loss_weight=z_loss_weight,
-            implementation=implementation,
+            options=cross_entropy.LossOptions(implementation, z_loss_weight),
         )
         return 3.0 * total, count  # a cotangent other than 1
 
@@ -306,8 +305,7 @@ def test_ops_lower_for_neuron_without_what_it_refuses(attention_name, loss_name,
             head_VD=head_VD,
             targets_BT=targets_BT,
             weights_BT=jnp.ones((1, 300)),
-            z_loss_weight=1e-4,
-            implementation=loss_name,
+            options=cross_entropy.LossOptions(loss_name, 1e-4),
         )[0]
 
     ids = jax.ShapeDtypeStruct((1, 300), np.int32)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+from hlat_jax.collectives import ALONE, Shards, copied, position
 
 # Positions of every row whose logits exist at one time under "chunked".
 CHUNK_POSITIONS = 256
@@ -17,14 +20,30 @@ def logits(hidden: jax.Array, head_VD: jax.Array) -> jax.Array:
     return _product(hidden, head_VD, (hidden.ndim - 1, 1))
 
 
+@dataclasses.dataclass(frozen=True)
+class LossOptions:
+    """How the loss is computed.
+
+    Attributes:
+      implementation: "dense" holds the logits of all tokens at one time, "chunked" those of `CHUNK_POSITIONS` places
+        of every row, whatever T is.
+      z_loss_weight: of the squared log-normaliser; 0 leaves the plain cross-entropy.
+      shards: who has the other rows of the head. Each device has the logits of its own rows alone; the largest, the
+        sum of the exponentials and the logit of the target are reduced, and so is the gradient of the hidden states.
+    """
+
+    implementation: str
+    z_loss_weight: float = 0.0
+    shards: Shards = ALONE
+
+
 def cross_entropy(
     hidden_BTD: jax.Array,
     *,
     head_VD: jax.Array,
     targets_BT: jax.Array,
     weights_BT: jax.Array,
-    z_loss_weight: float,
-    implementation: str,
+    options: LossOptions,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns (sum over tokens of weight * (nll + z_loss_weight * log_normaliser^2), sum of the weights), fp32.
 
@@ -32,16 +51,19 @@ def cross_entropy(
     the logits are at hand, and have the dtype of what they belong to; weights get none. Reverse mode only.
 
     Args:
-      hidden_BTD: what the head reads, fp32 or bf16.
-      head_VD: the output projection, or the embedding table when tied.
+      hidden_BTD: what the head reads, fp32 or bf16; T as `options.shards` has it between blocks.
+      head_VD: the output projection, or the embedding table when tied; this device's rows of it.
       targets_BT: int32 below V, also where the weight is 0.
       weights_BT: fp32; how much each target counts.
-      z_loss_weight: static; 0 leaves the plain cross-entropy.
-      implementation: "dense" holds the logits of all tokens at one time, "chunked" those of `CHUNK_POSITIONS` places
-        of every row, whatever T is.
+      options: static.
+
+    Source: for a split vocabulary Shoeybi et al. (Megatron-LM), arXiv 1909.08053, section 3.
     """
-    chunk = _CHUNKS[implementation](hidden_BTD.shape[1])
-    return _loss_sum(hidden_BTD, head_VD, targets_BT, weights_BT, z_loss_weight, chunk), jnp.sum(weights_BT)
+    shards = options.shards
+    hidden_BTD = copied(shards.enter(hidden_BTD), shards.pipe)
+    chunk = _CHUNKS[options.implementation](hidden_BTD.shape[1])
+    static = (options.z_loss_weight, chunk, shards.vocab)
+    return _loss_sum(hidden_BTD, head_VD, targets_BT, weights_BT, static), jnp.sum(weights_BT)
 
 
 def select(implementation: str, platform: str) -> str:
@@ -64,20 +86,24 @@ def select(implementation: str, platform: str) -> str:
 _CHUNKS = {"dense": lambda seq_len: seq_len, "chunked": lambda seq_len: min(CHUNK_POSITIONS, seq_len)}
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _loss_sum(hidden_BTD, head_VD, targets_BT, weights_BT, z_loss_weight, chunk):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _loss_sum(hidden_BTD, head_VD, targets_BT, weights_BT, static):
+    z_loss_weight, chunk, axes = static
+
     def add(total, rows):
         logits_RV = logits(rows[0], head_VD)
-        return total + _softmax_loss(logits_RV, rows[1], rows[2], z_loss_weight)[0], None
+        return total + _softmax_loss(logits_RV, rows[1], rows[2], z_loss_weight, axes)[0], None
 
     return _over_chunks(add, jnp.float32(0.0), (hidden_BTD, targets_BT, weights_BT), chunk)[0]
 
 
-def _forward(hidden_BTD, head_VD, targets_BT, weights_BT, z_loss_weight, chunk):
+def _forward(hidden_BTD, head_VD, targets_BT, weights_BT, static):
+    z_loss_weight, chunk, axes = static
+
     def add(sums, rows):
         hidden_RD, targets_R, weights_R = rows
         total, dhead_VD = sums
-        loss, dlogits_RV = _softmax_loss(logits(hidden_RD, head_VD), targets_R, weights_R, z_loss_weight)
+        loss, dlogits_RV = _softmax_loss(logits(hidden_RD, head_VD), targets_R, weights_R, z_loss_weight, axes)
         dlogits_RV = dlogits_RV.astype(hidden_RD.dtype)
         dhidden_RD = _product(dlogits_RV, head_VD, (1, 0)).astype(hidden_RD.dtype)
         grad_VD = _product(dlogits_RV, hidden_RD, (0, 0))
@@ -90,7 +116,7 @@ def _forward(hidden_BTD, head_VD, targets_BT, weights_BT, z_loss_weight, chunk):
     return total, (dhidden_BTD, dhead_VD.astype(head_VD.dtype))
 
 
-def _backward(z_loss_weight, chunk, grads, cotangent):
+def _backward(static, grads, cotangent):
     dhidden_BTD, dhead_VD = ((grad * cotangent).astype(grad.dtype) for grad in grads)
     return dhidden_BTD, dhead_VD, None, None
 
@@ -98,13 +124,19 @@ def _backward(z_loss_weight, chunk, grads, cotangent):
 _loss_sum.defvjp(_forward, _backward)
 
 
-def _softmax_loss(logits_RV, targets_R, weights_R, z_loss_weight) -> tuple[jax.Array, jax.Array]:
-    """Returns the weighted sum of the losses of R tokens, and its gradient with respect to their logits."""
+def _softmax_loss(logits_RV, targets_R, weights_R, z_loss_weight, axes) -> tuple[jax.Array, jax.Array]:
+    """Returns the weighted sum of the losses of R tokens, and its gradient with respect to this device's logits."""
     largest_R = jnp.max(logits_RV, axis=-1)
+    if axes:
+        largest_R = jax.lax.pmax(largest_R, axes)
+        targets_R = targets_R - position(axes) * logits_RV.shape[1]
     exp_RV = jnp.exp(logits_RV - largest_R[:, None])
     sum_R = jnp.sum(exp_RV, axis=-1)
-    log_normaliser_R = jnp.log(sum_R) + largest_R
     target_logit_R = jnp.take_along_axis(logits_RV, targets_R[:, None], axis=-1, mode="clip")[:, 0]
+    if axes:
+        is_here_R = (targets_R >= 0) & (targets_R < logits_RV.shape[1])
+        sum_R, target_logit_R = jax.lax.psum(jnp.stack([sum_R, jnp.where(is_here_R, target_logit_R, 0.0)]), axes)
+    log_normaliser_R = jnp.log(sum_R) + largest_R
     losses_R = log_normaliser_R - target_logit_R + z_loss_weight * jnp.square(log_normaliser_R)
     softmax_weight_R = weights_R * (1.0 + 2.0 * z_loss_weight * log_normaliser_R) / sum_R
     # compare and select, not a scatter: it fuses into the one pass that writes the gradient
