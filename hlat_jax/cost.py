@@ -10,7 +10,6 @@ import os
 
 from hlat_jax.config import ModelConfig, nearest
 
-
 GIB = 2**30
 
 
@@ -56,9 +55,7 @@ DEVICES = {
         _MICROCODE,
         "AWS Neuron docs, Trainium2 architecture, LNC 1: a chip's 667 TFLOP/s, 96 GiB and 2.9 TB/s by 8",
     ),
-    "h200": Device(
-        989e12, 141 * 10**9, 4.8e12, 0, "NVIDIA H200 data sheet: 989 TFLOP/s bf16 dense, 141 GB, 4.8 TB/s"
-    ),
+    "h200": Device(989e12, 141 * 10**9, 4.8e12, 0, "NVIDIA H200 data sheet: 989 TFLOP/s bf16 dense, 141 GB, 4.8 TB/s"),
     "h100": Device(
         989e12, 80 * 10**9, 3.35e12, 0, "NVIDIA H100 SXM data sheet: 989 TFLOP/s bf16 dense, 80 GB, 3.35 TB/s"
     ),

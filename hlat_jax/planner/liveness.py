@@ -1,10 +1,14 @@
 """How many bytes of temporaries a traced program holds at its fullest moment, by the life of every value in it.
 
-Owns a model of what a compiler keeps: products, reductions, loops and collectives write buffers; what is elementwise
-is computed where it is read, unless that would compute an exponential twice; a loop writes its stacked results in place
-and updates what it carries in place where the old value is no longer read. The order is the program's. Refuses to know
-what the program is: it takes the jaxpr of the very step that trains, whose shapes inside `shard_map` are those of one
-device. Arguments, and results that take the place of donated arguments, are no temporaries.
+Owns a model of what a compiler keeps:
+- products, reductions, loops and collectives write buffers; what is elementwise is computed where it is read, unless
+  that would compute an exponential or a quotient twice;
+- a loop writes its stacked results in place, and updates what it carries in place where the old value is read no more;
+- a product copies an operand whose dims are not in its order, and runs when its result is first read: the gradients of
+  weights last.
+Refuses to know what the program is: it takes the jaxpr of the very step that trains, whose shapes inside `shard_map`
+are those of one device. Arguments, and results that take the place of donated arguments, are no temporaries. How near
+it comes to XLA on CPU is in tests/test_planner_liveness.py.
 """
 
 from __future__ import annotations
@@ -13,35 +17,59 @@ import collections
 import dataclasses
 import itertools
 import math
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from jax.extend.core import Literal
 
 _INLINED = {"pjit", "jit", "closed_call", "core_call", "remat", "remat2", "checkpoint", "shard_map"}
 _INLINED |= {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "custom_lin"}
-# Their inputs are buffers and their results too.
+# Their operands are buffers, and so are their results.
 _OPAQUE = {"dot_general", "scan", "while", "cond", "gather", "scatter", "scatter-add", "sort", "top_k", "cumsum"}
-_OPAQUE |= {"psum", "psum2", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant", "reduce_scatter"}
-_OPAQUE |= {"psum_scatter", "ppermute", "all_to_all", "dynamic_update_slice", "optimization_barrier", "conv_general_dilated"}
+_OPAQUE |= {"psum", "psum_invariant", "pmax", "pmin", "all_gather", "reduce_scatter", "ppermute", "all_to_all"}
+_OPAQUE |= {"dynamic_update_slice", "optimization_barrier", "conv_general_dilated"}
 _REDUCTIONS = {"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "argmax", "argmin"}
-_VIEWS = {"reshape", "squeeze", "expand_dims", "copy", "pvary", "pcast", "name", "stop_gradient", "transpose"}
-_VIEWS |= {"sharding_constraint", "optimization_barrier"}
-_EXPENSIVE = {"exp", "exp2", "log", "log1p", "tanh", "logistic", "rsqrt", "sqrt", "pow", "sin", "cos", "erf", "div"}
+_VIEWS = {"reshape", "squeeze", "expand_dims", "copy", "name", "stop_gradient", "transpose", "sharding_constraint"}
+_COSTLY = {"exp", "exp2", "log", "log1p", "tanh", "logistic", "rsqrt", "sqrt", "pow", "sin", "cos", "erf", "div"}
+
+
+def temporary_bytes(jaxpr: Any, arguments: Any) -> int:
+    """Returns the bytes of temporaries that one device holds at the fullest moment of a program.
+
+    Args:
+      jaxpr: of the whole program, `jit(f).trace(*arguments).jaxpr.jaxpr`.
+      arguments: their shapes and shardings.
+    """
+    program = _Program(jaxpr, [_share_of(leaf) for leaf in jax.tree.leaves(arguments)])
+    return _peak(program.root, program.sizes, frozenset(program.root.outs))
 
 
 @dataclasses.dataclass
 class _Op:
-    """One operation on values, which are numbers; `body` and its counts belong to a scan."""
+    """One operation on values, which are numbers.
+
+    Attributes:
+      name: of the primitive.
+      ins: values read.
+      outs: values made.
+      moved: those of `ins` that a product copies first.
+      body: of a scan, with how many of its inputs are constant or carried.
+      num_consts: likewise.
+      num_carry: likewise.
+    """
 
     name: str
     ins: list[int]
     outs: list[int]
+    moved: set[int] = dataclasses.field(default_factory=set)
     body: _Block | None = None
     num_consts: int = 0
     num_carry: int = 0
-    moved: frozenset[int] = frozenset()
+
+    @property
+    def carried(self) -> list[int]:
+        return self.ins[self.num_consts : self.num_consts + self.num_carry]
 
 
 @dataclasses.dataclass
@@ -54,28 +82,27 @@ class _Block:
 
 
 class _Program:
-    """A jaxpr with its calls inlined: blocks of operations, and the bytes of each value."""
+    """A jaxpr with its calls inlined: blocks of operations, and the bytes of each value on one device."""
 
-    def __init__(self, jaxpr: Any):
+    def __init__(self, jaxpr: Any, shares: Sequence[float]):
         self.sizes: list[int] = []
-        env = {var: self._new(var.aval) for var in (*jaxpr.constvars, *jaxpr.invars)}
+        self.shares: list[float] = []
+        env = {var: self._new(var.aval) for var in jaxpr.constvars}
+        env |= {var: self._new(var.aval, share) for var, share in zip(jaxpr.invars, shares, strict=True)}
         self.root = self._block(jaxpr, env)
 
-    def _new(self, aval: Any) -> int:
-        shape, dtype = getattr(aval, "shape", ()), getattr(aval, "dtype", np.dtype("bool"))
-        itemsize = dtype.itemsize if isinstance(dtype, np.dtype) else 0
-        self.sizes.append(math.prod(shape) * itemsize)
+    def _new(self, aval: Any, share: float = 1.0) -> int:
+        self.sizes.append(round(_aval_bytes(aval) * share))
+        self.shares.append(share)
         return len(self.sizes) - 1
 
     def _block(self, jaxpr: Any, env: dict[Any, int]) -> _Block:
         ops: list[_Op] = []
-        ins = [env[var] for var in (*jaxpr.constvars, *jaxpr.invars)]
         self._inline(jaxpr, env, ops)
-        outs = [self._read(var, env) for var in jaxpr.outvars]
-        return _Block(ops, ins, outs)
+        return _Block(ops, [env[var] for var in jaxpr.invars], [self._read(var, env) for var in jaxpr.outvars])
 
     def _read(self, var: Any, env: dict[Any, int]) -> int:
-        return self._new(jax.core.ShapedArray((), np.bool_)) if isinstance(var, Literal) else env[var]
+        return self._new(None) if isinstance(var, Literal) else env[var]
 
     def _inline(self, jaxpr: Any, env: dict[Any, int], ops: list[_Op]) -> None:
         for eqn in jaxpr.eqns:
@@ -83,34 +110,58 @@ class _Program:
             ins = [self._read(var, env) for var in eqn.invars]
             inner = _inner(eqn) if name in _INLINED else None
             if inner is not None:
-                inner_env = dict(zip(inner.invars, ins, strict=True))
-                inner_env |= {var: self._new(var.aval) for var in inner.constvars}
-                self._inline(inner, inner_env, ops)
-                env |= {var: self._read(out, inner_env) for var, out in zip(eqn.outvars, inner.outvars, strict=True)}
+                self._call(eqn, inner, ins, env=env, ops=ops)
                 continue
-            outs = [self._new(var.aval) for var in eqn.outvars]
+            share = self._share(eqn, ins)
+            outs = [self._new(var.aval, share) for var in eqn.outvars]
             env |= dict(zip(eqn.outvars, outs, strict=True))
             if name == "scan":
                 ops.append(self._scan(eqn, ins, outs))
             elif name == "optimization_barrier":
                 ops.extend(_Op(name, [i], [o]) for i, o in zip(ins, outs, strict=True))
-            elif name == "dot_general":
-                ops.append(_Op(name, ins, outs, moved=_moved_operands(eqn, ins)))
             else:
-                ops.append(_Op(name, ins, outs))
+                ops.append(_Op(name, ins, outs, _moved_operands(eqn, ins) if name == "dot_general" else set()))
+
+    def _call(self, eqn: Any, inner: Any, ins: list[int], *, env: dict[Any, int], ops: list[_Op]) -> None:
+        inner_env = {var: self._new(var.aval) for var in inner.constvars} | dict(zip(inner.invars, ins, strict=True))
+        self._inline(inner, inner_env, ops)
+        for var, out in zip(eqn.outvars, inner.outvars, strict=True):
+            value = env[var] = self._read(out, inner_env)
+            if eqn.primitive.name == "shard_map":  # inside, shapes are of one device; outside, of all
+                self.shares[value] = self.sizes[value] / max(1, _aval_bytes(var.aval))
+
+    def _share(self, eqn: Any, ins: list[int]) -> float:
+        """Returns the part of a result that one device has: as told, or as of the largest value it is made of."""
+        if eqn.primitive.name == "sharding_constraint":
+            return _share_of(jax.ShapeDtypeStruct(eqn.outvars[0].aval.shape, bool, sharding=eqn.params["sharding"]))
+        sized = [(_aval_bytes(var.aval), value) for var, value in zip(eqn.invars, ins, strict=True)]
+        return self.shares[max(sized)[1]] if sized else 1.0
 
     def _scan(self, eqn: Any, ins: list[int], outs: list[int]) -> _Op:
         inner = eqn.params["jaxpr"].jaxpr
         num_consts, num_carry = eqn.params["num_consts"], eqn.params["num_carry"]
         env = {var: self._new(var.aval) for var in inner.constvars}
-        for i, var in enumerate(inner.invars):
-            env[var] = ins[i] if i < num_consts else self._new(var.aval)
-        block = self._block(inner, env)
-        block.ins = [env[var] for var in inner.invars]
-        return _Op("scan", ins, outs, block, num_consts, num_carry)
+        env |= {var: ins[i] if i < num_consts else self._new(var.aval) for i, var in enumerate(inner.invars)}
+        return _Op("scan", ins, outs, set(), self._block(inner, env), num_consts, num_carry)
 
 
-def _moved_operands(eqn: Any, ins: list[int]) -> frozenset[int]:
+def _share_of(leaf: Any) -> float:
+    if leaf.sharding is None:
+        return 1.0
+    return math.prod(leaf.sharding.shard_shape(leaf.shape)) / max(1, math.prod(leaf.shape))
+
+
+def _aval_bytes(aval: Any) -> int:
+    dtype = getattr(aval, "dtype", None)
+    return math.prod(getattr(aval, "shape", ())) * getattr(dtype, "itemsize", 0)
+
+
+def _inner(eqn: Any) -> Any:
+    closed = next((eqn.params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in eqn.params), None)
+    return getattr(closed, "jaxpr", closed)
+
+
+def _moved_operands(eqn: Any, ins: list[int]) -> set[int]:
     """Returns the operands of a product that are copied into its order: batch, free, summed by batch, summed, free.
 
     A product without batch dims takes either order of the two.
@@ -118,87 +169,58 @@ def _moved_operands(eqn: Any, ins: list[int]) -> frozenset[int]:
     summed, batch = eqn.params["dimension_numbers"]
     moved = set()
     for side, (value, var) in enumerate(zip(ins, eqn.invars, strict=True)):
-        lead, dims = tuple(range(len(batch[side]))), set(summed[side])
-        is_summed = [dim in dims for dim in range(len(lead), var.aval.ndim)]
+        lead = tuple(range(len(batch[side])))
+        is_summed = [dim in summed[side] for dim in range(len(lead), var.aval.ndim)]
         changes = sum(a != b for a, b in itertools.pairwise(is_summed))
-        turned = bool(lead) and changes and is_summed[0] != bool(side)
+        turned = lead and changes and is_summed[0] != bool(side)
         if tuple(batch[side]) != lead or changes > 1 or turned:
             moved.add(value)
-    return frozenset(moved)
-
-
-def _inner(eqn: Any) -> Any:
-    for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
-        if key in eqn.params:
-            found = eqn.params[key]
-            return getattr(found, "jaxpr", found)
-    return None
-
-
-def temporary_bytes(jaxpr: Any) -> int:
-    """Returns the bytes of temporaries at the fullest moment of a program.
-
-    Args:
-      jaxpr: a `Jaxpr`, as `jax.jit(f).trace(...).jaxpr.jaxpr`.
-    """
-    program = _Program(jaxpr)
-    return _peak(program.root, program.sizes, frozenset(program.root.outs))
+    return moved
 
 
 def _peak(block: _Block, sizes: list[int], owned: frozenset[int]) -> int:
     """Returns the most bytes that the values of a block take beside its inputs and those that its caller `owned`."""
-    ops = _late_slices(_alive(block), block)
-    sources = _sources(ops, block, sizes)
+    ops = _in_order_of_need(_alive(block))
+    sources = _sources(ops, frozenset(block.outs))
     last_use: dict[int, int] = {}
-    for place, op in enumerate(ops):
-        for value in op.ins:
-            for source in sources.get(value, ()):
-                last_use[source] = place
-    for value in set(block.outs) - owned:
-        for source in sources.get(value, ()):
-            last_use[source] = len(ops)
+    reads = [(place, op.ins) for place, op in enumerate(ops)] + [(len(ops), list(set(block.outs) - owned))]
+    for place, values in reads:
+        last_use |= {source: place for value in values for source in sources.get(value, ())}
     dying = collections.defaultdict(list)
     for value, place in last_use.items():
         dying[place].append(value)
     live: dict[int, int] = {}
     total = most = 0
     for place, op in enumerate(ops):
-        made = {v: sizes[v] for v in op.outs if sources.get(v) == (v,) and v not in owned}
-        inside = sum(sizes[value] for value in op.moved)
+        made = {value: sizes[value] for value in op.outs if sources[value] == (value,) and value not in owned}
+        passing = sum(sizes[value] for value in op.moved)
+        reused = 0
         if op.body is not None:
-            inside = _scan_peak(op, sizes)
-        freed = sum(live.get(value, 0) for value in dying[place])
-        fresh = sum(made.values())
-        in_place = min(freed, fresh) if op.name not in _OPAQUE or op.name == "scan" else 0
-        most = max(most, total + fresh - in_place + inside)
-        for value in dying[place]:
-            total -= live.pop(value, 0)
-        for value, size in made.items():
-            if value in last_use:
-                live[value] = size
-                total += size
+            passing = _turn_peak(op, sizes)
+            starts = {source for value in op.carried for source in sources.get(value, ())}
+            reused = sum(live.get(value, 0) for value in dying[place] if value in starts)
+        most = max(most, total + max(0, sum(made.values()) - reused) + passing)
+        total -= sum(live.pop(value, 0) for value in dying[place])
+        kept = {value: size for value, size in made.items() if value in last_use}
+        live |= kept
+        total += sum(kept.values())
     return most
 
 
-def _scan_peak(op: _Op, sizes: list[int]) -> int:
-    """Returns what one turn of a loop takes beside what the loop carries, reads and writes."""
+def _turn_peak(op: _Op, sizes: list[int]) -> int:
+    """Returns what one turn of a loop takes beside what the loop reads, carries and stacks."""
     body = op.body
-    carried_in = body.ins[op.num_consts : op.num_consts + op.num_carry]
-    place = {value: i for i, inner in enumerate(body.ops) for value in inner.outs}
-    last_read: dict[int, int] = {}
-    for i, inner in enumerate(body.ops):
-        for value in inner.ins:
-            last_read[value] = i
-    stacked = [v for v, out in zip(body.outs[op.num_carry :], op.outs[op.num_carry :], strict=True)]
+    made_at = {value: place for place, inner in enumerate(body.ops) for value in inner.outs}
+    last_read = {value: place for place, inner in enumerate(body.ops) for value in inner.ins}
+    before = body.ins[op.num_consts : op.num_consts + op.num_carry]
     in_place = {
-        after
-        for before, after in zip(carried_in, body.outs, strict=False)
-        if place.get(after, -1) >= last_read.get(before, -1)
+        new for old, new in zip(before, body.outs, strict=False) if made_at.get(new, -1) >= last_read.get(old, -1)
     }
-    return _peak(body, sizes, frozenset(in_place) | frozenset(stacked))
+    return _peak(body, sizes, frozenset(in_place) | frozenset(body.outs[op.num_carry :]))
 
 
 def _alive(block: _Block) -> list[_Op]:
+    """Returns the operations that something leaving the block is made of."""
     needed, kept = set(block.outs), []
     for op in reversed(block.ops):
         if needed.intersection(op.outs):
@@ -207,41 +229,58 @@ def _alive(block: _Block) -> list[_Op]:
     return kept[::-1]
 
 
-def _late_slices(ops: list[_Op], block: _Block) -> list[_Op]:
-    return ops
+def _in_order_of_need(ops: list[_Op]) -> list[_Op]:
+    """Returns the operations with products and elementwise ones just before the first that reads them."""
+    needed_at: dict[int, float] = {}
+    places = []
+    for number, op in reversed(list(enumerate(ops))):
+        place = float(number)
+        if op.name == "dot_general" or op.name not in _OPAQUE | _REDUCTIONS:
+            place = max(place, min(needed_at.get(value, len(ops)) for value in op.outs) - 0.5)
+        places.append((place, number))
+        for value in op.ins:
+            needed_at[value] = min(needed_at.get(value, len(ops)), place)
+    return [ops[number] for _, number in sorted(places)]
 
 
-def _sources(ops: list[_Op], block: _Block, sizes: list[int]) -> dict[int, tuple[int, ...]]:
-    """Returns, for each value, the buffers that it is read from: itself when it is one."""
+def _sources(ops: list[_Op], outs: frozenset[int]) -> dict[int, tuple[int, ...]]:
+    """Returns, for each value made here, the buffers that it is read from: itself when it is one.
+
+    Where a product moves an elementwise value, every product that reads it makes a copy of its own: `moved` grows.
+    """
     readers: dict[int, list[_Op]] = collections.defaultdict(list)
     for op in ops:
         for value in op.ins:
             readers[value].append(op)
     sources: dict[int, tuple[int, ...]] = {}
-    costly: set[int] = set()
-    outs = set(block.outs)
+    costly: set[int] = set()  # what is computed where it is read, and costs
     for op in ops:
+        below = tuple(dict.fromkeys(source for value in op.ins for source in sources.get(value, ())))
+        is_costly = op.name in _COSTLY or not costly.isdisjoint(op.ins)
         for out in op.outs:
-            below = tuple(dict.fromkeys(s for value in op.ins for s in sources.get(value, ())))
-            is_costly = op.name in _EXPENSIVE or any(v in costly for v in op.ins if v not in sources.get(v, ()))
-            if op.name in _VIEWS:
-                sources[out] = below
-                if is_costly:
-                    costly.add(out)
-                continue
-            buffered = op.name in _OPAQUE or op.name in _REDUCTIONS or out in outs
-            buffered |= any(_reads_buffers(reader, out, readers) for reader in readers[out])
-            buffered |= is_costly and len(readers[out]) > 1
-            if buffered:
-                sources[out] = (out,)
-            else:
-                sources[out] = below
-                if is_costly:
-                    costly.add(out)
+            is_buffer = op.name not in _VIEWS and (op.name in _OPAQUE | _REDUCTIONS or out in outs)
+            if op.name not in _VIEWS and not is_buffer:
+                ends = list(_ends(out, readers))
+                products = [(reader, value) for reader, value in ends if reader.name == "dot_general"]
+                if any(value in reader.moved for reader, value in products):
+                    for reader, value in products:
+                        reader.moved.add(value)
+                is_buffer = any(_reads_a_buffer(reader, value) for reader, value in ends)
+                is_buffer |= is_costly and len(readers[out]) > 1
+            sources[out] = (out,) if is_buffer else below
+            if is_costly and not is_buffer:
+                costly.add(out)
     return sources
 
 
-def _reads_buffers(op: _Op, value: int, readers: dict[int, list[_Op]]) -> bool:
-    if op.name in _VIEWS - {"optimization_barrier"}:
-        return any(_reads_buffers(reader, out, readers) for out in op.outs for reader in readers[out])
+def _ends(value: int, readers: dict[int, list[_Op]]) -> Iterator[tuple[_Op, int]]:
+    """Yields who reads a value, past views of it, and as which value."""
+    for op in readers[value]:
+        if op.name in _VIEWS:
+            yield from (end for out in op.outs for end in _ends(out, readers))
+        else:
+            yield op, value
+
+
+def _reads_a_buffer(op: _Op, value: int) -> bool:
     return op.name in _REDUCTIONS or (op.name in _OPAQUE and value not in op.moved)
