@@ -34,8 +34,8 @@ _VIEWS = {"reshape", "squeeze", "expand_dims", "copy", "name", "stop_gradient", 
 _COSTLY = {"exp", "exp2", "log", "log1p", "tanh", "logistic", "rsqrt", "sqrt", "pow", "sin", "cos", "erf", "div"}
 
 
-def temporary_bytes(jaxpr: Any, arguments: Any) -> int:
-    """Returns the bytes of temporaries that one device holds at the fullest moment of a program.
+def temporaries(jaxpr: Any, arguments: Any) -> Peak:
+    """Returns the temporaries that one device holds at the fullest moment of a program.
 
     Args:
       jaxpr: of the whole program, `jit(f).trace(*arguments).jaxpr.jaxpr`.
@@ -43,6 +43,19 @@ def temporary_bytes(jaxpr: Any, arguments: Any) -> int:
     """
     program = _Program(jaxpr, [_share_of(leaf) for leaf in jax.tree.leaves(arguments)])
     return _peak(program.root, program.sizes, frozenset(program.root.outs))
+
+
+@dataclasses.dataclass(frozen=True)
+class Peak:
+    """The fullest moment of a program.
+
+    Attributes:
+      total: bytes of temporaries on one device.
+      in_loops: that loops carry or stack at their own fullest moment: kept activations and sums of gradients.
+    """
+
+    total: int
+    in_loops: int
 
 
 @dataclasses.dataclass
@@ -178,36 +191,44 @@ def _moved_operands(eqn: Any, ins: list[int]) -> set[int]:
     return moved
 
 
-def _peak(block: _Block, sizes: list[int], owned: frozenset[int]) -> int:
-    """Returns the most bytes that the values of a block take beside its inputs and those that its caller `owned`."""
+def _peak(block: _Block, sizes: list[int], owned: frozenset[int]) -> Peak:
+    """Returns the most that the values of a block take beside its inputs and those that its caller `owned`."""
     ops = _in_order_of_need(_alive(block))
     sources = _sources(ops, frozenset(block.outs))
+    dying = _dying(ops, sources, leaving=set(block.outs) - owned)
+    used = {value for values in dying.values() for value in values}
+    live: dict[int, int] = {}
+    looped: set[int] = set()
+    most = Peak(0, 0)
+    for place, op in enumerate(ops):
+        made = {value: sizes[value] for value in op.outs if sources[value] == (value,) and value not in owned}
+        passing, fresh = Peak(sum(sizes[value] for value in op.moved), 0), sum(made.values())
+        if op.body is not None:
+            passing = _turn_peak(op, sizes)
+            starts = {source for value in op.carried for source in sources.get(value, ())}
+            fresh = max(0, fresh - sum(live.get(value, 0) for value in dying[place] if value in starts))
+            looped.update(op.outs)
+        total = sum(live.values()) + fresh + passing.total
+        in_loops = sum(size for value, size in live.items() if value in looped) + (fresh if op.body else 0)
+        most = Peak(max(most.total, total), max(most.in_loops, in_loops + passing.in_loops))
+        for value in dying[place]:
+            live.pop(value, None)
+        live |= {value: size for value, size in made.items() if value in used}
+    return most
+
+
+def _dying(ops: list[_Op], sources: dict[int, tuple[int, ...]], *, leaving: set[int]) -> dict[int, list[int]]:
+    """Returns the buffers that are read for the last time, by the number of the operation that does."""
     last_use: dict[int, int] = {}
-    reads = [(place, op.ins) for place, op in enumerate(ops)] + [(len(ops), list(set(block.outs) - owned))]
-    for place, values in reads:
+    for place, values in [(place, op.ins) for place, op in enumerate(ops)] + [(len(ops), leaving)]:
         last_use |= {source: place for value in values for source in sources.get(value, ())}
     dying = collections.defaultdict(list)
     for value, place in last_use.items():
         dying[place].append(value)
-    live: dict[int, int] = {}
-    total = most = 0
-    for place, op in enumerate(ops):
-        made = {value: sizes[value] for value in op.outs if sources[value] == (value,) and value not in owned}
-        passing = sum(sizes[value] for value in op.moved)
-        reused = 0
-        if op.body is not None:
-            passing = _turn_peak(op, sizes)
-            starts = {source for value in op.carried for source in sources.get(value, ())}
-            reused = sum(live.get(value, 0) for value in dying[place] if value in starts)
-        most = max(most, total + max(0, sum(made.values()) - reused) + passing)
-        total -= sum(live.pop(value, 0) for value in dying[place])
-        kept = {value: size for value, size in made.items() if value in last_use}
-        live |= kept
-        total += sum(kept.values())
-    return most
+    return dying
 
 
-def _turn_peak(op: _Op, sizes: list[int]) -> int:
+def _turn_peak(op: _Op, sizes: list[int]) -> Peak:
     """Returns what one turn of a loop takes beside what the loop reads, carries and stacks."""
     body = op.body
     made_at = {value: place for place, inner in enumerate(body.ops) for value in inner.outs}
