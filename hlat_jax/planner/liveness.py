@@ -8,7 +8,7 @@ Owns a model of what a compiler keeps:
   weights last.
 Refuses to know what the program is: it takes the jaxpr of the very step that trains, whose shapes inside `shard_map`
 are those of one device. Arguments, and results that take the place of donated arguments, are no temporaries. How near
-it comes to XLA on CPU is in tests/test_planner_liveness.py.
+it comes to XLA on CPU is in tests/test_planner_memory.py.
 """
 
 from __future__ import annotations
@@ -100,6 +100,7 @@ class _Program:
     def __init__(self, jaxpr: Any, shares: Sequence[float]):
         self.sizes: list[int] = []
         self.shares: list[float] = []
+        self.inside_a_region = False  # of shard_map, where shapes are those of one device
         env = {var: self._new(var.aval) for var in jaxpr.constvars}
         env |= {var: self._new(var.aval, share) for var, share in zip(jaxpr.invars, shares, strict=True)}
         self.root = self._block(jaxpr, env)
@@ -137,14 +138,19 @@ class _Program:
 
     def _call(self, eqn: Any, inner: Any, ins: list[int], *, env: dict[Any, int], ops: list[_Op]) -> None:
         inner_env = {var: self._new(var.aval) for var in inner.constvars} | dict(zip(inner.invars, ins, strict=True))
+        is_region = eqn.primitive.name == "shard_map"
+        self.inside_a_region |= is_region
         self._inline(inner, inner_env, ops)
+        self.inside_a_region &= not is_region
         for var, out in zip(eqn.outvars, inner.outvars, strict=True):
             value = env[var] = self._read(out, inner_env)
-            if eqn.primitive.name == "shard_map":  # inside, shapes are of one device; outside, of all
+            if is_region:
                 self.shares[value] = self.sizes[value] / max(1, _aval_bytes(var.aval))
 
     def _share(self, eqn: Any, ins: list[int]) -> float:
         """Returns the part of a result that one device has: as told, or as of the largest value it is made of."""
+        if self.inside_a_region:
+            return 1.0
         if eqn.primitive.name == "sharding_constraint":
             return _share_of(jax.ShapeDtypeStruct(eqn.outvars[0].aval.shape, bool, sharding=eqn.params["sharding"]))
         sized = [(_aval_bytes(var.aval), value) for var, value in zip(eqn.invars, ins, strict=True)]
@@ -202,15 +208,18 @@ def _peak(block: _Block, sizes: list[int], owned: frozenset[int]) -> Peak:
     most = Peak(0, 0)
     for place, op in enumerate(ops):
         made = {value: sizes[value] for value in op.outs if sources[value] == (value,) and value not in owned}
-        passing, fresh = Peak(sum(sizes[value] for value in op.moved), 0), sum(made.values())
+        passing, carried_on = Peak(sum(sizes[value] for value in op.moved), 0), {}
         if op.body is not None:
             passing = _turn_peak(op, sizes)
             starts = {source for value in op.carried for source in sources.get(value, ())}
-            fresh = max(0, fresh - sum(live.get(value, 0) for value in dying[place] if value in starts))
+            carried_on = {value: live[value] for value in starts.intersection(dying[place], live)}
             looped.update(op.outs)
-        total = sum(live.values()) + fresh + passing.total
-        in_loops = sum(size for value, size in live.items() if value in looped) + (fresh if op.body else 0)
-        most = Peak(max(most.total, total), max(most.in_loops, in_loops + passing.in_loops))
+        fresh = max(0, sum(made.values()) - sum(carried_on.values()))
+        loops = [size for value, size in (live | made).items() if value in looped - carried_on.keys()]
+        most = Peak(
+            max(most.total, sum(live.values()) + fresh + passing.total),
+            max(most.in_loops, sum(loops) + passing.in_loops),
+        )
         for value in dying[place]:
             live.pop(value, None)
         live |= {value: size for value, size in made.items() if value in used}

@@ -30,7 +30,8 @@ class DeviceBytes:
       batch: the rows of one step; exact.
       gradients: their sums over microbatches, in the policy's dtype, whole over the replicas; exact, within the
         temporaries.
-      activations: what loops keep for the backward pass beside those sums, at its own fullest moment; estimated.
+      activations: what loops keep beside those sums, at their own fullest moment: for the backward pass, and the
+        gradients of one microbatch; estimated.
       workspace: the rest of the temporaries; estimated.
       logits: of one microbatch on this device, fp32; a part of the workspace where the loss is dense, for information.
     """
@@ -56,7 +57,7 @@ class DeviceBytes:
         return self.state + self.batch + self.temporaries
 
 
-def device_bytes(config: Config, layout: Layout, arguments: tuple, jaxpr: Any) -> DeviceBytes:
+def device_bytes(config: Config, layout: Layout, *, arguments: tuple, jaxpr: Any) -> DeviceBytes:
     """Returns the bytes of one device under a layout.
 
     Args:

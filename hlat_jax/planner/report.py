@@ -70,7 +70,7 @@ def make_plan(config: Config, site: Site) -> dict[str, Any]:
     layout = planned_layout(config, site.num_devices, platform=target.platform)
     arguments = step_arguments(config, layout)
     jaxpr = make_train_step(config, layout).trace(*arguments).jaxpr.jaxpr
-    memory = device_bytes(config, layout, arguments, jaxpr)
+    memory = device_bytes(config, layout, arguments=arguments, jaxpr=jaxpr)
     found = traced_collectives(jaxpr, layout.mesh)
     budget = target.device.memory_bytes - target.device.reserved_bytes
     plan = {

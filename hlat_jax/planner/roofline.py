@@ -74,7 +74,7 @@ def projected(jaxpr: Any, found: list[Collective], *, target: Target, mesh: Any,
     return Seconds(products=seconds, update=update, **spent, flops=flops)
 
 
-def products(jaxpr: Any, trips: int = 1) -> Iterator[tuple[float, int, int]]:
+def products(jaxpr: Any, *, trips: int = 1) -> Iterator[tuple[float, int, int]]:
     """Yields (FLOPs, bytes read and written, executions) of every product of a program, on one device."""
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "dot_general":
@@ -87,7 +87,7 @@ def products(jaxpr: Any, trips: int = 1) -> Iterator[tuple[float, int, int]]:
             for item in value if isinstance(value, (tuple, list)) else (value,):
                 inner = getattr(item, "jaxpr", item)
                 if hasattr(inner, "eqns"):
-                    yield from products(inner, inner_trips)
+                    yield from products(inner, trips=inner_trips)
 
 
 def collective_seconds(collective: Collective, *, target: Target, mesh: Any) -> tuple[str, float]:

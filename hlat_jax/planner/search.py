@@ -30,47 +30,50 @@ def complete(plan: dict[str, Any], config: Config, site: Site) -> dict[str, Any]
 
 
 def ranked(config: Config, site: Site, *, most: int = 20) -> list[dict[str, Any]]:
-    """Returns the layouts of these nodes that fit, the shortest projected step first, at most `most` of them."""
+    """Returns the layouts of these nodes that fit, the shortest projected step first, at most `most` of them.
+
+    Each layout appears with the mildest rematerialization that fits.
+    """
     rows = []
-    for candidate in candidates(config, site):
-        plan = _tried(candidate, site)
-        if plan is not None and plan["fits"] and "projection" in plan:
-            rows.append(
-                {
-                    "layout": plan["layout"],
-                    "num_microbatches": candidate.train.num_microbatches,
-                    "remat": candidate.model.remat,
-                    "total": plan["device_bytes"]["total"],
-                    "budget": plan["device_bytes"]["budget"],
-                    "step_s": plan["projection"]["step_s"],
-                    "tokens_per_s": plan["projection"]["tokens_per_s"],
-                }
-            )
+    for layout in candidates(config, site):
+        for remat in REMATS:
+            candidate = dataclasses.replace(layout, model=dataclasses.replace(layout.model, remat=remat))
+            plan = _tried(candidate, site)
+            if plan is not None and plan["fits"] and "projection" in plan:
+                rows.append(_row(plan, candidate))
+                break
     return sorted(rows, key=lambda row: row["step_s"])[:most]
 
 
-def candidates(config: Config, site: Site) -> Iterator[Config]:
-    """Yields the layouts worth a plan: tensor inside a node, powers of two, state alone below the budget.
+def _row(plan: dict[str, Any], config: Config) -> dict[str, Any]:
+    return {
+        "layout": plan["layout"],
+        "num_microbatches": config.train.num_microbatches,
+        "remat": config.model.remat,
+        "total": plan["device_bytes"]["total"],
+        "budget": plan["device_bytes"]["budget"],
+        "step_s": plan["projection"]["step_s"],
+        "tokens_per_s": plan["projection"]["tokens_per_s"],
+    }
 
-    Of the microbatches only the most and the fewest whose rows divide: one row a time holds least, and a pipeline wants
-    many; remat and ZeRO-1 vary.
+
+def candidates(config: Config, site: Site) -> Iterator[Config]:
+    """Yields the layouts worth a plan: powers of two, tensor inside a node, either pipe or fsdp, state below memory.
+
+    One row of a device is a microbatch: that holds least, and a pipeline wants many. ZeRO-1 wherever there are
+    replicas, sequence parallelism wherever there is tensor.
     """
     devices, node = site.num_devices, cost.target(site.target).num_devices
-    for tensor, pipe in itertools.product(_powers(min(node, devices)), _powers(devices)):
-        if config.model.num_layers % pipe or devices % (tensor * pipe):
+    for tensor, pipe, fsdp in itertools.product(_powers(node), _powers(64), _powers(8 * node)):
+        data = devices // (tensor * pipe * fsdp)
+        rows = config.data.batch_size // (data * fsdp) if data else 0
+        if (pipe > 1 and fsdp > 1) or config.model.num_layers % pipe or rows == 0 or (pipe > rows):
             continue
-        for fsdp in _powers(devices // (tensor * pipe)):
-            data = devices // (tensor * pipe * fsdp)
-            rows = config.data.batch_size // (data * fsdp)
-            if rows * data * fsdp != config.data.batch_size:
-                continue
-            counts = {rows, rows // 2} if pipe > 1 and rows % 2 == 0 and rows > 1 else {rows}
-            for count, remat in itertools.product(sorted(counts), REMATS):
-                parallel = {"tensor": tensor, "pipe": pipe, "fsdp": fsdp, "data": data, "zero1": data > 1}
-                parallel["sequence_parallel"] = tensor > 1
-                candidate = _changed(config, parallel, model={"remat": remat}, train={"num_microbatches": count})
-                if candidate is not None and _state_fits(candidate, site):
-                    yield candidate
+        degrees = {"tensor": tensor, "pipe": pipe, "fsdp": fsdp, "data": data}
+        degrees |= {"zero1": data > 1, "sequence_parallel": tensor > 1}
+        candidate = _changed(config, degrees, train={"num_microbatches": rows})
+        if candidate is not None and _state_fits(candidate, site):
+            yield candidate
 
 
 def _powers(limit: int) -> list[int]:

@@ -78,8 +78,8 @@ def _memory_lines(plan: dict[str, Any]) -> list[str]:
         "opt_state": "exact",
         "batch": "exact",
         "gradients": "sums over microbatches, exact",
-        "activations": "kept for the backward pass, estimated",
-        "workspace": f"the rest of the fullest moment, estimated; logits of a microbatch {gib(memory['logits'])}",
+        "activations": "kept for the backward pass, and the gradients of one microbatch; estimated",
+        "workspace": f"the rest of the fullest moment; estimated; logits of a microbatch {gib(memory['logits'])}",
     }
     lines = [f"  {name:<14} {gib(memory[name]):>12}  {note}" for name, note in notes.items()]
     lines.append(f"  {'total':<14} {gib(memory['total']):>12}  of a budget of {gib(memory['budget'])}")
