@@ -26,6 +26,7 @@ def get_config():
 
     c.parallel.tensor = 8
     c.parallel.sequence_parallel = True
+    c.parallel.zero1 = True  # HLAT-7B ran without: its state was bf16. With fp32 masters a replica each does not fit
     c.precision.policy = "mixed"
 
     c.optimizer.peak_lr = 3e-4

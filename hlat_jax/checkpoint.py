@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
-import fnmatch
 import json
 import logging
 import os
@@ -27,9 +26,10 @@ from typing import Any
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
-from jax.experimental import multihost_utils
 
+from hlat_jax import distributed
 from hlat_jax.config import CheckpointConfig
+from hlat_jax.drift import differences
 
 INTEGRITY_FILE = "integrity.json"
 STATE_ITEM, RUN_ITEM = "state", "run"
@@ -38,26 +38,6 @@ _TMP_MARK = ".orbax-checkpoint-tmp"
 _UNSUMMED = ("_CHECKPOINT_METADATA", "commit_success.txt")
 _BLOCK_BYTES = 1 << 24
 _SMALL_FILE_BYTES = 1 << 20
-
-# What a resumed run may set differently: it changes no update so far. The hashes guard the content behind the paths.
-MAY_CHANGE = (
-    "name",
-    "train.num_steps",
-    "train.max_nonfinite_steps",
-    "train.eval_loss_*",
-    "train.sample_*",
-    "metrics.*",
-    "checkpoint.*",
-    "parallel.*",
-    "data.train",
-    "data.validation",
-    "data.tokenizer",
-    "data.num_threads",
-    "data.prefetch_batches",
-    "data.position_every_steps",
-    "data.on_bad_record",
-    "*manifest.files",
-)
 
 
 class SaveError(OSError):
@@ -96,7 +76,14 @@ class Checkpointer:
                 read_only=read_only,
                 save_root_metadata=False,
                 preservation_policy=_Retention(config.keep_last, config.keep_every_steps),
-                async_options=ocp.options.AsyncOptions(post_finalization_callback=self._seal),
+                async_options=ocp.options.AsyncOptions(
+                    post_finalization_callback=self._seal,
+                    barrier_sync_fn=_barrier_of_saves if jax.process_count() > 1 else None,
+                ),
+                # named, they meet in the coordination service; unnamed, on the devices, which are busy with steps
+                multiprocessing_options=ocp.options.MultiprocessingOptions(
+                    active_processes=set(range(jax.process_count())) if jax.process_count() > 1 else None
+                ),
             ),
         )
 
@@ -178,7 +165,7 @@ class Checkpointer:
             _warn(f"WARNING: checkpoint {self.folder / str(bad)} is damaged ({why}); going back to step {step}.")
         self._put_aside(damaged)
         run = self._run_item(step)
-        others = _differences(run["arrays"], _arrays(abstract_state))  # Orbax would cast another dtype in silence
+        others = differences(run["arrays"], _arrays(abstract_state))  # Orbax would cast another dtype in silence
         if others:
             raise ValueError(f"{self.folder / str(step)} is of another model or precision:\n  " + "\n  ".join(others))
         args = ocp.args.Composite(**{STATE_ITEM: ocp.args.StandardRestore(abstract_state)})
@@ -210,7 +197,8 @@ class Checkpointer:
     def _newest(self, *, deep: bool) -> tuple[int, dict[int, str]] | None:
         """Returns the newest undamaged step with the damage of all newer ones."""
         damaged: dict[int, str] = {}
-        for step in sorted(self._manager.all_steps(), reverse=True):
+        [steps, *_] = distributed.exchange(json.dumps(sorted(self._manager.all_steps(), reverse=True)))
+        for step in json.loads(steps):
             why = _damage(self.folder / str(step), deep=deep)
             if not why:
                 return step, damaged
@@ -231,22 +219,23 @@ class Checkpointer:
                 aside = self.folder / f"{step}.damaged"
                 shutil.rmtree(aside, ignore_errors=True)
                 os.replace(self.folder / str(step), aside)
-        _barrier("damaged checkpoints put aside")
+        distributed.barrier()
         self._manager.reload()
 
     def _remove_leftovers(self) -> None:
         if jax.process_index() == 0:
             for path in self.folder.glob(f"*{_TMP_MARK}*"):
                 shutil.rmtree(path, ignore_errors=True)
-        _barrier("leftovers of dead saves removed")
+        distributed.barrier()
 
     def _failed(self, error: Exception) -> SaveError:
         """Returns what to raise, after giving back the disk space of the failed save."""
         step, self._saving = self._saving, None
         free_bytes = shutil.disk_usage(self.folder).free
-        for path in self.folder.glob(f"{step}{_TMP_MARK}*"):
-            shutil.rmtree(path, ignore_errors=True)
-        self._manager.reload()
+        if jax.process_count() == 1:  # several leave it to their next start: the others may still be writing there
+            for path in self.folder.glob(f"{step}{_TMP_MARK}*"):
+                shutil.rmtree(path, ignore_errors=True)
+            self._manager.reload()
         before = max(self._manager.all_steps(), default=None)
         rest = (
             f"The checkpoint of step {before} is untouched: mend the cause, and the same command goes on from there."
@@ -257,19 +246,6 @@ class Checkpointer:
             f"the checkpoint of step {step} could not be written to {self.folder}: {_reason(error)} "
             f"({self._saving_bytes:,} bytes of state, {free_bytes:,} bytes free). {rest}"
         )
-
-
-def config_drift(saved: dict[str, Any], current: dict[str, Any]) -> list[str]:
-    """Returns a line for each setting that differs between two runs and must not; see MAY_CHANGE.
-
-    Takes configs as nested dicts, or checkpoint metadata with such a dict under `config` and, beside it, hashes of what
-    the config only points to. Further entries of `saved` tell how far it was (tokens seen) and are no settings.
-    """
-    current = json.loads(json.dumps(current))  # as it looks once it has been through a file
-    before = _flat({key: value for key, value in saved.items() if key in current})
-    now = _flat(current)
-    frozen = [key for key in before | now if not any(fnmatch.fnmatchcase(key, pattern) for pattern in MAY_CHANGE)]
-    return _differences(*({key: tree[key] for key in frozen if key in tree} for tree in (before, now)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -289,12 +265,11 @@ class _Retention:
 def _damage(folder: pathlib.Path, *, deep: bool) -> str:
     """Returns what is wrong with a checkpoint, "" when nothing is: shallow looks at sizes and sums only small files.
 
-    The files of a deep look are shared out among the processes, which then agree.
+    The files are shared out among the processes, which then agree.
     """
-    index, count = (jax.process_index(), jax.process_count()) if deep else (0, 1)
     try:
         files = json.loads((folder / INTEGRITY_FILE).read_bytes())["files"]
-        shared = sorted(files.items())[index::count]
+        shared = sorted(files.items())[jax.process_index() :: jax.process_count()]
         with concurrent.futures.ThreadPoolExecutor(_num_threads()) as pool:
             found = pool.map(lambda item: _file_damage(folder, item[0], item[1], deep=deep), shared)
             problem = next(filter(None, found), "")
@@ -302,9 +277,7 @@ def _damage(folder: pathlib.Path, *, deep: bool) -> str:
         problem = f"{INTEGRITY_FILE} is missing"
     except (ValueError, KeyError, TypeError, AttributeError):
         problem = f"{INTEGRITY_FILE} is unreadable"
-    if count > 1 and np.any(multihost_utils.process_allgather(np.int32(bool(problem)))):
-        problem = problem or "another process found a damaged file"
-    return problem
+    return next(filter(None, json.loads(f"[{','.join(distributed.exchange(json.dumps(problem)))}]")), "")
 
 
 def _file_damage(folder: pathlib.Path, name: str, size_and_crc: list[int], *, deep: bool) -> str:
@@ -336,7 +309,7 @@ def _size_and_crc(path: pathlib.Path, *, flush: bool = False) -> list[int]:
 
 
 def _require_writable(folder: pathlib.Path) -> None:
-    probe = folder / f".write-probe-{os.getpid()}"
+    probe = folder / f".write-probe-{jax.process_index()}-{os.getpid()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe.write_bytes(b"x")
@@ -347,39 +320,23 @@ def _require_writable(folder: pathlib.Path) -> None:
         ) from None
 
 
+def _barrier_of_saves(*, key: str, timeout_ms: int) -> None:
+    """Waits for the other processes, in the threads that finish a save.
+
+    A thread whose own part has failed waits for nobody: the others do not come before all parts are written, and that
+    they are not is for this process to tell.
+    """
+    if sys.exc_info()[0] is None:
+        distributed.barrier_of_threads(key, timeout_ms=timeout_ms)
+
+
 def _num_threads() -> int:
     return min(4, os.cpu_count() or 1)
-
-
-def _barrier(name: str) -> None:
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices(name)
-
-
-def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    leaves: dict[str, Any] = {}
-    for key, value in tree.items():
-        path = prefix if not prefix and key == "config" else f"{prefix}{key}"
-        if isinstance(value, dict):
-            leaves |= _flat(value, f"{path}." if path else "")
-        else:
-            leaves[path] = value
-    return leaves
 
 
 def _arrays(state: Any) -> dict[str, str]:
     leaves = jax.tree_util.tree_leaves_with_path(state)
     return {jax.tree_util.keystr(path): f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in leaves}
-
-
-def _differences(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    sides = {key: (saved.get(key, "absent"), now.get(key, "absent")) for key in sorted(saved.keys() | now.keys())}
-    return [f"{key}: {_short(a)} in the checkpoint, {_short(b)} now" for key, (a, b) in sides.items() if a != b]
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:60]} ... ({len(text)} characters)"
 
 
 def _reason(error: BaseException) -> str:

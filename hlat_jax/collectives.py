@@ -22,6 +22,38 @@ from jax.sharding import PartitionSpec as P
 from hlat_jax.precision import cast_tree
 from hlat_jax.sharding import ROWS, TENSOR, Layout, spec
 
+# The four ways in which one value becomes another along mesh axes, each with its transpose written out.
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def copied(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """Returns `x`, which every device along `axes` has and uses for a part; its gradient is the sum of their parts."""
+    return x
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def summed(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """Returns the sum of `x` over `axes`, which every device then goes on with; each term has the sum's gradient."""
+    return jax.lax.psum(x, axes) if axes else x
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def gathered(x: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
+    """Returns the parts of all devices along `axes`, one after another in `dim`; the gradient is `scattered`."""
+    return jax.lax.all_gather(x, axes, axis=dim, tiled=True) if axes else x
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def scattered(x: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
+    """Returns this device's part in `dim` of the sum of `x` over `axes`; the gradient is `gathered`."""
+    return jax.lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True) if axes else x
+
+
+copied.defvjp(lambda x, axes: (x, None), lambda axes, _, grad: (summed(grad, axes),))
+summed.defvjp(lambda x, axes: (summed(x, axes), None), lambda axes, _, grad: (grad,))
+gathered.defvjp(lambda x, *at: (gathered(x, *at), None), lambda axes, dim, _, grad: (scattered(grad, axes, dim),))
+scattered.defvjp(lambda x, *at: (scattered(x, *at), None), lambda axes, dim, _, grad: (gathered(grad, axes, dim),))
+
 
 @dataclasses.dataclass(frozen=True)
 class Shards:
@@ -48,21 +80,17 @@ class Shards:
 
     def enter(self, x_BTD: jax.Array) -> jax.Array:
         """Returns what a matrix split by columns reads: every place of the sequence. Backward: sums over `tensor`."""
-        if self.tensor and self.sequence_parallel:
-            return jax.lax.all_gather(x_BTD, self.tensor, axis=1, tiled=True)
-        return copied(x_BTD, self.tensor)
+        return gathered(x_BTD, self.tensor, 1) if self.sequence_parallel else copied(x_BTD, self.tensor)
 
     def leave(self, y_BTD: jax.Array) -> jax.Array:
         """Returns the sum over `tensor` of what a matrix split by rows gave, as it lies between blocks."""
-        if self.tensor and self.sequence_parallel:
-            return jax.lax.psum_scatter(y_BTD, self.tensor, scatter_dimension=1, tiled=True)
-        return summed(y_BTD, self.tensor)
+        return scattered(y_BTD, self.tensor, 1) if self.sequence_parallel else summed(y_BTD, self.tensor)
 
     def weight(self, weight: jax.Array, axes: Sequence[str]) -> jax.Array:
         """Returns a parameter with these logical axes whole over fsdp. Backward: reduce-scatter of its gradient."""
         for dim, axis in enumerate(axes):
-            if self.fsdp and axis in self.fsdp_axes:
-                weight = jax.lax.all_gather(weight, self.fsdp, axis=dim, tiled=True)
+            if axis in self.fsdp_axes:
+                weight = gathered(weight, self.fsdp, dim)
         return weight
 
 
@@ -78,24 +106,6 @@ def shards(layout: Layout) -> Shards:
         fsdp_axes=tuple(axis for axis, places in layout.param_rules.items() if "fsdp" in places),
         sequence_parallel=layout.sequence_parallel,
     )
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def copied(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Returns `x`, which every device along `axes` has and uses for a part; its gradient is the sum of their parts."""
-    return x
-
-
-copied.defvjp(lambda x, axes: (x, None), lambda axes, _, grad: (jax.lax.psum(grad, axes) if axes else grad,))
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def summed(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Returns the sum of `x` over `axes`, which every device then goes on with; each term has the sum's gradient."""
-    return jax.lax.psum(x, axes) if axes else x
-
-
-summed.defvjp(lambda x, axes: (summed(x, axes), None), lambda axes, _, grad: (grad,))
 
 
 def position(axes: tuple[str, ...]) -> jax.Array:
@@ -147,23 +157,42 @@ class Spread:
         """Returns parameters as the forward pass reads them, from `split` ones: the all-gather of ZeRO-1."""
         return self._manual(lambda tree: self._map(self._whole, tree), (self._state,), self._params)(params)
 
+    def total(self, of_leaf: Callable[[jax.Array], jax.Array], tree: Any) -> jax.Array:
+        """Returns the sum over the leaves of `of_leaf`, fp32, from `split` arrays: one all-reduce of a scalar.
+
+        Args:
+          of_leaf: a sum over the elements of an array, so that the whole is the sum of what the devices have.
+          tree: arrays that lie as the optimizer's state.
+        """
+        rules = self.layout.state_rules
+
+        def held(axes: tuple[str, ...]) -> set[str]:
+            return {place for axis in axes for place in rules[axis]}
+
+        used = set().union(*jax.tree.leaves(self._map(lambda axes: frozenset(held(axes)))))
+        places = tuple(place for place in self.layout.wide(self.layout.mesh.axis_names) if place in used)
+
+        def share(axes: tuple[str, ...], part: jax.Array) -> jax.Array:
+            return of_leaf(part) / self.layout.size(set(places) - held(axes))
+
+        def everywhere(parts: Any) -> jax.Array:
+            return summed(sum(jax.tree.leaves(self._map(share, parts))), places)
+
+        return self._manual(everywhere, (self._state,), P())(tree)
+
     def _reduced(self, axes: tuple[str, ...], grad: jax.Array) -> jax.Array:
         rules = self.layout.param_rules
         partial = {place for axis in axes for place in self.layout.partial_gradients.get(axis, ())}
         held = {place for axis in axes for place in rules[axis]}
         places = [place for place in self.layout.wide((*ROWS, *TENSOR)) if place in {*ROWS, *partial} - held]
         for dim, axis in enumerate(axes):
-            scattered = self._replicas(axis)
-            if scattered:
-                grad = jax.lax.psum_scatter(grad, scattered, scatter_dimension=dim, tiled=True)
-                places = [place for place in places if place not in scattered]
-        return jax.lax.psum(grad, tuple(places)) if places else grad
+            grad = scattered(grad, self._replicas(axis), dim)
+            places = [place for place in places if place not in self._replicas(axis)]
+        return summed(grad, tuple(places))
 
     def _whole(self, axes: tuple[str, ...], part: jax.Array) -> jax.Array:
         for dim, axis in enumerate(axes):
-            scattered = self._replicas(axis)
-            if scattered:
-                part = jax.lax.all_gather(part, scattered, axis=dim, tiled=True)
+            part = gathered(part, self._replicas(axis), dim)
         return part
 
     def _replicas(self, axis: str) -> tuple[str, ...]:
@@ -172,8 +201,7 @@ class Spread:
         return self.layout.wide(more)
 
     def _over_rows(self, sums: tuple) -> tuple:
-        rows = self.layout.wide(ROWS)
-        return jax.lax.psum(sums, rows) if rows else sums
+        return jax.tree.map(lambda value: summed(value, self.layout.wide(ROWS)), sums)
 
     def _map(self, fn: Callable, *trees: Any) -> Any:
         return jax.tree.map(fn, self.axes, *trees, is_leaf=lambda leaf: isinstance(leaf, tuple))

@@ -322,7 +322,17 @@ def _check_parallel(c: Config) -> None:
             f"model.num_heads={heads}; use one of {allowed}."
         )
     if c.parallel.pipe > 1 and c.model.num_layers % c.parallel.pipe:
-        raise ValueError(f"parallel.pipe={c.parallel.pipe} must divide model.num_layers={c.model.num_layers}.")
+        divisors = [d for d in range(1, c.model.num_layers + 1) if c.model.num_layers % d == 0]
+        near = min(divisors, key=lambda d: abs(d - c.parallel.pipe))
+        raise ValueError(
+            f"parallel.pipe={c.parallel.pipe} must divide model.num_layers={c.model.num_layers}; "
+            f"the nearest is {near} of {divisors}."
+        )
+    if c.parallel.pipe > 1 and c.model.layer_loop == "unroll":
+        raise ValueError(
+            f"parallel.pipe={c.parallel.pipe} with model.layer_loop='unroll' would keep a copy of a stage's weights "
+            "for every microbatch in flight; set model.layer_loop='scan'."
+        )
 
 
 def _check_training(c: Config) -> None:

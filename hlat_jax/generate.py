@@ -6,11 +6,12 @@ texts (a key-value cache belongs here when generation becomes a command).
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from hlat_jax.config import ModelConfig
 from hlat_jax.model import bind
@@ -36,7 +37,10 @@ def sample_text(params: Any, cfg: ModelConfig, tokenizer: Any, *, prompt: str, n
     tokens[0, : len(ids)] = ids
     generator = np.random.default_rng(seed)
 
-    @jax.jit
+    sharding = jax.tree.leaves(params)[0].sharding
+    everywhere = NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else None
+
+    @functools.partial(jax.jit, out_shardings=everywhere)  # so that every process can read them
     def next_logits(params, tokens_BT, last):
         hidden_BTD = bind(params, cfg).hidden_states(tokens_BT)
         last_B1D = jax.lax.dynamic_slice_in_dim(hidden_BTD, last, 1, axis=1)
@@ -44,7 +48,7 @@ def sample_text(params: Any, cfg: ModelConfig, tokenizer: Any, *, prompt: str, n
 
     end = length
     for position in range(len(ids), length):
-        scores = np.asarray(next_logits(params, jnp.asarray(tokens), position - 1), np.float64) / 0.8
+        scores = np.asarray(next_logits(params, tokens, np.int32(position - 1)), np.float64) / 0.8
         probabilities = np.exp(scores - scores.max())
         token = int(generator.choice(len(scores), p=probabilities / probabilities.sum()))
         if token == tokenizer.eos_id:

@@ -7,8 +7,12 @@ With c updates done, one turn of the loop
    position after batch c and the token count go into one checkpoint. So a checkpoint at c implies that the rows up to c
    are on disk, and a resumed run drops the rows above c, makes them again, and has each step exactly once;
 3. stops, when c is the last step or a signal asked for it: after the save, so that nothing is lost;
-4. takes batch c + 1 and dispatches the step, which donates the old state; keeps the data position, when due, for peek;
-5. fetches the metrics of the step before: the device already has its next work and never waits for the host.
+4. takes batch c + 1, agrees with the other processes that everyone has its rows, and dispatches the step, which donates
+   the old state; keeps the data position, when due, for peek;
+5. fetches the metrics of the step before: the device already has its next work and never waits for the host. Nor does
+   it for the agreement on batch c + 1, which is made while it runs step c.
+
+All processes run this loop and take every turn of it alike; process 0 alone prints and writes rows.
 
 Owns this order and the stop after non-finite steps. Refuses to know how a step computes.
 """
@@ -25,22 +29,24 @@ from typing import Any
 import jax
 import numpy as np
 
-from hlat_jax import cost
+from hlat_jax import cost, distributed, summary
+from hlat_jax.agreement import Agreed, Agreement, only_job, require_same_settings
 from hlat_jax.batch import Batch, abstract_batch
-from hlat_jax.checkpoint import Checkpointer, config_drift
+from hlat_jax.checkpoint import Checkpointer
 from hlat_jax.config import Config
 from hlat_jax.data import positions
 from hlat_jax.data.held_out import HeldOut, open_held_out
-from hlat_jax.data.loader import TrainBatches, batch_hash
-from hlat_jax.data.streams import skipped_records
+from hlat_jax.data.loader import TrainBatches
 from hlat_jax.data.tokenizer import Tokenizer
+from hlat_jax.drift import config_drift
 from hlat_jax.eval.validation import Validation
 from hlat_jax.generate import sample_text
-from hlat_jax.machine import fitting_layout
-from hlat_jax.metrics import ROWS_FILE, MetricsLog, plot_loss, read_rows
+from hlat_jax.machine import device_memory, fitting_layout
+from hlat_jax.metrics import MetricsLog, SilentLog
 from hlat_jax.model import select_implementations
 from hlat_jax.optimizer import learning_rate
-from hlat_jax.process import INDEX_FOLDER, StopSignals, closing_quietly, only_process
+from hlat_jax.planner.report import short_plan
+from hlat_jax.process import INDEX_FOLDER, StopSignals, closing_quietly
 from hlat_jax.program import StepMetrics
 from hlat_jax.sharding import Layout, gather_rows, process_rows, shard_batch
 from hlat_jax.step import abstract_state, init_state, make_eval_step, make_train_step, state_bytes
@@ -58,7 +64,7 @@ class Run:
     checkpointer: Checkpointer
     validation: Validation | None
     train_step: Any
-    log: MetricsLog
+    log: MetricsLog | SilentLog
     settings: dict[str, Any]  # what a checkpoint belongs to, see _settings
     state: Any
     step: int
@@ -104,32 +110,36 @@ def train(config: Config, workdir: pathlib.Path) -> int:
             return 0
         if run.step == 0:
             _sample(run, "before training")
-        saved = _loop(run, stop)
+        agreement = Agreement(config, run.batches.rows, stop)
+        saved = _loop(run, agreement)
         run.checkpointer.wait()
         if run.step < config.train.num_steps:
             how = f"saved in {workdir}; the same command goes on"
             nothing = "before anything was there to save; the same command begins again"
-            print(f"stopped by {stop.name} after step {run.step}, {how if saved else nothing}")
+            print(f"stopped by {agreement.stop} after step {run.step}, {how if saved else nothing}")
             return 0
         run.log.close()
         _sample(run, "after training")
-        _finish(config, workdir, run.step)
+        if distributed.is_first():
+            summary.finish(config, workdir, run.step)
     return 0
 
 
 def _open(config: Config, workdir: pathlib.Path, layout: Layout, stack: contextlib.ExitStack) -> Run | None:
     """Returns a run ready to step, new or resumed; None when it is already complete."""
     tokenizer = Tokenizer(config.data.tokenizer, vocab_size=config.model.vocab_size)
-    stack.enter_context(only_process(workdir))
+    stack.enter_context(only_job(workdir))
     index = workdir / INDEX_FOLDER
     options = {"tokenizer": tokenizer, "rows": process_rows(layout, config.data.batch_size), "index_folder": index}
     batches = stack.enter_context(contextlib.closing(TrainBatches(config.data, **options)))
     held_out, held_out_manifest = open_held_out(config.data, num_batches=config.train.num_eval_batches, **options)
     validation = _validation(config, layout, held_out)
     settings = _settings(config, layout, tokenizer, batches) | {"validation_manifest": held_out_manifest}
+    require_same_settings(settings)
     checkpointer = stack.enter_context(closing_quietly(Checkpointer(workdir, config=config.checkpoint)))
     abstract = abstract_state(config, layout)
-    _describe(config, layout, settings["implementations"], state_bytes(abstract))
+    num_bytes = state_bytes(abstract)
+    summary.describe(config, layout, implementations=settings["implementations"], num_bytes=num_bytes)
     if len(batches.definition.sources) > 1:
         print(f"sources          {batches.definition.mixture.describe()}")
 
@@ -139,9 +149,9 @@ def _open(config: Config, workdir: pathlib.Path, layout: Layout, stack: contextl
     restored = checkpointer.restore(abstract) if saved is not None else None
     if restored is not None and restored[0] >= config.train.num_steps:
         print(f"complete: {workdir} is at step {restored[0]} of train.num_steps={config.train.num_steps}.")
-        _finish(config, workdir, restored[0])
+        if distributed.is_first():
+            summary.finish(config, workdir, restored[0])
         return None
-    (workdir / "config.json").write_text(json.dumps(config.to_dict(), indent=2) + "\n")
 
     if restored is None:
         step, state, position = 0, init_state(config, layout), batches.get_state()
@@ -151,7 +161,8 @@ def _open(config: Config, workdir: pathlib.Path, layout: Layout, stack: contextl
         position = position[list(batches.rows)]
         batches.set_state(position)
         print(f"resuming from step {step} of {config.train.num_steps}")
-    if jax.process_index() == 0:
+    if distributed.is_first():
+        (workdir / "config.json").write_text(json.dumps(config.to_dict(), indent=2) + "\n")
         positions.rewind(workdir, step)
     log = stack.enter_context(closing_quietly(_metrics_log(config, workdir, layout, step)))
     train_step = _compiled_step(config, layout, abstract)
@@ -159,10 +170,11 @@ def _open(config: Config, workdir: pathlib.Path, layout: Layout, stack: contextl
     return Run(*parts, state, step, position, moving["tokens"], moving["num_nonfinite"])
 
 
-def _loop(run: Run, stop: StopSignals) -> bool:
+def _loop(run: Run, agreement: Agreement) -> bool:
     """Runs to the last step or a signal; returns whether the state it ends with is saved."""
     train, checkpoint, start = run.config.train, run.config.checkpoint, run.step
     saved_at = run.mark = time.monotonic()
+    timed = False
     while True:
         last = run.step >= train.num_steps
         # what is due at the step a run resumed from was done before that checkpoint was written
@@ -171,8 +183,7 @@ def _loop(run: Run, stop: StopSignals) -> bool:
             _fetch(run)
             run.log.eval_row({"step": run.step, **run.validation(run.state["params"])})
             run.mark = time.monotonic()  # steps are timed without validation and saving
-        stopping = last or stop.asked  # asked once: a signal between the save and the return must not be lost
-        timed = 0 < checkpoint.every_minutes <= (time.monotonic() - saved_at) / 60
+        stopping = last or bool(agreement.stop)  # asked once: a signal between the save and the return must not be lost
         due = _due(run.step, checkpoint.every_steps) or _due(run.step, checkpoint.keep_every_steps)
         if run.step > start and (stopping or timed or due):
             _save(run)
@@ -180,36 +191,42 @@ def _loop(run: Run, stop: StopSignals) -> bool:
         if stopping:
             return run.step > 0
 
-        asked_at = time.monotonic()
-        try:
-            batch, position = next(run.batches)
-        except ValueError:  # a record that cannot be read: what was trained until here stays
+        overdue = 0 < checkpoint.every_minutes <= (time.monotonic() - saved_at) / 60
+        batch, position, error = _next_batch(run)
+        agreed = agreement.reach(batch, position, error=str(error or ""), save=overdue)
+        if agreed.error:  # a record that cannot be read: what was trained until here stays
             if run.step > start:
                 _save(run)
                 run.checkpointer.wait()
-            raise
-        run.data_wait_s += time.monotonic() - asked_at
-        dispatched = _dispatch(run, batch, position)
+            raise error or ValueError(agreed.error)
+        timed = agreed.save
+        dispatched = _dispatch(run, batch, agreed)
         _fetch(run)
         run.pending, run.position = dispatched, position
         if _due(run.step, run.config.data.position_every_steps):
-            whole, identity = _whole_position(run), run.batches.definition.identity
-            if jax.process_index() == 0:
+            whole, identity = _whole_position(run, position), run.batches.definition.identity
+            if distributed.is_first():
                 positions.write(run.workdir, run.step, position=whole, data_identity=identity)
         run.checkpointer.check()
 
 
-def _dispatch(run: Run, batch: Batch, position: np.ndarray) -> Pending:
-    """Starts the next step on the device and returns at once; `position` is where its batch ends."""
+def _next_batch(run: Run) -> tuple[Batch | None, np.ndarray | None, ValueError | None]:
+    """Returns the next batch and the data position after it, or why there is none."""
+    asked_at = time.monotonic()
+    try:
+        return *next(run.batches), None
+    except ValueError as error:
+        return None, None, error
+    finally:
+        run.data_wait_s += time.monotonic() - asked_at
+
+
+def _dispatch(run: Run, batch: Batch, agreed: Agreed) -> Pending:
+    """Starts the next step on the device and returns at once."""
     rate = learning_rate(run.step, run.config.optimizer)
     run.state, metrics = run.train_step(run.state, shard_batch(batch, run.layout), np.float32(rate))
     run.step += 1
-    facts: dict[str, Any] = {"batch_hash": batch_hash(batch, rows=run.batches.rows)}
-    if batch.segment_ids is not None:
-        facts["padding_share"] = float((batch.segment_ids == 0).mean())
-    if run.config.data.on_bad_record == "skip":
-        facts["skipped_records"] = skipped_records(position)
-    return Pending(run.step, metrics, rate, facts, run.position)
+    return Pending(run.step, metrics, rate, agreed.facts, run.position)
 
 
 def _save(run: Run) -> None:
@@ -217,11 +234,11 @@ def _save(run: Run) -> None:
     _fetch(run)
     run.log.sync()
     metadata = run.settings | {"tokens": run.tokens, "num_nonfinite": run.num_nonfinite}
-    run.checkpointer.save(run.step, run.state, position=_whole_position(run), metadata=metadata)
+    run.checkpointer.save(run.step, run.state, position=_whole_position(run, run.position), metadata=metadata)
 
 
-def _whole_position(run: Run) -> np.ndarray:
-    return gather_rows(run.position, run.batches.rows, run.config.data.batch_size)
+def _whole_position(run: Run, position: np.ndarray) -> np.ndarray:
+    return gather_rows(position, run.batches.rows, run.config.data.batch_size)
 
 
 def _fetch(run: Run) -> None:
@@ -259,9 +276,11 @@ def _stop_nonfinite(run: Run, row: dict[str, Any], pending: Pending) -> None:
     record = {
         "last_step": row,
         "steps_in_a_row": run.num_nonfinite,
-        "data_position_before_that_batch": pending.position.tolist(),
+        "data_position_before_that_batch": _whole_position(run, pending.position).tolist(),
     }
-    evidence.write_text(json.dumps(record, indent=2) + "\n")
+    if distributed.is_first():
+        evidence.write_text(json.dumps(record, indent=2) + "\n")
+    distributed.barrier()  # the evidence is there before any process ends the others
     raise NonFiniteError(
         f"{run.num_nonfinite} steps in a row without a finite loss and gradient norm, the last one step {row['step']} "
         f"(batch {row['batch_hash']}); the weights are those of before. Evidence: {evidence}. Look at that batch, "
@@ -276,7 +295,11 @@ def _compiled_step(config: Config, layout: Layout, abstract: Any) -> Any:
     )
     began = time.monotonic()
     rate = jax.ShapeDtypeStruct((), np.float32)
-    compiled = make_train_step(config, layout).lower(abstract, batch, rate).compile()
+    traced = make_train_step(config, layout).trace(abstract, batch, rate)
+    budget = device_memory(layout.mesh.local_devices[0])
+    for line in short_plan(config, layout, traced=traced, arguments=(abstract, batch, rate), budget=budget):
+        print(line)
+    compiled = traced.lower().compile()
     temporary = getattr(compiled.memory_analysis(), "temp_size_in_bytes", 0)
     print(
         f"compiled         {time.monotonic() - began:.1f} s; "
@@ -294,7 +317,9 @@ def _validation(config: Config, layout: Layout, held_out: dict[str, HeldOut]) ->
     return Validation(held_out, make_eval_step(config, layout), layout)
 
 
-def _metrics_log(config: Config, workdir: pathlib.Path, layout: Layout, start_step: int) -> MetricsLog:
+def _metrics_log(config: Config, workdir: pathlib.Path, layout: Layout, start_step: int) -> MetricsLog | SilentLog:
+    if not distributed.is_first():
+        return SilentLog()
     row = cost.device(layout.mesh.devices.flat[0].device_kind)
     return MetricsLog(
         workdir,
@@ -330,22 +355,6 @@ def _refuse_drift(saved: dict[str, Any], current: dict[str, Any]) -> None:
         )
 
 
-def _describe(config: Config, layout: Layout, implementations: dict[str, str], num_bytes: int) -> None:
-    device = layout.mesh.devices.flat[0]
-    degrees = " x ".join(f"{axis} {size}" for axis, size in layout.degrees.items() if size > 1) or "one device"
-    step_tokens = config.data.batch_size * config.data.seq_len
-    print(f"{config.name}: {layout.mesh.size} x {device.device_kind} ({device.platform}), {degrees}")
-    print(f"parameters       {cost.num_params(config.model):,} ({config.precision.policy})")
-    if config.data.packing == "concat":
-        counted = step_tokens - config.data.batch_size  # the last token of a row has nothing to predict
-        print(f"tokens per step  {step_tokens:,}, of which {counted:,} have a target")
-    else:
-        print(f"tokens per step  {step_tokens:,}, padding and ends of documents among them")
-    print(f"steps            {config.train.num_steps:,} of a horizon of {config.optimizer.horizon_steps:,}")
-    print(f"state            {num_bytes / cost.GIB:.3f} GiB on the fullest device")
-    print(f"implementations  {', '.join(f'{name} {choice}' for name, choice in implementations.items())}")
-
-
 def _sample(run: Run, when: str) -> None:
     if not run.config.train.sample_prompt:
         return
@@ -358,30 +367,6 @@ def _sample(run: Run, when: str) -> None:
         seed=run.config.train.seed,
     )
     print(f"sample {when}: {text}")
-
-
-def _finish(config: Config, workdir: pathlib.Path, step: int) -> None:
-    """Draws the curve and says how the run ended at `step`, from what is on disk."""
-    path = workdir / ROWS_FILE
-    if config.metrics.plot:
-        plot_loss(path, workdir / "loss.png", title=config.name)
-        print(f"loss curve: {workdir / 'loss.png'}")
-    rows = read_rows(path)
-    padding = [row["padding_share"] for row in rows if "padding_share" in row]
-    if padding:
-        print(f"padding: {sum(padding) / len(padding):.2%} of all tokens")
-    skipped = [row["skipped_records"] for row in rows if "skipped_records" in row]
-    if skipped:
-        print(f"bad records passed over: {skipped[-1]:,}")
-    evals = [row for row in rows if "eval_loss" in row and row["step"] == step]
-    if not evals:
-        return
-    loss, bits = evals[-1]["eval_loss"], evals[-1]["bits_per_byte"]
-    print(f"validation loss {loss:.4f} nats per token, {bits:.4f} bits per byte", end="")
-    low, high = config.train.eval_loss_low, config.train.eval_loss_high
-    if high > 0:
-        print(f": {'within' if low <= loss <= high else 'OUTSIDE'} the expected {low:g} to {high:g}", end="")
-    print()
 
 
 def _due(step: int, every: int) -> bool:

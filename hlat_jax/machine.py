@@ -90,6 +90,8 @@ def _check_divisor(path: str, size: int, layout: Layout, places: Sequence[str]) 
 
 def device_memory(device: Any) -> int:
     """Returns the bytes one device may use, by the backend, the table, or this host's memory over its devices."""
+    if device.process_index != jax.process_index():  # another node's: it tells only its own process; all are alike
+        device = jax.local_devices(backend=device.platform)[0]
     stats = device.memory_stats() or {}
     if "bytes_limit" in stats:
         return stats["bytes_limit"]

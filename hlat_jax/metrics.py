@@ -141,6 +141,18 @@ class MetricsLog:
         return step % every == 0 or step == self._num_steps
 
 
+class SilentLog:
+    """The log of a process that leaves rows to another: takes them as MetricsLog does, and does nothing."""
+
+    def train_row(self, row: dict[str, Any]) -> None: ...
+
+    def eval_row(self, row: dict[str, Any]) -> None: ...
+
+    def sync(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class Interval:
     """Sums over the steps since the last progress line."""
 

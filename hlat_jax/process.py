@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 INDEX_FOLDER = "index"  # of the run folder: where the lines of JSONL files lie; may be deleted at any time
-_LOCK_FILE = ".lock"
+LOCK_FILE = ".lock"
 
 
 @contextlib.contextmanager
@@ -26,7 +26,7 @@ def only_process(workdir: pathlib.Path) -> Iterator[None]:
     is_new = not workdir.exists()
     try:
         workdir.mkdir(parents=True, exist_ok=True)
-        lock = open(workdir / _LOCK_FILE, "w")  # noqa: SIM115 - held until the run ends
+        lock = open(workdir / LOCK_FILE, "w")  # noqa: SIM115 - held until the run ends
     except OSError as error:
         raise ValueError(f"cannot write to {workdir}: {error.strerror}; give another folder with --workdir.") from None
     with lock:
@@ -37,7 +37,7 @@ def only_process(workdir: pathlib.Path) -> Iterator[None]:
         try:
             yield
         except ValueError:
-            if is_new and {path.name for path in workdir.iterdir()} <= {_LOCK_FILE, INDEX_FOLDER}:
+            if is_new and {path.name for path in workdir.iterdir()} <= {LOCK_FILE, INDEX_FOLDER}:
                 shutil.rmtree(workdir)
             raise
 
@@ -77,10 +77,6 @@ class StopSignals:
     def __init__(self):
         self.name = ""
 
-    @property
-    def asked(self) -> bool:
-        return bool(self.name)
-
     def __enter__(self):
         self._before = {number: signal.signal(number, self._ask) for number in (signal.SIGTERM, signal.SIGINT)}
         return self
@@ -90,6 +86,6 @@ class StopSignals:
             signal.signal(number, handler)
 
     def _ask(self, number, _frame):
-        if self.asked and number == signal.SIGINT:
+        if self.name and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.name = signal.Signals(number).name

@@ -131,7 +131,7 @@ def training_program(
 
     def train_step(state: State, batch: Any, learning_rate: jax.Array) -> tuple[State, StepMetrics]:
         (loss_sum, num_tokens), grads = value_and_grad(state["params"], batch)
-        norm = functools.partial(global_norm, in_blocks=options.norm_in_blocks)
+        norm = functools.partial(global_norm, in_blocks=options.norm_in_blocks, spread=spread)
         # The norm of the sums, and a product instead of a division: XLA on CPU then scales each gradient where the
         # update reads it, and writes no scaled copy of them all.
         per_token = 1.0 / num_tokens
@@ -144,21 +144,13 @@ def training_program(
         # too orders it before the update, which XLA then makes in place; it copies all weights otherwise.
         finite = jnp.isfinite(loss_sum) & jnp.isfinite(grad_norm) & jnp.isfinite(param_norm)
 
-        updates, inner = optimizer.update(
-            grads,
-            state["opt_state"]["inner"],
-            weights,
-            learning_rate=learning_rate,
-            grad_norm=grad_norm,
-            finite=finite,
-        )
-
+        extra = {"learning_rate": learning_rate, "grad_norm": grad_norm, "finite": finite}
+        updates, inner = optimizer.update(grads, state["opt_state"]["inner"], weights, **extra)
         weights = _moved(weights, updates, finite=finite, policy=policy)
         opt_state = {"inner": inner}
-        params = weights
         if policy.master is not None:
             opt_state["master"] = weights
-            params = cast_tree(weights, policy.param, rounding=policy.rounding)
+        params = cast_tree(weights, policy.param, rounding=policy.rounding)
         params = params if spread is None else spread.publish(params)
         new_state = {"step": state["step"] + 1, "params": params, "opt_state": opt_state}
         metrics = StepMetrics(loss_sum / num_tokens, num_tokens, grad_norm, param_norm, finite)

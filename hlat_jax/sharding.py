@@ -8,18 +8,19 @@ each other is in `collectives`.
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from hlat_jax.batch import Batch
 from hlat_jax.config import ParallelConfig
+from hlat_jax.distributed import exchange
 
 MESH_AXES = ("pipe", "data", "fsdp", "tensor")
 # `tensor` is two axes of the mesh: KV heads are split over the first, and each is copied over the second when there are
@@ -198,15 +199,12 @@ def process_rows(layout: Layout, num_rows: int) -> list[int]:
 def gather_rows(values: np.ndarray, rows: Sequence[int], num_rows: int) -> np.ndarray:
     """Returns int64[num_rows, n] of all processes from the int64[len(rows), n] of each, whose rows are `rows`.
 
-    Every process calls it at the same point, with as many rows as the others.
+    Every process calls it at the same point. The values go from host to host; no device takes part.
     """
     if jax.process_count() == 1:
         return values
-    # halves of 32 bits: JAX would cut 64
-    halves = np.ascontiguousarray(values, np.int64).view(np.uint32)
-    everywhere = multihost_utils.process_allgather((np.asarray(rows, np.int32), halves))
     whole = np.zeros((num_rows, values.shape[1]), np.int64)
-    whole[np.asarray(everywhere[0]).reshape(-1)] = (
-        np.ascontiguousarray(everywhere[1]).view(np.int64).reshape(-1, values.shape[1])
-    )
+    for said in exchange(json.dumps([list(rows), values.tolist()])):
+        theirs, found = json.loads(said)
+        whole[theirs] = found
     return whole

@@ -27,11 +27,14 @@ def main(argv: Sequence[str]) -> int:
         print(describe(config))
         return 0
     logging.set_verbosity(logging.ERROR)  # libraries tell of profilers and file formats; our own words are printed
-    from hlat_jax import loop  # imports JAX, which must see the environment as it is now
+    from hlat_jax import distributed, loop  # imports JAX, which must see the environment as it is now
 
     leave_out_echoes_of_failed_saves()
+    timeouts = {"join_timeout_s": values.join_timeout_s, "peer_timeout_s": values.peer_timeout_s}
+    job = distributed.resolve_job(values.coordinator, values.num_processes, values.process_id, **timeouts)
     try:
-        return loop.train(config, pathlib.Path(values.workdir or f"runs/{config.name}"))
+        with distributed.joined(job):
+            return loop.train(config, pathlib.Path(values.workdir or f"runs/{config.name}"))
     except (OSError, loop.NonFiniteError) as error:  # the run failed, not the command: code 1
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -57,8 +60,14 @@ def describe(config: config_lib.Config) -> str:
 
 
 def _define(values: flags.FlagValues) -> None:
-    flags.DEFINE_string("workdir", "", "Run folder; default runs/NAME.", flag_values=values)
-    flags.DEFINE_bool("print_config", False, "Print the resolved config and its costs, then stop.", flag_values=values)
+    options = {"flag_values": values}
+    flags.DEFINE_string("workdir", "", "Run folder; default runs/NAME.", **options)
+    flags.DEFINE_bool("print_config", False, "Print the resolved config and its costs, then stop.", **options)
+    flags.DEFINE_string("coordinator", "", "HOST:PORT of process 0, where several processes meet.", **options)
+    flags.DEFINE_integer("num_processes", None, "Processes that train together, one a node.", **options)
+    flags.DEFINE_integer("process_id", None, "Which of them this one is, from 0.", **options)
+    flags.DEFINE_integer("join_timeout_s", 300, "Longest wait for the others at the start.", **options)
+    flags.DEFINE_integer("peer_timeout_s", 60, "Longest silence of another process before all end.", **options)
 
 
 if __name__ == "__main__":

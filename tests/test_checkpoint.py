@@ -19,7 +19,8 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from hlat_jax import config as config_lib
-from hlat_jax.checkpoint import INTEGRITY_FILE, Checkpointer, SaveError, config_drift
+from hlat_jax.checkpoint import INTEGRITY_FILE, Checkpointer, SaveError
+from hlat_jax.drift import config_drift
 
 POSITION = np.array([3, 2**53 + 1, -1], np.int64)  # 2**53 + 1 is the first integer that a float would lose
 METADATA = {"config": {"name": "x", "model": {"num_layers": 2}}, "tokens": 7}

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from hlat_jax.batch import Batch
 from hlat_jax.data.held_out import HeldOut
 from hlat_jax.data.mixture import UNNAMED
 from hlat_jax.sharding import Layout, shard_batch
@@ -33,9 +34,9 @@ class Validation:
         """
         nats, tokens, num_bytes = {}, {}, {}
         for name, held_out in self.sources.items():
-            sums = [self.eval_step(params, shard_batch(batch, self.layout)) for batch in held_out.batches]
-            nats[name] = math.fsum(float(loss) for loss, _ in sums)
-            tokens[name] = math.fsum(float(count) for _, count in sums)
+            sums = [self._sums(params, batch) for batch in held_out.batches]
+            nats[name] = math.fsum(loss for loss, _ in sums)
+            tokens[name] = math.fsum(count for _, count in sums)
             num_bytes[name] = held_out.num_bytes
         row = _measures(math.fsum(nats.values()), sum(tokens.values()), num_bytes=sum(num_bytes.values()))
         for name in self.sources:
@@ -43,6 +44,12 @@ class Validation:
                 of_source = _measures(nats[name], tokens[name], num_bytes=num_bytes[name])
                 row |= {f"{key}/{name}": value for key, value in of_source.items()}
         return row
+
+    def _sums(self, params: Any, batch: Batch) -> tuple[float, float]:
+        """Returns what one batch adds, when it is there: programs of several processes that no data puts in an order
+        may overlap on CPUs in another order in each, and their collectives then wait for each other for ever."""
+        loss, count = self.eval_step(params, shard_batch(batch, self.layout))
+        return float(loss), float(count)
 
 
 def _measures(nats: float, num_tokens: float, *, num_bytes: int) -> dict[str, float]:

@@ -11,11 +11,12 @@ from typing import Any
 
 from hlat_jax import cost
 from hlat_jax.config import Config
-from hlat_jax.planner import published, roofline
+from hlat_jax.planner import published, roofline, text
 from hlat_jax.planner.collectives import counted
 from hlat_jax.planner.memory import checkpoint_bytes, device_bytes, host_bytes
 from hlat_jax.planner.trace import planned_layout, step_arguments
 from hlat_jax.planner.traffic import traced_collectives
+from hlat_jax.sharding import Layout
 from hlat_jax.step import make_train_step
 
 PROJECTION = "projection, not measured"
@@ -89,6 +90,26 @@ def make_plan(config: Config, site: Site) -> dict[str, Any]:
         seconds = roofline.projected(jaxpr, found, target=target, mesh=layout.mesh, state_bytes=memory.state)
         plan["projection"] = _projection(config, site, seconds)
     return plan
+
+
+def short_plan(config: Config, layout: Layout, *, traced: Any, arguments: tuple, budget: int) -> list[str]:
+    """Returns what `train` says of its step before it compiles it.
+
+    Args:
+      config: of the run.
+      layout: over the devices that there are.
+      traced: the step's trace.
+      arguments: of the step, their shapes and shardings.
+      budget: bytes of one device.
+    """
+    jaxpr = traced.jaxpr.jaxpr
+    memory = device_bytes(config, layout, arguments=arguments, jaxpr=jaxpr)
+    lines = [text.memory_line(memory.total, budget, state=memory.state, temporaries=memory.temporaries)]
+    counts = counted(traced_collectives(jaxpr, layout.mesh)).values()
+    if counts:
+        executions, sent = sum(count.executions for count in counts), sum(count.wire_bytes for count in counts)
+        lines.append(f"collectives      {executions:,} per step, {text.gib(sent)} sent by a device")
+    return lines
 
 
 def _run(config: Config, site: Site) -> dict[str, Any]:

@@ -5,9 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 
-def short(plan: dict[str, Any]) -> str:
-    """Returns what `train` prints of a plan: a few lines."""
-    return "\n".join([_memory_line(plan), *_projection_lines(plan)[:1]])
+def memory_line(total: int, budget: int, *, state: int, temporaries: int) -> str:
+    """Returns the line that `train` prints of the memory of a device."""
+    verdict = "" if total <= budget else "; MORE THAN IT HAS: try python -m hlat_jax.plan --search"
+    return (
+        f"memory planned   {gib(total)} of {gib(budget)} on the fullest device: {gib(state)} state, "
+        f"{gib(temporaries)} temporaries (estimated){verdict}"
+    )
 
 
 def full(plan: dict[str, Any]) -> str:
@@ -60,15 +64,6 @@ def _run_lines(plan: dict[str, Any]) -> list[str]:
         f"{run['flops']:.3g} FLOPs",
         f"programs         {run['programs']} to compile",
     ]
-
-
-def _memory_line(plan: dict[str, Any]) -> str:
-    memory = plan["device_bytes"]
-    verdict = "fits" if plan["fits"] else "DOES NOT FIT"
-    return (
-        f"memory           {gib(memory['total'])} of {gib(memory['budget'])} on the fullest device: "
-        f"{gib(memory['state'])} state, {gib(memory['temporaries'])} temporaries (estimated): {verdict}"
-    )
 
 
 def _memory_lines(plan: dict[str, Any]) -> list[str]:
