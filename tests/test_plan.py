@@ -13,8 +13,8 @@ from hlat_jax import cost
 from hlat_jax.planner import published, roofline, search, text
 from hlat_jax.planner.aot import partition, reduced
 from hlat_jax.planner.collectives import Collective, count_collectives, counted
-from hlat_jax.planner.report import Site, make_plan
-from hlat_jax.planner.trace import planned_layout, traced_step
+from hlat_jax.planner.report import Site, make_plan, short_plan
+from hlat_jax.planner.trace import planned_layout, step_arguments, traced_step
 from hlat_jax.planner.traffic import traced_collectives
 from hlat_jax.sharding import make_layout
 from tests.planned import name, num_devices, small_config
@@ -204,6 +204,18 @@ def test_search_ranks_layouts_that_fit_by_their_projected_step():
     assert all(row["total"] <= row["budget"] for row in rows)
     assert len({str(row["layout"]) for row in rows}) == len(rows)
     assert text.ranking(rows).count("\n") == len(rows)
+
+
+def test_short_plan_says_when_the_devices_have_less_than_the_step_needs():
+    config = small_config(data=2, tensor=2, zero1=True)
+    layout = planned_layout(config, 4, platform="cpu")
+    options = {"traced": traced_step(config, layout), "arguments": step_arguments(config, layout)}
+    memory, collectives = short_plan(config, layout, budget=2**30, **options)
+    assert "temporaries (estimated)" in memory
+    assert "MORE THAN IT HAS" not in memory
+    counts = counted(traced_collectives(options["traced"].jaxpr.jaxpr, layout.mesh)).values()
+    assert collectives.split()[1] == str(sum(count.executions for count in counts))
+    assert "MORE THAN IT HAS" in short_plan(config, layout, budget=1000, **options)[0]
 
 
 def test_reduced_keeps_the_rows_of_a_device():
