@@ -1,31 +1,148 @@
-"""Counts that need no program: parameters, FLOPs per token, bytes of state; and the one table of devices.
+"""Counts that need no program: parameters, FLOPs per token, bytes of state; and the tables of devices and nodes.
 
-Owns the arithmetic and the sources of hardware numbers. Refuses to measure anything.
+Owns the arithmetic and the sources of hardware numbers. Refuses to measure anything and to import JAX.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import os
 
-from hlat_jax.config import ModelConfig
+from hlat_jax.config import ModelConfig, nearest
+
+GIB = 2**30
 
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """One JAX device: dense bf16 peak in FLOP/s and memory in bytes, with where the numbers come from."""
+    """One JAX device.
+
+    Attributes:
+      peak_flops: dense bf16, FLOP/s.
+      memory_bytes: of the device.
+      memory_bytes_per_s: to and from that memory.
+      reserved_bytes: of the memory, that a program cannot have.
+      source: where the numbers come from.
+    """
 
     peak_flops: float
     memory_bytes: int
+    memory_bytes_per_s: float
+    reserved_bytes: int
     source: str
 
 
-GIB = 2**30
+_MICROCODE = 96 * 10**6  # per physical core; Source: AWS Neuron docs, runtime memory: about 96 MB
 DEVICES = {
-    "trn1": Device(95e12, 16 * GIB, "AWS Neuron docs, Trainium architecture: 190 TFLOP/s and 32 GiB per chip of 2"),
-    "trn2": Device(667e12 / 4, 24 * GIB, "AWS Neuron docs, Trainium2 architecture, LNC 2: a chip's 667 TFLOP/s by 4"),
-    "h200": Device(989e12, 141 * 10**9, "NVIDIA H200 data sheet: 989 TFLOP/s bf16 dense, 141 GB"),
-    "h100": Device(989e12, 80 * 10**9, "NVIDIA H100 SXM data sheet: 989 TFLOP/s bf16 dense, 80 GB"),
+    "trn1": Device(
+        95e12,
+        16 * GIB,
+        820e9 / 2,
+        _MICROCODE,
+        "AWS Neuron docs, Trainium architecture: 190 TFLOP/s, 32 GiB and 820 GB/s per chip of 2 cores",
+    ),
+    "trn2": Device(
+        667e12 / 4,
+        24 * GIB,
+        2.9e12 / 4,
+        2 * _MICROCODE,
+        "AWS Neuron docs, Trainium2 architecture, LNC 2: a chip's 667 TFLOP/s, 96 GiB and 2.9 TB/s by 4",
+    ),
+    "trn2-lnc1": Device(
+        667e12 / 8,
+        12 * GIB,
+        2.9e12 / 8,
+        _MICROCODE,
+        "AWS Neuron docs, Trainium2 architecture, LNC 1: a chip's 667 TFLOP/s, 96 GiB and 2.9 TB/s by 8",
+    ),
+    "h200": Device(989e12, 141 * 10**9, 4.8e12, 0, "NVIDIA H200 data sheet: 989 TFLOP/s bf16 dense, 141 GB, 4.8 TB/s"),
+    "h100": Device(
+        989e12, 80 * 10**9, 3.35e12, 0, "NVIDIA H100 SXM data sheet: 989 TFLOP/s bf16 dense, 80 GB, 3.35 TB/s"
+    ),
 }
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """A node that can be rented.
+
+    Attributes:
+      device: one of its devices.
+      num_devices: JAX devices of a node.
+      platform: JAX's word for them, by which kernels are chosen.
+      link_bytes_per_s: of one device to the others of its node; 0: there are none.
+      network_bytes_per_s: of one node to the others; 0: there are none.
+      host_bytes: memory of the node's host.
+      source: where the node's numbers come from.
+    """
+
+    device: Device
+    num_devices: int
+    platform: str
+    link_bytes_per_s: float
+    network_bytes_per_s: float
+    host_bytes: int
+    source: str
+
+
+_TRN1, _TRN2 = "AWS Neuron docs, Trn1 architecture", "AWS Neuron docs, Trn2 architecture"
+TARGETS = {
+    "trn1.2xlarge": Target(
+        DEVICES["trn1"], 2, "neuron", 384e9 / 2, 25e9 / 8, 32 * GIB, f"{_TRN1}: one chip; up to 25 Gb/s, no EFA"
+    ),
+    "trn1.32xlarge": Target(
+        DEVICES["trn1"],
+        32,
+        "neuron",
+        384e9 / 2,
+        800e9 / 8,
+        512 * GIB,
+        f"{_TRN1}: 16 chips, NeuronLink-v2 384 GB/s per chip of 2, EFA 800 Gb/s",
+    ),
+    "trn1n.32xlarge": Target(
+        DEVICES["trn1"],
+        32,
+        "neuron",
+        768e9 / 2,
+        1600e9 / 8,
+        512 * GIB,
+        f"{_TRN1}: 16 chips, NeuronLink-v2 768 GB/s per chip of 2, EFA 1600 Gb/s",
+    ),
+    "trn2.48xlarge": Target(
+        DEVICES["trn2"],
+        64,
+        "neuron",
+        1024e9 / 4,
+        3200e9 / 8,
+        2048 * GIB,
+        f"{_TRN2}: 16 chips, LNC 2, NeuronLink-v3 1,024 GB/s per chip in the instance, by 4, EFAv3 3.2 Tb/s",
+    ),
+    "trn2.48xlarge-lnc1": Target(
+        DEVICES["trn2-lnc1"],
+        128,
+        "neuron",
+        1024e9 / 8,
+        3200e9 / 8,
+        2048 * GIB,
+        f"{_TRN2}: 16 chips, LNC 1, NeuronLink-v3 1,024 GB/s per chip in the instance, by 8, EFAv3 3.2 Tb/s",
+    ),
+    "h200": Target(DEVICES["h200"], 1, "gpu", 0.0, 0.0, 0, "one device, whatever host it is in"),
+}
+
+
+def target(name: str) -> Target:
+    """Returns the row of `TARGETS`, or `cpu`: this machine as one device of unknown speed (peak 0).
+
+    Raises:
+      ValueError: another name.
+    """
+    if name == "cpu":
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        device = Device(0.0, memory, 0.0, 0, "memory: this operating system; speed: not known before it is measured")
+        return Target(device, 1, "cpu", 0.0, 0.0, memory, "this machine")
+    if name not in TARGETS:
+        raise ValueError(f"--target={name}: no such target. {nearest(name, [*TARGETS, 'cpu'])}")
+    return TARGETS[name]
 
 
 def device(kind: str) -> Device | None:

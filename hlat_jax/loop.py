@@ -41,10 +41,11 @@ from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.drift import config_drift
 from hlat_jax.eval.validation import Validation
 from hlat_jax.generate import sample_text
-from hlat_jax.machine import fitting_layout
+from hlat_jax.machine import device_memory, fitting_layout
 from hlat_jax.metrics import MetricsLog, SilentLog
 from hlat_jax.model import select_implementations
 from hlat_jax.optimizer import learning_rate
+from hlat_jax.planner.report import short_plan
 from hlat_jax.process import INDEX_FOLDER, StopSignals, closing_quietly
 from hlat_jax.program import StepMetrics
 from hlat_jax.sharding import Layout, gather_rows, process_rows, shard_batch
@@ -294,7 +295,11 @@ def _compiled_step(config: Config, layout: Layout, abstract: Any) -> Any:
     )
     began = time.monotonic()
     rate = jax.ShapeDtypeStruct((), np.float32)
-    compiled = make_train_step(config, layout).lower(abstract, batch, rate).compile()
+    traced = make_train_step(config, layout).trace(abstract, batch, rate)
+    budget = device_memory(layout.mesh.local_devices[0])
+    for line in short_plan(config, layout, traced=traced, arguments=(abstract, batch, rate), budget=budget):
+        print(line)
+    compiled = traced.lower().compile()
     temporary = getattr(compiled.memory_analysis(), "temp_size_in_bytes", 0)
     print(
         f"compiled         {time.monotonic() - began:.1f} s; "

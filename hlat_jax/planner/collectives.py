@@ -12,7 +12,7 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -73,10 +73,15 @@ class Count:
 
 def count_collectives(hlo_text: str, mesh: Any) -> dict[tuple[str, tuple[str, ...]], Count]:
     """Returns the sums of `collectives` by (kind, axes); collectives that leave no device are left out."""
+    return counted(collectives(hlo_text, mesh))
+
+
+def counted(found: Iterable[Collective]) -> dict[tuple[str, tuple[str, ...]], Count]:
+    """Returns sums by (kind, axes) of collectives that leave a device, sorted by both."""
     groups = collections.defaultdict(list)
-    for found in collectives(hlo_text, mesh):
-        if found.axes:
-            groups[found.kind, found.axes].append(found)
+    for collective in found:
+        if collective.axes:
+            groups[collective.kind, collective.axes].append(collective)
     return {
         key: Count(
             instructions=len(members),

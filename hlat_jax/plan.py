@@ -1,0 +1,60 @@
+"""`python -m hlat_jax.plan --config=NAME --target=trn1.32xlarge --nodes=64`: a run, before a node of it is rented.
+
+Owns the command line. Needs no accelerator: it traces the very step that trains, for devices that need not exist.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+from collections.abc import Sequence
+
+from absl import flags
+
+from hlat_jax import config as config_lib
+from hlat_jax import cost
+from hlat_jax import flags as flags_lib
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints the plan that the command line asks for; returns the exit code: 3 where it does not fit, else 0."""
+    mutable, values = flags_lib.parse(argv, _define)
+    config = config_lib.resolve(mutable)
+    cost.target(values.target)  # before JAX is imported
+    os.environ["JAX_PLATFORMS"] = "cpu"  # a plan asks no accelerator, also where there is one
+    from hlat_jax.planner import aot, report, search, text
+
+    site = report.Site(
+        target=values.target,
+        nodes=values.nodes,
+        disk_bytes_per_s=values.disk_gb_per_s * 1e9,
+        price_per_hour=values.price_per_hour,
+        data_tokens=values.data_tokens,
+    )
+    plan = search.complete(report.make_plan(config, site), config, site)
+    if values.partition:
+        plan["partition"] = aot.partition(config, site)
+    print(text.full(plan))
+    if values.search:
+        plan["search"] = search.ranked(config, site)
+        print(f"\nLayouts that fit {site.nodes} x {site.target}, by projected step\n{text.ranking(plan['search'])}")
+    if values.json:
+        pathlib.Path(values.json).write_text(json.dumps(plan, indent=1) + "\n")
+    return 0 if plan["fits"] else 3
+
+
+def _define(values: flags.FlagValues) -> None:
+    names = ", ".join([*cost.TARGETS, "cpu"])
+    flags.DEFINE_string("target", "trn1.32xlarge", f"Node to plan for: {names}.", flag_values=values)
+    flags.DEFINE_integer("nodes", 1, "How many of them.", flag_values=values)
+    flags.DEFINE_string("json", "", "Also write the plan to this file.", flag_values=values)
+    flags.DEFINE_bool("search", False, "Try other layouts on the same nodes.", flag_values=values)
+    flags.DEFINE_bool("partition", False, "Compile for virtual CPU devices and compare.", flag_values=values)
+    flags.DEFINE_float("price_per_hour", 0.0, "Price of one node; 0: not known.", flag_values=values)
+    flags.DEFINE_float("disk_gb_per_s", 1.0, "Bandwidth of one node to the checkpoint's disk.", flag_values=values)
+    flags.DEFINE_integer("data_tokens", 0, "Tokens of the training data; 0: not known.", flag_values=values)
+
+
+if __name__ == "__main__":
+    flags_lib.main(main)

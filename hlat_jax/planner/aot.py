@@ -1,0 +1,108 @@
+"""The real step compiled for virtual CPU devices in a process of its own, beside what the plan says of that layout.
+
+Virtual CPU devices end at 2,048, so the data degree is cut until the devices are few enough; the rows of one device
+stay what they are. On CPU a bf16 program computes products in fp32 and sends bf16 as fp32, so the program is compiled,
+and planned, under the fp32 policy: same layers, layout and schedule. `python -m hlat_jax.planner.aot` is that process:
+a JSON object on stdin, one on stdout.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import time
+from typing import Any
+
+from hlat_jax import cost
+from hlat_jax.config import Config, resolve
+from hlat_jax.planner.collectives import Count, count_collectives, counted
+from hlat_jax.planner.report import Site
+
+MAX_DEVICES = 512
+_POLICY = "fp32"
+
+
+def partition(config: Config, site: Site, *, max_devices: int = MAX_DEVICES) -> dict[str, Any]:
+    """Returns what compiling a smaller data degree gives, beside what is planned for it.
+
+    Raises:
+      ValueError: a layout whose other degrees alone take more than 2,048 devices.
+      RuntimeError: the compiling process failed; the message has its last words.
+    """
+    small, num_devices = reduced(config, site, max_devices=max_devices)
+    platform = cost.target(site.target).platform
+    task = {"config": small.to_dict(), "num_devices": num_devices, "platform": platform}
+    flags = f"--xla_force_host_platform_device_count={num_devices} --xla_backend_optimization_level=0"
+    flags += " --xla_cpu_scheduler_type=CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"
+    env = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    words = [sys.executable, "-m", "hlat_jax.planner.aot"]
+    done = subprocess.run(words, input=json.dumps(task), env=env, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"compiling for {num_devices} virtual CPU devices failed: {done.stderr[-2000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def reduced(config: Config, site: Site, *, max_devices: int) -> tuple[Config, int]:
+    """Returns the config with a data degree that `max_devices` hold, the rows per device kept, and its devices."""
+    from hlat_jax.planner.trace import planned_layout
+
+    degrees = planned_layout(config, site.num_devices, platform="cpu").degrees
+    inner = site.num_devices // degrees["data"]
+    if inner > 2048:
+        raise ValueError(f"this layout takes {inner:,} devices for one replica; virtual CPU devices end at 2,048.")
+    data = max(1, min(degrees["data"], max_devices // inner))
+    tree = config.to_dict()
+    tree["data"]["batch_size"] = config.data.batch_size // degrees["data"] * data
+    tree["parallel"]["data"] = data
+    tree["precision"]["policy"] = _POLICY
+    return resolve(tree), inner * data
+
+
+def compiled(config: Config, num_devices: int, platform: str) -> dict[str, Any]:
+    """Returns what `partition` does; runs in a process that has `num_devices` CPU devices."""
+    import jax
+
+    from hlat_jax.model import select_implementations
+    from hlat_jax.planner.liveness import temporaries
+    from hlat_jax.planner.trace import step_arguments
+    from hlat_jax.planner.traffic import traced_collectives
+    from hlat_jax.sharding import make_layout
+    from hlat_jax.step import make_train_step, state_bytes
+
+    config = dataclasses.replace(config, model=select_implementations(config.model, platform))
+    start = time.monotonic()
+    layout = make_layout(config.parallel, jax.devices()[:num_devices], num_kv_heads=config.model.num_kv_heads)
+    arguments = step_arguments(config, layout)
+    traced = make_train_step(config, layout).trace(*arguments)
+    program = traced.lower().compile()
+    memory = program.memory_analysis()
+    planned = counted(traced_collectives(traced.jaxpr.jaxpr, layout.mesh))
+    return {
+        "devices": num_devices,
+        "layout": layout.degrees | {"zero1": config.parallel.zero1},
+        "policy": config.precision.policy,
+        "seconds": time.monotonic() - start,
+        "argument_bytes": memory.argument_size_in_bytes,
+        "planned_argument_bytes": state_bytes(arguments[0]) + state_bytes(arguments[1]) + 4,
+        "temporary_bytes": memory.temp_size_in_bytes,
+        "planned_temporary_bytes": temporaries(traced.jaxpr.jaxpr, arguments).total,
+        "collectives": _beside(count_collectives(program.as_text(), layout.mesh), planned),
+    }
+
+
+def _beside(compiled: dict[Any, Count], planned: dict[Any, Count]) -> list[dict[str, Any]]:
+    none = Count(0, 0, 0, 0, 0.0)
+    rows = []
+    for kind, axes in sorted({*compiled, *planned}):
+        ours, theirs = planned.get((kind, axes), none), compiled.get((kind, axes), none)
+        row = {"kind": kind, "axes": list(axes), "count": theirs.executions, "planned_count": ours.executions}
+        rows.append(row | {"payload_bytes": theirs.payload_bytes, "planned_payload_bytes": ours.payload_bytes})
+    return rows
+
+
+if __name__ == "__main__":
+    task = json.load(sys.stdin)
+    print(json.dumps(compiled(resolve(task["config"]), task["num_devices"], task["platform"])))

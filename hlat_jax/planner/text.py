@@ -1,0 +1,156 @@
+"""A plan as text. Owns the words; every number comes from the plan's dict."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def memory_line(total: int, budget: int, *, state: int, temporaries: int) -> str:
+    """Returns the line that `train` prints of the memory of a device."""
+    verdict = "" if total <= budget else "; MORE THAN IT HAS: try python -m hlat_jax.plan --search"
+    return (
+        f"memory planned   {gib(total)} of {gib(budget)} on the fullest device: {gib(state)} state, "
+        f"{gib(temporaries)} temporaries (estimated){verdict}"
+    )
+
+
+def full(plan: dict[str, Any]) -> str:
+    """Returns the whole plan."""
+    lines = [_title(plan), *_run_lines(plan), "", "Bytes of one device", *_memory_lines(plan), ""]
+    lines += ["Collectives of one step, of one device", *_collective_lines(plan), ""]
+    lines += _projection_lines(plan) + _published_lines(plan)
+    lines += ["", "Saving", *_saving_lines(plan)]
+    return "\n".join(lines + _partition_lines(plan))
+
+
+def ranking(rows: list[dict[str, Any]]) -> str:
+    """Returns a table of layouts, the best first."""
+    lines = [
+        "rank  pipe  data  fsdp  tensor  microbatches  remat      zero1      memory of a device    step s    tokens/s"
+    ]
+    for rank, row in enumerate(rows, 1):
+        layout = row["layout"]
+        lines.append(
+            f"{rank:>4}  {layout['pipe']:>4}  {layout['data']:>4}  {layout['fsdp']:>4}  {layout['tensor']:>6}  "
+            f"{row['num_microbatches']:>12}  {row['remat']:<9}  {'yes' if layout['zero1'] else 'no':<5}  "
+            f"{gib(row['total']):>9} of {gib(row['budget'])}  {row['step_s']:>8.3f}  {row['tokens_per_s']:>10,.0f}"
+        )
+    return "\n".join(lines)
+
+
+def gib(num_bytes: float) -> str:
+    """Returns bytes as GiB."""
+    return f"{num_bytes / 2**30:,.2f} GiB" if num_bytes >= 2**24 else f"{num_bytes / 2**20:,.3f} MiB"
+
+
+def degrees(layout: dict[str, Any]) -> str:
+    """Returns the degrees of a layout that are above one."""
+    named = [f"{axis} {layout[axis]}" for axis in ("pipe", "data", "fsdp", "tensor") if layout[axis] > 1]
+    return " x ".join(named or ["one device"]) + (", ZeRO-1" if layout["zero1"] else "")
+
+
+def _title(plan: dict[str, Any]) -> str:
+    layout = plan["layout"]
+    return f"{plan['config']} on {plan['nodes']} x {plan['target']}: {layout['devices']:,} devices, {degrees(layout)}"
+
+
+def _run_lines(plan: dict[str, Any]) -> list[str]:
+    run = plan["run"]
+    epochs = "" if run["epochs"] is None else f", {run['epochs']:.2f} epochs of the data"
+    return [
+        f"parameters       {run['params']:,}",
+        f"FLOPs per token  {run['flops_per_token_6n']:.4g} (6N), {run['flops_per_token']:.4g} with attention",
+        f"steps            {run['steps']:,} of {run['tokens_per_step']:,} tokens: {run['tokens']:,} tokens{epochs}, "
+        f"{run['flops']:.3g} FLOPs",
+        f"programs         {run['programs']} to compile",
+    ]
+
+
+def _memory_lines(plan: dict[str, Any]) -> list[str]:
+    memory = plan["device_bytes"]
+    notes = {
+        "params": "exact",
+        "opt_state": "exact",
+        "batch": "exact",
+        "gradients": "sums over microbatches, exact",
+        "activations": "kept for the backward pass, and the gradients of one microbatch; estimated",
+        "workspace": f"the rest of the fullest moment; estimated; logits of a microbatch {gib(memory['logits'])}",
+    }
+    lines = [f"  {name:<14} {gib(memory[name]):>12}  {note}" for name, note in notes.items()]
+    lines.append(f"  {'total':<14} {gib(memory['total']):>12}  of a budget of {gib(memory['budget'])}")
+    if plan["fits"]:
+        return [*lines, "  fits"]
+    lines.append(f"  DOES NOT FIT; most is {plan['binds']}")
+    change = plan.get("change")
+    lines.append(f"  nearest change that fits: {change}" if change else "  no single change fits; try --search")
+    return lines
+
+
+def _collective_lines(plan: dict[str, Any]) -> list[str]:
+    lines = [f"  {'kind':<19} {'axes':<32} {'group':>5} {'count':>7} {'payload':>12} {'sent':>12}  over"]
+    for row in plan["collectives"]:
+        axes = " x ".join(row["axes"])
+        lines.append(
+            f"  {row['kind']:<19} {axes:<32} {row['group']:>5} {row['count']:>7,} {gib(row['payload_bytes']):>12} "
+            f"{gib(row['sent_bytes']):>12}  {row['over']}"
+        )
+    return lines if plan["collectives"] else ["  none"]
+
+
+def _projection_lines(plan: dict[str, Any]) -> list[str]:
+    projection = plan.get("projection")
+    if projection is None:
+        return ["no projection: the speed of this device is not in the table"]
+    price = "" if projection["price"] is None else f", price {projection['price']:,.0f}"
+    return [
+        f"step             {projection['step_s']:.3f} s, {projection['tokens_per_s']:,.0f} tokens/s, "
+        f"MFU {projection['mfu_6n']:.1%} (6N) ({projection['label']}: products at full speed, nothing overlapped)",
+        f"  products {projection['products']:.3f} s, update {projection['update']:.3f} s, collectives in a node "
+        f"{projection['link']:.3f} s, between nodes {projection['network']:.3f} s; all collectives hidden: "
+        f"{projection['step_overlapped_s']:.3f} s",
+        f"  executed FLOPs are {projection['executed_over_model_flops']:.2f} of the model's: recomputation, idle "
+        "ticks, copies of KV heads",
+        f"  whole run {projection['days']:.1f} days, {projection['instance_hours']:,.0f} instance hours{price}",
+    ]
+
+
+def _published_lines(plan: dict[str, Any]) -> list[str]:
+    projection = plan.get("projection")
+    if not projection or not projection["published"]:
+        return []
+    ours = projection["tokens_per_s_and_node"]
+    lines = [f"published on trn1.32xlarge, beside {ours:,.0f} tokens/s and node projected here:"]
+    return lines + [
+        f"  {row['tokens_per_s_and_node']:>8,.0f}  {row['nodes']} nodes, {row['layout']}, sequences of "
+        f"{row['seq_len']:,} ({row['source']})"
+        for row in projection["published"]
+    ]
+
+
+def _saving_lines(plan: dict[str, Any]) -> list[str]:
+    saving = plan["saving"]
+    host = f" of {gib(saving['host_memory_bytes'])}" if saving["host_memory_bytes"] else ""
+    return [
+        f"  checkpoint {gib(saving['checkpoint_bytes'])}, {saving['seconds']:.1f} s at "
+        f"{saving['disk_bytes_per_s'] / 1e9:g} GB/s per node",
+        f"  host memory at most {gib(saving['host_bytes'])}{host} per node while saving",
+    ]
+
+
+def _partition_lines(plan: dict[str, Any]) -> list[str]:
+    part = plan.get("partition")
+    if part is None:
+        return []
+    lines = [
+        "",
+        f"Compiled for {part['devices']} virtual CPU devices ({degrees(part['layout'])}), {part['seconds']:.0f} s",
+        f"  arguments    {gib(part['argument_bytes'])}, planned {gib(part['planned_argument_bytes'])}",
+        f"  temporaries  {gib(part['temporary_bytes'])}, planned {gib(part['planned_temporary_bytes'])} "
+        f"({part['policy']} on both sides)",
+        f"  {'collectives':<52} {'compiled':>10} {'planned':>10} {'compiled':>12} {'planned':>12}",
+    ]
+    return lines + [
+        f"  {row['kind']:<19} {' x '.join(row['axes']):<32} {row['count']:>10,} {row['planned_count']:>10,} "
+        f"{gib(row['payload_bytes']):>12} {gib(row['planned_payload_bytes']):>12}"
+        for row in part["collectives"]
+    ]

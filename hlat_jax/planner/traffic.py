@@ -1,0 +1,74 @@
+"""The collectives of a traced step: kind, axes, bytes, trips, at the dtypes of the target and with nothing compiled.
+
+Everything that devices say to each other in forward, backward and ZeRO is written in `hlat_jax.collectives`, so the
+trace has it all; what a partitioner adds outside that region are the scalars of the two global norms. The rows are
+those of `planner.collectives`, which reads the same from a compiled program: tests hold the two against each other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from hlat_jax.planner.collectives import Collective
+
+_KINDS = {
+    "psum": "all-reduce",
+    "psum_invariant": "all-reduce",
+    "pmax": "all-reduce",
+    "pmin": "all-reduce",
+    "all_gather": "all-gather",
+    "reduce_scatter": "reduce-scatter",
+    "all_to_all": "all-to-all",
+    "ppermute": "collective-permute",
+}
+
+
+def traced_collectives(jaxpr: Any, mesh: Any) -> list[Collective]:
+    """Returns the collectives of a traced program, loops unfolded into `trips`.
+
+    Args:
+      jaxpr: of the whole program, or of a part.
+      mesh: its `shape` maps axes to sizes, outermost first.
+    """
+    return list(_walk(jaxpr, 1, mesh))
+
+
+def _walk(jaxpr: Any, trips: int, mesh: Any) -> Iterator[Collective]:
+    for eqn in jaxpr.eqns:
+        name = eqn.primitive.name
+        if name in _KINDS:
+            found = _collective(eqn, trips, mesh)
+            if found.axes:
+                yield found
+            continue
+        inner_trips = trips * (eqn.params["length"] if name == "scan" else 1)
+        for inner in _jaxprs(eqn):
+            yield from _walk(inner, inner_trips, mesh)
+
+
+def _jaxprs(eqn: Any) -> Iterator[Any]:
+    for value in eqn.params.values():
+        for item in value if isinstance(value, (tuple, list)) else (value,):
+            inner = getattr(item, "jaxpr", item)
+            if hasattr(inner, "eqns"):
+                yield inner
+
+
+def _collective(eqn: Any, trips: int, mesh: Any) -> Collective:
+    kind = _KINDS[eqn.primitive.name]
+    named = eqn.params["axes"] if "axes" in eqn.params else eqn.params["axis_name"]
+    named = (named,) if isinstance(named, str) else named
+    axes = tuple(axis for axis, size in mesh.shape.items() if axis in named and size > 1)
+    avals = [var.aval for var in (eqn.outvars if kind == "all-gather" else eqn.invars)]
+    return Collective(
+        kind=kind,
+        axes=axes,
+        group_size=math.prod(mesh.shape[axis] for axis in axes),
+        num_arrays=len(avals),
+        payload_bytes=sum(math.prod(aval.shape) * aval.dtype.itemsize for aval in avals),
+        trips=trips,
+        dtypes=tuple(sorted({str(aval.dtype) for aval in avals})),
+        op_name=str(eqn.source_info.name_stack),
+    )

@@ -1,0 +1,232 @@
+"""`python -m hlat_jax.plan`: plans of the HLAT configs, what they say, and what they refuse."""
+
+import dataclasses
+import json
+import pathlib
+import types
+
+import jax
+import pytest
+
+from hlat_jax import config as config_lib
+from hlat_jax import cost
+from hlat_jax.planner import published, roofline, search, text
+from hlat_jax.planner.aot import partition, reduced
+from hlat_jax.planner.collectives import Collective, count_collectives, counted
+from hlat_jax.planner.report import Site, make_plan, short_plan
+from hlat_jax.planner.trace import planned_layout, step_arguments, traced_step
+from hlat_jax.planner.traffic import traced_collectives
+from hlat_jax.sharding import make_layout
+from tests.planned import name, num_devices, small_config
+
+GOLDEN = pathlib.Path(__file__).parent / "golden"
+NODES = {"7b": 64, "70b": 256}
+
+
+@pytest.fixture(scope="module")
+def plans():
+    def plan(config_name):
+        config, site = config_lib.resolve(config_lib.load(config_name)), Site("trn1.32xlarge", NODES[config_name])
+        return search.complete(make_plan(config, site), config, site)
+
+    return {config_name: plan(config_name) for config_name in NODES}
+
+
+@pytest.fixture
+def plan_here(monkeypatch, capsys):
+    """A function of the words of a plan command that runs it in this process: (exit code, stdout, stderr)."""
+    from hlat_jax import flags, plan
+
+    def run(*words):
+        monkeypatch.setattr("sys.argv", ["plan", *words])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as exit_:
+            flags.main(plan.main)
+        printed = capsys.readouterr()
+        return exit_.value.code, printed.out, printed.err
+
+    return run
+
+
+def _rounded(tree):
+    """Returns the tree with floats at six digits, which no library's order of sums changes."""
+    if isinstance(tree, dict):
+        return {key: _rounded(value) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [_rounded(value) for value in tree]
+    return float(f"{tree:.6g}") if isinstance(tree, float) else tree
+
+
+@pytest.mark.parametrize("config_name", NODES)
+def test_plan_of_a_recipe_is_the_golden_one(plans, config_name):
+    golden = GOLDEN / f"plan_{config_name}.json"
+    assert _rounded(json.loads(json.dumps(plans[config_name]))) == json.loads(golden.read_text())
+
+
+def test_plan_of_70b_fits_the_cores_that_hlat_ran_it_on(plans):
+    plan = plans["70b"]
+    assert plan["fits"]
+    assert plan["layout"] == {"pipe": 8, "data": 32, "fsdp": 1, "tensor": 32, "devices": 8192, "zero1": True}
+    assert plan["device_bytes"]["total"] == sum(plan["device_bytes"][key] for key in ("state", "batch", "temporaries"))
+
+
+def test_plan_that_does_not_fit_names_what_binds_and_a_change_that_fits():
+    config, site = small_config(rows=64, m=1), Site("trn1.32xlarge", 1)
+    config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, data=32))
+    large = dataclasses.replace(config.model, embed_dim=8192, mlp_dim=28672, head_dim=1024, remat="selective")
+    config = dataclasses.replace(config, model=large, precision=config_lib.PrecisionConfig("mixed"))
+    plan = search.complete(make_plan(config, site), config, site)
+    assert not plan["fits"]
+    assert plan["binds"] == "opt_state"
+    assert "parallel." in plan["change"]
+    changed = config.to_dict()
+    for part in plan["change"].split(", "):
+        path, value = part.split("=")
+        section, key = path.split(".")
+        changed[section][key] = type(changed[section][key])(json.loads(value.lower()))
+    changed["parallel"]["data"] = -1
+    assert make_plan(config_lib.resolve(changed), site)["fits"]
+    assert "DOES NOT FIT; most is opt_state" in text.full(plan)
+
+
+LAYOUTS = [
+    {"data": 2, "tensor": 2, "zero1": True, "m": 2},
+    {"data": 2, "tensor": 4, "sequence_parallel": True, "remat": "selective"},
+    {"tensor": 8, "sequence_parallel": True, "remat": "selective"},
+    {"fsdp": 4, "data": 2, "zero1": True, "remat": "none"},
+    {"pipe": 4, "data": 2, "m": 4, "remat": "selective"},
+]
+
+
+@pytest.mark.parametrize("changes", LAYOUTS, ids=name)
+def test_traced_collectives_are_those_of_the_compiled_program(changes):
+    """By kind and axes, above scalars: XLA merges equal ones, and adds the scalars of the norms, and no more."""
+    config = small_config(**changes)
+    layout = make_layout(config.parallel, jax.devices()[: num_devices(config)], num_kv_heads=config.model.num_kv_heads)
+    traced = traced_step(config, layout)
+    compiled = count_collectives(traced.lower().compile().as_text(), layout.mesh)
+    planned = counted(traced_collectives(traced.jaxpr.jaxpr, layout.mesh))
+    scalars = 200
+    large = {key for key, count in compiled.items() if count.payload_bytes > scalars}
+    assert large == {key for key, count in planned.items() if count.payload_bytes > scalars}
+    for key in large:
+        assert compiled[key].payload_bytes <= planned[key].payload_bytes + scalars
+        assert compiled[key].payload_bytes >= 0.7 * planned[key].payload_bytes
+
+
+def test_products_of_a_step_are_the_flops_of_the_formula():
+    config = small_config(remat="none", m=2)
+    layout = planned_layout(config, 1, platform="neuron")
+    jaxpr = traced_step(config, layout).jaxpr.jaxpr
+    executed = sum(flops * trips for flops, _, trips in roofline.products(jaxpr))
+    m, tokens = config.model, config.data.batch_size * config.data.seq_len
+    scales = (2 * m.num_layers + 1) * m.embed_dim
+    per_token = cost.flops_per_token(m, config.data.seq_len) - 6 * (m.vocab_size * m.embed_dim + scales)
+    assert executed == per_token * tokens  # the embedding is looked up, the scales are no product
+
+
+@pytest.mark.parametrize(
+    ("axes", "expected"),
+    [(("tensor",), (1, 8)), (("data",), (4, 4)), (("pipe",), (2, 1)), (("pipe", "tensor"), (2, 8))],
+)
+def test_spread_over_nodes_counts_nodes_and_devices_in_one(axes, expected):
+    mesh = types.SimpleNamespace(shape={"pipe": 2, "data": 16, "fsdp": 1, "tensor": 8})  # 4 nodes of 32 per stage
+    assert roofline.spread_over_nodes(axes, mesh=mesh, node_size=32) == expected
+
+
+def test_collective_seconds_shares_the_network_of_a_node_among_its_groups():
+    target = cost.target("trn1.32xlarge")
+    mesh = types.SimpleNamespace(shape={"data": 16, "tensor": 8})
+    gradient = Collective("all-reduce", ("data",), 16, 1, 10**9, 1, ("f32",), "")
+    place, seconds = roofline.collective_seconds(gradient, target=target, mesh=mesh)
+    # 8 groups of a node send 2 x 15/16 GB each over 100 GB/s; a tree of 16 has 4 levels of 15 us
+    assert (place, seconds) == ("network", pytest.approx(8 * 1.875e9 / 100e9 + 4 * 15e-6))
+    inside = dataclasses.replace(gradient, kind="all-gather", axes=("tensor",), group_size=8)
+    place, seconds = roofline.collective_seconds(inside, target=target, mesh=mesh)
+    assert (place, seconds) == ("link", pytest.approx(0.875e9 / 192e9 + 3 * 2e-6))
+
+
+def test_published_rows_are_those_of_models_of_that_size():
+    assert {row.layout for row in published.nearest(68_976_648_192)} == {"TP32 PP4 DP8", "TP32 PP8 DP4"}
+    assert published.nearest(10**6) == []
+    assert published.ROWS[0].tokens_per_s_and_node == 81 * 4096 / 16
+
+
+def test_targets_name_their_sources_and_agree_with_their_devices():
+    for target_name, target in cost.TARGETS.items():
+        assert target.source, target_name
+        assert target.device.source, target_name
+    assert cost.target("trn1.32xlarge").device.peak_flops * 32 == pytest.approx(3.04e15)
+    assert cost.target("trn2.48xlarge").device.memory_bytes * 64 == 1536 * 2**30
+    one, two = cost.target("trn2.48xlarge-lnc1"), cost.target("trn2.48xlarge")
+    assert one.device.peak_flops * one.num_devices == two.device.peak_flops * two.num_devices
+
+
+def test_plan_command_writes_json_and_prints_every_part(plan_here, tmp_path):
+    out = tmp_path / "plan.json"
+    words = ("--config=tiny", "--target=trn1.2xlarge", f"--json={out}", "--price_per_hour=1", "--data_tokens=204800")
+    code, printed, _ = plan_here(*words, "--config.train.num_steps=100", "--config.data.batch_size=4")
+    plan = json.loads(out.read_text())
+    assert code == 0
+    assert plan["run"]["epochs"] == 0.5
+    assert plan["projection"]["price"] == pytest.approx(plan["projection"]["instance_hours"])
+    for part in ("parameters", "opt_state", "all-reduce", "projection, not measured", "checkpoint", "fits"):
+        assert part in printed
+
+
+def test_plan_command_on_this_cpu_makes_no_projection(plan_here):
+    code, printed, _ = plan_here("--config=tiny", "--target=cpu")
+    assert code == 0
+    assert "no projection" in printed
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--target=trn1.32xlrge",), "no such target. Did you mean 'trn1.32xlarge'?"),
+        (("--target=h200", "--nodes=2"), "--target=h200 is a single machine; use --nodes=1"),
+        (("--target=trn1.32xlarge",), "data.batch_size=4 does not divide into 32 data-parallel parts"),
+        (("--target=trn1.2xlarge", "--config.parallel.tensor=3"), "parallel.tensor=3"),
+    ],
+)
+def test_plan_command_refuses_in_one_line(plan_here, words, message):
+    code, _, error = plan_here("--config=tiny", *words)
+    assert code == 2
+    assert message in error
+    assert len(error.splitlines()) == 1
+
+
+def test_search_ranks_layouts_that_fit_by_their_projected_step():
+    config, site = small_config(rows=8, policy="mixed"), Site("trn1.2xlarge", 2)
+    rows = search.ranked(config, site)
+    assert len(rows) > 3
+    assert [row["step_s"] for row in rows] == sorted(row["step_s"] for row in rows)
+    assert all(row["total"] <= row["budget"] for row in rows)
+    assert len({str(row["layout"]) for row in rows}) == len(rows)
+    assert text.ranking(rows).count("\n") == len(rows)
+
+
+def test_short_plan_says_when_the_devices_have_less_than_the_step_needs():
+    config = small_config(data=2, tensor=2, zero1=True)
+    layout = planned_layout(config, 4, platform="cpu")
+    options = {"traced": traced_step(config, layout), "arguments": step_arguments(config, layout)}
+    memory, collectives = short_plan(config, layout, budget=2**30, **options)
+    assert "temporaries (estimated)" in memory
+    assert "MORE THAN IT HAS" not in memory
+    counts = counted(traced_collectives(options["traced"].jaxpr.jaxpr, layout.mesh)).values()
+    assert collectives.split()[1] == str(sum(count.executions for count in counts))
+    assert "MORE THAN IT HAS" in short_plan(config, layout, budget=1000, **options)[0]
+
+
+def test_reduced_keeps_the_rows_of_a_device():
+    config = config_lib.resolve(config_lib.load("70b"))
+    small, devices = reduced(config, Site("trn1.32xlarge", 256), max_devices=512)
+    assert (devices, small.parallel.data, small.data.batch_size) == (512, 2, 64)
+
+
+def test_partition_compiles_the_planned_step_and_finds_its_arguments():
+    config = small_config(policy="mixed", tensor=2, data=4, zero1=True, sequence_parallel=True)
+    found = partition(config, Site("trn1.2xlarge", 4), max_devices=4)
+    assert (found["devices"], found["layout"]["data"]) == (4, 2)
+    assert found["argument_bytes"] == found["planned_argument_bytes"]
+    assert {row["kind"] for row in found["collectives"]} >= {"all-gather", "reduce-scatter", "all-reduce"}
