@@ -62,7 +62,7 @@ def refused(train_here, config, workdir, *words, **kwargs):
         ("model.vocab_size=4096", "has 2048 tokens but model.vocab_size=4096; set model.vocab_size=2048"),
         ("data.seq_len=64", "data.seq_len=64 exceeds model.max_positions=32; shorten"),
         ("train.num_microbatches=3", "data.batch_size=4 does not divide into train.num_microbatches=3; use one of"),
-        ("parallel.pipe=2", "pipeline stages are not built yet"),
+        ("parallel.pipe=2", "parallel.fsdp=1, parallel.tensor=1 need a multiple of 2 devices"),
         ("parallel.fsdp=3", "need a multiple of 3 devices and there are 1"),
         ("model.num_kv_heads=3", "model.num_kv_heads=3 must divide model.num_heads=4; use one of [1, 2, 4]"),
     ],
