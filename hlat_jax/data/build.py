@@ -236,7 +236,7 @@ def _manifest(
             for key in COUNTS:
                 sources[int(number)][key] += counts[key]
     filled = [shard for shard in facts if shard["documents"]]
-    kept = ("documents", "bytes", "tokens", "file_bytes", "blake2b")
+    kept = ("documents", "bytes", "tokens", "long", "file_bytes", "blake2b")
     listed = [
         {"name": f"shard-{number:05d}-of-{len(filled):05d}{SHARD_SUFFIX}"} | {key: shard[key] for key in kept}
         for number, shard in enumerate(filled)
