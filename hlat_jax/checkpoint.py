@@ -52,6 +52,7 @@ MAY_CHANGE = (
     "data.train",
     "data.validation",
     "data.tokenizer",
+    "data.weights",  # of the steps to come; streams.weights_drift compares those that are trained
     "data.num_threads",
     "data.prefetch_batches",
     "data.position_every_steps",
@@ -384,8 +385,7 @@ def _short(value: Any) -> str:
 
 def _reason(error: BaseException) -> str:
     """Returns what the operating system said, which TensorStore buries under paths; else the first line."""
-    code = re.search(r"os_error_code='(\d+)'", str(error))
-    if code:
+    if code := re.search(r"os_error_code='(\d+)'", str(error)):
         return os.strerror(int(code[1]))
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[0][:300]

@@ -32,7 +32,7 @@ from hlat_jax.config import Config
 from hlat_jax.data import positions
 from hlat_jax.data.held_out import HeldOut, open_held_out
 from hlat_jax.data.loader import TrainBatches, batch_hash
-from hlat_jax.data.streams import skipped_records
+from hlat_jax.data.streams import skipped_records, weights_drift
 from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.eval.validation import Validation
 from hlat_jax.generate import sample_text
@@ -135,7 +135,7 @@ def _open(config: Config, workdir: pathlib.Path, layout: Layout, stack: contextl
 
     saved = checkpointer.latest_metadata()
     if saved is not None:
-        _refuse_drift(saved[1], settings)
+        _refuse_drift(*saved, settings)
     restored = checkpointer.restore(abstract) if saved is not None else None
     if restored is not None and restored[0] >= config.train.num_steps:
         print(f"complete: {workdir} is at step {restored[0]} of train.num_steps={config.train.num_steps}.")
@@ -193,7 +193,7 @@ def _loop(run: Run, stop: StopSignals) -> bool:
         _fetch(run)
         run.pending, run.position = dispatched, position
         if _due(run.step, run.config.data.position_every_steps):
-            whole, identity = _whole_position(run), run.batches.definition.identity
+            whole, identity = _whole_position(run), run.batches.definition.identity(run.step)
             if jax.process_index() == 0:
                 positions.write(run.workdir, run.step, position=whole, data_identity=identity)
         run.checkpointer.check()
@@ -320,8 +320,9 @@ def _settings(config: Config, layout: Layout, tokenizer: Tokenizer, batches: Tra
     }
 
 
-def _refuse_drift(saved: dict[str, Any], current: dict[str, Any]) -> None:
+def _refuse_drift(step: int, saved: dict[str, Any], current: dict[str, Any]) -> None:
     drift = config_drift(saved, current)
+    drift += weights_drift(saved["config"]["data"], current["config"]["data"], num_batches=step)
     if drift:
         lines = "\n  ".join(drift)
         raise ValueError(
