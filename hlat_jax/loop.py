@@ -32,7 +32,7 @@ from hlat_jax.config import Config
 from hlat_jax.data import positions
 from hlat_jax.data.held_out import HeldOut, open_held_out
 from hlat_jax.data.loader import TrainBatches, batch_hash
-from hlat_jax.data.streams import skipped_records, weights_drift
+from hlat_jax.data.streams import data_drift, skipped_records
 from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.eval.validation import Validation
 from hlat_jax.generate import sample_text
@@ -322,7 +322,7 @@ def _settings(config: Config, layout: Layout, tokenizer: Tokenizer, batches: Tra
 
 def _refuse_drift(step: int, saved: dict[str, Any], current: dict[str, Any]) -> None:
     drift = config_drift(saved, current)
-    drift += weights_drift(saved["config"]["data"], current["config"]["data"], num_batches=step)
+    drift += data_drift(saved, current, num_batches=step)
     if drift:
         lines = "\n  ".join(drift)
         raise ValueError(

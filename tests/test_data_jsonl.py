@@ -53,7 +53,7 @@ def test_kept_index_is_used_again_and_read_through_a_mapping(tmp_path, monkeypat
     expected = read_all(path)
     assert read_all(path, tmp_path / "run" / "index") == expected
     (kept,) = (tmp_path / "run" / "index").iterdir()
-    monkeypatch.setattr(jsonl, "_scan", lambda snapshot: pytest.fail("built again"))
+    monkeypatch.setattr(jsonl, "_scan", lambda *_: pytest.fail("built again"))
     assert read_all(path, tmp_path / "run" / "index") == expected
     index = jsonl.line_index(Snapshot(DataFile(path)), folder=kept.parent)
     assert not index.spans.flags.owndata
@@ -121,5 +121,5 @@ def test_line_over_the_limit_is_a_bad_record_and_is_not_read(tmp_path, monkeypat
 
 
 def test_row_numbers_are_those_of_a_file_with_many_blank_lines(tmp_path):
-    index = jsonl.LineIndex(np.zeros((4, 2), np.int64), np.asarray([0, 0, 2, 4]))
+    index = jsonl.LineIndex(np.zeros((4, 2), np.int64), np.asarray([0, 0, 2, 4]), content_hash="")
     assert [index.row(number) for number in range(4)] == [3, 4, 6, 7]

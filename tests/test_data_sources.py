@@ -195,6 +195,55 @@ def test_file_rewritten_in_its_size_is_noticed_and_a_touched_one_is_not(tmp_path
         documents[0]
 
 
+def edited_unseen(path):
+    """Changes a letter of a long file where no block of its fingerprint is, and sets its time of writing back."""
+    before, raw = os.stat(path), bytearray(path.read_bytes())
+    print_ = sources.fingerprint(path)
+    place = raw.index(b"a" * 1000, (len(raw) - 65536) // 15 + 70_000)
+    raw[place] = ord("b")
+    path.write_bytes(raw)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert (sources.fingerprint(path), os.stat(path).st_mtime_ns) == (print_, before.st_mtime_ns)
+
+
+def test_jsonl_edited_between_the_blocks_of_its_fingerprint_with_its_time_set_back_is_noticed(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", ["a" * 500_000] * 8)
+    documents = sources.open_corpus(str(path), text_field="text", key="data.train", index_folder=tmp_path / "index")
+    os.chmod(path, 0o600)
+    assert documents[7] == "a" * 500_000
+    edited_unseen(path)
+    with pytest.raises(ValueError, match="changed its content"):
+        documents[7]
+    again = sources.open_corpus(str(path), text_field="text", key="data.train", index_folder=tmp_path / "index")
+    assert again.manifest["hash"] != documents.manifest["hash"]  # which a run that has begun refuses
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.txt", "built"])
+def test_long_file_written_again_in_its_size_is_refused_unless_its_format_has_checksums(tmp_path, name):
+    path = changed = tmp_path / name
+    if name == "built":
+        changed = write_built(path, ["a" * 500_000, *(os.urandom(600_000).hex() for _ in range(3))], num_shards=1)
+        changed = changed / "shard-00000-of-00001.array_record"
+    elif name == "a.txt":
+        path.write_bytes(b"a" * 4_000_000)
+    else:
+        table = pyarrow.table({"text": [os.urandom(500_000).hex() for _ in range(4)]})
+        pyarrow.parquet.write_table(table, path, compression="none", use_dictionary=False)
+    assert os.stat(changed).st_size > 1 << 20
+    documents = sources.open_corpus(str(path), text_field="text", key="data.train")
+    first = documents[0]
+    os.chmod(changed, 0o600)
+    assert documents[0] == first
+    os.utime(changed, ns=(1, 1))
+    if name == "built":
+        assert documents[0] == first
+        return
+    with pytest.raises(
+        ValueError, match=r"or was written again in its size so that nobody can tell since it was opened"
+    ):
+        documents[0]
+
+
 def test_text_file_that_changes_under_a_run_is_noticed(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"before")
     documents = sources.open_corpus(str(tmp_path), text_field="text", key="data.train")

@@ -107,7 +107,9 @@ class _Shards:
             path = folder / shard["name"]
             if path.parent != folder or path.suffix != SHARD_SUFFIX or not path.is_file():
                 raise ValueError(f"{path} is missing; restore it or build the dataset again.")
-        self.snapshots = tuple(Snapshot(DataFile(folder / shard["name"])) for shard in manifest.shards)
+        self.snapshots = tuple(
+            Snapshot(DataFile(folder / shard["name"]), has_checksums=True) for shard in manifest.shards
+        )
         self._starts = _starts(shard["documents"] for shard in manifest.shards)
         self._source_starts = _starts(source["documents"] for source in manifest.sources)
         if {int(self._starts[-1]), int(self._source_starts[-1])} != {manifest.documents}:

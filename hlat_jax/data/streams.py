@@ -127,20 +127,36 @@ def identity(data: Mapping[str, Any], *, manifest_hash: str, tokenizer_sha256: s
     return hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()
 
 
-def weights_drift(saved: Mapping[str, Any], current: Mapping[str, Any], *, num_batches: int) -> list[str]:
-    """Returns a line if two DataConfigs, as dicts, take their first `num_batches` batches from different sources.
+def data_drift(saved: Mapping[str, Any], current: Mapping[str, Any], *, num_batches: int) -> list[str]:
+    """Returns lines on what differs between two settings of a run (see loop) with `num_batches` trained batches: the
+    files whose content is another, and the weights of those batches.
 
     A stage that begins later may be added, altered or left out: what was trained stays what it is.
     """
-    if saved["weights"] == current["weights"]:
-        return []
-    before, now = (_first_stages(data, num_batches=num_batches) for data in (saved, current))
-    if before == now:
-        return []
-    return [
-        f"data.weights: {saved['weights']!r} in the checkpoint, {current['weights']!r} now, which differ before step "
-        f"{num_batches + 1:,}; only stages that begin after the {num_batches:,} trained steps may change"
-    ]
+    lines = []
+    for key in ("manifest", "validation_manifest"):
+        before, now = ((settings.get(key) or {"files": []})["files"] for settings in (saved, current))
+        if len(before) != len(now):
+            lines.append(f"{key}: {len(before)} files in the checkpoint, {len(now)} now")
+            continue
+        kept = ("bytes", "documents", "fingerprint")
+        pairs = [(a, b) for a, b in zip(before, now, strict=True) if any(a[name] != b[name] for name in kept)]
+        lines += [f"{key}: {_told(a)} in the checkpoint, {_told(b)} now" for a, b in pairs[:3]]
+    before, now = saved["config"]["data"], current["config"]["data"]
+    if before["weights"] == now["weights"]:
+        return lines
+    if _first_stages(before, num_batches=num_batches) != _first_stages(now, num_batches=num_batches):
+        lines.append(
+            f"data.weights: {before['weights']!r} in the checkpoint, {now['weights']!r} now, which differ before step "
+            f"{num_batches + 1:,}; only stages that begin after the {num_batches:,} trained steps may change"
+        )
+    return lines
+
+
+def _told(entry: Mapping[str, Any]) -> str:
+    return (
+        f"{entry['name']} with {entry['bytes']:,} bytes, {entry['documents']:,} documents, {entry['fingerprint'][:8]}"
+    )
 
 
 def _first_stages(data: Mapping[str, Any], *, num_batches: int) -> list[tuple[int, list[str]]]:
