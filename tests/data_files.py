@@ -12,7 +12,7 @@ from array_record.python import array_record_module
 
 from hlat_jax.data import sources
 
-TEXTS = ["first", "zweiter Text: äöü 漢字 😀", "line one\nline two\r\n", "", "x" * 3000, "last", "seventh"]
+TEXTS = ["first", "zweiter Text: äöü 漢字 😀", "line one\nline two\r\n", " ", "x" * 3000, "last", "seventh"]
 
 
 def write_jsonl(path, texts, *, field="text"):

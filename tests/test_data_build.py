@@ -27,7 +27,7 @@ from hlat_jax.data.tokenizer import Tokenizer
 AUSTEN = "package:austen_2k.model"
 TEXTS = [
     "It is a truth",
-    "",
+    " ",
     "zweiter Text: äöü 漢字 😀",
     "line one\nline two\r\n",
     "x" * 3000,
@@ -120,7 +120,7 @@ def test_token_dataset_holds_what_packing_makes_of_the_documents(tmp_path):
 
 def test_long_documents_have_several_records_and_come_back_whole(tmp_path, monkeypatch):
     monkeypatch.setattr(shards, "RECORD_CHARS", 7)
-    texts = ["a", "äöü漢字😀" * 5, "", "x" * 7, "y" * 8, "b", "z" * 70]
+    texts = ["a", "äöü漢字😀" * 5, " ", "x" * 7, "y" * 8, "b", "z" * 70]
     build(tmp_path / "out", write_jsonl(tmp_path / "a.jsonl", texts), shard_bytes=60)
     found, manifest = records_of(tmp_path / "out")
     cut = [[text[i : i + 7] for i in range(0, max(len(text), 1), 7)] for text in texts]
@@ -452,7 +452,9 @@ def test_inputs_without_documents_or_text_are_refused(tmp_path):
     (tmp_path / "empty.jsonl").write_bytes(b"\n")
     assert "hold no documents" in error_of(ValueError, tmp_path / "out", tmp_path / "empty.jsonl")
     blank = write_jsonl(tmp_path / "blank.jsonl", [""] * 3)
-    assert "all 3 documents are empty" in error_of(ValueError, tmp_path / "out", blank)
+    assert "blank.jsonl, row 1: 'text' is empty" in error_of(ValueError, tmp_path / "out", blank)
+    none = error_of(ValueError, tmp_path / "out", blank, on_bad_record="skip")
+    assert "hold no documents (3 bad records)" in none
     assert "does not exist" in error_of(ValueError, tmp_path / "out", tmp_path / "no.jsonl")
 
 

@@ -159,7 +159,7 @@ def test_vocabulary_that_does_not_fit_the_text_is_refused_with_one_that_does(dat
 
 
 def test_tokenizer_command_refuses_what_is_there_and_what_is_no_text(data_here, tmp_path):
-    path, out = write_jsonl(tmp_path / "a.jsonl", ["", " \n"]), tmp_path / "t.model"
+    path, out = write_jsonl(tmp_path / "a.jsonl", [" ", " \n"]), tmp_path / "t.model"
     assert "hold no text (2 documents)" in data_here("tokenizer", path, "--vocab_size=300", f"--out={out}")[2]
     assert "must end in .model" in data_here("tokenizer", path, "--vocab_size=300", f"--out={tmp_path / 'x'}")[2]
     out.write_bytes(b"mine")

@@ -27,7 +27,7 @@ def texts():
     """Of each of two sources, documents of some hundred characters."""
     chapters = [json.loads(line)["text"] for line in sources.asset_path("austen_train.jsonl").open(encoding="utf-8")]
     return {
-        "web": [chapters[i][100 : 100 + 37 * (i % 23)] for i in range(60)],
+        "web": [chapters[i][100 : 101 + 37 * (i % 23)] for i in range(60)],
         "code": [chapters[i][900 : 900 + 61 * (i % 7)] + " é 漢" for i in range(40)],
     }
 

@@ -6,11 +6,11 @@ import os
 import pyarrow
 import pyarrow.parquet
 import pytest
-from data_files import write_built, write_jsonl, write_parquet
+from data_files import write_arrow, write_built, write_jsonl, write_parquet
 
 from hlat_jax.data import sources
 
-TEXTS = ["first", "zweiter Text: äöü 漢字 😀", "line one\nline two\r\n", "", "x" * 3000, "last"]
+TEXTS = ["first", "zweiter Text: äöü 漢字 😀", "line one\nline two\r\n", " ", "x" * 3000, "last"]
 
 
 def read_all(spec, *, text_field="text"):
@@ -311,4 +311,26 @@ def test_no_documents_and_only_empty_documents_are_refused(tmp_path):
     assert "hold no documents" in error_of(tmp_path / "empty.jsonl")
     (tmp_path / "blank.jsonl").write_bytes(b"\n \n")
     assert "hold no documents" in error_of(tmp_path / "blank.jsonl")
-    assert "all 3 documents are empty" in error_of(write_jsonl(tmp_path / "a.jsonl", [""] * 3))
+    message = error_of(write_jsonl(tmp_path / "a.jsonl", [""] * 3))
+    assert "none of 3 documents can be read" in message
+    assert "a.jsonl, row 1: 'text' is empty" in message
+
+
+def test_empty_document_is_a_bad_record_in_every_format_and_blanks_are_text(tmp_path):
+    texts = ["a", "", " "]
+    (tmp_path / "t").mkdir()
+    for number, text in enumerate(texts):
+        (tmp_path / "t" / f"{number}.txt").write_text(text)
+    for path, place in (
+        (write_jsonl(tmp_path / "a.jsonl", texts), "a.jsonl, row 2: 'text' is empty."),
+        (write_parquet(tmp_path / "a.parquet", texts), "a.parquet, row 2: 'text' is empty."),
+        (write_arrow(tmp_path / "a.arrow", texts), "a.arrow, row 2: 'text' is empty."),
+        (write_built(tmp_path / "built", texts, num_shards=1), "array_record, row 2: it is empty."),
+        (tmp_path / "t", "t/1.txt: it is empty."),
+    ):
+        documents = sources.open_corpus(str(path), text_field="text", key="data.train")
+        assert [documents[0], documents[2]] == ["a", " "]
+        with pytest.raises(sources.BadRecord) as caught:
+            documents[1]
+        assert place in str(caught.value)
+        assert 'data.on_bad_record="skip"' in str(caught.value)

@@ -228,8 +228,6 @@ def _manifest(
     totals = {name: sum(shard[name] for shard in facts) for name in COUNTS}
     if totals["documents"] == 0:
         raise ValueError(f"the {len(found)} input file(s) hold no documents ({totals['bad_records']} bad records).")
-    if totals["bytes"] == 0:
-        raise ValueError(f"all {totals['documents']} documents are empty; look at --text_field={options.text_field}.")
     sources = [{"name": name} | dict.fromkeys(COUNTS, 0) for name in inputs.names(found)]
     for shard in facts:
         for number, counts in shard["sources"].items():

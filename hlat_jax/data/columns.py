@@ -171,7 +171,7 @@ def cell(column: TextColumn, index: int, *, field: str, where: str, row: int) ->
     """Returns one text of a column.
 
     Raises:
-      BadRecord: null, or no UTF-8.
+      BadRecord: null, empty, or no UTF-8.
     """
     try:
         text = column[index]

@@ -179,11 +179,11 @@ def _refuse_emptiness(documents: Any, *, what: str) -> None:
         except BadRecord as error:  # raised again, or counted, where it is trained on: data.on_bad_record
             first_error = first_error or error
             continue
-        if len(document) > (0 if isinstance(document, str) else 1):  # stored ids of an empty text are its EOS
+        if isinstance(document, str) or len(document) > 1:  # stored ids of an empty text are its EOS
             return
     if first_error is not None:
         raise ValueError(f"{what}: none of {len(documents)} documents can be read. The first trouble: {first_error}")
-    raise ValueError(f"{what}: all {len(documents)} documents are empty; look at data.text_field.")
+    raise ValueError(f"{what}: all {len(documents)} documents are empty; build them again from texts.")
 
 
 def _runs(files: Sequence[DataFile]) -> list[tuple[str, list[DataFile]]]:
