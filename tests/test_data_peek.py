@@ -184,18 +184,26 @@ def test_identity_knows_what_decides_batches_and_nothing_else(config):
     assert len({of(), of(manifest_hash="n"), of(tokenizer_sha256="u"), of(num_batches=13)}) == 4
 
 
-def test_places_computed_from_lengths_are_those_of_the_streams(config, texts):
+def test_places_computed_from_lengths_are_those_of_the_streams(config, texts, monkeypatch):
+    monkeypatch.setattr(positions, "_DOCUMENTS_AT_ONCE", 3)
     data = config_lib.resolve(config).data
     batches = TrainBatches(data, tokenizer=TOKENIZER)
     lengths = []
     for own in texts.values():
         tokens = [packing.document_tokens(text, tokenizer=TOKENIZER, max_chars=300) for text in own]
         lengths.append(np.asarray([sum(map(len, pieces)) for pieces in tokens], np.int32))
+    known = batches.get_state()
     for batch in range(300):
         for row, place in zip(batches.rows, batches.get_state(), strict=True):
             if batch % 29 == 0:
-                found = positions.computed(batches.definition, row, batch=batch, seq_len=data.seq_len, lengths=lengths)
+                options = {"batch": batch, "seq_len": data.seq_len, "lengths": lengths}
+                found = positions.computed(batches.definition, row, **options)
                 np.testing.assert_array_equal(found, place)
+                for start in (known[row], place):  # from an earlier one, and from itself
+                    found = positions.computed(batches.definition, row, start=start, **options)
+                    np.testing.assert_array_equal(found, place)
+        if batch % 41 == 0:
+            known = batches.get_state()
         batches.next_rows()
     assert batches.get_state()[:, 1::4].min() >= 2  # epochs of both sources
     batches.close()
@@ -213,6 +221,13 @@ def test_peek_of_stored_ids_replays_nothing_and_training_on_them_is_the_same(con
     assert "position: computed from the lengths of the stored ids, nothing to replay" in out
     _, from_text = shown(resolved, tmp_path / "none", capsys, step=40)
     assert out.split("\nbatch ")[1][:32] == from_text.split("\nbatch ")[1][:32]  # the hash of the batch
+    batches, position = batches_before(stored.data, 31)
+    (tmp_path / "none").mkdir()
+    positions.write(tmp_path / "none", 30, position=position, data_identity=batches.definition.identity(30))
+    batches.close()
+    _, since = shown(stored, tmp_path / "none", capsys, step=40)
+    assert f"the stored ids (from step 30 on, {tmp_path}/none/positions/30.npz), nothing to replay" in since
+    assert since.split("\nrow 0", 1)[1] == out.split("\nrow 0", 1)[1]
     positions.write(tmp_path, 2, position=np.zeros(1), data_identity="of other data")
     with pytest.raises(ValueError, match=r"2.npz belongs to a run on other data"):
         shown(stored, tmp_path, capsys, step=40)

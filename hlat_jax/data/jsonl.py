@@ -8,6 +8,7 @@ hold is records.json_text.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import pathlib
@@ -48,9 +49,11 @@ class LineIndex:
 def line_index(snapshot: Snapshot, *, folder: pathlib.Path | None = None) -> LineIndex:
     """Returns the index of a file: the one kept in `folder` if it belongs to this very file, else a new one.
 
+    Where nobody may write in `folder`, a new one is kept in a temporary place for as long as it is used.
+
     Raises:
       ValueError: the file changed meanwhile.
-      OSError: `folder` cannot be written to.
+      OSError: the disk of `folder` is full or broken.
     """
     if folder is None:
         digest = new_content_hash()
@@ -60,10 +63,19 @@ def line_index(snapshot: Snapshot, *, folder: pathlib.Path | None = None) -> Lin
     place = hashlib.blake2b(snapshot.file.where.encode(), digest_size=8).hexdigest()
     path = pathlib.Path(folder) / f"{snapshot.file.name}-{place}.lines"
     kept = _read_index(path, snapshot=snapshot)
-    if kept is None:
+    if kept is not None:
+        return kept
+    try:
         _write_index(path, snapshot=snapshot)
         kept = _read_index(path, snapshot=snapshot)
-        assert kept is not None
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise
+        with tempfile.TemporaryDirectory() as temporary:  # stays mapped when its name is gone
+            path = pathlib.Path(temporary) / path.name
+            _write_index(path, snapshot=snapshot)
+            kept = _read_index(path, snapshot=snapshot)
+    assert kept is not None
     return kept
 
 

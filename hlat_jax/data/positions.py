@@ -21,6 +21,7 @@ from hlat_jax.durable import write_whole
 
 FOLDER = "positions"
 _CHECKPOINTS = "checkpoints"
+_DOCUMENTS_AT_ONCE = 4096
 _RUN_FILE = pathlib.Path("run", "metadata")  # of a checkpoint, where Orbax's JsonSave puts position and metadata
 
 Identity = Callable[[int], str]  # of the data, as far as a step
@@ -64,26 +65,39 @@ def is_compared(workdir: pathlib.Path, step: int, *, data_identity: Identity) ->
 
 
 def computed(
-    definition: Definition, row: int, *, batch: int, seq_len: int, lengths: Sequence[np.ndarray]
+    definition: Definition,
+    row: int,
+    *,
+    batch: int,
+    seq_len: int,
+    lengths: Sequence[np.ndarray],
+    start: np.ndarray | None = None,
 ) -> np.ndarray:
     """Returns int64[1 + 4 S], where row `row` of batch `batch` begins under `concat`, from the documents' lengths.
 
-    Reads no document. `lengths`: tokens of each document with EOS, one array a source.
+    Reads no document, and looks at the lengths of those behind `start` only, the place of that row at an earlier batch;
+    None: the beginning. `lengths`: tokens of each document with EOS, one array a source.
     """
-    position = np.zeros(1 + NUM_FIELDS * len(lengths), np.int64)
-    position[0] = batch
-    for source, num_rows in enumerate(definition.mixture.row_counts(row, num_batches=batch)):
-        place, epoch = int(num_rows) * seq_len, 0
+    position = np.zeros(1 + NUM_FIELDS * len(lengths), np.int64) if start is None else start.copy()
+    begun, position[0] = int(position[0]), batch
+    counts = definition.mixture.row_counts(row, num_batches=batch)
+    counts -= definition.mixture.row_counts(row, num_batches=begun)
+    for source, num_rows in enumerate(counts):
+        fields = position[1 + NUM_FIELDS * source :][:NUM_FIELDS]
+        epoch, document, token, skipped = (int(value) for value in fields)
+        place = token + int(num_rows) * seq_len  # from the beginning of `document`
+        num_own = definition.num_entries(source, row=row)
         while True:
-            num_own = definition.num_entries(source, row=row)
-            numbers = [definition.document(source, row=row, epoch=epoch, entry=entry) for entry in range(num_own)]
+            entries = range(document, min(document + _DOCUMENTS_AT_ONCE, num_own))
+            numbers = [definition.document(source, row=row, epoch=epoch, entry=entry) for entry in entries]
             ends = np.cumsum(lengths[source][numbers], dtype=np.int64)
             if place < ends[-1]:
                 break
-            place, epoch = place - int(ends[-1]), epoch + 1
-        document = int(np.searchsorted(ends, place, side="right"))
-        token = place - (int(ends[document - 1]) if document else 0)
-        position[1 + NUM_FIELDS * source :][:NUM_FIELDS] = (epoch, document, token, 0)
+            place, document = place - int(ends[-1]), entries.stop
+            if document == num_own:
+                epoch, document = epoch + 1, 0
+        passed = int(np.searchsorted(ends, place, side="right"))
+        fields[:] = (epoch, document + passed, place - (int(ends[passed - 1]) if passed else 0), skipped)
     return position
 
 
