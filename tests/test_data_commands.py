@@ -328,6 +328,34 @@ def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere():
     assert [line.split()[:2] for line in lines[:3]] == [["25%", "1"], ["50%", "2"], ["75%", "3"]]
 
 
+class Hears(progress.Told):
+    """Keeps all that it was told."""
+
+    def __init__(self):
+        self.heard = []
+
+    def __setattr__(self, name, value):
+        if name != "heard":
+            self.heard.append((name, value))
+        super().__setattr__(name, value)
+
+
+def test_tokenizer_and_stats_tell_how_far_they_are(tmp_path):
+    for work in ("tokenizer", "stats"):
+        told = Hears()
+        if work == "stats":
+            stats.report(tiny(validation=""), sample_bytes=1_000_000, told=told)
+        else:
+            options = tokenizer_training.TrainingOptions(vocab_size=400, sample_bytes=50_000)
+            tokenizer_training.train([AUSTEN], out=tmp_path / "a.model", options=options, told=told)
+        shares = [value for name, value in told.heard if name == "share"]
+        assert shares == sorted(shares)
+        assert 0 <= shares[0] < 0.5 < shares[-1] <= 1
+        assert len(set(shares)) > 3
+        words = [value for name, value in told.heard if name == "words"]
+        assert any("documents  " in word and word.endswith("MB") for word in words)
+
+
 def test_short_work_prints_no_progress_where_no_terminal_is():
     stream = io.StringIO()
     with progress.Progress(lambda: (0.5, ""), stream=stream):
