@@ -344,7 +344,7 @@ def test_tokenizer_and_stats_tell_how_far_they_are(tmp_path):
     for work in ("tokenizer", "stats"):
         told = Hears()
         if work == "stats":
-            stats.report(tiny(validation=""), sample_bytes=1_000_000, told=told)
+            stats.report(tiny(validation=""), sample_bytes=3_000_000, told=told)
         else:
             options = tokenizer_training.TrainingOptions(vocab_size=400, sample_bytes=50_000)
             tokenizer_training.train([AUSTEN], out=tmp_path / "a.model", options=options, told=told)
