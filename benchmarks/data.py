@@ -5,10 +5,10 @@
 Writes the text as Parquet, Arrow and built datasets (texts, ids) into a temporary folder, checks that batches from all
 of them are the same (`--same_batches` from the beginning, from the middle and across the end of the first epoch, under
 both packings), and measures each for some seconds after its first batch, in turn with bare SentencePiece on two threads
-over the same documents. Then: how long a resume takes at two steps far apart, and the share of a `tiny` step that waits
-for data; `--steps_160m 4` adds that of `160m`, with the vocabulary of the tokenizer and a quarter of its batch, one
-microbatch (5 GB of memory, about a minute a step on two cores). Rates are of tokens in rows; medians of `--rounds`
-rounds.
+over the same documents. Then: the share of padding under `documents`; how long a resume takes at two steps far apart;
+the share of a `tiny` step that waits for data. `--steps_160m 4` adds that of `160m`, with the vocabulary of the
+tokenizer and a quarter of its batch, one microbatch (5 GB of memory, about a minute a step on two cores). Rates are of
+tokens in rows; medians of `--rounds` rounds.
 """
 
 from __future__ import annotations
@@ -121,6 +121,17 @@ def resume_s(data: DataConfig, tokenizer: Tokenizer, batches_before: int) -> flo
         return time.perf_counter() - began
 
 
+def padding_share(data: DataConfig, tokenizer: Tokenizer, seq_len: int) -> float:
+    """Returns the share of padding of `documents` in the batches until every row is in its second epoch."""
+    data = dataclasses.replace(data, packing="documents", batch_size=8, seq_len=seq_len)
+    used = count = 0
+    with contextlib.closing(TrainBatches(data, tokenizer=tokenizer)) as batches:
+        while batches.get_state()[:, 1].min() < 1:
+            segment_ids = next(batches)[0].segment_ids
+            used, count = used + np.count_nonzero(segment_ids), count + segment_ids.size
+    return 1 - used / count
+
+
 def waiting_share(name: str, steps: int, *, data: DataConfig | None = None, vocab_size: int = 2048) -> float:
     """Returns the share of the steps of a shipped config spent waiting for data, the first two left out.
 
@@ -184,7 +195,10 @@ def main() -> None:
                     f"{rate / 1e6 / min(data.num_threads, os.cpu_count()):9.2f}{of_bare:9.2f}{first_s:15.2f}",
                     flush=True,
                 )
-        ids = dataclasses.replace(base, train=trains["built ids"], batch_size=4, seq_len=256)
+        ids = dataclasses.replace(base, train=trains["built ids"])
+        shares = [f"{seq_len}: {padding_share(ids, tokenizer, seq_len):.2%}" for seq_len in (1024, 2048, 4096, 8192)]
+        print(f"padding of documents, 8 rows, windows of {ids.window_documents}, by seq_len: {', '.join(shares)}")
+        ids = dataclasses.replace(ids, batch_size=4, seq_len=256)
         for step in (10, 10_000):
             seconds = statistics.median(resume_s(ids, tokenizer, step) for _ in range(3))
             print(f"resume after step {step:6,}: {seconds:.3f} s to the next batch (ids, 4 x 256)")
