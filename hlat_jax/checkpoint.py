@@ -341,8 +341,7 @@ def _arrays(state: Any) -> dict[str, str]:
 
 def _reason(error: BaseException) -> str:
     """Returns what the operating system said, which TensorStore buries under paths; else the first line."""
-    code = re.search(r"os_error_code='(\d+)'", str(error))
-    if code:
+    if code := re.search(r"os_error_code='(\d+)'", str(error)):
         return os.strerror(int(code[1]))
     if isinstance(error, OSError) and error.strerror:
         return error.strerror

@@ -23,6 +23,7 @@ MAY_CHANGE = (
     "data.train",
     "data.validation",
     "data.tokenizer",
+    "data.weights",  # of the steps to come; streams.data_drift compares those that are trained
     "data.num_threads",
     "data.prefetch_batches",
     "data.position_every_steps",

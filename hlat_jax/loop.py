@@ -37,6 +37,7 @@ from hlat_jax.config import Config
 from hlat_jax.data import positions
 from hlat_jax.data.held_out import HeldOut, open_held_out
 from hlat_jax.data.loader import TrainBatches
+from hlat_jax.data.streams import data_drift
 from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.drift import config_drift
 from hlat_jax.eval.validation import Validation
@@ -145,7 +146,7 @@ def _open(config: Config, workdir: pathlib.Path, layout: Layout, stack: contextl
 
     saved = checkpointer.latest_metadata()
     if saved is not None:
-        _refuse_drift(saved[1], settings)
+        _refuse_drift(*saved, settings)
     restored = checkpointer.restore(abstract) if saved is not None else None
     if restored is not None and restored[0] >= config.train.num_steps:
         print(f"complete: {workdir} is at step {restored[0]} of train.num_steps={config.train.num_steps}.")
@@ -204,7 +205,7 @@ def _loop(run: Run, agreement: Agreement) -> bool:
         _fetch(run)
         run.pending, run.position = dispatched, position
         if _due(run.step, run.config.data.position_every_steps):
-            whole, identity = _whole_position(run, position), run.batches.definition.identity
+            whole, identity = _whole_position(run, position), run.batches.definition.identity(run.step)
             if distributed.is_first():
                 positions.write(run.workdir, run.step, position=whole, data_identity=identity)
         run.checkpointer.check()
@@ -345,8 +346,9 @@ def _settings(config: Config, layout: Layout, tokenizer: Tokenizer, batches: Tra
     }
 
 
-def _refuse_drift(saved: dict[str, Any], current: dict[str, Any]) -> None:
+def _refuse_drift(step: int, saved: dict[str, Any], current: dict[str, Any]) -> None:
     drift = config_drift(saved, current)
+    drift += data_drift(saved, current, num_batches=step)
     if drift:
         lines = "\n  ".join(drift)
         raise ValueError(

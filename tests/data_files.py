@@ -12,7 +12,7 @@ from array_record.python import array_record_module
 
 from hlat_jax.data import sources
 
-TEXTS = ["first", "zweiter Text: äöü 漢字 😀", "line one\nline two\r\n", "", "x" * 3000, "last", "seventh"]
+TEXTS = ["first", "zweiter Text: äöü 漢字 😀", "line one\nline two\r\n", " ", "x" * 3000, "last", "seventh"]
 
 
 def write_jsonl(path, texts, *, field="text"):
@@ -64,8 +64,8 @@ def write_built(folder, documents, *, kind="text", num_shards=2, ids_in_record=1
                 path.with_name(path.name.replace(".array_record", ".index.npz")), first_document=first, lengths=lengths
             )
         num_tokens = sum(len(ids) for ids in shard) if kind == "tokens" else None
-        shards.append({"name": path.name, "documents": len(shard), "bytes": 0, "tokens": num_tokens})
-    manifest = {"format": 1, "kind": kind, "documents": len(documents), "bytes": 0, "content_hash": "00"}
+        shards.append({"name": path.name, "documents": len(shard), "bytes": 0, "tokens": num_tokens, "long": []})
+    manifest = {"format": 2, "kind": kind, "documents": len(documents), "bytes": 0, "content_hash": "00"}
     manifest |= {"tokens": sum(s["tokens"] for s in shards) if kind == "tokens" else None}
     manifest |= dict.fromkeys(("tokenizer_sha256", "eos_id", "max_document_chars"))
     manifest |= {"vocab_size": 1 << 16 if kind == "tokens" else None}

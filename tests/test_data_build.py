@@ -27,7 +27,7 @@ from hlat_jax.data.tokenizer import Tokenizer
 AUSTEN = "package:austen_2k.model"
 TEXTS = [
     "It is a truth",
-    "",
+    " ",
     "zweiter Text: äöü 漢字 😀",
     "line one\nline two\r\n",
     "x" * 3000,
@@ -83,7 +83,7 @@ def test_text_dataset_holds_the_documents_in_order(tmp_path):
     build(tmp_path / "out", write_jsonl(tmp_path / "a.jsonl", TEXTS), shard_bytes=1000)
     found, manifest = records_of(tmp_path / "out")
     assert [record.decode() for shard in found for record in shard] == TEXTS
-    assert (manifest["format"], manifest["kind"], manifest["documents"]) == (1, "text", len(TEXTS))
+    assert (manifest["format"], manifest["kind"], manifest["documents"]) == (2, "text", len(TEXTS))
     assert manifest["bytes"] == sum(len(text.encode()) for text in TEXTS)
     assert [shard["documents"] for shard in manifest["shards"]] == [len(shard) for shard in found]
     assert len(found) > 1
@@ -116,6 +116,25 @@ def test_token_dataset_holds_what_packing_makes_of_the_documents(tmp_path):
     assert manifest["tokens"] == sum(len(ids) for ids in expected)
     assert (manifest["vocab_size"], manifest["eos_id"], manifest["max_document_chars"]) == (2048, 2, 1000)
     assert manifest["tokenizer_sha256"] == tokenizer.sha256
+
+
+def test_long_documents_have_several_records_and_come_back_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr(shards, "RECORD_CHARS", 7)
+    texts = ["a", "äöü漢字😀" * 5, " ", "x" * 7, "y" * 8, "b", "z" * 70]
+    build(tmp_path / "out", write_jsonl(tmp_path / "a.jsonl", texts), shard_bytes=60)
+    found, manifest = records_of(tmp_path / "out")
+    cut = [[text[i : i + 7] for i in range(0, max(len(text), 1), 7)] for text in texts]
+    assert [record.decode() for shard in found for record in shard] == [part for parts in cut for part in parts]
+    assert [shard["long"] for shard in manifest["shards"]] == [[[1, 5]], [[2, 2], [4, 10]]]
+    documents = sources.open_corpus(str(tmp_path / "out"), text_field="text", key="k")
+    assert [documents[index] for index in (3, 1, 6, 0, 4, 2, 5)] == [texts[index] for index in (3, 1, 6, 0, 4, 2, 5)]
+    whole = (tmp_path / "out/manifest.json").read_text()
+    facts = json.loads(whole)
+    for damaged in ([[1, 1]], [[9, 5]], [[-1, 5]], [[1, 5], [1, 5]], [1], [["a", 2]], None):
+        facts["shards"][0]["long"] = damaged
+        (tmp_path / "out/manifest.json").write_text(json.dumps(facts))
+        with pytest.raises(ValueError, match=r"manifest.json is damaged: "):
+            sources.open_corpus(str(tmp_path / "out"), text_field="text", key="k")
 
 
 def test_documents_share_a_record_up_to_its_size(tmp_path):
@@ -433,7 +452,9 @@ def test_inputs_without_documents_or_text_are_refused(tmp_path):
     (tmp_path / "empty.jsonl").write_bytes(b"\n")
     assert "hold no documents" in error_of(ValueError, tmp_path / "out", tmp_path / "empty.jsonl")
     blank = write_jsonl(tmp_path / "blank.jsonl", [""] * 3)
-    assert "all 3 documents are empty" in error_of(ValueError, tmp_path / "out", blank)
+    assert "blank.jsonl, row 1: 'text' is empty" in error_of(ValueError, tmp_path / "out", blank)
+    none = error_of(ValueError, tmp_path / "out", blank, on_bad_record="skip")
+    assert "hold no documents (3 bad records)" in none
     assert "does not exist" in error_of(ValueError, tmp_path / "out", tmp_path / "no.jsonl")
 
 
@@ -493,8 +514,8 @@ def test_a_shard_that_does_not_read_back_is_not_put_in_place(tmp_path, monkeypat
 
     monkeypatch.setattr(array_record_module, "ArrayRecordWriter", Forgetful)
     writer = shards.ShardWriter(tmp_path / "s.array_record", dtype=None)
-    writer.add(b"kept")
-    writer.add(b"lost")
+    writer.add([b"kept"])
+    writer.add([b"lost"])
     with pytest.raises(OSError, match="1 of 2 records"):
         writer.close()
     assert list(tmp_path.iterdir()) == []

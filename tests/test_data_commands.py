@@ -159,7 +159,7 @@ def test_vocabulary_that_does_not_fit_the_text_is_refused_with_one_that_does(dat
 
 
 def test_tokenizer_command_refuses_what_is_there_and_what_is_no_text(data_here, tmp_path):
-    path, out = write_jsonl(tmp_path / "a.jsonl", ["", " \n"]), tmp_path / "t.model"
+    path, out = write_jsonl(tmp_path / "a.jsonl", [" ", " \n"]), tmp_path / "t.model"
     assert "hold no text (2 documents)" in data_here("tokenizer", path, "--vocab_size=300", f"--out={out}")[2]
     assert "must end in .model" in data_here("tokenizer", path, "--vocab_size=300", f"--out={tmp_path / 'x'}")[2]
     out.write_bytes(b"mine")
@@ -326,6 +326,34 @@ def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere():
     assert bar.endswith("\r\x1b[K")
     lines = shown_on(io.StringIO(), line_s=0.02).splitlines()
     assert [line.split()[:2] for line in lines[:3]] == [["25%", "1"], ["50%", "2"], ["75%", "3"]]
+
+
+class Hears(progress.Told):
+    """Keeps all that it was told."""
+
+    def __init__(self):
+        self.heard = []
+
+    def __setattr__(self, name, value):
+        if name != "heard":
+            self.heard.append((name, value))
+        super().__setattr__(name, value)
+
+
+def test_tokenizer_and_stats_tell_how_far_they_are(tmp_path):
+    for work in ("tokenizer", "stats"):
+        told = Hears()
+        if work == "stats":
+            stats.report(tiny(validation=""), sample_bytes=3_000_000, told=told)
+        else:
+            options = tokenizer_training.TrainingOptions(vocab_size=400, sample_bytes=50_000)
+            tokenizer_training.train([AUSTEN], out=tmp_path / "a.model", options=options, told=told)
+        shares = [value for name, value in told.heard if name == "share"]
+        assert shares == sorted(shares)
+        assert 0 <= shares[0] < 0.5 < shares[-1] <= 1
+        assert len(set(shares)) > 3
+        words = [value for name, value in told.heard if name == "words"]
+        assert any("documents  " in word and word.endswith("MB") for word in words)
 
 
 def test_short_work_prints_no_progress_where_no_terminal_is():

@@ -230,9 +230,9 @@ def test_incomplete_or_damaged_dataset_is_refused_by_name(tmp_path):
 
     folder = fresh("newer")
     path = folder / "manifest.json"
-    path.write_text(path.read_text().replace('"format": 1', '"format": 2'))
-    assert "this hlat_jax reads format 1" in error_of(folder)
-    path.write_text(path.read_text().replace('"format": 2', '"format": 1').replace('"eos_id": null, ', ""))
+    path.write_text(path.read_text().replace('"format": 2', '"format": 3'))
+    assert "this hlat_jax reads format 2" in error_of(folder)
+    path.write_text(path.read_text().replace('"format": 3', '"format": 2').replace('"eos_id": null, ', ""))
     assert "lacks eos_id" in error_of(folder)
 
     folder = fresh("ids", kind="tokens")

@@ -53,7 +53,7 @@ def test_kept_index_is_used_again_and_read_through_a_mapping(tmp_path, monkeypat
     expected = read_all(path)
     assert read_all(path, tmp_path / "run" / "index") == expected
     (kept,) = (tmp_path / "run" / "index").iterdir()
-    monkeypatch.setattr(jsonl, "_scan", lambda snapshot: pytest.fail("built again"))
+    monkeypatch.setattr(jsonl, "_scan", lambda *_: pytest.fail("built again"))
     assert read_all(path, tmp_path / "run" / "index") == expected
     index = jsonl.line_index(Snapshot(DataFile(path)), folder=kept.parent)
     assert not index.spans.flags.owndata
@@ -100,6 +100,25 @@ def test_index_of_a_folder_that_cannot_be_written_leaves_nothing_behind(tmp_path
     assert list(folder.iterdir()) == []
 
 
+@pytest.mark.parametrize("has_kept", [True, False])
+def test_folder_that_may_only_be_read_gives_its_index_or_none_is_kept_there(tmp_path, monkeypatch, has_kept):
+    path, folder = tmp_path / "a.jsonl", tmp_path / "index"
+    path.write_text('{"text": "a"}\n\n{"text": "b"}\n')
+    if has_kept:
+        read_all(path, folder)
+        monkeypatch.setattr(jsonl, "_scan", lambda *_: pytest.fail("built again"))
+    make = jsonl.tempfile.mkstemp
+
+    def read_only(*, dir, prefix):  # root may write everywhere
+        if dir == folder:
+            raise OSError(30, "Read-only file system", str(dir))
+        return make(dir=dir, prefix=prefix)
+
+    monkeypatch.setattr(jsonl.tempfile, "mkstemp", read_only)
+    assert read_all(path, folder) == ["a", "b"]
+    assert len(list(folder.glob("*"))) == int(has_kept)
+
+
 def test_files_of_one_name_keep_indices_of_their_own(tmp_path):
     for name in ("x", "y"):
         (tmp_path / name).mkdir()
@@ -121,5 +140,5 @@ def test_line_over_the_limit_is_a_bad_record_and_is_not_read(tmp_path, monkeypat
 
 
 def test_row_numbers_are_those_of_a_file_with_many_blank_lines(tmp_path):
-    index = jsonl.LineIndex(np.zeros((4, 2), np.int64), np.asarray([0, 0, 2, 4]))
+    index = jsonl.LineIndex(np.zeros((4, 2), np.int64), np.asarray([0, 0, 2, 4]), content_hash="")
     assert [index.row(number) for number in range(4)] == [3, 4, 6, 7]

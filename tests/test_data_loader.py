@@ -20,10 +20,10 @@ TOKENIZER = Tokenizer("package:austen_2k.model")
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
-    """Path of 23 documents whose lengths run from 0 to several sequences of 16 tokens; and their texts."""
+    """Path of 23 documents whose lengths run from 1 to several sequences of 16 tokens; and their texts."""
     chapter = json.loads(sources.asset_path("austen_train.jsonl").open(encoding="utf-8").readline())["text"]
     lengths = [0, 1, 7, 30, 64, 65, 200, 3, 0, 511, 90, 15, 16, 17, 240, 5, 60, 61, 62, 333, 2, 1, 100]
-    texts = [f"{i}:" + chapter[i * 300 : i * 300 + n] if n else "" for i, n in enumerate(lengths)]
+    texts = [f"{i}:" + chapter[i * 300 : i * 300 + n] if n else " " for i, n in enumerate(lengths)]
     path = tmp_path_factory.mktemp("corpus") / "a.jsonl"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
     return str(path), texts

@@ -27,7 +27,7 @@ def texts():
     """Of each of two sources, documents of some hundred characters."""
     chapters = [json.loads(line)["text"] for line in sources.asset_path("austen_train.jsonl").open(encoding="utf-8")]
     return {
-        "web": [chapters[i][100 : 100 + 37 * (i % 23)] for i in range(60)],
+        "web": [chapters[i][100 : 101 + 37 * (i % 23)] for i in range(60)],
         "code": [chapters[i][900 : 900 + 61 * (i % 7)] + " é 漢" for i in range(40)],
     }
 
@@ -110,7 +110,7 @@ def test_peek_begins_at_the_nearest_position_and_shows_the_same(config, tmp_path
     expected = shown(resolved, tmp_path / "none", capsys, step=9)[1].split("\n", 3)[3]
     for step in (9, 3, 5, 8):
         batches, position = batches_before(resolved.data, step + 1)
-        positions.write(tmp_path, step, position=position, data_identity=batches.definition.identity)
+        positions.write(tmp_path, step, position=position, data_identity=batches.definition.identity(step))
         batches.close()
         _, out = shown(resolved, tmp_path, capsys, step=9)
         if step == 9:  # where the batch asked for ends
@@ -133,7 +133,7 @@ def test_peek_begins_at_the_nearest_position_and_shows_the_same(config, tmp_path
 def test_peek_refuses_positions_of_other_data(config, tmp_path, capsys):
     resolved = config_lib.resolve(config)
     batches, position = batches_before(resolved.data, 3)
-    positions.write(tmp_path, 2, position=position, data_identity=batches.definition.identity)
+    positions.write(tmp_path, 2, position=position, data_identity=batches.definition.identity(2))
     batches.close()
     config.data.seed = 5
     for step, row in ((9, None), (9, 1), (2, None), (1, 1)):  # also where the position is kept behind the step
@@ -147,40 +147,63 @@ def test_peek_refuses_positions_of_other_data(config, tmp_path, capsys):
 @pytest.mark.parametrize("content", [b"", b"PK", b"torn"])
 def test_damaged_position_counts_as_none(tmp_path, content):
     positions.write(tmp_path, 2, position=np.arange(3), data_identity="a")
-    assert positions.nearest(tmp_path, 5, data_identity="a")[0] == 2
+    assert positions.nearest(tmp_path, 5, data_identity=lambda step: "a")[0] == 2
     assert [path.name for path in (tmp_path / "positions").iterdir()] == ["2.npz"]
     (tmp_path / "positions/2.npz").write_bytes(content)
-    assert positions.nearest(tmp_path, 5, data_identity="a") is None
-    assert not positions.is_compared(tmp_path, 5, data_identity="b")
+    assert positions.nearest(tmp_path, 5, data_identity=lambda step: "a") is None
+    assert not positions.is_compared(tmp_path, 5, data_identity=lambda step: "b")
 
 
 def test_identity_knows_what_decides_batches_and_nothing_else(config):
     data = dataclasses.asdict(config_lib.resolve(config).data)
 
     def of(**changes):
-        return identity(data | changes, manifest_hash="m", tokenizer_sha256="t")
+        facts = {"manifest_hash": "m", "tokenizer_sha256": "t", "num_batches": 12}
+        return identity(data | {key: changes.pop(key) for key in [*changes] if key in data}, **facts | changes)
 
-    for same in ({"num_threads": 9}, {"on_bad_record": "skip"}, {"train": "elsewhere"}, {"window_documents": 9}):
+    for same in (
+        {"num_threads": 9},
+        {"on_bad_record": "skip"},
+        {"train": "web=here;code=there"},
+        {"window_documents": 9},
+    ):
         assert of(**same) == of()
-    others = [{"seed": 9}, {"weights": ""}, {"packing": "documents"}, {"packing": "documents", "window_documents": 9},
-              {"seq_len": 9}, {"batch_size": 9}, {"shuffle": False}, {"max_document_chars": 9}]  # fmt: skip
+    weights = data["weights"]  # web=3,code=1 until_step=10;web=1,code=1
+    for same in (
+        "web=6,code=2 until_step=10;web=2,code=2 until_step=12;web=0,code=1",
+        "web=3,code=1 until_step=4;" + weights,
+    ):
+        assert of(weights=same) == of()
+    later = "web=3,code=1 until_step=12;web=1,code=1"
+    assert of(weights=later) != of()
+    assert of(weights=later, num_batches=10) == of(num_batches=10)
+    others = [{"seed": 9}, {"weights": "web=3,code=1 until_step=9;web=1,code=1"}, {"seq_len": 9}, {"batch_size": 9},
+              {"packing": "documents"}, {"packing": "documents", "window_documents": 9}, {"shuffle": False},
+              {"max_document_chars": 9}]  # fmt: skip
     assert len({of(), *(of(**other) for other in others)}) == 1 + len(others)
-    assert of() != identity(data, manifest_hash="n", tokenizer_sha256="t")
-    assert of() != identity(data, manifest_hash="m", tokenizer_sha256="u")
+    assert len({of(), of(manifest_hash="n"), of(tokenizer_sha256="u"), of(num_batches=13)}) == 4
 
 
-def test_places_computed_from_lengths_are_those_of_the_streams(config, texts):
+def test_places_computed_from_lengths_are_those_of_the_streams(config, texts, monkeypatch):
+    monkeypatch.setattr(positions, "_DOCUMENTS_AT_ONCE", 3)
     data = config_lib.resolve(config).data
     batches = TrainBatches(data, tokenizer=TOKENIZER)
     lengths = []
     for own in texts.values():
         tokens = [packing.document_tokens(text, tokenizer=TOKENIZER, max_chars=300) for text in own]
         lengths.append(np.asarray([sum(map(len, pieces)) for pieces in tokens], np.int32))
+    known = batches.get_state()
     for batch in range(300):
         for row, place in zip(batches.rows, batches.get_state(), strict=True):
             if batch % 29 == 0:
-                found = positions.computed(batches.definition, row, batch=batch, seq_len=data.seq_len, lengths=lengths)
+                options = {"batch": batch, "seq_len": data.seq_len, "lengths": lengths}
+                found = positions.computed(batches.definition, row, **options)
                 np.testing.assert_array_equal(found, place)
+                for start in (known[row], place):  # from an earlier one, and from itself
+                    found = positions.computed(batches.definition, row, start=start, **options)
+                    np.testing.assert_array_equal(found, place)
+        if batch % 41 == 0:
+            known = batches.get_state()
         batches.next_rows()
     assert batches.get_state()[:, 1::4].min() >= 2  # epochs of both sources
     batches.close()
@@ -198,6 +221,13 @@ def test_peek_of_stored_ids_replays_nothing_and_training_on_them_is_the_same(con
     assert "position: computed from the lengths of the stored ids, nothing to replay" in out
     _, from_text = shown(resolved, tmp_path / "none", capsys, step=40)
     assert out.split("\nbatch ")[1][:32] == from_text.split("\nbatch ")[1][:32]  # the hash of the batch
+    batches, position = batches_before(stored.data, 31)
+    (tmp_path / "none").mkdir()
+    positions.write(tmp_path / "none", 30, position=position, data_identity=batches.definition.identity(30))
+    batches.close()
+    _, since = shown(stored, tmp_path / "none", capsys, step=40)
+    assert f"the stored ids (from step 30 on, {tmp_path}/none/positions/30.npz), nothing to replay" in since
+    assert since.split("\nrow 0", 1)[1] == out.split("\nrow 0", 1)[1]
     positions.write(tmp_path, 2, position=np.zeros(1), data_identity="of other data")
     with pytest.raises(ValueError, match=r"2.npz belongs to a run on other data"):
         shown(stored, tmp_path, capsys, step=40)
@@ -272,6 +302,24 @@ def test_run_of_two_sources_packed_by_documents_validates_each_and_can_be_peeked
     content = (run / "metrics.jsonl").read_text().replace(train_rows[4]["batch_hash"], "0" * 32)
     (run / "metrics.jsonl").write_text(content)
     assert shown(resolved, run, capsys, step=5)[0] == 1
+
+
+def test_stages_after_the_saved_step_may_change_and_the_batches_are_those_of_a_run_that_knew(trained, config, tmp_path):
+    expected_weights = "web=3,code=1 until_step=5;web=1,code=1 until_step=9;web=0,code=1"
+    trained(weights=expected_weights)
+    expected = [row["batch_hash"] for row in rows(tmp_path / "run") if "loss" in row]
+    (tmp_path / "run").rename(tmp_path / "whole")
+    config.train.num_steps = 7
+    trained(weights="web=3,code=1 until_step=5;web=1,code=1")
+    config.train.num_steps = 12
+    for weights in ("web=3,code=1 until_step=6;web=1,code=1", "web=3,code=1 until_step=5;web=2,code=1", "web=3,code=1"):
+        with pytest.raises(
+            ValueError, match=r"data.weights: .* which differ before step 8; only stages that begin after"
+        ):
+            trained(weights=weights)
+    trained(weights=expected_weights)
+    assert [row["batch_hash"] for row in rows(tmp_path / "run") if "loss" in row] == expected
+    assert peek.peek(config_lib.resolve(config), tmp_path / "run", step=5, row=None) == 0  # from a position of before
 
 
 def test_resumed_run_of_two_sources_has_the_rows_of_one_that_was_left_alone(trained, config, tmp_path):

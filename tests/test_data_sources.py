@@ -6,11 +6,11 @@ import os
 import pyarrow
 import pyarrow.parquet
 import pytest
-from data_files import write_built, write_jsonl, write_parquet
+from data_files import write_arrow, write_built, write_jsonl, write_parquet
 
 from hlat_jax.data import sources
 
-TEXTS = ["first", "zweiter Text: äöü 漢字 😀", "line one\nline two\r\n", "", "x" * 3000, "last"]
+TEXTS = ["first", "zweiter Text: äöü 漢字 😀", "line one\nline two\r\n", " ", "x" * 3000, "last"]
 
 
 def read_all(spec, *, text_field="text"):
@@ -195,6 +195,55 @@ def test_file_rewritten_in_its_size_is_noticed_and_a_touched_one_is_not(tmp_path
         documents[0]
 
 
+def edited_unseen(path):
+    """Changes a letter of a long file where no block of its fingerprint is, and sets its time of writing back."""
+    before, raw = os.stat(path), bytearray(path.read_bytes())
+    print_ = sources.fingerprint(path)
+    place = raw.index(b"a" * 1000, (len(raw) - 65536) // 15 + 70_000)
+    raw[place] = ord("b")
+    path.write_bytes(raw)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert (sources.fingerprint(path), os.stat(path).st_mtime_ns) == (print_, before.st_mtime_ns)
+
+
+def test_jsonl_edited_between_the_blocks_of_its_fingerprint_with_its_time_set_back_is_noticed(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", ["a" * 500_000] * 8)
+    documents = sources.open_corpus(str(path), text_field="text", key="data.train", index_folder=tmp_path / "index")
+    os.chmod(path, 0o600)
+    assert documents[7] == "a" * 500_000
+    edited_unseen(path)
+    with pytest.raises(ValueError, match="changed its content"):
+        documents[7]
+    again = sources.open_corpus(str(path), text_field="text", key="data.train", index_folder=tmp_path / "index")
+    assert again.manifest["hash"] != documents.manifest["hash"]  # which a run that has begun refuses
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.txt", "built"])
+def test_long_file_written_again_in_its_size_is_refused_unless_its_format_has_checksums(tmp_path, name):
+    path = changed = tmp_path / name
+    if name == "built":
+        changed = write_built(path, ["a" * 500_000, *(os.urandom(600_000).hex() for _ in range(3))], num_shards=1)
+        changed = changed / "shard-00000-of-00001.array_record"
+    elif name == "a.txt":
+        path.write_bytes(b"a" * 4_000_000)
+    else:
+        table = pyarrow.table({"text": [os.urandom(500_000).hex() for _ in range(4)]})
+        pyarrow.parquet.write_table(table, path, compression="none", use_dictionary=False)
+    assert os.stat(changed).st_size > 1 << 20
+    documents = sources.open_corpus(str(path), text_field="text", key="data.train")
+    first = documents[0]
+    os.chmod(changed, 0o600)
+    assert documents[0] == first
+    os.utime(changed, ns=(1, 1))
+    if name == "built":
+        assert documents[0] == first
+        return
+    with pytest.raises(
+        ValueError, match=r"or was written again in its size so that nobody can tell since it was opened"
+    ):
+        documents[0]
+
+
 def test_text_file_that_changes_under_a_run_is_noticed(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"before")
     documents = sources.open_corpus(str(tmp_path), text_field="text", key="data.train")
@@ -262,4 +311,26 @@ def test_no_documents_and_only_empty_documents_are_refused(tmp_path):
     assert "hold no documents" in error_of(tmp_path / "empty.jsonl")
     (tmp_path / "blank.jsonl").write_bytes(b"\n \n")
     assert "hold no documents" in error_of(tmp_path / "blank.jsonl")
-    assert "all 3 documents are empty" in error_of(write_jsonl(tmp_path / "a.jsonl", [""] * 3))
+    message = error_of(write_jsonl(tmp_path / "a.jsonl", [""] * 3))
+    assert "none of 3 documents can be read" in message
+    assert "a.jsonl, row 1: 'text' is empty" in message
+
+
+def test_empty_document_is_a_bad_record_in_every_format_and_blanks_are_text(tmp_path):
+    texts = ["a", "", " "]
+    (tmp_path / "t").mkdir()
+    for number, text in enumerate(texts):
+        (tmp_path / "t" / f"{number}.txt").write_text(text)
+    for path, place in (
+        (write_jsonl(tmp_path / "a.jsonl", texts), "a.jsonl, row 2: 'text' is empty."),
+        (write_parquet(tmp_path / "a.parquet", texts), "a.parquet, row 2: 'text' is empty."),
+        (write_arrow(tmp_path / "a.arrow", texts), "a.arrow, row 2: 'text' is empty."),
+        (write_built(tmp_path / "built", texts, num_shards=1), "array_record, row 2: it is empty."),
+        (tmp_path / "t", "t/1.txt: it is empty."),
+    ):
+        documents = sources.open_corpus(str(path), text_field="text", key="data.train")
+        assert [documents[0], documents[2]] == ["a", " "]
+        with pytest.raises(sources.BadRecord) as caught:
+            documents[1]
+        assert place in str(caught.value)
+        assert 'data.on_bad_record="skip"' in str(caught.value)

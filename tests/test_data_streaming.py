@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hlat_jax.data import records, sources, streaming
 
-TEXTS = ["first", "zweiter Text: äöü 漢字 😀", "line one\nline two\r\n", "", "x" * 3000, "last"]
+TEXTS = ["first", "zweiter Text: äöü 漢字 😀", "line one\nline two\r\n", " ", "x" * 3000, "last"]
 
 
 def stream(path, *, text_field="text"):

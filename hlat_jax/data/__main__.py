@@ -137,6 +137,7 @@ def _tokenizer(argv: Sequence[str]) -> int:
     _define_reading(values)
     words = _parse(argv, values, usage=_TOKENIZER)
     from hlat_jax.data import tokenizer_training
+    from hlat_jax.data.progress import Progress, Told
 
     options = tokenizer_training.TrainingOptions(
         vocab_size=values.vocab_size,
@@ -144,8 +145,10 @@ def _tokenizer(argv: Sequence[str]) -> int:
         sample_bytes=values.sample_mb * 1_000_000,
         on_bad_record=values.on_bad_record,
     )
-    out = pathlib.Path(values.out).expanduser()
-    print(tokenizer_training.summary(tokenizer_training.train(words, out=out, options=options), out=out))
+    out, told = pathlib.Path(values.out).expanduser(), Told()
+    with Progress(told, stream=sys.stderr):
+        trained = tokenizer_training.train(words, out=out, options=options, told=told)
+    print(tokenizer_training.summary(trained, out=out))
     return 0
 
 
@@ -158,8 +161,12 @@ def _stats(argv: Sequence[str]) -> int:
     mutable, values = flags_lib.parse(argv, define)
     config = config_lib.resolve(mutable)
     from hlat_jax.data import stats
+    from hlat_jax.data.progress import Progress, Told
 
-    print(stats.report(config, sample_bytes=values.sample_mb * 1_000_000))
+    told = Told()
+    with Progress(told, stream=sys.stderr):
+        report = stats.report(config, sample_bytes=values.sample_mb * 1_000_000, told=told)
+    print(report)
     return 0
 
 

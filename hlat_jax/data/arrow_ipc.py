@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow
 import pyarrow.ipc
 
-from hlat_jax.data.columns import MAX_PART_BYTES, ColumnCache, PartedDocuments, TextColumn, text_column, too_large
+from hlat_jax.data.columns import MAX_PART_BYTES, ColumnCache, Part, PartedDocuments, TextColumn, text_column, too_large
 from hlat_jax.data.files import DataFile, Snapshot
 
 MAX_COMPRESSED_BYTES = 64 << 20  # what a compressed batch unpacks to is not known before
@@ -51,18 +51,21 @@ def arrow_documents(snapshot: Snapshot, *, field: str, cache: ColumnCache) -> Pa
 
     def load(part: int) -> tuple[Any, int]:
         start, num_bytes = int(batches[part]["start"]), int(batches[part]["bytes"])
-        is_mapped = not (file.is_remote or batches[part]["compressed"])
-        if is_mapped:
+        if is_mapped[part]:
             with pyarrow.memory_map(file.where) as mapped:
                 raw = mapped.read_buffer().slice(start, num_bytes)  # stays mapped without a descriptor
         else:
             raw = pyarrow.py_buffer(snapshot.read(start, num_bytes))
         batch = pyarrow.ipc.read_record_batch(pyarrow.ipc.read_message(raw), schema)
         texts = TextColumn(batch.column(column))
-        return texts, _MAPPED_PART_BYTES if is_mapped else max(texts.nbytes, num_bytes)
+        return texts, _MAPPED_PART_BYTES if is_mapped[part] else max(texts.nbytes, num_bytes)
 
-    rows = batches["rows"]
-    return PartedDocuments(snapshot, rows=rows, load=load, cache=cache, field=field, part_name="record batch")
+    is_mapped = [not (file.is_remote or batch["compressed"]) for batch in batches]
+    parts = [
+        Part(int(batch["rows"]), _MAPPED_PART_BYTES if mapped else int(batch["bytes"]))
+        for batch, mapped in zip(batches, is_mapped, strict=True)
+    ]
+    return PartedDocuments(snapshot, parts=parts, load=load, cache=cache, field=field, part_name="record batch")
 
 
 def _index(snapshot: Snapshot) -> tuple[pyarrow.Schema, np.ndarray]:

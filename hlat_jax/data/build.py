@@ -228,15 +228,13 @@ def _manifest(
     totals = {name: sum(shard[name] for shard in facts) for name in COUNTS}
     if totals["documents"] == 0:
         raise ValueError(f"the {len(found)} input file(s) hold no documents ({totals['bad_records']} bad records).")
-    if totals["bytes"] == 0:
-        raise ValueError(f"all {totals['documents']} documents are empty; look at --text_field={options.text_field}.")
     sources = [{"name": name} | dict.fromkeys(COUNTS, 0) for name in inputs.names(found)]
     for shard in facts:
         for number, counts in shard["sources"].items():
             for key in COUNTS:
                 sources[int(number)][key] += counts[key]
     filled = [shard for shard in facts if shard["documents"]]
-    kept = ("documents", "bytes", "tokens", "file_bytes", "blake2b")
+    kept = ("documents", "bytes", "tokens", "long", "file_bytes", "blake2b")
     listed = [
         {"name": f"shard-{number:05d}-of-{len(filled):05d}{SHARD_SUFFIX}"} | {key: shard[key] for key in kept}
         for number, shard in enumerate(filled)

@@ -112,6 +112,14 @@ class _Item(NamedTuple):
     document: str | BadRecord
 
 
+class _Done(NamedTuple):
+    """What became of a record: a document as it is stored, or why it is none."""
+
+    place: tuple[int, int]
+    encoded: shards.Encoded | None
+    bad: str
+
+
 class _OpenShard:
     """A shard being written, and the facts that it will have."""
 
@@ -123,14 +131,14 @@ class _OpenShard:
         self._sources: dict[int, dict[str, int]] = {}
         self._bad: list[str] = []
 
-    def add(self, item: _Item, encoded: shards.Encoded | None) -> None:
+    def add(self, done: _Done) -> None:
         """Appends one document, or counts a bad record; raises OSError when the disk is full."""
-        source = self._task.inputs[item.place[0]].number
+        source = self._task.inputs[done.place[0]].number
         counts = self._sources.setdefault(source, dict.fromkeys(COUNTS, 0))
-        self._place = item.place
+        self._place, encoded = done.place, done.encoded
         if encoded is None:
             counts["bad_records"] += 1
-            self._bad += [str(item.document)] if len(self._bad) < _BAD_SHOWN else []
+            self._bad += [done.bad] if len(self._bad) < _BAD_SHOWN else []
             return
         if self._writer is None:
             self._writer = shards.ShardWriter(self._path, dtype=self._dtype)
@@ -175,12 +183,12 @@ def _write_shards(
     try:
         with concurrent.futures.ThreadPoolExecutor(shared.num_cores, thread_name_prefix="hlat-build") as pool:
             for block in _encoded_ahead(items, _encoder(options, tokenizer=tokenizer), pool=pool, shared=shared):
-                for item, encoded in block:
+                for done in block:
                     # before the next record, so that the last shard of a task is known when it is closed
                     if shard.num_bytes >= options.shard_bytes:
                         new.append(shard.close(last=False))
                         shard = open_shard()
-                    shard.add(item, encoded)
+                    shard.add(done)
                 shared.add(_block_counts(block, dtype=dtype))
         new.append(shard.close(last=True))
     except BaseException:
@@ -194,7 +202,9 @@ def _items(task: Task, *, start: tuple[int, int], options: Options, shared: Shar
     shared.add_input_bytes(sum(input_.size for input_ in task.inputs[: start[0]]))
     for number, input_ in enumerate(task.inputs[start[0] :], start[0]):
         uncounted = input_.size
-        for count, document in enumerate(inputs.read(input_, text_field=options.text_field), 1):
+        count = 0
+        for document in inputs.read(input_, text_field=options.text_field):
+            count += 1  # noqa: SIM113 - enumerate would keep a document while the next one is read
             if isinstance(document, BadRecord):
                 if options.on_bad_record == "raise":
                     raise inputs.said_here(document)
@@ -204,6 +214,7 @@ def _items(task: Task, *, start: tuple[int, int], options: Options, shared: Shar
                 shared.add_input_bytes(counted)
             if number > start[0] or count > start[1]:
                 yield _Item((number, count), document)
+            del document
         shared.add_input_bytes(uncounted)
 
 
@@ -213,7 +224,7 @@ def _encoder(options: Options, *, tokenizer: Tokenizer | None) -> Callable[[str]
     return functools.partial(shards.encode_tokens, tokenizer=tokenizer, max_chars=options.max_document_chars)
 
 
-_Block = list[tuple[_Item, shards.Encoded | None]]
+_Block = list[_Done]
 
 
 def _encoded_ahead(
@@ -223,7 +234,10 @@ def _encoded_ahead(
     pool: concurrent.futures.Executor,
     shared: Shared,
 ) -> Iterator[_Block]:
-    """Yields blocks of items in order, each encoded by a thread; memory holds a block or so a thread."""
+    """Yields blocks of items in order, each encoded by a thread; memory holds a block or so a thread.
+
+    Behind a long document nothing is read before it is written.
+    """
     pending: collections.deque[tuple[concurrent.futures.Future, int]] = collections.deque()
     ahead_chars = 0
     for block, num_chars in _blocks(items):
@@ -231,10 +245,11 @@ def _encoded_ahead(
             raise Stopped
         pending.append((pool.submit(_encoded_block, block, encode), num_chars))
         ahead_chars += num_chars
-        while len(pending) > 1 and (len(pending) > shared.num_threads() or ahead_chars > _AHEAD_CHARS):
+        while pending and (len(pending) > max(shared.num_threads(), 1) or ahead_chars > _AHEAD_CHARS):
             future, num_chars = pending.popleft()
             ahead_chars -= num_chars
             yield future.result()
+            del future
     for future, _ in pending:
         yield future.result()
 
@@ -247,16 +262,25 @@ def _blocks(items: Iterator[_Item]) -> Iterator[tuple[list[_Item], int]]:
         if num_chars >= _BLOCK_CHARS:
             yield block, num_chars
             block, num_chars = [], 0
+        del item
     if block:
         yield block, num_chars
 
 
 def _encoded_block(block: list[_Item], encode: Callable[[str], shards.Encoded]) -> _Block:
-    return [(item, None if isinstance(item.document, BadRecord) else encode(item.document)) for item in block]
+    """Returns what became of the items, which are taken out of `block`: a long text is let go of once it is encoded."""
+    done = []
+    block.reverse()
+    while block:
+        place, document = block.pop()
+        is_bad = isinstance(document, BadRecord)
+        done.append(_Done(place, None if is_bad else encode(document), str(document) if is_bad else ""))
+        del document
+    return done
 
 
 def _block_counts(block: _Block, *, dtype: np.dtype | None) -> dict[str, int]:
-    documents = [encoded for _, encoded in block if encoded is not None]
+    documents = [done.encoded for done in block if done.encoded is not None]
     return {
         "documents": len(documents),
         "bytes": sum(encoded.num_bytes for encoded in documents),

@@ -1,9 +1,10 @@
 """Datasets that `python -m hlat_jax.data build` wrote: texts or token ids in ArrayRecord shards, by document number.
 
-A dataset is a folder: manifest.json and the shards it names, in order. In a dataset of texts a record is one document.
-In one of token ids a record is a block of whole documents, little-endian: uint32 [2 + n] of n, bytes per id (2 or 4)
-and the n lengths, then the ids as uint16 or uint32; beside each shard an .index.npz holds `first_document` (int64, the
-number within the shard of each record's first document) and `lengths` (ids of each document, EOS counted).
+A dataset is a folder: manifest.json and the shards it names, in order. In a dataset of texts a record is one document,
+in UTF-8; one of more than 4 Mi characters is cut into several, and the manifest has [document of the shard, records] of
+each such. In one of token ids a record is a block of whole documents, little-endian: uint32 [2 + n] of n, bytes per id
+(2 or 4) and the n lengths, then the ids as uint16 or uint32; beside each shard an .index.npz holds `first_document`
+(int64, the number within the shard of each record's first document) and `lengths` (ids of each document, EOS counted).
 Owns that format as it is read; build.py writes it.
 """
 
@@ -27,7 +28,7 @@ from array_record.python import array_record_module
 from hlat_jax.data import records
 from hlat_jax.data.files import MANIFEST_NAME, SHARD_SUFFIX, DataFile, Snapshot
 
-FORMAT = 1
+FORMAT = 2
 _MAX_OPEN_SHARDS = 128
 _LARGE_RECORD_BYTES = 16 << 20
 # without read-ahead a read of one record reads that record; a pool of threads for one record costs more than it gives
@@ -75,6 +76,7 @@ def read_manifest(folder: str | os.PathLike) -> BuiltManifest:
     kinds = {"documents": int, "bytes": int}
     kinds |= {"tokens": int, "vocab_size": int} if facts["kind"] == "tokens" else {}
     per_shard = {"name": str} | {key: kinds[key] for key in kinds if key != "vocab_size"}
+    per_shard |= {"long": list} if facts["kind"] == "text" else {}
     if not (
         _has(facts, kinds)
         and all(isinstance(facts[key], list) for key in ("shards", "sources"))
@@ -105,7 +107,9 @@ class _Shards:
             path = folder / shard["name"]
             if path.parent != folder or path.suffix != SHARD_SUFFIX or not path.is_file():
                 raise ValueError(f"{path} is missing; restore it or build the dataset again.")
-        self.snapshots = tuple(Snapshot(DataFile(folder / shard["name"])) for shard in manifest.shards)
+        self.snapshots = tuple(
+            Snapshot(DataFile(folder / shard["name"]), has_checksums=True) for shard in manifest.shards
+        )
         self._starts = _starts(shard["documents"] for shard in manifest.shards)
         self._source_starts = _starts(source["documents"] for source in manifest.sources)
         if {int(self._starts[-1]), int(self._source_starts[-1])} != {manifest.documents}:
@@ -191,16 +195,50 @@ class BuiltTexts:
 
     def __init__(self, folder: pathlib.Path, manifest: BuiltManifest):
         self.manifest, self._shards = manifest, _Shards(folder, manifest)
-        self._shards.check_records(shard["documents"] for shard in manifest.shards)
+        self._long = [_LongDocuments(shard, folder=folder) for shard in manifest.shards]
+        self._shards.check_records(long.first_record(shard["documents"]) for long, shard in self._by_shard())
         self.snapshots, self.locate = self._shards.snapshots, self._shards.locate
+
+    def _by_shard(self) -> Iterable[tuple[_LongDocuments, dict[str, Any]]]:
+        return zip(self._long, self.manifest.shards, strict=True)
 
     def __len__(self) -> int:
         return self.manifest.documents
 
     def __getitem__(self, index: int) -> str:
-        shard, record = self._shards.place(index)
-        raw = self._shards.read(shard, record)
-        return records.utf8_text(raw, where=os.fspath(self.snapshots[shard].file), row=record + 1)
+        shard, number = self._shards.place(index)
+        first, end = (self._long[shard].first_record(place) for place in (number, number + 1))
+        raw = self._shards.read(shard, first)
+        if end > first + 1:
+            raw = bytearray(raw)
+            for record in range(first + 1, end):
+                raw += self._shards.read(shard, record)
+        return records.utf8_text(raw, where=os.fspath(self.snapshots[shard].file), row=number + 1)
+
+
+class _LongDocuments:
+    """Which documents of a shard have several records, from its entry in the manifest.
+
+    Raises:
+      ValueError: an entry that can be none.
+    """
+
+    def __init__(self, shard: dict[str, Any], *, folder: pathlib.Path):
+        try:
+            pairs = np.asarray(shard["long"], np.int64).reshape(-1, 2)
+        except (ValueError, TypeError, OverflowError):
+            pairs = np.asarray([[-1, 0]])
+        self._documents = pairs[:, 0]
+        self._records_more = _starts(pairs[:, 1] - 1)  # than documents, before each of them
+        inside = (pairs >= [0, 2]).all() and (pairs[:, 0] < shard["documents"]).all()
+        if not inside or (np.diff(self._documents) <= 0).any():
+            raise ValueError(
+                f"{folder / MANIFEST_NAME} is damaged: the long documents of {shard['name']}; build the dataset again."
+            )
+
+    def first_record(self, number: int) -> int:
+        """Returns the record with which document `number` begins; of the number of documents, that of records."""
+        return number + int(self._records_more[np.searchsorted(self._documents, number, side="left")])
 
 
 class BuiltTokens:

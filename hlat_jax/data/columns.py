@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import collections
 import concurrent.futures
+import contextlib
 import threading
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow
@@ -22,6 +23,11 @@ from hlat_jax.data.files import DataFile, Snapshot
 CACHE_BYTES = 256 << 20
 MAX_PART_BYTES = 256 << 20
 LARGE_BYTES = 32 << 20
+
+BUFFER_BYTES = 1 << 20
+
+_MAX_BATCH_ROWS = 4096
+_LARGE_DECODING = threading.Lock()
 
 
 class ColumnCache:
@@ -36,12 +42,16 @@ class ColumnCache:
         self._futures: collections.OrderedDict[Hashable, concurrent.futures.Future] = collections.OrderedDict()
         self._sizes: dict[Hashable, int] = {}  # of those that are decoded
 
-    def get(self, key: Hashable, load: Callable[[], tuple[Any, int]]) -> Any:
-        """Returns the column under `key`; `load` makes (column, bytes it holds) where it is not there."""
+    def get(self, key: Hashable, load: Callable[[], tuple[Any, int]], *, num_bytes: int = 0) -> Any:
+        """Returns the column under `key`; `load` makes (column, bytes it holds) where it is not there.
+
+        Room is made before for the `num_bytes` that are expected.
+        """
         with self._lock:
             future = self._futures.get(key)
             loading = future is None
             if loading:
+                self._evict(keep=key, room=num_bytes)
                 future = self._futures[key] = concurrent.futures.Future()
             else:
                 self._futures.move_to_end(key)
@@ -66,9 +76,9 @@ class ColumnCache:
         """Bytes of the columns held now."""
         return self._num_bytes
 
-    def _evict(self, *, keep: Hashable) -> None:
+    def _evict(self, *, keep: Hashable, room: int = 0) -> None:
         for key in [key for key in self._futures if key in self._sizes]:  # the one unused longest first
-            if self._num_bytes <= self._max_bytes:
+            if self._num_bytes + room <= self._max_bytes:
                 return
             if key != keep:
                 del self._futures[key]
@@ -161,7 +171,7 @@ def cell(column: TextColumn, index: int, *, field: str, where: str, row: int) ->
     """Returns one text of a column.
 
     Raises:
-      BadRecord: null, or no UTF-8.
+      BadRecord: null, empty, or no UTF-8.
     """
     try:
         text = column[index]
@@ -179,10 +189,17 @@ def too_large(file: DataFile, part: str, *, num_bytes: int, limit: int) -> Value
     )
 
 
+class Part(NamedTuple):
+    """A row group or record batch: its rows, and about how many bytes it will hold in memory."""
+
+    num_rows: int
+    num_bytes: int
+
+
 class PartedDocuments:
     """Texts by number in a file of parts: `load(part)` gives the column of one and the bytes it holds.
 
-    `rows` are the rows of each part, which messages call `part_name`. Rows are counted from 1 over the whole file.
+    Messages call a part `part_name`. Rows are counted from 1 over the whole file.
 
     Attributes:
       snapshots: the file, once.
@@ -193,15 +210,16 @@ class PartedDocuments:
         self,
         snapshot: Snapshot,
         *,
-        rows: Sequence[int],
+        parts: Sequence[Part],
         load: Callable[[int], tuple[Any, int]],
         cache: ColumnCache,
         field: str,
         part_name: str,
     ):
         self._snapshot, self._load, self._cache = snapshot, load, cache
-        self._field, self._part_name = field, part_name
-        self._starts = np.concatenate([[0], np.cumsum(rows, dtype=np.int64)]).astype(np.int64)
+        self._field, self._part_name, self._parts = field, part_name, parts
+        counts = np.cumsum([part.num_rows for part in parts], dtype=np.int64)
+        self._starts = np.concatenate([[0], counts]).astype(np.int64)
         self.snapshots, self.num_rows = (snapshot,), int(self._starts[-1])
 
     def __len__(self) -> int:
@@ -212,7 +230,8 @@ class PartedDocuments:
         where, place = self._snapshot.file.where, index - int(self._starts[part])
         self._snapshot.check()
         try:
-            column = self._cache.get((where, part, self._field), lambda: self._load(part))
+            key, num_bytes = (where, part, self._field), self._parts[part].num_bytes
+            column = self._cache.get(key, lambda: self._load(part), num_bytes=num_bytes)
             return cell(column, place, field=self._field, where=where, row=index + 1)
         except (pyarrow.ArrowException, OSError, EOFError) as error:
             what = f"{where}, {self._part_name} {part + 1}"
@@ -246,27 +265,48 @@ def parquet_documents(snapshot: Snapshot, *, field: str, cache: ColumnCache) -> 
         with open_parquet(snapshot.file) as file:
             metadata, schema = file.metadata, file.schema_arrow
         text_column(schema, field, where=where, dictionaries=True)
-        groups = [_group_facts(metadata.row_group(number), field) for number in range(metadata.num_row_groups)]
+        groups = [group_facts(metadata.row_group(number), field) for number in range(metadata.num_row_groups)]
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{where} is not a complete Parquet file ({error}); write it again.") from None
-    for number, (num_rows, num_bytes) in enumerate(groups, start=1):
-        if num_rows < 0:
-            raise ValueError(f"{where}, row group {number}: {num_rows} rows; write the file again.")
-        if num_bytes > MAX_PART_BYTES:
-            raise too_large(snapshot.file, f"row group {number}", num_bytes=num_bytes, limit=MAX_PART_BYTES)
+    for number, group in enumerate(groups, start=1):
+        if group.num_rows < 0:
+            raise ValueError(f"{where}, row group {number}: {group.num_rows} rows; write the file again.")
+        if group.num_bytes > MAX_PART_BYTES:
+            raise too_large(snapshot.file, f"row group {number}", num_bytes=group.num_bytes, limit=MAX_PART_BYTES)
 
     def load(part: int) -> tuple[Any, int]:
-        with open_parquet(snapshot.file) as file:
-            column = TextColumn(file.read_row_group(part, columns=[field], use_threads=False).column(0))
-        if column.nbytes > LARGE_BYTES:
-            pyarrow.default_memory_pool().release_unused()  # what decoding took beside the result
+        column = read_group(snapshot.file, part, field=field, metadata=metadata)
         return column, column.nbytes
 
-    rows = [num_rows for num_rows, _ in groups]
-    return PartedDocuments(snapshot, rows=rows, load=load, cache=cache, field=field, part_name="row group")
+    return PartedDocuments(snapshot, parts=groups, load=load, cache=cache, field=field, part_name="row group")
 
 
-def _group_facts(group: Any, field: str) -> tuple[int, int]:
+def read_group(
+    file: DataFile, group: int, *, field: str, metadata: pyarrow.parquet.FileMetaData | None = None
+) -> TextColumn:
+    """Returns the column `field` of one row group of a file, whose `metadata` is read again if it is not given.
+
+    pyarrow decodes a page whole, and a dictionary twice, so for a moment it holds three times a text beside what it
+    read. Large groups are read one at a time, and what pyarrow's pool keeps then goes back to the system.
+    """
+    with contextlib.ExitStack() as stack:
+        opened = stack.enter_context(open_parquet(file, metadata=metadata, pre_buffer=False, buffer_size=BUFFER_BYTES))
+        num_rows, num_bytes = group_facts(opened.metadata.row_group(group), field)
+        if num_bytes > LARGE_BYTES:
+            stack.enter_context(_LARGE_DECODING)
+        # by parts, for a row group that is read at once is copied once more
+        batch_rows = min(_MAX_BATCH_ROWS, num_rows // 8 + 1)
+        batches = opened.iter_batches(batch_size=batch_rows, row_groups=[group], columns=[field], use_threads=False)
+        chunks = [batch.column(0) for batch in batches]
+        column = TextColumn(pyarrow.chunked_array(chunks, type=opened.schema_arrow.field(field).type))
+    if num_bytes > LARGE_BYTES:
+        del batches
+        pyarrow.default_memory_pool().release_unused()
+    return column
+
+
+def group_facts(group: Any, field: str) -> Part:
     """Returns the rows of a row group and the decoded bytes of its column `field`."""
     chunks = [group.column(number) for number in range(group.num_columns)]
-    return group.num_rows, sum(chunk.total_uncompressed_size for chunk in chunks if chunk.path_in_schema == field)
+    num_bytes = sum(chunk.total_uncompressed_size for chunk in chunks if chunk.path_in_schema == field)
+    return Part(group.num_rows, num_bytes)

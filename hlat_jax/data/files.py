@@ -19,6 +19,7 @@ MANIFEST_NAME = "manifest.json"
 
 _FINGERPRINT_BLOCK_BYTES = 64 * 1024
 _FINGERPRINT_BLOCKS = 16
+_HASH_CHUNK_BYTES = 1 << 24
 
 
 class DataFile:
@@ -68,17 +69,17 @@ class DataFile:
         with client_errors():
             return _RemoteFile(self._filesystem.open(self.where, "rb"))
 
-    def state(self) -> tuple[int, str]:
-        """Returns the size in bytes and what changes when the file is written again."""
+    def state(self) -> tuple[int, str, str]:
+        """Returns the size in bytes, what changes when the file is written again, and what nobody can set back then."""
         if not self.is_remote:
             facts = os.stat(self.where)
-            return facts.st_size, str(facts.st_mtime_ns)
+            return facts.st_size, str(facts.st_mtime_ns), str(facts.st_ctime_ns)
         with client_errors():
             facts = self._filesystem.info(self.where)
         if facts.get("size") is None:
             raise OSError("its server does not say how long it is; copy it to a local disk")
         names = ("ETag", "etag", "generation", "mtime", "LastModified", "last_modified", "created")
-        return int(facts["size"]), next((str(facts[name]) for name in names if name in facts), "")
+        return int(facts["size"]), next((str(facts[name]) for name in names if name in facts), ""), ""
 
     def read_range(self, start: int, length: int) -> bytes:
         """Returns `length` bytes from `start`, fewer where the file ends before."""
@@ -142,19 +143,25 @@ def _pread(descriptor: int, *, length: int, start: int) -> bytes:
 class Snapshot:
     """A file as it was when it was opened; whatever reads through this raises once the file is another.
 
-    A local file is looked at before each read: another size is a change, another time of writing is one if the
-    fingerprint differs too. A remote one is looked at when it is opened, and its reads must not come back short.
+    A local file is looked at before each read. Another size is a change. Where only its times are others, it is the
+    same if its content hash is; without that hash, if its fingerprint is and either covers it whole or the file was not
+    written (links and permissions change a time too). A remote one is looked at when it is opened, and its reads must
+    not come back short.
+
+    Attributes:
+      content_hash: 32 hex digits of all bytes, set by who has read them all; None: not known.
+      has_checksums: its format notices other bytes by itself.
 
     Raises:
       ValueError: the file is not there.
     """
 
-    __slots__ = ("_version", "file", "fingerprint", "size")
+    __slots__ = ("_times", "content_hash", "file", "fingerprint", "has_checksums", "size")
 
-    def __init__(self, file: DataFile):
-        self.file = file
+    def __init__(self, file: DataFile, *, has_checksums: bool = False):
+        self.file, self.has_checksums, self.content_hash = file, has_checksums, None
         try:
-            self.size, self._version = file.state()
+            self.size, *self._times = file.state()
             self.fingerprint = fingerprint(file, size=self.size)
         except OSError as error:
             raise ValueError(f"{file} cannot be read: {reason(error)}.") from None
@@ -162,7 +169,7 @@ class Snapshot:
     @property
     def identity(self) -> str:
         """32 hex digits that change when the file is written again, also where the fingerprint does not look."""
-        facts = f"{self.file.where}\n{self.size}\n{self._version}\n{self.fingerprint}"
+        facts = f"{self.file.where}\n{self.size}\n{self._times}\n{self.fingerprint}"
         return hashlib.blake2b(facts.encode(), digest_size=16).hexdigest()
 
     def check(self) -> None:
@@ -170,18 +177,27 @@ class Snapshot:
         if self.file.is_remote:
             return
         try:
-            size, version = self.file.state()
-            if (size, version) == (self.size, self._version):
+            size, *times = self.file.state()
+            if (size, times) == (self.size, self._times):
                 return
-            if size == self.size and fingerprint(self.file, size=size) == self.fingerprint:
-                self._version = version  # touched, or copied back
+            if size != self.size:
+                what = f"its size from {self.size} to {size} bytes"
+            elif self._is_same(was_written=times[0] != self._times[0]):
+                self._times = times
                 return
+            else:
+                what = "its content, or was written again in its size so that nobody can tell"
         except OSError as error:
             raise ValueError(f"{self.file} cannot be read any more: {reason(error)}. Restore it.") from None
-        what = "its content" if size == self.size else f"its size from {self.size} to {size} bytes"
         raise ValueError(
             f"{self.file} changed {what} since it was opened; restore it, or start again in another --workdir."
         )
+
+    def _is_same(self, *, was_written: bool) -> bool:
+        if self.content_hash is not None:
+            return content_hash(self.file) == self.content_hash
+        is_seen_whole = self.has_checksums or self.size <= _FINGERPRINT_BLOCKS * _FINGERPRINT_BLOCK_BYTES
+        return (is_seen_whole or not was_written) and fingerprint(self.file, size=self.size) == self.fingerprint
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[BinaryIO]:
@@ -232,6 +248,20 @@ def filesystem_of(url: str) -> tuple[Any, str]:
         ) from None
     except ValueError as error:
         raise ValueError(f"{url}: {error}; give a local path or a URL that fsspec knows.") from None
+
+
+def content_hash(file: DataFile) -> str:
+    """Returns 32 hex digits of all bytes of a file."""
+    digest = new_content_hash()
+    with file.open() as opened:
+        while chunk := opened.read(_HASH_CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def new_content_hash() -> Any:
+    """Returns the hash to be updated with all bytes of a file."""
+    return hashlib.blake2b(digest_size=16)
 
 
 def fingerprint(file: DataFile | str | os.PathLike, *, size: int | None = None) -> str:

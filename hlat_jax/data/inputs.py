@@ -6,6 +6,7 @@ Owns the one place where `build`, `tokenizer` and their kind read text. Refuses 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import pathlib
 from collections.abc import Iterator, Sequence
 
@@ -63,13 +64,13 @@ def read(input_: Input, *, text_field: str) -> Iterator[str | BadRecord]:
     documents = streaming.iter_documents(input_.file, text_field=text_field)
     while True:
         try:
-            document = next(documents, None)
+            found = [text for text, _ in itertools.islice(documents, 1)]
         except BadRecord as error:
             yield error
             continue
-        if document is None:
+        if not found:
             return
-        yield document[0]
+        yield found.pop()  # not kept here while the next one is read
 
 
 def said_here(error: BadRecord) -> ValueError:

@@ -1,12 +1,14 @@
 """JSONL read in place: an index of where its lines lie, and the text of any one of them.
 
-The index is built in one pass over the file in bounded memory, and can be kept in a folder beside the run, where it is
-written atomically and mapped into memory when it is read back. Owns lines; what a line must hold is records.json_text.
+The index is built in one pass over the file in bounded memory, which hashes every byte too, and can be kept in a folder
+beside the run, where it is written atomically and mapped into memory when it is read back. Owns lines; what a line must
+hold is records.json_text.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import pathlib
@@ -18,13 +20,13 @@ import numpy as np
 import pyarrow
 
 from hlat_jax.data import records
-from hlat_jax.data.files import Snapshot
+from hlat_jax.data.files import Snapshot, new_content_hash
 
 _CHUNK_BYTES = 1 << 24
 BLANK_BYTES = b" \t\r\n"
 _MAX_BLANK_BYTES = 80  # a longer line of spaces fails as JSON, with its row
-_HEADER = struct.Struct("<8s32sQQ")  # magic, Snapshot.identity, documents, blank lines
-_MAGIC = b"hlatidx1"
+_HEADER = struct.Struct("<8s32s32sQQ")  # magic, Snapshot.identity, hash of the content, documents, blank lines
+_MAGIC = b"hlatidx2"
 
 
 class LineIndex:
@@ -33,10 +35,11 @@ class LineIndex:
     Attributes:
       spans: int64[num_documents, 2], first byte of the line and the byte after its last, without the line end.
       blanks: int64[num_blank_lines], for each blank line the number of documents before it, ascending.
+      content_hash: 32 hex digits of all bytes of the file.
     """
 
-    def __init__(self, spans: np.ndarray, blanks: np.ndarray):
-        self.spans, self.blanks = spans, blanks
+    def __init__(self, spans: np.ndarray, blanks: np.ndarray, *, content_hash: str):
+        self.spans, self.blanks, self.content_hash = spans, blanks, content_hash
 
     def row(self, index: int) -> int:
         """Returns the line number in the file, from 1, of document `index`."""
@@ -46,32 +49,45 @@ class LineIndex:
 def line_index(snapshot: Snapshot, *, folder: pathlib.Path | None = None) -> LineIndex:
     """Returns the index of a file: the one kept in `folder` if it belongs to this very file, else a new one.
 
+    Where nobody may write in `folder`, a new one is kept in a temporary place for as long as it is used.
+
     Raises:
       ValueError: the file changed meanwhile.
-      OSError: `folder` cannot be written to.
+      OSError: the disk of `folder` is full or broken.
     """
     if folder is None:
-        parts = list(_scan(snapshot))
-        blanks = [blanks for _, blanks in parts]
-        return LineIndex(np.concatenate([spans for spans, _ in parts]), np.concatenate(blanks))
+        digest = new_content_hash()
+        parts = list(_scan(snapshot, digest))
+        spans, blanks = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+        return LineIndex(spans, blanks, content_hash=digest.hexdigest())
     place = hashlib.blake2b(snapshot.file.where.encode(), digest_size=8).hexdigest()
     path = pathlib.Path(folder) / f"{snapshot.file.name}-{place}.lines"
     kept = _read_index(path, snapshot=snapshot)
-    if kept is None:
+    if kept is not None:
+        return kept
+    try:
         _write_index(path, snapshot=snapshot)
         kept = _read_index(path, snapshot=snapshot)
-        assert kept is not None
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise
+        with tempfile.TemporaryDirectory() as temporary:  # stays mapped when its name is gone
+            path = pathlib.Path(temporary) / path.name
+            _write_index(path, snapshot=snapshot)
+            kept = _read_index(path, snapshot=snapshot)
+    assert kept is not None
     return kept
 
 
-def _scan(snapshot: Snapshot) -> Any:
-    """Yields (spans, blanks) of the lines that end in each chunk of the file; blanks as in LineIndex."""
+def _scan(snapshot: Snapshot, digest: Any) -> Any:
+    """Yields (spans, blanks) of the lines that end in each chunk of the file, blanks as in LineIndex; hashes it."""
     num_documents, start, offset, carried = 0, 0, 0, b""
     with snapshot.opened() as file:
         while offset <= snapshot.size:
             chunk = file.read(min(_CHUNK_BYTES, snapshot.size - offset))
             if not chunk and offset < snapshot.size:
                 raise ValueError(f"{snapshot.file} shrank while it was indexed; start again when it is whole.")
+            digest.update(chunk)
             ends = np.flatnonzero(np.frombuffer(chunk, np.uint8) == ord("\n")) + offset
             if not chunk and start < snapshot.size:
                 ends = np.asarray([snapshot.size])  # a last line without line end
@@ -116,15 +132,16 @@ def _write_index(path: pathlib.Path, *, snapshot: Snapshot) -> None:
 
 def _write_parts(file: BinaryIO, *, snapshot: Snapshot) -> None:
     file.write(bytes(_HEADER.size))
-    num_documents, blanks = 0, []
-    for spans, blank in _scan(snapshot):
+    num_documents, blanks, digest = 0, [], new_content_hash()
+    for spans, blank in _scan(snapshot, digest):
         file.write(spans.astype("<i8").tobytes())
         num_documents += len(spans)
         blanks.append(blank)
     blanks = np.concatenate(blanks)
     file.write(blanks.astype("<i8").tobytes())
     file.seek(0)
-    file.write(_HEADER.pack(_MAGIC, snapshot.identity.encode(), num_documents, len(blanks)))
+    hashes = snapshot.identity.encode(), digest.hexdigest().encode()
+    file.write(_HEADER.pack(_MAGIC, *hashes, num_documents, len(blanks)))
 
 
 def _read_index(path: pathlib.Path, *, snapshot: Snapshot) -> LineIndex | None:
@@ -136,13 +153,14 @@ def _read_index(path: pathlib.Path, *, snapshot: Snapshot) -> LineIndex | None:
         return None
     if buffer.size < _HEADER.size:
         return None
-    magic, identity, num_documents, num_blanks = _HEADER.unpack(buffer[: _HEADER.size])
+    magic, identity, content_hash, num_documents, num_blanks = _HEADER.unpack(buffer[: _HEADER.size])
     if magic != _MAGIC or identity != snapshot.identity.encode():
         return None
     numbers = np.frombuffer(buffer, "<i8", offset=_HEADER.size)
     if len(numbers) != 2 * num_documents + num_blanks:
         return None
-    return LineIndex(numbers[: 2 * num_documents].reshape(-1, 2), numbers[2 * num_documents :])
+    spans, blanks = np.split(numbers, [2 * num_documents])
+    return LineIndex(spans.reshape(-1, 2), blanks, content_hash=content_hash.decode("ascii"))
 
 
 class JsonlDocuments:
@@ -156,6 +174,7 @@ class JsonlDocuments:
     def __init__(self, snapshot: Snapshot, *, field: str, index_folder: pathlib.Path | None = None):
         self._snapshot, self._field = snapshot, field
         self._index = line_index(snapshot, folder=index_folder)
+        snapshot.content_hash = self._index.content_hash
         self.snapshots, self.num_rows = (snapshot,), len(self._index.spans) + len(self._index.blanks)
 
     def __len__(self) -> int:

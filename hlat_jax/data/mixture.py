@@ -110,6 +110,23 @@ def parse_stages(spec: str, *, names: Sequence[str], batch_tokens: int) -> tuple
     return tuple(stages)
 
 
+def first_stages(stages: Sequence[Stage], *, num_batches: int) -> list[tuple[int, list[str]]]:
+    """Returns (end, exact shares) of what holds for the first `num_batches` batches; alike for what means the same.
+
+    Neighbours of equal shares are one, and what begins behind the end is left out.
+    """
+    found: list[tuple[int, list[str]]] = []
+    for stage in stages:
+        begin = found[-1][0] if found else 0
+        end = num_batches if stage.until_step is None else min(stage.until_step, num_batches)
+        shares = [str(share) for share in stage.shares]
+        if end > begin:
+            if found and found[-1][1] == shares:
+                found.pop()
+            found.append((end, shares))
+    return found
+
+
 def _shares(text: str, *, names: Sequence[str], where: str) -> tuple[fractions.Fraction, ...]:
     weights: dict[str, fractions.Fraction] = {}
     for item in text.split(","):

@@ -2,7 +2,7 @@
 
 Begins at the nearest position that the run has kept and goes through the batches between, or computes the place where
 token ids are stored. Owns what is printed. Writes nothing in the run folder but the line index of a JSONL file that is
-new there or changed, if the run keeps such indices.
+new there or changed, if the run keeps such indices and may be written to.
 """
 
 from __future__ import annotations
@@ -68,15 +68,17 @@ def _go_to(batches: TrainBatches, workdir: pathlib.Path, *, step: int, data: con
     """Moves to the nearest known place before batch `step`; returns how many batches lie between, and says so."""
     definition, before = batches.definition, step - 1
     lengths = [source.documents.token_lengths() for source in definition.sources]
-    if data.packing == "concat" and all(length is not None for length in lengths):
-        places = [
-            positions.computed(definition, row, batch=before, seq_len=data.seq_len, lengths=lengths)
-            for row in batches.rows
-        ]
-        batches.set_state(np.stack(places))
-        print("position: computed from the lengths of the stored ids, nothing to replay")
-        return 0
     kept = positions.nearest(workdir, before, data_identity=definition.identity)
+    if data.packing == "concat" and all(length is not None for length in lengths):
+        options = {"batch": before, "seq_len": data.seq_len, "lengths": lengths}
+        begins = [None if kept is None else kept[1][row] for row in batches.rows]
+        rows = zip(batches.rows, begins, strict=True)
+        batches.set_state(
+            np.stack([positions.computed(definition, row, start=start, **options) for row, start in rows])
+        )
+        since = f" (from step {kept[0]} on, {kept[2]})" if kept else ""
+        print(f"position: computed from the lengths of the stored ids{since}, nothing to replay")
+        return 0
     if kept is None:
         print(f"position: the beginning (none is kept in {workdir}), replaying {_batches(before)}", flush=True)
         return before

@@ -1,7 +1,8 @@
 """Where the data stood at which step: an index beside the run, what checkpoints say of it, and arithmetic.
 
 `<run folder>/positions/<step>.npz` holds the position after that many batches and the identity of the data it belongs
-to (see streams). Owns these files and the search for the nearest. Refuses to know what a position means to a stream.
+to, as far as that step (see streams). Owns these files and the search for the nearest. Refuses to know what a position
+means to a stream.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import json
 import pathlib
 import zipfile
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -20,7 +21,10 @@ from hlat_jax.durable import write_whole
 
 FOLDER = "positions"
 _CHECKPOINTS = "checkpoints"
+_DOCUMENTS_AT_ONCE = 4096
 _RUN_FILE = pathlib.Path("run", "metadata")  # of a checkpoint, where Orbax's JsonSave puts position and metadata
+
+Identity = Callable[[int], str]  # of the data, as far as a step
 
 
 def write(workdir: pathlib.Path, step: int, *, position: np.ndarray, data_identity: str) -> None:
@@ -38,7 +42,9 @@ def rewind(workdir: pathlib.Path, step: int) -> None:
             path.unlink()
 
 
-def nearest(workdir: pathlib.Path, step: int, *, data_identity: str) -> tuple[int, np.ndarray, pathlib.Path] | None:
+def nearest(
+    workdir: pathlib.Path, step: int, *, data_identity: Identity
+) -> tuple[int, np.ndarray, pathlib.Path] | None:
     """Returns (step, position, file) of the last position kept at `step` or before; None when none is readable.
 
     Raises:
@@ -48,7 +54,7 @@ def nearest(workdir: pathlib.Path, step: int, *, data_identity: str) -> tuple[in
     return _first(sorted(files, key=lambda item: item[0], reverse=True), workdir, data_identity=data_identity)
 
 
-def is_compared(workdir: pathlib.Path, step: int, *, data_identity: str) -> bool:
+def is_compared(workdir: pathlib.Path, step: int, *, data_identity: Identity) -> bool:
     """Returns whether the run has kept a position or checkpoint, of any step, that says what data it is of.
 
     Raises:
@@ -59,26 +65,39 @@ def is_compared(workdir: pathlib.Path, step: int, *, data_identity: str) -> bool
 
 
 def computed(
-    definition: Definition, row: int, *, batch: int, seq_len: int, lengths: Sequence[np.ndarray]
+    definition: Definition,
+    row: int,
+    *,
+    batch: int,
+    seq_len: int,
+    lengths: Sequence[np.ndarray],
+    start: np.ndarray | None = None,
 ) -> np.ndarray:
     """Returns int64[1 + 4 S], where row `row` of batch `batch` begins under `concat`, from the documents' lengths.
 
-    Reads no document. `lengths`: tokens of each document with EOS, one array a source.
+    Reads no document, and looks at the lengths of those behind `start` only, the place of that row at an earlier batch;
+    None: the beginning. `lengths`: tokens of each document with EOS, one array a source.
     """
-    position = np.zeros(1 + NUM_FIELDS * len(lengths), np.int64)
-    position[0] = batch
-    for source, num_rows in enumerate(definition.mixture.row_counts(row, num_batches=batch)):
-        place, epoch = int(num_rows) * seq_len, 0
+    position = np.zeros(1 + NUM_FIELDS * len(lengths), np.int64) if start is None else start.copy()
+    begun, position[0] = int(position[0]), batch
+    counts = definition.mixture.row_counts(row, num_batches=batch)
+    counts -= definition.mixture.row_counts(row, num_batches=begun)
+    for source, num_rows in enumerate(counts):
+        fields = position[1 + NUM_FIELDS * source :][:NUM_FIELDS]
+        epoch, document, token, skipped = (int(value) for value in fields)
+        place = token + int(num_rows) * seq_len  # from the beginning of `document`
+        num_own = definition.num_entries(source, row=row)
         while True:
-            num_own = definition.num_entries(source, row=row)
-            numbers = [definition.document(source, row=row, epoch=epoch, entry=entry) for entry in range(num_own)]
+            entries = range(document, min(document + _DOCUMENTS_AT_ONCE, num_own))
+            numbers = [definition.document(source, row=row, epoch=epoch, entry=entry) for entry in entries]
             ends = np.cumsum(lengths[source][numbers], dtype=np.int64)
             if place < ends[-1]:
                 break
-            place, epoch = place - int(ends[-1]), epoch + 1
-        document = int(np.searchsorted(ends, place, side="right"))
-        token = place - (int(ends[document - 1]) if document else 0)
-        position[1 + NUM_FIELDS * source :][:NUM_FIELDS] = (epoch, document, token, 0)
+            place, document = place - int(ends[-1]), entries.stop
+            if document == num_own:
+                epoch, document = epoch + 1, 0
+        passed = int(np.searchsorted(ends, place, side="right"))
+        fields[:] = (epoch, document + passed, place - (int(ends[passed - 1]) if passed else 0), skipped)
     return position
 
 
@@ -95,15 +114,15 @@ def _saved(workdir: pathlib.Path) -> Iterator[tuple[int, pathlib.Path]]:
 
 
 def _first(
-    files: Sequence[tuple[int, pathlib.Path]], workdir: pathlib.Path, *, data_identity: str
+    files: Sequence[tuple[int, pathlib.Path]], workdir: pathlib.Path, *, data_identity: Identity
 ) -> tuple[int, np.ndarray, pathlib.Path] | None:
     """Returns (step, position, file) of the first readable file. Raises ValueError when it belongs to other data."""
     for kept, path in files:
-        found = _read(path)
+        found = _read(path, kept)
         if found is None:
             continue
         position, found_identity = found
-        if found_identity != data_identity:
+        if found_identity != data_identity(kept):
             raise ValueError(
                 f"{path} belongs to a run on other data (another text, tokenizer, seed, mixture or packing); give the "
                 f"config that it was trained with, see {workdir / 'config.json'}, or another --workdir."
@@ -112,7 +131,7 @@ def _first(
     return None
 
 
-def _read(path: pathlib.Path) -> tuple[np.ndarray, str] | None:
+def _read(path: pathlib.Path, step: int) -> tuple[np.ndarray, str] | None:
     """Returns (position, identity of its data), or None for a file that is damaged or is being removed."""
     try:
         if path.suffix == ".npz":
@@ -124,6 +143,7 @@ def _read(path: pathlib.Path) -> tuple[np.ndarray, str] | None:
             metadata["config"]["data"],
             manifest_hash=metadata["manifest"]["hash"],
             tokenizer_sha256=metadata["tokenizer_sha256"],
+            num_batches=step,
         )
         return np.asarray(run["position"], np.int64), found
     except (OSError, EOFError, ValueError, KeyError, TypeError, NotImplementedError, zipfile.BadZipFile, zlib.error):

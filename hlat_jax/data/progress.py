@@ -17,6 +17,16 @@ _REDRAW_S = 0.2
 _LINE_S = 30.0
 
 
+class Told:
+    """What work says of itself in passing, to be asked by a Progress: the share done, in 0 .. 1, and words."""
+
+    def __init__(self):
+        self.share, self.words = 0.0, ""
+
+    def __call__(self) -> tuple[float, str]:
+        return self.share, self.words
+
+
 class Progress:
     """A context that shows what `ask` returns, (share done in 0 .. 1, words), from a thread of its own.
 

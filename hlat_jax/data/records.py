@@ -25,8 +25,10 @@ def checked_text(text: Any, *, field: str, where: str, row: int) -> str:
     """Returns `text` if it is text that UTF-8 can express.
 
     Raises:
-      BadRecord: it is null, of another type, or holds half of a surrogate pair.
+      BadRecord: it is null, empty, of another type, or holds half of a surrogate pair.
     """
+    if text == "":
+        raise bad_record(where, row, f"{field!r} is empty.")
     if isinstance(text, str):
         if text.isascii():
             return text
@@ -45,8 +47,10 @@ def utf8_text(raw: bytes | bytearray, *, where: str, row: int | None) -> str:
     """Returns the text of a record that is nothing but text.
 
     Raises:
-      BadRecord: it is not UTF-8.
+      BadRecord: it is empty, or not UTF-8.
     """
+    if not raw:
+        raise bad_record(where, row, "it is empty.")
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:

@@ -2,9 +2,11 @@
 
 Owns the bytes of a shard and the hash of its content. Refuses to know where documents come from and who writes when.
 
-kind "text": a record is one document, its UTF-8. kind "tokens": a record is a block of whole consecutive documents of
-about 32,768 ids: little-endian uint32 (number of documents n, bytes an id 2 or 4, n lengths), then the ids. Which
-documents share a record depends on their lengths alone, so the bytes of a shard do not depend on who wrote it.
+kind "text": a record is one document, its UTF-8; a document of more than 4 Mi characters is cut into records of so
+many, for whoever writes or reads a record holds it several times. kind "tokens": a record is a block of whole
+consecutive documents of about 32,768 ids: little-endian uint32 (number of documents n, bytes an id 2 or 4, n lengths),
+then the ids. Which documents share a record depends on their lengths alone, so the bytes of a shard do not depend on
+who wrote it.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from hlat_jax.data import packing
 from hlat_jax.data.built import index_path
 
 RECORD_IDS = 32_768
+RECORD_CHARS = 1 << 22
 TEXT_OPTIONS = "group_size:1,zstd"
 TOKENS_OPTIONS = "group_size:1,uncompressed"
 
@@ -31,7 +34,7 @@ _PRIME, _BASE = (1 << 127) - 1, 0x2545F4914F6CDD1D9E3779B97F4A7C15
 
 
 class Encoded(NamedTuple):
-    """One document as it is stored: `data` is its UTF-8, or ids as uint16[n] or uint32[n]; `digest` is of its text."""
+    """One document as it is stored; `digest` is of its text, `data` is records of UTF-8, or ids as uint16 or uint32."""
 
     num_bytes: int
     digest: int
@@ -40,8 +43,12 @@ class Encoded(NamedTuple):
 
 def encode_text(text: str) -> Encoded:
     """Returns a document of kind "text"."""
-    raw = text.encode("utf-8")
-    return Encoded(len(raw), _number(hashlib.blake2b(raw, digest_size=16)), raw)
+    starts = range(0, max(len(text), 1), RECORD_CHARS)
+    raw = [text[start : start + RECORD_CHARS].encode("utf-8") for start in starts]
+    digest = hashlib.blake2b(digest_size=16)
+    for part in raw:
+        digest.update(part)
+    return Encoded(sum(map(len, raw)), _number(digest), raw)
 
 
 def encode_tokens(text: str, *, tokenizer: Any, max_chars: int) -> Encoded:
@@ -55,14 +62,14 @@ def encode_tokens(text: str, *, tokenizer: Any, max_chars: int) -> Encoded:
         raw = text[start : start + _HASH_CHARS].encode("utf-8")
         digest.update(raw)
         num_bytes += len(raw)
-    dtype, parts = id_dtype(tokenizer.vocab_size), []
+    dtype, stored = id_dtype(tokenizer.vocab_size), bytearray()  # grows in place
     for ids in packing.document_tokens(text, tokenizer=tokenizer, max_chars=max_chars):
         if ids.min() < 0 or ids.max() >= tokenizer.vocab_size:
             raise ValueError(
                 f"token ids run from {ids.min()} to {ids.max()}, outside the vocabulary of {tokenizer.vocab_size}."
             )
-        parts.append(ids.astype(dtype))
-    return Encoded(num_bytes, _number(digest), parts[0] if len(parts) == 1 else np.concatenate(parts))
+        stored += ids.astype(dtype).data
+    return Encoded(num_bytes, _number(digest), np.frombuffer(stored, dtype))
 
 
 def id_dtype(vocab_size: int) -> np.dtype:
@@ -141,7 +148,8 @@ class ShardWriter:
         self._block_ids = 0
         self._lengths: list[int] = []
         self._first_document: list[int] = []
-        self._num_records = 0
+        self._long: list[tuple[int, int]] = []  # (document, its records) of those that have several
+        self._num_documents = self._num_records = 0
         try:
             self._writer = array_record_module.ArrayRecordWriter(
                 str(self._partial), TEXT_OPTIONS if dtype is None else TOKENS_OPTIONS
@@ -150,9 +158,13 @@ class ShardWriter:
             raise disk_error(path, error) from None
 
     def add(self, data: Any) -> None:
-        """Appends one document: bytes, or ids of this writer's type."""
+        """Appends one document: records of bytes, or ids of this writer's type."""
+        self._num_documents += 1
         if self._dtype is None:
-            self._write(data)
+            if len(data) > 1:
+                self._long.append((self._num_documents - 1, len(data)))
+            for record in data:
+                self._write(record)
             return
         if self._block and self._block_ids + len(data) > RECORD_IDS:
             self._flush()
@@ -160,7 +172,7 @@ class ShardWriter:
         self._block_ids += len(data)
 
     def close(self) -> dict[str, Any]:
-        """Puts the shard in place; returns its file_bytes, blake2b and index_blake2b (None for text).
+        """Puts the shard in place; returns its file_bytes, blake2b, index_blake2b (None for text) and long documents.
 
         A reader never sees half a shard: both files are on the disk before the data file takes its name.
         """
@@ -173,6 +185,7 @@ class ShardWriter:
             self._check_complete()
             facts = {"file_bytes": self._partial.stat().st_size, "blake2b": file_hash(self._partial)}
             facts["index_blake2b"] = None if self._dtype is None else self._write_index()
+            facts["long"] = self._long
             os.replace(self._partial, self.path)
             durable.sync_folder(self.path.parent)
         except (OSError, RuntimeError) as error:
@@ -197,7 +210,7 @@ class ShardWriter:
         self._first_document.append(len(self._lengths))
         self._lengths.extend(lengths)
         block, self._block, self._block_ids = self._block, [], 0
-        self._write(b"".join([header.tobytes(), *(ids.tobytes() for ids in block)]))
+        self._write(b"".join([header.data, *(ids.data for ids in block)]))
 
     def _check_complete(self) -> None:
         """Reads the footer back: the writer's own threads do not report every failure."""

@@ -123,8 +123,9 @@ def open_corpus(
     The manifest says what the documents are, wherever they lie: for each file (a run of plain-text files is one
     entry, and so is a dataset) `name, kind, bytes, documents, rows, fingerprint`, and for stored ids `tokens,
     tokenizer_sha256, vocab_size, eos_id, max_document_chars`; then `documents` in all, `text_field` and `hash` of
-    bytes, documents and fingerprints. Two manifests of one hash give the same documents under the same numbers, as far
-    as `fingerprint` sees.
+    bytes, documents and fingerprints. Two manifests of one hash give the same documents under the same numbers: the
+    fingerprint of JSONL is of every byte, and that of a dataset of its content; of other files over 1 MiB it is of the
+    size and 16 blocks of 64 KiB.
 
     Raises:
       ValueError: see paths.resolve_files; a file that cannot be indexed; ids of another tokenizer; no documents, or
@@ -178,11 +179,11 @@ def _refuse_emptiness(documents: Any, *, what: str) -> None:
         except BadRecord as error:  # raised again, or counted, where it is trained on: data.on_bad_record
             first_error = first_error or error
             continue
-        if len(document) > (0 if isinstance(document, str) else 1):  # stored ids of an empty text are its EOS
+        if isinstance(document, str) or len(document) > 1:  # stored ids of an empty text are its EOS
             return
     if first_error is not None:
         raise ValueError(f"{what}: none of {len(documents)} documents can be read. The first trouble: {first_error}")
-    raise ValueError(f"{what}: all {len(documents)} documents are empty; look at data.text_field.")
+    raise ValueError(f"{what}: all {len(documents)} documents are empty; build them again from texts.")
 
 
 def _runs(files: Sequence[DataFile]) -> list[tuple[str, list[DataFile]]]:
@@ -198,7 +199,7 @@ def _runs(files: Sequence[DataFile]) -> list[tuple[str, list[DataFile]]]:
 
 
 def _manifest_entry(kind: str, files: list[DataFile], part: Any) -> dict[str, Any]:
-    prints = [snapshot.fingerprint for snapshot in part.snapshots]
+    prints = [snapshot.content_hash or snapshot.fingerprint for snapshot in part.snapshots]
     joined = prints[0] if len(prints) == 1 else hashlib.blake2b("".join(prints).encode(), digest_size=16).hexdigest()
     entry = {
         "name": files[0].name if len(files) == 1 else f"{files[0].name} and {len(files) - 1} more",

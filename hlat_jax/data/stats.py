@@ -15,6 +15,7 @@ import numpy as np
 
 from hlat_jax.config import Config
 from hlat_jax.data import built, mixture, packing, paths, sources
+from hlat_jax.data.progress import Told, size
 from hlat_jax.data.records import BadRecord
 from hlat_jax.data.tokenizer import Tokenizer
 
@@ -47,11 +48,12 @@ class Counts:
         )
 
 
-def report(config: Config, *, sample_bytes: int) -> str:
+def report(config: Config, *, sample_bytes: int, told: Told | None = None) -> str:
     """Returns the table: a row for each source of training and validation text, with epochs for the former.
 
     Epochs are the tokens that the mixture takes from a source, up to train.num_steps and to optimizer.horizon_steps,
-    over the tokens it holds. `sample_bytes` of text are tokenized of each source; 0: all of it.
+    over the tokens it holds. `sample_bytes` of text are tokenized of each source; 0: all of it. `told` hears how far
+    each source is.
 
     Raises:
       ValueError: bad data (see sources), or a dataset of another tokenizer.
@@ -63,8 +65,10 @@ def report(config: Config, *, sample_bytes: int) -> str:
     shares_run = rows_of_steps(stages, num_steps=config.train.num_steps)
     shares_all = rows_of_steps(stages, num_steps=config.optimizer.horizon_steps)
     lines, totals = [_HEADER], Counts(0, 0, 0)
+    options = {"config": config, "tokenizer": tokenizer, "sample_bytes": sample_bytes}
+    options |= {"told": Told() if told is None else told}
     for index, (name, spec) in enumerate(specs.items()):
-        counts = count(spec, config=config, key="data.train", tokenizer=tokenizer, sample_bytes=sample_bytes)
+        counts = count(spec, key="data.train", **options)
         epochs = [_epochs(shares[index] * step_tokens, counts) for shares in (shares_run, shares_all)]
         lines.append(_row(name, counts, epochs))
         totals += counts
@@ -73,7 +77,7 @@ def report(config: Config, *, sample_bytes: int) -> str:
         lines.append(_row("total", totals, [_epochs(tokens, totals) for tokens in asked]))
     held_out = mixture.parse_sources(data.validation, key="data.validation") if data.validation else {}
     for name, spec in held_out.items():
-        counts = count(spec, config=config, key="data.validation", tokenizer=tokenizer, sample_bytes=sample_bytes)
+        counts = count(spec, key="data.validation", **options)
         lines.append(_row(f"validation: {name}", counts, ["", ""]))
         totals += counts
     return "\n".join([_aligned(lines), "", *_notes(config, totals)])
@@ -90,7 +94,7 @@ def rows_of_steps(stages: Sequence[mixture.Stage], *, num_steps: int) -> list[fl
     return taken
 
 
-def count(spec: str, *, config: Config, key: str, tokenizer: Tokenizer, sample_bytes: int) -> Counts:
+def count(spec: str, *, config: Config, key: str, tokenizer: Tokenizer, sample_bytes: int, told: Told) -> Counts:
     """Returns the counts of one source: exact ones of stored ids, and an estimate from a sample of text."""
     total, texts = Counts(0, 0, 0), []
     for file in paths.resolve_files(spec, key=key):
@@ -101,12 +105,15 @@ def count(spec: str, *, config: Config, key: str, tokenizer: Tokenizer, sample_b
         built.open_built(file, key=key, tokenizer_sha256=tokenizer.sha256)  # refuses ids of another tokenizer
         total += Counts(manifest.documents, bytes=manifest.bytes, tokens=manifest.tokens)
     if texts:
+        told.share, told.words = 0.0, f"{key}: looking for documents in {len(texts):,} files"
         documents = sources.open_corpus(spec, files=texts, text_field=config.data.text_field, key=key)
-        total += _sampled(documents, config=config, tokenizer=tokenizer, sample_bytes=sample_bytes)
+        total += _sampled(documents, config=config, tokenizer=tokenizer, sample_bytes=sample_bytes, told=told)
     return total
 
 
-def _sampled(documents: Sequence[str], *, config: Config, tokenizer: Tokenizer, sample_bytes: int) -> Counts:
+def _sampled(
+    documents: Sequence[str], *, config: Config, tokenizer: Tokenizer, sample_bytes: int, told: Told
+) -> Counts:
     """Returns the counts of texts, from as many of them, spread evenly, as `sample_bytes` takes."""
 
     def measure(index: int) -> tuple[int, int] | None:
@@ -125,7 +132,9 @@ def _sampled(documents: Sequence[str], *, config: Config, tokenizer: Tokenizer, 
             found = list(pool.map(measure, indices))
             num_seen += len(found)
             measured += [facts for facts in found if facts is not None]
-            num_bytes = sum(facts[0] for facts in measured)
+            num_bytes += sum(facts[0] for facts in found if facts is not None)
+            told.share = max(num_seen / len(documents), min(num_bytes / sample_bytes, 1.0) if sample_bytes else 0.0)
+            told.words = f"tokenizing, {num_seen:,} documents  {size(num_bytes)}"
             if sample_bytes and num_bytes >= sample_bytes:
                 break
     if not measured:

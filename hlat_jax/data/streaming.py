@@ -13,6 +13,7 @@ from typing import Any, BinaryIO
 
 import pyarrow
 import pyarrow.ipc
+import pyarrow.parquet
 
 from hlat_jax.data import arrow_ipc, columns, records
 from hlat_jax.data.built import BuiltTexts, open_built
@@ -135,11 +136,23 @@ def _text(file: DataFile, field: str) -> Iterator[Item]:
 
 
 def _parquet(file: DataFile, field: str) -> Iterator[Item]:
-    # without pre-buffering, with a buffer: pages are decoded as they come, however large the row group
-    with columns.open_parquet(file, pre_buffer=False, buffer_size=_CHUNK_BYTES) as opened:
+    with columns.open_parquet(file) as opened:
         columns.text_column(opened.schema_arrow, field, where=file.where, dictionaries=True)
-        batches = opened.iter_batches(batch_size=_ROWS_AT_ONCE, columns=[field], use_threads=False)
-        yield from _cells((columns.TextColumn(batch.column(0)) for batch in batches), file=file, field=field)
+        metadata = opened.metadata
+    yield from _cells(_row_groups(file, field, metadata), file=file, field=field)
+
+
+def _row_groups(file: DataFile, field: str, metadata: pyarrow.parquet.FileMetaData) -> Iterator[columns.TextColumn]:
+    for group in range(metadata.num_row_groups):
+        if columns.group_facts(metadata.row_group(group), field).num_bytes <= columns.MAX_PART_BYTES:
+            yield columns.read_group(file, group, field=field, metadata=metadata)
+            continue
+        # without pre-buffering, with a buffer: pages are decoded as they come, however large the row group
+        options = {"metadata": metadata, "pre_buffer": False, "buffer_size": columns.BUFFER_BYTES}
+        with columns.open_parquet(file, **options) as opened:
+            choice = {"row_groups": [group], "columns": [field], "use_threads": False}
+            for batch in opened.iter_batches(batch_size=_ROWS_AT_ONCE, **choice):
+                yield columns.TextColumn(batch.column(0))
 
 
 def _arrow(file: DataFile, field: str) -> Iterator[Item]:
@@ -163,6 +176,7 @@ def _cells(parts: Iterator[Any], *, file: DataFile, field: str) -> Iterator[Item
                 except records.BadRecord as error:
                     text = error
                 yield text, row
+                del text  # not held while the next one is read
     except (OSError, EOFError, pyarrow.ArrowException) as error:
         raise ValueError(f"{file}, near row {row + 1}: cannot be read ({error}); write it again.") from None
 
@@ -178,6 +192,7 @@ def _built(file: DataFile, field: str) -> Iterator[Item]:
         except records.BadRecord as error:
             text = error
         yield text, index + 1
+        del text
 
 
 _READERS = {"jsonl": _jsonl, "text": _text, "parquet": _parquet, "arrow": _arrow, "built": _built}

@@ -29,13 +29,14 @@ import numpy as np
 
 from hlat_jax.config import DataConfig
 from hlat_jax.data import packing, sources
-from hlat_jax.data.mixture import UNNAMED, Mixture, parse_sources, parse_stages
+from hlat_jax.data.mixture import UNNAMED, Mixture, first_stages, parse_sources, parse_stages
 from hlat_jax.data.tokenizer import Tokenizer
 
 NUM_FIELDS = 4  # of a stream's position, see packing.POSITION_FIELDS
 
-# The settings that say what the documents of a batch are; all but where they lie, which the manifests know better.
-_DEFINING = ("batch_size", "seq_len", "packing", "max_document_chars", "shuffle", "seed", "weights")
+# The settings that say what the documents of a batch are; all but the weights, of which only those so far count, and
+# where the documents lie, which the manifests know better.
+_DEFINING = ("batch_size", "seq_len", "packing", "max_document_chars", "shuffle", "seed")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,14 +115,54 @@ def joint_manifest(opened: list[Source]) -> dict[str, Any]:
     }
 
 
-def identity(data: Mapping[str, Any], *, manifest_hash: str, tokenizer_sha256: str) -> str:
-    """Returns 32 hex digits that two runs share when, and only when, all their batches are the same by definition.
+def identity(data: Mapping[str, Any], *, manifest_hash: str, tokenizer_sha256: str, num_batches: int) -> str:
+    """Returns 32 hex digits that two runs share when, and only when, their first `num_batches` batches are the same by
+    definition, and those after them but for data.weights.
 
     `data` is a DataConfig as a dict.
     """
     facts = [data[key] for key in _DEFINING] + [manifest_hash, tokenizer_sha256]
     facts += [data["window_documents"]] if data["packing"] == "documents" else []
+    facts += [_first_stages(data, num_batches=num_batches)]
     return hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()
+
+
+def data_drift(saved: Mapping[str, Any], current: Mapping[str, Any], *, num_batches: int) -> list[str]:
+    """Returns lines on what differs between two settings of a run (see loop) with `num_batches` trained batches: the
+    files whose content is another, and the weights of those batches.
+
+    A stage that begins later may be added, altered or left out: what was trained stays what it is.
+    """
+    lines = []
+    for key in ("manifest", "validation_manifest"):
+        before, now = ((settings.get(key) or {"files": []})["files"] for settings in (saved, current))
+        if len(before) != len(now):
+            lines.append(f"{key}: {len(before)} files in the checkpoint, {len(now)} now")
+            continue
+        kept = ("bytes", "documents", "fingerprint")
+        pairs = [(a, b) for a, b in zip(before, now, strict=True) if any(a[name] != b[name] for name in kept)]
+        lines += [f"{key}: {_told(a)} in the checkpoint, {_told(b)} now" for a, b in pairs[:3]]
+    before, now = saved["config"]["data"], current["config"]["data"]
+    if before["weights"] == now["weights"]:
+        return lines
+    if _first_stages(before, num_batches=num_batches) != _first_stages(now, num_batches=num_batches):
+        lines.append(
+            f"data.weights: {before['weights']!r} in the checkpoint, {now['weights']!r} now, which differ before step "
+            f"{num_batches + 1:,}; only stages that begin after the {num_batches:,} trained steps may change"
+        )
+    return lines
+
+
+def _told(entry: Mapping[str, Any]) -> str:
+    return (
+        f"{entry['name']} with {entry['bytes']:,} bytes, {entry['documents']:,} documents, {entry['fingerprint'][:8]}"
+    )
+
+
+def _first_stages(data: Mapping[str, Any], *, num_batches: int) -> list[tuple[int, list[str]]]:
+    names = list(parse_sources(data["train"], key="data.train"))
+    stages = parse_stages(data["weights"], names=names, batch_tokens=data["batch_size"] * data["seq_len"])
+    return first_stages(stages, num_batches=num_batches)
 
 
 def encoder(data: DataConfig, tokenizer: Tokenizer) -> packing.Encode:
@@ -147,7 +188,6 @@ class Definition:
       sources: see open_sources.
       mixture: which source fills which row.
       manifest: see joint_manifest.
-      identity: see `identity`.
     """
 
     def __init__(self, data: DataConfig, *, tokenizer: Tokenizer, index_folder: pathlib.Path | None = None):
@@ -171,8 +211,14 @@ class Definition:
                     f"of a batch reads documents of its own. Use at most {num_documents}."
                 )
         self.manifest = joint_manifest(self.sources)
-        self.identity = identity(
-            dataclasses.asdict(data), manifest_hash=self.manifest["hash"], tokenizer_sha256=tokenizer.sha256
+
+    def identity(self, num_batches: int) -> str:
+        """Returns the identity of the data as far as `num_batches`, see the function of that name."""
+        return identity(
+            dataclasses.asdict(self._data),
+            manifest_hash=self.manifest["hash"],
+            tokenizer_sha256=self._tokenizer.sha256,
+            num_batches=num_batches,
         )
 
     def initial_position(self, num_rows: int) -> np.ndarray:

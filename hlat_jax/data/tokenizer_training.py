@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import sentencepiece
 
 from hlat_jax.data import inputs, shards
-from hlat_jax.data.progress import size
+from hlat_jax.data.progress import Told, size
 from hlat_jax.data.records import BadRecord
 from hlat_jax.data.tokenizer import Tokenizer
 
@@ -50,11 +50,11 @@ class Trained:
     tokens_per_byte: float
 
 
-def train(words: Sequence[str], *, out: pathlib.Path, options: TrainingOptions) -> Trained:
+def train(words: Sequence[str], *, out: pathlib.Path, options: TrainingOptions, told: Told | None = None) -> Trained:
     """Returns facts about the SentencePiece BPE model that was trained on a sample of the inputs and written to `out`.
 
     The sample is of pieces of about 4,096 characters, each as likely as the other; the same inputs give the same model.
-    Memory holds the sample, and the trainer's tables of its words.
+    Memory holds the sample, and the trainer's tables of its words. `told` hears how far it is.
 
     Raises:
       ValueError: bad input (see sources), no text, `out` is there, or a vocabulary too small or too large for the text.
@@ -69,11 +69,13 @@ def train(words: Sequence[str], *, out: pathlib.Path, options: TrainingOptions) 
             f"--vocab_size={options.vocab_size} must be at least {MIN_VOCAB_SIZE}: 256 bytes and 3 controls come first."
         )
     sample = Sample(options.sample_bytes)
-    num_documents, num_bad = _fill(sample, words, options=options)
+    told = Told() if told is None else told
+    num_documents, num_bad = _fill(sample, words, options=options, told=told)
     pieces = sample.pieces()
     if not any(piece.strip() for piece in pieces):
         field = options.text_field
         raise ValueError(f"the inputs hold no text ({num_documents} documents); look at --text_field={field}.")
+    told.share, told.words = 1.0, f"training on {size(sample.num_bytes)}, which does not say how far it is"
     serialized = train_model(pieces, vocab_size=options.vocab_size)
     out.parent.mkdir(parents=True, exist_ok=True)
     shards.write_whole(out, serialized)
@@ -100,10 +102,12 @@ def summary(trained: Trained, *, out: pathlib.Path) -> str:
     return "\n".join(lines)
 
 
-def _fill(sample: Sample, words: Sequence[str], *, options: TrainingOptions) -> tuple[int, int]:
+def _fill(sample: Sample, words: Sequence[str], *, options: TrainingOptions, told: Told) -> tuple[int, int]:
     """Offers all documents to the sample; returns how many there were, good and bad."""
     num_documents = num_bad = 0
-    for input_ in inputs.resolve(words):
+    found = inputs.resolve(words)
+    total_bytes = max(sum(input_.size for input_ in found), 1)
+    for input_ in found:
         for document in inputs.read(input_, text_field=options.text_field):
             if isinstance(document, BadRecord):
                 if options.on_bad_record == "raise":
@@ -112,6 +116,8 @@ def _fill(sample: Sample, words: Sequence[str], *, options: TrainingOptions) -> 
                 continue
             num_documents += 1
             sample.add(document)
+            told.share = min(sample.seen_bytes / total_bytes, 1.0)  # of compressed inputs, early
+            told.words = f"reading, {num_documents:,} documents  {size(sample.seen_bytes)}"
     return num_documents, num_bad
 
 
