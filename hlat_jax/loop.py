@@ -31,7 +31,7 @@ import numpy as np
 
 from hlat_jax import cost, distributed, summary
 from hlat_jax.agreement import Agreed, Agreement, only_job, require_same_settings
-from hlat_jax.batch import Batch, abstract_batch
+from hlat_jax.batch import Batch
 from hlat_jax.checkpoint import Checkpointer
 from hlat_jax.config import Config
 from hlat_jax.data import positions
@@ -50,7 +50,7 @@ from hlat_jax.planner.report import short_plan
 from hlat_jax.process import INDEX_FOLDER, StopSignals, closing_quietly
 from hlat_jax.program import StepMetrics
 from hlat_jax.sharding import Layout, gather_rows, process_rows, shard_batch
-from hlat_jax.step import abstract_state, init_state, make_eval_step, make_train_step, state_bytes
+from hlat_jax.step import abstract_state, init_state, make_eval_step, state_bytes, traced_step
 
 
 @dataclasses.dataclass
@@ -166,7 +166,7 @@ def _open(config: Config, workdir: pathlib.Path, layout: Layout, stack: contextl
         (workdir / "config.json").write_text(json.dumps(config.to_dict(), indent=2) + "\n")
         positions.rewind(workdir, step)
     log = stack.enter_context(closing_quietly(_metrics_log(config, workdir, layout, step)))
-    train_step = _compiled_step(config, layout, abstract)
+    train_step = _compiled_step(config, layout)
     parts = (config, workdir, layout, tokenizer, batches, checkpointer, validation, train_step, log, settings)
     return Run(*parts, state, step, position, moving["tokens"], moving["num_nonfinite"])
 
@@ -289,16 +289,11 @@ def _stop_nonfinite(run: Run, row: dict[str, Any], pending: Pending) -> None:
     )
 
 
-def _compiled_step(config: Config, layout: Layout, abstract: Any) -> Any:
-    batch = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=layout.rows()),
-        abstract_batch(config.data.batch_size, config.data.seq_len, with_segments=config.data.packing == "documents"),
-    )
+def _compiled_step(config: Config, layout: Layout) -> Any:
     began = time.monotonic()
-    rate = jax.ShapeDtypeStruct((), np.float32)
-    traced = make_train_step(config, layout).trace(abstract, batch, rate)
+    traced = traced_step(config, layout)
     budget = device_memory(layout.mesh.local_devices[0])
-    for line in short_plan(config, layout, traced=traced, arguments=(abstract, batch, rate), budget=budget):
+    for line in short_plan(config, layout, traced=traced, budget=budget):
         print(line)
     compiled = traced.lower().compile()
     temporary = getattr(compiled.memory_analysis(), "temp_size_in_bytes", 0)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from hlat_jax.batch import Batch
+from hlat_jax.batch import Batch, abstract_batch
 from hlat_jax.collectives import Spread, shards
 from hlat_jax.config import Config
 from hlat_jax.model import Decoder, abstract_params, bind, init_params, param_axes, select_implementations
@@ -118,6 +118,20 @@ def abstract_state(config: Config, layout: Layout) -> State:
         shapes,
         state_shardings(config, layout, shapes),
     )
+
+
+def step_arguments(config: Config, layout: Layout) -> tuple[Any, Any, Any]:
+    """Returns the shapes, dtypes and shardings of (state, batch, learning rate)."""
+    with_segments = config.data.packing == "documents"
+    batch = abstract_batch(config.data.batch_size, config.data.seq_len, with_segments=with_segments)
+    rows = layout.rows()
+    batch = jax.tree.map(lambda field: jax.ShapeDtypeStruct(field.shape, field.dtype, sharding=rows), batch)
+    return abstract_state(config, layout), batch, jax.ShapeDtypeStruct((), jnp.float32)
+
+
+def traced_step(config: Config, layout: Layout) -> Any:
+    """Returns the trace of `make_train_step`; its `.lower()` needs devices that exist."""
+    return make_train_step(config, layout).trace(*step_arguments(config, layout))
 
 
 def state_shardings(config: Config, layout: Layout, state: State) -> State:

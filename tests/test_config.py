@@ -25,7 +25,6 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from hlat_jax import config as config_lib
 from hlat_jax import loop
-from hlat_jax.batch import abstract_batch
 from hlat_jax.data import packing
 from hlat_jax.data.held_out import open_held_out
 from hlat_jax.data.loader import TrainBatches
@@ -33,7 +32,7 @@ from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.machine import fitting_layout
 from hlat_jax.optimizer import learning_rate
 from hlat_jax.sharding import make_layout
-from hlat_jax.step import abstract_state, init_state, make_train_step
+from hlat_jax.step import abstract_state, init_state, traced_step
 
 pytestmark = pytest.mark.xdist_group("config")  # its fixtures are costly: one process
 GOLDEN = pathlib.Path(__file__).resolve().parent / "golden"
@@ -55,13 +54,7 @@ def program_8(c, _):
 
 def _lowered(c, devices):
     config = config_lib.resolve(c)
-    layout = make_layout(config.parallel, devices)
-    batch = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=layout.rows()),
-        abstract_batch(config.data.batch_size, config.data.seq_len),
-    )
-    rate = jax.ShapeDtypeStruct((), np.float32)
-    return make_train_step(config, layout).lower(abstract_state(config, layout), batch, rate).as_text()
+    return traced_step(config, make_layout(config.parallel, devices)).lower().as_text()
 
 
 def placement(c, _):

@@ -1,4 +1,9 @@
-"""`python -m hlat_jax.plan`: plans of the HLAT configs, what they say, and what they refuse."""
+"""`python -m hlat_jax.plan`: plans of the HLAT configs, what they say, and what they refuse.
+
+    PYTHONPATH=. python tests/test_plan.py
+
+writes `tests/golden/plans/*.json` anew after a change that is meant.
+"""
 
 import dataclasses
 import json
@@ -14,22 +19,24 @@ from hlat_jax.planner import published, roofline, search, text
 from hlat_jax.planner.aot import partition, reduced
 from hlat_jax.planner.collectives import Collective, count_collectives, counted
 from hlat_jax.planner.report import Site, make_plan, short_plan
-from hlat_jax.planner.trace import planned_layout, step_arguments, traced_step
+from hlat_jax.planner.trace import live_jaxpr, planned_layout
 from hlat_jax.planner.traffic import traced_collectives
 from hlat_jax.sharding import make_layout
+from hlat_jax.step import traced_step
 from tests.planned import name, num_devices, small_config
 
-GOLDEN = pathlib.Path(__file__).parent / "golden"
+GOLDEN = pathlib.Path(__file__).resolve().parent / "golden" / "plans"
 NODES = {"7b": 64, "70b": 256}
 
 
 @pytest.fixture(scope="module")
 def plans():
-    def plan(config_name):
-        config, site = config_lib.resolve(config_lib.load(config_name)), Site("trn1.32xlarge", NODES[config_name])
-        return search.complete(make_plan(config, site), config, site)
+    return {config_name: plan_of(config_name) for config_name in NODES}
 
-    return {config_name: plan(config_name) for config_name in NODES}
+
+def plan_of(config_name):
+    config, site = config_lib.resolve(config_lib.load(config_name)), Site("trn1.32xlarge", NODES[config_name])
+    return search.complete(make_plan(config, site), config, site)
 
 
 @pytest.fixture
@@ -59,8 +66,9 @@ def _rounded(tree):
 
 @pytest.mark.parametrize("config_name", NODES)
 def test_plan_of_a_recipe_is_the_golden_one(plans, config_name):
-    golden = GOLDEN / f"plan_{config_name}.json"
-    assert _rounded(json.loads(json.dumps(plans[config_name]))) == json.loads(golden.read_text())
+    golden = json.loads((GOLDEN / f"{config_name}.json").read_text())
+    again = "If that is meant: PYTHONPATH=. python tests/test_plan.py"
+    assert _rounded(json.loads(json.dumps(plans[config_name]))) == golden, again
 
 
 def test_plan_of_70b_fits_the_cores_that_hlat_ran_it_on(plans):
@@ -105,7 +113,7 @@ def test_traced_collectives_are_those_of_the_compiled_program(changes):
     layout = make_layout(config.parallel, jax.devices()[: num_devices(config)], num_kv_heads=config.model.num_kv_heads)
     traced = traced_step(config, layout)
     compiled = count_collectives(traced.lower().compile().as_text(), layout.mesh)
-    planned = counted(traced_collectives(traced.jaxpr.jaxpr, layout.mesh))
+    planned = counted(traced_collectives(live_jaxpr(traced), layout.mesh))
     scalars = 200
     large = {key for key, count in compiled.items() if count.payload_bytes > scalars}
     assert large == {key for key, count in planned.items() if count.payload_bytes > scalars}
@@ -117,7 +125,7 @@ def test_traced_collectives_are_those_of_the_compiled_program(changes):
 def test_products_of_a_step_are_the_flops_of_the_formula():
     config = small_config(remat="none", m=2)
     layout = planned_layout(config, 1, platform="neuron")
-    jaxpr = traced_step(config, layout).jaxpr.jaxpr
+    jaxpr = live_jaxpr(traced_step(config, layout))
     executed = sum(flops * trips for flops, _, trips in roofline.products(jaxpr))
     m, tokens = config.model, config.data.batch_size * config.data.seq_len
     scales = (2 * m.num_layers + 1) * m.embed_dim
@@ -209,13 +217,13 @@ def test_search_ranks_layouts_that_fit_by_their_projected_step():
 def test_short_plan_says_when_the_devices_have_less_than_the_step_needs():
     config = small_config(data=2, tensor=2, zero1=True)
     layout = planned_layout(config, 4, platform="cpu")
-    options = {"traced": traced_step(config, layout), "arguments": step_arguments(config, layout)}
-    memory, collectives = short_plan(config, layout, budget=2**30, **options)
+    traced = traced_step(config, layout)
+    memory, collectives = short_plan(config, layout, traced=traced, budget=2**30)
     assert "temporaries (estimated)" in memory
     assert "MORE THAN IT HAS" not in memory
-    counts = counted(traced_collectives(options["traced"].jaxpr.jaxpr, layout.mesh)).values()
+    counts = counted(traced_collectives(live_jaxpr(traced), layout.mesh)).values()
     assert collectives.split()[1] == str(sum(count.executions for count in counts))
-    assert "MORE THAN IT HAS" in short_plan(config, layout, budget=1000, **options)[0]
+    assert "MORE THAN IT HAS" in short_plan(config, layout, traced=traced, budget=1000)[0]
 
 
 def test_reduced_keeps_the_rows_of_a_device():
@@ -230,3 +238,9 @@ def test_partition_compiles_the_planned_step_and_finds_its_arguments():
     assert (found["devices"], found["layout"]["data"]) == (4, 2)
     assert found["argument_bytes"] == found["planned_argument_bytes"]
     assert {row["kind"] for row in found["collectives"]} >= {"all-gather", "reduce-scatter", "all-reduce"}
+
+
+if __name__ == "__main__":
+    GOLDEN.mkdir(exist_ok=True)
+    for config_name in NODES:
+        (GOLDEN / f"{config_name}.json").write_text(json.dumps(_rounded(plan_of(config_name)), indent=2) + "\n")

@@ -7,9 +7,9 @@ import pytest
 from hlat_jax import config as config_lib
 from hlat_jax.planner import liveness
 from hlat_jax.planner.memory import checkpoint_bytes, device_bytes, host_bytes
-from hlat_jax.planner.trace import planned_layout, step_arguments, traced_step
+from hlat_jax.planner.trace import live_jaxpr, planned_layout
 from hlat_jax.sharding import make_layout
-from hlat_jax.step import init_state
+from hlat_jax.step import init_state, step_arguments, traced_step
 from tests.planned import name, num_devices, planned_config, small_config
 
 LAYOUTS = [
@@ -34,7 +34,7 @@ def _on_devices(config):
 
 def _planned(config):
     layout = planned_layout(config, num_devices(config), platform="neuron")
-    return layout, step_arguments(config, layout), traced_step(config, layout).jaxpr.jaxpr
+    return layout, step_arguments(config, layout), live_jaxpr(traced_step(config, layout))
 
 
 @pytest.mark.parametrize("changes", LAYOUTS, ids=name)
@@ -85,7 +85,7 @@ def test_planned_temporaries_are_within_15_percent_of_what_xla_allocates(changes
     config = planned_config(**changes)
     layout = _on_devices(config)
     traced = traced_step(config, layout)
-    planned = liveness.temporaries(traced.jaxpr.jaxpr, step_arguments(config, layout))
+    planned = liveness.temporaries(live_jaxpr(traced), step_arguments(config, layout))
     scheduler = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
     memory = traced.lower().compile(compiler_options=scheduler).memory_analysis()
     assert planned.total / memory.temp_size_in_bytes == pytest.approx(1.0, abs=0.15)

@@ -10,13 +10,12 @@ import optax
 import pytest
 
 from hlat_jax import cost
-from hlat_jax.batch import abstract_batch
 from hlat_jax.config import ParallelConfig, resolve
 from hlat_jax.optimizer import global_norm, learning_rate
 from hlat_jax.precision import POLICIES
 from hlat_jax.program import ProgramOptions, training_program
 from hlat_jax.sharding import make_layout, shard_batch
-from hlat_jax.step import abstract_state, init_state, make_eval_step, make_train_step, state_bytes
+from hlat_jax.step import abstract_state, init_state, make_eval_step, make_train_step, state_bytes, traced_step
 
 
 def run(config, layout, batches, num_steps=4):
@@ -176,10 +175,7 @@ def test_norm_in_blocks_is_for_one_cpu_device_and_changes_no_program_for_others(
     layout = make_layout(ParallelConfig(), jax.devices())
 
     def num_loops(layout):
-        rate = jax.ShapeDtypeStruct((), np.float32)
-        batch = abstract_batch(config.data.batch_size, config.data.seq_len)
-        lowered = make_train_step(config, layout).lower(abstract_state(config, layout), batch, rate)
-        return lowered.as_text().count("stablehlo.while")
+        return traced_step(config, layout).lower().as_text().count("stablehlo.while")
 
     assert num_loops(one_device) == num_loops(layout) + 4  # embedding and head, gradients and weights
 
@@ -235,24 +231,19 @@ def test_step_lowered_for_neuron_holds_nothing_it_cannot_take(small, one_device,
 def test_step_with_segments_lowered_for_neuron_holds_nothing_it_cannot_take(small, one_device):
     small.model.update(NEURON_CASES[0])
     small.train.num_microbatches = 2
-    forbidden_in(lowered_for_neuron(resolve(small), one_device, with_segments=True))
+    small.data.packing = "documents"
+    forbidden_in(lowered_for_neuron(resolve(small), one_device))
 
 
 def test_step_on_one_cpu_device_copies_no_weight_to_update_it(small, one_device):
     config = resolve(small)
-    rate = jax.ShapeDtypeStruct((), np.float32)
-    batch = abstract_batch(config.data.batch_size, config.data.seq_len)
-    lowered = make_train_step(config, one_device).lower(abstract_state(config, one_device), batch, rate)
-    text = lowered.compile().as_text()
+    text = traced_step(config, one_device).lower().compile().as_text()
     assert "%state__params____embed__" in text  # how XLA names the arguments that are looked for below
     assert not [line for line in text.splitlines() if " copy(%state__params" in line]
 
 
-def lowered_for_neuron(config, layout, *, with_segments=False):
-    rate = jax.ShapeDtypeStruct((), np.float32)
-    batch = abstract_batch(config.data.batch_size, config.data.seq_len, with_segments=with_segments)
-    traced = make_train_step(config, layout).trace(abstract_state(config, layout), batch, rate)
-    return traced.lower(lowering_platforms=("neuron",)).as_text()
+def lowered_for_neuron(config, layout):
+    return traced_step(config, layout).lower(lowering_platforms=("neuron",)).as_text()
 
 
 def forbidden_in(text):

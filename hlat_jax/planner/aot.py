@@ -67,19 +67,20 @@ def compiled(config: Config, num_devices: int, platform: str) -> dict[str, Any]:
 
     from hlat_jax.model import select_implementations
     from hlat_jax.planner.liveness import temporaries
-    from hlat_jax.planner.trace import step_arguments
+    from hlat_jax.planner.trace import live_jaxpr
     from hlat_jax.planner.traffic import traced_collectives
     from hlat_jax.sharding import make_layout
-    from hlat_jax.step import make_train_step, state_bytes
+    from hlat_jax.step import state_bytes, step_arguments, traced_step
 
     config = dataclasses.replace(config, model=select_implementations(config.model, platform))
     start = time.monotonic()
     layout = make_layout(config.parallel, jax.devices()[:num_devices], num_kv_heads=config.model.num_kv_heads)
     arguments = step_arguments(config, layout)
-    traced = make_train_step(config, layout).trace(*arguments)
+    traced = traced_step(config, layout)
+    jaxpr = live_jaxpr(traced)
     program = traced.lower().compile()
     memory = program.memory_analysis()
-    planned = counted(traced_collectives(traced.jaxpr.jaxpr, layout.mesh))
+    planned = counted(traced_collectives(jaxpr, layout.mesh))
     return {
         "devices": num_devices,
         "layout": layout.degrees | {"zero1": config.parallel.zero1},
@@ -88,7 +89,7 @@ def compiled(config: Config, num_devices: int, platform: str) -> dict[str, Any]:
         "argument_bytes": memory.argument_size_in_bytes,
         "planned_argument_bytes": state_bytes(arguments[0]) + state_bytes(arguments[1]) + 4,
         "temporary_bytes": memory.temp_size_in_bytes,
-        "planned_temporary_bytes": temporaries(traced.jaxpr.jaxpr, arguments).total,
+        "planned_temporary_bytes": temporaries(jaxpr, arguments).total,
         "collectives": _beside(count_collectives(program.as_text(), layout.mesh), planned),
     }
 

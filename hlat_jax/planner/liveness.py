@@ -38,7 +38,7 @@ def temporaries(jaxpr: Any, arguments: Any) -> Peak:
     """Returns the temporaries that one device holds at the fullest moment of a program.
 
     Args:
-      jaxpr: of the whole program, `jit(f).trace(*arguments).jaxpr.jaxpr`.
+      jaxpr: of the whole program, `trace.live_jaxpr(jit(f).trace(*arguments))`.
       arguments: their shapes and shardings.
     """
     program = _Program(jaxpr, [_share_of(leaf) for leaf in jax.tree.leaves(arguments)])

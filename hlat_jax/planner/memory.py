@@ -63,7 +63,7 @@ def device_bytes(config: Config, layout: Layout, *, arguments: tuple, jaxpr: Any
     Args:
       config: of the run.
       layout: where everything lies.
-      arguments: as `trace.step_arguments` gives them.
+      arguments: as `step.step_arguments` gives them.
       jaxpr: of the traced step.
     """
     state, batch, _ = arguments

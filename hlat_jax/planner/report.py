@@ -14,10 +14,10 @@ from hlat_jax.config import Config
 from hlat_jax.planner import published, roofline, text
 from hlat_jax.planner.collectives import counted
 from hlat_jax.planner.memory import checkpoint_bytes, device_bytes, host_bytes
-from hlat_jax.planner.trace import planned_layout, step_arguments
+from hlat_jax.planner.trace import live_jaxpr, planned_layout
 from hlat_jax.planner.traffic import traced_collectives
 from hlat_jax.sharding import Layout
-from hlat_jax.step import make_train_step
+from hlat_jax.step import step_arguments, traced_step
 
 PROJECTION = "projection, not measured"
 
@@ -70,7 +70,7 @@ def make_plan(config: Config, site: Site) -> dict[str, Any]:
     target = cost.target(site.target)
     layout = planned_layout(config, site.num_devices, platform=target.platform)
     arguments = step_arguments(config, layout)
-    jaxpr = make_train_step(config, layout).trace(*arguments).jaxpr.jaxpr
+    jaxpr = live_jaxpr(traced_step(config, layout))
     memory = device_bytes(config, layout, arguments=arguments, jaxpr=jaxpr)
     found = traced_collectives(jaxpr, layout.mesh)
     budget = target.device.memory_bytes - target.device.reserved_bytes
@@ -92,18 +92,17 @@ def make_plan(config: Config, site: Site) -> dict[str, Any]:
     return plan
 
 
-def short_plan(config: Config, layout: Layout, *, traced: Any, arguments: tuple, budget: int) -> list[str]:
+def short_plan(config: Config, layout: Layout, *, traced: Any, budget: int) -> list[str]:
     """Returns what `train` says of its step before it compiles it.
 
     Args:
       config: of the run.
       layout: over the devices that there are.
       traced: the step's trace.
-      arguments: of the step, their shapes and shardings.
       budget: bytes of one device.
     """
-    jaxpr = traced.jaxpr.jaxpr
-    memory = device_bytes(config, layout, arguments=arguments, jaxpr=jaxpr)
+    jaxpr = live_jaxpr(traced)
+    memory = device_bytes(config, layout, arguments=step_arguments(config, layout), jaxpr=jaxpr)
     lines = [text.memory_line(memory.total, budget, state=memory.state, temporaries=memory.temporaries)]
     counts = counted(traced_collectives(jaxpr, layout.mesh)).values()
     if counts:
