@@ -19,7 +19,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec as P
 
-from hlat_jax.precision import cast_tree
+from hlat_jax.precision import Rounding, cast_tree
 from hlat_jax.sharding import ROWS, TENSOR, Layout, spec
 
 # The four ways in which one value becomes another along mesh axes, each with its transpose written out.
@@ -126,7 +126,7 @@ class Spread:
     axes: Any
 
     def value_and_grad(self, local: Callable, *, dtype: Any) -> Callable:
-        """Returns (params, batch) -> ((loss sum, count), gradients) over all devices.
+        """Returns (params, batch, rounding) -> ((loss sum, count), gradients) over all devices.
 
         Args:
           local: the same for the rows and the parameters of one device; its gradients are parts that are still to be
@@ -134,11 +134,13 @@ class Spread:
           dtype: in which gradients are summed. They come out as the optimizer's state lies.
         """
 
-        def everywhere(params: Any, batch: Any) -> tuple:
-            sums, grads = local(params, batch)
+        def everywhere(params: Any, batch: Any, rounding: Rounding) -> tuple:
+            # Devices with other rows have gradients of their own, and round them by other bits. Along the other axes
+            # some gradients are equal on all devices and have to stay so.
+            sums, grads = local(params, batch, rounding.at(position(self.layout.wide(ROWS))))
             return self._over_rows(sums), self._map(self._reduced, cast_tree(grads, dtype))
 
-        return self._manual(everywhere, (self._params, P(ROWS)), ((P(), P()), self._state))
+        return self._manual(everywhere, (self._params, P(ROWS), P()), ((P(), P()), self._state))
 
     def loss(self, local: Callable) -> Callable:
         """Returns (params, batch) -> (loss sum, count) over all devices from the same of one device."""

@@ -63,7 +63,12 @@ class ParallelConfig:
 class PrecisionConfig:
     """What is stored, computed, accumulated and rounded."""
 
-    policy: str = _key("fp32", "Named policy, see hlat_jax.precision.", choices=("fp32", "mixed", "bf16"))
+    policy: str = _key("fp32", "Named policy, see hlat_jax.precision.", choices=("fp32", "mixed", "bf16_sr", "bf16"))
+    stochastic_rounding: str = _key(
+        "auto",
+        "Who rounds, under bf16_sr: Neuron itself, others in software.",
+        choices=("auto", "hardware", "software"),
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -337,6 +342,11 @@ def _check_parallel(c: Config) -> None:
 
 def _check_training(c: Config) -> None:
     o, d, t = c.optimizer, c.data, c.train
+    if c.precision.stochastic_rounding != "auto" and c.precision.policy != "bf16_sr":
+        raise ValueError(
+            f"precision.stochastic_rounding={c.precision.stochastic_rounding!r} with precision.policy="
+            f"{c.precision.policy!r}, which rounds to nearest; set the policy to 'bf16_sr' or leave 'auto'."
+        )
     _at_least(1, data__batch_size=d.batch_size, train__num_microbatches=t.num_microbatches)
     _at_least(2, data__seq_len=d.seq_len)
     _at_least(1, data__max_document_chars=d.max_document_chars, data__prefetch_batches=d.prefetch_batches)

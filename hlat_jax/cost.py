@@ -181,9 +181,9 @@ def flops_per_token(m: ModelConfig, seq_len: int) -> float:
 
 
 # Bytes of state per parameter: parameters, two moments, and master weights where the policy keeps them.
-STATE_BYTES_PER_PARAM = {"fp32": 4 + 2 * 4, "mixed": 2 + 2 * 4 + 4, "bf16": 2 + 2 * 2}
+STATE_BYTES_PER_PARAM = {"fp32": 4 + 2 * 4, "mixed": 2 + 2 * 4 + 4, "bf16_sr": 2 + 2 * 2, "bf16": 2 + 2 * 2}
 
 
 def state_bytes(m: ModelConfig, policy: str) -> int:
-    """Returns the bytes of a whole training state, before sharding: per parameter, plus two int32 counters."""
-    return STATE_BYTES_PER_PARAM[policy] * num_params(m) + 8
+    """Returns the bytes of a whole training state, before sharding: per parameter, plus two counters and a seed."""
+    return STATE_BYTES_PER_PARAM[policy] * num_params(m) + (12 if policy == "bf16_sr" else 8)

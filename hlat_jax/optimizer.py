@@ -16,7 +16,7 @@ import optax
 
 from hlat_jax.collectives import Spread
 from hlat_jax.config import OptimizerConfig
-from hlat_jax.precision import Policy, round_to
+from hlat_jax.precision import NEAREST, Policy
 
 _NORM_BLOCK = 1 << 20  # elements: 4 MiB of fp32
 
@@ -78,11 +78,11 @@ def adamw(config: OptimizerConfig, *, policy: Policy, decays: Any) -> MaskedTran
 
     Args:
       config: betas, eps, decay, clip.
-      policy: dtype and rounding of the moments.
+      policy: dtype of the moments.
       decays: tree of bools like the parameters: which of them decay.
 
-    The update takes the extra arguments `learning_rate` (scalar), `grad_norm` (norm of the same gradients) and
-    `finite` (bool scalar; False: the moments stay).
+    The update takes the extra arguments `learning_rate` (scalar), `grad_norm` (norm of the same gradients), `finite`
+    (bool scalar; False: the moments stay) and `rounding` (how moments are written; to nearest without it).
     Source: Loshchilov and Hutter, arXiv 1711.05101; decoupled decay as in torch.optim.AdamW.
     """
 
@@ -91,7 +91,7 @@ def adamw(config: OptimizerConfig, *, policy: Policy, decays: Any) -> MaskedTran
         return {"count": jnp.zeros((), jnp.int32), "mu": zeros, "nu": jax.tree.map(jnp.copy, zeros)}
 
     def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
-        finite = extra["finite"]
+        finite, rounding = extra["finite"], extra.get("rounding", NEAREST)
         count = jnp.where(finite, state["count"] + 1, state["count"])
         # the first step may be a masked one: its corrections would be zero
         steps = jnp.maximum(count, 1).astype(jnp.float32)
@@ -99,13 +99,17 @@ def adamw(config: OptimizerConfig, *, policy: Policy, decays: Any) -> MaskedTran
         if config.clip_norm:
             scale = jnp.minimum(1.0, config.clip_norm / (extra["grad_norm"] + 1e-6))
 
-        def decayed(moment, beta, value):
+        def decayed(moment, beta, value, name):
             new = beta * moment.astype(jnp.float32) + (1.0 - beta) * value
-            return jnp.where(finite, round_to(new, policy.moment, rounding=policy.rounding), moment)
+            return jnp.where(finite, rounding.write(new, policy.moment, name=name), moment)
 
-        def moments(grad, mu, nu):
+        def moments(path, grad, mu, nu):
             grad = grad.astype(jnp.float32) * scale
-            stored = decayed(mu, config.beta1, grad), decayed(nu, config.beta2, jnp.square(grad))
+            place = jax.tree_util.keystr(path)
+            stored = (
+                decayed(mu, config.beta1, grad, "mu" + place),
+                decayed(nu, config.beta2, jnp.square(grad), "nu" + place),
+            )
             # XLA on CPU would fuse the old moments into the update of the weight, and copy them to do so
             return jax.lax.optimization_barrier(stored)
 
@@ -119,7 +123,7 @@ def adamw(config: OptimizerConfig, *, policy: Policy, decays: Any) -> MaskedTran
                 direction = direction + config.weight_decay * param.astype(jnp.float32)
             return -extra["learning_rate"] * direction
 
-        pairs = jax.tree.map(moments, grads, state["mu"], state["nu"])
+        pairs = jax.tree_util.tree_map_with_path(moments, grads, state["mu"], state["nu"])
         mu, nu = jax.tree.transpose(jax.tree.structure(grads), jax.tree.structure((0, 0)), pairs)
         return jax.tree.map(step, mu, nu, params, decays), {"count": count, "mu": mu, "nu": nu}
 

@@ -29,6 +29,7 @@ import jax.numpy as jnp
 
 from hlat_jax.batch import microbatches
 from hlat_jax.collectives import position
+from hlat_jax.precision import NEAREST, Rounding
 
 _PIPE = ("pipe",)
 
@@ -51,7 +52,9 @@ class Parts:
         return self.loss(params, self.stage(params, self.embed(params, batch), batch), batch)
 
 
-def pipelined(parts: Parts, params: Any, batch: Any, *, num_microbatches: int, dtype: Any) -> tuple[tuple, Any]:
+def pipelined(
+    parts: Parts, params: Any, batch: Any, *, num_microbatches: int, dtype: Any, rounding: Rounding = NEAREST
+) -> tuple[tuple, Any]:
     """Returns ((loss sum, count), gradients), as `program.accumulated` does, with layers spread over `pipe`.
 
     Args:
@@ -60,8 +63,9 @@ def pipelined(parts: Parts, params: Any, batch: Any, *, num_microbatches: int, d
       batch: the rows of this device, the same in every stage.
       num_microbatches: static count m of parts of the batch.
       dtype: in which gradients of microbatches are summed.
+      rounding: how each of the sums is written.
     """
-    line = _Line(parts, params, microbatches(batch, num_microbatches), num_microbatches)
+    line = _Line(parts, params, microbatches(batch, num_microbatches), num_microbatches, rounding)
     p, m = line.num_stages, num_microbatches
 
     def warm_up(carry, tick):
@@ -75,7 +79,7 @@ def pipelined(parts: Parts, params: Any, batch: Any, *, num_microbatches: int, d
         ring = line.stored(ring, tick, residuals)
         loss, rest_grads, dy = line.loss(tick, y)
         sums = jax.tree.map(jnp.add, sums, loss)
-        grads = grads[0], _added(grads[1], rest_grads)
+        grads = grads[0], rounding.at(tick, 0).added(grads[1], rest_grads)
         dx, grads = line.backward(tick, jnp.where(line.is_last, dy, returned), ring=ring, grads=grads)
         return (_to_next(y), _to_previous(dx), ring, sums, grads), None
 
@@ -99,7 +103,7 @@ def pipelined(parts: Parts, params: Any, batch: Any, *, num_microbatches: int, d
 
 def pipelined_loss(parts: Parts, params: Any, batch: Any, *, num_microbatches: int) -> tuple[jax.Array, jax.Array]:
     """Returns (loss sum, count) alone: m + p - 1 ticks forward."""
-    line = _Line(parts, params, microbatches(batch, num_microbatches), num_microbatches)
+    line = _Line(parts, params, microbatches(batch, num_microbatches), num_microbatches, NEAREST)
 
     def warm_up(received, tick):
         return _to_next(line.forward(tick, received)[0]), None
@@ -120,8 +124,9 @@ def pipelined_loss(parts: Parts, params: Any, batch: Any, *, num_microbatches: i
 class _Line:
     """What one stage does in a tick. All numbers of microbatches and stages are int32 scalars on the device."""
 
-    def __init__(self, parts: Parts, params: Any, fields: Any, num_microbatches: int):
+    def __init__(self, parts: Parts, params: Any, fields: Any, num_microbatches: int, rounding: Rounding):
         self.parts, self.params, self.fields, self.num_microbatches = parts, params, fields, num_microbatches
+        self.rounding = rounding
         self.layers = params["layers"]
         self.rest = {key: value for key, value in params.items() if key != "layers"}
         self.num_stages = jax.lax.axis_size("pipe")
@@ -161,7 +166,8 @@ class _Line:
         dfirst = jax.lax.psum(jnp.where(self.stage == 0, dx, 0), "pipe")
         microbatch = self.microbatch(tick - 2 * (self.num_stages - 1))
         pullback = jax.vjp(lambda rest: self.parts.embed(rest | {"layers": self.layers}, microbatch), self.rest)[1]
-        return dx, (_added(grads[0], dlayers), _added(grads[1], pullback(dfirst)[0]))
+        rounding = self.rounding.at(tick, 1)
+        return dx, (rounding.added(grads[0], dlayers), rounding.added(grads[1], pullback(dfirst)[0]))
 
     def stored(self, ring: list, tick: jax.Array, residuals: list) -> list:
         """Returns the ring with the residuals of this tick's forward pass in their slot.
@@ -207,10 +213,6 @@ class _Line:
         arguments, rest = jax.tree.leaves(self.layers), iter(residuals)
         leaves = [next(rest) if source is None else arguments[source] for source in sources]
         return jax.tree.unflatten(structure, leaves)(dy)
-
-
-def _added(sums: Any, terms: Any) -> Any:
-    return jax.tree.map(lambda total, term: total + term.astype(total.dtype), sums, terms)
 
 
 def _to_next(y: jax.Array) -> jax.Array:

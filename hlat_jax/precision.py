@@ -1,16 +1,20 @@
-"""Precision policies: what is stored, computed, accumulated and rounded, by name.
+"""Precision policies: what is stored, computed, accumulated and rounded, by name; and how a stored value loses bits.
 
-Owns every dtype decision and every cast of parameters. Refuses to know models: the fp32 islands (norm statistics,
-softmax, logits and loss) are part of each op's contract and do not depend on the policy.
+Owns every dtype decision, every cast of parameters, and stochastic rounding. Refuses to know models: the fp32 islands
+(norm statistics, softmax, logits and loss) are part of each op's contract and do not depend on the policy.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
+import zlib
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+_WORD = 1 << 32  # numbers that one word of an index can tell apart
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +28,8 @@ class Policy:
       moment: dtype of the optimizer's moments.
       master: dtype of the weights that the optimizer updates, kept beside the parameters; None: it updates the
         parameters themselves.
-      rounding: how a value is written in a narrower dtype. Only round-to-nearest so far.
+      rounding: how a value is written in a narrower dtype: "nearest"; "stochastic", by a hash of where and when; or
+        "hardware", by an accelerator that rounds every cast stochastically itself.
     """
 
     param: Any
@@ -40,26 +45,150 @@ POLICIES = {
     "fp32": Policy(jnp.float32, jnp.float32, jnp.float32, jnp.float32, None),
     # HLAT-70B: bf16 weights and activations, everything that accumulates over steps in fp32.
     "mixed": Policy(jnp.bfloat16, jnp.bfloat16, jnp.float32, jnp.float32, jnp.float32),
+    # HLAT-7B: weights, sums of gradients and moments are stored in bf16 alone, rounded stochastically at every write,
+    # so that updates below half a step of bf16 happen in the mean.
+    "bf16_sr": Policy(jnp.bfloat16, jnp.bfloat16, jnp.bfloat16, jnp.bfloat16, None, "stochastic"),
     # Everything that is stored is bf16, rounded to nearest: small updates vanish, HLAT saw it diverge.
     "bf16": Policy(jnp.bfloat16, jnp.bfloat16, jnp.bfloat16, jnp.bfloat16, None),
 }
 
 
-def round_to(value: jax.Array, dtype: Any, *, rounding: str) -> jax.Array:
-    """Returns `value` in `dtype`; the one place where a stored value loses bits.
+def policy_on(name: str, platform: str, *, stochastic_rounding: str = "auto") -> Policy:
+    """Returns a named policy as a platform carries it out: Neuron rounds stochastically itself, others by our hash.
+
+    Args:
+      name: key of `POLICIES`.
+      platform: of the devices.
+      stochastic_rounding: who does it, where the policy asks for it: "software", "hardware", or "auto".
 
     Raises:
-      ValueError: a rounding that is not implemented.
+      ValueError: hardware that does not round.
     """
-    if rounding != "nearest":
-        raise ValueError(f"rounding={rounding!r} is not implemented; use 'nearest'.")
-    return value.astype(dtype)
+    policy = POLICIES[name]
+    if policy.rounding == "nearest" or stochastic_rounding == "software":
+        return policy
+    if platform == "neuron":
+        return dataclasses.replace(policy, rounding="hardware")
+    if stochastic_rounding == "hardware":
+        raise ValueError(
+            f"precision.stochastic_rounding=hardware: devices of platform {platform!r} round to nearest; use 'auto' or "
+            "'software'."
+        )
+    return policy
 
 
-def cast_tree(tree: Any, dtype: Any, *, rounding: str = "nearest") -> Any:
-    """Returns the tree with every floating-point leaf in `dtype`; other leaves as they are."""
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Rounding:
+    """How the values of one step are written.
 
-    def cast(leaf):
-        return round_to(leaf, dtype, rounding=rounding) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
+    Stochastic rounding goes to one of the two neighbours, with probabilities that make it right in the mean. Its bits
+    are an integer hash of the words, the name of the array and the element's index in the whole array: they need no
+    communication, do not depend on the mesh, and each device computes those of its own shard. `jax.random` would not
+    do: under `rbg` every device draws the bits of the whole array.
 
-    return jax.tree.map(cast, tree)
+    Attributes:
+      words: uint32 scalars, such as the run's seed and the step; None: to nearest.
+    """
+
+    words: tuple[jax.Array, ...] | None = None
+
+    def at(self, *words: Any) -> Rounding:
+        """Returns the same with more words: for a value that is written several times in a step."""
+        if self.words is None:
+            return self
+        return Rounding((*self.words, *(jnp.asarray(word).astype(jnp.uint32) for word in words)))
+
+    def write(self, value: jax.Array, dtype: Any, *, name: str) -> jax.Array:
+        """Returns `value` in `dtype`; the one place where a stored value loses bits.
+
+        Args:
+          value: of any float dtype; with words, its shape is that of the whole array.
+          dtype: what is stored.
+          name: of the array; two of one name and shape get the same bits.
+        """
+        if self.words is None or jnp.dtype(dtype).itemsize >= value.dtype.itemsize:
+            return value.astype(dtype)
+        return stochastic_round(value.astype(jnp.float32), dtype, bits=random_bits(self.words, name, value.shape))
+
+    def write_tree(self, tree: Any, dtype: Any, *, name: str) -> Any:
+        """Returns the tree with every floating-point leaf written in `dtype`; other leaves as they are."""
+
+        def write(path, leaf):
+            if not jnp.issubdtype(leaf.dtype, jnp.floating):
+                return leaf
+            return self.write(leaf, dtype, name=name + jax.tree_util.keystr(path))
+
+        return jax.tree_util.tree_map_with_path(write, tree)
+
+    def added(self, sums: Any, terms: Any) -> Any:
+        """Returns sums + terms in the dtypes of `sums`, rounded once. For trees of gradients."""
+        if self.words is None:
+            return jax.tree.map(lambda total, term: total + term.astype(total.dtype), sums, terms)
+
+        def add(path, total, term):
+            exact = total.astype(jnp.float32) + term.astype(jnp.float32)
+            return self.write(exact, total.dtype, name="gradients" + jax.tree_util.keystr(path))
+
+        return jax.tree_util.tree_map_with_path(add, sums, terms)
+
+
+NEAREST = Rounding()
+
+
+def stochastic_round(value: jax.Array, dtype: Any, *, bits: jax.Array) -> jax.Array:
+    """Returns fp32 values in bf16: the neighbour towards zero, or the other one as often as the rest of 16 bits says.
+
+    Values that bf16 can represent stay, and so do infinities and NaN.
+
+    Args:
+      value: float32.
+      dtype: bfloat16, for any other is not a part of the bits of fp32.
+      bits: uint32 of the same shape, of which the upper half is read.
+
+    Raises:
+      ValueError: another dtype.
+    """
+    if jnp.dtype(dtype) != jnp.bfloat16:
+        raise ValueError(f"stochastic rounding writes bfloat16 and not {jnp.dtype(dtype).name}.")
+    raw = jax.lax.bitcast_convert_type(value, jnp.uint32)
+    carried = (raw + (bits >> 16)) >> 16
+    rounded = jax.lax.bitcast_convert_type(carried.astype(jnp.uint16), jnp.bfloat16)
+    return jnp.where(jnp.isfinite(value), rounded, value.astype(jnp.bfloat16))
+
+
+def random_bits(words: tuple[jax.Array, ...], name: str, shape: tuple[int, ...]) -> jax.Array:
+    """Returns uint32 bits of a shape: a hash of the words, a name and each element's index, of 64 bits in two words."""
+    key = jnp.uint32(zlib.crc32(name.encode()))
+    for word in words:
+        key = _mixed(key ^ _mixed(word))
+    split = next(dim for dim in range(len(shape) + 1) if math.prod(shape[dim:]) <= _WORD)
+    high = _mixed(_index(shape[:split] + (1,) * (len(shape) - split)) + key)
+    low = _index((1,) * split + shape[split:])
+    # twice, and with another key: once would give every array the same values in another order
+    return _mixed(_mixed(low ^ high) + _mixed(high ^ jnp.uint32(0x9E3779B9)))
+
+
+def _index(shape: tuple[int, ...]) -> jax.Array:
+    """Returns the row-major number of each element of a shape of at most 2^32."""
+    index = jnp.zeros(shape, jnp.uint32)
+    for dim, size in enumerate(shape):
+        if size > 1:
+            stride = jnp.uint32(math.prod(shape[dim + 1 :]))
+            index = index + stride * jax.lax.broadcasted_iota(jnp.uint32, shape, dim)
+    return index
+
+
+def _mixed(x: jax.Array) -> jax.Array:
+    """Returns a permutation of the 32-bit integers in which each bit of `x` flips about half of the bits.
+
+    Source: the constants of lowbias32, C. Wellons, https://nullprogram.com/blog/2018/07/31/ (public domain).
+    """
+    x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
+    x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
+    return x ^ (x >> 16)
+
+
+def cast_tree(tree: Any, dtype: Any) -> Any:
+    """Returns the tree with every floating-point leaf in `dtype`, rounded to nearest; other leaves as they are."""
+    return NEAREST.write_tree(tree, dtype, name="")

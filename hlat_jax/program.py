@@ -18,7 +18,7 @@ import optax
 from hlat_jax.batch import microbatches
 from hlat_jax.collectives import Spread
 from hlat_jax.optimizer import global_norm, masked
-from hlat_jax.precision import Policy, cast_tree, round_to
+from hlat_jax.precision import NEAREST, Policy, Rounding, cast_tree
 
 State = dict[str, Any]
 LossFn = Callable[[Any, Any], tuple[jax.Array, jax.Array]]
@@ -44,7 +44,9 @@ class StepMetrics:
     finite: jax.Array
 
 
-def accumulated(loss_fn: LossFn, params: Any, batch: Any, *, num_microbatches: int, dtype: Any) -> tuple[tuple, Any]:
+def accumulated(
+    loss_fn: LossFn, params: Any, batch: Any, *, num_microbatches: int, dtype: Any, rounding: Rounding = NEAREST
+) -> tuple[tuple, Any]:
     """Returns ((loss sum, count), gradients) of a batch whose parts are run one after another.
 
     Args:
@@ -53,20 +55,22 @@ def accumulated(loss_fn: LossFn, params: Any, batch: Any, *, num_microbatches: i
       batch: fields with rows in front.
       num_microbatches: static number of parts, see `batch.microbatches`.
       dtype: of the sum of the gradients of several parts.
+      rounding: how each of the sums is written.
     """
     grad_fn = jax.value_and_grad(loss_fn, has_aux=True)
     if num_microbatches == 1:
         (loss_sum, num_tokens), grads = grad_fn(params, batch)
         return (loss_sum, num_tokens), grads
 
-    def add(sums, microbatch):
+    def add(sums, numbered):
+        number, microbatch = numbered
         (loss, tokens), grads = grad_fn(params, microbatch)
-        total = jax.tree.map(lambda total, g: total + g.astype(total.dtype), sums[2], grads)
-        return (sums[0] + loss, sums[1] + tokens, total), None
+        return (sums[0] + loss, sums[1] + tokens, rounding.at(number).added(sums[2], grads)), None
 
     zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, dtype), params)
     start = (jnp.float32(0.0), jnp.float32(0.0), zeros)
-    loss_sum, num_tokens, grads = jax.lax.scan(add, start, microbatches(batch, num_microbatches))[0]
+    numbered = jnp.arange(num_microbatches, dtype=jnp.uint32), microbatches(batch, num_microbatches)
+    loss_sum, num_tokens, grads = jax.lax.scan(add, start, numbered)[0]
     return (loss_sum, num_tokens), grads
 
 
@@ -96,11 +100,12 @@ class TrainingProgram:
     """The two functions of a training run.
 
     Attributes:
-      init: params -> state. The state is {"step", "params", "opt_state": {"inner"[, "master"]}}.
+      init: (params, *, seed=0) -> state. The state is {"step", "params", "opt_state": {"inner"[, "master"][, "seed"]}};
+        the uint32 seed is that of stochastic rounding, where the policy has it.
       step: jitted (state, batch, learning_rate) -> (state, StepMetrics); donates the state.
     """
 
-    init: Callable[[Any], State]
+    init: Callable[..., State]
     step: Callable[[State, Any, jax.Array], tuple[State, StepMetrics]]
 
 
@@ -119,18 +124,23 @@ def training_program(
     optimizer = masked(optimizer)
     policy = options.policy
 
-    def init(params: Any) -> State:
+    def init(params: Any, *, seed: Any = 0) -> State:
         weights = cast_tree(params, policy.master or policy.param)
         opt_state = {"inner": optimizer.init(weights)}
         if policy.master is not None:
             opt_state["master"] = weights
+        if policy.rounding != "nearest":
+            opt_state["seed"] = jnp.asarray(seed, jnp.uint32)
         return {"step": jnp.zeros((), jnp.int32), "params": cast_tree(params, policy.param), "opt_state": opt_state}
 
     spread = options.spread
     value_and_grad = _value_and_grad(loss_fn, options)
 
     def train_step(state: State, batch: Any, learning_rate: jax.Array) -> tuple[State, StepMetrics]:
-        (loss_sum, num_tokens), grads = value_and_grad(state["params"], batch)
+        rounding = NEAREST
+        if policy.rounding == "stochastic":
+            rounding = Rounding((state["opt_state"]["seed"], state["step"].astype(jnp.uint32)))
+        (loss_sum, num_tokens), grads = value_and_grad(state["params"], batch, rounding)
         norm = functools.partial(global_norm, in_blocks=options.norm_in_blocks, spread=spread)
         # The norm of the sums, and a product instead of a division: XLA on CPU then scales each gradient where the
         # update reads it, and writes no scaled copy of them all.
@@ -144,13 +154,13 @@ def training_program(
         # too orders it before the update, which XLA then makes in place; it copies all weights otherwise.
         finite = jnp.isfinite(loss_sum) & jnp.isfinite(grad_norm) & jnp.isfinite(param_norm)
 
-        extra = {"learning_rate": learning_rate, "grad_norm": grad_norm, "finite": finite}
+        extra = {"learning_rate": learning_rate, "grad_norm": grad_norm, "finite": finite, "rounding": rounding}
         updates, inner = optimizer.update(grads, state["opt_state"]["inner"], weights, **extra)
-        weights = _moved(weights, updates, finite=finite, policy=policy)
-        opt_state = {"inner": inner}
+        weights = _moved(weights, updates, finite=finite, rounding=rounding)
+        opt_state = state["opt_state"] | {"inner": inner}
         if policy.master is not None:
             opt_state["master"] = weights
-        params = cast_tree(weights, policy.param, rounding=policy.rounding)
+        params = cast_tree(weights, policy.param)
         params = params if spread is None else spread.publish(params)
         new_state = {"step": state["step"] + 1, "params": params, "opt_state": opt_state}
         metrics = StepMetrics(loss_sum / num_tokens, num_tokens, grad_norm, param_norm, finite)
@@ -160,15 +170,21 @@ def training_program(
     return TrainingProgram(init, jax.jit(train_step, donate_argnums=0, **shardings))
 
 
-def _value_and_grad(loss_fn: LossFn, options: ProgramOptions) -> Callable[[Any, Any], tuple[tuple, Any]]:
+def _value_and_grad(loss_fn: LossFn, options: ProgramOptions) -> Callable[[Any, Any, Rounding], tuple[tuple, Any]]:
     dtype = options.policy.accumulate
-    local = functools.partial(options.accumulate, loss_fn, num_microbatches=options.num_microbatches, dtype=dtype)
+
+    def local(params: Any, batch: Any, rounding: Rounding) -> tuple[tuple, Any]:
+        parts = {"num_microbatches": options.num_microbatches, "dtype": dtype}
+        return options.accumulate(loss_fn, params, batch, rounding=rounding, **parts)
+
     return local if options.spread is None else options.spread.value_and_grad(local, dtype=dtype)
 
 
-def _moved(weights: Any, updates: Any, *, finite: jax.Array, policy: Policy) -> Any:
-    def move(weight, update):
-        moved = round_to(weight.astype(jnp.float32) + update, weight.dtype, rounding=policy.rounding)
-        return jnp.where(finite, moved, weight)
+def _moved(weights: Any, updates: Any, *, finite: jax.Array, rounding: Rounding) -> Any:
+    exact = jax.tree.map(lambda weight, update: weight.astype(jnp.float32) + update, weights, updates)
 
-    return jax.tree.map(move, weights, updates)
+    def move(path, weight, moved):
+        written = rounding.write(moved, weight.dtype, name="weights" + jax.tree_util.keystr(path))
+        return jnp.where(finite, written, weight)
+
+    return jax.tree_util.tree_map_with_path(move, weights, exact)

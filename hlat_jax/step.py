@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding
 
 from hlat_jax.batch import Batch, abstract_batch
@@ -19,14 +20,15 @@ from hlat_jax.model import Decoder, abstract_params, bind, init_params, param_ax
 from hlat_jax.ops.cross_entropy import LossOptions, cross_entropy
 from hlat_jax.optimizer import adamw, decay_mask
 from hlat_jax.pipeline import Parts, pipelined, pipelined_loss
-from hlat_jax.precision import POLICIES, cast_tree
+from hlat_jax.precision import POLICIES, cast_tree, policy_on
 from hlat_jax.program import ProgramOptions, State, TrainingProgram, accumulated, training_program
 from hlat_jax.sharding import Layout
 
 
 def make_program(config: Config, layout: Layout) -> TrainingProgram:
     """Returns the training program of a config: AdamW on the mean next-token loss over all counted tokens."""
-    policy = POLICIES[config.precision.policy]
+    precision = config.precision
+    policy = policy_on(precision.policy, layout.platform, stochastic_rounding=precision.stochastic_rounding)
     optimizer = adamw(
         config.optimizer,
         policy=policy,
@@ -103,11 +105,12 @@ def init_state(config: Config, layout: Layout) -> State:
     """Returns the state before the first step, drawn on the devices that will hold it."""
     program = make_program(config, layout)
 
-    def initial(key):
-        return program.init(init_params(config.model, key))
+    def initial(key, seed):
+        return program.init(init_params(config.model, key), seed=seed)
 
-    shardings = state_shardings(config, layout, jax.eval_shape(initial, _key(config)))
-    return jax.jit(initial, out_shardings=shardings)(_key(config))
+    arguments = jax.random.key(config.train.seed, impl="rbg"), np.uint32(config.train.seed & 0xFFFFFFFF)
+    shardings = state_shardings(config, layout, jax.eval_shape(initial, *arguments))
+    return jax.jit(initial, out_shardings=shardings)(*arguments)
 
 
 def abstract_state(config: Config, layout: Layout) -> State:
@@ -162,7 +165,3 @@ def state_bytes(state: State) -> int:
         return jnp.dtype(leaf.dtype).itemsize * math.prod(shape)
 
     return sum(on_one_device(leaf) for leaf in jax.tree.leaves(state))
-
-
-def _key(config: Config) -> jax.Array:
-    return jax.random.key(config.train.seed, impl="rbg")

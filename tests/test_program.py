@@ -46,7 +46,7 @@ def test_accumulation_equals_one_batch_with_ragged_token_counts(small, one_devic
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), whole_state["params"], part_state["params"])
 
 
-@pytest.mark.parametrize("policy", ["fp32", "mixed", "bf16"])
+@pytest.mark.parametrize("policy", ["fp32", "mixed", "bf16_sr", "bf16"])
 def test_first_update_has_learning_rate_zero_and_fills_the_moments(small, one_device, make_batch, policy):
     small.precision.policy = policy
     config = resolve(small)
@@ -60,6 +60,7 @@ def test_policies_store_what_they_say(small, one_device):
     for name, dtypes in {
         "fp32": (jnp.float32, jnp.float32, None),
         "mixed": (jnp.bfloat16, jnp.float32, jnp.float32),
+        "bf16_sr": (jnp.bfloat16, jnp.bfloat16, None),
         "bf16": (jnp.bfloat16, jnp.bfloat16, None),
     }.items():
         small.precision.policy = name
