@@ -43,7 +43,7 @@ class ModelConfig:
     depth_scaled_init: bool = _key(True, "Output projections start at init_std / sqrt(2 * num_layers).")
     layer_loop: str = _key("scan", "How the equal layers run.", choices=("scan", "unroll"))
     remat: str = _key("auto", "Recompute in backward: auto, none, full, selective (HLAT), products, or save names:A,B.")
-    attention: str = _key("auto", "Attention implementation.", choices=("auto", "einsum", "blocked"))
+    attention: str = _key("auto", "Attention implementation.", choices=("auto", "einsum", "blocked", "nki"))
     cross_entropy: str = _key("auto", "Loss from hidden states.", choices=("auto", "dense", "chunked"))
 
 

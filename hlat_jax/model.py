@@ -243,8 +243,8 @@ def select_implementations(cfg: ModelConfig, platform: str) -> ModelConfig:
     """Returns the config with every `auto` replaced by the implementation chosen for a platform, such as `cpu`."""
     return dataclasses.replace(
         cfg,
-        attention=attention_op.select(cfg.attention, platform),
-        cross_entropy=cross_entropy_op.select(cfg.cross_entropy, platform),
+        attention=attention_op.OP.choose(cfg.attention, platform).name,
+        cross_entropy=cross_entropy_op.OP.choose(cfg.cross_entropy, platform).name,
         remat=stack.select(cfg.remat, platform),
     )
 

@@ -99,16 +99,17 @@ def adamw(config: OptimizerConfig, *, policy: Policy, decays: Any) -> MaskedTran
         if config.clip_norm:
             scale = jnp.minimum(1.0, config.clip_norm / (extra["grad_norm"] + 1e-6))
 
-        def decayed(moment, beta, value, name):
+        def decayed(moment, beta, value, *, name):
             new = beta * moment.astype(jnp.float32) + (1.0 - beta) * value
             return jnp.where(finite, rounding.write(new, policy.moment, name=name), moment)
 
-        def moments(path, grad, mu, nu):
+        def moments(path, *of_leaf):
+            grad, mu, nu = of_leaf
             grad = grad.astype(jnp.float32) * scale
             place = jax.tree_util.keystr(path)
             stored = (
-                decayed(mu, config.beta1, grad, "mu" + place),
-                decayed(nu, config.beta2, jnp.square(grad), "nu" + place),
+                decayed(mu, config.beta1, grad, name="mu" + place),
+                decayed(nu, config.beta2, jnp.square(grad), name="nu" + place),
             )
             # XLA on CPU would fuse the old moments into the update of the weight, and copy them to do so
             return jax.lax.optimization_barrier(stored)

@@ -36,15 +36,16 @@ def make_program(config: Config, layout: Layout) -> TrainingProgram:
     )
     options = ProgramOptions(policy=policy, num_microbatches=config.train.num_microbatches)
     loss = parts(config, layout, z_loss_weight=config.train.z_loss_weight)
+    shapes = jax.eval_shape(training_program(loss, optimizer, options=options).init, abstract_params(config.model))
+    # said for one device too: what reads the state is then compiled once, before the first step and after it
+    options = dataclasses.replace(options, state_shardings=state_shardings(config, layout, shapes))
     if layout.mesh.size == 1:
         options = dataclasses.replace(options, norm_in_blocks=layout.platform == "cpu")
     else:
-        shapes = jax.eval_shape(training_program(loss, optimizer, options=options).init, abstract_params(config.model))
         options = dataclasses.replace(
             options,
             accumulate=pipelined if layout.size(("pipe",)) > 1 else accumulated,
             spread=Spread(layout, param_axes(config.model)),
-            state_shardings=state_shardings(config, layout, shapes),
         )
     return training_program(loss, optimizer, options=options)
 

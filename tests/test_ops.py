@@ -205,14 +205,15 @@ def test_attention_blocks_cover_every_query_once():
         assert len(bounds) <= 8
 
 
-def test_select_resolves_auto_and_refuses_unknown_names():
-    assert attention.select("auto", "cpu") == "blocked"
-    assert attention.select("auto", "neuron") == attention.select("einsum", "cpu") == "einsum"
-    assert cross_entropy.select("auto", "cpu") in ("dense", "chunked")
-    with pytest.raises(ValueError, match=r"model.attention='flash'.*auto, einsum, blocked"):
-        attention.select("flash", "cpu")
-    with pytest.raises(ValueError, match=r"model.cross_entropy='fast'.*auto, dense, chunked"):
-        cross_entropy.select("fast", "cpu")
+@pytest.mark.parametrize(
+    ("op", "chosen"),
+    [
+        (attention.OP, {"cpu": "blocked", "cuda": "einsum", "neuron": "einsum"}),
+        (cross_entropy.OP, {"cpu": "chunked", "cuda": "dense", "neuron": "dense"}),
+    ],
+)
+def test_auto_stands_for_what_serves_a_platform_best(op, chosen):
+    assert {platform: op.choose("auto", platform).name for platform in chosen} == chosen
 
 
 def loss_inputs(num_rows=2, seq_len=11):

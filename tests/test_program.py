@@ -293,3 +293,14 @@ def test_what_changes_between_runs_is_no_constant_of_the_program(small, one_devi
     small.train.seed = 9
     small.data.seed = 9
     assert lowered_for_neuron(resolve(small), one_device) == before
+
+
+def test_evaluation_is_compiled_once_for_the_state_before_and_after_a_step(small, one_device, make_batch):
+    config = resolve(small)
+    state = init_state(config, one_device)
+    step, evaluate = make_train_step(config, one_device), make_eval_step(config, one_device)
+    evaluate(state["params"], make_batch(0, config))
+    state, _ = step(state, make_batch(0, config), np.float32(0.0))
+    state, _ = step(state, make_batch(1, config), np.float32(0.0))
+    evaluate(state["params"], make_batch(1, config))
+    assert (evaluate._cache_size(), step._cache_size()) == (1, 1)

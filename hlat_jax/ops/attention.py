@@ -1,4 +1,4 @@
-"""Causal grouped-query attention on packed rows: its contract, two XLA implementations, and the choice between them."""
+"""Causal grouped-query attention on packed rows: its contract, two implementations in XLA, and the kernel on Neuron."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ import math
 
 import jax
 import jax.numpy as jnp
+
+from hlat_jax.ops.dialect import Implementation, Op
+from hlat_jax.ops.nki import attention as nki
 
 # Finite, so that a masked score minus the row's maximum is never inf - inf.
 _MASKED = -1e30
@@ -33,25 +36,13 @@ def attention(
       k_BSKH: keys, S = T; K divides N.
       v_BSKH: values.
       segment_ids_BT: int32, or None when every row is one segment.
-      implementation: a name that `select` returns.
-    """
-    return _IMPLEMENTATIONS[implementation](q_BTNH, k_BSKH, v_BSKH, segment_ids_BT)
-
-
-def select(implementation: str, platform: str) -> str:
-    """Returns the implementation that a configured name stands for on a platform (`jax.default_backend()`'s word).
-
-    `auto` is "blocked" on cpu, where XLA does not fuse attention and skipping the masked half of the scores pays,
-    and "einsum" elsewhere.
+      implementation: a name that `OP.choose` returns.
 
     Raises:
-      ValueError: the name is unknown.
+      ValueError: the implementation cannot serve these arguments.
     """
-    if implementation == "auto":
-        return "blocked" if platform == "cpu" else "einsum"
-    if implementation not in _IMPLEMENTATIONS:
-        raise ValueError(f"model.attention={implementation!r} is not one of {', '.join(['auto', *_IMPLEMENTATIONS])}.")
-    return implementation
+    facts = {"q_shape": q_BTNH.shape, "dtype": q_BTNH.dtype, "has_segments": segment_ids_BT is not None}
+    return OP.run(implementation, q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, **facts)
 
 
 def _einsum(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT):
@@ -116,4 +107,13 @@ def _causal_mask(num_queries: int, num_keys: int, *, offset: int = 0) -> jax.Arr
     return queries >= jax.lax.broadcasted_iota(jnp.int32, (num_queries, num_keys), 1)
 
 
-_IMPLEMENTATIONS = {"einsum": _einsum, "blocked": _blocked}
+def _nki(q_BTNH, k_BSKH, v_BSKH, _):
+    return nki.attention(q_BTNH, k_BSKH, v_BSKH)
+
+
+OP = Op("model.attention")
+OP.register(Implementation("einsum", _einsum, {"*": 10}))
+# XLA on cpu does not fuse attention: skipping the masked half of the scores pays there
+OP.register(Implementation("blocked", _blocked, {"cpu": 20, "*": 5}))
+# below the others until it has run on a device
+OP.register(Implementation("nki", _nki, {"neuron": 1}, nki.supports))

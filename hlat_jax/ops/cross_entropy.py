@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from hlat_jax.collectives import ALONE, Shards, copied, position
+from hlat_jax.ops.dialect import Implementation, Op
 
 # Positions of every row whose logits exist at one time under "chunked".
 CHUNK_POSITIONS = 256
@@ -61,29 +62,16 @@ def cross_entropy(
     """
     shards = options.shards
     hidden_BTD = copied(shards.enter(hidden_BTD), shards.pipe)
-    chunk = _CHUNKS[options.implementation](hidden_BTD.shape[1])
+    chunk = OP.run(options.implementation, hidden_BTD.shape[1])
     static = (options.z_loss_weight, chunk, shards.vocab)
     return _loss_sum(hidden_BTD, head_VD, targets_BT, weights_BT, static), jnp.sum(weights_BT)
 
 
-def select(implementation: str, platform: str) -> str:
-    """Returns the implementation that a configured name stands for on a platform (`jax.default_backend()`'s word).
-
-    `auto` is "chunked" on cpu, where fresh memory costs more than a second pass over the head's gradient, and
-    "dense" elsewhere: one large product, and no loop.
-
-    Raises:
-      ValueError: the name is unknown.
-    """
-    if implementation == "auto":
-        return "chunked" if platform == "cpu" else "dense"
-    if implementation not in _CHUNKS:
-        known = ", ".join(["auto", *_CHUNKS])
-        raise ValueError(f"model.cross_entropy={implementation!r} is not one of {known}.")
-    return implementation
-
-
-_CHUNKS = {"dense": lambda seq_len: seq_len, "chunked": lambda seq_len: min(CHUNK_POSITIONS, seq_len)}
+OP = Op("model.cross_entropy")
+# one large product, and no loop
+OP.register(Implementation("dense", lambda seq_len: seq_len, {"*": 10}))
+# on cpu fresh memory costs more than a second pass over the head's gradient
+OP.register(Implementation("chunked", lambda seq_len: min(CHUNK_POSITIONS, seq_len), {"cpu": 20, "*": 5}))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))

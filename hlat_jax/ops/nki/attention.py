@@ -1,0 +1,189 @@
+"""Causal attention by the NKI kernels of nkilib: their layouts, what they can serve, and their place in a JAX program.
+
+Each kernel is a JAX primitive. Its default lowering is the XLA reference in this file, in the kernel's own layouts; its
+lowering for platform `neuron` calls the kernel. So values, gradients and layouts are checked anywhere, and the wiring
+by lowering; the kernels themselves have not yet run here.
+
+Source of the contracts: nki-library d2ad3a5, nkilib.core.attention.attention_cte and attention_bwd.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+
+PARTITIONS = 128  # rows of on-chip memory, over which a kernel lays places of the sequence
+_MAX_HEAD_DIM = 128
+_MAX_SEQ_LEN = 131_072
+_BACKWARD_MULTIPLE = 512  # of keys
+_DTYPES = ("bfloat16", "float16", "float32")
+
+
+def supports(*, q_shape: tuple[int, ...], dtype: Any, has_segments: bool) -> list[str]:
+    """Returns why the kernels cannot serve a call, forward and backward; nothing when they can.
+
+    Args:
+      q_shape: (B, T, N, H) of the queries on one device; there are as many keys.
+      dtype: of queries, keys and values.
+      has_segments: rows hold several documents that must not see each other.
+    """
+    seq_len, head_dim = q_shape[1], q_shape[3]
+    reasons = []
+    if has_segments:
+        reasons.append("the kernel takes no segment ids (data.packing=documents)")
+    if head_dim > _MAX_HEAD_DIM:
+        reasons.append(f"model.head_dim={head_dim} is above {_MAX_HEAD_DIM}")
+    if seq_len % _BACKWARD_MULTIPLE:
+        reasons.append(f"the sequence of {seq_len} is no multiple of {_BACKWARD_MULTIPLE}")
+    if seq_len > _MAX_SEQ_LEN:
+        reasons.append(f"the sequence of {seq_len} is above {_MAX_SEQ_LEN}")
+    if jnp.dtype(dtype).name not in _DTYPES:
+        reasons.append(f"dtype {jnp.dtype(dtype).name} is not one of {', '.join(_DTYPES)}")
+    return reasons
+
+
+@jax.custom_vjp
+def attention(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array) -> jax.Array:
+    """Returns [B, T, N, H] as `ops.attention` has it, every row one segment; see `supports`."""
+    return _forward(q_BTNH, k_BSKH, v_BSKH)[0]
+
+
+def _forward(q_BTNH, k_BSKH, v_BSKH):
+    _serve_neuron()
+    b, t, n, h = q_BTNH.shape
+    out_ZTH, neg_max, recip_sum = _forward_p.bind(
+        _heads_in_rows(q_BTNH), _heads_in_rows(k_BSKH).swapaxes(1, 2), _heads_in_rows(v_BSKH), scale=1 / math.sqrt(h)
+    )
+    out_BNTH = out_ZTH.reshape(b, n, t, h)
+    return out_BNTH.swapaxes(1, 2), (q_BTNH, k_BSKH, v_BSKH, out_BNTH, log_sum_exp(neg_max, recip_sum))
+
+
+def _backward(residuals, dout_BTNH):
+    q_BTNH, k_BSKH, v_BSKH, out_BNTH, lse = residuals
+    b, _, n, h = q_BTNH.shape
+    operands = [_places_last(x) for x in (q_BTNH, k_BSKH, v_BSKH)]
+    operands += [out_BNTH.swapaxes(2, 3), _places_last(dout_BTNH), lse.reshape(b, n, PARTITIONS, -1)]
+    grads = _backward_p.bind(*operands, scale=1 / math.sqrt(h))
+    return tuple(grad.transpose(0, 3, 1, 2) for grad in grads)  # [B, heads, H, T] -> [B, T, heads, H]
+
+
+attention.defvjp(_forward, _backward)
+
+
+def log_sum_exp(neg_max: jax.Array, recip_sum: jax.Array) -> jax.Array:
+    """Returns max + log(sum of exp(score - max)), from what the forward kernel keeps of the softmax."""
+    return -(neg_max + jnp.log(recip_sum))
+
+
+def tiled(x_ZT: jax.Array) -> jax.Array:
+    """Returns [Z, 128, T / 128] of [Z, T]: place t of the sequence at [t % 128, t // 128], as kernels keep numbers."""
+    z, t = x_ZT.shape
+    return x_ZT.reshape(z, t // PARTITIONS, PARTITIONS).swapaxes(1, 2)
+
+
+def untiled(x: jax.Array) -> jax.Array:
+    """Returns [..., T] of [..., 128, T / 128]: the inverse of `tiled`."""
+    return x.swapaxes(-1, -2).reshape(*x.shape[:-2], -1)
+
+
+def _heads_in_rows(x_BTNH):
+    b, t, n, h = x_BTNH.shape
+    return x_BTNH.swapaxes(1, 2).reshape(b * n, t, h)
+
+
+def _places_last(x_BTNH):
+    return x_BTNH.transpose(0, 2, 3, 1)
+
+
+# The references, in the layouts of the kernels. Z stands for B * N, Y for B * K, R for the N / K queries of a key.
+
+
+def _reference_forward(q_ZTH, k_YHS, v_YSH, *, scale):
+    z, t, h = q_ZTH.shape
+    y = k_YHS.shape[0]
+    q_YRTH = q_ZTH.reshape(y, z // y, t, h)
+    scores = jnp.einsum("YRTH,YHS->YRTS", q_YRTH, k_YHS, preferred_element_type=jnp.float32) * scale
+    scores = jnp.where(_causal(t), scores, -1e30)
+    top = scores.max(axis=-1, keepdims=True)
+    weights = jnp.exp(scores - top)
+    total = weights.sum(axis=-1, keepdims=True)
+    probs = (weights / total).astype(v_YSH.dtype)
+    out = jnp.einsum("YRTS,YSH->YRTH", probs, v_YSH, preferred_element_type=jnp.float32)
+    return out.reshape(z, t, h).astype(q_ZTH.dtype), tiled(-top.reshape(z, t)), tiled(1 / total.reshape(z, t))
+
+
+def _reference_backward(*operands, scale):
+    q_BNHT, k_BKHS, v_BKHS, out_BNHT, dout_BNHT, lse = operands
+    b, n, h, t = q_BNHT.shape
+    k = k_BKHS.shape[1]
+    q, out, dout = (x.reshape(b, k, n // k, h, t) for x in (q_BNHT, out_BNHT, dout_BNHT))
+    product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+    scores = product("BKRHT,BKHS->BKRTS", q, k_BKHS) * scale
+    probs = jnp.where(_causal(t), jnp.exp(scores - untiled(lse).reshape(b, k, n // k, t, 1)), 0)
+    dprobs = product("BKRHT,BKHS->BKRTS", dout, v_BKHS)
+    inner = (dout.astype(jnp.float32) * out.astype(jnp.float32)).sum(axis=3)
+    dscores = (probs * (dprobs - inner[..., None]) * scale).astype(q.dtype)
+    dq = product("BKRTS,BKHS->BKRHT", dscores, k_BKHS).reshape(q_BNHT.shape)
+    dk = product("BKRTS,BKRHT->BKHS", dscores, q)
+    dv = product("BKRTS,BKRHT->BKHS", probs.astype(q.dtype), dout)
+    return dq.astype(q.dtype), dk.astype(q.dtype), dv.astype(q.dtype)
+
+
+def _causal(t):
+    return jax.lax.broadcasted_iota(jnp.int32, (t, t), 0) >= jax.lax.broadcasted_iota(jnp.int32, (t, t), 1)
+
+
+# The kernels, as their packages have them; imported when a program is lowered for a device that has them.
+
+
+def _kernel_forward(q_ZTH, k_YHS, v_YSH, *, scale):
+    kernel = importlib.import_module("nkilib.core.attention.attention_cte").attention_cte
+    return kernel(q_ZTH, k_YHS, v_YSH, scale=scale, causal_mask=True, tp_q=True, cache_softmax=True)
+
+
+def _kernel_backward(*operands, scale):
+    kernel = importlib.import_module("nkilib.core.attention.attention_bwd").attention_bwd
+    *arrays, lse = operands
+    return kernel(*arrays, lse=lse, use_causal_mask=True, softmax_scale=scale)
+
+
+def _primitive(name, reference):
+    primitive = Primitive(name)
+    primitive.multiple_results = True
+
+    def abstract(*avals, scale):
+        return jax.tree.leaves(jax.eval_shape(functools.partial(reference, scale=scale), *avals))
+
+    primitive.def_impl(lambda *args, scale: jax.jit(functools.partial(primitive.bind, scale=scale))(*args))
+    primitive.def_abstract_eval(lambda *avals, scale: [_shaped(out) for out in abstract(*avals, scale=scale)])
+    mlir.register_lowering(primitive, mlir.lower_fun(reference, multiple_results=True))
+    return primitive
+
+
+def _shaped(out):
+    return jax.core.ShapedArray(out.shape, out.dtype)
+
+
+_forward_p = _primitive("nki_attention_forward", _reference_forward)
+_backward_p = _primitive("nki_attention_backward", _reference_backward)
+
+
+@functools.cache
+def _register_kernels() -> None:
+    for primitive, kernel in ((_forward_p, _kernel_forward), (_backward_p, _kernel_backward)):
+        mlir.register_lowering(primitive, mlir.lower_fun(kernel, multiple_results=True), platform="neuron")
+
+
+def _serve_neuron() -> None:
+    """Registers the kernels where the plugin is. Without it JAX knows no such platform, and the references stand."""
+    try:
+        _register_kernels()
+    except NotImplementedError:
+        return
