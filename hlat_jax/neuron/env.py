@@ -72,14 +72,14 @@ class Environment:
 
     def shell(self) -> str:
         """Returns the lines that set it in a shell: `eval "$(...)"`."""
-        lines = [f"# {note}" for note in self.notes] + [f"unset {name}" for name in self.unset]
+        lines = [f"unset {name}" for name in self.unset]
         return "\n".join([*lines, *(f"export {name}={shlex.quote(value)}" for name, value in self.variables.items())])
 
 
 def environment(
     policy: str, parallel: ParallelConfig, topology: Topology, *, current: Mapping[str, str]
 ) -> Environment:
-    """Returns the environment of one process. It is its own fixed point: applied again it changes and notes nothing.
+    """Returns the environment of one process. Where it is set already, it changes nothing.
 
     Args:
       policy: name of the precision policy.
