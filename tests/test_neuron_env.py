@@ -361,22 +361,107 @@ def test_open_mpi_inside_slurm_is_open_mpi():
 def test_instance_of_a_machine_is_its_product_name_where_it_has_devices(tmp_path):
     product = tmp_path / "product_name"
     product.write_text("trn1n.32xlarge\n")
-    assert topology.detected_instance(tmp_path, product) == ""
+    here = topology.Machine(tmp_path, product)
+    assert topology.detected_instance(here) == ""
     (tmp_path / "neuron0").touch()
-    assert topology.detected_instance(tmp_path, product) == "trn1n.32xlarge"
+    assert topology.detected_instance(here) == "trn1n.32xlarge"
     product.write_text("inf2.24xlarge\n")
     with pytest.raises(ValueError, match=r"the instance type 'inf2.24xlarge' is not known here: give --instance=TYPE"):
-        topology.detected_instance(tmp_path, product)
+        topology.detected_instance(here)
 
 
-def test_neuron_is_wanted_where_there_are_devices_unless_jax_platforms_says_otherwise():
-    assert not env.is_wanted("", "")
-    assert not env.is_wanted("", "cpu")
-    assert env.is_wanted("trn1.2xlarge", "")
-    assert env.is_wanted("trn1.2xlarge", "neuron,cpu")
-    assert not env.is_wanted("trn1.2xlarge", "cpu")
-    with pytest.raises(ValueError, match="JAX_PLATFORMS=neuron,cpu names neuron, and this machine has no /dev/neuron0"):
-        env.is_wanted("", "neuron,cpu")
+def test_neuron_is_served_where_there_are_devices_unless_jax_platforms_says_otherwise(tmp_path):
+    product = tmp_path / "product_name"
+    product.write_text("trn1.2xlarge\n")
+    here = topology.Machine(tmp_path, product)
+    for given, platforms, expected in (("", "", ""), ("", "cpu", ""), ("trn1.32xlarge", "", "trn1.32xlarge")):
+        assert topology.instance_to_serve(given, platforms, machine=here) == expected
+    with pytest.raises(ValueError, match="JAX_PLATFORMS=neuron,cpu names neuron, and this machine has no"):
+        topology.instance_to_serve("", "neuron,cpu", machine=here)
+    (tmp_path / "neuron0").touch()
+    for platforms, expected in (("", "trn1.2xlarge"), ("neuron,cpu", "trn1.2xlarge"), ("cpu", ""), ("cuda", "")):
+        assert topology.instance_to_serve("", platforms, machine=here) == expected
+
+
+# Training: a process of its own that stops where JAX would be imported, and writes what it then finds
+
+AT_IMPORT = """
+import json, os, sys
+
+class Stop:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("jax", "jaxlib", "libneuronxla"):
+            print("AT", name, json.dumps(dict(os.environ)))
+            sys.exit(0)
+
+sys.meta_path.insert(0, Stop())
+from hlat_jax import flags, train
+flags.main(train.main)
+"""
+
+
+def environment_at_import(*words, **variables):
+    """Returns (variables, what was printed before) when a training command imports JAX; (None, the error) if it does
+    not come to that."""
+    run = [sys.executable, "-c", AT_IMPORT, "--config=7b", *words]
+    variables = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), **variables}
+    done = subprocess.run(run, env=variables, capture_output=True, text=True, timeout=60, check=False)
+    if done.returncode:
+        return None, done.stderr
+    printed, _, found = done.stdout.partition("AT jax ")
+    return json.loads(found), printed
+
+
+def test_training_sets_the_environment_before_jax_is_imported():
+    place = ("--coordinator=first:5000", "--num_processes=4", "--process_id=1", "--instance=trn1.32xlarge")
+    variables = {"NEURON_RT_EXEC_TIMEOUT": "600", "OMPI_COMM_WORLD_RANK": "1", "OMPI_MCA_orte_hnp_uri": "x"}
+    found, printed = environment_at_import(*place, **variables)
+    expected = with_current(NEURON_RT_EXEC_TIMEOUT="600")
+    assert printed == ""  # of process 0 alone
+    assert found.items() >= expected.variables.items()
+    assert "OMPI_MCA_orte_hnp_uri" not in found
+    _, printed = environment_at_import("--instance=trn1.32xlarge", NEURON_RT_EXEC_TIMEOUT="600")
+    assert printed.splitlines() == [
+        "environment      for 1 x trn1.32xlarge", "NEURON_RT_EXEC_TIMEOUT: yours, 600, wins over 4000",
+    ]  # fmt: skip
+
+
+def test_training_on_a_part_of_a_node_and_with_one_core_a_device():
+    found, _ = environment_at_import("--instance=trn1.32xlarge", "--cores=8")
+    assert found["NEURON_RT_NUM_CORES"] == "8"
+    found, _ = environment_at_import("--instance=trn2.48xlarge", NEURON_LOGICAL_NC_CONFIG="1")
+    assert "--logical-nc-config=1" in found["NEURON_CC_FLAGS"].split()
+
+
+def test_training_elsewhere_leaves_the_environment_alone():
+    for variables in ({}, {"JAX_PLATFORMS": "cpu"}):
+        found, printed = environment_at_import(**variables)
+        assert not [name for name in found if name.startswith(("NEURON", "FI_", "MALLOC"))]
+        assert {name for name in found if name.startswith("JAX")} == set(variables)
+        assert printed == ""
+
+
+def test_training_refuses_a_contradiction_before_jax_is_imported():
+    found, error = environment_at_import("--instance=trn1.32xlarge", NEURON_RT_STOCHASTIC_ROUNDING_EN="1")
+    assert found is None
+    assert error.startswith("error: NEURON_RT_STOCHASTIC_ROUNDING_EN=1 contradicts precision.policy")
+    found, error = environment_at_import("--instance=trn1.32xlarge", JAX_PLATFORMS="cpu")
+    assert found is None
+    assert "keeps JAX off the devices of trn1.32xlarge" in error
+    found, error = environment_at_import(JAX_PLATFORMS="neuron")
+    assert found is None
+    assert "this machine has no /dev/neuron0" in error
+
+
+def test_record_holds_what_can_change_a_run_and_no_more():
+    environ = {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "-x",
+        "AWS_SECRET_ACCESS_KEY": "s",
+        "HOME": "/",
+        "FI_PROVIDER": "efa",
+    }
+    assert env.recorded(environ) == {"FI_PROVIDER": "efa", "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "-x"}
 
 
 # The command

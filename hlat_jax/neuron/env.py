@@ -123,25 +123,10 @@ def apply(environ: MutableMapping[str, str], computed: Environment) -> None:
         environ.pop(name, None)
 
 
-def is_wanted(instance: str, platforms: str) -> bool:
-    """Returns whether this process is to train on Neuron devices, by what is known before JAX is imported.
-
-    Args:
-      instance: the type that was given, or that this machine says it is; "" where it has no Neuron device.
-      platforms: JAX_PLATFORMS. Where it is set it decides alone: `cpu` keeps a run off the devices of a Trainium node.
-
-    Raises:
-      ValueError: JAX_PLATFORMS names neuron and nobody knows the instance type.
-    """
-    if not platforms:
-        return bool(instance)
-    named = "neuron" in platforms.split(",")
-    if named and not instance:
-        raise ValueError(
-            f"JAX_PLATFORMS={platforms} names neuron, and this machine has no /dev/neuron0: unset it, or give "
-            "--instance=TYPE."
-        )
-    return named
+def recorded(environ: Mapping[str, str]) -> dict[str, str]:
+    """Returns the variables that can change what a run does or how fast, for the record in its folder."""
+    prefixes = ("FI_", "JAX_", "LD_", "MALLOC_", "NEURON_", "XLA_")
+    return {name: environ[name] for name in sorted(environ) if name.startswith(prefixes)}
 
 
 def _computed(policy: str, parallel: ParallelConfig, topology: Topology) -> dict[str, str]:

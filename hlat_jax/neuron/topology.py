@@ -82,6 +82,19 @@ class Topology:
         return self.cores or self.kind.chips * self.kind.physical_cores // self.lnc
 
 
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """Where Linux says what machine this is.
+
+    Attributes:
+      devices: the driver makes neuron0, neuron1, ... there, one a chip.
+      product_name: EC2 fills it with the instance type.
+    """
+
+    devices: pathlib.Path = pathlib.Path("/dev")
+    product_name: pathlib.Path = pathlib.Path("/sys/devices/virtual/dmi/id/product_name")
+
+
 def checked(topology: Topology) -> Topology:
     """Returns the topology with its defaults filled in.
 
@@ -175,22 +188,41 @@ def first_host(nodelist: str) -> str:
     return "".join(part or "" for part in match.groups())
 
 
-def detected_instance(devices: pathlib.Path, product_name: pathlib.Path) -> str:
-    """Returns the type of this machine, or "" where it has no Neuron device.
+def instance_to_serve(given: str, platforms: str, *, machine: Machine) -> str:
+    """Returns the type of the instance on whose Neuron devices this process is to run; "" for none.
 
     Args:
-      devices: `/dev`: the driver makes neuron0, neuron1, ... there, one a chip.
-      product_name: `/sys/devices/virtual/dmi/id/product_name`, which EC2 fills with the instance type.
+      given: the type that the command names; it may be "". A JAX_PLATFORMS that contradicts it is refused later.
+      platforms: JAX_PLATFORMS. Where it is set it decides: `cpu` keeps a run off the devices of a Trainium node.
+      machine: where the devices would be.
+
+    Raises:
+      ValueError: JAX_PLATFORMS names neuron and there is no device, or the type of this machine is not known here.
+    """
+    if given or (platforms and "neuron" not in platforms.split(",")):
+        return given
+    found = detected_instance(machine)
+    if platforms and not found:
+        raise ValueError(
+            f"JAX_PLATFORMS={platforms} names neuron, and this machine has no {machine.devices / 'neuron0'}: unset it, "
+            "or give --instance=TYPE."
+        )
+    return found
+
+
+def detected_instance(machine: Machine) -> str:
+    """Returns the type of this machine, or "" where it has no Neuron device.
 
     Raises:
       ValueError: Neuron devices, and an instance type that is not known here.
     """
-    if not (devices / "neuron0").exists():
+    device, product_name = machine.devices / "neuron0", machine.product_name
+    if not device.exists():
         return ""
     name = product_name.read_text().strip() if product_name.is_file() else ""
     if name not in INSTANCES:
         raise ValueError(
-            f"{devices}/neuron0 is there, and the instance type {name!r} is not known here: give --instance=TYPE. "
+            f"{device} is there, and the instance type {name!r} is not known here: give --instance=TYPE. "
             f"{nearest(name, INSTANCES)}"
         )
     return name
