@@ -374,8 +374,8 @@ def test_neuron_is_served_where_there_are_devices_unless_jax_platforms_says_othe
     product = tmp_path / "product_name"
     product.write_text("trn1.2xlarge\n")
     here = topology.Machine(tmp_path, product)
-    for given, platforms, expected in (("", "", ""), ("", "cpu", ""), ("trn1.32xlarge", "", "trn1.32xlarge")):
-        assert topology.instance_to_serve(given, platforms, machine=here) == expected
+    for named, platforms, expected in (("", "", ""), ("", "cpu", ""), ("trn1.32xlarge", "", "trn1.32xlarge")):
+        assert topology.instance_to_serve(named, platforms, machine=here) == expected
     with pytest.raises(ValueError, match="JAX_PLATFORMS=neuron,cpu names neuron, and this machine has no"):
         topology.instance_to_serve("", "neuron,cpu", machine=here)
     (tmp_path / "neuron0").touch()
