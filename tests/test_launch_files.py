@@ -1,5 +1,6 @@
 """Scripts and manifests of launch/: shell checked, Kubernetes objects against their schemas, and one with the other."""
 
+import importlib.util
 import os
 import pathlib
 import re
@@ -14,9 +15,11 @@ import yaml
 from test_launch import nodes_of
 
 from hlat_jax import config as config_lib
+from hlat_jax import flags as flags_lib
 from hlat_jax.neuron import topology
 from hlat_jax.neuron.env import environment
 from hlat_jax.neuron.topology import INSTANCES, Topology
+from hlat_jax.planner.report import Site, make_plan
 
 LAUNCH = jobs.NODE.parent
 ROOT = LAUNCH.parent
@@ -157,12 +160,50 @@ def test_manifest_of_the_run_starts_what_the_package_understands():
 
 def test_manifest_of_the_programs_is_that_of_the_run_but_for_its_end():
     run, programs = (loaded(LAUNCH / "eks" / name)[3]["command"] for name in ("train.yaml", "precompile.yaml"))
-    own = ("--cache", "--fill_cache", "--workdir", "--coordinator", "--config.train", "--config.checkpoint")
+    short = ("--config.train.num_steps", "--config.train.eval_every_steps", "--config.checkpoint")
+    own = ("--cache", "--fill_cache", "--workdir", "--coordinator", *short)
     assert [word for word in run if not word.startswith(own)] == [w for w in programs if not w.startswith(own)]
     cache = [word.partition("=")[2] for word in run + programs if word.startswith(("--cache", "--fill_cache"))]
     assert len(set(cache)) == 1
     sbatch = (LAUNCH / "slurm" / "precompile.sbatch").read_text()
-    assert all(word in sbatch for word in programs if word.startswith(("--config.train", "--config.checkpoint")))
+    assert all(word in sbatch for word in programs if word.startswith(short))
+
+
+def test_run_of_the_manifest_fits_its_nodes():
+    words = loaded(LAUNCH / "eks" / "train.yaml")[3]["command"]
+    overrides = [word for word in words if word.startswith("--config")]
+    config = config_lib.resolve(flags_lib.parse(overrides)[0])
+    assert make_plan(config, Site("trn1.32xlarge", 4))["fits"]
+
+
+def test_cluster_has_the_network_of_its_instances():
+    cluster = yaml.safe_load((LAUNCH / "slurm" / "cluster.yaml").read_text())
+    [queue] = cluster["Scheduling"]["SlurmQueues"]
+    [resource] = queue["ComputeResources"]
+    assert INSTANCES[resource["InstanceType"]].num_efa > 0
+    assert resource["Efa"]["Enabled"]
+    assert queue["Networking"]["PlacementGroup"]["Enabled"]
+    script = queue["CustomActions"]["OnNodeConfigured"]["Script"]
+    reserved = (LAUNCH / "slurm" / script.rpartition("/")[2]).read_text()
+    assert f"ip_local_reserved_ports={topology.COLLECTIVES_PORT},{topology.JAX_PORT}" in reserved
+    assert cluster["SharedStorage"][0]["MountDir"] == "/fsx"
+
+
+def test_guide_names_commands_that_are_there():
+    guide = (ROOT / "docs" / "trainium.md").read_text().replace("\\\n", " ")
+    lines = [line for block in re.findall(r"```bash\n(.*?)```", guide, re.DOTALL) for line in block.splitlines()]
+    for path in re.findall(r"launch/[\w/.]+\w", guide):
+        assert (ROOT / path).exists() or list(ROOT.glob(f"{path}*")), path
+    commands = [line.split() for line in lines if line.startswith("python -m hlat_jax.")]
+    assert len(commands) >= 3
+    for _, _, module, *_ in commands:
+        assert importlib.util.find_spec(module), module
+    started = [line for line in lines if line.startswith("launch/node.sh") or "launch/slurm/train.sbatch" in line]
+    assert len(started) == 4
+    for line in started:
+        words = re.sub(r"^.*(node\.sh|train\.sbatch) ", "", line).replace("'", "").split()
+        overrides = [word for word in words if word.startswith("--config")]
+        config_lib.resolve(flags_lib.parse(overrides)[0])
 
 
 def test_image_is_made_of_files_that_are_there_on_the_neuron_jax_image():
