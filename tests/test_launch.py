@@ -135,7 +135,7 @@ def test_node_keeps_variables_of_the_caller_with_a_line_and_refuses_another_plac
     assert exports["FI_LOG_LEVEL"] == "info"
     assert said == "FI_LOG_LEVEL: yours, info, wins over warn\n"
     _, _, error = dry_run(*place, neuron_devices=16, NEURON_PJRT_PROCESS_INDEX="7")
-    assert error.startswith("error: NEURON_PJRT_PROCESS_INDEX=7 contradicts --rank, which gives 1")
+    assert error.startswith("error: NEURON_PJRT_PROCESS_INDEX=7 contradicts --rank or --process_id, which gives 1")
 
 
 def test_node_reads_precision_and_layout_from_the_config_alone(dry_run):

@@ -244,7 +244,7 @@ CONTRADICTIONS = [
     ({"NEURON_CC_FLAGS": "--auto-cast matmult"}, "--auto-cast=matmult rounds"),
     ({"NEURON_CC_FLAGS": "--target=trn2"}, "set --target=trn1"),
     ({"NEURON_CC_FLAGS": "--dump='x"}, "No closing quotation"),
-    ({"NEURON_PJRT_PROCESS_INDEX": "3"}, "contradicts --rank, which gives 1"),
+    ({"NEURON_PJRT_PROCESS_INDEX": "3"}, "contradicts --rank or --process_id, which gives 1"),
     ({"NEURON_PJRT_PROCESSES_NUM_DEVICES": "32,32"}, "contradicts --nodes and --cores, which gives 32,32,32,32"),
     ({"NEURON_RT_VISIBLE_CORES": "0-15"}, "16 cores, but the run takes 32; unset it, or give --cores=16"),
     ({"NEURON_RT_VISIBLE_CORES": "all"}, "no number of cores"),

@@ -81,11 +81,11 @@ def test_restart_does_not_take_an_unfinished_or_older_checkpoint_for_progress(re
 def test_restart_passes_a_signal_on_and_does_not_start_again(tmp_path):
     saves = "trap 'sleep 0.3; echo saved; exit 5' TERM; echo ready; while true; do sleep 0.05; done"
     words = [str(LAUNCH / "restart.sh"), "--wait_s=0", "bash", "-c", saves, f"--workdir={tmp_path}"]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "ready\n"
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) == 5
-        assert process.stdout.read() == "saved\n"
+        assert (process.stdout.read(), process.stderr.read()) == ("saved\n", "")
 
 
 def test_restart_ends_while_it_waits(tmp_path):

@@ -35,7 +35,7 @@ REMOVED = {
 FIXED = {
     "NEURON_RT_STOCHASTIC_ROUNDING_EN": "precision.policy",
     "NEURON_LOGICAL_NC_CONFIG": "--lnc",
-    "NEURON_PJRT_PROCESS_INDEX": "--rank",
+    "NEURON_PJRT_PROCESS_INDEX": "--rank or --process_id",
     "NEURON_PJRT_PROCESSES_NUM_DEVICES": "--nodes and --cores",
 }
 # Documented ones that are the user's: known here only so that a misspelt one is seen.
