@@ -61,7 +61,7 @@ def _set_environment(config: config_lib.Config, values: flags.FlagValues) -> Non
         cores=values.cores,
         launcher=topology.launcher(os.environ),
     )
-    found = env.environment(config.precision.policy, config.parallel, place, current=os.environ)
+    found = env.environment(config.precision, config.parallel, place, current=os.environ)
     env.apply(os.environ, found)
     if rank == 0:
         print("\n".join((f"environment      for {nodes} x {instance}", *found.notes)))

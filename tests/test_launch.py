@@ -58,7 +58,7 @@ def nodes_of(printed):
 def computed(instance="trn1.32xlarge", **fields):
     """Returns the variables of `tiny`, as the package computes them."""
     tiny = config_lib.resolve(config_lib.load("tiny"))
-    return environment(tiny.precision.policy, tiny.parallel, Topology(instance, **fields), current={}).variables
+    return environment(tiny.precision, tiny.parallel, Topology(instance, **fields), current={}).variables
 
 
 ROOT = jobs.NODE.parent.parent

@@ -154,7 +154,7 @@ def test_manifest_of_the_run_starts_what_the_package_understands():
         )
         [(exports, words)] = nodes_of(done.stdout)
         place = Topology("trn1.32xlarge", nodes=4, rank=node, coordinator="hlat-node-0-0.hlat")
-        assert exports == environment(config.precision.policy, config.parallel, place, current={}).variables
+        assert exports == environment(config.precision, config.parallel, place, current={}).variables
         assert f"--process_id={node}" in words
 
 

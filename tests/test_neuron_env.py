@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hlat_jax import config as config_lib
-from hlat_jax.config import ParallelConfig
+from hlat_jax.config import ParallelConfig, PrecisionConfig
 from hlat_jax.neuron import env, topology
 from hlat_jax.neuron import env_command as command
 from hlat_jax.neuron.env import FIXED, REMOVED, ROUNDING, Environment, environment
@@ -48,6 +48,7 @@ LAUNCHERS = {
     },
 }
 SEVEN_B = config_lib.resolve(config_lib.load("7b"))
+MIXED = PrecisionConfig("mixed")
 PLACE = Topology("trn1.32xlarge", nodes=4, rank=1, coordinator="first")
 
 
@@ -61,10 +62,10 @@ def golden_of(target):
             told = topology.of_launcher(current) if current else {"nodes": nodes, "rank": rank}
             told = {"coordinator": "queue-dy-trn-1"} | told
             place = Topology(instance, lnc=lnc, **told)
-            one = environment(SEVEN_B.precision.policy, SEVEN_B.parallel, place, current=current)
+            one = environment(SEVEN_B.precision, SEVEN_B.parallel, place, current=current)
             found[f"{name}, {nodes} nodes, rank {rank}"] = one.to_dict()
     place = Topology(instance, lnc=lnc)
-    found["bf16_sr, 1 node"] = environment("bf16_sr", SEVEN_B.parallel, place, current={}).to_dict()
+    found["bf16_sr, 1 node"] = environment(PrecisionConfig("bf16_sr"), SEVEN_B.parallel, place, current={}).to_dict()
     return found
 
 
@@ -87,7 +88,7 @@ def test_golden_environments_of_slurm_and_plain_are_the_same():
 
 @st.composite
 def runs(draw):
-    """A policy, a layout and a topology that can be."""
+    """A precision, a layout and a topology that can be."""
     instance = draw(st.sampled_from(sorted(INSTANCES)))
     lnc = draw(st.sampled_from(INSTANCES[instance].lncs))
     nodes = draw(st.integers(1, 300))
@@ -103,21 +104,24 @@ def runs(draw):
     )
     degrees = {axis: draw(st.sampled_from([1, 2, 4])) for axis in ("pipe", "fsdp", "tensor")}
     switches = {name: draw(st.booleans()) for name in ("zero1", "sequence_parallel")}
-    return draw(st.sampled_from(sorted(ROUNDING))), ParallelConfig(data=-1, **degrees, **switches), place
+    policy = draw(st.sampled_from(sorted(ROUNDING)))
+    who = draw(st.sampled_from(["auto", "hardware", "software"])) if policy == "bf16_sr" else "auto"
+    return PrecisionConfig(policy, who), ParallelConfig(data=-1, **degrees, **switches), place
 
 
 @given(runs())
 @settings(max_examples=200, deadline=None)
 def test_environment_is_whole_and_consistent_for_every_run(run):
-    policy, parallel, place = run
-    found = environment(policy, parallel, place, current={})
+    precision, parallel, place = run
+    found = environment(precision, parallel, place, current={})
     of = found.variables
     words = shlex.split(of["NEURON_CC_FLAGS"])
     num_devices = place.nodes * place.devices_per_node
 
     assert f"--logical-nc-config={of['NEURON_LOGICAL_NC_CONFIG']}" in words
     assert "--auto-cast=none" in words
-    assert of["NEURON_RT_STOCHASTIC_ROUNDING_EN"] == ("1" if policy == "bf16_sr" else "0")
+    in_hardware = precision.policy == "bf16_sr" and precision.stochastic_rounding != "software"
+    assert of["NEURON_RT_STOCHASTIC_ROUNDING_EN"] == ("1" if in_hardware else "0")
     assert not set(of) & set(REMOVED)
     assert not found.notes
     if num_devices == 1:
@@ -149,20 +153,23 @@ def test_environment_applied_twice_is_applied_once(run, yours):
 @given(runs())
 @settings(max_examples=50, deadline=None)
 def test_environment_differs_between_ranks_in_the_rank_alone(run):
-    policy, parallel, place = run
+    precision, parallel, place = run
     first, last = (
-        environment(policy, parallel, dataclasses.replace(place, rank=rank), current={}).variables
+        environment(precision, parallel, dataclasses.replace(place, rank=rank), current={}).variables
         for rank in (0, place.nodes - 1)
     )
     assert {name for name in first if first[name] != last[name]} <= {"NEURON_PJRT_PROCESS_INDEX"}
 
 
-def test_rounding_is_that_of_the_policies():
-    from hlat_jax.precision import POLICIES
+def test_device_rounds_where_the_program_leaves_it_to_the_device_and_never_both():
+    from hlat_jax.precision import POLICIES, policy_on
 
-    for name, policy in POLICIES.items():
-        assert ROUNDING[name] == policy.rounding
-    assert set(config_lib.PrecisionConfig.__dataclass_fields__["policy"].metadata["choices"]) <= set(ROUNDING)
+    assert {name: policy.rounding for name, policy in POLICIES.items()} == ROUNDING
+    for name in POLICIES:
+        for who in ("auto", "hardware", "software") if name == "bf16_sr" else ("auto",):
+            found = environment(PrecisionConfig(name, who), ParallelConfig(), PLACE, current={}).variables
+            in_hardware = policy_on(name, "neuron", stochastic_rounding=who).rounding == "hardware"
+            assert found["NEURON_RT_STOCHASTIC_ROUNDING_EN"] == ("1" if in_hardware else "0")
 
 
 def test_instances_have_the_devices_that_the_planner_counts():
@@ -187,7 +194,7 @@ LAYOUTS = [
 
 @pytest.mark.parametrize(("degrees", "expected"), LAYOUTS, ids=[str(degrees) for degrees, _ in LAYOUTS])
 def test_small_programs_run_on_the_host_only_where_the_step_is_seen_to_be_none(degrees, expected):
-    found = environment("mixed", ParallelConfig(**degrees), Topology("trn1.32xlarge"), current={})
+    found = environment(MIXED, ParallelConfig(**degrees), Topology("trn1.32xlarge"), current={})
     assert ("NEURON_RUN_TRIVIAL_COMPUTATION_ON_CPU" in found.variables) == expected
 
 
@@ -195,7 +202,7 @@ def test_small_programs_run_on_the_host_only_where_the_step_is_seen_to_be_none(d
 
 
 def with_current(**current):
-    return environment("mixed", ParallelConfig(), PLACE, current=current)
+    return environment(MIXED, ParallelConfig(), PLACE, current=current)
 
 
 def test_variables_of_the_user_win_with_a_line():
@@ -236,7 +243,10 @@ def test_compiler_flags_that_add_or_repeat_need_no_line(yours):
 
 
 CONTRADICTIONS = [
-    ({"NEURON_RT_STOCHASTIC_ROUNDING_EN": "1"}, "contradicts precision.policy, which gives 0; unset it"),
+    (
+        {"NEURON_RT_STOCHASTIC_ROUNDING_EN": "1"},
+        "contradicts precision.policy and precision.stochastic_rounding, which gives 0",
+    ),
     ({"NEURON_LOGICAL_NC_CONFIG": "2"}, "contradicts --lnc, which gives 1"),
     ({"NEURON_CC_FLAGS": "-lnc=2"}, "--logical-nc-config=2, but the runtime runs with --lnc=1"),
     ({"NEURON_CC_FLAGS": "--internal-num-neuroncores-per-sengine=1"}, "older name of --logical-nc-config=1"),
@@ -270,21 +280,21 @@ def test_variables_of_a_larger_job_are_refused_on_one_node():
         ("NEURON_PJRT_PROCESSES_NUM_DEVICES", "32,32", "32"),
         ("NEURON_PJRT_PROCESS_INDEX", "1", "0"),
     ):
-        assert environment("mixed", ParallelConfig(), alone, current={name: instead}).notes == ()
+        assert environment(MIXED, ParallelConfig(), alone, current={name: instead}).notes == ()
         with pytest.raises(ValueError, match=f"{name}={value} is of a larger job than --nodes=1, which has {instead}"):
-            environment("mixed", ParallelConfig(), alone, current={name: value})
+            environment(MIXED, ParallelConfig(), alone, current={name: value})
 
 
 def test_one_device_refuses_to_run_its_step_on_the_host():
     one = Topology("trn1.2xlarge", cores=1)
     with pytest.raises(ValueError, match="would run the whole training step on the host's CPU"):
-        environment("mixed", ParallelConfig(), one, current={"NEURON_RUN_TRIVIAL_COMPUTATION_ON_CPU": "1"})
+        environment(MIXED, ParallelConfig(), one, current={"NEURON_RUN_TRIVIAL_COMPUTATION_ON_CPU": "1"})
 
 
 def test_fewer_cores_than_the_node_has_are_made_visible():
     some = Topology("trn1.32xlarge", cores=8)
-    assert environment("mixed", ParallelConfig(), some, current={}).variables["NEURON_RT_NUM_CORES"] == "8"
-    assert not environment("mixed", ParallelConfig(), some, current={"NEURON_RT_VISIBLE_CORES": "8-15"}).notes
+    assert environment(MIXED, ParallelConfig(), some, current={}).variables["NEURON_RT_NUM_CORES"] == "8"
+    assert not environment(MIXED, ParallelConfig(), some, current={"NEURON_RT_VISIBLE_CORES": "8-15"}).notes
 
 
 def test_misspelt_variables_are_named_with_the_nearest():
@@ -312,20 +322,20 @@ def test_misspelt_variables_are_named_with_the_nearest():
 )
 def test_topologies_that_cannot_be_are_refused(fields, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        environment("mixed", ParallelConfig(), dataclasses.replace(PLACE, **fields), current={})
+        environment(MIXED, ParallelConfig(), dataclasses.replace(PLACE, **fields), current={})
 
 
 def test_unknown_policy_is_refused():
     with pytest.raises(ValueError, match="Did you mean 'mixed'"):
-        environment("mixd", ParallelConfig(), PLACE, current={})
+        environment(PrecisionConfig("mixd"), ParallelConfig(), PLACE, current={})
 
 
 def test_addresses_may_stand_for_the_coordinator():
     for host in ("10.0.0.1", "[fd00::1]", "ip-10-0-0-1.ec2.internal"):
         place = dataclasses.replace(PLACE, coordinator=host)
-        found = environment("mixed", ParallelConfig(), place, current={})
+        found = environment(MIXED, ParallelConfig(), place, current={})
         assert found.variables["NEURON_RT_ROOT_COMM_ID"] == f"{host}:41000"
-        assert environment("mixed", ParallelConfig(), place, current=found.variables) == found
+        assert environment(MIXED, ParallelConfig(), place, current=found.variables) == found
 
 
 # Launchers
@@ -486,7 +496,7 @@ NODES = ("--instance=trn1.32xlarge", "--nodes=3", "--coordinator=first")
 def test_env_command_prints_lines_that_a_shell_takes(env_here, tmp_path):
     printed = env_here(*NODES, "--rank=2", NEURON_CC_FLAGS="--dump='/a b' --x=$HOME", MALLOC_ARENA_MAX="a\n'b")
     expected = environment(
-        "mixed",
+        MIXED,
         SEVEN_B.parallel,
         Topology("trn1.32xlarge", nodes=3, rank=2, coordinator="first"),
         current={"NEURON_CC_FLAGS": "--dump='/a b' --x=$HOME", "MALLOC_ARENA_MAX": "a\n'b"},

@@ -16,11 +16,12 @@ import json
 import shlex
 from collections.abc import Mapping, MutableMapping
 
-from hlat_jax.config import ParallelConfig, nearest
+from hlat_jax.config import ParallelConfig, PrecisionConfig, nearest
 from hlat_jax.neuron.compiler_flags import compiler_flags, joined
 from hlat_jax.neuron.topology import COLLECTIVES_PORT, Topology, check_host, checked
 
-# How each precision policy rounds what it stores: precision.POLICIES, without importing JAX; a test compares the two.
+# How each precision policy rounds what it stores: precision.POLICIES, without importing JAX. A test compares this file
+# with precision.policy_on: the device or the program rounds stochastically, never both.
 ROUNDING = {"fp32": "nearest", "mixed": "nearest", "bf16": "nearest", "bf16_sr": "stochastic"}
 
 # Variables that do nothing any more, or never did under JAX, and what takes their place.
@@ -33,7 +34,7 @@ REMOVED = {
 }
 # Variables that follow from the config and the place of a process alone, and what to change instead of them.
 FIXED = {
-    "NEURON_RT_STOCHASTIC_ROUNDING_EN": "precision.policy",
+    "NEURON_RT_STOCHASTIC_ROUNDING_EN": "precision.policy and precision.stochastic_rounding",
     "NEURON_LOGICAL_NC_CONFIG": "--lnc",
     "NEURON_PJRT_PROCESS_INDEX": "--rank or --process_id",
     "NEURON_PJRT_PROCESSES_NUM_DEVICES": "--nodes and --cores",
@@ -77,12 +78,12 @@ class Environment:
 
 
 def environment(
-    policy: str, parallel: ParallelConfig, topology: Topology, *, current: Mapping[str, str]
+    precision: PrecisionConfig, parallel: ParallelConfig, topology: Topology, *, current: Mapping[str, str]
 ) -> Environment:
     """Returns the environment of one process. Where it is set already, it changes nothing.
 
     Args:
-      policy: name of the precision policy.
+      precision: the policy, and who rounds under it.
       parallel: degrees of the mesh.
       topology: where the process is.
       current: the variables that are set already. A value of the user's wins; see Environment.notes.
@@ -95,7 +96,7 @@ def environment(
     for name, instead in REMOVED.items():
         if current.get(name):
             raise ValueError(f"{name}={current[name]} is set, and is {instead}.")
-    ours = _computed(policy, parallel, topology)
+    ours = _computed(precision, parallel, topology)
     _check_contradictions(ours, topology, current)
     flags = compiler_flags(topology)
     ours["NEURON_CC_FLAGS"], notes = joined(flags, current.get("NEURON_CC_FLAGS", ""), topology)
@@ -129,13 +130,13 @@ def recorded(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: environ[name] for name in sorted(environ) if name.startswith(prefixes)}
 
 
-def _computed(policy: str, parallel: ParallelConfig, topology: Topology) -> dict[str, str]:
+def _computed(precision: PrecisionConfig, parallel: ParallelConfig, topology: Topology) -> dict[str, str]:
     variables = {
         "JAX_PLATFORMS": "neuron,cpu",  # the CPU stays for initialisation and work of the host
         "JAX_DEFAULT_PRNG_IMPL": "rbg",  # threefry is incomplete on Neuron: JAX known issues
         "NEURON_FORCE_PJRT_PLUGIN_REGISTRATION": "1",
         "NEURON_LOGICAL_NC_CONFIG": str(topology.lnc),
-        **_rounding(policy),
+        **_rounding(precision),
         # seconds; the docs give 2, 30 and 600 as default. HLAT: 4000. A peer that still compiles must not end a run
         "NEURON_RT_EXEC_TIMEOUT": "4000",
         "JAX_COMPILATION_CACHE_DIR": f"{topology.cache}/jax",
@@ -152,11 +153,13 @@ def _computed(policy: str, parallel: ParallelConfig, topology: Topology) -> dict
     return variables
 
 
-def _rounding(policy: str) -> dict[str, str]:
+def _rounding(precision: PrecisionConfig) -> dict[str, str]:
     """The device rounds every cast from fp32 one way: stochastically only where all that is stored is bf16."""
-    if policy not in ROUNDING:
-        raise ValueError(f"precision.policy={policy!r} is unknown here. {nearest(policy, ROUNDING)}")
-    if ROUNDING[policy] != "stochastic":
+    if precision.policy not in ROUNDING:
+        raise ValueError(
+            f"precision.policy={precision.policy!r} is unknown here. {nearest(precision.policy, ROUNDING)}"
+        )
+    if ROUNDING[precision.policy] != "stochastic" or precision.stochastic_rounding == "software":
         return {"NEURON_RT_STOCHASTIC_ROUNDING_EN": "0"}
     return {"NEURON_RT_STOCHASTIC_ROUNDING_EN": "1", "NEURON_RT_STOCHASTIC_ROUNDING_SEED": "0"}
 

@@ -33,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
     found = {}
     for rank in ranks:
         place = dataclasses.replace(topology, rank=rank)
-        found[rank] = environment(config.precision.policy, config.parallel, place, current=os.environ)
+        found[rank] = environment(config.precision, config.parallel, place, current=os.environ)
     for note in found[ranks[0]].notes:
         print(note, file=sys.stderr)
     _show(found, values.format, topology.nodes)
