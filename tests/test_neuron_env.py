@@ -49,11 +49,12 @@ LAUNCHERS = {
 }
 SEVEN_B = config_lib.resolve(config_lib.load("7b"))
 MIXED = PrecisionConfig("mixed")
+HLAT = ParallelConfig(tensor=8, sequence_parallel=True, zero1=True)
 PLACE = Topology("trn1.32xlarge", nodes=4, rank=1, coordinator="first")
 
 
 def golden_of(target):
-    """Returns what every launcher gives on 1 and 64 nodes, for 7b as shipped, and for its bf16 recipe on one."""
+    """Returns what every launcher gives on 1 and 64 nodes under mixed precision, and bf16_sr on one."""
     instance, lnc = TARGETS[target]
     found = {}
     for nodes, rank in ((1, 0), (64, 63)):
@@ -62,10 +63,10 @@ def golden_of(target):
             told = topology.of_launcher(current) if current else {"nodes": nodes, "rank": rank}
             told = {"coordinator": "queue-dy-trn-1"} | told
             place = Topology(instance, lnc=lnc, **told)
-            one = environment(SEVEN_B.precision, SEVEN_B.parallel, place, current=current)
+            one = environment(MIXED, HLAT, place, current=current)
             found[f"{name}, {nodes} nodes, rank {rank}"] = one.to_dict()
     place = Topology(instance, lnc=lnc)
-    found["bf16_sr, 1 node"] = environment(PrecisionConfig("bf16_sr"), SEVEN_B.parallel, place, current={}).to_dict()
+    found["bf16_sr, 1 node"] = environment(PrecisionConfig("bf16_sr"), HLAT, place, current={}).to_dict()
     return found
 
 
@@ -413,7 +414,7 @@ flags.main(train.main)
 def environment_at_import(*words, **variables):
     """Returns (variables, what was printed before) when a training command imports JAX; (None, the error) if it does
     not come to that."""
-    run = [sys.executable, "-c", AT_IMPORT, "--config=7b", *words]
+    run = [sys.executable, "-c", AT_IMPORT, "--config=7b", "--config.precision.policy=mixed", *words]
     variables = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), **variables}
     done = subprocess.run(run, env=variables, capture_output=True, text=True, timeout=60, check=False)
     if done.returncode:
@@ -496,7 +497,7 @@ NODES = ("--instance=trn1.32xlarge", "--nodes=3", "--coordinator=first")
 def test_env_command_prints_lines_that_a_shell_takes(env_here, tmp_path):
     printed = env_here(*NODES, "--rank=2", NEURON_CC_FLAGS="--dump='/a b' --x=$HOME", MALLOC_ARENA_MAX="a\n'b")
     expected = environment(
-        MIXED,
+        SEVEN_B.precision,
         SEVEN_B.parallel,
         Topology("trn1.32xlarge", nodes=3, rank=2, coordinator="first"),
         current={"NEURON_CC_FLAGS": "--dump='/a b' --x=$HOME", "MALLOC_ARENA_MAX": "a\n'b"},
