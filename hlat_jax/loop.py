@@ -22,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
 import pathlib
 import time
 from typing import Any
@@ -45,6 +46,7 @@ from hlat_jax.generate import sample_text
 from hlat_jax.machine import device_memory, fitting_layout
 from hlat_jax.metrics import MetricsLog, SilentLog
 from hlat_jax.model import select_implementations
+from hlat_jax.neuron.env import recorded
 from hlat_jax.optimizer import learning_rate
 from hlat_jax.planner.report import short_plan
 from hlat_jax.process import INDEX_FOLDER, StopSignals, closing_quietly
@@ -164,6 +166,7 @@ def _open(config: Config, workdir: pathlib.Path, layout: Layout, stack: contextl
         print(f"resuming from step {step} of {config.train.num_steps}")
     if distributed.is_first():
         (workdir / "config.json").write_text(json.dumps(config.to_dict(), indent=2) + "\n")
+        (workdir / "environment.json").write_text(json.dumps(recorded(os.environ), indent=2) + "\n")
         positions.rewind(workdir, step)
     log = stack.enter_context(closing_quietly(_metrics_log(config, workdir, layout, step)))
     train_step = _compiled_step(config, layout)

@@ -6,6 +6,7 @@ Owns the command line of training and what can be said before JAX is imported. T
 from __future__ import annotations
 
 import json
+import os
 import pathlib
 import sys
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from absl import flags, logging
 from hlat_jax import config as config_lib
 from hlat_jax import cost
 from hlat_jax import flags as flags_lib
+from hlat_jax.neuron import env, topology
 from hlat_jax.process import leave_out_echoes_of_failed_saves
 
 
@@ -27,6 +29,7 @@ def main(argv: Sequence[str]) -> int:
         print(describe(config))
         return 0
     logging.set_verbosity(logging.ERROR)  # libraries tell of profilers and file formats; our own words are printed
+    _set_environment(config, values)
     from hlat_jax import distributed, loop  # imports JAX, which must see the environment as it is now
 
     leave_out_echoes_of_failed_saves()
@@ -38,6 +41,30 @@ def main(argv: Sequence[str]) -> int:
     except (OSError, loop.NonFiniteError) as error:  # the run failed, not the command: code 1
         print(f"error: {error}", file=sys.stderr)
         return 1
+
+
+def _set_environment(config: config_lib.Config, values: flags.FlagValues) -> None:
+    """Sets what Neuron's software reads, where this process is to train on its devices; elsewhere nothing."""
+    platforms = os.environ.get("JAX_PLATFORMS", "")
+    instance = topology.instance_to_serve(values.instance, platforms, machine=topology.Machine())
+    if not instance:
+        return
+    nodes, rank = values.num_processes or 1, values.process_id or 0
+    host, _, port = values.coordinator.rpartition(":")
+    place = topology.Topology(
+        instance,
+        nodes=nodes,
+        rank=rank,
+        coordinator=host,
+        port=int(port) if port.isdigit() else topology.JAX_PORT,
+        lnc=topology.lnc_of(os.environ),
+        cores=values.cores,
+        launcher=topology.launcher(os.environ),
+    )
+    found = env.environment(config.precision, config.parallel, place, current=os.environ)
+    env.apply(os.environ, found)
+    if rank == 0:
+        print("\n".join((f"environment      for {nodes} x {instance}", *found.notes)))
 
 
 def describe(config: config_lib.Config) -> str:
@@ -66,6 +93,8 @@ def _define(values: flags.FlagValues) -> None:
     flags.DEFINE_string("coordinator", "", "HOST:PORT of process 0, where several processes meet.", **options)
     flags.DEFINE_integer("num_processes", None, "Processes that train together, one a node.", **options)
     flags.DEFINE_integer("process_id", None, "Which of them this one is, from 0.", **options)
+    flags.DEFINE_string("instance", "", "Type of the Trainium instance; default: what this machine says.", **options)
+    flags.DEFINE_integer("cores", 0, "NeuronCores of this instance to train on, as JAX sees them; 0: all.", **options)
     flags.DEFINE_integer("join_timeout_s", 300, "Longest wait for the others at the start.", **options)
     flags.DEFINE_integer("peer_timeout_s", 60, "Longest silence of another process before all end.", **options)
 

@@ -5,22 +5,29 @@
 #   mpirun --map-by ppr:1:node launch/node.sh --coordinator=HOST --config=7b
 #   launch/node.sh --num_nodes=2 --node=0 --coordinator=HOST --config=7b   # anywhere else, once on each node
 #   launch/node.sh --config=tiny                                           # one node
+#   launch/node.sh --dry-run --instance=trn1.32xlarge --num_nodes=64 --coordinator=HOST --config=7b   # on any machine
 #
 # Flags of its own; all others go to `python -m hlat_jax.train`:
 #   --coordinator=HOST   the first node, as the others reach it; Slurm's variables name it too
 #   --num_nodes=N        nodes of the job
 #   --node=I             this one, 0 .. N - 1
 #   --port=P             where the processes of JAX meet on the first node; default 41001
-#   --cores=N            NeuronCores of a node that JAX sees; default by the instance type
-#   --dry_run            print what would be exported and run, and stop
+#   --instance=TYPE      the Trainium instance; default, where there are Neuron devices: what EC2 says this machine is
+#   --cores=N            NeuronCores of a node to train on, as JAX sees them; default all
+#   --cache=DIR          copy the compiled programs of a shared folder to this node before the run
+#   --fill_cache=DIR     also copy those of this node there after it
+#   --dry-run            print what would be exported and run, and stop: for this node where it is known which, else for
+#                        every node
 #
-# PYTHON names the interpreter, by default `python`. A variable that is set already keeps its value, unless it says which
-# process this is. It knows nodes and paths. What is trained, and how, is in the config.
+# PYTHON names the interpreter, by default `python`; LOCAL_CACHE the folder of compiled programs on the node's own disk.
+# It knows nodes and paths. What is trained, and how, is in the config; which variables that takes on Trainium, and what
+# becomes of those that are set already, is computed by `python -m hlat_jax.neuron env`.
 set -euo pipefail
 
-readonly neuron_port=41000 # of Neuron's own collectives; JAX needs another
-coordinator="" num_nodes="" node="" port=41001 cores="" dry_run=false
-passed=()
+python=${PYTHON:-python}
+local_cache=${LOCAL_CACHE:-/var/tmp/hlat-compile-cache}
+coordinator="" num_nodes="" node="" port=41001 cores="" instance="" shared_cache="" fill_cache="" dry_run=false
+passed=() config_words=()
 
 fail() {
   echo "error: $*" >&2
@@ -33,6 +40,7 @@ check_number() { # flag value lowest
   fi
 }
 
+previous=""
 for word in "$@"; do
   case $word in
     --coordinator=*) coordinator=${word#*=} ;;
@@ -40,10 +48,18 @@ for word in "$@"; do
     --node=*) node=${word#*=} ;;
     --port=*) port=${word#*=} ;;
     --cores=*) cores=${word#*=} ;;
-    --dry_run) dry_run=true ;;
+    --instance=*) instance=${word#*=} ;;
+    --cache=*) shared_cache=${word#*=} ;;
+    --fill_cache=*) fill_cache=${word#*=} ;;
+    --dry-run | --dry_run) dry_run=true ;;
     --num_processes=* | --process_id=*) fail "$word: give --num_nodes and --node; one process runs on each node." ;;
-    *) passed+=("$word") ;;
+    *)
+      passed+=("$word")
+      [[ $word != --config=* && $word != --config.* && $word != --config && $previous != --config ]] ||
+        config_words+=("$word")
+      ;;
   esac
+  previous=$word
 done
 
 from_slurm() {
@@ -69,7 +85,11 @@ from_open_mpi() {
   unset OMPI_MCA_orte_hnp_uri # JAX and Neuron find each other without it
 }
 
+every_node=false
 if [[ -n $num_nodes || -n $node ]]; then
+  if $dry_run && [[ -n $num_nodes && -z $node ]]; then
+    every_node=true node=0
+  fi
   [[ -n $num_nodes && -n $node ]] || fail "--num_nodes and --node belong together."
 elif [[ -n ${OMPI_COMM_WORLD_RANK:-} ]]; then # first: mpirun inside a Slurm job has both
   from_open_mpi
@@ -82,64 +102,95 @@ fi
 check_number --num_nodes "$num_nodes" 1
 check_number --node "$node" 0
 check_number --port "$port" 1
+[[ -z $cores ]] || check_number --cores "$cores" 1
 ((node < num_nodes)) || fail "--node=$node must lie in 0 .. $((num_nodes - 1)): --num_nodes - 1."
 ((num_nodes == 1)) || [[ -n $coordinator ]] || fail "--coordinator=HOST is missing: the first node, as the others reach it."
 ((${#coordinator} <= 63)) || fail "--coordinator=$coordinator has ${#coordinator} characters; Neuron takes 63: give its address."
 
-exported=()
-set_variable() { # name value
-  export "$1=$2"
-  exported+=("$1=$2")
+has_neuron() { # DEV and SYS: other folders, for the tests
+  [[ ",${JAX_PLATFORMS:-neuron}," == *,neuron,* ]] && compgen -G "${DEV:-/dev}/neuron[0-9]*" > /dev/null
 }
-set_default() { # name value: the caller's own value stays
-  set_variable "$1" "${!1:-$2}"
+if [[ -z $instance ]] && has_neuron; then
+  instance=$(cat "${SYS:-/sys}/devices/virtual/dmi/id/product_name" 2> /dev/null || true)
+  [[ -n $instance ]] || fail "this machine has Neuron devices and does not say which it is: give --instance=TYPE."
+fi
+
+exports="" # lines of `export NAME=VALUE` and `unset NAME`, of one node or of all
+if [[ -n $instance ]]; then
+  rank=$node
+  ! $every_node || rank=all
+  exports=$("$python" -m hlat_jax.neuron env "${config_words[@]}" "--instance=$instance" "--nodes=$num_nodes" \
+    "--rank=$rank" "--coordinator=$coordinator" "--port=$port" "--cores=${cores:-0}" "--cache=$local_cache")
+elif [[ -n $shared_cache || -n $fill_cache ]]; then
+  exports="export JAX_COMPILATION_CACHE_DIR=$(printf %q "${JAX_COMPILATION_CACHE_DIR:-$local_cache/jax}")"
+fi
+
+host_exports() { # what the loader of this machine reads before Python starts
+  local tcmalloc=/usr/lib/libtcmalloc.so efa=/opt/amazon/efa/lib
+  [[ -n $instance ]] || return 0
+  # glibc's allocator was seen to let host memory grow without end in long runs
+  [[ ! -e $tcmalloc || -n ${LD_PRELOAD:-} ]] || echo "export LD_PRELOAD=$tcmalloc"
+  [[ ! -d $efa ]] || printf 'export LD_LIBRARY_PATH=%q\n' "$efa${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
 }
 
-cores_of_node() { # by the instance type, which EC2 tells as the product name
-  local type chips per_chip
-  type=$(cat "${SYS:-/sys}/devices/virtual/dmi/id/product_name" 2> /dev/null || true)
-  chips=("${DEV:-/dev}"/neuron[0-9]*)
-  case $type in
-    trn1*) per_chip=2 ;;
-    trn2*) per_chip=$((8 / ${NEURON_LOGICAL_NC_CONFIG:-2})) ;;
-    *) fail "the NeuronCores of instance type '$type' are not known here: give --cores=N, as JAX sees them on a node." ;;
-  esac
-  echo $((${#chips[@]} * per_chip))
+exports_of() { # node
+  if $every_node && ((num_nodes > 1)); then
+    awk -v mine="# rank $1 of $num_nodes" '/^# rank [0-9]+ of [0-9]+$/ { shown = $0 == mine; next } shown' <<< "$exports"
+  elif [[ -n $exports ]]; then
+    echo "$exports"
+  fi
+  host_exports
 }
 
-neuron_environment() {
-  local counts
-  [[ -n $cores ]] || cores=$(cores_of_node)
-  check_number --cores "$cores" 1
-  ((port != neuron_port)) || fail "--port=$port is that of Neuron's collectives; take another, such as 41001."
-  set_default JAX_PLATFORMS neuron,cpu
-  set_default NEURON_FORCE_PJRT_PLUGIN_REGISTRATION 1
-  set_default MALLOC_ARENA_MAX 64
+command_of() { # node: fills `command`
+  command=("$python" -m hlat_jax.train "${passed[@]}")
+  [[ -z $instance ]] || command+=("--instance=$instance")
+  [[ -z $instance || -z $cores ]] || command+=("--cores=$cores")
   if ((num_nodes > 1)); then
-    printf -v counts ",$cores%.0s" $(seq "$num_nodes")
-    set_variable NEURON_RT_ROOT_COMM_ID "$coordinator:$neuron_port"
-    set_variable NEURON_PJRT_PROCESSES_NUM_DEVICES "${counts#,}"
-    set_variable NEURON_PJRT_PROCESS_INDEX "$node"
-    set_default FI_PROVIDER efa
-    set_default FI_EFA_USE_DEVICE_RDMA 1
-    set_default FI_EFA_FORK_SAFE 1
-    set_default FI_LOG_LEVEL warn
+    command+=("--coordinator=$coordinator:$port" "--num_processes=$num_nodes" "--process_id=$1")
   fi
 }
 
-if compgen -G "${DEV:-/dev}/neuron[0-9]*" > /dev/null; then # DEV and SYS: other folders, for the tests
-  neuron_environment
-fi
-ulimit -S -n 65535 2> /dev/null || ulimit -S -n "$(ulimit -H -n)"
-
-command=("${PYTHON:-python}" -m hlat_jax.train "${passed[@]}")
-if ((num_nodes > 1)); then
-  command+=("--coordinator=$coordinator:$port" "--num_processes=$num_nodes" "--process_id=$node")
-fi
-if $dry_run; then
-  ((${#exported[@]} == 0)) || printf 'export %q\n' "${exported[@]}"
+print_node() { # node
+  exports_of "$1"
+  command_of "$1"
   printf '%q ' "${command[@]}"
   echo
+}
+
+copy_cache() { # from to: what is there stays, and a file is there whole or not at all
+  local partial="$2/.partial.$node.$$" file
+  [[ -d $1 ]] || return 0
+  mkdir -p "$partial"
+  while IFS= read -r -d '' file; do
+    [[ ! -e $2/$file ]] || continue
+    mkdir -p "$(dirname "$2/$file")"
+    cp "$1/$file" "$partial/file"
+    mv "$partial/file" "$2/$file"
+  done < <(cd "$1" && find . -type f -not -path './.partial.*' -print0)
+  rm -r "$partial"
+}
+
+if $dry_run; then
+  if $every_node; then
+    for ((each = 0; each < num_nodes; each++)); do
+      echo "# node $each of $num_nodes"
+      print_node "$each"
+    done
+  else
+    print_node "$node"
+  fi
   exit 0
 fi
-exec "${command[@]}"
+
+eval "$(exports_of "$node")"
+ulimit -S -n 65535 2> /dev/null || ulimit -S -n "$(ulimit -H -n)"
+for shared in "$shared_cache" "$fill_cache"; do
+  [[ -z $shared ]] || copy_cache "$shared" "$local_cache"
+done
+command_of "$node"
+[[ -n $fill_cache ]] || exec "${command[@]}"
+code=0
+"${command[@]}" || code=$?
+copy_cache "$local_cache" "$fill_cache"
+exit "$code"

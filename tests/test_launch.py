@@ -4,11 +4,16 @@ import os
 import shlex
 import shutil
 import subprocess
+import sys
 
 import jobs
 import pytest
 
-TRAIN = ["python", "-m", "hlat_jax.train", "--config=tiny", "--config.train.num_steps=3"]
+from hlat_jax import config as config_lib
+from hlat_jax.neuron.env import environment
+from hlat_jax.neuron.topology import Topology
+
+TRAIN = [sys.executable, "-m", "hlat_jax.train", "--config=tiny", "--config.train.num_steps=3"]
 
 
 @pytest.fixture
@@ -22,18 +27,41 @@ def dry_run(tmp_path):
         product = tmp_path / "sys/devices/virtual/dmi/id/product_name"
         product.parent.mkdir(parents=True, exist_ok=True)
         product.write_text(f"{instance}\n")
-        env = {"PATH": os.environ["PATH"], "DEV": str(tmp_path / "dev"), "SYS": str(tmp_path / "sys"), **variables}
-        words = [str(jobs.NODE), "--dry_run", *flags, *TRAIN[3:]]
-        done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=20, check=False)
+        env = {"PATH": os.environ["PATH"], "DEV": str(tmp_path / "dev"), "SYS": str(tmp_path / "sys")}
+        env |= {"PYTHON": sys.executable, **variables}
+        words = [str(jobs.NODE), "--dry-run", *flags, *TRAIN[3:]]
+        done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60, check=False)
         if done.returncode:
             assert done.returncode == 2, done.stderr
             assert done.stdout == ""
             return {}, [], done.stderr
-        *exports, command = [shlex.split(line) for line in done.stdout.splitlines()]
-        assert all(words[0] == "export" for words in exports)
-        return dict(word.split("=", 1) for [_, word] in exports), command, done.stderr
+        [(exports, command)] = nodes_of(done.stdout)
+        return exports, command, done.stderr
 
     return run
+
+
+def nodes_of(printed):
+    """Returns (what is exported, the command) of each node in what a dry run printed."""
+    nodes, exports = [], {}
+    for line in printed.splitlines():
+        words = shlex.split(line, comments=True)
+        if words[:1] == ["export"]:
+            assert len(words) == 2
+            exports |= [words[1].split("=", 1)]
+        elif words and words[0] != "unset":
+            nodes.append((exports, words))
+            exports = {}
+    return nodes
+
+
+def computed(instance="trn1.32xlarge", **fields):
+    """Returns the variables of `tiny`, as the package computes them."""
+    tiny = config_lib.resolve(config_lib.load("tiny"))
+    return environment(tiny.precision, tiny.parallel, Topology(instance, **fields), current={}).variables
+
+
+ROOT = jobs.NODE.parent.parent
 
 
 def of_job(coordinator, num_processes, process_id):
@@ -64,21 +92,10 @@ def test_node_takes_its_place_from_open_mpi_also_inside_slurm(dry_run, tmp_path)
     assert dry_run("--coordinator=a", "--num_nodes=2", "--node=1", **inside)[1] == TRAIN + of_job("a:41001", 2, 1)
 
 
-def test_node_with_neuron_devices_exports_what_their_runtime_needs(dry_run):
+def test_node_with_neuron_devices_exports_what_is_computed_for_its_place(dry_run):
     exports, command, _ = dry_run("--num_nodes=3", "--node=1", "--coordinator=first", neuron_devices=16)
-    assert exports == {
-        "JAX_PLATFORMS": "neuron,cpu",
-        "NEURON_FORCE_PJRT_PLUGIN_REGISTRATION": "1",
-        "MALLOC_ARENA_MAX": "64",
-        "NEURON_RT_ROOT_COMM_ID": "first:41000",
-        "NEURON_PJRT_PROCESSES_NUM_DEVICES": "32,32,32",
-        "NEURON_PJRT_PROCESS_INDEX": "1",
-        "FI_PROVIDER": "efa",
-        "FI_EFA_USE_DEVICE_RDMA": "1",
-        "FI_EFA_FORK_SAFE": "1",
-        "FI_LOG_LEVEL": "warn",
-    }
-    assert command == TRAIN + of_job("first:41001", 3, 1)
+    assert exports == computed(nodes=3, rank=1, coordinator="first")
+    assert command == [*TRAIN, "--instance=trn1.32xlarge", *of_job("first:41001", 3, 1)]
 
 
 @pytest.mark.parametrize(
@@ -98,21 +115,62 @@ def test_node_counts_the_cores_of_its_instance(dry_run, instance, num_devices, v
 
 def test_node_alone_with_neuron_devices_needs_no_network(dry_run):
     exports, command, _ = dry_run(neuron_devices=1, instance="trn1.2xlarge")
-    assert exports.keys() == {"JAX_PLATFORMS", "NEURON_FORCE_PJRT_PLUGIN_REGISTRATION", "MALLOC_ARENA_MAX"}
-    assert command == TRAIN
+    assert exports == computed("trn1.2xlarge")
+    assert command == [*TRAIN, "--instance=trn1.2xlarge"]
 
 
-def test_node_keeps_variables_of_the_caller_but_for_its_place(dry_run):
-    own = {"FI_LOG_LEVEL": "info", "NEURON_PJRT_PROCESS_INDEX": "7"}
-    exports, _, _ = dry_run("--num_nodes=2", "--node=1", "--coordinator=first", neuron_devices=16, **own)
+def test_node_takes_a_part_of_its_cores(dry_run):
+    exports, command, _ = dry_run("--cores=8", neuron_devices=16)
+    assert exports == computed(cores=8)
+    assert command == [*TRAIN, "--instance=trn1.32xlarge", "--cores=8"]
+
+
+def test_node_with_neuron_devices_and_jax_on_the_cpu_exports_nothing(dry_run):
+    assert dry_run(neuron_devices=16, JAX_PLATFORMS="cpu")[:2] == ({}, TRAIN)
+
+
+def test_node_keeps_variables_of_the_caller_with_a_line_and_refuses_another_place(dry_run):
+    place = ("--num_nodes=2", "--node=1", "--coordinator=first")
+    exports, _, said = dry_run(*place, neuron_devices=16, FI_LOG_LEVEL="info")
     assert exports["FI_LOG_LEVEL"] == "info"
-    assert exports["NEURON_PJRT_PROCESS_INDEX"] == "1"
+    assert said == "FI_LOG_LEVEL: yours, info, wins over warn\n"
+    _, _, error = dry_run(*place, neuron_devices=16, NEURON_PJRT_PROCESS_INDEX="7")
+    assert error.startswith("error: NEURON_PJRT_PROCESS_INDEX=7 contradicts --rank or --process_id, which gives 1")
+
+
+def test_node_reads_precision_and_layout_from_the_config_alone(dry_run):
+    words = ("--config.parallel.zero1=true", "--workdir=/w", "--config", "7b")
+    done = subprocess.run(
+        [str(jobs.NODE), "--dry-run", "--instance=trn1.2xlarge", *words],
+        cwd=ROOT, env=os.environ | {"PYTHON": sys.executable, "JAX_PLATFORMS": ""},
+        capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    [(exports, command)] = nodes_of(done.stdout)
+    assert exports["NEURON_RUN_TRIVIAL_COMPUTATION_ON_CPU"] == "1"
+    assert command[3:] == [*words, "--instance=trn1.2xlarge"]
+
+
+@pytest.mark.parametrize("num_nodes", [1, 4, 64])
+@pytest.mark.parametrize("instance", ["trn1.32xlarge", "trn2.48xlarge"])
+def test_dry_run_anywhere_prints_every_node(num_nodes, instance):
+    place = [f"--num_nodes={num_nodes}", f"--instance={instance}", "--coordinator=first"]
+    env = {"PATH": os.environ["PATH"], "PYTHON": sys.executable}
+    words = [str(jobs.NODE), "--dry-run", *place, "--port=5000", *TRAIN[3:]]
+    done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60, check=True)
+    nodes = nodes_of(done.stdout)
+    assert len(nodes) == num_nodes
+    for rank, (exports, command) in enumerate(nodes):
+        assert exports == computed(instance, nodes=num_nodes, rank=rank, coordinator="first", port=5000)
+        job = of_job("first:5000", num_nodes, rank) if num_nodes > 1 else []
+        assert command == [*TRAIN, f"--instance={instance}", *job]
+    titles = [line for line in done.stdout.splitlines() if line.startswith("#")]
+    assert titles == [f"# node {rank} of {num_nodes}" for rank in range(num_nodes)]
 
 
 @pytest.mark.parametrize(
     ("flags", "variables", "message"),
     [
-        (["--num_nodes=2"], {}, "--num_nodes and --node belong together"),
+        (["--node=1"], {}, "--num_nodes and --node belong together"),
         (["--num_nodes=2", "--node=0"], {}, "--coordinator=HOST is missing"),
         (["--num_nodes=2", "--node=2", "--coordinator=a"], {}, "--node=2 must lie in 0 .. 1"),
         (["--num_nodes=2", "--node=-1", "--coordinator=a"], {}, "--node=-1 must be a whole number of at least 0"),
@@ -142,10 +200,11 @@ def test_node_refuses_slurm_without_scontrol(dry_run):
     assert "there is no scontrol" in dry_run(SLURM_JOB_NODELIST="node[0-1]")[2]
 
 
-def test_node_refuses_an_unknown_instance_unless_its_cores_are_given(dry_run):
+def test_node_refuses_what_neuron_cannot_do(dry_run):
     place = ("--num_nodes=2", "--node=0", "--coordinator=first")
     _, _, error = dry_run(*place, neuron_devices=4, instance="inf2.24xlarge")
-    assert "the NeuronCores of instance type 'inf2.24xlarge' are not known here: give --cores=N" in error
-    exports, _, _ = dry_run(*place, "--cores=8", neuron_devices=4, instance="inf2.24xlarge")
-    assert exports["NEURON_PJRT_PROCESSES_NUM_DEVICES"] == "8,8"
+    assert "--instance=inf2.24xlarge: no such instance type" in error
+    _, _, error = dry_run(*place, neuron_devices=4, instance="")
+    assert "does not say which it is: give --instance=TYPE" in error
     assert "--port=41000 is that of Neuron's" in dry_run(*place, "--port=41000", neuron_devices=16)[2]
+    assert "--cores=33: trn1.32xlarge has 32" in dry_run("--cores=33", neuron_devices=16)[2]

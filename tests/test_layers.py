@@ -24,6 +24,10 @@ LAYERS = {
     "precision": 1,
     "stack": 1,
     "ops": 1,
+    "neuron.topology": 1,
+    "neuron.compiler_flags": 1,
+    "neuron.env": 1,
+    "neuron": 4,
     "model": 2,
     "program": 3,
     "optimizer": 3,
@@ -116,7 +120,7 @@ def loaded_after(statement: str) -> set[str]:
     return set(done.stdout.split())
 
 
-@pytest.mark.parametrize("module", ["config", "flags", "cost", "train"])
+@pytest.mark.parametrize("module", ["config", "flags", "cost", "train", "neuron.env", "neuron.env_command"])
 def test_what_runs_before_the_environment_is_set_does_not_import_jax(module):
     assert "jax" not in loaded_after(f"import hlat_jax.{module}")
 

@@ -1,0 +1,32 @@
+"""`python -m hlat_jax.neuron VERB --config=NAME ...`: what can be known about a run on Trainium before it is one.
+
+Owns the table of verbs. What each does, and its command line, is in its module.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+
+from hlat_jax import config as config_lib
+from hlat_jax import flags as flags_lib
+
+# verb -> (module with a `main`, what it does)
+VERBS = {
+    "env": ("hlat_jax.neuron.env_command", "the environment variables of each process of a run"),
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs one verb; returns its exit code."""
+    if not argv or argv[0] in ("--help", "-h", "help"):
+        print("Usage: python -m hlat_jax.neuron VERB --config=NAME [flags]; VERB --help says more.\n")
+        print("\n".join(f"  {verb:<10} {does}" for verb, (_, does) in VERBS.items()))
+        return 0 if argv else 2
+    if argv[0] not in VERBS:
+        raise ValueError(f"unknown verb {argv[0]!r}. {config_lib.nearest(argv[0], VERBS)}")
+    return importlib.import_module(VERBS[argv[0]][0]).main(argv[1:])
+
+
+if __name__ == "__main__":
+    flags_lib.main(main)

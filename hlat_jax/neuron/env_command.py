@@ -1,0 +1,84 @@
+"""`python -m hlat_jax.neuron env --config=NAME --instance=TYPE`: the environment of one process, or of all.
+
+    eval "$(python -m hlat_jax.neuron env --config=7b --instance=trn1.32xlarge --nodes=4 --rank=3 --coordinator=trn1)"
+
+Owns the command line. What is computed, and why, is in `env`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from absl import flags
+
+from hlat_jax import config as config_lib
+from hlat_jax import flags as flags_lib
+from hlat_jax.neuron.env import Environment, environment
+from hlat_jax.neuron.topology import CACHE, INSTANCES, JAX_PORT, Topology, launcher, lnc_of, of_launcher
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints the environment that the command line asks for; returns the exit code."""
+    mutable, values = flags_lib.parse(argv, _define)
+    config = config_lib.resolve(mutable)
+    if values.format not in ("shell", "json"):
+        raise ValueError(f"--format={values.format} must be shell or json.")
+    topology = _topology(values)
+    ranks = range(topology.nodes) if values.rank == "all" else [topology.rank]
+    found = {}
+    for rank in ranks:
+        place = dataclasses.replace(topology, rank=rank)
+        found[rank] = environment(config.precision, config.parallel, place, current=os.environ)
+    for note in found[ranks[0]].notes:
+        print(note, file=sys.stderr)
+    _show(found, values.format, topology.nodes)
+    return 0
+
+
+def _show(found: dict[int, Environment], form: str, nodes: int) -> None:
+    if form == "json":
+        shown: Any = {rank: one.to_dict() for rank, one in found.items()}
+        print(json.dumps(shown if len(found) > 1 else next(iter(shown.values())), indent=1))
+        return
+    for rank, one in found.items():
+        if len(found) > 1:
+            print(f"# rank {rank} of {nodes}")
+        print(one.shell())
+
+
+def _topology(values: flags.FlagValues) -> Topology:
+    if not values.instance:
+        raise ValueError("--instance=TYPE is missing, such as trn1.32xlarge.")
+    fields: dict[str, Any] = {"lnc": values.lnc or lnc_of(os.environ)}
+    fields |= {name: getattr(values, name) for name in ("port", "cores", "cache")}
+    if values.nodes is None:
+        fields |= of_launcher(os.environ)
+    else:
+        fields |= {"launcher": launcher(os.environ), "nodes": values.nodes}
+    if values.rank.isdigit():
+        fields["rank"] = int(values.rank)
+    elif values.rank not in ("", "all"):
+        raise ValueError(f"--rank={values.rank} must be a number from 0, or all.")
+    if values.coordinator:
+        fields["coordinator"] = values.coordinator
+    return Topology(values.instance, **fields)
+
+
+def _define(values: flags.FlagValues) -> None:
+    options = {"flag_values": values}
+    flags.DEFINE_string("instance", "", f"Instance type of every node: {', '.join(INSTANCES)}.", **options)
+    flags.DEFINE_integer("nodes", None, "Nodes of the job; default: what Slurm or Open MPI says, else 1.", **options)
+    flags.DEFINE_string("rank", "", "Which of them, from 0, or all; default: what Slurm or Open MPI says.", **options)
+    flags.DEFINE_string("coordinator", "", "Host of rank 0, as the others reach it.", **options)
+    flags.DEFINE_integer("port", JAX_PORT, "Where JAX's processes meet there.", **options)
+    flags.DEFINE_integer(
+        "lnc", 0, "Physical cores of a JAX device; 0: NEURON_LOGICAL_NC_CONFIG, else 2 on trn2.", **options
+    )
+    flags.DEFINE_integer("cores", 0, "JAX devices of a node that the run takes; 0: all.", **options)
+    flags.DEFINE_string("cache", CACHE, "Folder of compiled programs on the node's own disk.", **options)
+    flags.DEFINE_string("format", "shell", "shell: lines for eval; json.", **options)

@@ -1,0 +1,91 @@
+"""A Slurm of this machine, for tests: `sbatch`, `srun` and `scontrol` in a folder that goes first on PATH.
+
+`sbatch` runs a batch script at once, from a spool folder as Slurm does, with what its #SBATCH lines and its own flags
+ask for. `srun` starts the command once for each node, all of them here, and ends the others when one fails. A file
+`lose` in the folder, with `RANK STEP RUN_FOLDER`, makes it kill that rank when a checkpoint of that step is there: a
+lost node.
+"""
+
+import os
+import pathlib
+import shlex
+import signal
+import subprocess
+import sys
+import time
+
+
+def install(folder: pathlib.Path) -> dict[str, str]:
+    """Writes the commands into `folder` and returns the variables that make them found."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ("sbatch", "srun", "scontrol"):
+        script = folder / name
+        script.write_text(f'#!/bin/sh\nexec {sys.executable} {__file__} {name} {folder} "$@"\n')
+        script.chmod(0o755)
+    return {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}", "PYTHON": sys.executable}
+
+
+def _sbatch(folder: pathlib.Path, words: list[str]) -> int:
+    nodes = 1
+    while words[0].startswith("--"):
+        flag, _, value = words.pop(0).partition("=")
+        assert flag == "--nodes", flag
+        nodes = int(value)
+    script, *rest = words
+    text = pathlib.Path(script).read_text()
+    asked = [line.split()[1] for line in text.splitlines() if line.startswith("#SBATCH")]
+    options = dict(word.removeprefix("--").partition("=")[::2] for word in asked)
+    assert options["ntasks-per-node"] == "1"
+    spool = folder / "slurm_script"
+    spool.write_text(text)
+    variables = {
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NODELIST": f"node[0-{nodes - 1}]",
+        "SLURM_NNODES": str(nodes),
+        "SLURM_CPUS_PER_TASK": options["cpus-per-task"],
+        "SLURM_SUBMIT_DIR": os.getcwd(),
+    }
+    return subprocess.run(["bash", str(spool), *rest], env=os.environ | variables, cwd="/", check=False).returncode
+
+
+def _srun(folder: pathlib.Path, words: list[str]) -> int:
+    flags = []
+    while words[0].startswith("--"):
+        flags.append(words.pop(0))
+    assert f"--cpus-per-task={os.environ['SLURM_CPUS_PER_TASK']}" in flags  # srun asks for it anew
+    with open(folder / "srun.log", "a") as log:
+        log.write(shlex.join(words) + "\n")
+    nodes = range(int(os.environ["SLURM_NNODES"]))
+    places = [{"SLURM_NODEID": str(node), "SLURM_PROCID": str(node)} for node in nodes]
+    tasks = [subprocess.Popen(words, env=os.environ | place) for place in places]
+    signal.signal(signal.SIGTERM, lambda *_: [task.terminate() for task in tasks])
+    failed_at = None
+    while any(task.poll() is None for task in tasks):
+        time.sleep(0.05)
+        _lose(folder, tasks)
+        if "--kill-on-bad-exit=1" in flags and any(task.poll() for task in tasks):
+            failed_at = failed_at or time.monotonic()
+            for task in tasks if time.monotonic() - failed_at > 2 else ():
+                task.kill()
+    return max(128 - task.returncode if task.returncode < 0 else task.returncode for task in tasks)
+
+
+def _lose(folder: pathlib.Path, tasks: list[subprocess.Popen]) -> None:
+    order = folder / "lose"
+    if order.exists():
+        rank, step, workdir = order.read_text().split()
+        if (pathlib.Path(workdir) / "checkpoints" / step).is_dir():
+            order.unlink()
+            tasks[int(rank)].kill()
+
+
+def _scontrol(_: pathlib.Path, words: list[str]) -> int:
+    assert words[:2] == ["show", "hostnames"], words
+    assert words[2].startswith("node[0-"), words
+    print("\n".join(["127.0.0.1"] * (int(words[2][7:-1]) + 1)))
+    return 0
+
+
+if __name__ == "__main__":
+    commands = {"sbatch": _sbatch, "srun": _srun, "scontrol": _scontrol}
+    sys.exit(commands[sys.argv[1]](pathlib.Path(sys.argv[2]), sys.argv[3:]))

@@ -1,0 +1,191 @@
+"""launch/restart.sh and launch/slurm: what is started again, what is not, and whole jobs under a fake Slurm."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import fake_slurm
+import jobs
+import micro
+import pytest
+
+LAUNCH = jobs.NODE.parent
+# One failure after another: each start takes the next word of `plan`, CODE or CODE:STEP of a checkpoint made before.
+PLAYER = """
+import pathlib, sys
+folder = pathlib.Path(sys.argv[1].removeprefix("--workdir="))
+plan = (folder / "plan").read_text().split()
+count = len((folder / "starts").read_text()) if (folder / "starts").exists() else 0
+(folder / "starts").write_text("x" * (count + 1))
+code, _, step = plan[min(count, len(plan) - 1)].partition(":")
+if step:
+    (folder / "checkpoints" / step).mkdir(parents=True)
+sys.exit(int(code))
+"""
+
+
+@pytest.fixture
+def restarted(tmp_path):
+    """A function of a plan of exit codes and the flags of the script: (exit code, number of starts, stderr)."""
+
+    def run(plan, *flags):
+        (tmp_path / "plan").write_text(plan)
+        player = [sys.executable, "-c", PLAYER, f"--workdir={tmp_path}"]
+        words = [str(LAUNCH / "restart.sh"), "--wait_s=0", *flags, *player]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+        return done.returncode, len((tmp_path / "starts").read_text()), done.stderr
+
+    return run
+
+
+def test_restart_leaves_success_and_errors_of_the_user_alone(restarted):
+    assert restarted("0") == (0, 1, "")
+
+
+def test_restart_does_not_repeat_an_error_of_the_user(restarted):
+    assert restarted("2") == (2, 1, "")
+
+
+def test_restart_goes_on_after_failures_until_it_is_done(restarted):
+    code, starts, said = restarted("1:5 137 1 0", "--max_restarts=3")
+    assert (code, starts) == (0, 4)
+    assert said.splitlines() == [
+        "exit code 1; restart 1 of 3, from step 5, in 0 s",
+        "exit code 137; restart 2 of 3, from step 5, in 0 s",
+        "exit code 1; restart 3 of 3, from step 5, in 0 s",
+    ]
+
+
+def test_restart_gives_up_after_the_limit(restarted):
+    code, starts, said = restarted("1", "--max_restarts=2")
+    assert (code, starts) == (1, 3)
+    assert said.endswith(
+        "error: exit code 1 after 2 restarts without a new checkpoint after step 0; not tried again.\n"
+    )
+    assert restarted("3", "--max_restarts=0")[:2] == (3, 4)  # the three starts of before, and one
+
+
+def test_restart_counts_anew_after_a_new_checkpoint(restarted):
+    assert restarted("1 1 1:10 1 1:020 1 0", "--max_restarts=2")[:2] == (0, 7)
+
+
+def test_restart_does_not_take_an_unfinished_or_older_checkpoint_for_progress(restarted):
+    unfinished = "1:9.orbax-checkpoint-tmp"
+    assert restarted(f"1:10 1:7 {unfinished} 0", "--max_restarts=2")[:2] == (1, 3)
+
+
+def test_restart_passes_a_signal_on_and_does_not_start_again(tmp_path):
+    saves = "trap 'sleep 0.3; echo saved; exit 5' TERM; echo ready; while true; do sleep 0.05; done"
+    words = [str(LAUNCH / "restart.sh"), "--wait_s=0", "bash", "-c", saves, f"--workdir={tmp_path}"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 5
+        assert (process.stdout.read(), process.stderr.read()) == ("saved\n", "")
+
+
+def test_restart_ends_while_it_waits(tmp_path):
+    words = [str(LAUNCH / "restart.sh"), "--wait_s=60", "bash", "-c", "exit 1", f"--workdir={tmp_path}"]
+    with subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as process:
+        assert "restart 1 of 10" in process.stderr.readline()
+        time.sleep(0.2)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["true"], "--workdir=DIR is missing in the command"),
+        (["--max_restarts=x", "true", "--workdir=a"], "--max_restarts=x must be a whole number"),
+        (["--wait_s=-1", "true", "--workdir=a"], "--wait_s=-1 must be a whole number"),
+    ],
+)
+def test_restart_refuses_what_it_cannot_follow(words, message):
+    done = subprocess.run([str(LAUNCH / "restart.sh"), *words], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert message in done.stderr
+
+
+# Whole jobs
+
+
+@pytest.fixture
+def submit(tmp_path):
+    """A function of the flags of sbatch, a script and its words, that runs a job to its end: the process that ran."""
+    variables = micro.environment() | fake_slurm.install(tmp_path / "bin") | {"WAIT_S": "0"}
+
+    def run(*words, **more):
+        env = variables | {name: str(value) for name, value in more.items()}
+        words = [str(tmp_path / "bin" / "sbatch"), *map(str, words)]
+        return subprocess.run(
+            words, cwd=micro.REPOSITORY, env=env, capture_output=True, text=True, timeout=300, check=False
+        )
+
+    return run
+
+
+def test_job_that_loses_a_node_goes_on_from_its_last_checkpoint(submit, tmp_path):
+    config, workdir = micro.write_config(tmp_path), tmp_path / "run"
+    (tmp_path / "bin" / "lose").write_text(f"1 10 {workdir}")
+    port = jobs.free_address().rpartition(":")[2]
+    words = (f"--config={config}", f"--workdir={workdir}", f"--port={port}", "--config.train.num_eval_batches=1")
+    done = submit("--nodes=2", LAUNCH / "slurm/train.sbatch", *words)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"exit code \d+; restart 1 of 10, from step 1\d, in 0 s", done.stderr), done.stderr
+    assert re.search(r"resuming from step 1\d of 24", done.stdout)
+    assert [row["step"] for row in micro.rows(workdir) if "loss" in row] == list(range(1, 25))
+    assert len((tmp_path / "bin" / "srun.log").read_text().splitlines()) == 2
+
+
+def test_job_with_a_wrong_config_is_not_tried_again(submit, tmp_path):
+    words = (f"--config={micro.write_config(tmp_path)}", f"--workdir={tmp_path / 'run'}", "--config.data.batch_size=0")
+    done = submit("--nodes=2", LAUNCH / "slurm/train.sbatch", *words)
+    assert done.returncode == 2
+    assert "data.batch_size=0 must be at least 1" in done.stderr
+    assert len((tmp_path / "bin" / "srun.log").read_text().splitlines()) == 1
+
+
+def test_job_that_slurm_requeued_too_often_ends(submit, tmp_path):
+    words = ("--config=tiny", f"--workdir={tmp_path}")
+    done = submit("--nodes=1", LAUNCH / "slurm/train.sbatch", *words, SLURM_RESTART_COUNT=3, MAX_RESTARTS=2)
+    assert done.returncode == 1
+    assert "requeued 3 times, more than MAX_RESTARTS=2" in done.stderr
+    assert not (tmp_path / "bin" / "srun.log").exists()
+
+
+@pytest.mark.parametrize("num_nodes", [1, 4])
+def test_job_prints_every_node_in_a_dry_run(submit, num_nodes):
+    words = ("--config=7b", "--workdir=/fsx/run", "--instance=trn1.32xlarge", "--dry-run")
+    done = submit(f"--nodes={num_nodes}", LAUNCH / "slurm/train.sbatch", *words, JAX_PLATFORMS="")
+    assert done.returncode == 0, done.stderr
+    commands = [line for line in done.stdout.splitlines() if " -m hlat_jax.train " in line]
+    assert len(commands) == num_nodes
+    ranks = sorted(re.findall(r"NEURON_PJRT_PROCESS_INDEX=(\d+)", done.stdout))
+    assert ranks == ([str(rank) for rank in range(num_nodes)] if num_nodes > 1 else [])
+
+
+def test_precompiled_programs_come_to_the_node_before_the_run(submit, tmp_path):
+    """The node's own folder has the same path in both jobs: JAX counts the path among what a program depends on."""
+    config, workdir, shared, local = (tmp_path / name for name in ("micro.py", "run", "shared", "local"))
+    micro.write_config(tmp_path)
+    variables = {"CACHE": shared, "LOCAL_CACHE": local, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": 0}
+    words = (f"--config={config}", "--config.train.num_eval_batches=1", "--config.train.num_steps=3")
+    filled = submit("--nodes=1", LAUNCH / "slurm/precompile.sbatch", *words, **variables)
+    assert filled.returncode == 0, filled.stderr
+    assert os.listdir(shared) == ["jax"]  # and no run folder, and nothing half copied
+    programs = compiled(shared)
+    assert {name.split("-")[0] for name in programs} >= {"jit_train_step", "jit_eval_step", "jit_initial"}
+
+    shutil.rmtree(local)  # another node
+    run = submit("--nodes=1", LAUNCH / "slurm/train.sbatch", *words, f"--workdir={workdir}", **variables)
+    assert run.returncode == 0, run.stderr
+    assert compiled(local) == programs
+
+
+def compiled(folder):
+    return {path.name for path in (folder / "jax").iterdir() if path.name.endswith("-cache")}
