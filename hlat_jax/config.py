@@ -245,7 +245,7 @@ def resolve(mutable: Any) -> Config:
     sections = {name: _section(name, cls, tree.get(name, {})) for name, cls in SECTIONS.items()}
     config = Config(name=tree.get("name", "custom"), **sections)
     check_model(config.model)
-    _check_parallel(config)
+    check_parallel(config.parallel, config.model)
     _check_training(config)
     return config
 
@@ -312,30 +312,29 @@ def check_model(m: ModelConfig) -> None:
         raise ValueError(f"model.remat={m.remat!r} must be {', '.join(choices)} or names:A,B,...")
 
 
-def _check_parallel(c: Config) -> None:
-    degrees = {name: getattr(c.parallel, name) for name in ("pipe", "data", "fsdp", "tensor")}
+def check_parallel(parallel: ParallelConfig, model: ModelConfig) -> None:
+    """Raises ValueError for degrees that no number of devices allows; called again when a degree of -1 is known."""
+    degrees = {name: getattr(parallel, name) for name in ("pipe", "data", "fsdp", "tensor")}
     for name, degree in degrees.items():
         if degree < 1 and degree != -1:
             raise ValueError(f"parallel.{name}={degree} must be a positive degree, or -1 for the devices that remain.")
     if sum(degree == -1 for degree in degrees.values()) > 1:
         raise ValueError(f"parallel={degrees}: at most one degree may be -1.")
-    tensor, kv, heads = c.parallel.tensor, c.model.num_kv_heads, c.model.num_heads
+    tensor, kv, heads = parallel.tensor, model.num_kv_heads, model.num_heads
     if tensor > 1 and (kv % tensor and (tensor % kv or heads % tensor)):
         allowed = [d for d in range(1, heads + 1) if heads % d == 0 and (kv % d == 0 or d % kv == 0)]
         raise ValueError(
             f"parallel.tensor={tensor} must divide model.num_kv_heads={kv}, or be a multiple of it that divides "
             f"model.num_heads={heads}; use one of {allowed}."
         )
-    if c.parallel.pipe > 1 and c.model.num_layers % c.parallel.pipe:
-        divisors = [d for d in range(1, c.model.num_layers + 1) if c.model.num_layers % d == 0]
-        near = min(divisors, key=lambda d: abs(d - c.parallel.pipe))
+    if parallel.pipe > 1 and model.num_layers % parallel.pipe:
+        divisors = [d for d in range(1, model.num_layers + 1) if model.num_layers % d == 0]
         raise ValueError(
-            f"parallel.pipe={c.parallel.pipe} must divide model.num_layers={c.model.num_layers}; "
-            f"the nearest is {near} of {divisors}."
+            f"parallel.pipe={parallel.pipe} must divide model.num_layers={model.num_layers}; use one of {divisors}."
         )
-    if c.parallel.pipe > 1 and c.model.layer_loop == "unroll":
+    if parallel.pipe > 1 and model.layer_loop == "unroll":
         raise ValueError(
-            f"parallel.pipe={c.parallel.pipe} with model.layer_loop='unroll' would keep a copy of a stage's weights "
+            f"parallel.pipe={parallel.pipe} with model.layer_loop='unroll' would keep a copy of a stage's weights "
             "for every microbatch in flight; set model.layer_loop='scan'."
         )
     if c.parallel.pipe > 1 and c.model.norm_eps == 0:

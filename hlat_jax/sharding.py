@@ -164,11 +164,8 @@ def resolve_degrees(parallel: ParallelConfig, num_devices: int) -> tuple[int, ..
     degrees = tuple(num_devices // fixed if d == -1 else d for d in wanted)
     if math.prod(degrees) != num_devices:
         named = ", ".join(f"parallel.{axis}={d}" for axis, d in zip(MESH_AXES, wanted, strict=True))
-        few = [d for d in range(1, num_devices + 1) if num_devices % d == 0]
-        raise ValueError(
-            f"{named} need {'a multiple of ' if -1 in wanted else ''}{fixed} devices and there are {num_devices}; "
-            f"run on that many devices, or choose degrees that divide them: {', '.join(map(str, few))}."
-        )
+        many = f"{'a multiple of ' if -1 in wanted else ''}{fixed} devices"
+        raise ValueError(f"{named} need {many} and there are {num_devices}; take {many}, or change a degree.")
     return degrees
 
 

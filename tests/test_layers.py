@@ -19,6 +19,7 @@ LAYERS = {
     "durable": 0,
     "distributed": 1,
     "sharding": 1,
+    "degrees": 1,
     "collectives": 1,
     "pipeline": 1,
     "precision": 1,

@@ -11,6 +11,7 @@ from typing import Any
 
 from hlat_jax import cost
 from hlat_jax.config import Config
+from hlat_jax.degrees import passes
 from hlat_jax.planner import published, roofline, text
 from hlat_jax.planner.collectives import counted
 from hlat_jax.planner.memory import checkpoint_bytes, device_bytes, host_bytes
@@ -45,19 +46,27 @@ class Site:
         return self.nodes * cost.target(self.target).num_devices
 
 
-def check(config: Config, site: Site) -> None:
-    """Raises ValueError for a config whose batch does not divide, or a site that has no network between its nodes."""
+def site_layout(config: Config, site: Site) -> Layout:
+    """Returns the layout of a config on a site.
+
+    Raises:
+      ValueError: nodes without a network between them, or as `degrees.layout_over`, with the nearest number of nodes.
+    """
     target = cost.target(site.target)
-    if site.nodes < 1 or (site.nodes > 1 and not target.network_bytes_per_s):
+    if site.nodes > 1 and not target.network_bytes_per_s:
         raise ValueError(f"--nodes={site.nodes}: --target={site.target} is a single machine; use --nodes=1.")
-    layout = planned_layout(config, site.num_devices, platform=target.platform)
-    parts = layout.row_degree * config.train.num_microbatches
-    if config.data.batch_size % parts:
-        raise ValueError(
-            f"data.batch_size={config.data.batch_size} does not divide into {layout.row_degree} data-parallel parts of "
-            f"train.num_microbatches={config.train.num_microbatches}; make it a multiple of {parts}, or choose "
-            f"train.num_microbatches among the divisors of {config.data.batch_size / layout.row_degree:g}."
-        )
+    try:
+        return planned_layout(config, site.num_devices, platform=target.platform)
+    except ValueError as error:
+        nodes = _nearest_nodes(config, site) if target.network_bytes_per_s else None
+        raise ValueError(f"{error} It passes as it is with --nodes={nodes}." if nodes else str(error)) from None
+
+
+def _nearest_nodes(config: Config, site: Site) -> int | None:
+    """Returns the number of nodes nearest to the site's on which a config passes every check; of two the larger."""
+    numbers = sorted(range(1, max(64, 2 * site.nodes) + 1), key=lambda nodes: (abs(nodes - site.nodes), -nodes))
+    devices = site.num_devices // site.nodes
+    return next((nodes for nodes in numbers if passes(config, nodes * devices)), None)
 
 
 def make_plan(config: Config, site: Site) -> dict[str, Any]:
@@ -66,9 +75,8 @@ def make_plan(config: Config, site: Site) -> dict[str, Any]:
     Raises:
       ValueError: degrees that do not fit the devices or the model, or a batch that does not divide.
     """
-    check(config, site)
+    layout = site_layout(config, site)
     target = cost.target(site.target)
-    layout = planned_layout(config, site.num_devices, platform=target.platform)
     arguments = step_arguments(config, layout)
     jaxpr = live_jaxpr(traced_step(config, layout))
     memory = device_bytes(config, layout, arguments=arguments, jaxpr=jaxpr)

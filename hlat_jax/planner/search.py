@@ -13,8 +13,7 @@ from typing import Any
 
 from hlat_jax import cost
 from hlat_jax.config import Config, resolve
-from hlat_jax.planner.report import Site, check, make_plan
-from hlat_jax.planner.trace import planned_layout
+from hlat_jax.planner.report import Site, make_plan, site_layout
 from hlat_jax.step import abstract_state, state_bytes
 
 REMATS = ("none", "selective", "full")
@@ -96,9 +95,7 @@ def _changed(config: Config, parallel: dict[str, Any], **sections: dict[str, Any
 def _state_fits(config: Config, site: Site) -> bool:
     target = cost.target(site.target)
     try:
-        check(config, site)
-        layout = planned_layout(config, site.num_devices, platform=target.platform)
-        return state_bytes(abstract_state(config, layout)) < target.device.memory_bytes
+        return state_bytes(abstract_state(config, site_layout(config, site))) < target.device.memory_bytes
     except ValueError:
         return False
 

@@ -12,7 +12,8 @@ from typing import Any
 from jax.interpreters import partial_eval
 
 from hlat_jax.config import Config
-from hlat_jax.sharding import Layout, make_layout
+from hlat_jax.degrees import layout_over
+from hlat_jax.sharding import Layout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,10 +31,10 @@ def planned_layout(config: Config, num_devices: int, *, platform: str) -> Layout
     """Returns the layout of a config over devices of a platform, which chooses implementations; none has to exist.
 
     Raises:
-      ValueError: as `sharding.make_layout`.
+      ValueError: as `degrees.layout_over`.
     """
     devices = [PlannedDevice(number, platform) for number in range(num_devices)]
-    return make_layout(config.parallel, devices, num_kv_heads=config.model.num_kv_heads)
+    return layout_over(config, devices)
 
 
 def live_jaxpr(traced: Any) -> Any:
