@@ -16,6 +16,7 @@ import json
 import pathlib
 
 from hlat_jax import config as config_lib
+from hlat_jax.plan import check_output
 from hlat_jax.planner.aot import partition
 from hlat_jax.planner.report import Site, make_plan
 
@@ -69,9 +70,18 @@ def scaling(name: str) -> list[tuple[int, float, float | None]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default=",".join(CASES), help="cases, by commas")
-    parser.add_argument("--json", type=pathlib.Path)
+    parser.add_argument("--json", help="also write what was compiled to this file")
     args = parser.parse_args()
-    found = [compiled(name) for name in args.only.split(",")]
+    names = args.only.split(",")
+    for name in names:
+        if name not in CASES:
+            parser.error(f"--only={name}: no such case. {config_lib.nearest(name, CASES)}")
+    if args.json:
+        try:
+            check_output("--json", args.json)
+        except ValueError as error:
+            parser.error(str(error))
+    found = [compiled(name) for name in names]
     print(f"{'case':9}{'compile s':>10}{'argument GB':>13}{'planned':>9}{'temp GB':>9}{'planned':>9}{'ratio':>7}")
     for row in found:
         ratio = row["planned_temporary_bytes"] / row["temporary_bytes"]
@@ -93,7 +103,7 @@ def main() -> int:
         for nodes, projected, published in scaling(name):
             print(f"  {nodes:5}{projected:26.3f}{'' if published is None else f'{published:18.3f}'}")
     if args.json:
-        args.json.write_text(json.dumps(found, indent=2) + "\n")
+        pathlib.Path(args.json).write_text(json.dumps(found, indent=2) + "\n")
     return 0 if all(row["agrees"] for row in found) else 1
 
 

@@ -6,8 +6,10 @@ Owns the command line. Needs no accelerator: it traces the very step that trains
 from __future__ import annotations
 
 import json
+import math
 import os
 import pathlib
+import sys
 from collections.abc import Sequence
 
 from absl import flags
@@ -21,7 +23,7 @@ def main(argv: Sequence[str]) -> int:
     """Prints the plan that the command line asks for; returns the exit code: 3 where it does not fit, else 0."""
     mutable, values = flags_lib.parse(argv, _define)
     config = config_lib.resolve(mutable)
-    cost.target(values.target)  # before JAX is imported
+    _check_flags(values)
     os.environ["JAX_PLATFORMS"] = "cpu"  # a plan asks no accelerator, also where there is one
     from hlat_jax.planner import aot, report, search, text
 
@@ -33,15 +35,45 @@ def main(argv: Sequence[str]) -> int:
         data_tokens=values.data_tokens,
     )
     plan = search.complete(report.make_plan(config, site), config, site)
-    if values.partition:
-        plan["partition"] = aot.partition(config, site)
     print(text.full(plan))
+    if values.partition:
+        try:
+            plan["partition"] = aot.partition(config, site)
+        except RuntimeError as error:  # the compiler failed, not the command: code 1
+            print(f"error: {error}", file=sys.stderr)
+            return 1
+        print("\n" + text.partitioned(plan["partition"]))
     if values.search:
         plan["search"] = search.ranked(config, site)
         print(f"\nLayouts that fit {site.nodes} x {site.target}, by projected step\n{text.ranking(plan['search'])}")
     if values.json:
         pathlib.Path(values.json).write_text(json.dumps(plan, indent=1) + "\n")
     return 0 if plan["fits"] else 3
+
+
+def check_output(flag: str, path: str) -> None:
+    """Raises ValueError where `path` is no file that can be written, before the work whose result it would hold."""
+    file = pathlib.Path(path)
+    if file.is_dir():
+        raise ValueError(f"{flag}={path} is a folder; give a file in it, such as {file / 'plan.json'}.")
+    if not file.parent.is_dir():
+        raise ValueError(f"{flag}={path}: there is no folder {file.parent}; make it first, or name another.")
+    if not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise ValueError(f"{flag}={path} cannot be written; name another file.")
+
+
+def _check_flags(values: flags.FlagValues) -> None:
+    cost.target(values.target)
+    if values.nodes < 1:
+        raise ValueError(f"--nodes={values.nodes} must be at least 1.")
+    if not 0 < values.disk_gb_per_s < math.inf:
+        raise ValueError(f"--disk_gb_per_s={values.disk_gb_per_s} must be above 0.")
+    if not 0 <= values.price_per_hour < math.inf:
+        raise ValueError(f"--price_per_hour={values.price_per_hour} must be at least 0; 0: not known.")
+    if values.data_tokens < 0:
+        raise ValueError(f"--data_tokens={values.data_tokens} must be at least 0; 0: not known.")
+    if values.json:
+        check_output("--json", values.json)
 
 
 def _define(values: flags.FlagValues) -> None:

@@ -7,7 +7,10 @@ writes `tests/golden/plans/*.json` anew after a change that is meant.
 
 import dataclasses
 import json
+import os
 import pathlib
+import subprocess
+import sys
 import types
 
 import jax
@@ -25,7 +28,8 @@ from hlat_jax.sharding import make_layout
 from hlat_jax.step import traced_step
 from tests.planned import name, num_devices, small_config
 
-GOLDEN = pathlib.Path(__file__).resolve().parent / "golden" / "plans"
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+GOLDEN = ROOT / "tests" / "golden" / "plans"
 NODES = {"7b": 64, "70b": 256}
 
 
@@ -195,6 +199,14 @@ def test_plan_command_on_this_cpu_makes_no_projection(plan_here):
         (("--target=h200", "--nodes=2"), "--target=h200 is a single machine; use --nodes=1"),
         (("--target=trn1.32xlarge",), "data.batch_size=4 does not divide into 32 data-parallel parts"),
         (("--target=trn1.2xlarge", "--config.parallel.tensor=3"), "parallel.tensor=3"),
+        (("--target=trn1.2xlarge", "--config.parallel.tensor=2", "--config.model.vocab_size=2049"), "=2049 does not"),
+        (("--nodes=0",), "--nodes=0 must be at least 1"),
+        (("--disk_gb_per_s=0",), "--disk_gb_per_s=0.0 must be above 0"),
+        (("--disk_gb_per_s=nan",), "--disk_gb_per_s=nan must be above 0"),
+        (("--price_per_hour=-3",), "--price_per_hour=-3.0 must be at least 0"),
+        (("--data_tokens=-3",), "--data_tokens=-3 must be at least 0"),
+        (("--json=/nowhere/plan.json",), "there is no folder /nowhere; make it first"),
+        (("--json=.",), "--json=. is a folder"),
     ],
 )
 def test_plan_command_refuses_in_one_line(plan_here, words, message):
@@ -202,6 +214,29 @@ def test_plan_command_refuses_in_one_line(plan_here, words, message):
     assert code == 2
     assert message in error
     assert len(error.splitlines()) == 1
+
+
+def test_plan_command_ends_with_the_compilers_last_words_where_it_fails(plan_here, monkeypatch):
+    monkeypatch.setattr("sys.executable", "false")  # the compiling process says nothing and fails
+    code, printed, error = plan_here("--config=tiny", "--target=trn1.2xlarge", "--partition")
+    assert (code, len(error.splitlines())) == (1, 1)
+    assert error.startswith("error: compiling for 2 virtual CPU devices failed")
+    assert "projection, not measured" in printed  # the plan itself is shown all the same
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--only=7b-99",), "--only=7b-99: no such case. Did you mean '7b-32'?"),
+        (("--json=/nowhere/x.json",), "there is no folder /nowhere"),
+    ],
+)
+def test_benchmark_of_layouts_refuses_before_it_compiles(words, message):
+    words = [sys.executable, "benchmarks/layouts.py", *words]
+    env = os.environ | {"PYTHONPATH": "."}
+    done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 2
+    assert message in done.stderr.splitlines()[-1]
 
 
 def test_search_ranks_layouts_that_fit_by_their_projected_step():
@@ -230,6 +265,12 @@ def test_reduced_keeps_the_rows_of_a_device():
     config = config_lib.resolve(config_lib.load("70b"))
     small, devices = reduced(config, Site("trn1.32xlarge", 256), max_devices=512)
     assert (devices, small.parallel.data, small.data.batch_size) == (512, 2, 64)
+
+
+def test_reduced_takes_a_divisor_of_the_data_degree_so_that_all_still_divides():
+    config = small_config(rows=6)
+    small, devices = reduced(config, Site("trn1.2xlarge", 3), max_devices=5)
+    assert (devices, small.parallel.data, small.data.batch_size) == (3, 3, 3)
 
 
 def test_partition_compiles_the_planned_step_and_finds_its_arguments():

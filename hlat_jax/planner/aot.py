@@ -53,7 +53,8 @@ def reduced(config: Config, site: Site, *, max_devices: int) -> tuple[Config, in
     inner = site.num_devices // degrees["data"]
     if inner > 2048:
         raise ValueError(f"this layout takes {inner:,} devices for one replica; virtual CPU devices end at 2,048.")
-    data = max(1, min(degrees["data"], max_devices // inner))
+    few = max(1, max_devices // inner)
+    data = max(d for d in range(1, few + 1) if degrees["data"] % d == 0)  # a divisor: what divides now, divides then
     tree = config.to_dict()
     tree["data"]["batch_size"] = config.data.batch_size // degrees["data"] * data
     tree["parallel"]["data"] = data

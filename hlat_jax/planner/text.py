@@ -20,7 +20,24 @@ def full(plan: dict[str, Any]) -> str:
     lines += ["Collectives of one step, of one device", *_collective_lines(plan), ""]
     lines += _projection_lines(plan) + _published_lines(plan)
     lines += ["", "Saving", *_saving_lines(plan)]
-    return "\n".join(lines + _partition_lines(plan))
+    return "\n".join(lines)
+
+
+def partitioned(part: dict[str, Any]) -> str:
+    """Returns what compiling for virtual devices gave, beside what was planned for them."""
+    lines = [
+        f"Compiled for {part['devices']} virtual CPU devices ({degrees(part['layout'])}), {part['seconds']:.0f} s",
+        f"  arguments    {gib(part['argument_bytes'])}, planned {gib(part['planned_argument_bytes'])}",
+        f"  temporaries  {gib(part['temporary_bytes'])}, planned {gib(part['planned_temporary_bytes'])} "
+        f"({part['policy']} on both sides)",
+        f"  {'collectives':<52} {'compiled':>10} {'planned':>10} {'compiled':>12} {'planned':>12}",
+    ]
+    lines += [
+        f"  {row['kind']:<19} {' x '.join(row['axes']):<32} {row['count']:>10,} {row['planned_count']:>10,} "
+        f"{gib(row['payload_bytes']):>12} {gib(row['planned_payload_bytes']):>12}"
+        for row in part["collectives"]
+    ]
+    return "\n".join(lines)
 
 
 def ranking(rows: list[dict[str, Any]]) -> str:
@@ -134,23 +151,4 @@ def _saving_lines(plan: dict[str, Any]) -> list[str]:
         f"  checkpoint {gib(saving['checkpoint_bytes'])}, {saving['seconds']:.1f} s at "
         f"{saving['disk_bytes_per_s'] / 1e9:g} GB/s per node",
         f"  host memory at most {gib(saving['host_bytes'])}{host} per node while saving",
-    ]
-
-
-def _partition_lines(plan: dict[str, Any]) -> list[str]:
-    part = plan.get("partition")
-    if part is None:
-        return []
-    lines = [
-        "",
-        f"Compiled for {part['devices']} virtual CPU devices ({degrees(part['layout'])}), {part['seconds']:.0f} s",
-        f"  arguments    {gib(part['argument_bytes'])}, planned {gib(part['planned_argument_bytes'])}",
-        f"  temporaries  {gib(part['temporary_bytes'])}, planned {gib(part['planned_temporary_bytes'])} "
-        f"({part['policy']} on both sides)",
-        f"  {'collectives':<52} {'compiled':>10} {'planned':>10} {'compiled':>12} {'planned':>12}",
-    ]
-    return lines + [
-        f"  {row['kind']:<19} {' x '.join(row['axes']):<32} {row['count']:>10,} {row['planned_count']:>10,} "
-        f"{gib(row['payload_bytes']):>12} {gib(row['planned_payload_bytes']):>12}"
-        for row in part["collectives"]
     ]
