@@ -118,6 +118,22 @@ def test_planned_activations_do_not_grow_with_the_microbatches_of_a_pipeline():
     assert many.total - few.total < 1000  # the numbers of the ticks
 
 
+@pytest.mark.parametrize("m", [1, 4])
+@pytest.mark.parametrize("remat", ["none", "selective"])
+def test_activations_of_unrolled_layers_are_those_of_a_loop(remat, m):
+    """Within 10 percent: the logits are among the ones and the gradients of one microbatch among the others."""
+
+    def planned(loop):
+        config = planned_config(remat=remat, m=m, loop=loop)
+        layout, arguments, jaxpr = _planned(config)
+        return device_bytes(config, layout, arguments=arguments, jaxpr=jaxpr)
+
+    unrolled, looped = planned("unroll"), planned("scan")
+    assert unrolled.activations == pytest.approx(looped.activations, rel=0.1)
+    assert unrolled.activations > unrolled.workspace
+    assert unrolled.gradients == looped.gradients
+
+
 @pytest.mark.parametrize("changes", LAYOUTS[1:], ids=name)
 @pytest.mark.parametrize("node", [2, 4, 8])
 def test_host_bytes_are_the_distinct_shards_of_the_first_node(changes, node):

@@ -52,10 +52,12 @@ class Peak:
     Attributes:
       total: bytes of temporaries on one device.
       in_loops: that loops carry or stack at their own fullest moment: kept activations and sums of gradients.
+      kept: that forward passes leave to backward passes, at the fullest moment of those.
     """
 
     total: int
     in_loops: int
+    kept: int
 
 
 @dataclasses.dataclass
@@ -70,6 +72,7 @@ class _Op:
       body: of a scan, with how many of its inputs are constant or carried.
       num_consts: likewise.
       num_carry: likewise.
+      is_backward: of the backward pass of a differentiated function; what that computes again among it.
     """
 
     name: str
@@ -79,6 +82,7 @@ class _Op:
     body: _Block | None = None
     num_consts: int = 0
     num_carry: int = 0
+    is_backward: bool = False
 
     @property
     def carried(self) -> list[int]:
@@ -101,6 +105,7 @@ class _Program:
         self.sizes: list[int] = []
         self.shares: list[float] = []
         self.inside_a_region = False  # of shard_map, where shapes are those of one device
+        self.is_backward = False
         env = {var: self._new(var.aval) for var in jaxpr.constvars}
         env |= {var: self._new(var.aval, share) for var, share in zip(jaxpr.invars, shares, strict=True)}
         self.root = self._block(jaxpr, env)
@@ -122,19 +127,27 @@ class _Program:
         for eqn in jaxpr.eqns:
             name = eqn.primitive.name
             ins = [self._read(var, env) for var in eqn.invars]
+            outside, first = self.is_backward, len(ops)
+            self.is_backward |= "transpose(" in str(eqn.source_info.name_stack)
             inner = _inner(eqn) if name in _INLINED else None
             if inner is not None:
                 self._call(eqn, inner, ins, env=env, ops=ops)
-                continue
-            share = self._share(eqn, ins)
-            outs = [self._new(var.aval, share) for var in eqn.outvars]
-            env |= dict(zip(eqn.outvars, outs, strict=True))
-            if name == "scan":
-                ops.append(self._scan(eqn, ins, outs))
-            elif name == "optimization_barrier":
-                ops.extend(_Op(name, [i], [o]) for i, o in zip(ins, outs, strict=True))
             else:
-                ops.append(_Op(name, ins, outs, _moved_operands(eqn, ins) if name == "dot_general" else set()))
+                ops.extend(self._ops(eqn, ins, env))
+                for op in ops[first:]:
+                    op.is_backward = self.is_backward
+            self.is_backward = outside
+
+    def _ops(self, eqn: Any, ins: list[int], env: dict[Any, int]) -> Iterator[_Op]:
+        name, share = eqn.primitive.name, self._share(eqn, ins)
+        outs = [self._new(var.aval, share) for var in eqn.outvars]
+        env |= dict(zip(eqn.outvars, outs, strict=True))
+        if name == "scan":
+            yield self._scan(eqn, ins, outs)
+        elif name == "optimization_barrier":
+            yield from (_Op(name, [i], [o]) for i, o in zip(ins, outs, strict=True))
+        else:
+            yield _Op(name, ins, outs, _moved_operands(eqn, ins) if name == "dot_general" else set())
 
     def _call(self, eqn: Any, inner: Any, ins: list[int], *, env: dict[Any, int], ops: list[_Op]) -> None:
         inner_env = {var: self._new(var.aval) for var in inner.constvars} | dict(zip(inner.invars, ins, strict=True))
@@ -205,10 +218,11 @@ def _peak(block: _Block, sizes: list[int], owned: frozenset[int]) -> Peak:
     used = {value for values in dying.values() for value in values}
     live: dict[int, int] = {}
     looped: set[int] = set()
-    most = Peak(0, 0)
+    kept = _left_to_backward(ops, dying)
+    most = Peak(0, 0, 0)
     for place, op in enumerate(ops):
         made = {value: sizes[value] for value in op.outs if sources[value] == (value,) and value not in owned}
-        passing, carried_on = Peak(sum(sizes[value] for value in op.moved), 0), {}
+        passing, carried_on = Peak(sum(sizes[value] for value in op.moved), 0, 0), {}
         if op.body is not None:
             passing = _turn_peak(op, sizes)
             starts = {source for value in op.carried for source in sources.get(value, ())}
@@ -219,11 +233,24 @@ def _peak(block: _Block, sizes: list[int], owned: frozenset[int]) -> Peak:
         most = Peak(
             max(most.total, sum(live.values()) + fresh + passing.total),
             max(most.in_loops, sum(loops) + passing.in_loops),
+            max(most.kept, sum(size for value, size in (live | made).items() if value in kept) + passing.kept),
         )
         for value in dying[place]:
             live.pop(value, None)
         live |= {value: size for value, size in made.items() if value in used}
     return most
+
+
+def _left_to_backward(ops: list[_Op], dying: dict[int, list[int]]) -> set[int]:
+    """Returns the values that the forward pass makes and the backward pass reads last."""
+    forward = {value for op in ops if not op.is_backward for value in op.outs}
+    return {
+        value
+        for place, values in dying.items()
+        if place < len(ops) and ops[place].is_backward
+        for value in values
+        if value in forward
+    }
 
 
 def _dying(ops: list[_Op], sources: dict[int, tuple[int, ...]], *, leaving: set[int]) -> dict[int, list[int]]:

@@ -30,8 +30,9 @@ class DeviceBytes:
       batch: the rows of one step; exact.
       gradients: their sums over microbatches, in the policy's dtype, whole over the replicas; exact, within the
         temporaries.
-      activations: what loops keep beside those sums, at their own fullest moment: for the backward pass, and the
-        gradients of one microbatch; estimated.
+      activations: kept for the backward pass; estimated. Where the layers run in a loop, what loops keep beside the
+        sums at their own fullest moment, the gradients of one microbatch among it; where they are unrolled, what the
+        forward pass leaves to the backward pass at its fullest moment, the logits among it.
       workspace: the rest of the temporaries; estimated.
       logits: of one microbatch on this device, fp32; a part of the workspace where the loss is dense, for information.
     """
@@ -71,7 +72,8 @@ def device_bytes(config: Config, layout: Layout, *, arguments: tuple, jaxpr: Any
     itemsize = jnp.dtype(POLICIES[config.precision.policy].accumulate).itemsize
     num_params = sum(math.prod(p.sharding.shard_shape(p.shape)) for p in jax.tree.leaves(state["params"]))
     gradients = min(num_params * itemsize, peak.total)
-    activations = max(0, peak.in_loops - gradients)
+    kept = peak.kept if config.model.layer_loop == "unroll" else max(0, peak.in_loops - gradients)
+    activations = min(kept, peak.total - gradients)
     params = state_bytes(state["params"])
     rows = config.data.batch_size // (config.train.num_microbatches * layout.row_degree)
     vocab = config.model.vocab_size // layout.size(("pipe", *TENSOR))
