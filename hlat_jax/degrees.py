@@ -65,10 +65,11 @@ def nearest_degrees(config: Config, num_devices: int) -> dict[str, int] | None:
             dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, **degrees)), num_devices
         )
 
-    return next(filter(allowed, sorted(_all_degrees(num_devices), key=distance)), None)
+    return next(filter(allowed, sorted(all_degrees(num_devices), key=distance)), None)
 
 
-def _all_degrees(num_devices: int) -> Iterator[dict[str, int]]:
+def all_degrees(num_devices: int) -> Iterator[dict[str, int]]:
+    """Yields every choice of degrees that multiplies to `num_devices`."""
     divisors = [d for d in range(1, num_devices + 1) if num_devices % d == 0]
     for outer in itertools.product(divisors, repeat=len(MESH_AXES) - 1):
         if num_devices % math.prod(outer) == 0:

@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
         print("\n" + text.partitioned(plan["partition"]))
     if values.search:
         plan["search"] = search.ranked(config, site)
-        print(f"\nLayouts that fit {site.nodes} x {site.target}, by projected step\n{text.ranking(plan['search'])}")
+        print("\n" + text.ranking(plan["search"], f"{site.nodes} x {site.target}"))
     if values.json:
         pathlib.Path(values.json).write_text(json.dumps(plan, indent=1) + "\n")
     return 0 if plan["fits"] else 3

@@ -6,9 +6,11 @@ writes `tests/golden/plans/*.json` anew after a change that is meant.
 """
 
 import dataclasses
+import itertools
 import json
 import os
 import pathlib
+import random
 import subprocess
 import sys
 import types
@@ -16,6 +18,7 @@ import types
 import jax
 import pytest
 
+from benchmarks import layouts
 from hlat_jax import config as config_lib
 from hlat_jax import cost
 from hlat_jax.planner import published, roofline, search, text
@@ -24,7 +27,7 @@ from hlat_jax.planner.collectives import Collective, count_collectives, counted
 from hlat_jax.planner.report import Site, make_plan, short_plan
 from hlat_jax.planner.trace import live_jaxpr, planned_layout
 from hlat_jax.planner.traffic import traced_collectives
-from hlat_jax.sharding import make_layout
+from hlat_jax.sharding import MESH_AXES, make_layout
 from hlat_jax.step import traced_step
 from tests.planned import name, num_devices, small_config
 
@@ -78,7 +81,23 @@ def test_plan_of_a_recipe_is_the_golden_one(plans, config_name):
 def test_plan_of_70b_fits_the_cores_that_hlat_ran_it_on(plans):
     plan = plans["70b"]
     assert plan["fits"]
-    assert plan["layout"] == {"pipe": 8, "data": 32, "fsdp": 1, "tensor": 32, "devices": 8192, "zero1": True}
+    degrees = {"pipe": 8, "data": 32, "fsdp": 1, "tensor": 32}
+    assert plan["layout"] == degrees | {"devices": 8192, "zero1": True, "sequence_parallel": True}
+    assert plan["schedule"]["bubble"] == 7 / 39
+    assert "pipeline         8 stages, bubble (p - 1) / (m + p - 1) = 7 / 39 = 17.9% of the ticks" in text.full(plan)
+    assert "ZeRO-1, sequence parallel" in text.full(plan)
+    assert "sums over 32 microbatches" in text.full(plan)
+
+
+def test_plan_of_one_microbatch_speaks_of_no_sums(plans):
+    plan = make_plan(small_config(m=1), Site("h200", 1))
+    assert "gradients" in text.full(plan)
+    assert "sums over" not in text.full(plan)
+    assert "bubble" not in text.full(plan)
+
+
+def test_memory_of_70b_is_the_sum_of_its_parts(plans):
+    plan = plans["70b"]
     assert plan["device_bytes"]["total"] == sum(plan["device_bytes"][key] for key in ("state", "batch", "temporaries"))
 
 
@@ -239,14 +258,75 @@ def test_benchmark_of_layouts_refuses_before_it_compiles(words, message):
     assert message in done.stderr.splitlines()[-1]
 
 
-def test_search_ranks_layouts_that_fit_by_their_projected_step():
+def test_search_tries_every_dimension():
     config, site = small_config(rows=8, policy="mixed"), Site("trn1.2xlarge", 2)
-    rows = search.ranked(config, site)
-    assert len(rows) > 3
+    tried = [candidate for _, candidate in search.candidates(config, site)]
+    assert {c.train.num_microbatches for c in tried} == {1, 2, 4, 8}
+    assert {c.model.remat for c in tried} == set(search.REMATS)
+    assert {(c.parallel.pipe > 1, c.parallel.fsdp > 1) for c in tried} == set(
+        itertools.product((True, False), repeat=2)
+    )
+    assert {c.parallel.zero1 for c in tried} == {c.parallel.sequence_parallel for c in tried} == {True, False}
+    assert len(set(tried)) == len(tried)
+
+
+def test_search_finds_what_planning_every_layout_finds(monkeypatch):
+    """Plans here are made up, above their floors: what is asked is that nothing good is left out."""
+    config, site = small_config(rows=8, policy="mixed"), Site("trn1.2xlarge", 2)
+    tried = [(least, candidate) for least, candidate in search.candidates(config, site)]
+    device = dataclasses.replace(cost.DEVICES["trn1"], memory_bytes=250_000, reserved_bytes=0)
+    monkeypatch.setitem(cost.TARGETS, "trn1.2xlarge", dataclasses.replace(cost.target("trn1.2xlarge"), device=device))
+    made_up = {}
+    for least, c in tried:
+        p = c.parallel
+        degrees = {axis: getattr(p, axis) for axis in MESH_AXES}
+        above = random.Random(str(c)).uniform(1, 2)
+        made_up[c] = {
+            "layout": degrees | {"zero1": p.zero1, "sequence_parallel": p.sequence_parallel},
+            "device_bytes": {"total": round(1.5 * least.total), "budget": 250_000},
+            "projection": {"step_s": above * least.step_s, "tokens_per_s": 1.0},
+        }
+    monkeypatch.setattr(search, "make_plan", lambda c, _: made_up[c])
+    best = {}
+    for plan in made_up.values():
+        if plan["device_bytes"]["total"] <= 250_000:
+            key = tuple(plan["layout"][axis] for axis in MESH_AXES)
+            best[key] = min(best.get(key, 9.9), plan["projection"]["step_s"])
+    found = search.ranked(config, site, most=4, max_plans=10_000)
+    assert [row["step_s"] for row in found["rows"]] == sorted(best.values())[:4]
+    assert found["rest"] is None
+    assert found["planned"] < len(tried) / 2
+    few = search.ranked(config, site, most=4, max_plans=3)
+    assert (few["planned"], few["rest"] > 0) == (3, True)
+
+
+def test_search_shows_layouts_that_fit_by_their_projected_step():
+    config, site = small_config(rows=8, policy="mixed"), Site("trn1.2xlarge", 2)
+    found = search.ranked(config, site, max_plans=6)
+    rows = found["rows"]
+    assert rows
     assert [row["step_s"] for row in rows] == sorted(row["step_s"] for row in rows)
     assert all(row["total"] <= row["budget"] for row in rows)
-    assert len({str(row["layout"]) for row in rows}) == len(rows)
-    assert text.ranking(rows).count("\n") == len(rows)
+    assert len({tuple(row["layout"][axis] for axis in MESH_AXES) for row in rows}) == len(rows)
+    assert text.ranking(found, "here").count("\n") == 1 + len(rows)
+    assert "one of the others would take at least" in text.ranking(found, "here")
+
+
+def test_search_says_why_it_has_nothing_to_show(monkeypatch):
+    config, site = small_config(policy="mixed"), Site("trn1.2xlarge", 1)
+    device = dataclasses.replace(cost.DEVICES["trn1"], memory_bytes=2**16, reserved_bytes=0)
+    monkeypatch.setitem(cost.TARGETS, "trn1.2xlarge", dataclasses.replace(cost.target("trn1.2xlarge"), device=device))
+    assert "No layout of here fits 0.062 MiB of a device: none of" in text.ranking(search.ranked(config, site), "here")
+    odd = dataclasses.replace(config, data=dataclasses.replace(config.data, batch_size=1, seq_len=15))
+    odd = dataclasses.replace(odd, model=dataclasses.replace(odd.model, num_layers=3, vocab_size=63))
+    assert "no degrees" in text.ranking(search.ranked(odd, site), "here")
+
+
+def test_search_ranks_by_bytes_where_no_speed_is_known(plan_here):
+    code, printed, _ = plan_here("--config=tiny", "--target=cpu", "--search")
+    table = printed.partition("Layouts that fit 1 x cpu, by memory, as the speed of the device is not known")[2]
+    assert code == 0
+    assert table.splitlines()[2].split()[:9] == ["1", "1", "1", "1", "1", "no", "no", "4", "full"]
 
 
 def test_short_plan_says_when_the_devices_have_less_than_the_step_needs():
@@ -279,6 +359,15 @@ def test_partition_compiles_the_planned_step_and_finds_its_arguments():
     assert (found["devices"], found["layout"]["data"]) == (4, 2)
     assert found["argument_bytes"] == found["planned_argument_bytes"]
     assert {row["kind"] for row in found["collectives"]} >= {"all-gather", "reduce-scatter", "all-reduce"}
+
+
+def test_70b_over_256_devices_compiles_as_planned():
+    """HLAT-70B's own degrees, TP 32 x PP 8, with the load of its replica."""
+    found = layouts.compiled("70b-256")
+    degrees = {"pipe": 8, "data": 1, "fsdp": 1, "tensor": 32}
+    assert found["layout"] | degrees == found["layout"]
+    assert found["argument_bytes"] == found["planned_argument_bytes"]
+    assert found["planned_temporary_bytes"] / found["temporary_bytes"] == pytest.approx(1.0, abs=0.15)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from typing import Any
 from hlat_jax import cost
 from hlat_jax.config import Config, resolve
 from hlat_jax.planner.collectives import Count, count_collectives, counted
-from hlat_jax.planner.report import Site
+from hlat_jax.planner.report import Site, described
 
 MAX_DEVICES = 512
 _POLICY = "fp32"
@@ -84,7 +84,7 @@ def compiled(config: Config, num_devices: int, platform: str) -> dict[str, Any]:
     planned = counted(traced_collectives(jaxpr, layout.mesh))
     return {
         "devices": num_devices,
-        "layout": layout.degrees | {"zero1": config.parallel.zero1},
+        "layout": described(config, layout),
         "policy": config.precision.policy,
         "seconds": time.monotonic() - start,
         "argument_bytes": memory.argument_size_in_bytes,

@@ -86,8 +86,9 @@ def make_plan(config: Config, site: Site) -> dict[str, Any]:
         "config": config.name,
         "target": site.target,
         "nodes": site.nodes,
-        "layout": layout.degrees | {"devices": site.num_devices, "zero1": config.parallel.zero1},
+        "layout": described(config, layout),
         "run": _run(config, site),
+        "schedule": _schedule(config, layout),
         "device_bytes": dataclasses.asdict(memory)
         | {"state": memory.state, "temporaries": memory.temporaries, "total": memory.total, "budget": budget},
         "fits": memory.total <= budget,
@@ -98,6 +99,13 @@ def make_plan(config: Config, site: Site) -> dict[str, Any]:
         seconds = roofline.projected(jaxpr, found, target=target, mesh=layout.mesh, state_bytes=memory.state)
         plan["projection"] = _projection(config, site, seconds)
     return plan
+
+
+def described(config: Config, layout: Layout) -> dict[str, Any]:
+    """Returns a layout as plans name it: degrees, devices, and what else is split."""
+    parallel = config.parallel
+    splits = {"zero1": parallel.zero1, "sequence_parallel": parallel.sequence_parallel}
+    return layout.degrees | {"devices": layout.mesh.size} | splits
 
 
 def short_plan(config: Config, layout: Layout, *, traced: Any, budget: int) -> list[str]:
@@ -135,6 +143,17 @@ def _run(config: Config, site: Site) -> dict[str, Any]:
         "flops": cost.flops_per_token(model, data.seq_len) * tokens,
         "epochs": tokens / site.data_tokens if site.data_tokens else None,
         "programs": programs,
+    }
+
+
+def _schedule(config: Config, layout: Layout) -> dict[str, Any]:
+    num_microbatches, num_stages = config.train.num_microbatches, layout.degrees["pipe"]
+    return {
+        "num_microbatches": num_microbatches,
+        "rows": config.data.batch_size // (layout.row_degree * num_microbatches),
+        "remat": config.model.remat,
+        "num_stages": num_stages,
+        "bubble": (num_stages - 1) / (num_microbatches + num_stages - 1),
     }
 
 

@@ -8,13 +8,16 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import operator
 from collections.abc import Iterator
 from typing import Any
 
 from hlat_jax import cost
 from hlat_jax.config import Config, resolve
-from hlat_jax.planner.report import Site, make_plan, site_layout
-from hlat_jax.step import abstract_state, state_bytes
+from hlat_jax.degrees import all_degrees, passes
+from hlat_jax.planner.floor import Floor, floor, held
+from hlat_jax.planner.report import Site, make_plan
+from hlat_jax.sharding import MESH_AXES, abstract_layout
 
 REMATS = ("none", "selective", "full")
 
@@ -28,55 +31,112 @@ def complete(plan: dict[str, Any], config: Config, site: Site) -> dict[str, Any]
     return plan | {"binds": binds, "change": _nearest_change(config, site)}
 
 
-def ranked(config: Config, site: Site, *, most: int = 20) -> list[dict[str, Any]]:
-    """Returns the layouts of these nodes that fit, the shortest projected step first, at most `most` of them.
+def ranked(config: Config, site: Site, *, most: int = 10, max_plans: int = 48) -> dict[str, Any]:
+    """Returns the best layouts of these nodes that fit, and what was tried.
 
-    Each layout appears with the mildest rematerialization that fits.
+    Every choice of degrees, ZeRO-1, sequence parallelism, microbatches and rematerialization is weighed by the `floor`
+    of its plan, the best first, and planned while it may still be among the best: by projected step, or by bytes where
+    the speed of the target is not known.
+
+    Args:
+      config: of the run.
+      site: the nodes.
+      most: layouts returned, each with the best of its other choices.
+      max_plans: made at most.
+
+    Returns:
+      {"rows": the best first, "by": "step_s" or "total", "layouts": choices weighed, "planned": of those, "smallest":
+      bytes that the least of them needs by its floor, "budget": bytes of a device, "rest": what the best choice left
+      out scores at least; None where nothing was left out that could be among the best}.
     """
-    rows = []
-    for layout in candidates(config, site):
-        for remat in REMATS:
-            candidate = dataclasses.replace(layout, model=dataclasses.replace(layout.model, remat=remat))
-            plan = _tried(candidate, site)
-            if plan is not None and plan["fits"] and "projection" in plan:
-                rows.append(_row(plan, candidate))
-                break
-    return sorted(rows, key=lambda row: row["step_s"])[:most]
+    target = cost.target(site.target)
+    budget = target.device.memory_bytes - target.device.reserved_bytes
+    by = "step_s" if target.device.peak_flops else "total"
+    weighed = sorted(candidates(config, site), key=lambda pair: (getattr(pair[0], by), pair[0].total))
+    best: dict[tuple, dict[str, Any]] = {}  # row of every choice of degrees
+    too_large: list[Config] = []
+    planned, rest = 0, None
+    for least, candidate in weighed:
+        if least.total > budget or any(_holds_more(candidate, other) for other in too_large):
+            continue
+        bound, degrees = getattr(least, by), _degrees(candidate)
+        if len(best) >= most and bound >= sorted(row[by] for row in best.values())[most - 1]:
+            break
+        if degrees in best and bound >= best[degrees][by]:
+            continue
+        if planned == max_plans:
+            rest = bound
+            break
+        planned += 1
+        row = _row(make_plan(candidate, site), candidate)
+        if row["total"] > budget:
+            too_large.append(candidate)
+        elif degrees not in best or row[by] < best[degrees][by]:
+            best[degrees] = row
+    rows = sorted(best.values(), key=operator.itemgetter(by))[:most]
+    found = {"rows": rows, "by": by, "layouts": len(weighed), "planned": planned, "budget": budget, "rest": rest}
+    return found | {"smallest": min((least.total for least, _ in weighed), default=None)}
+
+
+def _degrees(config: Config) -> tuple[int, ...]:
+    return tuple(getattr(config.parallel, axis) for axis in MESH_AXES)
+
+
+def _holds_more(candidate: Config, other: Config) -> bool:
+    """Returns whether a layout holds at least what another one does, of the same degrees."""
+    ours, theirs = candidate.parallel, other.parallel
+    return (
+        _degrees(candidate) == _degrees(other)
+        and ours.zero1 <= theirs.zero1
+        and ours.sequence_parallel <= theirs.sequence_parallel
+        and candidate.train.num_microbatches <= other.train.num_microbatches
+        and REMATS.index(candidate.model.remat) <= REMATS.index(other.model.remat)
+    )
 
 
 def _row(plan: dict[str, Any], config: Config) -> dict[str, Any]:
+    projection = plan.get("projection", {})
     return {
         "layout": plan["layout"],
         "num_microbatches": config.train.num_microbatches,
         "remat": config.model.remat,
         "total": plan["device_bytes"]["total"],
         "budget": plan["device_bytes"]["budget"],
-        "step_s": plan["projection"]["step_s"],
-        "tokens_per_s": plan["projection"]["tokens_per_s"],
+        "step_s": projection.get("step_s"),
+        "tokens_per_s": projection.get("tokens_per_s"),
     }
 
 
-def candidates(config: Config, site: Site) -> Iterator[Config]:
-    """Yields the layouts worth a plan: powers of two, tensor inside a node, either pipe or fsdp, state below memory.
-
-    One row of a device is a microbatch: that holds least, and a pipeline wants many. ZeRO-1 wherever there are
-    replicas, sequence parallelism wherever there is tensor.
-    """
-    devices, node = site.num_devices, cost.target(site.target).num_devices
-    for tensor, pipe, fsdp in itertools.product(_powers(node), _powers(64), _powers(8 * node)):
-        data = devices // (tensor * pipe * fsdp)
-        rows = config.data.batch_size // (data * fsdp) if data else 0
-        if (pipe > 1 and fsdp > 1) or config.model.num_layers % pipe or rows == 0 or (pipe > rows):
+def candidates(config: Config, site: Site) -> Iterator[tuple[Floor, Config]]:
+    """Yields every layout that passes all checks, with tensor inside a node, and the floor of its plan."""
+    target = cost.target(site.target)
+    for degrees in all_degrees(site.num_devices):
+        replicas = degrees["data"] * degrees["fsdp"]
+        if degrees["tensor"] > target.num_devices or config.data.batch_size % replicas:
             continue
-        degrees = {"tensor": tensor, "pipe": pipe, "fsdp": fsdp, "data": data}
-        degrees |= {"zero1": data > 1, "sequence_parallel": tensor > 1}
-        candidate = _changed(config, degrees, train={"num_microbatches": rows})
-        if candidate is not None and _state_fits(candidate, site):
-            yield candidate
+        rows = config.data.batch_size // replicas
+        for zero1, sequence_parallel in itertools.product(_switch(degrees["data"]), _switch(degrees["tensor"])):
+            parallel = degrees | {"zero1": zero1, "sequence_parallel": sequence_parallel}
+            one = _changed(config, parallel, train={"num_microbatches": rows})
+            if one is not None and passes(one, site.num_devices):
+                yield from _schedules(one, site, rows=rows)
 
 
-def _powers(limit: int) -> list[int]:
-    return [2**i for i in range(int(math.log2(max(1, limit))) + 1)]
+def _switch(degree: int) -> tuple[bool, ...]:
+    return (True, False) if degree > 1 else (False,)
+
+
+def _schedules(config: Config, site: Site, *, rows: int) -> Iterator[tuple[Floor, Config]]:
+    """Yields a layout with every number of microbatches of its rows and every rematerialization."""
+    target = cost.target(site.target)
+    layout = abstract_layout(config.parallel, site.num_devices, num_kv_heads=config.model.num_kv_heads)
+    holds = held(config, layout)
+    for num_microbatches in (m for m in range(1, rows + 1) if rows % m == 0):
+        train = dataclasses.replace(config.train, num_microbatches=num_microbatches)
+        for remat in REMATS:
+            model = dataclasses.replace(config.model, remat=remat)
+            candidate = dataclasses.replace(config, model=model, train=train)
+            yield floor(candidate, layout, target=target, holds=holds), candidate
 
 
 def _changed(config: Config, parallel: dict[str, Any], **sections: dict[str, Any]) -> Config | None:
@@ -90,14 +150,6 @@ def _changed(config: Config, parallel: dict[str, Any], **sections: dict[str, Any
         return resolve(tree)
     except ValueError:
         return None
-
-
-def _state_fits(config: Config, site: Site) -> bool:
-    target = cost.target(site.target)
-    try:
-        return state_bytes(abstract_state(config, site_layout(config, site))) < target.device.memory_bytes
-    except ValueError:
-        return False
 
 
 def _tried(config: Config, site: Site) -> dict[str, Any] | None:

@@ -40,19 +40,39 @@ def partitioned(part: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def ranking(rows: list[dict[str, Any]]) -> str:
-    """Returns a table of layouts, the best first."""
+def ranking(found: dict[str, Any], where: str) -> str:
+    """Returns what `search.ranked` found on nodes called `where`: a table of layouts, the best first, or why none."""
+    if not found["layouts"]:
+        return (
+            f"No layout of {where}: no degrees with tensor inside a node pass every check; change the batch or nodes."
+        )
+    if not found["rows"]:
+        least = f"none of the {found['planned']} planned, of {found['layouts']:,}, and the least that one needs is "
+        least += f"{gib(found['smallest'])} before workspace"
+        return f"No layout of {where} fits {gib(found['budget'])} of a device: {least}. Take more nodes."
+    by = "projected step" if found["by"] == "step_s" else "memory, as the speed of the device is not known"
+    left = ""
+    if found["rest"] is not None:
+        least = f"{found['rest']:.3f} s" if found["by"] == "step_s" else gib(found["rest"])
+        left = f"; one of the others would take at least {least}"
     lines = [
-        "rank  pipe  data  fsdp  tensor  microbatches  remat      zero1      memory of a device    step s    tokens/s"
+        f"Layouts that fit {where}, by {by}; {found['planned']} of {found['layouts']:,} planned{left}",
+        "rank  pipe  data  fsdp  tensor  sequence  zero1  microbatches  remat      memory of a device    "
+        "step s    tokens/s",
     ]
-    for rank, row in enumerate(rows, 1):
+    for rank, row in enumerate(found["rows"], 1):
         layout = row["layout"]
+        speed = f"{row['step_s']:>8.3f}  {row['tokens_per_s']:>10,.0f}" if row["step_s"] else f"{'-':>8}  {'-':>10}"
         lines.append(
             f"{rank:>4}  {layout['pipe']:>4}  {layout['data']:>4}  {layout['fsdp']:>4}  {layout['tensor']:>6}  "
-            f"{row['num_microbatches']:>12}  {row['remat']:<9}  {'yes' if layout['zero1'] else 'no':<5}  "
-            f"{gib(row['total']):>9} of {gib(row['budget'])}  {row['step_s']:>8.3f}  {row['tokens_per_s']:>10,.0f}"
+            f"{_yes(layout['sequence_parallel']):<8}  {_yes(layout['zero1']):<5}  {row['num_microbatches']:>12}  "
+            f"{row['remat']:<9}  {gib(row['total']):>9} of {gib(row['budget'])}  {speed}"
         )
     return "\n".join(lines)
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else "no"
 
 
 def gib(num_bytes: float) -> str:
@@ -63,7 +83,8 @@ def gib(num_bytes: float) -> str:
 def degrees(layout: dict[str, Any]) -> str:
     """Returns the degrees of a layout that are above one."""
     named = [f"{axis} {layout[axis]}" for axis in ("pipe", "data", "fsdp", "tensor") if layout[axis] > 1]
-    return " x ".join(named or ["one device"]) + (", ZeRO-1" if layout["zero1"] else "")
+    extras = [", ZeRO-1"] * layout["zero1"] + [", sequence parallel"] * layout["sequence_parallel"]
+    return " x ".join(named or ["one device"]) + "".join(extras)
 
 
 def _title(plan: dict[str, Any]) -> str:
@@ -79,19 +100,29 @@ def _run_lines(plan: dict[str, Any]) -> list[str]:
         f"FLOPs per token  {run['flops_per_token_6n']:.4g} (6N), {run['flops_per_token']:.4g} with attention",
         f"steps            {run['steps']:,} of {run['tokens_per_step']:,} tokens: {run['tokens']:,} tokens{epochs}, "
         f"{run['flops']:.3g} FLOPs",
+        *_schedule_lines(plan["schedule"]),
         f"programs         {run['programs']} to compile",
     ]
 
 
+def _schedule_lines(schedule: dict[str, Any]) -> list[str]:
+    m, p = schedule["num_microbatches"], schedule["num_stages"]
+    line = f"microbatches     {m} of {schedule['rows']} sequence(s) per device, remat {schedule['remat']}"
+    if p == 1:
+        return [line]
+    bubble = f"(p - 1) / (m + p - 1) = {p - 1} / {m + p - 1} = {schedule['bubble']:.1%} of the ticks"
+    return [line, f"pipeline         {p} stages, bubble {bubble}"]
+
+
 def _memory_lines(plan: dict[str, Any]) -> list[str]:
-    memory = plan["device_bytes"]
+    memory, m = plan["device_bytes"], plan["schedule"]["num_microbatches"]
     notes = {
         "params": "exact",
         "opt_state": "exact",
         "batch": "exact",
-        "gradients": "sums over microbatches, exact",
-        "activations": "kept for the backward pass, and the gradients of one microbatch; estimated",
-        "workspace": f"the rest of the fullest moment; estimated; logits of a microbatch {gib(memory['logits'])}",
+        "gradients": "of the batch, exact" if m == 1 else f"sums over {m} microbatches, exact",
+        "activations": "kept for the backward pass; estimated",
+        "workspace": f"the rest of the fullest moment; estimated. Logits of a microbatch {gib(memory['logits'])}",
     }
     lines = [f"  {name:<14} {gib(memory[name]):>12}  {note}" for name, note in notes.items()]
     lines.append(f"  {'total':<14} {gib(memory['total']):>12}  of a budget of {gib(memory['budget'])}")
