@@ -337,9 +337,9 @@ def check_parallel(parallel: ParallelConfig, model: ModelConfig) -> None:
             f"parallel.pipe={parallel.pipe} with model.layer_loop='unroll' would keep a copy of a stage's weights "
             "for every microbatch in flight; set model.layer_loop='scan'."
         )
-    if c.parallel.pipe > 1 and c.model.norm_eps == 0:
+    if parallel.pipe > 1 and model.norm_eps == 0:
         raise ValueError(
-            f"parallel.pipe={c.parallel.pipe} with model.norm_eps=0: a stage without a microbatch runs on zeros, which "
+            f"parallel.pipe={parallel.pipe} with model.norm_eps=0: a stage without a microbatch runs on zeros, which "
             "no norm can scale; set model.norm_eps above 0."
         )
 
