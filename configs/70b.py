@@ -4,7 +4,7 @@
         --config.data.validation=/fsx/slimpajama/validation.parquet --config.data.tokenizer=/fsx/llama2/tokenizer.model
 
 Not yet run on Trainium; HLAT's run ended near a training loss of 1.18 after its change of data at 1.4 T tokens.
-Differs from 7b in size, layout and learning rate only. Master weights start as drawn in fp32; HLAT-70B's started as
+Differs from 7b in size, layout, precision and learning rate only. Master weights start as drawn in fp32; HLAT-70B's started as
 bf16-rounded copies.
 Source: arXiv 2404.10630, III-A, III-D, and the published scripts.
 """
@@ -24,7 +24,7 @@ def get_config():
 
     c.parallel.tensor = 32
     c.parallel.pipe = 8
-    c.parallel.zero1 = True
+    c.precision.policy = "mixed"
 
     c.optimizer.peak_lr = 1.5e-4
 

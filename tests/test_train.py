@@ -208,7 +208,7 @@ def test_print_config_describes_a_giant_on_any_machine(train_here, name, num_par
     code, out, _ = train_here(f"--config={name}", "--print_config")
     assert code == 0
     assert f"parameters       {num_params:,}\n" in out
-    for word in ("FLOPs per token", "tokens per step  4,194,304", "bytes (mixed)"):
+    for word in ("FLOPs per token", "tokens per step  4,194,304", "bytes (bf16_sr)"):
         assert word in out
     printed = json.loads(out[: out.index("\n}\n") + 2])
     assert printed == config_lib.resolve(config_lib.load(name)).to_dict()
