@@ -16,14 +16,24 @@ from hlat_jax.sharding import Layout, make_layout
 
 
 @dataclasses.dataclass(frozen=True)
+class PlannedClient:
+    """As much of the backend of a device as lowering a program asks for."""
+
+    platform: str
+
+
+@dataclasses.dataclass(frozen=True)
 class PlannedDevice:
-    """As much of a JAX device as a mesh asks for."""
+    """As much of a JAX device as a mesh, and lowering for another platform than this machine's, ask for."""
 
     id: int
     platform: str
     device_kind: str = "planned"
     process_index: int = 0
-    client: Any = None
+
+    @property
+    def client(self) -> PlannedClient:
+        return PlannedClient(self.platform)
 
 
 def planned_layout(config: Config, num_devices: int, *, platform: str) -> Layout:
