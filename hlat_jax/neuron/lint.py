@@ -12,6 +12,8 @@ Knows no model, config or trainer of ours.
 from __future__ import annotations
 
 import dataclasses
+import re
+import traceback
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
@@ -21,7 +23,7 @@ from jax.interpreters import mlir
 
 from hlat_jax.neuron import operators as operators_lib
 from hlat_jax.neuron import partitioned, unrolled
-from hlat_jax.neuron.module import Frame, Program, is_plumbing, line_of
+from hlat_jax.neuron.module import Frame, Program, line_of
 from hlat_jax.neuron.rules import RULES, SEVERITIES, TARGETS
 
 
@@ -95,7 +97,7 @@ def check_traced(
     try:
         lowered = traced.lower(lowering_platforms=("neuron",))
     except NotImplementedError as error:
-        return [_not_lowered(traced, str(error))]
+        return [_not_lowered(traced, error)]
     module = lowered.compiler_ir("stablehlo")
     return check_module(module, target=target, recurring=recurring, operators=operators)
 
@@ -111,72 +113,70 @@ def check_module(
             module = ir.Module.parse(module)
     program = Program(module.operation)
     parted = partitioned.split(module.operation)
-    hits = list(_hits(program, parted, target=target, operators=operators))
-    return _grouped(hits, target=target, recurring=recurring)
-
-
-def _hits(
-    program: Program, parted: Program | None, *, target: str, operators: Collection[str]
-) -> Iterator[tuple[str, str, str, tuple[str, ...], str]]:
-    """Yields (rule, what, operation, frames, line)."""
     listed = {operators_lib.normalized(word) for word in operators}
-
-    def found(rule: str, what: str, op: Any, owner: Program) -> tuple:
-        frames = owner.frames(op)
-        return rule, what, op.name, tuple(map(str, frames)), line_of(frames)
-
-    for op in program.operations:
-        for rule, what in operators_lib.offences(op, program):
-            yield found(rule, what, op, program)
-        if listed:
-            for rule, what in operators_lib.not_listed(op, listed):
-                yield found(rule, what, op, program)
-    for rule, what, op in partitioned.argument_findings(program, target=target):
-        yield found(rule, what, op, program)
-    for rule, what, op in partitioned.group_findings(program, parted, target=target):
-        yield found(rule, what, op, program)
-    for rule, what, op in partitioned.size_findings(program, parted):
-        yield found(rule, what, op, parted or program)
-    for rule, what, op in unrolled.findings(program, parted):
-        yield found(rule, what, op, parted or program)
-
-
-def _grouped(hits: list[tuple], *, target: str, recurring: bool) -> list[Finding]:
     groups: dict[tuple[str, str], list[tuple]] = {}
-    for hit in hits:
-        groups.setdefault((hit[0], hit[4]), []).append(hit)
-    findings = [_finding(members, target=target, recurring=recurring) for members in groups.values()]
+    for rule, what, op, owner in _hits(program, parted, target=target, listed=listed):
+        frames = owner.frames(op)
+        groups.setdefault((rule, line_of(frames)), []).append((what, op.name, frames))
+    findings = [_finding(key, hits, target=target, recurring=recurring) for key, hits in groups.items()]
     return sorted(findings, key=lambda finding: (SEVERITIES.index(finding.severity), finding.rule))
 
 
-def _finding(hits: list[tuple], *, target: str, recurring: bool) -> Finding:
-    rule_id, what, _, frames, line = hits[0]
-    op = ", ".join(dict.fromkeys(hit[2] for hit in hits))
-    rule = RULES[rule_id]
+def _hits(
+    program: Program, parted: Program | None, *, target: str, listed: set[str]
+) -> Iterator[tuple[str, str, Any, Program]]:
+    """Yields (rule, what, operation, the program that it is of)."""
+    for op in program.operations:
+        for rule, what in operators_lib.offences(op, program):
+            yield rule, what, op, program
+        if listed:
+            for rule, what in operators_lib.not_listed(op, listed):
+                yield rule, what, op, program
+    split = parted or program
+    for owner, found in (
+        (program, partitioned.argument_findings(program, target=target)),
+        (program, partitioned.group_findings(program, parted, target=target)),
+        (split, partitioned.size_findings(split)),
+        (split, unrolled.findings(split)),
+    ):
+        for rule, what, op in found:
+            yield rule, what, op, owner
+
+
+def _finding(key: tuple[str, str], hits: list[tuple], *, target: str, recurring: bool) -> Finding:
+    """Returns what the hits (what, operation's name, frames) of one rule at one line come to."""
+    rule_id, line = key
+    rule, (what, _, frames) = RULES[rule_id], hits[0]
     severity = rule.severity_on(target, recurring=recurring)
-    if rule_id == "INT01" and not all("i32[" in hit[1] for hit in hits):
-        severity = rule.severity
-    return Finding(rule_id, severity, op, what, line, frames, len(hits), rule.why, rule.instead, rule.source)
+    if rule_id == "INT01" and not all(hit[0].startswith(("i32", "ui32")) for hit in hits):
+        severity = rule.severity  # the milder one is for words of 32 bits
+    op = ", ".join(dict.fromkeys(hit[1] for hit in hits))
+    told = tuple(map(str, frames))
+    return Finding(rule_id, severity, op, what, line, told, len(hits), rule.why, rule.instead, rule.source)
 
 
-def _not_lowered(traced: Any, message: str) -> Finding:
-    named = {equation.primitive.name: equation for equation in _equations(traced.jaxpr.jaxpr)}
-    primitive = next((name for name in named if f"'{name}'" in message or f" {name} " in message), "unknown")
-    trace = named[primitive].source_info.traceback if primitive in named else None
-    frames = [Frame(f.file_name, f.line_num, f.function_name) for f in (trace.frames if trace else ())]
-    frames = [frame for frame in frames if not is_plumbing(frame)] or frames
-    rule = RULES["LW01"]
-    what = message.split("\n")[0][:160]
-    line = line_of(frames)
-    return Finding(
-        "LW01", rule.severity, primitive, what, line, tuple(map(str, frames)), 1, rule.why, rule.instead, rule.source
-    )
+def _not_lowered(traced: Any, error: NotImplementedError) -> Finding:
+    """Returns the finding for a program that JAX could not lower, at the line that traced the equation to blame."""
+    told = traceback.extract_tb(error.__cause__.__traceback__) if error.__cause__ is not None else []
+    blamed = [Frame(place.filename, place.lineno or 0, place.name) for place in reversed(told)]
+    frames = _chain(traced.jaxpr.jaxpr, {(frame.path, frame.line) for frame in blamed}) or blamed
+    named = re.search(r"primitive '?(\w+)'?", str(error))
+    rule, what = RULES["LW01"], str(error).split("\n")[0][:160]
+    op, line = named.group(1) if named else "unknown", line_of(frames)
+    places = tuple(map(str, frames))
+    return Finding("LW01", rule.severity, op, what, line, places, 1, rule.why, rule.instead, rule.source)
 
 
-def _equations(jaxpr: Any) -> Iterator[Any]:
+def _chain(jaxpr: Any, places: set[tuple[str, int]]) -> list[Frame]:
+    """Returns the frames of the first equation traced at one of the places, then those of the calls around it."""
     for equation in jaxpr.eqns:
-        yield equation
+        trace = equation.source_info.traceback
+        own = [Frame(f.file_name, f.line_num, f.function_name) for f in (trace.frames if trace else ())]
         for param in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda leaf: hasattr(leaf, "eqns")):
             inner = getattr(param, "jaxpr", param)
-            if hasattr(inner, "eqns"):
-                yield from _equations(inner)
+            found = _chain(inner, places) if hasattr(inner, "eqns") else []
+            if found:
+                return found + own
+        if any((frame.path, frame.line) in places for frame in own):
+            return own
+    return []

@@ -25,7 +25,7 @@ def main(argv: Sequence[str]) -> int:
     os.environ["JAX_PLATFORMS"] = "cpu"  # nothing is asked of an accelerator, also where there is one
     from hlat_jax.neuron import programs
 
-    operators = pathlib.Path(values.operators).read_text().split() if values.operators else []
+    operators = _operators(values.operators)
     count = values.devices or programs.num_devices(config)
     layout = programs.layout_for_neuron(config, count)
     traced = programs.traced_programs(config, layout)
@@ -50,6 +50,15 @@ def main(argv: Sequence[str]) -> int:
         f"\n{config.name}: {_counts(rows)}. Checked as lowered for Neuron; not compiled by its compiler, not run on it."
     )
     return 1 if any(row["severity"] == "error" for row in rows) else 0
+
+
+def _operators(path: str) -> list[str]:
+    """Returns the words of a file of operators; none where no file is named."""
+    if path and not pathlib.Path(path).is_file():
+        raise ValueError(
+            f"--operators={path}: no such file; write it with `neuronx-cc list-operators --framework XLA`."
+        )
+    return pathlib.Path(path).read_text().split() if path else []
 
 
 def _define(values: flags.FlagValues) -> None:

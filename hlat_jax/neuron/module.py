@@ -142,9 +142,9 @@ def callee(op: Any) -> str:
     return ir.FlatSymbolRefAttr(op.attributes["callee"]).value
 
 
-def enclosing(op: Any, kind: str = "func.func") -> str | None:
+def enclosing(op: Any) -> str | None:
     """Returns the symbol of the function around an operation, or None at the top."""
-    around = around_of(op, kind)
+    around = around_of(op, "func.func")
     return None if around is None else name(around)
 
 
@@ -160,9 +160,9 @@ def ancestors(op: Any) -> Iterator[Any]:
         yield op
 
 
-def inner(op: Any, region: int = 0) -> list[Any]:
-    """Returns the operations directly inside a region of an operation, its terminator left out."""
-    block = op.regions[region].blocks[0]
+def inner(op: Any) -> list[Any]:
+    """Returns the operations directly inside the first region of an operation, its terminator left out."""
+    block = op.regions[0].blocks[0]
     return [o.operation for o in block if o.operation.name not in ("stablehlo.return", "sdy.return", "func.return")]
 
 

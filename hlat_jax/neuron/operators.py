@@ -117,7 +117,7 @@ def _loop(op: Any, _: Program) -> Iterator[Hit]:
 
 def static_limit(loop: Any) -> int | None:
     """Returns the constant that a `while` compares its counter with; None when that is not all its condition does."""
-    members = inner(loop, 0)
+    members = inner(loop)
     compares = [op for op in members if op.name == "stablehlo.compare"]
     others = [op for op in members if op.name not in ("stablehlo.compare", "stablehlo.constant", "sdy.constant")]
     if len(compares) != 1 or others:

@@ -51,7 +51,7 @@ def split(root: Any) -> Program | None:
 def group_findings(program: Program, parted: Program | None, *, target: str) -> Iterator[tuple[str, str, Any]]:
     """Yields (rule, what, operation) of CC01 to CC03 over the collectives of a program and those that Shardy adds."""
     seen: dict[bytes, Any] = {}
-    for op, groups in itertools.chain(_written(program), _added(parted)):
+    for op, groups in replica_groups(program, parted):
         key = np.asarray(groups, np.int32).tobytes() + str(groups.shape).encode()
         if groups.shape[1] > 1 and key not in seen:
             seen[key] = op
@@ -62,9 +62,14 @@ def group_findings(program: Program, parted: Program | None, *, target: str) -> 
     for op in program.operations:
         if op.name == "stablehlo.collective_permute":
             pairs = numbers(op.attributes["source_target_pairs"])
-            why = None if pairs is None else permute_trouble(pairs, devices_per_node=_CORES[target][1])
+            why = None if pairs is None else permute_trouble(pairs, target=target)
             if why:
                 yield "CC02", why, op
+
+
+def replica_groups(program: Program, parted: Program | None) -> Iterator[tuple[Any, np.ndarray]]:
+    """Yields every collective but permutes, the program's own and those that Shardy adds, with its groups [n, size]."""
+    yield from itertools.chain(_written(program), _added(parted))
 
 
 def is_regular(groups: np.ndarray, *, cores_per_chip: int) -> bool:
@@ -98,8 +103,13 @@ def _is_box(offsets: np.ndarray) -> bool:
     return True
 
 
-def permute_trouble(pairs: np.ndarray, *, devices_per_node: int) -> str | None:
-    """Returns what keeps pairs [n, (source, target)] from being rings inside a node; None when they are."""
+def permute_trouble(pairs: np.ndarray, *, target: str) -> str | None:
+    """Returns what keeps pairs [n, (source, target)] from being rings of neighbouring cores; None when they are.
+
+    Chips of a node form a torus of 4 by 4, row by row; neighbours are on one chip or on linked ones.
+    Source: AWS Neuron docs, Trn1 and Trn2 architecture.
+    """
+    cores_per_chip, devices_per_node = _CORES[target]
     target_of = dict(pairs.tolist())
     if len(target_of) != len(pairs) or set(target_of) != set(target_of.values()):
         return "not rings: a device sends or receives twice or not at all"
@@ -108,7 +118,14 @@ def permute_trouble(pairs: np.ndarray, *, devices_per_node: int) -> str | None:
     across = sum(a // devices_per_node != b // devices_per_node for a, b in target_of.items())
     if across:
         return f"{across} of {len(pairs)} pairs leave a node of {devices_per_node} devices"
-    return None
+
+    def are_linked(source: int, to: int) -> bool:
+        a, b = (core % devices_per_node // cores_per_chip for core in (source, to))
+        rows, columns = (a // 4 - b // 4) % 4, (a % 4 - b % 4) % 4
+        return (rows, columns) in ((0, 0), (0, 1), (0, 3), (1, 0), (3, 0))
+
+    apart = sum(not are_linked(source, to) for source, to in target_of.items())
+    return f"{apart} of {len(pairs)} pairs are on chips without a link" if apart else None
 
 
 def argument_findings(program: Program, *, target: str) -> Iterator[tuple[str, str, Any]]:
@@ -142,16 +159,16 @@ def argument_findings(program: Program, *, target: str) -> Iterator[tuple[str, s
         yield "MEM1", f"arguments and results alone take {max(taken, total) / cost.GIB:.1f} GiB of a device", main
 
 
-def size_findings(program: Program, parted: Program | None) -> Iterator[tuple[str, str, Any]]:
+def size_findings(program: Program) -> Iterator[tuple[str, str, Any]]:
     """Yields SH02 for values of LARGE_BYTES or more on one device, by the shardings that Shardy gave."""
-    program = parted or program
     for op in program.operations:
         if op.name == "func.func":
             values = list(op.regions[0].blocks[0].arguments)
             shardings = [sharding_of(attrs) for attrs in _attributes(op, "arg_attrs", len(values))]
         else:
             values = list(op.results)
-            per_value = str(attribute(op, "sdy.sharding") or attribute(op, "out_shardings") or "")
+            keys = ("sdy.sharding", "out_shardings", "out_sharding")  # of any operation, of a region, of a collective
+            per_value = next((str(op.attributes[key]) for key in keys if key in op.attributes), "")
             shardings = re.findall(r"<@\w+, \[.*?\](?:, replicated=\{.*?\})?>", per_value)
         inside = around_of(op, "sdy.manual_computation") is not None
         for number, value in enumerate(values):

@@ -25,8 +25,8 @@ from hlat_jax.step import init_arguments, make_eval_step, make_init, step_argume
 # Warnings that stand in shipped configs, by (program, rule), each with the reason why it may.
 EXPLAINED = {
     ("init", "RNG01"): "runs once, before the first step; drawing from rbg keys of its own for every layer takes a "
-    "split, which JAX does by Threefry whatever the key. Where Neuron's Threefry fails, "
-    "NEURON_RUN_TRIVIAL_COMPUTATION_ON_CPU=1 draws it on the host",
+    "split, which JAX does by Threefry whatever the key. Neuron lists it as incomplete, and others have compiled it; "
+    "NEURON_RUN_TRIVIAL_COMPUTATION_ON_CPU=1 draws the weights of a mesh without collectives on the host",
     ("train", "CC02"): "the stages of this pipeline lie on different nodes, so their rings run over EFA; "
     "NEURON_COLLECTIVE_PERMUTE_TO_ALL_GATHER=1 replaces them if the runtime refuses",
 }

@@ -230,6 +230,7 @@ RULES: dict[str, Rule] = {
         "refused, or cast down; of int32 on trn1 with a warning today",
         "cast to bfloat16 or float32",
         _code("EVRF035"),
+        trn1="warning",
     ),
     "INT02": Rule(
         "error",

@@ -17,9 +17,8 @@ MANY_TILES = 10**6
 _ROWS, _COLUMNS, _DEPTH = 128, 512, 128  # of one product on the tensor engine; Source: NKI docs, nki.isa.nc_matmul
 
 
-def findings(program: Program, parted: Program | None) -> Iterator[tuple[str, str, Any]]:
-    """Yields CG01 at the largest product, where there are MANY_TILES of them in all."""
-    program = parted or program
+def findings(program: Program) -> Iterator[tuple[str, str, Any]]:
+    """Yields CG01 at the largest product, where there are MANY_TILES of them in all on one device."""
     times: dict[str, int] = {}
     tiles = {}
     for number, op in enumerate(program.operations):
@@ -66,7 +65,7 @@ def trips(loop: Any) -> int:
     limit = static_limit(loop)
     if limit is None:
         return 1
-    [compare] = [op for op in inner(loop, 0) if op.name == "stablehlo.compare"]
+    [compare] = [op for op in inner(loop) if op.name == "stablehlo.compare"]
     [counter] = [operand for operand in compare.operands if defining(operand) is None]
     start = constant(loop.operands[ir.BlockArgument(counter).arg_number])
     return max(1, limit - int(start)) if start is not None else 1
