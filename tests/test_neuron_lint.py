@@ -536,6 +536,7 @@ def test_documentation_has_the_table_of_the_rules():
     assert [line for line in text.splitlines() if line.startswith("| ")] == [r for r in table() if r[1] == " "], again
     for name in UNSEEN:
         assert name in text
+    assert f"{len(RULES)} rules" in (DOCS.parent.parent / "README.md").read_text()
 
 
 def test_rules_are_complete_sentences_of_their_parts():

@@ -116,6 +116,11 @@ class Program:
                 found[name(op)] = {axis: int(size) for axis, size in re.findall(r'"([^"]+)"=(\d+)', text)}
         return found
 
+    @property
+    def is_spread(self) -> bool:
+        """Whether a mesh of it has more than one device."""
+        return any(size > 1 for mesh in self.meshes.values() for size in mesh.values())
+
 
 def line_of(frames: list[Frame]) -> str:
     """Returns the line to change: the innermost one outside JAX, Flax and Optax, or the innermost; "" without any."""

@@ -18,7 +18,7 @@ import numpy as np
 from jax.extend.mlir import ir, passmanager
 
 from hlat_jax import cost
-from hlat_jax.neuron.module import Program, Tensor, around_of, attribute, numbers, tensor
+from hlat_jax.neuron.module import Program, Tensor, around_of, attribute, enclosing, name, numbers, tensor
 
 MAX_GROUP_SETS = 16  # 12 before SDK 2.32
 LARGE_BYTES = 4 * 10**9
@@ -37,7 +37,7 @@ def split(root: Any) -> Program | None:
 
     None where nothing is to be split, or this JAX's Shardy has no such pipeline.
     """
-    if not any(size > 1 for mesh in Program(root).meshes.values() for size in mesh.values()):
+    if not Program(root).is_spread:
         return None
     with root.context, ir.Location.unknown():
         copy = root.clone()
@@ -160,8 +160,13 @@ def argument_findings(program: Program, *, target: str) -> Iterator[tuple[str, s
 
 
 def size_findings(program: Program) -> Iterator[tuple[str, str, Any]]:
-    """Yields SH02 for values of LARGE_BYTES or more on one device, by the shardings that Shardy gave."""
+    """Yields SH02 for values of LARGE_BYTES or more on one device, by the shardings that Shardy gave.
+
+    In a program for several devices the values of functions inside it are judged where they are called.
+    """
     for op in program.operations:
+        if program.is_spread and _function_around(op) not in (None, name(program.main)):
+            continue
         if op.name == "func.func":
             values = list(op.regions[0].blocks[0].arguments)
             shardings = [sharding_of(attrs) for attrs in _attributes(op, "arg_attrs", len(values))]
@@ -185,6 +190,10 @@ def local_result(op: Any, program: Program) -> Tensor:
     """Returns the type of an operation's first result as one device holds it, by the shardings that Shardy gave."""
     inside = around_of(op, "sdy.manual_computation") is not None
     return _local(tensor(op.results[0]), "" if inside else sharding_of(str(attribute(op, "sdy.sharding"))), program)
+
+
+def _function_around(op: Any) -> str | None:
+    return name(op) if op.name == "func.func" else enclosing(op)
 
 
 def value_name(argument: Any) -> str:

@@ -272,9 +272,9 @@ RULES: dict[str, Rule] = {
     "SH02": Rule(
         "warning",
         "an array of 4 GB or more on one device",
-        "a gather from 4.7 GB gave zeros without a word",
+        "before SDK 2.28 its size overflows; others saw a gather from 4.7 GB give zeros without a word",
         "shard it, or split the stack of layers",
-        _INF2,
+        "release-notes/components/runtime (2.30.50; known issues of SDK 2.26); " + _INF2,
     ),
     "SH03": Rule(
         "warning",

@@ -17,9 +17,16 @@ from hlat_jax.sharding import Layout, make_layout
 
 @dataclasses.dataclass(frozen=True)
 class PlannedClient:
-    """As much of the backend of a device as lowering a program asks for."""
+    """As much of the backend of devices as lowering a program for them asks for, JAX 0.9 more than 0.10."""
 
     platform: str
+    num_devices: int
+
+    def device_count(self) -> int:
+        return self.num_devices
+
+    def devices(self) -> list[PlannedDevice]:
+        return [PlannedDevice(number, self) for number in range(self.num_devices)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,13 +34,13 @@ class PlannedDevice:
     """As much of a JAX device as a mesh, and lowering for another platform than this machine's, ask for."""
 
     id: int
-    platform: str
+    client: PlannedClient
     device_kind: str = "planned"
     process_index: int = 0
 
     @property
-    def client(self) -> PlannedClient:
-        return PlannedClient(self.platform)
+    def platform(self) -> str:
+        return self.client.platform
 
 
 def planned_layout(config: Config, num_devices: int, *, platform: str) -> Layout:
@@ -42,7 +49,7 @@ def planned_layout(config: Config, num_devices: int, *, platform: str) -> Layout
     Raises:
       ValueError: as `sharding.make_layout`.
     """
-    devices = [PlannedDevice(number, platform) for number in range(num_devices)]
+    devices = PlannedClient(platform, num_devices).devices()
     return make_layout(config.parallel, devices, num_kv_heads=config.model.num_kv_heads)
 
 
