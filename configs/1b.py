@@ -21,6 +21,7 @@ def get_config():
     c.model.max_positions = 4096
     c.model.remat = "selective"
 
+    c.parallel.zero1 = True  # eight cores of trn1 hold it so; on one device it changes nothing
     c.precision.policy = "mixed"
     c.optimizer.warmup_steps = 200
     c.optimizer.horizon_steps = 20_000

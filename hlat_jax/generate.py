@@ -6,7 +6,7 @@ texts (a key-value cache belongs here when generation becomes a command).
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -40,12 +40,7 @@ def sample_text(params: Any, cfg: ModelConfig, tokenizer: Any, *, prompt: str, n
     sharding = jax.tree.leaves(params)[0].sharding
     everywhere = NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else None
 
-    @functools.partial(jax.jit, out_shardings=everywhere)  # so that every process can read them
-    def next_logits(params, tokens_BT, last):
-        hidden_BTD = bind(params, cfg).hidden_states(tokens_BT)
-        last_B1D = jax.lax.dynamic_slice_in_dim(hidden_BTD, last, 1, axis=1)
-        return logits(last_B1D, bind(params, cfg).head_VD)[0, 0]
-
+    next_logits = make_next_logits(cfg, sharding=everywhere)  # so that every process can read them
     end = length
     for position in range(len(ids), length):
         scores = np.asarray(next_logits(params, tokens, np.int32(position - 1)), np.float64) / 0.8
@@ -56,3 +51,19 @@ def sample_text(params: Any, cfg: ModelConfig, tokenizer: Any, *, prompt: str, n
             break
         tokens[0, position] = token
     return tokenizer.decode(tokens[0, :end])
+
+
+def make_next_logits(cfg: ModelConfig, *, sharding: Any) -> Callable[..., jax.Array]:
+    """Returns the jitted (params, tokens [1, T], index of the last token) -> fp32 logits [V] of the next one.
+
+    Args:
+      cfg: the model.
+      sharding: of the logits; None: where they are made.
+    """
+
+    def next_logits(params: Any, tokens_BT: jax.Array, last: jax.Array) -> jax.Array:
+        hidden_BTD = bind(params, cfg).hidden_states(tokens_BT)
+        last_B1D = jax.lax.dynamic_slice_in_dim(hidden_BTD, last, 1, axis=1)
+        return logits(last_B1D, bind(params, cfg).head_VD)[0, 0]
+
+    return jax.jit(next_logits, out_shardings=sharding)

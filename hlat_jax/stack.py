@@ -12,6 +12,8 @@ from typing import Any
 import jax
 from jax.ad_checkpoint import checkpoint_policies
 
+from hlat_jax.neuron.lowering import elide_idle_roundings
+
 # HLAT recomputes core attention and the SwiGLU product and keeps every linear's input and RoPE's results; the names
 # are those that a decoder layer gives. Source: arXiv 2404.10630 III-D and its published modeling code.
 SELECTIVE_SAVED = ("attn_norm", "q", "k", "v", "attn_out", "residual", "mlp_norm", "gate", "up")
@@ -76,6 +78,7 @@ def rematerialized(layer: Callable, remat: str, *, prevent_cse: bool) -> Callabl
             raise ValueError(f"model.remat names {sorted(unknown)}; layers name {', '.join(SELECTIVE_SAVED)}.")
     else:
         raise ValueError(f"model.remat={remat!r} must be none, full, selective, products or names:A,B,...")
+    elide_idle_roundings()
     policy = checkpoint_policies.save_only_these_names(*saved)
     return jax.checkpoint(layer, policy=policy, prevent_cse=prevent_cse)
 

@@ -104,14 +104,23 @@ def parts(config: Config, layout: Layout, *, z_loss_weight: float) -> Parts:
 
 def init_state(config: Config, layout: Layout) -> State:
     """Returns the state before the first step, drawn on the devices that will hold it."""
+    return make_init(config, layout)(*init_arguments(config))
+
+
+def make_init(config: Config, layout: Layout) -> Callable[..., Any]:
+    """Returns the jitted (key, seed) -> state before the first step."""
     program = make_program(config, layout)
 
     def initial(key, seed):
         return program.init(init_params(config.model, key), seed=seed)
 
-    arguments = jax.random.key(config.train.seed, impl="rbg"), np.uint32(config.train.seed & 0xFFFFFFFF)
-    shardings = state_shardings(config, layout, jax.eval_shape(initial, *arguments))
-    return jax.jit(initial, out_shardings=shardings)(*arguments)
+    shardings = state_shardings(config, layout, jax.eval_shape(initial, *init_arguments(config)))
+    return jax.jit(initial, out_shardings=shardings)
+
+
+def init_arguments(config: Config) -> tuple[jax.Array, np.uint32]:
+    """Returns (key of the initial weights, seed that the state keeps), as `make_init`'s function takes them."""
+    return jax.random.key(config.train.seed, impl="rbg"), np.uint32(config.train.seed & 0xFFFFFFFF)
 
 
 def abstract_state(config: Config, layout: Layout) -> State:

@@ -120,7 +120,9 @@ def _softmax_loss(logits_RV, targets_R, weights_R, z_loss_weight, axes) -> tuple
         targets_R = targets_R - position(axes) * logits_RV.shape[1]
     exp_RV = jnp.exp(logits_RV - largest_R[:, None])
     sum_R = jnp.sum(exp_RV, axis=-1)
-    target_logit_R = jnp.take_along_axis(logits_RV, targets_R[:, None], axis=-1, mode="clip")[:, 0]
+    # clipped here: mode="clip" leaves an index as it is to the gather, and on Neuron one outside ends the run
+    rows_R = jnp.clip(targets_R, 0, logits_RV.shape[1] - 1)
+    target_logit_R = jnp.take_along_axis(logits_RV, rows_R[:, None], axis=-1, mode="clip")[:, 0]
     if axes:
         is_here_R = (targets_R >= 0) & (targets_R < logits_RV.shape[1])
         sum_R, target_logit_R = jax.lax.psum(jnp.stack([sum_R, jnp.where(is_here_R, target_logit_R, 0.0)]), axes)

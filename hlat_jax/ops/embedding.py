@@ -18,10 +18,15 @@ def lookup(table_VD: jax.Array, tokens_BT: jax.Array, *, shards: Shards) -> jax.
 
     Source: Shoeybi et al. (Megatron-LM), arXiv 1909.08053, section 3.
     """
-    if not shards.vocab:
-        return table_VD.at[tokens_BT].get(mode="clip")
     num_rows = table_VD.shape[0]
+
+    def read(rows_BT):
+        # clipped here: mode="clip" leaves an index as it is to the gather, and on Neuron one outside ends the run
+        return table_VD.at[jnp.clip(rows_BT, 0, num_rows - 1)].get(mode="clip")
+
+    if not shards.vocab:
+        return read(tokens_BT)
     rows_BT = tokens_BT - position(shards.vocab) * num_rows
     is_here_BT = (rows_BT >= 0) & (rows_BT < num_rows)
-    x_BTD = jnp.where(is_here_BT[..., None], table_VD.at[rows_BT].get(mode="clip"), 0)
+    x_BTD = jnp.where(is_here_BT[..., None], read(rows_BT), 0)
     return summed(shards.leave(x_BTD), shards.pipe)

@@ -17,14 +17,31 @@ from hlat_jax.sharding import Layout
 
 
 @dataclasses.dataclass(frozen=True)
+class PlannedClient:
+    """As much of the backend of devices as lowering a program for them asks for, JAX 0.9 more than 0.10."""
+
+    platform: str
+    num_devices: int
+
+    def device_count(self) -> int:
+        return self.num_devices
+
+    def devices(self) -> list[PlannedDevice]:
+        return [PlannedDevice(number, self) for number in range(self.num_devices)]
+
+
+@dataclasses.dataclass(frozen=True)
 class PlannedDevice:
-    """As much of a JAX device as a mesh asks for."""
+    """As much of a JAX device as a mesh, and lowering for another platform than this machine's, ask for."""
 
     id: int
-    platform: str
+    client: PlannedClient
     device_kind: str = "planned"
     process_index: int = 0
-    client: Any = None
+
+    @property
+    def platform(self) -> str:
+        return self.client.platform
 
 
 def planned_layout(config: Config, num_devices: int, *, platform: str) -> Layout:
@@ -33,8 +50,7 @@ def planned_layout(config: Config, num_devices: int, *, platform: str) -> Layout
     Raises:
       ValueError: as `degrees.layout_over`.
     """
-    devices = [PlannedDevice(number, platform) for number in range(num_devices)]
-    return layout_over(config, devices)
+    return layout_over(config, PlannedClient(platform, num_devices).devices())
 
 
 def live_jaxpr(traced: Any) -> Any:

@@ -1,0 +1,182 @@
+"""Checks a JAX function against what Neuron documents that it does not take, on any machine.
+
+    from hlat_jax.neuron import lint
+    for finding in lint.check(jax.jit(step), state, batch):
+        print(finding)
+
+Owns findings: what was found, where, how grave. It lowers for platform `neuron`, so it sees the program that Neuron's
+compiler would be given, before that compiler's own passes; a program without findings is not one that was compiled.
+Knows no model, config or trainer of ours.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import traceback
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+import jax
+from jax.extend.mlir import ir
+from jax.interpreters import mlir
+
+from hlat_jax.neuron import operators as operators_lib
+from hlat_jax.neuron import partitioned, unrolled
+from hlat_jax.neuron.module import Frame, Program, line_of
+from hlat_jax.neuron.rules import RULES, SEVERITIES, TARGETS
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """One offence against one rule at one line.
+
+    Attributes:
+      rule: its id in `rules.RULES`.
+      severity: "error", "warning" or "info".
+      op: operations of the lowered program, by name.
+      what: what of the first of them is meant, such as its type.
+      line: `file:line (function)` of the Python line that it comes from; "" where the program does not say.
+      frames: the Python frames, innermost first.
+      count: operations from this line that break the rule.
+      why: what happens on the device.
+      instead: what to write.
+      source: page of the Neuron documentation.
+    """
+
+    rule: str
+    severity: str
+    op: str
+    what: str
+    line: str
+    frames: tuple[str, ...]
+    count: int
+    why: str
+    instead: str
+    source: str
+
+    def __str__(self) -> str:
+        times = f" x{self.count}" if self.count > 1 else ""
+        where = f"\n    at {self.line}" if self.line else ""
+        return (
+            f"{self.severity} {self.rule}: {self.op} ({self.what}){times}{where}\n"
+            f"    why: {self.why}\n    instead: {self.instead}\n    source: {self.source}"
+        )
+
+
+def check(
+    fn: Callable,
+    *args: Any,
+    target: str = "trn1",
+    recurring: bool = True,
+    operators: Collection[str] = (),
+    **kwargs: Any,
+) -> list[Finding]:
+    """Returns what a function breaks when it is lowered for Neuron with these arguments, the gravest first.
+
+    Args:
+      fn: a function, jitted or not.
+      *args: its arguments: arrays, or `jax.ShapeDtypeStruct`s.
+      target: one of `rules.TARGETS`.
+      recurring: it runs every step; False: once, as an initialisation does.
+      operators: names of operations, as `neuronx-cc list-operators` prints them, beside which none is allowed; empty:
+        no list.
+      **kwargs: further arguments of `fn`.
+
+    Raises:
+      ValueError: another target.
+    """
+    jitted = fn if hasattr(fn, "trace") else jax.jit(fn)
+    return check_traced(jitted.trace(*args, **kwargs), target=target, recurring=recurring, operators=operators)
+
+
+def check_traced(
+    traced: Any, *, target: str = "trn1", recurring: bool = True, operators: Collection[str] = ()
+) -> list[Finding]:
+    """Returns `check` of what `jax.jit(fn).trace(...)` gave."""
+    try:
+        lowered = traced.lower(lowering_platforms=("neuron",))
+    except NotImplementedError as error:
+        return [_not_lowered(traced, error)]
+    module = lowered.compiler_ir("stablehlo")
+    return check_module(module, target=target, recurring=recurring, operators=operators)
+
+
+def check_module(
+    module: Any, *, target: str = "trn1", recurring: bool = True, operators: Collection[str] = ()
+) -> list[Finding]:
+    """Returns `check` of a StableHLO module that was lowered for Neuron: an `ir.Module`, or its text."""
+    if target not in TARGETS:
+        raise ValueError(f"target={target!r} is not one of {', '.join(TARGETS)}.")
+    if isinstance(module, str):
+        with mlir.make_ir_context():
+            module = ir.Module.parse(module)
+    program = Program(module.operation)
+    parted = partitioned.split(module.operation)
+    listed = {operators_lib.normalized(word) for word in operators}
+    groups: dict[tuple[str, str], list[tuple]] = {}
+    for rule, what, op, owner in _hits(program, parted, target=target, listed=listed):
+        frames = owner.frames(op)
+        groups.setdefault((rule, line_of(frames)), []).append((what, op.name, frames))
+    findings = [_finding(key, hits, target=target, recurring=recurring) for key, hits in groups.items()]
+    return sorted(findings, key=lambda finding: (SEVERITIES.index(finding.severity), finding.rule))
+
+
+def _hits(
+    program: Program, parted: Program | None, *, target: str, listed: set[str]
+) -> Iterator[tuple[str, str, Any, Program]]:
+    """Yields (rule, what, operation, the program that it is of)."""
+    for op in program.operations:
+        for rule, what in operators_lib.offences(op, program):
+            yield rule, what, op, program
+        if listed:
+            for rule, what in operators_lib.not_listed(op, listed):
+                yield rule, what, op, program
+    split = parted or program
+    for owner, found in (
+        (program, partitioned.argument_findings(program, target=target)),
+        (program, partitioned.group_findings(program, parted, target=target)),
+        (split, partitioned.size_findings(split)),
+        (split, unrolled.findings(split)),
+    ):
+        for rule, what, op in found:
+            yield rule, what, op, owner
+
+
+def _finding(key: tuple[str, str], hits: list[tuple], *, target: str, recurring: bool) -> Finding:
+    """Returns what the hits (what, operation's name, frames) of one rule at one line come to."""
+    rule_id, line = key
+    rule, (what, _, frames) = RULES[rule_id], hits[0]
+    severity = rule.severity_on(target, recurring=recurring)
+    if rule_id == "INT01" and not all(hit[0].startswith(("i32", "ui32")) for hit in hits):
+        severity = rule.severity  # the milder one is for words of 32 bits
+    op = ", ".join(dict.fromkeys(hit[1] for hit in hits))
+    told = tuple(map(str, frames))
+    return Finding(rule_id, severity, op, what, line, told, len(hits), rule.why, rule.instead, rule.source)
+
+
+def _not_lowered(traced: Any, error: NotImplementedError) -> Finding:
+    """Returns the finding for a program that JAX could not lower, at the line that traced the equation to blame."""
+    told = traceback.extract_tb(error.__cause__.__traceback__) if error.__cause__ is not None else []
+    blamed = [Frame(place.filename, place.lineno or 0, place.name) for place in reversed(told)]
+    frames = _chain(traced.jaxpr.jaxpr, {(frame.path, frame.line) for frame in blamed}) or blamed
+    named = re.search(r"primitive '?(\w+)'?", str(error))
+    rule, what = RULES["LW01"], str(error).split("\n")[0][:160]
+    op, line = named.group(1) if named else "unknown", line_of(frames)
+    places = tuple(map(str, frames))
+    return Finding("LW01", rule.severity, op, what, line, places, 1, rule.why, rule.instead, rule.source)
+
+
+def _chain(jaxpr: Any, places: set[tuple[str, int]]) -> list[Frame]:
+    """Returns the frames of the first equation traced at one of the places, then those of the calls around it."""
+    for equation in jaxpr.eqns:
+        trace = equation.source_info.traceback
+        own = [Frame(f.file_name, f.line_num, f.function_name) for f in (trace.frames if trace else ())]
+        for param in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda leaf: hasattr(leaf, "eqns")):
+            inner = getattr(param, "jaxpr", param)
+            found = _chain(inner, places) if hasattr(inner, "eqns") else []
+            if found:
+                return found + own
+        if any((frame.path, frame.line) in places for frame in own):
+            return own
+    return []

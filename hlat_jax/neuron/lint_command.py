@@ -1,0 +1,94 @@
+"""`python -m hlat_jax.neuron lint`: the programs of a config against what Neuron does not take, before it is rented."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pathlib
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from absl import flags
+
+from hlat_jax import config as config_lib
+from hlat_jax import flags as flags_lib
+
+_NAMES = ("train", "eval", "init", "generate")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints the findings of a config's programs; returns the exit code: 1 where there is an error, else 0."""
+    mutable, values = flags_lib.parse(argv, _define)
+    config = config_lib.resolve(mutable)
+    os.environ["JAX_PLATFORMS"] = "cpu"  # nothing is asked of an accelerator, also where there is one
+    from hlat_jax.neuron import programs
+
+    operators = _operators(values.operators)
+    count = values.devices or programs.num_devices(config)
+    layout = programs.layout_for_neuron(config, count)
+    traced = programs.traced_programs(config, layout)
+    chosen = list(traced) if values.program == "all" else [values.program]
+    if chosen[0] not in traced:
+        raise ValueError(f"--program={chosen[0]}: config {config.name} makes none; it has {', '.join(traced)}.")
+    print(f"{config.name} for {values.target}, {count:,} devices: {_shape(layout)}")
+    reports = {}
+    for name in chosen:
+        began = time.monotonic()
+        found = programs.findings(
+            name, traced[name](), config=config, layout=layout, target=values.target, operators=operators
+        )
+        rows = [dataclasses.asdict(f) | {"explained": programs.EXPLAINED.get((name, f.rule), "")} for f in found]
+        reports[name] = {"findings": rows, "seconds": time.monotonic() - began}
+        print(_text(name, reports[name]))
+    if values.json:
+        whole = {"config": config.name, "target": values.target, "devices": count, "programs": reports}
+        pathlib.Path(values.json).write_text(json.dumps(whole, indent=1) + "\n")
+    rows = [row for report in reports.values() for row in report["findings"]]
+    print(
+        f"\n{config.name}: {_counts(rows)}. Checked as lowered for Neuron; not compiled by its compiler, not run on it."
+    )
+    return 1 if any(row["severity"] == "error" for row in rows) else 0
+
+
+def _operators(path: str) -> list[str]:
+    """Returns the words of a file of operators; none where no file is named."""
+    if path and not pathlib.Path(path).is_file():
+        raise ValueError(
+            f"--operators={path}: no such file; write it with `neuronx-cc list-operators --framework XLA`."
+        )
+    return pathlib.Path(path).read_text().split() if path else []
+
+
+def _define(values: flags.FlagValues) -> None:
+    flags.DEFINE_enum("target", "trn1", ["trn1", "trn2"], "Device to check for.", flag_values=values)
+    flags.DEFINE_enum("program", "all", [*_NAMES, "all"], "Program to check.", flag_values=values)
+    flags.DEFINE_integer("devices", 0, "Devices of the mesh; 0: those of the recipe.", 0, flag_values=values)
+    flags.DEFINE_string("operators", "", "Output of neuronx-cc list-operators: nothing else.", flag_values=values)
+    flags.DEFINE_string("json", "", "Also write the findings to this file.", flag_values=values)
+
+
+def _text(name: str, report: dict[str, Any]) -> str:
+    lines = [f"\n{name}: {_counts(report['findings'])} ({report['seconds']:.1f} s)"]
+    for row in report["findings"]:
+        times = f" x{row['count']}" if row["count"] > 1 else ""
+        lines.append(f"  {row['severity']:<8}{row['rule']:<6}{row['op']}{times}: {row['what']}")
+        lines += [f"      at {row['line']}"] if row["line"] else []
+        if row["severity"] != "info":
+            lines += [f"      {key}: {row[key]}" for key in ("why", "instead", "source")]
+        if row["explained"] and row["severity"] == "warning":
+            lines.append(f"      accepted here: {row['explained']}")
+    return "\n".join(lines)
+
+
+def _counts(rows: list[dict[str, Any]]) -> str:
+    def of(severity: str) -> int:
+        return sum(row["severity"] == severity for row in rows)
+
+    accepted = sum(row["severity"] == "warning" and bool(row["explained"]) for row in rows)
+    return f"{of('error')} errors, {of('warning')} warnings ({accepted} accepted), {of('info')} infos"
+
+
+def _shape(layout: Any) -> str:
+    return " x ".join(f"{axis} {degree}" for axis, degree in layout.degrees.items())

@@ -1,0 +1,36 @@
+"""How primitives of JAX are lowered for Neuron where JAX's own way has something that Neuron does not take."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+from jax.extend.mlir.dialects import stablehlo
+from jax.interpreters import mlir
+
+try:
+    from jax.extend.mlir import lower_with_sharding_in_types
+except ImportError:  # JAX 0.9: a rule cannot note the sharding that a mesh of explicit axes gives a type
+
+    def lower_with_sharding_in_types(ctx, op, aval):
+        return op
+
+
+@functools.cache
+def elide_idle_roundings() -> None:
+    """Leaves out, in programs for Neuron alone, every `reduce_precision` to the very bits that its operand has.
+
+    `jax.checkpoint` with a policy that saves values puts one on each; it computes nothing, and Neuron's known issues
+    name the operation as unsupported. Programs for other platforms are lowered as before. The rule stands for all
+    platforms and asks for which one it lowers: one of `neuron` alone could be registered only where its plugin is.
+    """
+    mlir.register_lowering(jax.lax.reduce_precision_p, _reduce_precision)
+
+
+def _reduce_precision(ctx, operand, *, exponent_bits: int, mantissa_bits: int):
+    info = jax.numpy.finfo(ctx.avals_in[0].dtype)
+    is_idle = (exponent_bits, mantissa_bits) == (info.nexp, info.nmant)
+    if is_idle and set(ctx.module_context.platforms) == {"neuron"}:
+        return [operand]
+    bits = map(mlir.i32_attr, (exponent_bits, mantissa_bits))
+    return [lower_with_sharding_in_types(ctx, stablehlo.reduce_precision(operand, *bits), ctx.avals_out[0])]

@@ -1,0 +1,222 @@
+"""Reads StableHLO: the operations of a module, their types and attributes, and the Python lines they come from."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from jax.extend.mlir import ir
+
+# "function"("path":line:column ...: how a location prints a Python frame, the innermost first
+_FRAME = re.compile(r'"((?:[^"\\]|\\.)*)"\("((?:[^"\\]|\\.)*)":(\d+):')
+# Libraries whose frames say less than the line that called them.
+_PLUMBING = re.compile(r"[/\\]site-packages[/\\](jax|jaxlib|flax|optax|orbax|chex|equinox|haiku)[/\\]")
+_BITS = {"i1": 8, "pred": 8}
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """The type of a ranked tensor: static dims, None where dynamic, and MLIR's name of the element type."""
+
+    dims: tuple[int | None, ...]
+    dtype: str
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(dim or 0 for dim in self.dims)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_elements * _bits(self.dtype) // 8
+
+    @property
+    def is_integer(self) -> bool:
+        """Whether it holds integers of more than one bit."""
+        return re.fullmatch(r"u?i\d+", self.dtype) is not None and self.dtype != "i1"
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{','.join('?' if dim is None else str(dim) for dim in self.dims)}]"
+
+
+def tensor(value_or_type: Any) -> Tensor | None:
+    """Returns the type of a value as `Tensor`; None for tokens, tuples and what else is no ranked tensor."""
+    kind = getattr(value_or_type, "type", value_or_type)
+    try:
+        ranked = ir.RankedTensorType(kind)
+    except (TypeError, ValueError):
+        return None
+    dims = tuple(None if ranked.is_dynamic_dim(i) else ranked.get_dim_size(i) for i in range(ranked.rank))
+    return Tensor(dims, str(ranked.element_type))
+
+
+@dataclasses.dataclass(frozen=True)
+class Frame:
+    """A line of Python."""
+
+    path: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line} ({self.function})"
+
+
+class Program:
+    """A module with its calls resolved.
+
+    Attributes:
+      operations: all of them, an operation before those in its regions.
+      functions: every `func.func` by its symbol.
+      ranges: of values, by `indices.bounds`, as far as they were asked for.
+    """
+
+    def __init__(self, root: Any):
+        self.operations = list(_walk(root))
+        self.functions = {name(op): op for op in self.operations if op.name == "func.func"}
+        self.ranges: dict[Any, Any] = {}
+        self._callers: dict[str, list[Any]] = {}
+        for op in self.operations:
+            if op.name == "func.call":
+                self._callers.setdefault(callee(op), []).append(op)
+
+    @property
+    def main(self) -> Any:
+        """The function that is called from outside."""
+        return self.functions.get("main") or next(iter(self.functions.values()))
+
+    def callers(self, function: str) -> list[Any]:
+        """Returns the calls of a function of the module."""
+        return self._callers.get(function, [])
+
+    def frames(self, op: Any) -> list[Frame]:
+        """Returns the Python frames of an operation, innermost first, with those of the calls around it."""
+        found, seen = list(_frames(str(op.location))), set()
+        function = enclosing(op)
+        while function is not None and function not in seen:
+            seen.add(function)
+            calls = self.callers(function)
+            if not calls:
+                break
+            found += [frame for frame in _frames(str(calls[0].location)) if frame not in found]
+            function = enclosing(calls[0])
+        return found
+
+    @functools.cached_property
+    def meshes(self) -> dict[str, dict[str, int]]:
+        """The sizes of the axes of every `sdy.mesh`, outermost first, by its name."""
+        found = {}
+        for op in self.operations:
+            if op.name == "sdy.mesh":
+                text = str(op.attributes["mesh"])
+                found[name(op)] = {axis: int(size) for axis, size in re.findall(r'"([^"]+)"=(\d+)', text)}
+        return found
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether a mesh of it has more than one device."""
+        return any(size > 1 for mesh in self.meshes.values() for size in mesh.values())
+
+
+def line_of(frames: list[Frame]) -> str:
+    """Returns the line to change: the innermost one outside JAX, Flax and Optax, or the innermost; "" without any."""
+    return str(next((frame for frame in frames if not is_plumbing(frame)), frames[0])) if frames else ""
+
+
+def is_plumbing(frame: Frame) -> bool:
+    """Returns whether a frame is of a library whose lines say less than the line that called it."""
+    return _PLUMBING.search(frame.path) is not None
+
+
+def attribute(op: Any, key: str) -> Any:
+    """Returns an attribute of an operation, or None."""
+    return op.attributes[key] if key in op.attributes else None  # noqa: SIM401 - the mapping has no get
+
+
+def name(op: Any) -> str:
+    """Returns the symbol that an operation defines."""
+    return ir.StringAttr(op.attributes["sym_name"]).value
+
+
+def callee(op: Any) -> str:
+    """Returns the function that a `func.call` calls."""
+    return ir.FlatSymbolRefAttr(op.attributes["callee"]).value
+
+
+def enclosing(op: Any) -> str | None:
+    """Returns the symbol of the function around an operation, or None at the top."""
+    around = around_of(op, "func.func")
+    return None if around is None else name(around)
+
+
+def around_of(op: Any, kind: str) -> Any:
+    """Returns the nearest operation of a kind around an operation, or None."""
+    return next((parent for parent in ancestors(op) if parent.name == kind), None)
+
+
+def ancestors(op: Any) -> Iterator[Any]:
+    """Yields the operations around an operation, the nearest first, the module last."""
+    while op.name != "builtin.module":  # a copied module has no parent to ask for
+        op = getattr(op.parent, "operation", op.parent)
+        yield op
+
+
+def inner(op: Any) -> list[Any]:
+    """Returns the operations directly inside the first region of an operation, its terminator left out."""
+    block = op.regions[0].blocks[0]
+    return [o.operation for o in block if o.operation.name not in ("stablehlo.return", "sdy.return", "func.return")]
+
+
+def defining(value: Any) -> Any:
+    """Returns the operation whose result a value is; None for an argument of a block."""
+    owner = value.owner
+    return None if isinstance(owner, ir.Block) else getattr(owner, "operation", owner)
+
+
+def numbers(attr: Any) -> np.ndarray | None:
+    """Returns a dense attribute as an array; None for a notation that this JAX does not read as numbers."""
+    try:
+        dense = ir.DenseElementsAttr(attr)
+        if dense.is_splat:
+            return np.full(tensor(dense.type).dims, dense.get_splat_value().value)
+        return np.asarray(attr)
+    except (TypeError, ValueError, AttributeError):
+        return None
+
+
+def is_constant(value: Any) -> bool:
+    """Returns whether a value is a constant of the program."""
+    op = defining(value)
+    return op is not None and op.name in ("stablehlo.constant", "sdy.constant")
+
+
+def constant(value: Any) -> np.ndarray | None:
+    """Returns a constant's numbers, or None."""
+    return numbers(defining(value).attributes["value"]) if is_constant(value) else None
+
+
+def _bits(dtype: str) -> int:
+    if dtype in _BITS:
+        return _BITS[dtype]
+    if dtype.startswith("complex"):
+        return 2 * _bits(dtype[len("complex<") : -1])
+    found = re.search(r"\d+", dtype)
+    return int(found.group()) if found else 0
+
+
+def _frames(text: str) -> Iterator[Frame]:
+    for function, path, line in _FRAME.findall(text):
+        yield Frame(path, int(line), function)
+
+
+def _walk(op: Any) -> Iterator[Any]:
+    op = getattr(op, "operation", op)
+    yield op
+    for region in op.regions:
+        for block in region:
+            for member in block:
+                yield from _walk(member)

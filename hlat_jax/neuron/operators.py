@@ -1,0 +1,285 @@
+"""What single operations do that Neuron does not take: from an operation to the ids of the rules that it breaks.
+
+Owns the reading of operations. Refuses to say why or what instead, which `rules` does.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import os
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from jax.extend.mlir import ir
+
+from hlat_jax.neuron import indices
+from hlat_jax.neuron.module import Program, Tensor, attribute, callee, constant, defining, inner, is_constant, tensor
+
+Hit = tuple[str, str]  # the id of a rule, and what of the operation is meant
+
+# Source: compiler/error-codes/EHCA005 and EVRF015
+_AWS = """
+    Erf Gelu GeluApprxTanh GeluBackward Silu SiluBackward RmsNorm Softmax SoftmaxBackward CollectiveMatmul IntMatmult
+    ArgMax ArgMin TopK DropoutMaskV1 CustomNativeKernel CustomOp DevicePrint LNCShardingConstraint
+    TransferWithStaticRing ModuleMarkerStart-Forward ModuleMarkerStart-Backward ModuleMarkerEnd-Forward
+    ModuleMarkerEnd-Backward
+"""
+CUSTOM_CALLS = {f"AwsNeuron{word}" for word in _AWS.split()} | {
+    "ResizeNearest",
+    "ResizeBilinear",
+    "ResizeNearestGrad",
+    "NeuronBoundaryMarker-Start",
+    "NeuronBoundaryMarker-End",
+}
+# The partitioner takes these away before the compiler sees the program.
+_MARKERS = re.compile(r"Sharding|SPMDFullToShardShape|SPMDShardToFullShape|(xla\.)?sdy\..*|LayoutConstraint")
+_LARGE_TABLE = 8192  # rows
+_FORMATS = {"f64": (11, 52), "f32": (8, 23), "bf16": (8, 7), "f16": (5, 10)}  # bits of exponent and mantissa
+_DYNAMIC = re.compile(r"stablehlo\.(real_)?dynamic_(reshape|broadcast_in_dim|iota|pad|gather|conv)|.*dimension_size")
+
+
+def offences(op: Any, program: Program) -> Iterator[Hit]:
+    """Yields the rules that an operation breaks, each with what of it is meant."""
+    yield from _types(op)
+    for find in _FINDERS.get(op.name, ()):
+        yield from find(op, program)
+    if op.name.startswith("chlo.") and op.name != "chlo.top_k":
+        yield "OP06", op.name
+
+
+def not_listed(op: Any, listed: set[str]) -> Iterator[Hit]:
+    """Yields OP09 for an operation of StableHLO that a list of `normalized` names does not have."""
+    dialect, _, word = op.name.partition(".")
+    if dialect == "stablehlo" and word not in ("return",):
+        names = {normalized(word), normalized(_HLO_NAMES.get(word, word))}
+        if not names & listed:
+            yield "OP09", word
+
+
+def normalized(word: str) -> str:
+    """Returns the name of an operation in small letters and digits alone, without its dialect."""
+    return re.sub(r"[^a-z0-9]", "", re.split(r"\.|::", word.lower())[-1])
+
+
+_HLO_NAMES = {
+    "broadcast_in_dim": "broadcast",
+    "dot_general": "dot",
+    "optimization_barrier": "opt-barrier",
+    "case": "conditional",
+    "if": "conditional",
+}
+
+
+def _types(op: Any) -> Iterator[Hit]:
+    values = list(op.results)
+    if op.name == "func.func":
+        values = list(op.regions[0].blocks[0].arguments) if op.regions[0].blocks else []
+    for kind in filter(None, map(tensor, values)):
+        yield from _type(kind)
+    if _DYNAMIC.fullmatch(op.name):
+        yield "SH01", op.name
+    value = attribute(op, "value")
+    if value is not None and op.name == "stablehlo.constant" and tensor(op.results[0]).dtype == "ui64":
+        largest = constant(op.results[0])
+        if largest is not None and largest.size and int(largest.max()) >= 2**32:
+            yield "DT07", str(int(largest.max()))
+
+
+def _type(kind: Tensor) -> Iterator[Hit]:
+    dtype = kind.dtype
+    if None in kind.dims:
+        yield "SH01", str(kind)
+    if dtype.startswith("complex"):
+        yield "DT01", dtype
+    elif dtype == "f8E4M3FN":
+        yield "DT02", dtype
+    elif dtype.endswith("FNUZ"):
+        yield "DT03", dtype
+    elif re.match(r"f[46]E", dtype):
+        yield "DT04", dtype
+    elif dtype == "f64":
+        yield "DT05", dtype
+    elif dtype in ("i64", "ui64") and kind.num_elements > 2:
+        yield "DT06", str(kind)
+
+
+def _branch(op: Any, _: Program) -> Iterator[Hit]:
+    yield ("CF02" if is_constant(op.operands[0]) else "CF01"), op.name.partition(".")[2]
+
+
+def _loop(op: Any, _: Program) -> Iterator[Hit]:
+    trips = static_limit(op)
+    yield ("CF03", "its condition is computed") if trips is None else ("CF04", f"up to {trips}")
+
+
+def static_limit(loop: Any) -> int | None:
+    """Returns the constant that a `while` compares its counter with; None when that is not all its condition does."""
+    members = inner(loop)
+    compares = [op for op in members if op.name == "stablehlo.compare"]
+    others = [op for op in members if op.name not in ("stablehlo.compare", "stablehlo.constant", "sdy.constant")]
+    if len(compares) != 1 or others:
+        return None
+    [compare] = compares
+    limits = [constant(operand) for operand in compare.operands]
+    counters = [operand for operand in compare.operands if defining(operand) is None]
+    found = [limit for limit in limits if limit is not None]
+    return int(found[0]) if len(found) == 1 and len(counters) == 1 else None
+
+
+def _reduce(op: Any, _: Program) -> Iterator[Hit]:
+    if len(op.results) > 1:
+        yield "RED01", f"{len(op.results)} operands"
+
+
+def _window(op: Any, _: Program) -> Iterator[Hit]:
+    dilations = [attribute(op, key) for key in ("base_dilations", "window_dilations")]
+    dilated = any(n > 1 for attr in dilations if attr is not None for n in ir.DenseI64ArrayAttr(attr))
+    yield ("RED03" if dilated or len(op.results) > 1 else "RED02"), "reduce_window"
+
+
+def _call(op: Any, _: Program) -> Iterator[Hit]:
+    if callee(op).startswith("threefry2x32"):
+        yield "RNG01", callee(op)
+    if re.fullmatch(r"_?randint(_\d+)?", callee(op)):
+        yield "RNG04", callee(op)
+
+
+def _generator(op: Any, _: Program) -> Iterator[Hit]:
+    algorithm = str(attribute(op, "rng_algorithm"))
+    if "DEFAULT" not in algorithm:
+        yield "RNG02", algorithm
+
+
+def _precision(op: Any, _: Program) -> Iterator[Hit]:
+    bits = tuple(ir.IntegerAttr(op.attributes[key]).value for key in ("exponent_bits", "mantissa_bits"))
+    dtype = tensor(op.operands[0]).dtype
+    own = _FORMATS.get(dtype, (0, 0))
+    narrower = bits[0] < own[0] or bits[1] < own[1]
+    yield ("RP01" if narrower else "RP02"), f"{dtype} to e{bits[0]}m{bits[1]}"
+
+
+def _custom_call(op: Any, _: Program) -> Iterator[Hit]:
+    target = ir.StringAttr(op.attributes["call_target_name"]).value
+    if target == "AwsNeuronCustomNativeKernel":
+        yield from (("NK01", path) for path in artifacts(op) if not os.path.exists(path))
+    elif target in ("mhlo.topk", "TopK"):
+        yield from _top_k(op, _)
+    elif target not in CUSTOM_CALLS and not _MARKERS.fullmatch(target):
+        yield "CB01", target
+
+
+def artifacts(op: Any) -> list[str]:
+    """Returns the absolute paths in the configuration of a native kernel, a base64 of JSON or JSON itself."""
+    config = attribute(op, "backend_config")
+    text = ir.StringAttr(config).value if config is not None and isinstance(config, ir.StringAttr) else ""
+    with contextlib.suppress(ValueError):
+        text = base64.b64decode(text, validate=True).decode()
+    try:
+        return sorted(_paths(json.loads(text)))
+    except ValueError:
+        return []
+
+
+def _paths(tree: Any) -> set[str]:
+    if isinstance(tree, dict):
+        tree = list(tree.values())
+    if isinstance(tree, list):
+        return set().union(*map(_paths, tree))
+    return {tree} if isinstance(tree, str) and tree.startswith("/") else set()
+
+
+def _top_k(op: Any, _: Program) -> Iterator[Hit]:
+    kind = tensor(op.operands[0])
+    yield ("OP03" if kind.is_integer else "OP02"), str(kind)
+
+
+def _sort(op: Any, _: Program) -> Iterator[Hit]:
+    members = inner(op)
+    if len(members) != 1 or members[0].name != "stablehlo.compare":
+        yield "OP04", f"a comparator of {len(members)} operations"
+    elif not re.search(r"\b(LT|LE|GT|GE)\b", str(attribute(members[0], "comparison_direction"))):
+        yield "OP04", "its comparison is none of LT, LE, GT, GE"
+
+
+def _shift(op: Any, _: Program) -> Iterator[Hit]:
+    kind = tensor(op.operands[0])
+    if kind.dtype not in ("i32", "ui32"):
+        yield "OP05", str(kind)
+
+
+def _convolution(op: Any, _: Program) -> Iterator[Hit]:
+    def above_one(key):
+        attr = attribute(op, key)
+        return attr is not None and any(n > 1 for n in ir.DenseI64ArrayAttr(attr))
+
+    if above_one("lhs_dilation") and (above_one("rhs_dilation") or above_one("window_strides")):
+        yield "OP08", "lhs dilation with rhs dilation or stride"
+
+
+def _dot(op: Any, _: Program) -> Iterator[Hit]:
+    kind = tensor(op.operands[0])
+    if kind.is_integer:
+        yield "INT01", str(kind)
+    if attribute(op, "algorithm") is not None:
+        yield "DA01", str(attribute(op, "algorithm"))
+
+
+def _power(op: Any, _: Program) -> Iterator[Hit]:
+    kind = tensor(op.results[0])
+    if kind.dtype in ("i64", "ui64"):
+        yield "INT04", str(kind)
+
+
+def _reduction(op: Any, _: Program) -> Iterator[Hit]:
+    kind = tensor(op.results[0])
+    if kind.is_integer:
+        yield "INT03", str(kind)
+
+
+def _gather(op: Any, program: Program) -> Iterator[Hit]:
+    yield from indices.of_gather(op, program)
+
+
+def _scatter(op: Any, program: Program) -> Iterator[Hit]:
+    kind = tensor(op.operands[0])
+    if inner(op):
+        if kind.is_integer or kind.dtype == "i1":
+            yield "INT02", str(kind)
+        elif kind.dims and (kind.dims[0] or 0) >= _LARGE_TABLE:
+            yield "GS03", str(kind)
+    yield from indices.of_scatter(op, program)
+
+
+def _always(rule: str) -> Callable[[Any, Program], Iterator[Hit]]:
+    return lambda op, _: iter([(rule, op.name.partition(".")[2])])
+
+
+_FINDERS: dict[str, tuple[Callable[[Any, Program], Iterator[Hit]], ...]] = {
+    "stablehlo.case": (_branch,),
+    "stablehlo.if": (_branch,),
+    "stablehlo.while": (_loop,),
+    "stablehlo.reduce": (_reduce,),
+    "stablehlo.reduce_window": (_window,),
+    "stablehlo.rng": (_always("RNG03"),),
+    "stablehlo.rng_bit_generator": (_generator,),
+    "stablehlo.reduce_precision": (_precision,),
+    "stablehlo.custom_call": (_custom_call,),
+    "stablehlo.triangular_solve": (_always("OP01"),),
+    "stablehlo.cholesky": (_always("OP01"),),
+    "stablehlo.fft": (_always("OP01"),),
+    "stablehlo.sort": (_sort,),
+    "stablehlo.shift_right_arithmetic": (_shift,),
+    "stablehlo.convolution": (_convolution,),
+    "stablehlo.dot_general": (_dot,),
+    "stablehlo.power": (_power,),
+    "stablehlo.all_reduce": (_reduction,),
+    "stablehlo.reduce_scatter": (_reduction,),
+    "stablehlo.gather": (_gather,),
+    "stablehlo.scatter": (_scatter,),
+    "stablehlo.optimization_barrier": (_always("OP07"),),
+    "chlo.top_k": (_top_k,),
+    "func.call": (_call,),
+} | {f"stablehlo.{name}": (_always("CB01"),) for name in ("infeed", "outfeed", "send", "recv")}
