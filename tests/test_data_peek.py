@@ -15,7 +15,7 @@ from hlat_jax import config as config_lib
 from hlat_jax import loop
 from hlat_jax.data import packing, peek, positions, sources
 from hlat_jax.data.loader import TrainBatches, batch_hash, batch_of
-from hlat_jax.data.streams import identity
+from hlat_jax.data.streams import NUM_FIELDS, identity
 from hlat_jax.data.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.xdist_group("peek")  # its run is costly: one process
@@ -205,7 +205,7 @@ def test_places_computed_from_lengths_are_those_of_the_streams(config, texts, mo
         if batch % 41 == 0:
             known = batches.get_state()
         batches.next_rows()
-    assert batches.get_state()[:, 1::4].min() >= 2  # epochs of both sources
+    assert batches.get_state()[:, 1::NUM_FIELDS].min() >= 2  # epochs of both sources
     batches.close()
 
 

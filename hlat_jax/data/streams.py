@@ -3,12 +3,15 @@
 A run has S named sources (see mixture.parse_sources) and R = data.batch_size rows. Each source has R streams. In epoch
 e, stream r of source s walks the documents order(s, e)[r], order(s, e)[r + R], ..., where order(s, e) is a permutation
 of all documents of s that depends on data.seed, the name of s and e only (data.shuffle=False: as they lie), and then
-goes on with epoch e + 1. It packs them into rows (see packing). Row r of batch k is the next row of stream r of the
-source that the mixture names for (r, k). So batch k is a pure function of (manifests, seed, k, weights); which process
-computes which rows is no part of it.
+goes on with epoch e + 1. Bad records are passed over if data.on_bad_record="skip". It tokenizes each document, cut every
+data.max_document_chars characters, and packs the tokens into rows of data.seq_len as data.packing says, under
+`documents` data.window_documents at a time (see packing). Row r of batch k is the next row of stream r of the source
+whose turn it is by data.weights, k and what the rows r before have emitted (see mixture). So batch k is a pure function
+of (manifests, tokenizer, those settings, k); which process computes which rows is no part of it.
 
-The place of row r is int64[1 + 4 S]: the number of batches so far, then the position of stream r of every source. It is
-all that is needed to go on, and that of a loader is one such line a row.
+The place of row r is int64[1 + 6 S]: the number of batches so far, then for every source the position of its stream r,
+the tokens it has emitted into this row, and the tokens it is owed. It is all that is needed to go on, and that of a
+loader is one such line a row.
 
 Owns that definition. Refuses to know threads, devices, meshes and checkpoints.
 """
@@ -21,7 +24,7 @@ import hashlib
 import json
 import pathlib
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import grain
@@ -29,10 +32,12 @@ import numpy as np
 
 from hlat_jax.config import DataConfig
 from hlat_jax.data import packing, sources
-from hlat_jax.data.mixture import UNNAMED, Mixture, first_stages, parse_sources, parse_stages
+from hlat_jax.data.mixture import UNNAMED, Mixture, Stage, first_stages, parse_sources, parse_stages
 from hlat_jax.data.tokenizer import Tokenizer
 
-NUM_FIELDS = 4  # of a stream's position, see packing.POSITION_FIELDS
+NUM_FIELDS = 6  # of a source in a position: four of its stream, see packing.POSITION_FIELDS, and these two
+EMITTED, OWED = slice(5, None, NUM_FIELDS), slice(6, None, NUM_FIELDS)
+_SKIPPED = slice(4, None, NUM_FIELDS)
 
 # The settings that say what the documents of a batch are; all but the weights, of which only those so far count, and
 # where the documents lie, which the manifests know better.
@@ -161,8 +166,12 @@ def _told(entry: Mapping[str, Any]) -> str:
 
 def _first_stages(data: Mapping[str, Any], *, num_batches: int) -> list[tuple[int, list[str]]]:
     names = list(parse_sources(data["train"], key="data.train"))
-    stages = parse_stages(data["weights"], names=names, batch_tokens=data["batch_size"] * data["seq_len"])
-    return first_stages(stages, num_batches=num_batches)
+    return first_stages(_stages(data, names), num_batches=num_batches)
+
+
+def _stages(data: Mapping[str, Any], names: Sequence[str]) -> tuple[Stage, ...]:
+    batch_tokens, has_padding = data["batch_size"] * data["seq_len"], data["packing"] == "documents"
+    return parse_stages(data["weights"], names=names, batch_tokens=batch_tokens, has_padding=has_padding)
 
 
 def encoder(data: DataConfig, tokenizer: Tokenizer) -> packing.Encode:
@@ -198,8 +207,8 @@ class Definition:
         """
         # the weights are compared with the names before any file is read
         names = list(parse_sources(data.train, key="data.train"))
-        stages = parse_stages(data.weights, names=names, batch_tokens=data.batch_size * data.seq_len)
-        self.mixture = Mixture(names, stages=stages)
+        stages = _stages(dataclasses.asdict(data), names)
+        self.mixture = Mixture(names, stages=stages, num_rows=data.batch_size)
         self.sources = open_sources(data, key="data.train", tokenizer=tokenizer, index_folder=index_folder)
         self._data, self._tokenizer = data, tokenizer
         for source in self.sources:
@@ -222,27 +231,28 @@ class Definition:
         )
 
     def initial_position(self, num_rows: int) -> np.ndarray:
-        """Returns int64[num_rows, 1 + 4 S]: the place of every row before the first batch."""
+        """Returns int64[num_rows, 1 + 6 S]: the place of every row before the first batch."""
         return np.zeros((num_rows, 1 + NUM_FIELDS * len(self.sources)), np.int64)
 
     def checked_position(self, position: np.ndarray, *, num_rows: int) -> np.ndarray:
         """Returns a copy of a position of `num_rows` rows. Raises ValueError when it can be none."""
         position = np.array(position, np.int64)
         shape = (num_rows, 1 + NUM_FIELDS * len(self.sources))
-        if position.shape != shape or position.min() < 0:
+        if position.shape != shape or np.delete(position, OWED, axis=1).min() < 0:
+            fields = (*packing.POSITION_FIELDS[self._data.packing], "emitted", "owed")
             raise ValueError(
                 f"position has shape {position.shape} and lowest value {position.min(initial=0)}; it must be "
-                f"{list(shape)} of batches and {packing.POSITION_FIELDS[self._data.packing]} for each of the "
-                f"{len(self.sources)} sources, without negatives."
+                f"{list(shape)} of batches and {fields} for each of the {len(self.sources)} sources, without negatives "
+                "but for what is owed."
             )
         if len(set(position[:, 0].tolist())) > 1:
             raise ValueError(f"position: its rows are of different batches, {sorted(set(position[:, 0].tolist()))}.")
         return position
 
     def row(self, row: int, *, position: np.ndarray) -> RowStream:
-        """Returns row `row` of every batch from a position int64[1 + 4 S] on."""
+        """Returns row `row` of every batch from a position int64[1 + 6 S] on."""
         make = functools.partial(self._stream, row)
-        return RowStream(row, mixture=self.mixture, stream=make, position=position)
+        return RowStream(row, mixture=self.mixture, stream=make, position=position, row_tokens=self._data.seq_len)
 
     def document(self, source: int, *, row: int, epoch: int, entry: int) -> int:
         """Returns the number, within its source, of the document that is entry `entry` of a stream in an epoch."""
@@ -279,11 +289,11 @@ class RowStream:
     """One row of every batch: takes each from the stream of the source whose turn it is.
 
     Attributes:
-      position: int64[1 + 4 S]: where the next row begins.
+      position: int64[1 + 6 S]: where the next row begins.
     """
 
-    def __init__(self, row: int, *, mixture: Mixture, stream: Any, position: np.ndarray):
-        self._row, self._mixture = row, mixture
+    def __init__(self, row: int, *, mixture: Mixture, stream: Any, position: np.ndarray, row_tokens: int):
+        self._row, self._mixture, self._row_tokens = row, mixture, row_tokens
         self.position = np.array(position, np.int64)
         # all at once, so that a position that does not fit is refused here
         self._streams = [
@@ -292,19 +302,23 @@ class RowStream:
 
     def next_row(self) -> tuple[int, packing.Row]:
         """Returns (number of its source, the next row). Raises as the streams do; the position then stays."""
-        source = self._mixture.source(self._row, batch=int(self.position[0]))
-        row = self._streams[source].next_row()
         position = self.position.copy()  # those given out before stay as they are
+        account = {"emitted": position[EMITTED].tolist(), "owed": position[OWED].tolist()}
+        turn = self._mixture.turn(self._row, batch=int(position[0]), row_tokens=self._row_tokens, **account)
+        stream = self._streams[turn.source]
+        row = stream.next_row()
         position[0] += 1
-        position[_fields(source)] = self._streams[source].position
+        position[_fields(turn.source)] = stream.position
+        position[EMITTED], position[OWED] = turn.settled(sum(span.stop - span.start for span in row.spans))
         self.position = position
-        return source, row
+        return turn.source, row
 
 
 def _fields(source: int) -> slice:
-    return slice(1 + NUM_FIELDS * source, 1 + NUM_FIELDS * (source + 1))
+    """Returns where the position of a source's stream lies in that of a row."""
+    return slice(1 + NUM_FIELDS * source, 5 + NUM_FIELDS * source)
 
 
 def skipped_records(position: np.ndarray) -> int:
-    """Returns the bad records passed over before a position [..., 1 + 4 S], over all its rows and sources."""
-    return int(position[..., NUM_FIELDS::NUM_FIELDS].sum())
+    """Returns the bad records passed over before a position [..., 1 + 6 S], over all its rows and sources."""
+    return int(position[..., _SKIPPED].sum())
