@@ -2,7 +2,9 @@
 
 import io
 import json
+import os
 import re
+import subprocess
 import sys
 import types
 
@@ -366,3 +368,19 @@ def test_short_work_prints_no_progress_where_no_terminal_is():
 @pytest.mark.parametrize(("num_bytes", "words"), [(999, "999 bytes"), (1_500, "1.5 kB"), (7.25e12, "7.2 TB")])
 def test_size_reads_in_decimal_units(num_bytes, words):
     assert progress.size(num_bytes) == words
+
+
+def test_output_that_nobody_reads_to_its_end_is_no_error(tmp_path):
+    command = [sys.executable, "-m", "hlat_jax.data", "build", "--help"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 0
+
+
+def test_summary_prints_names_that_are_no_utf8(tmp_path):
+    name = os.fsdecode("caf\u00e9.jsonl".encode("latin-1"))
+    (tmp_path / name).write_text('{"text": "one"}\n{"\\ud800": "x"}\n')
+    command = [sys.executable, "-m", "hlat_jax.data", "build", str(tmp_path / name), f"--out={tmp_path}/out"]
+    done = subprocess.run([*command, "--on_bad_record=skip"], capture_output=True, check=True)
+    assert rb"caf\udce9.jsonl, row 2: no key 'text'" in done.stdout

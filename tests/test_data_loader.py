@@ -309,7 +309,7 @@ def test_rows_position_and_seed_that_do_not_fit_are_refused(corpus):
         loader.TrainBatches(data, tokenizer=TOKENIZER, rows=range(4, 7))
     with pytest.raises(
         ValueError,
-        match=r"it must be \[6, 7\] of batches and \('epoch', 'document', 'token', 'skipped', 'emitted', 'owed'\)",
+        match=r"it must be \[6, 7\] of batches and \('epoch', 'document', 'token', 'skipped', 'emitted', 'owed'",
     ):
         loader.TrainBatches(data, tokenizer=TOKENIZER, position=np.zeros((5, 7), np.int64))
     position = np.zeros((6, 7), np.int64)

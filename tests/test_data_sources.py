@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 
 import pyarrow
 import pyarrow.parquet
@@ -155,7 +156,7 @@ def test_file_named_twice_is_refused(tmp_path):
     [
         (b'{"text": "cut of', "truncated JSON"),
         (b"{'text': 'quotes'}", "invalid or truncated JSON"),
-        (b'{"body": "x", "id": 1}', "no key 'text' (data.text_field); its keys are body, id"),
+        (b'{"body": "x", "id": 1}', "no key 'text' (data.text_field); its keys are 'body', 'id'"),
         (b'{"text": null}', "'text' is null"),
         (b'{"text": 7}', "'text' is int, not text"),
         (b'["text"]', "not a JSON object"),
@@ -334,3 +335,39 @@ def test_empty_document_is_a_bad_record_in_every_format_and_blanks_are_text(tmp_
             documents[1]
         assert place in str(caught.value)
         assert 'data.on_bad_record="skip"' in str(caught.value)
+
+
+def test_json_that_python_does_not_read_is_a_bad_record_and_its_keys_can_be_printed(tmp_path):
+    digits, half = '{"text": "a", "n": ' + "9" * 5000 + "}", '{"\\ud800": "x"}'
+    many = json.dumps({f"{number:02d}{'k' * 60}": "x" for number in range(13)})
+    (tmp_path / "a.jsonl").write_text("\n".join((digits, half, many, '{"text": "good"}')))
+    corpus = sources.open_corpus(str(tmp_path / "a.jsonl"), text_field="text", key="k")
+    messages = []
+    for index in range(3):
+        with pytest.raises(sources.BadRecord) as caught:
+            corpus[index]
+        messages.append(str(caught.value))
+    assert "a.jsonl, row 1: JSON that cannot be read: Exceeds the limit" in messages[0]
+    assert r"row 2: no key 'text' (data.text_field); its keys are '\ud800'." in messages[1]
+    assert messages[2].count("kkk...'") == 10
+    assert "'09kkk" in messages[2]
+    assert "' and 3 more." in messages[2]
+    assert "".join(messages).encode("utf-8")
+    assert corpus[3] == "good"
+
+
+def test_file_name_that_is_no_utf8_is_read_and_indexed_like_any_other(tmp_path):
+    name = os.fsdecode("caf\u00e9.jsonl".encode("latin-1"))
+    (tmp_path / name).write_text('{"text": "one"}\n{"text": "two"}\n')
+    for folder in (None, tmp_path / "index"):
+        corpus = sources.open_corpus(str(tmp_path), text_field="text", key="k", index_folder=folder)
+        assert [corpus[index] for index in range(2)] == ["one", "two"]
+    for suffix, write in ((".parquet", write_parquet), (".arrow", write_arrow)):
+        (tmp_path / "other").mkdir()
+        write(tmp_path / f"other/plain{suffix}", ["one", "two"]).rename(tmp_path / "other" / f"{name}{suffix}")
+        assert read_all(tmp_path / "other") == ["one", "two"]
+        shutil.rmtree(tmp_path / "other")
+    (tmp_path / name).rename(tmp_path / "plain.jsonl")
+    (tmp_path / "index").rename(tmp_path / ".index")
+    again = sources.open_corpus(str(tmp_path), text_field="text", key="k")
+    assert again.manifest["hash"] == corpus.manifest["hash"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import concurrent.futures
 import contextlib
+import os
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
@@ -249,7 +250,9 @@ def open_parquet(file: DataFile, **options: Any) -> pyarrow.parquet.ParquetFile:
       ValueError: it is not a complete Parquet file.
     """
     try:
-        return pyarrow.parquet.ParquetFile(file.open() if file.is_remote else file.where, **options)
+        return pyarrow.parquet.ParquetFile(
+            file.open() if file.is_remote else pyarrow.OSFile(os.fsencode(file)), **options
+        )
     except (pyarrow.ArrowException, OSError) as error:
         raise ValueError(f"{file} is not a complete Parquet file ({error}); write it again.") from None
 

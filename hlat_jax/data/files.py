@@ -170,7 +170,7 @@ class Snapshot:
     def identity(self) -> str:
         """32 hex digits that change when the file is written again, also where the fingerprint does not look."""
         facts = f"{self.file.where}\n{self.size}\n{self._times}\n{self.fingerprint}"
-        return hashlib.blake2b(facts.encode(), digest_size=16).hexdigest()
+        return hashlib.blake2b(os.fsencode(facts), digest_size=16).hexdigest()
 
     def check(self) -> None:
         """Raises ValueError if a local file is not the one that was opened."""

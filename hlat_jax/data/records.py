@@ -6,6 +6,8 @@ import json
 from typing import Any
 
 MAX_RECORD_BYTES = 1 << 30
+_KEYS_SHOWN = 10
+_KEY_CHARS_SHOWN = 40
 
 
 class BadRecord(ValueError):
@@ -75,11 +77,20 @@ def json_text(line: bytes | bytearray, *, field: str, where: str, row: int) -> s
     except json.JSONDecodeError as error:
         reason = f"invalid or truncated JSON: {error.msg} at character {error.pos} of {num_bytes} bytes."
         raise bad_record(where, row, reason) from None
+    except ValueError as error:  # such as an integer of more digits than Python reads
+        raise bad_record(where, row, f"JSON that cannot be read: {error}.") from None
     except RecursionError:
         raise bad_record(where, row, "JSON nested too deeply.") from None
     if not isinstance(record, dict):
         raise bad_record(where, row, "not a JSON object.")
     if field not in record:
-        keys = ", ".join(sorted(record)) or "none"
-        raise bad_record(where, row, f"no key {field!r} (data.text_field); its keys are {keys}.")
+        raise _no_key(record, field=field, where=where, row=row)
     return checked_text(record[field], field=field, where=where, row=row)
+
+
+def _no_key(record: dict[str, Any], *, field: str, where: str, row: int) -> BadRecord:
+    # as Python would write them: JSON can spell keys that no terminal shows, and half of a surrogate pair
+    keys = [repr(key if len(key) <= _KEY_CHARS_SHOWN else f"{key[:_KEY_CHARS_SHOWN]}...") for key in sorted(record)]
+    more = f" and {len(keys) - _KEYS_SHOWN} more" if len(keys) > _KEYS_SHOWN else ""
+    told = f"{', '.join(keys[:_KEYS_SHOWN])}{more}" if keys else "none"
+    return bad_record(where, row, f"no key {field!r} (data.text_field); its keys are {told}.")

@@ -3,8 +3,8 @@
 A run has S named sources (see mixture.parse_sources) and R = data.batch_size rows. Each source has R streams. In epoch
 e, stream r of source s walks the documents order(s, e)[r], order(s, e)[r + R], ..., where order(s, e) is a permutation
 of all documents of s that depends on data.seed, the name of s and e only (data.shuffle=False: as they lie), and then
-goes on with epoch e + 1. Bad records are passed over if data.on_bad_record="skip". It tokenizes each document, cut every
-data.max_document_chars characters, and packs the tokens into rows of data.seq_len as data.packing says, under
+goes on with epoch e + 1. With data.on_bad_record="skip" it passes over bad records. It tokenizes each document, cut
+every data.max_document_chars characters, and packs the tokens into rows of data.seq_len as data.packing says, under
 `documents` data.window_documents at a time (see packing). Row r of batch k is the next row of stream r of the source
 whose turn it is by data.weights, k and what the rows r before have emitted (see mixture). So batch k is a pure function
 of (manifests, tokenizer, those settings, k); which process computes which rows is no part of it.
