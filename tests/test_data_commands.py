@@ -384,3 +384,10 @@ def test_summary_prints_names_that_are_no_utf8(tmp_path):
     command = [sys.executable, "-m", "hlat_jax.data", "build", str(tmp_path / name), f"--out={tmp_path}/out"]
     done = subprocess.run([*command, "--on_bad_record=skip"], capture_output=True, check=True)
     assert rb"caf\udce9.jsonl, row 2: no key 'text'" in done.stdout
+
+
+def test_stats_says_what_it_passed_over(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", ["some words"] * 3)
+    (tmp_path / "b.csv").write_text("x")
+    report = stats.report(tiny(train=str(tmp_path), validation=""), sample_bytes=0)
+    assert f"data.train={tmp_path}: passed over 1 file: .csv 1." in report

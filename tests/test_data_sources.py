@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import shutil
 
 import pyarrow
@@ -139,6 +140,7 @@ def test_compressed_and_unknown_files_are_refused_with_a_remedy(tmp_path):
         ("a.parquet.gz", f"gunzip -k {tmp_path}/a.parquet.gz"),
         ("a.csv", ".jsonl"),
         ("noend", ".txt"),
+        ("one book.json", f"jq -c '.[]' '{tmp_path}/one book.json' > '{tmp_path}/one book.jsonl'"),
     ):
         (tmp_path / name).write_bytes(b"x")
         assert remedy in error_of(tmp_path / name)
@@ -371,3 +373,33 @@ def test_file_name_that_is_no_utf8_is_read_and_indexed_like_any_other(tmp_path):
     (tmp_path / "index").rename(tmp_path / ".index")
     again = sources.open_corpus(str(tmp_path), text_field="text", key="k")
     assert again.manifest["hash"] == corpus.manifest["hash"]
+
+
+def test_what_a_folder_holds_beside_known_suffixes_is_counted_and_told(tmp_path):
+    for name in ("b.json", "c.csv", "c2.csv", "book", ".hidden.csv", "_SUCCESS", ".git/config", "sub/d.csv"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"x")
+    assert "(passed over 5 files: .csv 3, .json 1, no suffix 1)" in error_of(tmp_path)
+    write_jsonl(tmp_path / "a.jsonl", ["x"])
+    corpus = sources.open_corpus(str(tmp_path), text_field="text", key="k")
+    assert corpus.passed_over == "passed over 5 files: .csv 3, .json 1, no suffix 1"
+    assert sources.open_corpus(str(tmp_path / "a.jsonl"), text_field="text", key="k").passed_over == ""
+
+
+def test_dataset_beside_the_text_it_was_built_from_is_refused(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", ["one"])
+    write_built(tmp_path / "built", ["one"], num_shards=1)
+    manifest = json.loads((tmp_path / "built/manifest.json").read_text())
+    assert read_all(tmp_path) == ["one", "one"]  # built from another file
+    manifest["sources"][0]["name"] = "a.jsonl"
+    (tmp_path / "built/manifest.json").write_text(json.dumps(manifest))
+    for spec in (tmp_path, f"{tmp_path}/*", f"{tmp_path}/a.jsonl,{tmp_path}/built"):
+        assert f"names the dataset {tmp_path}/built and {tmp_path}/a.jsonl, from which it was built" in error_of(spec)
+    assert read_all(tmp_path / "built") == ["one"]
+
+
+def test_remedy_of_a_compressed_file_can_be_pasted_into_a_shell(tmp_path):
+    (tmp_path / "two words.jsonl.gz").write_bytes(b"x")
+    command = error_of(tmp_path / "two words.jsonl.gz", text_field="my body").split("train on that: ")[1]
+    assert shlex.split(command)[3:] == ["build", f"{tmp_path}/two words.jsonl.gz", "--out", "two words",
+                                        "--text_field=my body"]  # fmt: skip

@@ -9,6 +9,7 @@ Interprocess Communication", and its Message.fbs.
 from __future__ import annotations
 
 import os
+import shlex
 import struct
 from typing import Any, BinaryIO
 
@@ -84,7 +85,7 @@ def _index(snapshot: Snapshot) -> tuple[pyarrow.Schema, np.ndarray]:
             elif kind == _DICTIONARY_BATCH:
                 raise ValueError(
                     f"{snapshot.file} holds dictionaries, which are not read by number. Convert it and train on that: "
-                    f"python -m hlat_jax.data build {snapshot.file} --out DIR"
+                    f"python -m hlat_jax.data build {shlex.quote(snapshot.file.where)} --out DIR"
                 )
             elif kind == _RECORD_BATCH:
                 rows = _field(metadata, header, 0)

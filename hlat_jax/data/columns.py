@@ -10,6 +10,7 @@ import collections
 import concurrent.futures
 import contextlib
 import os
+import shlex
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
@@ -186,7 +187,8 @@ def too_large(file: DataFile, part: str, *, num_bytes: int, limit: int) -> Value
     """Returns the error for a part that would have to be decoded whole."""
     return ValueError(
         f"{file}, {part}: {num_bytes >> 20} MiB are decoded to read any one document in it, more than "
-        f"{limit >> 20} MiB. Convert it and train on that: python -m hlat_jax.data build {file} --out DIR"
+        f"{limit >> 20} MiB. Convert it and train on that: "
+        f"python -m hlat_jax.data build {shlex.quote(file.where)} --out DIR"
     )
 
 

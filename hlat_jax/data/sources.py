@@ -22,7 +22,7 @@ from hlat_jax.data.built import BuiltTokens, manifest_fingerprint, open_built
 from hlat_jax.data.columns import ColumnCache, parquet_documents
 from hlat_jax.data.files import DataFile, Snapshot, fingerprint
 from hlat_jax.data.jsonl import JsonlDocuments
-from hlat_jax.data.paths import asset_path, file_format, resolve_files
+from hlat_jax.data.paths import asset_path, file_format, find_files, resolve_files
 from hlat_jax.data.records import BadRecord
 from hlat_jax.data.streaming import iter_documents
 
@@ -72,10 +72,11 @@ class Corpus:
 
     Attributes:
       manifest: see open_corpus.
+      passed_over: what its folders hold that is not read, see paths.Found.told.
     """
 
     def __init__(self, parts: Sequence[Any], manifest: dict[str, Any]):
-        self._parts, self.manifest = list(parts), manifest
+        self._parts, self.manifest, self.passed_over = list(parts), manifest, ""
         counts = [len(part) for part in self._parts]
         self._starts = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)]).astype(np.int64)
 
@@ -131,9 +132,13 @@ def open_corpus(
       ValueError: see paths.resolve_files; a file that cannot be indexed; ids of another tokenizer; no documents, or
         none with text in it.
     """
-    files = resolve_files(spec, key=key) if files is None else files
+    passed_over = ""
+    if files is None:
+        found = find_files(spec, key=key, text_field=text_field)
+        files, passed_over = found.files, found.told()
     options = {"text_field": text_field, "index_folder": index_folder, "tokenizer_sha256": tokenizer_sha256}
     corpus = _open(files, spec=spec, key=key, **options)
+    corpus.passed_over = passed_over
     _refuse_emptiness(corpus, what=f"{key}={spec!r}")
     return corpus
 

@@ -51,7 +51,7 @@ def iter_documents(path: DataFile | str | os.PathLike, *, text_field: str) -> Do
       ValueError: an unknown format; from `next`, a file that is damaged or truncated or has no such column.
     """
     if not isinstance(path, DataFile):
-        path = _only(resolve_files(os.fspath(path), key="IN", allow_compressed=True), path=path)
+        path = _only(resolve_files([os.fspath(path)], key="IN", allow_compressed=True), path=path)
     return DocumentIterator(_READERS[file_format(path)](path, text_field))
 
 

@@ -217,7 +217,8 @@ class Definition:
                 where = f"data.train={data.train!r}" if source.name == UNNAMED else f"data.train: source {source.name}"
                 raise ValueError(
                     f"{where} holds {num_documents} documents, fewer than data.batch_size={data.batch_size}; each row "
-                    f"of a batch reads documents of its own. Use at most {num_documents}."
+                    f"of a batch reads documents of its own. Use at most {num_documents}, or split the text into more "
+                    "files or lines of JSONL: a .txt or .md file is one document."
                 )
         self.manifest = joint_manifest(self.sources)
 

@@ -105,7 +105,7 @@ def summary(trained: Trained, *, out: pathlib.Path) -> str:
 def _fill(sample: Sample, words: Sequence[str], *, options: TrainingOptions, told: Told) -> tuple[int, int]:
     """Offers all documents to the sample; returns how many there were, good and bad."""
     num_documents = num_bad = 0
-    found = inputs.resolve(words)
+    found = inputs.opened(inputs.find(words))
     total_bytes = max(sum(input_.size for input_ in found), 1)
     for input_ in found:
         for document in inputs.read(input_, text_field=options.text_field):
