@@ -446,3 +446,18 @@ def test_batch_hash_sees_tokens_weights_and_the_place_of_a_row(corpus):
     assert loader.batch_hash(dataclasses.replace(batch, tokens=tokens), rows=range(6)) != reference
     assert loader.batch_hash(dataclasses.replace(batch, weights=weights), rows=range(6)) != reference
     assert loader.batch_hash(batch, rows=swapped) != reference
+
+
+@pytest.mark.parametrize("kind", ["concat", "documents"])
+def test_skip_passes_over_one_bad_record_whatever_row_it_falls_to(tmp_path, kind):
+    lines = [json.dumps({"text": None if number == 4 else f"text {number} of nine"}) for number in range(9)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    for seed in range(6):
+        options = {"seed": seed, "batch_size": 8, "on_bad_record": "skip", "packing": kind, "validation": ""}
+        taken = take(data_config(str(tmp_path / "a.jsonl"), **options), 100)
+        assert skipped_records(taken[-1][1]) > 0
+    lines[:] = [json.dumps({"text": None})] * 8 + lines[:1]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    assert len(take(data_config(str(tmp_path / "a.jsonl"), **options), 3)) == 3  # one good document in nine
+    with pytest.raises(ValueError, match="the last 2 documents that one row met are bad records"):
+        take(data_config(str(tmp_path / "a.jsonl"), **options, shuffle=False), 3)

@@ -158,7 +158,7 @@ def test_identity_knows_what_decides_batches_and_nothing_else(config):
     data = dataclasses.asdict(config_lib.resolve(config).data)
 
     def of(**changes):
-        facts = {"manifest_hash": "m", "tokenizer_sha256": "t", "num_batches": 12}
+        facts = {"manifest": {"hash": "m", "order": "o"}, "tokenizer_sha256": "t", "num_batches": 12}
         return identity(data | {key: changes.pop(key) for key in [*changes] if key in data}, **facts | changes)
 
     for same in (
@@ -181,7 +181,8 @@ def test_identity_knows_what_decides_batches_and_nothing_else(config):
               {"packing": "documents"}, {"packing": "documents", "window_documents": 9}, {"shuffle": False},
               {"max_document_chars": 9}]  # fmt: skip
     assert len({of(), *(of(**other) for other in others)}) == 1 + len(others)
-    assert len({of(), of(manifest_hash="n"), of(tokenizer_sha256="u"), of(num_batches=13)}) == 4
+    assert len({of(), of(manifest={"hash": "n", "order": "o"}), of(manifest={"hash": "m", "order": "p"}),
+                of(tokenizer_sha256="u"), of(num_batches=13)}) == 5  # fmt: skip
 
 
 def test_places_computed_from_lengths_are_those_of_the_streams(config, texts, monkeypatch):

@@ -142,7 +142,7 @@ def _read(path: pathlib.Path, step: int) -> tuple[np.ndarray, str] | None:
         metadata = run["metadata"]
         found = identity(
             metadata["config"]["data"],
-            manifest_hash=metadata["manifest"]["hash"],
+            manifest=metadata["manifest"],
             tokenizer_sha256=metadata["tokenizer_sha256"],
             num_batches=step,
         )

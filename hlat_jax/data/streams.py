@@ -27,17 +27,18 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import grain
 import numpy as np
 
 from hlat_jax.config import DataConfig
 from hlat_jax.data import packing, sources
 from hlat_jax.data.mixture import UNNAMED, Mixture, Stage, first_stages, parse_sources, parse_stages
+from hlat_jax.data.order import Order, algorithm_hash
 from hlat_jax.data.tokenizer import Tokenizer
 
 NUM_FIELDS = 6  # of a source in a position: four of its stream, see packing.POSITION_FIELDS, and these two
 EMITTED, OWED = slice(5, None, NUM_FIELDS), slice(6, None, NUM_FIELDS)
 _SKIPPED = slice(4, None, NUM_FIELDS)
+_MANY_EPOCHS = 20  # if one document of all is good, a stream misses it for so many times all with chance exp(-20)
 
 # The settings that say what the documents of a batch are; all but the weights, of which only those so far count, and
 # where the documents lie, which the manifests know better.
@@ -51,17 +52,16 @@ class Source:
     Attributes:
       name: "all" when data.train gives none.
       documents: a str each, or int32 token ids with EOS.
-      order: a Grain MapDataset of document numbers, each epoch permuted anew; None: as they lie.
+      order: of each epoch; None: as they lie.
     """
 
     name: str
     documents: sources.Corpus
-    order: grain.MapDataset | None
+    order: Order | None
 
     def number(self, epoch: int, entry: int) -> int:
         """Returns which document is entry `entry` of an epoch."""
-        # Grain counts epochs in the index: entry e * n + i of an order is entry i of epoch e
-        return entry if self.order is None else int(self.order[epoch * len(self.documents) + entry])
+        return entry if self.order is None else self.order.number(epoch, entry)
 
 
 def open_sources(
@@ -89,9 +89,7 @@ def open_sources(
         if data.shuffle and key == "data.train":
             # sources of equal length must not walk in step; the only source of a run keeps the seed as it is
             own = 0 if name == UNNAMED else zlib.crc32(name.encode())
-            # a permutation costs no memory
-            order = grain.MapDataset.range(len(documents)).shuffle(seed=(data.seed + own) % 2**32)
-            order[0]  # sets up Grain's statistics before threads read
+            order = Order(len(documents), seed=(data.seed + own) % 2**32)
         opened.append(Source(name, documents, order))
     return opened
 
@@ -120,13 +118,13 @@ def joint_manifest(opened: list[Source]) -> dict[str, Any]:
     }
 
 
-def identity(data: Mapping[str, Any], *, manifest_hash: str, tokenizer_sha256: str, num_batches: int) -> str:
+def identity(data: Mapping[str, Any], *, manifest: Mapping[str, Any], tokenizer_sha256: str, num_batches: int) -> str:
     """Returns 32 hex digits that two runs share when, and only when, their first `num_batches` batches are the same by
     definition, and those after them but for data.weights.
 
-    `data` is a DataConfig as a dict.
+    `data` is a DataConfig as a dict, `manifest` that of a Definition.
     """
-    facts = [data[key] for key in _DEFINING] + [manifest_hash, tokenizer_sha256]
+    facts = [data[key] for key in _DEFINING] + [manifest["hash"], manifest["order"], tokenizer_sha256]
     facts += [data["window_documents"]] if data["packing"] == "documents" else []
     facts += [_first_stages(data, num_batches=num_batches)]
     return hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()
@@ -147,6 +145,9 @@ def data_drift(saved: Mapping[str, Any], current: Mapping[str, Any], *, num_batc
         kept = ("bytes", "documents", "fingerprint")
         pairs = [(a, b) for a, b in zip(before, now, strict=True) if any(a[name] != b[name] for name in kept)]
         lines += [f"{key}: {_told(a)} in the checkpoint, {_told(b)} now" for a, b in pairs[:3]]
+    before, now = (settings["manifest"].get("order") for settings in (saved, current))  # older runs say nothing of it
+    if None not in (before, now) and before != now:
+        lines.append(f"the order of documents: permutation {before} in the checkpoint, {now} of this release of Grain")
     before, now = saved["config"]["data"], current["config"]["data"]
     if before["weights"] == now["weights"]:
         return lines
@@ -196,7 +197,7 @@ class Definition:
     Attributes:
       sources: see open_sources.
       mixture: which source fills which row.
-      manifest: see joint_manifest.
+      manifest: see joint_manifest; and `order`, the hash of how documents are permuted, None when they are not.
     """
 
     def __init__(self, data: DataConfig, *, tokenizer: Tokenizer, index_folder: pathlib.Path | None = None):
@@ -220,13 +221,13 @@ class Definition:
                     f"of a batch reads documents of its own. Use at most {num_documents}, or split the text into more "
                     "files or lines of JSONL: a .txt or .md file is one document."
                 )
-        self.manifest = joint_manifest(self.sources)
+        self.manifest = joint_manifest(self.sources) | {"order": algorithm_hash() if data.shuffle else None}
 
     def identity(self, num_batches: int) -> str:
         """Returns the identity of the data as far as `num_batches`, see the function of that name."""
         return identity(
             dataclasses.asdict(self._data),
-            manifest_hash=self.manifest["hash"],
+            manifest=self.manifest,
             tokenizer_sha256=self._tokenizer.sha256,
             num_batches=num_batches,
         )
@@ -280,7 +281,10 @@ class Definition:
                     return None
                 raise
 
-        common = {"num_documents": num_own, "encode": encoder(data, self._tokenizer), "position": position}
+        # a stream meets other documents in every epoch if they are shuffled, else the same ones
+        max_bad = 2 * num_own if self.sources[source].order is None else _MANY_EPOCHS * len(documents)
+        common = {"num_documents": num_own, "encode": encoder(data, self._tokenizer)}
+        common |= {"position": position, "max_bad": max_bad}
         if data.packing == "documents":
             return packing.DocumentsStream(read, windows=windows(data, self._tokenizer), **common)
         return packing.ConcatStream(read, seq_len=data.seq_len, **common)
