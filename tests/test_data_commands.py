@@ -170,6 +170,10 @@ def test_tokenizer_command_refuses_what_is_there_and_what_is_no_text(data_here, 
     (tmp_path / "b.jsonl").write_bytes(b'{"text": "some words here"}\n{"text": null}\n')
     words = ("tokenizer", tmp_path / "b.jsonl", "--vocab_size=272", f"--out={tmp_path / 'b.model'}")
     assert "row 2" in data_here(*words)[2]
+    nowhere = data_here("tokenizer", AUSTEN, "--vocab_size=600", "--out=/proc/t.model")
+    assert nowhere[0] == 1
+    assert "cannot write --out=/proc/t.model: " in nowhere[2]
+    assert "shards" not in nowhere[2]
     assert "left out 1 bad records" in data_here(*words, "--on_bad_record=skip")[1]
 
 
@@ -391,3 +395,13 @@ def test_stats_says_what_it_passed_over(tmp_path):
     (tmp_path / "b.csv").write_text("x")
     report = stats.report(tiny(train=str(tmp_path), validation=""), sample_bytes=0)
     assert f"data.train={tmp_path}: passed over 1 file: .csv 1." in report
+
+
+@pytest.mark.parametrize("verb", ["build", "tokenizer"])
+def test_wrong_text_field_is_answered_with_the_flag_and_the_keys_there_are(data_here, tmp_path, verb):
+    path = write_jsonl(tmp_path / "a.jsonl", ["x"])
+    message = data_here(verb, path, "--text_field=body", f"--out={tmp_path}/t.model")[2]
+    assert "row 1: no key 'body'; its keys are 'text'. Mend or remove it, set --text_field if" in message
+    assert "such records with --on_bad_record=skip." in message
+    assert "data." not in message
+    assert "workdir" not in message

@@ -103,7 +103,7 @@ def test_bad_arrow_is_named_by_row_column_and_reason(tmp_path):
     bad = write_arrow(tmp_path / "b.arrow", pyarrow.array([b"good", b"x", b"\xff"]).view(pyarrow.string()))
     assert f"{bad}, row 3: 'text' is invalid UTF-8" in error_of(bad)
     other = write_arrow(tmp_path / "c.arrow", ["a"], field="body")
-    assert "has no column 'text' (data.text_field); it has before, body, after" in error_of(other)
+    assert "has no column 'text'; it has before, body, after" in error_of(other)
     assert "is int64, not string" in error_of(write_arrow(tmp_path / "d.arrow", [1, 2]))
     (tmp_path / "e.arrow").write_bytes(b"not arrow at all")
     assert "e.arrow is not a complete Arrow file or stream" in error_of(tmp_path / "e.arrow")

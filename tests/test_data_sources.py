@@ -158,7 +158,7 @@ def test_file_named_twice_is_refused(tmp_path):
     [
         (b'{"text": "cut of', "truncated JSON"),
         (b"{'text': 'quotes'}", "invalid or truncated JSON"),
-        (b'{"body": "x", "id": 1}', "no key 'text' (data.text_field); its keys are 'body', 'id'"),
+        (b'{"body": "x", "id": 1}', "no key 'text'; its keys are 'body', 'id'"),
         (b'{"text": null}', "'text' is null"),
         (b'{"text": 7}', "'text' is int, not text"),
         (b'["text"]', "not a JSON object"),
@@ -258,7 +258,7 @@ def test_text_file_that_changes_under_a_run_is_noticed(tmp_path):
 def test_bad_parquet_is_named_by_file_and_reason(tmp_path):
     path = write_parquet(tmp_path / "a.parquet", ["a", "b", None])
     assert f"{path}, row 3: 'text' is null" in error_of(path)
-    assert "no column 'body' (data.text_field); it has text" in error_of(path, text_field="body")
+    assert "no column 'body'; it has text" in error_of(path, text_field="body")
     assert "not string" in error_of(write_parquet(tmp_path / "b.parquet", [1, 2]))
     path.write_bytes(path.read_bytes()[:-20])
     assert "not a complete Parquet file" in error_of(path)
@@ -350,7 +350,7 @@ def test_json_that_python_does_not_read_is_a_bad_record_and_its_keys_can_be_prin
             corpus[index]
         messages.append(str(caught.value))
     assert "a.jsonl, row 1: JSON that cannot be read: Exceeds the limit" in messages[0]
-    assert r"row 2: no key 'text' (data.text_field); its keys are '\ud800'." in messages[1]
+    assert r"row 2: no key 'text'; its keys are '\ud800'." in messages[1]
     assert messages[2].count("kkk...'") == 10
     assert "'09kkk" in messages[2]
     assert "' and 3 more." in messages[2]

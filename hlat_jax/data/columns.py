@@ -98,14 +98,17 @@ def text_column(schema: pyarrow.Schema, field: str, *, where: str, dictionaries:
     except UnicodeDecodeError as error:
         raise ValueError(f"{where} is damaged: a column's name is no UTF-8 ({error}); write it again.") from None
     if field not in names:
-        raise ValueError(f"{where} has no column {field!r} (data.text_field); it has {', '.join(names)}.")
+        raise ValueError(
+            f"{where} has no column {field!r}; it has {', '.join(names)}; set data.text_field, or --text_field of a "
+            "command."
+        )
     if names.count(field) > 1:
-        raise ValueError(f"{where} has {names.count(field)} columns {field!r} (data.text_field); leave one.")
+        raise ValueError(f"{where} has {names.count(field)} columns {field!r}; leave one.")
     kind, types = schema.field(field).type, pyarrow.types
     if dictionaries and types.is_dictionary(kind):
         kind = kind.value_type
     if not any(test(kind) for test in (types.is_string, types.is_large_string, types.is_string_view)):
-        raise ValueError(f"{where}: column {field!r} (data.text_field) is {kind}, not string.")
+        raise ValueError(f"{where}: column {field!r} is {kind}, not string.")
     return schema.get_field_index(field)
 
 

@@ -78,11 +78,6 @@ def read(input_: Input, *, text_field: str) -> Iterator[str | BadRecord]:
         yield found.pop()  # not kept here while the next one is read
 
 
-def said_here(error: BadRecord) -> ValueError:
-    """Returns the error of a bad record as a command says it, whose flag has another name than the config's key."""
-    return ValueError(str(error).replace('data.on_bad_record="skip"', "--on_bad_record=skip"))
-
-
 def _file_facts(file: files.DataFile) -> tuple[int, str]:
     snapshot = files.Snapshot(file)
     return snapshot.size, hashlib.blake2b(snapshot.state.encode(), digest_size=16).hexdigest()

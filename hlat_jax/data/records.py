@@ -6,21 +6,35 @@ import json
 from typing import Any
 
 MAX_RECORD_BYTES = 1 << 30
+_REMEDY = "Mend or remove it, set {field} if the text is elsewhere, or pass over such records with {skip}."
 _KEYS_SHOWN = 10
 _KEY_CHARS_SHOWN = 40
 
 
 class BadRecord(ValueError):
-    """One record that cannot be used; `data.on_bad_record="skip"` passes over it. Trouble of a file is no BadRecord."""
+    """One record that cannot be used; `data.on_bad_record="skip"` passes over it. Trouble of a file is no BadRecord.
+
+    Attributes:
+      problem: file, row and reason, without the remedy for a run, which a command says in its own words.
+    """
+
+    def __init__(self, problem: str):
+        remedy = _REMEDY.format(field="data.text_field", skip='data.on_bad_record="skip"')
+        super().__init__(
+            f"{problem} {remedy} A run that has begun keeps to its text: a changed file needs another --workdir."
+        )
+        self.problem = problem
+
+    def said_by_a_command(self) -> ValueError:
+        """Returns the error as `build` and `tokenizer` say it, with their flags."""
+        remedy = _REMEDY.format(field="--text_field", skip="--on_bad_record=skip")
+        return ValueError(f"{self.problem} {remedy}")
 
 
 def bad_record(where: str, row: int | None, reason: str) -> BadRecord:
     """Returns the error for `row` of the file `where`, rows counted from 1; None: the file is one document."""
     place = where if row is None else f"{where}, row {row}"
-    return BadRecord(
-        f'{place}: {reason} Mend or remove it, or pass over such records with data.on_bad_record="skip". '
-        "A run that has begun keeps to its text: a changed file needs another --workdir."
-    )
+    return BadRecord(f"{place}: {reason}")
 
 
 def checked_text(text: Any, *, field: str, where: str, row: int) -> str:
@@ -93,4 +107,4 @@ def _no_key(record: dict[str, Any], *, field: str, where: str, row: int) -> BadR
     keys = [repr(key if len(key) <= _KEY_CHARS_SHOWN else f"{key[:_KEY_CHARS_SHOWN]}...") for key in sorted(record)]
     more = f" and {len(keys) - _KEYS_SHOWN} more" if len(keys) > _KEYS_SHOWN else ""
     told = f"{', '.join(keys[:_KEYS_SHOWN])}{more}" if keys else "none"
-    return bad_record(where, row, f"no key {field!r} (data.text_field); its keys are {told}.")
+    return bad_record(where, row, f"no key {field!r}; its keys are {told}.")
