@@ -25,7 +25,8 @@ USAGE = """Usage: python -m hlat_jax.data VERB ...
   stats --config=NAME                            documents, bytes, tokens and epochs of a config's data
   peek --config=NAME --step=N [--row=R]          the very text that a step trains on
 
-IN is a file, a folder or a glob of .jsonl, .parquet, .arrow, .txt or .md, also .gz or .zst of JSONL and text.
+IN is a file, a folder or a glob of .jsonl, .parquet, .arrow, .array_record, .txt or .md, also .gz or .zst of JSONL and
+text.
 VERB --help says more.
 """
 

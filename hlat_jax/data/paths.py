@@ -12,6 +12,7 @@ import glob
 import json
 import os
 import pathlib
+import re
 import shlex
 from collections.abc import Sequence
 from typing import Any
@@ -22,8 +23,9 @@ JSONL_SUFFIXES = (".jsonl", ".ndjson")
 PARQUET_SUFFIXES = (".parquet",)
 ARROW_SUFFIXES = (".arrow", ".arrows", ".ipc", ".feather")
 TEXT_SUFFIXES = (".txt", ".md")
-KNOWN_SUFFIXES = JSONL_SUFFIXES + PARQUET_SUFFIXES + ARROW_SUFFIXES + TEXT_SUFFIXES
+KNOWN_SUFFIXES = JSONL_SUFFIXES + PARQUET_SUFFIXES + ARROW_SUFFIXES + TEXT_SUFFIXES + (SHARD_SUFFIX,)
 COMPRESSED_SUFFIXES = (".gz", ".zst", ".xz", ".bz2")
+_OUR_SHARD = re.compile(r"(shard-\d+-of-\d+|task-\d+\.\d+)" + re.escape(SHARD_SUFFIX))  # see build
 STREAMED_SUFFIXES = (".gz", ".zst")  # of these, the ones that `build` reads
 
 
@@ -198,7 +200,7 @@ def _is_data(name: str) -> bool:
         return False
     path = pathlib.PurePosixPath(name)
     suffix, inner = path.suffix.lower(), pathlib.PurePosixPath(path.stem).suffix.lower()
-    return suffix in (*KNOWN_SUFFIXES, SHARD_SUFFIX) or (suffix in COMPRESSED_SUFFIXES and inner in KNOWN_SUFFIXES)
+    return suffix in KNOWN_SUFFIXES or (suffix in COMPRESSED_SUFFIXES and inner in KNOWN_SUFFIXES)
 
 
 def _remote_part(part: str, *, key: str, found: Found) -> list[DataFile]:
@@ -243,13 +245,13 @@ def _is_hidden(parts: list[str]) -> bool:
 
 
 def file_format(file: DataFile) -> str:
-    """Returns 'built', 'jsonl', 'text', 'arrow' or 'parquet' for a file that resolve_files let through."""
+    """Returns 'built', 'jsonl', 'text', 'arrow', 'array_record' or 'parquet' for a file of resolve_files."""
     if file.is_built:
         return "built"
     name, suffix = file.name.lower(), file.suffix
     if suffix in (".gz", ".zst"):
         suffix = pathlib.PurePosixPath(name.removesuffix(suffix)).suffix
-    formats = {"jsonl": JSONL_SUFFIXES, "text": TEXT_SUFFIXES, "arrow": ARROW_SUFFIXES}
+    formats = {"jsonl": JSONL_SUFFIXES, "text": TEXT_SUFFIXES, "arrow": ARROW_SUFFIXES, "array_record": (SHARD_SUFFIX,)}
     return next((known for known, suffixes in formats.items() if suffix in suffixes), "parquet")
 
 
@@ -264,7 +266,7 @@ def _check_suffix(file: DataFile, *, key: str, allow_compressed: bool, text_fiel
     suffix = file.suffix
     if suffix == SHARD_SUFFIX and file.is_remote:
         raise ValueError(f"{key}: {file}: ArrayRecord is read from local disks only; copy its folder and give that.")
-    if suffix == SHARD_SUFFIX:
+    if _OUR_SHARD.fullmatch(file.name):
         raise ValueError(
             f"{key}: {file} is one shard of a dataset, and shards are not read without the manifest.json of their "
             "folder; give the folder, or finish that build by running its command again."

@@ -1,9 +1,9 @@
 """Documents by number: all that a config names as one sequence of texts, and the manifest that says what it is.
 
 Owns the manifest, the concatenation of files, and where a document came from. The formats have files of their own:
-jsonl, columns (Parquet), arrow_ipc, built (ArrayRecord). Refuses to know the order in which documents are visited,
-tokens, or rows: a document here is a number and its text, or its token ids where a dataset stores those. Files are read
-in place; nothing is converted or copied.
+jsonl, columns (Parquet), arrow_ipc, array_record, built (datasets). Refuses to know the order in which documents are
+visited, tokens, or rows: a document here is a number and its text, or its token ids where a dataset stores those. Files
+are read in place; nothing is converted or copied.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from hlat_jax.data import records
+from hlat_jax.data.array_record import ArrayRecordDocuments
 from hlat_jax.data.arrow_ipc import arrow_documents
 from hlat_jax.data.built import BuiltTokens, manifest_fingerprint, open_built
 from hlat_jax.data.columns import ColumnCache, parquet_documents
@@ -158,6 +159,8 @@ def _open(
             part = TextDocuments(files)
         elif kind == "built":
             part = open_built(files[0], key=key, tokenizer_sha256=tokenizer_sha256)
+        elif kind == "array_record":
+            part = ArrayRecordDocuments(Snapshot(files[0], has_checksums=True))
         elif kind == "jsonl":
             part = JsonlDocuments(Snapshot(files[0]), field=text_field, index_folder=index_folder)
         elif kind == "arrow":
