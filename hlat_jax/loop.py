@@ -145,6 +145,9 @@ def _open(config: Config, workdir: pathlib.Path, layout: Layout, stack: contextl
     summary.describe(config, layout, implementations=settings["implementations"], num_bytes=num_bytes)
     if len(batches.definition.sources) > 1:
         print(f"sources          {batches.definition.mixture.describe()}")
+    for source in batches.definition.sources:
+        if source.documents.passed_over:
+            print(f"data             source {source.name}: {source.documents.passed_over}")
 
     saved = checkpointer.latest_metadata()
     if saved is not None:

@@ -70,21 +70,33 @@ def documents_rows(source, texts, data, *, row, encode):
 def batches_of(sources, weights, data, *, num_batches, encode):
     """Returns [batches][rows] of (tokens, segment ids).
 
-    `sources`: name (None: unnamed) -> texts, None standing for a bad record; `weights`: a function from the batch to
-    integers, one a source.
+    `sources`: name (None: unnamed) -> texts, None standing for a bad record; `weights`: a function from the batch, and
+    the tokens before it if all rows were this one, to integers, one a source.
     """
     make = concat_rows if data.packing == "concat" else documents_rows
     streams = [
         [make(name, texts, data, row=row, encode=encode) for name, texts in sources.items()]
         for row in range(data.batch_size)
     ]
-    batches = []
+    batches, n = [], data.seq_len
+    emitted, owed = ([[0] * len(sources) for _ in range(data.batch_size)] for _ in range(2))
     for k in range(num_batches):
-        shares, batch = weights(k), []
+        batch = []
         for row in range(data.batch_size):
+            shares = weights(k, sum(emitted[row]) * data.batch_size)
             u, source = (row * A1 + k * A2) % 2**64, 0
             while u * sum(shares) >= sum(shares[: source + 1]) * 2**64:
                 source += 1
+            owed[row][source] += n
+            source = max(range(len(shares)), key=lambda s: (shares[s] > 0, owed[row][s], -s))
             batch.append(next(streams[row][source]))
+            segments = batch[-1][1]
+            tokens = n if segments is None else sum(segment > 0 for segment in segments)
+            padding = [(k + 1) * n - sum(emitted[row]) - tokens, k * n - sum(emitted[row])]  # after and before the row
+            emitted[row][source] += tokens
+            owed[row][source] -= tokens
+            for s in range(len(shares)):
+                paid = [[sum(shares[:end]) * p // sum(shares) for p in padding] for end in (s, s + 1)]
+                owed[row][s] -= (paid[1][0] - paid[1][1]) - (paid[0][0] - paid[0][1])
         batches.append(batch)
     return batches

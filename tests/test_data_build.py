@@ -553,3 +553,48 @@ def test_a_worker_that_is_killed_is_reported_and_the_build_goes_on(tmp_path, mon
     assert "--workers" in message
     manifest = build(tmp_path / "out", *paths, shard_bytes=1000).manifest
     assert manifest["documents"] == 2 * len(TEXTS)
+
+
+def test_out_inside_an_input_is_refused(tmp_path):
+    (tmp_path / "texts").mkdir()
+    write_jsonl(tmp_path / "texts/a.jsonl", TEXTS)
+    for word in (tmp_path, tmp_path / "texts", tmp_path / "te*"):
+        assert "which is an input" in error_of(ValueError, tmp_path / "texts/built", word)
+    build(tmp_path / "texts/built", tmp_path / "texts/a.jsonl")  # a file is not the folder it lies in
+
+
+def test_inputs_are_named_as_they_are_with_commas_too(tmp_path):
+    write_jsonl(tmp_path / "a, b.jsonl", ["one", "two"])
+    assert build(tmp_path / "out", tmp_path / "a, b.jsonl").manifest["documents"] == 2
+
+
+def test_input_that_was_edited_in_its_size_where_no_fingerprint_looks_is_another_input(tmp_path, monkeypatch):
+    path, out = write_jsonl(tmp_path / "a.jsonl", ["x" * 3_000_000]), tmp_path / "out"
+    build(out, path)
+    assert build(out, path).was_complete
+    edit(path)
+    assert "were written again since" in error_of(ValueError, out, path)
+    (tmp_path / "half").mkdir()
+    out, path = interrupted(tmp_path / "half", monkeypatch, num_shards=1)
+    path.write_bytes(path.read_bytes())
+    assert "differs in inputs" in error_of(ValueError, out, path, shard_bytes=50)
+
+
+def edit(path):
+    with open(path, "r+b") as file:
+        file.seek(100_000)
+        file.write(b"y")
+
+
+def test_build_says_what_it_passed_over_and_when_documents_are_few(tmp_path):
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts/book.txt").write_text("one long book")
+    (tmp_path / "texts/book.csv").write_text("x")
+    for _ in range(2):
+        built = build(tmp_path / "out", tmp_path / "texts")
+        told = build_lib.summary(built, out=tmp_path / "out", passed_s=1.0)
+        assert "passed over 1 file: .csv 1" in told
+        assert "data.batch_size can be 1 at most. A .txt or .md file is one document" in told
+    write_jsonl(tmp_path / "many.jsonl", ["x"] * 32)
+    many = build(tmp_path / "many", tmp_path / "many.jsonl")
+    assert "few documents" not in build_lib.summary(many, out=tmp_path / "many", passed_s=1.0)

@@ -2,7 +2,9 @@
 
 import io
 import json
+import os
 import re
+import subprocess
 import sys
 import types
 
@@ -168,6 +170,10 @@ def test_tokenizer_command_refuses_what_is_there_and_what_is_no_text(data_here, 
     (tmp_path / "b.jsonl").write_bytes(b'{"text": "some words here"}\n{"text": null}\n')
     words = ("tokenizer", tmp_path / "b.jsonl", "--vocab_size=272", f"--out={tmp_path / 'b.model'}")
     assert "row 2" in data_here(*words)[2]
+    nowhere = data_here("tokenizer", AUSTEN, "--vocab_size=600", "--out=/proc/t.model")
+    assert nowhere[0] == 1
+    assert "cannot write --out=/proc/t.model: " in nowhere[2]
+    assert "shards" not in nowhere[2]
     assert "left out 1 bad records" in data_here(*words, "--on_bad_record=skip")[1]
 
 
@@ -366,3 +372,36 @@ def test_short_work_prints_no_progress_where_no_terminal_is():
 @pytest.mark.parametrize(("num_bytes", "words"), [(999, "999 bytes"), (1_500, "1.5 kB"), (7.25e12, "7.2 TB")])
 def test_size_reads_in_decimal_units(num_bytes, words):
     assert progress.size(num_bytes) == words
+
+
+def test_output_that_nobody_reads_to_its_end_is_no_error(tmp_path):
+    command = [sys.executable, "-m", "hlat_jax.data", "build", "--help"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 0
+
+
+def test_summary_prints_names_that_are_no_utf8(tmp_path):
+    name = os.fsdecode("caf\u00e9.jsonl".encode("latin-1"))
+    (tmp_path / name).write_text('{"text": "one"}\n{"\\ud800": "x"}\n')
+    command = [sys.executable, "-m", "hlat_jax.data", "build", str(tmp_path / name), f"--out={tmp_path}/out"]
+    done = subprocess.run([*command, "--on_bad_record=skip"], capture_output=True, check=True)
+    assert rb"caf\udce9.jsonl, row 2: no key 'text'" in done.stdout
+
+
+def test_stats_says_what_it_passed_over(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", ["some words"] * 3)
+    (tmp_path / "b.csv").write_text("x")
+    report = stats.report(tiny(train=str(tmp_path), validation=""), sample_bytes=0)
+    assert f"data.train={tmp_path}: passed over 1 file: .csv 1." in report
+
+
+@pytest.mark.parametrize("verb", ["build", "tokenizer"])
+def test_wrong_text_field_is_answered_with_the_flag_and_the_keys_there_are(data_here, tmp_path, verb):
+    path = write_jsonl(tmp_path / "a.jsonl", ["x"])
+    message = data_here(verb, path, "--text_field=body", f"--out={tmp_path}/t.model")[2]
+    assert "row 1: no key 'body'; its keys are 'text'. Mend or remove it, set --text_field if" in message
+    assert "such records with --on_bad_record=skip." in message
+    assert "data." not in message
+    assert "workdir" not in message

@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow
 import pyarrow.ipc
 import pytest
+from array_record.python import array_record_module
 from data_files import TEXTS, error_of, open_all, read_all, write_arrow, write_built, write_jsonl, write_parquet
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -103,7 +104,7 @@ def test_bad_arrow_is_named_by_row_column_and_reason(tmp_path):
     bad = write_arrow(tmp_path / "b.arrow", pyarrow.array([b"good", b"x", b"\xff"]).view(pyarrow.string()))
     assert f"{bad}, row 3: 'text' is invalid UTF-8" in error_of(bad)
     other = write_arrow(tmp_path / "c.arrow", ["a"], field="body")
-    assert "has no column 'text' (data.text_field); it has before, body, after" in error_of(other)
+    assert "has no column 'text'; it has before, body, after" in error_of(other)
     assert "is int64, not string" in error_of(write_arrow(tmp_path / "d.arrow", [1, 2]))
     (tmp_path / "e.arrow").write_bytes(b"not arrow at all")
     assert "e.arrow is not a complete Arrow file or stream" in error_of(tmp_path / "e.arrow")
@@ -324,3 +325,32 @@ def test_manifest_json_of_another_program_does_not_hide_the_files_beside_it(tmp_
         (tmp_path / "manifest.json").write_text(text)
         write_jsonl(tmp_path / "a.jsonl", ["x"])
         assert read_all(tmp_path) == ["x"]
+
+
+def write_array_record(path, records, *, options="group_size:3,zstd"):
+    writer = array_record_module.ArrayRecordWriter(str(path), options)
+    for record in records:
+        writer.write(record)
+    writer.close()
+    return path
+
+
+def test_array_record_of_another_program_holds_a_text_in_each_record(tmp_path):
+    path = write_array_record(tmp_path / "texts.array_record", [text.encode() for text in TEXTS])
+    corpus = sources.open_corpus(str(tmp_path), text_field="any", key="data.train")
+    assert [corpus[index] for index in (*range(len(TEXTS)), 2)] == [*TEXTS, TEXTS[2]]
+    assert corpus.locate(3) == f"{path}, row 4"
+    assert list(sources.iter_documents(path, text_field="any")) == [(text, i + 1) for i, text in enumerate(TEXTS)]
+    assert corpus.manifest["files"][0]["kind"] == "array_record"
+
+
+def test_array_record_that_is_damaged_or_no_text_is_named(tmp_path):
+    path = write_array_record(tmp_path / "texts.array_record", [b"good", b"\xff", b""])
+    corpus = sources.open_corpus(str(path), text_field="any", key="data.train")
+    for index, reason in ((1, "row 2: invalid UTF-8"), (2, "row 3: it is empty")):
+        with pytest.raises(sources.BadRecord, match=reason):
+            corpus[index]
+    path.write_bytes(path.read_bytes()[:-100])
+    assert "texts.array_record is not a complete ArrayRecord file" in error_of(path)
+    shard = path.rename(tmp_path / "shard-00000-of-00001.array_record")
+    assert "is one shard of a dataset" in error_of(shard)

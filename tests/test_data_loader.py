@@ -1,5 +1,6 @@
 """Batches against an independent packer, for every split among processes, interruption and number of threads."""
 
+import contextlib
 import dataclasses
 import json
 import threading
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from hlat_jax.config import DataConfig
 from hlat_jax.data import held_out, loader, sources
-from hlat_jax.data.streams import skipped_records
+from hlat_jax.data.streams import EMITTED, NUM_FIELDS, OWED, skipped_records
 from hlat_jax.data.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer("package:austen_2k.model")
@@ -99,7 +100,7 @@ def test_batches_agree_with_the_plain_python_packer_token_for_token(corpus, kind
     path, texts = corpus
     data = data_config(path, shuffle=shuffle, packing=kind, window_documents=2)
     batches = [batch for batch, _ in take(data, 40)]
-    expected = packer.batches_of({None: texts}, lambda k: (1,), data, num_batches=40, encode=encode)
+    expected = packer.batches_of({None: texts}, lambda k, tokens: (1,), data, num_batches=40, encode=encode)
     assert_batches_are(batches, expected)
 
 
@@ -107,13 +108,48 @@ def test_batches_agree_with_the_plain_python_packer_token_for_token(corpus, kind
 @given(st.sampled_from(["concat", "documents"]), st.integers(0, 2**32 - 1), st.integers(1, 7), st.integers(2, 40))
 def test_mixtures_agree_with_the_plain_python_packer_token_for_token(three, kind, seed, batch_size, seq_len):
     spec, texts = three
-    weights = f"b=1,a=4,c=0 until_step=5;a=1,b=1,c=1 until_tokens={batch_size * seq_len * 9};c=0.7,b=0.3,a=0"
-    shares = lambda k: (4, 1, 0) if k < 5 else (1, 1, 1) if k < 9 else (0, 3, 7)  # noqa: E731
+    until_tokens = batch_size * seq_len * 9
+    weights = f"b=1,a=4,c=0 until_step=5;a=1,b=1,c=1 until_tokens={until_tokens};c=0.7,b=0.3,a=0"
+    shares = lambda k, n: (4, 1, 0) if k < 5 else (1, 1, 1) if n < until_tokens else (0, 3, 7)  # noqa: E731
     data = data_config(
         spec, weights=weights, packing=kind, seed=seed, batch_size=batch_size, seq_len=seq_len, window_documents=3
     )
     expected = packer.batches_of(texts, shares, data, num_batches=14, encode=encode)
     assert_batches_are([batch for batch, _ in take(data, 14)], expected)
+
+
+@pytest.mark.parametrize(("kind", "stages"), [
+    ("documents", "a=1,b=1"), ("documents", "a=1,b=9"), ("concat", "a=1,b=1"),
+    ("documents", "a=1,b=0 until_tokens=100_000;a=1,b=2 until_step=150;a=0,b=1 until_step=170;a=2,b=1"),
+])  # fmt: skip
+def test_tokens_of_each_source_have_the_share_of_its_weight_however_full_its_rows_are(tmp_path, kind, stages):
+    """Rows of `a` hold one document of 139 tokens and rows of `b` are full: by rows, a's share was 38.5 %."""
+    for name, num_characters in {"a": 46, "b": 5}.items():  # of three tokens each
+        line = json.dumps({"text": "\u6f22" * num_characters}) + "\n"
+        (tmp_path / f"{name}.jsonl").write_text(line * 400)
+    train = f"a={tmp_path}/a.jsonl;b={tmp_path}/b.jsonl"
+    data = data_config(train, weights=stages, packing=kind, seq_len=256, batch_size=8, max_document_chars=1000)
+    sources_of, emitted, bounds = [], [], []
+    with contextlib.closing(loader.TrainBatches(data, tokenizer=TOKENIZER)) as batches:
+        for _ in range(400):
+            rows, position = batches.next_rows(), batches.get_state()
+            sources_of.append([source for source, _ in rows])
+            counted = [row.spans[-1].stop for _, row in rows]
+            emitted.append([sum(n for n, (s, _) in zip(counted, rows, strict=True) if s == own) for own in (0, 1)])
+            bounds.append(np.abs(position[:, OWED]).max())
+            np.testing.assert_array_equal(position[:, EMITTED].sum(axis=0), np.sum(emitted, axis=0))
+    emitted = np.asarray(emitted)
+    shares = lambda begin, end: emitted[begin:end].sum(axis=0) / emitted[begin:end].sum()  # noqa: E731
+    assert max(bounds) <= 2 * data.seq_len
+    if ";" not in stages:
+        weights = np.asarray([int(part[2:]) for part in stages.split(",")])
+        for end in (200, 300, 400):
+            np.testing.assert_allclose(shares(0, end), weights / weights.sum(), atol=0.01)
+        return
+    begins = np.flatnonzero(np.asarray(sources_of).max(axis=1) == 1)[0]  # the first batch with a row of b
+    assert abs(emitted[:begins].sum() - 100_000) <= data.batch_size * data.seq_len
+    np.testing.assert_allclose(shares(170, 400), [2 / 3, 1 / 3], atol=0.02)  # a stage that takes on what is owed
+    assert (np.asarray(sources_of)[150:170] == 1).all()
 
 
 @pytest.mark.parametrize("kind", ["concat", "documents"])
@@ -129,7 +165,7 @@ def test_skipped_records_agree_with_the_plain_python_packer_and_are_counted(thre
         ";".join(spec), weights="a=1,b=1,c=2", packing=kind, on_bad_record="skip", batch_size=3, window_documents=3
     )
     taken = take(data, 40)
-    expected = packer.batches_of(some, lambda k: (1, 1, 2), data, num_batches=40, encode=encode)
+    expected = packer.batches_of(some, lambda k, tokens: (1, 1, 2), data, num_batches=40, encode=encode)
     assert_batches_are([batch for batch, _ in taken], expected)
     counts = [skipped_records(position) for _, position in taken]
     assert counts == sorted(counts)
@@ -176,7 +212,7 @@ def test_state_of_eight_processes_goes_on_under_any_number(corpus, three, kind, 
 def test_restart_from_every_position_gives_the_same_continuation(corpus, three, num_threads, kind):
     data = kind_of(kind, corpus, three, num_threads=num_threads, batch_size=4)
     batches = take(data, 40)
-    assert batches[-1][1][:, 1::4].max(axis=1).min() >= 2  # epochs of the source that is furthest
+    assert batches[-1][1][:, 1::NUM_FIELDS].max(axis=1).min() >= 2  # epochs of the source that is furthest
     resumed = loader.TrainBatches(data, tokenizer=TOKENIZER, position=batches[7][1])
     for start in range(7, 39):
         resumed.set_state(batches[start][1])
@@ -272,14 +308,15 @@ def test_rows_position_and_seed_that_do_not_fit_are_refused(corpus):
     with pytest.raises(ValueError, match=r"must be some of 0 .. data.batch_size - 1 = 5"):
         loader.TrainBatches(data, tokenizer=TOKENIZER, rows=range(4, 7))
     with pytest.raises(
-        ValueError, match=r"it must be \[6, 5\] of batches and \('epoch', 'document', 'token', 'skipped'\)"
+        ValueError,
+        match=r"it must be \[6, 7\] of batches and \('epoch', 'document', 'token', 'skipped', 'emitted', 'owed'",
     ):
-        loader.TrainBatches(data, tokenizer=TOKENIZER, position=np.zeros((5, 5), np.int64))
-    position = np.zeros((6, 5), np.int64)
+        loader.TrainBatches(data, tokenizer=TOKENIZER, position=np.zeros((5, 7), np.int64))
+    position = np.zeros((6, 7), np.int64)
     position[5, 0] = 1
     with pytest.raises(ValueError, match=r"rows are of different batches, \[0, 1\]"):
         loader.TrainBatches(data, tokenizer=TOKENIZER, position=position)
-    position[5] = [0, 0, 3, 0, 0]
+    position[5] = [0, 0, 3, 0, 0, 0, 0]
     with pytest.raises(ValueError, match=r"row 5 is document 3, but 23 documents in 6 rows leave it 3"):
         loader.TrainBatches(data, tokenizer=TOKENIZER, position=position)
     with pytest.raises(ValueError, match=r"data.seed=-1"):
@@ -317,7 +354,7 @@ def test_validation_of_documents_predicts_every_token_that_its_document_has_befo
     assert sum(batch.weights.sum() for batch in batches) == sum(cuts) - len(cuts)
     assert sum((batch.segment_ids > 0).sum() for batch in batches) == sum(cuts)
     assert {batch.segment_ids.shape for batch in batches} == {(4, 16)}
-    one_epoch = packer.batches_of({None: texts}, lambda k: (1,), data_config(path, batch_size=1, shuffle=False,
+    one_epoch = packer.batches_of({None: texts}, lambda k, tokens: (1,), data_config(path, batch_size=1, shuffle=False,
                                   packing="documents", window_documents=5), num_batches=8, encode=encode)  # fmt: skip
     np.testing.assert_array_equal(
         np.concatenate([batch.tokens for batch in batches[:2]]), [tokens for ((tokens, _),) in one_epoch]
@@ -409,3 +446,18 @@ def test_batch_hash_sees_tokens_weights_and_the_place_of_a_row(corpus):
     assert loader.batch_hash(dataclasses.replace(batch, tokens=tokens), rows=range(6)) != reference
     assert loader.batch_hash(dataclasses.replace(batch, weights=weights), rows=range(6)) != reference
     assert loader.batch_hash(batch, rows=swapped) != reference
+
+
+@pytest.mark.parametrize("kind", ["concat", "documents"])
+def test_skip_passes_over_one_bad_record_whatever_row_it_falls_to(tmp_path, kind):
+    lines = [json.dumps({"text": None if number == 4 else f"text {number} of nine"}) for number in range(9)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    for seed in range(6):
+        options = {"seed": seed, "batch_size": 8, "on_bad_record": "skip", "packing": kind, "validation": ""}
+        taken = take(data_config(str(tmp_path / "a.jsonl"), **options), 100)
+        assert skipped_records(taken[-1][1]) > 0
+    lines[:] = [json.dumps({"text": None})] * 8 + lines[:1]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    assert len(take(data_config(str(tmp_path / "a.jsonl"), **options), 3)) == 3  # one good document in nine
+    with pytest.raises(ValueError, match="the last 2 documents that one row met are bad records"):
+        take(data_config(str(tmp_path / "a.jsonl"), **options, shuffle=False), 3)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hlat_jax.data.mixture import Mixture, parse_sources, parse_stages
+from hlat_jax.data.mixture import Mixture, first_stages, parse_sources, parse_stages
 
 
 def mixture_of(weights, *, batch_tokens=100):
@@ -135,3 +135,37 @@ def test_choices_stay_those_of_this_release():
         [0, 2, 2, 1, 0, 2],
         [2, 1, 0, 2, 2, 1],
     ]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(20, 100)), min_size=2, max_size=5), st.integers(0, 99))
+def test_account_of_a_row_stays_within_a_few_rows_and_full_rows_leave_none(sources, row):
+    """Sources of weights 1 to 9 whose rows hold 20 to 100 of 100 tokens."""
+    weights, sizes = zip(*sources, strict=True)
+    mixture = mixture_of(",".join(f"s{number}={weight}" for number, weight in enumerate(weights)))
+    for tokens_of in (sizes, [100] * len(sizes)):
+        emitted, owed = [0] * len(sizes), [0] * len(sizes)
+        for batch in range(600):
+            turn = mixture.turn(row, batch=batch, row_tokens=100, emitted=emitted, owed=owed)
+            if tokens_of is not sizes:
+                assert (turn.source, owed) == (mixture.source(row, batch=batch), [0] * len(sizes))
+            emitted, owed = turn.settled(tokens_of[turn.source])
+            assert sum(owed) == 0
+            assert max(map(abs, owed)) <= 200 * len(sizes)
+        shares = np.asarray(emitted) / sum(emitted)
+        np.testing.assert_allclose(shares, np.asarray(weights) / sum(weights), atol=0.01 * len(sizes))
+
+
+def test_stage_until_tokens_lasts_until_they_are_emitted_where_rows_hold_padding():
+    spec = "a=1,b=1 until_tokens=1_000;a=0,b=1"
+    stages = parse_stages(spec, names=["a", "b"], batch_tokens=100, has_padding=True)
+    assert [(stage.until_step, stage.until_tokens) for stage in stages] == [(10, 1000), (None, None)]
+    mixture = Mixture(["a", "b"], stages=stages, num_rows=2)
+    assert "until 1,000 tokens; then" in mixture.describe()
+    for emitted, expected in (([249, 249], 0), ([250, 250], 1), ([300, 250], 1)):  # of one row of two
+        turn = mixture.turn(0, batch=15, row_tokens=50, emitted=emitted, owed=[200, -200])
+        assert turn.source == expected
+    # what may come later does not count, what may have come does, with its tokens
+    later = parse_stages(spec.replace("1_000", "2_000"), names=["a", "b"], batch_tokens=100, has_padding=True)
+    assert first_stages(stages, num_batches=10) == first_stages(later, num_batches=10) == [(10, ["1/2", "1/2"])]
+    assert first_stages(stages, num_batches=11) == [(10, ["1/2", "1/2", "1000 tokens"]), (11, ["0", "1"])]

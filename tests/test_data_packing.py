@@ -45,6 +45,7 @@ def concat(texts, *, seq_len, max_chars=1000, position=(0, 0, 0, 0)):
         encode=encoder(max_chars),
         seq_len=seq_len,
         position=np.asarray(position),
+        max_bad=2 * len(texts),
     )
 
 
@@ -55,6 +56,7 @@ def documents(texts, *, seq_len, num_window=3, max_chars=1000, position=(0, 0, 0
         encode=encoder(max_chars),
         windows=packing.Windows(seq_len, num_window, 2),
         position=np.asarray(position),
+        max_bad=2 * len(texts),
     )
 
 
@@ -131,7 +133,7 @@ def test_bad_records_are_passed_over_and_counted_once_for_each_time_they_are_met
 @pytest.mark.parametrize("make", [concat, documents])
 def test_stream_of_bad_records_alone_is_refused(make):
     stream = make([None, None], seq_len=4)
-    with pytest.raises(ValueError, match="all 2 documents of one row are bad records"):
+    with pytest.raises(ValueError, match="the last 4 documents that one row met are bad records"):
         stream.next_row()
 
 
@@ -161,7 +163,7 @@ def reading(read, *, make, position):
         read.append((epoch, document))
         return "abcdefgh"
 
-    options = {"num_documents": 1000, "encode": encoder(100), "position": np.asarray(position)}
+    options = {"num_documents": 1000, "encode": encoder(100), "position": np.asarray(position), "max_bad": 9}
     if make is concat:
         return packing.ConcatStream(note, seq_len=2, **options)
     return packing.DocumentsStream(note, windows=packing.Windows(20, 6, 2), **options)
@@ -198,6 +200,7 @@ def test_documents_error_ahead_is_raised_with_the_first_row_of_its_window():
         encode=encoder(100),
         windows=packing.Windows(20, 6, 2),
         position=np.zeros(4, np.int64),
+        max_bad=9,
     )
     for _ in range(3):
         stream.next_row()

@@ -15,7 +15,7 @@ from hlat_jax import config as config_lib
 from hlat_jax import loop
 from hlat_jax.data import packing, peek, positions, sources
 from hlat_jax.data.loader import TrainBatches, batch_hash, batch_of
-from hlat_jax.data.streams import identity
+from hlat_jax.data.streams import NUM_FIELDS, identity
 from hlat_jax.data.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.xdist_group("peek")  # its run is costly: one process
@@ -158,7 +158,7 @@ def test_identity_knows_what_decides_batches_and_nothing_else(config):
     data = dataclasses.asdict(config_lib.resolve(config).data)
 
     def of(**changes):
-        facts = {"manifest_hash": "m", "tokenizer_sha256": "t", "num_batches": 12}
+        facts = {"manifest": {"hash": "m", "order": "o"}, "tokenizer_sha256": "t", "num_batches": 12}
         return identity(data | {key: changes.pop(key) for key in [*changes] if key in data}, **facts | changes)
 
     for same in (
@@ -181,7 +181,8 @@ def test_identity_knows_what_decides_batches_and_nothing_else(config):
               {"packing": "documents"}, {"packing": "documents", "window_documents": 9}, {"shuffle": False},
               {"max_document_chars": 9}]  # fmt: skip
     assert len({of(), *(of(**other) for other in others)}) == 1 + len(others)
-    assert len({of(), of(manifest_hash="n"), of(tokenizer_sha256="u"), of(num_batches=13)}) == 4
+    assert len({of(), of(manifest={"hash": "n", "order": "o"}), of(manifest={"hash": "m", "order": "p"}),
+                of(tokenizer_sha256="u"), of(num_batches=13)}) == 5  # fmt: skip
 
 
 def test_places_computed_from_lengths_are_those_of_the_streams(config, texts, monkeypatch):
@@ -205,7 +206,7 @@ def test_places_computed_from_lengths_are_those_of_the_streams(config, texts, mo
         if batch % 41 == 0:
             known = batches.get_state()
         batches.next_rows()
-    assert batches.get_state()[:, 1::4].min() >= 2  # epochs of both sources
+    assert batches.get_state()[:, 1::NUM_FIELDS].min() >= 2  # epochs of both sources
     batches.close()
 
 

@@ -2,6 +2,8 @@
 
 import json
 import os
+import shlex
+import shutil
 
 import pyarrow
 import pyarrow.parquet
@@ -138,6 +140,7 @@ def test_compressed_and_unknown_files_are_refused_with_a_remedy(tmp_path):
         ("a.parquet.gz", f"gunzip -k {tmp_path}/a.parquet.gz"),
         ("a.csv", ".jsonl"),
         ("noend", ".txt"),
+        ("one book.json", f"jq -c '.[]' '{tmp_path}/one book.json' > '{tmp_path}/one book.jsonl'"),
     ):
         (tmp_path / name).write_bytes(b"x")
         assert remedy in error_of(tmp_path / name)
@@ -155,7 +158,7 @@ def test_file_named_twice_is_refused(tmp_path):
     [
         (b'{"text": "cut of', "truncated JSON"),
         (b"{'text': 'quotes'}", "invalid or truncated JSON"),
-        (b'{"body": "x", "id": 1}', "no key 'text' (data.text_field); its keys are body, id"),
+        (b'{"body": "x", "id": 1}', "no key 'text'; its keys are 'body', 'id'"),
         (b'{"text": null}', "'text' is null"),
         (b'{"text": 7}', "'text' is int, not text"),
         (b'["text"]', "not a JSON object"),
@@ -255,7 +258,7 @@ def test_text_file_that_changes_under_a_run_is_noticed(tmp_path):
 def test_bad_parquet_is_named_by_file_and_reason(tmp_path):
     path = write_parquet(tmp_path / "a.parquet", ["a", "b", None])
     assert f"{path}, row 3: 'text' is null" in error_of(path)
-    assert "no column 'body' (data.text_field); it has text" in error_of(path, text_field="body")
+    assert "no column 'body'; it has text" in error_of(path, text_field="body")
     assert "not string" in error_of(write_parquet(tmp_path / "b.parquet", [1, 2]))
     path.write_bytes(path.read_bytes()[:-20])
     assert "not a complete Parquet file" in error_of(path)
@@ -334,3 +337,69 @@ def test_empty_document_is_a_bad_record_in_every_format_and_blanks_are_text(tmp_
             documents[1]
         assert place in str(caught.value)
         assert 'data.on_bad_record="skip"' in str(caught.value)
+
+
+def test_json_that_python_does_not_read_is_a_bad_record_and_its_keys_can_be_printed(tmp_path):
+    digits, half = '{"text": "a", "n": ' + "9" * 5000 + "}", '{"\\ud800": "x"}'
+    many = json.dumps({f"{number:02d}{'k' * 60}": "x" for number in range(13)})
+    (tmp_path / "a.jsonl").write_text("\n".join((digits, half, many, '{"text": "good"}')))
+    corpus = sources.open_corpus(str(tmp_path / "a.jsonl"), text_field="text", key="k")
+    messages = []
+    for index in range(3):
+        with pytest.raises(sources.BadRecord) as caught:
+            corpus[index]
+        messages.append(str(caught.value))
+    assert "a.jsonl, row 1: JSON that cannot be read: Exceeds the limit" in messages[0]
+    assert r"row 2: no key 'text'; its keys are '\ud800'." in messages[1]
+    assert messages[2].count("kkk...'") == 10
+    assert "'09kkk" in messages[2]
+    assert "' and 3 more." in messages[2]
+    assert "".join(messages).encode("utf-8")
+    assert corpus[3] == "good"
+
+
+def test_file_name_that_is_no_utf8_is_read_and_indexed_like_any_other(tmp_path):
+    name = os.fsdecode("caf\u00e9.jsonl".encode("latin-1"))
+    (tmp_path / name).write_text('{"text": "one"}\n{"text": "two"}\n')
+    for folder in (None, tmp_path / "index"):
+        corpus = sources.open_corpus(str(tmp_path), text_field="text", key="k", index_folder=folder)
+        assert [corpus[index] for index in range(2)] == ["one", "two"]
+    for suffix, write in ((".parquet", write_parquet), (".arrow", write_arrow)):
+        (tmp_path / "other").mkdir()
+        write(tmp_path / f"other/plain{suffix}", ["one", "two"]).rename(tmp_path / "other" / f"{name}{suffix}")
+        assert read_all(tmp_path / "other") == ["one", "two"]
+        shutil.rmtree(tmp_path / "other")
+    (tmp_path / name).rename(tmp_path / "plain.jsonl")
+    (tmp_path / "index").rename(tmp_path / ".index")
+    again = sources.open_corpus(str(tmp_path), text_field="text", key="k")
+    assert again.manifest["hash"] == corpus.manifest["hash"]
+
+
+def test_what_a_folder_holds_beside_known_suffixes_is_counted_and_told(tmp_path):
+    for name in ("b.json", "c.csv", "c2.csv", "book", ".hidden.csv", "_SUCCESS", ".git/config", "sub/d.csv"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"x")
+    assert "(passed over 5 files: .csv 3, .json 1, no suffix 1)" in error_of(tmp_path)
+    write_jsonl(tmp_path / "a.jsonl", ["x"])
+    corpus = sources.open_corpus(str(tmp_path), text_field="text", key="k")
+    assert corpus.passed_over == "passed over 5 files: .csv 3, .json 1, no suffix 1"
+    assert sources.open_corpus(str(tmp_path / "a.jsonl"), text_field="text", key="k").passed_over == ""
+
+
+def test_dataset_beside_the_text_it_was_built_from_is_refused(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", ["one"])
+    write_built(tmp_path / "built", ["one"], num_shards=1)
+    manifest = json.loads((tmp_path / "built/manifest.json").read_text())
+    assert read_all(tmp_path) == ["one", "one"]  # built from another file
+    manifest["sources"][0]["name"] = "a.jsonl"
+    (tmp_path / "built/manifest.json").write_text(json.dumps(manifest))
+    for spec in (tmp_path, f"{tmp_path}/*", f"{tmp_path}/a.jsonl,{tmp_path}/built"):
+        assert f"names the dataset {tmp_path}/built and {tmp_path}/a.jsonl, from which it was built" in error_of(spec)
+    assert read_all(tmp_path / "built") == ["one"]
+
+
+def test_remedy_of_a_compressed_file_can_be_pasted_into_a_shell(tmp_path):
+    (tmp_path / "two words.jsonl.gz").write_bytes(b"x")
+    command = error_of(tmp_path / "two words.jsonl.gz", text_field="my body").split("train on that: ")[1]
+    assert shlex.split(command)[3:] == ["build", f"{tmp_path}/two words.jsonl.gz", "--out", "two words",
+                                        "--text_field=my body"]  # fmt: skip

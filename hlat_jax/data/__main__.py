@@ -5,10 +5,13 @@ Owns their command lines and what they print. What they do is in the modules of 
 
 from __future__ import annotations
 
+import contextlib
+import io
+import os
 import pathlib
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from absl import flags, logging
 
@@ -22,7 +25,8 @@ USAGE = """Usage: python -m hlat_jax.data VERB ...
   stats --config=NAME                            documents, bytes, tokens and epochs of a config's data
   peek --config=NAME --step=N [--row=R]          the very text that a step trains on
 
-IN is a file, a folder or a glob of .jsonl, .parquet, .arrow, .txt or .md, also .gz or .zst of JSONL and text.
+IN is a file, a folder or a glob of .jsonl, .parquet, .arrow, .array_record, .txt or .md, also .gz or .zst of JSONL and
+text.
 VERB --help says more.
 """
 
@@ -54,14 +58,31 @@ def main(argv: Sequence[str]) -> int:
     if argv[0] not in verbs:
         raise ValueError(f"unknown verb {argv[0]!r}. {config_lib.nearest(argv[0], verbs)}")
     logging.set_verbosity(logging.ERROR)  # libraries tell of profilers; our own words are printed
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # names of files need not be UTF-8
     try:
-        return verbs[argv[0]](argv[1:])
+        with _heard_or_not():
+            return verbs[argv[0]](argv[1:])
     except OSError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("interrupted; run the same command again to go on.", file=sys.stderr)
         return 130
+
+
+@contextlib.contextmanager
+def _heard_or_not() -> Iterator[None]:
+    """Ends its body in peace when nobody reads standard output any more, as after `... | head -1`."""
+    try:
+        try:
+            yield
+        finally:
+            if sys.stdout is not None:  # a process may have none
+                sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left goes nowhere when Python ends
+        sys.exit(0)
 
 
 def _parse(argv: Sequence[str], values: flags.FlagValues, *, usage: str) -> list[str]:

@@ -9,6 +9,7 @@ Interprocess Communication", and its Message.fbs.
 from __future__ import annotations
 
 import os
+import shlex
 import struct
 from typing import Any, BinaryIO
 
@@ -52,7 +53,7 @@ def arrow_documents(snapshot: Snapshot, *, field: str, cache: ColumnCache) -> Pa
     def load(part: int) -> tuple[Any, int]:
         start, num_bytes = int(batches[part]["start"]), int(batches[part]["bytes"])
         if is_mapped[part]:
-            with pyarrow.memory_map(file.where) as mapped:
+            with pyarrow.memory_map(os.fsencode(file)) as mapped:
                 raw = mapped.read_buffer().slice(start, num_bytes)  # stays mapped without a descriptor
         else:
             raw = pyarrow.py_buffer(snapshot.read(start, num_bytes))
@@ -84,7 +85,7 @@ def _index(snapshot: Snapshot) -> tuple[pyarrow.Schema, np.ndarray]:
             elif kind == _DICTIONARY_BATCH:
                 raise ValueError(
                     f"{snapshot.file} holds dictionaries, which are not read by number. Convert it and train on that: "
-                    f"python -m hlat_jax.data build {snapshot.file} --out DIR"
+                    f"python -m hlat_jax.data build {shlex.quote(snapshot.file.where)} --out DIR"
                 )
             elif kind == _RECORD_BATCH:
                 rows = _field(metadata, header, 0)
@@ -147,7 +148,7 @@ def _field(metadata: bytes, table: int, number: int) -> int:
 
 def open_arrow(file: DataFile) -> pyarrow.RecordBatchReader | pyarrow.ipc.RecordBatchFileReader:
     """Returns pyarrow's own reader of a file or stream, for going through it in order."""
-    opened = file.open() if file.is_remote else pyarrow.memory_map(os.fspath(file))
+    opened = file.open() if file.is_remote else pyarrow.memory_map(os.fsencode(file))
     try:
         is_file = opened.read(len(FILE_MAGIC)) == FILE_MAGIC
         opened.seek(0)

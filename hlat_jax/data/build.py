@@ -1,7 +1,7 @@
 """`python -m hlat_jax.data build`: text of any format to one folder of ArrayRecord shards with a manifest.
 
 Owns the plan of a build, its processes, what a second run makes of a first one's remains, and the manifest. The same
-inputs and options give the same bytes, whatever the number of workers and however often the build was killed: inputs
+inputs and options give the same shards, whatever the number of workers and however often the build was killed: inputs
 are grouped by their sizes into tasks, shards are cut by their text, and manifest.json, written last, makes them a
 dataset. Until then everything lies in the hidden folder DIR/.building. What a task does is build_task.
 """
@@ -32,16 +32,21 @@ from hlat_jax.durable import sync_folder
 from hlat_jax.metrics import duration
 
 _BUILDING = ".building"
+_FEW_DOCUMENTS = 32  # batches of that many rows are common
 _PLAN, _RENAMES = "plan.json", "renames.json"
 
 
 @dataclasses.dataclass(frozen=True)
 class Built:
-    """What a build left: its manifest, messages of some skipped records, and whether it was there before."""
+    """What a build left: its manifest, messages of some skipped records, and whether it was there before.
+
+    `passed_over` says what the folders of its inputs hold that is not read.
+    """
 
     manifest: dict[str, Any]
     bad: tuple[str, ...] = ()
     was_complete: bool = False
+    passed_over: str = ""
 
 
 def num_cores() -> int:
@@ -70,12 +75,14 @@ def build(
       ValueError: bad input (see sources), no documents or none with text, or an `out` that holds something else.
       OSError: the disk is full or broken, or a worker was killed. Finished shards are kept.
     """
-    found = inputs.resolve(words)
+    searched = inputs.find(words)
+    _refuse_inside(out, searched.folders)
+    found = inputs.opened(searched)
     tokenizer = Tokenizer(options.tokenizer) if options.tokenizer else None
     plan = _plan(found, options=options, tokenizer=tokenizer)
     complete = _complete(out, plan)
     if complete is not None:
-        return Built(complete, was_complete=True)
+        return Built(complete, was_complete=True, passed_over=searched.told())
     with _unfinished(out, plan) as folder:
         bad: tuple[str, ...] = ()
         if not (folder / MANIFEST_NAME).exists():
@@ -88,7 +95,16 @@ def build(
                 raise
             _write_manifest(folder, manifest, facts=facts)
             bad = tuple(message for shard in facts for message in shard["bad"])
-        return Built(_put_in_place(out, folder), bad=bad)
+        return Built(_put_in_place(out, folder), bad=bad, passed_over=searched.told())
+
+
+def _refuse_inside(out: pathlib.Path, folders: Sequence[pathlib.Path]) -> None:
+    for folder in folders:
+        if out.resolve().is_relative_to(folder.resolve()):
+            raise ValueError(
+                f"--out={out} lies in {folder}, which is an input: whoever reads that folder later would meet every "
+                "document twice. Choose a folder beside it."
+            )
 
 
 def _plan(found: Sequence[inputs.Input], *, options: Options, tokenizer: Tokenizer | None) -> dict[str, Any]:
@@ -119,7 +135,8 @@ def _complete(out: pathlib.Path, plan: dict[str, Any]) -> dict[str, Any] | None:
         is_same = False
     if not is_same:
         raise ValueError(
-            f"--out={out} holds a dataset of other inputs or options; choose another folder, or remove this one."
+            f"--out={out} holds a dataset of other inputs or options, or its inputs were written again since; choose "
+            "another folder, or remove this one."
         )
     shutil.rmtree(out / _BUILDING, ignore_errors=True)
     return manifest
@@ -311,6 +328,12 @@ def summary(built: Built, *, out: pathlib.Path, passed_s: float) -> str:
     if manifest["bad_records"]:
         lines.append(f"left out {manifest['bad_records']:,} bad records{', such as' if built.bad else ''}")
         lines += [f"  {message}" for message in built.bad[:5]]
+    lines += [built.passed_over] if built.passed_over else []
+    if manifest["documents"] < _FEW_DOCUMENTS:
+        lines.append(
+            f"few documents: each row of a batch reads its own, so data.batch_size can be {manifest['documents']} at "
+            "most. A .txt or .md file is one document: split the text into more files, or write JSONL."
+        )
     hint = f"train on it with --config.data.train={out}"
     if manifest["kind"] == "tokens":
         hint += f" --config.model.vocab_size={manifest['vocab_size']} and the same tokenizer"

@@ -207,7 +207,7 @@ def _items(task: Task, *, start: tuple[int, int], options: Options, shared: Shar
             count += 1  # noqa: SIM113 - enumerate would keep a document while the next one is read
             if isinstance(document, BadRecord):
                 if options.on_bad_record == "raise":
-                    raise inputs.said_here(document)
+                    raise document.said_by_a_command()
             else:
                 counted = min(len(document), uncounted)  # the text is about what the file holds, or more if compressed
                 uncounted -= counted
@@ -274,7 +274,7 @@ def _encoded_block(block: list[_Item], encode: Callable[[str], shards.Encoded]) 
     while block:
         place, document = block.pop()
         is_bad = isinstance(document, BadRecord)
-        done.append(_Done(place, None if is_bad else encode(document), str(document) if is_bad else ""))
+        done.append(_Done(place, None if is_bad else encode(document), document.problem if is_bad else ""))
         del document
     return done
 

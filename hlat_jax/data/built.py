@@ -26,13 +26,12 @@ import numpy as np
 from array_record.python import array_record_module
 
 from hlat_jax.data import records
+from hlat_jax.data.array_record import READER_OPTIONS
 from hlat_jax.data.files import MANIFEST_NAME, SHARD_SUFFIX, DataFile, Snapshot
 
 FORMAT = 2
 _MAX_OPEN_SHARDS = 128
 _LARGE_RECORD_BYTES = 16 << 20
-# without read-ahead a read of one record reads that record; a pool of threads for one record costs more than it gives
-_READER_OPTIONS = "readahead_buffer_size:0,max_parallelism:0"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,7 +164,7 @@ class _Shards:
             if reader is None:
                 path = os.fspath(self.snapshots[shard].file)
                 reader = array_record_module.ArrayRecordReader(
-                    path, options=_READER_OPTIONS, file_reader_buffer_size=1 << 15
+                    path, options=READER_OPTIONS, file_reader_buffer_size=1 << 15
                 )
                 self._readers[shard] = reader
                 if len(self._readers) > _MAX_OPEN_SHARDS:

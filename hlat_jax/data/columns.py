@@ -9,6 +9,8 @@ from __future__ import annotations
 import collections
 import concurrent.futures
 import contextlib
+import os
+import shlex
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
@@ -96,14 +98,17 @@ def text_column(schema: pyarrow.Schema, field: str, *, where: str, dictionaries:
     except UnicodeDecodeError as error:
         raise ValueError(f"{where} is damaged: a column's name is no UTF-8 ({error}); write it again.") from None
     if field not in names:
-        raise ValueError(f"{where} has no column {field!r} (data.text_field); it has {', '.join(names)}.")
+        raise ValueError(
+            f"{where} has no column {field!r}; it has {', '.join(names)}; set data.text_field, or --text_field of a "
+            "command."
+        )
     if names.count(field) > 1:
-        raise ValueError(f"{where} has {names.count(field)} columns {field!r} (data.text_field); leave one.")
+        raise ValueError(f"{where} has {names.count(field)} columns {field!r}; leave one.")
     kind, types = schema.field(field).type, pyarrow.types
     if dictionaries and types.is_dictionary(kind):
         kind = kind.value_type
     if not any(test(kind) for test in (types.is_string, types.is_large_string, types.is_string_view)):
-        raise ValueError(f"{where}: column {field!r} (data.text_field) is {kind}, not string.")
+        raise ValueError(f"{where}: column {field!r} is {kind}, not string.")
     return schema.get_field_index(field)
 
 
@@ -185,7 +190,8 @@ def too_large(file: DataFile, part: str, *, num_bytes: int, limit: int) -> Value
     """Returns the error for a part that would have to be decoded whole."""
     return ValueError(
         f"{file}, {part}: {num_bytes >> 20} MiB are decoded to read any one document in it, more than "
-        f"{limit >> 20} MiB. Convert it and train on that: python -m hlat_jax.data build {file} --out DIR"
+        f"{limit >> 20} MiB. Convert it and train on that: "
+        f"python -m hlat_jax.data build {shlex.quote(file.where)} --out DIR"
     )
 
 
@@ -249,7 +255,9 @@ def open_parquet(file: DataFile, **options: Any) -> pyarrow.parquet.ParquetFile:
       ValueError: it is not a complete Parquet file.
     """
     try:
-        return pyarrow.parquet.ParquetFile(file.open() if file.is_remote else file.where, **options)
+        return pyarrow.parquet.ParquetFile(
+            file.open() if file.is_remote else pyarrow.OSFile(os.fsencode(file)), **options
+        )
     except (pyarrow.ArrowException, OSError) as error:
         raise ValueError(f"{file} is not a complete Parquet file ({error}); write it again.") from None
 

@@ -167,10 +167,15 @@ class Snapshot:
             raise ValueError(f"{file} cannot be read: {reason(error)}.") from None
 
     @property
+    def state(self) -> str:
+        """What changes when the file is written again, also where the fingerprint does not look."""
+        return f"{self.size}\n{self._times}\n{self.fingerprint}"
+
+    @property
     def identity(self) -> str:
-        """32 hex digits that change when the file is written again, also where the fingerprint does not look."""
-        facts = f"{self.file.where}\n{self.size}\n{self._times}\n{self.fingerprint}"
-        return hashlib.blake2b(facts.encode(), digest_size=16).hexdigest()
+        """32 hex digits of the place of the file and its state."""
+        facts = f"{self.file.where}\n{self.state}"
+        return hashlib.blake2b(os.fsencode(facts), digest_size=16).hexdigest()
 
     def check(self) -> None:
         """Raises ValueError if a local file is not the one that was opened."""

@@ -6,6 +6,7 @@ Owns the one place where `build`, `tokenizer` and their kind read text. Refuses 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import itertools
 import pathlib
 from collections.abc import Iterator, Sequence
@@ -23,7 +24,7 @@ class Input:
     Attributes:
       file: as streaming takes it.
       size: bytes on the disk; of a dataset, its bytes of text.
-      fingerprint: 32 hex digits that change when the input does.
+      fingerprint: 32 hex digits that change when the input does, or a local file is written again.
       number: its place among the inputs.
     """
 
@@ -33,18 +34,22 @@ class Input:
     number: int
 
 
-def resolve(words: Sequence[str]) -> list[Input]:
-    """Returns the inputs that the words of a command name, in the order in which training would read them.
+def find(words: Sequence[str]) -> paths.Found:
+    """Returns the files that the words of a command name; raises as paths.find_files does."""
+    return paths.find_files(words, key=KEY, allow_compressed=True)
+
+
+def opened(found: paths.Found) -> list[Input]:
+    """Returns the inputs in the order in which training would read them.
 
     Raises:
-      ValueError: see paths.resolve_files; a file that cannot be read; a dataset that is damaged, or of token ids, whose
-        text is gone.
+      ValueError: a file that cannot be read; a dataset that is damaged, or of token ids, whose text is gone.
     """
-    found: list[Input] = []
-    for file in paths.resolve_files(",".join(words), key=KEY, allow_compressed=True):
+    inputs: list[Input] = []
+    for file in found.files:
         size, print_ = _built_facts(file) if file.is_built else _file_facts(file)
-        found.append(Input(file, size=size, fingerprint=print_, number=len(found)))
-    return found
+        inputs.append(Input(file, size=size, fingerprint=print_, number=len(inputs)))
+    return inputs
 
 
 def names(inputs: Sequence[Input]) -> list[str]:
@@ -73,17 +78,9 @@ def read(input_: Input, *, text_field: str) -> Iterator[str | BadRecord]:
         yield found.pop()  # not kept here while the next one is read
 
 
-def said_here(error: BadRecord) -> ValueError:
-    """Returns the error of a bad record as a command says it, whose flag has another name than the config's key."""
-    return ValueError(str(error).replace('data.on_bad_record="skip"', "--on_bad_record=skip"))
-
-
 def _file_facts(file: files.DataFile) -> tuple[int, str]:
-    try:
-        size = file.state()[0]
-        return size, files.fingerprint(file, size=size)
-    except OSError as error:
-        raise ValueError(f"{file} cannot be read: {error.strerror or error}.") from None
+    snapshot = files.Snapshot(file)
+    return snapshot.size, hashlib.blake2b(snapshot.state.encode(), digest_size=16).hexdigest()
 
 
 def _built_facts(file: files.DataFile) -> tuple[int, str]:

@@ -60,7 +60,7 @@ def line_index(snapshot: Snapshot, *, folder: pathlib.Path | None = None) -> Lin
         parts = list(_scan(snapshot, digest))
         spans, blanks = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
         return LineIndex(spans, blanks, content_hash=digest.hexdigest())
-    place = hashlib.blake2b(snapshot.file.where.encode(), digest_size=8).hexdigest()
+    place = hashlib.blake2b(os.fsencode(snapshot.file.where), digest_size=8).hexdigest()
     path = pathlib.Path(folder) / f"{snapshot.file.name}-{place}.lines"
     kept = _read_index(path, snapshot=snapshot)
     if kept is not None:
@@ -147,7 +147,7 @@ def _write_parts(file: BinaryIO, *, snapshot: Snapshot) -> None:
 def _read_index(path: pathlib.Path, *, snapshot: Snapshot) -> LineIndex | None:
     """Returns the index at `path`, or None if there is none, or one of another state of the file, or half of one."""
     try:
-        with pyarrow.memory_map(str(path)) as file:
+        with pyarrow.memory_map(os.fsencode(path)) as file:
             buffer = file.read_buffer()  # stays mapped when the descriptor is gone, so many files need none
     except FileNotFoundError:
         return None

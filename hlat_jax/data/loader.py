@@ -27,7 +27,7 @@ from hlat_jax.data.tokenizer import Tokenizer
 class TrainBatches(grain.DatasetIterator):
     """An endless Grain iterator of (Batch, position) over `rows` of the global batch; None: all of them.
 
-    Batch: NumPy, [len(rows), seq_len]. position: int64[len(rows), 1 + 4 S] (see streams), the place of those rows AFTER
+    Batch: NumPy, [len(rows), seq_len]. position: int64[len(rows), 1 + 6 S] (see streams), the place of those rows AFTER
     the batch; handed to a new TrainBatches of any rows, it gives the batches that follow. Threads never change a batch.
     An error in a document is raised by `__next__` for the batch that the document would have entered, and again then.
 
@@ -69,7 +69,7 @@ class TrainBatches(grain.DatasetIterator):
         return [(source, row) for source, row, _ in made]
 
     def get_state(self) -> np.ndarray:
-        """Returns int64[len(rows), 1 + 4 S]: the position after the batch returned last."""
+        """Returns int64[len(rows), 1 + 6 S]: the position after the batch returned last."""
         return self._position.copy()
 
     def set_state(self, state: np.ndarray) -> None:

@@ -1,9 +1,12 @@
-"""Which source fills which row: the grammar of sources and stages, and a choice that needs no memory.
+"""Which source fills which row: the grammar of sources and stages, and a choice by the tokens that a row still owes.
 
-Row r of batch k is filled by the source whose share of [0, 1) holds the point u = frac(r * a1 + k * a2), where
-(a1, a2) = (1/p, 1/p^2) and p is the plastic number: the R2 sequence, whose points lie evenly over every run of rows, of
-batches, and of both. So each batch and each stream has nearly the right shares, and batch k says where its rows come
-from without looking at the batches before it. Shares are of rows: under `concat`, of tokens too.
+Every row keeps its own account, so that no process need know the rows of another. For row r of batch k a source is
+named: the one whose share of [0, 1) holds the point u = frac(r * a1 + k * a2), where (a1, a2) = (1/p, 1/p^2) and p is
+the plastic number: the R2 sequence, whose points lie evenly over every run of rows, of batches, and of both. That
+source is then owed the tokens of one full row, the row is taken from the source that is owed most, and pays for the
+tokens in it; what is padding is paid by all sources by their shares. What is owed stays within a few rows, so the
+tokens of each source, not its rows, have the share that its weight says. Where every row is full, as under `concat`,
+it is always the named source that is owed most, and batch k needs no account.
 Source: Roberts, "The Unreasonable Effectiveness of Quasirandom Sequences" (2018), for R2.
 
 Owns that choice and its grammar. Refuses to know files, documents and tokens. Imports no JAX.
@@ -15,6 +18,7 @@ import bisect
 import dataclasses
 import fractions
 import itertools
+import math
 import re
 from collections.abc import Sequence
 
@@ -68,16 +72,24 @@ class Stage:
     Attributes:
       until_step: the first batch of the next stage; None: for ever.
       shares: exact, one a source, in the order of the sources; their sum is 1.
+      until_tokens: where rows hold padding, the tokens with which it ends in place of `until_step`, which is then the
+        first batch that the next stage can have.
     """
 
     until_step: int | None
     shares: tuple[fractions.Fraction, ...]
+    until_tokens: int | None = None
+
+    def is_over(self, batch: int, *, num_tokens: int) -> bool:
+        """Returns whether the stage ends before `batch`, if `num_tokens` were emitted before it. Not for the last."""
+        return batch >= self.until_step if self.until_tokens is None else num_tokens >= self.until_tokens
 
 
-def parse_stages(spec: str, *, names: Sequence[str], batch_tokens: int) -> tuple[Stage, ...]:
+def parse_stages(spec: str, *, names: Sequence[str], batch_tokens: int, has_padding: bool = False) -> tuple[Stage, ...]:
     """Returns the stages of `NAME=W,NAME=W[ until_step=N| until_tokens=N];...`; "" gives the only source everything.
 
-    `batch_tokens` is what one batch holds: a stage until N tokens ends with the batch that reaches N.
+    `batch_tokens` is what one batch holds at most, and with `has_padding` mostly less: a stage until N tokens ends with
+    the batch that reaches N.
 
     Raises:
       ValueError: a name that is no source or is missing, a weight that is no number or negative, weights that are all
@@ -99,27 +111,31 @@ def parse_stages(spec: str, *, names: Sequence[str], batch_tokens: int) -> tuple
         if (unit is None) != (number == len(parts)):
             what = "is the last and must not have" if unit else "is not the last and must have"
             raise ValueError(f"{where} {what} an until_step or until_tokens.")
-        until = None
+        until = tokens = None
         if unit:
             amount = _count(count, where=where)
             until = amount if unit == "step" else -(-amount // batch_tokens)
+            tokens = amount if unit == "tokens" and has_padding else None
             if until <= before:
                 raise ValueError(f"{where} ends with step {until}, but must end after step {before}.")
             before = until
-        stages.append(Stage(until, shares))
+        stages.append(Stage(until, shares, tokens))
     return tuple(stages)
 
 
 def first_stages(stages: Sequence[Stage], *, num_batches: int) -> list[tuple[int, list[str]]]:
     """Returns (end, exact shares) of what holds for the first `num_batches` batches; alike for what means the same.
 
-    Neighbours of equal shares are one, and what begins behind the end is left out.
+    Neighbours of equal shares are one, and what begins behind the end is left out. A stage that ends by tokens counts
+    as long as it lasts at least; one that may have ended has its tokens beside its shares.
     """
     found: list[tuple[int, list[str]]] = []
     for stage in stages:
         begin = found[-1][0] if found else 0
         end = num_batches if stage.until_step is None else min(stage.until_step, num_batches)
         shares = [str(share) for share in stage.shares]
+        if stage.until_tokens is not None and end < num_batches:
+            shares.append(f"{stage.until_tokens} tokens")
         if end > begin:
             if found and found[-1][1] == shares:
                 found.pop()
@@ -164,29 +180,88 @@ def _count(text: str, *, where: str) -> int:
     return int(number)
 
 
+@dataclasses.dataclass(frozen=True)
+class Turn:
+    """Which source gives one row, and the account of that row before it.
+
+    Attributes:
+      source: its number.
+      row_tokens: tokens of a full row.
+      shares: those of its stage.
+      padding: places without token in the rows before.
+      emitted, owed: as of Mixture.turn; `owed` with the credit for this row.
+    """
+
+    source: int
+    row_tokens: int
+    shares: tuple[fractions.Fraction, ...]
+    padding: int
+    emitted: tuple[int, ...]
+    owed: tuple[int, ...]
+
+    def settled(self, num_tokens: int) -> tuple[list[int], list[int]]:
+        """Returns (emitted, owed) after a row of `num_tokens` tokens; the sum of what is owed is 0 before and after."""
+        emitted, owed = list(self.emitted), list(self.owed)
+        emitted[self.source] += num_tokens
+        owed[self.source] -= num_tokens
+        padding, paid = self.padding + self.row_tokens - num_tokens, 0
+        for source, bound in enumerate(itertools.accumulate(self.shares)):
+            # rounded as sums over all rows and sources, so that no error grows
+            until = math.floor(bound * padding) - math.floor(bound * self.padding)
+            owed[source] -= until - paid
+            paid = until
+        return emitted, owed
+
+
 class Mixture:
     """The choice of a source for every row of every batch, from stages.
 
     Attributes:
       names: the sources, in order.
       stages: see parse_stages.
+      num_rows: rows of a batch, over which the tokens of a stage are spread evenly.
     """
 
-    def __init__(self, names: Sequence[str], *, stages: Sequence[Stage]):
-        self.names, self.stages = tuple(names), tuple(stages)
-        self._ends = [stage.until_step for stage in self.stages[:-1]]
+    def __init__(self, names: Sequence[str], *, stages: Sequence[Stage], num_rows: int = 1):
+        self.names, self.stages, self.num_rows = tuple(names), tuple(stages), num_rows
         # source i has the points below bound i and not below bound i - 1; an empty interval holds none
         self._bounds = [[int(bound * _UNIT) for bound in itertools.accumulate(s.shares)] for s in self.stages]
 
+    def turn(self, row: int, *, batch: int, row_tokens: int, emitted: Sequence[int], owed: Sequence[int]) -> Turn:
+        """Returns the turn of one row of one batch.
+
+        Args:
+          row_tokens: tokens of a full row.
+          emitted: tokens of each source in the rows `row` of the batches before.
+          owed: tokens owed to each source for those, see Turn.settled.
+        """
+        num_tokens = sum(emitted)
+        stage = self._stage(batch, num_tokens=num_tokens * self.num_rows)
+        shares, owed = self.stages[stage].shares, list(owed)
+        owed[self._named(stage, row, batch)] += row_tokens
+        weighted = (source for source, share in enumerate(shares) if share)
+        most = max(weighted, key=lambda source: owed[source])  # the first of equals
+        return Turn(most, row_tokens, shares, batch * row_tokens - num_tokens, tuple(emitted), tuple(owed))
+
     def source(self, row: int, *, batch: int) -> int:
-        """Returns the number of the source of one row of one batch."""
+        """Returns the number of the source of one row of one batch, where all rows are full."""
+        return self._named(self._stage(batch, num_tokens=0), row, batch)
+
+    def _stage(self, batch: int, *, num_tokens: int) -> int:
+        stages = enumerate(self.stages[:-1])
+        running = (number for number, stage in stages if not stage.is_over(batch, num_tokens=num_tokens))
+        return next(running, len(self.stages) - 1)
+
+    def _named(self, stage: int, row: int, batch: int) -> int:
         point = (row * _STEP_ROW + batch * _STEP_BATCH) % _UNIT
-        return bisect.bisect_right(self._bounds[bisect.bisect_right(self._ends, batch)], point)
+        return bisect.bisect_right(self._bounds[stage], point)
 
     def row_counts(self, row: int, *, num_batches: int) -> np.ndarray:
-        """Returns int64[sources]: how many of the first `num_batches` batches have their row `row` from each source."""
+        """Returns int64[sources]: how many of the first `num_batches` batches have their row `row` from each source,
+        where all rows are full."""
         counts, begin = np.zeros(len(self.names), np.int64), 0
-        for bounds, end in zip(self._bounds, [*self._ends, num_batches], strict=True):
+        ends = [stage.until_step for stage in self.stages[:-1]]
+        for bounds, end in zip(self._bounds, [*ends, num_batches], strict=True):
             end = min(end, num_batches)
             for start in range(begin, end, 1 << 20):
                 batches = np.arange(start, min(start + (1 << 20), end), dtype=np.uint64)
@@ -202,5 +277,7 @@ class Mixture:
         for stage in self.stages:
             named = zip(self.names, stage.shares, strict=True)
             shares = ", ".join(f"{name} {float(share):.2%}" for name, share in named)
-            lines.append(shares if stage.until_step is None else f"{shares} until step {stage.until_step:,}")
+            until = "" if stage.until_step is None else f" until step {stage.until_step:,}"
+            until = until if stage.until_tokens is None else f" until {stage.until_tokens:,} tokens"
+            lines.append(shares + until)
         return "; then ".join(lines)

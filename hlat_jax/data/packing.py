@@ -83,8 +83,10 @@ class ConcatStream:
     gives (epoch, document + 1, 0). Going on from a position tokenizes at most that one document again.
     """
 
-    def __init__(self, read: Read, *, num_documents: int, encode: Encode, seq_len: int, position: np.ndarray):
-        self._read, self._encode = read, encode
+    def __init__(
+        self, read: Read, *, num_documents: int, encode: Encode, seq_len: int, position: np.ndarray, max_bad: int
+    ):
+        self._read, self._encode, self._max_bad = read, encode, max_bad
         self._num_documents, self._seq_len = num_documents, seq_len
         self._epoch, self._document, self._token, self._skipped = (int(value) for value in position)
         self._rest = np.zeros(0, np.int32)  # tokens of the present piece that no row has taken yet
@@ -101,8 +103,8 @@ class ConcatStream:
         """Returns the next row.
 
         Raises:
-          ValueError: a document that cannot be read, a position behind the end of its document, or a stream of which
-            every document is a bad record.
+          ValueError: a document that cannot be read, a position behind the end of its document, or
+            `max_bad` bad records one after another.
         """
         parts, spans, filled = [], [], 0
         while filled < self._seq_len:
@@ -125,7 +127,7 @@ class ConcatStream:
             if document is None and not self._skip:
                 self._skipped += 1
                 self._skipped_in_a_row += 1
-                _refuse_all_bad(self._skipped_in_a_row, self._num_documents)
+                _refuse_all_bad(self._skipped_in_a_row, self._max_bad)
             else:
                 self._skipped_in_a_row = 0
             self._pieces = iter(()) if document is None else self._encode(document)
@@ -158,11 +160,11 @@ def _joined(spans: Iterable[Span]) -> tuple[Span, ...]:
     return tuple(joined)
 
 
-def _refuse_all_bad(skipped: int, num_documents: int) -> None:
-    """Raises when so many bad records in a row hold a whole epoch."""
-    if skipped >= 2 * num_documents:
+def _refuse_all_bad(skipped: int, max_bad: int) -> None:
+    """Raises when there are as many bad records one after another as no good document lies between."""
+    if skipped >= max_bad:
         raise ValueError(
-            f"all {num_documents} documents of one row are bad records; mend the data, or see what they are with "
+            f"the last {skipped} documents that one row met are bad records; mend the data, or see what they are with "
             'data.on_bad_record="raise".'
         )
 
@@ -186,10 +188,12 @@ class DocumentsStream:
     With each row, a share of the next window is tokenized, so that no row waits for a whole window but the first.
     """
 
-    def __init__(self, read: Read, *, num_documents: int, encode: Encode, windows: Windows, position: np.ndarray):
+    def __init__(
+        self, read: Read, *, num_documents: int, encode: Encode, windows: Windows, position: np.ndarray, max_bad: int
+    ):
         self._read, self._encode, self._num_documents, self._windows = read, encode, num_documents, windows
         self._epoch, self._document, self._row, self._skipped = (int(value) for value in position)
-        self._skipped_in_a_row = 0
+        self._skipped_in_a_row, self._max_bad = 0, max_bad
         self._next_window = self._window(self._epoch, self._document)
         self._rows: list[list[tuple[Span, np.ndarray]]] | None = None
         self._num_taken = 0  # rows taken from this window since it was opened here
@@ -203,8 +207,8 @@ class DocumentsStream:
         """Returns the next row.
 
         Raises:
-          ValueError: a document that cannot be read, a position behind the last row of its window, or a stream of which
-            every document is a bad record.
+          ValueError: a document that cannot be read, a position behind the last row of its window, or
+            `max_bad` bad records one after another.
         """
         while self._rows is None:
             self._open_window()
@@ -229,7 +233,7 @@ class DocumentsStream:
         if self._row == 0:  # else they were counted with the first row
             self._skipped += window.num_bad
         self._skipped_in_a_row = 0 if found else self._skipped_in_a_row + window.num_bad
-        _refuse_all_bad(self._skipped_in_a_row, self._num_documents)
+        _refuse_all_bad(self._skipped_in_a_row, self._max_bad)
         rows = best_fit([len(tokens) for _, tokens in found], capacity=self._windows.seq_len)
         if self._row and self._row >= len(rows):
             raise ValueError(

@@ -73,7 +73,7 @@ def computed(
     lengths: Sequence[np.ndarray],
     start: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Returns int64[1 + 4 S], where row `row` of batch `batch` begins under `concat`, from the documents' lengths.
+    """Returns int64[1 + 6 S], where row `row` of batch `batch` begins under `concat`, from the documents' lengths.
 
     Reads no document, and looks at the lengths of those behind `start` only, the place of that row at an earlier batch;
     None: the beginning. `lengths`: tokens of each document with EOS, one array a source.
@@ -84,7 +84,7 @@ def computed(
     counts -= definition.mixture.row_counts(row, num_batches=begun)
     for source, num_rows in enumerate(counts):
         fields = position[1 + NUM_FIELDS * source :][:NUM_FIELDS]
-        epoch, document, token, skipped = (int(value) for value in fields)
+        epoch, document, token, skipped, emitted, owed = (int(value) for value in fields)
         place = token + int(num_rows) * seq_len  # from the beginning of `document`
         num_own = definition.num_entries(source, row=row)
         while True:
@@ -97,7 +97,8 @@ def computed(
             if document == num_own:
                 epoch, document = epoch + 1, 0
         passed = int(np.searchsorted(ends, place, side="right"))
-        fields[:] = (epoch, document + passed, place - (int(ends[passed - 1]) if passed else 0), skipped)
+        token = place - (int(ends[passed - 1]) if passed else 0)
+        fields[:] = (epoch, document + passed, token, skipped, emitted + int(num_rows) * seq_len, owed)
     return position
 
 
@@ -141,7 +142,7 @@ def _read(path: pathlib.Path, step: int) -> tuple[np.ndarray, str] | None:
         metadata = run["metadata"]
         found = identity(
             metadata["config"]["data"],
-            manifest_hash=metadata["manifest"]["hash"],
+            manifest=metadata["manifest"],
             tokenizer_sha256=metadata["tokenizer_sha256"],
             num_batches=step,
         )

@@ -6,19 +6,35 @@ import json
 from typing import Any
 
 MAX_RECORD_BYTES = 1 << 30
+_REMEDY = "Mend or remove it, set {field} if the text is elsewhere, or pass over such records with {skip}."
+_KEYS_SHOWN = 10
+_KEY_CHARS_SHOWN = 40
 
 
 class BadRecord(ValueError):
-    """One record that cannot be used; `data.on_bad_record="skip"` passes over it. Trouble of a file is no BadRecord."""
+    """One record that cannot be used; `data.on_bad_record="skip"` passes over it. Trouble of a file is no BadRecord.
+
+    Attributes:
+      problem: file, row and reason, without the remedy for a run, which a command says in its own words.
+    """
+
+    def __init__(self, problem: str):
+        remedy = _REMEDY.format(field="data.text_field", skip='data.on_bad_record="skip"')
+        super().__init__(
+            f"{problem} {remedy} A run that has begun keeps to its text: a changed file needs another --workdir."
+        )
+        self.problem = problem
+
+    def said_by_a_command(self) -> ValueError:
+        """Returns the error as `build` and `tokenizer` say it, with their flags."""
+        remedy = _REMEDY.format(field="--text_field", skip="--on_bad_record=skip")
+        return ValueError(f"{self.problem} {remedy}")
 
 
 def bad_record(where: str, row: int | None, reason: str) -> BadRecord:
     """Returns the error for `row` of the file `where`, rows counted from 1; None: the file is one document."""
     place = where if row is None else f"{where}, row {row}"
-    return BadRecord(
-        f'{place}: {reason} Mend or remove it, or pass over such records with data.on_bad_record="skip". '
-        "A run that has begun keeps to its text: a changed file needs another --workdir."
-    )
+    return BadRecord(f"{place}: {reason}")
 
 
 def checked_text(text: Any, *, field: str, where: str, row: int) -> str:
@@ -75,11 +91,20 @@ def json_text(line: bytes | bytearray, *, field: str, where: str, row: int) -> s
     except json.JSONDecodeError as error:
         reason = f"invalid or truncated JSON: {error.msg} at character {error.pos} of {num_bytes} bytes."
         raise bad_record(where, row, reason) from None
+    except ValueError as error:  # such as an integer of more digits than Python reads
+        raise bad_record(where, row, f"JSON that cannot be read: {error}.") from None
     except RecursionError:
         raise bad_record(where, row, "JSON nested too deeply.") from None
     if not isinstance(record, dict):
         raise bad_record(where, row, "not a JSON object.")
     if field not in record:
-        keys = ", ".join(sorted(record)) or "none"
-        raise bad_record(where, row, f"no key {field!r} (data.text_field); its keys are {keys}.")
+        raise _no_key(record, field=field, where=where, row=row)
     return checked_text(record[field], field=field, where=where, row=row)
+
+
+def _no_key(record: dict[str, Any], *, field: str, where: str, row: int) -> BadRecord:
+    # as Python would write them: JSON can spell keys that no terminal shows, and half of a surrogate pair
+    keys = [repr(key if len(key) <= _KEY_CHARS_SHOWN else f"{key[:_KEY_CHARS_SHOWN]}...") for key in sorted(record)]
+    more = f" and {len(keys) - _KEYS_SHOWN} more" if len(keys) > _KEYS_SHOWN else ""
+    told = f"{', '.join(keys[:_KEYS_SHOWN])}{more}" if keys else "none"
+    return bad_record(where, row, f"no key {field!r}; its keys are {told}.")

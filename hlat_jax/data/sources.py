@@ -1,9 +1,9 @@
 """Documents by number: all that a config names as one sequence of texts, and the manifest that says what it is.
 
 Owns the manifest, the concatenation of files, and where a document came from. The formats have files of their own:
-jsonl, columns (Parquet), arrow_ipc, built (ArrayRecord). Refuses to know the order in which documents are visited,
-tokens, or rows: a document here is a number and its text, or its token ids where a dataset stores those. Files are read
-in place; nothing is converted or copied.
+jsonl, columns (Parquet), arrow_ipc, array_record, built (datasets). Refuses to know the order in which documents are
+visited, tokens, or rows: a document here is a number and its text, or its token ids where a dataset stores those. Files
+are read in place; nothing is converted or copied.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from typing import Any
 import numpy as np
 
 from hlat_jax.data import records
+from hlat_jax.data.array_record import ArrayRecordDocuments
 from hlat_jax.data.arrow_ipc import arrow_documents
 from hlat_jax.data.built import BuiltTokens, manifest_fingerprint, open_built
 from hlat_jax.data.columns import ColumnCache, parquet_documents
 from hlat_jax.data.files import DataFile, Snapshot, fingerprint
 from hlat_jax.data.jsonl import JsonlDocuments
-from hlat_jax.data.paths import asset_path, file_format, resolve_files
+from hlat_jax.data.paths import asset_path, file_format, find_files, resolve_files
 from hlat_jax.data.records import BadRecord
 from hlat_jax.data.streaming import iter_documents
 
@@ -72,10 +73,11 @@ class Corpus:
 
     Attributes:
       manifest: see open_corpus.
+      passed_over: what its folders hold that is not read, see paths.Found.told.
     """
 
     def __init__(self, parts: Sequence[Any], manifest: dict[str, Any]):
-        self._parts, self.manifest = list(parts), manifest
+        self._parts, self.manifest, self.passed_over = list(parts), manifest, ""
         counts = [len(part) for part in self._parts]
         self._starts = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)]).astype(np.int64)
 
@@ -131,9 +133,13 @@ def open_corpus(
       ValueError: see paths.resolve_files; a file that cannot be indexed; ids of another tokenizer; no documents, or
         none with text in it.
     """
-    files = resolve_files(spec, key=key) if files is None else files
+    passed_over = ""
+    if files is None:
+        found = find_files(spec, key=key, text_field=text_field)
+        files, passed_over = found.files, found.told()
     options = {"text_field": text_field, "index_folder": index_folder, "tokenizer_sha256": tokenizer_sha256}
     corpus = _open(files, spec=spec, key=key, **options)
+    corpus.passed_over = passed_over
     _refuse_emptiness(corpus, what=f"{key}={spec!r}")
     return corpus
 
@@ -153,6 +159,8 @@ def _open(
             part = TextDocuments(files)
         elif kind == "built":
             part = open_built(files[0], key=key, tokenizer_sha256=tokenizer_sha256)
+        elif kind == "array_record":
+            part = ArrayRecordDocuments(Snapshot(files[0], has_checksums=True))
         elif kind == "jsonl":
             part = JsonlDocuments(Snapshot(files[0]), field=text_field, index_folder=index_folder)
         elif kind == "arrow":

@@ -27,7 +27,7 @@ _BATCH_DOCUMENTS = 64
 class Counts:
     """Documents, UTF-8 bytes of text and tokens (EOS counted); `error` is the relative standard error of the tokens.
 
-    `num_bad` is of the sample.
+    `num_bad` is of the sample; `passed_over` says what the folders hold that is not read.
     """
 
     documents: int
@@ -35,6 +35,7 @@ class Counts:
     tokens: float
     error: float = 0.0
     num_bad: int = 0
+    passed_over: tuple[str, ...] = ()
 
     def __add__(self, other: Counts) -> Counts:
         tokens = self.tokens + other.tokens
@@ -45,6 +46,7 @@ class Counts:
             tokens=tokens,
             error=error,
             num_bad=self.num_bad + other.num_bad,
+            passed_over=self.passed_over + other.passed_over,
         )
 
 
@@ -96,8 +98,9 @@ def rows_of_steps(stages: Sequence[mixture.Stage], *, num_steps: int) -> list[fl
 
 def count(spec: str, *, config: Config, key: str, tokenizer: Tokenizer, sample_bytes: int, told: Told) -> Counts:
     """Returns the counts of one source: exact ones of stored ids, and an estimate from a sample of text."""
-    total, texts = Counts(0, 0, 0), []
-    for file in paths.resolve_files(spec, key=key):
+    found, texts = paths.find_files(spec, key=key, text_field=config.data.text_field), []
+    total = Counts(0, 0, 0, passed_over=(f"{key}={spec}: {found.told()}.",) if found.passed_over else ())
+    for file in found.files:
         manifest = built.read_manifest(file) if file.is_built else None
         if manifest is None or manifest.kind == "text":
             texts.append(file)
@@ -205,4 +208,4 @@ def _notes(config: Config, totals: Counts) -> list[str]:
         )
     if totals.num_bad:
         notes.append(f"{totals.num_bad} bad records were met and left out.")
-    return notes
+    return [*notes, *totals.passed_over]

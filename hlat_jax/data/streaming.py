@@ -16,8 +16,9 @@ import pyarrow.ipc
 import pyarrow.parquet
 
 from hlat_jax.data import arrow_ipc, columns, records
+from hlat_jax.data.array_record import ArrayRecordDocuments
 from hlat_jax.data.built import BuiltTexts, open_built
-from hlat_jax.data.files import DataFile
+from hlat_jax.data.files import DataFile, Snapshot
 from hlat_jax.data.jsonl import BLANK_BYTES
 from hlat_jax.data.paths import STREAMED_SUFFIXES, file_format, resolve_files
 
@@ -51,7 +52,7 @@ def iter_documents(path: DataFile | str | os.PathLike, *, text_field: str) -> Do
       ValueError: an unknown format; from `next`, a file that is damaged or truncated or has no such column.
     """
     if not isinstance(path, DataFile):
-        path = _only(resolve_files(os.fspath(path), key="IN", allow_compressed=True), path=path)
+        path = _only(resolve_files([os.fspath(path)], key="IN", allow_compressed=True), path=path)
     return DocumentIterator(_READERS[file_format(path)](path, text_field))
 
 
@@ -181,11 +182,20 @@ def _cells(parts: Iterator[Any], *, file: DataFile, field: str) -> Iterator[Item
         raise ValueError(f"{file}, near row {row + 1}: cannot be read ({error}); write it again.") from None
 
 
+def _array_record(file: DataFile, field: str) -> Iterator[Item]:
+    del field  # a record is nothing but text
+    yield from _by_number(ArrayRecordDocuments(Snapshot(file, has_checksums=True)))
+
+
 def _built(file: DataFile, field: str) -> Iterator[Item]:
     del field  # a dataset holds nothing but its texts
     documents = open_built(file.where, key="IN", tokenizer_sha256=None)
     if not isinstance(documents, BuiltTexts):
         raise ValueError(f"{file} holds token ids, from which no text comes back; give the texts it was built from.")
+    yield from _by_number(documents)
+
+
+def _by_number(documents: BuiltTexts | ArrayRecordDocuments) -> Iterator[Item]:
     for index in range(len(documents)):
         try:
             text = documents[index]
@@ -195,4 +205,11 @@ def _built(file: DataFile, field: str) -> Iterator[Item]:
         del text
 
 
-_READERS = {"jsonl": _jsonl, "text": _text, "parquet": _parquet, "arrow": _arrow, "built": _built}
+_READERS = {
+    "jsonl": _jsonl,
+    "text": _text,
+    "parquet": _parquet,
+    "arrow": _arrow,
+    "array_record": _array_record,
+    "built": _built,
+}

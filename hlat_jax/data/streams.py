@@ -3,12 +3,15 @@
 A run has S named sources (see mixture.parse_sources) and R = data.batch_size rows. Each source has R streams. In epoch
 e, stream r of source s walks the documents order(s, e)[r], order(s, e)[r + R], ..., where order(s, e) is a permutation
 of all documents of s that depends on data.seed, the name of s and e only (data.shuffle=False: as they lie), and then
-goes on with epoch e + 1. It packs them into rows (see packing). Row r of batch k is the next row of stream r of the
-source that the mixture names for (r, k). So batch k is a pure function of (manifests, seed, k, weights); which process
-computes which rows is no part of it.
+goes on with epoch e + 1. With data.on_bad_record="skip" it passes over bad records. It tokenizes each document, cut
+every data.max_document_chars characters, and packs the tokens into rows of data.seq_len as data.packing says, under
+`documents` data.window_documents at a time (see packing). Row r of batch k is the next row of stream r of the source
+whose turn it is by data.weights, k and what the rows r before have emitted (see mixture). So batch k is a pure function
+of (manifests, tokenizer, those settings, k); which process computes which rows is no part of it.
 
-The place of row r is int64[1 + 4 S]: the number of batches so far, then the position of stream r of every source. It is
-all that is needed to go on, and that of a loader is one such line a row.
+The place of row r is int64[1 + 6 S]: the number of batches so far, then for every source the position of its stream r,
+the tokens it has emitted into this row, and the tokens it is owed. It is all that is needed to go on, and that of a
+loader is one such line a row.
 
 Owns that definition. Refuses to know threads, devices, meshes and checkpoints.
 """
@@ -21,18 +24,21 @@ import hashlib
 import json
 import pathlib
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import grain
 import numpy as np
 
 from hlat_jax.config import DataConfig
 from hlat_jax.data import packing, sources
-from hlat_jax.data.mixture import UNNAMED, Mixture, first_stages, parse_sources, parse_stages
+from hlat_jax.data.mixture import UNNAMED, Mixture, Stage, first_stages, parse_sources, parse_stages
+from hlat_jax.data.order import Order, algorithm_hash
 from hlat_jax.data.tokenizer import Tokenizer
 
-NUM_FIELDS = 4  # of a stream's position, see packing.POSITION_FIELDS
+NUM_FIELDS = 6  # of a source in a position: four of its stream, see packing.POSITION_FIELDS, and these two
+EMITTED, OWED = slice(5, None, NUM_FIELDS), slice(6, None, NUM_FIELDS)
+_SKIPPED = slice(4, None, NUM_FIELDS)
+_MANY_EPOCHS = 20  # if one document of all is good, a stream misses it for so many times all with chance exp(-20)
 
 # The settings that say what the documents of a batch are; all but the weights, of which only those so far count, and
 # where the documents lie, which the manifests know better.
@@ -46,17 +52,16 @@ class Source:
     Attributes:
       name: "all" when data.train gives none.
       documents: a str each, or int32 token ids with EOS.
-      order: a Grain MapDataset of document numbers, each epoch permuted anew; None: as they lie.
+      order: of each epoch; None: as they lie.
     """
 
     name: str
     documents: sources.Corpus
-    order: grain.MapDataset | None
+    order: Order | None
 
     def number(self, epoch: int, entry: int) -> int:
         """Returns which document is entry `entry` of an epoch."""
-        # Grain counts epochs in the index: entry e * n + i of an order is entry i of epoch e
-        return entry if self.order is None else int(self.order[epoch * len(self.documents) + entry])
+        return entry if self.order is None else self.order.number(epoch, entry)
 
 
 def open_sources(
@@ -84,9 +89,7 @@ def open_sources(
         if data.shuffle and key == "data.train":
             # sources of equal length must not walk in step; the only source of a run keeps the seed as it is
             own = 0 if name == UNNAMED else zlib.crc32(name.encode())
-            # a permutation costs no memory
-            order = grain.MapDataset.range(len(documents)).shuffle(seed=(data.seed + own) % 2**32)
-            order[0]  # sets up Grain's statistics before threads read
+            order = Order(len(documents), seed=(data.seed + own) % 2**32)
         opened.append(Source(name, documents, order))
     return opened
 
@@ -115,13 +118,13 @@ def joint_manifest(opened: list[Source]) -> dict[str, Any]:
     }
 
 
-def identity(data: Mapping[str, Any], *, manifest_hash: str, tokenizer_sha256: str, num_batches: int) -> str:
+def identity(data: Mapping[str, Any], *, manifest: Mapping[str, Any], tokenizer_sha256: str, num_batches: int) -> str:
     """Returns 32 hex digits that two runs share when, and only when, their first `num_batches` batches are the same by
     definition, and those after them but for data.weights.
 
-    `data` is a DataConfig as a dict.
+    `data` is a DataConfig as a dict, `manifest` that of a Definition.
     """
-    facts = [data[key] for key in _DEFINING] + [manifest_hash, tokenizer_sha256]
+    facts = [data[key] for key in _DEFINING] + [manifest["hash"], manifest["order"], tokenizer_sha256]
     facts += [data["window_documents"]] if data["packing"] == "documents" else []
     facts += [_first_stages(data, num_batches=num_batches)]
     return hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()
@@ -142,6 +145,9 @@ def data_drift(saved: Mapping[str, Any], current: Mapping[str, Any], *, num_batc
         kept = ("bytes", "documents", "fingerprint")
         pairs = [(a, b) for a, b in zip(before, now, strict=True) if any(a[name] != b[name] for name in kept)]
         lines += [f"{key}: {_told(a)} in the checkpoint, {_told(b)} now" for a, b in pairs[:3]]
+    before, now = (settings["manifest"].get("order") for settings in (saved, current))  # older runs say nothing of it
+    if None not in (before, now) and before != now:
+        lines.append(f"the order of documents: permutation {before} in the checkpoint, {now} of this release of Grain")
     before, now = saved["config"]["data"], current["config"]["data"]
     if before["weights"] == now["weights"]:
         return lines
@@ -161,8 +167,12 @@ def _told(entry: Mapping[str, Any]) -> str:
 
 def _first_stages(data: Mapping[str, Any], *, num_batches: int) -> list[tuple[int, list[str]]]:
     names = list(parse_sources(data["train"], key="data.train"))
-    stages = parse_stages(data["weights"], names=names, batch_tokens=data["batch_size"] * data["seq_len"])
-    return first_stages(stages, num_batches=num_batches)
+    return first_stages(_stages(data, names), num_batches=num_batches)
+
+
+def _stages(data: Mapping[str, Any], names: Sequence[str]) -> tuple[Stage, ...]:
+    batch_tokens, has_padding = data["batch_size"] * data["seq_len"], data["packing"] == "documents"
+    return parse_stages(data["weights"], names=names, batch_tokens=batch_tokens, has_padding=has_padding)
 
 
 def encoder(data: DataConfig, tokenizer: Tokenizer) -> packing.Encode:
@@ -187,7 +197,7 @@ class Definition:
     Attributes:
       sources: see open_sources.
       mixture: which source fills which row.
-      manifest: see joint_manifest.
+      manifest: see joint_manifest; and `order`, the hash of how documents are permuted, None when they are not.
     """
 
     def __init__(self, data: DataConfig, *, tokenizer: Tokenizer, index_folder: pathlib.Path | None = None):
@@ -198,8 +208,8 @@ class Definition:
         """
         # the weights are compared with the names before any file is read
         names = list(parse_sources(data.train, key="data.train"))
-        stages = parse_stages(data.weights, names=names, batch_tokens=data.batch_size * data.seq_len)
-        self.mixture = Mixture(names, stages=stages)
+        stages = _stages(dataclasses.asdict(data), names)
+        self.mixture = Mixture(names, stages=stages, num_rows=data.batch_size)
         self.sources = open_sources(data, key="data.train", tokenizer=tokenizer, index_folder=index_folder)
         self._data, self._tokenizer = data, tokenizer
         for source in self.sources:
@@ -208,41 +218,43 @@ class Definition:
                 where = f"data.train={data.train!r}" if source.name == UNNAMED else f"data.train: source {source.name}"
                 raise ValueError(
                     f"{where} holds {num_documents} documents, fewer than data.batch_size={data.batch_size}; each row "
-                    f"of a batch reads documents of its own. Use at most {num_documents}."
+                    f"of a batch reads documents of its own. Use at most {num_documents}, or split the text into more "
+                    "files or lines of JSONL: a .txt or .md file is one document."
                 )
-        self.manifest = joint_manifest(self.sources)
+        self.manifest = joint_manifest(self.sources) | {"order": algorithm_hash() if data.shuffle else None}
 
     def identity(self, num_batches: int) -> str:
         """Returns the identity of the data as far as `num_batches`, see the function of that name."""
         return identity(
             dataclasses.asdict(self._data),
-            manifest_hash=self.manifest["hash"],
+            manifest=self.manifest,
             tokenizer_sha256=self._tokenizer.sha256,
             num_batches=num_batches,
         )
 
     def initial_position(self, num_rows: int) -> np.ndarray:
-        """Returns int64[num_rows, 1 + 4 S]: the place of every row before the first batch."""
+        """Returns int64[num_rows, 1 + 6 S]: the place of every row before the first batch."""
         return np.zeros((num_rows, 1 + NUM_FIELDS * len(self.sources)), np.int64)
 
     def checked_position(self, position: np.ndarray, *, num_rows: int) -> np.ndarray:
         """Returns a copy of a position of `num_rows` rows. Raises ValueError when it can be none."""
         position = np.array(position, np.int64)
         shape = (num_rows, 1 + NUM_FIELDS * len(self.sources))
-        if position.shape != shape or position.min() < 0:
+        if position.shape != shape or np.delete(position, OWED, axis=1).min() < 0:
+            fields = (*packing.POSITION_FIELDS[self._data.packing], "emitted", "owed")
             raise ValueError(
                 f"position has shape {position.shape} and lowest value {position.min(initial=0)}; it must be "
-                f"{list(shape)} of batches and {packing.POSITION_FIELDS[self._data.packing]} for each of the "
-                f"{len(self.sources)} sources, without negatives."
+                f"{list(shape)} of batches and {fields} for each of the {len(self.sources)} sources, without negatives "
+                "but for what is owed."
             )
         if len(set(position[:, 0].tolist())) > 1:
             raise ValueError(f"position: its rows are of different batches, {sorted(set(position[:, 0].tolist()))}.")
         return position
 
     def row(self, row: int, *, position: np.ndarray) -> RowStream:
-        """Returns row `row` of every batch from a position int64[1 + 4 S] on."""
+        """Returns row `row` of every batch from a position int64[1 + 6 S] on."""
         make = functools.partial(self._stream, row)
-        return RowStream(row, mixture=self.mixture, stream=make, position=position)
+        return RowStream(row, mixture=self.mixture, stream=make, position=position, row_tokens=self._data.seq_len)
 
     def document(self, source: int, *, row: int, epoch: int, entry: int) -> int:
         """Returns the number, within its source, of the document that is entry `entry` of a stream in an epoch."""
@@ -269,7 +281,10 @@ class Definition:
                     return None
                 raise
 
-        common = {"num_documents": num_own, "encode": encoder(data, self._tokenizer), "position": position}
+        # a stream meets other documents in every epoch if they are shuffled, else the same ones
+        max_bad = 2 * num_own if self.sources[source].order is None else _MANY_EPOCHS * len(documents)
+        common = {"num_documents": num_own, "encode": encoder(data, self._tokenizer)}
+        common |= {"position": position, "max_bad": max_bad}
         if data.packing == "documents":
             return packing.DocumentsStream(read, windows=windows(data, self._tokenizer), **common)
         return packing.ConcatStream(read, seq_len=data.seq_len, **common)
@@ -279,11 +294,11 @@ class RowStream:
     """One row of every batch: takes each from the stream of the source whose turn it is.
 
     Attributes:
-      position: int64[1 + 4 S]: where the next row begins.
+      position: int64[1 + 6 S]: where the next row begins.
     """
 
-    def __init__(self, row: int, *, mixture: Mixture, stream: Any, position: np.ndarray):
-        self._row, self._mixture = row, mixture
+    def __init__(self, row: int, *, mixture: Mixture, stream: Any, position: np.ndarray, row_tokens: int):
+        self._row, self._mixture, self._row_tokens = row, mixture, row_tokens
         self.position = np.array(position, np.int64)
         # all at once, so that a position that does not fit is refused here
         self._streams = [
@@ -292,19 +307,23 @@ class RowStream:
 
     def next_row(self) -> tuple[int, packing.Row]:
         """Returns (number of its source, the next row). Raises as the streams do; the position then stays."""
-        source = self._mixture.source(self._row, batch=int(self.position[0]))
-        row = self._streams[source].next_row()
         position = self.position.copy()  # those given out before stay as they are
+        account = {"emitted": position[EMITTED].tolist(), "owed": position[OWED].tolist()}
+        turn = self._mixture.turn(self._row, batch=int(position[0]), row_tokens=self._row_tokens, **account)
+        stream = self._streams[turn.source]
+        row = stream.next_row()
         position[0] += 1
-        position[_fields(source)] = self._streams[source].position
+        position[_fields(turn.source)] = stream.position
+        position[EMITTED], position[OWED] = turn.settled(sum(span.stop - span.start for span in row.spans))
         self.position = position
-        return source, row
+        return turn.source, row
 
 
 def _fields(source: int) -> slice:
-    return slice(1 + NUM_FIELDS * source, 1 + NUM_FIELDS * (source + 1))
+    """Returns where the position of a source's stream lies in that of a row."""
+    return slice(1 + NUM_FIELDS * source, 5 + NUM_FIELDS * source)
 
 
 def skipped_records(position: np.ndarray) -> int:
-    """Returns the bad records passed over before a position [..., 1 + 4 S], over all its rows and sources."""
-    return int(position[..., NUM_FIELDS::NUM_FIELDS].sum())
+    """Returns the bad records passed over before a position [..., 1 + 6 S], over all its rows and sources."""
+    return int(position[..., _SKIPPED].sum())

@@ -16,10 +16,11 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import sentencepiece
 
-from hlat_jax.data import inputs, shards
+from hlat_jax.data import inputs
 from hlat_jax.data.progress import Told, size
 from hlat_jax.data.records import BadRecord
 from hlat_jax.data.tokenizer import Tokenizer
+from hlat_jax.durable import write_whole
 
 MIN_VOCAB_SIZE = 3 + 256 + 1  # unk, bos, eos; bytes; a letter
 
@@ -77,8 +78,11 @@ def train(words: Sequence[str], *, out: pathlib.Path, options: TrainingOptions, 
         raise ValueError(f"the inputs hold no text ({num_documents} documents); look at --text_field={field}.")
     told.share, told.words = 1.0, f"training on {size(sample.num_bytes)}, which does not say how far it is"
     serialized = train_model(pieces, vocab_size=options.vocab_size)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    shards.write_whole(out, serialized)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(out, serialized)
+    except OSError as error:
+        raise OSError(f"cannot write --out={out}: {error.strerror or error}; choose another place.") from None
     return Trained(
         vocab_size=options.vocab_size,
         sha256=hashlib.sha256(serialized).hexdigest(),
@@ -105,13 +109,13 @@ def summary(trained: Trained, *, out: pathlib.Path) -> str:
 def _fill(sample: Sample, words: Sequence[str], *, options: TrainingOptions, told: Told) -> tuple[int, int]:
     """Offers all documents to the sample; returns how many there were, good and bad."""
     num_documents = num_bad = 0
-    found = inputs.resolve(words)
+    found = inputs.opened(inputs.find(words))
     total_bytes = max(sum(input_.size for input_ in found), 1)
     for input_ in found:
         for document in inputs.read(input_, text_field=options.text_field):
             if isinstance(document, BadRecord):
                 if options.on_bad_record == "raise":
-                    raise inputs.said_here(document)
+                    raise document.said_by_a_command()
                 num_bad += 1
                 continue
             num_documents += 1

@@ -1,0 +1,53 @@
+"""Orders of documents: those of Grain, whichever way they are made."""
+
+import concurrent.futures
+
+import numpy as np
+import pytest
+from grain.experimental import index_shuffle
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hlat_jax.data import order, streams
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 1 << 16), st.integers(0, 2**32 - 1), st.data())
+def test_permutation_of_few_documents_is_that_of_grain(num_documents, seed, choose):
+    found = order.permutation(num_documents, seed=seed)
+    assert sorted(found.tolist()) == list(range(num_documents))
+    for entry in choose.draw(st.lists(st.integers(0, num_documents - 1), max_size=5)):
+        assert found[entry] == index_shuffle(entry, max_index=num_documents - 1, seed=seed, rounds=4)
+
+
+@pytest.mark.parametrize("num_documents", [1, 9, 1 << 16, (1 << 16) + 1])
+def test_order_is_the_permutation_of_its_seed_and_epoch_for_few_documents_and_many(num_documents):
+    seed = 2**32 - 2
+    made = order.Order(num_documents, seed=seed)
+    entries = np.linspace(0, num_documents - 1, 7).astype(int).tolist()
+    wanted = [(epoch, entry) for epoch in range(12) for entry in entries] * 2  # more epochs than are kept
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda place: made.number(*place), wanted))
+    for (epoch, entry), number in zip(wanted, found, strict=True):
+        expected = index_shuffle(entry, max_index=num_documents - 1, seed=(seed + epoch) % 2**32, rounds=4)
+        assert number == expected
+
+
+def test_hash_of_the_algorithm_stays_that_of_this_release_and_sees_another(monkeypatch):
+    """Golden: with another permutation, running jobs would lose or repeat text at an upgrade."""
+    order.algorithm_hash.cache_clear()
+    assert order.algorithm_hash() == "49685eeb"
+    monkeypatch.setattr(order, "permutation", lambda num_documents, *, seed: np.arange(num_documents))
+    order.algorithm_hash.cache_clear()
+    assert order.algorithm_hash() != "49685eeb"
+    order.algorithm_hash.cache_clear()
+
+
+def test_run_of_another_permutation_is_refused_by_name():
+    data = {"train": "a.jsonl", "weights": "", "batch_size": 2, "seq_len": 8, "packing": "concat"}
+    saved = {"config": {"data": data}, "manifest": {"files": [], "order": "old"}}
+    [line] = streams.data_drift(saved, saved | {"manifest": {"files": [], "order": "new"}}, num_batches=3)
+    assert line == "the order of documents: permutation old in the checkpoint, new of this release of Grain"
+    assert streams.data_drift(saved, saved, num_batches=3) == []
+    before = saved | {"manifest": {"files": []}}
+    assert streams.data_drift(before, saved, num_batches=3) == []
