@@ -461,7 +461,9 @@ def test_lint_exits_with_1_and_says_where_when_a_program_breaks_a_rule(monkeypat
 
 
 def test_lint_says_that_a_layout_does_not_fit(lint_here):
-    code, printed, _ = lint_here("--config=7b", "--program=train", "--config.parallel.zero1=False")
+    code, printed, _ = lint_here(
+        "--config=7b", "--program=train", "--config.parallel.zero1=False", "--config.precision.policy=mixed"
+    )
     assert code == 1
     assert "MEM1" in printed
     assert "GiB of a device's 15.9 GiB" in printed
