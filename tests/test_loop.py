@@ -158,8 +158,14 @@ def test_non_finite_steps_are_counted_across_a_resume(micro, train, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"parallel.fsdp": 8, "model.embed_dim": 36}, r"model.embed_dim=36 does not divide by parallel.fsdp=8"),
-        ({"parallel.tensor": 2, "model.mlp_dim": 49}, r"model.mlp_dim=49 does not divide by parallel.tensor=2"),
+        (
+            {"parallel.fsdp": 8, "model.embed_dim": 36},
+            r"model.embed_dim=36 does not divide into the 8 parts of parallel.fsdp=8",
+        ),
+        (
+            {"parallel.tensor": 2, "model.mlp_dim": 49},
+            r"model.mlp_dim=49 does not divide into the 2 parts of parallel.tensor=2",
+        ),
         ({"parallel.tensor": 2, "model.num_kv_heads": 1}, "set model.fuse_qkv=False, or lower"),
         ({"data.batch_size": 12}, "make data.batch_size a multiple of 8"),
     ],
