@@ -125,7 +125,7 @@ def _check_rows(config: Config, row_degree: int) -> None:
     parts = row_degree * num_microbatches
     if rows % parts:
         raise ValueError(
-            f"data.batch_size={rows} does not divide into {row_degree} data-parallel parts of "
+            f"data.batch_size={rows} does not divide into {row_degree} data-parallel parts x "
             f"train.num_microbatches={num_microbatches}; make data.batch_size a multiple of {parts}"
             + (f", or train.num_microbatches a divisor of {rows // row_degree}." if rows % row_degree == 0 else ".")
         )

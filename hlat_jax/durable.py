@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pathlib
-from typing import IO
+from typing import IO, Any
 
 
 def write_whole(path: pathlib.Path, content: bytes) -> None:
@@ -15,10 +16,15 @@ def write_whole(path: pathlib.Path, content: bytes) -> None:
             file.write(content)
             to_disk(file)
         os.replace(partial, path)
-    except OSError:
+    except OSError as error:  # a full disk does not say which file
         partial.unlink(missing_ok=True)
-        raise
+        raise OSError(error.errno, error.strerror, str(path)) from None
     sync_folder(path.parent)
+
+
+def write_json(path: pathlib.Path, value: Any) -> None:
+    """Writes or replaces a file of indented JSON as `write_whole` does."""
+    write_whole(path, (json.dumps(value, indent=2) + "\n").encode())
 
 
 def to_disk(file: IO) -> None:

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import os
 import pathlib
 import time
@@ -30,7 +29,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from hlat_jax import cost, distributed, summary
+from hlat_jax import cost, distributed, durable, summary
 from hlat_jax.agreement import Agreed, Agreement, only_job, require_same_settings
 from hlat_jax.batch import Batch
 from hlat_jax.checkpoint import Checkpointer
@@ -168,8 +167,8 @@ def _open(config: Config, workdir: pathlib.Path, layout: Layout, stack: contextl
         batches.set_state(position)
         print(f"resuming from step {step} of {config.train.num_steps}")
     if distributed.is_first():
-        (workdir / "config.json").write_text(json.dumps(config.to_dict(), indent=2) + "\n")
-        (workdir / "environment.json").write_text(json.dumps(recorded(os.environ), indent=2) + "\n")
+        durable.write_json(workdir / "config.json", config.to_dict())
+        durable.write_json(workdir / "environment.json", recorded(os.environ))
         positions.rewind(workdir, step)
     log = stack.enter_context(closing_quietly(_metrics_log(config, workdir, layout, step)))
     train_step = _compiled_step(config, layout)
@@ -286,7 +285,7 @@ def _stop_nonfinite(run: Run, row: dict[str, Any], pending: Pending) -> None:
         "data_position_before_that_batch": _whole_position(run, pending.position).tolist(),
     }
     if distributed.is_first():
-        evidence.write_text(json.dumps(record, indent=2) + "\n")
+        durable.write_json(evidence, record)
     distributed.barrier()  # the evidence is there before any process ends the others
     raise NonFiniteError(
         f"{run.num_nonfinite} steps in a row without a finite loss and gradient norm, the last one step {row['step']} "

@@ -20,6 +20,7 @@ from hlat_jax.optimizer import learning_rate
 from hlat_jax.planner.collectives import collectives, counted
 from hlat_jax.planner.trace import live_jaxpr
 from hlat_jax.planner.traffic import traced_collectives
+from hlat_jax.precision import NEAREST
 from hlat_jax.program import accumulated
 from hlat_jax.sharding import make_layout, resolve_degrees, shard_batch
 from hlat_jax.step import abstract_state, init_state, make_eval_step, make_train_step, parts, state_bytes
@@ -331,11 +332,12 @@ def test_each_core_computes_and_differentiates_the_kv_heads_it_needs_and_no_more
     assert attention["kv"].sharding.shard_shape(attention["kv"].shape) == (4, 40, 2, 1, 8)
     assert attention["q"].sharding.shard_shape(attention["q"].shape) == (4, 40, 1, 1, 8)
 
-    local = functools.partial(
-        accumulated, parts(config, layout, z_loss_weight=0.0), num_microbatches=1, dtype="float32"
-    )
+    def local(params, batch, rounding):
+        loss_fn = parts(config, layout, z_loss_weight=0.0)
+        return accumulated(loss_fn, params, batch, num_microbatches=1, dtype="float32", rounding=rounding)
+
     everywhere = Spread(layout, param_axes(config.model)).value_and_grad(local, dtype="float32")
-    traced = jax.make_jaxpr(everywhere)(state["params"], abstract_batch(16, 16, with_segments=True))
+    traced = jax.make_jaxpr(everywhere)(state["params"], abstract_batch(16, 16, with_segments=True), NEAREST)
     products = collections.Counter(
         equation.outvars[0].aval.shape
         for equation in equations(traced.jaxpr)

@@ -83,7 +83,7 @@ def test_resume_after_a_disk_that_was_full_while_saving_equals_the_uninterrupted
 
 def test_resume_after_a_disk_that_was_full_for_a_row_equals_the_uninterrupted_run(uninterrupted, small_disk):
     config, env, expected = uninterrupted
-    workdir = small_disk("16k") / "run"  # the config, the first rows and the first events fit
+    workdir = small_disk("24k") / "run"  # the config, the environment, the first rows and the first events fit
     words = micro.command(config, workdir)
     full = micro.run([*words, "--config.checkpoint.every_steps=0"], env)
     assert_failed_with_one_line(full, "a row cannot be written: No space left on device", str(workdir))
