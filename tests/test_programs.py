@@ -3,19 +3,25 @@
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from micro import write_config
 from planned import small_config
 
 from hlat_jax import config as config_lib
-from hlat_jax import loop
-from hlat_jax.compilation import Compilations, recorded, traced_programs
+from hlat_jax import flags, loop
+from hlat_jax.compilation import RECORD_FILE, Compilations, recorded
+from hlat_jax.model import init_params
 from hlat_jax.neuron import changes
-from hlat_jax.planner.trace import planned_layout
+from hlat_jax.neuron.fingerprint import fingerprint
+from hlat_jax.neuron.programs_command import _cached
+from hlat_jax.step import init_state
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
 ONE = changes.Place("neuron", {"pipe": 1, "data": 1, "fsdp": 1, "tensor": 1})
@@ -60,7 +66,7 @@ TABLE = [
     ("model.mlp_dim", 96, PROGRAMS),
     ("model.init_std", 0.01, ("init",)),
     ("model.rope_theta", 500.0, ("train", "eval", "generate")),
-    ("model.remat", "full", ("train",)),
+    ("model.remat", "full", ("train", "eval")),
     ("model.layer_loop", "unroll", ("train", "eval", "generate")),
 ]
 
@@ -149,17 +155,17 @@ def test_devices_that_do_not_exist_give_the_fingerprints_of_those_that_do(num_de
 
 
 def test_the_size_of_a_program_is_counted():
-    config = config_with()
-    step = changes.program("train", config, ONE)
-    layout = planned_layout(config, 1, platform="neuron")
-    text = traced_programs(config, layout)["train"]().lower(lowering_platforms=("neuron",)).as_text()
-    lines = [line.strip() for line in text.splitlines()]
-    computing = [line for line in lines if " = " in line and not line.startswith(("module", "sdy.mesh"))]
-    assert step.module == "jit_train_step"
-    # a line of the text is an operation; the arguments of a loop are written with " = " too
-    assert 0 <= len(computing) - step.num_ops <= 4
-    state_and_batch = jax.tree.leaves(traced_programs(config, layout)["train"]().in_avals)
-    assert step.num_arguments <= len(state_and_batch)
+    def body(carry, x):
+        return carry + x.sum(), carry * 2
+
+    arguments = (jnp.zeros(()), jnp.zeros((3, 4, 5), jnp.bfloat16))
+    lowered = jax.jit(lambda c, xs: jax.lax.scan(body, c, xs)).lower(*arguments)
+    found = fingerprint(lowered)
+    text = lowered.compiler_ir("stablehlo").operation.get_asm(print_generic_op_form=True)
+    names = re.findall(r'"(\w+\.\w+)"[(]', text)
+    held = ("builtin.module", "func.func", "func.return", "stablehlo.return")
+    assert found.num_ops == sum(name not in held for name in names) > 10
+    assert (found.module, found.num_arguments, found.argument_bytes) == ("jit__lambda", 2, 4 + 3 * 4 * 5 * 2)
 
 
 @pytest.fixture
@@ -204,11 +210,90 @@ def test_a_run_compiles_its_programs_once_each_and_nothing_else(run):
 
 
 def test_a_run_that_goes_on_compiles_no_other_program(run):
-    run()
-    before = recorded(run()[2])
-    compiled, _, workdir = run(train__num_steps=7, optimizer__peak_lr=2e-2, train__eval_every_steps=2)
+    _, _, workdir = run()
+    before = {name: entry["sha256"] for name, entry in recorded(workdir).items()}
+    compiled, _, _ = run(train__num_steps=7)
     assert sorted(compiled) == ["jit(eval_step)", "jit(next_logits)", "jit(train_step)"]
-    after = recorded(workdir)
-    assert {name: entry["sha256"] for name, entry in after.items()} == {
-        name: entry["sha256"] for name, entry in before.items()
-    }
+    assert {name: entry["sha256"] for name, entry in recorded(workdir).items()} == before
+
+
+def test_a_batch_of_another_shape_is_an_error_and_no_new_program(run, monkeypatch):
+    """Were the steps jitted and not compiled ahead, this would train on and compile one program more."""
+    dispatch = loop._dispatch
+
+    def short(run, batch, agreed):
+        rows = slice(0, 2) if run.step == 2 else slice(None)
+        return dispatch(run, jax.tree.map(lambda field: field[rows], batch), agreed)
+
+    monkeypatch.setattr(loop, "_dispatch", short)
+    with pytest.raises(TypeError, match="compiled"):
+        run()
+
+
+def test_the_weights_are_those_of_the_seeds_rbg_key(one_device):
+    config = config_with({"train.seed": 2**31 + 5})
+    key = jax.random.key(2**31 + 5, impl="rbg")
+    expected = jax.jit(lambda: init_params(config.model, key))()
+    jax.tree.map(np.testing.assert_array_equal, init_state(config, one_device)["params"], expected)
+
+
+@pytest.fixture
+def programs(monkeypatch, capsys):
+    """A function of the words of the command that returns (exit code, what it printed, error)."""
+    from hlat_jax.neuron import __main__ as commands
+
+    def command(*words):
+        monkeypatch.setattr("sys.argv", ["hlat_jax", "programs", *map(str, words)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as exit_:
+            flags.main(commands.main)
+        printed = capsys.readouterr()
+        return exit_.value.code, printed.out, printed.err
+
+    return command
+
+
+def test_the_command_says_what_is_the_same_and_what_is_new_and_why(run, programs, tmp_path):
+    _, _, workdir = run()
+    words = [f"--config={tmp_path / 'micro.py'}", "--platform=cpu", "--devices=1", f"--workdir={workdir}"]
+    words += ["--config.train.sample_prompt=It is", "--config.train.sample_tokens=4"]
+    out = tmp_path / "programs.json"
+    code, text, _ = programs(*words, f"--json={out}")
+    found = json.loads(out.read_text())["programs"]
+    assert code == 0
+    assert {name: one["since"] for name, one in found.items()} == dict.fromkeys(PROGRAMS, "the same")
+    assert all(one["sha256"] in text for one in found.values())
+
+    changed = [*words, "--config.optimizer.peak_lr=1e-3", "--config.data.batch_size=8", "--config.optimizer.beta1=0.5"]
+    _, text, _ = programs(*changed, f"--json={out}")
+    found = json.loads(out.read_text())["programs"]
+    batch, beta = "batch: data.batch_size 4 -> 8", "config: optimizer.beta1 0.9 -> 0.5"
+    assert sorted(found["train"]["why"]) == [batch, beta]
+    assert found["eval"]["why"] == [batch]
+    assert found["init"]["since"] == found["generate"]["since"] == "the same"
+    assert batch in text
+
+    edited = recorded(workdir)
+    edited["train"] |= {"sha256": "0" * 16, "code": edited["train"]["code"] | {"step.py": "another"}}
+    edited["train"]["libraries"] = edited["train"]["libraries"] | {"optax": "0.0.1"}
+    (workdir / RECORD_FILE).write_text(json.dumps(edited))
+    programs(*words, f"--json={out}")
+    [libraries, files] = json.loads(out.read_text())["programs"]["train"]["why"]
+    assert libraries.startswith("code: optax 0.0.1 -> ")
+    assert files == "code: step.py"
+
+    programs(*words[:1], "--devices=2", *words[3:], f"--json={out}")
+    why = json.loads(out.read_text())["programs"]["eval"]["why"]
+    assert why[0] == "platform: cpu -> neuron"
+    assert why[1].startswith("mesh: pipe 1 x data 1 x fsdp 1 x tensor 1 -> pipe 1 x data 2")
+
+
+def test_the_cache_is_known_only_where_a_run_recorded_it(tmp_path):
+    now = {"sha256": "a", "libraries": {"jax": "1"}, "platform": "cpu", "module": "jit_step"}
+    recorded_then = now | {"cache": str(tmp_path)}
+    assert _cached(now, recorded_then, str(tmp_path)) == "no"
+    (tmp_path / "jit_step-0123-cache").touch()
+    assert _cached(now, recorded_then, str(tmp_path)) == "yes"
+    for other in (None, recorded_then | {"sha256": "b"}, recorded_then | {"cache": "/elsewhere"}):
+        assert _cached(now, other, str(tmp_path)) == "not known"
+    assert _cached(now | {"libraries": {"jax": "2"}}, recorded_then, str(tmp_path)) == "not known"
