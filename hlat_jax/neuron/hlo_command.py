@@ -27,7 +27,7 @@ modules=("$@")
 for module in "${{modules[@]}}"; do
   folder="${{module%.hlo}}" # the compiler leaves its own files where it runs
   mkdir -p "$folder"
-  (cd "$folder" && neuronx-cc compile "../$module" --framework XLA --output "../$folder.neff" \
+  (cd "$folder" && neuronx-cc compile "../$module" --framework XLA --output "../$folder.neff" \\
     {flags})
 done
 """
@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
     compiled = []
     for name in chosen:
         modules = {f"{name}.whole": hlo.whole(traced[name]().lower(lowering_platforms=("neuron",)))}
-        about = {f"{name}.whole": f"unpartitioned, {count:,} devices"}
+        about = {f"{name}.whole": f"the whole program, devices: {count:,}"}
         if count > 1:
             modules[f"{name}.device"], mesh = hlo.of_one_device(name, config, count, max_devices=values.max_devices)
             about[f"{name}.device"] = f"one device of {' x '.join(f'{axis} {size}' for axis, size in mesh.items())}"

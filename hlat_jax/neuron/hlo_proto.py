@@ -35,7 +35,7 @@ class Ids:
 
 
 def renumbered(module: bytes) -> bytes:
-    """Returns a serialised HloModuleProto with its instructions and computations numbered from 1.
+    """Returns a serialised HloModuleProto with its instructions and computations numbered from 1, in the same order.
 
     Raises:
       ValueError: bytes that are no such message, a scheduled module, an id that nothing defines, or too many of them.
@@ -44,7 +44,8 @@ def renumbered(module: bytes) -> bytes:
     computations = {one.computation: number for number, one in enumerate(found, 1)}
     instructions, count = [], 0
     for one in found:
-        instructions.append({old: count + place for place, old in enumerate(one.instructions, 1)})
+        # in the order of their ids, by which XLA lists the instructions of a computation that it reads
+        instructions.append({old: count + place for place, old in enumerate(sorted(one.instructions), 1)})
         count += len(one.instructions)
     if count >= ID_LIMIT:
         raise ValueError(f"a module of {count:,} instructions; ids must stay below 2^31.")
