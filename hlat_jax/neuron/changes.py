@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hlat_jax.compilation import traced_programs
-from hlat_jax.config import Config, resolve
+from hlat_jax.config import SECTIONS, Config, resolve
 from hlat_jax.neuron.fingerprint import Fingerprint, fingerprint
 from hlat_jax.planner.trace import planned_layout
 from hlat_jax.sharding import MESH_AXES
@@ -80,25 +80,26 @@ def _differs(name: str, made: Callable[[], tuple[Config, Place]], again: str) ->
 
 def _changes(now: dict[str, Any], before: dict[str, Any]) -> list[tuple[str, Callable[[], tuple[Config, Place]]]]:
     """Returns each difference of the surroundings: its line, and the config and place of before with it alone."""
-    then = Place(before["platform"], before["mesh"])
+    then, config = Place(before["platform"], before["mesh"]), resolve(before["config"])
     found: list[tuple[str, Callable]] = []
     if now["platform"] != then.platform:
         line = f"platform: {then.platform} -> {now['platform']}"
-        found.append((line, lambda: (resolve(before["config"]), dataclasses.replace(then, platform=now["platform"]))))
+        found.append((line, lambda: (config, dataclasses.replace(then, platform=now["platform"]))))
     if now["mesh"] != then.degrees:
         line = f"mesh: {then} -> {Place('', now['mesh'])}"
-        found.append((line, lambda: (resolve(before["config"]), dataclasses.replace(then, degrees=now["mesh"]))))
-    for section, keys in now["config"].items():
-        for key, value in keys.items() if isinstance(keys, dict) else ():
-            old = before["config"].get(section, {}).get(key)
-            if old != value and not (section == "parallel" and key in MESH_AXES):
-                found.append((_line(section, key, old, value), _with_one(before["config"], section, key, value, then)))
+        found.append((line, lambda: (config, dataclasses.replace(then, degrees=now["mesh"]))))
+    old = config.to_dict()
+    for section in SECTIONS:
+        for key, value in now["config"][section].items():
+            if old[section][key] != value and not (section == "parallel" and key in MESH_AXES):
+                line = _line(section, key, old[section][key], value)
+                found.append((line, _with_one(old, section, key, value, then)))
     return found
 
 
-def _with_one(config: dict[str, Any], section: str, key: str, value: Any, place: Place) -> Callable:
-    tree = config | {section: config.get(section, {}) | {key: value}}
-    return lambda: (resolve(tree), place)
+def _with_one(tree: dict[str, Any], section: str, key: str, value: Any, place: Place) -> Callable:
+    changed = tree | {section: tree[section] | {key: value}}
+    return lambda: (resolve(changed), place)
 
 
 def _line(section: str, key: str, old: Any, new: Any) -> str:

@@ -34,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
     print(f"{config.name} for {values.platform}, {count:,} devices: {place}")
     known = f"the last run in {workdir}" if last else f"{workdir} has no {RECORD_FILE}"
     print(f"compared with    {known}\ncache            {values.cache or 'none'}\n")
-    print(_row("program", "fingerprint", "operations", "arguments", "", "cache", "since the last run"))
+    print(_row(("program", "fingerprint", "operations", "arguments", "of", "cache", "since the last run")))
     found = {}
     for name in traced_programs(config, layout):
         now = dataclasses.asdict(changes.program(name, config, place)) | around
@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
         found[name] = {key: now[key] for key in ("sha256", "module", "num_ops", "num_arguments", "argument_bytes")}
         found[name] |= {"cached": cached, "since": since, "why": why}
         size = f"{now['argument_bytes'] / cost.GIB:,.3f} GiB"
-        print(_row(name, now["sha256"], f"{now['num_ops']:,}", f"{now['num_arguments']:,}", size, cached, since))
+        print(_row((name, now["sha256"], f"{now['num_ops']:,}", f"{now['num_arguments']:,}", size, cached, since)))
         print("".join(f"  {line}\n" for line in why), end="")
     print("\nSaving, data and curves are the host's work and compile nothing. Bytes are of the whole mesh.")
     if values.json:
@@ -67,8 +67,8 @@ def _cached(now: dict[str, Any], before: dict[str, Any] | None, folder: str) -> 
     return "yes" if same and before["cache"] == folder else "not known"
 
 
-def _row(name: str, sha256: str, ops: str, arguments: str, size: str, cached: str, since: str) -> str:
-    return f"{name:<10}{sha256:<18}{ops:>10}{arguments:>11}{size:>16}  {cached:<11}{since}"
+def _row(cells: Sequence[str]) -> str:
+    return "{:<10}{:<18}{:>10}{:>11}{:>16}  {:<11}{}".format(*cells)
 
 
 def _define(values: flags.FlagValues) -> None:
