@@ -11,38 +11,34 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
-from hlat_jax.config import ModelConfig
+from hlat_jax.config import Config, ModelConfig
 from hlat_jax.model import bind
 from hlat_jax.ops.cross_entropy import logits
 
+_PREFIX_TOKENS = 4  # BOS, and the mark of a word's beginning, in bytes
+_LENGTH_STEP = 128
 
-def sample_text(params: Any, cfg: ModelConfig, tokenizer: Any, *, prompt: str, num_tokens: int, seed: int = 0) -> str:
-    """Returns the prompt and its continuation, sampled at temperature 0.8 until EOS or `num_tokens` new tokens.
+
+def sample_text(next_logits: Callable[..., jax.Array], params: Any, tokenizer: Any, *, config: Config) -> str:
+    """Returns `train.sample_prompt` and its continuation, sampled at temperature 0.8 until EOS or `sample_tokens`.
 
     Args:
-      params: parameters of a decoder of `cfg`.
-      cfg: the model; prompt and continuation are cut to its `max_positions`.
+      next_logits: as `make_next_logits` gives it, for `sample_length` tokens.
+      params: parameters of a decoder of `config.model`.
       tokenizer: has encode, decode and eos_id.
-      prompt: text to continue, at least one token of it.
-      num_tokens: new tokens at most.
-      seed: of the host's generator; the same seed gives the same text.
+      config: prompt, longest continuation, and the seed of the host's generator; the same seed gives the same text.
     """
-    ids = tokenizer.encode(prompt)[: cfg.max_positions - 1]
+    train, length = config.train, sample_length(config)
+    ids = tokenizer.encode(train.sample_prompt)[: length - 1]
     if len(ids) == 0:
-        raise ValueError(f"train.sample_prompt={prompt!r} has no token; give a word to start from.")
-    length = min(len(ids) + num_tokens, cfg.max_positions)
+        raise ValueError(f"train.sample_prompt={train.sample_prompt!r} has no token; give a word to start from.")
     tokens = np.zeros((1, length), np.int32)
     tokens[0, : len(ids)] = ids
-    generator = np.random.default_rng(seed)
+    generator = np.random.default_rng(train.seed)
 
-    sharding = jax.tree.leaves(params)[0].sharding
-    everywhere = NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else None
-
-    next_logits = make_next_logits(cfg, sharding=everywhere)  # so that every process can read them
-    end = length
-    for position in range(len(ids), length):
+    end = min(len(ids) + train.sample_tokens, length)
+    for position in range(len(ids), end):
         scores = np.asarray(next_logits(params, tokens, np.int32(position - 1)), np.float64) / 0.8
         probabilities = np.exp(scores - scores.max())
         token = int(generator.choice(len(scores), p=probabilities / probabilities.sum()))
@@ -51,6 +47,16 @@ def sample_text(params: Any, cfg: ModelConfig, tokenizer: Any, *, prompt: str, n
             break
         tokens[0, position] = token
     return tokenizer.decode(tokens[0, :end])
+
+
+def sample_length(config: Config) -> int:
+    """Returns the tokens of the one shape that a sample is made in: prompt and continuation, what is longer is cut.
+
+    No tokenizer is asked, so that the program is known before there is one: a token of the prompt is taken for a byte.
+    Zeros behind the last token change nothing before them.
+    """
+    most = len(config.train.sample_prompt.encode()) + _PREFIX_TOKENS + config.train.sample_tokens
+    return min(-(-most // _LENGTH_STEP) * _LENGTH_STEP, config.model.max_positions)
 
 
 def make_next_logits(cfg: ModelConfig, *, sharding: Any) -> Callable[..., jax.Array]:

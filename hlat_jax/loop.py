@@ -33,6 +33,7 @@ from hlat_jax import cost, distributed, durable, summary
 from hlat_jax.agreement import Agreed, Agreement, only_job, require_same_settings
 from hlat_jax.batch import Batch
 from hlat_jax.checkpoint import Checkpointer
+from hlat_jax.compilation import Compilations
 from hlat_jax.config import Config
 from hlat_jax.data import positions
 from hlat_jax.data.held_out import HeldOut, open_held_out
@@ -51,7 +52,7 @@ from hlat_jax.planner.report import short_plan
 from hlat_jax.process import INDEX_FOLDER, StopSignals, closing_quietly
 from hlat_jax.program import StepMetrics
 from hlat_jax.sharding import Layout, gather_rows, process_rows, shard_batch
-from hlat_jax.step import abstract_state, init_state, make_eval_step, state_bytes, traced_step
+from hlat_jax.step import abstract_state, init_arguments, state_bytes, traced_step
 
 
 @dataclasses.dataclass
@@ -66,6 +67,7 @@ class Run:
     checkpointer: Checkpointer
     validation: Validation | None
     train_step: Any
+    next_logits: Any  # None: no sample
     log: MetricsLog | SilentLog
     settings: dict[str, Any]  # what a checkpoint belongs to, see _settings
     state: Any
@@ -135,7 +137,7 @@ def _open(config: Config, workdir: pathlib.Path, layout: Layout, stack: contextl
     options = {"tokenizer": tokenizer, "rows": process_rows(layout, config.data.batch_size), "index_folder": index}
     batches = stack.enter_context(contextlib.closing(TrainBatches(config.data, **options)))
     held_out, held_out_manifest = open_held_out(config.data, num_batches=config.train.num_eval_batches, **options)
-    validation = _validation(config, layout, held_out)
+    _tell_skipped(held_out)
     settings = _settings(config, layout, tokenizer, batches) | {"validation_manifest": held_out_manifest}
     require_same_settings(settings)
     checkpointer = stack.enter_context(closing_quietly(Checkpointer(workdir, config=config.checkpoint)))
@@ -158,8 +160,9 @@ def _open(config: Config, workdir: pathlib.Path, layout: Layout, stack: contextl
             summary.finish(config, workdir, restored[0])
         return None
 
+    compilations = Compilations(config, layout)
     if restored is None:
-        step, state, position = 0, init_state(config, layout), batches.get_state()
+        step, state, position = 0, compilations.compiled("init")(*init_arguments(config)), batches.get_state()
         moving = {"tokens": 0, "num_nonfinite": 0}
     else:
         step, state, position, moving = restored
@@ -171,8 +174,13 @@ def _open(config: Config, workdir: pathlib.Path, layout: Layout, stack: contextl
         durable.write_json(workdir / "environment.json", recorded(os.environ))
         positions.rewind(workdir, step)
     log = stack.enter_context(closing_quietly(_metrics_log(config, workdir, layout, step)))
-    train_step = _compiled_step(config, layout)
-    parts = (config, workdir, layout, tokenizer, batches, checkpointer, validation, train_step, log, settings)
+    train_step = _compiled_step(config, layout, compilations)
+    validation = Validation(held_out, compilations.compiled("eval"), layout) if held_out else None
+    next_logits = compilations.compiled("generate") if config.train.sample_prompt else None
+    if distributed.is_first():
+        compilations.write(workdir)
+    programs = (train_step, next_logits)
+    parts = (config, workdir, layout, tokenizer, batches, checkpointer, validation, *programs, log, settings)
     return Run(*parts, state, step, position, moving["tokens"], moving["num_nonfinite"])
 
 
@@ -294,13 +302,13 @@ def _stop_nonfinite(run: Run, row: dict[str, Any], pending: Pending) -> None:
     )
 
 
-def _compiled_step(config: Config, layout: Layout) -> Any:
+def _compiled_step(config: Config, layout: Layout, compilations: Compilations) -> Any:
     began = time.monotonic()
     traced = traced_step(config, layout)
     budget = device_memory(layout.mesh.local_devices[0])
     for line in short_plan(config, layout, traced=traced, budget=budget):
         print(line)
-    compiled = traced.lower().compile()
+    compiled = compilations.compiled("train", traced=traced)
     temporary = getattr(compiled.memory_analysis(), "temp_size_in_bytes", 0)
     print(
         f"compiled         {time.monotonic() - began:.1f} s; "
@@ -309,13 +317,10 @@ def _compiled_step(config: Config, layout: Layout) -> Any:
     return compiled
 
 
-def _validation(config: Config, layout: Layout, held_out: dict[str, HeldOut]) -> Validation | None:
-    if not held_out:
-        return None
+def _tell_skipped(held_out: dict[str, HeldOut]) -> None:
     for name, source in held_out.items():
         if source.num_skipped:
             print(f"held-out text    {source.num_skipped} bad records of source {name} are passed over")
-    return Validation(held_out, make_eval_step(config, layout), layout)
 
 
 def _metrics_log(config: Config, workdir: pathlib.Path, layout: Layout, start_step: int) -> MetricsLog | SilentLog:
@@ -358,17 +363,9 @@ def _refuse_drift(step: int, saved: dict[str, Any], current: dict[str, Any]) -> 
 
 
 def _sample(run: Run, when: str) -> None:
-    if not run.config.train.sample_prompt:
-        return
-    text = sample_text(
-        run.state["params"],
-        run.config.model,
-        run.tokenizer,
-        prompt=run.config.train.sample_prompt,
-        num_tokens=run.config.train.sample_tokens,
-        seed=run.config.train.seed,
-    )
-    print(f"sample {when}: {text}")
+    if run.next_logits is not None:
+        text = sample_text(run.next_logits, run.state["params"], run.tokenizer, config=run.config)
+        print(f"sample {when}: {text}")
 
 
 def _due(step: int, every: int) -> bool:

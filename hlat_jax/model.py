@@ -294,7 +294,7 @@ def _declaration(cfg: ModelConfig) -> tuple[Any, Any]:
         graphs.append(graphdef)
         return state
 
-    state = jax.eval_shape(build, jax.random.key(0, impl="rbg"))
+    state = jax.eval_shape(lambda: build(jax.random.key(0, impl="rbg")))  # inside, so that no key is made
     return graphs[0], state
 
 

@@ -14,6 +14,8 @@ from hlat_jax import flags as flags_lib
 # verb -> (module with a `main`, what it does)
 VERBS = {
     "lint": ("hlat_jax.neuron.lint_command", "the programs of a config against what Neuron documents it does not take"),
+    "programs": ("hlat_jax.neuron.programs_command", "what a run compiles, and what of it is new since the last run"),
+    "hlo": ("hlat_jax.neuron.hlo_command", "the programs of a config as files for neuronx-cc"),
     "env": ("hlat_jax.neuron.env_command", "the environment variables of each process of a run"),
 }
 

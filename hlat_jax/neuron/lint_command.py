@@ -23,12 +23,13 @@ def main(argv: Sequence[str]) -> int:
     mutable, values = flags_lib.parse(argv, _define)
     config = config_lib.resolve(mutable)
     os.environ["JAX_PLATFORMS"] = "cpu"  # nothing is asked of an accelerator, also where there is one
+    from hlat_jax.compilation import traced_programs
     from hlat_jax.neuron import programs
 
     operators = _operators(values.operators)
     count = values.devices or programs.num_devices(config)
     layout = programs.layout_for_neuron(config, count)
-    traced = programs.traced_programs(config, layout)
+    traced = traced_programs(config, layout)
     chosen = list(traced) if values.program == "all" else [values.program]
     if chosen[0] not in traced:
         raise ValueError(f"--program={chosen[0]}: config {config.name} makes none; it has {', '.join(traced)}.")

@@ -1,26 +1,21 @@
-"""The programs that a run of a config makes a device compile, traced for devices that need not exist.
+"""The programs of a run on devices that need not exist: on how many, and what `lint` finds in them.
 
-Owns which they are, on how many devices, and why a finding of `lint` in one of them is accepted.
+Owns why a finding in one of them is accepted. Which programs they are is in `compilation`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any
-
-import jax
-import jax.numpy as jnp
 
 from hlat_jax import cost
 from hlat_jax.config import Config
-from hlat_jax.generate import make_next_logits
-from hlat_jax.model import select_implementations
 from hlat_jax.neuron import lint
 from hlat_jax.neuron.rules import RULES
 from hlat_jax.planner.memory import device_bytes
 from hlat_jax.planner.trace import live_jaxpr, planned_layout
 from hlat_jax.sharding import MESH_AXES, Layout
-from hlat_jax.step import init_arguments, make_eval_step, make_init, step_arguments, traced_step
+from hlat_jax.step import step_arguments
 
 # Warnings that stand in shipped configs, by (program, rule), each with the reason why it may.
 EXPLAINED = {
@@ -44,23 +39,13 @@ def num_devices(config: Config) -> int:
     return inner * max(rows, data, fsdp)
 
 
-def traced_programs(config: Config, layout: Layout) -> dict[str, Callable[[], Any]]:
-    """Returns what traces each program of a run, by name: train, init, and eval and generate where the config asks."""
-    found = {"train": lambda: traced_step(config, layout), "init": lambda: _init(config, layout)}
-    if config.data.validation:
-        found["eval"] = lambda: _eval(config, layout)
-    if config.train.sample_prompt:
-        found["generate"] = lambda: _generate(config, layout)
-    return found
-
-
 def findings(
     name: str, traced: Any, *, config: Config, layout: Layout, target: str, operators: Collection[str]
 ) -> list[lint.Finding]:
     """Returns the findings of one program, and of the training step also what the planner says of its memory.
 
     Args:
-      name: of the program, as `traced_programs` has it.
+      name: of the program, as `compilation.traced_programs` has it.
       traced: its trace.
       config: of the run.
       layout: over the devices that it was traced for.
@@ -84,21 +69,3 @@ def findings(
 def layout_for_neuron(config: Config, count: int) -> Layout:
     """Returns the layout of a config over `count` Neuron devices that need not exist."""
     return planned_layout(config, count, platform="neuron")
-
-
-def _init(config: Config, layout: Layout) -> Any:
-    return make_init(config, layout).trace(*init_arguments(config))
-
-
-def _eval(config: Config, layout: Layout) -> Any:
-    state, batch, _ = step_arguments(config, layout)
-    return make_eval_step(config, layout).trace(state["params"], batch)
-
-
-def _generate(config: Config, layout: Layout) -> Any:
-    state, _, _ = step_arguments(config, layout)
-    model = select_implementations(config.model, layout.platform)
-    sharding = layout.replicated()
-    tokens = jax.ShapeDtypeStruct((1, model.max_positions), jnp.int32, sharding=sharding)
-    last = jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding)
-    return make_next_logits(model, sharding=sharding).trace(state["params"], tokens, last)

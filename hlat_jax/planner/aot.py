@@ -17,7 +17,7 @@ import time
 from typing import Any
 
 from hlat_jax import cost
-from hlat_jax.config import Config, resolve
+from hlat_jax.config import Config, PrecisionConfig, resolve
 from hlat_jax.planner.collectives import Count, count_collectives, counted
 from hlat_jax.planner.report import Site, described
 
@@ -46,11 +46,17 @@ def partition(config: Config, site: Site, *, max_devices: int = MAX_DEVICES) -> 
 
 
 def reduced(config: Config, site: Site, *, max_devices: int) -> tuple[Config, int]:
+    """Returns what `fewer_replicas` does, under the policy that a CPU computes as it is written."""
+    small, num_devices = fewer_replicas(config, site.num_devices, max_devices=max_devices)
+    return dataclasses.replace(small, precision=PrecisionConfig(policy=_POLICY)), num_devices
+
+
+def fewer_replicas(config: Config, num_devices: int, *, max_devices: int) -> tuple[Config, int]:
     """Returns the config with a data degree that `max_devices` hold, the rows per device kept, and its devices."""
     from hlat_jax.planner.trace import planned_layout
 
-    degrees = planned_layout(config, site.num_devices, platform="cpu").degrees
-    inner = site.num_devices // degrees["data"]
+    degrees = planned_layout(config, num_devices, platform="cpu").degrees
+    inner = num_devices // degrees["data"]
     if inner > 2048:
         raise ValueError(f"this layout takes {inner:,} devices for one replica; virtual CPU devices end at 2,048.")
     few = max(1, max_devices // inner)
@@ -58,7 +64,6 @@ def reduced(config: Config, site: Site, *, max_devices: int) -> tuple[Config, in
     tree = config.to_dict()
     tree["data"]["batch_size"] = config.data.batch_size // degrees["data"] * data
     tree["parallel"]["data"] = data
-    tree["precision"]["policy"] = _POLICY
     return resolve(tree), inner * data
 
 

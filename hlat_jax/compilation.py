@@ -1,0 +1,130 @@
+"""The programs of a run: which they are, how they are compiled, and the record of it in the run folder.
+
+All of them are compiled ahead, for the shapes that the config gives, so a run cannot come to a new one: an argument of
+another shape is an error. What the record is compared with, and how a difference is explained, is in
+`neuron.changes`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import pathlib
+import time
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from hlat_jax.config import Config
+from hlat_jax.durable import write_whole
+from hlat_jax.generate import make_next_logits, sample_length
+from hlat_jax.model import select_implementations
+from hlat_jax.neuron.fingerprint import fingerprint
+from hlat_jax.sharding import Layout
+from hlat_jax.step import init_arguments, make_eval_step, make_init, step_arguments, traced_step
+
+RECORD_FILE = "programs.json"
+_PACKAGE = pathlib.Path(__file__).resolve().parent
+_LIBRARIES = ("jax", "jaxlib", "flax", "optax")
+_CACHE_HITS = "/jax/compilation_cache/cache_hits"
+
+
+def traced_programs(config: Config, layout: Layout) -> dict[str, Callable[[], Any]]:
+    """Returns what traces each program of a run, by name: train, init, and eval and generate where the config asks.
+
+    Saving, reading data and drawing curves happen on the host and compile nothing.
+    """
+    found = {"train": lambda: traced_step(config, layout), "init": lambda: _init(config, layout)}
+    if config.data.validation:
+        found["eval"] = lambda: _eval(config, layout)
+    if config.train.sample_prompt:
+        found["generate"] = lambda: _generate(config, layout)
+    return found
+
+
+class Compilations:
+    """Compiles the programs of a run, and keeps what each of them is and cost."""
+
+    def __init__(self, config: Config, layout: Layout):
+        self._programs = traced_programs(config, layout)
+        self._around = surroundings(config, layout.platform, layout.degrees)
+        self._entries: dict[str, dict[str, Any]] = {}
+
+    def compiled(self, name: str, *, traced: Any = None) -> Any:
+        """Returns a program of `traced_programs`, compiled; `traced`: its trace, where there is one already."""
+        began = time.monotonic()
+        lowered = (self._programs[name]() if traced is None else traced).lower()
+        found = fingerprint(lowered)
+        with _cache_hits() as hits:
+            program = lowered.compile()
+        cost = {"seconds": round(time.monotonic() - began, 3), "from_cache": bool(hits)}
+        cost["cache"] = jax.config.jax_compilation_cache_dir or ""
+        self._entries[name] = dataclasses.asdict(found) | cost | self._around
+        return program
+
+    def write(self, workdir: pathlib.Path) -> None:
+        """Brings the record in a run folder up to date; a program not compiled this time keeps its entry."""
+        whole = recorded(workdir) | self._entries
+        write_whole(workdir / RECORD_FILE, (json.dumps(whole, indent=1) + "\n").encode())
+
+
+def recorded(workdir: pathlib.Path) -> dict[str, dict[str, Any]]:
+    """Returns the record of a run folder by program; empty where none was compiled, or what is there is no record."""
+    try:
+        found = json.loads((workdir / RECORD_FILE).read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def surroundings(config: Config, platform: str, degrees: dict[str, int]) -> dict[str, Any]:
+    """Returns all that a program follows from, as JSON: platform, mesh, config, libraries, and our code by file."""
+    return {
+        "platform": platform,
+        "mesh": degrees,
+        "config": config.to_dict(),
+        "libraries": {name: metadata.version(name) for name in _LIBRARIES},
+        "code": {
+            path.relative_to(_PACKAGE).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+            for path in sorted(_PACKAGE.rglob("*.py"))
+        },
+    }
+
+
+@contextlib.contextmanager
+def _cache_hits() -> Iterator[list[str]]:
+    """Gives a list with an entry for each program that JAX's cache hands this process meanwhile."""
+    hits: list[str] = []
+
+    def heard(event: str, **_: Any) -> None:
+        if event == _CACHE_HITS:
+            hits.append(event)
+
+    jax.monitoring.register_event_listener(heard)
+    try:
+        yield hits
+    finally:
+        jax.monitoring.unregister_event_listener(heard)
+
+
+def _init(config: Config, layout: Layout) -> Any:
+    return make_init(config, layout).trace(*init_arguments(config))
+
+
+def _eval(config: Config, layout: Layout) -> Any:
+    state, batch, _ = step_arguments(config, layout)
+    return make_eval_step(config, layout).trace(state["params"], batch)
+
+
+def _generate(config: Config, layout: Layout) -> Any:
+    state, _, _ = step_arguments(config, layout)
+    model = select_implementations(config.model, layout.platform)
+    everywhere = layout.replicated()  # so that every process can read the logits
+    tokens = jax.ShapeDtypeStruct((1, sample_length(config)), jnp.int32, sharding=everywhere)
+    last = jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere)
+    return make_next_logits(model, sharding=everywhere).trace(state["params"], tokens, last)

@@ -1,0 +1,122 @@
+"""Why a program is another one than the last run compiled: found by lowering it again with one change at a time.
+
+A difference between two configs is a reason only if it alone changes the fingerprint, so a new learning rate is never
+blamed. What today's code does not make of the recorded config is the code's doing, or that of the libraries.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+from hlat_jax.compilation import traced_programs
+from hlat_jax.config import SECTIONS, Config, resolve
+from hlat_jax.neuron.fingerprint import Fingerprint, fingerprint
+from hlat_jax.planner.trace import planned_layout
+from hlat_jax.sharding import MESH_AXES
+
+_BATCH = ("data.batch_size", "data.seq_len", "data.packing", "train.num_microbatches")
+_LOWERED_AS = {"gpu": "cuda"}  # what JAX calls the platform when it lowers for it
+_MAX_FILES = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a program is to run: a platform, and the degrees of the mesh by axis."""
+
+    platform: str
+    degrees: dict[str, int]
+
+    def __str__(self) -> str:
+        return " x ".join(f"{axis} {degree}" for axis, degree in self.degrees.items())
+
+
+def program(name: str, config: Config, place: Place) -> Fingerprint:
+    """Returns the fingerprint of a program of `compilation.traced_programs` on devices that need not exist.
+
+    Raises:
+      ValueError: a config that this mesh cannot hold.
+    """
+    parallel = dataclasses.replace(config.parallel, **place.degrees)
+    config = dataclasses.replace(config, parallel=parallel)
+    layout = planned_layout(config, math.prod(place.degrees.values()), platform=place.platform)
+    platform = _LOWERED_AS.get(place.platform, place.platform)
+    return fingerprint(traced_programs(config, layout)[name]().lower(lowering_platforms=(platform,)))
+
+
+def reasons(name: str, *, now: dict[str, Any], before: dict[str, Any]) -> list[str]:
+    """Returns a line for each thing that made a program another one; empty where it is the same.
+
+    Args:
+      name: of the program, in both.
+      now: its fingerprint under `sha256`, and what `compilation.surroundings` gives.
+      before: likewise, as a run recorded it.
+    """
+    if now["sha256"] == before["sha256"]:
+        return []
+    try:
+        then = resolve(before["config"])
+        again = program(name, then, Place(before["platform"], before["mesh"])).sha256
+    except (ValueError, KeyError) as error:
+        return [f"code: today's cannot make that program again ({error})", *_of_code(now, before)]
+    found = []
+    if again != before["sha256"]:
+        found = _of_code(now, before) or ["not known: the same code, libraries and config gave another program then"]
+    if again == now["sha256"]:
+        return found
+    changes = _changes(now, before)
+    alone = [line for line, made in changes if _differs(name, made, again)]
+    return found + (alone or [f"{line}, together with the others" for line, _ in changes])
+
+
+def _differs(name: str, made: Callable[[], tuple[Config, Place]], again: str) -> bool:
+    try:
+        return program(name, *made()).sha256 != again
+    except (ValueError, KeyError):  # it cannot be without the others
+        return True
+
+
+def _changes(now: dict[str, Any], before: dict[str, Any]) -> list[tuple[str, Callable[[], tuple[Config, Place]]]]:
+    """Returns each difference of the surroundings: its line, and the config and place of before with it alone."""
+    then, config = Place(before["platform"], before["mesh"]), resolve(before["config"])
+    found: list[tuple[str, Callable]] = []
+    if now["platform"] != then.platform:
+        line = f"platform: {then.platform} -> {now['platform']}"
+        found.append((line, lambda: (config, dataclasses.replace(then, platform=now["platform"]))))
+    if now["mesh"] != then.degrees:
+        line = f"mesh: {then} -> {Place('', now['mesh'])}"
+        found.append((line, lambda: (config, dataclasses.replace(then, degrees=now["mesh"]))))
+    old = config.to_dict()
+    for section in SECTIONS:
+        for key, value in now["config"][section].items():
+            if old[section][key] != value and not (section == "parallel" and key in MESH_AXES):
+                line = _line(section, key, old[section][key], value)
+                found.append((line, _with_one(old, section, key, value, then)))
+    return found
+
+
+def _with_one(tree: dict[str, Any], section: str, key: str, value: Any, place: Place) -> Callable:
+    changed = tree | {section: tree[section] | {key: value}}
+    return lambda: (resolve(changed), place)
+
+
+def _line(section: str, key: str, old: Any, new: Any) -> str:
+    path = f"{section}.{key}"
+    kind = "batch" if path in _BATCH else "mesh" if section == "parallel" else "config"
+    return f"{kind}: {path} {old!r} -> {new!r}"
+
+
+def _of_code(now: dict[str, Any], before: dict[str, Any]) -> list[str]:
+    found = []
+    libraries = [f"{key} {before['libraries'].get(key)} -> {value}" for key, value in now["libraries"].items()
+                 if before["libraries"].get(key) != value]  # fmt: skip
+    if libraries:
+        found.append(f"code: {', '.join(libraries)}")
+    old, new = before["code"], now["code"]
+    files = [file for file in sorted(old.keys() | new.keys()) if old.get(file) != new.get(file)]
+    if files:
+        more = f" and {len(files) - _MAX_FILES} more" if len(files) > _MAX_FILES else ""
+        found.append(f"code: {', '.join(files[:_MAX_FILES])}{more}")
+    return found

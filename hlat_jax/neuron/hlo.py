@@ -1,0 +1,86 @@
+"""The programs of a run as HLO modules for Neuron's compiler: whole, and as one device of the mesh runs them.
+
+The module of one device is what XLA's partitioner makes of the program as it is lowered for Neuron, here on virtual CPU
+devices, in a process of its own: `python -m hlat_jax.neuron.hlo`, a JSON object on stdin. Its dtypes are still those of
+the program, since XLA's passes for CPUs come later. Neuron's own compiler and plugin are not asked.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+from typing import Any
+
+from hlat_jax.config import Config, resolve
+from hlat_jax.neuron import hlo_proto
+from hlat_jax.planner.aot import fewer_replicas
+
+_AFTER = "*after_spmd-partitioning*.pb"
+
+
+def whole(lowered: Any) -> bytes:
+    """Returns the module of a lowered program before it is partitioned, serialised, with small ids."""
+    return hlo_proto.renumbered(lowered.compiler_ir("hlo").as_serialized_hlo_module_proto())
+
+
+def of_one_device(name: str, config: Config, num_devices: int, *, max_devices: int) -> tuple[bytes, dict[str, int]]:
+    """Returns (the module of one device of a program, serialised, with small ids; the degrees of its mesh).
+
+    Args:
+      name: of the program, as `compilation.traced_programs` has it.
+      config: of the run.
+      num_devices: of its mesh.
+      max_devices: at most as many are partitioned for: the data degree is cut, the rows of one device stay.
+
+    Raises:
+      ValueError: one replica takes more than 2,048 devices.
+      RuntimeError: the partitioner failed; the message has its last words.
+    """
+    from hlat_jax.neuron.programs import layout_for_neuron
+
+    small, count = fewer_replicas(config, num_devices, max_devices=max_devices)
+    with tempfile.TemporaryDirectory() as folder:
+        flags = [f"--xla_force_host_platform_device_count={count}", "--xla_backend_optimization_level=0"]
+        flags += [f"--xla_dump_to={folder}", "--xla_dump_hlo_as_proto", "--xla_dump_hlo_pass_re=spmd-partitioning"]
+        env = os.environ | {"XLA_FLAGS": " ".join(flags), "JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "0"}
+        words = [sys.executable, "-m", "hlat_jax.neuron.hlo"]
+        task = json.dumps({"config": small.to_dict(), "num_devices": count, "program": name})
+        done = subprocess.run(words, input=task, env=env, capture_output=True, text=True, check=False)
+        dumped = sorted(pathlib.Path(folder).glob(_AFTER))
+        if not dumped:
+            raise RuntimeError(f"partitioning {name} for {count} virtual devices failed: {done.stderr[-2000:]}")
+        module = hlo_proto.renumbered(hlo_proto.module_of(dumped[-1].read_bytes()))
+    return module, layout_for_neuron(small, count).degrees
+
+
+def partition(name: str, config: Config, num_devices: int) -> None:
+    """Compiles a program, lowered for Neuron, for the CPU devices of this process; XLA dumps what it makes of it.
+
+    What a CPU cannot compile, such as a kernel of Neuron's, fails only after that.
+    """
+    import jax
+    import numpy as np
+    from jax.extend import backend
+
+    from hlat_jax.compilation import traced_programs
+    from hlat_jax.neuron.programs import layout_for_neuron
+
+    layout = layout_for_neuron(config, num_devices)
+    lowered = traced_programs(config, layout)[name]().lower(lowering_platforms=("neuron",))
+    module = io.BytesIO()
+    lowered.compiler_ir("stablehlo").operation.write_bytecode(file=module)
+    devices = jax.devices()
+    options = backend.get_compile_options(
+        num_replicas=1, num_partitions=num_devices, device_assignment=np.arange(num_devices)[None]
+    )
+    devices[0].client.compile_and_load(module.getvalue(), tuple(devices), options)
+
+
+if __name__ == "__main__":
+    task = json.load(sys.stdin)
+    partition(task["program"], resolve(task["config"]), task["num_devices"])

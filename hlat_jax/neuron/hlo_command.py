@@ -1,0 +1,85 @@
+"""`python -m hlat_jax.neuron hlo`: the programs of a config as files that neuronx-cc takes, on any Linux host."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+from collections.abc import Sequence
+
+from absl import flags
+
+from hlat_jax import config as config_lib
+from hlat_jax import flags as flags_lib
+from hlat_jax.neuron.compiler_flags import compiler_flags
+from hlat_jax.neuron.topology import Topology
+
+_INSTANCES = {"trn1": ("trn1.32xlarge", 1), "trn2": ("trn2.48xlarge", 2)}  # and its LNC
+_OF_THE_PLUGIN = ("--cache_dir", "--retry_failed_compilation")  # of what calls the compiler inside of JAX
+_SCRIPT = """#!/usr/bin/env bash
+# Compiles these programs of {config} with neuronx-cc, without a device. NOT YET RUN: no neuronx-cc was at hand.
+# Any Linux host with the compiler: pip install neuronx-cc --extra-index-url=INDEX, the index of the Neuron set-up page.
+#   ./compile.sh             all of them
+#   ./compile.sh FILE.hlo    one
+set -euo pipefail
+cd "$(dirname "$0")"
+modules=("$@")
+[ $# -gt 0 ] || modules=({modules})
+for module in "${{modules[@]}}"; do
+  folder="${{module%.hlo}}" # the compiler leaves its own files where it runs
+  mkdir -p "$folder"
+  (cd "$folder" && neuronx-cc compile "../$module" --framework XLA --output "../$folder.neff" \\
+    {flags})
+done
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Writes the modules of a config's programs and the script that compiles them; returns 0."""
+    mutable, values = flags_lib.parse(argv, _define)
+    config = config_lib.resolve(mutable)
+    if not values.out:
+        raise ValueError("--out=DIR is missing: the folder for the modules and compile.sh.")
+    os.environ["JAX_PLATFORMS"] = "cpu"  # nothing is asked of an accelerator, also where there is one
+    from hlat_jax.compilation import traced_programs
+    from hlat_jax.neuron import hlo, hlo_proto, programs
+
+    count = values.devices or programs.num_devices(config)
+    traced = traced_programs(config, programs.layout_for_neuron(config, count))
+    chosen = list(traced) if values.program == "all" else [values.program]
+    if chosen[0] not in traced:
+        raise ValueError(f"--program={chosen[0]}: config {config.name} makes none; it has {', '.join(traced)}.")
+    folder = pathlib.Path(values.out)
+    folder.mkdir(parents=True, exist_ok=True)
+    compiled = []
+    for name in chosen:
+        modules = {f"{name}.whole": hlo.whole(traced[name]().lower(lowering_platforms=("neuron",)))}
+        about = {f"{name}.whole": f"the whole program, devices: {count:,}"}
+        if count > 1:
+            modules[f"{name}.device"], mesh = hlo.of_one_device(name, config, count, max_devices=values.max_devices)
+            about[f"{name}.device"] = f"one device of {' x '.join(f'{axis} {size}' for axis, size in mesh.items())}"
+        for stem, module in modules.items():
+            (folder / f"{stem}.hlo").write_bytes(module)
+            size = sum(len(one.instructions) for one in hlo_proto.ids(module))
+            print(f"{folder / stem}.hlo  {size:,} instructions, {about[stem]}")
+        compiled.append(f"{list(modules)[-1]}.hlo")  # the compiler takes the program of one device
+    script = folder / "compile.sh"
+    script.write_text(_SCRIPT.format(config=config.name, modules=" ".join(compiled), flags=_flags(values.target)))
+    script.chmod(0o755)
+    print(f"{script}  calls neuronx-cc on {', '.join(compiled)}; not yet run")
+    return 0
+
+
+def _flags(target: str) -> str:
+    instance, lnc = _INSTANCES[target]
+    flags_of = compiler_flags(Topology(instance, lnc=lnc)).items()
+    kept = [key if value is None else f"{key}={value}" for key, value in flags_of if key not in _OF_THE_PLUGIN]
+    return " \\\n    ".join(kept)
+
+
+def _define(values: flags.FlagValues) -> None:
+    names = ["train", "eval", "init", "generate", "all"]
+    flags.DEFINE_string("out", "", "Folder for the modules and compile.sh.", flag_values=values)
+    flags.DEFINE_enum("target", "trn1", list(_INSTANCES), "Device that compile.sh compiles for.", flag_values=values)
+    flags.DEFINE_enum("program", "all", names, "Program to write.", flag_values=values)
+    flags.DEFINE_integer("devices", 0, "Devices of the mesh; 0: those of the recipe.", 0, flag_values=values)
+    flags.DEFINE_integer("max_devices", 64, "Most to partition for, by fewer replicas.", 1, 2048, flag_values=values)

@@ -1,0 +1,80 @@
+"""`python -m hlat_jax.neuron programs`: what a run will compile, and what of it is new since the last one."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+from absl import flags
+
+from hlat_jax import config as config_lib
+from hlat_jax import cost
+from hlat_jax import flags as flags_lib
+from hlat_jax.neuron.topology import CACHE
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints the programs of a config and how they differ from those that a run folder records; returns 0."""
+    mutable, values = flags_lib.parse(argv, _define)
+    config = config_lib.resolve(mutable)
+    os.environ["JAX_PLATFORMS"] = "cpu"  # nothing is asked of an accelerator, also where there is one
+    from hlat_jax.compilation import RECORD_FILE, recorded, surroundings, traced_programs
+    from hlat_jax.neuron import changes, programs
+    from hlat_jax.planner.trace import planned_layout
+
+    count = values.devices or programs.num_devices(config)
+    layout = planned_layout(config, count, platform=values.platform)
+    place = changes.Place(values.platform, layout.degrees)
+    workdir = pathlib.Path(values.workdir or f"runs/{config.name}")
+    last, around = recorded(workdir), surroundings(config, values.platform, layout.degrees)
+    print(f"{config.name} for {values.platform}, {count:,} devices: {place}")
+    known = f"the last run in {workdir}" if last else f"{workdir} has no {RECORD_FILE}"
+    print(f"compared with    {known}\ncache            {values.cache or 'none'}\n")
+    print(_row(("program", "fingerprint", "operations", "arguments", "of", "cache", "since the last run")))
+    found = {}
+    for name in traced_programs(config, layout):
+        now = dataclasses.asdict(changes.program(name, config, place)) | around
+        before = last.get(name)
+        why = changes.reasons(name, now=now, before=before) if before else []
+        since = "new" if why else "the same" if before else "not compiled then" if last else "no record"
+        cached = _cached(now, before, values.cache)
+        found[name] = {key: now[key] for key in ("sha256", "module", "num_ops", "num_arguments", "argument_bytes")}
+        found[name] |= {"cached": cached, "since": since, "why": why}
+        size = f"{now['argument_bytes'] / cost.GIB:,.3f} GiB"
+        print(_row((name, now["sha256"], f"{now['num_ops']:,}", f"{now['num_arguments']:,}", size, cached, since)))
+        print("".join(f"  {line}\n" for line in why), end="")
+    print("\nSaving, data and curves are the host's work and compile nothing. Bytes are of the whole mesh.")
+    if values.json:
+        whole = {"config": config.name, "platform": values.platform, "devices": count, "programs": found}
+        pathlib.Path(values.json).write_text(json.dumps(whole, indent=1) + "\n")
+    return 0
+
+
+def _cached(now: dict[str, Any], before: dict[str, Any] | None, folder: str) -> str:
+    """Returns whether JAX's cache has a program: yes, no, or not known.
+
+    The key of an entry holds the version of the backend, its options and its devices, so it cannot be computed without
+    them. An entry of the program's name is there or not; that it is this program, the record of a run has to say.
+    """
+    names = [path.name for path in pathlib.Path(folder).glob(f"{now['module']}-*")] if folder else []
+    if not names:
+        return "no"
+    same = before is not None and all(now[key] == before[key] for key in ("sha256", "libraries", "platform"))
+    return "yes" if same and before["cache"] == folder else "not known"
+
+
+def _row(cells: Sequence[str]) -> str:
+    return "{:<10}{:<18}{:>10}{:>11}{:>16}  {:<11}{}".format(*cells)
+
+
+def _define(values: flags.FlagValues) -> None:
+    cache = os.environ.get("JAX_COMPILATION_CACHE_DIR", CACHE)
+    flags.DEFINE_string("workdir", "", "Run folder to compare with; default runs/NAME.", flag_values=values)
+    flags.DEFINE_string("platform", "neuron", "What JAX calls the devices: neuron, cpu, gpu.", flag_values=values)
+    flags.DEFINE_integer("devices", 0, "Devices of the mesh; 0: those of the recipe.", 0, flag_values=values)
+    flags.DEFINE_string("cache", cache, "JAX's cache of compiled programs.", flag_values=values)
+    flags.DEFINE_string("json", "", "Also write what is printed to this file.", flag_values=values)
