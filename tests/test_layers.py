@@ -27,9 +27,12 @@ LAYERS = {
     "ops": 1,
     "neuron": 1,
     "neuron.__main__": 4,
+    "neuron.doctor": 4,
+    "neuron.doctor_command": 4,
     "neuron.env_command": 4,
     "neuron.lint_command": 4,
     "neuron.programs": 4,
+    "neuron.short_training": 4,
     "model": 2,
     "program": 3,
     "optimizer": 3,
@@ -122,7 +125,9 @@ def loaded_after(statement: str) -> set[str]:
     return set(done.stdout.split())
 
 
-@pytest.mark.parametrize("module", ["config", "flags", "cost", "train", "neuron.env", "neuron.env_command"])
+@pytest.mark.parametrize(
+    "module", ["config", "flags", "cost", "train", "neuron.env", "neuron.env_command", "neuron.doctor_command"]
+)
 def test_what_runs_before_the_environment_is_set_does_not_import_jax(module):
     assert "jax" not in loaded_after(f"import hlat_jax.{module}")
 

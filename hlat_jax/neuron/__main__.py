@@ -14,6 +14,7 @@ from hlat_jax import flags as flags_lib
 # verb -> (module with a `main`, what it does)
 VERBS = {
     "lint": ("hlat_jax.neuron.lint_command", "the programs of a config against what Neuron documents it does not take"),
+    "doctor": ("hlat_jax.neuron.doctor_command", "whether this machine is fit for a run, and what could not be tested"),
     "env": ("hlat_jax.neuron.env_command", "the environment variables of each process of a run"),
 }
 
