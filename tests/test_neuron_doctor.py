@@ -178,6 +178,7 @@ def altered(uniform=lambda u: u, normal=lambda z: z):
     [
         (lambda seed: sound(None), "one seed gave two draws"),
         (lambda seed: sound(0), "two seeds"),
+        (lambda seed: (sound(0)[0], sound(seed)[1]), "two uniform seeds"),
         (altered(uniform=lambda u: u * 0.98), "mean of uniform"),
         (altered(uniform=lambda u: 0.5 + (u - 0.5) * 1.02), "variance of uniform"),
         (altered(uniform=lambda u: np.where(u > 0.9999, 1.0, u)), "uniform numbers from"),
