@@ -27,6 +27,8 @@ LAYERS = {
     "ops": 1,
     "neuron": 1,
     "neuron.__main__": 4,
+    "neuron.doctor": 4,
+    "neuron.doctor_command": 4,
     "neuron.env_command": 4,
     "neuron.lint_command": 4,
     "neuron.programs": 4,
@@ -34,6 +36,7 @@ LAYERS = {
     "neuron.changes": 4,
     "neuron.hlo": 4,
     "neuron.hlo_command": 4,
+    "neuron.short_training": 4,
     "model": 2,
     "program": 3,
     "optimizer": 3,
@@ -127,7 +130,9 @@ def loaded_after(statement: str) -> set[str]:
     return set(done.stdout.split())
 
 
-@pytest.mark.parametrize("module", ["config", "flags", "cost", "train", "neuron.env", "neuron.env_command"])
+@pytest.mark.parametrize(
+    "module", ["config", "flags", "cost", "train", "neuron.env", "neuron.env_command", "neuron.doctor_command"]
+)
 def test_what_runs_before_the_environment_is_set_does_not_import_jax(module):
     assert "jax" not in loaded_after(f"import hlat_jax.{module}")
 

@@ -16,6 +16,7 @@ VERBS = {
     "lint": ("hlat_jax.neuron.lint_command", "the programs of a config against what Neuron documents it does not take"),
     "programs": ("hlat_jax.neuron.programs_command", "what a run compiles, and what of it is new since the last run"),
     "hlo": ("hlat_jax.neuron.hlo_command", "the programs of a config as files for neuronx-cc"),
+    "doctor": ("hlat_jax.neuron.doctor_command", "whether this machine is fit for a run, and what could not be tested"),
     "env": ("hlat_jax.neuron.env_command", "the environment variables of each process of a run"),
 }
 

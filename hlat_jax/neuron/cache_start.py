@@ -1,0 +1,38 @@
+"""`python -m hlat_jax.neuron.cache_start`: compiles and runs one program, and prints whether JAX's cache had it.
+
+A process of its own, for `doctor`: within one process a second compilation is answered from memory.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+from jax import monitoring
+
+_HIT = "/jax/compilation_cache/cache_hits"
+
+
+def main() -> int:
+    """Prints one line of JSON: hits, seconds of compiling, and the value that the program computed."""
+    events: collections.Counter[str] = collections.Counter()
+    monitoring.register_event_listener(lambda event, **_: events.update([event]))
+
+    def program(x):
+        return jax.lax.scan(lambda carry, _: (jnp.tanh(carry @ carry.T), None), x, length=4)[0].sum()
+
+    traced = jax.jit(program).trace(jax.ShapeDtypeStruct((128, 128), jnp.float32))
+    began = time.monotonic()
+    compiled = traced.lower().compile()
+    compile_s = time.monotonic() - began
+    value = float(compiled(jnp.eye(128)))
+    print(json.dumps({"hits": events[_HIT], "compile_s": compile_s, "value": value}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

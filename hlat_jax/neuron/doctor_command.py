@@ -1,0 +1,90 @@
+"""`python -m hlat_jax.neuron doctor`: whether this machine is fit for a run, in a few minutes, before the run is.
+
+Owns the command line, the environment of the checks and the report. The checks are in `doctor`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import tempfile
+from collections.abc import MutableMapping, Sequence
+from typing import Any
+
+from absl import flags, logging
+
+from hlat_jax import config as config_lib
+from hlat_jax import flags as flags_lib
+from hlat_jax.neuron import env, topology
+from hlat_jax.neuron.probes import FAILED, NOT_HERE, PASSED
+
+_TRIVIAL = "NEURON_RUN_TRIVIAL_COMPUTATION_ON_CPU"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Makes every check and prints it, then how many passed; returns the exit code: 1 where one failed, else 0."""
+    has_config = any(word.split("=")[0] in ("--config", "--help", "-h") for word in argv)
+    mutable, values = flags_lib.parse(argv if has_config else ["--config=tiny", *argv], _define)
+    config = config_lib.resolve(mutable)
+    place = _prepared(config, values, os.environ, machine=topology.Machine())
+    logging.set_verbosity(logging.ERROR)
+    from hlat_jax.neuron import doctor  # imports JAX, which must see the environment as it is now
+
+    where = place["instance"] or "a machine without Neuron devices"
+    print(f"{config.name} ({config.precision.policy}) on {where}")
+    rows = []
+    for check in doctor.checks(config, doctor.Place(**place)):
+        outcome, seconds = doctor.made(check)
+        rows.append({"check": check.name, **outcome._asdict(), "seconds": round(seconds, 2)})
+        print(_line(rows[-1]), flush=True)  # one that ends the process leaves those before it on the screen
+    print(_table(rows))
+    if not place["instance"]:
+        print("No Trainium device took part.")
+    if values.json:
+        whole = {"config": config.name, "instance": place["instance"], "checks": rows}
+        pathlib.Path(values.json).write_text(json.dumps(whole, indent=1) + "\n")
+    return 1 if any(row["verdict"] == FAILED for row in rows) else 0
+
+
+def _prepared(
+    config: config_lib.Config,
+    values: flags.FlagValues,
+    environ: MutableMapping[str, str],
+    *,
+    machine: topology.Machine,
+) -> dict[str, Any]:
+    """Sets what a run of the config would have on this one machine; returns the fields of a `doctor.Place`."""
+    place = {"instance": "", "num_devices": 0}
+    place["instance"] = topology.instance_to_serve(values.instance, environ.get("JAX_PLATFORMS", ""), machine=machine)
+    if place["instance"]:
+        wanted = topology.Topology(place["instance"], lnc=topology.lnc_of(environ), cores=values.cores)
+        found = env.environment(config.precision, config.parallel, wanted, current=environ)
+        env.apply(environ, found)
+        for note in found.notes:
+            print(note)
+        # else every check on one device would be made by the host's CPU, and say nothing about the device
+        environ.pop(_TRIVIAL, None)
+        place["num_devices"] = topology.checked(wanted).devices_per_node
+    place["cache"] = pathlib.Path(environ.get("JAX_COMPILATION_CACHE_DIR") or tempfile.gettempdir())
+    return place
+
+
+def _line(row: dict[str, Any]) -> str:
+    line = f"{row['verdict']:<18} {row['check']:<20} {row['found']} ({row['seconds']:.1f} s)"
+    return line + (f"\n{'':<18} to do: {row['advice']}" if row["advice"] else "")
+
+
+def _table(rows: list[dict[str, Any]]) -> str:
+    lines = [""]
+    for verdict in (PASSED, FAILED, NOT_HERE):
+        names = [row["check"] for row in rows if row["verdict"] == verdict]
+        lines.append(f"{verdict:<18} {len(names):>3}  {', '.join(names)}".rstrip())
+    return "\n".join(lines)
+
+
+def _define(values: flags.FlagValues) -> None:
+    options = {"flag_values": values}
+    flags.DEFINE_string("json", "", "Also write the report to this file.", **options)
+    flags.DEFINE_string("instance", "", "Type of the Trainium instance; default: what this machine says.", **options)
+    flags.DEFINE_integer("cores", 0, "NeuronCores of this instance to check, as JAX sees them; 0: all.", **options)

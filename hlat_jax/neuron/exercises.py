@@ -1,0 +1,153 @@
+"""What `probes` judges on a real machine: its packages, and small JAX programs on its devices.
+
+Owns nothing but these programs. Each is compiled, so that none of it is an operation that the host does in its place.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import json
+import os
+import pathlib
+import platform
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from hlat_jax.config import ParallelConfig
+from hlat_jax.precision import Rounding
+from hlat_jax.sharding import TENSOR, Layout, make_layout
+
+_NUM_DRAWN = 1 << 20
+_BLOCK_BYTES = 1 << 28
+
+
+def installed(names: Iterable[str]) -> dict[str, str]:
+    """Returns the versions of those packages that are there, and of Python under the name `python`."""
+    found = {}
+    for name in names:
+        try:
+            found[name] = platform.python_version() if name == "python" else importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def draw(seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns (uniform, normal) of 2^20 numbers each, drawn as initial weights are: by `rbg`."""
+
+    @jax.jit
+    def drawn(key):
+        normal_key, uniform_key = jax.random.split(key)
+        return jax.random.uniform(uniform_key, (_NUM_DRAWN,)), jax.random.normal(normal_key, (_NUM_DRAWN,))
+
+    uniform, normal = drawn(jax.random.key(seed, impl="rbg"))
+    return np.asarray(uniform), np.asarray(normal)
+
+
+def multiply(a: np.ndarray, b: np.ndarray, dtype: str) -> np.ndarray:
+    """Returns a @ b of bf16 matrices, in fp32 as a result of that dtype holds it."""
+    product = jax.jit(functools.partial(jnp.matmul, preferred_element_type=jnp.dtype(dtype)))
+    return np.asarray(product(*(x.astype(jnp.bfloat16) for x in (a, b)))).astype(np.float32)
+
+
+def cast(values: np.ndarray) -> np.ndarray:
+    """Returns fp32 values as a cast to bf16 leaves them."""
+    return np.asarray(_cast(values)).astype(np.float32)
+
+
+@jax.jit
+def _cast(values):
+    return values.astype(jnp.bfloat16)  # the result is bf16: a cast back in the same program may undo both
+
+
+def cast_by_hash(values: np.ndarray) -> np.ndarray:
+    """Returns fp32 values as `precision.Rounding` writes them in bf16 in software."""
+    write = jax.jit(lambda x: Rounding((jnp.uint32(3), jnp.uint32(5))).write(x, jnp.bfloat16, name="doctor"))
+    return np.asarray(write(values)).astype(np.float32)
+
+
+def look_up(table: np.ndarray, ids: np.ndarray, mode: str) -> np.ndarray:
+    """Returns rows of a table; `mode` says what becomes of ids outside it."""
+    return np.asarray(jax.jit(lambda table, ids: table.at[ids].get(mode=mode))(table, ids))
+
+
+def add_one(state: jax.Array) -> jax.Array:
+    """Returns state + 1 in the memory of `state`."""
+    return jax.jit(lambda x: x + 1, donate_argnums=0)(state)
+
+
+def fill(device: Any, num_bytes: int) -> bool:
+    """Writes so many bytes to a device; returns whether they are read back as written."""
+    block = np.arange(min(num_bytes, _BLOCK_BYTES) // 4, dtype=np.uint32) * np.uint32(2654435761)
+    count = max(num_bytes // block.nbytes, 1)
+    written = [jax.device_put(np.roll(block, number), device) for number in range(count)]
+    jax.block_until_ready(written)
+    return all(np.array_equal(np.asarray(one), np.roll(block, number)) for number, one in enumerate(written))
+
+
+def layout_along(axis: str, parallel: ParallelConfig, devices: Sequence[Any], *, num_kv_heads: int) -> Layout:
+    """Returns the config's layout where these devices can take it and it is wide along `axis`, else all along it."""
+    try:
+        layout = make_layout(parallel, devices, num_kv_heads=num_kv_heads)
+    except ValueError:
+        layout = None
+    if layout is not None and layout.mesh.shape[axis] > 1:
+        return layout
+    degrees = dict.fromkeys(("pipe", "data", "fsdp", "tensor"), 1)
+    degrees["tensor" if axis in TENSOR else axis] = len(devices)
+    heads = 1 if axis == "tensor_rep" else len(devices)
+    return make_layout(ParallelConfig(**degrees), devices, num_kv_heads=heads)
+
+
+def speak(layout: Layout, axis: str, values: np.ndarray) -> dict[str, np.ndarray]:
+    """Returns what `probes.collectives` asks for, along one axis of a mesh.
+
+    Every device of the mesh takes part, in its own group; all groups must agree, and the first one's words come back.
+    """
+    size, others = layout.mesh.shape[axis], tuple(name for name in layout.mesh.axis_names if name != axis)
+
+    def exchange(mine):
+        ring = [(i, (i + 1) % size) for i in range(size)]
+        row = mine[0]
+        words = {
+            "sum": jax.lax.psum(row, axis),
+            "gather": jax.lax.all_gather(row, axis),
+            "scatter": jax.lax.psum_scatter(row, axis, scatter_dimension=0, tiled=False),
+            "forward": jax.lax.ppermute(row, axis, ring),
+            "backward": jax.lax.ppermute(row, axis, [(b, a) for a, b in ring]),
+        }
+        return jax.tree.map(lambda word: word[None, None], words)
+
+    told = jax.shard_map(exchange, mesh=layout.mesh, in_specs=P(axis), out_specs=P(others, axis), check_vma=False)
+    placed = jax.device_put(values, NamedSharding(layout.mesh, P(axis)))
+    heard = jax.tree.map(np.asarray, jax.jit(told)(placed))
+    # a group that heard something else makes the whole wrong
+    return {name: np.where((all_ == all_[:1]).all(0), all_[0], np.nan) for name, all_ in heard.items()}
+
+
+def start(folder: pathlib.Path) -> Mapping[str, Any]:
+    """Compiles and runs a program in a process of its own with its cache in `folder`; see `probes.cache`.
+
+    Raises:
+      RuntimeError: that process failed.
+    """
+    environment = os.environ | {
+        "JAX_COMPILATION_CACHE_DIR": str(folder),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+    words = [sys.executable, "-m", "hlat_jax.neuron.cache_start"]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        last = done.stderr.strip().splitlines()[-1:] or ["nothing was said"]
+        raise RuntimeError(f"{' '.join(words[1:])} ended with code {done.returncode}: {last[0]}")
+    return json.loads(done.stdout.splitlines()[-1])

@@ -1,0 +1,87 @@
+"""A training of about a minute whose final loss is known: `tiny` with fewer steps, without a run folder.
+
+Owns what is trained and the band that its loss must lie in. The steps are those that `train` runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from hlat_jax import config as config_lib
+from hlat_jax.config import Config, PrecisionConfig
+from hlat_jax.data.held_out import open_held_out
+from hlat_jax.data.loader import TrainBatches
+from hlat_jax.data.tokenizer import Tokenizer
+from hlat_jax.degrees import layout_over, passes
+from hlat_jax.eval.validation import Validation
+from hlat_jax.optimizer import learning_rate
+from hlat_jax.sharding import shard_batch
+from hlat_jax.step import init_state, make_eval_step, make_train_step
+
+NUM_STEPS = 160
+# Nats per token of the held-out text at the end. Measured on CPU, JAX 0.10.0, with `train` below and data.seed 1234:
+# fp32 5.121 (train.seed 0, two threads), 5.126 (0, one thread), 5.190 (1), 5.127 (3); mixed 5.123 (2); bf16_sr 5.260
+# (3). Loss still falls fast there, so the band leaves about as much room again on both sides. It begins at 7.65.
+# benchmarks/doctor_band.py measures it again.
+BAND = (5.0, 5.4)
+
+
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    """How a training went.
+
+    Attributes:
+      losses: nats per token, of each step.
+      eval_loss: of the held-out text at the end.
+      num_devices: that it was spread over.
+      compile_s: until the first step was done, compiling and reading included.
+      train_s: from there to the end of the last step.
+    """
+
+    losses: tuple[float, ...]
+    eval_loss: float
+    num_devices: int
+    compile_s: float
+    train_s: float
+
+
+def short_config(precision: PrecisionConfig) -> Config:
+    """Returns what is trained, under the precision of a run."""
+    mutable = config_lib.load("tiny")
+    mutable.precision.policy = precision.policy
+    mutable.precision.stochastic_rounding = precision.stochastic_rounding
+    mutable.train.num_steps = NUM_STEPS
+    mutable.optimizer.horizon_steps = NUM_STEPS
+    mutable.train.num_eval_batches = 16
+    return config_lib.resolve(mutable)
+
+
+def train(config: Config, devices: Sequence[Any]) -> Trained:
+    """Trains on as many of `devices` as its batch divides over."""
+    began = time.monotonic()
+    count = next(n for n in range(min(len(devices), config.data.batch_size), 0, -1) if passes(config, n))
+    layout = layout_over(config, devices[:count])
+    tokenizer = Tokenizer(config.data.tokenizer, vocab_size=config.model.vocab_size)
+    held_out, _ = open_held_out(config.data, tokenizer=tokenizer, num_batches=config.train.num_eval_batches)
+    validation = Validation(held_out, make_eval_step(config, layout), layout)
+    step, state, losses, compile_s = make_train_step(config, layout), init_state(config, layout), [], 0.0
+    with contextlib.closing(TrainBatches(config.data, tokenizer=tokenizer)) as batches:
+        for number in range(config.train.num_steps):
+            batch, _ = next(batches)
+            rate = np.float32(learning_rate(number, config.optimizer))
+            state, metrics = step(state, shard_batch(batch, layout), rate)
+            losses.append(metrics.loss)
+            if number == 0:
+                jax.block_until_ready(metrics)
+                compile_s = time.monotonic() - began
+            jax.block_until_ready(losses[-2:][0])  # one step ahead of the device, as the loop is
+    losses = tuple(map(float, jax.device_get(losses)))
+    train_s = time.monotonic() - began - compile_s
+    return Trained(losses, validation(state["params"])["eval_loss"], count, compile_s, train_s)
