@@ -5,22 +5,19 @@ of one device, and nothing travels that is not written here. So the collectives 
 and do not depend on how well a partitioner guesses; a reduce-scatter is one, also where XLA would not form it. Where
 what lies is a matter of the tables in `sharding`, from which every function here takes its axes.
 
-`Shards` is for the model: the collectives of one forward pass, whose transposes are those of the backward pass.
-`Spread` is for the program: gradients of every device in, one gradient out, and parameters to their replicas.
+`Shards` is for the model: the collectives of one forward pass, whose transposes are those of the backward pass. Those
+of the program, gradients of every device in and one gradient out, are in `spread`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import jax
-from jax.sharding import PartitionSpec as P
 
-from hlat_jax.precision import Rounding, cast_tree
-from hlat_jax.sharding import ROWS, TENSOR, Layout, spec
+from hlat_jax.sharding import TENSOR, Layout
 
 # The four ways in which one value becomes another along mesh axes, each with its transpose written out.
 
@@ -49,9 +46,10 @@ def scattered(x: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
     return jax.lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True) if axes else x
 
 
+# `gathered.fun`: where a remat policy looks it then finds the collective, and not a function that it cannot see into.
 copied.defvjp(lambda x, axes: (x, None), lambda axes, _, grad: (summed(grad, axes),))
 summed.defvjp(lambda x, axes: (summed(x, axes), None), lambda axes, _, grad: (grad,))
-gathered.defvjp(lambda x, *at: (gathered(x, *at), None), lambda axes, dim, _, grad: (scattered(grad, axes, dim),))
+gathered.defvjp(lambda x, *at: (gathered.fun(x, *at), None), lambda axes, dim, _, grad: (scattered(grad, axes, dim),))
 scattered.defvjp(lambda x, *at: (scattered(x, *at), None), lambda axes, dim, _, grad: (gathered(grad, axes, dim),))
 
 
@@ -64,6 +62,7 @@ class Shards:
       pipe: likewise, the axis over which layers and vocabulary are split.
       fsdp: likewise, the axis over which matrices are split along `fsdp_axes` until they are used.
       fsdp_axes: the logical axes that fsdp splits.
+      reduced: likewise, over which the gradients of matrices are summed where they arise, inside the loop over layers.
       sequence_parallel: activations between blocks are split over `tensor` along T.
     """
 
@@ -71,6 +70,7 @@ class Shards:
     pipe: tuple[str, ...] = ()
     fsdp: tuple[str, ...] = ()
     fsdp_axes: tuple[str, ...] = ()
+    reduced: tuple[str, ...] = ()
     sequence_parallel: bool = False
 
     @property
@@ -87,10 +87,10 @@ class Shards:
         return scattered(y_BTD, self.tensor, 1) if self.sequence_parallel else summed(y_BTD, self.tensor)
 
     def weight(self, weight: jax.Array, axes: Sequence[str]) -> jax.Array:
-        """Returns a parameter with these logical axes whole over fsdp. Backward: reduce-scatter of its gradient."""
+        """Returns a matrix with these logical axes whole over fsdp. Backward: reduce-scatter of its gradient."""
         for dim, axis in enumerate(axes):
             if axis in self.fsdp_axes:
-                weight = gathered(weight, self.fsdp, dim)
+                weight = gathered(copied(weight, self.reduced), self.fsdp, dim)
         return weight
 
 
@@ -103,7 +103,8 @@ def shards(layout: Layout) -> Shards:
         tensor=layout.wide(TENSOR),
         pipe=layout.wide(("pipe",)),
         fsdp=layout.wide(("fsdp",)),
-        fsdp_axes=tuple(axis for axis, places in layout.param_rules.items() if "fsdp" in places),
+        fsdp_axes=layout.fsdp_axes,
+        reduced=layout.wide(("data",)) if layout.reduce_gradients == "layer" else (),
         sequence_parallel=layout.sequence_parallel,
     )
 
@@ -111,110 +112,3 @@ def shards(layout: Layout) -> Shards:
 def position(axes: tuple[str, ...]) -> jax.Array:
     """Returns this device's int32 number along mesh axes, the first outermost; 0 without any."""
     return jax.lax.axis_index(axes) if axes else jax.numpy.int32(0)
-
-
-@dataclasses.dataclass(frozen=True)
-class Spread:
-    """Parameters, gradients and batches of a program over a mesh.
-
-    Attributes:
-      layout: the mesh and its tables.
-      axes: the logical axes of every parameter, a tuple in the place of each array.
-    """
-
-    layout: Layout
-    axes: Any
-
-    def value_and_grad(self, local: Callable, *, dtype: Any) -> Callable:
-        """Returns (params, batch, rounding) -> ((loss sum, count), gradients) over all devices.
-
-        Args:
-          local: the same for the rows and the parameters of one device; its gradients are parts that are still to be
-            summed over the devices that hold the same parameters. That happens once, however many microbatches.
-          dtype: in which gradients are summed. They come out as the optimizer's state lies.
-        """
-
-        def everywhere(params: Any, batch: Any, rounding: Rounding) -> tuple:
-            # Devices with other rows have gradients of their own, and round them by other bits. Along the other axes
-            # some gradients are equal on all devices and have to stay so.
-            sums, grads = local(params, batch, rounding.at(position(self.layout.wide(ROWS))))
-            return self._over_rows(sums), self._map(self._reduced, cast_tree(grads, dtype))
-
-        return self._manual(everywhere, (self._params, P(ROWS), P()), ((P(), P()), self._state))
-
-    def loss(self, local: Callable) -> Callable:
-        """Returns (params, batch) -> (loss sum, count) over all devices from the same of one device."""
-
-        def everywhere(params: Any, batch: Any) -> tuple:
-            return self._over_rows(local(params, batch))
-
-        return self._manual(everywhere, (self._params, P(ROWS)), (P(), P()))
-
-    def split(self, params: Any) -> Any:
-        """Returns parameters as the optimizer's state lies: with ZeRO-1 a part of every replica."""
-        sharding = self._map(lambda axes: self.layout.state_sharding(axes))
-        return jax.lax.with_sharding_constraint(params, sharding)
-
-    def publish(self, params: Any) -> Any:
-        """Returns parameters as the forward pass reads them, from `split` ones: the all-gather of ZeRO-1."""
-        return self._manual(lambda tree: self._map(self._whole, tree), (self._state,), self._params)(params)
-
-    def total(self, of_leaf: Callable[[jax.Array], jax.Array], tree: Any) -> jax.Array:
-        """Returns the sum over the leaves of `of_leaf`, fp32, from `split` arrays: one all-reduce of a scalar.
-
-        Args:
-          of_leaf: a sum over the elements of an array, so that the whole is the sum of what the devices have.
-          tree: arrays that lie as the optimizer's state.
-        """
-        rules = self.layout.state_rules
-
-        def held(axes: tuple[str, ...]) -> set[str]:
-            return {place for axis in axes for place in rules[axis]}
-
-        used = set().union(*jax.tree.leaves(self._map(lambda axes: frozenset(held(axes)))))
-        places = tuple(place for place in self.layout.wide(self.layout.mesh.axis_names) if place in used)
-
-        def share(axes: tuple[str, ...], part: jax.Array) -> jax.Array:
-            return of_leaf(part) / self.layout.size(set(places) - held(axes))
-
-        def everywhere(parts: Any) -> jax.Array:
-            return summed(sum(jax.tree.leaves(self._map(share, parts))), places)
-
-        return self._manual(everywhere, (self._state,), P())(tree)
-
-    def _reduced(self, axes: tuple[str, ...], grad: jax.Array) -> jax.Array:
-        rules = self.layout.param_rules
-        partial = {place for axis in axes for place in self.layout.partial_gradients.get(axis, ())}
-        held = {place for axis in axes for place in rules[axis]}
-        places = [place for place in self.layout.wide((*ROWS, *TENSOR)) if place in {*ROWS, *partial} - held]
-        for dim, axis in enumerate(axes):
-            grad = scattered(grad, self._replicas(axis), dim)
-            places = [place for place in places if place not in self._replicas(axis)]
-        return summed(grad, tuple(places))
-
-    def _whole(self, axes: tuple[str, ...], part: jax.Array) -> jax.Array:
-        for dim, axis in enumerate(axes):
-            part = gathered(part, self._replicas(axis), dim)
-        return part
-
-    def _replicas(self, axis: str) -> tuple[str, ...]:
-        """Returns the mesh axes over which the state, and not the parameters, is split along a logical axis."""
-        more = self.layout.state_rules[axis][len(self.layout.param_rules[axis]) :]
-        return self.layout.wide(more)
-
-    def _over_rows(self, sums: tuple) -> tuple:
-        return jax.tree.map(lambda value: summed(value, self.layout.wide(ROWS)), sums)
-
-    def _map(self, fn: Callable, *trees: Any) -> Any:
-        return jax.tree.map(fn, self.axes, *trees, is_leaf=lambda leaf: isinstance(leaf, tuple))
-
-    @property
-    def _params(self) -> Any:
-        return self._map(lambda axes: spec(axes, self.layout.param_rules))
-
-    @property
-    def _state(self) -> Any:
-        return self._map(lambda axes: spec(axes, self.layout.state_rules))
-
-    def _manual(self, fn: Callable, in_specs: Any, out_specs: Any) -> Callable:
-        return jax.shard_map(fn, mesh=self.layout.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)

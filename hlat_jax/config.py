@@ -57,6 +57,12 @@ class ParallelConfig:
     tensor: int = _key(1, "Megatron tensor parallel degree.")
     zero1: bool = _key(False, "Shard optimizer state and master weights over data.")
     sequence_parallel: bool = _key(False, "Shard activations between blocks over tensor along the sequence.")
+    reduce_gradients: str = _key(
+        "step",
+        "Sum gradients over data once, after each microbatch (with zero1 that is ZeRO-2), or in the loop over layers.",
+        choices=("step", "microbatch", "layer"),
+    )
+    bucket_bytes: int = _key(0, "Gradients share collectives of up to so many bytes on a device; 0: one each.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -337,6 +343,13 @@ def check_parallel(parallel: ParallelConfig, model: ModelConfig) -> None:
             f"parallel.pipe={parallel.pipe} with model.layer_loop='unroll' would keep a copy of a stage's weights "
             "for every microbatch in flight; set model.layer_loop='scan'."
         )
+    if parallel.pipe > 1 and parallel.reduce_gradients == "microbatch":
+        raise ValueError(
+            f"parallel.pipe={parallel.pipe} with parallel.reduce_gradients='microbatch': the gradients of several "
+            "microbatches are made at a time; set it to 'step' or 'layer'."
+        )
+    if parallel.bucket_bytes < 0:
+        raise ValueError(f"parallel.bucket_bytes={parallel.bucket_bytes} must be 0 or more.")
     if parallel.pipe > 1 and model.norm_eps == 0:
         raise ValueError(
             f"parallel.pipe={parallel.pipe} with model.norm_eps=0: a stage without a microbatch runs on zeros, which "

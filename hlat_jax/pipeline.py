@@ -13,7 +13,7 @@ passes need lies in a ring of so many slots.
 The tables of the vocabulary are split over the stages too, so that head and loss are work for all of them: each tick
 broadcasts what the last stage made, and every stage has its share of the logits. The same holds for the embedding.
 
-Owns the schedule. Refuses to know what embed, stage and loss compute. Runs inside `collectives.Spread`'s region.
+Owns the schedule. Refuses to know what embed, stage and loss compute. Runs inside `spread.Spread`'s region.
 Source of the ideas: Narayanan et al. (PipeDream-Flush, 1F1B), arXiv 2104.04473, section 2.2; the schedule in lockstep
 is ours.
 """
@@ -29,7 +29,7 @@ import jax.numpy as jnp
 
 from hlat_jax.batch import microbatches
 from hlat_jax.collectives import position
-from hlat_jax.precision import NEAREST, Rounding
+from hlat_jax.precision import NEAREST, Accumulation, Rounding
 
 _PIPE = ("pipe",)
 
@@ -52,21 +52,20 @@ class Parts:
         return self.loss(params, self.stage(params, self.embed(params, batch), batch), batch)
 
 
-def pipelined(
-    parts: Parts, params: Any, batch: Any, *, num_microbatches: int, dtype: Any, rounding: Rounding = NEAREST
-) -> tuple[tuple, Any]:
+def pipelined(parts: Parts, params: Any, batch: Any, *, sums: Accumulation) -> tuple[tuple, Any]:
     """Returns ((loss sum, count), gradients), as `program.accumulated` does, with layers spread over `pipe`.
 
     Args:
       parts: the loss function.
       params: this stage's; every key but `layers` belongs to embed and loss.
       batch: the rows of this device, the same in every stage.
-      num_microbatches: static count m of parts of the batch.
-      dtype: in which gradients of microbatches are summed.
-      rounding: how each of the sums is written.
+      sums: number m of parts of the batch, and how their gradients are summed; `reduce` has to be None, since the
+        gradients of several parts are made at a time.
     """
-    line = _Line(parts, params, microbatches(batch, num_microbatches), num_microbatches, rounding)
-    p, m = line.num_stages, num_microbatches
+    assert sums.reduce is None
+    m, rounding = sums.num_microbatches, sums.rounding
+    line = _Line(parts, params, microbatches(batch, m), m, rounding)
+    p = line.num_stages
 
     def warm_up(carry, tick):
         received, ring = carry
@@ -74,14 +73,14 @@ def pipelined(
         return (_to_next(y), line.stored(ring, tick, residuals)), None
 
     def steady(carry, tick):
-        received, returned, ring, sums, grads = carry
+        received, returned, ring, totals, grads = carry
         y, residuals = line.forward(tick, received)
         ring = line.stored(ring, tick, residuals)
         loss, rest_grads, dy = line.loss(tick, y)
-        sums = jax.tree.map(jnp.add, sums, loss)
+        totals = jax.tree.map(jnp.add, totals, loss)
         grads = grads[0], rounding.at(tick, 0).added(grads[1], rest_grads)
         dx, grads = line.backward(tick, jnp.where(line.is_last, dy, returned), ring=ring, grads=grads)
-        return (_to_next(y), _to_previous(dx), ring, sums, grads), None
+        return (_to_next(y), _to_previous(dx), ring, totals, grads), None
 
     def cool_down(carry, tick):
         returned, ring, grads = carry
@@ -91,14 +90,14 @@ def pipelined(
     x, residuals = line.abstract_forward()
     nothing = jnp.zeros(x.shape, x.dtype)
     ring = [jnp.zeros((2 * p - 1, *leaf.shape), leaf.dtype) for leaf in residuals]
-    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, dtype), (line.layers, line.rest))
-    sums = jnp.float32(0.0), jnp.float32(0.0)
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, sums.dtype), (line.layers, line.rest))
+    totals = jnp.float32(0.0), jnp.float32(0.0)
     ticks = jnp.arange(m + 2 * (p - 1), dtype=jnp.int32)
     (received, ring), _ = jax.lax.scan(warm_up, (nothing, ring), ticks[: p - 1])
-    carry = received, nothing, ring, sums, zeros
-    (_, returned, ring, sums, grads), _ = jax.lax.scan(steady, carry, ticks[p - 1 : p - 1 + m])
+    carry = received, nothing, ring, totals, zeros
+    (_, returned, ring, totals, grads), _ = jax.lax.scan(steady, carry, ticks[p - 1 : p - 1 + m])
     (_, _, (layers, rest)), _ = jax.lax.scan(cool_down, (returned, ring, grads), ticks[p - 1 + m :])
-    return sums, rest | {"layers": layers}
+    return totals, rest | {"layers": layers}
 
 
 def pipelined_loss(parts: Parts, params: Any, batch: Any, *, num_microbatches: int) -> tuple[jax.Array, jax.Array]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -134,6 +135,23 @@ class Rounding:
 
 
 NEAREST = Rounding()
+
+
+@dataclasses.dataclass(frozen=True)
+class Accumulation:
+    """How the gradients of the microbatches of one step are summed.
+
+    Attributes:
+      num_microbatches: static count of parts of a batch.
+      dtype: of the sums of several parts.
+      rounding: how each of the sums is written.
+      reduce: what is done to the gradients of each part before they are added, such as ZeRO-2's reduce-scatter.
+    """
+
+    num_microbatches: int
+    dtype: Any
+    rounding: Rounding = NEAREST
+    reduce: Callable[[Any], Any] | None = None
 
 
 def stochastic_round(value: jax.Array, dtype: Any, *, bits: jax.Array) -> jax.Array:

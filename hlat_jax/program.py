@@ -16,9 +16,9 @@ import jax.numpy as jnp
 import optax
 
 from hlat_jax.batch import microbatches
-from hlat_jax.collectives import Spread
 from hlat_jax.optimizer import global_norm, masked
-from hlat_jax.precision import NEAREST, Policy, Rounding, cast_tree
+from hlat_jax.precision import NEAREST, Accumulation, Policy, Rounding, cast_tree
+from hlat_jax.spread import Spread
 
 State = dict[str, Any]
 LossFn = Callable[[Any, Any], tuple[jax.Array, jax.Array]]
@@ -44,32 +44,33 @@ class StepMetrics:
     finite: jax.Array
 
 
-def accumulated(
-    loss_fn: LossFn, params: Any, batch: Any, *, num_microbatches: int, dtype: Any, rounding: Rounding = NEAREST
-) -> tuple[tuple, Any]:
+def accumulated(loss_fn: LossFn, params: Any, batch: Any, *, sums: Accumulation) -> tuple[tuple, Any]:
     """Returns ((loss sum, count), gradients) of a batch whose parts are run one after another.
 
     Args:
       loss_fn: as for `training_program`.
       params: what gradients are of.
       batch: fields with rows in front.
-      num_microbatches: static number of parts, see `batch.microbatches`.
-      dtype: of the sum of the gradients of several parts.
-      rounding: how each of the sums is written.
+      sums: number of parts, see `batch.microbatches`, and how their gradients are summed.
     """
-    grad_fn = jax.value_and_grad(loss_fn, has_aux=True)
-    if num_microbatches == 1:
-        (loss_sum, num_tokens), grads = grad_fn(params, batch)
-        return (loss_sum, num_tokens), grads
+    value_and_grad = jax.value_and_grad(loss_fn, has_aux=True)
 
-    def add(sums, numbered):
-        number, microbatch = numbered
-        (loss, tokens), grads = grad_fn(params, microbatch)
-        return (sums[0] + loss, sums[1] + tokens, rounding.at(number).added(sums[2], grads)), None
+    def of_part(part):
+        values, grads = value_and_grad(params, part)
+        return values, grads if sums.reduce is None else sums.reduce(grads)
 
-    zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, dtype), params)
+    if sums.num_microbatches == 1:
+        return of_part(batch)
+
+    def add(totals, numbered):
+        number, part = numbered
+        (loss, tokens), grads = of_part(part)
+        return (totals[0] + loss, totals[1] + tokens, sums.rounding.at(number).added(totals[2], grads)), None
+
+    shapes = params if sums.reduce is None else jax.eval_shape(sums.reduce, params)
+    zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, sums.dtype), shapes)
     start = (jnp.float32(0.0), jnp.float32(0.0), zeros)
-    numbered = jnp.arange(num_microbatches, dtype=jnp.uint32), microbatches(batch, num_microbatches)
+    numbered = jnp.arange(sums.num_microbatches, dtype=jnp.uint32), microbatches(batch, sums.num_microbatches)
     loss_sum, num_tokens, grads = jax.lax.scan(add, start, numbered)[0]
     return (loss_sum, num_tokens), grads
 
@@ -83,8 +84,7 @@ class ProgramOptions:
       num_microbatches: static count of parts a batch is split into; with a mesh, the rows of each device are.
       accumulate: how gradients of the parts are made and summed: `accumulated`, or what pipeline stages need instead.
       norm_in_blocks: see `optimizer.global_norm`.
-      spread: the mesh and what lies where; None: one device.
-      state_shardings: shardings of the state, as returned by `init`; None: wherever the inputs are.
+      spread: the mesh and what lies where, as `zero.spread_over` gives it for any parameters; None: one device.
     """
 
     policy: Policy
@@ -92,25 +92,26 @@ class ProgramOptions:
     accumulate: Callable = accumulated
     norm_in_blocks: bool = False
     spread: Spread | None = None
-    state_shardings: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainingProgram:
-    """The two functions of a training run.
+    """The functions of a training run, and where its state lies.
 
     Attributes:
       init: (params, *, seed=0) -> state. The state is {"step", "params", "opt_state": {"inner"[, "master"][, "seed"]}};
         the uint32 seed is that of stochastic rounding, where the policy has it.
       step: jitted (state, batch, learning_rate) -> (state, StepMetrics); donates the state.
+      shardings: where every leaf of the state lies; None: wherever the parameters are.
     """
 
     init: Callable[..., State]
     step: Callable[[State, Any, jax.Array], tuple[State, StepMetrics]]
+    shardings: Any = None
 
 
 def training_program(
-    loss_fn: LossFn, optimizer: optax.GradientTransformation, *, options: ProgramOptions
+    loss_fn: LossFn, optimizer: optax.GradientTransformation, *, options: ProgramOptions, params: Any = None
 ) -> TrainingProgram:
     """Returns the training program of a loss and an optimizer.
 
@@ -119,12 +120,34 @@ def training_program(
         program divides by the count over the whole batch, so unequal microbatches weigh as one batch would.
       optimizer: an Optax transformation. It gets the mean gradients in fp32, the weights, and the extra arguments
         `learning_rate`, `grad_norm` and `finite`; a transformation with a schedule of its own ignores them.
-      options: precision, accumulation, shardings.
+      options: precision, accumulation, devices.
+      params: shapes of the parameters, from which it follows where the state lies; with `options.spread` alone.
+
+    Raises:
+      ValueError: `options.spread` without `params`.
     """
+    if options.spread is not None and params is None:
+        raise ValueError("options.spread says where parameters lie: give their shapes as params=...")
     optimizer = masked(optimizer)
-    policy = options.policy
+    made = _initial(optimizer, options.policy)
+    # Where the state lies is said for one device too: what reads it is then compiled once, before the first step and
+    # after it.
+    shardings = None if options.spread is None else options.spread.state_shardings(jax.eval_shape(made, params))
 
     def init(params: Any, *, seed: Any = 0) -> State:
+        state = made(params, seed=seed)
+        return state if shardings is None else jax.lax.with_sharding_constraint(state, shardings)
+
+    if options.spread is not None and options.spread.layout.mesh.size == 1:
+        options = dataclasses.replace(options, spread=None)
+    returned = {} if shardings is None else {"out_shardings": (shardings, None)}
+    step = jax.jit(_train_step(loss_fn, optimizer, options), donate_argnums=0, **returned)
+    return TrainingProgram(init, step, shardings)
+
+
+def _initial(optimizer: optax.GradientTransformation, policy: Policy) -> Callable[..., State]:
+    def made(params: Any, *, seed: Any = 0) -> State:
+        params = jax.tree.map(jnp.copy, params)  # the state is donated, what the caller has is not
         weights = cast_tree(params, policy.master or policy.param)
         opt_state = {"inner": optimizer.init(weights)}
         if policy.master is not None:
@@ -133,7 +156,11 @@ def training_program(
             opt_state["seed"] = jnp.asarray(seed, jnp.uint32)
         return {"step": jnp.zeros((), jnp.int32), "params": cast_tree(params, policy.param), "opt_state": opt_state}
 
-    spread = options.spread
+    return made
+
+
+def _train_step(loss_fn: LossFn, optimizer: optax.GradientTransformation, options: ProgramOptions) -> Callable:
+    policy, spread = options.policy, options.spread
     value_and_grad = _value_and_grad(loss_fn, options)
 
     def train_step(state: State, batch: Any, learning_rate: jax.Array) -> tuple[State, StepMetrics]:
@@ -166,18 +193,18 @@ def training_program(
         metrics = StepMetrics(loss_sum / num_tokens, num_tokens, grad_norm, param_norm, finite)
         return new_state, metrics
 
-    shardings = {} if options.state_shardings is None else {"out_shardings": (options.state_shardings, None)}
-    return TrainingProgram(init, jax.jit(train_step, donate_argnums=0, **shardings))
+    return train_step
 
 
 def _value_and_grad(loss_fn: LossFn, options: ProgramOptions) -> Callable[[Any, Any, Rounding], tuple[tuple, Any]]:
-    dtype = options.policy.accumulate
+    dtype, spread = options.policy.accumulate, options.spread
+    loss_fn = loss_fn if spread is None else spread.seen_whole(loss_fn)
 
-    def local(params: Any, batch: Any, rounding: Rounding) -> tuple[tuple, Any]:
-        parts = {"num_microbatches": options.num_microbatches, "dtype": dtype}
-        return options.accumulate(loss_fn, params, batch, rounding=rounding, **parts)
+    def local(params: Any, batch: Any, rounding: Rounding, *, reduce: Any = None) -> tuple[tuple, Any]:
+        sums = Accumulation(options.num_microbatches, dtype, rounding, reduce)
+        return options.accumulate(loss_fn, params, batch, sums=sums)
 
-    return local if options.spread is None else options.spread.value_and_grad(local, dtype=dtype)
+    return local if spread is None else spread.value_and_grad(local, dtype=dtype)
 
 
 def _moved(weights: Any, updates: Any, *, finite: jax.Array, rounding: Rounding) -> Any:

@@ -62,13 +62,18 @@ class Layout:
       state_rules: likewise, of optimizer state and master weights.
       partial_gradients: logical axis -> mesh axes, beside ROWS, over which gradients are to be summed.
       sequence_parallel: activations between blocks are split over `tensor` along the sequence.
+      reduce_gradients: when gradients are summed over replicas, one of `REDUCE_GRADIENTS`.
+      bucket_bytes: gradients, and parameters on their way to replicas, share collectives of up to so many bytes on a
+        device; 0: one each.
     """
 
     mesh: Any
     param_rules: dict[str, tuple[str, ...]]
     state_rules: dict[str, tuple[str, ...]]
     partial_gradients: dict[str, tuple[str, ...]]
-    sequence_parallel: bool
+    sequence_parallel: bool = False
+    reduce_gradients: str = "step"
+    bucket_bytes: int = 0
 
     @property
     def platform(self) -> str:
@@ -85,6 +90,11 @@ class Layout:
     def row_degree(self) -> int:
         """The number of parts that the rows of a batch are split into."""
         return self.size(ROWS)
+
+    @property
+    def fsdp_axes(self) -> tuple[str, ...]:
+        """The logical axes that fsdp splits: every matrix has one of them."""
+        return tuple(axis for axis, places in self.param_rules.items() if "fsdp" in places)
 
     def size(self, axes: Sequence[str]) -> int:
         """Returns the number of devices along mesh axes together."""
@@ -150,6 +160,8 @@ def _with_rules(mesh: Any, parallel: ParallelConfig) -> Layout:
         ZERO1_RULES if parallel.zero1 else PARAM_RULES,
         SEQUENCE_PARTIAL_GRADIENTS if sequence_parallel else PARTIAL_GRADIENTS,
         sequence_parallel,
+        parallel.reduce_gradients,
+        parallel.bucket_bytes,
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -14,7 +13,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from hlat_jax.batch import Batch, abstract_batch
-from hlat_jax.collectives import Spread, shards
+from hlat_jax.collectives import shards
 from hlat_jax.config import Config
 from hlat_jax.model import Decoder, abstract_params, bind, init_params, param_axes, select_implementations
 from hlat_jax.ops.cross_entropy import LossOptions, cross_entropy
@@ -23,6 +22,7 @@ from hlat_jax.pipeline import Parts, pipelined, pipelined_loss
 from hlat_jax.precision import POLICIES, cast_tree, policy_on
 from hlat_jax.program import ProgramOptions, State, TrainingProgram, accumulated, training_program
 from hlat_jax.sharding import Layout
+from hlat_jax.spread import Spread
 
 
 def make_program(config: Config, layout: Layout) -> TrainingProgram:
@@ -34,20 +34,16 @@ def make_program(config: Config, layout: Layout) -> TrainingProgram:
         policy=policy,
         decays=decay_mask(abstract_params(config.model), config.optimizer.decay),
     )
-    options = ProgramOptions(policy=policy, num_microbatches=config.train.num_microbatches)
+    is_pipelined = layout.size(("pipe",)) > 1
+    options = ProgramOptions(
+        policy=policy,
+        num_microbatches=config.train.num_microbatches,
+        accumulate=pipelined if is_pipelined else accumulated,
+        norm_in_blocks=layout.mesh.size == 1 and layout.platform == "cpu",
+        spread=Spread(layout, param_axes(config.model)),
+    )
     loss = parts(config, layout, z_loss_weight=config.train.z_loss_weight)
-    shapes = jax.eval_shape(training_program(loss, optimizer, options=options).init, abstract_params(config.model))
-    # said for one device too: what reads the state is then compiled once, before the first step and after it
-    options = dataclasses.replace(options, state_shardings=state_shardings(config, layout, shapes))
-    if layout.mesh.size == 1:
-        options = dataclasses.replace(options, norm_in_blocks=layout.platform == "cpu")
-    else:
-        options = dataclasses.replace(
-            options,
-            accumulate=pipelined if layout.size(("pipe",)) > 1 else accumulated,
-            spread=Spread(layout, param_axes(config.model)),
-        )
-    return training_program(loss, optimizer, options=options)
+    return training_program(loss, optimizer, options=options, params=abstract_params(config.model))
 
 
 def make_train_step(config: Config, layout: Layout) -> Callable[..., Any]:
@@ -72,7 +68,7 @@ def make_eval_step(config: Config, layout: Layout) -> Callable[..., Any]:
 def parts(config: Config, layout: Layout, *, z_loss_weight: float) -> Parts:
     """Returns (params, batch) -> (sum of the losses of the counted targets, their number), fp32 scalars, in its parts.
 
-    Over a mesh they are the parts of one device, to be run in the region of `collectives.Spread`.
+    Over a mesh they are the parts of one device, to be run in the region of `spread.Spread`.
     """
     compute = POLICIES[config.precision.policy].compute
     model = select_implementations(config.model, layout.platform)
@@ -119,8 +115,7 @@ def make_init(config: Config, layout: Layout) -> Callable[..., Any]:
         key = jax.random.wrap_key_data(jnp.stack([high, seed, high, seed]), impl="rbg")
         return program.init(init_params(config.model, key), seed=seed)
 
-    shardings = state_shardings(config, layout, jax.eval_shape(initial, *init_arguments(config)))
-    return jax.jit(initial, out_shardings=shardings)
+    return jax.jit(initial, out_shardings=program.shardings)
 
 
 def init_arguments(config: Config) -> tuple[np.uint32]:
@@ -130,11 +125,11 @@ def init_arguments(config: Config) -> tuple[np.uint32]:
 
 def abstract_state(config: Config, layout: Layout) -> State:
     """Returns the shapes, dtypes and shardings of the state; allocates nothing."""
-    shapes = jax.eval_shape(make_program(config, layout).init, abstract_params(config.model))
+    program = make_program(config, layout)
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        shapes,
-        state_shardings(config, layout, shapes),
+        jax.eval_shape(program.init, abstract_params(config.model)),
+        program.shardings,
     )
 
 
@@ -150,24 +145,6 @@ def step_arguments(config: Config, layout: Layout) -> tuple[Any, Any, Any]:
 def traced_step(config: Config, layout: Layout) -> Any:
     """Returns the trace of `make_train_step`; its `.lower()` needs devices that exist."""
     return make_train_step(config, layout).trace(*step_arguments(config, layout))
-
-
-def state_shardings(config: Config, layout: Layout, state: State) -> State:
-    """Returns the sharding of every leaf: parameters by their axes, whatever mirrors a parameter likewise."""
-    axes = param_axes(config.model)
-    params = jax.tree.map(layout.param_sharding, axes, is_leaf=lambda leaf: isinstance(leaf, tuple))
-    mirrors = jax.tree.map(layout.state_sharding, axes, is_leaf=lambda leaf: isinstance(leaf, tuple))
-    structure = jax.tree.structure(state["params"])
-
-    def like_params(subtree) -> bool:
-        return jax.tree.structure(subtree) == structure
-
-    opt_state = jax.tree.map(
-        lambda subtree: mirrors if like_params(subtree) else layout.replicated(),
-        state["opt_state"],
-        is_leaf=like_params,
-    )
-    return {"step": layout.replicated(), "params": params, "opt_state": opt_state}
 
 
 def state_bytes(state: State) -> int:

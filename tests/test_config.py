@@ -203,6 +203,8 @@ FIELDS = {
     "parallel.fsdp": Row(2, placement),
     "parallel.tensor": Row(2, placement),
     "parallel.zero1": Row(True, placement),
+    "parallel.reduce_gradients": Row("layer", program_8),
+    "parallel.bucket_bytes": Row(4096, program_8),
     "parallel.sequence_parallel": Row(True, program_8, given={"parallel.tensor": 2}),
     "precision.policy": Row("mixed", program),
     "precision.stochastic_rounding": Row("software", refusal),

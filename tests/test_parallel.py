@@ -12,7 +12,7 @@ from mutations import collectives_seen
 from test_program import forbidden_in, lowered_for_neuron
 
 from hlat_jax.batch import abstract_batch, segmented_batch
-from hlat_jax.collectives import Spread, shards
+from hlat_jax.collectives import shards
 from hlat_jax.config import ParallelConfig, default, resolve
 from hlat_jax.model import param_axes
 from hlat_jax.ops.cross_entropy import LossOptions, cross_entropy
@@ -20,9 +20,10 @@ from hlat_jax.optimizer import learning_rate
 from hlat_jax.planner.collectives import collectives, counted
 from hlat_jax.planner.trace import live_jaxpr
 from hlat_jax.planner.traffic import traced_collectives
-from hlat_jax.precision import NEAREST
+from hlat_jax.precision import NEAREST, Accumulation
 from hlat_jax.program import accumulated
 from hlat_jax.sharding import make_layout, resolve_degrees, shard_batch
+from hlat_jax.spread import Spread
 from hlat_jax.step import abstract_state, init_state, make_eval_step, make_train_step, parts, state_bytes
 
 SEQUENCE, ZERO1 = {"sequence_parallel": True}, {"zero1": True}
@@ -30,6 +31,9 @@ SEQUENCE, ZERO1 = {"sequence_parallel": True}, {"zero1": True}
 LAYOUTS = {
     "data": {"data": 8},
     "data-zero1": {"data": 8} | ZERO1,
+    "zero2": {"data": 8, "num_microbatches": 2, "reduce_gradients": "microbatch"} | ZERO1,
+    "zero1-buckets": {"data": 8, "bucket_bytes": 16384} | ZERO1,
+    "layer-tensor-zero1": {"data": 4, "tensor": 2, "num_microbatches": 2, "reduce_gradients": "layer"} | ZERO1,
     "fsdp": {"fsdp": 8},
     "fsdp-data-zero1": {"data": 2, "fsdp": 4, "num_microbatches": 2} | ZERO1,
     "tensor": {"data": 4, "tensor": 2},
@@ -66,6 +70,22 @@ COLLECTIVES = {
         "all-gather data": 7,
         "all-reduce data": 7,
         "reduce-scatter data": 7,
+    },
+    "zero2": {
+        "all-gather data": 7,
+        "all-reduce data": 10,
+        "reduce-scatter data": 14,
+    },
+    "zero1-buckets": {
+        "all-gather data": 2,
+        "all-reduce data": 5,
+        "reduce-scatter data": 6,
+    },
+    "layer-tensor-zero1": {
+        "all-gather data": 7,
+        "all-reduce data": 49,
+        "all-reduce data*tensor_kv": 2,
+        "all-reduce tensor_kv": 40,
     },
     "fsdp": {
         "all-gather fsdp": 42,
@@ -332,9 +352,10 @@ def test_each_core_computes_and_differentiates_the_kv_heads_it_needs_and_no_more
     assert attention["kv"].sharding.shard_shape(attention["kv"].shape) == (4, 40, 2, 1, 8)
     assert attention["q"].sharding.shard_shape(attention["q"].shape) == (4, 40, 1, 1, 8)
 
-    def local(params, batch, rounding):
+    def local(params, batch, rounding, *, reduce):
+        assert reduce is None
         loss_fn = parts(config, layout, z_loss_weight=0.0)
-        return accumulated(loss_fn, params, batch, num_microbatches=1, dtype="float32", rounding=rounding)
+        return accumulated(loss_fn, params, batch, sums=Accumulation(1, "float32", rounding))
 
     everywhere = Spread(layout, param_axes(config.model)).value_and_grad(local, dtype="float32")
     traced = jax.make_jaxpr(everywhere)(state["params"], abstract_batch(16, 16, with_segments=True), NEAREST)

@@ -1,0 +1,155 @@
+"""ZeRO for models that are not ours: every stage trains as one device does, and holds and sends what it should."""
+
+import collections
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from hlat_jax.planner.collectives import collectives
+from hlat_jax.planner.trace import live_jaxpr
+from hlat_jax.planner.traffic import traced_collectives
+from hlat_jax.precision import POLICIES
+from hlat_jax.program import ProgramOptions, training_program
+from hlat_jax.sharding import ROWS
+from hlat_jax.zero import spread_over
+
+
+class Tower(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        for width in (24, 16):
+            x = nn.gelu(nn.Dense(width)(x))
+        return nn.Dense(3)(x)[:, 0]
+
+
+def plain_params():
+    rng = np.random.default_rng(0)
+    w = [rng.normal(size=shape).astype(np.float32) / 4 for shape in ((8, 24), (24, 16), (16, 5))]
+    return {"layers": [(w[0], np.zeros(24, np.float32)), (w[1], np.zeros(16, np.float32))], "out": w[2], "scale": 1.0}
+
+
+def plain_loss(params, batch):
+    x = batch["x"]
+    for w, b in params["layers"]:
+        x = jnp.tanh(x @ w + b)
+    return loss_of(params["scale"] * (x @ params["out"])[:, 0], batch)
+
+
+def loss_of(found, batch):
+    return jnp.sum(batch["weight"] * jnp.square(found - batch["y"])), jnp.sum(batch["weight"])
+
+
+def foreign(kind):
+    """Returns (loss function, parameters) of a model in plain JAX, with tuples and a scalar, or of one in Flax."""
+    if kind == "plain":
+        return plain_loss, jax.tree.map(jnp.asarray, plain_params())
+    tower = Tower()
+    return lambda params, batch: loss_of(tower.apply(params, batch["x"]), batch), tower.init(
+        jax.random.key(0), np.zeros((1, 8))
+    )
+
+
+def batch(step):
+    rng = np.random.default_rng(step)
+    weight = rng.integers(0, 3, 16).astype(np.float32)
+    return {
+        "x": rng.normal(size=(16, 8)).astype(np.float32),
+        "y": rng.normal(size=16).astype(np.float32),
+        "weight": weight,
+    }
+
+
+def trained(loss, params, *, stage=None, bucket_bytes=0, policy="fp32", steps=6):
+    """Returns (losses and norms, final state, text of the compiled step)."""
+    spread = None if stage is None else spread_over(params, jax.devices(), stage=stage, bucket_bytes=bucket_bytes)
+    options = ProgramOptions(policy=POLICIES[policy], num_microbatches=2, spread=spread)
+    program = training_program(loss, optax.adam(1e-2), options=options, params=params)
+    state = program.init(params)
+    put = (lambda x: x) if spread is None else lambda x: jax.device_put(x, NamedSharding(spread.layout.mesh, P(ROWS)))
+    text = program.step.lower(state, put(batch(0)), 0.0).compile().as_text()
+    rows = []
+    for step in range(steps):
+        state, metrics = program.step(state, put(batch(step)), 0.0)
+        rows.append([float(metrics.loss), float(metrics.grad_norm), float(metrics.param_norm)])
+    return np.array(rows), state, (text, None if spread is None else spread.layout.mesh)
+
+
+@pytest.mark.parametrize("kind", ["plain", "flax"])
+@pytest.mark.parametrize("bucket_bytes", [0, 1000])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_every_stage_trains_as_one_device_does(kind, stage, bucket_bytes):
+    loss, params = foreign(kind)
+    wanted, alone, _ = trained(loss, params)
+    got, state, _ = trained(loss, params, stage=stage, bucket_bytes=bucket_bytes)
+    np.testing.assert_allclose(got, wanted, rtol=5e-6)  # fp32 sums in another order
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), alone["params"], state["params"])
+
+
+def test_stages_hold_a_part_of_the_state_and_the_rest_of_it_is_whole():
+    loss, params = foreign("plain")
+    held = {}
+    for stage in range(4):
+        _, state, _ = trained(loss, params, stage=stage, policy="mixed", steps=1)
+
+        def share(tree):
+            return sum(leaf.addressable_shards[0].data.size for leaf in jax.tree.leaves(tree))
+
+        held[stage] = share(state["params"]), share(state["opt_state"]["master"])
+    whole = sum(np.size(leaf) for leaf in jax.tree.leaves(params))
+    part = (whole - 1) // 8 + 1  # all but the scalar divide
+    assert held == {0: (whole, whole), 1: (whole, part), 2: (whole, part), 3: (part, part)}
+
+
+def test_collectives_of_each_stage_are_those_it_needs():
+    loss, params = foreign("plain")  # five arrays that 8 divides, and a scalar; 2 microbatches
+    found = {}
+    for stage in range(4):
+        spread = spread_over(params, jax.devices(), stage=stage)
+        options = ProgramOptions(policy=POLICIES["fp32"], num_microbatches=2, spread=spread)
+        program = training_program(loss, optax.adam(1e-2), options=options, params=params)
+        traced = program.step.trace(jax.eval_shape(program.init, params), batch(0), 0.0)
+        found[stage] = collections.Counter()
+        for collective in traced_collectives(live_jaxpr(traced), spread.layout.mesh):
+            found[stage][collective.kind] += collective.trips
+    # stage 3 gathers for the loss, and for its backward pass again what that reads: the matrices behind the first;
+    # loss and count, the scalar's gradient, and the norms of gradients and weights; of stage 0 the other gradients
+    assert found == {
+        0: {"all-reduce": 2 + 6},
+        1: {"all-reduce": 2 + 1 + 2, "reduce-scatter": 5, "all-gather": 5},
+        2: {"all-reduce": 2 + 2 + 2, "reduce-scatter": 2 * 5, "all-gather": 5},
+        3: {"all-reduce": 2 + 1 + 2, "reduce-scatter": 2 * 5, "all-gather": 2 * 5 + 2 * 2},
+    }
+
+
+def test_buckets_carry_several_arrays_and_no_more_than_their_bytes():
+    loss, params = foreign("plain")
+    for bucket_bytes, wanted in ((0, 5), (1600, 3), (10**6, 1)):
+        text, mesh = trained(loss, params, stage=1, bucket_bytes=bucket_bytes, steps=1)[2]
+        scatters = [c for c in collectives(text, mesh) if c.kind == "reduce-scatter"]
+        assert len(scatters) == wanted
+        assert all(c.payload_bytes <= max(bucket_bytes, 24 * 16 * 4) for c in scatters)
+
+
+def test_the_callers_parameters_outlive_the_donated_state():
+    loss, params = foreign("plain")
+    before = jax.tree.map(np.asarray, params)
+    trained(loss, params, stage=0)
+    trained(loss, params)
+    jax.tree.map(np.testing.assert_array_equal, before, params)
+
+
+def test_stages_and_bytes_that_do_not_exist_are_refused():
+    with pytest.raises(ValueError, match=r"zero stage 4 is not one of 0, 1, 2, 3\."):
+        spread_over({}, jax.devices(), stage=4)
+    with pytest.raises(ValueError, match="bucket_bytes=-1 must be 0"):
+        spread_over({}, jax.devices(), stage=1, bucket_bytes=-1)
+    loss, params = foreign("plain")
+    spread = spread_over(params, jax.devices(), stage=1)
+    with pytest.raises(ValueError, match=r"give their shapes as params=\.\.\."):
+        training_program(loss, optax.adam(1e-2), options=ProgramOptions(POLICIES["fp32"], spread=spread))
