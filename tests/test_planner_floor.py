@@ -18,6 +18,7 @@ LAYOUTS = [
     {"policy": "fp32", "tensor": 8, "sequence_parallel": True, "remat": "none", "m": 4},
     {"policy": "mixed", "tensor": 8, "zero1": True, "remat": "selective", "m": 8},
     {"policy": "mixed", "tensor": 4, "data": 2, "zero1": True, "sequence_parallel": True, "remat": "full"},
+    {"policy": "mixed", "data": 4, "zero1": True, "remat": "full", "m": 2, "reduce_gradients": "microbatch"},
     {"policy": "mixed", "tensor": 4, "data": 2, "remat": "full", "m": 4},
     {"policy": "mixed", "pipe": 4, "data": 2, "zero1": True, "m": 2, "remat": "none"},
     {"policy": "mixed", "pipe": 2, "tensor": 4, "m": 4, "remat": "selective", "sequence_parallel": True},

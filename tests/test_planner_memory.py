@@ -67,6 +67,8 @@ TEMPORARIES = [
     {"remat": "products", "m": 2},
     {"remat": "selective", "m": 2, "data": 2},
     {"remat": "selective", "m": 2, "data": 2, "tensor": 2, "zero1": True},
+    {"remat": "selective", "m": 2, "data": 4, "zero1": True, "reduce_gradients": "microbatch"},
+    {"remat": "selective", "m": 2, "data": 2, "tensor": 2, "zero1": True, "reduce_gradients": "layer"},
     {"remat": "selective", "data": 2, "tensor": 4, "sequence_parallel": True},
     {"remat": "full", "m": 2, "data": 2, "tensor": 4, "sequence_parallel": True},
     {"remat": "none", "m": 2, "fsdp": 4},

@@ -73,7 +73,8 @@ def held(config: Config, layout: Layout) -> Held:
         state_bytes=itemsize * params + (cost.STATE_BYTES_PER_PARAM[config.precision.policy] - itemsize) * mirrored,
         params=params,
         layer_params=count(layout.param_rules, key="layers"),
-        gradient_bytes=jnp.dtype(policy.accumulate).itemsize * params,
+        gradient_bytes=jnp.dtype(policy.accumulate).itemsize
+        * (mirrored if layout.reduce_gradients == "microbatch" else params),
     )
 
 

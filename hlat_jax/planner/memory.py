@@ -28,8 +28,8 @@ class DeviceBytes:
       params: what the forward pass reads; exact.
       opt_state: moments, master weights and counters; exact.
       batch: the rows of one step; exact.
-      gradients: their sums over microbatches, in the policy's dtype, whole over the replicas; exact, within the
-        temporaries.
+      gradients: their sums over microbatches, in the policy's dtype, whole over the replicas unless each microbatch's
+        are reduced; exact, within the temporaries.
       activations: kept for the backward pass; estimated. Where the layers run in a loop, what loops keep beside the
         sums at their own fullest moment, the gradients of one microbatch among it; where they are unrolled, what the
         forward pass leaves to the backward pass at its fullest moment, the logits among it.
@@ -70,7 +70,9 @@ def device_bytes(config: Config, layout: Layout, *, arguments: tuple, jaxpr: Any
     state, batch, _ = arguments
     peak = liveness.temporaries(jaxpr, arguments)
     itemsize = jnp.dtype(POLICIES[config.precision.policy].accumulate).itemsize
-    num_params = sum(math.prod(p.sharding.shard_shape(p.shape)) for p in jax.tree.leaves(state["params"]))
+    are_split = layout.reduce_gradients == "microbatch"
+    like = state["opt_state"]["inner"]["mu"] if are_split else state["params"]
+    num_params = sum(math.prod(p.sharding.shard_shape(p.shape)) for p in jax.tree.leaves(like))
     gradients = min(num_params * itemsize, peak.total)
     kept = peak.kept if config.model.layer_loop == "unroll" else max(0, peak.in_loops - gradients)
     activations = min(kept, peak.total - gradients)
