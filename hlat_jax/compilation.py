@@ -20,6 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from hlat_jax import overlap
 from hlat_jax.config import Config
 from hlat_jax.durable import write_whole
 from hlat_jax.generate import make_next_logits, sample_length
@@ -52,6 +53,7 @@ class Compilations:
 
     def __init__(self, config: Config, layout: Layout):
         self._programs = traced_programs(config, layout)
+        self._options = overlap.compiler_options(layout)
         self._around = surroundings(config, layout.platform, layout.degrees)
         self._entries: dict[str, dict[str, Any]] = {}
 
@@ -61,7 +63,7 @@ class Compilations:
         lowered = (self._programs[name]() if traced is None else traced).lower()
         found = fingerprint(lowered)
         with _cache_hits() as hits:
-            program = lowered.compile()
+            program = lowered.compile(compiler_options=self._options or None)
         cost = {"seconds": round(time.monotonic() - began, 3), "from_cache": bool(hits)}
         cost["cache"] = jax.config.jax_compilation_cache_dir or ""
         self._entries[name] = dataclasses.asdict(found) | cost | self._around

@@ -23,6 +23,7 @@ LAYERS = {
     "collectives": 1,
     "buckets": 1,
     "spread": 1,
+    "overlap": 1,
     "zero": 1,
     "pipeline": 1,
     "precision": 1,
