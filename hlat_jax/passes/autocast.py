@@ -1,0 +1,193 @@
+"""Automatic mixed precision: an fp32 function, run with its matrix work in bf16 or fp16.
+
+Owns the rules by primitive and the policy; `casting` applies them, `scaling` has the loss scale that fp16 needs.
+Refuses to know models and gradients: apply it to the forward function, before `jax.grad`, and the backward pass
+inherits the dtypes, while fp32 parameters receive fp32 gradients.
+
+    loss = autocast(loss_fp32, "bf16")
+    value, grads = jax.value_and_grad(loss)(params_fp32, batch)
+
+Source: RAF's AutoCast, arXiv 2303.04759 and github.com/awslabs/raf (Apache-2.0), whose lists derive from TensorFlow's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import difflib
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.extend.core.primitives
+import jax.numpy as jnp
+
+from hlat_jax.passes.calls import CALLS
+from hlat_jax.passes.casting import Cast
+from hlat_jax.passes.jaxpr import equations, op_name
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+# Matrix work: operands are cast to the narrow dtype.
+ALWAYS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general", "ragged_dot"})
+
+# fp32, whatever comes in: what bf16 is too coarse or fp16 too small for. So is every primitive in no list.
+NEVER = _names(
+    """
+    exp exp2 expm1 log log1p pow integer_pow square sqrt rsqrt cbrt div rem tanh logistic erf erfc erf_inv
+    lgamma digamma sin cos tan asin acos atan atan2 sinh cosh asinh acosh atanh reduce_sum reduce_prod cumsum
+    cumprod cumlogsumexp reduce_window_sum select_and_scatter_add scatter-add scatter-mul pallas_call
+    """
+)
+
+# Narrow where at least half of the fp32 operands already are, constants not counted.
+INFER = _names(
+    """
+    add sub add_any mul neg abs sign stop_gradient max min clamp select_n floor ceil round copy copy_p name
+    optimization_barrier broadcast_in_dim reshape transpose squeeze slice dynamic_slice dynamic_update_slice pad
+    rev concatenate split gather scatter reduce_max reduce_min reduce_window_max cummax cummin sort top_k
+    sharding_constraint reshard device_put convert_element_type psum psum_invariant psum2 pmax pmin all_gather
+    all_gather_invariant all_to_all ppermute reduce_scatter pvary pcast pbroadcast
+    """
+)
+
+# Look inside; by primitive they can only be told `never`, by the name of their function also `always`.
+_CALLS = frozenset(CALLS)
+_WORDS = ("always", "never", "infer")
+
+
+@dataclasses.dataclass(frozen=True)
+class CastPolicy:
+    """How a function is cast.
+
+    Attributes:
+      compute: the narrow dtype, of matrix work and what follows it: bfloat16 or float16.
+      rules: "always", "never" or "infer" by the name of a primitive, or of an op: a function under `jax.jit`,
+        `jax.custom_vjp` or `jax.custom_jvp`. An op that is `never` runs as it was declared, all of it; `always` gives
+        it narrow arguments; `infer` looks inside, which is what happens to an op without a rule.
+      carry: what loops carry. "infer": narrow where matrix work reads it and the body makes it so; "keep": fp32.
+    """
+
+    compute: Any = jnp.bfloat16
+    rules: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    carry: str = "infer"
+
+    def __post_init__(self):
+        if jnp.dtype(self.compute) not in (jnp.bfloat16, jnp.float16):
+            raise ValueError(f"CastPolicy.compute={jnp.dtype(self.compute)} must be bfloat16 or float16.")
+        if self.carry not in ("infer", "keep"):
+            raise ValueError(f"CastPolicy.carry={self.carry!r} must be infer or keep.")
+        _check_words(self.rules)
+
+
+def _check_words(rules: Mapping[str, str]) -> None:
+    for name, word in rules.items():
+        if word not in _WORDS:
+            raise ValueError(f"autocast rule {name}={word!r}: a rule is {', '.join(_WORDS)}.")
+
+
+POLICIES = {"bf16": CastPolicy(jnp.bfloat16), "fp16": CastPolicy(jnp.float16)}
+
+_overrides = jax.make_user_context(())
+
+
+@contextlib.contextmanager
+def overriding(rules: Mapping[str, str]) -> Iterator[None]:
+    """Functions that are traced inside are cast by these rules, before those of their policy; blocks nest.
+
+    JAX knows of the block: a jitted function is traced again for it.
+
+    Raises:
+      ValueError: a word other than always, never, infer.
+    """
+    _check_words(rules)
+    with _overrides(tuple({**dict(_overrides.value or ()), **rules}.items())):
+        yield
+
+
+def autocast(fn: Callable, policy: CastPolicy | str = "bf16") -> Callable:
+    """Returns a function of the same arguments and results, dtypes included, whose fp32 matrix work is narrow.
+
+    Everything declared in another dtype than fp32 is left alone. It is traced anew at each call: `jax.jit` the result,
+    or what calls it.
+
+    Args:
+      fn: a function of arrays (pytrees of them) that JAX can trace.
+      policy: or its name in `POLICIES`.
+
+    Raises:
+      ValueError: an unknown policy; when called: a rule for a name that is neither a primitive nor an op of `fn`, or a
+        function that cannot be traced.
+    """
+    if isinstance(policy, str):
+        if policy not in POLICIES:
+            known = ", ".join(POLICIES)
+            raise ValueError(f"autocast policy {policy!r} is unknown; use {known}, or a CastPolicy of your own.")
+        policy = POLICIES[policy]
+    name = getattr(fn, "__name__", type(fn).__name__)
+
+    def cast(*args: Any, **kwargs: Any) -> Any:
+        leaves, structure = jax.tree.flatten((args, kwargs))
+        trees = []
+
+        def flat(*leaves):
+            args, kwargs = jax.tree.unflatten(structure, leaves)
+            outs, tree = jax.tree.flatten(fn(*args, **kwargs))
+            trees.append(tree)
+            return outs
+
+        try:
+            closed = jax.make_jaxpr(flat)(*leaves)
+        except TypeError as error:
+            raise _not_traceable(name, error) from error
+        rules = {**policy.rules, **dict(_overrides.value or ())}
+        _check_names(rules, closed.jaxpr, name)
+        rule = functools.partial(_rule, rules)
+        outs = Cast(jnp.dtype(policy.compute), rule, policy.carry == "infer").outputs(closed, leaves)
+        return jax.tree.unflatten(trees[0], outs)
+
+    cast.__name__ = name
+    return cast
+
+
+def _rule(rules: Mapping[str, str], eqn: Any) -> str:
+    """Returns the rule for an equation: by the name of its function, of its primitive, or of the lists."""
+    name = eqn.primitive.name
+    named = rules.get(op_name(eqn)) or rules.get(name)
+    if named is not None:
+        return named
+    return "always" if name in ALWAYS else "infer" if name in INFER or name in _CALLS else "never"
+
+
+def _known_primitives() -> set[str]:
+    listed = jax.extend.core.primitives
+    primitives = (getattr(listed, name) for name in dir(listed) if name.endswith("_p"))
+    return {primitive.name for primitive in primitives} | ALWAYS | NEVER | INFER | _CALLS
+
+
+def _check_names(rules: Mapping[str, str], jaxpr: Any, function: str) -> None:
+    met, ops = set(), set()
+    if not set(rules) - _known_primitives():
+        return
+    for eqn, _ in equations(jaxpr):
+        met.add(eqn.primitive.name)
+        ops.add(op_name(eqn))
+    ops.discard(None)
+    known = _known_primitives() | met | ops
+    for name in set(rules) - known:
+        near = difflib.get_close_matches(name, sorted(known), n=1)
+        raise ValueError(
+            f"autocast rule {name}={rules[name]!r}: no primitive has this name, and {function} calls no such op; "
+            f"it calls {', '.join(sorted(ops)) or 'none'}." + (f" Do you mean {near[0]!r}?" if near else "")
+        )
+
+
+def _not_traceable(name: str, error: TypeError) -> ValueError:
+    return ValueError(
+        f"autocast cannot trace {name}: {str(error).splitlines()[0]} Arguments are arrays and pytrees of them (bind "
+        "others with functools.partial), and branches on their values are jax.lax.cond or jnp.where."
+    )

@@ -1,0 +1,252 @@
+"""Equations that run other functions, under autocast: each is bound again with its functions traced at other dtypes.
+
+Owns loops, branches, calls and derivative rules. Refuses to know which primitive is narrow: that is `Cast`, which each
+function here is given first and which runs what is inside.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+
+from hlat_jax.passes.jaxpr import manual_axes, op_name, reaching, rebind, without_consts
+from hlat_jax.passes.kinds import Kind, Value, value
+
+
+def _arrays(cast: Any, operands: Sequence[Value]) -> list[Any]:
+    return [operand.held(cast.low) for operand in operands]
+
+
+def _kinds(operands: Sequence[Value]) -> list[Kind]:
+    return [operand.kind for operand in operands]
+
+
+def _values(cast: Any, eqn: Any, outs: Sequence[Any], kinds: Sequence[Kind]) -> list[Value]:
+    return [
+        value(out, kind=kind, aval=var.aval, low=cast.low)
+        for out, kind, var in zip(outs, kinds, eqn.outvars, strict=True)
+    ]
+
+
+def _jit(cast: Any, eqn: Any, operands: list[Value]) -> list[Value]:
+    closed, kinds = cast.retraced(eqn.params["jaxpr"], _kinds(operands))
+    return _values(cast, eqn, rebind(eqn, _arrays(cast, operands), jaxpr=closed), kinds)
+
+
+def _remat(cast: Any, eqn: Any, operands: list[Value]) -> list[Value]:
+    closed, kinds = cast.retraced(core.ClosedJaxpr(eqn.params["jaxpr"], []), _kinds(operands))
+    opened, consts = without_consts(closed)
+    return _values(cast, eqn, rebind(eqn, consts + _arrays(cast, operands), jaxpr=opened), kinds)
+
+
+def _shard_map(cast: Any, eqn: Any, operands: list[Value]) -> list[Value]:
+    params, inner, kinds = eqn.params, eqn.params["jaxpr"], []
+
+    def local(*arrays):
+        held = zip(arrays, _kinds(operands), inner.invars, strict=True)
+        outs = cast.run(inner, [value(a, kind=k, aval=v.aval, low=cast.low) for a, k, v in held])
+        kinds[:] = _kinds(outs)
+        return tuple(_arrays(cast, outs))
+
+    mapped = jax.shard_map(
+        local,
+        mesh=params["mesh"],
+        in_specs=tuple(params["in_specs"]),
+        out_specs=tuple(params["out_specs"]),
+        axis_names=set(manual_axes(eqn)),
+        check_vma=params["check_vma"],
+    )
+    outs = mapped(*_arrays(cast, operands))
+    return _values(cast, eqn, outs, kinds)
+
+
+def _cond(cast: Any, eqn: Any, operands: list[Value]) -> list[Value]:
+    """Each result is narrow where every branch has it so, and otherwise as declared."""
+    index, *rest = operands
+    traced = [cast.retraced(branch, _kinds(rest))[1] for branch in eqn.params["branches"]]
+    kinds = [_joined(each) for each in zip(*traced, strict=True)]
+    branches = tuple(cast.retraced(branch, _kinds(rest), kinds)[0] for branch in eqn.params["branches"])
+    outs = rebind(eqn, [index.declared(), *_arrays(cast, rest)], branches=branches)
+    return _values(cast, eqn, outs, kinds)
+
+
+def _joined(kinds: Sequence[Kind]) -> Kind:
+    if set(kinds) == {Kind.LOW} or Kind.FIXED in kinds:
+        return kinds[0]
+    return max(Kind.SOFT, *kinds)
+
+
+def _scan(cast: Any, eqn: Any, operands: list[Value]) -> list[Value]:
+    first, closed = eqn.params["num_consts"], eqn.params["jaxpr"]
+    carried = slice(first, first + eqn.params["num_carry"])
+    kinds = _kinds(operands)
+    kinds[carried] = _carry_kinds(cast, closed, kinds, carried)
+    num_ys = len(eqn.outvars) - eqn.params["num_carry"]
+    body, out_kinds = cast.retraced(closed, kinds, [*kinds[carried], *[None] * num_ys])
+    arrays = [_as_kind(cast, operand, kind) for operand, kind in zip(operands, kinds, strict=True)]
+    return _values(cast, eqn, rebind(eqn, arrays, jaxpr=body), out_kinds)
+
+
+def _while(cast: Any, eqn: Any, operands: list[Value]) -> list[Value]:
+    num_cond, num_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+    kinds = _kinds(operands)
+    of_body = kinds[num_cond:]
+    carry = _carry_kinds(cast, eqn.params["body_jaxpr"], of_body, slice(num_body, len(of_body)))
+    body, _ = cast.retraced(eqn.params["body_jaxpr"], [*of_body[:num_body], *carry], carry)
+    condition, _ = cast.retraced(eqn.params["cond_jaxpr"], [*kinds[:num_cond], *carry])
+    kinds = [*kinds[: num_cond + num_body], *carry]
+    arrays = [_as_kind(cast, operand, kind) for operand, kind in zip(operands, kinds, strict=True)]
+    return _values(cast, eqn, rebind(eqn, arrays, body_jaxpr=body, cond_jaxpr=condition), carry)
+
+
+def _as_kind(cast: Any, operand: Value, kind: Kind) -> Any:
+    return operand.narrow(cast.low) if kind is Kind.LOW else operand.declared()
+
+
+def _carry_kinds(cast: Any, body: Any, kinds: Sequence[Kind], carried: slice) -> list[Kind]:
+    """Returns how the body of a loop holds what it carries.
+
+    What matrix work reads goes narrow where the body's result does: the activations of layers. What it never reads, the
+    loop accumulates: it stays fp32, and so does the arithmetic on it. A carry only ever moves up in
+    SOFT < LOW < WIDE < KEPT < HUGE as the kinds of its results are found, so this ends.
+    """
+    feeds = reaching(body.jaxpr, cast.is_product)[carried]
+    order = [Kind.FIXED, Kind.SOFT, Kind.LOW, Kind.WIDE, Kind.KEPT, Kind.HUGE]
+
+    def start(kind: Kind, is_read: bool) -> Kind:
+        if kind in (Kind.FIXED, Kind.HUGE):
+            return kind
+        if not is_read or not cast.narrow_carry:
+            return Kind.KEPT
+        return kind if kind is Kind.LOW else Kind.SOFT
+
+    carry = [start(kind, is_read) for kind, is_read in zip(kinds[carried], feeds, strict=True)]
+    while True:
+        full = [*kinds[: carried.start], *carry, *kinds[carried.stop :]]
+        outs = cast.retraced(body, full)[1][: len(carry)]
+        # narrow when it came in, fp32 when it goes out: fp32
+        outs = [
+            Kind.WIDE if old is Kind.LOW and new is not Kind.LOW else new for old, new in zip(carry, outs, strict=True)
+        ]
+        moved = [
+            old if old is Kind.FIXED or new is Kind.FREE else max(old, new, key=order.index)
+            for old, new in zip(carry, outs, strict=True)
+        ]
+        if moved == carry:
+            return carry
+        carry = moved
+
+
+def _custom_jvp(cast: Any, eqn: Any, operands: list[Value]) -> list[Value]:
+    closed, kinds = cast.retraced(eqn.params["call_jaxpr"], _kinds(operands))
+    in_avals, out_avals = closed_avals(eqn)
+    call = jax.custom_jvp(_named(core.jaxpr_as_fun(closed), eqn))
+
+    def declared_rule(*arrays):
+        primals, tangents = arrays[: len(in_avals)], arrays[len(in_avals) :]
+        outs, out_tangents = jax.jvp(lambda *args: rebind(eqn, args), primals, tuple(_with_zeros(tangents, in_avals)))
+        return [*outs, *_inexact(out_tangents, out_avals)]
+
+    @call.defjvp
+    def rule(primals, tangents):
+        traced = jax.make_jaxpr(declared_rule)(*in_avals, *_inexact(in_avals, in_avals))
+        in_kinds = [*_kinds(operands), *_gradient_kinds(_kinds(operands), in_avals)]
+        narrow, _ = cast.retraced(traced, in_kinds, [*kinds, *_gradient_kinds(kinds, out_avals)])
+        found = core.jaxpr_as_fun(narrow)(*primals, *_inexact(tangents, in_avals))
+        return found[: len(kinds)], _with_zeros(found[len(kinds) :], out_avals)
+
+    return _values(cast, eqn, call(*_arrays(cast, operands)), kinds)
+
+
+def _custom_vjp(cast: Any, eqn: Any, operands: list[Value]) -> list[Value]:
+    """The user's two functions are traced at their declared dtypes and cast each by the rules, residuals among it."""
+    closed, kinds = cast.retraced(eqn.params["call_jaxpr"], _kinds(operands))
+    in_avals, out_avals = closed_avals(eqn)
+    call = jax.custom_vjp(_named(core.jaxpr_as_fun(closed), eqn))
+
+    @functools.cache
+    def forward():
+        trees = []
+
+        def declared(*args):
+            outs, pull = jax.vjp(lambda *args: rebind(eqn, args), *args)
+            residuals, tree = jax.tree.flatten(pull)
+            trees.append(tree)
+            return [*outs, *residuals]
+
+        traced = jax.make_jaxpr(declared)(*in_avals)
+        residual_avals = traced.out_avals[len(kinds) :]
+        narrow, found = cast.retraced(traced, _kinds(operands), [*kinds, *[None] * len(residual_avals)])
+        return narrow, trees[0], residual_avals, found[len(kinds) :]
+
+    def forward_rule(*args):
+        found = core.jaxpr_as_fun(forward()[0])(*args)
+        return found[: len(kinds)], tuple(found[len(kinds) :])
+
+    def backward_rule(residuals, cotangents):
+        _, tree, residual_avals, residual_kinds = forward()
+
+        def declared(*arrays):
+            pull = jax.tree.unflatten(tree, arrays[: len(residual_avals)])
+            return _inexact(pull(_with_zeros(arrays[len(residual_avals) :], out_avals)), in_avals)
+
+        traced = jax.make_jaxpr(declared)(*residual_avals, *_inexact(out_avals, out_avals))
+        in_kinds = [*residual_kinds, *_gradient_kinds(kinds, out_avals)]
+        narrow, _ = cast.retraced(traced, in_kinds, _gradient_kinds(_kinds(operands), in_avals))
+        grads = iter(core.jaxpr_as_fun(narrow)(*residuals, *_inexact(cotangents, out_avals)))
+        return tuple(next(grads) if _is_inexact(aval) else None for aval in in_avals)
+
+    call.defvjp(forward_rule, backward_rule)
+    return _values(cast, eqn, call(*_arrays(cast, operands)), kinds)
+
+
+def closed_avals(eqn: Any) -> tuple[list[Any], list[Any]]:
+    """Returns what an equation takes and gives, as declared."""
+    return [var.aval for var in eqn.invars], [var.aval for var in eqn.outvars]
+
+
+def _named(function: Any, eqn: Any) -> Any:
+    def call(*args):
+        return function(*args)
+
+    call.__name__ = call.__qualname__ = op_name(eqn) or eqn.primitive.name
+    return call
+
+
+def _gradient_kinds(kinds: Sequence[Kind], avals: Sequence[Any]) -> list[Kind]:
+    """Returns how tangents or cotangents of values are held: in the dtype of the values."""
+    pairs = zip(kinds, avals, strict=True)
+    return [kind if kind <= Kind.LOW and kind != Kind.FREE else Kind.SOFT for kind, aval in pairs if _is_inexact(aval)]
+
+
+def _is_inexact(aval: Any) -> bool:
+    return jnp.issubdtype(aval.dtype, jnp.inexact)
+
+
+def _inexact(items: Sequence[Any], avals: Sequence[Any]) -> list[Any]:
+    """Returns those items whose values have a derivative."""
+    return [item for item, aval in zip(items, avals, strict=True) if _is_inexact(aval)]
+
+
+def _with_zeros(items: Sequence[Any], avals: Sequence[Any]) -> list[Any]:
+    """Returns the items, with JAX's empty derivative for each value that has none."""
+    items = iter(items)
+    return [next(items) if _is_inexact(aval) else np.zeros(aval.shape, jax.dtypes.float0) for aval in avals]
+
+
+CALLS = {
+    "jit": _jit,
+    "remat2": _remat,
+    "shard_map": _shard_map,
+    "cond": _cond,
+    "scan": _scan,
+    "while": _while,
+    "custom_jvp_call": _custom_jvp,
+    "custom_vjp_call": _custom_vjp,
+}

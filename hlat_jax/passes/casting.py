@@ -1,0 +1,204 @@
+"""What autocast does to a traced function: each equation bound again, at dtypes that the rules and its operands give.
+
+Owns equations of values; `calls` owns those that run other functions. Refuses to own the rules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from hlat_jax.passes.calls import CALLS
+from hlat_jax.passes.jaxpr import op_name, place_of, rebind
+from hlat_jax.passes.kinds import Kind, Value, is_fp32, kind_of_constant, value
+
+# A full-size operand that `never` made fp32 keeps these fp32: rounding a sum loses what rounding a factor does not.
+_SUMS = frozenset({"add", "sub", "add_any", "dynamic_update_slice", "scatter"})
+
+# Result i is operand i, moved or combined with its like.
+_EACH = frozenset({"optimization_barrier", "psum", "psum_invariant", "psum2", "pmax", "pmin", "pvary", "pcast", "sort"})
+
+
+class Cast:
+    """One call of a cast function: the rules, and the jaxprs it has traced so far.
+
+    Attributes:
+      low: the narrow dtype.
+      rule: "always", "never" or "infer", of an equation.
+      narrow_carry: whether loops may carry narrow values.
+    """
+
+    def __init__(self, low: Any, rule: Callable[[Any], str], narrow_carry: bool):
+        self.low, self.rule, self.narrow_carry = low, rule, narrow_carry
+        self._traced: dict[Any, Any] = {}
+
+    def outputs(self, closed: Any, args: Sequence[Any]) -> list[Any]:
+        """Returns the results of a jaxpr in their declared dtypes."""
+        kinds = [_kind_of(var.aval) for var in closed.jaxpr.invars]
+        outs = [out.declared() for out in self._run_closed(closed, args, kinds)]
+        return [out if isinstance(out, jax.Array) else jnp.asarray(out) for out in outs]  # a literal
+
+    def retraced(self, closed: Any, kinds: Sequence[Kind], forced: Sequence[Kind | None] = ()) -> tuple[Any, list]:
+        """Returns (the jaxpr for operands held as `kinds` say, the kinds of its results).
+
+        Args:
+          closed: as declared.
+          kinds: of its parameters.
+          forced: kinds that results shall have; None: any.
+        """
+        key = id(closed.jaxpr), tuple(kinds), tuple(forced)
+        if key not in self._traced:
+            found: list[Kind] = []
+
+            def traced(*arrays):
+                outs = self._run_closed(closed, arrays, kinds)
+                wanted = [want or out.kind for want, out in zip(forced or [None] * len(outs), outs, strict=True)]
+                found[:] = wanted
+                pairs = zip(outs, wanted, strict=True)
+                return [out.narrow(self.low) if kind is Kind.LOW else out.declared() for out, kind in pairs]
+
+            avals = [
+                aval.update(dtype=self.low, weak_type=False) if kind is Kind.LOW else aval
+                for aval, kind in zip(closed.in_avals, kinds, strict=True)
+            ]
+            self._traced[key] = jax.make_jaxpr(traced)(*avals), found, closed  # kept alive: the key is its id
+        jaxpr, found, _ = self._traced[key]
+        return jaxpr, list(found)
+
+    def run(self, jaxpr: Any, values: Sequence[Value]) -> list[Value]:
+        """Returns the results of an open jaxpr, its equations bound again under the current trace."""
+        env = dict(zip([*jaxpr.constvars, *jaxpr.invars], values, strict=True))
+
+        def read(atom: Any) -> Value:
+            if hasattr(atom, "val"):
+                kind = kind_of_constant(atom.val, atom.aval, self.low)
+                return value(atom.val, kind=kind, aval=atom.aval, low=self.low)
+            return env[atom]
+
+        widened = self._widened(jaxpr)
+        for eqn in jaxpr.eqns:
+            operands = [read(atom) for atom in eqn.invars]
+            with place_of(eqn):
+                if eqn.primitive.name in _SUMS and eqn.outvars[0] in widened and self.rule(eqn) == "infer":
+                    outs = self._declared(eqn, operands, max(Kind.WIDE, *(operand.kind for operand in operands)))
+                else:
+                    outs = self._equation(eqn, operands)
+            env.update(zip(eqn.outvars, outs, strict=True))
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def is_product(self, eqn: Any) -> bool:
+        """Returns whether an equation is told to run narrow."""
+        return self.rule(eqn) == "always"
+
+    def _widened(self, jaxpr: Any) -> set[Any]:
+        """Returns what only `never` operations read: casting it down just to cast it up again loses bits for nothing."""
+        read_by = {False: {atom for atom in jaxpr.outvars if not hasattr(atom, "val")}, True: set()}
+        for eqn in jaxpr.eqns:
+            read_by[self.rule(eqn) == "never" and eqn.primitive.name not in CALLS].update(
+                atom for atom in eqn.invars if not hasattr(atom, "val")
+            )
+        return read_by[True] - read_by[False]
+
+    def _run_closed(self, closed: Any, args: Sequence[Any], kinds: Sequence[Kind]) -> list[Value]:
+        consts = zip(closed.consts, closed.jaxpr.constvars, strict=True)
+        values = [
+            value(const, kind=kind_of_constant(const, var.aval, self.low), aval=var.aval, low=self.low)
+            for const, var in consts
+        ]
+        for arg, kind, var in zip(args, kinds, closed.jaxpr.invars, strict=True):
+            values.append(value(arg, kind=kind, aval=var.aval, low=self.low))
+        return self.run(closed.jaxpr, values)
+
+    def _equation(self, eqn: Any, operands: list[Value]) -> list[Value]:
+        name, rule = eqn.primitive.name, self.rule(eqn)
+        is_array = all(isinstance(var.aval, jax.core.ShapedArray) for var in [*eqn.invars, *eqn.outvars])
+        if rule == "never" or not is_array:
+            return self._declared(eqn, operands, Kind.WIDE)
+        if name in CALLS:
+            if rule == "always":
+                operands = [self._narrowed(operand) for operand in operands]
+            return CALLS[name](self, eqn, operands)
+        if name == "pallas_call":
+            raise ValueError(
+                f"autocast rule {op_name(eqn)}={rule!r}: a Pallas kernel runs in its declared dtypes only."
+            )
+        if rule == "always":
+            return self._product(eqn, operands)
+        return self._inferred(eqn, operands)
+
+    def _declared(self, eqn: Any, operands: list[Value], kind: Kind) -> list[Value]:
+        """Runs as the user wrote it; results of fp32 are of a kind."""
+        outs = rebind(eqn, [operand.declared() for operand in operands])
+        kinds = [kind if is_fp32(var.aval) else Kind.FIXED for var in eqn.outvars]
+        return self._results(eqn, outs, kinds)
+
+    def _product(self, eqn: Any, operands: list[Value]) -> list[Value]:
+        fp32 = [operand for operand in operands if operand.kind is not Kind.FIXED]
+        floats = [operand for operand in operands if jnp.issubdtype(operand.dtype, jnp.floating)]
+        is_told = isinstance(eqn.params.get("precision"), (jax.lax.DotAlgorithm, jax.lax.DotAlgorithmPreset))
+        # the user's own choice of dtypes, or of an algorithm for fp32
+        if not fp32 or is_told or any(o.dtype not in (jnp.float32, self.low) for o in floats):
+            return self._declared(eqn, operands, Kind.WIDE)
+        is_scalar = all(var.aval.size <= 1 for var in eqn.outvars)
+        return self._narrow(eqn, operands, keep_result=is_scalar)
+
+    def _narrow(self, eqn: Any, operands: list[Value], *, keep_result: bool = False) -> list[Value]:
+        changed = {}
+        if eqn.params.get("preferred_element_type") == jnp.float32:
+            changed["preferred_element_type"] = jnp.dtype(jnp.float32) if keep_result else self.low
+        outs = rebind(eqn, [operand.narrow(self.low) for operand in operands], **changed)
+        kinds = [
+            Kind.FIXED if not is_fp32(var.aval) else Kind.LOW if out.dtype == self.low else Kind.WIDE
+            for out, var in zip(outs, eqn.outvars, strict=True)
+        ]
+        return self._results(eqn, outs, kinds)
+
+    def _inferred(self, eqn: Any, operands: list[Value]) -> list[Value]:
+        name = eqn.primitive.name
+        if name == "convert_element_type":
+            return self._converted(eqn, operands)
+        if name in _EACH and len(operands) == len(eqn.outvars):
+            outs = rebind(eqn, [operand.held(self.low) for operand in operands])
+            return self._results(eqn, outs, [operand.kind for operand in operands])
+        kind = self._inferred_kind(eqn, operands)
+        return self._narrow(eqn, operands) if kind is Kind.LOW else self._declared(eqn, operands, kind)
+
+    def _inferred_kind(self, eqn: Any, operands: list[Value]) -> Kind:
+        kinds = [operand.kind for operand in operands]
+        highest = max(kinds, default=Kind.FIXED)
+        size = max((var.aval.size for var in eqn.outvars if is_fp32(var.aval)), default=0)
+        # a constant, or fp32 made of what is none (integers); a value that must stay
+        if highest <= Kind.FREE or highest >= Kind.KEPT:
+            return Kind.SOFT if highest is Kind.FIXED else highest
+        is_wide_sum = eqn.primitive.name in _SUMS and any(
+            operand.kind is Kind.WIDE and operand.size == size for operand in operands
+        )
+        counted = [kind for kind in kinds if kind > Kind.FREE]
+        if size > 1 and not is_wide_sum and 2 * counted.count(Kind.LOW) >= len(counted):
+            return Kind.LOW
+        return max(highest, Kind.SOFT)
+
+    def _converted(self, eqn: Any, operands: list[Value]) -> list[Value]:
+        (operand,), new = operands, eqn.params["new_dtype"]
+        if operand.kind is Kind.LOW and new in (self.low, jnp.float32):
+            return self._results(eqn, [operand.narrow(self.low)], [Kind.FIXED if new == self.low else Kind.LOW])
+        if operand.kind is not Kind.FIXED and new == jnp.float32:  # from weakly typed, at most
+            return self._declared(eqn, operands, operand.kind)
+        widens = jnp.issubdtype(operand.dtype, jnp.floating)
+        return self._declared(eqn, operands, Kind.WIDE if widens else Kind.SOFT)
+
+    def _narrowed(self, operand: Value) -> Value:
+        if operand.kind is Kind.FIXED:
+            return operand
+        return Value(Kind.LOW, operand.dtype, operand.size, {self.low: operand.narrow(self.low)})
+
+    def _results(self, eqn: Any, outs: Sequence[Any], kinds: Sequence[Kind]) -> list[Value]:
+        found = zip(outs, kinds, eqn.outvars, strict=True)
+        return [value(out, kind=kind, aval=var.aval, low=self.low) for out, kind, var in found]
+
+
+def _kind_of(aval: Any) -> Kind:
+    return Kind.SOFT if is_fp32(aval) else Kind.FIXED

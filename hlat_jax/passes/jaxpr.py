@@ -1,0 +1,142 @@
+"""Reading traced programs and writing their equations again: the walker that every pass and planner shares.
+
+Owns what differs between versions of JAX in a jaxpr. Refuses to decide anything about an equation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+from jax.extend import core, source_info_util
+
+# Equations that call one function whose parameters and results are the equation's own, and where its jaxpr lies.
+_CALLED = {
+    "jit": "jaxpr",
+    "remat2": "jaxpr",
+    "shard_map": "jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+}
+
+
+def inner_jaxprs(eqn: Any) -> Iterator[Any]:
+    """Yields the (open) jaxprs among the parameters of an equation: of the function called, of branches, of kernels."""
+    for value in eqn.params.values():
+        for item in value if isinstance(value, (tuple, list)) else (value,):
+            inner = getattr(item, "jaxpr", item)
+            if hasattr(inner, "eqns"):
+                yield inner
+
+
+def equations(jaxpr: Any, *, trips: int = 1) -> Iterator[tuple[Any, int]]:
+    """Yields (equation, how often it runs) for every equation of a jaxpr, each followed by those inside it.
+
+    A `while` counts as one trip, and every branch of a `cond` as taken. The derivative rules of `custom_vjp` are not
+    inside: they are in the trace of a gradient.
+    """
+    for eqn in jaxpr.eqns:
+        yield eqn, trips
+        inner_trips = trips * (eqn.params["length"] if eqn.primitive.name == "scan" else 1)
+        for inner in inner_jaxprs(eqn):
+            yield from equations(inner, trips=inner_trips)
+
+
+def called(eqn: Any) -> Any:
+    """Returns the open jaxpr of the one function that an equation calls with its own operands; None: it calls none."""
+    key = _CALLED.get(eqn.primitive.name)
+    return None if key is None else getattr(eqn.params[key], "jaxpr", eqn.params[key])
+
+
+def op_name(eqn: Any) -> str | None:
+    """Returns the name of the function that an equation calls, as its `def` has it; None where there is none."""
+    if eqn.primitive.name == "jit":
+        return eqn.params["name"]
+    if eqn.primitive.name == "pallas_call":
+        return eqn.params["name"] if "name" in eqn.params else eqn.params["jaxpr"].debug_info.func_name
+    inner = called(eqn)
+    return None if inner is None else inner.debug_info.func_name
+
+
+@contextlib.contextmanager
+def place_of(eqn: Any) -> Iterator[None]:
+    """What is bound inside has the name stack, source line and context (mesh, generator, ...) of an equation."""
+    source = eqn.source_info
+    stack = source_info_util.current_name_stack() + source.name_stack
+    with source_info_util.user_context(source.traceback, name_stack=stack), eqn.ctx.manager:
+        yield
+
+
+def rebind(eqn: Any, args: Sequence[Any], **changed: Any) -> list[Any]:
+    """Returns the results of an equation's primitive on other operands, with some of its parameters changed."""
+    bound = eqn.primitive.get_bind_params({**eqn.params, **changed})
+    functions, params = bound if isinstance(bound, tuple) else ((), bound)  # JAX 0.9 has the functions apart
+    results = eqn.primitive.bind(*functions, *args, **params)
+    return list(results) if eqn.primitive.multiple_results else [results]
+
+
+def manual_axes(eqn: Any) -> frozenset[str]:
+    """Returns the mesh axes that a `shard_map` equation makes manual."""
+    return eqn.params["newly_manual_axes" if "newly_manual_axes" in eqn.params else "manual_axes"]
+
+
+def without_consts(closed: Any) -> tuple[Any, list[Any]]:
+    """Returns (open jaxpr, arrays that it takes before its operands) of a closed one."""
+    if not closed.consts:
+        return closed.jaxpr, []
+    num_consts = len(closed.consts)
+
+    def opened(*args):
+        return core.jaxpr_as_fun(core.ClosedJaxpr(closed.jaxpr, list(args[:num_consts])))(*args[num_consts:])
+
+    return jax.make_jaxpr(opened)(*closed.consts, *closed.in_avals).jaxpr, list(closed.consts)
+
+
+def reaching(jaxpr: Any, is_end: Callable[[Any], bool], *, wanted: Sequence[bool] | None = None) -> list[bool]:
+    """Returns for each parameter of a jaxpr whether something computed from it is an operand of an end.
+
+    Args:
+      jaxpr: open.
+      is_end: of an equation.
+      wanted: results that count as ends too; None: none.
+    """
+    found = {var for var, want in zip(jaxpr.outvars, wanted or (), strict=False) if want and _is_var(var)}
+    for eqn in reversed(jaxpr.eqns):
+        outs = [var in found for var in eqn.outvars]
+        reached = [True] * len(eqn.invars) if is_end(eqn) else _reached_operands(eqn, is_end, outs)
+        found |= {var for var, reach in zip(eqn.invars, reached, strict=True) if reach and _is_var(var)}
+    return [var in found for var in jaxpr.invars]
+
+
+def _reached_operands(eqn: Any, is_end: Callable[[Any], bool], outs: list[bool]) -> list[bool]:
+    name, inner = eqn.primitive.name, called(eqn)
+    if inner is not None:
+        return reaching(inner, is_end, wanted=outs)
+    if name == "scan":
+        first, num_carry = eqn.params["num_consts"], eqn.params["num_carry"]
+        return _reached_in_loop(eqn.params["jaxpr"].jaxpr, is_end, outs, slice(first, first + num_carry))
+    if name == "while":
+        first, skipped = eqn.params["body_nconsts"], eqn.params["cond_nconsts"]
+        body = _reached_in_loop(eqn.params["body_jaxpr"].jaxpr, is_end, outs, slice(first, first + len(outs)))
+        return [False] * skipped + body
+    if name == "cond":
+        branches = [reaching(branch.jaxpr, is_end, wanted=outs) for branch in eqn.params["branches"]]
+        return [False, *(any(each) for each in zip(*branches, strict=True))]
+    return [any(outs)] * len(eqn.invars)
+
+
+def _reached_in_loop(body: Any, is_end: Callable[[Any], bool], outs: list[bool], carry: slice) -> list[bool]:
+    wanted = list(outs)
+    while True:
+        reached = reaching(body, is_end, wanted=wanted)
+        num_carry = carry.stop - carry.start
+        again = [a or b for a, b in zip(wanted, reached[carry], strict=False)] + wanted[num_carry:]
+        if again == wanted:
+            return reached
+        wanted = again
+
+
+def _is_var(atom: Any) -> bool:
+    return not isinstance(atom, core.Literal)

@@ -1,0 +1,90 @@
+"""What autocast knows about a value: whether it is narrow, and if not, why not."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+class Kind(enum.IntEnum):
+    """How a value of a traced function is held. The result of fp32 arithmetic has the highest kind of its operands."""
+
+    FIXED = 0  # not fp32 by declaration (integers, keys, bf16 of the user's own): autocast leaves its dtype alone
+    FREE = 1  # an fp32 constant that the narrow dtype can hold: takes the dtype of what it meets
+    LOW = 2  # declared fp32, held in the narrow dtype
+    SOFT = 3  # fp32 for no reason but its declaration: an argument, a parameter
+    WIDE = 4  # fp32 because a `never` operation made it so
+    KEPT = 5  # fp32 until a `never` or `always` operation reads it: what a loop accumulates
+    HUGE = 6  # as KEPT, and with numbers that the narrow dtype cannot hold: a mask of -1e30
+
+
+@dataclasses.dataclass(eq=False)
+class Value:
+    """A value of the declared program, and the forms it has been given so far: one cast to each dtype.
+
+    Attributes:
+      kind: see `Kind`.
+      dtype: as declared.
+      size: number of elements.
+      forms: arrays by dtype.
+    """
+
+    kind: Kind
+    dtype: Any
+    size: int
+    forms: dict[Any, Any]
+
+    def held(self, low: Any) -> Any:
+        """Returns the array in the dtype that its kind says."""
+        return self.narrow(low) if self.kind is Kind.LOW else self.declared()
+
+    def declared(self) -> Any:
+        """Returns the array in the dtype of the declared program."""
+        return self._as(self.dtype)
+
+    def narrow(self, low: Any) -> Any:
+        """Returns the array in `low`; what has none of fp32 stays as it is. HUGE numbers become the largest finite."""
+        if self.kind is Kind.FIXED:
+            return self.declared()
+        if self.kind is Kind.HUGE and low not in self.forms:
+            limit = np.float32(jnp.finfo(low).max)
+            self.forms[low] = jax.lax.convert_element_type(jax.lax.clamp(-limit, self.declared(), limit), low)
+        return self._as(low)
+
+    def _as(self, dtype: Any) -> Any:
+        if dtype not in self.forms:
+            (array, *_) = self.forms.values()
+            self.forms[dtype] = jax.lax.convert_element_type(array, dtype)
+        return self.forms[dtype]
+
+
+def value(array: Any, *, kind: Kind, aval: Any, low: Any) -> Value:
+    """Returns the value of an array that is held as `kind` says; `aval` is what was declared."""
+    dtype = getattr(aval, "dtype", None)
+    return Value(kind, dtype, getattr(aval, "size", 0), {low if kind is Kind.LOW else dtype: array})
+
+
+def is_fp32(aval: Any) -> bool:
+    """Returns whether a declared value is one that autocast may hold in another dtype."""
+    return isinstance(aval, jax.core.ShapedArray) and aval.dtype == jnp.float32
+
+
+def kind_of_constant(array: Any, aval: Any, low: Any) -> Kind:
+    """Returns the kind of a constant: of a literal (FREE or HUGE), or of an array that a function closes over."""
+    if not is_fp32(aval):
+        return Kind.FIXED
+    if isinstance(array, jax.core.Tracer) or not getattr(array, "is_fully_addressable", True):
+        return Kind.SOFT
+    info, sizes = jnp.finfo(low), np.abs(np.asarray(array, np.float32))
+    sizes = sizes[np.isfinite(sizes) & (sizes > 0)]
+    if sizes.size and float(sizes.max()) > float(info.max):
+        return Kind.HUGE
+    if aval.size > 1:
+        return Kind.SOFT
+    # an epsilon that would become 0
+    return Kind.HUGE if sizes.size and float(sizes.min()) < float(info.smallest_subnormal) else Kind.FREE
