@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -16,8 +16,11 @@ import jax.numpy as jnp
 import optax
 
 from hlat_jax.batch import microbatches
+from hlat_jax.ops.dialect import Choice
 from hlat_jax.optimizer import global_norm, masked
+from hlat_jax.passes.autocast import CastPolicy, autocast
 from hlat_jax.precision import NEAREST, Accumulation, Policy, Rounding, cast_tree
+from hlat_jax.report import Report, report
 from hlat_jax.spread import Spread
 
 State = dict[str, Any]
@@ -85,6 +88,8 @@ class ProgramOptions:
       accumulate: how gradients of the parts are made and summed: `accumulated`, or what pipeline stages need instead.
       norm_in_blocks: see `optimizer.global_norm`.
       spread: the mesh and what lies where, as `zero.spread_over` gives it for any parameters; None: one device.
+      autocast: the loss function is written in fp32, and its matrix work runs in another dtype: see `passes.autocast`.
+      kernels: op -> implementation that the loss function was built with; for the report.
     """
 
     policy: Policy
@@ -92,6 +97,8 @@ class ProgramOptions:
     accumulate: Callable = accumulated
     norm_in_blocks: bool = False
     spread: Spread | None = None
+    autocast: CastPolicy | str | None = None
+    kernels: Mapping[str, Choice] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,12 +109,27 @@ class TrainingProgram:
       init: (params, *, seed=0) -> state. The state is {"step", "params", "opt_state": {"inner"[, "master"][, "seed"]}};
         the uint32 seed is that of stochastic rounding, where the policy has it.
       step: jitted (state, batch, learning_rate) -> (state, StepMetrics); donates the state.
+      options: it was built with.
       shardings: where every leaf of the state lies; None: wherever the parameters are.
+      stages: name of a pass -> the step after it; the last one is `step`.
     """
 
     init: Callable[..., State]
     step: Callable[[State, Any, jax.Array], tuple[State, StepMetrics]]
-    shardings: Any = None
+    options: ProgramOptions
+    shardings: Any
+    stages: Mapping[str, Callable]
+
+    def report(self, state: State, batch: Any) -> Report:
+        """Returns what each pass did, and what the step sends and holds; compiles it.
+
+        Args:
+          state: arrays, or their shapes and shardings.
+          batch: likewise.
+        """
+        layout = None if self.options.spread is None else self.options.spread.layout
+        arguments = state, batch, jnp.float32(0.0)
+        return report(self.stages, arguments, kernels=self.options.kernels, layout=layout)
 
 
 def training_program(
@@ -141,8 +163,19 @@ def training_program(
     if options.spread is not None and options.spread.layout.mesh.size == 1:
         options = dataclasses.replace(options, spread=None)
     returned = {} if shardings is None else {"out_shardings": (shardings, None)}
-    step = jax.jit(_train_step(loss_fn, optimizer, options), donate_argnums=0, **returned)
-    return TrainingProgram(init, step, shardings)
+    stages = {
+        name: jax.jit(_train_step(loss, optimizer, options), donate_argnums=0, **returned)
+        for name, loss in _passes(loss_fn, options).items()
+    }
+    return TrainingProgram(init, list(stages.values())[-1], options, shardings, stages)
+
+
+def _passes(loss_fn: LossFn, options: ProgramOptions) -> dict[str, LossFn]:
+    """Returns the loss function before every pass and after each."""
+    found = {"loss": loss_fn}
+    if options.autocast is not None:
+        found["autocast"] = autocast(loss_fn, options.autocast)
+    return found
 
 
 def _initial(optimizer: optax.GradientTransformation, policy: Policy) -> Callable[..., State]:

@@ -1,0 +1,145 @@
+"""What a training program is made of: what each pass did, kernels, collectives and where they sit, bytes, compile time.
+
+Owns what is said of a program that `program` built. Refuses to change it. Everything is read from the very step that
+trains: its trace, and what the compiler makes of it for the devices that are there.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+
+from hlat_jax.ops.dialect import Choice
+from hlat_jax.passes.jaxpr import equations
+from hlat_jax.planner.collectives import Collective, collectives
+from hlat_jax.planner.liveness import temporaries
+from hlat_jax.planner.trace import live_jaxpr
+from hlat_jax.sharding import Layout
+
+_PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general", "ragged_dot")
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """The whole step as it is after a pass.
+
+    Attributes:
+      name: of the pass; "loss" before any of them.
+      jaxpr: of the step, without what nothing reads.
+      products: dtypes of the operands -> how many products of matrices one step executes in them.
+    """
+
+    name: str
+    jaxpr: Any
+    products: Mapping[str, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Bytes:
+    """Bytes on one device.
+
+    Attributes:
+      arguments: state and batch.
+      reused: of those, what results take the place of: the donated state.
+      temporaries: as the compiler allocates them.
+      predicted: temporaries, from the trace alone.
+    """
+
+    arguments: int
+    reused: int
+    temporaries: int
+    predicted: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """A program, told.
+
+    Attributes:
+      stages: the step after each pass, in their order.
+      kernels: op -> the implementation chosen, with what was passed over and why.
+      collectives: of the compiled program.
+      bytes: see `Bytes`.
+      compile_s: seconds that lowering and compiling took.
+    """
+
+    stages: tuple[Stage, ...]
+    kernels: Mapping[str, Choice]
+    collectives: tuple[Collective, ...]
+    bytes: Bytes
+    compile_s: float
+
+    def __str__(self) -> str:
+        lines = [f"after {stage.name:<10} products {_listed(stage.products)}" for stage in self.stages]
+        for op, choice in self.kernels.items():
+            passed = "; ".join(f"{name}: {reason}" for name, reason in choice.passed_over.items())
+            lines.append(f"kernel           {op}: {choice.name}" + (f" ({passed})" if passed else ""))
+        lines += [f"collectives      {line}" for line in _placed(self.collectives)] or ["collectives      none"]
+        held = self.bytes
+        lines.append(
+            f"bytes            {held.arguments:,} of arguments, {held.reused:,} of them reused for results; "
+            f"{held.temporaries:,} of temporaries, {held.predicted:,} predicted"
+        )
+        return "\n".join([*lines, f"compiled in      {self.compile_s:.1f} s"])
+
+
+def report(
+    steps: Mapping[str, Any], arguments: tuple, *, kernels: Mapping[str, Choice], layout: Layout | None
+) -> Report:
+    """Returns the report of a program.
+
+    Args:
+      steps: name of a pass -> the jitted step after it; the last one is the step that trains.
+      arguments: of the step, arrays or shapes.
+      kernels: choices that the caller made.
+      layout: of the program; None: one device.
+    """
+    traces = {name: step.trace(*arguments) for name, step in steps.items()}
+    stages = tuple(Stage(name, jaxpr := live_jaxpr(traced), _products(jaxpr)) for name, traced in traces.items())
+    began = time.monotonic()
+    compiled = traces[stages[-1].name].lower().compile()
+    seconds = time.monotonic() - began
+    memory = compiled.memory_analysis()
+    found = [] if layout is None else [c for c in collectives(compiled.as_text(), layout.mesh) if c.axes]
+    held = Bytes(
+        arguments=memory.argument_size_in_bytes,
+        reused=memory.alias_size_in_bytes,
+        temporaries=memory.temp_size_in_bytes,
+        predicted=temporaries(stages[-1].jaxpr, jax.eval_shape(lambda *leaves: leaves, *arguments)).total,
+    )
+    return Report(stages, kernels, tuple(found), held, seconds)
+
+
+def place(collective: Collective) -> str:
+    """Returns where in a step a collective sits: in the forward or backward pass or outside them, and if in a loop."""
+    name = collective.op_name
+    where = "backward" if "transpose(" in name else "forward" if "jvp(" in name else "outside"
+    return where + (" loop" if collective.trips > 1 else "")
+
+
+def _products(jaxpr: Any) -> dict[str, int]:
+    found: collections.Counter = collections.Counter()
+    for eqn, trips in equations(jaxpr):
+        if eqn.primitive.name in _PRODUCTS:
+            found[" x ".join(sorted({str(var.aval.dtype) for var in eqn.invars[:2]}))] += trips
+    return dict(found)
+
+
+def _placed(found: Iterable[Collective]) -> list[str]:
+    groups: dict[tuple, list[Collective]] = collections.defaultdict(list)
+    for collective in found:
+        groups[collective.kind, "*".join(collective.axes), place(collective)].append(collective)
+    return [
+        f"{kind} over {axes}, {where}: {sum(c.trips for c in group)} times, "
+        f"{sum(c.trips * c.payload_bytes for c in group):,} bytes"
+        for (kind, axes, where), group in sorted(groups.items())
+    ]
+
+
+def _listed(products: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} in {dtypes}" for dtypes, count in sorted(products.items())) or "none"

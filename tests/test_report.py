@@ -1,0 +1,80 @@
+"""What a program tells of itself: products before and after a pass, where collectives sit, bytes as XLA has them."""
+
+import collections
+
+import jax
+import optax
+import pytest
+
+from hlat_jax.batch import abstract_batch
+from hlat_jax.config import resolve
+from hlat_jax.ops.dialect import Choice
+from hlat_jax.precision import POLICIES
+from hlat_jax.program import ProgramOptions, training_program
+from hlat_jax.report import place
+from hlat_jax.sharding import make_layout
+from hlat_jax.step import abstract_state, make_program
+from hlat_jax.zero import spread_over
+from tests.test_zero import batch, foreign
+
+
+def told(**options):
+    loss, params = foreign("plain")
+    options = ProgramOptions(POLICIES["fp32"], **options)
+    program = training_program(loss, optax.adam(1e-2), options=options, params=params)
+    state = program.init(params)
+    compiled = program.step.lower(state, batch(0), 0.0).compile()
+    return program.report(state, batch(0)), compiled.memory_analysis()
+
+
+def test_report_counts_products_by_dtype_before_and_after_autocast():
+    report, _ = told(num_microbatches=2, autocast="bf16")
+    # of two microbatches 3 products forward, and backward one less than twice that: the input needs no gradient
+    assert {stage.name: stage.products for stage in report.stages} == {
+        "loss": {"float32": 16},
+        "autocast": {"bfloat16": 16},
+    }
+    assert "after autocast   products 16 in bfloat16" in str(report)
+
+
+def test_report_has_the_bytes_that_xla_has_and_one_device_sends_nothing():
+    report, memory = told()
+    assert report.bytes.temporaries == memory.temp_size_in_bytes
+    assert report.bytes.arguments == memory.argument_size_in_bytes
+    assert report.bytes.reused == memory.alias_size_in_bytes > 0
+    assert report.bytes.predicted > 0
+    assert report.collectives == ()
+    assert "collectives      none" in str(report)
+
+
+def test_report_names_kernels_and_why_the_others_do_not_serve():
+    kernels = {"model.attention": Choice("einsum", {"nki": "does not run on cpu"})}
+    assert "kernel           model.attention: einsum (nki: does not run on cpu)" in str(told(kernels=kernels)[0])
+
+
+def test_report_says_where_zero_3_gathers_and_scatters():
+    _, params = foreign("plain")
+    report, _ = told(spread=spread_over(params, jax.devices(), stage=3))
+    places = collections.Counter((c.kind, place(c)) for c in report.collectives)
+    assert places["all-gather", "forward"] == 5
+    assert places["reduce-scatter", "backward"] == 5
+    assert "reduce-scatter over fsdp, backward: 5 times" in str(report)
+
+
+@pytest.mark.parametrize(("when", "where"), [("step", "outside"), ("layer", "backward loop")])
+def test_gradients_are_reduced_where_the_layout_says(small, when, where):
+    small.parallel.update(data=8, reduce_gradients=when)
+    small.data.batch_size = 8
+    config = resolve(small)
+    layout = make_layout(config.parallel, jax.devices())
+    rows = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout.rows()),
+        abstract_batch(8, config.data.seq_len, with_segments=False),
+    )
+    report = make_program(config, layout).report(abstract_state(config, layout), rows)
+    carried = collections.Counter()
+    for collective in report.collectives:
+        assert collective.axes == ("data",)
+        carried[place(collective)] += collective.trips * collective.payload_bytes
+    of_layers = sum(x.size for x in jax.tree.leaves(abstract_state(config, layout)["params"]["layers"]) if x.ndim > 2)
+    assert carried[where] >= 4 * of_layers
