@@ -94,7 +94,7 @@ class Cast:
         return self.rule(eqn) == "always"
 
     def _widened(self, jaxpr: Any) -> set[Any]:
-        """Returns what only `never` operations read: casting it down just to cast it up again loses bits for nothing."""
+        """Returns what `never` operations alone read: down and up again would lose its bits for nothing."""
         read_by = {False: {atom for atom in jaxpr.outvars if not hasattr(atom, "val")}, True: set()}
         for eqn in jaxpr.eqns:
             read_by[self.rule(eqn) == "never" and eqn.primitive.name not in CALLS].update(
