@@ -18,6 +18,7 @@ import optax
 from hlat_jax.batch import microbatches
 from hlat_jax.collectives import Spread
 from hlat_jax.optimizer import global_norm, masked
+from hlat_jax.passes.autocast import CastPolicy, autocast
 from hlat_jax.precision import NEAREST, Policy, Rounding, cast_tree
 
 State = dict[str, Any]
@@ -85,6 +86,8 @@ class ProgramOptions:
       norm_in_blocks: see `optimizer.global_norm`.
       spread: the mesh and what lies where; None: one device.
       state_shardings: shardings of the state, as returned by `init`; None: wherever the inputs are.
+      autocast: how the loss, fp32 throughout, is cast (see `passes.autocast`), for a policy that computes in fp32;
+        None: the loss has the dtypes that it gives itself.
     """
 
     policy: Policy
@@ -93,6 +96,7 @@ class ProgramOptions:
     norm_in_blocks: bool = False
     spread: Spread | None = None
     state_shardings: Any = None
+    autocast: CastPolicy | str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,6 +127,8 @@ def training_program(
     """
     optimizer = masked(optimizer)
     policy = options.policy
+    if options.autocast is not None:
+        loss_fn = autocast(loss_fn, options.autocast)
 
     def init(params: Any, *, seed: Any = 0) -> State:
         weights = cast_tree(params, policy.master or policy.param)

@@ -6,6 +6,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from jax import lax
@@ -13,8 +14,15 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.sharding import PartitionSpec as P
 
+from hlat_jax.collectives import Spread
+from hlat_jax.config import resolve
+from hlat_jax.model import init_params, param_axes
 from hlat_jax.passes.autocast import CastPolicy, autocast, overriding
-from hlat_jax.passes.jaxpr import equations
+from hlat_jax.passes.jaxpr import equations, reaching
+from hlat_jax.precision import POLICIES as PRECISIONS
+from hlat_jax.program import ProgramOptions, training_program
+from hlat_jax.sharding import make_layout
+from hlat_jax.step import parts
 
 BF16_STEP = 2.0**-8
 
@@ -328,6 +336,58 @@ def test_gradients_reach_what_the_function_closes_over():
     assert distance(got, wanted) < 4 * BF16_STEP
 
 
+@pytest.mark.parametrize(("layer_loop", "remat"), [("scan", "selective"), ("unroll", "none")])
+def test_decoder_has_narrow_products_and_keeps_a_third_less(small, one_device, make_batch, layer_loop, remat):
+    small.model.update(layer_loop=layer_loop, remat=remat, num_layers=2)
+    config = resolve(small)
+    loss, batch = parts(config, one_device, z_loss_weight=1e-4), make_batch(0, config)
+    params = init_params(config.model, jax.random.key(0))
+
+    def kept_bytes(loss):
+        trace = jax.make_jaxpr(lambda params: jax.vjp(lambda params: loss(params, batch)[0], params)[1])(params).jaxpr
+        return sum(var.aval.size * var.aval.dtype.itemsize for var in {*trace.outvars} - {*trace.invars})
+
+    cast = autocast(loss)
+    assert set(products(cast, params, batch)) == {"bfloat16"}
+    assert set(products(jax.grad(cast, has_aux=True), params, batch)) == {"bfloat16"}
+    assert kept_bytes(cast) <= 0.65 * kept_bytes(loss)
+
+
+def test_decoder_over_a_mesh_has_narrow_products_and_the_loss_of_one_device(small, one_device, make_batch):
+    small.model.num_layers = 1
+    wanted = None
+    for degrees in ({}, {"data": 2, "tensor": 2}):
+        small.parallel.update(degrees)
+        config = resolve(small)
+        layout = make_layout(config.parallel, jax.devices()[:4]) if degrees else one_device
+        # large weights: at their first draw any model has the loss of one that knows nothing
+        params = jax.tree.map(lambda param: 10 * param, init_params(config.model, jax.random.key(0)))
+        batch = make_batch(0, config)
+        loss = autocast(parts(config, layout, z_loss_weight=0.0))
+        if degrees:
+            loss = Spread(layout, param_axes(config.model)).loss(loss)
+            assert set(products(loss, params, batch)) == {"bfloat16"}
+        total, count = jax.jit(loss)(params, batch)
+        wanted = wanted or float(total / count)
+        assert wanted > 1.2 * math.log(config.model.vocab_size)
+        np.testing.assert_allclose(total / count, wanted, rtol=BF16_STEP)
+
+
+def test_program_trains_an_fp32_loss_under_autocast():
+    def loss(params, batch):
+        return jnp.square(jax.nn.relu(batch @ params["w"]) @ params["w"].T - batch).sum(), jnp.float32(batch.size)
+
+    options = ProgramOptions(PRECISIONS["fp32"], num_microbatches=2, autocast="bf16")
+    program = training_program(loss, optax.adam(1e-2), options=options)
+    state, losses = program.init({"w": W}), []
+    assert set(products(program.step, state, X, jnp.float32(0.0))) == {"bfloat16"}
+    for _ in range(20):
+        state, metrics = program.step(state, X, jnp.float32(0.0))
+        losses.append(float(metrics.loss))
+    assert state["params"]["w"].dtype == jnp.float32
+    assert losses[-1] < 0.5 * losses[0]
+
+
 def branching(x):
     return x if x[0, 0] > 0 else -x
 
@@ -345,7 +405,7 @@ def branching(x):
         ),
         (lambda: autocast(scanned, CastPolicy(rules={"rellu": "never"}))(W, X), "calls no such op; it calls .*relu"),
         (lambda: autocast(branching)(X), "cannot trace branching.*jax.lax.cond or jnp.where"),
-        (lambda: autocast(branching)("x"), "cannot trace branching.*functools.partial"),
+        (lambda: autocast(branching)("x"), "an argument of type str: .*functools.partial"),
         (
             lambda: autocast(doubled, CastPolicy(rules={"pallas_call": "always"}))(X),
             "a Pallas kernel runs in its declared dtypes only",
@@ -355,3 +415,19 @@ def branching(x):
 def test_bad_input_is_named_with_the_way_out(make, said):
     with pytest.raises(ValueError, match=said):
         make()
+
+
+def test_walker_counts_trips_of_nested_loops_and_finds_what_products_read():
+    def fn(w, read, unread, late):
+        def body(carry, x):
+            return (carry[0] @ w, carry[1] + x, jnp.sin(carry[2])), None
+
+        carry, _ = lax.scan(body, (read, unread, late), jnp.ones(5))
+        again = lax.cond(unread[0, 0] > 0, lambda late: late @ w, lambda late: late, carry[2])
+        return carry[0], carry[1], again
+
+    jaxpr = jax.make_jaxpr(jax.jit(fn))(W, X, X, X).jaxpr
+    trips = [trips for eqn, trips in equations(jaxpr) if eqn.primitive.name == "dot_general"]
+    assert trips == [5, 1]
+    assert reaching(jaxpr, lambda eqn: eqn.primitive.name == "dot_general") == [True, True, False, True]
+    assert reaching(jaxpr, lambda eqn: False, wanted=[False, True, False]) == [False, False, True, False]
