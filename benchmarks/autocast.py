@@ -1,11 +1,13 @@
 """What does autocast make of our fp32 decoder: products in bf16, bytes kept for the backward pass, the loss curve?
 
-    python benchmarks/autocast.py [--config tiny] [--steps 300] [--layers N] [--seq_len N] [--policies bf16,fp16]
+    python benchmarks/autocast.py [--config tiny] [--steps 300] [--policies bf16,fp16]
+        [--layers N] [--seq_len N] [--peak_lr F]
 
 Counts the products of the decoder's loss and of its gradient in the trace, by the dtype of their operands. Adds up what
 the backward pass keeps (the residuals of `jax.vjp`, the parameters themselves left out), for each choice of `--remats`
 and each loop over layers. Then trains for `--steps` on the text of the config, fp32 and autocast in turn on the same
-batches from the same weights, and prints the means of the loss over spans of 20 steps. `--steps 0` leaves that out.
+batches from the same weights, and prints the means of the loss over spans of 20 steps. `fp32'` is fp32 from weights
+that differ in their last bits: how far two curves drift apart by themselves. `--steps 0` leaves that out.
 Nothing is timed: XLA on CPU is slower in bf16 than in fp32.
 """
 
@@ -38,6 +40,7 @@ from hlat_jax.sharding import make_layout
 from hlat_jax.step import parts
 
 SPAN_STEPS = 20
+FP32 = REFERENCE, NUDGED = "fp32", "fp32'"
 
 
 def fp32_loss(config: config_lib.Config) -> Callable[[Any, Any], tuple[jax.Array, jax.Array]]:
@@ -90,7 +93,7 @@ def step_of(config: config_lib.Config, policy: str) -> tuple[Callable, Any]:
     fp16 has a loss scale that moves, and steps whose gradients are not finite are passed over.
     """
     sums = fp32_loss(config)
-    if policy != "fp32":
+    if policy not in FP32:
         sums = autocast(sums, policy)
 
     def mean(params, batch):
@@ -113,12 +116,14 @@ def step_of(config: config_lib.Config, policy: str) -> tuple[Callable, Any]:
         return (params, inner, scaling.adjusted(scale, finite) if policy == "fp16" else scale), loss
 
     params = init_params(config.model, jax.random.key(config.train.seed))
-    return step, (params, optimizer.init(params), scaling.initial(2.0**15 if policy == "fp16" else 1.0))
+    if policy == NUDGED:
+        params = jax.tree.map(lambda param: param * (1 + 2.0**-20), params)
+    return step, (params, optimizer.init(params), scaling.initial(scale=2.0**15 if policy == "fp16" else 1.0))
 
 
 def curves(config: config_lib.Config, policies: list[str], num_steps: int) -> dict[str, list[float]]:
     """Returns the loss of every step, of each policy on the same batches."""
-    runs = {policy: step_of(config, policy) for policy in ("fp32", *policies)}
+    runs = {policy: step_of(config, policy) for policy in (*FP32, *policies)}
     losses: dict[str, list[float]] = {policy: [] for policy in runs}
     with contextlib.closing(TrainBatches(config.data, tokenizer=Tokenizer(config.data.tokenizer))) as batches:
         for number in range(num_steps):
@@ -133,7 +138,7 @@ def curves(config: config_lib.Config, policies: list[str], num_steps: int) -> di
 
 def print_curves(losses: dict[str, list[float]]) -> None:
     """Prints means over spans of steps, each beside its distance from fp32, and the largest distance."""
-    policies = [policy for policy in losses if policy != "fp32"]
+    policies = [policy for policy in losses if policy != REFERENCE]
     print(f"\n{'loss, mean of steps':26}{'fp32':>14}" + "".join(f"{policy:>18}" for policy in policies))
     worst = dict.fromkeys(policies, 0.0)
     for first in range(0, len(losses["fp32"]), SPAN_STEPS):
@@ -152,16 +157,18 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--layers", type=int, help="of the model that is trained, in place of the config's")
     parser.add_argument("--seq_len", type=int, help="likewise")
+    parser.add_argument("--peak_lr", type=float, help="likewise")
     parser.add_argument("--policies", default="bf16")
     parser.add_argument("--remats", default="none,products,selective")
     args = parser.parse_args()
     c = config_lib.load(args.config)
     c.precision.policy = "fp32"
     policies = args.policies.split(",")
-    print_trace(config_lib.resolve(c), policies, args.remats.split(","))
+    print_trace(config_lib.resolve(c), policies, args.remats.split(",") if args.remats else [])
     if args.steps:
         c.model.num_layers = args.layers or c.model.num_layers
         c.data.seq_len = args.seq_len or c.data.seq_len
+        c.optimizer.peak_lr = args.peak_lr or c.optimizer.peak_lr
         print_curves(curves(config_lib.resolve(c), policies, args.steps))
 
 

@@ -127,8 +127,6 @@ def training_program(
     """
     optimizer = masked(optimizer)
     policy = options.policy
-    if options.autocast is not None:
-        loss_fn = autocast(loss_fn, options.autocast)
 
     def init(params: Any, *, seed: Any = 0) -> State:
         weights = cast_tree(params, policy.master or policy.param)
@@ -178,6 +176,8 @@ def training_program(
 
 def _value_and_grad(loss_fn: LossFn, options: ProgramOptions) -> Callable[[Any, Any, Rounding], tuple[tuple, Any]]:
     dtype = options.policy.accumulate
+    if options.autocast is not None:
+        loss_fn = autocast(loss_fn, options.autocast)
 
     def local(params: Any, batch: Any, rounding: Rounding) -> tuple[tuple, Any]:
         parts = {"num_microbatches": options.num_microbatches, "dtype": dtype}

@@ -17,7 +17,8 @@ from jax.sharding import PartitionSpec as P
 from hlat_jax.collectives import Spread
 from hlat_jax.config import resolve
 from hlat_jax.model import init_params, param_axes
-from hlat_jax.passes.autocast import CastPolicy, autocast, overriding
+from hlat_jax.passes import autocast as autocast_lib
+from hlat_jax.passes.autocast import CastPolicy, overriding
 from hlat_jax.passes.jaxpr import equations, reaching
 from hlat_jax.precision import POLICIES as PRECISIONS
 from hlat_jax.program import ProgramOptions, training_program
@@ -25,6 +26,10 @@ from hlat_jax.sharding import make_layout
 from hlat_jax.step import parts
 
 BF16_STEP = 2.0**-8
+
+
+def autocast(fn, policy="bf16"):
+    return autocast_lib.autocast(fn, policy)
 
 
 def draw(seed, *shape):

@@ -20,8 +20,10 @@ PARAMS, X = {"w": jnp.eye(4)}, jnp.arange(8.0).reshape(2, 4) / 8
 
 def test_scale_saves_gradients_that_fp16_would_lose():
     wanted = jax.grad(tiny_gradient)(PARAMS, X)["w"]
-    lost = scaling.value_and_grad(autocast(tiny_gradient, "fp16"))(scaling.initial(1.0), PARAMS, X)[1]["w"]
-    loss, kept, finite = scaling.value_and_grad(autocast(tiny_gradient, "fp16"))(scaling.initial(2.0**20), PARAMS, X)
+    lost = scaling.value_and_grad(autocast(tiny_gradient, "fp16"))(scaling.initial(scale=1.0), PARAMS, X)[1]["w"]
+    loss, kept, finite = scaling.value_and_grad(autocast(tiny_gradient, "fp16"))(
+        scaling.initial(scale=2.0**20), PARAMS, X
+    )
     assert not np.asarray(lost).any()
     assert finite
     assert kept["w"].dtype == jnp.float32
@@ -33,7 +35,7 @@ def test_scale_saves_gradients_that_fp16_would_lose():
 def test_scale_moves_as_a_plain_loop_would():
     limits = scaling.Adjustment(growth_steps=3, smallest=0.25, largest=16.0)
     finite = [1, 1, 1, 1, 1, 1, 1, 1, 1, 0, 1, 1, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1]
-    state, scale, good = scaling.initial(4.0), 4.0, 0
+    state, scale, good = scaling.initial(scale=4.0), 4.0, 0
     for ok in finite:
         state = scaling.adjusted(state, jnp.bool_(ok), adjustment=limits)
         good = good + 1 if ok else 0
@@ -53,10 +55,10 @@ def test_step_that_overflows_changes_nothing_but_the_scale_and_has_no_cond():
 
     names = {eqn.primitive.name for eqn, _ in equations(jax.make_jaxpr(step)(PARAMS, scaling.initial(), X).jaxpr)}
     assert not names & {"cond", "while"}
-    params, scale = jax.jit(step)(PARAMS, scaling.initial(2.0**17), X)  # above 65504
+    params, scale = jax.jit(step)(PARAMS, scaling.initial(scale=2.0**17), X)  # above 65504
     np.testing.assert_array_equal(params["w"], PARAMS["w"])
     assert (float(scale.scale), int(scale.good_steps)) == (2.0**16, 0)
-    params, scale = jax.jit(step)(PARAMS, scaling.initial(2.0**4), X)
+    params, scale = jax.jit(step)(PARAMS, scaling.initial(scale=2.0**4), X)
     assert np.abs(params["w"] - PARAMS["w"]).max() > 0
     assert (float(scale.scale), int(scale.good_steps)) == (2.0**4, 1)
 
@@ -70,4 +72,4 @@ def test_any_leaf_that_is_not_finite_is_found():
 @pytest.mark.parametrize("scale", [0.0, -2.0, 3.0])
 def test_scale_that_would_round_gradients_is_refused(scale):
     with pytest.raises(ValueError, match="must be a power of two"):
-        scaling.initial(scale)
+        scaling.initial(scale=scale)

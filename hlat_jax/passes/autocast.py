@@ -110,7 +110,7 @@ def overriding(rules: Mapping[str, str]) -> Iterator[None]:
         yield
 
 
-def autocast(fn: Callable, policy: CastPolicy | str = "bf16") -> Callable:
+def autocast(fn: Callable, policy: CastPolicy | str) -> Callable:
     """Returns a function of the same arguments and results, dtypes included, whose fp32 matrix work is narrow.
 
     Everything declared in another dtype than fp32 is left alone. It is traced anew at each call: `jax.jit` the result,

@@ -49,7 +49,7 @@ class Adjustment:
     largest: float = 2.0**24
 
 
-def initial(scale: float = 2.0**15) -> LossScale:
+def initial(*, scale: float = 2.0**15) -> LossScale:
     """Returns the state before the first step.
 
     Raises:
