@@ -234,6 +234,21 @@ def test_difference_under_an_exponential_is_taken_in_fp32():
     assert sub.outvars[0].aval.dtype == jnp.float32
 
 
+def test_difference_from_an_fp32_result_is_taken_in_fp32():
+    loss = autocast(lambda w, x: jax.nn.logsumexp(x @ w, axis=-1) - (x @ w)[:, 0])
+    rounded = loss(W, X).astype(jnp.bfloat16).astype(jnp.float32)
+    assert (loss(W, X) != rounded).all()
+
+
+def test_effects_are_kept_and_happen_once(capsys):
+    def fn(w, x):
+        return lax.fori_loop(0, 2, lambda i, x: (jax.debug.print("at {i}", i=i), x @ w)[1], x)
+
+    jax.block_until_ready(jax.jit(autocast(fn))(W, X))
+    jax.effects_barrier()
+    assert capsys.readouterr().out == "at 0\nat 1\n"
+
+
 @pytest.mark.parametrize(("policy", "fill"), [("fp16", -1e30), ("bf16", float(np.finfo(np.float32).min))])
 def test_masks_beyond_the_narrow_range_do_not_become_infinite(policy, fill):
     mask = jnp.tril(jnp.ones((4, 4), bool)).at[0, 0].set(False)  # the first row sees nothing
