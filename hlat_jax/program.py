@@ -18,7 +18,8 @@ import optax
 from hlat_jax.batch import microbatches
 from hlat_jax.ops.dialect import Choice
 from hlat_jax.optimizer import global_norm, masked
-from hlat_jax.passes.autocast import CastPolicy, autocast
+from hlat_jax.passes import scaling
+from hlat_jax.passes.autocast import CastPolicy, autocast, is_fp16
 from hlat_jax.precision import NEAREST, Accumulation, Policy, Rounding, cast_tree
 from hlat_jax.report import Report, report
 from hlat_jax.spread import Spread
@@ -88,7 +89,8 @@ class ProgramOptions:
       accumulate: how gradients of the parts are made and summed: `accumulated`, or what pipeline stages need instead.
       norm_in_blocks: see `optimizer.global_norm`.
       spread: the mesh and what lies where, as `zero.spread_over` gives it for any parameters; None: one device.
-      autocast: the loss function is written in fp32, and its matrix work runs in another dtype: see `passes.autocast`.
+      autocast: how the loss function, fp32 throughout, is cast (see `passes.autocast`), for a policy that computes in
+        fp32; None: it has the dtypes that it gives itself. float16 brings a loss scale that moves, see `passes.scaling`.
       kernels: op -> implementation that the loss function was built with; for the report.
     """
 
@@ -106,8 +108,8 @@ class TrainingProgram:
     """The functions of a training run, and where its state lies.
 
     Attributes:
-      init: (params, *, seed=0) -> state. The state is {"step", "params", "opt_state": {"inner"[, "master"][, "seed"]}};
-        the uint32 seed is that of stochastic rounding, where the policy has it.
+      init: (params, *, seed=0) -> state. The state is {"step", "params", "opt_state": {"inner"[, "master"][, "seed"]
+        [, "loss_scale"]}}; the uint32 seed is that of stochastic rounding, where the policy has it.
       step: jitted (state, batch, learning_rate) -> (state, StepMetrics); donates the state.
       options: it was built with.
       shardings: where every leaf of the state lies; None: wherever the parameters are.
@@ -151,7 +153,7 @@ def training_program(
     if options.spread is not None and params is None:
         raise ValueError("options.spread says where parameters lie: give their shapes as params=...")
     optimizer = masked(optimizer)
-    made = _initial(optimizer, options.policy)
+    made = _initial(optimizer, options.policy, is_scaled=is_fp16(options.autocast))
     # Where the state lies is said for one device too: what reads it is then compiled once, before the first step and
     # after it.
     shardings = None if options.spread is None else options.spread.state_shardings(jax.eval_shape(made, params))
@@ -174,11 +176,15 @@ def _passes(loss_fn: LossFn, options: ProgramOptions) -> dict[str, LossFn]:
     """Returns the loss function before every pass and after each."""
     found = {"loss": loss_fn}
     if options.autocast is not None:
+        if options.accumulate is not accumulated:
+            raise ValueError(
+                "options.autocast casts a loss function that runs whole; leave pipelined stages to a policy."
+            )
         found["autocast"] = autocast(loss_fn, options.autocast)
     return found
 
 
-def _initial(optimizer: optax.GradientTransformation, policy: Policy) -> Callable[..., State]:
+def _initial(optimizer: optax.GradientTransformation, policy: Policy, *, is_scaled: bool) -> Callable[..., State]:
     def made(params: Any, *, seed: Any = 0) -> State:
         params = jax.tree.map(jnp.copy, params)  # the state is donated, what the caller has is not
         weights = cast_tree(params, policy.master or policy.param)
@@ -187,6 +193,8 @@ def _initial(optimizer: optax.GradientTransformation, policy: Policy) -> Callabl
             opt_state["master"] = weights
         if policy.rounding != "nearest":
             opt_state["seed"] = jnp.asarray(seed, jnp.uint32)
+        if is_scaled:
+            opt_state["loss_scale"] = scaling.initial()
         return {"step": jnp.zeros((), jnp.int32), "params": cast_tree(params, policy.param), "opt_state": opt_state}
 
     return made
@@ -200,11 +208,13 @@ def _train_step(loss_fn: LossFn, optimizer: optax.GradientTransformation, option
         rounding = NEAREST
         if policy.rounding == "stochastic":
             rounding = Rounding((state["opt_state"]["seed"], state["step"].astype(jnp.uint32)))
-        (loss_sum, num_tokens), grads = value_and_grad(state["params"], batch, rounding)
+        loss_scale = state["opt_state"].get("loss_scale")
+        scale = None if loss_scale is None else loss_scale.scale
+        (loss_sum, num_tokens), grads = value_and_grad(state["params"], batch, rounding, scale)
         norm = functools.partial(global_norm, in_blocks=options.norm_in_blocks, spread=spread)
         # The norm of the sums, and a product instead of a division: XLA on CPU then scales each gradient where the
         # update reads it, and writes no scaled copy of them all.
-        per_token = 1.0 / num_tokens
+        per_token = 1.0 / (num_tokens if scale is None else num_tokens * scale)
         grad_norm = norm(grads) * per_token
         grads = jax.tree.map(lambda g: g.astype(jnp.float32) * per_token, grads)
         weights = state["opt_state"].get("master", state["params"])
@@ -220,24 +230,38 @@ def _train_step(loss_fn: LossFn, optimizer: optax.GradientTransformation, option
         opt_state = state["opt_state"] | {"inner": inner}
         if policy.master is not None:
             opt_state["master"] = weights
+        if loss_scale is not None:
+            opt_state["loss_scale"] = scaling.adjusted(loss_scale, finite)
         params = cast_tree(weights, policy.param)
         params = params if spread is None else spread.publish(params)
         new_state = {"step": state["step"] + 1, "params": params, "opt_state": opt_state}
-        metrics = StepMetrics(loss_sum / num_tokens, num_tokens, grad_norm, param_norm, finite)
+        metrics = StepMetrics(
+            loss_sum * per_token if scale is not None else loss_sum / num_tokens,
+            num_tokens,
+            grad_norm,
+            param_norm,
+            finite,
+        )
         return new_state, metrics
 
     return train_step
 
 
-def _value_and_grad(loss_fn: LossFn, options: ProgramOptions) -> Callable[[Any, Any, Rounding], tuple[tuple, Any]]:
+def _value_and_grad(loss_fn: LossFn, options: ProgramOptions) -> Callable[..., tuple[tuple, Any]]:
     dtype, spread = options.policy.accumulate, options.spread
     loss_fn = loss_fn if spread is None else spread.seen_whole(loss_fn)
 
-    def local(params: Any, batch: Any, rounding: Rounding, *, reduce: Any = None) -> tuple[tuple, Any]:
-        sums = Accumulation(options.num_microbatches, dtype, rounding, reduce)
-        return options.accumulate(loss_fn, params, batch, sums=sums)
+    def local(params: Any, batch: Any, rounding: Rounding, *, scale: Any, reduce: Any = None) -> tuple[tuple, Any]:
+        def scaled(params: Any, part: Any) -> tuple[jax.Array, jax.Array]:
+            loss_sum, count = loss_fn(params, part)
+            return loss_sum * scale, count
 
-    return local if spread is None else spread.value_and_grad(local, dtype=dtype)
+        sums = Accumulation(options.num_microbatches, dtype, rounding, reduce)
+        return options.accumulate(loss_fn if scale is None else scaled, params, batch, sums=sums)
+
+    if spread is not None:
+        return spread.value_and_grad(local, dtype=dtype)
+    return lambda params, batch, rounding, scale: local(params, batch, rounding, scale=scale)
 
 
 def _moved(weights: Any, updates: Any, *, finite: jax.Array, rounding: Rounding) -> Any:

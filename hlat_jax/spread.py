@@ -48,10 +48,10 @@ class Spread:
     gathers: bool = False
 
     def value_and_grad(self, local: Callable, *, dtype: Any) -> Callable:
-        """Returns (params, batch, rounding) -> ((loss sum, count), gradients) over all devices.
+        """Returns (params, batch, rounding, scale) -> ((loss sum, count), gradients) over all devices.
 
         Args:
-          local: the same for the rows and the parameters of one device, (params, batch, rounding, *, reduce): its
+          local: the same for the rows and the parameters of one device, (params, batch, rounding, *, scale, reduce): its
             gradients are parts that are still to be summed over the devices that hold the same parameters. That happens
             here, once, unless `layout.reduce_gradients` says otherwise: `reduce`, where it is not None, does it for the
             gradients of a microbatch.
@@ -63,11 +63,13 @@ class Spread:
         # gradients are equal on all devices and have to stay so.
         own = [place for place in self.layout.wide(ROWS) if place not in shards(self.layout).reduced]
 
-        def everywhere(params: Any, batch: Any, rounding: Rounding) -> tuple:
-            sums, grads = local(params, batch, rounding.at(position(tuple(own))), reduce=each)
+        def everywhere(params: Any, batch: Any, shared: tuple[Rounding, Any]) -> tuple:
+            rounding, scale = shared
+            sums, grads = local(params, batch, rounding.at(position(tuple(own))), scale=scale, reduce=each)
             return self._over_rows(sums), grads if each else reduce(grads)
 
-        return self._manual(everywhere, (self._params, P(ROWS), P()), ((P(), P()), self._state))
+        run = self._manual(everywhere, (self._params, P(ROWS), P()), ((P(), P()), self._state))
+        return lambda params, batch, rounding, scale: run(params, batch, (rounding, scale))
 
     def seen_whole(self, loss_fn: Callable) -> Callable:
         """Returns a loss function that takes this device's part of the parameters, if `gathers`; else the same.

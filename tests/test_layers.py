@@ -29,6 +29,7 @@ LAYERS = {
     "precision": 1,
     "stack": 1,
     "ops": 1,
+    "passes": 1,
     "neuron": 1,
     "neuron.__main__": 4,
     "neuron.doctor": 4,

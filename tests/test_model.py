@@ -12,6 +12,7 @@ from flax import nnx
 from hlat_jax import cost
 from hlat_jax.config import ModelConfig
 from hlat_jax.model import Decoder, abstract_params, apply, bind, init_params, param_axes
+from hlat_jax.passes.jaxpr import equations
 
 CFG = ModelConfig(vocab_size=64, num_layers=4, embed_dim=32, mlp_dim=48, num_heads=4, num_kv_heads=2, head_dim=8)
 
@@ -95,14 +96,7 @@ def test_scan_unroll_and_every_remat_choice_give_one_loss_and_gradient(changes):
 
 
 def count_primitive(jaxpr, name):
-    count = 0
-    for eqn in jaxpr.eqns:
-        count += eqn.primitive.name == name
-        for value in jax.tree.leaves(eqn.params, is_leaf=lambda v: hasattr(v, "eqns") or hasattr(v, "jaxpr")):
-            inner = getattr(value, "jaxpr", value)
-            if hasattr(inner, "eqns"):
-                count += count_primitive(inner, name)
-    return count
+    return sum(eqn.primitive.name == name for eqn, _ in equations(jaxpr))
 
 
 def dots_of(cfg):

@@ -17,6 +17,7 @@ from hlat_jax.config import ParallelConfig, default, resolve
 from hlat_jax.model import param_axes
 from hlat_jax.ops.cross_entropy import LossOptions, cross_entropy
 from hlat_jax.optimizer import learning_rate
+from hlat_jax.passes.jaxpr import equations
 from hlat_jax.planner.collectives import collectives, counted
 from hlat_jax.planner.trace import live_jaxpr
 from hlat_jax.planner.traffic import traced_collectives
@@ -352,31 +353,22 @@ def test_each_core_computes_and_differentiates_the_kv_heads_it_needs_and_no_more
     assert attention["kv"].sharding.shard_shape(attention["kv"].shape) == (4, 40, 2, 1, 8)
     assert attention["q"].sharding.shard_shape(attention["q"].shape) == (4, 40, 1, 1, 8)
 
-    def local(params, batch, rounding, *, reduce):
-        assert reduce is None
+    def local(params, batch, rounding, *, scale, reduce):
+        assert scale is reduce is None
         loss_fn = parts(config, layout, z_loss_weight=0.0)
         return accumulated(loss_fn, params, batch, sums=Accumulation(1, "float32", rounding))
 
     everywhere = Spread(layout, param_axes(config.model)).value_and_grad(local, dtype="float32")
-    traced = jax.make_jaxpr(everywhere)(state["params"], abstract_batch(16, 16, with_segments=True), NEAREST)
+    traced = jax.make_jaxpr(everywhere)(state["params"], abstract_batch(16, 16, with_segments=True), NEAREST, None)
     products = collections.Counter(
         equation.outvars[0].aval.shape
-        for equation in equations(traced.jaxpr)
+        for equation, _ in equations(traced.jaxpr)
         if equation.primitive.name == "dot_general"
     )
     tokens, key_and_value = 16 * 16, 2 * 1 * 8
     assert products[tokens, key_and_value] >= 1
     assert products[40, key_and_value] + products[key_and_value, 40] == 1  # its gradient
     assert not {(tokens, 2 * key_and_value), (40, 2 * key_and_value), (2 * key_and_value, 40)} & products.keys()
-
-
-def equations(jaxpr):
-    for equation in jaxpr.eqns:
-        yield equation
-        for inner in jax.tree.leaves(equation.params, is_leaf=lambda leaf: hasattr(leaf, "eqns")):
-            inner = getattr(inner, "jaxpr", inner)
-            if hasattr(inner, "eqns"):
-                yield from equations(inner)
 
 
 def test_gradients_of_pipeline_and_kv_copies_are_those_of_scan_and_unroll():

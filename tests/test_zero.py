@@ -153,3 +153,34 @@ def test_stages_and_bytes_that_do_not_exist_are_refused():
     spread = spread_over(params, jax.devices(), stage=1)
     with pytest.raises(ValueError, match=r"give their shapes as params=\.\.\."):
         training_program(loss, optax.adam(1e-2), options=ProgramOptions(POLICIES["fp32"], spread=spread))
+
+
+def rough(params, batch):
+    """A loss whose gradients of 1e-9 are 0 in fp16, and an infinity there in a batch with a large target."""
+    loss, count = plain_loss(params, batch)
+    return loss * 1e-9, count
+
+
+@pytest.mark.parametrize("stage", [None, 1])
+def test_fp16_scales_the_loss_and_passes_over_what_overflows(stage):
+    params = jax.tree.map(jnp.asarray, plain_params())
+    spread = None if stage is None else spread_over(params, jax.devices(), stage=stage)
+    options = ProgramOptions(policy=POLICIES["fp32"], spread=spread, autocast="fp16")
+    program = training_program(rough, optax.adam(1e-2), options=options, params=params)
+    state = program.init(params)
+    assert float(state["opt_state"]["loss_scale"].scale) == 2.0**15
+    exact = training_program(rough, optax.adam(1e-2), options=ProgramOptions(POLICIES["fp32"]))
+    _, wanted = exact.step(exact.init(params), batch(0), 0.0)
+    state, metrics = program.step(state, batch(0), 0.0)
+    assert metrics.finite
+    np.testing.assert_allclose(metrics.loss, wanted.loss, rtol=1e-2)
+    np.testing.assert_allclose(metrics.grad_norm, wanted.grad_norm, rtol=1e-2)  # fp16 has 11 bits
+    before = jax.device_get(state["params"])
+    large = batch(1) | {"x": batch(1)["x"] * 1e6}
+    state, metrics = program.step(state, large, 0.0)
+    assert not metrics.finite
+    assert float(state["opt_state"]["loss_scale"].scale) == 2.0**14
+    jax.tree.map(np.testing.assert_array_equal, before, jax.device_get(state["params"]))
+    state, metrics = program.step(state, batch(1), 0.0)
+    assert metrics.finite
+    assert "cond" not in str(program.step.trace(state, batch(1), 0.0).jaxpr)

@@ -25,6 +25,7 @@ from hlat_jax.neuron import operators as operators_lib
 from hlat_jax.neuron import partitioned, unrolled
 from hlat_jax.neuron.module import Frame, Program, line_of
 from hlat_jax.neuron.rules import RULES, SEVERITIES, TARGETS
+from hlat_jax.passes.jaxpr import inner_jaxprs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,9 +173,8 @@ def _chain(jaxpr: Any, places: set[tuple[str, int]]) -> list[Frame]:
     for equation in jaxpr.eqns:
         trace = equation.source_info.traceback
         own = [Frame(f.file_name, f.line_num, f.function_name) for f in (trace.frames if trace else ())]
-        for param in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda leaf: hasattr(leaf, "eqns")):
-            inner = getattr(param, "jaxpr", param)
-            found = _chain(inner, places) if hasattr(inner, "eqns") else []
+        for inner in inner_jaxprs(equation):
+            found = _chain(inner, places)
             if found:
                 return found + own
         if any((frame.path, frame.line) in places for frame in own):

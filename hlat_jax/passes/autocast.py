@@ -16,12 +16,13 @@ import contextlib
 import dataclasses
 import difflib
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.extend.core.primitives
 import jax.numpy as jnp
+import numpy as np
 
 from hlat_jax.passes.calls import CALLS
 from hlat_jax.passes.casting import Cast
@@ -109,7 +110,7 @@ def overriding(rules: Mapping[str, str]) -> Iterator[None]:
         yield
 
 
-def autocast(fn: Callable, policy: CastPolicy | str = "bf16") -> Callable:
+def autocast(fn: Callable, policy: CastPolicy | str) -> Callable:
     """Returns a function of the same arguments and results, dtypes included, whose fp32 matrix work is narrow.
 
     Everything declared in another dtype than fp32 is left alone. It is traced anew at each call: `jax.jit` the result,
@@ -140,10 +141,7 @@ def autocast(fn: Callable, policy: CastPolicy | str = "bf16") -> Callable:
             trees.append(tree)
             return outs
 
-        try:
-            closed = jax.make_jaxpr(flat)(*leaves)
-        except TypeError as error:
-            raise _not_traceable(name, error) from error
+        closed = _traced(flat, leaves, name)
         rules = {**policy.rules, **dict(_overrides.value or ())}
         _check_names(rules, closed.jaxpr, name)
         rule = functools.partial(_rule, rules)
@@ -152,6 +150,12 @@ def autocast(fn: Callable, policy: CastPolicy | str = "bf16") -> Callable:
 
     cast.__name__ = name
     return cast
+
+
+def is_fp16(policy: CastPolicy | str | None) -> bool:
+    """Returns whether gradients of a function cast so need a loss scale, see `scaling`."""
+    policy = POLICIES.get(policy) if isinstance(policy, str) else policy
+    return policy is not None and jnp.dtype(policy.compute) == jnp.float16
 
 
 def _rule(rules: Mapping[str, str], eqn: Any) -> str:
@@ -186,8 +190,17 @@ def _check_names(rules: Mapping[str, str], jaxpr: Any, function: str) -> None:
         )
 
 
-def _not_traceable(name: str, error: TypeError) -> ValueError:
-    return ValueError(
-        f"autocast cannot trace {name}: {str(error).splitlines()[0]} Arguments are arrays and pytrees of them (bind "
-        "others with functools.partial), and branches on their values are jax.lax.cond or jnp.where."
-    )
+def _traced(fn: Callable, leaves: Sequence[Any], name: str) -> Any:
+    for leaf in leaves:
+        if not (np.isscalar(leaf) or hasattr(leaf, "dtype") or hasattr(leaf, "__jax_array__")) or isinstance(leaf, str):
+            raise ValueError(
+                f"autocast cannot trace {name} with an argument of type {type(leaf).__name__}: arguments are arrays "
+                "and pytrees of them; bind others with functools.partial."
+            )
+    try:
+        return jax.make_jaxpr(fn)(*leaves)
+    except (jax.errors.JAXTypeError, jax.errors.NonConcreteBooleanIndexError) as error:
+        raise ValueError(
+            f"autocast cannot trace {name}: {str(error).splitlines()[0]} Let jax.lax.cond or jnp.where branch on "
+            "values of arrays, and bind what is no array with functools.partial."
+        ) from error

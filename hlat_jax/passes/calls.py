@@ -71,7 +71,7 @@ def _cond(cast: Any, eqn: Any, operands: list[Value]) -> list[Value]:
     index, *rest = operands
     traced = [cast.retraced(branch, _kinds(rest))[1] for branch in eqn.params["branches"]]
     kinds = [_joined(each) for each in zip(*traced, strict=True)]
-    branches = tuple(cast.retraced(branch, _kinds(rest), kinds)[0] for branch in eqn.params["branches"])
+    branches = tuple(cast.retraced(branch, _kinds(rest), forced=kinds)[0] for branch in eqn.params["branches"])
     outs = rebind(eqn, [index.declared(), *_arrays(cast, rest)], branches=branches)
     return _values(cast, eqn, outs, kinds)
 
@@ -88,7 +88,7 @@ def _scan(cast: Any, eqn: Any, operands: list[Value]) -> list[Value]:
     kinds = _kinds(operands)
     kinds[carried] = _carry_kinds(cast, closed, kinds, carried)
     num_ys = len(eqn.outvars) - eqn.params["num_carry"]
-    body, out_kinds = cast.retraced(closed, kinds, [*kinds[carried], *[None] * num_ys])
+    body, out_kinds = cast.retraced(closed, kinds, forced=[*kinds[carried], *[None] * num_ys])
     arrays = [_as_kind(cast, operand, kind) for operand, kind in zip(operands, kinds, strict=True)]
     return _values(cast, eqn, rebind(eqn, arrays, jaxpr=body), out_kinds)
 
@@ -98,7 +98,7 @@ def _while(cast: Any, eqn: Any, operands: list[Value]) -> list[Value]:
     kinds = _kinds(operands)
     of_body = kinds[num_cond:]
     carry = _carry_kinds(cast, eqn.params["body_jaxpr"], of_body, slice(num_body, len(of_body)))
-    body, _ = cast.retraced(eqn.params["body_jaxpr"], [*of_body[:num_body], *carry], carry)
+    body, _ = cast.retraced(eqn.params["body_jaxpr"], [*of_body[:num_body], *carry], forced=carry)
     condition, _ = cast.retraced(eqn.params["cond_jaxpr"], [*kinds[:num_cond], *carry])
     kinds = [*kinds[: num_cond + num_body], *carry]
     arrays = [_as_kind(cast, operand, kind) for operand, kind in zip(operands, kinds, strict=True)]
@@ -157,7 +157,7 @@ def _custom_jvp(cast: Any, eqn: Any, operands: list[Value]) -> list[Value]:
     def rule(primals, tangents):
         traced = jax.make_jaxpr(declared_rule)(*in_avals, *_inexact(in_avals, in_avals))
         in_kinds = [*_kinds(operands), *_gradient_kinds(_kinds(operands), in_avals)]
-        narrow, _ = cast.retraced(traced, in_kinds, [*kinds, *_gradient_kinds(kinds, out_avals)])
+        narrow, _ = cast.retraced(traced, in_kinds, forced=[*kinds, *_gradient_kinds(kinds, out_avals)])
         found = core.jaxpr_as_fun(narrow)(*primals, *_inexact(tangents, in_avals))
         return found[: len(kinds)], _with_zeros(found[len(kinds) :], out_avals)
 
@@ -182,7 +182,7 @@ def _custom_vjp(cast: Any, eqn: Any, operands: list[Value]) -> list[Value]:
 
         traced = jax.make_jaxpr(declared)(*in_avals)
         residual_avals = traced.out_avals[len(kinds) :]
-        narrow, found = cast.retraced(traced, _kinds(operands), [*kinds, *[None] * len(residual_avals)])
+        narrow, found = cast.retraced(traced, _kinds(operands), forced=[*kinds, *[None] * len(residual_avals)])
         return narrow, trees[0], residual_avals, found[len(kinds) :]
 
     def forward_rule(*args):
@@ -198,7 +198,7 @@ def _custom_vjp(cast: Any, eqn: Any, operands: list[Value]) -> list[Value]:
 
         traced = jax.make_jaxpr(declared)(*residual_avals, *_inexact(out_avals, out_avals))
         in_kinds = [*residual_kinds, *_gradient_kinds(kinds, out_avals)]
-        narrow, _ = cast.retraced(traced, in_kinds, _gradient_kinds(_kinds(operands), in_avals))
+        narrow, _ = cast.retraced(traced, in_kinds, forced=_gradient_kinds(_kinds(operands), in_avals))
         grads = iter(core.jaxpr_as_fun(narrow)(*residuals, *_inexact(cotangents, out_avals)))
         return tuple(next(grads) if _is_inexact(aval) else None for aval in in_avals)
 

@@ -41,7 +41,7 @@ class Cast:
         outs = [out.declared() for out in self._run_closed(closed, args, kinds)]
         return [out if isinstance(out, jax.Array) else jnp.asarray(out) for out in outs]  # a literal
 
-    def retraced(self, closed: Any, kinds: Sequence[Kind], forced: Sequence[Kind | None] = ()) -> tuple[Any, list]:
+    def retraced(self, closed: Any, kinds: Sequence[Kind], *, forced: Sequence[Kind | None] = ()) -> tuple[Any, list]:
         """Returns (the jaxpr for operands held as `kinds` say, the kinds of its results).
 
         Args:
@@ -49,7 +49,7 @@ class Cast:
           kinds: of its parameters.
           forced: kinds that results shall have; None: any.
         """
-        key = id(closed.jaxpr), tuple(kinds), tuple(forced)
+        key = id(closed.jaxpr), tuple(map(id, closed.consts)), tuple(kinds), tuple(forced)
         if key not in self._traced:
             found: list[Kind] = []
 
@@ -94,7 +94,7 @@ class Cast:
         return self.rule(eqn) == "always"
 
     def _widened(self, jaxpr: Any) -> set[Any]:
-        """Returns what only `never` operations read: casting it down just to cast it up again loses bits for nothing."""
+        """Returns what `never` operations alone read: down and up again would lose its bits for nothing."""
         read_by = {False: {atom for atom in jaxpr.outvars if not hasattr(atom, "val")}, True: set()}
         for eqn in jaxpr.eqns:
             read_by[self.rule(eqn) == "never" and eqn.primitive.name not in CALLS].update(

@@ -10,6 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+# Elements of an array on a device that are looked at: masks and tables, rather than weights.
+_MAX_FETCHED = 1 << 16
+
 
 class Kind(enum.IntEnum):
     """How a value of a traced function is held. The result of fp32 arithmetic has the highest kind of its operands."""
@@ -78,7 +81,10 @@ def kind_of_constant(array: Any, aval: Any, low: Any) -> Kind:
     """Returns the kind of a constant: of a literal (FREE or HUGE), or of an array that a function closes over."""
     if not is_fp32(aval):
         return Kind.FIXED
-    if isinstance(array, jax.core.Tracer) or not getattr(array, "is_fully_addressable", True):
+    is_read = not isinstance(array, jax.Array) or (
+        not isinstance(array, jax.core.Tracer) and array.is_fully_addressable and array.size <= _MAX_FETCHED
+    )
+    if not is_read:
         return Kind.SOFT
     info, sizes = jnp.finfo(low), np.abs(np.asarray(array, np.float32))
     sizes = sizes[np.isfinite(sizes) & (sizes > 0)]

@@ -8,9 +8,9 @@ those of `planner.collectives`, which reads the same from a compiled program: te
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
+from hlat_jax.passes.jaxpr import equations
 from hlat_jax.planner.collectives import Collective
 
 _KINDS = {
@@ -32,28 +32,8 @@ def traced_collectives(jaxpr: Any, mesh: Any) -> list[Collective]:
       jaxpr: of the whole program, or of a part.
       mesh: its `shape` maps axes to sizes, outermost first.
     """
-    return list(_walk(jaxpr, 1, mesh))
-
-
-def _walk(jaxpr: Any, trips: int, mesh: Any) -> Iterator[Collective]:
-    for eqn in jaxpr.eqns:
-        name = eqn.primitive.name
-        if name in _KINDS:
-            found = _collective(eqn, trips, mesh)
-            if found.axes:
-                yield found
-            continue
-        inner_trips = trips * (eqn.params["length"] if name == "scan" else 1)
-        for inner in _jaxprs(eqn):
-            yield from _walk(inner, inner_trips, mesh)
-
-
-def _jaxprs(eqn: Any) -> Iterator[Any]:
-    for value in eqn.params.values():
-        for item in value if isinstance(value, (tuple, list)) else (value,):
-            inner = getattr(item, "jaxpr", item)
-            if hasattr(inner, "eqns"):
-                yield inner
+    found = (_collective(eqn, trips, mesh) for eqn, trips in equations(jaxpr) if eqn.primitive.name in _KINDS)
+    return [collective for collective in found if collective.axes]
 
 
 def _collective(eqn: Any, trips: int, mesh: Any) -> Collective:

@@ -1,0 +1,98 @@
+"""Dynamic loss scaling, which fp16 needs: gradients below 6e-8 would be 0, so the loss is multiplied and they divided.
+
+Owns the scale and how it moves. Refuses to own a step: each function here is pure, and a step that is passed over is a
+`where`, never a `cond`, which Neuron does not take. bf16 has the range of fp32 and needs none of this.
+
+    value, grads, finite = scaling.value_and_grad(autocast(loss, "fp16"))(scale, params, batch)
+    params, scale = scaling.chosen(finite, params - rate * grads, params), scaling.adjusted(scale, finite)
+
+Source: Micikevicius et al., Mixed Precision Training, arXiv 1710.03740, section 3.2.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LossScale:
+    """State of the scaling; a pytree of two arrays, to be kept in a checkpoint.
+
+    Attributes:
+      scale: float32 scalar; a power of two, so that multiplying rounds nothing.
+      good_steps: int32 scalar; steps with finite gradients since the scale last moved.
+    """
+
+    scale: jax.Array
+    good_steps: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Adjustment:
+    """How the scale moves.
+
+    Attributes:
+      growth_steps: so many good steps in a row double it.
+      smallest: what halving stops at.
+      largest: what doubling stops at; the gradient of the scaled loss starts as this number, in fp32.
+    """
+
+    growth_steps: int = 2000
+    smallest: float = 1.0
+    largest: float = 2.0**24
+
+
+def initial(*, scale: float = 2.0**15) -> LossScale:
+    """Returns the state before the first step.
+
+    Raises:
+      ValueError: a scale that is no power of two.
+    """
+    if scale <= 0 or math.frexp(scale)[0] != 0.5:
+        raise ValueError(f"loss scale {scale} must be a power of two, such as {2.0**15:.0f}.")
+    return LossScale(jnp.float32(scale), jnp.int32(0))
+
+
+def value_and_grad(loss_fn: Callable) -> Callable[..., tuple[jax.Array, Any, jax.Array]]:
+    """Returns (LossScale, params, *args) -> (loss, gradients with respect to params, whether all of them are finite).
+
+    Loss and gradients are those of `loss_fn`, which gives a scalar: the scale is out again, in fp32.
+    """
+
+    def scaled(params: Any, state: LossScale, *args: Any) -> tuple[jax.Array, jax.Array]:
+        loss = loss_fn(params, *args)
+        return loss.astype(jnp.float32) * state.scale, loss
+
+    def unscaled(state: LossScale, params: Any, *args: Any) -> tuple[jax.Array, Any, jax.Array]:
+        (_, loss), grads = jax.value_and_grad(scaled, has_aux=True)(params, state, *args)
+        grads = jax.tree.map(lambda grad: grad.astype(jnp.float32) / state.scale, grads)
+        return loss, grads, all_finite((loss, grads))
+
+    return unscaled
+
+
+def all_finite(tree: Any) -> jax.Array:
+    """Returns whether no leaf has an infinity or a NaN, as a bool scalar."""
+    return jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree)]).all()
+
+
+def chosen(finite: jax.Array, new: Any, old: Any) -> Any:
+    """Returns the new tree of arrays, or after a step that was not finite the old one."""
+    return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
+
+
+def adjusted(state: LossScale, finite: jax.Array, *, adjustment: Adjustment | None = None) -> LossScale:
+    """Returns the state after a step: halved if it was not finite, doubled after enough that were."""
+    moves = adjustment or Adjustment()
+    good_steps = jnp.where(finite, state.good_steps + 1, 0)
+    is_due = good_steps >= moves.growth_steps
+    grown = jnp.where(is_due, jnp.minimum(state.scale * 2, moves.largest), state.scale)
+    scale = jnp.where(finite, grown, jnp.maximum(state.scale / 2, moves.smallest))
+    return LossScale(scale, jnp.where(is_due, 0, good_steps))

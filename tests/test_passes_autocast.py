@@ -1,0 +1,453 @@
+"""Autocast against the fp32 function that it is given: the same values within the step of bf16, narrow products."""
+
+import math
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import pallas as pl
+from jax.sharding import PartitionSpec as P
+
+from hlat_jax.collectives import Spread
+from hlat_jax.config import resolve
+from hlat_jax.model import init_params, param_axes
+from hlat_jax.passes import autocast as autocast_lib
+from hlat_jax.passes.autocast import CastPolicy, overriding
+from hlat_jax.passes.jaxpr import equations, reaching
+from hlat_jax.precision import POLICIES as PRECISIONS
+from hlat_jax.program import ProgramOptions, training_program
+from hlat_jax.sharding import make_layout
+from hlat_jax.step import parts
+
+BF16_STEP = 2.0**-8
+
+
+def autocast(fn, policy="bf16"):
+    return autocast_lib.autocast(fn, policy)
+
+
+def draw(seed, *shape):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32) / math.sqrt(shape[-1])
+
+
+W, X = draw(0, 8, 8), draw(1, 4, 8)
+
+
+def products(fn, *args):
+    """The dtypes of the operands of every product of a trace."""
+    names = ("dot_general", "conv_general_dilated", "ragged_dot_general", "ragged_dot")
+    found = [eqn for eqn, _ in equations(jax.make_jaxpr(fn)(*args).jaxpr) if eqn.primitive.name in names]
+    return [str(var.aval.dtype) for eqn in found for var in eqn.invars[:2]]
+
+
+def results(fn, *args):
+    """Value and gradients of a scalar function, under one jit."""
+    return jax.jit(jax.value_and_grad(fn, argnums=tuple(range(len(args)))))(*args)
+
+
+def distance(got, wanted):
+    """The largest distance of a leaf, of its norm."""
+    pairs = zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True)
+    return max(float(jnp.linalg.norm(a - b) / (jnp.linalg.norm(b) + 1e-6)) for a, b in pairs)
+
+
+@jax.custom_vjp
+def squared(x):
+    return x @ x.T
+
+
+# on purpose not the derivative: three times it
+squared.defvjp(lambda x: (squared(x), x), lambda x, g: (3.0 * (g + g.T) @ x,))
+
+
+@jax.custom_jvp
+def clipped(x):
+    return jnp.minimum(x, 1.0)
+
+
+clipped.defjvp(lambda primals, tangents: (clipped(*primals), 2.0 * tangents[0]))
+
+
+def doubled_kernel(x_ref, out_ref):
+    out_ref[...] = x_ref[...] * 2.0
+
+
+@jax.custom_vjp
+def doubled(x):
+    return pl.pallas_call(doubled_kernel, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=True)(x)
+
+
+doubled.defvjp(lambda x: (doubled(x), None), lambda _, g: (2.0 * g,))
+
+
+class Linen(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(4)(nn.LayerNorm()(nn.relu(nn.Dense(16)(x))))
+
+
+LINEN = Linen()
+LINEN_PARAMS = LINEN.init(jax.random.key(0), X)
+NNX_GRAPH, NNX_STATE = nnx.split(nnx.Linear(8, 8, rngs=nnx.Rngs(0)))
+
+
+def scanned(w, x):
+    return lax.scan(lambda x, w: (x + jax.nn.relu(x @ w), x[0]), x, jnp.stack([w, w.T, w]))[0].sum()
+
+
+def checkpointed(w, x):
+    def layer(x, w):
+        return x + checkpoint_name(jax.nn.silu(checkpoint_name(x @ w, "product")), "act")
+
+    inner = jax.checkpoint(layer, policy=jax.checkpoint_policies.save_only_these_names("product"))
+    outer = jax.checkpoint(lambda x, w: inner(inner(x, w), w.T))
+    return outer(x, w).sum()
+
+
+def sharded(w, x):
+    mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+
+    def local(w, x):
+        looped = lax.scan(lambda x, _: (x + x @ lax.all_gather(w, "b", axis=1, tiled=True), None), x, None, length=2)[0]
+        return lax.psum(looped.sum(), "a")
+
+    local = jax.shard_map(local, mesh=mesh, in_specs=(P(None, "b"), P("a")), out_specs=P(), check_vma=False)
+    return local(w, x)
+
+
+def checked_sharded(w, x):
+    mesh = jax.make_mesh((2,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def local(w, x):
+        looped = lax.scan(lambda x, _: (x + jax.nn.relu(x @ w), None), x, None, length=2)[0]
+        return lax.psum(looped.sum(), "a")
+
+    return jax.shard_map(local, mesh=mesh, in_specs=(P(), P("a")), out_specs=P())(w, x)
+
+
+def attended(w, x):
+    q = (x @ w).reshape(1, 4, 2, 4)
+    return (jax.nn.dot_product_attention(q, q, q, is_causal=True) * q).sum()
+
+
+def grad_inside(w, x):
+    step = jax.grad(lambda w: jnp.square(x @ w).sum())(w)
+    return jnp.square(x @ (w - 0.1 * step)).sum()
+
+
+FUNCTIONS = {
+    "custom_jvp": lambda w, x: clipped(x @ w).sum() + jax.nn.relu(x @ w.T).sum(),
+    "custom_vjp": lambda w, x: squared(jnp.tanh(x @ w)).sum(),
+    "gelu_norm": lambda w, x: jnp.square(jax.nn.standardize(jax.nn.gelu(x @ w)) @ w).sum(),
+    "softmax": lambda w, x: (jax.nn.softmax(x @ w) @ w)[:, 0].sum(),
+    "cond": lambda w, x: lax.cond(x[0, 0] > 9.0, lambda x: x @ w, lambda x: x @ w.T, x).sum(),
+    "switch_dtypes": lambda w, x: lax.cond(x[0, 0] > 9.0, lambda x: x @ w, lambda x: jnp.exp(x), x @ w).sum(),
+    "fori": lambda w, x: lax.fori_loop(0, 3, lambda i, x: x + x @ w, x)[:, :2].sum(),
+    "scan": scanned,
+    "nested_scan": lambda w, x: lax.scan(lambda c, _: (c + scanned(w, x), None), 0.0, None, length=2)[0],
+    "checkpoint": checkpointed,
+    "vmap": lambda w, x: jax.vmap(lambda row: row @ w)(x).sum(),
+    "conv": lambda w, x: lax.conv(x.reshape(1, 1, 4, 8), w[:3, :3].reshape(1, 1, 3, 3), (1, 1), "SAME").sum(),
+    "einsum": lambda w, x: jnp.square(jnp.einsum("ab,bc,dc->ad", x, w, x)).sum(),
+    "attention": attended,
+    "ragged_dot": lambda w, x: lax.ragged_dot(x, jnp.stack([w, w.T]), jnp.array([1, 3], jnp.int32)).sum(),
+    "scatter": lambda w, x: (x @ w).at[jnp.array([0, 2])].add(x[:2]).at[1].set(x[0]).sum(),
+    "update": lambda w, x: jnp.square(lax.dynamic_update_slice(x, x[:2] @ w, (1, 0))).sum(),
+    "concat": lambda w, x: jnp.square(jnp.concatenate([x @ w, x], axis=1)).sum(),
+    "cumsum_top_k": lambda w, x: lax.top_k(jnp.cumsum(x @ w, axis=0), 3)[0].sum(),
+    "qr": lambda w, x: jnp.abs(jnp.linalg.qr(w + 3 * jnp.eye(8))[1]).sum() + (x @ w).sum(),
+    "dropout": lambda w, x: jnp.where(jax.random.bernoulli(jax.random.key(0), 0.5, x.shape), x @ w, 0.0).sum(),
+    "embedding": lambda w, x: jnp.square(w[jnp.array([1, 5, 1])] @ w).sum(),
+    "grad_inside": grad_inside,
+    "linen": lambda w, x: jnp.square(LINEN.apply(LINEN_PARAMS, x @ w)).sum(),
+    "nnx": lambda w, x: jnp.square(nnx.merge(NNX_GRAPH, NNX_STATE)(x @ w)).sum(),
+    "shard_map": sharded,
+    "shard_map_vma": checked_sharded,
+    "pallas": lambda w, x: (doubled(x @ w) @ w).sum(),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_autocast_runs_every_product_narrow_and_returns_declared_dtypes(name):
+    fn = FUNCTIONS[name]
+    cast = autocast(fn, "bf16")
+    assert set(products(cast, W, X)) <= {"bfloat16"}
+    # the derivative of qr has products of its own, and qr runs in fp32
+    assert set(products(jax.grad(cast), W, X)) == ({"bfloat16", "float32"} if name == "qr" else {"bfloat16"})
+    wanted, got = results(fn, W, X), results(cast, W, X)
+    assert jax.tree.map(lambda leaf: leaf.dtype, got) == jax.tree.map(lambda leaf: leaf.dtype, wanted)
+    # a handful of roundings of half a step each, in values and once more in gradients
+    assert distance(got, wanted) < 8 * BF16_STEP
+    assert distance(got, wanted) > 0.0
+
+
+def carries(fn, *args):
+    """The dtypes that the first scan of a trace carries."""
+    loop = next(eqn for eqn, _ in equations(jax.make_jaxpr(fn)(*args).jaxpr) if eqn.primitive.name == "scan")
+    first = loop.params["num_consts"]
+    return [str(aval.dtype) for aval in loop.params["jaxpr"].in_avals[first : first + loop.params["num_carry"]]]
+
+
+def stream_and_sums(w, x):
+    """A residual stream beside what a loop accumulates: a count, a sum of products, and a loss."""
+
+    def body(carry, _):
+        x, count, total, loss = carry
+        product = jax.nn.relu(x @ w)
+        return (x + product, count + jnp.ones(4), total + product, loss + jnp.square(product).mean()), None
+
+    start = x, jnp.zeros(4), jnp.zeros(x.shape), 0.0
+    return lax.scan(jax.checkpoint(body), start, None, length=300)[0]
+
+
+def test_loop_carries_activations_narrow_and_accumulates_in_fp32():
+    small = -0.001 * jnp.eye(8) + 0.001 * W
+    assert carries(autocast(stream_and_sums), small, X) == ["bfloat16", "float32", "float32", "float32"]
+    _, count, total, _ = jax.jit(autocast(stream_and_sums))(small, X)
+    np.testing.assert_array_equal(count, 300.0)  # bf16 would end at 256
+    # each term has the step of bf16; 300 of them added in bf16 would stop growing at 256 times their size
+    x = jnp.ones_like(X)
+    total = jax.jit(autocast(lambda w, x: lax.fori_loop(0, 600, lambda _, sums: sums + x @ w, jnp.zeros((4, 8)))))(W, x)
+    np.testing.assert_allclose(total, 600 * (x @ W), atol=600 * 2 * BF16_STEP)
+
+
+def test_carry_keep_leaves_loops_in_fp32():
+    cast = autocast(stream_and_sums, CastPolicy(carry="keep"))
+    assert carries(cast, W, X) == ["float32"] * 4
+    assert set(products(cast, W, X)) == {"bfloat16"}
+
+
+def test_scalar_losses_stay_fp32():
+    loss = lambda w, x: jnp.vdot(x @ w, x @ w) + 1e-3 * jnp.sum(x @ w)  # noqa: E731
+    assert float(autocast(loss)(W, X)) != float(jnp.float32(autocast(loss)(W, X)).astype(jnp.bfloat16))
+
+
+def test_difference_under_an_exponential_is_taken_in_fp32():
+    jaxpr = jax.make_jaxpr(autocast(lambda w, x: jax.nn.softmax(x @ w)))(W, X)
+    (sub,) = (eqn for eqn, _ in equations(jaxpr.jaxpr) if eqn.primitive.name == "sub")
+    assert sub.outvars[0].aval.dtype == jnp.float32
+
+
+def test_difference_from_an_fp32_result_is_taken_in_fp32():
+    loss = autocast(lambda w, x: jax.nn.logsumexp(x @ w, axis=-1) - (x @ w)[:, 0])
+    rounded = loss(W, X).astype(jnp.bfloat16).astype(jnp.float32)
+    assert (loss(W, X) != rounded).all()
+
+
+def test_effects_are_kept_and_happen_once(capsys):
+    def fn(w, x):
+        return lax.fori_loop(0, 2, lambda i, x: (jax.debug.print("at {i}", i=i), x @ w)[1], x)
+
+    jax.block_until_ready(jax.jit(autocast(fn))(W, X))
+    jax.effects_barrier()
+    assert capsys.readouterr().out == "at 0\nat 1\n"
+
+
+@pytest.mark.parametrize(("policy", "fill"), [("fp16", -1e30), ("bf16", float(np.finfo(np.float32).min))])
+def test_masks_beyond_the_narrow_range_do_not_become_infinite(policy, fill):
+    mask = jnp.tril(jnp.ones((4, 4), bool)).at[0, 0].set(False)  # the first row sees nothing
+
+    def by_select(w, x):
+        return jax.nn.softmax(jnp.where(mask, (x @ w) @ x.T, fill)) @ x
+
+    def by_sum(w, x):
+        return jax.nn.softmax((x @ w) @ x.T + (1.0 - mask) * fill) @ x
+
+    for attend in (by_select, by_sum):
+        got = jax.jit(autocast(attend, policy))(W, X)
+        np.testing.assert_allclose(got, attend(W, X), atol=8 * BF16_STEP)
+        assert set(products(autocast(attend, policy), W, X)) == {"bfloat16" if policy == "bf16" else "float16"}
+
+
+def test_epsilon_below_the_range_of_fp16_still_guards_a_division():
+    fn = lambda w, x: (x @ w) / (jnp.max(x @ w, axis=-1, keepdims=True) + 1e-9)  # noqa: E731
+    np.testing.assert_array_equal(jax.jit(autocast(fn, "fp16"))(W, jnp.zeros_like(X)), 0.0)
+
+
+def test_constant_beyond_the_range_is_saturated_where_a_product_reads_it():
+    table = np.full((8, 8), 1e30, np.float32)
+    got = jax.jit(autocast(lambda x: x @ table, "fp16"))(jnp.eye(8))
+    np.testing.assert_array_equal(got, np.float32(np.finfo(np.float16).max))
+
+
+def test_names_of_checkpoints_scopes_and_lines_survive():
+    def fn(w, x):
+        with jax.named_scope("block"):
+            return checkpointed(w, x) + scanned(w, x)
+
+    def told(fn):
+        found = [eqn for eqn, _ in equations(jax.make_jaxpr(fn)(W, X).jaxpr)]
+        names = [eqn.params["name"] for eqn in found if eqn.primitive.name == "name"]
+        places = [
+            (str(eqn.source_info.name_stack), eqn.source_info.traceback.frames[0].line_num)
+            for eqn in found
+            if eqn.primitive.name in ("dot_general", "logistic", "remat2", "scan")
+        ]
+        return names, places
+
+    assert told(autocast(fn)) == told(fn)
+    assert "block" in told(fn)[1][0][0]
+
+
+def test_checkpoint_policy_still_decides_what_is_kept():
+    kept = jax.make_jaxpr(lambda w: jax.vjp(lambda w: autocast(checkpointed)(w, X), w)[1])(W).jaxpr.outvars
+    wanted = jax.make_jaxpr(lambda w: jax.vjp(lambda w: checkpointed(w, X), w)[1])(W).jaxpr.outvars
+    assert sorted(var.aval.shape for var in kept) == sorted(var.aval.shape for var in wanted)
+
+
+def test_custom_vjp_keeps_narrow_residuals():
+    _, pull = jax.vjp(autocast(lambda x: squared(x @ W)), X)
+    assert [leaf.dtype for leaf in jax.tree.leaves(pull) if leaf.shape == X.shape] == [jnp.bfloat16]
+
+
+def test_rules_override_by_primitive_and_by_op():
+    @jax.jit
+    def head(w, x):
+        return x @ w
+
+    def fn(w, x):
+        return jnp.exp(head(w, x @ w.T)).sum()
+
+    def exps(cast):
+        found = equations(jax.make_jaxpr(cast)(W, X).jaxpr)
+        return [str(eqn.invars[0].aval.dtype) for eqn, _ in found if eqn.primitive.name == "exp"]
+
+    assert exps(autocast(fn)) == ["float32"]
+    assert exps(autocast(fn, CastPolicy(rules={"exp": "infer"}))) == ["bfloat16"]
+    assert products(autocast(fn, CastPolicy(rules={"head": "never"})), W, X) == ["bfloat16"] * 2 + ["float32"] * 2
+    assert products(autocast(fn, CastPolicy(rules={"dot_general": "never"})), W, X) == ["float32"] * 4
+    cast_loss = lambda w, x: squared(jnp.exp(x @ w)).sum()  # noqa: E731
+    kept = CastPolicy(rules={"squared": "never"})
+    assert products(jax.grad(autocast(cast_loss, kept)), W, X).count("float32") == 4  # one in each of its functions
+    narrowed = autocast(lambda x: clipped(jnp.exp(x)), CastPolicy(rules={"clipped": "always"}))
+    assert float(narrowed(jnp.full((2,), -1.001))[0]) == float(jnp.exp(-1.001).astype(jnp.bfloat16))
+
+
+def test_context_overrides_the_policy_also_of_a_jitted_function():
+    fn = jax.jit(autocast(lambda w, x: x @ w, CastPolicy(rules={"dot_general": "always"})))
+    narrow = fn(W, X)
+    with overriding({"exp": "infer"}), overriding({"dot_general": "never"}):
+        np.testing.assert_array_equal(fn(W, X), jax.jit(jnp.matmul)(X, W))
+    np.testing.assert_array_equal(fn(W, X), narrow)
+    assert not np.array_equal(narrow, X @ W)
+
+
+def test_what_is_declared_in_another_dtype_is_left_alone():
+    def fn(tree, *, scale):
+        low = tree["low"] @ tree["low"]
+        return {"low": low, "wide": low.astype(jnp.float32) * scale, "int": tree["int"] + 1, "text": None}
+
+    tree = {"low": W.astype(jnp.bfloat16), "int": jnp.arange(3)}
+    got, wanted = autocast(fn, "fp16")(tree, scale=3.0), fn(tree, scale=3.0)
+    jax.tree.map(np.testing.assert_array_equal, got, wanted)
+    assert jax.tree.map(lambda leaf: leaf.dtype, got) == jax.tree.map(lambda leaf: leaf.dtype, wanted)
+
+
+def test_gradients_reach_what_the_function_closes_over():
+    got = jax.jit(jax.grad(lambda w: autocast(lambda x: jnp.square(x @ w).sum())(X)))(W)
+    wanted = jax.grad(lambda w: jnp.square(X @ w).sum())(W)
+    assert got.dtype == jnp.float32
+    assert distance(got, wanted) < 4 * BF16_STEP
+
+
+@pytest.mark.parametrize(("layer_loop", "remat"), [("scan", "selective"), ("unroll", "none")])
+def test_decoder_has_narrow_products_and_keeps_a_third_less(small, one_device, make_batch, layer_loop, remat):
+    small.model.update(layer_loop=layer_loop, remat=remat, num_layers=2)
+    config = resolve(small)
+    loss, batch = parts(config, one_device, z_loss_weight=1e-4), make_batch(0, config)
+    params = init_params(config.model, jax.random.key(0))
+
+    def kept_bytes(loss):
+        trace = jax.make_jaxpr(lambda params: jax.vjp(lambda params: loss(params, batch)[0], params)[1])(params).jaxpr
+        return sum(var.aval.size * var.aval.dtype.itemsize for var in {*trace.outvars} - {*trace.invars})
+
+    cast = autocast(loss)
+    assert set(products(cast, params, batch)) == {"bfloat16"}
+    assert set(products(jax.grad(cast, has_aux=True), params, batch)) == {"bfloat16"}
+    assert kept_bytes(cast) <= 0.65 * kept_bytes(loss)
+
+
+def test_decoder_over_a_mesh_has_narrow_products_and_the_loss_of_one_device(small, one_device, make_batch):
+    small.model.num_layers = 1
+    wanted = None
+    for degrees in ({}, {"data": 2, "tensor": 2}):
+        small.parallel.update(degrees)
+        config = resolve(small)
+        layout = make_layout(config.parallel, jax.devices()[:4]) if degrees else one_device
+        # large weights: at their first draw any model has the loss of one that knows nothing
+        params = jax.tree.map(lambda param: 10 * param, init_params(config.model, jax.random.key(0)))
+        batch = make_batch(0, config)
+        loss = autocast(parts(config, layout, z_loss_weight=0.0))
+        if degrees:
+            loss = Spread(layout, param_axes(config.model)).loss(loss)
+            assert set(products(loss, params, batch)) == {"bfloat16"}
+        total, count = jax.jit(loss)(params, batch)
+        wanted = wanted or float(total / count)
+        assert wanted > 1.2 * math.log(config.model.vocab_size)
+        np.testing.assert_allclose(total / count, wanted, rtol=BF16_STEP)
+
+
+def test_program_trains_an_fp32_loss_under_autocast():
+    def loss(params, batch):
+        return jnp.square(jax.nn.relu(batch @ params["w"]) @ params["w"].T - batch).sum(), jnp.float32(batch.size)
+
+    options = ProgramOptions(PRECISIONS["fp32"], num_microbatches=2, autocast="bf16")
+    program = training_program(loss, optax.adam(1e-2), options=options)
+    state, losses = program.init({"w": W}), []
+    assert set(products(program.step, state, X, jnp.float32(0.0))) == {"bfloat16"}
+    for _ in range(20):
+        state, metrics = program.step(state, X, jnp.float32(0.0))
+        losses.append(float(metrics.loss))
+    assert state["params"]["w"].dtype == jnp.float32
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def branching(x):
+    return x if x[0, 0] > 0 else -x
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: autocast(jnp.sin, "bf61"), "policy 'bf61' is unknown; use bf16, fp16"),
+        (lambda: CastPolicy(compute=jnp.float32), "compute=float32 must be bfloat16 or float16"),
+        (lambda: CastPolicy(carry="narrow"), "carry='narrow' must be infer or keep"),
+        (lambda: CastPolicy(rules={"exp": "sometimes"}), "rule exp='sometimes': a rule is always, never, infer"),
+        (
+            lambda: autocast(jnp.sin, CastPolicy(rules={"dot_genral": "never"}))(X),
+            "no primitive has this name.* mean 'dot_general'",
+        ),
+        (lambda: autocast(scanned, CastPolicy(rules={"rellu": "never"}))(W, X), "calls no such op; it calls .*relu"),
+        (lambda: autocast(branching)(X), "cannot trace branching.*jax.lax.cond or jnp.where"),
+        (lambda: autocast(branching)("x"), "an argument of type str: .*functools.partial"),
+        (
+            lambda: autocast(doubled, CastPolicy(rules={"pallas_call": "always"}))(X),
+            "a Pallas kernel runs in its declared dtypes only",
+        ),
+    ],
+)
+def test_bad_input_is_named_with_the_way_out(make, said):
+    with pytest.raises(ValueError, match=said):
+        make()
+
+
+def test_walker_counts_trips_of_nested_loops_and_finds_what_products_read():
+    def fn(w, read, unread, late):
+        def body(carry, x):
+            return (carry[0] @ w, carry[1] + x, jnp.sin(carry[2])), None
+
+        carry, _ = lax.scan(body, (read, unread, late), jnp.ones(5))
+        again = lax.cond(unread[0, 0] > 0, lambda late: late @ w, lambda late: late, carry[2])
+        return carry[0], carry[1], again
+
+    jaxpr = jax.make_jaxpr(jax.jit(fn))(W, X, X, X).jaxpr
+    trips = [trips for eqn, trips in equations(jaxpr) if eqn.primitive.name == "dot_general"]
+    assert trips == [5, 1]
+    assert reaching(jaxpr, lambda eqn: eqn.primitive.name == "dot_general") == [True, True, False, True]
+    assert reaching(jaxpr, lambda eqn: False, wanted=[False, True, False]) == [False, False, True, False]
