@@ -90,7 +90,7 @@ class ProgramOptions:
       norm_in_blocks: see `optimizer.global_norm`.
       spread: the mesh and what lies where, as `zero.spread_over` gives it for any parameters; None: one device.
       autocast: how the loss function, fp32 throughout, is cast (see `passes.autocast`), for a policy that computes in
-        fp32; None: it has the dtypes that it gives itself. float16 brings a loss scale that moves, see `passes.scaling`.
+        fp32; None: it has the dtypes that it gives itself. float16 brings a loss scale, see `passes.scaling`.
       kernels: op -> implementation that the loss function was built with; for the report.
     """
 

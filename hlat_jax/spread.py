@@ -51,10 +51,10 @@ class Spread:
         """Returns (params, batch, rounding, scale) -> ((loss sum, count), gradients) over all devices.
 
         Args:
-          local: the same for the rows and the parameters of one device, (params, batch, rounding, *, scale, reduce): its
-            gradients are parts that are still to be summed over the devices that hold the same parameters. That happens
-            here, once, unless `layout.reduce_gradients` says otherwise: `reduce`, where it is not None, does it for the
-            gradients of a microbatch.
+          local: the same for the rows and the parameters of one device, (params, batch, rounding, *, scale, reduce).
+            Its gradients are parts that are still to be summed over the devices that hold the same parameters. That
+            happens here, once, unless `layout.reduce_gradients` says otherwise: `reduce`, where it is not None, does it
+            for the gradients of a microbatch.
           dtype: in which gradients are summed. They come out as the optimizer's state lies.
         """
         reduce = functools.partial(self._reduce, dtype=dtype)
