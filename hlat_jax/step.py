@@ -14,9 +14,10 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from hlat_jax.batch import Batch, abstract_batch
+from hlat_jax.choices import chosen_model
 from hlat_jax.collectives import Spread, shards
 from hlat_jax.config import Config
-from hlat_jax.model import Decoder, abstract_params, bind, init_params, param_axes, select_implementations
+from hlat_jax.model import Decoder, abstract_params, bind, init_params, param_axes
 from hlat_jax.ops.cross_entropy import LossOptions, cross_entropy
 from hlat_jax.optimizer import adamw, decay_mask
 from hlat_jax.pipeline import Parts, pipelined, pipelined_loss
@@ -75,7 +76,7 @@ def parts(config: Config, layout: Layout, *, z_loss_weight: float) -> Parts:
     Over a mesh they are the parts of one device, to be run in the region of `collectives.Spread`.
     """
     compute = POLICIES[config.precision.policy].compute
-    model = select_implementations(config.model, layout.platform)
+    model = chosen_model(config, layout)
     seat = shards(layout)
 
     def decoder(params: Any) -> Decoder:

@@ -64,19 +64,20 @@ def test_numbers_of_places_lie_by_partition_and_come_back():
     np.testing.assert_array_equal(nki.untiled(tiles), numbers)
 
 
-FITS = {"q_shape": (1, 4096, 32, 128), "dtype": jnp.bfloat16, "has_segments": False}
+FITS = {"q_shape": (1, 4096, 32, 128), "num_kv_heads": 8, "dtype": jnp.bfloat16, "has_segments": False, "window": None}
 
 
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
         ({"has_segments": True}, "takes no segment ids"),
+        ({"window": 1024}, "takes a window of 1024 with a scale of 1 alone"),
         ({"q_shape": (1, 4096, 32, 256)}, "model.head_dim=256 is above 128"),
         ({"q_shape": (1, 4000, 32, 128)}, "4000 is no multiple of 512"),
         ({"q_shape": (1, 262144, 32, 128)}, "262144 is above 131072"),
         ({"dtype": jnp.float64}, "dtype float64 is not one of"),
     ],
-    ids=["segments", "head", "multiple", "length", "dtype"],
+    ids=["segments", "window", "head", "multiple", "length", "dtype"],
 )
 def test_what_the_kernels_cannot_honour_is_refused_with_the_reason(change, reason):
     assert nki.supports(**FITS) == []
