@@ -11,9 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
+from hlat_jax.config import resolve
+from hlat_jax.model import Decoder
 from hlat_jax.ops import attention as attention_op
 from hlat_jax.ops.nki import attention as nki
+from hlat_jax.planner.trace import planned_layout
+from hlat_jax.step import traced_step
 
 SHAPES = {"mha": (2, 512, 4, 16, 4), "gqa": (1, 512, 6, 8, 2), "mqa": (1, 1024, 4, 32, 1)}  # B, T, N, H, K
 
@@ -93,6 +98,19 @@ def test_the_op_refuses_segments_instead_of_ignoring_them():
         )
     with pytest.raises(ValueError, match=r"^model.attention='nki' serves neuron and not cpu"):
         attention_op.OP.choose("nki", "cpu")
+
+
+def test_a_model_that_names_the_kernel_lowers_for_neuron_and_refuses_to_run_on_cpu(small):
+    small.model.attention, small.model.max_positions, small.data.seq_len = "nki", 512, 512
+    config = resolve(small)
+    calls = traced_step(config, planned_layout(config, 8, platform="neuron")).jaxpr
+    assert "nki_attention_forward" in str(calls)
+    assert "nki_attention_backward" in str(calls)
+    with pytest.raises(ValueError, match=r"^model.attention='nki' serves neuron and not cpu"):
+        traced_step(config, planned_layout(config, 8, platform="cpu"))
+    decoder = Decoder(config.model, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"^model.attention='nki' serves neuron and not cpu"):
+        decoder(np.zeros((1, 512), np.int32))
 
 
 def lowered(*, with_kernels):
