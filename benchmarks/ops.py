@@ -1,6 +1,6 @@
 """What do the implementations of the loss and of attention take, in memory and in time? Is a table's pick the fastest?
 
-    python benchmarks/ops.py [--rows 4] [--seq_len 1024] [--width 512] [--rounds 15] [--json F.json]
+    python benchmarks/ops.py [--rows 1] [--seq_len 2048] [--width 256] [--rounds 15] [--json F.json]
     python benchmarks/ops.py --table benchmarks/tuned/cpu-amd-epyc.json [--seq_len_at_most 1024]
 
 Forward and backward pass, fp32. Memory is what XLA allocates for temporaries; seconds are medians of rounds in which
@@ -89,7 +89,10 @@ def show(title: str, found: dict[str, dict[str, float]]) -> None:
     """Prints one measurement."""
     print(f"\n{title}\n{'':14}{'temp MiB':>10}{'less by':>9}{'ms':>10}{'time':>7}")
     for name, row in found.items():
-        print(f"{name:14}{row['mib']:10.1f}{row['memory_ratio']:9.2f}{row['ms']:10.1f}{row['time_ratio']:7.2f}")
+        print(
+            f"{name:14}{row['mib']:10.1f}{row['memory_ratio']:9.2f}{row['ms']:10.1f}{row['time_ratio']:7.2f}",
+            flush=True,
+        )
 
 
 def check_table(path: str, *, num_rounds: int, longest: int) -> int:
@@ -112,7 +115,7 @@ def check_table(path: str, *, num_rounds: int, longest: int) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for flag, default in (("rows", 4), ("seq_len", 1024), ("width", 512), ("rounds", 15)):
+    for flag, default in (("rows", 1), ("seq_len", 2048), ("width", 256), ("rounds", 15)):
         parser.add_argument(f"--{flag}", type=int, default=default)
     parser.add_argument("--table", help="time the calls of this table again, and nothing else")
     parser.add_argument("--seq_len_at_most", type=int, default=1 << 30, help="of the calls of --table")
@@ -125,7 +128,7 @@ def main() -> int:
     show(f"loss, {args.rows} x {args.seq_len} tokens of {args.width}, vocabulary {VOCAB:,}; over materialised", loss)
     found = {"loss": loss}
     for seq_len in (512, 1024, 2048):
-        rows = max(1, args.rows * args.seq_len // seq_len // 4)
+        rows = max(1, args.rows * args.seq_len // seq_len // 2)
         found[f"attention {rows} x {seq_len}"] = attentions(rows, seq_len, num_rounds=args.rounds)
         show(
             f"attention, {rows} x {seq_len} tokens, 8 heads of 64; over einsum", found[f"attention {rows} x {seq_len}"]
