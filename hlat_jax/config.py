@@ -18,6 +18,9 @@ def _key(default: Any, doc: str, *, choices: tuple = ()) -> Any:
     return dataclasses.field(default=default, metadata={"doc": doc, "choices": choices})
 
 
+_ATTENTION = ("auto", "einsum", "blocked", "chunked", "cudnn", "triton", "nki")
+
+
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """A Llama-architecture decoder. Complete in itself: `Decoder(ModelConfig(...))` needs nothing else of a run."""
@@ -43,8 +46,9 @@ class ModelConfig:
     depth_scaled_init: bool = _key(True, "Output projections start at init_std / sqrt(2 * num_layers).")
     layer_loop: str = _key("scan", "How the equal layers run.", choices=("scan", "unroll"))
     remat: str = _key("auto", "Recompute in backward: auto, none, full, selective (HLAT), products, or save names:A,B.")
-    attention: str = _key("auto", "Attention implementation.", choices=("auto", "einsum", "blocked", "nki"))
+    attention: str = _key("auto", "Attention implementation.", choices=_ATTENTION)
     cross_entropy: str = _key("auto", "Loss from hidden states.", choices=("auto", "dense", "chunked"))
+    tuned: str = _key("", "Table of measured times that auto honours, see hlat_jax.ops tune; empty: levels decide.")
 
 
 @dataclasses.dataclass(frozen=True)

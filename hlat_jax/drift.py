@@ -13,6 +13,7 @@ from typing import Any
 # What a resumed run may set differently: it changes no update so far. The hashes guard the content behind the paths.
 MAY_CHANGE = (
     "name",
+    "model.tuned",  # what it chose is compared as `implementations`
     "train.num_steps",
     "train.max_nonfinite_steps",
     "train.eval_loss_*",

@@ -33,6 +33,7 @@ from hlat_jax import cost, distributed, durable, summary
 from hlat_jax.agreement import Agreed, Agreement, only_job, require_same_settings
 from hlat_jax.batch import Batch
 from hlat_jax.checkpoint import Checkpointer
+from hlat_jax.choices import chosen_model
 from hlat_jax.compilation import Compilations
 from hlat_jax.config import Config
 from hlat_jax.data import positions
@@ -45,7 +46,6 @@ from hlat_jax.eval.validation import Validation
 from hlat_jax.generate import sample_text
 from hlat_jax.machine import device_memory, fitting_layout
 from hlat_jax.metrics import MetricsLog, SilentLog
-from hlat_jax.model import select_implementations
 from hlat_jax.neuron.env import recorded
 from hlat_jax.optimizer import learning_rate
 from hlat_jax.planner.report import short_plan
@@ -342,7 +342,7 @@ def _metrics_log(config: Config, workdir: pathlib.Path, layout: Layout, start_st
 
 def _settings(config: Config, layout: Layout, tokenizer: Tokenizer, batches: TrainBatches) -> dict[str, Any]:
     """Returns what a checkpoint belongs to: the config, and what it only points to, by hash or by choice."""
-    model = select_implementations(config.model, layout.platform)
+    model = chosen_model(config, layout)
     return {
         "config": config.to_dict(),
         "implementations": {key: getattr(model, key) for key in ("attention", "cross_entropy", "remat")},

@@ -183,7 +183,12 @@ class Decoder(nnx.Module):
             self.head = _normal(rngs, (cfg.vocab_size, cfg.embed_dim), cfg.init_std, axes=("vocab", "embed"))
 
     def __call__(self, tokens_BT: jax.Array, positions_BT: jax.Array | None = None, **kwargs: Any) -> jax.Array:
-        """Returns fp32 logits [B, T, V]. Arguments as `hidden_states`."""
+        """Returns fp32 logits [B, T, V]. Arguments as `hidden_states`.
+
+        Raises:
+          ValueError: `attention` is a name that does not run on the default backend.
+        """
+        attention_op.OP.choose(self.cfg.attention, jax.default_backend())
         return cross_entropy_op.logits(self.hidden_states(tokens_BT, positions_BT, **kwargs), self.head_VD)
 
     @property
@@ -240,11 +245,16 @@ class Decoder(nnx.Module):
 
 
 def select_implementations(cfg: ModelConfig, platform: str) -> ModelConfig:
-    """Returns the config with every `auto` replaced by the implementation chosen for a platform, such as `cpu`."""
+    """Returns the config with every `auto` replaced by what serves any call on a platform, such as `cpu`.
+
+    A name stays, though it may run elsewhere alone: a program may be lowered for devices that are not here.
+    `choices` knows the calls of a run, and chooses better.
+    """
+    attention, cross_entropy = cfg.attention, cfg.cross_entropy
     return dataclasses.replace(
         cfg,
-        attention=attention_op.OP.choose(cfg.attention, platform).name,
-        cross_entropy=cross_entropy_op.OP.choose(cfg.cross_entropy, platform).name,
+        attention=attention_op.OP.choose("auto", platform).name if attention == "auto" else attention,
+        cross_entropy=cross_entropy_op.OP.choose("auto", platform).name if cross_entropy == "auto" else cross_entropy,
         remat=stack.select(cfg.remat, platform),
     )
 

@@ -13,9 +13,10 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from hlat_jax.batch import Batch, abstract_batch
+from hlat_jax.choices import choices, chosen_model
 from hlat_jax.collectives import shards
 from hlat_jax.config import Config
-from hlat_jax.model import Decoder, abstract_params, bind, init_params, param_axes, select_implementations
+from hlat_jax.model import Decoder, abstract_params, bind, init_params, param_axes
 from hlat_jax.ops.cross_entropy import LossOptions, cross_entropy
 from hlat_jax.optimizer import adamw, decay_mask
 from hlat_jax.pipeline import Parts, pipelined, pipelined_loss
@@ -41,6 +42,7 @@ def make_program(config: Config, layout: Layout) -> TrainingProgram:
         accumulate=pipelined if is_pipelined else accumulated,
         norm_in_blocks=layout.mesh.size == 1 and layout.platform == "cpu",
         spread=Spread(layout, param_axes(config.model)),
+        kernels={f"model.{key}": choice for key, choice in choices(config, layout).items()},
     )
     loss = parts(config, layout, z_loss_weight=config.train.z_loss_weight)
     return training_program(loss, optimizer, options=options, params=abstract_params(config.model))
@@ -71,7 +73,7 @@ def parts(config: Config, layout: Layout, *, z_loss_weight: float) -> Parts:
     Over a mesh they are the parts of one device, to be run in the region of `spread.Spread`.
     """
     compute = POLICIES[config.precision.policy].compute
-    model = select_implementations(config.model, layout.platform)
+    model = chosen_model(config, layout)
     seat = shards(layout)
 
     def decoder(params: Any) -> Decoder:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pathlib
 
 from hlat_jax import cost
+from hlat_jax.choices import choices
 from hlat_jax.config import Config
 from hlat_jax.metrics import ROWS_FILE, plot_loss, read_rows
 from hlat_jax.sharding import Layout
@@ -24,7 +25,9 @@ def describe(config: Config, layout: Layout, *, implementations: dict[str, str],
         print(f"tokens per step  {step_tokens:,}, padding and ends of documents among them")
     print(f"steps            {config.train.num_steps:,} of a horizon of {config.optimizer.horizon_steps:,}")
     print(f"state            {num_bytes / cost.GIB:.3f} GiB on the fullest device")
-    print(f"implementations  {', '.join(f'{name} {choice}' for name, choice in implementations.items())}")
+    because = {name: f" ({choice.because})" for name, choice in choices(config, layout).items()}
+    said = (f"{name} {choice}{because.get(name, '')}" for name, choice in implementations.items())
+    print(f"implementations  {', '.join(said)}")
 
 
 def finish(config: Config, workdir: pathlib.Path, step: int) -> None:

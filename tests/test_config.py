@@ -25,11 +25,13 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from hlat_jax import config as config_lib
 from hlat_jax import loop
+from hlat_jax.choices import calls
 from hlat_jax.data import packing
 from hlat_jax.data.held_out import open_held_out
 from hlat_jax.data.loader import TrainBatches
 from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.machine import fitting_layout
+from hlat_jax.ops import table
 from hlat_jax.optimizer import learning_rate
 from hlat_jax.sharding import make_layout
 from hlat_jax.step import abstract_state, init_state, traced_step
@@ -198,6 +200,7 @@ FIELDS = {
     "model.remat": Row("full", program, given={"model.remat": "none"}),
     "model.attention": Row("einsum", program, given={"model.attention": "blocked"}),
     "model.cross_entropy": Row("chunked", program, given=LONG_ROWS | {"model.cross_entropy": "dense"}),
+    "model.tuned": Row("FOLDER/tuned.json", program),
     "parallel.pipe": Row(2, placement),
     "parallel.data": Row(2, placement, given={"parallel.data": 1, "parallel.fsdp": -1}),
     "parallel.fsdp": Row(2, placement),
@@ -295,11 +298,20 @@ def _write_inputs(folder):
     rows = [json.dumps({"text": text, "body": text[::-1]}) for text in texts]
     (folder / "two.jsonl").write_text("\n".join(rows) + "\n")
     (folder / "bad.jsonl").write_text("\n".join([*rows, '{"text": null}']) + "\n")
+    _write_table(config_lib.resolve(_base({}, folder)), str(folder / "tuned.json"))
     with open(folder / "other.model", "wb") as file:
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=iter(texts), model_writer=file, vocab_size=300, byte_fallback=True,
             hard_vocab_limit=False, minloglevel=2,
         )  # fmt: skip
+
+
+def _write_table(config, path):
+    """Writes times by which `einsum`, which levels pass over here, serves the attention of one device's run."""
+    device = jax.devices()[0]
+    facts = table.as_json(calls(config, make_layout(config.parallel, [device]))["attention"])
+    entry = table.Entry("model.attention", facts, {"einsum": 1.0, "blocked": 2.0}, "einsum", {}, 1)
+    table.write(table.Table(path, "cpu", table.device_kind(device), jax.__version__, (entry,)))
 
 
 @pytest.mark.parametrize("path", FIELDS)

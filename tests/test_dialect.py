@@ -1,5 +1,9 @@
 """Which implementation of an op serves, and why the others do not."""
 
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from hlat_jax.ops.dialect import Implementation, Op
@@ -19,8 +23,20 @@ def op():
 
 
 def test_auto_takes_the_highest_level_and_of_equal_ones_the_first(op):
-    assert op.choose("auto", "cpu").name == "shift"
-    assert op.choose("auto", "cuda").name == "sum"
+    assert op.choose("auto", "cpu", facts={"length": 2}).name == "shift"
+    assert op.choose("auto", "cuda", facts={"length": 2}).name == "sum"
+
+
+def test_auto_passes_over_what_cannot_serve_the_call_with_the_reason(op):
+    choice = op.choose("auto", "cpu", facts={"length": 5})
+    assert choice.name == "sum"
+    assert choice.passed_over == {"shift": "5 is above 4", "chip": "does not run on cpu"}
+
+
+def test_auto_takes_nothing_that_may_refuse_where_the_call_is_not_known(op):
+    choice = op.choose("auto", "cpu")
+    assert choice.name == "sum"
+    assert choice.passed_over["shift"] == "may refuse a call, and nothing is known of it here"
 
 
 def test_a_name_serves_wherever_it_runs_whatever_its_level(op):
@@ -28,12 +44,116 @@ def test_a_name_serves_wherever_it_runs_whatever_its_level(op):
     assert op.choose("sum", "cpu").name == "sum"
 
 
-def test_every_other_implementation_has_its_reason(op):
-    assert op.choose("auto", "cpu").passed_over == {
+def test_every_other_implementation_has_its_reason_and_the_choice_its_own(op):
+    choice = op.choose("auto", "cpu", facts={"length": 1})
+    assert choice.because == "level 20 on cpu"
+    assert choice.passed_over == {
         "sum": "level 10 on cpu, where shift has 20",
         "chip": "does not run on cpu",
     }
     assert op.choose("auto", "neuron").passed_over["chip"] == "level 1 on neuron, where sum has 10"
+    assert op.choose("sum", "cpu").passed_over["shift"].startswith("may refuse a call")
+    asked = op.choose("sum", "cpu", facts={"length": 1})
+    assert str(asked) == (
+        "sum (asked for); not shift: model.doubling='sum' was asked for; not chip: does not run on cpu"
+    )
+
+
+class Measured:
+    path = "times.json"
+
+    def __init__(self, **seconds):
+        self._seconds = seconds
+
+    def seconds(self, op_key, facts):
+        return self._seconds if (op_key, facts) == ("model.doubling", {"length": 2}) else None
+
+
+def test_measured_times_come_before_levels_for_the_call_they_were_measured_at(op):
+    times = Measured(sum=0.001, shift=0.0025)
+    choice = op.choose("auto", "cpu", facts={"length": 2}, times=times)
+    assert (choice.name, choice.because) == ("sum", "1 ms, the fastest in times.json")
+    assert choice.passed_over["shift"] == "2.5 ms, 2.50 times that of sum"
+    other = op.choose("auto", "cpu", facts={"length": 3}, times=times)
+    assert (other.name, other.because) == ("shift", "level 20 on cpu; times.json has no times of this call")
+    assert op.choose("shift", "cpu", facts={"length": 2}, times=times).name == "shift"
+
+
+def test_an_implementation_without_a_time_is_passed_over_where_others_have_one(op):
+    choice = op.choose("auto", "cpu", facts={"length": 2}, times=Measured(sum=0.001))
+    assert choice.name == "sum"
+    assert choice.passed_over["shift"] == "not measured"
+
+
+def test_the_fastest_measured_is_not_taken_where_it_cannot_run(op):
+    assert op.choose("auto", "cpu", facts={"length": 2}, times=Measured(chip=1e-6, sum=0.2)).name == "sum"
+
+
+def test_a_call_that_nothing_can_serve_is_an_error_with_every_reason():
+    op = Op("model.doubling")
+    op.register(Implementation("shift", abs, {"cpu": 1}, short_only))
+    op.register(Implementation("chip", abs, {"neuron": 1}))
+    message = r"^model.doubling has no implementation for cpu and this call: shift: 5 is above 4; chip: does not run on"
+    with pytest.raises(ValueError, match=message):
+        op.choose("auto", "cpu", facts={"length": 5})
+
+
+def test_a_name_that_cannot_serve_the_call_is_refused_before_anything_is_traced(op):
+    with pytest.raises(ValueError, match=r"^model.doubling='shift' cannot serve: 5 is above 4. Others are sum, chip."):
+        op.choose("shift", "cpu", facts={"length": 5})
+
+
+def test_devices_of_platform_gpu_take_what_is_lowered_for_cuda():
+    op = Op("model.doubling")
+    op.register(Implementation("sum", lambda x: x + x, {"*": 10}))
+    op.register(Implementation("warp", lambda x: x * 2, {"cuda": 20}))
+    assert op.choose("auto", "gpu").name == op.choose("auto", "cuda").name == "warp"
+    assert op.choose("auto", "rocm").name == "sum"
+
+
+@pytest.fixture
+def waves():
+    op = Op("model.wave")
+    op.register(Implementation("sin", lambda x, y: jnp.sin(x), {"cpu": 2, "*": 1}))
+    op.register(Implementation("cos", lambda x, y: jnp.cos(x), {"cuda": 2}))
+    op.register(Implementation("tanh", lambda x, y: jnp.tanh(x) if y is None else y, {"neuron": 2}))
+    return op
+
+
+KERNELS = {"sine": "cpu", "cosine": "cuda", "tanh": "neuron"}
+
+
+def wave_text(op, names, *platforms):
+    traced = jax.jit(lambda x: op.run(names, x, None)).trace(jnp.ones(3))
+    return [traced.lower(lowering_platforms=(one,)).as_text() for one in platforms]
+
+
+def test_one_trace_for_several_platforms_lowers_to_each_ones_own(waves):
+    names = {where: choice.name for where, choice in waves.choose_each("auto", ("cpu", "gpu", "neuron")).items()}
+    assert names == {"cpu": "sin", "gpu": "cos", "neuron": "tanh"}
+    for platform, text in zip(("cpu", "cuda", "neuron"), wave_text(waves, names, "cpu", "cuda", "neuron"), strict=True):
+        assert [KERNELS[kernel] for kernel in KERNELS if f"stablehlo.{kernel}" in text] == [platform]
+
+
+def test_several_platforms_with_one_implementation_or_a_single_one_add_nothing_to_the_program(waves):
+    [plain] = wave_text(waves, "sin", "cpu")
+    assert wave_text(waves, {"cpu": "sin", "rocm": "sin"}, "cpu") == wave_text(waves, {"cpu": "sin"}, "cpu") == [plain]
+    assert "stablehlo.case" not in plain
+
+
+def test_a_platform_that_was_not_named_is_an_error_and_gets_no_other_ones_kernel(waves):
+    with pytest.raises(NotImplementedError):
+        wave_text(waves, {"cpu": "sin", "neuron": "tanh"}, "cuda")
+
+
+def test_export_for_several_platforms_holds_all_their_kernels(waves):
+    exported = jax.export.export(
+        jax.jit(lambda x: waves.run({"cpu": "sin", "cuda": "cos"}, x, None)), platforms=("cpu", "cuda")
+    )(jnp.ones(3))
+    text = exported.mlir_module()
+    assert "stablehlo.sine" in text
+    assert "stablehlo.cosine" in text
+    np.testing.assert_allclose(jax.jit(exported.call)(jnp.ones(3)), np.sin(np.ones(3)), rtol=1e-6)
 
 
 def test_a_name_that_is_unknown_or_runs_elsewhere_is_refused(op):

@@ -11,9 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
+from hlat_jax.config import resolve
+from hlat_jax.model import Decoder
 from hlat_jax.ops import attention as attention_op
 from hlat_jax.ops.nki import attention as nki
+from hlat_jax.planner.trace import planned_layout
+from hlat_jax.step import traced_step
 
 SHAPES = {"mha": (2, 512, 4, 16, 4), "gqa": (1, 512, 6, 8, 2), "mqa": (1, 1024, 4, 32, 1)}  # B, T, N, H, K
 
@@ -64,19 +69,20 @@ def test_numbers_of_places_lie_by_partition_and_come_back():
     np.testing.assert_array_equal(nki.untiled(tiles), numbers)
 
 
-FITS = {"q_shape": (1, 4096, 32, 128), "dtype": jnp.bfloat16, "has_segments": False}
+FITS = {"q_shape": (1, 4096, 32, 128), "num_kv_heads": 8, "dtype": jnp.bfloat16, "has_segments": False, "window": None}
 
 
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
         ({"has_segments": True}, "takes no segment ids"),
+        ({"window": 1024}, "takes a window of 1024 with a scale of 1 alone"),
         ({"q_shape": (1, 4096, 32, 256)}, "model.head_dim=256 is above 128"),
         ({"q_shape": (1, 4000, 32, 128)}, "4000 is no multiple of 512"),
         ({"q_shape": (1, 262144, 32, 128)}, "262144 is above 131072"),
         ({"dtype": jnp.float64}, "dtype float64 is not one of"),
     ],
-    ids=["segments", "head", "multiple", "length", "dtype"],
+    ids=["segments", "window", "head", "multiple", "length", "dtype"],
 )
 def test_what_the_kernels_cannot_honour_is_refused_with_the_reason(change, reason):
     assert nki.supports(**FITS) == []
@@ -92,6 +98,19 @@ def test_the_op_refuses_segments_instead_of_ignoring_them():
         )
     with pytest.raises(ValueError, match=r"^model.attention='nki' serves neuron and not cpu"):
         attention_op.OP.choose("nki", "cpu")
+
+
+def test_a_model_that_names_the_kernel_lowers_for_neuron_and_refuses_to_run_on_cpu(small):
+    small.model.attention, small.model.max_positions, small.data.seq_len = "nki", 512, 512
+    config = resolve(small)
+    calls = traced_step(config, planned_layout(config, 8, platform="neuron")).jaxpr
+    assert "nki_attention_forward" in str(calls)
+    assert "nki_attention_backward" in str(calls)
+    with pytest.raises(ValueError, match=r"^model.attention='nki' serves neuron and not cpu"):
+        traced_step(config, planned_layout(config, 8, platform="cpu"))
+    decoder = Decoder(config.model, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"^model.attention='nki' serves neuron and not cpu"):
+        decoder(np.zeros((1, 512), np.int32))
 
 
 def lowered(*, with_kernels):

@@ -292,7 +292,7 @@ def test_chunked_cross_entropy_never_holds_all_logits(monkeypatch):
     assert temp_bytes("chunked") < all_logits_bytes
 
 
-@pytest.mark.parametrize("attention_name", ["einsum", "blocked"])
+@pytest.mark.parametrize("attention_name", ["einsum", "blocked", "chunked"])
 @pytest.mark.parametrize("loss_name", ["dense", "chunked"])
 def test_ops_lower_for_neuron_without_what_it_refuses(attention_name, loss_name, monkeypatch):
     monkeypatch.setattr(cross_entropy, "CHUNK_POSITIONS", 100)

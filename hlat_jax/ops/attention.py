@@ -1,14 +1,18 @@
-"""Causal grouped-query attention on packed rows: its contract, two implementations in XLA, and the kernel on Neuron."""
+"""Causal grouped-query attention on packed rows: its contract, two implementations in XLA, and the table of all."""
 
 from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from hlat_jax.ops import chunked_attention as chunked
 from hlat_jax.ops.dialect import Implementation, Op
+from hlat_jax.ops.gpu import attention as gpu
 from hlat_jax.ops.nki import attention as nki
 
 # Finite, so that a masked score minus the row's maximum is never inf - inf.
@@ -23,7 +27,8 @@ def attention(
     k_BSKH: jax.Array,
     v_BSKH: jax.Array,
     segment_ids_BT: jax.Array | None,
-    implementation: str,
+    implementation: str | Mapping[str, str],
+    window: int | None = None,
 ) -> jax.Array:
     """Returns [B, T, N, H], in the dtype of `q_BTNH`: each query's softmax-weighted mean of the values it may see.
 
@@ -36,20 +41,45 @@ def attention(
       k_BSKH: keys, S = T; K divides N.
       v_BSKH: values.
       segment_ids_BT: int32, or None when every row is one segment.
-      implementation: a name that `OP.choose` returns.
+      implementation: a name that `OP.choose` returns, or platform -> name, see `dialect.Op.run`.
+      window: a query sees so many places, its own the last; None: all before it. Source: arXiv 2310.06825, section 2.
 
     Raises:
       ValueError: the implementation cannot serve these arguments.
     """
-    facts = {"q_shape": q_BTNH.shape, "dtype": q_BTNH.dtype, "has_segments": segment_ids_BT is not None}
-    return OP.run(implementation, q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, **facts)
+    if window is not None and window < 1:
+        raise ValueError(f"window={window} must be at least 1, the query's own place, or None.")
+    has_segments = segment_ids_BT is not None
+    facts = call(q_BTNH.shape, k_BSKH.shape[2], dtype=q_BTNH.dtype, has_segments=has_segments, window=window)
+    return OP.run(implementation, q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, window, **facts)
 
 
-def _einsum(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT):
+def call(
+    q_shape: tuple[int, ...], num_kv_heads: int, *, dtype: Any, has_segments: bool, window: int | None = None
+) -> dict[str, Any]:
+    """Returns what is known of a call, as every `supports` takes it.
+
+    Args:
+      q_shape: (B, T, N, H) of the queries on one device; there are as many keys.
+      num_kv_heads: likewise.
+      dtype: of queries, keys and values.
+      has_segments: rows hold several documents that must not see each other.
+      window: see `attention`.
+    """
+    return {
+        "q_shape": tuple(q_shape),
+        "num_kv_heads": num_kv_heads,
+        "dtype": jnp.dtype(dtype).name,
+        "has_segments": has_segments,
+        "window": window,
+    }
+
+
+def _einsum(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, window):
     b, t, n, h = q_BTNH.shape
     q_BTKGH = q_BTNH.reshape(b, t, k_BSKH.shape[2], -1, h)
     scores_BKGTS = jnp.einsum("BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH, preferred_element_type=jnp.float32)
-    mask = _causal_mask(t, t)[None]
+    mask = _causal_mask(t, t, window=window)[None]
     if segment_ids_BT is not None:
         mask &= segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :]
     scores_BKGTS = jnp.where(mask[:, None, None], scores_BKGTS / math.sqrt(h), _MASKED)
@@ -58,9 +88,9 @@ def _einsum(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT):
     return out_BTKGH.astype(q_BTNH.dtype).reshape(b, t, n, h)
 
 
-@jax.checkpoint
-def _blocked(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT):
-    """Queries in static blocks, each against the keys up to its own end, with batch and key-value heads merged.
+@functools.partial(jax.checkpoint, static_argnums=4)
+def _blocked(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, window):
+    """Queries in static blocks, each against the keys that it may see, with batch and key-value heads merged.
 
     The backward pass keeps queries, keys and values, and computes the scores of each block again: on cpu, where this
     serves, that costs less than the fresh memory that they would fill.
@@ -74,9 +104,10 @@ def _blocked(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT):
     segments_XT = None if segment_ids_BT is None else jnp.repeat(segment_ids_BT, k, axis=0)
     outs = []
     for start, stop in block_bounds(t):
-        segments = None if segments_XT is None else segments_XT[:, :stop]
-        block = functools.partial(_attend_block, start=start)
-        outs.append(block(q_XTGH[:, start:stop], k_XSH[:, :stop], v_XSH[:, :stop], segments))
+        first = 0 if window is None else max(0, start - window + 1)
+        segments = None if segments_XT is None else segments_XT[:, first:stop]
+        block = functools.partial(_attend_block, start=start - first, window=window)
+        outs.append(block(q_XTGH[:, start:stop], k_XSH[:, first:stop], v_XSH[:, first:stop], segments))
     out_XTGH = jnp.concatenate(outs, axis=1)
     return out_XTGH.reshape(b, k, t, g, h).transpose(0, 2, 1, 3, 4).reshape(b, t, n, h)
 
@@ -87,12 +118,12 @@ def block_bounds(seq_len: int) -> list[tuple[int, int]]:
     return [(start, min(start + size, seq_len)) for start in range(0, seq_len, size)]
 
 
-def _attend_block(q_XUGH, k_XSH, v_XSH, segments_XS, *, start: int):
+def _attend_block(q_XUGH, k_XSH, v_XSH, segments_XS, *, start: int, window: int | None):
     x, u, g, h = q_XUGH.shape
     s = k_XSH.shape[1]
     q_XRH = q_XUGH.reshape(x, u * g, h)  # rows: queries of the block times heads that share keys
     scores_XRS = jax.lax.dot_general(q_XRH, k_XSH, (((2,), (2,)), ((0,), (0,))), preferred_element_type=jnp.float32)
-    mask = _causal_mask(u, s, offset=start)[None]
+    mask = _causal_mask(u, s, offset=start, window=window)[None]
     if segments_XS is not None:
         mask &= segments_XS[:, start:, None] == segments_XS[:, None, :]
     mask = jnp.broadcast_to(mask[:, :, None, :], (mask.shape[0], u, g, s)).reshape(-1, u * g, s)
@@ -102,18 +133,38 @@ def _attend_block(q_XUGH, k_XSH, v_XSH, segments_XS, *, start: int):
     return out_XRH.astype(q_XUGH.dtype).reshape(x, u, g, h)
 
 
-def _causal_mask(num_queries: int, num_keys: int, *, offset: int = 0) -> jax.Array:
+def _causal_mask(num_queries: int, num_keys: int, *, offset: int = 0, window: int | None) -> jax.Array:
     queries = jax.lax.broadcasted_iota(jnp.int32, (num_queries, num_keys), 0) + offset
-    return queries >= jax.lax.broadcasted_iota(jnp.int32, (num_queries, num_keys), 1)
+    keys = jax.lax.broadcasted_iota(jnp.int32, (num_queries, num_keys), 1)
+    return queries >= keys if window is None else (queries >= keys) & (queries - keys < window)
 
 
-def _nki(q_BTNH, k_BSKH, v_BSKH, _):
+def _chunked(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, window):
+    return chunked.attention(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT=segment_ids_BT, window=window)
+
+
+# Those below take no more than they say; `supports` refuses the rest.
+
+
+def _nki(q_BTNH, k_BSKH, v_BSKH, *_):
     return nki.attention(q_BTNH, k_BSKH, v_BSKH)
+
+
+def _cudnn(q_BTNH, k_BSKH, v_BSKH, _, window):
+    return gpu.cudnn(q_BTNH, k_BSKH, v_BSKH, window=window)
+
+
+def _triton(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, _):
+    return gpu.triton(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT=segment_ids_BT)
 
 
 OP = Op("model.attention")
 OP.register(Implementation("einsum", _einsum, {"*": 10}))
 # XLA on cpu does not fuse attention: skipping the masked half of the scores pays there
 OP.register(Implementation("blocked", _blocked, {"cpu": 20, "*": 5}))
-# below the others until it has run on a device
+# for the memory of long rows: it gives up time, so only a name or a measured table takes it
+OP.register(Implementation("chunked", _chunked, {"*": 4}))
+# below the others until they have run on a device
 OP.register(Implementation("nki", _nki, {"neuron": 1}, nki.supports))
+OP.register(Implementation("cudnn", _cudnn, {"cuda": 2}, gpu.cudnn_supports))
+OP.register(Implementation("triton", _triton, {"cuda": 1}, gpu.triton_supports))

@@ -67,6 +67,17 @@ def cross_entropy(
     return _loss_sum(hidden_BTD, head_VD, targets_BT, weights_BT, static), jnp.sum(weights_BT)
 
 
+def call(hidden_shape: tuple[int, ...], vocab_rows: int, *, dtype: Any) -> dict[str, Any]:
+    """Returns what is known of a call.
+
+    Args:
+      hidden_shape: (B, T, D) of what the head reads on one device.
+      vocab_rows: of the head, on one device.
+      dtype: of both.
+    """
+    return {"hidden_shape": tuple(hidden_shape), "vocab_rows": vocab_rows, "dtype": jnp.dtype(dtype).name}
+
+
 OP = Op("model.cross_entropy")
 # one large product, and no loop
 OP.register(Implementation("dense", lambda seq_len: seq_len, {"*": 10}))

@@ -71,16 +71,16 @@ def compiled(config: Config, num_devices: int, platform: str) -> dict[str, Any]:
     """Returns what `partition` does; runs in a process that has `num_devices` CPU devices."""
     import jax
 
+    from hlat_jax.choices import chosen_model
     from hlat_jax.degrees import layout_over
-    from hlat_jax.model import select_implementations
     from hlat_jax.planner.liveness import temporaries
     from hlat_jax.planner.trace import live_jaxpr
     from hlat_jax.planner.traffic import traced_collectives
     from hlat_jax.step import state_bytes, step_arguments, traced_step
 
-    config = dataclasses.replace(config, model=select_implementations(config.model, platform))
     start = time.monotonic()
     layout = layout_over(config, jax.devices()[:num_devices])
+    config = dataclasses.replace(config, model=chosen_model(config, layout, platform=platform))
     arguments = step_arguments(config, layout)
     traced = traced_step(config, layout)
     jaxpr = live_jaxpr(traced)

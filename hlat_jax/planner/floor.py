@@ -15,8 +15,9 @@ import jax
 import jax.numpy as jnp
 
 from hlat_jax import cost
+from hlat_jax.choices import chosen_model
 from hlat_jax.config import Config
-from hlat_jax.model import abstract_params, param_axes, select_implementations
+from hlat_jax.model import abstract_params, param_axes
 from hlat_jax.planner import roofline
 from hlat_jax.planner.collectives import Collective
 from hlat_jax.precision import POLICIES
@@ -87,7 +88,7 @@ def floor(config: Config, layout: Layout, *, target: cost.Target, holds: Held) -
       target: whose speeds count.
       holds: `held` of the same.
     """
-    config = dataclasses.replace(config, model=select_implementations(config.model, target.platform))
+    config = dataclasses.replace(config, model=chosen_model(config, layout, platform=target.platform))
     shape = _Shape(config, layout)
     gradients = holds.gradient_bytes if shape.num_microbatches > 1 else holds.params * shape.itemsize
     total = holds.state_bytes + gradients + shape.kept_bytes()

@@ -26,16 +26,22 @@ _BACKWARD_MULTIPLE = 512  # of keys
 _DTYPES = ("bfloat16", "float16", "float32")
 
 
-def supports(*, q_shape: tuple[int, ...], dtype: Any, has_segments: bool) -> list[str]:
+def supports(
+    *, q_shape: tuple[int, ...], num_kv_heads: int, dtype: Any, has_segments: bool, window: int | None
+) -> list[str]:
     """Returns why the kernels cannot serve a call, forward and backward; nothing when they can.
 
     Args:
       q_shape: (B, T, N, H) of the queries on one device; there are as many keys.
+      num_kv_heads: any that divides N.
       dtype: of queries, keys and values.
       has_segments: rows hold several documents that must not see each other.
+      window: of places that a query sees; None: all before it.
     """
     seq_len, head_dim = q_shape[1], q_shape[3]
     reasons = []
+    if window is not None:
+        reasons.append(f"the kernel takes a window of {window} with a scale of 1 alone")
     if has_segments:
         reasons.append("the kernel takes no segment ids (data.packing=documents)")
     if head_dim > _MAX_HEAD_DIM:

@@ -1,0 +1,141 @@
+"""`python -m hlat_jax.ops tune|choices --config=NAME`: which implementation of each op serves a run, and how fast.
+
+Owns the command lines and what they print.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+from absl import flags
+
+from hlat_jax import config as config_lib
+from hlat_jax import flags as flags_lib
+from hlat_jax.plan import check_output
+
+USAGE = """Usage: python -m hlat_jax.ops VERB --config=NAME [flags]
+
+  tune     times every implementation at the config's shapes on this machine's device, and writes the table
+  choices  prints which implementation serves, and why each of the others does not
+
+VERB --help says more.
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs one verb; returns its exit code."""
+    verbs = {"tune": _tune, "choices": _choices}
+    if not argv or argv[0] in ("--help", "-h", "help"):
+        print(USAGE)
+        return 0 if argv else 2
+    if argv[0] not in verbs:
+        raise ValueError(f"unknown verb {argv[0]!r}. {config_lib.nearest(argv[0], verbs)}")
+    return verbs[argv[0]](argv[1:])
+
+
+def _tune(argv: Sequence[str]) -> int:
+    mutable, values = flags_lib.parse(argv, _define_tune)
+    config = config_lib.resolve(mutable)
+    if values.rounds < 1 or values.rows < 0:
+        raise ValueError(f"--rounds={values.rounds} must be at least 1, and --rows={values.rows} at least 0.")
+    check_output("--out", values.out)
+    import jax
+
+    from hlat_jax import choices
+    from hlat_jax.degrees import layout_over
+    from hlat_jax.ops import table, tune
+
+    device = jax.devices()[0]
+    known = _table(values.out, device)
+    calls = choices.calls(config, layout_over(config, jax.devices()))
+    print(f"{config.name} on {known.device_kind} ({known.platform}), forward and backward pass, milliseconds")
+    found = []
+    for key, facts in calls.items():
+        entry = tune.measured(
+            choices.OPS[key], facts, platform=device.platform, num_rounds=values.rounds, num_rows=values.rows
+        )
+        print("\n".join(_entry_lines(entry)), flush=True)
+        found.append(entry)
+        table.write(known := known.with_entries((entry,)))
+    print(f"written: {values.out}; --config.model.tuned={values.out} makes auto take the fastest")
+    return 0
+
+
+def _table(path: str, device: Any) -> Any:
+    """Returns the table in a file, or an empty one.
+
+    Raises:
+      ValueError: the file is of another kind of device, or of another version of JAX.
+    """
+    import jax
+
+    from hlat_jax.ops import table
+
+    kind = table.device_kind(device)
+    if not pathlib.Path(path).exists():
+        return table.Table(path, device.platform, kind, jax.__version__, ())
+    known = table.read(path)
+    if (known.platform, known.device_kind, known.jax) != (device.platform, kind, jax.__version__):
+        raise ValueError(
+            f"--out={path} was made on {known.device_kind!r} ({known.platform}) with JAX {known.jax}, and this is "
+            f"{kind!r} ({device.platform}) with JAX {jax.__version__}; name another file, or remove it."
+        )
+    return known
+
+
+def _entry_lines(entry: Any) -> list[str]:
+    facts = ", ".join(f"{name} {value}" for name, value in entry.facts.items())
+    lines = [f"{entry.op}: {facts}; {entry.rows_measured} row(s) timed"]
+    best = entry.times[entry.winner]
+    for name, seconds in sorted(entry.times.items(), key=lambda item: item[1]):
+        lines.append(f"  {name:<10}{1e3 * seconds:10.2f}  {seconds / best:5.2f}")
+    return lines + [f"  {name:<10}{'':>10}  {why}" for name, why in entry.passed_over.items()]
+
+
+def _choices(argv: Sequence[str]) -> int:
+    mutable, values = flags_lib.parse(argv, _define_choices)
+    config = config_lib.resolve(mutable)
+    if values.platform:
+        os.environ["JAX_PLATFORMS"] = "cpu"  # those devices need not exist
+    import jax
+
+    from hlat_jax import choices
+    from hlat_jax.degrees import layout_over
+    from hlat_jax.planner.trace import planned_layout
+
+    if values.platform:
+        degrees = dataclasses.asdict(config.parallel)
+        fewest = math.prod(degrees[axis] for axis in ("pipe", "data", "fsdp", "tensor") if degrees[axis] != -1)
+        layout = planned_layout(config, values.devices or fewest, platform=values.platform)
+    else:
+        layout = layout_over(config, jax.devices())
+    calls = choices.calls(config, layout)
+    for key, choice in choices.choices(config, layout).items():
+        print(f"model.{key}: {choice.name}, {choice.because}")
+        print("  for " + ", ".join(f"{name} {value}" for name, value in calls[key].items()))
+        print("".join(f"  not {name}: {why}\n" for name, why in choice.passed_over.items()), end="")
+    return 0
+
+
+def _define_tune(values: flags.FlagValues) -> None:
+    options = {"flag_values": values}
+    flags.DEFINE_string("out", "tuned.json", "Table to write; entries of the same calls are replaced.", **options)
+    flags.DEFINE_integer("rounds", 7, "Times that each implementation is timed; the median counts.", **options)
+    flags.DEFINE_integer("rows", 0, "Rows of the batch to time, where all do not fit; 0: all.", **options)
+
+
+def _define_choices(values: flags.FlagValues) -> None:
+    options = {"flag_values": values}
+    flags.DEFINE_string(
+        "platform", "", "Devices that need not exist: neuron, cuda, cpu; default: what is here.", **options
+    )
+    flags.DEFINE_integer("devices", 0, "How many of them; 0: as few as the degrees allow.", **options)
+
+
+if __name__ == "__main__":
+    flags_lib.main(main)

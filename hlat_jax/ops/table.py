@@ -1,0 +1,134 @@
+"""Measured times of implementations: a file that is written once, committed, and honoured by every run that names it.
+
+So numerics do not depend on a race: what was the fastest on the day of the measurement stays chosen. Owns the file and
+whose it is. Refuses to measure; that is `tune`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+_AGAIN = "python -m hlat_jax.ops tune --config=NAME --out=FILE"
+PLANNED = "planned"  # the kind of a device that need not exist, as planner.trace has it
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """One call and what it took.
+
+    Attributes:
+      op: key of the op.
+      facts: of the call, as JSON has them.
+      times: implementation -> median seconds of forward and backward pass.
+      winner: the fastest of them.
+      passed_over: implementation -> why it was not measured.
+      rows_measured: rows of the batch that were timed, where memory or patience has fewer than the call.
+    """
+
+    op: str
+    facts: Mapping[str, Any]
+    times: Mapping[str, float]
+    winner: str
+    passed_over: Mapping[str, str]
+    rows_measured: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """The entries of a file; see `read`.
+
+    Attributes:
+      path: of the file.
+      platform: of the device it was made on.
+      device_kind: likewise.
+      jax: version it was made with.
+      entries: all of them.
+    """
+
+    path: str
+    platform: str
+    device_kind: str
+    jax: str
+    entries: tuple[Entry, ...]
+
+    def seconds(self, op_key: str, facts: Mapping[str, Any]) -> Mapping[str, float] | None:
+        """Returns implementation -> seconds of a call with these facts; None: it was not measured."""
+        plain = as_json(facts)
+        for entry in self.entries:
+            if entry.op == op_key and entry.facts == plain:
+                return entry.times
+        return None
+
+    def with_entries(self, found: tuple[Entry, ...]) -> Table:
+        """Returns the table with entries in the place of those of the same calls, and after the others."""
+        new = [(entry.op, entry.facts) for entry in found]
+        kept = tuple(entry for entry in self.entries if (entry.op, entry.facts) not in new)
+        return dataclasses.replace(self, entries=kept + found)
+
+
+def device_kind(device: Any) -> str:
+    """Returns what a device is, such as "NVIDIA H200"; of a CPU, which JAX does not tell apart, its model name."""
+    if device.platform != "cpu" or device.device_kind == PLANNED:
+        return device.device_kind
+    try:
+        lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return device.device_kind
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else device.device_kind
+
+
+def as_json(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns facts as they look once they have been through a file."""
+    return json.loads(json.dumps(facts))
+
+
+def read(path: str) -> Table:
+    """Returns the table in a file.
+
+    Raises:
+      ValueError: no such file, or one that is no table.
+    """
+    try:
+        tree = json.loads(pathlib.Path(path).read_text())
+        entries = tuple(Entry(**entry) for entry in tree.pop("entries"))
+        wrong = [entry for entry in entries if entry.winner != min(entry.times, key=entry.times.get)]
+        if wrong:
+            raise ValueError(f"{wrong[0].op} has winner {wrong[0].winner} and times {dict(wrong[0].times)}")
+        return Table(path=path, entries=entries, **tree)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror}); make it with {_AGAIN}.") from error
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{path} is no table of measured times ({error}); make it again with {_AGAIN}.") from error
+
+
+def read_for(path: str, *, platform: str, kind: str) -> Table:
+    """Returns the table in a file for a device.
+
+    Args:
+      path: of the file.
+      platform: of the device.
+      kind: what `device_kind` says of it; PLANNED: it need not exist, and then its platform must be the table's.
+
+    Raises:
+      ValueError: as `read`, or a table made on a device of another kind.
+    """
+    table = read(path)
+    if platform != table.platform or kind not in (table.device_kind, PLANNED):
+        raise ValueError(
+            f"model.tuned={path} was made on {table.device_kind!r} ({table.platform}) and this is {kind!r} "
+            f"({platform}); its times say nothing here. Make one for this device with {_AGAIN}, or set "
+            "model.tuned='' to choose by level."
+        )
+    return table
+
+
+def write(table: Table) -> None:
+    """Writes the table to its file."""
+    tree = dataclasses.asdict(table)
+    path = pathlib.Path(tree.pop("path"))
+    path.write_text(json.dumps(tree, indent=1) + "\n")
