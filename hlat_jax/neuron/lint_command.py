@@ -22,6 +22,8 @@ def main(argv: Sequence[str]) -> int:
     """Prints the findings of a config's programs; returns the exit code: 1 where there is an error, else 0."""
     mutable, values = flags_lib.parse(argv, _define)
     config = config_lib.resolve(mutable)
+    if values.json:
+        flags_lib.check_output("--json", values.json)
     os.environ["JAX_PLATFORMS"] = "cpu"  # nothing is asked of an accelerator, also where there is one
     from hlat_jax.compilation import traced_programs
     from hlat_jax.neuron import programs
