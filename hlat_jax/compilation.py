@@ -132,4 +132,5 @@ def _generate(config: Config, layout: Layout) -> Any:
     everywhere = layout.replicated()  # so that every process can read the logits
     tokens = jax.ShapeDtypeStruct((1, sample_length(config)), jnp.int32, sharding=everywhere)
     last = jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere)
-    return make_next_logits(model, sharding=everywhere).trace(state["params"], tokens, last)
+    next_logits = make_next_logits(model, sharding=everywhere, platform=layout.platform)
+    return next_logits.trace(state["params"], tokens, last)

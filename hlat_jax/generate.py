@@ -59,17 +59,19 @@ def sample_length(config: Config) -> int:
     return min(-(-most // _LENGTH_STEP) * _LENGTH_STEP, config.model.max_positions)
 
 
-def make_next_logits(cfg: ModelConfig, *, sharding: Any) -> Callable[..., jax.Array]:
+def make_next_logits(cfg: ModelConfig, *, sharding: Any, platform: str | None = None) -> Callable[..., jax.Array]:
     """Returns the jitted (params, tokens [1, T], index of the last token) -> fp32 logits [V] of the next one.
 
     Args:
       cfg: the model.
       sharding: of the logits; None: where they are made.
+      platform: of the devices; None: the default backend's.
     """
 
     def next_logits(params: Any, tokens_BT: jax.Array, last: jax.Array) -> jax.Array:
-        hidden_BTD = bind(params, cfg).hidden_states(tokens_BT)
+        decoder = bind(params, cfg, platform=platform)
+        hidden_BTD = decoder.hidden_states(tokens_BT)
         last_B1D = jax.lax.dynamic_slice_in_dim(hidden_BTD, last, 1, axis=1)
-        return logits(last_B1D, bind(params, cfg).head_VD)[0, 0]
+        return logits(last_B1D, decoder.head_VD)[0, 0]
 
     return jax.jit(next_logits, out_shardings=sharding)

@@ -172,10 +172,10 @@ class Decoder(nnx.Module):
     Source: Touvron et al., arXiv 2302.13971 and 2307.09288; HLAT, arXiv 2404.10630 III-A.
     """
 
-    def __init__(self, cfg: ModelConfig, *, rngs: nnx.Rngs):
+    def __init__(self, cfg: ModelConfig, *, rngs: nnx.Rngs, platform: str | None = None):
         check_model(cfg)
         # Implementations are chosen once, here: nothing below asks where it runs.
-        self.cfg = select_implementations(cfg, jax.default_backend())
+        self.cfg = select_implementations(cfg, platform or jax.default_backend())
         self.embed = _normal(rngs, (cfg.vocab_size, cfg.embed_dim), cfg.init_std, axes=("vocab", "embed"))
         self.layers = _stacked_layers(self.cfg, rngs.params())
         self.final_norm = RMSNorm(cfg)
@@ -256,12 +256,12 @@ def init_params(cfg: ModelConfig, key: jax.Array) -> dict[str, Any]:
       cfg: the model.
       key: a typed key; on Trainium of the `rbg` kind, `jax.random.key(seed, impl="rbg")`.
     """
-    return nnx.to_pure_dict(nnx.split(Decoder(cfg, rngs=nnx.Rngs(key)))[1])
+    return nnx.to_pure_dict(nnx.split(Decoder(_anywhere(cfg), rngs=nnx.Rngs(key)))[1])
 
 
-def bind(params: dict[str, Any], cfg: ModelConfig) -> Decoder:
-    """Returns the Decoder that computes with `params`, of any float dtype."""
-    graphdef, state = _declaration(cfg)
+def bind(params: dict[str, Any], cfg: ModelConfig, *, platform: str | None = None) -> Decoder:
+    """Returns the Decoder that computes with `params`, of any float dtype, on a platform; None: the default backend."""
+    graphdef, state = _declaration(cfg, platform)
     return nnx.merge(graphdef, _with_values(state, params))
 
 
@@ -274,23 +274,28 @@ def param_axes(cfg: ModelConfig) -> dict[str, Any]:
     """Returns the logical axes of every parameter, a tuple of names in the place of each array."""
     return jax.tree.map(
         lambda param: param.get_metadata("axes"),
-        nnx.to_pure_dict(_declaration(cfg)[1], extract_fn=lambda param: param),
+        nnx.to_pure_dict(_declaration(_anywhere(cfg))[1], extract_fn=lambda param: param),
         is_leaf=lambda leaf: isinstance(leaf, nnx.Param),
     )
 
 
 def abstract_params(cfg: ModelConfig) -> dict[str, Any]:
     """Returns the shapes and dtypes of the fp32 parameters; allocates nothing."""
-    return nnx.to_pure_dict(_declaration(cfg)[1])
+    return nnx.to_pure_dict(_declaration(_anywhere(cfg))[1])
+
+
+def _anywhere(cfg: ModelConfig) -> ModelConfig:
+    """Returns the config of the same parameters that every platform can declare."""
+    return dataclasses.replace(cfg, attention="auto", cross_entropy="auto")
 
 
 @functools.lru_cache
-def _declaration(cfg: ModelConfig) -> tuple[Any, Any]:
+def _declaration(cfg: ModelConfig, platform: str | None = None) -> tuple[Any, Any]:
     """Returns the static graph of a Decoder and its abstract state."""
     graphs = []
 
     def build(key):
-        graphdef, state = nnx.split(Decoder(cfg, rngs=nnx.Rngs(key)))
+        graphdef, state = nnx.split(Decoder(cfg, rngs=nnx.Rngs(key), platform=platform))
         graphs.append(graphdef)
         return state
 

@@ -75,7 +75,7 @@ def parts(config: Config, layout: Layout, *, z_loss_weight: float) -> Parts:
     seat = shards(layout)
 
     def decoder(params: Any) -> Decoder:
-        return bind(cast_tree(params, compute), model)
+        return bind(cast_tree(params, compute), model, platform=layout.platform)
 
     def embed(params: Any, batch: Batch) -> jax.Array:
         return decoder(params).embedded(batch.tokens, shards=seat)
