@@ -79,9 +79,10 @@ FITS = {"q_shape": (1, 4096, 32, 128), "dtype": jnp.bfloat16, "has_segments": Fa
         ({"q_shape": (1, 4096, 32, 256)}, "model.head_dim=256 is above 128"),
         ({"q_shape": (1, 4000, 32, 128)}, "4000 is no multiple of 512"),
         ({"q_shape": (1, 262144, 32, 128)}, "262144 is above 131072"),
+        ({"q_shape": (17, 4096, 32, 128)}, "17 rows x 32 heads on one device are above 512"),
         ({"dtype": jnp.float64}, "dtype float64 is not one of"),
     ],
-    ids=["segments", "head", "multiple", "length", "dtype"],
+    ids=["segments", "head", "multiple", "length", "batch", "dtype"],
 )
 def test_what_the_kernels_cannot_honour_is_refused_with_the_reason(change, reason):
     assert nki.supports(**FITS) == []
