@@ -555,9 +555,12 @@ def test_lint_takes_the_list_of_the_compiler(lint_here, tmp_path):
         (["--config=tiny", "--programme=train"], "Did you mean '--program'?"),
         (["--config=7b", "--devices=12"], "need a multiple of 8 devices and there are 12"),
         (["--config=tiny", "--operators=/no/such/file"], "/no/such/file"),
+        (["--config=tiny", "--operators=EMPTY"], "EMPTY names no operator"),
     ],
 )
-def test_lint_refuses_what_it_cannot_do(words, message, lint_here):
+def test_lint_refuses_what_it_cannot_do(words, message, lint_here, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    pathlib.Path("EMPTY").touch()
     code, _, error = lint_here(*words)
     assert code == 2
     assert message in error

@@ -57,11 +57,15 @@ def main(argv: Sequence[str]) -> int:
 
 def _operators(path: str) -> list[str]:
     """Returns the words of a file of operators; none where no file is named."""
-    if path and not pathlib.Path(path).is_file():
-        raise ValueError(
-            f"--operators={path}: no such file; write it with `neuronx-cc list-operators --framework XLA`."
-        )
-    return pathlib.Path(path).read_text().split() if path else []
+    if not path:
+        return []
+    again = "write it with `neuronx-cc list-operators --framework XLA`."
+    if not pathlib.Path(path).is_file():
+        raise ValueError(f"--operators={path}: no such file; {again}")
+    words = pathlib.Path(path).read_text(errors="replace").split()
+    if not any(word.isascii() for word in words):
+        raise ValueError(f"--operators={path} names no operator; {again}")
+    return words
 
 
 def _define(values: flags.FlagValues) -> None:
