@@ -385,11 +385,6 @@ def _check_training(c: Config) -> None:
             f"data.seq_len={d.seq_len} exceeds model.max_positions={c.model.max_positions}; "
             "shorten the sequence or raise the positions."
         )
-    if d.batch_size * d.seq_len > 2**24:  # devices count tokens in float32: Neuron sums no integers
-        raise ValueError(
-            f"data.batch_size={d.batch_size} x data.seq_len={d.seq_len}: {d.batch_size * d.seq_len:,} tokens a step, "
-            f"which devices count exactly up to {2**24:,}; use data.batch_size={2**24 // d.seq_len} or less."
-        )
     if d.batch_size % t.num_microbatches:
         divisors = [n for n in range(1, d.batch_size + 1) if d.batch_size % n == 0]
         raise ValueError(

@@ -382,15 +382,6 @@ def test_config_file_with_an_unknown_key_or_type_is_an_error_of_one_line(train_h
     assert message in line
 
 
-def test_resolve_refuses_a_step_of_more_tokens_than_float32_counts():
-    c = config_lib.load("7b")
-    c.data.batch_size = 4096
-    assert config_lib.resolve(c).data.batch_size * c.data.seq_len == 2**24
-    c.data.batch_size = 4097
-    with pytest.raises(ValueError, match=r"16,781,312 tokens a step, .*; use data.batch_size=4096 or less"):
-        config_lib.resolve(c)
-
-
 def test_resolve_refuses_unknown_and_missing_keys_and_wrong_types():
     def edited(edit):
         tree = config_lib.default().to_dict()
