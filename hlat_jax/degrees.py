@@ -127,8 +127,8 @@ def _check_count(config: Config) -> None:
     rows, seq_len = config.data.batch_size, config.data.seq_len
     if rows * seq_len > 2**24:
         raise ValueError(
-            f"data.batch_size={rows} x data.seq_len={seq_len} are {rows * seq_len:,} tokens a step, which devices count "
-            f"exactly up to {2**24:,}; use data.batch_size={2**24 // seq_len} or less."
+            f"data.batch_size={rows} x data.seq_len={seq_len} are {rows * seq_len:,} tokens a step, which devices "
+            f"count exactly up to {2**24:,}; use data.batch_size={2**24 // seq_len} or less."
         )
 
 
