@@ -16,7 +16,7 @@ import json
 import pathlib
 
 from hlat_jax import config as config_lib
-from hlat_jax.plan import check_output
+from hlat_jax.flags import check_output
 from hlat_jax.planner.aot import partition
 from hlat_jax.planner.report import Site, make_plan
 

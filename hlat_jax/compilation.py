@@ -32,6 +32,8 @@ from hlat_jax.step import init_arguments, make_eval_step, make_init, step_argume
 RECORD_FILE = "programs.json"
 _PACKAGE = pathlib.Path(__file__).resolve().parent
 _LIBRARIES = ("jax", "jaxlib", "flax", "optax")
+# What an entry of the record must have to be compared with.
+_COMPARED = {"sha256", "cache", "platform", "mesh", "config", "libraries", "code"}
 _CACHE_HITS = "/jax/compilation_cache/cache_hits"
 
 
@@ -81,7 +83,8 @@ def recorded(workdir: pathlib.Path) -> dict[str, dict[str, Any]]:
         found = json.loads((workdir / RECORD_FILE).read_text())
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    entries = found.items() if isinstance(found, dict) else ()
+    return {name: entry for name, entry in entries if isinstance(entry, dict) and entry.keys() >= _COMPARED}
 
 
 def surroundings(config: Config, platform: str, degrees: dict[str, int]) -> dict[str, Any]:

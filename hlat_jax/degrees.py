@@ -20,8 +20,10 @@ def layout_over(config: Config, devices: Sequence[Any]) -> Layout:
 
     Raises:
       ValueError: another number of devices than the degrees multiply to, or a size of the model or the batch that does
-        not divide; the message has the nearest degrees that pass every check on these devices.
+        not divide; the message has the nearest degrees that pass every check on these devices. Or more tokens in a
+        step than are counted exactly.
     """
+    _check_count(config)
     try:
         check_degrees(config, len(devices))
     except ValueError as error:
@@ -118,6 +120,16 @@ def _check_divisor(path: str, size: int, layout: Layout, places: Sequence[str]) 
         axes = dict.fromkeys("tensor" if place in TENSOR else place for place in places)
         named = " x ".join(f"parallel.{axis}={degrees[axis]}" for axis in axes if degrees[axis] > 1)
         raise ValueError(f"{path}={size} does not divide into the {parts} parts of {named}; change one of them.")
+
+
+def _check_count(config: Config) -> None:
+    """Raises ValueError for more tokens in a step than float32, in which devices count them, holds exactly."""
+    rows, seq_len = config.data.batch_size, config.data.seq_len
+    if rows * seq_len > 2**24:
+        raise ValueError(
+            f"data.batch_size={rows} x data.seq_len={seq_len} are {rows * seq_len:,} tokens a step, which devices "
+            f"count exactly up to {2**24:,}; use data.batch_size={2**24 // seq_len} or less."
+        )
 
 
 def _check_rows(config: Config, row_degree: int) -> None:

@@ -6,6 +6,8 @@ Owns how a command line becomes a ConfigDict. Refuses to import JAX: flags are r
 from __future__ import annotations
 
 import dataclasses
+import os
+import pathlib
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -56,6 +58,17 @@ def main(command: Callable[[Sequence[str]], int]) -> None:
         print(f"error: {error}", file=sys.stderr)
         code = 2
     sys.exit(code)
+
+
+def check_output(flag: str, path: str) -> None:
+    """Raises ValueError where `path` is no file that can be written, before the work whose result it would hold."""
+    file = pathlib.Path(path)
+    if file.is_dir():
+        raise ValueError(f"{flag}={path} is a folder; give a file in it, such as {file / 'report.json'}.")
+    if not file.parent.is_dir():
+        raise ValueError(f"{flag}={path}: there is no folder {file.parent}; make it first, or name another.")
+    if not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise ValueError(f"{flag}={path} cannot be written; name another file.")
 
 
 def usage(values: flags.FlagValues) -> str:

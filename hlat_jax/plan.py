@@ -51,17 +51,6 @@ def main(argv: Sequence[str]) -> int:
     return 0 if plan["fits"] else 3
 
 
-def check_output(flag: str, path: str) -> None:
-    """Raises ValueError where `path` is no file that can be written, before the work whose result it would hold."""
-    file = pathlib.Path(path)
-    if file.is_dir():
-        raise ValueError(f"{flag}={path} is a folder; give a file in it, such as {file / 'plan.json'}.")
-    if not file.parent.is_dir():
-        raise ValueError(f"{flag}={path}: there is no folder {file.parent}; make it first, or name another.")
-    if not os.access(file if file.exists() else file.parent, os.W_OK):
-        raise ValueError(f"{flag}={path} cannot be written; name another file.")
-
-
 def _check_flags(values: flags.FlagValues) -> None:
     cost.target(values.target)
     if values.nodes < 1:
@@ -73,7 +62,7 @@ def _check_flags(values: flags.FlagValues) -> None:
     if values.data_tokens < 0:
         raise ValueError(f"--data_tokens={values.data_tokens} must be at least 0; 0: not known.")
     if values.json:
-        check_output("--json", values.json)
+        flags_lib.check_output("--json", values.json)
 
 
 def _define(values: flags.FlagValues) -> None:

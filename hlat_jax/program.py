@@ -35,7 +35,7 @@ class StepMetrics:
 
     Attributes:
       loss: float32, mean over the counted tokens of the whole batch, nats per token.
-      num_tokens: float32, counted tokens; exact below 2**24.
+      num_tokens: float32, counted tokens; exact up to 2**24, which `degrees.layout_over` keeps to.
       grad_norm: float32, L2 norm of the mean gradient before clipping.
       param_norm: float32, L2 norm of the weights before the update.
       finite: bool; False: loss, gradient or weights were not finite and the update was masked.

@@ -33,10 +33,12 @@ def attention_cte(q, k, v, *, scale, causal_mask, tp_q, cache_softmax):
     return jax.ffi.ffi_call(TARGET, (jax.ShapeDtypeStruct(q.shape, q.dtype), numbers, numbers))(q, k, v)
 
 
-def attention_bwd(q, k, v, out, dout, *, lse, use_causal_mask, softmax_scale):
+def attention_bwd(q_ref, k_ref, v_ref, o_ref, dy_ref, lse_ref, *, use_causal_mask, mixed_precision, softmax_scale):
+    """Its arguments have the kernel's own names."""
     assert use_causal_mask
-    results = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, k, v))
-    return jax.ffi.ffi_call(TARGET, results)(q, k, v, out, dout, lse)
+    assert mixed_precision
+    results = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q_ref, k_ref, v_ref))
+    return jax.ffi.ffi_call(TARGET, results)(q_ref, k_ref, v_ref, o_ref, dy_ref, lse_ref)
 
 
 def main():

@@ -10,6 +10,7 @@ import pytest
 from hlat_jax import config as config_lib
 from hlat_jax.degrees import check_degrees, layout_over, nearest_degrees, passes
 from hlat_jax.machine import fitting_layout
+from hlat_jax.neuron.programs import layout_for_neuron
 from hlat_jax.planner.report import Site, make_plan
 from hlat_jax.sharding import MESH_AXES, make_layout
 from hlat_jax.step import step_arguments, traced_step
@@ -130,3 +131,15 @@ def test_plan_names_the_nearest_number_of_nodes(name, nodes, advised):
     with pytest.raises(ValueError, match=f"It passes as it is with --nodes={advised}."):
         make_plan(config, Site("trn1.32xlarge", nodes))
     check_degrees(config, 32 * advised)
+
+
+def test_layout_is_refused_for_a_step_of_more_tokens_than_float32_counts():
+    c = config_lib.load("7b")
+    c.train.num_microbatches = 1
+    c.data.batch_size = 4096
+    most = config_lib.resolve(c)
+    assert most.data.batch_size * most.data.seq_len == 2**24
+    assert layout_for_neuron(most, 8).degrees["data"] == 1
+    c.data.batch_size = 4097
+    with pytest.raises(ValueError, match=r"16,781,312 tokens a step, .*; use data.batch_size=4096 or less"):
+        layout_for_neuron(config_lib.resolve(c), 8)

@@ -148,6 +148,14 @@ def test_fewer_replicas_keep_the_rows_of_a_device(computation):
     assert b"jit_train_step" in module
 
 
+def test_one_device_that_holds_a_replica_has_the_whole_program(computation):
+    config = small_config(data=4)
+    module, degrees = hlo.of_one_device("train", config, 4, max_devices=1)
+    assert set(degrees.values()) == {1}
+    assert_ids_are_small_and_whole(module)
+    assert "all-reduce" not in computation(module).as_hlo_text()
+
+
 def test_the_command_writes_modules_and_a_script_that_calls_the_compiler_on_them(tmp_path, monkeypatch, capsys):
     out = tmp_path / "hlo"
     words = ["hlo", "--config=tiny", "--devices=2", "--program=eval", "--target=trn2", f"--out={out}"]

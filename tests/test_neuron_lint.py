@@ -304,6 +304,49 @@ def test_check_names_the_line_of_what_cannot_be_lowered():
         assert finding.line == f"{__file__}:{broken.__code__.co_firstlineno + 1} ({broken.__qualname__})"
 
 
+@pytest.mark.parametrize(
+    "loop",
+    [
+        lambda n, x: jax.lax.while_loop(lambda c: c[0] < 10, lambda c: (c[0] + 1, c[1] * 2), (n, x)),
+        lambda n, x: jax.lax.while_loop(lambda c: c[0] < 10, lambda c: (c[0] + n, c[1] * 2), (0, x)),
+        lambda n, x: jax.lax.while_loop(lambda e: e > 1e-3, lambda e: e * x.mean(), 1.0),
+    ],
+    ids=["start", "step", "convergence"],
+)
+def test_loops_whose_length_data_decide_are_caught_although_they_compare_with_a_constant(loop):
+    found = {finding.rule: finding.severity for finding in lint.check(loop, jnp.int32(3), X)}
+    assert found == {"CF03": "error"}
+
+
+def test_a_choice_by_platform_folds_away():
+    chosen = lint.check(lambda x: jax.lax.platform_dependent(x, cpu=jnp.sin, default=jnp.cos), X)
+    assert {finding.rule for finding in chosen} == {"CF02"}
+    nested = lint.check(
+        lambda i, x: jax.lax.switch(jax.lax.switch(i, [lambda: 0, lambda: 1]), [jnp.sin, jnp.cos], x), 0, X
+    )
+    assert {finding.rule for finding in nested} == {"CF01"}
+
+
+def test_check_names_host_callbacks_which_jax_refuses_by_another_error():
+    def called_back(x):
+        return jax.pure_callback(np.sin, shape(4, 4), x)
+
+    [finding] = lint.check(called_back, X)
+    assert (finding.rule, finding.op) == ("LW01", "EmitPythonCallback")
+    assert finding.line == f"{__file__}:{called_back.__code__.co_firstlineno + 1} ({called_back.__qualname__})"
+    with pytest.raises(ValueError, match="of the user's own"):
+        lint.check(jax.jit(refusing), X)
+
+
+def refusing(x):
+    raise ValueError("of the user's own")
+
+
+def test_check_of_a_function_of_jax_names_the_line_that_asks():
+    [finding] = lint.check(jnp.sort, X)
+    assert finding.line.startswith(f"{__file__}:")
+
+
 def test_lint_counts_what_a_line_does_more_than_once():
     [finding] = lint.check(lambda x: [jnp.argmax(x, axis=axis) for axis in (0, 1)], X)
     assert finding.count == 2
@@ -352,6 +395,34 @@ def test_replica_groups_that_the_partitioner_adds_are_found():
     assert groups_of(lowered_for_neuron(traced)) == {expected}
     [(kind, axes)] = count_collectives(traced.lower().compile().as_text(), mesh)
     assert (kind, axes) == ("all-gather", ("b",))
+
+
+def sharded(*dims, dtype=jnp.float32, spec):
+    """An array over a mesh of 2 x 4 x 2 devices that need not exist."""
+    mesh = AbstractMesh((2, 4, 2), ("a", "b", "c"), axis_types=(AxisType.Auto,) * 3)
+    return jax.ShapeDtypeStruct(dims, dtype, sharding=NamedSharding(mesh, spec))
+
+
+def test_integer_sums_that_the_partitioner_adds_are_found():
+    def total(x):
+        return x.sum()
+
+    [finding] = lint.check(total, sharded(64, dtype=jnp.int32, spec=P("b")))
+    assert (finding.rule, finding.severity, finding.op) == ("INT03", "error", "sdy.all_reduce")
+    assert finding.line == f"{__file__}:{total.__code__.co_firstlineno + 1} ({total.__qualname__})"
+    assert rules_of((total, sharded(64, spec=P("b")))) == set()
+    assert rules_of((total, sharded(64, dtype=jnp.int32, spec=P()))) == set()
+
+
+def test_permutes_that_the_partitioner_adds_are_found():
+    placed = sharded(64, spec=P("a"))
+
+    def moved(x):
+        return jax.lax.with_sharding_constraint(x * 2, NamedSharding(placed.sharding.mesh, P("c")))
+
+    [finding] = lint.check(moved, placed)
+    assert (finding.rule, finding.severity) == ("CC02", "warning")
+    assert finding.line == f"{__file__}:{moved.__code__.co_firstlineno + 1} ({moved.__qualname__})"
 
 
 def test_sizes_are_of_one_device():
@@ -484,9 +555,12 @@ def test_lint_takes_the_list_of_the_compiler(lint_here, tmp_path):
         (["--config=tiny", "--programme=train"], "Did you mean '--program'?"),
         (["--config=7b", "--devices=12"], "need a multiple of 8 devices and there are 12"),
         (["--config=tiny", "--operators=/no/such/file"], "/no/such/file"),
+        (["--config=tiny", "--operators=EMPTY"], "EMPTY names no operator"),
     ],
 )
-def test_lint_refuses_what_it_cannot_do(words, message, lint_here):
+def test_lint_refuses_what_it_cannot_do(words, message, lint_here, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    pathlib.Path("EMPTY").touch()
     code, _, error = lint_here(*words)
     assert code == 2
     assert message in error

@@ -13,12 +13,16 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from hlat_jax import config as config_lib
+from hlat_jax.compilation import traced_programs
 from hlat_jax.config import resolve
 from hlat_jax.model import Decoder
+from hlat_jax.neuron.programs import layout_for_neuron
 from hlat_jax.ops import attention as attention_op
 from hlat_jax.ops.nki import attention as nki
 from hlat_jax.planner.trace import planned_layout
 from hlat_jax.step import traced_step
+from tests.planned import small_config
 
 SHAPES = {"mha": (2, 512, 4, 16, 4), "gqa": (1, 512, 6, 8, 2), "mqa": (1, 1024, 4, 32, 1)}  # B, T, N, H, K
 
@@ -80,9 +84,10 @@ FITS = {"q_shape": (1, 4096, 32, 128), "num_kv_heads": 8, "dtype": jnp.bfloat16,
         ({"q_shape": (1, 4096, 32, 256)}, "model.head_dim=256 is above 128"),
         ({"q_shape": (1, 4000, 32, 128)}, "4000 is no multiple of 512"),
         ({"q_shape": (1, 262144, 32, 128)}, "262144 is above 131072"),
+        ({"q_shape": (17, 4096, 32, 128)}, "17 rows x 32 heads on one device are above 512"),
         ({"dtype": jnp.float64}, "dtype float64 is not one of"),
     ],
-    ids=["segments", "window", "head", "multiple", "length", "dtype"],
+    ids=["segments", "window", "head", "multiple", "length", "batch", "dtype"],
 )
 def test_what_the_kernels_cannot_honour_is_refused_with_the_reason(change, reason):
     assert nki.supports(**FITS) == []
@@ -134,3 +139,16 @@ def test_both_kernels_stand_in_the_program_that_is_lowered_for_a_known_neuron():
 @pytest.mark.skipif(importlib.util.find_spec("nkilib") is not None, reason="nkilib is installed")
 def test_a_known_neuron_without_the_kernels_is_an_error_and_no_silent_reference():
     assert "No module named 'nkilib'" in lowered(with_kernels=False)
+
+
+def test_every_program_of_a_run_with_the_kernels_is_made_where_there_is_no_neuron():
+    tree = small_config().to_dict()
+    tree["model"] |= {"attention": "nki", "max_positions": 512}
+    tree["data"] |= {"seq_len": 512, "validation": "held_out.jsonl"}
+    config = config_lib.resolve(tree)
+    programs = traced_programs(config, layout_for_neuron(config, 1))
+    made = {name: str(trace().jaxpr) for name, trace in programs.items()}
+    assert "nki_attention_backward" in made["train"]
+    assert "nki_attention_forward" in made["eval"]
+    with pytest.raises(ValueError, match=r"^model.attention='nki' serves neuron and not cpu"):
+        traced_programs(config, planned_layout(config, 1, platform="cpu"))["eval"]()

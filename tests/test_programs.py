@@ -288,6 +288,15 @@ def test_the_command_says_what_is_the_same_and_what_is_new_and_why(run, programs
     assert why[1].startswith("mesh: pipe 1 x data 1 x fsdp 1 x tensor 1 -> pipe 1 x data 2")
 
 
+@pytest.mark.parametrize("text", ['{"train": 1}', '{"train": {"sha256": "a"}}', "[1]", '{"train": {"sha'])
+def test_what_is_no_whole_record_is_none(text, programs, tmp_path):
+    (tmp_path / RECORD_FILE).write_text(text)
+    assert recorded(tmp_path) == {}
+    code, printed, _ = programs("--config=tiny", "--devices=1", f"--workdir={tmp_path}")
+    assert code == 0
+    assert "has no programs.json" in printed
+
+
 def test_the_cache_is_known_only_where_a_run_recorded_it(tmp_path):
     now = {"sha256": "a", "libraries": {"jax": "1"}, "platform": "cpu", "module": "jit_step"}
     recorded_then = now | {"cache": str(tmp_path)}

@@ -27,6 +27,8 @@ def main(argv: Sequence[str]) -> int:
     has_config = any(word.split("=")[0] in ("--config", "--help", "-h") for word in argv)
     mutable, values = flags_lib.parse(argv if has_config else ["--config=tiny", *argv], _define)
     config = config_lib.resolve(mutable)
+    if values.json:
+        flags_lib.check_output("--json", values.json)
     place = _prepared(config, values, os.environ, machine=topology.Machine())
     logging.set_verbosity(logging.ERROR)
     from hlat_jax.neuron import doctor  # imports JAX, which must see the environment as it is now
@@ -57,6 +59,8 @@ def _prepared(
     """Sets what a run of the config would have on this one machine; returns the fields of a `doctor.Place`."""
     place = {"instance": "", "num_devices": 0}
     place["instance"] = topology.instance_to_serve(values.instance, environ.get("JAX_PLATFORMS", ""), machine=machine)
+    if values.cores and not place["instance"]:
+        raise ValueError(f"--cores={values.cores}: this machine has no Neuron devices; leave it out.")
     if place["instance"]:
         wanted = topology.Topology(place["instance"], lnc=topology.lnc_of(environ), cores=values.cores)
         found = env.environment(config.precision, config.parallel, wanted, current=environ)

@@ -60,6 +60,8 @@ def _topology(values: flags.FlagValues) -> Topology:
         fields |= of_launcher(os.environ)
     else:
         fields |= {"launcher": launcher(os.environ), "nodes": values.nodes}
+        if values.nodes > 1 and not values.rank:
+            raise ValueError(f"--rank is missing: each process has its own, in 0 .. {values.nodes - 1}; or all.")
     if values.rank.isdigit():
         fields["rank"] = int(values.rank)
     elif values.rank not in ("", "all"):
@@ -73,7 +75,7 @@ def _define(values: flags.FlagValues) -> None:
     options = {"flag_values": values}
     flags.DEFINE_string("instance", "", f"Instance type of every node: {', '.join(INSTANCES)}.", **options)
     flags.DEFINE_integer("nodes", None, "Nodes of the job; default: what Slurm or Open MPI says, else 1.", **options)
-    flags.DEFINE_string("rank", "", "Which of them, from 0, or all; default: what Slurm or Open MPI says.", **options)
+    flags.DEFINE_string("rank", "", "Which of them, from 0, or all; default: as of --nodes.", **options)
     flags.DEFINE_string("coordinator", "", "Host of rank 0, as the others reach it.", **options)
     flags.DEFINE_integer("port", JAX_PORT, "Where JAX's processes meet there.", **options)
     flags.DEFINE_integer(

@@ -44,6 +44,11 @@ def of_one_device(name: str, config: Config, num_devices: int, *, max_devices: i
     from hlat_jax.neuron.programs import layout_for_neuron
 
     small, count = fewer_replicas(config, num_devices, max_devices=max_devices)
+    if count == 1:  # of which XLA partitions nothing
+        from hlat_jax.compilation import traced_programs
+
+        layout = layout_for_neuron(small, count)
+        return whole(traced_programs(small, layout)[name]().lower(lowering_platforms=("neuron",))), layout.degrees
     with tempfile.TemporaryDirectory() as folder:
         flags = [f"--xla_force_host_platform_device_count={count}", "--xla_backend_optimization_level=0"]
         flags += [f"--xla_dump_to={folder}", "--xla_dump_hlo_as_proto", "--xla_dump_hlo_pass_re=spmd-partitioning"]

@@ -39,6 +39,7 @@ def main(argv: Sequence[str]) -> int:
     config = config_lib.resolve(mutable)
     if not values.out:
         raise ValueError("--out=DIR is missing: the folder for the modules and compile.sh.")
+    folder = _made(values.out)
     os.environ["JAX_PLATFORMS"] = "cpu"  # nothing is asked of an accelerator, also where there is one
     from hlat_jax.compilation import traced_programs
     from hlat_jax.neuron import hlo, hlo_proto, programs
@@ -48,8 +49,6 @@ def main(argv: Sequence[str]) -> int:
     chosen = list(traced) if values.program == "all" else [values.program]
     if chosen[0] not in traced:
         raise ValueError(f"--program={chosen[0]}: config {config.name} makes none; it has {', '.join(traced)}.")
-    folder = pathlib.Path(values.out)
-    folder.mkdir(parents=True, exist_ok=True)
     compiled = []
     for name in chosen:
         modules = {f"{name}.whole": hlo.whole(traced[name]().lower(lowering_platforms=("neuron",)))}
@@ -67,6 +66,18 @@ def main(argv: Sequence[str]) -> int:
     script.chmod(0o755)
     print(f"{script}  calls neuronx-cc on {', '.join(compiled)}; not yet run")
     return 0
+
+
+def _made(path: str) -> pathlib.Path:
+    """Returns the folder, made where it is not there, before the work whose result it is for."""
+    folder = pathlib.Path(path)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--out={path} cannot be made a folder: {error.strerror}; name another.") from None
+    if not os.access(folder, os.W_OK):
+        raise ValueError(f"--out={path} cannot be written to; name another folder.")
+    return folder
 
 
 def _flags(target: str) -> str:

@@ -97,7 +97,9 @@ def check_traced(
     """Returns `check` of what `jax.jit(fn).trace(...)` gave."""
     try:
         lowered = traced.lower(lowering_platforms=("neuron",))
-    except NotImplementedError as error:
+    except (NotImplementedError, ValueError) as error:
+        if not isinstance(error, NotImplementedError) and "not supported on neuron" not in str(error):
+            raise  # a host callback says so by a ValueError; any other is of the user's own
         return [_not_lowered(traced, error)]
     module = lowered.compiler_ir("stablehlo")
     return check_module(module, target=target, recurring=recurring, operators=operators)
@@ -156,12 +158,12 @@ def _finding(key: tuple[str, str], hits: list[tuple], *, target: str, recurring:
     return Finding(rule_id, severity, op, what, line, told, len(hits), rule.why, rule.instead, rule.source)
 
 
-def _not_lowered(traced: Any, error: NotImplementedError) -> Finding:
+def _not_lowered(traced: Any, error: Exception) -> Finding:
     """Returns the finding for a program that JAX could not lower, at the line that traced the equation to blame."""
     told = traceback.extract_tb(error.__cause__.__traceback__) if error.__cause__ is not None else []
     blamed = [Frame(place.filename, place.lineno or 0, place.name) for place in reversed(told)]
     frames = _chain(traced.jaxpr.jaxpr, {(frame.path, frame.line) for frame in blamed}) or blamed
-    named = re.search(r"primitive '?(\w+)'?", str(error))
+    named = re.search(r"(?:primitive '?|^`)(\w+)", str(error))
     rule, what = RULES["LW01"], str(error).split("\n")[0][:160]
     op, line = named.group(1) if named else "unknown", line_of(frames)
     places = tuple(map(str, frames))

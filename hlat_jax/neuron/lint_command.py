@@ -22,6 +22,8 @@ def main(argv: Sequence[str]) -> int:
     """Prints the findings of a config's programs; returns the exit code: 1 where there is an error, else 0."""
     mutable, values = flags_lib.parse(argv, _define)
     config = config_lib.resolve(mutable)
+    if values.json:
+        flags_lib.check_output("--json", values.json)
     os.environ["JAX_PLATFORMS"] = "cpu"  # nothing is asked of an accelerator, also where there is one
     from hlat_jax.compilation import traced_programs
     from hlat_jax.neuron import programs
@@ -55,11 +57,15 @@ def main(argv: Sequence[str]) -> int:
 
 def _operators(path: str) -> list[str]:
     """Returns the words of a file of operators; none where no file is named."""
-    if path and not pathlib.Path(path).is_file():
-        raise ValueError(
-            f"--operators={path}: no such file; write it with `neuronx-cc list-operators --framework XLA`."
-        )
-    return pathlib.Path(path).read_text().split() if path else []
+    if not path:
+        return []
+    again = "write it with `neuronx-cc list-operators --framework XLA`."
+    if not pathlib.Path(path).is_file():
+        raise ValueError(f"--operators={path}: no such file; {again}")
+    words = pathlib.Path(path).read_text(errors="replace").split()
+    if not any(word.isascii() for word in words):
+        raise ValueError(f"--operators={path} names no operator; {again}")
+    return words
 
 
 def _define(values: flags.FlagValues) -> None:

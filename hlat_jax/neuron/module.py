@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import pathlib
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -16,6 +17,7 @@ from jax.extend.mlir import ir
 _FRAME = re.compile(r'"((?:[^"\\]|\\.)*)"\("((?:[^"\\]|\\.)*)":(\d+):')
 # Libraries whose frames say less than the line that called them.
 _PLUMBING = re.compile(r"[/\\]site-packages[/\\](jax|jaxlib|flax|optax|orbax|chex|equinox|haiku)[/\\]")
+_LINT = str(pathlib.Path(__file__).with_name("lint.py"))  # where a function that is JAX's own is traced from
 _BITS = {"i1": 8, "pred": 8}
 
 
@@ -129,7 +131,7 @@ def line_of(frames: list[Frame]) -> str:
 
 def is_plumbing(frame: Frame) -> bool:
     """Returns whether a frame is of a library whose lines say less than the line that called it."""
-    return _PLUMBING.search(frame.path) is not None
+    return _PLUMBING.search(frame.path) is not None or frame.path == _LINT
 
 
 def attribute(op: Any, key: str) -> Any:

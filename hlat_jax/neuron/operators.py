@@ -107,16 +107,28 @@ def _type(kind: Tensor) -> Iterator[Hit]:
 
 
 def _branch(op: Any, _: Program) -> Iterator[Hit]:
-    yield ("CF02" if is_constant(op.operands[0]) else "CF01"), op.name.partition(".")[2]
+    yield ("CF02" if _folds(op.operands[0]) else "CF01"), op.name.partition(".")[2]
 
 
-def _loop(op: Any, _: Program) -> Iterator[Hit]:
-    trips = static_limit(op)
-    yield ("CF03", "its condition is computed") if trips is None else ("CF04", f"up to {trips}")
+def _folds(value: Any) -> bool:
+    """Returns whether an index is a constant, or a choice by one among constants: how platform_dependent writes it."""
+    op = defining(value)
+    if op is None or op.name not in _BRANCHES:
+        return is_constant(value)
+    given = [list(region.blocks[0].operations)[-1].operation.operands for region in op.regions]
+    return _folds(op.operands[0]) and all(is_constant(one) for results in given for one in results)
 
 
-def static_limit(loop: Any) -> int | None:
-    """Returns the constant that a `while` compares its counter with; None when that is not all its condition does."""
+def _loop(op: Any, program: Program) -> Iterator[Hit]:
+    trips = static_limit(op, program)
+    yield ("CF03", "data decide its length") if trips is None else ("CF04", f"up to {trips}")
+
+
+def static_limit(loop: Any, program: Program) -> int | None:
+    """Returns the constant that a `while` compares its counter with, which goes by constant steps from a constant.
+
+    None when that is not all its condition does, or when data decide where the counter starts or how it goes on.
+    """
     members = inner(loop)
     compares = [op for op in members if op.name == "stablehlo.compare"]
     others = [op for op in members if op.name not in ("stablehlo.compare", "stablehlo.constant", "sdy.constant")]
@@ -126,7 +138,22 @@ def static_limit(loop: Any) -> int | None:
     limits = [constant(operand) for operand in compare.operands]
     counters = [operand for operand in compare.operands if defining(operand) is None]
     found = [limit for limit in limits if limit is not None]
-    return int(found[0]) if len(found) == 1 and len(counters) == 1 else None
+    is_static = len(found) == 1 and len(counters) == 1 and _steps_by_constants(loop, counters[0], program)
+    return int(found[0]) if is_static else None
+
+
+def _steps_by_constants(loop: Any, counter: Any, program: Program) -> bool:
+    """Returns whether an argument of a loop's condition starts at a constant and has one added in each round."""
+    number = ir.BlockArgument(counter).arg_number
+    body = loop.regions[1].blocks[0]
+    step = defining(list(body.operations)[-1].operation.operands[number])
+    if step is None or step.name not in ("stablehlo.add", "stablehlo.subtract"):
+        return False
+    start = indices.bounds(loop.operands[number], program)
+    own, by = (step.operands[0], step.operands[1])
+    if step.name == "stablehlo.add" and is_constant(own):
+        own, by = by, own
+    return start.low == start.high and own == body.arguments[number] and is_constant(by)
 
 
 def _reduce(op: Any, _: Program) -> Iterator[Hit]:
@@ -251,6 +278,9 @@ def _scatter(op: Any, program: Program) -> Iterator[Hit]:
         elif kind.dims and (kind.dims[0] or 0) >= _LARGE_TABLE:
             yield "GS03", str(kind)
     yield from indices.of_scatter(op, program)
+
+
+_BRANCHES = ("stablehlo.case", "stablehlo.if")
 
 
 def _always(rule: str) -> Callable[[Any, Program], Iterator[Hit]]:

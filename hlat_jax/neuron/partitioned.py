@@ -18,7 +18,7 @@ import numpy as np
 from jax.extend.mlir import ir, passmanager
 
 from hlat_jax import cost
-from hlat_jax.neuron.module import Program, Tensor, around_of, attribute, enclosing, name, numbers, tensor
+from hlat_jax.neuron.module import Program, Tensor, around_of, attribute, defining, enclosing, name, numbers, tensor
 
 MAX_GROUP_SETS = 16  # 12 before SDK 2.32
 LARGE_BYTES = 4 * 10**9
@@ -26,6 +26,7 @@ MAX_ARGUMENTS = 128
 DONATED_BYTES = 2**20
 _CORES = {"trn1": (2, 32), "trn2": (4, 64)}  # JAX devices of a chip and of a node, with LNC 2 on trn2
 _GROUPED = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "collective_broadcast")
+_SUMS_ADDED, _PERMUTE_ADDED = ("sdy.all_reduce", "sdy.reduce_scatter"), "sdy.collective_permute"
 _SHARDY = (
     "sdy-propagation-pipeline,func.func(sdy-insert-explicit-reshards{enable-full-version=true}),"
     "func.func(sdy-reshard-to-collectives)"
@@ -49,7 +50,10 @@ def split(root: Any) -> Program | None:
 
 
 def group_findings(program: Program, parted: Program | None, *, target: str) -> Iterator[tuple[str, str, Any]]:
-    """Yields (rule, what, operation) of CC01 to CC03 over the collectives of a program and those that Shardy adds."""
+    """Yields (rule, what, operation) of CC01 to CC03 over the collectives of a program and those that Shardy adds.
+
+    And of INT03 over the latter: those of the program's own are found where single operations are read.
+    """
     seen: dict[bytes, Any] = {}
     for op, groups in replica_groups(program, parted):
         key = np.asarray(groups, np.int32).tobytes() + str(groups.shape).encode()
@@ -65,11 +69,23 @@ def group_findings(program: Program, parted: Program | None, *, target: str) -> 
             why = None if pairs is None else permute_trouble(pairs, target=target)
             if why:
                 yield "CC02", why, op
+    for op in parted.operations if parted else ():
+        kind = tensor(op.results[0]) if op.name in (*_SUMS_ADDED, _PERMUTE_ADDED) else None
+        if op.name == _PERMUTE_ADDED:  # another order of axes: the first device keeps its part, others exchange theirs
+            yield "CC02", f"{kind}, added by the partitioner: a device sends to itself", _placed(op, parted)
+        elif kind is not None and kind.is_integer:
+            yield "INT03", f"{kind}, added by the partitioner", op
 
 
 def replica_groups(program: Program, parted: Program | None) -> Iterator[tuple[Any, np.ndarray]]:
     """Yields every collective but permutes, the program's own and those that Shardy adds, with its groups [n, size]."""
     yield from itertools.chain(_written(program), _added(parted))
+
+
+def _placed(op: Any, parted: Program) -> Any:
+    """Returns an operation that has a Python line: this one, what it reads, or what reads it."""
+    near = [op, defining(op.operands[0]), *(use.owner for use in op.results[0].uses)]
+    return next((one for one in near if one is not None and parted.frames(one)), op)
 
 
 def is_regular(groups: np.ndarray, *, cores_per_chip: int) -> bool:

@@ -21,6 +21,8 @@ def main(argv: Sequence[str]) -> int:
     """Prints the programs of a config and how they differ from those that a run folder records; returns 0."""
     mutable, values = flags_lib.parse(argv, _define)
     config = config_lib.resolve(mutable)
+    if values.json:
+        flags_lib.check_output("--json", values.json)
     os.environ["JAX_PLATFORMS"] = "cpu"  # nothing is asked of an accelerator, also where there is one
     from hlat_jax.compilation import RECORD_FILE, recorded, surroundings, traced_programs
     from hlat_jax.neuron import changes, programs
@@ -74,7 +76,8 @@ def _row(cells: Sequence[str]) -> str:
 def _define(values: flags.FlagValues) -> None:
     cache = os.environ.get("JAX_COMPILATION_CACHE_DIR", CACHE)
     flags.DEFINE_string("workdir", "", "Run folder to compare with; default runs/NAME.", flag_values=values)
-    flags.DEFINE_string("platform", "neuron", "What JAX calls the devices: neuron, cpu, gpu.", flag_values=values)
+    platforms = ["neuron", "cpu", "gpu", "tpu"]
+    flags.DEFINE_enum("platform", "neuron", platforms, "What JAX calls the devices.", flag_values=values)
     flags.DEFINE_integer("devices", 0, "Devices of the mesh; 0: those of the recipe.", 0, flag_values=values)
     flags.DEFINE_string("cache", cache, "JAX's cache of compiled programs.", flag_values=values)
     flags.DEFINE_string("json", "", "Also write what is printed to this file.", flag_values=values)

@@ -52,7 +52,7 @@ def executions(op: Any, program: Program, times: dict[str, int]) -> int:
       program: it is of.
       times: the same of functions, filled as they are asked for.
     """
-    count = math.prod(trips(parent) for parent in ancestors(op) if parent.name == "stablehlo.while")
+    count = math.prod(trips(parent, program) for parent in ancestors(op) if parent.name == "stablehlo.while")
     function = enclosing(op)
     if function not in times:
         calls = program.callers(function)
@@ -60,9 +60,9 @@ def executions(op: Any, program: Program, times: dict[str, int]) -> int:
     return count * times[function]
 
 
-def trips(loop: Any) -> int:
+def trips(loop: Any, program: Program) -> int:
     """Returns the length of a static loop that counts up by one from a constant; 1 of any other."""
-    limit = static_limit(loop)
+    limit = static_limit(loop, program)
     if limit is None:
         return 1
     [compare] = [op for op in inner(loop) if op.name == "stablehlo.compare"]

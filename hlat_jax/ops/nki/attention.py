@@ -22,6 +22,7 @@ from jax.interpreters import mlir
 PARTITIONS = 128  # rows of on-chip memory, over which a kernel lays places of the sequence
 _MAX_HEAD_DIM = 128
 _MAX_SEQ_LEN = 131_072
+_MAX_BATCH = 512  # rows times heads that the forward kernel takes
 _BACKWARD_MULTIPLE = 512  # of keys
 _DTYPES = ("bfloat16", "float16", "float32")
 
@@ -38,7 +39,7 @@ def supports(
       has_segments: rows hold several documents that must not see each other.
       window: of places that a query sees; None: all before it.
     """
-    seq_len, head_dim = q_shape[1], q_shape[3]
+    num_rows, seq_len, num_heads, head_dim = q_shape
     reasons = []
     if window is not None:
         reasons.append(f"the kernel takes a window of {window} with a scale of 1 alone")
@@ -50,6 +51,8 @@ def supports(
         reasons.append(f"the sequence of {seq_len} is no multiple of {_BACKWARD_MULTIPLE}")
     if seq_len > _MAX_SEQ_LEN:
         reasons.append(f"the sequence of {seq_len} is above {_MAX_SEQ_LEN}")
+    if num_rows * num_heads > _MAX_BATCH:
+        reasons.append(f"{num_rows} rows x {num_heads} heads on one device are above {_MAX_BATCH}")
     if jnp.dtype(dtype).name not in _DTYPES:
         reasons.append(f"dtype {jnp.dtype(dtype).name} is not one of {', '.join(_DTYPES)}")
     return reasons
@@ -156,8 +159,8 @@ def _kernel_forward(q_ZTH, k_YHS, v_YSH, *, scale):
 
 def _kernel_backward(*operands, scale):
     kernel = importlib.import_module("nkilib.core.attention.attention_bwd").attention_bwd
-    *arrays, lse = operands
-    return kernel(*arrays, lse=lse, use_causal_mask=True, softmax_scale=scale)
+    # mixed_precision: it holds sums and the softmax in fp32, as the contract of the op does; its default is not to
+    return kernel(*operands, use_causal_mask=True, mixed_precision=True, softmax_scale=scale)
 
 
 def _primitive(name, reference):
