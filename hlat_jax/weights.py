@@ -25,6 +25,7 @@ from hlat_jax.config import ModelConfig, check_model
 from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.drift import differences
 from hlat_jax.model import abstract_params
+from hlat_jax.weights_folder import FILES, is_weights, read_about, read_leaf, stored_leaves
 
 PARAMS, MASTERS = ("params",), ("opt_state", "master")  # where a state has them
 
@@ -38,7 +39,7 @@ class Weights:
       model: their model; `auto` implementations are not chosen yet.
       step: updates they have seen; 0 when imported.
       tokenizer: what `data.tokenizer.Tokenizer` takes; "" when there is none.
-      tokenizer_sha256: of its file; "" when there is none.
+      tokenizer_sha256: of its file, where that lies outside of `folder`; else "".
       arrays: jax.ShapeDtypeStruct of every parameter, in the dtype that is stored, which is also the one that the
         precision policy of the run computes in, unless masters were asked for.
     """
@@ -81,15 +82,20 @@ class Weights:
         """Returns the tokenizer that they were trained with.
 
         Raises:
-          ValueError: there is none, or its file is another one by now.
+          ValueError: there is none, its file is another one by now, or it has more tokens than the model.
         """
         if not self.tokenizer:
             raise ValueError(f"{self.folder} has no tokenizer; import it from a folder with a tokenizer.model.")
         tokenizer = Tokenizer(self.tokenizer)
-        if tokenizer.sha256 != self.tokenizer_sha256:
+        if self.tokenizer_sha256 not in ("", tokenizer.sha256):
             raise ValueError(
                 f"{self.folder} was trained with another tokenizer than {self.tokenizer} is now (sha256 "
                 f"{self.tokenizer_sha256[:16]} then, {tokenizer.sha256[:16]} now); bring that file back."
+            )
+        if tokenizer.vocab_size > self.model.vocab_size:
+            raise ValueError(
+                f"{self.tokenizer} has {tokenizer.vocab_size} tokens and the model of {self.folder} only "
+                f"{self.model.vocab_size}; it is not the tokenizer of that model."
             )
         return tokenizer
 
@@ -98,17 +104,20 @@ def open_weights(path: str | os.PathLike, *, masters: bool = False) -> Weights:
     """Returns the parameters at a path, after every byte of the folder was compared with its sums.
 
     Args:
-      path: a run folder (its newest undamaged checkpoint is taken) or one checkpoint of it.
+      path: a run folder (its newest undamaged checkpoint is taken), one checkpoint of it, or a weights folder.
       masters: of the weights that the optimizer updates, in fp32, where the precision policy keeps such.
 
     Raises:
       ValueError: nothing of that kind is there, it is damaged, or its arrays do not fit its model.
     """
+    path = pathlib.Path(path).expanduser()
+    if is_weights(path):
+        return _of_folder(path)
     folder = find_saved(path)
     if folder is None:
         raise ValueError(
-            f"{path} holds no weights (looked from {pathlib.Path.cwd()}); give a run folder such as runs/tiny, or one "
-            "of its checkpoints, runs/tiny/checkpoints/STEP."
+            f"{path} holds no weights (looked from {pathlib.Path.cwd()}); give a run folder such as runs/tiny, one of "
+            "its checkpoints, runs/tiny/checkpoints/STEP, or what `python -m hlat_jax.hf import` wrote."
         )
     return _of_run(folder, masters=masters)
 
@@ -146,9 +155,11 @@ def _of_run(folder: pathlib.Path, *, masters: bool) -> Weights:
     run = saved_run(folder)
     metadata = run["metadata"]
     model = stored_model(metadata["config"]["model"], where=str(folder))
-    has_masters = any(name.startswith(_key(MASTERS)) for name in run["arrays"])
+    has_masters = any(name.startswith("['opt_state']['master']") for name in run["arrays"])
     where = MASTERS if masters and has_masters else PARAMS
-    arrays = _arrays(run["arrays"], where, model, folder=folder)
+    prefix = "".join(f"[{part!r}]" for part in where)
+    saved = {name.removeprefix(prefix): text for name, text in run["arrays"].items() if name.startswith(prefix)}
+    arrays = _arrays(saved, model, folder=folder)
 
     def read(abstract: Any) -> Any:
         for key in reversed(where):
@@ -162,23 +173,35 @@ def _of_run(folder: pathlib.Path, *, masters: bool) -> Weights:
     return Weights(folder, model, int(folder.name), tokenizer, metadata["tokenizer_sha256"], arrays, read)
 
 
-def _arrays(saved: dict[str, str], where: tuple[str, ...], model: ModelConfig, *, folder: pathlib.Path) -> Any:
-    """Returns the abstract parameters of a model in the dtypes of a checkpoint, whose shapes must be the model's."""
-    prefix = _key(where)
-    found = {name.removeprefix(prefix): text for name, text in saved.items() if name.startswith(prefix)}
-    dtypes = {name: text.partition("[")[0] for name, text in found.items()}
+def _of_folder(folder: pathlib.Path) -> Weights:
+    about = read_about(folder)
+    model = stored_model(about["model"], where=str(folder))
+    stored = stored_leaves(folder)
+    written = {
+        "".join(f"[{key!r}]" for key in name.split(".")): f"{leaf.dtype}{list(leaf.shape)}"
+        for name, leaf in stored.items()
+    }
+
+    def read(abstract: Any) -> Any:
+        return nested({name: read_leaf(stored[name], leaf) for name, leaf in leaves_by_name(abstract).items()})
+
+    tokenizer = about["tokenizer"] and str(folder / FILES / about["tokenizer"])
+    arrays = _arrays(written, model, folder=folder)
+    return Weights(folder, model, about["step"], tokenizer, "", arrays, read)
+
+
+def _arrays(saved: dict[str, str], model: ModelConfig, *, folder: pathlib.Path) -> Any:
+    """Returns the abstract parameters of a model in the dtypes that are saved; the shapes must be the model's.
+
+    Args:
+      saved: path of a leaf, as JAX writes it -> dtype[shape].
+    """
+    shapes = {name: re.sub(r"^\w+", "", text) for name, text in saved.items()}
     leaves, structure = jax.tree_util.tree_flatten_with_path(abstract_params(model))
-    names = [jax.tree_util.keystr(path) for path, _ in leaves]
-    expected = {name: f"[{', '.join(map(str, leaf.shape))}]" for name, (_, leaf) in zip(names, leaves, strict=True)}
-    others = differences({name: re.sub(r"^\w+", "", text) for name, text in found.items()}, expected)
+    expected = {jax.tree_util.keystr(path): leaf.shape for path, leaf in leaves}
+    others = differences(shapes, {name: str(list(shape)) for name, shape in expected.items()})
     if others:
         raise ValueError(f"{folder} holds other arrays than its model has:\n  " + "\n  ".join(others))
-    shapes = [leaf.shape for _, leaf in leaves]
-    return jax.tree.unflatten(
-        structure,
-        [jax.ShapeDtypeStruct(shape, jnp.dtype(dtypes[name])) for name, shape in zip(names, shapes, strict=True)],
-    )
-
-
-def _key(where: tuple[str, ...]) -> str:
-    return "".join(f"[{part!r}]" for part in where)
+    dtypes = [jnp.dtype(saved[name].partition("[")[0]) for name in expected]
+    pairs = zip(expected.values(), dtypes, strict=True)
+    return jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in pairs])
