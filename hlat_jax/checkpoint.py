@@ -261,7 +261,7 @@ def read_arrays(folder: pathlib.Path, abstract: Any) -> Any:
     Args:
       folder: of the checkpoint, from `find_saved`.
       abstract: nested dicts like the state, of jax.ShapeDtypeStruct: with a sharding, the array is read straight into
-        it; without, into NumPy on this host. Dtypes are those of the checkpoint: another one would be cast in silence.
+        it; without, into NumPy on this host. Another dtype than that of the checkpoint casts it, to nearest.
     """
 
     def how(leaf: jax.ShapeDtypeStruct) -> ocp.RestoreArgs:

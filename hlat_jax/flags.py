@@ -67,7 +67,7 @@ def words(argv: Sequence[str], values: flags.FlagValues, *, usage: str, missing:
         sys.exit(0)
     for word in argv:
         name = word.split("=", 1)[0]
-        if name.startswith("--") and name.removeprefix("--") not in values:
+        if name.startswith("--") and not {name.removeprefix("--"), name.removeprefix("--no")} & set(values):
             raise ValueError(f"unknown flag {name}. {config_lib.nearest(name, [f'--{n}' for n in values])}")
     try:
         found = values(["hlat_jax", *argv])[1:]

@@ -52,23 +52,22 @@ class Weights:
     arrays: Any
     _read: Callable[[Any], Any]
 
-    def restore(self, shardings: Any) -> Any:
+    def restore(self, shardings: Any, *, dtype: Any = None) -> Any:
         """Returns the parameters as jax arrays, each process reading what its devices hold.
 
         Args:
           shardings: a tree like the parameters, or one for all of them; None: the default device.
+          dtype: what they are rounded to on the host, to nearest; None: as they are stored.
         """
         if shardings is None:
             shardings = jnp.zeros(()).sharding
         if isinstance(shardings, jax.sharding.Sharding):
             shardings = jax.tree.map(lambda _: shardings, self.arrays)
-        return self._read(
-            jax.tree.map(
-                lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-                self.arrays,
-                shardings,
-            )
-        )
+
+        def target(leaf: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(leaf.shape, dtype or leaf.dtype, sharding=sharding)
+
+        return self._read(jax.tree.map(target, self.arrays, shardings))
 
     def read(self, name: str) -> np.ndarray:
         """Returns one parameter in host memory, by its path in the tree, such as `layers.mlp.down`."""

@@ -145,10 +145,10 @@ def stored_leaves(folder: pathlib.Path) -> dict[str, Any]:
 def read_leaf(stored: Any, abstract: jax.ShapeDtypeStruct) -> Any:
     """Returns a parameter in NumPy, or, where `abstract` has a sharding, in a jax array of what this process holds."""
     if abstract.sharding is None:
-        return stored.read()
+        return stored.read().astype(abstract.dtype, copy=False)
 
     def part(index: tuple[slice, ...]) -> np.ndarray:
         rows, *others = index
-        return stored.read(rows=rows)[(slice(None), *others)]
+        return stored.read(rows=rows)[(slice(None), *others)].astype(abstract.dtype, copy=False)
 
     return jax.make_array_from_callback(abstract.shape, abstract.sharding, part)

@@ -84,11 +84,15 @@ def model_config(found: dict[str, Any], *, where: str, fuse_qkv: bool = True) ->
     missing = [key for key in _SAME.values() if key not in values and key not in ("num_key_value_heads", "head_dim")]
     if missing:
         raise ValueError(f"{where}: {missing[0]} is missing; fetch that file again.")
-    heads, width = values["num_attention_heads"], values["hidden_size"]
-    if "head_dim" not in values and width % heads:
+    typed = {
+        theirs: _number(values[theirs], theirs, ours, where=where) for ours, theirs in _SAME.items() if theirs in values
+    }
+    heads, width = typed["num_attention_heads"], typed["hidden_size"]
+    if "head_dim" not in typed and (heads < 1 or width % heads):
         raise ValueError(f"{where}: hidden_size={width} does not divide into num_attention_heads={heads}.")
-    values = {"num_key_value_heads": heads, "head_dim": width // heads} | values
-    fields = {ours: _number(values[theirs], theirs, ours, where=where) for ours, theirs in _SAME.items()}
+    typed.setdefault("num_key_value_heads", heads)
+    typed.setdefault("head_dim", width // max(heads, 1))
+    fields = {ours: typed[theirs] for ours, theirs in _SAME.items()}
     model = ModelConfig(**fields, **_rope(values, where=where), fuse_qkv=fuse_qkv)
     try:
         check_model(model)
@@ -148,6 +152,9 @@ def _number(value: Any, theirs: str, ours: str, *, where: str) -> Any:
 
 def _rope(values: dict[str, Any], *, where: str) -> dict[str, Any]:
     """Returns our rotary fields from either spelling: rope_theta and rope_scaling, or rope_parameters."""
+    for key in ("rope_parameters", "rope_scaling"):
+        if not isinstance(values.get(key, {}), dict):
+            raise ValueError(f"{where}: {key}={values[key]!r} must be an object.")
     rope = dict(values.get("rope_parameters", {}))
     for key, value in values.get("rope_scaling", {}).items():
         if rope.setdefault(key, value) != value:
