@@ -14,6 +14,7 @@ from typing import Any
 MAY_CHANGE = (
     "name",
     "train.num_steps",
+    "train.init_from",  # read at step 0 alone
     "train.max_nonfinite_steps",
     "train.eval_loss_*",
     "train.sample_*",

@@ -236,6 +236,7 @@ FIELDS = {
     "data.prefetch_batches": Row(2, rows_ahead),
     "train.num_steps": Row(5, run, "rows"),
     "train.seed": Row(1, weights),
+    "train.init_from": Row("FOLDER/start", run, "rows"),
     "train.num_microbatches": Row(2, program),
     "train.z_loss_weight": Row(1e-4, program),
     "train.eval_every_steps": Row(3, run, "rows"),
@@ -291,6 +292,12 @@ def _base(settings, folder):
 
 
 def _write_inputs(folder):
+    model = config_lib.resolve(config_lib.load(str(micro.write_config(folder)))).model
+    about = weights_folder.About(model, step=0, tokenizer="", origin={})
+    with weights_folder.new_weights(folder / "start", about=about, files=[]) as leaves:
+        for name, leaf in leaves_by_name(abstract_params(model)).items():
+            with leaves.leaf(name, leaf.shape, np.dtype(np.float32)) as write:
+                write(np.full(leaf.shape, 0.01, np.float32))
     texts = [f"Document {number} is of another kind." for number in range(20)]
     rows = [json.dumps({"text": text, "body": text[::-1]}) for text in texts]
     (folder / "two.jsonl").write_text("\n".join(rows) + "\n")

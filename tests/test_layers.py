@@ -56,6 +56,7 @@ LAYERS = {
     "checkpoint": 3,
     "weights": 3,
     "weights_folder": 3,
+    "starting_weights": 3,
     "safetensors_file": 1,
     "huggingface": 4,
     "hf": 4,
