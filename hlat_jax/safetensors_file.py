@@ -101,7 +101,7 @@ class Writer:
             code = _CODES[np.dtype(tensor.dtype)]
             header[name] = {"dtype": code, "shape": list(tensor.shape), "data_offsets": [start, end]}
             self._starts[name] = start
-        text = json.dumps(header).encode()
+        text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)  # data begins at a multiple of 8
         self._file = open(path, "wb", buffering=0)  # noqa: SIM115 - see close
         self._data = 8 + len(text)

@@ -24,15 +24,17 @@ import sentencepiece
 from jax.experimental.compilation_cache import compilation_cache
 
 from hlat_jax import config as config_lib
-from hlat_jax import loop
+from hlat_jax import loop, weights_folder
 from hlat_jax.data import packing
 from hlat_jax.data.held_out import open_held_out
 from hlat_jax.data.loader import TrainBatches
 from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.machine import fitting_layout
+from hlat_jax.model import abstract_params
 from hlat_jax.optimizer import learning_rate
 from hlat_jax.sharding import make_layout
 from hlat_jax.step import abstract_state, init_state, traced_step
+from hlat_jax.weights import leaves_by_name
 
 pytestmark = pytest.mark.xdist_group("config")  # its fixtures are costly: one process
 GOLDEN = pathlib.Path(__file__).resolve().parent / "golden"
