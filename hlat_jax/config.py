@@ -101,7 +101,7 @@ class DataConfig:
     validation: str = _key("", "The same for held-out text; empty: no validation.")
     weights: str = _key("", "Shares of the sources, by stages: 'A=3,B=1 until_step=9;A=1,B=1'. Also until_tokens=.")
     text_field: str = _key("text", "JSONL key or Parquet column that holds the text.")
-    tokenizer: str = _key("", "SentencePiece .model file. 'package:NAME' ships with hlat_jax.")
+    tokenizer: str = _key("", "SentencePiece .model, or tokenizer.json. 'package:NAME' ships with hlat_jax.")
     batch_size: int = _key(8, "Sequences per step over the whole job.")
     seq_len: int = _key(256, "Tokens per sequence.")
     packing: str = _key("concat", "How documents fill rows.", choices=("concat", "documents"))

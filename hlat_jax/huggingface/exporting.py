@@ -48,7 +48,7 @@ def export_checkpoint(weights: Weights, out: pathlib.Path, *, dtype: str = "", s
 
 def _write_tensors(weights: Weights, folder: pathlib.Path, *, dtype: np.dtype, shard_bytes: int) -> None:
     tensors = {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in names.expected(weights.model).items()}
-    shards = _shards(tensors, shard_bytes)
+    shards = shards_of(tensors, shard_bytes)
     writers = {file: Writer(folder / file, tensors=part, metadata={"format": "pt"}) for file, part in shards.items()}
     where = {name: file for file, part in shards.items() for name in part}
     try:
@@ -74,7 +74,7 @@ def _split(entry: names.Entry, ours: np.ndarray, layer: int) -> list[np.ndarray]
     return [tensor.view(ours.dtype) for tensor in map(np.ascontiguousarray, entry.split(bits(slab)))]
 
 
-def _shards(tensors: dict[str, Any], shard_bytes: int) -> dict[str, dict[str, Any]]:
+def shards_of(tensors: dict[str, Any], shard_bytes: int) -> dict[str, dict[str, Any]]:
     """Returns the tensors of each file, in order, by the names that transformers gives the files."""
     parts: list[dict[str, Any]] = [{}]
     size = 0
