@@ -3,8 +3,8 @@
     python benchmarks/hf_memory.py --layers 32 --folder /tmp/hf_memory
 
 writes a synthetic bf16 checkpoint of the 7B shapes in shards of 5 GB (with all 32 layers 13.5 GB; the three folders
-need 41 GB of disk), runs each command in a process of its own, and prints its peak resident memory. The bound: the largest
-stacked parameter at its storage dtype, plus 2 GB.
+need 41 GB of disk), runs each command in a process of its own, and prints its peak resident memory. The bound: the
+largest stacked parameter at its storage dtype, plus 2 GB.
 """
 
 import argparse

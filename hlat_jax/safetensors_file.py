@@ -22,6 +22,11 @@ _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _LONGEST_HEADER_BYTES = 100_000_000  # the library's own limit
 
 
+def bits(values: np.ndarray) -> np.ndarray:
+    """Returns the values as integers, whose copies and comparisons NumPy does at once, NaN and -0 included."""
+    return values.view(np.dtype(f"u{values.dtype.itemsize}"))
+
+
 @dataclasses.dataclass(frozen=True)
 class Stored:
     """Where one tensor lies in its file.
@@ -114,7 +119,7 @@ class Writer:
         assert values.dtype == tensor.dtype, name
         assert values.shape[1:] == tensor.shape[1:], name
         row_bytes = math.prod(tensor.shape[1:]) * values.dtype.itemsize
-        whole = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+        whole = np.ascontiguousarray(bits(values)).reshape(-1).view(np.uint8)
         self._write(self._data + self._starts[name] + first_row * row_bytes, whole)
 
     def close(self) -> None:

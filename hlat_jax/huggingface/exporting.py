@@ -17,8 +17,8 @@ import numpy as np
 from hlat_jax import durable
 from hlat_jax.huggingface import names
 from hlat_jax.huggingface.config_json import architecture, config_json
-from hlat_jax.huggingface.reading import COMPANIONS, INDEX_FILE, SINGLE_FILE, as_dtype, bits, open_checkpoint
-from hlat_jax.safetensors_file import Writer
+from hlat_jax.huggingface.reading import COMPANIONS, INDEX_FILE, SINGLE_FILE, as_dtype, open_checkpoint
+from hlat_jax.safetensors_file import Writer, bits
 from hlat_jax.weights import Weights
 from hlat_jax.weights_folder import FILES, whole_folder
 
@@ -99,7 +99,7 @@ def _compare(weights: Weights, folder: pathlib.Path, *, dtype: np.dtype) -> None
         ours = weights.read(entry.leaf)
         for layer, slab in enumerate(found.slabs(entry)):
             mine = as_dtype(ours[layer] if entry.stacked else ours, dtype)
-            if slab.dtype != dtype or not np.array_equal(bits(mine), bits(np.ascontiguousarray(slab))):
+            if slab.dtype != dtype or not np.array_equal(bits(mine), bits(slab)):
                 raise ValueError(
                     f"{folder}: {', '.join(entry.names(layer))} came back with other values than {weights.folder} "
                     "has; nothing was exported. Look at the disk, then at hlat_jax."

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from hlat_jax.huggingface import names
-from hlat_jax.huggingface.reading import Checkpoint, bits
+from hlat_jax.huggingface.reading import Checkpoint
+from hlat_jax.safetensors_file import bits
 from hlat_jax.weights import nested
 from hlat_jax.weights_folder import About, new_weights
 
@@ -47,5 +48,5 @@ def params_of(found: Checkpoint) -> dict[str, Any]:
 def _stacked(slabs: Any, found: Checkpoint, entry: names.Entry) -> np.ndarray:
     whole = np.empty((found.model.num_layers, *entry.shape), found.dtype)
     for layer, slab in enumerate(slabs):
-        bits(whole)[layer] = bits(np.ascontiguousarray(slab))
+        bits(whole)[layer] = bits(slab)
     return whole

@@ -17,7 +17,7 @@ import numpy as np
 from hlat_jax.config import ModelConfig
 from hlat_jax.huggingface import names
 from hlat_jax.huggingface.config_json import model_config
-from hlat_jax.safetensors_file import DTYPES, Stored, read_header
+from hlat_jax.safetensors_file import DTYPES, Stored, bits, read_header
 
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 # What is carried along, beside the weights.
@@ -50,8 +50,8 @@ class Checkpoint:
     def slabs(self, entry: names.Entry) -> Iterator[np.ndarray]:
         """Yields one of our parameters, layer by layer where it is stacked, in `dtype`."""
         for layer in range(self.model.num_layers if entry.stacked else 1):
-            tensors = [self.tensors[name].read() for name in entry.names(layer)]
-            yield entry.join([as_dtype(tensor, self.dtype) for tensor in tensors])
+            tensors = [as_dtype(self.tensors[name].read(), self.dtype) for name in entry.names(layer)]
+            yield entry.join([bits(tensor) for tensor in tensors]).view(self.dtype)
 
 
 def open_checkpoint(folder: pathlib.Path, *, dtype: str = "", fuse_qkv: bool = True) -> Checkpoint:
@@ -84,11 +84,6 @@ def open_checkpoint(folder: pathlib.Path, *, dtype: str = "", fuse_qkv: bool = T
 def as_dtype(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """Returns the values in a dtype, to nearest; the bits themselves where it is theirs."""
     return values if values.dtype == dtype else values.astype(dtype)
-
-
-def bits(values: np.ndarray) -> np.ndarray:
-    """Returns the values as integers, whose copies and comparisons NumPy does at once, NaN and -0 included."""
-    return values.view(np.dtype(f"u{values.dtype.itemsize}"))
 
 
 def _json(path: pathlib.Path) -> Any:
