@@ -40,8 +40,7 @@ class Weights:
       step: updates they have seen; 0 when imported.
       tokenizer: what `data.tokenizer.Tokenizer` takes; "" when there is none.
       tokenizer_sha256: of its file, where that lies outside of `folder`; else "".
-      arrays: jax.ShapeDtypeStruct of every parameter, in the dtype that is stored, which is also the one that the
-        precision policy of the run computes in, unless masters were asked for.
+      arrays: jax.ShapeDtypeStruct of every parameter, in the dtype that is stored.
     """
 
     folder: pathlib.Path

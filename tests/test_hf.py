@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from hf_weights import hf_state_dict
 from safetensors.torch import load_file, save_file
 
 from hlat_jax import hf
@@ -70,6 +71,15 @@ def test_logits_of_a_loaded_model_equal_transformers(case, tmp_path):
     ours = np.asarray(jax.jit(apply, static_argnums=1)(params, cfg, TOKENS_BT))
     assert 1 < np.abs(theirs).max() < 10
     assert np.abs(ours - theirs).max() <= 1e-4
+
+
+@pytest.mark.parametrize("fuse_qkv", [True, False])
+@pytest.mark.parametrize("case", hf_models.CONFIGS)
+def test_loaded_parameters_are_the_tensors_by_an_independent_map(case, fuse_qkv, tmp_path):
+    folder = hf_models.save(hf_models.model(hf_models.CONFIGS[case]), tmp_path)
+    _, params = hf.load(folder, fuse_qkv=fuse_qkv)
+    assert ("qkv" in params["layers"]["attention"]) == fuse_qkv
+    same_bits(hf_state_dict(jax.tree.map(np.asarray, params)), tensors(folder))
 
 
 @pytest.mark.parametrize(
