@@ -105,7 +105,7 @@ class DataConfig:
     validation: str = _key("", "The same for held-out text; empty: no validation.")
     weights: str = _key("", "Shares of the sources, by stages: 'A=3,B=1 until_step=9;A=1,B=1'. Also until_tokens=.")
     text_field: str = _key("text", "JSONL key or Parquet column that holds the text.")
-    tokenizer: str = _key("", "SentencePiece .model file. 'package:NAME' ships with hlat_jax.")
+    tokenizer: str = _key("", "SentencePiece .model, or tokenizer.json. 'package:NAME' ships with hlat_jax.")
     batch_size: int = _key(8, "Sequences per step over the whole job.")
     seq_len: int = _key(256, "Tokens per sequence.")
     packing: str = _key("concat", "How documents fill rows.", choices=("concat", "documents"))
@@ -125,6 +125,7 @@ class TrainConfig:
 
     num_steps: int = _key(100, "The run stops after this many optimizer steps.")
     seed: int = _key(0, "Seed of the initial weights.")
+    init_from: str = _key("", "Weights to begin with: a run folder, a checkpoint or an import; empty: by train.seed.")
     num_microbatches: int = _key(1, "Gradient accumulation: parts that a batch is split into, run one after another.")
     z_loss_weight: float = _key(0.0, "Weight of the squared log-normaliser in the loss.")
     eval_every_steps: int = _key(0, "Validate every so many steps and at the end; 0: at the end only.")

@@ -15,6 +15,7 @@ MAY_CHANGE = (
     "name",
     "model.tuned",  # what it chose is compared as `implementations`
     "train.num_steps",
+    "train.init_from",  # read at step 0 alone
     "train.max_nonfinite_steps",
     "train.eval_loss_*",
     "train.sample_*",

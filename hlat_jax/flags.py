@@ -50,6 +50,38 @@ def parse(argv: Sequence[str], define: Callable[[flags.FlagValues], None] = lamb
     return values.config, values
 
 
+def words(argv: Sequence[str], values: flags.FlagValues, *, usage: str, missing: str) -> list[str]:
+    """Returns the words of a command without a config that are no flags; `values` gets those that are.
+
+    Args:
+      argv: the command line without the program and its verb.
+      values: the flags that the command has declared; `out` is one of them, and must be given.
+      usage: what `--help` prints before the flags.
+      missing: the error where there are no words.
+
+    Raises:
+      ValueError: an unknown flag (with the nearest valid one), a value of a wrong type, no --out, or no words at all.
+      SystemExit: with code 0, after `--help`.
+    """
+    if any(word in ("--help", "-h") for word in argv):
+        rows = [f"  --{name:<20} {values[name].help} Default: {values[name].default!r}." for name in values]
+        print("\n".join((usage, "Flags:", *rows)))
+        sys.exit(0)
+    for word in argv:
+        name = word.split("=", 1)[0]
+        if name.startswith("--") and not {name.removeprefix("--"), name.removeprefix("--no")} & set(values):
+            raise ValueError(f"unknown flag {name}. {config_lib.nearest(name, [f'--{n}' for n in values])}")
+    try:
+        found = values(["hlat_jax", *argv])[1:]
+    except (flags.Error, ValueError) as error:
+        raise ValueError(str(error)) from None
+    if not found:
+        raise ValueError(missing)
+    if not values.out:
+        raise ValueError("--out is missing; say where to write.")
+    return found
+
+
 def main(command: Callable[[Sequence[str]], int]) -> None:
     """Runs a command on sys.argv and exits; an error of the user's is one line on stderr and exit code 2."""
     try:

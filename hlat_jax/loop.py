@@ -52,6 +52,7 @@ from hlat_jax.planner.report import short_plan
 from hlat_jax.process import INDEX_FOLDER, StopSignals, closing_quietly
 from hlat_jax.program import StepMetrics
 from hlat_jax.sharding import Layout, gather_rows, process_rows, shard_batch
+from hlat_jax.starting_weights import begin, open_start
 from hlat_jax.step import abstract_state, init_arguments, state_bytes, traced_step
 
 
@@ -160,14 +161,20 @@ def _open(config: Config, workdir: pathlib.Path, layout: Layout, stack: contextl
             summary.finish(config, workdir, restored[0])
         return None
 
+    beginning = open_start(config, tokenizer) if restored is None and config.train.init_from else None
     compilations = Compilations(config, layout)
     if restored is None:
         step, state, position = 0, compilations.compiled("init")(*init_arguments(config)), batches.get_state()
+        if beginning is not None:
+            state, settings["init_from"] = begin(beginning, state)
         moving = {"tokens": 0, "num_nonfinite": 0}
     else:
         step, state, position, moving = restored
         position = position[list(batches.rows)]
         batches.set_state(position)
+        settings |= {key: moving[key] for key in ("init_from",) if key in moving}
+        if config.train.init_from:
+            print("train.init_from  passed over: this run has a checkpoint of its own")
         print(f"resuming from step {step} of {config.train.num_steps}")
     if distributed.is_first():
         durable.write_json(workdir / "config.json", config.to_dict())

@@ -15,6 +15,7 @@ from typing import Any
 
 INDEX_FOLDER = "index"  # of the run folder: where the lines of JSONL files lie; may be deleted at any time
 LOCK_FILE = ".lock"
+_OF_THE_START = {LOCK_FILE, INDEX_FOLDER, "checkpoints"}
 
 
 @contextlib.contextmanager
@@ -37,7 +38,8 @@ def only_process(workdir: pathlib.Path) -> Iterator[None]:
         try:
             yield
         except ValueError:
-            if is_new and {path.name for path in workdir.iterdir()} <= {LOCK_FILE, INDEX_FOLDER}:
+            saved = any((workdir / "checkpoints").glob("*"))
+            if is_new and not saved and {path.name for path in workdir.iterdir()} <= _OF_THE_START:
                 shutil.rmtree(workdir)
             raise
 

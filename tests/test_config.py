@@ -24,7 +24,7 @@ import sentencepiece
 from jax.experimental.compilation_cache import compilation_cache
 
 from hlat_jax import config as config_lib
-from hlat_jax import loop
+from hlat_jax import loop, weights_folder
 from hlat_jax.choices import calls
 from hlat_jax.data import packing
 from hlat_jax.data.held_out import open_held_out
@@ -32,9 +32,11 @@ from hlat_jax.data.loader import TrainBatches
 from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.machine import fitting_layout
 from hlat_jax.ops import table
+from hlat_jax.model import abstract_params
 from hlat_jax.optimizer import learning_rate
 from hlat_jax.sharding import make_layout
 from hlat_jax.step import abstract_state, init_state, traced_step
+from hlat_jax.weights import leaves_by_name
 
 pytestmark = pytest.mark.xdist_group("config")  # its fixtures are costly: one process
 GOLDEN = pathlib.Path(__file__).resolve().parent / "golden"
@@ -239,6 +241,7 @@ FIELDS = {
     "data.prefetch_batches": Row(2, rows_ahead),
     "train.num_steps": Row(5, run, "rows"),
     "train.seed": Row(1, weights),
+    "train.init_from": Row("FOLDER/start", run, "rows"),
     "train.num_microbatches": Row(2, program),
     "train.z_loss_weight": Row(1e-4, program),
     "train.eval_every_steps": Row(3, run, "rows"),
@@ -294,6 +297,12 @@ def _base(settings, folder):
 
 
 def _write_inputs(folder):
+    model = config_lib.resolve(config_lib.load(str(micro.write_config(folder)))).model
+    about = weights_folder.About(model, step=0, tokenizer="", origin={})
+    with weights_folder.new_weights(folder / "start", about=about, files=[]) as leaves:
+        for name, leaf in leaves_by_name(abstract_params(model)).items():
+            with leaves.leaf(name, leaf.shape, np.dtype(np.float32)) as write:
+                write(np.full(leaf.shape, 0.01, np.float32))
     texts = [f"Document {number} is of another kind." for number in range(20)]
     rows = [json.dumps({"text": text, "body": text[::-1]}) for text in texts]
     (folder / "two.jsonl").write_text("\n".join(rows) + "\n")

@@ -85,9 +85,9 @@ def test_missing_or_foreign_file_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"austen_2k.model"):
         Tokenizer("package:no.model")
     for content in (b"", b'{"model": {"type": "BPE"}}', b"\x00" * 100):
-        (tmp_path / "tokenizer.json").write_bytes(content)
+        (tmp_path / "tokenizer.model").write_bytes(content)
         with pytest.raises(ValueError, match=r"is not a SentencePiece model"):
-            Tokenizer(str(tmp_path / "tokenizer.json"))
+            Tokenizer(str(tmp_path / "tokenizer.model"))
 
 
 def test_model_without_eos_is_refused(tmp_path):

@@ -86,30 +86,7 @@ def _heard_or_not() -> Iterator[None]:
 
 
 def _parse(argv: Sequence[str], values: flags.FlagValues, *, usage: str) -> list[str]:
-    """Returns the words that are no flags; `values` gets those that are.
-
-    Raises:
-      ValueError: an unknown flag (with the nearest valid one), a value of a wrong type, a flag that must be given, or
-        no words at all.
-      SystemExit: with code 0, after `--help`.
-    """
-    if any(word in ("--help", "-h") for word in argv):
-        rows = [f"  --{name:<20} {values[name].help} Default: {values[name].default!r}." for name in values]
-        print("\n".join((usage, "Flags:", *rows)))
-        sys.exit(0)
-    for word in argv:
-        name = word.split("=", 1)[0]
-        if name.startswith("--") and name.removeprefix("--") not in values:
-            raise ValueError(f"unknown flag {name}. {config_lib.nearest(name, [f'--{n}' for n in values])}")
-    try:
-        words = values(["hlat_jax.data", *argv])[1:]
-    except (flags.Error, ValueError) as error:
-        raise ValueError(str(error)) from None
-    if not words:
-        raise ValueError("no inputs; name files, folders or globs of text.")
-    if not values.out:
-        raise ValueError("--out is missing; say where to write.")
-    return words
+    return flags_lib.words(argv, values, usage=usage, missing="no inputs; name files, folders or globs of text.")
 
 
 def _define_reading(values: flags.FlagValues) -> None:

@@ -1,4 +1,4 @@
-"""Text to token ids and back, through a native SentencePiece model.
+"""Text to token ids and back, through a native SentencePiece model, or a tokenizer.json of Hugging Face.
 
 Owns what a model file must be and how many bytes each token stands for. Refuses to add BOS or EOS: packing does.
 """
@@ -8,20 +8,24 @@ from __future__ import annotations
 import functools
 import hashlib
 import pathlib
+from typing import Any
 
 import numpy as np
 import sentencepiece
 
 from hlat_jax.data import sources
+from hlat_jax.data.tokenizer_json import JsonModel
 
 
 class Tokenizer:
-    """A SentencePiece model read from `path`, which may be 'package:NAME'. Safe for threads; encoding frees the GIL.
+    """The model read from `path`, which may be 'package:NAME'. Safe for threads; encoding frees the GIL.
+
+    A path that ends in .json is a tokenizer.json, which needs the `hf` extra; any other is a SentencePiece model.
 
     `vocab_size` is that of the model to be trained, to be compared; None: no comparison.
 
     Raises:
-      ValueError: no path, no such file, not a SentencePiece model, no EOS, or another vocabulary size.
+      ValueError: no path, no such file, not such a model, no EOS, or another vocabulary size.
     """
 
     def __init__(self, path: str, *, vocab_size: int | None = None):
@@ -32,21 +36,14 @@ class Tokenizer:
         if not self.path.is_file():
             raise ValueError(f"data.tokenizer={path}: no such file (looked from {pathlib.Path.cwd()}).")
         serialized = self.path.read_bytes()
-        try:
-            self._processor = sentencepiece.SentencePieceProcessor(model_proto=serialized)
-            self.vocab_size = self._processor.vocab_size()
-        except (RuntimeError, OSError):
-            self.vocab_size = 0
-        if self.vocab_size == 0:
-            raise ValueError(
-                f"data.tokenizer={path} is not a SentencePiece model ({len(serialized)} bytes); a tokenizer.json "
-                "of Hugging Face is another format: give the tokenizer.model beside it."
-            )
+        self.is_json = self.path.suffix == ".json"
+        self._model = (JsonModel if self.is_json else _SentencePiece)(self.path, serialized)
+        self.vocab_size = self._model.vocab_size
         self.sha256 = hashlib.sha256(serialized).hexdigest()
-        self.eos_id = self._processor.eos_id()
-        self.bos_id = self._processor.bos_id()  # -1: the model has none; HLAT's packing uses none
+        self.eos_id, self.bos_id = self._model.eos_id, self._model.bos_id
         if self.eos_id < 0:
-            raise ValueError(f"data.tokenizer={path} has no EOS, which ends every document; train it with eos_id=2.")
+            how = "put its tokenizer_config.json beside it" if self.is_json else "train it with eos_id=2"
+            raise ValueError(f"data.tokenizer={path} has no EOS, which ends every document; {how}.")
         if vocab_size is not None and vocab_size != self.vocab_size:
             raise ValueError(
                 f"data.tokenizer={path} has {self.vocab_size} tokens but model.vocab_size={vocab_size}; set "
@@ -55,11 +52,24 @@ class Tokenizer:
 
     def encode(self, text: str) -> np.ndarray:
         """Returns int32[n] token ids, without BOS or EOS."""
-        return np.asarray(self._processor.encode(text), np.int32)
+        return np.asarray(self._model.encode(text), np.int32)
 
     def decode(self, ids: np.ndarray) -> str:
         """Returns the text of token ids; control tokens give none."""
-        return self._processor.decode([int(token) for token in np.asarray(ids)])
+        return self._model.decode([int(token) for token in np.asarray(ids)])
+
+    def described(self) -> dict[str, Any]:
+        """Returns the tokenizer_config.json with which transformers reads a SentencePiece model as it is."""
+        pieces = {f"{name}_token": self._model.piece(name) for name in ("bos", "eos", "unk")}
+        return {
+            "tokenizer_class": "LlamaTokenizer",
+            **{name: piece for name, piece in pieces.items() if piece},
+            "add_bos_token": False,
+            "add_eos_token": False,
+            "add_prefix_space": self._model.adds_space,
+            "clean_up_tokenization_spaces": False,
+            "legacy": False,
+        }
 
     @functools.cached_property
     def token_bytes(self) -> np.ndarray:
@@ -69,6 +79,38 @@ class Tokenizer:
         before each text (add_dummy_prefix) counts one byte too many per encoded text, and one that normalizes counts
         the normalized text.
         """
+        num_bytes = self._model.token_bytes()
+        num_bytes.flags.writeable = False  # cached: whoever changed it would change every later count
+        return num_bytes
+
+
+class _SentencePiece:
+    def __init__(self, path: pathlib.Path, serialized: bytes):
+        try:
+            self._processor = sentencepiece.SentencePieceProcessor(model_proto=serialized)
+            self.vocab_size = self._processor.vocab_size()
+        except (RuntimeError, OSError):
+            self.vocab_size = 0
+        if self.vocab_size == 0:
+            raise ValueError(
+                f"data.tokenizer={path} is not a SentencePiece model ({len(serialized)} bytes); a tokenizer.json of "
+                "Hugging Face is another format, and known by a name that ends in .json."
+            )
+        self.encode, self.decode = self._processor.encode, self._processor.decode
+        self.eos_id = self._processor.eos_id()
+        self.bos_id = self._processor.bos_id()  # -1: the model has none; HLAT's packing uses none
+
+    @property
+    def adds_space(self) -> bool:
+        """Whether a text gets a space in front."""
+        return "".join(self._processor.encode_as_pieces("a")).startswith("▁")
+
+    def piece(self, name: str) -> str:
+        """Returns the text of `bos`, `eos` or `unk`; "" when the model has none."""
+        token = getattr(self._processor, f"{name}_id")()
+        return self._processor.id_to_piece(token) if token >= 0 else ""
+
+    def token_bytes(self) -> np.ndarray:
         processor, num_bytes = self._processor, np.zeros(self.vocab_size, np.int32)
         for token in range(self.vocab_size):
             if processor.is_control(token) or processor.is_unknown(token) or processor.is_unused(token):
@@ -77,5 +119,4 @@ class Tokenizer:
                 num_bytes[token] = 1
             else:
                 num_bytes[token] = len(processor.id_to_piece(token).replace("▁", " ").encode("utf-8"))
-        num_bytes.flags.writeable = False  # cached: whoever changed it would change every later count
         return num_bytes

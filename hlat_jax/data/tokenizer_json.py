@@ -1,0 +1,92 @@
+"""tokenizer.json of Hugging Face, read by their `tokenizers` library (the `hf` extra).
+
+Owns what such a file must say, and where the id of EOS comes from: the file has none, those beside it do.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from typing import Any
+
+import numpy as np
+
+# Files beside it that name EOS, in the order in which they are asked.
+_NAMING = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "config.json")
+
+
+class JsonModel:
+    """The counterpart of a SentencePiece processor: no token is added to a text, and none is read out of it.
+
+    Raises:
+      ValueError: the extra is not installed, the file is none, or nothing says which token is EOS.
+    """
+
+    def __init__(self, path: pathlib.Path, serialized: bytes):
+        try:
+            import tokenizers
+        except ImportError:
+            raise ValueError(f"{path} needs the library tokenizers: pip install 'hlat_jax[hf]'.") from None
+        try:
+            self._content = json.loads(serialized)
+            self._model = tokenizers.Tokenizer.from_str(serialized.decode())
+        except Exception as error:  # the library raises bare Exception
+            raise ValueError(f"{path} is not a tokenizer.json: {str(error)[:200]}") from None
+        self._model.no_truncation()
+        self._model.no_padding()
+        self._model.encode_special_tokens = True  # "</s>" within a text is text
+        self._vocab = self._model.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(self._vocab.values()) + 1
+        self.eos_id, self.bos_id = (self._special(path.parent, name) for name in ("eos", "bos"))
+
+    def encode(self, text: str) -> list[int]:
+        return self._model.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: list[int]) -> str:
+        return self._model.decode(ids, skip_special_tokens=True)
+
+    def token_bytes(self) -> np.ndarray:
+        """Returns int32[V]: bytes of text of each token, as `tokenizer.Tokenizer.token_bytes`."""
+        kinds = _kinds(self._content.get("decoder"))
+        byte_level = "ByteLevel" in kinds
+        if not byte_level and not kinds & {"Metaspace", "ByteFallback", "Replace"}:
+            raise ValueError(f"tokenizer.json with the decoder {sorted(kinds)}: its bytes cannot be counted.")
+        added = {token["id"]: token for token in self._content.get("added_tokens", [])}
+        num_bytes = np.zeros(self.vocab_size, np.int32)
+        for piece, token in self._vocab.items():
+            if token in added:
+                num_bytes[token] = 0 if added[token]["special"] else len(piece.encode())
+            elif byte_level:
+                num_bytes[token] = len(piece)  # each character stands for a byte
+            elif len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
+                num_bytes[token] = 1
+            else:
+                num_bytes[token] = len(piece.replace("▁", " ").encode())
+        return num_bytes
+
+    def _special(self, folder: pathlib.Path, name: str) -> int:
+        """Returns the id of EOS or BOS by what lies beside the file; -1: nothing names it."""
+        for file in _NAMING:
+            content = _object(folder / file)
+            token, number = content.get(f"{name}_token"), content.get(f"{name}_token_id")
+            token = token.get("content") if isinstance(token, dict) else token
+            number = number[0] if isinstance(number, list) and number else number
+            found = self._vocab.get(token) if isinstance(token, str) else number
+            if isinstance(found, int):
+                return found
+        return -1
+
+
+def _object(path: pathlib.Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _kinds(decoder: dict[str, Any] | None) -> set[str]:
+    """Returns the types of a decoder and of those it is a sequence of."""
+    if decoder is None:
+        return set()
+    return {decoder["type"]}.union(*(_kinds(part) for part in decoder.get("decoders", [])))

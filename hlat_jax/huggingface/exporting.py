@@ -1,0 +1,141 @@
+"""From our weights to a folder that transformers loads, compared with its source once it is written.
+
+Owns which files that folder has. Holds one stacked parameter at a time, as it is stored.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import shutil
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from hlat_jax import durable
+from hlat_jax.huggingface import names
+from hlat_jax.huggingface.config_json import architecture, config_json
+from hlat_jax.huggingface.reading import COMPANIONS, INDEX_FILE, SINGLE_FILE, as_dtype, open_checkpoint
+from hlat_jax.safetensors_file import Writer, bits
+from hlat_jax.weights import Weights
+from hlat_jax.weights_folder import FILES, whole_folder
+
+SHARD_BYTES = 5_000_000_000  # of one file, where no tensor is larger
+
+
+def export_checkpoint(weights: Weights, out: pathlib.Path, *, dtype: str = "", shard_bytes: int = SHARD_BYTES) -> str:
+    """Writes the folder `out` and compares it with the weights, bit by bit; returns the dtype that is in it.
+
+    Args:
+      weights: of a run, or imported.
+      out: must not be there, or be empty.
+      dtype: float32 or bfloat16; "": the one that is stored.
+      shard_bytes: largest file of weights.
+
+    Raises:
+      ValueError: `out` is there, or what was written is not what was to be.
+    """
+    stored = {np.dtype(leaf.dtype) for leaf in jax.tree.leaves(weights.arrays)}
+    written = np.dtype(jnp.dtype(dtype)) if dtype else max(stored, key=lambda each: each.itemsize)
+    with whole_folder(out) as partial:
+        _write_companions(weights, partial, dtype=written.name)
+        _write_tensors(weights, partial, dtype=written, shard_bytes=shard_bytes)
+        _compare(weights, partial, dtype=written)
+    return written.name
+
+
+def _write_tensors(weights: Weights, folder: pathlib.Path, *, dtype: np.dtype, shard_bytes: int) -> None:
+    tensors = {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in names.expected(weights.model).items()}
+    shards = shards_of(tensors, shard_bytes)
+    writers = {file: Writer(folder / file, tensors=part, metadata={"format": "pt"}) for file, part in shards.items()}
+    where = {name: file for file, part in shards.items() for name in part}
+    try:
+        for entry in names.table(weights.model):
+            ours = weights.read(entry.leaf)
+            for layer in range(weights.model.num_layers if entry.stacked else 1):
+                for name, tensor in zip(entry.names(layer), _split(entry, ours, layer), strict=True):
+                    writers[where[name]].write(name, as_dtype(tensor, dtype))
+            del ours  # before the next one is read
+    finally:
+        for writer in writers.values():
+            writer.close()
+    for file in shards:
+        with open(folder / file, "rb") as written:
+            durable.to_disk(written)
+    if len(shards) > 1:
+        total = sum(int(np.prod(tensor.shape)) * dtype.itemsize for tensor in tensors.values())
+        durable.write_json(folder / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": where})
+
+
+def _split(entry: names.Entry, ours: np.ndarray, layer: int) -> list[np.ndarray]:
+    slab = ours[layer] if entry.stacked else ours
+    return [tensor.view(ours.dtype) for tensor in map(np.ascontiguousarray, entry.split(bits(slab)))]
+
+
+def shards_of(tensors: dict[str, Any], shard_bytes: int) -> dict[str, dict[str, Any]]:
+    """Returns the tensors of each file, in order, by the names that transformers gives the files."""
+    parts: list[dict[str, Any]] = [{}]
+    size = 0
+    for name, tensor in tensors.items():
+        num_bytes = int(np.prod(tensor.shape)) * tensor.dtype.itemsize
+        if parts[-1] and size + num_bytes > shard_bytes:
+            parts.append({})
+            size = 0
+        parts[-1][name] = tensor
+        size += num_bytes
+    if len(parts) == 1:
+        return {SINGLE_FILE: parts[0]}
+    return {f"model-{i:05}-of-{len(parts):05}.safetensors": part for i, part in enumerate(parts, start=1)}
+
+
+def _compare(weights: Weights, folder: pathlib.Path, *, dtype: np.dtype) -> None:
+    """Raises ValueError when what an import reads from the folder are not the weights, in `dtype`."""
+    found = open_checkpoint(folder, fuse_qkv=weights.model.fuse_qkv)
+    if architecture(found.model) != architecture(weights.model):
+        raise ValueError(f"{folder}: config.json came back as another model; this is a bug of hlat_jax.")
+    for entry in names.table(weights.model):
+        ours = weights.read(entry.leaf)
+        for layer, slab in enumerate(found.slabs(entry)):
+            mine = as_dtype(ours[layer] if entry.stacked else ours, dtype)
+            if slab.dtype != dtype or not np.array_equal(bits(mine), bits(slab)):
+                raise ValueError(
+                    f"{folder}: {', '.join(entry.names(layer))} came back with other values than {weights.folder} "
+                    "has; nothing was exported. Look at the disk, then at hlat_jax."
+                )
+        del ours
+
+
+def _write_companions(weights: Weights, folder: pathlib.Path, *, dtype: str) -> None:
+    """Writes config.json and what came along at the import, or else what transformers needs of a run's tokenizer."""
+    files = weights.folder / FILES
+    came_along = {name: files / name for name in COMPANIONS if (files / name).is_file()}
+    bos_id = eos_id = None
+    if weights.tokenizer and "tokenizer_config.json" not in came_along:
+        bos_id, eos_id = _write_tokenizer(weights, folder)
+    for name, path in came_along.items():
+        shutil.copyfile(path, folder / name)
+    if "config.json" in came_along:
+        content = json.loads(came_along["config.json"].read_text())
+        content["dtype" if "dtype" in content else "torch_dtype"] = dtype
+    else:
+        content = config_json(weights.model, dtype=dtype, bos_id=bos_id, eos_id=eos_id)
+    durable.write_json(folder / "config.json", content)
+    if "generation_config.json" not in came_along:
+        generation = {key: content[key] for key in ("bos_token_id", "eos_token_id") if key in content}
+        durable.write_json(folder / "generation_config.json", {"_from_model_config": True} | generation)
+
+
+def _write_tokenizer(weights: Weights, folder: pathlib.Path) -> tuple[int | None, int]:
+    """Writes the tokenizer's file and what transformers must know to read it as we do; returns the ids (BOS, EOS)."""
+    tokenizer = weights.open_tokenizer()
+    if tokenizer.is_json:
+        for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
+            path = tokenizer.path if name == "tokenizer.json" else tokenizer.path.with_name(name)
+            if path.is_file():
+                shutil.copyfile(path, folder / name)
+    else:
+        shutil.copyfile(tokenizer.path, folder / "tokenizer.model")
+        durable.write_json(folder / "tokenizer_config.json", tokenizer.described())
+    return tokenizer.bos_id if tokenizer.bos_id >= 0 else None, tokenizer.eos_id

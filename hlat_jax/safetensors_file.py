@@ -1,0 +1,132 @@
+"""Files in the safetensors format, read and written in parts.
+
+The library of that name maps whole files and writes whole trees; here a part of a tensor goes between a file and an
+array of its size, so that what a conversion holds is known. Owns the format. Refuses to know what tensors mean.
+
+Source: https://huggingface.co/docs/safetensors, "Format": 8 bytes with the length of a JSON header, the header, data.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import pathlib
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(jnp.bfloat16)}
+_CODES = {dtype: code for code, dtype in DTYPES.items()}
+_LONGEST_HEADER_BYTES = 100_000_000  # the library's own limit
+
+
+def bits(values: np.ndarray) -> np.ndarray:
+    """Returns the values as integers, whose copies and comparisons NumPy does at once, NaN and -0 included."""
+    return values.view(np.dtype(f"u{values.dtype.itemsize}"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """Where one tensor lies in its file.
+
+    Attributes:
+      code: of its dtype, such as BF16; not always one of DTYPES.
+      shape: of the tensor, row-major.
+      start: its first byte in the file.
+    """
+
+    path: pathlib.Path
+    name: str
+    code: str
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def dtype(self) -> np.dtype:
+        return DTYPES[self.code]
+
+    def read(self, *, rows: slice = slice(None)) -> np.ndarray:
+        """Returns the tensor, or consecutive rows of it, in memory of its own."""
+        first, last, _ = rows.indices(self.shape[0]) if self.shape else (0, 1, 1)
+        shape = (last - first, *self.shape[1:]) if self.shape else ()
+        row_bytes = math.prod(self.shape[1:]) * self.dtype.itemsize
+        found = np.empty(math.prod(shape) * self.dtype.itemsize, np.uint8)
+        with open(self.path, "rb", buffering=0) as file:
+            file.seek(self.start + first * row_bytes)
+            view, done = memoryview(found), 0
+            while done < found.size:
+                count = file.readinto(view[done:])
+                if not count:
+                    raise ValueError(f"{self.path} ends within tensor {self.name}; fetch that file again.")
+                done += count
+        return found.view(self.dtype).reshape(shape)
+
+
+def read_header(path: pathlib.Path) -> dict[str, Stored]:
+    """Returns the tensors of a file by name.
+
+    Raises:
+      ValueError: not a safetensors file, or one that is cut off.
+    """
+    num_bytes = path.stat().st_size
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if not 2 <= length <= min(num_bytes - 8, _LONGEST_HEADER_BYTES):
+            raise ValueError(f"{path} is not a safetensors file, or is cut off in its header ({num_bytes:,} bytes).")
+        text = file.read(length)
+    try:
+        entries = {name: entry for name, entry in json.loads(text).items() if name != "__metadata__"}
+        found = {
+            name: (Stored(path, name, entry["dtype"], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0]))
+            for name, entry in entries.items()
+        }
+        ends = {name: 8 + length + entry["data_offsets"][1] for name, entry in entries.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+        raise ValueError(f"{path} has no safetensors header.") from None
+    if max(ends.values(), default=8 + length) != num_bytes:
+        needed = max(ends.values(), default=8 + length)
+        raise ValueError(f"{path} has {num_bytes:,} bytes instead of {needed:,}; fetch that file again.")
+    for name, stored in found.items():
+        if stored.code in DTYPES and ends[name] - stored.start != math.prod(stored.shape) * stored.dtype.itemsize:
+            raise ValueError(f"{path}: tensor {name} does not fill its place in the file.")
+    return found
+
+
+class Writer:
+    """A new safetensors file whose tensors are all known beforehand, and written in any order, in parts of rows."""
+
+    def __init__(self, path: pathlib.Path, *, tensors: dict[str, jnp.ndarray | Any], metadata: dict[str, str]):
+        """Lays the file out; `tensors` have shape and dtype, of DTYPES."""
+        header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+        self._tensors, self._starts, end = dict(tensors), {}, 0
+        for name, tensor in self._tensors.items():
+            start, end = end, end + math.prod(tensor.shape) * np.dtype(tensor.dtype).itemsize
+            code = _CODES[np.dtype(tensor.dtype)]
+            header[name] = {"dtype": code, "shape": list(tensor.shape), "data_offsets": [start, end]}
+            self._starts[name] = start
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)  # data begins at a multiple of 8
+        self._file = open(path, "wb", buffering=0)  # noqa: SIM115 - see close
+        self._data = 8 + len(text)
+        self._write(0, len(text).to_bytes(8, "little") + text)
+        self._file.truncate(self._data + end)
+
+    def write(self, name: str, values: np.ndarray, *, first_row: int = 0) -> None:
+        """Writes consecutive rows of a tensor, the whole of it by default."""
+        tensor = self._tensors[name]
+        assert values.dtype == tensor.dtype, name
+        assert values.shape[1:] == tensor.shape[1:], name
+        row_bytes = math.prod(tensor.shape[1:]) * values.dtype.itemsize
+        whole = np.ascontiguousarray(bits(values)).reshape(-1).view(np.uint8)
+        self._write(self._data + self._starts[name] + first_row * row_bytes, whole)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _write(self, offset: int, content: bytes | np.ndarray) -> None:
+        self._file.seek(offset)
+        view = memoryview(content)
+        while len(view):
+            view = view[self._file.write(view) :]

@@ -1,0 +1,371 @@
+"""Weights from Hugging Face and to it, against transformers and the safetensors library.
+
+The tolerance of the logits is that of test_model_hf: 1e-4 absolute on logits of size 1 to 10, where the smallest
+mistake tried there moves them by more than 2e-4.
+"""
+
+import dataclasses
+import json
+import shutil
+import warnings
+
+import hf_models
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import transformers
+from hf_weights import hf_state_dict
+from safetensors.torch import load_file, save_file
+
+from hlat_jax import hf
+from hlat_jax.huggingface import config_json, exporting, names
+from hlat_jax.huggingface.reading import open_checkpoint
+from hlat_jax.model import apply
+from hlat_jax.safetensors_file import Writer
+from hlat_jax.weights import open_weights
+
+TOKENS_BT = np.random.default_rng(7).integers(0, 384, (1, 1024), dtype=np.int32)
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+
+
+@pytest.fixture
+def hf_here(monkeypatch, capsys):
+    """A function of the words of an hf command that runs it in this process: (exit code, stdout, stderr)."""
+    from conftest import _command_runner
+
+    return _command_runner(hf.main, monkeypatch, capsys)
+
+
+@pytest.fixture(scope="module")
+def gqa(tmp_path_factory):
+    """A folder with a small GQA model, to be copied before it is changed."""
+    return hf_models.save(hf_models.model(hf_models.CONFIGS["gqa"]), tmp_path_factory.mktemp("gqa"))
+
+
+def tensors(folder):
+    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+
+
+def edit_json(path, **changes):
+    """Sets keys of a JSON file; a value of ... takes its key away."""
+    content = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: value for key, value in content.items() if value is not ...}))
+
+
+def same_bits(found, expected):
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype
+        width = {2: torch.int16, 4: torch.int32}[tensor.element_size()]
+        assert torch.equal(found[name].view(width), tensor.view(width)), name
+
+
+@pytest.mark.parametrize("case", hf_models.CONFIGS)
+def test_logits_of_a_loaded_model_equal_transformers(case, tmp_path):
+    made = hf_models.model(hf_models.CONFIGS[case])
+    with torch.no_grad():
+        theirs = made(torch.from_numpy(TOKENS_BT).long()).logits.numpy()
+    cfg, params = hf.load(hf_models.save(made, tmp_path))
+    ours = np.asarray(jax.jit(apply, static_argnums=1)(params, cfg, TOKENS_BT))
+    assert 1 < np.abs(theirs).max() < 10
+    assert np.abs(ours - theirs).max() <= 1e-4
+
+
+@pytest.mark.parametrize("fuse_qkv", [True, False])
+@pytest.mark.parametrize("case", hf_models.CONFIGS)
+def test_loaded_parameters_are_the_tensors_by_an_independent_map(case, fuse_qkv, tmp_path):
+    folder = hf_models.save(hf_models.model(hf_models.CONFIGS[case]), tmp_path)
+    _, params = hf.load(folder, fuse_qkv=fuse_qkv)
+    assert ("qkv" in params["layers"]["attention"]) == fuse_qkv
+    same_bits(hf_state_dict(jax.tree.map(np.asarray, params)), tensors(folder))
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype", "options", "flags"),
+    [
+        ("mha", torch.float32, {}, []),
+        ("gqa", torch.bfloat16, {"max_shard_size": "60KB"}, []),
+        ("tied", torch.bfloat16, {}, ["--nofuse_qkv"]),
+        ("llama3", torch.float32, {"max_shard_size": "200KB"}, ["--nofuse_qkv"]),
+        ("mistral", torch.float32, {}, []),
+    ],
+)
+def test_there_and_back_is_bitwise(case, dtype, options, flags, tmp_path, hf_here):
+    source = hf_models.save(hf_models.model(hf_models.CONFIGS[case]), tmp_path / "hf", dtype=dtype, **options)
+    (source / "tokenizer_config.json").write_text('{"chat_template": "of the source"}')
+    assert (len(list(source.glob("*.safetensors"))) > 2) == bool(options)
+    code, out, _ = hf_here("import", source, "--out", tmp_path / "ours", *flags)
+    assert code == 0, out
+    code, out, _ = hf_here("export", tmp_path / "ours", f"--out={tmp_path / 'back'}")
+    assert code == 0, out
+    assert "read back and compared" in out
+    same_bits(tensors(tmp_path / "back"), tensors(source))
+    for name in ("generation_config.json", "tokenizer_config.json"):
+        assert (tmp_path / "back" / name).read_text() == (source / name).read_text()
+    assert json.loads((tmp_path / "back/config.json").read_text()) == json.loads((source / "config.json").read_text())
+
+
+def test_stored_parameters_are_those_that_load_gives(gqa, tmp_path, hf_here):
+    assert hf_here("import", gqa, f"--out={tmp_path / 'ours'}")[0] == 0
+    weights = open_weights(tmp_path / "ours")
+    cfg, params = hf.load(gqa)
+    assert (weights.model, weights.step) == (cfg, 0)
+    jax.tree.map(np.testing.assert_array_equal, weights.restore(None), params)
+    np.testing.assert_array_equal(weights.read("layers.mlp.down"), params["layers"]["mlp"]["down"])
+
+
+def test_weights_are_read_straight_into_shardings_and_rounded_as_they_are_read(gqa, tmp_path, hf_here):
+    assert hf_here("import", gqa, f"--out={tmp_path / 'ours'}")[0] == 0
+    weights = open_weights(tmp_path / "ours")
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("x",))
+    axes = {"layers.mlp.down": (None, "x"), "embed": ("x",), "layers.mlp.gate_up": (None, None, None, "x")}
+
+    def sharding(path, _):
+        name = ".".join(entry.key for entry in path)
+        return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes.get(name, ())))
+
+    shardings = jax.tree_util.tree_map_with_path(sharding, weights.arrays)
+    found = weights.restore(shardings, dtype=jnp.bfloat16)
+    assert found["embed"].addressable_shards[1].data.shape == (192, 96)
+    jax.tree.map(
+        lambda ours, whole: np.testing.assert_array_equal(ours, np.asarray(whole).astype(jnp.bfloat16)),
+        found,
+        hf.load(gqa)[1],
+    )
+
+
+def test_both_spellings_of_llama3_rope_give_the_model_that_the_export_writes_back():
+    new = hf_models.CONFIGS["llama3"].to_dict() | {"architectures": ["LlamaForCausalLM"]}
+    old = {key: value for key, value in new.items() if key != "rope_parameters"}
+    scaling = dict(hf_models.LLAMA3_ROPE)
+    old |= {"rope_theta": scaling.pop("rope_theta"), "rope_scaling": scaling}
+    model = config_json.model_config(new, where="new")
+    assert model == config_json.model_config(old, where="old")
+    assert (model.rope_theta, model.rope_scaling, model.rope_original_positions) == (500_000.0, "llama3", 256)
+    again = config_json.config_json(model, dtype="float32", bos_id=1, eos_id=2)
+    assert config_json.architecture(config_json.model_config(again, where="again")) == config_json.architecture(model)
+
+
+def test_what_a_config_leaves_out_is_what_transformers_takes():
+    short = {key: value for key, value in hf_models.SMALL.items() if key not in ("rms_norm_eps", "num_key_value_heads")}
+    del short["max_position_embeddings"]
+    theirs = transformers.LlamaConfig(**short)
+    ours = config_json.model_config(short | {"model_type": "llama"}, where="short")
+    assert (ours.norm_eps, ours.num_kv_heads) == (theirs.rms_norm_eps, theirs.num_key_value_heads)
+    assert (ours.head_dim, ours.max_positions) == (theirs.head_dim, theirs.max_position_embeddings)
+    assert (ours.tie_embeddings, ours.rope_theta) == (False, theirs.rope_parameters["rope_theta"])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"attention_bias": True}, r"attention_bias=True is not supported"),
+        ({"mlp_bias": True}, r"mlp_bias=True"),
+        ({"hidden_act": "gelu"}, r"hidden_act='gelu' is not supported; our model has hidden_act='silu'"),
+        ({"sliding_window": 4096}, r"sliding_window=4096"),
+        ({"model_type": "mistral", "architectures": None}, r"sliding_window=4096"),  # what transformers takes for it
+        ({"quantization_config": {"bits": 4}}, r"quantization_config="),
+        ({"rope_interleaved": True}, r"rope_interleaved=True"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, r"rope_type='yarn' is not supported"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": ...}, r"rope_type='linear'"),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, r"is missing in rope_type='llama3'"),
+        ({"rope_parameters": {"rope_type": "default", "factor": 2.0}}, r"factor is not a field of rope_type='default'"),
+        ({"rope_theta": 1e6}, r"rope_theta=1000000.0 and another one in rope_parameters"),
+        ({"logit_scale": 2.0}, r"logit_scale=2.0 is not a field that this converter knows"),
+        ({"model_type": "qwen2"}, r"model_type='qwen2'.*supported are llama"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, r"LlamaForSequenceClassification"),
+        ({"hidden_size": ...}, r"hidden_size is missing"),
+        ({"hidden_size": "96"}, r"hidden_size='96' is str; it must be int"),
+        ({"num_attention_heads": 5, "head_dim": None}, r"hidden_size=96 does not divide"),
+        ({"num_key_value_heads": 4}, r"num_kv_heads=4 must divide"),
+    ],
+)
+def test_an_unsupported_config_is_refused_naming_the_field(change, message, gqa, tmp_path, hf_here):
+    folder = shutil.copytree(gqa, tmp_path / "hf")
+    edit_json(folder / "config.json", **change)
+    code, _, err = hf_here("import", folder, f"--out={tmp_path / 'ours'}")
+    assert code == 2
+    assert err.count("\n") == 1
+    with pytest.raises(ValueError, match=message):
+        raise ValueError(err)
+    assert not (tmp_path / "ours").exists()
+
+
+def without(name):
+    return lambda found: found.pop(name)
+
+
+def renamed(old, new):
+    return lambda found: found.update({new: found.pop(old)})
+
+
+def changed(name, change):
+    return lambda found: found.update({name: change(found[name]).contiguous()})
+
+
+Q0 = "model.layers.0.self_attn.q_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (without(Q0), rf"1 missing: {Q0}"),
+        (without("lm_head.weight"), r"1 missing: lm_head.weight\n.*tie_word_embeddings=true"),
+        (lambda found: found.update({"model.layers.2.mlp.up_proj.weight": found[Q0].clone()}), r"1 left over: model.l"),
+        (renamed(Q0, "model.layers.0.self_attn.q_proj.bias"), r"(?s)1 missing: .*q_proj.weight\n.*1 left over: .*bias"),
+        (changed(Q0, lambda q: q[:48]), rf"{Q0} is \[48, 96\], config.json makes it \[96, 96\]"),
+        (changed("model.norm.weight", torch.Tensor.bfloat16), r"mixes dtypes: 1 BF16 .*20 F32 .*--dtype=float32"),
+        (changed(Q0, torch.Tensor.double), rf"{Q0} and 0 others are F64; supported are F32, F16, BF16"),
+    ],
+    ids=["gap", "no_head", "left_over", "bias", "shape", "mixed", "float64"],
+)
+def test_tensors_that_do_not_fit_are_refused_by_name(change, message, gqa, tmp_path):
+    folder = shutil.copytree(gqa, tmp_path / "hf")
+    found = load_file(folder / "model.safetensors")
+    change(found)
+    save_file(found, folder / "model.safetensors")
+    with pytest.raises(ValueError, match=message):
+        open_checkpoint(folder)
+
+
+def cut_off(folder):
+    path = sorted(folder.glob("*.safetensors"))[0]
+    path.write_bytes(path.read_bytes()[:-4])
+
+
+def not_safetensors(folder):
+    sorted(folder.glob("*.safetensors"))[0].write_bytes(b"<html>not found</html>")
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda folder: sorted(folder.glob("*.safetensors"))[1].unlink(), r"names the file model-00002-.*not there"),
+        (cut_off, r"model-00001.* bytes instead of .*; fetch that file again"),
+        (not_safetensors, r"model-00001.*is not a safetensors file"),
+        (lambda folder: edit_json(folder / "model.safetensors.index.json", weight_map=...), r"no weight_map"),
+        (lambda folder: shutil.copy(*sorted(folder.glob("*.safetensors"))[:2]), r"is in model-00001.* and in model-0"),
+        (lambda folder: (folder / "config.json").unlink(), r"has no config.json"),
+        (lambda folder: (folder / "config.json").write_text("{"), r"config.json is not JSON"),
+        (lambda folder: (folder / "model.safetensors.index.json").unlink(), r"neither model.safetensors nor"),
+    ],
+    ids=["gone", "cut_off", "html", "index", "twice", "no_config", "json", "no_index"],
+)
+def test_a_damaged_folder_is_refused_naming_the_file(damage, message, gqa, tmp_path):
+    cfg = transformers.AutoModelForCausalLM.from_pretrained(gqa)
+    folder = hf_models.save(cfg, tmp_path / "hf", max_shard_size="200KB")
+    open_checkpoint(folder)
+    damage(folder)
+    with pytest.raises(ValueError, match=message):
+        open_checkpoint(folder)
+
+
+def test_an_index_that_names_another_file_than_the_one_with_the_tensor_is_refused(gqa, tmp_path):
+    made = transformers.AutoModelForCausalLM.from_pretrained(gqa)
+    folder = hf_models.save(made, tmp_path / "hf", max_shard_size="200KB")
+    path = folder / "model.safetensors.index.json"
+    where = json.loads(path.read_text())["weight_map"]
+    edit_json(path, weight_map=where | {Q0: next(file for file in where.values() if file != where[Q0])})
+    with pytest.raises(ValueError, match=rf"disagree on {Q0}"):
+        open_checkpoint(folder)
+
+
+def test_float16_becomes_float32_which_holds_it(gqa, tmp_path):
+    made = transformers.AutoModelForCausalLM.from_pretrained(gqa)
+    folder = hf_models.save(made, tmp_path, dtype=torch.float16)
+    _, params = hf.load(folder)
+    np.testing.assert_array_equal(params["embed"], load_file(folder / "model.safetensors")[names.EMBEDDING].float())
+    assert params["embed"].dtype == jnp.float32
+
+
+def test_tables_of_rotary_frequencies_are_passed_over_and_said(gqa, tmp_path, hf_here):
+    folder = shutil.copytree(gqa, tmp_path / "hf")
+    found = load_file(folder / "model.safetensors")
+    save_file(found | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}, folder / "model.safetensors")
+    code, out, _ = hf_here("import", folder, f"--out={tmp_path / 'ours'}")
+    assert code == 0
+    assert "1 tables rotary_emb.inv_freq are passed over" in out
+
+
+def test_a_head_beside_a_tied_embedding_must_be_that_embedding(tmp_path):
+    folder = hf_models.save(hf_models.model(hf_models.CONFIGS["tied"]), tmp_path)
+    found = load_file(folder / "model.safetensors")
+    save_file(found | {names.HEAD: found[names.EMBEDDING].clone()}, folder / "model.safetensors")
+    open_checkpoint(folder)
+    other = found[names.EMBEDDING].clone()
+    other[-1, -1] += 1e-3
+    save_file(found | {names.HEAD: other}, folder / "model.safetensors")
+    with pytest.raises(ValueError, match=r"lm_head.weight is not model.embed_tokens.weight"):
+        open_checkpoint(folder)
+
+
+def test_an_export_that_reads_back_other_bits_raises_and_leaves_nothing(gqa, tmp_path, hf_here, monkeypatch):
+    assert hf_here("import", gqa, f"--out={tmp_path / 'ours'}")[0] == 0
+    write = Writer.write
+
+    def write_wrong(self, name, values, first_row=0):
+        if name == Q0:
+            values = values.copy()
+            values.view(np.uint32)[3, 5] ^= 1  # the last bit of one weight
+        write(self, name, values, first_row=first_row)
+
+    monkeypatch.setattr(Writer, "write", write_wrong)
+    code, _, err = hf_here("export", tmp_path / "ours", f"--out={tmp_path / 'back'}")
+    assert code == 2
+    assert f"{Q0}, model" in err
+    assert "came back with other values" in err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ours"]
+
+
+def test_nothing_is_written_over_what_is_there(gqa, tmp_path, hf_here):
+    assert hf_here("import", gqa, f"--out={tmp_path / 'ours'}")[0] == 0
+    for words in (("import", gqa), ("export", tmp_path / "ours"), ("average", tmp_path / "ours", tmp_path / "ours")):
+        code, _, err = hf_here(*words, f"--out={tmp_path / 'ours'}")
+        assert (code, "is there already" in err) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["importt"], r"unknown verb 'importt'. Did you mean 'import'"),
+        (["import"], r"no input; name a folder of Hugging Face"),
+        (["import", "x"], r"--out is missing"),
+        (["import", "x", "--out=y"], r"x has no config.json"),
+        (["import", "x", "y", "--out=z"], r"2 inputs"),
+        (["export", "x", "--out=y"], r"x holds no weights .*runs/tiny/checkpoints/STEP"),
+        (["export", "x", "--out=y", "--dtype=int8"], r"dtype"),
+        (["export", "x", "--outt=y"], r"unknown flag --outt. Did you mean '--out'"),
+        (["average", "x", "--out=y"], r"1 checkpoint to average; give two or more"),
+    ],
+)
+def test_a_wrong_command_line_is_one_line(words, message, tmp_path, monkeypatch, hf_here):
+    monkeypatch.chdir(tmp_path)
+    code, _, err = hf_here(*words)
+    assert code == 2
+    with pytest.raises(ValueError, match=message):
+        raise ValueError(err)
+
+
+def test_shards_keep_every_tensor_in_order_and_below_the_size(gqa, tmp_path, hf_here):
+    assert hf_here("import", gqa, f"--out={tmp_path / 'ours'}")[0] == 0
+    exporting.export_checkpoint(open_weights(tmp_path / "ours"), tmp_path / "back", shard_bytes=200_000)
+    same_bits(tensors(tmp_path / "back"), tensors(gqa))
+    sizes = [path.stat().st_size for path in (tmp_path / "back").glob("*.safetensors")]
+    assert len(sizes) > 2
+    assert max(sizes) < 210_000
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        made = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back")
+    same_bits(made.state_dict(), transformers.AutoModelForCausalLM.from_pretrained(gqa).state_dict())
+
+
+def test_every_field_of_the_model_that_config_json_tells_is_compared_after_an_export():
+    told = config_json.architecture(dataclasses.replace(hf_config(), rope_scaling="llama3"))
+    theirs_only = {"fuse_qkv", "depth_scaled_init", "layer_loop", "remat", "attention", "cross_entropy"}
+    assert told.keys() | theirs_only == {field.name for field in dataclasses.fields(hf_config())}
+
+
+def hf_config():
+    return config_json.model_config(hf_models.SMALL | {"model_type": "llama"}, where="small")
