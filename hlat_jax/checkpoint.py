@@ -10,7 +10,6 @@ means or when to save. Only this file imports Orbax.
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
 import json
 import logging
@@ -19,7 +18,6 @@ import pathlib
 import re
 import shutil
 import sys
-import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,14 +28,12 @@ import orbax.checkpoint as ocp
 from hlat_jax import distributed
 from hlat_jax.config import CheckpointConfig
 from hlat_jax.drift import differences
+from hlat_jax.integrity import damage, seal
 
-INTEGRITY_FILE = "integrity.json"
 STATE_ITEM, RUN_ITEM = "state", "run"
 _TMP_MARK = ".orbax-checkpoint-tmp"
 # Orbax writes these two after our sums are taken; a restore needs neither of them.
 _UNSUMMED = ("_CHECKPOINT_METADATA", "commit_success.txt")
-_BLOCK_BYTES = 1 << 24
-_SMALL_FILE_BYTES = 1 << 20
 
 
 class SaveError(OSError):
@@ -187,29 +183,10 @@ class Checkpointer:
         [folder] = self.folder.glob(f"{self._saving}{_TMP_MARK}*")
         names = [str(path.relative_to(folder)) for path in sorted(folder.rglob("*")) if path.is_file()]
         names = [name for name in names if pathlib.Path(name).name not in _UNSUMMED]
-        with concurrent.futures.ThreadPoolExecutor(_num_threads()) as pool:
-            sums = list(pool.map(lambda name: _size_and_crc(folder / name, flush=True), names))
-        with open(folder / INTEGRITY_FILE, "w") as file:
-            json.dump({"files": dict(zip(names, sums, strict=True))}, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
+        seal(folder, names)
 
     def _newest(self, *, deep: bool) -> tuple[int, dict[int, str]] | None:
-        """Returns the newest undamaged step with the damage of all newer ones."""
-        damaged: dict[int, str] = {}
-        [steps, *_] = distributed.exchange(json.dumps(sorted(self._manager.all_steps(), reverse=True)))
-        for step in json.loads(steps):
-            why = _damage(self.folder / str(step), deep=deep)
-            if not why:
-                return step, damaged
-            damaged[step] = why
-        if not damaged:
-            return None
-        lines = "".join(f"\n  {self.folder / str(step)}: {why}" for step, why in damaged.items())
-        raise ValueError(
-            f"every checkpoint is damaged:{lines}\n"
-            f"Bring one back from a copy, or move {self.folder} away to start anew."
-        )
+        return _newest_whole(self.folder, self._manager.all_steps(), deep=deep)
 
     def _put_aside(self, damaged: dict[int, str]) -> None:
         if self._read_only or not damaged:
@@ -248,6 +225,56 @@ class Checkpointer:
         )
 
 
+def find_saved(path: str | os.PathLike) -> pathlib.Path | None:
+    """Returns the newest undamaged checkpoint of a run folder, or `path` where it is a checkpoint; None: neither.
+
+    Changes nothing, so the run may still be training. A damaged newer one is named on stderr.
+
+    Raises:
+      ValueError: all of them are damaged, or the one asked for is.
+    """
+    path = pathlib.Path(path).absolute()
+    if (path / STATE_ITEM).is_dir():
+        why = damage(path, deep=True)
+        if why:
+            raise ValueError(f"checkpoint {path} is damaged ({why}); take another one of {path.parent}.")
+        return path
+    folder = path / "checkpoints"
+    found = _newest_whole(folder, [int(each.name) for each in folder.glob("*") if each.name.isdigit()], deep=True)
+    if found is None:
+        return None
+    step, damaged = found
+    for bad, why in damaged.items():
+        _warn(f"WARNING: checkpoint {folder / str(bad)} is damaged ({why}); taking step {step}.")
+    return folder / str(step)
+
+
+def saved_run(folder: pathlib.Path) -> dict[str, Any]:
+    """Returns what a checkpoint holds beside its state: "position", "metadata", and "arrays", path -> dtype[shape]."""
+    with ocp.Checkpointer(ocp.JsonCheckpointHandler()) as reader:
+        return reader.restore(folder / RUN_ITEM)
+
+
+def read_arrays(folder: pathlib.Path, abstract: Any) -> Any:
+    """Returns the part of one checkpoint's state that `abstract` names, and reads no other.
+
+    Args:
+      folder: of the checkpoint, from `find_saved`.
+      abstract: nested dicts like the state, of jax.ShapeDtypeStruct: with a sharding, the array is read straight into
+        it; without, into NumPy on this host. Dtypes are those of the checkpoint: another one would be cast in silence.
+    """
+
+    def how(leaf: jax.ShapeDtypeStruct) -> ocp.RestoreArgs:
+        if leaf.sharding is None:
+            return ocp.RestoreArgs(restore_type=np.ndarray)
+        return ocp.ArrayRestoreArgs(sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype)
+
+    how_each = jax.tree.map(how, abstract)
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+        args = ocp.args.PyTreeRestore(item=abstract, restore_args=how_each, partial_restore=True)
+        return reader.restore(folder / STATE_ITEM, args=args)
+
+
 @dataclasses.dataclass(frozen=True)
 class _Retention:
     """Orbax's PreservationPolicy: multiples of `every` stay for ever, and of the others the last few."""
@@ -262,50 +289,21 @@ class _Retention:
         return [stays or c.step in kept for c, stays in zip(checkpoints, permanent, strict=True)]
 
 
-def _damage(folder: pathlib.Path, *, deep: bool) -> str:
-    """Returns what is wrong with a checkpoint, "" when nothing is: shallow looks at sizes and sums only small files.
-
-    The files are shared out among the processes, which then agree.
-    """
-    try:
-        files = json.loads((folder / INTEGRITY_FILE).read_bytes())["files"]
-        shared = sorted(files.items())[jax.process_index() :: jax.process_count()]
-        with concurrent.futures.ThreadPoolExecutor(_num_threads()) as pool:
-            found = pool.map(lambda item: _file_damage(folder, item[0], item[1], deep=deep), shared)
-            problem = next(filter(None, found), "")
-    except FileNotFoundError:
-        problem = f"{INTEGRITY_FILE} is missing"
-    except (ValueError, KeyError, TypeError, AttributeError):
-        problem = f"{INTEGRITY_FILE} is unreadable"
-    return next(filter(None, json.loads(f"[{','.join(distributed.exchange(json.dumps(problem)))}]")), "")
-
-
-def _file_damage(folder: pathlib.Path, name: str, size_and_crc: list[int], *, deep: bool) -> str:
-    size, crc = size_and_crc
-    try:
-        found = os.stat(folder / name).st_size
-        if found != size:
-            return f"{name} has {found:,} bytes instead of {size:,}"
-        if (deep or size <= _SMALL_FILE_BYTES) and _size_and_crc(folder / name)[1] != crc:
-            return f"{name} has other bytes than were written"
-    except FileNotFoundError:
-        return f"{name} is missing"
-    except PermissionError:
-        raise  # whoever may not read it knows nothing about damage
-    except OSError as error:
-        return f"{name} cannot be read: {error.strerror}"
-    return ""
-
-
-def _size_and_crc(path: pathlib.Path, *, flush: bool = False) -> list[int]:
-    size = crc = 0
-    with open(path, "rb", buffering=0) as file:
-        if flush:
-            os.fsync(file.fileno())  # a rename must not reach the disk before the data it stands for
-        while block := file.read(_BLOCK_BYTES):
-            size += len(block)
-            crc = zlib.crc32(block, crc)
-    return [size, crc]
+def _newest_whole(folder: pathlib.Path, steps: Sequence[int], *, deep: bool) -> tuple[int, dict[int, str]] | None:
+    """Returns the newest undamaged step with the damage of all newer ones; None when there is no step."""
+    damaged: dict[int, str] = {}
+    [steps, *_] = distributed.exchange(json.dumps(sorted(steps, reverse=True)))
+    for step in json.loads(steps):
+        why = damage(folder / str(step), deep=deep)
+        if not why:
+            return step, damaged
+        damaged[step] = why
+    if not damaged:
+        return None
+    lines = "".join(f"\n  {folder / str(step)}: {why}" for step, why in damaged.items())
+    raise ValueError(
+        f"every checkpoint is damaged:{lines}\nBring one back from a copy, or move {folder} away to start anew."
+    )
 
 
 def _require_writable(folder: pathlib.Path) -> None:
@@ -328,10 +326,6 @@ def _barrier_of_saves(*, key: str, timeout_ms: int) -> None:
     """
     if sys.exc_info()[0] is None:
         distributed.barrier_of_threads(key, timeout_ms=timeout_ms)
-
-
-def _num_threads() -> int:
-    return min(4, os.cpu_count() or 1)
 
 
 def _arrays(state: Any) -> dict[str, str]:

@@ -19,8 +19,9 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from hlat_jax import config as config_lib
-from hlat_jax.checkpoint import INTEGRITY_FILE, Checkpointer, SaveError
+from hlat_jax.checkpoint import Checkpointer, SaveError
 from hlat_jax.drift import config_drift
+from hlat_jax.integrity import INTEGRITY_FILE
 
 POSITION = np.array([3, 2**53 + 1, -1], np.int64)  # 2**53 + 1 is the first integer that a float would lose
 METADATA = {"config": {"name": "x", "model": {"num_layers": 2}}, "tokens": 7}
@@ -321,7 +322,7 @@ def test_check_raises_once_a_save_in_the_background_has_failed(tmp_path, checkpo
     def no_space(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("hlat_jax.checkpoint._size_and_crc", lambda *_, **__: no_space())
+    monkeypatch.setattr("hlat_jax.integrity.size_and_crc", lambda *_, **__: no_space())
     checkpointer.save(2, make_state(2), position=POSITION, metadata={})
     deadline = time.monotonic() + 20
     with pytest.raises(SaveError, match="No space left"):  # noqa: PT012 - it is the polling that must raise
@@ -334,7 +335,7 @@ def test_check_raises_once_a_save_in_the_background_has_failed(tmp_path, checkpo
 def test_saving_restoring_and_failing_leave_the_log_alone(checkpointer, absl_records, monkeypatch):
     save(checkpointer, 1)
     checkpointer.restore(abstract(make_state()))
-    monkeypatch.setattr("hlat_jax.checkpoint._size_and_crc", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr("hlat_jax.integrity.size_and_crc", lambda *_, **__: 1 / 0)
     with pytest.raises(SaveError, match="division by zero"):
         save(checkpointer, 2)
     assert absl_records == []
