@@ -150,6 +150,10 @@ class Spread:
 
         return self._manual(everywhere, (self._params, P(ROWS)), (P(), P()))
 
+    def forward(self, local: Callable, in_specs: tuple, out_specs: Any) -> Callable:
+        """Returns (params, *args) -> what `local` gives of the parts of one device, `args` and result as specified."""
+        return self._manual(local, (self._params, *in_specs), out_specs)
+
     def split(self, params: Any) -> Any:
         """Returns parameters as the optimizer's state lies: with ZeRO-1 a part of every replica."""
         sharding = self._map(lambda axes: self.layout.state_sharding(axes))

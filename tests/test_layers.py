@@ -57,6 +57,8 @@ LAYERS = {
     "planner": 4,
     "agreement": 4,
     "summary": 4,
+    "decoding": 3,
+    "generator": 4,
     "generate": 4,
     "compilation": 4,
     "eval": 4,

@@ -1,0 +1,217 @@
+"""The two programs of generation: `prefill` reads prompts and fills a cache of keys and values, `decode` adds a token.
+
+Owns the cache and where each token of a row lies in it. Prompts stand at the left of T slots, so that attention needs
+no mask beside the causal one; what is generated goes to slot T and those after it, the same ones in every row, so that
+a token is written to the cache by one slice. The slots between a prompt's end and T hold nothing that is ever read.
+Over a mesh it is the model of the training step: heads and vocabulary split over tensor, rows over data and fsdp,
+matrices gathered over fsdp for use, and layers over pipe, where one stage works at a time.
+
+Shapes: B rows, T slots of a prompt, S slots in all, K kv heads, H head, L layers, V vocab.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from hlat_jax.collectives import Shards, Spread, gathered, position, shards, summed
+from hlat_jax.config import ModelConfig
+from hlat_jax.model import Decoder, KeysValues, Past, bind, param_axes, select_implementations
+from hlat_jax.ops.cross_entropy import logits
+from hlat_jax.ops.sampling import Sampling, abstract_sampling, sample
+from hlat_jax.precision import POLICIES, cast_tree
+from hlat_jax.sharding import ROWS, Layout
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """The static sizes of a generation.
+
+    Attributes:
+      num_rows: B; the row degree of the layout divides it.
+      prompt_slots: T.
+      slots: S; from T on they hold what is generated.
+    """
+
+    num_rows: int
+    prompt_slots: int
+    slots: int
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Cache:
+    """Keys (rotated) and values [L, B, S, K, H] of all layers, in the policy's dtype of computation."""
+
+    keys: Any
+    values: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """What is known of the rows.
+
+    Attributes:
+      lengths: int32 [B], tokens of each prompt, from 1 to T.
+      numbers: int32 [B]; rows of different numbers draw different random numbers.
+      prompt_slots: int32 scalar, T.
+    """
+
+    lengths: Any
+    numbers: Any
+    prompt_slots: Any
+
+
+def make_prefill(
+    cfg: ModelConfig, layout: Layout, *, policy: str, slots: int
+) -> Callable[..., tuple[Cache, jax.Array]]:
+    """Returns the jitted (params, tokens [B, T], Rows, Sampling) -> (Cache of `slots`, the next token of each row [B]).
+
+    Args:
+      cfg: the model.
+      layout: where it runs. Without a mesh of several devices, everything is on one.
+      policy: a name of `precision.POLICIES`.
+      slots: S.
+    """
+    run = _Run(select_implementations(cfg, layout.platform), layout, POLICIES[policy].compute)
+
+    def local(params: Any, tokens_BT: jax.Array, rows: Rows, sampling: Sampling) -> tuple[Cache, jax.Array]:
+        decoder, num_tokens = run.decoder(params), tokens_BT.shape[1]
+        positions_BT = jnp.broadcast_to(jnp.arange(num_tokens, dtype=jnp.int32), tokens_BT.shape)
+        x_BTD, present = run.blocks(decoder, tokens_BT, positions_BT, None)
+        last_B11 = jnp.clip(rows.lengths - 1, 0, num_tokens - 1)[:, None, None]
+        x_B1D = jnp.take_along_axis(x_BTD, last_B11, axis=1, mode="clip")
+        unused = [(0, 0), (0, 0), (0, slots - num_tokens), (0, 0), (0, 0)]
+        cache = Cache(*(jnp.pad(part, unused) for part in present))
+        return cache, run.next_tokens(decoder, x_B1D, sampling, draws=(rows.numbers, rows.lengths))
+
+    def prefill(params: Any, tokens_BT: jax.Array, rows: Rows, sampling: Sampling) -> tuple[Cache, jax.Array]:
+        return run.everywhere(local, (P(ROWS), _ROW_SPECS, P()))(params, tokens_BT, rows, sampling)
+
+    return jax.jit(prefill, out_shardings=run.out_shardings)
+
+
+def make_decode(cfg: ModelConfig, layout: Layout, *, policy: str) -> Callable[..., tuple[Cache, jax.Array]]:
+    """Returns the jitted (params, Cache, tokens [B], slot, Rows, Sampling) -> (Cache, the token after each [B]).
+
+    `slot` is where `tokens` belong; their keys and values are written there. The cache is donated. Other arguments as
+    `make_prefill`.
+    """
+    run = _Run(select_implementations(cfg, layout.platform), layout, POLICIES[policy].compute)
+
+    def local(
+        params: Any, cache: Cache, tokens_B: jax.Array, slot: jax.Array, rows: Rows, sampling: Sampling
+    ) -> tuple[Cache, jax.Array]:
+        decoder = run.decoder(params)
+        slot_1S = jax.lax.broadcasted_iota(jnp.int32, (1, cache.keys.shape[2]), 1)
+        generated_1S = (slot_1S >= rows.prompt_slots) & (slot_1S < slot)
+        past = Past(cache.keys, cache.values, (slot_1S < rows.lengths[:, None]) | generated_1S)
+        positions_B = rows.lengths + slot - rows.prompt_slots
+        x_B1D, present = run.blocks(decoder, tokens_B[:, None], positions_B[:, None], past)
+        written = (
+            jax.lax.dynamic_update_slice_in_dim(old, new, slot, axis=2)
+            for old, new in zip((cache.keys, cache.values), present, strict=True)
+        )
+        return Cache(*written), run.next_tokens(decoder, x_B1D, sampling, draws=(rows.numbers, positions_B + 1))
+
+    def decode(
+        params: Any, cache: Cache, tokens_B: jax.Array, slot: jax.Array, rows: Rows, sampling: Sampling
+    ) -> tuple[Cache, jax.Array]:
+        fn = run.everywhere(local, (_CACHE_SPEC, P(ROWS), P(), _ROW_SPECS, P()))
+        return fn(params, cache, tokens_B, slot, rows, sampling)
+
+    return jax.jit(decode, out_shardings=run.out_shardings, donate_argnums=(1,))
+
+
+def prefill_arguments(layout: Layout, shape: Shape) -> tuple[Any, Any, Any]:
+    """Returns shapes, dtypes and shardings of what `prefill` takes after the parameters.
+
+    All but the cache come from the host, the same from every process.
+    """
+    given = (_words(shape.num_rows, shape.prompt_slots), _abstract_rows(shape), abstract_sampling())
+    return _replicated(given, layout)
+
+
+def decode_arguments(cfg: ModelConfig, layout: Layout, *, policy: str, shape: Shape) -> tuple[Any, ...]:
+    """Returns the same of what `decode` takes after the parameters."""
+    dims = (cfg.num_layers, shape.num_rows, shape.slots, cfg.num_kv_heads, cfg.head_dim)
+    where = NamedSharding(layout.mesh, _CACHE_SPEC)
+    part = jax.ShapeDtypeStruct(dims, POLICIES[policy].compute, sharding=where)
+    given = (_words(shape.num_rows), _words(), _abstract_rows(shape), abstract_sampling())
+    return Cache(part, part), *_replicated(given, layout)
+
+
+_CACHE_SPEC = P("pipe", ROWS, None, "tensor_kv", None)
+_ROW_SPECS = Rows(P(ROWS), P(ROWS), P())
+
+
+@dataclasses.dataclass(frozen=True)
+class _Run:
+    """What both programs share: a model, where it lies, and the dtype that it computes in."""
+
+    cfg: ModelConfig
+    layout: Layout
+    compute: Any
+
+    @property
+    def seat(self) -> Shards:
+        # a single token cannot be split along the sequence
+        return dataclasses.replace(shards(self.layout), sequence_parallel=False)
+
+    @property
+    def out_shardings(self) -> tuple[Any, Any]:
+        return NamedSharding(self.layout.mesh, _CACHE_SPEC), self.layout.replicated()
+
+    def everywhere(self, local: Callable, in_specs: tuple) -> Callable:
+        if self.layout.mesh.size == 1:
+            return local
+        return Spread(self.layout, param_axes(self.cfg)).forward(local, in_specs, (_CACHE_SPEC, P()))
+
+    def decoder(self, params: Any) -> Decoder:
+        return bind(cast_tree(params, self.compute), self.cfg)
+
+    def blocks(
+        self, decoder: Decoder, tokens_BT: jax.Array, positions_BT: jax.Array, past: Past | None
+    ) -> tuple[jax.Array, KeysValues]:
+        """Returns [B, T, D] after all layers, on every stage, and the keys and values of this stage's."""
+        seat = self.seat
+        x_BTD = decoder.embedded(tokens_BT, shards=seat)
+        y_BTD, present = decoder.caching_blocks(x_BTD, positions_BT, past=past, shards=seat)
+        if not seat.pipe:
+            return y_BTD, present
+        stage = position(seat.pipe)
+        for turn in range(1, self.layout.size(seat.pipe)):
+            x_BTD = summed(jnp.where(stage == turn - 1, y_BTD, 0), seat.pipe)
+            y_BTD, found = decoder.caching_blocks(x_BTD, positions_BT, past=past, shards=seat)
+            kept = (jnp.where(stage == turn, new, old) for new, old in zip(found, present, strict=True))
+            present = tuple(kept)
+        return summed(jnp.where(stage == self.layout.size(seat.pipe) - 1, y_BTD, 0), seat.pipe), present
+
+    def next_tokens(
+        self, decoder: Decoder, x_B1D: jax.Array, sampling: Sampling, *, draws: tuple[jax.Array, jax.Array]
+    ) -> jax.Array:
+        """Returns the tokens of the rows of all devices, on every device."""
+        seat = self.seat
+        head_VD = seat.weight(decoder.head_VD, ("vocab", "embed"))
+        logits_BV = gathered(logits(decoder.normed(x_B1D), head_VD)[:, 0], seat.vocab, 1)
+        return gathered(sample(logits_BV, sampling, draws=draws), self.layout.wide(ROWS), 0)
+
+
+def _words(*dims: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(dims, jnp.int32)
+
+
+def _abstract_rows(shape: Shape) -> Rows:
+    return Rows(_words(shape.num_rows), _words(shape.num_rows), _words())
+
+
+def _replicated(tree: Any, layout: Layout) -> Any:
+    everywhere = layout.replicated()
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=everywhere), tree)
