@@ -136,14 +136,11 @@ def _eval(config: Config, layout: Layout) -> Any:
 
 
 def _prefill(config: Config, layout: Layout) -> Any:
-    shape, policy = sample_shape(config, layout), config.precision.policy
-    params = abstract_state(config, layout)["params"]
-    fn = make_prefill(config.model, layout, policy=policy, slots=shape.slots)
-    return fn.trace(params, *prefill_arguments(layout, shape))
+    shape, params = sample_shape(config, layout), abstract_state(config, layout)["params"]
+    return make_prefill(config.model, layout, slots=shape.slots).trace(params, *prefill_arguments(layout, shape))
 
 
 def _decode(config: Config, layout: Layout) -> Any:
-    shape, policy = sample_shape(config, layout), config.precision.policy
-    params = abstract_state(config, layout)["params"]
-    arguments = decode_arguments(config.model, layout, policy=policy, shape=shape)
-    return make_decode(config.model, layout, policy=policy).trace(params, *arguments)
+    shape, params = sample_shape(config, layout), abstract_state(config, layout)["params"]
+    arguments = decode_arguments(config.model, layout, dtype=params["embed"].dtype, shape=shape)
+    return make_decode(config.model, layout).trace(params, *arguments)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,12 +25,10 @@ from hlat_jax.config import ModelConfig
 from hlat_jax.model import Decoder, KeysValues, Past, bind, param_axes, select_implementations
 from hlat_jax.ops.cross_entropy import logits
 from hlat_jax.ops.sampling import Sampling, abstract_sampling, sample
-from hlat_jax.precision import POLICIES, cast_tree
 from hlat_jax.sharding import ROWS, Layout
 
 
-@dataclasses.dataclass(frozen=True)
-class Shape:
+class Shape(NamedTuple):
     """The static sizes of a generation.
 
     Attributes:
@@ -47,7 +45,7 @@ class Shape:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Cache:
-    """Keys (rotated) and values [L, B, S, K, H] of all layers, in the policy's dtype of computation."""
+    """Keys (rotated) and values [L, B, S, K, H] of all layers, in the dtype of the parameters: the policy's."""
 
     keys: Any
     values: Any
@@ -69,21 +67,18 @@ class Rows:
     prompt_slots: Any
 
 
-def make_prefill(
-    cfg: ModelConfig, layout: Layout, *, policy: str, slots: int
-) -> Callable[..., tuple[Cache, jax.Array]]:
+def make_prefill(cfg: ModelConfig, layout: Layout, *, slots: int) -> Callable[..., tuple[Cache, jax.Array]]:
     """Returns the jitted (params, tokens [B, T], Rows, Sampling) -> (Cache of `slots`, the next token of each row [B]).
 
     Args:
       cfg: the model.
       layout: where it runs. Without a mesh of several devices, everything is on one.
-      policy: a name of `precision.POLICIES`.
       slots: S.
     """
-    run = _Run(select_implementations(cfg, layout.platform), layout, POLICIES[policy].compute)
+    run = _Run(select_implementations(cfg, layout.platform), layout)
 
     def local(params: Any, tokens_BT: jax.Array, rows: Rows, sampling: Sampling) -> tuple[Cache, jax.Array]:
-        decoder, num_tokens = run.decoder(params), tokens_BT.shape[1]
+        decoder, num_tokens = bind(params, run.cfg), tokens_BT.shape[1]
         positions_BT = jnp.broadcast_to(jnp.arange(num_tokens, dtype=jnp.int32), tokens_BT.shape)
         x_BTD, present = run.blocks(decoder, tokens_BT, positions_BT, None)
         last_B11 = jnp.clip(rows.lengths - 1, 0, num_tokens - 1)[:, None, None]
@@ -98,18 +93,18 @@ def make_prefill(
     return jax.jit(prefill, out_shardings=run.out_shardings)
 
 
-def make_decode(cfg: ModelConfig, layout: Layout, *, policy: str) -> Callable[..., tuple[Cache, jax.Array]]:
+def make_decode(cfg: ModelConfig, layout: Layout) -> Callable[..., tuple[Cache, jax.Array]]:
     """Returns the jitted (params, Cache, tokens [B], slot, Rows, Sampling) -> (Cache, the token after each [B]).
 
     `slot` is where `tokens` belong; their keys and values are written there. The cache is donated. Other arguments as
     `make_prefill`.
     """
-    run = _Run(select_implementations(cfg, layout.platform), layout, POLICIES[policy].compute)
+    run = _Run(select_implementations(cfg, layout.platform), layout)
 
     def local(
         params: Any, cache: Cache, tokens_B: jax.Array, slot: jax.Array, rows: Rows, sampling: Sampling
     ) -> tuple[Cache, jax.Array]:
-        decoder = run.decoder(params)
+        decoder = bind(params, run.cfg)
         slot_1S = jax.lax.broadcasted_iota(jnp.int32, (1, cache.keys.shape[2]), 1)
         generated_1S = (slot_1S >= rows.prompt_slots) & (slot_1S < slot)
         past = Past(cache.keys, cache.values, (slot_1S < rows.lengths[:, None]) | generated_1S)
@@ -139,11 +134,11 @@ def prefill_arguments(layout: Layout, shape: Shape) -> tuple[Any, Any, Any]:
     return _replicated(given, layout)
 
 
-def decode_arguments(cfg: ModelConfig, layout: Layout, *, policy: str, shape: Shape) -> tuple[Any, ...]:
-    """Returns the same of what `decode` takes after the parameters."""
+def decode_arguments(cfg: ModelConfig, layout: Layout, *, dtype: Any, shape: Shape) -> tuple[Any, ...]:
+    """Returns the same of what `decode` takes after the parameters, which are of `dtype`."""
     dims = (cfg.num_layers, shape.num_rows, shape.slots, cfg.num_kv_heads, cfg.head_dim)
     where = NamedSharding(layout.mesh, _CACHE_SPEC)
-    part = jax.ShapeDtypeStruct(dims, POLICIES[policy].compute, sharding=where)
+    part = jax.ShapeDtypeStruct(dims, dtype, sharding=where)
     given = (_words(shape.num_rows), _words(), _abstract_rows(shape), abstract_sampling())
     return Cache(part, part), *_replicated(given, layout)
 
@@ -154,11 +149,10 @@ _ROW_SPECS = Rows(P(ROWS), P(ROWS), P())
 
 @dataclasses.dataclass(frozen=True)
 class _Run:
-    """What both programs share: a model, where it lies, and the dtype that it computes in."""
+    """What both programs share: a model and where it lies."""
 
     cfg: ModelConfig
     layout: Layout
-    compute: Any
 
     @property
     def seat(self) -> Shards:
@@ -173,9 +167,6 @@ class _Run:
         if self.layout.mesh.size == 1:
             return local
         return Spread(self.layout, param_axes(self.cfg)).forward(local, in_specs, (_CACHE_SPEC, P()))
-
-    def decoder(self, params: Any) -> Decoder:
-        return bind(cast_tree(params, self.compute), self.cfg)
 
     def blocks(
         self, decoder: Decoder, tokens_BT: jax.Array, positions_BT: jax.Array, past: Past | None

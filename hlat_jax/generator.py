@@ -20,7 +20,6 @@ from hlat_jax.config import Config, ModelConfig, ParallelConfig
 from hlat_jax.decoding import Rows, Shape, decode_arguments, make_decode, make_prefill, prefill_arguments
 from hlat_jax.model import param_axes
 from hlat_jax.ops.sampling import Sampling
-from hlat_jax.precision import POLICIES
 from hlat_jax.sharding import Layout, make_layout
 
 GREEDY = Sampling()
@@ -45,24 +44,21 @@ class Generator:
         params: Any,
         *,
         layout: Layout | None = None,
-        policy: str = "fp32",
         tell: Callable[[str], None] | None = None,
     ):
         """Puts the parameters where they are used.
 
         Args:
           cfg: the model.
-          params: its parameters, as `model.init_params` has them, of any float dtype.
+          params: its parameters, as `model.init_params` has them; it computes and caches in their dtype.
           layout: the devices; None: the first one.
-          policy: of precision; what is computed and cached has its dtype of computation.
           tell: gets a line about each program that is compiled; None: nobody.
         """
         self.cfg = cfg
         self.layout = layout or make_layout(ParallelConfig(), jax.devices()[:1])
-        self.policy = policy
         self._tell = tell or (lambda _: None)
         self._compiled: dict[tuple, Any] = {}
-        self.params = placed(params, cfg, self.layout, dtype=POLICIES[policy].param)
+        self.params = jax.device_put(params, param_shardings(cfg, self.layout))
 
     def __call__(
         self,
@@ -130,10 +126,10 @@ class Generator:
         return min(max_tokens, room)
 
     def _programs(self, shape: Shape) -> Programs:
-        prefill = make_prefill(self.cfg, self.layout, policy=self.policy, slots=shape.slots)
-        decode = make_decode(self.cfg, self.layout, policy=self.policy)
+        prefill = make_prefill(self.cfg, self.layout, slots=shape.slots)
+        decode = make_decode(self.cfg, self.layout)
         given = prefill_arguments(self.layout, shape)
-        cached = decode_arguments(self.cfg, self.layout, policy=self.policy, shape=shape)
+        cached = decode_arguments(self.cfg, self.layout, dtype=self.params["embed"].dtype, shape=shape)
         return Programs(
             self._compile("prefill", f"{shape.num_rows} x {shape.prompt_slots} tokens", prefill, given, shape),
             self._compile(
@@ -150,14 +146,9 @@ class Generator:
         return self._compiled[name, key]
 
 
-def placed(params: Any, cfg: ModelConfig, layout: Layout, *, dtype: Any) -> Any:
-    """Returns parameters of a dtype where a layout has them."""
-    shardings = jax.tree.map(layout.param_sharding, param_axes(cfg), is_leaf=lambda leaf: isinstance(leaf, tuple))
-
-    def place(leaf: Any, sharding: Any) -> jax.Array:
-        return jax.device_put(leaf if leaf.dtype == dtype else leaf.astype(dtype), sharding)
-
-    return jax.tree.map(place, params, shardings)
+def param_shardings(cfg: ModelConfig, layout: Layout) -> Any:
+    """Returns where a layout has the parameters of a model."""
+    return jax.tree.map(layout.param_sharding, param_axes(cfg), is_leaf=lambda leaf: isinstance(leaf, tuple))
 
 
 def stream(
