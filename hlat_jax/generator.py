@@ -57,7 +57,7 @@ class Generator:
         self.cfg = cfg
         self.layout = layout or make_layout(ParallelConfig(), jax.devices()[:1])
         self._tell = tell or (lambda _: None)
-        self._compiled: dict[tuple, Any] = {}
+        self._compiled: dict[str, Any] = {}
         self.params = jax.device_put(params, param_shardings(cfg, self.layout))
 
     def __call__(
@@ -126,24 +126,23 @@ class Generator:
         return min(max_tokens, room)
 
     def _programs(self, shape: Shape) -> Programs:
+        dtype = self.params["embed"].dtype
         prefill = make_prefill(self.cfg, self.layout, slots=shape.slots)
         decode = make_decode(self.cfg, self.layout)
-        given = prefill_arguments(self.layout, shape)
-        cached = decode_arguments(self.cfg, self.layout, dtype=self.params["embed"].dtype, shape=shape)
+        given = decode_arguments(self.cfg, self.layout, dtype=dtype, shape=shape)
+        of_prompts = f"prefill of {shape.num_rows} x {shape.prompt_slots} tokens, {shape.slots} slots"
         return Programs(
-            self._compile("prefill", f"{shape.num_rows} x {shape.prompt_slots} tokens", prefill, given, shape),
-            self._compile(
-                "decode", f"{shape.num_rows} x {shape.slots} slots", decode, cached, (shape.num_rows, shape.slots)
-            ),
+            self._compile(of_prompts, prefill, prefill_arguments(self.layout, shape)),
+            self._compile(f"decode of {shape.num_rows} x {shape.slots} slots", decode, given),
             shape,
         )
 
-    def _compile(self, name: str, what: str, fn: Any, arguments: tuple, key: Any) -> Any:
-        if (name, key) not in self._compiled:
+    def _compile(self, name: str, fn: Any, arguments: tuple) -> Any:
+        if name not in self._compiled:
             began = time.monotonic()
-            self._compiled[name, key] = fn.trace(self.params, *arguments).lower().compile()
-            self._tell(f"compiled {name} of {what} in {time.monotonic() - began:.1f} s")
-        return self._compiled[name, key]
+            self._compiled[name] = fn.trace(self.params, *arguments).lower().compile()
+            self._tell(f"compiled {name}, in {time.monotonic() - began:.1f} s")
+        return self._compiled[name]
 
 
 def param_shardings(cfg: ModelConfig, layout: Layout) -> Any:
