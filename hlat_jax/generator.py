@@ -35,6 +35,14 @@ class Programs(NamedTuple):
     shape: Shape
 
 
+class Request(NamedTuple):
+    """Prompts as token ids, the most new tokens of each, and the number of each, which names its random numbers."""
+
+    prompts: Sequence[Sequence[int]]
+    limits: Sequence[int]
+    numbers: Sequence[int]
+
+
 class Generator:
     """A model that is ready to generate; compiles its two programs once for each shape."""
 
@@ -67,10 +75,12 @@ class Generator:
         max_tokens: int,
         sampling: Sampling = GREEDY,
         stop_ids: Collection[int] = (),
+        first_number: int = 0,
     ) -> list[list[int]]:
         """Returns the new tokens of each prompt, without the one of `stop_ids` that ended it; see `stream`."""
         found: list[list[int]] = [[] for _ in prompts]
-        for step in self.stream(prompts, max_tokens=max_tokens, sampling=sampling, stop_ids=stop_ids):
+        options = {"sampling": sampling, "stop_ids": stop_ids, "first_number": first_number}
+        for step in self.stream(prompts, max_tokens=max_tokens, **options):
             for ids, token in zip(found, step, strict=True):
                 if token is not None and token not in stop_ids:
                     ids.append(token)
@@ -83,11 +93,12 @@ class Generator:
         max_tokens: int,
         sampling: Sampling = GREEDY,
         stop_ids: Collection[int] = (),
+        first_number: int = 0,
     ) -> Iterator[list[int | None]]:
         """Returns an iterator over steps, each with the new token of every prompt, None where it has ended.
 
-        A row ends with a token of `stop_ids`, after `max_tokens`, or at `model.max_positions`. Row i of a batch draws
-        the random numbers of (seed, i, place), whatever stands beside it.
+        A row ends with a token of `stop_ids`, after `max_tokens`, or at `model.max_positions`. Row i draws the random
+        numbers of (seed, `first_number` + i, place), so what it becomes does not depend on batches.
 
         Raises:
           ValueError: no prompt, an empty one, one with an id that is no token or without room for a token behind it.
@@ -96,7 +107,8 @@ class Generator:
         if not limits:
             raise ValueError("there is no prompt; give one or more.")
         programs = self._programs(self.shape(prompts, max_tokens=max(limits)))
-        return stream(programs, self.params, prompts, limits=limits, sampling=sampling, stop_ids=stop_ids)
+        request = Request(prompts, limits, range(first_number, first_number + len(prompts)))
+        return stream(programs, self.params, request, sampling=sampling, stop_ids=stop_ids)
 
     def shape(self, prompts: Sequence[Sequence[int]], *, max_tokens: int) -> Shape:
         """Returns the shape that prompts are put into: powers of two, so that there are few."""
@@ -151,36 +163,28 @@ def param_shardings(cfg: ModelConfig, layout: Layout) -> Any:
 
 
 def stream(
-    programs: Programs,
-    params: Any,
-    prompts: Sequence[Sequence[int]],
-    *,
-    limits: Sequence[int],
-    sampling: Sampling,
-    stop_ids: Collection[int],
+    programs: Programs, params: Any, request: Request, *, sampling: Sampling, stop_ids: Collection[int]
 ) -> Iterator[list[int | None]]:
     """Yields the new token of every prompt, None where it has ended: `Generator.stream` for programs of one shape.
 
     Args:
-      programs: whose shape holds the prompts and their limits.
+      programs: whose shape holds the request.
       params: as the programs take them.
-      prompts: token ids.
-      limits: the most new tokens of each.
+      request: what to continue.
       sampling: see `Sampling`; checked here.
       stop_ids: tokens that end a row.
     """
-    shape, sampling = programs.shape, sampling.arguments()
-    tokens_BT, rows = _rows(prompts, shape)
+    first_slot, left = programs.shape.prompt_slots, list(request.limits)
+    sampling, (tokens_BT, rows) = sampling.arguments(), _rows(request, programs.shape)
     cache, tokens_B = programs.prefill(params, tokens_BT, rows, sampling)
-    left = list(limits)
     try:
-        for slot in range(shape.prompt_slots, shape.prompt_slots + max(limits)):
+        for slot in range(first_slot, first_slot + max(left)):
             following = None
-            if slot < shape.prompt_slots + max(limits) - 1:  # asked of the device before this token is looked at
+            if max(left) > 1:  # asked of the device before this token is looked at
                 cache, following = programs.decode(params, cache, tokens_B, np.int32(slot), rows, sampling)
-            found = np.asarray(tokens_B)[: len(prompts)].tolist()
+            found = np.asarray(tokens_B)[: len(left)].tolist()
             yield [token if more else None for token, more in zip(found, left, strict=True)]
-            left = [more and token not in stop_ids and more - 1 for token, more in zip(found, left, strict=True)]
+            left = [0 if token in stop_ids else max(more - 1, 0) for token, more in zip(found, left, strict=True)]
             if not any(left):
                 return
             tokens_B = following
@@ -205,7 +209,7 @@ def sample_text(programs: Programs, params: Any, tokenizer: Any, *, config: Conf
     sampling = Sampling(temperature=0.8, seed=train.seed)
     if limit == 0:
         return tokenizer.decode(np.asarray(prompt))
-    steps = stream(programs, params, [prompt], limits=[limit], sampling=sampling, stop_ids=(tokenizer.eos_id,))
+    steps = stream(programs, params, Request([prompt], [limit], [0]), sampling=sampling, stop_ids=(tokenizer.eos_id,))
     return tokenizer.decode(np.asarray(prompt + [token for [token] in steps if token != tokenizer.eos_id]))
 
 
@@ -220,14 +224,14 @@ def sample_shape(config: Config, layout: Layout) -> Shape:
     return Shape(layout.row_degree, prompt_slots, slots)
 
 
-def _rows(prompts: Sequence[Sequence[int]], shape: Shape) -> tuple[np.ndarray, Rows]:
+def _rows(request: Request, shape: Shape) -> tuple[np.ndarray, Rows]:
     """Returns tokens [B, T] and what is known of the rows; those without a prompt are one token that nobody reads."""
     tokens_BT = np.zeros((shape.num_rows, shape.prompt_slots), np.int32)
-    lengths_B = np.ones(shape.num_rows, np.int32)
-    for row, prompt in enumerate(prompts):
+    lengths_B, numbers_B = np.ones(shape.num_rows, np.int32), np.zeros(shape.num_rows, np.int32)
+    for row, prompt in enumerate(request.prompts):
         tokens_BT[row, : len(prompt)] = prompt
-        lengths_B[row] = len(prompt)
-    return tokens_BT, Rows(lengths_B, np.arange(shape.num_rows, dtype=np.int32), np.int32(shape.prompt_slots))
+        lengths_B[row], numbers_B[row] = len(prompt), request.numbers[row]
+    return tokens_BT, Rows(lengths_B, numbers_B, np.int32(shape.prompt_slots))
 
 
 def _prompt_slots(num_tokens: int, max_positions: int) -> int:
