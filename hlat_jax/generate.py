@@ -14,11 +14,11 @@ from typing import Any
 from absl import flags, logging
 
 from hlat_jax import flags as flags_lib
-from hlat_jax.config import ParallelConfig
+from hlat_jax import inference
 
 _USAGE = """Usage: python -m hlat_jax.generate --checkpoint=FOLDER --prompt=TEXT [--prompt=TEXT ...] [--FLAG=VALUE ...]
 
-FOLDER is a run folder, one of its checkpoints, or an imported folder. A single prompt is written out while it is
+A single prompt is written out while it is
 continued, several when their batch is done, each behind its number.
 """
 
@@ -27,24 +27,16 @@ def main(argv: Sequence[str]) -> int:
     """Continues the prompts of the command line and prints them; returns 0."""
     values = flags_lib.parse_own(argv, _define, usage=_USAGE)
     prompts = _prompts(values)
-    if not values.checkpoint:
-        raise ValueError("--checkpoint=FOLDER is missing; give a run folder such as runs/tiny, or a checkpoint.")
     logging.set_verbosity(logging.ERROR)  # libraries tell of profilers; our own words are printed
-    import jax  # from here on: --help does not need it
-
-    from hlat_jax.degrees import layout_of_model
-    from hlat_jax.generator import Generator, Sampling, param_shardings
-    from hlat_jax.weights import open_weights
+    from hlat_jax.generator import Generator, Sampling  # imports JAX, which --help does not need
 
     sampling = Sampling(values.temperature, values.top_k, values.top_p, values.seed)
     sampling.arguments()  # refused before anything is read
-    weights = open_weights(values.checkpoint)
-    parallel = ParallelConfig(values.pipe, values.data, values.fsdp, values.tensor)
-    layout = layout_of_model(weights.model, parallel, jax.devices())
-    tokenizer = weights.open_tokenizer()
+    trained = inference.trained_model(values)
+    tokenizer = trained.tokenizer
+    _tell(trained.described)
     ids = [_encoded(tokenizer, prompt, number, bos=values.bos) for number, prompt in enumerate(prompts)]
-    params = weights.restore(param_shardings(weights.model, layout))
-    generator = Generator(weights.model, params, layout=layout, tell=_tell)
+    generator = Generator(trained.model, trained.params, layout=trained.layout, tell=_tell)
     options = {"max_tokens": values.max_tokens, "sampling": sampling, "stop_ids": (tokenizer.eos_id,)}
     for first in range(0, len(ids), values.batch_size):
         batch = ids[first : first + values.batch_size]
@@ -123,8 +115,8 @@ def _tell(line: str) -> None:
 
 
 def _define(values: flags.FlagValues) -> None:
+    inference.define(values)
     options = {"flag_values": values}
-    flags.DEFINE_string("checkpoint", "", "Where the weights are.", **options)
     flags.DEFINE_multi_string("prompt", None, "Text to continue; may be given several times.", **options)
     flags.DEFINE_string("prompts_file", "", "File with a prompt in each line; blank lines are left out.", **options)
     flags.DEFINE_bool("bos", False, "Begin prompts with BOS, for models that were trained so.", **options)
@@ -134,8 +126,6 @@ def _define(values: flags.FlagValues) -> None:
     flags.DEFINE_float("top_p", 1.0, "Draw from the most likely tokens of this probability together.", **options)
     flags.DEFINE_integer("seed", 0, "Of the draws; the same one gives the same text, on any mesh.", **options)
     flags.DEFINE_integer("batch_size", 32, "Prompts that run together.", 1, **options)
-    for axis, what in (("pipe", "Stages"), ("data", "Replicas"), ("fsdp", "Shards of matrices"), ("tensor", "Splits")):
-        flags.DEFINE_integer(axis, 1, f"{what} of the model; -1: as many as there are devices for.", **options)
 
 
 if __name__ == "__main__":

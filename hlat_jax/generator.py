@@ -106,7 +106,7 @@ class Generator:
         limits = [self._limit(number, prompt, max_tokens) for number, prompt in enumerate(prompts)]
         if not limits:
             raise ValueError("there is no prompt; give one or more.")
-        programs = self._programs(self.shape(prompts, max_tokens=max(limits)))
+        programs = self._programs(self.shape(prompts, max_tokens=min(max_tokens, self.cfg.max_positions)))
         request = Request(prompts, limits, range(first_number, first_number + len(prompts)))
         return stream(programs, self.params, request, sampling=sampling, stop_ids=stop_ids)
 

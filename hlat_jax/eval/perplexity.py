@@ -1,4 +1,4 @@
-"""Perplexity and bits per byte of whole documents, each token predicted once, by a window that slides by half of itself.
+"""Sums over whole documents, each token predicted once, by a window that slides by half of itself.
 
     totals = perplexity.total(documents, predict=predict, num_rows=8, window=1024)
 
