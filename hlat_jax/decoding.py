@@ -24,7 +24,7 @@ from hlat_jax.collectives import Shards, Spread, gathered, position, shards, sum
 from hlat_jax.config import ModelConfig
 from hlat_jax.model import Decoder, KeysValues, Past, bind, param_axes, select_implementations
 from hlat_jax.ops.cross_entropy import logits
-from hlat_jax.ops.sampling import Sampling, abstract_sampling, sample
+from hlat_jax.ops.sampling import abstract_sampling, sample
 from hlat_jax.sharding import ROWS, Layout
 
 
@@ -54,21 +54,33 @@ class Cache:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """What is known of the rows.
+    """What is known of the rows, and how their tokens are chosen.
 
     Attributes:
       lengths: int32 [B], tokens of each prompt, from 1 to T.
       numbers: int32 [B]; rows of different numbers draw different random numbers.
       prompt_slots: int32 scalar, T.
+      sampling: as `Sampling.arguments` gives it.
     """
 
     lengths: Any
     numbers: Any
     prompt_slots: Any
+    sampling: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Turn:
+    """The newest token of each row, int32 [B], the slot where they belong, an int32 scalar, and the rows."""
+
+    tokens: Any
+    slot: Any
+    rows: Any
 
 
 def make_prefill(cfg: ModelConfig, layout: Layout, *, slots: int) -> Callable[..., tuple[Cache, jax.Array]]:
-    """Returns the jitted (params, tokens [B, T], Rows, Sampling) -> (Cache of `slots`, the next token of each row [B]).
+    """Returns the jitted (params, tokens [B, T], Rows) -> (Cache of `slots`, the next token of each row [B]).
 
     Args:
       cfg: the model.
@@ -77,74 +89,66 @@ def make_prefill(cfg: ModelConfig, layout: Layout, *, slots: int) -> Callable[..
     """
     run = _Run(select_implementations(cfg, layout.platform), layout)
 
-    def local(params: Any, tokens_BT: jax.Array, rows: Rows, sampling: Sampling) -> tuple[Cache, jax.Array]:
+    def local(params: Any, tokens_BT: jax.Array, rows: Rows) -> tuple[Cache, jax.Array]:
         decoder, num_tokens = bind(params, run.cfg), tokens_BT.shape[1]
         positions_BT = jnp.broadcast_to(jnp.arange(num_tokens, dtype=jnp.int32), tokens_BT.shape)
-        x_BTD, present = run.blocks(decoder, tokens_BT, positions_BT, None)
+        x_BTD, present = run.blocks(decoder, tokens_BT, positions_BT, past=None)
         last_B11 = jnp.clip(rows.lengths - 1, 0, num_tokens - 1)[:, None, None]
         x_B1D = jnp.take_along_axis(x_BTD, last_B11, axis=1, mode="clip")
         unused = [(0, 0), (0, 0), (0, slots - num_tokens), (0, 0), (0, 0)]
         cache = Cache(*(jnp.pad(part, unused) for part in present))
-        return cache, run.next_tokens(decoder, x_B1D, sampling, draws=(rows.numbers, rows.lengths))
+        return cache, run.next_tokens(decoder, x_B1D, rows, places_B=rows.lengths)
 
-    def prefill(params: Any, tokens_BT: jax.Array, rows: Rows, sampling: Sampling) -> tuple[Cache, jax.Array]:
-        return run.everywhere(local, (P(ROWS), _ROW_SPECS, P()))(params, tokens_BT, rows, sampling)
+    def prefill(params: Any, tokens_BT: jax.Array, rows: Rows) -> tuple[Cache, jax.Array]:
+        return run.everywhere(local, (P(ROWS), _ROW_SPECS))(params, tokens_BT, rows)
 
     return jax.jit(prefill, out_shardings=run.out_shardings)
 
 
 def make_decode(cfg: ModelConfig, layout: Layout) -> Callable[..., tuple[Cache, jax.Array]]:
-    """Returns the jitted (params, Cache, tokens [B], slot, Rows, Sampling) -> (Cache, the token after each [B]).
+    """Returns the jitted (params, Cache, Turn) -> (Cache with the keys and values of that turn, the next tokens [B]).
 
-    `slot` is where `tokens` belong; their keys and values are written there. The cache is donated. Other arguments as
-    `make_prefill`.
+    The cache is donated. Arguments as `make_prefill`.
     """
     run = _Run(select_implementations(cfg, layout.platform), layout)
 
-    def local(
-        params: Any, cache: Cache, tokens_B: jax.Array, slot: jax.Array, rows: Rows, sampling: Sampling
-    ) -> tuple[Cache, jax.Array]:
-        decoder = bind(params, run.cfg)
+    def local(params: Any, cache: Cache, turn: Turn) -> tuple[Cache, jax.Array]:
+        decoder, rows = bind(params, run.cfg), turn.rows
         slot_1S = jax.lax.broadcasted_iota(jnp.int32, (1, cache.keys.shape[2]), 1)
-        generated_1S = (slot_1S >= rows.prompt_slots) & (slot_1S < slot)
+        generated_1S = (slot_1S >= rows.prompt_slots) & (slot_1S < turn.slot)
         past = Past(cache.keys, cache.values, (slot_1S < rows.lengths[:, None]) | generated_1S)
-        positions_B = rows.lengths + slot - rows.prompt_slots
-        x_B1D, present = run.blocks(decoder, tokens_B[:, None], positions_B[:, None], past)
+        positions_B = rows.lengths + turn.slot - rows.prompt_slots
+        x_B1D, present = run.blocks(decoder, turn.tokens[:, None], positions_B[:, None], past=past)
         written = (
-            jax.lax.dynamic_update_slice_in_dim(old, new, slot, axis=2)
+            jax.lax.dynamic_update_slice_in_dim(old, new, turn.slot, axis=2)
             for old, new in zip((cache.keys, cache.values), present, strict=True)
         )
-        return Cache(*written), run.next_tokens(decoder, x_B1D, sampling, draws=(rows.numbers, positions_B + 1))
+        return Cache(*written), run.next_tokens(decoder, x_B1D, rows, places_B=positions_B + 1)
 
-    def decode(
-        params: Any, cache: Cache, tokens_B: jax.Array, slot: jax.Array, rows: Rows, sampling: Sampling
-    ) -> tuple[Cache, jax.Array]:
-        fn = run.everywhere(local, (_CACHE_SPEC, P(ROWS), P(), _ROW_SPECS, P()))
-        return fn(params, cache, tokens_B, slot, rows, sampling)
+    def decode(params: Any, cache: Cache, turn: Turn) -> tuple[Cache, jax.Array]:
+        return run.everywhere(local, (_CACHE_SPEC, Turn(P(ROWS), P(), _ROW_SPECS)))(params, cache, turn)
 
     return jax.jit(decode, out_shardings=run.out_shardings, donate_argnums=(1,))
 
 
-def prefill_arguments(layout: Layout, shape: Shape) -> tuple[Any, Any, Any]:
+def prefill_arguments(layout: Layout, shape: Shape) -> tuple[Any, Rows]:
     """Returns shapes, dtypes and shardings of what `prefill` takes after the parameters.
 
     All but the cache come from the host, the same from every process.
     """
-    given = (_words(shape.num_rows, shape.prompt_slots), _abstract_rows(shape), abstract_sampling())
-    return _replicated(given, layout)
+    return _replicated((_words(shape.num_rows, shape.prompt_slots), _abstract_rows(shape)), layout)
 
 
-def decode_arguments(cfg: ModelConfig, layout: Layout, *, dtype: Any, shape: Shape) -> tuple[Any, ...]:
+def decode_arguments(cfg: ModelConfig, layout: Layout, *, dtype: Any, shape: Shape) -> tuple[Cache, Turn]:
     """Returns the same of what `decode` takes after the parameters, which are of `dtype`."""
     dims = (cfg.num_layers, shape.num_rows, shape.slots, cfg.num_kv_heads, cfg.head_dim)
-    where = NamedSharding(layout.mesh, _CACHE_SPEC)
-    part = jax.ShapeDtypeStruct(dims, dtype, sharding=where)
-    given = (_words(shape.num_rows), _words(), _abstract_rows(shape), abstract_sampling())
-    return Cache(part, part), *_replicated(given, layout)
+    part = jax.ShapeDtypeStruct(dims, dtype, sharding=NamedSharding(layout.mesh, _CACHE_SPEC))
+    turn = Turn(_words(shape.num_rows), _words(), _abstract_rows(shape))
+    return Cache(part, part), _replicated(turn, layout)
 
 
 _CACHE_SPEC = P("pipe", ROWS, None, "tensor_kv", None)
-_ROW_SPECS = Rows(P(ROWS), P(ROWS), P())
+_ROW_SPECS = Rows(P(ROWS), P(ROWS), P(), P())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,7 +173,7 @@ class _Run:
         return Spread(self.layout, param_axes(self.cfg)).forward(local, in_specs, (_CACHE_SPEC, P()))
 
     def blocks(
-        self, decoder: Decoder, tokens_BT: jax.Array, positions_BT: jax.Array, past: Past | None
+        self, decoder: Decoder, tokens_BT: jax.Array, positions_BT: jax.Array, *, past: Past | None
     ) -> tuple[jax.Array, KeysValues]:
         """Returns [B, T, D] after all layers, on every stage, and the keys and values of this stage's."""
         seat = self.seat
@@ -185,14 +189,13 @@ class _Run:
             present = tuple(kept)
         return summed(jnp.where(stage == self.layout.size(seat.pipe) - 1, y_BTD, 0), seat.pipe), present
 
-    def next_tokens(
-        self, decoder: Decoder, x_B1D: jax.Array, sampling: Sampling, *, draws: tuple[jax.Array, jax.Array]
-    ) -> jax.Array:
-        """Returns the tokens of the rows of all devices, on every device."""
+    def next_tokens(self, decoder: Decoder, x_B1D: jax.Array, rows: Rows, *, places_B: jax.Array) -> jax.Array:
+        """Returns the tokens at `places_B`, of the rows of all devices, on every device."""
         seat = self.seat
         head_VD = seat.weight(decoder.head_VD, ("vocab", "embed"))
         logits_BV = gathered(logits(decoder.normed(x_B1D), head_VD)[:, 0], seat.vocab, 1)
-        return gathered(sample(logits_BV, sampling, draws=draws), self.layout.wide(ROWS), 0)
+        tokens_B = sample(logits_BV, rows.sampling, draws=(rows.numbers, places_B))
+        return gathered(tokens_B, self.layout.wide(ROWS), 0)
 
 
 def _words(*dims: int) -> jax.ShapeDtypeStruct:
@@ -200,7 +203,7 @@ def _words(*dims: int) -> jax.ShapeDtypeStruct:
 
 
 def _abstract_rows(shape: Shape) -> Rows:
-    return Rows(_words(shape.num_rows), _words(shape.num_rows), _words())
+    return Rows(_words(shape.num_rows), _words(shape.num_rows), _words(), abstract_sampling())
 
 
 def _replicated(tree: Any, layout: Layout) -> Any:

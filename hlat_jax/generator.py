@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from hlat_jax.config import Config, ModelConfig, ParallelConfig
-from hlat_jax.decoding import Rows, Shape, decode_arguments, make_decode, make_prefill, prefill_arguments
+from hlat_jax.decoding import Rows, Shape, Turn, decode_arguments, make_decode, make_prefill, prefill_arguments
 from hlat_jax.model import param_axes
 from hlat_jax.ops.sampling import Sampling
 from hlat_jax.sharding import Layout, make_layout
@@ -175,13 +175,13 @@ def stream(
       stop_ids: tokens that end a row.
     """
     first_slot, left = programs.shape.prompt_slots, list(request.limits)
-    sampling, (tokens_BT, rows) = sampling.arguments(), _rows(request, programs.shape)
-    cache, tokens_B = programs.prefill(params, tokens_BT, rows, sampling)
+    tokens_BT, rows = _rows(request, programs.shape, sampling)
+    cache, tokens_B = programs.prefill(params, tokens_BT, rows)
     try:
         for slot in range(first_slot, first_slot + max(left)):
             following = None
             if max(left) > 1:  # asked of the device before this token is looked at
-                cache, following = programs.decode(params, cache, tokens_B, np.int32(slot), rows, sampling)
+                cache, following = programs.decode(params, cache, Turn(tokens_B, np.int32(slot), rows))
             found = np.asarray(tokens_B)[: len(left)].tolist()
             yield [token if more else None for token, more in zip(found, left, strict=True)]
             left = [0 if token in stop_ids else max(more - 1, 0) for token, more in zip(found, left, strict=True)]
@@ -224,14 +224,14 @@ def sample_shape(config: Config, layout: Layout) -> Shape:
     return Shape(layout.row_degree, prompt_slots, slots)
 
 
-def _rows(request: Request, shape: Shape) -> tuple[np.ndarray, Rows]:
+def _rows(request: Request, shape: Shape, sampling: Sampling) -> tuple[np.ndarray, Rows]:
     """Returns tokens [B, T] and what is known of the rows; those without a prompt are one token that nobody reads."""
     tokens_BT = np.zeros((shape.num_rows, shape.prompt_slots), np.int32)
     lengths_B, numbers_B = np.ones(shape.num_rows, np.int32), np.zeros(shape.num_rows, np.int32)
     for row, prompt in enumerate(request.prompts):
         tokens_BT[row, : len(prompt)] = prompt
         lengths_B[row], numbers_B[row] = len(prompt), request.numbers[row]
-    return tokens_BT, Rows(lengths_B, numbers_B, np.int32(shape.prompt_slots))
+    return tokens_BT, Rows(lengths_B, numbers_B, np.int32(shape.prompt_slots), sampling.arguments())
 
 
 def _prompt_slots(num_tokens: int, max_positions: int) -> int:

@@ -14,7 +14,7 @@ from hlat_jax.eval.perplexity import windows
 from hlat_jax.weights import open_weights
 
 TEXTS = ["It is a truth universally acknowledged, that a single man — in possession of a good fortune — must be in "
-         "want of a wife. However little known the feelings of such a man may be on his first entering a neighbourhood.",
+         "want of a wife. However little known the feelings of such a man may be on his first entering a place.",
          "x", "Emma Woodhouse, handsome, clever, and rich."]  # fmt: skip
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 

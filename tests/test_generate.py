@@ -1,8 +1,11 @@
 """The command that continues text: what it prints, that batches and meshes change nothing of it, what it refuses."""
 
+import types
+
+import numpy as np
 import pytest
 
-from hlat_jax.generate import Continued
+from hlat_jax.generate import Continued, _encoded
 from hlat_jax.generator import Generator, Sampling
 from hlat_jax.weights import open_weights
 
@@ -91,14 +94,10 @@ def test_generate_refuses_what_it_cannot_do(words, message, trained_run, generat
     assert message in error
 
 
-def test_generate_begins_with_bos_where_it_is_asked_to(trained_run, generate_here):
-    weights = open_weights(trained_run)
-    tokenizer = weights.open_tokenizer()
-    code, printed, error = generate_here(f"--checkpoint={trained_run}", "--prompt=Emma", "--bos", "--max_tokens=20")
-    if tokenizer.bos_id < 0:
-        assert (code, printed) == (2, "")
-        assert "has no BOS" in error
-    else:
-        ids = [tokenizer.bos_id, *tokenizer.encode("Emma").tolist()]
-        new = Generator(weights.model, weights.restore(None))([ids], max_tokens=20, stop_ids=(tokenizer.eos_id,))
-        assert (code, printed) == (0, tokenizer.decode(ids + new[0]) + "\n")
+def test_prompts_begin_with_bos_where_it_is_asked_for_and_there_is_one():
+    tokenizer = types.SimpleNamespace(encode=np.array, bos_id=1, path="some.model")
+    assert _encoded(tokenizer, [5, 6], 0, bos=True) == [1, 5, 6]
+    assert _encoded(tokenizer, [5, 6], 0, bos=False) == [5, 6]
+    tokenizer.bos_id = -1
+    with pytest.raises(ValueError, match=r"--bos: the tokenizer some.model has no BOS"):
+        _encoded(tokenizer, [5, 6], 0, bos=True)
