@@ -18,8 +18,7 @@ from hlat_jax import inference
 
 _USAGE = """Usage: python -m hlat_jax.generate --checkpoint=FOLDER --prompt=TEXT [--prompt=TEXT ...] [--FLAG=VALUE ...]
 
-A single prompt is written out while it is
-continued, several when their batch is done, each behind its number.
+A single prompt is written out while it is continued, several when their batch is done, each behind its number.
 """
 
 
