@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
 import pathlib
@@ -18,18 +19,18 @@ from importlib import metadata
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from hlat_jax import overlap
 from hlat_jax.config import Config
+from hlat_jax.decoding import decode_arguments, make_decode, make_prefill, prefill_arguments
 from hlat_jax.durable import write_whole
-from hlat_jax.generate import make_next_logits, sample_length
-from hlat_jax.model import select_implementations
+from hlat_jax.generator import sample_shape
 from hlat_jax.neuron.fingerprint import fingerprint
 from hlat_jax.sharding import Layout
-from hlat_jax.step import init_arguments, make_eval_step, make_init, step_arguments, traced_step
+from hlat_jax.step import abstract_state, init_arguments, make_eval_step, make_init, step_arguments, traced_step
 
 RECORD_FILE = "programs.json"
+GENERATION = ("prefill", "decode")
 _PACKAGE = pathlib.Path(__file__).resolve().parent
 _LIBRARIES = ("jax", "jaxlib", "flax", "optax")
 # What an entry of the record must have to be compared with.
@@ -37,17 +38,30 @@ _COMPARED = {"sha256", "cache", "platform", "mesh", "config", "libraries", "code
 _CACHE_HITS = "/jax/compilation_cache/cache_hits"
 
 
-def traced_programs(config: Config, layout: Layout) -> dict[str, Callable[[], Any]]:
-    """Returns what traces each program of a run, by name: train, init, and eval and generate where the config asks.
+def programs_of_run(config: Config) -> list[str]:
+    """Returns the names of the programs that training compiles.
 
     Saving, reading data and drawing curves happen on the host and compile nothing.
     """
-    found = {"train": lambda: traced_step(config, layout), "init": lambda: _init(config, layout)}
-    if config.data.validation:
-        found["eval"] = lambda: _eval(config, layout)
-    if config.train.sample_prompt:
-        found["generate"] = lambda: _generate(config, layout)
-    return found
+    found = ["train", "init"]
+    found += ["eval"] if config.data.validation else []
+    return found + (list(GENERATION) if config.train.sample_prompt else [])
+
+
+def named_programs(config: Config, word: str) -> list[str]:
+    """Returns the programs that a command means by a word: "all" those of a run, "generate" generation's, or a name."""
+    if word == "all":
+        return programs_of_run(config)
+    return list(GENERATION) if word == "generate" else [word]
+
+
+def traced_programs(config: Config, layout: Layout) -> dict[str, Callable[[], Any]]:
+    """Returns what traces each program, by name, whether a run of the config compiles it or not.
+
+    The shape of generation is that of the run's samples.
+    """
+    makers = {"train": traced_step, "init": _init, "eval": _eval, "prefill": _prefill, "decode": _decode}
+    return {name: functools.partial(make, config, layout) for name, make in makers.items()}
 
 
 class Compilations:
@@ -126,10 +140,12 @@ def _eval(config: Config, layout: Layout) -> Any:
     return make_eval_step(config, layout).trace(state["params"], batch)
 
 
-def _generate(config: Config, layout: Layout) -> Any:
-    state, _, _ = step_arguments(config, layout)
-    model = select_implementations(config.model, layout.platform)
-    everywhere = layout.replicated()  # so that every process can read the logits
-    tokens = jax.ShapeDtypeStruct((1, sample_length(config)), jnp.int32, sharding=everywhere)
-    last = jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere)
-    return make_next_logits(model, sharding=everywhere).trace(state["params"], tokens, last)
+def _prefill(config: Config, layout: Layout) -> Any:
+    shape, params = sample_shape(config, layout), abstract_state(config, layout)["params"]
+    return make_prefill(config.model, layout, slots=shape.slots).trace(params, *prefill_arguments(layout, shape))
+
+
+def _decode(config: Config, layout: Layout) -> Any:
+    shape, params = sample_shape(config, layout), abstract_state(config, layout)["params"]
+    arguments = decode_arguments(config.model, layout, dtype=params["embed"].dtype, shape=shape)
+    return make_decode(config.model, layout).trace(params, *arguments)

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from hlat_jax.config import Config, check_parallel
+from hlat_jax.config import Config, ModelConfig, ParallelConfig, check_parallel
 from hlat_jax.sharding import MESH_AXES, TENSOR, Layout, abstract_layout, make_layout, resolve_degrees
 
 
@@ -38,8 +38,29 @@ def check_degrees(config: Config, num_devices: int) -> None:
     parallel = dataclasses.replace(parallel, **degrees)
     check_parallel(parallel, config.model)
     layout = abstract_layout(parallel, num_devices, num_kv_heads=config.model.num_kv_heads)
-    _check_model(config, layout)
+    _check_model(config.model, layout)
+    if layout.sequence_parallel:
+        _check_divisor("data.seq_len", config.data.seq_len, layout, TENSOR)
     _check_rows(config, layout.row_degree)
+
+
+def layout_of_model(model: ModelConfig, parallel: ParallelConfig, devices: Sequence[Any]) -> Layout:
+    """Returns the layout of a model without a batch, over as many of `devices` as the degrees multiply to.
+
+    Raises:
+      ValueError: more devices than there are, or a size of the model that does not divide.
+    """
+    wanted = [getattr(parallel, axis) for axis in MESH_AXES]
+    count = len(devices) if -1 in wanted else math.prod(wanted)
+    if count > len(devices):
+        named = " x ".join(f"parallel.{axis}={degree}" for axis, degree in zip(MESH_AXES, wanted, strict=True))
+        raise ValueError(f"{named} takes {count} devices and there are {len(devices)}; lower a degree.")
+    degrees = dict(zip(MESH_AXES, resolve_degrees(parallel, count), strict=True))
+    parallel = dataclasses.replace(parallel, **degrees)
+    check_parallel(parallel, model)
+    layout = make_layout(parallel, devices[:count], num_kv_heads=model.num_kv_heads)
+    _check_model(model, layout)
+    return layout
 
 
 def passes(config: Config, num_devices: int) -> bool:
@@ -88,8 +109,7 @@ def _advice(config: Config, num_devices: int) -> str:
     return f"The nearest degrees that pass every check on {num_devices} devices: {', '.join(changed)}{note}."
 
 
-def _check_model(config: Config, layout: Layout) -> None:
-    model = config.model
+def _check_model(model: ModelConfig, layout: Layout) -> None:
     tensor = layout.degrees["tensor"]
     if layout.wide(("tensor_rep",)) and model.fuse_qkv:
         raise ValueError(
@@ -109,8 +129,6 @@ def _check_model(config: Config, layout: Layout) -> None:
         sizes["kv_embed"] = sizes["embed"]
     for axis, (path, size) in sizes.items():
         _check_divisor(path, size, layout, layout.state_rules[axis])
-    if layout.sequence_parallel:
-        _check_divisor("data.seq_len", config.data.seq_len, layout, TENSOR)
 
 
 def _check_divisor(path: str, size: int, layout: Layout, places: Sequence[str]) -> None:

@@ -82,6 +82,38 @@ def words(argv: Sequence[str], values: flags.FlagValues, *, usage: str, missing:
     return found
 
 
+def parse_own(argv: Sequence[str], define: Callable[[flags.FlagValues], None], *, usage: str) -> flags.FlagValues:
+    """Returns the flags of a command that takes no config.
+
+    Args:
+      argv: the command line without the program.
+      define: as for `parse`.
+      usage: the first lines of `--help`.
+
+    Raises:
+      ValueError: an unknown flag (with the nearest valid one), a value of a wrong type, or a word that is no flag.
+      SystemExit: with code 0, after `--help`.
+    """
+    values = flags.FlagValues()
+    define(values)
+    if any(word in ("--help", "-h") for word in argv):
+        rows = [f"  --{name:<16} {values[name].help} Default: {values[name].default!r}." for name in values]
+        print("\n".join((usage, "Flags:", *rows)))
+        sys.exit(0)
+    known = {f"--{name}" for name in values}
+    for word in argv:
+        name = word.split("=", 1)[0]
+        if name.startswith("--") and name not in known and f"--{name.removeprefix('--no')}" not in known:
+            raise ValueError(f"unknown flag {name}. {config_lib.nearest(name, known)}")
+    try:
+        rest = values(["hlat_jax", *argv])
+    except (flags.Error, ValueError) as error:
+        raise ValueError(str(error)) from None
+    if len(rest) > 1:
+        raise ValueError(f"unexpected argument {rest[1]!r}; every argument is --flag=value.")
+    return values
+
+
 def main(command: Callable[[Sequence[str]], int]) -> None:
     """Runs a command on sys.argv and exits; an error of the user's is one line on stderr and exit code 2."""
     try:

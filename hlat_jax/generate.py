@@ -1,75 +1,131 @@
-"""Continues text with a trained model: static shapes, one compile, sampling on the host.
+"""`python -m hlat_jax.generate --checkpoint=runs/tiny --prompt="It is"`: continues text with a trained model.
 
-Owns the sampling rule. Each new token runs the whole prefix again: right for samples during training, slow for long
-texts (a key-value cache belongs here when generation becomes a command).
+Owns the command line, text and the terminal. How tokens come about is in `generator`, which needs none of these.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import pathlib
+import sys
+import time
+from collections.abc import Sequence
 from typing import Any
 
-import jax
-import numpy as np
+from absl import flags, logging
 
-from hlat_jax.config import Config, ModelConfig
-from hlat_jax.model import bind
-from hlat_jax.ops.cross_entropy import logits
+from hlat_jax import flags as flags_lib
+from hlat_jax import inference
 
-_PREFIX_TOKENS = 4  # BOS, and the mark of a word's beginning, in bytes
-_LENGTH_STEP = 128
+_USAGE = """Usage: python -m hlat_jax.generate --checkpoint=FOLDER --prompt=TEXT [--prompt=TEXT ...] [--FLAG=VALUE ...]
 
-
-def sample_text(next_logits: Callable[..., jax.Array], params: Any, tokenizer: Any, *, config: Config) -> str:
-    """Returns `train.sample_prompt` and its continuation, sampled at temperature 0.8 until EOS or `sample_tokens`.
-
-    Args:
-      next_logits: as `make_next_logits` gives it, for `sample_length` tokens.
-      params: parameters of a decoder of `config.model`.
-      tokenizer: has encode, decode and eos_id.
-      config: prompt, longest continuation, and the seed of the host's generator; the same seed gives the same text.
-    """
-    train, length = config.train, sample_length(config)
-    ids = tokenizer.encode(train.sample_prompt)[: length - 1]
-    if len(ids) == 0:
-        raise ValueError(f"train.sample_prompt={train.sample_prompt!r} has no token; give a word to start from.")
-    tokens = np.zeros((1, length), np.int32)
-    tokens[0, : len(ids)] = ids
-    generator = np.random.default_rng(train.seed)
-
-    end = min(len(ids) + train.sample_tokens, length)
-    for position in range(len(ids), end):
-        scores = np.asarray(next_logits(params, tokens, np.int32(position - 1)), np.float64) / 0.8
-        probabilities = np.exp(scores - scores.max())
-        token = int(generator.choice(len(scores), p=probabilities / probabilities.sum()))
-        if token == tokenizer.eos_id:
-            end = position
-            break
-        tokens[0, position] = token
-    return tokenizer.decode(tokens[0, :end])
+A single prompt is written out while it is continued, several when their batch is done, each behind its number.
+"""
 
 
-def sample_length(config: Config) -> int:
-    """Returns the tokens of the one shape that a sample is made in: prompt and continuation, what is longer is cut.
+def main(argv: Sequence[str]) -> int:
+    """Continues the prompts of the command line and prints them; returns 0."""
+    values = flags_lib.parse_own(argv, _define, usage=_USAGE)
+    prompts = _prompts(values)
+    logging.set_verbosity(logging.ERROR)  # libraries tell of profilers; our own words are printed
+    from hlat_jax.generator import Generator, Sampling  # imports JAX, which --help does not need
 
-    No tokenizer is asked, so that the program is known before there is one: a token of the prompt is taken for a byte.
-    Zeros behind the last token change nothing before them.
-    """
-    most = len(config.train.sample_prompt.encode()) + _PREFIX_TOKENS + config.train.sample_tokens
-    return min(-(-most // _LENGTH_STEP) * _LENGTH_STEP, config.model.max_positions)
+    sampling = Sampling(values.temperature, values.top_k, values.top_p, values.seed)
+    sampling.arguments()  # refused before anything is read
+    trained = inference.trained_model(values)
+    tokenizer = trained.tokenizer
+    _tell(trained.described)
+    ids = [_encoded(tokenizer, prompt, number, bos=values.bos) for number, prompt in enumerate(prompts)]
+    generator = Generator(trained.model, trained.params, layout=trained.layout, tell=_tell)
+    options = {"max_tokens": values.max_tokens, "sampling": sampling, "stop_ids": (tokenizer.eos_id,)}
+    for first in range(0, len(ids), values.batch_size):
+        batch = ids[first : first + values.batch_size]
+        texts = [Continued(tokenizer, prompt) for prompt in batch]
+        _print(texts, generator.stream(batch, first_number=first, **options), alone=len(ids) == 1, first=first)
+    return 0
 
 
-def make_next_logits(cfg: ModelConfig, *, sharding: Any) -> Callable[..., jax.Array]:
-    """Returns the jitted (params, tokens [1, T], index of the last token) -> fp32 logits [V] of the next one.
+class Continued:
+    """The text of a prompt and of what follows it, in parts that can be printed while tokens come in."""
 
-    Args:
-      cfg: the model.
-      sharding: of the logits; None: where they are made.
-    """
+    def __init__(self, tokenizer: Any, prompt: Sequence[int]):
+        self._tokenizer = tokenizer
+        self._ids = list(prompt)
+        self._told = ""
 
-    def next_logits(params: Any, tokens_BT: jax.Array, last: jax.Array) -> jax.Array:
-        hidden_BTD = bind(params, cfg).hidden_states(tokens_BT)
-        last_B1D = jax.lax.dynamic_slice_in_dim(hidden_BTD, last, 1, axis=1)
-        return logits(last_B1D, bind(params, cfg).head_VD)[0, 0]
+    def add(self, token: int | None) -> None:
+        """Takes the next token; None: there is none."""
+        if token is not None:
+            self._ids.append(token)
 
-    return jax.jit(next_logits, out_shardings=sharding)
+    def part(self) -> str:
+        """Returns what is certain by now and was not returned before; half of a character is not certain."""
+        certain = self.whole().rstrip("\ufffd")
+        part, self._told = certain[len(self._told) :], max(certain, self._told, key=len)
+        return part
+
+    def rest(self) -> str:
+        """Returns what was not returned before, when nothing follows."""
+        return self.whole()[len(self._told) :]
+
+    def whole(self) -> str:
+        """Returns the text of all tokens; control tokens, such as EOS, give none."""
+        return self._tokenizer.decode(self._ids)
+
+
+def _print(texts: Sequence[Continued], steps: Any, *, alone: bool, first: int) -> None:
+    began, num_tokens = time.monotonic(), 0
+    for step in steps:
+        num_tokens += sum(token is not None for token in step)
+        for text, token in zip(texts, step, strict=True):
+            text.add(token)
+        if alone:
+            print(texts[0].part(), end="", flush=True)
+    if alone:
+        print(texts[0].rest())
+    else:
+        for number, text in enumerate(texts, first):
+            print(f"[{number}] {text.whole()}", flush=True)
+    _tell(f"{num_tokens} tokens in {time.monotonic() - began:.1f} s")
+
+
+def _prompts(values: flags.FlagValues) -> list[str]:
+    prompts = list(values.prompt or ())
+    if values.prompts_file:
+        path = pathlib.Path(values.prompts_file).expanduser()
+        if not path.is_file():
+            raise ValueError(f"--prompts_file={values.prompts_file}: no such file (looked from {pathlib.Path.cwd()}).")
+        prompts += [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    if not prompts:
+        raise ValueError("there is no prompt; give --prompt=TEXT, or --prompts_file=FILE with a prompt in each line.")
+    return prompts
+
+
+def _encoded(tokenizer: Any, prompt: str, number: int, *, bos: bool) -> list[int]:
+    if bos and tokenizer.bos_id < 0:
+        raise ValueError(f"--bos: the tokenizer {tokenizer.path} has no BOS; leave it out.")
+    ids = [tokenizer.bos_id] * bos + tokenizer.encode(prompt).tolist()
+    if not ids:
+        raise ValueError(f"prompt {number} is {prompt!r}, which has no token; give a word, or --bos to start from BOS.")
+    return ids
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _define(values: flags.FlagValues) -> None:
+    inference.define(values)
+    options = {"flag_values": values}
+    flags.DEFINE_multi_string("prompt", None, "Text to continue; may be given several times.", **options)
+    flags.DEFINE_string("prompts_file", "", "File with a prompt in each line; blank lines are left out.", **options)
+    flags.DEFINE_bool("bos", False, "Begin prompts with BOS, for models that were trained so.", **options)
+    flags.DEFINE_integer("max_tokens", 128, "Most new tokens of a prompt.", 1, **options)
+    flags.DEFINE_float("temperature", 0.0, "Divides the logits; 0: always the most likely token.", **options)
+    flags.DEFINE_integer("top_k", 0, "Draw from the k most likely tokens; 0: from all.", **options)
+    flags.DEFINE_float("top_p", 1.0, "Draw from the most likely tokens of this probability together.", **options)
+    flags.DEFINE_integer("seed", 0, "Of the draws; the same one gives the same text, on any mesh.", **options)
+    flags.DEFINE_integer("batch_size", 32, "Prompts that run together.", 1, **options)
+
+
+if __name__ == "__main__":
+    flags_lib.main(main)

@@ -43,7 +43,7 @@ from hlat_jax.data.streams import data_drift
 from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.drift import config_drift
 from hlat_jax.eval.validation import Validation
-from hlat_jax.generate import sample_text
+from hlat_jax.generator import Programs, sample_shape, sample_text
 from hlat_jax.machine import device_memory, fitting_layout
 from hlat_jax.metrics import MetricsLog, SilentLog
 from hlat_jax.neuron.env import recorded
@@ -68,7 +68,7 @@ class Run:
     checkpointer: Checkpointer
     validation: Validation | None
     train_step: Any
-    next_logits: Any  # None: no sample
+    sampler: Programs | None  # None: no sample
     log: MetricsLog | SilentLog
     settings: dict[str, Any]  # what a checkpoint belongs to, see _settings
     state: Any
@@ -183,10 +183,10 @@ def _open(config: Config, workdir: pathlib.Path, layout: Layout, stack: contextl
     log = stack.enter_context(closing_quietly(_metrics_log(config, workdir, layout, step)))
     train_step = _compiled_step(config, layout, compilations)
     validation = Validation(held_out, compilations.compiled("eval"), layout) if held_out else None
-    next_logits = compilations.compiled("generate") if config.train.sample_prompt else None
+    sampler = _compiled_sampler(config, layout, compilations) if config.train.sample_prompt else None
     if distributed.is_first():
         compilations.write(workdir)
-    programs = (train_step, next_logits)
+    programs = (train_step, sampler)
     parts = (config, workdir, layout, tokenizer, batches, checkpointer, validation, *programs, log, settings)
     return Run(*parts, state, step, position, moving["tokens"], moving["num_nonfinite"])
 
@@ -324,6 +324,10 @@ def _compiled_step(config: Config, layout: Layout, compilations: Compilations) -
     return compiled
 
 
+def _compiled_sampler(config: Config, layout: Layout, compilations: Compilations) -> Programs:
+    return Programs(compilations.compiled("prefill"), compilations.compiled("decode"), sample_shape(config, layout))
+
+
 def _tell_skipped(held_out: dict[str, HeldOut]) -> None:
     for name, source in held_out.items():
         if source.num_skipped:
@@ -370,8 +374,8 @@ def _refuse_drift(step: int, saved: dict[str, Any], current: dict[str, Any]) -> 
 
 
 def _sample(run: Run, when: str) -> None:
-    if run.next_logits is not None:
-        text = sample_text(run.next_logits, run.state["params"], run.tokenizer, config=run.config)
+    if run.sampler is not None:
+        text = sample_text(run.sampler, run.state["params"], run.tokenizer, config=run.config)
         print(f"sample {when}: {text}")
 
 

@@ -36,6 +36,17 @@ from hlat_jax.ops.norm import rms_norm
 from hlat_jax.ops.rope import Llama3Scaling, apply_rope, rope_frequencies, rope_tables
 from hlat_jax.ops.swiglu import swiglu
 
+KeysValues = tuple[jax.Array, jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Past:
+    """Keys (rotated) and values of earlier tokens, of all layers, and which slots of each row hold some."""
+
+    keys_LBSKH: jax.Array
+    values_LBSKH: jax.Array
+    visible_BS: jax.Array
+
 
 @dataclasses.dataclass(frozen=True)
 class Context:
@@ -45,13 +56,15 @@ class Context:
       cos: fp32 [B, T, H/2], rotary table.
       sin: likewise.
       segment_ids: int32 [B, T], or None when every row is one segment.
-      shards: which parts of parameters and activations this device holds; all of them by default.
+      shards: which parts of parameters and activations this device holds.
+      visible_BS: bool, which slots of a cache may be read; None: there is no cache.
     """
 
     cos: jax.Array
     sin: jax.Array
     segment_ids: jax.Array | None
     shards: Shards
+    visible_BS: jax.Array | None = None
 
     def columns(self, x_BTD: jax.Array, *params: nnx.Param) -> tuple[jax.Array, ...]:
         """Returns products with matrices whose columns are split: reads the whole sequence, gives this device's."""
@@ -105,19 +118,30 @@ class Attention(nnx.Module):
             self.kv = _normal(rngs, (d, 2, k, h), cfg.init_std, axes=("kv_embed", "qkv", "kv_heads", "head_dim"))
         self.out = _normal(rngs, (cfg.num_heads, h, d), _output_std(cfg), axes=("heads", "head_dim", "embed"))
 
-    def __call__(self, x_BTD: jax.Array, context: Context) -> jax.Array:
+    def __call__(self, x_BTD: jax.Array, context: Context, past: KeysValues | None) -> tuple[jax.Array, KeysValues]:
+        """Returns what the block adds [B, T, D], and the keys (rotated) and values [B, T, K, H] of its tokens.
+
+        `past`: those [B, S, K, H] of earlier tokens, of which `context.visible_BS` are seen, and then T is 1; None:
+        the tokens see each other.
+        """
         q_BTNH, k_BTKH, v_BTKH = self.project(x_BTD, context)
         q_BTNH = checkpoint_name(apply_rope(q_BTNH, cos=context.cos, sin=context.sin), "q")
         k_BTKH = checkpoint_name(apply_rope(k_BTKH, cos=context.cos, sin=context.sin), "k")
         v_BTKH = checkpoint_name(v_BTKH, "v")
-        mixed_BTNH = attention_op.attention(
-            q_BTNH,
-            k_BSKH=k_BTKH,
-            v_BSKH=v_BTKH,
-            segment_ids_BT=context.segment_ids,
-            implementation=self.cfg.attention,
-        )
-        return context.rows(checkpoint_name(mixed_BTNH, "attn_out"), self.out, contract=2)
+        if past is None:
+            mixed_BTNH = attention_op.attention(
+                q_BTNH,
+                k_BSKH=k_BTKH,
+                v_BSKH=v_BTKH,
+                segment_ids_BT=context.segment_ids,
+                implementation=self.cfg.attention,
+            )
+        else:
+            mixed_BTNH = attention_op.extended_attention(
+                q_BTNH, k_BTKH=k_BTKH, v_BTKH=v_BTKH, past_BSKH=past, visible_BS=context.visible_BS
+            )
+        added_BTD = context.rows(checkpoint_name(mixed_BTNH, "attn_out"), self.out, contract=2)
+        return added_BTD, (k_BTKH, v_BTKH)
 
     def project(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Returns this device's queries [B, T, N, H], keys and values [B, T, K, H], before rotation."""
@@ -156,11 +180,13 @@ class DecoderLayer(nnx.Module):
         self.mlp_norm = RMSNorm(cfg)
         self.mlp = MLP(cfg, rngs=rngs)
 
-    def __call__(self, x_BTD: jax.Array, context: Context) -> jax.Array:
+    def __call__(self, x_BTD: jax.Array, context: Context, past: KeysValues | None) -> tuple[jax.Array, KeysValues]:
+        """Returns the next [B, T, D], and keys and values; see `Attention`."""
         normed_BTD = checkpoint_name(self.attention_norm(x_BTD), "attn_norm")
-        x_BTD = checkpoint_name(x_BTD + self.attention(normed_BTD, context), "residual")
+        added_BTD, present = self.attention(normed_BTD, context, past)
+        x_BTD = checkpoint_name(x_BTD + added_BTD, "residual")
         normed_BTD = checkpoint_name(self.mlp_norm(x_BTD), "mlp_norm")
-        return x_BTD + self.mlp(normed_BTD, context)
+        return x_BTD + self.mlp(normed_BTD, context), present
 
 
 class Decoder(nnx.Module):
@@ -230,14 +256,38 @@ class Decoder(nnx.Module):
         shards: Shards = ALONE,
     ) -> jax.Array:
         """Returns [B, T, D] after this device's layers; `positions_BT` and `segment_ids_BT` are of the whole rows."""
-        cos, sin = rope_tables(positions_BT, frequencies=_frequencies(self.cfg))
-        context = Context(cos, sin, segment_ids_BT, shards)
+        context = Context(*self._rope(positions_BT), segment_ids_BT, shards)
         graphdef, stacked = nnx.split(self.layers)
 
         def layer(params, x_BTD):
-            return nnx.merge(graphdef, params)(x_BTD, context)
+            return nnx.merge(graphdef, params)(x_BTD, context, None)[0]
 
         return stack.run_layers(layer, stacked, x_BTD, loop=self.cfg.layer_loop, remat=self.cfg.remat)
+
+    def caching_blocks(
+        self,
+        x_BTD: jax.Array,
+        positions_BT: jax.Array,
+        *,
+        past: Past | None = None,
+        shards: Shards = ALONE,
+    ) -> tuple[jax.Array, KeysValues]:
+        """Returns `blocks`, and the keys and values [L, B, T, K, H] of these tokens; forward only.
+
+        With `past`, T is 1 and the token sees that and itself.
+        """
+        visible_BS, cached = (None, None) if past is None else (past.visible_BS, (past.keys_LBSKH, past.values_LBSKH))
+        context = Context(*self._rope(positions_BT), None, shards, visible_BS)
+        graphdef, stacked = nnx.split(self.layers)
+
+        def layer(params_and_past, x_BTD):
+            params, past = params_and_past
+            return nnx.merge(graphdef, params)(x_BTD, context, past)
+
+        return stack.collect_layers(layer, (stacked, cached), x_BTD, loop=self.cfg.layer_loop)
+
+    def _rope(self, positions_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return rope_tables(positions_BT, frequencies=_frequencies(self.cfg))
 
     def normed(self, x_BTD: jax.Array) -> jax.Array:
         """Returns what the head reads."""

@@ -176,7 +176,10 @@ def stochastic_round(value: jax.Array, dtype: Any, *, bits: jax.Array) -> jax.Ar
 
 
 def random_bits(words: tuple[jax.Array, ...], name: str, shape: tuple[int, ...]) -> jax.Array:
-    """Returns uint32 bits of a shape: a hash of the words, a name and each element's index, of 64 bits in two words."""
+    """Returns uint32 bits of a shape: a hash of the words, a name and each element's index, of 64 bits in two words.
+
+    Words of a shape are broadcast against the bits, which are then those of each word.
+    """
     key = jnp.uint32(zlib.crc32(name.encode()))
     for word in words:
         key = _mixed(key ^ _mixed(word))

@@ -97,6 +97,10 @@ class Spread:
 
         return self._manual(everywhere, (self._params, P(ROWS)), (P(), P()))
 
+    def forward(self, local: Callable, in_specs: tuple, out_specs: Any) -> Callable:
+        """Returns (params, *args) -> what `local` gives of the parts of one device, `args` and result as specified."""
+        return self._manual(local, (self._params, *in_specs), out_specs)
+
     def state_shardings(self, state: Any) -> Any:
         """Returns where every leaf of a program's state lies: parameters by their axes, their mirrors likewise.
 

@@ -53,6 +53,26 @@ def run_layers(
     return x
 
 
+def collect_layers(
+    layer: Callable[[Any, jax.Array], tuple[jax.Array, Any]], stacked: Any, x: jax.Array, *, loop: str
+) -> tuple[jax.Array, Any]:
+    """Returns `x` after every layer in turn, and what each layer gave beside it, stacked [L, ...]; no backward pass.
+
+    Args:
+      layer: maps (parameters of one layer, x) to (next x, a tree of arrays).
+      stacked: as for `run_layers`.
+      x: activations.
+      loop: likewise.
+    """
+    if loop == "scan":
+        return jax.lax.scan(lambda carry, params: layer(params, carry), x, stacked)
+    given = []
+    for params in _slices(stacked):
+        x, beside = layer(params, x)
+        given.append(beside)
+    return x, jax.tree.map(lambda *leaves: jax.numpy.stack(leaves), *given)
+
+
 def rematerialized(layer: Callable, remat: str, *, prevent_cse: bool) -> Callable:
     """Returns the layer with the backward pass of a remat choice.
 

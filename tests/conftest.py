@@ -68,6 +68,39 @@ def _command_runner(command, monkeypatch, capsys):
     return run
 
 
+@pytest.fixture(scope="session")
+def trained_run(tmp_path_factory):
+    """The folder of a run of 24 steps: a model of two layers of 32, 32 positions, the tokenizer of `tiny`."""
+    from micro import write_config
+
+    from hlat_jax import loop
+
+    folder = tmp_path_factory.mktemp("trained")
+    c = config_lib.load(str(write_config(folder)))
+    c.data.validation = ""
+    one = jax.devices()[:1]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop.jax, "devices", lambda *_: one)
+        assert loop.train(config_lib.resolve(c), folder / "run") == 0
+    return folder / "run"
+
+
+@pytest.fixture
+def generate_here(monkeypatch, capsys):
+    """A function of the words of a generation that runs it in this process: (exit code, stdout, stderr)."""
+    from hlat_jax import generate
+
+    return _command_runner(generate.main, monkeypatch, capsys)
+
+
+@pytest.fixture
+def evaluate_here(monkeypatch, capsys):
+    """A function of the words of an evaluation that runs it in this process: (exit code, stdout, stderr)."""
+    from hlat_jax import evaluate
+
+    return _command_runner(evaluate.main, monkeypatch, capsys)
+
+
 @pytest.fixture
 def data_here(monkeypatch, capsys):
     """A function of the words of a data command that runs it in this process: (exit code, stdout, stderr)."""

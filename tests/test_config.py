@@ -31,8 +31,8 @@ from hlat_jax.data.held_out import open_held_out
 from hlat_jax.data.loader import TrainBatches
 from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.machine import fitting_layout
-from hlat_jax.ops import table
 from hlat_jax.model import abstract_params
+from hlat_jax.ops import table
 from hlat_jax.optimizer import learning_rate
 from hlat_jax.sharding import make_layout
 from hlat_jax.step import abstract_state, init_state, traced_step

@@ -492,7 +492,7 @@ def test_lint_of_a_shipped_config_has_no_error_and_no_unexplained_warning(name, 
     code, printed, error = lint_here(f"--config={name}", f"--target={target}", f"--json={tmp_path / 'found.json'}")
     assert (code, error) == (0, "")
     report = json.loads((tmp_path / "found.json").read_text())
-    expected = ["train", "init", "eval"] + (["generate"] if name == "tiny" else [])
+    expected = ["train", "init", "eval"] + (["prefill", "decode"] if name == "tiny" else [])
     assert list(report["programs"]) == expected
     for program, found in report["programs"].items():
         rows = found["findings"]
@@ -503,6 +503,15 @@ def test_lint_of_a_shipped_config_has_no_error_and_no_unexplained_warning(name, 
     devices = {"tiny": 4, "160m": 8, "1b": 8, "7b": 2048, "70b": 8192}[name]
     assert f"{name} for {target}, {devices:,} devices" in printed
     assert time.monotonic() - began < 120  # seconds alone; other tests run beside it
+
+
+@pytest.mark.parametrize("name", ["7b", "70b"])
+def test_lint_of_generation_has_no_finding_but_infos(name, tmp_path, lint_here):
+    code, _, error = lint_here(f"--config={name}", "--program=generate", f"--json={tmp_path / 'found.json'}")
+    assert (code, error) == (0, "")
+    report = json.loads((tmp_path / "found.json").read_text())
+    assert list(report["programs"]) == ["prefill", "decode"]
+    assert {row["severity"] for found in report["programs"].values() for row in found["findings"]} == {"info"}
 
 
 def test_lint_explains_no_warning_that_does_not_occur(lint_here, tmp_path):
@@ -550,7 +559,6 @@ def test_lint_takes_the_list_of_the_compiler(lint_here, tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--config=160m", "--program=generate"], "config 160m makes none; it has train, init, eval."),
         (["--config=tiny", "--target=trn3"], "trn3"),
         (["--config=tiny", "--programme=train"], "Did you mean '--program'?"),
         (["--config=7b", "--devices=12"], "need a multiple of 8 devices and there are 12"),

@@ -14,7 +14,6 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.sharding import PartitionSpec as P
 
-from hlat_jax.collectives import Spread
 from hlat_jax.config import resolve
 from hlat_jax.model import init_params, param_axes
 from hlat_jax.passes import autocast as autocast_lib
@@ -23,6 +22,7 @@ from hlat_jax.passes.jaxpr import equations, reaching
 from hlat_jax.precision import POLICIES as PRECISIONS
 from hlat_jax.program import ProgramOptions, training_program
 from hlat_jax.sharding import make_layout
+from hlat_jax.spread import Spread
 from hlat_jax.step import parts
 
 BF16_STEP = 2.0**-8

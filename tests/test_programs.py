@@ -25,7 +25,7 @@ from hlat_jax.step import init_state
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
 ONE = changes.Place("neuron", {"pipe": 1, "data": 1, "fsdp": 1, "tensor": 1})
-PROGRAMS = ("train", "init", "eval", "generate")
+PROGRAMS = ("train", "init", "eval", "prefill", "decode")
 # What changes between runs, of a seed, a schedule, a length or a folder: no program may depend on any of it.
 FREE = {
     "optimizer.peak_lr": 1e-5,
@@ -55,7 +55,7 @@ TABLE = [
     ("data.packing", "documents", ("train", "eval")),
     ("train.num_microbatches", 2, ("train",)),
     ("train.z_loss_weight", 1e-4, ("train",)),
-    ("train.sample_tokens", 400, ("generate",)),
+    ("train.sample_tokens", 400, ("prefill", "decode")),
     ("optimizer.beta1", 0.8, ("train",)),
     ("optimizer.eps", 1e-6, ("train",)),
     ("optimizer.weight_decay", 0.2, ("train",)),
@@ -65,14 +65,14 @@ TABLE = [
     ("model.num_layers", 2, PROGRAMS),
     ("model.mlp_dim", 96, PROGRAMS),
     ("model.init_std", 0.01, ("init",)),
-    ("model.rope_theta", 500.0, ("train", "eval", "generate")),
+    ("model.rope_theta", 500.0, ("train", "eval", "prefill", "decode")),
     ("model.remat", "full", ("train", "eval")),
-    ("model.layer_loop", "unroll", ("train", "eval", "generate")),
+    ("model.layer_loop", "unroll", ("train", "eval", "prefill", "decode")),
 ]
 
 
 def config_with(changed=()):
-    """Returns a small config with all four programs; `changed` has values by the paths of their keys."""
+    """Returns a small config with all five programs; `changed` has values by the paths of their keys."""
     tree = small_config().to_dict()
     tree["model"]["max_positions"] = 1024
     tree["data"]["validation"] = "held_out.jsonl"
@@ -202,7 +202,7 @@ def run(tmp_path, monkeypatch):
 def test_a_run_compiles_its_programs_once_each_and_nothing_else(run):
     jax.clear_caches()
     compiled, config, workdir = run()
-    assert sorted(compiled) == ["jit(eval_step)", "jit(initial)", "jit(next_logits)", "jit(train_step)"]
+    assert sorted(compiled) == [f"jit({name})" for name in ("decode", "eval_step", "initial", "prefill", "train_step")]
     place = changes.Place("cpu", ONE.degrees)
     for name, entry in recorded(workdir).items():
         assert entry["sha256"] == changes.program(name, config, place).sha256, name
@@ -213,7 +213,7 @@ def test_a_run_that_goes_on_compiles_no_other_program(run):
     _, _, workdir = run()
     before = {name: entry["sha256"] for name, entry in recorded(workdir).items()}
     compiled, _, _ = run(train__num_steps=7)
-    assert sorted(compiled) == ["jit(eval_step)", "jit(next_logits)", "jit(train_step)"]
+    assert sorted(compiled) == [f"jit({name})" for name in ("decode", "eval_step", "prefill", "train_step")]
     assert {name: entry["sha256"] for name, entry in recorded(workdir).items()} == before
 
 
@@ -270,7 +270,7 @@ def test_the_command_says_what_is_the_same_and_what_is_new_and_why(run, programs
     batch, beta = "batch: data.batch_size 4 -> 8", "config: optimizer.beta1 0.9 -> 0.5"
     assert sorted(found["train"]["why"]) == [batch, beta]
     assert found["eval"]["why"] == [batch]
-    assert found["init"]["since"] == found["generate"]["since"] == "the same"
+    assert found["init"]["since"] == found["decode"]["since"] == "the same"
     assert batch in text
 
     edited = recorded(workdir)

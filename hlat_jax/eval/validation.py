@@ -38,10 +38,10 @@ class Validation:
             nats[name] = math.fsum(loss for loss, _ in sums)
             tokens[name] = math.fsum(count for _, count in sums)
             num_bytes[name] = held_out.num_bytes
-        row = _measures(math.fsum(nats.values()), sum(tokens.values()), num_bytes=sum(num_bytes.values()))
+        row = measures(math.fsum(nats.values()), sum(tokens.values()), num_bytes=sum(num_bytes.values()))
         for name in self.sources:
             if name != UNNAMED:
-                of_source = _measures(nats[name], tokens[name], num_bytes=num_bytes[name])
+                of_source = measures(nats[name], tokens[name], num_bytes=num_bytes[name])
                 row |= {f"{key}/{name}": value for key, value in of_source.items()}
         return row
 
@@ -52,7 +52,8 @@ class Validation:
         return float(loss), float(count)
 
 
-def _measures(nats: float, num_tokens: float, *, num_bytes: int) -> dict[str, float]:
+def measures(nats: float, num_tokens: float, *, num_bytes: int) -> dict[str, float]:
+    """Returns eval_loss, perplexity, bits_per_byte and eval_tokens, from the sum of the losses in nats."""
     loss = nats / num_tokens
     return {
         "eval_loss": loss,

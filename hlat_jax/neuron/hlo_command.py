@@ -41,16 +41,13 @@ def main(argv: Sequence[str]) -> int:
         raise ValueError("--out=DIR is missing: the folder for the modules and compile.sh.")
     folder = _made(values.out)
     os.environ["JAX_PLATFORMS"] = "cpu"  # nothing is asked of an accelerator, also where there is one
-    from hlat_jax.compilation import traced_programs
+    from hlat_jax.compilation import named_programs, traced_programs
     from hlat_jax.neuron import hlo, hlo_proto, programs
 
     count = values.devices or programs.num_devices(config)
     traced = traced_programs(config, programs.layout_for_neuron(config, count))
-    chosen = list(traced) if values.program == "all" else [values.program]
-    if chosen[0] not in traced:
-        raise ValueError(f"--program={chosen[0]}: config {config.name} makes none; it has {', '.join(traced)}.")
     compiled = []
-    for name in chosen:
+    for name in named_programs(config, values.program):
         modules = {f"{name}.whole": hlo.whole(traced[name]().lower(lowering_platforms=("neuron",)))}
         about = {f"{name}.whole": f"the whole program, devices: {count:,}"}
         if count > 1:
@@ -88,7 +85,7 @@ def _flags(target: str) -> str:
 
 
 def _define(values: flags.FlagValues) -> None:
-    names = ["train", "eval", "init", "generate", "all"]
+    names = ["train", "eval", "init", "prefill", "decode", "generate", "all"]
     flags.DEFINE_string("out", "", "Folder for the modules and compile.sh.", flag_values=values)
     flags.DEFINE_enum("target", "trn1", list(_INSTANCES), "Device that compile.sh compiles for.", flag_values=values)
     flags.DEFINE_enum("program", "all", names, "Program to write.", flag_values=values)

@@ -15,7 +15,7 @@ from absl import flags
 from hlat_jax import config as config_lib
 from hlat_jax import flags as flags_lib
 
-_NAMES = ("train", "eval", "init", "generate")
+_NAMES = ("train", "eval", "init", "prefill", "decode", "generate")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -25,19 +25,16 @@ def main(argv: Sequence[str]) -> int:
     if values.json:
         flags_lib.check_output("--json", values.json)
     os.environ["JAX_PLATFORMS"] = "cpu"  # nothing is asked of an accelerator, also where there is one
-    from hlat_jax.compilation import traced_programs
+    from hlat_jax.compilation import named_programs, traced_programs
     from hlat_jax.neuron import programs
 
     operators = _operators(values.operators)
     count = values.devices or programs.num_devices(config)
     layout = programs.layout_for_neuron(config, count)
     traced = traced_programs(config, layout)
-    chosen = list(traced) if values.program == "all" else [values.program]
-    if chosen[0] not in traced:
-        raise ValueError(f"--program={chosen[0]}: config {config.name} makes none; it has {', '.join(traced)}.")
     print(f"{config.name} for {values.target}, {count:,} devices: {_shape(layout)}")
     reports = {}
-    for name in chosen:
+    for name in named_programs(config, values.program):
         began = time.monotonic()
         found = programs.findings(
             name, traced[name](), config=config, layout=layout, target=values.target, operators=operators

@@ -24,7 +24,7 @@ def main(argv: Sequence[str]) -> int:
     if values.json:
         flags_lib.check_output("--json", values.json)
     os.environ["JAX_PLATFORMS"] = "cpu"  # nothing is asked of an accelerator, also where there is one
-    from hlat_jax.compilation import RECORD_FILE, recorded, surroundings, traced_programs
+    from hlat_jax.compilation import RECORD_FILE, programs_of_run, recorded, surroundings
     from hlat_jax.neuron import changes, programs
     from hlat_jax.planner.trace import planned_layout
 
@@ -38,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
     print(f"compared with    {known}\ncache            {values.cache or 'none'}\n")
     print(_row(("program", "fingerprint", "operations", "arguments", "of", "cache", "since the last run")))
     found = {}
-    for name in traced_programs(config, layout):
+    for name in programs_of_run(config):
         now = dataclasses.asdict(changes.program(name, config, place)) | around
         before = last.get(name)
         why = changes.reasons(name, now=now, before=before) if before else []

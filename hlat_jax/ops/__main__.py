@@ -16,7 +16,7 @@ from absl import flags
 
 from hlat_jax import config as config_lib
 from hlat_jax import flags as flags_lib
-from hlat_jax.plan import check_output
+
 
 USAGE = """Usage: python -m hlat_jax.ops VERB --config=NAME [flags]
 
@@ -43,7 +43,7 @@ def _tune(argv: Sequence[str]) -> int:
     config = config_lib.resolve(mutable)
     if values.rounds < 1 or values.rows < 0:
         raise ValueError(f"--rounds={values.rounds} must be at least 1, and --rows={values.rows} at least 0.")
-    check_output("--out", values.out)
+    flags_lib.check_output("--out", values.out)
     import jax
 
     from hlat_jax import choices

@@ -1,0 +1,130 @@
+"""The choice of a token from logits: greedy, temperature, top-k and top-p, as a program that Neuron takes.
+
+Owns the rule and its random numbers. Neither argmax nor sort nor top-k is in it, which Neuron refuses: a threshold is
+found by bisection over the bits of the logits, so it is exact, and the token is the least index that has the maximum.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from hlat_jax.precision import random_bits
+
+_EXCLUDED = -1e30
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """How tokens are chosen; scalars that are arguments of a program, so one program serves all of them.
+
+    Attributes:
+      temperature: logits are divided by it; 0: the most likely token (of equal ones the first), and nothing is drawn.
+      top_k: only the k most likely tokens may be drawn, and those that are as likely as the last of them; 0: all.
+      top_p: of these, only the most likely that have this share of the probability together, and those that are as
+        likely as the last of them; 1: all.
+      seed: of the draws.
+    """
+
+    temperature: Any = 0.0
+    top_k: Any = 0
+    top_p: Any = 1.0
+    seed: Any = 0
+
+    def arguments(self) -> Sampling:
+        """Returns the same as NumPy scalars of the types that a program takes.
+
+        Raises:
+          ValueError: a value outside its range.
+        """
+        if not 0 <= self.temperature < float("inf"):
+            raise ValueError(f"temperature={self.temperature} must be a finite number of at least 0; 0 is greedy.")
+        if self.top_k < 0:
+            raise ValueError(f"top_k={self.top_k} must be at least 0; 0 allows every token.")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p={self.top_p} must lie above 0 and at most at 1; 1 allows every token.")
+        seed = np.uint32(self.seed & 0xFFFFFFFF)
+        return Sampling(
+            np.float32(self.temperature), np.int32(min(self.top_k, 2**31 - 1)), np.float32(self.top_p), seed
+        )
+
+
+def abstract_sampling() -> Sampling:
+    """Returns the shapes and dtypes of `Sampling.arguments`."""
+    return jax.tree.map(lambda value: jax.ShapeDtypeStruct((), value.dtype), Sampling().arguments())
+
+
+def sample(logits_BV: jax.Array, sampling: Sampling, *, draws: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """Returns int32 token ids [B]. First top-k cuts, then top-p, as in Hugging Face.
+
+    Args:
+      logits_BV: fp32, of the whole vocabulary.
+      sampling: scalars, as `Sampling.arguments` gives them.
+      draws: integers [B] that name a draw beside the seed: the prompt's number and the place of the new token. What
+        is drawn depends on nothing else, so not on the mesh.
+    """
+    drawn = sampling.temperature > 0
+    scaled_BV = logits_BV / jnp.where(drawn, sampling.temperature, 1.0)
+    kept_BV = _allowed(scaled_BV, sampling)
+    noise_BV = jnp.where(drawn, _gumbel(sampling.seed, draws, logits_BV.shape[1]), 0.0)
+    return _first_maximum(jnp.where(kept_BV, scaled_BV + noise_BV, _EXCLUDED))
+
+
+def _allowed(scaled_BV: jax.Array, sampling: Sampling) -> jax.Array:
+    """Returns which tokens top-k and top-p leave."""
+    vocab_size = scaled_BV.shape[1]
+    keys_BV = _ordered_bits(scaled_BV)
+    # fp32 counts: exact below 2^24
+    k = jnp.where(sampling.top_k > 0, jnp.minimum(sampling.top_k, vocab_size), vocab_size).astype(jnp.float32)
+    among_BV = _above(keys_BV, lambda mask_BV: jnp.sum(mask_BV.astype(jnp.float32), axis=1) >= k)
+    exp_BV = jnp.where(among_BV, jnp.exp(scaled_BV - jnp.max(scaled_BV, axis=1, keepdims=True)), 0.0)
+    needed_B = sampling.top_p * jnp.sum(exp_BV, axis=1)
+    likely_BV = _above(keys_BV, lambda mask_BV: jnp.sum(jnp.where(mask_BV, exp_BV, 0.0), axis=1) >= needed_B)
+    # tokens whose probability is lost in the rounding of the sum are to be kept too
+    return among_BV & (likely_BV | (sampling.top_p >= 1))
+
+
+def _above(keys_BV: jax.Array, holds: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """Returns which keys reach the greatest threshold that still holds: found bit by bit, from the highest.
+
+    Args:
+      keys_BV: uint32.
+      holds: mask of the tokens at or above a threshold -> bool [B]; true for all of them, and falls with the mask.
+    """
+
+    def set_bit(number, threshold_B):
+        tried_B = threshold_B | (jnp.uint32(1 << 31) >> number.astype(jnp.uint32))
+        return jnp.where(holds(keys_BV >= tried_B[:, None]), tried_B, threshold_B)
+
+    threshold_B = jax.lax.fori_loop(0, 32, set_bit, jnp.zeros(keys_BV.shape[:1], jnp.uint32))
+    return keys_BV >= threshold_B[:, None]
+
+
+def _ordered_bits(x: jax.Array) -> jax.Array:
+    """Returns uint32 that compare as the fp32 values do."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    sign = jnp.uint32(1 << 31)
+    return jnp.where(bits >= sign, ~bits, bits | sign)
+
+
+def _gumbel(seed: jax.Array, draws: tuple[jax.Array, jax.Array], vocab_size: int) -> jax.Array:
+    """Returns fp32 [B, V] of the Gumbel distribution: the largest of logits plus these is a draw of their softmax."""
+    words = (seed, *(draw.astype(jnp.uint32)[:, None] for draw in draws))
+    bits_BV = random_bits(words, "sampling", (vocab_size,))
+    # the rare large values come from uniform numbers near 0, which fp32 resolves; at 1 the logarithm would be infinite
+    uniform_BV = jnp.minimum((bits_BV.astype(jnp.float32) + 0.5) * 2.0**-32, 1 - 2.0**-24)
+    return -jnp.log(-jnp.log1p(-uniform_BV))
+
+
+def _first_maximum(x_BV: jax.Array) -> jax.Array:
+    """Returns the least int32 index of each row's maximum, in two reductions of one operand each."""
+    vocab_size = x_BV.shape[1]
+    index_BV = jax.lax.broadcasted_iota(jnp.int32, x_BV.shape, 1)
+    at_BV = jnp.where(x_BV >= jnp.max(x_BV, axis=1, keepdims=True), index_BV, vocab_size)
+    return jnp.minimum(jnp.min(at_BV, axis=1), vocab_size - 1)  # NaN reaches nothing: still an index that exists

@@ -1,0 +1,116 @@
+"""Perplexity against transformers: each token's probability from a context of its own, counted from the definition.
+
+Relative tolerance 1e-5 on the sum of the losses: both sides compute in fp32, which is exact to 1e-7 a token.
+"""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from hf_weights import hf_model
+
+from hlat_jax.eval.perplexity import windows
+from hlat_jax.weights import open_weights
+
+TEXTS = ["It is a truth universally acknowledged, that a single man — in possession of a good fortune — must be in "
+         "want of a wife. However little known the feelings of such a man may be on his first entering a place.",
+         "x", "Emma Woodhouse, handsome, clever, and rich."]  # fmt: skip
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+
+
+@pytest.fixture(scope="module")
+def oracle(trained_run):
+    """A function of (text, window, first token) -> sum of the losses in nats, by Hugging Face's model."""
+    weights = open_weights(trained_run)
+    cfg, tokenizer = weights.model, weights.open_tokenizer()
+    sizes = {"vocab_size": cfg.vocab_size, "hidden_size": cfg.embed_dim, "intermediate_size": cfg.mlp_dim,
+             "num_hidden_layers": cfg.num_layers, "num_attention_heads": cfg.num_heads,
+             "num_key_value_heads": cfg.num_kv_heads, "head_dim": cfg.head_dim, "rms_norm_eps": cfg.norm_eps,
+             "rope_parameters": {"rope_type": "default", "rope_theta": cfg.rope_theta}}  # fmt: skip
+    model = hf_model(weights.restore(None), **sizes)
+
+    def nats(text, window, first):
+        ids, total = [first, *tokenizer.encode(text).tolist()], 0.0
+        for number in range(1, len(ids)):
+            # windows end after W, W + W / 2, W + 2 W / 2, ... predictions and have at most W tokens before their end
+            turn = max(0, -(-(number - window) // (window - window // 2)))
+            start = turn * (window - window // 2)
+            assert number - start > min(window // 2, number - 1)
+            with torch.no_grad():
+                logits = model(torch.tensor([ids[start:number]])).logits[0, -1].double()
+            total -= float(torch.log_softmax(logits, -1)[ids[number]])
+        return total
+
+    return nats, tokenizer
+
+
+@pytest.mark.parametrize("length", range(2, 40))
+@pytest.mark.parametrize("window", [2, 5, 8])
+def test_windows_predict_each_token_once_from_half_a_window_or_all_before(window, length):
+    ids, predicted = np.arange(length), []
+    for piece in windows(ids, window):
+        assert len(piece.tokens) == len(piece.targets) <= window
+        np.testing.assert_array_equal(piece.tokens + 1, piece.targets)
+        for place in range(piece.first, len(piece.tokens)):
+            predicted.append(int(piece.targets[place]))
+            assert place + 1 >= min(window // 2, predicted[-1])
+    assert predicted == list(range(1, length))
+
+
+@pytest.mark.parametrize(
+    ("words", "window"),
+    [([], 32), (["--window=15", "--batch_size=3"], 15), (["--parallel.tensor=2", "--parallel.data=2"], 32)],
+    ids=["whole", "odd", "mesh"],
+)
+def test_evaluate_equals_hugging_face_token_by_token(words, window, trained_run, oracle, evaluate_here, tmp_path):
+    nats, tokenizer = oracle
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    out = tmp_path / "found.json"
+    code, printed, error = evaluate_here(
+        f"--checkpoint={trained_run}", f"--data={tmp_path / 'text.jsonl'}", f"--json={out}", *words
+    )
+    assert (code, error) == (0, "")
+    found, wanted = json.loads(out.read_text()), sum(nats(text, window, tokenizer.eos_id) for text in TEXTS)
+    num_bytes, num_tokens = sum(len(text.encode()) for text in TEXTS), sum(len(tokenizer.encode(t)) for t in TEXTS)
+    assert (found["num_documents"], found["num_bytes"], found["num_tokens"]) == (3, num_bytes, num_tokens)
+    assert found["nats"] == pytest.approx(wanted, rel=1e-5)
+    assert found["eval_loss"] == pytest.approx(wanted / num_tokens, rel=1e-5)
+    assert found["perplexity"] == pytest.approx(np.exp(wanted / num_tokens), rel=1e-4)
+    assert found["bits_per_byte"] == pytest.approx(wanted / np.log(2) / num_bytes, rel=1e-5)
+    assert f"3 documents, {num_bytes} bytes, {num_tokens} tokens" in printed
+
+
+def test_evaluate_reads_a_file_as_one_document_and_stored_ids_as_their_texts(
+    trained_run, oracle, evaluate_here, data_here, tmp_path
+):
+    nats, tokenizer = oracle
+    (tmp_path / "text.txt").write_text(TEXTS[0])
+    built = [tmp_path / "text.txt", f"--out={tmp_path / 'built'}", f"--tokenizer={tokenizer.path}", "--workers=1"]
+    assert data_here("build", *built)[0] == 0
+    wanted = nats(TEXTS[0], 32, tokenizer.eos_id)
+    for source in (f"--text={tmp_path / 'text.txt'}", f"--data={tmp_path / 'built'}"):
+        out = tmp_path / "found.json"
+        assert evaluate_here(f"--checkpoint={trained_run}", source, f"--json={out}")[0] == 0
+        found = json.loads(out.read_text())
+        assert (found["num_documents"], found["num_bytes"]) == (1, len(TEXTS[0].encode()))
+        assert found["nats"] == pytest.approx(wanted, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "give one of --text=FILE and --data=SOURCE"),
+        (["--text=a", "--data=b"], "give one of --text=FILE and --data=SOURCE"),
+        (["--text=/no/such/file"], "--text=/no/such/file: no such file"),
+        (["--data=/no/such/file"], "/no/such/file"),
+        (["--text=README.md", "--window=33"], "--window=33 must lie in 2 .. 32"),
+        (["--text=EMPTY"], "no token to predict"),
+    ],
+)
+def test_evaluate_refuses_what_it_cannot_do(words, message, trained_run, evaluate_here, tmp_path):
+    (tmp_path / "empty").touch()
+    words = [word.replace("EMPTY", str(tmp_path / "empty")) for word in words]
+    code, _, error = evaluate_here(f"--checkpoint={trained_run}", *words)
+    assert code == 2
+    assert message in error

@@ -1,0 +1,103 @@
+"""The command that continues text: what it prints, that batches and meshes change nothing of it, what it refuses."""
+
+import types
+
+import numpy as np
+import pytest
+
+from hlat_jax.generate import Continued, _encoded
+from hlat_jax.generator import Generator, Sampling
+from hlat_jax.weights import open_weights
+
+WORDS = ["--max_tokens=20", "--temperature=1.5", "--top_k=50", "--top_p=0.95", "--seed=7"]
+SAMPLING = Sampling(1.5, 50, 0.95, 7)
+PROMPTS = ["It is a truth", "Emma", "She was not"]
+
+
+@pytest.fixture(scope="module")
+def texts(trained_run):
+    """What each of PROMPTS becomes, by the generator itself."""
+    weights = open_weights(trained_run)
+    tokenizer = weights.open_tokenizer()
+    generator = Generator(weights.model, weights.restore(None))
+    found = []
+    for number, prompt in enumerate(PROMPTS):
+        ids = tokenizer.encode(prompt).tolist()
+        options = {"sampling": SAMPLING, "stop_ids": (tokenizer.eos_id,), "first_number": number}
+        found.append(tokenizer.decode(ids + generator([ids], max_tokens=20, **options)[0]))
+    return found
+
+
+def test_generate_writes_one_prompt_as_it_goes(trained_run, texts, generate_here):
+    code, printed, told = generate_here(f"--checkpoint={trained_run}", f"--prompt={PROMPTS[0]}", *WORDS)
+    assert (code, printed) == (0, texts[0] + "\n")
+    assert f"{trained_run}/checkpoints/24, step 24, float32; pipe 1 x data 1 x fsdp 1 x tensor 1, cpu" in told
+    assert "compiled prefill of 1 x 32 tokens, 96 slots, in " in told
+    assert "20 tokens in " in told
+
+
+@pytest.mark.parametrize(
+    "more",
+    [["--batch_size=2"], ["--parallel.tensor=2", "--parallel.data=-1", "--parallel.fsdp=2"]],
+    ids=["batches", "mesh"],
+)
+def test_generate_writes_the_same_texts_of_several_prompts_in_any_batch_on_any_mesh(
+    more, trained_run, texts, generate_here, tmp_path
+):
+    (tmp_path / "prompts.txt").write_text(f"{PROMPTS[1]}\n\n{PROMPTS[2]}\n")
+    words = [f"--checkpoint={trained_run / 'checkpoints' / '24'}", f"--prompt={PROMPTS[0]}", *WORDS]
+    code, printed, _ = generate_here(*words, f"--prompts_file={tmp_path / 'prompts.txt'}", *more)
+    assert code == 0
+    assert printed == "".join(f"[{number}] {text}\n" for number, text in enumerate(texts))
+
+
+class Bytes:
+    """A tokenizer whose tokens are bytes."""
+
+    def decode(self, ids):
+        return bytes(ids).decode("utf-8", errors="replace")
+
+
+def test_parts_of_a_text_are_whole_characters_and_together_the_text():
+    text = "a é 漢字 🙂 b"
+    continued, parts = Continued(Bytes(), text.encode()[:1]), []
+    for byte in text.encode()[1:]:
+        continued.add(byte)
+        parts.append(continued.part())
+    assert "".join(parts) == text
+    assert not any("\ufffd" in part for part in parts)
+    assert sum(part == "" for part in parts) == len(text.encode()) - len(text)
+    continued.add(0xE6)  # and then nothing: the text ends in half a character
+    continued.add(None)
+    assert continued.part() + continued.rest() == "\ufffd"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--prompt=a"], "--checkpoint=FOLDER is missing"),
+        (["--checkpoint=RUN"], "there is no prompt"),
+        (["--checkpoint=RUN", "--prompt="], "prompt 0 is '', which has no token"),
+        (["--checkpoint=RUN", "--prompt=" + "it is " * 40], "leaves room for prompts of at most 31"),
+        (["--checkpoint=/no/such/folder", "--prompt=a"], "/no/such/folder holds no weights"),
+        (["--checkpoint=RUN", "--prompts_file=/no/such/file"], "--prompts_file=/no/such/file: no such file"),
+        (["--checkpoint=RUN", "--prompt=a", "--temperature=-1"], "temperature=-1.0 must be"),
+        (["--checkpoint=RUN", "--prompt=a", "--temprature=1"], "Did you mean '--temperature'?"),
+        (["--checkpoint=RUN", "--prompt=a", "--parallel.tensor=16"], "takes 16 devices and there are 8"),
+        (["--checkpoint=RUN", "--prompt=a", "--parallel.tensor=8"], "parallel.tensor=8 must divide"),
+        (["--checkpoint=RUN", "a"], "unexpected argument 'a'"),
+    ],
+)
+def test_generate_refuses_what_it_cannot_do(words, message, trained_run, generate_here):
+    code, printed, error = generate_here(*(word.replace("RUN", str(trained_run)) for word in words))
+    assert (code, printed) == (2, "")
+    assert message in error
+
+
+def test_prompts_begin_with_bos_where_it_is_asked_for_and_there_is_one():
+    tokenizer = types.SimpleNamespace(encode=np.array, bos_id=1, path="some.model")
+    assert _encoded(tokenizer, [5, 6], 0, bos=True) == [1, 5, 6]
+    assert _encoded(tokenizer, [5, 6], 0, bos=False) == [5, 6]
+    tokenizer.bos_id = -1
+    with pytest.raises(ValueError, match=r"--bos: the tokenizer some.model has no BOS"):
+        _encoded(tokenizer, [5, 6], 0, bos=True)
