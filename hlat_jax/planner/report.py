@@ -12,10 +12,11 @@ from typing import Any
 from hlat_jax import cost
 from hlat_jax.config import Config
 from hlat_jax.degrees import passes
+from hlat_jax.passes.products import live_jaxpr
 from hlat_jax.planner import published, roofline, text
 from hlat_jax.planner.collectives import counted
 from hlat_jax.planner.memory import checkpoint_bytes, device_bytes, host_bytes
-from hlat_jax.planner.trace import live_jaxpr, planned_layout
+from hlat_jax.planner.trace import planned_layout
 from hlat_jax.planner.traffic import traced_collectives
 from hlat_jax.sharding import Layout
 from hlat_jax.step import step_arguments, traced_step
