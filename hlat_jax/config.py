@@ -13,6 +13,10 @@ import importlib.util
 import pathlib
 from typing import Any
 
+from hlat_jax.sizes import parse_bytes
+
+REMAT_BUDGET = "budget:"
+
 
 def _key(default: Any, doc: str, *, choices: tuple = ()) -> Any:
     return dataclasses.field(default=default, metadata={"doc": doc, "choices": choices})
@@ -42,7 +46,11 @@ class ModelConfig:
     init_std: float = _key(0.02, "Standard deviation of initial weights.")
     depth_scaled_init: bool = _key(True, "Output projections start at init_std / sqrt(2 * num_layers).")
     layer_loop: str = _key("scan", "How the equal layers run.", choices=("scan", "unroll"))
-    remat: str = _key("auto", "Recompute in backward: auto, none, full, selective (HLAT), products, or save names:A,B.")
+    remat: str = _key(
+        "auto",
+        "Recompute in backward: auto, none, full, selective (HLAT), products; save names:A,B, or budget:12GiB: what "
+        "fits best into so many bytes of temporaries per device, chosen at the start; saved:... is such a choice.",
+    )
     attention: str = _key("auto", "Attention implementation.", choices=("auto", "einsum", "blocked", "nki"))
     cross_entropy: str = _key("auto", "Loss from hidden states.", choices=("auto", "dense", "chunked"))
 
@@ -308,8 +316,12 @@ def check_model(m: ModelConfig) -> None:
             f"model.rope_low_freq_factor={m.rope_low_freq_factor}."
         )
     choices = ("auto", "none", "full", "selective", "products")
-    if m.remat not in choices and not m.remat.startswith("names:"):
-        raise ValueError(f"model.remat={m.remat!r} must be {', '.join(choices)} or names:A,B,...")
+    if m.remat.startswith(REMAT_BUDGET):
+        parse_bytes(m.remat.removeprefix(REMAT_BUDGET), name="model.remat: the budget")
+    elif m.remat not in choices and not m.remat.startswith(("names:", "saved:")):
+        raise ValueError(
+            f"model.remat={m.remat!r} must be {', '.join(choices)}, names:A,B,..., saved:A,B,... or budget:12GiB."
+        )
 
 
 def check_parallel(parallel: ParallelConfig, model: ModelConfig) -> None:

@@ -56,6 +56,7 @@ LAYERS = {
     "plan": 4,
     "planner": 4,
     "agreement": 4,
+    "budget": 4,
     "summary": 4,
     "generate": 4,
     "compilation": 4,
