@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import itertools
 import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -77,8 +78,8 @@ def assert_same_gradients(fn):
 
 
 def test_every_choice_of_names_keeps_values_and_gradients():
-    for names in (("scan0.sin.0", "scan0.tanh.0"), tuple(graph().sizes)):
-        assert_same_gradients(naming.checkpointed_loops(loss, Choice(names)))
+    for kept in ((("scan0.sin.0", "scan0.tanh.0"), ("scan0.dot_general.0",)), (tuple(graph().sizes),)):
+        assert_same_gradients(naming.checkpointed_loops(loss, Choice(*kept)))
 
 
 def test_names_are_the_same_in_every_trace_and_do_not_depend_on_the_choice():
@@ -142,14 +143,14 @@ def test_the_exact_choice_is_the_cheapest_of_all_and_the_greedy_one_not_far(seed
     for budget in (0, 7, 20, 45, 1000):
         best = min(g.cost(c) for c in sets if g.num_bytes(c) <= budget)
         for solve, excess in ((selection.exact, 0.0), (selection.greedy, 0.25)):
-            saved = solve(g, budget)
+            saved = solve(g, budget).saved
             assert g.num_bytes(saved) <= budget
             assert best <= g.cost(saved) <= best + excess * none
 
 
 def test_a_choice_keeps_nothing_that_saves_no_work():
     for solve in (selection.exact, selection.greedy):
-        saved = solve(graph(), float("inf"))
+        saved = solve(graph(), float("inf")).saved
         for name in saved:
             assert graph().cost(set(saved) - {name}) > graph().cost(saved)
 
@@ -215,3 +216,53 @@ def test_a_function_that_cannot_be_traced_is_refused_by_name():
 def test_a_function_without_a_value_that_is_large_enough_is_refused():
     with pytest.raises(ValueError, match=r"none of 65,536,000 bytes \(Options.min_bytes\)"):
         remat.fit(loss, *arguments(), budget_bytes=4096, options=remat.Options(min_bytes=65_536_000))
+
+
+# Offload, and the largest batch
+
+
+def test_values_go_to_the_host_where_that_is_cheaper_than_computing_them_again():
+    g = graph()
+    cheap, dear = (selection.exact(g, 0, offloaded_byte=rate) for rate in (1e-3, 1e9))
+    assert dear == Choice()
+    assert cheap.saved == ()
+    assert g.cost(cheap.offloaded) == min(g.cost(g.sizes), g.cost(cheap.offloaded))
+    half = selection.exact(g, g.num_bytes(g.sizes) / 8, offloaded_byte=1e-3)
+    assert half.saved
+    assert g.num_bytes(half.saved) <= g.num_bytes(g.sizes) / 8
+    assert not set(half.saved) & set(half.offloaded)
+
+
+def test_offload_is_refused_where_the_backend_has_no_pinned_host_memory(monkeypatch):
+    memory = types.SimpleNamespace(kind="device")
+    device = types.SimpleNamespace(device_kind="toaster", platform="toy", addressable_memories=lambda: [memory])
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+    options = dataclasses.replace(SMALL, offload=True, measure=lambda traced: 10**6)
+    with pytest.raises(
+        ValueError, match=r"toaster \(toy\) has no memory of kind pinned_host, only device"
+    ):
+        remat.fit(loss, *arguments(), budget_bytes=5000, step=jax.value_and_grad, options=options)
+    with pytest.raises(ValueError, match="takes the exact solver"):
+        selection.solver("greedy", offloaded_byte=1.0)
+
+
+@pytest.mark.parametrize("measure", [lambda n: 1000 + 37 * n, lambda n: 5000 + n * n, lambda n: 4000 + 100 * (n // 8)])
+def test_the_largest_batch_is_found_with_few_programs(monkeypatch, measure):
+    tried = []
+
+    def bytes_of(traced):
+        tried.append(traced.jaxpr.in_avals[-1].shape[0])
+        return measure(tried[-1])
+
+    monkeypatch.setattr(remat, "everything", bytes_of)
+
+    def make_step(batch):
+        return (lambda x: jnp.sin(x) ** 2), (jax.ShapeDtypeStruct((batch, 4), jnp.float32),)
+
+    limit = measure(203) + 1
+    found, num_bytes = remat.max_batch(make_step, limit, most=1000)
+    assert num_bytes == measure(found) <= limit < measure(found + 1)
+    assert len(tried) <= 14
+    monkeypatch.setattr(remat, "everything", lambda _: limit + 1)
+    with pytest.raises(ValueError, match=f"limit_bytes={limit:,}: a batch of 1 takes {limit + 1:,} bytes"):
+        remat.max_batch(make_step, limit)

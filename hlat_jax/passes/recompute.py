@@ -34,15 +34,18 @@ class Rates:
       element: of an elementwise operation or a reduction, fused with its neighbours.
       transcendental: likewise, of exponentials, roots and quotients.
       sent_byte: of a collective.
+      offloaded_byte: of a value kept on the host: there and back.
       offloaded_byte: to the host and back.
 
     The defaults are of the order of an H100 whose products reach half of 989 TFLOP/s: 67 TFLOP/s elementwise in fp32
-    and twice that in bf16, a sixteenth of the fp32 rate for exponentials, 450 GB/s of NVLink. Source: its data sheet.
+    and twice that in bf16, a sixteenth of the fp32 rate for exponentials, 450 GB/s of NVLink, 64 GB/s of PCIe each way.
+    Source: its data sheet.
     """
 
     element: float = 4.0
     transcendental: float = 16.0
     sent_byte: float = 1_000.0
+    offloaded_byte: float = 15_000.0
 
 
 @dataclasses.dataclass(frozen=True)

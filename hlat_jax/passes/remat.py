@@ -54,6 +54,7 @@ class Options:
       rates: what work beside products costs.
       solver: exact, greedy, or auto: exact where there is SciPy.
       measure: (traced program) -> bytes that are held against the budget.
+      offload: values may be kept in the host's memory, where the backend has `pinned_host`.
       max_compilations: of programs; more of them come nearer to the budget.
     """
 
@@ -62,6 +63,7 @@ class Options:
     rates: Rates = Rates()  # noqa: RUF009, frozen
     solver: str = "auto"
     measure: Callable[[Any], int] = temporaries
+    offload: bool = False
     max_compilations: int = 8
 
 
@@ -141,13 +143,69 @@ def fit(
         or has nothing to save.
     """
     budget = parse_bytes(budget_bytes, name="budget_bytes")
+    traced = _tracer(fn, args, step=step, region=options.region)
+    plan = search(traced, budget_bytes=budget, options=options)
+    return dataclasses.replace(plan, fn=_applied(fn, plan.choice, region=options.region))
+
+
+def max_batch(
+    make_step: Callable[[int], tuple[Callable, tuple]],
+    limit_bytes: int | str,
+    *,
+    step: Callable[[Callable], Callable] | None = None,
+    rematerialize: bool = True,
+    most: int = 65536,
+) -> tuple[int, int]:
+    """Returns (the largest batch whose program fits, its bytes on one device): all of them, arguments too.
+
+    Bisection along the line through what was measured. With rematerialization a batch fits where it does with
+    nothing kept; `fit` with `Options(measure=everything)` then finds how much of the limit can keep values.
+
+    Args:
+      make_step: batch -> (fn, args) as `fit` takes them; `jax.ShapeDtypeStruct`s will do.
+      limit_bytes: '16GiB' or an int.
+      step: as for `fit`.
+      rematerialize: else the program as it is.
+      most: larger ones are not tried.
+
+    Raises:
+      ValueError: a limit that is no size, or too small for a batch of 1.
+    """
+    limit = parse_bytes(limit_bytes, name="limit_bytes")
+
+    def measured(batch: int) -> int:
+        fn, args = make_step(batch)
+        return everything(_tracer(fn, args, step=step, region="auto")(Choice() if rematerialize else None))
+
+    fits, fits_bytes, fails = 1, measured(1), most + 1
+    if fits_bytes > limit:
+        raise ValueError(
+            f"limit_bytes={limit:,}: a batch of 1 takes {fits_bytes:,} bytes ({spoken(fits_bytes)}); raise the limit, "
+            "split the model over more devices or shorten the rows."
+        )
+    guess, slope = 2, 0.0
+    while fails - fits > 1:
+        batch = min(max(guess, fits + 1), fails - 1)
+        found = measured(batch)
+        slope = (found - fits_bytes) / (batch - fits) or slope
+        if found <= limit:
+            fits, fits_bytes = batch, found
+            guess = fits + int((limit - fits_bytes) / slope) if slope > 0 else 2 * fits
+        else:
+            fails = batch
+            guess = fits + int((limit - fits_bytes) / slope)
+    return fits, fits_bytes
+
+
+def _applied(fn: Callable, choice: Choice | None, *, region: str) -> Callable:
+    return fn if choice is None else regions(fn, choice, region=region)
+
+
+def _tracer(fn: Callable, args: tuple, *, step: Callable | None, region: str) -> Callable[[Choice | None], Any]:
     build, name = step or _gradients, getattr(fn, "__qualname__", fn)
 
-    def applied(choice: Choice | None) -> Callable:
-        return fn if choice is None else regions(fn, choice, region=options.region)
-
     def traced(choice: Choice | None) -> Any:
-        program = build(applied(choice))
+        program = build(_applied(fn, choice, region=region))
         program = program if hasattr(program, "trace") else jax.jit(program)
         try:
             return program.trace(*args)
@@ -157,8 +215,7 @@ def fit(
                 "arrays alone, and bind what is static with functools.partial."
             ) from error
 
-    plan = search(traced, budget_bytes=budget, options=options)
-    return dataclasses.replace(plan, fn=applied(plan.choice))
+    return traced
 
 
 def regions(fn: Callable, choice: Choice, *, region: str) -> Callable:
@@ -185,7 +242,7 @@ def search(traced: Callable[[Choice | None], Any], *, budget_bytes: int, options
       ValueError: below what full rematerialization takes, or nothing to save.
     """
     began = time.monotonic()
-    solve = selection.solver(options.solver)
+    solve = selection.solver(options.solver, offloaded_byte=_offloaded_byte(options))
     trial = _Trials(traced, options.measure)
     plain = trial(None)
     shared = {"budget_bytes": budget_bytes, "plain": plain}
@@ -203,12 +260,13 @@ def search(traced: Callable[[Choice | None], Any], *, budget_bytes: int, options
         )
     choice = _narrowed(trial, graph, solve, budget_bytes=budget_bytes, most=options.max_compilations)
     measured, flops = trial(choice)
+    kept = {*choice.saved, *choice.offloaded}
     return Plan(
         choice,
         measured_bytes=measured,
         predicted_bytes=full[0] + graph.num_bytes(choice.saved),
         flops=flops,
-        predicted_flops=full[1] - graph.flops(()) + graph.flops(choice.saved),
+        predicted_flops=full[1] - graph.flops(()) + graph.flops(kept),
         full=full,
         compilations=trial.count,
         seconds=time.monotonic() - began,
@@ -244,7 +302,10 @@ def _narrowed(trial: _Trials, graph: Graph, solve: selection.Solver, *, budget_b
     """Returns the choice found that keeps most and fits: secants through what was measured."""
     fits, kept, measured = Choice(), 0, trial(Choice())[0]
     full = measured
-    above = graph.num_bytes(solve(graph, float("inf"))) + 1  # of what does not fit, or is no use
+    nothing = solve(graph, 0.0)  # on the device: values may be on the host
+    if trial(nothing)[0] <= budget_bytes:
+        fits, measured = nothing, trial(nothing)[0]
+    above = graph.num_bytes(solve(graph, float("inf")).saved) + 1  # of what does not fit, or is no use
     above_measured = None
     guess = budget_bytes - measured
     while trial.count < most:
@@ -270,11 +331,24 @@ def _between(graph: Graph, solve: selection.Solver, *, low: int, high: int, gues
     """Returns the choice, among those tried near `guess`, that keeps more than `low` and fewer than `high` bytes."""
     guess = min(max(guess, low + 0.1 * (high - low)), low + 0.9 * (high - low))
     for _ in range(6):
-        names = solve(graph, guess)
-        if low < graph.num_bytes(names) < high:
-            return Choice(names)
+        choice = solve(graph, guess)
+        if low < graph.num_bytes(choice.saved) < high:
+            return choice
         guess = (guess + high) / 2
     return None
+
+
+def _offloaded_byte(options: Options) -> float | None:
+    if not options.offload:
+        return None
+    device = jax.devices()[0]
+    kinds = [memory.kind for memory in device.addressable_memories()]
+    if "pinned_host" not in kinds:
+        raise ValueError(
+            f"offload=True: {device.device_kind} ({device.platform}) has no memory of kind pinned_host, only "
+            f"{', '.join(kinds)}; set offload=False."
+        )
+    return options.rates.offloaded_byte
 
 
 def _gradients(fn: Callable) -> Callable:

@@ -6,35 +6,50 @@ of the saved values alone.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from collections.abc import Callable
 
 import numpy as np
 
+from hlat_jax.passes.naming import Choice
 from hlat_jax.passes.recompute import Graph
 
-Solver = Callable[[Graph, float], tuple[str, ...]]
+Solver = Callable[[Graph, float], Choice]
 
 
-def solver(name: str) -> Solver:
+def solver(name: str, *, offloaded_byte: float | None = None) -> Solver:
     """Returns `exact`, or `greedy` where `auto` finds no SciPy.
 
+    Args:
+      name: exact, greedy or auto.
+      offloaded_byte: as for `exact`.
+
     Raises:
-      ValueError: another name, or `exact` without SciPy.
+      ValueError: another name, `exact` without SciPy, or `greedy` where values may go to the host.
     """
     has_scipy = importlib.util.find_spec("scipy") is not None
     if name not in ("auto", "exact", "greedy"):
         raise ValueError(f"solver={name!r} must be auto, exact or greedy.")
     if name == "exact" and not has_scipy:
         raise ValueError("solver='exact' takes SciPy, which is not installed; install it or take 'greedy'.")
-    return greedy if name == "greedy" or not has_scipy else exact
+    if name != "greedy" and has_scipy:
+        return functools.partial(exact, offloaded_byte=offloaded_byte)
+    if offloaded_byte is not None:
+        raise ValueError("offload=True takes the exact solver, and with it SciPy; the greedy one keeps or drops.")
+    return greedy
 
 
-def exact(graph: Graph, budget_bytes: float) -> tuple[str, ...]:
-    """Returns the names, in order, that make recomputation cheapest within the bytes: a mixed-integer program.
+def exact(graph: Graph, budget_bytes: float, *, offloaded_byte: float | None = None) -> Choice:
+    """Returns what to keep, names in order, for the cheapest recomputation within the bytes: a mixed-integer program.
 
-    For each value s, 1: saved; for each node c, 1: computed again. What gradients read is saved or computed again, and
-    so is what a node that is computed again reads. With every s whole the best c are whole too.
+    For each value s, 1: saved, and h, 1: offloaded; for each node c, 1: computed again. What gradients read is saved,
+    offloaded or computed again, and so is what a node that is computed again reads. With s and h whole the best c are.
+
+    Args:
+      graph: what can be kept.
+      budget_bytes: on the device.
+      offloaded_byte: cost of keeping a byte on the host instead; None: not allowed.
 
     Source: Jain et al. (Checkmate), arXiv 1910.02653, without the order of execution, which is the compiler's here.
     """
@@ -52,7 +67,8 @@ def exact(graph: Graph, budget_bytes: float) -> tuple[str, ...]:
 
     def at_hand(number: int) -> dict[int, float]:
         name = graph.nodes[number].name
-        return {number: 1.0} | ({column[name]: 1.0} if name else {})
+        kept = {column[name]: 1.0, column[name] + len(names): 1.0} if name else {}
+        return {number: 1.0} | kept
 
     for number, node in enumerate(graph.nodes):
         if node.is_read:
@@ -66,31 +82,33 @@ def exact(graph: Graph, budget_bytes: float) -> tuple[str, ...]:
     require({column[name]: -size / unit for name, size in zip(names, sizes, strict=True)}, -budget_bytes / unit)
     total = max(costs.sum(), 1.0)
     rows, columns, values = zip(*entries, strict=True)
-    shape = (len(lower), len(graph.nodes) + len(names))
+    shape = (len(lower), len(graph.nodes) + 2 * len(names))
+    moved = sizes * (offloaded_byte or 0.0) / total
     found = milp(
-        np.concatenate((costs / total, 1e-6 * sizes / unit)),  # of equal costs the fewest bytes
+        np.concatenate((costs / total, 1e-6 * sizes / unit, moved)),  # of equal costs the fewest bytes
         constraints=LinearConstraint(coo_array((values, (rows, columns)), shape=shape), lower, np.inf),
-        bounds=Bounds(0, 1),
-        integrality=np.r_[np.zeros(len(graph.nodes)), np.ones(len(names))],
+        bounds=Bounds(0, np.r_[np.ones(shape[1] - len(names)), np.full(len(names), offloaded_byte is not None)]),
+        integrality=np.r_[np.zeros(len(graph.nodes)), np.ones(2 * len(names))],
         options={"mip_rel_gap": 0.0},
     )
     if found.x is None:
         raise AssertionError(f"saving nothing is always a solution: {found.message}")
-    return _without_idle(graph, [name for name in names if found.x[column[name]] > 0.5])
+    offloaded = tuple(name for name in names if found.x[column[name] + len(names)] > 0.5)
+    return Choice(_without_idle(graph, [name for name in names if found.x[column[name]] > 0.5], offloaded), offloaded)
 
 
-def _without_idle(graph: Graph, saved: list[str]) -> tuple[str, ...]:
-    """Returns the names without those that make nothing cheaper: the solver's tolerance lets some through."""
-    cost = graph.cost(saved)
+def _without_idle(graph: Graph, saved: list[str], offloaded: tuple[str, ...]) -> tuple[str, ...]:
+    """Returns the saved names without those that make nothing cheaper: the solver's tolerance lets some through."""
+    cost = graph.cost({*saved, *offloaded})
     for name in sorted(saved, key=graph.sizes.get, reverse=True):
         rest = [other for other in saved if other != name]
-        if graph.cost(rest) <= cost:
+        if graph.cost({*rest, *offloaded}) <= cost:
             saved = rest
     return tuple(saved)
 
 
-def greedy(graph: Graph, budget_bytes: float) -> tuple[str, ...]:
-    """Returns names, in order: all, less those that cost least per byte to do without, until they fit.
+def greedy(graph: Graph, budget_bytes: float) -> Choice:
+    """Returns what to save, names in order: all, less those that cost least per byte to do without, until they fit.
 
     Source: the score of RAF's rematerialization, awslabs/raf `src/pass/rematerialization.cc`.
     """
@@ -103,4 +121,4 @@ def greedy(graph: Graph, budget_bytes: float) -> tuple[str, ...]:
             break
         saved.remove(name)
         cost += without[name]
-    return tuple(sorted(saved))
+    return Choice(tuple(sorted(saved)))
