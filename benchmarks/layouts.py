@@ -16,6 +16,7 @@ import json
 import pathlib
 
 from hlat_jax import config as config_lib
+from hlat_jax.config_checks import nearest
 from hlat_jax.flags import check_output
 from hlat_jax.planner.aot import partition
 from hlat_jax.planner.report import Site, make_plan
@@ -75,7 +76,7 @@ def main() -> int:
     names = args.only.split(",")
     for name in names:
         if name not in CASES:
-            parser.error(f"--only={name}: no such case. {config_lib.nearest(name, CASES)}")
+            parser.error(f"--only={name}: no such case. {nearest(name, CASES)}")
     if args.json:
         try:
             check_output("--json", args.json)

@@ -8,7 +8,8 @@ from __future__ import annotations
 import dataclasses
 import os
 
-from hlat_jax.config import ModelConfig, nearest
+from hlat_jax.config import ModelConfig
+from hlat_jax.config_checks import nearest
 
 GIB = 2**30
 

@@ -11,7 +11,8 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from hlat_jax.config import Config, ModelConfig, ParallelConfig, check_parallel
+from hlat_jax.config import Config, ModelConfig, ParallelConfig
+from hlat_jax.config_checks import check_parallel
 from hlat_jax.sharding import MESH_AXES, TENSOR, Layout, abstract_layout, make_layout, resolve_degrees
 
 

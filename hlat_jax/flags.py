@@ -16,6 +16,7 @@ from absl import flags
 from ml_collections import config_flags
 
 from hlat_jax import config as config_lib
+from hlat_jax.config_checks import nearest
 
 
 def parse(argv: Sequence[str], define: Callable[[flags.FlagValues], None] = lambda _: None) -> tuple[Any, Any]:
@@ -70,7 +71,7 @@ def words(argv: Sequence[str], values: flags.FlagValues, *, usage: str, missing:
     for word in argv:
         name = word.split("=", 1)[0]
         if name.startswith("--") and not {name.removeprefix("--"), name.removeprefix("--no")} & set(values):
-            raise ValueError(f"unknown flag {name}. {config_lib.nearest(name, [f'--{n}' for n in values])}")
+            raise ValueError(f"unknown flag {name}. {nearest(name, [f'--{n}' for n in values])}")
     try:
         found = values(["hlat_jax", *argv])[1:]
     except (flags.Error, ValueError) as error:
@@ -104,7 +105,7 @@ def parse_own(argv: Sequence[str], define: Callable[[flags.FlagValues], None], *
     for word in argv:
         name = word.split("=", 1)[0]
         if name.startswith("--") and name not in known and f"--{name.removeprefix('--no')}" not in known:
-            raise ValueError(f"unknown flag {name}. {config_lib.nearest(name, known)}")
+            raise ValueError(f"unknown flag {name}. {nearest(name, known)}")
     try:
         rest = values(["hlat_jax", *argv])
     except (flags.Error, ValueError) as error:
@@ -176,14 +177,14 @@ def _check_word(word: str, mutable: Any, known: set[str]) -> None:
     name = word.split("=", 1)[0]
     if not name.startswith("--config."):
         if name.startswith("--") and name not in known and f"--{name.removeprefix('--no')}" not in known:
-            raise ValueError(f"unknown flag {name}. {config_lib.nearest(name, known)}")
+            raise ValueError(f"unknown flag {name}. {nearest(name, known)}")
         return
     node, path = mutable, name.removeprefix("--config.").split(".")
     for depth, key in enumerate(path):
         valid = list(node) if hasattr(node, "keys") else []
         if key not in valid:
             where = ".".join(path[:depth]) or "config"
-            raise ValueError(f"{where} has no key {key!r}. {config_lib.nearest(key, valid)}")
+            raise ValueError(f"{where} has no key {key!r}. {nearest(key, valid)}")
         node = node[key]
     if hasattr(node, "keys"):
         raise ValueError(f"{name} is a section; set one of its keys: {', '.join(node)}.")

@@ -19,9 +19,9 @@ from typing import Any
 
 from absl import flags, logging
 
-from hlat_jax import config as config_lib
 from hlat_jax import flags as flags_lib
 from hlat_jax.config import ModelConfig
+from hlat_jax.config_checks import nearest
 
 DTYPES = ("float32", "bfloat16")
 USAGE = """Usage: python -m hlat_jax.hf VERB ...
@@ -76,7 +76,7 @@ def main(argv: Sequence[str]) -> int:
         print(USAGE)
         return 0 if argv else 2
     if argv[0] not in verbs:
-        raise ValueError(f"unknown verb {argv[0]!r}. {config_lib.nearest(argv[0], verbs)}")
+        raise ValueError(f"unknown verb {argv[0]!r}. {nearest(argv[0], verbs)}")
     logging.set_verbosity(logging.ERROR)
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # all of it happens in host memory: no accelerator is taken for it
     if isinstance(sys.stdout, io.TextIOWrapper):

@@ -29,7 +29,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from hlat_jax import cost, distributed, durable, summary
+from hlat_jax import budget, cost, distributed, durable, summary
 from hlat_jax.agreement import Agreed, Agreement, only_job, require_same_settings
 from hlat_jax.batch import Batch
 from hlat_jax.checkpoint import Checkpointer
@@ -71,6 +71,7 @@ class Run:
     sampler: Programs | None  # None: no sample
     log: MetricsLog | SilentLog
     settings: dict[str, Any]  # what a checkpoint belongs to, see _settings
+    remat: dict[str, Any] | None  # the choice that a budget of bytes stands for, see budget.resolved
     state: Any
     step: int
     position: np.ndarray  # of the data, after batch `step`; of the rows of this process
@@ -162,7 +163,8 @@ def _open(config: Config, workdir: pathlib.Path, layout: Layout, stack: contextl
         return None
 
     beginning = open_start(config, tokenizer) if restored is None and config.train.init_from else None
-    compilations = Compilations(config, layout)
+    planned, remat = budget.resolved(config, layout, recorded=restored and restored[3].get("remat"))
+    compilations = Compilations(planned, layout)
     if restored is None:
         step, state, position = 0, compilations.compiled("init")(*init_arguments(config)), batches.get_state()
         if beginning is not None:
@@ -179,16 +181,18 @@ def _open(config: Config, workdir: pathlib.Path, layout: Layout, stack: contextl
     if distributed.is_first():
         durable.write_json(workdir / "config.json", config.to_dict())
         durable.write_json(workdir / "environment.json", recorded(os.environ))
+        if remat is not None:
+            durable.write_json(workdir / budget.RECORD_FILE, remat)
         positions.rewind(workdir, step)
     log = stack.enter_context(closing_quietly(_metrics_log(config, workdir, layout, step)))
-    train_step = _compiled_step(config, layout, compilations)
+    train_step = _compiled_step(planned, layout, compilations)
     validation = Validation(held_out, compilations.compiled("eval"), layout) if held_out else None
     sampler = _compiled_sampler(config, layout, compilations) if config.train.sample_prompt else None
     if distributed.is_first():
         compilations.write(workdir)
     programs = (train_step, sampler)
-    parts = (config, workdir, layout, tokenizer, batches, checkpointer, validation, *programs, log, settings)
-    return Run(*parts, state, step, position, moving["tokens"], moving["num_nonfinite"])
+    parts = (config, workdir, layout, tokenizer, batches, checkpointer, validation, *programs, log)
+    return Run(*parts, settings, remat, state, step, position, moving["tokens"], moving["num_nonfinite"])
 
 
 def _loop(run: Run, agreement: Agreement) -> bool:
@@ -254,7 +258,8 @@ def _save(run: Run) -> None:
     """Brings every row up to this step to the disk, then starts to save the state."""
     _fetch(run)
     run.log.sync()
-    metadata = run.settings | {"tokens": run.tokens, "num_nonfinite": run.num_nonfinite}
+    moving = {"tokens": run.tokens, "num_nonfinite": run.num_nonfinite, "remat": run.remat}
+    metadata = run.settings | moving
     run.checkpointer.save(run.step, run.state, position=_whole_position(run, run.position), metadata=metadata)
 
 
@@ -312,8 +317,8 @@ def _stop_nonfinite(run: Run, row: dict[str, Any], pending: Pending) -> None:
 def _compiled_step(config: Config, layout: Layout, compilations: Compilations) -> Any:
     began = time.monotonic()
     traced = traced_step(config, layout)
-    budget = device_memory(layout.mesh.local_devices[0])
-    for line in short_plan(config, layout, traced=traced, budget=budget):
+    memory = device_memory(layout.mesh.local_devices[0])
+    for line in short_plan(config, layout, traced=traced, budget=memory):
         print(line)
     compiled = compilations.compiled("train", traced=traced)
     temporary = getattr(compiled.memory_analysis(), "temp_size_in_bytes", 0)

@@ -27,7 +27,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from hlat_jax import stack
 from hlat_jax.collectives import ALONE, Shards
-from hlat_jax.config import ModelConfig, check_model
+from hlat_jax.config import ModelConfig
+from hlat_jax.config_checks import check_model
 from hlat_jax.ops import attention as attention_op
 from hlat_jax.ops import cross_entropy as cross_entropy_op
 from hlat_jax.ops.embedding import lookup

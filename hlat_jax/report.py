@@ -16,9 +16,9 @@ import jax
 
 from hlat_jax.ops.dialect import Choice
 from hlat_jax.passes.jaxpr import equations
+from hlat_jax.passes.products import live_jaxpr
 from hlat_jax.planner.collectives import Collective, collectives
 from hlat_jax.planner.liveness import temporaries
-from hlat_jax.planner.trace import live_jaxpr
 from hlat_jax.sharding import Layout
 
 _PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general", "ragged_dot")

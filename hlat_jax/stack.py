@@ -12,7 +12,9 @@ from typing import Any
 import jax
 from jax.ad_checkpoint import checkpoint_policies
 
+from hlat_jax.config_checks import REMAT_BUDGET
 from hlat_jax.neuron.lowering import elide_idle_roundings
+from hlat_jax.passes import naming
 
 # HLAT recomputes core attention and the SwiGLU product and keeps every linear's input and RoPE's results; the names
 # are those that a decoder layer gives. Source: arXiv 2404.10630 III-D and its published modeling code.
@@ -79,7 +81,9 @@ def rematerialized(layer: Callable, remat: str, *, prevent_cse: bool) -> Callabl
     Args:
       layer: function of one layer.
       remat: what is saved: everything (none), the layer's input alone (full), `SELECTIVE_SAVED` (selective),
-        `PRODUCTS_SAVED` (products), or the named values (names:A,B).
+        `PRODUCTS_SAVED` (products), the named values (names:A,B), or values by the names that `passes.naming` gives
+        (saved:A,B). A budget is a choice still to be made for a training step, see `budget`; programs without
+        gradients keep nothing in any case, and another step is that of full.
       prevent_cse: keep the compiler from merging the recomputation with the forward pass. Needed outside a loop.
 
     Raises:
@@ -87,7 +91,9 @@ def rematerialized(layer: Callable, remat: str, *, prevent_cse: bool) -> Callabl
     """
     if remat == "none":
         return layer
-    if remat == "full":
+    if naming.is_choice(remat):
+        return naming.checkpointed(layer, naming.parse_choice(remat), prevent_cse=prevent_cse)
+    if remat == "full" or remat.startswith(REMAT_BUDGET):
         return jax.checkpoint(layer, prevent_cse=prevent_cse)
     if remat in _SAVED:
         saved = _SAVED[remat]
@@ -97,7 +103,9 @@ def rematerialized(layer: Callable, remat: str, *, prevent_cse: bool) -> Callabl
         if unknown:
             raise ValueError(f"model.remat names {sorted(unknown)}; layers name {', '.join(SELECTIVE_SAVED)}.")
     else:
-        raise ValueError(f"model.remat={remat!r} must be none, full, selective, products or names:A,B,...")
+        raise ValueError(
+            f"model.remat={remat!r} must be none, full, selective, products, names:A,B,... or saved:A,B,..."
+        )
     elide_idle_roundings()
     policy = checkpoint_policies.save_only_these_names(*saved)
     return jax.checkpoint(layer, policy=policy, prevent_cse=prevent_cse)

@@ -21,7 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from hlat_jax.checkpoint import find_saved, read_arrays, saved_run
-from hlat_jax.config import ModelConfig, check_model
+from hlat_jax.config import ModelConfig
+from hlat_jax.config_checks import check_model
 from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.drift import differences
 from hlat_jax.model import abstract_params

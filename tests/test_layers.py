@@ -14,8 +14,10 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # A module of a package may have a layer of its own. A module imports from its own layer or a lower one.
 LAYERS = {
     "config": 0,
+    "config_checks": 0,
     "batch": 0,
     "cost": 0,
+    "sizes": 0,
     "durable": 0,
     "distributed": 1,
     "integrity": 1,
@@ -75,6 +77,7 @@ LAYERS = {
     "plan": 4,
     "planner": 4,
     "agreement": 4,
+    "budget": 4,
     "summary": 4,
     "decoding": 3,
     "generator": 4,

@@ -18,8 +18,8 @@ from hlat_jax.model import param_axes
 from hlat_jax.ops.cross_entropy import LossOptions, cross_entropy
 from hlat_jax.optimizer import learning_rate
 from hlat_jax.passes.jaxpr import equations
+from hlat_jax.passes.products import live_jaxpr
 from hlat_jax.planner.collectives import collectives, counted
-from hlat_jax.planner.trace import live_jaxpr
 from hlat_jax.planner.traffic import traced_collectives
 from hlat_jax.precision import NEAREST, Accumulation
 from hlat_jax.program import accumulated

@@ -21,11 +21,12 @@ import pytest
 from benchmarks import layouts
 from hlat_jax import config as config_lib
 from hlat_jax import cost
+from hlat_jax.passes.products import live_jaxpr
 from hlat_jax.planner import published, roofline, search, text
 from hlat_jax.planner.aot import partition, reduced
 from hlat_jax.planner.collectives import Collective, count_collectives, counted
 from hlat_jax.planner.report import Site, make_plan, short_plan
-from hlat_jax.planner.trace import live_jaxpr, planned_layout
+from hlat_jax.planner.trace import planned_layout
 from hlat_jax.planner.traffic import traced_collectives
 from hlat_jax.sharding import MESH_AXES, make_layout
 from hlat_jax.step import traced_step

@@ -5,9 +5,10 @@ import numpy as np
 import pytest
 
 from hlat_jax import config as config_lib
+from hlat_jax.passes.products import live_jaxpr
 from hlat_jax.planner import liveness
 from hlat_jax.planner.memory import checkpoint_bytes, device_bytes, host_bytes
-from hlat_jax.planner.trace import live_jaxpr, planned_layout
+from hlat_jax.planner.trace import planned_layout
 from hlat_jax.sharding import make_layout
 from hlat_jax.step import init_state, step_arguments, traced_step
 from tests.planned import name, num_devices, planned_config, small_config

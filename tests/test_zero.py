@@ -11,8 +11,8 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from hlat_jax.passes.products import live_jaxpr
 from hlat_jax.planner.collectives import collectives
-from hlat_jax.planner.trace import live_jaxpr
 from hlat_jax.planner.traffic import traced_collectives
 from hlat_jax.precision import POLICIES
 from hlat_jax.program import ProgramOptions, training_program

@@ -17,6 +17,7 @@ from absl import flags, logging
 
 from hlat_jax import config as config_lib
 from hlat_jax import flags as flags_lib
+from hlat_jax.config_checks import nearest
 
 USAGE = """Usage: python -m hlat_jax.data VERB ...
 
@@ -56,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
         print(USAGE)
         return 0 if argv else 2
     if argv[0] not in verbs:
-        raise ValueError(f"unknown verb {argv[0]!r}. {config_lib.nearest(argv[0], verbs)}")
+        raise ValueError(f"unknown verb {argv[0]!r}. {nearest(argv[0], verbs)}")
     logging.set_verbosity(logging.ERROR)  # libraries tell of profilers; our own words are printed
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # names of files need not be UTF-8

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from hlat_jax.config import ModelConfig, check_model
+from hlat_jax.config import ModelConfig
+from hlat_jax.config_checks import check_model
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}
 # Ours -> theirs, where the value is the same; with transformers' default for what a file may leave out.

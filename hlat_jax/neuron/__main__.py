@@ -8,8 +8,8 @@ from __future__ import annotations
 import importlib
 from collections.abc import Sequence
 
-from hlat_jax import config as config_lib
 from hlat_jax import flags as flags_lib
+from hlat_jax.config_checks import nearest
 
 # verb -> (module with a `main`, what it does)
 VERBS = {
@@ -28,7 +28,7 @@ def main(argv: Sequence[str]) -> int:
         print("\n".join(f"  {verb:<10} {does}" for verb, (_, does) in VERBS.items()))
         return 0 if argv else 2
     if argv[0] not in VERBS:
-        raise ValueError(f"unknown verb {argv[0]!r}. {config_lib.nearest(argv[0], VERBS)}")
+        raise ValueError(f"unknown verb {argv[0]!r}. {nearest(argv[0], VERBS)}")
     return importlib.import_module(VERBS[argv[0]][0]).main(argv[1:])
 
 

@@ -16,7 +16,8 @@ import json
 import shlex
 from collections.abc import Mapping, MutableMapping
 
-from hlat_jax.config import ParallelConfig, PrecisionConfig, nearest
+from hlat_jax.config import ParallelConfig, PrecisionConfig
+from hlat_jax.config_checks import nearest
 from hlat_jax.neuron.compiler_flags import compiler_flags, joined
 from hlat_jax.neuron.topology import COLLECTIVES_PORT, Topology, check_host, checked
 

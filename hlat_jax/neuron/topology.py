@@ -11,7 +11,7 @@ import pathlib
 import re
 from collections.abc import Mapping
 
-from hlat_jax.config import nearest
+from hlat_jax.config_checks import nearest
 
 JAX_PORT = 41001  # where the processes of JAX meet on rank 0
 COLLECTIVES_PORT = 41000  # where Neuron's collectives do: another one

@@ -16,7 +16,7 @@ from absl import flags
 
 from hlat_jax import config as config_lib
 from hlat_jax import flags as flags_lib
-
+from hlat_jax.config_checks import nearest
 
 USAGE = """Usage: python -m hlat_jax.ops VERB --config=NAME [flags]
 
@@ -34,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
         print(USAGE)
         return 0 if argv else 2
     if argv[0] not in verbs:
-        raise ValueError(f"unknown verb {argv[0]!r}. {config_lib.nearest(argv[0], verbs)}")
+        raise ValueError(f"unknown verb {argv[0]!r}. {nearest(argv[0], verbs)}")
     return verbs[argv[0]](argv[1:])
 
 

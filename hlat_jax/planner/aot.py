@@ -73,8 +73,8 @@ def compiled(config: Config, num_devices: int, platform: str) -> dict[str, Any]:
 
     from hlat_jax.choices import chosen_model
     from hlat_jax.degrees import layout_over
+    from hlat_jax.passes.products import live_jaxpr
     from hlat_jax.planner.liveness import temporaries
-    from hlat_jax.planner.trace import live_jaxpr
     from hlat_jax.planner.traffic import traced_collectives
     from hlat_jax.step import state_bytes, step_arguments, traced_step
 

@@ -9,13 +9,15 @@ import dataclasses
 import math
 from typing import Any
 
+from hlat_jax import budget as budget_lib
 from hlat_jax import cost
 from hlat_jax.config import Config
 from hlat_jax.degrees import passes
+from hlat_jax.passes.products import live_jaxpr
 from hlat_jax.planner import published, roofline, text
 from hlat_jax.planner.collectives import counted
 from hlat_jax.planner.memory import checkpoint_bytes, device_bytes, host_bytes
-from hlat_jax.planner.trace import live_jaxpr, planned_layout
+from hlat_jax.planner.trace import planned_layout
 from hlat_jax.planner.traffic import traced_collectives
 from hlat_jax.sharding import Layout
 from hlat_jax.step import step_arguments, traced_step
@@ -75,7 +77,8 @@ def make_plan(config: Config, site: Site) -> dict[str, Any]:
     Raises:
       ValueError: degrees that do not fit the devices or the model, or a batch that does not divide.
     """
-    layout = site_layout(config, site)
+    layout, asked = site_layout(config, site), config.model.remat
+    config = budget_lib.estimated(config, layout)
     target = cost.target(site.target)
     arguments = step_arguments(config, layout)
     jaxpr = live_jaxpr(traced_step(config, layout))
@@ -88,7 +91,7 @@ def make_plan(config: Config, site: Site) -> dict[str, Any]:
         "nodes": site.nodes,
         "layout": described(config, layout),
         "run": _run(config, site),
-        "schedule": _schedule(config, layout),
+        "schedule": _schedule(config, layout, asked),
         "device_bytes": dataclasses.asdict(memory)
         | {"state": memory.state, "temporaries": memory.temporaries, "total": memory.total, "budget": budget},
         "fits": memory.total <= budget,
@@ -146,12 +149,13 @@ def _run(config: Config, site: Site) -> dict[str, Any]:
     }
 
 
-def _schedule(config: Config, layout: Layout) -> dict[str, Any]:
+def _schedule(config: Config, layout: Layout, asked: str) -> dict[str, Any]:
     num_microbatches, num_stages = config.train.num_microbatches, layout.degrees["pipe"]
     return {
         "num_microbatches": num_microbatches,
         "rows": config.data.batch_size // (layout.row_degree * num_microbatches),
-        "remat": config.model.remat,
+        # a budget: what it comes to by this estimate; the run itself measures
+        "remat": asked if asked == config.model.remat else f"{asked}, estimated as {config.model.remat}",
         "num_stages": num_stages,
         "bubble": (num_stages - 1) / (num_microbatches + num_stages - 1),
     }

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from hlat_jax.cost import Target
+from hlat_jax.passes.products import products
 from hlat_jax.planner.collectives import Collective
 
 # Source: AWS Neuron docs, collectives: about 15 us per EFA hop, 1 to 2 us per hop inside an instance.
@@ -72,22 +72,6 @@ def projected(jaxpr: Any, found: list[Collective], *, target: Target, mesh: Any,
         spent[place] += once * collective.trips
     update = 2 * state_bytes / device.memory_bytes_per_s
     return Seconds(products=seconds, update=update, **spent, flops=flops)
-
-
-def products(jaxpr: Any, *, trips: int = 1) -> Iterator[tuple[float, int, int]]:
-    """Yields (FLOPs, bytes read and written, executions) of every product of a program, on one device."""
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "dot_general":
-            left, right, out = eqn.invars[0].aval, eqn.invars[1].aval, eqn.outvars[0].aval
-            summed = eqn.params["dimension_numbers"][0][0]
-            count = 2.0 * math.prod(out.shape) * math.prod(left.shape[dim] for dim in summed)
-            yield count, sum(math.prod(a.shape) * a.dtype.itemsize for a in (left, right, out)), trips
-        inner_trips = trips * (eqn.params["length"] if eqn.primitive.name == "scan" else 1)
-        for value in eqn.params.values():
-            for item in value if isinstance(value, (tuple, list)) else (value,):
-                inner = getattr(item, "jaxpr", item)
-                if hasattr(inner, "eqns"):
-                    yield from products(inner, trips=inner_trips)
 
 
 def collective_seconds(collective: Collective, *, target: Target, mesh: Any) -> tuple[str, float]:

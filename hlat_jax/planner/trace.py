@@ -7,9 +7,6 @@ Shapes inside the region of `spread.Spread` are those of one device, dtypes are 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
-
-from jax.interpreters import partial_eval
 
 from hlat_jax.config import Config
 from hlat_jax.degrees import layout_over
@@ -51,12 +48,3 @@ def planned_layout(config: Config, num_devices: int, *, platform: str) -> Layout
       ValueError: as `degrees.layout_over`.
     """
     return layout_over(config, PlannedClient(platform, num_devices).devices())
-
-
-def live_jaxpr(traced: Any) -> Any:
-    """Returns what a trace computes, without what nothing reads, such as values that come with the gradients.
-
-    Every compiler drops the same, collectives among it.
-    """
-    jaxpr = traced.jaxpr.jaxpr
-    return partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]

@@ -1,0 +1,186 @@
+"""Rematerialization under a budget of bytes, beside JAX's stock policies; and the largest batches, beside RAF's.
+
+    python benchmarks/remat.py goals [--config=160m] [--shares=80,60,45,35]   # the whole training step of a config
+    python benchmarks/remat.py batch [--models=bert-base,bert-large,gpt2] [--limit=13GB]
+
+Both compile and run nothing: bytes are XLA's own accounting, FLOPs those of the products that the program executes,
+counted in its trace. On CPU the first flag below makes XLA order the program for memory, as it does on accelerators,
+and the second saves time; what XLA allocates on an accelerator may differ. A program that several goals tried was
+compiled once, and its seconds count for each of them. That gradients stay equal is in tests/test_passes_remat.py.
+"""
+
+import argparse
+import dataclasses
+import functools
+import os
+import time
+
+_FLAGS = "--xla_cpu_scheduler_type=CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED --xla_backend_optimization_level=0"
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAGS}".strip()
+
+import jax
+import jax.numpy as jnp
+
+from hlat_jax import config as config_lib
+from hlat_jax import stack
+from hlat_jax.degrees import layout_over
+from hlat_jax.passes import remat
+from hlat_jax.passes.products import live_jaxpr, total_flops
+from hlat_jax.sizes import spoken
+from hlat_jax.step import traced_step
+
+STOCK = (
+    "dots_saveable",
+    "dots_with_no_batch_dims_saveable",
+    "nothing_saveable",
+    "everything_saveable",
+)
+# layers, width, vocabulary, positions, causal; RAF's batches without and with, and its relative throughput.
+# Source: awslabs/raf wiki, rematerialization.
+MODELS = {
+    "bert-base": ((12, 768, 30522, 512, False), (16, 32, 0.943)),
+    "bert-large": ((24, 1024, 30522, 512, False), (8, 16, 0.965)),
+    "gpt2": ((12, 768, 50257, 1024, True), (8, 24, 0.932)),
+}
+
+
+def goals(config, shares):
+    """Prints what each goal came to, and the stock policies."""
+    config = dataclasses.replace(config, precision=config_lib.PrecisionConfig())
+    layout = layout_over(config, jax.devices()[:1])
+    compiled, spent = {}, []
+
+    def traced(choice):
+        chosen = "none" if choice is None else str(choice)
+        return traced_step(dataclasses.replace(config, model=dataclasses.replace(config.model, remat=chosen)), layout)
+
+    def measure(traced):
+        key = str(traced.jaxpr)
+        if key not in compiled:
+            wall, cpu = time.monotonic(), time.process_time()
+            compiled[key] = remat.temporaries(traced), time.monotonic() - wall, time.process_time() - cpu
+        spent.append(compiled[key][1:])
+        return compiled[key][0]
+
+    most = measure(traced(None))
+    flops = total_flops(live_jaxpr(traced(None)))
+    print(f"{config.name}: {spoken(most)} of temporaries and {flops:.4g} FLOP a step without rematerialization")
+    print(f"{'':34}  {'of no remat':>11}  {'bytes':>12}  {'FLOPs more':>10}  met  programs  wall s  CPU s")
+    rows = []
+    for name in STOCK:
+        program = stock_step(config, layout, name)
+        rows.append((name, measure(program), total_flops(live_jaxpr(program)) / flops - 1))
+        print(f"{name:34}  {rows[-1][1] / most:11.1%}  {spoken(rows[-1][1]):>12}  {rows[-1][2]:10.2%}", flush=True)
+    for share in shares:
+        spent.clear()
+        try:
+            plan = remat.search(traced, budget_bytes=int(share * most), options=remat.Options(measure=measure))
+        except ValueError as error:
+            print(f"goal {share:.0%}: {error}", flush=True)
+            continue
+        wall, cpu = map(sum, zip(*spent, strict=True))
+        met = "yes" if plan.measured_bytes <= share * most else "NO"
+        print(
+            f"{f'goal {share:.0%}':34}  {plan.measured_bytes / most:11.1%}  {spoken(plan.measured_bytes):>12}  "
+            f"{plan.recompute_share:10.2%}  {met:>3}  {plan.compilations:8}  "
+            f"{wall:6.0f} {cpu:6.0f}   {plan.choice}"
+        )
+        for name, num_bytes, more in rows:
+            if num_bytes <= plan.measured_bytes and more < plan.recompute_share - 1e-9:
+                print(f"    WORSE than {name}", flush=True)
+
+
+def stock_step(config, layout, name):
+    """Returns the trace of the step whose layers are checkpointed under a policy of JAX."""
+    ours, policy = stack.rematerialized, getattr(jax.checkpoint_policies, name)
+    stack.rematerialized = lambda layer, remat, prevent_cse: jax.checkpoint(
+        layer, policy=policy, prevent_cse=prevent_cse
+    )
+    try:
+        return traced_step(config, layout)
+    finally:
+        stack.rematerialized = ours
+
+
+def encoder(params, tokens_BT, *, heads, causal):
+    """The mean cross-entropy of a BERT or GPT-2 shaped transformer, in plain JAX, layers by scan."""
+    x_BTD = params["tokens"][tokens_BT] + params["positions"][: tokens_BT.shape[1]]
+    x_BTD = jax.lax.scan(lambda x, one: (block(one, x, heads=heads, causal=causal), None), x_BTD, params["layers"])[0]
+    log_probs = jax.nn.log_softmax(layer_norm(x_BTD, params["norm"]) @ params["tokens"].T)
+    return -jnp.mean(jnp.take_along_axis(log_probs, tokens_BT[..., None], -1))
+
+
+def block(p, x_BTD, *, heads, causal):
+    b, t, d = x_BTD.shape
+    qkv = (layer_norm(x_BTD, p["norm1"]) @ p["qkv"]).reshape(b, t, 3, heads, d // heads)
+    scores = jnp.einsum("BTNH,BSNH->BNTS", qkv[:, :, 0], qkv[:, :, 1]) / (d // heads) ** 0.5
+    if causal:
+        scores = jnp.where(jnp.tril(jnp.ones((t, t), bool)), scores, -1e30)
+    mixed = jnp.einsum("BNTS,BSNH->BTNH", jax.nn.softmax(scores), qkv[:, :, 2])
+    x_BTD = x_BTD + mixed.reshape(b, t, d) @ p["out"]
+    return x_BTD + jax.nn.gelu(layer_norm(x_BTD, p["norm2"]) @ p["up"]) @ p["down"]
+
+
+def layer_norm(x, scale):
+    centred = x - jnp.mean(x, -1, keepdims=True)
+    return centred * jax.lax.rsqrt(jnp.mean(jnp.square(centred), -1, keepdims=True) + 1e-5) * scale
+
+
+def sgd(loss):
+    def step(params, tokens_BT):
+        value, grads = jax.value_and_grad(loss)(params, tokens_BT)
+        return value, jax.tree.map(lambda p, g: p - 1e-2 * g, params, grads)
+
+    return jax.jit(step, donate_argnums=0)
+
+
+def batches(names, limit):
+    """Prints the largest batch without and with rematerialization, and what RAF's factor costs here."""
+    print(f"limit {limit}: parameters, gradients (SGD) and activations, fp32")
+    print("model         without  nothing kept  at RAF's factor       bytes  throughput by FLOPs  RAF")
+    for name in names:
+        raf = MODELS[name][1]
+
+        def make_step(batch, name=name):
+            (layers, width, vocab, positions, causal), _ = MODELS[name]
+            shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+            stacked = {"norm1": (width,), "qkv": (width, 3 * width), "out": (width, width), "norm2": (width,)}
+            stacked |= {"up": (width, 4 * width), "down": (4 * width, width)}
+            params = {key: shape((layers, *dims)) for key, dims in stacked.items()}
+            tables = {"tokens": shape((vocab, width)), "positions": shape((positions, width)), "norm": shape((width,))}
+            tokens = jax.ShapeDtypeStruct((batch, positions), jnp.int32)
+            fn = functools.partial(encoder, heads=width // 64, causal=causal)
+            return fn, (tables | {"layers": params}, tokens)
+
+        without, _ = remat.max_batch(make_step, limit, step=sgd, rematerialize=False)
+        most, _ = remat.max_batch(make_step, limit, step=sgd)
+        batch = min(without * raf[1] // raf[0], most)
+        fn, args = make_step(batch)
+        options = remat.Options(measure=remat.everything)
+        plan = remat.fit(fn, *args, budget_bytes=limit, step=sgd, options=options)
+        print(
+            f"{name:12}  {without:7}  {most:12}  {batch:15}  {spoken(plan.measured_bytes):>10}  "
+            f"{1 / (1 + plan.recompute_share):19.1%}  {raf[0]} -> {raf[1]} at {raf[2]:.1%}; {plan.choice}",
+            flush=True,
+        )
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("goals", "batch"))
+    parser.add_argument("--config", default="160m")
+    parser.add_argument("--attention", default="einsum", help="of the config's model")
+    parser.add_argument("--shares", default="80,60,45,35")
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--limit", default="13GB")
+    args = parser.parse_args()
+    if args.what == "batch":
+        batches(args.models.split(","), args.limit)
+        return
+    mutable = config_lib.load(args.config)
+    mutable.model.attention = args.attention
+    goals(config_lib.resolve(mutable), [float(share) / 100 for share in args.shares.split(",")])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,249 @@
+"""Gives every float intermediate of a function a name, and makes functions whose backward pass keeps chosen ones.
+
+A name is that of the primitive and its number in the function, `dot_general.3`: the same function, shapes and JAX give
+the same names. Nothing is marked by hand. Calls (`jit`) are inlined; the function's own `jax.checkpoint` stays where it
+is, and what is chosen inside it is kept all the same. Loops, `custom_vjp` and kernels are single values from outside.
+
+Owns names and how a choice of them is applied. Refuses to know what a choice costs: see `recompute`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name, checkpoint_policies
+from jax.extend.core import Literal
+
+from hlat_jax.neuron.lowering import elide_idle_roundings
+
+CALLS = {"pjit", "jit", "closed_call", "core_call"}
+CHECKPOINTS = {"remat", "remat2", "checkpoint"}
+# The same elements as their operand, or too cheap to be worth keeping beside it.
+_SAME = {"name", "copy", "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "stop_gradient", "iota"}
+_PREFIX, _HOST = "saved:", "|host:"
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """What the backward pass keeps; it computes everything else again.
+
+    Attributes:
+      saved: names kept on the device.
+      offloaded: names kept in the memory of the host.
+    """
+
+    saved: tuple[str, ...] = ()
+    offloaded: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return _PREFIX + ",".join(self.saved) + (_HOST + ",".join(self.offloaded) if self.offloaded else "")
+
+    @property
+    def policy(self) -> Callable:
+        """The policy of `jax.checkpoint` that keeps them."""
+        if not self.offloaded:
+            return checkpoint_policies.save_only_these_names(*self.saved)
+        return checkpoint_policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=list(self.saved),
+            names_which_can_be_offloaded=list(self.offloaded),
+            offload_src="device",
+            offload_dst="pinned_host",
+        )
+
+
+def is_choice(text: str) -> bool:
+    """Returns whether a text was written by `str` of a `Choice`."""
+    return text.startswith(_PREFIX)
+
+
+def parse_choice(text: str) -> Choice:
+    """Returns the `Choice` that `str` of it wrote."""
+    saved, _, offloaded = text.removeprefix(_PREFIX).partition(_HOST)
+    return Choice(*(tuple(name for name in names.split(",") if name) for names in (saved, offloaded)))
+
+
+def checkpointed(fn: Callable, choice: Choice, *, prevent_cse: bool = True) -> Callable:
+    """Returns `fn` whose backward pass keeps its arguments and what is chosen.
+
+    Args:
+      fn: a function of arrays; what it closes over is kept too.
+      choice: of the names that `named` gives.
+      prevent_cse: as for `jax.checkpoint`; may be False where `fn` is all that a loop runs.
+
+    Raises:
+      ValueError: when called: a choice of values that `fn` has not.
+    """
+    elide_idle_roundings()
+    return jax.checkpoint(named(fn, choice), policy=choice.policy, prevent_cse=prevent_cse)
+
+
+def checkpointed_loops(fn: Callable, choice: Choice) -> Callable:
+    """Returns `fn` with the body of each outermost `lax.scan` checkpointed; names begin with the scan's, `scan0.`.
+
+    Raises:
+      ValueError: when called: `fn` has no such loop, or a choice of values that they have not.
+    """
+    elide_idle_roundings()
+
+    def run(*args: Any) -> Any:
+        closed, leaves, rebuilt = _traced(fn, args)
+        if not num_loops(closed.jaxpr):
+            raise ValueError(f"{_called(fn)} has no lax.scan outside a call of another kind; give the layer itself.")
+        namer = _Namer(choice)
+        outs = _emit_loops(closed.jaxpr, closed.consts, leaves, namer)
+        namer.check(fn)
+        return rebuilt(outs)
+
+    return run
+
+
+def named(fn: Callable, choice: Choice) -> Callable:
+    """Returns `fn` with every float intermediate named. Raises ValueError where it has none of a name in `choice`."""
+
+    def run(*args: Any) -> Any:
+        closed, leaves, rebuilt = _traced(fn, args)
+        namer = _Namer(choice)
+        plan = namer.numbered(closed.jaxpr)
+        namer.check(fn)
+        return rebuilt(_emit(closed.jaxpr, closed.consts, leaves, plan))
+
+    return run
+
+
+def num_loops(jaxpr: Any) -> int:
+    """Returns the number of outermost scans, inside calls too."""
+    found = 0
+    for eqn in jaxpr.eqns:
+        inner = _inlined(eqn)
+        found += num_loops(inner) if inner is not None else eqn.primitive.name == "scan"
+    return found
+
+
+def _traced(fn: Callable, args: tuple) -> tuple[Any, list, Callable]:
+    leaves, structure = jax.tree.flatten(args)
+    closed, shape = jax.make_jaxpr(lambda *flat: fn(*jax.tree.unflatten(structure, flat)), return_shape=True)(*leaves)
+    return closed, leaves, lambda outs: jax.tree.unflatten(jax.tree.structure(shape), outs)
+
+
+class _Namer:
+    """Numbers the values of one function. A plan has, for each equation, the names of its results, or another plan."""
+
+    def __init__(self, choice: Choice):
+        self.choice = choice
+        self.given: set[str] = set()
+        self.counts: dict[str, int] = {}
+
+    def numbered(self, jaxpr: Any, *, prefix: str = "") -> list:
+        plan = []
+        for eqn in jaxpr.eqns:
+            inner = _inlined(eqn, checkpoints=True)
+            plan.append([self._name(eqn, var, prefix) for var in eqn.outvars] if inner is None else
+                        self.numbered(inner, prefix=prefix))  # fmt: skip
+        return plan
+
+    def _name(self, eqn: Any, var: Any, prefix: str) -> str | None:
+        key = prefix + eqn.primitive.name
+        if eqn.primitive.name == "name":  # the function's own may be chosen too
+            self.given.add(eqn.params["name"])
+        if eqn.primitive.name in _SAME or not jnp.issubdtype(getattr(var.aval, "dtype", bool), jnp.inexact):
+            return None
+        self.counts[key] = self.counts.get(key, -1) + 1
+        name = f"{key}.{self.counts[key]}"
+        self.given.add(name)
+        return name
+
+    def check(self, fn: Callable) -> None:
+        missing = sorted({*self.choice.saved, *self.choice.offloaded} - self.given)
+        if missing:
+            raise ValueError(
+                f"{_called(fn)} has no values {', '.join(missing)}: they were chosen for another function, other "
+                "shapes or another JAX. Let remat.fit choose again."
+            )
+
+
+def _called(fn: Callable) -> str:
+    return getattr(fn, "__qualname__", type(fn).__name__)
+
+
+def _inlined(eqn: Any, *, checkpoints: bool = False) -> Any:
+    """Returns the jaxpr of a call that names go through, or None."""
+    name = eqn.primitive.name
+    if checkpoints and name in CHECKPOINTS:
+        return eqn.params["jaxpr"]
+    if name not in CALLS:
+        return None
+    placed = [*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ())]
+    if any(isinstance(sharding, jax.sharding.Sharding) for sharding in placed):
+        return None
+    closed = eqn.params["jaxpr"] if "jaxpr" in eqn.params else eqn.params["call_jaxpr"]
+    return None if getattr(closed, "consts", ()) else getattr(closed, "jaxpr", closed)
+
+
+def _emit(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], plan: list) -> list:
+    env = dict(zip(jaxpr.constvars, consts, strict=True)) | dict(zip(jaxpr.invars, args, strict=True))
+    for eqn, names in zip(jaxpr.eqns, plan, strict=True):
+        ins = [_read(env, var) for var in eqn.invars]
+        inner = _inlined(eqn, checkpoints=True)
+        if inner is None:
+            outs = [
+                out if name is None else checkpoint_name(out, name)
+                for out, name in zip(_bound(eqn, ins, jaxpr), names, strict=True)
+            ]
+        elif eqn.primitive.name in CHECKPOINTS:
+            options = {key: eqn.params[key] for key in ("policy", "prevent_cse")}
+            outs = jax.checkpoint(lambda *ins, inner=inner, names=names: _emit(inner, (), ins, names), **options)(*ins)
+        else:
+            outs = _emit(inner, (), ins, names)
+        env.update(zip(eqn.outvars, outs, strict=True))
+    return [_read(env, var) for var in jaxpr.outvars]
+
+
+def _emit_loops(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], namer: _Namer) -> list:
+    env = dict(zip(jaxpr.constvars, consts, strict=True)) | dict(zip(jaxpr.invars, args, strict=True))
+    for eqn in jaxpr.eqns:
+        ins = [_read(env, var) for var in eqn.invars]
+        inner = _inlined(eqn)
+        if inner is not None:
+            outs = _emit_loops(inner, (), ins, namer)
+        elif eqn.primitive.name == "scan":
+            outs = _scanned(eqn, ins, namer)
+        else:
+            outs = _bound(eqn, ins, jaxpr)
+        env.update(zip(eqn.outvars, outs, strict=True))
+    return [_read(env, var) for var in jaxpr.outvars]
+
+
+def _scanned(eqn: Any, ins: list, namer: _Namer) -> list:
+    closed, num_consts, num_carry = (eqn.params[key] for key in ("jaxpr", "num_consts", "num_carry"))
+    namer.counts["scan"] = namer.counts.get("scan", -1) + 1
+    plan = namer.numbered(closed.jaxpr, prefix=f"scan{namer.counts['scan']}.")
+    body = jax.checkpoint(
+        lambda *args: _emit(closed.jaxpr, closed.consts, args, plan),
+        policy=namer.choice.policy,
+        prevent_cse=False,
+    )
+    consts, init, xs = ins[:num_consts], ins[num_consts : num_consts + num_carry], ins[num_consts + num_carry :]
+
+    def turn(carry, x):
+        outs = body(*consts, *carry, *x)
+        return outs[:num_carry], outs[num_carry:]
+
+    options = {key: eqn.params[key] for key in ("length", "reverse", "unroll")}
+    carry, ys = jax.lax.scan(turn, init, xs, **options)
+    return [*carry, *ys]
+
+
+def _bound(eqn: Any, ins: list, jaxpr: Any) -> list:
+    """Returns the results of one equation, by JAX's own evaluation: how it binds a primitive is not a stable API."""
+    free = [var for var in eqn.invars if not isinstance(var, Literal)]
+    alone = jaxpr.replace(constvars=[], invars=free, outvars=list(eqn.outvars), eqns=[eqn])
+    values = [value for var, value in zip(eqn.invars, ins, strict=True) if not isinstance(var, Literal)]
+    return jax.core.eval_jaxpr(alone, [], *values)
+
+
+def _read(env: dict, var: Any) -> Any:
+    return var.val if isinstance(var, Literal) else env[var]

@@ -1,0 +1,43 @@
+"""The products of a traced program: how many FLOPs they are, what they move, how often they run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from jax.interpreters import partial_eval
+
+from hlat_jax.passes.jaxpr import equations
+
+
+def live_jaxpr(traced: Any) -> Any:
+    """Returns what a trace computes, without what nothing reads, such as values that come with the gradients.
+
+    Every compiler drops the same, collectives among it.
+    """
+    jaxpr = traced.jaxpr.jaxpr
+    return partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
+
+
+def total_flops(jaxpr: Any) -> float:
+    """Returns the FLOPs of all products of a program, on one device; a branch counts each of its sides."""
+    return sum(trips * count for count, _, trips in products(jaxpr))
+
+
+def products(jaxpr: Any, *, trips: int = 1) -> Iterator[tuple[float, int, int]]:
+    """Yields (FLOPs, bytes read and written, executions) of every product of a program, on one device."""
+    for eqn, times in equations(jaxpr, trips=trips):
+        if eqn.primitive.name in ("dot_general", "conv_general_dilated"):
+            operands = [var.aval for var in (*eqn.invars, *eqn.outvars)]
+            yield product_flops(eqn), sum(math.prod(a.shape) * a.dtype.itemsize for a in operands), times
+
+
+def product_flops(eqn: Any) -> float:
+    """Returns the FLOPs of one product: two for each element of the result and each term of its sum."""
+    left, right, out = eqn.invars[0].aval, eqn.invars[1].aval, eqn.outvars[0].aval
+    if eqn.primitive.name == "dot_general":
+        terms = math.prod(left.shape[dim] for dim in eqn.params["dimension_numbers"][0][0])
+    else:
+        terms = math.prod(right.shape) / right.shape[eqn.params["dimension_numbers"].rhs_spec[0]]
+    return 2.0 * math.prod(out.shape) * terms

@@ -1,0 +1,225 @@
+"""The recompute graph: what a backward pass computes again, what that costs, and which saved values would cut it.
+
+It is read from the trace of the whole differentiated program, in which every checkpoint saves nothing: JAX marks what
+its backward pass computes again, and `naming` has named it. So the graph has the shapes of one device inside
+`shard_map`, the dtypes of autocast, the trips of every loop, and just the values that some gradient reads.
+
+Costs are in FLOPs of products, which a recomputed value would take the place of. Refuses to choose: see `selection`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from jax.extend.core import Literal
+
+from hlat_jax.passes.jaxpr import inner_jaxprs
+from hlat_jax.passes.naming import CALLS, CHECKPOINTS
+from hlat_jax.passes.products import product_flops
+
+_INLINED = CALLS | CHECKPOINTS | {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"}
+_FREE = {"name", "copy", "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "iota", "optimization_barrier"}
+_TRANSCENDENTAL = {"exp", "exp2", "log", "log1p", "tanh", "logistic", "rsqrt", "sqrt", "pow", "sin", "cos", "erf"}
+_TRANSCENDENTAL |= {"erf_inv", "erfc", "cbrt", "div"}
+_COLLECTIVES = {"psum", "psum_invariant", "all_gather", "reduce_scatter", "all_to_all", "ppermute", "pmax", "pmin"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Rates:
+    """What work beside products costs, in FLOPs of products that take as long. Only their proportions matter.
+
+    Attributes:
+      element: of an elementwise operation or a reduction, fused with its neighbours.
+      transcendental: likewise, of exponentials, roots and quotients.
+      sent_byte: of a collective.
+      offloaded_byte: of a value kept on the host: there and back.
+      offloaded_byte: to the host and back.
+
+    The defaults are of the order of an H100 whose products reach half of 989 TFLOP/s: 67 TFLOP/s elementwise in fp32
+    and twice that in bf16, a sixteenth of the fp32 rate for exponentials, 450 GB/s of NVLink, 64 GB/s of PCIe each way.
+    Source: its data sheet.
+    """
+
+    element: float = 4.0
+    transcendental: float = 16.0
+    sent_byte: float = 1_000.0
+    offloaded_byte: float = 15_000.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Node:
+    """One operation of a backward pass that computes something again.
+
+    Attributes:
+      flops: of products, over the whole program.
+      cost: of it, flops among it, over the whole program.
+      parents: the nodes it reads; what the checkpoint has as arguments is at hand.
+      name: by which its result can be saved; empty: it cannot.
+      is_read: by the gradients themselves.
+    """
+
+    flops: float
+    cost: float
+    parents: tuple[int, ...]
+    name: str
+    is_read: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Graph:
+    """All that a program computes again where nothing is saved.
+
+    Attributes:
+      nodes: in order of computation.
+      sizes: bytes on one device of every value that can be saved, over all its copies.
+    """
+
+    nodes: tuple[Node, ...]
+    sizes: dict[str, int]
+
+    def computed_again(self, saved: Any) -> list[Node]:
+        """Returns the nodes that are computed again where the values of these names are saved."""
+        saved = set(saved)
+        needed = [node.is_read and node.name not in saved for node in self.nodes]
+        for number in range(len(self.nodes) - 1, -1, -1):
+            if needed[number]:
+                for parent in self.nodes[number].parents:
+                    needed[parent] |= self.nodes[parent].name not in saved
+        return [node for node, is_needed in zip(self.nodes, needed, strict=True) if is_needed]
+
+    def cost(self, saved: Any) -> float:
+        """Returns what recomputation costs where the values of these names are saved."""
+        return sum(node.cost for node in self.computed_again(saved))
+
+    def flops(self, saved: Any) -> float:
+        """Returns its FLOPs in products."""
+        return sum(node.flops for node in self.computed_again(saved))
+
+    def num_bytes(self, saved: Any) -> int:
+        """Returns the bytes of the values of these names."""
+        return sum(self.sizes[name] for name in saved)
+
+
+def recompute_graph(jaxpr: Any, *, rates: Rates, min_bytes: int) -> Graph:
+    """Returns the recompute graph of a program.
+
+    Args:
+      jaxpr: of the whole program, with checkpoints of `naming` that save nothing.
+      rates: of work beside products.
+      min_bytes: size from which on a value can be saved.
+
+    Raises:
+      ValueError: nothing is differentiated in it, or all that is, is too small.
+    """
+    regions: dict[tuple[str, ...], list[_Region]] = {}
+    for region in _regions(jaxpr, trips=1, copies=1):
+        regions.setdefault(tuple(sorted(region.sizes)), []).append(region)
+    nodes: list[Node] = []
+    sizes: dict[str, int] = {}
+    for alike in regions.values():
+        largest = max(alike, key=lambda region: len(region.nodes))
+        nodes += _costed(largest, sum(region.trips for region in alike), rates=rates, first=len(nodes))
+        for name, size in largest.sizes.items():
+            if size >= min_bytes:
+                sizes[name] = sizes.get(name, 0) + size * sum(region.copies for region in alike)
+    nodes = [node if node.name in sizes else dataclasses.replace(node, name="") for node in nodes]
+    if not sizes:
+        raise ValueError(
+            "no value can be saved: the program differentiates no function whose values are named"
+            + (f", or none of {min_bytes:,} bytes (Options.min_bytes)." if regions else ".")
+        )
+    return Graph(tuple(nodes), sizes)
+
+
+@dataclasses.dataclass
+class _Region:
+    """One differentiated checkpoint.
+
+    Attributes:
+      trips: how often it runs in the program.
+      copies: how many of each saved value there are at one time.
+      nodes: (equation, nodes that it reads).
+      read: numbers of the nodes that gradients read.
+      sizes: bytes of each named value.
+    """
+
+    trips: int
+    copies: int
+    nodes: list[tuple[Any, set[int]]] = dataclasses.field(default_factory=list)
+    read: set[int] = dataclasses.field(default_factory=set)
+    sizes: dict[str, int] = dataclasses.field(default_factory=dict)
+
+    def visit(self, jaxpr: Any, made_by: dict[Any, int], *, again: bool) -> None:
+        """Adds what a jaxpr computes again; `again`: all of it. `made_by` tells of its values by which node."""
+        for eqn in jaxpr.eqns:
+            ins = [None if isinstance(var, Literal) else made_by.get(var) for var in eqn.invars]
+            is_again = again or _is_computed_again(eqn)
+            inner = next(inner_jaxprs(eqn), None) if eqn.primitive.name in _INLINED else None
+            if inner is not None:
+                inside = {var: node for var, node in zip(inner.invars, ins, strict=False) if node is not None}
+                self.visit(inner, inside, again=is_again)
+                outs = [None if isinstance(var, Literal) else inside.get(var) for var in inner.outvars]
+                made_by.update({var: node for var, node in zip(eqn.outvars, outs, strict=False) if node is not None})
+            elif is_again:
+                self.nodes.append((eqn, {node for node in ins if node is not None}))
+                made_by.update(dict.fromkeys(eqn.outvars, len(self.nodes) - 1))
+                if eqn.primitive.name == "name":
+                    self.sizes[eqn.params["name"]] = _num_bytes(eqn.outvars[0].aval)
+            else:
+                self.read.update(node for node in ins if node is not None)
+
+
+def _regions(jaxpr: Any, *, trips: int, copies: int) -> Iterator[_Region]:
+    for eqn in jaxpr.eqns:
+        name = eqn.primitive.name
+        inner = next(inner_jaxprs(eqn), None)
+        if name in CHECKPOINTS and any(map(_is_computed_again, inner.eqns)):
+            region = _Region(trips, copies)
+            region.visit(inner, {}, again=False)
+            if region.sizes:
+                yield region
+            continue
+        length = eqn.params["length"] if name == "scan" else 1
+        # a loop that a gradient runs backwards stacks what its forward pass saves; one around both does not
+        stacked = length if name == "scan" and eqn.params["reverse"] else 1
+        for inner in inner_jaxprs(eqn):
+            yield from _regions(inner, trips=trips * length, copies=copies * stacked)
+
+
+def _is_computed_again(eqn: Any) -> bool:
+    return "rematted_computation" in str(eqn.source_info.name_stack)
+
+
+def _costed(region: _Region, trips: int, *, rates: Rates, first: int) -> Iterator[Node]:
+    for number, (eqn, parents) in enumerate(region.nodes):
+        flops, cost = _work(eqn, rates)
+        name = eqn.params["name"] if eqn.primitive.name == "name" else ""
+        above = tuple(sorted(first + parent for parent in parents))
+        yield Node(trips * flops, trips * cost, above, name, number in region.read)
+
+
+def _work(eqn: Any, rates: Rates) -> tuple[float, float]:
+    """Returns (FLOPs in products, cost) of one execution of an equation."""
+    name = eqn.primitive.name
+    if name in _FREE:
+        return 0.0, 0.0
+    if name in ("dot_general", "conv_general_dilated"):
+        flops = product_flops(eqn)
+        return flops, flops
+    inner = list(inner_jaxprs(eqn))
+    if inner:
+        trips = eqn.params["length"] if name == "scan" else 1
+        works = [_work(each, rates) for jaxpr in inner for each in jaxpr.eqns]
+        return trips * sum(flops for flops, _ in works), trips * sum(cost for _, cost in works)
+    avals = [var.aval for var in (*eqn.invars, *eqn.outvars)]
+    if name in _COLLECTIVES:
+        return 0.0, rates.sent_byte * max(map(_num_bytes, avals))
+    rate = rates.transcendental if name in _TRANSCENDENTAL else rates.element
+    return 0.0, rate * max(math.prod(getattr(aval, "shape", ())) for aval in avals)
+
+
+def _num_bytes(aval: Any) -> int:
+    return math.prod(getattr(aval, "shape", ())) * getattr(getattr(aval, "dtype", None), "itemsize", 0)

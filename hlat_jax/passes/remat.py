@@ -1,0 +1,375 @@
+"""Rematerialization under a budget of bytes: chooses what a backward pass keeps, by the compiler's own accounting.
+
+    plan = remat.fit(loss, params, batch, budget_bytes="12GiB")   # loops over layers by lax.scan: each is a region
+    grads = jax.grad(plan.fn)(params, batch)
+    plan = remat.fit(layer, state, batch, budget_bytes="12GiB", step=make_step)   # make_step(layer) -> what is compiled
+
+Names come from `naming`, costs from `recompute`, the set from `selection`. How much memory a set takes is not guessed:
+the program is compiled, and the bytes for saved values corrected until what XLA allocates is within the budget.
+
+Owns that loop and what it reports. Source: RAF, arXiv 2303.04759, whose budget is held against an estimate.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from hlat_jax.passes import naming, selection
+from hlat_jax.passes.naming import Choice
+from hlat_jax.passes.products import live_jaxpr, total_flops
+from hlat_jax.passes.recompute import Graph, Rates, recompute_graph
+from hlat_jax.sizes import parse_bytes, spoken
+
+# A choice that leaves less of the budget than this share is not improved on.
+_CLOSE = 0.02
+
+
+def temporaries(traced: Any) -> int:
+    """Returns the bytes of temporaries that XLA allocates for a traced program on one device."""
+    return _memory(traced).temp_size_in_bytes
+
+
+def everything(traced: Any) -> int:
+    """Returns all bytes of a traced program on one device: arguments, results that take no argument's place, and
+    temporaries."""
+    memory = _memory(traced)
+    results = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return memory.argument_size_in_bytes + results + memory.temp_size_in_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """How a choice is made.
+
+    Attributes:
+      region: what one checkpoint holds: the body of every outermost `lax.scan` of the function (loops), the function
+        (whole), or loops where it has some (auto).
+      min_bytes: size from which on a value, on one device, may be saved; smaller ones are computed again.
+      rates: what work beside products costs.
+      solver: exact, greedy, or auto: exact where there is SciPy.
+      measure: (traced program) -> bytes that are held against the budget.
+      offload: values may be kept in the host's memory, where the backend has `pinned_host`.
+      max_compilations: of programs; more of them come nearer to the budget.
+    """
+
+    region: str = "auto"
+    min_bytes: int = 65536
+    rates: Rates = Rates()  # noqa: RUF009, frozen
+    solver: str = "auto"
+    measure: Callable[[Any], int] = temporaries
+    offload: bool = False
+    max_compilations: int = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A choice, and what it was made from.
+
+    Attributes:
+      choice: names of what is kept; None: the program fits as it is, and nothing is computed again.
+      budget_bytes: asked for.
+      measured_bytes: of the program, by `Options.measure`.
+      predicted_bytes: of it, before it was compiled: those of full rematerialization and of what is kept.
+      flops: products that the program executes on one device, counted in its trace.
+      predicted_flops: likewise, from the recompute graph.
+      plain: (bytes, FLOPs) of the program without rematerialization.
+      full: (bytes, FLOPs) of the program that keeps nothing; None where that was not asked.
+      compilations: programs compiled.
+      seconds: that the search took.
+      fn: the function with the choice applied.
+    """
+
+    choice: Choice | None
+    budget_bytes: int
+    measured_bytes: int
+    predicted_bytes: int
+    flops: float
+    predicted_flops: float
+    plain: tuple[int, float]
+    full: tuple[int, float] | None
+    compilations: int
+    seconds: float
+    fn: Callable | None = None
+
+    @property
+    def recompute_share(self) -> float:
+        """FLOPs of recomputation over those of the program without it."""
+        return self.flops / self.plain[1] - 1 if self.plain[1] else 0.0
+
+    def report(self) -> str:
+        """Returns the plan in a few lines."""
+        kept = "everything: it fits as it is" if self.choice is None else self._kept()
+        full = "" if self.full is None else f", {spoken(self.full[0])} with nothing kept"
+        return "\n".join(
+            (
+                f"kept       {kept}",
+                f"bytes      {spoken(self.measured_bytes)} measured, {spoken(self.predicted_bytes)} predicted, of "
+                f"{spoken(self.budget_bytes)}; {spoken(self.plain[0])} without rematerialization{full}",
+                f"products   {self.flops:.4g} FLOP, {self.predicted_flops:.4g} predicted, {self.recompute_share:+.1%}",
+                f"search     {self.compilations} compilations, {self.seconds:.1f} s",
+            )
+        )
+
+    def _kept(self) -> str:
+        moved = f"; on the host {', '.join(self.choice.offloaded)}" if self.choice.offloaded else ""
+        return (", ".join(self.choice.saved) or "nothing") + moved
+
+
+def fit(
+    fn: Callable,
+    *args: Any,
+    budget_bytes: int | str,
+    step: Callable[[Callable], Callable] | None = None,
+    options: Options = Options(),
+) -> Plan:
+    """Returns the plan, with `fn` transformed, whose program takes at most `budget_bytes` of temporaries per device.
+
+    Args:
+      fn: what is planned: a layer, or a forward function with loops over layers.
+      *args: arrays or shapes; of `step(fn)` where there is a step, else of `fn`.
+      budget_bytes: '12GiB' or an int.
+      step: fn -> the function of `args` whose program is to fit, jitted where it donates or shards. Default: gradients
+        of the sum of all float results by all float arguments.
+      options: of the search.
+
+    Raises:
+      ValueError: a budget that is no size or below what full rematerialization takes, a function that cannot be traced
+        or has nothing to save.
+    """
+    budget = parse_bytes(budget_bytes, name="budget_bytes")
+    traced = _tracer(fn, args, step=step, region=options.region)
+    plan = search(traced, budget_bytes=budget, options=options)
+    return dataclasses.replace(plan, fn=_applied(fn, plan.choice, region=options.region))
+
+
+def max_batch(
+    make_step: Callable[[int], tuple[Callable, tuple]],
+    limit_bytes: int | str,
+    *,
+    step: Callable[[Callable], Callable] | None = None,
+    rematerialize: bool = True,
+    most: int = 65536,
+) -> tuple[int, int]:
+    """Returns (the largest batch whose program fits, its bytes on one device): all of them, arguments too.
+
+    Bisection along the line through what was measured. With rematerialization a batch fits where it does with
+    nothing kept; `fit` with `Options(measure=everything)` then finds how much of the limit can keep values.
+
+    Args:
+      make_step: batch -> (fn, args) as `fit` takes them; `jax.ShapeDtypeStruct`s will do.
+      limit_bytes: '16GiB' or an int.
+      step: as for `fit`.
+      rematerialize: else the program as it is.
+      most: larger ones are not tried.
+
+    Raises:
+      ValueError: a limit that is no size, or too small for a batch of 1.
+    """
+    limit = parse_bytes(limit_bytes, name="limit_bytes")
+
+    def measured(batch: int) -> int:
+        fn, args = make_step(batch)
+        return everything(_tracer(fn, args, step=step, region="auto")(Choice() if rematerialize else None))
+
+    fits, fits_bytes, fails = 1, measured(1), most + 1
+    if fits_bytes > limit:
+        raise ValueError(
+            f"limit_bytes={limit:,}: a batch of 1 takes {fits_bytes:,} bytes ({spoken(fits_bytes)}); raise the limit, "
+            "split the model over more devices or shorten the rows."
+        )
+    guess, slope = 2, 0.0
+    while fails - fits > 1:
+        batch = min(max(guess, fits + 1), fails - 1)
+        found = measured(batch)
+        slope = (found - fits_bytes) / (batch - fits) or slope
+        if found <= limit:
+            fits, fits_bytes = batch, found
+            guess = fits + int((limit - fits_bytes) / slope) if slope > 0 else 2 * fits
+        else:
+            fails = batch
+            guess = fits + int((limit - fits_bytes) / slope)
+    return fits, fits_bytes
+
+
+def _applied(fn: Callable, choice: Choice | None, *, region: str) -> Callable:
+    return fn if choice is None else regions(fn, choice, region=region)
+
+
+def _tracer(fn: Callable, args: tuple, *, step: Callable | None, region: str) -> Callable[[Choice | None], Any]:
+    build, name = step or _gradients, getattr(fn, "__qualname__", fn)
+
+    def traced(choice: Choice | None) -> Any:
+        program = build(_applied(fn, choice, region=region))
+        program = program if hasattr(program, "trace") else jax.jit(program)
+        try:
+            return program.trace(*args)
+        except (TypeError, jax.errors.JAXTypeError) as error:
+            raise ValueError(
+                f"{name} cannot be traced with these arguments: {str(error).splitlines()[0]} Give a function of "
+                "arrays alone, and bind what is static with functools.partial."
+            ) from error
+
+    return traced
+
+
+def regions(fn: Callable, choice: Choice, *, region: str) -> Callable:
+    """Returns `fn` with a choice applied to its `Options.region`."""
+    if region not in ("auto", "loops", "whole"):
+        raise ValueError(f"region={region!r} must be auto, loops or whole.")
+
+    def run(*args: Any) -> Any:
+        is_loop = region == "loops" or (region == "auto" and naming.num_loops(jax.make_jaxpr(fn)(*args).jaxpr) > 0)
+        return (naming.checkpointed_loops(fn, choice) if is_loop else naming.checkpointed(fn, choice))(*args)
+
+    return run
+
+
+def search(traced: Callable[[Choice | None], Any], *, budget_bytes: int, options: Options = Options()) -> Plan:
+    """Returns the plan of a program that can be traced under any choice; see `fit`.
+
+    Args:
+      traced: a choice -> the traced program, without rematerialization for None.
+      budget_bytes: for the measured bytes.
+      options: of the search.
+
+    Raises:
+      ValueError: below what full rematerialization takes, or nothing to save.
+    """
+    began = time.monotonic()
+    solve = selection.solver(options.solver, offloaded_byte=_offloaded_byte(options))
+    trial = _Trials(traced, options.measure)
+    plain = trial(None)
+    shared = {"budget_bytes": budget_bytes, "plain": plain}
+    if plain[0] <= budget_bytes:
+        same = {"measured_bytes": plain[0], "predicted_bytes": plain[0], "flops": plain[1], "predicted_flops": plain[1]}
+        cost = {"compilations": trial.count, "seconds": time.monotonic() - began}
+        return Plan(None, **same, **shared, full=None, **cost)
+    graph = recompute_graph(live_jaxpr(trial.trace(Choice())), rates=options.rates, min_bytes=options.min_bytes)
+    full = trial(Choice())
+    if full[0] > budget_bytes:
+        raise ValueError(
+            f"a budget of {budget_bytes:,} bytes ({spoken(budget_bytes)}) is below the {full[0]:,} bytes "
+            f"({spoken(full[0])}) that the program takes with nothing kept; it takes {spoken(plain[0])} without "
+            "rematerialization. Raise the budget, or make the batch, its microbatches or each device's share smaller."
+        )
+    choice = _narrowed(trial, graph, solve, budget_bytes=budget_bytes, most=options.max_compilations)
+    measured, flops = trial(choice)
+    kept = {*choice.saved, *choice.offloaded}
+    return Plan(
+        choice,
+        measured_bytes=measured,
+        predicted_bytes=full[0] + graph.num_bytes(choice.saved),
+        flops=flops,
+        predicted_flops=full[1] - graph.flops(()) + graph.flops(kept),
+        full=full,
+        compilations=trial.count,
+        seconds=time.monotonic() - began,
+        **shared,
+    )
+
+
+class _Trials:
+    """Compiles the program of each choice once: (measured bytes, FLOPs of its products)."""
+
+    def __init__(self, traced: Callable[[Choice | None], Any], measure: Callable[[Any], int]):
+        self._traced, self._measure = traced, measure
+        self._traces: dict[Choice | None, Any] = {}
+        self._results: dict[Choice | None, tuple[int, float]] = {}
+
+    @property
+    def count(self) -> int:
+        return len(self._results)
+
+    def __call__(self, choice: Choice | None) -> tuple[int, float]:
+        if choice not in self._results:
+            traced = self.trace(choice)
+            self._results[choice] = self._measure(traced), total_flops(live_jaxpr(traced))
+        return self._results[choice]
+
+    def trace(self, choice: Choice | None) -> Any:
+        if choice not in self._traces:
+            self._traces[choice] = self._traced(choice)
+        return self._traces[choice]
+
+
+def _narrowed(trial: _Trials, graph: Graph, solve: selection.Solver, *, budget_bytes: int, most: int) -> Choice:
+    """Returns the choice found that keeps most and fits: secants through what was measured."""
+    fits, kept, measured = Choice(), 0, trial(Choice())[0]
+    full = measured
+    nothing = solve(graph, 0.0)  # on the device: values may be on the host
+    if trial(nothing)[0] <= budget_bytes:
+        fits, measured = nothing, trial(nothing)[0]
+    above = graph.num_bytes(solve(graph, float("inf")).saved) + 1  # of what does not fit, or is no use
+    above_measured = None
+    guess = budget_bytes - measured
+    while trial.count < most:
+        choice = _between(graph, solve, low=kept, high=above, guess=guess)
+        if choice is None:
+            break
+        found_kept, found = graph.num_bytes(choice.saved), trial(choice)[0]
+        if found <= budget_bytes:
+            fits, kept, measured = choice, found_kept, found
+            if budget_bytes - measured < _CLOSE * budget_bytes:
+                break
+        else:
+            above, above_measured = found_kept, found
+        if above_measured is None:
+            slope = min(4.0, max(1.0, kept / max(measured - full, 1)))  # bytes kept for each byte more that it takes
+        else:
+            slope = (above - kept) / max(above_measured - measured, 1)
+        guess = kept + slope * (budget_bytes - measured)
+    return fits
+
+
+def _between(graph: Graph, solve: selection.Solver, *, low: int, high: int, guess: float) -> Choice | None:
+    """Returns the choice, among those tried near `guess`, that keeps more than `low` and fewer than `high` bytes."""
+    guess = min(max(guess, low + 0.1 * (high - low)), low + 0.9 * (high - low))
+    for _ in range(6):
+        choice = solve(graph, guess)
+        if low < graph.num_bytes(choice.saved) < high:
+            return choice
+        guess = (guess + high) / 2
+    return None
+
+
+def _offloaded_byte(options: Options) -> float | None:
+    if not options.offload:
+        return None
+    device = jax.devices()[0]
+    kinds = [memory.kind for memory in device.addressable_memories()]
+    if "pinned_host" not in kinds:
+        raise ValueError(
+            f"offload=True: {device.device_kind} ({device.platform}) has no memory of kind pinned_host, only "
+            f"{', '.join(kinds)}; set offload=False."
+        )
+    return options.rates.offloaded_byte
+
+
+def _gradients(fn: Callable) -> Callable:
+    def total(floats: list, rest: tuple) -> jax.Array:
+        leaves, structure, places = rest
+        leaves = list(leaves)
+        for place, leaf in zip(places, floats, strict=True):
+            leaves[place] = leaf
+        outs = jax.tree.leaves(fn(*jax.tree.unflatten(structure, leaves)))
+        return sum(jnp.sum(out, dtype=jnp.float32) for out in outs if jnp.issubdtype(out.dtype, jnp.floating))
+
+    def gradients(*args: Any) -> Any:
+        leaves, structure = jax.tree.flatten(args)
+        places = [at for at, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+        return jax.value_and_grad(total)([leaves[at] for at in places], (leaves, structure, places))
+
+    return gradients
+
+
+def _memory(traced: Any) -> Any:
+    memory = traced.lower().compile().memory_analysis()
+    if memory is None:
+        raise ValueError("this backend tells nothing of a program's memory; give Options.measure.")
+    return memory

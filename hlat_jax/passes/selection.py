@@ -1,0 +1,124 @@
+"""The cheapest set of values to save within a number of bytes, exact where SciPy is there, near it by a greedy rule.
+
+Owns the choice among the nodes of a `recompute.Graph`. Refuses to know what a program's memory is: its bytes are those
+of the saved values alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Callable
+
+import numpy as np
+
+from hlat_jax.passes.naming import Choice
+from hlat_jax.passes.recompute import Graph
+
+Solver = Callable[[Graph, float], Choice]
+
+
+def solver(name: str, *, offloaded_byte: float | None = None) -> Solver:
+    """Returns `exact`, or `greedy` where `auto` finds no SciPy.
+
+    Args:
+      name: exact, greedy or auto.
+      offloaded_byte: as for `exact`.
+
+    Raises:
+      ValueError: another name, `exact` without SciPy, or `greedy` where values may go to the host.
+    """
+    has_scipy = importlib.util.find_spec("scipy") is not None
+    if name not in ("auto", "exact", "greedy"):
+        raise ValueError(f"solver={name!r} must be auto, exact or greedy.")
+    if name == "exact" and not has_scipy:
+        raise ValueError("solver='exact' takes SciPy, which is not installed; install it or take 'greedy'.")
+    if name != "greedy" and has_scipy:
+        return functools.partial(exact, offloaded_byte=offloaded_byte)
+    if offloaded_byte is not None:
+        raise ValueError("offload=True takes the exact solver, and with it SciPy; the greedy one keeps or drops.")
+    return greedy
+
+
+def exact(graph: Graph, budget_bytes: float, *, offloaded_byte: float | None = None) -> Choice:
+    """Returns what to keep, names in order, for the cheapest recomputation within the bytes: a mixed-integer program.
+
+    For each value s, 1: saved, and h, 1: offloaded; for each node c, 1: computed again. What gradients read is saved,
+    offloaded or computed again, and so is what a node that is computed again reads. With s and h whole the best c are.
+
+    Args:
+      graph: what can be kept.
+      budget_bytes: on the device.
+      offloaded_byte: cost of keeping a byte on the host instead; None: not allowed.
+
+    Source: Jain et al. (Checkmate), arXiv 1910.02653, without the order of execution, which is the compiler's here.
+    """
+    from scipy.optimize import Bounds, LinearConstraint, milp
+    from scipy.sparse import coo_array
+
+    names = sorted(graph.sizes)
+    column = {name: len(graph.nodes) + number for number, name in enumerate(names)}
+    entries: list[tuple[int, int, float]] = []
+    lower: list[float] = []
+
+    def require(terms: dict[int, float], least: float) -> None:
+        entries.extend((len(lower), at, value) for at, value in terms.items())
+        lower.append(least)
+
+    def at_hand(number: int) -> dict[int, float]:
+        name = graph.nodes[number].name
+        kept = {column[name]: 1.0, column[name] + len(names): 1.0} if name else {}
+        return {number: 1.0} | kept
+
+    for number, node in enumerate(graph.nodes):
+        if node.is_read:
+            require(at_hand(number), 1.0)
+        for parent in node.parents:
+            require(at_hand(parent) | {number: -1.0}, 0.0)
+    # scaled, so that the solver's tolerances are small parts of both
+    sizes = np.array([graph.sizes[name] for name in names], float)
+    costs = np.array([node.cost for node in graph.nodes])
+    unit = max(sizes.sum(), 1.0)
+    require({column[name]: -size / unit for name, size in zip(names, sizes, strict=True)}, -budget_bytes / unit)
+    total = max(costs.sum(), 1.0)
+    rows, columns, values = zip(*entries, strict=True)
+    shape = (len(lower), len(graph.nodes) + 2 * len(names))
+    moved = sizes * (offloaded_byte or 0.0) / total
+    found = milp(
+        np.concatenate((costs / total, 1e-6 * sizes / unit, moved)),  # of equal costs the fewest bytes
+        constraints=LinearConstraint(coo_array((values, (rows, columns)), shape=shape), lower, np.inf),
+        bounds=Bounds(0, np.r_[np.ones(shape[1] - len(names)), np.full(len(names), offloaded_byte is not None)]),
+        integrality=np.r_[np.zeros(len(graph.nodes)), np.ones(2 * len(names))],
+        options={"mip_rel_gap": 0.0},
+    )
+    if found.x is None:
+        raise AssertionError(f"saving nothing is always a solution: {found.message}")
+    offloaded = tuple(name for name in names if found.x[column[name] + len(names)] > 0.5)
+    return Choice(_without_idle(graph, [name for name in names if found.x[column[name]] > 0.5], offloaded), offloaded)
+
+
+def _without_idle(graph: Graph, saved: list[str], offloaded: tuple[str, ...]) -> tuple[str, ...]:
+    """Returns the saved names without those that make nothing cheaper: the solver's tolerance lets some through."""
+    cost = graph.cost({*saved, *offloaded})
+    for name in sorted(saved, key=graph.sizes.get, reverse=True):
+        rest = [other for other in saved if other != name]
+        if graph.cost({*rest, *offloaded}) <= cost:
+            saved = rest
+    return tuple(saved)
+
+
+def greedy(graph: Graph, budget_bytes: float) -> Choice:
+    """Returns what to save, names in order: all, less those that cost least per byte to do without, until they fit.
+
+    Source: the score of RAF's rematerialization, awslabs/raf `src/pass/rematerialization.cc`.
+    """
+    saved = set(graph.sizes)
+    cost = graph.cost(saved)
+    while saved:
+        without = {name: graph.cost(saved - {name}) - cost for name in sorted(saved)}
+        name = min(without, key=lambda name: without[name] / max(graph.sizes[name], 1))
+        if without[name] > 0 and graph.num_bytes(saved) <= budget_bytes:
+            break
+        saved.remove(name)
+        cost += without[name]
+    return Choice(tuple(sorted(saved)))

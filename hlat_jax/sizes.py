@@ -1,0 +1,43 @@
+"""Sizes in bytes, as people write and read them."""
+
+from __future__ import annotations
+
+import re
+
+UNITS = {
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KiB": 2**10,
+    "MiB": 2**20,
+    "GiB": 2**30,
+    "TiB": 2**40,
+}
+FORMS = f"a size with its unit, such as '12GiB' or '900MB' ({', '.join(UNITS)}), or an int of bytes of 4096 or more"
+_LEAST = 4096  # below, a bare number of bytes is a number of something else
+
+
+def parse_bytes(size: int | str, *, name: str) -> int:
+    """Returns the bytes of `12GiB`, `0.5 GB` or an int.
+
+    Args:
+      size: as `FORMS` says.
+      name: of the setting, for the error.
+
+    Raises:
+      ValueError: a number without a unit, another unit, or nothing positive.
+    """
+    if isinstance(size, int) and not isinstance(size, bool) and size >= _LEAST:
+        return size
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", size) if isinstance(size, str) else None
+    if found is None or found[2] not in UNITS or float(found[1]) * UNITS[found[2]] < 1:
+        raise ValueError(f"{name}={size!r} is no size in bytes: give {FORMS}.")
+    return int(float(found[1]) * UNITS[found[2]])
+
+
+def spoken(num_bytes: float) -> str:
+    """Returns bytes as people read them: `1.25 GiB`."""
+    unit = next((unit for unit in ("GiB", "MiB", "KiB") if num_bytes >= UNITS[unit]), "B")
+    return f"{num_bytes:,.0f} B" if unit == "B" else f"{num_bytes / UNITS[unit]:,.2f} {unit}"

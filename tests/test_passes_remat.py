@@ -1,0 +1,266 @@
+"""Rematerialization under a budget of bytes: names, the recompute graph, the choice, and the loop that measures."""
+
+import dataclasses
+import functools
+import itertools
+import re
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from hlat_jax.passes import naming, recompute, remat, selection
+from hlat_jax.passes.naming import Choice
+from hlat_jax.passes.products import live_jaxpr, total_flops
+from hlat_jax.sizes import parse_bytes
+
+L, D, F, ROWS = 6, 16, 64, 256  # layers, width, hidden width, rows: temporaries of some 4 MiB
+SMALL = remat.Options(min_bytes=1024)
+
+
+def layer(params, x):
+    hidden = jax.nn.gelu(x @ params["up"])
+    return x + _squashed(hidden) @ params["down"]
+
+
+@jax.checkpoint
+def _squashed(hidden):
+    return jnp.cos(jnp.sin(hidden) * hidden)
+
+
+def loss(params, x):
+    x = jax.lax.scan(lambda carry, one: (layer(one, carry), None), x, params)[0]
+    return jnp.mean(jnp.square(x))
+
+
+@functools.cache
+def arguments(dtype="float32"):
+    rng = np.random.default_rng(0)
+    params = {"up": rng.standard_normal((L, D, F)) / 4, "down": rng.standard_normal((L, F, D)) / 8}
+    return jax.tree.map(lambda a: jnp.asarray(a, dtype), (params, rng.standard_normal((ROWS, D))))
+
+
+def traced(choice, fn=loss):
+    planned = fn if choice is None else naming.checkpointed_loops(fn, choice)
+    return jax.jit(jax.value_and_grad(planned)).trace(*arguments())
+
+
+@functools.cache
+def graph():
+    return recompute.recompute_graph(live_jaxpr(traced(Choice())), rates=recompute.Rates(), min_bytes=1024)
+
+
+@functools.cache
+def extremes():
+    """Bytes of temporaries without rematerialization, and with nothing kept."""
+    return remat.temporaries(traced(None)), remat.temporaries(traced(Choice()))
+
+
+def budget_between(share):
+    most, least = extremes()
+    return int(least + share * (most - least))
+
+
+@functools.cache
+def plain_gradients():
+    return jax.tree.leaves(jax.jit(jax.value_and_grad(loss))(*arguments()))
+
+
+def assert_same_gradients(fn):
+    ours_all = jax.tree.leaves(jax.jit(jax.value_and_grad(fn))(*arguments()))
+    for ours, plain in zip(ours_all, plain_gradients(), strict=True):
+        np.testing.assert_allclose(ours, plain, rtol=1e-6, atol=1e-7 * float(jnp.max(jnp.abs(plain))))
+
+
+# Names
+
+
+def test_every_choice_of_names_keeps_values_and_gradients():
+    for kept in ((("scan0.sin.0", "scan0.tanh.0"), ("scan0.dot_general.0",)), (tuple(graph().sizes),)):
+        assert_same_gradients(naming.checkpointed_loops(loss, Choice(*kept)))
+
+
+def test_names_are_the_same_in_every_trace_and_do_not_depend_on_the_choice():
+    first, second = (str(jax.make_jaxpr(naming.named(layer, Choice()))(*one_layer())) for _ in range(2))
+    assert first == second
+    assert "name=dot_general.1" in first
+
+
+def one_layer():
+    params, x = arguments()
+    return jax.tree.map(lambda leaf: leaf[0], params), x
+
+
+def test_a_choice_survives_being_written_and_read():
+    for choice in (Choice(), Choice(("a.0", "b.1")), Choice(("a.0",), ("c.2", "d.0")), Choice((), ("c.2",))):
+        assert naming.is_choice(str(choice))
+        assert naming.parse_choice(str(choice)) == choice
+
+
+def test_a_saved_value_inside_a_checkpoint_of_the_function_itself_is_not_computed_again():
+    assert number_of("sin", Choice()) == number_of("sin", Choice(("scan0.sin.0",))) + 2
+
+
+def number_of(primitive, choice):
+    return len(re.findall(rf"= {primitive}\b", str(live_jaxpr(traced(choice)))))
+
+
+def test_values_chosen_for_another_function_are_refused():
+    with pytest.raises(ValueError, match=r"no values scan0.dot_general.7: they were chosen for another function"):
+        naming.checkpointed_loops(loss, Choice(("scan0.dot_general.7",)))(*arguments())
+
+
+# The graph and the choice
+
+
+def test_the_graph_predicts_the_products_of_every_choice():
+    plain = total_flops(live_jaxpr(traced(None)))
+    for names in ((), ("scan0.dot_general.0",), ("scan0.mul.3",), tuple(graph().sizes)):
+        assert total_flops(live_jaxpr(traced(Choice(names)))) - plain == graph().flops(names)
+    assert graph().flops(()) == 2 * L * ROWS * D * F
+
+
+def random_graph(seed):
+    rng = np.random.default_rng(seed)
+    nodes, sizes = [], {}
+    for number in range(18):
+        parents = tuple(sorted({int(p) for p in rng.integers(0, number, 2)})) if number else ()
+        name = f"v{number}" if number % 2 else ""
+        if name:
+            sizes[name] = int(rng.integers(1, 20))
+        cost = float(rng.integers(0, 9))
+        nodes.append(recompute.Node(cost, cost, parents, name, bool(rng.random() < 0.4)))
+    return recompute.Graph(tuple(nodes), sizes)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_exact_choice_is_the_cheapest_of_all_and_the_greedy_one_not_far(seed):
+    g = random_graph(seed)
+    sets = [c for n in range(len(g.sizes) + 1) for c in itertools.combinations(g.sizes, n)]
+    none = g.cost(())
+    for budget in (0, 7, 20, 45, 1000):
+        best = min(g.cost(c) for c in sets if g.num_bytes(c) <= budget)
+        for solve, excess in ((selection.exact, 0.0), (selection.greedy, 0.25)):
+            saved = solve(g, budget).saved
+            assert g.num_bytes(saved) <= budget
+            assert best <= g.cost(saved) <= best + excess * none
+
+
+def test_a_choice_keeps_nothing_that_saves_no_work():
+    for solve in (selection.exact, selection.greedy):
+        saved = solve(graph(), float("inf")).saved
+        for name in saved:
+            assert graph().cost(set(saved) - {name}) > graph().cost(saved)
+
+
+def test_an_unknown_solver_is_refused():
+    with pytest.raises(ValueError, match="solver='best' must be auto, exact or greedy"):
+        selection.solver("best")
+
+
+# The loop that measures
+
+
+@pytest.mark.parametrize(("solver", "shares"), [("exact", (0.7, 0.15)), ("greedy", (0.4,))])
+def test_fit_meets_every_budget_with_equal_gradients_and_recomputes_less_under_larger_ones(solver, shares):
+    options = dataclasses.replace(SMALL, solver=solver, max_compilations=5)
+    costs = []
+    for share in shares:
+        budget = budget_between(share)
+        plan = remat.fit(loss, *arguments(), budget_bytes=budget, step=jax.value_and_grad, options=options)
+        program = jax.jit(jax.value_and_grad(plan.fn)).trace(*arguments())
+        assert plan.measured_bytes == remat.temporaries(program) <= budget
+        assert plan.flops == plan.predicted_flops == total_flops(live_jaxpr(program))
+        assert plan.choice is not None
+        assert plan.compilations <= options.max_compilations
+        assert_same_gradients(plan.fn)
+        costs.append(graph().cost(plan.choice.saved))
+    assert [*costs, graph().cost(())] == sorted({*costs, graph().cost(())})
+
+
+def test_a_program_that_fits_as_it_is_stays_as_it_is():
+    plan = remat.fit(loss, *arguments(), budget_bytes="1GiB", options=SMALL)
+    assert (plan.choice, plan.fn, plan.recompute_share, plan.compilations) == (None, loss, 0.0, 1)
+    assert "everything: it fits as it is" in plan.report()
+
+
+def test_a_budget_below_full_rematerialization_is_refused_with_that_number():
+    most, least = extremes()
+    with pytest.raises(ValueError, match=f"below the {least:,} bytes .* with nothing kept; it takes .* without"):
+        remat.fit(loss, *arguments(), budget_bytes=least - 1, step=jax.value_and_grad, options=SMALL)
+    assert least < most / 2
+
+
+@pytest.mark.parametrize("size", [12, "12", "12 GB/s", "-1GiB", 1.5e9, True, "12 gigs", "", None])
+def test_a_budget_in_another_unit_is_refused_with_the_forms_that_are_taken(size):
+    with pytest.raises(ValueError, match=r"is no size in bytes: give a size with its unit, such as '12GiB'.*an int"):
+        remat.fit(loss, *arguments(), budget_bytes=size)
+
+
+def test_sizes_are_read_in_both_kinds_of_unit():
+    assert parse_bytes("12GiB", name="x") == 12 * 2**30
+    assert parse_bytes(" 1.5 MB ", name="x") == 1_500_000
+    assert parse_bytes(4096, name="x") == 4096
+
+
+def test_a_function_that_cannot_be_traced_is_refused_by_name():
+    def branching(x):
+        return x if x.sum() > 0 else -x
+
+    with pytest.raises(ValueError, match=r"branching cannot be traced .*: .* Give a function of arrays"):
+        remat.fit(branching, jnp.ones(3), budget_bytes="1GiB")
+
+
+def test_a_function_without_a_value_that_is_large_enough_is_refused():
+    with pytest.raises(ValueError, match=r"none of 65,536,000 bytes \(Options.min_bytes\)"):
+        remat.fit(loss, *arguments(), budget_bytes=4096, options=remat.Options(min_bytes=65_536_000))
+
+
+# Offload, and the largest batch
+
+
+def test_values_go_to_the_host_where_that_is_cheaper_than_computing_them_again():
+    g = graph()
+    cheap, dear = (selection.exact(g, 0, offloaded_byte=rate) for rate in (1e-3, 1e9))
+    assert dear == Choice()
+    assert cheap.saved == ()
+    assert g.cost(cheap.offloaded) == min(g.cost(g.sizes), g.cost(cheap.offloaded))
+    half = selection.exact(g, g.num_bytes(g.sizes) / 8, offloaded_byte=1e-3)
+    assert half.saved
+    assert g.num_bytes(half.saved) <= g.num_bytes(g.sizes) / 8
+    assert not set(half.saved) & set(half.offloaded)
+
+
+def test_offload_is_refused_where_the_backend_has_no_pinned_host_memory(monkeypatch):
+    memory = types.SimpleNamespace(kind="device")
+    device = types.SimpleNamespace(device_kind="toaster", platform="toy", addressable_memories=lambda: [memory])
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+    options = dataclasses.replace(SMALL, offload=True, measure=lambda traced: 10**6)
+    with pytest.raises(ValueError, match=r"toaster \(toy\) has no memory of kind pinned_host, only device"):
+        remat.fit(loss, *arguments(), budget_bytes=5000, step=jax.value_and_grad, options=options)
+    with pytest.raises(ValueError, match="takes the exact solver"):
+        selection.solver("greedy", offloaded_byte=1.0)
+
+
+@pytest.mark.parametrize("measure", [lambda n: 1000 + 37 * n, lambda n: 5000 + n * n, lambda n: 4000 + 100 * (n // 8)])
+def test_the_largest_batch_is_found_with_few_programs(monkeypatch, measure):
+    tried = []
+
+    def bytes_of(traced):
+        tried.append(traced.jaxpr.in_avals[-1].shape[0])
+        return measure(tried[-1])
+
+    monkeypatch.setattr(remat, "everything", bytes_of)
+
+    def make_step(batch):
+        return (lambda x: jnp.sin(x) ** 2), (jax.ShapeDtypeStruct((batch, 4), jnp.float32),)
+
+    limit = measure(203) + 1
+    found, num_bytes = remat.max_batch(make_step, limit, most=1000)
+    assert num_bytes == measure(found) <= limit < measure(found + 1)
+    assert len(tried) <= 14
+    monkeypatch.setattr(remat, "everything", lambda _: limit + 1)
+    with pytest.raises(ValueError, match=f"limit_bytes={limit:,}: a batch of 1 takes {limit + 1:,} bytes"):
+        remat.max_batch(make_step, limit)
