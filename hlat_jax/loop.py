@@ -179,10 +179,7 @@ def _open(config: Config, workdir: pathlib.Path, layout: Layout, stack: contextl
             print("train.init_from  passed over: this run has a checkpoint of its own")
         print(f"resuming from step {step} of {config.train.num_steps}")
     if distributed.is_first():
-        durable.write_json(workdir / "config.json", config.to_dict())
-        durable.write_json(workdir / "environment.json", recorded(os.environ))
-        if remat is not None:
-            durable.write_json(workdir / budget.RECORD_FILE, remat)
+        _write_settings(config, workdir, remat)
         positions.rewind(workdir, step)
     log = stack.enter_context(closing_quietly(_metrics_log(config, workdir, layout, step)))
     train_step = _compiled_step(planned, layout, compilations)
@@ -193,6 +190,13 @@ def _open(config: Config, workdir: pathlib.Path, layout: Layout, stack: contextl
     programs = (train_step, sampler)
     parts = (config, workdir, layout, tokenizer, batches, checkpointer, validation, *programs, log)
     return Run(*parts, settings, remat, state, step, position, moving["tokens"], moving["num_nonfinite"])
+
+
+def _write_settings(config: Config, workdir: pathlib.Path, remat: dict[str, Any] | None) -> None:
+    durable.write_json(workdir / "config.json", config.to_dict())
+    durable.write_json(workdir / "environment.json", recorded(os.environ))
+    if remat is not None:
+        durable.write_json(workdir / budget.RECORD_FILE, remat)
 
 
 def _loop(run: Run, agreement: Agreement) -> bool:
