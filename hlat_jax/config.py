@@ -48,8 +48,7 @@ class ModelConfig:
     layer_loop: str = _key("scan", "How the equal layers run.", choices=("scan", "unroll"))
     remat: str = _key(
         "auto",
-        "Recompute in backward: auto, none, full, selective (HLAT), products; save names:A,B, or budget:12GiB: what "
-        "fits best into so many bytes of temporaries per device, chosen at the start; saved:... is such a choice.",
+        "Recompute in backward: auto, none, full, selective (HLAT), products, names:A,B to save, budget:12GiB to fit.",
     )
     attention: str = _key("auto", "Attention implementation.", choices=_ATTENTION)
     cross_entropy: str = _key("auto", "Loss from hidden states.", choices=("auto", "dense", "chunked"))

@@ -150,7 +150,8 @@ def test_train_rows_have_the_hashes_of_the_batches_of_the_loader(finished):
 def test_train_leaves_config_rows_events_picture_and_checkpoints(finished):
     config, workdir, _ = finished
     assert {path.name for path in workdir.iterdir()} == {
-        ".lock", "checkpoints", "config.json", "environment.json", "index", "loss.png", "metrics.jsonl", "tensorboard",
+        ".lock", "checkpoints", "config.json", "environment.json",
+        "programs.json", "index", "loss.png", "metrics.jsonl", "tensorboard",
     }  # fmt: skip
     assert json.loads((workdir / "config.json").read_text()) == config.to_dict()
     assert json.loads((workdir / "environment.json").read_text())["JAX_PLATFORMS"] == "cpu"
