@@ -77,7 +77,7 @@ def test_initial_weights_have_the_depth_scaled_deviation():
 CHOICES = [
     {"layer_loop": loop, "remat": remat}
     for loop in ("scan", "unroll")
-    for remat in ("none", "full", "selective", "products", "names:gate,q")
+    for remat in ("none", "full", "selective", "products", "names:gate,q", "saved:dot_general.0,gate")
 ]
 
 

@@ -329,7 +329,7 @@ def _narrowed(trial: _Trials, graph: Graph, solve: selection.Solver, *, budget_b
 
 def _between(graph: Graph, solve: selection.Solver, *, low: int, high: int, guess: float) -> Choice | None:
     """Returns the choice, among those tried near `guess`, that keeps more than `low` and fewer than `high` bytes."""
-    guess = min(max(guess, low + 0.1 * (high - low)), low + 0.9 * (high - low))
+    guess = min(max(guess, low + 0.1 * (high - low)), high - 1)
     for _ in range(6):
         choice = solve(graph, guess)
         if low < graph.num_bytes(choice.saved) < high:
