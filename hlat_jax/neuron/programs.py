@@ -22,11 +22,16 @@ from hlat_jax.step import step_arguments
 EXPLAINED = {
     ("init", "RNG01"): "runs once, before the first step; drawing from rbg keys of its own for every layer takes a "
     "split, which JAX does by Threefry whatever the key. Neuron lists it as incomplete, and others have compiled it; "
-    "NEURON_RUN_TRIVIAL_COMPUTATION_ON_CPU=1 draws the weights of a mesh without collectives on the host",
+    "NEURON_RUN_TRIVIAL_COMPUTATION_ON_CPU=1 draws weights on the host where the program has no collective; 70b's has",
     ("train", "CC02"): "the stages of this pipeline lie on different nodes, so their rings run over EFA; "
     "NEURON_COLLECTIVE_PERMUTE_TO_ALL_GATHER=1 replaces them if the runtime refuses",
 }
 EXPLAINED[("init", "DT06")] = "the counters of that split, below 2^32: their upper word is 0, also where it is cut off"
+for _name in ("train", "eval", "prefill", "decode"):
+    EXPLAINED[(_name, "CG01")] = (
+        "no page gives the limit that this number is held against, and HLAT compiled its layers at this size and degree "
+        "of tensor parallelism; if the compiler refuses, see what to write instead"
+    )
 EXPLAINED[("eval", "CC02")] = EXPLAINED[("train", "CC02")]
 
 

@@ -326,7 +326,7 @@ RULES: dict[str, Rule] = {
         _code("EOOM001", "EOOM002", "EVRF009", "EXSP001"),
     ),
     "CG01": Rule(
-        "info",
+        "warning",
         "more than a million 128x128x512 products once loops are unrolled",
         "instructions per program have a limit, of which the pages give no number",
         "more tensor or pipeline parallelism, fewer microbatches in a step, -O1",
