@@ -18,8 +18,9 @@ import optax
 from hlat_jax.batch import microbatches
 from hlat_jax.ops.dialect import Choice
 from hlat_jax.optimizer import global_norm, masked
-from hlat_jax.passes import scaling
+from hlat_jax.passes import remat, scaling
 from hlat_jax.passes.autocast import CastPolicy, autocast, is_fp16
+from hlat_jax.passes.remat import Plan
 from hlat_jax.precision import NEAREST, Accumulation, Policy, Rounding, cast_tree
 from hlat_jax.report import Report, report
 from hlat_jax.spread import Spread
@@ -91,6 +92,8 @@ class ProgramOptions:
       spread: the mesh and what lies where, as `zero.spread_over` gives it for any parameters; None: one device.
       autocast: how the loss function, fp32 throughout, is cast (see `passes.autocast`), for a policy that computes in
         fp32; None: it has the dtypes that it gives itself. float16 brings a loss scale, see `passes.scaling`.
+      memory_budget: temporaries of the step on one device, "12GiB" or bytes; what the backward pass keeps is chosen to
+        fit, see `passes.remat`. None: the loss function decides.
       kernels: op -> implementation that the loss function was built with; for the report.
     """
 
@@ -100,6 +103,7 @@ class ProgramOptions:
     norm_in_blocks: bool = False
     spread: Spread | None = None
     autocast: CastPolicy | str | None = None
+    memory_budget: int | str | None = None
     kernels: Mapping[str, Choice] = dataclasses.field(default_factory=dict)
 
 
@@ -114,6 +118,7 @@ class TrainingProgram:
       options: it was built with.
       shardings: where every leaf of the state lies; None: wherever the parameters are.
       stages: name of a pass -> the step after it; the last one is `step`.
+      plan: what the memory budget made of it; None without one.
     """
 
     init: Callable[..., State]
@@ -121,6 +126,7 @@ class TrainingProgram:
     options: ProgramOptions
     shardings: Any
     stages: Mapping[str, Callable]
+    plan: Plan | None = None
 
     def report(self, state: State, batch: Any) -> Report:
         """Returns what each pass did, and what the step sends and holds; compiles it.
@@ -131,11 +137,16 @@ class TrainingProgram:
         """
         layout = None if self.options.spread is None else self.options.spread.layout
         arguments = state, batch, jnp.float32(0.0)
-        return report(self.stages, arguments, kernels=self.options.kernels, layout=layout)
+        return report(self, arguments, layout=layout)
 
 
 def training_program(
-    loss_fn: LossFn, optimizer: optax.GradientTransformation, *, options: ProgramOptions, params: Any = None
+    loss_fn: LossFn,
+    optimizer: optax.GradientTransformation,
+    *,
+    options: ProgramOptions,
+    params: Any = None,
+    batch: Any = None,
 ) -> TrainingProgram:
     """Returns the training program of a loss and an optimizer.
 
@@ -145,13 +156,17 @@ def training_program(
       optimizer: an Optax transformation. It gets the mean gradients in fp32, the weights, and the extra arguments
         `learning_rate`, `grad_norm` and `finite`; a transformation with a schedule of its own ignores them.
       options: precision, accumulation, devices.
-      params: shapes of the parameters, from which it follows where the state lies; with `options.spread` alone.
+      params: shapes of the parameters, with `options.spread`, from which it follows where the state lies, and with
+        `options.memory_budget`.
+      batch: shapes of a batch, with `options.memory_budget`.
 
     Raises:
-      ValueError: `options.spread` without `params`.
+      ValueError: shapes that an option needs are missing, or a budget below what the step takes with nothing kept.
     """
     if options.spread is not None and params is None:
         raise ValueError("options.spread says where parameters lie: give their shapes as params=...")
+    if options.memory_budget is not None and (params is None or batch is None):
+        raise ValueError("options.memory_budget is held against the compiled step: give params=... and batch=...")
     optimizer = masked(optimizer)
     made = _initial(optimizer, options.policy, is_scaled=is_fp16(options.autocast))
     # Where the state lies is said for one device too: what reads it is then compiled once, before the first step and
@@ -165,23 +180,35 @@ def training_program(
     if options.spread is not None and options.spread.layout.mesh.size == 1:
         options = dataclasses.replace(options, spread=None)
     returned = {} if shardings is None else {"out_shardings": (shardings, None)}
-    stages = {
-        name: jax.jit(_train_step(loss, optimizer, options), donate_argnums=0, **returned)
-        for name, loss in _passes(loss_fn, options).items()
-    }
-    return TrainingProgram(init, list(stages.values())[-1], options, shardings, stages)
 
+    def step_of(loss_fn: LossFn) -> Any:
+        return jax.jit(_train_step(loss_fn, optimizer, options), donate_argnums=0, **returned)
 
-def _passes(loss_fn: LossFn, options: ProgramOptions) -> dict[str, LossFn]:
-    """Returns the loss function before every pass and after each."""
-    found = {"loss": loss_fn}
+    stages = {"loss": step_of(loss_fn)}
+    if options.accumulate is not accumulated and (options.autocast, options.memory_budget) != (None, None):
+        raise ValueError(
+            "options.autocast and options.memory_budget take a loss function that runs whole, not pipelined stages."
+        )
     if options.autocast is not None:
-        if options.accumulate is not accumulated:
-            raise ValueError(
-                "options.autocast casts a loss function that runs whole; leave pipelined stages to a policy."
-            )
-        found["autocast"] = autocast(loss_fn, options.autocast)
-    return found
+        loss_fn = autocast(loss_fn, options.autocast)
+        stages["autocast"] = step_of(loss_fn)
+    plan = None
+    if options.memory_budget is not None:
+        arguments = _laid_out(jax.eval_shape(made, params), batch, shardings=shardings, spread=options.spread)
+        plan = remat.fit(loss_fn, *arguments, budget_bytes=options.memory_budget, step=step_of)
+        stages["remat"] = step_of(plan.fn)
+    return TrainingProgram(init, list(stages.values())[-1], options, shardings, stages, plan)
+
+
+def _laid_out(state: Any, batch: Any, *, shardings: Any, spread: Spread | None) -> tuple:
+    """Returns the shapes and shardings of a step's arguments."""
+    if spread is not None:
+        state = jax.tree.map(
+            lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at), state, shardings
+        )
+        rows = spread.layout.rows()
+        batch = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=rows), batch)
+    return state, batch, jax.ShapeDtypeStruct((), jnp.float32)
 
 
 def _initial(optimizer: optax.GradientTransformation, policy: Policy, *, is_scaled: bool) -> Callable[..., State]:

@@ -10,16 +10,20 @@ import collections
 import dataclasses
 import time
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
 from hlat_jax.ops.dialect import Choice
 from hlat_jax.passes.jaxpr import equations
 from hlat_jax.passes.products import live_jaxpr
+from hlat_jax.passes.remat import Plan
 from hlat_jax.planner.collectives import Collective, collectives
 from hlat_jax.planner.liveness import temporaries
 from hlat_jax.sharding import Layout
+
+if TYPE_CHECKING:
+    from hlat_jax.program import TrainingProgram
 
 _PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general", "ragged_dot")
 
@@ -63,6 +67,7 @@ class Report:
     Attributes:
       stages: the step after each pass, in their order.
       kernels: op -> the implementation chosen, with what was passed over and why.
+      plan: of rematerialization, where there was a memory budget.
       collectives: of the compiled program.
       bytes: see `Bytes`.
       compile_s: seconds that lowering and compiling took.
@@ -70,15 +75,16 @@ class Report:
 
     stages: tuple[Stage, ...]
     kernels: Mapping[str, Choice]
+    plan: Plan | None
     collectives: tuple[Collective, ...]
     bytes: Bytes
     compile_s: float
 
     def __str__(self) -> str:
         lines = [f"after {stage.name:<10} products {_listed(stage.products)}" for stage in self.stages]
-        for op, choice in self.kernels.items():
-            passed = "; ".join(f"{name}: {reason}" for name, reason in choice.passed_over.items())
-            lines.append(f"kernel           {op}: {choice.name}" + (f" ({passed})" if passed else ""))
+        lines += [f"kernel           {op}: {choice}" for op, choice in self.kernels.items()]
+        if self.plan is not None:
+            lines += [f"remat            {line}" for line in self.plan.report().splitlines()]
         lines += [f"collectives      {line}" for line in _placed(self.collectives)] or ["collectives      none"]
         held = self.bytes
         lines.append(
@@ -88,18 +94,15 @@ class Report:
         return "\n".join([*lines, f"compiled in      {self.compile_s:.1f} s"])
 
 
-def report(
-    steps: Mapping[str, Any], arguments: tuple, *, kernels: Mapping[str, Choice], layout: Layout | None
-) -> Report:
+def report(program: TrainingProgram, arguments: tuple, *, layout: Layout | None) -> Report:
     """Returns the report of a program.
 
     Args:
-      steps: name of a pass -> the jitted step after it; the last one is the step that trains.
+      program: as `program.training_program` gives it.
       arguments: of the step, arrays or shapes.
-      kernels: choices that the caller made.
       layout: of the program; None: one device.
     """
-    traces = {name: step.trace(*arguments) for name, step in steps.items()}
+    traces = {name: step.trace(*arguments) for name, step in program.stages.items()}
     stages = tuple(Stage(name, jaxpr := live_jaxpr(traced), _products(jaxpr)) for name, traced in traces.items())
     began = time.monotonic()
     compiled = traces[stages[-1].name].lower().compile()
@@ -112,7 +115,7 @@ def report(
         temporaries=memory.temp_size_in_bytes,
         predicted=temporaries(stages[-1].jaxpr, jax.eval_shape(lambda *leaves: leaves, *arguments)).total,
     )
-    return Report(stages, kernels, tuple(found), held, seconds)
+    return Report(stages, program.options.kernels, program.plan, tuple(found), held, seconds)
 
 
 def place(collective: Collective) -> str:

@@ -3,6 +3,7 @@
 import collections
 
 import jax
+import jax.numpy as jnp
 import optax
 import pytest
 
@@ -48,8 +49,9 @@ def test_report_has_the_bytes_that_xla_has_and_one_device_sends_nothing():
 
 
 def test_report_names_kernels_and_why_the_others_do_not_serve():
-    kernels = {"model.attention": Choice("einsum", {"nki": "does not run on cpu"})}
-    assert "kernel           model.attention: einsum (nki: does not run on cpu)" in str(told(kernels=kernels)[0])
+    kernels = {"model.attention": Choice("einsum", "level 10 on cpu", {"nki": "does not run on cpu"})}
+    line = "kernel           model.attention: einsum (level 10 on cpu); not nki: does not run on cpu"
+    assert line in str(told(kernels=kernels)[0])
 
 
 def test_report_says_where_zero_3_gathers_and_scatters():
@@ -78,3 +80,50 @@ def test_gradients_are_reduced_where_the_layout_says(small, when, where):
         carried[place(collective)] += collective.trips * collective.payload_bytes
     of_layers = sum(x.size for x in jax.tree.leaves(abstract_state(config, layout)["params"]["layers"]) if x.ndim > 2)
     assert carried[where] >= 4 * of_layers
+
+
+def deep(params, batch):
+    """A loss over a loop of layers, whose products a budget may keep or make again."""
+
+    def layer(x, w):
+        return jnp.tanh(x @ w), None
+
+    x = jax.lax.scan(layer, batch["x"] @ params["in"], params["layers"])[0]
+    return jnp.sum(jnp.square(x[:, 0] - batch["y"])), jnp.float32(batch["y"].size)
+
+
+def deep_arguments():
+    key = jax.random.key(0)
+    params = {"in": jax.random.normal(key, (8, 128)) / 8, "layers": jax.random.normal(key, (6, 128, 128)) / 12}
+    return params, {"x": jnp.ones((2048, 8)), "y": jnp.zeros(2048)}
+
+
+@pytest.mark.parametrize("spread", [False, True])
+def test_memory_budget_is_kept_and_changes_no_gradient(spread):
+    params, rows = deep_arguments()
+    at = {"spread": spread_over(params, jax.devices(), stage=1)} if spread else {}
+
+    def made(**more):
+        options = ProgramOptions(POLICIES["fp32"], **at, **more)
+        return training_program(deep, optax.sgd(1e-3), options=options, params=params, batch=rows)
+
+    free = made()
+    whole = free.report(free.init(params), rows).bytes.temporaries
+    tight = made(memory_budget=whole * 7 // 10)
+    report = tight.report(tight.init(params), rows)
+    assert report.bytes.temporaries <= whole * 7 // 10
+    assert report.bytes.temporaries == tight.plan.measured_bytes
+    assert [stage.name for stage in report.stages] == ["loss", "remat"]
+    assert "remat            bytes" in str(report)
+    _, wanted = free.step(free.init(params), rows, 0.0)
+    _, got = tight.step(tight.init(params), rows, 0.0)
+    assert got.grad_norm == pytest.approx(float(wanted.grad_norm), rel=1e-6)
+
+
+def test_memory_budget_without_shapes_or_below_everything_is_refused():
+    params, rows = deep_arguments()
+    with pytest.raises(ValueError, match=r"give params=\.\.\. and batch=\.\.\."):
+        training_program(deep, optax.sgd(1e-3), options=ProgramOptions(POLICIES["fp32"], memory_budget="1GiB"))
+    options = ProgramOptions(POLICIES["fp32"], memory_budget="4KiB")
+    with pytest.raises(ValueError, match=r"a budget of 4,096 bytes .* is below the"):
+        training_program(deep, optax.sgd(1e-3), options=options, params=params, batch=rows)
