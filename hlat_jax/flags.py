@@ -64,18 +64,7 @@ def words(argv: Sequence[str], values: flags.FlagValues, *, usage: str, missing:
       ValueError: an unknown flag (with the nearest valid one), a value of a wrong type, no --out, or no words at all.
       SystemExit: with code 0, after `--help`.
     """
-    if any(word in ("--help", "-h") for word in argv):
-        rows = [f"  --{name:<20} {values[name].help} Default: {values[name].default!r}." for name in values]
-        print("\n".join((usage, "Flags:", *rows)))
-        sys.exit(0)
-    for word in argv:
-        name = word.split("=", 1)[0]
-        if name.startswith("--") and not {name.removeprefix("--"), name.removeprefix("--no")} & set(values):
-            raise ValueError(f"unknown flag {name}. {nearest(name, [f'--{n}' for n in values])}")
-    try:
-        found = values(["hlat_jax", *argv])[1:]
-    except (flags.Error, ValueError) as error:
-        raise ValueError(str(error)) from None
+    found = _rest(argv, values, usage=usage)
     if not found:
         raise ValueError(missing)
     if not values.out:
@@ -97,22 +86,27 @@ def parse_own(argv: Sequence[str], define: Callable[[flags.FlagValues], None], *
     """
     values = flags.FlagValues()
     define(values)
+    rest = _rest(argv, values, usage=usage)
+    if rest:
+        raise ValueError(f"unexpected argument {rest[0]!r}; every argument is --flag=value.")
+    return values
+
+
+def _rest(argv: Sequence[str], values: flags.FlagValues, *, usage: str) -> list[str]:
+    """Returns the words that are no flags, after `values` has taken those that are; prints and ends for `--help`."""
     if any(word in ("--help", "-h") for word in argv):
-        rows = [f"  --{name:<16} {values[name].help} Default: {values[name].default!r}." for name in values]
+        rows = [f"  --{name:<20} {values[name].help} Default: {values[name].default!r}." for name in values]
         print("\n".join((usage, "Flags:", *rows)))
         sys.exit(0)
     known = {f"--{name}" for name in values}
     for word in argv:
         name = word.split("=", 1)[0]
-        if name.startswith("--") and name not in known and f"--{name.removeprefix('--no')}" not in known:
+        if name.startswith("--") and not {name, f"--{name.removeprefix('--no')}"} & known:
             raise ValueError(f"unknown flag {name}. {nearest(name, known)}")
     try:
-        rest = values(["hlat_jax", *argv])
+        return values(["hlat_jax", *argv])[1:]
     except (flags.Error, ValueError) as error:
         raise ValueError(str(error)) from None
-    if len(rest) > 1:
-        raise ValueError(f"unexpected argument {rest[1]!r}; every argument is --flag=value.")
-    return values
 
 
 def main(command: Callable[[Sequence[str]], int]) -> None:
