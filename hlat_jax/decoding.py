@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec as P
 from hlat_jax.collectives import Shards, gathered, position, shards, summed
 from hlat_jax.config import ModelConfig
 from hlat_jax.model import Decoder, KeysValues, Past, bind, param_axes, select_implementations
+from hlat_jax.ops.attention import OP
 from hlat_jax.ops.cross_entropy import logits
 from hlat_jax.ops.sampling import abstract_sampling, sample
 from hlat_jax.sharding import ROWS, Layout
@@ -88,7 +89,7 @@ def make_prefill(cfg: ModelConfig, layout: Layout, *, slots: int) -> Callable[..
       layout: where it runs. Without a mesh of several devices, everything is on one.
       slots: S.
     """
-    run = _Run(select_implementations(cfg, layout.platform), layout)
+    run = _Run(_serving(cfg, layout.platform), layout)
 
     def local(params: Any, tokens_BT: jax.Array, rows: Rows) -> tuple[Cache, jax.Array]:
         decoder, num_tokens = bind(params, run.cfg), tokens_BT.shape[1]
@@ -111,7 +112,7 @@ def make_decode(cfg: ModelConfig, layout: Layout) -> Callable[..., tuple[Cache, 
 
     The cache is donated. Arguments as `make_prefill`.
     """
-    run = _Run(select_implementations(cfg, layout.platform), layout)
+    run = _Run(_serving(cfg, layout.platform), layout)
 
     def local(params: Any, cache: Cache, turn: Turn) -> tuple[Cache, jax.Array]:
         decoder, rows = bind(params, run.cfg), turn.rows
@@ -130,6 +131,16 @@ def make_decode(cfg: ModelConfig, layout: Layout) -> Callable[..., tuple[Cache, 
         return run.everywhere(local, (_CACHE_SPEC, Turn(P(ROWS), P(), _ROW_SPECS)))(params, cache, turn)
 
     return jax.jit(decode, out_shardings=run.out_shardings, donate_argnums=(1,))
+
+
+def _serving(cfg: ModelConfig, platform: str) -> ModelConfig:
+    """Returns the model with implementations that serve prompts of any length.
+
+    A kernel named for training's rows that refuses some others gives way to what `auto` stands for.
+    """
+    if cfg.attention != "auto" and OP.refusals(platform, None).get(cfg.attention):
+        cfg = dataclasses.replace(cfg, attention="auto")
+    return select_implementations(cfg, platform)
 
 
 def prefill_arguments(layout: Layout, shape: Shape) -> tuple[Any, Rows]:
