@@ -363,7 +363,7 @@ def test_shards_keep_every_tensor_in_order_and_below_the_size(gqa, tmp_path, hf_
 
 def test_every_field_of_the_model_that_config_json_tells_is_compared_after_an_export():
     told = config_json.architecture(dataclasses.replace(hf_config(), rope_scaling="llama3"))
-    theirs_only = {"fuse_qkv", "depth_scaled_init", "layer_loop", "remat", "attention", "cross_entropy"}
+    theirs_only = {"fuse_qkv", "depth_scaled_init", "layer_loop", "remat", "attention", "cross_entropy", "tuned"}
     assert told.keys() | theirs_only == {field.name for field in dataclasses.fields(hf_config())}
 
 

@@ -14,6 +14,8 @@ from hlat_jax.data.sources import asset_path
 
 pytestmark = pytest.mark.xdist_group("resume")  # its fixtures are costly: one process
 
+SETTINGS = ("config.json", "environment.json", "programs.json")
+
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
@@ -83,7 +85,8 @@ def test_resume_after_a_disk_that_was_full_while_saving_equals_the_uninterrupted
 
 def test_resume_after_a_disk_that_was_full_for_a_row_equals_the_uninterrupted_run(uninterrupted, small_disk):
     config, env, expected = uninterrupted
-    workdir = small_disk("24k") / "run"  # the config, the environment, the first rows and the first events fit
+    pages = sum(-(-(expected / name).stat().st_size // 4096) for name in SETTINGS)
+    workdir = small_disk(f"{4 * pages + 16}k") / "run"  # what stands in SETTINGS, the first rows and events fit
     words = micro.command(config, workdir)
     full = micro.run([*words, "--config.checkpoint.every_steps=0"], env)
     assert_failed_with_one_line(full, "a row cannot be written: No space left on device", str(workdir))

@@ -27,7 +27,7 @@ EXPLAINED = {
     "NEURON_COLLECTIVE_PERMUTE_TO_ALL_GATHER=1 replaces them if the runtime refuses",
 }
 EXPLAINED[("init", "DT06")] = "the counters of that split, below 2^32: their upper word is 0, also where it is cut off"
-for _name in ("train", "eval", "prefill", "decode"):
+for _name in ("train", "eval"):
     EXPLAINED[(_name, "CG01")] = (
         "no page gives the limit that this number is held against, and HLAT compiled layers of this size and degree "
         "of tensor parallelism; if the compiler refuses, see what to write instead"
