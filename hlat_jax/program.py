@@ -215,7 +215,8 @@ def _initial(optimizer: optax.GradientTransformation, policy: Policy, *, is_scal
     def made(params: Any, *, seed: Any = 0) -> State:
         params = jax.tree.map(jnp.copy, params)  # the state is donated, what the caller has is not
         weights = cast_tree(params, policy.master or policy.param)
-        opt_state = {"inner": optimizer.init(weights)}
+        # copies: what an optimizer keeps of the weights must not be the buffer that is donated as the weights
+        opt_state = {"inner": optimizer.init(jax.tree.map(jnp.copy, weights))}
         if policy.master is not None:
             opt_state["master"] = weights
         if policy.rounding != "nearest":

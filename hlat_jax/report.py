@@ -1,7 +1,8 @@
 """What a training program is made of: what each pass did, kernels, collectives and where they sit, bytes, compile time.
 
 Owns what is said of a program that `program` built. Refuses to change it. Everything is read from the very step that
-trains: its trace, and what the compiler makes of it for the devices that are there.
+trains: its trace, and what the compiler makes of it for the devices that are there; on several GPUs without the options
+of `overlap`, which `train` adds.
 """
 
 from __future__ import annotations
@@ -113,7 +114,7 @@ def report(program: TrainingProgram, arguments: tuple, *, layout: Layout | None)
         arguments=memory.argument_size_in_bytes,
         reused=memory.alias_size_in_bytes,
         temporaries=memory.temp_size_in_bytes,
-        predicted=temporaries(stages[-1].jaxpr, jax.eval_shape(lambda *leaves: leaves, *arguments)).total,
+        predicted=temporaries(stages[-1].jaxpr, jax.tree.map(_shape, arguments)).total,
     )
     return Report(stages, program.options.kernels, program.plan, tuple(found), held, seconds)
 
@@ -123,6 +124,10 @@ def place(collective: Collective) -> str:
     name = collective.op_name
     where = "backward" if "transpose(" in name else "forward" if "jvp(" in name else "outside"
     return where + (" loop" if collective.trips > 1 else "")
+
+
+def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=getattr(leaf, "sharding", None))
 
 
 def _products(jaxpr: Any) -> dict[str, int]:

@@ -59,9 +59,9 @@ class Spread:
         """
         reduce = functools.partial(self._reduce, dtype=dtype)
         each = reduce if self.layout.reduce_gradients == "microbatch" else None
-        # Devices with other rows have gradients of their own, and round them by other bits. Along the other axes some
-        # gradients are equal on all devices and have to stay so.
-        own = [place for place in self.layout.wide(ROWS) if place not in shards(self.layout).reduced]
+        # Devices with other rows have gradients of their own, and round them by other bits. Gradients that are equal on
+        # all devices, along the other axes or because they are reduced by then, have to stay so.
+        own = [] if each else [place for place in self.layout.wide(ROWS) if place not in shards(self.layout).reduced]
 
         def everywhere(params: Any, batch: Any, shared: tuple[Rounding, Any]) -> tuple:
             rounding, scale = shared

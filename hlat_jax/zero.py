@@ -37,12 +37,16 @@ def spread_over(params: Any, devices: Sequence[Any], *, stage: int, bucket_bytes
       bucket_bytes: arrays share collectives of up to so many bytes on a device; 0: one each.
 
     Raises:
-      ValueError: another stage, or fewer bytes than none.
+      ValueError: another stage, fewer bytes than none, or an empty tuple among the parameters.
     """
     if stage not in STAGES:
         raise ValueError(f"zero stage {stage!r} is not one of {', '.join(map(str, STAGES))}.")
     if bucket_bytes < 0:
         raise ValueError(f"bucket_bytes={bucket_bytes} must be 0 (one collective an array) or more.")
+    if any(map(_is_empty, jax.tree.leaves(params, is_leaf=_is_empty))):
+        raise ValueError(
+            "params has an empty tuple, which stands for the axes of a scalar here; leave it out or use None."
+        )
     degree, place = len(devices), "fsdp" if stage == 3 else "data"
     layout = make_layout(ParallelConfig(**({"data": 1, "fsdp": -1} if stage == 3 else {})), devices)
     split, nowhere = {_SPLIT: (place,), _WHOLE: ()}, {_SPLIT: (), _WHOLE: ()}
@@ -60,3 +64,7 @@ def spread_over(params: Any, devices: Sequence[Any], *, stage: int, bucket_bytes
 def _axes(shape: tuple[int, ...], degree: int) -> tuple[str, ...]:
     chosen = next((dim for dim, size in enumerate(shape) if size and size % degree == 0), None)
     return tuple(_SPLIT if dim == chosen else _WHOLE for dim in range(len(shape)))
+
+
+def _is_empty(tree: Any) -> bool:
+    return isinstance(tree, tuple) and not tree

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optax.contrib
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -144,7 +145,35 @@ def test_the_callers_parameters_outlive_the_donated_state():
     jax.tree.map(np.testing.assert_array_equal, before, params)
 
 
+def test_replicas_of_what_no_device_divides_stay_equal_under_stochastic_rounding():
+    def loss(params, batch):
+        return jnp.sum(jnp.square(batch["x"] * params["b"] - batch["y"]).astype(jnp.float32)), jnp.float32(
+            batch["y"].size
+        )
+
+    rng = np.random.default_rng(0)
+    params = {"b": jnp.asarray(rng.normal(size=333), jnp.float32)}
+    rows = {key: rng.normal(size=(8, 333)).astype(np.float32) for key in "xy"}
+    spread = spread_over(params, jax.devices()[:2], stage=2)
+    options = ProgramOptions(POLICIES["bf16_sr"], num_microbatches=4, spread=spread)
+    program = training_program(loss, optax.sgd(1.0), options=options, params=params)
+    state = program.init(params)
+    for _ in range(3):
+        state, _ = program.step(state, rows, 0.0)
+        first, second = (np.asarray(shard.data) for shard in state["params"]["b"].addressable_shards)
+        np.testing.assert_array_equal(first, second)
+
+
+def test_an_optimizer_that_keeps_the_weights_can_be_stepped():
+    loss, params = foreign("plain")
+    program = training_program(loss, optax.contrib.prodigy(1.0), options=ProgramOptions(POLICIES["fp32"]))
+    _, metrics = program.step(program.init(params), batch(0), 0.0)
+    assert metrics.finite
+
+
 def test_stages_and_bytes_that_do_not_exist_are_refused():
+    with pytest.raises(ValueError, match="params has an empty tuple"):
+        spread_over([(np.zeros(8), ()), ()], jax.devices(), stage=1)
     with pytest.raises(ValueError, match=r"zero stage 4 is not one of 0, 1, 2, 3\."):
         spread_over({}, jax.devices(), stage=4)
     with pytest.raises(ValueError, match="bucket_bytes=-1 must be 0"):
