@@ -344,6 +344,34 @@ def test_no_collective_can_be_left_out(name):
     assert not harmless
 
 
+SOONER = {
+    "pipe": {"pipe": 2, "data": 2, "tensor": 2, "num_microbatches": 4, "reduce_gradients": "layer"} | SEQUENCE | ZERO1,
+    "fsdp": {"data": 2, "fsdp": 2, "tensor": 2, "reduce_gradients": "layer"} | ZERO1,
+    "kv-copies": {"data": 2, "tensor": 4, "reduce_gradients": "layer", "bucket_bytes": 4096} | SEQUENCE | ZERO1,
+    "tied": {"data": 4, "tensor": 2, "reduce_gradients": "layer", "tie_embeddings": True},
+    "buckets": {"data": 2, "fsdp": 2, "tensor": 2, "num_microbatches": 2, "reduce_gradients": "microbatch"}
+    | {"bucket_bytes": 100_000}
+    | SEQUENCE
+    | ZERO1,
+    "rounded": {"data": 2, "tensor": 4, "num_microbatches": 2, "reduce_gradients": "microbatch", "policy": "bf16_sr"},
+}
+
+
+@pytest.mark.parametrize("name", SOONER)
+def test_gradients_reduced_sooner_are_the_same_and_replicas_stay_equal(name):
+    changes = SOONER[name]
+    config = configured(**changes)
+    _, got, state, _ = trained(config, layout_of(config), num_steps=20)
+    if "policy" not in changes:  # under which an update depends on how the sums were rounded
+        wanted = trained_alone(**{key: changes[key] for key in MODEL_ONLY if key in changes})[1]
+        np.testing.assert_allclose(got, wanted, rtol=5e-6)  # as above
+    for leaf in jax.tree.leaves(state):
+        shards = {}
+        for shard in leaf.addressable_shards:
+            first = shards.setdefault(str(shard.index), np.asarray(shard.data))
+            np.testing.assert_array_equal(first, np.asarray(shard.data))
+
+
 def test_each_core_computes_and_differentiates_the_kv_heads_it_needs_and_no_more():
     config = configured(tensor=8, embed_dim=40)  # 2 KV heads on 8 cores, so 1 query head on each
     layout = layout_of(config)
