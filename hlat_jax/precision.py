@@ -1,7 +1,9 @@
 """Precision policies: what is stored, computed, accumulated and rounded, by name; and how a stored value loses bits.
 
 Owns every dtype decision, every cast of parameters, and stochastic rounding. Refuses to know models: the fp32 islands
-(norm statistics, softmax, logits and loss) are part of each op's contract and do not depend on the policy.
+(norm statistics, softmax, logits and loss) are part of each op's contract and do not depend on the policy. But for
+"autocast", which casts inside ops: logits, attention scores and what RoPE and norms' scales make are bf16 there;
+statistics, exponentials, logarithms and the loss stay fp32.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ class Policy:
         parameters themselves.
       rounding: how a value is written in a narrower dtype: "nearest"; "stochastic", by a hash of where and when; or
         "hardware", by an accelerator that rounds every cast stochastically itself.
+      autocast: name of the `passes.autocast` policy that the forward pass runs under; None: it runs as it is written.
     """
 
     param: Any
@@ -39,11 +42,19 @@ class Policy:
     moment: Any
     master: Any
     rounding: str = "nearest"
+    autocast: str | None = None
+
+    @property
+    def products(self) -> Any:
+        """The dtype of matrix products."""
+        return self.compute if self.autocast is None else jnp.dtype(jnp.bfloat16)
 
 
 POLICIES = {
     # Everything in single precision: the reference for every other policy.
     "fp32": Policy(jnp.float32, jnp.float32, jnp.float32, jnp.float32, None),
+    # The forward pass of fp32, its products cast to bf16 one by one: what RAF makes of a model, arXiv 2303.04759.
+    "autocast": Policy(jnp.float32, jnp.float32, jnp.float32, jnp.float32, None, autocast="bf16"),
     # HLAT-70B: bf16 weights and activations, everything that accumulates over steps in fp32.
     "mixed": Policy(jnp.bfloat16, jnp.bfloat16, jnp.float32, jnp.float32, jnp.float32),
     # HLAT-7B: weights, sums of gradients and moments are stored in bf16 alone, rounded stochastically at every write,
