@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 
+from hlat_jax import overlap
 from hlat_jax.config import Config
 from hlat_jax.config_checks import REMAT_BUDGET
 from hlat_jax.distributed import exchange, is_first
@@ -27,6 +28,8 @@ from hlat_jax.sizes import parse_bytes, spoken
 from hlat_jax.step import step_arguments, traced_step
 
 RECORD_FILE = "remat.json"
+# What beside the mesh says how much of a step lies on a device.
+_SHARED = ("zero1", "sequence_parallel", "reduce_gradients", "bucket_bytes")
 
 
 def resolved(config: Config, layout: Layout, *, recorded: dict[str, Any] | None) -> tuple[Config, dict | None]:
@@ -47,13 +50,19 @@ def resolved(config: Config, layout: Layout, *, recorded: dict[str, Any] | None)
     facts = {
         "asked": config.model.remat,
         "mesh": layout.degrees,
+        "parallel": {key: getattr(config.parallel, key) for key in _SHARED},
         "device": layout.mesh.devices.flat[0].device_kind,
         "jax": jax.__version__,
     }
     if recorded is not None and recorded.items() >= facts.items():
         _tell(f"remat            {recorded['choice']}, as the checkpoint has it for {facts['asked']}")
         return _with(config, recorded["choice"]), recorded
-    plan = _searched(config, layout, lambda traced: max(map(int, exchange(str(remat.temporaries(traced))))))
+    options = overlap.compiler_options(layout)  # those that the step is compiled with
+
+    def measured(traced: Any) -> int:
+        return max(map(int, exchange(str(remat.temporaries(traced, compiler_options=options)))))
+
+    plan = _searched(config, layout, measured)
     record = facts | {"choice": _written(plan.choice)}
     keys = ("budget_bytes", "measured_bytes", "predicted_bytes", "flops", "predicted_flops", "plain", "full")
     record |= json.loads(json.dumps({key: getattr(plan, key) for key in keys}))

@@ -20,12 +20,14 @@ from typing import Any
 
 import jax
 
-from hlat_jax import overlap
+from hlat_jax import cost, overlap
 from hlat_jax.config import Config
 from hlat_jax.decoding import decode_arguments, make_decode, make_prefill, prefill_arguments
 from hlat_jax.durable import write_whole
-from hlat_jax.generator import sample_shape
+from hlat_jax.generator import Programs, sample_shape
+from hlat_jax.machine import device_memory
 from hlat_jax.neuron.fingerprint import fingerprint
+from hlat_jax.planner.report import short_plan
 from hlat_jax.sharding import Layout
 from hlat_jax.step import abstract_state, init_arguments, make_eval_step, make_init, step_arguments, traced_step
 
@@ -80,15 +82,36 @@ class Compilations:
         found = fingerprint(lowered)
         with _cache_hits() as hits:
             program = lowered.compile(compiler_options=self._options or None)
-        cost = {"seconds": round(time.monotonic() - began, 3), "from_cache": bool(hits)}
-        cost["cache"] = jax.config.jax_compilation_cache_dir or ""
-        self._entries[name] = dataclasses.asdict(found) | cost | self._around
+        spent = {"seconds": round(time.monotonic() - began, 3), "from_cache": bool(hits)}
+        spent["cache"] = jax.config.jax_compilation_cache_dir or ""
+        self._entries[name] = dataclasses.asdict(found) | spent | self._around
         return program
 
     def write(self, workdir: pathlib.Path) -> None:
         """Brings the record in a run folder up to date; a program not compiled this time keeps its entry."""
         whole = recorded(workdir) | self._entries
         write_whole(workdir / RECORD_FILE, (json.dumps(whole, indent=1) + "\n").encode())
+
+
+def compiled_step(config: Config, layout: Layout, compilations: Compilations) -> Any:
+    """Returns the training step, and prints what it needs before and after it is compiled."""
+    began = time.monotonic()
+    traced = traced_step(config, layout)
+    memory = device_memory(layout.mesh.local_devices[0])
+    for line in short_plan(config, layout, traced=traced, budget=memory):
+        print(line)
+    compiled = compilations.compiled("train", traced=traced)
+    temporary = getattr(compiled.memory_analysis(), "temp_size_in_bytes", 0)
+    print(
+        f"compiled         {time.monotonic() - began:.1f} s; "
+        f"the step needs {temporary / cost.GIB:.2f} GiB beside the state"
+    )
+    return compiled
+
+
+def compiled_sampler(config: Config, layout: Layout, compilations: Compilations) -> Programs:
+    """Returns the two programs of a run's samples."""
+    return Programs(compilations.compiled("prefill"), compilations.compiled("decode"), sample_shape(config, layout))
 
 
 def recorded(workdir: pathlib.Path) -> dict[str, dict[str, Any]]:

@@ -182,7 +182,13 @@ def flops_per_token(m: ModelConfig, seq_len: int) -> float:
 
 
 # Bytes of state per parameter: parameters, two moments, and master weights where the policy keeps them.
-STATE_BYTES_PER_PARAM = {"fp32": 4 + 2 * 4, "mixed": 2 + 2 * 4 + 4, "bf16_sr": 2 + 2 * 2, "bf16": 2 + 2 * 2}
+STATE_BYTES_PER_PARAM = {
+    "fp32": 4 + 2 * 4,
+    "autocast": 4 + 2 * 4,
+    "mixed": 2 + 2 * 4 + 4,
+    "bf16_sr": 2 + 2 * 2,
+    "bf16": 2 + 2 * 2,
+}
 
 
 def state_bytes(m: ModelConfig, policy: str) -> int:

@@ -106,6 +106,10 @@ class ProgramOptions:
     memory_budget: int | str | None = None
     kernels: Mapping[str, Choice] = dataclasses.field(default_factory=dict)
 
+    def __post_init__(self):
+        if not isinstance(self.policy, Policy):
+            raise ValueError(f"ProgramOptions.policy={self.policy!r} is no Policy: give precision.POLICIES['fp32'].")
+
 
 @dataclasses.dataclass(frozen=True)
 class TrainingProgram:
@@ -167,6 +171,8 @@ def training_program(
         raise ValueError("options.spread says where parameters lie: give their shapes as params=...")
     if options.memory_budget is not None and (params is None or batch is None):
         raise ValueError("options.memory_budget is held against the compiled step: give params=... and batch=...")
+    if options.autocast is None and options.policy.autocast is not None:
+        options = dataclasses.replace(options, autocast=options.policy.autocast)
     optimizer = masked(optimizer)
     made = _initial(optimizer, options.policy, is_scaled=is_fp16(options.autocast))
     # Where the state lies is said for one device too: what reads it is then compiled once, before the first step and
@@ -278,6 +284,7 @@ def _train_step(loss_fn: LossFn, optimizer: optax.GradientTransformation, option
 def _value_and_grad(loss_fn: LossFn, options: ProgramOptions) -> Callable[..., tuple[tuple, Any]]:
     dtype, spread = options.policy.accumulate, options.spread
     loss_fn = loss_fn if spread is None else spread.seen_whole(loss_fn)
+    loss_fn = _counted(loss_fn) if options.accumulate is accumulated else loss_fn
 
     def local(params: Any, batch: Any, rounding: Rounding, *, scale: Any, reduce: Any = None) -> tuple[tuple, Any]:
         def scaled(params: Any, part: Any) -> tuple[jax.Array, jax.Array]:
@@ -290,6 +297,22 @@ def _value_and_grad(loss_fn: LossFn, options: ProgramOptions) -> Callable[..., t
     if spread is not None:
         return spread.value_and_grad(local, dtype=dtype)
     return lambda params, batch, rounding, scale: local(params, batch, rounding, scale=scale)
+
+
+def _counted(loss_fn: LossFn) -> LossFn:
+    """Returns the same function, which must give what `training_program` asks of a loss."""
+
+    def counted(params: Any, part: Any) -> tuple[jax.Array, jax.Array]:
+        found = loss_fn(params, part)
+        shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(found)]
+        if not isinstance(found, tuple) or shapes != [(), ()]:
+            raise ValueError(
+                f"loss_fn returned a {type(found).__name__} of shapes {shapes}; return (the sum of the losses of the "
+                "counted tokens, the count of them), two scalars."
+            )
+        return found
+
+    return counted
 
 
 def _moved(weights: Any, updates: Any, *, finite: jax.Array, rounding: Rounding) -> Any:

@@ -19,6 +19,7 @@ from hlat_jax.config import Config
 from hlat_jax.model import Decoder, abstract_params, bind, init_params, param_axes
 from hlat_jax.ops.cross_entropy import LossOptions, cross_entropy
 from hlat_jax.optimizer import adamw, decay_mask
+from hlat_jax.passes.autocast import autocast
 from hlat_jax.pipeline import Parts, pipelined, pipelined_loss
 from hlat_jax.precision import POLICIES, cast_tree, policy_on
 from hlat_jax.program import ProgramOptions, State, TrainingProgram, accumulated, training_program
@@ -40,6 +41,7 @@ def make_program(config: Config, layout: Layout) -> TrainingProgram:
         policy=policy,
         num_microbatches=config.train.num_microbatches,
         accumulate=pipelined if is_pipelined else accumulated,
+        autocast=policy.autocast,
         norm_in_blocks=layout.mesh.size == 1 and layout.platform == "cpu",
         spread=Spread(layout, param_axes(config.model)),
         kernels={f"model.{key}": choice for key, choice in choices(config, layout).items()},
@@ -56,6 +58,9 @@ def make_train_step(config: Config, layout: Layout) -> Callable[..., Any]:
 def make_eval_step(config: Config, layout: Layout) -> Callable[..., Any]:
     """Returns the jitted (params, batch) -> (sum of the losses in nats, counted tokens), without z-loss."""
     loss = parts(config, layout, z_loss_weight=0.0)
+    cast = POLICIES[config.precision.policy].autocast
+    if cast is not None:
+        loss = autocast(loss, cast)
     if layout.size(("pipe",)) > 1:
         loss = functools.partial(pipelined_loss, loss, num_microbatches=config.train.num_microbatches)
     if layout.mesh.size > 1:

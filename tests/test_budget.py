@@ -78,6 +78,24 @@ def test_a_recorded_choice_is_taken_for_the_same_mesh_and_made_anew_for_another(
     assert [options["budget_bytes"] for options in searched] == [asked] * 4
 
 
+def test_a_budget_is_held_against_the_program_as_it_is_compiled_with_the_options_of_the_step(monkeypatch):
+    monkeypatch.setattr(budget.overlap, "compiler_options", lambda layout: {"no_such_option": 1})
+    with pytest.raises(Exception, match="no_such_option"):
+        budget.resolved(config_with("budget:1GiB"), layout(), recorded=None)
+
+
+def test_a_recorded_choice_is_not_taken_where_more_lies_on_a_device(monkeypatch):
+    asked, _, record = resolved()
+    again = config_with(f"budget:{asked}B")
+    whole = dataclasses.replace(again, parallel=dataclasses.replace(again.parallel, sequence_parallel=False))
+    searched = []
+    monkeypatch.setattr(remat, "search", lambda *_, **options: searched.append(options) or _plan())
+    budget.resolved(again, layout(), recorded=record)
+    assert not searched
+    budget.resolved(whole, layout_over(whole, jax.devices()), recorded=record)
+    assert len(searched) == 1
+
+
 def _plan():
     return remat.Plan(None, 1, 1, 1, 1.0, 1.0, (1, 1.0), None, 1, 0.0)
 

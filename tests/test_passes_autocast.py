@@ -277,6 +277,25 @@ def test_constant_beyond_the_range_is_saturated_where_a_product_reads_it():
     np.testing.assert_array_equal(got, np.float32(np.finfo(np.float16).max))
 
 
+@pytest.mark.parametrize("grow", [lambda c: c * 300.0, lambda c: 65000.0 + c * 2.0, lambda c: c - -65400.0])
+def test_constants_that_grow_beyond_fp16_do_not_become_infinite(grow):
+    eye, product = jnp.eye(4), np.float32(np.finfo(np.float16).max)
+    fn = lambda x: x @ x + grow(jnp.full((4, 4), 300.0))  # noqa: E731
+    np.testing.assert_array_equal(autocast(fn, "fp16")(eye), fn(eye))
+    np.testing.assert_array_equal(autocast(lambda x: x @ grow(jnp.full((4, 4), 300.0)), "fp16")(eye), product)
+
+
+def test_constants_that_devices_sum_beyond_fp16_do_not_become_infinite():
+    mesh = jax.make_mesh((2,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def local(x):
+        return x @ x.T + lax.psum(jnp.full((2, 2), 60000.0), "a")
+
+    fn = jax.shard_map(local, mesh=mesh, in_specs=P("a"), out_specs=P("a"), check_vma=False)
+    x = jnp.eye(4, 2)
+    np.testing.assert_array_equal(jax.jit(autocast(fn, "fp16"))(x), fn(x))
+
+
 def test_names_of_checkpoints_scopes_and_lines_survive():
     def fn(w, x):
         with jax.named_scope("block"):
@@ -337,6 +356,20 @@ def test_context_overrides_the_policy_also_of_a_jitted_function():
         np.testing.assert_array_equal(fn(W, X), jax.jit(jnp.matmul)(X, W))
     np.testing.assert_array_equal(fn(W, X), narrow)
     assert not np.array_equal(narrow, X @ W)
+
+
+def test_context_rules_of_an_op_leave_functions_without_it_alone():
+    @jax.jit
+    def head(w, x):
+        return x @ w
+
+    with overriding({"head": "never"}):
+        assert products(autocast(lambda w, x: head(w, x)), W, X) == ["float32"] * 2
+        assert products(autocast(lambda w, x: x @ w), W, X) == ["bfloat16"] * 2
+
+
+def test_a_rule_for_a_primitive_that_a_function_has_not_changes_nothing():
+    assert products(autocast(lambda w, x: x @ w, CastPolicy(rules={"tanh": "infer"})), W, X) == ["bfloat16"] * 2
 
 
 def test_what_is_declared_in_another_dtype_is_left_alone():
@@ -418,6 +451,10 @@ def branching(x):
     [
         (lambda: autocast(jnp.sin, "bf61"), "policy 'bf61' is unknown; use bf16, fp16"),
         (lambda: CastPolicy(compute=jnp.float32), "compute=float32 must be bfloat16 or float16"),
+        (lambda: CastPolicy(compute="foo"), "compute='foo' must be bfloat16 or float16"),
+        (lambda: CastPolicy(compute=None), "compute=None must be bfloat16 or float16"),
+        (lambda: autocast(jnp.sin, None), "policy None: give bf16 or fp16, or a CastPolicy of your own"),
+        (lambda: autocast(jnp.sin, jnp.bfloat16), "policy .*bfloat16.*: give bf16 or fp16, or a CastPolicy"),
         (lambda: CastPolicy(carry="narrow"), "carry='narrow' must be infer or keep"),
         (lambda: CastPolicy(rules={"exp": "sometimes"}), "rule exp='sometimes': a rule is always, never, infer"),
         (
@@ -436,6 +473,12 @@ def branching(x):
 def test_bad_input_is_named_with_the_way_out(make, said):
     with pytest.raises(ValueError, match=said):
         make()
+
+
+@pytest.mark.parametrize("fn", [lambda x, n: x.reshape(n, -1), lambda x, n: (x @ x, "text")])
+def test_what_cannot_be_traced_is_named(fn):
+    with pytest.raises(ValueError, match="autocast cannot trace"):
+        autocast(fn)(jnp.ones((4, 4)), 4)
 
 
 def test_walker_counts_trips_of_nested_loops_and_finds_what_products_read():

@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 
-from hlat_jax.passes import naming, recompute, remat, selection
+from hlat_jax.passes import naming, narrowing, recompute, remat, selection
 from hlat_jax.passes.naming import Choice
 from hlat_jax.passes.products import live_jaxpr, total_flops
 from hlat_jax.sizes import parse_bytes
@@ -180,10 +181,80 @@ def test_fit_meets_every_budget_with_equal_gradients_and_recomputes_less_under_l
     assert [*costs, graph().cost(())] == sorted({*costs, graph().cost(())})
 
 
+def test_near_the_budget_what_keeps_a_little_more_is_tried_as_it_may_need_less_to_work_in():
+    budget = budget_between(0.3)
+    measured = iter((10 * budget, extremes()[1], budget - 1, budget - 2, budget + 1))
+    options = dataclasses.replace(SMALL, measure=lambda traced: next(measured))
+    plan = remat.search(traced, budget_bytes=budget, options=options)
+    assert (plan.measured_bytes, plan.compilations) == (budget - 2, 5)
+
+
+def test_the_next_choice_keeps_little_more_though_others_keep_much_more():
+    sizes = {"a": 2353, "b": 2634, "c": 2915, "d": 15098}
+    frontier = recompute.Graph((), sizes)
+
+    def solve(_, limit):
+        return Choice((max((name for name in sizes if sizes[name] <= limit), key=sizes.get),))
+
+    found = [narrowing._next(frontier, solve, low=sizes[name], high=15099).saved[0] for name in "abc"]
+    assert found == ["b", "c", "d"]
+    assert narrowing._next(frontier, solve, low=2915, high=15098) is None
+
+
+def test_of_the_choices_that_fit_the_cheapest_is_taken_though_another_keeps_more():
+    sizes, costs = {(): 0, ("a",): 10, ("b",): 40}, {(): 9.0, ("a",): 1.0, ("b",): 5.0}
+    graph = types.SimpleNamespace(num_bytes=sizes.get, cost=lambda kept: costs[tuple(kept)])
+    tried = []
+
+    def solve(_, limit):
+        return Choice(max((names for names in sizes if sizes[names] <= limit), key=sizes.get))
+
+    class Trials:
+        count = 0
+
+        def __call__(self, choice):
+            tried.append(choice.saved)
+            return sizes[choice.saved] // 2, 1.0
+
+    assert narrowing.narrowed(Trials(), graph, solve, budget_bytes=25, most=8).saved == ("a",)
+    assert tried[-2:] == [("a",), ("b",)]
+
+
 def test_a_program_that_fits_as_it_is_stays_as_it_is():
     plan = remat.fit(loss, *arguments(), budget_bytes="1GiB", options=SMALL)
     assert (plan.choice, plan.fn, plan.recompute_share, plan.compilations) == (None, loss, 0.0, 1)
     assert "everything: it fits as it is" in plan.report()
+
+
+def with_a_checkpoint_of_its_own(params, x):
+    def head(y):
+        return jnp.sum(jnp.sin(checkpoint_name(jnp.cos(y @ params["up"][0]) * 3, "logits")))
+
+    return jax.checkpoint(head)(jax.lax.scan(lambda carry, one: (layer(one, carry), None), x, params)[0])
+
+
+def with_loops_in_layers(params, x):
+    def looped(carry, one):
+        return jax.lax.scan(lambda y, _: (layer(one, y), None), carry, None, length=3)[0], None
+
+    return jnp.mean(jax.lax.scan(looped, x, params)[0])
+
+
+@pytest.mark.parametrize("fn", [with_a_checkpoint_of_its_own, with_loops_in_layers])
+def test_a_function_with_checkpoints_or_loops_in_its_layers_meets_a_budget_too(fn):
+    most, least = (remat.temporaries(traced(choice, fn)) for choice in (None, Choice()))
+    options = dataclasses.replace(SMALL, max_compilations=4)
+    half = (most + least) // 2
+    plan = remat.fit(fn, *arguments(), budget_bytes=half, step=jax.value_and_grad, options=options)
+    assert plan.measured_bytes <= half
+    wanted, got = (jax.jit(jax.value_and_grad(one))(*arguments()) for one in (fn, plan.fn))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), wanted, got)  # another order
+
+
+def test_a_planned_function_takes_the_keywords_of_the_function():
+    params, x = arguments()
+    planned = remat.regions(loss, Choice(("scan0.sin.0",)), region="auto")
+    np.testing.assert_allclose(planned(params, x=x), loss(params, x), rtol=1e-6)
 
 
 def test_a_budget_below_full_rematerialization_is_refused_with_that_number():
@@ -203,6 +274,13 @@ def test_sizes_are_read_in_both_kinds_of_unit():
     assert parse_bytes("12GiB", name="x") == 12 * 2**30
     assert parse_bytes(" 1.5 MB ", name="x") == 1_500_000
     assert parse_bytes(4096, name="x") == 4096
+    taken = parse_bytes(np.int64(2**30), name="x")
+    assert (taken, type(taken)) == (2**30, int)
+
+
+def test_an_unknown_region_is_refused_whether_the_program_fits_or_not():
+    with pytest.raises(ValueError, match="region='loop' must be auto, loops or whole"):
+        remat.Options(region="loop")
 
 
 def test_a_function_that_cannot_be_traced_is_refused_by_name():

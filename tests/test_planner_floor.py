@@ -12,6 +12,7 @@ from tests.planned import name, num_devices, planned_config, small_config
 LAYOUTS = [
     {"policy": "fp32", "remat": "none", "m": 2},
     {"policy": "mixed", "data": 8, "zero1": True, "remat": "full"},
+    {"policy": "autocast", "fsdp": 2, "tensor": 2, "data": 2, "remat": "products"},
     {"policy": "bf16_sr", "data": 2, "fsdp": 4, "remat": "selective"},
     {"policy": "bf16", "data": 2, "fsdp": 4, "remat": "none"},
     {"policy": "mixed", "fsdp": 2, "data": 2, "tensor": 2, "zero1": True, "remat": "full", "m": 2},

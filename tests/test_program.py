@@ -12,6 +12,7 @@ import pytest
 from hlat_jax import cost
 from hlat_jax.config import ParallelConfig, resolve
 from hlat_jax.optimizer import global_norm, learning_rate
+from hlat_jax.passes.jaxpr import equations
 from hlat_jax.precision import POLICIES
 from hlat_jax.program import ProgramOptions, training_program
 from hlat_jax.sharding import make_layout, shard_batch
@@ -46,7 +47,25 @@ def test_accumulation_equals_one_batch_with_ragged_token_counts(small, one_devic
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), whole_state["params"], part_state["params"])
 
 
-@pytest.mark.parametrize("policy", ["fp32", "mixed", "bf16_sr", "bf16"])
+def test_autocast_follows_fp32_with_every_product_in_bf16_on_one_device_and_on_a_mesh(small, one_device, make_batch):
+    batch = make_batch(0, resolve(small))
+    _, exact = run(resolve(small), one_device, [batch])
+    small.precision.policy = "autocast"
+    config = resolve(small)
+    jaxpr = traced_step(config, one_device).jaxpr.jaxpr
+    read = [var.aval.dtype for eqn, _ in equations(jaxpr) if eqn.primitive.name == "dot_general" for var in eqn.invars]
+    assert set(read) == {jnp.dtype(jnp.bfloat16)}
+    mesh = make_layout(ParallelConfig(data=2, tensor=2), jax.devices()[:4])
+    state = init_state(config, one_device)
+    losses, tokens = make_eval_step(config, one_device)(state["params"], shard_batch(batch, one_device))
+    for layout in (one_device, mesh):
+        _, cast = run(config, layout, [batch])
+        np.testing.assert_allclose(cast[0].loss, losses / tokens, rtol=1e-4)
+        np.testing.assert_allclose([m.loss for m in cast], [m.loss for m in exact], rtol=2e-3)
+        assert cast[-1].loss != exact[-1].loss
+
+
+@pytest.mark.parametrize("policy", ["fp32", "autocast", "mixed", "bf16_sr", "bf16"])
 def test_first_update_has_learning_rate_zero_and_fills_the_moments(small, one_device, make_batch, policy):
     small.precision.policy = policy
     config = resolve(small)
@@ -59,6 +78,7 @@ def test_first_update_has_learning_rate_zero_and_fills_the_moments(small, one_de
 def test_policies_store_what_they_say(small, one_device):
     for name, dtypes in {
         "fp32": (jnp.float32, jnp.float32, None),
+        "autocast": (jnp.float32, jnp.float32, None),
         "mixed": (jnp.bfloat16, jnp.float32, jnp.float32),
         "bf16_sr": (jnp.bfloat16, jnp.bfloat16, None),
         "bf16": (jnp.bfloat16, jnp.bfloat16, None),
@@ -196,6 +216,38 @@ def test_builder_trains_a_foreign_model_with_a_foreign_optimizer():
     np.testing.assert_allclose(state["params"]["w"], [1.0, -2.0, 0.5], atol=1e-3)
 
 
+def test_options_without_a_policy_are_refused():
+    with pytest.raises(ValueError, match=r"ProgramOptions.policy='fp32' is no Policy: give precision.POLICIES"):
+        ProgramOptions("fp32")
+
+
+def squares(params, batch):
+    return jnp.sum((batch["x"] @ params["w"]) ** 2), jnp.float32(4)
+
+
+@pytest.mark.parametrize("autocast", [None, "bf16", "fp16"])
+@pytest.mark.parametrize(
+    ("loss", "batch", "said"),
+    [
+        (squares, {"x": jnp.ones((4, 8))}, r"the batch's \['x'\] of shape \(4, 8\) .* into num_microbatches=3"),
+        (squares, {"x": jnp.ones((3, 8)), "n": jnp.ones(())}, r"the batch's \['n'\] of shape \(\) .*rows in front"),
+        (lambda *args: squares(*args)[0], {"x": jnp.ones((3, 8))}, "returned a .* of shapes .*return .the sum of"),
+        (lambda p, b: (b["x"] @ p["w"], 1.0), {"x": jnp.ones((3, 8))}, r"a tuple of shapes \[\(1, 8\), \(\)\]"),
+    ],
+)
+def test_a_batch_or_a_loss_that_cannot_be_accumulated_is_refused(loss, batch, said, autocast):
+    options = ProgramOptions(POLICIES["fp32"], num_microbatches=3, autocast=autocast)
+    program = training_program(loss, optax.sgd(1e-2), options=options)
+    with pytest.raises(ValueError, match=said):
+        program.step(program.init({"w": jnp.ones((8, 8))}), batch, 0.0)
+
+
+def test_the_policy_autocast_casts_in_a_program_of_anyone():
+    program = training_program(squares, optax.sgd(1e-2), options=ProgramOptions(POLICIES["autocast"]))
+    report = program.report(program.init({"w": jnp.ones((8, 8))}), {"x": jnp.ones((4, 8))})
+    assert set(report.stages[-1].products) == {"bfloat16"}
+
+
 def test_mixed_precision_with_zero1_equals_one_device(small, one_device, make_batch):
     small.precision.policy = "mixed"
     config = resolve(small)
@@ -214,6 +266,7 @@ NEURON_CASES = [
     {"attention": "einsum", "cross_entropy": "dense", "remat": "selective"},
     {"attention": "blocked", "cross_entropy": "chunked", "remat": "full"},
     {"attention": "einsum", "cross_entropy": "dense", "layer_loop": "unroll"},
+    {"rms_norm": "reference", "swiglu": "reference", "rope": "paired"},
 ]
 
 

@@ -78,8 +78,12 @@ class CastPolicy:
     carry: str = "infer"
 
     def __post_init__(self):
-        if jnp.dtype(self.compute) not in (jnp.bfloat16, jnp.float16):
-            raise ValueError(f"CastPolicy.compute={jnp.dtype(self.compute)} must be bfloat16 or float16.")
+        try:
+            compute = None if self.compute is None else jnp.dtype(self.compute)
+        except TypeError:
+            compute = repr(self.compute)
+        if compute not in (jnp.bfloat16, jnp.float16):
+            raise ValueError(f"CastPolicy.compute={compute} must be bfloat16 or float16.")
         if self.carry not in ("infer", "keep"):
             raise ValueError(f"CastPolicy.carry={self.carry!r} must be infer or keep.")
         _check_words(self.rules)
@@ -100,7 +104,8 @@ _overrides = jax.make_user_context(())
 def overriding(rules: Mapping[str, str]) -> Iterator[None]:
     """Functions that are traced inside are cast by these rules, before those of their policy; blocks nest.
 
-    JAX knows of the block: a jitted function is traced again for it.
+    JAX knows of the block: a jitted function is traced again for it. A name counts where a function has it; that some
+    function has it is not asked.
 
     Raises:
       ValueError: a word other than always, never, infer.
@@ -121,14 +126,16 @@ def autocast(fn: Callable, policy: CastPolicy | str) -> Callable:
       policy: or its name in `POLICIES`.
 
     Raises:
-      ValueError: an unknown policy; when called: a rule for a name that is neither a primitive nor an op of `fn`, or a
-        function that cannot be traced.
+      ValueError: an unknown policy; when called: a rule of the policy for a name that is neither a primitive of JAX
+        nor an op of `fn`, or a function that cannot be traced.
     """
     if isinstance(policy, str):
         if policy not in POLICIES:
             known = ", ".join(POLICIES)
             raise ValueError(f"autocast policy {policy!r} is unknown; use {known}, or a CastPolicy of your own.")
         policy = POLICIES[policy]
+    if not isinstance(policy, CastPolicy):
+        raise ValueError(f"autocast policy {policy!r}: give {' or '.join(POLICIES)}, or a CastPolicy of your own.")
     name = getattr(fn, "__name__", type(fn).__name__)
 
     def cast(*args: Any, **kwargs: Any) -> Any:
@@ -143,7 +150,7 @@ def autocast(fn: Callable, policy: CastPolicy | str) -> Callable:
 
         closed = _traced(flat, leaves, name)
         rules = {**policy.rules, **dict(_overrides.value or ())}
-        _check_names(rules, closed.jaxpr, name)
+        _check_names(policy.rules, closed.jaxpr, name)
         rule = functools.partial(_rule, rules)
         outs = Cast(jnp.dtype(policy.compute), rule, policy.carry == "infer").outputs(closed, leaves)
         return jax.tree.unflatten(trees[0], outs)
@@ -199,7 +206,7 @@ def _traced(fn: Callable, leaves: Sequence[Any], name: str) -> Any:
             )
     try:
         return jax.make_jaxpr(fn)(*leaves)
-    except (jax.errors.JAXTypeError, jax.errors.NonConcreteBooleanIndexError) as error:
+    except (TypeError, jax.errors.JAXTypeError, jax.errors.NonConcreteBooleanIndexError) as error:
         raise ValueError(
             f"autocast cannot trace {name}: {str(error).splitlines()[0]} Let jax.lax.cond or jnp.where branch on "
             "values of arrays, and bind what is no array with functools.partial."

@@ -21,6 +21,9 @@ _SUMS = frozenset({"add", "sub", "add_any", "dynamic_update_slice", "scatter"})
 # Result i is operand i, moved or combined with its like.
 _EACH = frozenset({"optimization_barrier", "psum", "psum_invariant", "psum2", "pmax", "pmin", "pvary", "pcast", "sort"})
 
+# Of constants that fp16 can hold, these make numbers that it may not hold: 300 * 300.
+_GROWING = frozenset({"add", "sub", "add_any", "mul", "psum", "psum_invariant", "psum2", "reduce_scatter"})
+
 
 class Cast:
     """One call of a cast function: the rules, and the jaxprs it has traced so far.
@@ -162,7 +165,7 @@ class Cast:
             return self._converted(eqn, operands)
         if name in _EACH and len(operands) == len(eqn.outvars):
             outs = rebind(eqn, [operand.held(self.low) for operand in operands])
-            return self._results(eqn, outs, [operand.kind for operand in operands])
+            return self._results(eqn, outs, [self._grown(eqn, operand.kind) for operand in operands])
         kind = self._inferred_kind(eqn, operands)
         return self._narrow(eqn, operands) if kind is Kind.LOW else self._declared(eqn, operands, kind)
 
@@ -172,7 +175,7 @@ class Cast:
         size = max((var.aval.size for var in eqn.outvars if is_fp32(var.aval)), default=0)
         # a constant, or fp32 made of what is none (integers); a value that must stay
         if highest <= Kind.FREE or highest >= Kind.KEPT:
-            return Kind.SOFT if highest is Kind.FIXED else highest
+            return Kind.SOFT if highest is Kind.FIXED else self._grown(eqn, highest)
         is_wide_sum = eqn.primitive.name in _SUMS and any(
             operand.kind is Kind.WIDE and operand.size == size for operand in operands
         )
@@ -180,6 +183,11 @@ class Cast:
         if size > 1 and not is_wide_sum and 2 * counted.count(Kind.LOW) >= len(counted):
             return Kind.LOW
         return max(highest, Kind.SOFT)
+
+    def _grown(self, eqn: Any, kind: Kind) -> Kind:
+        """Returns the kind of what an equation makes of a kind; bf16 has the range of fp32."""
+        may_overflow = kind is Kind.FREE and eqn.primitive.name in _GROWING and self.low == jnp.float16
+        return Kind.HUGE if may_overflow else kind
 
     def _converted(self, eqn: Any, operands: list[Value]) -> list[Value]:
         (operand,), new = operands, eqn.params["new_dtype"]

@@ -23,7 +23,7 @@ class Kind(enum.IntEnum):
     SOFT = 3  # fp32 for no reason but its declaration: an argument, a parameter
     WIDE = 4  # fp32 because a `never` operation made it so
     KEPT = 5  # fp32 until a `never` or `always` operation reads it: what a loop accumulates
-    HUGE = 6  # as KEPT, and with numbers that the narrow dtype cannot hold: a mask of -1e30
+    HUGE = 6  # as KEPT, and with numbers that the narrow dtype cannot, or may not, hold: a mask of -1e30
 
 
 @dataclasses.dataclass(eq=False)

@@ -19,6 +19,7 @@ from jax.ad_checkpoint import checkpoint_name, checkpoint_policies
 from jax.extend.core import Literal
 
 from hlat_jax.neuron.lowering import elide_idle_roundings
+from hlat_jax.passes.jaxpr import place_of, rebind
 
 CALLS = {"pjit", "jit", "closed_call", "core_call"}
 CHECKPOINTS = {"remat", "remat2", "checkpoint"}
@@ -46,13 +47,18 @@ class Choice:
     def policy(self) -> Callable:
         """The policy of `jax.checkpoint` that keeps them."""
         if not self.offloaded:
-            return checkpoint_policies.save_only_these_names(*self.saved)
-        return checkpoint_policies.save_and_offload_only_these_names(
-            names_which_can_be_saved=list(self.saved),
-            names_which_can_be_offloaded=list(self.offloaded),
-            offload_src="device",
-            offload_dst="pinned_host",
-        )
+            policy = checkpoint_policies.save_only_these_names(*self.saved)
+        else:
+            policy = checkpoint_policies.save_and_offload_only_these_names(
+                names_which_can_be_saved=list(self.saved),
+                names_which_can_be_offloaded=list(self.offloaded),
+                offload_src="device",
+                offload_dst="pinned_host",
+            )
+        # By this `recompute` tells our checkpoints from those of the function. The policy is a closure before jax 0.10.2
+        # and a frozen dataclass since, which JAX asks for its class: it can be neither wrapped nor assigned to.
+        object.__setattr__(policy, "is_choice", True)
+        return policy
 
 
 def is_choice(text: str) -> bool:
@@ -92,7 +98,7 @@ def checkpointed_loops(fn: Callable, choice: Choice) -> Callable:
     def run(*args: Any) -> Any:
         closed, leaves, rebuilt = _traced(fn, args)
         if not num_loops(closed.jaxpr):
-            raise ValueError(f"{_called(fn)} has no lax.scan outside a call of another kind; give the layer itself.")
+            raise ValueError(f"{called(fn)} has no lax.scan outside a call of another kind; give the layer itself.")
         namer = _Namer(choice)
         outs = _emit_loops(closed.jaxpr, closed.consts, leaves, namer)
         namer.check(fn)
@@ -160,12 +166,13 @@ class _Namer:
         missing = sorted({*self.choice.saved, *self.choice.offloaded} - self.given)
         if missing:
             raise ValueError(
-                f"{_called(fn)} has no values {', '.join(missing)}: they were chosen for another function, other "
+                f"{called(fn)} has no values {', '.join(missing)}: they were chosen for another function, other "
                 "shapes or another JAX. Let remat.fit choose again."
             )
 
 
-def _called(fn: Callable) -> str:
+def called(fn: Callable) -> str:
+    """Returns what errors call a function."""
     return getattr(fn, "__qualname__", type(fn).__name__)
 
 
@@ -191,7 +198,7 @@ def _emit(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], plan: list) ->
         if inner is None:
             outs = [
                 out if name is None else checkpoint_name(out, name)
-                for out, name in zip(_bound(eqn, ins, jaxpr), names, strict=True)
+                for out, name in zip(_bound(eqn, ins), names, strict=True)
             ]
         elif eqn.primitive.name in CHECKPOINTS:
             options = {key: eqn.params[key] for key in ("policy", "prevent_cse")}
@@ -212,7 +219,7 @@ def _emit_loops(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], namer: _
         elif eqn.primitive.name == "scan":
             outs = _scanned(eqn, ins, namer)
         else:
-            outs = _bound(eqn, ins, jaxpr)
+            outs = _bound(eqn, ins)
         env.update(zip(eqn.outvars, outs, strict=True))
     return [_read(env, var) for var in jaxpr.outvars]
 
@@ -237,12 +244,9 @@ def _scanned(eqn: Any, ins: list, namer: _Namer) -> list:
     return [*carry, *ys]
 
 
-def _bound(eqn: Any, ins: list, jaxpr: Any) -> list:
-    """Returns the results of one equation, by JAX's own evaluation: how it binds a primitive is not a stable API."""
-    free = [var for var in eqn.invars if not isinstance(var, Literal)]
-    alone = jaxpr.replace(constvars=[], invars=free, outvars=list(eqn.outvars), eqns=[eqn])
-    values = [value for var, value in zip(eqn.invars, ins, strict=True) if not isinstance(var, Literal)]
-    return jax.core.eval_jaxpr(alone, [], *values)
+def _bound(eqn: Any, ins: list) -> list:
+    with place_of(eqn):
+        return rebind(eqn, ins)
 
 
 def _read(env: dict, var: Any) -> Any:

@@ -36,7 +36,6 @@ class Rates:
       transcendental: likewise, of exponentials, roots and quotients.
       sent_byte: of a collective.
       offloaded_byte: of a value kept on the host: there and back.
-      offloaded_byte: to the host and back.
 
     The defaults are of the order of an H100 whose products reach half of 989 TFLOP/s: 67 TFLOP/s elementwise in fp32
     and twice that in bf16, a sixteenth of the fp32 rate for exponentials, 450 GB/s of NVLink, 64 GB/s of PCIe each way.
@@ -176,7 +175,8 @@ def _regions(jaxpr: Any, *, trips: int, copies: int) -> Iterator[_Region]:
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
         inner = next(inner_jaxprs(eqn), None)
-        if name in CHECKPOINTS and any(map(_is_computed_again, inner.eqns)):
+        is_ours = name in CHECKPOINTS and getattr(eqn.params["policy"], "is_choice", False)
+        if is_ours and any(map(_is_computed_again, inner.eqns)):
             region = _Region(trips, copies)
             region.visit(inner, {}, again=False)
             if region.sizes:

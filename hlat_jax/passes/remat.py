@@ -5,9 +5,9 @@
     plan = remat.fit(layer, state, batch, budget_bytes="12GiB", step=make_step)   # make_step(layer) -> what is compiled
 
 Names come from `naming`, costs from `recompute`, the set from `selection`. How much memory a set takes is not guessed:
-the program is compiled, and the bytes for saved values corrected until what XLA allocates is within the budget.
+`narrowing` compiles the program and corrects the bytes for saved values until what XLA allocates is within the budget.
 
-Owns that loop and what it reports. Source: RAF, arXiv 2303.04759, whose budget is held against an estimate.
+Owns what is asked and reported. Source: RAF, arXiv 2303.04759, whose budget is held against an estimate.
 """
 
 from __future__ import annotations
@@ -22,17 +22,15 @@ import jax.numpy as jnp
 
 from hlat_jax.passes import naming, selection
 from hlat_jax.passes.naming import Choice
-from hlat_jax.passes.products import live_jaxpr, total_flops
-from hlat_jax.passes.recompute import Graph, Rates, recompute_graph
+from hlat_jax.passes.narrowing import Trials, narrowed
+from hlat_jax.passes.products import live_jaxpr
+from hlat_jax.passes.recompute import Rates, recompute_graph
 from hlat_jax.sizes import parse_bytes, spoken
 
-# A choice that leaves less of the budget than this share is not improved on.
-_CLOSE = 0.02
 
-
-def temporaries(traced: Any) -> int:
+def temporaries(traced: Any, *, compiler_options: dict[str, Any] | None = None) -> int:
     """Returns the bytes of temporaries that XLA allocates for a traced program on one device."""
-    return _memory(traced).temp_size_in_bytes
+    return _memory(traced, compiler_options).temp_size_in_bytes
 
 
 def everything(traced: Any) -> int:
@@ -41,6 +39,11 @@ def everything(traced: Any) -> int:
     memory = _memory(traced)
     results = memory.output_size_in_bytes - memory.alias_size_in_bytes
     return memory.argument_size_in_bytes + results + memory.temp_size_in_bytes
+
+
+def _check_region(region: str) -> None:
+    if region not in ("auto", "loops", "whole"):
+        raise ValueError(f"region={region!r} must be auto, loops or whole.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +68,9 @@ class Options:
     measure: Callable[[Any], int] = temporaries
     offload: bool = False
     max_compilations: int = 8
+
+    def __post_init__(self):
+        _check_region(self.region)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,12 +226,18 @@ def _tracer(fn: Callable, args: tuple, *, step: Callable | None, region: str) ->
 
 def regions(fn: Callable, choice: Choice, *, region: str) -> Callable:
     """Returns `fn` with a choice applied to its `Options.region`."""
-    if region not in ("auto", "loops", "whole"):
-        raise ValueError(f"region={region!r} must be auto, loops or whole.")
+    _check_region(region)
 
-    def run(*args: Any) -> Any:
-        is_loop = region == "loops" or (region == "auto" and naming.num_loops(jax.make_jaxpr(fn)(*args).jaxpr) > 0)
-        return (naming.checkpointed_loops(fn, choice) if is_loop else naming.checkpointed(fn, choice))(*args)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        def called(args: tuple, kwargs: dict) -> Any:
+            return fn(*args, **kwargs)
+
+        called.__qualname__ = naming.called(fn)
+        is_loop = region == "loops" or (
+            region == "auto" and naming.num_loops(jax.make_jaxpr(called)(args, kwargs).jaxpr) > 0
+        )
+        checkpointed = naming.checkpointed_loops if is_loop else naming.checkpointed
+        return checkpointed(called, choice)(args, kwargs)
 
     return run
 
@@ -243,22 +255,32 @@ def search(traced: Callable[[Choice | None], Any], *, budget_bytes: int, options
     """
     began = time.monotonic()
     solve = selection.solver(options.solver, offloaded_byte=_offloaded_byte(options))
-    trial = _Trials(traced, options.measure)
+    trial = Trials(traced, options.measure)
     plain = trial(None)
     shared = {"budget_bytes": budget_bytes, "plain": plain}
-    if plain[0] <= budget_bytes:
-        same = {"measured_bytes": plain[0], "predicted_bytes": plain[0], "flops": plain[1], "predicted_flops": plain[1]}
+
+    def without_prediction(choice: Choice | None, *, full: tuple[int, float] | None) -> Plan:
+        num_bytes, flops = trial(choice)
+        found = {"measured_bytes": num_bytes, "predicted_bytes": num_bytes, "flops": flops, "predicted_flops": flops}
         cost = {"compilations": trial.count, "seconds": time.monotonic() - began}
-        return Plan(None, **same, **shared, full=None, **cost)
-    graph = recompute_graph(live_jaxpr(trial.trace(Choice())), rates=options.rates, min_bytes=options.min_bytes)
+        return Plan(choice, **found, **shared, full=full, **cost)
+
+    if plain[0] <= budget_bytes:
+        return without_prediction(None, full=None)
     full = trial(Choice())
+    try:
+        graph = recompute_graph(live_jaxpr(trial.trace(Choice())), rates=options.rates, min_bytes=options.min_bytes)
+    except ValueError:
+        if full[0] > budget_bytes:
+            raise
+        return without_prediction(Choice(), full=full)  # nothing can be kept, and nothing needs to be
     if full[0] > budget_bytes:
         raise ValueError(
             f"a budget of {budget_bytes:,} bytes ({spoken(budget_bytes)}) is below the {full[0]:,} bytes "
             f"({spoken(full[0])}) that the program takes with nothing kept; it takes {spoken(plain[0])} without "
             "rematerialization. Raise the budget, or make the batch, its microbatches or each device's share smaller."
         )
-    choice = _narrowed(trial, graph, solve, budget_bytes=budget_bytes, most=options.max_compilations)
+    choice = narrowed(trial, graph, solve, budget_bytes=budget_bytes, most=options.max_compilations)
     measured, flops = trial(choice)
     kept = {*choice.saved, *choice.offloaded}
     return Plan(
@@ -272,70 +294,6 @@ def search(traced: Callable[[Choice | None], Any], *, budget_bytes: int, options
         seconds=time.monotonic() - began,
         **shared,
     )
-
-
-class _Trials:
-    """Compiles the program of each choice once: (measured bytes, FLOPs of its products)."""
-
-    def __init__(self, traced: Callable[[Choice | None], Any], measure: Callable[[Any], int]):
-        self._traced, self._measure = traced, measure
-        self._traces: dict[Choice | None, Any] = {}
-        self._results: dict[Choice | None, tuple[int, float]] = {}
-
-    @property
-    def count(self) -> int:
-        return len(self._results)
-
-    def __call__(self, choice: Choice | None) -> tuple[int, float]:
-        if choice not in self._results:
-            traced = self.trace(choice)
-            self._results[choice] = self._measure(traced), total_flops(live_jaxpr(traced))
-        return self._results[choice]
-
-    def trace(self, choice: Choice | None) -> Any:
-        if choice not in self._traces:
-            self._traces[choice] = self._traced(choice)
-        return self._traces[choice]
-
-
-def _narrowed(trial: _Trials, graph: Graph, solve: selection.Solver, *, budget_bytes: int, most: int) -> Choice:
-    """Returns the choice found that keeps most and fits: secants through what was measured."""
-    fits, kept, measured = Choice(), 0, trial(Choice())[0]
-    full = measured
-    nothing = solve(graph, 0.0)  # on the device: values may be on the host
-    if trial(nothing)[0] <= budget_bytes:
-        fits, measured = nothing, trial(nothing)[0]
-    above = graph.num_bytes(solve(graph, float("inf")).saved) + 1  # of what does not fit, or is no use
-    above_measured = None
-    guess = budget_bytes - measured
-    while trial.count < most:
-        choice = _between(graph, solve, low=kept, high=above, guess=guess)
-        if choice is None:
-            break
-        found_kept, found = graph.num_bytes(choice.saved), trial(choice)[0]
-        if found <= budget_bytes:
-            fits, kept, measured = choice, found_kept, found
-            if budget_bytes - measured < _CLOSE * budget_bytes:
-                break
-        else:
-            above, above_measured = found_kept, found
-        if above_measured is None:
-            slope = min(4.0, max(1.0, kept / max(measured - full, 1)))  # bytes kept for each byte more that it takes
-        else:
-            slope = (above - kept) / max(above_measured - measured, 1)
-        guess = kept + slope * (budget_bytes - measured)
-    return fits
-
-
-def _between(graph: Graph, solve: selection.Solver, *, low: int, high: int, guess: float) -> Choice | None:
-    """Returns the choice, among those tried near `guess`, that keeps more than `low` and fewer than `high` bytes."""
-    guess = min(max(guess, low + 0.1 * (high - low)), high - 1)
-    for _ in range(6):
-        choice = solve(graph, guess)
-        if low < graph.num_bytes(choice.saved) < high:
-            return choice
-        guess = (guess + high) / 2
-    return None
 
 
 def _offloaded_byte(options: Options) -> float | None:
@@ -368,8 +326,8 @@ def _gradients(fn: Callable) -> Callable:
     return gradients
 
 
-def _memory(traced: Any) -> Any:
-    memory = traced.lower().compile().memory_analysis()
+def _memory(traced: Any, compiler_options: dict[str, Any] | None = None) -> Any:
+    memory = traced.lower().compile(compiler_options=compiler_options or None).memory_analysis()
     if memory is None:
         raise ValueError("this backend tells nothing of a program's memory; give Options.measure.")
     return memory

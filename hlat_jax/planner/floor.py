@@ -113,7 +113,7 @@ class _Shape:
         self.num_layers = config.model.num_layers // self.pipe
         self.rows = config.data.batch_size // (layout.row_degree * self.num_microbatches)
         self.tokens = self.rows * config.data.seq_len
-        self.itemsize = jnp.dtype(POLICIES[config.precision.policy].compute).itemsize
+        self.itemsize = jnp.dtype(POLICIES[config.precision.policy].products).itemsize
         self.x_bytes = self.tokens * config.model.embed_dim * self.itemsize
         self.heads = config.model.num_heads // self.tensor
         self.kv_heads = max(1, config.model.num_kv_heads // self.tensor)

@@ -1,0 +1,111 @@
+"""Which choice of values meets a budget of bytes: compiles one, measures it, and corrects what the next one keeps.
+
+Owns the order in which choices are tried. Refuses to know how a choice is made of bytes, see `selection`, or what is
+measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from hlat_jax.passes import selection
+from hlat_jax.passes.naming import Choice
+from hlat_jax.passes.products import live_jaxpr, total_flops
+from hlat_jax.passes.recompute import Graph
+
+# Of a choice that leaves less of the budget than this share, only the next one is tried.
+_CLOSE = 0.02
+
+
+class Trials:
+    """Compiles the program of each choice once: (measured bytes, FLOPs of its products)."""
+
+    def __init__(self, traced: Callable[[Choice | None], Any], measure: Callable[[Any], int]):
+        self._traced, self._measure = traced, measure
+        self._traces: dict[Choice | None, Any] = {}
+        self._results: dict[Choice | None, tuple[int, float]] = {}
+
+    @property
+    def count(self) -> int:
+        return len(self._results)
+
+    def __call__(self, choice: Choice | None) -> tuple[int, float]:
+        if choice not in self._results:
+            traced = self.trace(choice)
+            self._results[choice] = self._measure(traced), total_flops(live_jaxpr(traced))
+        return self._results[choice]
+
+    def trace(self, choice: Choice | None) -> Any:
+        if choice not in self._traces:
+            self._traces[choice] = self._traced(choice)
+        return self._traces[choice]
+
+
+def narrowed(trial: Trials, graph: Graph, solve: selection.Solver, *, budget_bytes: int, most: int) -> Choice:
+    """Returns the cheapest choice found that fits, keeping ever more of what fits: secants through what was measured.
+
+    Near the budget the next choice is tried all the same: one that keeps more may need less memory to work in.
+    """
+    fits, kept, measured = Choice(), 0, trial(Choice())[0]
+    full = measured
+    nothing = solve(graph, 0.0)  # on the device: values may be on the host
+    if trial(nothing)[0] <= budget_bytes:
+        fits, measured = nothing, trial(nothing)[0]
+    above = graph.num_bytes(solve(graph, float("inf")).saved) + 1  # of what does not fit, or is no use
+    above_measured = None
+    guess = budget_bytes - measured
+    while trial.count < most:
+        is_close = kept > 0 and budget_bytes - measured < _CLOSE * budget_bytes
+        if is_close:
+            choice = _next(graph, solve, low=kept, high=above)
+        else:
+            choice = _between(graph, solve, low=kept, high=above, guess=guess)
+        if choice is None:
+            break
+        found_kept, found = graph.num_bytes(choice.saved), trial(choice)[0]
+        if found <= budget_bytes:
+            # the greedy solver may keep more and save less
+            fits = min(choice, fits, key=lambda one: graph.cost({*one.saved, *one.offloaded}))
+            kept, measured = found_kept, found
+        elif is_close:
+            break
+        else:
+            above, above_measured = found_kept, found
+        if above_measured is None:
+            slope = min(4.0, max(1.0, kept / max(measured - full, 1)))  # bytes kept for each byte more that it takes
+        else:
+            slope = (above - kept) / max(above_measured - measured, 1)
+        guess = kept + slope * (budget_bytes - measured)
+    return fits
+
+
+def _between(graph: Graph, solve: selection.Solver, *, low: int, high: int, guess: float) -> Choice | None:
+    """Returns the choice, among those tried near `guess`, that keeps more than `low` and fewer than `high` bytes."""
+    guess = min(max(guess, low + 0.1 * (high - low)), high - 1)
+    for _ in range(6):
+        choice = solve(graph, guess)
+        if low < graph.num_bytes(choice.saved) < high:
+            return choice
+        guess = (guess + high) / 2
+    return None
+
+
+def _next(graph: Graph, solve: selection.Solver, *, low: int, high: int) -> Choice | None:
+    """Returns the choice that keeps least beyond `low` bytes, and fewer than `high`, or one near it."""
+    short, found = low, None  # the most that is known to buy nothing
+    for share in (0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 1.0):
+        limit = low + share * (high - 1 - low)
+        choice = solve(graph, limit)
+        if low < graph.num_bytes(choice.saved) < high:
+            found = choice
+            break
+        short = limit
+    for _ in range(5 if found else 0):
+        middle = (short + graph.num_bytes(found.saved)) / 2
+        choice = solve(graph, middle)
+        if low < graph.num_bytes(choice.saved) < high:
+            found = choice
+        else:
+            short = middle
+    return found
