@@ -25,24 +25,35 @@ import jax.numpy as jnp
 import optax
 
 from hlat_jax.ops import attention, cross_entropy, table, tune
+from hlat_jax.ops.registry import OPS
 
 VOCAB = 32_000
 LEAST_MEMORY_RATIO, MOST_TIME_RATIO, BEHIND = 4.0, 1.1, 1.05
+
+
+def in_turn(compiled: dict[str, Callable], arrays: tuple, *, num_rounds: int) -> dict[str, list[float]]:
+    """Returns the seconds of each variant in each round, after one call that is not counted."""
+    for one in compiled.values():
+        jax.block_until_ready(one(*arrays))
+    return tune.interleaved(compiled, arrays, num_rounds)
+
+
+def time_ratio(seconds: list[float], base: list[float]) -> float:
+    """Returns the median of the ratios of each round."""
+    return statistics.median(a / b for a, b in zip(seconds, base, strict=True))
 
 
 def measured(runs: dict[str, Callable], arrays: tuple, *, base: str, num_rounds: int) -> dict[str, dict[str, float]]:
     """Returns of each variant the temporaries in MiB, the median milliseconds, and its ratios to `base`."""
     compiled = {name: jax.jit(run).lower(*arrays).compile() for name, run in runs.items()}
     mib = {name: one.memory_analysis().temp_size_in_bytes / 2**20 for name, one in compiled.items()}
-    for one in compiled.values():
-        jax.block_until_ready(one(*arrays))
-    times = tune.interleaved(compiled, arrays, num_rounds)
+    times = in_turn(compiled, arrays, num_rounds=num_rounds)
     return {
         name: {
             "mib": mib[name],
             "memory_ratio": mib[base] / mib[name],
             "ms": 1e3 * statistics.median(seconds),
-            "time_ratio": statistics.median(a / b for a, b in zip(seconds, times[base], strict=True)),
+            "time_ratio": time_ratio(seconds, times[base]),
         }
         for name, seconds in times.items()
     }
@@ -77,12 +88,12 @@ def attentions(rows: int, seq_len: int, *, num_rounds: int) -> dict[str, dict[st
 
 def retimed(entry: table.Entry, *, num_rounds: int) -> dict[str, float]:
     """Returns implementation -> time over that of the entry's winner, the call timed again."""
-    op = {attention.OP.key: attention.OP, cross_entropy.OP.key: cross_entropy.OP}[entry.op]
+    op = OPS[entry.op.removeprefix("model.")]
     _, both, arrays = tune.CASES[entry.op](entry.facts, entry.rows_measured)
     able = [name for name, why in op.refusals(jax.default_backend(), entry.facts).items() if not why]
-    runs = {name: functools.partial(both, name) for name in able}
-    found = measured(runs, arrays, base=entry.winner, num_rounds=num_rounds)
-    return {name: row["time_ratio"] for name, row in found.items()}
+    compiled = {name: jax.jit(functools.partial(both, name)).lower(*arrays).compile() for name in able}
+    times = in_turn(compiled, arrays, num_rounds=num_rounds)
+    return {name: time_ratio(seconds, times[entry.winner]) for name, seconds in times.items()}
 
 
 def show(title: str, found: dict[str, dict[str, float]]) -> None:
@@ -101,7 +112,7 @@ def check_table(path: str, *, num_rounds: int, longest: int) -> int:
     known = table.read_for(path, platform=device.platform, kind=table.device_kind(device))
     code = 0
     for entry in known.entries:
-        shape = entry.facts.get("q_shape") or entry.facts["hidden_shape"]
+        shape = next(fact for name, fact in entry.facts.items() if name.endswith("_shape"))
         if shape[1] > longest:
             print(f"{entry.op} {shape}: not timed again")
             continue

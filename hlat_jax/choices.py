@@ -12,32 +12,38 @@ from jax.sharding import AbstractMesh
 
 from hlat_jax import stack
 from hlat_jax.config import Config, ModelConfig
-from hlat_jax.ops import attention, cross_entropy, table
-from hlat_jax.ops.dialect import Choice, Op
+from hlat_jax.ops import attention, cross_entropy, norm, rope, swiglu, table
+from hlat_jax.ops.dialect import Choice
+from hlat_jax.ops.registry import OPS
 from hlat_jax.precision import POLICIES
 from hlat_jax.sharding import Layout
 
-OPS: dict[str, Op] = {"attention": attention.OP, "cross_entropy": cross_entropy.OP}
-
 
 def calls(config: Config, layout: Layout) -> dict[str, dict[str, Any]]:
-    """Returns key of ModelConfig -> what is known of the op's call in one microbatch of training, on one device."""
+    """Returns key of ModelConfig -> what is known of the op's call in one microbatch of training, on one device.
+
+    RMSNorm's is that of a layer, and of the head as well; RoPE's that of the queries, where keys have no more heads.
+    """
     model, degrees = config.model, layout.degrees
-    rows = config.data.batch_size // (layout.row_degree * config.train.num_microbatches)
+    rows, seq_len = config.data.batch_size // (layout.row_degree * config.train.num_microbatches), config.data.seq_len
+    places_between = seq_len // degrees["tensor"] if layout.sequence_parallel else seq_len
     dtype = POLICIES[config.precision.policy].compute
-    heads = model.num_heads // degrees["tensor"]
+    q_shape = rows, seq_len, model.num_heads // degrees["tensor"], model.head_dim
     return {
         "attention": attention.call(
-            (rows, config.data.seq_len, heads, model.head_dim),
+            q_shape,
             max(1, model.num_kv_heads // degrees["tensor"]),
             dtype=dtype,
             has_segments=config.data.packing == "documents",
         ),
         "cross_entropy": cross_entropy.call(
-            (rows, config.data.seq_len, model.embed_dim),
+            (rows, seq_len, model.embed_dim),
             model.vocab_size // (degrees["pipe"] * degrees["tensor"]),
             dtype=dtype,
         ),
+        "rms_norm": norm.call((rows, places_between, model.embed_dim), dtype=dtype),
+        "swiglu": swiglu.call((rows, seq_len, model.mlp_dim // degrees["tensor"]), dtype=dtype),
+        "rope": rope.call(q_shape, dtype=dtype),
     }
 
 

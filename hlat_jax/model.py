@@ -34,6 +34,7 @@ from hlat_jax.ops import cross_entropy as cross_entropy_op
 from hlat_jax.ops.embedding import lookup
 from hlat_jax.ops.linear import linears, materialized
 from hlat_jax.ops.norm import rms_norm
+from hlat_jax.ops.registry import OPS
 from hlat_jax.ops.rope import Llama3Scaling, apply_rope, rope_frequencies, rope_tables
 from hlat_jax.ops.swiglu import swiglu
 
@@ -93,11 +94,11 @@ class RMSNorm(nnx.Module):
     """`x / rms(x) * scale` with fp32 statistics."""
 
     def __init__(self, cfg: ModelConfig):
-        self.eps = cfg.norm_eps
+        self.eps, self.implementation = cfg.norm_eps, cfg.rms_norm
         self.scale = nnx.Param(jnp.ones((cfg.embed_dim,)), axes=("norm",))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return rms_norm(x, scale=self.scale[...], eps=self.eps)
+        return rms_norm(x, scale=self.scale[...], eps=self.eps, implementation=self.implementation)
 
 
 class Attention(nnx.Module):
@@ -126,8 +127,8 @@ class Attention(nnx.Module):
         the tokens see each other.
         """
         q_BTNH, k_BTKH, v_BTKH = self.project(x_BTD, context)
-        q_BTNH = checkpoint_name(apply_rope(q_BTNH, cos=context.cos, sin=context.sin), "q")
-        k_BTKH = checkpoint_name(apply_rope(k_BTKH, cos=context.cos, sin=context.sin), "k")
+        turned = functools.partial(apply_rope, cos=context.cos, sin=context.sin, implementation=self.cfg.rope)
+        q_BTNH, k_BTKH = checkpoint_name(turned(q_BTNH), "q"), checkpoint_name(turned(k_BTKH), "k")
         v_BTKH = checkpoint_name(v_BTKH, "v")
         if past is None:
             mixed_BTNH = attention_op.attention(
@@ -161,6 +162,7 @@ class MLP(nnx.Module):
     """SwiGLU feed-forward: gate and up are one matrix [D, 2, F]."""
 
     def __init__(self, cfg: ModelConfig, *, rngs: nnx.Rngs):
+        self.cfg = cfg
         d, f = cfg.embed_dim, cfg.mlp_dim
         self.gate_up = _normal(rngs, (d, 2, f), cfg.init_std, axes=("embed", "gate", "mlp"))
         self.down = _normal(rngs, (f, d), _output_std(cfg), axes=("mlp", "embed"))
@@ -169,7 +171,8 @@ class MLP(nnx.Module):
         (gate_up_BT2F,) = context.columns(x_BTD, self.gate_up)
         gate_BTF, up_BTF = (part[:, :, 0] for part in jax.lax.split(gate_up_BT2F, (1, 1), axis=2))
         gate_BTF, up_BTF = checkpoint_name(gate_BTF, "gate"), checkpoint_name(up_BTF, "up")
-        return context.rows(swiglu(gate_BTF, up_BTF), self.down, contract=1)
+        hidden_BTF = swiglu(gate_BTF, up=up_BTF, implementation=self.cfg.swiglu)
+        return context.rows(hidden_BTF, self.down, contract=1)
 
 
 class DecoderLayer(nnx.Module):
@@ -205,7 +208,7 @@ class Decoder(nnx.Module):
         self.cfg = select_implementations(cfg, jax.default_backend())
         self.embed = _normal(rngs, (cfg.vocab_size, cfg.embed_dim), cfg.init_std, axes=("vocab", "embed"))
         self.layers = _stacked_layers(self.cfg, rngs.params())
-        self.final_norm = RMSNorm(cfg)
+        self.final_norm = RMSNorm(self.cfg)
         if not cfg.tie_embeddings:
             self.head = _normal(rngs, (cfg.vocab_size, cfg.embed_dim), cfg.init_std, axes=("vocab", "embed"))
 
@@ -213,9 +216,10 @@ class Decoder(nnx.Module):
         """Returns fp32 logits [B, T, V]. Arguments as `hidden_states`.
 
         Raises:
-          ValueError: `attention` is a name that does not run on the default backend.
+          ValueError: an implementation is named that does not run on the default backend.
         """
-        attention_op.OP.choose(self.cfg.attention, jax.default_backend())
+        for key, op in OPS.items():
+            op.choose(getattr(self.cfg, key), jax.default_backend())
         return cross_entropy_op.logits(self.hidden_states(tokens_BT, positions_BT, **kwargs), self.head_VD)
 
     @property
@@ -301,13 +305,8 @@ def select_implementations(cfg: ModelConfig, platform: str) -> ModelConfig:
     A name stays, though it may run elsewhere alone: a program may be lowered for devices that are not here.
     `choices` knows the calls of a run, and chooses better.
     """
-    attention, cross_entropy = cfg.attention, cfg.cross_entropy
-    return dataclasses.replace(
-        cfg,
-        attention=attention_op.OP.choose("auto", platform).name if attention == "auto" else attention,
-        cross_entropy=cross_entropy_op.OP.choose("auto", platform).name if cross_entropy == "auto" else cross_entropy,
-        remat=stack.select(cfg.remat, platform),
-    )
+    chosen = {key: op.choose("auto", platform).name for key, op in OPS.items() if getattr(cfg, key) == "auto"}
+    return dataclasses.replace(cfg, **chosen, remat=stack.select(cfg.remat, platform))
 
 
 def init_params(cfg: ModelConfig, key: jax.Array) -> dict[str, Any]:

@@ -60,7 +60,7 @@ def test_every_other_implementation_has_its_reason_and_the_choice_its_own(op):
 
 
 class Measured:
-    path = "times.json"
+    source = "times.json"
 
     def __init__(self, **seconds):
         self._seconds = seconds
@@ -146,6 +146,19 @@ def test_a_platform_that_was_not_named_is_an_error_and_gets_no_other_ones_kernel
         wave_text(waves, {"cpu": "sin", "neuron": "tanh"}, "cuda")
 
 
+def test_no_platform_at_all_is_refused(waves):
+    with pytest.raises(ValueError, match=r"model.wave={} names no platform; give platform -> name"):
+        waves.run({}, jnp.ones(3), None)
+
+
+def test_a_number_among_the_arguments_is_no_array_for_several_platforms_either():
+    op, seen = Op("model.power"), []
+    for name in ("square", "cube"):
+        op.register(Implementation(name, lambda x, exponent: x ** (seen.append(exponent) or exponent), {"*": 1}))
+    jax.make_jaxpr(lambda x: op.run({"cpu": "square", "cuda": "cube"}, x, 2))(jnp.ones(3))
+    assert [type(exponent) for exponent in seen] == [int, int]
+
+
 def test_export_for_several_platforms_holds_all_their_kernels(waves):
     exported = jax.export.export(
         jax.jit(lambda x: waves.run({"cpu": "sin", "cuda": "cos"}, x, None)), platforms=("cpu", "cuda")
@@ -167,6 +180,11 @@ def test_a_call_that_cannot_be_served_raises_with_the_reasons_and_never_falls_ba
     assert op.run("shift", 21, length=2) == 42
     with pytest.raises(ValueError, match=r"^model.doubling='shift' cannot serve: 5 is above 4. Others are sum, chip."):
         op.run("shift", 21, length=5)
+    for unresolved in ("auto", "fast"):
+        with pytest.raises(
+            ValueError, match=rf"^model.doubling='{unresolved}' is not one of sum, shift, chip; `choose`"
+        ):
+            op.run(unresolved, 21, length=2)
 
 
 def test_a_name_is_registered_once(op):

@@ -58,6 +58,10 @@ def segments(num_rows, seq_len):
     return np.stack([np.searchsorted(c, np.arange(seq_len), side="right") + 1 for c in cuts]).astype(np.int32)
 
 
+def normed(x, scale, *, eps):
+    return norm.rms_norm(x, scale=scale, eps=eps, implementation="recomputed")
+
+
 def test_rms_norm_equals_transformers_in_value_and_gradient():
     x, scale, cotangent = normal(3, 5, 32) * 3, normal(32, seed=1), normal(3, 5, 32, seed=2)
     module = LlamaRMSNorm(32, eps=1e-5).double()
@@ -66,7 +70,7 @@ def test_rms_norm_equals_transformers_in_value_and_gradient():
     # LlamaRMSNorm computes in float32 whatever the input, so its formula is repeated here in float64
     expected = module.weight * x_torch * torch.rsqrt(x_torch.pow(2).mean(-1, keepdim=True) + 1e-5)
     expected.backward(torch.tensor(cotangent).double())
-    actual, vjp = jax.vjp(lambda x, scale: norm.rms_norm(x, scale=scale, eps=1e-5), x, scale)
+    actual, vjp = jax.vjp(functools.partial(normed, eps=1e-5), x, scale)
     dx, dscale = vjp(jnp.asarray(cotangent))
     np.testing.assert_allclose(actual, expected.detach(), **FP32)
     np.testing.assert_allclose(actual, module.float()(torch.tensor(x)).detach(), **FP32)
@@ -79,16 +83,11 @@ def test_rms_norm_of_bf16_rounds_before_the_scale():
     module = LlamaRMSNorm(16, eps=1e-5).bfloat16()
     module.weight.data = torch.tensor(np.asarray(scale, np.float32)).bfloat16()
     expected = module(torch.tensor(np.asarray(x, np.float32)).bfloat16()).detach().float().numpy()
-    actual = norm.rms_norm(x, scale=scale, eps=1e-5)
+    actual = normed(x, scale, eps=1e-5)
     assert actual.dtype == jnp.bfloat16
     # exact but for elements whose quotient lies on a rounding boundary
     assert np.mean(np.asarray(actual, np.float32) == expected) > 0.99
     np.testing.assert_allclose(np.asarray(actual, np.float32), expected, rtol=2**-7)
-
-
-def test_rms_norm_statistics_of_bf16_are_fp32():
-    x = np.full((1, 4096), 1.0, jnp.bfloat16)  # a bf16 sum stops growing at 256
-    np.testing.assert_allclose(norm.rms_norm(x, scale=np.ones(4096, np.float32), eps=0.0), x)
 
 
 def test_swiglu_equals_torch_in_value_and_gradient():
@@ -96,7 +95,7 @@ def test_swiglu_equals_torch_in_value_and_gradient():
     gate_torch, up_torch = (torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in (gate, up))
     expected = torch.nn.functional.silu(gate_torch) * up_torch
     expected.backward(torch.tensor(cotangent).double())
-    actual, vjp = jax.vjp(swiglu.swiglu, gate, up)
+    actual, vjp = jax.vjp(lambda gate, up: swiglu.swiglu(gate, up=up, implementation="recomputed"), gate, up)
     np.testing.assert_allclose(actual, expected.detach(), **FP32)
     for mine, theirs in zip(vjp(jnp.asarray(cotangent)), (gate_torch.grad, up_torch.grad), strict=True):
         np.testing.assert_allclose(mine, theirs, **FP32)
@@ -124,7 +123,7 @@ def test_apply_rope_equals_transformers_and_its_gradient_turns_back():
     x_BTNH = normal(2, 7, 3, 16)
     positions_BT = np.stack([np.arange(7), np.arange(7) + 4000]).astype(np.int32)
     cos, sin = rope.rope_tables(positions_BT, frequencies=rope.rope_frequencies(16, theta=10000.0))
-    actual, vjp = jax.vjp(lambda x: rope.apply_rope(x, cos=cos, sin=sin), x_BTNH)
+    actual, vjp = jax.vjp(lambda x: rope.apply_rope(x, cos=cos, sin=sin, implementation="reference"), x_BTNH)
     cos_torch, sin_torch = (torch.tensor(np.concatenate([x, x], -1)) for x in (cos, sin))
     expected, _ = apply_rotary_pos_emb(
         torch.tensor(x_BTNH), torch.tensor(x_BTNH), cos_torch, sin_torch, unsqueeze_dim=2
@@ -210,6 +209,9 @@ def test_attention_blocks_cover_every_query_once():
     [
         (attention.OP, {"cpu": "blocked", "cuda": "einsum", "neuron": "einsum"}),
         (cross_entropy.OP, {"cpu": "chunked", "cuda": "dense", "neuron": "dense"}),
+        (norm.OP, dict.fromkeys(("cpu", "cuda", "neuron"), "recomputed")),
+        (swiglu.OP, dict.fromkeys(("cpu", "cuda", "neuron"), "recomputed")),
+        (rope.OP, dict.fromkeys(("cpu", "cuda", "neuron"), "reference")),
     ],
 )
 def test_auto_stands_for_what_serves_a_platform_best(op, chosen):
@@ -278,6 +280,28 @@ def test_cross_entropy_is_finite_for_large_logits_and_zero_weights():
         assert all(np.isfinite(g).all() and not np.any(g) for g in grads)
 
 
+@pytest.mark.parametrize("seq_len", [1, 256, 257, 1000, 1024, 2048, 8192])
+def test_chunks_of_the_loss_are_at_most_an_eighth_of_long_rows(seq_len):
+    chunk = cross_entropy._chunk(seq_len)
+    assert chunk <= cross_entropy.CHUNK_POSITIONS
+    assert chunk == seq_len if seq_len <= 256 else 128 <= chunk <= max(128, seq_len / 8)
+
+
+def test_one_trace_of_the_loss_lowers_to_each_platforms_own_with_its_gradients():
+    names = {where: choice.name for where, choice in cross_entropy.OP.choose_each("auto", ("cpu", "cuda")).items()}
+    assert names == {"cpu": "chunked", "cuda": "dense"}
+    inputs = loss_inputs(num_rows=1, seq_len=600)
+    step = jax.jit(lambda *args: loss_and_grads(*args, 0.1, names))
+    loops = {one: loss_text(step, inputs, one).count("stablehlo.while") for one in names}
+    assert loops == {"cpu": 1, "cuda": 0}
+    wanted = loss_and_grads(*inputs, 0.1, "dense")
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **FP32), step(*inputs), wanted)
+
+
+def loss_text(step, inputs, platform):
+    return step.trace(*inputs).lower(lowering_platforms=(platform,)).as_text()
+
+
 def test_chunked_cross_entropy_never_holds_all_logits(monkeypatch):
     monkeypatch.setattr(cross_entropy, "CHUNK_POSITIONS", 8)
     hidden, head = jax.ShapeDtypeStruct((2, 64, 16), np.float32), jax.ShapeDtypeStruct((1000, 16), np.float32)
@@ -297,10 +321,13 @@ def test_chunked_cross_entropy_never_holds_all_logits(monkeypatch):
 def test_ops_lower_for_neuron_without_what_it_refuses(attention_name, loss_name, monkeypatch):
     monkeypatch.setattr(cross_entropy, "CHUNK_POSITIONS", 100)
     cos, sin = rope.rope_tables(np.arange(300)[None], frequencies=rope.rope_frequencies(8, theta=1e4))
+    norm_name, rope_name = {"dense": ("recomputed", "reference"), "chunked": ("reference", "paired")}[loss_name]
 
     def loss(x_BTNH, head_VD, targets_BT, ids_BT):
-        x_BTNH = rope.apply_rope(norm.rms_norm(x_BTNH, scale=jnp.ones(8), eps=1e-5), cos=cos, sin=sin)
-        x_BTNH = attend(x_BTNH, x_BTNH, swiglu.swiglu(x_BTNH, x_BTNH), ids_BT, attention_name)
+        x_BTNH = norm.rms_norm(x_BTNH, scale=jnp.ones(8), eps=1e-5, implementation=norm_name)
+        x_BTNH = rope.apply_rope(x_BTNH, cos=cos, sin=sin, implementation=rope_name)
+        gated_BTNH = swiglu.swiglu(x_BTNH, up=x_BTNH, implementation=norm_name)
+        x_BTNH = attend(x_BTNH, x_BTNH, gated_BTNH, ids_BT, attention_name)
         return cross_entropy.cross_entropy(
             x_BTNH.reshape(1, 300, 16),
             head_VD=head_VD,

@@ -12,6 +12,7 @@ from hlat_jax import choices, config
 from hlat_jax.degrees import layout_over
 from hlat_jax.ops import __main__ as command
 from hlat_jax.ops import attention, table, tune
+from hlat_jax.ops.registry import OPS
 from hlat_jax.planner.trace import planned_layout
 
 COMMITTED = sorted((pathlib.Path(__file__).parent.parent / "benchmarks" / "tuned").glob("*.json"))
@@ -19,6 +20,7 @@ CALL = attention.call((2, 32, 4, 8), 2, dtype="float32", has_segments=True, wind
 
 
 EIGHT_ROWS = "--config.data.batch_size=8"  # one for each device of the tests
+TWO_OPS = "--ops=attention,cross_entropy"
 
 
 def resolved(path, **model):
@@ -42,6 +44,17 @@ def test_every_implementation_that_can_serve_is_measured_and_the_others_have_the
     assert entry.rows_measured == 1
 
 
+@pytest.mark.parametrize("key", ["rms_norm", "swiglu", "rope"])
+def test_every_op_of_a_layer_is_measured_at_the_shapes_of_a_run(key, tmp_path):
+    one = resolved(micro.write_config(tmp_path))
+    facts = choices.calls(one, here(one))[key]
+    rows_and_places = [1, one.data.seq_len]
+    assert list(facts["x_shape"][:2]) == rows_and_places
+    entry = tune.measured(OPS[key], facts, platform="cpu", num_rounds=1, num_rows=0)
+    assert set(entry.times) == set(OPS[key].names) - {"triton"}
+    assert entry.passed_over == ({} if key == "rope" else {"triton": "does not run on cpu"})
+
+
 def test_rounds_run_every_implementation_in_turn_and_each_begins_with_another():
     order = []
     runs = {name: (lambda name=name: order.append(name)) for name in "abc"}
@@ -55,7 +68,7 @@ def tuned(tmp_path):
     """(path of a config, path of its table on this machine, as the command writes it)."""
     path = micro.write_config(tmp_path)
     out = tmp_path / "tuned.json"
-    assert command.main(["tune", f"--config={path}", EIGHT_ROWS, f"--out={out}", "--rounds=1"]) == 0
+    assert command.main(["tune", f"--config={path}", EIGHT_ROWS, f"--out={out}", "--rounds=1", TWO_OPS]) == 0
     return path, out
 
 
@@ -97,10 +110,24 @@ def test_a_call_that_was_not_measured_goes_by_level_and_says_so(tuned):
 def test_measuring_again_replaces_the_entries_of_the_same_calls_alone(tuned):
     path, out = tuned
     arguments = ["tune", EIGHT_ROWS, f"--out={out}", "--rounds=1"]
-    assert command.main([*arguments, f"--config={path}"]) == 0
+    assert command.main([*arguments, f"--config={path}", "--ops=cross_entropy"]) == 0
     assert len(json.loads(out.read_text())["entries"]) == 2
-    assert command.main([*arguments, f"--config={path}", "--config.data.seq_len=16"]) == 0
-    assert len(json.loads(out.read_text())["entries"]) == 4
+    shorter = [*arguments, f"--config={path}", "--config.data.seq_len=16"]
+    assert command.main([*shorter, "--ops=cross_entropy,rope"]) == 0
+    found = [entry["op"] for entry in json.loads(out.read_text())["entries"]]
+    assert found[2:] == ["model.cross_entropy", "model.rope"]
+    with pytest.raises(ValueError, match=r"--ops=ropes: there is no op 'ropes'. Did you mean 'rope'"):
+        command.main([*shorter, "--ops=ropes"])
+
+
+def test_a_table_made_before_an_op_had_a_choice_is_read_and_its_other_calls_go_by_level(tuned):
+    path, out = tuned
+    one = resolved(path, tuned=str(out))
+    found = choices.choices(one, here(one))
+    assert found["attention"].because.endswith(f"the fastest in {out}")
+    without = f"level 10 on cpu; {out} has no times of this call"
+    for key, chosen in (("rms_norm", "recomputed"), ("swiglu", "recomputed"), ("rope", "reference")):
+        assert (found[key].name, found[key].because) == (chosen, without)
 
 
 def test_a_table_of_another_kind_of_device_is_refused_with_both_kinds_and_the_way_out(tuned):
@@ -145,6 +172,42 @@ def test_a_winner_that_is_not_the_fastest_is_refused(tuned):
         table.read(str(out))
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"times": {"dense": "0.1"}}, "has '0.1' for dense, which is no float of seconds above 0"),
+        ({"times": {"dense": 0}}, "has 0 for dense"),
+        ({"times": {"dense": -0.1}}, "has -0.1 for dense"),
+        ({"times": {"dense": float("nan")}}, "has nan for dense"),
+        ({"times": {"dens": 0.1}, "winner": "dens"}, "has a time of 'dens', which is not one of dense, chunked"),
+        ({"winner": "chunked"}, "has winner 'chunked' and times {'dense': 0.1}"),
+        ({"times": {}}, "has winner 'dense' and times {}"),
+        ({"op": "model.los"}, "is of no op: those are model.attention, model.cross_entropy"),
+    ],
+    ids=str,
+)
+def test_an_entry_that_cannot_be_is_refused_with_the_file_the_entry_and_the_way_out(changes, said, tmp_path):
+    entry = {"op": "model.cross_entropy", "facts": {"vocab_rows": 8}, "times": {"dense": 0.1}, "winner": "dense"}
+    entry |= {"passed_over": {}, "rows_measured": 1} | changes
+    out = tmp_path / "tuned.json"
+    out.write_text(json.dumps({"platform": "cpu", "device_kind": "x", "jax": "0.1", "entries": [entry]}))
+    with pytest.raises(ValueError, match="is no table of measured times") as caught:
+        table.read(str(out))
+    message = str(caught.value)
+    assert f"(entry 0, {entry['op']} at {{'vocab_rows': 8}}, {said}" in message
+    assert message.startswith(str(out))
+    assert "make it again with python -m hlat_jax.ops tune" in message
+
+
+def test_a_table_of_another_version_of_jax_is_honoured_and_the_reason_says_so(tuned):
+    path, out = tuned
+    edited(out, jax="0.1.2")
+    one = resolved(path, tuned=str(out))
+    found = choices.choices(one, here(one))
+    assert found["attention"].because.endswith(f"the fastest in {out}, made with JAX 0.1.2")
+    assert found["rope"].because.endswith(f"{out}, made with JAX 0.1.2 has no times of this call")
+
+
 def test_the_kind_of_a_cpu_is_its_model_and_of_others_what_jax_says():
     gpu = types.SimpleNamespace(platform="gpu", device_kind="NVIDIA H200")
     assert table.device_kind(gpu) == "NVIDIA H200"
@@ -153,7 +216,7 @@ def test_the_kind_of_a_cpu_is_its_model_and_of_others_what_jax_says():
 
 @pytest.mark.parametrize("name", ["tiny", "160m", "1b"])
 @pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.stem)
-def test_the_committed_table_has_every_call_of_a_config_and_its_fastest_is_chosen(path, name):
+def test_the_committed_table_has_the_calls_of_a_config_and_their_fastest_is_chosen(path, name):
     known = table.read(str(path))
     c = config.load(name)
     c.model.tuned = str(path)
@@ -191,3 +254,6 @@ def test_choices_for_devices_that_need_not_exist_say_why_each_other_does_not_ser
     assert "  not nki: level 1 on neuron, where einsum has 10\n" in said
     assert "  not triton: does not run on neuron\n" in said
     assert "for q_shape (1, 4096, 4, 128), num_kv_heads 4, dtype bfloat16, has_segments False" in said
+    assert "model.rms_norm: recomputed, level 10 on neuron\n  for x_shape (1, 512, 4096), dtype bfloat16\n" in said
+    assert "model.swiglu: recomputed, level 10 on neuron\n  for x_shape (1, 4096, 1376), dtype bfloat16\n" in said
+    assert "model.rope: reference, level 10 on neuron\n  for x_shape (1, 4096, 4, 128), dtype bfloat16\n" in said

@@ -9,7 +9,7 @@ import dataclasses
 import math
 import os
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from absl import flags
@@ -49,21 +49,30 @@ def _tune(argv: Sequence[str]) -> int:
     from hlat_jax import choices
     from hlat_jax.degrees import layout_over
     from hlat_jax.ops import table, tune
+    from hlat_jax.ops.registry import OPS
 
     device = jax.devices()[0]
     known = _table(values.out, device)
     calls = choices.calls(config, layout_over(config, jax.devices()))
+    wanted = _wanted(values.ops, calls)
     print(f"{config.name} on {known.device_kind} ({known.platform}), forward and backward pass, milliseconds")
-    found = []
-    for key, facts in calls.items():
+    for key in wanted:
         entry = tune.measured(
-            choices.OPS[key], facts, platform=device.platform, num_rounds=values.rounds, num_rows=values.rows
+            OPS[key], calls[key], platform=device.platform, num_rounds=values.rounds, num_rows=values.rows
         )
         print("\n".join(_entry_lines(entry)), flush=True)
-        found.append(entry)
         table.write(known := known.with_entries((entry,)))
     print(f"written: {values.out}; --config.model.tuned={values.out} makes auto take the fastest")
     return 0
+
+
+def _wanted(keys: str, calls: Collection[str]) -> Collection[str]:
+    """Returns those of the calls that `--ops` asks for; all of them where it is empty."""
+    wanted = [key.strip() for key in keys.split(",") if key.strip()]
+    for key in wanted:
+        if key not in calls:
+            raise ValueError(f"--ops={keys}: there is no op {key!r}. {nearest(key, calls)}")
+    return wanted or calls
 
 
 def _table(path: str, device: Any) -> Any:
@@ -125,6 +134,7 @@ def _choices(argv: Sequence[str]) -> int:
 def _define_tune(values: flags.FlagValues) -> None:
     options = {"flag_values": values}
     flags.DEFINE_string("out", "tuned.json", "Table to write; entries of the same calls are replaced.", **options)
+    flags.DEFINE_string("ops", "", "Keys of the ops to time, such as rms_norm,rope; empty: all.", **options)
     flags.DEFINE_integer("rounds", 7, "Times that each implementation is timed; the median counts.", **options)
     flags.DEFINE_integer("rows", 0, "Rows of the batch to time, where all do not fit; 0: all.", **options)
 

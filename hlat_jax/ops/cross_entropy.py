@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -12,8 +13,9 @@ import jax.numpy as jnp
 from hlat_jax.collectives import ALONE, Shards, copied, position
 from hlat_jax.ops.dialect import Implementation, Op
 
-# Positions of every row whose logits exist at one time under "chunked".
+# Most positions of every row whose logits exist at one time under "chunked", and fewest where rows are long.
 CHUNK_POSITIONS = 256
+LEAST_POSITIONS = 128
 
 
 def logits(hidden: jax.Array, head_VD: jax.Array) -> jax.Array:
@@ -26,14 +28,14 @@ class LossOptions:
     """How the loss is computed.
 
     Attributes:
-      implementation: "dense" holds the logits of all tokens at one time, "chunked" those of `CHUNK_POSITIONS` places
-        of every row, whatever T is.
+      implementation: "dense" holds the logits of all tokens at one time, "chunked" those of an eighth of every row,
+        between `LEAST_POSITIONS` and `CHUNK_POSITIONS` places. Or platform -> name, see `dialect.Op.run`.
       z_loss_weight: of the squared log-normaliser; 0 leaves the plain cross-entropy.
       shards: who has the other rows of the head. Each device has the logits of its own rows alone; the largest, the
         sum of the exponentials and the logit of the target are reduced, and so is the gradient of the hidden states.
     """
 
-    implementation: str
+    implementation: str | Mapping[str, str]
     z_loss_weight: float = 0.0
     shards: Shards = ALONE
 
@@ -62,9 +64,9 @@ def cross_entropy(
     """
     shards = options.shards
     hidden_BTD = copied(shards.enter(hidden_BTD), shards.pipe)
-    chunk = OP.run(options.implementation, hidden_BTD.shape[1])
-    static = (options.z_loss_weight, chunk, shards.vocab)
-    return _loss_sum(hidden_BTD, head_VD, targets_BT, weights_BT, static), jnp.sum(weights_BT)
+    arrays = hidden_BTD, head_VD, targets_BT, weights_BT
+    loss_sum = OP.run(options.implementation, *arrays, options.z_loss_weight, shards.vocab)
+    return loss_sum, jnp.sum(weights_BT)
 
 
 def call(hidden_shape: tuple[int, ...], vocab_rows: int, *, dtype: Any) -> dict[str, Any]:
@@ -78,11 +80,27 @@ def call(hidden_shape: tuple[int, ...], vocab_rows: int, *, dtype: Any) -> dict[
     return {"hidden_shape": tuple(hidden_shape), "vocab_rows": vocab_rows, "dtype": jnp.dtype(dtype).name}
 
 
+def _chunk(seq_len: int) -> int:
+    if seq_len <= CHUNK_POSITIONS:
+        return seq_len
+    return min(max(LEAST_POSITIONS, seq_len // 8), CHUNK_POSITIONS)
+
+
+def _in_chunks(chunk_of: Callable[[int], int]) -> Callable[..., jax.Array]:
+    """Returns a function that sums the losses by the logits of `chunk_of(T)` places of every row at a time."""
+
+    def _loss(hidden_BTD, head_VD, targets_BT, weights_BT, z_loss_weight, axes):
+        static = (z_loss_weight, chunk_of(hidden_BTD.shape[1]), axes)
+        return _loss_sum(hidden_BTD, head_VD, targets_BT, weights_BT, static)
+
+    return _loss
+
+
 OP = Op("model.cross_entropy")
 # one large product, and no loop
-OP.register(Implementation("dense", lambda seq_len: seq_len, {"*": 10}))
+OP.register(Implementation("dense", _in_chunks(lambda seq_len: seq_len), {"*": 10}))
 # on cpu fresh memory costs more than a second pass over the head's gradient
-OP.register(Implementation("chunked", lambda seq_len: min(CHUNK_POSITIONS, seq_len), {"cpu": 20, "*": 5}))
+OP.register(Implementation("chunked", _in_chunks(_chunk), {"cpu": 20, "*": 5}))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))

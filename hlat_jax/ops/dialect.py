@@ -22,7 +22,7 @@ _LOWERED_AS = {"gpu": "cuda"}
 class Times(Protocol):
     """Measured seconds of implementations, as `table.Table` has them."""
 
-    path: str
+    source: str  # what a reason calls them
 
     def seconds(self, op_key: str, facts: Mapping[str, Any]) -> Mapping[str, float] | None:
         """Returns implementation -> seconds of a call with these facts; None: it was not measured."""
@@ -129,14 +129,14 @@ class Op:
         if measured:
             best = min(measured, key=seconds.get)
             why_not = {name: _slower(name, best, seconds) for name in able}
-            because = f"{1e3 * seconds[best]:.4g} ms, the fastest in {times.path}"
+            because = f"{1e3 * seconds[best]:.4g} ms, the fastest in {times.source}"
         else:
             levels = {name: self._implementations[name].level_on(platform) for name in able}
             best = max(able, key=levels.get)
             why_not = {name: f"level {levels[name]} on {platform}, where {best} has {levels[best]}" for name in able}
             because = f"level {levels[best]} on {platform}"
             if times:
-                because += f"; {times.path} has no times of this call"
+                because += f"; {times.source} has no times of this call"
         return Choice(best, because, {name: refusals[name] or why_not[name] for name in refusals if name != best})
 
     def choose_each(
@@ -164,14 +164,19 @@ class Op:
           **facts: what `supports` is asked about.
 
         Raises:
-          ValueError: it cannot serve this call.
+          ValueError: it cannot serve this call, or there is none of that name.
         """
         if not isinstance(name, str):
+            if not name:
+                raise ValueError(f"{self.key}={name!r} names no platform; give platform -> name.")
             branches = {_LOWERED_AS.get(platform, platform): one for platform, one in name.items()}
             if len(set(branches.values())) > 1:
-                runs = {where: functools.partial(self.run, one, **facts) for where, one in branches.items()}
-                return jax.lax.platform_dependent(*args, **runs)
+                # bound to their arguments: given to platform_dependent, a number that must be static would be traced
+                runs = {where: functools.partial(self.run, one, *args, **facts) for where, one in branches.items()}
+                return jax.lax.platform_dependent(**runs)
             (name,) = set(branches.values())
+        if name not in self._implementations:
+            raise ValueError(f"{self.key}={name!r} is not one of {', '.join(self.names)}; `choose` resolves auto.")
         implementation = self._implementations[name]
         reasons = implementation.supports(**facts)
         if reasons:

@@ -1,14 +1,21 @@
-"""RMSNorm. Owns its arithmetic and where it rounds; the scale parameter belongs to the model."""
+"""RMSNorm: its contract, two forms of one XLA implementation, and the choice.
+
+Owns its arithmetic and where it rounds; the scale parameter belongs to the model.
+"""
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from hlat_jax.ops.dialect import Implementation, Op
+from hlat_jax.ops.gpu import limits
 
-def rms_norm(x: jax.Array, *, scale: jax.Array, eps: float) -> jax.Array:
+
+def rms_norm(x: jax.Array, *, scale: jax.Array, eps: float, implementation: str | Mapping[str, str]) -> jax.Array:
     """Returns `x / rms(x) * scale` over the last axis, in the dtype of `x`.
 
     Statistics and normalisation are fp32; the quotient is rounded to `x.dtype` before it meets the scale, so that a
@@ -18,15 +25,37 @@ def rms_norm(x: jax.Array, *, scale: jax.Array, eps: float) -> jax.Array:
       x: [..., D], any float dtype.
       scale: [D], cast to `x.dtype`.
       eps: added to the mean square.
+      implementation: a name that `OP.choose` returns, or platform -> name, see `dialect.Op.run`.
+
+    Raises:
+      ValueError: the implementation cannot serve these arguments.
 
     Source: HLAT-70B `modeling_llama_nxd.py` (arXiv 2404.10630) and `LlamaRMSNorm` of Hugging Face, the same order.
     """
-    return _normalised(x, scale, eps)
+    return OP.run(implementation, x, scale, eps, **call(x.shape, dtype=x.dtype))
 
 
-# The backward pass starts again from x: the fp32 intermediates would each be written and kept for every layer.
-@functools.partial(jax.checkpoint, static_argnums=2)
-def _normalised(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
+def call(x_shape: tuple[int, ...], *, dtype: Any) -> dict[str, Any]:
+    """Returns what is known of a call: [..., D] of what is normed on one device, and its dtype."""
+    return {"x_shape": tuple(x_shape), "dtype": jnp.dtype(dtype).name}
+
+
+def _reference(x, scale, eps):
     x_fp32 = x.astype(jnp.float32)
     mean_square = jnp.mean(jnp.square(x_fp32), axis=-1, keepdims=True)
     return (x_fp32 * jax.lax.rsqrt(mean_square + eps)).astype(x.dtype) * scale.astype(x.dtype)
+
+
+def _triton(x, scale, eps):
+    # here: importing Pallas takes a second that no other platform has to spend
+    from hlat_jax.ops.gpu import norm as gpu
+
+    return gpu.rms_norm(x, scale=scale, eps=eps)
+
+
+OP = Op("model.rms_norm")
+OP.register(Implementation("reference", _reference, {"*": 5}))
+# the backward pass starts again from x: the fp32 intermediates would each be written and kept for every layer
+OP.register(Implementation("recomputed", jax.checkpoint(_reference, static_argnums=2), {"*": 10}))
+# below both: XLA fuses a norm well, and the kernel has not run on a device
+OP.register(Implementation("triton", _triton, {"cuda": 1}, limits.row_refusals))

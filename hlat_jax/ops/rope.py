@@ -1,13 +1,20 @@
-"""Rotary position embeddings in the half-rotation layout of Hugging Face. Owns frequencies, tables and rotation."""
+"""Rotary position embeddings in the half-rotation layout of Hugging Face: contract, two XLA implementations, choice.
+
+Owns frequencies, tables and rotation. R is H/2, the number of pairs of a head.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from hlat_jax.ops.dialect import Implementation, Op
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +59,9 @@ def rope_tables(positions_BT: jax.Array, *, frequencies: np.ndarray) -> tuple[ja
     return jnp.cos(angles), jnp.sin(angles)
 
 
-def apply_rope(x_BTNH: jax.Array, *, cos: jax.Array, sin: jax.Array) -> jax.Array:
+def apply_rope(
+    x_BTNH: jax.Array, *, cos: jax.Array, sin: jax.Array, implementation: str | Mapping[str, str]
+) -> jax.Array:
     """Returns `x_BTNH` with each pair (i, i + H/2) of a head turned by its angle, in the dtype of `x_BTNH`.
 
     Rotation is fp32 (products of the fp32 tables) and rounded once.
@@ -61,8 +70,49 @@ def apply_rope(x_BTNH: jax.Array, *, cos: jax.Array, sin: jax.Array) -> jax.Arra
       x_BTNH: queries or keys.
       cos: [B, T, H/2] from `rope_tables`.
       sin: likewise.
+      implementation: a name that `OP.choose` returns, or platform -> name, see `dialect.Op.run`.
+
+    Raises:
+      ValueError: the implementation cannot serve these arguments, or H is odd, or the tables are of another width.
     """
-    first, second = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
-    cos, sin = cos[:, :, None, :], sin[:, :, None, :]
-    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return turned.astype(x_BTNH.dtype)
+    facts = call(x_BTNH.shape, dtype=x_BTNH.dtype)
+    h = x_BTNH.shape[3]
+    if not cos.shape[-1] == sin.shape[-1] == h // 2:
+        widths = f"cos is {cos.shape[-1]} and sin {sin.shape[-1]} wide"
+        raise ValueError(f"{widths}, and heads of {h} have {h // 2} pairs; make both by rope_tables for that head_dim.")
+    return OP.run(implementation, x_BTNH, cos, sin, **facts)
+
+
+def call(x_shape: tuple[int, ...], *, dtype: Any) -> dict[str, Any]:
+    """Returns what is known of a call: (B, T, N, H) of queries on one device, or keys, and their dtype.
+
+    Raises:
+      ValueError: H is odd.
+    """
+    if x_shape[-1] % 2:
+        raise ValueError(f"model.head_dim={x_shape[-1]} must be even: rotary embeddings turn pairs.")
+    return {"x_shape": tuple(x_shape), "dtype": jnp.dtype(dtype).name}
+
+
+def _reference(x_BTNH, cos_BTR, sin_BTR):
+    return _turned(x_BTNH.astype(jnp.float32), cos_BTR, sin_BTR, axis=-1).astype(x_BTNH.dtype)
+
+
+def _paired(x_BTNH, cos_BTR, sin_BTR):
+    """The pair on an axis of its own: what is turned is laid together along that axis and not inside a head's row."""
+    x_BTN2R = x_BTNH.reshape(*x_BTNH.shape[:3], 2, -1).astype(jnp.float32)
+    return _turned(x_BTN2R, cos_BTR, sin_BTR, axis=-2).astype(x_BTNH.dtype).reshape(x_BTNH.shape)
+
+
+def _turned(x, cos_BTR, sin_BTR, *, axis):
+    first, second = jnp.split(x, 2, axis=axis)
+    heads = (slice(None), slice(None), *(None,) * (x.ndim - 3))  # and the axis of the pair
+    cos, sin = cos_BTR[heads], sin_BTR[heads]
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=axis)
+
+
+OP = Op("model.rope")
+OP.register(Implementation("reference", _reference, {"*": 10}))
+# the same arithmetic: where a call is large, XLA on cpu writes the fp32 halves of "reference" to memory, never these;
+# below it for all that, so that only a name or a measured table makes a run's program another
+OP.register(Implementation("paired", _paired, {"*": 5}))

@@ -1,14 +1,59 @@
-"""The gated activation of the feed-forward block. Owns no projection."""
+"""The gated activation of the feed-forward block: its contract, two forms of one XLA implementation, and the choice.
+
+Owns no projection.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import jax
+import jax.numpy as jnp
+
+from hlat_jax.ops.dialect import Implementation, Op
+from hlat_jax.ops.gpu import limits
 
 
-@jax.checkpoint
-def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
-    """Returns `silu(gate) * up`, elementwise, in the dtype of the inputs. The backward pass keeps those alone.
+def swiglu(gate: jax.Array, *, up: jax.Array, implementation: str | Mapping[str, str]) -> jax.Array:
+    """Returns `silu(gate) * up`, elementwise, in the dtype of the inputs.
+
+    Args:
+      gate: any shape and float dtype.
+      up: of the same.
+      implementation: a name that `OP.choose` returns, or platform -> name, see `dialect.Op.run`.
+
+    Raises:
+      ValueError: the implementation cannot serve these arguments, or they differ in shape or dtype.
 
     Source: arXiv 2002.05202, equation 6, as Llama uses it.
     """
+    if (gate.shape, gate.dtype) != (up.shape, up.dtype):
+        raise ValueError(
+            f"gate is {gate.dtype.name}{list(gate.shape)} and up {up.dtype.name}{list(up.shape)}; they must be alike."
+        )
+    return OP.run(implementation, gate, up, **call(gate.shape, dtype=gate.dtype))
+
+
+def call(x_shape: tuple[int, ...], *, dtype: Any) -> dict[str, Any]:
+    """Returns what is known of a call: shape and dtype of either input on one device."""
+    return {"x_shape": tuple(x_shape), "dtype": jnp.dtype(dtype).name}
+
+
+def _reference(gate, up):
     return jax.nn.silu(gate) * up
+
+
+def _triton(gate, up):
+    # here: importing Pallas takes a second that no other platform has to spend
+    from hlat_jax.ops.gpu import swiglu as gpu
+
+    return gpu.swiglu(gate, up=up)
+
+
+OP = Op("model.swiglu")
+OP.register(Implementation("reference", _reference, {"*": 5}))
+# the backward pass keeps the inputs alone, which the products before it give anyway
+OP.register(Implementation("recomputed", jax.checkpoint(_reference), {"*": 10}))
+# below both: XLA fuses it into one pass as well, and the kernel has not run on a device
+OP.register(Implementation("triton", _triton, {"cuda": 1}, limits.element_refusals))

@@ -8,9 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import pathlib
 from collections.abc import Mapping
 from typing import Any
+
+import jax
+
+from hlat_jax.ops.registry import OPS
 
 _AGAIN = "python -m hlat_jax.ops tune --config=NAME --out=FILE"
 PLANNED = "planned"  # the kind of a device that need not exist, as planner.trace has it
@@ -55,6 +60,11 @@ class Table:
     jax: str
     entries: tuple[Entry, ...]
 
+    @property
+    def source(self) -> str:
+        """What a reason calls the table: its path, and the version of JAX where that was another."""
+        return self.path if self.jax == jax.__version__ else f"{self.path}, made with JAX {self.jax}"
+
     def seconds(self, op_key: str, facts: Mapping[str, Any]) -> Mapping[str, float] | None:
         """Returns implementation -> seconds of a call with these facts; None: it was not measured."""
         plain = as_json(facts)
@@ -91,19 +101,31 @@ def read(path: str) -> Table:
     """Returns the table in a file.
 
     Raises:
-      ValueError: no such file, or one that is no table.
+      ValueError: no such file, or one that is no table: times that are none, or of what the op does not have.
     """
     try:
         tree = json.loads(pathlib.Path(path).read_text())
         entries = tuple(Entry(**entry) for entry in tree.pop("entries"))
-        wrong = [entry for entry in entries if entry.winner != min(entry.times, key=entry.times.get)]
-        if wrong:
-            raise ValueError(f"{wrong[0].op} has winner {wrong[0].winner} and times {dict(wrong[0].times)}")
+        for number, entry in enumerate(entries):
+            _check(entry, f"entry {number}, {entry.op} at {dict(entry.facts)},")
         return Table(path=path, entries=entries, **tree)
     except OSError as error:
         raise ValueError(f"{path} cannot be read ({error.strerror}); make it with {_AGAIN}.") from error
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{path} is no table of measured times ({error}); make it again with {_AGAIN}.") from error
+
+
+def _check(entry: Entry, said: str) -> None:
+    names = next((op.names for op in OPS.values() if op.key == entry.op), None)
+    if names is None:
+        raise ValueError(f"{said} is of no op: those are {', '.join(op.key for op in OPS.values())}")
+    for name, seconds in entry.times.items():
+        if name not in names:
+            raise ValueError(f"{said} has a time of {name!r}, which is not one of {', '.join(names)}")
+        if not isinstance(seconds, float) or not 0 < seconds < math.inf:
+            raise ValueError(f"{said} has {seconds!r} for {name}, which is no float of seconds above 0")
+    if not entry.times or entry.winner != min(entry.times, key=entry.times.get):
+        raise ValueError(f"{said} has winner {entry.winner!r} and times {dict(entry.times)}")
 
 
 def read_for(path: str, *, platform: str, kind: str) -> Table:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hlat_jax.ops import attention, cross_entropy
+from hlat_jax.ops import attention, cross_entropy, norm, rope, swiglu
 from hlat_jax.ops.dialect import Op
 from hlat_jax.ops.table import Entry, as_json
 
@@ -75,15 +75,15 @@ def attention_case(facts: Mapping[str, Any], num_rows: int) -> tuple[int, Both, 
     ids = jnp.broadcast_to(jnp.arange(t, dtype=jnp.int32) * 4 // t, (rows, t)) if facts["has_segments"] else None
 
     def both(name, *arrays):
-        *operands, dout, ids = arrays
+        *arrays, ids = arrays
 
-        def forward(q, k, v):
+        def forward(name, *operands):
+            q, k, v = operands
             return attention.attention(
                 q, k_BSKH=k, v_BSKH=v, segment_ids_BT=ids, implementation=name, window=facts["window"]
             )
 
-        out, pullback = jax.vjp(forward, *operands)
-        return out, pullback(dout)
+        return _with_gradients(forward)(name, *arrays)
 
     return rows, both, (q, k, v, dout, ids)
 
@@ -109,7 +109,68 @@ def cross_entropy_case(facts: Mapping[str, Any], num_rows: int) -> tuple[int, Bo
     return rows, both, (hidden, head, targets, jnp.ones((rows, t), jnp.float32))
 
 
-CASES = {attention.OP.key: attention_case, cross_entropy.OP.key: cross_entropy_case}
+def rms_norm_case(facts: Mapping[str, Any], num_rows: int) -> tuple[int, Both, tuple]:
+    """Returns (rows, what is timed, its arrays) of a call of RMSNorm."""
+    rows, x, dout = _like_x(facts, num_rows, 2)
+
+    def forward(name, x, scale):
+        return norm.rms_norm(x, scale=scale, eps=1e-5, implementation=name)
+
+    return rows, _with_gradients(forward), (x, jnp.ones(x.shape[-1:], x.dtype), dout)
+
+
+def swiglu_case(facts: Mapping[str, Any], num_rows: int) -> tuple[int, Both, tuple]:
+    """Returns (rows, what is timed, its arrays) of a call of SwiGLU."""
+    rows, *arrays = _like_x(facts, num_rows, 3)
+
+    def forward(name, gate, up):
+        return swiglu.swiglu(gate, up=up, implementation=name)
+
+    return rows, _with_gradients(forward), tuple(arrays)
+
+
+def rope_case(facts: Mapping[str, Any], num_rows: int) -> tuple[int, Both, tuple]:
+    """Returns (rows, what is timed, its arrays) of a call of RoPE, its tables at hand."""
+    rows, x, dout = _like_x(facts, num_rows, 2)
+    places_BT = jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32), x.shape[:2])
+    tables = rope.rope_tables(places_BT, frequencies=rope.rope_frequencies(x.shape[3], theta=1e4))
+
+    def both(name, *arrays):
+        x, dout, cos, sin = arrays
+
+        def forward(name, x):
+            return rope.apply_rope(x, cos=cos, sin=sin, implementation=name)
+
+        return _with_gradients(forward)(name, x, dout)
+
+    return rows, both, (x, dout, *tables)
+
+
+CASES = {
+    attention.OP.key: attention_case,
+    cross_entropy.OP.key: cross_entropy_case,
+    norm.OP.key: rms_norm_case,
+    swiglu.OP.key: swiglu_case,
+    rope.OP.key: rope_case,
+}
+
+
+def _with_gradients(forward: Callable[..., Any]) -> Both:
+    """Returns (name, *operands, cotangent) -> what `forward(name, *operands)` gives, and the operands' gradients."""
+
+    def both(name, *arrays):
+        *operands, dout = arrays
+        out, pullback = jax.vjp(functools.partial(forward, name), *operands)
+        return out, pullback(dout)
+
+    return both
+
+
+def _like_x(facts: Mapping[str, Any], num_rows: int, count: int) -> tuple:
+    """Returns the rows that are timed, and so many arrays of them in the shape and dtype of a call's x."""
+    b, *dims = facts["x_shape"]
+    rows = min(num_rows or b, b)
+    return rows, *(_normal(facts["dtype"], (rows, *dims), seed) for seed in range(count))
 
 
 def _normal(dtype: str, shape: tuple[int, ...], seed: int) -> jax.Array:

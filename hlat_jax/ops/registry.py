@@ -1,0 +1,14 @@
+"""The ops among whose implementations a config chooses, by the key of ModelConfig that does. Owns no choice."""
+
+from __future__ import annotations
+
+from hlat_jax.ops import attention, cross_entropy, norm, rope, swiglu
+from hlat_jax.ops.dialect import Op
+
+OPS: dict[str, Op] = {
+    "attention": attention.OP,
+    "cross_entropy": cross_entropy.OP,
+    "rms_norm": norm.OP,
+    "swiglu": swiglu.OP,
+    "rope": rope.OP,
+}
