@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import pathlib
 from collections.abc import Sequence
@@ -11,6 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from hlat_jax.drift import differences
+from hlat_jax.starting_weights import settings_of_weights
 from hlat_jax.weights import Weights, leaves_by_name, open_weights
 from hlat_jax.weights_folder import FILES, About, new_weights
 
@@ -61,7 +61,7 @@ def _include(mean: np.ndarray, values: np.ndarray, *, count: int) -> None:
 def _require_alike(first: Weights, other: Weights) -> None:
     def facts(weights: Weights) -> dict[str, str]:
         arrays = leaves_by_name(weights.arrays)
-        model = {f"model.{key}": value for key, value in dataclasses.asdict(weights.model).items()}
+        model = settings_of_weights(weights.model)
         dtypes = {f"dtype of {name}": str(leaf.dtype) for name, leaf in arrays.items()}
         with contextlib.suppress(ValueError):  # without a tokenizer there is nothing to compare
             model["tokenizer sha256"] = weights.open_tokenizer().sha256

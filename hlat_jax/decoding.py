@@ -23,8 +23,8 @@ from jax.sharding import PartitionSpec as P
 from hlat_jax.collectives import Shards, gathered, position, shards, summed
 from hlat_jax.config import ModelConfig
 from hlat_jax.model import Decoder, KeysValues, Past, bind, param_axes, select_implementations
-from hlat_jax.ops.attention import OP
 from hlat_jax.ops.cross_entropy import logits
+from hlat_jax.ops.registry import OPS
 from hlat_jax.ops.sampling import abstract_sampling, sample
 from hlat_jax.sharding import ROWS, Layout
 from hlat_jax.spread import Spread
@@ -89,7 +89,7 @@ def make_prefill(cfg: ModelConfig, layout: Layout, *, slots: int) -> Callable[..
       layout: where it runs. Without a mesh of several devices, everything is on one.
       slots: S.
     """
-    run = _Run(_serving(cfg, layout.platform), layout)
+    run = Run(serving(cfg, layout.platform), layout)
 
     def local(params: Any, tokens_BT: jax.Array, rows: Rows) -> tuple[Cache, jax.Array]:
         decoder, num_tokens = bind(params, run.cfg), tokens_BT.shape[1]
@@ -102,7 +102,7 @@ def make_prefill(cfg: ModelConfig, layout: Layout, *, slots: int) -> Callable[..
         return cache, run.next_tokens(decoder, x_B1D, rows, places_B=rows.lengths)
 
     def prefill(params: Any, tokens_BT: jax.Array, rows: Rows) -> tuple[Cache, jax.Array]:
-        return run.everywhere(local, (P(ROWS), _ROW_SPECS))(params, tokens_BT, rows)
+        return run.everywhere(local, (P(ROWS), _ROW_SPECS), _RESULT_SPECS)(params, tokens_BT, rows)
 
     return jax.jit(prefill, out_shardings=run.out_shardings)
 
@@ -112,7 +112,7 @@ def make_decode(cfg: ModelConfig, layout: Layout) -> Callable[..., tuple[Cache, 
 
     The cache is donated. Arguments as `make_prefill`.
     """
-    run = _Run(_serving(cfg, layout.platform), layout)
+    run = Run(serving(cfg, layout.platform), layout)
 
     def local(params: Any, cache: Cache, turn: Turn) -> tuple[Cache, jax.Array]:
         decoder, rows = bind(params, run.cfg), turn.rows
@@ -128,18 +128,19 @@ def make_decode(cfg: ModelConfig, layout: Layout) -> Callable[..., tuple[Cache, 
         return Cache(*written), run.next_tokens(decoder, x_B1D, rows, places_B=positions_B + 1)
 
     def decode(params: Any, cache: Cache, turn: Turn) -> tuple[Cache, jax.Array]:
-        return run.everywhere(local, (_CACHE_SPEC, Turn(P(ROWS), P(), _ROW_SPECS)))(params, cache, turn)
+        specs = _CACHE_SPEC, Turn(P(ROWS), P(), _ROW_SPECS)
+        return run.everywhere(local, specs, _RESULT_SPECS)(params, cache, turn)
 
     return jax.jit(decode, out_shardings=run.out_shardings, donate_argnums=(1,))
 
 
-def _serving(cfg: ModelConfig, platform: str) -> ModelConfig:
+def serving(cfg: ModelConfig, platform: str) -> ModelConfig:
     """Returns the model with implementations that serve prompts of any length.
 
     A kernel named for training's rows that refuses some others gives way to what `auto` stands for.
     """
-    if cfg.attention != "auto" and OP.refusals(platform, None).get(cfg.attention):
-        cfg = dataclasses.replace(cfg, attention="auto")
+    refused = {key: op.refusals(platform, None).get(getattr(cfg, key)) for key, op in OPS.items()}
+    cfg = dataclasses.replace(cfg, **{key: "auto" for key, why in refused.items() if why})
     return select_implementations(cfg, platform)
 
 
@@ -161,11 +162,12 @@ def decode_arguments(cfg: ModelConfig, layout: Layout, *, dtype: Any, shape: Sha
 
 _CACHE_SPEC = P("pipe", ROWS, None, "tensor_kv", None)
 _ROW_SPECS = Rows(P(ROWS), P(ROWS), P(), P())
+_RESULT_SPECS = _CACHE_SPEC, P()
 
 
 @dataclasses.dataclass(frozen=True)
-class _Run:
-    """What both programs share: a model and where it lies."""
+class Run:
+    """What programs without gradients share, these two and that of `scoring`: a model and where it lies."""
 
     cfg: ModelConfig
     layout: Layout
@@ -179,10 +181,11 @@ class _Run:
     def out_shardings(self) -> tuple[Any, Any]:
         return NamedSharding(self.layout.mesh, _CACHE_SPEC), self.layout.replicated()
 
-    def everywhere(self, local: Callable, in_specs: tuple) -> Callable:
+    def everywhere(self, local: Callable, in_specs: tuple, out_specs: Any) -> Callable:
+        """Returns (params, *args) of all devices from the same of one."""
         if self.layout.mesh.size == 1:
             return local
-        return Spread(self.layout, param_axes(self.cfg)).forward(local, in_specs, (_CACHE_SPEC, P()))
+        return Spread(self.layout, param_axes(self.cfg)).forward(local, in_specs, out_specs)
 
     def blocks(
         self, decoder: Decoder, tokens_BT: jax.Array, positions_BT: jax.Array, *, past: Past | None

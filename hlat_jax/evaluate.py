@@ -1,6 +1,7 @@
-"""`python -m hlat_jax.evaluate --checkpoint=runs/tiny --text=FILE`: perplexity and bits per byte of any text.
+"""`python -m hlat_jax.evaluate --checkpoint=runs/tiny --text=FILE|--tasks=NAMES`: perplexity of any text, and tasks.
 
-Owns the command line and how a text becomes a document. What is predicted from what is in `eval.perplexity`.
+Owns the command line and how a text becomes a document. What is predicted from what is in `eval.perplexity`; tasks of
+the LM Evaluation Harness are in `eval.tasks`.
 """
 
 from __future__ import annotations
@@ -21,21 +22,57 @@ from hlat_jax import inference
 
 _USAGE = """Usage: python -m hlat_jax.evaluate --checkpoint=FOLDER --text=FILE [--FLAG=VALUE ...]
        python -m hlat_jax.evaluate --checkpoint=FOLDER --data=SOURCE [--FLAG=VALUE ...]
+       python -m hlat_jax.evaluate --checkpoint=FOLDER --tasks=NAME,NAME [--FLAG=VALUE ...]
 
 FILE is one document in UTF-8. Of SOURCE, which is files, folders or globs as in data.validation, every record is one.
-Each document begins with EOS, as in training, or with --bos; all its tokens are predicted, once.
+Each document begins with EOS, as in training, or with BOS, see --bos; all its tokens are predicted, once.
+NAME is a task of the LM Evaluation Harness, or a suite of ours: hlat and hlat_bias are those of the paper.
 """
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints what a model makes of a text; returns 0."""
+    """Prints what a model makes of a text, or of tasks; returns 0."""
     values = flags_lib.parse_own(argv, _define, usage=_USAGE)
-    if bool(values.text) == bool(values.data):
-        raise ValueError("give one of --text=FILE and --data=SOURCE.")
+    if sum(map(bool, (values.text, values.data, values.tasks))) != 1:
+        raise ValueError("give one of --text=FILE, --data=SOURCE and --tasks=NAME,NAME.")
+    if values.json:
+        flags_lib.check_output("--json", values.json)
     logging.set_verbosity(logging.ERROR)  # libraries tell of profilers; our own words are printed
+    inference.prepare(values)
+    if values.tasks:
+        _run_tasks(values)
+    else:
+        _run_text(values)
+    return 0
+
+
+def _run_tasks(values: flags.FlagValues) -> None:
+    from hlat_jax.eval.tasks import Options, Tasks, report
+
+    tasks = Tasks(values.tasks, Options(values.num_fewshot, values.limit, values.tasks_folder))
+    try:
+        tasks.load()  # before the model, which takes longer
+    except OSError as error:
+        why = str(error).splitlines()[0]
+        raise ValueError(f"--tasks={values.tasks}: their data cannot be fetched: {why}") from None
+    trained = inference.trained_model(values)
+    from hlat_jax.eval.harness import HarnessModel
+
+    print(trained.described)
+    found = tasks(HarnessModel(trained, batch_size=values.batch_size, bos=values.bos))
+    if values.limit:
+        print(f"Only {values.limit} questions of each task: figures to try things with, not to compare.")
+    print(report(found, tasks, name=str(values.checkpoint)))
+    if values.json:
+        kept = {key: found[key] for key in ("results", "n-shot", "n-samples", "versions")}
+        text = json.dumps(kept | {"checkpoint": str(trained.folder)}, indent=1, default=str)
+        pathlib.Path(values.json).write_text(text + "\n")
+
+
+def _run_text(values: flags.FlagValues) -> None:
     trained = inference.trained_model(values)
     window = _window(values.window, trained.model)
-    documents = _documents(values, trained.tokenizer)
+    documents = _documents(values, trained)
     from hlat_jax.eval import perplexity
     from hlat_jax.eval.validation import measures
 
@@ -55,16 +92,18 @@ def main(argv: Sequence[str]) -> int:
     if values.json:
         report = dataclasses.asdict(totals) | found | {"window": window, "checkpoint": str(trained.folder)}
         pathlib.Path(values.json).write_text(json.dumps(report, indent=1) + "\n")
-    return 0
 
 
 def _predict(trained: inference.TrainedModel, *, num_rows: int, window: int) -> Callable[[Any], tuple[Any, Any]]:
     """Returns batch -> (sum of the losses in nats, counted tokens), as validation computes it during training."""
+    from hlat_jax.decoding import serving
     from hlat_jax.sharding import shard_batch
     from hlat_jax.step import make_eval_step
 
     config = config_lib.default()
-    config.model.update(dataclasses.asdict(trained.model))
+    # kernels of these devices; neither the table of another machine nor what a backward pass keeps
+    model = dataclasses.replace(serving(trained.model, trained.layout.platform), tuned="", remat="none")
+    config.model.update(dataclasses.asdict(model))
     config.parallel.update(trained.layout.degrees)
     config.data.batch_size, config.data.seq_len = num_rows, window
     config.precision.policy = "fp32" if trained.params["embed"].dtype == np.float32 else "bf16"
@@ -72,13 +111,12 @@ def _predict(trained: inference.TrainedModel, *, num_rows: int, window: int) -> 
     return lambda batch: eval_step(trained.params, shard_batch(batch, trained.layout))
 
 
-def _documents(values: flags.FlagValues, tokenizer: Any) -> Iterator[Any]:
+def _documents(values: flags.FlagValues, trained: inference.TrainedModel) -> Iterator[Any]:
     """Returns an iterator over documents; what can be refused is refused at once."""
     from hlat_jax.data import sources
 
-    first = tokenizer.bos_id if values.bos else tokenizer.eos_id
-    if first < 0:
-        raise ValueError(f"--bos: the tokenizer {tokenizer.path} has no BOS; leave it out.")
+    tokenizer = trained.tokenizer
+    [first] = trained.first_ids(values.bos) or [tokenizer.eos_id]
     if values.data:
         corpus = sources.open_corpus(
             values.data, text_field=values.text_field, key="--data", tokenizer_sha256=tokenizer.sha256
@@ -118,10 +156,14 @@ def _define(values: flags.FlagValues) -> None:
     options = {"flag_values": values}
     flags.DEFINE_string("text", "", "File to evaluate as one document.", **options)
     flags.DEFINE_string("data", "", "Files, folders or globs whose records are documents.", **options)
+    flags.DEFINE_list("tasks", [], "Tasks of the LM Evaluation Harness; hlat: those of the paper.", **options)
+    flags.DEFINE_string("tasks_folder", "", "Folder with tasks of one's own, as YAML.", **options)
+    flags.DEFINE_integer("num_fewshot", -1, "Solved examples before a question; -1: as the task has it.", -1, **options)
+    flags.DEFINE_integer("limit", 0, "Questions of each task, to try things; 0: all.", 0, **options)
     flags.DEFINE_string("text_field", "text", "JSONL key or column that holds the text.", **options)
-    flags.DEFINE_bool("bos", False, "Begin documents with BOS in the place of EOS.", **options)
+    flags.DEFINE_bool("bos", None, "Begin texts with BOS; unset: as an imported tokenizer says.", **options)
     flags.DEFINE_integer("window", 0, "Tokens of a window; 0: model.max_positions.", 0, **options)
-    flags.DEFINE_integer("batch_size", 8, "Windows that run together, on each replica.", 1, **options)
+    flags.DEFINE_integer("batch_size", 8, "Windows, or questions, that run together on each replica.", 1, **options)
     flags.DEFINE_string("json", "", "Also write the figures to this file.", **options)
 
 

@@ -27,6 +27,7 @@ def main(argv: Sequence[str]) -> int:
     values = flags_lib.parse_own(argv, _define, usage=_USAGE)
     prompts = _prompts(values)
     logging.set_verbosity(logging.ERROR)  # libraries tell of profilers; our own words are printed
+    inference.prepare(values)
     from hlat_jax.generator import Generator, Sampling  # imports JAX, which --help does not need
 
     sampling = Sampling(values.temperature, values.top_k, values.top_p, values.seed)
@@ -34,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
     trained = inference.trained_model(values)
     tokenizer = trained.tokenizer
     _tell(trained.described)
-    ids = [_encoded(tokenizer, prompt, number, bos=values.bos) for number, prompt in enumerate(prompts)]
+    ids = [_encoded(trained, prompt, number, bos=values.bos) for number, prompt in enumerate(prompts)]
     generator = Generator(trained.model, trained.params, layout=trained.layout, tell=_tell)
     options = {"max_tokens": values.max_tokens, "sampling": sampling, "stop_ids": (tokenizer.eos_id,)}
     for first in range(0, len(ids), values.batch_size):
@@ -100,10 +101,8 @@ def _prompts(values: flags.FlagValues) -> list[str]:
     return prompts
 
 
-def _encoded(tokenizer: Any, prompt: str, number: int, *, bos: bool) -> list[int]:
-    if bos and tokenizer.bos_id < 0:
-        raise ValueError(f"--bos: the tokenizer {tokenizer.path} has no BOS; leave it out.")
-    ids = [tokenizer.bos_id] * bos + tokenizer.encode(prompt).tolist()
+def _encoded(trained: inference.TrainedModel, prompt: str, number: int, *, bos: bool | None) -> list[int]:
+    ids = trained.first_ids(bos) + trained.tokenizer.encode(prompt).tolist()
     if not ids:
         raise ValueError(f"prompt {number} is {prompt!r}, which has no token; give a word, or --bos to start from BOS.")
     return ids
@@ -118,7 +117,7 @@ def _define(values: flags.FlagValues) -> None:
     options = {"flag_values": values}
     flags.DEFINE_multi_string("prompt", None, "Text to continue; may be given several times.", **options)
     flags.DEFINE_string("prompts_file", "", "File with a prompt in each line; blank lines are left out.", **options)
-    flags.DEFINE_bool("bos", False, "Begin prompts with BOS, for models that were trained so.", **options)
+    flags.DEFINE_bool("bos", None, "Begin prompts with BOS; unset: as an imported tokenizer says.", **options)
     flags.DEFINE_integer("max_tokens", 128, "Most new tokens of a prompt.", 1, **options)
     flags.DEFINE_float("temperature", 0.0, "Divides the logits; 0: always the most likely token.", **options)
     flags.DEFINE_integer("top_k", 0, "Draw from the k most likely tokens; 0: from all.", **options)

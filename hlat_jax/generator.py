@@ -113,7 +113,7 @@ class Generator:
     def shape(self, prompts: Sequence[Sequence[int]], *, max_tokens: int) -> Shape:
         """Returns the shape that prompts are put into: powers of two, so that there are few."""
         share = _power_of_two(-(-len(prompts) // self.layout.row_degree))
-        prompt_slots = _prompt_slots(max(map(len, prompts)), self.cfg.max_positions)
+        prompt_slots = padded_length(max(map(len, prompts)), self.cfg.max_positions)
         slots = prompt_slots + _power_of_two(max_tokens, fewest=_FEWEST_SLOTS)
         return Shape(self.layout.row_degree * share, prompt_slots, slots)
 
@@ -219,7 +219,7 @@ def sample_shape(config: Config, layout: Layout) -> Shape:
     No tokenizer is asked, so that the programs are known before there is one: a token of the prompt is taken for a
     byte.
     """
-    prompt_slots = _prompt_slots(len(config.train.sample_prompt.encode()) + _PREFIX_TOKENS, config.model.max_positions)
+    prompt_slots = padded_length(len(config.train.sample_prompt.encode()) + _PREFIX_TOKENS, config.model.max_positions)
     slots = prompt_slots + _power_of_two(config.train.sample_tokens, fewest=_FEWEST_SLOTS)
     return Shape(layout.row_degree, prompt_slots, slots)
 
@@ -234,7 +234,8 @@ def _rows(request: Request, shape: Shape, sampling: Sampling) -> tuple[np.ndarra
     return tokens_BT, Rows(lengths_B, numbers_B, np.int32(shape.prompt_slots), sampling.arguments())
 
 
-def _prompt_slots(num_tokens: int, max_positions: int) -> int:
+def padded_length(num_tokens: int, max_positions: int) -> int:
+    """Returns the places that rows of at most `num_tokens` are put into."""
     return min(_power_of_two(num_tokens, fewest=_FEWEST_SLOTS), max_positions)
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import pathlib
+import sys
 from typing import Any
 
 from absl import flags
 
-from hlat_jax.config import ModelConfig, ParallelConfig
+from hlat_jax.config import ModelConfig, ParallelConfig, PrecisionConfig
+from hlat_jax.neuron import env, topology
 
-_DEGREES = {"pipe": "Pipeline stages", "data": "Replicas", "fsdp": "Shards of each matrix", "tensor": "Tensor degree"}
+DEGREES = {"pipe": "Pipeline stages", "data": "Replicas", "fsdp": "Shards of each matrix", "tensor": "Tensor degree"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,6 +27,7 @@ class TrainedModel:
       tokenizer: a `data.tokenizer.Tokenizer`, the one that they were trained with.
       folder: where they were read from.
       described: a line about them.
+      begins_with_bos: texts begin with BOS, as an imported tokenizer says; for models trained here they do not.
     """
 
     model: ModelConfig
@@ -32,6 +36,18 @@ class TrainedModel:
     tokenizer: Any
     folder: pathlib.Path
     described: str
+    begins_with_bos: bool = False
+
+    def first_ids(self, bos: bool | None) -> list[int]:
+        """Returns BOS where texts begin with it: as asked, or for None as the tokenizer says.
+
+        Raises:
+          ValueError: asked of a tokenizer that has none.
+        """
+        bos = self.begins_with_bos if bos is None else bos
+        if bos and self.tokenizer.bos_id < 0:
+            raise ValueError(f"bos: the tokenizer {self.tokenizer.path} has no BOS; leave it out.")
+        return [self.tokenizer.bos_id] if bos else []
 
 
 def define(values: flags.FlagValues) -> None:
@@ -39,10 +55,19 @@ def define(values: flags.FlagValues) -> None:
     flags.DEFINE_string(
         "checkpoint", "", "Run folder, one of its checkpoints, or an imported folder.", flag_values=values
     )
-    for axis, what in _DEGREES.items():
+    for axis, what in DEGREES.items():
         flags.DEFINE_integer(
             f"parallel.{axis}", 1, f"{what} of the mesh; -1: as there are devices for.", flag_values=values
         )
+
+
+def prepare(values: flags.FlagValues) -> None:
+    """Sets what Neuron's software reads, where its devices are used, and says so on stderr; before JAX is imported.
+
+    Casts round to nearest, however the weights were trained: nothing is written back to them.
+    """
+    if topology.instance_to_serve("", os.environ.get("JAX_PLATFORMS", ""), machine=topology.HERE):
+        print(env.prepare(PrecisionConfig("mixed"), _degrees(values)), file=sys.stderr, flush=True)
 
 
 def trained_model(values: flags.FlagValues) -> TrainedModel:
@@ -53,18 +78,34 @@ def trained_model(values: flags.FlagValues) -> TrainedModel:
     """
     if not values.checkpoint:
         raise ValueError("--checkpoint=FOLDER is missing; give a run folder such as runs/tiny, or a checkpoint.")
+    return open_model(values.checkpoint, _degrees(values))
+
+
+def _degrees(values: flags.FlagValues) -> ParallelConfig:
+    return ParallelConfig(**{axis: values[f"parallel.{axis}"].value for axis in DEGREES})
+
+
+def open_model(checkpoint: str, parallel: ParallelConfig) -> TrainedModel:
+    """Returns the model of a checkpoint over a mesh of these degrees; imports JAX.
+
+    Raises:
+      ValueError: as `trained_model`.
+    """
     import jax
 
     from hlat_jax.degrees import layout_of_model
     from hlat_jax.generator import param_shardings
+    from hlat_jax.huggingface.reading import begins_texts_with_bos
     from hlat_jax.weights import open_weights
+    from hlat_jax.weights_folder import FILES, is_weights
 
-    weights = open_weights(values.checkpoint)
+    weights = open_weights(checkpoint)
     tokenizer = weights.open_tokenizer()
-    parallel = ParallelConfig(**{axis: values[f"parallel.{axis}"].value for axis in _DEGREES})
     layout = layout_of_model(weights.model, parallel, jax.devices())
     params = weights.restore(param_shardings(weights.model, layout))
     mesh = " x ".join(f"{axis} {degree}" for axis, degree in layout.degrees.items())
     dtype = params["embed"].dtype
     described = f"weights          {weights.folder}, step {weights.step}, {dtype}; {mesh}, {layout.platform}"
-    return TrainedModel(weights.model, params, layout, tokenizer, weights.folder, described)
+    with_bos = is_weights(weights.folder) and begins_texts_with_bos(weights.folder / FILES)
+    described += "; texts begin with BOS" * with_bos
+    return TrainedModel(weights.model, params, layout, tokenizer, weights.folder, described, with_bos)

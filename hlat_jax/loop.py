@@ -2,10 +2,12 @@
 
 With c updates done, one turn of the loop
 
-1. evaluates the state, when due: the row says what these parameters are worth, before anything moves on;
+1. evaluates the state, on held-out text and on tasks, when due: the rows say what these parameters are worth, before
+   anything moves on;
 2. saves, when due: first the metrics of every step up to c are fetched, written and synced, then the state, the data
    position after batch c and the token count go into one checkpoint. So a checkpoint at c implies that the rows up to c
    are on disk, and a resumed run drops the rows above c, makes them again, and has each step exactly once;
+   exports, when due: it waits until the weights are in host memory, and a thread writes them;
 3. stops, when c is the last step or a signal asked for it: after the save, so that nothing is lost;
 4. takes batch c + 1, agrees with the other processes that everyone has its rows, and dispatches the step, which donates
    the old state; keeps the data position, when due, for peek;
@@ -21,7 +23,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 import pathlib
 import time
 from typing import Any
@@ -33,27 +34,25 @@ from hlat_jax import budget, cost, distributed, durable, summary
 from hlat_jax.agreement import Agreed, Agreement, only_job, require_same_settings
 from hlat_jax.batch import Batch
 from hlat_jax.checkpoint import Checkpointer
-from hlat_jax.choices import chosen_model
-from hlat_jax.compilation import Compilations
+from hlat_jax.compilation import Compilations, compiled_sampler, compiled_step
 from hlat_jax.config import Config
 from hlat_jax.data import positions
 from hlat_jax.data.held_out import HeldOut, open_held_out
 from hlat_jax.data.loader import TrainBatches
-from hlat_jax.data.streams import data_drift
 from hlat_jax.data.tokenizer import Tokenizer
-from hlat_jax.drift import config_drift
+from hlat_jax.eval.in_training import TasksInTraining, open_tasks
 from hlat_jax.eval.validation import Validation
-from hlat_jax.generator import Programs, sample_shape, sample_text
-from hlat_jax.machine import device_memory, fitting_layout
+from hlat_jax.generator import Programs, sample_text
+from hlat_jax.huggingface.background import Exporter
+from hlat_jax.machine import fitting_layout
 from hlat_jax.metrics import MetricsLog, SilentLog
-from hlat_jax.neuron.env import recorded
 from hlat_jax.optimizer import learning_rate
-from hlat_jax.planner.report import short_plan
 from hlat_jax.process import INDEX_FOLDER, StopSignals, closing_quietly
 from hlat_jax.program import StepMetrics
+from hlat_jax.settings import refuse_drift, settings_of, write_settings
 from hlat_jax.sharding import Layout, gather_rows, process_rows, shard_batch
 from hlat_jax.starting_weights import begin, open_start
-from hlat_jax.step import abstract_state, init_arguments, state_bytes, traced_step
+from hlat_jax.step import abstract_state, init_arguments, state_bytes
 
 
 @dataclasses.dataclass
@@ -66,11 +65,13 @@ class Run:
     tokenizer: Tokenizer
     batches: TrainBatches
     checkpointer: Checkpointer
+    exporter: Exporter
     validation: Validation | None
+    tasks: TasksInTraining | None
     train_step: Any
     sampler: Programs | None  # None: no sample
     log: MetricsLog | SilentLog
-    settings: dict[str, Any]  # what a checkpoint belongs to, see _settings
+    settings: dict[str, Any]  # what a checkpoint belongs to, see settings_of
     remat: dict[str, Any] | None  # the choice that a budget of bytes stands for, see budget.resolved
     state: Any
     step: int
@@ -119,6 +120,7 @@ def train(config: Config, workdir: pathlib.Path) -> int:
         agreement = Agreement(config, run.batches.rows, stop)
         saved = _loop(run, agreement)
         run.checkpointer.wait()
+        run.exporter.wait()
         if run.step < config.train.num_steps:
             how = f"saved in {workdir}; the same command goes on"
             nothing = "before anything was there to save; the same command begins again"
@@ -134,32 +136,31 @@ def train(config: Config, workdir: pathlib.Path) -> int:
 def _open(config: Config, workdir: pathlib.Path, layout: Layout, stack: contextlib.ExitStack) -> Run | None:
     """Returns a run ready to step, new or resumed; None when it is already complete."""
     tokenizer = Tokenizer(config.data.tokenizer, vocab_size=config.model.vocab_size)
+    tasks = open_tasks(config) if config.train.eval_tasks else None
     stack.enter_context(only_job(workdir))
     index = workdir / INDEX_FOLDER
     options = {"tokenizer": tokenizer, "rows": process_rows(layout, config.data.batch_size), "index_folder": index}
     batches = stack.enter_context(contextlib.closing(TrainBatches(config.data, **options)))
     held_out, held_out_manifest = open_held_out(config.data, num_batches=config.train.num_eval_batches, **options)
-    _tell_skipped(held_out)
-    settings = _settings(config, layout, tokenizer, batches) | {"validation_manifest": held_out_manifest}
+    settings = settings_of(config, layout, tokenizer=tokenizer, batches=batches)
+    settings |= {"validation_manifest": held_out_manifest}
     require_same_settings(settings)
     checkpointer = stack.enter_context(closing_quietly(Checkpointer(workdir, config=config.checkpoint)))
+    exporter = Exporter(workdir, config=config, tokenizer_sha256=tokenizer.sha256)
+    stack.enter_context(closing_quietly(exporter))
     abstract = abstract_state(config, layout)
     num_bytes = state_bytes(abstract)
     summary.describe(config, layout, implementations=settings["implementations"], num_bytes=num_bytes)
-    if len(batches.definition.sources) > 1:
-        print(f"sources          {batches.definition.mixture.describe()}")
-    for source in batches.definition.sources:
-        if source.documents.passed_over:
-            print(f"data             source {source.name}: {source.documents.passed_over}")
+    _tell_sources(batches, held_out)
 
     saved = checkpointer.latest_metadata()
+    if tasks is not None and (saved is None or saved[0] < config.train.num_steps):
+        tasks.load()
     if saved is not None:
-        _refuse_drift(*saved, settings)
+        refuse_drift(saved[1], settings, step=saved[0])
     restored = checkpointer.restore(abstract) if saved is not None else None
     if restored is not None and restored[0] >= config.train.num_steps:
-        print(f"complete: {workdir} is at step {restored[0]} of train.num_steps={config.train.num_steps}.")
-        if distributed.is_first():
-            summary.finish(config, workdir, restored[0])
+        _finish_complete(config, workdir, exporter, *restored[:2])
         return None
 
     beginning = open_start(config, tokenizer) if restored is None and config.train.init_from else None
@@ -179,24 +180,29 @@ def _open(config: Config, workdir: pathlib.Path, layout: Layout, stack: contextl
             print("train.init_from  passed over: this run has a checkpoint of its own")
         print(f"resuming from step {step} of {config.train.num_steps}")
     if distributed.is_first():
-        _write_settings(config, workdir, remat)
+        write_settings(config, workdir, remat=remat)
         positions.rewind(workdir, step)
+        exporter.rewind(step)
     log = stack.enter_context(closing_quietly(_metrics_log(config, workdir, layout, step)))
-    train_step = _compiled_step(planned, layout, compilations)
+    train_step = compiled_step(planned, layout, compilations)
     validation = Validation(held_out, compilations.compiled("eval"), layout) if held_out else None
-    sampler = _compiled_sampler(config, layout, compilations) if config.train.sample_prompt else None
+    in_training = TasksInTraining(tasks, config, layout=layout, tokenizer=tokenizer) if tasks else None
+    sampler = compiled_sampler(config, layout, compilations) if config.train.sample_prompt else None
     if distributed.is_first():
         compilations.write(workdir)
-    programs = (train_step, sampler)
-    parts = (config, workdir, layout, tokenizer, batches, checkpointer, validation, *programs, log)
-    return Run(*parts, settings, remat, state, step, position, moving["tokens"], moving["num_nonfinite"])
+    parts = (config, workdir, layout, tokenizer, batches, checkpointer, exporter, validation, in_training)
+    counts = (moving["tokens"], moving["num_nonfinite"])
+    return Run(*parts, train_step, sampler, log, settings, remat, state, step, position, *counts)
 
 
-def _write_settings(config: Config, workdir: pathlib.Path, remat: dict[str, Any] | None) -> None:
-    durable.write_json(workdir / "config.json", config.to_dict())
-    durable.write_json(workdir / "environment.json", recorded(os.environ))
-    if remat is not None:
-        durable.write_json(workdir / budget.RECORD_FILE, remat)
+def _finish_complete(config: Config, workdir: pathlib.Path, exporter: Exporter, step: int, state: Any) -> None:
+    """Makes up what a kill between the last save and the end has left undone."""
+    print(f"complete: {workdir} is at step {step} of train.num_steps={config.train.num_steps}.")
+    if exporter.due(step, last=True):
+        exporter.start(step, state)
+        exporter.wait()
+    if distributed.is_first():
+        summary.finish(config, workdir, step)
 
 
 def _loop(run: Run, agreement: Agreement) -> bool:
@@ -208,15 +214,19 @@ def _loop(run: Run, agreement: Agreement) -> bool:
         last = run.step >= train.num_steps
         # what is due at the step a run resumed from was done before that checkpoint was written
         fresh = run.step > start or run.step == 0
-        if run.validation is not None and fresh and (last or _due(run.step, train.eval_every_steps)):
-            _fetch(run)
-            run.log.eval_row({"step": run.step, **run.validation(run.state["params"])})
-            run.mark = time.monotonic()  # steps are timed without validation and saving
+        if agreement.stop and run.step > start:  # tasks may take longer than whoever sent the signal waits
+            _save_whole(run)
+        if fresh:
+            _evaluate(run, last=last)
         stopping = last or bool(agreement.stop)  # asked once: a signal between the save and the return must not be lost
         due = _due(run.step, checkpoint.every_steps) or _due(run.step, checkpoint.keep_every_steps)
         if run.step > start and (stopping or timed or due):
             _save(run)
             saved_at = run.mark = time.monotonic()
+        if run.exporter.due(run.step, last=last):  # where a run resumed too: a kill may have cut this one short
+            _fetch(run)
+            run.exporter.start(run.step, run.state)
+            run.mark = time.monotonic()
         if stopping:
             return run.step > 0
 
@@ -225,8 +235,7 @@ def _loop(run: Run, agreement: Agreement) -> bool:
         agreed = agreement.reach(batch, position, error=str(error or ""), save=overdue)
         if agreed.error:  # a record that cannot be read: what was trained until here stays
             if run.step > start:
-                _save(run)
-                run.checkpointer.wait()
+                _save_whole(run)
             raise error or ValueError(agreed.error)
         timed = agreed.save
         dispatched = _dispatch(run, batch, agreed)
@@ -237,6 +246,23 @@ def _loop(run: Run, agreement: Agreement) -> bool:
             if distributed.is_first():
                 positions.write(run.workdir, run.step, position=whole, data_identity=identity)
         run.checkpointer.check()
+        run.exporter.check()
+
+
+def _evaluate(run: Run, *, last: bool) -> None:
+    """Evaluates the state on what is due; steps are timed without that."""
+    train = run.config.train
+    if run.validation is not None and (last or _due(run.step, train.eval_every_steps)):
+        _fetch(run)
+        run.log.eval_row({"step": run.step, **run.validation(run.state["params"])})
+        run.mark = time.monotonic()
+    # before the first step too: all programs are compiled then, and what fails has cost nothing
+    if run.tasks is not None and (last or run.step == 0 or _due(run.step, train.eval_tasks_every_steps)):
+        _fetch(run)
+        figures, shown = run.tasks(run.state["params"])
+        if figures:
+            run.log.tasks_row({"step": run.step, **figures}, shown=shown)
+        run.mark = time.monotonic()
 
 
 def _next_batch(run: Run) -> tuple[Batch | None, np.ndarray | None, ValueError | None]:
@@ -265,6 +291,12 @@ def _save(run: Run) -> None:
     moving = {"tokens": run.tokens, "num_nonfinite": run.num_nonfinite, "remat": run.remat}
     metadata = run.settings | moving
     run.checkpointer.save(run.step, run.state, position=_whole_position(run, run.position), metadata=metadata)
+
+
+def _save_whole(run: Run) -> None:
+    """Saves the state, and returns when that is on the disk."""
+    _save(run)
+    run.checkpointer.wait()
 
 
 def _whole_position(run: Run, position: np.ndarray) -> np.ndarray:
@@ -318,26 +350,12 @@ def _stop_nonfinite(run: Run, row: dict[str, Any], pending: Pending) -> None:
     )
 
 
-def _compiled_step(config: Config, layout: Layout, compilations: Compilations) -> Any:
-    began = time.monotonic()
-    traced = traced_step(config, layout)
-    memory = device_memory(layout.mesh.local_devices[0])
-    for line in short_plan(config, layout, traced=traced, budget=memory):
-        print(line)
-    compiled = compilations.compiled("train", traced=traced)
-    temporary = getattr(compiled.memory_analysis(), "temp_size_in_bytes", 0)
-    print(
-        f"compiled         {time.monotonic() - began:.1f} s; "
-        f"the step needs {temporary / cost.GIB:.2f} GiB beside the state"
-    )
-    return compiled
-
-
-def _compiled_sampler(config: Config, layout: Layout, compilations: Compilations) -> Programs:
-    return Programs(compilations.compiled("prefill"), compilations.compiled("decode"), sample_shape(config, layout))
-
-
-def _tell_skipped(held_out: dict[str, HeldOut]) -> None:
+def _tell_sources(batches: TrainBatches, held_out: dict[str, HeldOut]) -> None:
+    if len(batches.definition.sources) > 1:
+        print(f"sources          {batches.definition.mixture.describe()}")
+    for source in batches.definition.sources:
+        if source.documents.passed_over:
+            print(f"data             source {source.name}: {source.documents.passed_over}")
     for name, source in held_out.items():
         if source.num_skipped:
             print(f"held-out text    {source.num_skipped} bad records of source {name} are passed over")
@@ -358,28 +376,6 @@ def _metrics_log(config: Config, workdir: pathlib.Path, layout: Layout, start_st
         ),
         peak_flops=row.peak_flops * layout.mesh.size if row else None,
     )
-
-
-def _settings(config: Config, layout: Layout, tokenizer: Tokenizer, batches: TrainBatches) -> dict[str, Any]:
-    """Returns what a checkpoint belongs to: the config, and what it only points to, by hash or by choice."""
-    model = chosen_model(config, layout)
-    return {
-        "config": config.to_dict(),
-        "implementations": {key: getattr(model, key) for key in ("attention", "cross_entropy", "remat")},
-        "tokenizer_sha256": tokenizer.sha256,
-        "manifest": batches.manifest,
-    }
-
-
-def _refuse_drift(step: int, saved: dict[str, Any], current: dict[str, Any]) -> None:
-    drift = config_drift(saved, current)
-    drift += data_drift(saved, current, num_batches=step)
-    if drift:
-        lines = "\n  ".join(drift)
-        raise ValueError(
-            f"this run folder was trained with other settings:\n  {lines}\n"
-            "Set them back, or give the changed run a folder of its own with --workdir."
-        )
 
 
 def _sample(run: Run, when: str) -> None:

@@ -1,4 +1,4 @@
-"""What a run writes and shows: metrics.jsonl, progress lines, TensorBoard, Weights & Biases, loss.png.
+"""What a run writes and shows: metrics.jsonl, progress lines, TensorBoard, Weights & Biases.
 
 `metrics.jsonl` is the record; everything else is a view of it. Each step stands in it exactly once, however often the
 run was killed: on resume, rows beyond the checkpoint move to `metrics.discarded.jsonl` before the first new one.
@@ -9,7 +9,6 @@ Owns formats and files. Refuses to touch a device: values arrive as Python numbe
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import math
 import os
@@ -17,6 +16,7 @@ import pathlib
 import secrets
 import sys
 import time
+from collections.abc import Collection
 from typing import Any
 
 from hlat_jax.config import MetricsConfig
@@ -108,6 +108,12 @@ class MetricsLog:
         if self._config.console != "off":
             print(eval_line(row), flush=True)
 
+    def tasks_row(self, row: dict[str, Any], *, shown: Collection[str]) -> None:
+        """Records the figures of tasks at one `step`, `tasks/NAME/FIGURE`, of which those in `shown` are printed."""
+        self._record("validation", row)
+        if self._config.console != "off":
+            print(tasks_line(row, shown), flush=True)
+
     def sync(self) -> None:
         """Returns when every row so far is on the disk."""
         to_disk(self._file)
@@ -147,6 +153,8 @@ class SilentLog:
     def train_row(self, row: dict[str, Any]) -> None: ...
 
     def eval_row(self, row: dict[str, Any]) -> None: ...
+
+    def tasks_row(self, row: dict[str, Any], *, shown: Collection[str]) -> None: ...
 
     def sync(self) -> None: ...
 
@@ -208,6 +216,12 @@ def eval_line(row: dict[str, Any]) -> str:
     )
 
 
+def tasks_line(row: dict[str, Any], shown: Collection[str]) -> str:
+    """Returns the line of one evaluation on tasks, with the figures of the keys in `shown`."""
+    cells = [f"{key.removeprefix('tasks/')} {row[key]:.4f}" for key in shown]
+    return f"{row['step']}".rjust(_COLUMNS[0][1]) + f"  tasks: {', '.join(cells)}"
+
+
 def duration(seconds: float) -> str:
     """Returns `h:mm:ss`, with days before it when there are any."""
     whole = max(round(seconds), 0)
@@ -251,63 +265,6 @@ def rewind(path: str | os.PathLike, step: int) -> dict[str, Any] | None:
     os.replace(kept_path, path)
     sync_folder(path.parent)
     return last
-
-
-def plot_loss(rows_path: str | os.PathLike, png_path: str | os.PathLike, *, title: str) -> bool:
-    """Draws training and validation loss against tokens trained on; False when there is nothing to draw."""
-    train, evals = _curves(pathlib.Path(rows_path))
-    if not train and not evals:
-        return False
-    import matplotlib  # here, so that training needs it only for the picture
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot, ticker
-
-    figure, axes = pyplot.subplots(figsize=(8, 4.8), dpi=140, layout="constrained")
-    if train:
-        tokens, losses = zip(*train, strict=True)
-        axes.plot(tokens, losses, color="#9ecae1", linewidth=0.7, label="training, each step")
-        axes.plot(tokens, smoothed(losses), color="#08519c", linewidth=1.6, label="training, smoothed")
-    if evals:
-        tokens, losses = zip(*evals, strict=True)
-        axes.plot(tokens, losses, "o-", color="#d94801", linewidth=1.0, markersize=4.5, label="validation", zorder=3)
-        place = {"textcoords": "offset points", "ha": "right", "color": "#d94801"}
-        axes.annotate(f"{losses[-1]:.3f}", (tokens[-1], losses[-1]), (0, 9), **place)
-    axes.set_title(f"{title}: loss", loc="left")
-    axes.set_xlabel("tokens trained on")
-    axes.set_ylabel("cross-entropy (nats per token)")
-    axes.xaxis.set_major_formatter(ticker.EngFormatter(sep=" "))
-    axes.margins(x=0.02)
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
-    figure.savefig(png_path)
-    pyplot.close(figure)
-    return True
-
-
-def smoothed(values: tuple[float, ...] | list[float]) -> list[float]:
-    """Returns means over a window of a thirtieth of the values, centred; narrower where the steep start is near."""
-    widest = max(len(values) // 60, 1)
-    sums = [0.0, *itertools.accumulate(values)]
-    result = []
-    for middle in range(len(values)):
-        half = min(widest, middle)
-        low, high = middle - half, min(middle + half + 1, len(values))
-        result.append((sums[high] - sums[low]) / (high - low))
-    return result
-
-
-def _curves(path: pathlib.Path) -> tuple[list[tuple[int, float]], list[tuple[int, float]]]:
-    """Returns (tokens, finite loss) of training rows and of validation rows, which stand where their step stands."""
-    rows = read_rows(path)
-    train = [row for row in rows if "loss" in row]
-    tokens_at = {0: 0} | {row["step"]: row["tokens"] for row in train}
-    evals = [row for row in rows if "eval_loss" in row and row["step"] in tokens_at]
-    return (
-        [(row["tokens"], row["loss"]) for row in train if math.isfinite(row["loss"])],
-        [(tokens_at[row["step"]], row["eval_loss"]) for row in evals if math.isfinite(row["eval_loss"])],
-    )
 
 
 class _TensorBoard:

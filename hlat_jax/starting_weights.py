@@ -13,10 +13,11 @@ import numpy as np
 from hlat_jax.config import Config, ModelConfig
 from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.drift import differences
+from hlat_jax.ops.registry import OPS
 from hlat_jax.weights import Weights, open_weights
 
 # What of a model may differ from that of its weights: how it runs and began. Longer rows need no other weights.
-_FREE = ("max_positions", "init_std", "depth_scaled_init", "layer_loop", "remat", "attention", "cross_entropy")
+_FREE = ("max_positions", "init_std", "depth_scaled_init", "layer_loop", "remat", "tuned", *OPS)
 _OF_SCALING = ("rope_factor", "rope_low_freq_factor", "rope_high_freq_factor", "rope_original_positions")
 _PROBES = ("It is a truth universally acknowledged", "def f(x):\n    return 2 * x\n", "naïve — 12,345.6 € 東京")
 
@@ -32,7 +33,7 @@ def open_start(config: Config, tokenizer: Tokenizer) -> Weights:
         weights = open_weights(path, masters=True)
     except ValueError as error:
         raise ValueError(f"train.init_from: {error}") from None
-    others = differences(_settings(weights.model), _settings(config.model))
+    others = differences(settings_of_weights(weights.model), settings_of_weights(config.model))
     if others:
         raise ValueError(
             f"train.init_from={path} holds weights of another model:\n  " + "\n  ".join(others) + "\nSet these keys to "
@@ -63,7 +64,8 @@ def begin(weights: Weights, state: Any) -> tuple[Any, dict[str, Any]]:
     return state, {"folder": str(weights.folder), "step": weights.step}
 
 
-def _settings(model: ModelConfig) -> dict[str, Any]:
+def settings_of_weights(model: ModelConfig) -> dict[str, Any]:
+    """Returns the settings of a model that its weights depend on, by path: not how it runs and began."""
     free = _FREE if model.rope_scaling == "llama3" else _FREE + _OF_SCALING
     return {f"model.{key}": value for key, value in vars(model).items() if key not in free}
 

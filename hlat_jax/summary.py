@@ -7,7 +7,8 @@ import pathlib
 from hlat_jax import cost
 from hlat_jax.choices import choices
 from hlat_jax.config import Config
-from hlat_jax.metrics import ROWS_FILE, plot_loss, read_rows
+from hlat_jax.loss_curve import plot_loss
+from hlat_jax.metrics import ROWS_FILE, read_rows
 from hlat_jax.sharding import Layout
 
 

@@ -3,14 +3,23 @@
 Relative tolerance 1e-5 on the sum of the losses: both sides compute in fp32, which is exact to 1e-7 a token.
 """
 
+import dataclasses
 import json
+import pathlib
 
+import jax
 import numpy as np
 import pytest
 import torch
 from hf_weights import hf_model
 
+from hlat_jax import config as config_lib
+from hlat_jax import evaluate
+from hlat_jax.batch import concat_batch
 from hlat_jax.eval.perplexity import windows
+from hlat_jax.inference import TrainedModel
+from hlat_jax.model import init_params
+from hlat_jax.sharding import make_layout
 from hlat_jax.weights import open_weights
 
 TEXTS = ["It is a truth universally acknowledged, that a single man — in possession of a good fortune — must be in "
@@ -100,8 +109,9 @@ def test_evaluate_reads_a_file_as_one_document_and_stored_ids_as_their_texts(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "give one of --text=FILE and --data=SOURCE"),
-        (["--text=a", "--data=b"], "give one of --text=FILE and --data=SOURCE"),
+        ([], "give one of --text=FILE, --data=SOURCE and --tasks"),
+        (["--text=a", "--data=b"], "give one of --text=FILE, --data=SOURCE and --tasks"),
+        (["--text=a", "--tasks=b"], "give one of --text=FILE, --data=SOURCE and --tasks"),
         (["--text=/no/such/file"], "--text=/no/such/file: no such file"),
         (["--data=/no/such/file"], "/no/such/file"),
         (["--text=README.md", "--window=33"], "--window=33 must lie in 2 .. 32"),
@@ -114,3 +124,44 @@ def test_evaluate_refuses_what_it_cannot_do(words, message, trained_run, evaluat
     code, _, error = evaluate_here(f"--checkpoint={trained_run}", *words)
     assert code == 2
     assert message in error
+
+
+def test_evaluate_says_what_tasks_need(evaluate_here, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    code, _, error = evaluate_here("--checkpoint=X", "--tasks=hlat")
+    assert code == 2
+    assert "pip install 'hlat_jax[eval]'" in error
+
+
+@pytest.mark.parametrize("words", [["--text=README.md"], ["--tasks=x"]])
+def test_an_output_that_cannot_be_written_is_refused_before_any_work(words, evaluate_here):
+    code, _, error = evaluate_here("--checkpoint=/no/such", *words, "--json=/no/such/x.json")
+    assert code == 2
+    assert "--json=/no/such/x.json: there is no folder" in error
+
+
+def test_help_does_not_hide_a_flag_that_there_is_not(evaluate_here):
+    code, _, error = evaluate_here("--checkpoint=x", "--taskz=hlat", "--help")
+    assert code == 2
+    assert "unknown flag --taskz" in error
+
+
+MODEL = config_lib.ModelConfig(
+    vocab_size=64, num_layers=2, embed_dim=32, mlp_dim=64, num_heads=4, num_kv_heads=2, head_dim=8, max_positions=256
+)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [{"tuned": "nowhere.json"}, {"rms_norm": "triton"}, {"attention": "nki"}, {"remat": "saved:dot_general.6"}],
+    ids=str,
+)
+def test_a_text_is_evaluated_by_a_model_that_was_trained_elsewhere(how):
+    layout = make_layout(config_lib.ParallelConfig(), jax.devices()[:1])
+    params = init_params(MODEL, jax.random.key(0))
+
+    def found(model):
+        trained = TrainedModel(model, params, layout, None, pathlib.Path(), "")
+        return evaluate._predict(trained, num_rows=2, window=64)(concat_batch(np.zeros((2, 64), int)))
+
+    np.testing.assert_allclose(found(dataclasses.replace(MODEL, **how)), found(MODEL), rtol=1e-5)

@@ -1,5 +1,6 @@
 """The command that continues text: what it prints, that batches and meshes change nothing of it, what it refuses."""
 
+import dataclasses
 import types
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 
 from hlat_jax.generate import Continued, _encoded
 from hlat_jax.generator import Generator, Sampling
+from hlat_jax.inference import TrainedModel
 from hlat_jax.weights import open_weights
 
 WORDS = ["--max_tokens=20", "--temperature=1.5", "--top_k=50", "--top_p=0.95", "--seed=7"]
@@ -94,10 +96,14 @@ def test_generate_refuses_what_it_cannot_do(words, message, trained_run, generat
     assert message in error
 
 
-def test_prompts_begin_with_bos_where_it_is_asked_for_and_there_is_one():
+def test_prompts_begin_with_bos_where_it_is_asked_for_or_said_by_the_tokenizer_and_there_is_one():
     tokenizer = types.SimpleNamespace(encode=np.array, bos_id=1, path="some.model")
-    assert _encoded(tokenizer, [5, 6], 0, bos=True) == [1, 5, 6]
-    assert _encoded(tokenizer, [5, 6], 0, bos=False) == [5, 6]
+    trained = TrainedModel(None, None, None, tokenizer, None, "")
+    assert _encoded(trained, [5, 6], 0, bos=True) == [1, 5, 6]
+    assert _encoded(trained, [5, 6], 0, bos=None) == [5, 6]
+    says_so = dataclasses.replace(trained, begins_with_bos=True)
+    assert _encoded(says_so, [5, 6], 0, bos=None) == [1, 5, 6]
+    assert _encoded(says_so, [5, 6], 0, bos=False) == [5, 6]
     tokenizer.bos_id = -1
-    with pytest.raises(ValueError, match=r"--bos: the tokenizer some.model has no BOS"):
-        _encoded(tokenizer, [5, 6], 0, bos=True)
+    with pytest.raises(ValueError, match=r"bos: the tokenizer some.model has no BOS"):
+        _encoded(trained, [5, 6], 0, bos=True)

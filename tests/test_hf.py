@@ -8,6 +8,7 @@ import dataclasses
 import json
 import shutil
 import warnings
+import weakref
 
 import hf_models
 import jax
@@ -23,8 +24,9 @@ from hlat_jax import hf
 from hlat_jax.huggingface import config_json, exporting, names
 from hlat_jax.huggingface.reading import open_checkpoint
 from hlat_jax.model import apply
+from hlat_jax.ops.registry import OPS
 from hlat_jax.safetensors_file import Writer
-from hlat_jax.weights import open_weights
+from hlat_jax.weights import Weights, open_weights
 
 TOKENS_BT = np.random.default_rng(7).integers(0, 384, (1, 1024), dtype=np.int32)
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
@@ -361,9 +363,24 @@ def test_shards_keep_every_tensor_in_order_and_below_the_size(gqa, tmp_path, hf_
     same_bits(made.state_dict(), transformers.AutoModelForCausalLM.from_pretrained(gqa).state_dict())
 
 
+def test_an_export_holds_one_parameter_at_a_time(gqa, tmp_path, hf_here, monkeypatch):
+    assert hf_here("import", gqa, f"--out={tmp_path / 'ours'}")[0] == 0
+    read, owners = Weights.read, []
+
+    def alone(self, name):
+        assert not any(owner() is not None for owner in owners), f"{name} is read beside another one"
+        found = read(self, name)
+        owners.append(weakref.ref(found if found.base is None else found.base))
+        return found
+
+    monkeypatch.setattr(Weights, "read", alone)
+    exporting.export_checkpoint(open_weights(tmp_path / "ours"), tmp_path / "back")
+    assert len(owners) == 2 * len(jax.tree.leaves(open_weights(tmp_path / "ours").arrays))  # written, and compared
+
+
 def test_every_field_of_the_model_that_config_json_tells_is_compared_after_an_export():
     told = config_json.architecture(dataclasses.replace(hf_config(), rope_scaling="llama3"))
-    theirs_only = {"fuse_qkv", "depth_scaled_init", "layer_loop", "remat", "attention", "cross_entropy", "tuned"}
+    theirs_only = {"fuse_qkv", "depth_scaled_init", "layer_loop", "remat", "tuned", *OPS}
     assert told.keys() | theirs_only == {field.name for field in dataclasses.fields(hf_config())}
 
 

@@ -52,6 +52,27 @@ def test_a_signal_during_validation_loses_no_step(micro, train, tmp_path, monkey
     assert [row["step"] for row in read_rows(tmp_path / "run" / ROWS_FILE) if "loss" in row] == list(range(1, 7))
 
 
+def test_after_a_signal_the_state_is_saved_before_what_is_due_is_evaluated(micro, train, tmp_path, monkeypatch):
+    micro.checkpoint.every_steps = 0
+    dispatch, evaluate, saved_before = loop._dispatch, Validation.__call__, []
+
+    def dispatch_and_signal(run, *rest):
+        found = dispatch(run, *rest)
+        if run.step == 6:  # where a validation is due
+            os.kill(os.getpid(), signal.SIGTERM)
+        return found
+
+    def evaluate_and_look(self, params):
+        saved_before.append(saved_steps(tmp_path / "run"))
+        return evaluate(self, params)
+
+    monkeypatch.setattr(loop, "_dispatch", dispatch_and_signal)
+    monkeypatch.setattr(Validation, "__call__", evaluate_and_look)
+    assert train(micro) == 0
+    assert saved_before[-1] == saved_steps(tmp_path / "run")
+    assert len(saved_before[-1]) == 1
+
+
 def test_a_bad_record_is_named_and_the_steps_before_it_are_saved(micro, train, tmp_path):
     text = tmp_path / "text.jsonl"
     lines = [json.dumps({"text": f"{index} " + "word and word " * 40}) for index in range(40)]

@@ -15,7 +15,7 @@ import pytest
 
 from hlat_jax import config as config_lib
 from hlat_jax import metrics
-from hlat_jax.metrics import Interval, MetricsLog, duration, eval_line, header, json_line, plot_loss, rewind, train_line
+from hlat_jax.metrics import Interval, MetricsLog, duration, eval_line, header, json_line, rewind, train_line
 
 TOKENS_PER_STEP = 100
 
@@ -301,33 +301,6 @@ def test_wandb_goes_on_in_the_same_run_after_a_resume(tmp_path, monkeypatch):
     assert first["id"] == second["id"]
     assert (first["project"], second["resume"]) == ("p", "allow")
     assert (logged["step"], logged["train/tokens"]) == (1, 100)
-
-
-def test_the_picture_is_drawn_and_nothing_to_draw_is_no_error(tmp_path):
-    png = tmp_path / "loss.png"
-    path = tmp_path / "metrics.jsonl"
-    path.write_text("")
-    assert not plot_loss(path, png, title="t")
-    assert not png.exists()
-    path.write_text("".join(json_line(row(s, loss=math.nan if s == 2 else 4.0)) for s in range(1, 5)))
-    assert plot_loss(path, png, title="t")
-    assert png.read_bytes().startswith(b"\x89PNG")
-
-
-def test_curves_stand_at_their_tokens_without_nonfinite_points(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    rows = [eval_row(0), row(1, loss=4.0), row(2, loss=math.nan), row(3, loss=3.0), eval_row(3)]
-    path.write_text("".join(map(json_line, rows)))
-    assert metrics._curves(path) == ([(100, 4.0), (300, 3.0)], [(0, 4.5), (300, 4.5)])
-
-
-def test_smoothing_keeps_a_constant_and_follows_a_step():
-    assert metrics.smoothed([2.0] * 100) == pytest.approx([2.0] * 100)
-    stepped = metrics.smoothed([5.0] * 200 + [1.0] * 200)
-    assert stepped[190] == pytest.approx(5.0)
-    assert stepped[-1] == pytest.approx(1.0)
-    assert stepped[200] == pytest.approx(3.0, abs=0.2)  # no lag
-    assert metrics.smoothed([9.0, 4.0, 3.0])[0] == 9.0
 
 
 def test_metrics_imports_neither_jax_nor_what_a_run_may_do_without():

@@ -232,6 +232,21 @@ def test_checkpoints_that_differ_are_not_averaged(other, message, tmp_path):
     assert not (tmp_path / "mean").exists()
 
 
+def test_checkpoints_of_a_run_that_changed_how_it_runs_are_averaged(tmp_path):
+    write_weights(tmp_path / "a")
+    write_weights(tmp_path / "b", model=dataclasses.replace(MODEL, tuned="b.json", rms_norm="triton", remat="full"))
+    averaging.average([tmp_path / "a", tmp_path / "b"], tmp_path / "mean")
+    assert open_weights(tmp_path / "mean").model == MODEL
+
+
+def test_a_run_begins_with_weights_of_a_model_that_was_timed_and_ran_otherwise(tmp_path):
+    write_weights(tmp_path / "a", model=dataclasses.replace(MODEL, tuned="a.json", rms_norm="triton", remat="full"))
+    config = config_lib.resolve(config_lib.load("tiny"))
+    train = dataclasses.replace(config.train, init_from=str(tmp_path / "a"))
+    begun = dataclasses.replace(config, model=MODEL, train=train)
+    assert open_start(begun, Tokenizer(config.data.tokenizer)).model.tuned == "a.json"
+
+
 @pytest.mark.parametrize("policy", ["fp32", "mixed", "bf16_sr"])
 def test_a_new_state_gets_the_weights_it_is_given_and_nothing_else_of_theirs(policy, trained):
     _, run, config = trained

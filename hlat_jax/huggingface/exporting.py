@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import pathlib
 import shutil
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
@@ -53,11 +54,9 @@ def _write_tensors(weights: Weights, folder: pathlib.Path, *, dtype: np.dtype, s
     where = {name: file for file, part in shards.items() for name in part}
     try:
         for entry in names.table(weights.model):
-            ours = weights.read(entry.leaf)
-            for layer in range(weights.model.num_layers if entry.stacked else 1):
-                for name, tensor in zip(entry.names(layer), _split(entry, ours, layer), strict=True):
-                    writers[where[name]].write(name, as_dtype(tensor, dtype))
-            del ours  # before the next one is read
+            for name, tensor in _tensors(weights, entry):
+                writers[where[name]].write(name, as_dtype(tensor, dtype))
+            del tensor  # a view, which would keep the whole parameter while the next one is read
     finally:
         for writer in writers.values():
             writer.close()
@@ -69,9 +68,13 @@ def _write_tensors(weights: Weights, folder: pathlib.Path, *, dtype: np.dtype, s
         durable.write_json(folder / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": where})
 
 
-def _split(entry: names.Entry, ours: np.ndarray, layer: int) -> list[np.ndarray]:
-    slab = ours[layer] if entry.stacked else ours
-    return [tensor.view(ours.dtype) for tensor in map(np.ascontiguousarray, entry.split(bits(slab)))]
+def _tensors(weights: Weights, entry: names.Entry) -> Iterator[tuple[str, np.ndarray]]:
+    """Gives the tensors that a parameter is made of, by their names; reads the parameter."""
+    ours = weights.read(entry.leaf)
+    for layer in range(weights.model.num_layers if entry.stacked else 1):
+        slab = ours[layer] if entry.stacked else ours
+        for name, tensor in zip(entry.names(layer), entry.split(bits(slab)), strict=True):
+            yield name, np.ascontiguousarray(tensor).view(ours.dtype)
 
 
 def shards_of(tensors: dict[str, Any], shard_bytes: int) -> dict[str, dict[str, Any]]:
@@ -96,15 +99,21 @@ def _compare(weights: Weights, folder: pathlib.Path, *, dtype: np.dtype) -> None
     if architecture(found.model) != architecture(weights.model):
         raise ValueError(f"{folder}: config.json came back as another model; this is a bug of hlat_jax.")
     for entry in names.table(weights.model):
-        ours = weights.read(entry.leaf)
-        for layer, slab in enumerate(found.slabs(entry)):
-            mine = as_dtype(ours[layer] if entry.stacked else ours, dtype)
-            if slab.dtype != dtype or not np.array_equal(bits(mine), bits(slab)):
-                raise ValueError(
-                    f"{folder}: {', '.join(entry.names(layer))} came back with other values than {weights.folder} "
-                    "has; nothing was exported. Look at the disk, then at hlat_jax."
-                )
-        del ours
+        layer = _first_other(weights.read(entry.leaf), found.slabs(entry), stacked=entry.stacked, dtype=dtype)
+        if layer is not None:
+            raise ValueError(
+                f"{folder}: {', '.join(entry.names(layer))} came back with other values than {weights.folder} has; "
+                "nothing was exported. Look at the disk, then at hlat_jax."
+            )
+
+
+def _first_other(ours: np.ndarray, slabs: Iterable[np.ndarray], *, stacked: bool, dtype: np.dtype) -> int | None:
+    """Returns the first layer whose values came back as others; None: there is none."""
+    for layer, slab in enumerate(slabs):
+        mine = as_dtype(ours[layer] if stacked else ours, dtype)
+        if slab.dtype != dtype or not np.array_equal(bits(mine), bits(slab)):
+            return layer
+    return None
 
 
 def _write_companions(weights: Weights, folder: pathlib.Path, *, dtype: str) -> None:

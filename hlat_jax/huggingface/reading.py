@@ -180,3 +180,16 @@ def _require_same(embedding: Stored, head: Stored) -> None:
 def _some(found: Iterable[str]) -> str:
     found = list(found)
     return ", ".join(found[:_SHOWN]) + (f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else "")
+
+
+def begins_texts_with_bos(folder: pathlib.Path) -> bool:
+    """Returns whether the tokenizer of a folder puts BOS before a text in transformers, by what its files say."""
+    settings_file, tokenizer_file = folder / "tokenizer_config.json", folder / "tokenizer.json"
+    settings = json.loads(settings_file.read_text()) if settings_file.is_file() else {}
+    if isinstance(settings.get("add_bos_token"), bool):
+        return settings["add_bos_token"]
+    if tokenizer_file.is_file():
+        after = json.loads(tokenizer_file.read_text()).get("post_processor") or {}
+        templates = [each.get("single") or [{}] for each in after.get("processors", [after])]
+        return any("SpecialToken" in pieces[0] for pieces in templates)
+    return settings.get("tokenizer_class", "").startswith("Llama")  # whose default it is
