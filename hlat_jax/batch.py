@@ -71,7 +71,17 @@ def take_rows(batch: Batch, rows: Any) -> Batch:
 
 
 def microbatches(batch: Any, num_microbatches: int) -> Any:
-    """Returns fields [B, ...] as [M, B / M, ...]; part m has rows m, m + M, m + 2M, ..."""
+    """Returns fields [B, ...] as [M, B / M, ...]; part m has rows m, m + M, m + 2M, ...
+
+    Raises:
+      ValueError: rows that M does not divide, or a field without rows.
+    """
+    for path, field in jax.tree_util.tree_leaves_with_path(batch):
+        if not field.shape or num_microbatches < 1 or field.shape[0] % num_microbatches:
+            raise ValueError(
+                f"the batch's {jax.tree_util.keystr(path) or 'array'} of shape {field.shape} (on one device) does not "
+                f"divide into num_microbatches={num_microbatches}: every field has rows in front, a multiple of it."
+            )
     return jax.tree.map(lambda field: field.reshape(-1, num_microbatches, *field.shape[1:]).swapaxes(0, 1), batch)
 
 

@@ -19,6 +19,8 @@ def _key(default: Any, doc: str, *, choices: tuple = ()) -> Any:
     return dataclasses.field(default=default, metadata={"doc": doc, "choices": choices})
 
 
+_POLICIES = ("fp32", "autocast", "mixed", "bf16_sr", "bf16")
+_FUSIBLE = ("auto", "reference", "recomputed", "triton")
 _ATTENTION = ("auto", "einsum", "blocked", "chunked", "cudnn", "triton", "nki")
 
 
@@ -52,6 +54,9 @@ class ModelConfig:
     )
     attention: str = _key("auto", "Attention implementation.", choices=_ATTENTION)
     cross_entropy: str = _key("auto", "Loss from hidden states.", choices=("auto", "dense", "chunked"))
+    rms_norm: str = _key("auto", "RMSNorm implementation.", choices=_FUSIBLE)
+    swiglu: str = _key("auto", "SwiGLU implementation.", choices=_FUSIBLE)
+    rope: str = _key("auto", "Implementation of the rotary embeddings.", choices=("auto", "reference", "paired"))
     tuned: str = _key("", "Table of measured times that auto honours, see hlat_jax.ops tune; empty: levels decide.")
 
 
@@ -77,7 +82,7 @@ class ParallelConfig:
 class PrecisionConfig:
     """What is stored, computed, accumulated and rounded."""
 
-    policy: str = _key("fp32", "Named policy, see hlat_jax.precision.", choices=("fp32", "mixed", "bf16_sr", "bf16"))
+    policy: str = _key("fp32", "Named policy, see hlat_jax.precision.", choices=_POLICIES)
     stochastic_rounding: str = _key(
         "auto",
         "Who rounds, under bf16_sr: Neuron itself, others in software.",
@@ -134,6 +139,12 @@ class TrainConfig:
     z_loss_weight: float = _key(0.0, "Weight of the squared log-normaliser in the loss.")
     eval_every_steps: int = _key(0, "Validate every so many steps and at the end; 0: at the end only.")
     num_eval_batches: int = _key(8, "Batches of one validation, of each source; the same ones each time.")
+    eval_tasks: str = _key("", "Tasks of the LM Evaluation Harness, NAME,NAME; needs the eval extra; empty: none.")
+    eval_tasks_every_steps: int = _key(
+        0, "Run them every so many steps, before the first and at the end; 0: these two."
+    )
+    eval_tasks_limit: int = _key(0, "Questions of each task, the first ones; 0: all.")
+    eval_tasks_folder: str = _key("", "Folder with tasks of one's own, as YAML; empty: none.")
     max_nonfinite_steps: int = _key(3, "The run stops after this many steps in a row without a finite loss and norm.")
     eval_loss_low: float = _key(0.0, "Lower end of the expected final validation loss in nats; see eval_loss_high.")
     eval_loss_high: float = _key(0.0, "Upper end of the expected final validation loss in nats; 0: no expectation.")
@@ -149,6 +160,7 @@ class CheckpointConfig:
     every_minutes: float = _key(0.0, "Save when this much time has passed since the last one; 0: never by time.")
     keep_last: int = _key(3, "Rolling checkpoints kept, newest first.")
     keep_every_steps: int = _key(0, "Save at multiples of this too, and keep those for ever; 0: none.")
+    export_every_steps: int = _key(0, "Export for transformers every so many steps and at the end, kept; 0: never.")
 
 
 @dataclasses.dataclass(frozen=True)

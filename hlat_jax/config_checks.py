@@ -109,6 +109,15 @@ def check_parallel(parallel: ParallelConfig, model: ModelConfig) -> None:
         )
 
 
+def check_policy(policy: str, *, pipe: int) -> None:
+    """Raises ValueError for a policy that stages cannot have; called again when a degree of -1 is known."""
+    if policy == "autocast" and pipe > 1:
+        raise ValueError(
+            f"precision.policy=autocast with parallel.pipe={pipe}: it casts a loss that runs whole, and stages run one "
+            "by one; use 'mixed', or other degrees than pipe."
+        )
+
+
 def check_training(c: Config) -> None:
     """Raises ValueError for settings of a run that do not fit each other."""
     o, d, t = c.optimizer, c.data, c.train
@@ -117,6 +126,7 @@ def check_training(c: Config) -> None:
             f"precision.stochastic_rounding={c.precision.stochastic_rounding!r} with precision.policy="
             f"{c.precision.policy!r}, which rounds to nearest; set the policy to 'bf16_sr' or leave 'auto'."
         )
+    check_policy(c.precision.policy, pipe=c.parallel.pipe)
     _at_least(1, data__batch_size=d.batch_size, train__num_microbatches=t.num_microbatches)
     _at_least(2, data__seq_len=d.seq_len)
     _at_least(1, data__max_document_chars=d.max_document_chars, data__prefetch_batches=d.prefetch_batches)
@@ -128,6 +138,8 @@ def check_training(c: Config) -> None:
     _at_least(0, optimizer__warmup_steps=o.warmup_steps)
     _at_least(0, checkpoint__every_steps=c.checkpoint.every_steps, checkpoint__every_minutes=c.checkpoint.every_minutes)
     _at_least(0, checkpoint__keep_every_steps=c.checkpoint.keep_every_steps, train__sample_tokens=t.sample_tokens)
+    _at_least(0, checkpoint__export_every_steps=c.checkpoint.export_every_steps)
+    _at_least(0, train__eval_tasks_every_steps=t.eval_tasks_every_steps, train__eval_tasks_limit=t.eval_tasks_limit)
     _at_least(0, optimizer__peak_lr=o.peak_lr, optimizer__eps=o.eps, optimizer__clip_norm=o.clip_norm)
     _at_least(0, optimizer__weight_decay=o.weight_decay, train__z_loss_weight=t.z_loss_weight)
     for name in ("beta1", "beta2", "min_lr_ratio"):
@@ -148,5 +160,11 @@ def check_training(c: Config) -> None:
         raise ValueError(
             f"optimizer.horizon_steps={o.horizon_steps} must exceed optimizer.warmup_steps={o.warmup_steps}."
         )
+    if t.eval_tasks and not all(t.eval_tasks.split(",")):
+        raise ValueError(f"train.eval_tasks={t.eval_tasks!r} has an empty name; give NAME,NAME without spaces.")
+    for name in ("every_steps", "limit", "folder"):
+        value = getattr(t, f"eval_tasks_{name}")
+        if value and not t.eval_tasks:
+            raise ValueError(f"train.eval_tasks_{name}={value} without train.eval_tasks: name tasks, or leave it out.")
     if t.eval_loss_high < t.eval_loss_low:
         raise ValueError(f"train.eval_loss_high={t.eval_loss_high} is below train.eval_loss_low={t.eval_loss_low}.")

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from hlat_jax.config import Config, ModelConfig, ParallelConfig
-from hlat_jax.config_checks import check_parallel
+from hlat_jax.config_checks import check_parallel, check_policy
 from hlat_jax.sharding import MESH_AXES, TENSOR, Layout, abstract_layout, make_layout, resolve_degrees
 
 
@@ -38,6 +38,7 @@ def check_degrees(config: Config, num_devices: int) -> None:
     degrees = dict(zip(MESH_AXES, resolve_degrees(parallel, num_devices), strict=True))
     parallel = dataclasses.replace(parallel, **degrees)
     check_parallel(parallel, config.model)
+    check_policy(config.precision.policy, pipe=parallel.pipe)
     layout = abstract_layout(parallel, num_devices, num_kv_heads=config.model.num_kv_heads)
     _check_model(config.model, layout)
     if layout.sequence_parallel:

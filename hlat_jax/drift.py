@@ -18,6 +18,7 @@ MAY_CHANGE = (
     "train.init_from",  # read at step 0 alone
     "train.max_nonfinite_steps",
     "train.eval_loss_*",
+    "train.eval_tasks*",
     "train.sample_*",
     "metrics.*",
     "checkpoint.*",

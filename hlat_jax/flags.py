@@ -94,15 +94,15 @@ def parse_own(argv: Sequence[str], define: Callable[[flags.FlagValues], None], *
 
 def _rest(argv: Sequence[str], values: flags.FlagValues, *, usage: str) -> list[str]:
     """Returns the words that are no flags, after `values` has taken those that are; prints and ends for `--help`."""
+    known = {f"--{name}" for name in values}
+    for word in argv:
+        name = word.split("=", 1)[0]
+        if name != "--help" and name.startswith("--") and not {name, f"--{name.removeprefix('--no')}"} & known:
+            raise ValueError(f"unknown flag {name}. {nearest(name, known)}")
     if any(word in ("--help", "-h") for word in argv):
         rows = [f"  --{name:<20} {values[name].help} Default: {values[name].default!r}." for name in values]
         print("\n".join((usage, "Flags:", *rows)))
         sys.exit(0)
-    known = {f"--{name}" for name in values}
-    for word in argv:
-        name = word.split("=", 1)[0]
-        if name.startswith("--") and not {name, f"--{name.removeprefix('--no')}"} & known:
-            raise ValueError(f"unknown flag {name}. {nearest(name, known)}")
     try:
         return values(["hlat_jax", *argv])[1:]
     except (flags.Error, ValueError) as error:

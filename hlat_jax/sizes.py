@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 import re
 
 UNITS = {
@@ -29,8 +30,8 @@ def parse_bytes(size: int | str, *, name: str) -> int:
     Raises:
       ValueError: a number without a unit, another unit, or nothing positive.
     """
-    if isinstance(size, int) and not isinstance(size, bool) and size >= _LEAST:
-        return size
+    if isinstance(size, numbers.Integral) and not isinstance(size, bool) and size >= _LEAST:  # NumPy's too
+        return int(size)
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", size) if isinstance(size, str) else None
     if found is None or found[2] not in UNITS or float(found[1]) * UNITS[found[2]] < 1:
         raise ValueError(f"{name}={size!r} is no size in bytes: give {FORMS}.")

@@ -19,6 +19,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from hlat_jax import config as config_lib
+from hlat_jax import settings
 from hlat_jax.checkpoint import Checkpointer, SaveError
 from hlat_jax.drift import config_drift
 from hlat_jax.integrity import INTEGRITY_FILE
@@ -394,3 +395,16 @@ def test_drift_of_metadata_sees_hashes_and_ignores_progress():
     assert config_drift(saved, moved) == []
     [line] = config_drift(saved, current | {"manifest": {"files": ["x"], "hash": "d"}})
     assert line == "manifest.hash: 'b' in the checkpoint, 'd' now"
+
+
+def test_a_key_that_is_newer_than_a_checkpoint_had_its_default_then():
+    current = {"config": config_dict(), "implementations": {"attention": "blocked", "rope": "paired"}}
+    current |= {"tokenizer_sha256": "a", "manifest": {}}
+    saved = json.loads(json.dumps(current))
+    del saved["config"]["model"]["rope"], saved["implementations"]["rope"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(settings, "data_drift", lambda *_, **__: [])
+        settings.refuse_drift(saved, current, step=1)
+        current["config"]["model"]["rope"] = "reference"
+        with pytest.raises(ValueError, match=r"model.rope: 'auto' in the checkpoint, 'reference' now"):
+            settings.refuse_drift(saved, current, step=1)

@@ -202,6 +202,9 @@ FIELDS = {
     "model.remat": Row("full", program, given={"model.remat": "none"}),
     "model.attention": Row("einsum", program, given={"model.attention": "blocked"}),
     "model.cross_entropy": Row("chunked", program, given=LONG_ROWS | {"model.cross_entropy": "dense"}),
+    "model.rms_norm": Row("reference", program),
+    "model.swiglu": Row("reference", program),
+    "model.rope": Row("paired", program),
     "model.tuned": Row("FOLDER/tuned.json", program),
     "parallel.pipe": Row(2, placement),
     "parallel.data": Row(2, placement, given={"parallel.data": 1, "parallel.fsdp": -1}),
@@ -246,6 +249,11 @@ FIELDS = {
     "train.z_loss_weight": Row(1e-4, program),
     "train.eval_every_steps": Row(3, run, "rows"),
     "train.num_eval_batches": Row(3, run, "rows"),
+    # what these do is in test_harness
+    "train.eval_tasks": Row("any", refusal, given={"train.eval_tasks_limit": 2}),
+    "train.eval_tasks_every_steps": Row(2, refusal),
+    "train.eval_tasks_limit": Row(2, refusal),
+    "train.eval_tasks_folder": Row("FOLDER/tasks", refusal),
     "train.max_nonfinite_steps": Row(2, run, "rows", DIVERGING),
     "train.eval_loss_low": Row(19.0, run, "printed", {"train.eval_loss_high": 20.0}),
     "train.eval_loss_high": Row(20.0, run, "printed"),
@@ -255,6 +263,7 @@ FIELDS = {
     "checkpoint.every_minutes": Row(1e-9, run, "checkpoints", {"checkpoint.every_steps": 0}),
     "checkpoint.keep_last": Row(1, run, "checkpoints"),
     "checkpoint.keep_every_steps": Row(1, run, "checkpoints"),
+    "checkpoint.export_every_steps": Row(4, run, "files"),
     "metrics.log_every_steps": Row(1, run, "printed"),
     "metrics.console": Row("off", run, "printed"),
     "metrics.tensorboard": Row(True, run, "files"),
@@ -351,7 +360,7 @@ def test_config_observations_do_not_change_by_themselves(observed, tmp_path):
     ("words", "message"),
     [
         (["--config=tinny"], "--config=tinny: no such config. Did you mean 'tiny'?"),
-        (["--config=nowhere.py"], "--config=nowhere.py: no such file. Shipped configs: 160m, 1b, 70b, 7b, tiny"),
+        (["--config=nowhere.py"], "--config=nowhere.py: no such file. Shipped configs: 160m, 1b, 70b, 7b, node, tiny"),
         ([], "--config=NAME is missing"),
         (["--config"], "--config=: no such config."),
         (["--config=tiny", "--config", "7b"], "--config is given 2 times; a run has one config."),
@@ -415,7 +424,7 @@ def test_resolve_refuses_unknown_and_missing_keys_and_wrong_types():
         "config lacks train.seed": lambda t: t["train"].pop("seed"),
         "data.shuffle=1 is int; it must be bool.": lambda t: t["data"].update(shuffle=1),
         "data.seed=True is bool; it must be int.": lambda t: t["data"].update(seed=True),
-        "precision.policy='fp8' is not one of fp32, mixed, bf16_sr,": lambda t: t["precision"].update(policy="fp8"),
+        "precision.policy='fp8' is not one of fp32, autocast, mixed,": lambda t: t["precision"].update(policy="fp8"),
     }
     for message, edit in cases.items():
         with pytest.raises(ValueError) as caught:  # noqa: PT011 - the message is compared below

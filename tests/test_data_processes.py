@@ -22,7 +22,7 @@ DATA = DataConfig(
     max_document_chars=2000,
 )
 PROGRAM = """
-import json, sys
+import json, pathlib, sys
 import jax
 import numpy as np
 jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
@@ -33,6 +33,7 @@ from hlat_jax.data.loader import TrainBatches
 from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.sharding import gather_rows, make_layout, process_rows, shard_batch
 
+found = []
 for parallel in (ParallelConfig(), ParallelConfig(data=1, fsdp=2, tensor=2), ParallelConfig(data=1, tensor=4)):
     layout = make_layout(parallel, jax.devices())
     rows = process_rows(layout, DATA.batch_size)
@@ -42,12 +43,13 @@ for parallel in (ParallelConfig(), ParallelConfig(data=1, fsdp=2, tensor=2), Par
     batches.close()
     whole = gather_rows(position + 2**40, rows, DATA.batch_size) - 2**40
     tokens = multihost_utils.process_allgather(shard_batch(batch, layout).tokens, tiled=True)
-    if jax.process_index() == 0:
-        print(json.dumps([rows, whole.tolist(), np.asarray(tokens).tolist()]))
+    found.append([rows, whole.tolist(), np.asarray(tokens).tolist()])
+if jax.process_index() == 0:
+    pathlib.Path(sys.argv[3]).write_text(json.dumps(found))
 """
 
 
-def test_two_processes_bring_the_rows_of_their_devices_and_save_one_position():
+def test_two_processes_bring_the_rows_of_their_devices_and_save_one_position(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
@@ -55,7 +57,7 @@ def test_two_processes_bring_the_rows_of_their_devices_and_save_one_position():
     env["PYTHONPATH"] += os.pathsep + os.path.dirname(__file__)
     runs = [
         subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, address, str(rank)],
+            [sys.executable, "-c", PROGRAM, address, str(rank), str(tmp_path / "found.json")],
             env=env,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -69,7 +71,7 @@ def test_two_processes_bring_the_rows_of_their_devices_and_save_one_position():
         for run in runs:
             run.kill()
     assert [run.returncode for run in runs] == [0, 0], [error[-2000:] for _, error in outputs]
-    found = [json.loads(line) for line in outputs[0][0].splitlines() if line.startswith("[[")]
+    found = json.loads((tmp_path / "found.json").read_text())
     batches = TrainBatches(DATA, tokenizer=Tokenizer(DATA.tokenizer))
     for _ in range(3):
         batch, position = next(batches)

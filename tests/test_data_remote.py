@@ -112,14 +112,14 @@ def test_error_of_a_client_library_names_the_file(tmp_path, memory, monkeypatch,
             patch.setattr(type(memory), method, fail)
             with pytest.raises(ValueError, match=rf"{name} .*ClientError: expired token"):
                 reads()
-    opened = memory.open
+    opened = type(memory).open
 
     def breaking(*args, **options):
         file = opened(*args, **options)
         file.read = fail
         return file
 
-    monkeypatch.setattr(memory, "open", breaking)
+    monkeypatch.setattr(type(memory), "open", breaking)  # of the object, it would stay there: pytest sets it again
     if name != "a.parquet":  # pyarrow may read a file in other ways
         with pytest.raises(ValueError, match=rf"{name} .*ClientError: expired token"):
             read_all(f"memory://bucket/{name}")

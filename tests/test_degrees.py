@@ -53,6 +53,10 @@ REFUSED = {
         {"parallel.pipe": -1, "parallel.data": 4, "model.num_layers": 4, "model.layer_loop": "unroll"},
         r"parallel.pipe=2 with model.layer_loop='unroll' .* 8 devices: parallel.tensor=2 ",
     ),
+    "cast stages": (
+        {"parallel.pipe": -1, "parallel.data": 4, "model.num_layers": 4, "precision.policy": "autocast"},
+        r"precision.policy=autocast with parallel.pipe=2: .* 8 devices: parallel.tensor=2 ",
+    ),
     "devices": ({"parallel.tensor": 3, "model.num_kv_heads": 3, "model.num_heads": 3}, r"are 8; .* parallel.tensor=1 "),
     "nothing passes": ({"data.batch_size": 1, "model.num_layers": 7, "model.vocab_size": 63}, r"No degrees pass every"),
 }

@@ -12,6 +12,8 @@ import micro
 import pytest
 
 from hlat_jax import distributed
+from hlat_jax.huggingface.exporting import export_checkpoint
+from hlat_jax.weights import open_weights
 
 pytestmark = pytest.mark.xdist_group("distributed")  # its fixtures are costly: one process
 
@@ -134,7 +136,8 @@ def test_a_checkpoint_of_two_processes_goes_on_in_another_number_and_mesh(
     leftover = workdir / f"checkpoints/{step + 2}{kill_trials.TMP_MARK}-1"
     leftover.mkdir()
     mesh = SPLIT if num_processes == 4 else ("parallel.data=1", "parallel.fsdp=4")
-    with train_job(workdir, num_processes, *mesh, "train.sample_prompt=", "checkpoint.every_steps=10") as job:
+    own = ("train.sample_prompt=", "checkpoint.every_steps=10", f"checkpoint.export_every_steps={NUM_STEPS}")
+    with train_job(workdir, num_processes, *mesh, *own) as job:
         assert job.wait(180) == [0] * num_processes, job.err(0) + job.err(num_processes - 1)
     assert f"resuming from step {step} of {NUM_STEPS}" in job.out(0)
     warnings = "".join(job.err(index) for index in range(num_processes)).count(f"/{step + 1} is damaged")
@@ -143,8 +146,12 @@ def test_a_checkpoint_of_two_processes_goes_on_in_another_number_and_mesh(
     assert not leftover.exists()
     assert_same_rows(micro.rows(workdir), micro.rows(alone))
     names = {path.name for path in workdir.iterdir()}
-    assert names == {path.name for path in alone.iterdir()}
+    assert names == {path.name for path in alone.iterdir()} | {"huggingface"}
     assert micro.saved_steps(workdir) == [NUM_STEPS - 10, NUM_STEPS]
+    [exported] = (workdir / "huggingface").iterdir()
+    export_checkpoint(open_weights(workdir), tmp_path / "expected")
+    for path in (tmp_path / "expected").iterdir():
+        assert (exported / path.name).read_bytes() == path.read_bytes(), path.name
 
 
 def add_damaged_checkpoint(folder, step):

@@ -25,9 +25,3 @@ def test_page_links_to_what_is_there(page):
             titles = re.findall(r"^#+ (.*)$", file.read_text(), re.MULTILINE)
             anchors = {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
             assert anchor in anchors, f"{page.name} links to {target}#{anchor}"
-
-
-def test_parallelism_example_runs_as_it_stands(capsys):
-    [code] = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "parallelism.md").read_text(), re.DOTALL)
-    exec(compile(code, "docs/parallelism.md", "exec"), {})
-    assert float(capsys.readouterr().out) == 1.0

@@ -394,6 +394,35 @@ def test_neuron_is_served_where_there_are_devices_unless_jax_platforms_says_othe
         assert topology.instance_to_serve("", platforms, machine=here) == expected
 
 
+@pytest.fixture
+def trn1_node(tmp_path, monkeypatch):
+    """A machine with Neuron devices, and an environment with nothing of theirs in it."""
+    (tmp_path / "neuron0").touch()
+    (tmp_path / "product_name").write_text("trn1.32xlarge\n")
+    for name in [name for name in os.environ if name.startswith(("JAX_", "NEURON_", "MALLOC_"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    return topology.Machine(tmp_path, tmp_path / "product_name")
+
+
+def test_prepare_sets_the_environment_of_the_node_before_jax_is_there(trn1_node, monkeypatch):
+    monkeypatch.delitem(sys.modules, "jax", raising=False)
+    precision, parallel = PrecisionConfig("bf16_sr"), ParallelConfig(data=1, tensor=-1)
+    expected = environment(precision, parallel, Topology("trn1.32xlarge"), current={}).variables
+    assert env.prepare(precision, parallel, machine=trn1_node) == "environment: set for trn1.32xlarge"
+    assert expected.items() <= os.environ.items()
+    assert os.environ["NEURON_RT_STOCHASTIC_ROUNDING_EN"] == "1"
+
+
+def test_prepare_refuses_where_jax_has_read_the_environment_and_leaves_other_machines_alone(trn1_node, tmp_path):
+    before = dict(os.environ)
+    with pytest.raises(ValueError, match=r"trn1\.32xlarge: JAX is imported already; start Python again"):
+        env.prepare(PrecisionConfig(), ParallelConfig(), machine=trn1_node)
+    (tmp_path / "neuron0").unlink()
+    assert "nothing to set" in env.prepare(PrecisionConfig(), ParallelConfig(), machine=trn1_node)
+    assert os.environ == before
+
+
 # Training: a process of its own that stops where JAX would be imported, and writes what it then finds
 
 AT_IMPORT = """
@@ -406,15 +435,19 @@ class Stop:
             sys.exit(0)
 
 sys.meta_path.insert(0, Stop())
-from hlat_jax import flags, train
-flags.main(train.main)
+from hlat_jax import flags, COMMAND
+flags.main(COMMAND.main)
 """
 
 
 def environment_at_import(*words, **variables):
     """Returns (variables, what was printed before) when a training command imports JAX; (None, the error) if it does
     not come to that."""
-    run = [sys.executable, "-c", AT_IMPORT, "--config=7b", "--config.precision.policy=mixed", *words]
+    return at_import("train", "--config=7b", "--config.precision.policy=mixed", *words, **variables)
+
+
+def at_import(command, *words, **variables):
+    run = [sys.executable, "-c", AT_IMPORT.replace("COMMAND", command), *words]
     variables = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), **variables}
     done = subprocess.run(run, env=variables, capture_output=True, text=True, timeout=60, check=False)
     if done.returncode:
@@ -460,6 +493,15 @@ def test_training_refuses_a_contradiction_before_jax_is_imported():
     assert found is None
     assert "keeps JAX off the devices of trn1.32xlarge" in error
     found, error = environment_at_import(JAX_PLATFORMS="neuron")
+    assert found is None
+    assert "this machine has no /dev/neuron0" in error
+
+
+@pytest.mark.parametrize(("command", "words"), [("generate", ["--prompt=x"]), ("evaluate", ["--text=x"])])
+def test_inference_asks_for_the_devices_before_jax_is_imported(command, words):
+    found, _ = at_import(command, "--checkpoint=x", *words)
+    assert not [name for name in found if name.startswith(("NEURON", "FI_", "MALLOC", "JAX"))]
+    found, error = at_import(command, "--checkpoint=x", *words, JAX_PLATFORMS="neuron")
     assert found is None
     assert "this machine has no /dev/neuron0" in error
 

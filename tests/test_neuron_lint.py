@@ -500,12 +500,20 @@ def test_lint_of_a_shipped_config_has_no_error_and_no_unexplained_warning(name, 
         assert not [row for row in rows if row["severity"] == "warning" and not row["explained"]]
         assert {row["rule"] for row in rows if row["rule"] in ("RP02", "GS02", "RED01")} == set(), program
         assert all(row["line"] for row in rows)
-    devices = {"tiny": 4, "160m": 8, "1b": 8, "7b": 2048, "70b": 8192}[name]
+    devices = {"tiny": 4, "node": 32, "160m": 8, "1b": 8, "7b": 2048, "70b": 8192}[name]
     assert f"{name} for {target}, {devices:,} devices" in printed
     assert time.monotonic() - began < 120  # seconds alone; other tests run beside it
 
 
-@pytest.mark.parametrize("name", ["7b", "70b"])
+def test_lint_of_node_on_the_smaller_node_has_no_error_and_no_unexplained_warning(tmp_path, lint_here):
+    code, printed, error = lint_here("--config=node", "--devices=2", f"--json={tmp_path / 'found.json'}")
+    assert (code, error) == (0, "")
+    assert "2 devices: pipe 1 x data 1 x fsdp 1 x tensor 2" in printed
+    for found in json.loads((tmp_path / "found.json").read_text())["programs"].values():
+        assert not [row for row in found["findings"] if row["severity"] == "warning" and not row["explained"]]
+
+
+@pytest.mark.parametrize("name", ["node", "7b", "70b"])
 def test_lint_of_generation_has_no_finding_but_infos(name, tmp_path, lint_here):
     code, _, error = lint_here(f"--config={name}", "--program=generate", f"--json={tmp_path / 'found.json'}")
     assert (code, error) == (0, "")

@@ -79,6 +79,13 @@ def test_plan_of_a_recipe_is_the_golden_one(plans, config_name):
     assert _rounded(json.loads(json.dumps(plans[config_name]))) == golden, again
 
 
+@pytest.mark.parametrize(("target", "tensor"), [("trn1.2xlarge", 2), ("trn1.32xlarge", 32)])
+def test_plan_of_node_fits_either_trn1_node_with_tensor_over_all_of_it(target, tensor):
+    plan = make_plan(config_lib.resolve(config_lib.load("node")), Site(target, 1))
+    assert plan["fits"]
+    assert (plan["layout"]["tensor"], plan["layout"]["devices"]) == (tensor, tensor)
+
+
 def test_plan_of_70b_fits_the_cores_that_hlat_ran_it_on(plans):
     plan = plans["70b"]
     assert plan["fits"]

@@ -36,6 +36,10 @@ FREE = {
     "train.seed": 17,
     "train.eval_every_steps": 3,
     "train.num_eval_batches": 3,
+    "train.eval_tasks": "any",
+    "train.eval_tasks_every_steps": 3,
+    "train.eval_tasks_limit": 3,
+    "train.eval_tasks_folder": "/elsewhere/tasks",
     "train.max_nonfinite_steps": 9,
     "train.sample_tokens": 5,  # within the one shape of samples
     "data.seed": 17,
@@ -46,6 +50,7 @@ FREE = {
     "data.weights": "a=1",
     "data.num_threads": 9,
     "checkpoint.every_steps": 3,
+    "checkpoint.export_every_steps": 3,
     "metrics.log_every_steps": 3,
 }
 # key of the config, another value, the programs that it makes others: all the rest must stay as they are

@@ -45,9 +45,8 @@ def test_wheel_holds_all_modules_configs_and_assets_and_no_tests(wheel):
     package, configs = micro.REPOSITORY / "hlat_jax", micro.REPOSITORY / "configs"
     expected = {f"hlat_jax/{path.relative_to(package).as_posix()}" for path in package.rglob("*.py")}
     expected |= {f"hlat_jax/configs/{path.name}" for path in configs.glob("*.py")}
-    expected |= {
-        f"hlat_jax/assets/{path.name}" for path in (package / "assets").iterdir() if path.suffix in (".jsonl", ".model")
-    }
+    assets = [path for suffix in ("jsonl", "model", "mplstyle") for path in (package / "assets").glob(f"*.{suffix}")]
+    expected |= {f"hlat_jax/assets/{path.name}" for path in assets}
     assert names == expected
     licences = {name.rsplit("/", 1)[-1] for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/licenses/" in name}
     assert licences == {"LICENSE", "NOTICE"}
@@ -75,7 +74,7 @@ def test_wheel_trains_tiny_where_the_repository_is_not(wheel, tmp_path):
     workdir = elsewhere / "runs" / "tiny"
     assert [row["step"] for row in micro.rows(workdir) if "loss" in row] == [1, 2]
     assert micro.saved_steps(workdir) == [2]
-    for config in ("160m", "1b", "7b", "70b"):
+    for config in ("node", "160m", "1b", "7b", "70b"):
         words = [sys.executable, "-m", "hlat_jax.train", f"--config={config}", "--print_config"]
         told = subprocess.run(words, cwd=elsewhere, env=env, capture_output=True, text=True, timeout=60, check=False)
         assert told.returncode == 0, told.stderr

@@ -13,17 +13,29 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import os
 import shlex
+import sys
 from collections.abc import Mapping, MutableMapping
 
 from hlat_jax.config import ParallelConfig, PrecisionConfig
 from hlat_jax.config_checks import nearest
 from hlat_jax.neuron.compiler_flags import compiler_flags, joined
-from hlat_jax.neuron.topology import COLLECTIVES_PORT, Topology, check_host, checked
+from hlat_jax.neuron.topology import (
+    COLLECTIVES_PORT,
+    HERE,
+    Machine,
+    Topology,
+    check_host,
+    checked,
+    instance_to_serve,
+    launcher,
+    lnc_of,
+)
 
 # How each precision policy rounds what it stores: precision.POLICIES, without importing JAX. A test compares this file
 # with precision.policy_on: the device or the program rounds stochastically, never both.
-ROUNDING = {"fp32": "nearest", "mixed": "nearest", "bf16": "nearest", "bf16_sr": "stochastic"}
+ROUNDING = {"fp32": "nearest", "autocast": "nearest", "mixed": "nearest", "bf16": "nearest", "bf16_sr": "stochastic"}
 
 # Variables that do nothing any more, or never did under JAX, and what takes their place.
 REMOVED = {
@@ -123,6 +135,25 @@ def apply(environ: MutableMapping[str, str], computed: Environment) -> None:
     environ.update(computed.variables)
     for name in computed.unset:
         environ.pop(name, None)
+
+
+def prepare(precision: PrecisionConfig, parallel: ParallelConfig, *, machine: Machine = HERE) -> str:
+    """Sets `environment` where this machine has Neuron devices, for a process of its own; returns what it did.
+
+    For notebooks and code that imports the package: the commands do it themselves.
+
+    Raises:
+      ValueError: as `environment`; or there are devices, and JAX has read the environment already.
+    """
+    instance = instance_to_serve("", os.environ.get("JAX_PLATFORMS", ""), machine=machine)
+    if not instance:
+        return "environment: nothing to set, as no Neuron device is used"
+    if "jax" in sys.modules:
+        raise ValueError(f"{instance}: JAX is imported already; start Python again and call this before.")
+    place = Topology(instance, lnc=lnc_of(os.environ), launcher=launcher(os.environ))
+    found = environment(precision, parallel, place, current=os.environ)
+    apply(os.environ, found)
+    return "\n".join((f"environment: set for {instance}", *found.notes))
 
 
 def recorded(environ: Mapping[str, str]) -> dict[str, str]:

@@ -36,9 +36,10 @@ EXPLAINED[("eval", "CC02")] = EXPLAINED[("train", "CC02")]
 
 
 def num_devices(config: Config) -> int:
-    """Returns the devices of a config's mesh; an open degree is as large as leaves each device one row at a time."""
+    """Returns the devices of a config's mesh; an open one leaves each device one row at a time, or one query head."""
     pipe, data, fsdp, tensor = (getattr(config.parallel, axis) for axis in MESH_AXES)
-    inner = max(pipe, 1) * max(tensor, 1)
+    tensor = config.model.num_heads if tensor == -1 else tensor
+    inner = max(pipe, 1) * tensor
     if -1 not in (data, fsdp):
         return inner * data * fsdp
     rows = config.data.batch_size // config.train.num_microbatches

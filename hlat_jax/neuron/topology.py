@@ -95,6 +95,9 @@ class Machine:
     product_name: pathlib.Path = pathlib.Path("/sys/devices/virtual/dmi/id/product_name")
 
 
+HERE = Machine()
+
+
 def checked(topology: Topology) -> Topology:
     """Returns the topology with its defaults filled in.
 

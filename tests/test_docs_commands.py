@@ -1,0 +1,119 @@
+"""Every command and example that the pages show is run here, in the order of the pages and in one folder, or checked
+without running it where it takes a cluster, the network, or too long: `CHECKED` has those, each with the reason.
+
+Blocks after the words *Not yet run* are read by bash and not run.
+"""
+
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import micro
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+NOT_RUN = "*not yet run*"
+_TRAIN, _NODE = "python -m hlat_jax.train", "launch/node.sh --dry-run"
+_SLURM = "scontrol() { echo n1; echo n2; }; export -f scontrol; SLURM_NNODES=2 SLURM_NODEID=1 SLURM_JOB_NODELIST=n"
+# What is run in place of a command: pattern, replacement, why. The first that fits counts.
+CHECKED = (
+    (r"^(pip install|git clone|cd|pytest)\b.*", "true", ".ci/run begins with them"),
+    (r"^srun \S+ launch/node.sh", f"{_SLURM} {_NODE}", "a cluster"),
+    (r"^mpirun .*? launch/node.sh", f"OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_RANK=1 {_NODE}", "a cluster"),
+    (r"^launch/node.sh (?!--dry-run)", f"{_NODE} ", "several nodes"),
+    (rf"^({_TRAIN} .*--config=(?:160m|7b|70b|mine.py)(?!.*--print_config).*)", r"\1 --print_config", "its size"),
+    (r"^(python (?:benchmarks|tools)/.*)", r"\1 --help", "minutes"),
+    (r"^(python -m hlat_jax.neuron doctor.*)", r"\1 --help", "minutes; its parts have tests of their own"),
+    (r"^(python -m hlat_jax.evaluate .*--tasks.*)", r"\1 --help", "fetches tasks; test_harness has local ones"),
+    (r"^(python -m hlat_jax.eval .*)", r"\1 --help", "fetches tasks; test_harness has local ones"),
+    (r"^(python -m hlat_jax.neuron lint .*--operators=.*)", r"\1 || test $? = 1", "a list of two: there are findings"),
+)
+# What is run is shorter than what is shown.
+SHORTER = (
+    (rf"^({_TRAIN} --config=tiny .*)", r"\1 --config.train.num_steps=12 --config.checkpoint.every_steps=6"),
+    (r"runs/tiny/checkpoints/300 runs/tiny/checkpoints/400", "runs/tiny/checkpoints/6 runs/tiny/checkpoints/12"),
+    (r"runs/70b/checkpoints/415000 runs/70b/checkpoints/429000", "runs/tiny/checkpoints/6 runs/tiny/checkpoints/12"),
+)
+
+
+def blocks(page):
+    """Returns (commands, whether they are to be run) of each bash block of a page, the lines of a command joined."""
+    text, found = page.read_text(), []
+    for block in re.finditer(r"```bash\n(.*?)```", text, re.DOTALL):
+        before = text[: block.start()].rstrip().rsplit("\n\n", 1)[-1]
+        lines = re.sub(r"(^|\s)#.*$", "", block[1].replace("\\\n", " "), flags=re.MULTILINE).splitlines()
+        found.append(([" ".join(line.split()) for line in lines if line.strip()], NOT_RUN not in before.lower()))
+    return found
+
+
+def as_run(command):
+    """Returns what is run for a command that is shown."""
+    for pattern, replacement in SHORTER:
+        command = re.sub(pattern, replacement, f"{command} ").strip()
+    for pattern, replacement, _ in CHECKED:
+        if re.match(pattern, command):
+            return re.sub(pattern, replacement, command)
+    return command
+
+
+def cases():
+    """Returns each different command once; those that use what others made run in one process, in their order."""
+    found = {}
+    for page in PAGES:
+        shown = [command for lines, run in blocks(page) if run for line in lines for command in line.split(" && ")]
+        for command in shown:
+            run = as_run(command)
+            alone = re.search(r"hlat_jax\.(plan|neuron)|--help|--print_config|--dry-run|ops choices|^true$", run)
+            marks = () if alone else pytest.mark.xdist_group("commands")
+            found.setdefault(run, pytest.param(run, id=f"{page.stem}: {command}", marks=marks))
+    return list(found.values())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """What a reader has: a checkout, and what the pages tell him to bring."""
+    path = tmp_path_factory.mktemp("reader")
+    for name in ("README.md", "benchmarks", "configs", "hlat_jax", "launch", "tools"):
+        (path / name).symlink_to(ROOT / name)
+    (path / "my_texts").mkdir()
+    lines = (ROOT / "hlat_jax" / "assets" / "austen_train.jsonl").read_text().splitlines()
+    for number, line in enumerate(lines[:60]):
+        (path / "my_texts" / f"{number}.txt").write_text(json.loads(line)["text"])
+    (path / "prompts.txt").write_text("It is a truth\nEmma\n")
+    (path / "SmolLM2-135M").symlink_to("tiny-hf")  # which comes to be on the way
+    (path / "operators.txt").write_text("Add\nMultiply\n")
+    (path / "mine.py").write_text((ROOT / "configs" / "tiny.py").read_text())
+    return path
+
+
+@pytest.mark.parametrize("command", cases())
+def test_command_of_a_page_runs(command, folder):
+    path = f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}"
+    env = micro.environment(folder / "cache") | {"PATH": path}
+    if "--instance=" in command:
+        del env["JAX_PLATFORMS"]  # a run on Trainium's devices, which it would keep JAX off
+    words = ["bash", "-c", command]
+    done = subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+@pytest.mark.xdist_group("commands")
+def test_examples_of_a_page_run_as_they_stand(page, folder, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    for code in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):
+        exec(compile(code, page.name, "exec"), {})
+    if page.name == "parallelism.md":
+        assert float(capsys.readouterr().out) == 1.0
+
+
+def test_commands_that_wait_for_a_machine_are_understood_by_bash_and_are_of_one_page():
+    waiting = {page.name: [lines for lines, run in blocks(page) if not run] for page in PAGES}
+    assert [name for name, found in waiting.items() if found] == ["trainium.md"]
+    for lines in waiting["trainium.md"]:
+        subprocess.run(["bash", "-n", "-c", "\n".join(lines)], check=True)
