@@ -30,6 +30,7 @@ CHECKED = (
     (r"^(python -m hlat_jax.neuron doctor.*)", r"\1 --help", "minutes; its parts have tests of their own"),
     (r"^(python -m hlat_jax.evaluate .*--tasks.*)", r"\1 --help", "fetches tasks; test_harness has local ones"),
     (r"^(python -m hlat_jax.eval .*)", r"\1 --help", "fetches tasks; test_harness has local ones"),
+    (r"^lm_eval (.*)", r"python -m hlat_jax.eval \1 --help", "the wheel tells it of us: test_wheel"),
     (r"^(python -m hlat_jax.neuron lint .*--operators=.*)", r"\1 || test $? = 1", "a list of two: there are findings"),
 )
 # What is run is shorter than what is shown.

@@ -1,7 +1,7 @@
 """The model type `hlat_jax` of the LM Evaluation Harness (the `eval` extra): text in, likelihoods and text out.
 
     python -m hlat_jax.evaluate --checkpoint=runs/tiny --tasks=hellaswag,arc_easy
-    python -m hlat_jax.eval --model hlat_jax --model_args checkpoint=runs/tiny --tasks hellaswag
+    lm_eval --model hlat_jax --model_args checkpoint=runs/tiny --tasks hellaswag
 
 Owns what the harness asks in terms of `scoring` and `generator`. The one module that imports the harness at its top,
 which brings the library of Hugging Face's data sets along: nothing imports it before tasks are asked for.
@@ -19,12 +19,12 @@ from typing import Any
 
 import numpy as np
 from lm_eval.api.model import TemplateLM
-from lm_eval.api.registry import register_model
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from hlat_jax.config import ParallelConfig
 from hlat_jax.config_checks import nearest
+from hlat_jax.eval import plugin
 from hlat_jax.generator import Generator
 from hlat_jax.inference import DEGREES, TrainedModel, open_model
 from hlat_jax.ops.sampling import Sampling
@@ -36,7 +36,6 @@ _BOS = {"": None, "true": True, "1": True, "false": False, "0": False}
 _SAMPLING = ("temperature", "top_k", "top_p")
 
 
-@register_model("hlat_jax")
 class HarnessModel(TemplateLM):
     """A trained model as the harness takes it. Every process of a job is given all requests, and answers them all."""
 
@@ -181,7 +180,7 @@ class HarnessModel(TemplateLM):
         if room < 1:
             raise ValueError(
                 f"max_gen_toks={max_tokens} leaves no room for a prompt: model.max_positions={self.max_length}; "
-                f"set it below that in the task, or by --gen_kwargs of `python -m hlat_jax.eval`."
+                f"set it below that in the task, or by --gen_kwargs of `lm_eval`."
             )
         prompts = [prompt[-room:] or [self.prefix_token_id] for prompt in prompts]
         ids: list[list[int]] = [[] for _ in prompts]
@@ -204,3 +203,6 @@ class HarnessModel(TemplateLM):
 
     def _text(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(np.asarray(ids, np.int32))
+
+
+plugin.register(target=HarnessModel)

@@ -55,8 +55,8 @@ class Choice:
                 offload_src="device",
                 offload_dst="pinned_host",
             )
-        # By this `recompute` tells our checkpoints from those of the function. The policy is a closure before jax 0.10.2
-        # and a frozen dataclass since, which JAX asks for its class: it can be neither wrapped nor assigned to.
+        # By this `recompute` tells our checkpoints from those of the function. Up to jax 0.10.1 it is set on a closure;
+        # since then on a frozen dataclass, whose class JAX looks at: it can be neither wrapped nor assigned to.
         object.__setattr__(policy, "is_choice", True)
         return policy
 
