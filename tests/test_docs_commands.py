@@ -11,10 +11,12 @@ import re
 import subprocess
 import sys
 
+import local_tasks
 import micro
 import pytest
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+TESTS = pathlib.Path(__file__).resolve().parent
+ROOT = TESTS.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 NOT_RUN = "*not yet run*"
 _TRAIN, _NODE = "python -m hlat_jax.train", "launch/node.sh --dry-run"
@@ -26,11 +28,8 @@ CHECKED = (
     (r"^mpirun .*? launch/node.sh", f"OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_RANK=1 {_NODE}", "a cluster"),
     (r"^launch/node.sh (?!--dry-run)", f"{_NODE} ", "several nodes"),
     (rf"^({_TRAIN} .*--config=(?:160m|7b|70b|mine.py)(?!.*--print_config).*)", r"\1 --print_config", "its size"),
-    (r"^(python (?:benchmarks|tools)/.*)", r"\1 --help", "minutes"),
+    (r"^python ((?:benchmarks|tools)/.*)", rf"python {TESTS}/parse_only.py \1", "minutes"),
     (r"^(python -m hlat_jax.neuron doctor.*)", r"\1 --help", "minutes; its parts have tests of their own"),
-    (r"^(python -m hlat_jax.evaluate .*--tasks.*)", r"\1 --help", "fetches tasks; test_harness has local ones"),
-    (r"^(python -m hlat_jax.eval .*)", r"\1 --help", "fetches tasks; test_harness has local ones"),
-    (r"^lm_eval (.*)", r"python -m hlat_jax.eval \1 --help", "the wheel tells it of us: test_wheel"),
     (r"^(python -m hlat_jax.neuron lint .*--operators=.*)", r"\1 || test $? = 1", "a list of two: there are findings"),
 )
 # What is run is shorter than what is shown.
@@ -38,6 +37,12 @@ SHORTER = (
     (rf"^({_TRAIN} --config=tiny .*)", r"\1 --config.train.num_steps=12 --config.checkpoint.every_steps=6"),
     (r"runs/tiny/checkpoints/300 runs/tiny/checkpoints/400", "runs/tiny/checkpoints/6 runs/tiny/checkpoints/12"),
     (r"runs/70b/checkpoints/415000 runs/70b/checkpoints/429000", "runs/tiny/checkpoints/6 runs/tiny/checkpoints/12"),
+)
+# Other tasks and another model than those shown, which are fetched or trained for months.
+LOCAL = (
+    (r"(hlat_jax.evaluate --checkpoint=)\S+ --tasks=\S+", r"\1runs/tiny --tasks=local_choice --tasks_folder=my_tasks"),
+    (r"^lm_eval ", "python -m hlat_jax.eval "),  # which the wheel tells of us: test_wheel has the command itself
+    (r"checkpoint=runs/[^ ]+ --tasks \S+", "checkpoint=runs/tiny --tasks local_rolling --include_path my_tasks"),
 )
 
 
@@ -53,7 +58,7 @@ def blocks(page):
 
 def as_run(command):
     """Returns what is run for a command that is shown."""
-    for pattern, replacement in SHORTER:
+    for pattern, replacement in (*SHORTER, *LOCAL):
         command = re.sub(pattern, replacement, f"{command} ").strip()
     for pattern, replacement, _ in CHECKED:
         if re.match(pattern, command):
@@ -68,7 +73,9 @@ def cases():
         shown = [command for lines, run in blocks(page) if run for line in lines for command in line.split(" && ")]
         for command in shown:
             run = as_run(command)
-            alone = re.search(r"hlat_jax\.(plan|neuron)|--help|--print_config|--dry-run|ops choices|^true$", run)
+            alone = re.search(
+                r"hlat_jax\.(plan|neuron)|--help|--print_config|--dry-run|parse_only|ops choices|^true$", run
+            )
             marks = () if alone else pytest.mark.xdist_group("commands")
             found.setdefault(run, pytest.param(run, id=f"{page.stem}: {command}", marks=marks))
     return list(found.values())
@@ -84,6 +91,8 @@ def folder(tmp_path_factory):
     lines = (ROOT / "hlat_jax" / "assets" / "austen_train.jsonl").read_text().splitlines()
     for number, line in enumerate(lines[:60]):
         (path / "my_texts" / f"{number}.txt").write_text(json.loads(line)["text"])
+    (path / "my_tasks").mkdir()
+    local_tasks.write_tasks(path / "my_tasks")
     (path / "prompts.txt").write_text("It is a truth\nEmma\n")
     (path / "SmolLM2-135M").symlink_to("tiny-hf")  # which comes to be on the way
     (path / "operators.txt").write_text("Add\nMultiply\n")

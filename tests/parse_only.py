@@ -1,0 +1,18 @@
+"""`python parse_only.py SCRIPT WORDS ...` runs a script until it has read its command line, and no further."""
+
+import argparse
+import runpy
+import sys
+
+parse_args = argparse.ArgumentParser.parse_args
+
+
+def parse_only(parser, *args, **kwargs):
+    parse_args(parser, *args, **kwargs)
+    sys.exit(0)
+
+
+argparse.ArgumentParser.parse_args = parse_only
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+sys.exit(f"{sys.argv[0]} read no command line")
