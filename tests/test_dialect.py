@@ -60,19 +60,19 @@ def test_every_other_implementation_has_its_reason_and_the_choice_its_own(op):
 
 
 class Measured:
-    source = "times.json"
+    source, extent = "times.json", " (at 1 of its 2 rows)"
 
     def __init__(self, **seconds):
-        self._seconds = seconds
+        self.times = seconds
 
-    def seconds(self, op_key, facts):
-        return self._seconds if (op_key, facts) == ("model.doubling", {"length": 2}) else None
+    def entry(self, op_key, facts):
+        return self if (op_key, facts) == ("model.doubling", {"length": 2}) else None
 
 
 def test_measured_times_come_before_levels_for_the_call_they_were_measured_at(op):
     times = Measured(sum=0.001, shift=0.0025)
     choice = op.choose("auto", "cpu", facts={"length": 2}, times=times)
-    assert (choice.name, choice.because) == ("sum", "1 ms, the fastest in times.json")
+    assert (choice.name, choice.because) == ("sum", "1 ms, the fastest in times.json (at 1 of its 2 rows)")
     assert choice.passed_over["shift"] == "2.5 ms, 2.50 times that of sum"
     other = op.choose("auto", "cpu", facts={"length": 3}, times=times)
     assert (other.name, other.because) == ("shift", "level 20 on cpu; times.json has no times of this call")

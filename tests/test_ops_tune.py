@@ -120,6 +120,33 @@ def test_measuring_again_replaces_the_entries_of_the_same_calls_alone(tuned):
         command.main([*shorter, "--ops=ropes"])
 
 
+def test_a_call_of_which_some_rows_were_timed_says_so_and_does_not_replace_all_of_them(tmp_path):
+    path, out = micro.write_config(tmp_path), tmp_path / "tuned.json"
+    words = ["tune", f"--config={path}", "--config.data.batch_size=16", f"--out={out}", "--rounds=1", "--ops=rope"]
+    c = config.load(str(path))
+    c.data.batch_size, c.model.tuned = 16, str(out)
+    one = config.resolve(c)
+    assert command.main([*words, "--rows=1"]) == 0
+    assert choices.choices(one, here(one))["rope"].because.endswith(f"the fastest in {out} (at 1 of its 2 rows)")
+    assert command.main(words) == 0
+    assert choices.choices(one, here(one))["rope"].because.endswith(f"the fastest in {out}")
+    with pytest.raises(ValueError, match=r"--rows=1: .* has times of rope at 2 rows, which say more. Give --rows=2"):
+        command.main([*words, "--rows=1"])
+
+
+def test_the_calls_of_a_run_on_more_devices_are_timed_on_one(tmp_path):
+    path, out = micro.write_config(tmp_path), tmp_path / "tuned.json"
+    words = [f"--config={path}", "--config.data.batch_size=32", "--config.parallel.tensor=2", "--devices=64"]
+    assert command.main(["tune", *words, f"--out={out}", "--rounds=1", "--ops=rope"]) == 0
+    c = config.load(str(path))
+    c.data.batch_size, c.parallel.tensor = 32, 2
+    one = config.resolve(c)
+    facts = choices.calls(one, planned_layout(one, 64, platform="cpu"))["rope"]
+    assert facts["x_shape"][2] == one.model.num_heads // 2
+    assert table.read(str(out)).entry("model.rope", facts).rows_measured == 1
+    assert command.main(["choices", *words, f"--config.model.tuned={out}"]) == 0
+
+
 def test_a_table_made_before_an_op_had_a_choice_is_read_and_its_other_calls_go_by_level(tuned):
     path, out = tuned
     one = resolved(path, tuned=str(out))
@@ -223,7 +250,7 @@ def test_the_committed_table_has_the_calls_of_a_config_and_their_fastest_is_chos
     one = config.resolve(c)
     layout = planned_layout(one, 1, platform=known.platform)
     for key, choice in choices.choices(one, layout).items():
-        seconds = known.seconds(f"model.{key}", choices.calls(one, layout)[key])
+        seconds = known.entry(f"model.{key}", choices.calls(one, layout)[key]).times
         assert choice.name == min(seconds, key=seconds.get)
         assert len(seconds) >= 2
 
@@ -237,6 +264,8 @@ def test_a_table_is_committed():
     [
         (["tuned"], "unknown verb 'tuned'. Did you mean 'tune'?"),
         (["tune", "--config=tiny", "--rounds=0"], "--rounds=0 must be at least 1"),
+        (["choices", "--config=tiny", "--platform=cudda"], "--platform=cudda: Did you mean 'cuda'?"),
+        (["choices", "--config=tiny", "--devices=3"], "data.batch_size"),
         (["tune", "--config=tiny", "--out=/no/such/folder/x.json"], "there is no folder /no/such/folder"),
     ],
 )

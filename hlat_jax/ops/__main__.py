@@ -18,6 +18,7 @@ from hlat_jax import config as config_lib
 from hlat_jax import flags as flags_lib
 from hlat_jax.config_checks import nearest
 
+_PLATFORMS = ("cpu", "cuda", "neuron")
 USAGE = """Usage: python -m hlat_jax.ops VERB --config=NAME [flags]
 
   tune     times every implementation at the config's shapes on this machine's device, and writes the table
@@ -47,14 +48,20 @@ def _tune(argv: Sequence[str]) -> int:
     import jax
 
     from hlat_jax import choices
-    from hlat_jax.degrees import layout_over
     from hlat_jax.ops import table, tune
     from hlat_jax.ops.registry import OPS
 
     device = jax.devices()[0]
     known = _table(values.out, device)
-    calls = choices.calls(config, layout_over(config, jax.devices()))
+    calls = choices.calls(config, _layout(config, values.devices, platform=""))
     wanted = _wanted(values.ops, calls)
+    for key in wanted:
+        before = known.entry(OPS[key].key, calls[key])
+        if before and 0 < values.rows < before.rows_measured:
+            raise ValueError(
+                f"--rows={values.rows}: {values.out} has times of {key} at {before.rows_measured} rows, which say "
+                f"more. Give --rows={before.rows_measured} or 0, or another --out."
+            )
     print(f"{config.name} on {known.device_kind} ({known.platform}), forward and backward pass, milliseconds")
     for key in wanted:
         entry = tune.measured(
@@ -109,20 +116,13 @@ def _entry_lines(entry: Any) -> list[str]:
 def _choices(argv: Sequence[str]) -> int:
     mutable, values = flags_lib.parse(argv, _define_choices)
     config = config_lib.resolve(mutable)
+    if values.platform and values.platform not in _PLATFORMS:
+        raise ValueError(f"--platform={values.platform}: {nearest(values.platform, _PLATFORMS)}")
     if values.platform:
         os.environ["JAX_PLATFORMS"] = "cpu"  # those devices need not exist
-    import jax
-
     from hlat_jax import choices
-    from hlat_jax.degrees import layout_over
-    from hlat_jax.planner.trace import planned_layout
 
-    if values.platform:
-        degrees = dataclasses.asdict(config.parallel)
-        fewest = math.prod(degrees[axis] for axis in ("pipe", "data", "fsdp", "tensor") if degrees[axis] != -1)
-        layout = planned_layout(config, values.devices or fewest, platform=values.platform)
-    else:
-        layout = layout_over(config, jax.devices())
+    layout = _layout(config, values.devices, platform=values.platform)
     calls = choices.calls(config, layout)
     for key, choice in choices.choices(config, layout).items():
         print(f"model.{key}: {choice.name}, {choice.because}")
@@ -131,8 +131,23 @@ def _choices(argv: Sequence[str]) -> int:
     return 0
 
 
+def _layout(config: config_lib.Config, num_devices: int, *, platform: str) -> Any:
+    """Returns the layout over the devices that are here, or one of devices that need not exist."""
+    import jax
+
+    from hlat_jax.degrees import layout_over
+    from hlat_jax.planner.trace import planned_layout
+
+    if not num_devices and not platform:
+        return layout_over(config, jax.devices())
+    degrees = dataclasses.asdict(config.parallel)
+    fewest = math.prod(degrees[axis] for axis in ("pipe", "data", "fsdp", "tensor") if degrees[axis] != -1)
+    return planned_layout(config, num_devices or fewest, platform=platform or jax.default_backend())
+
+
 def _define_tune(values: flags.FlagValues) -> None:
     options = {"flag_values": values}
+    flags.DEFINE_integer("devices", 0, "Of the run, one of which this is; 0: those that are here.", **options)
     flags.DEFINE_string("out", "tuned.json", "Table to write; entries of the same calls are replaced.", **options)
     flags.DEFINE_string("ops", "", "Keys of the ops to time, such as rms_norm,rope; empty: all.", **options)
     flags.DEFINE_integer("rounds", 7, "Times that each implementation is timed; the median counts.", **options)
@@ -142,9 +157,14 @@ def _define_tune(values: flags.FlagValues) -> None:
 def _define_choices(values: flags.FlagValues) -> None:
     options = {"flag_values": values}
     flags.DEFINE_string(
-        "platform", "", "Devices that need not exist: neuron, cuda, cpu; default: what is here.", **options
+        "platform", "", f"Devices that need not exist: {', '.join(_PLATFORMS)}; default: what is here.", **options
     )
-    flags.DEFINE_integer("devices", 0, "How many of them; 0: as few as the degrees allow.", **options)
+    flags.DEFINE_integer(
+        "devices",
+        0,
+        "How many, which need not exist; 0: as few as the degrees allow, or without --platform those that are here.",
+        **options,
+    )
 
 
 if __name__ == "__main__":

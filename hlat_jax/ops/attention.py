@@ -45,8 +45,9 @@ def attention(
       window: a query sees so many places, its own the last; None: all before it. Source: arXiv 2310.06825, section 2.
 
     Raises:
-      ValueError: the implementation cannot serve these arguments.
+      ValueError: arguments that do not fit together, or that the implementation cannot serve.
     """
+    _check(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT)
     if window is not None and window < 1:
         raise ValueError(f"window={window} must be at least 1, the query's own place, or None.")
     has_segments = segment_ids_BT is not None
@@ -106,6 +107,22 @@ def call(
         "has_segments": has_segments,
         "window": window,
     }
+
+
+def _check(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT):
+    described = f"queries {q_BTNH.shape} {q_BTNH.dtype}, keys {k_BSKH.shape} {k_BSKH.dtype}"
+    if k_BSKH.shape != v_BSKH.shape or not q_BTNH.dtype == k_BSKH.dtype == v_BSKH.dtype:
+        raise ValueError(f"{described}, values {v_BSKH.shape} {v_BSKH.dtype}: keys and values are alike, of one dtype.")
+    if not q_BTNH.ndim == k_BSKH.ndim == 4 or _without_heads(q_BTNH) != _without_heads(k_BSKH):
+        raise ValueError(f"{described}: give [B, T, N, H] and [B, T, K, H], with as many places of each.")
+    if q_BTNH.shape[2] % k_BSKH.shape[2]:
+        raise ValueError(f"{described}: the number of key-value heads must divide that of the query heads.")
+    if segment_ids_BT is not None and segment_ids_BT.shape != q_BTNH.shape[:2]:
+        raise ValueError(f"{described}, segment ids {segment_ids_BT.shape}: give one for each place, [B, T].")
+
+
+def _without_heads(x_BTNH):
+    return *x_BTNH.shape[:2], x_BTNH.shape[3]
 
 
 def _einsum(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, window):

@@ -19,13 +19,20 @@ import jax
 _LOWERED_AS = {"gpu": "cuda"}
 
 
+class Timed(Protocol):
+    """What the implementations took for one call, as `table.Entry` has it."""
+
+    times: Mapping[str, float]  # implementation -> seconds
+    extent: str  # what of the call was timed, where that is not all of it
+
+
 class Times(Protocol):
-    """Measured seconds of implementations, as `table.Table` has them."""
+    """Measured calls, as `table.Table` has them."""
 
     source: str  # what a reason calls them
 
-    def seconds(self, op_key: str, facts: Mapping[str, Any]) -> Mapping[str, float] | None:
-        """Returns implementation -> seconds of a call with these facts; None: it was not measured."""
+    def entry(self, op_key: str, facts: Mapping[str, Any]) -> Timed | None:
+        """Returns what a call with these facts took; None: it was not measured."""
 
 
 def _everything(**_: Any) -> list[str]:
@@ -124,12 +131,13 @@ class Op:
         if not able:
             said = "; ".join(f"{name}: {why}" for name, why in refusals.items())
             raise ValueError(f"{self.key} has no implementation for {platform} and this call: {said}.")
-        seconds = times.seconds(self.key, facts) if times and facts is not None else None
-        measured = [name for name in able if name in (seconds or {})]
+        timed = times.entry(self.key, facts) if times and facts is not None else None
+        measured = [name for name in able if timed and name in timed.times]
         if measured:
+            seconds = timed.times
             best = min(measured, key=seconds.get)
             why_not = {name: _slower(name, best, seconds) for name in able}
-            because = f"{1e3 * seconds[best]:.4g} ms, the fastest in {times.source}"
+            because = f"{1e3 * seconds[best]:.4g} ms, the fastest in {times.source}{timed.extent}"
         else:
             levels = {name: self._implementations[name].level_on(platform) for name in able}
             best = max(able, key=levels.get)

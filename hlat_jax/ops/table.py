@@ -41,6 +41,12 @@ class Entry:
     passed_over: Mapping[str, str]
     rows_measured: int
 
+    @property
+    def extent(self) -> str:
+        """What of the call was timed, as a reason says it; "" for all of it."""
+        num_rows = next(value for name, value in self.facts.items() if name.endswith("_shape"))[0]
+        return "" if self.rows_measured == num_rows else f" (at {self.rows_measured} of its {num_rows} rows)"
+
 
 @dataclasses.dataclass(frozen=True)
 class Table:
@@ -65,13 +71,10 @@ class Table:
         """What a reason calls the table: its path, and the version of JAX where that was another."""
         return self.path if self.jax == jax.__version__ else f"{self.path}, made with JAX {self.jax}"
 
-    def seconds(self, op_key: str, facts: Mapping[str, Any]) -> Mapping[str, float] | None:
-        """Returns implementation -> seconds of a call with these facts; None: it was not measured."""
+    def entry(self, op_key: str, facts: Mapping[str, Any]) -> Entry | None:
+        """Returns what a call with these facts took; None: it was not measured."""
         plain = as_json(facts)
-        for entry in self.entries:
-            if entry.op == op_key and entry.facts == plain:
-                return entry.times
-        return None
+        return next((entry for entry in self.entries if entry.op == op_key and entry.facts == plain), None)
 
     def with_entries(self, found: tuple[Entry, ...]) -> Table:
         """Returns the table with entries in the place of those of the same calls, and after the others."""
