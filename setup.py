@@ -5,8 +5,8 @@ import pathlib
 from setuptools import setup
 from setuptools.command.build_py import build_py
 
-PROGRAM = '{"lm_eval", "lm-eval"} & {word.rpartition("/")[2] for word in sys.orig_argv[:3]}'
-LINE = f'import sys; {PROGRAM} and __import__("hlat_jax.eval.plugin", fromlist=["register"]).register()\n'
+NAMED = 'any("lm_eval" in word or "lm-eval" in word for word in sys.orig_argv)'
+LINE = f'import sys; {NAMED} and __import__("hlat_jax.eval.plugin", fromlist=["install"]).install()\n'
 
 
 class BuildWithPlugin(build_py):

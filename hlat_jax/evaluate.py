@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import pathlib
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -29,12 +30,20 @@ Each document begins with EOS, as in training, or with BOS, see --bos; all its t
 NAME is a task of the LM Evaluation Harness, or a suite of ours: hlat and hlat_bias are those of the paper.
 """
 
+# What is asked for -> the flags that say more of it.
+_ALONE = {"tasks": ("tasks_folder", "num_fewshot", "limit"), "text": ("window",), "data": ("window", "text_field")}
+
 
 def main(argv: Sequence[str]) -> int:
     """Prints what a model makes of a text, or of tasks; returns 0."""
     values = flags_lib.parse_own(argv, _define, usage=_USAGE)
     if sum(map(bool, (values.text, values.data, values.tasks))) != 1:
         raise ValueError("give one of --text=FILE, --data=SOURCE and --tasks=NAME,NAME.")
+    kind = next(kind for kind in _ALONE if values[kind].value)
+    for other, names in _ALONE.items():
+        for name in names:
+            if values[name].present and name not in _ALONE[kind]:
+                raise ValueError(f"--{name} says nothing beside --{kind}, it is of --{other}; leave it out.")
     if values.json:
         flags_lib.check_output("--json", values.json)
     logging.set_verbosity(logging.ERROR)  # libraries tell of profilers; our own words are printed
@@ -50,11 +59,7 @@ def _run_tasks(values: flags.FlagValues) -> None:
     from hlat_jax.eval.tasks import Options, Tasks, report
 
     tasks = Tasks(values.tasks, Options(values.num_fewshot, values.limit, values.tasks_folder))
-    try:
-        tasks.load()  # before the model, which takes longer
-    except OSError as error:
-        why = str(error).splitlines()[0]
-        raise ValueError(f"--tasks={values.tasks}: their data cannot be fetched: {why}") from None
+    tasks.load()  # before the model, which takes longer
     trained = inference.trained_model(values)
     from hlat_jax.eval.harness import HarnessModel
 
@@ -91,7 +96,12 @@ def _run_text(values: flags.FlagValues) -> None:
     )
     if values.json:
         report = dataclasses.asdict(totals) | found | {"window": window, "checkpoint": str(trained.folder)}
-        pathlib.Path(values.json).write_text(json.dumps(report, indent=1) + "\n")
+        finite = {key: value if _is_finite(value) else None for key, value in report.items()}
+        pathlib.Path(values.json).write_text(json.dumps(finite, indent=1, allow_nan=False) + "\n")
+
+
+def _is_finite(value: Any) -> bool:
+    return not isinstance(value, float) or math.isfinite(value)
 
 
 def _predict(trained: inference.TrainedModel, *, num_rows: int, window: int) -> Callable[[Any], tuple[Any, Any]]:

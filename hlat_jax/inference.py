@@ -62,12 +62,17 @@ def define(values: flags.FlagValues) -> None:
 
 
 def prepare(values: flags.FlagValues) -> None:
+    """As `prepare_for`, for the degrees of a command line."""
+    prepare_for(_degrees(values))
+
+
+def prepare_for(parallel: ParallelConfig) -> None:
     """Sets what Neuron's software reads, where its devices are used, and says so on stderr; before JAX is imported.
 
     Casts round to nearest, however the weights were trained: nothing is written back to them.
     """
     if topology.instance_to_serve("", os.environ.get("JAX_PLATFORMS", ""), machine=topology.HERE):
-        print(env.prepare(PrecisionConfig("mixed"), _degrees(values)), file=sys.stderr, flush=True)
+        print(env.prepare(PrecisionConfig("mixed"), parallel), file=sys.stderr, flush=True)
 
 
 def trained_model(values: flags.FlagValues) -> TrainedModel:

@@ -5,6 +5,7 @@ Relative tolerance 1e-5 on the sum of the losses: both sides compute in fp32, wh
 
 import dataclasses
 import json
+import math
 import pathlib
 
 import jax
@@ -116,6 +117,9 @@ def test_evaluate_reads_a_file_as_one_document_and_stored_ids_as_their_texts(
         (["--data=/no/such/file"], "/no/such/file"),
         (["--text=README.md", "--window=33"], "--window=33 must lie in 2 .. 32"),
         (["--text=EMPTY"], "no token to predict"),
+        (["--text=README.md", "--limit=3"], "--limit says nothing beside --text, it is of --tasks; leave it out"),
+        (["--data=README.md", "--tasks_folder=x"], "--tasks_folder says nothing beside --data"),
+        (["--tasks=arc_easy", "--window=8"], "--window says nothing beside --tasks, it is of --text"),
     ],
 )
 def test_evaluate_refuses_what_it_cannot_do(words, message, trained_run, evaluate_here, tmp_path):
@@ -124,6 +128,17 @@ def test_evaluate_refuses_what_it_cannot_do(words, message, trained_run, evaluat
     code, _, error = evaluate_here(f"--checkpoint={trained_run}", *words)
     assert code == 2
     assert message in error
+
+
+def test_a_figure_that_is_not_finite_is_null_in_the_file(trained_run, evaluate_here, monkeypatch, tmp_path):
+    (tmp_path / "text.txt").write_text(TEXTS[0])
+    infinite = {"eval_loss": math.inf, "perplexity": math.inf, "bits_per_byte": math.nan}
+    monkeypatch.setattr("hlat_jax.eval.validation.measures", lambda *_, **__: infinite)
+    words = (f"--text={tmp_path / 'text.txt'}", f"--json={tmp_path / 'found.json'}")
+    assert evaluate_here(f"--checkpoint={trained_run}", *words)[0] == 0
+    found = json.loads((tmp_path / "found.json").read_text(), parse_constant=pytest.fail)
+    assert dict.fromkeys(infinite).items() <= found.items()
+    assert found["num_documents"] == 1
 
 
 def test_evaluate_says_what_tasks_need(evaluate_here, monkeypatch):

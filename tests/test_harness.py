@@ -10,6 +10,8 @@ import io
 import json
 import os
 import shutil
+import subprocess
+import sys
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -38,6 +40,7 @@ from hlat_jax.eval import __main__ as harness_command
 from hlat_jax.eval import suites, tasks
 from hlat_jax.eval.harness import HarnessModel
 from hlat_jax.eval.in_training import TasksInTraining
+from hlat_jax.eval.model_type import ModelType
 from hlat_jax.eval.tasks import Options, Tasks
 from hlat_jax.huggingface.exporting import export_checkpoint
 from hlat_jax.huggingface.importing import import_checkpoint
@@ -145,7 +148,20 @@ def test_generation_refuses_what_it_cannot_do(asked, message, folder):
 )
 def test_model_arguments_are_checked_by_name(words, message):
     with pytest.raises(ValueError, match=message):
-        HarnessModel.create_from_arg_string(words)
+        ModelType.create_from_arg_string(words)
+
+
+def test_neurons_environment_is_set_for_the_mesh_that_is_asked_for_before_jax_is_imported():
+    code = """if True:
+        import sys
+        from hlat_jax import inference
+        from hlat_jax.eval.model_type import ModelType
+        inference.prepare_for = lambda parallel: sys.exit(f"{parallel.fsdp} {parallel.tensor} {'jax' in sys.modules}")
+        ModelType.create_from_arg_obj({"checkpoint": "runs/7b", "tensor": 8, "fsdp": "4"})
+    """
+    words = [sys.executable, "-c", code]
+    done = subprocess.run(words, env=micro.environment(), capture_output=True, text=True, check=False)
+    assert done.stderr.strip() == "4 8 False"
 
 
 def test_the_harness_own_command_line_knows_our_model_type(folder, monkeypatch, capsys, of_hugging_face):
@@ -225,7 +241,7 @@ def trained(folder, tmp_path_factory):
         c.train.update(num_steps=3, eval_tasks_folder=str(folder) if settings else "", **settings)
         c.checkpoint.every_steps = 2
         c.metrics.console = "on"
-        compiled, compiled_in_each, printed = [], [], io.StringIO()
+        compiled, compiled_in_each, printed, errors = [], [], io.StringIO(), io.StringIO()
 
         def heard(event, _, **about):
             if event == "/jax/core/compile/backend_compile_duration":
@@ -241,11 +257,13 @@ def trained(folder, tmp_path_factory):
         jax.monitoring.register_event_duration_secs_listener(heard)
         try:
             with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
+                patch.setattr(sys, "stderr", errors)
                 patch.setattr(jax, "devices", lambda *_: devices)
                 patch.setattr(TasksInTraining, "__call__", evaluate)
                 assert loop.train(config_lib.resolve(c), workdir) == 0
         finally:
             jax.monitoring.unregister_event_duration_listener(heard)
+        assert "Tokenizing" not in errors.getvalue()  # a bar between our own lines
         return workdir, compiled_in_each, printed.getvalue()
 
     return run
@@ -320,8 +338,19 @@ def test_figures_that_cannot_be_computed_are_said_and_end_no_training(with_tasks
     assert len([row for row in micro.rows(workdir) if "loss" in row]) == 3
 
 
+def test_data_that_cannot_be_fetched_are_told_by_what_asked_for_them(folder, monkeypatch):
+    def offline(*_):
+        raise ConnectionError("Couldn't reach the hub\nand more")
+
+    tasks = Tasks(["local_choice", "local_rolling"], Options(folder=str(folder), key="train.eval_tasks"))
+    monkeypatch.setattr(TaskManager, "load", offline)
+    message = "^train.eval_tasks: data of local_choice, local_rolling cannot be fetched: Couldn't reach the hub$"
+    with pytest.raises(ValueError, match=message):
+        tasks.load()
+
+
 def test_a_task_of_a_suite_that_is_named_too_is_refused_before_anything_is_scored(folder, local_suite, monkeypatch):
-    monkeypatch.setattr("lm_eval.simple_evaluate", lambda **_: pytest.fail("scored"))
+    monkeypatch.setattr("lm_eval.evaluator.evaluate", lambda **_: pytest.fail("scored"))
     with pytest.raises(ValueError, match="--tasks: local_choice is asked for twice"):
         Tasks(["local", "local_choice"], Options(folder=str(folder)))(None)
 
@@ -333,7 +362,7 @@ def test_a_folder_of_tasks_that_there_is_not_is_named():
 
 def test_model_args_take_what_the_harness_adds_for_its_data():
     with pytest.raises(ValueError, match="/no/such holds no weights"):
-        HarnessModel.create_from_arg_obj({"checkpoint": "/no/such", "trust_remote_code": True})
+        ModelType.create_from_arg_obj({"checkpoint": "/no/such", "trust_remote_code": True})
 
 
 @pytest.fixture

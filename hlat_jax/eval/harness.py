@@ -1,10 +1,10 @@
-"""The model type `hlat_jax` of the LM Evaluation Harness (the `eval` extra): text in, likelihoods and text out.
+"""A trained model as the LM Evaluation Harness (the `eval` extra) asks it: text in, likelihoods and text out.
 
     python -m hlat_jax.evaluate --checkpoint=runs/tiny --tasks=hellaswag,arc_easy
     lm_eval --model hlat_jax --model_args checkpoint=runs/tiny --tasks hellaswag
 
-Owns what the harness asks in terms of `scoring` and `generator`. The one module that imports the harness at its top,
-which brings the library of Hugging Face's data sets along: nothing imports it before tasks are asked for.
+Owns what the harness asks in terms of `scoring` and `generator`. This module and `model_type` import the harness at
+their top, which brings the library of Hugging Face's data sets along: nothing imports them before tasks are asked for.
 
 Source of what is answered: `lm_eval.api.model.LM`, version 0.4.13.
 """
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,17 +21,13 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from hlat_jax.config import ParallelConfig
-from hlat_jax.config_checks import nearest
 from hlat_jax.eval import plugin
 from hlat_jax.generator import Generator
-from hlat_jax.inference import DEGREES, TrainedModel, open_model
+from hlat_jax.inference import TrainedModel
 from hlat_jax.ops.sampling import Sampling
 from hlat_jax.scoring import Pair, Scorer
 
 MAX_NEW_TOKENS = 256  # where a task gives no number; as the harness's other models have it
-MODEL_ARGS = ("checkpoint", "batch_size", "bos", *DEGREES)
-_BOS = {"": None, "true": True, "1": True, "false": False, "0": False}
 _SAMPLING = ("temperature", "top_k", "top_p")
 
 
@@ -57,49 +52,6 @@ class HarnessModel(TemplateLM):
         self._scorer = Scorer(trained.model, trained.params, layout=trained.layout, num_rows=batch_size)
         self._generator = Generator(trained.model, trained.params, layout=trained.layout)
 
-    @classmethod
-    def create_from_arg_string(cls, arg_string: str, additional_config: dict[str, Any] | None = None) -> HarnessModel:
-        """Returns the model of `--model_args`, as `create_from_arg_obj`."""
-        pairs = [word.split("=", 1) for word in arg_string.split(",") if word]
-        if any(len(pair) != 2 for pair in pairs):
-            raise ValueError(f"--model_args {arg_string}: give KEY=VALUE,KEY=VALUE of {', '.join(MODEL_ARGS)}.")
-        return cls.create_from_arg_obj(dict(pairs), additional_config)
-
-    @classmethod
-    def create_from_arg_obj(
-        cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None
-    ) -> HarnessModel:
-        """Returns the model of the arguments that `lm_eval` was given.
-
-        Args:
-          arg_dict: of `MODEL_ARGS`: the checkpoint, and what has a default.
-          additional_config: `batch_size`, `max_batch_size` and `device` of its command line.
-
-        Raises:
-          ValueError: another argument, no checkpoint, or what `inference.open_model` refuses.
-        """
-        arg_dict = {key: value for key, value in arg_dict.items() if key != "trust_remote_code"}  # of the data
-        unknown = sorted(arg_dict.keys() - set(MODEL_ARGS))
-        if unknown:
-            raise ValueError(f"model_args has no {unknown[0]!r}. {nearest(unknown[0], MODEL_ARGS)}")
-        if "checkpoint" not in arg_dict:
-            raise ValueError("model_args checkpoint=FOLDER is missing; give a run folder such as runs/tiny.")
-        asked = {key: value for key, value in (additional_config or {}).items() if value is not None}
-        batch_size = str(arg_dict.get("batch_size", asked.get("batch_size", 8)))
-        if not batch_size.isdecimal() or batch_size == "0":
-            raise ValueError(f"batch_size={batch_size}: give a number of rows; 'auto' is not implemented.")
-        degrees = {axis: str(arg_dict.get(axis, 1)) for axis in DEGREES}
-        for axis, degree in degrees.items():
-            if not re.fullmatch("-1|[1-9][0-9]*", degree):
-                raise ValueError(f"model_args {axis}={degree}: give a number of devices, or -1 for all that there are.")
-        bos = str(arg_dict.get("bos", "")).lower()
-        if bos not in _BOS:
-            raise ValueError(f"model_args bos={bos}: give true or false, or leave it out.")
-        trained = open_model(
-            str(arg_dict["checkpoint"]), ParallelConfig(**{axis: int(degrees[axis]) for axis in DEGREES})
-        )
-        return cls(trained, batch_size=int(batch_size), bos=_BOS[bos])
-
     def use(self, params: Any) -> None:
         """Answers with other parameters of the same model, where the layout has them; what is compiled stays."""
         self._scorer.params = self._generator.params = params
@@ -122,6 +74,10 @@ class HarnessModel(TemplateLM):
     def tok_encode(self, string: str, *, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         """Returns token ids, after BOS where texts begin so."""
         return self._first * (add_special_tokens is not False) + self._tokenizer.encode(string).tolist()
+
+    def loglikelihood(self, requests: Sequence[Any], **_: Any) -> list[tuple[float, bool]]:
+        """Returns (log-likelihood, whether greedy) of each continuation behind its context; shows no progress."""
+        return super().loglikelihood(requests, disable_tqdm=True)
 
     def _loglikelihood_tokens(self, requests: Sequence[tuple], **_: Any) -> list[tuple[float, bool]]:
         """Returns (log-likelihood, whether greedy) of requests (texts, context ids, continuation ids)."""
@@ -205,4 +161,4 @@ class HarnessModel(TemplateLM):
         return self._tokenizer.decode(np.asarray(ids, np.int32))
 
 
-plugin.register(target=HarnessModel)
+plugin.register()

@@ -17,6 +17,7 @@ from hlat_jax.config_checks import nearest
 from hlat_jax.eval.suites import SUITES
 
 _RESAMPLED = 100_000  # the harness's own number
+_SEED = 1234  # likewise
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +64,7 @@ class Tasks:
         require_harness()
         if options.folder and not pathlib.Path(options.folder).is_dir():
             raise ValueError(f"{options.key}_folder={options.folder}: no such folder (from {pathlib.Path.cwd()}).")
-        self._options, self._loaded_already = options, False
+        self._names, self._options, self._loaded_already = list(names), options, False
         self.suites = {name: SUITES[name] for name in names if name in SUITES}
         if self.suites and options.num_fewshot >= 0:
             raise ValueError(f"--num_fewshot: the suite {min(self.suites)} has shot counts of its own; leave it out.")
@@ -80,11 +81,19 @@ class Tasks:
             self.plan.append((options.num_fewshot if options.num_fewshot >= 0 else None, others))
 
     def load(self) -> None:
-        """Fetches and keeps the data of all tasks, which is done at every call where it was not done before."""
+        """Fetches and keeps the data of all tasks, which is done at every call where it was not done before.
+
+        Raises:
+          ValueError: data that cannot be fetched, or a task that two names ask for.
+        """
         if self._loaded_already:
             return
         self._loaded_already = True
-        self.plan = [(num_fewshot, self._loaded(names)) for num_fewshot, names in self.plan]
+        try:
+            self.plan = [(num_fewshot, self._loaded(names)) for num_fewshot, names in self.plan]
+        except OSError as error:
+            names, why = ", ".join(self._names), str(error).splitlines()[0]
+            raise ValueError(f"{self._options.key}: data of {names} cannot be fetched: {why}") from None
         seen: set[str] = set()
         for _, found in self.plan:
             names = self._manager.load(found)["tasks"].keys()
@@ -107,23 +116,36 @@ class Tasks:
         Raises:
           ValueError: a task is asked for with two shot counts.
         """
-        from lm_eval import simple_evaluate
+        from lm_eval.evaluator import evaluate
 
         self.load()
         found: dict[str, Any] = {}
         for num_fewshot, names in self.plan:
-            part = simple_evaluate(
-                model=model,
-                tasks=names,
-                num_fewshot=num_fewshot,
+            loaded = self._manager.load(names)
+            for task in loaded["tasks"].values():
+                _set_shots(task, num_fewshot)
+            part = evaluate(
+                lm=model,
+                task_dict=loaded,
                 limit=self._options.limit or None,
-                task_manager=self._manager,
-                log_samples=False,
                 bootstrap_iters=_RESAMPLED if self._options.standard_errors else 0,
+                log_samples=False,
+                fewshot_as_multiturn=True,
             )
             for key, value in part.items():
                 found[key] = {**found.get(key, {}), **value} if isinstance(value, dict) else value
         return found
+
+
+def _set_shots(task: Any, num_fewshot: int | None) -> None:
+    """Has a task show so many solved examples, the same ones at every call, as the harness's `simple_evaluate` does.
+
+    We do not call that: it then describes the machine, which takes longer than small tasks during a training.
+    """
+    own = task.get_config("num_fewshot")
+    if own is None or (num_fewshot is not None and own != 0):
+        task.set_config(key="num_fewshot", value=num_fewshot or 0)
+    task.set_fewshot_seed(seed=_SEED)
 
 
 def report(found: dict[str, Any], tasks: Tasks, *, name: str) -> str:
