@@ -34,8 +34,7 @@ def describe(config: Config, layout: Layout, *, implementations: dict[str, str],
 def finish(config: Config, workdir: pathlib.Path, step: int) -> None:
     """Draws the curve and says how the run ended at `step`, from what is on disk."""
     path = workdir / ROWS_FILE
-    if config.metrics.plot:
-        plot_loss(path, workdir / "loss.png", title=config.name)
+    if config.metrics.plot and plot_loss(path, workdir / "loss.png", title=config.name):
         print(f"loss curve: {workdir / 'loss.png'}")
     rows = read_rows(path)
     padding = [row["padding_share"] for row in rows if "padding_share" in row]

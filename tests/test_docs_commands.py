@@ -1,5 +1,6 @@
 """Every command and example that the pages show is run here, in the order of the pages and in one folder, or checked
-without running it where it takes a cluster, the network, or too long: `CHECKED` has those, each with the reason.
+without running it where it takes a cluster, the network, or too long: `CHECKED` has those, each with the reason. So is
+every `python ...` that stands in a sentence.
 
 Blocks after the words *Not yet run* are read by bash and not run.
 """
@@ -31,6 +32,7 @@ CHECKED = (
     (r"^python ((?:benchmarks|tools)/.*)", rf"python {TESTS}/parse_only.py \1", "minutes"),
     (r"^(python -m hlat_jax.neuron doctor.*)", r"\1 --help", "minutes; its parts have tests of their own"),
     (r"^(python -m hlat_jax.neuron lint .*--operators=.*)", r"\1 || test $? = 1", "a list of two: there are findings"),
+    (r"^(python -m hlat_jax(?:\.\w+)+(?: [a-z]+)?)$", r"\1 --help", "a name in a sentence, without what it takes"),
 )
 # What is run is shorter than what is shown.
 SHORTER = (
@@ -56,6 +58,14 @@ def blocks(page):
     return found
 
 
+def inline(page):
+    """Returns the commands in a page's sentences; a benchmark or a tool with arguments is one also without `python`."""
+    sentences = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    spans = [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", sentences)]
+    spans = [re.sub(r"^((?:benchmarks|tools)/\S+\.py) ", r"python \1 ", span) for span in spans]
+    return [span for span in spans if span.startswith("python ")]
+
+
 def as_run(command):
     """Returns what is run for a command that is shown."""
     for pattern, replacement in (*SHORTER, *LOCAL):
@@ -71,7 +81,7 @@ def cases():
     found = {}
     for page in PAGES:
         shown = [command for lines, run in blocks(page) if run for line in lines for command in line.split(" && ")]
-        for command in shown:
+        for command in shown + inline(page):
             run = as_run(command)
             alone = re.search(
                 r"hlat_jax\.(plan|neuron)|--help|--print_config|--dry-run|parse_only|ops choices|^true$", run

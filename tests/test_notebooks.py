@@ -26,10 +26,11 @@ NAMES = (TRAIN, OWN_CODE, PLAN, "04_precision_and_stochastic_rounding", "05_eval
 AGAIN = "run: python tools/run_notebooks.py notebooks/{}.ipynb"
 MOST_CELLS, MOST_BYTES = 15, 700_000
 PATHS = r"(?:^|[\s\"'(=:])(/(?:tmp|home|root|usr|opt|work|var|mnt|Users)/\S*)"
-# Prints every config that a notebook has by name, in a list or in a dict, and the severities of its lists of findings.
+# Prints every config that a notebook has by name, in a list or in a dict, its dicts of layouts, and the severities of
+# its lists of findings.
 PROBE = """
-import itertools, json
-from hlat_jax.config import Config
+import dataclasses, itertools, json
+from hlat_jax.config import Config, ParallelConfig
 from hlat_jax.neuron.lint import Finding
 
 named = [value for name, value in list(globals().items()) if not name.startswith("_")]
@@ -37,7 +38,9 @@ inside = [value.values() if isinstance(value, dict) else value for value in name
 inside = list(itertools.chain.from_iterable(inside))
 configs = [value.to_dict() for value in named + inside if isinstance(value, Config)]
 findings = [(value.severity, value.rule) for value in inside if isinstance(value, Finding)]
-print(json.dumps({"configs": configs, "findings": findings}))
+labelled = itertools.chain.from_iterable(value.items() for value in named if isinstance(value, dict))
+layouts = [(label, dataclasses.asdict(value)) for label, value in labelled if isinstance(value, ParallelConfig)]
+print(json.dumps({"configs": configs, "findings": findings, "layouts": layouts}))
 """
 
 
@@ -86,6 +89,15 @@ def test_notebook_is_committed_as_it_ran_from_its_first_cell_to_its_last(name):
     assert len(found) >= 2, again
     assert all(picture.startswith(b"\x89PNG") for picture in found)
     assert (FOLDER / f"{name}.ipynb").stat().st_size < MOST_BYTES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_all_axes_of_a_notebook_have_a_title_and_labels(name):
+    for cell in (cell for cell in code_cells(read(name)) if ".subplots(" in cell.source):
+        shapes = [shape.groups(default="1") for shape in re.finditer(r"\.subplots\((?:(\d+), (\d+))?", cell.source)]
+        wanted = sum(int(rows) * int(columns) for rows, columns in shapes)
+        for word in ("title", "xlabel", "ylabel"):
+            assert len(re.findall(rf"{word}[=(]", cell.source)) == wanted, (word, cell.source)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -155,6 +167,20 @@ def test_notebook_runs_and_shows_what_is_committed(name, ran):
 def test_notebook_of_the_plan_prints_what_is_committed(ran):
     notebook, _ = ran(PLAN)
     assert printed(notebook) == printed(read(PLAN)), AGAIN.format(PLAN)
+
+
+def test_layouts_of_the_plan_are_what_their_labels_say_and_that_of_hlat_is_without_zero1(ran):
+    _, probed = ran(PLAN)
+    labelled = dict(probed["layouts"])
+    assert len(labelled) == 4
+    for label, parallel in labelled.items():
+        degrees = {axis: int(size) for axis, size in re.findall(r"(\w+)=(\d+)", label)}
+        assert {"fsdp": 1, **degrees} == {axis: parallel[axis] for axis in ("fsdp", "tensor")}, label
+        assert parallel["zero1"] == ("ZeRO-1" in label), label
+    [ours] = [parallel for label, parallel in labelled.items() if "our recipe" in label]
+    [theirs] = [parallel for label, parallel in labelled.items() if "as HLAT" in label]
+    assert ours == config_lib.load("7b").to_dict()["parallel"]
+    assert theirs == {**ours, "zero1": False}  # 7b.sh:61; tensor=8 with sequence parallelism
 
 
 @pytest.mark.parametrize("name", NAMES)

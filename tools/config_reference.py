@@ -5,6 +5,7 @@ python tools/config_reference.py
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import pathlib
 
@@ -32,4 +33,5 @@ def reference() -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     PAGE.write_text(reference())

@@ -6,6 +6,7 @@
 They run one after another in a folder of their own, so that no path of this machine gets into them.
 """
 
+import argparse
 import os
 import pathlib
 import re
@@ -66,7 +67,10 @@ def check(notebook: nbformat.NotebookNode, folder: pathlib.Path) -> None:
 
 def main() -> None:
     """Runs the notebooks that are named, or all, in one folder, and writes them."""
-    paths = [pathlib.Path(word).resolve() for word in sys.argv[1:]] or sorted(FOLDER.glob("*.ipynb"))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("notebooks", nargs="*", type=pathlib.Path)
+    named = parser.parse_args().notebooks
+    paths = [path.resolve() for path in named] or sorted(FOLDER.glob("*.ipynb"))
     with tempfile.TemporaryDirectory() as folder:
         for path in paths:
             notebook = executed(path, pathlib.Path(folder), env=os.environ)
