@@ -10,9 +10,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from hlat_jax.drift import differences
+from hlat_jax.huggingface.exporting import files_of
 from hlat_jax.starting_weights import settings_of_weights
 from hlat_jax.weights import Weights, leaves_by_name, open_weights
-from hlat_jax.weights_folder import FILES, About, new_weights
+from hlat_jax.weights_folder import FILES, About, is_weights, new_weights
 
 _BLOCK = 1 << 22  # elements: 16 MiB of fp32
 
@@ -34,7 +35,8 @@ def average(paths: Sequence[str | os.PathLike], out: pathlib.Path) -> list[Weigh
     first = found[0]
     files, tokenizer = _files(first)
     origin = {"average_of": [{"folder": str(each.folder), "step": each.step} for each in found]}
-    about = About(first.model, max(each.step for each in found), tokenizer, origin)
+    step = max(each.step for each in found)
+    about = About(first.model, step, tokenizer, origin, first.begins_with_bos, first.stop_ids)
     with new_weights(out, about=about, files=files) as leaves:
         for name, leaf in leaves_by_name(first.arrays).items():
             mean = first.read(name).astype(np.float32)
@@ -75,13 +77,10 @@ def _require_alike(first: Weights, other: Weights) -> None:
         raise ValueError(f"{first.folder} and {other.folder} cannot be averaged:\n  {lines}")
 
 
-def _files(weights: Weights) -> tuple[list[pathlib.Path], str]:
-    """Returns the files to carry along and the name of the tokenizer among them."""
-    folder = weights.folder / FILES
-    if folder.is_dir():
-        return sorted(folder.iterdir()), pathlib.Path(weights.tokenizer).name if weights.tokenizer else ""
-    if not weights.tokenizer:
-        return [], ""
-    path = weights.open_tokenizer().path
-    beside = [path.with_name(name) for name in ("tokenizer_config.json", "special_tokens_map.json")]
-    return [path, *(each for each in beside if path.suffix == ".json" and each.is_file())], path.name
+def _files(weights: Weights) -> tuple[dict[str, pathlib.Path], str]:
+    """Returns the files to carry along, by the names that an export knows, and the name of the tokenizer among them."""
+    if is_weights(weights.folder):
+        files = {path.name: path for path in (weights.folder / FILES).iterdir()}
+        return files, pathlib.Path(weights.tokenizer).name if weights.tokenizer else ""
+    files = files_of(weights.open_tokenizer())
+    return files, next(iter(files))

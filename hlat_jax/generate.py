@@ -5,6 +5,7 @@ Owns the command line, text and the terminal. How tokens come about is in `gener
 
 from __future__ import annotations
 
+import io
 import pathlib
 import sys
 import time
@@ -27,6 +28,8 @@ def main(argv: Sequence[str]) -> int:
     values = flags_lib.parse_own(argv, _define, usage=_USAGE)
     prompts = _prompts(values)
     logging.set_verbosity(logging.ERROR)  # libraries tell of profilers; our own words are printed
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
     inference.prepare(values)
     from hlat_jax.generator import Generator, Sampling  # imports JAX, which --help does not need
 
@@ -37,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
     _tell(trained.described)
     ids = [_encoded(trained, prompt, number, bos=values.bos) for number, prompt in enumerate(prompts)]
     generator = Generator(trained.model, trained.params, layout=trained.layout, tell=_tell)
-    options = {"max_tokens": values.max_tokens, "sampling": sampling, "stop_ids": (tokenizer.eos_id,)}
+    options = {"max_tokens": values.max_tokens, "sampling": sampling, "stop_ids": tokenizer.stop_ids}
     for first in range(0, len(ids), values.batch_size):
         batch = ids[first : first + values.batch_size]
         texts = [Continued(tokenizer, prompt) for prompt in batch]
@@ -95,7 +98,11 @@ def _prompts(values: flags.FlagValues) -> list[str]:
         path = pathlib.Path(values.prompts_file).expanduser()
         if not path.is_file():
             raise ValueError(f"--prompts_file={values.prompts_file}: no such file (looked from {pathlib.Path.cwd()}).")
-        prompts += [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"--prompts_file={values.prompts_file} is not UTF-8: {error}.") from None
+        prompts += [line for line in text.splitlines() if line.strip()]
     if not prompts:
         raise ValueError("there is no prompt; give --prompt=TEXT, or --prompts_file=FILE with a prompt in each line.")
     return prompts

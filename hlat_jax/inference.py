@@ -106,11 +106,17 @@ def open_model(checkpoint: str, parallel: ParallelConfig) -> TrainedModel:
 
     weights = open_weights(checkpoint)
     tokenizer = weights.open_tokenizer()
-    layout = layout_of_model(weights.model, parallel, jax.devices())
+    try:
+        layout = layout_of_model(weights.model, parallel, jax.devices())
+    except ValueError as error:
+        again = is_weights(weights.folder) and "model.fuse_qkv=False" in str(error)
+        raise ValueError(f"{error}{' Import the model again with --nofuse_qkv for the first.' * again}") from None
     params = weights.restore(param_shardings(weights.model, layout))
     mesh = " x ".join(f"{axis} {degree}" for axis, degree in layout.degrees.items())
     dtype = params["embed"].dtype
     described = f"weights          {weights.folder}, step {weights.step}, {dtype}; {mesh}, {layout.platform}"
-    with_bos = is_weights(weights.folder) and begins_texts_with_bos(weights.folder / FILES)
+    with_bos = weights.begins_with_bos
+    if with_bos is None:
+        with_bos = begins_texts_with_bos(weights.folder / FILES)
     described += "; texts begin with BOS" * with_bos
     return TrainedModel(weights.model, params, layout, tokenizer, weights.folder, described, with_bos)

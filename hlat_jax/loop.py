@@ -151,7 +151,7 @@ def _open(config: Config, workdir: pathlib.Path, layout: Layout, stack: contextl
     abstract = abstract_state(config, layout)
     num_bytes = state_bytes(abstract)
     summary.describe(config, layout, implementations=settings["implementations"], num_bytes=num_bytes)
-    _tell_sources(batches, held_out)
+    _tell_data(batches, held_out, unused_rows=config.model.vocab_size - tokenizer.vocab_size)
 
     saved = checkpointer.latest_metadata()
     if tasks is not None and (saved is None or saved[0] < config.train.num_steps):
@@ -350,7 +350,9 @@ def _stop_nonfinite(run: Run, row: dict[str, Any], pending: Pending) -> None:
     )
 
 
-def _tell_sources(batches: TrainBatches, held_out: dict[str, HeldOut]) -> None:
+def _tell_data(batches: TrainBatches, held_out: dict[str, HeldOut], *, unused_rows: int) -> None:
+    if unused_rows:
+        print(f"vocabulary       {unused_rows:,} of the rows of model.vocab_size are of no token of data.tokenizer")
     if len(batches.definition.sources) > 1:
         print(f"sources          {batches.definition.mixture.describe()}")
     for source in batches.definition.sources:

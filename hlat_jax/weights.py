@@ -42,6 +42,8 @@ class Weights:
       tokenizer: what `data.tokenizer.Tokenizer` takes; "" when there is none.
       tokenizer_sha256: of its file, where that lies outside of `folder`; else "".
       arrays: jax.ShapeDtypeStruct of every parameter, in the dtype that is stored.
+      begins_with_bos: texts begin with BOS; never those of a run. None: as in `weights_folder.About`.
+      stop_ids: tokens that end a generated text, beside the tokenizer's EOS.
     """
 
     folder: pathlib.Path
@@ -51,6 +53,8 @@ class Weights:
     tokenizer_sha256: str
     arrays: Any
     _read: Callable[[Any], Any]
+    begins_with_bos: bool | None = False
+    stop_ids: tuple[int, ...] = ()
 
     def restore(self, shardings: Any, *, dtype: Any = None) -> Any:
         """Returns the parameters as jax arrays, each process reading what its devices hold.
@@ -85,7 +89,7 @@ class Weights:
         """
         if not self.tokenizer:
             raise ValueError(f"{self.folder} has no tokenizer; import it from a folder with a tokenizer.model.")
-        tokenizer = Tokenizer(self.tokenizer)
+        tokenizer = Tokenizer(self.tokenizer, stop_ids=self.stop_ids)
         if self.tokenizer_sha256 not in ("", tokenizer.sha256):
             raise ValueError(
                 f"{self.folder} was trained with another tokenizer than {self.tokenizer} is now (sha256 "
@@ -186,7 +190,9 @@ def _of_folder(folder: pathlib.Path) -> Weights:
 
     tokenizer = about["tokenizer"] and str(folder / FILES / about["tokenizer"])
     arrays = _arrays(written, model, folder=folder)
-    return Weights(folder, model, about["step"], tokenizer, "", arrays, read)
+    # folders of before these two were noted have neither
+    more = {"begins_with_bos": about.get("begins_with_bos"), "stop_ids": tuple(about.get("stop_ids", ()))}
+    return Weights(folder, model, about["step"], tokenizer, "", arrays, read, **more)
 
 
 def _arrays(saved: dict[str, str], model: ModelConfig, *, folder: pathlib.Path) -> Any:

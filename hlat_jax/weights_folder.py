@@ -16,7 +16,7 @@ import json
 import os
 import pathlib
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -40,12 +40,16 @@ class About:
       step: updates they have seen.
       tokenizer: name in `files/`; "" when there is none.
       origin: where they come from, for people.
+      begins_with_bos: texts begin with BOS; None: a folder that was written before this was noted does not say.
+      stop_ids: tokens that end a generated text, beside the tokenizer's EOS.
     """
 
     model: ModelConfig
     step: int
     tokenizer: str
     origin: dict[str, Any]
+    begins_with_bos: bool | None = False
+    stop_ids: tuple[int, ...] = ()
 
 
 class Leaves:
@@ -66,8 +70,13 @@ class Leaves:
 
 
 @contextlib.contextmanager
-def new_weights(out: pathlib.Path, *, about: About, files: Iterable[pathlib.Path]) -> Iterator[Leaves]:
+def new_weights(out: pathlib.Path, *, about: About, files: Mapping[str, pathlib.Path]) -> Iterator[Leaves]:
     """Gives what writes the parameters; when the body ends well, the folder is summed and gets its name.
+
+    Args:
+      out: must not be there, or be empty.
+      about: what the folder says of itself.
+      files: name in `files/` -> what is copied there.
 
     Raises:
       ValueError: `out` is there already, or cannot be made.
@@ -75,14 +84,16 @@ def new_weights(out: pathlib.Path, *, about: About, files: Iterable[pathlib.Path
     with whole_folder(out) as partial:
         (partial / _ARRAYS).mkdir()
         (partial / FILES).mkdir()
-        for path in files:
-            shutil.copyfile(path, partial / FILES / path.name)
+        for name, path in files.items():
+            shutil.copyfile(path, partial / FILES / name)
         yield Leaves(partial / _ARRAYS)
         content = {
             "format": _FORMAT,
             "model": dataclasses.asdict(about.model),
             "step": about.step,
             "tokenizer": about.tokenizer,
+            "begins_with_bos": about.begins_with_bos,
+            "stop_ids": about.stop_ids,
             "origin": about.origin,
         }
         durable.write_json(partial / WEIGHTS_FILE, content)

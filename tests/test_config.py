@@ -308,7 +308,7 @@ def _base(settings, folder):
 def _write_inputs(folder):
     model = config_lib.resolve(config_lib.load(str(micro.write_config(folder)))).model
     about = weights_folder.About(model, step=0, tokenizer="", origin={})
-    with weights_folder.new_weights(folder / "start", about=about, files=[]) as leaves:
+    with weights_folder.new_weights(folder / "start", about=about, files={}) as leaves:
         for name, leaf in leaves_by_name(abstract_params(model)).items():
             with leaves.leaf(name, leaf.shape, np.dtype(np.float32)) as write:
                 write(np.full(leaf.shape, 0.01, np.float32))

@@ -72,9 +72,21 @@ def test_sha256_tells_models_apart(tmp_path):
     assert Tokenizer(ASSET).sha256 == TOKENIZER.sha256
 
 
-def test_vocabulary_that_does_not_match_the_model_is_refused_with_both_remedies():
-    with pytest.raises(ValueError, match=r"has 2048 tokens but model.vocab_size=32000; set model.vocab_size=2048, or"):
-        Tokenizer(ASSET, vocab_size=32000)
+def test_more_tokens_than_the_model_has_rows_are_refused_with_both_remedies():
+    message = r"has 2048 tokens but model.vocab_size=2047; set model.vocab_size=2048 or more, or .* at most 2047 tokens"
+    with pytest.raises(ValueError, match=message):
+        Tokenizer(ASSET, vocab_size=2047)
+
+
+def test_a_model_may_have_rows_beyond_the_vocabulary_whose_ids_stand_for_no_text():
+    tokenizer = Tokenizer(ASSET, vocab_size=4096)
+    ids = tokenizer.encode("a b")
+    assert tokenizer.decode([2048, *ids, 4095]) == "a b"
+
+
+def test_texts_end_with_eos_and_what_else_is_named_each_once():
+    assert TOKENIZER.stop_ids == (2,)
+    assert Tokenizer(ASSET, stop_ids=(7, 2, 9)).stop_ids == (2, 7, 9)
 
 
 def test_missing_or_foreign_file_is_refused(tmp_path):

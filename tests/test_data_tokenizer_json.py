@@ -55,6 +55,7 @@ def test_ids_come_back_as_the_text_and_its_bytes_add_up(kind, tmp_path):
     ours = Tokenizer(str(write(tmp_path, kind)))
     for text in TEXTS:
         ids = ours.encode(text)
+        assert ours.decode([*ids, ours.vocab_size]) == text
         assert ids.dtype == np.int32
         assert ours.decode(ids) == text
         assert ours.token_bytes[ids].sum() == len(text.encode())

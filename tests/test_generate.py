@@ -1,13 +1,23 @@
 """The command that continues text: what it prints, that batches and meshes change nothing of it, what it refuses."""
 
 import dataclasses
+import io
+import json
 import types
 
+import hf_models
 import numpy as np
 import pytest
+import torch
+import transformers
+from test_data_tokenizer import train_model
 
+from hlat_jax import generate
+from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.generate import Continued, _encoded
 from hlat_jax.generator import Generator, Sampling
+from hlat_jax.huggingface.importing import import_checkpoint
+from hlat_jax.huggingface.reading import open_checkpoint
 from hlat_jax.inference import TrainedModel
 from hlat_jax.weights import open_weights
 
@@ -94,6 +104,66 @@ def test_generate_refuses_what_it_cannot_do(words, message, trained_run, generat
     code, printed, error = generate_here(*(word.replace("RUN", str(trained_run)) for word in words))
     assert (code, printed) == (2, "")
     assert message in error
+
+
+@pytest.fixture(scope="module")
+def padded(tmp_path_factory):
+    """(folder of transformers, the import of it): 384 rows, 320 tokens, two of which end texts."""
+    folder = tmp_path_factory.mktemp("padded")
+    source = hf_models.save(hf_models.model(hf_models.CONFIGS["gqa"]), folder / "source")
+    train_model(source / "tokenizer.model", byte_fallback=True, vocab_size=320)
+    ids = Tokenizer(str(source / "tokenizer.model")).encode("the lazy").tolist()
+    made = transformers.AutoModelForCausalLM.from_pretrained(source)
+    greedy = made.generate(torch.tensor([ids]), max_new_tokens=8, do_sample=False)[0].tolist()
+    ends = greedy[len(ids) + 3]
+    assert ends not in greedy[: len(ids) + 3]
+    (source / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, ends]}))
+    import_checkpoint(open_checkpoint(source), folder / "imported")
+    return source, folder / "imported"
+
+
+def test_ids_beyond_the_vocabulary_are_no_text(padded, generate_here):
+    words = ["--prompt=the lazy", "--temperature=2", "--max_tokens=60", "--nobos"]
+    code, printed, error = generate_here(f"--checkpoint={padded[1]}", *words)
+    assert code == 0, error
+    assert printed.startswith("the lazy")
+    weights = open_weights(padded[1])
+    ids = weights.open_tokenizer().encode("the lazy").tolist()
+    [drawn] = Generator(weights.model, weights.restore(None))([ids], max_tokens=60, sampling=Sampling(2.0))
+    assert max(drawn) >= 320
+
+
+def test_a_text_ends_at_each_token_at_which_transformers_ends_it(padded, generate_here):
+    source, imported = padded
+    ids = open_weights(imported).open_tokenizer().encode("the lazy").tolist()
+    made = transformers.AutoModelForCausalLM.from_pretrained(source)
+    theirs = made.generate(torch.tensor([ids]), max_new_tokens=8, do_sample=False)[0, len(ids) :]
+    assert len(theirs) == 4
+    code, _, told = generate_here(f"--checkpoint={imported}", "--prompt=the lazy", "--max_tokens=8", "--nobos")
+    assert code == 0
+    assert "4 tokens in " in told
+
+
+def test_an_import_of_fused_projections_names_the_flag_that_keeps_them_apart(padded, generate_here):
+    words = ["--prompt=a", "--parallel.tensor=6"]  # of 2 heads of keys and values
+    code, _, error = generate_here(f"--checkpoint={padded[1]}", *words)
+    assert code == 2
+    assert "Import the model again with --nofuse_qkv" in error
+
+
+def test_prompts_that_are_not_utf8_are_refused_naming_the_file(trained_run, generate_here, tmp_path):
+    (tmp_path / "prompts.txt").write_bytes("caf\xe9".encode("latin-1"))
+    code, _, error = generate_here(f"--checkpoint={trained_run}", f"--prompts_file={tmp_path / 'prompts.txt'}")
+    assert code == 2
+    assert f"--prompts_file={tmp_path / 'prompts.txt'} is not UTF-8: " in error
+
+
+def test_a_terminal_that_cannot_show_a_character_is_shown_its_number(trained_run, monkeypatch):
+    shown = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr("sys.stdout", shown)
+    assert generate.main([f"--checkpoint={trained_run}", "--prompt=café", "--max_tokens=1"]) == 0
+    shown.flush()
+    assert shown.buffer.getvalue().startswith(b"caf\\xe9")
 
 
 def test_prompts_begin_with_bos_where_it_is_asked_for_or_said_by_the_tokenizer_and_there_is_one():

@@ -19,6 +19,7 @@ import torch
 import transformers
 from hf_weights import hf_state_dict
 from safetensors.torch import load_file, save_file
+from test_data_tokenizer import train_model
 
 from hlat_jax import hf
 from hlat_jax.huggingface import config_json, exporting, names
@@ -176,7 +177,10 @@ def test_what_a_config_leaves_out_is_what_transformers_takes():
         ({"rope_parameters": {"rope_type": "default", "factor": 2.0}}, r"factor is not a field of rope_type='default'"),
         ({"rope_theta": 1e6}, r"rope_theta=1000000.0 and another one in rope_parameters"),
         ({"logit_scale": 2.0}, r"logit_scale=2.0 is not a field that this converter knows"),
+        ({"rope_parameters": {"rope_type": ["llama3"]}}, r"rope_type=\['llama3'\] is not supported"),
+        ({"rope_parameters": {"rope_type": "default", "type": "llama3"}}, r"rope_type='default' and type='llama3'"),
         ({"model_type": "qwen2"}, r"model_type='qwen2'.*supported are llama"),
+        ({"model_type": ["llama"]}, r"model_type=\['llama'\].*supported are llama"),
         ({"architectures": ["LlamaForSequenceClassification"]}, r"LlamaForSequenceClassification"),
         ({"hidden_size": ...}, r"hidden_size is missing"),
         ({"hidden_size": "96"}, r"hidden_size='96' is str; it must be int"),
@@ -193,6 +197,101 @@ def test_an_unsupported_config_is_refused_naming_the_field(change, message, gqa,
     with pytest.raises(ValueError, match=message):
         raise ValueError(err)
     assert not (tmp_path / "ours").exists()
+
+
+def test_no_number_of_kv_heads_is_that_of_the_heads_for_both_kinds():
+    for kind in ("llama", "mistral"):
+        found = hf_models.SMALL | {"model_type": kind, "num_key_value_heads": None, "sliding_window": None}
+        assert config_json.model_config(found, where=kind).num_kv_heads == found["num_attention_heads"]
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("tokenizer_config.json", "{", r"tokenizer_config.json is not JSON"),
+        ("tokenizer_config.json", "[]", r"tokenizer_config.json holds no JSON object"),
+        ("tokenizer.json", '{"post_processor": [1]}', r"tokenizer.json: its post_processor is \[1\]"),
+        ("tokenizer.json", '{"post_processor": {"single": [1]}}', r"tokenizer.json: its post_processor is {'single'"),
+        ("tokenizer.json", b"\xff", r"tokenizer.json is not JSON"),
+        (
+            "generation_config.json",
+            '{"eos_token_id": [1, "2"]}',
+            r"generation_config.json: eos_token_id=\[1, '2'\]",
+        ),
+        ("generation_config.json", "", r"generation_config.json is not JSON"),
+        ("added_tokens.json", '{"<|end|>": [7]}', r"added_tokens.json, or .* does not give each token an id"),
+    ],
+)
+def test_a_damaged_file_beside_the_weights_is_refused_by_name(file, content, message, gqa, tmp_path, hf_here):
+    folder = shutil.copytree(gqa, tmp_path / "hf")
+    for name in ("tokenizer.model", "tokenizer.json"):
+        (folder / name).write_text("{}")
+    (folder / file).write_bytes(content if isinstance(content, bytes) else content.encode())
+    code, _, err = hf_here("import", folder, f"--out={tmp_path / 'ours'}")
+    assert code == 2
+    with pytest.raises(ValueError, match=message):
+        raise ValueError(err)
+    assert not (tmp_path / "ours").exists()
+
+
+def test_a_tokenizer_class_that_is_null_says_nothing_of_bos(gqa, tmp_path, hf_here):
+    folder = shutil.copytree(gqa, tmp_path / "hf")
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": null}')
+    code, _, err = hf_here("import", folder, f"--out={tmp_path / 'ours'}")
+    assert code == 0, err
+    assert open_weights(tmp_path / "ours").begins_with_bos is False
+
+
+def of_ids(*added):
+    return {"tokenizer_config.json": {"added_tokens_decoder": {str(id_): {"content": text} for id_, text in added}}}
+
+
+@pytest.mark.parametrize(
+    ("files", "taken"),
+    [
+        ({}, "tokenizer.model"),
+        ({"added_tokens.json": {"<|end|>": 320}}, "tokenizer.json"),
+        (of_ids((1, "<s>"), (320, "<|end|>")), "tokenizer.json"),
+        (of_ids((1, "<s>"), (300, "<|end|>")), "tokenizer.json"),  # in the place of another token
+        (of_ids((1, "<s>"), (2, "</s>")), "tokenizer.model"),
+        ({"added_tokens.json": {"[PAD]": 384}}, "tokenizer.model"),  # the model has no row for it
+        ({"tokenizer.model": {"of": "another kind"}}, "tokenizer.json"),
+    ],
+)
+def test_an_import_takes_the_tokenizer_that_knows_the_tokens_that_were_added(files, taken, gqa, tmp_path, hf_here):
+    folder = shutil.copytree(gqa, tmp_path / "hf")
+    train_model(folder / "tokenizer.model", byte_fallback=True, vocab_size=320)
+    for name, content in ({"tokenizer.json": {}} | files).items():
+        (folder / name).write_text(json.dumps(content))
+    code, _, err = hf_here("import", folder, f"--out={tmp_path / 'ours'}")
+    assert code == 0, err
+    assert open_weights(tmp_path / "ours").tokenizer == str(tmp_path / "ours/files" / taken)
+
+
+@pytest.mark.parametrize(
+    ("files", "ids"),
+    [
+        ({"generation_config.json": {"eos_token_id": [2, 7]}, "config.json": {"eos_token_id": 9}}, (2, 7)),
+        ({"generation_config.json": None, "config.json": {"eos_token_id": [2, 9]}}, (2, 9)),
+        ({"generation_config.json": {"eos_token_id": 5}}, (2, 5)),
+        ({"generation_config.json": {"eos_token_id": ...}}, (2,)),
+    ],
+)
+def test_texts_end_where_transformers_ends_them_after_an_average_too(files, ids, gqa, tmp_path, hf_here):
+    folder = shutil.copytree(gqa, tmp_path / "hf")
+    train_model(folder / "tokenizer.model", byte_fallback=True, vocab_size=320)
+    (folder / "tokenizer_config.json").write_text('{"add_bos_token": true}')
+    for name, changes in files.items():
+        if changes is None:
+            (folder / name).unlink()
+        else:
+            edit_json(folder / name, **changes)
+    assert hf_here("import", folder, f"--out={tmp_path / 'ours'}")[0] == 0
+    assert hf_here("average", *[tmp_path / "ours"] * 2, f"--out={tmp_path / 'mean'}")[0] == 0
+    for name in ("ours", "mean"):
+        weights = open_weights(tmp_path / name)
+        assert weights.open_tokenizer().stop_ids == ids
+        assert weights.begins_with_bos is True
 
 
 def without(name):

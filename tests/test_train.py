@@ -59,7 +59,7 @@ def refused(train_here, config, workdir, *words, **kwargs):
         ("data.validation=/nowhere/text.jsonl", "data.validation: /nowhere/text.jsonl does not exist"),
         ("data.tokenizer=/nowhere/a.model", "data.tokenizer=/nowhere/a.model: no such file"),
         ("data.tokenizer={tmp}/two.jsonl", "is not a SentencePiece model"),
-        ("model.vocab_size=4096", "has 2048 tokens but model.vocab_size=4096; set model.vocab_size=2048"),
+        ("model.vocab_size=1024", "has 2048 tokens but model.vocab_size=1024; set model.vocab_size=2048 or more"),
         ("data.seq_len=64", "data.seq_len=64 exceeds model.max_positions=32; shorten"),
         ("train.num_microbatches=3", "data.batch_size=4 does not divide into train.num_microbatches=3; use one of"),
         ("parallel.pipe=2", "parallel.fsdp=1, parallel.tensor=1 need a multiple of 2 devices"),
@@ -95,7 +95,7 @@ def test_train_loses_nothing_of_a_run_when_a_later_command_is_wrong(train_here, 
     _, workdir, _ = finished
     before = {path: path.read_bytes() for path in workdir.rglob("*") if path.is_file()}
     config = micro.write_config(tmp_path)
-    for word in ("data.train=/nowhere.jsonl", "model.vocab_size=4096", "train.num_microbatches=3", "data.seq_len=64"):
+    for word in ("data.train=/nowhere.jsonl", "model.vocab_size=1024", "train.num_microbatches=3", "data.seq_len=64"):
         assert train_here(f"--config={config}", f"--workdir={workdir}", f"--config.{word}")[0] == 2
     assert {path: path.read_bytes() for path in workdir.rglob("*") if path.is_file()} == before
 

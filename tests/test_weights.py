@@ -12,11 +12,15 @@ import numpy as np
 import pytest
 import transformers
 from safetensors.numpy import load_file, save_file
+from test_data_tokenizer_json import write as write_tokenizer_json
 
 from hlat_jax import averaging, hf, loop, weights_folder
 from hlat_jax import config as config_lib
 from hlat_jax.checkpoint import saved_run
 from hlat_jax.data.tokenizer import Tokenizer
+from hlat_jax.huggingface import exporting
+from hlat_jax.inference import open_model
+from hlat_jax.integrity import seal
 from hlat_jax.metrics import ROWS_FILE, read_rows
 from hlat_jax.model import abstract_params, apply
 from hlat_jax.safetensors_file import Writer, read_header
@@ -35,7 +39,7 @@ def write_weights(folder, *, seed=0, dtype=np.float32, model=MODEL, step=0, edit
     rng = np.random.default_rng(seed)
     about = weights_folder.About(model, step, "", {"made": "for a test"})
     found = {}
-    with weights_folder.new_weights(folder, about=about, files=[]) as leaves:
+    with weights_folder.new_weights(folder, about=about, files={}) as leaves:
         for name, leaf in leaves_by_name(abstract_params(model)).items():
             found[name] = edit(name, rng.standard_normal(leaf.shape).astype(dtype))
             with leaves.leaf(name, leaf.shape, np.dtype(dtype)) as write:
@@ -211,6 +215,59 @@ def test_checkpoints_of_a_run_are_averaged_by_their_masters_and_exported(trained
     assert mean.open_tokenizer().vocab_size == 2048
     assert hf.main(["export", str(tmp_path / "mean"), f"--out={tmp_path / 'hf'}"]) == 0
     assert (tmp_path / "hf/tokenizer.model").is_file()
+
+
+def test_a_tokenizer_that_adds_bos_in_transformers_adds_none_in_what_is_exported_of_a_run(tmp_path):
+    path = write_tokenizer_json(tmp_path, tokenizer_class="PreTrainedTokenizerFast").rename(tmp_path / "mine.json")
+    run, mean = tmp_path / "run", tmp_path / "mean"
+    train(tmp_path, run, data__tokenizer=str(path), checkpoint__every_steps=1)
+    averaging.average([run / "checkpoints/1", run / "checkpoints/2"], mean)
+    ours, text = Tokenizer(str(path)), "It is a truth, naïve — “quoted” 12,345.6 € 東京"
+    for place in (run, mean):
+        trained_model = open_model(str(place), config_lib.ParallelConfig())
+        assert trained_model.first_ids(None) == []
+        assert trained_model.tokenizer.sha256 == ours.sha256
+        exported = tmp_path / f"of_{place.name}"
+        assert hf.main(["export", str(place), f"--out={exported}"]) == 0
+        theirs = transformers.AutoTokenizer.from_pretrained(exported)
+        assert theirs.encode(text) == ours.encode(text).tolist()
+        assert (theirs.eos_token_id, theirs.bos_token_id) == (ours.eos_id, ours.bos_id)
+        assert json.loads((exported / "tokenizer_config.json").read_text())["add_bos_token"] is False
+        assert json.loads((exported / "config.json").read_text())["eos_token_id"] == ours.eos_id
+    assert sorted(path.name for path in (mean / "files").iterdir()) == ["tokenizer.json", "tokenizer_config.json"]
+
+
+def test_an_export_leaves_of_a_post_processor_what_adds_no_token():
+    bytes_, adds = {"type": "ByteLevel", "trim_offsets": False}, {"type": "TemplateProcessing", "single": []}
+    both = {"type": "Sequence", "processors": [bytes_, adds]}
+    assert exporting._without_templates(both) == {"type": "Sequence", "processors": [bytes_]}
+    assert exporting._without_templates(bytes_) == bytes_
+    for nothing in (None, adds, {"type": "Sequence", "processors": [adds]}, {"type": "RobertaProcessing"}):
+        assert exporting._without_templates(nothing) is None
+
+
+def test_a_folder_of_before_bos_was_noted_goes_by_its_files(trained, tmp_path):
+    averaging.average([trained[1]] * 2, tmp_path / "mean")
+    (tmp_path / "mean/files/tokenizer_config.json").write_text('{"add_bos_token": true}')
+    path = tmp_path / "mean/weights.json"
+    about = json.loads(path.read_text())
+    for noted, first in ((True, []), (False, [1])):
+        if not noted:
+            path.write_text(json.dumps({key: about[key] for key in ("format", "model", "step", "tokenizer", "origin")}))
+        files = [path for path in (tmp_path / "mean").rglob("*") if path.is_file() and path.name != "integrity.json"]
+        seal(tmp_path / "mean", [str(path.relative_to(tmp_path / "mean")) for path in files])
+        assert open_model(str(tmp_path / "mean"), config_lib.ParallelConfig()).first_ids(None) == first
+
+
+def test_a_run_begins_with_an_import_of_more_rows_than_tokens(trained, tmp_path, capsys):
+    folder, padded = trained[0], {"model__vocab_size": 4096}
+    train(folder, tmp_path / "first", **padded)
+    assert "2,048 of the rows of model.vocab_size are of no token" in capsys.readouterr().out
+    assert hf.main(["export", str(tmp_path / "first"), f"--out={tmp_path / 'hf'}"]) == 0
+    assert hf.main(["import", str(tmp_path / "hf"), f"--out={tmp_path / 'imported'}"]) == 0
+    tokenizer = str(tmp_path / "imported/files/tokenizer.model")
+    train(folder, tmp_path / "run", **padded, train__init_from=str(tmp_path / "imported"), data__tokenizer=tokenizer)
+    assert open_weights(tmp_path / "run").model.vocab_size == 4096
 
 
 @pytest.mark.parametrize(

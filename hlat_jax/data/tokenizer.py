@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import pathlib
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,13 +23,16 @@ class Tokenizer:
 
     A path that ends in .json is a tokenizer.json, which needs the `hf` extra; any other is a SentencePiece model.
 
-    `vocab_size` is that of the model to be trained, to be compared; None: no comparison.
+    Args:
+      path: of the file.
+      vocab_size: of the model that it is for, which may have more rows than there are tokens; None: not compared.
+      stop_ids: tokens beside EOS that end a generated text, as the files of an imported model name them.
 
     Raises:
-      ValueError: no path, no such file, not such a model, no EOS, or another vocabulary size.
+      ValueError: no path, no such file, not such a model, no EOS, or more tokens than the model has rows.
     """
 
-    def __init__(self, path: str, *, vocab_size: int | None = None):
+    def __init__(self, path: str, *, vocab_size: int | None = None, stop_ids: Sequence[int] = ()):
         if not path:
             raise ValueError("data.tokenizer is empty; give a SentencePiece .model file or 'package:austen_2k.model'.")
         is_asset = path.startswith("package:")
@@ -44,23 +48,28 @@ class Tokenizer:
         if self.eos_id < 0:
             how = "put its tokenizer_config.json beside it" if self.is_json else "train it with eos_id=2"
             raise ValueError(f"data.tokenizer={path} has no EOS, which ends every document; {how}.")
-        if vocab_size is not None and vocab_size != self.vocab_size:
+        if vocab_size is not None and vocab_size < self.vocab_size:
             raise ValueError(
                 f"data.tokenizer={path} has {self.vocab_size} tokens but model.vocab_size={vocab_size}; set "
-                f"model.vocab_size={self.vocab_size}, or give a tokenizer of {vocab_size} tokens."
+                f"model.vocab_size={self.vocab_size} or more, or give a tokenizer of at most {vocab_size} tokens."
             )
+        self.stop_ids = tuple(dict.fromkeys((self.eos_id, *stop_ids)))
 
     def encode(self, text: str) -> np.ndarray:
         """Returns int32[n] token ids, without BOS or EOS."""
         return np.asarray(self._model.encode(text), np.int32)
 
     def decode(self, ids: np.ndarray) -> str:
-        """Returns the text of token ids; control tokens give none."""
-        return self._model.decode([int(token) for token in np.asarray(ids)])
+        """Returns the text of token ids; control tokens give none, nor do rows of the model beyond the vocabulary."""
+        return self._model.decode([int(token) for token in np.asarray(ids) if token < self.vocab_size])
+
+    def knows(self, tokens: Mapping[int, str]) -> bool:
+        """Returns whether each of these ids is a token of this very text."""
+        return all(0 <= token < self.vocab_size and self._model.token(token) == text for token, text in tokens.items())
 
     def described(self) -> dict[str, Any]:
         """Returns the tokenizer_config.json with which transformers reads a SentencePiece model as it is."""
-        pieces = {f"{name}_token": self._model.piece(name) for name in ("bos", "eos", "unk")}
+        pieces = {f"{name}_token": self._model.special(name) for name in ("bos", "eos", "unk")}
         return {
             "tokenizer_class": "LlamaTokenizer",
             **{name: piece for name, piece in pieces.items() if piece},
@@ -97,6 +106,7 @@ class _SentencePiece:
                 "Hugging Face is another format, and known by a name that ends in .json."
             )
         self.encode, self.decode = self._processor.encode, self._processor.decode
+        self.token = self._processor.id_to_piece
         self.eos_id = self._processor.eos_id()
         self.bos_id = self._processor.bos_id()  # -1: the model has none; HLAT's packing uses none
 
@@ -105,10 +115,10 @@ class _SentencePiece:
         """Whether a text gets a space in front."""
         return "".join(self._processor.encode_as_pieces("a")).startswith("▁")
 
-    def piece(self, name: str) -> str:
+    def special(self, name: str) -> str:
         """Returns the text of `bos`, `eos` or `unk`; "" when the model has none."""
         token = getattr(self._processor, f"{name}_id")()
-        return self._processor.id_to_piece(token) if token >= 0 else ""
+        return self.token(token) if token >= 0 else ""
 
     def token_bytes(self) -> np.ndarray:
         processor, num_bytes = self._processor, np.zeros(self.vocab_size, np.int32)

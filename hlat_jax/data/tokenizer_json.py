@@ -36,6 +36,7 @@ class JsonModel:
         self._model.no_padding()
         self._model.encode_special_tokens = True  # "</s>" within a text is text
         self._vocab = self._model.get_vocab(with_added_tokens=True)
+        self.token = self._model.id_to_token
         self.vocab_size = max(self._vocab.values()) + 1
         self.eos_id, self.bos_id = (self._special(path.parent, name) for name in ("eos", "bos"))
 

@@ -142,7 +142,11 @@ class HarnessModel(TemplateLM):
         ids: list[list[int]] = [[] for _ in prompts]
         ended = [False] * len(prompts)
         steps = self._generator.stream(
-            prompts, max_tokens=max_tokens, sampling=sampling, stop_ids=(self.eot_token_id,), first_number=first_number
+            prompts,
+            max_tokens=max_tokens,
+            sampling=sampling,
+            stop_ids=self._tokenizer.stop_ids,
+            first_number=first_number,
         )
         with contextlib.closing(steps):
             for step in steps:

@@ -72,8 +72,9 @@ def model_config(found: dict[str, Any], *, where: str, fuse_qkv: bool = True) ->
         implement; the message names the field.
     """
     kind = found.get("model_type")
-    architectures = found.get("architectures") or [ARCHITECTURES.get(kind)]
-    if kind not in ARCHITECTURES or architectures != [ARCHITECTURES[kind]]:
+    ours = ARCHITECTURES.get(kind) if isinstance(kind, str) else None
+    architectures = found.get("architectures") or [ours]
+    if ours is None or architectures != [ours]:
         raise ValueError(
             f"{where}: model_type={kind!r}, architectures={architectures} is not supported; supported are "
             f"{', '.join(f'{name} ({arch})' for name, arch in ARCHITECTURES.items())}."
@@ -81,6 +82,8 @@ def model_config(found: dict[str, Any], *, where: str, fuse_qkv: bool = True) ->
     values = {**_DEFAULTS_OF_ALL, **_DEFAULTS[kind], **{key: v for key, v in found.items() if v is not None}}
     if "sliding_window" in found:  # null says that there is none
         values["sliding_window"] = found["sliding_window"]
+    if found.get("num_key_value_heads", 1) is None:  # as many as num_attention_heads, for Mistral too
+        values.pop("num_key_value_heads", None)
     _refuse_unsupported(values, where=where)
     missing = [key for key in _SAME.values() if key not in values and key not in ("num_key_value_heads", "head_dim")]
     if missing:
@@ -164,15 +167,15 @@ def _rope(values: dict[str, Any], *, where: str) -> dict[str, Any]:
     if rope.pop("rope_theta", theta) != theta:
         raise ValueError(f"{where}: rope_theta={theta!r} and another one in rope_parameters; keep one.")
     fields = {"rope_theta": _number(theta, "rope_theta", "rope_theta", where=where)}
-    kinds = {rope.pop(key) for key in ("rope_type", "type") if key in rope} or {"default"}
-    if kinds == {"default"}:
-        needed = {}
-    elif kinds == {"llama3"}:
-        needed = _LLAMA3
-        fields["rope_scaling"] = "llama3"
-    else:
-        raise ValueError(f"{where}: rope_type={min(kinds)!r} is not supported; supported are 'default' and 'llama3'.")
+    kind, *others = [rope.pop(key) for key in ("rope_type", "type") if key in rope] or ["default"]
+    if kind not in ("default", "llama3"):
+        raise ValueError(f"{where}: rope_type={kind!r} is not supported; supported are 'default' and 'llama3'.")
+    if others not in ([], [kind]):
+        raise ValueError(f"{where}: rope_type={kind!r} and type={others[0]!r}; keep one.")
+    needed = _LLAMA3 if kind == "llama3" else {}
+    if needed:
+        fields["rope_scaling"] = kind
     for key in rope.keys() ^ set(needed.values()):
         what = "not a field of" if key in rope else "missing in"
-        raise ValueError(f"{where}: {key} is {what} rope_type={min(kinds)!r}.")
+        raise ValueError(f"{where}: {key} is {what} rope_type={kind!r}.")
     return fields | {ours: _number(rope[theirs], theirs, ours, where=where) for ours, theirs in needed.items()}

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hlat_jax import durable
+from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.huggingface import names
 from hlat_jax.huggingface.config_json import architecture, config_json
 from hlat_jax.huggingface.reading import COMPANIONS, INDEX_FILE, SINGLE_FILE, as_dtype, open_checkpoint
@@ -23,6 +24,7 @@ from hlat_jax.safetensors_file import Writer, bits
 from hlat_jax.weights import Weights
 from hlat_jax.weights_folder import FILES, whole_folder
 
+_TOKENIZER, _SETTINGS, _OF_JSON = "tokenizer.json", "tokenizer_config.json", "PreTrainedTokenizerFast"
 SHARD_BYTES = 5_000_000_000  # of one file, where no tensor is larger
 
 
@@ -116,19 +118,25 @@ def _first_other(ours: np.ndarray, slabs: Iterable[np.ndarray], *, stacked: bool
     return None
 
 
+def files_of(tokenizer: Tokenizer) -> dict[str, pathlib.Path]:
+    """Returns the files of a tokenizer under the names by which transformers knows them, the tokenizer itself first."""
+    if not tokenizer.is_json:
+        return {"tokenizer.model": tokenizer.path}
+    beside = {name: tokenizer.path.with_name(name) for name in (_SETTINGS, "special_tokens_map.json")}
+    return {_TOKENIZER: tokenizer.path} | {name: path for name, path in beside.items() if path.is_file()}
+
+
 def _write_companions(weights: Weights, folder: pathlib.Path, *, dtype: str) -> None:
     """Writes config.json and what came along at the import, or else what transformers needs of a run's tokenizer."""
     files = weights.folder / FILES
     came_along = {name: files / name for name in COMPANIONS if (files / name).is_file()}
-    bos_id = eos_id = None
-    if weights.tokenizer and "tokenizer_config.json" not in came_along:
-        bos_id, eos_id = _write_tokenizer(weights, folder)
-    for name, path in came_along.items():
-        shutil.copyfile(path, folder / name)
     if "config.json" in came_along:
+        for name, path in came_along.items():
+            shutil.copyfile(path, folder / name)
         content = json.loads(came_along["config.json"].read_text())
         content["dtype" if "dtype" in content else "torch_dtype"] = dtype
-    else:
+    else:  # of a run, or an average of one
+        bos_id, eos_id = _write_tokenizer(weights.open_tokenizer(), folder) if weights.tokenizer else (None, None)
         content = config_json(weights.model, dtype=dtype, bos_id=bos_id, eos_id=eos_id)
     durable.write_json(folder / "config.json", content)
     if "generation_config.json" not in came_along:
@@ -136,15 +144,32 @@ def _write_companions(weights: Weights, folder: pathlib.Path, *, dtype: str) -> 
         durable.write_json(folder / "generation_config.json", {"_from_model_config": True} | generation)
 
 
-def _write_tokenizer(weights: Weights, folder: pathlib.Path) -> tuple[int | None, int]:
-    """Writes the tokenizer's file and what transformers must know to read it as we do; returns the ids (BOS, EOS)."""
-    tokenizer = weights.open_tokenizer()
+def _write_tokenizer(tokenizer: Tokenizer, folder: pathlib.Path) -> tuple[int | None, int]:
+    """Writes a run's tokenizer and what transformers must know to read it as we do; returns the ids (BOS, EOS)."""
+    for name, path in files_of(tokenizer).items():
+        shutil.copyfile(path, folder / name)
     if tokenizer.is_json:
-        for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
-            path = tokenizer.path if name == "tokenizer.json" else tokenizer.path.with_name(name)
-            if path.is_file():
-                shutil.copyfile(path, folder / name)
+        _add_no_tokens(folder)
     else:
-        shutil.copyfile(tokenizer.path, folder / "tokenizer.model")
-        durable.write_json(folder / "tokenizer_config.json", tokenizer.described())
+        durable.write_json(folder / _SETTINGS, tokenizer.described())
     return tokenizer.bos_id if tokenizer.bos_id >= 0 else None, tokenizer.eos_id
+
+
+def _add_no_tokens(folder: pathlib.Path) -> None:
+    """Changes a tokenizer.json, and what lies beside it, so that a text is its own tokens alone, as in a training."""
+    settings, path = folder / _SETTINGS, folder / _TOKENIZER
+    found = json.loads(settings.read_text("utf-8")) if settings.is_file() else {"tokenizer_class": _OF_JSON}
+    durable.write_json(settings, found | {"add_bos_token": False, "add_eos_token": False})
+    content = json.loads(path.read_text("utf-8"))
+    after = content.get("post_processor")
+    content["post_processor"] = _without_templates(after)
+    if content["post_processor"] != after:
+        durable.write_json(path, content)
+
+
+def _without_templates(after: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Returns a post-processor without what adds tokens: of the library's kinds, ByteLevel alone adds none."""
+    if after is None or after["type"] == "ByteLevel":
+        return after
+    left = [part for part in map(_without_templates, after.get("processors", [])) if part]
+    return after | {"processors": left} if left else None

@@ -8,32 +8,49 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.huggingface import names
-from hlat_jax.huggingface.reading import Checkpoint
+from hlat_jax.huggingface.reading import Checkpoint, added_tokens, begins_texts_with_bos, ids_that_end_a_text
 from hlat_jax.safetensors_file import bits
 from hlat_jax.weights import nested
 from hlat_jax.weights_folder import About, new_weights
 
-_TOKENIZERS = ("tokenizer.model", "tokenizer.json")  # the native one first: it needs no extra
+_NATIVE, _JSON = "tokenizer.model", "tokenizer.json"  # the native one is preferred: it needs no extra
 
 
 def import_checkpoint(found: Checkpoint, out: pathlib.Path) -> None:
     """Writes the weights folder `out`, holding one layer of one parameter at a time.
 
     Raises:
-      ValueError: `out` is there already.
+      ValueError: `out` is there already, or a file beside the weights is not what its name says.
     """
     model = found.model
-    companions = found.companions()
-    present = {path.name for path in companions}
-    tokenizer = next((name for name in _TOKENIZERS if name in present), "")
+    files = {path.name: path for path in found.companions()}
     origin = {"imported_from": str(found.folder.absolute()), "dtypes": sorted({t.code for t in found.tensors.values()})}
-    with new_weights(out, about=About(model, 0, tokenizer, origin), files=companions) as leaves:
+    with_bos, stop_ids = begins_texts_with_bos(found.folder), ids_that_end_a_text(found.folder)
+    about = About(model, 0, _tokenizer(found), origin, with_bos, stop_ids)
+    with new_weights(out, about=about, files=files) as leaves:
         for entry in names.table(model):
             shape = (model.num_layers, *entry.shape) if entry.stacked else entry.shape
             with leaves.leaf(entry.leaf, shape, found.dtype) as write:
                 for layer, slab in enumerate(found.slabs(entry)):
                     write(slab[None] if entry.stacked else slab, layer)
+
+
+def _tokenizer(found: Checkpoint) -> str:
+    """Returns the name of the file that text goes through; "": there is none.
+
+    Tokens that were added to a native one, and that the model has rows for, are in tokenizer.json alone.
+    """
+    present = [name for name in (_NATIVE, _JSON) if (found.folder / name).is_file()]
+    if len(present) < 2:
+        return "".join(present)
+    added = added_tokens(found.folder)
+    try:
+        known = Tokenizer(str(found.folder / _NATIVE)).knows(added)
+    except ValueError:  # of another kind than SentencePiece
+        return _JSON
+    return _NATIVE if known or max(added) >= found.model.vocab_size else _JSON
 
 
 def params_of(found: Checkpoint) -> dict[str, Any]:

@@ -88,7 +88,7 @@ def as_dtype(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 def _json(path: pathlib.Path) -> Any:
     try:
-        found = json.loads(path.read_text())
+        found = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}.") from None
     if not isinstance(found, dict):
@@ -108,7 +108,7 @@ def _tensors(folder: pathlib.Path) -> dict[str, Stored]:
             "the model again with transformers, which writes them."
         )
     where = _json(index).get("weight_map")
-    if not isinstance(where, dict):
+    if not isinstance(where, dict) or not all(isinstance(name, str) for name in where.values()):
         raise ValueError(f"{index} has no weight_map; fetch that file again.")
     found: dict[str, Stored] = {}
     for name in sorted(set(where.values())):
@@ -183,13 +183,58 @@ def _some(found: Iterable[str]) -> str:
 
 
 def begins_texts_with_bos(folder: pathlib.Path) -> bool:
-    """Returns whether the tokenizer of a folder puts BOS before a text in transformers, by what its files say."""
-    settings_file, tokenizer_file = folder / "tokenizer_config.json", folder / "tokenizer.json"
-    settings = json.loads(settings_file.read_text()) if settings_file.is_file() else {}
+    """Returns whether the tokenizer of a folder puts BOS before a text in transformers, by what its files say.
+
+    Raises:
+      ValueError: a file is damaged; the message names it.
+    """
+    settings, path = _json_if_there(folder / "tokenizer_config.json"), folder / "tokenizer.json"
     if isinstance(settings.get("add_bos_token"), bool):
         return settings["add_bos_token"]
-    if tokenizer_file.is_file():
-        after = json.loads(tokenizer_file.read_text()).get("post_processor") or {}
-        templates = [each.get("single") or [{}] for each in after.get("processors", [after])]
-        return any("SpecialToken" in pieces[0] for pieces in templates)
-    return settings.get("tokenizer_class", "").startswith("Llama")  # whose default it is
+    if path.is_file():
+        after = _json(path).get("post_processor") or {}
+        try:
+            templates = [each.get("single") or [{}] for each in after.get("processors", [after])]
+            return any("SpecialToken" in pieces[0] for pieces in templates)
+        except (AttributeError, KeyError, TypeError):
+            raise ValueError(f"{path}: its post_processor is {str(after)[:80]}; fetch that file again.") from None
+    kind = settings.get("tokenizer_class")
+    return isinstance(kind, str) and kind.startswith("Llama")  # whose default it is
+
+
+def ids_that_end_a_text(folder: pathlib.Path) -> tuple[int, ...]:
+    """Returns the tokens at which transformers ends a generation, by generation_config.json, or else config.json.
+
+    Raises:
+      ValueError: a file is damaged, or names what is no token; the message names it.
+    """
+    path = folder / "generation_config.json"
+    path = path if path.is_file() else folder / "config.json"
+    named = _json(path).get("eos_token_id")
+    ids = named if isinstance(named, list) else [] if named is None else [named]
+    if any(type(token) is not int for token in ids):
+        raise ValueError(f"{path}: eos_token_id={named!r} must be a token id, or a list of such.")
+    return tuple(ids)
+
+
+def added_tokens(folder: pathlib.Path) -> dict[int, str]:
+    """Returns id -> text of the tokens that files beside a tokenizer name.
+
+    Raises:
+      ValueError: a file is damaged; the message names it.
+    """
+    of_texts = _json_if_there(folder / "added_tokens.json")
+    settings = _json_if_there(folder / "tokenizer_config.json")
+    of_ids = settings.get("added_tokens_decoder") or {}
+    try:
+        found = {int(token): text for text, token in of_texts.items()}
+        return found | {int(token): content["content"] for token, content in of_ids.items()}
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise ValueError(
+            f"{folder}: added_tokens.json, or added_tokens_decoder in tokenizer_config.json, does not give each token "
+            "an id; fetch both again."
+        ) from None
+
+
+def _json_if_there(path: pathlib.Path) -> dict[str, Any]:
+    return _json(path) if path.is_file() else {}
