@@ -265,7 +265,9 @@ def _train_step(loss_fn: LossFn, optimizer: optax.GradientTransformation, option
         if policy.master is not None:
             opt_state["master"] = weights
         if loss_scale is not None:
-            opt_state["loss_scale"] = scaling.adjusted(loss_scale, finite)
+            # a batch that counts nothing tells nothing of the scale
+            moved = scaling.adjusted(loss_scale, finite)
+            opt_state["loss_scale"] = scaling.chosen(num_tokens > 0, moved, loss_scale)
         params = cast_tree(weights, policy.param)
         params = params if spread is None else spread.publish(params)
         new_state = {"step": state["step"] + 1, "params": params, "opt_state": opt_state}
@@ -292,7 +294,10 @@ def _value_and_grad(loss_fn: LossFn, options: ProgramOptions) -> Callable[..., t
             return loss_sum * scale, count
 
         sums = Accumulation(options.num_microbatches, dtype, rounding, reduce)
-        return options.accumulate(loss_fn if scale is None else scaled, params, batch, sums=sums)
+        if scale is None:
+            return options.accumulate(loss_fn, params, batch, sums=sums)
+        with scaling.applied():
+            return options.accumulate(scaled, params, batch, sums=sums)
 
     if spread is not None:
         return spread.value_and_grad(local, dtype=dtype)

@@ -216,6 +216,49 @@ def test_builder_trains_a_foreign_model_with_a_foreign_optimizer():
     np.testing.assert_allclose(state["params"]["w"], [1.0, -2.0, 0.5], atol=1e-3)
 
 
+def linear(params, batch):
+    error = (batch["x"] @ params["w"])[:, 0] - batch["y"]
+    return jnp.sum(batch["weight"] * jnp.square(error)), jnp.sum(batch["weight"])
+
+
+@pytest.mark.parametrize("counts", [(1, 1, 1, 1), (0, 1, 0.001, 0.5)], ids=["equal parts", "ragged parts"])
+def test_fp16_trains_on_a_sum_whose_gradients_overflow_unscaled(counts):
+    rng = np.random.default_rng(0)
+    x = 10 * rng.normal(size=(8192, 16)).astype(np.float32)
+    weight = np.resize(np.asarray(counts, np.float32), 8192)  # part m has the rows m, m + 4, ...
+    batch = {"x": x, "y": x @ rng.normal(size=16).astype(np.float32), "weight": weight}
+
+    def made(**options):
+        options = ProgramOptions(POLICIES["fp32"], num_microbatches=4, **options)
+        program = training_program(linear, optax.adam(0.1), options=options)
+        return program, program.init({"w": jnp.zeros((16, 1))})
+
+    exact, state = made()
+    wanted = exact.step(state, batch, 0.0)[1]
+    program, state = made(autocast="fp16")
+    rows = []
+    for _ in range(60):
+        state, metrics = program.step(state, batch, 0.0)
+        rows.append(jax.device_get(metrics))
+    finite = [row for row in rows if row.finite]
+    assert 5 < len(rows) - len(finite) < 30  # each halves the scale, from 2**15
+    # fp16 has 11 bits
+    np.testing.assert_allclose([finite[0].loss, finite[0].grad_norm], [wanted.loss, wanted.grad_norm], rtol=3e-3)
+    assert finite[-1].loss < 0.1 * finite[0].loss
+    assert state["opt_state"]["loss_scale"].scale < 1
+
+
+def test_a_batch_that_counts_nothing_leaves_the_loss_scale_where_it_is():
+    program = training_program(linear, optax.sgd(0.1), options=ProgramOptions(POLICIES["fp32"], autocast="fp16"))
+    state = program.init({"w": jnp.zeros((16, 1))})
+    batch = {"x": jnp.ones((4, 16)), "y": jnp.ones(4), "weight": jnp.zeros(4)}
+    before = jax.device_get(state)
+    state, metrics = program.step(state, batch, 0.0)
+    assert not metrics.finite
+    assert state.pop("step") == before.pop("step") + 1
+    jax.tree.map(np.testing.assert_array_equal, before, state)
+
+
 def test_options_without_a_policy_are_refused():
     with pytest.raises(ValueError, match=r"ProgramOptions.policy='fp32' is no Policy: give precision.POLICIES"):
         ProgramOptions("fp32")
