@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from hlat_jax import overlap
 from hlat_jax.batch import microbatches
 from hlat_jax.optimizer import global_norm, masked
 from hlat_jax.passes import remat, scaling
@@ -148,6 +149,7 @@ def training_program(
     if options.spread is not None:
         shardings = options.spread.state_shardings(jax.eval_shape(made, params))
         compiled["out_shardings"] = shardings, None
+        compiled["compiler_options"] = overlap.compiler_options(options.spread.layout) or None
         if options.spread.layout.mesh.size == 1:
             options = dataclasses.replace(options, spread=None)
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 
+from hlat_jax import overlap
 from hlat_jax.batch import abstract_batch
 from hlat_jax.config import resolve
 from hlat_jax.ops.dialect import Choice
@@ -135,6 +136,25 @@ def test_options_of_the_choice_under_a_budget_are_those_of_its_search():
     assert not planned(min_bytes=1 << 30).choice.saved  # no value is as large
     with pytest.raises(ValueError, match="best"):
         planned(solver="best")
+
+
+def test_step_report_and_budget_compile_with_the_options_of_the_layout(monkeypatch):
+    monkeypatch.setattr(overlap, "compiler_options", lambda layout: {"no_such_option": layout.mesh.size})
+    params, rows = deep_arguments()
+
+    def made(**options):
+        options = ProgramOptions(POLICIES["fp32"], zero=1, **options)
+        return training_program(deep, optax.sgd(1e-3), options=options, params=params, batch=rows)
+
+    program = made()
+    state = jax.jit(program.init)(params)
+    for run in (
+        lambda: program.step(state, rows, 0.0),
+        lambda: program.report(state, rows),
+        lambda: made(memory_budget="1GiB"),
+    ):
+        with pytest.raises(Exception, match="No such compile option: 'no_such_option'"):
+            run()
 
 
 def test_memory_budget_without_shapes_or_below_everything_is_refused():
