@@ -109,7 +109,11 @@ def step_of(config: config_lib.Config, policy: str) -> tuple[Callable, Any]:
     @functools.partial(jax.jit, donate_argnums=0)
     def step(state, batch, rate):
         params, inner, scale = state
-        loss, grads, finite = scaling.value_and_grad(mean)(scale, params, batch)
+        if policy == "fp16":
+            loss, grads, finite = scaling.value_and_grad(mean)(scale, params, batch)
+        else:
+            loss, grads = jax.value_and_grad(mean)(params, batch)
+            finite = scaling.all_finite((loss, grads))
         extra = {"learning_rate": rate, "grad_norm": global_norm(grads), "finite": finite, "rounding": NEAREST}
         updates, inner = optimizer.update(grads, inner, params, **extra)
         params = scaling.chosen(finite, jax.tree.map(jnp.add, params, updates), params)

@@ -15,7 +15,6 @@ from typing import Any
 
 import jax
 
-from hlat_jax import overlap
 from hlat_jax.config import Config
 from hlat_jax.config_checks import REMAT_BUDGET
 from hlat_jax.distributed import exchange, is_first
@@ -57,10 +56,9 @@ def resolved(config: Config, layout: Layout, *, recorded: dict[str, Any] | None)
     if recorded is not None and recorded.items() >= facts.items():
         _tell(f"remat            {recorded['choice']}, as the checkpoint has it for {facts['asked']}")
         return _with(config, recorded["choice"]), recorded
-    options = overlap.compiler_options(layout)  # those that the step is compiled with
 
     def measured(traced: Any) -> int:
-        return max(map(int, exchange(str(remat.temporaries(traced, compiler_options=options)))))
+        return max(map(int, exchange(str(remat.temporaries(traced)))))
 
     plan = _searched(config, layout, measured)
     record = facts | {"choice": _written(plan.choice)}

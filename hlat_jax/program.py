@@ -15,15 +15,17 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from hlat_jax import overlap
 from hlat_jax.batch import microbatches
-from hlat_jax.ops.dialect import Choice
 from hlat_jax.optimizer import global_norm, masked
 from hlat_jax.passes import remat, scaling
-from hlat_jax.passes.autocast import CastPolicy, autocast, is_fp16
+from hlat_jax.passes.autocast import autocast, is_fp16
 from hlat_jax.passes.remat import Plan
 from hlat_jax.precision import NEAREST, Accumulation, Policy, Rounding, cast_tree
+from hlat_jax.program_options import ProgramOptions
 from hlat_jax.report import Report, report
 from hlat_jax.spread import Spread
+from hlat_jax.zero import check_params, spread_over
 
 State = dict[str, Any]
 LossFn = Callable[[Any, Any], tuple[jax.Array, jax.Array]]
@@ -81,37 +83,6 @@ def accumulated(loss_fn: LossFn, params: Any, batch: Any, *, sums: Accumulation)
 
 
 @dataclasses.dataclass(frozen=True)
-class ProgramOptions:
-    """How a program is built.
-
-    Attributes:
-      policy: what is stored, accumulated and rounded.
-      num_microbatches: static count of parts a batch is split into; with a mesh, the rows of each device are.
-      accumulate: how gradients of the parts are made and summed: `accumulated`, or what pipeline stages need instead.
-      norm_in_blocks: see `optimizer.global_norm`.
-      spread: the mesh and what lies where, as `zero.spread_over` gives it for any parameters; None: one device.
-      autocast: how the loss function, fp32 throughout, is cast (see `passes.autocast`), for a policy that computes in
-        fp32; None: it has the dtypes that it gives itself. float16 brings a loss scale, see `passes.scaling`.
-      memory_budget: temporaries of the step on one device, "12GiB" or bytes; what the backward pass keeps is chosen to
-        fit, see `passes.remat`. None: the loss function decides.
-      kernels: op -> implementation that the loss function was built with; for the report.
-    """
-
-    policy: Policy
-    num_microbatches: int = 1
-    accumulate: Callable = accumulated
-    norm_in_blocks: bool = False
-    spread: Spread | None = None
-    autocast: CastPolicy | str | None = None
-    memory_budget: int | str | None = None
-    kernels: Mapping[str, Choice] = dataclasses.field(default_factory=dict)
-
-    def __post_init__(self):
-        if not isinstance(self.policy, Policy):
-            raise ValueError(f"ProgramOptions.policy={self.policy!r} is no Policy: give precision.POLICIES['fp32'].")
-
-
-@dataclasses.dataclass(frozen=True)
 class TrainingProgram:
     """The functions of a training run, and where its state lies.
 
@@ -119,7 +90,7 @@ class TrainingProgram:
       init: (params, *, seed=0) -> state. The state is {"step", "params", "opt_state": {"inner"[, "master"][, "seed"]
         [, "loss_scale"]}}; the uint32 seed is that of stochastic rounding, where the policy has it.
       step: jitted (state, batch, learning_rate) -> (state, StepMetrics); donates the state.
-      options: it was built with.
+      options: it was built with; what `zero` asks for is a `spread` by then, and on one device nothing.
       shardings: where every leaf of the state lies; None: wherever the parameters are.
       stages: name of a pass -> the step after it; the last one is `step`.
       plan: what the memory budget made of it; None without one.
@@ -159,51 +130,75 @@ def training_program(
         program divides by the count over the whole batch, so unequal microbatches weigh as one batch would.
       optimizer: an Optax transformation. It gets the mean gradients in fp32, the weights, and the extra arguments
         `learning_rate`, `grad_norm` and `finite`; a transformation with a schedule of its own ignores them.
-      options: precision, accumulation, devices.
-      params: shapes of the parameters, with `options.spread`, from which it follows where the state lies, and with
-        `options.memory_budget`.
+      options: precision, accumulation, devices, memory.
+      params: shapes of the parameters, with `options.zero` or `options.spread`, from which it follows where the state
+        lies, and with `options.memory_budget`.
       batch: shapes of a batch, with `options.memory_budget`.
 
     Raises:
-      ValueError: shapes that an option needs are missing, or a budget below what the step takes with nothing kept.
+      ValueError: no function, no transformation, parameters that are no floating-point arrays, shapes that an option
+        needs are missing, or a budget below what the step takes with nothing kept.
     """
-    if options.spread is not None and params is None:
-        raise ValueError("options.spread says where parameters lie: give their shapes as params=...")
-    if options.memory_budget is not None and (params is None or batch is None):
-        raise ValueError("options.memory_budget is held against the compiled step: give params=... and batch=...")
-    if options.autocast is None and options.policy.autocast is not None:
-        options = dataclasses.replace(options, autocast=options.policy.autocast)
+    _check_arguments(loss_fn, optimizer, options=options, params=params, batch=batch)
+    options = _resolved(options, params)
     optimizer = masked(optimizer)
     made = _initial(optimizer, options.policy, is_scaled=is_fp16(options.autocast))
     # Where the state lies is said for one device too: what reads it is then compiled once, before the first step and
     # after it.
-    shardings = None if options.spread is None else options.spread.state_shardings(jax.eval_shape(made, params))
+    shardings, compiled = None, {"donate_argnums": 0}
+    if options.spread is not None:
+        shardings = options.spread.state_shardings(jax.eval_shape(made, params))
+        compiled["out_shardings"] = shardings, None
+        compiled["compiler_options"] = overlap.compiler_options(options.spread.layout) or None
+        if options.spread.layout.mesh.size == 1:
+            options = dataclasses.replace(options, spread=None)
 
     def init(params: Any, *, seed: Any = 0) -> State:
+        check_params(params)
         state = made(params, seed=seed)
         return state if shardings is None else jax.lax.with_sharding_constraint(state, shardings)
 
-    if options.spread is not None and options.spread.layout.mesh.size == 1:
-        options = dataclasses.replace(options, spread=None)
-    returned = {} if shardings is None else {"out_shardings": (shardings, None)}
-
     def step_of(loss_fn: LossFn) -> Any:
-        return jax.jit(_train_step(loss_fn, optimizer, options), donate_argnums=0, **returned)
+        return jax.jit(_train_step(loss_fn, optimizer, options), **compiled)
 
     stages = {"loss": step_of(loss_fn)}
-    if options.accumulate is not accumulated and (options.autocast, options.memory_budget) != (None, None):
-        raise ValueError(
-            "options.autocast and options.memory_budget take a loss function that runs whole, not pipelined stages."
-        )
     if options.autocast is not None:
         loss_fn = autocast(loss_fn, options.autocast)
         stages["autocast"] = step_of(loss_fn)
     plan = None
     if options.memory_budget is not None:
         arguments = _laid_out(jax.eval_shape(made, params), batch, shardings=shardings, spread=options.spread)
-        plan = remat.fit(loss_fn, *arguments, budget_bytes=options.memory_budget, step=step_of)
+        search = options.remat or remat.Options()
+        plan = remat.fit(loss_fn, *arguments, budget_bytes=options.memory_budget, step=step_of, options=search)
         stages["remat"] = step_of(plan.fn)
     return TrainingProgram(init, list(stages.values())[-1], options, shardings, stages, plan)
+
+
+def _check_arguments(loss_fn: Any, optimizer: Any, *, options: Any, params: Any, batch: Any) -> None:
+    if not callable(loss_fn):
+        raise ValueError(f"loss_fn={loss_fn!r} is no function of (params, microbatch).")
+    if not (callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None))):
+        raise ValueError(f"optimizer={optimizer!r} is no Optax transformation: give one, such as optax.adam(1e-3).")
+    if not isinstance(options, ProgramOptions):
+        raise ValueError(f"options={options!r}: give ProgramOptions(precision.POLICIES['fp32']).")
+    if params is not None:
+        check_params(params)
+    elif options.zero is not None or options.spread is not None:
+        raise ValueError("options.zero or .spread says where parameters lie: give their shapes as params=...")
+    if options.memory_budget is not None and (params is None or batch is None):
+        raise ValueError("options.memory_budget is held against the compiled step: give params=... and batch=...")
+
+
+def _resolved(options: ProgramOptions, params: Any) -> ProgramOptions:
+    """Returns the options with the policy's own autocast, and with a spread in the place of `zero`."""
+    changes: dict[str, Any] = {}
+    if options.autocast is None:
+        changes["autocast"] = options.policy.autocast
+    if options.zero is not None:
+        devices = jax.devices() if options.devices is None else options.devices
+        spread = spread_over(params, devices, stage=options.zero, bucket_bytes=options.bucket_bytes)
+        changes |= {"spread": spread, "zero": None, "devices": None, "bucket_bytes": 0}
+    return dataclasses.replace(options, **changes)
 
 
 def _laid_out(state: Any, batch: Any, *, shardings: Any, spread: Spread | None) -> tuple:
@@ -265,7 +260,9 @@ def _train_step(loss_fn: LossFn, optimizer: optax.GradientTransformation, option
         if policy.master is not None:
             opt_state["master"] = weights
         if loss_scale is not None:
-            opt_state["loss_scale"] = scaling.adjusted(loss_scale, finite)
+            # a batch that counts nothing tells nothing of the scale
+            moved = scaling.adjusted(loss_scale, finite)
+            opt_state["loss_scale"] = scaling.chosen(num_tokens > 0, moved, loss_scale)
         params = cast_tree(weights, policy.param)
         params = params if spread is None else spread.publish(params)
         new_state = {"step": state["step"] + 1, "params": params, "opt_state": opt_state}
@@ -284,7 +281,8 @@ def _train_step(loss_fn: LossFn, optimizer: optax.GradientTransformation, option
 def _value_and_grad(loss_fn: LossFn, options: ProgramOptions) -> Callable[..., tuple[tuple, Any]]:
     dtype, spread = options.policy.accumulate, options.spread
     loss_fn = loss_fn if spread is None else spread.seen_whole(loss_fn)
-    loss_fn = _counted(loss_fn) if options.accumulate is accumulated else loss_fn
+    accumulate = options.accumulate or accumulated
+    loss_fn = _counted(loss_fn) if accumulate is accumulated else loss_fn
 
     def local(params: Any, batch: Any, rounding: Rounding, *, scale: Any, reduce: Any = None) -> tuple[tuple, Any]:
         def scaled(params: Any, part: Any) -> tuple[jax.Array, jax.Array]:
@@ -292,7 +290,10 @@ def _value_and_grad(loss_fn: LossFn, options: ProgramOptions) -> Callable[..., t
             return loss_sum * scale, count
 
         sums = Accumulation(options.num_microbatches, dtype, rounding, reduce)
-        return options.accumulate(loss_fn if scale is None else scaled, params, batch, sums=sums)
+        if scale is None:
+            return accumulate(loss_fn, params, batch, sums=sums)
+        with scaling.applied():
+            return accumulate(scaled, params, batch, sums=sums)
 
     if spread is not None:
         return spread.value_and_grad(local, dtype=dtype)

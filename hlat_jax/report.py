@@ -1,8 +1,7 @@
 """What a training program is made of: what each pass did, kernels, collectives and where they sit, bytes, compile time.
 
 Owns what is said of a program that `program` built. Refuses to change it. Everything is read from the very step that
-trains: its trace, and what the compiler makes of it for the devices that are there; on several GPUs without the options
-of `overlap`, which `train` adds.
+trains: its trace, and what the compiler makes of it, with the same options, for the devices that are there.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from hlat_jax.optimizer import adamw, decay_mask
 from hlat_jax.passes.autocast import autocast
 from hlat_jax.pipeline import Parts, pipelined, pipelined_loss
 from hlat_jax.precision import POLICIES, cast_tree, policy_on
-from hlat_jax.program import ProgramOptions, State, TrainingProgram, accumulated, training_program
+from hlat_jax.program import ProgramOptions, State, TrainingProgram, training_program
 from hlat_jax.sharding import Layout
 from hlat_jax.spread import Spread
 
@@ -40,7 +40,7 @@ def make_program(config: Config, layout: Layout) -> TrainingProgram:
     options = ProgramOptions(
         policy=policy,
         num_microbatches=config.train.num_microbatches,
-        accumulate=pipelined if is_pipelined else accumulated,
+        accumulate=pipelined if is_pipelined else None,
         autocast=policy.autocast,
         norm_in_blocks=layout.mesh.size == 1 and layout.platform == "cpu",
         spread=Spread(layout, param_axes(config.model)),

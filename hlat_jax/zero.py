@@ -1,7 +1,6 @@
 """ZeRO for parameters of any shape and nesting: which dim of each lies split over the devices, and at which stage.
 
-    spread = spread_over(params, jax.devices(), stage=3)
-    program = training_program(loss, optax.adam(1e-3), options=ProgramOptions(policy, spread=spread))
+    program = training_program(loss, optax.adam(1e-3), options=ProgramOptions(policy, zero=3), params=params)
 
 The loss function sees whole parameters and the rows of one device, and needs to know nothing of it. Our own model has
 logical axes and splits finer than that; it does not come here.
@@ -11,10 +10,12 @@ Source of the stages: Rajbhandari et al., arXiv 1910.02054.
 from __future__ import annotations
 
 import dataclasses
+import numbers
 from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from hlat_jax.config import ParallelConfig
 from hlat_jax.sharding import make_layout
@@ -37,12 +38,11 @@ def spread_over(params: Any, devices: Sequence[Any], *, stage: int, bucket_bytes
       bucket_bytes: arrays share collectives of up to so many bytes on a device; 0: one each.
 
     Raises:
-      ValueError: another stage, fewer bytes than none, or an empty tuple among the parameters.
+      ValueError: another stage, no devices, fewer bytes than none, or parameters that are no floating-point arrays or
+        have an empty tuple among them.
     """
-    if stage not in STAGES:
-        raise ValueError(f"zero stage {stage!r} is not one of {', '.join(map(str, STAGES))}.")
-    if bucket_bytes < 0:
-        raise ValueError(f"bucket_bytes={bucket_bytes} must be 0 (one collective an array) or more.")
+    check_stage(stage, devices, bucket_bytes=bucket_bytes)
+    check_params(params)
     if any(map(_is_empty, jax.tree.leaves(params, is_leaf=_is_empty))):
         raise ValueError(
             "params has an empty tuple, which stands for the axes of a scalar here; leave it out or use None."
@@ -59,6 +59,35 @@ def spread_over(params: Any, devices: Sequence[Any], *, stage: int, bucket_bytes
         bucket_bytes=bucket_bytes,
     )
     return Spread(layout, jax.tree.map(lambda leaf: _axes(leaf.shape, degree), params), gathers=True)
+
+
+def check_stage(stage: Any, devices: Any, *, bucket_bytes: Any) -> None:
+    """Raises ValueError for what `spread_over` does not take; `devices` may be None here."""
+    if not _is_int(stage) or stage not in STAGES:
+        raise ValueError(f"zero stage {stage!r} is not one of {', '.join(map(str, STAGES))}.")
+    if devices is not None and not (
+        isinstance(devices, Sequence) and devices and all(isinstance(device, jax.Device) for device in devices)
+    ):
+        raise ValueError(f"devices={devices!r} must be devices of JAX, one or more: give jax.devices(), or a part.")
+    if not _is_int(bucket_bytes) or bucket_bytes < 0:
+        raise ValueError(f"bucket_bytes={bucket_bytes!r} must be 0 (one collective an array) or more.")
+
+
+def check_params(params: Any) -> None:
+    """Raises ValueError for a leaf that cannot be trained: no array and no shape, or of another dtype than floats."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        name = f"params{jax.tree_util.keystr(path)}"
+        if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
+            raise ValueError(f"{name} is a {type(leaf).__name__}: give an array, or a jax.ShapeDtypeStruct of one.")
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            raise ValueError(
+                f"{name} is {leaf.dtype}: there are gradients of floating-point arrays alone. Take it out, and bind it "
+                "to the loss function with functools.partial."
+            )
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 def _axes(shape: tuple[int, ...], degree: int) -> tuple[str, ...]:

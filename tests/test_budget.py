@@ -12,7 +12,7 @@ import numpy as np
 import planned
 import pytest
 
-from hlat_jax import budget, model
+from hlat_jax import budget, model, overlap
 from hlat_jax import config as config_lib
 from hlat_jax.batch import concat_batch
 from hlat_jax.degrees import layout_over
@@ -79,7 +79,7 @@ def test_a_recorded_choice_is_taken_for_the_same_mesh_and_made_anew_for_another(
 
 
 def test_a_budget_is_held_against_the_program_as_it_is_compiled_with_the_options_of_the_step(monkeypatch):
-    monkeypatch.setattr(budget.overlap, "compiler_options", lambda layout: {"no_such_option": 1})
+    monkeypatch.setattr(overlap, "compiler_options", lambda layout: {"no_such_option": 1})
     with pytest.raises(Exception, match="no_such_option"):
         budget.resolved(config_with("budget:1GiB"), layout(), recorded=None)
 

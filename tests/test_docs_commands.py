@@ -129,7 +129,10 @@ def test_examples_of_a_page_run_as_they_stand(page, folder, monkeypatch, capsys)
     for code in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):
         exec(compile(code, page.name, "exec"), {})
     if page.name == "parallelism.md":
-        assert float(capsys.readouterr().out) == 1.0
+        loss, *report = capsys.readouterr().out.splitlines()
+        assert float(loss) == 1.0
+        assert any("after autocast" in line and "bfloat16" in line for line in report)
+        assert any("all-gather over fsdp" in line for line in report)
 
 
 def test_commands_that_wait_for_a_machine_are_understood_by_bash_and_are_of_one_page():

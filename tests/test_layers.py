@@ -60,6 +60,7 @@ LAYERS = {
     "planner.trace": 1,
     "choices": 2,
     "program": 3,
+    "program_options": 3,
     "report": 3,
     "optimizer": 3,
     "step": 3,

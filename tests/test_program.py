@@ -11,8 +11,11 @@ import pytest
 
 from hlat_jax import cost
 from hlat_jax.config import ParallelConfig, resolve
+from hlat_jax.ops.cross_entropy import LossOptions, cross_entropy
 from hlat_jax.optimizer import global_norm, learning_rate
+from hlat_jax.passes import remat
 from hlat_jax.passes.jaxpr import equations
+from hlat_jax.pipeline import pipelined
 from hlat_jax.precision import POLICIES
 from hlat_jax.program import ProgramOptions, training_program
 from hlat_jax.sharding import make_layout, shard_batch
@@ -216,9 +219,118 @@ def test_builder_trains_a_foreign_model_with_a_foreign_optimizer():
     np.testing.assert_allclose(state["params"]["w"], [1.0, -2.0, 0.5], atol=1e-3)
 
 
-def test_options_without_a_policy_are_refused():
-    with pytest.raises(ValueError, match=r"ProgramOptions.policy='fp32' is no Policy: give precision.POLICIES"):
-        ProgramOptions("fp32")
+def linear(params, batch):
+    error = (batch["x"] @ params["w"])[:, 0] - batch["y"]
+    return jnp.sum(batch["weight"] * jnp.square(error)), jnp.sum(batch["weight"])
+
+
+@pytest.mark.parametrize("counts", [(1, 1, 1, 1), (0, 1, 0.001, 0.5)], ids=["equal parts", "ragged parts"])
+def test_fp16_trains_on_a_sum_whose_gradients_overflow_unscaled(counts):
+    rng = np.random.default_rng(0)
+    x = 10 * rng.normal(size=(8192, 16)).astype(np.float32)
+    weight = np.resize(np.asarray(counts, np.float32), 8192)  # part m has the rows m, m + 4, ...
+    batch = {"x": x, "y": x @ rng.normal(size=16).astype(np.float32), "weight": weight}
+
+    def made(**options):
+        options = ProgramOptions(POLICIES["fp32"], num_microbatches=4, **options)
+        program = training_program(linear, optax.adam(0.1), options=options)
+        return program, program.init({"w": jnp.zeros((16, 1))})
+
+    exact, state = made()
+    wanted = exact.step(state, batch, 0.0)[1]
+    program, state = made(autocast="fp16")
+    rows = []
+    for _ in range(60):
+        state, metrics = program.step(state, batch, 0.0)
+        rows.append(jax.device_get(metrics))
+    finite = [row for row in rows if row.finite]
+    assert 5 < len(rows) - len(finite) < 30  # each halves the scale, from 2**15
+    # fp16 has 11 bits
+    np.testing.assert_allclose([finite[0].loss, finite[0].grad_norm], [wanted.loss, wanted.grad_norm], rtol=3e-3)
+    assert finite[-1].loss < 0.1 * finite[0].loss
+    assert state["opt_state"]["loss_scale"].scale < 1
+
+
+def from_hidden(params, batch):
+    hidden = (batch["x"] @ params["w"])[:, None]
+    fields = {"targets_BT": batch["y"][:, None], "weights_BT": jnp.ones_like(hidden[..., 0])}
+    return cross_entropy(hidden, head_VD=params["head"], **fields, options=LossOptions("dense"))
+
+
+@pytest.mark.parametrize("zero", [None, 3])
+def test_products_that_a_loss_scale_comes_after_are_wide_in_fp16_alone(zero):
+    params = {"w": jnp.ones((8, 16)), "head": jnp.ones((24, 16))}
+    batch = {"x": jnp.ones((8, 8)), "y": jnp.arange(8)}
+    found = {}
+    for autocast in ("bf16", "fp16"):
+        options = ProgramOptions(POLICIES["fp32"], zero=zero, autocast=autocast)
+        program = training_program(from_hidden, optax.sgd(1e-2), options=options, params=params)
+        found[autocast] = program.report(jax.eval_shape(program.init, params), batch).stages[-1].products
+    assert found == {"bf16": {"bfloat16": 5}, "fp16": {"float16": 3, "float32": 2}}
+
+
+def test_a_batch_that_counts_nothing_leaves_the_loss_scale_where_it_is():
+    program = training_program(linear, optax.sgd(0.1), options=ProgramOptions(POLICIES["fp32"], autocast="fp16"))
+    state = program.init({"w": jnp.zeros((16, 1))})
+    batch = {"x": jnp.ones((4, 16)), "y": jnp.ones(4), "weight": jnp.zeros(4)}
+    before = jax.device_get(state)
+    state, metrics = program.step(state, batch, 0.0)
+    assert not metrics.finite
+    assert state.pop("step") == before.pop("step") + 1
+    jax.tree.map(np.testing.assert_array_equal, before, state)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"policy": "fp32"}, r"ProgramOptions.policy='fp32' is no Policy: give precision.POLICIES"),
+        ({"num_microbatches": 2.0}, r"num_microbatches=2.0 must be an int of 1 or more"),
+        ({"num_microbatches": 0}, r"num_microbatches=0 must be an int of 1 or more"),
+        ({"accumulate": 3}, r"accumulate=3 is no function"),
+        ({"norm_in_blocks": 1}, r"norm_in_blocks=1 must be True or False"),
+        ({"autocast": jnp.bfloat16}, r"autocast=.*bfloat16.* is neither .*: give 'bf16' or 'fp16'"),
+        ({"autocast": "bf17"}, r"autocast='bf17' is neither .*: give 'bf16' or 'fp16'"),
+        ({"memory_budget": "12"}, r"ProgramOptions.memory_budget='12' is no size in bytes"),
+        ({"memory_budget": "1GiB", "remat": "full"}, r"remat='full' must be passes.remat.Options"),
+        ({"remat": remat.Options()}, r"remat says how a memory_budget is met; give memory_budget="),
+        ({"kernels": ["einsum"]}, r"kernels=.* must be a dict"),
+        ({"spread": 2}, r"spread=2 is no Spread: give zero.spread_over\(...\), or zero=1"),
+        ({"zero": True}, r"zero stage True is not one of 0, 1, 2, 3"),
+        ({"zero": 1, "devices": []}, r"devices=\[\] must be devices of JAX.*give jax.devices\(\)"),
+        ({"zero": 1, "devices": "cpu"}, r"devices='cpu' must be devices of JAX"),
+        ({"zero": 1, "bucket_bytes": 0.5}, r"bucket_bytes=0.5 must be 0"),
+        ({"bucket_bytes": 1024}, r"devices and bucket_bytes are those of zero; give zero=0 to 3"),
+        ({"devices": jax.devices()}, r"devices and bucket_bytes are those of zero; give zero=0 to 3"),
+        ({"policy": POLICIES["mixed"], "autocast": "fp16"}, r"policy computes in bfloat16; give policy=.*'fp32'"),
+        ({"accumulate": pipelined, "autocast": "bf16"}, r"runs whole, not pipelined stages"),
+        ({"accumulate": pipelined, "memory_budget": "1GiB"}, r"runs whole, not pipelined stages"),
+    ],
+)
+def test_what_options_do_not_take_is_refused_with_the_way_out(options, said):
+    with pytest.raises(ValueError, match=said):
+        ProgramOptions(**{"policy": POLICIES["fp32"], **options})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"loss_fn": None}, "loss_fn=None is no function"),
+        ({"optimizer": None}, "optimizer=None is no Optax transformation: give one, such as optax.adam"),
+        ({"options": POLICIES["fp32"]}, r"options=.*: give ProgramOptions"),
+        ({"params": {"w": 1.0}}, r"params\['w'\] is a float: give an array"),
+        ({"params": {"w": jnp.ones(3), "n": jnp.int32(3)}}, r"params\['n'\] is int32: .*functools.partial"),
+    ],
+)
+def test_what_a_program_cannot_be_made_of_is_refused_with_the_way_out(arguments, said):
+    whole = {"loss_fn": linear, "optimizer": optax.sgd(0.1), "options": ProgramOptions(POLICIES["fp32"]), **arguments}
+    with pytest.raises(ValueError, match=said):
+        training_program(whole.pop("loss_fn"), whole.pop("optimizer"), **whole)
+
+
+def test_parameters_without_a_gradient_are_refused_at_the_start():
+    program = training_program(linear, optax.sgd(0.1), options=ProgramOptions(POLICIES["fp32"]))
+    with pytest.raises(ValueError, match=r"params\['n'\] is int32"):
+        program.init({"w": jnp.ones((16, 1)), "n": jnp.int32(3)})
 
 
 def squares(params, batch):

@@ -7,15 +7,16 @@ import jax.numpy as jnp
 import optax
 import pytest
 
+from hlat_jax import overlap
 from hlat_jax.batch import abstract_batch
 from hlat_jax.config import resolve
 from hlat_jax.ops.dialect import Choice
+from hlat_jax.passes import remat
 from hlat_jax.precision import POLICIES
 from hlat_jax.program import ProgramOptions, training_program
 from hlat_jax.report import place
 from hlat_jax.sharding import make_layout
 from hlat_jax.step import abstract_state, make_program
-from hlat_jax.zero import spread_over
 from tests.test_zero import batch, foreign
 
 
@@ -55,8 +56,7 @@ def test_report_names_kernels_and_why_the_others_do_not_serve():
 
 
 def test_report_says_where_zero_3_gathers_and_scatters():
-    _, params = foreign("plain")
-    report, _ = told(spread=spread_over(params, jax.devices(), stage=3))
+    report, _ = told(zero=3)
     places = collections.Counter((c.kind, place(c)) for c in report.collectives)
     assert places["all-gather", "forward"] == 5
     assert places["reduce-scatter", "backward"] == 5
@@ -98,13 +98,12 @@ def deep_arguments():
     return params, {"x": jnp.ones((2048, 8)), "y": jnp.zeros(2048)}
 
 
-@pytest.mark.parametrize("spread", [False, True])
-def test_memory_budget_is_kept_and_changes_no_gradient(spread):
+@pytest.mark.parametrize("zero", [None, 1])
+def test_memory_budget_is_kept_and_changes_no_gradient(zero):
     params, rows = deep_arguments()
-    at = {"spread": spread_over(params, jax.devices(), stage=1)} if spread else {}
 
     def made(**more):
-        options = ProgramOptions(POLICIES["fp32"], **at, **more)
+        options = ProgramOptions(POLICIES["fp32"], zero=zero, **more)
         return training_program(deep, optax.sgd(1e-3), options=options, params=params, batch=rows)
 
     free = made()
@@ -118,6 +117,44 @@ def test_memory_budget_is_kept_and_changes_no_gradient(spread):
     _, wanted = free.step(free.init(params), rows, 0.0)
     _, got = tight.step(tight.init(params), rows, 0.0)
     assert got.grad_norm == pytest.approx(float(wanted.grad_norm), rel=1e-6)
+
+
+def test_options_of_the_choice_under_a_budget_are_those_of_its_search():
+    params, rows = deep_arguments()
+    measured = []
+
+    def measure(traced):
+        measured.append(remat.temporaries(traced))
+        return measured[-1]
+
+    def planned(**choice):
+        options = ProgramOptions(POLICIES["fp32"], memory_budget="16MiB", remat=remat.Options(**choice))
+        return training_program(deep, optax.sgd(1e-3), options=options, params=params, batch=rows).plan
+
+    assert planned(measure=measure).choice.saved
+    assert len(measured) > 2
+    assert not planned(min_bytes=1 << 30).choice.saved  # no value is as large
+    with pytest.raises(ValueError, match="best"):
+        planned(solver="best")
+
+
+def test_step_report_and_budget_compile_with_the_options_of_the_layout(monkeypatch):
+    monkeypatch.setattr(overlap, "compiler_options", lambda layout: {"no_such_option": layout.mesh.size})
+    params, rows = deep_arguments()
+
+    def made(**options):
+        options = ProgramOptions(POLICIES["fp32"], zero=1, **options)
+        return training_program(deep, optax.sgd(1e-3), options=options, params=params, batch=rows)
+
+    program = made()
+    state = jax.jit(program.init)(params)
+    for run in (
+        lambda: program.step(state, rows, 0.0),
+        lambda: program.report(state, rows),
+        lambda: made(memory_budget="1GiB"),
+    ):
+        with pytest.raises(Exception, match="No such compile option: 'no_such_option'"):
+            run()
 
 
 def test_memory_budget_without_shapes_or_below_everything_is_refused():

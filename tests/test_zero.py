@@ -9,15 +9,12 @@ import numpy as np
 import optax
 import optax.contrib
 import pytest
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from hlat_jax.passes.products import live_jaxpr
 from hlat_jax.planner.collectives import collectives
 from hlat_jax.planner.traffic import traced_collectives
 from hlat_jax.precision import POLICIES
 from hlat_jax.program import ProgramOptions, training_program
-from hlat_jax.sharding import ROWS
 from hlat_jax.zero import spread_over
 
 
@@ -68,11 +65,10 @@ def batch(step):
 
 def trained(loss, params, *, stage=None, bucket_bytes=0, policy="fp32", steps=6):
     """Returns (losses and norms, final state, text of the compiled step)."""
-    spread = None if stage is None else spread_over(params, jax.devices(), stage=stage, bucket_bytes=bucket_bytes)
-    options = ProgramOptions(policy=POLICIES[policy], num_microbatches=2, spread=spread)
+    options = ProgramOptions(POLICIES[policy], num_microbatches=2, zero=stage, bucket_bytes=bucket_bytes)
     program = training_program(loss, optax.adam(1e-2), options=options, params=params)
-    state = program.init(params)
-    put = (lambda x: x) if spread is None else lambda x: jax.device_put(x, NamedSharding(spread.layout.mesh, P(ROWS)))
+    state, spread = program.init(params), program.options.spread
+    put = (lambda x: x) if spread is None else lambda x: jax.device_put(x, spread.layout.rows())
     text = program.step.lower(state, put(batch(0)), 0.0).compile().as_text()
     rows = []
     for step in range(steps):
@@ -111,12 +107,11 @@ def test_collectives_of_each_stage_are_those_it_needs():
     loss, params = foreign("plain")  # five arrays that 8 divides, and a scalar; 2 microbatches
     found = {}
     for stage in range(4):
-        spread = spread_over(params, jax.devices(), stage=stage)
-        options = ProgramOptions(policy=POLICIES["fp32"], num_microbatches=2, spread=spread)
+        options = ProgramOptions(POLICIES["fp32"], num_microbatches=2, zero=stage)
         program = training_program(loss, optax.adam(1e-2), options=options, params=params)
         traced = program.step.trace(jax.eval_shape(program.init, params), batch(0), 0.0)
         found[stage] = collections.Counter()
-        for collective in traced_collectives(live_jaxpr(traced), spread.layout.mesh):
+        for collective in traced_collectives(live_jaxpr(traced), program.options.spread.layout.mesh):
             found[stage][collective.kind] += collective.trips
     # stage 3 gathers for the loss, and for its backward pass again what that reads: the matrices behind the first;
     # loss and count, the scalar's gradient, and the norms of gradients and weights; of stage 0 the other gradients
@@ -154,8 +149,7 @@ def test_replicas_of_what_no_device_divides_stay_equal_under_stochastic_rounding
     rng = np.random.default_rng(0)
     params = {"b": jnp.asarray(rng.normal(size=333), jnp.float32)}
     rows = {key: rng.normal(size=(8, 333)).astype(np.float32) for key in "xy"}
-    spread = spread_over(params, jax.devices()[:2], stage=2)
-    options = ProgramOptions(POLICIES["bf16_sr"], num_microbatches=4, spread=spread)
+    options = ProgramOptions(POLICIES["bf16_sr"], num_microbatches=4, zero=2, devices=jax.devices()[:2])
     program = training_program(loss, optax.sgd(1.0), options=options, params=params)
     state = program.init(params)
     for _ in range(3):
@@ -178,10 +172,30 @@ def test_stages_and_bytes_that_do_not_exist_are_refused():
         spread_over({}, jax.devices(), stage=4)
     with pytest.raises(ValueError, match="bucket_bytes=-1 must be 0"):
         spread_over({}, jax.devices(), stage=1, bucket_bytes=-1)
+    with pytest.raises(ValueError, match=r"devices=\[\] must be devices of JAX, one or more: give jax.devices"):
+        spread_over({}, [], stage=1)
+    with pytest.raises(ValueError, match=r"params\['w'\] is a float: give an array"):
+        spread_over({"w": 1.0}, jax.devices(), stage=1)
     loss, params = foreign("plain")
     spread = spread_over(params, jax.devices(), stage=1)
-    with pytest.raises(ValueError, match=r"give their shapes as params=\.\.\."):
-        training_program(loss, optax.adam(1e-2), options=ProgramOptions(POLICIES["fp32"], spread=spread))
+    for where in ({"zero": 1}, {"spread": spread}):
+        with pytest.raises(ValueError, match=r"give their shapes as params=\.\.\."):
+            training_program(loss, optax.adam(1e-2), options=ProgramOptions(POLICIES["fp32"], **where))
+    with pytest.raises(ValueError, match="zero and spread both say where parameters lie; give one"):
+        ProgramOptions(POLICIES["fp32"], zero=1, spread=spread)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_zero_lies_on_the_devices_given_as_the_spread_over_them_does(stage):
+    loss, params = foreign("plain")
+    devices, laid_out = jax.devices()[:4], []
+    spread = spread_over(params, devices, stage=stage, bucket_bytes=100)
+    for where in ({"spread": spread}, {"zero": stage, "devices": devices, "bucket_bytes": 100}):
+        options = ProgramOptions(POLICIES["fp32"], **where)
+        program = training_program(loss, optax.adam(1e-2), options=options, params=params)
+        laid_out.append((program.shardings, program.options.spread))
+    assert laid_out[0] == laid_out[1]
+    assert {device for leaf in jax.tree.leaves(laid_out[0][0]) for device in leaf.device_set} == set(devices)
 
 
 def rough(params, batch):
@@ -190,11 +204,10 @@ def rough(params, batch):
     return loss * 1e-9, count
 
 
-@pytest.mark.parametrize("stage", [None, 1])
+@pytest.mark.parametrize("stage", [None, 1, 3])
 def test_fp16_scales_the_loss_and_passes_over_what_overflows(stage):
     params = jax.tree.map(jnp.asarray, plain_params())
-    spread = None if stage is None else spread_over(params, jax.devices(), stage=stage)
-    options = ProgramOptions(policy=POLICIES["fp32"], spread=spread, autocast="fp16")
+    options = ProgramOptions(POLICIES["fp32"], zero=stage, autocast="fp16")
     program = training_program(rough, optax.adam(1e-2), options=options, params=params)
     state = program.init(params)
     assert float(state["opt_state"]["loss_scale"].scale) == 2.0**15

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from hlat_jax.collectives import ALONE, Shards, copied, position
 from hlat_jax.ops.dialect import Implementation, Op
+from hlat_jax.passes import scaling
 
 # Most positions of every row whose logits exist at one time under "chunked", and fewest where rows are long.
 CHUNK_POSITIONS = 256
@@ -51,7 +52,8 @@ def cross_entropy(
     """Returns (sum over tokens of weight * (nll + z_loss_weight * log_normaliser^2), sum of the weights), fp32.
 
     Logits, softmax and sums are fp32. The gradients of `hidden_BTD` and `head_VD` are computed beside the loss, while
-    the logits are at hand, and have the dtype of what they belong to; weights get none. Reverse mode only.
+    the logits are at hand, and have the dtype of what they belong to; weights get none. Reverse mode only. Products of
+    gradients of an fp32 call stay fp32 under `passes.autocast` where a loss scale is applied, which comes after them.
 
     Args:
       hidden_BTD: what the head reads, fp32 or bf16; T as `options.shards` has it between blocks.
@@ -116,14 +118,17 @@ def _loss_sum(hidden_BTD, head_VD, targets_BT, weights_BT, static):
 
 def _forward(hidden_BTD, head_VD, targets_BT, weights_BT, static):
     z_loss_weight, chunk, axes = static
+    told = None
+    if scaling.is_applied() and hidden_BTD.dtype == jnp.float32:
+        told = jax.lax.DotAlgorithmPreset.F32_F32_F32  # which autocast leaves alone
 
     def add(sums, rows):
         hidden_RD, targets_R, weights_R = rows
         total, dhead_VD = sums
         loss, dlogits_RV = _softmax_loss(logits(hidden_RD, head_VD), targets_R, weights_R, z_loss_weight, axes)
         dlogits_RV = dlogits_RV.astype(hidden_RD.dtype)
-        dhidden_RD = _product(dlogits_RV, head_VD, (1, 0)).astype(hidden_RD.dtype)
-        grad_VD = _product(dlogits_RV, hidden_RD, (0, 0))
+        dhidden_RD = _product(dlogits_RV, head_VD, (1, 0), precision=told).astype(hidden_RD.dtype)
+        grad_VD = _product(dlogits_RV, hidden_RD, (0, 0), precision=told)
         # a single chunk starts the sum: no array of zeros to fill and to add
         return (total + loss, grad_VD if dhead_VD is None else dhead_VD + grad_VD), dhidden_RD
 
@@ -189,5 +194,6 @@ def _over_chunks(add, start, fields_BT: tuple, chunk: int) -> tuple[Any, jax.Arr
     return sums, out_BTX.reshape(b, num_chunks * chunk, *out_CRX.shape[2:])[:, :t]
 
 
-def _product(left: jax.Array, right: jax.Array, axes: tuple[int, int]) -> jax.Array:
-    return jax.lax.dot_general(left, right, (((axes[0],), (axes[1],)), ((), ())), preferred_element_type=jnp.float32)
+def _product(left: jax.Array, right: jax.Array, axes: tuple[int, int], *, precision: Any = None) -> jax.Array:
+    dims = (((axes[0],), (axes[1],)), ((), ()))
+    return jax.lax.dot_general(left, right, dims, precision=precision, preferred_element_type=jnp.float32)

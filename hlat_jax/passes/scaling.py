@@ -11,9 +11,10 @@ Source: Micikevicius et al., Mixed Precision Training, arXiv 1710.03740, section
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -40,12 +41,13 @@ class Adjustment:
 
     Attributes:
       growth_steps: so many good steps in a row double it.
-      smallest: what halving stops at.
+      smallest: what halving stops at. Far below 1, because products in fp16 sum gradients over all tokens of a
+        microbatch: the sum over 2**24 of them, times 2**-24, is as large as their mean.
       largest: what doubling stops at; the gradient of the scaled loss starts as this number, in fp32.
     """
 
     growth_steps: int = 2000
-    smallest: float = 1.0
+    smallest: float = 2.0**-24
     largest: float = 2.0**24
 
 
@@ -60,6 +62,24 @@ def initial(*, scale: float = 2.0**15) -> LossScale:
     return LossScale(jnp.float32(scale), jnp.int32(0))
 
 
+_is_applied = jax.make_user_context(False)
+
+
+@contextlib.contextmanager
+def applied() -> Iterator[None]:
+    """Losses that are differentiated inside are scaled."""
+    with _is_applied(True):
+        yield
+
+
+def is_applied() -> bool:
+    """Returns whether the loss being traced is scaled.
+
+    An op that makes gradients before it has the cotangent has them without the scale: then it keeps them in fp32.
+    """
+    return _is_applied.value
+
+
 def value_and_grad(loss_fn: Callable) -> Callable[..., tuple[jax.Array, Any, jax.Array]]:
     """Returns (LossScale, params, *args) -> (loss, gradients with respect to params, whether all of them are finite).
 
@@ -71,7 +91,8 @@ def value_and_grad(loss_fn: Callable) -> Callable[..., tuple[jax.Array, Any, jax
         return loss.astype(jnp.float32) * state.scale, loss
 
     def unscaled(state: LossScale, params: Any, *args: Any) -> tuple[jax.Array, Any, jax.Array]:
-        (_, loss), grads = jax.value_and_grad(scaled, has_aux=True)(params, state, *args)
+        with applied():
+            (_, loss), grads = jax.value_and_grad(scaled, has_aux=True)(params, state, *args)
         grads = jax.tree.map(lambda grad: grad.astype(jnp.float32) / state.scale, grads)
         return loss, grads, all_finite((loss, grads))
 

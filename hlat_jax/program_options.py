@@ -1,0 +1,107 @@
+"""How a training program is built, in one frozen object. Owns what may be asked for, alone and together."""
+
+from __future__ import annotations
+
+import dataclasses
+import numbers
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from hlat_jax.ops.dialect import Choice
+from hlat_jax.passes import remat
+from hlat_jax.passes.autocast import POLICIES as CASTS
+from hlat_jax.passes.autocast import CastPolicy
+from hlat_jax.precision import Policy
+from hlat_jax.sizes import parse_bytes
+from hlat_jax.spread import Spread
+from hlat_jax.zero import check_stage
+
+
+@dataclasses.dataclass(frozen=True)
+class ProgramOptions:
+    """How a program is built.
+
+    Attributes:
+      policy: what is stored, accumulated and rounded.
+      num_microbatches: static count of parts a batch is split into; with a mesh, the rows of each device are.
+      accumulate: how gradients of the parts are made and summed, for pipeline stages; None: see `program.accumulated`.
+      norm_in_blocks: see `optimizer.global_norm`.
+      zero: ZeRO stage, 0 to 3, at which parameters of any kind lie on `devices`, see `zero.spread_over`.
+      devices: for `zero`; None: all there are.
+      bucket_bytes: for `zero`: arrays share collectives of up to so many bytes on a device; 0: one each.
+      spread: the mesh and what lies where, for a layout of your own in the place of `zero`. Neither: one device.
+      autocast: how the loss function, fp32 throughout, is cast (see `passes.autocast`), for a policy that computes in
+        fp32; None: it has the dtypes that it gives itself. float16 brings a loss scale, see `passes.scaling`.
+      memory_budget: temporaries of the step on one device, "12GiB" or bytes; what the backward pass keeps is chosen to
+        fit, see `passes.remat`. None: the loss function decides.
+      remat: how that choice is made: its regions, solver, least bytes, offload; None: by the defaults.
+      kernels: op -> implementation that the loss function was built with; for the report.
+
+    Raises:
+      ValueError: a value that an option does not take, or options that exclude each other.
+    """
+
+    policy: Policy
+    num_microbatches: int = 1
+    accumulate: Callable | None = None
+    norm_in_blocks: bool = False
+    zero: int | None = None
+    devices: Sequence[Any] | None = None
+    bucket_bytes: int = 0
+    spread: Spread | None = None
+    autocast: CastPolicy | str | None = None
+    memory_budget: int | str | None = None
+    remat: remat.Options | None = None
+    kernels: Mapping[str, Choice] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self):
+        self._check_each()
+        self._check_together()
+
+    def _check_each(self) -> None:
+        count, cast = self.num_microbatches, self.autocast
+        is_count = isinstance(count, numbers.Integral) and not isinstance(count, bool) and count >= 1
+        is_cast = cast in tuple(CASTS) if isinstance(cast, str) else _is_none_or(cast, CastPolicy)
+        named = " or ".join(map(repr, CASTS))
+        for name, is_taken, said in (
+            ("policy", isinstance(self.policy, Policy), "is no Policy: give precision.POLICIES['fp32']"),
+            ("num_microbatches", is_count, "must be an int of 1 or more"),
+            ("accumulate", self.accumulate is None or callable(self.accumulate), "is no function: leave it out"),
+            ("norm_in_blocks", isinstance(self.norm_in_blocks, bool), "must be True or False"),
+            ("spread", _is_none_or(self.spread, Spread), "is no Spread: give zero.spread_over(...), or zero=1"),
+            ("autocast", is_cast, f"is neither a policy's name nor a CastPolicy: give {named}"),
+            ("remat", _is_none_or(self.remat, remat.Options), "must be passes.remat.Options(...)"),
+            ("kernels", isinstance(self.kernels, Mapping), "must be a dict: op -> ops.dialect.Choice"),
+        ):
+            if not is_taken:
+                raise ValueError(f"ProgramOptions.{name}={getattr(self, name)!r} {said}.")
+        if self.memory_budget is not None:
+            parse_bytes(self.memory_budget, name="ProgramOptions.memory_budget")
+        if self.zero is not None:
+            check_stage(self.zero, self.devices, bucket_bytes=self.bucket_bytes)
+
+    def _check_together(self) -> None:
+        if self.zero is not None and self.spread is not None:
+            raise ValueError("ProgramOptions: zero and spread both say where parameters lie; give one of them.")
+        if self.zero is None and (self.devices is not None or self.bucket_bytes):
+            raise ValueError(
+                "ProgramOptions: devices and bucket_bytes are those of zero; give zero=0 to 3 too, or a spread, whose "
+                "layout has its own."
+            )
+        if self.remat is not None and self.memory_budget is None:
+            raise ValueError("ProgramOptions: remat says how a memory_budget is met; give memory_budget='12GiB' too.")
+        if self.autocast is not None and self.policy.compute != jnp.float32:
+            raise ValueError(
+                f"ProgramOptions: autocast is for a loss that computes in fp32, and this policy computes in "
+                f"{jnp.dtype(self.policy.compute)}; give policy=precision.POLICIES['fp32'], or leave autocast out."
+            )
+        if self.accumulate is not None and (self.autocast, self.memory_budget) != (None, None):
+            raise ValueError(
+                "ProgramOptions: autocast and memory_budget take a loss function that runs whole, not pipelined stages."
+            )
+
+
+def _is_none_or(value: Any, wanted: type) -> bool:
+    return value is None or isinstance(value, wanted)
