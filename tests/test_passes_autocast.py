@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 from hlat_jax.config import resolve
 from hlat_jax.model import init_params, param_axes
 from hlat_jax.passes import autocast as autocast_lib
+from hlat_jax.passes import remat
 from hlat_jax.passes.autocast import CastPolicy, overriding
 from hlat_jax.passes.jaxpr import equations, reaching
 from hlat_jax.precision import POLICIES as PRECISIONS
@@ -407,6 +408,24 @@ def test_context_rules_of_an_op_leave_functions_without_it_alone():
     with overriding({"head": "never"}):
         assert products(autocast(lambda w, x: head(w, x)), W, X) == ["float32"] * 2
         assert products(autocast(lambda w, x: x @ w), W, X) == ["bfloat16"] * 2
+
+
+@pytest.mark.parametrize("region", ["loops", "whole"])
+def test_rules_of_ops_count_in_a_planned_function_too(region):
+    @jax.jit
+    def router(w, x):
+        return jnp.tanh(x @ w)
+
+    def routed(w, x):
+        return router(w, lax.scan(lambda x, w: (router(w, x), None), x, jnp.stack([w, w.T]))[0])
+
+    planned = remat.regions(routed, remat.Choice(), region=region)
+    with overriding({"router": "never"}):
+        assert set(products(autocast(planned), W, X)) == {"float32"}
+    assert set(products(autocast(planned, CastPolicy(rules={"router": "never"})), W, X)) == {"float32"}
+    assert set(products(autocast(planned), W, X)) == {"bfloat16"}
+    with pytest.raises(ValueError, match=r"routed calls no such op; it calls .*router"):
+        autocast(planned, CastPolicy(rules={"rooter": "never"}))(W, X)
 
 
 def test_a_rule_for_a_primitive_that_a_function_has_not_changes_nothing():

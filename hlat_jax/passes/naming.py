@@ -1,9 +1,9 @@
 """Gives every float intermediate of a function a name, and makes functions whose backward pass keeps chosen ones.
 
 A name is that of the primitive and its number in the function, `dot_general.3`: the same function, shapes and JAX give
-the same names. Nothing is marked by hand. Calls (`jit`) are inlined; the function's own `jax.checkpoint` stays where it
-is, and what is chosen inside it is kept all the same. Loops, `custom_vjp` and kernels are single values from outside;
-what the derivative rule of a `custom_vjp` names itself may be chosen too.
+the same names. Nothing is marked by hand. Names go through calls (`jit`), which stay; the function's own
+`jax.checkpoint` stays too, and what is chosen inside it is kept all the same. Loops, `custom_vjp` and kernels are
+single values from outside; what the derivative rule of a `custom_vjp` names itself may be chosen too.
 
 Owns names and how a choice of them is applied. Refuses to know what a choice costs: see `recompute`.
 """
@@ -214,9 +214,18 @@ def _emit(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], plan: list) ->
             options = {key: eqn.params[key] for key in ("policy", "prevent_cse")}
             outs = jax.checkpoint(lambda *ins, inner=inner, names=names: _emit(inner, (), ins, names), **options)(*ins)
         else:
-            outs = _emit(inner, (), ins, names)
+            outs = _called_again(eqn, lambda *ins, inner=inner, names=names: _emit(inner, (), ins, names), ins)
         env.update(zip(eqn.outvars, outs, strict=True))
     return [_read(env, var) for var in jaxpr.outvars]
+
+
+def _called_again(eqn: Any, fn: Callable, ins: list) -> list:
+    """Returns the results of a call, whose function is an op of its name to other passes, with `fn` in its place."""
+    if eqn.primitive.name != "jit":
+        return fn(*ins)
+    fn.__name__ = fn.__qualname__ = eqn.params["name"]
+    with place_of(eqn):
+        return jax.jit(fn, inline=eqn.params["inline"])(*ins)
 
 
 def _emit_loops(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], namer: _Namer) -> list:
@@ -225,7 +234,7 @@ def _emit_loops(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], namer: _
         ins = [_read(env, var) for var in eqn.invars]
         inner = _inlined(eqn)
         if inner is not None:
-            outs = _emit_loops(inner, (), ins, namer)
+            outs = _called_again(eqn, lambda *ins, inner=inner: _emit_loops(inner, (), ins, namer), ins)
         elif eqn.primitive.name == "scan":
             outs = _scanned(eqn, ins, namer)
         else:
