@@ -4,7 +4,8 @@ The budget is for the temporaries of the whole step on one device, as the compil
 names, `saved:NAME,...`, which is a value of `model.remat` like any other: so the step knows nothing of budgets, a
 printed choice can be set in a config, and a resumed run computes with the very choice of its checkpoint.
 
-Owns when a choice is made anew: for another budget, mesh, device or JAX. How it is made is in `passes.remat`.
+Owns when a choice is made anew: for another budget, mesh, device or JAX, or where the step has no longer values of its
+names. How it is made is in `passes.remat`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from hlat_jax.config import Config
 from hlat_jax.config_checks import REMAT_BUDGET
 from hlat_jax.distributed import exchange, is_first
 from hlat_jax.passes import remat
-from hlat_jax.passes.naming import Choice
+from hlat_jax.passes.naming import Choice, MissingValues
 from hlat_jax.passes.products import live_jaxpr
 from hlat_jax.planner.liveness import temporaries
 from hlat_jax.sharding import Layout
@@ -54,8 +55,14 @@ def resolved(config: Config, layout: Layout, *, recorded: dict[str, Any] | None)
         "jax": jax.__version__,
     }
     if recorded is not None and recorded.items() >= facts.items():
-        _tell(f"remat            {recorded['choice']}, as the checkpoint has it for {facts['asked']}")
-        return _with(config, recorded["choice"]), recorded
+        again = _with(config, recorded["choice"])
+        try:
+            traced_step(again, layout)
+        except MissingValues:
+            _tell("remat            chosen anew: the step no longer has values that the checkpoint's choice names")
+        else:
+            _tell(f"remat            {recorded['choice']}, as the checkpoint has it for {facts['asked']}")
+            return again, recorded
 
     def measured(traced: Any) -> int:
         return max(map(int, exchange(str(remat.temporaries(traced)))))
@@ -82,7 +89,7 @@ def estimated(config: Config, layout: Layout) -> Config:
     arguments = step_arguments(config, layout)
     try:
         plan = _searched(config, layout, lambda traced: temporaries(live_jaxpr(traced), arguments).total)
-    except ValueError:
+    except remat.BudgetTooSmall:
         return _with(config, "full")
     return _with(config, _written(plan.choice))
 

@@ -168,8 +168,8 @@ def training_program(
     plan = None
     if options.memory_budget is not None:
         arguments = _laid_out(jax.eval_shape(made, params), batch, shardings=shardings, spread=options.spread)
-        search = options.remat or remat.Options()
-        plan = remat.fit(loss_fn, *arguments, budget_bytes=options.memory_budget, step=step_of, options=search)
+        search = {"options": options.remat or remat.Options(), "name": "ProgramOptions.memory_budget"}
+        plan = remat.fit(loss_fn, *arguments, budget_bytes=options.memory_budget, step=step_of, **search)
         stages["remat"] = step_of(plan.fn)
     return TrainingProgram(init, list(stages.values())[-1], options, shardings, stages, plan)
 

@@ -17,6 +17,8 @@ from hlat_jax import config as config_lib
 from hlat_jax.batch import concat_batch
 from hlat_jax.degrees import layout_over
 from hlat_jax.passes import remat
+from hlat_jax.passes.naming import Choice, parse_choice
+from hlat_jax.passes.products import live_jaxpr, total_flops
 from hlat_jax.planner.report import Site, make_plan
 from hlat_jax.sharding import shard_batch
 from hlat_jax.step import init_state, make_train_step, traced_step
@@ -76,6 +78,54 @@ def test_a_recorded_choice_is_taken_for_the_same_mesh_and_made_anew_for_another(
     for changed in ({"mesh": {}}, {"device": "other"}, {"asked": "budget:1GiB"}, {"jax": "0.1"}):
         budget.resolved(again, layout(), recorded=kept | changed)
     assert [options["budget_bytes"] for options in searched] == [asked] * 4
+
+
+def test_a_recorded_choice_of_values_that_the_step_no_longer_has_is_made_anew(monkeypatch, capsys):
+    asked, _, record = resolved()
+    plan = remat.Plan(Choice(("gate",)), 1, 1, 1, 1.0, 1.0, (1, 1.0), None, 1, 0.0)
+    monkeypatch.setattr(remat, "search", lambda *_, **options: plan)
+    old = record | {"choice": "saved:dot_general.99,gate"}
+    config, found = budget.resolved(config_with(f"budget:{asked}B"), layout(), recorded=old)
+    assert config.model.remat == found["choice"] == "saved:gate"
+    assert "chosen anew: the step no longer has values that the checkpoint's choice names" in capsys.readouterr().out
+
+
+@functools.cache
+def chunked(choice):
+    config = planned.small_config()
+    data = dataclasses.replace(config.data, seq_len=512, batch_size=1)
+    model_config = dataclasses.replace(config.model, remat=choice, attention="chunked", num_layers=2)
+    return dataclasses.replace(config, data=data, model=model_config)
+
+
+def test_a_budget_is_met_with_chunked_attention_whose_derivative_rule_names_values():
+    one = layout_over(chunked("none"), jax.devices()[:1])
+    most, least = (remat.temporaries(traced_step(chunked(choice), one)) for choice in ("none", "saved:"))
+    asked = least + int(0.8 * (most - least))
+    config, record = budget.resolved(chunked(f"budget:{asked}B"), one, recorded=None)
+    assert {"attention_lse", "attention_out"} <= {*parse_choice(record["choice"]).saved}
+    assert remat.temporaries(traced_step(config, one)) == record["measured_bytes"] <= asked
+    assert record["flops"] < record["full"][1]
+
+
+def test_both_values_that_chunked_attention_names_spare_a_second_forward_pass():
+    one = layout_over(chunked("none"), jax.devices()[:1])
+    none, both = (
+        total_flops(live_jaxpr(traced_step(chunked(f"saved:{names}"), one)))
+        for names in ("", "attention_out,attention_lse")
+    )
+    assert both < none
+    with pytest.raises(ValueError, match="no values attention_sum:"):
+        traced_step(chunked("saved:attention_out,attention_sum"), one)
+
+
+def test_an_estimate_fails_where_a_plan_would_and_not_in_silence(monkeypatch):
+    def failing(*_, **__):
+        raise ValueError("something else")
+
+    monkeypatch.setattr(remat, "search", failing)
+    with pytest.raises(ValueError, match="something else"):
+        budget.estimated(config_with("budget:1GiB"), layout())
 
 
 def test_a_budget_is_held_against_the_program_as_it_is_compiled_with_the_options_of_the_step(monkeypatch):

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 from hlat_jax.config import resolve
 from hlat_jax.model import init_params, param_axes
 from hlat_jax.passes import autocast as autocast_lib
+from hlat_jax.passes import remat
 from hlat_jax.passes.autocast import CastPolicy, overriding
 from hlat_jax.passes.jaxpr import equations, reaching
 from hlat_jax.precision import POLICIES as PRECISIONS
@@ -266,6 +267,15 @@ def test_masks_beyond_the_narrow_range_do_not_become_infinite(policy, fill):
         assert set(products(autocast(attend, policy), W, X)) == {"bfloat16" if policy == "bf16" else "float16"}
 
 
+@pytest.mark.parametrize(("policy", "fill"), [("fp16", -1e30), ("bf16", float(np.finfo(np.float32).min))])
+def test_a_large_mask_that_a_function_closes_over_does_not_become_infinite(policy, fill):
+    mask = jnp.where(jnp.tril(jnp.ones((300, 300), bool)).at[5].set(False), 0.0, fill)  # row 5 sees nothing
+    x = draw(2, 300, 8)
+    attend = lambda x: jax.nn.softmax(x @ x.T + mask) @ x  # noqa: E731
+    for cast in (autocast(attend, policy), jax.jit(autocast(attend, policy))):
+        np.testing.assert_allclose(cast(x), attend(x), atol=8 * BF16_STEP)
+
+
 def test_epsilon_below_the_range_of_fp16_still_guards_a_division():
     fn = lambda w, x: (x @ w) / jnp.maximum(jnp.max(x @ w, axis=-1, keepdims=True), 1e-9)  # noqa: E731
     np.testing.assert_array_equal(jax.jit(autocast(fn, "fp16"))(W, jnp.zeros_like(X)), 0.0)
@@ -326,6 +336,38 @@ def test_custom_vjp_keeps_narrow_residuals():
     assert [leaf.dtype for leaf in jax.tree.leaves(pull) if leaf.shape == X.shape] == [jnp.bfloat16]
 
 
+@pytest.mark.parametrize("table", [W, np.asarray(W)])
+def test_a_custom_vjp_may_close_over_an_array(table):
+    @jax.custom_vjp
+    def mixed(x):
+        return x @ table
+
+    mixed.defvjp(lambda x: (x @ table, None), lambda _, g: (3.0 * g @ table.T,))  # on purpose not the derivative
+
+    def direct(w, x):
+        return jnp.square(mixed(x @ w)).sum()
+
+    def looped(w, x):
+        return jnp.square(lax.scan(lambda x, _: (mixed(jnp.tanh(x @ w)), None), x, None, length=2)[0]).sum()
+
+    for fn in (direct, looped, jax.jit(direct)):
+        assert set(products(jax.grad(autocast(fn)), W, X)) == {"bfloat16"}
+        wanted = results(fn, W, X)
+        assert distance(results(autocast(fn), W, X), wanted) < 8 * BF16_STEP
+        assert distance(jax.grad(jax.jit(autocast(fn)))(W, X), wanted[1][0]) < 8 * BF16_STEP
+
+
+def test_a_gradient_by_what_a_custom_vjp_closes_over_is_refused_and_not_0():
+    def fn(w, x):
+        mixed = jax.custom_vjp(lambda x: x @ w)
+        mixed.defvjp(lambda x: (jnp.sin(x), None), lambda _, g: (g,))
+        return mixed(x).sum()
+
+    assert distance(jax.grad(autocast(fn), argnums=1)(W, X), jnp.ones_like(X)) == 0.0
+    with pytest.raises(ValueError, match="closes over an array by which gradients are asked for"):
+        jax.grad(autocast(fn))(W, X)
+
+
 def test_rules_override_by_primitive_and_by_op():
     @jax.jit
     def head(w, x):
@@ -366,6 +408,24 @@ def test_context_rules_of_an_op_leave_functions_without_it_alone():
     with overriding({"head": "never"}):
         assert products(autocast(lambda w, x: head(w, x)), W, X) == ["float32"] * 2
         assert products(autocast(lambda w, x: x @ w), W, X) == ["bfloat16"] * 2
+
+
+@pytest.mark.parametrize("region", ["loops", "whole"])
+def test_rules_of_ops_count_in_a_planned_function_too(region):
+    @jax.jit
+    def router(w, x):
+        return jnp.tanh(x @ w)
+
+    def routed(w, x):
+        return router(w, lax.scan(lambda x, w: (router(w, x), None), x, jnp.stack([w, w.T]))[0])
+
+    planned = remat.regions(routed, remat.Choice(), region=region)
+    with overriding({"router": "never"}):
+        assert set(products(autocast(planned), W, X)) == {"float32"}
+    assert set(products(autocast(planned, CastPolicy(rules={"router": "never"})), W, X)) == {"float32"}
+    assert set(products(autocast(planned), W, X)) == {"bfloat16"}
+    with pytest.raises(ValueError, match=r"routed calls no such op; it calls .*router"):
+        autocast(planned, CastPolicy(rules={"rooter": "never"}))(W, X)
 
 
 def test_a_rule_for_a_primitive_that_a_function_has_not_changes_nothing():
@@ -456,6 +516,7 @@ def branching(x):
         (lambda: autocast(jnp.sin, None), "policy None: give bf16 or fp16, or a CastPolicy of your own"),
         (lambda: autocast(jnp.sin, jnp.bfloat16), "policy .*bfloat16.*: give bf16 or fp16, or a CastPolicy"),
         (lambda: CastPolicy(carry="narrow"), "carry='narrow' must be infer or keep"),
+        (lambda: CastPolicy(rules=["exp"]), r"rules \['exp'\] must map names to always, never, infer"),
         (lambda: CastPolicy(rules={"exp": "sometimes"}), "rule exp='sometimes': a rule is always, never, infer"),
         (
             lambda: autocast(jnp.sin, CastPolicy(rules={"dot_genral": "never"}))(X),
@@ -473,6 +534,23 @@ def branching(x):
 def test_bad_input_is_named_with_the_way_out(make, said):
     with pytest.raises(ValueError, match=said):
         make()
+
+
+def test_a_name_that_is_a_primitive_but_for_a_slip_is_refused_in_a_context():
+    said = "autocast rule dot_generl='never': no primitive has this name; do you mean 'dot_general'.*CastPolicy"
+    with pytest.raises(ValueError, match=said), overriding({"dot_generl": "never"}):
+        pass
+
+
+def test_an_error_of_the_function_itself_is_not_said_to_be_one_of_tracing():
+    with pytest.raises(TypeError, match=r"^dot_general requires contracting dimensions to have the same shape"):
+        autocast(lambda x: x @ x)(X)
+
+
+@pytest.mark.parametrize("fn", [lambda x: x[x > 0], lambda x: np.asarray(x), lambda x: range(x[0, 0].astype(int))])
+def test_what_wants_the_values_of_arrays_is_told_of_cond_and_where(fn):
+    with pytest.raises(ValueError, match=r"autocast cannot trace .*<lambda>: .*jax.lax.cond or jnp.where"):
+        autocast(fn)(X)
 
 
 @pytest.mark.parametrize("fn", [lambda x, n: x.reshape(n, -1), lambda x, n: (x @ x, "text")])

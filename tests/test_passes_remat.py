@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from jax.ad_checkpoint import checkpoint_name
 
+from hlat_jax.ops.attention import attention
 from hlat_jax.passes import naming, narrowing, recompute, remat, selection
 from hlat_jax.passes.naming import Choice
 from hlat_jax.passes.products import live_jaxpr, total_flops
@@ -111,6 +112,36 @@ def number_of(primitive, choice):
 def test_values_chosen_for_another_function_are_refused():
     with pytest.raises(ValueError, match=r"no values scan0.dot_general.7: they were chosen for another function"):
         naming.checkpointed_loops(loss, Choice(("scan0.dot_general.7",)))(*arguments())
+
+
+@jax.custom_vjp
+def squared_sine(x):
+    return jnp.sin(x) ** 2
+
+
+def sine_for_backward(x):
+    sine = checkpoint_name(jnp.sin(x), "sine")
+    return sine * sine, sine
+
+
+squared_sine.defvjp(sine_for_backward, lambda sine, g: (g * sine,))  # not the derivative, but as much work
+
+
+def test_what_a_derivative_rule_names_can_be_chosen_and_a_slip_of_it_is_refused():
+    def fn(params, x):
+        return jnp.mean(jax.lax.scan(lambda carry, one: (squared_sine(layer(one, carry)), None), x, params)[0])
+
+    def num_sines(*saved):
+        planned = naming.checkpointed_loops(fn, Choice(saved))
+        return str(live_jaxpr(jax.jit(jax.grad(planned)).trace(*arguments()))).count(" sin ")
+
+    assert num_sines("sine") == num_sines() - 1
+    with pytest.raises(naming.MissingValues, match="no values sin:"):
+        naming.checkpointed_loops(fn, Choice(("sine", "sin")))(*arguments())
+
+
+def test_a_planned_function_has_the_name_of_the_function():
+    assert remat.regions(loss, Choice(), region="auto").__name__ == "loss"
 
 
 # The graph and the choice
@@ -251,6 +282,34 @@ def test_a_function_with_checkpoints_or_loops_in_its_layers_meets_a_budget_too(f
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), wanted, got)  # another order
 
 
+def attending_layer(params, x):
+    q, k, v = (jnp.einsum("btd,dnh->btnh", x, params[name]) for name in "qkv")
+    mixed = attention(q, k_BSKH=k, v_BSKH=v, segment_ids_BT=None, implementation="chunked")
+    return x + jnp.tanh(mixed.reshape(x.shape) @ params["out"])
+
+
+def test_layers_with_chunked_attention_meet_a_budget_by_what_its_derivative_rule_names():
+    rng = np.random.default_rng(0)
+    shapes = dict.fromkeys("qkv", (3, 16, 2, 8)) | {"out": (3, 16, 16)}
+    params = {name: jnp.asarray(rng.standard_normal(shape) / 4, jnp.float32) for name, shape in shapes.items()}
+    x = jnp.asarray(rng.standard_normal((2, 512, 16)), jnp.float32)
+
+    def fn(params, x):
+        return jnp.mean(jax.lax.scan(lambda carry, one: (attending_layer(one, carry), None), x, params)[0] ** 2)
+
+    def bytes_with(planned):
+        return remat.temporaries(jax.jit(jax.value_and_grad(planned)).trace(params, x))
+
+    most, least = bytes_with(fn), bytes_with(naming.checkpointed_loops(fn, Choice()))
+    budget = least + int(0.8 * (most - least))
+    plan = remat.fit(fn, params, x, budget_bytes=budget, step=jax.value_and_grad, options=SMALL)
+    assert {"attention_out", "attention_lse"} <= {*plan.choice.saved}
+    assert plan.measured_bytes == bytes_with(plan.fn) <= budget
+    assert plan.flops < plan.full[1]
+    wanted, got = (jax.jit(jax.value_and_grad(one))(params, x) for one in (fn, plan.fn))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), wanted, got)
+
+
 def test_a_planned_function_takes_the_keywords_of_the_function():
     params, x = arguments()
     planned = remat.regions(loss, Choice(("scan0.sin.0",)), region="auto")
@@ -287,13 +346,33 @@ def test_a_function_that_cannot_be_traced_is_refused_by_name():
     def branching(x):
         return x if x.sum() > 0 else -x
 
-    with pytest.raises(ValueError, match=r"branching cannot be traced .*: .* Give a function of arrays"):
-        remat.fit(branching, jnp.ones(3), budget_bytes="1GiB")
+    for fn in (branching, lambda x: x[x > 0]):
+        with pytest.raises(ValueError, match=r"remat cannot trace .*(branching|<lambda>): .* Let jax.lax.cond or"):
+            remat.fit(fn, jnp.ones(3), budget_bytes="1GiB")
+    with pytest.raises(ValueError, match=r"remat cannot trace .* with an argument of type str: .*functools.partial"):
+        remat.fit(lambda x, kind: x, jnp.ones(3), "text", budget_bytes="1GiB")
+    with pytest.raises(ValueError, match=r"<lambda> returns no float array to differentiate; give step="):
+        remat.fit(lambda x: x.astype(int), jnp.ones(3), budget_bytes="1GiB")
 
 
-def test_a_function_without_a_value_that_is_large_enough_is_refused():
-    with pytest.raises(ValueError, match=r"none of 65,536,000 bytes \(Options.min_bytes\)"):
-        remat.fit(loss, *arguments(), budget_bytes=4096, options=remat.Options(min_bytes=65_536_000))
+def test_an_error_of_the_function_itself_is_not_said_to_be_one_of_tracing():
+    with pytest.raises(TypeError, match=r"^dot_general requires contracting dimensions to have the same shape"):
+        remat.fit(lambda x: x @ x, jnp.ones((2, 3)), budget_bytes="1GiB")
+
+
+def test_a_function_without_a_value_that_is_large_enough_is_planned_with_nothing_kept_or_refused_with_that_number():
+    most, least = extremes()
+    fit = functools.partial(
+        remat.fit, loss, *arguments(), step=jax.value_and_grad, options=remat.Options(min_bytes=65_536_000)
+    )
+    assert fit(budget_bytes=(most + least) // 2).choice == Choice()
+    with pytest.raises(remat.BudgetTooSmall, match=f"4,096 bytes .* is below the {least:,} bytes"):
+        fit(budget_bytes=4096)
+
+
+def test_a_budget_is_called_in_errors_as_its_setting_is():
+    with pytest.raises(ValueError, match=r"^memory_budget='12' is no size"):
+        remat.fit(loss, *arguments(), budget_bytes="12", name="memory_budget")
 
 
 # Offload, and the largest batch
@@ -322,8 +401,21 @@ def test_offload_is_refused_where_the_backend_has_no_pinned_host_memory(monkeypa
         selection.solver("greedy", offloaded_byte=1.0)
 
 
-@pytest.mark.parametrize("measure", [lambda n: 1000 + 37 * n, lambda n: 5000 + n * n, lambda n: 4000 + 100 * (n // 8)])
-def test_the_largest_batch_is_found_with_few_programs(monkeypatch, measure):
+def jumping(n):
+    return 10_000 if n <= 203 else 10**9
+
+
+@pytest.mark.parametrize(
+    ("measure", "programs"),
+    [
+        (lambda n: 1000 + 37 * n, 14),
+        (lambda n: 5000 + n * n, 14),
+        (lambda n: 4000 + 100 * (n // 8), 14),
+        (jumping, 25),
+        (lambda n: jumping(n) + n, 25),
+    ],
+)
+def test_the_largest_batch_is_found_with_few_programs(monkeypatch, measure, programs):
     tried = []
 
     def bytes_of(traced):
@@ -338,7 +430,10 @@ def test_the_largest_batch_is_found_with_few_programs(monkeypatch, measure):
     limit = measure(203) + 1
     found, num_bytes = remat.max_batch(make_step, limit, most=1000)
     assert num_bytes == measure(found) <= limit < measure(found + 1)
-    assert len(tried) <= 14
+    assert len(tried) <= programs
+    assert remat.max_batch(make_step, limit, most=1)[0] == 1
+    with pytest.raises(ValueError, match="most=0 must be at least 1"):
+        remat.max_batch(make_step, limit, most=0)
     monkeypatch.setattr(remat, "everything", lambda _: limit + 1)
     with pytest.raises(ValueError, match=f"limit_bytes={limit:,}: a batch of 1 takes {limit + 1:,} bytes"):
         remat.max_batch(make_step, limit)

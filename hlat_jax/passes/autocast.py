@@ -16,17 +16,16 @@ import contextlib
 import dataclasses
 import difflib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.extend.core.primitives
 import jax.numpy as jnp
-import numpy as np
 
-from hlat_jax.passes.calls import CALLS
+from hlat_jax.passes.calls import HANDLERS
 from hlat_jax.passes.casting import Cast
-from hlat_jax.passes.jaxpr import equations, op_name
+from hlat_jax.passes.jaxpr import equations, op_name, tracing
 
 
 def _names(text: str) -> frozenset[str]:
@@ -57,7 +56,7 @@ INFER = _names(
 )
 
 # Look inside; by primitive they can only be told `never`, by the name of their function also `always`.
-_CALLS = frozenset(CALLS)
+_CALLS = frozenset(HANDLERS)
 _WORDS = ("always", "never", "infer")
 
 
@@ -90,6 +89,8 @@ class CastPolicy:
 
 
 def _check_words(rules: Mapping[str, str]) -> None:
+    if not isinstance(rules, Mapping):
+        raise ValueError(f"autocast rules {rules!r} must map names to {', '.join(_WORDS)}.")
     for name, word in rules.items():
         if word not in _WORDS:
             raise ValueError(f"autocast rule {name}={word!r}: a rule is {', '.join(_WORDS)}.")
@@ -108,9 +109,17 @@ def overriding(rules: Mapping[str, str]) -> Iterator[None]:
     function has it is not asked.
 
     Raises:
-      ValueError: a word other than always, never, infer.
+      ValueError: a word other than always, never, infer, or a name that is a primitive's but for a slip.
     """
     _check_words(rules)
+    known = _known_primitives()
+    for name in set(rules) - known:
+        near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.9)
+        if near:
+            raise ValueError(
+                f"autocast rule {name}={rules[name]!r}: no primitive has this name; do you mean {near[0]!r}? For an op "
+                "of your own that is called so give CastPolicy(rules=...), which knows the function."
+            )
     with _overrides(tuple({**dict(_overrides.value or ()), **rules}.items())):
         yield
 
@@ -148,7 +157,8 @@ def autocast(fn: Callable, policy: CastPolicy | str) -> Callable:
             trees.append(tree)
             return outs
 
-        closed = _traced(flat, leaves, name)
+        with tracing(fn, leaves, by="autocast"):
+            closed = jax.make_jaxpr(flat)(*leaves)
         rules = {**policy.rules, **dict(_overrides.value or ())}
         _check_names(policy.rules, closed.jaxpr, name)
         rule = functools.partial(_rule, rules)
@@ -195,19 +205,3 @@ def _check_names(rules: Mapping[str, str], jaxpr: Any, function: str) -> None:
             f"autocast rule {name}={rules[name]!r}: no primitive has this name, and {function} calls no such op; "
             f"it calls {', '.join(sorted(ops)) or 'none'}." + (f" Do you mean {near[0]!r}?" if near else "")
         )
-
-
-def _traced(fn: Callable, leaves: Sequence[Any], name: str) -> Any:
-    for leaf in leaves:
-        if not (np.isscalar(leaf) or hasattr(leaf, "dtype") or hasattr(leaf, "__jax_array__")) or isinstance(leaf, str):
-            raise ValueError(
-                f"autocast cannot trace {name} with an argument of type {type(leaf).__name__}: arguments are arrays "
-                "and pytrees of them; bind others with functools.partial."
-            )
-    try:
-        return jax.make_jaxpr(fn)(*leaves)
-    except (TypeError, jax.errors.JAXTypeError, jax.errors.NonConcreteBooleanIndexError) as error:
-        raise ValueError(
-            f"autocast cannot trace {name}: {str(error).splitlines()[0]} Let jax.lax.cond or jnp.where branch on "
-            "values of arrays, and bind what is no array with functools.partial."
-        ) from error

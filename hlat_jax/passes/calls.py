@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from hlat_jax.passes.jaxpr import manual_axes, op_name, reaching, rebind, without_consts
+from hlat_jax.passes.jaxpr import manual_axes, op_name, reaching, rebind, vjp_of, without_consts
 from hlat_jax.passes.kinds import Kind, Value, value
 
 
@@ -168,6 +168,7 @@ def _custom_vjp(cast: Any, eqn: Any, operands: list[Value]) -> list[Value]:
     """The user's two functions are traced at their declared dtypes and cast each by the rules, residuals among it."""
     closed, kinds = cast.retraced(eqn.params["call_jaxpr"], _kinds(operands))
     in_avals, out_avals = closed_avals(eqn)
+    num_consts = eqn.params.get("num_consts", 0)  # operands that the function closes over: its rules know none of them
     call = jax.custom_vjp(_named(core.jaxpr_as_fun(closed), eqn))
 
     @functools.cache
@@ -175,7 +176,7 @@ def _custom_vjp(cast: Any, eqn: Any, operands: list[Value]) -> list[Value]:
         trees = []
 
         def declared(*args):
-            outs, pull = jax.vjp(lambda *args: rebind(eqn, args), *args)
+            outs, pull = vjp_of(eqn, args)
             residuals, tree = jax.tree.flatten(pull)
             trees.append(tree)
             return [*outs, *residuals]
@@ -194,16 +195,36 @@ def _custom_vjp(cast: Any, eqn: Any, operands: list[Value]) -> list[Value]:
 
         def declared(*arrays):
             pull = jax.tree.unflatten(tree, arrays[: len(residual_avals)])
-            return _inexact(pull(_with_zeros(arrays[len(residual_avals) :], out_avals)), in_avals)
+            return _inexact(pull(_with_zeros(arrays[len(residual_avals) :], out_avals)), in_avals[num_consts:])
 
         traced = jax.make_jaxpr(declared)(*residual_avals, *_inexact(out_avals, out_avals))
         in_kinds = [*residual_kinds, *_gradient_kinds(kinds, out_avals)]
-        narrow, _ = cast.retraced(traced, in_kinds, forced=_gradient_kinds(_kinds(operands), in_avals))
+        wanted = _gradient_kinds(_kinds(operands[num_consts:]), in_avals[num_consts:])
+        narrow, _ = cast.retraced(traced, in_kinds, forced=wanted)
         grads = iter(core.jaxpr_as_fun(narrow)(*residuals, *_inexact(cotangents, out_avals)))
-        return tuple(next(grads) if _is_inexact(aval) else None for aval in in_avals)
+        of_operands = [next(grads) if _is_inexact(aval) else None for aval in in_avals[num_consts:]]
+        return (*[None] * num_consts, *of_operands)
 
     call.defvjp(forward_rule, backward_rule)
-    return _values(cast, eqn, call(*_arrays(cast, operands)), kinds)
+    arrays = _arrays(cast, operands)
+    consts = [_without_gradient(array, eqn) for array in arrays[:num_consts]]
+    return _values(cast, eqn, call(*consts, *arrays[num_consts:]), kinds)
+
+
+def _without_gradient(array: Any, eqn: Any) -> Any:
+    """Returns what a `custom_vjp` closes over; a gradient by it is an error, as it is without autocast, and not 0."""
+    if not (isinstance(array, jax.core.Tracer) and _is_inexact(array)):
+        return array
+    closed_over = jax.custom_jvp(lambda x: x)
+
+    @closed_over.defjvp
+    def rule(primals, tangents):
+        raise ValueError(
+            f"autocast: {op_name(eqn)} is a jax.custom_vjp that closes over an array by which gradients are asked for, "
+            "and its derivative tells nothing of that: give the array as an argument."
+        )
+
+    return closed_over(array)
 
 
 def closed_avals(eqn: Any) -> tuple[list[Any], list[Any]]:
@@ -240,7 +261,7 @@ def _with_zeros(items: Sequence[Any], avals: Sequence[Any]) -> list[Any]:
     return [next(items) if _is_inexact(aval) else np.zeros(aval.shape, jax.dtypes.float0) for aval in avals]
 
 
-CALLS = {
+HANDLERS = {
     "jit": _jit,
     "remat2": _remat,
     "shard_map": _shard_map,

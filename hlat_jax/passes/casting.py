@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from hlat_jax.passes.calls import CALLS
+from hlat_jax.passes.calls import HANDLERS
 from hlat_jax.passes.jaxpr import op_name, place_of, rebind
 from hlat_jax.passes.kinds import Kind, Value, is_fp32, kind_of_constant, value
 
@@ -100,7 +100,7 @@ class Cast:
         """Returns what `never` operations alone read: down and up again would lose its bits for nothing."""
         read_by = {False: {atom for atom in jaxpr.outvars if not hasattr(atom, "val")}, True: set()}
         for eqn in jaxpr.eqns:
-            read_by[self.rule(eqn) == "never" and eqn.primitive.name not in CALLS].update(
+            read_by[self.rule(eqn) == "never" and eqn.primitive.name not in HANDLERS].update(
                 atom for atom in eqn.invars if not hasattr(atom, "val")
             )
         return read_by[True] - read_by[False]
@@ -120,10 +120,10 @@ class Cast:
         is_array = all(isinstance(var.aval, jax.core.ShapedArray) for var in [*eqn.invars, *eqn.outvars])
         if rule == "never" or not is_array:
             return self._declared(eqn, operands, Kind.WIDE)
-        if name in CALLS:
+        if name in HANDLERS:
             if rule == "always":
                 operands = [self._narrowed(operand) for operand in operands]
-            return CALLS[name](self, eqn, operands)
+            return HANDLERS[name](self, eqn, operands)
         if name == "pallas_call":
             raise ValueError(
                 f"autocast rule {op_name(eqn)}={rule!r}: a Pallas kernel runs in its declared dtypes only."

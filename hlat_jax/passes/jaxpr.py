@@ -12,14 +12,26 @@ from typing import Any
 import jax
 from jax.extend import core, source_info_util
 
+CHECKPOINT = "remat2"
+# Calls that do nothing beside calling.
+PLAIN_CALLS = {"jit", "closed_call", "core_call"}
 # Equations that call one function whose parameters and results are the equation's own, and where its jaxpr lies.
 _CALLED = {
     "jit": "jaxpr",
-    "remat2": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    CHECKPOINT: "jaxpr",
     "shard_map": "jaxpr",
     "custom_jvp_call": "call_jaxpr",
     "custom_vjp_call": "call_jaxpr",
 }
+# What a traced function raises that wants the value of an array.
+_OF_TRACERS = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+    jax.errors.NonConcreteBooleanIndexError,
+)
 
 
 def inner_jaxprs(eqn: Any) -> Iterator[Any]:
@@ -60,6 +72,50 @@ def op_name(eqn: Any) -> str | None:
     return None if inner is None else inner.debug_info.func_name
 
 
+def function_name(fn: Any) -> str:
+    """Returns what errors call a function."""
+    return getattr(fn, "__qualname__", type(fn).__name__)
+
+
+@contextlib.contextmanager
+def tracing(fn: Any, args: Any, *, by: str) -> Iterator[None]:
+    """What is run inside traces a user's function for a pass; errors that tracing has no part in pass unchanged.
+
+    Args:
+      fn: the function.
+      args: pytree of what it is traced with.
+      by: the pass, for the error.
+
+    Raises:
+      ValueError: the function wants the values of arrays, or takes or returns what is no array.
+    """
+    try:
+        yield
+    except (TypeError, IndexError) as error:
+        what = str(error).partition("\n")[0]
+        is_of_types = isinstance(error, TypeError)
+        stranger = _first_no_array(args) if is_of_types else None
+        if stranger is not None:
+            said = f" with an argument of type {stranger}: arguments are arrays and pytrees of them;"
+        elif isinstance(error, _OF_TRACERS) or (is_of_types and "concrete values" in what):
+            said = f": {what} Let jax.lax.cond or jnp.where branch on values of arrays, and"
+        elif is_of_types and "a valid JAX" in what:
+            said = f": {what.rstrip('.')}. Return arrays and pytrees of them, and"
+        else:
+            raise
+        said += " bind what is no array with functools.partial."
+        raise ValueError(f"{by} cannot trace {function_name(fn)}{said}") from error
+
+
+def _first_no_array(args: Any) -> str | None:
+    for leaf in jax.tree.leaves(args):
+        try:
+            jax.eval_shape(lambda x: x, leaf)
+        except TypeError:
+            return type(leaf).__name__
+    return None
+
+
 @contextlib.contextmanager
 def place_of(eqn: Any) -> Iterator[None]:
     """What is bound inside has the name stack, source line and context (mesh, generator, ...) of an equation."""
@@ -75,6 +131,16 @@ def rebind(eqn: Any, args: Sequence[Any], **changed: Any) -> list[Any]:
     functions, params = bound if isinstance(bound, tuple) else ((), bound)  # JAX 0.9 has the functions apart
     results = eqn.primitive.bind(*functions, *args, **params)
     return list(results) if eqn.primitive.multiple_results else [results]
+
+
+def vjp_of(eqn: Any, args: Sequence[Any]) -> tuple[list[Any], Callable]:
+    """Returns (results, their pullback) of an equation that calls, by its own derivative rule.
+
+    The pullback is by the operands of the function alone: arrays that it closes over come before them.
+    """
+    num_consts = eqn.params.get("num_consts", 0)
+    consts, operands = args[:num_consts], args[num_consts:]
+    return jax.vjp(lambda *operands: rebind(eqn, [*consts, *operands]), *operands)
 
 
 def manual_axes(eqn: Any) -> frozenset[str]:

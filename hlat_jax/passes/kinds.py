@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# Elements of an array on a device that are looked at: masks and tables, rather than weights.
+# Elements of an array on a device that are fetched; of larger ones the largest is found where they are.
 _MAX_FETCHED = 1 << 16
 
 
@@ -81,11 +81,13 @@ def kind_of_constant(array: Any, aval: Any, low: Any) -> Kind:
     """Returns the kind of a constant: of a literal (FREE or HUGE), or of an array that a function closes over."""
     if not is_fp32(aval):
         return Kind.FIXED
-    is_read = not isinstance(array, jax.Array) or (
-        not isinstance(array, jax.core.Tracer) and array.is_fully_addressable and array.size <= _MAX_FETCHED
-    )
-    if not is_read:
+    if isinstance(array, jax.core.Tracer):
         return Kind.SOFT
+    if isinstance(array, jax.Array) and not array.is_fully_addressable:  # bf16 has the range of fp32 but for the last
+        return Kind.HUGE if low == jnp.float16 else Kind.SOFT
+    if isinstance(array, jax.Array) and array.size > _MAX_FETCHED:
+        with jax.ensure_compile_time_eval():
+            array = _largest(array)
     info, sizes = jnp.finfo(low), np.abs(np.asarray(array, np.float32))
     sizes = sizes[np.isfinite(sizes) & (sizes > 0)]
     if sizes.size and float(sizes.max()) > float(info.max):
@@ -94,3 +96,9 @@ def kind_of_constant(array: Any, aval: Any, low: Any) -> Kind:
         return Kind.SOFT
     # an epsilon that would become 0
     return Kind.HUGE if sizes.size and float(sizes.min()) < float(info.smallest_subnormal) else Kind.FREE
+
+
+@jax.jit
+def _largest(array: jax.Array) -> jax.Array:
+    sizes = jnp.abs(array)
+    return jnp.max(sizes, where=jnp.isfinite(sizes), initial=0.0)

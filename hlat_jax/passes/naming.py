@@ -1,8 +1,9 @@
 """Gives every float intermediate of a function a name, and makes functions whose backward pass keeps chosen ones.
 
 A name is that of the primitive and its number in the function, `dot_general.3`: the same function, shapes and JAX give
-the same names. Nothing is marked by hand. Calls (`jit`) are inlined; the function's own `jax.checkpoint` stays where it
-is, and what is chosen inside it is kept all the same. Loops, `custom_vjp` and kernels are single values from outside.
+the same names. Nothing is marked by hand. Names go through calls (`jit`), which stay; the function's own
+`jax.checkpoint` stays too, and what is chosen inside it is kept all the same. Loops, `custom_vjp` and kernels are
+single values from outside; what the derivative rule of a `custom_vjp` names itself may be chosen too.
 
 Owns names and how a choice of them is applied. Refuses to know what a choice costs: see `recompute`.
 """
@@ -19,13 +20,15 @@ from jax.ad_checkpoint import checkpoint_name, checkpoint_policies
 from jax.extend.core import Literal
 
 from hlat_jax.neuron.lowering import elide_idle_roundings
-from hlat_jax.passes.jaxpr import place_of, rebind
+from hlat_jax.passes.jaxpr import CHECKPOINT, PLAIN_CALLS, called, equations, function_name, place_of, rebind, vjp_of
 
-CALLS = {"pjit", "jit", "closed_call", "core_call"}
-CHECKPOINTS = {"remat", "remat2", "checkpoint"}
 # The same elements as their operand, or too cheap to be worth keeping beside it.
 _SAME = {"name", "copy", "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "stop_gradient", "iota"}
 _PREFIX, _HOST = "saved:", "|host:"
+
+
+class MissingValues(ValueError):
+    """A choice of values that a function has not."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +84,7 @@ def checkpointed(fn: Callable, choice: Choice, *, prevent_cse: bool = True) -> C
       prevent_cse: as for `jax.checkpoint`; may be False where `fn` is all that a loop runs.
 
     Raises:
-      ValueError: when called: a choice of values that `fn` has not.
+      MissingValues: when called: a choice of values that `fn` has not.
     """
     elide_idle_roundings()
     return jax.checkpoint(named(fn, choice), policy=choice.policy, prevent_cse=prevent_cse)
@@ -91,14 +94,16 @@ def checkpointed_loops(fn: Callable, choice: Choice) -> Callable:
     """Returns `fn` with the body of each outermost `lax.scan` checkpointed; names begin with the scan's, `scan0.`.
 
     Raises:
-      ValueError: when called: `fn` has no such loop, or a choice of values that they have not.
+      ValueError: when called: `fn` has no such loop, or (MissingValues) a choice of values that they have not.
     """
     elide_idle_roundings()
 
     def run(*args: Any) -> Any:
         closed, leaves, rebuilt = _traced(fn, args)
         if not num_loops(closed.jaxpr):
-            raise ValueError(f"{called(fn)} has no lax.scan outside a call of another kind; give the layer itself.")
+            raise ValueError(
+                f"{function_name(fn)} has no lax.scan outside a call of another kind; give the layer itself."
+            )
         namer = _Namer(choice)
         outs = _emit_loops(closed.jaxpr, closed.consts, leaves, namer)
         namer.check(fn)
@@ -108,7 +113,7 @@ def checkpointed_loops(fn: Callable, choice: Choice) -> Callable:
 
 
 def named(fn: Callable, choice: Choice) -> Callable:
-    """Returns `fn` with every float intermediate named. Raises ValueError where it has none of a name in `choice`."""
+    """Returns `fn` with every float intermediate named. Raises MissingValues for a name in `choice` that it has not."""
 
     def run(*args: Any) -> Any:
         closed, leaves, rebuilt = _traced(fn, args)
@@ -142,11 +147,14 @@ class _Namer:
         self.choice = choice
         self.given: set[str] = set()
         self.counts: dict[str, int] = {}
+        self.with_rules: list[Any] = []  # equations of custom_jvp and custom_vjp
 
     def numbered(self, jaxpr: Any, *, prefix: str = "") -> list:
         plan = []
         for eqn in jaxpr.eqns:
             inner = _inlined(eqn, checkpoints=True)
+            if eqn.primitive.name in ("custom_jvp_call", "custom_vjp_call"):
+                self.with_rules.append(eqn)
             plan.append([self._name(eqn, var, prefix) for var in eqn.outvars] if inner is None else
                         self.numbered(inner, prefix=prefix))  # fmt: skip
         return plan
@@ -163,31 +171,33 @@ class _Namer:
         return name
 
     def check(self, fn: Callable) -> None:
-        missing = sorted({*self.choice.saved, *self.choice.offloaded} - self.given)
+        missing = {*self.choice.saved, *self.choice.offloaded} - self.given
+        for eqn in self.with_rules if missing else ():
+            missing -= _given_by_rule(eqn)
         if missing:
-            raise ValueError(
-                f"{called(fn)} has no values {', '.join(missing)}: they were chosen for another function, other "
-                "shapes or another JAX. Let remat.fit choose again."
+            raise MissingValues(
+                f"{function_name(fn)} has no values {', '.join(sorted(missing))}: they were chosen for another "
+                "function, other shapes or another JAX. Let remat.fit choose again."
             )
 
 
-def called(fn: Callable) -> str:
-    """Returns what errors call a function."""
-    return getattr(fn, "__qualname__", type(fn).__name__)
+def _given_by_rule(eqn: Any) -> set[str]:
+    """Returns the names that the derivative rule of an equation gives: what its backward pass reads."""
+    differentiated = jax.make_jaxpr(lambda *args: vjp_of(eqn, args)[0])(*[var.aval for var in eqn.invars])
+    return {inner.params["name"] for inner, _ in equations(differentiated.jaxpr) if inner.primitive.name == "name"}
 
 
 def _inlined(eqn: Any, *, checkpoints: bool = False) -> Any:
     """Returns the jaxpr of a call that names go through, or None."""
-    name = eqn.primitive.name
-    if checkpoints and name in CHECKPOINTS:
-        return eqn.params["jaxpr"]
-    if name not in CALLS:
+    if eqn.primitive.name == CHECKPOINT:
+        return called(eqn) if checkpoints else None
+    if eqn.primitive.name not in PLAIN_CALLS:
         return None
     placed = [*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ())]
     if any(isinstance(sharding, jax.sharding.Sharding) for sharding in placed):
         return None
-    closed = eqn.params["jaxpr"] if "jaxpr" in eqn.params else eqn.params["call_jaxpr"]
-    return None if getattr(closed, "consts", ()) else getattr(closed, "jaxpr", closed)
+    inner = called(eqn)
+    return None if inner.constvars else inner
 
 
 def _emit(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], plan: list) -> list:
@@ -200,13 +210,22 @@ def _emit(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], plan: list) ->
                 out if name is None else checkpoint_name(out, name)
                 for out, name in zip(_bound(eqn, ins), names, strict=True)
             ]
-        elif eqn.primitive.name in CHECKPOINTS:
+        elif eqn.primitive.name == CHECKPOINT:
             options = {key: eqn.params[key] for key in ("policy", "prevent_cse")}
             outs = jax.checkpoint(lambda *ins, inner=inner, names=names: _emit(inner, (), ins, names), **options)(*ins)
         else:
-            outs = _emit(inner, (), ins, names)
+            outs = _called_again(eqn, lambda *ins, inner=inner, names=names: _emit(inner, (), ins, names), ins)
         env.update(zip(eqn.outvars, outs, strict=True))
     return [_read(env, var) for var in jaxpr.outvars]
+
+
+def _called_again(eqn: Any, fn: Callable, ins: list) -> list:
+    """Returns the results of a call, whose function is an op of its name to other passes, with `fn` in its place."""
+    if eqn.primitive.name != "jit":
+        return fn(*ins)
+    fn.__name__ = fn.__qualname__ = eqn.params["name"]
+    with place_of(eqn):
+        return jax.jit(fn, inline=eqn.params["inline"])(*ins)
 
 
 def _emit_loops(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], namer: _Namer) -> list:
@@ -215,7 +234,7 @@ def _emit_loops(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], namer: _
         ins = [_read(env, var) for var in eqn.invars]
         inner = _inlined(eqn)
         if inner is not None:
-            outs = _emit_loops(inner, (), ins, namer)
+            outs = _called_again(eqn, lambda *ins, inner=inner: _emit_loops(inner, (), ins, namer), ins)
         elif eqn.primitive.name == "scan":
             outs = _scanned(eqn, ins, namer)
         else:

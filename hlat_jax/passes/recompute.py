@@ -16,11 +16,9 @@ from typing import Any
 
 from jax.extend.core import Literal
 
-from hlat_jax.passes.jaxpr import inner_jaxprs
-from hlat_jax.passes.naming import CALLS, CHECKPOINTS
+from hlat_jax.passes.jaxpr import CHECKPOINT, called, inner_jaxprs
 from hlat_jax.passes.products import product_flops
 
-_INLINED = CALLS | CHECKPOINTS | {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"}
 _FREE = {"name", "copy", "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "iota", "optimization_barrier"}
 _TRANSCENDENTAL = {"exp", "exp2", "log", "log1p", "tanh", "logistic", "rsqrt", "sqrt", "pow", "sin", "cos", "erf"}
 _TRANSCENDENTAL |= {"erf_inv", "erfc", "cbrt", "div"}
@@ -110,8 +108,7 @@ def recompute_graph(jaxpr: Any, *, rates: Rates, min_bytes: int) -> Graph:
       rates: of work beside products.
       min_bytes: size from which on a value can be saved.
 
-    Raises:
-      ValueError: nothing is differentiated in it, or all that is, is too small.
+    Its `sizes` are empty where nothing can be saved: nothing is differentiated, or all that is, is too small.
     """
     regions: dict[tuple[str, ...], list[_Region]] = {}
     for region in _regions(jaxpr, trips=1, copies=1):
@@ -125,11 +122,6 @@ def recompute_graph(jaxpr: Any, *, rates: Rates, min_bytes: int) -> Graph:
             if size >= min_bytes:
                 sizes[name] = sizes.get(name, 0) + size * sum(region.copies for region in alike)
     nodes = [node if node.name in sizes else dataclasses.replace(node, name="") for node in nodes]
-    if not sizes:
-        raise ValueError(
-            "no value can be saved: the program differentiates no function whose values are named"
-            + (f", or none of {min_bytes:,} bytes (Options.min_bytes)." if regions else ".")
-        )
     return Graph(tuple(nodes), sizes)
 
 
@@ -156,7 +148,7 @@ class _Region:
         for eqn in jaxpr.eqns:
             ins = [None if isinstance(var, Literal) else made_by.get(var) for var in eqn.invars]
             is_again = again or _is_computed_again(eqn)
-            inner = next(inner_jaxprs(eqn), None) if eqn.primitive.name in _INLINED else None
+            inner = None if eqn.primitive.name == "shard_map" else called(eqn)
             if inner is not None:
                 inside = {var: node for var, node in zip(inner.invars, ins, strict=False) if node is not None}
                 self.visit(inner, inside, again=is_again)
@@ -175,7 +167,7 @@ def _regions(jaxpr: Any, *, trips: int, copies: int) -> Iterator[_Region]:
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
         inner = next(inner_jaxprs(eqn), None)
-        is_ours = name in CHECKPOINTS and getattr(eqn.params["policy"], "is_choice", False)
+        is_ours = name == CHECKPOINT and getattr(eqn.params["policy"], "is_choice", False)
         if is_ours and any(map(_is_computed_again, inner.eqns)):
             region = _Region(trips, copies)
             region.visit(inner, {}, again=False)

@@ -13,6 +13,7 @@ Owns what is asked and reported. Source: RAF, arXiv 2303.04759, whose budget is 
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from hlat_jax.passes import naming, selection
+from hlat_jax.passes.jaxpr import function_name, tracing
 from hlat_jax.passes.naming import Choice
 from hlat_jax.passes.narrowing import Trials, narrowed
 from hlat_jax.passes.products import live_jaxpr
@@ -28,9 +30,9 @@ from hlat_jax.passes.recompute import Rates, recompute_graph
 from hlat_jax.sizes import parse_bytes, spoken
 
 
-def temporaries(traced: Any, *, compiler_options: dict[str, Any] | None = None) -> int:
+def temporaries(traced: Any) -> int:
     """Returns the bytes of temporaries that XLA allocates for a traced program on one device."""
-    return _memory(traced, compiler_options).temp_size_in_bytes
+    return _memory(traced).temp_size_in_bytes
 
 
 def everything(traced: Any) -> int:
@@ -71,6 +73,10 @@ class Options:
 
     def __post_init__(self):
         _check_region(self.region)
+
+
+class BudgetTooSmall(ValueError):
+    """A budget below what the program takes with nothing kept."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,6 +139,7 @@ def fit(
     budget_bytes: int | str,
     step: Callable[[Callable], Callable] | None = None,
     options: Options = Options(),
+    name: str = "budget_bytes",
 ) -> Plan:
     """Returns the plan, with `fn` transformed, whose program takes at most `budget_bytes` of temporaries per device.
 
@@ -143,12 +150,13 @@ def fit(
       step: fn -> the function of `args` whose program is to fit, jitted where it donates or shards. Default: gradients
         of the sum of all float results by all float arguments.
       options: of the search.
+      name: of the budget's setting, for errors.
 
     Raises:
-      ValueError: a budget that is no size or below what full rematerialization takes, a function that cannot be traced
-        or has nothing to save.
+      ValueError: a budget that is no size or (BudgetTooSmall) below what full rematerialization takes, a function that
+        cannot be traced.
     """
-    budget = parse_bytes(budget_bytes, name="budget_bytes")
+    budget = parse_bytes(budget_bytes, name=name)
     traced = _tracer(fn, args, step=step, region=options.region)
     plan = search(traced, budget_bytes=budget, options=options)
     return dataclasses.replace(plan, fn=_applied(fn, plan.choice, region=options.region))
@@ -164,8 +172,9 @@ def max_batch(
 ) -> tuple[int, int]:
     """Returns (the largest batch whose program fits, its bytes on one device): all of them, arguments too.
 
-    Bisection along the line through what was measured. With rematerialization a batch fits where it does with
-    nothing kept; `fit` with `Options(measure=everything)` then finds how much of the limit can keep values.
+    Secants through what was measured, and bisection wherever they move little: a few programs where memory grows
+    evenly, some 50 at most. With rematerialization a batch fits where it does with nothing kept; `fit` with
+    `Options(measure=everything)` then finds how much of the limit can keep values.
 
     Args:
       make_step: batch -> (fn, args) as `fit` takes them; `jax.ShapeDtypeStruct`s will do.
@@ -175,31 +184,45 @@ def max_batch(
       most: larger ones are not tried.
 
     Raises:
-      ValueError: a limit that is no size, or too small for a batch of 1.
+      ValueError: a limit that is no size, or too small for a batch of 1; `most` below 1.
     """
     limit = parse_bytes(limit_bytes, name="limit_bytes")
+    if most < 1:
+        raise ValueError(f"most={most} must be at least 1, the smallest batch.")
 
     def measured(batch: int) -> int:
         fn, args = make_step(batch)
         return everything(_tracer(fn, args, step=step, region="auto")(Choice() if rematerialize else None))
 
-    fits, fits_bytes, fails = 1, measured(1), most + 1
-    if fits_bytes > limit:
+    least = measured(1)
+    if least > limit:
         raise ValueError(
-            f"limit_bytes={limit:,}: a batch of 1 takes {fits_bytes:,} bytes ({spoken(fits_bytes)}); raise the limit, "
+            f"limit_bytes={limit:,}: a batch of 1 takes {least:,} bytes ({spoken(least)}); raise the limit, "
             "split the model over more devices or shorten the rows."
         )
-    guess, slope = 2, 0.0
+    return _largest(measured, least, limit=limit, most=most)
+
+
+def _largest(measured: Callable[[int], int], least: int, *, limit: int, most: int) -> tuple[int, int]:
+    """Returns (the largest batch that fits, its bytes), where a batch of 1 takes `least` bytes and fits."""
+    fits, fits_bytes, fails = 1, least, most + 1
+    guess, slope, moved, is_slow = 2, 0.0, 1, False
     while fails - fits > 1:
+        has_failed, ratio = fails <= most, fails / fits
+        if is_slow:
+            guess = math.isqrt(fits * fails) if has_failed else fits + 2 * moved
         batch = min(max(guess, fits + 1), fails - 1)
         found = measured(batch)
         slope = (found - fits_bytes) / (batch - fits) or slope
         if found <= limit:
-            fits, fits_bytes = batch, found
-            guess = fits + int((limit - fits_bytes) / slope) if slope > 0 else 2 * fits
+            moved, fits, fits_bytes = batch - fits, batch, found
         else:
             fails = batch
-            guess = fits + int((limit - fits_bytes) / slope)
+        guess = fits + int((limit - fits_bytes) / slope) if slope > 0 else 2 * fits
+        if has_failed:
+            is_slow = not is_slow and (fails / fits) ** 2 > ratio
+        else:
+            is_slow = fails > most and (is_slow or (moved == 1 and fits > 2))
     return fits, fits_bytes
 
 
@@ -208,18 +231,13 @@ def _applied(fn: Callable, choice: Choice | None, *, region: str) -> Callable:
 
 
 def _tracer(fn: Callable, args: tuple, *, step: Callable | None, region: str) -> Callable[[Choice | None], Any]:
-    build, name = step or _gradients, getattr(fn, "__qualname__", fn)
+    build = step or _gradients
 
     def traced(choice: Choice | None) -> Any:
         program = build(_applied(fn, choice, region=region))
         program = program if hasattr(program, "trace") else jax.jit(program)
-        try:
+        with tracing(fn, args, by="remat"):
             return program.trace(*args)
-        except (TypeError, jax.errors.JAXTypeError) as error:
-            raise ValueError(
-                f"{name} cannot be traced with these arguments: {str(error).splitlines()[0]} Give a function of "
-                "arrays alone, and bind what is static with functools.partial."
-            ) from error
 
     return traced
 
@@ -232,13 +250,14 @@ def regions(fn: Callable, choice: Choice, *, region: str) -> Callable:
         def called(args: tuple, kwargs: dict) -> Any:
             return fn(*args, **kwargs)
 
-        called.__qualname__ = naming.called(fn)
+        called.__qualname__ = function_name(fn)
         is_loop = region == "loops" or (
             region == "auto" and naming.num_loops(jax.make_jaxpr(called)(args, kwargs).jaxpr) > 0
         )
         checkpointed = naming.checkpointed_loops if is_loop else naming.checkpointed
         return checkpointed(called, choice)(args, kwargs)
 
+    run.__name__, run.__qualname__ = getattr(fn, "__name__", function_name(fn)), function_name(fn)
     return run
 
 
@@ -251,7 +270,7 @@ def search(traced: Callable[[Choice | None], Any], *, budget_bytes: int, options
       options: of the search.
 
     Raises:
-      ValueError: below what full rematerialization takes, or nothing to save.
+      BudgetTooSmall: below what full rematerialization takes.
     """
     began = time.monotonic()
     solve = selection.solver(options.solver, offloaded_byte=_offloaded_byte(options))
@@ -268,18 +287,15 @@ def search(traced: Callable[[Choice | None], Any], *, budget_bytes: int, options
     if plain[0] <= budget_bytes:
         return without_prediction(None, full=None)
     full = trial(Choice())
-    try:
-        graph = recompute_graph(live_jaxpr(trial.trace(Choice())), rates=options.rates, min_bytes=options.min_bytes)
-    except ValueError:
-        if full[0] > budget_bytes:
-            raise
-        return without_prediction(Choice(), full=full)  # nothing can be kept, and nothing needs to be
     if full[0] > budget_bytes:
-        raise ValueError(
+        raise BudgetTooSmall(
             f"a budget of {budget_bytes:,} bytes ({spoken(budget_bytes)}) is below the {full[0]:,} bytes "
             f"({spoken(full[0])}) that the program takes with nothing kept; it takes {spoken(plain[0])} without "
             "rematerialization. Raise the budget, or make the batch, its microbatches or each device's share smaller."
         )
+    graph = recompute_graph(live_jaxpr(trial.trace(Choice())), rates=options.rates, min_bytes=options.min_bytes)
+    if not graph.sizes:
+        return without_prediction(Choice(), full=full)
     choice = narrowed(trial, graph, solve, budget_bytes=budget_bytes, most=options.max_compilations)
     measured, flops = trial(choice)
     kept = {*choice.saved, *choice.offloaded}
@@ -315,8 +331,11 @@ def _gradients(fn: Callable) -> Callable:
         leaves = list(leaves)
         for place, leaf in zip(places, floats, strict=True):
             leaves[place] = leaf
-        outs = jax.tree.leaves(fn(*jax.tree.unflatten(structure, leaves)))
-        return sum(jnp.sum(out, dtype=jnp.float32) for out in outs if jnp.issubdtype(out.dtype, jnp.floating))
+        outs = map(jnp.asarray, jax.tree.leaves(fn(*jax.tree.unflatten(structure, leaves))))
+        sums = [jnp.sum(out, dtype=jnp.float32) for out in outs if jnp.issubdtype(out.dtype, jnp.floating)]
+        if not sums:
+            raise ValueError(f"{function_name(fn)} returns no float array to differentiate; give step=.")
+        return sum(sums)
 
     def gradients(*args: Any) -> Any:
         leaves, structure = jax.tree.flatten(args)
@@ -326,8 +345,8 @@ def _gradients(fn: Callable) -> Callable:
     return gradients
 
 
-def _memory(traced: Any, compiler_options: dict[str, Any] | None = None) -> Any:
-    memory = traced.lower().compile(compiler_options=compiler_options or None).memory_analysis()
+def _memory(traced: Any) -> Any:
+    memory = traced.lower().compile().memory_analysis()
     if memory is None:
         raise ValueError("this backend tells nothing of a program's memory; give Options.measure.")
     return memory
