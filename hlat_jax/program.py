@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,6 +18,7 @@ import optax
 
 from hlat_jax import overlap
 from hlat_jax.batch import microbatches
+from hlat_jax.ops.registry import OPS
 from hlat_jax.optimizer import global_norm, masked
 from hlat_jax.passes import remat, scaling
 from hlat_jax.passes.autocast import autocast, is_fp16
@@ -141,6 +143,8 @@ def training_program(
     """
     _check_arguments(loss_fn, optimizer, options=options, params=params, batch=batch)
     options = _resolved(options, params)
+    if options.dialects is not None:
+        loss_fn, options = _with_dialects(loss_fn, options)
     optimizer = masked(optimizer)
     made = _initial(optimizer, options.policy, is_scaled=is_fp16(options.autocast))
     # Where the state lies is said for one device too: what reads it is then compiled once, before the first step and
@@ -181,12 +185,19 @@ def _check_arguments(loss_fn: Any, optimizer: Any, *, options: Any, params: Any,
         raise ValueError(f"optimizer={optimizer!r} is no Optax transformation: give one, such as optax.adam(1e-3).")
     if not isinstance(options, ProgramOptions):
         raise ValueError(f"options={options!r}: give ProgramOptions(precision.POLICIES['fp32']).")
+    if options.dialects is not None and not _takes(loss_fn, "dialects"):
+        raise ValueError("options.dialects go to the loss function: define it as loss(params, batch, *, dialects).")
     if params is not None:
         check_params(params)
     elif options.zero is not None or options.spread is not None:
         raise ValueError("options.zero or .spread says where parameters lie: give their shapes as params=...")
     if options.memory_budget is not None and (params is None or batch is None):
         raise ValueError("options.memory_budget is held against the compiled step: give params=... and batch=...")
+
+
+def _takes(function: Callable, name: str) -> bool:
+    parameters = inspect.signature(function).parameters.values()
+    return any(one.name == name or one.kind is one.VAR_KEYWORD for one in parameters)
 
 
 def _resolved(options: ProgramOptions, params: Any) -> ProgramOptions:
@@ -199,6 +210,20 @@ def _resolved(options: ProgramOptions, params: Any) -> ProgramOptions:
         spread = spread_over(params, devices, stage=options.zero, bucket_bytes=options.bucket_bytes)
         changes |= {"spread": spread, "zero": None, "devices": None, "bucket_bytes": 0}
     return dataclasses.replace(options, **changes)
+
+
+def _with_dialects(loss_fn: Callable, options: ProgramOptions) -> tuple[LossFn, ProgramOptions]:
+    """Returns the loss function with the implementations that were chosen, and options that report them."""
+    platform = jax.default_backend() if options.spread is None else options.spread.layout.platform
+    chosen = {key: OPS[key].choose(name, platform) for key, name in options.dialects.items()}
+    names = {key: choice.name for key, choice in chosen.items()}
+
+    @functools.wraps(loss_fn)
+    def with_names(params: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
+        return loss_fn(params, batch, dialects=names)
+
+    reported = {OPS[key].key: choice for key, choice in chosen.items()}
+    return with_names, dataclasses.replace(options, kernels={**options.kernels, **reported})
 
 
 def _laid_out(state: Any, batch: Any, *, shardings: Any, spread: Spread | None) -> tuple:

@@ -9,7 +9,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from hlat_jax.config_checks import nearest
 from hlat_jax.ops.dialect import Choice
+from hlat_jax.ops.registry import OPS
 from hlat_jax.passes import remat
 from hlat_jax.passes.autocast import POLICIES as CASTS
 from hlat_jax.passes.autocast import CastPolicy
@@ -37,7 +39,10 @@ class ProgramOptions:
       memory_budget: temporaries of the step on one device, "12GiB" or bytes; what the backward pass keeps is chosen to
         fit, see `passes.remat`. None: the loss function decides.
       remat: how that choice is made: its regions, solver, least bytes, offload; None: by the defaults.
-      kernels: op -> implementation that the loss function was built with; for the report.
+      dialects: op of `ops.registry` -> name of an implementation, or "auto". Each is chosen for the platform of the
+        devices, and the loss function is called with the choice, `loss_fn(params, microbatch, dialects={op: name})`.
+        None: it chooses for itself.
+      kernels: op -> implementation that the loss function was built with; for the report, where `dialects` join them.
 
     Raises:
       ValueError: a value that an option does not take, or options that exclude each other.
@@ -54,6 +59,7 @@ class ProgramOptions:
     autocast: CastPolicy | str | None = None
     memory_budget: int | str | None = None
     remat: remat.Options | None = None
+    dialects: Mapping[str, str] | None = None
     kernels: Mapping[str, Choice] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):
@@ -77,6 +83,8 @@ class ProgramOptions:
         ):
             if not is_taken:
                 raise ValueError(f"ProgramOptions.{name}={getattr(self, name)!r} {said}.")
+        if self.dialects is not None:
+            _check_dialects(self.dialects)
         if self.memory_budget is not None:
             parse_bytes(self.memory_budget, name="ProgramOptions.memory_budget")
         if self.zero is not None:
@@ -97,9 +105,22 @@ class ProgramOptions:
                 f"ProgramOptions: autocast is for a loss that computes in fp32, and this policy computes in "
                 f"{jnp.dtype(self.policy.compute)}; give policy=precision.POLICIES['fp32'], or leave autocast out."
             )
-        if self.accumulate is not None and (self.autocast, self.memory_budget) != (None, None):
+        if self.accumulate is not None and (self.autocast, self.memory_budget, self.dialects) != (None, None, None):
             raise ValueError(
-                "ProgramOptions: autocast and memory_budget take a loss function that runs whole, not pipelined stages."
+                "ProgramOptions: autocast, memory_budget and dialects take a loss function that runs whole, not "
+                "pipelined stages."
+            )
+
+
+def _check_dialects(dialects: Any) -> None:
+    if not isinstance(dialects, Mapping):
+        raise ValueError(f"ProgramOptions.dialects={dialects!r} must be a dict: op -> name, or 'auto'.")
+    for key, name in dialects.items():
+        if key not in OPS:
+            raise ValueError(f"ProgramOptions.dialects has no op {key!r}. {nearest(str(key), OPS)}")
+        if name not in ("auto", *OPS[key].names):
+            raise ValueError(
+                f"ProgramOptions.dialects[{key!r}]={name!r} is not one of {', '.join(('auto', *OPS[key].names))}."
             )
 
 

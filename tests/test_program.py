@@ -11,6 +11,7 @@ import pytest
 
 from hlat_jax import cost
 from hlat_jax.config import ParallelConfig, resolve
+from hlat_jax.ops import norm, swiglu
 from hlat_jax.ops.cross_entropy import LossOptions, cross_entropy
 from hlat_jax.optimizer import global_norm, learning_rate
 from hlat_jax.passes import remat
@@ -269,6 +270,38 @@ def test_products_that_a_loss_scale_comes_after_are_wide_in_fp16_alone(zero):
     assert found == {"bf16": {"bfloat16": 5}, "fp16": {"float16": 3, "float32": 2}}
 
 
+@pytest.mark.parametrize("more", [{}, {"zero": 3, "autocast": "bf16", "memory_budget": "1GiB"}], ids=["alone", "all"])
+def test_the_loss_is_given_the_implementations_of_the_dialects_and_the_report_has_them(more):
+    given = []
+
+    def loss(params, batch, *, dialects):
+        given.append(dialects)
+        hidden = swiglu.swiglu(batch["x"] @ params["w"], up=batch["x"], implementation=dialects["swiglu"])
+        out = norm.rms_norm(hidden, scale=params["s"], eps=1e-5, implementation=dialects["rms_norm"])
+        return jnp.sum(out), jnp.float32(out.size)
+
+    params, batch = {"w": jnp.eye(8), "s": jnp.ones(8)}, {"x": jnp.ones((8, 8))}
+    options = ProgramOptions(POLICIES["fp32"], dialects={"swiglu": "reference", "rms_norm": "auto"}, **more)
+    program = training_program(loss, optax.sgd(0.1), options=options, params=params, batch=batch)
+    assert program.step(program.init(params), batch, 0.1)[1].finite
+    assert given
+    assert all(one == {"swiglu": "reference", "rms_norm": "recomputed"} for one in given)
+    told = str(program.report(program.init(params), batch))
+    assert "model.swiglu: reference (asked for)" in told
+    assert "model.rms_norm: recomputed (level" in told
+
+
+def test_dialects_that_cannot_be_given_or_do_not_run_here_are_refused():
+    def loss(params, batch, *, dialects):
+        return jnp.sum(params["w"]), jnp.float32(1)
+
+    options = ProgramOptions(POLICIES["fp32"], dialects={"rms_norm": "triton"})
+    with pytest.raises(ValueError, match="serves cuda and not cpu"):
+        training_program(loss, optax.sgd(0.1), options=options)
+    with pytest.raises(ValueError, match=r"define it as loss\(params, batch, \*, dialects\)"):
+        training_program(linear, optax.sgd(0.1), options=options)
+
+
 def test_a_batch_that_counts_nothing_leaves_the_loss_scale_where_it_is():
     program = training_program(linear, optax.sgd(0.1), options=ProgramOptions(POLICIES["fp32"], autocast="fp16"))
     state = program.init({"w": jnp.zeros((16, 1))})
@@ -294,6 +327,10 @@ def test_a_batch_that_counts_nothing_leaves_the_loss_scale_where_it_is():
         ({"memory_budget": "1GiB", "remat": "full"}, r"remat='full' must be passes.remat.Options"),
         ({"remat": remat.Options()}, r"remat says how a memory_budget is met; give memory_budget="),
         ({"kernels": ["einsum"]}, r"kernels=.* must be a dict"),
+        ({"dialects": "einsum"}, r"dialects='einsum' must be a dict"),
+        ({"dialects": {"swigl": "auto"}}, r"dialects has no op 'swigl'. Did you mean 'swiglu'"),
+        ({"dialects": {"rope": "pairs"}}, r"dialects\['rope'\]='pairs' is not one of auto, reference, paired"),
+        ({"accumulate": pipelined, "dialects": {}}, r"runs whole, not pipelined stages"),
         ({"spread": 2}, r"spread=2 is no Spread: give zero.spread_over\(...\), or zero=1"),
         ({"zero": True}, r"zero stage True is not one of 0, 1, 2, 3"),
         ({"zero": 1, "devices": []}, r"devices=\[\] must be devices of JAX.*give jax.devices\(\)"),
