@@ -68,7 +68,9 @@ def check_stage(stage: Any, devices: Any, *, bucket_bytes: Any) -> None:
     if devices is not None and not (
         isinstance(devices, Sequence) and devices and all(isinstance(device, jax.Device) for device in devices)
     ):
-        raise ValueError(f"devices={devices!r} must be devices of JAX, one or more: give jax.devices(), or a part.")
+        raise ValueError(
+            f"devices={devices!r} must be a list of one or more devices of JAX: give jax.devices(), or a part."
+        )
     if not _is_int(bucket_bytes) or bucket_bytes < 0:
         raise ValueError(f"bucket_bytes={bucket_bytes!r} must be 0 (one collective an array) or more.")
 

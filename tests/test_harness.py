@@ -9,6 +9,7 @@ import functools
 import io
 import json
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -347,6 +348,28 @@ def test_data_that_cannot_be_fetched_are_told_by_what_asked_for_them(folder, mon
     message = "^train.eval_tasks: data of local_choice, local_rolling cannot be fetched: Couldn't reach the hub$"
     with pytest.raises(ValueError, match=message):
         tasks.load()
+
+
+def test_a_task_that_shuffles_has_the_same_figures_at_every_call_and_disturbs_no_other_random_numbers(folder, tmp_path):
+    write_tasks(tmp_path)
+    (tmp_path / "local_rolling.yaml").write_text(
+        (tmp_path / "local_rolling.yaml").read_text() + "process_docs: !function shuffled.shuffled\n"
+    )
+    (tmp_path / "shuffled.py").write_text(
+        "import random, numpy\n"
+        "def shuffled(docs):\n"
+        "    docs = docs.select(random.sample(range(len(docs)), len(docs)))\n"
+        "    return docs.select(numpy.random.permutation(len(docs)))\n"
+    )
+    model = ours(folder)
+    found = []
+    for seed in range(4):
+        shuffled = Tasks(["local_rolling"], Options(limit=1, folder=str(tmp_path), standard_errors=False))
+        random.seed(seed)
+        before = random.getstate()
+        found += [shuffled(model)["results"]["local_rolling"]["byte_perplexity,none"] for _ in range(2)]
+        assert random.getstate() == before
+    assert len(set(found)) == 1
 
 
 def test_a_task_of_a_suite_that_is_named_too_is_refused_before_anything_is_scored(folder, local_suite, monkeypatch):

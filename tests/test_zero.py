@@ -172,7 +172,7 @@ def test_stages_and_bytes_that_do_not_exist_are_refused():
         spread_over({}, jax.devices(), stage=4)
     with pytest.raises(ValueError, match="bucket_bytes=-1 must be 0"):
         spread_over({}, jax.devices(), stage=1, bucket_bytes=-1)
-    with pytest.raises(ValueError, match=r"devices=\[\] must be devices of JAX, one or more: give jax.devices"):
+    with pytest.raises(ValueError, match=r"devices=\[\] must be a list of one or more devices of JAX: give"):
         spread_over({}, [], stage=1)
     with pytest.raises(ValueError, match=r"params\['w'\] is a float: give an array"):
         spread_over({"w": 1.0}, jax.devices(), stage=1)

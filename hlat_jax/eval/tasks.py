@@ -6,18 +6,22 @@ extra, and imported when tasks are asked for.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import importlib.util
 import pathlib
-from collections.abc import Sequence
+import random
+from collections.abc import Iterator, Sequence
 from typing import Any
+
+import numpy as np
 
 from hlat_jax.config_checks import nearest
 from hlat_jax.eval.suites import SUITES
 
 _RESAMPLED = 100_000  # the harness's own number
-_SEED = 1234  # likewise
+_SEED, _SEED_OF_RANDOM = 1234, 0  # likewise
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,10 +94,14 @@ class Tasks:
             return
         self._loaded_already = True
         try:
-            self.plan = [(num_fewshot, self._loaded(names)) for num_fewshot, names in self.plan]
+            with _seeded():
+                self.plan = [(num_fewshot, self._loaded(names)) for num_fewshot, names in self.plan]
+                self._refuse_twice()
         except OSError as error:
             names, why = ", ".join(self._names), str(error).splitlines()[0]
             raise ValueError(f"{self._options.key}: data of {names} cannot be fetched: {why}") from None
+
+    def _refuse_twice(self) -> None:
         seen: set[str] = set()
         for _, found in self.plan:
             names = self._manager.load(found)["tasks"].keys()
@@ -121,20 +129,34 @@ class Tasks:
         self.load()
         found: dict[str, Any] = {}
         for num_fewshot, names in self.plan:
-            loaded = self._manager.load(names)
-            for task in loaded["tasks"].values():
-                _set_shots(task, num_fewshot)
-            part = evaluate(
-                lm=model,
-                task_dict=loaded,
-                limit=self._options.limit or None,
-                bootstrap_iters=_RESAMPLED if self._options.standard_errors else 0,
-                log_samples=False,
-                fewshot_as_multiturn=True,
-            )
+            with _seeded():
+                loaded = self._manager.load(names)
+                for task in loaded["tasks"].values():
+                    _set_shots(task, num_fewshot)
+                part = evaluate(
+                    lm=model,
+                    task_dict=loaded,
+                    limit=self._options.limit or None,
+                    bootstrap_iters=_RESAMPLED if self._options.standard_errors else 0,
+                    log_samples=False,
+                    fewshot_as_multiturn=True,
+                )
             for key, value in part.items():
                 found[key] = {**found.get(key, {}), **value} if isinstance(value, dict) else value
         return found
+
+
+@contextlib.contextmanager
+def _seeded() -> Iterator[None]:
+    """Has tasks that shuffle draw the same at every call, and leaves the generators as they were."""
+    states = random.getstate(), np.random.get_state()
+    random.seed(_SEED_OF_RANDOM)
+    np.random.seed(_SEED)
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
 
 
 def _set_shots(task: Any, num_fewshot: int | None) -> None:

@@ -173,7 +173,7 @@ def max_batch(
     """Returns (the largest batch whose program fits, its bytes on one device): all of them, arguments too.
 
     Secants through what was measured, and bisection wherever they move little: a few programs where memory grows
-    evenly, some 50 at most. With rematerialization a batch fits where it does with nothing kept; `fit` with
+    evenly, some 60 at most. With rematerialization a batch fits where it does with nothing kept; `fit` with
     `Options(measure=everything)` then finds how much of the limit can keep values.
 
     Args:
