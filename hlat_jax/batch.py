@@ -1,9 +1,9 @@
-"""The unit of training data, and its abstract form. Owns the shape of a batch; knows neither sources nor models."""
+"""The unit of training data, its abstract form, and sums over it that are still to be divided."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -28,6 +28,18 @@ class Batch:
     positions: Any
     segment_ids: Any
     weights: Any
+
+
+class SumAndCount(NamedTuple):
+    """A mean over part of a batch before the division: sums and counts of several parts add up, means do not.
+
+    Attributes:
+      total: sum over what is counted.
+      count: how much is counted, or the sum of its weights.
+    """
+
+    total: Any
+    count: Any
 
 
 def concat_batch(tokens_BT: np.ndarray) -> Batch:

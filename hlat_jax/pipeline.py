@@ -27,7 +27,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from hlat_jax.batch import microbatches
+from hlat_jax.batch import SumAndCount, microbatches
 from hlat_jax.collectives import position
 from hlat_jax.precision import NEAREST, Accumulation, Rounding
 
@@ -41,19 +41,19 @@ class Parts:
     Attributes:
       embed: (params, microbatch) -> x.
       stage: (params, x, microbatch) -> x of the same shape and dtype; reads params["layers"], of one stage or of all.
-      loss: (params, x, microbatch) -> (sum of the losses, count), fp32 scalars.
+      loss: (params, x, microbatch) -> sum of the losses and count, fp32 scalars.
     """
 
     embed: Callable[[Any, Any], jax.Array]
     stage: Callable[[Any, jax.Array, Any], jax.Array]
-    loss: Callable[[Any, jax.Array, Any], tuple[jax.Array, jax.Array]]
+    loss: Callable[[Any, jax.Array, Any], SumAndCount]
 
-    def __call__(self, params: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
+    def __call__(self, params: Any, batch: Any) -> SumAndCount:
         return self.loss(params, self.stage(params, self.embed(params, batch), batch), batch)
 
 
-def pipelined(parts: Parts, params: Any, batch: Any, *, sums: Accumulation) -> tuple[tuple, Any]:
-    """Returns ((loss sum, count), gradients), as `program.accumulated` does, with layers spread over `pipe`.
+def pipelined(parts: Parts, params: Any, batch: Any, *, sums: Accumulation) -> tuple[SumAndCount, Any]:
+    """Returns (loss sum and count, gradients) of a batch, with layers spread over `pipe`.
 
     Args:
       parts: the loss function.
@@ -77,7 +77,7 @@ def pipelined(parts: Parts, params: Any, batch: Any, *, sums: Accumulation) -> t
         y, residuals = line.forward(tick, received)
         ring = line.stored(ring, tick, residuals)
         loss, rest_grads, dy = line.loss(tick, y)
-        totals = jax.tree.map(jnp.add, totals, loss)
+        totals = SumAndCount(*map(jnp.add, totals, loss))
         grads = grads[0], rounding.at(tick, 0).added(grads[1], rest_grads)
         dx, grads = line.backward(tick, jnp.where(line.is_last, dy, returned), ring=ring, grads=grads)
         return (_to_next(y), _to_previous(dx), ring, totals, grads), None
@@ -91,7 +91,7 @@ def pipelined(parts: Parts, params: Any, batch: Any, *, sums: Accumulation) -> t
     nothing = jnp.zeros(x.shape, x.dtype)
     ring = [jnp.zeros((2 * p - 1, *leaf.shape), leaf.dtype) for leaf in residuals]
     zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, sums.dtype), (line.layers, line.rest))
-    totals = jnp.float32(0.0), jnp.float32(0.0)
+    totals = SumAndCount(jnp.float32(0.0), jnp.float32(0.0))
     ticks = jnp.arange(m + 2 * (p - 1), dtype=jnp.int32)
     (received, ring), _ = jax.lax.scan(warm_up, (nothing, ring), ticks[: p - 1])
     carry = received, nothing, ring, totals, zeros
@@ -100,8 +100,8 @@ def pipelined(parts: Parts, params: Any, batch: Any, *, sums: Accumulation) -> t
     return totals, rest | {"layers": layers}
 
 
-def pipelined_loss(parts: Parts, params: Any, batch: Any, *, num_microbatches: int) -> tuple[jax.Array, jax.Array]:
-    """Returns (loss sum, count) alone: m + p - 1 ticks forward."""
+def pipelined_loss(parts: Parts, params: Any, batch: Any, *, num_microbatches: int) -> SumAndCount:
+    """Returns loss sum and count alone: m + p - 1 ticks forward."""
     line = _Line(parts, params, microbatches(batch, num_microbatches), num_microbatches, NEAREST)
 
     def warm_up(received, tick):
@@ -116,7 +116,7 @@ def pipelined_loss(parts: Parts, params: Any, batch: Any, *, num_microbatches: i
     x, _ = line.abstract_forward()
     ticks = jnp.arange(num_microbatches + line.num_stages - 1, dtype=jnp.int32)
     received, _ = jax.lax.scan(warm_up, jnp.zeros(x.shape, x.dtype), ticks[: line.num_stages - 1])
-    carry = received, (jnp.float32(0.0), jnp.float32(0.0))
+    carry = received, SumAndCount(jnp.float32(0.0), jnp.float32(0.0))
     return jax.lax.scan(steady, carry, ticks[line.num_stages - 1 :])[0][1]
 
 

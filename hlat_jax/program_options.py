@@ -1,14 +1,18 @@
-"""How a training program is built, in one frozen object. Owns what may be asked for, alone and together."""
+"""How a training program is built, in one frozen object, and what its loss function may return."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import numbers
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 
+from hlat_jax.batch import SumAndCount
 from hlat_jax.config_checks import nearest
 from hlat_jax.ops.dialect import Choice
 from hlat_jax.ops.registry import OPS
@@ -126,3 +130,95 @@ def _check_dialects(dialects: Any) -> None:
 
 def _is_none_or(value: Any, wanted: type) -> bool:
     return value is None or isinstance(value, wanted)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class BesideLoss:
+    """What comes with the sum of the losses of some microbatches.
+
+    Attributes:
+      count: float32, what the sum is divided by; the number of microbatches where the loss is a plain mean.
+      aux: sums of the auxiliary values.
+      is_mean: whether the loss is a plain mean.
+    """
+
+    count: jax.Array | None
+    aux: Any = None
+    is_mean: bool = dataclasses.field(default=False, metadata={"static": True})
+
+
+def checked_loss(loss_fn: Callable, *, has_aux: bool) -> Callable:
+    """Returns (params, microbatch) -> (loss sum, BesideLoss) from a loss function as `training_program` takes it.
+
+    Raises:
+      ValueError: when it is traced: the loss function returns anything else.
+    """
+
+    @functools.wraps(loss_fn)
+    def checked(params: Any, part: Any) -> tuple[jax.Array, BesideLoss]:
+        returned = loss_fn(params, part)
+        is_pair = isinstance(returned, (tuple, list)) and not _is_sum(returned) and len(returned) == 2
+        loss, aux = returned if has_aux and is_pair else (returned, None)
+        total, count = loss if _is_sum(loss) else (loss, 1.0)
+        are_numbers = _is_number(total, jnp.floating) and _is_number(count, jnp.floating, jnp.integer)
+        if (has_aux and not is_pair) or not are_numbers or jnp.shape(total) or jnp.shape(count):
+            raise ValueError(_refusal(returned, has_aux=has_aux))
+        _check_aux(aux)
+        total, count, aux = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), (total, count, aux))
+        return total, BesideLoss(count, aux, is_mean=not _is_sum(loss))
+
+    return checked
+
+
+def averaged_aux(aux: Any, *, num_parts: int) -> Any:
+    """Returns the auxiliary values of a batch from their sums over its parts."""
+
+    def averaged(leaf: Any) -> jax.Array:
+        return leaf.total / leaf.count if _is_sum(leaf) else leaf / num_parts
+
+    return jax.tree.map(averaged, aux, is_leaf=_is_sum)
+
+
+def _check_aux(aux: Any) -> None:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(aux, is_leaf=_is_sum):
+        if _is_sum(leaf):
+            is_taken = all(_is_number(value, jnp.floating, jnp.integer) for value in leaf)
+        else:
+            is_taken = _is_number(leaf, jnp.floating)
+        if not is_taken:
+            raise ValueError(
+                f"loss_fn returned the auxiliary value aux{jax.tree_util.keystr(path)} = {_described(leaf)}; auxiliary "
+                "values are averaged over microbatches and devices. Return floating-point arrays, and "
+                "program.SumAndCount(total, count) for what is counted."
+            )
+
+
+def _refusal(returned: Any, *, has_aux: bool) -> str:
+    loss = (
+        "the mean loss of the microbatch, a floating-point scalar, or program.SumAndCount(sum of the losses, count), "
+        "two scalars"
+    )
+    if has_aux:
+        wanted = f"with has_aux=True return (loss, auxiliary values), where loss is {loss}."
+    else:
+        wanted = f"return {loss}. For (loss, auxiliary values) give training_program(..., has_aux=True)."
+    return f"loss_fn returned {_described(returned)}; {wanted}"
+
+
+def _described(returned: Any) -> str:
+    """Returns a pytree with dtype and shape in the place of each array."""
+
+    def described(leaf: Any) -> str:
+        return f"{leaf.dtype}{list(leaf.shape)}" if hasattr(leaf, "dtype") else str(leaf)
+
+    return str(jax.tree.map(described, returned)).replace("'", "")
+
+
+def _is_sum(leaf: Any) -> bool:
+    return isinstance(leaf, SumAndCount)
+
+
+def _is_number(leaf: Any, *kinds: Any) -> bool:
+    is_array = isinstance(leaf, (jax.Array, np.ndarray, np.generic, int, float))
+    return is_array and any(jnp.issubdtype(jnp.result_type(leaf), kind) for kind in kinds)

@@ -48,13 +48,13 @@ class Spread:
     gathers: bool = False
 
     def value_and_grad(self, local: Callable, *, dtype: Any) -> Callable:
-        """Returns (params, batch, rounding, scale) -> ((loss sum, count), gradients) over all devices.
+        """Returns (params, batch, rounding, scale) -> (sums, gradients) over all devices.
 
         Args:
           local: the same for the rows and the parameters of one device, (params, batch, rounding, *, scale, reduce).
-            Its gradients are parts that are still to be summed over the devices that hold the same parameters. That
-            happens here, once, unless `layout.reduce_gradients` says otherwise: `reduce`, where it is not None, does it
-            for the gradients of a microbatch.
+            Its sums, a pytree, and its gradients are parts that are still to be summed over the devices that hold the
+            same parameters. That happens here, once, unless `layout.reduce_gradients` says otherwise: `reduce`, where
+            it is not None, does it for the gradients of a microbatch.
           dtype: in which gradients are summed. They come out as the optimizer's state lies.
         """
         reduce = functools.partial(self._reduce, dtype=dtype)
@@ -68,7 +68,7 @@ class Spread:
             sums, grads = local(params, batch, rounding.at(position(tuple(own))), scale=scale, reduce=each)
             return self._over_rows(sums), grads if each else reduce(grads)
 
-        run = self._manual(everywhere, (self._params, P(ROWS), P()), ((P(), P()), self._state))
+        run = self._manual(everywhere, (self._params, P(ROWS), P()), (P(), self._state))
         return lambda params, batch, rounding, scale: run(params, batch, (rounding, scale))
 
     def seen_whole(self, loss_fn: Callable) -> Callable:
@@ -90,12 +90,12 @@ class Spread:
         return jax.checkpoint(loss, policy=lambda primitive, *_, **__: primitive.name not in _MADE_AGAIN)
 
     def loss(self, local: Callable) -> Callable:
-        """Returns (params, batch) -> (loss sum, count) over all devices from the same of one device."""
+        """Returns (params, batch) -> loss sum and count over all devices from the same of one device."""
 
-        def everywhere(params: Any, batch: Any) -> tuple:
+        def everywhere(params: Any, batch: Any) -> Any:
             return self._over_rows(local(params, batch))
 
-        return self._manual(everywhere, (self._params, P(ROWS)), (P(), P()))
+        return self._manual(everywhere, (self._params, P(ROWS)), P())
 
     def forward(self, local: Callable, in_specs: tuple, out_specs: Any) -> Callable:
         """Returns (params, *args) -> what `local` gives of the parts of one device, `args` and result as specified."""
@@ -211,7 +211,7 @@ class Spread:
                 return dim, self.layout.wide(more)
         return 0, ()
 
-    def _over_rows(self, sums: tuple) -> tuple:
+    def _over_rows(self, sums: Any) -> Any:
         return jax.tree.map(lambda value: summed(value, self.layout.wide(ROWS)), sums)
 
     def _map(self, fn: Callable, *trees: Any) -> Any:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from hlat_jax.batch import Batch, abstract_batch
+from hlat_jax.batch import Batch, SumAndCount, abstract_batch
 from hlat_jax.choices import choices, chosen_model
 from hlat_jax.collectives import shards
 from hlat_jax.config import Config
@@ -56,7 +56,7 @@ def make_train_step(config: Config, layout: Layout) -> Callable[..., Any]:
 
 
 def make_eval_step(config: Config, layout: Layout) -> Callable[..., Any]:
-    """Returns the jitted (params, batch) -> (sum of the losses in nats, counted tokens), without z-loss."""
+    """Returns the jitted (params, batch) -> sum of the losses in nats and counted tokens, without z-loss."""
     loss = parts(config, layout, z_loss_weight=0.0)
     cast = POLICIES[config.precision.policy].autocast
     if cast is not None:
@@ -66,14 +66,14 @@ def make_eval_step(config: Config, layout: Layout) -> Callable[..., Any]:
     if layout.mesh.size > 1:
         loss = Spread(layout, param_axes(config.model)).loss(loss)
 
-    def eval_step(params: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
+    def eval_step(params: Any, batch: Batch) -> SumAndCount:
         return loss(params, batch)
 
     return jax.jit(eval_step)
 
 
 def parts(config: Config, layout: Layout, *, z_loss_weight: float) -> Parts:
-    """Returns (params, batch) -> (sum of the losses of the counted targets, their number), fp32 scalars, in its parts.
+    """Returns (params, batch) -> sum of the losses of the counted targets and their number, fp32 scalars, in its parts.
 
     Over a mesh they are the parts of one device, to be run in the region of `spread.Spread`.
     """
@@ -92,7 +92,7 @@ def parts(config: Config, layout: Layout, *, z_loss_weight: float) -> Parts:
 
     options = LossOptions(model.cross_entropy, z_loss_weight, seat)
 
-    def loss(params: Any, x_BTD: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array]:
+    def loss(params: Any, x_BTD: jax.Array, batch: Batch) -> SumAndCount:
         bound = decoder(params)
         return cross_entropy(
             bound.normed(x_BTD),

@@ -23,6 +23,7 @@ from hlat_jax.planner.collectives import collectives, counted
 from hlat_jax.planner.traffic import traced_collectives
 from hlat_jax.precision import NEAREST, Accumulation
 from hlat_jax.program import accumulated
+from hlat_jax.program_options import checked_loss
 from hlat_jax.sharding import make_layout, resolve_degrees, shard_batch
 from hlat_jax.spread import Spread
 from hlat_jax.step import abstract_state, init_state, make_eval_step, make_train_step, parts, state_bytes
@@ -383,7 +384,7 @@ def test_each_core_computes_and_differentiates_the_kv_heads_it_needs_and_no_more
 
     def local(params, batch, rounding, *, scale, reduce):
         assert scale is reduce is None
-        loss_fn = parts(config, layout, z_loss_weight=0.0)
+        loss_fn = checked_loss(parts(config, layout, z_loss_weight=0.0), has_aux=False)
         return accumulated(loss_fn, params, batch, sums=Accumulation(1, "float32", rounding))
 
     everywhere = Spread(layout, param_axes(config.model)).value_and_grad(local, dtype="float32")

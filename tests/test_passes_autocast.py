@@ -489,7 +489,7 @@ def test_decoder_over_a_mesh_has_narrow_products_and_the_loss_of_one_device(smal
 
 def test_program_trains_an_fp32_loss_under_autocast():
     def loss(params, batch):
-        return jnp.square(jax.nn.relu(batch @ params["w"]) @ params["w"].T - batch).sum(), jnp.float32(batch.size)
+        return jnp.square(jax.nn.relu(batch @ params["w"]) @ params["w"].T - batch).mean()
 
     options = ProgramOptions(PRECISIONS["fp32"], num_microbatches=2, autocast="bf16")
     program = training_program(loss, optax.adam(1e-2), options=options)

@@ -18,7 +18,7 @@ from hlat_jax.passes import remat
 from hlat_jax.passes.jaxpr import equations
 from hlat_jax.pipeline import pipelined
 from hlat_jax.precision import POLICIES
-from hlat_jax.program import ProgramOptions, training_program
+from hlat_jax.program import ProgramOptions, SumAndCount, training_program
 from hlat_jax.sharding import make_layout, shard_batch
 from hlat_jax.step import abstract_state, init_state, make_eval_step, make_train_step, state_bytes, traced_step
 
@@ -208,7 +208,7 @@ def test_norm_in_blocks_is_for_one_cpu_device_and_changes_no_program_for_others(
 def test_builder_trains_a_foreign_model_with_a_foreign_optimizer():
     def loss(params, batch):
         error = batch["x"] @ params["w"] - batch["y"]
-        return jnp.sum(error**2), jnp.float32(error.size)
+        return SumAndCount(jnp.sum(error**2), error.size)
 
     options = ProgramOptions(policy=POLICIES["fp32"], num_microbatches=2)
     program = training_program(loss, optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.3)), options=options)
@@ -222,7 +222,7 @@ def test_builder_trains_a_foreign_model_with_a_foreign_optimizer():
 
 def linear(params, batch):
     error = (batch["x"] @ params["w"])[:, 0] - batch["y"]
-    return jnp.sum(batch["weight"] * jnp.square(error)), jnp.sum(batch["weight"])
+    return SumAndCount(jnp.sum(batch["weight"] * jnp.square(error)), jnp.sum(batch["weight"]))
 
 
 @pytest.mark.parametrize("counts", [(1, 1, 1, 1), (0, 1, 0.001, 0.5)], ids=["equal parts", "ragged parts"])
@@ -278,7 +278,7 @@ def test_the_loss_is_given_the_implementations_of_the_dialects_and_the_report_ha
         given.append(dialects)
         hidden = swiglu.swiglu(batch["x"] @ params["w"], up=batch["x"], implementation=dialects["swiglu"])
         out = norm.rms_norm(hidden, scale=params["s"], eps=1e-5, implementation=dialects["rms_norm"])
-        return jnp.sum(out), jnp.float32(out.size)
+        return SumAndCount(jnp.sum(out), out.size)
 
     params, batch = {"w": jnp.eye(8), "s": jnp.ones(8)}, {"x": jnp.ones((8, 8))}
     options = ProgramOptions(POLICIES["fp32"], dialects={"swiglu": "reference", "rms_norm": "auto"}, **more)
@@ -293,7 +293,7 @@ def test_the_loss_is_given_the_implementations_of_the_dialects_and_the_report_ha
 
 def test_dialects_that_cannot_be_given_or_do_not_run_here_are_refused():
     def loss(params, batch, *, dialects):
-        return jnp.sum(params["w"]), jnp.float32(1)
+        return jnp.sum(params["w"])
 
     options = ProgramOptions(POLICIES["fp32"], dialects={"rms_norm": "triton"})
     with pytest.raises(ValueError, match="serves cuda and not cpu"):
@@ -371,24 +371,212 @@ def test_parameters_without_a_gradient_are_refused_at_the_start():
 
 
 def squares(params, batch):
-    return jnp.sum((batch["x"] @ params["w"]) ** 2), jnp.float32(4)
+    return SumAndCount(jnp.sum((batch["x"] @ params["w"]) ** 2), 4)
 
 
 @pytest.mark.parametrize("autocast", [None, "bf16", "fp16"])
 @pytest.mark.parametrize(
-    ("loss", "batch", "said"),
+    ("batch", "said"),
     [
-        (squares, {"x": jnp.ones((4, 8))}, r"the batch's \['x'\] of shape \(4, 8\) .* into num_microbatches=3"),
-        (squares, {"x": jnp.ones((3, 8)), "n": jnp.ones(())}, r"the batch's \['n'\] of shape \(\) .*rows in front"),
-        (lambda *args: squares(*args)[0], {"x": jnp.ones((3, 8))}, "returned a .* of shapes .*return .the sum of"),
-        (lambda p, b: (b["x"] @ p["w"], 1.0), {"x": jnp.ones((3, 8))}, r"a tuple of shapes \[\(1, 8\), \(\)\]"),
+        ({"x": jnp.ones((4, 8))}, r"the batch's \['x'\] of shape \(4, 8\) .* into num_microbatches=3"),
+        ({"x": jnp.ones((3, 8)), "n": jnp.ones(())}, r"the batch's \['n'\] of shape \(\) .*rows in front"),
     ],
 )
-def test_a_batch_or_a_loss_that_cannot_be_accumulated_is_refused(loss, batch, said, autocast):
+def test_a_batch_that_cannot_be_accumulated_is_refused(batch, said, autocast):
     options = ProgramOptions(POLICIES["fp32"], num_microbatches=3, autocast=autocast)
-    program = training_program(loss, optax.sgd(1e-2), options=options)
+    program = training_program(squares, optax.sgd(1e-2), options=options)
     with pytest.raises(ValueError, match=said):
         program.step(program.init({"w": jnp.ones((8, 8))}), batch, 0.0)
+
+
+def classified(params, batch):
+    """Returns (mean cross-entropy, accuracy), of rows that all count."""
+    logits = batch["x"] @ params["w"]
+    loss = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean()
+    return loss, jnp.mean(jnp.argmax(logits, -1) == batch["label"])
+
+
+def labelled():
+    rng = np.random.default_rng(0)
+    params = {"w": jnp.asarray(rng.normal(size=(8, 4)), jnp.float32)}
+    return params, {"x": rng.normal(size=(32, 8)).astype(np.float32), "label": rng.integers(0, 4, 32)}
+
+
+def first_step(loss, options, *, has_aux=False):
+    """Returns the metrics of the first step of `labelled()`, and its parameters after SGD at rate 1."""
+    params, batch = labelled()
+    options = ProgramOptions(POLICIES["fp32"], **options)
+    program = training_program(loss, optax.sgd(1.0), options=options, params=params, has_aux=has_aux)
+    state, metrics = program.step(program.init(params), batch, 0.0)
+    return jax.device_get(metrics), jax.device_get(state["params"])
+
+
+EVERY_PATH = [
+    {},
+    {"num_microbatches": 4},
+    {"zero": 0},
+    {"zero": 1, "num_microbatches": 2},
+    {"zero": 2, "num_microbatches": 2},
+    {"zero": 3, "num_microbatches": 4},
+    {"autocast": "fp16", "num_microbatches": 2},
+    {"autocast": "fp16", "zero": 3},
+]
+
+
+def test_a_loss_of_mean_and_accuracy_is_no_sum_and_count():
+    params, batch = labelled()
+    mean, accuracy = classified(params, batch)
+    options = ProgramOptions(POLICIES["fp32"])
+    program = training_program(classified, optax.sgd(1.0), options=options)
+    with pytest.raises(ValueError, match=r"returned \(float32\[\], float32\[\]\).*has_aux=True"):
+        program.step(program.init(params), batch, 0.0)  # was taken for mean / accuracy
+    program = training_program(classified, optax.sgd(1.0), options=options, has_aux=True)
+    _, metrics = program.step(program.init(params), batch, 0.0)
+    assert metrics.loss == pytest.approx(float(mean), rel=1e-6)
+    assert metrics.aux == accuracy
+
+
+@pytest.mark.parametrize("options", EVERY_PATH, ids=str)
+def test_a_mean_and_its_aux_are_those_of_the_whole_batch_however_it_is_split(options):
+    params, batch = labelled()
+    (mean, accuracy), grads = jax.value_and_grad(classified, has_aux=True)(params, batch)
+    metrics, after = first_step(classified, options, has_aux=True)
+    close = 2e-3 if "autocast" in options else 2e-6  # fp16 has 11 bits
+    assert metrics.loss == pytest.approx(float(mean), rel=close)
+    assert metrics.aux == pytest.approx(float(accuracy), rel=1e-6)  # of 32 rows, a multiple of 2^-5
+    assert metrics.num_tokens is None
+    assert metrics.grad_norm == pytest.approx(float(jnp.linalg.norm(grads["w"])), rel=close)
+    moved = jax.tree.map(lambda old, new: np.asarray(old) - new, params, after)
+    largest = float(np.abs(grads["w"]).max())
+    np.testing.assert_allclose(moved["w"], grads["w"], atol=2 * close * largest)
+
+
+@pytest.mark.parametrize("options", EVERY_PATH, ids=str)
+def test_aux_of_sums_and_counts_is_divided_over_the_whole_batch(options):
+    counted = np.arange(32) % 4 != 0  # with 4 microbatches on one device one of them counts nothing
+
+    def loss(params, batch):
+        logits, mask = batch["x"] @ params["w"], batch["mask"]
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
+        num_right = jnp.sum((jnp.argmax(logits, -1) == batch["label"]) & mask)
+        aux = {"accuracy": SumAndCount(num_right, jnp.sum(mask)), "mean": [jnp.mean(batch["x"], 0), 0.5]}
+        return SumAndCount(jnp.sum(losses * mask), jnp.sum(mask)), aux
+
+    params, batch = labelled()
+    batch["mask"] = counted
+    options = ProgramOptions(POLICIES["fp32"], **options)
+    program = training_program(loss, optax.sgd(1.0), options=options, params=params, has_aux=True)
+    _, metrics = program.step(program.init(params), batch, 0.0)
+    total, aux = loss(params, batch)
+    close = 2e-3 if options.autocast else 2e-6
+    assert metrics.num_tokens == 24.0
+    assert metrics.loss == pytest.approx(float(total.total / 24), rel=close)
+    assert metrics.aux["accuracy"] == pytest.approx(float(aux["accuracy"].total / 24), rel=1e-6)
+    np.testing.assert_allclose(metrics.aux["mean"][0], aux["mean"][0], atol=1e-6)
+    assert metrics.aux["mean"][1] == 0.5
+    assert {leaf.dtype for leaf in jax.tree.leaves(metrics.aux)} == {jnp.dtype(jnp.float32)}
+
+
+def test_a_mean_weighs_microbatches_equally_and_a_sum_with_its_count_as_one_batch():
+    """With masks: what `SumAndCount` is for."""
+    params, batch = labelled()
+    batch["mask"] = (np.arange(32) % 4 == 0) | (np.arange(32) == 1)  # counts in two microbatches: 8 rows, 1 row
+
+    def sums(params, batch):
+        losses = optax.softmax_cross_entropy_with_integer_labels(batch["x"] @ params["w"], batch["label"])
+        return SumAndCount(jnp.sum(losses * batch["mask"]), jnp.sum(batch["mask"]))
+
+    def mean(params, batch):
+        total, count = sums(params, batch)
+        return total / jnp.maximum(count, 1)
+
+    def first_loss(loss, num_microbatches):
+        options = ProgramOptions(POLICIES["fp32"], num_microbatches=num_microbatches)
+        program = training_program(loss, optax.sgd(1.0), options=options)
+        return float(program.step(program.init(params), batch, 0.0)[1].loss)
+
+    whole = first_loss(sums, 1)
+    assert first_loss(sums, 4) == pytest.approx(whole, rel=1e-6)
+    assert first_loss(mean, 1) == pytest.approx(whole, rel=1e-6)
+    parts = [float(mean(params, jax.tree.map(lambda x, m=m: x[m::4], batch))) for m in range(4)]
+    assert first_loss(mean, 4) == pytest.approx(sum(parts) / 4, rel=1e-6)
+    assert abs(sum(parts) / 4 - whole) > 0.1 * whole
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_a_narrow_loss_is_accumulated_in_fp32(dtype):
+    metrics, _ = first_step(lambda p, b: classified(p, b)[0].astype(dtype), {"num_microbatches": 4})
+    params, batch = labelled()
+    parts = [classified(params, jax.tree.map(lambda x, m=m: x[m::4], batch))[0].astype(dtype) for m in range(4)]
+    assert metrics.loss.dtype == jnp.float32
+    assert metrics.loss == pytest.approx(sum(map(float, parts)) / 4, rel=1e-6)
+
+
+def scalar(params, batch):
+    return classified(params, batch)[0]
+
+
+MISTAKEN = {
+    "pair": (classified, False, r"returned \(float32\[\], float32\[\]\); return the mean loss .*give .*has_aux=True"),
+    "list": (lambda p, b: list(classified(p, b)), False, r"\[float32\[\], float32\[\]\]"),
+    "triple": (lambda p, b: (scalar(p, b), 1.0, 2.0), False, r"\(float32\[\], 1\.0, 2\.0\)"),
+    "dict": (lambda p, b: {"loss": scalar(p, b)}, False, r"\{loss: float32\[\]\}"),
+    "none": (lambda p, b: None, False, "returned None;"),
+    "text": (lambda p, b: "high", False, "returned high;"),
+    "losses": (lambda p, b: (b["x"] @ p["w"])[:, 0], False, r"returned float32\[\d+\];"),
+    "one loss": (lambda p, b: scalar(p, b)[None], False, r"returned float32\[1\];"),
+    "integer": (lambda p, b: scalar(p, b).astype(int), False, r"returned int32\[\];"),
+    "bool": (lambda p, b: scalar(p, b) > 0, False, r"returned bool\[\];"),
+    "complex": (lambda p, b: scalar(p, b) + 0j, False, r"returned complex64\[\];"),
+    "sums": (
+        lambda p, b: SumAndCount((b["x"] @ p["w"])[:, 0], 1),
+        False,
+        r"SumAndCount\(total=float32\[\d+\], count=1",
+    ),
+    "counts": (lambda p, b: SumAndCount(scalar(p, b), jnp.ones(2)), False, r"count=float32\[2\]\)"),
+    "bool count": (lambda p, b: SumAndCount(scalar(p, b), b["x"][0, 0] > 0), False, r"count=bool\[\]\)"),
+    "no count": (lambda p, b: SumAndCount(scalar(p, b), None), False, r"count=None\)"),
+    "no aux": (scalar, True, r"returned float32\[\]; with has_aux=True return \(loss, auxiliary values\)"),
+    "sum alone": (lambda p, b: SumAndCount(scalar(p, b), 32), True, r"SumAndCount.*; with has_aux=True"),
+    "two aux": (lambda p, b: (*classified(p, b), 1.0), True, r"\(float32\[\], float32\[\], 1\.0\); with has_aux"),
+    "nested": (lambda p, b: (classified(p, b), 1.0), True, r"\(\(float32\[\], float32\[\]\), 1\.0\); with has_aux"),
+    "swapped": (lambda p, b: ({"accuracy": 1.0}, scalar(p, b)), True, r"\(\{accuracy: 1\.0\}, float32\[\]\); with"),
+    "integer aux": (
+        lambda p, b: (scalar(p, b), {"right": jnp.sum(b["label"] == 0)}),
+        True,
+        r"aux\['right'\] = int32\[\]; auxiliary values are averaged .*SumAndCount\(total, count\)",
+    ),
+    "text aux": (lambda p, b: (scalar(p, b), ["high"]), True, r"aux\[0\] = high;"),
+    "bool aux": (lambda p, b: (scalar(p, b), SumAndCount(True, 3)), True, r"aux = SumAndCount\(total=True, count=3\);"),
+}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"zero": 3, "num_microbatches": 4}, {"zero": 1, "autocast": "fp16"}, {"memory_budget": "1GiB"}],
+    ids=str,
+)
+@pytest.mark.parametrize("mistake", MISTAKEN)
+def test_a_loss_that_returns_anything_else_is_refused_before_compiling(mistake, options):
+    loss, has_aux, said = MISTAKEN[mistake]
+    params, batch = labelled()
+    given = {"options": ProgramOptions(POLICIES["fp32"], **options), "params": params, "has_aux": has_aux}
+    with pytest.raises(ValueError, match=said):
+        training_program(loss, optax.sgd(1.0), batch=batch, **given)
+    if "memory_budget" not in options:
+        program = training_program(loss, optax.sgd(1.0), **given)
+        with pytest.raises(ValueError, match=said):
+            program.step.trace(jax.eval_shape(program.init, params), batch, 0.0)
+
+
+def test_has_aux_is_for_a_loss_that_runs_whole():
+    for more, said in (
+        ({"has_aux": 1}, "has_aux=1 must be True or False"),
+        ({"has_aux": True, "accumulate": pipelined}, "has_aux=True takes a loss function that runs whole"),
+    ):
+        options = ProgramOptions(POLICIES["fp32"], accumulate=more.pop("accumulate", None))
+        with pytest.raises(ValueError, match=said):
+            training_program(classified, optax.sgd(1.0), options=options, **more)
 
 
 def test_the_policy_autocast_casts_in_a_program_of_anyone():

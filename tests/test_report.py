@@ -13,7 +13,7 @@ from hlat_jax.config import resolve
 from hlat_jax.ops.dialect import Choice
 from hlat_jax.passes import remat
 from hlat_jax.precision import POLICIES
-from hlat_jax.program import ProgramOptions, training_program
+from hlat_jax.program import ProgramOptions, SumAndCount, training_program
 from hlat_jax.report import place
 from hlat_jax.sharding import make_layout
 from hlat_jax.step import abstract_state, make_program
@@ -89,7 +89,7 @@ def deep(params, batch):
         return jnp.tanh(x @ w), None
 
     x = jax.lax.scan(layer, batch["x"] @ params["in"], params["layers"])[0]
-    return jnp.sum(jnp.square(x[:, 0] - batch["y"])), jnp.float32(batch["y"].size)
+    return SumAndCount(jnp.sum(jnp.square(x[:, 0] - batch["y"])), batch["y"].size)
 
 
 def deep_arguments():

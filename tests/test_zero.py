@@ -14,7 +14,7 @@ from hlat_jax.passes.products import live_jaxpr
 from hlat_jax.planner.collectives import collectives
 from hlat_jax.planner.traffic import traced_collectives
 from hlat_jax.precision import POLICIES
-from hlat_jax.program import ProgramOptions, training_program
+from hlat_jax.program import ProgramOptions, SumAndCount, training_program
 from hlat_jax.zero import spread_over
 
 
@@ -40,7 +40,7 @@ def plain_loss(params, batch):
 
 
 def loss_of(found, batch):
-    return jnp.sum(batch["weight"] * jnp.square(found - batch["y"])), jnp.sum(batch["weight"])
+    return SumAndCount(jnp.sum(batch["weight"] * jnp.square(found - batch["y"])), jnp.sum(batch["weight"]))
 
 
 def foreign(kind):
@@ -142,9 +142,8 @@ def test_the_callers_parameters_outlive_the_donated_state():
 
 def test_replicas_of_what_no_device_divides_stay_equal_under_stochastic_rounding():
     def loss(params, batch):
-        return jnp.sum(jnp.square(batch["x"] * params["b"] - batch["y"]).astype(jnp.float32)), jnp.float32(
-            batch["y"].size
-        )
+        squares = jnp.square(batch["x"] * params["b"] - batch["y"])
+        return SumAndCount(jnp.sum(squares.astype(jnp.float32)), squares.size)
 
     rng = np.random.default_rng(0)
     params = {"b": jnp.asarray(rng.normal(size=333), jnp.float32)}
@@ -201,7 +200,7 @@ def test_zero_lies_on_the_devices_given_as_the_spread_over_them_does(stage):
 def rough(params, batch):
     """A loss whose gradients of 1e-9 are 0 in fp16, and an infinity there in a batch with a large target."""
     loss, count = plain_loss(params, batch)
-    return loss * 1e-9, count
+    return SumAndCount(loss * 1e-9, count)
 
 
 @pytest.mark.parametrize("stage", [None, 1, 3])

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from hlat_jax.batch import SumAndCount
 from hlat_jax.collectives import ALONE, Shards, copied, position
 from hlat_jax.ops.dialect import Implementation, Op
 from hlat_jax.passes import scaling
@@ -48,8 +49,8 @@ def cross_entropy(
     targets_BT: jax.Array,
     weights_BT: jax.Array,
     options: LossOptions,
-) -> tuple[jax.Array, jax.Array]:
-    """Returns (sum over tokens of weight * (nll + z_loss_weight * log_normaliser^2), sum of the weights), fp32.
+) -> SumAndCount:
+    """Returns the sum over tokens of weight * (nll + z_loss_weight * log_normaliser^2), and that of the weights, fp32.
 
     Logits, softmax and sums are fp32. The gradients of `hidden_BTD` and `head_VD` are computed beside the loss, while
     the logits are at hand, and have the dtype of what they belong to; weights get none. Reverse mode only. Products of
@@ -68,7 +69,7 @@ def cross_entropy(
     hidden_BTD = copied(shards.enter(hidden_BTD), shards.pipe)
     arrays = hidden_BTD, head_VD, targets_BT, weights_BT
     loss_sum = OP.run(options.implementation, *arrays, options.z_loss_weight, shards.vocab)
-    return loss_sum, jnp.sum(weights_BT)
+    return SumAndCount(loss_sum, jnp.sum(weights_BT))
 
 
 def call(hidden_shape: tuple[int, ...], vocab_rows: int, *, dtype: Any) -> dict[str, Any]:
