@@ -139,7 +139,7 @@ def training_program(
 
     Raises:
       ValueError: no function, no transformation, parameters that are no floating-point arrays, shapes that an option
-        needs are missing, or a budget below what the step takes with nothing kept.
+        needs are missing, or a budget that none of the programs tried fits.
     """
     _check_arguments(loss_fn, optimizer, options=options, params=params, batch=batch)
     options = _resolved(options, params)
