@@ -43,7 +43,7 @@ def resolved(config: Config, layout: Layout, *, recorded: dict[str, Any] | None)
       recorded: what this returned for the checkpoint that the run goes on from; None: there is none.
 
     Raises:
-      ValueError: the budget is below what the step takes with nothing kept.
+      ValueError: none of the programs tried fits the budget.
     """
     if not is_asked(config):
         return config, None
@@ -82,14 +82,14 @@ def resolved(config: Config, layout: Layout, *, recorded: dict[str, Any] | None)
 def estimated(config: Config, layout: Layout) -> Config:
     """Returns the config with the choice that the planner's estimate of memory makes; compiles nothing.
 
-    A budget below the estimate of full rematerialization gives that: what then does not fit is the plan's to say.
+    Where no choice tried fits the budget by that estimate, it is full rematerialization; the plan reports the excess.
     """
     if not is_asked(config):
         return config
     arguments = step_arguments(config, layout)
     try:
         plan = _searched(config, layout, lambda traced: temporaries(live_jaxpr(traced), arguments).total)
-    except remat.BudgetTooSmall:
+    except remat.BudgetNotMet:
         return _with(config, "full")
     return _with(config, _written(plan.choice))
 

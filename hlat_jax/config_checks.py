@@ -64,9 +64,10 @@ def check_model(m: ModelConfig) -> None:
     choices = ("auto", "none", "full", "selective", "products")
     if m.remat.startswith(REMAT_BUDGET):
         parse_bytes(m.remat.removeprefix(REMAT_BUDGET), name="model.remat: the budget")
-    elif m.remat not in choices and not m.remat.startswith(("names:", "saved:")):
+    elif m.remat not in choices and not m.remat.startswith(("names:", "saved:", "policy:")):
         raise ValueError(
-            f"model.remat={m.remat!r} must be {', '.join(choices)}, names:A,B,..., saved:A,B,... or budget:12GiB."
+            f"model.remat={m.remat!r} must be {', '.join(choices)}, names:A,B,..., saved:A,B,..., "
+            "policy:dots_saveable or the like, or budget:12GiB."
         )
 
 

@@ -153,8 +153,8 @@ def training_program(
 
     Raises:
       ValueError: no function, no transformation, parameters that are no floating-point arrays, shapes that an option
-        needs are missing, or a budget below what the step takes with nothing kept. The step, before it is compiled:
-        the loss function returns anything else.
+        needs are missing, or a budget that none of the programs tried fits. The step, before it is compiled: the
+        loss function returns anything else.
     """
     _check_arguments(loss_fn, optimizer, options=options, params=params, batch=batch, has_aux=has_aux)
     options = _resolved(options, params)

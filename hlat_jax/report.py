@@ -16,7 +16,7 @@ import jax
 
 from hlat_jax.ops.dialect import Choice
 from hlat_jax.passes.jaxpr import equations
-from hlat_jax.passes.products import live_jaxpr
+from hlat_jax.passes.products import PRODUCTS, live_jaxpr
 from hlat_jax.passes.remat import Plan
 from hlat_jax.planner.collectives import Collective, collectives
 from hlat_jax.planner.liveness import temporaries
@@ -24,8 +24,6 @@ from hlat_jax.sharding import Layout
 
 if TYPE_CHECKING:
     from hlat_jax.program import TrainingProgram
-
-_PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general", "ragged_dot")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,7 +130,7 @@ def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
 def _products(jaxpr: Any) -> dict[str, int]:
     found: collections.Counter = collections.Counter()
     for eqn, trips in equations(jaxpr):
-        if eqn.primitive.name in _PRODUCTS:
+        if eqn.primitive.name in PRODUCTS:
             found[" x ".join(sorted({str(var.aval.dtype) for var in eqn.invars[:2]}))] += trips
     return dict(found)
 

@@ -81,9 +81,10 @@ def rematerialized(layer: Callable, remat: str, *, prevent_cse: bool) -> Callabl
     Args:
       layer: function of one layer.
       remat: what is saved: everything (none), the layer's input alone (full), `SELECTIVE_SAVED` (selective),
-        `PRODUCTS_SAVED` (products), the named values (names:A,B), or values by the names that `passes.naming` gives
-        (saved:A,B). A budget is a choice still to be made for a training step, see `budget`; programs without
-        gradients keep nothing in any case, and another step is that of full.
+        `PRODUCTS_SAVED` (products), the named values (names:A,B), values by the names that `passes.naming` gives
+        (saved:A,B), or what a policy of `jax.checkpoint` saves (policy:dots_saveable). A budget is a choice still to be
+        made for a training step, see `budget`; programs without gradients keep nothing in any case, and another step is
+        that of full.
       prevent_cse: keep the compiler from merging the recomputation with the forward pass. Needed outside a loop.
 
     Raises:
@@ -104,7 +105,8 @@ def rematerialized(layer: Callable, remat: str, *, prevent_cse: bool) -> Callabl
             raise ValueError(f"model.remat names {sorted(unknown)}; layers name {', '.join(SELECTIVE_SAVED)}.")
     else:
         raise ValueError(
-            f"model.remat={remat!r} must be none, full, selective, products, names:A,B,... or saved:A,B,..."
+            f"model.remat={remat!r} must be none, full, selective, products, names:A,B,..., saved:A,B,... or "
+            f"policy:{', policy:'.join(naming.STOCK_POLICIES)}."
         )
     elide_idle_roundings()
     policy = checkpoint_policies.save_only_these_names(*saved)

@@ -90,6 +90,27 @@ def test_a_recorded_choice_of_values_that_the_step_no_longer_has_is_made_anew(mo
     assert "chosen anew: the step no longer has values that the checkpoint's choice names" in capsys.readouterr().out
 
 
+def test_a_stock_policy_is_recorded_and_taken_again_and_one_that_is_gone_is_made_anew(monkeypatch):
+    plan = remat.Plan(Choice(stock_policy="dots_saveable"), 1, 1, 1, 1.0, 1.0, (1, 1.0), None, 1, 0.0)
+    searched = []
+    monkeypatch.setattr(remat, "search", lambda *_, **options: searched.append(options) or plan)
+    asked = config_with("budget:1GiB")
+    config, record = budget.resolved(asked, layout(), recorded=None)
+    assert config.model.remat == record["choice"] == "policy:dots_saveable"
+    assert budget.resolved(asked, layout(), recorded=record) == (config, record)
+    assert len(searched) == 1
+    assert budget.resolved(asked, layout(), recorded=record | {"choice": "policy:gone"}) == (config, record)
+    assert len(searched) == 2
+
+
+def test_a_step_under_a_stock_policy_computes_fewer_products_again_than_with_nothing_kept():
+    none, dots, nothing = (
+        total_flops(live_jaxpr(traced_step(config_with(choice), layout())))
+        for choice in ("none", "policy:dots_saveable", "policy:nothing_saveable")
+    )
+    assert none <= dots < nothing == total_flops(live_jaxpr(traced_step(config_with("full"), layout())))
+
+
 @functools.cache
 def chunked(choice):
     config = planned.small_config()

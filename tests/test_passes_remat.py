@@ -11,9 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import pallas as pl
 
 from hlat_jax.ops.attention import attention
 from hlat_jax.passes import naming, narrowing, recompute, remat, selection
+from hlat_jax.passes.autocast import autocast
 from hlat_jax.passes.naming import Choice
 from hlat_jax.passes.products import live_jaxpr, total_flops
 from hlat_jax.sizes import parse_bytes
@@ -96,7 +98,13 @@ def one_layer():
 
 
 def test_a_choice_survives_being_written_and_read():
-    for choice in (Choice(), Choice(("a.0", "b.1")), Choice(("a.0",), ("c.2", "d.0")), Choice((), ("c.2",))):
+    for choice in (
+        Choice(),
+        Choice(("a.0", "b.1")),
+        Choice(("a.0",), ("c.2", "d.0")),
+        Choice((), ("c.2",)),
+        Choice(stock_policy="dots_saveable"),
+    ):
         assert naming.is_choice(str(choice))
         assert naming.parse_choice(str(choice)) == choice
 
@@ -107,6 +115,11 @@ def test_a_saved_value_inside_a_checkpoint_of_the_function_itself_is_not_compute
 
 def number_of(primitive, choice):
     return len(re.findall(rf"= {primitive}\b", str(live_jaxpr(traced(choice)))))
+
+
+def test_an_unknown_stock_policy_is_refused_with_those_there_are():
+    with pytest.raises(naming.MissingValues, match=r"policy:dots is not a policy.*: everything_saveable, "):
+        naming.parse_choice("policy:dots")
 
 
 def test_values_chosen_for_another_function_are_refused():
@@ -152,6 +165,133 @@ def test_the_graph_predicts_the_products_of_every_choice():
     for names in ((), ("scan0.dot_general.0",), ("scan0.mul.3",), tuple(graph().sizes)):
         assert total_flops(live_jaxpr(traced(Choice(names)))) - plain == graph().flops(names)
     assert graph().flops(()) == 2 * L * ROWS * D * F
+
+
+def flops(fn, *args):
+    return total_flops(live_jaxpr(jax.jit(fn).trace(*args)))
+
+
+def ragged(kind, ragged_dims, group_dims):
+    numbers = jax.lax.RaggedDotDimensionNumbers(kind, ragged_dims, group_dims)
+    return lambda left, right, sizes: jax.lax.ragged_dot_general(left, right, sizes, numbers)
+
+
+ROWS_OF_GROUPS, TERMS_OF_GROUPS = ((((1,), (1,)), ((), ())), [0], [0]), ((((0,), (0,)), ((), ())), [0], [])
+BATCHES_OF_GROUPS = ((((2,), (1,)), ((0,), (0,))), [0], [])
+
+
+@pytest.mark.parametrize(
+    ("mode", "left", "right", "dense"),
+    [
+        (ROWS_OF_GROUPS, (12, 4), (3, 4, 5), 2 * 12 * 4 * 5),
+        (TERMS_OF_GROUPS, (12, 4), (12, 5), 2 * 12 * 4 * 5),
+        (BATCHES_OF_GROUPS, (6, 12, 4), (6, 4, 5), 2 * 6 * 12 * 4 * 5),
+    ],
+    ids=["rows", "terms", "batches"],
+)
+def test_a_ragged_product_counts_as_many_flops_as_the_dense_products_of_its_groups(mode, left, right, dense):
+    args = [jnp.ones(left), jnp.ones(right), jnp.full((3,), left[mode[1][0]] // 3, jnp.int32)]
+    assert flops(ragged(*mode), *args) == dense
+
+
+def convolved(x, w, **options):
+    return jax.lax.conv_general_dilated(x, w, padding="SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"), **options)
+
+
+@pytest.mark.parametrize(
+    ("product", "left", "right"),
+    [
+        (jnp.matmul, (12, 4), (4, 5)),
+        (lambda x, w: jax.lax.ragged_dot(x, w, jnp.array([2, 7, 3], jnp.int32)), (12, 4), (3, 4, 5)),
+        (functools.partial(convolved, window_strides=(1, 1)), (2, 8, 8, 4), (3, 3, 4, 6)),
+        (functools.partial(convolved, window_strides=(2, 2)), (2, 8, 8, 4), (3, 3, 4, 6)),
+        (functools.partial(convolved, window_strides=(1, 1), feature_group_count=2), (2, 8, 8, 4), (3, 3, 2, 6)),
+    ],
+    ids=["dot", "ragged", "convolution", "strided convolution", "grouped convolution"],
+)
+def test_the_gradients_of_a_product_count_twice_its_own_flops(product, left, right):
+    x, w = jnp.ones(left), jnp.ones(right)
+    forward = flops(product, x, w)
+    assert forward > 0
+    assert flops(jax.value_and_grad(lambda x, w: jnp.sum(product(x, w) ** 2), (0, 1)), x, w) == 3 * forward
+
+
+def test_a_product_in_a_pallas_kernel_counts_in_every_program_of_its_grid():
+    def kernel(x, w, out):
+        out[...] = x[...] @ w[...]
+
+    def product(x, w):
+        blocks = [pl.BlockSpec((8, 16), lambda i: (i, 0)), pl.BlockSpec((16, 4), lambda i: (0, 0))]
+        out = pl.BlockSpec((8, 4), lambda i: (i, 0))
+        shape = jax.ShapeDtypeStruct((64, 4), x.dtype)
+        return pl.pallas_call(kernel, shape, grid=(8,), in_specs=blocks, out_specs=out, interpret=True)(x, w)
+
+    x, w = jnp.ones((64, 16)), jnp.ones((16, 4))
+    assert flops(product, x, w) == flops(jnp.matmul, x, w)
+
+
+def test_a_recomputed_ragged_product_costs_its_flops_in_the_graph():
+    def experts(params, x):
+        def turn(x, one):
+            sizes = jnp.full((2,), ROWS // 2, jnp.int32)
+            return x + jnp.tanh(jax.lax.ragged_dot(x, one, sizes)), None
+
+        return jnp.mean(jax.lax.scan(turn, x, params)[0] ** 2)
+
+    params, x = jnp.ones((L, 2, D, D)), arguments()[1]
+
+    def program(choice):
+        return live_jaxpr(jax.jit(jax.value_and_grad(remat.regions(experts, choice, region="auto"))).trace(params, x))
+
+    found = recompute.recompute_graph(program(Choice()), rates=recompute.Rates(), min_bytes=1)
+    assert found.flops(()) == 2 * L * ROWS * D * D
+    plain = total_flops(live_jaxpr(jax.jit(jax.value_and_grad(experts)).trace(params, x)))
+    assert total_flops(program(Choice())) - plain == found.flops(())
+
+
+def lstm(params, xs, reverse=False):
+    def turn(carry, x):
+        h, c = carry
+        i, f, g, o = jnp.split(x @ params["w"] + h @ params["u"], 4, -1)
+        c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
+        h = jax.nn.sigmoid(o) * jnp.tanh(c)
+        return (h, c), h
+
+    start = (jnp.zeros(xs.shape[1:]),) * 2
+    return jnp.mean(jax.lax.scan(turn, start, xs, reverse=reverse)[1] ** 2)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_values_that_are_small_in_one_trip_of_a_loop_are_kept_by_their_bytes_over_all_trips(reverse):
+    params = dict.fromkeys("wu", jax.ShapeDtypeStruct((256, 1024), jnp.float32))
+    xs = jax.ShapeDtypeStruct((128, 8, 256), jnp.float32)  # 8 KiB in each trip
+    fn = jax.jit(functools.partial(lstm, reverse=reverse))
+    fit = functools.partial(remat.fit, fn, params, xs, step=jax.value_and_grad)
+    most = fit(budget_bytes="1GiB").measured_bytes
+    assert fit(budget_bytes=int(0.95 * most)).recompute_share < 0.01
+    program = jax.jit(jax.value_and_grad(remat.regions(fn, Choice(), region="auto"))).trace(params, xs)
+    sizes = recompute.recompute_graph(live_jaxpr(program), rates=recompute.Rates(), min_bytes=65536).sizes
+    assert sizes["scan0.dot_general.0"] == 128 * 8 * 1024 * 4
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_a_loop_over_microbatches_keeps_the_values_of_one_microbatch_at_a_time(reverse):
+    planned = naming.checkpointed_loops(loss, Choice())
+
+    def accumulated(params, x):
+        def turn(total, rows):
+            return jax.tree.map(jnp.add, total, jax.grad(planned)(params, rows)), None
+
+        return jax.lax.scan(turn, jax.tree.map(jnp.zeros_like, params), x.reshape(4, -1, D), reverse=reverse)[0]
+
+    def sizes(fn, x):
+        program = jax.jit(fn).trace(arguments()[0], x)
+        return recompute.recompute_graph(live_jaxpr(program), rates=recompute.Rates(), min_bytes=1).sizes
+
+    x = arguments()[1]
+    one = sizes(jax.grad(planned), x[: ROWS // 4])
+    assert one["scan0.dot_general.0"] == L * ROWS // 4 * F * 4
+    assert sizes(accumulated, x) == one
 
 
 def random_graph(seed):
@@ -316,11 +456,78 @@ def test_a_planned_function_takes_the_keywords_of_the_function():
     np.testing.assert_allclose(planned(params, x=x), loss(params, x), rtol=1e-6)
 
 
-def test_a_budget_below_full_rematerialization_is_refused_with_that_number():
+def test_a_budget_that_no_tried_program_fits_is_refused_with_the_smallest_measured():
     most, least = extremes()
-    with pytest.raises(ValueError, match=f"below the {least:,} bytes .* with nothing kept; it takes .* without"):
+    with pytest.raises(ValueError, match=f"smallest program tried takes {least:,} bytes .* with nothing kept"):
         remat.fit(loss, *arguments(), budget_bytes=least - 1, step=jax.value_and_grad, options=SMALL)
     assert least < most / 2
+
+
+def mlp_block(params, x):
+    return x + jax.nn.gelu(x @ params["up"]) @ params["down"]
+
+
+def unrolled(params, x, wrapped=mlp_block):
+    for one in params:
+        x = wrapped(one, x)
+    return jnp.mean(x**2)
+
+
+def shapes_of_six_blocks():
+    up, down, x = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((256, 1024), (1024, 256), (1024, 256)))
+    return [{"up": up, "down": down}] * 6, x
+
+
+def step_for_memory(fn):
+    """The step as XLA orders it on accelerators: on CPU it would run blocks side by side, whatever is kept."""
+    options = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
+    return jax.jit(jax.value_and_grad(fn), compiler_options=options)
+
+
+def bytes_of_blocks(fn):
+    return remat.temporaries(step_for_memory(fn).trace(*shapes_of_six_blocks()))
+
+
+def fit_blocks(budget, fn=unrolled):
+    return remat.fit(fn, *shapes_of_six_blocks(), budget_bytes=budget, step=step_for_memory)
+
+
+@pytest.mark.parametrize("fn", [unrolled, autocast(unrolled, "bf16")], ids=["fp32", "autocast"])
+def test_a_python_loop_of_blocks_is_fit_by_a_stock_policy_where_nothing_kept_does_not_fit(fn):
+    nothing_kept = bytes_of_blocks(remat.regions(fn, Choice(), region="auto"))
+    dots = bytes_of_blocks(jax.checkpoint(fn, policy=jax.checkpoint_policies.dots_saveable))
+    assert dots < min(nothing_kept, bytes_of_blocks(fn))
+    plan = fit_blocks(dots, fn)
+    assert bytes_of_blocks(plan.fn) == plan.measured_bytes <= dots
+    assert plan.recompute_share == 0
+    assert str(plan.choice) == "policy:dots_saveable"
+    assert "what jax.checkpoint_policies.dots_saveable saves" in plan.report()
+    assert plan.compilations <= 2 + len(naming.STOCK_POLICIES)
+
+
+def test_a_refusal_lists_every_program_tried_and_claims_no_floor():
+    per_block = functools.partial(unrolled, wrapped=jax.checkpoint(mlp_block))
+    with pytest.raises(remat.BudgetNotMet) as refused:
+        fit_blocks("20MiB")
+    message = str(refused.value)
+    for tried in ("without rematerialization", "with nothing kept", *naming.STOCK_POLICIES):
+        assert tried in message
+    smallest = int(re.search(r"smallest program tried takes ([\d,]+) bytes", message)[1].replace(",", ""))
+    assert smallest == min(
+        bytes_of_blocks(jax.checkpoint(unrolled, policy=getattr(jax.checkpoint_policies, name)))
+        for name in naming.STOCK_POLICIES
+    )
+    assert "lax.scan" in message
+    assert "jax.checkpoint" in message
+    own = bytes_of_blocks(per_block)
+    assert fit_blocks(own, per_block).choice is None  # the function's own checkpoints count
+
+
+def test_a_stock_policy_changes_no_gradient_and_takes_keywords():
+    planned = remat.regions(loss, Choice(stock_policy="dots_saveable"), region="auto")
+    assert_same_gradients(planned)
+    params, x = arguments()
+    np.testing.assert_allclose(planned(params, x=x), loss(params, x), rtol=1e-6)
 
 
 @pytest.mark.parametrize("size", [12, "12", "12 GB/s", "-1GiB", 1.5e9, True, "12 gigs", "", None])
@@ -360,13 +567,13 @@ def test_an_error_of_the_function_itself_is_not_said_to_be_one_of_tracing():
         remat.fit(lambda x: x @ x, jnp.ones((2, 3)), budget_bytes="1GiB")
 
 
-def test_a_function_without_a_value_that_is_large_enough_is_planned_with_nothing_kept_or_refused_with_that_number():
+def test_a_function_without_a_value_that_is_large_enough_is_planned_with_nothing_kept_or_refused():
     most, least = extremes()
     fit = functools.partial(
         remat.fit, loss, *arguments(), step=jax.value_and_grad, options=remat.Options(min_bytes=65_536_000)
     )
     assert fit(budget_bytes=(most + least) // 2).choice == Choice()
-    with pytest.raises(remat.BudgetTooSmall, match=f"4,096 bytes .* is below the {least:,} bytes"):
+    with pytest.raises(remat.BudgetNotMet, match=f"4,096 bytes .* program tried takes {least:,} bytes"):
         fit(budget_bytes=4096)
 
 

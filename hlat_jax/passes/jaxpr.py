@@ -6,6 +6,7 @@ Owns what differs between versions of JAX in a jaxpr. Refuses to decide anything
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -51,9 +52,17 @@ def equations(jaxpr: Any, *, trips: int = 1) -> Iterator[tuple[Any, int]]:
     """
     for eqn in jaxpr.eqns:
         yield eqn, trips
-        inner_trips = trips * (eqn.params["length"] if eqn.primitive.name == "scan" else 1)
         for inner in inner_jaxprs(eqn):
-            yield from equations(inner, trips=inner_trips)
+            yield from equations(inner, trips=trips * inner_trips(eqn))
+
+
+def inner_trips(eqn: Any) -> int:
+    """Returns how often an equation runs the jaxprs inside it: the trips of a scan, the grid of a kernel, else once."""
+    if eqn.primitive.name == "scan":
+        return eqn.params["length"]
+    if eqn.primitive.name == "pallas_call":
+        return math.prod(size for size in eqn.params["grid_mapping"].grid if isinstance(size, int))
+    return 1
 
 
 def called(eqn: Any) -> Any:

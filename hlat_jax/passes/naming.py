@@ -24,11 +24,13 @@ from hlat_jax.passes.jaxpr import CHECKPOINT, PLAIN_CALLS, called, equations, fu
 
 # The same elements as their operand, or too cheap to be worth keeping beside it.
 _SAME = {"name", "copy", "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "stop_gradient", "iota"}
-_PREFIX, _HOST = "saved:", "|host:"
+_PREFIX, _HOST, _STOCK = "saved:", "|host:", "policy:"
+# Of `jax.checkpoint_policies`, by how much they save.
+STOCK_POLICIES = ("everything_saveable", "dots_saveable", "dots_with_no_batch_dims_saveable", "nothing_saveable")
 
 
 class MissingValues(ValueError):
-    """A choice of values that a function has not."""
+    """A choice of values that a function does not have, or of a policy that does not exist."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,17 +40,23 @@ class Choice:
     Attributes:
       saved: names kept on the device.
       offloaded: names kept in the memory of the host.
+      stock_policy: one of `STOCK_POLICIES`, which decides in the place of names.
     """
 
     saved: tuple[str, ...] = ()
     offloaded: tuple[str, ...] = ()
+    stock_policy: str = ""
 
     def __str__(self) -> str:
+        if self.stock_policy:
+            return _STOCK + self.stock_policy
         return _PREFIX + ",".join(self.saved) + (_HOST + ",".join(self.offloaded) if self.offloaded else "")
 
     @property
     def policy(self) -> Callable:
         """The policy of `jax.checkpoint` that keeps them."""
+        if self.stock_policy:
+            return getattr(checkpoint_policies, self.stock_policy)
         if not self.offloaded:
             policy = checkpoint_policies.save_only_these_names(*self.saved)
         else:
@@ -66,11 +74,16 @@ class Choice:
 
 def is_choice(text: str) -> bool:
     """Returns whether a text was written by `str` of a `Choice`."""
-    return text.startswith(_PREFIX)
+    return text.startswith((_PREFIX, _STOCK))
 
 
 def parse_choice(text: str) -> Choice:
-    """Returns the `Choice` that `str` of it wrote."""
+    """Returns the `Choice` that `str` of it wrote. Raises MissingValues for a policy that does not exist."""
+    if text.startswith(_STOCK):
+        policy = text.removeprefix(_STOCK)
+        if policy not in STOCK_POLICIES:
+            raise MissingValues(f"{text} is not a policy that can be chosen: {', '.join(STOCK_POLICIES)}.")
+        return Choice(stock_policy=policy)
     saved, _, offloaded = text.removeprefix(_PREFIX).partition(_HOST)
     return Choice(*(tuple(name for name in names.split(",") if name) for names in (saved, offloaded)))
 
@@ -87,7 +100,8 @@ def checkpointed(fn: Callable, choice: Choice, *, prevent_cse: bool = True) -> C
       MissingValues: when called: a choice of values that `fn` has not.
     """
     elide_idle_roundings()
-    return jax.checkpoint(named(fn, choice), policy=choice.policy, prevent_cse=prevent_cse)
+    inner = fn if choice.stock_policy else named(fn, choice)
+    return jax.checkpoint(inner, policy=choice.policy, prevent_cse=prevent_cse)
 
 
 def checkpointed_loops(fn: Callable, choice: Choice) -> Callable:

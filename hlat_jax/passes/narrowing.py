@@ -32,9 +32,12 @@ class Trials:
 
     def __call__(self, choice: Choice | None) -> tuple[int, float]:
         if choice not in self._results:
-            traced = self.trace(choice)
-            self._results[choice] = self._measure(traced), total_flops(live_jaxpr(traced))
+            self._results[choice] = self._measure(self.trace(choice)), self.flops(choice)
         return self._results[choice]
+
+    def flops(self, choice: Choice | None) -> float:
+        """Returns the FLOPs of a program's products, for which it need not be compiled."""
+        return total_flops(live_jaxpr(self.trace(choice)))
 
     def trace(self, choice: Choice | None) -> Any:
         if choice not in self._traces:

@@ -10,6 +10,8 @@ from jax.interpreters import partial_eval
 
 from hlat_jax.passes.jaxpr import equations
 
+PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general", "scaled_dot"})
+
 
 def live_jaxpr(traced: Any) -> Any:
     """Returns what a trace computes, without what nothing reads, such as values that come with the gradients.
@@ -28,16 +30,27 @@ def total_flops(jaxpr: Any) -> float:
 def products(jaxpr: Any, *, trips: int = 1) -> Iterator[tuple[float, int, int]]:
     """Yields (FLOPs, bytes read and written, executions) of every product of a program, on one device."""
     for eqn, times in equations(jaxpr, trips=trips):
-        if eqn.primitive.name in ("dot_general", "conv_general_dilated"):
+        if eqn.primitive.name in PRODUCTS:
             operands = [var.aval for var in (*eqn.invars, *eqn.outvars)]
             yield product_flops(eqn), sum(math.prod(a.shape) * a.dtype.itemsize for a in operands), times
 
 
 def product_flops(eqn: Any) -> float:
-    """Returns the FLOPs of one product: two for each element of the result and each term of its sum."""
+    """Returns the FLOPs of one product: two for each element of the result and each term of its sum.
+
+    Groups of a ragged product count as if they cover the ragged dimension, each index in one group; zeros that
+    `lhs_dilation` puts between the elements of a convolution do not count, those of its padding do.
+    """
     left, right, out = eqn.invars[0].aval, eqn.invars[1].aval, eqn.outvars[0].aval
-    if eqn.primitive.name == "dot_general":
-        terms = math.prod(left.shape[dim] for dim in eqn.params["dimension_numbers"][0][0])
-    else:
+    if eqn.primitive.name == "conv_general_dilated":
         terms = math.prod(right.shape) / right.shape[eqn.params["dimension_numbers"].rhs_spec[0]]
-    return 2.0 * math.prod(out.shape) * terms
+        return 2.0 * math.prod(out.shape) * terms / math.prod(eqn.params["lhs_dilation"])
+    groups: tuple[int, ...] = ()
+    if eqn.primitive.name == "ragged_dot_general":
+        numbers = eqn.params["ragged_dot_dimension_numbers"]
+        (_, contracted), (_, batch) = numbers.dot_dimension_numbers
+        groups = tuple(numbers.rhs_group_dimensions)
+    else:
+        (_, contracted), (_, batch) = eqn.params["dimension_numbers"]
+    shared = {*contracted, *batch, *groups}
+    return 2.0 * math.prod(left.shape) * math.prod(size for dim, size in enumerate(right.shape) if dim not in shared)

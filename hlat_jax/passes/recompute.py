@@ -16,8 +16,8 @@ from typing import Any
 
 from jax.extend.core import Literal
 
-from hlat_jax.passes.jaxpr import CHECKPOINT, called, inner_jaxprs
-from hlat_jax.passes.products import product_flops
+from hlat_jax.passes.jaxpr import CHECKPOINT, called, inner_jaxprs, inner_trips
+from hlat_jax.passes.products import PRODUCTS, product_flops
 
 _FREE = {"name", "copy", "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "iota", "optimization_barrier"}
 _TRANSCENDENTAL = {"exp", "exp2", "log", "log1p", "tanh", "logistic", "rsqrt", "sqrt", "pow", "sin", "cos", "erf"}
@@ -106,7 +106,7 @@ def recompute_graph(jaxpr: Any, *, rates: Rates, min_bytes: int) -> Graph:
     Args:
       jaxpr: of the whole program, with checkpoints of `naming` that save nothing.
       rates: of work beside products.
-      min_bytes: size from which on a value can be saved.
+      min_bytes: size from which on a value can be saved, over all its copies, as in `Graph.sizes`.
 
     Its `sizes` are empty where nothing can be saved: nothing is differentiated, or all that is, is too small.
     """
@@ -119,8 +119,8 @@ def recompute_graph(jaxpr: Any, *, rates: Rates, min_bytes: int) -> Graph:
         largest = max(alike, key=lambda region: len(region.nodes))
         nodes += _costed(largest, sum(region.trips for region in alike), rates=rates, first=len(nodes))
         for name, size in largest.sizes.items():
-            if size >= min_bytes:
-                sizes[name] = sizes.get(name, 0) + size * sum(region.copies for region in alike)
+            sizes[name] = sizes.get(name, 0) + size * sum(region.copies for region in alike)
+    sizes = {name: size for name, size in sizes.items() if size >= min_bytes}
     nodes = [node if node.name in sizes else dataclasses.replace(node, name="") for node in nodes]
     return Graph(tuple(nodes), sizes)
 
@@ -131,7 +131,7 @@ class _Region:
 
     Attributes:
       trips: how often it runs in the program.
-      copies: how many of each saved value there are at one time.
+      copies: how many of each saved value there are at one time: a loop that is differentiated stacks one of each trip.
       nodes: (equation, nodes that it reads).
       read: numbers of the nodes that gradients read.
       sizes: bytes of each named value.
@@ -163,9 +163,11 @@ class _Region:
                 self.read.update(node for node in ins if node is not None)
 
 
-def _regions(jaxpr: Any, *, trips: int, copies: int) -> Iterator[_Region]:
+def _regions(jaxpr: Any, *, trips: int, copies: int, is_backward: bool = False) -> Iterator[_Region]:
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
+        # the name stacks inside a call or a loop begin anew
+        is_transposed = is_backward or "transpose(" in str(eqn.source_info.name_stack)
         inner = next(inner_jaxprs(eqn), None)
         is_ours = name == CHECKPOINT and getattr(eqn.params["policy"], "is_choice", False)
         if is_ours and any(map(_is_computed_again, inner.eqns)):
@@ -174,11 +176,11 @@ def _regions(jaxpr: Any, *, trips: int, copies: int) -> Iterator[_Region]:
             if region.sizes:
                 yield region
             continue
-        length = eqn.params["length"] if name == "scan" else 1
-        # a loop that a gradient runs backwards stacks what its forward pass saves; one around both does not
-        stacked = length if name == "scan" and eqn.params["reverse"] else 1
+        length = inner_trips(eqn)
+        # the loop of a backward pass reads what its forward pass has stacked; a loop around both stacks nothing
+        stacked = length if is_transposed else 1
         for inner in inner_jaxprs(eqn):
-            yield from _regions(inner, trips=trips * length, copies=copies * stacked)
+            yield from _regions(inner, trips=trips * length, copies=copies * stacked, is_backward=is_transposed)
 
 
 def _is_computed_again(eqn: Any) -> bool:
@@ -198,12 +200,12 @@ def _work(eqn: Any, rates: Rates) -> tuple[float, float]:
     name = eqn.primitive.name
     if name in _FREE:
         return 0.0, 0.0
-    if name in ("dot_general", "conv_general_dilated"):
+    if name in PRODUCTS:
         flops = product_flops(eqn)
         return flops, flops
     inner = list(inner_jaxprs(eqn))
     if inner:
-        trips = eqn.params["length"] if name == "scan" else 1
+        trips = inner_trips(eqn)
         works = [_work(each, rates) for jaxpr in inner for each in jaxpr.eqns]
         return trips * sum(flops for flops, _ in works), trips * sum(cost for _, cost in works)
     avals = [var.aval for var in (*eqn.invars, *eqn.outvars)]

@@ -55,12 +55,14 @@ class Options:
     Attributes:
       region: what one checkpoint holds: the body of every outermost `lax.scan` of the function (loops), the function
         (whole), or loops where it has some (auto).
-      min_bytes: size from which on a value, on one device, may be saved; smaller ones are computed again.
+      min_bytes: size from which on a value may be saved; smaller ones are computed again. It is the size on one device
+        under `shard_map`, over all trips of the loops and all calls that keep the value at one time.
       rates: what work beside products costs.
       solver: exact, greedy, or auto: exact where there is SciPy.
       measure: (traced program) -> bytes that are held against the budget.
       offload: values may be kept in the host's memory, where the backend has `pinned_host`.
-      max_compilations: of programs; more of them come nearer to the budget.
+      max_compilations: of programs; more of them come nearer to the budget. Where nothing kept does not fit, the
+        policies of `naming.STOCK_POLICIES` are compiled beside them, four programs at most.
     """
 
     region: str = "auto"
@@ -75,8 +77,8 @@ class Options:
         _check_region(self.region)
 
 
-class BudgetTooSmall(ValueError):
-    """A budget below what the program takes with nothing kept."""
+class BudgetNotMet(ValueError):
+    """No program that was tried fits the budget; others may."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +86,8 @@ class Plan:
     """A choice, and what it was made from.
 
     Attributes:
-      choice: names of what is kept; None: the program fits as it is, and nothing is computed again.
+      choice: names of what is kept, or the stock policy that keeps it; None: the program fits as it is, and nothing
+        is computed again.
       budget_bytes: asked for.
       measured_bytes: of the program, by `Options.measure`.
       predicted_bytes: of it, before it was compiled: those of full rematerialization and of what is kept.
@@ -129,6 +132,8 @@ class Plan:
         )
 
     def _kept(self) -> str:
+        if self.choice.stock_policy:
+            return f"what jax.checkpoint_policies.{self.choice.stock_policy} saves"
         moved = f"; on the host {', '.join(self.choice.offloaded)}" if self.choice.offloaded else ""
         return (", ".join(self.choice.saved) or "nothing") + moved
 
@@ -153,8 +158,8 @@ def fit(
       name: of the budget's setting, for errors.
 
     Raises:
-      ValueError: a budget that is no size or (BudgetTooSmall) below what full rematerialization takes, a function that
-        cannot be traced.
+      ValueError: a budget that is not a size or (BudgetNotMet) that no program tried fits, a function that cannot be
+        traced.
     """
     budget = parse_bytes(budget_bytes, name=name)
     traced = _tracer(fn, args, step=step, region=options.region)
@@ -173,8 +178,9 @@ def max_batch(
     """Returns (the largest batch whose program fits, its bytes on one device): all of them, arguments too.
 
     Secants through what was measured, and bisection wherever they move little: a few programs where memory grows
-    evenly, some 60 at most. With rematerialization a batch fits where it does with nothing kept; `fit` with
-    `Options(measure=everything)` then finds how much of the limit can keep values.
+    evenly, some 60 at most. With rematerialization it is the largest that fits with nothing kept, for which `fit` with
+    `Options(measure=everything)` then finds how much of the limit can keep values. Where another choice takes less than
+    nothing kept, as for blocks in a Python loop, a larger batch may fit.
 
     Args:
       make_step: batch -> (fn, args) as `fit` takes them; `jax.ShapeDtypeStruct`s will do.
@@ -197,8 +203,9 @@ def max_batch(
     least = measured(1)
     if least > limit:
         raise ValueError(
-            f"limit_bytes={limit:,}: a batch of 1 takes {least:,} bytes ({spoken(least)}); raise the limit, "
-            "split the model over more devices or shorten the rows."
+            f"limit_bytes={limit:,}: a batch of 1 takes {least:,} bytes ({spoken(least)}) "
+            f"{_spoken(Choice() if rematerialize else None)}; raise the limit, split the model over more devices or "
+            "shorten the rows."
         )
     return _largest(measured, least, limit=limit, most=most)
 
@@ -243,7 +250,7 @@ def _tracer(fn: Callable, args: tuple, *, step: Callable | None, region: str) ->
 
 
 def regions(fn: Callable, choice: Choice, *, region: str) -> Callable:
-    """Returns `fn` with a choice applied to its `Options.region`."""
+    """Returns `fn` with a choice applied to its `Options.region`, or a stock policy to the whole of it."""
     _check_region(region)
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -251,8 +258,8 @@ def regions(fn: Callable, choice: Choice, *, region: str) -> Callable:
             return fn(*args, **kwargs)
 
         called.__qualname__ = function_name(fn)
-        is_loop = region == "loops" or (
-            region == "auto" and naming.num_loops(jax.make_jaxpr(called)(args, kwargs).jaxpr) > 0
+        is_loop = not choice.stock_policy and (
+            region == "loops" or (region == "auto" and naming.num_loops(jax.make_jaxpr(called)(args, kwargs).jaxpr) > 0)
         )
         checkpointed = naming.checkpointed_loops if is_loop else naming.checkpointed
         return checkpointed(called, choice)(args, kwargs)
@@ -270,7 +277,7 @@ def search(traced: Callable[[Choice | None], Any], *, budget_bytes: int, options
       options: of the search.
 
     Raises:
-      BudgetTooSmall: below what full rematerialization takes.
+      BudgetNotMet: no program tried fits.
     """
     began = time.monotonic()
     solve = selection.solver(options.solver, offloaded_byte=_offloaded_byte(options))
@@ -288,11 +295,7 @@ def search(traced: Callable[[Choice | None], Any], *, budget_bytes: int, options
         return without_prediction(None, full=None)
     full = trial(Choice())
     if full[0] > budget_bytes:
-        raise BudgetTooSmall(
-            f"a budget of {budget_bytes:,} bytes ({spoken(budget_bytes)}) is below the {full[0]:,} bytes "
-            f"({spoken(full[0])}) that the program takes with nothing kept; it takes {spoken(plain[0])} without "
-            "rematerialization. Raise the budget, or make the batch, its microbatches or each device's share smaller."
-        )
+        return without_prediction(_stock(trial, budget_bytes), full=full)
     graph = recompute_graph(live_jaxpr(trial.trace(Choice())), rates=options.rates, min_bytes=options.min_bytes)
     if not graph.sizes:
         return without_prediction(Choice(), full=full)
@@ -310,6 +313,29 @@ def search(traced: Callable[[Choice | None], Any], *, budget_bytes: int, options
         seconds=time.monotonic() - began,
         **shared,
     )
+
+
+def _stock(trial: Trials, budget_bytes: int) -> Choice:
+    """Returns the choice of the stock policy that fits with the fewest FLOPs. Raises BudgetNotMet where none fits."""
+    choices = [Choice(stock_policy=name) for name in naming.STOCK_POLICIES]
+    for choice in sorted(choices, key=trial.flops):
+        if trial(choice)[0] <= budget_bytes:
+            return choice
+    tried = {choice: trial(choice)[0] for choice in (None, Choice(), *choices)}
+    smallest = min(tried, key=tried.get)
+    measured = ", ".join(f"{spoken(num_bytes)} {_spoken(choice)}" for choice, num_bytes in tried.items())
+    raise BudgetNotMet(
+        f"a budget of {budget_bytes:,} bytes ({spoken(budget_bytes)}) is not met: the smallest program tried takes "
+        f"{tried[smallest]:,} bytes ({spoken(tried[smallest])}) {_spoken(smallest)}. Measured: {measured}. A program "
+        "that was not tried may take less: write blocks in a Python loop as a lax.scan, or put jax.checkpoint around "
+        "each. Or raise the budget, or make the batch, its microbatches or each device's share smaller."
+    )
+
+
+def _spoken(choice: Choice | None) -> str:
+    if choice is None:
+        return "without rematerialization"
+    return f"under {choice.stock_policy}" if choice.stock_policy else "with nothing kept"
 
 
 def _offloaded_byte(options: Options) -> float | None:
