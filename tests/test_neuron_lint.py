@@ -394,7 +394,7 @@ DYNAMIC_GATHER = module(
     "tensor<3xf32>",
 )
 TUPLE = module(
-    '%0 = stablehlo.custom_call @AwsNeuronCustomOp(%x) : (tensor<4xf32>) -> tuple<tensor<4xf32>, tensor<2xi4>> '
+    "%0 = stablehlo.custom_call @AwsNeuronCustomOp(%x) : (tensor<4xf32>) -> tuple<tensor<4xf32>, tensor<2xi4>> "
     "%1 = stablehlo.get_tuple_element %0[0] : (tuple<tensor<4xf32>, tensor<2xi4>>) -> tensor<4xf32> "
     "%2 = stablehlo.create_token : !stablehlo.token %3 = stablehlo.after_all %2 : !stablehlo.token "
     "return %1 : tensor<4xf32>"

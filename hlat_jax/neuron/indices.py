@@ -89,7 +89,8 @@ def _column(value: Any, number: int, dim: int, program: Program, calls: tuple) -
     """Returns the range of one index of each index vector, and whether it is computed from an iota."""
     value, calls = source(value, calls, program)
     op = defining(value)
-    if op is not None and op.name == "stablehlo.concatenate" and ir.IntegerAttr(op.attributes["dimension"]).value == dim:
+    is_joined = op is not None and op.name == "stablehlo.concatenate"
+    if is_joined and ir.IntegerAttr(op.attributes["dimension"]).value == dim:
         for operand in op.operands:
             if number < tensor(operand).dims[dim]:
                 return _column(operand, number, dim, program, calls)

@@ -125,9 +125,7 @@ def check_module(
     return sorted(findings, key=lambda finding: (SEVERITIES.index(finding.severity), finding.rule))
 
 
-def _hits(
-    program: Program, parted: Program | None, *, target: str, listed: set[str]
-) -> Iterator[tuple]:
+def _hits(program: Program, parted: Program | None, *, target: str, listed: set[str]) -> Iterator[tuple]:
     """Yields (rule, what, operation, its program), and the operation whose line is to blame, where it is another."""
     for op in program.operations:
         for rule, what, *place in operators_lib.offences(op, program):
