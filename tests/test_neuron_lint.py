@@ -417,6 +417,7 @@ ODD = {
     "complex_rope_gradient": (jax.grad(lambda x: complex_rope(x).sum()), {"DT01"}),
     "complex_rope_partitioned": (over_two_devices(complex_rope), {"DT01"}),
     "complex_scan": (lambda x: jax.lax.scan(lambda c, row: (c * 1j, c.real), x[0] + 0j, x)[1], {"DT01"}),
+    "complex_loop": (lambda x: x * jax.lax.while_loop(lambda c: c != 8j, lambda c: c + 1j, 0j).imag, {"DT01", "CF03"}),
     "complex_donated": ((jax.jit(lambda z: z * 1j, donate_argnums=0), shape(4, dtype=jnp.complex64)), {"DT01"}),
     "fft": (lambda x: jnp.fft.ifft(jnp.fft.fft(x)).real, {"DT01", "OP01"}),
     "key": ((lambda key: jax.random.uniform(key, (2,)), jax.eval_shape(lambda: jax.random.key(0))), {"RNG01"}),
@@ -454,6 +455,9 @@ TABLE = shape(32, 8)
 def embedded(positions):
     embed = linen.Embed(32, 8)
     return lambda table: embed.apply({"params": {"embedding": table}}, positions())
+
+
+SHARED = jax.jit(lambda w, i: jnp.take(w, i, axis=0))
 
 
 def pattern(i):
@@ -495,6 +499,7 @@ OUTSIDE = {
     "arithmetic": lambda w: jnp.take(w, pattern(jnp.arange(32)) + 2, axis=0),
     "set": lambda w: w.at[jnp.arange(40)].set(1.0),
     "nested": lambda w: jax.jit(lambda v, i: jnp.take(v, i, axis=0))(w, jnp.arange(40)),
+    "nested_second_call": lambda w: SHARED(w, jnp.arange(32)) + SHARED(w, jnp.arange(32) + 1),
     "large": lambda w: jnp.take(w, jnp.broadcast_to(jnp.arange(40), (10**6, 40)), axis=0).sum(),
 }
 
