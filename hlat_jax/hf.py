@@ -14,6 +14,7 @@ import os
 import pathlib
 import sys
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -37,7 +38,8 @@ _IMPORT = """Usage: python -m hlat_jax.hf import DIR --out=CKPT [flags]
 
 Reads config.json and model.safetensors, or the files that model.safetensors.index.json names; every name, shape and
 dtype is checked. Tokenizer and generation config come along. Llama 1, 2 and 3, SmolLM2, TinyLlama, OpenLLaMA, and
-Mistral without a sliding window.
+Mistral without a sliding window. A field of config.json that is known to change the computation must have a value that
+is supported; fields that are not known are named in a warning and kept for an export.
 """
 _EXPORT = """Usage: python -m hlat_jax.hf export CKPT --out=DIR [flags]
 
@@ -51,13 +53,18 @@ Sums in fp32, one parameter at a time. The checkpoints must be of one model, dty
 """
 
 
-def load(folder: str | os.PathLike, *, dtype: str = "", fuse_qkv: bool = True) -> tuple[ModelConfig, dict[str, Any]]:
+def load(
+    folder: str | os.PathLike, *, dtype: str = "", fuse_qkv: bool = True, strict: bool = False
+) -> tuple[ModelConfig, dict[str, Any]]:
     """Returns the model in a Hugging Face folder and its parameters as nested dicts of jax arrays.
+
+    Fields of config.json that are not known are named in a `UserWarning`.
 
     Args:
       folder: with config.json and safetensors.
       dtype: of the parameters; "": that of the files, float16 as float32.
       fuse_qkv: as ModelConfig's.
+      strict: refuse fields of config.json that are not known.
 
     Raises:
       ValueError: see `huggingface.reading.open_checkpoint`.
@@ -65,7 +72,9 @@ def load(folder: str | os.PathLike, *, dtype: str = "", fuse_qkv: bool = True) -
     from hlat_jax.huggingface.importing import params_of
     from hlat_jax.huggingface.reading import open_checkpoint
 
-    found = open_checkpoint(pathlib.Path(folder).expanduser(), dtype=dtype, fuse_qkv=fuse_qkv)
+    found = open_checkpoint(pathlib.Path(folder).expanduser(), dtype=dtype, fuse_qkv=fuse_qkv, strict=strict)
+    if found.warning:
+        warnings.warn(found.warning, stacklevel=2)
     return found.model, params_of(found)
 
 
@@ -94,12 +103,15 @@ def _import(argv: Sequence[str]) -> None:
     _define_out(values, "Folder of weights to write.")
     _define_dtype(values, "of the parameters; empty: as in the files, float16 as float32")
     flags.DEFINE_bool("fuse_qkv", True, "As model.fuse_qkv, for a training from these weights.", flag_values=values)
+    flags.DEFINE_bool("strict", False, "Refuse fields of config.json that are not known.", flag_values=values)
     folder, out = _one(argv, values, usage=_IMPORT, what="a folder of Hugging Face"), _out(values)
     from hlat_jax.huggingface.importing import import_checkpoint
     from hlat_jax.huggingface.reading import open_checkpoint
 
     began = time.monotonic()
-    found = open_checkpoint(folder, dtype=values.dtype, fuse_qkv=values.fuse_qkv)
+    found = open_checkpoint(folder, dtype=values.dtype, fuse_qkv=values.fuse_qkv, strict=values.strict)
+    if found.warning:
+        print(f"warning: {found.warning} They are kept for an export; --strict refuses them.", file=sys.stderr)
     import_checkpoint(found, out)
     for note in found.notes:
         print(note)

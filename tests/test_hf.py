@@ -6,6 +6,7 @@ mistake tried there moves them by more than 2e-4.
 
 import dataclasses
 import json
+import pathlib
 import shutil
 import warnings
 import weakref
@@ -166,17 +167,34 @@ def test_what_a_config_leaves_out_is_what_transformers_takes():
     [
         ({"attention_bias": True}, r"attention_bias=True is not supported"),
         ({"mlp_bias": True}, r"mlp_bias=True"),
-        ({"hidden_act": "gelu"}, r"hidden_act='gelu' is not supported; our model has hidden_act='silu'"),
-        ({"sliding_window": 4096}, r"sliding_window=4096"),
-        ({"model_type": "mistral", "architectures": None}, r"sliding_window=4096"),  # what transformers takes for it
-        ({"quantization_config": {"bits": 4}}, r"quantization_config="),
+        ({"attention_bias": "false"}, r"attention_bias='false' is not supported; supported: False"),
+        ({"attention_bias": 1}, r"attention_bias=1 is not supported"),
+        ({"attention_dropout": 0.1}, r"attention_dropout=0.1 is not supported; supported: 0.0"),
+        ({"hidden_act": "gelu"}, r"hidden_act='gelu' is not supported; supported: 'silu', 'swish'"),
+        ({"hidden_act": ["silu"]}, r"hidden_act=\['silu'\] is not supported"),
+        ({"sliding_window": 2047}, r"sliding_window=2047 is shorter than max_position_embeddings=2048"),
+        ({"sliding_window": "4096"}, r"sliding_window='4096' is str; it must be int"),
+        ({"sliding_window": 0}, r"sliding_window=0 is shorter"),
+        (  # what transformers takes for it
+            {"model_type": "mistral", "architectures": None, "max_position_embeddings": 8192},
+            r"sliding_window=4096 is shorter than max_position_embeddings=8192",
+        ),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, r"layer_types=.* supported: 'full_attention'"),
+        ({"no_rope_layers": [1, 0]}, r"no_rope_layers=\[1, 0\] is not supported"),
+        ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor=0.5 is not supported"),
+        ({"quantization_config": {"bits": 4}}, r"quantization_config=.* is not supported; supported: null"),
+        ({"num_local_experts": 8}, r"num_local_experts=8 is not supported"),
+        ({"kv_lora_rank": 512}, r"kv_lora_rank=512 is not supported"),
+        ({"residual_multiplier": 0.22}, r"residual_multiplier=0.22 is not supported; supported: 1.0"),
+        ({"final_logit_softcapping": 30.0}, r"final_logit_softcapping=30.0 is not supported"),
         ({"rope_interleaved": True}, r"rope_interleaved=True"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, r"rope_type='yarn' is not supported"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": ...}, r"rope_type='linear'"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, r"is missing in rope_type='llama3'"),
         ({"rope_parameters": {"rope_type": "default", "factor": 2.0}}, r"factor is not a field of rope_type='default'"),
         ({"rope_theta": 1e6}, r"rope_theta=1000000.0 and another one in rope_parameters"),
-        ({"logit_scale": 2.0}, r"logit_scale=2.0 is not a field that this converter knows"),
+        ({"logit_scale": 2.0}, r"logit_scale=2.0 is not supported"),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, r"partial_rotary_factor=0.5"),
         ({"rope_parameters": {"rope_type": ["llama3"]}}, r"rope_type=\['llama3'\] is not supported"),
         ({"rope_parameters": {"rope_type": "default", "type": "llama3"}}, r"rope_type='default' and type='llama3'"),
         ({"model_type": "qwen2"}, r"model_type='qwen2'.*supported are llama"),
@@ -184,6 +202,11 @@ def test_what_a_config_leaves_out_is_what_transformers_takes():
         ({"architectures": ["LlamaForSequenceClassification"]}, r"LlamaForSequenceClassification"),
         ({"hidden_size": ...}, r"hidden_size is missing"),
         ({"hidden_size": "96"}, r"hidden_size='96' is str; it must be int"),
+        ({"hidden_size": None}, r"hidden_size is missing"),
+        ({"num_hidden_layers": True}, r"num_hidden_layers=True is bool; it must be int"),
+        ({"num_hidden_layers": 0}, r"num_layers=0"),
+        ({"tie_word_embeddings": "false"}, r"tie_word_embeddings='false' is str; it must be bool"),
+        ({"rope_parameters": {"rope_theta": "1e4"}}, r"rope_theta='1e4' is str; it must be float"),
         ({"num_attention_heads": 5, "head_dim": None}, r"hidden_size=96 does not divide"),
         ({"num_key_value_heads": 4}, r"num_kv_heads=4 must divide"),
     ],
@@ -197,6 +220,113 @@ def test_an_unsupported_config_is_refused_naming_the_field(change, message, gqa,
     with pytest.raises(ValueError, match=message):
         raise ValueError(err)
     assert not (tmp_path / "ours").exists()
+
+
+SAVED = json.loads(pathlib.Path(__file__).with_name("hf_configs.json").read_text())
+# embed_dim, mlp_dim, num_layers, num_heads, num_kv_heads, head_dim, vocab_size, rope_theta, norm_eps, max_positions,
+# tie_embeddings
+SUPPORTED = {
+    "SmolLM-135M": (576, 1536, 30, 9, 3, 64, 49152, 1e4, 1e-5, 2048, True),
+    "SmolLM2-135M": (576, 1536, 30, 9, 3, 64, 49152, 1e5, 1e-5, 8192, True),
+    "Llama of 135M with ids and a path": (576, 1536, 30, 9, 3, 64, 49152, 1e4, 1e-5, 2048, True),
+    "Llama-2-7B": (4096, 11008, 32, 32, 32, 128, 32000, 1e4, 1e-5, 4096, False),
+    "Llama-3-8B": (4096, 14336, 32, 32, 8, 128, 128256, 5e5, 1e-5, 8192, False),
+    "Llama-3.1-8B-Instruct": (4096, 14336, 32, 32, 8, 128, 128256, 5e5, 1e-5, 131072, False),
+    "Llama-3.2-1B": (2048, 8192, 16, 32, 8, 64, 128256, 5e5, 1e-5, 131072, True),
+    "Llama-3.2-3B, saved again by others": (3072, 8192, 28, 24, 8, 128, 128256, 5e5, 1e-5, 131072, True),
+    "TinyLlama-1.1B": (2048, 5632, 22, 32, 4, 64, 32000, 1e4, 1e-5, 2048, False),
+    "a Llama of 2023 with every default of its base class": (2048, 5632, 22, 32, 32, 64, 32000, 1e4, 1e-6, 2048, False),
+    "Mistral-7B-v0.2": (4096, 14336, 32, 32, 8, 128, 32000, 1e6, 1e-5, 32768, False),
+    "Mistral-7B-v0.3": (4096, 14336, 32, 32, 8, 128, 32768, 1e6, 1e-5, 32768, False),
+    "a Llama with windows switched off": (896, 4864, 24, 14, 2, 64, 151936, 1e6, 1e-6, 32768, True),
+}
+REFUSED = {
+    "Mistral-7B-v0.1": r"sliding_window=4096 is shorter than max_position_embeddings=32768",
+    "Qwen2.5-0.5B": r"model_type='qwen2'",
+    "Qwen3-0.6B": r"model_type='qwen3'",
+    "SmolLM3-3B": r"model_type='smollm3'",
+    "OLMo-2-7B": r"model_type='olmo2'",
+}
+
+
+def as_written_by_transformers_5(found):
+    """Returns the same config.json in the spelling of transformers 5."""
+    old = ("rope_theta", "rope_scaling", "torch_dtype")
+    rope = {"rope_type": "default", "rope_theta": 10000.0} | (
+        {"rope_theta": found["rope_theta"]} if "rope_theta" in found else {}
+    )
+    rope |= found.get("rope_scaling") or {}
+    new = {"dtype": found["torch_dtype"], "rope_parameters": rope}
+    return {key: value for key, value in found.items() if key not in old} | new
+
+
+@pytest.mark.parametrize("spelling", [dict, as_written_by_transformers_5])
+@pytest.mark.parametrize("name", SUPPORTED)
+def test_config_files_as_repositories_have_them_are_understood(name, spelling):
+    found = spelling(SAVED[name])
+    m = config_json.model_config(found, where=name)
+    sizes = (m.embed_dim, m.mlp_dim, m.num_layers, m.num_heads, m.num_kv_heads, m.head_dim, m.vocab_size)
+    assert (*sizes, m.rope_theta, m.norm_eps, m.max_positions, m.tie_embeddings) == SUPPORTED[name]
+    factor = {"Llama-3.1-8B-Instruct": 8.0}.get(name, 32.0 if "3.2" in name else None)
+    assert (m.rope_scaling == "llama3") == (factor is not None)
+    assert factor is None or (m.rope_factor, m.rope_original_positions) == (factor, 8192)
+    unknown = ["_model_name_or_path"] if "path" in name else []
+    assert config_json.unknown_fields(found) == unknown
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_config_files_of_what_our_model_is_not_are_refused(name):
+    with pytest.raises(ValueError, match=REFUSED[name]):
+        config_json.model_config(SAVED[name], where=name)
+
+
+def test_every_saved_config_file_is_tested():
+    assert SAVED.keys() == SUPPORTED.keys() | REFUSED.keys()
+
+
+EXTRA = {
+    "unk_token_id": 0,
+    "_model_name_or_path": "somewhere/else",
+    "trained_by": {"hours": 3},
+    "sliding_window": 2048,  # as long as the context
+    "hidden_act": "swish",
+    "logits_scaling": 1,
+    "a_field_without_a_value": None,
+}
+
+
+def test_unknown_fields_are_named_in_one_line_carried_along_and_refused_by_strict(tmp_path, hf_here):
+    made = hf_models.model(hf_models.CONFIGS["gqa"])
+    with torch.no_grad():
+        theirs = made(torch.from_numpy(TOKENS_BT).long()).logits.numpy()
+    folder = hf_models.save(made, tmp_path / "hf")
+    edit_json(folder / "config.json", **EXTRA)
+    path = folder / "config.json"
+
+    code, _, err = hf_here("import", folder, f"--out={tmp_path / 'strict'}", "--strict")
+    assert (code, err.count("\n")) == (2, 1)
+    assert f"{path}: _model_name_or_path='somewhere/else', trained_by={{'hours': 3}} are not known" in err
+    assert not (tmp_path / "strict").exists()
+    with pytest.raises(ValueError, match=r"_model_name_or_path=.*trained_by="):
+        hf.load(folder, strict=True)
+
+    code, out, err = hf_here("import", folder, f"--out={tmp_path / 'ours'}")
+    assert (code, err.count("\n")) == (0, 1), err
+    assert err.startswith(f"warning: {path}: _model_name_or_path, trained_by are not known")
+    assert "unk_token_id" not in out + err
+
+    with pytest.warns(UserWarning, match="_model_name_or_path, trained_by are not known") as warned:
+        cfg, params = hf.load(folder)
+    assert len(warned) == 1
+    ours = np.asarray(jax.jit(apply, static_argnums=1)(params, cfg, TOKENS_BT))
+    assert np.abs(ours - theirs).max() <= 1e-4
+
+    code, _, err = hf_here("export", tmp_path / "ours", f"--out={tmp_path / 'back'}")
+    assert (code, err) == (0, "")
+    assert json.loads((tmp_path / "back/config.json").read_text()) == json.loads(path.read_text())
+    with torch.no_grad():
+        again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back")(torch.from_numpy(TOKENS_BT).long())
+    np.testing.assert_array_equal(again.logits.numpy(), theirs)
 
 
 def test_no_number_of_kv_heads_is_that_of_the_heads_for_both_kinds():

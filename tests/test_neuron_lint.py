@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -350,6 +351,179 @@ def test_check_of_a_function_of_jax_names_the_line_that_asks():
 def test_lint_counts_what_a_line_does_more_than_once():
     [finding] = lint.check(lambda x: [jnp.argmax(x, axis=axis) for axis in (0, 1)], X)
     assert finding.count == 2
+
+
+# Whatever the types and values, a valid program is judged.
+
+
+def complex_rope(x):
+    turned = jax.lax.complex(x[:, :2], x[:, 2:]) * jnp.exp(1j * jnp.outer(jnp.arange(4.0), 0.1 ** jnp.arange(2)))
+    return jnp.concatenate([turned.real, turned.imag], axis=-1)
+
+
+def over_two_devices(fn):
+    mesh = AbstractMesh((2,), ("a",), axis_types=(AxisType.Auto,))
+    return fn, jax.ShapeDtypeStruct((4, 4), jnp.float32, sharding=NamedSharding(mesh, P("a")))
+
+
+def added(dtype, value):
+    """Adds a constant of a type, once as one number and once as many."""
+    return lambda x: x.astype(dtype) + np.full((4, 4), value, dtype) + np.arange(4).astype(dtype)
+
+
+def infinite_limit(x):
+    return jax.lax.while_loop(lambda c: c[0] < jnp.inf, lambda c: (c[0] + 1.0, c[1] * 2), (0.0, x))
+
+
+def infinite_start(x):
+    return jax.lax.while_loop(lambda c: c[0] < 9.0, lambda c: (c[0] + 1.0, c[1] * 2), (-jnp.inf, x))
+
+
+DYNAMIC_DOT = module(
+    "%0 = stablehlo.dot_general %x, %x, contracting_dims = [1] x [1] : "
+    "(tensor<?x4xf32>, tensor<?x4xf32>) -> tensor<?x?xf32> return %0 : tensor<?x?xf32>",
+    "%x: tensor<?x4xf32>",
+    "tensor<?x?xf32>",
+)
+DYNAMIC_GATHER = module(
+    "%i = stablehlo.iota dim = 0 : tensor<3x1xi32> "
+    '%0 = "stablehlo.gather"(%x, %i) <{dimension_numbers = #stablehlo.gather<collapsed_slice_dims = [0], '
+    "start_index_map = [0], index_vector_dim = 1>, slice_sizes = array<i64: 1>}> : "
+    "(tensor<?xf32>, tensor<3x1xi32>) -> tensor<3xf32> return %0 : tensor<3xf32>",
+    "%x: tensor<?xf32>",
+    "tensor<3xf32>",
+)
+TUPLE = module(
+    "%0 = stablehlo.custom_call @AwsNeuronCustomOp(%x) : (tensor<4xf32>) -> tuple<tensor<4xf32>, tensor<2xi4>> "
+    "%1 = stablehlo.get_tuple_element %0[0] : (tuple<tensor<4xf32>, tensor<2xi4>>) -> tensor<4xf32> "
+    "%2 = stablehlo.create_token : !stablehlo.token %3 = stablehlo.after_all %2 : !stablehlo.token "
+    "return %1 : tensor<4xf32>"
+)
+DECLARATION = (
+    "module @m { func.func private @elsewhere(%x: tensor<4xf32>) -> tensor<4xi32> "
+    "func.func public @main(%x: tensor<4xf32>) -> tensor<4xf32> { "
+    "%0 = call @elsewhere(%x) : (tensor<4xf32>) -> tensor<4xi32> %1 = stablehlo.reshape %0 : (tensor<4xi32>) -> "
+    'tensor<4x1xi32> %2 = "stablehlo.gather"(%x, %1) <{dimension_numbers = #stablehlo.gather<collapsed_slice_dims = '
+    "[0], start_index_map = [0], index_vector_dim = 1>, slice_sizes = array<i64: 1>}> : "
+    "(tensor<4xf32>, tensor<4x1xi32>) -> tensor<4xf32> return %2 : tensor<4xf32> } }"
+)
+# a program, and its errors and warnings
+ODD = {
+    "complex_constant": (lambda x: (x + 1j * x).real, {"DT01"}),
+    "complex_table": (lambda x: (x * np.arange(4).astype(np.complex64)).real, {"DT01"}),
+    "complex_empty": (lambda x: (x, jnp.asarray(np.zeros(0, np.complex64))), {"DT01"}),
+    "complex_of_parts": (lambda x: abs(jax.lax.complex(x, x)), {"DT01"}),
+    "complex_rope": (complex_rope, {"DT01"}),
+    "complex_rope_gradient": (jax.grad(lambda x: complex_rope(x).sum()), {"DT01"}),
+    "complex_rope_partitioned": (over_two_devices(complex_rope), {"DT01"}),
+    "complex_scan": (lambda x: jax.lax.scan(lambda c, row: (c * 1j, c.real), x[0] + 0j, x)[1], {"DT01"}),
+    "complex_loop": (lambda x: x * jax.lax.while_loop(lambda c: c != 8j, lambda c: c + 1j, 0j).imag, {"DT01", "CF03"}),
+    "complex_donated": ((jax.jit(lambda z: z * 1j, donate_argnums=0), shape(4, dtype=jnp.complex64)), {"DT01"}),
+    "fft": (lambda x: jnp.fft.ifft(jnp.fft.fft(x)).real, {"DT01", "OP01"}),
+    "key": ((lambda key: jax.random.uniform(key, (2,)), jax.eval_shape(lambda: jax.random.key(0))), {"RNG01"}),
+    "key_of_rbg": (keyed("rbg", jax.random.uniform), set()),
+    "bytes_as_complex": (lambda x: x.view(jnp.complex64).real, {"DT01"}),
+    "infinite_limit": (infinite_limit, {"CF03"}),
+    "infinite_start": (infinite_start, {"CF03"}),
+    "infinite_bound_of_an_index": (lambda x: x[jnp.clip(x[0], -jnp.inf, jnp.inf).astype(jnp.int32)], set()),
+    "nan_index": (lambda x: x[jnp.full(4, jnp.nan).astype(jnp.int32)], set()),
+    "empty_index": (lambda x: x[jnp.arange(0)], set()),
+    "dynamic_product": (DYNAMIC_DOT, {"SH01"}),
+    "dynamic_gather": (DYNAMIC_GATHER, {"SH01"}),
+    "tuple_and_token": (TUPLE, set()),
+    "function_without_a_body": (DECLARATION, set()),
+    **{kind: (added(kind, 1), set()) for kind in ("int4", "uint4", "int2", "uint2", "int8", "bool", "float16")},
+    **{kind: (added(kind, 1), set()) for kind in ("bfloat16", "float8_e4m3", "float8_e5m2", "float8_e3m4")},
+    **{kind: (added(kind, 1), {"DT03"}) for kind in ("float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e4m3b11fnuz")},
+    "float8_e4m3fn": (added("float8_e4m3fn", 1), {"DT02"}),
+    "float8_e8m0fnu": (added("float8_e8m0fnu", 1), set()),
+    "float4_e2m1fn": (added("float4_e2m1fn", 1), {"DT04"}),
+}
+
+
+@pytest.mark.parametrize("case", ODD)
+def test_lint_judges_a_program_of_any_type_and_value(case):
+    program, expected = ODD[case]
+    assert {finding.rule for finding in findings_of(program) if finding.severity != "info"} == expected
+
+
+# Indices that the program itself determines.
+
+TABLE = shape(32, 8)
+
+
+def embedded(positions):
+    embed = linen.Embed(32, 8)
+    return lambda table: embed.apply({"params": {"embedding": table}}, positions())
+
+
+SHARED = jax.jit(lambda w, i: jnp.take(w, i, axis=0))
+
+
+def pattern(i):
+    return jnp.where(i % 5 == 0, i // 2, 31 - i)
+
+
+INSIDE = {
+    "take": lambda w: jnp.take(w, jnp.arange(32), axis=0),
+    "take_gradient": jax.grad(lambda w: jnp.take(w, jnp.arange(32), axis=0).sum()),
+    "embed": embedded(lambda: jnp.arange(32)),
+    "embed_gradient": jax.grad(lambda w: embedded(lambda: jnp.arange(32))(w).sum()),
+    "embed_of_a_batch": embedded(lambda: jnp.broadcast_to(jnp.arange(32), (4, 32))),
+    "take_clip": lambda w: jnp.take(w, jnp.arange(32), axis=0, mode="clip"),
+    "take_wrap": lambda w: jnp.take(w, jnp.arange(40), axis=0, mode="wrap"),
+    "take_along_axis": lambda w: jnp.take_along_axis(w, jnp.arange(32)[:, None], axis=0),
+    "of_two_axes": lambda w: w[jnp.arange(32)[:, None], jnp.arange(8)],
+    "of_two_axes_clipped": lambda w: w[jnp.arange(32)[:, None], jnp.clip(jnp.arange(32), 0, 7)],
+    "from_the_end": lambda w: w[jnp.arange(32) - 16],
+    "from_the_end_of_take": lambda w: jnp.take(w, jnp.arange(32) - 32, axis=0),
+    "reversed": lambda w: jnp.take(w, 31 - jnp.arange(32), axis=0),
+    "part_of_a_longer_iota": lambda w: w[jnp.arange(40)[8:] - 8],
+    "arithmetic": lambda w: jnp.take(w, pattern(jnp.arange(32)), axis=0),
+    "set": lambda w: w.at[jnp.arange(32)].set(1.0),
+    "one_hot": lambda w: jax.nn.one_hot(jnp.arange(32), 32) @ w,
+    "nested": lambda w: jax.jit(lambda v, i: jnp.take(v, i, axis=0))(w, jnp.arange(32)),
+    "offset_from_data": lambda w: w.at[w[0, 0].astype(jnp.int32) + jnp.arange(40) - 5].get(mode="clip"),
+}
+OUTSIDE = {
+    "take": lambda w: jnp.take(w, jnp.arange(40), axis=0),
+    "take_gradient": jax.grad(lambda w: jnp.take(w, jnp.arange(40), axis=0).sum()),
+    "take_clip": lambda w: jnp.take(w, jnp.arange(40), axis=0, mode="clip"),  # the gather itself is given them all
+    "embed": embedded(lambda: jnp.arange(40)),
+    "embed_of_a_batch": embedded(lambda: jnp.broadcast_to(jnp.arange(40), (4, 40))),
+    "plain": lambda w: w[jnp.arange(33)],
+    "second_of_two_axes": lambda w: w[jnp.arange(9)[:, None], jnp.arange(9)],
+    "from_the_end": lambda w: w[jnp.arange(40) - 5],
+    "reversed": lambda w: jnp.take(w, 32 - jnp.arange(32), axis=0),
+    "part_of_a_longer_iota": lambda w: w[jnp.arange(40)[8:]],
+    "arithmetic": lambda w: jnp.take(w, pattern(jnp.arange(32)) + 2, axis=0),
+    "set": lambda w: w.at[jnp.arange(40)].set(1.0),
+    "nested": lambda w: jax.jit(lambda v, i: jnp.take(v, i, axis=0))(w, jnp.arange(40)),
+    "nested_second_call": lambda w: SHARED(w, jnp.arange(32)) + SHARED(w, jnp.arange(32) + 1),
+    "large": lambda w: jnp.take(w, jnp.broadcast_to(jnp.arange(40), (10**6, 40)), axis=0).sum(),
+}
+
+
+@pytest.mark.parametrize("case", INSIDE)
+def test_lint_takes_indices_that_are_known_to_lie_inside(case):
+    assert "GS01" not in rules_of((INSIDE[case], TABLE))
+
+
+@pytest.mark.parametrize("case", OUTSIDE)
+def test_lint_finds_an_iota_that_reaches_outside_through_private_functions(case):
+    assert "GS01" in rules_of((OUTSIDE[case], TABLE))
+
+
+def test_lint_judges_a_shared_function_at_each_call_of_it():
+    def both(w, v):
+        inside = jnp.take(w, jnp.arange(32), axis=0)
+        outside = jnp.take(v, jnp.arange(32) + 9, axis=0)
+        return inside + outside
+
+    [finding] = [f for f in lint.check(both, TABLE, TABLE) if f.severity != "info"]
+    assert (finding.rule, finding.op, finding.count) == ("GS01", "stablehlo.gather", 1)
+    assert finding.what == "indices up to 40 into dimension 0 of f32[32,8]"
+    assert finding.line == f"{__file__}:{both.__code__.co_firstlineno + 2} ({both.__qualname__})"
 
 
 # What the partitioner does.

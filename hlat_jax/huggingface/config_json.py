@@ -1,7 +1,8 @@
 """config.json of Hugging Face's Llama family against our ModelConfig, both ways.
 
-Owns which architectures and fields are understood. A field that is not in one of these tables is refused, since what it
-changes would be missing in silence. Where a file leaves a field out, its value is transformers' default.
+A field that is known to change the computation is refused unless its value is one that our model implements. Fields
+that are in no table here are reported by `unknown_fields`. Where a file leaves a field out, its value is transformers'
+default.
 """
 
 from __future__ import annotations
@@ -32,25 +33,50 @@ _DEFAULTS = {
 }
 _DEFAULTS_OF_ALL = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "initializer_range": 0.02, "hidden_act": "silu"}
 _ROPE = ("rope_theta", "rope_scaling", "rope_parameters")
-# What our model is; another value is another architecture.
-_ONLY = {
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "mlp_bias": False,
-    "attention_dropout": 0.0,
-    "sliding_window": None,
-    "quantization_config": None,
-    "rope_interleaved": False,
-    "partial_rotary_factor": 1.0,
-    "is_encoder_decoder": False,
+# Fields that change the computation in some architecture -> the values under which ours is right, beside null.
+_SERVED: dict[str, tuple] = {
+    "hidden_act": ("silu", "swish"),
+    "attention_dropout": (0.0,),
+    **dict.fromkeys(("attention_bias", "mlp_bias", "qkv_bias", "use_bias", "bias", "is_encoder_decoder"), (False,)),
+    # rotary positions
+    "partial_rotary_factor": (1.0,),
+    **dict.fromkeys(("rope_interleaved", "use_mrope", "alibi"), (False,)),
+    "no_rope_layers": (1,),
+    "no_rope_layer_interval": (0,),
+    # which keys a query sees; sliding_window has a check of its own
+    "use_sliding_window": (False,),
+    "layer_types": ("full_attention",),
+    "attention_chunk_size": (),
+    # norms, scales and caps of other families
+    **dict.fromkeys(("qk_norm", "use_qk_norm", "qk_layernorm"), (False,)),
+    **dict.fromkeys(("logit_scale", "logits_scaling", "embedding_multiplier", "residual_multiplier"), (1.0,)),
+    **dict.fromkeys(("scale_emb", "scale_depth", "dim_model_base", "attention_multiplier", "clip_qkv"), ()),
+    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar"), ()),
+    # experts, latent attention, layers that differ, quantized weights
+    **dict.fromkeys(("num_experts", "num_local_experts", "num_experts_per_tok", "n_routed_experts"), (0,)),
+    **dict.fromkeys(("n_shared_experts", "num_shared_experts", "moe_intermediate_size"), (0,)),
+    **dict.fromkeys(("kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), ()),
+    "per_layer_config": ({},),
+    "quantization_config": (),
 }
-# What changes nothing that the model computes: ids and texts around it, storage, provenance.
-_NEUTRAL = {
-    *("architectures", "model_type", "dtype", "torch_dtype", "transformers_version", "use_cache", "pretraining_tp"),
-    *("bos_token_id", "eos_token_id", "pad_token_id", "_name_or_path", "_commit_hash", "max_sequence_length"),
-    *("is_llama_config", "transformers.js_config", "return_dict", "output_hidden_states", "output_attentions"),
-    *("id2label", "label2id", "problem_type", "chunk_size_feed_forward", "attn_implementation", "_attn_implementation"),
-}
+_PER_LAYER = ("layer_types", "no_rope_layers")  # lists with a value for each layer
+# Fields that change nothing that the model computes: ids and texts around it, storage, provenance, generation.
+_HARMLESS = """
+    architectures model_type auto_map _name_or_path name_or_path _commit_hash transformers_version torch_dtype dtype
+    use_cache pretraining_tp bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id cls_token_id
+    decoder_start_token_id tokenizer_class prefix is_llama_config is_qwen2_config transformers.js_config
+    neftune_noise_alpha max_sequence_length model_max_length seq_length max_window_layers return_dict output_attentions
+    output_hidden_states output_scores return_dict_in_generate chunk_size_feed_forward id2label label2id num_labels
+    problem_type classifier_dropout task_specific_params finetuning_task pruned_heads tie_encoder_decoder
+    cross_attention_hidden_size add_cross_attention is_decoder torchscript use_bfloat16 tf_legacy_loss
+    gradient_checkpointing use_reentrant_checkpointing attn_implementation _attn_implementation _flash_attn_2_enabled
+    unsloth_version unsloth_fixed keys_to_ignore_at_inference
+    max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature top_k top_p
+    typical_p repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids
+    num_return_sequences forced_bos_token_id forced_eos_token_id remove_invalid_values exponential_decay_length_penalty
+    suppress_tokens begin_suppress_tokens epsilon_cutoff eta_cutoff
+"""
+_KNOWN = {*_SAME.values(), *_ROPE, *_SERVED, *_HARMLESS.split(), "sliding_window"}
 _LLAMA3 = {
     "rope_factor": "factor",
     "rope_low_freq_factor": "low_freq_factor",
@@ -68,8 +94,8 @@ def model_config(found: dict[str, Any], *, where: str, fuse_qkv: bool = True) ->
       fuse_qkv: as ModelConfig's; the file does not say.
 
     Raises:
-      ValueError: another architecture, a field that is missing, unknown or has a value that our model does not
-        implement; the message names the field.
+      ValueError: another architecture, a field that is missing or has a value that our model does not implement; the
+        message names the field.
     """
     kind = found.get("model_type")
     ours = ARCHITECTURES.get(kind) if isinstance(kind, str) else None
@@ -91,6 +117,7 @@ def model_config(found: dict[str, Any], *, where: str, fuse_qkv: bool = True) ->
     typed = {
         theirs: _number(values[theirs], theirs, ours, where=where) for ours, theirs in _SAME.items() if theirs in values
     }
+    _refuse_window(values, where=where)
     heads, width = typed["num_attention_heads"], typed["hidden_size"]
     if "head_dim" not in typed and (heads < 1 or width % heads):
         raise ValueError(f"{where}: hidden_size={width} does not divide into num_attention_heads={heads}.")
@@ -133,16 +160,40 @@ def architecture(m: ModelConfig) -> dict[str, Any]:
     return {key: getattr(m, key) for key in keys}
 
 
+def unknown_fields(found: dict[str, Any]) -> list[str]:
+    """Returns the fields of a config.json that have a value and are not known here: they may change the computation."""
+    return [
+        key
+        for key, value in found.items()
+        if value is not None and key not in _KNOWN and not key.startswith("assistant_")
+    ]
+
+
 def _refuse_unsupported(values: dict[str, Any], *, where: str) -> None:
-    known = {*_SAME.values(), *_ROPE, *_ONLY, *_NEUTRAL}
-    for key, value in values.items():
-        if key in _ONLY and value != _ONLY[key]:
-            raise ValueError(f"{where}: {key}={value!r} is not supported; our model has {key}={_ONLY[key]!r}.")
-        if key not in known:
-            raise ValueError(
-                f"{where}: {key}={value!r} is not a field that this converter knows, so what it changes would be "
-                "missing; if it changes nothing that the model computes, take it out of a copy of that file."
-            )
+    for key, served in _SERVED.items():
+        if key not in values:
+            continue
+        value = values[key]
+        each = value if key in _PER_LAYER and isinstance(value, list) else [value]
+        if not all(one is None or one in served for one in each):
+            supported = ", ".join(map(repr, served)) or "null"
+            raise ValueError(f"{where}: {key}={value!r} is not supported; supported: {supported}.")
+
+
+def _refuse_window(values: dict[str, Any], *, where: str) -> None:
+    """Raises ValueError for a sliding window that hides keys within the model's positions."""
+    window, limit = values["sliding_window"], values["max_position_embeddings"]
+    # transformers' Llama has no window, its Mistral has one whatever use_sliding_window says
+    is_off = values["model_type"] == "llama" and "use_sliding_window" in values and not values["use_sliding_window"]
+    if window is None or is_off:
+        return
+    if type(window) is not int:
+        raise ValueError(f"{where}: sliding_window={window!r} is {type(window).__name__}; it must be int, or null.")
+    if window < limit:
+        raise ValueError(
+            f"{where}: sliding_window={window} is shorter than max_position_embeddings={limit}, and our model has no "
+            "window; supported: null, or a window as long as the positions."
+        )
 
 
 def _number(value: Any, theirs: str, ours: str, *, where: str) -> Any:
@@ -164,6 +215,7 @@ def _rope(values: dict[str, Any], *, where: str) -> dict[str, Any]:
         if rope.setdefault(key, value) != value:
             raise ValueError(f"{where}: rope_scaling has {key}={value!r}, rope_parameters {rope[key]!r}; keep one.")
     theta = values["rope_theta"] if "rope_theta" in values else rope.get("rope_theta", 10000.0)
+    _refuse_unsupported({key: rope.pop(key) for key in ("partial_rotary_factor",) if key in rope}, where=where)
     if rope.pop("rope_theta", theta) != theta:
         raise ValueError(f"{where}: rope_theta={theta!r} and another one in rope_parameters; keep one.")
     fields = {"rope_theta": _number(theta, "rope_theta", "rope_theta", where=where)}

@@ -16,7 +16,7 @@ import numpy as np
 
 from hlat_jax.config import ModelConfig
 from hlat_jax.huggingface import names
-from hlat_jax.huggingface.config_json import model_config
+from hlat_jax.huggingface.config_json import model_config, unknown_fields
 from hlat_jax.safetensors_file import DTYPES, Stored, bits, read_header
 
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
@@ -35,6 +35,7 @@ class Checkpoint:
     Attributes:
       dtype: of our parameters: float32, or bfloat16 where all tensors are.
       notes: what was passed over, for people.
+      warning: the fields of config.json that are not known, in one line; "" where all are.
     """
 
     folder: pathlib.Path
@@ -42,6 +43,7 @@ class Checkpoint:
     tensors: dict[str, Stored]
     dtype: np.dtype
     notes: tuple[str, ...]
+    warning: str
 
     def companions(self) -> list[pathlib.Path]:
         """Returns the files to carry along."""
@@ -54,13 +56,16 @@ class Checkpoint:
             yield entry.join([bits(tensor) for tensor in tensors]).view(self.dtype)
 
 
-def open_checkpoint(folder: pathlib.Path, *, dtype: str = "", fuse_qkv: bool = True) -> Checkpoint:
+def open_checkpoint(
+    folder: pathlib.Path, *, dtype: str = "", fuse_qkv: bool = True, strict: bool = False
+) -> Checkpoint:
     """Returns what lies in a folder; reads no weights.
 
     Args:
       folder: with config.json and safetensors, one file or several with an index.
       dtype: of our parameters; "": that of the tensors, float16 as float32, which holds it exactly.
       fuse_qkv: as ModelConfig's.
+      strict: refuse fields of config.json that are not known.
 
     Raises:
       ValueError: something missing, left over, of another shape or dtype, or an unsupported architecture.
@@ -68,7 +73,15 @@ def open_checkpoint(folder: pathlib.Path, *, dtype: str = "", fuse_qkv: bool = T
     path = folder / "config.json"
     if not path.is_file():
         raise ValueError(f"{folder} has no config.json (looked from {pathlib.Path.cwd()}); give a model's folder.")
-    model = model_config(_json(path), where=str(path), fuse_qkv=fuse_qkv)
+    found = _json(path)
+    model = model_config(found, where=str(path), fuse_qkv=fuse_qkv)
+    unknown = unknown_fields(found)
+    if unknown and strict:
+        raise ValueError(
+            f"{path}: {', '.join(f'{key}={found[key]!r}' for key in unknown)} are not known to this converter, so what "
+            "they change in the computation would be missing; without --strict they are carried along."
+        )
+    warning = f"{path}: {', '.join(unknown)} are not known to this converter, and taken to change no result."
     tensors = _tensors(folder)
     notes = []
     derived = [name for name in tensors if name.endswith(names.DERIVED)]
@@ -78,7 +91,8 @@ def open_checkpoint(folder: pathlib.Path, *, dtype: str = "", fuse_qkv: bool = T
     if model.tie_embeddings and names.HEAD in tensors and names.EMBEDDING in tensors:
         _require_same(tensors[names.EMBEDDING], tensors.pop(names.HEAD))
     _require_names(tensors, names.expected(model), folder=folder)
-    return Checkpoint(folder, model, tensors, _dtype(tensors, dtype, folder=folder), tuple(notes))
+    kept = _dtype(tensors, dtype, folder=folder)
+    return Checkpoint(folder, model, tensors, kept, tuple(notes), warning if unknown else "")
 
 
 def as_dtype(values: np.ndarray, dtype: np.dtype) -> np.ndarray:

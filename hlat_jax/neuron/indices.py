@@ -1,44 +1,51 @@
-"""Where a gather or a scatter reaches: the range of its indices, as far as the program itself tells.
+"""Where a gather or a scatter reaches: the range of its indices, as far as the program itself determines it.
 
-An index that comes from data has no range. One that was clipped has, and so has an iota with what is added to it.
+Indices made of iotas and constants alone are computed. Those that depend on data have the range that a clip leaves
+them. A function that is called several times is judged at each call.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 
-from hlat_jax.neuron.module import Program, attribute, callee, constant, defining, name, tensor
+from hlat_jax.neuron.known_values import MAX_DEPTH, direction, function_of, known, source
+from hlat_jax.neuron.module import Program, Tensor, defining, enclosing, name, tensor
 
-_SAME = {"broadcast_in_dim", "reshape", "convert", "transpose", "slice", "optimization_barrier"}
-_MAX_DEPTH = 40
-_FAR = 2**62  # beyond what an index can be
+_SAME = ("broadcast_in_dim", "reshape", "convert", "transpose", "slice", "reverse")
+_ARITHMETIC = ("clamp", "add", "subtract", "multiply", "maximum", "minimum", "concatenate")
+_MAX_CHAINS = 1024
+Found = tuple[str, str, Any]  # the id of a rule, what is meant, and the operation whose line is to blame
 
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-    """Least and greatest value, as far as they are known, and whether an iota is part of it."""
+    """Least and greatest value."""
 
-    low: int = -_FAR
-    high: int = _FAR
-    from_iota: bool = False
+    low: float
+    high: float
+
+    def within(self, other: Range) -> Range:
+        """Returns this range where the other holds it, else the other: integers that overflow can be any."""
+        return self if other.low <= self.low and self.high <= other.high else other
 
 
-ANY = Range()
-
-
-def of_gather(op: Any, program: Program) -> Iterator[tuple[str, str]]:
+def of_gather(op: Any, program: Program) -> Iterator[Found]:
     """Yields GS01 or GS02 for a gather."""
     numbers = stablehlo.GatherDimensionNumbers(op.attributes["dimension_numbers"])
     sizes = list(ir.DenseI64ArrayAttr(op.attributes["slice_sizes"]))
     yield from _reach(op, program, dims=list(numbers.start_index_map), at=(numbers.index_vector_dim, sizes))
 
 
-def of_scatter(op: Any, program: Program) -> Iterator[tuple[str, str]]:
+def of_scatter(op: Any, program: Program) -> Iterator[Found]:
     """Yields GS01 or GS02 for a scatter; windows count as one element, so a long window is taken to fit."""
     numbers = stablehlo.ScatterDimensionNumbers(op.attributes["scatter_dimension_numbers"])
     sizes = [1] * len(tensor(op.operands[0]).dims)
@@ -46,81 +53,123 @@ def of_scatter(op: Any, program: Program) -> Iterator[tuple[str, str]]:
     yield from _reach(op, program, dims=dims, at=(numbers.index_vector_dim, sizes))
 
 
-def _reach(op: Any, program: Program, *, dims: list[int], at: tuple[int, list[int]]) -> Iterator[tuple[str, str]]:
+def _reach(op: Any, program: Program, *, dims: list[int], at: tuple[int, list[int]]) -> Iterator[Found]:
     index_vector_dim, sizes = at
     operand = tensor(op.operands[0])
     # a scatter of several arrays has its indices after all of them
     indices = op.operands[len(op.results) if op.name == "stablehlo.scatter" else 1]
-    for dim, column in zip(dims, _columns(indices, len(dims), index_vector_dim), strict=True):
-        reach, last = bounds(column, program), (operand.dims[dim] or 0) - sizes[dim]
-        if reach.from_iota and last < reach.high < _FAR:
-            yield "GS01", f"indices up to {reach.high} into dimension {dim} of {operand}"
-        elif reach.low < 0 or reach.high > last:
-            yield "GS02", f"dimension {dim} of {operand}"
+    if 0 in tensor(indices).dims:
+        return
+    is_shared = len(program.callers(enclosing(op))) > 1
+    found = {}
+    for calls in itertools.islice(_chains(op, program), _MAX_CHAINS):
+        for number, dim in enumerate(dims):
+            if operand.dims[dim] is not None:
+                last = operand.dims[dim] - sizes[dim]
+                place = calls[-1] if is_shared else op
+                reach, from_iota = _column(indices, number, index_vector_dim, program, calls)
+                if from_iota and reach.high > last:
+                    found["GS01", dim, place] = f"indices up to {reach.high} into dimension {dim} of {operand}"
+                elif reach.low < 0 or reach.high > last:
+                    found["GS02", dim, place] = f"dimension {dim} of {operand}"
+    yield from ((rule, what, place) for (rule, _, place), what in found.items())
 
 
-def _columns(value: Any, count: int, dim: int) -> list[Any]:
+def _chains(op: Any, program: Program) -> Iterator[tuple]:
+    """Yields the calls, outermost first, by which the function around an operation is reached."""
+    callers = program.callers(enclosing(op))
+    for call in callers:
+        for outer in _chains(call, program):
+            yield (*outer, call)
+    if not callers:
+        yield ()
+
+
+def _column(value: Any, number: int, dim: int, program: Program, calls: tuple) -> tuple[Range, bool]:
+    """Returns the range of one index of each index vector, and whether it is computed from an iota."""
+    value, calls = source(value, calls, program)
     op = defining(value)
-    is_joined = count > 1 and op is not None and op.name == "stablehlo.concatenate" and len(op.operands) == count
+    is_joined = op is not None and op.name == "stablehlo.concatenate"
     if is_joined and ir.IntegerAttr(op.attributes["dimension"]).value == dim:
-        return list(op.operands)
-    return [value] * count
+        for operand in op.operands:
+            if number < tensor(operand).dims[dim]:
+                return _column(operand, number, dim, program, calls)
+            number -= tensor(operand).dims[dim]
+    exact = known(value, program, calls)
+    if exact is None:
+        return bounds(value, program, calls), False
+    found = exact.numbers
+    if dim < found.ndim and found.shape[dim] > 1:
+        found = found.take(number, axis=dim)
+    return Range(found.min().item(), found.max().item()), exact.from_iota
 
 
-def bounds(value: Any, program: Program, *, depth: int = 0) -> Range:
-    """Returns the range of the integers of a value; `ANY` where the program does not tell."""
-    if value not in program.ranges:
-        program.ranges[value] = ANY if depth > _MAX_DEPTH else _bounds(value, program, depth)
-    return program.ranges[value]
+def bounds(value: Any, program: Program, calls: tuple = (), *, depth: int = 0) -> Range:
+    """Returns the range of the numbers of a value: all that its type has where the program does not determine it."""
+    key = (value, calls)
+    if key not in program.ranges:
+        whole = _whole(tensor(value))
+        program.ranges[key] = _bounds(value, program, calls, depth).within(whole) if depth < MAX_DEPTH else whole
+    return program.ranges[key]
 
 
-def _bounds(value: Any, program: Program, depth: int) -> Range:
+def _whole(kind: Tensor | None) -> Range:
+    integer = re.fullmatch(r"(u?)i(\d+)", kind.dtype) if kind is not None else None
+    if integer is None:
+        return Range(-math.inf, math.inf)
+    bits = int(integer[2])
+    is_unsigned = integer[1] or bits == 1
+    return Range(0, 2**bits - 1) if is_unsigned else Range(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
+
+
+def _bounds(value: Any, program: Program, calls: tuple, depth: int) -> Range:
+    exact, whole = known(value, program, calls), _whole(tensor(value))
+    if exact is not None:
+        is_finite = exact.numbers.size and np.isfinite(exact.numbers).all()
+        return Range(exact.numbers.min().item(), exact.numbers.max().item()) if is_finite else whole
+    value, calls = source(value, calls, program)
     op = defining(value)
     if op is None:
         return _of_argument(value, program, depth)
     word = op.name.partition(".")[2]
-    if word == "constant":
-        numbers = constant(value)
-        return ANY if numbers is None or not numbers.size else Range(int(numbers.min()), int(numbers.max()))
-    if word == "iota":
-        dim = ir.IntegerAttr(op.attributes["iota_dimension"]).value
-        return Range(0, (tensor(value).dims[dim] or 1) - 1, True)
-    if op.name == "func.call":
-        inside = program.functions[callee(op)].regions[0].blocks[0].operations
-        returned = list(inside)[-1].operation.operands[ir.OpResult(value).result_number]
-        return bounds(returned, program, depth=depth + 1)
-    if word in _SAME:
-        number = ir.OpResult(value).result_number if word == "optimization_barrier" else 0
-        return bounds(op.operands[number], program, depth=depth + 1)
+    if math.isinf(whole.high) or word not in ("select", *_SAME, *_ARITHMETIC):
+        return whole
     if word == "select":
-        return _of_select(op, program, depth)
-    if word in ("clamp", "add", "subtract", "multiply", "maximum", "minimum", "concatenate"):
-        return _of_arithmetic(word, [bounds(operand, program, depth=depth + 1) for operand in op.operands])
-    return ANY
+        decided = _decided(op.operands[0], program, calls, depth + 1)
+        chosen = [op.operands[number] for number, taken in ((1, True), (2, False)) if decided in (taken, None)]
+        return _union([bounds(one, program, calls, depth=depth + 1) for one in chosen])
+    return _of_arithmetic(word, [bounds(operand, program, calls, depth=depth + 1) for operand in op.operands])
 
 
 def _of_argument(value: Any, program: Program, depth: int) -> Range:
-    """Returns the range of a function's argument over all calls of it."""
-    argument = ir.BlockArgument(value)
-    owner = getattr(argument.owner.owner, "operation", argument.owner.owner)
-    if owner.name != "func.func":
-        return ANY
-    calls = program.callers(name(owner))
-    return _union([bounds(call.operands[argument.arg_number], program, depth=depth + 1) for call in calls])
+    """Returns the range of an argument: of a function's over all calls of it, of a loop's whatever its type has."""
+    function = function_of(value)
+    calls = program.callers(name(function)) if function is not None else []
+    number = ir.BlockArgument(value).arg_number
+    given = [bounds(call.operands[number], program, depth=depth + 1) for call in calls]
+    return _union(given) if given else _whole(tensor(value))
 
 
-def _of_select(op: Any, program: Program, depth: int) -> Range:
-    on_true, on_false = (bounds(operand, program, depth=depth + 1) for operand in list(op.operands)[1:])
-    condition = defining(op.operands[0])
-    if condition is not None and condition.name == "stablehlo.compare":
-        left, right = (bounds(operand, program, depth=depth + 1) for operand in condition.operands)
-        if "LT" in str(attribute(condition, "comparison_direction")) and left.low >= right.high:
-            return on_false  # never less: how JAX writes the indices that count from the end
-    return _union([on_true, on_false])
+def _decided(condition: Any, program: Program, calls: tuple, depth: int) -> bool | None:
+    """Returns what a comparison is for all elements; None where it differs between them, or depends on data.
+
+    JAX adds the number of rows to an index that is less than 0: so it writes the indices that count from the end.
+    """
+    condition, calls = source(condition, calls, program)
+    op = defining(condition)
+    if op is not None and op.name == "stablehlo.broadcast_in_dim":
+        return _decided(op.operands[0], program, calls, depth + 1)
+    if op is None or op.name != "stablehlo.compare" or direction(op) in ("EQ", "NE"):
+        return None
+    left, right = (bounds(operand, program, calls, depth=depth + 1) for operand in op.operands)
+    if direction(op) in ("GT", "LE"):
+        left, right = right, left
+    is_less = True if left.high < right.low else False if left.low >= right.high else None
+    return is_less if is_less is None or direction(op) in ("LT", "GT") else not is_less
 
 
 def _of_arithmetic(word: str, given: Sequence[Range]) -> Range:
-    if word == "concatenate":
+    if word in (*_SAME, "concatenate"):
         return _union(given)
     if word == "clamp":
         low, reach, high = given
@@ -133,11 +182,8 @@ def _of_arithmetic(word: str, given: Sequence[Range]) -> Range:
         "maximum": [max(a.low, b.low), max(a.high, b.high)],
         "minimum": [min(a.low, b.low), min(a.high, b.high)],
     }[word]
-    return Range(max(min(ends), -_FAR), min(max(ends), _FAR), a.from_iota or b.from_iota)
+    return Range(min(ends), max(ends))
 
 
 def _union(given: Sequence[Range]) -> Range:
-    if not given:
-        return ANY
-    iota = any(reach.from_iota for reach in given)
-    return Range(min(reach.low for reach in given), max(reach.high for reach in given), iota)
+    return Range(min(reach.low for reach in given), max(reach.high for reach in given))

@@ -118,20 +118,18 @@ def check_module(
     parted = partitioned.split(module.operation)
     listed = {operators_lib.normalized(word) for word in operators}
     groups: dict[tuple[str, str], list[tuple]] = {}
-    for rule, what, op, owner in _hits(program, parted, target=target, listed=listed):
-        frames = owner.frames(op)
+    for rule, what, op, owner, *place in _hits(program, parted, target=target, listed=listed):
+        frames = owner.frames(*place or [op])
         groups.setdefault((rule, line_of(frames)), []).append((what, op.name, frames))
     findings = [_finding(key, hits, target=target, recurring=recurring) for key, hits in groups.items()]
     return sorted(findings, key=lambda finding: (SEVERITIES.index(finding.severity), finding.rule))
 
 
-def _hits(
-    program: Program, parted: Program | None, *, target: str, listed: set[str]
-) -> Iterator[tuple[str, str, Any, Program]]:
-    """Yields (rule, what, operation, the program that it is of)."""
+def _hits(program: Program, parted: Program | None, *, target: str, listed: set[str]) -> Iterator[tuple]:
+    """Yields (rule, what, operation, its program), and the operation whose line is to blame, where it is another."""
     for op in program.operations:
-        for rule, what in operators_lib.offences(op, program):
-            yield rule, what, op, program
+        for rule, what, *place in operators_lib.offences(op, program):
+            yield rule, what, op, program, *place
         if listed:
             for rule, what in operators_lib.not_listed(op, listed):
                 yield rule, what, op, program

@@ -75,12 +75,14 @@ class Program:
       operations: all of them, an operation before those in its regions.
       functions: every `func.func` by its symbol.
       ranges: of values, by `indices.bounds`, as far as they were asked for.
+      known: the same by `known_values.known`.
     """
 
     def __init__(self, root: Any):
         self.operations = list(_walk(root))
         self.functions = {name(op): op for op in self.operations if op.name == "func.func"}
         self.ranges: dict[Any, Any] = {}
+        self.known: dict[Any, Any] = {}
         self._callers: dict[str, list[Any]] = {}
         for op in self.operations:
             if op.name == "func.call":
@@ -184,7 +186,7 @@ def numbers(attr: Any) -> np.ndarray | None:
     try:
         dense = ir.DenseElementsAttr(attr)
         if dense.is_splat:
-            return np.full(tensor(dense.type).dims, dense.get_splat_value().value)
+            return np.broadcast_to(dense.get_splat_value().value, tensor(dense.type).dims)
         return np.asarray(attr)
     except (TypeError, ValueError, AttributeError):
         return None
@@ -197,8 +199,13 @@ def is_constant(value: Any) -> bool:
 
 
 def constant(value: Any) -> np.ndarray | None:
-    """Returns a constant's numbers, or None."""
-    return numbers(defining(value).attributes["value"]) if is_constant(value) else None
+    """Returns a constant's numbers; None of any other value, and of a type that this JAX does not read as numbers."""
+    if not is_constant(value):
+        return None
+    try:
+        return numbers(defining(value).attributes["value"])
+    except TypeError:  # the attribute itself cannot be had where it is complex
+        return None
 
 
 def _bits(dtype: str) -> int:

@@ -13,12 +13,14 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 from jax.extend.mlir import ir
 
 from hlat_jax.neuron import indices
 from hlat_jax.neuron.module import Program, Tensor, attribute, callee, constant, defining, inner, is_constant, tensor
 
-Hit = tuple[str, str]  # the id of a rule, and what of the operation is meant
+# The id of a rule, and what of the operation is meant; and the operation whose line is to blame, where it is another.
+Hit = tuple[str, str] | tuple[str, str, Any]
 
 # Source: compiler/error-codes/EHCA005 and EVRF015
 _AWS = """
@@ -81,8 +83,7 @@ def _types(op: Any) -> Iterator[Hit]:
         yield from _type(kind)
     if _DYNAMIC.fullmatch(op.name):
         yield "SH01", op.name
-    value = attribute(op, "value")
-    if value is not None and op.name == "stablehlo.constant" and tensor(op.results[0]).dtype == "ui64":
+    if op.name == "stablehlo.constant" and tensor(op.results[0]).dtype == "ui64":
         largest = constant(op.results[0])
         if largest is not None and largest.size and int(largest.max()) >= 2**32:
             yield "DT07", str(int(largest.max()))
@@ -139,7 +140,7 @@ def static_limit(loop: Any, program: Program) -> int | None:
     counters = [operand for operand in compare.operands if defining(operand) is None]
     found = [limit for limit in limits if limit is not None]
     is_static = len(found) == 1 and len(counters) == 1 and _steps_by_constants(loop, counters[0], program)
-    return int(found[0]) if is_static else None
+    return int(found[0]) if is_static and np.isfinite(found[0]) else None
 
 
 def _steps_by_constants(loop: Any, counter: Any, program: Program) -> bool:

@@ -184,7 +184,7 @@ def size_findings(program: Program) -> Iterator[tuple[str, str, Any]]:
         if program.is_spread and _function_around(op) not in (None, name(program.main)):
             continue
         if op.name == "func.func":
-            values = list(op.regions[0].blocks[0].arguments)
+            values = list(op.regions[0].blocks[0].arguments) if op.regions[0].blocks else []
             shardings = [sharding_of(attrs) for attrs in _attributes(op, "arg_attrs", len(values))]
         else:
             values = list(op.results)

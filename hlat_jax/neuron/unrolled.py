@@ -31,10 +31,9 @@ def findings(program: Program) -> Iterator[tuple[str, str, Any]]:
 
 
 def num_tiles(dot: Any, program: Program) -> int:
-    """Returns the products of 128 x 128 by 128 x 512 that a `dot_general` takes on one device."""
+    """Returns the products of 128 x 128 by 128 x 512 that a `dot_general` takes on one device, a dynamic dim as 1."""
     numbers = stablehlo.DotDimensionNumbers(dot.attributes["dot_dimension_numbers"])
-    left = tensor(dot.operands[0]).dims
-    result = local_result(dot, program).dims
+    left, result = ([dim or 1 for dim in kind.dims] for kind in (tensor(dot.operands[0]), local_result(dot, program)))
     batch = len(list(numbers.lhs_batching_dimensions))
     rows = len(left) - batch - len(list(numbers.lhs_contracting_dimensions))
     depth = math.prod(left[dim] for dim in numbers.lhs_contracting_dimensions)
