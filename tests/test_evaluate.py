@@ -3,10 +3,14 @@
 Relative tolerance 1e-5 on the sum of the losses: both sides compute in fp32, which is exact to 1e-7 a token.
 """
 
+import contextlib
 import dataclasses
+import functools
+import io
 import json
 import math
 import pathlib
+import shutil
 
 import jax
 import numpy as np
@@ -99,48 +103,55 @@ def test_evaluate_equals_hugging_face_token_by_token(words, window, trained_run,
     assert f"3 documents, {num_bytes} bytes, {num_tokens} tokens" in printed
 
 
-@pytest.fixture
-def validated_run(tmp_path, monkeypatch):
-    """A function of changes to the data section that trains 8 steps, validates, and returns (folder, last row)."""
+@pytest.fixture(scope="module")
+def validated(tmp_path_factory):
+    """A function of a packing -> (folder, validation row, line on what is validated, held-out file) of a short run."""
 
-    def run(**data):
-        c = config_lib.load(str(write_config(tmp_path)))
-        c.data.update(data)
+    @functools.cache
+    def run(packing):
+        folder = tmp_path_factory.mktemp(packing)
+        text = folder / "held_out.jsonl"
+        shutil.copy(sources.asset_path("austen_validation.jsonl"), text)
+        c = config_lib.load(str(write_config(folder)))
+        c.data.update(packing=packing, validation=str(text))
         c.train.update(num_steps=8, eval_every_steps=0, num_eval_batches=3)
-        one = jax.devices()[:1]
-        with monkeypatch.context() as patch:
+        one, printed = jax.devices()[:1], io.StringIO()
+        with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
             patch.setattr(loop.jax, "devices", lambda *_: one)
-            assert loop.train(config_lib.resolve(c), tmp_path / "run") == 0
-        return tmp_path / "run", [row for row in read_rows(tmp_path / "run" / ROWS_FILE) if "eval_loss" in row][-1]
+            assert loop.train(config_lib.resolve(c), folder / "run") == 0
+        [said] = [line for line in printed.getvalue().splitlines() if line.startswith("validation  ")]
+        return folder / "run", read_rows(folder / "run" / ROWS_FILE)[-1], said, text
 
     return run
 
 
-@pytest.mark.parametrize("packing", ["concat", "documents"])
+@pytest.mark.parametrize(
+    ("packing", "words"),
+    [("concat", ["--parallel.tensor=2", "--parallel.data=2", "--batch_size=1"]), ("documents", ["--batch_size=5"])],
+    ids=["concat on a mesh", "documents"],
+)
 def test_evaluate_of_the_validation_rows_equals_the_validation_of_the_run(
-    packing, validated_run, evaluate_here, tmp_path, capsys
+    packing, words, validated, evaluate_here, tmp_path
 ):
     """1e-5: fp32 sums over batches of another size, and another mesh."""
-    folder, row = validated_run(packing=packing)
-    [said] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("validation  ")]
-    for words in (["--batch_size=5"], ["--parallel.tensor=2", "--parallel.data=2", "--batch_size=1"]):
-        out = tmp_path / "found.json"
-        code, printed, error = evaluate_here(f"--checkpoint={folder}", "--validation", f"--json={out}", *words)
-        assert (code, error) == (0, "")
-        assert said in printed.splitlines()
-        found = json.loads(out.read_text())
-        assert found["eval_tokens"] == row["eval_tokens"]
-        for key in ("eval_loss", "bits_per_byte"):
-            assert found[key] == pytest.approx(row[key], rel=1e-5)
-        assert found["coverage"]["all"]["all_documents"] == 13
+    folder, row, said, _ = validated(packing)
+    out = tmp_path / "found.json"
+    code, printed, error = evaluate_here(f"--checkpoint={folder}", "--validation", f"--json={out}", *words)
+    assert (code, error) == (0, "")
+    assert said in printed.splitlines()
+    found = json.loads(out.read_text())
+    assert found["eval_tokens"] == row["eval_tokens"]
+    for key in ("eval_loss", "bits_per_byte"):
+        assert found[key] == pytest.approx(row[key], rel=1e-5)
+    assert found["coverage"]["all"]["all_documents"] == 13
 
 
-def test_validation_is_the_loss_of_rows_cut_by_hand(validated_run):
+def test_validation_is_the_loss_of_rows_cut_by_hand(validated):
     """Every sixth row, counted from the middle of the first six, by logits and log_softmax alone; rel 1e-5: fp32."""
-    folder, row = validated_run()
+    folder, row, _, text = validated("concat")
     weights = open_weights(folder)
     tokenizer, params = weights.open_tokenizer(), weights.restore(None)
-    lines = sources.asset_path("austen_validation.jsonl").read_text(encoding="utf-8").splitlines()
+    lines = text.read_text(encoding="utf-8").splitlines()
     texts = [json.loads(line)["text"] for line in lines]
     pieces = [text[start : start + 2000] for text in texts for start in range(0, len(text), 2000)]
     tokens = np.concatenate([[*tokenizer.encode(piece), tokenizer.eos_id] for piece in pieces])
@@ -169,12 +180,14 @@ def test_a_validation_of_few_batches_is_near_that_of_all(trained_run, tmp_path):
     assert few == pytest.approx(whole, rel=0.02)
 
 
-def test_evaluate_refuses_a_held_out_text_that_changed(validated_run, evaluate_here, tmp_path):
-    text = tmp_path / "held_out.jsonl"
-    text.write_text(json.dumps({"text": TEXTS[0]}) + "\n")
-    folder, _ = validated_run(validation=str(text))
-    text.write_text(json.dumps({"text": TEXTS[2]}) + "\n")
-    code, _, error = evaluate_here(f"--checkpoint={folder}", "--validation")
+def test_evaluate_refuses_a_held_out_text_that_changed(validated, evaluate_here):
+    folder, _, _, text = validated("concat")
+    kept = text.read_bytes()
+    try:
+        text.write_bytes(kept.replace(b"Emma", b"Anna"))
+        code, _, error = evaluate_here(f"--checkpoint={folder}", "--validation")
+    finally:
+        text.write_bytes(kept)
     assert code == 2
     assert "--validation: the held-out text is not that of the run" in error
     assert "held_out.jsonl with" in error
@@ -209,12 +222,12 @@ def test_a_short_text_has_the_loss_that_it_has_in_the_whole_window():
     """To 1e-6 of the sum: the same fp32 operations on the same tokens, in arrays of another size."""
     layout = make_layout(config_lib.ParallelConfig(), jax.devices()[:1])
     predict = evaluate._predict(TrainedModel(MODEL, init_params(MODEL, jax.random.key(0)), layout, None, "", ""))
-    documents = _documents(40, 250, 100, 63, 64, 2)
+    documents = _documents(40, 250, 64, 2)
     found = perplexity.total(documents, predict=predict, num_rows=8, window=MODEL.max_positions)
     pieces = [piece for document in documents for piece in windows(document.ids, MODEL.max_positions)]
     whole, _ = predict(perplexity._batch(pieces, 8, MODEL.max_positions))
-    assert found.num_windows == 6
-    assert found.padded_lengths == (64, 128, 256)
+    assert found.num_windows == 4
+    assert found.padded_lengths == (64, 256)
     assert found.nats == pytest.approx(float(whole), rel=1e-6)
 
 
