@@ -138,7 +138,9 @@ class TrainConfig:
     num_microbatches: int = _key(1, "Gradient accumulation: parts that a batch is split into, run one after another.")
     z_loss_weight: float = _key(0.0, "Weight of the squared log-normaliser in the loss.")
     eval_every_steps: int = _key(0, "Validate every so many steps and at the end; 0: at the end only.")
-    num_eval_batches: int = _key(8, "Batches of one validation, of each source; the same ones each time.")
+    num_eval_batches: int = _key(
+        8, "Batches of one validation, of each source, spread evenly over its documents; 0: all of the text."
+    )
     eval_tasks: str = _key("", "Tasks of the LM Evaluation Harness, NAME,NAME; needs the eval extra; empty: none.")
     eval_tasks_every_steps: int = _key(
         0, "Run them every so many steps, before the first and at the end; 0: these two."

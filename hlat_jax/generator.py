@@ -112,10 +112,9 @@ class Generator:
 
     def shape(self, prompts: Sequence[Sequence[int]], *, max_tokens: int) -> Shape:
         """Returns the shape that prompts are put into: powers of two, so that there are few."""
-        share = _power_of_two(-(-len(prompts) // self.layout.row_degree))
         prompt_slots = padded_length(max(map(len, prompts)), self.cfg.max_positions)
         slots = prompt_slots + _power_of_two(max_tokens, fewest=_FEWEST_SLOTS)
-        return Shape(self.layout.row_degree * share, prompt_slots, slots)
+        return Shape(padded_rows(len(prompts), self.layout.row_degree), prompt_slots, slots)
 
     def _limit(self, number: int, prompt: Sequence[int], max_tokens: int) -> int:
         """Returns the most tokens that a prompt can be continued by."""
@@ -237,6 +236,11 @@ def _rows(request: Request, shape: Shape, sampling: Sampling) -> tuple[np.ndarra
 def padded_length(num_tokens: int, max_positions: int) -> int:
     """Returns the places that rows of at most `num_tokens` are put into."""
     return min(_power_of_two(num_tokens, fewest=_FEWEST_SLOTS), max_positions)
+
+
+def padded_rows(num_rows: int, row_degree: int) -> int:
+    """Returns the rows of a batch that `num_rows` are put into: a power of two on each replica."""
+    return row_degree * _power_of_two(-(-num_rows // row_degree))
 
 
 def _power_of_two(number: int, *, fewest: int = 1) -> int:

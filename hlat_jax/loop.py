@@ -359,8 +359,7 @@ def _tell_data(batches: TrainBatches, held_out: dict[str, HeldOut], *, unused_ro
         if source.documents.passed_over:
             print(f"data             source {source.name}: {source.documents.passed_over}")
     for name, source in held_out.items():
-        if source.num_skipped:
-            print(f"held-out text    {source.num_skipped} bad records of source {name} are passed over")
+        print(f"validation       {source.described(name)}")
 
 
 def _metrics_log(config: Config, workdir: pathlib.Path, layout: Layout, start_step: int) -> MetricsLog | SilentLog:

@@ -12,7 +12,7 @@ from typing import Any
 
 from hlat_jax import budget, durable
 from hlat_jax.choices import chosen_model
-from hlat_jax.config import SECTIONS, Config
+from hlat_jax.config import SECTIONS, Config, resolve
 from hlat_jax.data.loader import TrainBatches
 from hlat_jax.data.streams import data_drift
 from hlat_jax.data.tokenizer import Tokenizer
@@ -38,9 +38,8 @@ def refuse_drift(saved: dict[str, Any], current: dict[str, Any], *, step: int) -
 
     A key of the config that is newer than the checkpoint had its default then, and an op was chosen as it is now.
     """
-    sections = {name: _defaults(section) | saved["config"][name] for name, section in SECTIONS.items()}
     implementations = current["implementations"] | saved["implementations"]
-    saved = saved | {"config": saved["config"] | sections, "implementations": implementations}
+    saved = saved | {"config": _completed(saved["config"]), "implementations": implementations}
     drift = config_drift(saved, current)
     drift += data_drift(saved, current, num_batches=step)
     if drift:
@@ -51,8 +50,14 @@ def refuse_drift(saved: dict[str, Any], current: dict[str, Any], *, step: int) -
         )
 
 
-def _defaults(section: type) -> dict[str, Any]:
-    return {field.name: field.default for field in dataclasses.fields(section)}
+def saved_config(saved: dict[str, Any]) -> Config:
+    """Returns the config of the settings in a checkpoint; a key that is newer than those takes its default."""
+    return resolve(_completed(saved["config"]))
+
+
+def _completed(config: dict[str, Any]) -> dict[str, Any]:
+    defaults = {name: {f.name: f.default for f in dataclasses.fields(section)} for name, section in SECTIONS.items()}
+    return config | {name: defaults[name] | config[name] for name in SECTIONS}
 
 
 def write_settings(config: Config, workdir: pathlib.Path, *, remat: dict[str, Any] | None) -> None:

@@ -1,8 +1,10 @@
 """Batches against an independent packer, for every split among processes, interruption and number of threads."""
 
+import collections
 import contextlib
 import dataclasses
 import json
+import re
 import threading
 
 import numpy as np
@@ -375,6 +377,53 @@ def test_validation_is_the_same_at_every_call_and_for_every_split(corpus, kind):
     assert held_out.open_held_out(without, tokenizer=TOKENIZER, num_batches=3) == ({}, None)
 
 
+@pytest.mark.parametrize("kind", ["concat", "documents"])
+def test_validation_of_fewer_rows_than_the_text_spreads_them_over_all_documents(tmp_path, kind):
+    """20 documents of one letter each, told apart in what the rows decode to."""
+    letters = "abcdefghijklmnopqrst"
+    texts = [f" {letter}" * (150 + 10 * number) for number, letter in enumerate(letters)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    data = data_config(str(tmp_path / "a.jsonl"), batch_size=4, packing=kind, max_document_chars=500_000)
+    [found] = held_out.open_held_out(data, tokenizer=TOKENIZER, num_batches=12)[0].values()
+    shares = collections.Counter("".join(TOKENIZER.decode(row) for batch in found.batches for row in batch.tokens))
+    assert [batch.tokens.shape for batch in found.batches] == [(4, 16)] * 12
+    whole = sum(map(len, texts)) / 2
+    sample = sum(shares[letter] for letter in letters)
+    for letter, text in zip(letters, texts, strict=True):  # its share of the rows, to about a row
+        assert shares[letter] / sample == pytest.approx(len(text) / 2 / whole, abs=1.5 * 16 / sample)
+    num_tokens = sum(len(TOKENIZER.encode(text)) + 1 for text in texts)
+    num_taken = sum(int((batch.segment_ids > 0).sum()) if kind == "documents" else 64 for batch in found.batches)
+    assert (
+        str(found.coverage) == f"20 of 20 documents, {num_taken:,} of {num_tokens:,} tokens, in 48 rows spread evenly"
+    )
+
+
+def test_validation_of_0_batches_is_the_whole_text(corpus):
+    data = data_config(corpus[0], batch_size=4)
+    for batch, same in zip(validation(data, num_batches=0), validation(data, num_batches=1000), strict=True):
+        np.testing.assert_array_equal(batch.tokens, same.tokens)
+        np.testing.assert_array_equal(batch.weights, same.weights)
+
+
+@pytest.mark.parametrize("kind", ["concat", "documents"])
+def test_validation_of_a_large_text_reads_documents_that_are_spread_evenly(tmp_path, monkeypatch, kind):
+    texts = [f"Document {number:04} ends here." for number in range(1000)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    num_each = len(TOKENIZER.encode(texts[0])) + 1
+    monkeypatch.setattr(held_out, "READ_TOKENS", 100 * num_each)
+    read, get = [], sources.Corpus.__getitem__
+    monkeypatch.setattr(sources.Corpus, "__getitem__", lambda self, number: read.append(number) or get(self, number))
+    data = data_config(str(tmp_path / "a.jsonl"), batch_size=4, packing=kind, seq_len=2 * num_each)
+    [found] = held_out.open_held_out(data, tokenizer=TOKENIZER, num_batches=3)[0].values()
+    assert len(read) <= 64 + 110  # to estimate the length of a document, and what rows are taken from
+    seen = [int(number) for batch in found.batches for row in batch.tokens
+            for number in re.findall(r"Document (\d{4}) ends", TOKENIZER.decode(row))]  # fmt: skip
+    assert 12 <= len(seen) <= 24
+    assert np.diff([-40, *sorted(seen), 1040]).max() < 130
+    estimated = int(re.search(r"of about ([\d,]+) tokens", str(found.coverage))[1].replace(",", ""))
+    assert estimated == pytest.approx(1000 * num_each, rel=0.01)
+
+
 def test_validation_keeps_its_sources_apart_and_counts_the_bytes_of_all_rows(three):
     data = data_config(three[0], validation=three[0], batch_size=2)
     found, manifest = held_out.open_held_out(data, tokenizer=TOKENIZER, num_batches=5, rows=[1])
@@ -430,7 +479,7 @@ def test_batches_of_one_source_stay_those_of_the_first_release():
     data = dataclasses.replace(data, batch_size=6, seq_len=64, max_document_chars=3000, seed=7)
     hashes = [loader.batch_hash(batch, rows=range(6)) for batch, _ in take(data, 40)]
     assert (hashes[0], hashes[-1]) == ("69d95094cfc4d3d43e44bfc466321de4", "b1036c58280121f7bb73ed9f0c1f9b50")
-    held = validation(dataclasses.replace(data, validation="package:austen_validation.jsonl"), num_batches=3)
+    held = validation(dataclasses.replace(data, validation="package:austen_validation.jsonl"), num_batches=0)
     # recorded on data.validation = austen_validation.jsonl
     assert loader.batch_hash(held[0], rows=range(6)) == "e300e5e613948fefc26d6238cc5c9891"
 

@@ -494,7 +494,6 @@ def test_short_training_is_tiny_with_fewer_steps_and_the_precision_of_the_run():
         "precision.policy": "bf16_sr",
         "precision.stochastic_rounding": "software",
         "train.num_steps": 160,
-        "train.num_eval_batches": 16,
         "optimizer.horizon_steps": 160,
     }, "measure short_training.BAND again: python benchmarks/doctor_band.py"
 

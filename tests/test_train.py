@@ -168,6 +168,8 @@ def test_train_says_on_stdout_what_a_person_asks(finished):
     for name in ("parameters       146,592", "tokens per step  128", "steps            24 of a horizon of 40"):
         assert name in out
     assert re.search(r"^state +\d+\.\d{3} GiB", out, re.MULTILINE)
+    covered = r"13 of 13 documents, 12,288 of 46,\d{3} tokens, in 384 rows spread evenly"
+    assert re.search(rf"^validation +{covered}$", out, re.MULTILINE)
     assert re.search(r"^compiled +\d+\.\d s", out, re.MULTILINE)
     assert len(re.findall(r"^sample (?:before|after) training: It is", out, re.MULTILINE)) == 2
     loss = [row["eval_loss"] for row in micro.rows(workdir) if "eval_loss" in row][-1]

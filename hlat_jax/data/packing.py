@@ -289,6 +289,24 @@ class _Window:
         self._next += 1
 
 
+def cut_once(documents: Iterable[Any], *, encode: Encode, seq_len: int) -> Iterator[Row]:
+    """Yields the rows that a ConcatStream makes of `documents` in one epoch; the last one may be shorter."""
+    parts, spans, filled = [], [], 0
+    for number, document in enumerate(documents):
+        token = 0
+        for rest in encode(document):
+            while len(rest):
+                part, rest = rest[: seq_len - filled], rest[seq_len - filled :]
+                spans.append(Span(0, number, token, filled, filled + len(part)))
+                parts.append(part)
+                token, filled = token + len(part), filled + len(part)
+                if filled == seq_len:
+                    yield Row(np.concatenate(parts), None, _joined(spans))
+                    parts, spans, filled = [], [], 0
+    if filled:
+        yield Row(np.concatenate(parts), None, _joined(spans))
+
+
 def cut(arrays: Iterable[np.ndarray], *, seq_len: int) -> Iterator[np.ndarray]:
     """Yields consecutive cuts of `seq_len` tokens of the concatenation; the last one may be shorter, never empty."""
     rest = np.zeros(0, np.int32)

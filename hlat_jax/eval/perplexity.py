@@ -2,15 +2,15 @@
 
     totals = perplexity.total(documents, predict=predict, num_rows=8, window=1024)
 
-Owns which tokens are predicted from which. A document begins with a token that is not its own and is not predicted.
-The first window predicts all that it holds; every other one goes back by half a window and predicts what is new, so
-that no prediction but those near the beginning of a document sees less than half a window before it.
+A document begins with a token that is not its own and is not predicted. The first window predicts all that it holds;
+every other one goes back by half a window and predicts what is new, so that no prediction but those near the beginning
+of a document sees less than half a window before it.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from hlat_jax.batch import Batch
+from hlat_jax.generator import padded_length, padded_rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +39,7 @@ class Totals:
       num_tokens: predicted ones, each once.
       num_windows: that were run.
       nats: of all predictions together.
+      padded_lengths: of the rows that windows were run in, ascending.
     """
 
     num_documents: int
@@ -45,6 +47,7 @@ class Totals:
     num_tokens: int
     num_windows: int
     nats: float
+    padded_lengths: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,15 +69,24 @@ def windows(ids: np.ndarray, window: int) -> Iterator[Window]:
 
 
 def total(
-    documents: Iterable[Document], *, predict: Callable[[Batch], tuple[Any, Any]], num_rows: int, window: int
+    documents: Iterable[Document],
+    *,
+    predict: Callable[[Batch], tuple[Any, Any]],
+    num_rows: int,
+    window: int,
+    row_degree: int = 1,
 ) -> Totals:
     """Returns the sums over documents.
+
+    Windows are padded to few lengths (powers of two, up to `window`), and run with others of their length. All batches
+    of a length have the same number of rows, so that `predict` compiles once for each.
 
     Args:
       documents: taken one after another; none is held longer than its windows.
       predict: batch -> (sum of the losses in nats, counted tokens), as `step.make_eval_step`.
-      num_rows: of the batches.
+      num_rows: of a batch, at most; a multiple of `row_degree`.
       window: tokens in a row, at least 2.
+      row_degree: divides the rows of every batch.
 
     Raises:
       ValueError: there is nothing to predict.
@@ -86,14 +98,27 @@ def total(
             sizes.append((len(document.ids) - 1, document.num_bytes))
             yield from windows(document.ids, window)
 
-    losses, num_windows, pieces = [], 0, of_all()
-    while rows := list(itertools.islice(pieces, num_rows)):
-        losses.append(float(predict(_batch(rows, num_rows, window))[0]))
-        num_windows += len(rows)
+    losses, num_windows, rows_of = [], 0, {}  # rows_of: of the batches of a padded length
+    waiting = collections.defaultdict(list)
+
+    def run(length: int) -> None:
+        rows = waiting.pop(length)
+        count = rows_of.setdefault(length, min(num_rows, padded_rows(len(rows), row_degree)))
+        losses.append(float(predict(_batch(rows, count, length))[0]))
+
+    for piece in of_all():
+        num_windows += 1
+        length = padded_length(len(piece.tokens), window)
+        waiting[length].append(piece)
+        if len(waiting[length]) == num_rows:
+            run(length)
+    for length in sorted(waiting, reverse=True):  # what does not fit into memory fails first
+        run(length)
     num_tokens = sum(tokens for tokens, _ in sizes)
     if num_tokens == 0:
         raise ValueError(f"{len(sizes)} documents hold no token to predict; give text.")
-    return Totals(len(sizes), sum(num_bytes for _, num_bytes in sizes), num_tokens, num_windows, math.fsum(losses))
+    num_bytes = sum(num_bytes for _, num_bytes in sizes)
+    return Totals(len(sizes), num_bytes, num_tokens, num_windows, math.fsum(losses), tuple(sorted(rows_of)))
 
 
 def _batch(rows: list[Window], num_rows: int, window: int) -> Batch:

@@ -59,7 +59,6 @@ def short_config(precision: PrecisionConfig) -> Config:
     mutable.precision.stochastic_rounding = precision.stochastic_rounding
     mutable.train.num_steps = NUM_STEPS
     mutable.optimizer.horizon_steps = NUM_STEPS
-    mutable.train.num_eval_batches = 16
     return config_lib.resolve(mutable)
 
 
