@@ -18,7 +18,7 @@ from hlat_jax.collectives import shards
 from hlat_jax.config import Config
 from hlat_jax.model import Decoder, abstract_params, bind, init_params, param_axes
 from hlat_jax.ops.cross_entropy import LossOptions, cross_entropy
-from hlat_jax.optimizer import adamw, decay_mask
+from hlat_jax.optimizer import adamw, decay_mask, global_norm
 from hlat_jax.passes.autocast import autocast
 from hlat_jax.pipeline import Parts, pipelined, pipelined_loss
 from hlat_jax.precision import POLICIES, cast_tree, policy_on
@@ -103,6 +103,26 @@ def parts(config: Config, layout: Layout, *, z_loss_weight: float) -> Parts:
         )
 
     return Parts(embed, stage, loss)
+
+
+def make_norms(layout: Layout) -> Callable[..., Any]:
+    """Returns the jitted state -> L2 norms, fp32, by part: the parameters, and whatever the optimizer keeps of them.
+
+    A part has the structure of the parameters, or is a floating-point array by itself. A state of which a norm is not
+    finite cannot be trained on, and is not worth saving.
+    """
+    in_blocks = layout.mesh.size == 1 and layout.platform == "cpu"
+
+    def state_norms(state: State) -> dict[str, jax.Array]:
+        params = jax.tree.structure(state["params"])
+        parts, _ = jax.tree_util.tree_flatten_with_path(state, is_leaf=lambda tree: jax.tree.structure(tree) == params)
+        return {
+            jax.tree_util.keystr(path, simple=True, separator="."): global_norm(part, in_blocks=in_blocks)
+            for path, part in parts
+            if jnp.issubdtype(jax.tree.leaves(part)[0].dtype, jnp.floating)
+        }
+
+    return jax.jit(state_norms, out_shardings=layout.replicated())
 
 
 def init_state(config: Config, layout: Layout) -> State:
