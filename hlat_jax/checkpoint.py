@@ -366,7 +366,7 @@ def _problem(folder: pathlib.Path, *, deep: bool) -> str:
     others = {what: step for what, step in found.items() if str(step) != folder.name}
     if others:
         return _other_step(folder.name, others)
-    return not_finite(run["norms"] if "norms" in run else {})
+    return not_finite(run.get("norms", {}))
 
 
 def _other_step(name: str, found: Mapping[str, Any]) -> str:
@@ -413,7 +413,8 @@ def _problem_of_arrays(folder: pathlib.Path) -> str:
             abstract = {key: abstract}
         [values] = jax.tree.leaves(read_arrays(folder, abstract))
         values = values.reshape(-1).astype(np.float32, copy=False)
-        total += values @ values  # in fp32 as in a step, where a weight of 1e20 makes the norm infinite
+        with np.errstate(over="ignore", invalid="ignore"):
+            total += values @ values  # in fp32 as in a step, where a weight of 1e20 makes the norm infinite
     return not_finite({"params": np.sqrt(total)})
 
 

@@ -11,13 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
-from micro import exact, saved_steps, write_config
+from micro import as_before, exact, flip_exponent_bit, reseal, saved_steps, write_config
 
 from hlat_jax import config as config_lib
 from hlat_jax import loop
 from hlat_jax.checkpoint import Checkpointer, saved_run
 from hlat_jax.eval.validation import Validation
-from hlat_jax.integrity import INTEGRITY_FILE, seal
 from hlat_jax.machine import fitting_layout
 from hlat_jax.metrics import ROWS_FILE, read_rows
 from hlat_jax.process import only_process
@@ -166,18 +165,6 @@ def test_a_finished_run_whose_checkpoint_is_damaged_goes_back_instead_of_claimin
     assert saved_steps(tmp_path / "run") == [2, 4]
 
 
-def flip_exponent_bit(tree, name):
-    """Returns nested dicts with the highest exponent bit of one value of a leaf flipped: of a weight, 1e36 and more."""
-    *above, last = name.split(".")
-    node = tree = jax.tree.map(lambda leaf: leaf, tree)
-    for key in above:
-        node = node[key]
-    values = np.array(node[last])
-    values.reshape(-1).view(np.uint32)[-1] ^= 1 << 30
-    node[last] = jax.device_put(values, node[last].sharding)
-    return tree
-
-
 @pytest.fixture
 def after_step(monkeypatch):
     """A function that has `change(state, metrics)`, which returns both, called once: after a step of the next run."""
@@ -257,9 +244,7 @@ def test_a_run_whose_weight_was_flipped_goes_back_before_it_and_ends_with_the_bi
 
 
 @pytest.mark.parametrize("name", ["params.embed", "opt_state.inner.nu.embed"])
-def test_a_state_that_is_not_finite_is_not_saved_though_all_steps_were_finite(
-    micro, train, after_step, tmp_path, name
-):
+def test_a_state_that_is_not_finite_is_not_saved_though_all_steps_were_finite(micro, train, after_step, tmp_path, name):
     short(micro, 4)
     micro.checkpoint.keep_last = 1
 
@@ -272,16 +257,16 @@ def test_a_state_that_is_not_finite_is_not_saved_though_all_steps_were_finite(
 
     after_step(8, damage)
     part = name.removesuffix(".embed")
-    with pytest.raises(loop.NonFiniteError, match=rf"after step 8 .*norm of {part} is inf.*resumes from the checkpoint of step 4"):
+    with pytest.raises(
+        loop.NonFiniteError, match=rf"after step 8 .*norm of {part} is inf.*resumes from the checkpoint of step 4"
+    ):
         train(micro)
     assert saved_steps(tmp_path / "run") == [4]
     assert train(micro) == 0
     assert saved_steps(tmp_path / "run") == [12]
 
 
-def test_a_checkpoint_and_an_export_due_in_a_non_finite_window_are_left_out(
-    micro, train, after_step, tmp_path, capsys
-):
+def test_a_checkpoint_and_an_export_due_in_a_non_finite_window_are_left_out(micro, train, after_step, tmp_path, capsys):
     short(micro, 5)
     micro.checkpoint.update(export_every_steps=5, keep_last=3)
     after_step(5, not_finite(1))
@@ -333,21 +318,6 @@ def test_non_finite_steps_are_counted_across_a_resume(micro, train, after_step, 
     assert train(micro) == 0
 
 
-def reseal(folder, change):
-    """Changes what a checkpoint holds beside its state, and its sums with it."""
-    path = folder / "run/metadata"
-    run = json.loads(path.read_text())
-    change(run)
-    path.write_text(json.dumps(run))
-    names = json.loads((folder / INTEGRITY_FILE).read_text())["files"]
-    seal(folder, names)
-
-
-def as_before(run):
-    """Leaves of a checkpoint's record what versions without norms wrote."""
-    del run["norms"], run["step"]
-
-
 @pytest.mark.parametrize("name", ["params.embed", "opt_state.inner.mu.embed"])
 def test_a_checkpoint_of_an_older_version_that_is_not_finite_is_put_aside(micro, train, tmp_path, capsys, name):
     short(micro, 4)
@@ -365,8 +335,8 @@ def test_a_checkpoint_of_an_older_version_that_is_not_finite_is_put_aside(micro,
         state["opt_state"]["inner"]["mu"]["embed"] = state["opt_state"]["inner"]["mu"]["embed"].at[0, 0].set(jnp.nan)
     checkpointer.save(step, state, position=position, metadata=metadata)
     checkpointer.close()
-    for folder in (tmp_path / "run/checkpoints").iterdir():
-        reseal(folder, lambda run: [run.pop(key, None) for key in ("norms", "step")])
+    for step in (8, 12):
+        reseal(tmp_path / f"run/checkpoints/{step}", as_before)
     assert saved_steps(tmp_path / "run") == [8, 12]
     capsys.readouterr()
 

@@ -107,7 +107,7 @@ def test_train_stops_with_evidence_after_non_finite_steps_in_a_row(train_here, t
     assert code == 1
     [line] = err.splitlines()
     assert line.startswith("error: 4 steps in a row were not finite, the last one step ")
-    assert "the weights' norm (param_norm) was inf at 4 steps from 2 to 5" in line
+    assert "the weights' norm (param_norm) was inf at 4 steps from 3 to 6, the loss was finite" in line
     assert "the same command again, which resumes from the beginning" in line
     assert str(workdir / "nonfinite.json") in line
     assert "lower optimizer.peak_lr" in line
