@@ -168,7 +168,7 @@ def _init(config: Config, layout: Layout) -> Any:
 
 
 def _norms(config: Config, layout: Layout) -> Any:
-    return make_norms(layout).trace(abstract_state(config, layout))
+    return make_norms(config, layout).trace(abstract_state(config, layout))
 
 
 def _eval(config: Config, layout: Layout) -> Any:

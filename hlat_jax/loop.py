@@ -168,7 +168,7 @@ def _open(config: Config, workdir: pathlib.Path, layout: Layout, stack: contextl
         tasks.load()
     if saved is not None:
         refuse_drift(saved[1], settings, step=saved[0])
-    restored = checkpointer.restore(abstract, norms=make_norms(layout)) if saved is not None else None
+    restored = checkpointer.restore(abstract, norms=make_norms(config, layout)) if saved is not None else None
     if restored is not None and restored[0] >= config.train.num_steps:
         _finish_complete(config, workdir, exporter, *restored[:2])
         return None
@@ -398,8 +398,8 @@ def _stop_nonfinite(run: Run, row: dict[str, Any], pending: Pending) -> None:
         look = f"The weights are damaged: run the same command again, which resumes from {_newest_saved(run)}"
     raise NonFiniteError(
         f"{run.num_nonfinite} steps in a row were not finite, the last one step {row['step']} (batch "
-        f"{row['batch_hash']}): {_told_nonfinite(run.nonfinite_rows)}. Their updates were left out. Evidence: {evidence}. "
-        f"{look}, or begin again with a lower optimizer.peak_lr in another --workdir."
+        f"{row['batch_hash']}): {_told_nonfinite(run.nonfinite_rows)}. Their updates were left out. Evidence: "
+        f"{evidence}. {look}, or begin again with a lower optimizer.peak_lr in another --workdir."
     )
 
 

@@ -274,8 +274,14 @@ def test_a_state_of_another_step_than_its_folder_is_passed_over(tmp_path, checkp
 
 @pytest.mark.parametrize(
     ("packing", "tokens", "step_found"),
-    [("concat", 4 * 14, ""), ("concat", 5 * 14, "5"), ("concat", 5 * 14 + 7, "5.5"), ("documents", 4 * 16, "")]
-    + [("documents", 1, ""), ("documents", 4 * 16 + 1, "5 or later")],
+    [
+        ("concat", 4 * 14, ""),
+        ("concat", 5 * 14, "5"),
+        ("concat", 5 * 14 + 7, "5.5"),
+        ("documents", 4 * 16, ""),
+        ("documents", 1, ""),
+        ("documents", 4 * 16 + 1, "5 or later"),
+    ],
 )
 def test_tokens_must_be_those_of_the_step(tmp_path, checkpointer, packing, tokens, step_found):
     data = {"batch_size": 2, "seq_len": 8, "packing": packing}

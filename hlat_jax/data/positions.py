@@ -149,15 +149,5 @@ def _read(path: pathlib.Path, step: int) -> tuple[np.ndarray, str] | None:
             num_batches=step,
         )
         return np.asarray(run["position"], np.int64), found
-    except (
-        OSError,
-        EOFError,
-        ValueError,
-        KeyError,
-        IndexError,
-        TypeError,
-        NotImplementedError,
-        zipfile.BadZipFile,
-        zlib.error,
-    ):
+    except (OSError, EOFError, ValueError, LookupError, TypeError, NotImplementedError, zipfile.BadZipFile, zlib.error):
         return None
