@@ -4,8 +4,8 @@ Orbax writes them in the background. A folder becomes a checkpoint by one rename
 and CRC-32 of every file, is already inside it then: no moment exists in which a kill leaves a folder that looks like a
 checkpoint and is none. Orbax itself returns flipped bytes of an array as if they were data, hence the sums of our own.
 
-Owns when a checkpoint counts as complete, which ones stay, and what a failed save says. Refuses to know what the state
-means or when to save. Only this file imports Orbax.
+A checkpoint whose files are whole may still be unusable. `_problem` says why, for every command that opens one: its
+folder has the name of another step, or its state is not finite. Only this file imports Orbax.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import math
 import os
 import pathlib
 import re
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -31,6 +32,7 @@ from hlat_jax.drift import differences
 from hlat_jax.integrity import damage, seal
 
 STATE_ITEM, RUN_ITEM = "state", "run"
+_RUN_FILE = "metadata"  # where Orbax's JsonSave puts an item
 _TMP_MARK = ".orbax-checkpoint-tmp"
 # Orbax writes these two after our sums are taken; a restore needs neither of them.
 _UNSUMMED = ("_CHECKPOINT_METADATA", "commit_success.txt")
@@ -83,7 +85,15 @@ class Checkpointer:
             ),
         )
 
-    def save(self, step: int, state: Any, *, position: np.ndarray, metadata: dict[str, Any]) -> bool:
+    def save(
+        self,
+        step: int,
+        state: Any,
+        *,
+        position: np.ndarray,
+        metadata: dict[str, Any],
+        norms: Mapping[str, float] | None = None,
+    ) -> bool:
         """Starts to save in the background, after the save before it ended; the caller may donate `state` at once.
 
         Args:
@@ -91,17 +101,22 @@ class Checkpointer:
           state: pytree of jax arrays.
           position: int64 array, where the data goes on; the same in every process.
           metadata: fit for JSON.
+          norms: of the parts of the state, recorded with it; None: not known, and a restore computes them.
 
         Returns:
           False when that step is saved already.
 
         Raises:
+          ValueError: a norm is not finite; nothing was written, and no earlier checkpoint was removed.
           SaveError: this save could not start, or the one before it failed.
         """
+        if why := not_finite(norms or {}):
+            raise ValueError(f"the state of step {step} was not saved: {why}.")
         self.wait()
         if step in self._manager.all_steps():
             return False
-        run = {"position": np.asarray(position, np.int64).tolist(), "arrays": _arrays(state), "metadata": metadata}
+        run = {"step": step, "position": np.asarray(position, np.int64).tolist(), "arrays": _arrays(state)}
+        run |= {"metadata": metadata} | ({} if norms is None else {"norms": dict(norms)})
         run = json.loads(json.dumps(run))  # a copy: the caller's dict may change while it is written
         self._saving, self._saving_bytes = step, sum(leaf.nbytes for leaf in jax.tree.leaves(state))
         args = ocp.args.Composite(**{STATE_ITEM: ocp.args.StandardSave(state), RUN_ITEM: ocp.args.JsonSave(run)})
@@ -135,37 +150,42 @@ class Checkpointer:
           ValueError: there are checkpoints, and all of them are damaged.
         """
         self.wait()
-        found = self._newest(deep=False)
+        found = _newest_usable(self.folder, self._manager.all_steps(), deep=False, known={})
         if found is None:
             return None
         step, _ = found
-        return step, self._run_item(step)["metadata"]
+        return step, saved_run(self.folder / str(step))["metadata"]
 
-    def restore(self, abstract_state: Any) -> tuple[int, Any, np.ndarray, dict[str, Any]] | None:
-        """Returns (step, state, position, metadata) of the newest undamaged checkpoint; None when there is none.
+    def restore(
+        self, abstract_state: Any, *, norms: Callable[[Any], Mapping[str, Any]] | None = None
+    ) -> tuple[int, Any, np.ndarray, dict[str, Any]] | None:
+        """Returns (step, state, position, metadata) of the newest usable checkpoint; None when there is none.
 
-        A damaged one is named on stderr and, unless read_only, kept aside as `<step>.damaged`.
+        One that is damaged, has the name of another step or holds a state that is not finite is named on stderr and,
+        unless read_only, kept aside as `<step>.damaged`.
 
         Args:
           abstract_state: the state as jax.ShapeDtypeStruct with shardings; arrays are read straight into them.
+          norms: computes those of a state, for checkpoints that have none recorded; None: these are taken as finite.
 
         Raises:
-          ValueError: all checkpoints are damaged, or the newest whole one holds arrays of other shapes or dtypes.
+          ValueError: no checkpoint is usable, or the newest usable one holds arrays of other shapes or dtypes.
         """
         self.wait()
-        found = self._newest(deep=True)
-        if found is None:
+        unusable: dict[int, str] = {}
+        while found := _newest_usable(self.folder, self._manager.all_steps(), deep=True, known=unusable):
+            step, unusable = found
+            run = saved_run(self.folder / str(step))
+            state = self._state(step, run, abstract_state)
+            problem = _problem_of_state(step, state, norms=None if "norms" in run else norms)
+            if not problem:
+                break
+            unusable[step], state = problem, None  # its memory is needed for the one before
+        else:
             return None
-        step, damaged = found
-        for bad, why in damaged.items():
+        for bad, why in unusable.items():
             _warn(f"WARNING: checkpoint {self.folder / str(bad)} is damaged ({why}); going back to step {step}.")
-        self._put_aside(damaged)
-        run = self._run_item(step)
-        others = differences(run["arrays"], _arrays(abstract_state))  # Orbax would cast another dtype in silence
-        if others:
-            raise ValueError(f"{self.folder / str(step)} is of another model or precision:\n  " + "\n  ".join(others))
-        args = ocp.args.Composite(**{STATE_ITEM: ocp.args.StandardRestore(abstract_state)})
-        state = self._manager.restore(step, args=args)[STATE_ITEM]
+        self._put_aside(unusable)
         return step, state, np.asarray(run["position"], np.int64), run["metadata"]
 
     def close(self) -> None:
@@ -175,8 +195,12 @@ class Checkpointer:
         finally:
             self._manager.close()
 
-    def _run_item(self, step: int) -> dict[str, Any]:
-        return self._manager.restore(step, args=ocp.args.Composite(**{RUN_ITEM: ocp.args.JsonRestore()}))[RUN_ITEM]
+    def _state(self, step: int, run: dict[str, Any], abstract_state: Any) -> Any:
+        others = differences(run["arrays"], _arrays(abstract_state))  # Orbax would cast another dtype in silence
+        if others:
+            raise ValueError(f"{self.folder / str(step)} is of another model or precision:\n  " + "\n  ".join(others))
+        args = ocp.args.Composite(**{STATE_ITEM: ocp.args.StandardRestore(abstract_state)})
+        return self._manager.restore(step, args=args)[STATE_ITEM]
 
     def _seal(self) -> None:
         """Flushes and sums every file of the save under way; Orbax calls it just before the rename that commits."""
@@ -184,9 +208,6 @@ class Checkpointer:
         names = [str(path.relative_to(folder)) for path in sorted(folder.rglob("*")) if path.is_file()]
         names = [name for name in names if pathlib.Path(name).name not in _UNSUMMED]
         seal(folder, names)
-
-    def _newest(self, *, deep: bool) -> tuple[int, dict[int, str]] | None:
-        return _newest_whole(self.folder, self._manager.all_steps(), deep=deep)
 
     def _put_aside(self, damaged: dict[int, str]) -> None:
         if self._read_only or not damaged:
@@ -226,33 +247,48 @@ class Checkpointer:
 
 
 def find_saved(path: str | os.PathLike) -> pathlib.Path | None:
-    """Returns the newest undamaged checkpoint of a run folder, or `path` where it is a checkpoint; None: neither.
+    """Returns the newest usable checkpoint of a run folder, or `path` where it is a checkpoint; None: neither.
 
-    Changes nothing, so the run may still be training. A damaged newer one is named on stderr.
+    Changes nothing, so the run may still be training. A newer one that cannot be used is named on stderr.
 
     Raises:
-      ValueError: all of them are damaged, or the one asked for is.
+      ValueError: none of them can be used, or the one asked for cannot.
     """
     path = pathlib.Path(path).absolute()
     if (path / STATE_ITEM).is_dir():
-        why = damage(path, deep=True)
+        why = _problem(path, deep=True) or _problem_of_arrays(path)
         if why:
             raise ValueError(f"checkpoint {path} is damaged ({why}); take another one of {path.parent}.")
         return path
     folder = path / "checkpoints"
-    found = _newest_whole(folder, [int(each.name) for each in folder.glob("*") if each.name.isdigit()], deep=True)
-    if found is None:
+    steps = [int(each.name) for each in folder.glob("*") if each.name.isdigit()]
+    unusable: dict[int, str] = {}
+    while found := _newest_usable(folder, steps, deep=True, known=unusable):
+        step, unusable = found
+        why = _problem_of_arrays(folder / str(step))
+        if not why:
+            break
+        unusable[step] = why
+    else:
         return None
-    step, damaged = found
-    for bad, why in damaged.items():
+    for bad, why in unusable.items():
         _warn(f"WARNING: checkpoint {folder / str(bad)} is damaged ({why}); taking step {step}.")
     return folder / str(step)
 
 
 def saved_run(folder: pathlib.Path) -> dict[str, Any]:
-    """Returns what a checkpoint holds beside its state: "position", "metadata", and "arrays", path -> dtype[shape]."""
-    with ocp.Checkpointer(ocp.JsonCheckpointHandler()) as reader:
-        return reader.restore(folder / RUN_ITEM)
+    """Returns what a checkpoint holds beside its state.
+
+    "position", "metadata", and "arrays", path -> dtype[shape]; from the versions on that record them "step", and
+    "norms", part of the state -> L2 norm.
+    """
+    return json.loads((folder / RUN_ITEM / _RUN_FILE).read_bytes())
+
+
+def not_finite(norms: Mapping[str, Any]) -> str:
+    """Returns which norms of a state are not finite; "" when all are."""
+    parts = [f"the norm of {part} is {float(norm)}" for part, norm in norms.items() if not math.isfinite(norm)]
+    return f"its state is not finite: {', '.join(parts)}" if parts else ""
 
 
 def read_arrays(folder: pathlib.Path, abstract: Any) -> Any:
@@ -289,21 +325,97 @@ class _Retention:
         return [stays or c.step in kept for c, stays in zip(checkpoints, permanent, strict=True)]
 
 
-def _newest_whole(folder: pathlib.Path, steps: Sequence[int], *, deep: bool) -> tuple[int, dict[int, str]] | None:
-    """Returns the newest undamaged step with the damage of all newer ones; None when there is no step."""
-    damaged: dict[int, str] = {}
+def _newest_usable(
+    folder: pathlib.Path, steps: Sequence[int], *, deep: bool, known: dict[int, str]
+) -> tuple[int, dict[int, str]] | None:
+    """Returns the newest usable step and why all newer ones are not; None when there is no step.
+
+    Args:
+      folder: of the checkpoints.
+      steps: of them.
+      deep: sum large files too, see integrity.damage.
+      known: steps that cannot be used, and why.
+    """
+    unusable: dict[int, str] = {}
     [steps, *_] = distributed.exchange(json.dumps(sorted(steps, reverse=True)))
     for step in json.loads(steps):
-        why = damage(folder / str(step), deep=deep)
+        why = known[step] if step in known else _problem(folder / str(step), deep=deep)
         if not why:
-            return step, damaged
-        damaged[step] = why
-    if not damaged:
+            return step, unusable
+        unusable[step] = why
+    if not unusable:
         return None
-    lines = "".join(f"\n  {folder / str(step)}: {why}" for step, why in damaged.items())
+    lines = "".join(f"\n  {folder / str(step)}: {why}" for step, why in unusable.items())
     raise ValueError(
         f"every checkpoint is damaged:{lines}\nBring one back from a copy, or move {folder} away to start anew."
     )
+
+
+def _problem(folder: pathlib.Path, *, deep: bool) -> str:
+    """Returns why a checkpoint cannot be used, as far as that shows without its arrays; "" when nothing does."""
+    if why := damage(folder, deep=deep):
+        return why
+    run = saved_run(folder)
+    # the folder's name is not part of the sums; all of these are
+    found = {"record": run["step"]} if "step" in run else {}
+    position, metadata = np.asarray(run["position"]), run["metadata"]
+    if position.ndim == 2:  # of a run: every row begins with the number of batches
+        found["data position"] = int(position[0, 0])
+    if "data" in metadata.get("config", {}):
+        found["token count"] = _step_of_tokens(metadata["tokens"], metadata["config"]["data"], folder.name)
+    others = {what: step for what, step in found.items() if str(step) != folder.name}
+    if others:
+        return _other_step(folder.name, others)
+    return not_finite(run.get("norms", {}))
+
+
+def _other_step(name: str, found: Mapping[str, Any]) -> str:
+    others = ", ".join(f"{what} ({step})" for what, step in found.items())
+    return f"its folder is named {name}, which is not the step of its {others}"
+
+
+def _step_of_tokens(tokens: int, data: Mapping[str, Any], name: str) -> str:
+    """Returns the step at which a run has trained on so many tokens; with padding that may be `name` if it can be."""
+    rows, seq_len = data["batch_size"], data["seq_len"]
+    if data["packing"] == "concat":  # the last token of a row has no target
+        return f"{tokens / (rows * (seq_len - 1)):.10g}"
+    least = -(-tokens // (rows * seq_len))
+    return name if name.isdigit() and int(name) >= least else f"{least} or later"
+
+
+def _problem_of_state(step: int, state: Any, *, norms: Callable[[Any], Mapping[str, Any]] | None) -> str:
+    """Returns why a state that was read is not that of a step, or is not finite; "" when it is both."""
+    if "step" in state and (found := int(jax.device_get(state["step"]))) != step:
+        return _other_step(str(step), {"state": found})
+    return not_finite(jax.device_get(norms(state))) if norms is not None else ""
+
+
+def _problem_of_arrays(folder: pathlib.Path) -> str:
+    """Returns as `_problem_of_state`, reading of the state its step and, where no norms were recorded, the weights.
+
+    One weight at a time is in host memory.
+    """
+    run = saved_run(folder)
+    scalar = jax.ShapeDtypeStruct((), np.int32)
+    state = read_arrays(folder, {"step": scalar}) if "['step']" in run["arrays"] else {}
+    if why := _problem_of_state(int(folder.name), state, norms=None):
+        return why
+    if "norms" in run:
+        return ""
+    total = np.float32(0.0)
+    for name, text in run["arrays"].items():
+        keys = re.findall(r"\['(\w+)'\]", name)
+        if keys[0] != "params":
+            continue
+        dtype, _, shape = text.partition("[")
+        abstract = jax.ShapeDtypeStruct(json.loads(f"[{shape}"), jax.numpy.dtype(dtype))
+        for key in reversed(keys):
+            abstract = {key: abstract}
+        [values] = jax.tree.leaves(read_arrays(folder, abstract))
+        values = values.reshape(-1).astype(np.float32, copy=False)
+        with np.errstate(over="ignore", invalid="ignore"):
+            total += values @ values  # in fp32 as in a step, where a weight of 1e20 makes the norm infinite
+    return not_finite({"params": np.sqrt(total)})
 
 
 def _require_writable(folder: pathlib.Path) -> None:

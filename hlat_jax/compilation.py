@@ -29,7 +29,15 @@ from hlat_jax.machine import device_memory
 from hlat_jax.neuron.fingerprint import fingerprint
 from hlat_jax.planner.report import short_plan
 from hlat_jax.sharding import Layout
-from hlat_jax.step import abstract_state, init_arguments, make_eval_step, make_init, step_arguments, traced_step
+from hlat_jax.step import (
+    abstract_state,
+    init_arguments,
+    make_eval_step,
+    make_init,
+    make_norms,
+    step_arguments,
+    traced_step,
+)
 
 RECORD_FILE = "programs.json"
 GENERATION = ("prefill", "decode")
@@ -43,9 +51,9 @@ _CACHE_HITS = "/jax/compilation_cache/cache_hits"
 def programs_of_run(config: Config) -> list[str]:
     """Returns the names of the programs that training compiles.
 
-    Saving, reading data and drawing curves happen on the host and compile nothing.
+    Reading data, writing files and drawing curves happen on the host and compile nothing.
     """
-    found = ["train", "init"]
+    found = ["train", "init", "norms"]
     found += ["eval"] if config.data.validation else []
     return found + (list(GENERATION) if config.train.sample_prompt else [])
 
@@ -62,7 +70,8 @@ def traced_programs(config: Config, layout: Layout) -> dict[str, Callable[[], An
 
     The shape of generation is that of the run's samples.
     """
-    makers = {"train": traced_step, "init": _init, "eval": _eval, "prefill": _prefill, "decode": _decode}
+    makers = {"train": traced_step, "init": _init, "norms": _norms}
+    makers |= {"eval": _eval, "prefill": _prefill, "decode": _decode}
     return {name: functools.partial(make, config, layout) for name, make in makers.items()}
 
 
@@ -156,6 +165,10 @@ def _cache_hits() -> Iterator[list[str]]:
 
 def _init(config: Config, layout: Layout) -> Any:
     return make_init(config, layout).trace(*init_arguments(config))
+
+
+def _norms(config: Config, layout: Layout) -> Any:
+    return make_norms(config, layout).trace(abstract_state(config, layout))
 
 
 def _eval(config: Config, layout: Layout) -> Any:

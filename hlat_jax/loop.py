@@ -4,11 +4,14 @@ With c updates done, one turn of the loop
 
 1. evaluates the state, on held-out text and on tasks, when due: the rows say what these parameters are worth, before
    anything moves on;
-2. saves, when due: first the metrics of every step up to c are fetched, written and synced, then the state, the data
-   position after batch c and the token count go into one checkpoint. So a checkpoint at c implies that the rows up to c
-   are on disk, and a resumed run drops the rows above c, makes them again, and has each step exactly once;
+2. saves, when due: first the metrics of every step up to c are fetched, written and synced, then the norms of the
+   state are computed, and the state, the data position after batch c and the token count go into one checkpoint. So a
+   checkpoint at c implies that the rows up to c are on disk, and a resumed run drops the rows above c, makes them
+   again, and has each step exactly once. After a non-finite step nothing is saved until a step is finite again, but
+   for the last step of the run: the newest checkpoint is from before the trouble. A state of which a norm is not
+   finite is never saved or exported: it ends the run, which resumes from the newest checkpoint;
    exports, when due: it waits until the weights are in host memory, and a thread writes them;
-3. stops, when c is the last step or a signal asked for it: after the save, so that nothing is lost;
+3. stops, when c is the last step or a signal asked for it: after the save, so that no finite step is lost;
 4. takes batch c + 1, agrees with the other processes that everyone has its rows, and dispatches the step, which donates
    the old state; keeps the data position, when due, for peek;
 5. fetches the metrics of the step before: the device already has its next work and never waits for the host. Nor does
@@ -23,6 +26,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import pathlib
 import time
 from typing import Any
@@ -33,7 +37,7 @@ import numpy as np
 from hlat_jax import budget, cost, distributed, durable, summary
 from hlat_jax.agreement import Agreed, Agreement, only_job, require_same_settings
 from hlat_jax.batch import Batch
-from hlat_jax.checkpoint import Checkpointer
+from hlat_jax.checkpoint import Checkpointer, not_finite
 from hlat_jax.compilation import Compilations, compiled_sampler, compiled_step
 from hlat_jax.config import Config
 from hlat_jax.data import positions
@@ -52,7 +56,7 @@ from hlat_jax.program import StepMetrics
 from hlat_jax.settings import refuse_drift, settings_of, write_settings
 from hlat_jax.sharding import Layout, gather_rows, process_rows, shard_batch
 from hlat_jax.starting_weights import begin, open_start
-from hlat_jax.step import abstract_state, init_arguments, state_bytes
+from hlat_jax.step import abstract_state, init_arguments, make_norms, state_bytes
 
 
 @dataclasses.dataclass
@@ -69,6 +73,7 @@ class Run:
     validation: Validation | None
     tasks: TasksInTraining | None
     train_step: Any
+    state_norms: Any  # state -> the norms of its parts
     sampler: Programs | None  # None: no sample
     log: MetricsLog | SilentLog
     settings: dict[str, Any]  # what a checkpoint belongs to, see settings_of
@@ -78,6 +83,9 @@ class Run:
     position: np.ndarray  # of the data, after batch `step`; of the rows of this process
     tokens: int
     num_nonfinite: int  # in a row, up to the last row
+    saved: int  # the newest step with a checkpoint; 0: there is none
+    nonfinite_rows: list[dict[str, Any]] = dataclasses.field(default_factory=list)  # of these, as far as made here
+    save_owed: bool = False  # one was due after a non-finite step
     pending: Pending | None = None
     data_wait_s: float = 0.0  # since the last row
     mark: float = 0.0  # when the step that is timed began
@@ -98,7 +106,7 @@ class Pending:
 
 
 class NonFiniteError(RuntimeError):
-    """Too many steps in a row without a finite loss and gradient."""
+    """Too many non-finite steps in a row, or a state that is not finite when it was to be saved or exported."""
 
 
 def train(config: Config, workdir: pathlib.Path) -> int:
@@ -123,8 +131,10 @@ def train(config: Config, workdir: pathlib.Path) -> int:
         run.exporter.wait()
         if run.step < config.train.num_steps:
             how = f"saved in {workdir}; the same command goes on"
+            if run.step and not saved:
+                how = f"not saved, as that step was not finite; the same command resumes from {_newest_saved(run)}"
             nothing = "before anything was there to save; the same command begins again"
-            print(f"stopped by {agreement.stop} after step {run.step}, {how if saved else nothing}")
+            print(f"stopped by {agreement.stop} after step {run.step}, {how if run.step else nothing}")
             return 0
         run.log.close()
         _sample(run, "after training")
@@ -158,7 +168,7 @@ def _open(config: Config, workdir: pathlib.Path, layout: Layout, stack: contextl
         tasks.load()
     if saved is not None:
         refuse_drift(saved[1], settings, step=saved[0])
-    restored = checkpointer.restore(abstract) if saved is not None else None
+    restored = checkpointer.restore(abstract, norms=make_norms(config, layout)) if saved is not None else None
     if restored is not None and restored[0] >= config.train.num_steps:
         _finish_complete(config, workdir, exporter, *restored[:2])
         return None
@@ -184,15 +194,15 @@ def _open(config: Config, workdir: pathlib.Path, layout: Layout, stack: contextl
         positions.rewind(workdir, step)
         exporter.rewind(step)
     log = stack.enter_context(closing_quietly(_metrics_log(config, workdir, layout, step)))
-    train_step = compiled_step(planned, layout, compilations)
+    programs = compiled_step(planned, layout, compilations), compilations.compiled("norms")
     validation = Validation(held_out, compilations.compiled("eval"), layout) if held_out else None
     in_training = TasksInTraining(tasks, config, layout=layout, tokenizer=tokenizer) if tasks else None
     sampler = compiled_sampler(config, layout, compilations) if config.train.sample_prompt else None
     if distributed.is_first():
         compilations.write(workdir)
     parts = (config, workdir, layout, tokenizer, batches, checkpointer, exporter, validation, in_training)
-    counts = (moving["tokens"], moving["num_nonfinite"])
-    return Run(*parts, train_step, sampler, log, settings, remat, state, step, position, *counts)
+    counts = (moving["tokens"], moving["num_nonfinite"], step)
+    return Run(*parts, *programs, sampler, log, settings, remat, state, step, position, *counts)
 
 
 def _finish_complete(config: Config, workdir: pathlib.Path, exporter: Exporter, step: int, state: Any) -> None:
@@ -220,15 +230,14 @@ def _loop(run: Run, agreement: Agreement) -> bool:
             _evaluate(run, last=last)
         stopping = last or bool(agreement.stop)  # asked once: a signal between the save and the return must not be lost
         due = _due(run.step, checkpoint.every_steps) or _due(run.step, checkpoint.keep_every_steps)
-        if run.step > start and (stopping or timed or due):
-            _save(run)
+        if run.step > start and (stopping or timed or due or run.save_owed):
+            _save(run, last=last)
             saved_at = run.mark = time.monotonic()
         if run.exporter.due(run.step, last=last):  # where a run resumed too: a kill may have cut this one short
-            _fetch(run)
-            run.exporter.start(run.step, run.state)
+            _export(run, last=last)
             run.mark = time.monotonic()
         if stopping:
-            return run.step > 0
+            return run.saved == run.step
 
         overdue = 0 < checkpoint.every_minutes <= (time.monotonic() - saved_at) / 60
         batch, position, error = _next_batch(run)
@@ -284,13 +293,53 @@ def _dispatch(run: Run, batch: Batch, agreed: Agreed) -> Pending:
     return Pending(run.step, metrics, rate, agreed.facts, run.position)
 
 
-def _save(run: Run) -> None:
-    """Brings every row up to this step to the disk, then starts to save the state."""
+def _save(run: Run, *, last: bool = False) -> None:
+    """Brings every row up to this step to the disk, then starts to save the state.
+
+    After a non-finite step it does not, and the save is owed until a step is finite; the `last` state of a run is saved
+    all the same, as its updates were left out.
+
+    Raises:
+      NonFiniteError: the state is not finite.
+    """
     _fetch(run)
     run.log.sync()
+    if run.num_nonfinite and not last:
+        if not run.save_owed:
+            print(f"checkpoint of step {run.step} left out: that step was not finite; due again after one that is")
+        run.save_owed = True
+        return
+    norms = _finite_norms(run)
     moving = {"tokens": run.tokens, "num_nonfinite": run.num_nonfinite, "remat": run.remat}
-    metadata = run.settings | moving
-    run.checkpointer.save(run.step, run.state, position=_whole_position(run, run.position), metadata=metadata)
+    position = _whole_position(run, run.position)
+    run.checkpointer.save(run.step, run.state, position=position, metadata=run.settings | moving, norms=norms)
+    run.saved, run.save_owed = run.step, False
+
+
+def _export(run: Run, *, last: bool) -> None:
+    """Starts to export the weights; not after a non-finite step, but for the `last`. Raises as `_save`."""
+    _fetch(run)
+    if run.num_nonfinite and not last:
+        print(f"export of step {run.step} left out: that step was not finite")
+        return
+    _finite_norms(run)
+    run.exporter.start(run.step, run.state)
+
+
+def _finite_norms(run: Run) -> dict[str, float]:
+    """Returns the norms of the parts of the state. Raises NonFiniteError when one of them is not finite."""
+    norms = {part: float(norm) for part, norm in jax.device_get(run.state_norms(run.state)).items()}
+    if why := not_finite(norms):
+        raise NonFiniteError(
+            f"after step {run.step} {why}; nothing was saved or exported. The same command resumes from "
+            f"{_newest_saved(run)}. Where it ends here again, begin again with a lower optimizer.peak_lr in another "
+            "--workdir."
+        )
+    return norms
+
+
+def _newest_saved(run: Run) -> str:
+    return f"the checkpoint of step {run.saved}" if run.saved else "the beginning"
 
 
 def _save_whole(run: Run) -> None:
@@ -326,8 +375,9 @@ def _fetch(run: Run) -> None:
     run.mark, run.data_wait_s = now, 0.0
     run.log.train_row(row)
     run.num_nonfinite = 0 if metrics.finite else run.num_nonfinite + 1
+    run.nonfinite_rows = [] if metrics.finite else [*run.nonfinite_rows, row]
     if not metrics.finite:
-        print(f"step {pending.step}: loss {row['loss']}, gradient norm {row['grad_norm']}: not finite, update left out")
+        print(f"step {pending.step}: {_told_nonfinite([row])}; update left out")
     if run.num_nonfinite >= run.config.train.max_nonfinite_steps:
         _stop_nonfinite(run, row, pending)
 
@@ -343,11 +393,32 @@ def _stop_nonfinite(run: Run, row: dict[str, Any], pending: Pending) -> None:
     if distributed.is_first():
         durable.write_json(evidence, record)
     distributed.barrier()  # the evidence is there before any process ends the others
+    look = "Look at that batch, raise train.max_nonfinite_steps"
+    if not math.isfinite(row["param_norm"]):
+        look = f"The weights are damaged: run the same command again, which resumes from {_newest_saved(run)}"
     raise NonFiniteError(
-        f"{run.num_nonfinite} steps in a row without a finite loss and gradient norm, the last one step {row['step']} "
-        f"(batch {row['batch_hash']}); the weights are those of before. Evidence: {evidence}. Look at that batch, "
-        "raise train.max_nonfinite_steps, or begin again with a lower optimizer.peak_lr in another --workdir."
+        f"{run.num_nonfinite} steps in a row were not finite, the last one step {row['step']} (batch "
+        f"{row['batch_hash']}): {_told_nonfinite(run.nonfinite_rows)}. Their updates were left out. Evidence: "
+        f"{evidence}. {look}, or begin again with a lower optimizer.peak_lr in another --workdir."
     )
+
+
+def _told_nonfinite(rows: list[dict[str, Any]]) -> str:
+    """Returns which figures of consecutive rows were not finite, and at which steps."""
+    names = {"loss": "the loss", "grad_norm": "the gradient norm", "param_norm": "the weights' norm (param_norm)"}
+    said, finite = [], []
+    for key, name in names.items():
+        bad = [row for row in rows if not math.isfinite(row[key])]
+        if not bad:
+            finite.append(name)
+            continue
+        values = " or ".join(sorted({str(row[key]) for row in bad}))
+        first, last = bad[0]["step"], bad[-1]["step"]
+        steps = f"step {first}" if first == last else f"{len(bad)} steps from {first} to {last}"
+        said.append(f"{name} was {values} at {steps}")
+    if finite:
+        said.append(f"{' and '.join(finite)} {'was' if len(finite) == 1 else 'were'} finite")
+    return ", ".join(said)
 
 
 def _tell_data(batches: TrainBatches, held_out: dict[str, HeldOut], *, unused_rows: int) -> None:

@@ -10,15 +10,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from hlat_jax.batch import Batch, SumAndCount, abstract_batch
 from hlat_jax.choices import choices, chosen_model
-from hlat_jax.collectives import shards
+from hlat_jax.collectives import shards, summed
 from hlat_jax.config import Config
 from hlat_jax.model import Decoder, abstract_params, bind, init_params, param_axes
 from hlat_jax.ops.cross_entropy import LossOptions, cross_entropy
-from hlat_jax.optimizer import adamw, decay_mask
+from hlat_jax.optimizer import adamw, decay_mask, global_norm
 from hlat_jax.passes.autocast import autocast
 from hlat_jax.pipeline import Parts, pipelined, pipelined_loss
 from hlat_jax.precision import POLICIES, cast_tree, policy_on
@@ -103,6 +103,43 @@ def parts(config: Config, layout: Layout, *, z_loss_weight: float) -> Parts:
         )
 
     return Parts(embed, stage, loss)
+
+
+def make_norms(config: Config, layout: Layout) -> Callable[..., Any]:
+    """Returns the jitted state -> L2 norms, fp32, by part: the parameters, and whatever the optimizer keeps of them.
+
+    A part has the structure of the parameters, or is a floating-point array by itself. A state of which a norm is not
+    finite cannot be trained on, and is not worth saving. Each device sums what it holds; then one all-reduce.
+    """
+    specs = jax.tree.map(lambda sharding: sharding.spec, make_program(config, layout).shardings)
+    in_blocks = layout.mesh.size == 1 and layout.platform == "cpu"
+
+    def share(leaf: jax.Array, spec: PartitionSpec) -> jax.Array:
+        split_over = set(jax.tree.leaves(tuple(spec)))
+        copies = layout.size(set(layout.mesh.axis_names) - split_over)
+        return jnp.square(global_norm(leaf, in_blocks=in_blocks)) / copies
+
+    def local(state: State) -> dict[str, jax.Array]:
+        params = jax.tree.structure(state["params"])
+        parts, structure = jax.tree_util.tree_flatten_with_path(
+            state, is_leaf=lambda tree: jax.tree.structure(tree) == params
+        )
+        sums = {
+            jax.tree_util.keystr(path, simple=True, separator="."): sum(
+                jax.tree.leaves(jax.tree.map(share, part, spec))
+            )
+            for (path, part), spec in zip(parts, structure.flatten_up_to(specs), strict=True)
+            if jnp.issubdtype(jax.tree.leaves(part)[0].dtype, jnp.floating)
+        }
+        whole = jnp.sqrt(summed(jnp.stack(list(sums.values())), layout.wide(layout.mesh.axis_names)))
+        return dict(zip(sums, whole, strict=True))
+
+    def state_norms(state: State) -> dict[str, jax.Array]:
+        return jax.shard_map(local, mesh=layout.mesh, in_specs=(specs,), out_specs=PartitionSpec(), check_vma=False)(
+            state
+        )
+
+    return jax.jit(state_norms, out_shardings=layout.replicated())
 
 
 def init_state(config: Config, layout: Layout) -> State:

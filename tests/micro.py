@@ -5,12 +5,14 @@ import os
 import pathlib
 import subprocess
 import sys
+from collections.abc import Callable
 
 import jax
 import numpy as np
 
 from hlat_jax import config as config_lib
 from hlat_jax.checkpoint import Checkpointer
+from hlat_jax.integrity import INTEGRITY_FILE, seal
 from hlat_jax.metrics import ROWS_FILE
 from hlat_jax.sharding import make_layout
 from hlat_jax.step import abstract_state
@@ -106,6 +108,33 @@ def exact(row: dict) -> dict:
 def saved_steps(workdir: pathlib.Path) -> list[int]:
     """Returns the steps of the complete checkpoints."""
     return sorted(int(path.name) for path in (workdir / "checkpoints").iterdir() if path.name.isdigit())
+
+
+def flip_exponent_bit(tree, name):
+    """Returns nested dicts with the highest exponent bit of one value of a leaf flipped: of a weight, 1e36 and more."""
+    *above, last = name.split(".")
+    node = tree = jax.tree.map(lambda leaf: leaf, tree)
+    for key in above:
+        node = node[key]
+    values = np.array(node[last])
+    values.reshape(-1).view(np.uint32)[-1] ^= 1 << 30
+    node[last] = jax.device_put(values, node[last].sharding)
+    return tree
+
+
+def reseal(folder: pathlib.Path, change: Callable[[dict], None]) -> None:
+    """Changes what a checkpoint holds beside its state, and its sums with it."""
+    path = folder / "run/metadata"
+    run = json.loads(path.read_text())
+    change(run)
+    path.write_text(json.dumps(run))
+    seal(folder, json.loads((folder / INTEGRITY_FILE).read_text())["files"])
+
+
+def as_before(run: dict) -> None:
+    """Leaves of what a checkpoint holds beside its state what versions wrote that recorded neither step nor norms."""
+    for key in ("step", "norms"):
+        run.pop(key, None)
 
 
 def final_checkpoint(config: pathlib.Path, workdir: pathlib.Path) -> tuple[int, dict[str, bytes], list, dict]:

@@ -230,6 +230,71 @@ def test_retention_keeps_the_last_ones_and_the_permanent_ones_beside_them(tmp_pa
     again.close()
 
 
+def test_a_state_whose_norms_are_not_finite_is_refused_and_removes_nothing(tmp_path):
+    checkpointer = Checkpointer(tmp_path, config=keep(1))
+    save(checkpointer, 1)
+    norms = {"params": float("inf"), "opt_state.mu": 1.0, "opt_state.nu": float("nan")}
+    with pytest.raises(
+        ValueError, match=r"step 2 was not saved: .*norm of params is inf, the norm of opt_state.nu is n"
+    ):
+        checkpointer.save(2, make_state(2), position=POSITION, metadata=METADATA, norms=norms)
+    checkpointer.close()
+    assert steps_on_disk(tmp_path) == [1]
+
+
+def test_restore_goes_back_to_the_newest_state_whose_recorded_or_computed_norms_are_finite(tmp_path, capfd):
+    checkpointer = Checkpointer(tmp_path, config=keep(3))
+    for step in (1, 2, 3):
+        norms = {"params": 1.0} if step == 1 else None
+        checkpointer.save(step, make_state(step), position=POSITION, metadata=METADATA, norms=norms)
+    computed = []
+
+    def norms_of(state):
+        computed.append(int(state["step"]))
+        return {"params": jnp.float32(jnp.inf)}
+
+    step, state, _, _ = checkpointer.restore(abstract(make_state()), norms=norms_of)
+    assert (step, computed) == (1, [3, 2])
+    assert_bitwise(state, make_state(1))
+    assert (
+        "checkpoints/3 is damaged (its state is not finite: the norm of params is inf); going" in capfd.readouterr().err
+    )
+    save(checkpointer, 2)  # the run makes it again
+    assert steps_on_disk(tmp_path) == [1, 2]
+    checkpointer.close()
+
+
+def test_a_state_of_another_step_than_its_folder_is_passed_over(tmp_path, checkpointer, capfd):
+    save(checkpointer, 1, 2)
+    checkpointer.save(3, make_state(2), position=POSITION, metadata=METADATA)
+    checkpointer.wait()
+    assert checkpointer.restore(abstract(make_state()))[0] == 2
+    assert "named 3, which is not the step of its state (2)" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("packing", "tokens", "step_found"),
+    [
+        ("concat", 4 * 14, ""),
+        ("concat", 5 * 14, "5"),
+        ("concat", 5 * 14 + 7, "5.5"),
+        ("documents", 4 * 16, ""),
+        ("documents", 1, ""),
+        ("documents", 4 * 16 + 1, "5 or later"),
+    ],
+)
+def test_tokens_must_be_those_of_the_step(tmp_path, checkpointer, packing, tokens, step_found):
+    data = {"batch_size": 2, "seq_len": 8, "packing": packing}
+    metadata = {"config": {"data": data}, "tokens": tokens}
+    checkpointer.save(4, make_state(4), position=np.array([[4, 0], [4, 0]]), metadata=metadata)
+    checkpointer.wait()
+    if not step_found:
+        assert checkpointer.restore(abstract(make_state()))[0] == 4
+    else:
+        with pytest.raises(ValueError, match=rf"named 4, which is not the step of its token count .{step_found}."):
+            checkpointer.restore(abstract(make_state()))
+
+
 def test_a_step_that_is_saved_already_is_not_written_again(checkpointer):
     save(checkpointer, 1)
     assert not checkpointer.save(1, make_state(9), position=POSITION, metadata={})

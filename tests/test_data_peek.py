@@ -154,6 +154,22 @@ def test_damaged_position_counts_as_none(tmp_path, content):
     assert not positions.is_compared(tmp_path, 5, data_identity=lambda step: "b")
 
 
+def test_a_position_in_a_checkpoint_under_the_name_of_another_step_counts_as_none(tmp_path):
+    data = dataclasses.asdict(config_lib.resolve(config_lib.load("tiny")).data)
+    metadata = {"config": {"data": data}, "manifest": {"hash": "a", "order": None}, "tokenizer_sha256": "b"}
+    path = tmp_path / "checkpoints/7/run/metadata"
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps({"position": [[7, 0], [7, 3]], "metadata": metadata}))
+
+    def nearest():
+        return positions.nearest(tmp_path, 12, data_identity=lambda step: identity(
+            data, manifest=metadata["manifest"], tokenizer_sha256="b", num_batches=step))  # fmt: skip
+
+    assert nearest()[0] == 7
+    (tmp_path / "checkpoints/7").rename(tmp_path / "checkpoints/9")
+    assert nearest() is None
+
+
 def test_identity_knows_what_decides_batches_and_nothing_else(config):
     data = dataclasses.asdict(config_lib.resolve(config).data)
 

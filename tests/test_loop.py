@@ -1,20 +1,36 @@
 """What the loop owes a run in the moments that hurt: a signal in the wrong place, a bad record, a second process."""
 
+import dataclasses
 import json
 import os
+import shutil
 import signal
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
-from micro import saved_steps, write_config
+from jax.experimental.compilation_cache import compilation_cache
+from micro import as_before, exact, flip_exponent_bit, reseal, saved_steps, write_config
 
 from hlat_jax import config as config_lib
 from hlat_jax import loop
-from hlat_jax.checkpoint import Checkpointer
+from hlat_jax.checkpoint import Checkpointer, saved_run
 from hlat_jax.eval.validation import Validation
 from hlat_jax.machine import fitting_layout
 from hlat_jax.metrics import ROWS_FILE, read_rows
 from hlat_jax.process import only_process
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_once(tmp_path_factory):
+    """Keeps compiled programs on disk: most runs here have the same."""
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("cache")))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    yield
+    jax.config.update("jax_compilation_cache_dir", None)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 1)
+    compilation_cache.reset_cache()
 
 
 @pytest.fixture
@@ -149,31 +165,220 @@ def test_a_finished_run_whose_checkpoint_is_damaged_goes_back_instead_of_claimin
     assert saved_steps(tmp_path / "run") == [2, 4]
 
 
-def test_non_finite_steps_are_counted_across_a_resume(micro, train, tmp_path):
-    micro.checkpoint.every_steps = 1
-    micro.checkpoint.keep_last = 10
-    micro.train.eval_every_steps = 0
-    micro.optimizer.peak_lr = 1e30
-    micro.optimizer.warmup_steps = 0
-    with pytest.raises(loop.NonFiniteError, match="3 steps in a row"):
-        train(micro)
-    stopped_at = read_rows(tmp_path / "run" / ROWS_FILE)[-1]["step"]
-    evidence = json.loads((tmp_path / "run/nonfinite.json").read_text())
-    # the batch of step n begins where the checkpoint of step n - 1 says that the data goes on
+@pytest.fixture
+def after_step(monkeypatch):
+    """A function that has `change(state, metrics)`, which returns both, called once: after a step of the next run."""
+
+    def install(step, change):
+        def compiled_step(*args):
+            program, pending = compiled(*args), [step]
+
+            def train_step(state, *rest):
+                state, metrics = program(state, *rest)
+                if pending and int(state["step"]) >= pending[0]:
+                    pending.clear()
+                    compiled_once.undo()
+                    state, metrics = change(state, metrics)
+                return state, metrics
+
+            return train_step
+
+        compiled = loop.compiled_step
+        compiled_once = pytest.MonkeyPatch()
+        compiled_once.setattr(loop, "compiled_step", compiled_step)
+        undo.append(compiled_once.undo)
+
+    undo = []
+    yield install
+    for each in undo:
+        each()
+
+
+def flipped(name):
+    return lambda state, metrics: (flip_exponent_bit(state, name), metrics)
+
+
+def not_finite(num_steps):
+    """Returns what has the train step report a loss that is not a number, `num_steps` times, and leaves the state."""
+    return lambda state, metrics: (state, dataclasses.replace(metrics, loss=np.float32("nan"), finite=np.bool_(False)))
+
+
+def short(c, every):
+    c.data.validation = ""
+    c.train.num_steps = 12
+    c.checkpoint.every_steps = every
+    return c
+
+
+def end_of(workdir, micro):
+    """Returns the rows of a run, as far as a repetition has the same, and its last checkpoint."""
+    rows = [exact(row) for row in read_rows(workdir / ROWS_FILE)]
     resolved = config_lib.resolve(micro)
-    checkpointer = Checkpointer(tmp_path / "run", config=resolved.checkpoint, read_only=True)
-    layout = fitting_layout(resolved, jax.devices())
-    step, _, position, metadata = checkpointer.restore(loop.abstract_state(resolved, layout))
+    checkpointer = Checkpointer(workdir, config=resolved.checkpoint, read_only=True)
+    step, state, position, metadata = checkpointer.restore(
+        loop.abstract_state(resolved, fitting_layout(resolved, jax.devices()))
+    )
     checkpointer.close()
-    assert step == stopped_at - 1
-    assert evidence["data_position_before_that_batch"] == position.tolist()
-    assert metadata["num_nonfinite"] == 2
-    with pytest.raises(loop.NonFiniteError, match="3 steps in a row"):
+    return rows, step, [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(state)], position.tolist(), metadata
+
+
+def test_a_run_whose_weight_was_flipped_goes_back_before_it_and_ends_with_the_bits_of_one_left_alone(
+    micro, train, after_step, tmp_path, capsys
+):
+    """The flip makes steps 8 to 10 non-finite, among which a checkpoint is due at 8."""
+    short(micro, 4)
+    assert train(micro) == 0
+    expected = end_of(tmp_path / "run", micro)
+    (tmp_path / "run").rename(tmp_path / "left alone")
+    after_step(7, flipped("params.embed"))
+    with pytest.raises(loop.NonFiniteError, match="3 steps in a row") as error:
         train(micro)
-    assert read_rows(tmp_path / "run" / ROWS_FILE)[-1]["step"] == stopped_at
-    micro.train.max_nonfinite_steps = 4  # the remedy that the error names is allowed
-    with pytest.raises(loop.NonFiniteError, match="4 steps in a row"):
+    assert saved_steps(tmp_path / "run") == [4]
+    assert "the weights' norm (param_norm) was inf at 3 steps from 8 to 10, the loss and the" in str(error.value)
+    assert "resumes from the checkpoint of step 4" in str(error.value)
+    assert "checkpoint of step 8 left out" in capsys.readouterr().out
+
+    assert train(micro) == 0
+    assert "resuming from step 4 of 12" in capsys.readouterr().out
+    assert end_of(tmp_path / "run", micro) == expected
+
+
+@pytest.mark.parametrize("name", ["params.embed", "opt_state.inner.nu.embed"])
+def test_a_state_that_is_not_finite_is_not_saved_though_all_steps_were_finite(micro, train, after_step, tmp_path, name):
+    short(micro, 4)
+    micro.checkpoint.keep_last = 1
+
+    def damage(state, metrics):
+        state = flip_exponent_bit(state, name)
+        if name != "params.embed":
+            leaf = state["opt_state"]["inner"]["nu"]["embed"]
+            state["opt_state"]["inner"]["nu"]["embed"] = jax.device_put(leaf.at[0, 0].set(jnp.inf), leaf.sharding)
+        return state, metrics
+
+    after_step(8, damage)
+    part = name.removesuffix(".embed")
+    with pytest.raises(
+        loop.NonFiniteError, match=rf"after step 8 .*norm of {part} is inf.*resumes from the checkpoint of step 4"
+    ):
         train(micro)
+    assert saved_steps(tmp_path / "run") == [4]
+    assert train(micro) == 0
+    assert saved_steps(tmp_path / "run") == [12]
+
+
+def test_a_checkpoint_and_an_export_due_in_a_non_finite_window_are_left_out(micro, train, after_step, tmp_path, capsys):
+    short(micro, 5)
+    micro.checkpoint.update(export_every_steps=5, keep_last=3)
+    after_step(5, not_finite(1))
+    assert train(micro) == 0
+    assert saved_steps(tmp_path / "run") == [6, 10, 12]  # the one of step 5 is made after the window
+    assert sorted(path.name for path in (tmp_path / "run/huggingface").iterdir()) == ["10", "12"]
+    printed = capsys.readouterr().out
+    assert "checkpoint of step 5 left out" in printed
+    assert "export of step 5 left out" in printed
+
+
+def test_a_signal_in_a_non_finite_window_resumes_from_before_it(micro, train, after_step, tmp_path, capsys):
+    short(micro, 4)
+    assert train(micro) == 0
+    expected = end_of(tmp_path / "run", micro)
+    (tmp_path / "run").rename(tmp_path / "left alone")
+
+    def signalled(state, metrics):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return not_finite(1)(state, metrics)
+
+    after_step(6, signalled)
+    assert train(micro) == 0
+    printed = capsys.readouterr().out
+    assert "stopped by SIGTERM after step 6" in printed
+    assert "the same command resumes from the checkpoint of step 4" in printed
+    assert saved_steps(tmp_path / "run") == [4]
+    assert train(micro) == 0
+    assert end_of(tmp_path / "run", micro) == expected
+
+
+def test_non_finite_steps_are_counted_across_a_resume(micro, train, after_step, tmp_path):
+    """The last step is saved with its count: only finite states are, and its update was left out."""
+    short(micro, 0)
+    micro.train.num_steps = 2
+    micro.train.max_nonfinite_steps = 2
+    after_step(2, not_finite(1))
+    assert train(micro) == 0
+    assert saved_steps(tmp_path / "run") == [2]
+    micro.train.num_steps = 12
+    after_step(3, not_finite(1))
+    with pytest.raises(loop.NonFiniteError, match=r"2 steps in a row were not finite.*the loss was nan at step 3"):
+        train(micro)
+    evidence = json.loads((tmp_path / "run/nonfinite.json").read_text())
+    # the batch of step 3 begins where the checkpoint of step 2 says that the data goes on
+    run = saved_run(tmp_path / "run/checkpoints/2")
+    assert evidence["data_position_before_that_batch"] == run["position"]
+    assert run["metadata"]["num_nonfinite"] == 1
+    assert train(micro) == 0
+
+
+@pytest.mark.parametrize("name", ["params.embed", "opt_state.inner.mu.embed"])
+def test_a_checkpoint_of_an_older_version_that_is_not_finite_is_put_aside(micro, train, tmp_path, capsys, name):
+    short(micro, 4)
+    assert train(micro) == 0
+    expected = end_of(tmp_path / "run", micro)
+    resolved = config_lib.resolve(micro)
+    checkpointer = Checkpointer(tmp_path / "run", config=resolved.checkpoint)
+    abstract = loop.abstract_state(resolved, fitting_layout(resolved, jax.devices()))
+    step, state, position, metadata = checkpointer.restore(abstract)
+    shutil.rmtree(tmp_path / "run/checkpoints/12")
+    checkpointer.close()
+    checkpointer = Checkpointer(tmp_path / "run", config=resolved.checkpoint)
+    state = flip_exponent_bit(state, name)
+    if name != "params.embed":
+        state["opt_state"]["inner"]["mu"]["embed"] = state["opt_state"]["inner"]["mu"]["embed"].at[0, 0].set(jnp.nan)
+    checkpointer.save(step, state, position=position, metadata=metadata)
+    checkpointer.close()
+    for step in (8, 12):
+        reseal(tmp_path / f"run/checkpoints/{step}", as_before)
+    assert saved_steps(tmp_path / "run") == [8, 12]
+    capsys.readouterr()
+
+    assert train(micro) == 0
+    shown = capsys.readouterr()
+    assert "resuming from step 8 of 12" in shown.out
+    part = name.removesuffix(".embed")
+    assert f"checkpoints/12 is damaged (its state is not finite: the norm of {part} is " in shown.err
+    assert "going back to step 8" in shown.err
+    assert end_of(tmp_path / "run", micro) == expected
+
+
+def test_a_run_of_an_older_version_is_resumed(micro, train, tmp_path, capsys):
+    short(micro, 4)
+    assert train(micro) == 0
+    expected = end_of(tmp_path / "run", micro)
+    shutil.rmtree(tmp_path / "run/checkpoints/12")
+    reseal(tmp_path / "run/checkpoints/8", as_before)
+    assert train(micro) == 0
+    assert "resuming from step 8 of 12" in capsys.readouterr().out
+    assert end_of(tmp_path / "run", micro) == expected
+
+
+@pytest.mark.parametrize("moved", [shutil.move, shutil.copytree])
+@pytest.mark.parametrize("record", [lambda run: None, as_before], ids=["as written now", "as written before"])
+def test_a_checkpoint_under_the_name_of_another_step_is_passed_over(micro, train, tmp_path, capsys, moved, record):
+    short(micro, 4)
+    micro.checkpoint.keep_last = 3
+    assert train(micro) == 0
+    expected = end_of(tmp_path / "run", micro)
+    checkpoints = tmp_path / "run/checkpoints"
+    shutil.rmtree(checkpoints / "12")
+    reseal(checkpoints / "8", record)
+    moved(checkpoints / "8", checkpoints / "11")
+    capsys.readouterr()
+    assert train(micro) == 0
+    shown = capsys.readouterr()
+    back_to = 4 if moved is shutil.move else 8
+    assert f"resuming from step {back_to} of 12" in shown.out
+    assert "checkpoints/11 is damaged (its folder is named 11, which is not the step of its" in shown.err
+    assert "data position (8), token count (8)); going back to step" in shown.err
+    assert end_of(tmp_path / "run", micro) == expected
 
 
 @pytest.mark.parametrize(

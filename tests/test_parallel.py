@@ -2,9 +2,11 @@
 
 import collections
 import functools
+import math
 import re
 
 import jax
+import micro
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
@@ -13,7 +15,8 @@ from test_program import forbidden_in, lowered_for_neuron
 
 from hlat_jax.batch import abstract_batch, segmented_batch
 from hlat_jax.collectives import shards
-from hlat_jax.config import ParallelConfig, default, resolve
+from hlat_jax.config import ParallelConfig, default, load, resolve
+from hlat_jax.degrees import layout_over
 from hlat_jax.model import param_axes
 from hlat_jax.ops.cross_entropy import LossOptions, cross_entropy
 from hlat_jax.optimizer import learning_rate
@@ -26,7 +29,7 @@ from hlat_jax.program import accumulated
 from hlat_jax.program_options import checked_loss
 from hlat_jax.sharding import make_layout, resolve_degrees, shard_batch
 from hlat_jax.spread import Spread
-from hlat_jax.step import abstract_state, init_state, make_eval_step, make_train_step, parts, state_bytes
+from hlat_jax.step import abstract_state, init_state, make_eval_step, make_norms, make_train_step, parts, state_bytes
 
 SEQUENCE, ZERO1 = {"sequence_parallel": True}, {"zero1": True}
 # name -> changes of parallel, model and train sections
@@ -481,3 +484,32 @@ def test_degrees_that_do_not_multiply_to_the_devices_are_refused():
 def test_step_over_a_mesh_lowered_for_neuron_holds_nothing_it_cannot_take(name):
     config = configured(attention="einsum", cross_entropy="dense", **LAYOUTS[name])
     forbidden_in(lowered_for_neuron(config, layout_of(config)))
+
+
+@pytest.mark.parametrize(
+    ("policy", "degrees"),
+    [("fp32", {}), ("mixed", {"data": 2, "tensor": 2, "zero1": True}), ("bf16_sr", {"pipe": 2, "data": 2, "fsdp": 2})],
+)
+def test_norms_of_a_state_are_those_of_numpy_and_take_one_all_reduce(policy, degrees, tmp_path):
+    c = load(str(micro.write_config(tmp_path)))
+    c.precision.policy = policy
+    c.parallel.update(degrees)
+    c.data.batch_size, c.train.num_microbatches = 8, 2
+    config = resolve(c)
+    num_devices = math.prod(degree for axis, degree in degrees.items() if axis != "zero1")
+    layout = layout_over(config, jax.devices()[:num_devices])
+    state = init_state(config, layout)
+    inner = state["opt_state"]["inner"]
+    inner["mu"] = jax.tree.map(lambda leaf: jax.device_put(leaf + 1, leaf.sharding), inner["mu"])
+    compiled = make_norms(config, layout).lower(state).compile()
+    found = {name: float(norm) for name, norm in compiled(state).items()}
+    parts = {"params": state["params"], "opt_state.inner.mu": inner["mu"], "opt_state.inner.nu": inner["nu"]}
+    parts |= {"opt_state.master": state["opt_state"]["master"]} if policy == "mixed" else {}
+    leaves = {name: [np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(tree)] for name, tree in parts.items()}
+    expected = {name: np.sqrt(sum(np.sum(leaf**2) for leaf in each)) for name, each in leaves.items()}
+    assert found == pytest.approx(expected, rel=1e-5)  # fp32 sums
+    assert compiled.as_text().count(" all-reduce(") == (num_devices > 1)
+    embed = state["params"]["embed"]
+    one_bad = jax.device_put(embed.at[-1, -1].set(np.inf), embed.sharding)
+    found = compiled(state | {"params": state["params"] | {"embed": one_bad}})
+    assert [name for name, norm in found.items() if not np.isfinite(norm)] == ["params"]

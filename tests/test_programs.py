@@ -25,7 +25,7 @@ from hlat_jax.step import init_state
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
 ONE = changes.Place("neuron", {"pipe": 1, "data": 1, "fsdp": 1, "tensor": 1})
-PROGRAMS = ("train", "init", "eval", "prefill", "decode")
+PROGRAMS = ("train", "init", "norms", "eval", "prefill", "decode")
 # What changes between runs, of a seed, a schedule, a length or a folder: no program may depend on any of it.
 FREE = {
     "optimizer.peak_lr": 1e-5,
@@ -77,7 +77,7 @@ TABLE = [
 
 
 def config_with(changed=()):
-    """Returns a small config with all five programs; `changed` has values by the paths of their keys."""
+    """Returns a small config with all six programs; `changed` has values by the paths of their keys."""
     tree = small_config().to_dict()
     tree["model"]["max_positions"] = 1024
     tree["data"]["validation"] = "held_out.jsonl"
@@ -207,7 +207,8 @@ def run(tmp_path, monkeypatch):
 def test_a_run_compiles_its_programs_once_each_and_nothing_else(run):
     jax.clear_caches()
     compiled, config, workdir = run()
-    assert sorted(compiled) == [f"jit({name})" for name in ("decode", "eval_step", "initial", "prefill", "train_step")]
+    names = ("decode", "eval_step", "initial", "prefill", "state_norms", "train_step")
+    assert sorted(compiled) == [f"jit({name})" for name in names]
     place = changes.Place("cpu", ONE.degrees)
     for name, entry in recorded(workdir).items():
         assert entry["sha256"] == changes.program(name, config, place).sha256, name
@@ -218,7 +219,8 @@ def test_a_run_that_goes_on_compiles_no_other_program(run):
     _, _, workdir = run()
     before = {name: entry["sha256"] for name, entry in recorded(workdir).items()}
     compiled, _, _ = run(train__num_steps=7)
-    assert sorted(compiled) == [f"jit({name})" for name in ("decode", "eval_step", "prefill", "train_step")]
+    names = ("decode", "eval_step", "prefill", "state_norms", "train_step")
+    assert sorted(compiled) == [f"jit({name})" for name in names]
     assert {name: entry["sha256"] for name, entry in recorded(workdir).items()} == before
 
 

@@ -106,7 +106,9 @@ def test_train_stops_with_evidence_after_non_finite_steps_in_a_row(train_here, t
     code, _, err = train_here(f"--config={config}", f"--workdir={workdir}", *words)
     assert code == 1
     [line] = err.splitlines()
-    assert line.startswith("error: 4 steps in a row without a finite loss and gradient norm, the last one step ")
+    assert line.startswith("error: 4 steps in a row were not finite, the last one step ")
+    assert "the weights' norm (param_norm) was inf at 4 steps from 3 to 6, the loss was finite" in line
+    assert "the same command again, which resumes from the beginning" in line
     assert str(workdir / "nonfinite.json") in line
     assert "lower optimizer.peak_lr" in line
     train_rows = [row for row in micro.rows(workdir) if "loss" in row]

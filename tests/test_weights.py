@@ -16,7 +16,7 @@ from test_data_tokenizer_json import write as write_tokenizer_json
 
 from hlat_jax import averaging, hf, loop, weights_folder
 from hlat_jax import config as config_lib
-from hlat_jax.checkpoint import saved_run
+from hlat_jax.checkpoint import Checkpointer, saved_run
 from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.huggingface import exporting
 from hlat_jax.inference import open_model
@@ -26,7 +26,7 @@ from hlat_jax.model import abstract_params, apply
 from hlat_jax.safetensors_file import Writer, read_header
 from hlat_jax.sharding import make_layout
 from hlat_jax.starting_weights import begin, open_start
-from hlat_jax.step import init_state
+from hlat_jax.step import abstract_state, init_state
 from hlat_jax.weights import leaves_by_name, nested, open_weights
 
 MODEL = config_lib.ModelConfig(
@@ -112,6 +112,75 @@ def test_a_damaged_newest_checkpoint_is_passed_over_and_named(trained, tmp_path,
     assert "checkpoints/2 is damaged" in capsys.readouterr().err
     with pytest.raises(ValueError, match=r"checkpoints/2 is damaged .*other bytes"):
         open_weights(run / "checkpoints/2")
+
+
+COMMANDS = {  # each of them opens a checkpoint that was asked for by name
+    "open": lambda trained, path, out: open_weights(path),
+    "generate and evaluate": lambda trained, path, out: open_model(str(path), config_lib.ParallelConfig()),
+    "export": lambda trained, path, out: hf.main(["export", str(path), f"--out={out}"]),
+    "average": lambda trained, path, out: averaging.average([path, path], out),
+    "init_from": lambda trained, path, out: train(trained[0], out, train__init_from=str(path)),
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("record", [lambda run: None, micro.as_before], ids=["as written now", "as written before"])
+def test_a_checkpoint_under_the_name_of_another_step_is_refused(trained, tmp_path, command, record):
+    run = shutil.copytree(trained[1], tmp_path / "run")
+    shutil.copytree(run / "checkpoints/2", run / "checkpoints/5")
+    micro.reseal(run / "checkpoints/5", record)
+    with pytest.raises(ValueError, match=r"5 is damaged .*named 5, which is not the step of .*data position \(2\)"):
+        COMMANDS[command](trained, run / "checkpoints/5", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_of_a_run_the_newest_checkpoint_under_its_own_name_is_taken(trained, tmp_path, capsys):
+    run = shutil.copytree(trained[1], tmp_path / "run")
+    shutil.move(run / "checkpoints/2", run / "checkpoints/5")
+    assert open_weights(run).step == 1
+    assert "checkpoints/5 is damaged" in capsys.readouterr().err
+
+
+def test_a_state_of_another_step_than_all_beside_it_says_is_refused(trained, tmp_path):
+    run = shutil.copytree(trained[1], tmp_path / "run")
+    shutil.rmtree(run / "checkpoints/2/state")
+    shutil.copytree(run / "checkpoints/1/state", run / "checkpoints/2/state")
+    files = [path for path in (run / "checkpoints/2").rglob("*") if path.is_file() and path.name != "integrity.json"]
+    seal(run / "checkpoints/2", [str(path.relative_to(run / "checkpoints/2")) for path in files])
+    with pytest.raises(ValueError, match=r"named 2, which is not the step of its state \(1\)"):
+        open_weights(run / "checkpoints/2")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_checkpoint_whose_weights_are_not_finite_is_refused(not_finite, trained, tmp_path, command):
+    path = not_finite / "checkpoints/2"
+    with pytest.raises(ValueError, match=r"checkpoints/2 is damaged .*not finite: the norm of params is inf"):
+        COMMANDS[command](trained, path, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_of_a_run_the_newest_finite_checkpoint_is_taken(not_finite, tmp_path, capsys):
+    assert open_weights(not_finite).step == 1
+    assert "checkpoints/2 is damaged (its state is not finite: the norm of params is inf)" in capsys.readouterr().err
+
+
+@pytest.fixture(params=["norms recorded", "written before norms were"])
+def not_finite(trained, tmp_path, request):
+    """A copy of the run in which a weight of the newest checkpoint has an exponent bit flipped, its sums made after."""
+    run = shutil.copytree(trained[1], tmp_path / "run")
+    if request.param == "norms recorded":
+        micro.reseal(run / "checkpoints/2", lambda saved: saved["norms"].update(params=float("inf")))
+        return run
+    layout = make_layout(trained[2].parallel, jax.devices()[:1])
+    checkpointer = Checkpointer(run, config=trained[2].checkpoint)
+    step, state, position, metadata = checkpointer.restore(abstract_state(trained[2], layout))
+    shutil.rmtree(run / "checkpoints/2")
+    checkpointer.close()
+    checkpointer = Checkpointer(run, config=trained[2].checkpoint)
+    state["params"]["embed"] = state["params"]["embed"].at[0, 0].set(1e36)
+    checkpointer.save(step, state, position=position, metadata=metadata)
+    checkpointer.close()
+    return run
 
 
 def test_a_damaged_weights_folder_is_refused(tmp_path):

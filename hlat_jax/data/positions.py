@@ -133,12 +133,14 @@ def _first(
 
 
 def _read(path: pathlib.Path, step: int) -> tuple[np.ndarray, str] | None:
-    """Returns (position, identity of its data), or None for a file that is damaged or is being removed."""
+    """Returns (position, identity of its data); None for a file that is damaged, being removed or of another step."""
     try:
         if path.suffix == ".npz":
             with np.load(path) as kept:
                 return kept["position"], str(kept["identity"])
         run = json.loads(path.read_bytes())
+        if run["position"][0][0] != step:  # somebody renamed the checkpoint: every row begins with its batches so far
+            return None
         metadata = run["metadata"]
         found = identity(
             metadata["config"]["data"],
@@ -147,5 +149,5 @@ def _read(path: pathlib.Path, step: int) -> tuple[np.ndarray, str] | None:
             num_batches=step,
         )
         return np.asarray(run["position"], np.int64), found
-    except (OSError, EOFError, ValueError, KeyError, TypeError, NotImplementedError, zipfile.BadZipFile, zlib.error):
+    except (OSError, EOFError, ValueError, LookupError, TypeError, NotImplementedError, zipfile.BadZipFile, zlib.error):
         return None

@@ -85,7 +85,7 @@ def _flags(target: str) -> str:
 
 
 def _define(values: flags.FlagValues) -> None:
-    names = ["train", "eval", "init", "prefill", "decode", "generate", "all"]
+    names = ["train", "eval", "init", "norms", "prefill", "decode", "generate", "all"]
     flags.DEFINE_string("out", "", "Folder for the modules and compile.sh.", flag_values=values)
     flags.DEFINE_enum("target", "trn1", list(_INSTANCES), "Device that compile.sh compiles for.", flag_values=values)
     flags.DEFINE_enum("program", "all", names, "Program to write.", flag_values=values)

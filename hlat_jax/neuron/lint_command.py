@@ -15,7 +15,7 @@ from absl import flags
 from hlat_jax import config as config_lib
 from hlat_jax import flags as flags_lib
 
-_NAMES = ("train", "eval", "init", "prefill", "decode", "generate")
+_NAMES = ("train", "eval", "init", "norms", "prefill", "decode", "generate")
 
 
 def main(argv: Sequence[str]) -> int:

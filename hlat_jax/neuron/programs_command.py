@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
         size = f"{now['argument_bytes'] / cost.GIB:,.3f} GiB"
         print(_row((name, now["sha256"], f"{now['num_ops']:,}", f"{now['num_arguments']:,}", size, cached, since)))
         print("".join(f"  {line}\n" for line in why), end="")
-    print("\nSaving, data and curves are the host's work and compile nothing. Bytes are of the whole mesh.")
+    print("\nData, files and curves are the host's work and compile nothing. Bytes are of the whole mesh.")
     if values.json:
         whole = {"config": config.name, "platform": values.platform, "devices": count, "programs": found}
         pathlib.Path(values.json).write_text(json.dumps(whole, indent=1) + "\n")
