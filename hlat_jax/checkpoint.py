@@ -240,7 +240,7 @@ def find_saved(path: str | os.PathLike) -> pathlib.Path | None:
             raise ValueError(f"checkpoint {path} is damaged ({why}); take another one of {path.parent}.")
         return path
     folder = path / "checkpoints"
-    found = _newest_whole(folder, [int(each.name) for each in folder.glob("*") if each.name.isdigit()], deep=True)
+    found = _newest_whole(folder, [int(each.name) for each in folder.glob("*") if each.name.isdecimal()], deep=True)
     if found is None:
         return None
     step, damaged = found
