@@ -29,6 +29,7 @@ import orbax.checkpoint as ocp
 from hlat_jax import distributed
 from hlat_jax.config import CheckpointConfig
 from hlat_jax.drift import differences
+from hlat_jax.durable import read_json
 from hlat_jax.integrity import damage, seal
 
 STATE_ITEM, RUN_ITEM = "state", "run"
@@ -261,7 +262,7 @@ def find_saved(path: str | os.PathLike) -> pathlib.Path | None:
             raise ValueError(f"checkpoint {path} is damaged ({why}); take another one of {path.parent}.")
         return path
     folder = path / "checkpoints"
-    steps = [int(each.name) for each in folder.glob("*") if each.name.isdigit()]
+    steps = [int(each.name) for each in folder.glob("*") if each.name.isdecimal()]
     unusable: dict[int, str] = {}
     while found := _newest_usable(folder, steps, deep=True, known=unusable):
         step, unusable = found
@@ -282,7 +283,7 @@ def saved_run(folder: pathlib.Path) -> dict[str, Any]:
     "position", "metadata", and "arrays", path -> dtype[shape]; from the versions on that record them "step", and
     "norms", part of the state -> L2 norm.
     """
-    return json.loads((folder / RUN_ITEM / _RUN_FILE).read_bytes())
+    return read_json(folder / RUN_ITEM / _RUN_FILE, allow_nan=True)
 
 
 def not_finite(norms: Mapping[str, Any]) -> str:

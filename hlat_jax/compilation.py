@@ -23,7 +23,7 @@ import jax
 from hlat_jax import cost, overlap
 from hlat_jax.config import Config
 from hlat_jax.decoding import decode_arguments, make_decode, make_prefill, prefill_arguments
-from hlat_jax.durable import write_whole
+from hlat_jax.durable import read_json, write_whole
 from hlat_jax.generator import Programs, sample_shape
 from hlat_jax.machine import device_memory
 from hlat_jax.neuron.fingerprint import fingerprint
@@ -126,11 +126,10 @@ def compiled_sampler(config: Config, layout: Layout, compilations: Compilations)
 def recorded(workdir: pathlib.Path) -> dict[str, dict[str, Any]]:
     """Returns the record of a run folder by program; empty where none was compiled, or what is there is no record."""
     try:
-        found = json.loads((workdir / RECORD_FILE).read_text())
+        found = read_json(workdir / RECORD_FILE)
     except (OSError, ValueError):
         return {}
-    entries = found.items() if isinstance(found, dict) else ()
-    return {name: entry for name, entry in entries if isinstance(entry, dict) and entry.keys() >= _COMPARED}
+    return {name: entry for name, entry in found.items() if isinstance(entry, dict) and entry.keys() >= _COMPARED}
 
 
 def surroundings(config: Config, platform: str, degrees: dict[str, int]) -> dict[str, Any]:

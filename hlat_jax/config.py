@@ -12,7 +12,7 @@ import importlib.util
 import pathlib
 from typing import Any
 
-from hlat_jax.config_checks import check_choice, check_model, check_parallel, check_training, nearest
+from hlat_jax.config_checks import check_choice, check_model, check_parallel, check_run_name, check_training, nearest
 
 
 def _key(default: Any, doc: str, *, choices: tuple = ()) -> Any:
@@ -266,6 +266,7 @@ def resolve(mutable: Any) -> Config:
         raise ValueError(f"config has no section {min(unknown)!r}. {nearest(min(unknown), SECTIONS)}")
     sections = {name: _section(name, cls, tree.get(name, {})) for name, cls in SECTIONS.items()}
     config = Config(name=tree.get("name", "custom"), **sections)
+    check_run_name(config.name)
     check_model(config.model)
     check_parallel(config.parallel, config.model)
     check_training(config)
@@ -280,15 +281,19 @@ def _section(name: str, cls: type, values: dict[str, Any]) -> Any:
     missing = sorted(set(fields) - set(values))
     if missing:
         raise ValueError(f"config lacks {name}.{missing[0]}; start from hlat_jax.config.default().")
-    typed = {key: _typed(f"{name}.{key}", fields[key], value) for key, value in values.items()}
-    return cls(**typed)
+    return cls(**{key: typed(f"{name}.{key}", fields[key], value) for key, value in values.items()})
 
 
-def _typed(path: str, field: dataclasses.Field, value: Any) -> Any:
+def typed(path: str, field: dataclasses.Field, value: Any) -> Any:
+    """Returns the value of a key in the key's type.
+
+    Raises:
+      ValueError: a wrong type, or a value outside the key's choices; the message begins with `path`.
+    """
     kind = type(field.default)
-    if kind is float and type(value) is int:
+    if kind is float and type(value) is int and abs(value) < 1 << 1023:  # as far as a float reaches
         value = float(value)
     if type(value) is not kind:
-        raise ValueError(f"{path}={value!r} is {type(value).__name__}; it must be {kind.__name__}.")
+        raise ValueError(f"{path}={repr(value)[:100]} is {type(value).__name__}; it must be {kind.__name__}.")
     check_choice(path, field, value)
     return value

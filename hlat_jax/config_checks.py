@@ -10,6 +10,7 @@ import dataclasses
 import difflib
 from typing import TYPE_CHECKING, Any
 
+from hlat_jax.durable import check_name
 from hlat_jax.sizes import parse_bytes
 
 if TYPE_CHECKING:
@@ -36,6 +37,12 @@ def _at_least(lowest: float, **values: float) -> None:
     for path, value in values.items():
         if not value >= lowest:
             raise ValueError(f"{path.replace('__', '.')}={value} must be at least {lowest}.")
+
+
+def check_run_name(name: Any) -> None:
+    """Raises ValueError unless `name` can be that of a folder in `runs/`."""
+    if check_name(name, "config.name").startswith((".", "-")):
+        raise ValueError(f"config.name={name!r} must not begin with '.' or '-': it names the run folder, runs/NAME.")
 
 
 def check_model(m: ModelConfig) -> None:

@@ -70,7 +70,7 @@ def resolve_job(
     if missing:
         raise ValueError(f"{' and '.join(missing)} missing: several processes need all of {', '.join(given)}, or none.")
     host, _, port = coordinator.rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise ValueError(f"--coordinator={coordinator} must be HOST:PORT of process 0, such as node-1:41001.")
     if num_processes < 1:
         raise ValueError(f"--num_processes={num_processes} must be at least 1.")

@@ -1,11 +1,15 @@
-"""Files that are there whole or not at all, and survive a power cut. Owns the order of flush, sync and rename."""
+"""Small files: written atomically and fsynced; JSON and file names that come from others, checked as they are read."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import pathlib
 from typing import IO, Any
+
+_MAX_DEPTH = 100  # of nested JSON: far from the depth at which Python's own recursion ends, which differs by caller
+_MAX_NAME_BYTES = 255
 
 
 def write_whole(path: pathlib.Path, content: bytes) -> None:
@@ -25,6 +29,78 @@ def write_whole(path: pathlib.Path, content: bytes) -> None:
 def write_json(path: pathlib.Path, value: Any) -> None:
     """Writes or replaces a file of indented JSON as `write_whole` does."""
     write_whole(path, (json.dumps(value, indent=2) + "\n").encode())
+
+
+def read_json(path: pathlib.Path, *, allow_nan: bool = False) -> dict[str, Any]:
+    """Returns the JSON object in a file, as `parse_json` does.
+
+    Raises:
+      ValueError: it is not a regular file, or not such an object; the message names the file.
+      OSError: it cannot be read.
+    """
+    if path.exists() and not path.is_file():  # to open a FIFO would block
+        raise ValueError(f"{path} is not a regular file.")
+    return parse_json(path.read_bytes(), where=str(path), allow_nan=allow_nan)
+
+
+def parse_json(raw: bytes, *, where: str, kind: type = dict, allow_nan: bool = False) -> Any:
+    """Returns the JSON object (or array, by `kind`) in `raw`.
+
+    Raises:
+      ValueError: not UTF-8, not JSON, nested too deeply, a key that appears twice, another kind, or, without
+        `allow_nan`, a number that is not finite; the message begins with `where`.
+    """
+    number = float if allow_nan else _finite
+    try:
+        found = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique, parse_constant=number, parse_float=number)
+    except ValueError as error:
+        raise ValueError(f"{where} is not JSON: {error}.") from None
+    except RecursionError:
+        raise ValueError(f"{where} is nested deeper than {_MAX_DEPTH} levels.") from None
+    if not isinstance(found, kind):
+        raise ValueError(f"{where} holds no JSON {'object' if kind is dict else 'array'}.")
+    level, depth = [found], 0
+    while level:
+        if (depth := depth + 1) > _MAX_DEPTH:
+            raise ValueError(f"{where} is nested deeper than {_MAX_DEPTH} levels.")
+        inner = [each.values() if isinstance(each, dict) else each for each in level]
+        level = [value for values in inner for value in values if isinstance(value, (dict, list))]
+    return found
+
+
+def check_name(name: Any, what: str, *, allow_folders: bool = False) -> str:
+    """Returns `name`, which a file gives for another file of its folder, once it is sure to stay in that folder.
+
+    Args:
+      name: of a file; with `allow_folders` its relative path, with / between the parts.
+      what: file and field that give the name, for the error.
+
+    Raises:
+      ValueError: not text, empty, absolute, with "." or ".." as a part, with characters that cannot be printed, or
+        longer than a file system takes.
+    """
+    parts = name.split("/") if allow_folders and isinstance(name, str) else [name]
+    for part in parts:
+        is_plain = isinstance(part, str) and part.isprintable() and "/" not in part and part not in ("", ".", "..")
+        if not is_plain or len(part.encode()) > _MAX_NAME_BYTES:
+            kind = "a relative path without '.' and '..'" if allow_folders else "a plain name without '/'"
+            raise ValueError(f"{what}={repr(name)[:100]} must be {kind}.")
+    return name
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"key {next(key for key in found if keys.count(key) > 1)!r} appears twice")
+    return found
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text} is not a finite number")
+    return value
 
 
 def to_disk(file: IO) -> None:

@@ -16,6 +16,7 @@ from absl import flags
 from ml_collections import config_flags
 
 from hlat_jax import config as config_lib
+from hlat_jax import process
 from hlat_jax.config_checks import nearest
 
 
@@ -110,12 +111,14 @@ def _rest(argv: Sequence[str], values: flags.FlagValues, *, usage: str) -> list[
 
 
 def main(command: Callable[[Sequence[str]], int]) -> None:
-    """Runs a command on sys.argv and exits; an error of the user's is one line on stderr and exit code 2."""
+    """Runs a command on sys.argv and exits; a user's error is one line on stderr and exit code 2, Ctrl-C 130."""
     try:
         code = command(sys.argv[1:])
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         code = 2
+    except KeyboardInterrupt:
+        process.end_interrupted()
     sys.exit(code)
 
 

@@ -10,12 +10,13 @@ import concurrent.futures
 import json
 import os
 import pathlib
+import stat
 import zlib
 from collections.abc import Iterable
 
 import jax
 
-from hlat_jax import distributed
+from hlat_jax import distributed, durable
 
 INTEGRITY_FILE = "integrity.json"
 _BLOCK_BYTES = 1 << 24
@@ -36,15 +37,14 @@ def seal(folder: pathlib.Path, names: Iterable[str]) -> None:
 def damage(folder: pathlib.Path, *, deep: bool) -> str:
     """Returns what is wrong with a sealed folder, "" when nothing is: shallow looks at sizes and sums small files."""
     try:
-        files = json.loads((folder / INTEGRITY_FILE).read_bytes())["files"]
-        shared = sorted(files.items())[jax.process_index() :: jax.process_count()]
+        shared = sorted(_sums(folder).items())[jax.process_index() :: jax.process_count()]
         with concurrent.futures.ThreadPoolExecutor(_num_threads()) as pool:
             found = pool.map(lambda item: _file_damage(folder, item[0], item[1], deep=deep), shared)
             problem = next(filter(None, found), "")
     except FileNotFoundError:
         problem = f"{INTEGRITY_FILE} is missing"
-    except (ValueError, KeyError, TypeError, AttributeError):
-        problem = f"{INTEGRITY_FILE} is unreadable"
+    except ValueError as error:
+        problem = f"{INTEGRITY_FILE} is unreadable: {error}"
     return next(filter(None, json.loads(f"[{','.join(distributed.exchange(json.dumps(problem)))}]")), "")
 
 
@@ -60,12 +60,33 @@ def size_and_crc(path: pathlib.Path, *, flush: bool = False) -> list[int]:
     return [size, crc]
 
 
+def _sums(folder: pathlib.Path) -> dict[str, list[int]]:
+    """Returns the size and CRC-32 of every file of a sealed folder.
+
+    Raises:
+      ValueError: integrity.json is damaged, or names what is not in the folder.
+    """
+    path = folder / INTEGRITY_FILE
+    files = durable.read_json(path).get("files")
+    if not isinstance(files, dict):
+        raise ValueError(f"{path}: files={repr(files)[:100]} must be an object.")
+    for name, sums in files.items():
+        durable.check_name(name, f"{path}: files", allow_folders=True)
+        if not isinstance(sums, list) or [type(each) for each in sums] != [int, int] or min(sums) < 0:
+            raise ValueError(f"{path}: files[{name!r}]={repr(sums)[:100]} must be [bytes, CRC-32].")
+    return files
+
+
 def _file_damage(folder: pathlib.Path, name: str, expected: list[int], *, deep: bool) -> str:
     size, crc = expected
     try:
-        found = os.stat(folder / name).st_size
-        if found != size:
-            return f"{name} has {found:,} bytes instead of {size:,}"
+        found = os.stat(folder / name)
+        if not stat.S_ISREG(found.st_mode):
+            return f"{name} is not a regular file"
+        if not (folder / name).resolve().is_relative_to(folder.resolve()):
+            return f"{name} is a link that leads out of the folder"
+        if found.st_size != size:
+            return f"{name} has {found.st_size:,} bytes instead of {size:,}"
         if (deep or size <= _SMALL_FILE_BYTES) and size_and_crc(folder / name)[1] != crc:
             return f"{name} has other bytes than were written"
     except FileNotFoundError:

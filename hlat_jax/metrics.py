@@ -338,7 +338,7 @@ def _row(line: bytes) -> dict[str, Any] | None:
     """Returns the row of a whole line; None for one that a kill cut short."""
     if not line.endswith(b"\n"):
         return None
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError, RecursionError):
         row = json.loads(line)
         if isinstance(row, dict) and isinstance(row.get("step"), int):
             return row

@@ -1,21 +1,80 @@
-"""What a training process owes its operator and its run folder: signals heard, the folder held, things closed."""
+"""Signal handling of the commands, and the lock of a run folder."""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
 import functools
-import logging
-import pathlib
+import os
 import shutil
 import signal
 import sys
-from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # every command imports this first, and until then Ctrl-C is a traceback
+    import pathlib
+    from collections.abc import Iterator
+    from typing import Any
 
 INDEX_FOLDER = "index"  # of the run folder: where the lines of JSONL files lie; may be deleted at any time
 LOCK_FILE = ".lock"
 _OF_THE_START = {LOCK_FILE, INDEX_FOLDER, "checkpoints"}
+_partial: list[pathlib.Path] = []  # folders that an interrupt removes
+
+
+def exit_on_interrupt() -> None:
+    """Makes Ctrl-C end this process at once, with one line on stderr and exit code 130.
+
+    For commands. A KeyboardInterrupt would be lost wherever a library catches or cannot raise it, in imports and in
+    callbacks of the garbage collector, and threads of XLA crash in the teardown after it.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # of a job in the background it stays ignored
+        signal.signal(signal.SIGINT, _end)
+
+
+def end_interrupted(*, advice: str = "") -> None:
+    """Ends this process at once as an interrupted command does; `advice` follows in the same line."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second one does not wait for a pipe that nobody reads
+    with contextlib.suppress(OSError):
+        os.write(2, f"interrupted{advice and f'; {advice}'}\n".encode())
+    for folder in _partial:
+        shutil.rmtree(folder, ignore_errors=True)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # there is none, or this interrupted a write to it
+            stream.flush()
+    os._exit(130)
+
+
+def _end(_number: int, _frame: Any) -> None:
+    end_interrupted()
+
+
+@contextlib.contextmanager
+def removed_on_interrupt(folder: pathlib.Path) -> Iterator[None]:
+    """Removes `folder` when Ctrl-C ends the command in the body, in which no `finally` runs then."""
+    _partial.append(folder)
+    try:
+        yield
+    finally:
+        _partial.remove(folder)
+
+
+@contextlib.contextmanager
+def raising_interrupts() -> Iterator[None]:
+    """Makes the first Ctrl-C in its body a KeyboardInterrupt, for a command that has processes of its own to stop."""
+
+    def raise_once(_number: int, _frame: Any) -> None:
+        signal.signal(signal.SIGINT, _end)
+        raise KeyboardInterrupt
+
+    if signal.getsignal(signal.SIGINT) is not _end:
+        yield
+        return
+    signal.signal(signal.SIGINT, raise_once)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, _end)
 
 
 @contextlib.contextmanager
@@ -63,6 +122,8 @@ def leave_out_echoes_of_failed_saves() -> None:
     The first write that fails ends Orbax's event loop. Its other tasks fail with nobody to await them, and
     TensorStore's threads still report to the closed loop: on a full disk, a screen of them hides what matters.
     """
+    import logging
+
     hook = sys.unraisablehook
 
     def print_others(unraisable: Any) -> None:
@@ -74,7 +135,7 @@ def leave_out_echoes_of_failed_saves() -> None:
 
 
 class StopSignals:
-    """Turns SIGTERM and SIGINT into a wish that the loop reads; a second SIGINT interrupts at once."""
+    """Turns SIGTERM and SIGINT into a wish that the loop reads; a second SIGINT ends the process at once."""
 
     def __init__(self):
         self.name = ""
@@ -89,5 +150,10 @@ class StopSignals:
 
     def _ask(self, number, _frame):
         if self.name and number == signal.SIGINT:
+            if self._before[number] is _end:
+                end_interrupted(advice="the same command resumes from the last checkpoint, or begins again without one")
             raise KeyboardInterrupt
         self.name = signal.Signals(number).name
+        if number == signal.SIGINT:
+            with contextlib.suppress(OSError):
+                os.write(2, b"SIGINT: saving and stopping after this step; press Ctrl-C again to stop at once\n")

@@ -17,8 +17,15 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from hlat_jax import durable
+
 DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(jnp.bfloat16)}
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
+# Every dtype of the format; those that are not in DTYPES are recognized and not read.
+_BITS = {"BOOL": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8}
+_BITS |= {"F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8}
+_BITS |= {"I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32, "C64": 64, "F64": 64}
+_BITS |= {"I64": 64, "U64": 64}
 _LONGEST_HEADER_BYTES = 100_000_000  # the library's own limit
 
 
@@ -68,30 +75,64 @@ def read_header(path: pathlib.Path) -> dict[str, Stored]:
     """Returns the tensors of a file by name.
 
     Raises:
-      ValueError: not a safetensors file, or one that is cut off.
+      ValueError: not a safetensors file, one that is cut off, or a header whose tensors do not lie one behind another
+        from the first byte of the data to the last; the message names file, tensor and field.
     """
+    if not path.is_file():
+        raise ValueError(f"{path} is not a regular file.")
     num_bytes = path.stat().st_size
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if not 2 <= length <= min(num_bytes - 8, _LONGEST_HEADER_BYTES):
             raise ValueError(f"{path} is not a safetensors file, or is cut off in its header ({num_bytes:,} bytes).")
         text = file.read(length)
-    try:
-        entries = {name: entry for name, entry in json.loads(text).items() if name != "__metadata__"}
-        found = {
-            name: (Stored(path, name, entry["dtype"], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0]))
-            for name, entry in entries.items()
-        }
-        ends = {name: 8 + length + entry["data_offsets"][1] for name, entry in entries.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError):
-        raise ValueError(f"{path} has no safetensors header.") from None
-    if max(ends.values(), default=8 + length) != num_bytes:
-        needed = max(ends.values(), default=8 + length)
-        raise ValueError(f"{path} has {num_bytes:,} bytes instead of {needed:,}; fetch that file again.")
-    for name, stored in found.items():
-        if stored.code in DTYPES and ends[name] - stored.start != math.prod(stored.shape) * stored.dtype.itemsize:
-            raise ValueError(f"{path}: tensor {name} does not fill its place in the file.")
-    return found
+    if not text.startswith(b"{"):
+        raise ValueError(f"{path} has no safetensors header.")
+    header = durable.parse_json(text, where=f"{path}: the safetensors header")
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise ValueError(f"{path}: __metadata__ must be an object of strings.")
+    places = sorted((_place(entry, where=f"{path}: tensor {name}"), name) for name, entry in header.items())
+    end = 0
+    for (first, last), name in places:
+        if first != end:
+            fault = "overlap the tensor before it" if first < end else f"leave a gap of {first - end:,} bytes"
+            raise ValueError(f"{path}: tensor {name}: data_offsets={[first, last]} {fault}; fetch that file again.")
+        end = last
+    if 8 + length + end != num_bytes:
+        raise ValueError(f"{path} has {num_bytes:,} bytes instead of {8 + length + end:,}; fetch that file again.")
+    return {
+        name: Stored(path, name, entry["dtype"], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0])
+        for name, entry in header.items()
+    }
+
+
+def _place(entry: Any, *, where: str) -> tuple[int, int]:
+    """Returns the first byte of a tensor in the data and the one after its last, by its entry in the header.
+
+    Raises:
+      ValueError: no such entry, or one whose dtype and shape need another number of bytes; the message has the field.
+    """
+    if not isinstance(entry, dict):
+        raise ValueError(f"{where} is {repr(entry)[:100]}; it must be an object.")
+    code, shape, offsets = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
+    if not isinstance(code, str) or code not in _BITS:
+        raise ValueError(f"{where}: dtype={repr(code)[:100]} is not one of {', '.join(_BITS)}.")
+    if not _are_counts(shape):
+        raise ValueError(f"{where}: shape={repr(shape)[:100]} must be a list of integers of at least 0.")
+    if not _are_counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise ValueError(f"{where}: data_offsets={repr(offsets)[:100]} must be [begin, end], 0 <= begin <= end.")
+    first, last = offsets
+    num_bits = math.prod(shape) * _BITS[code]
+    if (last - first) * 8 != num_bits:
+        raise ValueError(
+            f"{where}: data_offsets={offsets} hold {last - first:,} bytes, and {code}{shape} takes {num_bits / 8:,.0f}."
+        )
+    return first, last
+
+
+def _are_counts(values: Any) -> bool:
+    return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
 
 
 class Writer:

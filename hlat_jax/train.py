@@ -56,7 +56,7 @@ def _set_environment(config: config_lib.Config, values: flags.FlagValues) -> Non
         nodes=nodes,
         rank=rank,
         coordinator=host,
-        port=int(port) if port.isdigit() else topology.JAX_PORT,
+        port=int(port) if port.isdecimal() else topology.JAX_PORT,
         lnc=topology.lnc_of(os.environ),
         cores=values.cores,
         launcher=topology.launcher(os.environ),

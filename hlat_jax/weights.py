@@ -20,8 +20,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hlat_jax.checkpoint import find_saved, read_arrays, saved_run
-from hlat_jax.config import ModelConfig
+from hlat_jax.checkpoint import RUN_ITEM, find_saved, read_arrays, saved_run
+from hlat_jax.config import ModelConfig, typed
 from hlat_jax.config_checks import check_model
 from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.drift import differences
@@ -130,7 +130,10 @@ def stored_model(values: dict[str, Any], *, where: str) -> ModelConfig:
     unknown = values.keys() - {field.name for field in dataclasses.fields(ModelConfig)}
     if unknown:
         raise ValueError(f"{where} was written by another version of hlat_jax: its model has a key {min(unknown)!r}.")
-    model = ModelConfig(**values)
+    fields = {field.name: field for field in dataclasses.fields(ModelConfig)}
+    model = ModelConfig(
+        **{name: typed(f"{where}: model.{name}", fields[name], value) for name, value in values.items()}
+    )
     check_model(model)
     return model
 
@@ -155,13 +158,21 @@ def nested(leaves: dict[str, Any]) -> dict[str, Any]:
 
 
 def _of_run(folder: pathlib.Path, *, masters: bool) -> Weights:
-    run = saved_run(folder)
-    metadata = run["metadata"]
-    model = stored_model(metadata["config"]["model"], where=str(folder))
-    has_masters = any(name.startswith("['opt_state']['master']") for name in run["arrays"])
+    try:
+        run = saved_run(folder)
+        written, tokenizer_sha256 = run["arrays"], run["metadata"]["tokenizer_sha256"]
+        config = run["metadata"]["config"]
+        values, tokenizer = dict(config["model"]), config["data"]["tokenizer"]
+        texts = [*written, *written.values(), tokenizer, tokenizer_sha256]
+        if not all(isinstance(text, str) for text in texts):
+            raise TypeError("text expected")
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{folder / RUN_ITEM} is damaged ({type(error).__name__}: {str(error)[:200]}).") from None
+    model = stored_model(values, where=str(folder))
+    has_masters = any(name.startswith("['opt_state']['master']") for name in written)
     where = MASTERS if masters and has_masters else PARAMS
     prefix = "".join(f"[{part!r}]" for part in where)
-    saved = {name.removeprefix(prefix): text for name, text in run["arrays"].items() if name.startswith(prefix)}
+    saved = {name.removeprefix(prefix): text for name, text in written.items() if name.startswith(prefix)}
     arrays = _arrays(saved, model, folder=folder)
 
     def read(abstract: Any) -> Any:
@@ -172,8 +183,7 @@ def _of_run(folder: pathlib.Path, *, masters: bool) -> Weights:
             found = found[key]
         return found
 
-    tokenizer = metadata["config"]["data"]["tokenizer"]
-    return Weights(folder, model, int(folder.name), tokenizer, metadata["tokenizer_sha256"], arrays, read)
+    return Weights(folder, model, int(folder.name), tokenizer, tokenizer_sha256, arrays, read)
 
 
 def _of_folder(folder: pathlib.Path) -> Weights:
@@ -190,8 +200,7 @@ def _of_folder(folder: pathlib.Path) -> Weights:
 
     tokenizer = about["tokenizer"] and str(folder / FILES / about["tokenizer"])
     arrays = _arrays(written, model, folder=folder)
-    # folders of before these two were noted have neither
-    more = {"begins_with_bos": about.get("begins_with_bos"), "stop_ids": tuple(about.get("stop_ids", ()))}
+    more = {"begins_with_bos": about["begins_with_bos"], "stop_ids": tuple(about["stop_ids"])}
     return Weights(folder, model, about["step"], tokenizer, "", arrays, read, **more)
 
 

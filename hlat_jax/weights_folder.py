@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import os
 import pathlib
 import shutil
@@ -22,10 +21,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from hlat_jax import durable
+from hlat_jax import durable, process
 from hlat_jax.config import ModelConfig
 from hlat_jax.integrity import damage, seal
-from hlat_jax.safetensors_file import Writer, read_header
+from hlat_jax.safetensors_file import DTYPES, Writer, read_header
 
 WEIGHTS_FILE, FILES = "weights.json", "files"
 _ARRAYS, _FORMAT = "arrays", 1
@@ -116,10 +115,11 @@ def whole_folder(out: pathlib.Path) -> Iterator[pathlib.Path]:
     except OSError as error:
         raise ValueError(f"--out={out} cannot be made: {error.strerror}.") from None
     try:
-        yield partial
-        if out.exists():
-            out.rmdir()
-        os.replace(partial, out)
+        with process.removed_on_interrupt(partial):
+            yield partial
+            if out.exists():
+                out.rmdir()
+            os.replace(partial, out)
         durable.sync_folder(out.parent)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -139,9 +139,20 @@ def read_about(folder: pathlib.Path) -> dict[str, Any]:
     why = damage(folder, deep=True)
     if why:
         raise ValueError(f"{folder} is damaged ({why}); make it again.")
-    about = json.loads((folder / WEIGHTS_FILE).read_text())
-    if about["format"] != _FORMAT:
-        raise ValueError(f"{folder} has layout {about['format']}; this version of hlat_jax reads {_FORMAT}.")
+    path = folder / WEIGHTS_FILE
+    about = durable.read_json(path)
+    if about.get("format") != _FORMAT:
+        raise ValueError(f"{folder} has layout {about.get('format')}; this version of hlat_jax reads {_FORMAT}.")
+    about = {"begins_with_bos": None, "stop_ids": []} | about  # folders of before these two were noted have neither
+    kinds = {"model": dict, "step": int, "tokenizer": str, "begins_with_bos": bool | None, "stop_ids": list}
+    for key, kind in kinds.items():
+        if key not in about or not isinstance(about[key], kind):
+            what = getattr(kind, "__name__", kind)
+            raise ValueError(f"{path}: {key}={repr(about.get(key))[:100]} must be {what}; make the folder again.")
+    if any(type(token) is not int for token in about["stop_ids"]):
+        raise ValueError(f"{path}: stop_ids={repr(about['stop_ids'])[:100]} must be token ids; make the folder again.")
+    if about["tokenizer"]:
+        durable.check_name(about["tokenizer"], f"{path}: tokenizer")
     return about
 
 
@@ -149,7 +160,11 @@ def stored_leaves(folder: pathlib.Path) -> dict[str, Any]:
     """Returns the `safetensors_file.Stored` of every parameter by its name."""
     found: dict[str, Any] = {}
     for path in sorted((folder / _ARRAYS).iterdir()):
-        found |= read_header(path)
+        for name, stored in read_header(path).items():
+            if name in found or stored.code not in DTYPES:
+                fault = "twice" if name in found else f"in {stored.code}, which is not one of {', '.join(DTYPES)}"
+                raise ValueError(f"{path}: tensor {name} is there {fault}; make the folder again.")
+            found[name] = stored
     return found
 
 

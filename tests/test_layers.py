@@ -81,7 +81,7 @@ LAYERS = {
     "assets": 3,
     "flags": 4,
     "machine": 4,
-    "process": 4,
+    "process": 0,
     "plan": 4,
     "planner": 4,
     "agreement": 4,

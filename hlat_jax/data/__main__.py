@@ -17,6 +17,7 @@ from absl import flags, logging
 
 from hlat_jax import config as config_lib
 from hlat_jax import flags as flags_lib
+from hlat_jax import process
 from hlat_jax.config_checks import nearest
 
 USAGE = """Usage: python -m hlat_jax.data VERB ...
@@ -68,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("interrupted; run the same command again to go on.", file=sys.stderr)
+        print("interrupted; run the same command again to continue.", file=sys.stderr)
         return 130
 
 
@@ -119,9 +120,9 @@ def _build(argv: Sequence[str]) -> int:
         on_bad_record=values.on_bad_record,
     )
     start_s, out = time.monotonic(), pathlib.Path(values.out).expanduser()
-    built = build.build(
-        words, out=out, options=options, num_workers=values.workers or build.num_cores(), watch=build.shown(sys.stderr)
-    )
+    num_workers = values.workers or build.num_cores()
+    with process.raising_interrupts():
+        built = build.build(words, out=out, options=options, num_workers=num_workers, watch=build.shown(sys.stderr))
     print(build.summary(built, out=out, passed_s=time.monotonic() - start_s))
     return 0
 

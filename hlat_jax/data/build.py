@@ -18,6 +18,7 @@ import multiprocessing
 import os
 import pathlib
 import shutil
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TextIO
 
@@ -28,7 +29,7 @@ from hlat_jax.data.files import MANIFEST_NAME, SHARD_SUFFIX
 from hlat_jax.data.progress import Progress, size
 from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.data.workers import COUNTS, Shared, run_in_worker, start_worker
-from hlat_jax.durable import sync_folder
+from hlat_jax.durable import check_name, parse_json, read_json, sync_folder
 from hlat_jax.metrics import duration
 
 _BUILDING = ".building"
@@ -129,7 +130,7 @@ def _complete(out: pathlib.Path, plan: dict[str, Any]) -> dict[str, Any] | None:
     if not path.exists():
         return None
     try:
-        manifest = json.loads(path.read_bytes())
+        manifest = read_json(path)
         is_same = manifest["plan"] == _plan_hash(plan)
     except (ValueError, KeyError, TypeError):
         is_same = False
@@ -162,7 +163,7 @@ def _unfinished(out: pathlib.Path, plan: dict[str, Any]) -> Iterator[pathlib.Pat
             raise ValueError(f"another process builds in {out}; wait for it, or choose another --out.") from None
         for partial in folder.glob("*.partial"):
             partial.unlink()
-        before = json.loads((folder / _PLAN).read_bytes()) if (folder / _PLAN).exists() else {}
+        before = read_json(folder / _PLAN) if (folder / _PLAN).exists() else {}
         differs = [key for key in plan if plan[key] != before.get(key)]
         is_staged = any((folder / name).exists() for name in (MANIFEST_NAME, _RENAMES))  # shards may lie in `out` now
         if differs and (is_staged or any(folder.glob(f"*{SHARD_SUFFIX}"))):
@@ -214,11 +215,16 @@ def _run(
             initargs=(shared,),
         )
         with pool:
-            # largest first, for the end waits for the last
-            futures = {
-                task.number: pool.submit(run_in_worker, task, folder, options)
-                for task in sorted(tasks, key=lambda task: -task.size)
-            }
+            # a worker is started with what is blocked here, so that no Ctrl-C reaches one that is still importing
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+            try:
+                # largest first, for the end waits for the last
+                futures = {
+                    task.number: pool.submit(run_in_worker, task, folder, options)
+                    for task in sorted(tasks, key=lambda task: -task.size)
+                }
+            finally:
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
             try:
                 for future in concurrent.futures.as_completed(futures.values()):
                     future.result()
@@ -284,7 +290,13 @@ def _write_manifest(folder: pathlib.Path, manifest: dict[str, Any], *, facts: Se
 
 def _put_in_place(out: pathlib.Path, folder: pathlib.Path) -> dict[str, Any]:
     """Renames the shards into DIR and the manifest last, going on where a kill left off; returns the manifest."""
-    for old, new in json.loads((folder / _RENAMES).read_bytes()):
+    path = folder / _RENAMES
+    renames = parse_json(path.read_bytes(), where=str(path), kind=list)
+    if not all(isinstance(pair, list) and len(pair) == 2 for pair in renames):
+        raise ValueError(f"{path} is damaged; remove {out} and build again.")
+    for old, new in renames:
+        for name in (old, new):
+            check_name(name, str(path))
         for source, target in (
             (index_path(folder / old), index_path(out / new)),
             (folder / old, out / new),
@@ -295,7 +307,7 @@ def _put_in_place(out: pathlib.Path, folder: pathlib.Path) -> dict[str, Any]:
     os.replace(folder / MANIFEST_NAME, out / MANIFEST_NAME)
     sync_folder(out)
     shutil.rmtree(folder)
-    return json.loads((out / MANIFEST_NAME).read_bytes())
+    return read_json(out / MANIFEST_NAME)
 
 
 def shown(stream: TextIO) -> Callable[[Shared, int], Progress]:

@@ -26,6 +26,7 @@ from hlat_jax.data.files import SHARD_SUFFIX
 from hlat_jax.data.records import BadRecord
 from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.data.workers import COUNTS, Shared, Stopped
+from hlat_jax.durable import read_json
 
 _BLOCK_CHARS = 1 << 18  # of documents encoded by one thread at a time
 _AHEAD_CHARS = 1 << 26
@@ -90,12 +91,15 @@ def finished_shards(task: Task, *, folder: pathlib.Path, options: Options) -> li
         path = task.shard_path(folder, len(found))
         if not _facts_path(path).exists():
             break
-        facts = json.loads(_facts_path(path).read_bytes())
-        if facts.get("plan") != task.plan_hash:
-            break
-        if facts["bad_records"] and options.on_bad_record == "raise":
-            break
-        if facts["documents"] and not shards.is_intact(path, facts):
+        try:
+            facts = read_json(_facts_path(path))
+            if facts["plan"] != task.plan_hash or not isinstance(facts["last"], bool):
+                break
+            if facts["bad_records"] and options.on_bad_record == "raise":
+                break
+            if facts["documents"] and not shards.is_intact(path, facts):
+                break
+        except (ValueError, KeyError, TypeError):
             break
         found.append(facts)
     return found

@@ -28,6 +28,7 @@ from array_record.python import array_record_module
 from hlat_jax.data import records
 from hlat_jax.data.array_record import READER_OPTIONS
 from hlat_jax.data.files import MANIFEST_NAME, SHARD_SUFFIX, DataFile, Snapshot
+from hlat_jax.durable import check_name, read_json
 
 FORMAT = 2
 _MAX_OPEN_SHARDS = 128
@@ -60,7 +61,7 @@ def read_manifest(folder: str | os.PathLike) -> BuiltManifest:
     """
     path = pathlib.Path(folder) / MANIFEST_NAME
     try:
-        facts = json.loads(path.read_bytes())
+        facts = read_json(path)
     except (ValueError, OSError) as error:
         raise ValueError(f"{path} cannot be read ({error}); build the dataset again.") from None
     names = [field.name for field in dataclasses.fields(BuiltManifest)]
@@ -90,7 +91,7 @@ def _has(facts: Any, kinds: dict[str, type]) -> bool:
     """Returns whether `facts` is a dict that holds these kinds of values, and no negative number among them."""
     if not isinstance(facts, dict) or not all(isinstance(facts.get(key), kind) for key, kind in kinds.items()):
         return False
-    return all(facts[key] >= 0 for key, kind in kinds.items() if kind is int)
+    return all(0 <= facts[key] < 1 << 63 for key, kind in kinds.items() if kind is int)
 
 
 class _Shards:
@@ -103,8 +104,8 @@ class _Shards:
     def __init__(self, folder: pathlib.Path, manifest: BuiltManifest):
         self._folder, self._manifest = folder, manifest
         for shard in manifest.shards:
-            path = folder / shard["name"]
-            if path.parent != folder or path.suffix != SHARD_SUFFIX or not path.is_file():
+            path = folder / check_name(shard["name"], f"{folder / MANIFEST_NAME}: a shard's name")
+            if path.suffix != SHARD_SUFFIX or not path.is_file():
                 raise ValueError(f"{path} is missing; restore it or build the dataset again.")
         self.snapshots = tuple(
             Snapshot(DataFile(folder / shard["name"]), has_checksums=True) for shard in manifest.shards

@@ -9,7 +9,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import glob
-import json
 import os
 import pathlib
 import re
@@ -18,6 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hlat_jax.data.files import MANIFEST_NAME, SHARD_SUFFIX, DataFile, client_errors, filesystem_of, reason
+from hlat_jax.durable import read_json
 
 JSONL_SUFFIXES = (".jsonl", ".ndjson")
 PARQUET_SUFFIXES = (".parquet",)
@@ -185,8 +185,7 @@ def _manifest(folder: str | os.PathLike) -> dict[str, Any]:
     """
     nothing = {"kind": "", "sources": []}
     try:
-        with open(os.path.join(folder, MANIFEST_NAME), "rb") as file:
-            manifest = json.loads(file.read())
+        manifest = read_json(pathlib.Path(folder) / MANIFEST_NAME)
         if not isinstance(manifest["shards"], list):
             return nothing
         return {"kind": manifest["kind"], "sources": [str(source["name"]) for source in manifest.get("sources", [])]}

@@ -104,13 +104,13 @@ def computed(
 
 def _indexed(workdir: pathlib.Path) -> Iterator[tuple[int, pathlib.Path]]:
     for path in (workdir / FOLDER).glob("*.npz"):
-        if path.stem.isdigit():
+        if path.stem.isdecimal():
             yield int(path.stem), path
 
 
 def _saved(workdir: pathlib.Path) -> Iterator[tuple[int, pathlib.Path]]:
     for path in (workdir / _CHECKPOINTS).glob("*"):
-        if path.name.isdigit() and (path / _RUN_FILE).is_file():
+        if path.name.isdecimal() and (path / _RUN_FILE).is_file():
             yield int(path.name), path / _RUN_FILE
 
 
@@ -149,5 +149,7 @@ def _read(path: pathlib.Path, step: int) -> tuple[np.ndarray, str] | None:
             num_batches=step,
         )
         return np.asarray(run["position"], np.int64), found
-    except (OSError, EOFError, ValueError, LookupError, TypeError, NotImplementedError, zipfile.BadZipFile, zlib.error):
+    except (OSError, EOFError, ValueError, LookupError, TypeError, ArithmeticError, RuntimeError):
+        return None
+    except (zipfile.BadZipFile, zlib.error):
         return None

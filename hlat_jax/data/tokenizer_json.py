@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from hlat_jax import durable
+
 # Files beside it that name EOS, in the order in which they are asked.
 _NAMING = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "config.json")
 
@@ -73,17 +75,16 @@ class JsonModel:
             token = token.get("content") if isinstance(token, dict) else token
             number = number[0] if isinstance(number, list) and number else number
             found = self._vocab.get(token) if isinstance(token, str) else number
-            if isinstance(found, int):
+            if type(found) is int and 0 <= found < self.vocab_size:
                 return found
         return -1
 
 
 def _object(path: pathlib.Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text())
+        return durable.read_json(path)
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _kinds(decoder: dict[str, Any] | None) -> set[str]:

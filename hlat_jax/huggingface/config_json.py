@@ -198,7 +198,7 @@ def _refuse_window(values: dict[str, Any], *, where: str) -> None:
 
 def _number(value: Any, theirs: str, ours: str, *, where: str) -> Any:
     kind = type(getattr(ModelConfig(), ours))
-    if kind is float and type(value) is int:
+    if kind is float and type(value) is int and abs(value) < 1 << 1023:  # as far as a float reaches
         value = float(value)
     if type(value) is not kind:
         raise ValueError(f"{where}: {theirs}={value!r} is {type(value).__name__}; it must be {kind.__name__}.")

@@ -5,7 +5,6 @@ Owns which files that folder has. Holds one stacked parameter at a time, as it i
 
 from __future__ import annotations
 
-import json
 import pathlib
 import shutil
 from collections.abc import Iterable, Iterator
@@ -133,7 +132,7 @@ def _write_companions(weights: Weights, folder: pathlib.Path, *, dtype: str) -> 
     if "config.json" in came_along:
         for name, path in came_along.items():
             shutil.copyfile(path, folder / name)
-        content = json.loads(came_along["config.json"].read_text())
+        content = durable.read_json(came_along["config.json"])
         content["dtype" if "dtype" in content else "torch_dtype"] = dtype
     else:  # of a run, or an average of one
         bos_id, eos_id = _write_tokenizer(weights.open_tokenizer(), folder) if weights.tokenizer else (None, None)
@@ -158,9 +157,9 @@ def _write_tokenizer(tokenizer: Tokenizer, folder: pathlib.Path) -> tuple[int | 
 def _add_no_tokens(folder: pathlib.Path) -> None:
     """Changes a tokenizer.json, and what lies beside it, so that a text is its own tokens alone, as in a training."""
     settings, path = folder / _SETTINGS, folder / _TOKENIZER
-    found = json.loads(settings.read_text("utf-8")) if settings.is_file() else {"tokenizer_class": _OF_JSON}
+    found = durable.read_json(settings) if settings.is_file() else {"tokenizer_class": _OF_JSON}
     durable.write_json(settings, found | {"add_bos_token": False, "add_eos_token": False})
-    content = json.loads(path.read_text("utf-8"))
+    content = durable.read_json(path)
     after = content.get("post_processor")
     content["post_processor"] = _without_templates(after)
     if content["post_processor"] != after:

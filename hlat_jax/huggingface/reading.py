@@ -6,7 +6,6 @@ Owns what such a folder must hold. Refuses what is left over and what is missing
 from __future__ import annotations
 
 import dataclasses
-import json
 import pathlib
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -15,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hlat_jax.config import ModelConfig
+from hlat_jax.durable import check_name, read_json
 from hlat_jax.huggingface import names
 from hlat_jax.huggingface.config_json import model_config, unknown_fields
 from hlat_jax.safetensors_file import DTYPES, Stored, bits, read_header
@@ -73,7 +73,7 @@ def open_checkpoint(
     path = folder / "config.json"
     if not path.is_file():
         raise ValueError(f"{folder} has no config.json (looked from {pathlib.Path.cwd()}); give a model's folder.")
-    found = _json(path)
+    found = read_json(path)
     model = model_config(found, where=str(path), fuse_qkv=fuse_qkv)
     unknown = unknown_fields(found)
     if unknown and strict:
@@ -90,6 +90,8 @@ def open_checkpoint(
     tensors = {name: stored for name, stored in tensors.items() if name not in derived}
     if model.tie_embeddings and names.HEAD in tensors and names.EMBEDDING in tensors:
         _require_same(tensors[names.EMBEDDING], tensors.pop(names.HEAD))
+    if model.num_layers > len(tensors):  # before their names are listed
+        raise ValueError(f"{path}: num_hidden_layers={model.num_layers}, and the folder holds {len(tensors)} tensors.")
     _require_names(tensors, names.expected(model), folder=folder)
     kept = _dtype(tensors, dtype, folder=folder)
     return Checkpoint(folder, model, tensors, kept, tuple(notes), warning if unknown else "")
@@ -98,16 +100,6 @@ def open_checkpoint(
 def as_dtype(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """Returns the values in a dtype, to nearest; the bits themselves where it is theirs."""
     return values if values.dtype == dtype else values.astype(dtype)
-
-
-def _json(path: pathlib.Path) -> Any:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}.") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} holds no JSON object.")
-    return found
 
 
 def _tensors(folder: pathlib.Path) -> dict[str, Stored]:
@@ -121,12 +113,12 @@ def _tensors(folder: pathlib.Path) -> dict[str, Stored]:
             f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}, but {_some(others)}; fetch the safetensors, or save "
             "the model again with transformers, which writes them."
         )
-    where = _json(index).get("weight_map")
-    if not isinstance(where, dict) or not all(isinstance(name, str) for name in where.values()):
+    where = read_json(index).get("weight_map")
+    if not isinstance(where, dict):
         raise ValueError(f"{index} has no weight_map; fetch that file again.")
     found: dict[str, Stored] = {}
-    for name in sorted(set(where.values())):
-        if pathlib.Path(name).name != name or not (folder / name).is_file():
+    for name in sorted({check_name(name, f"{index}: weight_map[{tensor!r}]") for tensor, name in where.items()}):
+        if not (folder / name).is_file():
             raise ValueError(f"{index} names the file {name}, which is not there; fetch it.")
         for tensor, stored in read_header(folder / name).items():
             if tensor in found:
@@ -206,7 +198,7 @@ def begins_texts_with_bos(folder: pathlib.Path) -> bool:
     if isinstance(settings.get("add_bos_token"), bool):
         return settings["add_bos_token"]
     if path.is_file():
-        after = _json(path).get("post_processor") or {}
+        after = read_json(path).get("post_processor") or {}
         try:
             templates = [each.get("single") or [{}] for each in after.get("processors", [after])]
             return any("SpecialToken" in pieces[0] for pieces in templates)
@@ -224,7 +216,7 @@ def ids_that_end_a_text(folder: pathlib.Path) -> tuple[int, ...]:
     """
     path = folder / "generation_config.json"
     path = path if path.is_file() else folder / "config.json"
-    named = _json(path).get("eos_token_id")
+    named = read_json(path).get("eos_token_id")
     ids = named if isinstance(named, list) else [] if named is None else [named]
     if any(type(token) is not int for token in ids):
         raise ValueError(f"{path}: eos_token_id={named!r} must be a token id, or a list of such.")
@@ -251,4 +243,4 @@ def added_tokens(folder: pathlib.Path) -> dict[int, str]:
 
 
 def _json_if_there(path: pathlib.Path) -> dict[str, Any]:
-    return _json(path) if path.is_file() else {}
+    return read_json(path) if path.is_file() else {}

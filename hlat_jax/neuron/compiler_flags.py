@@ -76,7 +76,7 @@ def _parsed(text: str) -> Iterator[tuple[str, str | None]]:
     while index < len(words):
         name, is_pair, value = words[index].partition("=")
         index += 1
-        if not is_pair and name.startswith("-O") and name[2:].isdigit():
+        if not is_pair and name.startswith("-O") and name[2:].isdecimal():
             name, is_pair, value = "-O", "=", name[2:]
         if not is_pair and index < len(words) and not words[index].startswith("-"):
             is_pair, value = "=", words[index]

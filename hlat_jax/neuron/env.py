@@ -266,7 +266,7 @@ def _check_visible(topology: Topology, current: Mapping[str, str]) -> None:
     if name is None:
         return
     value = current[name]
-    visible = _num_visible(value) if name == "NEURON_RT_VISIBLE_CORES" else int(value) if value.isdigit() else None
+    visible = _num_visible(value) if name == "NEURON_RT_VISIBLE_CORES" else int(value) if value.isdecimal() else None
     if visible != topology.devices_per_node:
         found = "no number of cores" if visible is None else f"{visible} cores"
         change = f", or give --cores={visible}" if visible else ""
@@ -278,7 +278,7 @@ def _num_visible(text: str) -> int | None:
     count = 0
     for part in text.split(","):
         first, is_range, last = part.partition("-")
-        if not first.isdigit() or (is_range and not last.isdigit()):
+        if not first.isdecimal() or (is_range and not last.isdecimal()):
             return None
         count += int(last) - int(first) + 1 if is_range else 1
     return count if count > 0 else None
@@ -289,7 +289,7 @@ def _check_root(topology: Topology, value: str) -> None:
         return
     host, _, port = value.rpartition(":")
     check_host(host, f"NEURON_RT_ROOT_COMM_ID={value}: host")
-    if not port.isdigit() or not 0 < int(port) < 65536 or int(port) == topology.port:
+    if not port.isdecimal() or not 0 < int(port) < 65536 or int(port) == topology.port:
         raise ValueError(
             f"NEURON_RT_ROOT_COMM_ID={value} must end in a port that is not JAX's, {topology.port}; "
             f"use {COLLECTIVES_PORT}."

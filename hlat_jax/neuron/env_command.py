@@ -62,7 +62,7 @@ def _topology(values: flags.FlagValues) -> Topology:
         fields |= {"launcher": launcher(os.environ), "nodes": values.nodes}
         if values.nodes > 1 and not values.rank:
             raise ValueError(f"--rank is missing: each process has its own, in 0 .. {values.nodes - 1}; or all.")
-    if values.rank.isdigit():
+    if values.rank.isdecimal():
         fields["rank"] = int(values.rank)
     elif values.rank not in ("", "all"):
         raise ValueError(f"--rank={values.rank} must be a number from 0, or all.")

@@ -171,14 +171,14 @@ def of_launcher(environ: Mapping[str, str]) -> dict[str, int | str]:
 def lnc_of(environ: Mapping[str, str]) -> int:
     """Returns what NEURON_LOGICAL_NC_CONFIG says, 0 where it is not set."""
     text = environ.get("NEURON_LOGICAL_NC_CONFIG", "")
-    if text and not text.isdigit():
+    if text and not text.isdecimal():
         raise ValueError(f"NEURON_LOGICAL_NC_CONFIG={text} must be a number: 1, or 2 on trn2.")
     return int(text or 0)
 
 
 def _numbers(environ: Mapping[str, str], size: str, rank: str, command: str) -> tuple[int, int]:
     for name in (size, rank):
-        if not environ.get(name, "").isdigit():
+        if not environ.get(name, "").isdecimal():
             raise ValueError(f"{name}={environ.get(name, '')!r} is no number: start this with {command}, once a node.")
     return int(environ[size]), int(environ[rank])
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 
+from hlat_jax.durable import read_json
 from hlat_jax.ops.registry import OPS
 
 _AGAIN = "python -m hlat_jax.ops tune --config=NAME --out=FILE"
@@ -107,7 +108,7 @@ def read(path: str) -> Table:
       ValueError: no such file, or one that is no table: times that are none, or of what the op does not have.
     """
     try:
-        tree = json.loads(pathlib.Path(path).read_text())
+        tree = read_json(pathlib.Path(path), allow_nan=True)  # refused below, with its entry
         entries = tuple(Entry(**entry) for entry in tree.pop("entries"))
         for number, entry in enumerate(entries):
             _check(entry, f"entry {number}, {entry.op} at {dict(entry.facts)},")
@@ -127,6 +128,8 @@ def _check(entry: Entry, said: str) -> None:
             raise ValueError(f"{said} has a time of {name!r}, which is not one of {', '.join(names)}")
         if not isinstance(seconds, float) or not 0 < seconds < math.inf:
             raise ValueError(f"{said} has {seconds!r} for {name}, which is no float of seconds above 0")
+    if type(entry.rows_measured) is not int or not isinstance(entry.passed_over, dict):
+        raise ValueError(f"{said} has rows_measured={entry.rows_measured!r}, passed_over={entry.passed_over!r}")
     if not entry.times or entry.winner != min(entry.times, key=entry.times.get):
         raise ValueError(f"{said} has winner {entry.winner!r} and times {dict(entry.times)}")
 
