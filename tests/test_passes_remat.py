@@ -505,6 +505,19 @@ def test_a_python_loop_of_blocks_is_fit_by_a_stock_policy_where_nothing_kept_doe
     assert plan.compilations <= 2 + len(naming.STOCK_POLICIES)
 
 
+def test_of_the_stock_policies_that_fit_the_one_with_the_fewest_flops_is_taken():
+    flops = dict(zip(naming.STOCK_POLICIES, (1.0, 2.0, 3.0, 4.0), strict=True))
+
+    class Trials:
+        def flops(self, choice):
+            return flops[choice.stock_policy]
+
+        def __call__(self, choice):
+            return 9 if choice.stock_policy == "everything_saveable" else 1, self.flops(choice)
+
+    assert remat._stock(Trials(), 5).stock_policy == "dots_saveable"
+
+
 def test_a_refusal_lists_every_program_tried_and_claims_no_floor():
     per_block = functools.partial(unrolled, wrapped=jax.checkpoint(mlp_block))
     with pytest.raises(remat.BudgetNotMet) as refused:
