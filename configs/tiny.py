@@ -3,8 +3,9 @@
     python -m hlat_jax.train --config=tiny
 
 Text and tokenizer ship with the package. On two CPU cores it takes about two minutes for 409,600 tokens. The validation
-loss ends near 4.49 nats per token of a 2,048-token vocabulary (1.85 bits per byte), inside the band below, which leaves
-room for another order of floating-point sums.
+loss on the whole held-out text ends near 4.49 nats per token of a 2,048-token vocabulary (1.84 bits per byte), inside
+the band below, which leaves room for another order of floating-point sums. Measured: 4.489; train.seed=1: 4.573;
+train.seed=2 with data.seed=99: 4.484.
 """
 
 from hlat_jax.config import default
