@@ -225,7 +225,7 @@ def _loop(run: Run, agreement: Agreement) -> bool:
         # what is due at the step a run resumed from was done before that checkpoint was written
         fresh = run.step > start or run.step == 0
         if agreement.stop and run.step > start:  # tasks may take longer than whoever sent the signal waits
-            _save_whole(run)
+            _save_whole(run, last=last)
         if fresh:
             _evaluate(run, last=last)
         stopping = last or bool(agreement.stop)  # asked once: a signal between the save and the return must not be lost
@@ -342,9 +342,9 @@ def _newest_saved(run: Run) -> str:
     return f"the checkpoint of step {run.saved}" if run.saved else "the beginning"
 
 
-def _save_whole(run: Run) -> None:
-    """Saves the state, and returns when that is on the disk."""
-    _save(run)
+def _save_whole(run: Run, *, last: bool = False) -> None:
+    """Saves the state as `_save` does, and returns when that is on the disk."""
+    _save(run, last=last)
     run.checkpointer.wait()
 
 

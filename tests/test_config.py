@@ -254,7 +254,8 @@ FIELDS = {
     "train.eval_tasks_every_steps": Row(2, refusal),
     "train.eval_tasks_limit": Row(2, refusal),
     "train.eval_tasks_folder": Row("FOLDER/tasks", refusal),
-    "train.max_nonfinite_steps": Row(2, run, "rows", DIVERGING),
+    # without a save, which ends a run at the first state that is not finite
+    "train.max_nonfinite_steps": Row(2, run, "rows", DIVERGING | {"checkpoint.every_steps": 0}),
     "train.eval_loss_low": Row(19.0, run, "printed", {"train.eval_loss_high": 20.0}),
     "train.eval_loss_high": Row(20.0, run, "printed"),
     "train.sample_prompt": Row("It is", run, "printed"),
