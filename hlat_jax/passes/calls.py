@@ -88,7 +88,8 @@ def _scan(cast: Any, eqn: Any, operands: list[Value], wide: Sequence[bool]) -> l
     kinds = _kinds(operands)
     kinds[carried] = _carry_kinds(cast, closed, kinds, carried)
     num_ys = len(eqn.outvars) - eqn.params["num_carry"]
-    body, out_kinds = cast.retraced(closed, kinds, forced=[*kinds[carried], *[None] * num_ys])
+    wide = [*_stays_fp32(kinds[carried]), *[False] * num_ys]
+    body, out_kinds = cast.retraced(closed, kinds, forced=[*kinds[carried], *[None] * num_ys], wide=wide)
     arrays = [_as_kind(cast, operand, kind) for operand, kind in zip(operands, kinds, strict=True)]
     return _values(cast, eqn, rebind(eqn, arrays, jaxpr=body), out_kinds)
 
@@ -98,11 +99,16 @@ def _while(cast: Any, eqn: Any, operands: list[Value], wide: Sequence[bool]) -> 
     kinds = _kinds(operands)
     of_body = kinds[num_cond:]
     carry = _carry_kinds(cast, eqn.params["body_jaxpr"], of_body, slice(num_body, len(of_body)))
-    body, _ = cast.retraced(eqn.params["body_jaxpr"], [*of_body[:num_body], *carry], forced=carry)
+    wide_carry = _stays_fp32(carry)
+    body, _ = cast.retraced(eqn.params["body_jaxpr"], [*of_body[:num_body], *carry], forced=carry, wide=wide_carry)
     condition, _ = cast.retraced(eqn.params["cond_jaxpr"], [*kinds[:num_cond], *carry])
     kinds = [*kinds[: num_cond + num_body], *carry]
     arrays = [_as_kind(cast, operand, kind) for operand, kind in zip(operands, kinds, strict=True)]
     return _values(cast, eqn, rebind(eqn, arrays, body_jaxpr=body, cond_jaxpr=condition), carry)
+
+
+def _stays_fp32(carry: Sequence[Kind]) -> list[bool]:
+    return [kind >= Kind.KEPT for kind in carry]
 
 
 def _as_kind(cast: Any, operand: Value, kind: Kind) -> Any:
