@@ -128,9 +128,8 @@ class Cast:
         found = {atom for atom, is_wide in zip(jaxpr.outvars, wide, strict=True) if not (is_wide or _is_literal(atom))}
         for eqn in reversed(jaxpr.eqns):
             read = self._wide_operands(eqn, [var not in found for var in eqn.outvars])
-            found |= {
-                atom for atom, is_wide in zip(eqn.invars, read, strict=True) if not (is_wide or _is_literal(atom))
-            }
+            operands = zip(eqn.invars, read, strict=True)
+            found |= {atom for atom, is_wide in operands if not (is_wide or _is_literal(atom))}
         return found
 
     def _wide_operands(self, eqn: Any, wide: list[bool]) -> list[bool]:
@@ -222,10 +221,10 @@ class Cast:
     def _inferred_kind(self, eqn: Any, operands: list[Value]) -> Kind:
         kinds = [operand.kind for operand in operands]
         highest = mixed(kinds)
-        if eqn.primitive.name == "mul" and Kind.INTEGER in kinds and Kind.LOW in kinds:
-            return Kind.LOW  # a factor, such as a mask of integers: relative to the product its rounding is small
         size = max((var.aval.size for var in eqn.outvars if is_fp32(var.aval)), default=0)
-        # a constant, or fp32 made of what is none (integers); a value that must stay
+        if size > 1 and eqn.primitive.name == "mul" and set(kinds) == {Kind.INTEGER, Kind.LOW}:
+            return Kind.LOW  # a factor, such as a mask of integers: relative to the product its rounding is small
+        # a constant, or fp32 made of integers; a value that must stay
         if highest <= Kind.FREE or highest >= Kind.KEPT:
             return Kind.SOFT if highest is Kind.FIXED else self._grown(eqn, highest)
         is_wide_sum = eqn.primitive.name in _SUMS and any(
