@@ -5,6 +5,8 @@ import math
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import jax.scipy.optimize
+import jax.scipy.sparse.linalg
 import numpy as np
 import optax
 import pytest
@@ -12,6 +14,7 @@ from flax import nnx
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
+from jax.experimental.ode import odeint
 from jax.extend import source_info_util
 from jax.sharding import PartitionSpec as P
 
@@ -21,6 +24,7 @@ from hlat_jax.passes import autocast as autocast_lib
 from hlat_jax.passes import remat
 from hlat_jax.passes.autocast import CastPolicy, overriding
 from hlat_jax.passes.jaxpr import equations, reaching
+from hlat_jax.passes.kinds import saturated
 from hlat_jax.precision import POLICIES as PRECISIONS
 from hlat_jax.program import ProgramOptions, training_program
 from hlat_jax.sharding import make_layout
@@ -573,3 +577,289 @@ def test_walker_counts_trips_of_nested_loops_and_finds_what_products_read():
     assert trips == [5, 1]
     assert reaching(jaxpr, lambda eqn: eqn.primitive.name == "dot_general") == [True, True, False, True]
     assert reaching(jaxpr, lambda eqn: False, wanted=[False, True, False]) == [False, False, True, False]
+
+
+POSITIONS = jnp.broadcast_to(jnp.arange(2040.0, 2048.0), (2, 8))
+FREQS = 1.0 / (10000.0 ** (jnp.arange(0, 8, 2) / 8))
+
+
+def looped_angles(pos):
+    return lax.scan(lambda pos, _: (pos + 1.0, jnp.sin(pos @ jnp.ones((8, 4)))), pos, None, length=2)[1]
+
+
+def sharded_angles(pos):
+    mesh = jax.make_mesh((2,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
+    return jax.shard_map(lambda pos: jnp.sin(jnp.einsum("BT,k->BTk", pos, FREQS)), mesh=mesh, in_specs=P("a"),
+                         out_specs=P("a"))(pos)  # fmt: skip
+
+
+ANGLES = {
+    "highest": lambda pos: jnp.sin(jnp.einsum("BT,k->BTk", pos, FREQS, precision="highest")),
+    "highest_contracted": lambda pos: jnp.sin(jnp.matmul(pos, jnp.ones((8, 4)), precision="highest")),
+    "no_contraction": lambda pos: jnp.sin(jnp.einsum("BT,k->BTk", pos, FREQS)),
+    "contraction_of_1": lambda pos: jnp.sin(pos[:, :, None] @ FREQS[None]),
+    "vmap": lambda pos: jax.vmap(jax.vmap(lambda p: jnp.sin(jnp.einsum(",k->k", p, FREQS))))(pos),
+    "remat": jax.checkpoint(lambda pos: jnp.sin(jnp.einsum("BT,k->BTk", pos, FREQS))),
+    "shard_map": sharded_angles,
+    "integers": lambda pos: jnp.sin(pos.astype(jnp.int32).astype(jnp.float32) @ jnp.ones((8, 4))),
+    "integers_in_a_scan": lambda pos: looped_angles(pos.astype(jnp.int32).astype(jnp.float32)),
+    "iota": lambda pos: jnp.sin(jax.jit(lambda t: (t + 1.0) @ jnp.ones((8, 4)))(2040.0 + lax.iota(jnp.float32, 8))),
+    "narrow_frequencies": lambda pos: jnp.sin(pos[:, :, None] + jnp.tanh(jnp.eye(8) @ jnp.eye(8))),
+}
+
+
+@pytest.mark.parametrize("policy", ["bf16", "fp16"])
+@pytest.mark.parametrize("name", ANGLES)
+def test_angles_of_positions_stay_fp32(name, policy):
+    fn = ANGLES[name]
+    wanted = jax.jit(fn)(POSITIONS)
+    # an angle of 2047 has the step 1.2e-4 in fp32, 8.0 in bf16; sums of 8 of them have 8 times as much
+    np.testing.assert_allclose(jax.jit(autocast(fn, policy))(POSITIONS), wanted, atol=4e-3 * float(abs(wanted).max()))
+
+
+def test_products_of_highest_precision_run_narrow_where_a_rule_asks_for_it():
+    fn = lambda w, x: jnp.matmul(x, w, precision=("highest", "default"))  # noqa: E731
+    assert products(autocast(fn), W, X) == ["float32"] * 2
+    assert products(autocast(fn, CastPolicy(rules={"dot_general": "always"})), W, X) == ["bfloat16"] * 2
+    assert products(autocast(lambda w, x: jnp.matmul(x, w, precision="high")), W, X) == ["bfloat16"] * 2
+
+
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.uint8, bool])
+def test_products_of_integers_that_are_exact_when_narrow_are_narrow(dtype):
+    pixels = jnp.eye(4, 8).astype(dtype)
+    assert products(autocast(lambda w, x: x.astype(jnp.float32) @ w), W, pixels) == ["bfloat16"] * 2
+    ids = jnp.array([1, 5])
+    assert products(autocast(lambda w, ids: jax.nn.one_hot(ids, 8) @ w), W, ids) == ["bfloat16"] * 2
+    wide = pixels.astype(jnp.int32)
+    assert products(autocast(lambda w, x: x.astype(jnp.float32) @ w), W, wide) == ["float32"] * 2
+
+
+def test_activations_under_a_mask_of_integers_stay_narrow():
+    mask = jnp.array([1, 1, 1, 0])
+    fn = lambda w, x: jnp.tanh(((x @ w) * mask.astype(jnp.float32)[:, None]) @ w)  # noqa: E731
+    assert set(products(jax.grad(lambda w, x: autocast(fn)(w, x).sum()), W, X)) == {"bfloat16"}
+    masked = lambda w, x: jnp.tanh(((x * mask.astype(jnp.float32)[:, None]) @ w) @ w)  # noqa: E731
+    assert set(products(autocast(masked), W, X)) == {"bfloat16"}
+
+
+def test_biases_of_integers_are_added_in_fp32():
+    bias = jnp.arange(2040, 2048)
+    fn = lambda w, x: lax.optimization_barrier((x @ w) + bias.astype(jnp.float32)) - 2040.0  # noqa: E731
+    np.testing.assert_allclose(autocast(fn)(W, X), fn(W, X), atol=4 * BF16_STEP)
+
+
+def mean(x):
+    return jnp.mean(x, axis=-1, keepdims=True)
+
+
+def centred(x):
+    return x - mean(x)
+
+
+def rotated_sums(x):
+    """Second moments that a loop accumulates."""
+    return lax.scan(lambda sums, row: (sums + centred(row @ W) * centred(row @ W), None), jnp.zeros(8), x)[0]
+
+
+# hand-written statistics of an activation
+STATISTICS = {
+    "rms_norm": lambda y: y * lax.rsqrt(mean(y * y) + 1e-6),
+    "rms_norm_einsum": lambda y: y * lax.rsqrt(jnp.einsum("...d,...d->...", y, y) / 8 + 1e-6)[..., None],
+    "rms_norm_jit": lambda y: y * lax.rsqrt(mean(jax.jit(lambda y: y * y)(y)) + 1e-6),
+    "layer_norm": lambda y: centred(y) / jnp.sqrt(mean(centred(y) * centred(y)) + 1e-6),
+    "group_norm": lambda y: centred(g := y.reshape(4, 2, 4)) * lax.rsqrt(mean(centred(g) * centred(g)) + 1e-6),
+    "unit": lambda y: y / jnp.sqrt(jnp.sum(y * y, -1, keepdims=True)),
+    "power": lambda y: jnp.log(mean(y * y * y * y)),
+    "masked": lambda y: jnp.sqrt(jnp.sum(jnp.where(jnp.arange(8) < 6, y * y, 0.0).reshape(4, 2, 4), -1)),
+    "weighted": lambda y: jnp.sqrt(jnp.sum(jax.nn.sigmoid(y @ W) * y * y, -1)),
+    "cosine": lambda y: jnp.sum(y * (y + 1.0), -1) / (jnp.linalg.norm(y, axis=-1) * jnp.linalg.norm(y + 1.0, axis=-1)),
+    "kept": lambda y: checkpoint_name(y * y, "square") / 300.0,
+}
+
+
+@pytest.mark.parametrize("policy", ["bf16", "fp16"])
+@pytest.mark.parametrize("name", STATISTICS)
+def test_squares_and_norms_of_large_values_are_finite_and_right(name, policy):
+    x = 300 * jnp.sqrt(8.0) * X
+    fn = lambda x: STATISTICS[name](x @ W)  # noqa: E731
+    wanted, got = jax.jit(fn)(x), jax.jit(autocast(fn, policy))(x)
+    np.testing.assert_allclose(got, wanted, atol=4 * BF16_STEP * float(abs(wanted).max()))
+    assert set(products(autocast(lambda x: x @ W, policy), x)) == {"bfloat16" if policy == "bf16" else "float16"}
+    assert products(autocast(fn, policy), x)[0] != "float32"
+
+
+def test_sums_of_squares_that_a_loop_accumulates_are_finite():
+    x = 1000 * jnp.sqrt(8.0) * X
+    wanted = rotated_sums(x)
+    np.testing.assert_allclose(autocast(rotated_sums, "fp16")(x), wanted, atol=BF16_STEP * float(wanted.max()))
+
+
+@pytest.mark.parametrize("policy", ["bf16", "fp16"])
+@pytest.mark.parametrize("other", [lambda y: y, lambda y: y + jnp.tanh(y)])
+def test_variances_and_covariances_by_hand_are_those_of_fp32(other, policy):
+    x, w = draw(3, 16, 256) * 16, draw(4, 256, 256)
+
+    def moments(x):
+        y = x @ w + 30.0
+        z = other(y)
+        return mean(y * z) - mean(y) * mean(z)
+
+    wanted = moments(x)  # about 1, of squares of 900
+    np.testing.assert_allclose(autocast(moments, policy)(x), wanted, rtol=2 * BF16_STEP)
+
+
+def test_norms_keep_fewer_bytes_for_the_backward_pass_than_in_fp32():
+    def layer(x, w):
+        return x + jax.nn.silu(STATISTICS["rms_norm"](x) @ w) @ w
+
+    def kept_bytes(fn):
+        trace = jax.make_jaxpr(lambda x: jax.vjp(lambda x: fn(x).sum(), x)[1])(X).jaxpr
+        return sum(var.aval.size * var.aval.dtype.itemsize for var in {*trace.outvars} - {*trace.invars})
+
+    fn = lambda x: layer(layer(x, W), W.T)  # noqa: E731
+    assert set(products(jax.grad(lambda x: autocast(fn)(x).sum()), X)) == {"bfloat16"}
+    assert kept_bytes(autocast(fn)) < kept_bytes(fn)
+
+
+@pytest.mark.parametrize("policy", ["bf16", "fp16"])
+def test_updates_that_a_function_returns_are_made_in_fp32(policy):
+    def step(w, moment, x):
+        grad = jax.grad(lambda w: jnp.square(x @ w - x).sum())(w)
+        moment = 0.999 * moment + 0.001 * grad * grad
+        return w - 1e-4 * grad / jnp.sqrt(moment), moment
+
+    for fn in (step, jax.jit(step)):
+        got, wanted = autocast(fn, policy)(W, jnp.ones((8, 8)), X), step(W, jnp.ones((8, 8)), X)
+        start = W, jnp.ones((8, 8))
+        moved = jax.tree.map(jnp.subtract, wanted, start)
+        assert distance(jax.tree.map(jnp.subtract, got, start), moved) < 8 * BF16_STEP
+
+
+def test_decoding_until_a_token_is_met_runs_narrow_and_in_fp32_by_rule():
+    def decode(w, x):
+        def body(carry):
+            x, done, i = carry
+            x = jnp.tanh(x @ w)
+            return x, done | (jnp.argmax(x, axis=-1) == 7), i + 1
+
+        return lax.while_loop(lambda c: ~c[1].all() & (c[2] < 4), body, (x, jnp.zeros(4, bool), 0))[0]
+
+    assert set(products(autocast(decode), W, X)) == {"bfloat16"}
+    assert set(products(autocast(decode, CastPolicy(rules={"while": "never"})), W, X)) == {"float32"}
+
+
+def newton(by_flag):
+    """The square root of a matrix and how many iterations it takes, until the error is below 1e-5."""
+
+    def root(a):
+        def far(x):
+            return jnp.linalg.norm(x @ x - a) > 1e-5
+
+        def body(carry):
+            x, _, i = carry
+            x = 0.5 * (x + a @ jnp.linalg.inv(x))
+            return x, jax.jit(far)(x), i + 1
+
+        def unfinished(carry):
+            return (carry[1] if by_flag else far(carry[0])) & (carry[2] < 200)
+
+        return lax.while_loop(unfinished, body, (a, jnp.bool_(True), 0))[::2]
+
+    return root
+
+
+def solve_cg(a):
+    return jax.scipy.sparse.linalg.cg(lambda x: a @ x, jnp.ones(8), tol=1e-5, maxiter=200)[0]
+
+
+def minimize(a):
+    return jax.scipy.optimize.minimize(lambda x: jnp.square(a @ x - 1.0).sum(), jnp.ones(8), method="BFGS").x
+
+
+def sinkhorn(a):
+    def body(carry):
+        u, _, i = carry
+        new = 1.0 / (a @ (1.0 / (a.T @ u)))
+        return new, jnp.abs(new - u).max(), i + 1
+
+    return lax.while_loop(lambda c: (c[1] > 1e-5) & (c[2] < 500), body, (jnp.ones(8), jnp.inf, 0))[::2]
+
+
+POSITIVE = 0.2 * W @ W.T + jnp.eye(8)
+SOLVERS = {
+    "newton": (newton(False), POSITIVE),
+    "newton_by_flag": (newton(True), POSITIVE),
+    "newton_in_scan": (lambda a: lax.scan(lambda c, _: (c, newton(True)(a)), 0.0, None, length=2)[1], POSITIVE),
+    "newton_in_jit": (jax.jit(newton(False)), POSITIVE),
+    "cg": (solve_cg, POSITIVE),
+    "bfgs": (minimize, POSITIVE),
+    "sinkhorn": (sinkhorn, jnp.exp(-3 * jnp.abs(W))),
+}
+
+
+@pytest.mark.parametrize("name", SOLVERS)
+def test_loops_that_end_by_their_error_run_as_they_were_declared(name):
+    fn, a = SOLVERS[name]
+    got, wanted = jax.jit(autocast(fn))(a), jax.jit(fn)(a)
+    for leaf, want in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(leaf, want, rtol=1e-5)  # as many iterations too
+
+
+def test_odeint_takes_the_steps_of_fp32():
+    counts = []
+
+    def solve(w, y):
+        def slope(y, t):
+            jax.debug.callback(lambda: counts.append(1))
+            return jnp.tanh(y @ w) - y
+
+        return odeint(slope, y, jnp.linspace(0.0, 4.0, 3))
+
+    taken, found = [], []
+    for fn in (solve, autocast(solve)):
+        counts.clear()
+        found.append(jax.block_until_ready(jax.jit(fn)(W, X)))
+        jax.effects_barrier()
+        taken.append(len(counts))
+    # 6 evaluations a step; the slope that the first step starts from, outside the loop, is rounded
+    assert abs(taken[1] - taken[0]) <= 6
+    np.testing.assert_allclose(found[1], found[0], atol=BF16_STEP * float(abs(found[0]).max()))
+
+
+@pytest.mark.parametrize(("policy", "fill"), [("fp16", -1e30), ("bf16", float(np.finfo(np.float32).min))])
+def test_masks_that_are_arguments_do_not_become_infinite(policy, fill):
+    mask = jnp.where(jnp.tril(jnp.ones((4, 4), bool)).at[1].set(False), 0.0, fill)  # row 1 sees nothing
+    x = 4 * X
+
+    def attend(w, x, mask):
+        return jax.nn.softmax((x @ w) @ x.T + mask) @ x
+
+    def by_select(w, x, mask):
+        return jax.nn.softmax(jnp.where(mask < 0, mask, (x @ w) @ x.T)) @ x
+
+    def by_name(w, x, mask):
+        scores = checkpoint_name((x @ w) @ x.T + mask, "scores")
+        return jax.nn.softmax(scores) @ x + scores.max()
+
+    def library(w, x, mask):
+        q, kv = (x @ w)[None, :, None], x[None, :, None]
+        return jax.nn.dot_product_attention(q, kv, kv, bias=mask[None, None])
+
+    def in_scan(w, x, mask):
+        return lax.scan(lambda x, _: (x + attend(w, x, mask), None), x, None, length=2)[0]
+
+    for fn in (attend, by_select, by_name, library, in_scan, jax.jit(attend)):
+        loss = lambda w, x, fn=fn: jnp.square(fn(w, x, mask)).sum()  # noqa: E731
+        cast = lambda w, x, fn=fn: jnp.square(autocast(fn, policy)(w, x, mask)).sum()  # noqa: E731
+        assert distance(results(cast, W, x), results(loss, W, x)) < 8 * BF16_STEP
+        assert "float32" not in products(autocast(fn, policy), W, x, mask)
+
+
+@pytest.mark.parametrize("low", [jnp.bfloat16, jnp.float16])
+def test_saturated_casts_keep_infinities_and_gradients(low):
+    largest = float(jnp.finfo(low).max)
+    x = jnp.array([1.0, np.finfo(np.float32).min, np.finfo(np.float32).max, -np.inf, np.inf, np.nan])
+    np.testing.assert_array_equal(
+        saturated(x, low).astype(jnp.float32), [1.0, -largest, largest, -np.inf, np.inf, np.nan]
+    )
+    np.testing.assert_array_equal(jax.grad(lambda x: saturated(x, low).astype(jnp.float32).sum())(x), 1.0)

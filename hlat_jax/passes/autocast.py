@@ -16,6 +16,7 @@ import contextlib
 import dataclasses
 import difflib
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -25,7 +26,7 @@ import jax.numpy as jnp
 
 from hlat_jax.passes.calls import HANDLERS
 from hlat_jax.passes.casting import Cast
-from hlat_jax.passes.jaxpr import equations, op_name, tracing
+from hlat_jax.passes.jaxpr import equations, op_name, stops_on_floats, tracing
 
 
 def _names(text: str) -> frozenset[str]:
@@ -176,12 +177,29 @@ def is_fp16(policy: CastPolicy | str | None) -> bool:
 
 
 def _rule(rules: Mapping[str, str], eqn: Any) -> str:
-    """Returns the rule for an equation: by the name of its function, of its primitive, or of the lists."""
+    """Returns the rule for an equation: by the name of its function or primitive, by what it computes, by the lists."""
     name = eqn.primitive.name
     named = rules.get(op_name(eqn)) or rules.get(name)
     if named is not None:
         return named
-    return "always" if name in ALWAYS else "infer" if name in INFER or name in _CALLS else "never"
+    if name in ALWAYS:
+        return _product_rule(eqn)
+    is_square = name == "mul" and eqn.invars[0] is eqn.invars[1]
+    if is_square or (name == "while" and stops_on_floats(eqn)):
+        return "never"
+    return "infer" if name in INFER or name in _CALLS else "never"
+
+
+def _product_rule(eqn: Any) -> str:
+    """Returns "always" for matrix work that may be narrow."""
+    precision = eqn.params["precision"]
+    if jax.lax.Precision.HIGHEST in (precision if isinstance(precision, tuple) else (precision,)):
+        return "never"
+    if eqn.primitive.name == "dot_general":
+        ((dims, _), _), left = eqn.params["dimension_numbers"], eqn.invars[0].aval
+        if math.prod(left.shape[dim] for dim in dims) <= 1:
+            return "infer"  # as the multiplication of elements that it is
+    return "always"
 
 
 def _known_primitives() -> set[str]:

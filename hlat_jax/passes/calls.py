@@ -16,7 +16,7 @@ import numpy as np
 from jax.extend import core
 
 from hlat_jax.passes.jaxpr import manual_axes, op_name, reaching, rebind, vjp_of, without_consts
-from hlat_jax.passes.kinds import Kind, Value, value
+from hlat_jax.passes.kinds import Kind, Value, mixed, value
 
 
 def _arrays(cast: Any, operands: Sequence[Value]) -> list[Any]:
@@ -34,23 +34,23 @@ def _values(cast: Any, eqn: Any, outs: Sequence[Any], kinds: Sequence[Kind]) -> 
     ]
 
 
-def _jit(cast: Any, eqn: Any, operands: list[Value]) -> list[Value]:
-    closed, kinds = cast.retraced(eqn.params["jaxpr"], _kinds(operands))
+def _jit(cast: Any, eqn: Any, operands: list[Value], wide: Sequence[bool]) -> list[Value]:
+    closed, kinds = cast.retraced(eqn.params["jaxpr"], _kinds(operands), wide=wide)
     return _values(cast, eqn, rebind(eqn, _arrays(cast, operands), jaxpr=closed), kinds)
 
 
-def _remat(cast: Any, eqn: Any, operands: list[Value]) -> list[Value]:
-    closed, kinds = cast.retraced(core.ClosedJaxpr(eqn.params["jaxpr"], []), _kinds(operands))
+def _remat(cast: Any, eqn: Any, operands: list[Value], wide: Sequence[bool]) -> list[Value]:
+    closed, kinds = cast.retraced(core.ClosedJaxpr(eqn.params["jaxpr"], []), _kinds(operands), wide=wide)
     opened, consts = without_consts(closed)
     return _values(cast, eqn, rebind(eqn, consts + _arrays(cast, operands), jaxpr=opened), kinds)
 
 
-def _shard_map(cast: Any, eqn: Any, operands: list[Value]) -> list[Value]:
+def _shard_map(cast: Any, eqn: Any, operands: list[Value], wide: Sequence[bool]) -> list[Value]:
     params, inner, kinds = eqn.params, eqn.params["jaxpr"], []
 
     def local(*arrays):
         held = zip(arrays, _kinds(operands), inner.invars, strict=True)
-        outs = cast.run(inner, [value(a, kind=k, aval=v.aval, low=cast.low) for a, k, v in held])
+        outs = cast.run(inner, [value(a, kind=k, aval=v.aval, low=cast.low) for a, k, v in held], wide)
         kinds[:] = _kinds(outs)
         return tuple(_arrays(cast, outs))
 
@@ -66,7 +66,7 @@ def _shard_map(cast: Any, eqn: Any, operands: list[Value]) -> list[Value]:
     return _values(cast, eqn, outs, kinds)
 
 
-def _cond(cast: Any, eqn: Any, operands: list[Value]) -> list[Value]:
+def _cond(cast: Any, eqn: Any, operands: list[Value], wide: Sequence[bool]) -> list[Value]:
     """Each result is narrow where every branch has it so, and otherwise as declared."""
     index, *rest = operands
     traced = [cast.retraced(branch, _kinds(rest))[1] for branch in eqn.params["branches"]]
@@ -79,30 +79,36 @@ def _cond(cast: Any, eqn: Any, operands: list[Value]) -> list[Value]:
 def _joined(kinds: Sequence[Kind]) -> Kind:
     if set(kinds) == {Kind.LOW} or Kind.FIXED in kinds:
         return kinds[0]
-    return max(Kind.SOFT, *kinds)
+    return max(Kind.SOFT, mixed(kinds))
 
 
-def _scan(cast: Any, eqn: Any, operands: list[Value]) -> list[Value]:
+def _scan(cast: Any, eqn: Any, operands: list[Value], wide: Sequence[bool]) -> list[Value]:
     first, closed = eqn.params["num_consts"], eqn.params["jaxpr"]
     carried = slice(first, first + eqn.params["num_carry"])
     kinds = _kinds(operands)
     kinds[carried] = _carry_kinds(cast, closed, kinds, carried)
     num_ys = len(eqn.outvars) - eqn.params["num_carry"]
-    body, out_kinds = cast.retraced(closed, kinds, forced=[*kinds[carried], *[None] * num_ys])
+    wide = [*_stays_fp32(kinds[carried]), *[False] * num_ys]
+    body, out_kinds = cast.retraced(closed, kinds, forced=[*kinds[carried], *[None] * num_ys], wide=wide)
     arrays = [_as_kind(cast, operand, kind) for operand, kind in zip(operands, kinds, strict=True)]
     return _values(cast, eqn, rebind(eqn, arrays, jaxpr=body), out_kinds)
 
 
-def _while(cast: Any, eqn: Any, operands: list[Value]) -> list[Value]:
+def _while(cast: Any, eqn: Any, operands: list[Value], wide: Sequence[bool]) -> list[Value]:
     num_cond, num_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     kinds = _kinds(operands)
     of_body = kinds[num_cond:]
     carry = _carry_kinds(cast, eqn.params["body_jaxpr"], of_body, slice(num_body, len(of_body)))
-    body, _ = cast.retraced(eqn.params["body_jaxpr"], [*of_body[:num_body], *carry], forced=carry)
+    wide_carry = _stays_fp32(carry)
+    body, _ = cast.retraced(eqn.params["body_jaxpr"], [*of_body[:num_body], *carry], forced=carry, wide=wide_carry)
     condition, _ = cast.retraced(eqn.params["cond_jaxpr"], [*kinds[:num_cond], *carry])
     kinds = [*kinds[: num_cond + num_body], *carry]
     arrays = [_as_kind(cast, operand, kind) for operand, kind in zip(operands, kinds, strict=True)]
     return _values(cast, eqn, rebind(eqn, arrays, body_jaxpr=body, cond_jaxpr=condition), carry)
+
+
+def _stays_fp32(carry: Sequence[Kind]) -> list[bool]:
+    return [kind >= Kind.KEPT for kind in carry]
 
 
 def _as_kind(cast: Any, operand: Value, kind: Kind) -> Any:
@@ -114,7 +120,8 @@ def _carry_kinds(cast: Any, body: Any, kinds: Sequence[Kind], carried: slice) ->
 
     What matrix work reads goes narrow where the body's result does: the activations of layers. What it never reads, the
     loop accumulates: it stays fp32, and so does the arithmetic on it. A carry only ever moves up in
-    SOFT < LOW < WIDE < KEPT < HUGE as the kinds of its results are found, so this ends.
+    SOFT < LOW < WIDE < KEPT < HUGE as the kinds of its results are found, so this ends. An INTEGER stays one while its
+    results are, and starts as what it would be otherwise when one is not.
     """
     feeds = reaching(body.jaxpr, cast.is_product)[carried]
     order = [Kind.FIXED, Kind.SOFT, Kind.LOW, Kind.WIDE, Kind.KEPT, Kind.HUGE]
@@ -126,7 +133,8 @@ def _carry_kinds(cast: Any, body: Any, kinds: Sequence[Kind], carried: slice) ->
             return Kind.KEPT
         return kind if kind is Kind.LOW else Kind.SOFT
 
-    carry = [start(kind, is_read) for kind, is_read in zip(kinds[carried], feeds, strict=True)]
+    first = [start(kind, is_read) for kind, is_read in zip(kinds[carried], feeds, strict=True)]
+    carry = [kind if kind is Kind.INTEGER else one for kind, one in zip(kinds[carried], first, strict=True)]
     while True:
         full = [*kinds[: carried.start], *carry, *kinds[carried.stop :]]
         outs = cast.retraced(body, full)[1][: len(carry)]
@@ -134,16 +142,20 @@ def _carry_kinds(cast: Any, body: Any, kinds: Sequence[Kind], carried: slice) ->
         outs = [
             Kind.WIDE if old is Kind.LOW and new is not Kind.LOW else new for old, new in zip(carry, outs, strict=True)
         ]
-        moved = [
-            old if old is Kind.FIXED or new is Kind.FREE else max(old, new, key=order.index)
-            for old, new in zip(carry, outs, strict=True)
-        ]
+        moved = []
+        for old, new, at_first in zip(carry, outs, first, strict=True):
+            if old is Kind.FIXED or new is Kind.FREE or old is new:
+                moved.append(old)
+            elif old is Kind.INTEGER:
+                moved.append(at_first)
+            else:
+                moved.append(max(old, Kind.KEPT if new is Kind.INTEGER else new, key=order.index))
         if moved == carry:
             return carry
         carry = moved
 
 
-def _custom_jvp(cast: Any, eqn: Any, operands: list[Value]) -> list[Value]:
+def _custom_jvp(cast: Any, eqn: Any, operands: list[Value], wide: Sequence[bool]) -> list[Value]:
     closed, kinds = cast.retraced(eqn.params["call_jaxpr"], _kinds(operands))
     in_avals, out_avals = closed_avals(eqn)
     call = jax.custom_jvp(_named(core.jaxpr_as_fun(closed), eqn))
@@ -164,7 +176,7 @@ def _custom_jvp(cast: Any, eqn: Any, operands: list[Value]) -> list[Value]:
     return _values(cast, eqn, call(*_arrays(cast, operands)), kinds)
 
 
-def _custom_vjp(cast: Any, eqn: Any, operands: list[Value]) -> list[Value]:
+def _custom_vjp(cast: Any, eqn: Any, operands: list[Value], wide: Sequence[bool]) -> list[Value]:
     """The user's two functions are traced at their declared dtypes and cast each by the rules, residuals among it."""
     closed, kinds = cast.retraced(eqn.params["call_jaxpr"], _kinds(operands))
     in_avals, out_avals = closed_avals(eqn)

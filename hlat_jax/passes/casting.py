@@ -5,6 +5,7 @@ Owns equations of values; `calls` owns those that run other functions. Refuses t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,17 +13,30 @@ import jax
 import jax.numpy as jnp
 
 from hlat_jax.passes.calls import HANDLERS
-from hlat_jax.passes.jaxpr import op_name, place_of, rebind
-from hlat_jax.passes.kinds import Kind, Value, is_fp32, kind_of_constant, value
+from hlat_jax.passes.jaxpr import called, op_name, place_of, rebind
+from hlat_jax.passes.kinds import Kind, Value, is_fp32, kind_of_constant, mixed, saturated, value
+
+_ADDS = frozenset({"add", "sub", "add_any"})
 
 # A full-size operand that `never` made fp32 keeps these fp32: rounding a sum loses what rounding a factor does not.
-_SUMS = frozenset({"add", "sub", "add_any", "dynamic_update_slice", "scatter"})
+_SUMS = _ADDS | {"dynamic_update_slice", "scatter"}
+
+# In fp32 where `never` operations alone read the result, directly or by way of more of these, ...
+_ARITHMETIC = _SUMS | {"mul"}
+# ... of these, ...
+_MOVES = (
+    frozenset({"neg", "abs", "max", "min", "clamp", "select_n", "reduce_max", "reduce_min", "stop_gradient", "copy"})
+    | frozenset({"copy_p", "convert_element_type", "broadcast_in_dim", "reshape", "transpose", "squeeze", "slice"})
+    | frozenset({"dynamic_slice", "pad", "rev", "concatenate", "split", "gather"})
+)
+# ... and of calls: what a custom_vjp reads its functions keep for the backward pass, so it is none.
+_OPEN_CALLS = frozenset({"jit", "remat2", "closed_call", "core_call", "shard_map", "custom_jvp_call"})
 
 # Result i is operand i, moved or combined with its like.
 _EACH = frozenset({"optimization_barrier", "psum", "psum_invariant", "psum2", "pmax", "pmin", "pvary", "pcast", "sort"})
 
 # Of constants that fp16 can hold, these make numbers that it may not hold: 300 * 300.
-_GROWING = frozenset({"add", "sub", "add_any", "mul", "psum", "psum_invariant", "psum2", "reduce_scatter"})
+_GROWING = _ADDS | {"mul", "psum", "psum_invariant", "psum2", "reduce_scatter"}
 
 
 class Cast:
@@ -41,23 +55,28 @@ class Cast:
     def outputs(self, closed: Any, args: Sequence[Any]) -> list[Any]:
         """Returns the results of a jaxpr in their declared dtypes."""
         kinds = [_kind_of(var.aval) for var in closed.jaxpr.invars]
-        outs = [out.declared() for out in self._run_closed(closed, args, kinds)]
+        # their dtype is fp32 in any case: a weight after its update, a moment
+        outs = self._run_closed(closed, args, kinds, wide=[True] * len(closed.out_avals))
+        outs = [out.declared() for out in outs]
         return [out if isinstance(out, jax.Array) else jnp.asarray(out) for out in outs]  # a literal
 
-    def retraced(self, closed: Any, kinds: Sequence[Kind], *, forced: Sequence[Kind | None] = ()) -> tuple[Any, list]:
+    def retraced(
+        self, closed: Any, kinds: Sequence[Kind], *, forced: Sequence[Kind | None] = (), wide: Sequence[bool] = ()
+    ) -> tuple[Any, list]:
         """Returns (the jaxpr for operands held as `kinds` say, the kinds of its results).
 
         Args:
           closed: as declared.
           kinds: of its parameters.
           forced: kinds that results shall have; None: any.
+          wide: of each result, whether `never` operations alone read it.
         """
-        key = id(closed.jaxpr), tuple(map(id, closed.consts)), tuple(kinds), tuple(forced)
+        key = id(closed.jaxpr), tuple(map(id, closed.consts)), tuple(kinds), tuple(forced), tuple(wide)
         if key not in self._traced:
             found: list[Kind] = []
 
             def traced(*arrays):
-                outs = self._run_closed(closed, arrays, kinds)
+                outs = self._run_closed(closed, arrays, kinds, wide)
                 wanted = [want or out.kind for want, out in zip(forced or [None] * len(outs), outs, strict=True)]
                 found[:] = wanted
                 pairs = zip(outs, wanted, strict=True)
@@ -71,24 +90,32 @@ class Cast:
         jaxpr, found, _ = self._traced[key]
         return jaxpr, list(found)
 
-    def run(self, jaxpr: Any, values: Sequence[Value]) -> list[Value]:
-        """Returns the results of an open jaxpr, its equations bound again under the current trace."""
+    def run(self, jaxpr: Any, values: Sequence[Value], wide: Sequence[bool] = ()) -> list[Value]:
+        """Returns the results of an open jaxpr, its equations bound again under the current trace.
+
+        Args:
+          jaxpr: open.
+          values: of its parameters.
+          wide: of each result, whether `never` operations alone read it; empty: of none.
+        """
         env = dict(zip([*jaxpr.constvars, *jaxpr.invars], values, strict=True))
 
         def read(atom: Any) -> Value:
-            if hasattr(atom, "val"):
+            if _is_literal(atom):
                 kind = kind_of_constant(atom.val, atom.aval, self.low)
                 return value(atom.val, kind=kind, aval=atom.aval, low=self.low)
             return env[atom]
 
-        widened = self._widened(jaxpr)
+        narrow_read = self._narrow_read(jaxpr, wide or [False] * len(jaxpr.outvars))
         for eqn in jaxpr.eqns:
             operands = [read(atom) for atom in eqn.invars]
             with place_of(eqn):
-                if eqn.primitive.name in _SUMS and eqn.outvars[0] in widened and self.rule(eqn) == "infer":
-                    outs = self._declared(eqn, operands, max(Kind.WIDE, *(operand.kind for operand in operands)))
+                wide_outs = [var not in narrow_read for var in eqn.outvars]
+                if eqn.primitive.name in _ARITHMETIC and wide_outs[0] and self.rule(eqn) == "infer":
+                    kind = mixed(operand.kind for operand in operands)
+                    outs = self._declared(eqn, operands, max(Kind.WIDE, kind))
                 else:
-                    outs = self._equation(eqn, operands)
+                    outs = self._equation(eqn, operands, wide_outs)
             env.update(zip(eqn.outvars, outs, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
 
@@ -96,16 +123,27 @@ class Cast:
         """Returns whether an equation is told to run narrow."""
         return self.rule(eqn) == "always"
 
-    def _widened(self, jaxpr: Any) -> set[Any]:
-        """Returns what `never` operations alone read: down and up again would lose its bits for nothing."""
-        read_by = {False: {atom for atom in jaxpr.outvars if not hasattr(atom, "val")}, True: set()}
-        for eqn in jaxpr.eqns:
-            read_by[self.rule(eqn) == "never" and eqn.primitive.name not in HANDLERS].update(
-                atom for atom in eqn.invars if not hasattr(atom, "val")
-            )
-        return read_by[True] - read_by[False]
+    def _narrow_read(self, jaxpr: Any, wide: Sequence[bool]) -> set[Any]:
+        """Returns all but what `never` operations alone read: to narrow that and widen it again would lose its bits."""
+        found = {atom for atom, is_wide in zip(jaxpr.outvars, wide, strict=True) if not (is_wide or _is_literal(atom))}
+        for eqn in reversed(jaxpr.eqns):
+            read = self._wide_operands(eqn, [var not in found for var in eqn.outvars])
+            operands = zip(eqn.invars, read, strict=True)
+            found |= {atom for atom, is_wide in operands if not (is_wide or _is_literal(atom))}
+        return found
 
-    def _run_closed(self, closed: Any, args: Sequence[Any], kinds: Sequence[Kind]) -> list[Value]:
+    def _wide_operands(self, eqn: Any, wide: list[bool]) -> list[bool]:
+        """Returns for each operand whether it comes to `never` operations alone; `wide`: which results do."""
+        name, rule = eqn.primitive.name, self.rule(eqn)
+        if rule == "infer" and name in _OPEN_CALLS:
+            found = self._narrow_read(called(eqn), wide)
+            return [var not in found for var in called(eqn).invars]
+        is_open = rule == "infer" and name in _ARITHMETIC | _MOVES and is_fp32(eqn.outvars[0].aval)
+        return [rule == "never" or (is_open and all(wide))] * len(eqn.invars)
+
+    def _run_closed(
+        self, closed: Any, args: Sequence[Any], kinds: Sequence[Kind], wide: Sequence[bool] = ()
+    ) -> list[Value]:
         consts = zip(closed.consts, closed.jaxpr.constvars, strict=True)
         values = [
             value(const, kind=kind_of_constant(const, var.aval, self.low), aval=var.aval, low=self.low)
@@ -113,17 +151,17 @@ class Cast:
         ]
         for arg, kind, var in zip(args, kinds, closed.jaxpr.invars, strict=True):
             values.append(value(arg, kind=kind, aval=var.aval, low=self.low))
-        return self.run(closed.jaxpr, values)
+        return self.run(closed.jaxpr, values, wide)
 
-    def _equation(self, eqn: Any, operands: list[Value]) -> list[Value]:
+    def _equation(self, eqn: Any, operands: list[Value], wide: Sequence[bool]) -> list[Value]:
         name, rule = eqn.primitive.name, self.rule(eqn)
         is_array = all(isinstance(var.aval, jax.core.ShapedArray) for var in [*eqn.invars, *eqn.outvars])
         if rule == "never" or not is_array:
-            return self._declared(eqn, operands, Kind.WIDE)
+            return self._declared(eqn, operands, Kind.INTEGER if name == "iota" else Kind.WIDE)
         if name in HANDLERS:
             if rule == "always":
                 operands = [self._narrowed(operand) for operand in operands]
-            return HANDLERS[name](self, eqn, operands)
+            return HANDLERS[name](self, eqn, operands, wide)
         if name == "pallas_call":
             raise ValueError(
                 f"autocast rule {op_name(eqn)}={rule!r}: a Pallas kernel runs in its declared dtypes only."
@@ -145,14 +183,19 @@ class Cast:
         # the user's own choice of dtypes, or of an algorithm for fp32
         if not fp32 or is_told or any(o.dtype not in (jnp.float32, self.low) for o in floats):
             return self._declared(eqn, operands, Kind.WIDE)
-        is_scalar = all(var.aval.size <= 1 for var in eqn.outvars)
-        return self._narrow(eqn, operands, keep_result=is_scalar)
+        kinds = {operand.kind for operand in fp32}
+        is_of_vectors = is_dot_of_vectors(eqn)
+        if Kind.INTEGER in kinds or (is_of_vectors and kinds != {Kind.LOW}):
+            return self._declared(eqn, operands, Kind.WIDE)
+        return self._narrow(eqn, operands, keep_result=is_of_vectors)
 
-    def _narrow(self, eqn: Any, operands: list[Value], *, keep_result: bool = False) -> list[Value]:
+    def _narrow(
+        self, eqn: Any, operands: list[Value], *, keep_result: bool = False, saturate: bool = False
+    ) -> list[Value]:
         changed = {}
         if eqn.params.get("preferred_element_type") == jnp.float32:
             changed["preferred_element_type"] = jnp.dtype(jnp.float32) if keep_result else self.low
-        outs = rebind(eqn, [operand.narrow(self.low) for operand in operands], **changed)
+        outs = rebind(eqn, [operand.narrow(self.low, saturate=saturate) for operand in operands], **changed)
         kinds = [
             Kind.FIXED if not is_fp32(var.aval) else Kind.LOW if out.dtype == self.low else Kind.WIDE
             for out, var in zip(outs, eqn.outvars, strict=True)
@@ -167,13 +210,21 @@ class Cast:
             outs = rebind(eqn, [operand.held(self.low) for operand in operands])
             return self._results(eqn, outs, [self._grown(eqn, operand.kind) for operand in operands])
         kind = self._inferred_kind(eqn, operands)
-        return self._narrow(eqn, operands) if kind is Kind.LOW else self._declared(eqn, operands, kind)
+        if kind is not Kind.LOW:
+            return self._declared(eqn, operands, kind)
+        if name in _ADDS and any(operand.kind > Kind.LOW for operand in operands):
+            # a mask of finfo(float32).min that is an argument, plus scores: finite, and absorbs them
+            (out,) = rebind(eqn, [operand.declared() for operand in operands])
+            return self._results(eqn, [saturated(out, self.low)], [Kind.LOW])
+        return self._narrow(eqn, operands, saturate=name != "mul")  # a factor out of range makes a product so
 
     def _inferred_kind(self, eqn: Any, operands: list[Value]) -> Kind:
         kinds = [operand.kind for operand in operands]
-        highest = max(kinds, default=Kind.FIXED)
+        highest = mixed(kinds)
         size = max((var.aval.size for var in eqn.outvars if is_fp32(var.aval)), default=0)
-        # a constant, or fp32 made of what is none (integers); a value that must stay
+        if size > 1 and eqn.primitive.name == "mul" and set(kinds) == {Kind.INTEGER, Kind.LOW}:
+            return Kind.LOW  # a factor, such as a mask of integers: relative to the product its rounding is small
+        # a constant, or fp32 made of integers; a value that must stay
         if highest <= Kind.FREE or highest >= Kind.KEPT:
             return Kind.SOFT if highest is Kind.FIXED else self._grown(eqn, highest)
         is_wide_sum = eqn.primitive.name in _SUMS and any(
@@ -195,8 +246,10 @@ class Cast:
             return self._results(eqn, [operand.narrow(self.low)], [Kind.FIXED if new == self.low else Kind.LOW])
         if operand.kind is not Kind.FIXED and new == jnp.float32:  # from weakly typed, at most
             return self._declared(eqn, operands, operand.kind)
-        widens = jnp.issubdtype(operand.dtype, jnp.floating)
-        return self._declared(eqn, operands, Kind.WIDE if widens else Kind.SOFT)
+        if jnp.issubdtype(operand.dtype, jnp.floating):
+            return self._declared(eqn, operands, Kind.WIDE)
+        is_wide = jnp.issubdtype(operand.dtype, jnp.integer) and jnp.iinfo(operand.dtype).bits > 8
+        return self._declared(eqn, operands, Kind.INTEGER if is_wide else Kind.SOFT)
 
     def _narrowed(self, operand: Value) -> Value:
         if operand.kind is Kind.FIXED:
@@ -206,6 +259,18 @@ class Cast:
     def _results(self, eqn: Any, outs: Sequence[Any], kinds: Sequence[Kind]) -> list[Value]:
         found = zip(outs, kinds, eqn.outvars, strict=True)
         return [value(out, kind=kind, aval=var.aval, low=self.low) for out, kind, var in found]
+
+
+def is_dot_of_vectors(eqn: Any) -> bool:
+    """Returns whether a product is a sum of products of elements: vectors by vectors, one result each, no matrix."""
+    if eqn.primitive.name != "dot_general":
+        return all(var.aval.size <= 1 for var in eqn.outvars)
+    (_, (batch, _)), left = eqn.params["dimension_numbers"], eqn.invars[0].aval
+    return eqn.outvars[0].aval.size == math.prod(left.shape[dim] for dim in batch)
+
+
+def _is_literal(atom: Any) -> bool:
+    return hasattr(atom, "val")
 
 
 def _kind_of(aval: Any) -> Kind:

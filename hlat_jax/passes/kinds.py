@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -15,7 +17,7 @@ _MAX_FETCHED = 1 << 16
 
 
 class Kind(enum.IntEnum):
-    """How a value of a traced function is held. The result of fp32 arithmetic has the highest kind of its operands."""
+    """How a value of a traced function is held; `mixed` has the kind of fp32 arithmetic on several."""
 
     FIXED = 0  # not fp32 by declaration (integers, keys, bf16 of the user's own): autocast leaves its dtype alone
     FREE = 1  # an fp32 constant that the narrow dtype can hold: takes the dtype of what it meets
@@ -23,7 +25,8 @@ class Kind(enum.IntEnum):
     SOFT = 3  # fp32 for no reason but its declaration: an argument, a parameter
     WIDE = 4  # fp32 because a `never` operation made it so
     KEPT = 5  # fp32 until a `never` or `always` operation reads it: what a loop accumulates
-    HUGE = 6  # as KEPT, and with numbers that the narrow dtype cannot, or may not, hold: a mask of -1e30
+    INTEGER = 6  # as KEPT, products included: made of integers and constants alone, exact in fp32 and not when narrow
+    HUGE = 7  # as KEPT, and with numbers that the narrow dtype cannot, or may not, hold: a mask of -1e30
 
 
 @dataclasses.dataclass(eq=False)
@@ -50,13 +53,17 @@ class Value:
         """Returns the array in the dtype of the declared program."""
         return self._as(self.dtype)
 
-    def narrow(self, low: Any) -> Any:
-        """Returns the array in `low`; what has none of fp32 stays as it is. HUGE numbers become the largest finite."""
+    def narrow(self, low: Any, *, saturate: bool = False) -> Any:
+        """Returns the array in `low`; what is not declared fp32 stays as it is.
+
+        Args:
+          low: the narrow dtype.
+          saturate: finite numbers beyond the range of `low` become its largest. Those of HUGE values always do.
+        """
         if self.kind is Kind.FIXED:
             return self.declared()
-        if self.kind is Kind.HUGE and low not in self.forms:
-            limit = np.float32(jnp.finfo(low).max)
-            self.forms[low] = jax.lax.convert_element_type(jax.lax.clamp(-limit, self.declared(), limit), low)
+        if self.kind is Kind.HUGE or (saturate and self.kind > Kind.LOW):
+            return saturated(self.declared(), low)
         return self._as(low)
 
     def _as(self, dtype: Any) -> Any:
@@ -64,6 +71,28 @@ class Value:
             (array, *_) = self.forms.values()
             self.forms[dtype] = jax.lax.convert_element_type(array, dtype)
         return self.forms[dtype]
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def saturated(array: jax.Array, low: Any) -> jax.Array:
+    """Returns an fp32 array in `low`, where finite numbers stay finite; its derivative is that of a cast."""
+    limit = np.float32(jnp.finfo(low).max)
+    is_infinite = jax.lax.abs(array) == np.float32(np.inf)
+    finite = jax.lax.clamp(-limit, array, limit)
+    return jax.lax.convert_element_type(jax.lax.select(is_infinite, array, finite), low)
+
+
+@saturated.defjvp
+def _saturated_jvp(low: Any, primals: tuple, tangents: tuple) -> tuple:
+    return saturated(*primals, low), jax.lax.convert_element_type(tangents[0], low)
+
+
+def mixed(kinds: Iterable[Kind]) -> Kind:
+    """Returns the kind of fp32 arithmetic on several: the highest, and INTEGER only without data in fp32 beside it."""
+    kinds = set(kinds)
+    if Kind.INTEGER in kinds and kinds - {Kind.FIXED, Kind.FREE, Kind.INTEGER}:
+        kinds = {Kind.KEPT, *(kinds - {Kind.INTEGER})}
+    return max(kinds, default=Kind.FIXED)
 
 
 def value(array: Any, *, kind: Kind, aval: Any, low: Any) -> Value:
