@@ -34,8 +34,9 @@ fail() {
   exit 2
 }
 
-check_number() { # flag value lowest
-  if ! [[ $2 =~ ^(0|[1-9][0-9]*)$ ]] || (($2 < $3)); then
+# Bash evaluates what stands in (( )), also a command inside a subscript: no value gets there before it is checked here.
+check_number() { # flag or variable, value, lowest
+  if ! [[ $2 =~ ^(0|[1-9][0-9]{0,8})$ ]] || (($2 < $3)); then
     fail "$1=$2 must be a whole number of at least $3."
   fi
 }
@@ -68,9 +69,11 @@ from_slurm() {
   nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST") || fail "scontrol cannot read SLURM_JOB_NODELIST=$SLURM_JOB_NODELIST."
   count=$(wc -l <<< "$nodes")
   num_nodes=${SLURM_NNODES:-$count}
+  check_number SLURM_NNODES "$num_nodes" 1
   ((num_nodes == count)) || fail "SLURM_NNODES=$num_nodes, but SLURM_JOB_NODELIST names $count nodes."
   node=${SLURM_NODEID:-}
   [[ -n $node ]] || fail "SLURM_NODEID is not set: start this script with srun, once a node."
+  check_number SLURM_NODEID "$node" 0
   [[ ${SLURM_PROCID:-$node} == "$node" ]] ||
     fail "SLURM_PROCID=$SLURM_PROCID on node $node: several tasks run on a node; use srun --ntasks-per-node=1."
   coordinator=${coordinator:-${nodes%%$'\n'*}}
@@ -80,6 +83,8 @@ from_open_mpi() {
   num_nodes=${OMPI_COMM_WORLD_SIZE:-}
   node=$OMPI_COMM_WORLD_RANK
   [[ -n $num_nodes ]] || fail "OMPI_COMM_WORLD_RANK is set and OMPI_COMM_WORLD_SIZE is not: start this script with mpirun."
+  check_number OMPI_COMM_WORLD_SIZE "$num_nodes" 1
+  check_number OMPI_COMM_WORLD_RANK "$node" 0
   [[ -n $coordinator ]] || ((num_nodes == 1)) ||
     fail "Open MPI does not say where rank 0 runs: give --coordinator=HOST of the first node."
   unset OMPI_MCA_orte_hnp_uri # JAX and Neuron find each other without it

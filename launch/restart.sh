@@ -23,7 +23,7 @@ fail() {
   exit 2
 }
 for pair in "--max_restarts=$max_restarts" "--wait_s=$wait_s"; do
-  [[ ${pair#*=} =~ ^[0-9]+$ ]] || fail "$pair must be a whole number."
+  [[ ${pair#*=} =~ ^(0|[1-9][0-9]{0,8})$ ]] || fail "$pair must be a whole number."
 done
 workdir=""
 for word in "$@"; do
@@ -35,7 +35,7 @@ newest_checkpoint() { # its step; those being written have other names
   local path step=0
   for path in "$workdir"/checkpoints/*; do
     path=${path##*/}
-    if [[ $path =~ ^[0-9]+$ ]] && ((10#$path > step)); then
+    if [[ $path =~ ^[0-9]{1,18}$ ]] && ((10#$path > step)); then
       step=$((10#$path))
     fi
   done

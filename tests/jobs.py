@@ -3,6 +3,7 @@
 import contextlib
 import os
 import pathlib
+import signal
 import socket
 import subprocess
 import sys
@@ -83,3 +84,25 @@ def started(commands: list[list[str]], envs: list[dict[str, str]], folder: pathl
         for process in processes:
             process.kill()
             process.wait()
+
+
+def interrupted(words: list[str], *, after: str, env: dict[str, str]) -> tuple[int, list[str]]:
+    """Sends Ctrl-C to a command and its children once stderr has a line that ends in `after`; returns (code, stderr).
+
+    Lines of stderr are left out up to that one, and those by which Python tells what it imports.
+    """
+    process = subprocess.Popen(
+        ["env", "--default-signal=INT", *words],  # ignored where the tests run in the background
+        env=env,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        next(line for line in process.stderr if line.rstrip().endswith(after))
+        os.killpg(process.pid, signal.SIGINT)
+        _, rest = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    return process.returncode, [line for line in rest.splitlines() if not line.startswith("import time:")]

@@ -179,6 +179,48 @@ def test_damage_of_any_file_is_noticed_or_harmless(tmp_path, checkpointer, how):
     assert INTEGRITY_FILE in noticed
 
 
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda files: {"../1/integrity.json": [1, 1]}, "must be a relative path"),
+        (lambda files: {"/etc/hostname": [1, 1]}, "must be a relative path"),
+        (lambda files: files | {"state/../x": [1, 1]}, "must be a relative path"),
+        (lambda files: files | {"": [1, 1]}, "must be a relative path"),
+        (lambda files: files | {"x": [-1, 1]}, r"files['x']=[-1, 1] must be [bytes, CRC-32]"),
+        (lambda files: files | {"x": ["1", 1]}, r"files['x']=['1', 1] must be [bytes, CRC-32]"),
+        (lambda files: files | {"x": 1}, r"files['x']=1 must be [bytes, CRC-32]"),
+        (lambda files: [], "files=[] must be an object"),
+        (lambda files: files | {"fifo": [0, 0]}, "fifo is not a regular file"),
+        (lambda files: files | {"device": [0, 0]}, "device is not a regular file"),
+        (lambda files: files | {"link": [2, 0]}, "link is a link that leads out of the folder"),
+        (lambda files: "[" * 100_000, "is nested deeper than 100 levels"),
+    ],
+)
+def test_names_and_sums_that_cannot_be_are_damage_which_says_the_field(tmp_path, checkpointer, capfd, edit, message):
+    save(checkpointer, 1, 2)
+    folder = tmp_path / "checkpoints" / "2"
+    (tmp_path / "outside").write_text("ab")
+    os.mkfifo(folder / "fifo")
+    (folder / "device").symlink_to("/dev/null")
+    (folder / "link").symlink_to(tmp_path / "outside")
+    files = edit(json.loads((folder / INTEGRITY_FILE).read_text())["files"])
+    (folder / INTEGRITY_FILE).write_text(files if isinstance(files, str) else json.dumps({"files": files}))
+    step, state, _, _ = checkpointer.restore(abstract(make_state()))
+    assert step == 1
+    assert_bitwise(state, make_state(1))
+    warning = capfd.readouterr().err
+    assert "checkpoints/2 is damaged" in warning
+    assert message in warning
+
+
+def test_a_link_within_a_checkpoint_is_no_damage(tmp_path, checkpointer):
+    save(checkpointer, 1)
+    path = largest_file(tmp_path, 1)
+    path.rename(path.with_name("moved"))
+    path.symlink_to("moved")
+    assert checkpointer.restore(abstract(make_state()))[0] == 1
+
+
 def test_latest_metadata_skips_a_truncated_checkpoint_without_reading_arrays(tmp_path, checkpointer):
     save(checkpointer, 1, 2)
     path = largest_file(tmp_path, 2)

@@ -422,6 +422,7 @@ def test_resolve_refuses_unknown_and_missing_keys_and_wrong_types():
         "config has no section 'modle'. Did you mean 'model'?": lambda t: t.update(modle=t.pop("model")),
         "config has no key train.num_step. Did you mean 'num_steps'?": lambda t: t["train"].update(num_step=3),
         "config lacks train.seed": lambda t: t["train"].pop("seed"),
+        "optimizer.eps=1000": lambda t: t["optimizer"].update(eps=10**400),
         "data.shuffle=1 is int; it must be bool.": lambda t: t["data"].update(shuffle=1),
         "data.seed=True is bool; it must be int.": lambda t: t["data"].update(seed=True),
         "precision.policy='fp8' is not one of fp32, autocast, mixed,": lambda t: t["precision"].update(policy="fp8"),
@@ -430,6 +431,21 @@ def test_resolve_refuses_unknown_and_missing_keys_and_wrong_types():
         with pytest.raises(ValueError) as caught:  # noqa: PT011 - the message is compared below
             config_lib.resolve(edited(edit))
         assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["../x", "/x", "a/b", "..", ".", "", ".x", "-x", "a\n", "a\0", "a" * 256])
+def test_a_name_that_is_no_folder_in_runs_is_refused(name, train_here, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, _, err = train_here("--config=tiny", f"--config.name={name}")
+    assert code == 2
+    assert err.startswith("error: config.name=")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_name_of_a_run_may_have_spaces_and_dots():
+    c = config_lib.load("tiny")
+    c.name = "7b v1.5_lr=3e-4"
+    assert config_lib.resolve(c).name == c.name
 
 
 def golden_text(name):

@@ -265,8 +265,20 @@ def test_manifest_without_one_of_its_names_or_counts_is_refused(tmp_path, kind):
         assert before in whole
         path.write_text(whole.replace(before, after))
         assert re.search(
-            "lacks documents|names or counts|is missing; restore|counts of documents differ", error_of(path.parent)
+            "lacks documents|names or counts|must be a plain name|counts of documents differ", error_of(path.parent)
         )
+
+
+@pytest.mark.parametrize("content", [b"[" * 100_000, b"[]", b'{"shards": {}}', b"\xff"])
+def test_manifest_that_is_no_object_of_ours_is_refused_by_name(tmp_path, content):
+    path = write_built(tmp_path / "x", TEXTS) / "manifest.json"
+    whole = path.read_text()
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"manifest\.json"):
+        built.read_manifest(path.parent)
+    path.write_text(whole.replace('"documents": 7', f'"documents": {10**30}'))
+    with pytest.raises(ValueError, match="names or counts are missing"):
+        built.read_manifest(path.parent)
 
 
 def test_shard_with_damaged_bytes_is_named_and_never_passed_over(tmp_path):

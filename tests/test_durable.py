@@ -1,4 +1,4 @@
-"""A file is there whole or not at all."""
+"""Small files are written atomically; JSON and names of others are checked as they are read."""
 
 import errno
 import os
@@ -26,3 +26,55 @@ def test_write_whole_that_fails_leaves_the_file_of_before_and_nothing_beside_it(
         durable.write_whole(tmp_path / "a", b"after")
     assert (tmp_path / "a").read_bytes() == b"before"
     assert os.listdir(tmp_path) == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"[" * 100_000, "nested deeper than 100 levels"),
+        (b'{"a": ' * 500 + b"1" + b"}" * 500, "nested deeper than 100 levels"),
+        (b"[]", "holds no JSON object"),
+        (b"", "is not JSON: Expecting value"),
+        (b'{"a": 1, "a": 2}', "is not JSON: key 'a' appears twice"),
+        (b'{"a": NaN}', "is not JSON: NaN is not a finite number"),
+        (b'{"a": 1e999}', "is not JSON: 1e999 is not a finite number"),
+        (b'{"a": ' + b"9" * 10_000 + b"}", "is not JSON: Exceeds the limit"),
+        (b'{"a": "\xff"}', "is not JSON: 'utf-8' codec can't decode byte 0xff"),
+        (b"\xef\xbb\xbf{}", "is not JSON: Unexpected UTF-8 BOM"),
+    ],
+)
+def test_json_that_is_malformed_or_ambiguous_is_refused_naming_the_file(content, message, tmp_path):
+    path = tmp_path / "a.json"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=message) as caught:
+        durable.read_json(path)
+    assert str(caught.value).startswith(str(path))
+
+
+def test_json_from_a_fifo_is_refused_and_does_not_wait_for_a_writer(tmp_path):
+    os.mkfifo(tmp_path / "a.json")
+    with pytest.raises(ValueError, match=r"a\.json is not a regular file"):
+        durable.read_json(tmp_path / "a.json")
+
+
+def test_json_of_one_hundred_levels_is_read(tmp_path):
+    (tmp_path / "a.json").write_text('{"a": ' * 100 + "1" + "}" * 100)
+    assert durable.read_json(tmp_path / "a.json")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["", ".", "..", "/a", "../a", "a/../b", "a//b", "./a", "a/", "a\0b", "a\nb", "\ud800", "a" * 256, 7, None, []],
+)
+def test_names_that_lead_out_of_a_folder_are_refused(name):
+    for allow_folders in (False, True):
+        with pytest.raises(ValueError, match=r"^f: field=.* must be "):
+            durable.check_name(name, "f: field", allow_folders=allow_folders)
+
+
+def test_names_of_a_folder_are_taken_and_paths_where_they_are_allowed():
+    for name in ("a", "model-00001-of-00002.safetensors", ".hidden", "..a", "a b", "é"):
+        assert durable.check_name(name, "f") == name
+    assert durable.check_name("state/d/a..b", "f", allow_folders=True) == "state/d/a..b"
+    with pytest.raises(ValueError, match="must be a plain name without '/'"):
+        durable.check_name("state/a", "f")

@@ -3,9 +3,12 @@
 import dataclasses
 import io
 import json
+import sys
 import types
 
 import hf_models
+import jobs
+import micro
 import numpy as np
 import pytest
 import torch
@@ -177,3 +180,8 @@ def test_prompts_begin_with_bos_where_it_is_asked_for_or_said_by_the_tokenizer_a
     tokenizer.bos_id = -1
     with pytest.raises(ValueError, match=r"bos: the tokenizer some.model has no BOS"):
         _encoded(trained, [5, 6], 0, bos=True)
+
+
+def test_ctrl_c_while_a_text_is_generated_is_one_line_and_code_130(trained_run):
+    words = [sys.executable, "-m", "hlat_jax.generate", f"--checkpoint={trained_run}", "--prompt=It is"]
+    assert jobs.interrupted(words, after=", cpu", env=micro.environment()) == (130, ["interrupted"])

@@ -6,6 +6,7 @@ mistake tried there moves them by more than 2e-4.
 
 import dataclasses
 import json
+import os
 import shutil
 import warnings
 import weakref
@@ -210,6 +211,8 @@ def test_no_number_of_kv_heads_is_that_of_the_heads_for_both_kinds():
     [
         ("tokenizer_config.json", "{", r"tokenizer_config.json is not JSON"),
         ("tokenizer_config.json", "[]", r"tokenizer_config.json holds no JSON object"),
+        ("tokenizer_config.json", "[" * 100_000, r"tokenizer_config.json is nested deeper than 100 levels"),
+        ("added_tokens.json", '{"a": 1, "a": 2}', r"added_tokens.json is not JSON: key 'a' appears twice"),
         ("tokenizer.json", '{"post_processor": [1]}', r"tokenizer.json: its post_processor is \[1\]"),
         ("tokenizer.json", '{"post_processor": {"single": [1]}}', r"tokenizer.json: its post_processor is {'single'"),
         ("tokenizer.json", b"\xff", r"tokenizer.json is not JSON"),
@@ -336,6 +339,21 @@ def cut_off(folder):
     path.write_bytes(path.read_bytes()[:-4])
 
 
+def edit_index(folder, name):
+    path = folder / "model.safetensors.index.json"
+    where = json.loads(path.read_text())["weight_map"]
+    edit_json(path, weight_map=where | {next(iter(where)): name})
+
+
+def nest(path):
+    path.write_text('{"a": ' + "[" * 100_000)
+
+
+def fifo_for(path):
+    path.unlink()
+    os.mkfifo(path)
+
+
 def not_safetensors(folder):
     sorted(folder.glob("*.safetensors"))[0].write_bytes(b"<html>not found</html>")
 
@@ -351,8 +369,21 @@ def not_safetensors(folder):
         (lambda folder: (folder / "config.json").unlink(), r"has no config.json"),
         (lambda folder: (folder / "config.json").write_text("{"), r"config.json is not JSON"),
         (lambda folder: (folder / "model.safetensors.index.json").unlink(), r"neither model.safetensors nor"),
+        (
+            lambda folder: edit_index(folder, "../a.safetensors"),
+            r"weight_map\['.*'\]='../a.safetensors' must be a plain",
+        ),
+        (lambda folder: edit_index(folder, ["a"]), r"weight_map\['.*'\]=\['a'\] must be a plain name"),
+        (lambda folder: edit_json(folder / "config.json", num_hidden_layers=10**30), r"num_hidden_layers=1000"),
+        (lambda folder: edit_json(folder / "config.json", rms_norm_eps=10**400), r"rms_norm_eps=1000"),
+        (lambda folder: nest(folder / "config.json"), r"config.json is nested deeper than 100 levels"),
+        (lambda folder: nest(folder / "model.safetensors.index.json"), r"index.json is nested deeper than 100"),
+        (lambda folder: fifo_for(sorted(folder.glob("*.safetensors"))[0]), r"names the file model-00001.*not there"),
     ],
-    ids=["gone", "cut_off", "html", "index", "twice", "no_config", "json", "no_index"],
+    ids=[
+        *("gone", "cut_off", "html", "index", "twice", "no_config", "json", "no_index"),
+        *("out", "no_name", "layers", "huge", "nested", "nested_index", "fifo"),
+    ],
 )
 def test_a_damaged_folder_is_refused_naming_the_file(damage, message, gqa, tmp_path):
     cfg = transformers.AutoModelForCausalLM.from_pretrained(gqa)

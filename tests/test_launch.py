@@ -194,6 +194,29 @@ def test_node_refuses_what_names_no_place(dry_run, tmp_path, flags, variables, m
     assert message in error
 
 
+@pytest.mark.parametrize("value", ["a[$(touch x)]", "08", "1+1", "-1", "99999999999999999999", "1 "])
+@pytest.mark.parametrize(
+    ("launcher", "name"),
+    [
+        ("slurm", "SLURM_NNODES"),
+        ("slurm", "SLURM_NODEID"),
+        ("mpi", "OMPI_COMM_WORLD_SIZE"),
+        ("mpi", "OMPI_COMM_WORLD_RANK"),
+        ("flags", "--num_nodes"),
+        ("flags", "--node"),
+        ("flags", "--port"),
+        ("flags", "--cores"),
+    ],
+)
+def test_node_refuses_what_is_no_number_by_name_and_evaluates_nothing(dry_run, tmp_path, launcher, name, value):
+    variables = {} if launcher == "flags" else jobs.node_variables(launcher, 2, 1, folder=tmp_path / "bin")
+    flags = {"--num_nodes": "2", "--node": "1", "--coordinator": "a"} if launcher == "flags" else {}
+    (flags if launcher == "flags" else variables)[name] = value
+    _, _, error = dry_run(*(f"{flag}={word}" for flag, word in flags.items()), **variables)
+    assert error.startswith(f"error: {name}={value} must be a whole number of at least ")
+    assert not (ROOT / "x").exists()
+
+
 def test_node_refuses_slurm_without_scontrol(dry_run):
     if shutil.which("scontrol"):
         pytest.skip("this machine has Slurm")

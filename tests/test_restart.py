@@ -103,12 +103,23 @@ def test_restart_ends_while_it_waits(tmp_path):
         (["true"], "--workdir=DIR is missing in the command"),
         (["--max_restarts=x", "true", "--workdir=a"], "--max_restarts=x must be a whole number"),
         (["--wait_s=-1", "true", "--workdir=a"], "--wait_s=-1 must be a whole number"),
+        (["--max_restarts=08", "true", "--workdir=a"], "--max_restarts=08 must be a whole number"),
     ],
 )
 def test_restart_refuses_what_it_cannot_follow(words, message):
     done = subprocess.run([str(LAUNCH / "restart.sh"), *words], capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert message in done.stderr
+
+
+@pytest.mark.parametrize("name", ["SLURM_RESTART_COUNT", "MAX_RESTARTS"])
+@pytest.mark.parametrize("value", ["a[$(touch x)]", "08"])
+def test_job_refuses_what_is_no_number_by_name_and_evaluates_nothing(tmp_path, name, value):
+    env = {"PATH": os.environ["PATH"], "SLURM_SUBMIT_DIR": str(tmp_path), name: value}
+    words = ["bash", str(LAUNCH / "slurm" / "train.sbatch")]
+    done = subprocess.run(words, env=env, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (2, f"error: {name}={value} must be a whole number.\n")
+    assert not (tmp_path / "x").exists()
 
 
 # Whole jobs

@@ -4,8 +4,10 @@ import json
 import os
 import re
 import subprocess
+import sys
 import time
 
+import jobs
 import micro
 import pytest
 
@@ -215,3 +217,64 @@ def test_print_config_describes_a_giant_on_any_machine(train_here, name, num_par
         assert word in out
     printed = json.loads(out[: out.index("\n}\n") + 2])
     assert printed == config_lib.resolve(config_lib.load(name)).to_dict()
+
+
+@pytest.mark.parametrize(
+    ("words", "imported"),
+    [
+        (["hlat_jax.train", "--config=tiny"], "| hlat_jax"),  # the package itself, the first thing of ours
+        (["hlat_jax.train", "--config=tiny"], "jax._src.util"),
+        (["hlat_jax.evaluate", "--checkpoint=runs/tiny", "--text=a"], "absl.flags"),
+        (["hlat_jax.neuron", "lint", "--config=tiny"], "jax._src.util"),
+    ],
+)
+def test_ctrl_c_while_a_command_imports_is_one_line_and_code_130(words, imported):
+    env = micro.environment() | {"PYTHONPROFILEIMPORTTIME": "1"}
+    assert jobs.interrupted([sys.executable, "-m", *words], after=imported, env=env) == (130, ["interrupted"])
+
+
+def test_importing_the_package_leaves_the_handling_of_signals_alone():
+    code = "import signal, hlat_jax.train; assert signal.getsignal(signal.SIGINT) is signal.default_int_handler"
+    subprocess.run([sys.executable, "-c", code, "-m", "hlat_jax.train"], check=True)
+
+
+def test_ctrl_c_removes_what_a_command_has_half_written(tmp_path):
+    code = """
+import os, pathlib, signal
+from hlat_jax import process, weights_folder
+signal.signal(signal.SIGINT, signal.default_int_handler)
+process.exit_on_interrupt()
+with weights_folder.whole_folder(pathlib.Path("out")) as partial:
+    (partial / "a").write_text("half")
+    print("said before", end="")
+    os.kill(os.getpid(), signal.SIGINT)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=micro.environment(), capture_output=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, b"said before", b"interrupted\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("in_a_command", [True, False])
+def test_a_second_ctrl_c_ends_a_training_at_once(in_a_command):
+    code = f"""
+import os, signal
+from hlat_jax import process
+signal.signal(signal.SIGINT, signal.default_int_handler)
+if {in_a_command}:
+    process.exit_on_interrupt()
+with process.StopSignals() as stop:
+    os.kill(os.getpid(), signal.SIGINT)
+    assert stop.name == "SIGINT"
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+    except KeyboardInterrupt:
+        print("raised")
+"""
+    done = subprocess.run([sys.executable, "-c", code], env=micro.environment(), capture_output=True, text=True)
+    first, *rest = done.stderr.splitlines()
+    assert first == "SIGINT: saving and stopping after this step; press Ctrl-C again to stop at once"
+    if in_a_command:
+        advice = "the same command resumes from the last checkpoint, or begins again without one"
+        assert (done.returncode, done.stdout, rest) == (130, "", [f"interrupted; {advice}"])
+    else:
+        assert (done.returncode, done.stdout, rest) == (0, "raised\n", [])

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import micro
 import numpy as np
 import pytest
+import safetensors
 import transformers
 from safetensors.numpy import load_file, save_file
 from test_data_tokenizer_json import write as write_tokenizer_json
@@ -414,3 +415,91 @@ def test_names_of_leaves_and_trees_are_inverse():
     tree = abstract_params(MODEL)
     assert nested(leaves_by_name(tree)) == tree
     assert "layers.attention.qkv" in leaves_by_name(tree)
+
+
+def header_bytes(header, *, data=bytes(8), length=None):
+    """Returns a safetensors file with this header, which may be nonsense."""
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return (len(text) if length is None else length).to_bytes(8, "little") + text + data
+
+
+def tensor(begin, end, *, dtype="F32", shape=(1,)):
+    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (header_bytes({"a": tensor(-4, 0), "b": tensor(0, 8, shape=[2])}), r"tensor a: data_offsets=\[-4, 0\] must be"),
+        (header_bytes({"a": tensor(0, 4), "b": tensor(0, 4)}, data=bytes(4)), r"tensor b: .* overlap"),
+        (header_bytes({"a": tensor(0, 8, shape=[2]), "b": tensor(4, 8)}), r"tensor b: .* overlap"),
+        (header_bytes({"a": tensor(0, 4), "b": tensor(8, 12)}, data=bytes(12)), r"tensor b: .* leave a gap of 4 bytes"),
+        (header_bytes({"a": tensor(4, 8)}), r"tensor a: .* leave a gap of 4 bytes"),
+        (header_bytes({"a": tensor(0, 4)}), r"has \d+ bytes instead of"),
+        (header_bytes({"a": tensor(0, 12, shape=[3])}), r"has \d+ bytes instead of"),
+        (header_bytes({"a": tensor(0, 8)}), r"tensor a: data_offsets=\[0, 8\] hold 8 bytes, and F32\[1\] takes 4"),
+        (header_bytes({"a": tensor(8, 0)}), r"tensor a: data_offsets=\[8, 0\] must be"),
+        (header_bytes({"a": tensor(0.0, 8, shape=[2])}), r"tensor a: data_offsets=\[0.0, 8\] must be"),
+        (header_bytes({"a": tensor(0, 8, shape=[-2])}), r"tensor a: shape=\[-2\] must be"),
+        (header_bytes({"a": tensor(0, 8, shape="2")}), r"tensor a: shape='2' must be"),
+        (header_bytes({"a": tensor(0, 8, shape=[1 << 70])}), r"tensor a: data_offsets=\[0, 8\] hold 8 bytes"),
+        (header_bytes({"a": tensor(0, 8, dtype="Q4")}), r"tensor a: dtype='Q4' is not one of"),
+        (header_bytes({"a": tensor(0, 8, dtype=["F32"])}), r"tensor a: dtype=\['F32'\] is not one of"),
+        (header_bytes({"a": {"dtype": "F32", "shape": [2]}}), r"tensor a: data_offsets=None must be"),
+        (header_bytes({"a": [0, 8]}), r"tensor a is \[0, 8\]; it must be an object"),
+        (header_bytes({"__metadata__": {"a": 1}}, data=b""), r"__metadata__ must be an object of strings"),
+        (header_bytes(b'{"a": ' + b"[" * 50_000), r"nested deeper than 100 levels"),
+        (header_bytes(b"[]", data=b""), r"has no safetensors header"),
+        (header_bytes(b'{"a": NaN}', data=b""), r"NaN is not a finite number"),
+        (header_bytes({}, length=200_000_000), r"is not a safetensors file, or is cut off in its header"),
+        (b"", r"is not a safetensors file"),
+    ],
+)
+def test_a_safetensors_header_that_cannot_be_is_refused_as_the_library_refuses_it(content, message, tmp_path):
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=message) as caught:
+        read_header(path)
+    assert str(path) in str(caught.value)
+    with pytest.raises(safetensors.SafetensorError), safetensors.safe_open(path, framework="np"):
+        pass
+
+
+def test_a_safetensors_header_with_a_tensor_twice_is_refused(tmp_path):
+    entry = json.dumps(tensor(0, 8, shape=[2]))
+    (tmp_path / "a.safetensors").write_bytes(header_bytes(f'{{"a": {entry}, "a": {entry}}}'.encode()))
+    with pytest.raises(ValueError, match="key 'a' appears twice"):
+        read_header(tmp_path / "a.safetensors")
+
+
+def test_empty_tensors_share_a_place_in_a_safetensors_file(tmp_path):
+    header = {"b": tensor(0, 0, shape=[0, 3]), "a": tensor(0, 8, shape=[2]), "c": tensor(8, 8, shape=[0])}
+    (tmp_path / "a.safetensors").write_bytes(header_bytes(header))
+    assert read_header(tmp_path / "a.safetensors").keys() == header.keys()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"tokenizer": "../../tokenizer.model"},
+            r"weights.json: tokenizer='../../tokenizer.model' must be a plain name",
+        ),
+        ({"tokenizer": 7}, r"weights.json: tokenizer=7 must be str"),
+        ({"step": "7"}, r"weights.json: step='7' must be int"),
+        ({"model": []}, r"weights.json: model=\[\] must be dict"),
+        ({"stop_ids": ["a"]}, r"weights.json: stop_ids=\['a'\] must be token ids"),
+        ({"begins_with_bos": 1}, r"weights.json: begins_with_bos=1 must be bool \| None"),
+        ({"format": None}, r"has layout None"),
+        ({"model": {"num_layers": "2"}}, r"model.num_layers='2' is str; it must be int"),
+        ({"model": {"norm_eps": 10**400}}, r"model.norm_eps=1000.* is int; it must be float"),
+    ],
+)
+def test_a_field_of_a_weights_folder_that_cannot_be_is_refused_by_name(change, message, tmp_path):
+    write_weights(tmp_path / "w")
+    path = tmp_path / "w/weights.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    sums = json.loads((tmp_path / "w/integrity.json").read_text())["files"]
+    seal(tmp_path / "w", sums)
+    with pytest.raises(ValueError, match=message):
+        open_weights(tmp_path / "w")
