@@ -113,7 +113,7 @@ def test_restart_refuses_what_it_cannot_follow(words, message):
 
 
 @pytest.mark.parametrize("name", ["SLURM_RESTART_COUNT", "MAX_RESTARTS"])
-@pytest.mark.parametrize("value", ["a[$(touch x)]", "08"])
+@pytest.mark.parametrize("value", ["PATH[$(touch x)]", "08"])
 def test_job_refuses_what_is_no_number_by_name_and_evaluates_nothing(tmp_path, name, value):
     env = {"PATH": os.environ["PATH"], "SLURM_SUBMIT_DIR": str(tmp_path), name: value}
     words = ["bash", str(LAUNCH / "slurm" / "train.sbatch")]

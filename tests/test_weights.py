@@ -454,6 +454,7 @@ def tensor(begin, end, *, dtype="F32", shape=(1,)):
         (header_bytes({}, length=200_000_000), r"is not a safetensors file, or is cut off in its header"),
         (b"", r"is not a safetensors file"),
     ],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_safetensors_header_that_cannot_be_is_refused_as_the_library_refuses_it(content, message, tmp_path):
     path = tmp_path / "a.safetensors"
