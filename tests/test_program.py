@@ -42,13 +42,15 @@ def test_accumulation_equals_one_batch_with_ragged_token_counts(small, one_devic
     weights[::4] = 0  # the first microbatch counts nothing at all
     weights[1, 3:] = 0
     batch = dataclasses.replace(batch, weights=weights)
-    whole_state, whole = run(one, one_device, [batch])
-    part_state, part = run(parts, one_device, [batch])
+    (_, whole), (_, part) = run(one, one_device, [batch]), run(parts, one_device, [batch])
     for a, b in zip(whole, part, strict=True):
         assert a.num_tokens == b.num_tokens == weights.sum()
         np.testing.assert_allclose([a.loss, a.grad_norm], [b.loss, b.grad_norm], rtol=2e-6)
-    # Adam divides by the root of a second moment that may be tiny: 1e-3 of a step of 1e-2
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), whole_state["params"], part_state["params"])
+    # Moments are sums of gradients, rounded relative to their largest; Adam's division by the root of a moment that may be
+    # tiny is not compared.
+    (whole_state, _), (part_state, _) = (run(config, one_device, [batch], num_steps=1) for config in (one, parts))
+    for a, b in zip(jax.tree.leaves(whole_state["opt_state"]), jax.tree.leaves(part_state["opt_state"]), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=5e-6 * np.abs(a).max())
 
 
 def test_autocast_follows_fp32_with_every_product_in_bf16_on_one_device_and_on_a_mesh(small, one_device, make_batch):
