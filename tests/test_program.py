@@ -46,8 +46,8 @@ def test_accumulation_equals_one_batch_with_ragged_token_counts(small, one_devic
     for a, b in zip(whole, part, strict=True):
         assert a.num_tokens == b.num_tokens == weights.sum()
         np.testing.assert_allclose([a.loss, a.grad_norm], [b.loss, b.grad_norm], rtol=2e-6)
-    # Moments are sums of gradients, rounded relative to their largest; Adam's division by the root of a moment that may be
-    # tiny is not compared.
+    # Moments are sums of gradients, rounded relative to their largest. Weights are not compared: Adam divides by the
+    # root of a moment that may be tiny.
     (whole_state, _), (part_state, _) = (run(config, one_device, [batch], num_steps=1) for config in (one, parts))
     for a, b in zip(jax.tree.leaves(whole_state["opt_state"]), jax.tree.leaves(part_state["opt_state"]), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=5e-6 * np.abs(a).max())
