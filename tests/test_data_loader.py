@@ -415,13 +415,30 @@ def test_validation_of_a_large_text_reads_documents_that_are_spread_evenly(tmp_p
     monkeypatch.setattr(sources.Corpus, "__getitem__", lambda self, number: read.append(number) or get(self, number))
     data = data_config(str(tmp_path / "a.jsonl"), batch_size=4, packing=kind, seq_len=2 * num_each)
     [found] = held_out.open_held_out(data, tokenizer=TOKENIZER, num_batches=3)[0].values()
-    assert len(read) <= 64 + 110  # to estimate the length of a document, and what rows are taken from
+    assert len(read) <= 110  # 16 first, by whose length about 100 are enough
     seen = [int(number) for batch in found.batches for row in batch.tokens
             for number in re.findall(r"Document (\d{4}) ends", TOKENIZER.decode(row))]  # fmt: skip
     assert 12 <= len(seen) <= 24
     assert np.diff([-40, *sorted(seen), 1040]).max() < 130
     estimated = int(re.search(r"of about ([\d,]+) tokens", str(found.coverage))[1].replace(",", ""))
     assert estimated == pytest.approx(1000 * num_each, rel=0.01)
+
+
+@pytest.mark.parametrize("kind", ["concat", "documents"])
+@pytest.mark.parametrize("long", [[39], range(5, 1000, 10), range(0, 1000, 2)])
+def test_validation_of_documents_of_unequal_length_has_as_many_rows_as_asked(tmp_path, monkeypatch, kind, long):
+    sizes = [300 if number in long else 2 for number in range(1000)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": "word " * size}) + "\n" for size in sizes))
+    num_tokens = sum(len(TOKENIZER.encode("word " * size)) + 1 for size in sizes)
+    monkeypatch.setattr(held_out, "READ_TOKENS", 3000)
+    data = data_config(str(tmp_path / "a.jsonl"), batch_size=8, packing=kind, seq_len=16)
+    [found] = held_out.open_held_out(data, tokenizer=TOKENIZER, num_batches=4)[0].values()
+    assert len(found.batches) == 4
+    assert all((batch.weights.sum(-1) > 0).all() for batch in found.batches)
+    assert found.coverage.num_rows == 32
+    assert found.coverage.documents < found.coverage.all_documents == 1000
+    if len(long) > 1:  # one document of 1,000 may be missed
+        assert found.coverage.all_tokens == pytest.approx(num_tokens, rel=0.5)
 
 
 def test_validation_keeps_its_sources_apart_and_counts_the_bytes_of_all_rows(three):

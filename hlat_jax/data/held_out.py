@@ -7,8 +7,10 @@ at every call and in every process.
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
 import pathlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,7 +24,8 @@ from hlat_jax.data.streams import Source, encoder, joint_manifest, open_sources,
 from hlat_jax.data.tokenizer import Tokenizer
 
 READ_TOKENS = 2_000_000  # a sample is taken from all documents, or from about so many tokens of them: seconds of work
-_PILOT_DOCUMENTS = 64  # by which the length of a document is estimated
+_FIRST_DOCUMENTS = 16  # read before the length of the others is estimated
+_GROWTH = 8  # at most so many times as many documents are read as before, on the estimate from those
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +91,7 @@ def open_held_out(
     The documents of a source as they lie are packed into rows, as in training, to the end of the text. All rows are
     taken if `num_batches` is 0 or more than there are; else `num_batches` * `data.batch_size` of them at equal
     distances, so that each document has its share. Where a source holds more than READ_TOKENS (or twice the sample),
-    the rows are those of documents at equal distances: so many that they hold about that much.
+    the rows come from documents that are spread evenly: so many that they hold at least that much.
 
     What is missing in the last row and batch is EOS of weight 0, so every batch has the same shape.
 
@@ -134,19 +137,13 @@ def _rows(
     source: Source, data: DataConfig, *, tokenizer: Tokenizer, num_rows: int
 ) -> tuple[list[packing.Row], Coverage, int]:
     """Returns `num_rows` rows of a source (0: all), what they cover, and the bad records skipped on the way."""
-    encode, total = encoder(data, tokenizer), len(source.documents)
-    skips, skipped = data.on_bad_record == "skip", []
-    numbers: Iterable[int] = range(total)
-    if num_rows and total > _PILOT_DOCUMENTS:
-        pilot = _documents(source, _spread(total, _PILOT_DOCUMENTS), skips=skips, skipped=[])
-        num_tokens = sum(len(tokens) for document in pilot for tokens in encode(document))
-        limit = max(READ_TOKENS, 2 * num_rows * data.seq_len)
-        numbers = _spread(total, min(total, limit * _PILOT_DOCUMENTS // max(num_tokens, 1) + 1))
-    documents = _documents(source, numbers, skips=skips, skipped=skipped)
+    total, skipped = len(source.documents), []
+    limit = max(READ_TOKENS, 2 * num_rows * data.seq_len) if num_rows else None
+    documents, num_documents = _read(source, data, tokenizer=tokenizer, limit=limit, skipped=skipped)
     if data.packing == "documents":
-        made = packing.packed_once(documents, encode=encode, windows=windows(data, tokenizer))
+        made = packing.packed_once(documents, encode=iter, windows=windows(data, tokenizer))
     else:
-        made = packing.cut_once(documents, encode=encode, seq_len=data.seq_len)
+        made = packing.cut_once(documents, encode=iter, seq_len=data.seq_len)
     made = list(made)
     is_sample = 0 < num_rows < len(made)
     taken = [made[index] for index in _spread(len(made), num_rows)] if is_sample else made
@@ -156,9 +153,9 @@ def _rows(
         documents=len({span.document for span in spans}),
         all_documents=total,
         tokens=sum(span.stop - span.start for span in spans),
-        all_tokens=num_read * total // len(numbers),
-        is_estimate=len(numbers) < total,
-        num_rows=len(taken) if is_sample or len(numbers) < total else 0,
+        all_tokens=num_read * total // num_documents,
+        is_estimate=num_documents < total,
+        num_rows=len(taken) if is_sample or num_documents < total else 0,
     )
     return taken, coverage, len(skipped)
 
@@ -168,19 +165,43 @@ def _spread(total: int, count: int) -> Sequence[int]:
     return range(total) if count >= total else ((2 * np.arange(count) + 1) * total // (2 * count)).tolist()
 
 
-def _documents(
-    source: Source, numbers: Iterable[int], *, skips: bool, skipped: list[sources.BadRecord]
-) -> Iterator[str | np.ndarray]:
-    """Yields the documents of these numbers; bad records are collected in `skipped` when `skips`, else raised."""
-    for number in numbers:
-        try:
-            document = source.documents[number]
-        except sources.BadRecord as error:
-            if not skips:
-                raise
-            skipped.append(error)
-            continue
-        yield document
+def _read(
+    source: Source, data: DataConfig, *, tokenizer: Tokenizer, limit: int | None, skipped: list[sources.BadRecord]
+) -> tuple[list[list[np.ndarray]], int]:
+    """Returns the tokens of documents, and how many documents they were looked for in: all, or spread evenly.
+
+    Args:
+      source: the documents are in its order.
+      data: whether bad records are skipped, and how long documents are cut.
+      tokenizer: of the run.
+      limit: where documents hold more tokens, no further ones are read; None: all.
+      skipped: gets the bad records that are skipped.
+    """
+    encode, total = encoder(data, tokenizer), len(source.documents)
+    order, wanted = _scattered(total), total if limit is None else min(total, _FIRST_DOCUMENTS)
+    found: dict[int, list[np.ndarray]] = {}
+    num_read = num_tokens = 0
+    while num_read < wanted:
+        for number in sorted(itertools.islice(order, wanted - num_read)):  # ascending: a group of Parquet is read once
+            try:
+                found[number] = list(encode(source.documents[number]))
+                num_tokens += sum(map(len, found[number]))
+            except sources.BadRecord as error:
+                if data.on_bad_record != "skip":
+                    raise
+                skipped.append(error)
+        num_read = wanted
+        if limit is not None and num_tokens < limit:
+            wanted = min(total, _GROWTH * num_read, num_read * limit // max(num_tokens, 1) + 1)
+    return [found[number] for number in sorted(found)], num_read
+
+
+def _scattered(total: int) -> Iterator[int]:
+    """Yields the numbers below `total`, each once, in steps of the golden section: any first ones are spread evenly."""
+    step = round(total * (math.sqrt(5) - 1) / 2)
+    while math.gcd(step, total) > 1:
+        step += 1
+    return (index * step % total for index in range(total))
 
 
 def _batch(rows: list[packing.Row], num_rows: int, data: DataConfig, *, pad_id: int) -> batch_lib.Batch:
