@@ -72,6 +72,9 @@ def raising_interrupts() -> Iterator[None]:
 
     def raise_once(_number: int, _frame: Any) -> None:
         nonlocal first_s
+        if signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ()):
+            signal.raise_signal(signal.SIGINT)  # another thread took it; now it waits until this one unblocks it
+            return
         if not first_s:
             first_s = time.monotonic()
             raise KeyboardInterrupt

@@ -307,6 +307,28 @@ except KeyboardInterrupt:
     assert (done.returncode, done.stderr) == (1, "said by the command\n")
 
 
+def test_ctrl_c_that_another_thread_takes_waits_until_the_main_thread_no_longer_blocks_it():
+    code = """
+import os, signal, threading, time
+from hlat_jax import process
+signal.signal(signal.SIGINT, signal.default_int_handler)
+process.exit_on_interrupt()
+threading.Thread(target=threading.Event().wait, daemon=True).start()
+with process.raising_interrupts():
+    try:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.2)
+        print("blocked", end="")
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        time.sleep(60)
+    except KeyboardInterrupt:
+        print(", interrupted")
+"""
+    done = subprocess.run([sys.executable, "-c", code], env=micro.environment(), capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "blocked, interrupted\n", "")
+
+
 def test_ctrl_c_that_a_training_inherits_as_ignored_stays_ignored():
     code = """
 import os, signal
