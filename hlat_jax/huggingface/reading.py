@@ -117,16 +117,13 @@ def _tensors(folder: pathlib.Path) -> dict[str, Stored]:
     if not isinstance(where, dict):
         raise ValueError(f"{index} has no weight_map; fetch that file again.")
     found: dict[str, Stored] = {}
-    for name in sorted(
-        {check_name(name, f"{index}: weight_map[{repr(tensor)[:100]}]") for tensor, name in where.items()}
-    ):
+    files = {check_name(name, f"{index}: weight_map[{repr(tensor)[:100]}]") for tensor, name in where.items()}
+    for name in sorted(files):
         if not (folder / name).is_file():
             raise ValueError(f"{index} names the file {name}, which is not there; fetch it.")
         for tensor, stored in read_header(folder / name).items():
             if tensor in found:
-                raise ValueError(
-                    f"{folder}: tensor {repr(tensor)[:100]} is in {found[tensor].path.name} and in {name}."
-                )
+                raise ValueError(f"{folder}: tensor {_some([tensor])} is in {found[tensor].path.name} and in {name}.")
             found[tensor] = stored
     actual = {name: stored.path.name for name, stored in found.items()}
     misplaced = {name for name, _ in actual.items() ^ where.items()}
