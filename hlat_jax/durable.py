@@ -89,17 +89,18 @@ def check_name(name: Any, what: str, *, allow_folders: bool = False) -> str:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"key {next(key for key in found if keys.count(key) > 1)!r} appears twice")
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"key {repr(key)[:100]} appears twice")
+        found[key] = value
     return found
 
 
 def _finite(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
-        raise ValueError(f"{text} is not a finite number")
+        raise ValueError(f"{text[:100]} is not a finite number")
     return value
 
 

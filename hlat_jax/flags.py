@@ -113,10 +113,17 @@ def _rest(argv: Sequence[str], values: flags.FlagValues, *, usage: str) -> list[
 def main(command: Callable[[Sequence[str]], int]) -> None:
     """Runs a command on sys.argv and exits; a user's error is one line on stderr and exit code 2, Ctrl-C 130."""
     try:
-        code = command(sys.argv[1:])
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        code = 2
+        try:
+            code = command(sys.argv[1:])
+        except ValueError as error:
+            print(f"error: {error}", file=sys.stderr)
+            code = 2
+        finally:
+            if sys.stdout is not None:  # a process may have none
+                sys.stdout.flush()
+    except BrokenPipeError:  # nobody reads it any more, as after `... | head -1`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is left goes nowhere when Python ends
+        code = 141
     except KeyboardInterrupt:
         process.end_interrupted()
     sys.exit(code)

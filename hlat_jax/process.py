@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 import sys
+import time
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # every command imports this first, and until then Ctrl-C is a traceback
@@ -19,6 +20,7 @@ if TYPE_CHECKING:  # every command imports this first, and until then Ctrl-C is 
 INDEX_FOLDER = "index"  # of the run folder: where the lines of JSONL files lie; may be deleted at any time
 LOCK_FILE = ".lock"
 _OF_THE_START = {LOCK_FILE, INDEX_FOLDER, "checkpoints"}
+_STOPPING_S = 15.0
 _partial: list[pathlib.Path] = []  # folders that an interrupt removes
 
 
@@ -61,11 +63,23 @@ def removed_on_interrupt(folder: pathlib.Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def raising_interrupts() -> Iterator[None]:
-    """Makes the first Ctrl-C in its body a KeyboardInterrupt, for a command that has processes of its own to stop."""
+    """Makes Ctrl-C in its body a KeyboardInterrupt, once, for a command that has processes of its own to stop.
+
+    While it stops them, which takes them seconds, another Ctrl-C does nothing: to end at once would leave semaphores
+    behind. One that comes later ends the command nevertheless.
+    """
+    first_s = 0.0
 
     def raise_once(_number: int, _frame: Any) -> None:
-        signal.signal(signal.SIGINT, _end)
-        raise KeyboardInterrupt
+        nonlocal first_s
+        if signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ()):
+            signal.raise_signal(signal.SIGINT)  # another thread took it; now it waits until this one unblocks it
+            return
+        if not first_s:
+            first_s = time.monotonic()
+            raise KeyboardInterrupt
+        if time.monotonic() - first_s > _STOPPING_S:
+            end_interrupted()
 
     if signal.getsignal(signal.SIGINT) is not _end:
         yield
@@ -73,8 +87,12 @@ def raising_interrupts() -> Iterator[None]:
     signal.signal(signal.SIGINT, raise_once)
     try:
         yield
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends by itself now
+        raise
     finally:
-        signal.signal(signal.SIGINT, _end)
+        if signal.getsignal(signal.SIGINT) is raise_once:
+            signal.signal(signal.SIGINT, _end)
 
 
 @contextlib.contextmanager
@@ -141,7 +159,10 @@ class StopSignals:
         self.name = ""
 
     def __enter__(self):
-        self._before = {number: signal.signal(number, self._ask) for number in (signal.SIGTERM, signal.SIGINT)}
+        numbers = [signal.SIGTERM]
+        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # of a job in the background it stays ignored
+            numbers.append(signal.SIGINT)
+        self._before = {number: signal.signal(number, self._ask) for number in numbers}
         return self
 
     def __exit__(self, *_):

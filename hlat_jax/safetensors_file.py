@@ -26,6 +26,7 @@ _BITS = {"BOOL": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "U8": 8, "I8": 8, "F8_E
 _BITS |= {"F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8}
 _BITS |= {"I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32, "C64": 64, "F64": 64}
 _BITS |= {"I64": 64, "U64": 64}
+_MOST_DIMS = 64  # of a NumPy array; bounds the size of a product
 _LONGEST_HEADER_BYTES = 100_000_000  # the library's own limit
 
 
@@ -66,7 +67,7 @@ class Stored:
             while done < found.size:
                 count = file.readinto(view[done:])
                 if not count:
-                    raise ValueError(f"{self.path} ends within tensor {self.name}; fetch that file again.")
+                    raise ValueError(f"{self.path} ends within tensor {repr(self.name)[:100]}; fetch that file again.")
                 done += count
         return found.view(self.dtype).reshape(shape)
 
@@ -92,12 +93,13 @@ def read_header(path: pathlib.Path) -> dict[str, Stored]:
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise ValueError(f"{path}: __metadata__ must be an object of strings.")
-    places = sorted((_place(entry, where=f"{path}: tensor {name}"), name) for name, entry in header.items())
+    where = {name: f"{path}: tensor {repr(name)[:100]}" for name in header}
+    places = sorted((_place(entry, where=where[name]), name) for name, entry in header.items())
     end = 0
     for (first, last), name in places:
         if first != end:
             fault = "overlap the tensor before it" if first < end else f"leave a gap of {first - end:,} bytes"
-            raise ValueError(f"{path}: tensor {name}: data_offsets={[first, last]} {fault}; fetch that file again.")
+            raise ValueError(f"{where[name]}: data_offsets={[first, last]} {fault}; fetch that file again.")
         end = last
     if 8 + length + end != num_bytes:
         raise ValueError(f"{path} has {num_bytes:,} bytes instead of {8 + length + end:,}; fetch that file again.")
@@ -119,20 +121,20 @@ def _place(entry: Any, *, where: str) -> tuple[int, int]:
     if not isinstance(code, str) or code not in _BITS:
         raise ValueError(f"{where}: dtype={repr(code)[:100]} is not one of {', '.join(_BITS)}.")
     if not _are_counts(shape):
-        raise ValueError(f"{where}: shape={repr(shape)[:100]} must be a list of integers of at least 0.")
+        raise ValueError(f"{where}: shape={repr(shape)[:100]} must be at most {_MOST_DIMS} integers of 0 to 2**63 - 1.")
     if not _are_counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise ValueError(f"{where}: data_offsets={repr(offsets)[:100]} must be [begin, end], 0 <= begin <= end.")
     first, last = offsets
     num_bits = math.prod(shape) * _BITS[code]
     if (last - first) * 8 != num_bits:
-        raise ValueError(
-            f"{where}: data_offsets={offsets} hold {last - first:,} bytes, and {code}{shape} takes {num_bits / 8:,.0f}."
-        )
+        takes = f"{code}{repr(shape)[:100]} takes {f'{num_bits // 8:,}'[:100]}"
+        raise ValueError(f"{where}: data_offsets={offsets} hold {last - first:,} bytes, and {takes}.")
     return first, last
 
 
 def _are_counts(values: Any) -> bool:
-    return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
+    is_short = isinstance(values, list) and len(values) <= _MOST_DIMS
+    return is_short and all(type(value) is int and 0 <= value < 1 << 63 for value in values)
 
 
 class Writer:

@@ -163,7 +163,7 @@ def stored_leaves(folder: pathlib.Path) -> dict[str, Any]:
         for name, stored in read_header(path).items():
             if name in found or stored.code not in DTYPES:
                 fault = "twice" if name in found else f"in {stored.code}, which is not one of {', '.join(DTYPES)}"
-                raise ValueError(f"{path}: tensor {name} is there {fault}; make the folder again.")
+                raise ValueError(f"{path}: tensor {repr(name)[:100]} is there {fault}; make the folder again.")
             found[name] = stored
     return found
 

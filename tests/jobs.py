@@ -89,7 +89,8 @@ def started(commands: list[list[str]], envs: list[dict[str, str]], folder: pathl
 def interrupted(words: list[str], *, after: str, env: dict[str, str]) -> tuple[int, list[str]]:
     """Sends Ctrl-C to a command and its children once stderr has a line that ends in `after`; returns (code, stderr).
 
-    Lines of stderr are left out up to that one, and those by which Python tells what it imports.
+    Lines of stderr are left out up to that one, and those by which Python tells what it imports. The pipe is small: a
+    command that writes on waits in a write before it is more than a few kilobytes ahead, however slow this process is.
     """
     process = subprocess.Popen(
         ["env", "--default-signal=INT", *words],  # ignored where the tests run in the background
@@ -98,11 +99,12 @@ def interrupted(words: list[str], *, after: str, env: dict[str, str]) -> tuple[i
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        pipesize=4096,
     )
     try:
         next(line for line in process.stderr if line.rstrip().endswith(after))
         os.killpg(process.pid, signal.SIGINT)
-        _, rest = process.communicate(timeout=60)
+        _, rest = process.communicate(timeout=300)
     finally:
         process.kill()
     return process.returncode, [line for line in rest.splitlines() if not line.startswith("import time:")]

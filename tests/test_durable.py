@@ -2,6 +2,7 @@
 
 import errno
 import os
+import time
 
 import pytest
 
@@ -36,12 +37,15 @@ def test_write_whole_that_fails_leaves_the_file_of_before_and_nothing_beside_it(
         (b"[]", "holds no JSON object"),
         (b"", "is not JSON: Expecting value"),
         (b'{"a": 1, "a": 2}', "is not JSON: key 'a' appears twice"),
+        (b'{"%s": 1, "%s": 2}' % (b"a" * 1000, b"a" * 1000), "is not JSON: key 'a{99} appears twice"),
         (b'{"a": NaN}', "is not JSON: NaN is not a finite number"),
         (b'{"a": 1e999}', "is not JSON: 1e999 is not a finite number"),
+        (b'{"a": 1' + b"0" * 10_000 + b".0}", "is not JSON: 10{99} is not a finite number"),
         (b'{"a": ' + b"9" * 10_000 + b"}", "is not JSON: Exceeds the limit"),
         (b'{"a": "\xff"}', "is not JSON: 'utf-8' codec can't decode byte 0xff"),
         (b"\xef\xbb\xbf{}", "is not JSON: Unexpected UTF-8 BOM"),
     ],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_json_that_is_malformed_or_ambiguous_is_refused_naming_the_file(content, message, tmp_path):
     path = tmp_path / "a.json"
@@ -49,6 +53,14 @@ def test_json_that_is_malformed_or_ambiguous_is_refused_naming_the_file(content,
     with pytest.raises(ValueError, match=message) as caught:
         durable.read_json(path)
     assert str(caught.value).startswith(str(path))
+
+
+def test_a_key_that_appears_twice_among_many_is_found_at_once():
+    keys = ",".join(f'"{number}": 0' for number in [*range(40_000), 39_999])
+    start_s = time.process_time()
+    with pytest.raises(ValueError, match="key '39999' appears twice"):
+        durable.parse_json(f"{{{keys}}}".encode(), where="a.json")
+    assert time.process_time() - start_s < 5
 
 
 def test_json_from_a_fifo_is_refused_and_does_not_wait_for_a_writer(tmp_path):

@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import json
+import subprocess
 import sys
 import types
 
@@ -182,6 +183,19 @@ def test_prompts_begin_with_bos_where_it_is_asked_for_or_said_by_the_tokenizer_a
         _encoded(trained, [5, 6], 0, bos=True)
 
 
-def test_ctrl_c_while_a_text_is_generated_is_one_line_and_code_130(trained_run):
-    words = [sys.executable, "-m", "hlat_jax.generate", f"--checkpoint={trained_run}", "--prompt=It is"]
+def test_ctrl_c_while_a_text_is_generated_is_one_line_and_code_130(trained_run, tmp_path):
+    (tmp_path / "prompts").write_text("It is\n" * 10_000)  # work for many minutes
+    words = [sys.executable, "-m", "hlat_jax.generate", f"--checkpoint={trained_run}", "--batch_size=1"]
+    words.append(f"--prompts_file={tmp_path / 'prompts'}")
     assert jobs.interrupted(words, after=", cpu", env=micro.environment()) == (130, ["interrupted"])
+
+
+@pytest.mark.parametrize("words", [["--help"], ["--prompt=It is"]], ids=" ".join)
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_text_that_nobody_reads_is_no_traceback(trained_run, words, unbuffered):
+    command = [sys.executable, "-m", "hlat_jax.generate", f"--checkpoint={trained_run}", "--max_tokens=2", *words]
+    env = micro.environment() | {"PYTHONUNBUFFERED": unbuffered}
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        process.stdout.close()
+        said = process.stderr.read()
+    assert (process.returncode, "Traceback" in said, "BrokenPipe" in said) == (141, False, False), said

@@ -469,10 +469,10 @@ def cut_off(folder):
     path.write_bytes(path.read_bytes()[:-4])
 
 
-def edit_index(folder, name):
+def edit_index(folder, name, *, tensor=None):
     path = folder / "model.safetensors.index.json"
     where = json.loads(path.read_text())["weight_map"]
-    edit_json(path, weight_map=where | {next(iter(where)): name})
+    edit_json(path, weight_map=where | {tensor or next(iter(where)): name or next(iter(where.values()))})
 
 
 def nest(path):
@@ -503,6 +503,8 @@ def not_safetensors(folder):
             lambda folder: edit_index(folder, "../a.safetensors"),
             r"weight_map\['.*'\]='../a.safetensors' must be a plain",
         ),
+        (lambda folder: edit_index(folder, "/a", tensor="a" * 1000), r"weight_map\['a{99}\]='/a' must be a plain name"),
+        (lambda folder: edit_index(folder, "", tensor="\x1b[31m\n"), r"disagree on '\\x1b\[31m\\n'; fetch"),
         (lambda folder: edit_index(folder, ["a"]), r"weight_map\['.*'\]=\['a'\] must be a plain name"),
         (lambda folder: edit_json(folder / "config.json", num_hidden_layers=10**30), r"num_hidden_layers=1000"),
         (lambda folder: edit_json(folder / "config.json", rms_norm_eps=10**400), r"rms_norm_eps=1000"),
@@ -512,7 +514,7 @@ def not_safetensors(folder):
     ],
     ids=[
         *("gone", "cut_off", "html", "index", "twice", "no_config", "json", "no_index"),
-        *("out", "no_name", "layers", "huge", "nested", "nested_index", "fifo"),
+        *("out", "long_name", "unprintable_name", "no_name", "layers", "huge", "nested", "nested_index", "fifo"),
     ],
 )
 def test_a_damaged_folder_is_refused_naming_the_file(damage, message, gqa, tmp_path):

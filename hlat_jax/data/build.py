@@ -218,14 +218,14 @@ def _run(
             # a worker is started with what is blocked here, so that no Ctrl-C reaches one that is still importing
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
             try:
-                # largest first, for the end waits for the last
-                futures = {
-                    task.number: pool.submit(run_in_worker, task, folder, options)
-                    for task in sorted(tasks, key=lambda task: -task.size)
-                }
-            finally:
-                signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-            try:
+                try:
+                    # largest first, for the end waits for the last
+                    futures = {
+                        task.number: pool.submit(run_in_worker, task, folder, options)
+                        for task in sorted(tasks, key=lambda task: -task.size)
+                    }
+                finally:  # a Ctrl-C until now is raised here
+                    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
                 for future in concurrent.futures.as_completed(futures.values()):
                     future.result()
             except BaseException as error:

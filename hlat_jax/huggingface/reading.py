@@ -117,12 +117,13 @@ def _tensors(folder: pathlib.Path) -> dict[str, Stored]:
     if not isinstance(where, dict):
         raise ValueError(f"{index} has no weight_map; fetch that file again.")
     found: dict[str, Stored] = {}
-    for name in sorted({check_name(name, f"{index}: weight_map[{tensor!r}]") for tensor, name in where.items()}):
+    files = {check_name(name, f"{index}: weight_map[{repr(tensor)[:100]}]") for tensor, name in where.items()}
+    for name in sorted(files):
         if not (folder / name).is_file():
             raise ValueError(f"{index} names the file {name}, which is not there; fetch it.")
         for tensor, stored in read_header(folder / name).items():
             if tensor in found:
-                raise ValueError(f"{folder}: tensor {tensor} is in {found[tensor].path.name} and in {name}.")
+                raise ValueError(f"{folder}: tensor {_some([tensor])} is in {found[tensor].path.name} and in {name}.")
             found[tensor] = stored
     actual = {name: stored.path.name for name, stored in found.items()}
     misplaced = {name for name, _ in actual.items() ^ where.items()}
@@ -185,7 +186,8 @@ def _require_same(embedding: Stored, head: Stored) -> None:
 
 def _some(found: Iterable[str]) -> str:
     found = list(found)
-    return ", ".join(found[:_SHOWN]) + (f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else "")
+    shown = (name if name.isprintable() and len(name) < 100 else repr(name)[:100] for name in found[:_SHOWN])
+    return ", ".join(shown) + (f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else "")
 
 
 def begins_texts_with_bos(folder: pathlib.Path) -> bool:
