@@ -92,7 +92,7 @@ def _chains(function: str, program: Program) -> list[tuple]:
     if function not in program.chains:
         chains = _chains_to_calls(function, program)
         if len(chains) > _MAX_CHAINS:
-            chains = list({_arguments(calls, program): calls for calls in reversed(chains)}.values())
+            chains = list({_arguments(calls, program): calls for calls in chains}.values())
         if len(chains) > _MAX_CHAINS:
             chains = [*chains[: _MAX_CHAINS - 1], ()]
         program.chains[function] = chains
