@@ -181,16 +181,21 @@ def averaged_aux(aux: Any, *, num_parts: int) -> Any:
 
 
 def _check_aux(aux: Any) -> None:
-    for path, leaf in jax.tree_util.tree_leaves_with_path(aux, is_leaf=_is_sum):
+    try:
+        leaves = jax.tree_util.tree_leaves_with_path(aux, is_leaf=_is_sum)
+    except ValueError as error:  # keys of a dict that cannot be sorted
+        raise ValueError(f"loss_fn returned auxiliary values that are not a pytree: {error}") from None
+    for path, leaf in leaves:
         if _is_sum(leaf):
             is_taken = all(_is_number(value, jnp.floating, jnp.integer) for value in leaf)
+            is_taken = is_taken and jnp.shape(leaf.count) in ((), jnp.shape(leaf.total))
         else:
             is_taken = _is_number(leaf, jnp.floating)
         if not is_taken:
             raise ValueError(
                 f"loss_fn returned the auxiliary value aux{jax.tree_util.keystr(path)} = {_described(leaf)}; auxiliary "
                 "values are averaged over microbatches and devices. Return floating-point arrays, and "
-                "program.SumAndCount(total, count) for what is counted."
+                "program.SumAndCount(total, count) for what is counted; count is a scalar or of the total's shape."
             )
 
 

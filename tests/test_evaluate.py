@@ -29,6 +29,7 @@ from hlat_jax.eval.validation import Validation
 from hlat_jax.inference import TrainedModel
 from hlat_jax.metrics import ROWS_FILE, read_rows
 from hlat_jax.model import apply, init_params
+from hlat_jax.settings import saved_config
 from hlat_jax.sharding import make_layout
 from hlat_jax.weights import open_weights
 
@@ -144,6 +145,25 @@ def test_evaluate_of_the_validation_rows_equals_the_validation_of_the_run(
     for key in ("eval_loss", "bits_per_byte"):
         assert found[key] == pytest.approx(row[key], rel=1e-5)
     assert found["coverage"]["all"]["all_documents"] == 13
+
+
+def test_evaluate_of_the_validation_rows_has_the_precision_policy_of_the_run(validated, monkeypatch, evaluate_here):
+    """Its parameters are float32, which alone would mean fp32."""
+    folder, _, _, _ = validated("concat")
+    policies = []
+
+    def saved(settings):
+        run = saved_config(settings)
+        return dataclasses.replace(run, precision=dataclasses.replace(run.precision, policy="mixed"))
+
+    def recorded(config, layout):
+        policies.append(config.precision.policy)
+        return lambda *_: (0.0, 1.0)
+
+    monkeypatch.setattr("hlat_jax.settings.saved_config", saved)
+    monkeypatch.setattr("hlat_jax.step.make_eval_step", recorded)
+    evaluate_here(f"--checkpoint={folder}", "--validation")
+    assert set(policies) == {"mixed"}
 
 
 def test_validation_is_the_loss_of_rows_cut_by_hand(validated):

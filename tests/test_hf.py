@@ -183,8 +183,15 @@ def test_what_a_config_leaves_out_is_what_transformers_takes():
         ({"layer_types": ["full_attention", "sliding_attention"]}, r"layer_types=.* supported: 'full_attention'"),
         ({"no_rope_layers": [1, 0]}, r"no_rope_layers=\[1, 0\] is not supported"),
         ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor=0.5 is not supported"),
-        ({"quantization_config": {"bits": 4}}, r"quantization_config=.* is not supported; supported: null"),
+        ({"quantization_config": {"bits": 4}}, r"quantization_config=.* is not supported; supported: {}"),
         ({"num_local_experts": 8}, r"num_local_experts=8 is not supported"),
+        ({"first_k_dense_replace": 1}, r"first_k_dense_replace=1 is not supported"),
+        ({"decoder_sparse_step": 1}, r"decoder_sparse_step=1 is not supported"),
+        ({"shared_expert_intermediate_size": 64}, r"shared_expert_intermediate_size=64 is not supported"),
+        ({"logit_softcap": 30.0}, r"logit_softcap=30.0 is not supported"),
+        ({"logits_soft_cap": 30.0}, r"logits_soft_cap=30.0 is not supported"),
+        ({"final_logits_soft_cap": 30.0}, r"final_logits_soft_cap=30.0 is not supported"),
+        ({"no_rope_layer_interval": 4}, r"no_rope_layer_interval=4 is not supported"),
         ({"kv_lora_rank": 512}, r"kv_lora_rank=512 is not supported"),
         ({"residual_multiplier": 0.22}, r"residual_multiplier=0.22 is not supported; supported: 1.0"),
         ({"final_logit_softcapping": 30.0}, r"final_logit_softcapping=30.0 is not supported"),
@@ -279,6 +286,22 @@ def test_config_files_as_repositories_have_them_are_understood(name, spelling):
 def test_config_files_of_what_our_model_is_not_are_refused(name):
     with pytest.raises(ValueError, match=REFUSED[name]):
         config_json.model_config(SAVED[name], where=name)
+
+
+@pytest.mark.parametrize(
+    "neutral",
+    [
+        {"no_rope_layer_interval": 4, "no_rope_layers": [1] * 30},
+        {"quantization_config": {}, "per_layer_config": {}},
+        {"first_k_dense_replace": 0, "decoder_sparse_step": None, "shared_expert_intermediate_size": 0},
+        {"logit_softcap": 0.0, "logits_soft_cap": None, "final_logits_soft_cap": 0},
+    ],
+    ids=str,
+)
+def test_fields_with_a_value_that_changes_nothing_are_taken(neutral):
+    found = SAVED["SmolLM-135M"] | neutral
+    assert config_json.model_config(found, where="a") == config_json.model_config(SAVED["SmolLM-135M"], where="b")
+    assert config_json.unknown_fields(found) == config_json.unknown_fields(SAVED["SmolLM-135M"])
 
 
 def test_every_saved_config_file_is_tested():

@@ -460,6 +460,19 @@ def embedded(positions):
 SHARED = jax.jit(lambda w, i: jnp.take(w, i, axis=0))
 
 
+CLIP = {"axis": 0, "mode": "clip"}
+CLIPPED = jax.jit(lambda w, i: jnp.take(w, i, **CLIP))
+AROUND = jax.jit(lambda w, i: CLIPPED(w, i).sum())
+
+
+def call_tree(branches, depth):
+    """Returns a function of a table and indices that calls itself at `depth` levels, twice at each."""
+    fn = AROUND
+    for _ in range(depth):
+        fn = jax.jit(lambda w, i, inner=fn: sum(inner(w, given) for given in branches(i)))
+    return fn
+
+
 def pattern(i):
     return jnp.where(i % 5 == 0, i // 2, 31 - i)
 
@@ -483,6 +496,12 @@ INSIDE = {
     "set": lambda w: w.at[jnp.arange(32)].set(1.0),
     "one_hot": lambda w: jax.nn.one_hot(jnp.arange(32), 32) @ w,
     "nested": lambda w: jax.jit(lambda v, i: jnp.take(v, i, axis=0))(w, jnp.arange(32)),
+    "through_bfloat16": lambda w: w[jnp.arange(32, dtype=jnp.bfloat16).astype(jnp.int32)],
+    "through_float16": lambda w: w[(jnp.arange(32, dtype=jnp.float16) / 2).astype(jnp.int32)],
+    "floor_of_negatives": lambda w: jnp.take(w[:25], (jnp.arange(100) - 100) // 4 + 25, axis=0, mode="clip"),
+    "quotient_of_negatives": lambda w: jnp.take(w[:26], jax.lax.div(jnp.arange(103) - 103, 4) + 25, **CLIP),
+    "remainder_of_negatives": lambda w: jnp.take(w[:4], 3 + jax.lax.rem(jnp.arange(32) - 31, 4), **CLIP),
+    "tree_of_calls": lambda w: call_tree(lambda i: (i, i + 1), depth=11)(w, jnp.arange(21)),
     "offset_from_data": lambda w: w.at[w[0, 0].astype(jnp.int32) + jnp.arange(40) - 5].get(mode="clip"),
 }
 OUTSIDE = {
@@ -500,6 +519,16 @@ OUTSIDE = {
     "set": lambda w: w.at[jnp.arange(40)].set(1.0),
     "nested": lambda w: jax.jit(lambda v, i: jnp.take(v, i, axis=0))(w, jnp.arange(40)),
     "nested_second_call": lambda w: SHARED(w, jnp.arange(32)) + SHARED(w, jnp.arange(32) + 1),
+    "negative": lambda w: jnp.take(w, -jnp.arange(1, 40), axis=0),
+    "through_bfloat16": lambda w: w[jnp.arange(33, dtype=jnp.bfloat16).astype(jnp.int32)],
+    "quotient_of_negatives": lambda w: jnp.take(w[:25], jax.lax.div(jnp.arange(100) - 100, 4) + 25, **CLIP),
+    "remainder_of_negatives": lambda w: jnp.take(w[:4], jax.lax.rem(jnp.arange(32) - 31, 4), **CLIP),
+    "late_call_of_many": lambda w: sum(CLIPPED(w, jnp.arange(32) + 9 * (k == 1490)).sum() for k in range(1500)),
+    "late_call_around_of_many": lambda w: sum(
+        AROUND(w, (jnp.arange(32) + k) % 32 + 9 * (k == 1490)) for k in range(1500)
+    ),
+    "tree_of_calls_of_equal_arguments": lambda w: call_tree(lambda i: (i, i + 1), depth=11)(w, jnp.arange(22)),
+    "tree_of_calls_of_arguments_that_differ": lambda w: call_tree(lambda i: (2 * i, 2 * i + 1), 10)(w, jnp.arange(1)),
     "large": lambda w: jnp.take(w, jnp.broadcast_to(jnp.arange(40), (10**6, 40)), axis=0).sum(),
 }
 
@@ -512,6 +541,24 @@ def test_lint_takes_indices_that_are_known_to_lie_inside(case):
 @pytest.mark.parametrize("case", OUTSIDE)
 def test_lint_finds_an_iota_that_reaches_outside_through_private_functions(case):
     assert "GS01" in rules_of((OUTSIDE[case], TABLE))
+
+
+@pytest.mark.parametrize("case", INSIDE.keys() - {"offset_from_data"})
+def test_lint_does_not_take_an_iota_for_data(case):
+    assert not {"GS01", "GS02"} & {finding.rule for finding in lint.check(INSIDE[case], TABLE)}
+
+
+def test_lint_says_what_a_constant_reaches_beyond():
+    [finding] = [f for f in lint.check(lambda w: w[jnp.asarray(np.array([0, 5, 32]))], TABLE) if f.rule == "GS02"]
+    assert finding.what == "constant indices up to 32 into dimension 0 of f32[32,8]"
+
+
+def test_lint_judges_more_chains_of_calls_than_it_follows():
+    """2^13 leaves, no two with the same indices, of which the last reaches row 2^13 - 1."""
+    tree = call_tree(lambda i: (2 * i, 2 * i + 1), depth=13)
+    for num_rows, rules in ((2**13, set()), (2**13 - 1, {"GS02"})):
+        found = lint.check(lambda w: tree(w, jnp.arange(1)), shape(num_rows, 8))
+        assert {"GS01", "GS02"} & {finding.rule for finding in found} == rules
 
 
 def test_lint_judges_a_shared_function_at_each_call_of_it():

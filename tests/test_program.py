@@ -549,6 +549,16 @@ MISTAKEN = {
         r"aux\['right'\] = int32\[\]; auxiliary values are averaged .*SumAndCount\(total, count\)",
     ),
     "text aux": (lambda p, b: (scalar(p, b), ["high"]), True, r"aux\[0\] = high;"),
+    "counts of another shape": (
+        lambda p, b: (scalar(p, b), {"right": SumAndCount(jnp.ones(3), jnp.ones(2))}),
+        True,
+        r"aux\['right'\] = SumAndCount\(total=float32\[3\], count=float32\[2\]\);.* or of the total's shape",
+    ),
+    "keys of two types": (
+        lambda p, b: (scalar(p, b), {"inner": {2: scalar(p, b), "a": scalar(p, b)}}),
+        True,
+        r"loss_fn returned auxiliary values that are not a pytree: Comparator",
+    ),
     "bool aux": (lambda p, b: (scalar(p, b), SumAndCount(True, 3)), True, r"aux = SumAndCount\(total=True, count=3\);"),
 }
 

@@ -42,7 +42,7 @@ _SERVED: dict[str, tuple] = {
     "partial_rotary_factor": (1.0,),
     **dict.fromkeys(("rope_interleaved", "use_mrope", "alibi"), (False,)),
     "no_rope_layers": (1,),
-    "no_rope_layer_interval": (0,),
+    "no_rope_layer_interval": (0,),  # without no_rope_layers, which overrides it
     # which keys a query sees; sliding_window has a check of its own
     "use_sliding_window": (False,),
     "layer_types": ("full_attention",),
@@ -52,12 +52,13 @@ _SERVED: dict[str, tuple] = {
     **dict.fromkeys(("logit_scale", "logits_scaling", "embedding_multiplier", "residual_multiplier"), (1.0,)),
     **dict.fromkeys(("scale_emb", "scale_depth", "dim_model_base", "attention_multiplier", "clip_qkv"), ()),
     **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar"), ()),
+    **dict.fromkeys(("logit_softcap", "logits_soft_cap", "final_logits_soft_cap"), (0,)),
     # experts, latent attention, layers that differ, quantized weights
     **dict.fromkeys(("num_experts", "num_local_experts", "num_experts_per_tok", "n_routed_experts"), (0,)),
     **dict.fromkeys(("n_shared_experts", "num_shared_experts", "moe_intermediate_size"), (0,)),
+    **dict.fromkeys(("first_k_dense_replace", "decoder_sparse_step", "shared_expert_intermediate_size"), (0,)),
     **dict.fromkeys(("kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), ()),
-    "per_layer_config": ({},),
-    "quantization_config": (),
+    **dict.fromkeys(("per_layer_config", "quantization_config"), ({},)),
 }
 _PER_LAYER = ("layer_types", "no_rope_layers")  # lists with a value for each layer
 # Fields that change nothing that the model computes: ids and texts around it, storage, provenance, generation.
@@ -171,7 +172,7 @@ def unknown_fields(found: dict[str, Any]) -> list[str]:
 
 def _refuse_unsupported(values: dict[str, Any], *, where: str) -> None:
     for key, served in _SERVED.items():
-        if key not in values:
+        if key not in values or (key == "no_rope_layer_interval" and values.get("no_rope_layers")):
             continue
         value = values[key]
         each = value if key in _PER_LAYER and isinstance(value, list) else [value]

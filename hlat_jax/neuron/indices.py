@@ -7,7 +7,6 @@ them. A function that is called several times is judged at each call.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 import re
 from collections.abc import Iterator, Sequence
@@ -22,7 +21,8 @@ from hlat_jax.neuron.module import Program, Tensor, defining, enclosing, name, t
 
 _SAME = ("broadcast_in_dim", "reshape", "convert", "transpose", "slice", "reverse")
 _ARITHMETIC = ("clamp", "add", "subtract", "multiply", "maximum", "minimum", "concatenate")
-_MAX_CHAINS = 1024
+_MAX_CHAINS = 1024  # of a function, to follow each by itself
+_MAX_COMPARED = 2**16  # elements of an argument
 Found = tuple[str, str, Any]  # the id of a rule, what is meant, and the operation whose line is to blame
 
 
@@ -62,31 +62,64 @@ def _reach(op: Any, program: Program, *, dims: list[int], at: tuple[int, list[in
         return
     is_shared = len(program.callers(enclosing(op))) > 1
     found = {}
-    for calls in itertools.islice(_chains(op, program), _MAX_CHAINS):
+    for calls in _chains_to_calls(enclosing(op), program):
         for number, dim in enumerate(dims):
             if operand.dims[dim] is not None:
                 last = operand.dims[dim] - sizes[dim]
                 place = calls[-1] if is_shared else op
                 reach, from_iota = _column(indices, number, index_vector_dim, program, calls)
-                if from_iota and reach.high > last:
-                    found["GS01", dim, place] = f"indices up to {reach.high} into dimension {dim} of {operand}"
-                elif reach.low < 0 or reach.high > last:
-                    found["GS02", dim, place] = f"dimension {dim} of {operand}"
+                if reach.low >= 0 and reach.high <= last:
+                    continue
+                what = f"dimension {dim} of {operand}"
+                if from_iota is not None:
+                    limit = f"up to {reach.high}" if reach.high > last else f"down to {reach.low}"
+                    what = f"{'' if from_iota else 'constant '}indices {limit} into {what}"
+                found["GS01" if from_iota else "GS02", dim, place] = what
     yield from ((rule, what, place) for (rule, _, place), what in found.items())
 
 
-def _chains(op: Any, program: Program) -> Iterator[tuple]:
-    """Yields the calls, outermost first, by which the function around an operation is reached."""
-    callers = program.callers(enclosing(op))
-    for call in callers:
-        for outer in _chains(call, program):
-            yield (*outer, call)
-    if not callers:
-        yield ()
+def _chains_to_calls(function: str, program: Program) -> list[tuple]:
+    """Returns the chains of calls, outermost first, that end in a call of a function; (()) without any call."""
+    calls = program.callers(function)
+    return [(*outer, call) for call in calls for outer in _chains(enclosing(call), program)] or [()]
 
 
-def _column(value: Any, number: int, dim: int, program: Program, calls: tuple) -> tuple[Range, bool]:
-    """Returns the range of one index of each index vector, and whether it is computed from an iota."""
+def _chains(function: str, program: Program) -> list[tuple]:
+    """Returns the chains of calls that reach a function; of many, one of those that give it the same arguments.
+
+    Where too many differ, () stands for the rest of them: the arguments have the range of all calls together.
+    """
+    if function not in program.chains:
+        chains = _chains_to_calls(function, program)
+        if len(chains) > _MAX_CHAINS:
+            chains = list({_arguments(calls, program): calls for calls in chains}.values())
+        if len(chains) > _MAX_CHAINS:
+            chains = [*chains[: _MAX_CHAINS - 1], ()]
+        program.chains[function] = chains
+    return program.chains[function]
+
+
+def _arguments(calls: tuple, program: Program) -> tuple:
+    """Returns a key of the arguments of the last call: where two are equal, they decide the same indices."""
+    if not calls:
+        return ()
+    return tuple(_argument(value, program, calls[:-1]) for value in calls[-1].operands)
+
+
+def _argument(value: Any, program: Program, calls: tuple) -> Any:
+    exact = known(value, program, calls)
+    if exact is not None and exact.numbers.size <= _MAX_COMPARED:
+        return exact.numbers.shape, exact.numbers.tobytes(), exact.from_iota
+    value, calls = source(value, calls, program)
+    op, kind = defining(value), tensor(value)
+    is_looked_into = exact is not None or (op is not None and op.name == "stablehlo.concatenate")
+    if is_looked_into or (kind is not None and kind.dtype == "i1"):  # `_column` and `_decided` do
+        return value, calls
+    return bounds(value, program, calls)
+
+
+def _column(value: Any, number: int, dim: int, program: Program, calls: tuple) -> tuple[Range, bool | None]:
+    """Returns the range of one index of each index vector, and whether an iota is part of it; None: not known."""
     value, calls = source(value, calls, program)
     op = defining(value)
     is_joined = op is not None and op.name == "stablehlo.concatenate"
@@ -97,7 +130,7 @@ def _column(value: Any, number: int, dim: int, program: Program, calls: tuple) -
             number -= tensor(operand).dims[dim]
     exact = known(value, program, calls)
     if exact is None:
-        return bounds(value, program, calls), False
+        return bounds(value, program, calls), None
     found = exact.numbers
     if dim < found.ndim and found.shape[dim] > 1:
         found = found.take(number, axis=dim)

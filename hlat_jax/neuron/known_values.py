@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.mlir import ir
 
@@ -20,7 +21,8 @@ from hlat_jax.neuron.module import Program, attribute, callee, constant, definin
 MAX_DEPTH = 100  # operations between a value and the iotas and constants that it is made of
 _MAX_ELEMENTS = 2**24
 _DTYPES = {f"{sign}i{bits}": np.dtype(f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64)}
-_DTYPES |= {"i1": np.dtype(bool), "f32": np.dtype("float32"), "f64": np.dtype("float64")}
+_DTYPES |= {"i1": np.dtype(bool), "bf16": jnp.dtype("bfloat16"), "f16": np.dtype("float16")}
+_DTYPES |= {"f32": np.dtype("float32"), "f64": np.dtype("float64")}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +88,7 @@ def _known(value: Any, program: Program, calls: tuple, depth: int) -> Known | No
         if kind.dims[dim] > _MAX_ELEMENTS:
             return None
         shape = [-1 if number == dim else 1 for number in range(len(kind.dims))]
-        return Known(np.arange(kind.dims[dim], dtype=dtype).reshape(shape), True)
+        return Known(np.arange(kind.dims[dim]).astype(dtype).reshape(shape), True)
     if word not in _COMPUTED:
         return None
     given = [known(operand, program, calls, depth=depth + 1) for operand in op.operands]
@@ -106,7 +108,7 @@ def _elementwise(fn: Callable) -> Callable:
 
 
 def _divide(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    if a.dtype.kind == "f":
+    if jnp.issubdtype(a.dtype, jnp.floating):
         return a / b
     return a // b + ((a % b != 0) & ((a < 0) != (b < 0)))  # towards zero
 
@@ -121,7 +123,8 @@ def direction(compare: Any) -> str:
 
 
 def _convert(op: Any, x: np.ndarray) -> np.ndarray | None:
-    is_safe = x.dtype.kind != "f" or tensor(op.results[0]).dtype[0] == "f" or (np.abs(x) < 2**31).all()
+    is_rounded = jnp.issubdtype(x.dtype, jnp.floating) and tensor(op.results[0]).dtype[0] in "iu"
+    is_safe = not is_rounded or (np.abs(x.astype(np.float64)) < 2**31).all()
     return x if is_safe else None
 
 
@@ -173,7 +176,7 @@ _ELEMENTWISE = {
     "subtract": np.subtract,
     "multiply": np.multiply,
     "divide": _divide,
-    "remainder": np.fmod,
+    "remainder": np.fmod,  # of the sign of the dividend
     "maximum": np.maximum,
     "minimum": np.minimum,
     "negate": np.negative,

@@ -76,6 +76,7 @@ class Program:
       functions: every `func.func` by its symbol.
       ranges: of values, by `indices.bounds`, as far as they were asked for.
       known: the same by `known_values.known`.
+      chains: of calls that reach a function, by `indices`.
     """
 
     def __init__(self, root: Any):
@@ -83,6 +84,7 @@ class Program:
         self.functions = {name(op): op for op in self.operations if op.name == "func.func"}
         self.ranges: dict[Any, Any] = {}
         self.known: dict[Any, Any] = {}
+        self.chains: dict[str, list[tuple]] = {}
         self._callers: dict[str, list[Any]] = {}
         for op in self.operations:
             if op.name == "func.call":

@@ -249,14 +249,14 @@ RULES: dict[str, Rule] = {
     "INT04": Rule("error", "`power` of 64-bit integers", "the compiler refuses it", "int32", _code("EVRF062")),
     "GS01": Rule(
         "error",
-        "gather or scatter by an iota longer than the operand",
+        "gather or scatter by an iota that reaches beyond the operand",
         "the compiler refuses indices that it can see to lie outside",
         "as many indices as rows; positions below model.max_positions",
         _code("EVRF031", "EVRF056"),
     ),
     "GS02": Rule(
         "info",
-        "gather or scatter by indices from data",
+        "gather or scatter by indices that are data, or a constant that reaches beyond the operand",
         "one that lies outside ends the run with status 1006",
         'jnp.clip of the indices: mode="clip" leaves it to the gather itself',
         "neuron-runtime/nrt-troubleshoot",
