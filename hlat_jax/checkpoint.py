@@ -5,7 +5,8 @@ and CRC-32 of every file, is already inside it then: no moment exists in which a
 checkpoint and is none. Orbax itself returns flipped bytes of an array as if they were data, hence the sums of our own.
 
 A checkpoint whose files are whole may still be unusable. `_problem` says why, for every command that opens one: its
-folder has the name of another step, or its state is not finite. Only this file imports Orbax.
+record has a field that no run writes, its folder has the name of another step, or its state is not finite. Only this
+file imports Orbax.
 """
 
 from __future__ import annotations

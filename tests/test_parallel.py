@@ -518,7 +518,7 @@ def test_norms_of_a_state_are_those_of_numpy_finite_where_it_is_and_take_one_all
             compiled(state | {"opt_state": state["opt_state"] | {"inner": inner | {"nu": nu}}})["opt_state.inner.nu"]
         )
 
-    assert filled_nu(1e38) == pytest.approx(1e38, rel=1e-2)  # gradients of 1e19; rounded to bf16 under bf16_sr
+    assert filled_nu(2.0**126) == pytest.approx(2.0**126, rel=1e-5)  # gradients of 1e19
     assert filled_nu(np.inf) == np.inf
     assert np.isnan(filled_nu(np.nan))
     embed = state["params"]["embed"]
