@@ -5,7 +5,8 @@ and CRC-32 of every file, is already inside it then: no moment exists in which a
 checkpoint and is none. Orbax itself returns flipped bytes of an array as if they were data, hence the sums of our own.
 
 A checkpoint whose files are whole may still be unusable. `_problem` says why, for every command that opens one: its
-folder has the name of another step, or its state is not finite. Only this file imports Orbax.
+record has a field that no run writes, its folder has the name of another step, or its state is not finite. Only this
+file imports Orbax.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import pathlib
 import re
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -34,6 +35,7 @@ from hlat_jax.integrity import damage, seal
 
 STATE_ITEM, RUN_ITEM = "state", "run"
 _RUN_FILE = "metadata"  # where Orbax's JsonSave puts an item
+PARAMS, MASTERS = ("params",), ("opt_state", "master")  # where a state has them
 _TMP_MARK = ".orbax-checkpoint-tmp"
 # Orbax writes these two after our sums are taken; a restore needs neither of them.
 _UNSUMMED = ("_CHECKPOINT_METADATA", "commit_success.txt")
@@ -151,7 +153,7 @@ class Checkpointer:
           ValueError: there are checkpoints, and all of them are damaged.
         """
         self.wait()
-        found = _newest_usable(self.folder, self._manager.all_steps(), deep=False, known={})
+        found = _newest_usable(self.folder, _steps(self.folder), deep=False, known={})
         if found is None:
             return None
         step, _ = found
@@ -174,11 +176,11 @@ class Checkpointer:
         """
         self.wait()
         unusable: dict[int, str] = {}
-        while found := _newest_usable(self.folder, self._manager.all_steps(), deep=True, known=unusable):
+        while found := _newest_usable(self.folder, _steps(self.folder), deep=True, known=unusable):
             step, unusable = found
             run = saved_run(self.folder / str(step))
             state = self._state(step, run, abstract_state)
-            problem = _problem_of_state(step, state, norms=None if "norms" in run else norms)
+            problem = _problem_of_state(str(step), step, state, norms=None if "norms" in run else norms)
             if not problem:
                 break
             unusable[step], state = problem, None  # its memory is needed for the one before
@@ -216,7 +218,10 @@ class Checkpointer:
         if jax.process_index() == 0:
             for step in damaged:
                 aside = self.folder / f"{step}.damaged"
-                shutil.rmtree(aside, ignore_errors=True)
+                if aside.is_dir() and not aside.is_symlink():
+                    shutil.rmtree(aside, ignore_errors=True)
+                else:
+                    aside.unlink(missing_ok=True)
                 os.replace(self.folder / str(step), aside)
         distributed.barrier()
         self._manager.reload()
@@ -257,14 +262,14 @@ def find_saved(path: str | os.PathLike) -> pathlib.Path | None:
     """
     path = pathlib.Path(path).absolute()
     if (path / STATE_ITEM).is_dir():
+        path = path.resolve()  # a link has the step of the folder it leads to
         why = _problem(path, deep=True) or _problem_of_arrays(path)
         if why:
             raise ValueError(f"checkpoint {path} is damaged ({why}); take another one of {path.parent}.")
         return path
     folder = path / "checkpoints"
-    steps = [int(each.name) for each in folder.glob("*") if each.name.isdecimal()]
     unusable: dict[int, str] = {}
-    while found := _newest_usable(folder, steps, deep=True, known=unusable):
+    while found := _newest_usable(folder, _steps(folder), deep=True, known=unusable):
         step, unusable = found
         why = _problem_of_arrays(folder / str(step))
         if not why:
@@ -281,9 +286,92 @@ def saved_run(folder: pathlib.Path) -> dict[str, Any]:
     """Returns what a checkpoint holds beside its state.
 
     "position", "metadata", and "arrays", path -> dtype[shape]; from the versions on that record them "step", and
-    "norms", part of the state -> L2 norm.
+    "norms", part of the state -> norm, see step.make_norms.
+
+    Raises:
+      ValueError: a field is missing or has a value that no run writes; the message has the file and the field.
     """
-    return read_json(folder / RUN_ITEM / _RUN_FILE, allow_nan=True)
+    path = folder / RUN_ITEM / _RUN_FILE
+    run = read_json(path, allow_nan=True)
+    for field, value, is_valid, allowed in _fields(run):
+        if not is_valid:
+            raise ValueError(f"{path}: {field}={repr(value)[:100]} must be {allowed}.")
+    return run
+
+
+def saved_step(folder: pathlib.Path, run: Mapping[str, Any]) -> int:
+    """Returns the step that a checkpoint's folder is named after; under any other name, the step it records.
+
+    Raises:
+      ValueError: it has neither.
+    """
+    if _is_step(folder.name):
+        return int(folder.name)
+    if "step" in run:
+        return run["step"]
+    position = np.asarray(run["position"])
+    if position.ndim != 2:
+        raise ValueError(f"{folder / RUN_ITEM / _RUN_FILE} records no step")
+    return int(position[0, 0])
+
+
+def _fields(run: Mapping[str, Any]) -> Iterator[tuple[str, Any, bool, str]]:
+    """Yields (field, value, whether a run could have written it, what is allowed) of what lies beside a state."""
+
+    def is_count(value: Any, least: int = 0) -> bool:
+        return type(value) is int and least <= value < 1 << 63
+
+    run = {"position": None, "metadata": None, "arrays": None} | run
+    try:
+        position = np.asarray(run["position"])
+    except ValueError:  # rows of several lengths
+        position = np.zeros(0)
+    is_position = position.dtype == np.int64 and position.ndim > 0
+    yield "position", run["position"], is_position, "a list of integers, or of such lists of one length"
+    yield "metadata", run["metadata"], isinstance(run["metadata"], dict), "an object"
+    yield "arrays", run["arrays"], isinstance(run["arrays"], dict), "an object"
+    for name, text in run["arrays"].items():
+        yield f"arrays[{name!r}]", text, _is_array(text), "dtype[shape]"
+    if "step" in run:
+        yield "step", run["step"], is_count(run["step"]), "an integer of at least 0"
+    if "norms" in run:
+        yield "norms", run["norms"], isinstance(run["norms"], dict), "an object"
+        for name, norm in run["norms"].items():
+            yield f"norms[{name!r}]", norm, type(norm) is float, "a floating-point number"
+    metadata = run["metadata"]
+    config = metadata.get("config", {})
+    yield "metadata.config", config, isinstance(config, dict), "an object"
+    if "data" not in config:  # not of a run
+        return
+    data = config["data"]
+    yield "metadata.config.data", data, isinstance(data, dict), "an object"
+    for key, least in (("batch_size", 1), ("seq_len", 2)):
+        value = data.get(key)
+        yield f"metadata.config.data.{key}", value, is_count(value, least), f"an integer of at least {least}"
+    packing = data.get("packing")
+    yield "metadata.config.data.packing", packing, packing in ("concat", "documents"), "'concat' or 'documents'"
+    for key in ("tokens", "num_nonfinite"):
+        value = metadata.get(key)
+        yield f"metadata.{key}", value, is_count(value), "an integer of at least 0"
+    has_rows = position.ndim == 2 and len(position) == data["batch_size"]
+    yield "position", run["position"], has_rows, f"a list of {data['batch_size']} lists, one a row of a batch"
+
+
+def _is_array(text: Any) -> bool:
+    found = re.fullmatch(r"(\w+)\[(?:\d+(?:, \d+)*)?\]", text, re.ASCII) if isinstance(text, str) else None
+    try:
+        return found is not None and jax.numpy.dtype(found[1]) is not None
+    except TypeError:
+        return False
+
+
+def _is_step(name: str) -> bool:
+    """Returns whether a folder's name is a step as a save writes it: no padding, no digits of other scripts."""
+    return name.isascii() and name.isdecimal() and name == str(int(name))
+
+
+def _steps(folder: pathlib.Path) -> list[int]:
+    return [int(path.name) for path in folder.glob("*") if _is_step(path.name)]
 
 
 def not_finite(norms: Mapping[str, Any]) -> str:
@@ -356,57 +444,63 @@ def _problem(folder: pathlib.Path, *, deep: bool) -> str:
     """Returns why a checkpoint cannot be used, as far as that shows without its arrays; "" when nothing does."""
     if why := damage(folder, deep=deep):
         return why
-    run = saved_run(folder)
+    try:
+        run = saved_run(folder)
+        step = saved_step(folder, run)
+    except ValueError as error:
+        return str(error).rstrip(".")
     # the folder's name is not part of the sums; all of these are
     found = {"record": run["step"]} if "step" in run else {}
     position, metadata = np.asarray(run["position"]), run["metadata"]
     if position.ndim == 2:  # of a run: every row begins with the number of batches
         found["data position"] = int(position[0, 0])
     if "data" in metadata.get("config", {}):
-        found["token count"] = _step_of_tokens(metadata["tokens"], metadata["config"]["data"], folder.name)
-    others = {what: step for what, step in found.items() if str(step) != folder.name}
+        found["token count"] = _step_of_tokens(metadata["tokens"], metadata["config"]["data"], step)
+    others = {what: other for what, other in found.items() if str(other) != str(step)}
     if others:
-        return _other_step(folder.name, others)
+        return _other_step(folder.name, step, others)
     return not_finite(run.get("norms", {}))
 
 
-def _other_step(name: str, found: Mapping[str, Any]) -> str:
-    others = ", ".join(f"{what} ({step})" for what, step in found.items())
-    return f"its folder is named {name}, which is not the step of its {others}"
+def _other_step(name: str, step: int, found: Mapping[str, Any]) -> str:
+    others = ", ".join(f"{what} ({other})" for what, other in found.items())
+    known = f"its folder is named {name}" if name == str(step) else f"it records step {step}"
+    return f"{known}, which is not the step of its {others}"
 
 
-def _step_of_tokens(tokens: int, data: Mapping[str, Any], name: str) -> str:
-    """Returns the step at which a run has trained on so many tokens; with padding that may be `name` if it can be."""
+def _step_of_tokens(tokens: int, data: Mapping[str, Any], step: int) -> str:
+    """Returns the step at which a run has trained on so many tokens; with padding that may be `step` if it can be."""
     rows, seq_len = data["batch_size"], data["seq_len"]
     if data["packing"] == "concat":  # the last token of a row has no target
         return f"{tokens / (rows * (seq_len - 1)):.10g}"
     least = -(-tokens // (rows * seq_len))
-    return name if name.isdigit() and int(name) >= least else f"{least} or later"
+    return str(step) if step >= least else f"{least} or later"
 
 
-def _problem_of_state(step: int, state: Any, *, norms: Callable[[Any], Mapping[str, Any]] | None) -> str:
+def _problem_of_state(name: str, step: int, state: Any, *, norms: Callable[[Any], Mapping[str, Any]] | None) -> str:
     """Returns why a state that was read is not that of a step, or is not finite; "" when it is both."""
     if "step" in state and (found := int(jax.device_get(state["step"]))) != step:
-        return _other_step(str(step), {"state": found})
+        return _other_step(name, step, {"state": found})
     return not_finite(jax.device_get(norms(state))) if norms is not None else ""
 
 
 def _problem_of_arrays(folder: pathlib.Path) -> str:
     """Returns as `_problem_of_state`, reading of the state its step and, where no norms were recorded, the weights.
 
-    One weight at a time is in host memory.
+    Both the parameters and, where there are such, the masters; one weight at a time is in host memory.
     """
     run = saved_run(folder)
     scalar = jax.ShapeDtypeStruct((), np.int32)
     state = read_arrays(folder, {"step": scalar}) if "['step']" in run["arrays"] else {}
-    if why := _problem_of_state(int(folder.name), state, norms=None):
+    if why := _problem_of_state(folder.name, saved_step(folder, run), state, norms=None):
         return why
     if "norms" in run:
         return ""
-    total = np.float32(0.0)
+    totals: dict[str, np.float32] = {}
     for name, text in run["arrays"].items():
         keys = re.findall(r"\['(\w+)'\]", name)
-        if keys[0] != "params":
+        part = next((".".join(part) for part in (PARAMS, MASTERS) if keys[: len(part)] == list(part)), "")
+        if not part:
             continue
         dtype, _, shape = text.partition("[")
         abstract = jax.ShapeDtypeStruct(json.loads(f"[{shape}"), jax.numpy.dtype(dtype))
@@ -415,8 +509,9 @@ def _problem_of_arrays(folder: pathlib.Path) -> str:
         [values] = jax.tree.leaves(read_arrays(folder, abstract))
         values = values.reshape(-1).astype(np.float32, copy=False)
         with np.errstate(over="ignore", invalid="ignore"):
-            total += values @ values  # in fp32 as in a step, where a weight of 1e20 makes the norm infinite
-    return not_finite({"params": np.sqrt(total)})
+            # in fp32 as in a step, where a weight of 1e20 makes the norm infinite
+            totals[part] = totals.get(part, np.float32(0)) + values @ values
+    return not_finite({part: np.sqrt(total) for part, total in totals.items()})
 
 
 def _require_writable(folder: pathlib.Path) -> None:

@@ -43,6 +43,10 @@ def damage(folder: pathlib.Path, *, deep: bool) -> str:
             problem = next(filter(None, found), "")
     except FileNotFoundError:
         problem = f"{INTEGRITY_FILE} is missing"
+    except PermissionError:
+        raise  # whoever may not read it knows nothing about damage
+    except OSError as error:  # a file where the folder should be, a link to itself
+        problem = f"{INTEGRITY_FILE} cannot be read: {error.strerror}"
     except ValueError as error:
         problem = f"{INTEGRITY_FILE} is unreadable: {error}"
     return next(filter(None, json.loads(f"[{','.join(distributed.exchange(json.dumps(problem)))}]")), "")

@@ -7,11 +7,12 @@ With c updates done, one turn of the loop
 2. saves, when due: first the metrics of every step up to c are fetched, written and synced, then the norms of the
    state are computed, and the state, the data position after batch c and the token count go into one checkpoint. So a
    checkpoint at c implies that the rows up to c are on disk, and a resumed run drops the rows above c, makes them
-   again, and has each step exactly once. After a non-finite step nothing is saved until a step is finite again, but
-   for the last step of the run: the newest checkpoint is from before the trouble. A state of which a norm is not
+   again, and has each step exactly once. After a non-finite step, what is due is saved and exported only once a step is
+   finite again: the newest checkpoint is from before the trouble. Where the run ends (its last step, a signal, a batch
+   that cannot be read) the state is saved all the same, as those updates were left out. A state of which a norm is not
    finite is never saved or exported: it ends the run, which resumes from the newest checkpoint;
    exports, when due: it waits until the weights are in host memory, and a thread writes them;
-3. stops, when c is the last step or a signal asked for it: after the save, so that no finite step is lost;
+3. stops, when c is the last step or a signal asked for it: after the save, so that no step is lost;
 4. takes batch c + 1, agrees with the other processes that everyone has its rows, and dispatches the step, which donates
    the old state; keeps the data position, when due, for peek;
 5. fetches the metrics of the step before: the device already has its next work and never waits for the host. Nor does
@@ -86,6 +87,7 @@ class Run:
     saved: int  # the newest step with a checkpoint; 0: there is none
     nonfinite_rows: list[dict[str, Any]] = dataclasses.field(default_factory=list)  # of these, as far as made here
     save_owed: bool = False  # one was due after a non-finite step
+    export_owed: bool = False  # likewise
     pending: Pending | None = None
     data_wait_s: float = 0.0  # since the last row
     mark: float = 0.0  # when the step that is timed began
@@ -126,13 +128,11 @@ def train(config: Config, workdir: pathlib.Path) -> int:
         if run.step == 0:
             _sample(run, "before training")
         agreement = Agreement(config, run.batches.rows, stop)
-        saved = _loop(run, agreement)
+        _loop(run, agreement)
         run.checkpointer.wait()
         run.exporter.wait()
         if run.step < config.train.num_steps:
             how = f"saved in {workdir}; the same command goes on"
-            if run.step and not saved:
-                how = f"not saved, as that step was not finite; the same command resumes from {_newest_saved(run)}"
             nothing = "before anything was there to save; the same command begins again"
             print(f"stopped by {agreement.stop} after step {run.step}, {how if run.step else nothing}")
             return 0
@@ -215,8 +215,8 @@ def _finish_complete(config: Config, workdir: pathlib.Path, exporter: Exporter, 
         summary.finish(config, workdir, step)
 
 
-def _loop(run: Run, agreement: Agreement) -> bool:
-    """Runs to the last step or a signal; returns whether the state it ends with is saved."""
+def _loop(run: Run, agreement: Agreement) -> None:
+    """Runs to the last step or a signal, and saves the state it ends with."""
     train, checkpoint, start = run.config.train, run.config.checkpoint, run.step
     saved_at = run.mark = time.monotonic()
     timed = False
@@ -225,19 +225,21 @@ def _loop(run: Run, agreement: Agreement) -> bool:
         # what is due at the step a run resumed from was done before that checkpoint was written
         fresh = run.step > start or run.step == 0
         if agreement.stop and run.step > start:  # tasks may take longer than whoever sent the signal waits
-            _save_whole(run, last=last)
+            _save_whole(run)
         if fresh:
             _evaluate(run, last=last)
         stopping = last or bool(agreement.stop)  # asked once: a signal between the save and the return must not be lost
         due = _due(run.step, checkpoint.every_steps) or _due(run.step, checkpoint.keep_every_steps)
         if run.step > start and (stopping or timed or due or run.save_owed):
-            _save(run, last=last)
+            _save(run, stopping=stopping)
             saved_at = run.mark = time.monotonic()
-        if run.exporter.due(run.step, last=last):  # where a run resumed too: a kill may have cut this one short
-            _export(run, last=last)
+        owed, run.export_owed = run.export_owed, False
+        # where a run resumed too: a kill may have cut this one short
+        if run.exporter.due(run.step, last=last, owed=owed):
+            _export(run, last=last, owed=owed)
             run.mark = time.monotonic()
         if stopping:
-            return run.saved == run.step
+            return
 
         overdue = 0 < checkpoint.every_minutes <= (time.monotonic() - saved_at) / 60
         batch, position, error = _next_batch(run)
@@ -293,18 +295,18 @@ def _dispatch(run: Run, batch: Batch, agreed: Agreed) -> Pending:
     return Pending(run.step, metrics, rate, agreed.facts, run.position)
 
 
-def _save(run: Run, *, last: bool = False) -> None:
+def _save(run: Run, *, stopping: bool) -> None:
     """Brings every row up to this step to the disk, then starts to save the state.
 
-    After a non-finite step it does not, and the save is owed until a step is finite; the `last` state of a run is saved
-    all the same, as its updates were left out.
+    After a non-finite step it does not, and the save is owed until a step is finite. Where the run is `stopping` the
+    state is saved all the same: it is that of the finite step before, as the update was left out.
 
     Raises:
       NonFiniteError: the state is not finite.
     """
     _fetch(run)
     run.log.sync()
-    if run.num_nonfinite and not last:
+    if run.num_nonfinite and not stopping:
         if not run.save_owed:
             print(f"checkpoint of step {run.step} left out: that step was not finite; due again after one that is")
         run.save_owed = True
@@ -316,11 +318,13 @@ def _save(run: Run, *, last: bool = False) -> None:
     run.saved, run.save_owed = run.step, False
 
 
-def _export(run: Run, *, last: bool) -> None:
-    """Starts to export the weights; not after a non-finite step, but for the `last`. Raises as `_save`."""
+def _export(run: Run, *, last: bool, owed: bool) -> None:
+    """Starts to export the weights; after a non-finite step, but for the `last`, it is owed. Raises as `_save`."""
     _fetch(run)
     if run.num_nonfinite and not last:
-        print(f"export of step {run.step} left out: that step was not finite")
+        if not owed:
+            print(f"export of step {run.step} left out: that step was not finite; due again after one that is")
+        run.export_owed = True
         return
     _finite_norms(run)
     run.exporter.start(run.step, run.state)
@@ -342,9 +346,9 @@ def _newest_saved(run: Run) -> str:
     return f"the checkpoint of step {run.saved}" if run.saved else "the beginning"
 
 
-def _save_whole(run: Run, *, last: bool = False) -> None:
-    """Saves the state as `_save` does, and returns when that is on the disk."""
-    _save(run, last=last)
+def _save_whole(run: Run) -> None:
+    """Saves the state that a run stops with, and returns when that is on the disk."""
+    _save(run, stopping=True)
     run.checkpointer.wait()
 
 

@@ -106,33 +106,42 @@ def parts(config: Config, layout: Layout, *, z_loss_weight: float) -> Parts:
 
 
 def make_norms(config: Config, layout: Layout) -> Callable[..., Any]:
-    """Returns the jitted state -> L2 norms, fp32, by part: the parameters, and whatever the optimizer keeps of them.
+    """Returns the jitted state -> norms, fp32, by part: the parameters, and whatever the optimizer keeps of them.
 
-    A part has the structure of the parameters, or is a floating-point array by itself. A state of which a norm is not
-    finite cannot be trained on, and is not worth saving. Each device sums what it holds; then one all-reduce.
+    Of the parameters and of fp32 masters the L2 norm, which a step masks on; of Adam's moments the mean magnitude,
+    which is finite wherever every element is (the L2 norm of squared gradients overflows in a healthy state). A part
+    has the structure of the parameters, or is a floating-point array by itself. A state of which a norm is not finite
+    cannot be trained on, and is not worth saving. Each device sums what it holds; then one all-reduce.
     """
     specs = jax.tree.map(lambda sharding: sharding.spec, make_program(config, layout).shardings)
     in_blocks = layout.mesh.size == 1 and layout.platform == "cpu"
+    weights = ("params", "opt_state.master")
 
-    def share(leaf: jax.Array, spec: PartitionSpec) -> jax.Array:
-        split_over = set(jax.tree.leaves(tuple(spec)))
-        copies = layout.size(set(layout.mesh.axis_names) - split_over)
-        return jnp.square(global_norm(leaf, in_blocks=in_blocks)) / copies
+    def copies(spec: PartitionSpec) -> int:
+        return layout.size(set(layout.mesh.axis_names) - set(jax.tree.leaves(tuple(spec))))
+
+    def squares(held: list[tuple[jax.Array, int]]) -> jax.Array:
+        return sum(jnp.square(global_norm(leaf, in_blocks=in_blocks)) / num for leaf, num in held)
+
+    def magnitudes(held: list[tuple[jax.Array, int]]) -> jax.Array:
+        size = sum(leaf.size * layout.mesh.size // num for leaf, num in held)
+        # divided one by one, finite elements have a finite sum
+        return sum(jnp.sum(jnp.abs(leaf.astype(jnp.float32)) / (size * num)) for leaf, num in held)
 
     def local(state: State) -> dict[str, jax.Array]:
         params = jax.tree.structure(state["params"])
         parts, structure = jax.tree_util.tree_flatten_with_path(
             state, is_leaf=lambda tree: jax.tree.structure(tree) == params
         )
-        sums = {
-            jax.tree_util.keystr(path, simple=True, separator="."): sum(
-                jax.tree.leaves(jax.tree.map(share, part, spec))
-            )
-            for (path, part), spec in zip(parts, structure.flatten_up_to(specs), strict=True)
-            if jnp.issubdtype(jax.tree.leaves(part)[0].dtype, jnp.floating)
-        }
-        whole = jnp.sqrt(summed(jnp.stack(list(sums.values())), layout.wide(layout.mesh.axis_names)))
-        return dict(zip(sums, whole, strict=True))
+        sums = {}
+        for (path, part), spec in zip(parts, structure.flatten_up_to(specs), strict=True):
+            if jnp.issubdtype(jax.tree.leaves(part)[0].dtype, jnp.floating):
+                name = jax.tree_util.keystr(path, simple=True, separator=".")
+                nums = jax.tree.leaves(jax.tree.map(lambda _, of: copies(of), part, spec))
+                held = list(zip(jax.tree.leaves(part), nums, strict=True))
+                sums[name] = (squares if name in weights else magnitudes)(held)
+        whole = summed(jnp.stack(list(sums.values())), layout.wide(layout.mesh.axis_names))
+        return {name: jnp.sqrt(x) if name in weights else x for name, x in zip(sums, whole, strict=True)}
 
     def state_norms(state: State) -> dict[str, jax.Array]:
         return jax.shard_map(local, mesh=layout.mesh, in_specs=(specs,), out_specs=PartitionSpec(), check_vma=False)(

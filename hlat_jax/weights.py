@@ -20,15 +20,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hlat_jax.checkpoint import RUN_ITEM, find_saved, read_arrays, saved_run
+from hlat_jax.checkpoint import MASTERS, PARAMS, RUN_ITEM, find_saved, read_arrays, saved_run, saved_step
 from hlat_jax.config import ModelConfig, typed
 from hlat_jax.config_checks import check_model
 from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.drift import differences
 from hlat_jax.model import abstract_params
 from hlat_jax.weights_folder import FILES, is_weights, read_about, read_leaf, stored_leaves
-
-PARAMS, MASTERS = ("params",), ("opt_state", "master")  # where a state has them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,7 +181,7 @@ def _of_run(folder: pathlib.Path, *, masters: bool) -> Weights:
             found = found[key]
         return found
 
-    return Weights(folder, model, int(folder.name), tokenizer, tokenizer_sha256, arrays, read)
+    return Weights(folder, model, saved_step(folder, run), tokenizer, tokenizer_sha256, arrays, read)
 
 
 def _of_folder(folder: pathlib.Path) -> Weights:

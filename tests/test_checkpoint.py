@@ -17,10 +17,11 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from micro import reseal
 
 from hlat_jax import config as config_lib
 from hlat_jax import settings
-from hlat_jax.checkpoint import Checkpointer, SaveError
+from hlat_jax.checkpoint import Checkpointer, SaveError, find_saved, saved_run, saved_step
 from hlat_jax.drift import config_drift
 from hlat_jax.integrity import INTEGRITY_FILE
 
@@ -327,7 +328,7 @@ def test_a_state_of_another_step_than_its_folder_is_passed_over(tmp_path, checkp
 )
 def test_tokens_must_be_those_of_the_step(tmp_path, checkpointer, packing, tokens, step_found):
     data = {"batch_size": 2, "seq_len": 8, "packing": packing}
-    metadata = {"config": {"data": data}, "tokens": tokens}
+    metadata = {"config": {"data": data}, "tokens": tokens, "num_nonfinite": 0}
     checkpointer.save(4, make_state(4), position=np.array([[4, 0], [4, 0]]), metadata=metadata)
     checkpointer.wait()
     if not step_found:
@@ -335,6 +336,113 @@ def test_tokens_must_be_those_of_the_step(tmp_path, checkpointer, packing, token
     else:
         with pytest.raises(ValueError, match=rf"named 4, which is not the step of its token count .{step_found}."):
             checkpointer.restore(abstract(make_state()))
+
+
+DATA = {"batch_size": 2, "seq_len": 8, "packing": "concat"}
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        (lambda run: run.clear(), "position=None must be"),
+        (lambda run: run.pop("metadata"), "metadata=None must be"),
+        (lambda run: run.update(metadata=[]), r"metadata=\[\] must be an object"),
+        (lambda run: run["metadata"].update(config=[]), r"metadata.config=\[\] must be an object"),
+        (lambda run: run["metadata"]["config"].update(data=[]), r"metadata.config.data=\[\] must be"),
+        (lambda run: run["metadata"].pop("tokens"), "metadata.tokens=None must be an integer"),
+        (lambda run: run["metadata"].update(tokens="x"), "metadata.tokens='x' must be an integer"),
+        (lambda run: run["metadata"].update(tokens=10**400), "metadata.tokens=10+ must be an integer"),
+        (lambda run: run["metadata"].pop("num_nonfinite"), "metadata.num_nonfinite=None must be"),
+        (lambda run: run["metadata"]["config"]["data"].update(batch_size=0), "data.batch_size=0 must be"),
+        (lambda run: run["metadata"]["config"]["data"].update(seq_len=1), "data.seq_len=1 must be"),
+        (lambda run: run["metadata"]["config"]["data"].update(packing=[]), r"data.packing=\[\] must be"),
+        (lambda run: run.update(step="2"), "step='2' must be an integer"),
+        (lambda run: run.update(norms=[]), r"norms=\[\] must be an object"),
+        (lambda run: run.update(norms={"params": "x"}), r"norms\['params'\]='x' must be a fl"),
+        (lambda run: run.update(norms={"params": 10**400}), r"norms\['params'\]=10+ must be a fl"),
+        (lambda run: run.update(position=10**400), "position=10+ must be a list of integers"),
+        (lambda run: run.update(position=[[2**63, 0]] * 2), r"position=.* must be a list of integers"),
+        (lambda run: run.update(position=2), "position=2 must be a list of integers"),
+        (lambda run: run.update(position=[[]]), r"position=\[\[\]\] must be a list of integers"),
+        (lambda run: run.update(position=[[2, 0], [2]]), r"position=\[\[2, 0\], \[2\]\] must be a list of in"),
+        (lambda run: run.update(position=[[2.5, 0], [2, 0]]), r"position=\[\[2.5, .* must be a list of in"),
+        (lambda run: run.update(position=[[2, 0]]), r"position=\[\[2, 0\]\] must be a list of 2 lists"),
+        (lambda run: run.update(arrays=[]), r"arrays=\[\] must be an object"),
+        (lambda run: run["arrays"].update(x="y"), r"arrays\['x'\]='y' must be dtype\[shape\]"),
+        (lambda run: run["arrays"].update(x=1), r"arrays\['x'\]=1 must be dtype\[shape\]"),
+        (lambda run: run["arrays"].update(x="float99[2]"), r"arrays\['x'\]='float99\[2\]' must be dt"),
+        (lambda run: run["arrays"].update(x="float32[2,]"), r"arrays\['x'\]=.* must be dt"),
+    ],
+)
+def test_a_sealed_record_of_values_that_no_run_writes_is_damage_which_says_file_and_field(
+    tmp_path, checkpointer, capfd, change, field
+):
+    for step in (1, 2):
+        metadata = {"config": {"data": DATA}, "tokens": step * 14, "num_nonfinite": 0}
+        position = np.array([[step, 0], [step, 0]])
+        checkpointer.save(step, make_state(step), position=position, metadata=metadata, norms={"params": 1.0})
+    checkpointer.wait()
+    assert find_saved(tmp_path).name == "2"
+    folder = tmp_path / "checkpoints/2"
+    reseal(folder, change)
+    with pytest.raises(ValueError, match=rf"checkpoints/2 is damaged \(.*2/run/metadata: .*{field}") as error:
+        find_saved(folder)
+    assert "\n" not in str(error.value)
+    assert find_saved(tmp_path).name == "1"
+    assert checkpointer.latest_metadata()[0] == 1
+    assert checkpointer.restore(abstract(make_state()))[0] == 1
+    assert capfd.readouterr().err.count("run/metadata: ") == 2
+
+
+@pytest.mark.parametrize("has_step", [True, False], ids=["step recorded", "written before the step was"])
+def test_a_link_and_a_copy_under_a_name_that_is_no_step_have_the_recorded_step(tmp_path, checkpointer, has_step):
+    metadata = {"config": {"data": DATA}, "tokens": 24 * 14, "num_nonfinite": 0}
+    checkpointer.save(24, make_state(24), position=np.array([[24, 0]] * 2), metadata=metadata, norms={"params": 1.0})
+    checkpointer.wait()
+    folder = tmp_path / "checkpoints"
+    if not has_step:
+        reseal(folder / "24", lambda run: run.pop("step"))
+    (folder / "latest").symlink_to("24")
+    (folder / "7").symlink_to("24")
+    assert find_saved(folder / "latest") == find_saved(folder / "7") == (folder / "24").resolve()
+    for name in ("keep-24", "0000025"):
+        copy = shutil.copytree(folder / "24", folder / name)
+        assert find_saved(copy) == copy
+        assert saved_step(copy, saved_run(copy)) == 24
+    reseal(folder / "keep-24", lambda run: run["metadata"].update(tokens=5 * 14))
+    with pytest.raises(ValueError, match=r"it records step 24, which is not the step of its token count \(5\)"):
+        find_saved(folder / "keep-24")
+
+
+@pytest.mark.parametrize("name", ["0000024", "2\u0664", "\u0662\u0664", "+24"])
+def test_a_folder_whose_name_no_save_writes_is_not_listed(tmp_path, checkpointer, capfd, name):
+    save(checkpointer, 1)
+    shutil.copytree(tmp_path / "checkpoints/1", tmp_path / "checkpoints" / name)
+    again = Checkpointer(tmp_path, config=keep())
+    assert again.restore(abstract(make_state()))[0] == 1
+    again.close()
+    assert find_saved(tmp_path).name == "1"
+    assert capfd.readouterr().err == ""
+
+
+def test_what_is_no_folder_under_the_name_of_a_step_is_damage_and_put_aside(tmp_path, checkpointer, capfd):
+    save(checkpointer, 1, 40)
+    flip_bit(largest_file(tmp_path, 40))
+    folder = tmp_path / "checkpoints"
+    (folder / "98").symlink_to("98")
+    (folder / "99").write_text("")
+    (folder / "40.damaged").write_text("")
+    (folder / "98.damaged").symlink_to("1")
+    (folder / "99.damaged").mkdir()
+    assert find_saved(tmp_path).name == "1"
+    warnings = capfd.readouterr().err
+    assert "checkpoints/99 is damaged (integrity.json cannot be read: Not a directory)" in warnings
+    assert "checkpoints/98 is damaged (integrity.json cannot be read: Too many levels of symbolic links)" in warnings
+    again = Checkpointer(tmp_path, config=keep())
+    assert again.restore(abstract(make_state()))[0] == 1
+    again.close()
+    assert sorted(path.name for path in folder.iterdir()) == ["1", "40.damaged", "98.damaged", "99.damaged"]
+    assert (folder / "40.damaged/integrity.json").exists()
 
 
 def test_a_step_that_is_saved_already_is_not_written_again(checkpointer):

@@ -266,36 +266,73 @@ def test_a_state_that_is_not_finite_is_not_saved_though_all_steps_were_finite(mi
     assert saved_steps(tmp_path / "run") == [12]
 
 
-def test_a_checkpoint_and_an_export_due_in_a_non_finite_window_are_left_out(micro, train, after_step, tmp_path, capsys):
+def test_a_checkpoint_and_an_export_due_in_a_non_finite_window_are_made_after_it(
+    micro, train, after_step, tmp_path, capsys
+):
     short(micro, 5)
     micro.checkpoint.update(export_every_steps=5, keep_last=3)
     after_step(5, not_finite(1))
     assert train(micro) == 0
-    assert saved_steps(tmp_path / "run") == [6, 10, 12]  # the one of step 5 is made after the window
-    assert sorted(path.name for path in (tmp_path / "run/huggingface").iterdir()) == ["10", "12"]
+    assert saved_steps(tmp_path / "run") == [6, 10, 12]  # those of step 5 are made after the window
+    assert sorted(path.name for path in (tmp_path / "run/huggingface").iterdir()) == ["10", "12", "6"]
     printed = capsys.readouterr().out
     assert "checkpoint of step 5 left out" in printed
     assert "export of step 5 left out" in printed
 
 
-def test_a_signal_in_a_non_finite_window_resumes_from_before_it(micro, train, after_step, tmp_path, capsys):
-    short(micro, 4)
+def stopped_at_6(change, stop, monkeypatch):
+    """Returns `change` of the state of step 6, at which a signal or a batch that cannot be read stops the run."""
+
+    def changed(state, metrics):
+        if stop == "signal":
+            os.kill(os.getpid(), signal.SIGTERM)
+        return change(state, metrics)
+
+    next_batch = loop._next_batch
+    if stop == "bad batch":
+        bad = (None, None, ValueError("row 30 cannot be read"))
+        monkeypatch.setattr(loop, "_next_batch", lambda run: bad if run.step == 6 else next_batch(run))
+    return changed
+
+
+@pytest.mark.parametrize("every", [0, 4])
+@pytest.mark.parametrize("stop", ["signal", "bad batch"])
+def test_a_run_that_stops_at_a_non_finite_step_saves_it_with_its_count_and_resumes_from_it(
+    micro, train, after_step, tmp_path, monkeypatch, capsys, every, stop
+):
+    short(micro, every)
     assert train(micro) == 0
     expected = end_of(tmp_path / "run", micro)
     (tmp_path / "run").rename(tmp_path / "left alone")
-
-    def signalled(state, metrics):
-        os.kill(os.getpid(), signal.SIGTERM)
-        return not_finite(1)(state, metrics)
-
-    after_step(6, signalled)
+    with monkeypatch.context() as patch:
+        after_step(6, stopped_at_6(not_finite(1), stop, patch))
+        if stop == "signal":
+            assert train(micro) == 0
+            assert "stopped by SIGTERM after step 6, saved in" in capsys.readouterr().out
+        else:
+            with pytest.raises(ValueError, match="row 30"):
+                train(micro)
+    assert saved_steps(tmp_path / "run")[-1] == 6
+    assert saved_run(tmp_path / "run/checkpoints/6")["metadata"]["num_nonfinite"] == 1
     assert train(micro) == 0
-    printed = capsys.readouterr().out
-    assert "stopped by SIGTERM after step 6" in printed
-    assert "the same command resumes from the checkpoint of step 4" in printed
+    assert "resuming from step 6 of 12" in capsys.readouterr().out
+    rows, *end = end_of(tmp_path / "run", micro)
+    assert end == list(expected[1:])
+    assert [row["step"] for row in rows if row not in expected[0]] == [6]
+
+
+@pytest.mark.parametrize("stop", ["signal", "bad batch"])
+def test_a_run_that_stops_with_a_state_that_is_not_finite_says_so_and_resumes_from_before_it(
+    micro, train, after_step, tmp_path, monkeypatch, stop
+):
+    short(micro, 4)
+    with monkeypatch.context() as patch:
+        after_step(6, stopped_at_6(flipped("params.embed"), stop, patch))
+        with pytest.raises(
+            loop.NonFiniteError, match=r"after step 6 .*norm of params is inf.*resumes from the checkpoint of step 4"
+        ):
+            train(micro)
     assert saved_steps(tmp_path / "run") == [4]
-    assert train(micro) == 0
-    assert end_of(tmp_path / "run", micro) == expected
 
 
 def test_non_finite_steps_are_counted_across_a_resume(micro, train, after_step, tmp_path):

@@ -490,7 +490,7 @@ def test_step_over_a_mesh_lowered_for_neuron_holds_nothing_it_cannot_take(name):
     ("policy", "degrees"),
     [("fp32", {}), ("mixed", {"data": 2, "tensor": 2, "zero1": True}), ("bf16_sr", {"pipe": 2, "data": 2, "fsdp": 2})],
 )
-def test_norms_of_a_state_are_those_of_numpy_and_take_one_all_reduce(policy, degrees, tmp_path):
+def test_norms_of_a_state_are_those_of_numpy_finite_where_it_is_and_take_one_all_reduce(policy, degrees, tmp_path):
     c = load(str(micro.write_config(tmp_path)))
     c.precision.policy = policy
     c.parallel.update(degrees)
@@ -507,8 +507,20 @@ def test_norms_of_a_state_are_those_of_numpy_and_take_one_all_reduce(policy, deg
     parts |= {"opt_state.master": state["opt_state"]["master"]} if policy == "mixed" else {}
     leaves = {name: [np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(tree)] for name, tree in parts.items()}
     expected = {name: np.sqrt(sum(np.sum(leaf**2) for leaf in each)) for name, each in leaves.items()}
+    for name in ("opt_state.inner.mu", "opt_state.inner.nu"):  # the mean magnitude
+        expected[name] = np.mean(np.abs(np.concatenate([leaf.reshape(-1) for leaf in leaves[name]])))
     assert found == pytest.approx(expected, rel=1e-5)  # fp32 sums
     assert compiled.as_text().count(" all-reduce(") == (num_devices > 1)
+
+    def filled_nu(value):
+        nu = jax.tree.map(lambda leaf: jax.device_put(np.full_like(leaf, value), leaf.sharding), inner["nu"])
+        return float(
+            compiled(state | {"opt_state": state["opt_state"] | {"inner": inner | {"nu": nu}}})["opt_state.inner.nu"]
+        )
+
+    assert filled_nu(2.0**126) == pytest.approx(2.0**126, rel=1e-5)  # gradients of 1e19
+    assert filled_nu(np.inf) == np.inf
+    assert np.isnan(filled_nu(np.nan))
     embed = state["params"]["embed"]
     one_bad = jax.device_put(embed.at[-1, -1].set(np.inf), embed.sharding)
     found = compiled(state | {"params": state["params"] | {"embed": one_bad}})

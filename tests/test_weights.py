@@ -171,17 +171,41 @@ def not_finite(trained, tmp_path, request):
     run = shutil.copytree(trained[1], tmp_path / "run")
     if request.param == "norms recorded":
         micro.reseal(run / "checkpoints/2", lambda saved: saved["norms"].update(params=float("inf")))
-        return run
-    layout = make_layout(trained[2].parallel, jax.devices()[:1])
-    checkpointer = Checkpointer(run, config=trained[2].checkpoint)
-    step, state, position, metadata = checkpointer.restore(abstract_state(trained[2], layout))
+    else:
+        save_with_large_weight(run, trained[2], lambda state: state["params"])
+    return run
+
+
+def save_with_large_weight(run, config, params_of):
+    """Saves the newest checkpoint again, without norms, with a weight whose square is not finite."""
+    layout = make_layout(config.parallel, jax.devices()[:1])
+    checkpointer = Checkpointer(run, config=config.checkpoint)
+    step, state, position, metadata = checkpointer.restore(abstract_state(config, layout))
     shutil.rmtree(run / "checkpoints/2")
     checkpointer.close()
-    checkpointer = Checkpointer(run, config=trained[2].checkpoint)
-    state["params"]["embed"] = state["params"]["embed"].at[0, 0].set(1e36)
+    checkpointer = Checkpointer(run, config=config.checkpoint)
+    params = params_of(state)
+    params["embed"] = params["embed"].at[0, 0].set(1e36)
     checkpointer.save(step, state, position=position, metadata=metadata)
     checkpointer.close()
-    return run
+
+
+def test_masters_that_are_not_finite_are_not_exported_where_no_norms_are_recorded(trained, tmp_path):
+    run = shutil.copytree(trained[1], tmp_path / "run")
+    save_with_large_weight(run, trained[2], lambda state: state["opt_state"]["master"])
+    with pytest.raises(ValueError, match=r"not finite: the norm of opt_state.master is inf"):
+        hf.main(["export", str(run / "checkpoints/2"), f"--out={tmp_path / 'out'}"])
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("record", [lambda run: None, micro.as_before], ids=["as written now", "as written before"])
+def test_a_link_to_a_checkpoint_and_a_copy_under_another_name_open_at_its_step(trained, tmp_path, record):
+    run = shutil.copytree(trained[1], tmp_path / "run")
+    micro.reseal(run / "checkpoints/1", record)
+    (run / "checkpoints/latest").symlink_to("1")
+    shutil.copytree(run / "checkpoints/1", run / "checkpoints/keep-1")
+    for name in ("latest", "keep-1"):
+        assert open_weights(run / "checkpoints" / name).step == 1
 
 
 def test_a_damaged_weights_folder_is_refused(tmp_path):

@@ -70,14 +70,14 @@ class Exporter:
                 path.rename(aside)
                 print(f"export of step {path.name} moved to {aside}: this run goes on from step {step}")
 
-    def due(self, step: int, *, last: bool) -> bool:
-        """Returns whether this step is to be exported now: at the interval and at the last, unless it is there.
+    def due(self, step: int, *, last: bool, owed: bool = False) -> bool:
+        """Returns whether this step is to be exported now: at the interval, the last, or `owed`, unless it is there.
 
         One that is due while another is still being written is left out, and that is said: no step waits for the disk.
         The last waits.
         """
         every = self._config.checkpoint.export_every_steps
-        if not (every and step and (last or step % every == 0)):
+        if not (every and step and (last or owed or step % every == 0)):
             return False
         mine = {
             "there": (self.folder / str(step)).exists(),
