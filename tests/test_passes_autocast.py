@@ -863,3 +863,54 @@ def test_saturated_casts_keep_infinities_and_gradients(low):
         saturated(x, low).astype(jnp.float32), [1.0, -largest, largest, -np.inf, np.inf, np.nan]
     )
     np.testing.assert_array_equal(jax.grad(lambda x: saturated(x, low).astype(jnp.float32).sum())(x), 1.0)
+
+
+@jax.custom_jvp
+def dense(w, x, bias):
+    return x @ w + bias
+
+
+dense.defjvp(lambda primals, tangents: (dense(*primals), tangents[1] @ primals[0] + tangents[2]))
+
+
+@jax.custom_jvp
+def gated(w, x, bias):
+    return jnp.where(x > 0, x @ w, bias)
+
+
+@gated.defjvp
+def gated_jvp(primals, tangents):
+    return gated(*primals), jnp.where(primals[1] > 0, tangents[1] @ primals[0], tangents[2])
+
+
+def root(w, x, bias):
+    def residual(y):
+        return y - 0.5 * jnp.tanh(y @ w) - x - bias
+
+    def solve(residual, start):
+        return lax.fori_loop(0, 30, lambda _, y: y - 0.5 * residual(y), start)
+
+    def tangent_solve(linear, y):
+        return jnp.linalg.solve(jax.jacobian(lambda y: linear(y.reshape(x.shape)).ravel())(y.ravel()), y.ravel())
+
+    return lax.custom_root(residual, x, solve, lambda linear, y: tangent_solve(linear, y).reshape(y.shape))
+
+
+@pytest.mark.parametrize("policy", ["bf16", "fp16"])
+@pytest.mark.parametrize("fn", [dense, gated, root], ids=lambda fn: getattr(fn, "__name__", "fn"))
+def test_gradients_pass_where_a_tangent_adds_fp32_to_a_product(fn, policy):
+    loss = lambda fn: lambda x, bias: jnp.square(fn(W, x, bias)).sum()  # noqa: E731
+    cast = autocast(fn, policy)
+    assert distance(results(loss(cast), X, X), results(loss(fn), X, X)) < 8 * BF16_STEP
+    vmapped = jax.vmap(jax.grad(loss(cast), argnums=(0, 1)), in_axes=(0, None))(X[None], X)
+    assert distance(vmapped, jax.vmap(jax.grad(loss(fn), argnums=(0, 1)), in_axes=(0, None))(X[None], X)) < 0.05
+
+
+@pytest.mark.parametrize(
+    "fn", [lambda x: x @ W + x, lambda x: jnp.concatenate([x @ W, x]), lambda x: jnp.where(X > 0.3, x @ W, x)]
+)
+def test_a_linear_function_is_transposed(fn):
+    cotangent = jnp.ones_like(fn(X))
+    (wanted,), (got,) = (jax.linear_transpose(each, X)(cotangent) for each in (fn, autocast(fn)))
+    assert got.dtype == jnp.float32
+    assert distance(got, wanted) < 4 * BF16_STEP
