@@ -23,6 +23,7 @@ from hlat_jax.model import init_params, param_axes
 from hlat_jax.passes import autocast as autocast_lib
 from hlat_jax.passes import remat
 from hlat_jax.passes.autocast import CastPolicy, overriding
+from hlat_jax.passes.casting import Cast
 from hlat_jax.passes.jaxpr import equations, reaching
 from hlat_jax.passes.kinds import saturated
 from hlat_jax.precision import POLICIES as PRECISIONS
@@ -914,3 +915,13 @@ def test_a_linear_function_is_transposed(fn):
     (wanted,), (got,) = (jax.linear_transpose(each, X)(cotangent) for each in (fn, autocast(fn)))
     assert got.dtype == jnp.float32
     assert distance(got, wanted) < 4 * BF16_STEP
+
+
+def test_calls_of_calls_are_read_once_each(monkeypatch):
+    fn = lambda x: x @ W  # noqa: E731
+    for _ in range(10):
+        fn = jax.jit(lambda x, fn=fn: fn(x) + fn(jnp.sin(x)))
+    read, original = [], Cast._wide_operands
+    monkeypatch.setattr(Cast, "_wide_operands", lambda *args: read.append(1) or original(*args))
+    jax.make_jaxpr(autocast(fn))(X)
+    assert len(read) < 10 * 10

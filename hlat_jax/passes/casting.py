@@ -51,6 +51,7 @@ class Cast:
     def __init__(self, low: Any, rule: Callable[[Any], str], narrow_carry: bool):
         self.low, self.rule, self.narrow_carry = low, rule, narrow_carry
         self._traced: dict[Any, Any] = {}
+        self._read: dict[Any, Any] = {}
 
     def outputs(self, closed: Any, args: Sequence[Any]) -> list[Any]:
         """Returns the results of a jaxpr in their declared dtypes."""
@@ -125,11 +126,15 @@ class Cast:
 
     def _narrow_read(self, jaxpr: Any, wide: Sequence[bool]) -> set[Any]:
         """Returns all but what `never` operations alone read: to narrow that and widen it again would lose its bits."""
+        key = id(jaxpr), tuple(wide)
+        if key in self._read:
+            return self._read[key][0]
         found = {atom for atom, is_wide in zip(jaxpr.outvars, wide, strict=True) if not (is_wide or _is_literal(atom))}
         for eqn in reversed(jaxpr.eqns):
             read = self._wide_operands(eqn, [var not in found for var in eqn.outvars])
             operands = zip(eqn.invars, read, strict=True)
             found |= {atom for atom, is_wide in operands if not (is_wide or _is_literal(atom))}
+        self._read[key] = found, jaxpr  # kept alive: the key is its id
         return found
 
     def _wide_operands(self, eqn: Any, wide: list[bool]) -> list[bool]:
