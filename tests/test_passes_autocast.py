@@ -23,6 +23,7 @@ from hlat_jax.model import init_params, param_axes
 from hlat_jax.passes import autocast as autocast_lib
 from hlat_jax.passes import remat
 from hlat_jax.passes.autocast import CastPolicy, overriding
+from hlat_jax.passes.casting import Cast
 from hlat_jax.passes.jaxpr import equations, reaching
 from hlat_jax.passes.kinds import saturated
 from hlat_jax.precision import POLICIES as PRECISIONS
@@ -694,15 +695,33 @@ def test_sums_of_squares_that_a_loop_accumulates_are_finite():
     np.testing.assert_allclose(autocast(rotated_sums, "fp16")(x), wanted, atol=BF16_STEP * float(wanted.max()))
 
 
+@jax.custom_jvp
+def multiplied(y, z):
+    return y * z
+
+
+multiplied.defjvp(lambda p, t: (multiplied(*p), p[0] * t[1] + t[0] * p[1]))
+
+# where the product of two activations passes before its mean is taken
+PLACES = {
+    "plain": lambda y, z: y * z,
+    "name": lambda y, z: checkpoint_name(y * z, "product"),
+    "barrier": lambda y, z: lax.optimization_barrier((y, y * z))[1],
+    "device": lambda y, z: jax.device_put(y * z, jax.devices()[0]),
+    "custom_jvp": multiplied,
+}
+
+
 @pytest.mark.parametrize("policy", ["bf16", "fp16"])
 @pytest.mark.parametrize("other", [lambda y: y, lambda y: y + jnp.tanh(y)])
-def test_variances_and_covariances_by_hand_are_those_of_fp32(other, policy):
+@pytest.mark.parametrize("place", PLACES)
+def test_variances_and_covariances_by_hand_are_those_of_fp32(place, other, policy):
     x, w = draw(3, 16, 256) * 16, draw(4, 256, 256)
 
     def moments(x):
         y = x @ w + 30.0
         z = other(y)
-        return mean(y * z) - mean(y) * mean(z)
+        return mean(PLACES[place](y, z)) - mean(y) * mean(z)
 
     wanted = moments(x)  # about 1, of squares of 900
     np.testing.assert_allclose(autocast(moments, policy)(x), wanted, rtol=2 * BF16_STEP)
@@ -744,11 +763,20 @@ def test_decoding_until_a_token_is_met_runs_narrow_and_in_fp32_by_rule():
 
         return lax.while_loop(lambda c: ~c[1].all() & (c[2] < 4), body, (x, jnp.zeros(4, bool), 0))[0]
 
+    def decode_tokens(w, x):
+        def body(carry):
+            x, tokens, i = carry
+            x = jnp.tanh(x @ w)
+            return x, jnp.where(tokens == 7, 7, jnp.argmax(x, axis=-1)), i + 1
+
+        return lax.while_loop(lambda c: (c[1] != 7).any() & (c[2] < 4), body, (x, jnp.zeros(4, int), 0))[0]
+
     assert set(products(autocast(decode), W, X)) == {"bfloat16"}
+    assert set(products(autocast(decode_tokens), W, X)) == {"bfloat16"}
     assert set(products(autocast(decode, CastPolicy(rules={"while": "never"})), W, X)) == {"float32"}
 
 
-def newton(by_flag):
+def newton(by_flag, flag=lambda is_far: is_far):
     """The square root of a matrix and how many iterations it takes, until the error is below 1e-5."""
 
     def root(a):
@@ -758,12 +786,12 @@ def newton(by_flag):
         def body(carry):
             x, _, i = carry
             x = 0.5 * (x + a @ jnp.linalg.inv(x))
-            return x, jax.jit(far)(x), i + 1
+            return x, flag(jax.jit(far)(x)), i + 1
 
         def unfinished(carry):
-            return (carry[1] if by_flag else far(carry[0])) & (carry[2] < 200)
+            return (carry[1] == 1 if by_flag else far(carry[0])) & (carry[2] < 200)
 
-        return lax.while_loop(unfinished, body, (a, jnp.bool_(True), 0))[::2]
+        return lax.while_loop(unfinished, body, (a, flag(jnp.bool_(True)), 0))[::2]
 
     return root
 
@@ -789,6 +817,8 @@ POSITIVE = 0.2 * W @ W.T + jnp.eye(8)
 SOLVERS = {
     "newton": (newton(False), POSITIVE),
     "newton_by_flag": (newton(True), POSITIVE),
+    "newton_by_status": (newton(True, lambda is_far: jnp.where(is_far, 1, 0)), POSITIVE),
+    "newton_by_integer": (newton(True, lambda is_far: is_far.astype(jnp.int32)), POSITIVE),
     "newton_in_scan": (lambda a: lax.scan(lambda c, _: (c, newton(True)(a)), 0.0, None, length=2)[1], POSITIVE),
     "newton_in_jit": (jax.jit(newton(False)), POSITIVE),
     "cg": (solve_cg, POSITIVE),
@@ -863,3 +893,122 @@ def test_saturated_casts_keep_infinities_and_gradients(low):
         saturated(x, low).astype(jnp.float32), [1.0, -largest, largest, -np.inf, np.inf, np.nan]
     )
     np.testing.assert_array_equal(jax.grad(lambda x: saturated(x, low).astype(jnp.float32).sum())(x), 1.0)
+
+
+@jax.custom_jvp
+def dense(w, x, bias):
+    return x @ w + bias
+
+
+dense.defjvp(lambda primals, tangents: (dense(*primals), tangents[1] @ primals[0] + tangents[2]))
+
+
+@jax.custom_jvp
+def gated(w, x, bias):
+    return jnp.where(x > 0, x @ w, bias)
+
+
+@gated.defjvp
+def gated_jvp(primals, tangents):
+    return gated(*primals), jnp.where(primals[1] > 0, tangents[1] @ primals[0], tangents[2])
+
+
+def root(w, x, bias):
+    def residual(y):
+        return y - 0.5 * jnp.tanh(y @ w) - x - bias
+
+    def solve(residual, start):
+        return lax.fori_loop(0, 30, lambda _, y: y - 0.5 * residual(y), start)
+
+    def tangent_solve(linear, y):
+        return jnp.linalg.solve(jax.jacobian(lambda y: linear(y.reshape(x.shape)).ravel())(y.ravel()), y.ravel())
+
+    return lax.custom_root(residual, x, solve, lambda linear, y: tangent_solve(linear, y).reshape(y.shape))
+
+
+@pytest.mark.parametrize("policy", ["bf16", "fp16"])
+@pytest.mark.parametrize("fn", [dense, gated, root], ids=lambda fn: getattr(fn, "__name__", "fn"))
+def test_gradients_pass_where_a_tangent_adds_fp32_to_a_product(fn, policy):
+    loss = lambda fn: lambda x, bias: jnp.square(fn(W, x, bias)).sum()  # noqa: E731
+    cast = autocast(fn, policy)
+    assert distance(results(loss(cast), X, X), results(loss(fn), X, X)) < 8 * BF16_STEP
+    vmapped = jax.vmap(jax.grad(loss(cast), argnums=(0, 1)), in_axes=(0, None))(X[None], X)
+    assert distance(vmapped, jax.vmap(jax.grad(loss(fn), argnums=(0, 1)), in_axes=(0, None))(X[None], X)) < 0.05
+
+
+@pytest.mark.parametrize(
+    "fn", [lambda x: x @ W + x, lambda x: jnp.concatenate([x @ W, x]), lambda x: jnp.where(X > 0.3, x @ W, x)]
+)
+def test_a_linear_function_is_transposed(fn):
+    cotangent = jnp.ones_like(fn(X))
+    (wanted,), (got,) = (jax.linear_transpose(each, X)(cotangent) for each in (fn, autocast(fn)))
+    assert got.dtype == jnp.float32
+    assert distance(got, wanted) < 4 * BF16_STEP
+
+
+def test_calls_of_calls_are_read_once_each(monkeypatch):
+    fn = lambda x: x @ W  # noqa: E731
+    for _ in range(10):
+        fn = jax.jit(lambda x, fn=fn: fn(x) + fn(jnp.sin(x)))
+    read, original = [], Cast._wide_operands
+    monkeypatch.setattr(Cast, "_wide_operands", lambda *args: read.append(1) or original(*args))
+    jax.make_jaxpr(autocast(fn))(X)
+    assert len(read) < 10 * 10
+
+
+def coordinates(side):
+    return jnp.stack(jnp.meshgrid(jnp.linspace(0, 1, side), jnp.linspace(0, 1, side)), -1)
+
+
+# angles from integers, by a contraction
+CONTRACTED_ANGLES = {
+    "division": lambda i, b: (jnp.stack([i // 32, i % 32], -1).astype(jnp.float32) / 0.5) @ b,
+    "square root": lambda i, b: jnp.sqrt(jnp.stack([i, i + 1], -1).astype(jnp.float32) * 1e6) @ b,
+    "logarithm": lambda i, b: jnp.log1p(jnp.stack([i, i], -1).astype(jnp.float32)) @ (10 * b),
+    "linspace": lambda i, b: jnp.stack([jnp.linspace(0.0, 500.0, 501)] * 2, -1) @ b,
+    "cumulative sum": lambda i, b: jnp.stack([jnp.cumsum((i >= 0).astype(jnp.int32).astype(jnp.float32))] * 2, -1) @ b,
+    "meshgrid": lambda i, b: coordinates(32) @ (20 * jnp.pi * b),
+}
+
+
+@pytest.mark.parametrize("name", CONTRACTED_ANGLES)
+def test_angles_from_integers_stay_fp32_after_functions_that_are_never_narrow(name):
+    fn = lambda i: jnp.sin(CONTRACTED_ANGLES[name](i, draw(5, 2, 32)))  # noqa: E731
+    np.testing.assert_allclose(autocast(fn)(jnp.arange(1024)), fn(jnp.arange(1024)), atol=1e-3)
+
+
+def test_tables_and_weights_made_of_integers_leave_products_narrow():
+    def fn(w, x, mask):
+        angles = jnp.arange(4.0)[:, None] / 100.0 ** (jnp.arange(4.0) / 4)
+        cos, sin = (jnp.concatenate([table(angles)] * 2, -1) for table in (jnp.cos, jnp.sin))
+        y = x @ w
+        y = (y * cos + jnp.concatenate([-y[:, 4:], y[:, :4]], -1) * sin) @ w
+        distance = jnp.abs(jnp.arange(4)[:, None] - jnp.arange(4)).astype(jnp.float32)
+        y = jax.nn.softmax(y @ y.T - distance * 0.5 ** jnp.arange(1.0, 5.0)) @ y
+        y = jax.nn.softmax(-distance) @ (y * (mask / mask.sum())[:, None])
+        return (jax.nn.sigmoid(y @ w) * jnp.sqrt(1.0 + mask)[:, None]) @ w
+
+    mask = jnp.array([1, 1, 1, 0])
+    assert set(products(autocast(fn), W, X, mask)) == {"bfloat16"}
+    assert set(products(jax.grad(lambda w: autocast(fn)(w, X, mask).sum()), W)) == {"bfloat16"}
+    assert distance(autocast(fn)(W, X, mask), fn(W, X, mask)) < 8 * BF16_STEP
+
+
+LEAST = float(np.finfo(np.float32).min)
+
+
+@pytest.mark.parametrize("policy", ["bf16", "fp16"])
+def test_the_least_number_stays_finite_as_a_factor_and_as_what_a_loop_starts_from(policy):
+    def factor(a, mask):
+        return jax.nn.relu((1 - a @ jnp.ones_like(a)) * mask) @ a
+
+    def carry(a, mask):
+        def body(c, x):
+            return (x @ a) * 0.1 + jnp.where(c < -1e4, c * 0, c) @ a, None
+
+        return lax.scan(body, mask, jnp.ones((3, 4, 4)))[0]
+
+    mask = jnp.full((4, 4), LEAST)
+    for fn in (factor, carry):
+        got, wanted = autocast(fn, policy)(jnp.eye(4), mask), fn(jnp.eye(4), mask)
+        np.testing.assert_allclose(got, wanted, rtol=4 * BF16_STEP)

@@ -112,7 +112,7 @@ def _stays_fp32(carry: Sequence[Kind]) -> list[bool]:
 
 
 def _as_kind(cast: Any, operand: Value, kind: Kind) -> Any:
-    return operand.narrow(cast.low) if kind is Kind.LOW else operand.declared()
+    return operand.narrow(cast.low, saturate=True) if kind is Kind.LOW else operand.declared()
 
 
 def _carry_kinds(cast: Any, body: Any, kinds: Sequence[Kind], carried: slice) -> list[Kind]:
@@ -156,7 +156,7 @@ def _carry_kinds(cast: Any, body: Any, kinds: Sequence[Kind], carried: slice) ->
 
 
 def _custom_jvp(cast: Any, eqn: Any, operands: list[Value], wide: Sequence[bool]) -> list[Value]:
-    closed, kinds = cast.retraced(eqn.params["call_jaxpr"], _kinds(operands))
+    closed, kinds = cast.retraced(eqn.params["call_jaxpr"], _kinds(operands), wide=wide)
     in_avals, out_avals = closed_avals(eqn)
     call = jax.custom_jvp(_named(core.jaxpr_as_fun(closed), eqn))
 
@@ -169,7 +169,9 @@ def _custom_jvp(cast: Any, eqn: Any, operands: list[Value], wide: Sequence[bool]
     def rule(primals, tangents):
         traced = jax.make_jaxpr(declared_rule)(*in_avals, *_inexact(in_avals, in_avals))
         in_kinds = [*_kinds(operands), *_gradient_kinds(_kinds(operands), in_avals)]
-        narrow, _ = cast.retraced(traced, in_kinds, forced=[*kinds, *_gradient_kinds(kinds, out_avals)])
+        tangent_kinds = _gradient_kinds(kinds, out_avals)
+        wide_outs = [*wide, *[False] * len(tangent_kinds)]
+        narrow, _ = cast.retraced(traced, in_kinds, forced=[*kinds, *tangent_kinds], wide=wide_outs)
         found = core.jaxpr_as_fun(narrow)(*primals, *_inexact(tangents, in_avals))
         return found[: len(kinds)], _with_zeros(found[len(kinds) :], out_avals)
 

@@ -28,9 +28,15 @@ _MOVES = (
     frozenset({"neg", "abs", "max", "min", "clamp", "select_n", "reduce_max", "reduce_min", "stop_gradient", "copy"})
     | frozenset({"copy_p", "convert_element_type", "broadcast_in_dim", "reshape", "transpose", "squeeze", "slice"})
     | frozenset({"dynamic_slice", "pad", "rev", "concatenate", "split", "gather"})
+    | frozenset({"name", "sharding_constraint", "reshard"})
 )
+# ... of these, result i of which is operand i, ...
+_PASSES = frozenset({"optimization_barrier", "device_put", "pvary", "pcast"})
 # ... and of calls: what a custom_vjp reads its functions keep for the backward pass, so it is none.
 _OPEN_CALLS = frozenset({"jit", "remat2", "closed_call", "core_call", "shard_map", "custom_jvp_call"})
+
+# What these make of integers is exact enough when narrow: the tables of RoPE, a softmax of distances.
+_BOUNDED = frozenset({"sin", "cos", "tanh", "logistic", "erf", "erfc", "exp"})
 
 # Result i is operand i, moved or combined with its like.
 _EACH = frozenset({"optimization_barrier", "psum", "psum_invariant", "psum2", "pmax", "pmin", "pvary", "pcast", "sort"})
@@ -51,6 +57,7 @@ class Cast:
     def __init__(self, low: Any, rule: Callable[[Any], str], narrow_carry: bool):
         self.low, self.rule, self.narrow_carry = low, rule, narrow_carry
         self._traced: dict[Any, Any] = {}
+        self._read: dict[Any, Any] = {}
 
     def outputs(self, closed: Any, args: Sequence[Any]) -> list[Any]:
         """Returns the results of a jaxpr in their declared dtypes."""
@@ -80,7 +87,9 @@ class Cast:
                 wanted = [want or out.kind for want, out in zip(forced or [None] * len(outs), outs, strict=True)]
                 found[:] = wanted
                 pairs = zip(outs, wanted, strict=True)
-                return [out.narrow(self.low) if kind is Kind.LOW else out.declared() for out, kind in pairs]
+                return [
+                    out.narrow(self.low, saturate=True) if kind is Kind.LOW else out.declared() for out, kind in pairs
+                ]
 
             avals = [
                 aval.update(dtype=self.low, weak_type=False) if kind is Kind.LOW else aval
@@ -125,11 +134,15 @@ class Cast:
 
     def _narrow_read(self, jaxpr: Any, wide: Sequence[bool]) -> set[Any]:
         """Returns all but what `never` operations alone read: to narrow that and widen it again would lose its bits."""
+        key = id(jaxpr), tuple(wide)
+        if key in self._read:
+            return self._read[key][0]
         found = {atom for atom, is_wide in zip(jaxpr.outvars, wide, strict=True) if not (is_wide or _is_literal(atom))}
         for eqn in reversed(jaxpr.eqns):
             read = self._wide_operands(eqn, [var not in found for var in eqn.outvars])
             operands = zip(eqn.invars, read, strict=True)
             found |= {atom for atom, is_wide in operands if not (is_wide or _is_literal(atom))}
+        self._read[key] = found, jaxpr  # kept alive: the key is its id
         return found
 
     def _wide_operands(self, eqn: Any, wide: list[bool]) -> list[bool]:
@@ -138,6 +151,8 @@ class Cast:
         if rule == "infer" and name in _OPEN_CALLS:
             found = self._narrow_read(called(eqn), wide)
             return [var not in found for var in called(eqn).invars]
+        if rule == "infer" and name in _PASSES and len(wide) == len(eqn.invars):
+            return wide
         is_open = rule == "infer" and name in _ARITHMETIC | _MOVES and is_fp32(eqn.outvars[0].aval)
         return [rule == "never" or (is_open and all(wide))] * len(eqn.invars)
 
@@ -157,7 +172,8 @@ class Cast:
         name, rule = eqn.primitive.name, self.rule(eqn)
         is_array = all(isinstance(var.aval, jax.core.ShapedArray) for var in [*eqn.invars, *eqn.outvars])
         if rule == "never" or not is_array:
-            return self._declared(eqn, operands, Kind.INTEGER if name == "iota" else Kind.WIDE)
+            is_of_integers = name == "iota" or mixed(operand.kind for operand in operands) is Kind.INTEGER
+            return self._declared(eqn, operands, Kind.INTEGER if is_of_integers and name not in _BOUNDED else Kind.WIDE)
         if name in HANDLERS:
             if rule == "always":
                 operands = [self._narrowed(operand) for operand in operands]
@@ -216,7 +232,7 @@ class Cast:
             # a mask of finfo(float32).min that is an argument, plus scores: finite, and absorbs them
             (out,) = rebind(eqn, [operand.declared() for operand in operands])
             return self._results(eqn, [saturated(out, self.low)], [Kind.LOW])
-        return self._narrow(eqn, operands, saturate=name != "mul")  # a factor out of range makes a product so
+        return self._narrow(eqn, operands, saturate=True)
 
     def _inferred_kind(self, eqn: Any, operands: list[Value]) -> Kind:
         kinds = [operand.kind for operand in operands]
@@ -254,7 +270,7 @@ class Cast:
     def _narrowed(self, operand: Value) -> Value:
         if operand.kind is Kind.FIXED:
             return operand
-        return Value(Kind.LOW, operand.dtype, operand.size, {self.low: operand.narrow(self.low)})
+        return Value(Kind.LOW, operand.dtype, operand.size, {self.low: operand.narrow(self.low, saturate=True)})
 
     def _results(self, eqn: Any, outs: Sequence[Any], kinds: Sequence[Kind]) -> list[Value]:
         found = zip(outs, kinds, eqn.outvars, strict=True)

@@ -217,8 +217,9 @@ def _reached_in_loop(body: Any, is_end: Callable[[Any], bool], outs: list[bool],
 def stops_on_floats(eqn: Any) -> bool:
     """Returns whether floats that a `while` carries decide when it ends, by themselves or by flags made of them.
 
-    A flag is a boolean that the body computes from floats: `error < tol`. One that it computes from integers is none,
-    wherever those come from: the end of a text whose tokens are the `argmax` of logits.
+    A flag is a boolean that the body computes from floats, `error < tol`, or an integer that flags choose:
+    `where(error < tol, 1, 0)`. What it computes from integers is none, wherever those come from: the end of a text
+    whose tokens are the `argmax` of logits.
     """
     num_cond, num_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     body = eqn.params["body_jaxpr"].jaxpr
@@ -227,7 +228,7 @@ def stops_on_floats(eqn: Any) -> bool:
     while True:
         if any(is_read and _is_inexact(aval) for is_read, aval in zip(read, avals, strict=True)):
             return True
-        flags = _flags_behind(body, [is_read and aval.dtype == bool for is_read, aval in zip(read, avals, strict=True)])
+        flags = _flags_behind(body, read)
         if flags is None:
             return True
         again = [a or b for a, b in zip(read, flags[num_body:], strict=True)]
@@ -237,19 +238,19 @@ def stops_on_floats(eqn: Any) -> bool:
 
 
 def _flags_behind(jaxpr: Any, wanted: Sequence[bool]) -> list[bool] | None:
-    """Returns which parameters are booleans that the wanted results, booleans, are made of; None: floats are too."""
+    """Returns which parameters are flags that the wanted results are made of; None: floats are too."""
     found = {var for var, want in zip(jaxpr.outvars, wanted, strict=True) if want and _is_var(var)}
     for eqn in reversed(jaxpr.eqns):
-        outs = [var in found for var in eqn.outvars]
+        inner, chooses = called(eqn), eqn.primitive.name in ("select_n", "convert_element_type")
+        outs = [var in found and (inner is not None or chooses or var.aval.dtype == bool) for var in eqn.outvars]
         if not any(outs):
             continue
-        inner = called(eqn)
         if inner is not None:
             flags = _flags_behind(inner, outs)
         elif any(_is_inexact(atom.aval) for atom in eqn.invars):
             flags = None
         else:
-            flags = [atom.aval.dtype == bool for atom in eqn.invars]
+            flags = [chooses or atom.aval.dtype == bool for atom in eqn.invars]
         if flags is None:
             return None
         found |= {atom for atom, is_flag in zip(eqn.invars, flags, strict=True) if is_flag and _is_var(atom)}

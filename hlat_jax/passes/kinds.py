@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import functools
 from collections.abc import Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend import core
+from jax.interpreters import ad, batching, mlir
 
 # Elements of an array on a device that are fetched; of larger ones the largest is found where they are.
 _MAX_FETCHED = 1 << 16
@@ -73,18 +74,33 @@ class Value:
         return self.forms[dtype]
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def saturated(array: jax.Array, low: Any) -> jax.Array:
-    """Returns an fp32 array in `low`, where finite numbers stay finite; its derivative is that of a cast."""
+    """Returns an fp32 array in `low`, where finite numbers stay finite; its derivative is that of a cast.
+
+    It is a primitive since it has to be transposed as a cast is: programs of tangents have it too.
+    """
+    return _saturated_p.bind(array, low=jnp.dtype(low))
+
+
+def _saturated(array: jax.Array, *, low: Any) -> jax.Array:
     limit = np.float32(jnp.finfo(low).max)
     is_infinite = jax.lax.abs(array) == np.float32(np.inf)
     finite = jax.lax.clamp(-limit, array, limit)
     return jax.lax.convert_element_type(jax.lax.select(is_infinite, array, finite), low)
 
 
-@saturated.defjvp
-def _saturated_jvp(low: Any, primals: tuple, tangents: tuple) -> tuple:
-    return saturated(*primals, low), jax.lax.convert_element_type(tangents[0], low)
+def _transposed(cotangent: Any, array: Any, *, low: Any) -> list[Any]:
+    is_zero = isinstance(cotangent, ad.Zero)
+    return [ad.Zero(array.aval) if is_zero else jax.lax.convert_element_type(cotangent, jnp.float32)]
+
+
+_saturated_p = core.Primitive("saturated_cast")
+_saturated_p.def_impl(_saturated)
+_saturated_p.def_abstract_eval(lambda aval, *, low: aval.update(dtype=low, weak_type=False))
+ad.defjvp(_saturated_p, lambda tangent, _, *, low: jax.lax.convert_element_type(tangent, low))
+ad.primitive_transposes[_saturated_p] = _transposed
+batching.defvectorized(_saturated_p)
+mlir.register_lowering(_saturated_p, mlir.lower_fun(_saturated, multiple_results=False))
 
 
 def mixed(kinds: Iterable[Kind]) -> Kind:
