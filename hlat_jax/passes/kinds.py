@@ -39,12 +39,14 @@ class Value:
       dtype: as declared.
       size: number of elements.
       forms: arrays by dtype.
+      is_saturated: whether finite numbers beyond the range of the narrow dtype are finite in its form.
     """
 
     kind: Kind
     dtype: Any
     size: int
     forms: dict[Any, Any]
+    is_saturated: bool = False
 
     def held(self, low: Any) -> Any:
         """Returns the array in the dtype that its kind says."""
@@ -63,8 +65,8 @@ class Value:
         """
         if self.kind is Kind.FIXED:
             return self.declared()
-        if self.kind is Kind.HUGE or (saturate and self.kind > Kind.LOW):
-            return saturated(self.declared(), low)
+        if (self.kind is Kind.HUGE or (saturate and self.kind > Kind.LOW)) and not self.is_saturated:
+            self.forms[low], self.is_saturated = saturated(self.declared(), low), True
         return self._as(low)
 
     def _as(self, dtype: Any) -> Any:
