@@ -126,7 +126,7 @@ def make_norms(config: Config, layout: Layout) -> Callable[..., Any]:
     def magnitudes(held: list[tuple[jax.Array, int]]) -> jax.Array:
         size = sum(leaf.size * layout.mesh.size // num for leaf, num in held)
         # divided one by one, finite elements have a finite sum
-        return sum(jnp.sum(jnp.abs(leaf.astype(jnp.float32)) / (size * num)) for leaf, num in held)
+        return sum(jnp.sum(jnp.abs(leaf.astype(jnp.float32)) / float(size * num)) for leaf, num in held)
 
     def local(state: State) -> dict[str, jax.Array]:
         params = jax.tree.structure(state["params"])
