@@ -318,7 +318,7 @@ def saved_step(folder: pathlib.Path, run: Mapping[str, Any]) -> int:
 def _fields(run: Mapping[str, Any]) -> Iterator[tuple[str, Any, bool, str]]:
     """Yields (field, value, whether a run could have written it, what is allowed) of what lies beside a state."""
 
-    def is_count(value: Any, least: int = 0) -> bool:
+    def is_count(value: Any, *, least: int = 0) -> bool:
         return type(value) is int and least <= value < 1 << 63
 
     run = {"position": None, "metadata": None, "arrays": None} | run
@@ -347,7 +347,7 @@ def _fields(run: Mapping[str, Any]) -> Iterator[tuple[str, Any, bool, str]]:
     yield "metadata.config.data", data, isinstance(data, dict), "an object"
     for key, least in (("batch_size", 1), ("seq_len", 2)):
         value = data.get(key)
-        yield f"metadata.config.data.{key}", value, is_count(value, least), f"an integer of at least {least}"
+        yield f"metadata.config.data.{key}", value, is_count(value, least=least), f"an integer of at least {least}"
     packing = data.get("packing")
     yield "metadata.config.data.packing", packing, packing in ("concat", "documents"), "'concat' or 'documents'"
     for key in ("tokens", "num_nonfinite"):

@@ -137,7 +137,7 @@ def _column(value: Any, number: int, dim: int, program: Program, calls: tuple) -
     return Range(found.min().item(), found.max().item()), exact.from_iota
 
 
-def bounds(value: Any, program: Program, calls: tuple = (), *, depth: int = 0) -> Range:
+def bounds(value: Any, program: Program, calls: tuple, *, depth: int = 0) -> Range:
     """Returns the range of the numbers of a value: all that its type has where the program does not determine it."""
     key = (value, calls)
     if key not in program.ranges:
@@ -179,7 +179,7 @@ def _of_argument(value: Any, program: Program, depth: int) -> Range:
     function = function_of(value)
     calls = program.callers(name(function)) if function is not None else []
     number = ir.BlockArgument(value).arg_number
-    given = [bounds(call.operands[number], program, depth=depth + 1) for call in calls]
+    given = [bounds(call.operands[number], program, (), depth=depth + 1) for call in calls]
     return _union(given) if given else _whole(tensor(value))
 
 

@@ -63,7 +63,7 @@ def function_of(argument: Any) -> Any:
     return owner if owner.name == "func.func" else None
 
 
-def known(value: Any, program: Program, calls: tuple = (), *, depth: int = 0) -> Known | None:
+def known(value: Any, program: Program, calls: tuple, *, depth: int = 0) -> Known | None:
     """Returns the values where iotas and constants alone decide them, else None."""
     key = (value, calls)
     if key not in program.known:

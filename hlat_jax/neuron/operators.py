@@ -150,7 +150,7 @@ def _steps_by_constants(loop: Any, counter: Any, program: Program) -> bool:
     step = defining(list(body.operations)[-1].operation.operands[number])
     if step is None or step.name not in ("stablehlo.add", "stablehlo.subtract"):
         return False
-    start = indices.bounds(loop.operands[number], program)
+    start = indices.bounds(loop.operands[number], program, ())
     own, by = (step.operands[0], step.operands[1])
     if step.name == "stablehlo.add" and is_constant(own):
         own, by = by, own

@@ -99,7 +99,7 @@ class Cast:
         jaxpr, found, _ = self._traced[key]
         return jaxpr, list(found)
 
-    def run(self, jaxpr: Any, values: Sequence[Value], wide: Sequence[bool] = ()) -> list[Value]:
+    def run(self, jaxpr: Any, values: Sequence[Value], wide: Sequence[bool]) -> list[Value]:
         """Returns the results of an open jaxpr, its equations bound again under the current trace.
 
         Args:
