@@ -263,7 +263,7 @@ def from_hidden(params, batch):
 @pytest.mark.parametrize("zero", [None, 3])
 def test_products_that_a_loss_scale_comes_after_are_wide_in_fp16_alone(zero):
     params = {"w": jnp.ones((8, 16)), "head": jnp.ones((24, 16))}
-    batch = {"x": jnp.ones((8, 8)), "y": jnp.arange(8)}
+    batch = {"x": jnp.ones((16, 8)), "y": jnp.arange(16)}  # 2 rows on each of 8 devices: of one, gradients sum nothing
     found = {}
     for autocast in ("bf16", "fp16"):
         options = ProgramOptions(POLICIES["fp32"], zero=zero, autocast=autocast)
