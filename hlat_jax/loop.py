@@ -381,7 +381,7 @@ def _fetch(run: Run) -> None:
     run.num_nonfinite = 0 if metrics.finite else run.num_nonfinite + 1
     run.nonfinite_rows = [] if metrics.finite else [*run.nonfinite_rows, row]
     if not metrics.finite:
-        print(f"step {pending.step}: {_told_nonfinite([row])}; update left out")
+        print(f"step {pending.step}: {_describe_nonfinite([row])}; update left out")
     if run.num_nonfinite >= run.config.train.max_nonfinite_steps:
         _stop_nonfinite(run, row, pending)
 
@@ -402,12 +402,12 @@ def _stop_nonfinite(run: Run, row: dict[str, Any], pending: Pending) -> None:
         look = f"The weights are damaged: run the same command again, which resumes from {_newest_saved(run)}"
     raise NonFiniteError(
         f"{run.num_nonfinite} steps in a row were not finite, the last one step {row['step']} (batch "
-        f"{row['batch_hash']}): {_told_nonfinite(run.nonfinite_rows)}. Their updates were left out. Evidence: "
+        f"{row['batch_hash']}): {_describe_nonfinite(run.nonfinite_rows)}. Their updates were left out. Evidence: "
         f"{evidence}. {look}, or begin again with a lower optimizer.peak_lr in another --workdir."
     )
 
 
-def _told_nonfinite(rows: list[dict[str, Any]]) -> str:
+def _describe_nonfinite(rows: list[dict[str, Any]]) -> str:
     """Returns which figures of consecutive rows were not finite, and at which steps."""
     names = {"loss": "the loss", "grad_norm": "the gradient norm", "param_norm": "the weights' norm (param_norm)"}
     said, finite = [], []

@@ -618,6 +618,13 @@ def test_angles_of_positions_stay_fp32(name, policy):
     np.testing.assert_allclose(jax.jit(autocast(fn, policy))(POSITIONS), wanted, atol=4e-3 * float(abs(wanted).max()))
 
 
+@pytest.mark.parametrize("policy", ["bf16", "fp16"])
+@pytest.mark.parametrize("einsum", ["bi,bj->bij", "bi,bi->bi"])
+def test_products_without_a_contracted_dimension_are_fp32_also_of_narrow_operands(einsum, policy):
+    found = products(autocast(lambda x, w: jnp.einsum(einsum, x @ w, x @ w.T), policy), X, W)
+    assert found == 4 * ["bfloat16" if policy == "bf16" else "float16"] + 2 * ["float32"]
+
+
 def test_products_of_highest_precision_run_narrow_where_a_rule_asks_for_it():
     fn = lambda w, x: jnp.matmul(x, w, precision=("highest", "default"))  # noqa: E731
     assert products(autocast(fn), W, X) == ["float32"] * 2

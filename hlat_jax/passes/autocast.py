@@ -197,6 +197,8 @@ def _product_rule(eqn: Any) -> str:
         return "never"
     if eqn.primitive.name == "dot_general":
         ((dims, _), _), left = eqn.params["dimension_numbers"], eqn.invars[0].aval
+        if not dims:
+            return "never"
         if math.prod(left.shape[dim] for dim in dims) <= 1:
             return "infer"  # as the multiplication of elements that it is
     return "always"
