@@ -1,4 +1,4 @@
-"""Adds to the wheel the one file that pyproject.toml cannot name; `hlat_jax.eval.plugin` says what it is for."""
+"""Adds to the wheel the one file that pyproject.toml cannot name; `hlat_jax.evaluate.plugin` says what it is for."""
 
 import pathlib
 
@@ -6,7 +6,7 @@ from setuptools import setup
 from setuptools.command.build_py import build_py
 
 NAMED = 'any("lm_eval" in word or "lm-eval" in word for word in sys.orig_argv)'
-LINE = f'import sys; {NAMED} and __import__("hlat_jax.eval.plugin", fromlist=["install"]).install()\n'
+LINE = f'import sys; {NAMED} and __import__("hlat_jax.evaluate.plugin", fromlist=["install"]).install()\n'
 
 
 class BuildWithPlugin(build_py):

@@ -32,11 +32,12 @@ from hlat_jax.data.loader import TrainBatches
 from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.model import abstract_params, init_params
 from hlat_jax.optimizer import adamw, decay_mask, global_norm, learning_rate
+from hlat_jax.parallel.sharding import make_layout
 from hlat_jax.passes import scaling
 from hlat_jax.passes.autocast import autocast
 from hlat_jax.passes.jaxpr import equations
 from hlat_jax.precision import NEAREST, POLICIES, cast_tree
-from hlat_jax.sharding import make_layout
+from hlat_jax.resolve import resolve
 from hlat_jax.step import parts
 
 SPAN_STEPS = 20
@@ -168,12 +169,12 @@ def main() -> None:
     c = config_lib.load(args.config)
     c.precision.policy = "fp32"
     policies = args.policies.split(",")
-    print_trace(config_lib.resolve(c), policies, args.remats.split(",") if args.remats else [])
+    print_trace(resolve(c), policies, args.remats.split(",") if args.remats else [])
     if args.steps:
         c.model.num_layers = args.layers or c.model.num_layers
         c.data.seq_len = args.seq_len or c.data.seq_len
         c.optimizer.peak_lr = args.peak_lr or c.optimizer.peak_lr
-        print_curves(curves(config_lib.resolve(c), policies, args.steps))
+        print_curves(curves(resolve(c), policies, args.steps))
 
 
 if __name__ == "__main__":

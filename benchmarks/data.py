@@ -36,6 +36,7 @@ from hlat_jax import config as config_lib
 from hlat_jax.config import DataConfig
 from hlat_jax.data.loader import TrainBatches, batch_hash
 from hlat_jax.data.tokenizer import Tokenizer
+from hlat_jax.resolve import resolve
 
 ROWS, SEQ_LEN = 16, 2048
 
@@ -150,7 +151,7 @@ def waiting_share(name: str, steps: int, *, data: DataConfig | None = None, voca
     c.metrics.update(plot=False, console="off")
     c.checkpoint.every_steps = 0
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
-        train(config_lib.resolve(c), pathlib.Path(folder))
+        train(resolve(c), pathlib.Path(folder))
         rows = [json.loads(line) for line in (pathlib.Path(folder) / "metrics.jsonl").read_text().splitlines()][2:]
     return sum(row["data_wait_s"] for row in rows) / sum(row["step_s"] for row in rows)
 

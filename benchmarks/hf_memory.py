@@ -22,8 +22,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from hlat_jax import config as config_lib
-from hlat_jax.huggingface import config_json, exporting, names
-from hlat_jax.safetensors_file import Writer
+from hlat_jax.hf import exporting
+from hlat_jax.resolve import resolve
+from hlat_jax.weights import hf_config, hf_names
+from hlat_jax.weights.safetensors_file import Writer
 
 GB = 1e9
 
@@ -31,10 +33,10 @@ GB = 1e9
 def write_synthetic(folder: pathlib.Path, model: config_lib.ModelConfig) -> None:
     """Writes a checkpoint whose tensors hold what a generator gives, a tensor at a time."""
     folder.mkdir(parents=True)
-    content = config_json.config_json(model, dtype="bfloat16", bos_id=1, eos_id=2)
+    content = hf_config.config_json(model, dtype="bfloat16", bos_id=1, eos_id=2)
     (folder / "config.json").write_text(json.dumps(content))
     dtype = np.dtype(jnp.bfloat16)
-    tensors = {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in names.expected(model).items()}
+    tensors = {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in hf_names.expected(model).items()}
     shards = exporting.shards_of(tensors, exporting.SHARD_BYTES)
     rng = np.random.default_rng(0)
     for file, part in shards.items():
@@ -65,13 +67,13 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--folder", type=pathlib.Path, required=True, help="made, and removed at the end")
     args = parser.parse_args()
-    model = config_lib.resolve(config_lib.load("7b")).model
+    model = resolve(config_lib.load("7b")).model
     model = dataclasses.replace(model, num_layers=args.layers)
     source, ours, back = (args.folder / name for name in ("source", "ours", "back"))
     try:
         write_synthetic(source, model)
         size = sum(path.stat().st_size for path in source.iterdir())
-        shapes = [(args.layers if entry.stacked else 1, *entry.shape) for entry in names.table(model)]
+        shapes = [(args.layers if entry.stacked else 1, *entry.shape) for entry in hf_names.table(model)]
         largest = max(2 * int(np.prod(shape)) for shape in shapes)
         num_files = len(list(source.glob("*.safetensors")))
         print(f"{args.layers} layers of the 7B shapes, bf16: {size / GB:.2f} GB in {num_files} files")

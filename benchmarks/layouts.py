@@ -16,10 +16,11 @@ import json
 import pathlib
 
 from hlat_jax import config as config_lib
-from hlat_jax.config_checks import nearest
-from hlat_jax.flags import check_output
-from hlat_jax.planner.aot import partition
-from hlat_jax.planner.report import Site, make_plan
+from hlat_jax.config import nearest
+from hlat_jax.host.flags import check_output
+from hlat_jax.plan.aot import partition
+from hlat_jax.plan.report import Site, make_plan
+from hlat_jax.resolve import resolve
 
 TARGET, NODE_DEVICES, TOLERANCE = "trn1.32xlarge", 32, 0.15
 # name -> (config, devices, microbatches of one sequence: HLAT's load of a replica)
@@ -42,7 +43,7 @@ def case_config(name: str, num_devices: int, num_microbatches: int) -> config_li
     c.parallel.data = num_devices // (c.parallel.tensor * c.parallel.pipe)
     c.train.num_microbatches = num_microbatches
     c.data.batch_size = c.parallel.data * num_microbatches
-    return config_lib.resolve(c)
+    return resolve(c)
 
 
 def compiled(name: str) -> dict:
@@ -63,7 +64,7 @@ def scaling(name: str) -> list[tuple[int, float, float | None]]:
         c = config_lib.load(name)
         c.parallel.data = nodes * NODE_DEVICES // (c.parallel.tensor * c.parallel.pipe)
         c.train.num_microbatches = c.data.batch_size // c.parallel.data
-        plan = make_plan(config_lib.resolve(c), Site(TARGET, nodes))
+        plan = make_plan(resolve(c), Site(TARGET, nodes))
         rows.append((nodes, plan["projection"]["tokens_per_s_and_node"]))
     return [(n, rate / rows[0][1], paper[first] / paper[n] if n in paper else None) for n, rate in rows]
 

@@ -23,8 +23,9 @@ import numpy as np
 from hlat_jax import config as config_lib
 from hlat_jax.batch import concat_batch
 from hlat_jax.loop import train
-from hlat_jax.machine import fitting_layout
-from hlat_jax.sharding import shard_batch
+from hlat_jax.parallel.sharding import shard_batch
+from hlat_jax.resolve import resolve
+from hlat_jax.run.machine import fitting_layout
 from hlat_jax.step import init_state, make_train_step
 
 
@@ -62,7 +63,7 @@ def main() -> None:
     c.data.validation = ""
     c.metrics.plot = False
     c.metrics.console = "off"
-    config = config_lib.resolve(c)
+    config = resolve(c)
     layout = fitting_layout(config, jax.devices())
     step = make_train_step(config, layout)
     tokens = config.data.batch_size * config.data.seq_len

@@ -24,8 +24,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from hlat_jax.ops import attention, cross_entropy, table, tune
+from hlat_jax.ops import attention, cross_entropy, table
 from hlat_jax.ops.registry import OPS
+from hlat_jax.plan import tune
 
 VOCAB = 32_000
 LEAST_MEMORY_RATIO, MOST_TIME_RATIO, BEHIND = 4.0, 1.1, 1.05

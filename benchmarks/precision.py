@@ -18,6 +18,7 @@ import sys
 
 from hlat_jax import config as config_lib
 from hlat_jax.loop import train
+from hlat_jax.resolve import resolve
 
 POLICIES = ("fp32", "mixed", "bf16_sr", "bf16")
 
@@ -35,7 +36,7 @@ def rows_of(config_name: str, policy: str, *, seed: int, tokens: int, workdir: p
     c.checkpoint.keep_last = 1
     folder = workdir / f"{policy}-{seed}"
     with contextlib.redirect_stdout(sys.stderr):
-        train(config_lib.resolve(c), folder)
+        train(resolve(c), folder)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     if rows[-1]["step"] < num_steps:
         sys.exit(f"{folder} was stopped at step {rows[-1]['step']} of {num_steps}; the same command goes on.")

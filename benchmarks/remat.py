@@ -6,7 +6,7 @@
 Both compile and run nothing: bytes are XLA's own accounting, FLOPs those of the products that the program executes,
 counted in its trace. On CPU the first flag below makes XLA order the program for memory, as it does on accelerators,
 and the second saves time; what XLA allocates on an accelerator may differ. A program that several goals tried was
-compiled once, and its seconds count for each of them. That gradients stay equal is in tests/test_passes_remat.py.
+compiled once, and its seconds count for each of them. That gradients stay equal is in tests/passes/test_remat.py.
 """
 
 import argparse
@@ -23,10 +23,11 @@ import jax.numpy as jnp
 
 from hlat_jax import config as config_lib
 from hlat_jax import stack
-from hlat_jax.degrees import layout_over
+from hlat_jax.byte_sizes import spoken
+from hlat_jax.parallel.degrees import layout_over
 from hlat_jax.passes import remat
 from hlat_jax.passes.products import live_jaxpr, total_flops
-from hlat_jax.sizes import spoken
+from hlat_jax.resolve import resolve
 from hlat_jax.step import traced_step
 
 STOCK = (
@@ -179,7 +180,7 @@ def main():
         return
     mutable = config_lib.load(args.config)
     mutable.model.attention = args.attention
-    goals(config_lib.resolve(mutable), [float(share) / 100 for share in args.shares.split(",")])
+    goals(resolve(mutable), [float(share) / 100 for share in args.shares.split(",")])
 
 
 if __name__ == "__main__":

@@ -132,7 +132,8 @@ def our_step(size: dict, overrides: str):
 
     from hlat_jax import config as config_lib
     from hlat_jax.batch import concat_batch
-    from hlat_jax.sharding import make_layout, shard_batch
+    from hlat_jax.parallel.sharding import make_layout, shard_batch
+    from hlat_jax.resolve import resolve
     from hlat_jax.step import init_state, make_train_step
 
     mutable = config_lib.default()
@@ -143,7 +144,7 @@ def our_step(size: dict, overrides: str):
         path, value = override.split("=")
         section, key = path.split(".")
         mutable[section][key] = type(mutable[section][key])(value)
-    config = config_lib.resolve(mutable)
+    config = resolve(mutable)
     layout = make_layout(config.parallel, jax.devices()[:1])
     step = make_train_step(config, layout)
 

@@ -9,6 +9,6 @@ __version__ = "0.1.0"
 # by itself or as in -umhlat_jax.COMMAND, and the command's own words follow it.
 _words = sys.orig_argv[-len(sys.argv) :] if sys.argv[:1] == ["-m"] else []
 if any((word.partition("m")[2] if word.startswith("-") else word).startswith(f"{__name__}.") for word in _words[:1]):
-    from hlat_jax import process
+    from hlat_jax.host import process
 
     process.exit_on_interrupt()

@@ -12,7 +12,8 @@ import importlib.util
 import pathlib
 from typing import Any
 
-from hlat_jax.config_checks import check_choice, check_model, check_parallel, check_run_name, check_training, nearest
+from hlat_jax.config import check_choice, nearest
+from hlat_jax.resolve import check_model, check_parallel, check_run_name, check_training
 
 
 def _key(default: Any, doc: str, *, choices: tuple = ()) -> Any:

@@ -8,8 +8,7 @@ from __future__ import annotations
 import dataclasses
 import os
 
-from hlat_jax.config import ModelConfig
-from hlat_jax.config_checks import nearest
+from hlat_jax.config import ModelConfig, nearest
 
 GIB = 2**30
 

@@ -35,29 +35,32 @@ from typing import Any
 import jax
 import numpy as np
 
-from hlat_jax import budget, cost, distributed, durable, summary
-from hlat_jax.agreement import Agreed, Agreement, only_job, require_same_settings
+from hlat_jax import cost
 from hlat_jax.batch import Batch
-from hlat_jax.checkpoint import Checkpointer, not_finite
-from hlat_jax.compilation import Compilations, compiled_sampler, compiled_step
 from hlat_jax.config import Config
 from hlat_jax.data import positions
 from hlat_jax.data.held_out import HeldOut, open_held_out
 from hlat_jax.data.loader import TrainBatches
 from hlat_jax.data.tokenizer import Tokenizer
-from hlat_jax.eval.in_training import TasksInTraining, open_tasks
-from hlat_jax.eval.validation import Validation
-from hlat_jax.generator import Programs, sample_text
-from hlat_jax.huggingface.background import Exporter
-from hlat_jax.machine import fitting_layout
-from hlat_jax.metrics import MetricsLog, SilentLog
+from hlat_jax.evaluate.in_training import TasksInTraining, open_tasks
+from hlat_jax.generate.generator import Programs, sample_text
+from hlat_jax.hf.background import Exporter
+from hlat_jax.host import distributed
+from hlat_jax.host.process import INDEX_FOLDER, StopSignals, closing_quietly
 from hlat_jax.optimizer import learning_rate
-from hlat_jax.process import INDEX_FOLDER, StopSignals, closing_quietly
+from hlat_jax.parallel.sharding import Layout, gather_rows, process_rows, shard_batch
 from hlat_jax.program import StepMetrics
-from hlat_jax.settings import refuse_drift, settings_of, write_settings
-from hlat_jax.sharding import Layout, gather_rows, process_rows, shard_batch
-from hlat_jax.starting_weights import begin, open_start
+from hlat_jax.run import budget, summary
+from hlat_jax.run.compilation import Compilations, compiled_sampler, compiled_step
+from hlat_jax.run.init_from import begin, open_start
+from hlat_jax.run.machine import fitting_layout
+from hlat_jax.run.settings import refuse_drift, settings_of, write_settings
+from hlat_jax.run.step_sync import Agreed, Agreement, only_job, require_same_settings
+from hlat_jax.run.validation import Validation
 from hlat_jax.step import abstract_state, init_arguments, make_norms, state_bytes
+from hlat_jax.store import atomic_files
+from hlat_jax.store.checkpoint import Checkpointer, not_finite
+from hlat_jax.store.metrics import MetricsLog, SilentLog
 
 
 @dataclasses.dataclass
@@ -395,7 +398,7 @@ def _stop_nonfinite(run: Run, row: dict[str, Any], pending: Pending) -> None:
         "data_position_before_that_batch": _whole_position(run, pending.position).tolist(),
     }
     if distributed.is_first():
-        durable.write_json(evidence, record)
+        atomic_files.write_json(evidence, record)
     distributed.barrier()  # the evidence is there before any process ends the others
     look = "Look at that batch, raise train.max_nonfinite_steps"
     if not math.isfinite(row["param_norm"]):

@@ -26,9 +26,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from hlat_jax import stack
-from hlat_jax.collectives import ALONE, Shards
 from hlat_jax.config import ModelConfig
-from hlat_jax.config_checks import check_model
 from hlat_jax.ops import attention as attention_op
 from hlat_jax.ops import cross_entropy as cross_entropy_op
 from hlat_jax.ops.embedding import lookup
@@ -37,6 +35,8 @@ from hlat_jax.ops.norm import rms_norm
 from hlat_jax.ops.registry import OPS
 from hlat_jax.ops.rope import Llama3Scaling, apply_rope, rope_frequencies, rope_tables
 from hlat_jax.ops.swiglu import swiglu
+from hlat_jax.parallel.collectives import ALONE, Shards
+from hlat_jax.resolve import check_model
 
 KeysValues = tuple[jax.Array, jax.Array]
 

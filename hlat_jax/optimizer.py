@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import optax
 
 from hlat_jax.config import OptimizerConfig
+from hlat_jax.parallel.replica_sync import Spread
 from hlat_jax.precision import NEAREST, Policy
-from hlat_jax.spread import Spread
 
 _NORM_BLOCK = 1 << 20  # elements: 4 MiB of fp32
 

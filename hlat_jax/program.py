@@ -16,19 +16,19 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from hlat_jax import overlap
 from hlat_jax.batch import SumAndCount, microbatches
 from hlat_jax.ops.registry import OPS
 from hlat_jax.optimizer import global_norm, masked
+from hlat_jax.parallel import xla_options
+from hlat_jax.parallel.replica_sync import Spread
+from hlat_jax.parallel.sharding import ROWS
+from hlat_jax.parallel.zero import check_params, spread_over
 from hlat_jax.passes import remat, scaling
 from hlat_jax.passes.autocast import autocast, is_fp16
 from hlat_jax.passes.remat import Plan
 from hlat_jax.precision import NEAREST, Accumulation, Policy, Rounding, cast_tree
 from hlat_jax.program_options import BesideLoss, ProgramOptions, averaged_aux, checked_loss
 from hlat_jax.report import Report, report
-from hlat_jax.sharding import ROWS
-from hlat_jax.spread import Spread
-from hlat_jax.zero import check_params, spread_over
 
 State = dict[str, Any]
 LossFn = Callable[[Any, Any], jax.Array | SumAndCount | tuple[jax.Array | SumAndCount, Any]]
@@ -170,7 +170,7 @@ def training_program(
     if options.spread is not None:
         shardings = options.spread.state_shardings(jax.eval_shape(made, params))
         compiled["out_shardings"] = shardings, None
-        compiled["compiler_options"] = overlap.compiler_options(options.spread.layout) or None
+        compiled["compiler_options"] = xla_options.compiler_options(options.spread.layout) or None
         if options.spread.layout.mesh.size == 1:
             options = dataclasses.replace(options, spread=None)
 

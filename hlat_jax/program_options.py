@@ -13,16 +13,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from hlat_jax.batch import SumAndCount
-from hlat_jax.config_checks import nearest
+from hlat_jax.byte_sizes import parse_bytes
+from hlat_jax.config import nearest
 from hlat_jax.ops.dialect import Choice
 from hlat_jax.ops.registry import OPS
+from hlat_jax.parallel.replica_sync import Spread
+from hlat_jax.parallel.zero import check_stage
 from hlat_jax.passes import remat
 from hlat_jax.passes.autocast import POLICIES as CASTS
 from hlat_jax.passes.autocast import CastPolicy
 from hlat_jax.precision import Policy
-from hlat_jax.sizes import parse_bytes
-from hlat_jax.spread import Spread
-from hlat_jax.zero import check_stage
 
 
 @dataclasses.dataclass(frozen=True)

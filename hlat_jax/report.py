@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from hlat_jax.ops.dialect import Choice
+from hlat_jax.parallel.sharding import Layout
 from hlat_jax.passes.jaxpr import equations
+from hlat_jax.passes.liveness import temporaries
 from hlat_jax.passes.products import PRODUCTS, live_jaxpr
 from hlat_jax.passes.remat import Plan
-from hlat_jax.planner.collectives import Collective, collectives
-from hlat_jax.planner.liveness import temporaries
-from hlat_jax.sharding import Layout
+from hlat_jax.plan.collectives import Collective, collectives
 
 if TYPE_CHECKING:
     from hlat_jax.program import TrainingProgram

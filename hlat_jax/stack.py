@@ -12,8 +12,8 @@ from typing import Any
 import jax
 from jax.ad_checkpoint import checkpoint_policies
 
-from hlat_jax.config_checks import REMAT_BUDGET
-from hlat_jax.neuron.lowering import elide_idle_roundings
+from hlat_jax.config import REMAT_BUDGET
+from hlat_jax.host.neuron_lowering import elide_idle_roundings
 from hlat_jax.passes import naming
 
 # HLAT recomputes core attention and the SwiGLU product and keeps every linear's input and RoPE's results; the names

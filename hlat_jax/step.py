@@ -13,18 +13,18 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from hlat_jax.batch import Batch, SumAndCount, abstract_batch
-from hlat_jax.choices import choices, chosen_model
-from hlat_jax.collectives import shards, summed
 from hlat_jax.config import Config
 from hlat_jax.model import Decoder, abstract_params, bind, init_params, param_axes
+from hlat_jax.ops.choices import choices, chosen_model
 from hlat_jax.ops.cross_entropy import LossOptions, cross_entropy
 from hlat_jax.optimizer import adamw, decay_mask, global_norm
+from hlat_jax.parallel.collectives import shards, summed
+from hlat_jax.parallel.pipeline import Parts, pipelined, pipelined_loss
+from hlat_jax.parallel.replica_sync import Spread
+from hlat_jax.parallel.sharding import Layout
 from hlat_jax.passes.autocast import autocast
-from hlat_jax.pipeline import Parts, pipelined, pipelined_loss
 from hlat_jax.precision import POLICIES, cast_tree, policy_on
 from hlat_jax.program import ProgramOptions, State, TrainingProgram, training_program
-from hlat_jax.sharding import Layout
-from hlat_jax.spread import Spread
 
 
 def make_program(config: Config, layout: Layout) -> TrainingProgram:
@@ -75,7 +75,7 @@ def make_eval_step(config: Config, layout: Layout) -> Callable[..., Any]:
 def parts(config: Config, layout: Layout, *, z_loss_weight: float) -> Parts:
     """Returns (params, batch) -> sum of the losses of the counted targets and their number, fp32 scalars, in its parts.
 
-    Over a mesh they are the parts of one device, to be run in the region of `spread.Spread`.
+    Over a mesh they are the parts of one device, to be run in the region of `replica_sync.Spread`.
     """
     compute = POLICIES[config.precision.policy].compute
     model = chosen_model(config, layout)

@@ -15,22 +15,24 @@ from absl import flags, logging
 
 from hlat_jax import config as config_lib
 from hlat_jax import cost
-from hlat_jax import flags as flags_lib
-from hlat_jax.neuron import env, topology
-from hlat_jax.process import leave_out_echoes_of_failed_saves
+from hlat_jax.host import flags as flags_lib
+from hlat_jax.host import neuron_env, neuron_topology
+from hlat_jax.host.process import leave_out_echoes_of_failed_saves
+from hlat_jax.resolve import resolve
 
 
 def main(argv: Sequence[str]) -> int:
     """Trains as the command line says; returns the exit code."""
     mutable, values = flags_lib.parse(argv, _define)
-    config = config_lib.resolve(mutable)
+    config = resolve(mutable)
     if values.print_config:
         print(json.dumps(config.to_dict(), indent=2))
         print(describe(config))
         return 0
     logging.set_verbosity(logging.ERROR)  # libraries tell of profilers and file formats; our own words are printed
     _set_environment(config, values)
-    from hlat_jax import distributed, loop  # imports JAX, which must see the environment as it is now
+    from hlat_jax import loop  # imports JAX, which must see the environment as it is now
+    from hlat_jax.host import distributed
 
     leave_out_echoes_of_failed_saves()
     timeouts = {"join_timeout_s": values.join_timeout_s, "peer_timeout_s": values.peer_timeout_s}
@@ -46,23 +48,23 @@ def main(argv: Sequence[str]) -> int:
 def _set_environment(config: config_lib.Config, values: flags.FlagValues) -> None:
     """Sets what Neuron's software reads, where this process is to train on its devices; elsewhere nothing."""
     platforms = os.environ.get("JAX_PLATFORMS", "")
-    instance = topology.instance_to_serve(values.instance, platforms, machine=topology.Machine())
+    instance = neuron_topology.instance_to_serve(values.instance, platforms, machine=neuron_topology.Machine())
     if not instance:
         return
     nodes, rank = values.num_processes or 1, values.process_id or 0
     host, _, port = values.coordinator.rpartition(":")
-    place = topology.Topology(
+    place = neuron_topology.Topology(
         instance,
         nodes=nodes,
         rank=rank,
         coordinator=host,
-        port=int(port) if port.isdecimal() else topology.JAX_PORT,
-        lnc=topology.lnc_of(os.environ),
+        port=int(port) if port.isdecimal() else neuron_topology.JAX_PORT,
+        lnc=neuron_topology.lnc_of(os.environ),
         cores=values.cores,
-        launcher=topology.launcher(os.environ),
+        launcher=neuron_topology.launcher(os.environ),
     )
-    found = env.environment(config.precision, config.parallel, place, current=os.environ)
-    env.apply(os.environ, found)
+    found = neuron_env.environment(config.precision, config.parallel, place, current=os.environ)
+    neuron_env.apply(os.environ, found)
     if rank == 0:
         print("\n".join((f"environment      for {nodes} x {instance}", *found.notes)))
 

@@ -14,7 +14,8 @@ import pytest
 
 from hlat_jax import config as config_lib
 from hlat_jax.batch import concat_batch
-from hlat_jax.sharding import make_layout
+from hlat_jax.parallel.sharding import make_layout
+from hlat_jax.resolve import resolve
 
 
 @pytest.fixture
@@ -56,7 +57,7 @@ def make_batch():
 
 def _command_runner(command, monkeypatch, capsys):
     def run(*words):
-        from hlat_jax import flags
+        from hlat_jax.host import flags
 
         monkeypatch.setattr("sys.argv", ["hlat_jax", *map(str, words)])
         capsys.readouterr()
@@ -81,14 +82,14 @@ def trained_run(tmp_path_factory):
     one = jax.devices()[:1]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop.jax, "devices", lambda *_: one)
-        assert loop.train(config_lib.resolve(c), folder / "run") == 0
+        assert loop.train(resolve(c), folder / "run") == 0
     return folder / "run"
 
 
 @pytest.fixture
 def generate_here(monkeypatch, capsys):
     """A function of the words of a generation that runs it in this process: (exit code, stdout, stderr)."""
-    from hlat_jax import generate
+    from hlat_jax.generate import __main__ as generate
 
     return _command_runner(generate.main, monkeypatch, capsys)
 
@@ -96,7 +97,7 @@ def generate_here(monkeypatch, capsys):
 @pytest.fixture
 def evaluate_here(monkeypatch, capsys):
     """A function of the words of an evaluation that runs it in this process: (exit code, stdout, stderr)."""
-    from hlat_jax import evaluate
+    from hlat_jax.evaluate import __main__ as evaluate
 
     return _command_runner(evaluate.main, monkeypatch, capsys)
 

@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 from absl import flags, logging
 
-from hlat_jax import config as config_lib
-from hlat_jax import flags as flags_lib
-from hlat_jax import process
-from hlat_jax.config_checks import nearest
+from hlat_jax.config import nearest
+from hlat_jax.host import flags as flags_lib
+from hlat_jax.host import process
+from hlat_jax.resolve import resolve
 
 USAGE = """Usage: python -m hlat_jax.data VERB ...
 
@@ -109,8 +109,8 @@ def _build(argv: Sequence[str]) -> int:
     flags.DEFINE_integer("workers", 0, "Cores to use; 0: all of them.", 0, flag_values=values)
     _define_reading(values)
     words = _parse(argv, values, usage=_BUILD)
-    from hlat_jax.data import build  # these bring the readers along, which --help does not need
-    from hlat_jax.data.build_task import Options
+    from hlat_jax.data.build import build  # these bring the readers along, which --help does not need
+    from hlat_jax.data.build.build_task import Options
 
     options = Options(
         text_field=values.text_field,
@@ -136,8 +136,8 @@ def _tokenizer(argv: Sequence[str]) -> int:
     flags.DEFINE_integer("sample_mb", 100, "Text to train on at most, in 10**6 bytes.", 1, flag_values=values)
     _define_reading(values)
     words = _parse(argv, values, usage=_TOKENIZER)
-    from hlat_jax.data import tokenizer_training
-    from hlat_jax.data.progress import Progress, Told
+    from hlat_jax.data.build import tokenizer_training
+    from hlat_jax.data.build.progress import Progress, Told
 
     options = tokenizer_training.TrainingOptions(
         vocab_size=values.vocab_size,
@@ -159,9 +159,9 @@ def _stats(argv: Sequence[str]) -> int:
         )
 
     mutable, values = flags_lib.parse(argv, define)
-    config = config_lib.resolve(mutable)
-    from hlat_jax.data import stats
-    from hlat_jax.data.progress import Progress, Told
+    config = resolve(mutable)
+    from hlat_jax.data.build import stats
+    from hlat_jax.data.build.progress import Progress, Told
 
     told = Told()
     with Progress(told, stream=sys.stderr):
@@ -171,7 +171,7 @@ def _stats(argv: Sequence[str]) -> int:
 
 
 def _peek(argv: Sequence[str]) -> int:
-    from hlat_jax.data import peek
+    from hlat_jax.data.build import peek
 
     return peek.main(argv)
 

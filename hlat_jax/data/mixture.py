@@ -24,7 +24,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hlat_jax.config_checks import nearest
+from hlat_jax.config import nearest
 
 UNNAMED = "all"
 

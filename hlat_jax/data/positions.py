@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from hlat_jax.data.streams import NUM_FIELDS, Definition, identity
-from hlat_jax.durable import write_whole
+from hlat_jax.store.atomic_files import write_whole
 
 FOLDER = "positions"
 _CHECKPOINTS = "checkpoints"

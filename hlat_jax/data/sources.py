@@ -16,16 +16,16 @@ from typing import Any
 
 import numpy as np
 
-from hlat_jax.data import records
-from hlat_jax.data.array_record import ArrayRecordDocuments
-from hlat_jax.data.arrow_ipc import arrow_documents
-from hlat_jax.data.built import BuiltTokens, manifest_fingerprint, open_built
-from hlat_jax.data.columns import ColumnCache, parquet_documents
-from hlat_jax.data.files import DataFile, Snapshot, fingerprint
-from hlat_jax.data.jsonl import JsonlDocuments
-from hlat_jax.data.paths import asset_path, file_format, find_files, resolve_files
-from hlat_jax.data.records import BadRecord
-from hlat_jax.data.streaming import iter_documents
+from hlat_jax.data.formats import records
+from hlat_jax.data.formats.array_record import ArrayRecordDocuments
+from hlat_jax.data.formats.arrow_ipc import arrow_documents
+from hlat_jax.data.formats.built import BuiltTokens, manifest_fingerprint, open_built
+from hlat_jax.data.formats.columns import ColumnCache, parquet_documents
+from hlat_jax.data.formats.files import DataFile, Snapshot, fingerprint
+from hlat_jax.data.formats.jsonl import JsonlDocuments
+from hlat_jax.data.formats.paths import asset_path, file_format, find_files, resolve_files
+from hlat_jax.data.formats.records import BadRecord
+from hlat_jax.data.formats.streaming import iter_documents
 
 __all__ = [
     "BadRecord",

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from hlat_jax import durable
+from hlat_jax.store import atomic_files
 
 # Files beside it that name EOS, in the order in which they are asked.
 _NAMING = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "config.json")
@@ -82,7 +82,7 @@ class JsonModel:
 
 def _object(path: pathlib.Path) -> dict[str, Any]:
     try:
-        return durable.read_json(path)
+        return atomic_files.read_json(path)
     except (OSError, ValueError):
         return {}
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import importlib
 from collections.abc import Sequence
 
-from hlat_jax import flags as flags_lib
-from hlat_jax.config_checks import nearest
+from hlat_jax.config import nearest
+from hlat_jax.host import flags as flags_lib
 
 # verb -> (module with a `main`, what it does)
 VERBS = {

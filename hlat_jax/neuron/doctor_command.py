@@ -15,9 +15,10 @@ from typing import Any
 from absl import flags, logging
 
 from hlat_jax import config as config_lib
-from hlat_jax import flags as flags_lib
-from hlat_jax.neuron import env, topology
+from hlat_jax.host import flags as flags_lib
+from hlat_jax.host import neuron_env, neuron_topology
 from hlat_jax.neuron.probes import FAILED, NOT_HERE, PASSED
+from hlat_jax.resolve import resolve
 
 _TRIVIAL = "NEURON_RUN_TRIVIAL_COMPUTATION_ON_CPU"
 
@@ -26,10 +27,10 @@ def main(argv: Sequence[str]) -> int:
     """Makes every check and prints it, then how many passed; returns the exit code: 1 where one failed, else 0."""
     has_config = any(word.split("=")[0] in ("--config", "--help", "-h") for word in argv)
     mutable, values = flags_lib.parse(argv if has_config else ["--config=tiny", *argv], _define)
-    config = config_lib.resolve(mutable)
+    config = resolve(mutable)
     if values.json:
         flags_lib.check_output("--json", values.json)
-    place = _prepared(config, values, os.environ, machine=topology.Machine())
+    place = _prepared(config, values, os.environ, machine=neuron_topology.Machine())
     logging.set_verbosity(logging.ERROR)
     from hlat_jax.neuron import doctor  # imports JAX, which must see the environment as it is now
 
@@ -54,22 +55,24 @@ def _prepared(
     values: flags.FlagValues,
     environ: MutableMapping[str, str],
     *,
-    machine: topology.Machine,
+    machine: neuron_topology.Machine,
 ) -> dict[str, Any]:
     """Sets what a run of the config would have on this one machine; returns the fields of a `doctor.Place`."""
     place = {"instance": "", "num_devices": 0}
-    place["instance"] = topology.instance_to_serve(values.instance, environ.get("JAX_PLATFORMS", ""), machine=machine)
+    place["instance"] = neuron_topology.instance_to_serve(
+        values.instance, environ.get("JAX_PLATFORMS", ""), machine=machine
+    )
     if values.cores and not place["instance"]:
         raise ValueError(f"--cores={values.cores}: this machine has no Neuron devices; leave it out.")
     if place["instance"]:
-        wanted = topology.Topology(place["instance"], lnc=topology.lnc_of(environ), cores=values.cores)
-        found = env.environment(config.precision, config.parallel, wanted, current=environ)
-        env.apply(environ, found)
+        wanted = neuron_topology.Topology(place["instance"], lnc=neuron_topology.lnc_of(environ), cores=values.cores)
+        found = neuron_env.environment(config.precision, config.parallel, wanted, current=environ)
+        neuron_env.apply(environ, found)
         for note in found.notes:
             print(note)
         # else every check on one device would be made by the host's CPU, and say nothing about the device
         environ.pop(_TRIVIAL, None)
-        place["num_devices"] = topology.checked(wanted).devices_per_node
+        place["num_devices"] = neuron_topology.checked(wanted).devices_per_node
     place["cache"] = pathlib.Path(environ.get("JAX_COMPILATION_CACHE_DIR") or tempfile.gettempdir())
     return place
 

@@ -23,8 +23,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from hlat_jax.config import ParallelConfig
+from hlat_jax.parallel.sharding import TENSOR, Layout, make_layout
 from hlat_jax.precision import Rounding
-from hlat_jax.sharding import TENSOR, Layout, make_layout
 
 _NUM_DRAWN = 1 << 20
 _BLOCK_BYTES = 1 << 28

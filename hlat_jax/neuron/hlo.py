@@ -16,9 +16,10 @@ import sys
 import tempfile
 from typing import Any
 
-from hlat_jax.config import Config, resolve
+from hlat_jax.config import Config
 from hlat_jax.neuron import hlo_proto
-from hlat_jax.planner.aot import fewer_replicas
+from hlat_jax.plan.aot import fewer_replicas
+from hlat_jax.resolve import resolve
 
 _AFTER = "*after_spmd-partitioning*.pb"
 
@@ -45,7 +46,7 @@ def of_one_device(name: str, config: Config, num_devices: int, *, max_devices: i
 
     small, count = fewer_replicas(config, num_devices, max_devices=max_devices)
     if count == 1:  # of which XLA partitions nothing
-        from hlat_jax.compilation import traced_programs
+        from hlat_jax.run.compilation import traced_programs
 
         layout = layout_for_neuron(small, count)
         return whole(traced_programs(small, layout)[name]().lower(lowering_platforms=("neuron",))), layout.degrees
@@ -72,8 +73,8 @@ def partition(name: str, config: Config, num_devices: int) -> None:
     import numpy as np
     from jax.extend import backend
 
-    from hlat_jax.compilation import traced_programs
     from hlat_jax.neuron.programs import layout_for_neuron
+    from hlat_jax.run.compilation import traced_programs
 
     layout = layout_for_neuron(config, num_devices)
     lowered = traced_programs(config, layout)[name]().lower(lowering_platforms=("neuron",))

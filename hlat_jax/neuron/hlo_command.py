@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from hlat_jax import config as config_lib
-from hlat_jax import flags as flags_lib
-from hlat_jax.neuron.compiler_flags import compiler_flags
-from hlat_jax.neuron.topology import Topology
+from hlat_jax.host import flags as flags_lib
+from hlat_jax.host.neuron_compiler_flags import compiler_flags
+from hlat_jax.host.neuron_topology import Topology
+from hlat_jax.resolve import resolve
 
 _INSTANCES = {"trn1": ("trn1.32xlarge", 1), "trn2": ("trn2.48xlarge", 2)}  # and its LNC
 _OF_THE_PLUGIN = ("--cache_dir", "--retry_failed_compilation")  # of what calls the compiler inside of JAX
@@ -36,13 +36,13 @@ done
 def main(argv: Sequence[str]) -> int:
     """Writes the modules of a config's programs and the script that compiles them; returns 0."""
     mutable, values = flags_lib.parse(argv, _define)
-    config = config_lib.resolve(mutable)
+    config = resolve(mutable)
     if not values.out:
         raise ValueError("--out=DIR is missing: the folder for the modules and compile.sh.")
     folder = _made(values.out)
     os.environ["JAX_PLATFORMS"] = "cpu"  # nothing is asked of an accelerator, also where there is one
-    from hlat_jax.compilation import named_programs, traced_programs
     from hlat_jax.neuron import hlo, hlo_proto, programs
+    from hlat_jax.run.compilation import named_programs, traced_programs
 
     count = values.devices or programs.num_devices(config)
     traced = traced_programs(config, programs.layout_for_neuron(config, count))

@@ -12,8 +12,8 @@ from typing import Any
 
 from absl import flags
 
-from hlat_jax import config as config_lib
-from hlat_jax import flags as flags_lib
+from hlat_jax.host import flags as flags_lib
+from hlat_jax.resolve import resolve
 
 _NAMES = ("train", "eval", "init", "norms", "prefill", "decode", "generate")
 
@@ -21,12 +21,12 @@ _NAMES = ("train", "eval", "init", "norms", "prefill", "decode", "generate")
 def main(argv: Sequence[str]) -> int:
     """Prints the findings of a config's programs; returns the exit code: 1 where there is an error, else 0."""
     mutable, values = flags_lib.parse(argv, _define)
-    config = config_lib.resolve(mutable)
+    config = resolve(mutable)
     if values.json:
         flags_lib.check_output("--json", values.json)
     os.environ["JAX_PLATFORMS"] = "cpu"  # nothing is asked of an accelerator, also where there is one
-    from hlat_jax.compilation import named_programs, traced_programs
     from hlat_jax.neuron import programs
+    from hlat_jax.run.compilation import named_programs, traced_programs
 
     operators = _operators(values.operators)
     count = values.devices or programs.num_devices(config)

@@ -12,10 +12,10 @@ from hlat_jax import cost
 from hlat_jax.config import Config
 from hlat_jax.neuron import lint
 from hlat_jax.neuron.rules import RULES
+from hlat_jax.parallel.sharding import MESH_AXES, Layout
+from hlat_jax.parallel.virtual_devices import planned_layout
 from hlat_jax.passes.products import live_jaxpr
-from hlat_jax.planner.memory import device_bytes
-from hlat_jax.planner.trace import planned_layout
-from hlat_jax.sharding import MESH_AXES, Layout
+from hlat_jax.plan.memory import device_bytes
 from hlat_jax.step import step_arguments
 
 # Warnings that stand in shipped configs, by (program, rule), each with the reason why it may.

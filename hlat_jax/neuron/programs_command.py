@@ -11,22 +11,22 @@ from typing import Any
 
 from absl import flags
 
-from hlat_jax import config as config_lib
 from hlat_jax import cost
-from hlat_jax import flags as flags_lib
-from hlat_jax.neuron.topology import CACHE
+from hlat_jax.host import flags as flags_lib
+from hlat_jax.host.neuron_topology import CACHE
+from hlat_jax.resolve import resolve
 
 
 def main(argv: Sequence[str]) -> int:
     """Prints the programs of a config and how they differ from those that a run folder records; returns 0."""
     mutable, values = flags_lib.parse(argv, _define)
-    config = config_lib.resolve(mutable)
+    config = resolve(mutable)
     if values.json:
         flags_lib.check_output("--json", values.json)
     os.environ["JAX_PLATFORMS"] = "cpu"  # nothing is asked of an accelerator, also where there is one
-    from hlat_jax.compilation import RECORD_FILE, programs_of_run, recorded, surroundings
     from hlat_jax.neuron import changes, programs
-    from hlat_jax.planner.trace import planned_layout
+    from hlat_jax.parallel.virtual_devices import planned_layout
+    from hlat_jax.run.compilation import RECORD_FILE, programs_of_run, recorded, surroundings
 
     count = values.devices or programs.num_devices(config)
     layout = planned_layout(config, count, platform=values.platform)

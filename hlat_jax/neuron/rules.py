@@ -148,7 +148,7 @@ RULES: dict[str, Rule] = {
         "warning",
         "`reduce_precision` to the operand's own bits",
         "not supported; remat policies that save values emit it, and it does nothing",
-        "hlat_jax.neuron.lowering.elide_idle_roundings() before the step is lowered",
+        "hlat_jax.host.neuron_lowering.elide_idle_roundings() before the step is lowered",
         _ISSUES,
     ),
     "CB01": Rule(

@@ -19,10 +19,11 @@ from hlat_jax.config import Config, PrecisionConfig
 from hlat_jax.data.held_out import open_held_out
 from hlat_jax.data.loader import TrainBatches
 from hlat_jax.data.tokenizer import Tokenizer
-from hlat_jax.degrees import layout_over, passes
-from hlat_jax.eval.validation import Validation
 from hlat_jax.optimizer import learning_rate
-from hlat_jax.sharding import shard_batch
+from hlat_jax.parallel.degrees import layout_over, passes
+from hlat_jax.parallel.sharding import shard_batch
+from hlat_jax.resolve import resolve
+from hlat_jax.run.validation import Validation
 from hlat_jax.step import init_state, make_eval_step, make_train_step
 
 NUM_STEPS = 160
@@ -58,7 +59,7 @@ def short_config(precision: PrecisionConfig) -> Config:
     mutable.precision.stochastic_rounding = precision.stochastic_rounding
     mutable.train.num_steps = NUM_STEPS
     mutable.optimizer.horizon_steps = NUM_STEPS
-    return config_lib.resolve(mutable)
+    return resolve(mutable)
 
 
 def train(config: Config, devices: Sequence[Any]) -> Trained:

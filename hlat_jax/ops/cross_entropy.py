@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from hlat_jax.batch import SumAndCount
-from hlat_jax.collectives import ALONE, Shards, copied, position
 from hlat_jax.ops.dialect import Implementation, Op
+from hlat_jax.parallel.collectives import ALONE, Shards, copied, position
 from hlat_jax.passes import scaling
 
 # Most positions of every row whose logits exist at one time under "chunked", and fewest where rows are long.

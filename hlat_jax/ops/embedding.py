@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from hlat_jax.collectives import Shards, position, summed
+from hlat_jax.parallel.collectives import Shards, position, summed
 
 
 def lookup(table_VD: jax.Array, tokens_BT: jax.Array, *, shards: Shards) -> jax.Array:

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name, checkpoint_policies
 from jax.extend.core import Literal
 
-from hlat_jax.neuron.lowering import elide_idle_roundings
+from hlat_jax.host.neuron_lowering import elide_idle_roundings
 from hlat_jax.passes.jaxpr import CHECKPOINT, PLAIN_CALLS, called, equations, function_name, place_of, rebind, vjp_of
 
 # The same elements as their operand, or too cheap to be worth keeping beside it.

@@ -21,13 +21,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from hlat_jax.byte_sizes import parse_bytes, spoken
 from hlat_jax.passes import naming, selection
 from hlat_jax.passes.jaxpr import function_name, tracing
 from hlat_jax.passes.naming import Choice
 from hlat_jax.passes.narrowing import Trials, narrowed
 from hlat_jax.passes.products import live_jaxpr
 from hlat_jax.passes.recompute import Rates, recompute_graph
-from hlat_jax.sizes import parse_bytes, spoken
 
 
 def temporaries(traced: Any) -> int:

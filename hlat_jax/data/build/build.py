@@ -1,0 +1,353 @@
+"""`python -m hlat_jax.data build`: text of any format to one folder of ArrayRecord shards with a manifest.
+
+Owns the plan of a build, its processes, what a second run makes of a first one's remains, and the manifest. The same
+inputs and options give the same shards, whatever the number of workers and however often the build was killed: inputs
+are grouped by their sizes into tasks, shards are cut by their text, and manifest.json, written last, makes them a
+dataset. Until then everything lies in the hidden folder DIR/.building. What a task does is build_task.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import fcntl
+import hashlib
+import json
+import multiprocessing
+import os
+import pathlib
+import shutil
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TextIO
+
+from hlat_jax.data.build import build_task, inputs, shards
+from hlat_jax.data.build.build_task import Options, Task
+from hlat_jax.data.build.progress import Progress, size
+from hlat_jax.data.build.workers import COUNTS, Shared, run_in_worker, start_worker
+from hlat_jax.data.formats.built import FORMAT, index_path
+from hlat_jax.data.formats.files import MANIFEST_NAME, SHARD_SUFFIX
+from hlat_jax.data.tokenizer import Tokenizer
+from hlat_jax.store.atomic_files import check_name, parse_json, read_json, sync_folder
+from hlat_jax.store.metrics import duration
+
+_BUILDING = ".building"
+_FEW_DOCUMENTS = 32  # batches of that many rows are common
+_PLAN, _RENAMES = "plan.json", "renames.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class Built:
+    """What a build left: its manifest, messages of some skipped records, and whether it was there before.
+
+    `passed_over` says what the folders of its inputs hold that is not read.
+    """
+
+    manifest: dict[str, Any]
+    bad: tuple[str, ...] = ()
+    was_complete: bool = False
+    passed_over: str = ""
+
+
+def num_cores() -> int:
+    """Returns the cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def build(
+    words: Sequence[str],
+    *,
+    out: pathlib.Path,
+    options: Options,
+    num_workers: int,
+    watch: Callable[[Shared, int], contextlib.AbstractContextManager],
+) -> Built:
+    """Returns what `out` holds after the documents that `words` name were written there.
+
+    Args:
+      words: files, folders, globs, as in data.train; .gz and .zst too.
+      out: a folder that is new, empty, or holds an unfinished build of the same inputs and options, which goes on.
+      options: what is stored and how.
+      num_workers: cores to use; no influence on what is written.
+      watch: given the counts and the bytes of the inputs, shows them as long as its context lasts.
+
+    Raises:
+      ValueError: bad input (see sources), no documents or none with text, or an `out` that holds something else.
+      OSError: the disk is full or broken, or a worker was killed. Finished shards are kept.
+    """
+    searched = inputs.find(words)
+    _refuse_inside(out, searched.folders)
+    found = inputs.opened(searched)
+    tokenizer = Tokenizer(options.tokenizer) if options.tokenizer else None
+    plan = _plan(found, options=options, tokenizer=tokenizer)
+    complete = _complete(out, plan)
+    if complete is not None:
+        return Built(complete, was_complete=True, passed_over=searched.told())
+    with _unfinished(out, plan) as folder:
+        bad: tuple[str, ...] = ()
+        if not (folder / MANIFEST_NAME).exists():
+            tasks = _tasks(found, shard_bytes=options.shard_bytes, plan_hash=_plan_hash(plan))
+            facts = _run(tasks, folder=folder, options=options, num_workers=num_workers, watch=watch)
+            try:
+                manifest = _manifest(facts, found=found, plan=plan, tokenizer=tokenizer, options=options)
+            except ValueError:
+                shutil.rmtree(folder)
+                raise
+            _write_manifest(folder, manifest, facts=facts)
+            bad = tuple(message for shard in facts for message in shard["bad"])
+        return Built(_put_in_place(out, folder), bad=bad, passed_over=searched.told())
+
+
+def _refuse_inside(out: pathlib.Path, folders: Sequence[pathlib.Path]) -> None:
+    for folder in folders:
+        if out.resolve().is_relative_to(folder.resolve()):
+            raise ValueError(
+                f"--out={out} lies in {folder}, which is an input: whoever reads that folder later would meet every "
+                "document twice. Choose a folder beside it."
+            )
+
+
+def _plan(found: Sequence[inputs.Input], *, options: Options, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """Returns all that determines the bytes of a build; what is to be done with bad records may change under way."""
+    return {
+        "format": FORMAT,
+        "inputs": [[input_.file.name, input_.size, input_.fingerprint] for input_ in found],
+        "text_field": options.text_field,
+        "tokenizer_sha256": None if tokenizer is None else tokenizer.sha256,
+        "max_document_chars": None if tokenizer is None else options.max_document_chars,
+        "shard_bytes": options.shard_bytes,
+    }
+
+
+def _plan_hash(plan: dict[str, Any]) -> str:
+    return hashlib.blake2b(json.dumps(plan).encode(), digest_size=16).hexdigest()
+
+
+def _complete(out: pathlib.Path, plan: dict[str, Any]) -> dict[str, Any] | None:
+    """Returns the manifest of a dataset that this very build has finished before, or None where none is."""
+    path = out / MANIFEST_NAME
+    if not path.exists():
+        return None
+    try:
+        manifest = read_json(path)
+        is_same = manifest["plan"] == _plan_hash(plan)
+    except (ValueError, KeyError, TypeError):
+        is_same = False
+    if not is_same:
+        raise ValueError(
+            f"--out={out} holds a dataset of other inputs or options, or its inputs were written again since; choose "
+            "another folder, or remove this one."
+        )
+    shutil.rmtree(out / _BUILDING, ignore_errors=True)
+    return manifest
+
+
+@contextlib.contextmanager
+def _unfinished(out: pathlib.Path, plan: dict[str, Any]) -> Iterator[pathlib.Path]:
+    """Holds DIR/.building, made or found with the same plan, and clears it of what a killed process left half-made."""
+    folder = out / _BUILDING
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"--out={out} is a file; name a folder.")
+    if not folder.exists() and out.exists() and any(out.iterdir()):
+        raise ValueError(f"--out={out} is not empty; a dataset has a folder of its own.")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = open(folder / "lock", "w")  # noqa: SIM115 - held until the build ends
+    except OSError as error:
+        raise ValueError(f"cannot write to --out={out}: {error.strerror}; choose another folder.") from None
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ValueError(f"another process builds in {out}; wait for it, or choose another --out.") from None
+        for partial in folder.glob("*.partial"):
+            partial.unlink()
+        before = read_json(folder / _PLAN) if (folder / _PLAN).exists() else {}
+        differs = [key for key in plan if plan[key] != before.get(key)]
+        is_staged = any((folder / name).exists() for name in (MANIFEST_NAME, _RENAMES))  # shards may lie in `out` now
+        if differs and (is_staged or any(folder.glob(f"*{SHARD_SUFFIX}"))):
+            raise ValueError(
+                f"--out={out} holds an unfinished build that differs in {', '.join(differs)}; run its command again "
+                f"to finish it, or remove {out if is_staged else folder} to begin anew."
+            )
+        if differs:  # what an attempt without shards left, such as the facts of a task of bad records
+            for path in folder.iterdir():
+                if path.name != "lock":
+                    path.unlink()
+            shards.write_whole(folder / _PLAN, json.dumps(plan).encode())
+        yield folder
+
+
+def _tasks(found: Sequence[inputs.Input], *, shard_bytes: int, plan_hash: str) -> list[Task]:
+    """Returns neighbouring inputs in groups of about `shard_bytes`; a larger input is a task of several shards."""
+    groups: list[list[inputs.Input]] = [[]]
+    group_bytes = 0
+    for input_ in found:
+        if group_bytes >= shard_bytes:
+            groups.append([])
+            group_bytes = 0
+        groups[-1].append(input_)
+        group_bytes += input_.size
+    return [Task(number, tuple(group), plan_hash) for number, group in enumerate(groups)]
+
+
+def _run(
+    tasks: Sequence[Task],
+    *,
+    folder: pathlib.Path,
+    options: Options,
+    num_workers: int,
+    watch: Callable[[Shared, int], contextlib.AbstractContextManager],
+) -> list[dict[str, Any]]:
+    """Returns the facts of all shards in the order of the inputs; one process a task, as far as there are cores."""
+    context = multiprocessing.get_context("spawn")  # JAX, which sources brings along, does not bear a fork
+    shared = Shared(context, num_tasks=len(tasks), num_cores=num_workers)
+    with watch(shared, sum(task.size for task in tasks)):
+        if min(num_workers, len(tasks)) == 1:
+            return [
+                facts for task in tasks for facts in build_task.run(task, folder=folder, options=options, shared=shared)
+            ]
+        pool = concurrent.futures.ProcessPoolExecutor(
+            min(num_workers, len(tasks)),
+            mp_context=context,
+            initializer=start_worker,
+            initargs=(shared,),
+        )
+        with pool:
+            # a worker is started with what is blocked here, so that no Ctrl-C reaches one that is still importing
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+            try:
+                try:
+                    # largest first, for the end waits for the last
+                    futures = {
+                        task.number: pool.submit(run_in_worker, task, folder, options)
+                        for task in sorted(tasks, key=lambda task: -task.size)
+                    }
+                finally:  # a Ctrl-C until now is raised here
+                    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+                for future in concurrent.futures.as_completed(futures.values()):
+                    future.result()
+            except BaseException as error:
+                shared.stop.set()
+                pool.shutdown(wait=True, cancel_futures=True)
+                if isinstance(error, concurrent.futures.process.BrokenProcessPool):
+                    raise OSError(
+                        "a worker process ended by itself, killed perhaps for want of memory. Finished shards are "
+                        "kept: run the same command again, with fewer --workers if memory is short."
+                    ) from None
+                raise
+        return [facts for task in tasks for facts in futures[task.number].result()]
+
+
+def _manifest(
+    facts: Sequence[dict[str, Any]],
+    *,
+    found: Sequence[inputs.Input],
+    plan: dict[str, Any],
+    tokenizer: Tokenizer | None,
+    options: Options,
+) -> dict[str, Any]:
+    totals = {name: sum(shard[name] for shard in facts) for name in COUNTS}
+    if totals["documents"] == 0:
+        raise ValueError(f"the {len(found)} input file(s) hold no documents ({totals['bad_records']} bad records).")
+    sources = [{"name": name} | dict.fromkeys(COUNTS, 0) for name in inputs.names(found)]
+    for shard in facts:
+        for number, counts in shard["sources"].items():
+            for key in COUNTS:
+                sources[int(number)][key] += counts[key]
+    filled = [shard for shard in facts if shard["documents"]]
+    kept = ("documents", "bytes", "tokens", "long", "file_bytes", "blake2b")
+    listed = [
+        {"name": f"shard-{number:05d}-of-{len(filled):05d}{SHARD_SUFFIX}"} | {key: shard[key] for key in kept}
+        for number, shard in enumerate(filled)
+    ]
+    if tokenizer is None:
+        for counts in (totals, *sources, *listed):
+            counts["tokens"] = None
+    return {
+        "format": FORMAT,
+        "kind": "text" if tokenizer is None else "tokens",
+        **totals,
+        "content_hash": shards.joined_hash((int(shard["content"], 16), shard["documents"]) for shard in facts),
+        "tokenizer_sha256": plan["tokenizer_sha256"],
+        "vocab_size": None if tokenizer is None else tokenizer.vocab_size,
+        "eos_id": None if tokenizer is None else tokenizer.eos_id,
+        "max_document_chars": plan["max_document_chars"],
+        "plan": _plan_hash(plan),
+        "sources": sources,
+        "shards": listed,
+    }
+
+
+def _write_manifest(folder: pathlib.Path, manifest: dict[str, Any], *, facts: Sequence[dict[str, Any]]) -> None:
+    """Writes into DIR/.building what the end needs, so that a kill during the renames loses nothing."""
+    filled = [shard["name"] for shard in facts if shard["documents"]]
+    renames = [[old, shard["name"]] for old, shard in zip(filled, manifest["shards"], strict=True)]
+    shards.write_whole(folder / _RENAMES, json.dumps(renames).encode())
+    shards.write_whole(folder / MANIFEST_NAME, json.dumps(manifest, indent=1).encode() + b"\n")
+
+
+def _put_in_place(out: pathlib.Path, folder: pathlib.Path) -> dict[str, Any]:
+    """Renames the shards into DIR and the manifest last, going on where a kill left off; returns the manifest."""
+    path = folder / _RENAMES
+    renames = parse_json(path.read_bytes(), where=str(path), kind=list)
+    if not all(isinstance(pair, list) and len(pair) == 2 for pair in renames):
+        raise ValueError(f"{path} is damaged; remove {out} and build again.")
+    for old, new in renames:
+        for name in (old, new):
+            check_name(name, str(path))
+        for source, target in (
+            (index_path(folder / old), index_path(out / new)),
+            (folder / old, out / new),
+        ):
+            if source.exists():
+                os.replace(source, target)
+    sync_folder(out)
+    os.replace(folder / MANIFEST_NAME, out / MANIFEST_NAME)
+    sync_folder(out)
+    shutil.rmtree(folder)
+    return read_json(out / MANIFEST_NAME)
+
+
+def shown(stream: TextIO) -> Callable[[Shared, int], Progress]:
+    """Returns the `watch` of `build` that shows on `stream` how far it is."""
+
+    def watch(shared: Shared, input_bytes: int) -> Progress:
+        def ask() -> tuple[float, str]:
+            counts = dict(zip(COUNTS, shared.counts[:], strict=True))
+            words = f"{counts['documents']:,} documents  {size(counts['bytes'])}"
+            words += f"  {counts['tokens'] / 1e6:,.1f} M tokens" if counts["tokens"] else ""
+            words += f"  {counts['bad_records']:,} bad records" if counts["bad_records"] else ""
+            return min(shared.input_bytes.value / max(input_bytes, 1), 1.0), words
+
+        return Progress(ask, stream=stream)
+
+    return watch
+
+
+def summary(built: Built, *, out: pathlib.Path, passed_s: float) -> str:
+    """Returns what a person is told at the end."""
+    manifest = built.manifest
+    what = f"{manifest['documents']:,} documents, {size(manifest['bytes'])} of text"
+    if manifest["tokens"] is not None:
+        per_byte = manifest["tokens"] / manifest["bytes"]
+        what += f", {manifest['tokens']:,} tokens ({per_byte:.3f} a byte)"
+    speed = "" if built.was_complete else f" in {duration(passed_s)}"
+    lines = [
+        f"{out} {'is complete' if built.was_complete else 'built'}: {what}, {len(manifest['shards'])} shards{speed}"
+    ]
+    if manifest["bad_records"]:
+        lines.append(f"left out {manifest['bad_records']:,} bad records{', such as' if built.bad else ''}")
+        lines += [f"  {message}" for message in built.bad[:5]]
+    lines += [built.passed_over] if built.passed_over else []
+    if manifest["documents"] < _FEW_DOCUMENTS:
+        lines.append(
+            f"few documents: each row of a batch reads its own, so data.batch_size can be {manifest['documents']} at "
+            "most. A .txt or .md file is one document: split the text into more files, or write JSONL."
+        )
+    hint = f"train on it with --config.data.train={out}"
+    if manifest["kind"] == "tokens":
+        hint += f" --config.model.vocab_size={manifest['vocab_size']} and the same tokenizer"
+    lines.append(hint)
+    return "\n".join(lines)

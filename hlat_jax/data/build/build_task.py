@@ -1,0 +1,293 @@
+"""One task of a build: neighbouring inputs to consecutive shards, going on where a killed one stopped.
+
+A task reads its inputs in order in the thread that also writes, and encodes in threads (SentencePiece releases the GIL)
+a bounded number of documents ahead. Beside each finished shard lies NAME.json: its counts, size and hash, and the place
+in the inputs after it, and the plan of its build, written last. So a shard with a NAME.json that agrees with it and
+with the plan is finished, and nothing else is.
+
+Owns that. Refuses to know which tasks there are, and what becomes of their shards.
+"""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import dataclasses
+import functools
+import json
+import pathlib
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from hlat_jax.data.build import inputs, shards
+from hlat_jax.data.build.workers import COUNTS, Shared, Stopped
+from hlat_jax.data.formats.files import SHARD_SUFFIX
+from hlat_jax.data.formats.records import BadRecord
+from hlat_jax.data.tokenizer import Tokenizer
+from hlat_jax.store.atomic_files import read_json
+
+_BLOCK_CHARS = 1 << 18  # of documents encoded by one thread at a time
+_AHEAD_CHARS = 1 << 26
+_BAD_SHOWN = 10
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What a build is asked for; `tokenizer` is a path, or empty for text, and `on_bad_record` is raise or skip."""
+
+    text_field: str = "text"
+    tokenizer: str = ""
+    max_document_chars: int = 500_000
+    shard_bytes: int = 256 << 20
+    on_bad_record: str = "raise"
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """Neighbouring inputs that one process turns into the shards task-NNNNN.0000, task-NNNNN.0001, ..."""
+
+    number: int
+    inputs: tuple[inputs.Input, ...]
+    plan_hash: str  # of the build: shards of another one are never taken for this task's
+
+    @property
+    def size(self) -> int:
+        """Bytes of the inputs."""
+        return sum(input_.size for input_ in self.inputs)
+
+    def shard_path(self, folder: pathlib.Path, shard: int) -> pathlib.Path:
+        """Returns where one shard lies while the build goes on."""
+        return folder / f"task-{self.number:05d}.{shard:04d}{SHARD_SUFFIX}"
+
+
+def run(task: Task, *, folder: pathlib.Path, options: Options, shared: Shared) -> list[dict[str, Any]]:
+    """Returns the facts of every shard of the task, the finished ones of an earlier run among them.
+
+    Raises:
+      ValueError: a bad record (on_bad_record="raise"), or an input that cannot be read.
+      OSError: the disk is full or broken.
+      Stopped: another task failed.
+    """
+    finished = finished_shards(task, folder=folder, options=options)
+    for facts in finished:
+        shared.add(facts)
+    if finished and finished[-1]["last"]:
+        shared.add_input_bytes(task.size)
+    else:
+        finished += _write_shards(task, finished, folder=folder, options=options, shared=shared)
+    shared.task_ended()
+    return finished
+
+
+def finished_shards(task: Task, *, folder: pathlib.Path, options: Options) -> list[dict[str, Any]]:
+    """Returns the facts of the shards that an earlier run finished, up to the first that is not as it was written.
+
+    With on_bad_record="raise", a shard for which a bad record was skipped is not finished.
+    """
+    found: list[dict[str, Any]] = []
+    while not (found and found[-1]["last"]):
+        path = task.shard_path(folder, len(found))
+        if not _facts_path(path).exists():
+            break
+        try:
+            facts = read_json(_facts_path(path))
+            if facts["plan"] != task.plan_hash or not isinstance(facts["last"], bool):
+                break
+            if facts["bad_records"] and options.on_bad_record == "raise":
+                break
+            if facts["documents"] and not shards.is_intact(path, facts):
+                break
+        except (ValueError, KeyError, TypeError):
+            break
+        found.append(facts)
+    return found
+
+
+def _facts_path(path: pathlib.Path) -> pathlib.Path:
+    return path.with_name(f"{path.name}.json")
+
+
+class _Item(NamedTuple):
+    """One record of the inputs: `place` is (number of its input in the task, how many of its records are then read)."""
+
+    place: tuple[int, int]
+    document: str | BadRecord
+
+
+class _Done(NamedTuple):
+    """What became of a record: a document as it is stored, or why it is none."""
+
+    place: tuple[int, int]
+    encoded: shards.Encoded | None
+    bad: str
+
+
+class _OpenShard:
+    """A shard being written, and the facts that it will have."""
+
+    def __init__(self, task: Task, number: int, *, folder: pathlib.Path, dtype: np.dtype | None):
+        self._task, self._path, self._dtype = task, task.shard_path(folder, number), dtype
+        self._writer: shards.ShardWriter | None = None  # made with the first document: no file without any
+        self._content, self._place = 0, (0, 0)
+        self.num_bytes = 0
+        self._sources: dict[int, dict[str, int]] = {}
+        self._bad: list[str] = []
+
+    def add(self, done: _Done) -> None:
+        """Appends one document, or counts a bad record; raises OSError when the disk is full."""
+        source = self._task.inputs[done.place[0]].number
+        counts = self._sources.setdefault(source, dict.fromkeys(COUNTS, 0))
+        self._place, encoded = done.place, done.encoded
+        if encoded is None:
+            counts["bad_records"] += 1
+            self._bad += [done.bad] if len(self._bad) < _BAD_SHOWN else []
+            return
+        if self._writer is None:
+            self._writer = shards.ShardWriter(self._path, dtype=self._dtype)
+        self._writer.add(encoded.data)
+        counts["documents"] += 1
+        counts["bytes"] += encoded.num_bytes
+        self.num_bytes += encoded.num_bytes
+        counts["tokens"] += 0 if self._dtype is None else len(encoded.data)
+        self._content = shards.appended_hash(self._content, encoded.digest)
+
+    def close(self, *, last: bool) -> dict[str, Any]:
+        """Puts the shard in place and then its facts, which are returned."""
+        written = {} if self._writer is None else self._writer.close()
+        totals = {name: sum(counts[name] for counts in self._sources.values()) for name in COUNTS}
+        facts = {**totals, **written, "last": last, "position": list(self._place), "bad": self._bad}
+        facts["content"] = f"{self._content:032x}"
+        facts["sources"] = {str(source): counts for source, counts in self._sources.items()}
+        facts["name"], facts["plan"] = self._path.name, self._task.plan_hash
+        shards.write_whole(_facts_path(self._path), json.dumps(facts).encode())
+        return facts
+
+    def discard(self) -> None:
+        """Removes a shard that is not closed."""
+        if self._writer is not None:
+            self._writer.discard()
+
+
+def _write_shards(
+    task: Task, finished: list[dict[str, Any]], *, folder: pathlib.Path, options: Options, shared: Shared
+) -> list[dict[str, Any]]:
+    """Returns the facts of the shards that were not finished before, written now."""
+    tokenizer = Tokenizer(options.tokenizer) if options.tokenizer else None
+    dtype = None if tokenizer is None else shards.id_dtype(tokenizer.vocab_size)
+    start = tuple(finished[-1]["position"]) if finished else (0, 0)
+    items = _items(task, start=start, options=options, shared=shared)
+    new: list[dict[str, Any]] = []
+
+    def open_shard() -> _OpenShard:
+        return _OpenShard(task, len(finished) + len(new), folder=folder, dtype=dtype)
+
+    shard = open_shard()
+    try:
+        with concurrent.futures.ThreadPoolExecutor(shared.num_cores, thread_name_prefix="hlat-build") as pool:
+            for block in _encoded_ahead(items, _encoder(options, tokenizer=tokenizer), pool=pool, shared=shared):
+                for done in block:
+                    # before the next record, so that the last shard of a task is known when it is closed
+                    if shard.num_bytes >= options.shard_bytes:
+                        new.append(shard.close(last=False))
+                        shard = open_shard()
+                    shard.add(done)
+                shared.add(_block_counts(block, dtype=dtype))
+        new.append(shard.close(last=True))
+    except BaseException:
+        shard.discard()
+        raise
+    return new
+
+
+def _items(task: Task, *, start: tuple[int, int], options: Options, shared: Shared) -> Iterator[_Item]:
+    """Yields the records of a task from a place on; raises at a bad one if that is asked for."""
+    shared.add_input_bytes(sum(input_.size for input_ in task.inputs[: start[0]]))
+    for number, input_ in enumerate(task.inputs[start[0] :], start[0]):
+        uncounted = input_.size
+        count = 0
+        for document in inputs.read(input_, text_field=options.text_field):
+            count += 1  # noqa: SIM113 - enumerate would keep a document while the next one is read
+            if isinstance(document, BadRecord):
+                if options.on_bad_record == "raise":
+                    raise document.said_by_a_command()
+            else:
+                counted = min(len(document), uncounted)  # the text is about what the file holds, or more if compressed
+                uncounted -= counted
+                shared.add_input_bytes(counted)
+            if number > start[0] or count > start[1]:
+                yield _Item((number, count), document)
+            del document
+        shared.add_input_bytes(uncounted)
+
+
+def _encoder(options: Options, *, tokenizer: Tokenizer | None) -> Callable[[str], shards.Encoded]:
+    if tokenizer is None:
+        return shards.encode_text
+    return functools.partial(shards.encode_tokens, tokenizer=tokenizer, max_chars=options.max_document_chars)
+
+
+_Block = list[_Done]
+
+
+def _encoded_ahead(
+    items: Iterator[_Item],
+    encode: Callable[[str], shards.Encoded],
+    *,
+    pool: concurrent.futures.Executor,
+    shared: Shared,
+) -> Iterator[_Block]:
+    """Yields blocks of items in order, each encoded by a thread; memory holds a block or so a thread.
+
+    Behind a long document nothing is read before it is written.
+    """
+    pending: collections.deque[tuple[concurrent.futures.Future, int]] = collections.deque()
+    ahead_chars = 0
+    for block, num_chars in _blocks(items):
+        if shared.stop.is_set():
+            raise Stopped
+        pending.append((pool.submit(_encoded_block, block, encode), num_chars))
+        ahead_chars += num_chars
+        while pending and (len(pending) > max(shared.num_threads(), 1) or ahead_chars > _AHEAD_CHARS):
+            future, num_chars = pending.popleft()
+            ahead_chars -= num_chars
+            yield future.result()
+            del future
+    for future, _ in pending:
+        yield future.result()
+
+
+def _blocks(items: Iterator[_Item]) -> Iterator[tuple[list[_Item], int]]:
+    block, num_chars = [], 0
+    for item in items:
+        block.append(item)
+        num_chars += len(item.document) if isinstance(item.document, str) else 0
+        if num_chars >= _BLOCK_CHARS:
+            yield block, num_chars
+            block, num_chars = [], 0
+        del item
+    if block:
+        yield block, num_chars
+
+
+def _encoded_block(block: list[_Item], encode: Callable[[str], shards.Encoded]) -> _Block:
+    """Returns what became of the items, which are taken out of `block`: a long text is let go of once it is encoded."""
+    done = []
+    block.reverse()
+    while block:
+        place, document = block.pop()
+        is_bad = isinstance(document, BadRecord)
+        done.append(_Done(place, None if is_bad else encode(document), document.problem if is_bad else ""))
+        del document
+    return done
+
+
+def _block_counts(block: _Block, *, dtype: np.dtype | None) -> dict[str, int]:
+    documents = [done.encoded for done in block if done.encoded is not None]
+    return {
+        "documents": len(documents),
+        "bytes": sum(encoded.num_bytes for encoded in documents),
+        "tokens": 0 if dtype is None else sum(len(encoded.data) for encoded in documents),
+        "bad_records": len(block) - len(documents),
+    }

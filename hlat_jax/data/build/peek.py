@@ -1,0 +1,145 @@
+"""`python -m hlat_jax.data peek --config=NAME --step=N [--row=R]`: the text that a step trains, or trained, on.
+
+Begins at the nearest position that the run has kept and goes through the batches between, or computes the place where
+token ids are stored. Owns what is printed. Writes nothing in the run folder but the line index of a JSONL file that is
+new there or changed, if the run keeps such indices and may be written to.
+"""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Sequence
+
+import numpy as np
+from absl import flags
+
+from hlat_jax import config as config_lib
+from hlat_jax.data import packing, positions
+from hlat_jax.data.loader import TrainBatches, batch_hash, batch_of
+from hlat_jax.data.streams import Definition
+from hlat_jax.data.tokenizer import Tokenizer
+from hlat_jax.host import flags as flags_lib
+from hlat_jax.host.process import INDEX_FOLDER
+from hlat_jax.resolve import resolve
+from hlat_jax.store.metrics import ROWS_FILE, read_rows
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints one step's batch as the command line says; returns the exit code."""
+    mutable, values = flags_lib.parse(argv, _define)
+    config = resolve(mutable)
+    workdir = pathlib.Path(values.workdir or f"runs/{config.name}")
+    if values.step is None or values.step < 1:
+        raise ValueError("--step=N is missing; give a step from 1 on: step N trains on batch N.")
+    if values.row is not None and not 0 <= values.row < config.data.batch_size:
+        raise ValueError(f"--row={values.row} must lie in 0 .. data.batch_size - 1 = {config.data.batch_size - 1}.")
+    return peek(config, workdir, step=values.step, row=values.row)
+
+
+def peek(config: config_lib.Config, workdir: pathlib.Path, *, step: int, row: int | None) -> int:
+    """Prints row `row` (None: all) of the batch of `step`, documents and text; returns 1 when it was another batch.
+
+    Raises:
+      ValueError: data or tokenizer that cannot be opened, or a run folder of other data.
+    """
+    data = config.data
+    tokenizer = Tokenizer(data.tokenizer, vocab_size=config.model.vocab_size)
+    rows = list(range(data.batch_size)) if row is None else [row]
+    index = workdir / INDEX_FOLDER
+    batches = TrainBatches(data, tokenizer=tokenizer, rows=rows, index_folder=index if index.is_dir() else None)
+    try:
+        is_compared = positions.is_compared(workdir, step - 1, data_identity=batches.definition.identity)
+        print(f"step {step} of {config.name}: {data.batch_size} rows of {data.seq_len} tokens, packing {data.packing}")
+        if not is_compared:
+            print(f"run: {workdir} keeps no position or checkpoint, so nothing of a run is there to compare with")
+        replayed = _go_to(batches, workdir, step=step, data=data)
+        for _ in range(replayed):
+            batches.next_rows()
+        made = batches.next_rows()
+    finally:
+        batches.close()
+    for number, (source, packed) in zip(rows, made, strict=True):
+        print_row(packed, row=number, source=source, definition=batches.definition, tokenizer=tokenizer)
+    if row is not None:
+        return 0  # the hash of a step is that of all its rows
+    return _compare(batch_hash(batch_of([packed for _, packed in made]), rows=rows), workdir, step)
+
+
+def _go_to(batches: TrainBatches, workdir: pathlib.Path, *, step: int, data: config_lib.DataConfig) -> int:
+    """Moves to the nearest known place before batch `step`; returns how many batches lie between, and says so."""
+    definition, before = batches.definition, step - 1
+    lengths = [source.documents.token_lengths() for source in definition.sources]
+    kept = positions.nearest(workdir, before, data_identity=definition.identity)
+    if data.packing == "concat" and all(length is not None for length in lengths):
+        options = {"batch": before, "seq_len": data.seq_len, "lengths": lengths}
+        begins = [None if kept is None else kept[1][row] for row in batches.rows]
+        rows = zip(batches.rows, begins, strict=True)
+        batches.set_state(
+            np.stack([positions.computed(definition, row, start=start, **options) for row, start in rows])
+        )
+        since = f" (from step {kept[0]} on, {kept[2]})" if kept else ""
+        print(f"position: computed from the lengths of the stored ids{since}, nothing to replay")
+        return 0
+    if kept is None:
+        print(f"position: the beginning (none is kept in {workdir}), replaying {_batches(before)}", flush=True)
+        return before
+    at, position, path = kept
+    batches.set_state(position[list(batches.rows)])
+    print(f"position: after step {at} ({path}), replaying {_batches(before - at)}", flush=True)
+    return before - at
+
+
+def _batches(count: int) -> str:
+    return f"{count} batch{'' if count == 1 else 'es'}"
+
+
+def print_row(packed: packing.Row, *, row: int, source: int, definition: Definition, tokenizer: Tokenizer) -> None:
+    """Prints one row: a line for each document or part of one, then its text, EOS as </s>."""
+    opened = definition.sources[source]
+    used = sum(span.stop - span.start for span in packed.spans)
+    padding = f", {len(packed.tokens) - used} tokens of padding" if used < len(packed.tokens) else ""
+    print(f"\nrow {row}, source {opened.name}, documents or parts: {len(packed.spans)}{padding}")
+    for span in packed.spans:
+        number = definition.document(source, row=row, epoch=span.epoch, entry=span.document)
+        ids = packed.tokens[span.start : span.stop]
+        last = span.token + len(ids) - 1
+        print(
+            f"--- document {number} ({opened.documents.locate(number)}), epoch {span.epoch}, its tokens "
+            f"{span.token} to {last}, at {span.start} to {span.stop - 1} of the row"
+        )
+        print(text_of(ids, tokenizer=tokenizer, begins=span.token == 0))
+
+
+def text_of(ids: np.ndarray, *, tokenizer: Tokenizer, begins: bool) -> str:
+    """Returns the text of consecutive tokens of a document, </s> for each EOS; `begins`: the first begins the document.
+
+    A character of which only some bytes are in the row shows as U+FFFD.
+    """
+    cuts = (np.flatnonzero(ids == tokenizer.eos_id) + 1).tolist()
+    parts = np.split(ids, cuts)
+    texts = []
+    # a model that puts a space before each text takes it away again when it decodes, though here it may be a real one
+    anchor = tokenizer.encode("a")
+    taken = len(tokenizer.decode(anchor))
+    for number, part in enumerate(parts):
+        inside = number == 0 and not begins
+        texts.append(tokenizer.decode(np.concatenate([anchor, part]))[taken:] if inside else tokenizer.decode(part))
+    return "</s>".join(texts)
+
+
+def _compare(found: str, workdir: pathlib.Path, step: int) -> int:
+    """Says whether the run trained on this batch; returns the exit code."""
+    path = workdir / ROWS_FILE
+    rows = [row for row in read_rows(path) if row["step"] == step and "batch_hash" in row] if path.exists() else []
+    if not rows:
+        print(f"\nbatch {found}; {path} has no row of step {step} to compare it with")
+        return 0
+    same = rows[-1]["batch_hash"] == found
+    print(f"\nbatch {found}: {'the one' if same else 'NOT the one'} that {path} has for step {step}")
+    return 0 if same else 1
+
+
+def _define(values: flags.FlagValues) -> None:
+    flags.DEFINE_integer("step", None, "The step, from 1 on, whose batch is shown.", flag_values=values)
+    flags.DEFINE_integer("row", None, "Only this row of the batch.", flag_values=values)
+    flags.DEFINE_string("workdir", "", "Run folder; default runs/NAME.", flag_values=values)

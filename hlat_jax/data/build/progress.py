@@ -1,0 +1,79 @@
+"""How far a long command is, for a person: a bar that is redrawn on a terminal, a line now and then elsewhere.
+
+Owns the drawing. Refuses to count: it is given a function to ask.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import TextIO
+
+from hlat_jax.store.metrics import duration
+
+_BAR_CHARS = 24
+_REDRAW_S = 0.2
+_LINE_S = 30.0
+
+
+class Told:
+    """What work says of itself in passing, to be asked by a Progress: the share done, in 0 .. 1, and words."""
+
+    def __init__(self):
+        self.share, self.words = 0.0, ""
+
+    def __call__(self) -> tuple[float, str]:
+        return self.share, self.words
+
+
+class Progress:
+    """A context that shows what `ask` returns, (share done in 0 .. 1, words), from a thread of its own.
+
+    On a terminal the line is redrawn in place and erased at the end; elsewhere a line is printed every 30 s, so that
+    short work prints nothing.
+    """
+
+    def __init__(self, ask: Callable[[], tuple[float, str]], *, stream: TextIO, line_s: float = _LINE_S):
+        self._ask, self._stream = ask, stream
+        self._is_terminal = stream.isatty()
+        self._every_s = _REDRAW_S if self._is_terminal else line_s
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._show, daemon=True)
+
+    def __enter__(self) -> Progress:
+        self._start_s = time.monotonic()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._ended.set()
+        self._thread.join()
+        if self._is_terminal:
+            print("\r\x1b[K", end="", file=self._stream, flush=True)
+
+    def _show(self) -> None:
+        while not self._ended.wait(self._every_s):
+            share, words = self._ask()
+            line = f"{share:4.0%}  {words}  {_remaining(share, time.monotonic() - self._start_s)}"
+            if self._is_terminal:
+                filled = int(share * _BAR_CHARS)
+                line = f"\r[{'#' * filled}{'.' * (_BAR_CHARS - filled)}] {line}\x1b[K"
+            print(line, end="" if self._is_terminal else "\n", file=self._stream, flush=True)
+
+
+def _remaining(share: float, passed_s: float) -> str:
+    """Returns the time left at the speed so far; nothing before there is a speed."""
+    if share < 0.01 or share >= 1:
+        return ""
+    left_s = passed_s * (1 - share) / share
+    return f"{duration(left_s)} left"
+
+
+def size(num_bytes: float) -> str:
+    """Returns a number of bytes in decimal units."""
+    for unit in ("bytes", "kB", "MB", "GB", "TB"):
+        if num_bytes < 1000 or unit == "TB":
+            return f"{num_bytes:,.0f} {unit}" if unit == "bytes" else f"{num_bytes:,.1f} {unit}"
+        num_bytes /= 1000
+    raise AssertionError(num_bytes)

@@ -1,0 +1,224 @@
+"""`python -m hlat_jax.data tokenizer`: a SentencePiece model from a sample of the text.
+
+Owns the sample and the options of the trainer. The model loses nothing, `decode(encode(text)) == text`, for every text
+without U+2581, the mark by which SentencePiece itself writes a space.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import heapq
+import io
+import pathlib
+import re
+from collections.abc import Iterable, Iterator, Sequence
+
+import sentencepiece
+
+from hlat_jax.data.build import inputs
+from hlat_jax.data.build.progress import Told, size
+from hlat_jax.data.formats.records import BadRecord
+from hlat_jax.data.tokenizer import Tokenizer
+from hlat_jax.store.atomic_files import write_whole
+
+MIN_VOCAB_SIZE = 3 + 256 + 1  # unk, bos, eos; bytes; a letter
+
+_PIECE_CHARS = 4096  # of text sampled as a whole
+_CHECK_CHARS = 1 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingOptions:
+    """What a tokenizer is trained to and on; `on_bad_record` is raise or skip."""
+
+    vocab_size: int
+    text_field: str = "text"
+    sample_bytes: int = 100_000_000
+    on_bad_record: str = "raise"
+
+
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    """What was trained and how: `sampled_bytes` of `bytes` of text; tokens per byte are of the sample."""
+
+    vocab_size: int
+    sha256: str
+    documents: int
+    bytes: int
+    sampled_bytes: int
+    bad_records: int
+    tokens_per_byte: float
+
+
+def train(words: Sequence[str], *, out: pathlib.Path, options: TrainingOptions, told: Told | None = None) -> Trained:
+    """Returns facts about the SentencePiece BPE model that was trained on a sample of the inputs and written to `out`.
+
+    The sample is of pieces of about 4,096 characters, each as likely as the other; the same inputs give the same model.
+    Memory holds the sample, and the trainer's tables of its words. `told` hears how far it is.
+
+    Raises:
+      ValueError: bad input (see sources), no text, `out` is there, or a vocabulary too small or too large for the text.
+      OSError: `out` cannot be written.
+    """
+    if out.suffix != ".model":
+        raise ValueError(f"--out={out} must end in .model.")
+    if out.exists():
+        raise ValueError(f"--out={out} is there; a run that uses it would not go on with another. Choose another name.")
+    if options.vocab_size < MIN_VOCAB_SIZE:
+        raise ValueError(
+            f"--vocab_size={options.vocab_size} must be at least {MIN_VOCAB_SIZE}: 256 bytes and 3 controls come first."
+        )
+    sample = Sample(options.sample_bytes)
+    told = Told() if told is None else told
+    num_documents, num_bad = _fill(sample, words, options=options, told=told)
+    pieces = sample.pieces()
+    if not any(piece.strip() for piece in pieces):
+        field = options.text_field
+        raise ValueError(f"the inputs hold no text ({num_documents} documents); look at --text_field={field}.")
+    told.share, told.words = 1.0, f"training on {size(sample.num_bytes)}, which does not say how far it is"
+    serialized = train_model(pieces, vocab_size=options.vocab_size)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(out, serialized)
+    except OSError as error:
+        raise OSError(f"cannot write --out={out}: {error.strerror or error}; choose another place.") from None
+    return Trained(
+        vocab_size=options.vocab_size,
+        sha256=hashlib.sha256(serialized).hexdigest(),
+        documents=num_documents,
+        bytes=sample.seen_bytes,
+        sampled_bytes=sample.num_bytes,
+        bad_records=num_bad,
+        tokens_per_byte=_tokens_per_byte(Tokenizer(str(out)), pieces),
+    )
+
+
+def summary(trained: Trained, *, out: pathlib.Path) -> str:
+    """Returns what a person is told of a new tokenizer."""
+    lines = [
+        f"{out}: {trained.vocab_size:,} tokens, {1 / trained.tokens_per_byte:.2f} bytes of the sample a token",
+        f"sampled {size(trained.sampled_bytes)} of {size(trained.bytes)} in {trained.documents:,} documents",
+        f"sha256 {trained.sha256}",
+    ]
+    if trained.bad_records:
+        lines.append(f"left out {trained.bad_records:,} bad records")
+    return "\n".join(lines)
+
+
+def _fill(sample: Sample, words: Sequence[str], *, options: TrainingOptions, told: Told) -> tuple[int, int]:
+    """Offers all documents to the sample; returns how many there were, good and bad."""
+    num_documents = num_bad = 0
+    found = inputs.opened(inputs.find(words))
+    total_bytes = max(sum(input_.size for input_ in found), 1)
+    for input_ in found:
+        for document in inputs.read(input_, text_field=options.text_field):
+            if isinstance(document, BadRecord):
+                if options.on_bad_record == "raise":
+                    raise document.said_by_a_command()
+                num_bad += 1
+                continue
+            num_documents += 1
+            sample.add(document)
+            told.share = min(sample.seen_bytes / total_bytes, 1.0)  # of compressed inputs, early
+            told.words = f"reading, {num_documents:,} documents  {size(sample.seen_bytes)}"
+    return num_documents, num_bad
+
+
+class Sample:
+    """A uniform sample of pieces of text within a budget of bytes, from any number of documents.
+
+    Each piece gets a number from a hash of its place; those with the smallest stay. So the sample depends on the
+    documents alone, and memory holds no more than the budget and one piece.
+    """
+
+    def __init__(self, max_bytes: int):
+        self.num_bytes = self.seen_bytes = 0
+        self._max_bytes, self._seen = max_bytes, 0
+        self._heap: list[tuple[int, int, str, int]] = []  # (-number, place, piece, bytes): the largest number first
+
+    def add(self, document: str) -> None:
+        """Offers the pieces of one document."""
+        for piece in _pieces(document):
+            num_bytes = len(piece.encode("utf-8"))
+            digest = hashlib.blake2b(self._seen.to_bytes(8, "little"), digest_size=8).digest()
+            heapq.heappush(self._heap, (-int.from_bytes(digest, "little"), self._seen, piece, num_bytes))
+            self._seen += 1
+            self.seen_bytes += num_bytes
+            self.num_bytes += num_bytes
+            while self.num_bytes > self._max_bytes and len(self._heap) > 1:
+                self.num_bytes -= heapq.heappop(self._heap)[3]
+
+    def pieces(self) -> list[str]:
+        """Returns the sample in the order of the documents."""
+        return [piece for _, _, piece, _ in sorted(self._heap, key=lambda entry: entry[1])]
+
+
+def _pieces(document: str) -> Iterator[str]:
+    """Yields a document in pieces that end where a word does, if one does within a piece's length."""
+    start = 0
+    while start < len(document):
+        end = start + _PIECE_CHARS
+        if end < len(document):
+            space = document.rfind(" ", start + 1, end + 1)
+            end = space if space > 0 else end
+        yield document[start:end]
+        start = end
+
+
+def train_model(pieces: Iterable[str], *, vocab_size: int) -> bytes:
+    """Returns a serialized SentencePiece BPE model of exactly `vocab_size` tokens.
+
+    Why these options: identity normalization, no dummy prefix and no removal of spaces keep every byte of the text, so
+    that bits per byte are exact and decode inverts encode; byte fallback leaves nothing unknown; a line break is a
+    token of its own, so that no token crosses lines; digits are single, as Llama's; runs of spaces may be one token, as
+    Llama's, which code needs. Ids as Llama's: unk 0, bos 1, eos 2, no padding.
+
+    Raises:
+      ValueError: the text has too few different words for so many tokens, or too many characters for so few.
+    """
+    lines = (line for piece in pieces for line in piece.split("\n") if line)
+    model = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=lines,
+            model_writer=model,
+            model_type="bpe",
+            vocab_size=vocab_size,
+            byte_fallback=True,
+            character_coverage=0.9999,  # rarer characters are written by their bytes
+            normalization_rule_name="identity",
+            add_dummy_prefix=False,
+            remove_extra_whitespaces=False,
+            allow_whitespace_only_pieces=True,
+            split_digits=True,
+            user_defined_symbols=["\n"],
+            max_sentence_length=1 << 20,  # bytes; the trainer would pass over longer lines
+            num_threads=1,  # the number is written into the model: the same bytes on every machine
+            unk_id=0,
+            bos_id=1,
+            eos_id=2,
+            pad_id=-1,
+            minloglevel=2,
+        )
+    except RuntimeError as error:
+        raise ValueError(_trainer_reason(str(error), vocab_size=vocab_size)) from None
+    return model.getvalue()
+
+
+def _trainer_reason(message: str, *, vocab_size: int) -> str:
+    too_high = re.search(r"set it to a value <= (\d+)", message)
+    if too_high:
+        return (
+            f"--vocab_size={vocab_size} is more than the sampled text fills; use at most {too_high[1]}, or more text."
+        )
+    too_low = re.search(r"smaller than required_chars\. \d+ vs (\d+)", message)
+    if too_low:
+        return f"--vocab_size={vocab_size} is less than the characters of the text need; use at least {too_low[1]}."
+    return f"SentencePiece cannot train on this text: {message}"
+
+
+def _tokens_per_byte(tokenizer: Tokenizer, pieces: Sequence[str]) -> float:
+    every = max(1, sum(map(len, pieces)) // _CHECK_CHARS)  # evenly over the sample
+    checked = pieces[::every]
+    return sum(len(tokenizer.encode(piece)) for piece in checked) / sum(len(piece.encode()) for piece in checked)

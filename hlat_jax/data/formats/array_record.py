@@ -1,0 +1,55 @@
+"""ArrayRecord files of other programs read in place: each record is one document, its text in UTF-8.
+
+Shards that `build` wrote are no such files: they are read with their manifest, see built.
+"""
+
+from __future__ import annotations
+
+import os
+
+from array_record.python import array_record_module
+
+from hlat_jax.data.formats import records
+from hlat_jax.data.formats.files import Snapshot
+
+# without read-ahead a read of one record reads that record; a pool of threads for one record costs more than it gives
+READER_OPTIONS = "readahead_buffer_size:0,max_parallelism:0"
+
+
+class ArrayRecordDocuments:
+    """The texts of an ArrayRecord file by number.
+
+    Attributes:
+      snapshots: the file, once.
+      num_rows: records.
+
+    Raises:
+      ValueError: a file that is no ArrayRecord, is cut off or holds nothing.
+    """
+
+    def __init__(self, snapshot: Snapshot):
+        self._snapshot, self.snapshots = snapshot, (snapshot,)
+        try:
+            self._reader = array_record_module.ArrayRecordReader(
+                os.fspath(snapshot.file), options=READER_OPTIONS, file_reader_buffer_size=1 << 15
+            )
+            self.num_rows = self._reader.num_records()
+        except RuntimeError as error:
+            raise ValueError(f"{snapshot.file} is not a complete ArrayRecord file ({error}); write it again.") from None
+        if not self.num_rows:  # so is one that was cut off
+            raise ValueError(f"{snapshot.file} is not a complete ArrayRecord file, or empty; write it again.")
+
+    def __len__(self) -> int:
+        return self.num_rows
+
+    def __getitem__(self, index: int) -> str:
+        self._snapshot.check()
+        try:
+            raw = self._reader.read([index])[0]
+        except (RuntimeError, IndexError) as error:
+            raise ValueError(f"{self.locate(index)}: {error}; write the file again.") from None
+        return records.utf8_text(raw, where=self._snapshot.file.where, row=index + 1)
+
+    def locate(self, index: int) -> str:
+        """Returns the file and the row of document `index`."""
+        return f"{self._snapshot.file}, row {index + 1}"

@@ -1,0 +1,349 @@
+"""Datasets that `python -m hlat_jax.data build` wrote: texts or token ids in ArrayRecord shards, by document number.
+
+A dataset is a folder: manifest.json and the shards it names, in order. In a dataset of texts a record is one document,
+in UTF-8; one of more than 4 Mi characters is cut into several, and the manifest has [document of the shard, records] of
+each such. In one of token ids a record is a block of whole documents, little-endian: uint32 [2 + n] of n, bytes per id
+(2 or 4) and the n lengths, then the ids as uint16 or uint32; beside each shard an .index.npz holds `first_document`
+(int64, the number within the shard of each record's first document) and `lengths` (ids of each document, EOS counted).
+Owns that format as it is read; build.py writes it.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import hashlib
+import json
+import os
+import pathlib
+import threading
+import zipfile
+import zlib
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+from array_record.python import array_record_module
+
+from hlat_jax.data.formats import records
+from hlat_jax.data.formats.array_record import READER_OPTIONS
+from hlat_jax.data.formats.files import MANIFEST_NAME, SHARD_SUFFIX, DataFile, Snapshot
+from hlat_jax.store.atomic_files import check_name, read_json
+
+FORMAT = 2
+_MAX_OPEN_SHARDS = 128
+_LARGE_RECORD_BYTES = 16 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class BuiltManifest:
+    """The manifest.json of a dataset. Byte counts are UTF-8 bytes of text; counts that do not apply are None."""
+
+    format: int
+    kind: str
+    documents: int
+    bytes: int
+    tokens: int | None
+    content_hash: str
+    tokenizer_sha256: str | None
+    vocab_size: int | None
+    eos_id: int | None
+    max_document_chars: int | None
+    sources: list[dict[str, Any]]
+    shards: list[dict[str, Any]]
+
+
+def read_manifest(folder: str | os.PathLike) -> BuiltManifest:
+    """Returns the manifest of a dataset.
+
+    Raises:
+      ValueError: none, one that is damaged, or of another format.
+    """
+    path = pathlib.Path(folder) / MANIFEST_NAME
+    try:
+        facts = read_json(path)
+    except (ValueError, OSError) as error:
+        raise ValueError(f"{path} cannot be read ({error}); build the dataset again.") from None
+    names = [field.name for field in dataclasses.fields(BuiltManifest)]
+    missing = [name for name in names if name not in facts]
+    if missing:
+        raise ValueError(f"{path} lacks {', '.join(missing)}; build the dataset again.")
+    if facts["format"] != FORMAT or facts["kind"] not in ("text", "tokens"):
+        raise ValueError(
+            f"{path} is of format {facts['format']}, kind {facts['kind']!r}; this hlat_jax reads format {FORMAT}, "
+            "text or tokens. Build the dataset again, or use the release that wrote it."
+        )
+    kinds = {"documents": int, "bytes": int}
+    kinds |= {"tokens": int, "vocab_size": int} if facts["kind"] == "tokens" else {}
+    per_shard = {"name": str} | {key: kinds[key] for key in kinds if key != "vocab_size"}
+    per_shard |= {"long": list} if facts["kind"] == "text" else {}
+    if not (
+        _has(facts, kinds)
+        and all(isinstance(facts[key], list) for key in ("shards", "sources"))
+        and all(_has(shard, per_shard) for shard in facts["shards"])
+        and all(_has(source, {"name": str, "documents": int}) for source in facts["sources"])
+    ):
+        raise ValueError(f"{path} is damaged: names or counts are missing; build the dataset again.")
+    return BuiltManifest(**{name: facts[name] for name in names})
+
+
+def _has(facts: Any, kinds: dict[str, type]) -> bool:
+    """Returns whether `facts` is a dict that holds these kinds of values, and no negative number among them."""
+    if not isinstance(facts, dict) or not all(isinstance(facts.get(key), kind) for key, kind in kinds.items()):
+        return False
+    return all(0 <= facts[key] < 1 << 63 for key, kind in kinds.items() if kind is int)
+
+
+class _Shards:
+    """The shards of a dataset: where a document lies, and records, from a bounded number of open files, for threads.
+
+    Raises:
+      ValueError: a shard is missing, or its name leads out of the folder.
+    """
+
+    def __init__(self, folder: pathlib.Path, manifest: BuiltManifest):
+        self._folder, self._manifest = folder, manifest
+        for shard in manifest.shards:
+            path = folder / check_name(shard["name"], f"{folder / MANIFEST_NAME}: a shard's name")
+            if path.suffix != SHARD_SUFFIX or not path.is_file():
+                raise ValueError(f"{path} is missing; restore it or build the dataset again.")
+        self.snapshots = tuple(
+            Snapshot(DataFile(folder / shard["name"]), has_checksums=True) for shard in manifest.shards
+        )
+        self._starts = _starts(shard["documents"] for shard in manifest.shards)
+        self._source_starts = _starts(source["documents"] for source in manifest.sources)
+        if {int(self._starts[-1]), int(self._source_starts[-1])} != {manifest.documents}:
+            raise ValueError(f"{folder / MANIFEST_NAME}: its counts of documents differ; build the dataset again.")
+        self._lock = threading.Lock()
+        self._readers: collections.OrderedDict[int, Any] = collections.OrderedDict()
+
+    def place(self, index: int) -> tuple[int, int]:
+        """Returns (shard, number within it) of document `index`."""
+        shard = int(np.searchsorted(self._starts, index, side="right")) - 1
+        return shard, index - int(self._starts[shard])
+
+    def locate(self, index: int) -> str:
+        """Returns the dataset and number of a document, and the file that it was built from."""
+        source = int(np.searchsorted(self._source_starts, index, side="right")) - 1
+        number = index - int(self._source_starts[source]) + 1
+        return f"{self._folder}, document {index + 1} (document {number} of {self._manifest.sources[source]['name']})"
+
+    def read(self, shard: int, record: int) -> bytes:
+        """Returns one record.
+
+        Raises:
+          ValueError: the shard changed, went away or is damaged.
+        """
+        snapshot = self.snapshots[shard]
+        snapshot.check()
+        try:
+            raw = self._reader(shard).read([record])[0]
+        except (RuntimeError, IndexError) as error:
+            raise ValueError(f"{snapshot.file}, record {record + 1}: {error}; build the dataset again.") from None
+        if len(raw) > _LARGE_RECORD_BYTES:
+            with self._lock:
+                self._readers.pop(shard, None)  # it keeps the record that it unpacked last
+        return raw
+
+    def check_records(self, counts: Iterable[int]) -> None:
+        """Raises ValueError unless the shards hold these numbers of records; one that is cut off holds none."""
+        for shard, expected in enumerate(counts):
+            file = self.snapshots[shard].file
+            try:
+                found = self._reader(shard).num_records()
+            except RuntimeError as error:
+                raise ValueError(f"{file}: {error}; build the dataset again.") from None
+            if found != expected:
+                raise ValueError(
+                    f"{file} holds {found} records where {expected} belong: it was cut off or replaced. Restore it or "
+                    "build the dataset again."
+                )
+
+    def _reader(self, shard: int) -> Any:
+        with self._lock:
+            reader = self._readers.get(shard)
+            if reader is None:
+                path = os.fspath(self.snapshots[shard].file)
+                reader = array_record_module.ArrayRecordReader(
+                    path, options=READER_OPTIONS, file_reader_buffer_size=1 << 15
+                )
+                self._readers[shard] = reader
+                if len(self._readers) > _MAX_OPEN_SHARDS:
+                    self._readers.popitem(last=False)  # closes once no other thread reads from it
+            self._readers.move_to_end(shard)
+            return reader
+
+
+def _starts(counts: Iterable[int]) -> np.ndarray:
+    """Returns int64[n + 1]: where each of n neighbours begins, and the end."""
+    return np.concatenate([[0], np.cumsum(np.fromiter(counts, np.int64))]).astype(np.int64)
+
+
+class BuiltTexts:
+    """The texts of a dataset of kind text, by number.
+
+    Attributes:
+      manifest: what the dataset says of itself.
+      snapshots: its shards.
+      num_rows: None; a document is no row.
+
+    Raises:
+      ValueError: a damaged or incomplete dataset.
+    """
+
+    num_rows = None
+
+    def __init__(self, folder: pathlib.Path, manifest: BuiltManifest):
+        self.manifest, self._shards = manifest, _Shards(folder, manifest)
+        self._long = [_LongDocuments(shard, folder=folder) for shard in manifest.shards]
+        self._shards.check_records(long.first_record(shard["documents"]) for long, shard in self._by_shard())
+        self.snapshots, self.locate = self._shards.snapshots, self._shards.locate
+
+    def _by_shard(self) -> Iterable[tuple[_LongDocuments, dict[str, Any]]]:
+        return zip(self._long, self.manifest.shards, strict=True)
+
+    def __len__(self) -> int:
+        return self.manifest.documents
+
+    def __getitem__(self, index: int) -> str:
+        shard, number = self._shards.place(index)
+        first, end = (self._long[shard].first_record(place) for place in (number, number + 1))
+        raw = self._shards.read(shard, first)
+        if end > first + 1:
+            raw = bytearray(raw)
+            for record in range(first + 1, end):
+                raw += self._shards.read(shard, record)
+        return records.utf8_text(raw, where=os.fspath(self.snapshots[shard].file), row=number + 1)
+
+
+class _LongDocuments:
+    """Which documents of a shard have several records, from its entry in the manifest.
+
+    Raises:
+      ValueError: an entry that can be none.
+    """
+
+    def __init__(self, shard: dict[str, Any], *, folder: pathlib.Path):
+        try:
+            pairs = np.asarray(shard["long"], np.int64).reshape(-1, 2)
+        except (ValueError, TypeError, OverflowError):
+            pairs = np.asarray([[-1, 0]])
+        self._documents = pairs[:, 0]
+        self._records_more = _starts(pairs[:, 1] - 1)  # than documents, before each of them
+        inside = (pairs >= [0, 2]).all() and (pairs[:, 0] < shard["documents"]).all()
+        if not inside or (np.diff(self._documents) <= 0).any():
+            raise ValueError(
+                f"{folder / MANIFEST_NAME} is damaged: the long documents of {shard['name']}; build the dataset again."
+            )
+
+    def first_record(self, number: int) -> int:
+        """Returns the record with which document `number` begins; of the number of documents, that of records."""
+        return number + int(self._records_more[np.searchsorted(self._documents, number, side="left")])
+
+
+class BuiltTokens:
+    """The token ids of a dataset of kind tokens: int32[n] of each document, EOS of each piece counted.
+
+    Attributes: as those of BuiltTexts.
+
+    Raises:
+      ValueError: a damaged or incomplete dataset.
+    """
+
+    num_rows = None
+
+    def __init__(self, folder: pathlib.Path, manifest: BuiltManifest):
+        self.manifest, self._shards = manifest, _Shards(folder, manifest)
+        self.snapshots, self.locate = self._shards.snapshots, self._shards.locate
+        self._first_documents = [self._index(shard, "first_document") for shard in range(len(self.snapshots))]
+        for first, shard in zip(self._first_documents, manifest.shards, strict=True):
+            steps = np.diff(np.append(first, shard["documents"]))
+            if (len(first) and first[0] != 0) or (steps <= 0).any() or len(first) == 0 < shard["documents"]:
+                raise ValueError(f"{folder / shard['name']}: its index does not fit; build the dataset again.")
+        self._shards.check_records(len(first) for first in self._first_documents)
+
+    def __len__(self) -> int:
+        return self.manifest.documents
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        shard, number = self._shards.place(index)
+        first = self._first_documents[shard]
+        record = int(np.searchsorted(first, number, side="right")) - 1
+        end = first[record + 1] if record + 1 < len(first) else self.manifest.shards[shard]["documents"]
+        where = f"{self.snapshots[shard].file}, record {record + 1}"
+        block = self._shards.read(shard, record)
+        tokens = block_tokens(block, number - int(first[record]), num_documents=int(end - first[record]), where=where)
+        if len(tokens) and tokens.max() >= self.manifest.vocab_size:
+            raise ValueError(
+                f"{where}: holds id {tokens.max()}, and the vocabulary has {self.manifest.vocab_size}; build the "
+                "dataset again."
+            )
+        return tokens
+
+    def token_lengths(self) -> np.ndarray:
+        """Returns int64[documents]: ids of each document.
+
+        Raises:
+          ValueError: the index of a shard does not fit its manifest.
+        """
+        parts = [self._index(shard, "lengths") for shard in range(len(self.snapshots))]
+        for lengths, shard in zip(parts, self.manifest.shards, strict=True):
+            if len(lengths) != shard["documents"] or int(lengths.sum(dtype=np.int64)) != shard["tokens"]:
+                raise ValueError(f"the index of {shard['name']} does not fit its manifest; build the dataset again.")
+        return np.concatenate([np.zeros(0, np.int64), *parts]).astype(np.int64)
+
+    def _index(self, shard: int, name: str) -> np.ndarray:
+        path = index_path(os.fspath(self.snapshots[shard].file))
+        try:
+            with np.load(path, allow_pickle=False) as arrays:
+                return arrays[name]
+        except (ValueError, KeyError, OSError, EOFError, NotImplementedError, zipfile.BadZipFile, zlib.error) as error:
+            raise ValueError(f"{path} cannot be read ({error}); build the dataset again.") from None
+
+
+def index_path(shard: str | os.PathLike) -> pathlib.Path:
+    """Returns where the index of a shard of token ids lies: shard-00000-of-00008.index.npz."""
+    path = pathlib.Path(shard)
+    return path.with_name(path.name.removesuffix(SHARD_SUFFIX) + ".index.npz")
+
+
+def block_tokens(block: bytes, number: int, *, num_documents: int, where: str) -> np.ndarray:
+    """Returns int32[n]: the ids of document `number` of a block that must hold `num_documents`.
+
+    Raises:
+      ValueError: a damaged block.
+    """
+    header = np.frombuffer(block, "<u4", count=min(len(block) // 4, 2 + num_documents))
+    if len(header) < 2 + num_documents or header[0] != num_documents or header[1] not in (2, 4):
+        raise ValueError(f"{where}: not a block of {num_documents} documents; build the dataset again.")
+    ends = np.cumsum(header[2:], dtype=np.int64)
+    width, begin = int(header[1]), 4 * len(header)
+    if len(block) != begin + width * int(ends[-1]):
+        raise ValueError(f"{where}: {len(block)} bytes are not those of its header; build the dataset again.")
+    start, length = int(ends[number]) - int(header[2 + number]), int(header[2 + number])
+    ids = np.frombuffer(block, f"<u{width}", count=length, offset=begin + width * start)
+    return ids.astype(np.int32)
+
+
+def open_built(folder: str | os.PathLike, *, key: str, tokenizer_sha256: str | None) -> BuiltTexts | BuiltTokens:
+    """Returns the documents of a dataset; `tokenizer_sha256` is the one to be trained with, None: not compared.
+
+    Raises:
+      ValueError: a damaged dataset, or ids of another tokenizer.
+    """
+    manifest = read_manifest(folder)
+    if manifest.kind == "text":
+        return BuiltTexts(pathlib.Path(folder), manifest)
+    if tokenizer_sha256 is not None and manifest.tokenizer_sha256 != tokenizer_sha256:
+        raise ValueError(
+            f"{key}: {folder} holds token ids of the tokenizer with SHA-256 {str(manifest.tokenizer_sha256)[:12]}…, "
+            f"but data.tokenizer has {tokenizer_sha256[:12]}…; set data.tokenizer to the one it was built with, or "
+            "build the texts again: python -m hlat_jax.data build IN --out DIR --tokenizer MODEL"
+        )
+    return BuiltTokens(pathlib.Path(folder), manifest)
+
+
+def manifest_fingerprint(manifest: BuiltManifest, snapshots: Iterable[Snapshot]) -> str:
+    """Returns 32 hex digits of what a dataset holds, wherever it lies."""
+    facts = [manifest.kind, manifest.content_hash, manifest.tokenizer_sha256, *(s.fingerprint for s in snapshots)]
+    return hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()

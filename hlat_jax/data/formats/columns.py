@@ -1,0 +1,320 @@
+"""Texts in columns: parts of a file that are decoded whole, a cache of them bounded in bytes, and Parquet.
+
+A Parquet file is read in place, a row group at a time. Owns what Parquet and Arrow IPC share; refuses parts too large
+to decode for one document, and says what converts them.
+"""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import contextlib
+import os
+import shlex
+import threading
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+
+from hlat_jax.data.formats import records
+from hlat_jax.data.formats.files import DataFile, Snapshot
+
+CACHE_BYTES = 256 << 20
+MAX_PART_BYTES = 256 << 20
+LARGE_BYTES = 32 << 20
+
+BUFFER_BYTES = 1 << 20
+
+_MAX_BATCH_ROWS = 4096
+_LARGE_DECODING = threading.Lock()
+
+
+class ColumnCache:
+    """The columns used last, up to `max_bytes` of them, shared by all files of a corpus; safe for threads.
+
+    Two threads that want one column wait for one decoding of it; two that want different ones do not wait.
+    """
+
+    def __init__(self, max_bytes: int = CACHE_BYTES):
+        self._max_bytes, self._num_bytes = max_bytes, 0
+        self._lock = threading.Lock()
+        self._futures: collections.OrderedDict[Hashable, concurrent.futures.Future] = collections.OrderedDict()
+        self._sizes: dict[Hashable, int] = {}  # of those that are decoded
+
+    def get(self, key: Hashable, load: Callable[[], tuple[Any, int]], *, num_bytes: int = 0) -> Any:
+        """Returns the column under `key`; `load` makes (column, bytes it holds) where it is not there.
+
+        Room is made before for the `num_bytes` that are expected.
+        """
+        with self._lock:
+            future = self._futures.get(key)
+            loading = future is None
+            if loading:
+                self._evict(keep=key, room=num_bytes)
+                future = self._futures[key] = concurrent.futures.Future()
+            else:
+                self._futures.move_to_end(key)
+        if not loading:
+            return future.result()
+        try:
+            column, num_bytes = load()
+        except BaseException as error:
+            with self._lock:
+                del self._futures[key]
+            future.set_exception(error)
+            raise
+        future.set_result(column)
+        with self._lock:
+            self._sizes[key] = num_bytes
+            self._num_bytes += num_bytes
+            self._evict(keep=key)
+        return column
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the columns held now."""
+        return self._num_bytes
+
+    def _evict(self, *, keep: Hashable, room: int = 0) -> None:
+        for key in [key for key in self._futures if key in self._sizes]:  # the one unused longest first
+            if self._num_bytes + room <= self._max_bytes:
+                return
+            if key != keep:
+                del self._futures[key]
+                self._num_bytes -= self._sizes.pop(key)
+
+
+def text_column(schema: pyarrow.Schema, field: str, *, where: str, dictionaries: bool) -> int:
+    """Returns the number of the column `field` if it holds text.
+
+    Raises:
+      ValueError: no such column, or another type; a dictionary of text is taken where `dictionaries`.
+    """
+    try:
+        names = schema.names
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{where} is damaged: a column's name is no UTF-8 ({error}); write it again.") from None
+    if field not in names:
+        raise ValueError(
+            f"{where} has no column {field!r}; it has {', '.join(names)}; set data.text_field, or --text_field of a "
+            "command."
+        )
+    if names.count(field) > 1:
+        raise ValueError(f"{where} has {names.count(field)} columns {field!r}; leave one.")
+    kind, types = schema.field(field).type, pyarrow.types
+    if dictionaries and types.is_dictionary(kind):
+        kind = kind.value_type
+    if not any(test(kind) for test in (types.is_string, types.is_large_string, types.is_string_view)):
+        raise ValueError(f"{where}: column {field!r} is {kind}, not string.")
+    return schema.get_field_index(field)
+
+
+class _Strings:
+    """An array of strings; what lies outside it raises, where pyarrow would end the process."""
+
+    def __init__(self, texts: pyarrow.Array):
+        texts.validate()
+        _, offsets, self._values = texts.buffers()
+        width = np.int64 if pyarrow.types.is_large_string(texts.type) else np.int32
+        self._offsets = np.zeros(1, width)
+        if len(texts):  # an empty array may come without any
+            whole = np.frombuffer(offsets, width, count=texts.offset + len(texts) + 1)
+            self._offsets = whole[texts.offset :]
+        self._texts, self._has_nulls = texts, texts.null_count > 0
+        self._num_bytes = 0 if self._values is None else self._values.size
+
+    def __getitem__(self, index: int) -> str | None:
+        if self._has_nulls and self._texts.slice(index, 1).null_count:
+            return None
+        start, end = int(self._offsets[index]), int(self._offsets[index + 1])
+        if not 0 <= start <= end <= self._num_bytes:
+            raise pyarrow.ArrowInvalid(f"a text lies at bytes {start} to {end} of {self._num_bytes}")
+        # pyarrow's scalar would copy the bytes, and a document may be long
+        return str(self._values.slice(start, end - start), "utf-8") if end > start else ""
+
+
+class _Values:
+    """An array of views or dictionary codes, which are looked at all at once, for they have no offsets."""
+
+    def __init__(self, texts: pyarrow.Array):
+        texts.validate(full=True)
+        self._texts = texts
+
+    def __getitem__(self, index: int) -> str | None:
+        return self._texts[index].as_py()
+
+
+class TextColumn:
+    """str or None by row from an Arrow column of text, whatever its bytes are.
+
+    Attributes:
+      nbytes: bytes of the column.
+
+    Raises:
+      pyarrow.ArrowException: the column contradicts itself; from an index, a text outside it.
+    """
+
+    def __init__(self, column: pyarrow.Array | pyarrow.ChunkedArray):
+        chunks = column.chunks if isinstance(column, pyarrow.ChunkedArray) else [column]
+        plain = pyarrow.types.is_string(column.type) or pyarrow.types.is_large_string(column.type)
+        self._chunks = [_Strings(chunk) if plain else _Values(chunk) for chunk in chunks]
+        self._starts = np.cumsum([0] + [len(chunk) for chunk in chunks])
+        self.nbytes = column.nbytes
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def __getitem__(self, index: int) -> str | None:
+        chunk = int(np.searchsorted(self._starts, index, side="right")) - 1
+        return self._chunks[chunk][index - int(self._starts[chunk])]
+
+
+def cell(column: TextColumn, index: int, *, field: str, where: str, row: int) -> str:
+    """Returns one text of a column.
+
+    Raises:
+      BadRecord: null, empty, or no UTF-8.
+    """
+    try:
+        text = column[index]
+    except UnicodeDecodeError as error:
+        reason = f"{field!r} is invalid UTF-8: {error.reason} at byte {error.start}."
+        raise records.bad_record(where, row, reason) from None
+    return records.checked_text(text, field=field, where=where, row=row)
+
+
+def too_large(file: DataFile, part: str, *, num_bytes: int, limit: int) -> ValueError:
+    """Returns the error for a part that would have to be decoded whole."""
+    return ValueError(
+        f"{file}, {part}: {num_bytes >> 20} MiB are decoded to read any one document in it, more than "
+        f"{limit >> 20} MiB. Convert it and train on that: "
+        f"python -m hlat_jax.data build {shlex.quote(file.where)} --out DIR"
+    )
+
+
+class Part(NamedTuple):
+    """A row group or record batch: its rows, and about how many bytes it will hold in memory."""
+
+    num_rows: int
+    num_bytes: int
+
+
+class PartedDocuments:
+    """Texts by number in a file of parts: `load(part)` gives the column of one and the bytes it holds.
+
+    Messages call a part `part_name`. Rows are counted from 1 over the whole file.
+
+    Attributes:
+      snapshots: the file, once.
+      num_rows: its rows, each a document.
+    """
+
+    def __init__(
+        self,
+        snapshot: Snapshot,
+        *,
+        parts: Sequence[Part],
+        load: Callable[[int], tuple[Any, int]],
+        cache: ColumnCache,
+        field: str,
+        part_name: str,
+    ):
+        self._snapshot, self._load, self._cache = snapshot, load, cache
+        self._field, self._part_name, self._parts = field, part_name, parts
+        counts = np.cumsum([part.num_rows for part in parts], dtype=np.int64)
+        self._starts = np.concatenate([[0], counts]).astype(np.int64)
+        self.snapshots, self.num_rows = (snapshot,), int(self._starts[-1])
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def __getitem__(self, index: int) -> str:
+        part = int(np.searchsorted(self._starts, index, side="right")) - 1
+        where, place = self._snapshot.file.where, index - int(self._starts[part])
+        self._snapshot.check()
+        try:
+            key, num_bytes = (where, part, self._field), self._parts[part].num_bytes
+            column = self._cache.get(key, lambda: self._load(part), num_bytes=num_bytes)
+            return cell(column, place, field=self._field, where=where, row=index + 1)
+        except (pyarrow.ArrowException, OSError, EOFError) as error:
+            what = f"{where}, {self._part_name} {part + 1}"
+            raise ValueError(f"{what}: cannot be read ({error}); write the file again.") from None
+
+    def locate(self, index: int) -> str:
+        """Returns the file and the row of document `index`."""
+        return f"{self._snapshot.file}, row {index + 1}"
+
+
+def open_parquet(file: DataFile, **options: Any) -> pyarrow.parquet.ParquetFile:
+    """Returns pyarrow's reader of a file.
+
+    Raises:
+      ValueError: it is not a complete Parquet file.
+    """
+    try:
+        return pyarrow.parquet.ParquetFile(
+            file.open() if file.is_remote else pyarrow.OSFile(os.fsencode(file)), **options
+        )
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ValueError(f"{file} is not a complete Parquet file ({error}); write it again.") from None
+
+
+def parquet_documents(snapshot: Snapshot, *, field: str, cache: ColumnCache) -> PartedDocuments:
+    """Returns the texts of a Parquet file by number.
+
+    Raises:
+      ValueError: not a complete Parquet file, no such column of text, or a row group over MAX_PART_BYTES.
+    """
+    where = snapshot.file.where
+    try:
+        with open_parquet(snapshot.file) as file:
+            metadata, schema = file.metadata, file.schema_arrow
+        text_column(schema, field, where=where, dictionaries=True)
+        groups = [group_facts(metadata.row_group(number), field) for number in range(metadata.num_row_groups)]
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{where} is not a complete Parquet file ({error}); write it again.") from None
+    for number, group in enumerate(groups, start=1):
+        if group.num_rows < 0:
+            raise ValueError(f"{where}, row group {number}: {group.num_rows} rows; write the file again.")
+        if group.num_bytes > MAX_PART_BYTES:
+            raise too_large(snapshot.file, f"row group {number}", num_bytes=group.num_bytes, limit=MAX_PART_BYTES)
+
+    def load(part: int) -> tuple[Any, int]:
+        column = read_group(snapshot.file, part, field=field, metadata=metadata)
+        return column, column.nbytes
+
+    return PartedDocuments(snapshot, parts=groups, load=load, cache=cache, field=field, part_name="row group")
+
+
+def read_group(
+    file: DataFile, group: int, *, field: str, metadata: pyarrow.parquet.FileMetaData | None = None
+) -> TextColumn:
+    """Returns the column `field` of one row group of a file, whose `metadata` is read again if it is not given.
+
+    pyarrow decodes a page whole, and a dictionary twice, so for a moment it holds three times a text beside what it
+    read. Large groups are read one at a time, and what pyarrow's pool keeps then goes back to the system.
+    """
+    with contextlib.ExitStack() as stack:
+        opened = stack.enter_context(open_parquet(file, metadata=metadata, pre_buffer=False, buffer_size=BUFFER_BYTES))
+        num_rows, num_bytes = group_facts(opened.metadata.row_group(group), field)
+        if num_bytes > LARGE_BYTES:
+            stack.enter_context(_LARGE_DECODING)
+        # by parts, for a row group that is read at once is copied once more
+        batch_rows = min(_MAX_BATCH_ROWS, num_rows // 8 + 1)
+        batches = opened.iter_batches(batch_size=batch_rows, row_groups=[group], columns=[field], use_threads=False)
+        chunks = [batch.column(0) for batch in batches]
+        column = TextColumn(pyarrow.chunked_array(chunks, type=opened.schema_arrow.field(field).type))
+    if num_bytes > LARGE_BYTES:
+        del batches
+        pyarrow.default_memory_pool().release_unused()
+    return column
+
+
+def group_facts(group: Any, field: str) -> Part:
+    """Returns the rows of a row group and the decoded bytes of its column `field`."""
+    chunks = [group.column(number) for number in range(group.num_columns)]
+    num_bytes = sum(chunk.total_uncompressed_size for chunk in chunks if chunk.path_in_schema == field)
+    return Part(group.num_rows, num_bytes)

@@ -1,0 +1,194 @@
+"""JSONL read in place: an index of where its lines lie, and the text of any one of them.
+
+The index is built in one pass over the file in bounded memory, which hashes every byte too, and can be kept in a folder
+beside the run, where it is written atomically and mapped into memory when it is read back. Owns lines; what a line must
+hold is records.json_text.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import os
+import pathlib
+import struct
+import tempfile
+from typing import Any, BinaryIO
+
+import numpy as np
+import pyarrow
+
+from hlat_jax.data.formats import records
+from hlat_jax.data.formats.files import Snapshot, new_content_hash
+
+_CHUNK_BYTES = 1 << 24
+BLANK_BYTES = b" \t\r\n"
+_MAX_BLANK_BYTES = 80  # a longer line of spaces fails as JSON, with its row
+_HEADER = struct.Struct("<8s32s32sQQ")  # magic, Snapshot.identity, hash of the content, documents, blank lines
+_MAGIC = b"hlatidx2"
+
+
+class LineIndex:
+    """Where the lines of a file lie that are not blank.
+
+    Attributes:
+      spans: int64[num_documents, 2], first byte of the line and the byte after its last, without the line end.
+      blanks: int64[num_blank_lines], for each blank line the number of documents before it, ascending.
+      content_hash: 32 hex digits of all bytes of the file.
+    """
+
+    def __init__(self, spans: np.ndarray, blanks: np.ndarray, *, content_hash: str):
+        self.spans, self.blanks, self.content_hash = spans, blanks, content_hash
+
+    def row(self, index: int) -> int:
+        """Returns the line number in the file, from 1, of document `index`."""
+        return index + 1 + int(np.searchsorted(self.blanks, index, side="right"))
+
+
+def line_index(snapshot: Snapshot, *, folder: pathlib.Path | None = None) -> LineIndex:
+    """Returns the index of a file: the one kept in `folder` if it belongs to this very file, else a new one.
+
+    Where nobody may write in `folder`, a new one is kept in a temporary place for as long as it is used.
+
+    Raises:
+      ValueError: the file changed meanwhile.
+      OSError: the disk of `folder` is full or broken.
+    """
+    if folder is None:
+        digest = new_content_hash()
+        parts = list(_scan(snapshot, digest))
+        spans, blanks = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+        return LineIndex(spans, blanks, content_hash=digest.hexdigest())
+    place = hashlib.blake2b(os.fsencode(snapshot.file.where), digest_size=8).hexdigest()
+    path = pathlib.Path(folder) / f"{snapshot.file.name}-{place}.lines"
+    kept = _read_index(path, snapshot=snapshot)
+    if kept is not None:
+        return kept
+    try:
+        _write_index(path, snapshot=snapshot)
+        kept = _read_index(path, snapshot=snapshot)
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise
+        with tempfile.TemporaryDirectory() as temporary:  # stays mapped when its name is gone
+            path = pathlib.Path(temporary) / path.name
+            _write_index(path, snapshot=snapshot)
+            kept = _read_index(path, snapshot=snapshot)
+    assert kept is not None
+    return kept
+
+
+def _scan(snapshot: Snapshot, digest: Any) -> Any:
+    """Yields (spans, blanks) of the lines that end in each chunk of the file, blanks as in LineIndex; hashes it."""
+    num_documents, start, offset, carried = 0, 0, 0, b""
+    with snapshot.opened() as file:
+        while offset <= snapshot.size:
+            chunk = file.read(min(_CHUNK_BYTES, snapshot.size - offset))
+            if not chunk and offset < snapshot.size:
+                raise ValueError(f"{snapshot.file} shrank while it was indexed; start again when it is whole.")
+            digest.update(chunk)
+            ends = np.flatnonzero(np.frombuffer(chunk, np.uint8) == ord("\n")) + offset
+            if not chunk and start < snapshot.size:
+                ends = np.asarray([snapshot.size])  # a last line without line end
+            spans = np.empty((len(ends), 2), np.int64)
+            spans[:, 1], spans[1:, 0] = ends, ends[:-1] + 1
+            spans[:1, 0] = start
+            view, view_start = carried + chunk, offset - len(carried)
+            blank = [
+                line
+                for line in np.flatnonzero(spans[:, 1] - spans[:, 0] <= _MAX_BLANK_BYTES)
+                if not view[spans[line, 0] - view_start : spans[line, 1] - view_start].strip(BLANK_BYTES)
+            ]
+            keep = np.ones(len(spans), bool)
+            keep[blank] = False
+            before = num_documents + np.cumsum(keep)[blank] if blank else np.zeros(0)
+            yield spans[keep], before.astype(np.int64)
+            num_documents += int(keep.sum())
+            if len(ends):
+                start = int(ends[-1]) + 1
+            if not chunk:
+                return
+            offset += len(chunk)
+            carried = view[-_MAX_BLANK_BYTES:]
+
+
+def _write_index(path: pathlib.Path, *, snapshot: Snapshot) -> None:
+    """Writes an index whole or not at all; who reads the one before goes on reading that."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            _write_parts(file, snapshot=snapshot)
+            file.flush()
+            os.fsync(file.fileno())
+        snapshot.check()
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+        raise
+
+
+def _write_parts(file: BinaryIO, *, snapshot: Snapshot) -> None:
+    file.write(bytes(_HEADER.size))
+    num_documents, blanks, digest = 0, [], new_content_hash()
+    for spans, blank in _scan(snapshot, digest):
+        file.write(spans.astype("<i8").tobytes())
+        num_documents += len(spans)
+        blanks.append(blank)
+    blanks = np.concatenate(blanks)
+    file.write(blanks.astype("<i8").tobytes())
+    file.seek(0)
+    hashes = snapshot.identity.encode(), digest.hexdigest().encode()
+    file.write(_HEADER.pack(_MAGIC, *hashes, num_documents, len(blanks)))
+
+
+def _read_index(path: pathlib.Path, *, snapshot: Snapshot) -> LineIndex | None:
+    """Returns the index at `path`, or None if there is none, or one of another state of the file, or half of one."""
+    try:
+        with pyarrow.memory_map(os.fsencode(path)) as file:
+            buffer = file.read_buffer()  # stays mapped when the descriptor is gone, so many files need none
+    except FileNotFoundError:
+        return None
+    if buffer.size < _HEADER.size:
+        return None
+    magic, identity, content_hash, num_documents, num_blanks = _HEADER.unpack(buffer[: _HEADER.size])
+    if magic != _MAGIC or identity != snapshot.identity.encode():
+        return None
+    numbers = np.frombuffer(buffer, "<i8", offset=_HEADER.size)
+    if len(numbers) != 2 * num_documents + num_blanks:
+        return None
+    spans, blanks = np.split(numbers, [2 * num_documents])
+    return LineIndex(spans.reshape(-1, 2), blanks, content_hash=content_hash.decode("ascii"))
+
+
+class JsonlDocuments:
+    """The texts of a JSONL file by number. Rows are counted from 1 over all lines, blank ones are no documents.
+
+    Attributes:
+      snapshots: the file, once.
+      num_rows: lines, blank ones too.
+    """
+
+    def __init__(self, snapshot: Snapshot, *, field: str, index_folder: pathlib.Path | None = None):
+        self._snapshot, self._field = snapshot, field
+        self._index = line_index(snapshot, folder=index_folder)
+        snapshot.content_hash = self._index.content_hash
+        self.snapshots, self.num_rows = (snapshot,), len(self._index.spans) + len(self._index.blanks)
+
+    def __len__(self) -> int:
+        return len(self._index.spans)
+
+    def __getitem__(self, index: int) -> str:
+        start, end = (int(place) for place in self._index.spans[index])
+        where, row = self._snapshot.file.where, self._index.row(index)
+        if end - start > records.MAX_RECORD_BYTES:
+            self._snapshot.check()
+            reason = f"{end - start} bytes in one line, more than {records.MAX_RECORD_BYTES}; is it a JSON array?"
+            raise records.bad_record(where, row, reason)
+        return records.json_text(self._snapshot.read(start, end - start), field=self._field, where=where, row=row)
+
+    def locate(self, index: int) -> str:
+        """Returns the file and the row of document `index`."""
+        return f"{self._snapshot.file}, row {self._index.row(index)}"

@@ -1,0 +1,308 @@
+"""Which files a config or a command names: paths, folders, globs and URLs, by the suffixes that are read.
+
+Owns their order and what is refused by name. Refuses to know what is inside a file, but for one thing: a folder that
+`python -m hlat_jax.data build` wrote counts as one.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import glob
+import os
+import pathlib
+import re
+import shlex
+from collections.abc import Sequence
+from typing import Any
+
+from hlat_jax.data.formats.files import MANIFEST_NAME, SHARD_SUFFIX, DataFile, client_errors, filesystem_of, reason
+from hlat_jax.store.atomic_files import read_json
+
+JSONL_SUFFIXES = (".jsonl", ".ndjson")
+PARQUET_SUFFIXES = (".parquet",)
+ARROW_SUFFIXES = (".arrow", ".arrows", ".ipc", ".feather")
+TEXT_SUFFIXES = (".txt", ".md")
+KNOWN_SUFFIXES = JSONL_SUFFIXES + PARQUET_SUFFIXES + ARROW_SUFFIXES + TEXT_SUFFIXES + (SHARD_SUFFIX,)
+COMPRESSED_SUFFIXES = (".gz", ".zst", ".xz", ".bz2")
+_OUR_SHARD = re.compile(r"(shard-\d+-of-\d+|task-\d+\.\d+)" + re.escape(SHARD_SUFFIX))  # see build
+STREAMED_SUFFIXES = (".gz", ".zst")  # of these, the ones that `build` reads
+
+
+def asset_path(name: str) -> pathlib.Path:
+    """Returns the path of a file that ships with the package.
+
+    Raises:
+      ValueError: no such file; the message lists those there are.
+    """
+    folder = pathlib.Path(__file__).resolve().parent.parent / "assets"
+    path = folder / name
+    if path.parent != folder or not path.is_file():
+        shipped = sorted(p.name for p in folder.iterdir() if p.suffix in (".jsonl", ".model"))
+        raise ValueError(f"package:{name} does not ship with hlat_jax; there are {', '.join(shipped)}.")
+    return path
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """What a search found.
+
+    Attributes:
+      files: in order.
+      passed_over: files in folders whose suffix is not known, but for those whose names begin with . or _.
+      folders: local folders that were searched.
+    """
+
+    files: list[DataFile]
+    passed_over: list[str]
+    folders: list[pathlib.Path]
+
+    def told(self) -> str:
+        """Returns what was passed over, as in 'passed over 3 files: no suffix 2, .csv 1'; '' for nothing."""
+        suffixes = sorted(pathlib.PurePosixPath(name).suffix.lower() or "no suffix" for name in self.passed_over)
+        counts = ", ".join(f"{suffix} {count:,}" for suffix, count in collections.Counter(suffixes).most_common())
+        files = "1 file" if len(suffixes) == 1 else f"{len(suffixes):,} files"
+        return f"passed over {files}: {counts}" if counts else ""
+
+
+def resolve_files(spec: str | Sequence[str], *, key: str, allow_compressed: bool = False) -> list[DataFile]:
+    """Returns the files that find_files finds."""
+    return find_files(spec, key=key, allow_compressed=allow_compressed).files
+
+
+def find_files(
+    spec: str | Sequence[str], *, key: str, allow_compressed: bool = False, text_field: str = "text"
+) -> Found:
+    """Returns the files that `spec` names, in order: as written, and by name within a folder or glob.
+
+    `spec` is paths separated by commas, or each by itself, where a comma is part of a name. `key` is the config path
+    and `text_field` its key of text, for messages. A folder, named or matched by a glob, is searched recursively for
+    known suffixes; hidden names are passed over, and a dataset that `build` wrote is one entry. The order depends on
+    names below the folder, not on where it lies. `allow_compressed` takes .gz and .zst too, for readers that go through
+    a file in order.
+
+    Raises:
+      ValueError: an empty spec, nothing found, a compressed file, an unknown suffix, a file named twice, a folder that
+        cannot be listed, or a dataset together with files that it was built from.
+    """
+    parts = [part.strip() for part in spec.split(",")] if isinstance(spec, str) else list(spec)
+    spec = spec if isinstance(spec, str) else " ".join(spec)
+    found = Found([], [], [])
+    for part in filter(None, parts):
+        is_remote = "://" in part.removeprefix("file://")
+        files = _remote_part(part, key=key, found=found) if is_remote else _local_part(part, key=key, found=found)
+        for file in files:
+            _check_suffix(file, key=key, allow_compressed=allow_compressed, text_field=text_field)
+        found.files.extend(files)
+    if not found.files:
+        raise ValueError(f"{key}={spec!r} names no files; give files, folders or globs, separated by commas.")
+    _refuse_twice(found.files, what=f"{key}={spec!r}")
+    return found
+
+
+def _refuse_twice(files: Sequence[DataFile], *, what: str) -> None:
+    """Raises when a file is named twice, or stands in a dataset that was built from it too."""
+    seen: set[str] = set()
+    for file in files:
+        place = file.where if file.is_remote else os.path.realpath(file)
+        if place in seen:
+            raise ValueError(f"{what} names {file} twice; its documents would be repeated within an epoch.")
+        seen.add(place)
+    loose = {file.name: file for file in files if not file.is_built}
+    for dataset in (file for file in files if file.is_built):
+        built_from = [pathlib.PurePosixPath(name).name for name in _manifest(dataset)["sources"]]
+        both = next((loose[name] for name in built_from if name in loose), None)
+        if both is not None:
+            raise ValueError(
+                f"{what} names the dataset {dataset} and {both}, from which it was built by its name: its documents "
+                "would come twice. Name one of them, or move the dataset out of the folder of its text."
+            )
+
+
+def _local_part(part: str, *, key: str, found: Found) -> list[DataFile]:
+    if part.startswith("package:"):
+        return [DataFile(asset_path(part.removeprefix("package:")))]
+    path = pathlib.Path(part.removeprefix("file://")).expanduser()
+    if path.is_dir():
+        return _in_folder(path, key=key, found=found) or _nothing(part, key=key, found=found)
+    if path.is_file():
+        return [DataFile(path)]
+    files, searched = [], set()
+    for name in sorted(glob.glob(str(path), recursive=True)):
+        if any(os.fspath(parent) in searched for parent in pathlib.Path(name).parents):
+            continue  # `**` matches a folder and what lies in it
+        if os.path.isdir(name):
+            searched.add(os.fspath(pathlib.Path(name)))
+            files += _in_folder(pathlib.Path(name), key=key, found=found)
+        elif os.path.isfile(name):
+            files.append(DataFile(name))
+    if not files:
+        if searched:
+            _nothing(part, key=key, found=found)
+        what = "matches no file" if glob.has_magic(part) else "does not exist"
+        raise ValueError(f"{key}: {part} {what} (looked from {pathlib.Path.cwd()}).")
+    return files
+
+
+def _in_folder(folder: pathlib.Path, *, key: str, found: Found) -> list[DataFile]:
+    def refuse(error: OSError) -> None:
+        raise ValueError(f"{key}: the folder {error.filename} cannot be listed: {reason(error)}.")
+
+    files = []
+    found.folders.append(folder)
+    for parent, folders, names in os.walk(folder, followlinks=True, onerror=refuse):
+        if _is_built(parent):
+            files.append(DataFile(parent, is_built=True))
+            folders.clear()
+            continue
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        paths = [os.path.join(parent, name) for name in names]
+        files += [DataFile(path) for path in _data_of(paths, found=found)]
+    return sorted(files, key=lambda file: pathlib.Path(file).relative_to(folder).as_posix())
+
+
+def _data_of(paths: Sequence[str], *, found: Found) -> list[str]:
+    """Returns the paths of data; those that are neither data nor hidden are counted as passed over."""
+    data = []
+    for path in paths:
+        name = path.rpartition("/")[2]
+        if _is_data(name):
+            data.append(path)
+        elif not name.startswith((".", "_")):
+            found.passed_over.append(path)
+    return data
+
+
+def _is_built(folder: str | os.PathLike) -> bool:
+    """Returns whether `build` wrote this folder; the manifest.json of other programs does not make it ours."""
+    return _manifest(folder)["kind"] in ("text", "tokens")
+
+
+def _manifest(folder: str | os.PathLike) -> dict[str, Any]:
+    """Returns `kind` and the names of `sources` of a folder's manifest; kind is '' where it is not ours.
+
+    Were it ours and damaged, its shards will be refused without it.
+    """
+    nothing = {"kind": "", "sources": []}
+    try:
+        manifest = read_json(pathlib.Path(folder) / MANIFEST_NAME)
+        if not isinstance(manifest["shards"], list):
+            return nothing
+        return {"kind": manifest["kind"], "sources": [str(source["name"]) for source in manifest.get("sources", [])]}
+    except (ValueError, OSError, KeyError, TypeError, AttributeError):
+        return nothing
+
+
+def _is_data(name: str) -> bool:
+    """Returns whether a name in a folder is data: known, or text that would be lost without a word (a.jsonl.gz)."""
+    if name.startswith("."):
+        return False
+    path = pathlib.PurePosixPath(name)
+    suffix, inner = path.suffix.lower(), pathlib.PurePosixPath(path.stem).suffix.lower()
+    return suffix in KNOWN_SUFFIXES or (suffix in COMPRESSED_SUFFIXES and inner in KNOWN_SUFFIXES)
+
+
+def _remote_part(part: str, *, key: str, found: Found) -> list[DataFile]:
+    filesystem, path = filesystem_of(part)
+
+    def data_file(name: str) -> DataFile:
+        return DataFile(filesystem.unstrip_protocol(name), filesystem=filesystem)
+
+    def below(folder: str) -> list[str]:
+        prefix = folder.rstrip("/")
+        names = [(name, name.removeprefix(prefix).lstrip("/").split("/")) for name in filesystem.find(folder)]
+        return sorted(_data_of([name for name, parts in names if not _is_hidden(parts)], found=found))
+
+    def matched() -> list[str]:
+        names: dict[str, None] = {}  # in order, once: `**` matches a folder and what lies in it
+        searched: list[str] = []
+        for name, facts in sorted(filesystem.glob(path, detail=True).items()):
+            if name.startswith(tuple(searched)):
+                continue
+            if facts["type"] == "directory":
+                searched.append(name.rstrip("/") + "/")
+            names |= dict.fromkeys(below(name) if facts["type"] == "directory" else [name])
+        return list(names)
+
+    try:
+        with client_errors():
+            if any(sign in path for sign in "*["):  # `?` begins the query of a web address, such as its signature
+                names = matched()
+            elif filesystem.isdir(path):
+                names = below(path)
+            else:
+                names = [path] if filesystem.exists(path) else []
+    except OSError as error:
+        if isinstance(error.__cause__, ImportError):
+            raise ValueError(f"{key}: {part} cannot be reached: {error.__cause__}") from None
+        raise ValueError(f"{key}: {part} cannot be listed: {reason(error)}.") from None
+    return [data_file(name) for name in names] or _nothing(part, key=key, found=found)
+
+
+def _is_hidden(parts: list[str]) -> bool:
+    return any(part.startswith(".") for part in parts)
+
+
+def file_format(file: DataFile) -> str:
+    """Returns 'built', 'jsonl', 'text', 'arrow', 'array_record' or 'parquet' for a file of resolve_files."""
+    if file.is_built:
+        return "built"
+    name, suffix = file.name.lower(), file.suffix
+    if suffix in (".gz", ".zst"):
+        suffix = pathlib.PurePosixPath(name.removesuffix(suffix)).suffix
+    formats = {"jsonl": JSONL_SUFFIXES, "text": TEXT_SUFFIXES, "arrow": ARROW_SUFFIXES, "array_record": (SHARD_SUFFIX,)}
+    return next((known for known, suffixes in formats.items() if suffix in suffixes), "parquet")
+
+
+def _nothing(part: str, *, key: str, found: Found) -> list[DataFile]:
+    told = f" ({found.told()})" if found.passed_over else ""
+    raise ValueError(f"{key}: {part} holds or matches no files that end in {', '.join(KNOWN_SUFFIXES)}{told}.")
+
+
+def _check_suffix(file: DataFile, *, key: str, allow_compressed: bool, text_field: str) -> None:
+    if file.is_built:
+        return
+    suffix = file.suffix
+    if suffix == SHARD_SUFFIX and file.is_remote:
+        raise ValueError(f"{key}: {file}: ArrayRecord is read from local disks only; copy its folder and give that.")
+    if _OUR_SHARD.fullmatch(file.name):
+        raise ValueError(
+            f"{key}: {file} is one shard of a dataset, and shards are not read without the manifest.json of their "
+            "folder; give the folder, or finish that build by running its command again."
+        )
+    if suffix in COMPRESSED_SUFFIXES:
+        inner = pathlib.PurePosixPath(pathlib.PurePosixPath(file.name).stem).suffix.lower()
+        if allow_compressed and suffix in STREAMED_SUFFIXES and inner in JSONL_SUFFIXES + TEXT_SUFFIXES:
+            return
+        raise ValueError(_compressed_message(file, key=key, inner=inner, text_field=text_field))
+    if suffix not in KNOWN_SUFFIXES:
+        known = ", ".join(KNOWN_SUFFIXES)
+        raise ValueError(
+            f"{key}: {file} ends in {suffix or 'nothing'!r}; known are {known} and what build writes.{_hint(file)}"
+        )
+
+
+def _hint(file: DataFile) -> str:
+    if file.suffix != ".json":
+        return ""
+    name = shlex.quote(file.where)
+    lines = shlex.quote(f"{file.where}l")
+    return f" If it holds one JSON object a line, rename it to {lines}; a JSON array: jq -c '.[]' {name} > {lines}"
+
+
+def _compressed_message(file: DataFile, *, key: str, inner: str, text_field: str) -> str:
+    command = {".gz": "gunzip -k", ".zst": "zstd -dk", ".xz": "xz -dk", ".bz2": "bunzip2 -k"}[file.suffix]
+    begins = f"{key}: {file} is compressed as a whole"
+    if file.suffix in STREAMED_SUFFIXES and inner in JSONL_SUFFIXES + TEXT_SUFFIXES:
+        out = file.name.removesuffix(file.suffix).removesuffix(inner) or "dataset"
+        return (
+            f"{begins}, so no document in it can be read by number. Convert it and train on that: "
+            f"{build_command(file, out=out, text_field=text_field)}"
+        )
+    return f"{begins} in a way that is not read here; unpack it first: {command} {shlex.quote(file.where)}"
+
+
+def build_command(file: DataFile, *, out: str, text_field: str) -> str:
+    """Returns the command that converts a file to a dataset, to be pasted into a shell."""
+    field = "" if text_field == "text" else f" --text_field={shlex.quote(text_field)}"
+    return f"python -m hlat_jax.data build {shlex.quote(file.where)} --out {shlex.quote(out)}{field}"

@@ -1,0 +1,215 @@
+"""Every document of a file in order, for readers that need no number: `build`, the tokenizer's trainer, statistics.
+
+Reads what training reads and what cannot be read by number as well: .gz and .zst. Memory holds one record, or one small
+batch of a column, whatever the file's size. Texts and errors are those of the readers by number.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import Any, BinaryIO
+
+import pyarrow
+import pyarrow.ipc
+import pyarrow.parquet
+
+from hlat_jax.data.formats import arrow_ipc, columns, records
+from hlat_jax.data.formats.array_record import ArrayRecordDocuments
+from hlat_jax.data.formats.built import BuiltTexts, open_built
+from hlat_jax.data.formats.files import DataFile, Snapshot
+from hlat_jax.data.formats.jsonl import BLANK_BYTES
+from hlat_jax.data.formats.paths import STREAMED_SUFFIXES, file_format, resolve_files
+
+_CHUNK_BYTES = 1 << 20
+_ROWS_AT_ONCE = 256
+_CODECS = {".gz": "gzip", ".zst": "zstd"}
+
+Item = tuple[str | records.BadRecord, int | None]
+
+
+class DocumentIterator(Iterator[tuple[str, int | None]]):
+    """(text, row) of every document of one file in order; goes on after a BadRecord, which a generator could not."""
+
+    def __init__(self, items: Iterator[Item]):
+        self._items = items
+
+    def __next__(self) -> tuple[str, int | None]:
+        text, row = next(self._items)
+        if isinstance(text, records.BadRecord):
+            raise text
+        return text, row
+
+
+def iter_documents(path: DataFile | str | os.PathLike, *, text_field: str) -> DocumentIterator:
+    """Returns an iterator of (text, row) over the documents of one file; row counts from 1, None for plain text.
+
+    `path` is a file, a URL, or the folder of a dataset of texts. `next` raises BadRecord for a record that cannot be
+    used, and the `next` after it gives the record that follows; any other error ends the iteration.
+
+    Raises:
+      ValueError: an unknown format; from `next`, a file that is damaged or truncated or has no such column.
+    """
+    if not isinstance(path, DataFile):
+        path = _only(resolve_files([os.fspath(path)], key="IN", allow_compressed=True), path=path)
+    return DocumentIterator(_READERS[file_format(path)](path, text_field))
+
+
+def _only(files: list[DataFile], *, path: str | os.PathLike) -> DataFile:
+    if len(files) != 1:
+        raise ValueError(f"{path} holds {len(files)} files; give them one by one.")
+    return files[0]
+
+
+@contextlib.contextmanager
+def _opened(file: DataFile) -> Iterator[BinaryIO]:
+    """Yields the bytes of a file in order, unpacked if it is compressed; its read errors become ValueError."""
+    try:
+        with contextlib.ExitStack() as stack:
+            raw = stack.enter_context(file.open())
+            if file.suffix in STREAMED_SUFFIXES:
+                raw = stack.enter_context(pyarrow.CompressedInputStream(raw, _CODECS[file.suffix]))
+            yield raw
+    except (OSError, pyarrow.ArrowException) as error:
+        raise ValueError(f"{file} cannot be read to its end ({error}); restore it.") from None
+
+
+def _lines(stream: BinaryIO) -> Iterator[list[bytes | bytearray] | None]:
+    """Yields each line without its end, alone in a list; None for one over the limit.
+
+    Who takes the line out of its list is the only one to hold it, so that a long one is not kept while it is decoded.
+    """
+    line: bytes | bytearray | None = b""
+    num_bytes = 0
+    while chunk := stream.read(_CHUNK_BYTES):
+        for number, piece in enumerate(chunk.split(b"\n")):
+            if number:  # a line ended before this piece
+                holder, line, num_bytes = None if line is None else [line], b"", 0
+                yield holder
+            num_bytes += len(piece)
+            if num_bytes > records.MAX_RECORD_BYTES:
+                line = None
+            elif num_bytes == len(piece):
+                line = piece
+            else:
+                line = line if isinstance(line, bytearray) else bytearray(line)
+                line += piece  # grows in place
+    if num_bytes:
+        holder, line = None if line is None else [line], None
+        yield holder
+
+
+def _jsonl(file: DataFile, field: str) -> Iterator[Item]:
+    where = file.where
+    with _opened(file) as stream:
+        for row, holder in enumerate(_lines(stream), start=1):
+            if holder is None:
+                reason = f"more than {records.MAX_RECORD_BYTES} bytes in one line; is it a JSON array?"
+                yield records.bad_record(where, row, reason), row
+            elif not holder[0][:1].strip(BLANK_BYTES) and not holder[0].strip(BLANK_BYTES):
+                continue
+            else:
+                try:
+                    text = records.json_text(holder.pop(), field=field, where=where, row=row)
+                except records.BadRecord as error:
+                    text = error
+                yield text, row
+                del text  # not held while the next one is read
+
+
+def _text(file: DataFile, field: str) -> Iterator[Item]:
+    del field  # a file of plain text has none
+    raw = bytearray()
+    with _opened(file) as stream:
+        while len(raw) <= records.MAX_RECORD_BYTES and (chunk := stream.read(_CHUNK_BYTES)):
+            raw += chunk
+    if len(raw) > records.MAX_RECORD_BYTES:
+        reason = f"more than {records.MAX_RECORD_BYTES} bytes in one document; split it."
+        yield records.bad_record(file.where, None, reason), None
+        return
+    try:
+        text = records.utf8_text(raw, where=file.where, row=None)
+    except records.BadRecord as error:
+        text = error
+    del raw
+    yield text, None
+
+
+def _parquet(file: DataFile, field: str) -> Iterator[Item]:
+    with columns.open_parquet(file) as opened:
+        columns.text_column(opened.schema_arrow, field, where=file.where, dictionaries=True)
+        metadata = opened.metadata
+    yield from _cells(_row_groups(file, field, metadata), file=file, field=field)
+
+
+def _row_groups(file: DataFile, field: str, metadata: pyarrow.parquet.FileMetaData) -> Iterator[columns.TextColumn]:
+    for group in range(metadata.num_row_groups):
+        if columns.group_facts(metadata.row_group(group), field).num_bytes <= columns.MAX_PART_BYTES:
+            yield columns.read_group(file, group, field=field, metadata=metadata)
+            continue
+        # without pre-buffering, with a buffer: pages are decoded as they come, however large the row group
+        options = {"metadata": metadata, "pre_buffer": False, "buffer_size": columns.BUFFER_BYTES}
+        with columns.open_parquet(file, **options) as opened:
+            choice = {"row_groups": [group], "columns": [field], "use_threads": False}
+            for batch in opened.iter_batches(batch_size=_ROWS_AT_ONCE, **choice):
+                yield columns.TextColumn(batch.column(0))
+
+
+def _arrow(file: DataFile, field: str) -> Iterator[Item]:
+    opened = arrow_ipc.open_arrow(file)
+    column = columns.text_column(opened.schema, field, where=file.where, dictionaries=True)
+    if isinstance(opened, pyarrow.ipc.RecordBatchFileReader):
+        batches = (opened.get_batch(number) for number in range(opened.num_record_batches))
+    else:
+        batches = opened
+    yield from _cells((columns.TextColumn(batch.column(column)) for batch in batches), file=file, field=field)
+
+
+def _cells(parts: Iterator[Any], *, file: DataFile, field: str) -> Iterator[Item]:
+    row = 0
+    try:
+        for part in parts:
+            for index in range(len(part)):
+                row += 1
+                try:
+                    text = columns.cell(part, index, field=field, where=file.where, row=row)
+                except records.BadRecord as error:
+                    text = error
+                yield text, row
+                del text  # not held while the next one is read
+    except (OSError, EOFError, pyarrow.ArrowException) as error:
+        raise ValueError(f"{file}, near row {row + 1}: cannot be read ({error}); write it again.") from None
+
+
+def _array_record(file: DataFile, field: str) -> Iterator[Item]:
+    del field  # a record is nothing but text
+    yield from _by_number(ArrayRecordDocuments(Snapshot(file, has_checksums=True)))
+
+
+def _built(file: DataFile, field: str) -> Iterator[Item]:
+    del field  # a dataset holds nothing but its texts
+    documents = open_built(file.where, key="IN", tokenizer_sha256=None)
+    if not isinstance(documents, BuiltTexts):
+        raise ValueError(f"{file} holds token ids, from which no text comes back; give the texts it was built from.")
+    yield from _by_number(documents)
+
+
+def _by_number(documents: BuiltTexts | ArrayRecordDocuments) -> Iterator[Item]:
+    for index in range(len(documents)):
+        try:
+            text = documents[index]
+        except records.BadRecord as error:
+            text = error
+        yield text, index + 1
+        del text
+
+
+_READERS = {
+    "jsonl": _jsonl,
+    "text": _text,
+    "parquet": _parquet,
+    "arrow": _arrow,
+    "array_record": _array_record,
+    "built": _built,
+}

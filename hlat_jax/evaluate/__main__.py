@@ -1,0 +1,255 @@
+"""`python -m hlat_jax.evaluate --checkpoint=runs/tiny --text=FILE|--validation|--tasks=NAMES`: perplexity, and tasks.
+
+The windows of a text are in `evaluate.perplexity`, validation in `run.validation`, tasks of the LM Evaluation Harness in
+`evaluate.tasks`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+import pathlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from absl import flags, logging
+
+from hlat_jax import config as config_lib
+from hlat_jax.generate import inference
+from hlat_jax.host import flags as flags_lib
+from hlat_jax.resolve import resolve
+
+_USAGE = """Usage: python -m hlat_jax.evaluate --checkpoint=FOLDER --text=FILE [--FLAG=VALUE ...]
+       python -m hlat_jax.evaluate --checkpoint=FOLDER --data=SOURCE [--FLAG=VALUE ...]
+       python -m hlat_jax.evaluate --checkpoint=FOLDER --validation [--FLAG=VALUE ...]
+       python -m hlat_jax.evaluate --checkpoint=FOLDER --tasks=NAME,NAME [--FLAG=VALUE ...]
+
+FILE is one document in UTF-8. Of SOURCE, which is files, folders or globs as in data.validation, every record is one.
+Each document begins with EOS, as in training, or with BOS, see --bos; all its tokens are predicted, once.
+--validation evaluates the rows of data.validation that the run of the checkpoint evaluates while it trains.
+NAME is a task of the LM Evaluation Harness, or a suite of ours: hlat and hlat_bias are those of the paper.
+"""
+
+_KINDS = ("tasks", "text", "data", "validation")
+# Flag -> what it applies to.
+_APPLIES_TO = {
+    "tasks_folder": ("tasks",),
+    "num_fewshot": ("tasks",),
+    "limit": ("tasks",),
+    "window": ("text", "data"),
+    "text_field": ("data",),
+    "bos": ("text", "data", "tasks"),
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints the loss of a model on text, or its results on tasks; returns 0."""
+    values = flags_lib.parse_own(argv, _define, usage=_USAGE)
+    kinds = [kind for kind in _KINDS if values[kind].value]
+    if len(kinds) != 1:
+        raise ValueError("give one of --text=FILE, --data=SOURCE, --validation and --tasks=NAME,NAME.")
+    for name, allowed in _APPLIES_TO.items():
+        if values[name].present and kinds[0] not in allowed:
+            others = " and ".join(f"--{kind}" for kind in allowed)
+            raise ValueError(f"--{name} has no effect with --{kinds[0]}; it applies to {others}. Leave it out.")
+    if values.json:
+        flags_lib.check_output("--json", values.json)
+    logging.set_verbosity(logging.ERROR)  # silence INFO logs of libraries
+    inference.prepare(values)
+    run = {"tasks": _run_tasks, "validation": _run_validation}.get(kinds[0], _run_text)
+    run(values)
+    return 0
+
+
+def _run_tasks(values: flags.FlagValues) -> None:
+    from hlat_jax.evaluate.tasks import Options, Tasks, report
+
+    tasks = Tasks(values.tasks, Options(values.num_fewshot, values.limit, values.tasks_folder))
+    tasks.load()  # before the model, which takes longer
+    trained = inference.trained_model(values)
+    from hlat_jax.evaluate.harness import HarnessModel
+
+    print(trained.described)
+    found = tasks(HarnessModel(trained, batch_size=values.batch_size, bos=values.bos))
+    if values.limit:
+        print(f"Only {values.limit} questions of each task: figures to try things with, not to compare.")
+    print(report(found, tasks, name=str(values.checkpoint)))
+    if values.json:
+        kept = {key: found[key] for key in ("results", "n-shot", "n-samples", "versions")}
+        text = json.dumps(kept | {"checkpoint": str(trained.folder)}, indent=1, default=str)
+        pathlib.Path(values.json).write_text(text + "\n")
+
+
+def _run_text(values: flags.FlagValues) -> None:
+    trained = inference.trained_model(values)
+    window = _window(values.window, trained.model)
+    documents = _documents(values, trained)
+    from hlat_jax.evaluate import perplexity
+    from hlat_jax.run.validation import measures
+
+    print(trained.described)
+    began, row_degree = time.monotonic(), trained.layout.row_degree
+    sizes = {"num_rows": values.batch_size * row_degree, "row_degree": row_degree, "window": window}
+    totals = perplexity.total(documents, predict=_predict(trained), **sizes)
+    found = measures(totals.nats, totals.num_tokens, num_bytes=totals.num_bytes)
+    rate = totals.num_tokens / (time.monotonic() - began)
+    lengths = " and ".join(f"{length:,}" for length in totals.padded_lengths)
+    print(
+        f"window           at most {window:,} tokens, moving on by {window - window // 2:,}; padded to {lengths}\n"
+        f"text             {totals.num_documents:,} documents, {totals.num_bytes:,} bytes, "
+        f"{totals.num_tokens:,} tokens, {totals.num_windows:,} windows; {rate:,.0f} tokens/s, compiling counted"
+    )
+    _report(values, trained, found, dataclasses.asdict(totals) | {"window": window})
+
+
+def _run_validation(values: flags.FlagValues) -> None:
+    """Evaluates what the loop evaluates: the same rows, under the run's own precision policy."""
+    from hlat_jax.data.held_out import open_held_out
+    from hlat_jax.data.streams import data_drift
+    from hlat_jax.run.settings import saved_config
+    from hlat_jax.run.validation import Validation
+    from hlat_jax.store.checkpoint import saved_run
+    from hlat_jax.weights.weights_folder import is_weights
+
+    trained = inference.trained_model(values)
+    if is_weights(trained.folder):
+        raise ValueError(
+            f"--validation: {trained.folder} holds weights without a run, so there is no data.validation; give "
+            "--data=SOURCE, or the checkpoint of a run."
+        )
+    settings = saved_run(trained.folder)["metadata"]
+    run = saved_config(settings)
+    held_out, manifest = open_held_out(
+        run.data,
+        tokenizer=trained.tokenizer,
+        num_batches=run.train.num_eval_batches,
+        rows_per_batch=values.batch_size * trained.layout.row_degree,
+    )
+    if not held_out:
+        raise ValueError(f"--validation: the run of {trained.folder} has no data.validation; give --data=SOURCE.")
+    changed = data_drift(settings, settings | {"validation_manifest": manifest}, num_batches=0)
+    if changed:
+        raise ValueError("--validation: the held-out text is not that of the run:\n  " + "\n  ".join(changed))
+    print(trained.described)
+    for name, source in held_out.items():
+        print(f"validation       {source.described(name)}")
+    eval_step = _eval_step(trained, policy=run.precision.policy, packing=run.data.packing)
+    found = Validation(held_out, eval_step, trained.layout)(trained.params)
+    coverage = {name: dataclasses.asdict(source.coverage) for name, source in held_out.items()}
+    _report(values, trained, found, {"coverage": coverage})
+
+
+def _report(values: flags.FlagValues, trained: Any, found: dict[str, float], more: dict[str, Any]) -> None:
+    """Prints the measures of text, and writes them and `more` to --json."""
+    print(
+        f"loss             {found['eval_loss']:.6f} nats per token\n"
+        f"perplexity       {found['perplexity']:.4f}\n"
+        f"bits per byte    {found['bits_per_byte']:.6f}"
+    )
+    if values.json:
+        report = more | found | {"checkpoint": str(trained.folder)}
+        finite = {key: value if _is_finite(value) else None for key, value in report.items()}
+        pathlib.Path(values.json).write_text(json.dumps(finite, indent=1, allow_nan=False) + "\n")
+
+
+def _is_finite(value: Any) -> bool:
+    return not isinstance(value, float) or math.isfinite(value)
+
+
+def _eval_step(
+    trained: inference.TrainedModel, *, policy: str = "", packing: str = "concat"
+) -> Callable[[Any, Any], tuple[Any, Any]]:
+    """Returns (params, batch) -> (sum of the losses in nats, counted tokens), as validation computes it in training.
+
+    Compiles once for each shape of batches. `policy` is that of the precision; "": by the dtype of the parameters.
+    """
+    from hlat_jax.generate.decoding import serving
+    from hlat_jax.step import make_eval_step
+
+    # kernels of these devices; neither the table of another machine nor what a backward pass keeps
+    model = dataclasses.replace(serving(trained.model, trained.layout.platform), tuned="", remat="none")
+    by_dtype = "fp32" if trained.params["embed"].dtype == np.float32 else "bf16"
+
+    @functools.cache
+    def of_shape(num_rows: int, seq_len: int) -> Callable[..., Any]:
+        config = config_lib.default()
+        config.model.update(dataclasses.asdict(model))
+        config.parallel.update(trained.layout.degrees)
+        config.data.update(batch_size=num_rows, seq_len=seq_len, packing=packing)
+        config.precision.policy = policy or by_dtype
+        return make_eval_step(resolve(config), trained.layout)
+
+    return lambda params, batch: of_shape(*batch.tokens.shape)(params, batch)
+
+
+def _predict(trained: inference.TrainedModel) -> Callable[[Any], tuple[Any, Any]]:
+    """Returns batch -> (sum of the losses in nats, counted tokens)."""
+    from hlat_jax.parallel.sharding import shard_batch
+
+    eval_step = _eval_step(trained)
+    return lambda batch: eval_step(trained.params, shard_batch(batch, trained.layout))
+
+
+def _documents(values: flags.FlagValues, trained: inference.TrainedModel) -> Iterator[Any]:
+    """Returns an iterator over documents; what can be refused is refused at once."""
+    from hlat_jax.data import sources
+
+    tokenizer = trained.tokenizer
+    [first] = trained.first_ids(values.bos) or [tokenizer.eos_id]
+    if values.data:
+        corpus = sources.open_corpus(
+            values.data, text_field=values.text_field, key="--data", tokenizer_sha256=tokenizer.sha256
+        )
+        return (_document(corpus[number], tokenizer, first=first) for number in range(len(corpus)))
+    path = pathlib.Path(values.text).expanduser()
+    if not path.is_file():
+        raise ValueError(f"--text={values.text}: no such file (looked from {pathlib.Path.cwd()}).")
+    try:
+        text = path.read_bytes().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--text={values.text} is not UTF-8: {error}.") from None
+    return iter([_document(text, tokenizer, first=first)])
+
+
+def _document(record: str | np.ndarray, tokenizer: Any, *, first: int) -> Any:
+    """Returns a document of a text, or of stored token ids, whose EOS is left out."""
+    from hlat_jax.evaluate.perplexity import Document
+
+    if isinstance(record, str):
+        ids, num_bytes = tokenizer.encode(record), len(record.encode("utf-8"))
+    else:
+        ids = record[record != tokenizer.eos_id]
+        num_bytes = len(tokenizer.decode(ids).encode("utf-8"))
+    return Document(np.concatenate([[first], ids]).astype(np.int32), num_bytes)
+
+
+def _window(asked: int, model: config_lib.ModelConfig) -> int:
+    window = asked or model.max_positions
+    if not 2 <= window <= model.max_positions:
+        raise ValueError(f"--window={window} must lie in 2 .. {model.max_positions}, which is model.max_positions.")
+    return window
+
+
+def _define(values: flags.FlagValues) -> None:
+    inference.define(values)
+    options = {"flag_values": values}
+    flags.DEFINE_string("text", "", "File to evaluate as one document.", **options)
+    flags.DEFINE_string("data", "", "Files, folders or globs whose records are documents.", **options)
+    flags.DEFINE_bool("validation", False, "Evaluate the validation rows of the run.", **options)
+    flags.DEFINE_list("tasks", [], "Tasks of the LM Evaluation Harness; hlat: those of the paper.", **options)
+    flags.DEFINE_string("tasks_folder", "", "Folder with tasks of one's own, as YAML.", **options)
+    flags.DEFINE_integer("num_fewshot", -1, "Solved examples before a question; -1: as the task has it.", -1, **options)
+    flags.DEFINE_integer("limit", 0, "Questions of each task, to try things; 0: all.", 0, **options)
+    flags.DEFINE_string("text_field", "text", "JSONL key or column that holds the text.", **options)
+    flags.DEFINE_bool("bos", None, "Begin texts with BOS; unset: as an imported tokenizer says.", **options)
+    flags.DEFINE_integer("window", 0, "Most tokens of a window; 0: model.max_positions.", 0, **options)
+    flags.DEFINE_integer("batch_size", 8, "Windows, or questions, that run together on each replica.", 1, **options)
+    flags.DEFINE_string("json", "", "Also write the figures to this file.", **options)
+
+
+if __name__ == "__main__":
+    flags_lib.main(main)

@@ -1,0 +1,168 @@
+"""A trained model as the LM Evaluation Harness (the `eval` extra) asks it: text in, likelihoods and text out.
+
+    python -m hlat_jax.evaluate --checkpoint=runs/tiny --tasks=hellaswag,arc_easy
+    lm_eval --model hlat_jax --model_args checkpoint=runs/tiny --tasks hellaswag
+
+Owns what the harness asks in terms of `scoring` and `generator`. This module and `model_type` import the harness at
+their top, which brings the library of Hugging Face's data sets along: nothing imports them before tasks are asked for.
+
+Source of what is answered: `lm_eval.api.model.LM`, version 0.4.13.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from hlat_jax.evaluate import plugin
+from hlat_jax.generate.generator import Generator
+from hlat_jax.generate.inference import TrainedModel
+from hlat_jax.generate.sampling import Sampling
+from hlat_jax.generate.scoring import Pair, Scorer
+
+MAX_NEW_TOKENS = 256  # where a task gives no number; as the harness's other models have it
+_SAMPLING = ("temperature", "top_k", "top_p")
+
+
+class HarnessModel(TemplateLM):
+    """A trained model as the harness takes it. Every process of a job is given all requests, and answers them all."""
+
+    def __init__(self, trained: TrainedModel, *, batch_size: int = 8, bos: bool | None = None):
+        """Makes a model of what is already on its devices.
+
+        Args:
+          trained: model, parameters, mesh and tokenizer.
+          batch_size: rows that run together, on each replica.
+          bos: texts begin with BOS; else only contexts without text do, with EOS. None: as the tokenizer says.
+
+        Raises:
+          ValueError: `bos` with a tokenizer that has none.
+        """
+        super().__init__()
+        self._tokenizer, self._first = trained.tokenizer, trained.first_ids(bos)
+        self.max_length = trained.model.max_positions
+        self._num_rows = batch_size * trained.layout.row_degree
+        self._scorer = Scorer(trained.model, trained.params, layout=trained.layout, num_rows=batch_size)
+        self._generator = Generator(trained.model, trained.params, layout=trained.layout)
+
+    def use(self, params: Any) -> None:
+        """Answers with other parameters of the same model, where the layout has them; what is compiled stays."""
+        self._scorer.params = self._generator.params = params
+
+    @property
+    def eot_token_id(self) -> int:
+        """The token that ends a document."""
+        return self._tokenizer.eos_id
+
+    @property
+    def prefix_token_id(self) -> int:
+        """The token that a text without context follows."""
+        return self._first[0] if self._first else self._tokenizer.eos_id
+
+    @property
+    def tokenizer_name(self) -> str:
+        """What tells this tokenizer from others in the harness's caches."""
+        return self._tokenizer.sha256
+
+    def tok_encode(self, string: str, *, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        """Returns token ids, after BOS where texts begin so."""
+        return self._first * (add_special_tokens is not False) + self._tokenizer.encode(string).tolist()
+
+    def loglikelihood(self, requests: Sequence[Any], **_: Any) -> list[tuple[float, bool]]:
+        """Returns (log-likelihood, whether greedy) of each continuation behind its context; shows no progress."""
+        return super().loglikelihood(requests, disable_tqdm=True)
+
+    def _loglikelihood_tokens(self, requests: Sequence[tuple], **_: Any) -> list[tuple[float, bool]]:
+        """Returns (log-likelihood, whether greedy) of requests (texts, context ids, continuation ids)."""
+        scores = self._scorer([(context, continuation) for _, context, continuation in requests])
+        for (texts, _, _), score in zip(requests, scores, strict=True):
+            self.cache_hook.add_partial("loglikelihood", texts, tuple(score))
+        return [tuple(score) for score in scores]
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], **_: Any) -> list[float]:
+        """Returns the log-likelihood of whole texts, each token predicted once, in windows of `max_length`.
+
+        Where texts begin with BOS, that is a token of the text and is predicted behind another one, as in the harness's
+        backend for Hugging Face.
+        """
+        pairs: list[Pair] = []
+        ends = []
+        for request in requests:
+            ids = self.tok_encode(request.args[0])
+            rolling = get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, 1)
+            pairs += map(make_disjoint_window, rolling)
+            ends.append(len(pairs))
+        scores, found = self._scorer(pairs), []
+        for request, start, end in zip(requests, [0, *ends], ends, strict=False):
+            found.append(sum(score.log_likelihood for score in scores[start:end]))
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, found[-1])
+        return found
+
+    def generate_until(self, requests: Sequence[Any], **_: Any) -> list[str]:
+        """Returns what follows each context, up to a stop sequence, EOS, or the most new tokens."""
+        alike: dict[str, list[int]] = {}
+        for number, request in enumerate(requests):
+            alike.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(number)
+        found = [""] * len(requests)
+        for numbers in alike.values():
+            ids = {number: self.tok_encode(requests[number].args[0]) for number in numbers}
+            numbers = sorted(numbers, key=lambda number: -len(ids[number]))
+            for start in range(0, len(numbers), self._num_rows):
+                batch = numbers[start : start + self._num_rows]
+                asked = requests[batch[0]].args[1]
+                texts = self._continued([ids[number] for number in batch], asked, first_number=start)
+                for number, text in zip(batch, texts, strict=True):
+                    found[number] = text
+                    self.cache_hook.add_partial("generate_until", requests[number].args, text)
+        return found
+
+    def _continued(self, prompts: list[list[int]], asked: dict[str, Any], *, first_number: int) -> list[str]:
+        """Returns the text behind each prompt, whose beginning is left out where both would not fit."""
+        options = normalize_gen_kwargs(asked, MAX_NEW_TOKENS)
+        stop, max_tokens = handle_stop_sequences(options.pop("until"), eos=None), options.pop("max_gen_toks")
+        draws = options.pop("do_sample")
+        unknown = sorted(options.keys() - set(_SAMPLING))
+        if unknown:
+            raise ValueError(f"generation_kwargs has {unknown[0]!r}, which is not implemented; leave it out.")
+        sampling = Sampling(**options) if draws else Sampling()
+        room = self.max_length - max_tokens
+        if room < 1:
+            raise ValueError(
+                f"max_gen_toks={max_tokens} leaves no room for a prompt: model.max_positions={self.max_length}; "
+                f"set it below that in the task, or by --gen_kwargs of `lm_eval`."
+            )
+        prompts = [prompt[-room:] or [self.prefix_token_id] for prompt in prompts]
+        ids: list[list[int]] = [[] for _ in prompts]
+        ended = [False] * len(prompts)
+        steps = self._generator.stream(
+            prompts,
+            max_tokens=max_tokens,
+            sampling=sampling,
+            stop_ids=self._tokenizer.stop_ids,
+            first_number=first_number,
+        )
+        with contextlib.closing(steps):
+            for step in steps:
+                for row, token in enumerate(step):
+                    if ended[row] or token is None or token == self.eot_token_id:
+                        ended[row] = True
+                        continue
+                    ids[row].append(token)
+                    text = self._text(ids[row])
+                    ended[row] = any(term in text for term in stop if term)
+                if all(ended):
+                    break
+        return [postprocess_generated_text(self._text(row), stop, None) for row in ids]
+
+    def _text(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(np.asarray(ids, np.int32))
+
+
+plugin.register()

@@ -1,0 +1,122 @@
+"""A trained model on the devices that it is used on, as the command lines of `generate` and `evaluate` ask for it."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+import sys
+from typing import Any
+
+from absl import flags
+
+from hlat_jax.config import ModelConfig, ParallelConfig, PrecisionConfig
+from hlat_jax.host import neuron_env, neuron_topology
+
+DEGREES = {"pipe": "Pipeline stages", "data": "Replicas", "fsdp": "Shards of each matrix", "tensor": "Tensor degree"}
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainedModel:
+    """Parameters in place, with what they belong to.
+
+    Attributes:
+      model: their config.
+      params: jax arrays where `layout` has them, in the dtype that is stored.
+      layout: of the devices.
+      tokenizer: a `data.tokenizer.Tokenizer`, the one that they were trained with.
+      folder: where they were read from.
+      described: a line about them.
+      begins_with_bos: texts begin with BOS, as an imported tokenizer says; for models trained here they do not.
+    """
+
+    model: ModelConfig
+    params: Any
+    layout: Any
+    tokenizer: Any
+    folder: pathlib.Path
+    described: str
+    begins_with_bos: bool = False
+
+    def first_ids(self, bos: bool | None) -> list[int]:
+        """Returns BOS where texts begin with it: as asked, or for None as the tokenizer says.
+
+        Raises:
+          ValueError: asked of a tokenizer that has none.
+        """
+        bos = self.begins_with_bos if bos is None else bos
+        if bos and self.tokenizer.bos_id < 0:
+            raise ValueError(f"bos: the tokenizer {self.tokenizer.path} has no BOS; leave it out.")
+        return [self.tokenizer.bos_id] if bos else []
+
+
+def define(values: flags.FlagValues) -> None:
+    """Declares the flags that `trained_model` reads."""
+    flags.DEFINE_string(
+        "checkpoint", "", "Run folder, one of its checkpoints, or an imported folder.", flag_values=values
+    )
+    for axis, what in DEGREES.items():
+        flags.DEFINE_integer(
+            f"parallel.{axis}", 1, f"{what} of the mesh; -1: as there are devices for.", flag_values=values
+        )
+
+
+def prepare(values: flags.FlagValues) -> None:
+    """As `prepare_for`, for the degrees of a command line."""
+    prepare_for(_degrees(values))
+
+
+def prepare_for(parallel: ParallelConfig) -> None:
+    """Sets what Neuron's software reads, where its devices are used, and says so on stderr; before JAX is imported.
+
+    Casts round to nearest, however the weights were trained: nothing is written back to them.
+    """
+    if neuron_topology.instance_to_serve("", os.environ.get("JAX_PLATFORMS", ""), machine=neuron_topology.HERE):
+        print(neuron_env.prepare(PrecisionConfig("mixed"), parallel), file=sys.stderr, flush=True)
+
+
+def trained_model(values: flags.FlagValues) -> TrainedModel:
+    """Returns the model of a command line, on its mesh; imports JAX.
+
+    Raises:
+      ValueError: no --checkpoint, none that is whole, or degrees that do not fit model and devices.
+    """
+    if not values.checkpoint:
+        raise ValueError("--checkpoint=FOLDER is missing; give a run folder such as runs/tiny, or a checkpoint.")
+    return open_model(values.checkpoint, _degrees(values))
+
+
+def _degrees(values: flags.FlagValues) -> ParallelConfig:
+    return ParallelConfig(**{axis: values[f"parallel.{axis}"].value for axis in DEGREES})
+
+
+def open_model(checkpoint: str, parallel: ParallelConfig) -> TrainedModel:
+    """Returns the model of a checkpoint over a mesh of these degrees; imports JAX.
+
+    Raises:
+      ValueError: as `trained_model`.
+    """
+    import jax
+
+    from hlat_jax.generate.generator import param_shardings
+    from hlat_jax.parallel.degrees import layout_of_model
+    from hlat_jax.weights.hf_reading import begins_texts_with_bos
+    from hlat_jax.weights.trained import open_weights
+    from hlat_jax.weights.weights_folder import FILES, is_weights
+
+    weights = open_weights(checkpoint)
+    tokenizer = weights.open_tokenizer()
+    try:
+        layout = layout_of_model(weights.model, parallel, jax.devices())
+    except ValueError as error:
+        again = is_weights(weights.folder) and "model.fuse_qkv=False" in str(error)
+        raise ValueError(f"{error}{' Import the model again with --nofuse_qkv for the first.' * again}") from None
+    params = weights.restore(param_shardings(weights.model, layout))
+    mesh = " x ".join(f"{axis} {degree}" for axis, degree in layout.degrees.items())
+    dtype = params["embed"].dtype
+    described = f"weights          {weights.folder}, step {weights.step}, {dtype}; {mesh}, {layout.platform}"
+    with_bos = weights.begins_with_bos
+    if with_bos is None:
+        with_bos = begins_texts_with_bos(weights.folder / FILES)
+    described += "; texts begin with BOS" * with_bos
+    return TrainedModel(weights.model, params, layout, tokenizer, weights.folder, described, with_bos)

@@ -1,0 +1,175 @@
+"""`python -m hlat_jax.hf import|export|average`: weights from Hugging Face and to it; and `load`, for Python.
+
+    model, params = load("SmolLM2-135M")
+    logits_BTV = hlat_jax.model.apply(params, model, tokens_BT)
+
+Owns the command lines. What they do is in `huggingface/` and `averaging`. A module beside a package of another name, as
+`plan` is beside `planner/`: a package called `hf` would have to import in its `__init__` to have `hlat_jax.hf.load`.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pathlib
+import sys
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from absl import flags, logging
+
+from hlat_jax.config import ModelConfig, nearest
+from hlat_jax.host import flags as flags_lib
+
+DTYPES = ("float32", "bfloat16")
+USAGE = """Usage: python -m hlat_jax.hf VERB ...
+
+  import DIR --out=CKPT             safetensors of the Llama family to a folder of weights
+  export CKPT --out=DIR             weights to a folder that transformers loads
+  average CKPT CKPT ... --out=CKPT  the mean of checkpoints of one model
+
+CKPT is a run folder (its newest checkpoint), one of its checkpoints (RUN/checkpoints/STEP), or what import and average
+wrote. VERB --help says more.
+"""
+_IMPORT = """Usage: python -m hlat_jax.hf import DIR --out=CKPT [flags]
+
+Reads config.json and model.safetensors, or the files that model.safetensors.index.json names; every name, shape and
+dtype is checked. Tokenizer and generation config come along. Llama 1, 2 and 3, SmolLM2, TinyLlama, OpenLLaMA, and
+Mistral without a sliding window. A field of config.json that is known to change the computation must have a value that
+is supported; fields that are not known are named in a warning and kept for an export.
+"""
+_EXPORT = """Usage: python -m hlat_jax.hf export CKPT --out=DIR [flags]
+
+Writes safetensors with config.json, generation_config.json and tokenizer, reads them back and compares every bit.
+Where the precision policy keeps fp32 master weights (mixed), these are exported, in float32; --dtype=bfloat16 rounds
+them. Under the other policies the parameters are exported as they are stored.
+"""
+_AVERAGE = """Usage: python -m hlat_jax.hf average CKPT CKPT ... --out=CKPT
+
+Sums in fp32, one parameter at a time. The checkpoints must be of one model, dtype and tokenizer.
+"""
+
+
+def load(
+    folder: str | os.PathLike, *, dtype: str = "", fuse_qkv: bool = True, strict: bool = False
+) -> tuple[ModelConfig, dict[str, Any]]:
+    """Returns the model in a Hugging Face folder and its parameters as nested dicts of jax arrays.
+
+    Fields of config.json that are not known are named in a `UserWarning`.
+
+    Args:
+      folder: with config.json and safetensors.
+      dtype: of the parameters; "": that of the files, float16 as float32.
+      fuse_qkv: as ModelConfig's.
+      strict: refuse fields of config.json that are not known.
+
+    Raises:
+      ValueError: see `weights.hf_reading.open_checkpoint`.
+    """
+    from hlat_jax.hf.importing import params_of
+    from hlat_jax.weights.hf_reading import open_checkpoint
+
+    found = open_checkpoint(pathlib.Path(folder).expanduser(), dtype=dtype, fuse_qkv=fuse_qkv, strict=strict)
+    if found.warning:
+        warnings.warn(found.warning, stacklevel=2)
+    return found.model, params_of(found)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs one verb; returns the exit code: 0, or 1 when the work failed."""
+    verbs: dict[str, Callable[[Sequence[str]], None]] = {"import": _import, "export": _export, "average": _average}
+    if not argv or argv[0] in ("--help", "-h", "help"):
+        print(USAGE)
+        return 0 if argv else 2
+    if argv[0] not in verbs:
+        raise ValueError(f"unknown verb {argv[0]!r}. {nearest(argv[0], verbs)}")
+    logging.set_verbosity(logging.ERROR)
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # all of it happens in host memory: no accelerator is taken for it
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+    try:
+        verbs[argv[0]](argv[1:])
+    except OSError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _import(argv: Sequence[str]) -> None:
+    values = flags.FlagValues()
+    _define_out(values, "Folder of weights to write.")
+    _define_dtype(values, "of the parameters; empty: as in the files, float16 as float32")
+    flags.DEFINE_bool("fuse_qkv", True, "As model.fuse_qkv, for a training from these weights.", flag_values=values)
+    flags.DEFINE_bool("strict", False, "Refuse fields of config.json that are not known.", flag_values=values)
+    folder, out = _one(argv, values, usage=_IMPORT, what="a folder of Hugging Face"), _out(values)
+    from hlat_jax.hf.importing import import_checkpoint
+    from hlat_jax.weights.hf_reading import open_checkpoint
+
+    began = time.monotonic()
+    found = open_checkpoint(folder, dtype=values.dtype, fuse_qkv=values.fuse_qkv, strict=values.strict)
+    if found.warning:
+        print(f"warning: {found.warning} They are kept for an export; --strict refuses them.", file=sys.stderr)
+    import_checkpoint(found, out)
+    for note in found.notes:
+        print(note)
+    companions = ", ".join(path.name for path in found.companions())
+    print(f"{_counted(found.model)} in {found.dtype.name} from {len(found.tensors)} tensors; with {companions}")
+    print(f"wrote {out} in {time.monotonic() - began:.1f} s")
+
+
+def _export(argv: Sequence[str]) -> None:
+    values = flags.FlagValues()
+    _define_out(values, "Folder to write.")
+    _define_dtype(values, "of the tensors; empty: as stored, of the fp32 masters where there are such")
+    path, out = _one(argv, values, usage=_EXPORT, what="a checkpoint"), _out(values)
+    from hlat_jax.hf.exporting import export_checkpoint
+    from hlat_jax.weights.trained import open_weights
+
+    began = time.monotonic()
+    weights = open_weights(path, masters=True)
+    dtype = export_checkpoint(weights, out, dtype=values.dtype)
+    print(f"{_counted(weights.model)} in {dtype} from {weights.folder} (step {weights.step}), read back and compared")
+    print(f"wrote {out} in {time.monotonic() - began:.1f} s")
+
+
+def _average(argv: Sequence[str]) -> None:
+    values = flags.FlagValues()
+    _define_out(values, "Folder of weights to write.")
+    paths = flags_lib.words(argv, values, usage=_AVERAGE, missing="no checkpoints; name two or more.")
+    out = _out(values)
+    from hlat_jax.hf.averaging import average
+
+    for weights in average(paths, out):
+        print(f"step {weights.step:>8,}  {weights.folder}")
+    print(f"wrote their mean to {out}")
+
+
+def _define_out(values: flags.FlagValues, help_text: str) -> None:
+    flags.DEFINE_string("out", "", help_text, flag_values=values)
+
+
+def _define_dtype(values: flags.FlagValues, help_text: str) -> None:
+    flags.DEFINE_enum("dtype", "", ["", *DTYPES], f"One of {', '.join(DTYPES)}, {help_text}.", flag_values=values)
+
+
+def _out(values: flags.FlagValues) -> pathlib.Path:
+    return pathlib.Path(values.out).expanduser()
+
+
+def _one(argv: Sequence[str], values: flags.FlagValues, *, usage: str, what: str) -> pathlib.Path:
+    words = flags_lib.words(argv, values, usage=usage, missing=f"no input; name {what}.")
+    if len(words) > 1:
+        raise ValueError(f"{len(words)} inputs ({', '.join(words)}); name {what}, one.")
+    return pathlib.Path(words[0]).expanduser()
+
+
+def _counted(model: ModelConfig) -> str:
+    from hlat_jax import cost
+
+    return f"{cost.num_params(model):,} parameters"
+
+
+if __name__ == "__main__":
+    flags_lib.main(main)

@@ -1,0 +1,86 @@
+"""The mean of several checkpoints, parameter by parameter. HLAT-70B's last step: arXiv 2404.10630, table IV."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+from collections.abc import Sequence
+
+import numpy as np
+
+from hlat_jax.hf.exporting import files_of
+from hlat_jax.run.init_from import settings_of_weights
+from hlat_jax.store.config_diff import differences
+from hlat_jax.weights.trained import Weights, leaves_by_name, open_weights
+from hlat_jax.weights.weights_folder import FILES, About, is_weights, new_weights
+
+_BLOCK = 1 << 22  # elements: 16 MiB of fp32
+
+
+def average(paths: Sequence[str | os.PathLike], out: pathlib.Path) -> list[Weights]:
+    """Writes the mean of checkpoints as the weights folder `out`, in their dtype; returns what was averaged.
+
+    Masters are averaged where there are such. Sums are fp32, and exact where all values of an element are the same, so
+    the mean of a checkpoint with itself is itself, bitwise. Holds two stacked parameters at a time, in fp32.
+
+    Raises:
+      ValueError: fewer than two checkpoints, or of different models, dtypes or tokenizers; the message names what.
+    """
+    if len(paths) < 2:
+        raise ValueError(f"{len(paths)} checkpoint to average; give two or more.")
+    found = [open_weights(path, masters=True) for path in paths]
+    for other in found[1:]:
+        _require_alike(found[0], other)
+    first = found[0]
+    files, tokenizer = _files(first)
+    origin = {"average_of": [{"folder": str(each.folder), "step": each.step} for each in found]}
+    step = max(each.step for each in found)
+    about = About(first.model, step, tokenizer, origin, first.begins_with_bos, first.stop_ids)
+    with new_weights(out, about=about, files=files) as leaves:
+        for name, leaf in leaves_by_name(first.arrays).items():
+            mean = first.read(name).astype(np.float32)
+            for count, other in enumerate(found[1:], start=2):
+                _include(mean, other.read(name), count=count)
+            with leaves.leaf(name, leaf.shape, leaf.dtype) as write:
+                write(mean.astype(leaf.dtype, copy=False))
+    return found
+
+
+def _include(mean: np.ndarray, values: np.ndarray, *, count: int) -> None:
+    """Makes the mean of `count - 1` arrays that of `count`, in place and in blocks.
+
+    The running mean, and not a sum that is divided: equal values then stay what they are, for any count.
+    """
+    mean, values = mean.reshape(-1), values.reshape(-1)
+    for start in range(0, mean.size, _BLOCK):
+        part = mean[start : start + _BLOCK]
+        difference = values[start : start + _BLOCK].astype(np.float32) - part
+        # where equal, not even -0 + 0
+        np.add(part, difference / np.float32(count), out=part, where=difference != 0)
+
+
+def _require_alike(first: Weights, other: Weights) -> None:
+    def facts(weights: Weights) -> dict[str, str]:
+        arrays = leaves_by_name(weights.arrays)
+        model = settings_of_weights(weights.model)
+        dtypes = {f"dtype of {name}": str(leaf.dtype) for name, leaf in arrays.items()}
+        with contextlib.suppress(ValueError):  # without a tokenizer there is nothing to compare
+            model["tokenizer sha256"] = weights.open_tokenizer().sha256
+        return model | dtypes
+
+    others = differences(facts(first), facts(other))
+    if others:
+        lines = "\n  ".join(
+            line.replace("in the checkpoint", "in the first").replace(" now", " there") for line in others
+        )
+        raise ValueError(f"{first.folder} and {other.folder} cannot be averaged:\n  {lines}")
+
+
+def _files(weights: Weights) -> tuple[dict[str, pathlib.Path], str]:
+    """Returns the files to carry along, by the names that an export knows, and the name of the tokenizer among them."""
+    if is_weights(weights.folder):
+        files = {path.name: path for path in (weights.folder / FILES).iterdir()}
+        return files, pathlib.Path(weights.tokenizer).name if weights.tokenizer else ""
+    files = files_of(weights.open_tokenizer())
+    return files, next(iter(files))

@@ -1,0 +1,219 @@
+"""Exports while training goes on: `<run folder>/huggingface/<step>/`, each what `hf export` makes of that checkpoint.
+
+The loop pays for the copy of the weights to the host, which has to be there before the next step overwrites them; a
+thread does the rest. A folder that is there is whole. Of several processes each copies the shards that it holds once;
+all but process 0 hand theirs over through files in the run folder, which they share, and no device takes part.
+
+Owns when an export is made, and what a failed one says. Refuses to know what is in it: see `exporting`.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import math
+import pathlib
+import shutil
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from hlat_jax.config import Config
+from hlat_jax.hf.exporting import export_checkpoint
+from hlat_jax.host import distributed
+from hlat_jax.weights.safetensors_file import Stored, Writer, read_header
+from hlat_jax.weights.trained import Weights, leaves_by_name, nested
+
+FOLDER = "huggingface"
+_SHARDS = ".shards"  # behind the step: where processes leave what they hold
+_LEFTOVERS = (f"*{_SHARDS}", "*.partial")
+_FOR_EVER_MS = 2**31 - 1  # of a barrier: the watch of distributed ends those whose peers have died
+
+
+class ExportError(OSError):
+    """An export could not be written; checkpoints, and the exports before it, are untouched."""
+
+
+class Shard(NamedTuple):
+    """A part of a parameter: where it begins on each axis, and its values, or where they are stored."""
+
+    start: tuple[int, ...]
+    values: np.ndarray | Stored
+
+    def read(self) -> np.ndarray:
+        return self.values.read() if isinstance(self.values, Stored) else self.values
+
+
+class Exporter:
+    """Exports the weights of one run, one step at a time; every process makes one and calls it at the same steps."""
+
+    def __init__(self, workdir: pathlib.Path, *, config: Config, tokenizer_sha256: str):
+        """Removes what exports that were killed left in `workdir/huggingface`; makes nothing."""
+        self.folder = workdir / FOLDER
+        self._config, self._tokenizer_sha256 = config, tokenizer_sha256
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="hlat-export")
+        self._step, self._written = 0, None  # the export under way: a Future of the dtype that is in it
+        if distributed.is_first():
+            for pattern in _LEFTOVERS:
+                for path in self.folder.glob(pattern):
+                    shutil.rmtree(path, ignore_errors=True)
+
+    def rewind(self, step: int) -> None:
+        """Moves exports of steps after `step` aside, as `metrics.rewind` does rows: this run makes these steps anew."""
+        if not distributed.is_first():
+            return
+        for path in self.folder.glob("*"):
+            if path.name.isdecimal() and int(path.name) > step:
+                aside = path.with_name(f"{path.name}.discarded")
+                shutil.rmtree(aside, ignore_errors=True)
+                path.rename(aside)
+                print(f"export of step {path.name} moved to {aside}: this run goes on from step {step}")
+
+    def due(self, step: int, *, last: bool, owed: bool = False) -> bool:
+        """Returns whether this step is to be exported now: at the interval, the last, or `owed`, unless it is there.
+
+        One that is due while another is still being written is left out, and that is said: no step waits for the disk.
+        The last waits.
+        """
+        every = self._config.checkpoint.export_every_steps
+        if not (every and step and (last or owed or step % every == 0)):
+            return False
+        mine = {
+            "there": (self.folder / str(step)).exists(),
+            "busy": not (self._written is None or self._written.done()),
+        }
+        said = [json.loads(text) for text in distributed.exchange(json.dumps(mine))]
+        if said[0]["there"]:
+            return False
+        if any(one["busy"] for one in said) and not last:
+            print(
+                f"export of step {step} left out: that of step {self._step} is still being written; raise "
+                f"checkpoint.export_every_steps={every}, or export a checkpoint of that step"
+            )
+            return False
+        return True
+
+    def start(self, step: int, state: Any) -> None:
+        """Copies the weights to the host and exports them in the background; the caller may donate `state` at once.
+
+        Masters are exported where the state has them, as `hf export` does.
+
+        Raises:
+          ExportError: the export before it failed.
+        """
+        self.wait()
+        params = state["opt_state"]["master"] if "master" in state["opt_state"] else state["params"]
+        arrays = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
+        self._step = step
+        self._written = self._thread.submit(self._write, step, arrays, _on_host(params))
+
+    def check(self) -> None:
+        """Raises ExportError when the export in the background has failed; waits for nothing."""
+        if self._written is not None and self._written.done():
+            self.wait()
+
+    def wait(self) -> None:
+        """Blocks until no export is under way. Raises ExportError when it failed."""
+        if self._written is None:
+            return
+        written, self._written = self._written, None
+        try:
+            dtype = written.result()
+        except (OSError, ValueError) as error:
+            raise self._failed(error) from error
+        print(f"exported step {self._step} to {self.folder / str(self._step)} ({dtype})", flush=True)
+
+    def close(self) -> None:
+        """Waits for the export under way and ends the thread. Raises ExportError when that export failed."""
+        try:
+            self.wait()
+        finally:
+            self._thread.shutdown()
+
+    def _write(self, step: int, arrays: Any, mine: dict[str, list[Shard]]) -> str:
+        shards = self.folder / f"{step}{_SHARDS}"
+        if not distributed.is_first():
+            _hand_over(mine, shards / str(jax.process_index()))
+        if jax.process_count() > 1:
+            distributed.barrier_of_threads(f"export/{step}", timeout_ms=_FOR_EVER_MS)
+        dtype = jax.tree.leaves(arrays)[0].dtype.name
+        if not distributed.is_first():
+            return dtype
+        for path in sorted(shards.glob("*")):
+            for name, parts in _handed_over(path).items():
+                mine.setdefault(name, []).extend(parts)
+
+        def read(abstract: Any) -> Any:
+            return nested({name: _whole(mine[name], leaf) for name, leaf in leaves_by_name(abstract).items()})
+
+        c, workdir = self._config, self.folder.parent
+        weights = Weights(workdir, c.model, step, c.data.tokenizer, self._tokenizer_sha256, arrays, read)
+        export_checkpoint(weights, self.folder / str(step))
+        shutil.rmtree(shards, ignore_errors=True)
+        return dtype
+
+    def _failed(self, error: OSError | ValueError) -> ExportError:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        return ExportError(
+            f"step {self._step} could not be exported to {self.folder / str(self._step)}: {reason}. The checkpoints "
+            "are untouched: mend the cause, or set checkpoint.export_every_steps=0, and the same command goes on."
+        )
+
+
+def _on_host(params: Any) -> dict[str, list[Shard]]:
+    """Returns copies of what this process is the first to hold of each parameter, in host memory, once they are there.
+
+    All transfers are under way before the first is waited for.
+    """
+    held = {
+        name: [shard for shard in leaf.addressable_shards if shard.replica_id == 0]
+        for name, leaf in leaves_by_name(params).items()
+    }
+    for shards in held.values():
+        for shard in shards:
+            shard.data.copy_to_host_async()
+    return {
+        # a copy of what NumPy sees: on CPUs that is the memory that the next step overwrites
+        name: [Shard(tuple(part.start or 0 for part in shard.index), np.array(shard.data)) for shard in shards]
+        for name, shards in held.items()
+    }
+
+
+def _whole(parts: list[Shard], leaf: jax.ShapeDtypeStruct) -> np.ndarray:
+    """Returns a parameter from the shards that cover it; one that is whole is not copied again."""
+    if len(parts) == 1 and _shape(parts[0]) == leaf.shape:
+        return parts[0].read()
+    held = sum(math.prod(_shape(part)) for part in parts)
+    if held != math.prod(leaf.shape):
+        raise OSError(f"{held} of {math.prod(leaf.shape)} values came from the processes; is the run folder shared?")
+    found = np.empty(leaf.shape, leaf.dtype)
+    for part in parts:
+        values = part.read()
+        found[tuple(slice(at, at + size) for at, size in zip(part.start, values.shape, strict=True))] = values
+    return found
+
+
+def _shape(part: Shard) -> tuple[int, ...]:
+    return tuple(part.values.shape)
+
+
+def _hand_over(mine: dict[str, list[Shard]], path: pathlib.Path) -> None:
+    """Writes shards to a file of safetensors, whose names say where they begin: `layers.mlp.down@0,0,16`."""
+    named = {f"{name}@{','.join(map(str, part.start))}": part.values for name, parts in mine.items() for part in parts}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    writer = Writer(path, tensors=named, metadata={})
+    try:
+        for name, values in named.items():
+            writer.write(name, values)
+    finally:
+        writer.close()
+
+
+def _handed_over(path: pathlib.Path) -> dict[str, list[Shard]]:
+    """Returns the shards of `_hand_over` by the name of their parameter, not read yet."""
+    found: dict[str, list[Shard]] = {}
+    for label, stored in read_header(path).items():
+        name, _, start = label.partition("@")
+        found.setdefault(name, []).append(Shard(tuple(map(int, start.split(","))), stored))
+    return found

@@ -1,0 +1,174 @@
+"""From our weights to a folder that transformers loads, compared with its source once it is written.
+
+Owns which files that folder has. Holds one stacked parameter at a time, as it is stored.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import shutil
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from hlat_jax.data.tokenizer import Tokenizer
+from hlat_jax.store import atomic_files
+from hlat_jax.weights import hf_names
+from hlat_jax.weights.hf_config import architecture, config_json
+from hlat_jax.weights.hf_reading import COMPANIONS, INDEX_FILE, SINGLE_FILE, as_dtype, open_checkpoint
+from hlat_jax.weights.safetensors_file import Writer, bits
+from hlat_jax.weights.trained import Weights
+from hlat_jax.weights.weights_folder import FILES, whole_folder
+
+_TOKENIZER, _SETTINGS, _OF_JSON = "tokenizer.json", "tokenizer_config.json", "PreTrainedTokenizerFast"
+SHARD_BYTES = 5_000_000_000  # of one file, where no tensor is larger
+
+
+def export_checkpoint(weights: Weights, out: pathlib.Path, *, dtype: str = "", shard_bytes: int = SHARD_BYTES) -> str:
+    """Writes the folder `out` and compares it with the weights, bit by bit; returns the dtype that is in it.
+
+    Args:
+      weights: of a run, or imported.
+      out: must not be there, or be empty.
+      dtype: float32 or bfloat16; "": the one that is stored.
+      shard_bytes: largest file of weights.
+
+    Raises:
+      ValueError: `out` is there, or what was written is not what was to be.
+    """
+    stored = {np.dtype(leaf.dtype) for leaf in jax.tree.leaves(weights.arrays)}
+    written = np.dtype(jnp.dtype(dtype)) if dtype else max(stored, key=lambda each: each.itemsize)
+    with whole_folder(out) as partial:
+        _write_companions(weights, partial, dtype=written.name)
+        _write_tensors(weights, partial, dtype=written, shard_bytes=shard_bytes)
+        _compare(weights, partial, dtype=written)
+    return written.name
+
+
+def _write_tensors(weights: Weights, folder: pathlib.Path, *, dtype: np.dtype, shard_bytes: int) -> None:
+    tensors = {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in hf_names.expected(weights.model).items()}
+    shards = shards_of(tensors, shard_bytes)
+    writers = {file: Writer(folder / file, tensors=part, metadata={"format": "pt"}) for file, part in shards.items()}
+    where = {name: file for file, part in shards.items() for name in part}
+    try:
+        for entry in hf_names.table(weights.model):
+            for name, tensor in _tensors(weights, entry):
+                writers[where[name]].write(name, as_dtype(tensor, dtype))
+            del tensor  # a view, which would keep the whole parameter while the next one is read
+    finally:
+        for writer in writers.values():
+            writer.close()
+    for file in shards:
+        with open(folder / file, "rb") as written:
+            atomic_files.to_disk(written)
+    if len(shards) > 1:
+        total = sum(int(np.prod(tensor.shape)) * dtype.itemsize for tensor in tensors.values())
+        atomic_files.write_json(folder / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": where})
+
+
+def _tensors(weights: Weights, entry: hf_names.Entry) -> Iterator[tuple[str, np.ndarray]]:
+    """Gives the tensors that a parameter is made of, by their names; reads the parameter."""
+    ours = weights.read(entry.leaf)
+    for layer in range(weights.model.num_layers if entry.stacked else 1):
+        slab = ours[layer] if entry.stacked else ours
+        for name, tensor in zip(entry.names(layer), entry.split(bits(slab)), strict=True):
+            yield name, np.ascontiguousarray(tensor).view(ours.dtype)
+
+
+def shards_of(tensors: dict[str, Any], shard_bytes: int) -> dict[str, dict[str, Any]]:
+    """Returns the tensors of each file, in order, by the names that transformers gives the files."""
+    parts: list[dict[str, Any]] = [{}]
+    size = 0
+    for name, tensor in tensors.items():
+        num_bytes = int(np.prod(tensor.shape)) * tensor.dtype.itemsize
+        if parts[-1] and size + num_bytes > shard_bytes:
+            parts.append({})
+            size = 0
+        parts[-1][name] = tensor
+        size += num_bytes
+    if len(parts) == 1:
+        return {SINGLE_FILE: parts[0]}
+    return {f"model-{i:05}-of-{len(parts):05}.safetensors": part for i, part in enumerate(parts, start=1)}
+
+
+def _compare(weights: Weights, folder: pathlib.Path, *, dtype: np.dtype) -> None:
+    """Raises ValueError when what an import reads from the folder are not the weights, in `dtype`."""
+    found = open_checkpoint(folder, fuse_qkv=weights.model.fuse_qkv)
+    if architecture(found.model) != architecture(weights.model):
+        raise ValueError(f"{folder}: config.json came back as another model; this is a bug of hlat_jax.")
+    for entry in hf_names.table(weights.model):
+        layer = _first_other(weights.read(entry.leaf), found.slabs(entry), stacked=entry.stacked, dtype=dtype)
+        if layer is not None:
+            raise ValueError(
+                f"{folder}: {', '.join(entry.names(layer))} came back with other values than {weights.folder} has; "
+                "nothing was exported. Look at the disk, then at hlat_jax."
+            )
+
+
+def _first_other(ours: np.ndarray, slabs: Iterable[np.ndarray], *, stacked: bool, dtype: np.dtype) -> int | None:
+    """Returns the first layer whose values came back as others; None: there is none."""
+    for layer, slab in enumerate(slabs):
+        mine = as_dtype(ours[layer] if stacked else ours, dtype)
+        if slab.dtype != dtype or not np.array_equal(bits(mine), bits(slab)):
+            return layer
+    return None
+
+
+def files_of(tokenizer: Tokenizer) -> dict[str, pathlib.Path]:
+    """Returns the files of a tokenizer under the names by which transformers knows them, the tokenizer itself first."""
+    if not tokenizer.is_json:
+        return {"tokenizer.model": tokenizer.path}
+    beside = {name: tokenizer.path.with_name(name) for name in (_SETTINGS, "special_tokens_map.json")}
+    return {_TOKENIZER: tokenizer.path} | {name: path for name, path in beside.items() if path.is_file()}
+
+
+def _write_companions(weights: Weights, folder: pathlib.Path, *, dtype: str) -> None:
+    """Writes config.json and what came along at the import, or else what transformers needs of a run's tokenizer."""
+    files = weights.folder / FILES
+    came_along = {name: files / name for name in COMPANIONS if (files / name).is_file()}
+    if "config.json" in came_along:
+        for name, path in came_along.items():
+            shutil.copyfile(path, folder / name)
+        content = atomic_files.read_json(came_along["config.json"])
+        content["dtype" if "dtype" in content else "torch_dtype"] = dtype
+    else:  # of a run, or an average of one
+        bos_id, eos_id = _write_tokenizer(weights.open_tokenizer(), folder) if weights.tokenizer else (None, None)
+        content = config_json(weights.model, dtype=dtype, bos_id=bos_id, eos_id=eos_id)
+    atomic_files.write_json(folder / "config.json", content)
+    if "generation_config.json" not in came_along:
+        generation = {key: content[key] for key in ("bos_token_id", "eos_token_id") if key in content}
+        atomic_files.write_json(folder / "generation_config.json", {"_from_model_config": True} | generation)
+
+
+def _write_tokenizer(tokenizer: Tokenizer, folder: pathlib.Path) -> tuple[int | None, int]:
+    """Writes a run's tokenizer and what transformers must know to read it as we do; returns the ids (BOS, EOS)."""
+    for name, path in files_of(tokenizer).items():
+        shutil.copyfile(path, folder / name)
+    if tokenizer.is_json:
+        _add_no_tokens(folder)
+    else:
+        atomic_files.write_json(folder / _SETTINGS, tokenizer.described())
+    return tokenizer.bos_id if tokenizer.bos_id >= 0 else None, tokenizer.eos_id
+
+
+def _add_no_tokens(folder: pathlib.Path) -> None:
+    """Changes a tokenizer.json, and what lies beside it, so that a text is its own tokens alone, as in a training."""
+    settings, path = folder / _SETTINGS, folder / _TOKENIZER
+    found = atomic_files.read_json(settings) if settings.is_file() else {"tokenizer_class": _OF_JSON}
+    atomic_files.write_json(settings, found | {"add_bos_token": False, "add_eos_token": False})
+    content = atomic_files.read_json(path)
+    after = content.get("post_processor")
+    content["post_processor"] = _without_templates(after)
+    if content["post_processor"] != after:
+        atomic_files.write_json(path, content)
+
+
+def _without_templates(after: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Returns a post-processor without what adds tokens: of the library's kinds, ByteLevel alone adds none."""
+    if after is None or after["type"] == "ByteLevel":
+        return after
+    left = [part for part in map(_without_templates, after.get("processors", [])) if part]
+    return after | {"processors": left} if left else None

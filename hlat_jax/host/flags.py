@@ -1,0 +1,194 @@
+"""One grammar for every command: `--config=NAME|PATH --config.section.key=VALUE`, plus the command's own flags.
+
+Owns how a command line becomes a ConfigDict. Refuses to import JAX: flags are read before it may be loaded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from absl import flags
+from ml_collections import config_flags
+
+from hlat_jax import config as config_lib
+from hlat_jax.config import nearest
+from hlat_jax.host import process
+
+
+def parse(argv: Sequence[str], define: Callable[[flags.FlagValues], None] = lambda _: None) -> tuple[Any, Any]:
+    """Returns (ConfigDict with every override applied, the command's own flags).
+
+    Args:
+      argv: the command line without the program.
+      define: declares the command's own flags on the `absl` FlagValues it is given.
+
+    Raises:
+      ValueError: no --config or two, an unknown config, key or flag (with the nearest valid one), or a value of a wrong
+        type.
+      SystemExit: with code 0, after `--help` has printed what there is to set.
+    """
+    values = flags.FlagValues()
+    define(values)
+    if any(word in ("--help", "-h") for word in argv):
+        print(usage(values))
+        sys.exit(0)
+    known = {f"--{name}" for name in values} | {"--config", "--help"}
+    name, words = _take_config(list(argv))
+    mutable = config_lib.load(name)
+    for word in words:
+        _check_word(word, mutable, known)
+    config_flags.DEFINE_config_dict("config", mutable, flag_values=values, sys_argv=["hlat_jax", *words])
+    try:
+        rest = values(["hlat_jax", *words])
+    except (flags.Error, TypeError, ValueError, SyntaxError) as error:
+        raise ValueError(str(error)) from None
+    if len(rest) > 1:
+        raise ValueError(f"unexpected argument {rest[1]!r}; every argument is --flag=value.")
+    return values.config, values
+
+
+def words(argv: Sequence[str], values: flags.FlagValues, *, usage: str, missing: str) -> list[str]:
+    """Returns the words of a command without a config that are no flags; `values` gets those that are.
+
+    Args:
+      argv: the command line without the program and its verb.
+      values: the flags that the command has declared; `out` is one of them, and must be given.
+      usage: what `--help` prints before the flags.
+      missing: the error where there are no words.
+
+    Raises:
+      ValueError: an unknown flag (with the nearest valid one), a value of a wrong type, no --out, or no words at all.
+      SystemExit: with code 0, after `--help`.
+    """
+    found = _rest(argv, values, usage=usage)
+    if not found:
+        raise ValueError(missing)
+    if not values.out:
+        raise ValueError("--out is missing; say where to write.")
+    return found
+
+
+def parse_own(argv: Sequence[str], define: Callable[[flags.FlagValues], None], *, usage: str) -> flags.FlagValues:
+    """Returns the flags of a command that takes no config.
+
+    Args:
+      argv: the command line without the program.
+      define: as for `parse`.
+      usage: the first lines of `--help`.
+
+    Raises:
+      ValueError: an unknown flag (with the nearest valid one), a value of a wrong type, or a word that is no flag.
+      SystemExit: with code 0, after `--help`.
+    """
+    values = flags.FlagValues()
+    define(values)
+    rest = _rest(argv, values, usage=usage)
+    if rest:
+        raise ValueError(f"unexpected argument {rest[0]!r}; every argument is --flag=value.")
+    return values
+
+
+def _rest(argv: Sequence[str], values: flags.FlagValues, *, usage: str) -> list[str]:
+    """Returns the words that are no flags, after `values` has taken those that are; prints and ends for `--help`."""
+    known = {f"--{name}" for name in values}
+    for word in argv:
+        name = word.split("=", 1)[0]
+        if name != "--help" and name.startswith("--") and not {name, f"--{name.removeprefix('--no')}"} & known:
+            raise ValueError(f"unknown flag {name}. {nearest(name, known)}")
+    if any(word in ("--help", "-h") for word in argv):
+        rows = [f"  --{name:<20} {values[name].help} Default: {values[name].default!r}." for name in values]
+        print("\n".join((usage, "Flags:", *rows)))
+        sys.exit(0)
+    try:
+        return values(["hlat_jax", *argv])[1:]
+    except (flags.Error, ValueError) as error:
+        raise ValueError(str(error)) from None
+
+
+def main(command: Callable[[Sequence[str]], int]) -> None:
+    """Runs a command on sys.argv and exits; a user's error is one line on stderr and exit code 2, Ctrl-C 130."""
+    try:
+        try:
+            code = command(sys.argv[1:])
+        except ValueError as error:
+            print(f"error: {error}", file=sys.stderr)
+            code = 2
+        finally:
+            if sys.stdout is not None:  # a process may have none
+                sys.stdout.flush()
+    except BrokenPipeError:  # nobody reads it any more, as after `... | head -1`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is left goes nowhere when Python ends
+        code = 141
+    except KeyboardInterrupt:
+        process.end_interrupted()
+    sys.exit(code)
+
+
+def check_output(flag: str, path: str) -> None:
+    """Raises ValueError where `path` is no file that can be written, before the work whose result it would hold."""
+    file = pathlib.Path(path)
+    if file.is_dir():
+        raise ValueError(f"{flag}={path} is a folder; give a file in it, such as {file / 'report.json'}.")
+    if not file.parent.is_dir():
+        raise ValueError(f"{flag}={path}: there is no folder {file.parent}; make it first, or name another.")
+    if not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise ValueError(f"{flag}={path} cannot be written; name another file.")
+
+
+def usage(values: flags.FlagValues) -> str:
+    """Returns what `--help` prints: the grammar, a command's own flags, the shipped configs and every key."""
+    own = [f"  --{name:<24} {values[name].help}" for name in values]
+    keys = [
+        f"  --config.{f'{section}.{key.name}={key.default}':<40} {key.metadata['doc']}"
+        + (f" One of {', '.join(key.metadata['choices'])}." if key.metadata["choices"] else "")
+        for section, cls in config_lib.SECTIONS.items()
+        for key in dataclasses.fields(cls)
+    ]
+    shipped = ", ".join(config_lib.shipped())
+    return "\n".join(
+        (
+            "Usage: --config=NAME|PATH.py [--config.SECTION.KEY=VALUE ...] [flags]",
+            f"\nNAME is one of {shipped}; --print_config shows the values of one.",
+            "\nFlags:",
+            *own,
+            "\nKeys, with the value of a config that does not set them:",
+            *keys,
+        )
+    )
+
+
+def _take_config(words: list[str]) -> tuple[str, list[str]]:
+    """Returns (what --config names, the other words)."""
+    found = [i for i, word in enumerate(words) if word == "--config" or word.startswith("--config=")]
+    if not found:
+        raise ValueError("--config=NAME is missing; NAME is a shipped config such as tiny, or a path that ends in .py.")
+    if len(found) > 1:
+        raise ValueError(
+            f"--config is given {len(found)} times; a run has one config. Edit keys with --config.a.b=VALUE."
+        )
+    [index] = found
+    if words[index] != "--config":
+        return words[index].removeprefix("--config="), words[:index] + words[index + 1 :]
+    return "".join(words[index + 1 : index + 2]), words[:index] + words[index + 2 :]
+
+
+def _check_word(word: str, mutable: Any, known: set[str]) -> None:
+    name = word.split("=", 1)[0]
+    if not name.startswith("--config."):
+        if name.startswith("--") and name not in known and f"--{name.removeprefix('--no')}" not in known:
+            raise ValueError(f"unknown flag {name}. {nearest(name, known)}")
+        return
+    node, path = mutable, name.removeprefix("--config.").split(".")
+    for depth, key in enumerate(path):
+        valid = list(node) if hasattr(node, "keys") else []
+        if key not in valid:
+            where = ".".join(path[:depth]) or "config"
+            raise ValueError(f"{where} has no key {key!r}. {nearest(key, valid)}")
+        node = node[key]
+    if hasattr(node, "keys"):
+        raise ValueError(f"{name} is a section; set one of its keys: {', '.join(node)}.")

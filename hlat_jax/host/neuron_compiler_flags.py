@@ -1,0 +1,104 @@
+"""The flags of neuronx-cc: those a run needs, and how those of the user join them.
+
+Owns NEURON_CC_FLAGS. Only flags that the neuronx-cc CLI reference documents are set here; the user may append others.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+
+from hlat_jax.host.neuron_topology import Topology
+
+_SAME = {"-O": "--optlevel", "-lnc": "--logical-nc-config"}
+# With the value of Python's None: a switch. Source: AWS Neuron docs, neuronx-cc CLI reference, SDK 2.32.
+Flags = dict[str, str | None]
+
+
+def compiler_flags(topology: Topology) -> Flags:
+    """Returns the flags of a checked topology, in the order in which they are written."""
+    flags: Flags = {
+        "--target": topology.kind.target,
+        "--model-type": "transformer",
+        "--optlevel": "1",  # the default is 2; every JAX launcher of large models that we read takes 1
+        "--auto-cast": "none",  # precision.policy decides; matmult was the default before SDK 2.27
+        "--enable-mixed-precision-accumulation": None,  # the default since SDK 2.27
+        "--logical-nc-config": str(topology.lnc),  # must equal NEURON_LOGICAL_NC_CONFIG
+        "--implicit-integer-downcast": "all",  # today's default; the docs announce another for the next release
+    }
+    if topology.kind.target == "trn2":
+        flags["--native-int64"] = "disabled"  # of trn2 only: int64 as on trn1
+    else:
+        flags["--distribution-strategy"] = "llm-training"  # HLAT's scripts, on trn1
+    # NEURON_COMPILE_CACHE_URL was seen to leave the folder empty under JAX; this flag, which beats it, worked
+    flags["--cache_dir"] = f"{topology.cache}/neuronx-cc"
+    flags["--retry_failed_compilation"] = None  # else a failure in the cache is replayed on every restart
+    return flags
+
+
+def joined(flags: Flags, yours: str, topology: Topology) -> tuple[str, list[str]]:
+    """Returns (NEURON_CC_FLAGS, a line for each of `flags` that the user's words overrule).
+
+    The user's words stay as they are, after those of `flags` that they do not name.
+
+    Raises:
+      ValueError: a flag that was renamed, or that contradicts the topology or the config.
+    """
+    given: Flags = {}
+    for name, value in _parsed(yours):
+        _check(name, value, topology)
+        given[_subject(name)] = value
+    ours = {name: value for name, value in flags.items() if _subject(name) not in given}
+    notes = []
+    for name, value in flags.items():
+        subject = _subject(name)
+        if name not in ours and not (given[subject] == value and (value or name in yours)):
+            notes.append(f"NEURON_CC_FLAGS: yours wins over {_word(name, value)}")
+    return " ".join([*(_word(name, value) for name, value in ours.items()), *([yours] if yours else [])]), notes
+
+
+def _word(name: str, value: str | None) -> str:
+    return name if value is None else f"{name}={shlex.quote(value)}"
+
+
+def _subject(name: str) -> str:
+    """Returns what a switch is about, so that `--disable-x` overrules `--enable-x`."""
+    return name.replace("--disable-", "--enable-")
+
+
+def _parsed(text: str) -> Iterator[tuple[str, str | None]]:
+    """Yields (long name, value) of `--a=b`, `--a b`, `-O1`, `-lnc 2` and `--switch`."""
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise ValueError(f"NEURON_CC_FLAGS={text!r}: {error}.") from None
+    index = 0
+    while index < len(words):
+        name, is_pair, value = words[index].partition("=")
+        index += 1
+        if not is_pair and name.startswith("-O") and name[2:].isdecimal():
+            name, is_pair, value = "-O", "=", name[2:]
+        if not is_pair and index < len(words) and not words[index].startswith("-"):
+            is_pair, value = "=", words[index]
+            index += 1
+        yield _SAME.get(name, name), value if is_pair else None
+
+
+def _check(name: str, value: str | None, topology: Topology) -> None:
+    if name == "--internal-num-neuroncores-per-sengine":
+        raise ValueError(f"NEURON_CC_FLAGS: {name} is an older name of --logical-nc-config={topology.lnc}; write that.")
+    if name == "--logical-nc-config" and value != str(topology.lnc):
+        raise ValueError(
+            f"NEURON_CC_FLAGS: {name}={value}, but the runtime runs with --lnc={topology.lnc} "
+            "(NEURON_LOGICAL_NC_CONFIG); leave the flag out, or set the variable to the same."
+        )
+    if name == "--auto-cast" and value != "none":
+        raise ValueError(
+            f"NEURON_CC_FLAGS: {name}={value} rounds what precision.policy says is kept; set {name}=none and choose "
+            "another --config.precision.policy."
+        )
+    if name == "--target" and (value or "")[:4] != topology.kind.target[:4]:
+        raise ValueError(
+            f"NEURON_CC_FLAGS: {name}={value} compiles for another device than {topology.instance}; "
+            f"set {name}={topology.kind.target}."
+        )

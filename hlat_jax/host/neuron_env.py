@@ -1,0 +1,305 @@
+"""The environment variables of a run on Trainium, computed from its precision, its layout and its topology.
+
+Owns every variable that JAX, the Neuron plugin, runtime and compiler, libfabric and the C library read from the
+environment of a training process, and what becomes of those that the user has set. Refuses to import JAX, which reads
+some of them when it is imported. Sources: AWS Neuron docs (JAX environment variables, runtime configuration, neuronx-cc
+CLI reference, EFA set-up), HLAT's scripts where named. Undocumented variables are never set here; the user may.
+
+LD_PRELOAD, LD_LIBRARY_PATH and `ulimit` are of the host and its paths: launch/node.sh has them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import os
+import shlex
+import sys
+from collections.abc import Mapping, MutableMapping
+
+from hlat_jax.config import ParallelConfig, PrecisionConfig, nearest
+from hlat_jax.host.neuron_compiler_flags import compiler_flags, joined
+from hlat_jax.host.neuron_topology import (
+    COLLECTIVES_PORT,
+    HERE,
+    Machine,
+    Topology,
+    check_host,
+    checked,
+    instance_to_serve,
+    launcher,
+    lnc_of,
+)
+
+# How each precision policy rounds what it stores: precision.POLICIES, without importing JAX. A test compares this file
+# with precision.policy_on: the device or the program rounds stochastically, never both.
+ROUNDING = {"fp32": "nearest", "autocast": "nearest", "mixed": "nearest", "bf16": "nearest", "bf16_sr": "stochastic"}
+
+# Variables that do nothing any more, or never did under JAX, and what takes their place.
+REMOVED = {
+    "NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS": "deprecated by runtime 2.30 and without effect since: unset it",
+    "NEURON_RT_VIRTUAL_CORE_SIZE": "an older name: set NEURON_LOGICAL_NC_CONFIG",
+    "XLA_USE_BF16": "of PyTorch/XLA: set --config.precision.policy=bf16_sr, HLAT-7B's recipe",
+    "XLA_DOWNCAST_BF16": "of PyTorch/XLA: set --config.precision.policy=mixed, HLAT-70B's recipe",
+    "NEURON_EXTRACT_GRAPHS_ONLY": "of neuron_parallel_compile, which is PyTorch's: see launch/slurm/precompile.sbatch",
+}
+# Variables that follow from the config and the place of a process alone, and what to change instead of them.
+FIXED = {
+    "NEURON_RT_STOCHASTIC_ROUNDING_EN": "precision.policy and precision.stochastic_rounding",
+    "NEURON_LOGICAL_NC_CONFIG": "--lnc",
+    "NEURON_PJRT_PROCESS_INDEX": "--rank or --process_id",
+    "NEURON_PJRT_PROCESSES_NUM_DEVICES": "--nodes and --cores",
+}
+# Documented ones that are the user's: known here only so that a misspelt one is seen.
+USERS = (
+    "NEURON_COMPILE_CACHE_URL", "NEURON_FUSE_SOFTMAX", "NEURON_PLATFORM_TARGET_OVERRIDE",
+    "NEURON_RT_DBG_CC_DMA_PACKET_SIZE", "NEURON_RT_DBG_DMA_PACKETIZATION_SIZE", "NEURON_RT_DBG_DUMP_INPUTS_ON_ERR",
+    "NEURON_RT_ENABLE_DEVICE_MEMORY_OOM_LOG", "NEURON_RT_ENABLE_INTERNODE_EXECUTION_BARRIER",
+    "NEURON_RT_INSPECT_DEVICE_PROFILE", "NEURON_RT_INSPECT_ENABLE", "NEURON_RT_INSPECT_OUTPUT_DIR",
+    "NEURON_RT_INSPECT_SYSTEM_PROFILE", "NEURON_RT_IO_RING_CACHE_SIZE", "NEURON_RT_LOG_LEVEL",
+    "NEURON_RT_LOG_LOCATION", "NEURON_RT_LOW_LATENCY_TASKS_CPU_AFFINITY", "NEURON_RT_NUM_CORES",
+    "NEURON_RT_RESET_CORES", "NEURON_RT_STOCHASTIC_ROUNDING_SEED", "NEURON_RT_VISIBLE_CORES",
+    "NEURON_SCRATCHPAD_PAGE_SIZE",
+)  # fmt: skip
+_OF_OPEN_MPI = "OMPI_MCA_orte_hnp_uri"  # Neuron's and JAX's processes find each other without it
+
+
+@dataclasses.dataclass(frozen=True)
+class Environment:
+    """What a process must have in its environment before JAX is imported.
+
+    Attributes:
+      variables: to be set; the user's own values are among them where they won.
+      unset: to be removed.
+      notes: a line for each value of the user's that won, and for each name that looks misspelt.
+    """
+
+    variables: dict[str, str]
+    unset: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict:
+        """Returns plain dicts and lists, fit for JSON."""
+        return json.loads(json.dumps(dataclasses.asdict(self)))
+
+    def shell(self) -> str:
+        """Returns the lines that set it in a shell: `eval "$(...)"`."""
+        lines = [f"unset {name}" for name in self.unset]
+        return "\n".join([*lines, *(f"export {name}={shlex.quote(value)}" for name, value in self.variables.items())])
+
+
+def environment(
+    precision: PrecisionConfig, parallel: ParallelConfig, topology: Topology, *, current: Mapping[str, str]
+) -> Environment:
+    """Returns the environment of one process. Where it is set already, it changes nothing.
+
+    Args:
+      precision: the policy, and who rounds under it.
+      parallel: degrees of the mesh.
+      topology: where the process is.
+      current: the variables that are set already. A value of the user's wins; see Environment.notes.
+
+    Raises:
+      ValueError: a topology or policy that is none, or a variable of `current` that was removed, or that contradicts
+        the config, the topology or another variable.
+    """
+    topology = checked(topology)
+    for name, instead in REMOVED.items():
+        if current.get(name):
+            raise ValueError(f"{name}={current[name]} is set, and is {instead}.")
+    ours = _computed(precision, parallel, topology)
+    _check_contradictions(ours, topology, current)
+    flags = compiler_flags(topology)
+    ours["NEURON_CC_FLAGS"], notes = joined(flags, current.get("NEURON_CC_FLAGS", ""), topology)
+    variables = {}
+    for name, value in ours.items():
+        yours = current.get(name) or value  # an empty variable is none
+        if name == "NEURON_CC_FLAGS" or yours == value:
+            variables[name] = value
+            continue
+        if name in FIXED:
+            raise ValueError(
+                f"{name}={yours} contradicts {FIXED[name]}, which gives {value}; unset it, or change that."
+            )
+        variables[name] = yours
+        notes.append(f"{name}: yours, {yours}, wins over {value}")
+    notes += _misspelt(current, set(variables))
+    unset = tuple(name for name in (_OF_OPEN_MPI,) if topology.launcher == "mpi" and name in current)
+    return Environment(variables, unset, tuple(notes))
+
+
+def apply(environ: MutableMapping[str, str], computed: Environment) -> None:
+    """Sets and unsets what `computed` says."""
+    environ.update(computed.variables)
+    for name in computed.unset:
+        environ.pop(name, None)
+
+
+def prepare(precision: PrecisionConfig, parallel: ParallelConfig, *, machine: Machine = HERE) -> str:
+    """Sets `environment` where this machine has Neuron devices, for a process of its own; returns what it did.
+
+    For notebooks and code that imports the package: the commands do it themselves.
+
+    Raises:
+      ValueError: as `environment`; or there are devices, and JAX has read the environment already.
+    """
+    instance = instance_to_serve("", os.environ.get("JAX_PLATFORMS", ""), machine=machine)
+    if not instance:
+        return "environment: nothing to set, as no Neuron device is used"
+    if "jax" in sys.modules:
+        raise ValueError(f"{instance}: JAX is imported already; start Python again and call this before.")
+    place = Topology(instance, lnc=lnc_of(os.environ), launcher=launcher(os.environ))
+    found = environment(precision, parallel, place, current=os.environ)
+    apply(os.environ, found)
+    return "\n".join((f"environment: set for {instance}", *found.notes))
+
+
+def recorded(environ: Mapping[str, str]) -> dict[str, str]:
+    """Returns the variables that can change what a run does or how fast, for the record in its folder."""
+    prefixes = ("FI_", "JAX_", "LD_", "MALLOC_", "NEURON_", "XLA_")
+    return {name: environ[name] for name in sorted(environ) if name.startswith(prefixes)}
+
+
+def _computed(precision: PrecisionConfig, parallel: ParallelConfig, topology: Topology) -> dict[str, str]:
+    variables = {
+        "JAX_PLATFORMS": "neuron,cpu",  # the CPU stays for initialisation and work of the host
+        "JAX_DEFAULT_PRNG_IMPL": "rbg",  # threefry is incomplete on Neuron: JAX known issues
+        "NEURON_FORCE_PJRT_PLUGIN_REGISTRATION": "1",
+        "NEURON_LOGICAL_NC_CONFIG": str(topology.lnc),
+        **_rounding(precision),
+        # seconds; the docs give 2, 30 and 600 as default. HLAT: 4000. A peer that still compiles must not end a run
+        "NEURON_RT_EXEC_TIMEOUT": "4000",
+        "JAX_COMPILATION_CACHE_DIR": f"{topology.cache}/jax",
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",  # small programs too: each costs seconds on the device
+        "MALLOC_ARENA_MAX": "64",  # HLAT. Read when a process starts: export it before Python
+    }
+    if topology.cores:
+        variables["NEURON_RT_NUM_CORES"] = str(topology.cores)
+    num_devices = topology.nodes * topology.devices_per_node
+    if _has_listed_collectives(parallel, num_devices):
+        variables["NEURON_RUN_TRIVIAL_COMPUTATION_ON_CPU"] = "1"
+    if topology.nodes > 1:
+        variables |= _of_job(topology)
+    return variables
+
+
+def _rounding(precision: PrecisionConfig) -> dict[str, str]:
+    """The device rounds every cast from fp32 one way: stochastically only where all that is stored is bf16."""
+    if precision.policy not in ROUNDING:
+        raise ValueError(
+            f"precision.policy={precision.policy!r} is unknown here. {nearest(precision.policy, ROUNDING)}"
+        )
+    if ROUNDING[precision.policy] != "stochastic" or precision.stochastic_rounding == "software":
+        return {"NEURON_RT_STOCHASTIC_ROUNDING_EN": "0"}
+    return {"NEURON_RT_STOCHASTIC_ROUNDING_EN": "1", "NEURON_RT_STOCHASTIC_ROUNDING_SEED": "0"}
+
+
+def _has_listed_collectives(parallel: ParallelConfig, num_devices: int) -> bool:
+    """Returns whether the train step has a collective by which the plugin knows that it is no trivial computation.
+
+    A program with none of the documented ones runs on the host's CPU when NEURON_RUN_TRIVIAL_COMPUTATION_ON_CPU=1. That
+    list lacks the plain all-reduce, the only collective of pure data parallelism and of tensor parallelism without
+    sequence parallelism. A step on the CPU is slower by thousands, so those run their small programs on the device.
+    """
+    degrees = {axis: getattr(parallel, axis) for axis in ("pipe", "data", "fsdp", "tensor")}
+    fixed = 1
+    for degree in degrees.values():
+        fixed *= max(degree, 1)
+    degrees = {axis: max(num_devices // fixed, 1) if degree == -1 else degree for axis, degree in degrees.items()}
+    return num_devices > 1 and (
+        degrees["pipe"] > 1  # collective-permute
+        or degrees["fsdp"] > 1  # all-gather, reduce-scatter
+        or (parallel.zero1 and degrees["data"] > 1)
+        or (parallel.sequence_parallel and degrees["tensor"] > 1)
+    )
+
+
+def _of_job(topology: Topology) -> dict[str, str]:
+    counts = [str(topology.devices_per_node)] * topology.nodes
+    variables = {
+        "NEURON_RT_ROOT_COMM_ID": f"{topology.coordinator}:{COLLECTIVES_PORT}",
+        "NEURON_PJRT_PROCESSES_NUM_DEVICES": ",".join(counts),
+        "NEURON_PJRT_PROCESS_INDEX": str(topology.rank),
+    }
+    if topology.kind.num_efa:
+        variables |= {
+            "FI_PROVIDER": "efa",
+            "FI_EFA_USE_DEVICE_RDMA": "1",
+            "FI_EFA_FORK_SAFE": "1",  # needed by kernels before 5.15, harmless after
+            "FI_LOG_LEVEL": "warn",
+        }
+    return variables
+
+
+def _check_contradictions(ours: Mapping[str, str], topology: Topology, current: Mapping[str, str]) -> None:
+    platforms = current.get("JAX_PLATFORMS", "")
+    if platforms and "neuron" not in platforms.split(","):
+        raise ValueError(f"JAX_PLATFORMS={platforms} keeps JAX off the devices of {topology.instance}; unset it.")
+    if current.get("NEURON_RT_INSPECT_ENABLE", "0") != "0" and current.get("NEURON_RT_INSPECT_DEVICE_PROFILE") == "1":
+        raise ValueError(
+            "NEURON_RT_INSPECT_ENABLE and NEURON_RT_INSPECT_DEVICE_PROFILE=1 exclude each other: for jax.profiler keep "
+            "the second, without it set NEURON_RT_INSPECT_DEVICE_PROFILE=session."
+        )
+    num_devices = topology.nodes * topology.devices_per_node
+    if num_devices == 1 and current.get("NEURON_RUN_TRIVIAL_COMPUTATION_ON_CPU", "0") != "0":
+        raise ValueError(
+            "NEURON_RUN_TRIVIAL_COMPUTATION_ON_CPU=1 with one device would run the whole training step on the host's "
+            "CPU: it has no collective; unset it, or take more than --cores=1."
+        )
+    for name in ("NEURON_PJRT_PROCESSES_NUM_DEVICES", "NEURON_PJRT_PROCESS_INDEX"):
+        if topology.nodes == 1 and current.get(name, "").strip("0") and name not in ours:
+            _check_alone(name, current[name], topology)
+    _check_visible(topology, current)
+    _check_root(topology, current.get("NEURON_RT_ROOT_COMM_ID", ""))
+
+
+def _check_alone(name: str, value: str, topology: Topology) -> None:
+    alone = {"NEURON_PJRT_PROCESSES_NUM_DEVICES": str(topology.devices_per_node), "NEURON_PJRT_PROCESS_INDEX": "0"}
+    if value != alone[name]:
+        raise ValueError(f"{name}={value} is of a larger job than --nodes=1, which has {alone[name]}; unset it.")
+
+
+def _check_visible(topology: Topology, current: Mapping[str, str]) -> None:
+    name = next((n for n in ("NEURON_RT_VISIBLE_CORES", "NEURON_RT_NUM_CORES") if current.get(n)), None)
+    if name is None:
+        return
+    value = current[name]
+    visible = _num_visible(value) if name == "NEURON_RT_VISIBLE_CORES" else int(value) if value.isdecimal() else None
+    if visible != topology.devices_per_node:
+        found = "no number of cores" if visible is None else f"{visible} cores"
+        change = f", or give --cores={visible}" if visible else ""
+        raise ValueError(f"{name}={value}: {found}, but the run takes {topology.devices_per_node}; unset it{change}.")
+
+
+def _num_visible(text: str) -> int | None:
+    """Returns how many cores `4`, `0-31` or `0,1,2` name; None when it is none of these."""
+    count = 0
+    for part in text.split(","):
+        first, is_range, last = part.partition("-")
+        if not first.isdecimal() or (is_range and not last.isdecimal()):
+            return None
+        count += int(last) - int(first) + 1 if is_range else 1
+    return count if count > 0 else None
+
+
+def _check_root(topology: Topology, value: str) -> None:
+    if not value:
+        return
+    host, _, port = value.rpartition(":")
+    check_host(host, f"NEURON_RT_ROOT_COMM_ID={value}: host")
+    if not port.isdecimal() or not 0 < int(port) < 65536 or int(port) == topology.port:
+        raise ValueError(
+            f"NEURON_RT_ROOT_COMM_ID={value} must end in a port that is not JAX's, {topology.port}; "
+            f"use {COLLECTIVES_PORT}."
+        )
+
+
+def _misspelt(current: Mapping[str, str], known: set[str]) -> list[str]:
+    known = known | set(FIXED) | set(USERS)
+    notes = []
+    for name in sorted(current):
+        close = difflib.get_close_matches(name, known, n=1, cutoff=0.92) if name.startswith("NEURON_") else []
+        if close and name not in known:
+            notes.append(f"{name} is not known here. Did you mean {close[0]}?")
+    return notes

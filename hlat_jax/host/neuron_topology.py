@@ -1,0 +1,231 @@
+"""Which instances a job runs on, and which of them this one is: given, or read from a launcher's variables.
+
+Owns the instance types and what Slurm and Open MPI call a rank. Refuses to know what is trained, and to import JAX.
+Source of the hardware: AWS Neuron docs, Trn1 and Trn2 architecture and "EC2 instance types with EFA".
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import re
+from collections.abc import Mapping
+
+from hlat_jax.config import nearest
+
+JAX_PORT = 41001  # where the processes of JAX meet on rank 0
+COLLECTIVES_PORT = 41000  # where Neuron's collectives do: another one
+LONGEST_HOST = 63  # characters that NEURON_RT_ROOT_COMM_ID takes as a host name
+CACHE = "/var/tmp/hlat-compile-cache"  # on the node's own disk: HLAT's ranks overran a shared one, see docs/trainium.md
+
+
+@dataclasses.dataclass(frozen=True)
+class Instance:
+    """One instance type.
+
+    Attributes:
+      target: neuronx-cc's name of its device.
+      chips: of the instance, `/dev/neuron*`.
+      physical_cores: of one chip.
+      lncs: how many physical cores one JAX device may take (LNC), the default first.
+      num_efa: network interfaces with EFA; 0: none.
+    """
+
+    target: str
+    chips: int
+    physical_cores: int
+    lncs: tuple[int, ...]
+    num_efa: int
+
+
+INSTANCES = {
+    "trn1.2xlarge": Instance("trn1", 1, 2, (1,), 0),
+    "trn1.32xlarge": Instance("trn1", 16, 2, (1,), 8),
+    "trn1n.32xlarge": Instance("trn1n", 16, 2, (1,), 16),
+    "trn2.48xlarge": Instance("trn2", 16, 8, (2, 1), 16),
+    "trn2u.48xlarge": Instance("trn2", 16, 8, (2, 1), 16),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Topology:
+    """A job of equal instances with one process on each, seen from one of them.
+
+    Attributes:
+      instance: a key of INSTANCES.
+      nodes: instances of the job.
+      rank: which of them this one is, 0 .. nodes - 1.
+      coordinator: rank 0 as the others reach it, a host name or an address; may be empty for one node.
+      port: where JAX's processes meet on it.
+      lnc: physical cores that one JAX device takes; 0: the default of the instance.
+      cores: JAX devices that this process takes of its node; 0: all.
+      launcher: plain, slurm or mpi.
+      cache: folder of compiled programs on the node's own disk.
+    """
+
+    instance: str
+    nodes: int = 1
+    rank: int = 0
+    coordinator: str = ""
+    port: int = JAX_PORT
+    lnc: int = 0
+    cores: int = 0
+    launcher: str = "plain"
+    cache: str = CACHE
+
+    @property
+    def kind(self) -> Instance:
+        return INSTANCES[self.instance]
+
+    @property
+    def devices_per_node(self) -> int:
+        return self.cores or self.kind.chips * self.kind.physical_cores // self.lnc
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """Where Linux says what machine this is.
+
+    Attributes:
+      devices: the driver makes neuron0, neuron1, ... there, one a chip.
+      product_name: EC2 fills it with the instance type.
+    """
+
+    devices: pathlib.Path = pathlib.Path("/dev")
+    product_name: pathlib.Path = pathlib.Path("/sys/devices/virtual/dmi/id/product_name")
+
+
+HERE = Machine()
+
+
+def checked(topology: Topology) -> Topology:
+    """Returns the topology with its defaults filled in.
+
+    Raises:
+      ValueError: an unknown instance type, an LNC that it does not have, a rank outside the job, or a coordinator or
+        port that Neuron or JAX cannot use.
+    """
+    t = topology
+    if t.instance not in INSTANCES:
+        raise ValueError(f"--instance={t.instance}: no such instance type. {nearest(t.instance, INSTANCES)}")
+    kind = t.kind
+    if t.lnc and t.lnc not in kind.lncs:
+        allowed = " or ".join(map(str, sorted(kind.lncs)))  # trn1: the compiler's error NCC_EARG001
+        raise ValueError(f"--lnc={t.lnc}: {t.instance} takes {allowed} physical cores for a JAX device.")
+    t = dataclasses.replace(t, lnc=t.lnc or kind.lncs[0])
+    whole = kind.chips * kind.physical_cores // t.lnc
+    if not 0 <= t.cores <= whole:
+        raise ValueError(f"--cores={t.cores}: {t.instance} has {whole} at --lnc={t.lnc}; 0 takes all.")
+    if t.nodes < 1:
+        raise ValueError(f"--nodes={t.nodes} must be at least 1.")
+    if not 0 <= t.rank < t.nodes:
+        raise ValueError(f"--rank={t.rank} must lie in 0 .. {t.nodes - 1}: --nodes - 1.")
+    if t.nodes > 1:
+        check_host(t.coordinator, "--coordinator")
+    if not 0 < t.port < 65536:
+        raise ValueError(f"--port={t.port} must lie in 1 .. 65535.")
+    if t.port == COLLECTIVES_PORT:
+        raise ValueError(f"--port={t.port} is that of Neuron's collectives; take another, such as {JAX_PORT}.")
+    return t
+
+
+def check_host(host: str, name: str) -> None:
+    """Raises ValueError unless `host` can stand before a port: a short name, IPv4, or IPv6 in brackets."""
+    if not host:
+        raise ValueError(f"{name}=HOST is missing: rank 0, as the others reach it.")
+    if len(host) > LONGEST_HOST:
+        raise ValueError(f"{name}={host} has {len(host)} characters; Neuron takes {LONGEST_HOST}: give its address.")
+    is_ipv6 = re.fullmatch(r"\[[0-9A-Fa-f:.%\w]+\]", host)
+    if not is_ipv6 and not re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9])?", host):
+        raise ValueError(f"{name}={host} must be a host name, a.b.c.d or [v6], without a port: --port has that.")
+
+
+def launcher(environ: Mapping[str, str]) -> str:
+    """Returns plain, slurm or mpi: who set these variables. `mpirun` inside a Slurm job has both, and is mpi."""
+    if "OMPI_COMM_WORLD_RANK" in environ:
+        return "mpi"
+    return "slurm" if "SLURM_JOB_NODELIST" in environ else "plain"
+
+
+def of_launcher(environ: Mapping[str, str]) -> dict[str, int | str]:
+    """Returns the fields of a Topology that Slurm's or Open MPI's variables say.
+
+    Raises:
+      ValueError: a launcher that is there says only part of it.
+    """
+    name = launcher(environ)
+    if name == "mpi":
+        nodes, rank = _numbers(environ, "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "mpirun")
+        return {"launcher": name, "nodes": nodes, "rank": rank}
+    if name == "slurm":
+        nodes, rank = _numbers(environ, "SLURM_NNODES", "SLURM_NODEID", "srun --ntasks-per-node=1")
+        return {
+            "launcher": name,
+            "nodes": nodes,
+            "rank": rank,
+            "coordinator": first_host(environ["SLURM_JOB_NODELIST"]),
+        }
+    return {"launcher": name}
+
+
+def lnc_of(environ: Mapping[str, str]) -> int:
+    """Returns what NEURON_LOGICAL_NC_CONFIG says, 0 where it is not set."""
+    text = environ.get("NEURON_LOGICAL_NC_CONFIG", "")
+    if text and not text.isdecimal():
+        raise ValueError(f"NEURON_LOGICAL_NC_CONFIG={text} must be a number: 1, or 2 on trn2.")
+    return int(text or 0)
+
+
+def _numbers(environ: Mapping[str, str], size: str, rank: str, command: str) -> tuple[int, int]:
+    for name in (size, rank):
+        if not environ.get(name, "").isdecimal():
+            raise ValueError(f"{name}={environ.get(name, '')!r} is no number: start this with {command}, once a node.")
+    return int(environ[size]), int(environ[rank])
+
+
+def first_host(nodelist: str) -> str:
+    """Returns the first host of Slurm's short list: `trn[008-011,020],x` gives `trn008`."""
+    match = re.match(r"([^,\[]+)(?:\[([^],-]+)[^]]*\]([^,\[]*))?", nodelist)
+    if match is None:
+        raise ValueError(f"SLURM_JOB_NODELIST={nodelist} names no host; give --coordinator=HOST.")
+    return "".join(part or "" for part in match.groups())
+
+
+def instance_to_serve(given: str, platforms: str, *, machine: Machine) -> str:
+    """Returns the type of the instance on whose Neuron devices this process is to run; "" for none.
+
+    Args:
+      given: the type that the command names; it may be "". A JAX_PLATFORMS that contradicts it is refused later.
+      platforms: JAX_PLATFORMS. Where it is set it decides: `cpu` keeps a run off the devices of a Trainium node.
+      machine: where the devices would be.
+
+    Raises:
+      ValueError: JAX_PLATFORMS names neuron and there is no device, or the type of this machine is not known here.
+    """
+    if given or (platforms and "neuron" not in platforms.split(",")):
+        return given
+    found = detected_instance(machine)
+    if platforms and not found:
+        raise ValueError(
+            f"JAX_PLATFORMS={platforms} names neuron, and this machine has no {machine.devices / 'neuron0'}: unset it, "
+            "or give --instance=TYPE."
+        )
+    return found
+
+
+def detected_instance(machine: Machine) -> str:
+    """Returns the type of this machine, or "" where it has no Neuron device.
+
+    Raises:
+      ValueError: Neuron devices, and an instance type that is not known here.
+    """
+    device, product_name = machine.devices / "neuron0", machine.product_name
+    if not device.exists():
+        return ""
+    name = product_name.read_text().strip() if product_name.is_file() else ""
+    if name not in INSTANCES:
+        raise ValueError(
+            f"{device} is there, and the instance type {name!r} is not known here: give --instance=TYPE. "
+            f"{nearest(name, INSTANCES)}"
+        )
+    return name

@@ -1,0 +1,163 @@
+"""Which degrees a config can take over so many devices: the checks that need their number, and the nearest that pass.
+
+Owns what `config.resolve` cannot know while a degree may be -1. Needs no device: a laptop asks for 8,192 of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from hlat_jax.config import Config, ModelConfig, ParallelConfig
+from hlat_jax.parallel.sharding import MESH_AXES, TENSOR, Layout, abstract_layout, make_layout, resolve_degrees
+from hlat_jax.resolve import check_parallel, check_policy
+
+
+def layout_over(config: Config, devices: Sequence[Any]) -> Layout:
+    """Returns the layout of a config over `devices`, in which all that it splits divides.
+
+    Raises:
+      ValueError: another number of devices than the degrees multiply to, or a size of the model or the batch that does
+        not divide; the message has the nearest degrees that pass every check on these devices. Or more tokens in a
+        step than are counted exactly.
+    """
+    _check_count(config)
+    try:
+        check_degrees(config, len(devices))
+    except ValueError as error:
+        raise ValueError(f"{error} {_advice(config, len(devices))}") from None
+    return make_layout(config.parallel, devices, num_kv_heads=config.model.num_kv_heads)
+
+
+def check_degrees(config: Config, num_devices: int) -> None:
+    """Raises ValueError for the first thing that does not divide; the message has the key to change."""
+    parallel = config.parallel
+    degrees = dict(zip(MESH_AXES, resolve_degrees(parallel, num_devices), strict=True))
+    parallel = dataclasses.replace(parallel, **degrees)
+    check_parallel(parallel, config.model)
+    check_policy(config.precision.policy, pipe=parallel.pipe)
+    layout = abstract_layout(parallel, num_devices, num_kv_heads=config.model.num_kv_heads)
+    _check_model(config.model, layout)
+    if layout.sequence_parallel:
+        _check_divisor("data.seq_len", config.data.seq_len, layout, TENSOR)
+    _check_rows(config, layout.row_degree)
+
+
+def layout_of_model(model: ModelConfig, parallel: ParallelConfig, devices: Sequence[Any]) -> Layout:
+    """Returns the layout of a model without a batch, over as many of `devices` as the degrees multiply to.
+
+    Raises:
+      ValueError: more devices than there are, or a size of the model that does not divide.
+    """
+    wanted = [getattr(parallel, axis) for axis in MESH_AXES]
+    count = len(devices) if -1 in wanted else math.prod(wanted)
+    if count > len(devices):
+        named = " x ".join(f"parallel.{axis}={degree}" for axis, degree in zip(MESH_AXES, wanted, strict=True))
+        raise ValueError(f"{named} takes {count} devices and there are {len(devices)}; lower a degree.")
+    degrees = dict(zip(MESH_AXES, resolve_degrees(parallel, count), strict=True))
+    parallel = dataclasses.replace(parallel, **degrees)
+    check_parallel(parallel, model)
+    layout = make_layout(parallel, devices[:count], num_kv_heads=model.num_kv_heads)
+    _check_model(model, layout)
+    return layout
+
+
+def passes(config: Config, num_devices: int) -> bool:
+    """Returns whether `check_degrees` raises nothing."""
+    try:
+        check_degrees(config, num_devices)
+    except ValueError:
+        return False
+    return True
+
+
+def nearest_degrees(config: Config, num_devices: int) -> dict[str, int] | None:
+    """Returns the degrees over `num_devices` that pass every check and are the fewest doublings from those asked.
+
+    A degree of -1 asks for none. None: no degrees pass.
+    """
+    asked = {axis: degree for axis in MESH_AXES if (degree := getattr(config.parallel, axis)) != -1}
+
+    def distance(degrees: dict[str, int]) -> tuple[float, ...]:
+        steps = [abs(math.log2(degrees[axis] / degree)) for axis, degree in asked.items()]
+        return round(sum(steps), 6), sum(map(bool, steps)), degrees["pipe"], degrees["fsdp"]
+
+    def allowed(degrees: dict[str, int]) -> bool:
+        return passes(
+            dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, **degrees)), num_devices
+        )
+
+    return next(filter(allowed, sorted(all_degrees(num_devices), key=distance)), None)
+
+
+def all_degrees(num_devices: int) -> Iterator[dict[str, int]]:
+    """Yields every choice of degrees that multiplies to `num_devices`."""
+    divisors = [d for d in range(1, num_devices + 1) if num_devices % d == 0]
+    for outer in itertools.product(divisors, repeat=len(MESH_AXES) - 1):
+        if num_devices % math.prod(outer) == 0:
+            yield dict(zip(MESH_AXES, (*outer, num_devices // math.prod(outer)), strict=True))
+
+
+def _advice(config: Config, num_devices: int) -> str:
+    remains = [axis for axis in MESH_AXES if getattr(config.parallel, axis) == -1]
+    note = f" (parallel.{remains[0]}=-1 then takes what remains)" if remains else ""
+    found = nearest_degrees(config, num_devices)
+    if found is None:
+        return f"No degrees pass every check on {num_devices} device(s)."
+    changed = [f"parallel.{axis}={d}" for axis, d in found.items() if getattr(config.parallel, axis) not in (d, -1)]
+    return f"The nearest degrees that pass every check on {num_devices} devices: {', '.join(changed)}{note}."
+
+
+def _check_model(model: ModelConfig, layout: Layout) -> None:
+    tensor = layout.degrees["tensor"]
+    if layout.wide(("tensor_rep",)) and model.fuse_qkv:
+        raise ValueError(
+            f"parallel.tensor={tensor} above model.num_kv_heads={model.num_kv_heads} copies KV heads, which takes a KV "
+            "matrix of its own: set model.fuse_qkv=False, or lower parallel.tensor to at most "
+            f"{model.num_kv_heads}."
+        )
+    sizes = {
+        "layers": ("model.num_layers", model.num_layers),
+        "vocab": ("model.vocab_size", model.vocab_size),
+        "embed": ("model.embed_dim", model.embed_dim),
+        "kv_heads": ("model.num_kv_heads", model.num_kv_heads),
+        "heads": ("model.num_heads", model.num_heads),
+        "mlp": ("model.mlp_dim", model.mlp_dim),
+    }
+    if not model.fuse_qkv:
+        sizes["kv_embed"] = sizes["embed"]
+    for axis, (path, size) in sizes.items():
+        _check_divisor(path, size, layout, layout.state_rules[axis])
+
+
+def _check_divisor(path: str, size: int, layout: Layout, places: Sequence[str]) -> None:
+    parts = layout.size(places)
+    if size % parts:
+        degrees = layout.degrees
+        axes = dict.fromkeys("tensor" if place in TENSOR else place for place in places)
+        named = " x ".join(f"parallel.{axis}={degrees[axis]}" for axis in axes if degrees[axis] > 1)
+        raise ValueError(f"{path}={size} does not divide into the {parts} parts of {named}; change one of them.")
+
+
+def _check_count(config: Config) -> None:
+    """Raises ValueError for more tokens in a step than float32, in which devices count them, holds exactly."""
+    rows, seq_len = config.data.batch_size, config.data.seq_len
+    if rows * seq_len > 2**24:
+        raise ValueError(
+            f"data.batch_size={rows} x data.seq_len={seq_len} are {rows * seq_len:,} tokens a step, which devices "
+            f"count exactly up to {2**24:,}; use data.batch_size={2**24 // seq_len} or less."
+        )
+
+
+def _check_rows(config: Config, row_degree: int) -> None:
+    rows, num_microbatches = config.data.batch_size, config.train.num_microbatches
+    parts = row_degree * num_microbatches
+    if rows % parts:
+        raise ValueError(
+            f"data.batch_size={rows} does not divide into {row_degree} data-parallel parts x "
+            f"train.num_microbatches={num_microbatches}; make data.batch_size a multiple of {parts}"
+            + (f", or train.num_microbatches a divisor of {rows // row_degree}." if rows % row_degree == 0 else ".")
+        )

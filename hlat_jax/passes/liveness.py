@@ -1,0 +1,343 @@
+"""How many bytes of temporaries a traced program holds at its fullest moment, by the life of every value in it.
+
+Owns a model of what a compiler keeps:
+- products, reductions, loops and collectives write buffers; what is elementwise is computed where it is read, unless
+  that would compute an exponential or a quotient twice;
+- a loop writes its stacked results in place, and updates what it carries in place where the old value is read no more;
+- a product copies an operand whose dims are not in its order, and runs when its result is first read: the gradients of
+  weights last.
+Refuses to know what the program is: it takes the jaxpr of the very step that trains, whose shapes inside `shard_map`
+are those of one device. Arguments, and results that take the place of donated arguments, are no temporaries. How near
+it comes to XLA on CPU is in tests/plan/test_memory.py.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import Literal
+
+_INLINED = {"pjit", "jit", "closed_call", "core_call", "remat", "remat2", "checkpoint", "shard_map"}
+_INLINED |= {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "custom_lin"}
+# Their operands are buffers, and so are their results.
+_OPAQUE = {"dot_general", "scan", "while", "cond", "gather", "scatter", "scatter-add", "sort", "top_k", "cumsum"}
+_OPAQUE |= {"psum", "psum_invariant", "pmax", "pmin", "all_gather", "reduce_scatter", "ppermute", "all_to_all"}
+_OPAQUE |= {"dynamic_update_slice", "optimization_barrier", "conv_general_dilated"}
+_REDUCTIONS = {"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "argmax", "argmin"}
+_VIEWS = {"reshape", "squeeze", "expand_dims", "copy", "name", "stop_gradient", "transpose", "sharding_constraint"}
+_COSTLY = {"exp", "exp2", "log", "log1p", "tanh", "logistic", "rsqrt", "sqrt", "pow", "sin", "cos", "erf", "div"}
+
+
+def temporaries(jaxpr: Any, arguments: Any) -> Peak:
+    """Returns the temporaries that one device holds at the fullest moment of a program.
+
+    Args:
+      jaxpr: of the whole program, `trace.live_jaxpr(jit(f).trace(*arguments))`.
+      arguments: their shapes and shardings.
+    """
+    program = _Program(jaxpr, [_share_of(leaf) for leaf in jax.tree.leaves(arguments)])
+    return _peak(program.root, program.sizes, frozenset(program.root.outs))
+
+
+@dataclasses.dataclass(frozen=True)
+class Peak:
+    """The fullest moment of a program.
+
+    Attributes:
+      total: bytes of temporaries on one device.
+      in_loops: that loops carry or stack at their own fullest moment: kept activations and sums of gradients.
+      kept: that forward passes leave to backward passes, at the fullest moment of those.
+    """
+
+    total: int
+    in_loops: int
+    kept: int
+
+
+@dataclasses.dataclass
+class _Op:
+    """One operation on values, which are numbers.
+
+    Attributes:
+      name: of the primitive.
+      ins: values read.
+      outs: values made.
+      moved: those of `ins` that a product copies first.
+      body: of a scan, with how many of its inputs are constant or carried.
+      num_consts: likewise.
+      num_carry: likewise.
+      is_backward: of the backward pass of a differentiated function; what that computes again among it.
+    """
+
+    name: str
+    ins: list[int]
+    outs: list[int]
+    moved: set[int] = dataclasses.field(default_factory=set)
+    body: _Block | None = None
+    num_consts: int = 0
+    num_carry: int = 0
+    is_backward: bool = False
+
+    @property
+    def carried(self) -> list[int]:
+        return self.ins[self.num_consts : self.num_consts + self.num_carry]
+
+
+@dataclasses.dataclass
+class _Block:
+    """Operations in order, the values that come from outside, and those that leave."""
+
+    ops: list[_Op]
+    ins: list[int]
+    outs: list[int]
+
+
+class _Program:
+    """A jaxpr with its calls inlined: blocks of operations, and the bytes of each value on one device."""
+
+    def __init__(self, jaxpr: Any, shares: Sequence[float]):
+        self.sizes: list[int] = []
+        self.shares: list[float] = []
+        self.inside_a_region = False  # of shard_map, where shapes are those of one device
+        self.is_backward = False
+        env = {var: self._new(var.aval) for var in jaxpr.constvars}
+        env |= {var: self._new(var.aval, share) for var, share in zip(jaxpr.invars, shares, strict=True)}
+        self.root = self._block(jaxpr, env)
+
+    def _new(self, aval: Any, share: float = 1.0) -> int:
+        self.sizes.append(round(_aval_bytes(aval) * share))
+        self.shares.append(share)
+        return len(self.sizes) - 1
+
+    def _block(self, jaxpr: Any, env: dict[Any, int]) -> _Block:
+        ops: list[_Op] = []
+        self._inline(jaxpr, env, ops)
+        return _Block(ops, [env[var] for var in jaxpr.invars], [self._read(var, env) for var in jaxpr.outvars])
+
+    def _read(self, var: Any, env: dict[Any, int]) -> int:
+        return self._new(None) if isinstance(var, Literal) else env[var]
+
+    def _inline(self, jaxpr: Any, env: dict[Any, int], ops: list[_Op]) -> None:
+        for eqn in jaxpr.eqns:
+            name = eqn.primitive.name
+            ins = [self._read(var, env) for var in eqn.invars]
+            outside, first = self.is_backward, len(ops)
+            self.is_backward |= "transpose(" in str(eqn.source_info.name_stack)
+            inner = _inner(eqn) if name in _INLINED else None
+            if inner is not None:
+                self._call(eqn, inner, ins, env=env, ops=ops)
+            else:
+                ops.extend(self._ops(eqn, ins, env))
+                for op in ops[first:]:
+                    op.is_backward = self.is_backward
+            self.is_backward = outside
+
+    def _ops(self, eqn: Any, ins: list[int], env: dict[Any, int]) -> Iterator[_Op]:
+        name, share = eqn.primitive.name, self._share(eqn, ins)
+        outs = [self._new(var.aval, share) for var in eqn.outvars]
+        env |= dict(zip(eqn.outvars, outs, strict=True))
+        if name == "scan":
+            yield self._scan(eqn, ins, outs)
+        elif name == "optimization_barrier":
+            yield from (_Op(name, [i], [o]) for i, o in zip(ins, outs, strict=True))
+        else:
+            yield _Op(name, ins, outs, _moved_operands(eqn, ins) if name == "dot_general" else set())
+
+    def _call(self, eqn: Any, inner: Any, ins: list[int], *, env: dict[Any, int], ops: list[_Op]) -> None:
+        inner_env = {var: self._new(var.aval) for var in inner.constvars} | dict(zip(inner.invars, ins, strict=True))
+        is_region = eqn.primitive.name == "shard_map"
+        self.inside_a_region |= is_region
+        self._inline(inner, inner_env, ops)
+        self.inside_a_region &= not is_region
+        for var, out in zip(eqn.outvars, inner.outvars, strict=True):
+            value = env[var] = self._read(out, inner_env)
+            if is_region:
+                self.shares[value] = self.sizes[value] / max(1, _aval_bytes(var.aval))
+
+    def _share(self, eqn: Any, ins: list[int]) -> float:
+        """Returns the part of a result that one device has: as told, or as of the largest value it is made of."""
+        if self.inside_a_region:
+            return 1.0
+        if eqn.primitive.name == "sharding_constraint":
+            return _share_of(jax.ShapeDtypeStruct(eqn.outvars[0].aval.shape, bool, sharding=eqn.params["sharding"]))
+        sized = [(_aval_bytes(var.aval), value) for var, value in zip(eqn.invars, ins, strict=True)]
+        return self.shares[max(sized)[1]] if sized else 1.0
+
+    def _scan(self, eqn: Any, ins: list[int], outs: list[int]) -> _Op:
+        inner = eqn.params["jaxpr"].jaxpr
+        num_consts, num_carry = eqn.params["num_consts"], eqn.params["num_carry"]
+        env = {var: self._new(var.aval) for var in inner.constvars}
+        env |= {var: ins[i] if i < num_consts else self._new(var.aval) for i, var in enumerate(inner.invars)}
+        return _Op("scan", ins, outs, set(), self._block(inner, env), num_consts, num_carry)
+
+
+def _share_of(leaf: Any) -> float:
+    if leaf.sharding is None:
+        return 1.0
+    return math.prod(leaf.sharding.shard_shape(leaf.shape)) / max(1, math.prod(leaf.shape))
+
+
+def _aval_bytes(aval: Any) -> int:
+    dtype = getattr(aval, "dtype", None)
+    return math.prod(getattr(aval, "shape", ())) * getattr(dtype, "itemsize", 0)
+
+
+def _inner(eqn: Any) -> Any:
+    closed = next((eqn.params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in eqn.params), None)
+    return getattr(closed, "jaxpr", closed)
+
+
+def _moved_operands(eqn: Any, ins: list[int]) -> set[int]:
+    """Returns the operands of a product that are copied into its order: batch, free, summed by batch, summed, free.
+
+    A product without batch dims takes either order of the two.
+    """
+    summed, batch = eqn.params["dimension_numbers"]
+    moved = set()
+    for side, (value, var) in enumerate(zip(ins, eqn.invars, strict=True)):
+        lead = tuple(range(len(batch[side])))
+        is_summed = [dim in summed[side] for dim in range(len(lead), var.aval.ndim)]
+        changes = sum(a != b for a, b in itertools.pairwise(is_summed))
+        turned = lead and changes and is_summed[0] != bool(side)
+        if tuple(batch[side]) != lead or changes > 1 or turned:
+            moved.add(value)
+    return moved
+
+
+def _peak(block: _Block, sizes: list[int], owned: frozenset[int]) -> Peak:
+    """Returns the most that the values of a block take beside its inputs and those that its caller `owned`."""
+    ops = _in_order_of_need(_alive(block))
+    sources = _sources(ops, frozenset(block.outs))
+    dying = _dying(ops, sources, leaving=set(block.outs) - owned)
+    used = {value for values in dying.values() for value in values}
+    live: dict[int, int] = {}
+    looped: set[int] = set()
+    kept = _left_to_backward(ops, dying)
+    most = Peak(0, 0, 0)
+    for place, op in enumerate(ops):
+        made = {value: sizes[value] for value in op.outs if sources[value] == (value,) and value not in owned}
+        passing, carried_on = Peak(sum(sizes[value] for value in op.moved), 0, 0), {}
+        if op.body is not None:
+            passing = _turn_peak(op, sizes)
+            starts = {source for value in op.carried for source in sources.get(value, ())}
+            carried_on = {value: live[value] for value in starts.intersection(dying[place], live)}
+            looped.update(op.outs)
+        fresh = max(0, sum(made.values()) - sum(carried_on.values()))
+        loops = [size for value, size in (live | made).items() if value in looped - carried_on.keys()]
+        most = Peak(
+            max(most.total, sum(live.values()) + fresh + passing.total),
+            max(most.in_loops, sum(loops) + passing.in_loops),
+            max(most.kept, sum(size for value, size in (live | made).items() if value in kept) + passing.kept),
+        )
+        for value in dying[place]:
+            live.pop(value, None)
+        live |= {value: size for value, size in made.items() if value in used}
+    return most
+
+
+def _left_to_backward(ops: list[_Op], dying: dict[int, list[int]]) -> set[int]:
+    """Returns the values that the forward pass makes and the backward pass reads last."""
+    forward = {value for op in ops if not op.is_backward for value in op.outs}
+    return {
+        value
+        for place, values in dying.items()
+        if place < len(ops) and ops[place].is_backward
+        for value in values
+        if value in forward
+    }
+
+
+def _dying(ops: list[_Op], sources: dict[int, tuple[int, ...]], *, leaving: set[int]) -> dict[int, list[int]]:
+    """Returns the buffers that are read for the last time, by the number of the operation that does."""
+    last_use: dict[int, int] = {}
+    for place, values in [(place, op.ins) for place, op in enumerate(ops)] + [(len(ops), leaving)]:
+        last_use |= {source: place for value in values for source in sources.get(value, ())}
+    dying = collections.defaultdict(list)
+    for value, place in last_use.items():
+        dying[place].append(value)
+    return dying
+
+
+def _turn_peak(op: _Op, sizes: list[int]) -> Peak:
+    """Returns what one turn of a loop takes beside what the loop reads, carries and stacks."""
+    body = op.body
+    made_at = {value: place for place, inner in enumerate(body.ops) for value in inner.outs}
+    last_read = {value: place for place, inner in enumerate(body.ops) for value in inner.ins}
+    before = body.ins[op.num_consts : op.num_consts + op.num_carry]
+    in_place = {
+        new for old, new in zip(before, body.outs, strict=False) if made_at.get(new, -1) >= last_read.get(old, -1)
+    }
+    return _peak(body, sizes, frozenset(in_place) | frozenset(body.outs[op.num_carry :]))
+
+
+def _alive(block: _Block) -> list[_Op]:
+    """Returns the operations that something leaving the block is made of."""
+    needed, kept = set(block.outs), []
+    for op in reversed(block.ops):
+        if needed.intersection(op.outs):
+            needed.update(op.ins)
+            kept.append(op)
+    return kept[::-1]
+
+
+def _in_order_of_need(ops: list[_Op]) -> list[_Op]:
+    """Returns the operations with products and elementwise ones just before the first that reads them."""
+    needed_at: dict[int, float] = {}
+    places = []
+    for number, op in reversed(list(enumerate(ops))):
+        place = float(number)
+        if op.name == "dot_general" or op.name not in _OPAQUE | _REDUCTIONS:
+            place = max(place, min(needed_at.get(value, len(ops)) for value in op.outs) - 0.5)
+        places.append((place, number))
+        for value in op.ins:
+            needed_at[value] = min(needed_at.get(value, len(ops)), place)
+    return [ops[number] for _, number in sorted(places)]
+
+
+def _sources(ops: list[_Op], outs: frozenset[int]) -> dict[int, tuple[int, ...]]:
+    """Returns, for each value made here, the buffers that it is read from: itself when it is one.
+
+    Where a product moves an elementwise value, every product that reads it makes a copy of its own: `moved` grows.
+    """
+    readers: dict[int, list[_Op]] = collections.defaultdict(list)
+    for op in ops:
+        for value in op.ins:
+            readers[value].append(op)
+    sources: dict[int, tuple[int, ...]] = {}
+    costly: set[int] = set()  # what is computed where it is read, and costs
+    for op in ops:
+        below = tuple(dict.fromkeys(source for value in op.ins for source in sources.get(value, ())))
+        is_costly = op.name in _COSTLY or not costly.isdisjoint(op.ins)
+        for out in op.outs:
+            is_buffer = op.name not in _VIEWS and (op.name in _OPAQUE | _REDUCTIONS or out in outs)
+            if op.name not in _VIEWS and not is_buffer:
+                ends = list(_ends(out, readers))
+                products = [(reader, value) for reader, value in ends if reader.name == "dot_general"]
+                if any(value in reader.moved for reader, value in products):
+                    for reader, value in products:
+                        reader.moved.add(value)
+                is_buffer = any(_reads_a_buffer(reader, value) for reader, value in ends)
+                is_buffer |= is_costly and len(readers[out]) > 1
+            sources[out] = (out,) if is_buffer else below
+            if is_costly and not is_buffer:
+                costly.add(out)
+    return sources
+
+
+def _ends(value: int, readers: dict[int, list[_Op]]) -> Iterator[tuple[_Op, int]]:
+    """Yields who reads a value, past views of it, and as which value."""
+    for op in readers[value]:
+        if op.name in _VIEWS:
+            yield from (end for out in op.outs for end in _ends(out, readers))
+        else:
+            yield op, value
+
+
+def _reads_a_buffer(op: _Op, value: int) -> bool:
+    return op.name in _REDUCTIONS or (op.name in _OPAQUE and value not in op.moved)

@@ -1,0 +1,81 @@
+"""`python -m hlat_jax.plan --config=NAME --target=trn1.32xlarge --nodes=64`: a run, before a node of it is rented.
+
+Owns the command line. Needs no accelerator: it traces the very step that trains, for devices that need not exist.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import pathlib
+import sys
+from collections.abc import Sequence
+
+from absl import flags
+
+from hlat_jax import cost
+from hlat_jax.host import flags as flags_lib
+from hlat_jax.resolve import resolve
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints the plan that the command line asks for; returns the exit code: 3 where it does not fit, else 0."""
+    mutable, values = flags_lib.parse(argv, _define)
+    config = resolve(mutable)
+    _check_flags(values)
+    os.environ["JAX_PLATFORMS"] = "cpu"  # a plan asks no accelerator, also where there is one
+    from hlat_jax.plan import aot, report, search, text
+
+    site = report.Site(
+        target=values.target,
+        nodes=values.nodes,
+        disk_bytes_per_s=values.disk_gb_per_s * 1e9,
+        price_per_hour=values.price_per_hour,
+        data_tokens=values.data_tokens,
+    )
+    plan = search.complete(report.make_plan(config, site), config, site)
+    print(text.full(plan))
+    if values.partition:
+        try:
+            plan["partition"] = aot.partition(config, site)
+        except RuntimeError as error:  # the compiler failed, not the command: code 1
+            print(f"error: {error}", file=sys.stderr)
+            return 1
+        print("\n" + text.partitioned(plan["partition"]))
+    if values.search:
+        plan["search"] = search.ranked(config, site)
+        print("\n" + text.ranking(plan["search"], f"{site.nodes} x {site.target}"))
+    if values.json:
+        pathlib.Path(values.json).write_text(json.dumps(plan, indent=1) + "\n")
+    return 0 if plan["fits"] else 3
+
+
+def _check_flags(values: flags.FlagValues) -> None:
+    cost.target(values.target)
+    if values.nodes < 1:
+        raise ValueError(f"--nodes={values.nodes} must be at least 1.")
+    if not 0 < values.disk_gb_per_s < math.inf:
+        raise ValueError(f"--disk_gb_per_s={values.disk_gb_per_s} must be above 0.")
+    if not 0 <= values.price_per_hour < math.inf:
+        raise ValueError(f"--price_per_hour={values.price_per_hour} must be at least 0; 0: not known.")
+    if values.data_tokens < 0:
+        raise ValueError(f"--data_tokens={values.data_tokens} must be at least 0; 0: not known.")
+    if values.json:
+        flags_lib.check_output("--json", values.json)
+
+
+def _define(values: flags.FlagValues) -> None:
+    names = ", ".join([*cost.TARGETS, "cpu"])
+    flags.DEFINE_string("target", "trn1.32xlarge", f"Node to plan for: {names}.", flag_values=values)
+    flags.DEFINE_integer("nodes", 1, "How many of them.", flag_values=values)
+    flags.DEFINE_string("json", "", "Also write the plan to this file.", flag_values=values)
+    flags.DEFINE_bool("search", False, "Try other layouts on the same nodes.", flag_values=values)
+    flags.DEFINE_bool("partition", False, "Compile for virtual CPU devices and compare.", flag_values=values)
+    flags.DEFINE_float("price_per_hour", 0.0, "Price of one node; 0: not known.", flag_values=values)
+    flags.DEFINE_float("disk_gb_per_s", 1.0, "Bandwidth of one node to the checkpoint's disk.", flag_values=values)
+    flags.DEFINE_integer("data_tokens", 0, "Tokens of the training data; 0: not known.", flag_values=values)
+
+
+if __name__ == "__main__":
+    flags_lib.main(main)

@@ -1,0 +1,116 @@
+"""The real step compiled for virtual CPU devices in a process of its own, beside what the plan says of that layout.
+
+Virtual CPU devices end at 2,048, so the data degree is cut until the devices are few enough; the rows of one device
+stay what they are. On CPU a bf16 program computes products in fp32 and sends bf16 as fp32, so the program is compiled,
+and planned, under the fp32 policy: same layers, layout and schedule. `python -m hlat_jax.plan.aot` is that process:
+a JSON object on stdin, one on stdout.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import time
+from typing import Any
+
+from hlat_jax import cost
+from hlat_jax.config import Config, PrecisionConfig
+from hlat_jax.plan.collectives import Count, count_collectives, counted
+from hlat_jax.plan.report import Site, described
+from hlat_jax.resolve import resolve
+
+MAX_DEVICES = 512
+_POLICY = "fp32"
+
+
+def partition(config: Config, site: Site, *, max_devices: int = MAX_DEVICES) -> dict[str, Any]:
+    """Returns what compiling a smaller data degree gives, beside what is planned for it.
+
+    Raises:
+      ValueError: a layout whose other degrees alone take more than 2,048 devices.
+      RuntimeError: the compiling process failed; the message has its last words.
+    """
+    small, num_devices = reduced(config, site, max_devices=max_devices)
+    platform = cost.target(site.target).platform
+    task = {"config": small.to_dict(), "num_devices": num_devices, "platform": platform}
+    flags = f"--xla_force_host_platform_device_count={num_devices} --xla_backend_optimization_level=0"
+    flags += " --xla_cpu_scheduler_type=CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"
+    env = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    words = [sys.executable, "-m", "hlat_jax.plan.aot"]
+    done = subprocess.run(words, input=json.dumps(task), env=env, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"compiling for {num_devices} virtual CPU devices failed: {done.stderr[-2000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def reduced(config: Config, site: Site, *, max_devices: int) -> tuple[Config, int]:
+    """Returns what `fewer_replicas` does, under the policy that a CPU computes as it is written."""
+    small, num_devices = fewer_replicas(config, site.num_devices, max_devices=max_devices)
+    return dataclasses.replace(small, precision=PrecisionConfig(policy=_POLICY)), num_devices
+
+
+def fewer_replicas(config: Config, num_devices: int, *, max_devices: int) -> tuple[Config, int]:
+    """Returns the config with a data degree that `max_devices` hold, the rows per device kept, and its devices."""
+    from hlat_jax.parallel.virtual_devices import planned_layout
+
+    degrees = planned_layout(config, num_devices, platform="cpu").degrees
+    inner = num_devices // degrees["data"]
+    if inner > 2048:
+        raise ValueError(f"this layout takes {inner:,} devices for one replica; virtual CPU devices end at 2,048.")
+    few = max(1, max_devices // inner)
+    data = max(d for d in range(1, few + 1) if degrees["data"] % d == 0)  # a divisor: what divides now, divides then
+    tree = config.to_dict()
+    tree["data"]["batch_size"] = config.data.batch_size // degrees["data"] * data
+    tree["parallel"]["data"] = data
+    return resolve(tree), inner * data
+
+
+def compiled(config: Config, num_devices: int, platform: str) -> dict[str, Any]:
+    """Returns what `partition` does; runs in a process that has `num_devices` CPU devices."""
+    import jax
+
+    from hlat_jax.ops.choices import chosen_model
+    from hlat_jax.parallel.degrees import layout_over
+    from hlat_jax.passes.liveness import temporaries
+    from hlat_jax.passes.products import live_jaxpr
+    from hlat_jax.plan.traffic import traced_collectives
+    from hlat_jax.step import state_bytes, step_arguments, traced_step
+
+    start = time.monotonic()
+    layout = layout_over(config, jax.devices()[:num_devices])
+    config = dataclasses.replace(config, model=chosen_model(config, layout, platform=platform))
+    arguments = step_arguments(config, layout)
+    traced = traced_step(config, layout)
+    jaxpr = live_jaxpr(traced)
+    program = traced.lower().compile()
+    memory = program.memory_analysis()
+    planned = counted(traced_collectives(jaxpr, layout.mesh))
+    return {
+        "devices": num_devices,
+        "layout": described(config, layout),
+        "policy": config.precision.policy,
+        "seconds": time.monotonic() - start,
+        "argument_bytes": memory.argument_size_in_bytes,
+        "planned_argument_bytes": state_bytes(arguments[0]) + state_bytes(arguments[1]) + 4,
+        "temporary_bytes": memory.temp_size_in_bytes,
+        "planned_temporary_bytes": temporaries(jaxpr, arguments).total,
+        "collectives": _beside(count_collectives(program.as_text(), layout.mesh), planned),
+    }
+
+
+def _beside(compiled: dict[Any, Count], planned: dict[Any, Count]) -> list[dict[str, Any]]:
+    none = Count(0, 0, 0, 0, 0.0)
+    rows = []
+    for kind, axes in sorted({*compiled, *planned}):
+        ours, theirs = planned.get((kind, axes), none), compiled.get((kind, axes), none)
+        row = {"kind": kind, "axes": list(axes), "count": theirs.executions, "planned_count": ours.executions}
+        rows.append(row | {"payload_bytes": theirs.payload_bytes, "planned_payload_bytes": ours.payload_bytes})
+    return rows
+
+
+if __name__ == "__main__":
+    task = json.load(sys.stdin)
+    print(json.dumps(compiled(resolve(task["config"]), task["num_devices"], task["platform"])))

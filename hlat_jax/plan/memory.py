@@ -1,0 +1,113 @@
+"""What one device and one host have to hold: state to the byte, temporaries as `liveness` estimates them.
+
+State is exact: it is read from the shard shapes of the very state that trains. Everything else is an estimate.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from hlat_jax.config import Config
+from hlat_jax.parallel.sharding import TENSOR, Layout
+from hlat_jax.passes import liveness
+from hlat_jax.precision import POLICIES
+from hlat_jax.step import state_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceBytes:
+    """Bytes of one device, the fullest, at its fullest moment.
+
+    Attributes:
+      params: what the forward pass reads; exact.
+      opt_state: moments, master weights and counters; exact.
+      batch: the rows of one step; exact.
+      gradients: their sums over microbatches, in the policy's dtype, whole over the replicas unless each microbatch's
+        are reduced; exact, within the temporaries.
+      activations: kept for the backward pass; estimated. Where the layers run in a loop, what loops keep beside the
+        sums at their own fullest moment, the gradients of one microbatch among it; where they are unrolled, what the
+        forward pass leaves to the backward pass at its fullest moment, the logits among it.
+      workspace: the rest of the temporaries; estimated.
+      logits: of one microbatch on this device, fp32; a part of the workspace where the loss is dense, for information.
+    """
+
+    params: int
+    opt_state: int
+    batch: int
+    gradients: int
+    activations: int
+    workspace: int
+    logits: int
+
+    @property
+    def state(self) -> int:
+        return self.params + self.opt_state
+
+    @property
+    def temporaries(self) -> int:
+        return self.gradients + self.activations + self.workspace
+
+    @property
+    def total(self) -> int:
+        return self.state + self.batch + self.temporaries
+
+
+def device_bytes(config: Config, layout: Layout, *, arguments: tuple, jaxpr: Any) -> DeviceBytes:
+    """Returns the bytes of one device under a layout.
+
+    Args:
+      config: of the run.
+      layout: where everything lies.
+      arguments: as `step.step_arguments` gives them.
+      jaxpr: of the traced step.
+    """
+    state, batch, _ = arguments
+    peak = liveness.temporaries(jaxpr, arguments)
+    itemsize = jnp.dtype(POLICIES[config.precision.policy].accumulate).itemsize
+    are_split = layout.reduce_gradients == "microbatch"
+    like = state["opt_state"]["inner"]["mu"] if are_split else state["params"]
+    num_params = sum(math.prod(p.sharding.shard_shape(p.shape)) for p in jax.tree.leaves(like))
+    gradients = min(num_params * itemsize, peak.total)
+    kept = peak.kept if config.model.layer_loop == "unroll" else max(0, peak.in_loops - gradients)
+    activations = min(kept, peak.total - gradients)
+    params = state_bytes(state["params"])
+    rows = config.data.batch_size // (config.train.num_microbatches * layout.row_degree)
+    vocab = config.model.vocab_size // layout.size(("pipe", *TENSOR))
+    return DeviceBytes(
+        params=params,
+        opt_state=state_bytes(state) - params,
+        batch=state_bytes(batch),
+        gradients=gradients,
+        activations=activations,
+        workspace=peak.total - gradients - activations,
+        logits=4 * rows * config.data.seq_len * vocab,
+    )
+
+
+def checkpoint_bytes(state: Any) -> int:
+    """Returns the bytes of a checkpoint of a state: every array once."""
+    return sum(leaf.dtype.itemsize * math.prod(leaf.shape) for leaf in jax.tree.leaves(state))
+
+
+def host_bytes(state: Any, num_devices: int) -> int:
+    """Returns the most bytes of state that one node of `num_devices` copies to its host while it saves.
+
+    Every shard that the first node holds, once, whichever node writes it.
+    """
+
+    def on_node(leaf):
+        sharding = leaf.sharding
+        axes = [axis for part in sharding.spec for axis in ((part,) if isinstance(part, str) else part or ())]
+        shape = sharding.mesh.shape
+        places = np.unravel_index(np.arange(min(num_devices, sharding.mesh.size)), tuple(shape.values()))
+        used = [place for axis, place in zip(shape, places, strict=True) if axis in axes]
+        num_shards = len(np.unique(np.stack(used), axis=1).T) if used else 1
+        return num_shards * leaf.dtype.itemsize * math.prod(sharding.shard_shape(leaf.shape))
+
+    return sum(on_node(leaf) for leaf in jax.tree.leaves(state))

@@ -1,0 +1,172 @@
+"""`python -m hlat_jax.ops tune|choices --config=NAME`: which implementation of each op serves a run, and how fast.
+
+Owns the command lines and what they print.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import pathlib
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from absl import flags
+
+from hlat_jax import config as config_lib
+from hlat_jax.config import nearest
+from hlat_jax.host import flags as flags_lib
+from hlat_jax.resolve import resolve
+
+_PLATFORMS = ("cpu", "cuda", "neuron")
+USAGE = """Usage: python -m hlat_jax.ops VERB --config=NAME [flags]
+
+  tune     times every implementation at the config's shapes on this machine's device, and writes the table
+  choices  prints which implementation serves, and why each of the others does not
+
+VERB --help says more.
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs one verb; returns its exit code."""
+    verbs = {"tune": _tune, "choices": _choices}
+    if not argv or argv[0] in ("--help", "-h", "help"):
+        print(USAGE)
+        return 0 if argv else 2
+    if argv[0] not in verbs:
+        raise ValueError(f"unknown verb {argv[0]!r}. {nearest(argv[0], verbs)}")
+    return verbs[argv[0]](argv[1:])
+
+
+def _tune(argv: Sequence[str]) -> int:
+    mutable, values = flags_lib.parse(argv, _define_tune)
+    config = resolve(mutable)
+    if values.rounds < 1 or values.rows < 0:
+        raise ValueError(f"--rounds={values.rounds} must be at least 1, and --rows={values.rows} at least 0.")
+    flags_lib.check_output("--out", values.out)
+    import jax
+
+    from hlat_jax.ops import choices, table
+    from hlat_jax.ops.registry import OPS
+    from hlat_jax.plan import tune
+
+    device = jax.devices()[0]
+    known = _table(values.out, device)
+    calls = choices.calls(config, _layout(config, values.devices, platform=""))
+    wanted = _wanted(values.ops, calls)
+    for key in wanted:
+        before = known.entry(OPS[key].key, calls[key])
+        if before and 0 < values.rows < before.rows_measured:
+            raise ValueError(
+                f"--rows={values.rows}: {values.out} has times of {key} at {before.rows_measured} rows, which say "
+                f"more. Give --rows={before.rows_measured} or 0, or another --out."
+            )
+    print(f"{config.name} on {known.device_kind} ({known.platform}), forward and backward pass, milliseconds")
+    for key in wanted:
+        entry = tune.measured(
+            OPS[key], calls[key], platform=device.platform, num_rounds=values.rounds, num_rows=values.rows
+        )
+        print("\n".join(_entry_lines(entry)), flush=True)
+        table.write(known := known.with_entries((entry,)))
+    print(f"written: {values.out}; --config.model.tuned={values.out} makes auto take the fastest")
+    return 0
+
+
+def _wanted(keys: str, calls: Collection[str]) -> Collection[str]:
+    """Returns those of the calls that `--ops` asks for; all of them where it is empty."""
+    wanted = [key.strip() for key in keys.split(",") if key.strip()]
+    for key in wanted:
+        if key not in calls:
+            raise ValueError(f"--ops={keys}: there is no op {key!r}. {nearest(key, calls)}")
+    return wanted or calls
+
+
+def _table(path: str, device: Any) -> Any:
+    """Returns the table in a file, or an empty one.
+
+    Raises:
+      ValueError: the file is of another kind of device, or of another version of JAX.
+    """
+    import jax
+
+    from hlat_jax.ops import table
+
+    kind = table.device_kind(device)
+    if not pathlib.Path(path).exists():
+        return table.Table(path, device.platform, kind, jax.__version__, ())
+    known = table.read(path)
+    if (known.platform, known.device_kind, known.jax) != (device.platform, kind, jax.__version__):
+        raise ValueError(
+            f"--out={path} was made on {known.device_kind!r} ({known.platform}) with JAX {known.jax}, and this is "
+            f"{kind!r} ({device.platform}) with JAX {jax.__version__}; name another file, or remove it."
+        )
+    return known
+
+
+def _entry_lines(entry: Any) -> list[str]:
+    facts = ", ".join(f"{name} {value}" for name, value in entry.facts.items())
+    lines = [f"{entry.op}: {facts}; {entry.rows_measured} row(s) timed"]
+    best = entry.times[entry.winner]
+    for name, seconds in sorted(entry.times.items(), key=lambda item: item[1]):
+        lines.append(f"  {name:<10}{1e3 * seconds:10.2f}  {seconds / best:5.2f}")
+    return lines + [f"  {name:<10}{'':>10}  {why}" for name, why in entry.passed_over.items()]
+
+
+def _choices(argv: Sequence[str]) -> int:
+    mutable, values = flags_lib.parse(argv, _define_choices)
+    config = resolve(mutable)
+    if values.platform and values.platform not in _PLATFORMS:
+        raise ValueError(f"--platform={values.platform}: {nearest(values.platform, _PLATFORMS)}")
+    if values.platform:
+        os.environ["JAX_PLATFORMS"] = "cpu"  # those devices need not exist
+    from hlat_jax.ops import choices
+
+    layout = _layout(config, values.devices, platform=values.platform)
+    calls = choices.calls(config, layout)
+    for key, choice in choices.choices(config, layout).items():
+        print(f"model.{key}: {choice.name}, {choice.because}")
+        print("  for " + ", ".join(f"{name} {value}" for name, value in calls[key].items()))
+        print("".join(f"  not {name}: {why}\n" for name, why in choice.passed_over.items()), end="")
+    return 0
+
+
+def _layout(config: config_lib.Config, num_devices: int, *, platform: str) -> Any:
+    """Returns the layout over the devices that are here, or one of devices that need not exist."""
+    import jax
+
+    from hlat_jax.parallel.degrees import layout_over
+    from hlat_jax.parallel.virtual_devices import planned_layout
+
+    if not num_devices and not platform:
+        return layout_over(config, jax.devices())
+    degrees = dataclasses.asdict(config.parallel)
+    fewest = math.prod(degrees[axis] for axis in ("pipe", "data", "fsdp", "tensor") if degrees[axis] != -1)
+    return planned_layout(config, num_devices or fewest, platform=platform or jax.default_backend())
+
+
+def _define_tune(values: flags.FlagValues) -> None:
+    options = {"flag_values": values}
+    flags.DEFINE_integer("devices", 0, "Of the run, one of which this is; 0: those that are here.", **options)
+    flags.DEFINE_string("out", "tuned.json", "Table to write; entries of the same calls are replaced.", **options)
+    flags.DEFINE_string("ops", "", "Keys of the ops to time, such as rms_norm,rope; empty: all.", **options)
+    flags.DEFINE_integer("rounds", 7, "Times that each implementation is timed; the median counts.", **options)
+    flags.DEFINE_integer("rows", 0, "Rows of the batch to time, where all do not fit; 0: all.", **options)
+
+
+def _define_choices(values: flags.FlagValues) -> None:
+    options = {"flag_values": values}
+    flags.DEFINE_string(
+        "platform", "", f"Devices that need not exist: {', '.join(_PLATFORMS)}; default: what is here.", **options
+    )
+    flags.DEFINE_integer(
+        "devices",
+        0,
+        "How many, which need not exist; 0: as few as the degrees allow, or without --platform those that are here.",
+        **options,
+    )
+
+
+if __name__ == "__main__":
+    flags_lib.main(main)

@@ -1,0 +1,210 @@
+"""A plan: everything that can be known of a run before a node is rented, as a dict of plain values and as text.
+
+Owns what a plan says and how. Sizes are bytes, times seconds; every speed is labelled a projection.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+from hlat_jax import cost
+from hlat_jax.config import Config
+from hlat_jax.parallel.degrees import passes
+from hlat_jax.parallel.sharding import Layout
+from hlat_jax.parallel.virtual_devices import planned_layout
+from hlat_jax.passes.products import live_jaxpr
+from hlat_jax.plan import published, roofline, text
+from hlat_jax.plan.collectives import counted
+from hlat_jax.plan.memory import checkpoint_bytes, device_bytes, host_bytes
+from hlat_jax.plan.traffic import traced_collectives
+from hlat_jax.run import budget as budget_lib
+from hlat_jax.step import step_arguments, traced_step
+
+PROJECTION = "projection, not measured"
+
+
+@dataclasses.dataclass(frozen=True)
+class Site:
+    """Where a run is planned.
+
+    Attributes:
+      target: a name of `cost.target`.
+      nodes: of that kind.
+      disk_bytes_per_s: of one node, while it saves.
+      price_per_hour: of one node; 0: not known.
+      data_tokens: of the training data; 0: not known.
+    """
+
+    target: str
+    nodes: int
+    disk_bytes_per_s: float = 1e9
+    price_per_hour: float = 0.0
+    data_tokens: int = 0
+
+    @property
+    def num_devices(self) -> int:
+        return self.nodes * cost.target(self.target).num_devices
+
+
+def site_layout(config: Config, site: Site) -> Layout:
+    """Returns the layout of a config on a site.
+
+    Raises:
+      ValueError: nodes without a network between them, or as `degrees.layout_over`, with the nearest number of nodes.
+    """
+    target = cost.target(site.target)
+    if site.nodes > 1 and not target.network_bytes_per_s:
+        raise ValueError(f"--nodes={site.nodes}: --target={site.target} is a single machine; use --nodes=1.")
+    try:
+        return planned_layout(config, site.num_devices, platform=target.platform)
+    except ValueError as error:
+        nodes = _nearest_nodes(config, site) if target.network_bytes_per_s else None
+        raise ValueError(f"{error} It passes as it is with --nodes={nodes}." if nodes else str(error)) from None
+
+
+def _nearest_nodes(config: Config, site: Site) -> int | None:
+    """Returns the number of nodes nearest to the site's on which a config passes every check; of two the larger."""
+    numbers = sorted(range(1, max(64, 2 * site.nodes) + 1), key=lambda nodes: (abs(nodes - site.nodes), -nodes))
+    devices = site.num_devices // site.nodes
+    return next((nodes for nodes in numbers if passes(config, nodes * devices)), None)
+
+
+def make_plan(config: Config, site: Site) -> dict[str, Any]:
+    """Returns the plan of a config on a site, fit for JSON.
+
+    Raises:
+      ValueError: degrees that do not fit the devices or the model, or a batch that does not divide.
+    """
+    layout, asked = site_layout(config, site), config.model.remat
+    config = budget_lib.estimated(config, layout)
+    target = cost.target(site.target)
+    arguments = step_arguments(config, layout)
+    jaxpr = live_jaxpr(traced_step(config, layout))
+    memory = device_bytes(config, layout, arguments=arguments, jaxpr=jaxpr)
+    found = traced_collectives(jaxpr, layout.mesh)
+    budget = target.device.memory_bytes - target.device.reserved_bytes
+    plan = {
+        "config": config.name,
+        "target": site.target,
+        "nodes": site.nodes,
+        "layout": described(config, layout),
+        "run": _run(config, site),
+        "schedule": _schedule(config, layout, asked),
+        "device_bytes": dataclasses.asdict(memory)
+        | {"state": memory.state, "temporaries": memory.temporaries, "total": memory.total, "budget": budget},
+        "fits": memory.total <= budget,
+        "collectives": _collectives(found, target=target, mesh=layout.mesh),
+        "saving": _saving(arguments[0], site),
+    }
+    if target.device.peak_flops:
+        seconds = roofline.projected(jaxpr, found, target=target, mesh=layout.mesh, state_bytes=memory.state)
+        plan["projection"] = _projection(config, site, seconds)
+    return plan
+
+
+def described(config: Config, layout: Layout) -> dict[str, Any]:
+    """Returns a layout as plans name it: degrees, devices, and what else is split."""
+    parallel = config.parallel
+    splits = {"zero1": parallel.zero1, "sequence_parallel": parallel.sequence_parallel}
+    return layout.degrees | {"devices": layout.mesh.size} | splits
+
+
+def short_plan(config: Config, layout: Layout, *, traced: Any, budget: int) -> list[str]:
+    """Returns what `train` says of its step before it compiles it.
+
+    Args:
+      config: of the run.
+      layout: over the devices that there are.
+      traced: the step's trace.
+      budget: bytes of one device.
+    """
+    jaxpr = live_jaxpr(traced)
+    memory = device_bytes(config, layout, arguments=step_arguments(config, layout), jaxpr=jaxpr)
+    lines = [text.memory_line(memory.total, budget, state=memory.state, temporaries=memory.temporaries)]
+    counts = counted(traced_collectives(jaxpr, layout.mesh)).values()
+    if counts:
+        executions, sent = sum(count.executions for count in counts), sum(count.wire_bytes for count in counts)
+        lines.append(f"collectives      {executions:,} per step, {text.gib(sent)} sent by a device")
+    return lines
+
+
+def _run(config: Config, site: Site) -> dict[str, Any]:
+    model, data, train = config.model, config.data, config.train
+    step_tokens = data.batch_size * data.seq_len
+    tokens = step_tokens * train.num_steps
+    # init, step; the step of validation; the model that a sample runs through
+    programs = 2 + bool(data.validation) + bool(train.sample_prompt)
+    return {
+        "params": cost.num_params(model),
+        "flops_per_token_6n": cost.flops_per_token_6n(model),
+        "flops_per_token": cost.flops_per_token(model, data.seq_len),
+        "tokens_per_step": step_tokens,
+        "steps": train.num_steps,
+        "tokens": tokens,
+        "flops": cost.flops_per_token(model, data.seq_len) * tokens,
+        "epochs": tokens / site.data_tokens if site.data_tokens else None,
+        "programs": programs,
+    }
+
+
+def _schedule(config: Config, layout: Layout, asked: str) -> dict[str, Any]:
+    num_microbatches, num_stages = config.train.num_microbatches, layout.degrees["pipe"]
+    return {
+        "num_microbatches": num_microbatches,
+        "rows": config.data.batch_size // (layout.row_degree * num_microbatches),
+        # a budget: what it comes to by this estimate; the run itself measures
+        "remat": asked if asked == config.model.remat else f"{asked}, estimated as {config.model.remat}",
+        "num_stages": num_stages,
+        "bubble": (num_stages - 1) / (num_microbatches + num_stages - 1),
+    }
+
+
+def _collectives(found: list, *, target: cost.Target, mesh: Any) -> list[dict[str, Any]]:
+    rows = []
+    for (kind, axes), count in counted(found).items():
+        nodes, members = roofline.spread_over_nodes(axes, mesh=mesh, node_size=target.num_devices)
+        over = "inside a node" if nodes == 1 else f"{nodes} nodes, {members} devices in each"
+        group = math.prod(mesh.shape[axis] for axis in axes)
+        row = {"kind": kind, "axes": list(axes), "group": group, "over": over, "count": count.executions}
+        rows.append(row | {"payload_bytes": count.payload_bytes, "sent_bytes": round(count.wire_bytes)})
+    return rows
+
+
+def _saving(state: Any, site: Site) -> dict[str, Any]:
+    target = cost.target(site.target)
+    total = checkpoint_bytes(state)
+    return {
+        "checkpoint_bytes": total,
+        "disk_bytes_per_s": site.disk_bytes_per_s,
+        "seconds": total / (site.disk_bytes_per_s * site.nodes),
+        "host_bytes": host_bytes(state, target.num_devices),
+        "host_memory_bytes": target.host_bytes,
+    }
+
+
+def _projection(config: Config, site: Site, seconds: roofline.Seconds) -> dict[str, Any]:
+    target = cost.target(site.target)
+    tokens = config.data.batch_size * config.data.seq_len
+    peak = target.device.peak_flops * site.num_devices
+    hours = seconds.step * config.train.num_steps / 3600
+    model_flops = cost.flops_per_token(config.model, config.data.seq_len) * tokens
+    return {
+        "label": PROJECTION,
+        **dataclasses.asdict(seconds),
+        "step_s": seconds.step,
+        "step_overlapped_s": seconds.overlapped,
+        "tokens_per_s": tokens / seconds.step,
+        "tokens_per_s_and_node": tokens / seconds.step / site.nodes,
+        "mfu_6n": cost.flops_per_token_6n(config.model) * tokens / seconds.step / peak,
+        "mfu": model_flops / seconds.step / peak,
+        "executed_over_model_flops": seconds.flops * site.num_devices / model_flops,
+        "days": hours / 24,
+        "instance_hours": hours * site.nodes,
+        "price": hours * site.nodes * site.price_per_hour or None,
+        "published": [
+            dataclasses.asdict(row) | {"tokens_per_s_and_node": row.tokens_per_s_and_node}
+            for row in published.nearest(cost.num_params(config.model))
+        ],
+    }

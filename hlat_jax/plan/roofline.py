@@ -1,0 +1,103 @@
+"""How long a step takes at least, from its trace and the table of targets. Projection, not measured.
+
+What is assumed: every product runs at the device's peak or at the speed of its memory, whichever is slower, and reads
+its operands and writes its result once; elementwise work rides along with a product. The update reads and writes the
+state once. Collectives run one after another at the full speed of the slowest link on their way, with a delay per step
+of a binary tree. A real step is slower: no compiler reaches these speeds everywhere.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+
+from hlat_jax.cost import Target
+from hlat_jax.passes.products import products
+from hlat_jax.plan.collectives import Collective
+
+# Source: AWS Neuron docs, collectives: about 15 us per EFA hop, 1 to 2 us per hop inside an instance.
+NETWORK_HOP_S, LINK_HOP_S = 15e-6, 2e-6
+
+
+@dataclasses.dataclass(frozen=True)
+class Seconds:
+    """Parts of a projected step.
+
+    Attributes:
+      products: forward, backward, recomputation and idle ticks of a pipeline.
+      update: of the optimizer.
+      link: collectives inside a node.
+      network: collectives that leave it.
+      flops: that one device executes in the products, recomputation and idle ticks among them.
+    """
+
+    products: float
+    update: float
+    link: float
+    network: float
+    flops: float
+
+    @property
+    def step(self) -> float:
+        """With nothing overlapped."""
+        return self.products + self.update + self.link + self.network
+
+    @property
+    def overlapped(self) -> float:
+        """With all collectives behind the products."""
+        return max(self.products + self.update, self.link + self.network)
+
+
+def projected(jaxpr: Any, found: list[Collective], *, target: Target, mesh: Any, state_bytes: int) -> Seconds:
+    """Returns the projection of a traced step.
+
+    Args:
+      jaxpr: of the whole step.
+      found: its collectives.
+      target: whose speeds count.
+      mesh: of the layout; `shape` maps axes to sizes.
+      state_bytes: of one device.
+    """
+    device = target.device
+    flops = seconds = 0.0
+    for count, num_bytes, trips in products(jaxpr):
+        flops += trips * count
+        seconds += trips * max(count / device.peak_flops, num_bytes / device.memory_bytes_per_s)
+    spent = {"link": 0.0, "network": 0.0}
+    for collective in found:
+        place, once = collective_seconds(collective, target=target, mesh=mesh)
+        spent[place] += once * collective.trips
+    update = 2 * state_bytes / device.memory_bytes_per_s
+    return Seconds(products=seconds, update=update, **spent, flops=flops)
+
+
+def collective_seconds(collective: Collective, *, target: Target, mesh: Any) -> tuple[str, float]:
+    """Returns ("link" or "network", seconds of one execution).
+
+    All groups run at one time, so the groups of a node share its network.
+    """
+    nodes, members = spread_over_nodes(collective.axes, mesh=mesh, node_size=target.num_devices)
+    steps = math.ceil(math.log2(max(2, collective.group_size)))
+    inside = collective.wire_bytes / target.link_bytes_per_s if members > 1 else 0.0
+    if nodes == 1:
+        return "link", inside + steps * LINK_HOP_S
+    groups = min(target.num_devices, math.prod(mesh.shape.values())) / members
+    outside = groups * collective.wire_bytes / target.network_bytes_per_s
+    return "network", max(inside, outside) + steps * NETWORK_HOP_S
+
+
+def spread_over_nodes(axes: tuple[str, ...], *, mesh: Any, node_size: int) -> tuple[int, int]:
+    """Returns (nodes that a group over mesh axes touches, its devices in one of them).
+
+    Devices are numbered row-major over the mesh and fill one node after another.
+    """
+    shape = mesh.shape
+    strides = {axis: math.prod(list(shape.values())[i + 1 :]) for i, axis in enumerate(shape)}
+    members = np.zeros(1, np.int64)
+    for axis in axes:
+        members = (members[:, None] + strides[axis] * np.arange(shape[axis])).reshape(-1)
+    nodes = np.unique(members // node_size)
+    return len(nodes), math.ceil(len(members) / len(nodes))

@@ -1,0 +1,181 @@
+"""Other layouts for the same nodes: the nearest that fits, and all that fit, ranked by their projected step.
+
+Owns which layouts are tried. What each is worth is `report`'s plan of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+from hlat_jax import cost
+from hlat_jax.config import Config
+from hlat_jax.parallel.degrees import all_degrees, passes
+from hlat_jax.parallel.sharding import MESH_AXES, abstract_layout
+from hlat_jax.plan.floor import Floor, floor, held
+from hlat_jax.plan.report import Site, make_plan
+from hlat_jax.resolve import resolve
+
+REMATS = ("none", "selective", "full")
+
+
+def complete(plan: dict[str, Any], config: Config, site: Site) -> dict[str, Any]:
+    """Returns the plan; one that does not fit with what binds and, where there is one, the nearest change that fits."""
+    if plan["fits"]:
+        return plan
+    memory = plan["device_bytes"]
+    binds = max(("params", "opt_state", "gradients", "activations", "workspace"), key=memory.get)
+    return plan | {"binds": binds, "change": _nearest_change(config, site)}
+
+
+def ranked(config: Config, site: Site, *, most: int = 10, max_plans: int = 48) -> dict[str, Any]:
+    """Returns the best layouts of these nodes that fit, and what was tried.
+
+    Every choice of degrees, ZeRO-1, sequence parallelism, microbatches and rematerialization is weighed by the `floor`
+    of its plan, the best first, and planned while it may still be among the best: by projected step, or by bytes where
+    the speed of the target is not known.
+
+    Args:
+      config: of the run.
+      site: the nodes.
+      most: layouts returned, each with the best of its other choices.
+      max_plans: made at most.
+
+    Returns:
+      {"rows": the best first, "by": "step_s" or "total", "layouts": choices weighed, "planned": of those, "smallest":
+      bytes that the least of them needs by its floor, "budget": bytes of a device, "rest": what the best choice left
+      out scores at least; None where nothing was left out that could be among the best}.
+    """
+    target = cost.target(site.target)
+    budget = target.device.memory_bytes - target.device.reserved_bytes
+    by = "step_s" if target.device.peak_flops else "total"
+    weighed = sorted(candidates(config, site), key=lambda pair: (getattr(pair[0], by), pair[0].total))
+    best: dict[tuple, dict[str, Any]] = {}  # row of every choice of degrees
+    too_large: list[Config] = []
+    planned, rest = 0, None
+    for least, candidate in weighed:
+        if least.total > budget or any(_holds_more(candidate, other) for other in too_large):
+            continue
+        bound, degrees = getattr(least, by), _degrees(candidate)
+        if len(best) >= most and bound >= sorted(row[by] for row in best.values())[most - 1]:
+            break
+        if degrees in best and bound >= best[degrees][by]:
+            continue
+        if planned == max_plans:
+            rest = bound
+            break
+        planned += 1
+        row = _row(make_plan(candidate, site), candidate)
+        if row["total"] > budget:
+            too_large.append(candidate)
+        elif degrees not in best or row[by] < best[degrees][by]:
+            best[degrees] = row
+    rows = sorted(best.values(), key=operator.itemgetter(by))[:most]
+    found = {"rows": rows, "by": by, "layouts": len(weighed), "planned": planned, "budget": budget, "rest": rest}
+    return found | {"smallest": min((least.total for least, _ in weighed), default=None)}
+
+
+def _degrees(config: Config) -> tuple[int, ...]:
+    return tuple(getattr(config.parallel, axis) for axis in MESH_AXES)
+
+
+def _holds_more(candidate: Config, other: Config) -> bool:
+    """Returns whether a layout holds at least what another one does, of the same degrees."""
+    ours, theirs = candidate.parallel, other.parallel
+    return (
+        _degrees(candidate) == _degrees(other)
+        and ours.zero1 <= theirs.zero1
+        and ours.sequence_parallel <= theirs.sequence_parallel
+        and candidate.train.num_microbatches <= other.train.num_microbatches
+        and REMATS.index(candidate.model.remat) <= REMATS.index(other.model.remat)
+    )
+
+
+def _row(plan: dict[str, Any], config: Config) -> dict[str, Any]:
+    projection = plan.get("projection", {})
+    return {
+        "layout": plan["layout"],
+        "num_microbatches": config.train.num_microbatches,
+        "remat": config.model.remat,
+        "total": plan["device_bytes"]["total"],
+        "budget": plan["device_bytes"]["budget"],
+        "step_s": projection.get("step_s"),
+        "tokens_per_s": projection.get("tokens_per_s"),
+    }
+
+
+def candidates(config: Config, site: Site) -> Iterator[tuple[Floor, Config]]:
+    """Yields every layout that passes all checks, with tensor inside a node, and the floor of its plan."""
+    target = cost.target(site.target)
+    for degrees in all_degrees(site.num_devices):
+        replicas = degrees["data"] * degrees["fsdp"]
+        if degrees["tensor"] > target.num_devices or config.data.batch_size % replicas:
+            continue
+        rows = config.data.batch_size // replicas
+        for zero1, sequence_parallel in itertools.product(_switch(degrees["data"]), _switch(degrees["tensor"])):
+            parallel = degrees | {"zero1": zero1, "sequence_parallel": sequence_parallel}
+            one = _changed(config, parallel, train={"num_microbatches": rows})
+            if one is not None and passes(one, site.num_devices):
+                yield from _schedules(one, site, rows=rows)
+
+
+def _switch(degree: int) -> tuple[bool, ...]:
+    return (True, False) if degree > 1 else (False,)
+
+
+def _schedules(config: Config, site: Site, *, rows: int) -> Iterator[tuple[Floor, Config]]:
+    """Yields a layout with every number of microbatches of its rows and every rematerialization."""
+    target = cost.target(site.target)
+    layout = abstract_layout(config.parallel, site.num_devices, num_kv_heads=config.model.num_kv_heads)
+    holds = held(config, layout)
+    for num_microbatches in (m for m in range(1, rows + 1) if rows % m == 0):
+        train = dataclasses.replace(config.train, num_microbatches=num_microbatches)
+        for remat in REMATS:
+            model = dataclasses.replace(config.model, remat=remat)
+            candidate = dataclasses.replace(config, model=model, train=train)
+            yield floor(candidate, layout, target=target, holds=holds), candidate
+
+
+def _changed(config: Config, parallel: dict[str, Any], **sections: dict[str, Any]) -> Config | None:
+    """Returns a config with other values, or None where they do not fit each other."""
+    tree = config.to_dict()
+    for name, values in ({"parallel": parallel} | sections).items():
+        tree[name] |= values
+    if tree["parallel"]["tensor"] > tree["model"]["num_kv_heads"]:
+        tree["model"]["fuse_qkv"] = False
+    try:
+        return resolve(tree)
+    except ValueError:
+        return None
+
+
+def _tried(config: Config, site: Site) -> dict[str, Any] | None:
+    try:
+        return make_plan(config, site)
+    except ValueError:
+        return None
+
+
+def _nearest_change(config: Config, site: Site) -> str | None:
+    """Returns the first change, from the mildest on, after which the plan fits."""
+    degrees = {axis: getattr(config.parallel, axis) for axis in ("pipe", "fsdp", "tensor")}
+    rows = config.data.batch_size // max(1, site.num_devices // math.prod(degrees.values()))
+    changes = [({}, {}, {"num_microbatches": rows}), ({"zero1": True}, {}, {})]
+    changes += [({"sequence_parallel": True}, {}, {})] if degrees["tensor"] > 1 else []
+    changes += [({}, {"remat": remat}, {}) for remat in REMATS[1:]]
+    doubled = [{axis: degree * 2} for axis, degree in degrees.items()]
+    changes += [(more | extra, {}, {}) for extra in ({}, {"zero1": True}) for more in doubled]
+    changes += [({axis: degree * 4, "zero1": True}, {}, {}) for axis, degree in degrees.items()]
+    for parallel, model, train in changes:
+        candidate = _changed(config, {"data": -1} | parallel, model=model, train=train)
+        plan = None if candidate is None or candidate == config else _tried(candidate, site)
+        if plan is not None and plan["fits"]:
+            named = {"parallel": parallel, "model": model, "train": train}
+            return ", ".join(f"{name}.{key}={value}" for name, part in named.items() for key, value in part.items())
+    if site.nodes < 4096 and (plan := _tried(config, dataclasses.replace(site, nodes=2 * site.nodes))) and plan["fits"]:
+        return f"--nodes={2 * site.nodes}"
+    return None

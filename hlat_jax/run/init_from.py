@@ -1,0 +1,82 @@
+"""The weights that a run begins with, where `train.init_from` names some: weights alone, at step 0.
+
+Owns what must be the same about them. Refuses to know what the optimizer keeps: its state is that of a new run.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from hlat_jax.config import Config, ModelConfig
+from hlat_jax.data.tokenizer import Tokenizer
+from hlat_jax.ops.registry import OPS
+from hlat_jax.store.config_diff import differences
+from hlat_jax.weights.trained import Weights, open_weights
+
+# What of a model may differ from that of its weights: how it runs and began. Longer rows need no other weights.
+_FREE = ("max_positions", "init_std", "depth_scaled_init", "layer_loop", "remat", "tuned", *OPS)
+_OF_SCALING = ("rope_factor", "rope_low_freq_factor", "rope_high_freq_factor", "rope_original_positions")
+_PROBES = ("It is a truth universally acknowledged", "def f(x):\n    return 2 * x\n", "naïve — 12,345.6 € 東京")
+
+
+def open_start(config: Config, tokenizer: Tokenizer) -> Weights:
+    """Returns the weights of `train.init_from`, masters where it has such; reads none of them.
+
+    Raises:
+      ValueError: nothing there, damaged, or of another model or vocabulary; the message names what differs.
+    """
+    path = config.train.init_from
+    try:
+        weights = open_weights(path, masters=True)
+    except ValueError as error:
+        raise ValueError(f"train.init_from: {error}") from None
+    others = differences(settings_of_weights(weights.model), settings_of_weights(config.model))
+    if others:
+        raise ValueError(
+            f"train.init_from={path} holds weights of another model:\n  " + "\n  ".join(others) + "\nSet these keys to "
+            "what the checkpoint has; an import takes model.fuse_qkv=False with --nofuse_qkv."
+        )
+    if weights.tokenizer:
+        _require_same_vocabulary(weights, tokenizer)
+    return weights
+
+
+def begin(weights: Weights, state: Any) -> tuple[Any, dict[str, Any]]:
+    """Returns a new run's state with these weights in it, and what the run writes down of where it began.
+
+    Dtypes and shardings are those of the drawn weights, whose memory is given up.
+    """
+
+    def read(drawn: Any) -> Any:
+        [dtype] = {leaf.dtype for leaf in jax.tree.leaves(drawn)}
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, drawn)
+        for leaf in jax.tree.leaves(drawn):
+            leaf.delete()  # before those that take their place are there
+        return weights.restore(shardings, dtype=dtype)
+
+    state = state | {"params": read(state["params"])}
+    if "master" in state["opt_state"]:
+        state["opt_state"] = state["opt_state"] | {"master": read(state["opt_state"]["master"])}
+    print(f"weights          those of {weights.folder}, step {weights.step}; the optimizer begins anew")
+    return state, {"folder": str(weights.folder), "step": weights.step}
+
+
+def settings_of_weights(model: ModelConfig) -> dict[str, Any]:
+    """Returns the settings of a model that its weights depend on, by path: not how it runs and began."""
+    free = _FREE if model.rope_scaling == "llama3" else _FREE + _OF_SCALING
+    return {f"model.{key}": value for key, value in vars(model).items() if key not in free}
+
+
+def _require_same_vocabulary(weights: Weights, tokenizer: Tokenizer) -> None:
+    theirs = weights.open_tokenizer()
+    if theirs.sha256 == tokenizer.sha256:
+        return
+    same = np.array_equal(theirs.token_bytes, tokenizer.token_bytes)  # as a tokenizer.json may be of a .model
+    if not same or any(not np.array_equal(theirs.encode(text), tokenizer.encode(text)) for text in _PROBES):
+        raise ValueError(
+            f"data.tokenizer={tokenizer.path} is not the tokenizer of train.init_from, {theirs.path}: the same ids "
+            f"stand for other text. Set data.tokenizer={theirs.path}."
+        )

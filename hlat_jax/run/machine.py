@@ -1,0 +1,62 @@
+"""What this machine has, against what a config needs: said before anything is compiled."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from hlat_jax import cost
+from hlat_jax.config import Config
+from hlat_jax.parallel.degrees import layout_over
+from hlat_jax.parallel.sharding import MESH_AXES, Layout
+from hlat_jax.precision import POLICIES
+from hlat_jax.step import abstract_state, state_bytes
+
+
+def fitting_layout(config: Config, devices: Sequence[Any]) -> Layout:
+    """Returns the layout of the config over `devices`, on which its state and gradients fit and its batch divides.
+
+    Raises:
+      ValueError: too little memory, degrees that do not fit the devices, or a batch that does not divide.
+    """
+    memory = sum(device_memory(device) for device in devices)
+    params = cost.num_params(config.model)
+    gradients = params * jnp.dtype(POLICIES[config.precision.policy].accumulate).itemsize
+    needed = cost.state_bytes(config.model, config.precision.policy) + gradients
+    degrees = ", ".join(f"{axis}={getattr(config.parallel, axis)}" for axis in MESH_AXES)
+    has = f"this machine has {len(devices)} {devices[0].device_kind} device(s) with {_gib(memory)} in all"
+    if needed > memory:
+        raise ValueError(
+            f"config {config.name}: {params:,} parameters need {_gib(needed)} for state and gradients before any "
+            f"activation (precision.policy={config.precision.policy}, parallel {degrees}), and {has}. "
+            "Take a smaller config, or more devices."
+        )
+    layout = layout_over(config, devices)
+    per_device = state_bytes(abstract_state(config, layout))
+    if per_device > device_memory(devices[0]):
+        raise ValueError(
+            f"config {config.name}: the fullest device would hold {_gib(per_device)} of state (parallel {degrees}), "
+            f"and {has}. Raise parallel.tensor or parallel.fsdp, or set parallel.zero1=True."
+        )
+    return layout
+
+
+def device_memory(device: Any) -> int:
+    """Returns the bytes one device may use, by the backend, the table, or this host's memory over its devices."""
+    if device.process_index != jax.process_index():  # another node's: it tells only its own process; all are alike
+        device = jax.local_devices(backend=device.platform)[0]
+    stats = device.memory_stats() or {}
+    if "bytes_limit" in stats:
+        return stats["bytes_limit"]
+    row = cost.device(device.device_kind)
+    if row is not None:
+        return row.memory_bytes
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // jax.local_device_count()
+
+
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / cost.GIB:,.1f} GiB"

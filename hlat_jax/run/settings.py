@@ -1,0 +1,70 @@
+"""The settings of a run as they outlive it: in its folder, and in every checkpoint, which belongs to them.
+
+Owns what is written down and when a run refuses to go on with others. What may differ is `drift`'s to say.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+from typing import Any
+
+from hlat_jax.config import SECTIONS, Config
+from hlat_jax.data.loader import TrainBatches
+from hlat_jax.data.streams import data_drift
+from hlat_jax.data.tokenizer import Tokenizer
+from hlat_jax.host.neuron_env import recorded
+from hlat_jax.ops.choices import chosen_model
+from hlat_jax.ops.registry import OPS
+from hlat_jax.parallel.sharding import Layout
+from hlat_jax.resolve import resolve
+from hlat_jax.run import budget
+from hlat_jax.store import atomic_files
+from hlat_jax.store.config_diff import config_drift
+
+
+def settings_of(config: Config, layout: Layout, *, tokenizer: Tokenizer, batches: TrainBatches) -> dict[str, Any]:
+    """Returns what a checkpoint belongs to: the config, and what it only points to, by hash or by choice."""
+    model = chosen_model(config, layout)
+    return {
+        "config": config.to_dict(),
+        "implementations": {key: getattr(model, key) for key in (*OPS, "remat")},
+        "tokenizer_sha256": tokenizer.sha256,
+        "manifest": batches.manifest,
+    }
+
+
+def refuse_drift(saved: dict[str, Any], current: dict[str, Any], *, step: int) -> None:
+    """Raises ValueError when a checkpoint of `step` updates belongs to other settings than a run has now.
+
+    A key of the config that is newer than the checkpoint had its default then, and an op was chosen as it is now.
+    """
+    implementations = current["implementations"] | saved["implementations"]
+    saved = saved | {"config": _completed(saved["config"]), "implementations": implementations}
+    drift = config_drift(saved, current)
+    drift += data_drift(saved, current, num_batches=step)
+    if drift:
+        lines = "\n  ".join(drift)
+        raise ValueError(
+            f"this run folder was trained with other settings:\n  {lines}\n"
+            "Set them back, or give the changed run a folder of its own with --workdir."
+        )
+
+
+def saved_config(saved: dict[str, Any]) -> Config:
+    """Returns the config of the settings in a checkpoint; a key that is newer than those takes its default."""
+    return resolve(_completed(saved["config"]))
+
+
+def _completed(config: dict[str, Any]) -> dict[str, Any]:
+    defaults = {name: {f.name: f.default for f in dataclasses.fields(section)} for name, section in SECTIONS.items()}
+    return config | {name: defaults[name] | config[name] for name in SECTIONS}
+
+
+def write_settings(config: Config, workdir: pathlib.Path, *, remat: dict[str, Any] | None) -> None:
+    """Writes config, environment and, where a budget of bytes was asked for, what it came to into the run folder."""
+    atomic_files.write_json(workdir / "config.json", config.to_dict())
+    atomic_files.write_json(workdir / "environment.json", recorded(os.environ))
+    if remat is not None:
+        atomic_files.write_json(workdir / budget.RECORD_FILE, remat)

@@ -1,0 +1,142 @@
+"""What the processes of a run must have in common, and what they agree on before every step.
+
+A step that one process does not join leaves the others waiting on their devices. So whatever one of them alone knows
+(a signal, a record that cannot be read, its clock) is said to all before the step that it would stop. With one process
+the same functions hold for it alone.
+
+Owns what is said and what follows from it. Refuses to know how: see distributed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import pathlib
+import secrets
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from hlat_jax.batch import Batch, take_rows
+from hlat_jax.config import Config
+from hlat_jax.data.loader import batch_hash
+from hlat_jax.data.streams import skipped_records
+from hlat_jax.host import distributed
+from hlat_jax.host.process import LOCK_FILE, StopSignals, only_process
+from hlat_jax.store.config_diff import shared_settings
+
+
+@dataclasses.dataclass(frozen=True)
+class Agreed:
+    """What all processes know before a step.
+
+    Attributes:
+      facts: entries of its row that the global batch decides.
+      error: why there is no such batch; "" when there is one.
+      save: the clock of process 0 says that a checkpoint is due.
+    """
+
+    facts: dict[str, Any]
+    error: str
+    save: bool
+
+
+class Agreement:
+    """Says before each step what this process knows, and hears what the others do.
+
+    Attributes:
+      stop: the signal that ends the run at this step; "" when there is none. One process hears it at once; several have
+        agreed on it before the step that has just been made.
+    """
+
+    def __init__(self, config: Config, rows: Sequence[int], signals: StopSignals):
+        """All processes call it together; `rows` are those of the global batch that this one brings."""
+        self._config, self._rows, self._signals = config, rows, signals
+        self._heard = ""
+        before = [json.loads(said) for said in distributed.exchange(json.dumps(list(rows)))][: jax.process_index()]
+        # processes that hold parts of the same model bring the same rows: each row is counted by the first
+        self._counted = [index for index, row in enumerate(rows) if not any(row in others for others in before)]
+
+    @property
+    def stop(self) -> str:
+        return self._heard if jax.process_count() > 1 else self._signals.name
+
+    def reach(self, batch: Batch | None, position: np.ndarray | None, *, error: str, save: bool) -> Agreed:
+        """Returns what all know of the next step, of which this process has its rows, or an error."""
+        facts = {} if error else self._facts(batch, position)
+        mine = {"facts": facts, "error": error, "save": save, "stop": self._signals.name}
+        said = [json.loads(text) for text in distributed.exchange(json.dumps(mine))]
+        self._heard = next((one["stop"] for one in said if one["stop"]), "")
+        errors = [(index, one["error"]) for index, one in enumerate(said) if one["error"]]
+        if errors:
+            index, text = errors[0]
+            of_another = f"process {index} of {len(said)} stopped: {text}"
+            return Agreed({}, text if index == jax.process_index() else of_another, False)
+        return Agreed(self._joined([one["facts"] for one in said]), "", said[0]["save"])
+
+    def _facts(self, batch: Batch, position: np.ndarray) -> dict[str, Any]:
+        mine = take_rows(batch, self._counted)
+        facts: dict[str, Any] = {"batch_hash": batch_hash(mine, rows=[self._rows[index] for index in self._counted])}
+        if batch.segment_ids is not None:
+            facts["padding"] = int((mine.segment_ids == 0).sum())
+        if self._config.data.on_bad_record == "skip":
+            facts["skipped_records"] = skipped_records(position[self._counted])
+        return facts
+
+    def _joined(self, parts: list[dict[str, Any]]) -> dict[str, Any]:
+        """Returns the facts of the global batch; the hash of a whole is the exclusive or of those of its parts."""
+        whole = 0
+        for part in parts:
+            whole ^= int(part["batch_hash"], 16)
+        facts: dict[str, Any] = {"batch_hash": f"{whole:032x}"}
+        if "padding" in parts[0]:
+            num_tokens = self._config.data.batch_size * self._config.data.seq_len
+            facts["padding_share"] = sum(part["padding"] for part in parts) / num_tokens
+        if "skipped_records" in parts[0]:
+            facts["skipped_records"] = sum(part["skipped_records"] for part in parts)
+        return facts
+
+
+@contextlib.contextmanager
+def only_job(workdir: pathlib.Path) -> Iterator[None]:
+    """Holds the run folder for all processes of this job: process 0 does, and the others must see that it does.
+
+    Raises:
+      ValueError: another job holds it, or this process sees another folder of that name than process 0.
+    """
+    with only_process(workdir) if distributed.is_first() else contextlib.nullcontext():
+        if jax.process_count() > 1:
+            _require_shared(workdir)
+        yield
+
+
+def _require_shared(workdir: pathlib.Path) -> None:
+    lock, mark = workdir / LOCK_FILE, secrets.token_hex(8)
+    if distributed.is_first():
+        lock.write_text(mark)
+    mark = distributed.exchange(mark)[0]
+    if not lock.exists() or lock.read_text() != mark:
+        raise ValueError(
+            f"this process does not see the run folder {workdir.absolute()} of process 0; give a --workdir on a "
+            "file system that all nodes share."
+        )
+
+
+def require_same_settings(settings: dict[str, Any]) -> None:
+    """Returns when all processes train the same: steps, shapes, data and tokenizer; see drift.MAY_DIFFER.
+
+    Raises:
+      ValueError: this process has other settings than process 0; the message has both.
+    """
+    mine = shared_settings(settings)
+    first = json.loads(distributed.exchange(json.dumps(mine))[0])
+    others = [key for key in sorted(mine.keys() | first.keys()) if mine.get(key) != first.get(key)]
+    if others:
+        lines = "\n  ".join(f"{key}: {mine.get(key)} here, {first.get(key)} there" for key in others)
+        raise ValueError(
+            f"process {jax.process_index()} of {jax.process_count()} would train something else than process 0:\n"
+            f"  {lines}\nGive all processes the same command, files and versions."
+        )

@@ -1,0 +1,54 @@
+"""What a run says of itself before its first step and after its last."""
+
+from __future__ import annotations
+
+import pathlib
+
+from hlat_jax import cost
+from hlat_jax.config import Config
+from hlat_jax.ops.choices import choices
+from hlat_jax.parallel.sharding import Layout
+from hlat_jax.store.loss_curve import plot_loss
+from hlat_jax.store.metrics import ROWS_FILE, read_rows
+
+
+def describe(config: Config, layout: Layout, *, implementations: dict[str, str], num_bytes: int) -> None:
+    """Prints what is trained on what; `num_bytes` of state lie on the fullest device."""
+    device = layout.mesh.devices.flat[0]
+    degrees = " x ".join(f"{axis} {size}" for axis, size in layout.degrees.items() if size > 1) or "one device"
+    step_tokens = config.data.batch_size * config.data.seq_len
+    print(f"{config.name}: {layout.mesh.size} x {device.device_kind} ({device.platform}), {degrees}")
+    print(f"parameters       {cost.num_params(config.model):,} ({config.precision.policy})")
+    if config.data.packing == "concat":
+        counted = step_tokens - config.data.batch_size  # the last token of a row has nothing to predict
+        print(f"tokens per step  {step_tokens:,}, of which {counted:,} have a target")
+    else:
+        print(f"tokens per step  {step_tokens:,}, padding and ends of documents among them")
+    print(f"steps            {config.train.num_steps:,} of a horizon of {config.optimizer.horizon_steps:,}")
+    print(f"state            {num_bytes / cost.GIB:.3f} GiB on the fullest device")
+    because = {name: f" ({choice.because})" for name, choice in choices(config, layout).items()}
+    said = (f"{name} {choice}{because.get(name, '')}" for name, choice in implementations.items())
+    print(f"implementations  {', '.join(said)}")
+
+
+def finish(config: Config, workdir: pathlib.Path, step: int) -> None:
+    """Draws the curve and says how the run ended at `step`, from what is on disk."""
+    path = workdir / ROWS_FILE
+    if config.metrics.plot and plot_loss(path, workdir / "loss.png", title=config.name):
+        print(f"loss curve: {workdir / 'loss.png'}")
+    rows = read_rows(path)
+    padding = [row["padding_share"] for row in rows if "padding_share" in row]
+    if padding:
+        print(f"padding: {sum(padding) / len(padding):.2%} of all tokens")
+    skipped = [row["skipped_records"] for row in rows if "skipped_records" in row]
+    if skipped:
+        print(f"bad records passed over: {skipped[-1]:,}")
+    evals = [row for row in rows if "eval_loss" in row and row["step"] == step]
+    if not evals:
+        return
+    loss, bits = evals[-1]["eval_loss"], evals[-1]["bits_per_byte"]
+    print(f"validation loss {loss:.4f} nats per token, {bits:.4f} bits per byte", end="")
+    low, high = config.train.eval_loss_low, config.train.eval_loss_high
+    if high > 0:
+        print(f": {'within' if low <= loss <= high else 'OUTSIDE'} the expected {low:g} to {high:g}", end="")
+    print()

@@ -1,0 +1,64 @@
+"""Loss, perplexity and bits per byte of held-out text. Owns the batches it looks at: the same ones every time."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from hlat_jax.batch import Batch
+from hlat_jax.data.held_out import HeldOut
+from hlat_jax.data.mixture import UNNAMED
+from hlat_jax.parallel.sharding import Layout, shard_batch
+
+
+@dataclasses.dataclass(frozen=True)
+class Validation:
+    """Fixed batches of every source of held-out text, with the function that sums their losses.
+
+    Attributes:
+      sources: the batches of this process by the name of their source.
+      eval_step: (params, batch) -> (sum of losses in nats, counted tokens).
+      layout: where batches go.
+    """
+
+    sources: Mapping[str, HeldOut]
+    eval_step: Callable[..., Any]
+    layout: Layout
+
+    def __call__(self, params: Any) -> dict[str, float]:
+        """Returns eval_loss (nats per token), perplexity, bits_per_byte and eval_tokens of the parameters.
+
+        They are of all text together; those of a source that has a name follow as eval_loss/NAME and so on.
+        """
+        nats, tokens, num_bytes = {}, {}, {}
+        for name, held_out in self.sources.items():
+            sums = [self._sums(params, batch) for batch in held_out.batches]
+            nats[name] = math.fsum(loss for loss, _ in sums)
+            tokens[name] = math.fsum(count for _, count in sums)
+            num_bytes[name] = held_out.num_bytes
+        row = measures(math.fsum(nats.values()), sum(tokens.values()), num_bytes=sum(num_bytes.values()))
+        for name in self.sources:
+            if name != UNNAMED:
+                of_source = measures(nats[name], tokens[name], num_bytes=num_bytes[name])
+                row |= {f"{key}/{name}": value for key, value in of_source.items()}
+        return row
+
+    def _sums(self, params: Any, batch: Batch) -> tuple[float, float]:
+        """Returns what one batch adds, when it is there: programs of several processes that no data puts in an order
+        may overlap on CPUs in another order in each, and their collectives then wait for each other for ever."""
+        loss, count = self.eval_step(params, shard_batch(batch, self.layout))
+        return float(loss), float(count)
+
+
+def measures(nats: float, num_tokens: float, *, num_bytes: int) -> dict[str, float]:
+    """Returns eval_loss, perplexity, bits_per_byte and eval_tokens, from the sum of the losses in nats."""
+    loss = nats / num_tokens
+    return {
+        "eval_loss": loss,
+        # exp overflows a float above 709 nats: a diverged model still gets its row
+        "perplexity": math.exp(loss) if loss < 700 else math.inf,
+        "bits_per_byte": nats / math.log(2) / num_bytes,
+        "eval_tokens": int(num_tokens),
+    }

@@ -1,0 +1,107 @@
+"""Sums of a folder's files: written when it is whole, compared before it is believed.
+
+Owns what counts as damage and how it is said. Refuses to know what the files hold. The processes of a job share the
+files out among themselves and agree on what they found.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import os
+import pathlib
+import stat
+import zlib
+from collections.abc import Iterable
+
+import jax
+
+from hlat_jax.host import distributed
+from hlat_jax.store import atomic_files
+
+INTEGRITY_FILE = "integrity.json"
+_BLOCK_BYTES = 1 << 24
+_SMALL_FILE_BYTES = 1 << 20
+
+
+def seal(folder: pathlib.Path, names: Iterable[str]) -> None:
+    """Brings files of a folder to the disk and writes their sizes and sums beside them."""
+    names = sorted(names)
+    with concurrent.futures.ThreadPoolExecutor(_num_threads()) as pool:
+        sums = list(pool.map(lambda name: size_and_crc(folder / name, flush=True), names))
+    with open(folder / INTEGRITY_FILE, "w") as file:
+        json.dump({"files": dict(zip(names, sums, strict=True))}, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def damage(folder: pathlib.Path, *, deep: bool) -> str:
+    """Returns what is wrong with a sealed folder, "" when nothing is: shallow looks at sizes and sums small files."""
+    try:
+        shared = sorted(_sums(folder).items())[jax.process_index() :: jax.process_count()]
+        with concurrent.futures.ThreadPoolExecutor(_num_threads()) as pool:
+            found = pool.map(lambda item: _file_damage(folder, item[0], item[1], deep=deep), shared)
+            problem = next(filter(None, found), "")
+    except FileNotFoundError:
+        problem = f"{INTEGRITY_FILE} is missing"
+    except PermissionError:
+        raise  # whoever may not read it knows nothing about damage
+    except OSError as error:  # a file where the folder should be, a link to itself
+        problem = f"{INTEGRITY_FILE} cannot be read: {error.strerror}"
+    except ValueError as error:
+        problem = f"{INTEGRITY_FILE} is unreadable: {error}"
+    return next(filter(None, json.loads(f"[{','.join(distributed.exchange(json.dumps(problem)))}]")), "")
+
+
+def size_and_crc(path: pathlib.Path, *, flush: bool = False) -> list[int]:
+    """Returns the bytes and the CRC-32 of a file; `flush`: and returns when both are on the disk."""
+    size = crc = 0
+    with open(path, "rb", buffering=0) as file:
+        if flush:
+            os.fsync(file.fileno())  # a rename must not reach the disk before the data it stands for
+        while block := file.read(_BLOCK_BYTES):
+            size += len(block)
+            crc = zlib.crc32(block, crc)
+    return [size, crc]
+
+
+def _sums(folder: pathlib.Path) -> dict[str, list[int]]:
+    """Returns the size and CRC-32 of every file of a sealed folder.
+
+    Raises:
+      ValueError: integrity.json is damaged, or names what is not in the folder.
+    """
+    path = folder / INTEGRITY_FILE
+    files = atomic_files.read_json(path).get("files")
+    if not isinstance(files, dict):
+        raise ValueError(f"{path}: files={repr(files)[:100]} must be an object.")
+    for name, sums in files.items():
+        atomic_files.check_name(name, f"{path}: files", allow_folders=True)
+        if not isinstance(sums, list) or [type(each) for each in sums] != [int, int] or min(sums) < 0:
+            raise ValueError(f"{path}: files[{name!r}]={repr(sums)[:100]} must be [bytes, CRC-32].")
+    return files
+
+
+def _file_damage(folder: pathlib.Path, name: str, expected: list[int], *, deep: bool) -> str:
+    size, crc = expected
+    try:
+        found = os.stat(folder / name)
+        if not stat.S_ISREG(found.st_mode):
+            return f"{name} is not a regular file"
+        if not (folder / name).resolve().is_relative_to(folder.resolve()):
+            return f"{name} is a link that leads out of the folder"
+        if found.st_size != size:
+            return f"{name} has {found.st_size:,} bytes instead of {size:,}"
+        if (deep or size <= _SMALL_FILE_BYTES) and size_and_crc(folder / name)[1] != crc:
+            return f"{name} has other bytes than were written"
+    except FileNotFoundError:
+        return f"{name} is missing"
+    except PermissionError:
+        raise  # whoever may not read it knows nothing about damage
+    except OSError as error:
+        return f"{name} cannot be read: {error.strerror}"
+    return ""
+
+
+def _num_threads() -> int:
+    return min(4, os.cpu_count() or 1)

@@ -1,0 +1,130 @@
+"""The loss of a run as a picture: of one that is over, and, in a notebook, of one that is under way.
+
+Owns how rows of `metrics.jsonl` become curves. Refuses pyplot: a notebook's own backend stays as it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import itertools
+import math
+import os
+import pathlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+from hlat_jax.store.metrics import ROWS_FILE, read_rows
+
+_DRAWING = threading.Lock()  # Matplotlib keeps caches for all figures, and is not made for threads
+_DPI = 140
+_WIDTH = 640  # of the picture in a notebook, in its pixels
+
+
+def plot_loss(rows_path: str | os.PathLike, png_path: str | os.PathLike, *, title: str) -> bool:
+    """Draws training and validation loss against tokens trained on; False when there is nothing to draw."""
+    train, evals = _curves(pathlib.Path(rows_path))
+    if not train and not evals:
+        return False
+    with _DRAWING:
+        _figure(train, evals, title=title).savefig(png_path, dpi=_DPI)
+    return True
+
+
+@contextlib.contextmanager
+def live(workdir: str | os.PathLike, *, title: str, every_s: float = 1.0) -> Iterator[None]:
+    """Shows the loss of the run in a folder below a notebook's cell, while the block trains and when it is done.
+
+    Args:
+      workdir: the run folder; it need not exist yet.
+      title: above the curve.
+      every_s: seconds from one look at new rows to the next.
+
+    Raises:
+      ValueError: IPython is not installed.
+    """
+    try:
+        from IPython.display import Image, display
+    except ImportError:
+        raise ValueError("a live curve is drawn in a notebook: pip install 'hlat_jax[notebooks]'.") from None
+    rows_path, over = pathlib.Path(workdir) / ROWS_FILE, threading.Event()
+    handle = display(Image(_png(rows_path, title), width=_WIDTH), display_id=True)
+
+    def follow() -> None:
+        seen = -1
+        while not over.wait(every_s):
+            size = rows_path.stat().st_size if rows_path.exists() else -1
+            if size != seen:
+                seen = size
+                handle.update(Image(_png(rows_path, title), width=_WIDTH))
+
+    follower = threading.Thread(target=follow, name="loss-curve", daemon=True)
+    follower.start()
+    try:
+        yield
+    finally:
+        over.set()
+        follower.join()
+        # from this thread, whose messages belong to the cell also where a program runs the notebook
+        handle.update(Image(_png(rows_path, title), width=_WIDTH))
+
+
+def _png(rows_path: pathlib.Path, title: str) -> bytes:
+    train, evals = _curves(rows_path) if rows_path.exists() else ([], [])
+    png = io.BytesIO()
+    with _DRAWING:
+        _figure(train, evals, title=title).savefig(png, format="png", dpi=_DPI)
+    return png.getvalue()
+
+
+def _figure(train: list[tuple[int, float]], evals: list[tuple[int, float]], *, title: str) -> Any:
+    """Returns a Matplotlib figure of (tokens, loss) of training and of validation; either may be empty."""
+    from matplotlib import figure as figures  # here, so that training needs it only for the picture
+    from matplotlib import ticker
+
+    figure = figures.Figure(figsize=(8, 4.8), layout="constrained")
+    axes = figure.subplots()
+    if train:
+        tokens, losses = zip(*train, strict=True)
+        axes.plot(tokens, losses, color="#9ecae1", linewidth=0.7, label="training, each step")
+        axes.plot(tokens, smoothed(losses), color="#08519c", linewidth=1.6, label="training, smoothed")
+    if evals:
+        tokens, losses = zip(*evals, strict=True)
+        axes.plot(tokens, losses, "o-", color="#d94801", linewidth=1.0, markersize=4.5, label="validation", zorder=3)
+        beside = {"textcoords": "offset points", "va": "center", "color": "#d94801"}  # where no curve is
+        axes.annotate(f"{losses[-1]:.3f}", (tokens[-1], losses[-1]), (7, 0), **beside)
+    axes.set_title(f"{title}: loss", loc="left")
+    axes.set_xlabel("tokens trained on")
+    axes.set_ylabel("cross-entropy (nats per token)")
+    axes.xaxis.set_major_formatter(ticker.EngFormatter(sep=" "))
+    axes.margins(x=0.02)
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    if train or evals:
+        axes.legend(frameon=False)
+    return figure
+
+
+def smoothed(values: tuple[float, ...] | list[float]) -> list[float]:
+    """Returns means over a window of a thirtieth of the values, centred; narrower where the steep start is near."""
+    widest = max(len(values) // 60, 1)
+    sums = [0.0, *itertools.accumulate(values)]
+    result = []
+    for middle in range(len(values)):
+        half = min(widest, middle)
+        low, high = middle - half, min(middle + half + 1, len(values))
+        result.append((sums[high] - sums[low]) / (high - low))
+    return result
+
+
+def _curves(path: pathlib.Path) -> tuple[list[tuple[int, float]], list[tuple[int, float]]]:
+    """Returns (tokens, finite loss) of training rows and of validation rows, which stand where their step stands."""
+    rows = read_rows(path)
+    train = [row for row in rows if "loss" in row]
+    tokens_at = {0: 0} | {row["step"]: row["tokens"] for row in train}
+    evals = [row for row in rows if "eval_loss" in row and row["step"] in tokens_at]
+    return (
+        [(row["tokens"], row["loss"]) for row in train if math.isfinite(row["loss"])],
+        [(tokens_at[row["step"]], row["eval_loss"]) for row in evals if math.isfinite(row["eval_loss"])],
+    )

@@ -1,0 +1,345 @@
+"""What a run writes and shows: metrics.jsonl, progress lines, TensorBoard, Weights & Biases.
+
+`metrics.jsonl` is the record; everything else is a view of it. Each step stands in it exactly once, however often the
+run was killed: on resume, rows beyond the checkpoint move to `metrics.discarded.jsonl` before the first new one.
+
+Owns formats and files. Refuses to touch a device: values arrive as Python numbers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import pathlib
+import secrets
+import sys
+import time
+from collections.abc import Collection
+from typing import Any
+
+from hlat_jax.config import MetricsConfig
+from hlat_jax.store.atomic_files import sync_folder, to_disk, write_whole
+
+ROWS_FILE, DISCARDED_FILE = "metrics.jsonl", "metrics.discarded.jsonl"
+# Without a terminal, `console=auto` prints about this many lines over a run.
+_QUIET_LINES = 10
+_COLUMNS = (
+    ("step", 8),
+    ("done", 8),
+    ("loss", 9),
+    ("grad norm", 10),
+    ("lr", 10),
+    ("tokens/s", 11),
+    ("MFU 6N", 8),
+    ("MFU+attn", 10),
+    ("data wait", 10),
+    ("ETA", 14),
+)
+
+
+class MetricsLog:
+    """Takes one row per step and per validation, and passes it on to every place that shows it.
+
+    Training rows have `step, loss, tokens (so far), grad_norm, param_norm, learning_rate, step_s (wall, data wait
+    included), data_wait_s, batch_hash`, of some data `padding_share` and `skipped_records (so far)`, and get
+    `tokens_per_s` and, where the peak is known, `mfu_6n` and `mfu`.
+    """
+
+    def __init__(
+        self,
+        workdir: str | os.PathLike,
+        *,
+        config: MetricsConfig,
+        num_steps: int,
+        start_step: int = 0,
+        flops_per_token: tuple[float, float] = (0.0, 0.0),
+        peak_flops: float | None = None,
+    ):
+        """Opens the files of a run that begins, or goes on, after `start_step` updates.
+
+        Args:
+          workdir: the run folder; made when missing.
+          config: what to show where.
+          num_steps: where the run stops; for percentages and the time that remains.
+          start_step: 0 for a run that begins: all rows of an earlier attempt move aside.
+          flops_per_token: by the 6N rule, and with attention.
+          peak_flops: FLOP/s of all devices together; None when unknown.
+
+        Raises:
+          ValueError: Weights & Biases is asked for and not installed.
+        """
+        workdir = pathlib.Path(workdir)
+        workdir.mkdir(parents=True, exist_ok=True)
+        self._config, self._num_steps, self._start_step = config, num_steps, start_step
+        self._flops_per_token, self._peak_flops = flops_per_token, peak_flops
+        self._path = workdir / ROWS_FILE
+        last = rewind(self._path, start_step if start_step > 0 else -1)
+        self._tokens = last["tokens"] if last else 0
+        self._file = open(self._path, "a")  # noqa: SIM115 - closed by close()
+        self._interval = Interval()
+        self._header_due = True
+        self._sinks = []
+        if config.tensorboard:
+            self._sinks.append(_TensorBoard(workdir / "tensorboard", start_step))
+        if config.wandb_project:
+            self._sinks.append(_Wandb(workdir, config.wandb_project))
+
+    def train_row(self, row: dict[str, Any]) -> None:
+        """Records one step, and prints a line when one is due."""
+        tokens_per_s = (row["tokens"] - self._tokens) / row["step_s"] if row["step_s"] > 0 else math.inf
+        self._tokens = row["tokens"]
+        row = row | {"tokens_per_s": tokens_per_s}
+        if self._peak_flops:
+            row["mfu_6n"], row["mfu"] = (flops * tokens_per_s / self._peak_flops for flops in self._flops_per_token)
+        self._record("train", row)
+        self._interval.add(row)
+        if self._line_due(row["step"]):
+            if self._header_due:
+                print(header())
+                self._header_due = False
+            print(train_line(row, self._interval, self._num_steps), flush=True)
+            self._interval = Interval()
+
+    def eval_row(self, row: dict[str, Any]) -> None:
+        """Records one validation: `step, eval_loss, perplexity, bits_per_byte, eval_tokens`."""
+        self._record("validation", row)
+        if self._config.console != "off":
+            print(eval_line(row), flush=True)
+
+    def tasks_row(self, row: dict[str, Any], *, shown: Collection[str]) -> None:
+        """Records the figures of tasks at one `step`, `tasks/NAME/FIGURE`, of which those in `shown` are printed."""
+        self._record("validation", row)
+        if self._config.console != "off":
+            print(tasks_line(row, shown), flush=True)
+
+    def sync(self) -> None:
+        """Returns when every row so far is on the disk."""
+        to_disk(self._file)
+
+    def close(self) -> None:
+        """Syncs and closes; a second call does nothing."""
+        if self._file.closed:
+            return
+        self.sync()
+        self._file.close()
+        for sink in self._sinks:
+            sink.close()
+
+    def _record(self, group: str, row: dict[str, Any]) -> None:
+        try:
+            self._file.write(json_line(row))
+            self._file.flush()
+            for sink in self._sinks:
+                sink.write(group, row)
+        except OSError as error:  # a full disk does not say whose
+            raise OSError(error.errno, f"a row cannot be written: {error.strerror}", str(self._path)) from None
+
+    def _line_due(self, step: int) -> bool:
+        if self._config.console == "off":
+            return False
+        every = self._config.log_every_steps
+        if self._config.console == "auto" and not sys.stdout.isatty():
+            every = max(every, math.ceil((self._num_steps - self._start_step) / _QUIET_LINES))
+        elif step == self._start_step + 1:
+            return True  # a person is watching: show at once that it moves
+        return step % every == 0 or step == self._num_steps
+
+
+class SilentLog:
+    """The log of a process that leaves rows to another: takes them as MetricsLog does, and does nothing."""
+
+    def train_row(self, row: dict[str, Any]) -> None: ...
+
+    def eval_row(self, row: dict[str, Any]) -> None: ...
+
+    def tasks_row(self, row: dict[str, Any], *, shown: Collection[str]) -> None: ...
+
+    def sync(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Interval:
+    """Sums over the steps since the last progress line."""
+
+    def __init__(self):
+        self.num_steps, self.step_s, self.data_wait_s = 0, 0.0, 0.0
+        self._weighted: dict[str, float] = {}
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Counts one step in."""
+        self.num_steps += 1
+        self.step_s += row["step_s"]
+        self.data_wait_s += row["data_wait_s"]
+        for key in ("tokens_per_s", "mfu_6n", "mfu"):
+            if key in row:
+                self._weighted[key] = self._weighted.get(key, 0.0) + row[key] * row["step_s"]
+
+    def rate(self, key: str) -> float | None:
+        """Returns `tokens_per_s`, `mfu_6n` or `mfu` over the whole interval; None when it is not known."""
+        return self._weighted[key] / self.step_s if key in self._weighted and self.step_s > 0 else None
+
+
+def header() -> str:
+    """Returns the names above the columns of `train_line`."""
+    return "".join(name.rjust(width) for name, width in _COLUMNS)
+
+
+def train_line(row: dict[str, Any], interval: Interval, num_steps: int) -> str:
+    """Returns one line of progress: loss, norm and rate of this step, speeds of the interval that it ends."""
+    tokens_per_s = interval.rate("tokens_per_s")
+    step_s = interval.step_s / interval.num_steps
+    cells = (
+        f"{row['step']}",
+        f"{row['step'] / max(num_steps, 1):.1%}",
+        f"{row['loss']:.4f}",
+        f"{row['grad_norm']:.3g}",
+        f"{row['learning_rate']:.2e}",
+        "-" if tokens_per_s is None else f"{tokens_per_s:,.0f}",
+        _percent(interval.rate("mfu_6n")),
+        _percent(interval.rate("mfu")),
+        _percent(interval.data_wait_s / interval.step_s if interval.step_s > 0 else None),
+        duration((num_steps - row["step"]) * step_s),
+    )
+    return "".join(cell.rjust(width) for cell, (_, width) in zip(cells, _COLUMNS, strict=True))
+
+
+def eval_line(row: dict[str, Any]) -> str:
+    """Returns the line of one validation, with the loss of every named source behind that of all."""
+    step = f"{row['step']}".rjust(_COLUMNS[0][1])
+    sources = [f"; {key.partition('/')[2]} {value:.4f}" for key, value in row.items() if key.startswith("eval_loss/")]
+    return (
+        f"{step}  validation: loss {row['eval_loss']:.4f}, perplexity {row['perplexity']:.5g}, "
+        f"{row['bits_per_byte']:.4f} bits per byte ({row['eval_tokens']:,} tokens){''.join(sources)}"
+    )
+
+
+def tasks_line(row: dict[str, Any], shown: Collection[str]) -> str:
+    """Returns the line of one evaluation on tasks, with the figures of the keys in `shown`."""
+    cells = [f"{key.removeprefix('tasks/')} {row[key]:.4f}" for key in shown]
+    return f"{row['step']}".rjust(_COLUMNS[0][1]) + f"  tasks: {', '.join(cells)}"
+
+
+def duration(seconds: float) -> str:
+    """Returns `h:mm:ss`, with days before it when there are any."""
+    whole = max(round(seconds), 0)
+    days, rest = divmod(whole, 86400)
+    clock = f"{rest // 3600}:{rest % 3600 // 60:02}:{rest % 60:02}"
+    return f"{days}d {clock}" if days else clock
+
+
+def json_line(row: dict[str, Any]) -> str:
+    """Returns a row as a line of JSON: floats with every digit; NaN and Infinity as Python's json reads them."""
+    return json.dumps(row, default=lambda scalar: scalar.item()) + "\n"
+
+
+def rewind(path: str | os.PathLike, step: int) -> dict[str, Any] | None:
+    """Moves rows after `step`, and lines that are no rows, to `metrics.discarded.jsonl`; returns the last training row.
+
+    A second call changes nothing, and neither does a first that was killed at any point: what is discarded is on the
+    disk before it leaves `path`, and is not added again when it is there already.
+    """
+    path = pathlib.Path(path)
+    if not path.exists():
+        return None
+    last, discarded = None, []
+    kept_path = path.with_name(f"{path.name}.kept")
+    with open(path, "rb") as old, open(kept_path, "wb") as new:
+        for line in old:
+            row = _row(line)
+            if row is None or row["step"] > step:
+                discarded.append(line if line.endswith(b"\n") else line + b"\n")
+                continue
+            new.write(line)
+            last = row if "loss" in row else last
+        to_disk(new)
+    if not discarded:
+        kept_path.unlink()
+        return last
+    aside = path.with_name(DISCARDED_FILE)
+    before, chunk = aside.read_bytes() if aside.exists() else b"", b"".join(discarded)
+    if not before.endswith(chunk):
+        write_whole(aside, before + chunk)
+    os.replace(kept_path, path)
+    sync_folder(path.parent)
+    return last
+
+
+class _TensorBoard:
+    """Event files, written in this thread: a full disk raises, where tensorboardX's own thread would hang the run."""
+
+    def __init__(self, folder: pathlib.Path, start_step: int):
+        no_torch = sys.modules.setdefault("torch", None) is None  # which tensorboardX would load for nothing
+        from tensorboardX import event_file_writer
+        from tensorboardX.proto import event_pb2, summary_pb2
+
+        if no_torch:
+            del sys.modules["torch"]
+        self._event, self._summary = event_pb2.Event, summary_pb2.Summary
+        folder.mkdir(exist_ok=True)
+        # files are named by the second: the suffix keeps a quick restart from writing over the one before
+        self._writer = event_file_writer.EventsWriter(str(folder / "events"), f".{os.getpid()}.{start_step}")
+        # what an earlier attempt wrote at this step or after it is hidden from the reader
+        hidden_from = start_step + 1 if start_step > 0 else 0
+        self._add(hidden_from, session_log=event_pb2.SessionLog(status=event_pb2.SessionLog.START))
+
+    def write(self, group: str, row: dict[str, Any]) -> None:
+        # one event for the whole row: one for each number costs milliseconds
+        numbers = {key: float(value) for key, value in row.items() if isinstance(value, (int, float)) and key != "step"}
+        values = [self._summary.Value(tag=f"{group}/{key}", simple_value=value) for key, value in numbers.items()]
+        self._add(row["step"], summary=self._summary(value=values))
+        self._writer.flush()  # a person is watching, and a kill loses what is not written
+
+    def _add(self, step: int, **content: Any) -> None:
+        self._writer.write_event(self._event(step=step, wall_time=time.time(), **content))
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _Wandb:
+    """Weights & Biases; a resumed run goes on in the same one."""
+
+    def __init__(self, workdir: pathlib.Path, project: str):
+        try:
+            import wandb
+        except ImportError:
+            raise ValueError(
+                f"metrics.wandb_project={project!r} needs Weights & Biases: pip install wandb, or set it to ''."
+            ) from None
+        id_path = workdir / "wandb_id.txt"
+        run_id = id_path.read_text().strip() if id_path.exists() else secrets.token_hex(4)
+        id_path.write_text(run_id + "\n")
+        self._run = wandb.init(project=project, name=workdir.name, id=run_id, resume="allow", dir=str(workdir))
+        # its own step only grows; after a resume ours goes back to the checkpoint
+        self._run.define_metric("*", step_metric="step")
+
+    def write(self, group: str, row: dict[str, Any]) -> None:
+        numbers = {key: value for key, value in row.items() if isinstance(value, (int, float))}
+        self._run.log({key if key == "step" else f"{group}/{key}": value for key, value in numbers.items()})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.1%}"
+
+
+def read_rows(path: str | os.PathLike) -> list[dict[str, Any]]:
+    """Returns every whole row of a `metrics.jsonl`, in order; a torn line is left out."""
+    with open(path, "rb") as lines:
+        return [row for line in lines if (row := _row(line)) is not None]
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+    """Returns the row of a whole line; None for one that a kill cut short."""
+    if not line.endswith(b"\n"):
+        return None
+    with contextlib.suppress(ValueError, RecursionError):
+        row = json.loads(line)
+        if isinstance(row, dict) and isinstance(row.get("step"), int):
+            return row
+    return None

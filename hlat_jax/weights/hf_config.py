@@ -1,0 +1,234 @@
+"""config.json of Hugging Face's Llama family against our ModelConfig, both ways.
+
+A field that is known to change the computation is refused unless its value is one that our model implements. Fields
+that are in no table here are reported by `unknown_fields`. Where a file leaves a field out, its value is transformers'
+default.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hlat_jax.config import ModelConfig
+from hlat_jax.resolve import check_model
+
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}
+# Ours -> theirs, where the value is the same; with transformers' default for what a file may leave out.
+_SAME = {
+    "vocab_size": "vocab_size",
+    "num_layers": "num_hidden_layers",
+    "embed_dim": "hidden_size",
+    "mlp_dim": "intermediate_size",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "max_positions": "max_position_embeddings",
+    "norm_eps": "rms_norm_eps",
+    "tie_embeddings": "tie_word_embeddings",
+    "init_std": "initializer_range",
+}
+_DEFAULTS = {
+    "llama": {"max_position_embeddings": 2048, "sliding_window": None},
+    "mistral": {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
+}
+_DEFAULTS_OF_ALL = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "initializer_range": 0.02, "hidden_act": "silu"}
+_ROPE = ("rope_theta", "rope_scaling", "rope_parameters")
+# Fields that change the computation in some architecture -> the values under which ours is right, beside null.
+_SERVED: dict[str, tuple] = {
+    "hidden_act": ("silu", "swish"),
+    "attention_dropout": (0.0,),
+    **dict.fromkeys(("attention_bias", "mlp_bias", "qkv_bias", "use_bias", "bias", "is_encoder_decoder"), (False,)),
+    # rotary positions
+    "partial_rotary_factor": (1.0,),
+    **dict.fromkeys(("rope_interleaved", "use_mrope", "alibi"), (False,)),
+    "no_rope_layers": (1,),
+    "no_rope_layer_interval": (0,),  # without no_rope_layers, which overrides it
+    # which keys a query sees; sliding_window has a check of its own
+    "use_sliding_window": (False,),
+    "layer_types": ("full_attention",),
+    "attention_chunk_size": (),
+    # norms, scales and caps of other families
+    **dict.fromkeys(("qk_norm", "use_qk_norm", "qk_layernorm"), (False,)),
+    **dict.fromkeys(("logit_scale", "logits_scaling", "embedding_multiplier", "residual_multiplier"), (1.0,)),
+    **dict.fromkeys(("scale_emb", "scale_depth", "dim_model_base", "attention_multiplier", "clip_qkv"), ()),
+    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar"), ()),
+    **dict.fromkeys(("logit_softcap", "logits_soft_cap", "final_logits_soft_cap"), (0,)),
+    # experts, latent attention, layers that differ, quantized weights
+    **dict.fromkeys(("num_experts", "num_local_experts", "num_experts_per_tok", "n_routed_experts"), (0,)),
+    **dict.fromkeys(("n_shared_experts", "num_shared_experts", "moe_intermediate_size"), (0,)),
+    **dict.fromkeys(("first_k_dense_replace", "decoder_sparse_step", "shared_expert_intermediate_size"), (0,)),
+    **dict.fromkeys(("kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), ()),
+    **dict.fromkeys(("per_layer_config", "quantization_config"), ({},)),
+}
+_PER_LAYER = ("layer_types", "no_rope_layers")  # lists with a value for each layer
+# Fields that change nothing that the model computes: ids and texts around it, storage, provenance, generation.
+_HARMLESS = """
+    architectures model_type auto_map _name_or_path name_or_path _commit_hash transformers_version torch_dtype dtype
+    use_cache pretraining_tp bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id cls_token_id
+    decoder_start_token_id tokenizer_class prefix is_llama_config is_qwen2_config transformers.js_config
+    neftune_noise_alpha max_sequence_length model_max_length seq_length max_window_layers return_dict output_attentions
+    output_hidden_states output_scores return_dict_in_generate chunk_size_feed_forward id2label label2id num_labels
+    problem_type classifier_dropout task_specific_params finetuning_task pruned_heads tie_encoder_decoder
+    cross_attention_hidden_size add_cross_attention is_decoder torchscript use_bfloat16 tf_legacy_loss
+    gradient_checkpointing use_reentrant_checkpointing attn_implementation _attn_implementation _flash_attn_2_enabled
+    unsloth_version unsloth_fixed keys_to_ignore_at_inference
+    max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature top_k top_p
+    typical_p repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids
+    num_return_sequences forced_bos_token_id forced_eos_token_id remove_invalid_values exponential_decay_length_penalty
+    suppress_tokens begin_suppress_tokens epsilon_cutoff eta_cutoff
+"""
+_KNOWN = {*_SAME.values(), *_ROPE, *_SERVED, *_HARMLESS.split(), "sliding_window"}
+_LLAMA3 = {
+    "rope_factor": "factor",
+    "rope_low_freq_factor": "low_freq_factor",
+    "rope_high_freq_factor": "high_freq_factor",
+    "rope_original_positions": "original_max_position_embeddings",
+}
+
+
+def model_config(found: dict[str, Any], *, where: str, fuse_qkv: bool = True) -> ModelConfig:
+    """Returns the model of a config.json.
+
+    Args:
+      found: its content.
+      where: the file, for errors.
+      fuse_qkv: as ModelConfig's; the file does not say.
+
+    Raises:
+      ValueError: another architecture, a field that is missing or has a value that our model does not implement; the
+        message names the field.
+    """
+    kind = found.get("model_type")
+    ours = ARCHITECTURES.get(kind) if isinstance(kind, str) else None
+    architectures = found.get("architectures") or [ours]
+    if ours is None or architectures != [ours]:
+        raise ValueError(
+            f"{where}: model_type={kind!r}, architectures={architectures} is not supported; supported are "
+            f"{', '.join(f'{name} ({arch})' for name, arch in ARCHITECTURES.items())}."
+        )
+    values = {**_DEFAULTS_OF_ALL, **_DEFAULTS[kind], **{key: v for key, v in found.items() if v is not None}}
+    if "sliding_window" in found:  # null says that there is none
+        values["sliding_window"] = found["sliding_window"]
+    if found.get("num_key_value_heads", 1) is None:  # as many as num_attention_heads, for Mistral too
+        values.pop("num_key_value_heads", None)
+    _refuse_unsupported(values, where=where)
+    missing = [key for key in _SAME.values() if key not in values and key not in ("num_key_value_heads", "head_dim")]
+    if missing:
+        raise ValueError(f"{where}: {missing[0]} is missing; fetch that file again.")
+    typed = {
+        theirs: _number(values[theirs], theirs, ours, where=where) for ours, theirs in _SAME.items() if theirs in values
+    }
+    _refuse_window(values, where=where)
+    heads, width = typed["num_attention_heads"], typed["hidden_size"]
+    if "head_dim" not in typed and (heads < 1 or width % heads):
+        raise ValueError(f"{where}: hidden_size={width} does not divide into num_attention_heads={heads}.")
+    typed.setdefault("num_key_value_heads", heads)
+    typed.setdefault("head_dim", width // max(heads, 1))
+    fields = {ours: typed[theirs] for ours, theirs in _SAME.items()}
+    model = ModelConfig(**fields, **_rope(values, where=where), fuse_qkv=fuse_qkv)
+    try:
+        check_model(model)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+    return model
+
+
+def config_json(m: ModelConfig, *, dtype: str, bos_id: int | None, eos_id: int | None) -> dict[str, Any]:
+    """Returns the content of config.json, in the spelling of RoPE that transformers 4 and 5 both read."""
+    scaling = None
+    if m.rope_scaling == "llama3":
+        scaling = {"rope_type": "llama3", **{theirs: getattr(m, ours) for ours, theirs in _LLAMA3.items()}}
+    return {
+        "architectures": [ARCHITECTURES["llama"]],
+        "model_type": "llama",
+        **{theirs: getattr(m, ours) for ours, theirs in _SAME.items()},
+        "rope_theta": m.rope_theta,
+        "rope_scaling": scaling,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "mlp_bias": False,
+        "bos_token_id": bos_id,
+        "eos_token_id": eos_id,
+        "use_cache": True,
+        "torch_dtype": dtype,
+    }
+
+
+def architecture(m: ModelConfig) -> dict[str, Any]:
+    """Returns what of a model config.json tells: the fields that must survive a way there and back."""
+    keys = [*_SAME, "rope_theta", "rope_scaling", *(_LLAMA3 if m.rope_scaling == "llama3" else ())]
+    return {key: getattr(m, key) for key in keys}
+
+
+def unknown_fields(found: dict[str, Any]) -> list[str]:
+    """Returns the fields of a config.json that have a value and are not known here: they may change the computation."""
+    return [
+        key
+        for key, value in found.items()
+        if value is not None and key not in _KNOWN and not key.startswith("assistant_")
+    ]
+
+
+def _refuse_unsupported(values: dict[str, Any], *, where: str) -> None:
+    for key, served in _SERVED.items():
+        if key not in values or (key == "no_rope_layer_interval" and values.get("no_rope_layers")):
+            continue
+        value = values[key]
+        each = value if key in _PER_LAYER and isinstance(value, list) else [value]
+        if not all(one is None or one in served for one in each):
+            supported = ", ".join(map(repr, served)) or "null"
+            raise ValueError(f"{where}: {key}={value!r} is not supported; supported: {supported}.")
+
+
+def _refuse_window(values: dict[str, Any], *, where: str) -> None:
+    """Raises ValueError for a sliding window that hides keys within the model's positions."""
+    window, limit = values["sliding_window"], values["max_position_embeddings"]
+    # transformers' Llama has no window, its Mistral has one whatever use_sliding_window says
+    is_off = values["model_type"] == "llama" and "use_sliding_window" in values and not values["use_sliding_window"]
+    if window is None or is_off:
+        return
+    if type(window) is not int:
+        raise ValueError(f"{where}: sliding_window={window!r} is {type(window).__name__}; it must be int, or null.")
+    if window < limit:
+        raise ValueError(
+            f"{where}: sliding_window={window} is shorter than max_position_embeddings={limit}, and our model has no "
+            "window; supported: null, or a window as long as the positions."
+        )
+
+
+def _number(value: Any, theirs: str, ours: str, *, where: str) -> Any:
+    kind = type(getattr(ModelConfig(), ours))
+    if kind is float and type(value) is int and abs(value) < 1 << 1023:  # as far as a float reaches
+        value = float(value)
+    if type(value) is not kind:
+        raise ValueError(f"{where}: {theirs}={value!r} is {type(value).__name__}; it must be {kind.__name__}.")
+    return value
+
+
+def _rope(values: dict[str, Any], *, where: str) -> dict[str, Any]:
+    """Returns our rotary fields from either spelling: rope_theta and rope_scaling, or rope_parameters."""
+    for key in ("rope_parameters", "rope_scaling"):
+        if not isinstance(values.get(key, {}), dict):
+            raise ValueError(f"{where}: {key}={values[key]!r} must be an object.")
+    rope = dict(values.get("rope_parameters", {}))
+    for key, value in values.get("rope_scaling", {}).items():
+        if rope.setdefault(key, value) != value:
+            raise ValueError(f"{where}: rope_scaling has {key}={value!r}, rope_parameters {rope[key]!r}; keep one.")
+    theta = values["rope_theta"] if "rope_theta" in values else rope.get("rope_theta", 10000.0)
+    _refuse_unsupported({key: rope.pop(key) for key in ("partial_rotary_factor",) if key in rope}, where=where)
+    if rope.pop("rope_theta", theta) != theta:
+        raise ValueError(f"{where}: rope_theta={theta!r} and another one in rope_parameters; keep one.")
+    fields = {"rope_theta": _number(theta, "rope_theta", "rope_theta", where=where)}
+    kind, *others = [rope.pop(key) for key in ("rope_type", "type") if key in rope] or ["default"]
+    if kind not in ("default", "llama3"):
+        raise ValueError(f"{where}: rope_type={kind!r} is not supported; supported are 'default' and 'llama3'.")
+    if others not in ([], [kind]):
+        raise ValueError(f"{where}: rope_type={kind!r} and type={others[0]!r}; keep one.")
+    needed = _LLAMA3 if kind == "llama3" else {}
+    if needed:
+        fields["rope_scaling"] = kind
+    for key in rope.keys() ^ set(needed.values()):
+        what = "not a field of" if key in rope else "missing in"
+        raise ValueError(f"{where}: {key} is {what} rope_type={kind!r}.")
+    return fields | {ours: _number(rope[theirs], theirs, ours, where=where) for ours, theirs in needed.items()}

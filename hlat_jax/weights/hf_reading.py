@@ -1,0 +1,248 @@
+"""A folder of Hugging Face's Llama family, checked name by name and read tensor by tensor.
+
+Owns what such a folder must hold. Refuses what is left over and what is missing, by name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from hlat_jax.config import ModelConfig
+from hlat_jax.store.atomic_files import check_name, read_json
+from hlat_jax.weights import hf_names
+from hlat_jax.weights.hf_config import model_config, unknown_fields
+from hlat_jax.weights.safetensors_file import DTYPES, Stored, bits, read_header
+
+INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
+# What is carried along, beside the weights.
+COMPANIONS = (
+    *("config.json", "generation_config.json", "tokenizer.model", "tokenizer.json", "tokenizer_config.json"),
+    *("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja"),
+)
+_SHOWN = 8  # names in an error
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """A folder whose names, shapes and dtypes are those of its model.
+
+    Attributes:
+      dtype: of our parameters: float32, or bfloat16 where all tensors are.
+      notes: what was passed over, for people.
+      warning: the fields of config.json that are not known, in one line; "" where all are.
+    """
+
+    folder: pathlib.Path
+    model: ModelConfig
+    tensors: dict[str, Stored]
+    dtype: np.dtype
+    notes: tuple[str, ...]
+    warning: str
+
+    def companions(self) -> list[pathlib.Path]:
+        """Returns the files to carry along."""
+        return [self.folder / name for name in COMPANIONS if (self.folder / name).is_file()]
+
+    def slabs(self, entry: hf_names.Entry) -> Iterator[np.ndarray]:
+        """Yields one of our parameters, layer by layer where it is stacked, in `dtype`."""
+        for layer in range(self.model.num_layers if entry.stacked else 1):
+            tensors = [as_dtype(self.tensors[name].read(), self.dtype) for name in entry.names(layer)]
+            yield entry.join([bits(tensor) for tensor in tensors]).view(self.dtype)
+
+
+def open_checkpoint(
+    folder: pathlib.Path, *, dtype: str = "", fuse_qkv: bool = True, strict: bool = False
+) -> Checkpoint:
+    """Returns what lies in a folder; reads no weights.
+
+    Args:
+      folder: with config.json and safetensors, one file or several with an index.
+      dtype: of our parameters; "": that of the tensors, float16 as float32, which holds it exactly.
+      fuse_qkv: as ModelConfig's.
+      strict: refuse fields of config.json that are not known.
+
+    Raises:
+      ValueError: something missing, left over, of another shape or dtype, or an unsupported architecture.
+    """
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ValueError(f"{folder} has no config.json (looked from {pathlib.Path.cwd()}); give a model's folder.")
+    found = read_json(path)
+    model = model_config(found, where=str(path), fuse_qkv=fuse_qkv)
+    unknown = unknown_fields(found)
+    if unknown and strict:
+        raise ValueError(
+            f"{path}: {', '.join(f'{key}={found[key]!r}' for key in unknown)} are not known to this converter, so what "
+            "they change in the computation would be missing; without --strict they are carried along."
+        )
+    warning = f"{path}: {', '.join(unknown)} are not known to this converter, and taken to change no result."
+    tensors = _tensors(folder)
+    notes = []
+    derived = [name for name in tensors if name.endswith(hf_names.DERIVED)]
+    if derived:
+        notes.append(f"{len(derived)} tables {hf_names.DERIVED} are passed over: config.json says what they hold.")
+    tensors = {name: stored for name, stored in tensors.items() if name not in derived}
+    if model.tie_embeddings and hf_names.HEAD in tensors and hf_names.EMBEDDING in tensors:
+        _require_same(tensors[hf_names.EMBEDDING], tensors.pop(hf_names.HEAD))
+    if model.num_layers > len(tensors):  # before their names are listed
+        raise ValueError(f"{path}: num_hidden_layers={model.num_layers}, and the folder holds {len(tensors)} tensors.")
+    _require_names(tensors, hf_names.expected(model), folder=folder)
+    kept = _dtype(tensors, dtype, folder=folder)
+    return Checkpoint(folder, model, tensors, kept, tuple(notes), warning if unknown else "")
+
+
+def as_dtype(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Returns the values in a dtype, to nearest; the bits themselves where it is theirs."""
+    return values if values.dtype == dtype else values.astype(dtype)
+
+
+def _tensors(folder: pathlib.Path) -> dict[str, Stored]:
+    """Returns every tensor of the folder; the index and the files must tell the same."""
+    index = folder / INDEX_FILE
+    if not index.is_file():
+        if (folder / SINGLE_FILE).is_file():
+            return read_header(folder / SINGLE_FILE)
+        others = sorted(path.name for path in folder.glob("*.bin")) or ["nothing of that kind"]
+        raise ValueError(
+            f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}, but {_some(others)}; fetch the safetensors, or save "
+            "the model again with transformers, which writes them."
+        )
+    where = read_json(index).get("weight_map")
+    if not isinstance(where, dict):
+        raise ValueError(f"{index} has no weight_map; fetch that file again.")
+    found: dict[str, Stored] = {}
+    files = {check_name(name, f"{index}: weight_map[{repr(tensor)[:100]}]") for tensor, name in where.items()}
+    for name in sorted(files):
+        if not (folder / name).is_file():
+            raise ValueError(f"{index} names the file {name}, which is not there; fetch it.")
+        for tensor, stored in read_header(folder / name).items():
+            if tensor in found:
+                raise ValueError(f"{folder}: tensor {_some([tensor])} is in {found[tensor].path.name} and in {name}.")
+            found[tensor] = stored
+    actual = {name: stored.path.name for name, stored in found.items()}
+    misplaced = {name for name, _ in actual.items() ^ where.items()}
+    if misplaced:
+        raise ValueError(f"{index} and its files disagree on {_some(sorted(misplaced))}; fetch them again.")
+    return found
+
+
+def _require_names(found: dict[str, Stored], expected: dict[str, tuple[int, ...]], *, folder: pathlib.Path) -> None:
+    left_over = [name for name in found if name not in expected]
+    missing = [name for name in expected if name not in found]
+    if left_over or missing:
+        lines = [f"{len(missing)} missing: {_some(missing)}"] if missing else []
+        lines += [f"{len(left_over)} left over: {_some(left_over)}"] if left_over else []
+        if missing == [hf_names.HEAD]:
+            lines.append("without it, config.json should say tie_word_embeddings=true")
+        raise ValueError(f"{folder} does not hold the tensors of its config.json:\n  " + "\n  ".join(lines))
+    others = [
+        f"{name} is {list(found[name].shape)}, config.json makes it {list(shape)}"
+        for name, shape in expected.items()
+        if found[name].shape != shape
+    ]
+    if others:
+        raise ValueError(f"{folder} holds {len(others)} tensors of another shape:\n  " + "\n  ".join(others[:_SHOWN]))
+
+
+def _dtype(tensors: dict[str, Stored], asked: str, *, folder: pathlib.Path) -> np.dtype:
+    by_code: dict[str, list[str]] = {}
+    for name, stored in tensors.items():
+        by_code.setdefault(stored.code, []).append(name)
+    for code in by_code.keys() - DTYPES.keys():
+        raise ValueError(
+            f"{folder}: tensor {by_code[code][0]} and {len(by_code[code]) - 1} others are {code}; supported are "
+            f"{', '.join(DTYPES)}."
+        )
+    if asked:
+        return np.dtype(jnp.dtype(asked))
+    if len(by_code) > 1:
+        kinds = ", ".join(f"{len(those)} {code} such as {those[0]}" for code, those in sorted(by_code.items()))
+        raise ValueError(f"{folder} mixes dtypes: {kinds}; choose one with --dtype=float32 or --dtype=bfloat16.")
+    [code] = by_code
+    return DTYPES["F32"] if code == "F16" else DTYPES[code]
+
+
+def _require_same(embedding: Stored, head: Stored) -> None:
+    """Raises ValueError when a head beside a tied embedding is not that embedding."""
+    same = (embedding.code, embedding.shape) == (head.code, head.shape)
+    step = max(1, (1 << 26) // max(1, embedding.shape[-1]))
+    starts = range(0, embedding.shape[0], step) if same else ()
+    same = same and all(
+        np.array_equal(*(bits(each.read(rows=slice(start, start + step))) for each in (embedding, head)))
+        for start in starts
+    )
+    if not same:
+        raise ValueError(
+            f"{head.path}: {hf_names.HEAD} is not {hf_names.EMBEDDING}, although config.json says tie_word_embeddings=true; "
+            "set it to false to keep both."
+        )
+
+
+def _some(found: Iterable[str]) -> str:
+    found = list(found)
+    shown = (name if name.isprintable() and len(name) < 100 else repr(name)[:100] for name in found[:_SHOWN])
+    return ", ".join(shown) + (f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else "")
+
+
+def begins_texts_with_bos(folder: pathlib.Path) -> bool:
+    """Returns whether the tokenizer of a folder puts BOS before a text in transformers, by what its files say.
+
+    Raises:
+      ValueError: a file is damaged; the message names it.
+    """
+    settings, path = _json_if_there(folder / "tokenizer_config.json"), folder / "tokenizer.json"
+    if isinstance(settings.get("add_bos_token"), bool):
+        return settings["add_bos_token"]
+    if path.is_file():
+        after = read_json(path).get("post_processor") or {}
+        try:
+            templates = [each.get("single") or [{}] for each in after.get("processors", [after])]
+            return any("SpecialToken" in pieces[0] for pieces in templates)
+        except (AttributeError, KeyError, TypeError):
+            raise ValueError(f"{path}: its post_processor is {str(after)[:80]}; fetch that file again.") from None
+    kind = settings.get("tokenizer_class")
+    return isinstance(kind, str) and kind.startswith("Llama")  # whose default it is
+
+
+def ids_that_end_a_text(folder: pathlib.Path) -> tuple[int, ...]:
+    """Returns the tokens at which transformers ends a generation, by generation_config.json, or else config.json.
+
+    Raises:
+      ValueError: a file is damaged, or names what is no token; the message names it.
+    """
+    path = folder / "generation_config.json"
+    path = path if path.is_file() else folder / "config.json"
+    named = read_json(path).get("eos_token_id")
+    ids = named if isinstance(named, list) else [] if named is None else [named]
+    if any(type(token) is not int for token in ids):
+        raise ValueError(f"{path}: eos_token_id={named!r} must be a token id, or a list of such.")
+    return tuple(ids)
+
+
+def added_tokens(folder: pathlib.Path) -> dict[int, str]:
+    """Returns id -> text of the tokens that files beside a tokenizer name.
+
+    Raises:
+      ValueError: a file is damaged; the message names it.
+    """
+    of_texts = _json_if_there(folder / "added_tokens.json")
+    settings = _json_if_there(folder / "tokenizer_config.json")
+    of_ids = settings.get("added_tokens_decoder") or {}
+    try:
+        found = {int(token): text for text, token in of_texts.items()}
+        return found | {int(token): content["content"] for token, content in of_ids.items()}
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise ValueError(
+            f"{folder}: added_tokens.json, or added_tokens_decoder in tokenizer_config.json, does not give each token "
+            "an id; fetch both again."
+        ) from None
+
+
+def _json_if_there(path: pathlib.Path) -> dict[str, Any]:
+    return read_json(path) if path.is_file() else {}

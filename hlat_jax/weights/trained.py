@@ -1,0 +1,219 @@
+"""Trained parameters, wherever they lie: in a run folder, in one of its checkpoints, or in an imported folder.
+
+    weights = open_weights("runs/tiny")
+    params = weights.restore(None)
+    logits_BTV = model.apply(params, weights.model, tokens_BT)
+
+Owns how such a place is recognized and checked. Refuses to know what is done with the parameters.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from hlat_jax.config import ModelConfig, typed
+from hlat_jax.data.tokenizer import Tokenizer
+from hlat_jax.model import abstract_params
+from hlat_jax.resolve import check_model
+from hlat_jax.store.checkpoint import MASTERS, PARAMS, RUN_ITEM, find_saved, read_arrays, saved_run, saved_step
+from hlat_jax.store.config_diff import differences
+from hlat_jax.weights.weights_folder import FILES, is_weights, read_about, read_leaf, stored_leaves
+
+
+@dataclasses.dataclass(frozen=True)
+class Weights:
+    """Parameters that are stored and undamaged, not read yet.
+
+    Attributes:
+      folder: what was opened: of the newest whole checkpoint, where a run folder was asked for.
+      model: their model; `auto` implementations are not chosen yet.
+      step: updates they have seen; 0 when imported.
+      tokenizer: what `data.tokenizer.Tokenizer` takes; "" when there is none.
+      tokenizer_sha256: of its file, where that lies outside of `folder`; else "".
+      arrays: jax.ShapeDtypeStruct of every parameter, in the dtype that is stored.
+      begins_with_bos: texts begin with BOS; never those of a run. None: as in `weights_folder.About`.
+      stop_ids: tokens that end a generated text, beside the tokenizer's EOS.
+    """
+
+    folder: pathlib.Path
+    model: ModelConfig
+    step: int
+    tokenizer: str
+    tokenizer_sha256: str
+    arrays: Any
+    _read: Callable[[Any], Any]
+    begins_with_bos: bool | None = False
+    stop_ids: tuple[int, ...] = ()
+
+    def restore(self, shardings: Any, *, dtype: Any = None) -> Any:
+        """Returns the parameters as jax arrays, each process reading what its devices hold.
+
+        Args:
+          shardings: a tree like the parameters, or one for all of them; None: the default device.
+          dtype: what they are rounded to on the host, to nearest; None: as they are stored.
+        """
+        if shardings is None:
+            shardings = jnp.zeros(()).sharding
+        if isinstance(shardings, jax.sharding.Sharding):
+            shardings = jax.tree.map(lambda _: shardings, self.arrays)
+
+        def target(leaf: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(leaf.shape, dtype or leaf.dtype, sharding=sharding)
+
+        return self._read(jax.tree.map(target, self.arrays, shardings))
+
+    def read(self, name: str) -> np.ndarray:
+        """Returns one parameter in host memory, by its path in the tree, such as `layers.mlp.down`."""
+        path = name.split(".")
+        found = self._read(nested({name: leaves_by_name(self.arrays)[name]}))
+        for key in path:
+            found = found[key]
+        return found
+
+    def open_tokenizer(self) -> Tokenizer:
+        """Returns the tokenizer that they were trained with.
+
+        Raises:
+          ValueError: there is none, its file is another one by now, or it has more tokens than the model.
+        """
+        if not self.tokenizer:
+            raise ValueError(f"{self.folder} has no tokenizer; import it from a folder with a tokenizer.model.")
+        tokenizer = Tokenizer(self.tokenizer, stop_ids=self.stop_ids)
+        if self.tokenizer_sha256 not in ("", tokenizer.sha256):
+            raise ValueError(
+                f"{self.folder} was trained with another tokenizer than {self.tokenizer} is now (sha256 "
+                f"{self.tokenizer_sha256[:16]} then, {tokenizer.sha256[:16]} now); bring that file back."
+            )
+        if tokenizer.vocab_size > self.model.vocab_size:
+            raise ValueError(
+                f"{self.tokenizer} has {tokenizer.vocab_size} tokens and the model of {self.folder} only "
+                f"{self.model.vocab_size}; it is not the tokenizer of that model."
+            )
+        return tokenizer
+
+
+def open_weights(path: str | os.PathLike, *, masters: bool = False) -> Weights:
+    """Returns the parameters at a path, after every byte of the folder was compared with its sums.
+
+    Args:
+      path: a run folder (its newest undamaged checkpoint is taken), one checkpoint of it, or a weights folder.
+      masters: of the weights that the optimizer updates, in fp32, where the precision policy keeps such.
+
+    Raises:
+      ValueError: nothing of that kind is there, it is damaged, or its arrays do not fit its model.
+    """
+    path = pathlib.Path(path).expanduser()
+    if is_weights(path):
+        return _of_folder(path)
+    folder = find_saved(path)
+    if folder is None:
+        raise ValueError(
+            f"{path} holds no weights (looked from {pathlib.Path.cwd()}); give a run folder such as runs/tiny, one of "
+            "its checkpoints, runs/tiny/checkpoints/STEP, or what `python -m hlat_jax.hf import` wrote."
+        )
+    return _of_run(folder, masters=masters)
+
+
+def stored_model(values: dict[str, Any], *, where: str) -> ModelConfig:
+    """Returns the model that was written down at `where`; a key that is newer than that takes its default."""
+    unknown = values.keys() - {field.name for field in dataclasses.fields(ModelConfig)}
+    if unknown:
+        raise ValueError(f"{where} was written by another version of hlat_jax: its model has a key {min(unknown)!r}.")
+    fields = {field.name: field for field in dataclasses.fields(ModelConfig)}
+    model = ModelConfig(
+        **{name: typed(f"{where}: model.{name}", fields[name], value) for name, value in values.items()}
+    )
+    check_model(model)
+    return model
+
+
+def leaves_by_name(tree: Any) -> dict[str, Any]:
+    """Returns the leaves of nested dicts by their path, `layers.mlp.down`, in the order of the tree."""
+    return {
+        ".".join(str(entry.key) for entry in path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    }
+
+
+def nested(leaves: dict[str, Any]) -> dict[str, Any]:
+    """Returns nested dicts from leaves by their path: the inverse of `leaves_by_name`."""
+    tree: dict[str, Any] = {}
+    for name, leaf in leaves.items():
+        *above, last = name.split(".")
+        node = tree
+        for key in above:
+            node = node.setdefault(key, {})
+        node[last] = leaf
+    return tree
+
+
+def _of_run(folder: pathlib.Path, *, masters: bool) -> Weights:
+    try:
+        run = saved_run(folder)
+        written, tokenizer_sha256 = run["arrays"], run["metadata"]["tokenizer_sha256"]
+        config = run["metadata"]["config"]
+        values, tokenizer = dict(config["model"]), config["data"]["tokenizer"]
+        texts = [*written, *written.values(), tokenizer, tokenizer_sha256]
+        if not all(isinstance(text, str) for text in texts):
+            raise TypeError("text expected")
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{folder / RUN_ITEM} is damaged ({type(error).__name__}: {str(error)[:200]}).") from None
+    model = stored_model(values, where=str(folder))
+    has_masters = any(name.startswith("['opt_state']['master']") for name in written)
+    where = MASTERS if masters and has_masters else PARAMS
+    prefix = "".join(f"[{part!r}]" for part in where)
+    saved = {name.removeprefix(prefix): text for name, text in written.items() if name.startswith(prefix)}
+    arrays = _arrays(saved, model, folder=folder)
+
+    def read(abstract: Any) -> Any:
+        for key in reversed(where):
+            abstract = {key: abstract}
+        found = read_arrays(folder, abstract)
+        for key in where:
+            found = found[key]
+        return found
+
+    return Weights(folder, model, saved_step(folder, run), tokenizer, tokenizer_sha256, arrays, read)
+
+
+def _of_folder(folder: pathlib.Path) -> Weights:
+    about = read_about(folder)
+    model = stored_model(about["model"], where=str(folder))
+    stored = stored_leaves(folder)
+    written = {
+        "".join(f"[{key!r}]" for key in name.split(".")): f"{leaf.dtype}{list(leaf.shape)}"
+        for name, leaf in stored.items()
+    }
+
+    def read(abstract: Any) -> Any:
+        return nested({name: read_leaf(stored[name], leaf) for name, leaf in leaves_by_name(abstract).items()})
+
+    tokenizer = about["tokenizer"] and str(folder / FILES / about["tokenizer"])
+    arrays = _arrays(written, model, folder=folder)
+    more = {"begins_with_bos": about["begins_with_bos"], "stop_ids": tuple(about["stop_ids"])}
+    return Weights(folder, model, about["step"], tokenizer, "", arrays, read, **more)
+
+
+def _arrays(saved: dict[str, str], model: ModelConfig, *, folder: pathlib.Path) -> Any:
+    """Returns the abstract parameters of a model in the dtypes that are saved; the shapes must be the model's.
+
+    Args:
+      saved: path of a leaf, as JAX writes it -> dtype[shape].
+    """
+    shapes = {name: re.sub(r"^\w+", "", text) for name, text in saved.items()}
+    leaves, structure = jax.tree_util.tree_flatten_with_path(abstract_params(model))
+    expected = {jax.tree_util.keystr(path): leaf.shape for path, leaf in leaves}
+    others = differences(shapes, {name: str(list(shape)) for name, shape in expected.items()})
+    if others:
+        raise ValueError(f"{folder} holds other arrays than its model has:\n  " + "\n  ".join(others))
+    dtypes = [jnp.dtype(saved[name].partition("[")[0]) for name in expected]
+    pairs = zip(expected.values(), dtypes, strict=True)
+    return jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in pairs])

@@ -1,0 +1,369 @@
+"""Arrow, Parquet's cache and built datasets: the documents they were given, and what is wrong by name."""
+
+import re
+import shutil
+import struct
+import threading
+
+import numpy as np
+import pyarrow
+import pyarrow.ipc
+import pytest
+from array_record.python import array_record_module
+from data_files import TEXTS, error_of, open_all, read_all, write_arrow, write_built, write_jsonl, write_parquet
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hlat_jax.data import sources
+from hlat_jax.data.formats import arrow_ipc, built, columns
+from hlat_jax.data.formats.files import DataFile, Snapshot
+
+IDS = [[5, 6, 7, 2], [2], [9] * 30 + [2], [1, 2], [3, 2], [4, 4, 4, 4, 2], [2]]
+
+
+@pytest.mark.parametrize("is_file", [False, True])
+@pytest.mark.parametrize("compression", [None, "lz4", "zstd"])
+@pytest.mark.parametrize("rows_in_batch", [1, 3, 100])
+@pytest.mark.parametrize("kind", ["string", "large_string", "string_view"])
+def test_arrow_files_and_streams_hold_the_documents_they_were_given(
+    tmp_path, is_file, compression, rows_in_batch, kind
+):
+    column = pyarrow.array(TEXTS, kind)
+    options = {"is_file": is_file, "compression": compression, "rows_in_batch": rows_in_batch}
+    documents = open_all(write_arrow(tmp_path / "a.arrow", column, **options))
+    order = [(index * 3) % len(TEXTS) for index in range(2 * len(TEXTS))]
+    assert [documents[index] for index in order] == [TEXTS[index] for index in order]
+
+
+def test_local_uncompressed_arrow_batch_of_any_size_is_mapped(tmp_path, monkeypatch):
+    path = write_arrow(tmp_path / "a.arrow", TEXTS, rows_in_batch=100)
+    packed = write_arrow(tmp_path / "b.arrow", TEXTS, rows_in_batch=100, compression="zstd")
+    monkeypatch.setattr(arrow_ipc, "MAX_PART_BYTES", 1000)
+    monkeypatch.setattr(arrow_ipc, "MAX_COMPRESSED_BYTES", 100)
+    cache = columns.ColumnCache()
+    documents = arrow_ipc.arrow_documents(Snapshot(DataFile(path)), field="text", cache=cache)
+    before = pyarrow.total_allocated_bytes()
+    assert documents[4] == TEXTS[4]
+    assert pyarrow.total_allocated_bytes() - before < 3000
+    assert f"python -m hlat_jax.data build {packed} --out DIR" in error_of(packed)
+
+
+def test_arrow_from_the_bytes_before_its_end_is_refused_at_every_cut(tmp_path):
+    for is_file in (False, True):
+        raw = write_arrow(tmp_path / "whole.arrow", TEXTS, is_file=is_file).read_bytes()
+        for cut in range(1, len(raw), 37):
+            path = tmp_path / "cut.arrow"
+            path.write_bytes(raw[:-cut])
+            assert "cut.arrow is not a complete Arrow file or stream" in error_of(path), cut
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 10_000), st.integers(0, 255))
+def test_arrow_with_a_damaged_byte_in_its_messages_never_ends_the_process(tmp_path_factory, place, value):
+    folder = tmp_path_factory.mktemp("damaged")
+    raw = bytearray(write_arrow(folder / "a.arrow", TEXTS, rows_in_batch=100).read_bytes())
+    body = raw.index(b"first") - 400
+    raw[place % body] = value
+    (folder / "a.arrow").write_bytes(raw)
+    message = ""
+    try:
+        read_all(folder / "a.arrow")
+    except ValueError as error:
+        message = str(error)
+    assert not message or "a.arrow" in message
+
+
+def test_arrow_with_offsets_outside_its_batch_is_a_damaged_file_and_no_bad_record(tmp_path):
+    path = write_arrow(tmp_path / "a.arrow", TEXTS, rows_in_batch=100)
+    ends = np.cumsum([len(text.encode()) for text in TEXTS]).astype("<i4").tobytes()
+    for damaged in (ends[:4] + b"\xff\xff\xff\x7f" + ends[8:], ends[:4] + b"\xff\xff\xff\xff" + ends[8:]):
+        path.write_bytes(path.read_bytes().replace(ends, damaged))
+        with pytest.raises(ValueError, match="a text lies at bytes 5 to") as by_number:
+            open_all(path)[1]
+        with pytest.raises(ValueError, match="a text lies at bytes 5 to") as in_order:
+            list(sources.iter_documents(path, text_field="text"))
+        assert not any(isinstance(caught.value, sources.BadRecord) for caught in (by_number, in_order))
+        ends = damaged
+
+
+def test_arrow_batch_that_disagrees_with_its_column_is_refused(tmp_path):
+    whole = write_arrow(tmp_path / "a.arrow", TEXTS, rows_in_batch=100).read_bytes()
+    count, messages, place = struct.pack("<q", len(TEXTS)), [], 0
+    while (place := whole.find(count, place) + 1) > 0 and place < whole.index(b"first"):
+        (tmp_path / "a.arrow").write_bytes(whole[: place - 1] + struct.pack("<q", 6) + whole[place + 7 :])
+        try:
+            assert read_all(tmp_path / "a.arrow") == TEXTS
+        except ValueError as error:
+            messages.append(str(error))
+    assert messages
+    assert all("a.arrow, record batch 1: cannot be read" in message for message in messages)
+
+
+def test_bad_arrow_is_named_by_row_column_and_reason(tmp_path):
+    path = write_arrow(tmp_path / "a.arrow", ["a", "b", None])
+    assert f"{path}, row 3: 'text' is null" in error_of(path)
+    bad = write_arrow(tmp_path / "b.arrow", pyarrow.array([b"good", b"x", b"\xff"]).view(pyarrow.string()))
+    assert f"{bad}, row 3: 'text' is invalid UTF-8" in error_of(bad)
+    other = write_arrow(tmp_path / "c.arrow", ["a"], field="body")
+    assert "has no column 'text'; it has before, body, after" in error_of(other)
+    assert "is int64, not string" in error_of(write_arrow(tmp_path / "d.arrow", [1, 2]))
+    (tmp_path / "e.arrow").write_bytes(b"not arrow at all")
+    assert "e.arrow is not a complete Arrow file or stream" in error_of(tmp_path / "e.arrow")
+    coded = pyarrow.array(["a", "b", "a"]).dictionary_encode()
+    coded = write_arrow(tmp_path / "f.arrow", coded)
+    assert f"python -m hlat_jax.data build {coded} --out DIR" in error_of(coded)
+
+
+def test_column_cache_holds_no_more_bytes_than_it_may(tmp_path):
+    texts = [f"document {index:04d}" for index in range(60)]
+    cache = columns.ColumnCache(max_bytes=500)
+    parts = [
+        columns.parquet_documents(
+            Snapshot(DataFile(write_parquet(tmp_path / f"{part}.parquet", texts, rows_in_group=5))),
+            field="text",
+            cache=cache,
+        )
+        for part in range(2)
+    ]
+    for index in [(i * 17) % 60 for i in range(120)]:
+        assert parts[index % 2][index] == texts[index]
+        assert 0 < cache.num_bytes <= 500
+
+
+def test_column_cache_decodes_once_for_threads_that_want_one_column_and_again_after_an_error():
+    cache, loads, gate = columns.ColumnCache(), [], threading.Event()
+
+    def load():
+        loads.append(1)
+        gate.wait(10)
+        if len(loads) == 1:
+            raise OSError("unlucky")
+        return "column", 6
+
+    def ask(results):
+        try:
+            results.append(cache.get("key", load))
+        except OSError as error:
+            results.append(str(error))
+
+    first, second = [], []
+    threads = [threading.Thread(target=ask, args=(first,)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    gate.set()
+    for thread in threads:
+        thread.join()
+    ask(second)
+    assert set(first) <= {"unlucky", "column"}
+    assert second == ["column"]
+    assert len(loads) == 2
+
+
+def test_parquet_row_group_too_large_to_decode_for_one_document_is_refused(tmp_path, monkeypatch):
+    path = write_parquet(tmp_path / "a.parquet", ["x" * 600 + str(i) for i in range(9)], rows_in_group=3)
+    monkeypatch.setattr(columns, "MAX_PART_BYTES", 100)
+    assert "row group 1: 0 MiB are decoded" in error_of(path)
+    assert f"python -m hlat_jax.data build {path} --out DIR" in error_of(path)
+
+
+def test_dataset_of_texts_is_one_source_in_any_order(tmp_path):
+    folder = write_built(tmp_path / "in" / "built", TEXTS, num_shards=3)
+    write_jsonl(tmp_path / "in" / "a.jsonl", ["before"])
+    write_jsonl(tmp_path / "in" / "c.jsonl", ["after"])
+    documents = open_all(folder)
+    order = [(index * 3) % len(TEXTS) for index in range(len(TEXTS))]
+    assert [documents[index] for index in order] == [TEXTS[index] for index in order]
+    assert read_all(tmp_path / "in") == ["before", *TEXTS, "after"]
+    assert read_all(f"{tmp_path}/in/buil*") == TEXTS
+    (folder / "notes").mkdir()
+    write_jsonl(folder / "notes" / "b.jsonl", ["no document of this dataset"])
+    assert read_all(tmp_path / "in") == ["before", *TEXTS, "after"]
+    corpus = sources.open_corpus(str(folder), text_field="other", key="data.train")
+    assert corpus.locate(0) == f"{folder}, document 1 (document 1 of one.txt)"
+    assert corpus.locate(6) == f"{folder}, document 7 (document 6 of rest.jsonl)"
+
+
+@pytest.mark.parametrize("width", [2, 4])
+@pytest.mark.parametrize("num_shards", [1, 3])
+def test_dataset_of_ids_gives_each_document_and_its_length(tmp_path, width, num_shards):
+    facts = {"tokenizer_sha256": "ab" * 32, "vocab_size": 10, "eos_id": 2, "max_document_chars": 100}
+    folder = write_built(tmp_path / "ids", IDS, kind="tokens", width=width, num_shards=num_shards, **facts)
+    documents = sources.open_corpus(str(folder), text_field="text", key="k", tokenizer_sha256="ab" * 32)
+    manifest = documents.manifest
+    for index in (3, 0, 6, 2, 1, 5, 4):
+        assert documents[index].dtype == np.int32
+        assert documents[index].tolist() == IDS[index]
+    assert manifest["files"][0].items() >= (facts | {"kind": "tokens", "tokens": 46}).items()
+    lengths = documents.token_lengths()
+    assert lengths.dtype == np.int64
+    assert lengths.tolist() == [len(ids) for ids in IDS]
+    write_jsonl(tmp_path / "a.jsonl", ["x"])
+    mixed = sources.open_corpus(f"{folder},{tmp_path}/a.jsonl", text_field="text", key="k")
+    assert mixed.token_lengths() is None
+
+
+def test_ids_of_another_tokenizer_or_vocabulary_are_refused(tmp_path):
+    folder = write_built(tmp_path / "ids", IDS, kind="tokens", tokenizer_sha256="ab" * 32, vocab_size=9)
+    assert "holds id 9, and the vocabulary has 9" in error_of(folder)
+    message = error_of(folder, tokenizer_sha256="cd" * 32)
+    assert "SHA-256 abababababab…, but data.tokenizer has cdcdcdcdcdcd…" in message
+    assert "--tokenizer MODEL" in message
+    none = write_built(tmp_path / "none", IDS, kind="tokens")
+    assert "SHA-256 None" in error_of(none, tokenizer_sha256="cd" * 32)
+
+
+def test_incomplete_or_damaged_dataset_is_refused_by_name(tmp_path):
+    def fresh(name, **options):
+        return write_built(tmp_path / name, IDS if options else TEXTS, **options)
+
+    folder = fresh("missing")
+    (folder / "shard-00001-of-00002.array_record").unlink()
+    assert "shard-00001-of-00002.array_record is missing" in error_of(folder)
+
+    folder = fresh("cut")
+    shard = folder / "shard-00001-of-00002.array_record"
+    shard.write_bytes(shard.read_bytes()[:-50])
+    assert "holds 0 records where 3 belong" in error_of(folder)
+
+    folder = fresh("unfinished")
+    (folder / "manifest.json").unlink()
+    assert "manifest.json" in error_of(folder)
+    assert "finish that build" in error_of(folder / "shard-00000-of-00002.array_record")
+
+    folder = fresh("newer")
+    path = folder / "manifest.json"
+    path.write_text(path.read_text().replace('"format": 2', '"format": 3'))
+    assert "this hlat_jax reads format 2" in error_of(folder)
+    path.write_text(path.read_text().replace('"format": 3', '"format": 2').replace('"eos_id": null, ', ""))
+    assert "lacks eos_id" in error_of(folder)
+
+    folder = fresh("ids", kind="tokens")
+    index = folder / "shard-00000-of-00002.index.npz"
+    np.savez(index, first_document=np.asarray([0, 1, 2, 3]), lengths=np.asarray([1, 2, 3]))
+    assert "holds 3 records where 4 belong" in error_of(folder)
+    np.savez(index, first_document=np.asarray([0, 2, 1]), lengths=np.asarray([1, 2, 3]))
+    assert "its index does not fit" in error_of(folder)
+    index.write_bytes(b"x")
+    assert f"{index} cannot be read" in error_of(folder)
+    index.unlink()
+    assert f"{index} cannot be read" in error_of(folder)
+
+
+@pytest.mark.parametrize("kind", ["text", "tokens"])
+def test_manifest_without_one_of_its_names_or_counts_is_refused(tmp_path, kind):
+    path = write_built(tmp_path / "x", IDS if kind == "tokens" else TEXTS, kind=kind) / "manifest.json"
+    whole = path.read_text()
+    for shard in path.parent.glob("shard*"):
+        shutil.copy(shard, tmp_path)  # a name must not lead out to it
+    for before, after in (
+        ("documents", "d"),
+        ('"documents": 7', '"documents": -7'),
+        ('"documents": 4', '"documents": null'),
+        ('"name": "one.txt"', '"name": 1'),
+        ('"name": "shard', '"name": "../shard'),
+        ('"documents": 4', '"documents": 5'),
+    ):
+        assert before in whole
+        path.write_text(whole.replace(before, after))
+        assert re.search(
+            "lacks documents|names or counts|must be a plain name|counts of documents differ", error_of(path.parent)
+        )
+
+
+@pytest.mark.parametrize("content", [b"[" * 100_000, b"[]", b'{"shards": {}}', b"\xff"])
+def test_manifest_that_is_no_object_of_ours_is_refused_by_name(tmp_path, content):
+    path = write_built(tmp_path / "x", TEXTS) / "manifest.json"
+    whole = path.read_text()
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"manifest\.json"):
+        built.read_manifest(path.parent)
+    path.write_text(whole.replace('"documents": 7', f'"documents": {10**30}'))
+    with pytest.raises(ValueError, match="names or counts are missing"):
+        built.read_manifest(path.parent)
+
+
+def test_shard_with_damaged_bytes_is_named_and_never_passed_over(tmp_path):
+    ids = [[7] * 50_000 + [2], [8] * 50_000 + [2]]
+    folder = write_built(tmp_path / "ids", ids, kind="tokens", num_shards=1)
+    shard = folder / "shard-00000-of-00001.array_record"
+    raw = bytearray(shard.read_bytes())
+    raw[150_000] ^= 255
+    shard.write_bytes(raw)
+    documents = open_all(folder)
+    with pytest.raises(ValueError, match=r"record 2: .*build the dataset again") as caught:
+        documents[1]
+    assert not isinstance(caught.value, sources.BadRecord)
+    raw[150_000] ^= 255
+    shard.write_bytes(raw + b"x")
+    with pytest.raises(ValueError, match="changed its size"):
+        documents[0]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.lists(st.integers(0, 65535), min_size=1, max_size=9), min_size=1, max_size=6), st.data())
+def test_damaged_block_header_is_refused_and_a_whole_one_gives_its_documents(documents, data):
+    header = np.asarray([len(documents), 2, *map(len, documents)], "<u4")
+    block = header.tobytes() + np.concatenate(documents).astype("<u2").tobytes()
+    options = {"num_documents": len(documents), "where": "here"}
+    for number, ids in enumerate(documents):
+        assert built.block_tokens(block, number, **options).tolist() == ids
+    cut = data.draw(st.integers(1, len(block)))
+    with pytest.raises(ValueError, match="here: "):
+        built.block_tokens(block[:-cut], 0, **options)
+    with pytest.raises(ValueError, match="here: not a block of"):
+        built.block_tokens(block, 0, num_documents=len(documents) + 1, where="here")
+
+
+def test_more_shards_than_are_kept_open_are_read_by_threads(tmp_path, monkeypatch):
+    monkeypatch.setattr(built, "_MAX_OPEN_SHARDS", 2)
+    texts = [f"text {index}" for index in range(40)]
+    documents, wrong = open_all(write_built(tmp_path / "many", texts, num_shards=20)), []
+
+    def read(start):
+        for index in range(200):
+            number = (start + index * 7) % 40
+            if documents[number] != texts[number]:
+                wrong.append(number)
+
+    threads = [threading.Thread(target=read, args=(start,)) for start in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_manifest_json_of_another_program_does_not_hide_the_files_beside_it(tmp_path):
+    for text in ('{"name": "web app"}', "[1]", "{broken", '{"shards": [], "kind": "photos"}'):
+        (tmp_path / "manifest.json").write_text(text)
+        write_jsonl(tmp_path / "a.jsonl", ["x"])
+        assert read_all(tmp_path) == ["x"]
+
+
+def write_array_record(path, records, *, options="group_size:3,zstd"):
+    writer = array_record_module.ArrayRecordWriter(str(path), options)
+    for record in records:
+        writer.write(record)
+    writer.close()
+    return path
+
+
+def test_array_record_of_another_program_holds_a_text_in_each_record(tmp_path):
+    path = write_array_record(tmp_path / "texts.array_record", [text.encode() for text in TEXTS])
+    corpus = sources.open_corpus(str(tmp_path), text_field="any", key="data.train")
+    assert [corpus[index] for index in (*range(len(TEXTS)), 2)] == [*TEXTS, TEXTS[2]]
+    assert corpus.locate(3) == f"{path}, row 4"
+    assert list(sources.iter_documents(path, text_field="any")) == [(text, i + 1) for i, text in enumerate(TEXTS)]
+    assert corpus.manifest["files"][0]["kind"] == "array_record"
+
+
+def test_array_record_that_is_damaged_or_no_text_is_named(tmp_path):
+    path = write_array_record(tmp_path / "texts.array_record", [b"good", b"\xff", b""])
+    corpus = sources.open_corpus(str(path), text_field="any", key="data.train")
+    for index, reason in ((1, "row 2: invalid UTF-8"), (2, "row 3: it is empty")):
+        with pytest.raises(sources.BadRecord, match=reason):
+            corpus[index]
+    path.write_bytes(path.read_bytes()[:-100])
+    assert "texts.array_record is not a complete ArrayRecord file" in error_of(path)
+    shard = path.rename(tmp_path / "shard-00000-of-00001.array_record")
+    assert "is one shard of a dataset" in error_of(shard)

@@ -1,0 +1,145 @@
+"""The index of lines: where they lie, kept between runs, and never used for another file."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hlat_jax.data import sources
+from hlat_jax.data.formats import jsonl, records
+from hlat_jax.data.formats.files import DataFile, Snapshot
+
+
+def read_all(path, folder=None):
+    documents = sources.open_corpus(str(path), text_field="text", key="data.train", index_folder=folder)
+    return [documents[index] for index in range(len(documents))]
+
+
+def lines_by_python(raw):
+    """(first byte, byte after the last, row) of every line that is not blank, by splitting the whole."""
+    found, start = [], 0
+    for row, line in enumerate(raw.split(b"\n"), start=1):
+        if line.strip(b" \t\r\n"):
+            found.append((start, start + len(line), row))
+        start += len(line) + 1
+    return found
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.sampled_from([b"", b" \r", b"x", b"y" * 70, b"z" * 300, b" " * 79]), max_size=40),
+    st.booleans(),
+    st.sampled_from([1, 7, 64, 100, 1 << 24]),
+)
+def test_index_is_that_of_splitting_the_whole_file_for_any_chunk(tmp_path_factory, lines, ended, chunk_bytes):
+    path = tmp_path_factory.mktemp("lines") / "a.jsonl"
+    raw = b"\n".join(lines) + (b"\n" if ended else b"")
+    path.write_bytes(raw)
+    before, jsonl._CHUNK_BYTES = jsonl._CHUNK_BYTES, chunk_bytes
+    try:
+        index = jsonl.line_index(Snapshot(DataFile(path)))
+        kept = jsonl.line_index(Snapshot(DataFile(path)), folder=path.parent / "index")
+    finally:
+        jsonl._CHUNK_BYTES = before
+    for found in (index, kept):
+        rows = [(*span, found.row(number)) for number, span in enumerate(found.spans.tolist())]
+        assert rows == lines_by_python(raw)
+
+
+def test_kept_index_is_used_again_and_read_through_a_mapping(tmp_path, monkeypatch):
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"text": f"document {i}"}) + "\n" for i in range(100)))
+    expected = read_all(path)
+    assert read_all(path, tmp_path / "run" / "index") == expected
+    (kept,) = (tmp_path / "run" / "index").iterdir()
+    monkeypatch.setattr(jsonl, "_scan", lambda *_: pytest.fail("built again"))
+    assert read_all(path, tmp_path / "run" / "index") == expected
+    index = jsonl.line_index(Snapshot(DataFile(path)), folder=kept.parent)
+    assert not index.spans.flags.owndata
+
+
+def test_kept_index_of_another_state_of_the_file_is_built_again(tmp_path):
+    path, folder = tmp_path / "a.jsonl", tmp_path / "index"
+    middle = 1 << 19  # of 8 MiB, where the fingerprint does not look
+    texts = [b'{"text": "%s"}' % (b"a" * middle) for _ in range(16)]
+    path.write_bytes(b"\n".join(texts))
+    read_all(path, folder)
+    raw = bytearray(path.read_bytes())
+    place = (middle + 12) * 3 + 200_000
+    before = Snapshot(DataFile(path))
+    raw[place : place + 13] = b'"}\n{"text": "'
+    path.write_bytes(raw)
+    assert Snapshot(DataFile(path)).fingerprint == before.fingerprint  # only the time of writing tells
+    assert len(read_all(path, folder)) == 17
+    assert len(list(folder.iterdir())) == 1  # in the place of the old one
+
+
+@pytest.mark.parametrize("damage", [lambda raw: raw[:-8], lambda raw: raw[:20], lambda raw: b"", lambda raw: b"x" * 99])
+def test_damaged_kept_index_is_built_again(tmp_path, damage):
+    path, folder = tmp_path / "a.jsonl", tmp_path / "index"
+    path.write_text('{"text": "a"}\n\n{"text": "b"}\n')
+    read_all(path, folder)
+    (kept,) = folder.iterdir()
+    whole = kept.read_bytes()
+    kept.write_bytes(damage(whole))
+    assert read_all(path, folder) == ["a", "b"]
+    assert kept.read_bytes() == whole
+
+
+def test_index_of_a_folder_that_cannot_be_written_leaves_nothing_behind(tmp_path, monkeypatch):
+    path, folder = tmp_path / "a.jsonl", tmp_path / "index"
+    path.write_text('{"text": "a"}\n')
+
+    def full(descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(jsonl.os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        read_all(path, folder)
+    assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize("has_kept", [True, False])
+def test_folder_that_may_only_be_read_gives_its_index_or_none_is_kept_there(tmp_path, monkeypatch, has_kept):
+    path, folder = tmp_path / "a.jsonl", tmp_path / "index"
+    path.write_text('{"text": "a"}\n\n{"text": "b"}\n')
+    if has_kept:
+        read_all(path, folder)
+        monkeypatch.setattr(jsonl, "_scan", lambda *_: pytest.fail("built again"))
+    make = jsonl.tempfile.mkstemp
+
+    def read_only(*, dir, prefix):  # root may write everywhere
+        if dir == folder:
+            raise OSError(30, "Read-only file system", str(dir))
+        return make(dir=dir, prefix=prefix)
+
+    monkeypatch.setattr(jsonl.tempfile, "mkstemp", read_only)
+    assert read_all(path, folder) == ["a", "b"]
+    assert len(list(folder.glob("*"))) == int(has_kept)
+
+
+def test_files_of_one_name_keep_indices_of_their_own(tmp_path):
+    for name in ("x", "y"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.jsonl").write_text(json.dumps({"text": name}) + "\n")
+    spec = f"{tmp_path}/x,{tmp_path}/y"
+    for _ in range(2):
+        assert read_all(spec, tmp_path / "index") == ["x", "y"]
+    assert len(list((tmp_path / "index").iterdir())) == 2
+
+
+def test_line_over_the_limit_is_a_bad_record_and_is_not_read(tmp_path, monkeypatch):
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"text": "x" * 5000}) + '\n{"text": "b"}\n')
+    monkeypatch.setattr(records, "MAX_RECORD_BYTES", 1000)
+    documents = sources.open_corpus(str(path), text_field="text", key="data.train")
+    with pytest.raises(sources.BadRecord, match=r"row 1: 5012 bytes in one line, more than 1000"):
+        documents[0]
+    assert documents[1] == "b"
+
+
+def test_row_numbers_are_those_of_a_file_with_many_blank_lines(tmp_path):
+    index = jsonl.LineIndex(np.zeros((4, 2), np.int64), np.asarray([0, 0, 2, 4]), content_hash="")
+    assert [index.row(number) for number in range(4)] == [3, 4, 6, 7]

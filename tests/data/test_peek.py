@@ -1,0 +1,354 @@
+"""What peek shows is what a step trains on, wherever it begins; and a run of several sources, packed and skipped."""
+
+import dataclasses
+import io
+import json
+
+import jax
+import numpy as np
+import pytest
+import sentencepiece
+from data_files import write_built
+from micro import exact, rows, saved_steps, write_config
+
+from hlat_jax import config as config_lib
+from hlat_jax import loop
+from hlat_jax.data import packing, positions, sources
+from hlat_jax.data.build import peek
+from hlat_jax.data.loader import TrainBatches, batch_hash, batch_of
+from hlat_jax.data.streams import NUM_FIELDS, identity
+from hlat_jax.data.tokenizer import Tokenizer
+from hlat_jax.resolve import resolve
+
+pytestmark = pytest.mark.xdist_group("peek")  # its run is costly: one process
+TOKENIZER = Tokenizer("package:austen_2k.model")
+
+
+@pytest.fixture(scope="module")
+def texts():
+    """Of each of two sources, documents of some hundred characters."""
+    chapters = [json.loads(line)["text"] for line in sources.asset_path("austen_train.jsonl").open(encoding="utf-8")]
+    return {
+        "web": [chapters[i][100 : 101 + 37 * (i % 23)] for i in range(60)],
+        "code": [chapters[i][900 : 900 + 61 * (i % 7)] + " é 漢" for i in range(40)],
+    }
+
+
+@pytest.fixture
+def config(tmp_path, texts):
+    """A mutable config of both sources, in two stages."""
+    c = config_lib.load(str(write_config(tmp_path)))
+    for name, own in texts.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in own))
+    c.data.train = f"web={tmp_path}/web.jsonl;code={tmp_path}/code.jsonl"
+    c.data.validation = "one=package:austen_validation.jsonl;two=package:austen_train.jsonl"
+    c.data.weights = "web=3,code=1 until_step=10;web=1,code=1"
+    c.data.update(max_document_chars=300, window_documents=5, position_every_steps=4, num_threads=0)
+    c.train.update(num_steps=12, eval_every_steps=0, num_eval_batches=2)
+    c.checkpoint.update(every_steps=7, keep_last=9)
+    return c
+
+
+def batches_before(data, step, **options):
+    """(batches, position where the batch of `step` begins)."""
+    batches = TrainBatches(data, tokenizer=TOKENIZER, **options)
+    for _ in range(step - 1):
+        batches.next_rows()
+    return batches, batches.get_state()
+
+
+def shown(resolved, workdir, capsys, *, step, row=None):
+    capsys.readouterr()
+    code = peek.peek(resolved, workdir, step=step, row=row)
+    return code, capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", ["concat", "documents"])
+def test_peek_prints_the_documents_and_the_text_of_every_row(config, texts, tmp_path, capsys, kind):
+    config.data.packing = kind
+    resolved = resolve(config)
+    code, out = shown(resolved, tmp_path / "none", capsys, step=6)
+    assert code == 0
+    assert f"position: the beginning (none is kept in {tmp_path / 'none'}), replaying 5 batches" in out
+    batches, _ = batches_before(resolved.data, 6)
+    for row, (source, packed) in enumerate(batches.next_rows()):
+        name = list(texts)[source]
+        assert f"\nrow {row}, source {name}, documents or parts: {len(packed.spans)}" in out
+        for span in packed.spans:
+            number = batches.definition.document(source, row=row, epoch=span.epoch, entry=span.document)
+            text = texts[name][number]
+            whole = [*packing.document_tokens(text, tokenizer=TOKENIZER, max_chars=300)]
+            ids = np.concatenate(whole)[span.token :][: span.stop - span.start]
+            place = f"--- document {number} ({tmp_path}/{name}.jsonl, row {number + 1}), epoch {span.epoch}, its tokens"
+            place += f" {span.token} to {span.token + len(ids) - 1}, at {span.start} to {span.stop - 1} of the row\n"
+            after = out.split(place)[1]
+            if len(ids) == sum(map(len, whole)):
+                pieces = [text[i : i + 300] for i in range(0, max(len(text), 1), 300)]
+                assert after.startswith("</s>".join([*pieces, ""]) + "\n")
+            else:
+                assert after.split("</s>")[0].split("\n---")[0].split("\n\n")[0].strip("\n\ufffd") in text
+    batches.close()
+
+
+def test_text_within_a_document_keeps_its_first_space_and_its_bytes(tmp_path):
+    model = io.BytesIO()  # with a space before each text, as Llama's has, which decoding takes away
+    sentences = ["one two three four five six seven"] * 20
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(sentences), model_writer=model, vocab_size=275, byte_fallback=True, minloglevel=2
+    )
+    (tmp_path / "prefix.model").write_bytes(model.getvalue())
+    for tokenizer in (TOKENIZER, Tokenizer(str(tmp_path / "prefix.model"))):
+        ids = np.asarray([*tokenizer.encode("one two three é"), 2, *tokenizer.encode("four"), 2])
+        for start in range(len(tokenizer.encode("one two three"))):
+            begun = tokenizer.decode(ids[:start])
+            inside = peek.text_of(ids[start:], tokenizer=tokenizer, begins=start == 0)
+            assert begun + inside == "one two three é</s>four</s>"
+
+
+@pytest.mark.parametrize("kind", ["concat", "documents"])
+def test_peek_begins_at_the_nearest_position_and_shows_the_same(config, tmp_path, capsys, kind):
+    config.data.packing = kind
+    resolved = resolve(config)
+    expected = shown(resolved, tmp_path / "none", capsys, step=9)[1].split("\n", 3)[3]
+    for step in (9, 3, 5, 8):
+        batches, position = batches_before(resolved.data, step + 1)
+        positions.write(tmp_path, step, position=position, data_identity=batches.definition.identity(step))
+        batches.close()
+        _, out = shown(resolved, tmp_path, capsys, step=9)
+        if step == 9:  # where the batch asked for ends
+            assert "position: the beginning" in out
+            continue
+        told, rest = out.split("\n", 2)[1:]
+        left = 8 - step
+        assert told == f"position: after step {step} ({tmp_path}/positions/{step}.npz), replaying {left} batches"
+        assert rest.split("\nbatch ")[0] == expected.split("\nbatch ")[0]
+    _, one = shown(resolved, tmp_path, capsys, step=9, row=2)
+    assert "row 2," in one
+    assert "row 1," not in one
+    assert one.split("\n", 2)[2].strip() in rest
+    (tmp_path / "positions/8.npz").write_bytes(b"torn")
+    assert "after step 5" in shown(resolved, tmp_path, capsys, step=9)[1]
+    positions.rewind(tmp_path, 3)
+    assert "after step 3" in shown(resolved, tmp_path, capsys, step=9)[1]
+
+
+def test_peek_refuses_positions_of_other_data(config, tmp_path, capsys):
+    resolved = resolve(config)
+    batches, position = batches_before(resolved.data, 3)
+    positions.write(tmp_path, 2, position=position, data_identity=batches.definition.identity(2))
+    batches.close()
+    config.data.seed = 5
+    for step, row in ((9, None), (9, 1), (2, None), (1, 1)):  # also where the position is kept behind the step
+        with pytest.raises(ValueError, match=r"2.npz belongs to a run on other data"):
+            shown(resolve(config), tmp_path, capsys, step=step, row=row)
+        assert "row" not in capsys.readouterr().out
+    _, out = shown(resolve(config), tmp_path / "none", capsys, step=2, row=1)
+    assert f"run: {tmp_path}/none keeps no position or checkpoint, so nothing of a run is there to compare with" in out
+
+
+@pytest.mark.parametrize("content", [b"", b"PK", b"torn"])
+def test_damaged_position_counts_as_none(tmp_path, content):
+    positions.write(tmp_path, 2, position=np.arange(3), data_identity="a")
+    assert positions.nearest(tmp_path, 5, data_identity=lambda step: "a")[0] == 2
+    assert [path.name for path in (tmp_path / "positions").iterdir()] == ["2.npz"]
+    (tmp_path / "positions/2.npz").write_bytes(content)
+    assert positions.nearest(tmp_path, 5, data_identity=lambda step: "a") is None
+    assert not positions.is_compared(tmp_path, 5, data_identity=lambda step: "b")
+
+
+def test_a_position_in_a_checkpoint_under_the_name_of_another_step_counts_as_none(tmp_path):
+    data = dataclasses.asdict(resolve(config_lib.load("tiny")).data)
+    metadata = {"config": {"data": data}, "manifest": {"hash": "a", "order": None}, "tokenizer_sha256": "b"}
+    path = tmp_path / "checkpoints/7/run/metadata"
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps({"position": [[7, 0], [7, 3]], "metadata": metadata}))
+
+    def nearest():
+        return positions.nearest(tmp_path, 12, data_identity=lambda step: identity(
+            data, manifest=metadata["manifest"], tokenizer_sha256="b", num_batches=step))  # fmt: skip
+
+    assert nearest()[0] == 7
+    (tmp_path / "checkpoints/7").rename(tmp_path / "checkpoints/9")
+    assert nearest() is None
+
+
+def test_identity_knows_what_decides_batches_and_nothing_else(config):
+    data = dataclasses.asdict(resolve(config).data)
+
+    def of(**changes):
+        facts = {"manifest": {"hash": "m", "order": "o"}, "tokenizer_sha256": "t", "num_batches": 12}
+        return identity(data | {key: changes.pop(key) for key in [*changes] if key in data}, **facts | changes)
+
+    for same in (
+        {"num_threads": 9},
+        {"on_bad_record": "skip"},
+        {"train": "web=here;code=there"},
+        {"window_documents": 9},
+    ):
+        assert of(**same) == of()
+    weights = data["weights"]  # web=3,code=1 until_step=10;web=1,code=1
+    for same in (
+        "web=6,code=2 until_step=10;web=2,code=2 until_step=12;web=0,code=1",
+        "web=3,code=1 until_step=4;" + weights,
+    ):
+        assert of(weights=same) == of()
+    later = "web=3,code=1 until_step=12;web=1,code=1"
+    assert of(weights=later) != of()
+    assert of(weights=later, num_batches=10) == of(num_batches=10)
+    others = [{"seed": 9}, {"weights": "web=3,code=1 until_step=9;web=1,code=1"}, {"seq_len": 9}, {"batch_size": 9},
+              {"packing": "documents"}, {"packing": "documents", "window_documents": 9}, {"shuffle": False},
+              {"max_document_chars": 9}]  # fmt: skip
+    assert len({of(), *(of(**other) for other in others)}) == 1 + len(others)
+    assert len({of(), of(manifest={"hash": "n", "order": "o"}), of(manifest={"hash": "m", "order": "p"}),
+                of(tokenizer_sha256="u"), of(num_batches=13)}) == 5  # fmt: skip
+
+
+def test_places_computed_from_lengths_are_those_of_the_streams(config, texts, monkeypatch):
+    monkeypatch.setattr(positions, "_DOCUMENTS_AT_ONCE", 3)
+    data = resolve(config).data
+    batches = TrainBatches(data, tokenizer=TOKENIZER)
+    lengths = []
+    for own in texts.values():
+        tokens = [packing.document_tokens(text, tokenizer=TOKENIZER, max_chars=300) for text in own]
+        lengths.append(np.asarray([sum(map(len, pieces)) for pieces in tokens], np.int32))
+    known = batches.get_state()
+    for batch in range(300):
+        for row, place in zip(batches.rows, batches.get_state(), strict=True):
+            if batch % 29 == 0:
+                options = {"batch": batch, "seq_len": data.seq_len, "lengths": lengths}
+                found = positions.computed(batches.definition, row, **options)
+                np.testing.assert_array_equal(found, place)
+                for start in (known[row], place):  # from an earlier one, and from itself
+                    found = positions.computed(batches.definition, row, start=start, **options)
+                    np.testing.assert_array_equal(found, place)
+        if batch % 41 == 0:
+            known = batches.get_state()
+        batches.next_rows()
+    assert batches.get_state()[:, 1::NUM_FIELDS].min() >= 2  # epochs of both sources
+    batches.close()
+
+
+def test_peek_of_stored_ids_replays_nothing_and_training_on_them_is_the_same(config, texts, tmp_path, capsys):
+    resolved = resolve(config)
+    facts = {"tokenizer_sha256": TOKENIZER.sha256, "vocab_size": 2048, "eos_id": 2, "max_document_chars": 300}
+    for name, own in texts.items():
+        pieces = [packing.document_tokens(text, tokenizer=TOKENIZER, max_chars=300) for text in own]
+        write_built(tmp_path / f"ids_{name}", [np.concatenate([*some]) for some in pieces], kind="tokens", **facts)
+    config.data.train = f"web={tmp_path}/ids_web;code={tmp_path}/ids_code"
+    stored = resolve(config)
+    _, out = shown(stored, tmp_path / "none", capsys, step=40)
+    assert "position: computed from the lengths of the stored ids, nothing to replay" in out
+    _, from_text = shown(resolved, tmp_path / "none", capsys, step=40)
+    assert out.split("\nbatch ")[1][:32] == from_text.split("\nbatch ")[1][:32]  # the hash of the batch
+    batches, position = batches_before(stored.data, 31)
+    (tmp_path / "none").mkdir()
+    positions.write(tmp_path / "none", 30, position=position, data_identity=batches.definition.identity(30))
+    batches.close()
+    _, since = shown(stored, tmp_path / "none", capsys, step=40)
+    assert f"the stored ids (from step 30 on, {tmp_path}/none/positions/30.npz), nothing to replay" in since
+    assert since.split("\nrow 0", 1)[1] == out.split("\nrow 0", 1)[1]
+    positions.write(tmp_path, 2, position=np.zeros(1), data_identity="of other data")
+    with pytest.raises(ValueError, match=r"2.npz belongs to a run on other data"):
+        shown(stored, tmp_path, capsys, step=40)
+    config.data.max_document_chars = 400
+    with pytest.raises(ValueError, match=r"\(web\): the token ids in .* were built from pieces of at most 300 char"):
+        TrainBatches(resolve(config).data, tokenizer=TOKENIZER)
+
+
+def test_peek_asks_for_a_step_and_a_row_that_exist(tmp_path):
+    path = write_config(tmp_path)
+    with pytest.raises(ValueError, match=r"--step=N is missing; give a step from 1 on"):
+        peek.main([f"--config={path}"])
+    with pytest.raises(ValueError, match=r"--row=4 must lie in 0 .. data.batch_size - 1 = 3"):
+        peek.main([f"--config={path}", "--step=1", "--row=4"])
+
+
+# A whole run of two sources: what it writes, and what peek says of it.
+
+
+@pytest.fixture
+def trained(config, tmp_path, monkeypatch):
+    """A function of changes to `data` that trains in `tmp_path/run` on one device and returns the resolved config."""
+    one = jax.devices()[:1]
+    monkeypatch.setattr(loop.jax, "devices", lambda: one)
+
+    def train(**changes):
+        config.data.update(changes)
+        resolved = resolve(config)
+        assert loop.train(resolved, tmp_path / "run") == 0
+        return resolved
+
+    return train
+
+
+def test_run_of_two_sources_packed_by_documents_validates_each_and_can_be_peeked_at(trained, config, tmp_path, capsys):
+    run = tmp_path / "run"
+    with open(tmp_path / "code.jsonl", "a") as file:
+        file.write('{"text": null}\n' * 4)
+    resolved = trained(packing="documents", on_bad_record="skip", batch_size=4)
+    out = capsys.readouterr().out
+    assert "sources          web 75.00%, code 25.00% until step 10; then web 50.00%, code 50.00%" in out
+    written = rows(run)
+    train_rows = [row for row in written if "loss" in row]
+    batches, _ = batches_before(resolved.data, 1)
+    for row in train_rows:
+        batch = batch_of([packed for _, packed in batches.next_rows()])
+        assert row["batch_hash"] == batch_hash(batch, rows=range(4))
+        assert row["padding_share"] == (batch.segment_ids == 0).mean()
+        assert row["tokens"] - (train_rows[row["step"] - 2]["tokens"] if row["step"] > 1 else 0) == batch.weights.sum()
+    batches.close()
+    assert train_rows[-1]["skipped_records"] > 0
+    mean = sum(row["padding_share"] for row in train_rows) / len(train_rows)
+    assert f"padding: {mean:.2%} of all tokens" in out
+    assert f"bad records passed over: {train_rows[-1]['skipped_records']:,}" in out
+    last = written[-1]
+    assert last["eval_tokens"] == last["eval_tokens/one"] + last["eval_tokens/two"]
+    nats = sum(last[f"eval_loss/{name}"] * last[f"eval_tokens/{name}"] for name in ("one", "two"))
+    assert last["eval_loss"] == pytest.approx(nats / last["eval_tokens"])
+    assert {f"{key}/{name}" for key in ("perplexity", "bits_per_byte") for name in ("one", "two")} < set(last)
+
+    assert sorted(path.name for path in (run / "positions").iterdir()) == ["12.npz", "4.npz", "8.npz"]
+    assert saved_steps(run) == [7, 12]
+    for step, begins in ((4, "the beginning"), (7, "after step 4"), (8, "after step 7"), (11, "after step 8")):
+        code, shown_text = shown(resolved, run, capsys, step=step)
+        assert code == 0
+        assert begins in shown_text
+        assert f"the one that {run / 'metrics.jsonl'} has for step {step}" in shown_text
+    code, ahead = shown(resolved, run, capsys, step=14)
+    assert code == 0
+    assert "after step 12" in ahead
+    assert "has no row of step 14" in ahead
+    content = (run / "metrics.jsonl").read_text().replace(train_rows[4]["batch_hash"], "0" * 32)
+    (run / "metrics.jsonl").write_text(content)
+    assert shown(resolved, run, capsys, step=5)[0] == 1
+
+
+def test_stages_after_the_saved_step_may_change_and_the_batches_are_those_of_a_run_that_knew(trained, config, tmp_path):
+    expected_weights = "web=3,code=1 until_step=5;web=1,code=1 until_step=9;web=0,code=1"
+    trained(weights=expected_weights)
+    expected = [row["batch_hash"] for row in rows(tmp_path / "run") if "loss" in row]
+    (tmp_path / "run").rename(tmp_path / "whole")
+    config.train.num_steps = 7
+    trained(weights="web=3,code=1 until_step=5;web=1,code=1")
+    config.train.num_steps = 12
+    for weights in ("web=3,code=1 until_step=6;web=1,code=1", "web=3,code=1 until_step=5;web=2,code=1", "web=3,code=1"):
+        with pytest.raises(
+            ValueError, match=r"data.weights: .* which differ before step 8; only stages that begin after"
+        ):
+            trained(weights=weights)
+    trained(weights=expected_weights)
+    assert [row["batch_hash"] for row in rows(tmp_path / "run") if "loss" in row] == expected
+    assert peek.peek(resolve(config), tmp_path / "run", step=5, row=None) == 0  # from a position of before
+
+
+def test_resumed_run_of_two_sources_has_the_rows_of_one_that_was_left_alone(trained, config, tmp_path):
+    trained()
+    expected = [exact(row) for row in rows(tmp_path / "run")]
+    (tmp_path / "run").rename(tmp_path / "whole")
+    config.train.num_steps = 7
+    trained()
+    config.train.num_steps = 12
+    trained(position_every_steps=0, on_bad_record="skip")  # allowed: neither changes a batch so far
+    found = [exact(row) for row in rows(tmp_path / "run")]
+    assert [row for row in found if "loss" in row] == [row for row in expected if "loss" in row]
+    assert found[-1] == expected[-1]

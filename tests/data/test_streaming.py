@@ -1,0 +1,131 @@
+"""Documents in order: those of the readers by number, compressed files too, going on after bad records."""
+
+import gzip
+import json
+
+import pyarrow
+import pytest
+from data_files import write_arrow, write_built, write_compressed, write_jsonl, write_parquet
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hlat_jax.data import sources
+from hlat_jax.data.formats import records, streaming
+
+TEXTS = ["first", "zweiter Text: äöü 漢字 😀", "line one\nline two\r\n", " ", "x" * 3000, "last"]
+
+
+def stream(path, *, text_field="text"):
+    """Returns [(text or BadRecord, row)]."""
+    documents, found = sources.iter_documents(path, text_field=text_field), []
+    while True:
+        try:
+            found.append(next(documents))
+        except StopIteration:
+            return found
+        except sources.BadRecord as error:
+            found.append((error, None))
+
+
+def test_every_format_gives_its_documents_in_order_with_their_rows(tmp_path):
+    rows = [(text, row) for row, text in enumerate(TEXTS, start=1)]
+    raw = write_jsonl(tmp_path / "a.jsonl", TEXTS).read_bytes()
+    assert stream(tmp_path / "a.jsonl") == rows
+    assert stream(str(write_compressed(tmp_path / "a.jsonl.gz", raw))) == rows
+    assert stream(write_compressed(tmp_path / "a.jsonl.zst", raw)) == rows
+    assert stream(write_parquet(tmp_path / "a.parquet", TEXTS)) == rows
+    for is_file in (False, True):
+        for compression in (None, "zstd"):
+            path = write_arrow(tmp_path / "a.arrow", TEXTS, is_file=is_file, compression=compression)
+            assert stream(path) == rows
+    coded = pyarrow.array(TEXTS).dictionary_encode()
+    assert stream(write_arrow(tmp_path / "b.arrow", coded)) == rows
+    assert stream(write_built(tmp_path / "built", TEXTS)) == rows
+    (tmp_path / "a.txt").write_bytes(TEXTS[1].encode())
+    assert stream(tmp_path / "a.txt") == [(TEXTS[1], None)]
+    assert stream(write_compressed(tmp_path / "b.txt.zst", TEXTS[1].encode() * 9)) == [(TEXTS[1] * 9, None)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.sampled_from([b"", b" \r", b'{"text": "a"}', b'{"text": "%s"}' % (b"z" * 300), b"{}"]), max_size=30),
+    st.booleans(),
+    st.sampled_from([1, 7, 64, 1 << 20]),
+)
+def test_jsonl_in_order_agrees_with_jsonl_by_number_for_any_chunk(tmp_path_factory, lines, ended, chunk_bytes):
+    path = tmp_path_factory.mktemp("lines") / "a.jsonl"
+    path.write_bytes(b'{"text": "head"}\n' + b"\n".join(lines) + (b"\n" if ended else b""))
+    before, streaming._CHUNK_BYTES = streaming._CHUNK_BYTES, chunk_bytes
+    try:
+        found = stream(path)
+    finally:
+        streaming._CHUNK_BYTES = before
+    corpus = sources.open_corpus(str(path), text_field="text", key="k")
+    assert len(found) == len(corpus)
+    for index, (text, row) in enumerate(found):
+        if isinstance(text, sources.BadRecord):
+            with pytest.raises(sources.BadRecord) as caught:
+                corpus[index]
+            assert str(caught.value) == str(text)
+        else:
+            assert text == corpus[index]
+            assert corpus.locate(index).endswith(f"a.jsonl, row {row}")
+
+
+def test_bad_records_are_raised_one_by_one_and_the_rest_follows(tmp_path):
+    bad = b'{"text": "a"}\n\n{"text": null}\n{"text": "\xff"}\n{"text": "b"}\n{"te'
+    (tmp_path / "a.jsonl").write_bytes(bad)
+    kinds = [text if isinstance(text, str) else "bad" for text, _ in stream(tmp_path / "a.jsonl")]
+    assert kinds == ["a", "bad", "bad", "b", "bad"]
+    messages = [str(text) for text, row in stream(tmp_path / "a.jsonl") if row is None]
+    assert "a.jsonl, row 3: 'text' is null" in messages[0]
+    assert "row 6: invalid or truncated JSON" in messages[2]
+    column = pyarrow.array([b"x", None, b"\xff", b"y"]).view(pyarrow.string())
+    for path in (write_arrow(tmp_path / "a.arrow", column), write_parquet(tmp_path / "a.parquet", column)):
+        kinds = [text if isinstance(text, str) else "bad" for text, _ in stream(path)]
+        assert kinds == ["x", "bad", "bad", "y"]
+    (tmp_path / "a.txt").write_bytes(b"\xff")
+    assert "a.txt: invalid UTF-8" in str(stream(tmp_path / "a.txt")[0][0])
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_truncated_compressed_file_gives_what_is_whole_and_then_raises(tmp_path, suffix):
+    raw = "".join(json.dumps({"text": f"document {i}"}) + "\n" for i in range(500)).encode()
+    path = write_compressed(tmp_path / f"a.jsonl{suffix}", raw)
+    path.write_bytes(path.read_bytes()[:-9])
+    documents, seen = sources.iter_documents(path, text_field="text"), []
+    with pytest.raises(ValueError, match=rf"a.jsonl{suffix} cannot be read to its end") as caught:
+        seen.extend(text for text, _ in documents)
+    assert not isinstance(caught.value, sources.BadRecord)
+    (tmp_path / f"b.jsonl{suffix}").write_bytes(b"not compressed at all")
+    with pytest.raises(ValueError, match="cannot be read to its end"):
+        stream(tmp_path / f"b.jsonl{suffix}")
+
+
+def test_truncated_columns_missing_columns_and_ids_are_refused(tmp_path):
+    texts = [f"document {i}" for i in range(100)]
+    for path in (write_arrow(tmp_path / "a.arrow", texts), write_parquet(tmp_path / "a.parquet", texts)):
+        with pytest.raises(ValueError, match="has no column 'body'"):
+            stream(path, text_field="body")
+        path.write_bytes(path.read_bytes()[:-300])
+        with pytest.raises(ValueError, match=f"{path.name}.*write it again"):
+            stream(path)
+    ids = write_built(tmp_path / "ids", [[1, 2], [2]], kind="tokens")
+    with pytest.raises(ValueError, match="token ids, from which no text comes back"):
+        stream(ids)
+    write_jsonl(tmp_path / "x.jsonl", ["a"])
+    write_jsonl(tmp_path / "y.jsonl", ["a"])
+    with pytest.raises(ValueError, match="holds 2 files"):
+        stream(f"{tmp_path}/*.jsonl")
+
+
+@pytest.mark.parametrize("chunk_bytes", [64, 1 << 20])
+def test_line_and_text_over_the_limit_are_bad_records(tmp_path, monkeypatch, chunk_bytes):
+    monkeypatch.setattr(records, "MAX_RECORD_BYTES", 1000)
+    monkeypatch.setattr(streaming, "_CHUNK_BYTES", chunk_bytes)
+    path = write_jsonl(tmp_path / "a.jsonl", ["a", "x" * 5000, "b"])
+    found = stream(path)
+    assert [text if isinstance(text, str) else "bad" for text, _ in found] == ["a", "bad", "b"]
+    assert "row 2: more than 1000 bytes in one line" in str(found[1][0])
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"x" * 5000))
+    assert "more than 1000 bytes in one document" in str(stream(tmp_path / "a.txt.gz")[0][0])

@@ -1,0 +1,344 @@
+"""Perplexity against transformers: each token's probability from a context of its own, counted from the definition.
+
+Relative tolerance 1e-5 on the sum of the losses: both sides compute in fp32, which is exact to 1e-7 a token.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import io
+import json
+import math
+import pathlib
+import shutil
+
+import jax
+import numpy as np
+import pytest
+import torch
+from hf_weights import hf_model
+from micro import write_config
+
+from hlat_jax import config as config_lib
+from hlat_jax import loop
+from hlat_jax.batch import concat_batch
+from hlat_jax.data import held_out, sources
+from hlat_jax.evaluate import __main__ as evaluate
+from hlat_jax.evaluate import perplexity
+from hlat_jax.evaluate.perplexity import windows
+from hlat_jax.generate.inference import TrainedModel
+from hlat_jax.model import apply, init_params
+from hlat_jax.parallel.sharding import make_layout
+from hlat_jax.resolve import resolve
+from hlat_jax.run.settings import saved_config
+from hlat_jax.run.validation import Validation
+from hlat_jax.store.metrics import ROWS_FILE, read_rows
+from hlat_jax.weights.trained import open_weights
+
+TEXTS = ["It is a truth universally acknowledged, that a single man — in possession of a good fortune — must be in "
+         "want of a wife. However little known the feelings of such a man may be on his first entering a place.",
+         "x", "Emma Woodhouse, handsome, clever, and rich."]  # fmt: skip
+MODEL = config_lib.ModelConfig(
+    vocab_size=64, num_layers=2, embed_dim=32, mlp_dim=64, num_heads=4, num_kv_heads=2, head_dim=8, max_positions=256
+)
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+
+
+@pytest.fixture(scope="module")
+def oracle(trained_run):
+    """A function of (text, window, first token) -> sum of the losses in nats, by Hugging Face's model."""
+    weights = open_weights(trained_run)
+    cfg, tokenizer = weights.model, weights.open_tokenizer()
+    sizes = {"vocab_size": cfg.vocab_size, "hidden_size": cfg.embed_dim, "intermediate_size": cfg.mlp_dim,
+             "num_hidden_layers": cfg.num_layers, "num_attention_heads": cfg.num_heads,
+             "num_key_value_heads": cfg.num_kv_heads, "head_dim": cfg.head_dim, "rms_norm_eps": cfg.norm_eps,
+             "rope_parameters": {"rope_type": "default", "rope_theta": cfg.rope_theta}}  # fmt: skip
+    model = hf_model(weights.restore(None), **sizes)
+
+    def nats(text, window, first):
+        ids, total = [first, *tokenizer.encode(text).tolist()], 0.0
+        for number in range(1, len(ids)):
+            # windows end after W, W + W / 2, W + 2 W / 2, ... predictions and have at most W tokens before their end
+            turn = max(0, -(-(number - window) // (window - window // 2)))
+            start = turn * (window - window // 2)
+            assert number - start > min(window // 2, number - 1)
+            with torch.no_grad():
+                logits = model(torch.tensor([ids[start:number]])).logits[0, -1].double()
+            total -= float(torch.log_softmax(logits, -1)[ids[number]])
+        return total
+
+    return nats, tokenizer
+
+
+@pytest.mark.parametrize("length", range(2, 40))
+@pytest.mark.parametrize("window", [2, 5, 8])
+def test_windows_predict_each_token_once_from_half_a_window_or_all_before(window, length):
+    ids, predicted = np.arange(length), []
+    for piece in windows(ids, window):
+        assert len(piece.tokens) == len(piece.targets) <= window
+        np.testing.assert_array_equal(piece.tokens + 1, piece.targets)
+        for place in range(piece.first, len(piece.tokens)):
+            predicted.append(int(piece.targets[place]))
+            assert place + 1 >= min(window // 2, predicted[-1])
+    assert predicted == list(range(1, length))
+
+
+@pytest.mark.parametrize(
+    ("words", "window"),
+    [([], 32), (["--window=15", "--batch_size=3"], 15), (["--parallel.tensor=2", "--parallel.data=2"], 32)],
+    ids=["whole", "odd", "mesh"],
+)
+def test_evaluate_equals_hugging_face_token_by_token(words, window, trained_run, oracle, evaluate_here, tmp_path):
+    nats, tokenizer = oracle
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    out = tmp_path / "found.json"
+    code, printed, error = evaluate_here(
+        f"--checkpoint={trained_run}", f"--data={tmp_path / 'text.jsonl'}", f"--json={out}", *words
+    )
+    assert (code, error) == (0, "")
+    found, wanted = json.loads(out.read_text()), sum(nats(text, window, tokenizer.eos_id) for text in TEXTS)
+    num_bytes, num_tokens = sum(len(text.encode()) for text in TEXTS), sum(len(tokenizer.encode(t)) for t in TEXTS)
+    assert (found["num_documents"], found["num_bytes"], found["num_tokens"]) == (3, num_bytes, num_tokens)
+    assert found["nats"] == pytest.approx(wanted, rel=1e-5)
+    assert found["eval_loss"] == pytest.approx(wanted / num_tokens, rel=1e-5)
+    assert found["perplexity"] == pytest.approx(np.exp(wanted / num_tokens), rel=1e-4)
+    assert found["bits_per_byte"] == pytest.approx(wanted / np.log(2) / num_bytes, rel=1e-5)
+    assert f"3 documents, {num_bytes} bytes, {num_tokens} tokens" in printed
+
+
+@pytest.fixture(scope="module")
+def validated(tmp_path_factory):
+    """A function of a packing -> (folder, validation row, line on what is validated, held-out file) of a short run."""
+
+    @functools.cache
+    def run(packing):
+        folder = tmp_path_factory.mktemp(packing)
+        text = folder / "held_out.jsonl"
+        shutil.copy(sources.asset_path("austen_validation.jsonl"), text)
+        c = config_lib.load(str(write_config(folder)))
+        c.data.update(packing=packing, validation=str(text))
+        c.train.update(num_steps=8, eval_every_steps=0, num_eval_batches=3)
+        one, printed = jax.devices()[:1], io.StringIO()
+        with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
+            patch.setattr(loop.jax, "devices", lambda *_: one)
+            assert loop.train(resolve(c), folder / "run") == 0
+        [said] = [line for line in printed.getvalue().splitlines() if line.startswith("validation  ")]
+        return folder / "run", read_rows(folder / "run" / ROWS_FILE)[-1], said, text
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("packing", "words"),
+    [("concat", ["--parallel.tensor=2", "--parallel.data=2", "--batch_size=1"]), ("documents", ["--batch_size=5"])],
+    ids=["concat on a mesh", "documents"],
+)
+def test_evaluate_of_the_validation_rows_equals_the_validation_of_the_run(
+    packing, words, validated, evaluate_here, tmp_path
+):
+    """1e-5: fp32 sums over batches of another size, and another mesh."""
+    folder, row, said, _ = validated(packing)
+    out = tmp_path / "found.json"
+    code, printed, error = evaluate_here(f"--checkpoint={folder}", "--validation", f"--json={out}", *words)
+    assert (code, error) == (0, "")
+    assert said in printed.splitlines()
+    found = json.loads(out.read_text())
+    assert found["eval_tokens"] == row["eval_tokens"]
+    for key in ("eval_loss", "bits_per_byte"):
+        assert found[key] == pytest.approx(row[key], rel=1e-5)
+    assert found["coverage"]["all"]["all_documents"] == 13
+
+
+def test_evaluate_of_the_validation_rows_has_the_precision_policy_of_the_run(validated, monkeypatch, evaluate_here):
+    """Its parameters are float32, which alone would mean fp32."""
+    folder, _, _, _ = validated("concat")
+    policies = []
+
+    def saved(settings):
+        run = saved_config(settings)
+        return dataclasses.replace(run, precision=dataclasses.replace(run.precision, policy="mixed"))
+
+    def recorded(config, layout):
+        policies.append(config.precision.policy)
+        return lambda *_: (0.0, 1.0)
+
+    monkeypatch.setattr("hlat_jax.run.settings.saved_config", saved)
+    monkeypatch.setattr("hlat_jax.step.make_eval_step", recorded)
+    evaluate_here(f"--checkpoint={folder}", "--validation")
+    assert set(policies) == {"mixed"}
+
+
+def test_validation_is_the_loss_of_rows_cut_by_hand(validated):
+    """Every sixth row, counted from the middle of the first six, by logits and log_softmax alone; rel 1e-5: fp32."""
+    folder, row, _, text = validated("concat")
+    weights = open_weights(folder)
+    tokenizer, params = weights.open_tokenizer(), weights.restore(None)
+    lines = text.read_text(encoding="utf-8").splitlines()
+    texts = [json.loads(line)["text"] for line in lines]
+    pieces = [text[start : start + 2000] for text in texts for start in range(0, len(text), 2000)]
+    tokens = np.concatenate([[*tokenizer.encode(piece), tokenizer.eos_id] for piece in pieces])
+    starts = range(0, len(tokens), 32)
+    rows_BT = np.stack([tokens[starts[(2 * i + 1) * len(starts) // 24] :][:32] for i in range(12)])
+    log_probs_BTV = jax.nn.log_softmax(apply(params, weights.model, rows_BT).astype(np.float32))
+    losses = -np.take_along_axis(np.asarray(log_probs_BTV, np.float64)[:, :-1], rows_BT[:, 1:, None], axis=2)
+    assert row["eval_tokens"] == losses.size == 12 * 31
+    assert row["eval_loss"] == pytest.approx(losses.mean(), rel=1e-5)
+
+
+def test_a_validation_of_few_batches_is_near_that_of_all(trained_run, tmp_path):
+    """2 %, the noise of 32 rows; the first document is one word again and again, which the novels are not."""
+    weights, layout = open_weights(trained_run), make_layout(config_lib.ParallelConfig(), jax.devices()[:1])
+    lines = sources.asset_path("austen_validation.jsonl").read_text(encoding="utf-8").splitlines()
+    (tmp_path / "text.jsonl").write_text("\n".join([json.dumps({"text": "the " * 2000}), *lines]))
+    data = dataclasses.replace(config_lib.DataConfig(), validation=str(tmp_path / "text.jsonl"), seq_len=32)
+    trained = TrainedModel(weights.model, weights.restore(None), layout, None, "", "")
+    eval_step = evaluate._eval_step(trained)
+    few, whole = (
+        Validation(rows, eval_step, layout)(trained.params)["eval_loss"]
+        for rows, _ in (
+            held_out.open_held_out(data, tokenizer=weights.open_tokenizer(), num_batches=number) for number in (4, 0)
+        )
+    )
+    assert few == pytest.approx(whole, rel=0.02)
+
+
+def test_evaluate_refuses_a_held_out_text_that_changed(validated, evaluate_here):
+    folder, _, _, text = validated("concat")
+    kept = text.read_bytes()
+    try:
+        text.write_bytes(kept.replace(b"Emma", b"Anna"))
+        code, _, error = evaluate_here(f"--checkpoint={folder}", "--validation")
+    finally:
+        text.write_bytes(kept)
+    assert code == 2
+    assert "--validation: the held-out text is not that of the run" in error
+    assert "held_out.jsonl with" in error
+
+
+def _documents(*lengths):
+    return [perplexity.Document(np.arange(length + 1, dtype=np.int32) % 64, length) for length in lengths]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "num_rows", "shapes"),
+    [
+        ([1164], 8, {(1, 2048)}),
+        ([8192], 8, {(1, 8192)}),
+        ([20_000], 2, {(2, 8192)}),
+        ([60] * 19, 8, {(8, 64)}),
+        ([60] * 3, 3, {(3, 64)}),
+        ([10, 64, 65, 100, 5000, 1000, 70], 8, {(2, 64), (4, 128), (1, 1024), (1, 8192)}),
+    ],
+    ids=str,
+)
+def test_texts_run_in_the_shortest_of_few_windows_that_holds_them(lengths, num_rows, shapes):
+    seen = []
+    predict = lambda batch: (seen.append(batch.tokens.shape) or batch.weights.sum(), 0)  # noqa: E731
+    found = perplexity.total(iter(_documents(*lengths)), predict=predict, num_rows=num_rows, window=8192)
+    assert set(seen) == shapes  # each compiled once
+    assert found.nats == found.num_tokens == sum(lengths)
+    assert found.padded_lengths == tuple(sorted({length for _, length in shapes}))
+
+
+def test_a_short_text_has_the_loss_that_it_has_in_the_whole_window():
+    """To 1e-6 of the sum: the same fp32 operations on the same tokens, in arrays of another size."""
+    layout = make_layout(config_lib.ParallelConfig(), jax.devices()[:1])
+    predict = evaluate._predict(TrainedModel(MODEL, init_params(MODEL, jax.random.key(0)), layout, None, "", ""))
+    documents = _documents(40, 250, 64, 2)
+    found = perplexity.total(documents, predict=predict, num_rows=8, window=MODEL.max_positions)
+    pieces = [piece for document in documents for piece in windows(document.ids, MODEL.max_positions)]
+    whole, _ = predict(perplexity._batch(pieces, 8, MODEL.max_positions))
+    assert found.num_windows == 4
+    assert found.padded_lengths == (64, 256)
+    assert found.nats == pytest.approx(float(whole), rel=1e-6)
+
+
+def test_evaluate_reads_a_file_as_one_document_and_stored_ids_as_their_texts(
+    trained_run, oracle, evaluate_here, data_here, tmp_path
+):
+    nats, tokenizer = oracle
+    (tmp_path / "text.txt").write_text(TEXTS[0])
+    built = [tmp_path / "text.txt", f"--out={tmp_path / 'built'}", f"--tokenizer={tokenizer.path}", "--workers=1"]
+    assert data_here("build", *built)[0] == 0
+    wanted = nats(TEXTS[0], 32, tokenizer.eos_id)
+    for source in (f"--text={tmp_path / 'text.txt'}", f"--data={tmp_path / 'built'}"):
+        out = tmp_path / "found.json"
+        assert evaluate_here(f"--checkpoint={trained_run}", source, f"--json={out}")[0] == 0
+        found = json.loads(out.read_text())
+        assert (found["num_documents"], found["num_bytes"]) == (1, len(TEXTS[0].encode()))
+        assert found["nats"] == pytest.approx(wanted, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "give one of --text=FILE, --data=SOURCE, --validation and --tasks"),
+        (["--text=a", "--data=b"], "give one of --text=FILE, --data=SOURCE, --validation and --tasks"),
+        (["--text=a", "--tasks=b"], "give one of --text=FILE, --data=SOURCE, --validation and --tasks"),
+        (["--text=/no/such/file"], "--text=/no/such/file: no such file"),
+        (["--data=/no/such/file"], "/no/such/file"),
+        (["--text=README.md", "--window=33"], "--window=33 must lie in 2 .. 32"),
+        (["--text=EMPTY"], "no token to predict"),
+        (["--text=README.md", "--limit=3"], "--limit has no effect with --text; it applies to --tasks. Leave it out"),
+        (["--data=README.md", "--tasks_folder=x"], "--tasks_folder has no effect with --data; it applies to --tasks"),
+        (["--tasks=arc_easy", "--window=8"], "--window has no effect with --tasks; it applies to --text and --data"),
+        (
+            ["--validation", "--bos"],
+            "--bos has no effect with --validation; it applies to --text",
+        ),
+        (["--validation"], "has no data.validation; give --data=SOURCE"),
+    ],
+)
+def test_evaluate_refuses_what_it_cannot_do(words, message, trained_run, evaluate_here, tmp_path):
+    (tmp_path / "empty").touch()
+    words = [word.replace("EMPTY", str(tmp_path / "empty")) for word in words]
+    code, _, error = evaluate_here(f"--checkpoint={trained_run}", *words)
+    assert code == 2
+    assert message in error
+
+
+def test_a_figure_that_is_not_finite_is_null_in_the_file(trained_run, evaluate_here, monkeypatch, tmp_path):
+    (tmp_path / "text.txt").write_text(TEXTS[0])
+    infinite = {"eval_loss": math.inf, "perplexity": math.inf, "bits_per_byte": math.nan}
+    monkeypatch.setattr("hlat_jax.run.validation.measures", lambda *_, **__: infinite)
+    words = (f"--text={tmp_path / 'text.txt'}", f"--json={tmp_path / 'found.json'}")
+    assert evaluate_here(f"--checkpoint={trained_run}", *words)[0] == 0
+    found = json.loads((tmp_path / "found.json").read_text(), parse_constant=pytest.fail)
+    assert dict.fromkeys(infinite).items() <= found.items()
+    assert found["num_documents"] == 1
+
+
+def test_evaluate_says_what_tasks_need(evaluate_here, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    code, _, error = evaluate_here("--checkpoint=X", "--tasks=hlat")
+    assert code == 2
+    assert "pip install 'hlat_jax[eval]'" in error
+
+
+@pytest.mark.parametrize("words", [["--text=README.md"], ["--tasks=x"]])
+def test_an_output_that_cannot_be_written_is_refused_before_any_work(words, evaluate_here):
+    code, _, error = evaluate_here("--checkpoint=/no/such", *words, "--json=/no/such/x.json")
+    assert code == 2
+    assert "--json=/no/such/x.json: there is no folder" in error
+
+
+def test_help_does_not_hide_a_flag_that_there_is_not(evaluate_here):
+    code, _, error = evaluate_here("--checkpoint=x", "--taskz=hlat", "--help")
+    assert code == 2
+    assert "unknown flag --taskz" in error
+
+
+@pytest.mark.parametrize(
+    "how",
+    [{"tuned": "nowhere.json"}, {"rms_norm": "triton"}, {"attention": "nki"}, {"remat": "saved:dot_general.6"}],
+    ids=str,
+)
+def test_a_text_is_evaluated_by_a_model_that_was_trained_elsewhere(how):
+    layout = make_layout(config_lib.ParallelConfig(), jax.devices()[:1])
+    params = init_params(MODEL, jax.random.key(0))
+
+    def found(model):
+        trained = TrainedModel(model, params, layout, None, pathlib.Path(), "")
+        return evaluate._predict(trained)(concat_batch(np.zeros((2, 64), int)))
+
+    np.testing.assert_allclose(found(dataclasses.replace(MODEL, **how)), found(MODEL), rtol=1e-5)

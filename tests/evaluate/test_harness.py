@@ -1,0 +1,432 @@
+"""Our model in the LM Evaluation Harness against the harness's own backend for Hugging Face, on one exported model.
+
+Tasks are local files; nothing is fetched. Both compute in fp32: log-likelihoods agree within 1e-3 nats (sums over up to
+100 tokens), accuracies and texts exactly.
+"""
+
+import contextlib
+import functools
+import io
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+
+pytest.importorskip("lm_eval", reason="pip install 'hlat_jax[eval]'")
+pytest.importorskip("accelerate", reason="the harness's own backend needs it")
+
+import hf_models
+import jax
+import lm_eval
+import micro
+import numpy as np
+import transformers
+from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
+from lm_eval.tasks._yaml_loader import load_yaml
+from local_tasks import NAMES, write_tasks
+
+from hlat_jax import config as config_lib
+from hlat_jax import loop
+from hlat_jax.config import ParallelConfig
+from hlat_jax.data.tokenizer import Tokenizer
+from hlat_jax.evaluate import harness_command, suites, tasks
+from hlat_jax.evaluate.harness import HarnessModel
+from hlat_jax.evaluate.in_training import TasksInTraining
+from hlat_jax.evaluate.model_type import ModelType
+from hlat_jax.evaluate.tasks import Options, Tasks
+from hlat_jax.generate.inference import open_model
+from hlat_jax.hf.exporting import export_checkpoint
+from hlat_jax.hf.importing import import_checkpoint
+from hlat_jax.resolve import resolve
+from hlat_jax.weights.hf_reading import begins_texts_with_bos, open_checkpoint
+from hlat_jax.weights.trained import open_weights
+
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+TOKENIZER = "package:austen_2k.model"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with the tasks, `imported` (weights of ours) and `exported` (the same for transformers)."""
+    folder = tmp_path_factory.mktemp("harness")
+    write_tasks(folder)
+    source, tokenizer = folder / "source", Tokenizer(TOKENIZER)
+    sizes = {"vocab_size": tokenizer.vocab_size, "max_position_embeddings": 64, "eos_token_id": tokenizer.eos_id}
+    hf_models.save(hf_models.model(transformers.LlamaConfig(**hf_models.SMALL | sizes)), source)
+    shutil.copy(tokenizer.path, source / "tokenizer.model")
+    (source / "tokenizer_config.json").write_text(json.dumps(tokenizer.described()))
+    import_checkpoint(open_checkpoint(source), folder / "imported")
+    export_checkpoint(open_weights(folder / "imported"), folder / "exported")
+    return folder
+
+
+def ours(folder, **degrees):
+    trained = open_model(str(folder / "imported"), ParallelConfig(**degrees))
+    return HarnessModel(trained, batch_size=2)
+
+
+def results(model, folder):
+    manager = TaskManager(include_path=str(folder), include_defaults=False)
+    return lm_eval.simple_evaluate(model=model, tasks=NAMES, task_manager=manager, bootstrap_iters=0)
+
+
+@pytest.fixture(scope="module")
+def of_hugging_face(folder):
+    """What the harness's own backend finds; as its other models, ours begins a text without context with EOS."""
+    eos = Tokenizer(TOKENIZER).eos_id
+    return results(HFLM(str(folder / "exported"), device="cpu", batch_size=3, prefix_token_id=eos), folder)
+
+
+def answers(found, task):
+    """Returns what a model answered, a list for each document in order."""
+    rows = sorted(found["samples"][task], key=lambda row: row["doc_id"])
+    return [[answer for [answer] in row["resps"]] for row in rows]
+
+
+@pytest.mark.parametrize("degrees", [{}, {"tensor": 2, "data": 2}], ids=["one device", "mesh"])
+def test_harness_model_answers_as_the_backend_for_hugging_face(degrees, folder, of_hugging_face):
+    found = results(ours(folder, **degrees), folder)
+    for one, other in zip(answers(found, NAMES[0]), answers(of_hugging_face, NAMES[0]), strict=True):
+        assert [score[0] for score in one] == pytest.approx([score[0] for score in other], abs=1e-3)
+        assert [score[1] for score in one] == [score[1] for score in other]
+    one, other = (answers(each, NAMES[1]) for each in (found, of_hugging_face))
+    assert [total for [total] in one] == pytest.approx([total for [total] in other], abs=1e-3)
+    texts = answers(of_hugging_face, NAMES[2])
+    assert answers(found, NAMES[2]) == texts
+    assert all(text for [text] in texts)
+    for task in (NAMES[0], NAMES[2]):
+        of_task = [{key: value for key, value in each["results"][task].items() if "stderr" not in key}
+                   for each in (found, of_hugging_face)]  # fmt: skip
+        assert of_task[0] == of_task[1]
+
+
+def test_generation_ends_before_the_first_stop_sequence(folder):
+    model = ours(folder)
+    eos = model.eot_token_id
+
+    def stream(prompts, **_):
+        ids = model.tok_encode("one two. three four")
+        yield from ([token, eos if step == 1 else None if step else ids[0]] for step, token in enumerate(ids))
+
+    model._generator.stream = stream
+    prompts = [[5], [6]]
+    assert model._continued(prompts, {"until": ["four", "."], "max_gen_toks": 32}, first_number=0)[0] == "one two"
+    assert (
+        model._continued(prompts, {"until": ["ee f", "zzz"], "max_gen_toks": 32}, first_number=0)[0] == "one two. thr"
+    )
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"until": [], "max_gen_toks": 64}, "max_gen_toks=64 leaves no room for a prompt: model.max_positions=64"),
+        ({"until": [], "max_gen_toks": 8, "num_beams": 2}, "generation_kwargs has 'num_beams'"),
+    ],
+)
+def test_generation_refuses_what_it_cannot_do(asked, message, folder):
+    with pytest.raises(ValueError, match=message):
+        ours(folder)._continued([[5]], asked, first_number=0)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("", "checkpoint=FOLDER is missing"),
+        ("checkpoint=X,tensr=2", "model_args has no 'tensr'.*tensor"),
+        ("checkpoint=X,batch_size=auto", "batch_size=auto: give a number"),
+        ("checkpoint", "give KEY=VALUE"),
+        ("checkpoint=X,tensor=two", "tensor=two: give a number"),
+        ("checkpoint=X,bos=yes", "bos=yes: give true or false"),
+    ],
+)
+def test_model_arguments_are_checked_by_name(words, message):
+    with pytest.raises(ValueError, match=message):
+        ModelType.create_from_arg_string(words)
+
+
+def test_neurons_environment_is_set_for_the_mesh_that_is_asked_for_before_jax_is_imported():
+    code = """if True:
+        import sys
+        from hlat_jax import inference
+        from hlat_jax.evaluate.model_type import ModelType
+        inference.prepare_for = lambda parallel: sys.exit(f"{parallel.fsdp} {parallel.tensor} {'jax' in sys.modules}")
+        ModelType.create_from_arg_obj({"checkpoint": "runs/7b", "tensor": 8, "fsdp": "4"})
+    """
+    words = [sys.executable, "-c", code]
+    done = subprocess.run(words, env=micro.environment(), capture_output=True, text=True, check=False)
+    assert done.stderr.strip() == "4 8 False"
+
+
+def test_the_harness_own_command_line_knows_our_model_type(folder, monkeypatch, capsys, of_hugging_face):
+    words = f"--model hlat_jax --model_args checkpoint={folder / 'imported'},tensor=2 --batch_size 4"
+    words += f" --include_path {folder} --tasks local_choice"
+    monkeypatch.setattr("sys.argv", ["lm_eval", *words.split()])
+    monkeypatch.setattr("lm_eval.tasks.TaskManager", functools.partial(TaskManager, include_defaults=False))  # slow
+    harness_command.main()
+    accuracy = of_hugging_face["results"]["local_choice"]["acc,none"]
+    assert f"|acc|↑|{accuracy:g}|" in capsys.readouterr().out.replace(" ", "")
+
+
+@pytest.fixture
+def local_suite(monkeypatch):
+    columns = (
+        suites.Column("Both", 0, {"local_choice": "acc,none", "local_generation": "exact_match,none"}),
+        suites.Column("Text", 2, {"local_rolling": "bits_per_byte,none"}),
+    )
+    suite = suites.Suite(columns, {"PAPER": (12.34, 56.78)}, ("a note",))
+    monkeypatch.setitem(suites.SUITES, "local", suite)
+
+
+def test_evaluate_runs_a_suite_with_its_shot_counts_beside_the_paper(folder, local_suite, evaluate_here, tmp_path):
+    out = tmp_path / "found.json"
+    code, printed, error = evaluate_here(
+        f"--checkpoint={folder / 'imported'}", "--tasks=local", f"--tasks_folder={folder}", f"--json={out}"
+    )
+    assert code == 0, error
+    found = json.loads(out.read_text())
+    assert found["n-shot"] == {"local_choice": 0, "local_generation": 0, "local_rolling": 2}
+    results = found["results"]
+    mean = 50 * (results["local_choice"]["acc,none"] + results["local_generation"]["exact_match,none"])
+    rows = {line.split("  ")[0].strip(): line.split()[-2:] for line in printed.splitlines() if line}
+    assert rows["PAPER"] == ["12.3", "56.8"]
+    bits = 100 * results["local_rolling"]["bits_per_byte,none"]
+    assert rows[str(folder / "imported")] == [f"{mean:.1f}", f"{bits:.1f}"]
+    assert "a note" in printed
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--tasks=local_choise"], "there is no task 'local_choise'. Did you mean 'local_choice'?"),
+        (["--tasks=hlat", "--num_fewshot=3"], "--num_fewshot: the suite hlat has shot counts of its own"),
+    ],
+)
+def test_evaluate_refuses_tasks_it_cannot_run(words, message, folder, evaluate_here):
+    code, _, error = evaluate_here(f"--checkpoint={folder / 'imported'}", f"--tasks_folder={folder}", *words)
+    assert code == 2
+    assert message in error
+
+
+def test_suites_name_tasks_and_figures_that_the_harness_has(folder):
+    index = tasks.manager(str(folder)).task_index
+    for suite in suites.SUITES.values():
+        for column in suite.columns:
+            for task, figure in column.metrics.items():
+                metric, name = figure.split(",")
+                content = load_yaml(index[task].yaml_path, resolve_func=False)
+                metrics = content.get("metric_list", content.get("aggregate_metric_list"))
+                assert metric in [entry["metric"] for entry in metrics], task
+                assert name in [entry["name"] for entry in content.get("filter_list", [{"name": "none"}])], task
+
+
+@pytest.fixture(scope="module")
+def trained(folder, tmp_path_factory):
+    """A function (settings of train) -> the folder of a run of three steps on a mesh, the programs compiled in each of
+    its evaluations on tasks, and what it printed."""
+    found = tmp_path_factory.mktemp("trained")
+    path, devices = micro.write_config(found), jax.devices("cpu")[:2]
+
+    def run(**settings):
+        c = config_lib.load(str(path))
+        c.model.max_positions = 64
+        c.data.validation = ""
+        c.parallel.tensor = 2
+        c.train.update(num_steps=3, eval_tasks_folder=str(folder) if settings else "", **settings)
+        c.checkpoint.every_steps = 2
+        c.metrics.console = "on"
+        compiled, compiled_in_each, printed, errors = [], [], io.StringIO(), io.StringIO()
+
+        def heard(event, _, **about):
+            if event == "/jax/core/compile/backend_compile_duration":
+                compiled.append(about["fun_name"])
+
+        def evaluate(tasks, params, *, evaluate=TasksInTraining.__call__):
+            compiled.clear()
+            found = evaluate(tasks, params)
+            compiled_in_each.append(list(compiled))
+            return found
+
+        workdir = found / f"run{len(list(found.iterdir()))}"
+        jax.monitoring.register_event_duration_secs_listener(heard)
+        try:
+            with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
+                patch.setattr(sys, "stderr", errors)
+                patch.setattr(jax, "devices", lambda *_: devices)
+                patch.setattr(TasksInTraining, "__call__", evaluate)
+                assert loop.train(resolve(c), workdir) == 0
+        finally:
+            jax.monitoring.unregister_event_duration_listener(heard)
+        assert "Tokenizing" not in errors.getvalue()  # a bar between our own lines
+        return workdir, compiled_in_each, printed.getvalue()
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def with_tasks(trained):
+    return trained(eval_tasks="local_choice,local_rolling", eval_tasks_every_steps=2)
+
+
+def test_figures_in_training_are_those_of_evaluate_on_the_checkpoint_of_that_step(
+    folder, with_tasks, evaluate_here, tmp_path
+):
+    workdir, _, printed = with_tasks
+    rows = {row["step"]: row for row in micro.rows(workdir) if "tasks/local_choice/acc" in row}
+    assert list(rows) == [0, 2, 3]
+    words = ("--tasks=local_choice,local_rolling", f"--tasks_folder={folder}", f"--json={tmp_path / 'found.json'}")
+    code, _, error = evaluate_here(f"--checkpoint={workdir / 'checkpoints/2'}", *words)
+    assert code == 0, error
+    found = json.loads((tmp_path / "found.json").read_text())["results"]
+    for metric in ("acc", "acc_norm"):
+        assert rows[2][f"tasks/local_choice/{metric}"] == found["local_choice"][f"{metric},none"]
+    figures = ["word_perplexity", "byte_perplexity", "bits_per_byte"]
+    for metric in figures:  # rows run together in other numbers, and on a mesh: sums in another order
+        wanted = pytest.approx(found["local_rolling"][f"{metric},none"], rel=1e-4)
+        assert rows[2][f"tasks/local_rolling/{metric}"] == wanted
+        assert rows[0][f"tasks/local_rolling/{metric}"] != wanted
+    [line] = [line for line in printed.splitlines() if line.startswith("       2  tasks: ")]
+    assert f"local_choice/acc {rows[2]['tasks/local_choice/acc']:.4f}, " in line
+    assert f"local_rolling/bits_per_byte {rows[2]['tasks/local_rolling/bits_per_byte']:.4f}" in line
+
+
+def test_tasks_in_training_change_no_bit_of_it_and_compile_at_their_first_evaluation_alone(with_tasks, trained):
+    workdir, compiled_in_each, _ = with_tasks
+    assert "jit(score)" in compiled_in_each[0]
+    assert compiled_in_each[1:] == [[], []]
+    plain, _, _ = trained()
+    rows = [micro.exact(row) for row in micro.rows(workdir) if "loss" in row]
+    assert len(rows) == 3
+    assert rows == [micro.exact(row) for row in micro.rows(plain)]
+
+
+def test_an_unknown_task_in_training_is_refused_before_there_is_a_run_folder(folder, train_here, tmp_path):
+    words = (f"--config={micro.write_config(tmp_path)}", f"--workdir={tmp_path / 'run'}")
+    words += ("--config.train.eval_tasks=local_choise", f"--config.train.eval_tasks_folder={folder}")
+    code, _, error = train_here(*words)
+    assert code == 2
+    assert "error: train.eval_tasks: there is no task 'local_choise'. Did you mean 'local_choice'?" in error
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_complete_run_fetches_no_tasks(with_tasks, train_here, monkeypatch):
+    workdir, _, _ = with_tasks
+    c = json.loads((workdir / "config.json").read_text())
+    monkeypatch.setattr("hlat_jax.evaluate.tasks.Tasks.load", lambda self: pytest.fail("fetched"))
+    words = (f"--config={workdir.parent / 'micro.py'}", f"--workdir={workdir}", "--config.data.validation=")
+    words += ("--config.model.max_positions=64", "--config.parallel.tensor=2", "--config.train.num_steps=3")
+    words += (f"--config.train.eval_tasks={c['train']['eval_tasks']}", "--config.train.sample_prompt=")
+    words += (f"--config.train.eval_tasks_folder={c['train']['eval_tasks_folder']}",)
+    code, out, error = train_here(*words, num_devices=2)
+    assert code == 0, error
+    assert "complete: " in out
+
+
+def test_figures_that_cannot_be_computed_are_said_and_end_no_training(with_tasks, trained, monkeypatch):
+    def overflow(*_):
+        raise OverflowError("math range error")
+
+    monkeypatch.setattr("hlat_jax.evaluate.tasks.Tasks.__call__", overflow)
+    workdir, _, printed = trained(eval_tasks="local_rolling", eval_tasks_every_steps=2)
+    assert printed.count("no figures this time; the harness cannot compute a metric: math range error") == 3
+    assert len([row for row in micro.rows(workdir) if "loss" in row]) == 3
+
+
+def test_data_that_cannot_be_fetched_are_told_by_what_asked_for_them(folder, monkeypatch):
+    def offline(*_):
+        raise ConnectionError("Couldn't reach the hub\nand more")
+
+    tasks = Tasks(["local_choice", "local_rolling"], Options(folder=str(folder), key="train.eval_tasks"))
+    monkeypatch.setattr(TaskManager, "load", offline)
+    message = "^train.eval_tasks: data of local_choice, local_rolling cannot be fetched: Couldn't reach the hub$"
+    with pytest.raises(ValueError, match=message):
+        tasks.load()
+
+
+def test_a_task_that_shuffles_has_the_same_figures_at_every_call_and_disturbs_no_other_random_numbers(folder, tmp_path):
+    write_tasks(tmp_path)
+    (tmp_path / "local_rolling.yaml").write_text(
+        (tmp_path / "local_rolling.yaml").read_text() + "process_docs: !function shuffled.shuffled\n"
+    )
+    (tmp_path / "shuffled.py").write_text(
+        "import random, numpy\n"
+        "def shuffled(docs):\n"
+        "    docs = docs.select(random.sample(range(len(docs)), len(docs)))\n"
+        "    return docs.select(numpy.random.permutation(len(docs)))\n"
+    )
+    model = ours(folder)
+    found = []
+    for seed in range(4):
+        shuffled = Tasks(["local_rolling"], Options(limit=1, folder=str(tmp_path), standard_errors=False))
+        random.seed(seed)
+        before = random.getstate()
+        found += [shuffled(model)["results"]["local_rolling"]["byte_perplexity,none"] for _ in range(2)]
+        assert random.getstate() == before
+    assert len(set(found)) == 1
+
+
+def test_a_task_of_a_suite_that_is_named_too_is_refused_before_anything_is_scored(folder, local_suite, monkeypatch):
+    monkeypatch.setattr("lm_eval.evaluator.evaluate", lambda **_: pytest.fail("scored"))
+    with pytest.raises(ValueError, match="--tasks: local_choice is asked for twice"):
+        Tasks(["local", "local_choice"], Options(folder=str(folder)))(None)
+
+
+def test_a_folder_of_tasks_that_there_is_not_is_named():
+    with pytest.raises(ValueError, match="--tasks_folder=/no/such: no such folder"):
+        Tasks(["hellaswag"], Options(folder="/no/such"))
+
+
+def test_model_args_take_what_the_harness_adds_for_its_data():
+    with pytest.raises(ValueError, match="/no/such holds no weights"):
+        ModelType.create_from_arg_obj({"checkpoint": "/no/such", "trust_remote_code": True})
+
+
+@pytest.fixture
+def with_bos(folder, tmp_path):
+    """The imported folder, whose tokenizer says that texts begin with BOS, and its export."""
+    shutil.copytree(folder / "source", tmp_path / "source")
+    path = tmp_path / "source/tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"add_bos_token": True}))
+    import_checkpoint(open_checkpoint(tmp_path / "source"), tmp_path / "imported")
+    export_checkpoint(open_weights(tmp_path / "imported"), tmp_path / "exported")
+    return tmp_path
+
+
+def test_a_tokenizer_that_begins_texts_with_bos_does_so_here_as_in_the_backend_for_hugging_face(folder, with_bos):
+    theirs = results(HFLM(str(with_bos / "exported"), device="cpu", batch_size=3), folder)
+    model = ours(with_bos)
+    found = results(model, folder)
+    assert model.tok_encode("It")[0] == model.prefix_token_id == Tokenizer(TOKENIZER).bos_id
+    for task in NAMES[:2]:
+        scores = [[np.ravel(score)[0] for score in one] for one in answers(found, task)]
+        assert scores == [
+            pytest.approx([np.ravel(score)[0] for score in one], abs=1e-3) for one in answers(theirs, task)
+        ]
+    plain = results(HarnessModel(open_model(str(with_bos / "imported"), ParallelConfig()), bos=False), folder)
+    assert answers(plain, NAMES[1]) != answers(found, NAMES[1])
+
+
+@pytest.mark.parametrize(
+    ("files", "begins"),
+    [
+        ({"tokenizer_config.json": {"add_bos_token": False, "tokenizer_class": "LlamaTokenizer"}}, False),
+        ({"tokenizer_config.json": {"tokenizer_class": "LlamaTokenizer"}}, True),
+        ({"tokenizer_config.json": {"tokenizer_class": "GPT2Tokenizer"}, "tokenizer.json": {}}, False),
+        ({"tokenizer.json": {"post_processor": None}}, False),
+        ({"tokenizer.json": {"post_processor": {"single": [{"SpecialToken": {}}, {"Sequence": {}}]}}}, True),
+        ({"tokenizer.json": {"post_processor": {"processors": [{}, {"single": [{"SpecialToken": {}}]}]}}}, True),
+        ({"tokenizer.json": {"post_processor": {"single": [{"Sequence": {}}, {"SpecialToken": {}}]}}}, False),
+        ({}, False),
+    ],
+)
+def test_files_of_a_tokenizer_say_whether_texts_begin_with_bos(files, begins, tmp_path):
+    for name, content in files.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    assert begins_texts_with_bos(tmp_path) is begins

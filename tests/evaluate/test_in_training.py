@@ -1,0 +1,114 @@
+"""When a training runs tasks, and what it makes of their figures; with the harness itself: test_harness."""
+
+import importlib.util
+import types
+
+import jax
+import micro
+import numpy as np
+import pytest
+
+from hlat_jax import config as config_lib
+from hlat_jax import loop
+from hlat_jax.evaluate import in_training, tasks
+from hlat_jax.resolve import resolve
+from hlat_jax.store.metrics import tasks_line
+
+FOUND = {
+    "results": {
+        "alone": {"alias": "alone", "acc,none": 0.5, "acc_stderr,none": "N/A", "exact_match,strict-match": 0.25},
+        "both": {"alias": "both", "acc,none": 0.75, "sample_len": 4},
+        "one": {"alias": " - one", "acc,none": 1, "acc_stderr,none": 0.1},
+        "loose": {"alias": "loose"},
+        "member": {"alias": " - member", "f1,none": 0.125},
+    },
+    "group_subtasks": {"both": ["one"], "loose": ["member"]},
+}
+
+
+def test_figures_are_numbers_by_task_and_metric_and_filter():
+    assert in_training.figures(FOUND) == {
+        "tasks/alone/acc": 0.5,
+        "tasks/alone/exact_match/strict-match": 0.25,
+        "tasks/both/acc": 0.75,
+        "tasks/one/acc": 1.0,
+        "tasks/member/f1": 0.125,
+    }
+
+
+def test_what_a_group_with_a_figure_of_its_own_stands_for_is_not_printed():
+    shown = in_training.shown(FOUND)
+    assert shown == ["tasks/alone/acc", "tasks/alone/exact_match/strict-match", "tasks/both/acc", "tasks/member/f1"]
+    line = tasks_line({"step": 7, **in_training.figures(FOUND)}, shown)
+    assert line == (
+        "       7  tasks: alone/acc 0.5000, alone/exact_match/strict-match 0.2500, both/acc 0.7500, member/f1 0.1250"
+    )
+
+
+@pytest.fixture
+def train(tmp_path, monkeypatch):
+    """A function that trains the micro config for some steps with tasks that tell a digest of the parameters."""
+    devices = jax.devices("cpu")[:1]
+    monkeypatch.setattr(jax, "devices", lambda *_: devices)
+    opened = []
+
+    class Digest:
+        def __init__(self, given, *_, **__):
+            assert given is opened[-1]
+
+        def __call__(self, params):
+            return {"tasks/digest/sum": float(np.sum(np.abs(params["embed"])))}, ["tasks/digest/sum"]
+
+    def open_tasks(config):
+        opened.append(types.SimpleNamespace(load=lambda: None))
+        return opened[-1]
+
+    monkeypatch.setattr(loop, "open_tasks", open_tasks)
+    monkeypatch.setattr(loop, "TasksInTraining", Digest)
+
+    def run(num_steps, every_steps=2):
+        c = config_lib.load(str(micro.write_config(tmp_path)))
+        c.data.validation = ""
+        c.train.update(num_steps=num_steps, eval_tasks="digest", eval_tasks_every_steps=every_steps)
+        c.metrics.update(console="on", tensorboard=False)
+        assert loop.train(resolve(c), tmp_path / "run") == 0
+        rows = micro.rows(tmp_path / "run")
+        return [(row["step"], row["tasks/digest/sum"]) for row in rows if "tasks/digest/sum" in row]
+
+    return run
+
+
+def test_tasks_run_before_the_first_step_at_the_interval_and_at_the_end_and_once_in_a_resumed_run(train, capsys):
+    found = train(3)
+    assert [step for step, _ in found] == [0, 2, 3]
+    assert len({figure for _, figure in found}) == 3
+    assert f"       2  tasks: digest/sum {found[1][1]:.4f}\n" in capsys.readouterr().out
+    assert [step for step, _ in train(6)] == [0, 2, 3, 4, 6]
+    assert [step for step, _ in train(7, every_steps=0)] == [0, 2, 3, 4, 6, 7]
+
+
+def test_tasks_without_the_harness_are_refused_with_the_command_that_installs_it(train_here, tmp_path, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(tasks.importlib.util, "find_spec", lambda name: None if name == "lm_eval" else find(name))
+    words = (f"--config={micro.write_config(tmp_path)}", "--config.train.eval_tasks=arc_easy")
+    code, _, error = train_here(*words, f"--workdir={tmp_path / 'run'}")
+    assert code == 2
+    assert "error: train.eval_tasks=arc_easy: tasks need the LM" in error
+    assert "pip install 'hlat_jax[eval]'" in error
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"eval_tasks": "a,,b"}, "train.eval_tasks='a,,b' has an empty name"),
+        ({"eval_tasks_limit": 3}, "train.eval_tasks_limit=3 without train.eval_tasks"),
+        ({"eval_tasks": "a", "eval_tasks_every_steps": -1}, "train.eval_tasks_every_steps=-1 must be at least 0"),
+        ({"eval_tasks": "a", "eval_tasks_limit": -1}, "train.eval_tasks_limit=-1 must be at least 0"),
+    ],
+)
+def test_settings_of_tasks_that_fit_nothing_are_refused(settings, message):
+    c = config_lib.default()
+    c.train.update(settings)
+    with pytest.raises(ValueError, match=message):
+        resolve(c)

@@ -1,0 +1,201 @@
+"""The command that continues text: what it prints, that batches and meshes change nothing of it, what it refuses."""
+
+import dataclasses
+import io
+import json
+import subprocess
+import sys
+import types
+
+import hf_models
+import jobs
+import micro
+import numpy as np
+import pytest
+import torch
+import transformers
+from test_data_tokenizer import train_model
+
+from hlat_jax.data.tokenizer import Tokenizer
+from hlat_jax.generate import __main__ as generate
+from hlat_jax.generate.__main__ import Continued, _encoded
+from hlat_jax.generate.generator import Generator, Sampling
+from hlat_jax.generate.inference import TrainedModel
+from hlat_jax.hf.importing import import_checkpoint
+from hlat_jax.weights.hf_reading import open_checkpoint
+from hlat_jax.weights.trained import open_weights
+
+WORDS = ["--max_tokens=20", "--temperature=1.5", "--top_k=50", "--top_p=0.95", "--seed=7"]
+SAMPLING = Sampling(1.5, 50, 0.95, 7)
+PROMPTS = ["It is a truth", "Emma", "She was not"]
+
+
+@pytest.fixture(scope="module")
+def texts(trained_run):
+    """What each of PROMPTS becomes, by the generator itself."""
+    weights = open_weights(trained_run)
+    tokenizer = weights.open_tokenizer()
+    generator = Generator(weights.model, weights.restore(None))
+    found = []
+    for number, prompt in enumerate(PROMPTS):
+        ids = tokenizer.encode(prompt).tolist()
+        options = {"sampling": SAMPLING, "stop_ids": (tokenizer.eos_id,), "first_number": number}
+        found.append(tokenizer.decode(ids + generator([ids], max_tokens=20, **options)[0]))
+    return found
+
+
+def test_generate_writes_one_prompt_as_it_goes(trained_run, texts, generate_here):
+    code, printed, told = generate_here(f"--checkpoint={trained_run}", f"--prompt={PROMPTS[0]}", *WORDS)
+    assert (code, printed) == (0, texts[0] + "\n")
+    assert f"{trained_run}/checkpoints/24, step 24, float32; pipe 1 x data 1 x fsdp 1 x tensor 1, cpu" in told
+    assert "compiled prefill of 1 x 32 tokens, 96 slots, in " in told
+    assert "20 tokens in " in told
+
+
+@pytest.mark.parametrize(
+    "more",
+    [["--batch_size=2"], ["--parallel.tensor=2", "--parallel.data=-1", "--parallel.fsdp=2"]],
+    ids=["batches", "mesh"],
+)
+def test_generate_writes_the_same_texts_of_several_prompts_in_any_batch_on_any_mesh(
+    more, trained_run, texts, generate_here, tmp_path
+):
+    (tmp_path / "prompts.txt").write_text(f"{PROMPTS[1]}\n\n{PROMPTS[2]}\n")
+    words = [f"--checkpoint={trained_run / 'checkpoints' / '24'}", f"--prompt={PROMPTS[0]}", *WORDS]
+    code, printed, _ = generate_here(*words, f"--prompts_file={tmp_path / 'prompts.txt'}", *more)
+    assert code == 0
+    assert printed == "".join(f"[{number}] {text}\n" for number, text in enumerate(texts))
+
+
+class Bytes:
+    """A tokenizer whose tokens are bytes."""
+
+    def decode(self, ids):
+        return bytes(ids).decode("utf-8", errors="replace")
+
+
+def test_parts_of_a_text_are_whole_characters_and_together_the_text():
+    text = "a é 漢字 🙂 b"
+    continued, parts = Continued(Bytes(), text.encode()[:1]), []
+    for byte in text.encode()[1:]:
+        continued.add(byte)
+        parts.append(continued.part())
+    assert "".join(parts) == text
+    assert not any("\ufffd" in part for part in parts)
+    assert sum(part == "" for part in parts) == len(text.encode()) - len(text)
+    continued.add(0xE6)  # and then nothing: the text ends in half a character
+    continued.add(None)
+    assert continued.part() + continued.rest() == "\ufffd"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--prompt=a"], "--checkpoint=FOLDER is missing"),
+        (["--checkpoint=RUN"], "there is no prompt"),
+        (["--checkpoint=RUN", "--prompt="], "prompt 0 is '', which has no token"),
+        (["--checkpoint=RUN", "--prompt=" + "it is " * 40], "leaves room for prompts of at most 31"),
+        (["--checkpoint=/no/such/folder", "--prompt=a"], "/no/such/folder holds no weights"),
+        (["--checkpoint=RUN", "--prompts_file=/no/such/file"], "--prompts_file=/no/such/file: no such file"),
+        (["--checkpoint=RUN", "--prompt=a", "--temperature=-1"], "temperature=-1.0 must be"),
+        (["--checkpoint=RUN", "--prompt=a", "--temprature=1"], "Did you mean '--temperature'?"),
+        (["--checkpoint=RUN", "--prompt=a", "--parallel.tensor=16"], "takes 16 devices and there are 8"),
+        (["--checkpoint=RUN", "--prompt=a", "--parallel.tensor=8"], "parallel.tensor=8 must divide"),
+        (["--checkpoint=RUN", "a"], "unexpected argument 'a'"),
+    ],
+)
+def test_generate_refuses_what_it_cannot_do(words, message, trained_run, generate_here):
+    code, printed, error = generate_here(*(word.replace("RUN", str(trained_run)) for word in words))
+    assert (code, printed) == (2, "")
+    assert message in error
+
+
+@pytest.fixture(scope="module")
+def padded(tmp_path_factory):
+    """(folder of transformers, the import of it): 384 rows, 320 tokens, two of which end texts."""
+    folder = tmp_path_factory.mktemp("padded")
+    source = hf_models.save(hf_models.model(hf_models.CONFIGS["gqa"]), folder / "source")
+    train_model(source / "tokenizer.model", byte_fallback=True, vocab_size=320)
+    ids = Tokenizer(str(source / "tokenizer.model")).encode("the lazy").tolist()
+    made = transformers.AutoModelForCausalLM.from_pretrained(source)
+    greedy = made.generate(torch.tensor([ids]), max_new_tokens=8, do_sample=False)[0].tolist()
+    ends = greedy[len(ids) + 3]
+    assert ends not in greedy[: len(ids) + 3]
+    (source / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, ends]}))
+    import_checkpoint(open_checkpoint(source), folder / "imported")
+    return source, folder / "imported"
+
+
+def test_ids_beyond_the_vocabulary_are_no_text(padded, generate_here):
+    words = ["--prompt=the lazy", "--temperature=2", "--max_tokens=60", "--nobos"]
+    code, printed, error = generate_here(f"--checkpoint={padded[1]}", *words)
+    assert code == 0, error
+    assert printed.startswith("the lazy")
+    weights = open_weights(padded[1])
+    ids = weights.open_tokenizer().encode("the lazy").tolist()
+    [drawn] = Generator(weights.model, weights.restore(None))([ids], max_tokens=60, sampling=Sampling(2.0))
+    assert max(drawn) >= 320
+
+
+def test_a_text_ends_at_each_token_at_which_transformers_ends_it(padded, generate_here):
+    source, imported = padded
+    ids = open_weights(imported).open_tokenizer().encode("the lazy").tolist()
+    made = transformers.AutoModelForCausalLM.from_pretrained(source)
+    theirs = made.generate(torch.tensor([ids]), max_new_tokens=8, do_sample=False)[0, len(ids) :]
+    assert len(theirs) == 4
+    code, _, told = generate_here(f"--checkpoint={imported}", "--prompt=the lazy", "--max_tokens=8", "--nobos")
+    assert code == 0
+    assert "4 tokens in " in told
+
+
+def test_an_import_of_fused_projections_names_the_flag_that_keeps_them_apart(padded, generate_here):
+    words = ["--prompt=a", "--parallel.tensor=6"]  # of 2 heads of keys and values
+    code, _, error = generate_here(f"--checkpoint={padded[1]}", *words)
+    assert code == 2
+    assert "Import the model again with --nofuse_qkv" in error
+
+
+def test_prompts_that_are_not_utf8_are_refused_naming_the_file(trained_run, generate_here, tmp_path):
+    (tmp_path / "prompts.txt").write_bytes("caf\xe9".encode("latin-1"))
+    code, _, error = generate_here(f"--checkpoint={trained_run}", f"--prompts_file={tmp_path / 'prompts.txt'}")
+    assert code == 2
+    assert f"--prompts_file={tmp_path / 'prompts.txt'} is not UTF-8: " in error
+
+
+def test_a_terminal_that_cannot_show_a_character_is_shown_its_number(trained_run, monkeypatch):
+    shown = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr("sys.stdout", shown)
+    assert generate.main([f"--checkpoint={trained_run}", "--prompt=café", "--max_tokens=1"]) == 0
+    shown.flush()
+    assert shown.buffer.getvalue().startswith(b"caf\\xe9")
+
+
+def test_prompts_begin_with_bos_where_it_is_asked_for_or_said_by_the_tokenizer_and_there_is_one():
+    tokenizer = types.SimpleNamespace(encode=np.array, bos_id=1, path="some.model")
+    trained = TrainedModel(None, None, None, tokenizer, None, "")
+    assert _encoded(trained, [5, 6], 0, bos=True) == [1, 5, 6]
+    assert _encoded(trained, [5, 6], 0, bos=None) == [5, 6]
+    says_so = dataclasses.replace(trained, begins_with_bos=True)
+    assert _encoded(says_so, [5, 6], 0, bos=None) == [1, 5, 6]
+    assert _encoded(says_so, [5, 6], 0, bos=False) == [5, 6]
+    tokenizer.bos_id = -1
+    with pytest.raises(ValueError, match=r"bos: the tokenizer some.model has no BOS"):
+        _encoded(trained, [5, 6], 0, bos=True)
+
+
+def test_ctrl_c_while_a_text_is_generated_is_one_line_and_code_130(trained_run, tmp_path):
+    (tmp_path / "prompts").write_text("It is\n" * 10_000)  # work for many minutes
+    words = [sys.executable, "-m", "hlat_jax.generate", f"--checkpoint={trained_run}", "--batch_size=1"]
+    words.append(f"--prompts_file={tmp_path / 'prompts'}")
+    assert jobs.interrupted(words, after=", cpu", env=micro.environment()) == (130, ["interrupted"])
+
+
+@pytest.mark.parametrize("words", [["--help"], ["--prompt=It is"]], ids=" ".join)
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_text_that_nobody_reads_is_no_traceback(trained_run, words, unbuffered):
+    command = [sys.executable, "-m", "hlat_jax.generate", f"--checkpoint={trained_run}", "--max_tokens=2", *words]
+    env = micro.environment() | {"PYTHONUNBUFFERED": unbuffered}
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        process.stdout.close()
+        said = process.stderr.read()
+    assert (process.returncode, "Traceback" in said, "BrokenPipe" in said) == (141, False, False), said

@@ -1,0 +1,160 @@
+"""Generation with a cache against what it must equal: the whole forward pass again, transformers, one device, alone.
+
+All of it is greedy or drawn token for token, over 128 tokens, in fp32. The logits of the random models are of size 1 to
+5 and their two largest stand about 0.1 apart, where sums in other orders differ by 1e-5.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+
+import jax
+import numpy as np
+import pytest
+import torch
+from test_model_hf import CASES, GQA, hugging_face, random_params
+
+from hlat_jax.config import ParallelConfig
+from hlat_jax.generate.decoding import make_prefill, prefill_arguments
+from hlat_jax.generate.generator import Generator, Sampling, Shape
+from hlat_jax.model import apply
+from hlat_jax.parallel.sharding import make_layout
+
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+PROMPTS = [np.random.default_rng(n).integers(0, 384, n).tolist() for n in (20, 1, 7, 64)]
+NUM_TOKENS = 128
+CREATIVE = Sampling(temperature=1.0, top_k=40, top_p=0.95, seed=3)
+
+
+MODELS = CASES | {"gqa_for_6": dataclasses.replace(GQA, fuse_qkv=False, mlp_dim=96)}
+
+
+@functools.cache
+def weights(name):
+    return random_params(MODELS[name])
+
+
+@functools.cache
+def generator(name):
+    return Generator(MODELS[name], weights(name))
+
+
+@functools.cache
+def alone(name):
+    """Returns the greedy continuation of every prompt, each by itself."""
+    return [generator(name)([prompt], max_tokens=NUM_TOKENS)[0] for prompt in PROMPTS]
+
+
+def rerun(cfg, params, prompt):
+    """Returns the greedy continuation by the whole forward pass for each token, which knows no cache."""
+    forward = jax.jit(lambda params, tokens: apply(params, cfg, tokens))
+    tokens = np.zeros((1, len(prompt) + NUM_TOKENS), np.int32)
+    tokens[0, : len(prompt)] = prompt
+    for place in range(len(prompt), tokens.shape[1]):
+        tokens[0, place] = np.argmax(forward(params, tokens)[0, place - 1])
+    return tokens[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("name", ["mha", "gqa", "tied", "llama3_scaled"])
+def test_greedy_generation_equals_hugging_face(name):
+    model = hugging_face(weights(name), CASES[name])
+    ids = torch.tensor([PROMPTS[0]])
+    with torch.no_grad():
+        theirs = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NUM_TOKENS, do_sample=False,
+                                eos_token_id=None, pad_token_id=0)[0, ids.shape[1] :].tolist()  # fmt: skip
+    ours = generator(name)([PROMPTS[0]], max_tokens=NUM_TOKENS)[0]
+    assert len(set(ours)) > 10  # no loop of few tokens, which many models fall into
+    assert ours == theirs
+
+
+@pytest.mark.parametrize("loop", ["scan", "unroll"])
+def test_greedy_generation_equals_the_whole_forward_pass_again(loop):
+    cfg = dataclasses.replace(GQA, layer_loop=loop)
+    found = generator("gqa") if loop == "scan" else Generator(cfg, weights("gqa"))
+    assert found([PROMPTS[2]], max_tokens=NUM_TOKENS)[0] == rerun(cfg, weights("gqa"), PROMPTS[2])
+
+
+def test_prompts_of_a_batch_are_continued_as_they_are_alone():
+    assert generator("gqa")(PROMPTS, max_tokens=NUM_TOKENS) == alone("gqa")
+
+
+MESHES = {
+    "data-fsdp-tensor": ("gqa", ParallelConfig(data=2, fsdp=2, tensor=2)),
+    "pipe-tensor": ("gqa", ParallelConfig(pipe=2, data=1, tensor=2)),
+    "copied-kv-heads": ("gqa_for_6", ParallelConfig(data=1, tensor=6)),
+    "sequence-parallel": ("gqa", ParallelConfig(data=1, tensor=2, sequence_parallel=True)),
+}
+
+
+@pytest.mark.parametrize(("name", "parallel"), MESHES.values(), ids=MESHES)
+def test_generation_over_a_mesh_equals_that_on_one_device(name, parallel):
+    num_devices = parallel.pipe * parallel.data * parallel.fsdp * parallel.tensor
+    layout = make_layout(parallel, jax.devices()[:num_devices], num_kv_heads=MODELS[name].num_kv_heads)
+    spread = Generator(MODELS[name], weights(name), layout=layout)
+    for sampling in (Sampling(), CREATIVE):
+        wanted, found = (
+            list(itertools.islice(one.stream(PROMPTS, max_tokens=NUM_TOKENS, sampling=sampling), 32))
+            for one in (generator(name), spread)
+        )
+        assert found == wanted
+
+
+def test_draws_depend_on_the_seed_and_the_row_and_repeat():
+    run = functools.partial(generator("gqa"), [PROMPTS[0]] * 4, max_tokens=NUM_TOKENS)
+    first = run(sampling=CREATIVE)
+    assert first == run(sampling=CREATIVE)
+    assert len(set(map(tuple, first))) == 4
+    assert first[0] != run(sampling=dataclasses.replace(CREATIVE, seed=4))[0]
+    assert first[0] == generator("gqa")([PROMPTS[0]], max_tokens=NUM_TOKENS, sampling=CREATIVE)[0]
+
+
+def test_a_row_ends_at_its_stop_token_and_the_others_go_on():
+    whole = alone("gqa")
+    stop = whole[0][9]
+    ended = [ids[: ids.index(stop)] if stop in ids else ids for ids in whole]
+    assert len(ended[0]) <= 9
+    assert max(map(len, ended)) > 9
+    assert generator("gqa")(PROMPTS, max_tokens=NUM_TOKENS, stop_ids=(stop,)) == ended
+    steps = list(generator("gqa").stream(PROMPTS, max_tokens=NUM_TOKENS, stop_ids=(stop,)))
+    told = [[step[row] for step in steps if step[row] is not None] for row in range(len(PROMPTS))]
+    assert told == [[*ids, stop] if ids != full else ids for ids, full in zip(ended, whole, strict=True)]
+
+
+def test_a_row_ends_at_the_last_position_and_shapes_are_few_and_told():
+    lines = []
+    short = Generator(dataclasses.replace(GQA, max_positions=70), weights("gqa"), tell=lines.append)
+    assert short.shape([[1] * n for n in (3, 65, 4)], max_tokens=70) == Shape(4, 70, 198)
+    ids = short(PROMPTS, max_tokens=NUM_TOKENS)
+    assert [len(row) for row in ids] == [50, 69, 63, 6]
+    assert [row == full[: len(row)] for row, full in zip(ids, alone("gqa"), strict=True)] == [True] * 4
+    for number in (1, 40, 64):
+        short([[1] * number] * 3, max_tokens=65)
+    assert len(lines) == 2
+    assert lines[0].startswith("compiled prefill of 4 x 64 tokens, 192 slots, in ")
+    assert lines[1].startswith("compiled decode of 4 x 192 slots, in ")
+
+
+def test_the_cache_has_the_dtype_of_the_parameters(one_device):
+    narrow = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jax.numpy.bfloat16), weights("gqa"))
+    arguments = prefill_arguments(one_device, Shape(1, 64, 128))
+    cache, _ = jax.eval_shape(make_prefill(GQA, one_device, slots=128), narrow, *arguments)
+    assert cache.keys.dtype == cache.values.dtype == jax.numpy.bfloat16
+    assert cache.keys.shape == (2, 1, 128, 2, 16)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "max_tokens", "message"),
+    [
+        ([], 5, "there is no prompt"),
+        ([[1], []], 5, "prompt 1 has no token"),
+        ([[1, 384]], 5, "prompt 0 has token 384, and model.vocab_size=384"),
+        ([[1, -1]], 5, "prompt 0 has token -1"),
+        ([[1] * 4096], 5, "prompt 0 has 4096 tokens; model.max_positions=4096 leaves room for prompts of at most 4095"),
+        ([[1]], 0, "max_tokens=0 must be at least 1"),
+    ],
+)
+def test_generator_refuses_what_it_cannot_continue(prompts, max_tokens, message):
+    with pytest.raises(ValueError, match=message):
+        generator("gqa").stream(prompts, max_tokens=max_tokens)

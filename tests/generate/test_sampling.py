@@ -1,0 +1,120 @@
+"""The choice of a token, against NumPy: which tokens top-k and top-p leave, and how often each is drawn.
+
+Draws are compared by chi-square with 20,000 of them: a right sampler exceeds the bound in one of 10^6 seeds, and the
+seeds are fixed. A temperature that is wrong by a tenth exceeds it several times over.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from hlat_jax.generate.sampling import Sampling, _allowed, sample
+
+NUM_DRAWS, VOCAB_SIZE = 20_000, 12
+LOGITS_V = (1.2 * np.random.default_rng(3).standard_normal(VOCAB_SIZE)).astype(np.float32)
+CASES = {
+    "temperature": Sampling(1.0),
+    "cold": Sampling(0.5),
+    "hot": Sampling(2.0),
+    "top_k": Sampling(1.5, top_k=4),
+    "top_p": Sampling(1.5, top_p=0.8),
+    "all": Sampling(1.3, top_k=7, top_p=0.9, seed=5),
+}
+drawn = jax.jit(sample)
+
+
+def draw(logits_BV, sampling, numbers=None, places=None):
+    num_rows = len(logits_BV)
+    numbers = np.arange(num_rows) if numbers is None else np.full(num_rows, numbers)
+    places = np.zeros(num_rows, np.int32) if places is None else np.asarray(places)
+    return np.asarray(drawn(logits_BV, sampling.arguments(), draws=(numbers.astype(np.int32), places.astype(np.int32))))
+
+
+def probabilities(sampling):
+    """Returns float64 [V]: written from the words of the rule, with a sort."""
+    scaled = LOGITS_V.astype(np.float64) / sampling.temperature
+    p = np.exp(scaled - scaled.max())
+    order = np.argsort(-p)
+    p[order[sampling.top_k or VOCAB_SIZE :]] = 0
+    p /= p.sum()
+    before = np.cumsum(p[order]) - p[order]
+    p[order[before >= sampling.top_p]] = 0
+    return p / p.sum()
+
+
+@pytest.mark.parametrize("sampling", CASES.values(), ids=CASES)
+def test_sample_draws_each_token_as_often_as_its_probability_says(sampling):
+    expected = NUM_DRAWS * probabilities(sampling)
+    counts = np.bincount(draw(np.tile(LOGITS_V, (NUM_DRAWS, 1)), sampling), minlength=VOCAB_SIZE)
+    assert counts[expected == 0].sum() == 0
+    possible = expected > 0
+    chi_square = np.sum((counts[possible] - expected[possible]) ** 2 / expected[possible])
+    d = possible.sum() - 1  # its mean; its variance is 2 d
+    assert d > 1
+    assert chi_square < d + 7 * np.sqrt(2 * d), (counts, expected)
+
+
+@pytest.mark.parametrize("vary", ["number", "place", "seed"])
+def test_sample_draws_independently_for_each_number_place_and_seed(vary):
+    logits = np.zeros((1000, 4), np.float32)
+    if vary == "seed":
+        tokens = np.array([draw(logits[:1], Sampling(1.0, seed=seed))[0] for seed in range(1000)])
+    else:
+        tokens = draw(logits, Sampling(1.0), **({"numbers": 3, "places": np.arange(1000)} if vary == "place" else {}))
+    pairs = np.bincount(tokens[:-1] * 4 + tokens[1:], minlength=16)
+    assert np.sum((pairs - 999 / 16) ** 2 / (999 / 16)) < 15 + 7 * np.sqrt(30)
+
+
+def test_sample_repeats_itself_for_the_same_seed_number_and_place():
+    logits = np.tile(LOGITS_V, (64, 1))
+    np.testing.assert_array_equal(draw(logits, Sampling(1.0, seed=9)), draw(logits, Sampling(1.0, seed=9)))
+    alone = draw(logits[:1], Sampling(1.0, seed=9), numbers=17)
+    assert alone[0] == draw(logits, Sampling(1.0, seed=9))[17]
+    assert (draw(logits, Sampling(1.0, seed=9)) != draw(logits, Sampling(1.0, seed=10))).any()
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(top_k=3, top_p=0.5, seed=8), Sampling(2.0, top_k=1)])
+def test_sample_without_choice_takes_the_first_of_the_most_likely(sampling):
+    rng = np.random.default_rng(0)
+    logits = rng.standard_normal((200, 1000)).astype(np.float32)
+    np.testing.assert_array_equal(draw(logits, sampling), logits.argmax(axis=1))
+    if sampling.temperature == 0:
+        equal = rng.integers(-3, 3, (200, 1000)).astype(np.float32)
+        np.testing.assert_array_equal(draw(equal, sampling), equal.argmax(axis=1))
+
+
+def test_sample_cuts_by_the_exact_rank_also_where_logits_are_close_or_negative():
+    logits = np.float32(-1e4) + np.random.default_rng(1).permutation(512).astype(np.float32)[None] * np.float32(2**-9)
+    tokens = draw(np.tile(logits, (500, 1)), Sampling(1e3, top_k=5))
+    assert set(tokens) == set(np.argsort(-logits[0])[:5])
+
+
+def test_sample_keeps_tokens_that_are_as_likely_as_the_last_one_kept():
+    logits = np.tile(np.float32([3, 1, 1, 1, 0]), (2000, 1))
+    assert set(draw(logits, Sampling(1.0, top_k=2))) == {0, 1, 2, 3}
+    assert set(draw(logits, Sampling(1.0, top_p=0.75))) == {0, 1, 2, 3}  # the first alone has 0.70
+
+
+def test_sample_leaves_every_token_when_nothing_is_cut():
+    """e^-17 is below half a step of fp32 at 1: the sum of the probabilities does not see the second token."""
+    logits = jnp.float32([[0.0, -17.0]])
+    assert _allowed(logits, Sampling(1.0).arguments()).all()
+    assert not _allowed(logits, Sampling(1.0, top_p=0.99).arguments()).all()
+
+
+@pytest.mark.parametrize(
+    ("sampling", "message"),
+    [
+        (Sampling(temperature=-1.0), "temperature=-1.0"),
+        (Sampling(temperature=float("nan")), "temperature=nan"),
+        (Sampling(top_k=-1), "top_k=-1"),
+        (Sampling(top_p=0.0), "top_p=0.0"),
+        (Sampling(top_p=1.5), "top_p=1.5"),
+    ],
+)
+def test_sampling_refuses_values_outside_their_range(sampling, message):
+    with pytest.raises(ValueError, match=message):
+        sampling.arguments()

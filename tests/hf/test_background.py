@@ -1,0 +1,223 @@
+"""Exports in the background of a training: what `hf export` makes of its checkpoints, and no step waits for them."""
+
+import errno
+import shutil
+import threading
+import warnings
+
+import jax
+import micro
+import numpy as np
+import pytest
+import transformers
+from jax.experimental.compilation_cache import compilation_cache
+
+from hlat_jax import config as config_lib
+from hlat_jax import loop
+from hlat_jax.hf import background
+from hlat_jax.hf.exporting import export_checkpoint
+from hlat_jax.resolve import resolve
+from hlat_jax.store.checkpoint import find_saved
+from hlat_jax.weights.safetensors_file import Writer
+from hlat_jax.weights.trained import open_weights
+
+EVERY, NUM_STEPS = 4, 8
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_once(tmp_path_factory):
+    """Keeps compiled programs on disk: most runs here have the same."""
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("cache")))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    yield
+    jax.config.update("jax_compilation_cache_dir", None)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 1)
+    compilation_cache.reset_cache()
+
+
+@pytest.fixture
+def mutable(tmp_path):
+    """The micro config of a run of eight steps that saves and exports at 4 and 8, with fp32 masters, without a mesh."""
+    c = config_lib.load(str(micro.write_config(tmp_path)))
+    c.precision.policy = "mixed"
+    c.data.validation = ""
+    c.train.num_steps = NUM_STEPS
+    c.checkpoint.update(every_steps=EVERY, export_every_steps=EVERY)
+    c.metrics.tensorboard = False
+    return c
+
+
+@pytest.fixture
+def train(monkeypatch):
+    """A function that trains a mutable config in a folder, on one device or more."""
+
+    def run(c, workdir, *, num_devices=1):
+        devices = jax.devices("cpu")[:num_devices]
+        monkeypatch.setattr(jax, "devices", lambda *_: devices)
+        return loop.train(resolve(c), workdir)
+
+    return run
+
+
+def exports(workdir):
+    """Returns the names in the folder of exports: those that are whole have the number of a step."""
+    return sorted(path.name for path in (workdir / background.FOLDER).iterdir())
+
+
+def content(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def assert_is_export_of(folder, checkpoint, *, scratch):
+    """Asserts that a folder is, byte for byte, what `hf export` writes of a checkpoint."""
+    shutil.rmtree(scratch, ignore_errors=True)
+    export_checkpoint(open_weights(checkpoint, masters=True), scratch)
+    found, expected = content(folder), content(scratch)
+    assert found.keys() == expected.keys() >= {"config.json", "model.safetensors", "tokenizer.model"}
+    for name, wanted in expected.items():
+        assert found[name] == wanted, name
+
+
+def test_exports_of_a_mesh_are_those_of_its_checkpoints_and_load_in_transformers(mutable, train, tmp_path, capsys):
+    mutable.parallel.update(data=2, tensor=2, zero1=True)
+    assert train(mutable, tmp_path / "run", num_devices=4) == 0
+    printed = capsys.readouterr().out
+    assert exports(tmp_path / "run") == ["4", "8"]
+    for step in (4, 8):
+        folder = tmp_path / f"run/huggingface/{step}"
+        assert_is_export_of(folder, tmp_path / f"run/checkpoints/{step}", scratch=tmp_path / "scratch")
+        assert f"exported step {step} to {folder} (float32)" in printed
+    assert content(tmp_path / "run/huggingface/4") != content(tmp_path / "run/huggingface/8")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run/huggingface/8")
+        tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "run/huggingface/8")
+    assert found.num_parameters() == sum(leaf.size for leaf in jax.tree.leaves(open_weights(tmp_path / "run").arrays))
+    assert tokenizer.decode(tokenizer("It is a truth")["input_ids"], skip_special_tokens=True) == "It is a truth"
+
+
+def test_a_run_trains_to_the_same_bits_with_exports_and_without(mutable, train, tmp_path):
+    assert train(mutable, tmp_path / "with") == 0
+    mutable.checkpoint.export_every_steps = 0
+    assert train(mutable, tmp_path / "without") == 0
+    assert not (tmp_path / "without/huggingface").exists()
+    one, other = ([micro.exact(row) for row in micro.rows(tmp_path / name)] for name in ("with", "without"))
+    assert one == other
+    one, other = (
+        export_checkpoint_content(tmp_path / f"{name}/checkpoints/{NUM_STEPS}", tmp_path / f"of-{name}")
+        for name in ("with", "without")
+    )
+    assert one == other
+
+
+def export_checkpoint_content(checkpoint, out):
+    export_checkpoint(open_weights(checkpoint, masters=True), out)
+    return content(out)
+
+
+def test_no_step_waits_for_the_writer_and_the_weights_are_those_of_their_step(
+    mutable, train, tmp_path, monkeypatch, capsys
+):
+    """The writer of step 2 goes on once step 7 is dispatched: a loop that waited for it would never come there."""
+    mutable.checkpoint.update(every_steps=2, export_every_steps=2, keep_last=9)
+    dispatched, in_time, dispatch = threading.Event(), [], loop._dispatch
+
+    def noted(run, batch, agreed):
+        found = dispatch(run, batch, agreed)
+        if run.step == 7:
+            dispatched.set()
+        return found
+
+    def slow(weights, out):
+        in_time.append(dispatched.wait(300))
+        return export_checkpoint(weights, out)
+
+    monkeypatch.setattr(loop, "_dispatch", noted)
+    monkeypatch.setattr(background, "export_checkpoint", slow)
+    assert train(mutable, tmp_path / "run") == 0
+    assert in_time == [True, True]
+    printed = capsys.readouterr().out
+    for step in (4, 6):
+        assert f"export of step {step} left out: that of step 2 is still being written" in printed
+    assert exports(tmp_path / "run") == ["2", "8"]
+    for step in (2, 8):
+        folder = tmp_path / f"run/huggingface/{step}"
+        assert_is_export_of(folder, tmp_path / f"run/checkpoints/{step}", scratch=tmp_path / "scratch")
+
+
+def test_a_failing_writer_ends_the_run_with_its_checkpoint_whole_and_the_next_attempt_exports(
+    mutable, train, tmp_path, monkeypatch
+):
+    workdir, write = tmp_path / "run", Writer.write
+
+    def full(self, name, values, **options):
+        if "norm" in name:  # when the file is there in part
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(self, name, values, **options)
+
+    mutable.train.num_steps = EVERY + 1  # it may fail as late as at the end
+    with monkeypatch.context() as patch:
+        patch.setattr(Writer, "write", full)
+        with pytest.raises(background.ExportError, match=r"step 4 could not be exported to .*/4: No space left on dev"):
+            train(mutable, workdir)
+    assert exports(workdir) == []
+    saved = find_saved(workdir)
+    assert saved.name in ("4", "5")
+    shutil.rmtree(workdir / "checkpoints/5", ignore_errors=True)
+    mutable.train.num_steps = NUM_STEPS
+    (workdir / "huggingface/4.partial").mkdir()  # as a kill leaves it
+    (workdir / "huggingface/4.shards").mkdir()
+
+    assert train(mutable, workdir) == 0  # goes on from step 4, which is exported now
+    assert exports(workdir) == ["4", "8"]
+    assert_is_export_of(workdir / "huggingface/4", workdir / "checkpoints/4", scratch=tmp_path / "scratch")
+
+
+def test_what_is_there_is_not_exported_again_and_a_complete_run_exports_what_is_not(mutable, train, tmp_path):
+    workdir = tmp_path / "run"
+    mutable.train.num_steps = EVERY
+    assert train(mutable, workdir) == 0
+    (workdir / "huggingface/4/mark").touch()
+    mutable.train.num_steps = NUM_STEPS
+    assert train(mutable, workdir) == 0
+    assert (workdir / "huggingface/4/mark").exists()
+    shutil.rmtree(workdir / "huggingface/8")  # as if killed between the last checkpoint and its export
+    assert train(mutable, workdir) == 0
+    assert_is_export_of(workdir / "huggingface/8", workdir / "checkpoints/8", scratch=tmp_path / "scratch")
+
+
+def test_a_failing_export_at_the_end_is_one_line_and_exit_code_1(train_here, tmp_path, monkeypatch):
+    def fail(weights, out):
+        raise ValueError(f"{out.name} came back with other values")
+
+    monkeypatch.setattr(background, "export_checkpoint", fail)
+    config = micro.write_config(tmp_path)
+    words = ("train.num_steps=3", "data.validation=", "checkpoint.export_every_steps=5", "precision.policy=mixed")
+    code, _, err = train_here(f"--config={config}", f"--workdir={tmp_path / 'run'}", *(f"--config.{w}" for w in words))
+    assert code == 1
+    [line] = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert "step 3 could not be exported" in line
+    assert "3 came back with other values. The checkpoints are untouched" in line
+    assert micro.saved_steps(tmp_path / "run") == [3]
+
+
+def test_an_export_above_the_step_that_a_run_goes_on_from_is_made_again(mutable, train, tmp_path, capsys):
+    workdir = tmp_path / "run"
+    mutable.data.train = "a=package:austen_train.jsonl;b=package:austen_validation.jsonl"
+    mutable.data.weights = "a=1,b=0"
+    assert train(mutable, workdir) == 0
+    shutil.rmtree(workdir / "checkpoints/8")
+    mutable.data.weights = "a=1,b=0 until_step=4;a=0.1,b=0.9"  # of steps that are not trained yet
+    assert train(mutable, workdir) == 0
+    assert f"export of step 8 moved to {workdir / 'huggingface/8.discarded'}" in capsys.readouterr().out
+    assert exports(workdir) == ["4", "8", "8.discarded"]
+    assert_is_export_of(workdir / "huggingface/8", workdir / "checkpoints/8", scratch=tmp_path / "scratch")
+    discarded, made = (content(workdir / "huggingface" / name) for name in ("8.discarded", "8"))
+    assert discarded["model.safetensors"] != made["model.safetensors"]
+
+
+@pytest.mark.parametrize("starts", [(0,), (0, 2)])
+def test_shards_that_do_not_cover_a_parameter_are_refused(starts):
+    parts = [background.Shard((start, 0), np.ones((2, 4), np.float32)) for start in starts]
+    with pytest.raises(OSError, match=rf"{8 * len(starts)} of 24 values .*is the run folder shared"):
+        background._whole(parts, jax.ShapeDtypeStruct((6, 4), np.float32))

@@ -1,0 +1,675 @@
+"""Weights from Hugging Face and to it, against transformers and the safetensors library.
+
+The tolerance of the logits is that of test_model_hf: 1e-4 absolute on logits of size 1 to 10, where the smallest
+mistake tried there moves them by more than 2e-4.
+"""
+
+import dataclasses
+import json
+import os
+import pathlib
+import shutil
+import warnings
+import weakref
+
+import hf_models
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import transformers
+from hf_weights import hf_state_dict
+from safetensors.torch import load_file, save_file
+from test_data_tokenizer import train_model
+
+from hlat_jax.hf import __main__ as hf
+from hlat_jax.hf import exporting
+from hlat_jax.model import apply
+from hlat_jax.ops.registry import OPS
+from hlat_jax.weights import hf_config as config_json
+from hlat_jax.weights import hf_names
+from hlat_jax.weights.hf_reading import open_checkpoint
+from hlat_jax.weights.safetensors_file import Writer
+from hlat_jax.weights.trained import Weights, open_weights
+
+TOKENS_BT = np.random.default_rng(7).integers(0, 384, (1, 1024), dtype=np.int32)
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+
+
+@pytest.fixture
+def hf_here(monkeypatch, capsys):
+    """A function of the words of an hf command that runs it in this process: (exit code, stdout, stderr)."""
+    from conftest import _command_runner
+
+    return _command_runner(hf.main, monkeypatch, capsys)
+
+
+@pytest.fixture(scope="module")
+def gqa(tmp_path_factory):
+    """A folder with a small GQA model, to be copied before it is changed."""
+    return hf_models.save(hf_models.model(hf_models.CONFIGS["gqa"]), tmp_path_factory.mktemp("gqa"))
+
+
+def tensors(folder):
+    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+
+
+def edit_json(path, **changes):
+    """Sets keys of a JSON file; a value of ... takes its key away."""
+    content = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: value for key, value in content.items() if value is not ...}))
+
+
+def same_bits(found, expected):
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype
+        width = {2: torch.int16, 4: torch.int32}[tensor.element_size()]
+        assert torch.equal(found[name].view(width), tensor.view(width)), name
+
+
+@pytest.mark.parametrize("case", hf_models.CONFIGS)
+def test_logits_of_a_loaded_model_equal_transformers(case, tmp_path):
+    made = hf_models.model(hf_models.CONFIGS[case])
+    with torch.no_grad():
+        theirs = made(torch.from_numpy(TOKENS_BT).long()).logits.numpy()
+    cfg, params = hf.load(hf_models.save(made, tmp_path))
+    ours = np.asarray(jax.jit(apply, static_argnums=1)(params, cfg, TOKENS_BT))
+    assert 1 < np.abs(theirs).max() < 10
+    assert np.abs(ours - theirs).max() <= 1e-4
+
+
+@pytest.mark.parametrize("fuse_qkv", [True, False])
+@pytest.mark.parametrize("case", hf_models.CONFIGS)
+def test_loaded_parameters_are_the_tensors_by_an_independent_map(case, fuse_qkv, tmp_path):
+    folder = hf_models.save(hf_models.model(hf_models.CONFIGS[case]), tmp_path)
+    _, params = hf.load(folder, fuse_qkv=fuse_qkv)
+    assert ("qkv" in params["layers"]["attention"]) == fuse_qkv
+    same_bits(hf_state_dict(jax.tree.map(np.asarray, params)), tensors(folder))
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype", "options", "flags"),
+    [
+        ("mha", torch.float32, {}, []),
+        ("gqa", torch.bfloat16, {"max_shard_size": "60KB"}, []),
+        ("tied", torch.bfloat16, {}, ["--nofuse_qkv"]),
+        ("llama3", torch.float32, {"max_shard_size": "200KB"}, ["--nofuse_qkv"]),
+        ("mistral", torch.float32, {}, []),
+    ],
+)
+def test_there_and_back_is_bitwise(case, dtype, options, flags, tmp_path, hf_here):
+    source = hf_models.save(hf_models.model(hf_models.CONFIGS[case]), tmp_path / "hf", dtype=dtype, **options)
+    (source / "tokenizer_config.json").write_text('{"chat_template": "of the source"}')
+    assert (len(list(source.glob("*.safetensors"))) > 2) == bool(options)
+    code, out, _ = hf_here("import", source, "--out", tmp_path / "ours", *flags)
+    assert code == 0, out
+    code, out, _ = hf_here("export", tmp_path / "ours", f"--out={tmp_path / 'back'}")
+    assert code == 0, out
+    assert "read back and compared" in out
+    same_bits(tensors(tmp_path / "back"), tensors(source))
+    for name in ("generation_config.json", "tokenizer_config.json"):
+        assert (tmp_path / "back" / name).read_text() == (source / name).read_text()
+    assert json.loads((tmp_path / "back/config.json").read_text()) == json.loads((source / "config.json").read_text())
+
+
+def test_stored_parameters_are_those_that_load_gives(gqa, tmp_path, hf_here):
+    assert hf_here("import", gqa, f"--out={tmp_path / 'ours'}")[0] == 0
+    weights = open_weights(tmp_path / "ours")
+    cfg, params = hf.load(gqa)
+    assert (weights.model, weights.step) == (cfg, 0)
+    jax.tree.map(np.testing.assert_array_equal, weights.restore(None), params)
+    np.testing.assert_array_equal(weights.read("layers.mlp.down"), params["layers"]["mlp"]["down"])
+
+
+def test_weights_are_read_straight_into_shardings_and_rounded_as_they_are_read(gqa, tmp_path, hf_here):
+    assert hf_here("import", gqa, f"--out={tmp_path / 'ours'}")[0] == 0
+    weights = open_weights(tmp_path / "ours")
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("x",))
+    axes = {"layers.mlp.down": (None, "x"), "embed": ("x",), "layers.mlp.gate_up": (None, None, None, "x")}
+
+    def sharding(path, _):
+        name = ".".join(entry.key for entry in path)
+        return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes.get(name, ())))
+
+    shardings = jax.tree_util.tree_map_with_path(sharding, weights.arrays)
+    found = weights.restore(shardings, dtype=jnp.bfloat16)
+    assert found["embed"].addressable_shards[1].data.shape == (192, 96)
+    jax.tree.map(
+        lambda ours, whole: np.testing.assert_array_equal(ours, np.asarray(whole).astype(jnp.bfloat16)),
+        found,
+        hf.load(gqa)[1],
+    )
+
+
+def test_both_spellings_of_llama3_rope_give_the_model_that_the_export_writes_back():
+    new = hf_models.CONFIGS["llama3"].to_dict() | {"architectures": ["LlamaForCausalLM"]}
+    old = {key: value for key, value in new.items() if key != "rope_parameters"}
+    scaling = dict(hf_models.LLAMA3_ROPE)
+    old |= {"rope_theta": scaling.pop("rope_theta"), "rope_scaling": scaling}
+    model = config_json.model_config(new, where="new")
+    assert model == config_json.model_config(old, where="old")
+    assert (model.rope_theta, model.rope_scaling, model.rope_original_positions) == (500_000.0, "llama3", 256)
+    again = config_json.config_json(model, dtype="float32", bos_id=1, eos_id=2)
+    assert config_json.architecture(config_json.model_config(again, where="again")) == config_json.architecture(model)
+
+
+def test_what_a_config_leaves_out_is_what_transformers_takes():
+    short = {key: value for key, value in hf_models.SMALL.items() if key not in ("rms_norm_eps", "num_key_value_heads")}
+    del short["max_position_embeddings"]
+    theirs = transformers.LlamaConfig(**short)
+    ours = config_json.model_config(short | {"model_type": "llama"}, where="short")
+    assert (ours.norm_eps, ours.num_kv_heads) == (theirs.rms_norm_eps, theirs.num_key_value_heads)
+    assert (ours.head_dim, ours.max_positions) == (theirs.head_dim, theirs.max_position_embeddings)
+    assert (ours.tie_embeddings, ours.rope_theta) == (False, theirs.rope_parameters["rope_theta"])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"attention_bias": True}, r"attention_bias=True is not supported"),
+        ({"mlp_bias": True}, r"mlp_bias=True"),
+        ({"attention_bias": "false"}, r"attention_bias='false' is not supported; supported: False"),
+        ({"attention_bias": 1}, r"attention_bias=1 is not supported"),
+        ({"attention_dropout": 0.1}, r"attention_dropout=0.1 is not supported; supported: 0.0"),
+        ({"hidden_act": "gelu"}, r"hidden_act='gelu' is not supported; supported: 'silu', 'swish'"),
+        ({"hidden_act": ["silu"]}, r"hidden_act=\['silu'\] is not supported"),
+        ({"sliding_window": 2047}, r"sliding_window=2047 is shorter than max_position_embeddings=2048"),
+        ({"sliding_window": "4096"}, r"sliding_window='4096' is str; it must be int"),
+        ({"sliding_window": 0}, r"sliding_window=0 is shorter"),
+        (  # what transformers takes for it
+            {"model_type": "mistral", "architectures": None, "max_position_embeddings": 8192},
+            r"sliding_window=4096 is shorter than max_position_embeddings=8192",
+        ),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, r"layer_types=.* supported: 'full_attention'"),
+        ({"no_rope_layers": [1, 0]}, r"no_rope_layers=\[1, 0\] is not supported"),
+        ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor=0.5 is not supported"),
+        ({"quantization_config": {"bits": 4}}, r"quantization_config=.* is not supported; supported: {}"),
+        ({"num_local_experts": 8}, r"num_local_experts=8 is not supported"),
+        ({"first_k_dense_replace": 1}, r"first_k_dense_replace=1 is not supported"),
+        ({"decoder_sparse_step": 1}, r"decoder_sparse_step=1 is not supported"),
+        ({"shared_expert_intermediate_size": 64}, r"shared_expert_intermediate_size=64 is not supported"),
+        ({"logit_softcap": 30.0}, r"logit_softcap=30.0 is not supported"),
+        ({"logits_soft_cap": 30.0}, r"logits_soft_cap=30.0 is not supported"),
+        ({"final_logits_soft_cap": 30.0}, r"final_logits_soft_cap=30.0 is not supported"),
+        ({"no_rope_layer_interval": 4}, r"no_rope_layer_interval=4 is not supported"),
+        ({"kv_lora_rank": 512}, r"kv_lora_rank=512 is not supported"),
+        ({"residual_multiplier": 0.22}, r"residual_multiplier=0.22 is not supported; supported: 1.0"),
+        ({"final_logit_softcapping": 30.0}, r"final_logit_softcapping=30.0 is not supported"),
+        ({"rope_interleaved": True}, r"rope_interleaved=True"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, r"rope_type='yarn' is not supported"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": ...}, r"rope_type='linear'"),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, r"is missing in rope_type='llama3'"),
+        ({"rope_parameters": {"rope_type": "default", "factor": 2.0}}, r"factor is not a field of rope_type='default'"),
+        ({"rope_theta": 1e6}, r"rope_theta=1000000.0 and another one in rope_parameters"),
+        ({"logit_scale": 2.0}, r"logit_scale=2.0 is not supported"),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, r"partial_rotary_factor=0.5"),
+        ({"rope_parameters": {"rope_type": ["llama3"]}}, r"rope_type=\['llama3'\] is not supported"),
+        ({"rope_parameters": {"rope_type": "default", "type": "llama3"}}, r"rope_type='default' and type='llama3'"),
+        ({"model_type": "qwen2"}, r"model_type='qwen2'.*supported are llama"),
+        ({"model_type": ["llama"]}, r"model_type=\['llama'\].*supported are llama"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, r"LlamaForSequenceClassification"),
+        ({"hidden_size": ...}, r"hidden_size is missing"),
+        ({"hidden_size": "96"}, r"hidden_size='96' is str; it must be int"),
+        ({"hidden_size": None}, r"hidden_size is missing"),
+        ({"num_hidden_layers": True}, r"num_hidden_layers=True is bool; it must be int"),
+        ({"num_hidden_layers": 0}, r"num_layers=0"),
+        ({"tie_word_embeddings": "false"}, r"tie_word_embeddings='false' is str; it must be bool"),
+        ({"rope_parameters": {"rope_theta": "1e4"}}, r"rope_theta='1e4' is str; it must be float"),
+        ({"num_attention_heads": 5, "head_dim": None}, r"hidden_size=96 does not divide"),
+        ({"num_key_value_heads": 4}, r"num_kv_heads=4 must divide"),
+    ],
+)
+def test_an_unsupported_config_is_refused_naming_the_field(change, message, gqa, tmp_path, hf_here):
+    folder = shutil.copytree(gqa, tmp_path / "hf")
+    edit_json(folder / "config.json", **change)
+    code, _, err = hf_here("import", folder, f"--out={tmp_path / 'ours'}")
+    assert code == 2
+    assert err.count("\n") == 1
+    with pytest.raises(ValueError, match=message):
+        raise ValueError(err)
+    assert not (tmp_path / "ours").exists()
+
+
+SAVED = json.loads(pathlib.Path(__file__).with_name("hf_configs.json").read_text())
+# embed_dim, mlp_dim, num_layers, num_heads, num_kv_heads, head_dim, vocab_size, rope_theta, norm_eps, max_positions,
+# tie_embeddings
+SUPPORTED = {
+    "SmolLM-135M": (576, 1536, 30, 9, 3, 64, 49152, 1e4, 1e-5, 2048, True),
+    "SmolLM2-135M": (576, 1536, 30, 9, 3, 64, 49152, 1e5, 1e-5, 8192, True),
+    "Llama of 135M with ids and a path": (576, 1536, 30, 9, 3, 64, 49152, 1e4, 1e-5, 2048, True),
+    "Llama-2-7B": (4096, 11008, 32, 32, 32, 128, 32000, 1e4, 1e-5, 4096, False),
+    "Llama-3-8B": (4096, 14336, 32, 32, 8, 128, 128256, 5e5, 1e-5, 8192, False),
+    "Llama-3.1-8B-Instruct": (4096, 14336, 32, 32, 8, 128, 128256, 5e5, 1e-5, 131072, False),
+    "Llama-3.2-1B": (2048, 8192, 16, 32, 8, 64, 128256, 5e5, 1e-5, 131072, True),
+    "Llama-3.2-3B, saved again by others": (3072, 8192, 28, 24, 8, 128, 128256, 5e5, 1e-5, 131072, True),
+    "TinyLlama-1.1B": (2048, 5632, 22, 32, 4, 64, 32000, 1e4, 1e-5, 2048, False),
+    "a Llama of 2023 with every default of its base class": (2048, 5632, 22, 32, 32, 64, 32000, 1e4, 1e-6, 2048, False),
+    "Mistral-7B-v0.2": (4096, 14336, 32, 32, 8, 128, 32000, 1e6, 1e-5, 32768, False),
+    "Mistral-7B-v0.3": (4096, 14336, 32, 32, 8, 128, 32768, 1e6, 1e-5, 32768, False),
+    "a Llama with windows switched off": (896, 4864, 24, 14, 2, 64, 151936, 1e6, 1e-6, 32768, True),
+}
+REFUSED = {
+    "Mistral-7B-v0.1": r"sliding_window=4096 is shorter than max_position_embeddings=32768",
+    "Qwen2.5-0.5B": r"model_type='qwen2'",
+    "Qwen3-0.6B": r"model_type='qwen3'",
+    "SmolLM3-3B": r"model_type='smollm3'",
+    "OLMo-2-7B": r"model_type='olmo2'",
+}
+
+
+def as_written_by_transformers_5(found):
+    """Returns the same config.json in the spelling of transformers 5."""
+    old = ("rope_theta", "rope_scaling", "torch_dtype")
+    rope = {"rope_type": "default", "rope_theta": 10000.0} | (
+        {"rope_theta": found["rope_theta"]} if "rope_theta" in found else {}
+    )
+    rope |= found.get("rope_scaling") or {}
+    new = {"dtype": found["torch_dtype"], "rope_parameters": rope}
+    return {key: value for key, value in found.items() if key not in old} | new
+
+
+@pytest.mark.parametrize("spelling", [dict, as_written_by_transformers_5])
+@pytest.mark.parametrize("name", SUPPORTED)
+def test_config_files_as_repositories_have_them_are_understood(name, spelling):
+    found = spelling(SAVED[name])
+    m = config_json.model_config(found, where=name)
+    sizes = (m.embed_dim, m.mlp_dim, m.num_layers, m.num_heads, m.num_kv_heads, m.head_dim, m.vocab_size)
+    assert (*sizes, m.rope_theta, m.norm_eps, m.max_positions, m.tie_embeddings) == SUPPORTED[name]
+    factor = {"Llama-3.1-8B-Instruct": 8.0}.get(name, 32.0 if "3.2" in name else None)
+    assert (m.rope_scaling == "llama3") == (factor is not None)
+    assert factor is None or (m.rope_factor, m.rope_original_positions) == (factor, 8192)
+    unknown = ["_model_name_or_path"] if "path" in name else []
+    assert config_json.unknown_fields(found) == unknown
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_config_files_of_what_our_model_is_not_are_refused(name):
+    with pytest.raises(ValueError, match=REFUSED[name]):
+        config_json.model_config(SAVED[name], where=name)
+
+
+@pytest.mark.parametrize(
+    "neutral",
+    [
+        {"no_rope_layer_interval": 4, "no_rope_layers": [1] * 30},
+        {"quantization_config": {}, "per_layer_config": {}},
+        {"first_k_dense_replace": 0, "decoder_sparse_step": None, "shared_expert_intermediate_size": 0},
+        {"logit_softcap": 0.0, "logits_soft_cap": None, "final_logits_soft_cap": 0},
+    ],
+    ids=str,
+)
+def test_fields_with_a_value_that_changes_nothing_are_taken(neutral):
+    found = SAVED["SmolLM-135M"] | neutral
+    assert config_json.model_config(found, where="a") == config_json.model_config(SAVED["SmolLM-135M"], where="b")
+    assert config_json.unknown_fields(found) == config_json.unknown_fields(SAVED["SmolLM-135M"])
+
+
+def test_every_saved_config_file_is_tested():
+    assert SAVED.keys() == SUPPORTED.keys() | REFUSED.keys()
+
+
+EXTRA = {
+    "unk_token_id": 0,
+    "_model_name_or_path": "somewhere/else",
+    "trained_by": {"hours": 3},
+    "sliding_window": 2048,  # as long as the context
+    "hidden_act": "swish",
+    "logits_scaling": 1,
+    "a_field_without_a_value": None,
+}
+
+
+def test_unknown_fields_are_named_in_one_line_carried_along_and_refused_by_strict(tmp_path, hf_here):
+    made = hf_models.model(hf_models.CONFIGS["gqa"])
+    with torch.no_grad():
+        theirs = made(torch.from_numpy(TOKENS_BT).long()).logits.numpy()
+    folder = hf_models.save(made, tmp_path / "hf")
+    edit_json(folder / "config.json", **EXTRA)
+    path = folder / "config.json"
+
+    code, _, err = hf_here("import", folder, f"--out={tmp_path / 'strict'}", "--strict")
+    assert (code, err.count("\n")) == (2, 1)
+    assert f"{path}: _model_name_or_path='somewhere/else', trained_by={{'hours': 3}} are not known" in err
+    assert not (tmp_path / "strict").exists()
+    with pytest.raises(ValueError, match=r"_model_name_or_path=.*trained_by="):
+        hf.load(folder, strict=True)
+
+    code, out, err = hf_here("import", folder, f"--out={tmp_path / 'ours'}")
+    assert (code, err.count("\n")) == (0, 1), err
+    assert err.startswith(f"warning: {path}: _model_name_or_path, trained_by are not known")
+    assert "unk_token_id" not in out + err
+
+    with pytest.warns(UserWarning, match="_model_name_or_path, trained_by are not known") as warned:
+        cfg, params = hf.load(folder)
+    assert len(warned) == 1
+    ours = np.asarray(jax.jit(apply, static_argnums=1)(params, cfg, TOKENS_BT))
+    assert np.abs(ours - theirs).max() <= 1e-4
+
+    code, _, err = hf_here("export", tmp_path / "ours", f"--out={tmp_path / 'back'}")
+    assert (code, err) == (0, "")
+    assert json.loads((tmp_path / "back/config.json").read_text()) == json.loads(path.read_text())
+    with torch.no_grad():
+        again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back")(torch.from_numpy(TOKENS_BT).long())
+    np.testing.assert_array_equal(again.logits.numpy(), theirs)
+
+
+def test_no_number_of_kv_heads_is_that_of_the_heads_for_both_kinds():
+    for kind in ("llama", "mistral"):
+        found = hf_models.SMALL | {"model_type": kind, "num_key_value_heads": None, "sliding_window": None}
+        assert config_json.model_config(found, where=kind).num_kv_heads == found["num_attention_heads"]
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("tokenizer_config.json", "{", r"tokenizer_config.json is not JSON"),
+        ("tokenizer_config.json", "[]", r"tokenizer_config.json holds no JSON object"),
+        ("tokenizer_config.json", "[" * 100_000, r"tokenizer_config.json is nested deeper than 100 levels"),
+        ("added_tokens.json", '{"a": 1, "a": 2}', r"added_tokens.json is not JSON: key 'a' appears twice"),
+        ("tokenizer.json", '{"post_processor": [1]}', r"tokenizer.json: its post_processor is \[1\]"),
+        ("tokenizer.json", '{"post_processor": {"single": [1]}}', r"tokenizer.json: its post_processor is {'single'"),
+        ("tokenizer.json", b"\xff", r"tokenizer.json is not JSON"),
+        (
+            "generation_config.json",
+            '{"eos_token_id": [1, "2"]}',
+            r"generation_config.json: eos_token_id=\[1, '2'\]",
+        ),
+        ("generation_config.json", "", r"generation_config.json is not JSON"),
+        ("added_tokens.json", '{"<|end|>": [7]}', r"added_tokens.json, or .* does not give each token an id"),
+    ],
+)
+def test_a_damaged_file_beside_the_weights_is_refused_by_name(file, content, message, gqa, tmp_path, hf_here):
+    folder = shutil.copytree(gqa, tmp_path / "hf")
+    for name in ("tokenizer.model", "tokenizer.json"):
+        (folder / name).write_text("{}")
+    (folder / file).write_bytes(content if isinstance(content, bytes) else content.encode())
+    code, _, err = hf_here("import", folder, f"--out={tmp_path / 'ours'}")
+    assert code == 2
+    with pytest.raises(ValueError, match=message):
+        raise ValueError(err)
+    assert not (tmp_path / "ours").exists()
+
+
+def test_a_tokenizer_class_that_is_null_says_nothing_of_bos(gqa, tmp_path, hf_here):
+    folder = shutil.copytree(gqa, tmp_path / "hf")
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": null}')
+    code, _, err = hf_here("import", folder, f"--out={tmp_path / 'ours'}")
+    assert code == 0, err
+    assert open_weights(tmp_path / "ours").begins_with_bos is False
+
+
+def of_ids(*added):
+    return {"tokenizer_config.json": {"added_tokens_decoder": {str(id_): {"content": text} for id_, text in added}}}
+
+
+@pytest.mark.parametrize(
+    ("files", "taken"),
+    [
+        ({}, "tokenizer.model"),
+        ({"added_tokens.json": {"<|end|>": 320}}, "tokenizer.json"),
+        (of_ids((1, "<s>"), (320, "<|end|>")), "tokenizer.json"),
+        (of_ids((1, "<s>"), (300, "<|end|>")), "tokenizer.json"),  # in the place of another token
+        (of_ids((1, "<s>"), (2, "</s>")), "tokenizer.model"),
+        ({"added_tokens.json": {"[PAD]": 384}}, "tokenizer.model"),  # the model has no row for it
+        ({"tokenizer.model": {"of": "another kind"}}, "tokenizer.json"),
+    ],
+)
+def test_an_import_takes_the_tokenizer_that_knows_the_tokens_that_were_added(files, taken, gqa, tmp_path, hf_here):
+    folder = shutil.copytree(gqa, tmp_path / "hf")
+    train_model(folder / "tokenizer.model", byte_fallback=True, vocab_size=320)
+    for name, content in ({"tokenizer.json": {}} | files).items():
+        (folder / name).write_text(json.dumps(content))
+    code, _, err = hf_here("import", folder, f"--out={tmp_path / 'ours'}")
+    assert code == 0, err
+    assert open_weights(tmp_path / "ours").tokenizer == str(tmp_path / "ours/files" / taken)
+
+
+@pytest.mark.parametrize(
+    ("files", "ids"),
+    [
+        ({"generation_config.json": {"eos_token_id": [2, 7]}, "config.json": {"eos_token_id": 9}}, (2, 7)),
+        ({"generation_config.json": None, "config.json": {"eos_token_id": [2, 9]}}, (2, 9)),
+        ({"generation_config.json": {"eos_token_id": 5}}, (2, 5)),
+        ({"generation_config.json": {"eos_token_id": ...}}, (2,)),
+    ],
+)
+def test_texts_end_where_transformers_ends_them_after_an_average_too(files, ids, gqa, tmp_path, hf_here):
+    folder = shutil.copytree(gqa, tmp_path / "hf")
+    train_model(folder / "tokenizer.model", byte_fallback=True, vocab_size=320)
+    (folder / "tokenizer_config.json").write_text('{"add_bos_token": true}')
+    for name, changes in files.items():
+        if changes is None:
+            (folder / name).unlink()
+        else:
+            edit_json(folder / name, **changes)
+    assert hf_here("import", folder, f"--out={tmp_path / 'ours'}")[0] == 0
+    assert hf_here("average", *[tmp_path / "ours"] * 2, f"--out={tmp_path / 'mean'}")[0] == 0
+    for name in ("ours", "mean"):
+        weights = open_weights(tmp_path / name)
+        assert weights.open_tokenizer().stop_ids == ids
+        assert weights.begins_with_bos is True
+
+
+def without(name):
+    return lambda found: found.pop(name)
+
+
+def renamed(old, new):
+    return lambda found: found.update({new: found.pop(old)})
+
+
+def changed(name, change):
+    return lambda found: found.update({name: change(found[name]).contiguous()})
+
+
+Q0 = "model.layers.0.self_attn.q_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (without(Q0), rf"1 missing: {Q0}"),
+        (without("lm_head.weight"), r"1 missing: lm_head.weight\n.*tie_word_embeddings=true"),
+        (lambda found: found.update({"model.layers.2.mlp.up_proj.weight": found[Q0].clone()}), r"1 left over: model.l"),
+        (renamed(Q0, "model.layers.0.self_attn.q_proj.bias"), r"(?s)1 missing: .*q_proj.weight\n.*1 left over: .*bias"),
+        (changed(Q0, lambda q: q[:48]), rf"{Q0} is \[48, 96\], config.json makes it \[96, 96\]"),
+        (changed("model.norm.weight", torch.Tensor.bfloat16), r"mixes dtypes: 1 BF16 .*20 F32 .*--dtype=float32"),
+        (changed(Q0, torch.Tensor.double), rf"{Q0} and 0 others are F64; supported are F32, F16, BF16"),
+    ],
+    ids=["gap", "no_head", "left_over", "bias", "shape", "mixed", "float64"],
+)
+def test_tensors_that_do_not_fit_are_refused_by_name(change, message, gqa, tmp_path):
+    folder = shutil.copytree(gqa, tmp_path / "hf")
+    found = load_file(folder / "model.safetensors")
+    change(found)
+    save_file(found, folder / "model.safetensors")
+    with pytest.raises(ValueError, match=message):
+        open_checkpoint(folder)
+
+
+def cut_off(folder):
+    path = sorted(folder.glob("*.safetensors"))[0]
+    path.write_bytes(path.read_bytes()[:-4])
+
+
+def edit_index(folder, name, *, tensor=None):
+    path = folder / "model.safetensors.index.json"
+    where = json.loads(path.read_text())["weight_map"]
+    edit_json(path, weight_map=where | {tensor or next(iter(where)): name or next(iter(where.values()))})
+
+
+def nest(path):
+    path.write_text('{"a": ' + "[" * 100_000)
+
+
+def fifo_for(path):
+    path.unlink()
+    os.mkfifo(path)
+
+
+def not_safetensors(folder):
+    sorted(folder.glob("*.safetensors"))[0].write_bytes(b"<html>not found</html>")
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda folder: sorted(folder.glob("*.safetensors"))[1].unlink(), r"names the file model-00002-.*not there"),
+        (cut_off, r"model-00001.* bytes instead of .*; fetch that file again"),
+        (not_safetensors, r"model-00001.*is not a safetensors file"),
+        (lambda folder: edit_json(folder / "model.safetensors.index.json", weight_map=...), r"no weight_map"),
+        (lambda folder: shutil.copy(*sorted(folder.glob("*.safetensors"))[:2]), r"is in model-00001.* and in model-0"),
+        (lambda folder: (folder / "config.json").unlink(), r"has no config.json"),
+        (lambda folder: (folder / "config.json").write_text("{"), r"config.json is not JSON"),
+        (lambda folder: (folder / "model.safetensors.index.json").unlink(), r"neither model.safetensors nor"),
+        (
+            lambda folder: edit_index(folder, "../a.safetensors"),
+            r"weight_map\['.*'\]='../a.safetensors' must be a plain",
+        ),
+        (lambda folder: edit_index(folder, "/a", tensor="a" * 1000), r"weight_map\['a{99}\]='/a' must be a plain name"),
+        (lambda folder: edit_index(folder, "", tensor="\x1b[31m\n"), r"disagree on '\\x1b\[31m\\n'; fetch"),
+        (lambda folder: edit_index(folder, ["a"]), r"weight_map\['.*'\]=\['a'\] must be a plain name"),
+        (lambda folder: edit_json(folder / "config.json", num_hidden_layers=10**30), r"num_hidden_layers=1000"),
+        (lambda folder: edit_json(folder / "config.json", rms_norm_eps=10**400), r"rms_norm_eps=1000"),
+        (lambda folder: nest(folder / "config.json"), r"config.json is nested deeper than 100 levels"),
+        (lambda folder: nest(folder / "model.safetensors.index.json"), r"index.json is nested deeper than 100"),
+        (lambda folder: fifo_for(sorted(folder.glob("*.safetensors"))[0]), r"names the file model-00001.*not there"),
+    ],
+    ids=[
+        *("gone", "cut_off", "html", "index", "twice", "no_config", "json", "no_index"),
+        *("out", "long_name", "unprintable_name", "no_name", "layers", "huge", "nested", "nested_index", "fifo"),
+    ],
+)
+def test_a_damaged_folder_is_refused_naming_the_file(damage, message, gqa, tmp_path):
+    cfg = transformers.AutoModelForCausalLM.from_pretrained(gqa)
+    folder = hf_models.save(cfg, tmp_path / "hf", max_shard_size="200KB")
+    open_checkpoint(folder)
+    damage(folder)
+    with pytest.raises(ValueError, match=message):
+        open_checkpoint(folder)
+
+
+def test_an_index_that_names_another_file_than_the_one_with_the_tensor_is_refused(gqa, tmp_path):
+    made = transformers.AutoModelForCausalLM.from_pretrained(gqa)
+    folder = hf_models.save(made, tmp_path / "hf", max_shard_size="200KB")
+    path = folder / "model.safetensors.index.json"
+    where = json.loads(path.read_text())["weight_map"]
+    edit_json(path, weight_map=where | {Q0: next(file for file in where.values() if file != where[Q0])})
+    with pytest.raises(ValueError, match=rf"disagree on {Q0}"):
+        open_checkpoint(folder)
+
+
+def test_float16_becomes_float32_which_holds_it(gqa, tmp_path):
+    made = transformers.AutoModelForCausalLM.from_pretrained(gqa)
+    folder = hf_models.save(made, tmp_path, dtype=torch.float16)
+    _, params = hf.load(folder)
+    np.testing.assert_array_equal(params["embed"], load_file(folder / "model.safetensors")[hf_names.EMBEDDING].float())
+    assert params["embed"].dtype == jnp.float32
+
+
+def test_tables_of_rotary_frequencies_are_passed_over_and_said(gqa, tmp_path, hf_here):
+    folder = shutil.copytree(gqa, tmp_path / "hf")
+    found = load_file(folder / "model.safetensors")
+    save_file(found | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}, folder / "model.safetensors")
+    code, out, _ = hf_here("import", folder, f"--out={tmp_path / 'ours'}")
+    assert code == 0
+    assert "1 tables rotary_emb.inv_freq are passed over" in out
+
+
+def test_a_head_beside_a_tied_embedding_must_be_that_embedding(tmp_path):
+    folder = hf_models.save(hf_models.model(hf_models.CONFIGS["tied"]), tmp_path)
+    found = load_file(folder / "model.safetensors")
+    save_file(found | {hf_names.HEAD: found[hf_names.EMBEDDING].clone()}, folder / "model.safetensors")
+    open_checkpoint(folder)
+    other = found[hf_names.EMBEDDING].clone()
+    other[-1, -1] += 1e-3
+    save_file(found | {hf_names.HEAD: other}, folder / "model.safetensors")
+    with pytest.raises(ValueError, match=r"lm_head.weight is not model.embed_tokens.weight"):
+        open_checkpoint(folder)
+
+
+def test_an_export_that_reads_back_other_bits_raises_and_leaves_nothing(gqa, tmp_path, hf_here, monkeypatch):
+    assert hf_here("import", gqa, f"--out={tmp_path / 'ours'}")[0] == 0
+    write = Writer.write
+
+    def write_wrong(self, name, values, first_row=0):
+        if name == Q0:
+            values = values.copy()
+            values.view(np.uint32)[3, 5] ^= 1  # the last bit of one weight
+        write(self, name, values, first_row=first_row)
+
+    monkeypatch.setattr(Writer, "write", write_wrong)
+    code, _, err = hf_here("export", tmp_path / "ours", f"--out={tmp_path / 'back'}")
+    assert code == 2
+    assert f"{Q0}, model" in err
+    assert "came back with other values" in err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ours"]
+
+
+def test_nothing_is_written_over_what_is_there(gqa, tmp_path, hf_here):
+    assert hf_here("import", gqa, f"--out={tmp_path / 'ours'}")[0] == 0
+    for words in (("import", gqa), ("export", tmp_path / "ours"), ("average", tmp_path / "ours", tmp_path / "ours")):
+        code, _, err = hf_here(*words, f"--out={tmp_path / 'ours'}")
+        assert (code, "is there already" in err) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["importt"], r"unknown verb 'importt'. Did you mean 'import'"),
+        (["import"], r"no input; name a folder of Hugging Face"),
+        (["import", "x"], r"--out is missing"),
+        (["import", "x", "--out=y"], r"x has no config.json"),
+        (["import", "x", "y", "--out=z"], r"2 inputs"),
+        (["export", "x", "--out=y"], r"x holds no weights .*runs/tiny/checkpoints/STEP"),
+        (["export", "x", "--out=y", "--dtype=int8"], r"dtype"),
+        (["export", "x", "--outt=y"], r"unknown flag --outt. Did you mean '--out'"),
+        (["average", "x", "--out=y"], r"1 checkpoint to average; give two or more"),
+    ],
+)
+def test_a_wrong_command_line_is_one_line(words, message, tmp_path, monkeypatch, hf_here):
+    monkeypatch.chdir(tmp_path)
+    code, _, err = hf_here(*words)
+    assert code == 2
+    with pytest.raises(ValueError, match=message):
+        raise ValueError(err)
+
+
+def test_shards_keep_every_tensor_in_order_and_below_the_size(gqa, tmp_path, hf_here):
+    assert hf_here("import", gqa, f"--out={tmp_path / 'ours'}")[0] == 0
+    exporting.export_checkpoint(open_weights(tmp_path / "ours"), tmp_path / "back", shard_bytes=200_000)
+    same_bits(tensors(tmp_path / "back"), tensors(gqa))
+    sizes = [path.stat().st_size for path in (tmp_path / "back").glob("*.safetensors")]
+    assert len(sizes) > 2
+    assert max(sizes) < 210_000
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        made = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back")
+    same_bits(made.state_dict(), transformers.AutoModelForCausalLM.from_pretrained(gqa).state_dict())
+
+
+def test_an_export_holds_one_parameter_at_a_time(gqa, tmp_path, hf_here, monkeypatch):
+    assert hf_here("import", gqa, f"--out={tmp_path / 'ours'}")[0] == 0
+    read, owners = Weights.read, []
+
+    def alone(self, name):
+        assert not any(owner() is not None for owner in owners), f"{name} is read beside another one"
+        found = read(self, name)
+        owners.append(weakref.ref(found if found.base is None else found.base))
+        return found
+
+    monkeypatch.setattr(Weights, "read", alone)
+    exporting.export_checkpoint(open_weights(tmp_path / "ours"), tmp_path / "back")
+    assert len(owners) == 2 * len(jax.tree.leaves(open_weights(tmp_path / "ours").arrays))  # written, and compared
+
+
+def test_every_field_of_the_model_that_config_json_tells_is_compared_after_an_export():
+    told = config_json.architecture(dataclasses.replace(hf_config(), rope_scaling="llama3"))
+    theirs_only = {"fuse_qkv", "depth_scaled_init", "layer_loop", "remat", "tuned", *OPS}
+    assert told.keys() | theirs_only == {field.name for field in dataclasses.fields(hf_config())}
+
+
+def hf_config():
+    return config_json.model_config(hf_models.SMALL | {"model_type": "llama"}, where="small")

@@ -1,0 +1,608 @@
+"""The environment of a run on Trainium: golden ones, what must hold for all, and what is refused. Nothing ran there.
+
+    PYTHONPATH=. python tests/host/test_neuron_env.py
+
+writes `tests/support/golden/env/*.json` anew after a change that is meant.
+"""
+
+import dataclasses
+import json
+import os
+import pathlib
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hlat_jax import config as config_lib
+from hlat_jax.config import ParallelConfig, PrecisionConfig
+from hlat_jax.host import neuron_env, neuron_topology
+from hlat_jax.host.neuron_env import FIXED, REMOVED, ROUNDING, environment
+from hlat_jax.host.neuron_topology import INSTANCES, Topology
+from hlat_jax.neuron import env_command as command
+from hlat_jax.resolve import resolve
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+GOLDEN = ROOT / "tests" / "golden" / "env"
+TARGETS = {
+    "trn1.2xlarge": ("trn1.2xlarge", 1),
+    "trn1.32xlarge": ("trn1.32xlarge", 1),
+    "trn1n.32xlarge": ("trn1n.32xlarge", 1),
+    "trn2.48xlarge": ("trn2.48xlarge", 2),
+    "trn2.48xlarge-lnc1": ("trn2.48xlarge", 1),
+}
+LAUNCHERS = {
+    "plain": lambda nodes, rank: {},
+    "slurm": lambda nodes, rank: {
+        "SLURM_JOB_NODELIST": "queue-dy-trn-[1-64]" if nodes > 1 else "queue-dy-trn-1",
+        "SLURM_NNODES": str(nodes),
+        "SLURM_NODEID": str(rank),
+    },
+    "mpi": lambda nodes, rank: {
+        "OMPI_COMM_WORLD_SIZE": str(nodes),
+        "OMPI_COMM_WORLD_RANK": str(rank),
+        "OMPI_MCA_orte_hnp_uri": "1;tcp://10.0.0.1:2",
+    },
+}
+SEVEN_B = resolve(config_lib.load("7b"))
+MIXED = PrecisionConfig("mixed")
+HLAT = ParallelConfig(tensor=8, sequence_parallel=True, zero1=True)
+PLACE = Topology("trn1.32xlarge", nodes=4, rank=1, coordinator="first")
+
+
+def golden_of(target):
+    """Returns what every launcher gives on 1 and 64 nodes under mixed precision, and bf16_sr on one."""
+    instance, lnc = TARGETS[target]
+    found = {}
+    for nodes, rank in ((1, 0), (64, 63)):
+        for name, variables in LAUNCHERS.items():
+            current = variables(nodes, rank)
+            told = neuron_topology.of_launcher(current) if current else {"nodes": nodes, "rank": rank}
+            told = {"coordinator": "queue-dy-trn-1"} | told
+            place = Topology(instance, lnc=lnc, **told)
+            one = environment(MIXED, HLAT, place, current=current)
+            found[f"{name}, {nodes} nodes, rank {rank}"] = one.to_dict()
+    place = Topology(instance, lnc=lnc)
+    found["bf16_sr, 1 node"] = environment(PrecisionConfig("bf16_sr"), HLAT, place, current={}).to_dict()
+    return found
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_environment_of_a_launcher_on_an_instance_is_the_golden_one(target):
+    again = "If that is meant: PYTHONPATH=. python tests/host/test_neuron_env.py"
+    assert golden_of(target) == json.loads((GOLDEN / f"{target}.json").read_text()), again
+
+
+def test_golden_environments_of_slurm_and_plain_are_the_same():
+    for target in TARGETS:
+        golden = json.loads((GOLDEN / f"{target}.json").read_text())
+        for place in ("1 nodes, rank 0", "64 nodes, rank 63"):
+            assert golden[f"plain, {place}"] == golden[f"slurm, {place}"]
+            assert golden[f"plain, {place}"]["variables"] == golden[f"mpi, {place}"]["variables"]
+
+
+# What must hold for every run: reference/neuron.md, 8.2(1)
+
+
+@st.composite
+def runs(draw):
+    """A precision, a layout and a topology that can be."""
+    instance = draw(st.sampled_from(sorted(INSTANCES)))
+    lnc = draw(st.sampled_from(INSTANCES[instance].lncs))
+    nodes = draw(st.integers(1, 300))
+    whole = INSTANCES[instance].chips * INSTANCES[instance].physical_cores // lnc
+    place = Topology(
+        instance,
+        nodes=nodes,
+        rank=draw(st.integers(0, nodes - 1)),
+        coordinator=draw(st.from_regex(r"[a-z][a-z0-9-]{0,61}[a-z0-9]", fullmatch=True)),
+        port=draw(st.integers(1, 65535).filter(lambda port: port != neuron_topology.COLLECTIVES_PORT)),
+        lnc=lnc,
+        cores=draw(st.sampled_from([0, 1, whole])),
+    )
+    degrees = {axis: draw(st.sampled_from([1, 2, 4])) for axis in ("pipe", "fsdp", "tensor")}
+    switches = {name: draw(st.booleans()) for name in ("zero1", "sequence_parallel")}
+    policy = draw(st.sampled_from(sorted(ROUNDING)))
+    who = draw(st.sampled_from(["auto", "hardware", "software"])) if policy == "bf16_sr" else "auto"
+    return PrecisionConfig(policy, who), ParallelConfig(data=-1, **degrees, **switches), place
+
+
+@given(runs())
+@settings(max_examples=200, deadline=None)
+def test_environment_is_whole_and_consistent_for_every_run(run):
+    precision, parallel, place = run
+    found = environment(precision, parallel, place, current={})
+    of = found.variables
+    words = shlex.split(of["NEURON_CC_FLAGS"])
+    num_devices = place.nodes * place.devices_per_node
+
+    assert f"--logical-nc-config={of['NEURON_LOGICAL_NC_CONFIG']}" in words
+    assert "--auto-cast=none" in words
+    in_hardware = precision.policy == "bf16_sr" and precision.stochastic_rounding != "software"
+    assert of["NEURON_RT_STOCHASTIC_ROUNDING_EN"] == ("1" if in_hardware else "0")
+    assert not set(of) & set(REMOVED)
+    assert not found.notes
+    if num_devices == 1:
+        assert "NEURON_RUN_TRIVIAL_COMPUTATION_ON_CPU" not in of
+    if place.nodes == 1:
+        assert not [name for name in of if name.startswith(("FI_", "NEURON_PJRT_"))]
+    else:
+        counts = [int(count) for count in of["NEURON_PJRT_PROCESSES_NUM_DEVICES"].split(",")]
+        assert len(counts) == place.nodes
+        assert sum(counts) == num_devices
+        assert int(of["NEURON_PJRT_PROCESS_INDEX"]) == place.rank
+        host, port = of["NEURON_RT_ROOT_COMM_ID"].split(":")
+        assert int(port) != place.port
+        assert 0 < len(host) <= 63
+        assert ("FI_PROVIDER" in of) == (place.instance != "trn1.2xlarge")
+
+
+@given(runs(), st.dictionaries(st.sampled_from(["FI_PROVIDER", "MALLOC_ARENA_MAX", "NEURON_CC_FLAGS"]), st.just("-x")))
+@settings(max_examples=100, deadline=None)
+def test_environment_applied_twice_is_applied_once(run, yours):
+    environ = dict(yours)
+    neuron_env.apply(environ, environment(*run, current=environ))
+    before = dict(environ)
+    neuron_env.apply(environ, environment(*run, current=environ))
+    assert environ == before
+    assert before.items() >= {(name, value) for name, value in yours.items() if name == "MALLOC_ARENA_MAX"}
+
+
+@given(runs())
+@settings(max_examples=50, deadline=None)
+def test_environment_differs_between_ranks_in_the_rank_alone(run):
+    precision, parallel, place = run
+    first, last = (
+        environment(precision, parallel, dataclasses.replace(place, rank=rank), current={}).variables
+        for rank in (0, place.nodes - 1)
+    )
+    assert {name for name in first if first[name] != last[name]} <= {"NEURON_PJRT_PROCESS_INDEX"}
+
+
+def test_device_rounds_where_the_program_leaves_it_to_the_device_and_never_both():
+    from hlat_jax.precision import POLICIES, policy_on
+
+    assert {name: policy.rounding for name, policy in POLICIES.items()} == ROUNDING
+    for name in POLICIES:
+        for who in ("auto", "hardware", "software") if name == "bf16_sr" else ("auto",):
+            found = environment(PrecisionConfig(name, who), ParallelConfig(), PLACE, current={}).variables
+            in_hardware = policy_on(name, "neuron", stochastic_rounding=who).rounding == "hardware"
+            assert found["NEURON_RT_STOCHASTIC_ROUNDING_EN"] == ("1" if in_hardware else "0")
+
+
+def test_instances_have_the_devices_that_the_planner_counts():
+    from hlat_jax import cost
+
+    for target, (instance, lnc) in TARGETS.items():
+        assert neuron_topology.checked(Topology(instance, lnc=lnc)).devices_per_node == cost.target(target).num_devices
+
+
+LAYOUTS = [
+    ({"data": 32}, False),  # all-reduce alone: the plugin would take the step for a trivial program
+    ({"tensor": 32}, False),
+    ({"data": 32, "zero1": True}, True),
+    ({"data": -1, "zero1": True}, True),
+    ({"data": 1, "tensor": 32, "zero1": True}, False),
+    ({"data": -1, "tensor": 32, "zero1": True}, False),
+    ({"tensor": 32, "sequence_parallel": True}, True),
+    ({"fsdp": -1, "data": 1}, True),
+    ({"pipe": 2}, True),
+]
+
+
+@pytest.mark.parametrize(("degrees", "expected"), LAYOUTS, ids=[str(degrees) for degrees, _ in LAYOUTS])
+def test_small_programs_run_on_the_host_only_where_the_step_is_seen_to_be_none(degrees, expected):
+    found = environment(MIXED, ParallelConfig(**degrees), Topology("trn1.32xlarge"), current={})
+    assert ("NEURON_RUN_TRIVIAL_COMPUTATION_ON_CPU" in found.variables) == expected
+
+
+# What the user has set
+
+
+def with_current(**current):
+    return environment(MIXED, ParallelConfig(), PLACE, current=current)
+
+
+def test_variables_of_the_user_win_with_a_line():
+    found = with_current(FI_PROVIDER="tcp", NEURON_RT_EXEC_TIMEOUT="600", FI_LOG_LEVEL="warn", MALLOC_ARENA_MAX="")
+    assert found.variables["FI_PROVIDER"] == "tcp"
+    assert found.variables["NEURON_RT_EXEC_TIMEOUT"] == "600"
+    assert found.variables["MALLOC_ARENA_MAX"] == "64"
+    assert found.notes == (
+        "NEURON_RT_EXEC_TIMEOUT: yours, 600, wins over 4000",
+        "FI_PROVIDER: yours, tcp, wins over efa",
+    )
+
+
+@pytest.mark.parametrize(
+    ("yours", "gone"),
+    [
+        ("-O2", "--optlevel"),
+        ("-O 3", "--optlevel"),
+        ("--optlevel=2 --dump='/a b'", "--optlevel"),
+        ("--model-type generic", "--model-type"),
+        ("--disable-mixed-precision-accumulation", "--enable-mixed-precision-accumulation"),
+    ],
+)
+def test_compiler_flags_of_the_user_win_flag_by_flag(yours, gone):
+    before = with_current().variables["NEURON_CC_FLAGS"]
+    found = with_current(NEURON_CC_FLAGS=yours)
+    kept = [word for word in before.split() if not word.startswith(gone)]
+    assert found.variables["NEURON_CC_FLAGS"] == f"{' '.join(kept)} {yours}"
+    assert len(found.notes) == 1
+    assert found.notes[0].startswith(f"NEURON_CC_FLAGS: yours wins over {gone}")
+
+
+@pytest.mark.parametrize("yours", ["--dump=/x", "-lnc 1", "-lnc=1", "--auto-cast none", "--target trn1"])
+def test_compiler_flags_that_add_or_repeat_need_no_line(yours):
+    found = with_current(NEURON_CC_FLAGS=yours)
+    assert found.notes == ()
+    assert found.variables["NEURON_CC_FLAGS"].endswith(yours)
+
+
+CONTRADICTIONS = [
+    (
+        {"NEURON_RT_STOCHASTIC_ROUNDING_EN": "1"},
+        "contradicts precision.policy and precision.stochastic_rounding, which gives 0",
+    ),
+    ({"NEURON_LOGICAL_NC_CONFIG": "2"}, "contradicts --lnc, which gives 1"),
+    ({"NEURON_CC_FLAGS": "-lnc=2"}, "--logical-nc-config=2, but the runtime runs with --lnc=1"),
+    ({"NEURON_CC_FLAGS": "--internal-num-neuroncores-per-sengine=1"}, "older name of --logical-nc-config=1"),
+    ({"NEURON_CC_FLAGS": "--auto-cast=all"}, "set --auto-cast=none and choose another --config.precision.policy"),
+    ({"NEURON_CC_FLAGS": "--auto-cast matmult"}, "--auto-cast=matmult rounds"),
+    ({"NEURON_CC_FLAGS": "--target=trn2"}, "set --target=trn1"),
+    ({"NEURON_CC_FLAGS": "--dump='x"}, "No closing quotation"),
+    ({"NEURON_PJRT_PROCESS_INDEX": "3"}, "contradicts --rank or --process_id, which gives 1"),
+    ({"NEURON_PJRT_PROCESSES_NUM_DEVICES": "32,32"}, "contradicts --nodes and --cores, which gives 32,32,32,32"),
+    ({"NEURON_RT_VISIBLE_CORES": "0-15"}, "16 cores, but the run takes 32; unset it, or give --cores=16"),
+    ({"NEURON_RT_VISIBLE_CORES": "all"}, "no number of cores"),
+    ({"NEURON_RT_NUM_CORES": "8"}, "8 cores, but the run takes 32"),
+    ({"NEURON_RT_ROOT_COMM_ID": "first:41001"}, "must end in a port that is not JAX's, 41001; use 41000"),
+    ({"NEURON_RT_ROOT_COMM_ID": f"{'a' * 64}:41000"}, "has 64 characters; Neuron takes 63"),
+    ({"NEURON_RT_ROOT_COMM_ID": "first"}, "HOST is missing"),
+    ({"NEURON_RT_INSPECT_ENABLE": "1", "NEURON_RT_INSPECT_DEVICE_PROFILE": "1"}, "exclude each other"),
+    ({"JAX_PLATFORMS": "cpu"}, "JAX_PLATFORMS=cpu keeps JAX off the devices of trn1.32xlarge"),
+    *(({name: "1"}, f"{name}=1 is set, and is {instead}") for name, instead in REMOVED.items()),
+]
+
+
+@pytest.mark.parametrize(("current", "message"), CONTRADICTIONS, ids=[str(pair[0])[:60] for pair in CONTRADICTIONS])
+def test_contradictions_and_removed_variables_are_refused(current, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        with_current(**current)
+
+
+def test_variables_of_a_larger_job_are_refused_on_one_node():
+    alone = Topology("trn1.32xlarge")
+    for name, value, instead in (
+        ("NEURON_PJRT_PROCESSES_NUM_DEVICES", "32,32", "32"),
+        ("NEURON_PJRT_PROCESS_INDEX", "1", "0"),
+    ):
+        assert environment(MIXED, ParallelConfig(), alone, current={name: instead}).notes == ()
+        with pytest.raises(ValueError, match=f"{name}={value} is of a larger job than --nodes=1, which has {instead}"):
+            environment(MIXED, ParallelConfig(), alone, current={name: value})
+
+
+def test_one_device_refuses_to_run_its_step_on_the_host():
+    one = Topology("trn1.2xlarge", cores=1)
+    with pytest.raises(ValueError, match="would run the whole training step on the host's CPU"):
+        environment(MIXED, ParallelConfig(), one, current={"NEURON_RUN_TRIVIAL_COMPUTATION_ON_CPU": "1"})
+
+
+def test_fewer_cores_than_the_node_has_are_made_visible():
+    some = Topology("trn1.32xlarge", cores=8)
+    assert environment(MIXED, ParallelConfig(), some, current={}).variables["NEURON_RT_NUM_CORES"] == "8"
+    assert not environment(MIXED, ParallelConfig(), some, current={"NEURON_RT_VISIBLE_CORES": "8-15"}).notes
+
+
+def test_misspelt_variables_are_named_with_the_nearest():
+    found = with_current(NEURON_RT_STOCHASTIC_ROUNDIG_EN="1", NEURON_HLO_ANALYZER="1", NEURON_RT_LOG_LEVEL="INFO")
+    assert found.notes == (
+        "NEURON_RT_STOCHASTIC_ROUNDIG_EN is not known here. Did you mean NEURON_RT_STOCHASTIC_ROUNDING_EN?",
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"instance": "trn1.32xlrge"}, "no such instance type. Did you mean 'trn1.32xlarge'?"),
+        ({"lnc": 2}, "--lnc=2: trn1.32xlarge takes 1"),
+        ({"nodes": 0}, "--nodes=0"),
+        ({"rank": 4}, "--rank=4 must lie in 0 .. 3"),
+        ({"coordinator": ""}, "--coordinator=HOST is missing"),
+        ({"coordinator": "a" * 64}, "has 64 characters; Neuron takes 63"),
+        ({"coordinator": "first:41000"}, "without a port"),
+        ({"coordinator": "a b"}, "must be a host name"),
+        ({"port": 41000}, "--port=41000 is that of Neuron's collectives"),
+        ({"port": 0}, "--port=0 must lie in 1 .. 65535"),
+        ({"cores": 33}, "--cores=33: trn1.32xlarge has 32"),
+    ],
+)
+def test_topologies_that_cannot_be_are_refused(fields, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        environment(MIXED, ParallelConfig(), dataclasses.replace(PLACE, **fields), current={})
+
+
+def test_unknown_policy_is_refused():
+    with pytest.raises(ValueError, match="Did you mean 'mixed'"):
+        environment(PrecisionConfig("mixd"), ParallelConfig(), PLACE, current={})
+
+
+def test_addresses_may_stand_for_the_coordinator():
+    for host in ("10.0.0.1", "[fd00::1]", "ip-10-0-0-1.ec2.internal"):
+        place = dataclasses.replace(PLACE, coordinator=host)
+        found = environment(MIXED, ParallelConfig(), place, current={})
+        assert found.variables["NEURON_RT_ROOT_COMM_ID"] == f"{host}:41000"
+        assert environment(MIXED, ParallelConfig(), place, current=found.variables) == found
+
+
+# Launchers
+
+
+@pytest.mark.parametrize(
+    ("nodelist", "first"),
+    [
+        ("trn001", "trn001"),
+        ("trn001,trn002", "trn001"),
+        ("trn[008-011,020],x", "trn008"),
+        ("a-[3,5]", "a-3"),
+        ("q-dy-trn-[1-64]", "q-dy-trn-1"),
+        ("r[1-2]-b", "r1-b"),
+    ],
+)
+def test_first_host_of_a_node_list(nodelist, first):
+    assert neuron_topology.first_host(nodelist) == first
+
+
+def test_launchers_that_say_a_part_are_refused():
+    with pytest.raises(ValueError, match="SLURM_NODEID='' is no number: start this with srun"):
+        neuron_topology.of_launcher({"SLURM_JOB_NODELIST": "a", "SLURM_NNODES": "2"})
+    with pytest.raises(ValueError, match="OMPI_COMM_WORLD_SIZE='' is no number: start this with mpirun"):
+        neuron_topology.of_launcher({"OMPI_COMM_WORLD_RANK": "2"})
+
+
+def test_open_mpi_inside_slurm_is_open_mpi():
+    told = neuron_topology.of_launcher(LAUNCHERS["slurm"](64, 1) | LAUNCHERS["mpi"](4, 2))
+    assert told == {"launcher": "mpi", "nodes": 4, "rank": 2}
+
+
+def test_instance_of_a_machine_is_its_product_name_where_it_has_devices(tmp_path):
+    product = tmp_path / "product_name"
+    product.write_text("trn1n.32xlarge\n")
+    here = neuron_topology.Machine(tmp_path, product)
+    assert neuron_topology.detected_instance(here) == ""
+    (tmp_path / "neuron0").touch()
+    assert neuron_topology.detected_instance(here) == "trn1n.32xlarge"
+    product.write_text("inf2.24xlarge\n")
+    with pytest.raises(ValueError, match=r"the instance type 'inf2.24xlarge' is not known here: give --instance=TYPE"):
+        neuron_topology.detected_instance(here)
+
+
+def test_neuron_is_served_where_there_are_devices_unless_jax_platforms_says_otherwise(tmp_path):
+    product = tmp_path / "product_name"
+    product.write_text("trn1.2xlarge\n")
+    here = neuron_topology.Machine(tmp_path, product)
+    for named, platforms, expected in (("", "", ""), ("", "cpu", ""), ("trn1.32xlarge", "", "trn1.32xlarge")):
+        assert neuron_topology.instance_to_serve(named, platforms, machine=here) == expected
+    with pytest.raises(ValueError, match="JAX_PLATFORMS=neuron,cpu names neuron, and this machine has no"):
+        neuron_topology.instance_to_serve("", "neuron,cpu", machine=here)
+    (tmp_path / "neuron0").touch()
+    for platforms, expected in (("", "trn1.2xlarge"), ("neuron,cpu", "trn1.2xlarge"), ("cpu", ""), ("cuda", "")):
+        assert neuron_topology.instance_to_serve("", platforms, machine=here) == expected
+
+
+@pytest.fixture
+def trn1_node(tmp_path, monkeypatch):
+    """A machine with Neuron devices, and an environment with nothing of theirs in it."""
+    (tmp_path / "neuron0").touch()
+    (tmp_path / "product_name").write_text("trn1.32xlarge\n")
+    for name in [name for name in os.environ if name.startswith(("JAX_", "NEURON_", "MALLOC_"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    return neuron_topology.Machine(tmp_path, tmp_path / "product_name")
+
+
+def test_prepare_sets_the_environment_of_the_node_before_jax_is_there(trn1_node, monkeypatch):
+    monkeypatch.delitem(sys.modules, "jax", raising=False)
+    precision, parallel = PrecisionConfig("bf16_sr"), ParallelConfig(data=1, tensor=-1)
+    expected = environment(precision, parallel, Topology("trn1.32xlarge"), current={}).variables
+    assert neuron_env.prepare(precision, parallel, machine=trn1_node) == "environment: set for trn1.32xlarge"
+    assert expected.items() <= os.environ.items()
+    assert os.environ["NEURON_RT_STOCHASTIC_ROUNDING_EN"] == "1"
+
+
+def test_prepare_refuses_where_jax_has_read_the_environment_and_leaves_other_machines_alone(trn1_node, tmp_path):
+    before = dict(os.environ)
+    with pytest.raises(ValueError, match=r"trn1\.32xlarge: JAX is imported already; start Python again"):
+        neuron_env.prepare(PrecisionConfig(), ParallelConfig(), machine=trn1_node)
+    (tmp_path / "neuron0").unlink()
+    assert "nothing to set" in neuron_env.prepare(PrecisionConfig(), ParallelConfig(), machine=trn1_node)
+    assert os.environ == before
+
+
+# Training: a process of its own that stops where JAX would be imported, and writes what it then finds
+
+AT_IMPORT = """
+import json, os, sys
+
+class Stop:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("jax", "jaxlib", "libneuronxla"):
+            print("AT", name, json.dumps(dict(os.environ)))
+            sys.exit(0)
+
+sys.meta_path.insert(0, Stop())
+from hlat_jax import flags, COMMAND
+flags.main(COMMAND.main)
+"""
+
+
+def environment_at_import(*words, **variables):
+    """Returns (variables, what was printed before) when a training command imports JAX; (None, the error) if it does
+    not come to that."""
+    return at_import("train", "--config=7b", "--config.precision.policy=mixed", *words, **variables)
+
+
+def at_import(command, *words, **variables):
+    run = [sys.executable, "-c", AT_IMPORT.replace("COMMAND", command), *words]
+    variables = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), **variables}
+    done = subprocess.run(run, env=variables, capture_output=True, text=True, timeout=60, check=False)
+    if done.returncode:
+        return None, done.stderr
+    printed, _, found = done.stdout.partition("AT jax ")
+    return json.loads(found), printed
+
+
+def test_training_sets_the_environment_before_jax_is_imported():
+    place = ("--coordinator=first:5000", "--num_processes=4", "--process_id=1", "--instance=trn1.32xlarge")
+    variables = {"NEURON_RT_EXEC_TIMEOUT": "600", "OMPI_COMM_WORLD_RANK": "1", "OMPI_MCA_orte_hnp_uri": "x"}
+    found, printed = environment_at_import(*place, **variables)
+    expected = with_current(NEURON_RT_EXEC_TIMEOUT="600")
+    assert printed == ""  # of process 0 alone
+    assert found.items() >= expected.variables.items()
+    assert "OMPI_MCA_orte_hnp_uri" not in found
+    _, printed = environment_at_import("--instance=trn1.32xlarge", NEURON_RT_EXEC_TIMEOUT="600")
+    assert printed.splitlines() == [
+        "environment      for 1 x trn1.32xlarge", "NEURON_RT_EXEC_TIMEOUT: yours, 600, wins over 4000",
+    ]  # fmt: skip
+
+
+def test_training_on_a_part_of_a_node_and_with_one_core_a_device():
+    found, _ = environment_at_import("--instance=trn1.32xlarge", "--cores=8")
+    assert found["NEURON_RT_NUM_CORES"] == "8"
+    found, _ = environment_at_import("--instance=trn2.48xlarge", NEURON_LOGICAL_NC_CONFIG="1")
+    assert "--logical-nc-config=1" in found["NEURON_CC_FLAGS"].split()
+
+
+def test_training_elsewhere_leaves_the_environment_alone():
+    for variables in ({}, {"JAX_PLATFORMS": "cpu"}):
+        found, printed = environment_at_import(**variables)
+        assert not [name for name in found if name.startswith(("NEURON", "FI_", "MALLOC"))]
+        assert {name for name in found if name.startswith("JAX")} == set(variables)
+        assert printed == ""
+
+
+def test_training_refuses_a_contradiction_before_jax_is_imported():
+    found, error = environment_at_import("--instance=trn1.32xlarge", NEURON_RT_STOCHASTIC_ROUNDING_EN="1")
+    assert found is None
+    assert error.startswith("error: NEURON_RT_STOCHASTIC_ROUNDING_EN=1 contradicts precision.policy")
+    found, error = environment_at_import("--instance=trn1.32xlarge", JAX_PLATFORMS="cpu")
+    assert found is None
+    assert "keeps JAX off the devices of trn1.32xlarge" in error
+    found, error = environment_at_import(JAX_PLATFORMS="neuron")
+    assert found is None
+    assert "this machine has no /dev/neuron0" in error
+
+
+@pytest.mark.parametrize(("command", "words"), [("generate", ["--prompt=x"]), ("evaluate", ["--text=x"])])
+def test_inference_asks_for_the_devices_before_jax_is_imported(command, words):
+    found, _ = at_import(command, "--checkpoint=x", *words)
+    assert not [name for name in found if name.startswith(("NEURON", "FI_", "MALLOC", "JAX"))]
+    found, error = at_import(command, "--checkpoint=x", *words, JAX_PLATFORMS="neuron")
+    assert found is None
+    assert "this machine has no /dev/neuron0" in error
+
+
+def test_record_holds_what_can_change_a_run_and_no_more():
+    environ = {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "-x",
+        "AWS_SECRET_ACCESS_KEY": "s",
+        "HOME": "/",
+        "FI_PROVIDER": "efa",
+    }
+    assert neuron_env.recorded(environ) == {"FI_PROVIDER": "efa", "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "-x"}
+
+
+# The command
+
+
+@pytest.fixture
+def env_here(monkeypatch, capsys):
+    """A function of the words of the command that runs it here: what it printed; the variables are the only ones."""
+
+    def run(*words, **variables):
+        monkeypatch.setattr(os, "environ", variables)
+        code = command.main(["--config=7b", *words])
+        assert code == 0
+        return capsys.readouterr()
+
+    return run
+
+
+NODES = ("--instance=trn1.32xlarge", "--nodes=3", "--coordinator=first")
+
+
+def test_env_command_prints_lines_that_a_shell_takes(env_here, tmp_path):
+    printed = env_here(*NODES, "--rank=2", NEURON_CC_FLAGS="--dump='/a b' --x=$HOME", MALLOC_ARENA_MAX="a\n'b")
+    expected = environment(
+        SEVEN_B.precision,
+        SEVEN_B.parallel,
+        Topology("trn1.32xlarge", nodes=3, rank=2, coordinator="first"),
+        current={"NEURON_CC_FLAGS": "--dump='/a b' --x=$HOME", "MALLOC_ARENA_MAX": "a\n'b"},
+    )
+    show = f"import json, os; print(json.dumps({{n: os.environ[n] for n in {list(expected.variables)}}}))"
+    words = ["bash", "-c", 'eval "$1" && "$2" -c "$3"', "-", printed.out, sys.executable, show]
+    done = subprocess.run(words, capture_output=True, text=True, env={}, check=True)
+    assert json.loads(done.stdout) == expected.variables
+    assert printed.err == "MALLOC_ARENA_MAX: yours, a\n'b, wins over 64\n"
+
+
+def test_env_command_prints_json(env_here):
+    one = json.loads(env_here(*NODES, "--rank=1", "--format=json").out)
+    assert one["variables"]["NEURON_PJRT_PROCESS_INDEX"] == "1"
+    every = json.loads(env_here(*NODES, "--rank=all", "--format=json").out)
+    assert [one["variables"]["NEURON_PJRT_PROCESS_INDEX"] for one in every.values()] == ["0", "1", "2"]
+    assert every["1"] == one
+
+
+def test_env_command_reads_the_launcher_and_the_lnc(env_here):
+    slurm = LAUNCHERS["slurm"](64, 5)
+    one = json.loads(env_here("--instance=trn2.48xlarge", "--format=json", NEURON_LOGICAL_NC_CONFIG="1", **slurm).out)
+    assert one["variables"]["NEURON_RT_ROOT_COMM_ID"] == "queue-dy-trn-1:41000"
+    assert one["variables"]["NEURON_PJRT_PROCESS_INDEX"] == "5"
+    assert one["variables"]["NEURON_PJRT_PROCESSES_NUM_DEVICES"] == ",".join(["128"] * 64)
+    mpi = LAUNCHERS["mpi"](2, 1)
+    assert env_here("--instance=trn1.32xlarge", "--coordinator=a", **mpi).out.startswith(
+        "unset OMPI_MCA_orte_hnp_uri\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["env"], "--config=NAME is missing"),
+        (["env", "--config=7b"], "--instance=TYPE is missing"),
+        (["env", "--config=7b", "--instance=trn1.32xlarge", "--rank=x"], "--rank=x must be a number from 0, or all"),
+        (["env", "--config=7b", "--instance=trn1.32xlarge", "--nodes=4", "--coordinator=a"], "--rank is missing"),
+        (["env", "--config=7b", "--instance=trn1.32xlarge", "--format=xml"], "--format=xml must be shell or json"),
+        (["env", "--config=7b", "--instnce=a"], "unknown flag --instnce. Did you mean '--instance'?"),
+        (["lint", "--config=tiny", "--json=/nowhere/a.json"], "--json=/nowhere/a.json: there is no folder /nowhere"),
+        (["programs", "--config=tiny", "--json=/nowhere/a.json"], "there is no folder /nowhere"),
+        (["programs", "--config=tiny", "--platform=nueron"], "neuron|cpu|gpu|tpu"),
+        (["hlo", "--config=tiny", "--out=/dev/null"], "--out=/dev/null cannot be made a folder: File exists"),
+        (["doctor", "--cores=2"], "--cores=2: this machine has no Neuron devices"),
+        (["doctor", "--json=/nowhere/a.json"], "there is no folder /nowhere"),
+        (["evn"], "unknown verb 'evn'. Did you mean 'env'?"),
+    ],
+)
+def test_neuron_command_refuses_in_one_line(words, message):
+    run = [sys.executable, "-m", "hlat_jax.neuron", *words]
+    done = subprocess.run(run, cwd=ROOT, env={"PATH": os.environ["PATH"]}, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_fixed_variables_are_computed_ones():
+    assert set(FIXED) <= set(with_current().variables)
+
+
+if __name__ == "__main__":
+    GOLDEN.mkdir(parents=True, exist_ok=True)
+    for name in TARGETS:
+        (GOLDEN / f"{name}.json").write_text(json.dumps(golden_of(name), indent=1) + "\n")

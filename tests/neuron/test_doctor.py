@@ -1,0 +1,613 @@
+"""The doctor: every probe passes on what is sound and catches a faulty fake; the command on CPU. No Trainium here."""
+
+import dataclasses
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import tomllib
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from hlat_jax import config as config_lib
+from hlat_jax.config import ParallelConfig, PrecisionConfig
+from hlat_jax.host.neuron_topology import Machine
+from hlat_jax.neuron import doctor, doctor_command, exercises, probes, short_training
+from hlat_jax.neuron.probes import FAILED, NOT_HERE, PASSED, Outcome
+from hlat_jax.resolve import resolve
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+TINY = resolve(config_lib.load("tiny"))
+GIB = 2**30
+
+
+def assert_caught(outcome, *words):
+    assert outcome.verdict == FAILED
+    assert outcome.advice
+    for word in words:
+        assert word in outcome.found
+
+
+# versions
+
+
+def requirements(words):
+    """Returns {package: (lowest, first too new)} of the requirements of pyproject.toml that have a lowest."""
+    found = {}
+    for word in words:
+        name, low, high = re.fullmatch(r"([\w-]+)(?:\[.*\])?(?:[>=]=([\d.]+))?(?:,<([\d.]+))?", word).groups()
+        if low:
+            found[name] = (low, high or "")
+    return found
+
+
+def test_supported_versions_are_those_that_the_package_declares():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    declared = requirements(project["dependencies"])
+    declared["python"] = requirements([f"python{project['requires-python']}"])["python"]
+    assert {name: declared[name] for name in probes.SUPPORTED} == probes.SUPPORTED
+    neuron = requirements(project["optional-dependencies"]["neuron"])
+    for name in set(neuron) - {"jax"}:
+        assert probes.SUPPORTED_BY_NEURON[name] == neuron[name]
+    pinned = {"jax": neuron["jax"][0]}
+    assert probes.versions(pinned, {"jax": probes.SUPPORTED_BY_NEURON["jax"]}).verdict == PASSED
+
+
+def test_versions_of_this_environment_pass():
+    assert probes.versions(exercises.installed(probes.SUPPORTED), probes.SUPPORTED).verdict == PASSED
+
+
+@pytest.mark.parametrize("version", ["0.9.0", "0.9.0.0", "0.12.0", "0.12", "1.0"])
+def test_versions_outside_the_range_are_caught(version):
+    assert_caught(probes.versions({"jax": version}, {"jax": ("0.9.0.1", "0.12")}), f"jax {version}", ">=0.9.0.1,<0.12")
+
+
+@pytest.mark.parametrize("version", ["0.9.0.1", "0.10.2", "0.11.0rc1", "0.10.0+local.7"])
+def test_versions_within_the_range_pass(version):
+    assert probes.versions({"jax": version}, {"jax": ("0.9.0.1", "0.12")}).verdict == PASSED
+
+
+def test_placeholders_of_the_public_index_and_missing_packages_are_caught():
+    installed = {
+        "python": "3.12.1",
+        "jax": "0.10.0",
+        "numpy": "2.3.5",
+        "jax-neuronx": "0.0.0",
+        "neuronx-cc": "1.0.post1",
+    }
+    outcome = probes.versions(installed, probes.SUPPORTED_BY_NEURON)
+    assert_caught(outcome, "jax-neuronx 0.0.0", "neuronx-cc 1.0.post1", "libneuronxla is missing")
+    assert "numpy" not in outcome.found
+
+
+# devices and memory
+
+
+def cores(count, kind="NC_v2", platform="neuron"):
+    return [types.SimpleNamespace(platform=platform, device_kind=kind)] * count
+
+
+def test_devices_of_an_instance_pass():
+    assert probes.devices(cores(32), platform="neuron", count=32) == (PASSED, "32 x NC_v2 (neuron)", "")
+    assert probes.devices(jax.devices(), platform="", count=0).verdict == PASSED
+
+
+@pytest.mark.parametrize(
+    ("found", "word"),
+    [
+        ([], "nothing"),
+        (cores(1, "cpu", "cpu"), "platform neuron was to be found"),
+        (cores(31), "the instance has 32"),
+        (cores(31) + cores(1, "NC_v3"), "several kinds"),
+        (cores(32, "NC_v9"), "a kind that"),
+    ],
+)
+def test_devices_that_are_missing_mixed_or_unknown_are_caught(found, word):
+    assert_caught(probes.devices(found, platform="neuron", count=32), word)
+
+
+def test_memory_of_a_sound_device_passes_and_a_quarter_of_it_is_written():
+    asked = []
+    outcome = probes.memory(15 * GIB, 16 * GIB, fill=lambda n: asked.append(n) or True)
+    assert outcome.verdict == PASSED
+    assert asked == [15 * GIB // 4]
+    assert probes.memory(0, 16 * GIB, fill=lambda n: n == 4 * GIB).verdict == PASSED
+
+
+def no_memory(num_bytes):
+    raise RuntimeError("RESOURCE_EXHAUSTED: 3.75 GiB")
+
+
+@pytest.mark.parametrize(
+    ("limit", "fill", "word"),
+    [
+        (7 * GIB, lambda n: True, "7.0 GiB, of 16.0 GiB"),
+        (15 * GIB, lambda n: False, "come back changed"),
+        (15 * GIB, no_memory, "RESOURCE_EXHAUSTED"),
+    ],
+)
+def test_memory_that_is_taken_broken_or_not_there_is_caught(limit, fill, word):
+    assert_caught(probes.memory(limit, 16 * GIB, fill=fill), word)
+
+
+def test_memory_of_a_host_or_of_an_unknown_device_is_not_testable():
+    assert probes.memory(0, 0, fill=None).verdict == NOT_HERE
+    assert probes.memory(0, 0, fill=lambda n: True).verdict == NOT_HERE
+
+
+def test_fill_reads_back_what_it_wrote_and_sees_a_changed_bit(monkeypatch):
+    monkeypatch.setattr(exercises, "_BLOCK_BYTES", 1 << 12)
+    device = jax.devices()[0]
+    assert exercises.fill(device, 1 << 14)
+    put, count = jax.device_put, iter(range(100))
+
+    def broken(block, device):
+        return put(block ^ np.uint32(next(count) == 3), device)
+
+    monkeypatch.setattr(jax, "device_put", broken)
+    assert not exercises.fill(device, 1 << 14)
+
+
+# numbers
+
+
+def test_random_numbers_of_jax_pass():
+    assert probes.random_numbers(exercises.draw).verdict == PASSED
+
+
+def sound(seed):
+    rng = np.random.default_rng(seed)
+    return rng.random(1 << 18), rng.normal(size=1 << 18)
+
+
+def altered(uniform=lambda u: u, normal=lambda z: z):
+    def draw(seed):
+        u, z = sound(seed)
+        return uniform(u), normal(z)
+
+    return draw
+
+
+@pytest.mark.parametrize(
+    ("draw", "word"),
+    [
+        (lambda seed: sound(None), "one seed gave two draws"),
+        (lambda seed: sound(0), "two seeds"),
+        (lambda seed: (sound(0)[0], sound(seed)[1]), "two uniform seeds"),
+        (altered(uniform=lambda u: u * 0.98), "mean of uniform"),
+        (altered(uniform=lambda u: 0.5 + (u - 0.5) * 1.02), "variance of uniform"),
+        (altered(uniform=lambda u: np.where(u > 0.9999, 1.0, u)), "uniform numbers from"),
+        (altered(normal=lambda z: z + 0.02), "mean of normal"),
+        (altered(normal=lambda z: z * 1.01), "variance of normal"),
+        (
+            altered(normal=lambda z: np.random.default_rng(z.view(np.uint64)[0]).uniform(-(3**0.5), 3**0.5, z.size)),
+            "fourth",
+        ),
+        (altered(normal=lambda z: np.repeat(z[: z.size // 2], 2)), "neighbours"),
+        (altered(normal=lambda z: np.tile(z[: z.size // 2], 2)), "halves"),  # every device draws the same
+        (altered(normal=np.zeros_like), "correlation"),  # a generator that was folded to a constant
+    ],
+)
+def test_random_numbers_that_are_off_are_caught(draw, word):
+    assert_caught(probes.random_numbers(draw), word)
+
+
+def test_random_numbers_of_numpy_pass_so_the_fakes_fail_for_what_was_altered():
+    assert probes.random_numbers(sound).verdict == PASSED
+
+
+def bf16(x):
+    return np.asarray(x, jnp.bfloat16).astype(np.float32)
+
+
+def in_blocks(block, keep):
+    """Returns a product whose partial sums over `block` products go through `keep`."""
+
+    def multiply(a, b, dtype):
+        total = np.zeros((a.shape[0], b.shape[1]), np.float32)
+        for first in range(0, a.shape[1], block):
+            total = keep(total + a[:, first : first + block] @ b[first : first + block])
+        return np.asarray(total, dtype).astype(np.float32)
+
+    return multiply
+
+
+def test_products_that_accumulate_in_fp32_pass():
+    assert probes.matmul_accumulation(exercises.multiply).verdict == PASSED
+    assert probes.matmul_accumulation(in_blocks(128, lambda total: total)).verdict == PASSED
+
+
+@pytest.mark.parametrize(
+    "multiply",
+    [
+        in_blocks(16, bf16),
+        in_blocks(128, bf16),  # one tile of the systolic array
+        in_blocks(1024, bf16),
+        in_blocks(128, lambda total: np.asarray(total, np.float16).astype(np.float32)),
+        lambda a, b, dtype: bf16(a @ b) if dtype == "float32" else (a @ b),
+        lambda a, b, dtype: (a @ b) * (1 if dtype == "float32" else 1.02),
+        lambda a, b, dtype: a[:, :-1] @ b[:-1],
+    ],
+)
+def test_products_that_accumulate_in_less_than_fp32_are_caught(multiply):
+    assert_caught(probes.matmul_accumulation(multiply))
+
+
+def stochastic(values, seed=0):
+    finite = np.where(np.isfinite(values), values, 1)
+    steps = np.ldexp(1.0, np.frexp(np.abs(finite))[1] - 8)
+    low = np.floor(np.abs(finite) / steps)
+    up = np.random.default_rng(seed).random(values.shape) < np.abs(finite) / steps - low
+    return np.where(np.isfinite(values), np.sign(values) * (low + up) * steps, values).astype(np.float32)
+
+
+def test_rounding_of_this_cpu_is_nearest_and_that_of_the_hash_stochastic():
+    assert probes.rounding(exercises.cast, expected="nearest").verdict == PASSED
+    assert probes.rounding(exercises.cast_by_hash, expected="stochastic").verdict == PASSED
+    assert probes.rounding(stochastic, expected="stochastic").verdict == PASSED
+
+
+def truncated(values):
+    return (values.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
+
+
+@pytest.mark.parametrize(
+    ("cast", "expected", "word"),
+    [
+        (stochastic, "nearest", "rounding is stochastic"),  # on where the config keeps fp32 master weights
+        (bf16, "stochastic", "rounding is nearest"),  # off where all that is stored is bf16
+        (truncated, "nearest", "neither"),
+        (
+            lambda v: np.where(np.random.default_rng(0).random(v.shape) < 0.5, truncated(v), bf16(v)),
+            "stochastic",
+            "neither",
+        ),
+        (lambda v: v, "nearest", "neighbours"),  # not rounded: the pair of casts was taken out
+        (lambda v: np.nan_to_num(bf16(v), posinf=3e38), "nearest", "inf or NaN"),
+        (lambda v: bf16(v * 1.01), "nearest", "values that bf16 has"),
+    ],
+)
+def test_rounding_other_than_asked_is_caught(cast, expected, word):
+    assert_caught(probes.rounding(cast, expected=expected), word)
+
+
+def test_rows_out_of_bounds_pass_as_jax_gathers_them():
+    assert probes.out_of_bounds(exercises.look_up).verdict == PASSED
+
+
+@pytest.mark.parametrize(
+    "look_up",
+    [
+        lambda table, ids, mode: table[ids % len(table)],  # wraps
+        lambda table, ids, mode: exercises.look_up(table, ids, "clip"),
+        lambda table, ids, mode: np.nan_to_num(exercises.look_up(table, ids, mode)),
+        lambda table, ids, mode: exercises.look_up(table, np.minimum(ids, 4095), mode) + (ids == 7)[:, None],
+    ],
+)
+def test_rows_that_a_table_does_not_have_and_silently_gives_are_caught(look_up):
+    assert_caught(probes.out_of_bounds(look_up), "mode")
+
+
+# memory that is handed on
+
+
+def state():
+    return jax.jit(lambda: jnp.zeros(1 << 12))()
+
+
+def test_donation_on_this_cpu_passes():
+    outcome = probes.donation(exercises.add_one, state())
+    assert outcome.verdict == PASSED
+    assert "lies where" in outcome.found
+
+
+def deleting_but_elsewhere(x):
+    result = jax.block_until_ready(x + 1)
+    x.delete()
+    return result
+
+
+@pytest.mark.parametrize(
+    ("step", "word"),
+    [
+        (jax.jit(lambda x: x + 1), "still there"),
+        (deleting_but_elsewhere, "elsewhere"),
+        (lambda x: exercises.add_one(exercises.add_one(x)), "wrong result"),
+    ],
+)
+def test_donation_that_keeps_two_states_or_spoils_one_is_caught(step, word):
+    assert_caught(probes.donation(step, state()), word)
+
+
+# collectives
+
+
+def by_numpy(values):
+    """Returns what sound devices hear."""
+    size, total = len(values), values.sum(0)
+    return {
+        "sum": np.stack([total] * size),
+        "gather": np.stack([values] * size),
+        "scatter": total,
+        "forward": np.roll(values, 1, axis=0),
+        "backward": np.roll(values, -1, axis=0),
+    }
+
+
+@pytest.mark.parametrize("axis", ["pipe", "data", "fsdp", "tensor_kv", "tensor_rep"])
+def test_collectives_along_every_axis_of_eight_devices_pass(axis):
+    outcome = doctor._collectives(axis, TINY)
+    assert outcome.verdict == PASSED
+    assert "of 8 devices are exact" in outcome.found
+
+
+def test_collectives_are_made_in_the_groups_of_the_config_where_it_fits_these_devices():
+    parallel = ParallelConfig(data=2, fsdp=2, tensor=2)
+    config = dataclasses.replace(TINY, parallel=parallel)
+    for axis, size in {"data": 2, "fsdp": 2, "tensor_kv": 2, "pipe": 8}.items():
+        layout = exercises.layout_along(axis, parallel, jax.devices(), num_kv_heads=2)
+        assert layout.mesh.shape[axis] == size
+        assert doctor._collectives(axis, config).verdict == PASSED
+
+
+@pytest.mark.parametrize("name", ["sum", "gather", "scatter", "forward", "backward"])
+def test_a_wrong_collective_is_caught_by_name(name):
+    def one_value_off(values):
+        heard = by_numpy(values)
+        heard[name] = heard[name].copy()
+        heard[name].flat[-1] += 1
+        return heard
+
+    assert probes.collectives(by_numpy, size=4).verdict == PASSED
+    outcome = probes.collectives(one_value_off, size=4)
+    assert_caught(outcome, name)
+    assert outcome.found.count(",") == 0
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda values: by_numpy(values) | {"sum": values},  # each device has only its own
+        lambda values: by_numpy(values) | {"forward": by_numpy(values)["backward"]},  # the ring turns the other way
+        lambda values: by_numpy(values[:1].repeat(len(values), 0)),  # all hear the first
+        lambda values: by_numpy(bf16(values)),  # sent in bf16
+    ],
+)
+def test_devices_that_do_not_hear_each_other_are_caught(run):
+    assert_caught(probes.collectives(run, size=4))
+
+
+def test_a_group_of_the_mesh_that_hears_something_else_makes_the_collective_wrong(monkeypatch):
+    layout = exercises.layout_along("tensor_kv", ParallelConfig(data=4, tensor=2), jax.devices(), num_kv_heads=2)
+    assert layout.mesh.shape["tensor_kv"] == 2
+    psum = jax.lax.psum
+    monkeypatch.setattr(jax.lax, "psum", lambda x, axis: psum(x, axis) + (jax.lax.axis_index("data") == 3))
+    outcome = probes.collectives(lambda values: exercises.speak(layout, "tensor_kv", values), size=2)
+    assert_caught(outcome, "sum of 2 devices")
+
+
+def test_collectives_of_one_device_are_not_testable(monkeypatch):
+    first = jax.devices()[:1]
+    monkeypatch.setattr(jax, "local_devices", lambda: first)
+    assert doctor._collectives("data", TINY).verdict == NOT_HERE
+
+
+# the cache of compiled programs
+
+
+def test_cache_is_hit_by_the_second_start_of_a_real_process(tmp_path):
+    outcome = probes.cache(exercises.start, tmp_path / "new")
+    assert outcome.verdict == PASSED, outcome
+    assert list((tmp_path / "new").iterdir()) == []
+
+
+def faulty_start(*, hits=(0, 1), values=(1.0, 1.0), writes=True):
+    calls = iter(range(2))
+
+    def start(folder):
+        call = next(calls)
+        if writes:
+            (folder / "program").write_text("x")
+        return {"hits": hits[call], "compile_s": 1.0, "value": values[call]}
+
+    return start
+
+
+def full_disk(folder):
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize(
+    ("start", "word"),
+    [
+        (faulty_start(writes=False), "left 0 files"),
+        (faulty_start(hits=(1, 1)), "1 programs came out"),
+        (faulty_start(hits=(0, 0)), "compiled again"),
+        (faulty_start(values=(1.0, 1.5)), "computes 1.5"),
+        (full_disk, "No space left"),
+    ],
+)
+def test_cache_that_is_not_written_not_read_or_wrong_is_caught(start, word, tmp_path):
+    assert_caught(probes.cache(start, tmp_path), word)
+
+
+def test_cache_under_a_file_is_caught(tmp_path):
+    (tmp_path / "file").write_text("")
+    assert_caught(probes.cache(faulty_start(), tmp_path / "file" / "cache"), "file")
+
+
+# training
+
+
+def trained(eval_loss, *losses):
+    return lambda: short_training.Trained(losses or (7.0, 6.0), eval_loss, 1, 2.0, 3.0)
+
+
+def test_training_inside_its_band_passes():
+    assert probes.training(trained(5.0), (4.9, 5.1)).verdict == PASSED
+
+
+@pytest.mark.parametrize(
+    ("train", "word"),
+    [
+        (trained(5.2), "expected 4.9 to 5.1"),
+        (trained(4.0), "expected 4.9 to 5.1"),  # too good: targets leak, or the data is another
+        (trained(float("nan")), "nan"),
+        (trained(5.0, 7.0, float("nan"), 6.0), "step 2 is not finite"),
+    ],
+)
+def test_training_outside_its_band_is_caught(train, word):
+    assert_caught(probes.training(train, (4.9, 5.1)), word)
+
+
+@pytest.mark.parametrize("num_devices", [1, 3, 8])
+def test_short_training_learns_on_the_devices_that_its_batch_divides_over(num_devices, small):
+    small.data.train = "package:austen_train.jsonl"
+    small.data.validation = "package:austen_validation.jsonl"
+    small.data.tokenizer = "package:austen_2k.model"
+    small.model.vocab_size = 2048
+    small.data.batch_size = 4
+    small.data.max_document_chars = 2000
+    small.train.num_steps = 12
+    done = short_training.train(resolve(small), jax.devices()[:num_devices])
+    assert done.num_devices == {1: 1, 3: 2, 8: 4}[num_devices]
+    assert len(done.losses) == 12
+    assert done.losses[-1] < done.losses[0] - 0.1
+    assert done.eval_loss == pytest.approx(done.losses[-1], abs=0.5)
+
+
+def test_short_training_is_tiny_with_fewer_steps_and_the_precision_of_the_run():
+    config = short_training.short_config(PrecisionConfig("bf16_sr", "software")).to_dict()
+    changed = {
+        f"{section}.{key}": config[section][key]
+        for section, values in TINY.to_dict().items()
+        if isinstance(values, dict)
+        for key, value in values.items()
+        if config[section][key] != value
+    }
+    assert changed == {
+        "precision.policy": "bf16_sr",
+        "precision.stochastic_rounding": "software",
+        "train.num_steps": 160,
+        "optimizer.horizon_steps": 160,
+    }, "measure short_training.BAND again: python benchmarks/doctor_band.py"
+
+
+# the command
+
+
+def run_command(monkeypatch, outcomes, *words):
+    rows = [doctor.Check(name, lambda outcome=outcome: outcome) for name, outcome in outcomes.items()]
+    monkeypatch.setattr(doctor, "checks", lambda config, place: iter(rows))
+    return doctor_command.main(list(words))
+
+
+def test_report_ends_with_what_passed_failed_and_could_not_be_tested(monkeypatch, capsys, tmp_path):
+    outcomes = {
+        "a": Outcome(PASSED, "fine"),
+        "b": Outcome(FAILED, "bad", "mend it"),
+        "c": Outcome(NOT_HERE, "no device"),
+    }
+    assert run_command(monkeypatch, outcomes, f"--json={tmp_path / 'r.json'}") == 1
+    printed = capsys.readouterr().out
+    assert "to do: mend it" in printed
+    ends = [line.split() for line in printed.splitlines()[-4:]]
+    assert ends[:3] == [["passed", "1", "a"], ["failed", "1", "b"], ["not", "testable", "here", "1", "c"]]
+    assert "No Trainium device took part." in printed
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert [(row["check"], row["verdict"]) for row in report["checks"]] == [
+        ("a", PASSED),
+        ("b", FAILED),
+        ("c", NOT_HERE),
+    ]
+
+
+def test_exit_code_is_0_where_nothing_failed(monkeypatch):
+    assert run_command(monkeypatch, {"a": Outcome(PASSED, ""), "c": Outcome(NOT_HERE, "")}, "--config=7b") == 0
+
+
+def test_a_probe_that_raises_has_failed_and_those_after_it_are_made():
+    outcome, seconds = doctor.made(doctor.Check("a", lambda: no_memory(0)))
+    assert_caught(outcome, "RuntimeError: RESOURCE_EXHAUSTED")
+    assert seconds >= 0
+
+
+@pytest.mark.parametrize("policy", ["fp32", "bf16_sr"])
+def test_checks_of_this_cpu_pass_or_are_not_testable_here(policy, tmp_path):
+    config = dataclasses.replace(TINY, precision=PrecisionConfig(policy))
+    skipped = {"training", "compile cache"}  # tested above, and too long for here
+    rows = {
+        check.name: doctor.made(check)[0]
+        for check in doctor.checks(config, doctor.Place("", 0, tmp_path))
+        if check.name not in skipped
+    }
+    assert [name for name, outcome in rows.items() if outcome.verdict == FAILED] == []
+    not_here = [name for name, outcome in rows.items() if outcome.verdict == NOT_HERE]
+    assert not_here == ["versions for Neuron", "memory", "device's rounding"]
+
+
+def fake_machine(folder, instance="trn1.32xlarge"):
+    (folder / "neuron0").touch()
+    (folder / "product").write_text(f"{instance}\n")
+    return Machine(folder, folder / "product")
+
+
+def test_environment_on_a_trainium_node_is_that_of_the_run_and_nothing_is_left_to_the_host(tmp_path):
+    values = types.SimpleNamespace(instance="", cores=0)
+    config = resolve(config_lib.load("7b"))
+    environ = {"NEURON_RUN_TRIVIAL_COMPUTATION_ON_CPU": "1"}
+    place = doctor_command._prepared(config, values, environ, machine=fake_machine(tmp_path))
+    assert place == {
+        "instance": "trn1.32xlarge",
+        "num_devices": 32,
+        "cache": pathlib.Path(environ["JAX_COMPILATION_CACHE_DIR"]),
+    }
+    assert environ["JAX_PLATFORMS"] == "neuron,cpu"
+    assert environ["NEURON_RT_STOCHASTIC_ROUNDING_EN"] == "1"  # 7b is bf16_sr
+    assert "NEURON_RUN_TRIVIAL_COMPUTATION_ON_CPU" not in environ
+
+
+def test_environment_elsewhere_is_left_as_it_is(tmp_path):
+    environ = {}
+    values = types.SimpleNamespace(instance="", cores=0)
+    place = doctor_command._prepared(TINY, values, environ, machine=Machine(tmp_path, tmp_path))
+    assert environ == {}
+    assert place["instance"] == ""
+
+
+def test_the_doctor_leaves_the_devices_to_the_processes_that_it_starts_first():
+    code = (
+        "import pathlib, jax\n"
+        "from jax._src import xla_bridge\n"
+        "from hlat_jax import config\n"
+        "from hlat_jax.neuron import doctor, probes\n"
+        "tiny = config.resolve(config.load('tiny'))\n"
+        "held = []\n"
+        "probes.cache = lambda *_: held.append(xla_bridge.backends_are_initialized())\n"
+        "for check in doctor.checks(tiny, doctor.Place('', 0, pathlib.Path('x'))):\n"
+        "    if check.name == 'devices': break\n"
+        "    check.probe()\n"
+        "assert held == [False]\n"
+    )
+    env = dict(os.environ, JAX_PLATFORMS="cpu")
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_on_a_device_that_rounds_itself_both_casts_are_judged_by_what_the_config_asks(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "neuron")
+    by_device = dataclasses.replace(TINY, precision=PrecisionConfig("bf16_sr"))
+    monkeypatch.setattr(exercises, "cast", stochastic)
+    assert doctor._hardware_rounding(by_device).verdict == PASSED
+    assert doctor._expected_rounding(by_device) == "stochastic"
+    monkeypatch.setattr(exercises, "cast", bf16)
+    assert_caught(doctor._hardware_rounding(by_device), "rounding is nearest")
+    in_software = dataclasses.replace(TINY, precision=PrecisionConfig("bf16_sr", "software"))
+    assert doctor._hardware_rounding(in_software).verdict == NOT_HERE
+    assert doctor._expected_rounding(in_software) == "nearest"

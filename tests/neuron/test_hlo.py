@@ -1,0 +1,193 @@
+"""HLO modules for Neuron's compiler: small ids, the same program, and what one device of a mesh runs."""
+
+import os
+import re
+import subprocess
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend.mlir import hlo_to_stablehlo
+from planned import small_config
+
+from hlat_jax.host import flags
+from hlat_jax.neuron import __main__ as commands
+from hlat_jax.neuron import hlo, hlo_proto
+from hlat_jax.neuron.programs import layout_for_neuron
+from hlat_jax.parallel.degrees import layout_over
+from hlat_jax.run.compilation import traced_programs
+from hlat_jax.step import step_arguments
+
+
+@pytest.fixture(scope="module")
+def lowered():
+    """A step lowered for Neuron: loops, calls, tuples, donation."""
+    config = small_config(m=2)
+    layout = layout_for_neuron(config, 1)
+    return traced_programs(config, layout)["train"]().lower(lowering_platforms=("neuron",))
+
+
+@pytest.fixture(scope="module")
+def computation(lowered):
+    """The class that parses a serialised module with XLA's own code."""
+    return type(lowered.compiler_ir("hlo"))
+
+
+def assert_ids_are_small_and_whole(module):
+    found = hlo_proto.ids(module)
+    instructions = [number for one in found for number in one.instructions]
+    assert sorted(instructions) == list(range(1, len(instructions) + 1))
+    assert max(instructions) < hlo_proto.ID_LIMIT
+    computations = [one.computation for one in found]
+    assert computations == list(range(1, len(found) + 1))
+    for one in found:
+        assert {one.root, *one.operands, *one.predecessors} <= set(one.instructions)
+        assert set(one.called) <= set(computations)
+
+
+def test_ids_from_jax_are_too_large_for_the_compiler(lowered):
+    before = hlo_proto.ids(lowered.compiler_ir("hlo").as_serialized_hlo_module_proto())
+    assert max(number for one in before for number in one.instructions) >= hlo_proto.ID_LIMIT
+
+
+def test_a_renumbered_step_is_the_same_program(lowered, computation):
+    original = lowered.compiler_ir("hlo")
+    module = hlo.whole(lowered)
+    assert_ids_are_small_and_whole(module)
+    assert computation(module).as_hlo_text() == original.as_hlo_text()
+    assert len(original.as_hlo_text().splitlines()) > 1000
+
+
+def test_a_renumbered_program_computes_the_same():
+    def fn(x):
+        def body(carry, _):
+            return jnp.where(carry > 0, jnp.sin(carry) @ carry, carry - 1), carry.sum()
+
+        return jax.lax.scan(body, x, None, length=3)
+
+    x = np.random.default_rng(0).normal(size=(4, 4)).astype(np.float32)
+    jitted = jax.jit(fn)
+    module = hlo_proto.renumbered(jitted.lower(x).compiler_ir("hlo").as_serialized_hlo_module_proto())
+    device = jax.devices()[0]
+    options = jax.extend.backend.get_compile_options(
+        num_replicas=1, num_partitions=1, device_assignment=np.zeros((1, 1), int)
+    )
+    loaded = device.client.compile_and_load(hlo_to_stablehlo(module), (device,), options)
+    found = [out[0] for out in loaded.execute_sharded([jnp.asarray(x)]).disassemble_into_single_device_arrays()]
+    for ours, theirs in zip(found, jax.tree.leaves(jitted(x)), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_control_predecessors_and_unpacked_ids_are_renumbered():
+    def field(number, value):
+        body = value if isinstance(value, bytes) else None
+        key = hlo_proto._varint(number << 3 | (0 if body is None else 2))
+        return key + (hlo_proto._varint(value) if body is None else hlo_proto._varint(len(body)) + body)
+
+    large = 2**33
+    packed = hlo_proto._varint(large + 7) + hlo_proto._varint(large + 9)
+    first = field(1, b"a") + field(35, large + 7)
+    second = field(35, large + 9) + field(36, large + 7) + field(37, large + 7)
+    third = field(35, large + 1) + field(36, packed) + field(38, hlo_proto._varint(large))
+    called = field(1, b"inner") + field(2, field(35, 5)) + field(5, large) + field(6, 5)
+    entry = b"".join(field(2, one) for one in (first, second, third)) + field(5, large + 1) + field(6, large + 1)
+    module = hlo_proto.renumbered(field(1, b"m") + field(3, called) + field(3, entry) + field(6, large + 1))
+    inner, outer = hlo_proto.ids(module)
+    assert inner == hlo_proto.Ids(1, 1, (1,), (), (), ())
+    assert outer == hlo_proto.Ids(2, 2, (3, 4, 2), (3, 3, 4), (3,), (1,))  # in the order of the ids before
+    assert module.endswith(field(6, 2))
+    assert field(1, b"m") in module
+    assert field(1, b"a") in module
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        (b"", "0 bytes without a computation"),
+        (b"\x1a\x7f\x00", "said to have 127 bytes, of which 1 are there"),
+        (b"\x0b", "wire type 3"),
+        (b"\xff\xff", "no whole number"),
+        (b"\x3a\x00", "is scheduled"),
+        (b"\x1a\x02\x30\x05", "refers to id 5, which nothing"),
+    ],
+)
+def test_what_is_no_module_or_refers_to_nothing_is_refused(module, message):
+    with pytest.raises(ValueError, match=message):
+        hlo_proto.renumbered(module)
+
+
+def test_the_module_of_one_device_has_its_shapes_and_collectives(computation):
+    """What it takes is the shard of each argument that JAX's own shardings give; bf16 is sent as bf16."""
+    config = small_config(data=4, tensor=2, policy="mixed")
+    module, degrees = hlo.of_one_device("train", config, 8, max_devices=8)
+    assert degrees == {"pipe": 1, "data": 4, "fsdp": 1, "tensor": 2}
+    assert_ids_are_small_and_whole(module)
+    text = computation(module).as_hlo_text()
+    assert text.startswith("HloModule jit_train_step")
+    parameters = re.findall(r" = (?:s32|f32|bf16)\[([\d,]*)\]\S* parameter", text[text.index("\nENTRY") :])
+    found = Counter(tuple(map(int, filter(None, dims.split(",")))) for dims in parameters)
+    arguments = jax.tree.leaves(step_arguments(config, layout_over(config, jax.devices())))
+    whole = Counter(leaf.shape for leaf in arguments)
+    expected = Counter(leaf.sharding.shard_shape(leaf.shape) if leaf.sharding else leaf.shape for leaf in arguments)
+    dropped = expected - found  # fields of the batch that nothing reads
+    assert not found - expected
+    assert dropped.total() <= 2
+    assert expected != whole
+    assert re.search(r"bf16\[[\d,]*\]\S* all-reduce", text)
+    assert not re.search(r'custom_call_target="(Sharding|SPMD\w+)"', text)
+
+
+def test_fewer_replicas_keep_the_rows_of_a_device(computation):
+    config = small_config(data=8, policy="bf16_sr")
+    module, degrees = hlo.of_one_device("train", config, 8, max_devices=2)
+    assert degrees["data"] == 2
+    tokens = re.findall(r"s32\[(\d+),16\]\S* parameter", computation(module).as_hlo_text().split("ENTRY")[1])
+    assert set(tokens) == {"1"}
+    assert b"jit_train_step" in module
+
+
+def test_one_device_that_holds_a_replica_has_the_whole_program(computation):
+    config = small_config(data=4)
+    module, degrees = hlo.of_one_device("train", config, 4, max_devices=1)
+    assert set(degrees.values()) == {1}
+    assert_ids_are_small_and_whole(module)
+    assert "all-reduce" not in computation(module).as_hlo_text()
+
+
+def test_the_command_writes_modules_and_a_script_that_calls_the_compiler_on_them(tmp_path, monkeypatch, capsys):
+    out = tmp_path / "hlo"
+    words = ["hlo", "--config=tiny", "--devices=2", "--program=eval", "--target=trn2", f"--out={out}"]
+    monkeypatch.setattr("sys.argv", ["hlat_jax", *words])
+    with pytest.raises(SystemExit) as exit_:
+        flags.main(commands.main)
+    assert exit_.value.code == 0
+    assert "not yet run" in capsys.readouterr().out
+    assert sorted(path.name for path in out.iterdir()) == ["compile.sh", "eval.device.hlo", "eval.whole.hlo"]
+    for name in ("eval.device.hlo", "eval.whole.hlo"):
+        assert_ids_are_small_and_whole((out / name).read_bytes())
+
+    script = out / "compile.sh"
+    assert "NOT YET RUN" in script.read_text()
+    subprocess.run(["shellcheck", script], check=True)
+    compiler = tmp_path / "bin" / "neuronx-cc"
+    compiler.parent.mkdir()
+    compiler.write_text('#!/bin/sh\ntest -f "$2" && echo "$PWD" "$@"\n')
+    compiler.chmod(0o755)
+    env = os.environ | {"PATH": f"{compiler.parent}:{os.environ['PATH']}"}
+    called = subprocess.run([script], env=env, cwd="/", capture_output=True, text=True, check=True).stdout.split()
+    assert called[:5] == [str(out / "eval.device"), "compile", "../eval.device.hlo", "--framework", "XLA"]
+    assert {"--target=trn2", "--logical-nc-config=2", "--auto-cast=none"} <= set(called)
+    assert not any(word.startswith(("--cache_dir", "--retry")) for word in called)
+    called = subprocess.run([script, "eval.whole.hlo"], env=env, capture_output=True, text=True, check=True).stdout
+    assert "../eval.whole.hlo" in called
+    assert called.count("compile ") == 1
+
+
+def test_the_command_asks_for_a_folder(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["hlat_jax", "hlo", "--config=tiny"])
+    with pytest.raises(SystemExit) as exit_:
+        flags.main(commands.main)
+    assert exit_.value.code == 2
+    assert "--out=DIR is missing" in capsys.readouterr().err

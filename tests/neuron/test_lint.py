@@ -1,0 +1,867 @@
+"""The lint for Neuron: one bad program per rule and its clean twin, the shipped configs, and the lines it names.
+
+    PYTHONPATH=. python tests/neuron/test_lint.py
+
+writes the table of docs/neuron-lint.md anew after a change of the rules that is meant.
+"""
+
+import dataclasses
+import json
+import pathlib
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from tests.planned import small_config
+
+from hlat_jax import config as config_lib
+from hlat_jax.neuron import lint, partitioned, programs
+from hlat_jax.neuron.module import Program
+from hlat_jax.neuron.rules import RULES, UNSEEN
+from hlat_jax.parallel.sharding import make_layout
+from hlat_jax.plan.collectives import count_collectives
+from hlat_jax.resolve import resolve
+from hlat_jax.stack import rematerialized
+from hlat_jax.step import step_arguments, traced_step
+
+DOCS = pathlib.Path(__file__).resolve().parents[2] / "docs" / "neuron-lint.md"
+X = jnp.ones((4, 4))
+I = jnp.zeros((4,), jnp.int32)  # noqa: E741
+
+
+def shape(*dims, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(dims, dtype)
+
+
+def module(body, arguments="%x: tensor<4xf32>", result="tensor<4xf32>"):
+    """Returns StableHLO text of one function, for what JAX does not write itself."""
+    return f"module @m {{ func.func public @main({arguments}) -> {result} {{ {body} }} }}"
+
+
+def constant(kind, value):
+    return module(f"%0 = stablehlo.constant dense<{value}> : tensor<{kind}> return %x : tensor<4xf32>")
+
+
+def typed(kind):
+    return module(f"return %x : tensor<{kind}>", f"%x: tensor<{kind}>", f"tensor<{kind}>")
+
+
+def over_mesh(fn, *, sizes=(8,), dtype=jnp.float32):
+    """Returns the text of `fn` of one device's part, spread over a mesh of devices that need not exist."""
+    names = tuple("abcdefgh"[: len(sizes)])
+    mesh = AbstractMesh(sizes, names, axis_types=(AxisType.Auto,) * len(sizes))
+    spread = jax.shard_map(fn, mesh=mesh, in_specs=P(names), out_specs=P(names), check_vma=False)
+    argument = shape(480, dtype=dtype)
+    lowered = jax.jit(spread).trace(argument).lower(lowering_platforms=("neuron",))
+    return lowered.as_text(debug_info=True)
+
+
+def ring(num_devices, stride):
+    pairs = [(core, (core + stride) % num_devices) for core in range(num_devices)]
+    return over_mesh(lambda x: jax.lax.ppermute(x, "a", pairs), sizes=(num_devices,))
+
+
+def windows(**options):
+    window = {"window_dimensions": (2, 2), "window_strides": (1, 1), "padding": "VALID"}
+    return lambda x: jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, **window, **options)
+
+
+def convolution(**options):
+    image, kernel = jnp.ones((1, 1, 8, 8)), jnp.ones((1, 1, 3, 3))
+    return lambda x: jax.lax.conv_general_dilated(image * x[0, 0], kernel, padding=[(0, 0)] * 2, **options)
+
+
+def doc_scatter(operand, count):
+    """The example of the page of EVRF031."""
+    numbers = jax.lax.ScatterDimensionNumbers((1,), (0,), (0,))
+    indices = jax.lax.iota(jnp.int32, count).reshape(count, 1)
+    return jax.lax.scatter(operand, indices, jnp.ones((count, 4)), numbers)
+
+
+def ffi(target):
+    return lambda x: jax.ffi.ffi_call(target, shape(4, 4))(x)
+
+
+def native_kernel(path):
+    config = json.dumps({"kernel": {"artifact": path}}).replace('"', '\\"')
+    call = 'stablehlo.custom_call @AwsNeuronCustomNativeKernel(%x) {backend_config = "' + config + '"}'
+    return module(f"%0 = {call} : (tensor<4xf32>) -> tensor<4xf32> return %0 : tensor<4xf32>")
+
+
+def rounded(bits):
+    call = f"stablehlo.reduce_precision %x, format = {bits} : tensor<4xf32>"
+    return module(f"%0 = {call} return %0 : tensor<4xf32>")
+
+
+def legacy_rng():
+    constants = (
+        "%a = stablehlo.constant dense<0.0> : tensor<f32> %b = stablehlo.constant dense<1.0> : tensor<f32> "
+        "%s = stablehlo.constant dense<4> : tensor<1xi64>"
+    )
+    call = "stablehlo.rng %a, %b, %s, distribution = UNIFORM : (tensor<f32>, tensor<f32>, tensor<1xi64>)"
+    return module(f"{constants} %0 = {call} -> tensor<4xf32> return %0 : tensor<4xf32>")
+
+
+def power(kind):
+    return module(
+        f"%0 = stablehlo.power %x, %x : tensor<4x{kind}> return %0 : tensor<4x{kind}>",
+        f"%x: tensor<4x{kind}>",
+        f"tensor<4x{kind}>",
+    )
+
+
+def keyed(impl, draw):
+    return lambda x: x + draw(jax.random.key(0, impl=impl))
+
+
+def argless(count):
+    return (lambda *xs: sum(xs),) + (shape(2),) * count
+
+
+def summed_over(num_subsets):
+    """Sums over that many different subsets of the five axes of a mesh of 32 devices."""
+    subsets = [[axis for bit, axis in enumerate("abcde") if number >> bit & 1] for number in range(1, num_subsets + 1)]
+    return over_mesh(lambda x: sum(jax.lax.psum(x, axes) for axes in subsets), sizes=(2,) * 5)
+
+
+def lookup_gradient(rows):
+    return jax.grad(lambda table: table[jnp.clip(I, 0, rows - 1)].sum()), shape(rows, 8)
+
+
+def sort_of(dtype):
+    return jnp.sort, shape(8, dtype=dtype)
+
+
+def algorithm(name):
+    return lambda x: jax.lax.dot(x, x, precision=name)
+
+
+# rule: (bad program, its clean twin); a program is StableHLO text, a function of X, or a function and its arguments
+CASES = {
+    "LW01": (lambda x: jnp.linalg.svd(x)[1], lambda x: x * 2),
+    "CF01": (lambda x: jax.lax.cond(x.sum() > 0, jnp.sin, jnp.cos, x), lambda x: jnp.where(x.sum() > 0, x, -x)),
+    "CF02": (
+        module(
+            "%i = stablehlo.constant dense<0> : tensor<i32> "
+            '%0 = "stablehlo.case"(%i) ({ stablehlo.return %x : tensor<4xf32> }) : (tensor<i32>) -> tensor<4xf32> '
+            "return %0 : tensor<4xf32>"
+        ),
+        lambda x: x * 2,
+    ),
+    "CF03": (
+        lambda x: jax.lax.while_loop(lambda c: c.sum() < 10, lambda c: c + 1, x),
+        lambda x: jax.lax.fori_loop(0, 3, lambda _, c: c + 1, x),
+    ),
+    "CF04": (lambda x: jax.lax.scan(lambda c, _: (c + 1, None), x, length=3)[0], lambda x: x + 3),
+    "RED01": (lambda x: jnp.argmax(x), lambda x: jnp.max(x)),
+    "RED02": (lambda x: jnp.cumsum(x, axis=0), lambda x: jax.lax.associative_scan(jnp.add, x)),
+    "RED03": (windows(window_dilation=(2, 2)), windows()),
+    "RNG01": (keyed("threefry2x32", jax.random.normal), keyed("rbg", jax.random.normal)),
+    "RNG02": (
+        lambda x: jax.lax.rng_bit_generator(
+            jnp.zeros(4, jnp.uint32), (4,), algorithm=jax.lax.RandomAlgorithm.RNG_THREE_FRY
+        )[1],
+        lambda x: jax.lax.rng_bit_generator(jnp.zeros(4, jnp.uint32), (4,))[1],
+    ),
+    "RNG03": (legacy_rng(), keyed("rbg", jax.random.normal)),
+    "RNG04": (keyed("rbg", lambda key: jax.random.randint(key, (4,), 0, 9)), keyed("rbg", jax.random.uniform)),
+    "RP01": (rounded("e8m7"), lambda x: x.astype(jnp.bfloat16)),
+    "RP02": (rounded("e8m23"), rounded("e8m7")),
+    "CB01": (ffi("mine"), ffi("AwsNeuronSilu")),
+    "OP01": (lambda x: jax.lax.linalg.triangular_solve(x, x), lambda x: x @ x),
+    "OP02": (lambda x: jax.lax.top_k(x, 2)[0], lambda x: jnp.max(x)),
+    "OP03": ((lambda i: jax.lax.top_k(i, 2)[0], I), lambda x: jax.lax.top_k(x, 2)[0]),
+    "OP04": (sort_of(jnp.float32), sort_of(jnp.int32)),
+    "OP05": (
+        (lambda i: jax.lax.shift_right_arithmetic(i, i), shape(4, dtype=jnp.int8)),
+        (lambda i: jax.lax.shift_right_arithmetic(i, i), I),
+    ),
+    "OP06": (lambda x: jax.lax.erf_inv(x), lambda x: jnp.exp(x)),
+    "OP07": (lambda x: jax.lax.optimization_barrier(x), lambda x: x),
+    "OP08": (
+        convolution(window_strides=(2, 2), lhs_dilation=(2, 2)),
+        convolution(window_strides=(2, 2)),
+    ),
+    "DT01": (lambda x: jax.lax.complex(x, x), lambda x: x),
+    "DT02": (lambda x: x.astype(jnp.float8_e4m3fn), lambda x: x.astype(jnp.float8_e4m3)),
+    "DT03": (lambda x: x.astype(jnp.float8_e4m3fnuz), lambda x: x.astype(jnp.float8_e5m2)),
+    "DT04": (lambda x: x.astype(jnp.float4_e2m1fn), lambda x: x.astype(jnp.float8_e4m3)),
+    "DT05": (typed("4xf64"), typed("4xf32")),
+    "DT06": (typed("4xi64"), typed("2xui64")),
+    "DT07": (constant("ui64", 2**32), constant("ui64", 2**32 - 1)),
+    "INT01": ((lambda i: i @ i, I), lambda x: x @ x),
+    "INT02": ((lambda i: jnp.zeros(9, jnp.int32).at[i].add(1), I), (lambda i: jnp.zeros(9).at[i].add(1.0), I)),
+    "INT03": (
+        over_mesh(lambda x: jax.lax.psum(x, "a"), dtype=jnp.int32),
+        over_mesh(lambda x: jax.lax.psum(x, "a")),
+    ),
+    "INT04": (power("i64"), power("i32")),
+    "GS01": ((lambda x: doc_scatter(x, 10), shape(3, 4)), (lambda x: doc_scatter(x, 3), shape(3, 4))),
+    "GS02": (
+        (lambda x, i: x.at[i].get(mode="clip"), X, I),
+        (lambda x, i: x.at[jnp.clip(i, 0, 3)].get(mode="clip"), X, I),
+    ),
+    "GS03": (lookup_gradient(8192), lookup_gradient(64)),
+    "SH01": (typed("?xf32"), typed("4xf32")),
+    "SH02": ((lambda x: x * 2, shape(10**9)), (lambda x: x * 2, shape(10**8))),
+    "SH03": (argless(129), argless(128)),
+    "DN01": (
+        (lambda x: x * 2, shape(2**18)),
+        (jax.jit(lambda x: x * 2, donate_argnums=0), shape(2**18)),
+    ),
+    "DA01": (algorithm("BF16_BF16_F32"), lambda x: x @ x),
+    "CC01": (summed_over(17), summed_over(16)),
+    "CC02": (ring(32, 10), ring(8, 1)),
+    "CC03": (
+        over_mesh(lambda x: jax.lax.psum(x, "b"), sizes=(2, 3)),  # two cores of one chip and one of the next
+        over_mesh(lambda x: jax.lax.psum(x, "b"), sizes=(2, 4)),
+    ),
+    "MEM1": ((lambda x: x.sum(), shape(5 * 10**9)), (lambda x: x.sum(), shape(10**8))),
+    "CG01": ((lambda x, y: x @ y, shape(2**14, 2**13), shape(2**13, 2**16)), lambda x: x @ x),
+    "NK01": (native_kernel("/no/such/kernel.klir"), native_kernel(__file__)),
+}
+
+
+def rules_of(program, **options):
+    return {finding.rule for finding in findings_of(program, **options)}
+
+
+def findings_of(program, **options):
+    if isinstance(program, str):
+        return lint.check_module(program, **options)
+    return lint.check(*program, **options) if isinstance(program, tuple) else lint.check(program, X, **options)
+
+
+def test_lint_has_a_bad_program_and_a_clean_one_for_every_rule():
+    assert set(CASES) | {"OP09"} == set(RULES)
+
+
+@pytest.mark.parametrize("rule", CASES)
+def test_lint_finds_the_bad_program_and_not_its_clean_twin(rule):
+    bad, clean = CASES[rule]
+    found = [finding for finding in findings_of(bad) if finding.rule == rule]
+    assert found
+    assert all(finding.severity == RULES[rule].severity_on("trn1", recurring=True) for finding in found)
+    assert all((finding.why, finding.source) == (RULES[rule].why, RULES[rule].source) for finding in found)
+    assert rule not in rules_of(clean)
+
+
+def test_lint_with_a_list_of_operators_allows_no_other():
+    names = ["hlo::Add", "multiply", "Constant", "broadcast", "HLO.Dot"]
+    assert rules_of(lambda x: (x @ x) * 2 + 1, operators=names) == set()
+    [finding] = findings_of(lambda x: jnp.sin(x) * 2, operators=names)
+    assert (finding.rule, finding.severity, finding.what) == ("OP09", "error", "sine")
+
+
+def test_lint_severities_differ_by_target_and_by_how_often_a_program_runs():
+    product = (lambda i: i @ i, I)
+    assert [f.severity for f in findings_of(product, target="trn1")] == ["warning"]
+    assert [f.severity for f in findings_of(product, target="trn2")] == ["error"]
+    of_bytes = (lambda i: i @ i, shape(4, dtype=jnp.int8))
+    assert [f.severity for f in findings_of(of_bytes, target="trn1")] == ["error"]
+    [once] = findings_of(lambda x: jnp.argmax(x), recurring=False)
+    assert once.severity == "warning"
+    with pytest.raises(ValueError, match="target='trn9' is not one of trn1, trn2"):
+        findings_of(product, target="trn9")
+
+
+def test_lint_memory_is_that_of_the_target():
+    eighteen_gib = (lambda x: x.sum(), shape(18 * 2**28))
+    assert "MEM1" in rules_of(eighteen_gib, target="trn1")
+    assert "MEM1" not in rules_of(eighteen_gib, target="trn2")
+
+
+def loss_of_a_stranger(params, x):
+    hidden = jnp.tanh(x @ params["in"])
+    best = jnp.argmax(hidden @ params["out"], axis=-1)
+    return best.sum()
+
+
+def test_check_of_a_foreign_function_names_its_line():
+    params = {"in": jnp.ones((4, 8)), "out": jnp.ones((8, 3))}
+    [finding] = [f for f in lint.check(jax.jit(loss_of_a_stranger), params, X) if f.severity == "error"]
+    line = loss_of_a_stranger.__code__.co_firstlineno + 2
+    assert finding.rule == "RED01"
+    assert finding.line == f"{__file__}:{line} (loss_of_a_stranger)"
+    assert "max, compare, and min of an iota" in str(finding)
+    assert "jax-neuronx-known-issues" in str(finding)
+
+
+def test_check_names_the_line_of_what_cannot_be_lowered():
+    def decomposed(x):
+        return jnp.linalg.svd(x)[1]
+
+    def printed(x):
+        jax.debug.print("{}", x)
+        return x
+
+    for broken, primitive in ((decomposed, "eigh"), (printed, "debug_print")):
+        [finding] = lint.check(broken, X)
+        assert (finding.rule, finding.op) == ("LW01", primitive)
+        assert finding.line == f"{__file__}:{broken.__code__.co_firstlineno + 1} ({broken.__qualname__})"
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [
+        lambda n, x: jax.lax.while_loop(lambda c: c[0] < 10, lambda c: (c[0] + 1, c[1] * 2), (n, x)),
+        lambda n, x: jax.lax.while_loop(lambda c: c[0] < 10, lambda c: (c[0] + n, c[1] * 2), (0, x)),
+        lambda n, x: jax.lax.while_loop(lambda e: e > 1e-3, lambda e: e * x.mean(), 1.0),
+    ],
+    ids=["start", "step", "convergence"],
+)
+def test_loops_whose_length_data_decide_are_caught_although_they_compare_with_a_constant(loop):
+    found = {finding.rule: finding.severity for finding in lint.check(loop, jnp.int32(3), X)}
+    assert found == {"CF03": "error"}
+
+
+def test_a_choice_by_platform_folds_away():
+    chosen = lint.check(lambda x: jax.lax.platform_dependent(x, cpu=jnp.sin, default=jnp.cos), X)
+    assert {finding.rule for finding in chosen} == {"CF02"}
+    nested = lint.check(
+        lambda i, x: jax.lax.switch(jax.lax.switch(i, [lambda: 0, lambda: 1]), [jnp.sin, jnp.cos], x), 0, X
+    )
+    assert {finding.rule for finding in nested} == {"CF01"}
+
+
+def test_check_names_host_callbacks_which_jax_refuses_by_another_error():
+    def called_back(x):
+        return jax.pure_callback(np.sin, shape(4, 4), x)
+
+    [finding] = lint.check(called_back, X)
+    assert (finding.rule, finding.op) == ("LW01", "EmitPythonCallback")
+    assert finding.line == f"{__file__}:{called_back.__code__.co_firstlineno + 1} ({called_back.__qualname__})"
+    with pytest.raises(ValueError, match="of the user's own"):
+        lint.check(jax.jit(refusing), X)
+
+
+def refusing(x):
+    raise ValueError("of the user's own")
+
+
+def test_check_of_a_function_of_jax_names_the_line_that_asks():
+    [finding] = lint.check(jnp.sort, X)
+    assert finding.line.startswith(f"{__file__}:")
+
+
+def test_lint_counts_what_a_line_does_more_than_once():
+    [finding] = lint.check(lambda x: [jnp.argmax(x, axis=axis) for axis in (0, 1)], X)
+    assert finding.count == 2
+
+
+# Whatever the types and values, a valid program is judged.
+
+
+def complex_rope(x):
+    turned = jax.lax.complex(x[:, :2], x[:, 2:]) * jnp.exp(1j * jnp.outer(jnp.arange(4.0), 0.1 ** jnp.arange(2)))
+    return jnp.concatenate([turned.real, turned.imag], axis=-1)
+
+
+def over_two_devices(fn):
+    mesh = AbstractMesh((2,), ("a",), axis_types=(AxisType.Auto,))
+    return fn, jax.ShapeDtypeStruct((4, 4), jnp.float32, sharding=NamedSharding(mesh, P("a")))
+
+
+def added(dtype, value):
+    """Adds a constant of a type, once as one number and once as many."""
+    return lambda x: x.astype(dtype) + np.full((4, 4), value, dtype) + np.arange(4).astype(dtype)
+
+
+def infinite_limit(x):
+    return jax.lax.while_loop(lambda c: c[0] < jnp.inf, lambda c: (c[0] + 1.0, c[1] * 2), (0.0, x))
+
+
+def infinite_start(x):
+    return jax.lax.while_loop(lambda c: c[0] < 9.0, lambda c: (c[0] + 1.0, c[1] * 2), (-jnp.inf, x))
+
+
+DYNAMIC_DOT = module(
+    "%0 = stablehlo.dot_general %x, %x, contracting_dims = [1] x [1] : "
+    "(tensor<?x4xf32>, tensor<?x4xf32>) -> tensor<?x?xf32> return %0 : tensor<?x?xf32>",
+    "%x: tensor<?x4xf32>",
+    "tensor<?x?xf32>",
+)
+DYNAMIC_GATHER = module(
+    "%i = stablehlo.iota dim = 0 : tensor<3x1xi32> "
+    '%0 = "stablehlo.gather"(%x, %i) <{dimension_numbers = #stablehlo.gather<collapsed_slice_dims = [0], '
+    "start_index_map = [0], index_vector_dim = 1>, slice_sizes = array<i64: 1>}> : "
+    "(tensor<?xf32>, tensor<3x1xi32>) -> tensor<3xf32> return %0 : tensor<3xf32>",
+    "%x: tensor<?xf32>",
+    "tensor<3xf32>",
+)
+TUPLE = module(
+    "%0 = stablehlo.custom_call @AwsNeuronCustomOp(%x) : (tensor<4xf32>) -> tuple<tensor<4xf32>, tensor<2xi4>> "
+    "%1 = stablehlo.get_tuple_element %0[0] : (tuple<tensor<4xf32>, tensor<2xi4>>) -> tensor<4xf32> "
+    "%2 = stablehlo.create_token : !stablehlo.token %3 = stablehlo.after_all %2 : !stablehlo.token "
+    "return %1 : tensor<4xf32>"
+)
+DECLARATION = (
+    "module @m { func.func private @elsewhere(%x: tensor<4xf32>) -> tensor<4xi32> "
+    "func.func public @main(%x: tensor<4xf32>) -> tensor<4xf32> { "
+    "%0 = call @elsewhere(%x) : (tensor<4xf32>) -> tensor<4xi32> %1 = stablehlo.reshape %0 : (tensor<4xi32>) -> "
+    'tensor<4x1xi32> %2 = "stablehlo.gather"(%x, %1) <{dimension_numbers = #stablehlo.gather<collapsed_slice_dims = '
+    "[0], start_index_map = [0], index_vector_dim = 1>, slice_sizes = array<i64: 1>}> : "
+    "(tensor<4xf32>, tensor<4x1xi32>) -> tensor<4xf32> return %2 : tensor<4xf32> } }"
+)
+# a program, and its errors and warnings
+ODD = {
+    "complex_constant": (lambda x: (x + 1j * x).real, {"DT01"}),
+    "complex_table": (lambda x: (x * np.arange(4).astype(np.complex64)).real, {"DT01"}),
+    "complex_empty": (lambda x: (x, jnp.asarray(np.zeros(0, np.complex64))), {"DT01"}),
+    "complex_of_parts": (lambda x: abs(jax.lax.complex(x, x)), {"DT01"}),
+    "complex_rope": (complex_rope, {"DT01"}),
+    "complex_rope_gradient": (jax.grad(lambda x: complex_rope(x).sum()), {"DT01"}),
+    "complex_rope_partitioned": (over_two_devices(complex_rope), {"DT01"}),
+    "complex_scan": (lambda x: jax.lax.scan(lambda c, row: (c * 1j, c.real), x[0] + 0j, x)[1], {"DT01"}),
+    "complex_loop": (lambda x: x * jax.lax.while_loop(lambda c: c != 8j, lambda c: c + 1j, 0j).imag, {"DT01", "CF03"}),
+    "complex_donated": ((jax.jit(lambda z: z * 1j, donate_argnums=0), shape(4, dtype=jnp.complex64)), {"DT01"}),
+    "fft": (lambda x: jnp.fft.ifft(jnp.fft.fft(x)).real, {"DT01", "OP01"}),
+    "key": ((lambda key: jax.random.uniform(key, (2,)), jax.eval_shape(lambda: jax.random.key(0))), {"RNG01"}),
+    "key_of_rbg": (keyed("rbg", jax.random.uniform), set()),
+    "bytes_as_complex": (lambda x: x.view(jnp.complex64).real, {"DT01"}),
+    "infinite_limit": (infinite_limit, {"CF03"}),
+    "infinite_start": (infinite_start, {"CF03"}),
+    "infinite_bound_of_an_index": (lambda x: x[jnp.clip(x[0], -jnp.inf, jnp.inf).astype(jnp.int32)], set()),
+    "nan_index": (lambda x: x[jnp.full(4, jnp.nan).astype(jnp.int32)], set()),
+    "empty_index": (lambda x: x[jnp.arange(0)], set()),
+    "dynamic_product": (DYNAMIC_DOT, {"SH01"}),
+    "dynamic_gather": (DYNAMIC_GATHER, {"SH01"}),
+    "tuple_and_token": (TUPLE, set()),
+    "function_without_a_body": (DECLARATION, set()),
+    **{kind: (added(kind, 1), set()) for kind in ("int4", "uint4", "int2", "uint2", "int8", "bool", "float16")},
+    **{kind: (added(kind, 1), set()) for kind in ("bfloat16", "float8_e4m3", "float8_e5m2", "float8_e3m4")},
+    **{kind: (added(kind, 1), {"DT03"}) for kind in ("float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e4m3b11fnuz")},
+    "float8_e4m3fn": (added("float8_e4m3fn", 1), {"DT02"}),
+    "float8_e8m0fnu": (added("float8_e8m0fnu", 1), set()),
+    "float4_e2m1fn": (added("float4_e2m1fn", 1), {"DT04"}),
+}
+
+
+@pytest.mark.parametrize("case", ODD)
+def test_lint_judges_a_program_of_any_type_and_value(case):
+    program, expected = ODD[case]
+    assert {finding.rule for finding in findings_of(program) if finding.severity != "info"} == expected
+
+
+# Indices that the program itself determines.
+
+TABLE = shape(32, 8)
+
+
+def embedded(positions):
+    embed = linen.Embed(32, 8)
+    return lambda table: embed.apply({"params": {"embedding": table}}, positions())
+
+
+SHARED = jax.jit(lambda w, i: jnp.take(w, i, axis=0))
+
+
+CLIP = {"axis": 0, "mode": "clip"}
+CLIPPED = jax.jit(lambda w, i: jnp.take(w, i, **CLIP))
+AROUND = jax.jit(lambda w, i: CLIPPED(w, i).sum())
+
+
+def call_tree(branches, depth):
+    """Returns a function of a table and indices that calls itself at `depth` levels, twice at each."""
+    fn = AROUND
+    for _ in range(depth):
+        fn = jax.jit(lambda w, i, inner=fn: sum(inner(w, given) for given in branches(i)))
+    return fn
+
+
+def pattern(i):
+    return jnp.where(i % 5 == 0, i // 2, 31 - i)
+
+
+INSIDE = {
+    "take": lambda w: jnp.take(w, jnp.arange(32), axis=0),
+    "take_gradient": jax.grad(lambda w: jnp.take(w, jnp.arange(32), axis=0).sum()),
+    "embed": embedded(lambda: jnp.arange(32)),
+    "embed_gradient": jax.grad(lambda w: embedded(lambda: jnp.arange(32))(w).sum()),
+    "embed_of_a_batch": embedded(lambda: jnp.broadcast_to(jnp.arange(32), (4, 32))),
+    "take_clip": lambda w: jnp.take(w, jnp.arange(32), axis=0, mode="clip"),
+    "take_wrap": lambda w: jnp.take(w, jnp.arange(40), axis=0, mode="wrap"),
+    "take_along_axis": lambda w: jnp.take_along_axis(w, jnp.arange(32)[:, None], axis=0),
+    "of_two_axes": lambda w: w[jnp.arange(32)[:, None], jnp.arange(8)],
+    "of_two_axes_clipped": lambda w: w[jnp.arange(32)[:, None], jnp.clip(jnp.arange(32), 0, 7)],
+    "from_the_end": lambda w: w[jnp.arange(32) - 16],
+    "from_the_end_of_take": lambda w: jnp.take(w, jnp.arange(32) - 32, axis=0),
+    "reversed": lambda w: jnp.take(w, 31 - jnp.arange(32), axis=0),
+    "part_of_a_longer_iota": lambda w: w[jnp.arange(40)[8:] - 8],
+    "arithmetic": lambda w: jnp.take(w, pattern(jnp.arange(32)), axis=0),
+    "set": lambda w: w.at[jnp.arange(32)].set(1.0),
+    "one_hot": lambda w: jax.nn.one_hot(jnp.arange(32), 32) @ w,
+    "nested": lambda w: jax.jit(lambda v, i: jnp.take(v, i, axis=0))(w, jnp.arange(32)),
+    "through_bfloat16": lambda w: w[jnp.arange(32, dtype=jnp.bfloat16).astype(jnp.int32)],
+    "through_float16": lambda w: w[(jnp.arange(32, dtype=jnp.float16) / 2).astype(jnp.int32)],
+    "floor_of_negatives": lambda w: jnp.take(w[:25], (jnp.arange(100) - 100) // 4 + 25, axis=0, mode="clip"),
+    "quotient_of_negatives": lambda w: jnp.take(w[:26], jax.lax.div(jnp.arange(103) - 103, 4) + 25, **CLIP),
+    "remainder_of_negatives": lambda w: jnp.take(w[:4], 3 + jax.lax.rem(jnp.arange(32) - 31, 4), **CLIP),
+    "tree_of_calls": lambda w: call_tree(lambda i: (i, i + 1), depth=11)(w, jnp.arange(21)),
+    "offset_from_data": lambda w: w.at[w[0, 0].astype(jnp.int32) + jnp.arange(40) - 5].get(mode="clip"),
+}
+OUTSIDE = {
+    "take": lambda w: jnp.take(w, jnp.arange(40), axis=0),
+    "take_gradient": jax.grad(lambda w: jnp.take(w, jnp.arange(40), axis=0).sum()),
+    "take_clip": lambda w: jnp.take(w, jnp.arange(40), axis=0, mode="clip"),  # the gather itself is given them all
+    "embed": embedded(lambda: jnp.arange(40)),
+    "embed_of_a_batch": embedded(lambda: jnp.broadcast_to(jnp.arange(40), (4, 40))),
+    "plain": lambda w: w[jnp.arange(33)],
+    "second_of_two_axes": lambda w: w[jnp.arange(9)[:, None], jnp.arange(9)],
+    "from_the_end": lambda w: w[jnp.arange(40) - 5],
+    "reversed": lambda w: jnp.take(w, 32 - jnp.arange(32), axis=0),
+    "part_of_a_longer_iota": lambda w: w[jnp.arange(40)[8:]],
+    "arithmetic": lambda w: jnp.take(w, pattern(jnp.arange(32)) + 2, axis=0),
+    "set": lambda w: w.at[jnp.arange(40)].set(1.0),
+    "nested": lambda w: jax.jit(lambda v, i: jnp.take(v, i, axis=0))(w, jnp.arange(40)),
+    "nested_second_call": lambda w: SHARED(w, jnp.arange(32)) + SHARED(w, jnp.arange(32) + 1),
+    "negative": lambda w: jnp.take(w, -jnp.arange(1, 40), axis=0),
+    "through_bfloat16": lambda w: w[jnp.arange(33, dtype=jnp.bfloat16).astype(jnp.int32)],
+    "quotient_of_negatives": lambda w: jnp.take(w[:25], jax.lax.div(jnp.arange(100) - 100, 4) + 25, **CLIP),
+    "remainder_of_negatives": lambda w: jnp.take(w[:4], jax.lax.rem(jnp.arange(32) - 31, 4), **CLIP),
+    "late_call_of_many": lambda w: sum(CLIPPED(w, jnp.arange(32) + 9 * (k == 1490)).sum() for k in range(1500)),
+    "late_call_around_of_many": lambda w: sum(
+        AROUND(w, (jnp.arange(32) + k) % 32 + 9 * (k == 1490)) for k in range(1500)
+    ),
+    "tree_of_calls_of_equal_arguments": lambda w: call_tree(lambda i: (i, i + 1), depth=11)(w, jnp.arange(22)),
+    "tree_of_calls_of_arguments_that_differ": lambda w: call_tree(lambda i: (2 * i, 2 * i + 1), 10)(w, jnp.arange(1)),
+    "large": lambda w: jnp.take(w, jnp.broadcast_to(jnp.arange(40), (10**6, 40)), axis=0).sum(),
+}
+
+
+@pytest.mark.parametrize("case", INSIDE)
+def test_lint_takes_indices_that_are_known_to_lie_inside(case):
+    assert "GS01" not in rules_of((INSIDE[case], TABLE))
+
+
+@pytest.mark.parametrize("case", OUTSIDE)
+def test_lint_finds_an_iota_that_reaches_outside_through_private_functions(case):
+    assert "GS01" in rules_of((OUTSIDE[case], TABLE))
+
+
+@pytest.mark.parametrize("case", sorted(INSIDE.keys() - {"offset_from_data"}))
+def test_lint_does_not_take_an_iota_for_data(case):
+    assert not {"GS01", "GS02"} & {finding.rule for finding in lint.check(INSIDE[case], TABLE)}
+
+
+def test_lint_says_what_a_constant_reaches_beyond():
+    [finding] = [f for f in lint.check(lambda w: w[jnp.asarray(np.array([0, 5, 32]))], TABLE) if f.rule == "GS02"]
+    assert finding.what == "constant indices up to 32 into dimension 0 of f32[32,8]"
+
+
+def test_lint_judges_more_chains_of_calls_than_it_follows():
+    """2^13 leaves, no two with the same indices, of which the last reaches row 2^13 - 1."""
+    tree = call_tree(lambda i: (2 * i, 2 * i + 1), depth=13)
+    for num_rows, rules in ((2**13, set()), (2**13 - 1, {"GS02"})):
+        found = lint.check(lambda w: tree(w, jnp.arange(1)), shape(num_rows, 8))
+        assert {"GS01", "GS02"} & {finding.rule for finding in found} == rules
+
+
+def test_lint_judges_a_shared_function_at_each_call_of_it():
+    def both(w, v):
+        inside = jnp.take(w, jnp.arange(32), axis=0)
+        outside = jnp.take(v, jnp.arange(32) + 9, axis=0)
+        return inside + outside
+
+    [finding] = [f for f in lint.check(both, TABLE, TABLE) if f.severity != "info"]
+    assert (finding.rule, finding.op, finding.count) == ("GS01", "stablehlo.gather", 1)
+    assert finding.what == "indices up to 40 into dimension 0 of f32[32,8]"
+    assert finding.line == f"{__file__}:{both.__code__.co_firstlineno + 2} ({both.__qualname__})"
+
+
+# What the partitioner does.
+
+
+def cpu_layout(config):
+    return make_layout(config.parallel, jax.devices()[:8], num_kv_heads=config.model.num_kv_heads)
+
+
+def lowered_for_neuron(traced):
+    return traced.lower(lowering_platforms=("neuron",)).compiler_ir("stablehlo").operation
+
+
+def groups_of(root):
+    program = Program(root)
+    found = partitioned.replica_groups(program, partitioned.split(root))
+    return {tuple(map(tuple, np.sort(groups, axis=1).tolist())) for _, groups in found if groups.shape[1] > 1}
+
+
+@pytest.mark.parametrize(
+    "degrees",
+    [{"data": 2, "fsdp": 2, "tensor": 2}, {"data": 4, "tensor": 2, "zero1": True}, {"pipe": 2, "data": 2, "tensor": 2}],
+    ids=str,
+)
+def test_replica_groups_are_those_of_the_compiled_step(degrees):
+    config = small_config(m=2, remat="none", **degrees)
+    layout = cpu_layout(config)
+    traced = traced_step(config, layout)
+    mesh = dict(layout.mesh.shape)
+    compiled = count_collectives(traced.lower().compile().as_text(), layout.mesh)
+    kinds = {axes for kind, axes in compiled if kind != "collective-permute"}
+    expected = {tuple(map(tuple, partitioned.groups_along(mesh, list(axes)).tolist())) for axes in kinds}
+    # XLA joins two sums into one and leaves none out: every group that it uses was foreseen
+    assert expected <= groups_of(lowered_for_neuron(traced))
+    assert expected
+
+
+def test_replica_groups_that_the_partitioner_adds_are_found():
+    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+    split = jax.device_put(jnp.ones((8, 8)), NamedSharding(mesh, P("a", "b")))
+    traced = jax.jit(lambda x: x + 1, out_shardings=NamedSharding(mesh, P("a"))).trace(split)
+    expected = tuple((2 * row, 2 * row + 1) for row in range(4))
+    assert groups_of(lowered_for_neuron(traced)) == {expected}
+    [(kind, axes)] = count_collectives(traced.lower().compile().as_text(), mesh)
+    assert (kind, axes) == ("all-gather", ("b",))
+
+
+def sharded(*dims, dtype=jnp.float32, spec):
+    """An array over a mesh of 2 x 4 x 2 devices that need not exist."""
+    mesh = AbstractMesh((2, 4, 2), ("a", "b", "c"), axis_types=(AxisType.Auto,) * 3)
+    return jax.ShapeDtypeStruct(dims, dtype, sharding=NamedSharding(mesh, spec))
+
+
+def test_integer_sums_that_the_partitioner_adds_are_found():
+    def total(x):
+        return x.sum()
+
+    [finding] = lint.check(total, sharded(64, dtype=jnp.int32, spec=P("b")))
+    assert (finding.rule, finding.severity, finding.op) == ("INT03", "error", "sdy.all_reduce")
+    assert finding.line == f"{__file__}:{total.__code__.co_firstlineno + 1} ({total.__qualname__})"
+    assert rules_of((total, sharded(64, spec=P("b")))) == set()
+    assert rules_of((total, sharded(64, dtype=jnp.int32, spec=P()))) == set()
+
+
+def test_permutes_that_the_partitioner_adds_are_found():
+    placed = sharded(64, spec=P("a"))
+
+    def moved(x):
+        return jax.lax.with_sharding_constraint(x * 2, NamedSharding(placed.sharding.mesh, P("c")))
+
+    [finding] = lint.check(moved, placed)
+    assert (finding.rule, finding.severity) == ("CC02", "warning")
+    assert finding.line == f"{__file__}:{moved.__code__.co_firstlineno + 1} ({moved.__qualname__})"
+
+
+def test_sizes_are_of_one_device():
+    mesh = jax.make_mesh((8,), ("a",), axis_types=(AxisType.Auto,))
+
+    def rules(spec):
+        placed = jax.ShapeDtypeStruct((2**21, 2**11), jnp.float32, sharding=NamedSharding(mesh, spec))
+        return rules_of((lambda x: (x * 2).sum(), placed))
+
+    assert "SH02" in rules(P())  # 17 GB whole
+    assert "SH02" not in rules(P("a"))
+    assert "MEM1" in rules(P())
+    assert "MEM1" not in rules(P("a"))
+
+
+def test_groups_are_regular_when_every_chip_has_the_same_part_in_them():
+    def regular(*groups):
+        return partitioned.is_regular(np.asarray(groups), cores_per_chip=4)
+
+    assert regular([0, 1, 2, 3], [4, 5, 6, 7])
+    assert regular([0, 4], [1, 5], [2, 6], [3, 7])
+    assert regular([0, 1, 8, 9], [2, 3, 10, 11])
+    assert not regular([0, 1, 2], [3, 4, 5])
+    assert not regular([0, 1, 4], [8, 9, 12])  # no stride
+    assert not regular([0, 1], [2, 4])  # of different strides
+
+
+def test_permutes_are_rings_of_linked_chips_of_a_node():
+    def trouble(*pairs, target="trn1"):
+        return partitioned.permute_trouble(np.asarray(pairs), target=target)
+
+    assert trouble((0, 1), (1, 2), (2, 0)) is None
+    assert trouble((0, 6), (6, 30), (30, 24), (24, 0)) is None  # the corners of the torus are neighbours
+    assert "2 of 2 pairs are on chips without a link" in trouble((0, 10), (10, 0))
+    assert trouble((0, 10), (10, 0), target="trn2") == "2 of 2 pairs are on chips without a link"
+    assert trouble((0, 7), (7, 0), target="trn2") is None
+    assert "2 of 2 pairs leave a node of 32 devices" in trouble((0, 32), (32, 0))
+    assert "not rings" in trouble((0, 1), (1, 2))
+    assert "to itself" in trouble((0, 0), (1, 1))
+
+
+# Our programs.
+
+
+@pytest.fixture
+def lint_here(monkeypatch, capsys):
+    """A function of the words of a lint command that runs it in this process: (exit code, stdout, stderr)."""
+    from hlat_jax.host import flags
+    from hlat_jax.neuron import __main__ as commands
+
+    def run(*words):
+        monkeypatch.setattr("sys.argv", ["neuron", "lint", *map(str, words)])
+        monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as exit_:
+            flags.main(commands.main)
+        printed = capsys.readouterr()
+        return exit_.value.code, printed.out, printed.err
+
+    return run
+
+
+@pytest.mark.parametrize("target", ["trn1", "trn2"])
+@pytest.mark.parametrize("name", sorted(config_lib.shipped()))
+def test_lint_of_a_shipped_config_has_no_error_and_no_unexplained_warning(name, target, tmp_path, lint_here):
+    began = time.monotonic()
+    code, printed, error = lint_here(f"--config={name}", f"--target={target}", f"--json={tmp_path / 'found.json'}")
+    assert (code, error) == (0, "")
+    report = json.loads((tmp_path / "found.json").read_text())
+    expected = ["train", "init", "norms", "eval"] + (["prefill", "decode"] if name == "tiny" else [])
+    assert list(report["programs"]) == expected
+    for program, found in report["programs"].items():
+        rows = found["findings"]
+        assert not [row for row in rows if row["severity"] == "error"]
+        assert not [row for row in rows if row["severity"] == "warning" and not row["explained"]]
+        assert {row["rule"] for row in rows if row["rule"] in ("RP02", "GS02", "RED01")} == set(), program
+        assert all(row["line"] for row in rows)
+    devices = {"tiny": 4, "node": 32, "160m": 8, "1b": 8, "7b": 2048, "70b": 8192}[name]
+    assert f"{name} for {target}, {devices:,} devices" in printed
+    assert time.monotonic() - began < 120  # seconds alone; other tests run beside it
+
+
+def test_lint_of_node_on_the_smaller_node_has_no_error_and_no_unexplained_warning(tmp_path, lint_here):
+    code, printed, error = lint_here("--config=node", "--devices=2", f"--json={tmp_path / 'found.json'}")
+    assert (code, error) == (0, "")
+    assert "2 devices: pipe 1 x data 1 x fsdp 1 x tensor 2" in printed
+    for found in json.loads((tmp_path / "found.json").read_text())["programs"].values():
+        assert not [row for row in found["findings"] if row["severity"] == "warning" and not row["explained"]]
+
+
+@pytest.mark.parametrize("name", ["node", "7b", "70b"])
+def test_lint_of_generation_has_no_finding_but_infos(name, tmp_path, lint_here):
+    code, _, error = lint_here(f"--config={name}", "--program=generate", f"--json={tmp_path / 'found.json'}")
+    assert (code, error) == (0, "")
+    report = json.loads((tmp_path / "found.json").read_text())
+    assert list(report["programs"]) == ["prefill", "decode"]
+    assert {row["severity"] for found in report["programs"].values() for row in found["findings"]} == {"info"}
+
+
+def test_lint_explains_no_warning_that_does_not_occur(lint_here, tmp_path):
+    occurring = set()
+    for name in ("tiny", "70b"):
+        lint_here(f"--config={name}", f"--json={tmp_path / 'found.json'}")
+        for program, found in json.loads((tmp_path / "found.json").read_text())["programs"].items():
+            occurring |= {(program, row["rule"]) for row in found["findings"]}
+    assert set(programs.EXPLAINED) <= occurring
+
+
+def test_lint_exits_with_1_and_says_where_when_a_program_breaks_a_rule(monkeypatch, lint_here):
+    from hlat_jax.ops import embedding
+
+    honest = embedding.lookup
+
+    def with_argmax(table_VD, tokens_BT, *, shards):
+        return honest(table_VD, tokens_BT + 0 * jnp.argmax(tokens_BT), shards=shards)
+
+    monkeypatch.setattr("hlat_jax.model.lookup", with_argmax)
+    code, printed, _ = lint_here("--config=tiny", "--program=eval")
+    assert code == 1
+    assert "eval: 1 errors" in printed
+    line = f"{__file__}:{with_argmax.__code__.co_firstlineno + 1}"
+    assert f"at {line}" in printed
+    assert "instead: max, compare, and min of an iota" in printed
+
+
+def test_lint_says_that_a_layout_does_not_fit(lint_here):
+    code, printed, _ = lint_here(
+        "--config=7b", "--program=train", "--config.parallel.zero1=False", "--config.precision.policy=mixed"
+    )
+    assert code == 1
+    assert "MEM1" in printed
+    assert "GiB of a device's 15.9 GiB" in printed
+
+
+def test_lint_takes_the_list_of_the_compiler(lint_here, tmp_path):
+    (tmp_path / "operators").write_text("Add\nMultiply\n")
+    code, printed, _ = lint_here("--config=tiny", "--program=eval", f"--operators={tmp_path / 'operators'}")
+    assert code == 1
+    assert "OP09" in printed
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--config=tiny", "--target=trn3"], "trn3"),
+        (["--config=tiny", "--programme=train"], "Did you mean '--program'?"),
+        (["--config=7b", "--devices=12"], "need a multiple of 8 devices and there are 12"),
+        (["--config=tiny", "--operators=/no/such/file"], "/no/such/file"),
+        (["--config=tiny", "--operators=EMPTY"], "EMPTY names no operator"),
+    ],
+)
+def test_lint_refuses_what_it_cannot_do(words, message, lint_here, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    pathlib.Path("EMPTY").touch()
+    code, _, error = lint_here(*words)
+    assert code == 2
+    assert message in error
+
+
+def test_saving_remat_policies_round_nothing_for_neuron_and_elsewhere_as_before():
+    layer = rematerialized(lambda x: jax.ad_checkpoint.checkpoint_name(x * x, "q") @ x, "selective", prevent_cse=False)
+    traced = jax.jit(jax.grad(lambda x: layer(x).sum())).trace(X.astype(jnp.bfloat16))
+    count = {
+        platform: traced.lower(lowering_platforms=(platform,)).as_text().count("reduce_precision")
+        for platform in ("cpu", "cuda", "neuron")
+    }
+    assert count == {"cpu": 1, "cuda": 1, "neuron": 0}
+
+
+def test_rounding_that_loses_bits_stays_in_a_program_for_neuron():
+    rematerialized(jnp.sin, "selective", prevent_cse=False)
+    traced = jax.jit(lambda x: jax.lax.reduce_precision(x, 8, 7)).trace(X)
+    assert "reduce_precision" in traced.lower(lowering_platforms=("neuron",)).as_text()
+    np.testing.assert_array_equal(jax.lax.reduce_precision(jnp.float32(1.001), 8, 7), jnp.float32(1.0))
+
+
+def test_step_of_a_train_that_does_not_donate_is_warned_of():
+    config = resolve(config_lib.load("tiny"))
+    layout = programs.layout_for_neuron(config, 1)
+    arguments = step_arguments(config, layout)
+    assert "DN01" not in {f.rule for f in lint.check_traced(traced_step(config, layout))}
+    kept = jax.jit(lambda *xs: traced_step(config, layout).jaxpr and xs[0])
+    assert "DN01" in {f.rule for f in lint.check(kept, *arguments)}
+
+
+# The table of the documentation.
+
+
+def table():
+    """Returns the lines of the table of rules in docs/neuron-lint.md."""
+    rows = ["| id | severity | looks for | why | write instead | source |", "|---|---|---|---|---|---|"]
+    for name, rule in RULES.items():
+        severity = rule.severity
+        severity += f"; trn1: {rule.trn1}" if rule.trn1 else ""
+        severity += f"; run once: {rule.once}" if rule.once else ""
+        rows.append(f"| {name} | {severity} | {rule.seen} | {rule.why} | {rule.instead} | {rule.source} |")
+    return rows
+
+
+def test_documentation_has_the_table_of_the_rules():
+    text = DOCS.read_text()
+    again = "If that is meant: PYTHONPATH=. python tests/neuron/test_lint.py"
+    assert [line for line in text.splitlines() if line.startswith("| ")] == [r for r in table() if r[1] == " "], again
+    for name in UNSEEN:
+        assert name in text
+    assert f"{len(RULES)} rules" in (DOCS.parent.parent / "README.md").read_text()
+
+
+def test_rules_are_complete_sentences_of_their_parts():
+    for name, rule in RULES.items():
+        assert rule.severity in ("error", "warning", "info"), name
+        assert all(
+            getattr(rule, field.name) for field in dataclasses.fields(rule) if field.name not in ("once", "trn1")
+        )
+
+
+if __name__ == "__main__":
+    before, _, rest = DOCS.read_text().partition("| id |")
+    after = "\n".join(line for line in ("| id |" + rest).splitlines() if not line.startswith("|"))
+    DOCS.write_text(before + "\n".join(table()) + "\n" + after.rstrip("\n") + "\n")

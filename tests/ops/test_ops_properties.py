@@ -1,0 +1,745 @@
+"""One suite of properties over every implementation of every op, and broken ones that must fail it.
+
+What cannot run on a CPU is marked by how it runs here instead: Triton's kernel in Pallas's interpret mode, NKI's as the
+reference that stands for it in the same layouts. cuDNN cannot even be traced without its library; what can be checked
+of it is in the last tests.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from hlat_jax.ops import attention, chunked_attention, cross_entropy, dialect, norm, rope, swiglu
+from hlat_jax.ops.gpu import attention as gpu
+from hlat_jax.ops.gpu import norm as gpu_norm
+from hlat_jax.ops.gpu import swiglu as gpu_swiglu
+from hlat_jax.ops.nki import attention as nki
+from hlat_jax.ops.registry import OPS
+from hlat_jax.parallel.collectives import Shards
+from hlat_jax.passes import scaling
+from hlat_jax.passes.autocast import autocast
+
+# One fp32 rounding is 6e-8 of a value; a few hundred of them add up in any order in these sums.
+FP32 = {"rtol": 2e-5, "atol": 5e-6}
+
+
+def interpreted(q, k, v, segment_ids, window):
+    assert window is None
+    return gpu.triton(q, k, v, segment_ids_BT=segment_ids, interpret=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """An implementation as it runs here.
+
+    Attributes:
+      run: (q, k, v, segment_ids, window) -> output.
+      supports: of the implementation.
+      place: T of a row must be a multiple of it.
+    """
+
+    run: Callable
+    supports: Callable
+    place: int = 1
+
+
+def of_op(name):
+    def run(q, k, v, segment_ids, window):
+        return attention.attention(
+            q, k_BSKH=k, v_BSKH=v, segment_ids_BT=segment_ids, implementation=name, window=window
+        )
+
+    return run
+
+
+def serves_all(**_):
+    return []
+
+
+SUBJECTS = {name: Subject(of_op(name), serves_all) for name in ("einsum", "blocked", "chunked")}
+SUBJECTS["nki, its reference"] = Subject(of_op("nki"), nki.supports, 512)
+SUBJECTS["triton, interpreted"] = Subject(interpreted, gpu.triton_supports, 128)
+
+
+@pytest.fixture(autouse=True)
+def _many_small_blocks(monkeypatch):
+    monkeypatch.setattr(chunked_attention, "BLOCK", 64)
+    monkeypatch.setattr(cross_entropy, "CHUNK_POSITIONS", 3)
+
+
+def normal(*shape, seed=0):
+    return np.random.default_rng((seed, *shape)).standard_normal(shape).astype(np.float32)
+
+
+def inputs(num_rows, seq_len, num_heads=4, num_kv_heads=2, head_dim=8):
+    """Returns queries, keys, values and the cotangent of the output."""
+    heads = (num_heads, num_kv_heads, num_kv_heads, num_heads)
+    return [normal(num_rows, seq_len, n, head_dim, seed=seed) for seed, n in enumerate(heads)]
+
+
+def documents(num_rows, seq_len):
+    """Documents of uneven length, other cuts in each row."""
+    cuts = [sorted(np.random.default_rng(row).choice(np.arange(1, seq_len), 3, False)) for row in range(num_rows)]
+    return np.stack([np.searchsorted(c, np.arange(seq_len), side="right") + 1 for c in cuts]).astype(np.int32)
+
+
+def value_and_grads(run):
+    """Returns (*operands, cotangent) -> (output, *gradients of the operands), compiled."""
+
+    @jax.jit
+    def both(*arrays):
+        *operands, dout = arrays
+        out, pullback = jax.vjp(run, *operands)
+        return out, *pullback(dout)
+
+    return both
+
+
+def with_grads(subject, arrays, segment_ids=None, window=None):
+    return value_and_grads(lambda *x: subject.run(*x, segment_ids, window))(*arrays)
+
+
+def float64_attention(arrays, segment_ids=None, window=None):
+    """Value and gradients in NumPy, head by head: softmax(S) V and its derivative, written out."""
+    q, k, v, dout = (x.astype(np.float64) for x in arrays)
+    places = np.arange(q.shape[1])
+    ahead = places[:, None] - places[None, :]
+    out, dq, dk, dv = (np.zeros_like(x) for x in (q, q, k, v))
+    for b in range(q.shape[0]):
+        seen = (ahead >= 0) & (ahead < (window or len(places)))
+        if segment_ids is not None:
+            seen &= segment_ids[b][:, None] == segment_ids[b][None, :]
+        for n in range(q.shape[2]):
+            kv = n // (q.shape[2] // k.shape[2])
+            scores = np.where(seen, q[b, :, n] @ k[b, :, kv].T / math.sqrt(q.shape[3]), -np.inf)
+            probs = np.exp(scores - scores.max(-1, keepdims=True))
+            probs /= probs.sum(-1, keepdims=True)
+            out[b, :, n] = probs @ v[b, :, kv]
+            dprobs = dout[b, :, n] @ v[b, :, kv].T
+            dscores = probs * (dprobs - (probs * dprobs).sum(-1, keepdims=True)) / math.sqrt(q.shape[3])
+            dq[b, :, n] = dscores @ k[b, :, kv]
+            dk[b, :, kv] += dscores.T @ q[b, :, n]
+            dv[b, :, kv] += probs.T @ dout[b, :, n]
+    return out, dq, dk, dv
+
+
+# The properties. Each takes a subject and raises AssertionError where it does not hold.
+
+
+def is_float64(subject, *, packed, window):
+    arrays = inputs(2, subject.place if subject.place > 1 else 150)
+    ids = documents(*arrays[0].shape[:2]) if packed else None
+    actual = with_grads(subject, arrays, ids, window)
+    for mine, exact in zip(actual, float64_attention(arrays, ids, window), strict=True):
+        np.testing.assert_allclose(mine, exact, **FP32)
+
+
+def is_each_document_alone(subject):
+    length = subject.place if subject.place > 1 else 75
+    arrays = inputs(1, 2 * length)
+    packed = with_grads(subject, arrays, np.repeat([4, 2], length)[None].astype(np.int32))
+    alone = with_grads(subject, [x.reshape(2, length, *x.shape[2:]) for x in arrays])
+    for mine, own in zip(packed, alone, strict=True):
+        np.testing.assert_allclose(mine.reshape(own.shape), own, **FP32)
+
+
+def is_right_at_the_end_of_a_long_row(subject):
+    arrays = inputs(1, 2048, num_heads=1, num_kv_heads=1, head_dim=4)
+    q, k, v = arrays[:3]
+    out = jax.jit(lambda *x: subject.run(*x, None, None))(q, k, v)
+    for place in (0, 1023, 1024, 2047):
+        scores = k[0, : place + 1, 0].astype(np.float64) @ q[0, place, 0] / 2
+        probs = np.exp(scores - scores.max())
+        np.testing.assert_allclose(out[0, place, 0], probs @ v[0, : place + 1, 0] / probs.sum(), **FP32)
+
+
+def is_the_same_over_devices(subject):
+    arrays = inputs(2, subject.place if subject.place > 1 else 70)
+    spec = P("data", None, "tensor")
+    everywhere = over_devices(lambda *arrays: with_grads(subject, arrays), (spec,) * 4, (spec,) * 4)
+    for mine, whole in zip(everywhere(*arrays), with_grads(subject, arrays), strict=True):
+        np.testing.assert_allclose(mine, whole, **FP32)
+
+
+def over_devices(local, in_specs, out_specs):
+    """Returns what each of 2 x 2 devices does with its own part, compiled."""
+    mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False))
+
+
+# name -> (the property, whether its calls have segments, their window)
+PROPERTIES = {
+    f"float64, {'packed' if packed else 'whole rows'}, window {window}": (
+        functools.partial(is_float64, packed=packed, window=window),
+        packed,
+        window,
+    )
+    for packed in (False, True)
+    for window in (None, 65)
+} | {
+    "packed is each document alone": (is_each_document_alone, True, None),
+    "long rows": (is_right_at_the_end_of_a_long_row, False, None),
+    "sharded is unsharded": (is_the_same_over_devices, False, None),
+}
+
+
+@pytest.mark.parametrize("property_name", PROPERTIES)
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_attention_has_the_property_or_refuses_the_call(name, property_name):
+    subject, (holds, packed, window) = SUBJECTS[name], PROPERTIES[property_name]
+    q, k, *_ = inputs(1, 512)
+    ids = np.ones(q.shape[:2], np.int32) if packed else None
+    facts = attention.call(q.shape, k.shape[2], dtype=q.dtype, has_segments=packed, window=window)
+    why = "; ".join(subject.supports(**facts))
+    if not why:
+        holds(subject)
+        return
+    assert (packed and "takes no segment ids" in why) or (window and "window" in why)
+    with pytest.raises(ValueError, match="cannot serve"):
+        of_op(name.split(",")[0])(q, k, k, ids, window)
+
+
+def test_every_implementation_of_attention_is_a_subject_or_is_cudnn():
+    assert {name.split(",")[0] for name in SUBJECTS} | {"cudnn"} == set(attention.OP.names)
+
+
+# Broken kernels: what each gets wrong, and a property that must see it.
+
+
+def broken(q, k, v, segment_ids, window, *, how):
+    if how == "sees the next place":
+        k, v = (jnp.roll(x, -1, axis=1) for x in (k, v))
+    if how == "forgets segments":
+        segment_ids = None
+    if how == "forgets the window":
+        window = None
+    if how == "a window of one more":
+        window = window and window + 1
+    if how == "heads in another order":
+        k, v = k[:, :, ::-1], v[:, :, ::-1]
+    if how == "loses the tail of long rows":
+        v = v.at[:, 1024:].multiply(0.99)
+    out = of_op("chunked")(q, k, v, segment_ids, window)
+    if how == "scaled by 1.0001":
+        out = out * 1.0001
+    if how == "gradient of the queries is off":
+        out = out + 1e-3 * (q - jax.lax.stop_gradient(q))
+    if how == "values of other devices":
+        with contextlib.suppress(NameError):  # the same kernel without devices to mix
+            out = jax.lax.pmean(out, "tensor")
+    return out
+
+
+PERTURBED = {
+    "sees the next place": "float64, whole rows, window None",
+    "heads in another order": "float64, whole rows, window None",
+    "scaled by 1.0001": "float64, whole rows, window None",
+    "gradient of the queries is off": "float64, whole rows, window None",
+    "forgets segments": "float64, packed, window None",
+    "forgets the window": "float64, whole rows, window 65",
+    "a window of one more": "float64, packed, window 65",
+    "loses the tail of long rows": "long rows",
+    "values of other devices": "sharded is unsharded",
+}
+
+
+@pytest.mark.parametrize("how", PERTURBED)
+def test_a_perturbed_kernel_fails(how):
+    perturbed = Subject(functools.partial(broken, how=how), serves_all)
+    with pytest.raises(AssertionError, match="Not equal to tolerance"):
+        PROPERTIES[PERTURBED[how]][0](perturbed)
+
+
+def test_forgotten_segments_are_seen_by_packing_too():
+    with pytest.raises(AssertionError, match="Not equal to tolerance"):
+        is_each_document_alone(Subject(functools.partial(broken, how="forgets segments"), serves_all))
+
+
+# The loss, likewise.
+
+
+def float64_loss(hidden, head, targets, weights, z_loss_weight):
+    """Value and gradients in NumPy."""
+    logits = hidden.astype(np.float64) @ head.T.astype(np.float64)
+    log_z = np.log(np.exp(logits).sum(-1))
+    losses = log_z - np.take_along_axis(logits, targets[..., None], -1)[..., 0] + z_loss_weight * log_z**2
+    dlogits = np.exp(logits - log_z[..., None]) * (1 + 2 * z_loss_weight * log_z)[..., None]
+    dlogits = (dlogits - np.eye(len(head))[targets]) * weights[..., None]
+    return (weights * losses).sum(), dlogits @ head, np.einsum("btv,btd->vd", dlogits, hidden)
+
+
+def loss_is_float64(name, *, z_loss_weight, axes):
+    hidden, head = normal(2, 10, 16, seed=5), normal(48, 16, seed=6)
+    targets = np.random.default_rng(7).integers(0, 48, (2, 10)).astype(np.int32)
+    weights = np.random.default_rng(8).choice([0.0, 0.5, 1.0], (2, 10)).astype(np.float32)
+    options = cross_entropy.LossOptions(name, z_loss_weight, Shards(tensor=axes))
+
+    def local(hidden, head):
+        def loss(hidden, head):
+            fields = {"targets_BT": targets, "weights_BT": weights, "options": options}
+            return cross_entropy.cross_entropy(hidden, head_VD=head, **fields)[0]
+
+        total, grads = jax.value_and_grad(loss, argnums=(0, 1))(hidden, head)
+        return total, *grads
+
+    if axes:
+        mesh = jax.make_mesh((4,), axes, axis_types=(jax.sharding.AxisType.Auto,))
+        split = P(axes)
+        local = jax.shard_map(local, mesh=mesh, in_specs=(P(), split), out_specs=(P(), P(), split), check_vma=False)
+    exact = float64_loss(hidden, head, targets, weights, z_loss_weight)
+    for mine, expected in zip(jax.jit(local)(hidden, head), exact, strict=True):
+        np.testing.assert_allclose(mine, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("axes", [(), ("tensor",)], ids=["whole", "split vocabulary"])
+@pytest.mark.parametrize("z_loss_weight", [0.0, 0.1])
+@pytest.mark.parametrize("name", cross_entropy.OP.names)
+def test_loss_is_that_of_float64(name, z_loss_weight, axes):
+    loss_is_float64(name, z_loss_weight=z_loss_weight, axes=axes)
+
+
+@pytest.mark.parametrize("name", cross_entropy.OP.names)
+def test_no_row_of_the_head_loses_its_gradient_in_fp16(name, monkeypatch):
+    monkeypatch.setattr(cross_entropy, "CHUNK_POSITIONS", 24)
+    hidden, head = normal(1, 64, 16, seed=1), 4 * normal(512, 16, seed=2)
+    targets = np.argmax(hidden @ head.T, -1).astype(np.int32)  # what is no target has a small probability
+
+    def mean(arrays):
+        fields = {"targets_BT": targets, "weights_BT": np.ones((1, 64), np.float32)}
+        loss, count = cross_entropy.cross_entropy(
+            arrays[0], head_VD=arrays[1], **fields, options=cross_entropy.LossOptions(name)
+        )
+        return loss / count
+
+    exact = jax.grad(mean)((hidden, head))
+    for scale in (2.0**-10, 2.0**15):  # the head's gradients are made before the scale comes, and do not depend on it
+        _, grads, finite = scaling.value_and_grad(autocast(mean, "fp16"))(scaling.initial(scale=scale), (hidden, head))
+        assert finite
+        errors = np.linalg.norm(grads[1] - exact[1], axis=1) / np.linalg.norm(exact[1], axis=1)
+        # logits of up to 80, rounded to 11 bits as their factors are, are off by up to 0.1; a lost row is off by 1
+        assert errors.max() < 0.15
+
+
+@pytest.mark.parametrize("how", ["forgets the largest of other devices", "forgets the z-loss"])
+def test_a_perturbed_loss_fails(how, monkeypatch):
+    whole = cross_entropy._softmax_loss
+
+    def perturbed(logits, targets, weights, z_loss_weight, axes):
+        if how == "forgets the z-loss":
+            return whole(logits, targets, weights, 0.0, axes)
+        return whole(logits, targets, weights, z_loss_weight, ())
+
+    monkeypatch.setattr(cross_entropy, "_softmax_loss", perturbed)
+    with pytest.raises(AssertionError, match="Not equal to tolerance"):
+        loss_is_float64("chunked", z_loss_weight=0.1, axes=("tensor",))
+
+
+# RMSNorm, SwiGLU and RoPE, likewise.
+
+
+INTERPRETED = "triton, interpreted"
+EPS = 0.1  # large, so that it counts
+PLACES = 2**16 - 3 + 7 * np.arange(38)
+FREQUENCIES = rope.rope_frequencies(8, theta=1e4)
+
+
+def run_rms_norm(name, x, scale, eps=EPS):
+    if name == INTERPRETED:
+        return gpu_norm.rms_norm(x, scale=scale, eps=eps, interpret=True)
+    return norm.rms_norm(x, scale=scale, eps=eps, implementation=name)
+
+
+def run_swiglu(name, gate, up):
+    if name == INTERPRETED:
+        return gpu_swiglu.swiglu(gate, up=up, interpret=True)
+    return swiglu.swiglu(gate, up=up, implementation=name)
+
+
+def run_rope(name, x, places=PLACES):
+    places_BT = jnp.broadcast_to(jnp.asarray(places[: x.shape[1]], jnp.int32), x.shape[:2])
+    cos, sin = rope.rope_tables(places_BT, frequencies=FREQUENCIES)
+    return rope.apply_rope(x, cos=cos, sin=sin, implementation=name)
+
+
+def float64_rms_norm(x, scale, dout):
+    inverse = 1 / np.sqrt((x**2).mean(-1, keepdims=True) + EPS)
+    unit, dunit = x * inverse, dout * scale
+    dx = inverse * (dunit - unit * (dunit * unit).mean(-1, keepdims=True))
+    return unit * scale, dx, (dout * unit).sum((0, 1))
+
+
+def float64_swiglu(gate, up, dout):
+    sigmoid = 1 / (1 + np.exp(-gate))
+    slope = sigmoid * (1 + gate * (1 - sigmoid))
+    return gate * sigmoid * up, dout * up * slope, dout * gate * sigmoid
+
+
+def float64_rope(x, dout, *, angles=None):
+    """Pairs as complex numbers, which a rotation multiplies."""
+    if angles is None:  # as the contract has them: products in fp32
+        angles = (PLACES.astype(np.float32)[:, None] * FREQUENCIES).astype(np.float64)
+    turn = np.exp(1j * angles)[:, None]
+
+    def turned(x, turn):
+        first, second = np.split(x, 2, axis=-1)
+        z = (first + 1j * second) * turn
+        return np.concatenate([z.real, z.imag], axis=-1)
+
+    return turned(x, turn), turned(dout, turn.conj())
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerOp:
+    """An op that a decoder layer has beside attention.
+
+    Attributes:
+      op: its implementations.
+      run: (name, *operands) -> output, of the first operand's shape.
+      exact: (*operands, cotangent) -> output and gradients, in NumPy.
+      shapes: of the operands; no power of two, and more than one block of a kernel.
+      shapes_bf16: others, for bf16.
+      roundings: to bf16 on the longest way to a result, each at most 2^-8 of the largest.
+      specs: of the operands over devices.
+    """
+
+    op: dialect.Op
+    run: Callable
+    exact: Callable
+    shapes: tuple
+    shapes_bf16: tuple
+    roundings: int
+    specs: tuple
+
+    def arrays(self, shapes, dtype=np.float32):
+        """Returns operands and the cotangent."""
+        return [normal(*shape, seed=seed).astype(dtype) for seed, shape in enumerate((*shapes, shapes[0]))]
+
+
+SPLIT = P("data", None, "tensor")
+LAYER_OPS = {
+    "rms_norm": LayerOp(
+        norm.OP,
+        run_rms_norm,
+        float64_rms_norm,
+        ((2, 38, 48), (48,)),
+        ((1, 3, 4096), (4096,)),  # wide: a sum of squares in bf16 would stop growing at 256
+        2,
+        (P("data", "tensor"), P()),
+    ),
+    "swiglu": LayerOp(swiglu.OP, run_swiglu, float64_swiglu, ((2, 38, 40),) * 2, ((1, 3, 700),) * 2, 3, (SPLIT, SPLIT)),
+    "rope": LayerOp(rope.OP, run_rope, float64_rope, ((2, 38, 4, 8),), ((2, 38, 4, 8),), 1, (SPLIT,)),
+}
+
+
+@functools.cache
+def compiled(key, name):
+    return value_and_grads(functools.partial(LAYER_OPS[key].run, name))
+
+
+def layer_op_is_float64(one, both):
+    arrays = one.arrays(one.shapes)
+    for mine, exact in zip(both(*arrays), one.exact(*(x.astype(np.float64) for x in arrays)), strict=True):
+        np.testing.assert_allclose(mine, exact, **FP32)
+
+
+def layer_op_of_bf16_is_near_float64(one, both):
+    arrays = one.arrays(one.shapes_bf16, jnp.bfloat16)
+    for mine, exact in zip(both(*arrays), one.exact(*(x.astype(np.float64) for x in arrays)), strict=True):
+        assert mine.dtype == jnp.bfloat16
+        bound = one.roundings * 2.0**-8 * np.abs(exact).max()
+        np.testing.assert_allclose(np.asarray(mine, np.float64), exact, rtol=0, atol=bound)
+
+
+def layer_op_keeps_rows_apart(one, both):
+    arrays = one.arrays(one.shapes)
+    is_of_rows = [x.ndim > 1 for x in arrays]
+    lost = [np.concatenate([x[:1], np.full_like(x[1:], np.nan)]) if x.ndim > 1 else x for x in arrays]
+    for mine, whole, has_rows in zip(both(*lost), both(*arrays), [True, *is_of_rows[:-1]], strict=True):
+        if has_rows:
+            np.testing.assert_array_equal(mine[:1], whole[:1])
+
+
+def layer_op_is_the_same_over_devices(one, both):
+    arrays = one.arrays(one.shapes)
+
+    def local(*arrays):
+        out, *grads = both(*arrays)
+        whole = [jax.lax.psum(g, ("data", "tensor")) if s == P() else g for g, s in zip(grads, one.specs, strict=True)]
+        return out, *whole
+
+    everywhere = over_devices(local, (*one.specs, one.specs[0]), (one.specs[0], *one.specs))
+    for mine, whole in zip(everywhere(*arrays), both(*arrays), strict=True):
+        np.testing.assert_allclose(mine, whole, **FP32)
+
+
+LAYER_PROPERTIES = {
+    "float64": layer_op_is_float64,
+    "bf16": layer_op_of_bf16_is_near_float64,
+    "rows apart": layer_op_keeps_rows_apart,
+    "sharded is unsharded": layer_op_is_the_same_over_devices,
+}
+LAYER_SUBJECTS = [
+    (key, INTERPRETED if name == "triton" else name) for key, one in LAYER_OPS.items() for name in one.op.names
+]
+
+
+@pytest.mark.parametrize("property_name", LAYER_PROPERTIES)
+@pytest.mark.parametrize(("key", "name"), LAYER_SUBJECTS)
+def test_a_layer_op_has_the_property(key, name, property_name):
+    LAYER_PROPERTIES[property_name](LAYER_OPS[key], compiled(key, name))
+
+
+def test_every_op_of_the_registry_is_in_this_suite():
+    assert set(OPS) == {"attention", "cross_entropy", *LAYER_OPS}
+
+
+@pytest.mark.parametrize("name", rope.OP.names)
+def test_rope_is_right_at_positions_above_65536(name):
+    """Against angles without any rounding; that of a product in fp32 is 2^-24 of it."""
+    one = LAYER_OPS["rope"]
+    arrays = one.arrays(one.shapes)
+    angles = PLACES[:, None] * 1e4 ** -(np.arange(4) / 4)
+    assert angles.max() > 2**16
+    for mine, exact, x in zip(compiled("rope", name)(*arrays), one.exact(*arrays, angles=angles), arrays, strict=True):
+        # of a pair no longer than twice its larger half; the frequency is rounded as well
+        np.testing.assert_allclose(mine, exact, rtol=0, atol=2 * 2.0**-24 * angles.max() * 2 * np.abs(x).max())
+
+
+# Broken ones: (op, what it gets wrong) -> a property that must see it, and the kernel.
+
+
+def without_tail(x, scale):
+    """RMSNorm whose gradient of the scale leaves the last places out."""
+    kept = jnp.where(jnp.arange(38)[:, None] < 36, scale, jax.lax.stop_gradient(scale))
+    return run_rms_norm("reference", x, jnp.ones_like(scale)) * kept
+
+
+def of_bf16_statistics(x, scale):
+    def add(total, column):
+        return total + jnp.square(column), None
+
+    squares = jax.lax.scan(add, jnp.zeros(x.shape[:-1], x.dtype), jnp.moveaxis(x, -1, 0))[0] / x.shape[-1]
+    return x * jax.lax.rsqrt(squares + EPS).astype(x.dtype)[..., None] * scale
+
+
+def of_first_device(x):
+    with contextlib.suppress(NameError):  # the same kernel without devices
+        x = x + 1e-3 * jax.lax.axis_index("tensor")
+    return run_rope("reference", x)
+
+
+def rows_mixed(run):
+    return lambda *operands: run("reference", operands[0] + 1e-3 * jnp.roll(operands[0], 1, axis=0), *operands[1:])
+
+
+BROKEN_LAYER_OPS = {
+    ("rms_norm", "no eps"): ("float64", lambda x, scale: run_rms_norm("reference", x, scale, 0.0)),
+    ("rms_norm", "mean over a padded row"): (
+        "float64",
+        lambda x, scale: run_rms_norm("reference", x * 0.75**0.5, scale) / 0.75**0.5,
+    ),
+    ("rms_norm", "scaled by 1.0001"): ("float64", lambda x, scale: 1.0001 * run_rms_norm("reference", x, scale)),
+    ("rms_norm", "tail lost from the scale's gradient"): ("float64", without_tail),
+    ("rms_norm", "statistics in bf16"): ("bf16", of_bf16_statistics),
+    ("rms_norm", "rows mixed"): ("rows apart", rows_mixed(run_rms_norm)),
+    ("swiglu", "gate and up exchanged"): ("float64", lambda gate, up: run_swiglu("reference", up, gate)),
+    ("swiglu", "slope of the sigmoid lost"): (
+        "float64",
+        lambda gate, up: gate * jax.lax.stop_gradient(jax.nn.sigmoid(gate)) * up,
+    ),
+    ("swiglu", "rows mixed"): ("rows apart", rows_mixed(run_swiglu)),
+    ("rope", "turned the other way"): ("float64", lambda x: run_rope("reference", x, -PLACES)),
+    ("rope", "neighbours as pairs"): (
+        "float64",
+        lambda x: run_rope("reference", jnp.concatenate([x[..., 0::2], x[..., 1::2]], axis=-1)),
+    ),
+    ("rope", "positions in bf16"): ("float64", lambda x: run_rope("reference", x, PLACES.astype(jnp.bfloat16))),
+    ("rope", "gradient not turned back"): (
+        "float64",
+        lambda x: x + jax.lax.stop_gradient(run_rope("reference", x) - x),
+    ),
+    ("rope", "heads of the first device"): ("sharded is unsharded", of_first_device),
+}
+
+
+@pytest.mark.parametrize(("key", "how"), BROKEN_LAYER_OPS)
+def test_a_perturbed_layer_op_fails(key, how):
+    property_name, run = BROKEN_LAYER_OPS[key, how]
+    with pytest.raises(AssertionError, match=r"Not equal to tolerance|Arrays are not equal"):
+        LAYER_PROPERTIES[property_name](LAYER_OPS[key], value_and_grads(run))
+
+
+@pytest.mark.parametrize(("key", "name"), [one for one in LAYER_SUBJECTS if one[0] != "rope"])
+def test_the_backward_pass_of_a_layer_op_keeps_its_inputs_and_that_of_the_reference_more(key, name):
+    one = LAYER_OPS[key]
+    operands = one.arrays(one.shapes_bf16, jnp.bfloat16)[:-1]
+    kept = jax.eval_shape(lambda *x: jax.tree.leaves(jax.vjp(functools.partial(one.run, name), *x)[1]), *operands)
+    kept_bytes = sum(x.size * x.dtype.itemsize for x in kept)
+    assert (kept_bytes > sum(x.nbytes for x in operands)) == (name == "reference")
+
+
+def test_rope_on_pairs_of_their_own_axis_writes_no_halves_of_a_large_call():
+    """XLA on cpu leaves a concatenation inside long rows by itself, with its fp32 operands in memory."""
+    x = jax.ShapeDtypeStruct((1, 2048, 16, 128), jnp.bfloat16)
+    table = jax.ShapeDtypeStruct((1, 2048, 64), jnp.float32)
+
+    def temp_bytes(name):
+        def both(x, dout, cos, sin):
+            out, pullback = jax.vjp(lambda x: rope.apply_rope(x, cos=cos, sin=sin, implementation=name), x)
+            return out, pullback(dout)
+
+        return jax.jit(both).lower(x, x, table, table).compile().memory_analysis().temp_size_in_bytes
+
+    assert temp_bytes("paired") == 0 < temp_bytes("reference")
+
+
+# What can be said of kernels that do not run here.
+
+
+def kernels_by_platform(traced):
+    """Returns how many kernels of Triton stand in the program for each platform."""
+    return {
+        platform: traced.lower(lowering_platforms=(platform,)).as_text().count("custom_call @__gpu$xla.gpu.triton")
+        for platform in ("cpu", "cuda", "neuron")
+    }
+
+
+@pytest.mark.parametrize("key", ["rms_norm", "swiglu"])
+def test_our_kernels_stand_in_the_program_for_cuda_forward_and_backward_and_nowhere_else(key):
+    one = LAYER_OPS[key]
+    names = {"cuda": "triton", "cpu": "reference", "neuron": "recomputed"}
+    traced = value_and_grads(functools.partial(one.run, names)).trace(*one.arrays(one.shapes_bf16, jnp.bfloat16))
+    assert kernels_by_platform(traced) == {"cpu": 0, "cuda": 2, "neuron": 0}
+
+
+@pytest.mark.parametrize(
+    ("key", "x_shape", "dtype", "reason"),
+    [
+        ("rms_norm", (1, 8, 20_000), "bfloat16", "rows of 20,000 are wider than 16,384"),
+        ("rms_norm", (2**10, 2**10, 2**11), "bfloat16", "2,147,483,648 elements on one device are above 2,147,483,647"),
+        ("swiglu", (2**10, 2**10, 2**11), "float32", "2,147,483,648 elements on one device are above 2,147,483,647"),
+        ("swiglu", (1, 8, 64), "float64", "dtype float64 is not one of bfloat16, float16, float32"),
+    ],
+    ids=["width", "elements of a norm", "elements", "dtype"],
+)
+def test_what_our_kernels_cannot_serve_is_refused_with_the_reason(key, x_shape, dtype, reason):
+    op, facts = LAYER_OPS[key].op, {"x_shape": x_shape, "dtype": dtype}
+    assert op.choose("triton", "cuda", facts={"x_shape": (1, 8, 64), "dtype": "bfloat16"}).name == "triton"
+    assert op.choose("auto", "cuda", facts=facts).passed_over["triton"] == reason
+    with pytest.raises(ValueError, match=f"^model.{key}='triton' cannot serve: {reason}"):
+        op.choose("triton", "cuda", facts=facts)
+
+
+def test_operands_that_do_not_fit_each_other_are_refused_with_their_numbers():
+    x, cos = jnp.ones((1, 3, 2, 8)), jnp.ones((1, 3, 4))
+    with pytest.raises(ValueError, match=r"model.head_dim=7 must be even: rotary embeddings turn pairs"):
+        rope.apply_rope(x[..., :7], cos=cos, sin=cos, implementation="reference")
+    with pytest.raises(ValueError, match=r"cos is 1 and sin 4 wide, and heads of 8 have 4 pairs"):
+        rope.apply_rope(x, cos=cos[..., :1], sin=cos, implementation="reference")
+    with pytest.raises(ValueError, match=r"gate is float32\[1, 3, 4\] and up float32\[3, 4\]; they must be alike"):
+        swiglu.swiglu(cos, up=cos[0], implementation="reference")
+
+
+@pytest.mark.parametrize("segments", [False, True])
+def test_triton_stands_in_the_program_for_cuda_forward_and_backward_and_nowhere_else(segments):
+    arrays = inputs(1, 128)
+    ids = documents(1, 128) if segments else None
+    subject = Subject(of_op({"cuda": "triton", "cpu": "blocked", "neuron": "einsum"}), serves_all)
+    traced = jax.jit(lambda *x: with_grads(subject, x, ids)).trace(*arrays)
+    # forward; sums of the backward pass; gradients
+    assert kernels_by_platform(traced) == {"cpu": 0, "cuda": 3, "neuron": 0}
+
+
+def test_cudnn_without_its_library_is_passed_over_with_its_own_words_and_a_name_says_them():
+    facts = attention.call((1, 128, 4, 64), 2, dtype=jnp.bfloat16, has_segments=False)
+    choice = attention.OP.choose("auto", "cuda", facts=facts)
+    assert choice.name == "einsum"
+    assert choice.passed_over["cudnn"] == "cuDNN is not detected."
+    with pytest.raises(ValueError, match=r"model.attention='cudnn' cannot serve: cuDNN is not detected\.\."):
+        attention.OP.choose("cudnn", "cuda", facts=facts)
+
+
+def test_cudnn_is_asked_for_what_the_call_is(monkeypatch):
+    asked = []
+
+    def fake(q, k, v, **options):
+        asked.append((q.shape, k.shape, q.dtype, options))
+        return q
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", fake)
+    facts = attention.call((2, 128, 4, 64), 2, dtype=jnp.bfloat16, has_segments=False, window=32)
+    assert gpu.cudnn_supports(**facts) == []
+    options = {"is_causal": True, "local_window_size": (31, 0), "implementation": "cudnn"}
+    assert asked == [((2, 128, 4, 64), (2, 128, 2, 64), jnp.bfloat16, options)]
+    [reason] = gpu.cudnn_supports(**facts | {"has_segments": True})
+    assert "takes no segment ids" in reason
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"window": 64}, "takes no window"),
+        ({"q_shape": (1, 100, 4, 64)}, "100 is no multiple of 128"),
+        ({"q_shape": (1, 128, 4, 256)}, "model.head_dim=256 is above 128"),
+        ({"dtype": "float64"}, "dtype float64 is not one of"),
+    ],
+    ids=["window", "multiple", "head", "dtype"],
+)
+def test_what_triton_cannot_honour_is_refused_with_the_reason(change, reason):
+    facts = attention.call((1, 128, 4, 64), 2, dtype=jnp.bfloat16, has_segments=True)
+    assert gpu.triton_supports(**facts) == []
+    [found] = gpu.triton_supports(**facts | change)
+    assert reason in found
+
+
+def test_chunked_attention_holds_no_scores_of_whole_rows():
+    """Scores and probabilities of T x T are what `einsum` keeps for its backward pass; chunked has none of them."""
+    b, t, n, h = 1, 1024, 4, 16
+
+    def temp_bytes(name):
+        shapes = [jax.ShapeDtypeStruct((b, t, n, h), np.float32)] * 4
+        compiled = jax.jit(lambda *x: with_grads(SUBJECTS[name], x)).lower(*shapes).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    scores_bytes = b * n * t * t * 4
+    assert temp_bytes("einsum") > 2 * scores_bytes
+    assert temp_bytes("chunked") < scores_bytes / 4
+
+
+def test_saving_the_residuals_by_name_spares_the_second_forward_pass():
+    arrays = inputs(1, 150)
+    policy = jax.checkpoint_policies.save_only_these_names
+
+    def num_exps(*names):
+        run = jax.checkpoint(lambda *x: SUBJECTS["chunked"].run(*x, None, None), policy=policy(*names))
+        jaxpr = jax.make_jaxpr(lambda *x: with_grads(Subject(lambda q, k, v, *_: run(q, k, v), serves_all), x))(*arrays)
+        return str(jaxpr).count(" exp ")
+
+    assert num_exps("attention_out", "attention_lse") < num_exps()
+
+
+@pytest.mark.parametrize("window", [1, 64, 65, 66, 200, None])
+def test_chunked_attention_visits_the_pairs_of_blocks_in_which_something_is_seen(window):
+    places = np.arange(4 * 64)
+    ahead = places[:, None] - places[None, :]
+    seen = (ahead >= 0) & (ahead < (window or len(places)))
+    expected = {(i, j) for i in range(4) for j in range(4) if seen[i * 64 : i * 64 + 64, j * 64 : j * 64 + 64].any()}
+    pairs = [tuple(pair) for pair in chunked_attention.block_pairs(4, block=64, window=window).tolist()]
+    assert len(pairs) == len(set(pairs))
+    assert set(pairs) == expected
+    firsts = dict(reversed(pairs))
+    assert firsts == dict(zip(range(4), range(4), strict=True))  # its own block first: there a query sees itself
+
+
+def test_a_window_below_one_is_refused():
+    q, k, v, _ = inputs(1, 8)
+    with pytest.raises(ValueError, match=r"window=0 must be at least 1"):
+        SUBJECTS["einsum"].run(q, k, v, None, 0)

@@ -1,0 +1,150 @@
+"""Degrees over so many devices: refused before any compile, with the nearest that pass every check."""
+
+import dataclasses
+import itertools
+import re
+
+import jax
+import pytest
+
+from hlat_jax import config as config_lib
+from hlat_jax.neuron.programs import layout_for_neuron
+from hlat_jax.parallel.degrees import check_degrees, layout_over, nearest_degrees, passes
+from hlat_jax.parallel.sharding import MESH_AXES, make_layout
+from hlat_jax.plan.report import Site, make_plan
+from hlat_jax.resolve import resolve
+from hlat_jax.run.machine import fitting_layout
+from hlat_jax.step import step_arguments, traced_step
+
+# changes of `small` -> what is refused over 8 devices, and what to change
+REFUSED = {
+    "fused": (
+        {"parallel.tensor": 4},
+        r"set model.fuse_qkv=False, or lower parallel.tensor to at most 2. The nearest .* devices: parallel.tensor=2 ",
+    ),
+    "vocab": (
+        {"parallel.tensor": 4, "model.fuse_qkv": False, "model.vocab_size": 66},
+        r"model.vocab_size=66 does not divide into the 4 parts of parallel.tensor=4; .* devices: parallel.tensor=2 ",
+    ),
+    "sequence": (
+        {"parallel.tensor": 2, "parallel.sequence_parallel": True, "data.seq_len": 15},
+        r"data.seq_len=15 does not divide into the 2 parts of parallel.tensor=2; .* devices: parallel.tensor=1 ",
+    ),
+    "rows": (
+        {"train.num_microbatches": 4},
+        r"make data.batch_size a multiple of 32, .* divisor of 1. No degrees pass every",
+    ),
+    "rows, microbatches": (
+        {"parallel.tensor": 2, "train.num_microbatches": 4},
+        r"a multiple of 16, or train.num_microbatches a divisor of 2\.",
+    ),
+    "embed, ZeRO-1": (
+        {"parallel.zero1": True, "model.embed_dim": 36},
+        r"model.embed_dim=36 does not divide into the 8 parts of parallel.data=8.* devices: parallel.tensor=2 ",
+    ),
+    "tensor left over": (
+        {"parallel.tensor": -1, "parallel.data": 1, "model.num_heads": 12, "model.num_kv_heads": 3},
+        r"parallel.tensor=8 must divide .* 8 devices: parallel.data=8 \(parallel.tensor=-1 then takes what remains\)",
+    ),
+    "pipe left over": (
+        {"parallel.pipe": -1, "parallel.data": 4, "model.num_layers": 5},
+        r"parallel.pipe=2 must divide model.num_layers=5; use one of \[1, 5\].* 8 devices: parallel.tensor=2 ",
+    ),
+    "unrolled stages": (
+        {"parallel.pipe": -1, "parallel.data": 4, "model.num_layers": 4, "model.layer_loop": "unroll"},
+        r"parallel.pipe=2 with model.layer_loop='unroll' .* 8 devices: parallel.tensor=2 ",
+    ),
+    "cast stages": (
+        {"parallel.pipe": -1, "parallel.data": 4, "model.num_layers": 4, "precision.policy": "autocast"},
+        r"precision.policy=autocast with parallel.pipe=2: .* 8 devices: parallel.tensor=2 ",
+    ),
+    "devices": ({"parallel.tensor": 3, "model.num_kv_heads": 3, "model.num_heads": 3}, r"are 8; .* parallel.tensor=1 "),
+    "nothing passes": ({"data.batch_size": 1, "model.num_layers": 7, "model.vocab_size": 63}, r"No degrees pass every"),
+}
+
+
+def changed(mutable, changes):
+    for path, value in changes.items():
+        section, key = path.split(".")
+        mutable[section][key] = value
+    return resolve(mutable)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_layout_is_refused_by_train_and_plan_with_what_to_change(small, name):
+    changes, message = REFUSED[name]
+    config = changed(small, changes)
+    with pytest.raises(ValueError, match=message):
+        fitting_layout(config, jax.devices())
+    with pytest.raises(ValueError, match=message):
+        make_plan(config, Site("trn1.2xlarge", 4))
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_advised_degrees_run(small, name):
+    config = changed(small, REFUSED[name][0])
+    with pytest.raises(ValueError, match="pass every check") as refused:
+        layout_over(config, jax.devices())
+    advice = str(refused.value).partition("The nearest degrees")[2]
+    tree = config.to_dict()
+    for axis, degree in re.findall(r"parallel\.(\w+)=(\d+)", advice):
+        tree["parallel"][axis] = int(degree)
+    advised = resolve(tree)
+    assert passes(advised, 8) == bool(advice)
+    if advice:
+        layout = layout_over(advised, jax.devices())
+        traced_step(advised, layout)
+
+
+def test_what_passes_is_what_can_be_traced(small):
+    """Over every layout of 8 devices of a model whose sizes divide badly; JAX refuses what the check refuses."""
+    small.model.num_layers, small.model.vocab_size, small.model.embed_dim = 4, 72, 36
+    small.data.batch_size, small.model.fuse_qkv, small.parallel.zero1 = 4, False, True
+    config = resolve(small)
+    found = {True: 0, False: 0}
+    for pipe, fsdp, tensor in itertools.product((1, 2, 4, 8), repeat=3):
+        if 8 % (pipe * fsdp * tensor) == 0:
+            degrees = {"pipe": pipe, "data": 8 // (pipe * fsdp * tensor), "fsdp": fsdp, "tensor": tensor}
+            asked = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, **degrees))
+            found[passes(asked, 8)] += 1
+            assert passes(asked, 8) == _traces(asked), degrees
+    assert min(found.values()) >= 5
+
+
+def _traces(config):
+    try:
+        layout = make_layout(config.parallel, jax.devices(), num_kv_heads=config.model.num_kv_heads)
+        for leaf in jax.tree.leaves(step_arguments(config, layout)[:2]):
+            leaf.sharding.shard_shape(leaf.shape)
+        traced_step(config, layout)
+    except Exception:  # whatever JAX says
+        return False
+    return True
+
+
+def test_nearest_degrees_keep_what_was_asked_where_it_passes(small):
+    small.parallel.tensor, small.parallel.data = 2, 8
+    config = resolve(small)
+    assert nearest_degrees(config, 8) == {"pipe": 1, "data": 4, "fsdp": 1, "tensor": 2}
+    assert nearest_degrees(config, 16) == dict(zip(MESH_AXES, (1, 8, 1, 2), strict=True))
+    check_degrees(config, 16)
+
+
+@pytest.mark.parametrize(("name", "nodes", "advised"), [("70b", 7, 8), ("7b", 3, 4)])
+def test_plan_names_the_nearest_number_of_nodes(name, nodes, advised):
+    config = resolve(config_lib.load(name))
+    with pytest.raises(ValueError, match=f"It passes as it is with --nodes={advised}."):
+        make_plan(config, Site("trn1.32xlarge", nodes))
+    check_degrees(config, 32 * advised)
+
+
+def test_layout_is_refused_for_a_step_of_more_tokens_than_float32_counts():
+    c = config_lib.load("7b")
+    c.train.num_microbatches = 1
+    c.data.batch_size = 4096
+    most = resolve(c)
+    assert most.data.batch_size * most.data.seq_len == 2**24
+    assert layout_for_neuron(most, 8).degrees["data"] == 1
+    c.data.batch_size = 4097
+    with pytest.raises(ValueError, match=r"16,781,312 tokens a step, .*; use data.batch_size=4096 or less"):
+        layout_for_neuron(resolve(c), 8)

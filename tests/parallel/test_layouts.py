@@ -1,0 +1,528 @@
+"""Every layout against one device, the collectives of each against a written table, and what each of them is for."""
+
+import collections
+import functools
+import math
+import re
+
+import jax
+import micro
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from mutations import collectives_seen
+from test_program import forbidden_in, lowered_for_neuron
+
+from hlat_jax.batch import abstract_batch, segmented_batch
+from hlat_jax.config import ParallelConfig, default, load
+from hlat_jax.model import param_axes
+from hlat_jax.ops.cross_entropy import LossOptions, cross_entropy
+from hlat_jax.optimizer import learning_rate
+from hlat_jax.parallel.collectives import shards
+from hlat_jax.parallel.degrees import layout_over
+from hlat_jax.parallel.replica_sync import Spread
+from hlat_jax.parallel.sharding import make_layout, resolve_degrees, shard_batch
+from hlat_jax.passes.jaxpr import equations
+from hlat_jax.passes.products import live_jaxpr
+from hlat_jax.plan.collectives import collectives, counted
+from hlat_jax.plan.traffic import traced_collectives
+from hlat_jax.precision import NEAREST, Accumulation
+from hlat_jax.program import accumulated
+from hlat_jax.program_options import checked_loss
+from hlat_jax.resolve import resolve
+from hlat_jax.step import abstract_state, init_state, make_eval_step, make_norms, make_train_step, parts, state_bytes
+
+SEQUENCE, ZERO1 = {"sequence_parallel": True}, {"zero1": True}
+# name -> changes of parallel, model and train sections
+LAYOUTS = {
+    "data": {"data": 8},
+    "data-zero1": {"data": 8} | ZERO1,
+    "zero2": {"data": 8, "num_microbatches": 2, "reduce_gradients": "microbatch"} | ZERO1,
+    "zero1-buckets": {"data": 8, "bucket_bytes": 16384} | ZERO1,
+    "layer-tensor-zero1": {"data": 4, "tensor": 2, "num_microbatches": 2, "reduce_gradients": "layer"} | ZERO1,
+    "fsdp": {"fsdp": 8},
+    "fsdp-data-zero1": {"data": 2, "fsdp": 4, "num_microbatches": 2} | ZERO1,
+    "tensor": {"data": 4, "tensor": 2},
+    "tensor-sequence": {"data": 4, "tensor": 2, "remat": "selective"} | SEQUENCE,
+    "tensor-fused-unroll": {"data": 4, "tensor": 2, "fuse_qkv": True, "layer_loop": "unroll"},
+    "kv-copies": {"data": 2, "tensor": 4},
+    "kv-copies-sequence-zero1": {"data": 2, "tensor": 4, "num_microbatches": 4} | SEQUENCE | ZERO1,
+    "kv-copies-8": {"tensor": 8, "remat": "none"} | SEQUENCE,
+    "fsdp-tensor-sequence": {"data": 2, "fsdp": 2, "tensor": 2, "num_microbatches": 2} | SEQUENCE | ZERO1,
+    "pipe": {"pipe": 4, "data": 2, "num_microbatches": 4},
+    "pipe-tied": {"pipe": 4, "data": 2, "num_microbatches": 4, "tie_embeddings": True},
+    "pipe-fsdp": {"pipe": 2, "fsdp": 4, "num_microbatches": 2, "remat": "selective"},
+    "pipe-kv-copies": {"pipe": 2, "tensor": 4, "num_microbatches": 8} | SEQUENCE | ZERO1,
+    "pipe-tensor-sequence": {"pipe": 4, "tensor": 2, "num_microbatches": 4} | SEQUENCE | ZERO1,
+    "pipe-all": {"pipe": 2, "data": 2, "tensor": 2, "num_microbatches": 4, "remat": "full"} | SEQUENCE | ZERO1,
+}
+# Arrays that collectives carry in one step, by kind and mesh axes, loops counted once per trip. With L layers (4, over
+# the stages), M microbatches and W matrices (embed, head, q, kv, out, gate_up, down; one less when qkv is fused or the
+# embedding tied), and N = 3 norms:
+# - tensor: 4 L M all-reduces (a sum after each block and of each block's input gradient), and 4 M for the tables: the
+#   embedding's sum, the largest logit, sum and target together, the gradient of the head's input.
+# - sequence: 6 L M + 2 M all-gathers (each block's input, again for its weight gradient, its output's gradient; the
+#   head's input and the embedding's gradient) and 4 L M + 2 M reduce-scatters.
+# - fsdp: (2 (W - 2) L + 2) M all-gathers of weights, half as many reduce-scatters plus M; full remat gathers once more.
+# - data: every gradient once, whatever M is, and loss and count; zero1 scatters those of matrices and gathers weights.
+# - pipe, p stages: 2 (M + p - 1) permutes; as many sums of embeddings and of their gradients, and 4 M more: the last
+#   stage's output, the largest logit, sum and target, the gradient of the head's input.
+# - two scalars for the norms of gradients and weights, over the axes that split the state.
+COLLECTIVES = {
+    "data": {
+        "all-reduce data": 12,
+    },
+    "data-zero1": {
+        "all-gather data": 7,
+        "all-reduce data": 7,
+        "reduce-scatter data": 7,
+    },
+    "zero2": {
+        "all-gather data": 7,
+        "all-reduce data": 10,
+        "reduce-scatter data": 14,
+    },
+    "zero1-buckets": {
+        "all-gather data": 2,
+        "all-reduce data": 5,
+        "reduce-scatter data": 6,
+    },
+    "layer-tensor-zero1": {
+        "all-gather data": 7,
+        "all-reduce data": 49,
+        "all-reduce data*tensor_kv": 2,
+        "all-reduce tensor_kv": 40,
+    },
+    "fsdp": {
+        "all-gather fsdp": 42,
+        "all-reduce fsdp": 7,
+        "reduce-scatter fsdp": 22,
+    },
+    "fsdp-data-zero1": {
+        "all-gather data": 7,
+        "all-gather fsdp": 82,
+        "all-reduce data*fsdp": 7,
+        "reduce-scatter data": 7,
+        "reduce-scatter fsdp": 44,
+    },
+    "tensor": {
+        "all-reduce data": 12,
+        "all-reduce tensor_kv": 22,
+    },
+    "tensor-sequence": {
+        "all-gather tensor_kv": 26,
+        "all-reduce data": 9,
+        "all-reduce data*tensor_kv": 3,
+        "all-reduce tensor_kv": 4,
+        "reduce-scatter tensor_kv": 18,
+    },
+    "tensor-fused-unroll": {
+        "all-reduce data": 11,
+        "all-reduce tensor_kv": 22,
+    },
+    "kv-copies": {
+        "all-reduce data": 11,
+        "all-reduce data*tensor_rep": 1,
+        "all-reduce tensor_kv*tensor_rep": 22,
+    },
+    "kv-copies-sequence-zero1": {
+        "all-gather data": 6,
+        "all-gather data*tensor_rep": 1,
+        "all-gather tensor_kv*tensor_rep": 104,
+        "all-reduce data": 2,
+        "all-reduce data*tensor_kv*tensor_rep": 5,
+        "all-reduce tensor_kv*tensor_rep": 8,
+        "reduce-scatter data": 6,
+        "reduce-scatter data*tensor_rep": 1,
+        "reduce-scatter tensor_kv*tensor_rep": 72,
+    },
+    "kv-copies-8": {
+        "all-gather tensor_kv*tensor_rep": 26,
+        "all-reduce tensor_kv*tensor_rep": 7,
+        "all-reduce tensor_rep": 1,
+        "reduce-scatter tensor_kv*tensor_rep": 18,
+    },
+    "fsdp-tensor-sequence": {
+        "all-gather data": 7,
+        "all-gather fsdp": 82,
+        "all-gather tensor_kv": 52,
+        "all-reduce data*fsdp": 2,
+        "all-reduce data*fsdp*tensor_kv": 5,
+        "all-reduce tensor_kv": 4,
+        "reduce-scatter data": 7,
+        "reduce-scatter fsdp": 44,
+        "reduce-scatter tensor_kv": 36,
+    },
+    "pipe": {
+        "all-reduce data": 12,
+        "all-reduce pipe": 32,
+        "collective-permute pipe": 14,
+    },
+    "pipe-tied": {
+        "all-reduce data": 11,
+        "all-reduce pipe": 32,
+        "collective-permute pipe": 14,
+    },
+    "pipe-fsdp": {
+        "all-gather fsdp": 62,
+        "all-reduce fsdp": 5,
+        "all-reduce pipe": 14,
+        "all-reduce pipe*fsdp": 2,
+        "collective-permute pipe": 5,
+        "reduce-scatter fsdp": 35,
+    },
+    "pipe-kv-copies": {
+        "all-gather tensor_kv*tensor_rep": 125,
+        "all-gather tensor_rep": 1,
+        "all-reduce pipe": 34,
+        "all-reduce pipe*tensor_kv*tensor_rep": 18,
+        "all-reduce tensor_kv*tensor_rep": 3,
+        "collective-permute pipe": 17,
+        "reduce-scatter tensor_kv*tensor_rep": 89,
+        "reduce-scatter tensor_rep": 1,
+    },
+    "pipe-tensor-sequence": {
+        "all-gather tensor_kv": 53,
+        "all-reduce pipe": 22,
+        "all-reduce pipe*tensor_kv": 10,
+        "all-reduce tensor_kv": 3,
+        "collective-permute pipe": 14,
+        "reduce-scatter tensor_kv": 39,
+    },
+    "pipe-all": {
+        "all-gather data": 7,
+        "all-gather tensor_kv": 69,
+        "all-reduce data": 2,
+        "all-reduce data*tensor_kv": 3,
+        "all-reduce pipe": 18,
+        "all-reduce pipe*data*tensor_kv": 2,
+        "all-reduce pipe*tensor_kv": 8,
+        "collective-permute pipe": 9,
+        "reduce-scatter data": 7,
+        "reduce-scatter tensor_kv": 59,
+    },
+}
+MODEL_ONLY = ("fuse_qkv", "tie_embeddings")
+
+
+def configured(**changes):
+    c = default()
+    c.model.update(vocab_size=64, num_layers=4, embed_dim=32, mlp_dim=48, num_heads=8, num_kv_heads=2, head_dim=8)
+    c.model.update(max_positions=16, fuse_qkv=False)
+    c.data.update(batch_size=16, seq_len=16, packing="documents")
+    # At 1e-2 Adam makes 1e-5 of the roundings of 20 steps, where two programs for one device already differ so much.
+    c.optimizer.update(peak_lr=3e-3, warmup_steps=1, horizon_steps=100)
+    for key, value in changes.items():
+        section = next(s for s in (c.parallel, c.model, c.data, c.train, c.optimizer, c.precision) if key in s)
+        section[key] = value
+    return resolve(c)
+
+
+def make_segments(seed, config):
+    """Returns rows of three documents and padding, a different number of counted targets in each."""
+    rng = np.random.default_rng(seed)
+    shape = (config.data.batch_size, config.data.seq_len)
+    ends = np.sort(rng.integers(1, shape[1], (shape[0], 3)), axis=1)
+    places = np.arange(shape[1])
+    ids = 1 + (places >= ends[:, :1]) + (places >= ends[:, 1:2])
+    return segmented_batch(rng.integers(0, config.model.vocab_size, shape), np.where(places >= ends[:, 2:], 0, ids))
+
+
+def layout_of(config, devices=None):
+    return make_layout(config.parallel, devices or jax.devices(), num_kv_heads=config.model.num_kv_heads)
+
+
+def alone(**changes):
+    """Returns the config of the same model on one device, and its layout."""
+    config = configured(data=1, **{key: value for key, value in changes.items() if key in MODEL_ONLY})
+    return config, layout_of(config, jax.devices()[:1])
+
+
+def trained(config, layout, *, num_steps):
+    """Returns (initial parameters, rows of loss and gradient norm, state, text of the partitioned program)."""
+    state = init_state(config, layout)
+    batch = shard_batch(make_segments(0, config), layout)
+    step = make_train_step(config, layout).lower(state, batch, np.float32(0)).compile()
+    initial, rows = jax.tree.map(np.asarray, state["params"]), []
+    for index in range(num_steps):
+        batch = shard_batch(make_segments(index % 3, config), layout)
+        state, metrics = step(state, batch, np.float32(learning_rate(index, config.optimizer)))
+        rows.append([float(metrics.loss), float(metrics.grad_norm), float(metrics.num_tokens)])
+    return initial, np.asarray(rows), state, step.as_text()
+
+
+@functools.cache
+def trained_alone(**changes):
+    return trained(*alone(**changes), num_steps=20)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layout_trains_as_one_device_does(name):
+    changes = LAYOUTS[name]
+    config = configured(**changes)
+    layout = layout_of(config)
+    wanted_initial, wanted, _, _ = trained_alone(**{key: changes[key] for key in MODEL_ONLY if key in changes})
+    initial, got, state, program = trained(config, layout, num_steps=20)
+    jax.tree.map(np.testing.assert_array_equal, wanted_initial, initial)
+    np.testing.assert_allclose(got, wanted, rtol=5e-6)  # fp32 sums in another order
+    assert state_bytes(state) == state_bytes(abstract_state(config, layout))
+    arrays = collections.Counter()
+    for found in collectives(program, layout.mesh):
+        if found.axes:
+            arrays[f"{found.kind} {'*'.join(found.axes)}"] += found.num_arrays * found.trips
+    assert arrays == COLLECTIVES[name]
+
+
+@pytest.mark.parametrize("name", ["fsdp-tensor-sequence", "pipe-all"])
+def test_evaluation_over_a_mesh_is_that_of_one_device(name):
+    config = configured(**LAYOUTS[name])
+    for other, layout in ((config, layout_of(config)), alone()):
+        state = init_state(other, layout)
+        sums = make_eval_step(other, layout)(state["params"], shard_batch(make_segments(9, other), layout))
+        if layout.mesh.size > 1:
+            got = np.asarray(sums)
+    np.testing.assert_allclose(got, np.asarray(sums), rtol=1e-6)
+
+
+def one_step(config, layout, state, *, unless=None):
+    """Returns every number of a first step at full learning rate, what the program computes, and its collectives.
+
+    The numbers: sums, moments (so gradients), weights; None where the program is `unless`, for nothing has to run then.
+    """
+    state = jax.tree.map(
+        lambda whole, like: jax.device_put(whole, like.sharding), state, abstract_state(config, layout)
+    )
+    batch = shard_batch(make_segments(0, config), layout)
+    traced = make_train_step(config, layout).trace(state, batch, np.float32(1e-2))
+    jaxpr = live_jaxpr(traced)
+    text, table = re.sub("0x[0-9a-f]+", "", str(jaxpr)), counted(traced_collectives(jaxpr, layout.mesh))
+    if text == unless:
+        return None, text, table
+    state, metrics = traced.lower().compile()(state, batch, np.float32(1e-2))
+    return jax.device_get((metrics, state["opt_state"]["inner"], state["params"])), text, table
+
+
+def furthest(got, wanted):
+    """Returns the largest difference of a leaf from what is wanted, relative to the leaf's largest value."""
+    return max(
+        float(np.max(np.abs(np.subtract(a, b, dtype=np.float64))) / (np.max(np.abs(b)) + 1e-9))
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True)
+    )
+
+
+# Together they have every kind of collective of the table, over every axis that it is for.
+MUTATED = [
+    "fsdp-tensor-sequence",
+    "kv-copies-sequence-zero1",
+    "pipe-tied",
+    "pipe-tensor-sequence",
+    "tensor-fused-unroll",
+]
+
+
+@pytest.mark.parametrize("name", MUTATED)
+def test_no_collective_can_be_left_out(name):
+    changes = LAYOUTS[name] | {
+        "clip_norm": 0.0,
+        "eps": 1.0,  # an update then follows its gradient, where Adam's sign would flip on rounding
+        "num_layers": LAYOUTS[name].get("pipe", 1),
+    }
+    config = configured(**changes)
+    one = configured(data=1, **{k: changes[k] for k in (*MODEL_ONLY, "clip_norm", "eps", "num_layers") if k in changes})
+    initial = jax.device_get(init_state(one, layout_of(one, jax.devices()[:1])))
+    wanted, _, _ = one_step(one, layout_of(one, jax.devices()[:1]), initial)
+    layout = layout_of(config)
+    with collectives_seen() as places:
+        whole, program, table = one_step(config, layout, initial)
+    assert furthest(whole, wanted) < 1e-4
+    num_left_out, harmless = 0, []
+    for place in places:
+        jax.clear_caches()
+        with collectives_seen(without=place):
+            got, _, other_table = one_step(config, layout, initial, unless=program)
+        if got is not None:  # None: traced to know its shape, or for a value that nothing reads
+            num_left_out += 1
+            assert other_table != table
+            if furthest(got, wanted) < 1e-3:
+                harmless.append(place)
+    assert num_left_out > 5
+    assert not harmless
+
+
+SOONER = {
+    "pipe": {"pipe": 2, "data": 2, "tensor": 2, "num_microbatches": 4, "reduce_gradients": "layer"} | SEQUENCE | ZERO1,
+    "fsdp": {"data": 2, "fsdp": 2, "tensor": 2, "reduce_gradients": "layer"} | ZERO1,
+    "kv-copies": {"data": 2, "tensor": 4, "reduce_gradients": "layer", "bucket_bytes": 4096} | SEQUENCE | ZERO1,
+    "tied": {"data": 4, "tensor": 2, "reduce_gradients": "layer", "tie_embeddings": True},
+    "buckets": {"data": 2, "fsdp": 2, "tensor": 2, "num_microbatches": 2, "reduce_gradients": "microbatch"}
+    | {"bucket_bytes": 100_000}
+    | SEQUENCE
+    | ZERO1,
+    "rounded": {"data": 2, "tensor": 4, "num_microbatches": 2, "reduce_gradients": "microbatch", "policy": "bf16_sr"},
+}
+
+
+@pytest.mark.parametrize("name", SOONER)
+def test_gradients_reduced_sooner_are_the_same_and_replicas_stay_equal(name):
+    changes = SOONER[name]
+    config = configured(**changes)
+    _, got, state, _ = trained(config, layout_of(config), num_steps=20)
+    if "policy" not in changes:  # under which an update depends on how the sums were rounded
+        wanted = trained_alone(**{key: changes[key] for key in MODEL_ONLY if key in changes})[1]
+        np.testing.assert_allclose(got, wanted, rtol=5e-6)  # as above
+    for leaf in jax.tree.leaves(state):
+        shards = {}
+        for shard in leaf.addressable_shards:
+            first = shards.setdefault(str(shard.index), np.asarray(shard.data))
+            np.testing.assert_array_equal(first, np.asarray(shard.data))
+
+
+def test_each_core_computes_and_differentiates_the_kv_heads_it_needs_and_no_more():
+    config = configured(tensor=8, embed_dim=40)  # 2 KV heads on 8 cores, so 1 query head on each
+    layout = layout_of(config)
+    state = abstract_state(config, layout)
+    attention = state["params"]["layers"]["attention"]
+    assert attention["kv"].shape == (4, 40, 2, 2, 8)  # parameters and checkpoints have both heads once
+    assert attention["kv"].sharding.shard_shape(attention["kv"].shape) == (4, 40, 2, 1, 8)
+    assert attention["q"].sharding.shard_shape(attention["q"].shape) == (4, 40, 1, 1, 8)
+
+    def local(params, batch, rounding, *, scale, reduce):
+        assert scale is reduce is None
+        loss_fn = checked_loss(parts(config, layout, z_loss_weight=0.0), has_aux=False)
+        return accumulated(loss_fn, params, batch, sums=Accumulation(1, "float32", rounding))
+
+    everywhere = Spread(layout, param_axes(config.model)).value_and_grad(local, dtype="float32")
+    traced = jax.make_jaxpr(everywhere)(state["params"], abstract_batch(16, 16, with_segments=True), NEAREST, None)
+    products = collections.Counter(
+        equation.outvars[0].aval.shape
+        for equation, _ in equations(traced.jaxpr)
+        if equation.primitive.name == "dot_general"
+    )
+    tokens, key_and_value = 16 * 16, 2 * 1 * 8
+    assert products[tokens, key_and_value] >= 1
+    assert products[40, key_and_value] + products[key_and_value, 40] == 1  # its gradient
+    assert not {(tokens, 2 * key_and_value), (40, 2 * key_and_value), (2 * key_and_value, 40)} & products.keys()
+
+
+def test_gradients_of_pipeline_and_kv_copies_are_those_of_scan_and_unroll():
+    moments = {}
+    one = {"data": 1, "clip_norm": 0.0, "eps": 1.0}
+    initial = jax.device_get(init_state(*_with_layout(configured(**one), jax.devices()[:1])))
+    for name, changes in {
+        "scan": one,
+        "unroll": one | {"layer_loop": "unroll"},
+        "pipe": one | LAYOUTS["pipe"],
+        "kv-copies": one | LAYOUTS["kv-copies"],
+    }.items():
+        config, layout = _with_layout(configured(**changes), jax.devices()[: 1 if changes.get("data") == 1 else 8])
+        moments[name] = one_step(config, layout, initial)[0][1]["mu"]
+    for name in ("unroll", "pipe", "kv-copies"):
+        assert furthest(moments[name], moments["scan"]) < 1e-5, name  # fp32 sums in another order
+
+
+def _with_layout(config, devices):
+    return config, layout_of(config, devices)
+
+
+@pytest.mark.parametrize("implementation", ["dense", "chunked"])
+def test_loss_over_a_split_vocabulary_is_that_of_float64(implementation):
+    layout = layout_of(configured(pipe=2, tensor=4))
+    rng = np.random.default_rng(0)
+    b, t, d, v = 2, 300, 16, 64
+    hidden, head = (rng.normal(size=shape).astype(np.float32) for shape in ((b, t, d), (v, d)))
+    targets, weights = rng.integers(0, v, (b, t)).astype(np.int32), rng.random((b, t)).astype(np.float32)
+    options = LossOptions(implementation, 1e-2, shards(layout))
+
+    def local(hidden, head):
+        def loss(hidden, head):
+            fields = {"targets_BT": targets, "weights_BT": weights, "options": options}
+            return cross_entropy(hidden, head_VD=head, **fields)[0]
+
+        return jax.value_and_grad(loss, argnums=(0, 1))(hidden, head)
+
+    split = P(("pipe", "tensor_kv", "tensor_rep"))
+    everywhere = jax.shard_map(
+        local, mesh=layout.mesh, in_specs=(P(), split), out_specs=(P(), (P(), split)), check_vma=False
+    )
+    loss, (dhidden, dhead) = jax.jit(everywhere)(hidden, head)
+
+    logits = hidden.astype(np.float64) @ head.T.astype(np.float64)
+    log_z = np.log(np.exp(logits).sum(-1))
+    losses = log_z - np.take_along_axis(logits, targets[..., None], -1)[..., 0] + 1e-2 * log_z**2
+    dlogits = np.exp(logits - log_z[..., None]) * (1 + 2e-2 * log_z)[..., None] - np.eye(v)[targets]
+    dlogits *= weights[..., None]
+    np.testing.assert_allclose(loss, (weights * losses).sum(), rtol=1e-6)
+    np.testing.assert_allclose(dhidden, dlogits @ head, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(dhead, np.einsum("btv,btd->vd", dlogits, hidden), rtol=1e-5, atol=1e-4)
+
+
+def test_a_pipeline_holds_no_more_for_more_microbatches():
+    def temporary_bytes(num_microbatches):
+        rows = 2 * num_microbatches
+        config = configured(
+            pipe=4, data=2, num_microbatches=num_microbatches, embed_dim=64, mlp_dim=128, batch_size=rows
+        )
+        layout = layout_of(config)
+        batch = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=layout.rows()),
+            abstract_batch(rows, 16, with_segments=True),
+        )
+        lowered = make_train_step(config, layout).lower(abstract_state(config, layout), batch, np.float32(0))
+        fields = sum(np.dtype(leaf.dtype).itemsize * 16 * num_microbatches for leaf in jax.tree.leaves(batch))
+        return lowered.compile().memory_analysis().temp_size_in_bytes - fields  # the batch, put in order by microbatch
+
+    few, many = temporary_bytes(8), temporary_bytes(32)  # 2p and 8p
+    assert many <= few * 1.01
+
+
+def test_degrees_that_do_not_multiply_to_the_devices_are_refused():
+    assert resolve_degrees(ParallelConfig(tensor=2), 8) == (1, 4, 1, 2)
+    with pytest.raises(ValueError, match=r"parallel.tensor=3 need a multiple of 3 devices and there are 8"):
+        resolve_degrees(ParallelConfig(tensor=3), 8)
+
+
+@pytest.mark.parametrize("name", ["kv-copies-8", "fsdp-tensor-sequence", "pipe-all"])
+def test_step_over_a_mesh_lowered_for_neuron_holds_nothing_it_cannot_take(name):
+    config = configured(attention="einsum", cross_entropy="dense", **LAYOUTS[name])
+    forbidden_in(lowered_for_neuron(config, layout_of(config)))
+
+
+@pytest.mark.parametrize(
+    ("policy", "degrees"),
+    [("fp32", {}), ("mixed", {"data": 2, "tensor": 2, "zero1": True}), ("bf16_sr", {"pipe": 2, "data": 2, "fsdp": 2})],
+)
+def test_norms_of_a_state_are_those_of_numpy_finite_where_it_is_and_take_one_all_reduce(policy, degrees, tmp_path):
+    c = load(str(micro.write_config(tmp_path)))
+    c.precision.policy = policy
+    c.parallel.update(degrees)
+    c.data.batch_size, c.train.num_microbatches = 8, 2
+    config = resolve(c)
+    num_devices = math.prod(degree for axis, degree in degrees.items() if axis != "zero1")
+    layout = layout_over(config, jax.devices()[:num_devices])
+    state = init_state(config, layout)
+    inner = state["opt_state"]["inner"]
+    inner["mu"] = jax.tree.map(lambda leaf: jax.device_put(leaf + 1, leaf.sharding), inner["mu"])
+    compiled = make_norms(config, layout).lower(state).compile()
+    found = {name: float(norm) for name, norm in compiled(state).items()}
+    parts = {"params": state["params"], "opt_state.inner.mu": inner["mu"], "opt_state.inner.nu": inner["nu"]}
+    parts |= {"opt_state.master": state["opt_state"]["master"]} if policy == "mixed" else {}
+    leaves = {name: [np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(tree)] for name, tree in parts.items()}
+    expected = {name: np.sqrt(sum(np.sum(leaf**2) for leaf in each)) for name, each in leaves.items()}
+    for name in ("opt_state.inner.mu", "opt_state.inner.nu"):  # the mean magnitude
+        expected[name] = np.mean(np.abs(np.concatenate([leaf.reshape(-1) for leaf in leaves[name]])))
+    assert found == pytest.approx(expected, rel=1e-5)  # fp32 sums
+    assert compiled.as_text().count(" all-reduce(") == (num_devices > 1)
+
+    def filled_nu(value):
+        nu = jax.tree.map(lambda leaf: jax.device_put(np.full_like(leaf, value), leaf.sharding), inner["nu"])
+        return float(
+            compiled(state | {"opt_state": state["opt_state"] | {"inner": inner | {"nu": nu}}})["opt_state.inner.nu"]
+        )
+
+    assert filled_nu(2.0**126) == pytest.approx(2.0**126, rel=1e-5)  # gradients of 1e19
+    assert filled_nu(np.inf) == np.inf
+    assert np.isnan(filled_nu(np.nan))
+    embed = state["params"]["embed"]
+    one_bad = jax.device_put(embed.at[-1, -1].set(np.inf), embed.sharding)
+    found = compiled(state | {"params": state["params"] | {"embed": one_bad}})
+    assert [name for name, norm in found.items() if not np.isfinite(norm)] == ["params"]

@@ -1,0 +1,227 @@
+"""ZeRO for models that are not ours: every stage trains as one device does, and holds and sends what it should."""
+
+import collections
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import optax.contrib
+import pytest
+
+from hlat_jax.parallel.zero import spread_over
+from hlat_jax.passes.products import live_jaxpr
+from hlat_jax.plan.collectives import collectives
+from hlat_jax.plan.traffic import traced_collectives
+from hlat_jax.precision import POLICIES
+from hlat_jax.program import ProgramOptions, SumAndCount, training_program
+
+
+class Tower(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        for width in (24, 16):
+            x = nn.gelu(nn.Dense(width)(x))
+        return nn.Dense(3)(x)[:, 0]
+
+
+def plain_params():
+    rng = np.random.default_rng(0)
+    w = [rng.normal(size=shape).astype(np.float32) / 4 for shape in ((8, 24), (24, 16), (16, 5))]
+    return {"layers": [(w[0], np.zeros(24, np.float32)), (w[1], np.zeros(16, np.float32))], "out": w[2], "scale": 1.0}
+
+
+def plain_loss(params, batch):
+    x = batch["x"]
+    for w, b in params["layers"]:
+        x = jnp.tanh(x @ w + b)
+    return loss_of(params["scale"] * (x @ params["out"])[:, 0], batch)
+
+
+def loss_of(found, batch):
+    return SumAndCount(jnp.sum(batch["weight"] * jnp.square(found - batch["y"])), jnp.sum(batch["weight"]))
+
+
+def foreign(kind):
+    """Returns (loss function, parameters) of a model in plain JAX, with tuples and a scalar, or of one in Flax."""
+    if kind == "plain":
+        return plain_loss, jax.tree.map(jnp.asarray, plain_params())
+    tower = Tower()
+    return lambda params, batch: loss_of(tower.apply(params, batch["x"]), batch), tower.init(
+        jax.random.key(0), np.zeros((1, 8))
+    )
+
+
+def batch(step):
+    rng = np.random.default_rng(step)
+    weight = rng.integers(0, 3, 16).astype(np.float32)
+    return {
+        "x": rng.normal(size=(16, 8)).astype(np.float32),
+        "y": rng.normal(size=16).astype(np.float32),
+        "weight": weight,
+    }
+
+
+def trained(loss, params, *, stage=None, bucket_bytes=0, policy="fp32", steps=6):
+    """Returns (losses and norms, final state, text of the compiled step)."""
+    options = ProgramOptions(POLICIES[policy], num_microbatches=2, zero=stage, bucket_bytes=bucket_bytes)
+    program = training_program(loss, optax.adam(1e-2), options=options, params=params)
+    state, spread = program.init(params), program.options.spread
+    put = (lambda x: x) if spread is None else lambda x: jax.device_put(x, spread.layout.rows())
+    text = program.step.lower(state, put(batch(0)), 0.0).compile().as_text()
+    rows = []
+    for step in range(steps):
+        state, metrics = program.step(state, put(batch(step)), 0.0)
+        rows.append([float(metrics.loss), float(metrics.grad_norm), float(metrics.param_norm)])
+    return np.array(rows), state, (text, None if spread is None else spread.layout.mesh)
+
+
+@pytest.mark.parametrize("kind", ["plain", "flax"])
+@pytest.mark.parametrize("bucket_bytes", [0, 1000])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_every_stage_trains_as_one_device_does(kind, stage, bucket_bytes):
+    loss, params = foreign(kind)
+    wanted, alone, _ = trained(loss, params)
+    got, state, _ = trained(loss, params, stage=stage, bucket_bytes=bucket_bytes)
+    np.testing.assert_allclose(got, wanted, rtol=5e-6)  # fp32 sums in another order
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), alone["params"], state["params"])
+
+
+def test_stages_hold_a_part_of_the_state_and_the_rest_of_it_is_whole():
+    loss, params = foreign("plain")
+    held = {}
+    for stage in range(4):
+        _, state, _ = trained(loss, params, stage=stage, policy="mixed", steps=1)
+
+        def share(tree):
+            return sum(leaf.addressable_shards[0].data.size for leaf in jax.tree.leaves(tree))
+
+        held[stage] = share(state["params"]), share(state["opt_state"]["master"])
+    whole = sum(np.size(leaf) for leaf in jax.tree.leaves(params))
+    part = (whole - 1) // 8 + 1  # all but the scalar divide
+    assert held == {0: (whole, whole), 1: (whole, part), 2: (whole, part), 3: (part, part)}
+
+
+def test_collectives_of_each_stage_are_those_it_needs():
+    loss, params = foreign("plain")  # five arrays that 8 divides, and a scalar; 2 microbatches
+    found = {}
+    for stage in range(4):
+        options = ProgramOptions(POLICIES["fp32"], num_microbatches=2, zero=stage)
+        program = training_program(loss, optax.adam(1e-2), options=options, params=params)
+        traced = program.step.trace(jax.eval_shape(program.init, params), batch(0), 0.0)
+        found[stage] = collections.Counter()
+        for collective in traced_collectives(live_jaxpr(traced), program.options.spread.layout.mesh):
+            found[stage][collective.kind] += collective.trips
+    # stage 3 gathers for the loss, and for its backward pass again what that reads: the matrices behind the first;
+    # loss and count, the scalar's gradient, and the norms of gradients and weights; of stage 0 the other gradients
+    assert found == {
+        0: {"all-reduce": 2 + 6},
+        1: {"all-reduce": 2 + 1 + 2, "reduce-scatter": 5, "all-gather": 5},
+        2: {"all-reduce": 2 + 2 + 2, "reduce-scatter": 2 * 5, "all-gather": 5},
+        3: {"all-reduce": 2 + 1 + 2, "reduce-scatter": 2 * 5, "all-gather": 2 * 5 + 2 * 2},
+    }
+
+
+def test_buckets_carry_several_arrays_and_no_more_than_their_bytes():
+    loss, params = foreign("plain")
+    for bucket_bytes, wanted in ((0, 5), (1600, 3), (10**6, 1)):
+        text, mesh = trained(loss, params, stage=1, bucket_bytes=bucket_bytes, steps=1)[2]
+        scatters = [c for c in collectives(text, mesh) if c.kind == "reduce-scatter"]
+        assert len(scatters) == wanted
+        assert all(c.payload_bytes <= max(bucket_bytes, 24 * 16 * 4) for c in scatters)
+
+
+def test_the_callers_parameters_outlive_the_donated_state():
+    loss, params = foreign("plain")
+    before = jax.tree.map(np.asarray, params)
+    trained(loss, params, stage=0)
+    trained(loss, params)
+    jax.tree.map(np.testing.assert_array_equal, before, params)
+
+
+def test_replicas_of_what_no_device_divides_stay_equal_under_stochastic_rounding():
+    def loss(params, batch):
+        squares = jnp.square(batch["x"] * params["b"] - batch["y"])
+        return SumAndCount(jnp.sum(squares.astype(jnp.float32)), squares.size)
+
+    rng = np.random.default_rng(0)
+    params = {"b": jnp.asarray(rng.normal(size=333), jnp.float32)}
+    rows = {key: rng.normal(size=(8, 333)).astype(np.float32) for key in "xy"}
+    options = ProgramOptions(POLICIES["bf16_sr"], num_microbatches=4, zero=2, devices=jax.devices()[:2])
+    program = training_program(loss, optax.sgd(1.0), options=options, params=params)
+    state = program.init(params)
+    for _ in range(3):
+        state, _ = program.step(state, rows, 0.0)
+        first, second = (np.asarray(shard.data) for shard in state["params"]["b"].addressable_shards)
+        np.testing.assert_array_equal(first, second)
+
+
+def test_an_optimizer_that_keeps_the_weights_can_be_stepped():
+    loss, params = foreign("plain")
+    program = training_program(loss, optax.contrib.prodigy(1.0), options=ProgramOptions(POLICIES["fp32"]))
+    _, metrics = program.step(program.init(params), batch(0), 0.0)
+    assert metrics.finite
+
+
+def test_stages_and_bytes_that_do_not_exist_are_refused():
+    with pytest.raises(ValueError, match="params has an empty tuple"):
+        spread_over([(np.zeros(8), ()), ()], jax.devices(), stage=1)
+    with pytest.raises(ValueError, match=r"zero stage 4 is not one of 0, 1, 2, 3\."):
+        spread_over({}, jax.devices(), stage=4)
+    with pytest.raises(ValueError, match="bucket_bytes=-1 must be 0"):
+        spread_over({}, jax.devices(), stage=1, bucket_bytes=-1)
+    with pytest.raises(ValueError, match=r"devices=\[\] must be a list of one or more devices of JAX: give"):
+        spread_over({}, [], stage=1)
+    with pytest.raises(ValueError, match=r"params\['w'\] is a float: give an array"):
+        spread_over({"w": 1.0}, jax.devices(), stage=1)
+    loss, params = foreign("plain")
+    spread = spread_over(params, jax.devices(), stage=1)
+    for where in ({"zero": 1}, {"spread": spread}):
+        with pytest.raises(ValueError, match=r"give their shapes as params=\.\.\."):
+            training_program(loss, optax.adam(1e-2), options=ProgramOptions(POLICIES["fp32"], **where))
+    with pytest.raises(ValueError, match="zero and spread both say where parameters lie; give one"):
+        ProgramOptions(POLICIES["fp32"], zero=1, spread=spread)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_zero_lies_on_the_devices_given_as_the_spread_over_them_does(stage):
+    loss, params = foreign("plain")
+    devices, laid_out = jax.devices()[:4], []
+    spread = spread_over(params, devices, stage=stage, bucket_bytes=100)
+    for where in ({"spread": spread}, {"zero": stage, "devices": devices, "bucket_bytes": 100}):
+        options = ProgramOptions(POLICIES["fp32"], **where)
+        program = training_program(loss, optax.adam(1e-2), options=options, params=params)
+        laid_out.append((program.shardings, program.options.spread))
+    assert laid_out[0] == laid_out[1]
+    assert {device for leaf in jax.tree.leaves(laid_out[0][0]) for device in leaf.device_set} == set(devices)
+
+
+def rough(params, batch):
+    """A loss whose gradients of 1e-9 are 0 in fp16, and an infinity there in a batch with a large target."""
+    loss, count = plain_loss(params, batch)
+    return SumAndCount(loss * 1e-9, count)
+
+
+@pytest.mark.parametrize("stage", [None, 1, 3])
+def test_fp16_scales_the_loss_and_passes_over_what_overflows(stage):
+    params = jax.tree.map(jnp.asarray, plain_params())
+    options = ProgramOptions(POLICIES["fp32"], zero=stage, autocast="fp16")
+    program = training_program(rough, optax.adam(1e-2), options=options, params=params)
+    state = program.init(params)
+    assert float(state["opt_state"]["loss_scale"].scale) == 2.0**15
+    exact = training_program(rough, optax.adam(1e-2), options=ProgramOptions(POLICIES["fp32"]))
+    _, wanted = exact.step(exact.init(params), batch(0), 0.0)
+    state, metrics = program.step(state, batch(0), 0.0)
+    assert metrics.finite
+    np.testing.assert_allclose(metrics.loss, wanted.loss, rtol=1e-2)
+    np.testing.assert_allclose(metrics.grad_norm, wanted.grad_norm, rtol=1e-2)  # fp16 has 11 bits
+    before = jax.device_get(state["params"])
+    large = batch(1) | {"x": batch(1)["x"] * 1e6}
+    state, metrics = program.step(state, large, 0.0)
+    assert not metrics.finite
+    assert float(state["opt_state"]["loss_scale"].scale) == 2.0**14
+    jax.tree.map(np.testing.assert_array_equal, before, jax.device_get(state["params"]))
+    state, metrics = program.step(state, batch(1), 0.0)
+    assert metrics.finite
+    assert "cond" not in str(program.step.trace(state, batch(1), 0.0).jaxpr)

@@ -1,0 +1,1021 @@
+"""Autocast against the fp32 function that it is given: the same values within the step of bf16, narrow products."""
+
+import math
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import jax.scipy.optimize
+import jax.scipy.sparse.linalg
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import pallas as pl
+from jax.experimental.ode import odeint
+from jax.extend import source_info_util
+from jax.sharding import PartitionSpec as P
+
+from hlat_jax.model import init_params, param_axes
+from hlat_jax.parallel.replica_sync import Spread
+from hlat_jax.parallel.sharding import make_layout
+from hlat_jax.passes import autocast as autocast_lib
+from hlat_jax.passes import remat
+from hlat_jax.passes.autocast import CastPolicy, overriding
+from hlat_jax.passes.casting import Cast
+from hlat_jax.passes.jaxpr import equations, reaching
+from hlat_jax.passes.kinds import saturated
+from hlat_jax.precision import POLICIES as PRECISIONS
+from hlat_jax.program import ProgramOptions, training_program
+from hlat_jax.resolve import resolve
+from hlat_jax.step import parts
+
+BF16_STEP = 2.0**-8
+
+
+def autocast(fn, policy="bf16"):
+    return autocast_lib.autocast(fn, policy)
+
+
+def draw(seed, *shape):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32) / math.sqrt(shape[-1])
+
+
+W, X = draw(0, 8, 8), draw(1, 4, 8)
+
+
+def products(fn, *args):
+    """The dtypes of the operands of every product of a trace."""
+    names = ("dot_general", "conv_general_dilated", "ragged_dot_general", "ragged_dot")
+    found = [eqn for eqn, _ in equations(jax.make_jaxpr(fn)(*args).jaxpr) if eqn.primitive.name in names]
+    return [str(var.aval.dtype) for eqn in found for var in eqn.invars[:2]]
+
+
+def results(fn, *args):
+    """Value and gradients of a scalar function, under one jit."""
+    return jax.jit(jax.value_and_grad(fn, argnums=tuple(range(len(args)))))(*args)
+
+
+def distance(got, wanted):
+    """The largest distance of a leaf, of its norm."""
+    pairs = zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True)
+    return max(float(jnp.linalg.norm(a - b) / (jnp.linalg.norm(b) + 1e-6)) for a, b in pairs)
+
+
+@jax.custom_vjp
+def squared(x):
+    return x @ x.T
+
+
+# on purpose not the derivative: three times it
+squared.defvjp(lambda x: (squared(x), x), lambda x, g: (3.0 * (g + g.T) @ x,))
+
+
+@jax.custom_jvp
+def clipped(x):
+    return jnp.minimum(x, 1.0)
+
+
+clipped.defjvp(lambda primals, tangents: (clipped(*primals), 2.0 * tangents[0]))
+
+
+def doubled_kernel(x_ref, out_ref):
+    out_ref[...] = x_ref[...] * 2.0
+
+
+@jax.custom_vjp
+def doubled(x):
+    return pl.pallas_call(doubled_kernel, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=True)(x)
+
+
+doubled.defvjp(lambda x: (doubled(x), None), lambda _, g: (2.0 * g,))
+
+
+class Linen(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(4)(nn.LayerNorm()(nn.relu(nn.Dense(16)(x))))
+
+
+LINEN = Linen()
+LINEN_PARAMS = LINEN.init(jax.random.key(0), X)
+NNX_GRAPH, NNX_STATE = nnx.split(nnx.Linear(8, 8, rngs=nnx.Rngs(0)))
+
+
+def scanned(w, x):
+    return lax.scan(lambda x, w: (x + jax.nn.relu(x @ w), x[0]), x, jnp.stack([w, w.T, w]))[0].sum()
+
+
+def checkpointed(w, x):
+    def layer(x, w):
+        return x + checkpoint_name(jax.nn.silu(checkpoint_name(x @ w, "product")), "act")
+
+    inner = jax.checkpoint(layer, policy=jax.checkpoint_policies.save_only_these_names("product"))
+    outer = jax.checkpoint(lambda x, w: inner(inner(x, w), w.T))
+    return outer(x, w).sum()
+
+
+def sharded(w, x):
+    mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+
+    def local(w, x):
+        looped = lax.scan(lambda x, _: (x + x @ lax.all_gather(w, "b", axis=1, tiled=True), None), x, None, length=2)[0]
+        return lax.psum(looped.sum(), "a")
+
+    local = jax.shard_map(local, mesh=mesh, in_specs=(P(None, "b"), P("a")), out_specs=P(), check_vma=False)
+    return local(w, x)
+
+
+def checked_sharded(w, x):
+    mesh = jax.make_mesh((2,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def local(w, x):
+        looped = lax.scan(lambda x, _: (x + jax.nn.relu(x @ w), None), x, None, length=2)[0]
+        return lax.psum(looped.sum(), "a")
+
+    return jax.shard_map(local, mesh=mesh, in_specs=(P(), P("a")), out_specs=P())(w, x)
+
+
+def attended(w, x):
+    q = (x @ w).reshape(1, 4, 2, 4)
+    return (jax.nn.dot_product_attention(q, q, q, is_causal=True) * q).sum()
+
+
+def grad_inside(w, x):
+    step = jax.grad(lambda w: jnp.square(x @ w).sum())(w)
+    return jnp.square(x @ (w - 0.1 * step)).sum()
+
+
+FUNCTIONS = {
+    "custom_jvp": lambda w, x: clipped(x @ w).sum() + jax.nn.relu(x @ w.T).sum(),
+    "custom_vjp": lambda w, x: squared(jnp.tanh(x @ w)).sum(),
+    "gelu_norm": lambda w, x: jnp.square(jax.nn.standardize(jax.nn.gelu(x @ w)) @ w).sum(),
+    "softmax": lambda w, x: (jax.nn.softmax(x @ w) @ w)[:, 0].sum(),
+    "cond": lambda w, x: lax.cond(x[0, 0] > 9.0, lambda x: x @ w, lambda x: x @ w.T, x).sum(),
+    "switch_dtypes": lambda w, x: lax.cond(x[0, 0] > 9.0, lambda x: x @ w, lambda x: jnp.exp(x), x @ w).sum(),
+    "fori": lambda w, x: lax.fori_loop(0, 3, lambda i, x: x + x @ w, x)[:, :2].sum(),
+    "scan": scanned,
+    "nested_scan": lambda w, x: lax.scan(lambda c, _: (c + scanned(w, x), None), 0.0, None, length=2)[0],
+    "checkpoint": checkpointed,
+    "vmap": lambda w, x: jax.vmap(lambda row: row @ w)(x).sum(),
+    "conv": lambda w, x: lax.conv(x.reshape(1, 1, 4, 8), w[:3, :3].reshape(1, 1, 3, 3), (1, 1), "SAME").sum(),
+    "einsum": lambda w, x: jnp.square(jnp.einsum("ab,bc,dc->ad", x, w, x)).sum(),
+    "attention": attended,
+    "ragged_dot": lambda w, x: lax.ragged_dot(x, jnp.stack([w, w.T]), jnp.array([1, 3], jnp.int32)).sum(),
+    "scatter": lambda w, x: (x @ w).at[jnp.array([0, 2])].add(x[:2]).at[1].set(x[0]).sum(),
+    "update": lambda w, x: jnp.square(lax.dynamic_update_slice(x, x[:2] @ w, (1, 0))).sum(),
+    "concat": lambda w, x: jnp.square(jnp.concatenate([x @ w, x], axis=1)).sum(),
+    "cumsum_top_k": lambda w, x: lax.top_k(jnp.cumsum(x @ w, axis=0), 3)[0].sum(),
+    "qr": lambda w, x: jnp.abs(jnp.linalg.qr(w + 3 * jnp.eye(8))[1]).sum() + (x @ w).sum(),
+    "dropout": lambda w, x: jnp.where(jax.random.bernoulli(jax.random.key(0), 0.5, x.shape), x @ w, 0.0).sum(),
+    "embedding": lambda w, x: jnp.square(w[jnp.array([1, 5, 1])] @ w).sum(),
+    "grad_inside": grad_inside,
+    "linen": lambda w, x: jnp.square(LINEN.apply(LINEN_PARAMS, x @ w)).sum(),
+    "nnx": lambda w, x: jnp.square(nnx.merge(NNX_GRAPH, NNX_STATE)(x @ w)).sum(),
+    "shard_map": sharded,
+    "shard_map_vma": checked_sharded,
+    "pallas": lambda w, x: (doubled(x @ w) @ w).sum(),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_autocast_runs_every_product_narrow_and_returns_declared_dtypes(name):
+    fn = FUNCTIONS[name]
+    cast = autocast(fn, "bf16")
+    assert set(products(cast, W, X)) <= {"bfloat16"}
+    # the derivative of qr has products of its own, and qr runs in fp32
+    assert set(products(jax.grad(cast), W, X)) == ({"bfloat16", "float32"} if name == "qr" else {"bfloat16"})
+    wanted, got = results(fn, W, X), results(cast, W, X)
+    assert jax.tree.map(lambda leaf: leaf.dtype, got) == jax.tree.map(lambda leaf: leaf.dtype, wanted)
+    # a handful of roundings of half a step each, in values and once more in gradients
+    assert distance(got, wanted) < 8 * BF16_STEP
+    assert distance(got, wanted) > 0.0
+
+
+def carries(fn, *args):
+    """The dtypes that the first scan of a trace carries."""
+    loop = next(eqn for eqn, _ in equations(jax.make_jaxpr(fn)(*args).jaxpr) if eqn.primitive.name == "scan")
+    first = loop.params["num_consts"]
+    return [str(aval.dtype) for aval in loop.params["jaxpr"].in_avals[first : first + loop.params["num_carry"]]]
+
+
+def stream_and_sums(w, x):
+    """A residual stream beside what a loop accumulates: a count, a sum of products, and a loss."""
+
+    def body(carry, _):
+        x, count, total, loss = carry
+        product = jax.nn.relu(x @ w)
+        return (x + product, count + jnp.ones(4), total + product, loss + jnp.square(product).mean()), None
+
+    start = x, jnp.zeros(4), jnp.zeros(x.shape), 0.0
+    return lax.scan(jax.checkpoint(body), start, None, length=300)[0]
+
+
+def test_loop_carries_activations_narrow_and_accumulates_in_fp32():
+    small = -0.001 * jnp.eye(8) + 0.001 * W
+    assert carries(autocast(stream_and_sums), small, X) == ["bfloat16", "float32", "float32", "float32"]
+    _, count, total, _ = jax.jit(autocast(stream_and_sums))(small, X)
+    np.testing.assert_array_equal(count, 300.0)  # bf16 would end at 256
+    # each term has the step of bf16; 300 of them added in bf16 would stop growing at 256 times their size
+    x = jnp.ones_like(X)
+    total = jax.jit(autocast(lambda w, x: lax.fori_loop(0, 600, lambda _, sums: sums + x @ w, jnp.zeros((4, 8)))))(W, x)
+    np.testing.assert_allclose(total, 600 * (x @ W), atol=600 * 2 * BF16_STEP)
+
+
+def test_carry_keep_leaves_loops_in_fp32():
+    cast = autocast(stream_and_sums, CastPolicy(carry="keep"))
+    assert carries(cast, W, X) == ["float32"] * 4
+    assert set(products(cast, W, X)) == {"bfloat16"}
+
+
+def test_scalar_losses_stay_fp32():
+    loss = lambda w, x: 3.0 * jnp.vdot(x @ w, x @ w) + 1.0  # noqa: E731
+    assert float(autocast(loss)(W, X)) != float(jnp.float32(autocast(loss)(W, X)).astype(jnp.bfloat16))
+
+
+def test_difference_under_an_exponential_is_taken_in_fp32():
+    jaxpr = jax.make_jaxpr(autocast(lambda w, x: jax.nn.softmax(x @ w)))(W, X)
+    (sub,) = (eqn for eqn, _ in equations(jaxpr.jaxpr) if eqn.primitive.name == "sub")
+    assert sub.outvars[0].aval.dtype == jnp.float32
+
+
+def test_difference_from_an_fp32_result_is_taken_in_fp32():
+    loss = autocast(lambda w, x: jax.nn.logsumexp(x @ w, axis=-1) - (x @ w)[:, 0])
+    rounded = loss(W, X).astype(jnp.bfloat16).astype(jnp.float32)
+    assert (loss(W, X) != rounded).all()
+
+
+def test_effects_are_kept_and_happen_once(capsys):
+    def fn(w, x):
+        return lax.fori_loop(0, 2, lambda i, x: (jax.debug.print("at {i}", i=i), x @ w)[1], x)
+
+    jax.block_until_ready(jax.jit(autocast(fn))(W, X))
+    jax.effects_barrier()
+    assert capsys.readouterr().out == "at 0\nat 1\n"
+
+
+@pytest.mark.parametrize(("policy", "fill"), [("fp16", -1e30), ("bf16", float(np.finfo(np.float32).min))])
+def test_masks_beyond_the_narrow_range_do_not_become_infinite(policy, fill):
+    mask = jnp.tril(jnp.ones((4, 4), bool)).at[0, 0].set(False)  # the first row sees nothing
+
+    def by_select(w, x):
+        return jax.nn.softmax(jnp.where(mask, (x @ w) @ x.T, fill)) @ x
+
+    def by_sum(w, x):
+        return jax.nn.softmax((x @ w) @ x.T + (1.0 - mask) * fill) @ x
+
+    for attend in (by_select, by_sum):
+        got = jax.jit(autocast(attend, policy))(W, X)
+        np.testing.assert_allclose(got, attend(W, X), atol=8 * BF16_STEP)
+        assert set(products(autocast(attend, policy), W, X)) == {"bfloat16" if policy == "bf16" else "float16"}
+
+
+@pytest.mark.parametrize(("policy", "fill"), [("fp16", -1e30), ("bf16", float(np.finfo(np.float32).min))])
+def test_a_large_mask_that_a_function_closes_over_does_not_become_infinite(policy, fill):
+    mask = jnp.where(jnp.tril(jnp.ones((300, 300), bool)).at[5].set(False), 0.0, fill)  # row 5 sees nothing
+    x = draw(2, 300, 8)
+    attend = lambda x: jax.nn.softmax(x @ x.T + mask) @ x  # noqa: E731
+    for cast in (autocast(attend, policy), jax.jit(autocast(attend, policy))):
+        np.testing.assert_allclose(cast(x), attend(x), atol=8 * BF16_STEP)
+
+
+def test_epsilon_below_the_range_of_fp16_still_guards_a_division():
+    fn = lambda w, x: (x @ w) / jnp.maximum(jnp.max(x @ w, axis=-1, keepdims=True), 1e-9)  # noqa: E731
+    np.testing.assert_array_equal(jax.jit(autocast(fn, "fp16"))(W, jnp.zeros_like(X)), 0.0)
+
+
+def test_constant_beyond_the_range_is_saturated_where_a_product_reads_it():
+    table = np.full((8, 8), 1e30, np.float32)
+    got = jax.jit(autocast(lambda x: x @ table, "fp16"))(jnp.eye(8))
+    np.testing.assert_array_equal(got, np.float32(np.finfo(np.float16).max))
+
+
+@pytest.mark.parametrize("grow", [lambda c: c * 300.0, lambda c: 65000.0 + c * 2.0, lambda c: c - -65400.0])
+def test_constants_that_grow_beyond_fp16_do_not_become_infinite(grow):
+    eye, product = jnp.eye(4), np.float32(np.finfo(np.float16).max)
+    fn = lambda x: x @ x + grow(jnp.full((4, 4), 300.0))  # noqa: E731
+    np.testing.assert_array_equal(autocast(fn, "fp16")(eye), fn(eye))
+    np.testing.assert_array_equal(autocast(lambda x: x @ grow(jnp.full((4, 4), 300.0)), "fp16")(eye), product)
+
+
+def test_constants_that_devices_sum_beyond_fp16_do_not_become_infinite():
+    mesh = jax.make_mesh((2,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def local(x):
+        return x @ x.T + lax.psum(jnp.full((2, 2), 60000.0), "a")
+
+    fn = jax.shard_map(local, mesh=mesh, in_specs=P("a"), out_specs=P("a"), check_vma=False)
+    x = jnp.eye(4, 2)
+    np.testing.assert_array_equal(jax.jit(autocast(fn, "fp16"))(x), fn(x))
+
+
+def test_names_of_checkpoints_scopes_and_lines_survive():
+    def fn(w, x):
+        with jax.named_scope("block"):
+            return checkpointed(w, x) + scanned(w, x)
+
+    def told(fn):
+        found = [eqn for eqn, _ in equations(jax.make_jaxpr(fn)(W, X).jaxpr)]
+        names = [eqn.params["name"] for eqn in found if eqn.primitive.name == "name"]
+        places = [
+            (str(eqn.source_info.name_stack), source_info_util.summarize(eqn.source_info))
+            for eqn in found
+            if eqn.primitive.name in ("dot_general", "logistic", "remat2", "scan")
+        ]
+        return names, places
+
+    assert told(autocast(fn)) == told(fn)
+    assert "block" in told(fn)[1][0][0]
+
+
+def test_checkpoint_policy_still_decides_what_is_kept():
+    kept = jax.make_jaxpr(lambda w: jax.vjp(lambda w: autocast(checkpointed)(w, X), w)[1])(W).jaxpr.outvars
+    wanted = jax.make_jaxpr(lambda w: jax.vjp(lambda w: checkpointed(w, X), w)[1])(W).jaxpr.outvars
+    assert sorted(var.aval.shape for var in kept) == sorted(var.aval.shape for var in wanted)
+
+
+def test_custom_vjp_keeps_narrow_residuals():
+    _, pull = jax.vjp(autocast(lambda x: squared(x @ W)), X)
+    assert [leaf.dtype for leaf in jax.tree.leaves(pull) if leaf.shape == X.shape] == [jnp.bfloat16]
+
+
+@pytest.mark.parametrize("table", [W, np.asarray(W)])
+def test_a_custom_vjp_may_close_over_an_array(table):
+    @jax.custom_vjp
+    def mixed(x):
+        return x @ table
+
+    mixed.defvjp(lambda x: (x @ table, None), lambda _, g: (3.0 * g @ table.T,))  # on purpose not the derivative
+
+    def direct(w, x):
+        return jnp.square(mixed(x @ w)).sum()
+
+    def looped(w, x):
+        return jnp.square(lax.scan(lambda x, _: (mixed(jnp.tanh(x @ w)), None), x, None, length=2)[0]).sum()
+
+    for fn in (direct, looped, jax.jit(direct)):
+        assert set(products(jax.grad(autocast(fn)), W, X)) == {"bfloat16"}
+        wanted = results(fn, W, X)
+        assert distance(results(autocast(fn), W, X), wanted) < 8 * BF16_STEP
+        assert distance(jax.grad(jax.jit(autocast(fn)))(W, X), wanted[1][0]) < 8 * BF16_STEP
+
+
+def test_a_gradient_by_what_a_custom_vjp_closes_over_is_refused_and_not_0():
+    def fn(w, x):
+        mixed = jax.custom_vjp(lambda x: x @ w)
+        mixed.defvjp(lambda x: (jnp.sin(x), None), lambda _, g: (g,))
+        return mixed(x).sum()
+
+    assert distance(jax.grad(autocast(fn), argnums=1)(W, X), jnp.ones_like(X)) == 0.0
+    with pytest.raises(ValueError, match="closes over an array by which gradients are asked for"):
+        jax.grad(autocast(fn))(W, X)
+
+
+def test_rules_override_by_primitive_and_by_op():
+    @jax.jit
+    def head(w, x):
+        return x @ w
+
+    def fn(w, x):
+        return jnp.exp(head(w, x @ w.T)).sum()
+
+    def exps(cast):
+        found = equations(jax.make_jaxpr(cast)(W, X).jaxpr)
+        return [str(eqn.invars[0].aval.dtype) for eqn, _ in found if eqn.primitive.name == "exp"]
+
+    assert exps(autocast(fn)) == ["float32"]
+    assert exps(autocast(fn, CastPolicy(rules={"exp": "infer"}))) == ["bfloat16"]
+    assert products(autocast(fn, CastPolicy(rules={"head": "never"})), W, X) == ["bfloat16"] * 2 + ["float32"] * 2
+    assert products(autocast(fn, CastPolicy(rules={"dot_general": "never"})), W, X) == ["float32"] * 4
+    cast_loss = lambda w, x: squared(jnp.exp(x @ w)).sum()  # noqa: E731
+    kept = CastPolicy(rules={"squared": "never"})
+    assert products(jax.grad(autocast(cast_loss, kept)), W, X).count("float32") == 4  # one in each of its functions
+    narrowed = autocast(lambda x: clipped(jnp.exp(x)), CastPolicy(rules={"clipped": "always"}))
+    assert float(narrowed(jnp.full((2,), -1.001))[0]) == float(jnp.exp(-1.001).astype(jnp.bfloat16))
+
+
+def test_context_overrides_the_policy_also_of_a_jitted_function():
+    fn = jax.jit(autocast(lambda w, x: x @ w, CastPolicy(rules={"dot_general": "always"})))
+    narrow = fn(W, X)
+    with overriding({"exp": "infer"}), overriding({"dot_general": "never"}):
+        np.testing.assert_array_equal(fn(W, X), jax.jit(jnp.matmul)(X, W))
+    np.testing.assert_array_equal(fn(W, X), narrow)
+    assert not np.array_equal(narrow, X @ W)
+
+
+def test_context_rules_of_an_op_leave_functions_without_it_alone():
+    @jax.jit
+    def head(w, x):
+        return x @ w
+
+    with overriding({"head": "never"}):
+        assert products(autocast(lambda w, x: head(w, x)), W, X) == ["float32"] * 2
+        assert products(autocast(lambda w, x: x @ w), W, X) == ["bfloat16"] * 2
+
+
+@pytest.mark.parametrize("region", ["loops", "whole"])
+def test_rules_of_ops_count_in_a_planned_function_too(region):
+    @jax.jit
+    def router(w, x):
+        return jnp.tanh(x @ w)
+
+    def routed(w, x):
+        return router(w, lax.scan(lambda x, w: (router(w, x), None), x, jnp.stack([w, w.T]))[0])
+
+    planned = remat.regions(routed, remat.Choice(), region=region)
+    with overriding({"router": "never"}):
+        assert set(products(autocast(planned), W, X)) == {"float32"}
+    assert set(products(autocast(planned, CastPolicy(rules={"router": "never"})), W, X)) == {"float32"}
+    assert set(products(autocast(planned), W, X)) == {"bfloat16"}
+    with pytest.raises(ValueError, match=r"routed calls no such op; it calls .*router"):
+        autocast(planned, CastPolicy(rules={"rooter": "never"}))(W, X)
+
+
+def test_a_rule_for_a_primitive_that_a_function_has_not_changes_nothing():
+    assert products(autocast(lambda w, x: x @ w, CastPolicy(rules={"tanh": "infer"})), W, X) == ["bfloat16"] * 2
+
+
+def test_what_is_declared_in_another_dtype_is_left_alone():
+    def fn(tree, *, scale):
+        low = tree["low"] @ tree["low"]
+        return {"low": low, "wide": low.astype(jnp.float32) * scale, "int": tree["int"] + 1, "text": None}
+
+    tree = {"low": W.astype(jnp.bfloat16), "int": jnp.arange(3)}
+    got, wanted = autocast(fn, "fp16")(tree, scale=3.0), fn(tree, scale=3.0)
+    jax.tree.map(np.testing.assert_array_equal, got, wanted)
+    assert jax.tree.map(lambda leaf: leaf.dtype, got) == jax.tree.map(lambda leaf: leaf.dtype, wanted)
+
+
+def test_gradients_reach_what_the_function_closes_over():
+    got = jax.jit(jax.grad(lambda w: autocast(lambda x: jnp.square(x @ w).sum())(X)))(W)
+    wanted = jax.grad(lambda w: jnp.square(X @ w).sum())(W)
+    assert got.dtype == jnp.float32
+    assert distance(got, wanted) < 4 * BF16_STEP
+
+
+@pytest.mark.parametrize(("layer_loop", "remat"), [("scan", "selective"), ("unroll", "none")])
+def test_decoder_has_narrow_products_and_keeps_a_third_less(small, one_device, make_batch, layer_loop, remat):
+    small.model.update(layer_loop=layer_loop, remat=remat, num_layers=2)
+    config = resolve(small)
+    loss, batch = parts(config, one_device, z_loss_weight=1e-4), make_batch(0, config)
+    params = init_params(config.model, jax.random.key(0))
+
+    def kept_bytes(loss):
+        trace = jax.make_jaxpr(lambda params: jax.vjp(lambda params: loss(params, batch)[0], params)[1])(params).jaxpr
+        return sum(var.aval.size * var.aval.dtype.itemsize for var in {*trace.outvars} - {*trace.invars})
+
+    cast = autocast(loss)
+    assert set(products(cast, params, batch)) == {"bfloat16"}
+    assert set(products(jax.grad(cast, has_aux=True), params, batch)) == {"bfloat16"}
+    assert kept_bytes(cast) <= 0.65 * kept_bytes(loss)
+
+
+def test_decoder_over_a_mesh_has_narrow_products_and_the_loss_of_one_device(small, one_device, make_batch):
+    small.model.num_layers = 1
+    wanted = None
+    for degrees in ({}, {"data": 2, "tensor": 2}):
+        small.parallel.update(degrees)
+        config = resolve(small)
+        layout = make_layout(config.parallel, jax.devices()[:4]) if degrees else one_device
+        # large weights: at their first draw any model has the loss of one that knows nothing
+        params = jax.tree.map(lambda param: 10 * param, init_params(config.model, jax.random.key(0)))
+        batch = make_batch(0, config)
+        loss = autocast(parts(config, layout, z_loss_weight=0.0))
+        if degrees:
+            loss = Spread(layout, param_axes(config.model)).loss(loss)
+            assert set(products(loss, params, batch)) == {"bfloat16"}
+        total, count = jax.jit(loss)(params, batch)
+        wanted = wanted or float(total / count)
+        assert wanted > 1.2 * math.log(config.model.vocab_size)
+        np.testing.assert_allclose(total / count, wanted, rtol=BF16_STEP)
+
+
+def test_program_trains_an_fp32_loss_under_autocast():
+    def loss(params, batch):
+        return jnp.square(jax.nn.relu(batch @ params["w"]) @ params["w"].T - batch).mean()
+
+    options = ProgramOptions(PRECISIONS["fp32"], num_microbatches=2, autocast="bf16")
+    program = training_program(loss, optax.adam(1e-2), options=options)
+    state, losses = program.init({"w": W}), []
+    assert set(products(program.step, state, X, jnp.float32(0.0))) == {"bfloat16"}
+    for _ in range(20):
+        state, metrics = program.step(state, X, jnp.float32(0.0))
+        losses.append(float(metrics.loss))
+    assert state["params"]["w"].dtype == jnp.float32
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def branching(x):
+    return x if x[0, 0] > 0 else -x
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: autocast(jnp.sin, "bf61"), "policy 'bf61' is unknown; use bf16, fp16"),
+        (lambda: CastPolicy(compute=jnp.float32), "compute=float32 must be bfloat16 or float16"),
+        (lambda: CastPolicy(compute="foo"), "compute='foo' must be bfloat16 or float16"),
+        (lambda: CastPolicy(compute=None), "compute=None must be bfloat16 or float16"),
+        (lambda: autocast(jnp.sin, None), "policy None: give bf16 or fp16, or a CastPolicy of your own"),
+        (lambda: autocast(jnp.sin, jnp.bfloat16), "policy .*bfloat16.*: give bf16 or fp16, or a CastPolicy"),
+        (lambda: CastPolicy(carry="narrow"), "carry='narrow' must be infer or keep"),
+        (lambda: CastPolicy(rules=["exp"]), r"rules \['exp'\] must map names to always, never, infer"),
+        (lambda: CastPolicy(rules={"exp": "sometimes"}), "rule exp='sometimes': a rule is always, never, infer"),
+        (
+            lambda: autocast(jnp.sin, CastPolicy(rules={"dot_genral": "never"}))(X),
+            "no primitive has this name.* mean 'dot_general'",
+        ),
+        (lambda: autocast(scanned, CastPolicy(rules={"rellu": "never"}))(W, X), "calls no such op; it calls .*relu"),
+        (lambda: autocast(branching)(X), "cannot trace branching.*jax.lax.cond or jnp.where"),
+        (lambda: autocast(branching)("x"), "an argument of type str: .*functools.partial"),
+        (
+            lambda: autocast(doubled, CastPolicy(rules={"pallas_call": "always"}))(X),
+            "a Pallas kernel runs in its declared dtypes only",
+        ),
+    ],
+)
+def test_bad_input_is_named_with_the_way_out(make, said):
+    with pytest.raises(ValueError, match=said):
+        make()
+
+
+def test_a_name_that_is_a_primitive_but_for_a_slip_is_refused_in_a_context():
+    said = "autocast rule dot_generl='never': no primitive has this name; do you mean 'dot_general'.*CastPolicy"
+    with pytest.raises(ValueError, match=said), overriding({"dot_generl": "never"}):
+        pass
+
+
+def test_an_error_of_the_function_itself_is_not_said_to_be_one_of_tracing():
+    with pytest.raises(TypeError, match=r"^dot_general requires contracting dimensions to have the same shape"):
+        autocast(lambda x: x @ x)(X)
+
+
+@pytest.mark.parametrize("fn", [lambda x: x[x > 0], lambda x: np.asarray(x), lambda x: range(x[0, 0].astype(int))])
+def test_what_wants_the_values_of_arrays_is_told_of_cond_and_where(fn):
+    with pytest.raises(ValueError, match=r"autocast cannot trace .*<lambda>: .*jax.lax.cond or jnp.where"):
+        autocast(fn)(X)
+
+
+@pytest.mark.parametrize("fn", [lambda x, n: x.reshape(n, -1), lambda x, n: (x @ x, "text")])
+def test_what_cannot_be_traced_is_named(fn):
+    with pytest.raises(ValueError, match="autocast cannot trace"):
+        autocast(fn)(jnp.ones((4, 4)), 4)
+
+
+def test_walker_counts_trips_of_nested_loops_and_finds_what_products_read():
+    def fn(w, read, unread, late):
+        def body(carry, x):
+            return (carry[0] @ w, carry[1] + x, jnp.sin(carry[2])), None
+
+        carry, _ = lax.scan(body, (read, unread, late), jnp.ones(5))
+        again = lax.cond(unread[0, 0] > 0, lambda late: late @ w, lambda late: late, carry[2])
+        return carry[0], carry[1], again
+
+    jaxpr = jax.make_jaxpr(jax.jit(fn))(W, X, X, X).jaxpr
+    trips = [trips for eqn, trips in equations(jaxpr) if eqn.primitive.name == "dot_general"]
+    assert trips == [5, 1]
+    assert reaching(jaxpr, lambda eqn: eqn.primitive.name == "dot_general") == [True, True, False, True]
+    assert reaching(jaxpr, lambda eqn: False, wanted=[False, True, False]) == [False, False, True, False]
+
+
+POSITIONS = jnp.broadcast_to(jnp.arange(2040.0, 2048.0), (2, 8))
+FREQS = 1.0 / (10000.0 ** (jnp.arange(0, 8, 2) / 8))
+
+
+def looped_angles(pos):
+    return lax.scan(lambda pos, _: (pos + 1.0, jnp.sin(pos @ jnp.ones((8, 4)))), pos, None, length=2)[1]
+
+
+def sharded_angles(pos):
+    mesh = jax.make_mesh((2,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
+    return jax.shard_map(lambda pos: jnp.sin(jnp.einsum("BT,k->BTk", pos, FREQS)), mesh=mesh, in_specs=P("a"),
+                         out_specs=P("a"))(pos)  # fmt: skip
+
+
+ANGLES = {
+    "highest": lambda pos: jnp.sin(jnp.einsum("BT,k->BTk", pos, FREQS, precision="highest")),
+    "highest_contracted": lambda pos: jnp.sin(jnp.matmul(pos, jnp.ones((8, 4)), precision="highest")),
+    "no_contraction": lambda pos: jnp.sin(jnp.einsum("BT,k->BTk", pos, FREQS)),
+    "contraction_of_1": lambda pos: jnp.sin(pos[:, :, None] @ FREQS[None]),
+    "vmap": lambda pos: jax.vmap(jax.vmap(lambda p: jnp.sin(jnp.einsum(",k->k", p, FREQS))))(pos),
+    "remat": jax.checkpoint(lambda pos: jnp.sin(jnp.einsum("BT,k->BTk", pos, FREQS))),
+    "shard_map": sharded_angles,
+    "integers": lambda pos: jnp.sin(pos.astype(jnp.int32).astype(jnp.float32) @ jnp.ones((8, 4))),
+    "integers_in_a_scan": lambda pos: looped_angles(pos.astype(jnp.int32).astype(jnp.float32)),
+    "iota": lambda pos: jnp.sin(jax.jit(lambda t: (t + 1.0) @ jnp.ones((8, 4)))(2040.0 + lax.iota(jnp.float32, 8))),
+    "narrow_frequencies": lambda pos: jnp.sin(pos[:, :, None] + jnp.tanh(jnp.eye(8) @ jnp.eye(8))),
+}
+
+
+@pytest.mark.parametrize("policy", ["bf16", "fp16"])
+@pytest.mark.parametrize("name", ANGLES)
+def test_angles_of_positions_stay_fp32(name, policy):
+    fn = ANGLES[name]
+    wanted = jax.jit(fn)(POSITIONS)
+    # an angle of 2047 has the step 1.2e-4 in fp32, 8.0 in bf16; sums of 8 of them have 8 times as much
+    np.testing.assert_allclose(jax.jit(autocast(fn, policy))(POSITIONS), wanted, atol=4e-3 * float(abs(wanted).max()))
+
+
+@pytest.mark.parametrize("policy", ["bf16", "fp16"])
+@pytest.mark.parametrize("einsum", ["bi,bj->bij", "bi,bi->bi"])
+def test_products_without_a_contracted_dimension_are_fp32_also_of_narrow_operands(einsum, policy):
+    found = products(autocast(lambda x, w: jnp.einsum(einsum, x @ w, x @ w.T), policy), X, W)
+    assert found == 4 * ["bfloat16" if policy == "bf16" else "float16"] + 2 * ["float32"]
+
+
+def test_products_of_highest_precision_run_narrow_where_a_rule_asks_for_it():
+    fn = lambda w, x: jnp.matmul(x, w, precision=("highest", "default"))  # noqa: E731
+    assert products(autocast(fn), W, X) == ["float32"] * 2
+    assert products(autocast(fn, CastPolicy(rules={"dot_general": "always"})), W, X) == ["bfloat16"] * 2
+    assert products(autocast(lambda w, x: jnp.matmul(x, w, precision="high")), W, X) == ["bfloat16"] * 2
+
+
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.uint8, bool])
+def test_products_of_integers_that_are_exact_when_narrow_are_narrow(dtype):
+    pixels = jnp.eye(4, 8).astype(dtype)
+    assert products(autocast(lambda w, x: x.astype(jnp.float32) @ w), W, pixels) == ["bfloat16"] * 2
+    ids = jnp.array([1, 5])
+    assert products(autocast(lambda w, ids: jax.nn.one_hot(ids, 8) @ w), W, ids) == ["bfloat16"] * 2
+    wide = pixels.astype(jnp.int32)
+    assert products(autocast(lambda w, x: x.astype(jnp.float32) @ w), W, wide) == ["float32"] * 2
+
+
+def test_activations_under_a_mask_of_integers_stay_narrow():
+    mask = jnp.array([1, 1, 1, 0])
+    fn = lambda w, x: jnp.tanh(((x @ w) * mask.astype(jnp.float32)[:, None]) @ w)  # noqa: E731
+    assert set(products(jax.grad(lambda w, x: autocast(fn)(w, x).sum()), W, X)) == {"bfloat16"}
+    masked = lambda w, x: jnp.tanh(((x * mask.astype(jnp.float32)[:, None]) @ w) @ w)  # noqa: E731
+    assert set(products(autocast(masked), W, X)) == {"bfloat16"}
+
+
+def test_biases_of_integers_are_added_in_fp32():
+    bias = jnp.arange(2040, 2048)
+    fn = lambda w, x: lax.optimization_barrier((x @ w) + bias.astype(jnp.float32)) - 2040.0  # noqa: E731
+    np.testing.assert_allclose(autocast(fn)(W, X), fn(W, X), atol=4 * BF16_STEP)
+
+
+def mean(x):
+    return jnp.mean(x, axis=-1, keepdims=True)
+
+
+def centred(x):
+    return x - mean(x)
+
+
+def rotated_sums(x):
+    """Second moments that a loop accumulates."""
+    return lax.scan(lambda sums, row: (sums + centred(row @ W) * centred(row @ W), None), jnp.zeros(8), x)[0]
+
+
+# hand-written statistics of an activation
+STATISTICS = {
+    "rms_norm": lambda y: y * lax.rsqrt(mean(y * y) + 1e-6),
+    "rms_norm_einsum": lambda y: y * lax.rsqrt(jnp.einsum("...d,...d->...", y, y) / 8 + 1e-6)[..., None],
+    "rms_norm_jit": lambda y: y * lax.rsqrt(mean(jax.jit(lambda y: y * y)(y)) + 1e-6),
+    "layer_norm": lambda y: centred(y) / jnp.sqrt(mean(centred(y) * centred(y)) + 1e-6),
+    "group_norm": lambda y: centred(g := y.reshape(4, 2, 4)) * lax.rsqrt(mean(centred(g) * centred(g)) + 1e-6),
+    "unit": lambda y: y / jnp.sqrt(jnp.sum(y * y, -1, keepdims=True)),
+    "power": lambda y: jnp.log(mean(y * y * y * y)),
+    "masked": lambda y: jnp.sqrt(jnp.sum(jnp.where(jnp.arange(8) < 6, y * y, 0.0).reshape(4, 2, 4), -1)),
+    "weighted": lambda y: jnp.sqrt(jnp.sum(jax.nn.sigmoid(y @ W) * y * y, -1)),
+    "cosine": lambda y: jnp.sum(y * (y + 1.0), -1) / (jnp.linalg.norm(y, axis=-1) * jnp.linalg.norm(y + 1.0, axis=-1)),
+    "kept": lambda y: checkpoint_name(y * y, "square") / 300.0,
+}
+
+
+@pytest.mark.parametrize("policy", ["bf16", "fp16"])
+@pytest.mark.parametrize("name", STATISTICS)
+def test_squares_and_norms_of_large_values_are_finite_and_right(name, policy):
+    x = 300 * jnp.sqrt(8.0) * X
+    fn = lambda x: STATISTICS[name](x @ W)  # noqa: E731
+    wanted, got = jax.jit(fn)(x), jax.jit(autocast(fn, policy))(x)
+    np.testing.assert_allclose(got, wanted, atol=4 * BF16_STEP * float(abs(wanted).max()))
+    assert set(products(autocast(lambda x: x @ W, policy), x)) == {"bfloat16" if policy == "bf16" else "float16"}
+    assert products(autocast(fn, policy), x)[0] != "float32"
+
+
+def test_sums_of_squares_that_a_loop_accumulates_are_finite():
+    x = 1000 * jnp.sqrt(8.0) * X
+    wanted = rotated_sums(x)
+    np.testing.assert_allclose(autocast(rotated_sums, "fp16")(x), wanted, atol=BF16_STEP * float(wanted.max()))
+
+
+@jax.custom_jvp
+def multiplied(y, z):
+    return y * z
+
+
+multiplied.defjvp(lambda p, t: (multiplied(*p), p[0] * t[1] + t[0] * p[1]))
+
+# where the product of two activations passes before its mean is taken
+PLACES = {
+    "plain": lambda y, z: y * z,
+    "name": lambda y, z: checkpoint_name(y * z, "product"),
+    "barrier": lambda y, z: lax.optimization_barrier((y, y * z))[1],
+    "device": lambda y, z: jax.device_put(y * z, jax.devices()[0]),
+    "custom_jvp": multiplied,
+}
+
+
+@pytest.mark.parametrize("policy", ["bf16", "fp16"])
+@pytest.mark.parametrize("other", [lambda y: y, lambda y: y + jnp.tanh(y)])
+@pytest.mark.parametrize("place", PLACES)
+def test_variances_and_covariances_by_hand_are_those_of_fp32(place, other, policy):
+    x, w = draw(3, 16, 256) * 16, draw(4, 256, 256)
+
+    def moments(x):
+        y = x @ w + 30.0
+        z = other(y)
+        return mean(PLACES[place](y, z)) - mean(y) * mean(z)
+
+    wanted = moments(x)  # about 1, of squares of 900
+    np.testing.assert_allclose(autocast(moments, policy)(x), wanted, rtol=2 * BF16_STEP)
+
+
+def test_norms_keep_fewer_bytes_for_the_backward_pass_than_in_fp32():
+    def layer(x, w):
+        return x + jax.nn.silu(STATISTICS["rms_norm"](x) @ w) @ w
+
+    def kept_bytes(fn):
+        trace = jax.make_jaxpr(lambda x: jax.vjp(lambda x: fn(x).sum(), x)[1])(X).jaxpr
+        return sum(var.aval.size * var.aval.dtype.itemsize for var in {*trace.outvars} - {*trace.invars})
+
+    fn = lambda x: layer(layer(x, W), W.T)  # noqa: E731
+    assert set(products(jax.grad(lambda x: autocast(fn)(x).sum()), X)) == {"bfloat16"}
+    assert kept_bytes(autocast(fn)) < kept_bytes(fn)
+
+
+@pytest.mark.parametrize("policy", ["bf16", "fp16"])
+def test_updates_that_a_function_returns_are_made_in_fp32(policy):
+    def step(w, moment, x):
+        grad = jax.grad(lambda w: jnp.square(x @ w - x).sum())(w)
+        moment = 0.999 * moment + 0.001 * grad * grad
+        return w - 1e-4 * grad / jnp.sqrt(moment), moment
+
+    for fn in (step, jax.jit(step)):
+        got, wanted = autocast(fn, policy)(W, jnp.ones((8, 8)), X), step(W, jnp.ones((8, 8)), X)
+        start = W, jnp.ones((8, 8))
+        moved = jax.tree.map(jnp.subtract, wanted, start)
+        assert distance(jax.tree.map(jnp.subtract, got, start), moved) < 8 * BF16_STEP
+
+
+def test_decoding_until_a_token_is_met_runs_narrow_and_in_fp32_by_rule():
+    def decode(w, x):
+        def body(carry):
+            x, done, i = carry
+            x = jnp.tanh(x @ w)
+            return x, done | (jnp.argmax(x, axis=-1) == 7), i + 1
+
+        return lax.while_loop(lambda c: ~c[1].all() & (c[2] < 4), body, (x, jnp.zeros(4, bool), 0))[0]
+
+    def decode_tokens(w, x):
+        def body(carry):
+            x, tokens, i = carry
+            x = jnp.tanh(x @ w)
+            return x, jnp.where(tokens == 7, 7, jnp.argmax(x, axis=-1)), i + 1
+
+        return lax.while_loop(lambda c: (c[1] != 7).any() & (c[2] < 4), body, (x, jnp.zeros(4, int), 0))[0]
+
+    assert set(products(autocast(decode), W, X)) == {"bfloat16"}
+    assert set(products(autocast(decode_tokens), W, X)) == {"bfloat16"}
+    assert set(products(autocast(decode, CastPolicy(rules={"while": "never"})), W, X)) == {"float32"}
+
+
+def newton(by_flag, flag=lambda is_far: is_far):
+    """The square root of a matrix and how many iterations it takes, until the error is below 1e-5."""
+
+    def root(a):
+        def far(x):
+            return jnp.linalg.norm(x @ x - a) > 1e-5
+
+        def body(carry):
+            x, _, i = carry
+            x = 0.5 * (x + a @ jnp.linalg.inv(x))
+            return x, flag(jax.jit(far)(x)), i + 1
+
+        def unfinished(carry):
+            return (carry[1] == 1 if by_flag else far(carry[0])) & (carry[2] < 200)
+
+        return lax.while_loop(unfinished, body, (a, flag(jnp.bool_(True)), 0))[::2]
+
+    return root
+
+
+def solve_cg(a):
+    return jax.scipy.sparse.linalg.cg(lambda x: a @ x, jnp.ones(8), tol=1e-5, maxiter=200)[0]
+
+
+def minimize(a):
+    return jax.scipy.optimize.minimize(lambda x: jnp.square(a @ x - 1.0).sum(), jnp.ones(8), method="BFGS").x
+
+
+def sinkhorn(a):
+    def body(carry):
+        u, _, i = carry
+        new = 1.0 / (a @ (1.0 / (a.T @ u)))
+        return new, jnp.abs(new - u).max(), i + 1
+
+    return lax.while_loop(lambda c: (c[1] > 1e-5) & (c[2] < 500), body, (jnp.ones(8), jnp.inf, 0))[::2]
+
+
+POSITIVE = 0.2 * W @ W.T + jnp.eye(8)
+SOLVERS = {
+    "newton": (newton(False), POSITIVE),
+    "newton_by_flag": (newton(True), POSITIVE),
+    "newton_by_status": (newton(True, lambda is_far: jnp.where(is_far, 1, 0)), POSITIVE),
+    "newton_by_integer": (newton(True, lambda is_far: is_far.astype(jnp.int32)), POSITIVE),
+    "newton_in_scan": (lambda a: lax.scan(lambda c, _: (c, newton(True)(a)), 0.0, None, length=2)[1], POSITIVE),
+    "newton_in_jit": (jax.jit(newton(False)), POSITIVE),
+    "cg": (solve_cg, POSITIVE),
+    "bfgs": (minimize, POSITIVE),
+    "sinkhorn": (sinkhorn, jnp.exp(-3 * jnp.abs(W))),
+}
+
+
+@pytest.mark.parametrize("name", SOLVERS)
+def test_loops_that_end_by_their_error_run_as_they_were_declared(name):
+    fn, a = SOLVERS[name]
+    got, wanted = jax.jit(autocast(fn))(a), jax.jit(fn)(a)
+    for leaf, want in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(leaf, want, rtol=1e-5)  # as many iterations too
+
+
+def test_odeint_takes_the_steps_of_fp32():
+    counts = []
+
+    def solve(w, y):
+        def slope(y, t):
+            jax.debug.callback(lambda: counts.append(1))
+            return jnp.tanh(y @ w) - y
+
+        return odeint(slope, y, jnp.linspace(0.0, 4.0, 3))
+
+    taken, found = [], []
+    for fn in (solve, autocast(solve)):
+        counts.clear()
+        found.append(jax.block_until_ready(jax.jit(fn)(W, X)))
+        jax.effects_barrier()
+        taken.append(len(counts))
+    # 6 evaluations a step; the slope that the first step starts from, outside the loop, is rounded
+    assert abs(taken[1] - taken[0]) <= 6
+    np.testing.assert_allclose(found[1], found[0], atol=BF16_STEP * float(abs(found[0]).max()))
+
+
+@pytest.mark.parametrize(("policy", "fill"), [("fp16", -1e30), ("bf16", float(np.finfo(np.float32).min))])
+def test_masks_that_are_arguments_do_not_become_infinite(policy, fill):
+    mask = jnp.where(jnp.tril(jnp.ones((4, 4), bool)).at[1].set(False), 0.0, fill)  # row 1 sees nothing
+    x = 4 * X
+
+    def attend(w, x, mask):
+        return jax.nn.softmax((x @ w) @ x.T + mask) @ x
+
+    def by_select(w, x, mask):
+        return jax.nn.softmax(jnp.where(mask < 0, mask, (x @ w) @ x.T)) @ x
+
+    def by_name(w, x, mask):
+        scores = checkpoint_name((x @ w) @ x.T + mask, "scores")
+        return jax.nn.softmax(scores) @ x + scores.max()
+
+    def library(w, x, mask):
+        q, kv = (x @ w)[None, :, None], x[None, :, None]
+        return jax.nn.dot_product_attention(q, kv, kv, bias=mask[None, None])
+
+    def in_scan(w, x, mask):
+        return lax.scan(lambda x, _: (x + attend(w, x, mask), None), x, None, length=2)[0]
+
+    for fn in (attend, by_select, by_name, library, in_scan, jax.jit(attend)):
+        loss = lambda w, x, fn=fn: jnp.square(fn(w, x, mask)).sum()  # noqa: E731
+        cast = lambda w, x, fn=fn: jnp.square(autocast(fn, policy)(w, x, mask)).sum()  # noqa: E731
+        assert distance(results(cast, W, x), results(loss, W, x)) < 8 * BF16_STEP
+        assert "float32" not in products(autocast(fn, policy), W, x, mask)
+
+
+@pytest.mark.parametrize("low", [jnp.bfloat16, jnp.float16])
+def test_saturated_casts_keep_infinities_and_gradients(low):
+    largest = float(jnp.finfo(low).max)
+    x = jnp.array([1.0, np.finfo(np.float32).min, np.finfo(np.float32).max, -np.inf, np.inf, np.nan])
+    np.testing.assert_array_equal(
+        saturated(x, low).astype(jnp.float32), [1.0, -largest, largest, -np.inf, np.inf, np.nan]
+    )
+    np.testing.assert_array_equal(jax.grad(lambda x: saturated(x, low).astype(jnp.float32).sum())(x), 1.0)
+
+
+@jax.custom_jvp
+def dense(w, x, bias):
+    return x @ w + bias
+
+
+dense.defjvp(lambda primals, tangents: (dense(*primals), tangents[1] @ primals[0] + tangents[2]))
+
+
+@jax.custom_jvp
+def gated(w, x, bias):
+    return jnp.where(x > 0, x @ w, bias)
+
+
+@gated.defjvp
+def gated_jvp(primals, tangents):
+    return gated(*primals), jnp.where(primals[1] > 0, tangents[1] @ primals[0], tangents[2])
+
+
+def root(w, x, bias):
+    def residual(y):
+        return y - 0.5 * jnp.tanh(y @ w) - x - bias
+
+    def solve(residual, start):
+        return lax.fori_loop(0, 30, lambda _, y: y - 0.5 * residual(y), start)
+
+    def tangent_solve(linear, y):
+        return jnp.linalg.solve(jax.jacobian(lambda y: linear(y.reshape(x.shape)).ravel())(y.ravel()), y.ravel())
+
+    return lax.custom_root(residual, x, solve, lambda linear, y: tangent_solve(linear, y).reshape(y.shape))
+
+
+@pytest.mark.parametrize("policy", ["bf16", "fp16"])
+@pytest.mark.parametrize("fn", [dense, gated, root], ids=lambda fn: getattr(fn, "__name__", "fn"))
+def test_gradients_pass_where_a_tangent_adds_fp32_to_a_product(fn, policy):
+    loss = lambda fn: lambda x, bias: jnp.square(fn(W, x, bias)).sum()  # noqa: E731
+    cast = autocast(fn, policy)
+    assert distance(results(loss(cast), X, X), results(loss(fn), X, X)) < 8 * BF16_STEP
+    vmapped = jax.vmap(jax.grad(loss(cast), argnums=(0, 1)), in_axes=(0, None))(X[None], X)
+    assert distance(vmapped, jax.vmap(jax.grad(loss(fn), argnums=(0, 1)), in_axes=(0, None))(X[None], X)) < 0.05
+
+
+@pytest.mark.parametrize(
+    "fn", [lambda x: x @ W + x, lambda x: jnp.concatenate([x @ W, x]), lambda x: jnp.where(X > 0.3, x @ W, x)]
+)
+def test_a_linear_function_is_transposed(fn):
+    cotangent = jnp.ones_like(fn(X))
+    (wanted,), (got,) = (jax.linear_transpose(each, X)(cotangent) for each in (fn, autocast(fn)))
+    assert got.dtype == jnp.float32
+    assert distance(got, wanted) < 4 * BF16_STEP
+
+
+def test_calls_of_calls_are_read_once_each(monkeypatch):
+    fn = lambda x: x @ W  # noqa: E731
+    for _ in range(10):
+        fn = jax.jit(lambda x, fn=fn: fn(x) + fn(jnp.sin(x)))
+    read, original = [], Cast._wide_operands
+    monkeypatch.setattr(Cast, "_wide_operands", lambda *args: read.append(1) or original(*args))
+    jax.make_jaxpr(autocast(fn))(X)
+    assert len(read) < 10 * 10
+
+
+def coordinates(side):
+    return jnp.stack(jnp.meshgrid(jnp.linspace(0, 1, side), jnp.linspace(0, 1, side)), -1)
+
+
+# angles from integers, by a contraction
+CONTRACTED_ANGLES = {
+    "division": lambda i, b: (jnp.stack([i // 32, i % 32], -1).astype(jnp.float32) / 0.5) @ b,
+    "square root": lambda i, b: jnp.sqrt(jnp.stack([i, i + 1], -1).astype(jnp.float32) * 1e6) @ b,
+    "logarithm": lambda i, b: jnp.log1p(jnp.stack([i, i], -1).astype(jnp.float32)) @ (10 * b),
+    "linspace": lambda i, b: jnp.stack([jnp.linspace(0.0, 500.0, 501)] * 2, -1) @ b,
+    "cumulative sum": lambda i, b: jnp.stack([jnp.cumsum((i >= 0).astype(jnp.int32).astype(jnp.float32))] * 2, -1) @ b,
+    "meshgrid": lambda i, b: coordinates(32) @ (20 * jnp.pi * b),
+}
+
+
+@pytest.mark.parametrize("name", CONTRACTED_ANGLES)
+def test_angles_from_integers_stay_fp32_after_functions_that_are_never_narrow(name):
+    fn = lambda i: jnp.sin(CONTRACTED_ANGLES[name](i, draw(5, 2, 32)))  # noqa: E731
+    np.testing.assert_allclose(autocast(fn)(jnp.arange(1024)), fn(jnp.arange(1024)), atol=1e-3)
+
+
+def test_tables_and_weights_made_of_integers_leave_products_narrow():
+    def fn(w, x, mask):
+        angles = jnp.arange(4.0)[:, None] / 100.0 ** (jnp.arange(4.0) / 4)
+        cos, sin = (jnp.concatenate([table(angles)] * 2, -1) for table in (jnp.cos, jnp.sin))
+        y = x @ w
+        y = (y * cos + jnp.concatenate([-y[:, 4:], y[:, :4]], -1) * sin) @ w
+        distance = jnp.abs(jnp.arange(4)[:, None] - jnp.arange(4)).astype(jnp.float32)
+        y = jax.nn.softmax(y @ y.T - distance * 0.5 ** jnp.arange(1.0, 5.0)) @ y
+        y = jax.nn.softmax(-distance) @ (y * (mask / mask.sum())[:, None])
+        return (jax.nn.sigmoid(y @ w) * jnp.sqrt(1.0 + mask)[:, None]) @ w
+
+    mask = jnp.array([1, 1, 1, 0])
+    assert set(products(autocast(fn), W, X, mask)) == {"bfloat16"}
+    assert set(products(jax.grad(lambda w: autocast(fn)(w, X, mask).sum()), W)) == {"bfloat16"}
+    assert distance(autocast(fn)(W, X, mask), fn(W, X, mask)) < 8 * BF16_STEP
+
+
+LEAST = float(np.finfo(np.float32).min)
+
+
+@pytest.mark.parametrize("policy", ["bf16", "fp16"])
+def test_the_least_number_stays_finite_as_a_factor_and_as_what_a_loop_starts_from(policy):
+    def factor(a, mask):
+        return jax.nn.relu((1 - a @ jnp.ones_like(a)) * mask) @ a
+
+    def carry(a, mask):
+        def body(c, x):
+            return (x @ a) * 0.1 + jnp.where(c < -1e4, c * 0, c) @ a, None
+
+        return lax.scan(body, mask, jnp.ones((3, 4, 4)))[0]
+
+    mask = jnp.full((4, 4), LEAST)
+    for fn in (factor, carry):
+        got, wanted = autocast(fn, policy)(jnp.eye(4), mask), fn(jnp.eye(4), mask)
+        np.testing.assert_allclose(got, wanted, rtol=4 * BF16_STEP)

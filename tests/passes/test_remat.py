@@ -1,0 +1,659 @@
+"""Rematerialization under a budget of bytes: names, the recompute graph, the choice, and the loop that measures."""
+
+import dataclasses
+import functools
+import itertools
+import re
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import pallas as pl
+
+from hlat_jax.byte_sizes import parse_bytes
+from hlat_jax.ops.attention import attention
+from hlat_jax.passes import naming, narrowing, recompute, remat, selection
+from hlat_jax.passes.autocast import autocast
+from hlat_jax.passes.naming import Choice
+from hlat_jax.passes.products import live_jaxpr, total_flops
+
+L, D, F, ROWS = 6, 16, 64, 256  # layers, width, hidden width, rows: temporaries of some 4 MiB
+SMALL = remat.Options(min_bytes=1024)
+
+
+def layer(params, x):
+    hidden = jax.nn.gelu(x @ params["up"])
+    return x + _squashed(hidden) @ params["down"]
+
+
+@jax.checkpoint
+def _squashed(hidden):
+    return jnp.cos(jnp.sin(hidden) * hidden)
+
+
+def loss(params, x):
+    x = jax.lax.scan(lambda carry, one: (layer(one, carry), None), x, params)[0]
+    return jnp.mean(jnp.square(x))
+
+
+@functools.cache
+def arguments(dtype="float32"):
+    rng = np.random.default_rng(0)
+    params = {"up": rng.standard_normal((L, D, F)) / 4, "down": rng.standard_normal((L, F, D)) / 8}
+    return jax.tree.map(lambda a: jnp.asarray(a, dtype), (params, rng.standard_normal((ROWS, D))))
+
+
+def traced(choice, fn=loss):
+    planned = fn if choice is None else naming.checkpointed_loops(fn, choice)
+    return jax.jit(jax.value_and_grad(planned)).trace(*arguments())
+
+
+@functools.cache
+def graph():
+    return recompute.recompute_graph(live_jaxpr(traced(Choice())), rates=recompute.Rates(), min_bytes=1024)
+
+
+@functools.cache
+def extremes():
+    """Bytes of temporaries without rematerialization, and with nothing kept."""
+    return remat.temporaries(traced(None)), remat.temporaries(traced(Choice()))
+
+
+def budget_between(share):
+    most, least = extremes()
+    return int(least + share * (most - least))
+
+
+@functools.cache
+def plain_gradients():
+    return jax.tree.leaves(jax.jit(jax.value_and_grad(loss))(*arguments()))
+
+
+def assert_same_gradients(fn):
+    ours_all = jax.tree.leaves(jax.jit(jax.value_and_grad(fn))(*arguments()))
+    for ours, plain in zip(ours_all, plain_gradients(), strict=True):
+        np.testing.assert_allclose(ours, plain, rtol=1e-6, atol=1e-7 * float(jnp.max(jnp.abs(plain))))
+
+
+# Names
+
+
+def test_every_choice_of_names_keeps_values_and_gradients():
+    for kept in ((("scan0.sin.0", "scan0.tanh.0"), ("scan0.dot_general.0",)), (tuple(graph().sizes),)):
+        assert_same_gradients(naming.checkpointed_loops(loss, Choice(*kept)))
+
+
+def test_names_are_the_same_in_every_trace_and_do_not_depend_on_the_choice():
+    first, second = (str(jax.make_jaxpr(naming.named(layer, Choice()))(*one_layer())) for _ in range(2))
+    assert first == second
+    assert "name=dot_general.1" in first
+
+
+def one_layer():
+    params, x = arguments()
+    return jax.tree.map(lambda leaf: leaf[0], params), x
+
+
+def test_a_choice_survives_being_written_and_read():
+    for choice in (
+        Choice(),
+        Choice(("a.0", "b.1")),
+        Choice(("a.0",), ("c.2", "d.0")),
+        Choice((), ("c.2",)),
+        Choice(stock_policy="dots_saveable"),
+    ):
+        assert naming.is_choice(str(choice))
+        assert naming.parse_choice(str(choice)) == choice
+
+
+def test_a_saved_value_inside_a_checkpoint_of_the_function_itself_is_not_computed_again():
+    assert number_of("sin", Choice()) == number_of("sin", Choice(("scan0.sin.0",))) + 2
+
+
+def number_of(primitive, choice):
+    return len(re.findall(rf"= {primitive}\b", str(live_jaxpr(traced(choice)))))
+
+
+def test_an_unknown_stock_policy_is_refused_with_those_there_are():
+    with pytest.raises(naming.MissingValues, match=r"policy:dots is not a policy.*: everything_saveable, "):
+        naming.parse_choice("policy:dots")
+
+
+def test_values_chosen_for_another_function_are_refused():
+    with pytest.raises(ValueError, match=r"no values scan0.dot_general.7: they were chosen for another function"):
+        naming.checkpointed_loops(loss, Choice(("scan0.dot_general.7",)))(*arguments())
+
+
+@jax.custom_vjp
+def squared_sine(x):
+    return jnp.sin(x) ** 2
+
+
+def sine_for_backward(x):
+    sine = checkpoint_name(jnp.sin(x), "sine")
+    return sine * sine, sine
+
+
+squared_sine.defvjp(sine_for_backward, lambda sine, g: (g * sine,))  # not the derivative, but as much work
+
+
+def test_what_a_derivative_rule_names_can_be_chosen_and_a_slip_of_it_is_refused():
+    def fn(params, x):
+        return jnp.mean(jax.lax.scan(lambda carry, one: (squared_sine(layer(one, carry)), None), x, params)[0])
+
+    def num_sines(*saved):
+        planned = naming.checkpointed_loops(fn, Choice(saved))
+        return str(live_jaxpr(jax.jit(jax.grad(planned)).trace(*arguments()))).count(" sin ")
+
+    assert num_sines("sine") == num_sines() - 1
+    with pytest.raises(naming.MissingValues, match="no values sin:"):
+        naming.checkpointed_loops(fn, Choice(("sine", "sin")))(*arguments())
+
+
+def test_a_planned_function_has_the_name_of_the_function():
+    assert remat.regions(loss, Choice(), region="auto").__name__ == "loss"
+
+
+# The graph and the choice
+
+
+def test_the_graph_predicts_the_products_of_every_choice():
+    plain = total_flops(live_jaxpr(traced(None)))
+    for names in ((), ("scan0.dot_general.0",), ("scan0.mul.3",), tuple(graph().sizes)):
+        assert total_flops(live_jaxpr(traced(Choice(names)))) - plain == graph().flops(names)
+    assert graph().flops(()) == 2 * L * ROWS * D * F
+
+
+def flops(fn, *args):
+    return total_flops(live_jaxpr(jax.jit(fn).trace(*args)))
+
+
+def ragged(kind, ragged_dims, group_dims):
+    numbers = jax.lax.RaggedDotDimensionNumbers(kind, ragged_dims, group_dims)
+    return lambda left, right, sizes: jax.lax.ragged_dot_general(left, right, sizes, numbers)
+
+
+ROWS_OF_GROUPS, TERMS_OF_GROUPS = ((((1,), (1,)), ((), ())), [0], [0]), ((((0,), (0,)), ((), ())), [0], [])
+BATCHES_OF_GROUPS = ((((2,), (1,)), ((0,), (0,))), [0], [])
+
+
+@pytest.mark.parametrize(
+    ("mode", "left", "right", "dense"),
+    [
+        (ROWS_OF_GROUPS, (12, 4), (3, 4, 5), 2 * 12 * 4 * 5),
+        (TERMS_OF_GROUPS, (12, 4), (12, 5), 2 * 12 * 4 * 5),
+        (BATCHES_OF_GROUPS, (6, 12, 4), (6, 4, 5), 2 * 6 * 12 * 4 * 5),
+    ],
+    ids=["rows", "terms", "batches"],
+)
+def test_a_ragged_product_counts_as_many_flops_as_the_dense_products_of_its_groups(mode, left, right, dense):
+    args = [jnp.ones(left), jnp.ones(right), jnp.full((3,), left[mode[1][0]] // 3, jnp.int32)]
+    assert flops(ragged(*mode), *args) == dense
+
+
+def convolved(x, w, **options):
+    return jax.lax.conv_general_dilated(x, w, padding="SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"), **options)
+
+
+@pytest.mark.parametrize(
+    ("product", "left", "right"),
+    [
+        (jnp.matmul, (12, 4), (4, 5)),
+        (lambda x, w: jax.lax.ragged_dot(x, w, jnp.array([2, 7, 3], jnp.int32)), (12, 4), (3, 4, 5)),
+        (functools.partial(convolved, window_strides=(1, 1)), (2, 8, 8, 4), (3, 3, 4, 6)),
+        (functools.partial(convolved, window_strides=(2, 2)), (2, 8, 8, 4), (3, 3, 4, 6)),
+        (functools.partial(convolved, window_strides=(1, 1), feature_group_count=2), (2, 8, 8, 4), (3, 3, 2, 6)),
+    ],
+    ids=["dot", "ragged", "convolution", "strided convolution", "grouped convolution"],
+)
+def test_the_gradients_of_a_product_count_twice_its_own_flops(product, left, right):
+    x, w = jnp.ones(left), jnp.ones(right)
+    forward = flops(product, x, w)
+    assert forward > 0
+    assert flops(jax.value_and_grad(lambda x, w: jnp.sum(product(x, w) ** 2), (0, 1)), x, w) == 3 * forward
+
+
+def test_a_product_in_a_pallas_kernel_counts_in_every_program_of_its_grid():
+    def kernel(x, w, out):
+        out[...] = x[...] @ w[...]
+
+    def product(x, w):
+        blocks = [pl.BlockSpec((8, 16), lambda i: (i, 0)), pl.BlockSpec((16, 4), lambda i: (0, 0))]
+        out = pl.BlockSpec((8, 4), lambda i: (i, 0))
+        shape = jax.ShapeDtypeStruct((64, 4), x.dtype)
+        return pl.pallas_call(kernel, shape, grid=(8,), in_specs=blocks, out_specs=out, interpret=True)(x, w)
+
+    x, w = jnp.ones((64, 16)), jnp.ones((16, 4))
+    assert flops(product, x, w) == flops(jnp.matmul, x, w)
+
+
+def test_a_recomputed_ragged_product_costs_its_flops_in_the_graph():
+    def experts(params, x):
+        def turn(x, one):
+            sizes = jnp.full((2,), ROWS // 2, jnp.int32)
+            return x + jnp.tanh(jax.lax.ragged_dot(x, one, sizes)), None
+
+        return jnp.mean(jax.lax.scan(turn, x, params)[0] ** 2)
+
+    params, x = jnp.ones((L, 2, D, D)), arguments()[1]
+
+    def program(choice):
+        return live_jaxpr(jax.jit(jax.value_and_grad(remat.regions(experts, choice, region="auto"))).trace(params, x))
+
+    found = recompute.recompute_graph(program(Choice()), rates=recompute.Rates(), min_bytes=1)
+    assert found.flops(()) == 2 * L * ROWS * D * D
+    plain = total_flops(live_jaxpr(jax.jit(jax.value_and_grad(experts)).trace(params, x)))
+    assert total_flops(program(Choice())) - plain == found.flops(())
+
+
+def lstm(params, xs, reverse=False):
+    def turn(carry, x):
+        h, c = carry
+        i, f, g, o = jnp.split(x @ params["w"] + h @ params["u"], 4, -1)
+        c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
+        h = jax.nn.sigmoid(o) * jnp.tanh(c)
+        return (h, c), h
+
+    start = (jnp.zeros(xs.shape[1:]),) * 2
+    return jnp.mean(jax.lax.scan(turn, start, xs, reverse=reverse)[1] ** 2)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_values_that_are_small_in_one_trip_of_a_loop_are_kept_by_their_bytes_over_all_trips(reverse):
+    params = dict.fromkeys("wu", jax.ShapeDtypeStruct((256, 1024), jnp.float32))
+    xs = jax.ShapeDtypeStruct((128, 8, 256), jnp.float32)  # 8 KiB in each trip
+    fn = jax.jit(functools.partial(lstm, reverse=reverse))
+    fit = functools.partial(remat.fit, fn, params, xs, step=jax.value_and_grad)
+    most = fit(budget_bytes="1GiB").measured_bytes
+    assert fit(budget_bytes=int(0.95 * most)).recompute_share < 0.01
+    program = jax.jit(jax.value_and_grad(remat.regions(fn, Choice(), region="auto"))).trace(params, xs)
+    sizes = recompute.recompute_graph(live_jaxpr(program), rates=recompute.Rates(), min_bytes=65536).sizes
+    assert sizes["scan0.dot_general.0"] == 128 * 8 * 1024 * 4
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_a_loop_over_microbatches_keeps_the_values_of_one_microbatch_at_a_time(reverse):
+    planned = naming.checkpointed_loops(loss, Choice())
+
+    def accumulated(params, x):
+        def turn(total, rows):
+            return jax.tree.map(jnp.add, total, jax.grad(planned)(params, rows)), None
+
+        return jax.lax.scan(turn, jax.tree.map(jnp.zeros_like, params), x.reshape(4, -1, D), reverse=reverse)[0]
+
+    def sizes(fn, x):
+        program = jax.jit(fn).trace(arguments()[0], x)
+        return recompute.recompute_graph(live_jaxpr(program), rates=recompute.Rates(), min_bytes=1).sizes
+
+    x = arguments()[1]
+    one = sizes(jax.grad(planned), x[: ROWS // 4])
+    assert one["scan0.dot_general.0"] == L * ROWS // 4 * F * 4
+    assert sizes(accumulated, x) == one
+
+
+def random_graph(seed):
+    rng = np.random.default_rng(seed)
+    nodes, sizes = [], {}
+    for number in range(18):
+        parents = tuple(sorted({int(p) for p in rng.integers(0, number, 2)})) if number else ()
+        name = f"v{number}" if number % 2 else ""
+        if name:
+            sizes[name] = int(rng.integers(1, 20))
+        cost = float(rng.integers(0, 9))
+        nodes.append(recompute.Node(cost, cost, parents, name, bool(rng.random() < 0.4)))
+    return recompute.Graph(tuple(nodes), sizes)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_exact_choice_is_the_cheapest_of_all_and_the_greedy_one_not_far(seed):
+    g = random_graph(seed)
+    sets = [c for n in range(len(g.sizes) + 1) for c in itertools.combinations(g.sizes, n)]
+    none = g.cost(())
+    for budget in (0, 7, 20, 45, 1000):
+        best = min(g.cost(c) for c in sets if g.num_bytes(c) <= budget)
+        for solve, excess in ((selection.exact, 0.0), (selection.greedy, 0.25)):
+            saved = solve(g, budget).saved
+            assert g.num_bytes(saved) <= budget
+            assert best <= g.cost(saved) <= best + excess * none
+
+
+def test_a_choice_keeps_nothing_that_saves_no_work():
+    for solve in (selection.exact, selection.greedy):
+        saved = solve(graph(), float("inf")).saved
+        for name in saved:
+            assert graph().cost(set(saved) - {name}) > graph().cost(saved)
+
+
+def test_an_unknown_solver_is_refused():
+    with pytest.raises(ValueError, match="solver='best' must be auto, exact or greedy"):
+        selection.solver("best")
+
+
+# The loop that measures
+
+
+@pytest.mark.parametrize(("solver", "shares"), [("exact", (0.7, 0.15)), ("greedy", (0.4,))])
+def test_fit_meets_every_budget_with_equal_gradients_and_recomputes_less_under_larger_ones(solver, shares):
+    options = dataclasses.replace(SMALL, solver=solver, max_compilations=5)
+    costs = []
+    for share in shares:
+        budget = budget_between(share)
+        plan = remat.fit(loss, *arguments(), budget_bytes=budget, step=jax.value_and_grad, options=options)
+        program = jax.jit(jax.value_and_grad(plan.fn)).trace(*arguments())
+        assert plan.measured_bytes == remat.temporaries(program) <= budget
+        assert plan.flops == plan.predicted_flops == total_flops(live_jaxpr(program))
+        assert plan.choice is not None
+        assert plan.compilations <= options.max_compilations
+        assert_same_gradients(plan.fn)
+        costs.append(graph().cost(plan.choice.saved))
+    assert [*costs, graph().cost(())] == sorted({*costs, graph().cost(())})
+
+
+def test_near_the_budget_what_keeps_a_little_more_is_tried_as_it_may_need_less_to_work_in():
+    budget = budget_between(0.3)
+    measured = iter((10 * budget, extremes()[1], budget - 1, budget - 2, budget + 1))
+    options = dataclasses.replace(SMALL, measure=lambda traced: next(measured))
+    plan = remat.search(traced, budget_bytes=budget, options=options)
+    assert (plan.measured_bytes, plan.compilations) == (budget - 2, 5)
+
+
+def test_the_next_choice_keeps_little_more_though_others_keep_much_more():
+    sizes = {"a": 2353, "b": 2634, "c": 2915, "d": 15098}
+    frontier = recompute.Graph((), sizes)
+
+    def solve(_, limit):
+        return Choice((max((name for name in sizes if sizes[name] <= limit), key=sizes.get),))
+
+    found = [narrowing._next(frontier, solve, low=sizes[name], high=15099).saved[0] for name in "abc"]
+    assert found == ["b", "c", "d"]
+    assert narrowing._next(frontier, solve, low=2915, high=15098) is None
+
+
+def test_of_the_choices_that_fit_the_cheapest_is_taken_though_another_keeps_more():
+    sizes, costs = {(): 0, ("a",): 10, ("b",): 40}, {(): 9.0, ("a",): 1.0, ("b",): 5.0}
+    graph = types.SimpleNamespace(num_bytes=sizes.get, cost=lambda kept: costs[tuple(kept)])
+    tried = []
+
+    def solve(_, limit):
+        return Choice(max((names for names in sizes if sizes[names] <= limit), key=sizes.get))
+
+    class Trials:
+        count = 0
+
+        def __call__(self, choice):
+            tried.append(choice.saved)
+            return sizes[choice.saved] // 2, 1.0
+
+    assert narrowing.narrowed(Trials(), graph, solve, budget_bytes=25, most=8).saved == ("a",)
+    assert tried[-2:] == [("a",), ("b",)]
+
+
+def test_a_program_that_fits_as_it_is_stays_as_it_is():
+    plan = remat.fit(loss, *arguments(), budget_bytes="1GiB", options=SMALL)
+    assert (plan.choice, plan.fn, plan.recompute_share, plan.compilations) == (None, loss, 0.0, 1)
+    assert "everything: it fits as it is" in plan.report()
+
+
+def with_a_checkpoint_of_its_own(params, x):
+    def head(y):
+        return jnp.sum(jnp.sin(checkpoint_name(jnp.cos(y @ params["up"][0]) * 3, "logits")))
+
+    return jax.checkpoint(head)(jax.lax.scan(lambda carry, one: (layer(one, carry), None), x, params)[0])
+
+
+def with_loops_in_layers(params, x):
+    def looped(carry, one):
+        return jax.lax.scan(lambda y, _: (layer(one, y), None), carry, None, length=3)[0], None
+
+    return jnp.mean(jax.lax.scan(looped, x, params)[0])
+
+
+@pytest.mark.parametrize("fn", [with_a_checkpoint_of_its_own, with_loops_in_layers])
+def test_a_function_with_checkpoints_or_loops_in_its_layers_meets_a_budget_too(fn):
+    most, least = (remat.temporaries(traced(choice, fn)) for choice in (None, Choice()))
+    options = dataclasses.replace(SMALL, max_compilations=4)
+    half = (most + least) // 2
+    plan = remat.fit(fn, *arguments(), budget_bytes=half, step=jax.value_and_grad, options=options)
+    assert plan.measured_bytes <= half
+    wanted, got = (jax.jit(jax.value_and_grad(one))(*arguments()) for one in (fn, plan.fn))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), wanted, got)  # another order
+
+
+def attending_layer(params, x):
+    q, k, v = (jnp.einsum("btd,dnh->btnh", x, params[name]) for name in "qkv")
+    mixed = attention(q, k_BSKH=k, v_BSKH=v, segment_ids_BT=None, implementation="chunked")
+    return x + jnp.tanh(mixed.reshape(x.shape) @ params["out"])
+
+
+def test_layers_with_chunked_attention_meet_a_budget_by_what_its_derivative_rule_names():
+    rng = np.random.default_rng(0)
+    shapes = dict.fromkeys("qkv", (3, 16, 2, 8)) | {"out": (3, 16, 16)}
+    params = {name: jnp.asarray(rng.standard_normal(shape) / 4, jnp.float32) for name, shape in shapes.items()}
+    x = jnp.asarray(rng.standard_normal((2, 512, 16)), jnp.float32)
+
+    def fn(params, x):
+        return jnp.mean(jax.lax.scan(lambda carry, one: (attending_layer(one, carry), None), x, params)[0] ** 2)
+
+    def bytes_with(planned):
+        return remat.temporaries(jax.jit(jax.value_and_grad(planned)).trace(params, x))
+
+    most, least = bytes_with(fn), bytes_with(naming.checkpointed_loops(fn, Choice()))
+    budget = least + int(0.8 * (most - least))
+    plan = remat.fit(fn, params, x, budget_bytes=budget, step=jax.value_and_grad, options=SMALL)
+    assert {"attention_out", "attention_lse"} <= {*plan.choice.saved}
+    assert plan.measured_bytes == bytes_with(plan.fn) <= budget
+    assert plan.flops < plan.full[1]
+    wanted, got = (jax.jit(jax.value_and_grad(one))(params, x) for one in (fn, plan.fn))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), wanted, got)
+
+
+def test_a_planned_function_takes_the_keywords_of_the_function():
+    params, x = arguments()
+    planned = remat.regions(loss, Choice(("scan0.sin.0",)), region="auto")
+    np.testing.assert_allclose(planned(params, x=x), loss(params, x), rtol=1e-6)
+
+
+def test_a_budget_that_no_tried_program_fits_is_refused_with_the_smallest_measured():
+    most, least = extremes()
+    with pytest.raises(ValueError, match=f"smallest program tried takes {least:,} bytes .* with nothing kept"):
+        remat.fit(loss, *arguments(), budget_bytes=least - 1, step=jax.value_and_grad, options=SMALL)
+    assert least < most / 2
+
+
+def mlp_block(params, x):
+    return x + jax.nn.gelu(x @ params["up"]) @ params["down"]
+
+
+def unrolled(params, x, wrapped=mlp_block):
+    for one in params:
+        x = wrapped(one, x)
+    return jnp.mean(x**2)
+
+
+def shapes_of_six_blocks():
+    up, down, x = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((256, 1024), (1024, 256), (1024, 256)))
+    return [{"up": up, "down": down}] * 6, x
+
+
+def step_for_memory(fn):
+    """The step as XLA orders it on accelerators: on CPU it would run blocks side by side, whatever is kept."""
+    options = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
+    return jax.jit(jax.value_and_grad(fn), compiler_options=options)
+
+
+def bytes_of_blocks(fn):
+    return remat.temporaries(step_for_memory(fn).trace(*shapes_of_six_blocks()))
+
+
+def fit_blocks(budget, fn=unrolled):
+    return remat.fit(fn, *shapes_of_six_blocks(), budget_bytes=budget, step=step_for_memory)
+
+
+@pytest.mark.parametrize("fn", [unrolled, autocast(unrolled, "bf16")], ids=["fp32", "autocast"])
+def test_a_python_loop_of_blocks_is_fit_by_a_stock_policy_where_nothing_kept_does_not_fit(fn):
+    nothing_kept = bytes_of_blocks(remat.regions(fn, Choice(), region="auto"))
+    dots = bytes_of_blocks(jax.checkpoint(fn, policy=jax.checkpoint_policies.dots_saveable))
+    assert dots < min(nothing_kept, bytes_of_blocks(fn))
+    plan = fit_blocks(dots, fn)
+    assert bytes_of_blocks(plan.fn) == plan.measured_bytes <= dots
+    assert plan.recompute_share == 0
+    assert str(plan.choice) == "policy:dots_saveable"
+    assert "what jax.checkpoint_policies.dots_saveable saves" in plan.report()
+    assert plan.compilations <= 2 + len(naming.STOCK_POLICIES)
+
+
+def test_of_the_stock_policies_that_fit_the_one_with_the_fewest_flops_is_taken():
+    flops = dict(zip(naming.STOCK_POLICIES, (1.0, 2.0, 3.0, 4.0), strict=True))
+
+    class Trials:
+        def flops(self, choice):
+            return flops[choice.stock_policy]
+
+        def __call__(self, choice):
+            return 9 if choice.stock_policy == "everything_saveable" else 1, self.flops(choice)
+
+    assert remat._stock(Trials(), 5).stock_policy == "dots_saveable"
+
+
+def test_a_refusal_lists_every_program_tried_and_claims_no_floor():
+    per_block = functools.partial(unrolled, wrapped=jax.checkpoint(mlp_block))
+    with pytest.raises(remat.BudgetNotMet) as refused:
+        fit_blocks("20MiB")
+    message = str(refused.value)
+    for tried in ("without rematerialization", "with nothing kept", *naming.STOCK_POLICIES):
+        assert tried in message
+    smallest = int(re.search(r"smallest program tried takes ([\d,]+) bytes", message)[1].replace(",", ""))
+    assert smallest == min(
+        bytes_of_blocks(jax.checkpoint(unrolled, policy=getattr(jax.checkpoint_policies, name)))
+        for name in naming.STOCK_POLICIES
+    )
+    assert "lax.scan" in message
+    assert "jax.checkpoint" in message
+    own = bytes_of_blocks(per_block)
+    assert fit_blocks(own, per_block).choice is None  # the function's own checkpoints count
+
+
+def test_a_stock_policy_changes_no_gradient_and_takes_keywords():
+    planned = remat.regions(loss, Choice(stock_policy="dots_saveable"), region="auto")
+    assert_same_gradients(planned)
+    params, x = arguments()
+    np.testing.assert_allclose(planned(params, x=x), loss(params, x), rtol=1e-6)
+
+
+@pytest.mark.parametrize("size", [12, "12", "12 GB/s", "-1GiB", 1.5e9, True, "12 gigs", "", None])
+def test_a_budget_in_another_unit_is_refused_with_the_forms_that_are_taken(size):
+    with pytest.raises(ValueError, match=r"is no size in bytes: give a size with its unit, such as '12GiB'.*an int"):
+        remat.fit(loss, *arguments(), budget_bytes=size)
+
+
+def test_sizes_are_read_in_both_kinds_of_unit():
+    assert parse_bytes("12GiB", name="x") == 12 * 2**30
+    assert parse_bytes(" 1.5 MB ", name="x") == 1_500_000
+    assert parse_bytes(4096, name="x") == 4096
+    taken = parse_bytes(np.int64(2**30), name="x")
+    assert (taken, type(taken)) == (2**30, int)
+
+
+def test_an_unknown_region_is_refused_whether_the_program_fits_or_not():
+    with pytest.raises(ValueError, match="region='loop' must be auto, loops or whole"):
+        remat.Options(region="loop")
+
+
+def test_a_function_that_cannot_be_traced_is_refused_by_name():
+    def branching(x):
+        return x if x.sum() > 0 else -x
+
+    for fn in (branching, lambda x: x[x > 0]):
+        with pytest.raises(ValueError, match=r"remat cannot trace .*(branching|<lambda>): .* Let jax.lax.cond or"):
+            remat.fit(fn, jnp.ones(3), budget_bytes="1GiB")
+    with pytest.raises(ValueError, match=r"remat cannot trace .* with an argument of type str: .*functools.partial"):
+        remat.fit(lambda x, kind: x, jnp.ones(3), "text", budget_bytes="1GiB")
+    with pytest.raises(ValueError, match=r"<lambda> returns no float array to differentiate; give step="):
+        remat.fit(lambda x: x.astype(int), jnp.ones(3), budget_bytes="1GiB")
+
+
+def test_an_error_of_the_function_itself_is_not_said_to_be_one_of_tracing():
+    with pytest.raises(TypeError, match=r"^dot_general requires contracting dimensions to have the same shape"):
+        remat.fit(lambda x: x @ x, jnp.ones((2, 3)), budget_bytes="1GiB")
+
+
+def test_a_function_without_a_value_that_is_large_enough_is_planned_with_nothing_kept_or_refused():
+    most, least = extremes()
+    fit = functools.partial(
+        remat.fit, loss, *arguments(), step=jax.value_and_grad, options=remat.Options(min_bytes=65_536_000)
+    )
+    assert fit(budget_bytes=(most + least) // 2).choice == Choice()
+    with pytest.raises(remat.BudgetNotMet, match=f"4,096 bytes .* program tried takes {least:,} bytes"):
+        fit(budget_bytes=4096)
+
+
+def test_a_budget_is_called_in_errors_as_its_setting_is():
+    with pytest.raises(ValueError, match=r"^memory_budget='12' is no size"):
+        remat.fit(loss, *arguments(), budget_bytes="12", name="memory_budget")
+
+
+# Offload, and the largest batch
+
+
+def test_values_go_to_the_host_where_that_is_cheaper_than_computing_them_again():
+    g = graph()
+    cheap, dear = (selection.exact(g, 0, offloaded_byte=rate) for rate in (1e-3, 1e9))
+    assert dear == Choice()
+    assert cheap.saved == ()
+    assert g.cost(cheap.offloaded) == min(g.cost(g.sizes), g.cost(cheap.offloaded))
+    half = selection.exact(g, g.num_bytes(g.sizes) / 8, offloaded_byte=1e-3)
+    assert half.saved
+    assert g.num_bytes(half.saved) <= g.num_bytes(g.sizes) / 8
+    assert not set(half.saved) & set(half.offloaded)
+
+
+def test_offload_is_refused_where_the_backend_has_no_pinned_host_memory(monkeypatch):
+    memory = types.SimpleNamespace(kind="device")
+    device = types.SimpleNamespace(device_kind="toaster", platform="toy", addressable_memories=lambda: [memory])
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+    options = dataclasses.replace(SMALL, offload=True, measure=lambda traced: 10**6)
+    with pytest.raises(ValueError, match=r"toaster \(toy\) has no memory of kind pinned_host, only device"):
+        remat.fit(loss, *arguments(), budget_bytes=5000, step=jax.value_and_grad, options=options)
+    with pytest.raises(ValueError, match="takes the exact solver"):
+        selection.solver("greedy", offloaded_byte=1.0)
+
+
+def jumping(n):
+    return 10_000 if n <= 203 else 10**9
+
+
+@pytest.mark.parametrize(
+    ("measure", "programs"),
+    [
+        (lambda n: 1000 + 37 * n, 14),
+        (lambda n: 5000 + n * n, 14),
+        (lambda n: 4000 + 100 * (n // 8), 14),
+        (jumping, 25),
+        (lambda n: jumping(n) + n, 25),
+    ],
+)
+def test_the_largest_batch_is_found_with_few_programs(monkeypatch, measure, programs):
+    tried = []
+
+    def bytes_of(traced):
+        tried.append(traced.jaxpr.in_avals[-1].shape[0])
+        return measure(tried[-1])
+
+    monkeypatch.setattr(remat, "everything", bytes_of)
+
+    def make_step(batch):
+        return (lambda x: jnp.sin(x) ** 2), (jax.ShapeDtypeStruct((batch, 4), jnp.float32),)
+
+    limit = measure(203) + 1
+    found, num_bytes = remat.max_batch(make_step, limit, most=1000)
+    assert num_bytes == measure(found) <= limit < measure(found + 1)
+    assert len(tried) <= programs
+    assert remat.max_batch(make_step, limit, most=1)[0] == 1
+    with pytest.raises(ValueError, match="most=0 must be at least 1"):
+        remat.max_batch(make_step, limit, most=0)
+    monkeypatch.setattr(remat, "everything", lambda _: limit + 1)
+    with pytest.raises(ValueError, match=f"limit_bytes={limit:,}: a batch of 1 takes {limit + 1:,} bytes"):
+        remat.max_batch(make_step, limit)

@@ -1,0 +1,386 @@
+"""`python -m hlat_jax.plan`: plans of the HLAT configs, what they say, and what they refuse.
+
+    PYTHONPATH=. python tests/plan/test_plan.py
+
+writes `tests/support/golden/plans/*.json` anew after a change that is meant.
+"""
+
+import dataclasses
+import itertools
+import json
+import os
+import pathlib
+import random
+import subprocess
+import sys
+import types
+
+import jax
+import pytest
+from tests.planned import name, num_devices, small_config
+
+from benchmarks import layouts
+from hlat_jax import config as config_lib
+from hlat_jax import cost
+from hlat_jax.parallel.sharding import MESH_AXES, make_layout
+from hlat_jax.parallel.virtual_devices import planned_layout
+from hlat_jax.passes.products import live_jaxpr
+from hlat_jax.plan import published, roofline, search, text
+from hlat_jax.plan.aot import partition, reduced
+from hlat_jax.plan.collectives import Collective, count_collectives, counted
+from hlat_jax.plan.report import Site, make_plan, short_plan
+from hlat_jax.plan.traffic import traced_collectives
+from hlat_jax.resolve import resolve
+from hlat_jax.step import traced_step
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+GOLDEN = ROOT / "tests" / "golden" / "plans"
+NODES = {"7b": 64, "70b": 256}
+
+
+@pytest.fixture(scope="module")
+def plans():
+    return {config_name: plan_of(config_name) for config_name in NODES}
+
+
+def plan_of(config_name):
+    config, site = resolve(config_lib.load(config_name)), Site("trn1.32xlarge", NODES[config_name])
+    return search.complete(make_plan(config, site), config, site)
+
+
+@pytest.fixture
+def plan_here(monkeypatch, capsys):
+    """A function of the words of a plan command that runs it in this process: (exit code, stdout, stderr)."""
+    from hlat_jax.host import flags
+    from hlat_jax.plan import __main__ as plan
+
+    def run(*words):
+        monkeypatch.setattr("sys.argv", ["plan", *words])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as exit_:
+            flags.main(plan.main)
+        printed = capsys.readouterr()
+        return exit_.value.code, printed.out, printed.err
+
+    return run
+
+
+def _rounded(tree):
+    """Returns the tree with floats at six digits, which no library's order of sums changes."""
+    if isinstance(tree, dict):
+        return {key: _rounded(value) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [_rounded(value) for value in tree]
+    return float(f"{tree:.6g}") if isinstance(tree, float) else tree
+
+
+@pytest.mark.parametrize("config_name", NODES)
+def test_plan_of_a_recipe_is_the_golden_one(plans, config_name):
+    golden = json.loads((GOLDEN / f"{config_name}.json").read_text())
+    again = "If that is meant: PYTHONPATH=. python tests/plan/test_plan.py"
+    assert _rounded(json.loads(json.dumps(plans[config_name]))) == golden, again
+
+
+@pytest.mark.parametrize(("target", "tensor"), [("trn1.2xlarge", 2), ("trn1.32xlarge", 32)])
+def test_plan_of_node_fits_either_trn1_node_with_tensor_over_all_of_it(target, tensor):
+    plan = make_plan(resolve(config_lib.load("node")), Site(target, 1))
+    assert plan["fits"]
+    assert (plan["layout"]["tensor"], plan["layout"]["devices"]) == (tensor, tensor)
+
+
+def test_plan_of_70b_fits_the_cores_that_hlat_ran_it_on(plans):
+    plan = plans["70b"]
+    assert plan["fits"]
+    degrees = {"pipe": 8, "data": 32, "fsdp": 1, "tensor": 32}
+    assert plan["layout"] == degrees | {"devices": 8192, "zero1": True, "sequence_parallel": True}
+    assert plan["schedule"]["bubble"] == 7 / 39
+    assert "pipeline         8 stages, bubble (p - 1) / (m + p - 1) = 7 / 39 = 17.9% of the ticks" in text.full(plan)
+    assert "ZeRO-1, sequence parallel" in text.full(plan)
+    assert "sums over 32 microbatches" in text.full(plan)
+
+
+def test_plan_of_one_microbatch_speaks_of_no_sums(plans):
+    plan = make_plan(small_config(m=1), Site("h200", 1))
+    assert "gradients" in text.full(plan)
+    assert "sums over" not in text.full(plan)
+    assert "bubble" not in text.full(plan)
+
+
+def test_memory_of_70b_is_the_sum_of_its_parts(plans):
+    plan = plans["70b"]
+    assert plan["device_bytes"]["total"] == sum(plan["device_bytes"][key] for key in ("state", "batch", "temporaries"))
+
+
+def test_plan_that_does_not_fit_names_what_binds_and_a_change_that_fits():
+    config, site = small_config(rows=64, m=1), Site("trn1.32xlarge", 1)
+    config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, data=32))
+    large = dataclasses.replace(config.model, embed_dim=8192, mlp_dim=28672, head_dim=1024, remat="selective")
+    config = dataclasses.replace(config, model=large, precision=config_lib.PrecisionConfig("mixed"))
+    plan = search.complete(make_plan(config, site), config, site)
+    assert not plan["fits"]
+    assert plan["binds"] == "opt_state"
+    assert "parallel." in plan["change"]
+    changed = config.to_dict()
+    for part in plan["change"].split(", "):
+        path, value = part.split("=")
+        section, key = path.split(".")
+        changed[section][key] = type(changed[section][key])(json.loads(value.lower()))
+    changed["parallel"]["data"] = -1
+    assert make_plan(resolve(changed), site)["fits"]
+    assert "DOES NOT FIT; most is opt_state" in text.full(plan)
+
+
+LAYOUTS = [
+    {"data": 2, "tensor": 2, "zero1": True, "m": 2},
+    {"data": 2, "tensor": 4, "sequence_parallel": True, "remat": "selective"},
+    {"tensor": 8, "sequence_parallel": True, "remat": "selective"},
+    {"fsdp": 4, "data": 2, "zero1": True, "remat": "none"},
+    {"pipe": 4, "data": 2, "m": 4, "remat": "selective"},
+]
+
+
+@pytest.mark.parametrize("changes", LAYOUTS, ids=name)
+def test_traced_collectives_are_those_of_the_compiled_program(changes):
+    """By kind and axes, above scalars: XLA merges equal ones, and adds the scalars of the norms, and no more."""
+    config = small_config(**changes)
+    layout = make_layout(config.parallel, jax.devices()[: num_devices(config)], num_kv_heads=config.model.num_kv_heads)
+    traced = traced_step(config, layout)
+    compiled = count_collectives(traced.lower().compile().as_text(), layout.mesh)
+    planned = counted(traced_collectives(live_jaxpr(traced), layout.mesh))
+    scalars = 200
+    large = {key for key, count in compiled.items() if count.payload_bytes > scalars}
+    assert large == {key for key, count in planned.items() if count.payload_bytes > scalars}
+    for key in large:
+        assert compiled[key].payload_bytes <= planned[key].payload_bytes + scalars
+        assert compiled[key].payload_bytes >= 0.7 * planned[key].payload_bytes
+
+
+def test_products_of_a_step_are_the_flops_of_the_formula():
+    config = small_config(remat="none", m=2)
+    layout = planned_layout(config, 1, platform="neuron")
+    jaxpr = live_jaxpr(traced_step(config, layout))
+    executed = sum(flops * trips for flops, _, trips in roofline.products(jaxpr))
+    m, tokens = config.model, config.data.batch_size * config.data.seq_len
+    scales = (2 * m.num_layers + 1) * m.embed_dim
+    per_token = cost.flops_per_token(m, config.data.seq_len) - 6 * (m.vocab_size * m.embed_dim + scales)
+    assert executed == per_token * tokens  # the embedding is looked up, the scales are no product
+
+
+@pytest.mark.parametrize(
+    ("axes", "expected"),
+    [(("tensor",), (1, 8)), (("data",), (4, 4)), (("pipe",), (2, 1)), (("pipe", "tensor"), (2, 8))],
+)
+def test_spread_over_nodes_counts_nodes_and_devices_in_one(axes, expected):
+    mesh = types.SimpleNamespace(shape={"pipe": 2, "data": 16, "fsdp": 1, "tensor": 8})  # 4 nodes of 32 per stage
+    assert roofline.spread_over_nodes(axes, mesh=mesh, node_size=32) == expected
+
+
+def test_collective_seconds_shares_the_network_of_a_node_among_its_groups():
+    target = cost.target("trn1.32xlarge")
+    mesh = types.SimpleNamespace(shape={"data": 16, "tensor": 8})
+    gradient = Collective("all-reduce", ("data",), 16, 1, 10**9, 1, ("f32",), "")
+    place, seconds = roofline.collective_seconds(gradient, target=target, mesh=mesh)
+    # 8 groups of a node send 2 x 15/16 GB each over 100 GB/s; a tree of 16 has 4 levels of 15 us
+    assert (place, seconds) == ("network", pytest.approx(8 * 1.875e9 / 100e9 + 4 * 15e-6))
+    inside = dataclasses.replace(gradient, kind="all-gather", axes=("tensor",), group_size=8)
+    place, seconds = roofline.collective_seconds(inside, target=target, mesh=mesh)
+    assert (place, seconds) == ("link", pytest.approx(0.875e9 / 192e9 + 3 * 2e-6))
+
+
+def test_published_rows_are_those_of_models_of_that_size():
+    assert {row.layout for row in published.nearest(68_976_648_192)} == {"TP32 PP4 DP8", "TP32 PP8 DP4"}
+    assert published.nearest(10**6) == []
+    assert published.ROWS[0].tokens_per_s_and_node == 81 * 4096 / 16
+
+
+def test_targets_name_their_sources_and_agree_with_their_devices():
+    for target_name, target in cost.TARGETS.items():
+        assert target.source, target_name
+        assert target.device.source, target_name
+    assert cost.target("trn1.32xlarge").device.peak_flops * 32 == pytest.approx(3.04e15)
+    assert cost.target("trn2.48xlarge").device.memory_bytes * 64 == 1536 * 2**30
+    one, two = cost.target("trn2.48xlarge-lnc1"), cost.target("trn2.48xlarge")
+    assert one.device.peak_flops * one.num_devices == two.device.peak_flops * two.num_devices
+
+
+def test_plan_command_writes_json_and_prints_every_part(plan_here, tmp_path):
+    out = tmp_path / "plan.json"
+    words = ("--config=tiny", "--target=trn1.2xlarge", f"--json={out}", "--price_per_hour=1", "--data_tokens=204800")
+    code, printed, _ = plan_here(*words, "--config.train.num_steps=100", "--config.data.batch_size=4")
+    plan = json.loads(out.read_text())
+    assert code == 0
+    assert plan["run"]["epochs"] == 0.5
+    assert plan["projection"]["price"] == pytest.approx(plan["projection"]["instance_hours"])
+    for part in ("parameters", "opt_state", "all-reduce", "projection, not measured", "checkpoint", "fits"):
+        assert part in printed
+
+
+def test_plan_command_on_this_cpu_makes_no_projection(plan_here):
+    code, printed, _ = plan_here("--config=tiny", "--target=cpu")
+    assert code == 0
+    assert "no projection" in printed
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--target=trn1.32xlrge",), "no such target. Did you mean 'trn1.32xlarge'?"),
+        (("--target=h200", "--nodes=2"), "--target=h200 is a single machine; use --nodes=1"),
+        (("--target=trn1.32xlarge",), "data.batch_size=4 does not divide into 32 data-parallel parts"),
+        (("--target=trn1.2xlarge", "--config.parallel.tensor=3"), "parallel.tensor=3"),
+        (("--target=trn1.2xlarge", "--config.parallel.tensor=2", "--config.model.vocab_size=2049"), "=2049 does not"),
+        (("--nodes=0",), "--nodes=0 must be at least 1"),
+        (("--disk_gb_per_s=0",), "--disk_gb_per_s=0.0 must be above 0"),
+        (("--disk_gb_per_s=nan",), "--disk_gb_per_s=nan must be above 0"),
+        (("--price_per_hour=-3",), "--price_per_hour=-3.0 must be at least 0"),
+        (("--data_tokens=-3",), "--data_tokens=-3 must be at least 0"),
+        (("--json=/nowhere/plan.json",), "there is no folder /nowhere; make it first"),
+        (("--json=.",), "--json=. is a folder"),
+    ],
+)
+def test_plan_command_refuses_in_one_line(plan_here, words, message):
+    code, _, error = plan_here("--config=tiny", *words)
+    assert code == 2
+    assert message in error
+    assert len(error.splitlines()) == 1
+
+
+def test_plan_command_ends_with_the_compilers_last_words_where_it_fails(plan_here, monkeypatch):
+    monkeypatch.setattr("sys.executable", "false")  # the compiling process says nothing and fails
+    code, printed, error = plan_here("--config=tiny", "--target=trn1.2xlarge", "--partition")
+    assert (code, len(error.splitlines())) == (1, 1)
+    assert error.startswith("error: compiling for 2 virtual CPU devices failed")
+    assert "projection, not measured" in printed  # the plan itself is shown all the same
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--only=7b-99",), "--only=7b-99: no such case. Did you mean '7b-32'?"),
+        (("--json=/nowhere/x.json",), "there is no folder /nowhere"),
+    ],
+)
+def test_benchmark_of_layouts_refuses_before_it_compiles(words, message):
+    words = [sys.executable, "benchmarks/layouts.py", *words]
+    env = os.environ | {"PYTHONPATH": "."}
+    done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 2
+    assert message in done.stderr.splitlines()[-1]
+
+
+def test_search_tries_every_dimension():
+    config, site = small_config(rows=8, policy="mixed"), Site("trn1.2xlarge", 2)
+    tried = [candidate for _, candidate in search.candidates(config, site)]
+    assert {c.train.num_microbatches for c in tried} == {1, 2, 4, 8}
+    assert {c.model.remat for c in tried} == set(search.REMATS)
+    assert {(c.parallel.pipe > 1, c.parallel.fsdp > 1) for c in tried} == set(
+        itertools.product((True, False), repeat=2)
+    )
+    assert {c.parallel.zero1 for c in tried} == {c.parallel.sequence_parallel for c in tried} == {True, False}
+    assert len(set(tried)) == len(tried)
+
+
+def test_search_finds_what_planning_every_layout_finds(monkeypatch):
+    """Plans here are made up, above their floors: what is asked is that nothing good is left out."""
+    config, site = small_config(rows=8, policy="mixed"), Site("trn1.2xlarge", 2)
+    tried = [(least, candidate) for least, candidate in search.candidates(config, site)]
+    device = dataclasses.replace(cost.DEVICES["trn1"], memory_bytes=250_000, reserved_bytes=0)
+    monkeypatch.setitem(cost.TARGETS, "trn1.2xlarge", dataclasses.replace(cost.target("trn1.2xlarge"), device=device))
+    made_up = {}
+    for least, c in tried:
+        p = c.parallel
+        degrees = {axis: getattr(p, axis) for axis in MESH_AXES}
+        above = random.Random(str(c)).uniform(1, 2)
+        made_up[c] = {
+            "layout": degrees | {"zero1": p.zero1, "sequence_parallel": p.sequence_parallel},
+            "device_bytes": {"total": round(1.5 * least.total), "budget": 250_000},
+            "projection": {"step_s": above * least.step_s, "tokens_per_s": 1.0},
+        }
+    monkeypatch.setattr(search, "make_plan", lambda c, _: made_up[c])
+    best = {}
+    for plan in made_up.values():
+        if plan["device_bytes"]["total"] <= 250_000:
+            key = tuple(plan["layout"][axis] for axis in MESH_AXES)
+            best[key] = min(best.get(key, 9.9), plan["projection"]["step_s"])
+    found = search.ranked(config, site, most=4, max_plans=10_000)
+    assert [row["step_s"] for row in found["rows"]] == sorted(best.values())[:4]
+    assert found["rest"] is None
+    assert found["planned"] < len(tried) / 2
+    few = search.ranked(config, site, most=4, max_plans=3)
+    assert (few["planned"], few["rest"] > 0) == (3, True)
+
+
+def test_search_shows_layouts_that_fit_by_their_projected_step():
+    config, site = small_config(rows=8, policy="mixed"), Site("trn1.2xlarge", 2)
+    found = search.ranked(config, site, max_plans=6)
+    rows = found["rows"]
+    assert rows
+    assert [row["step_s"] for row in rows] == sorted(row["step_s"] for row in rows)
+    assert all(row["total"] <= row["budget"] for row in rows)
+    assert len({tuple(row["layout"][axis] for axis in MESH_AXES) for row in rows}) == len(rows)
+    assert text.ranking(found, "here").count("\n") == 1 + len(rows)
+    assert "one of the others would take at least" in text.ranking(found, "here")
+
+
+def test_search_says_why_it_has_nothing_to_show(monkeypatch):
+    config, site = small_config(policy="mixed"), Site("trn1.2xlarge", 1)
+    device = dataclasses.replace(cost.DEVICES["trn1"], memory_bytes=2**16, reserved_bytes=0)
+    monkeypatch.setitem(cost.TARGETS, "trn1.2xlarge", dataclasses.replace(cost.target("trn1.2xlarge"), device=device))
+    assert "No layout of here fits 0.062 MiB of a device: none of" in text.ranking(search.ranked(config, site), "here")
+    odd = dataclasses.replace(config, data=dataclasses.replace(config.data, batch_size=1, seq_len=15))
+    odd = dataclasses.replace(odd, model=dataclasses.replace(odd.model, num_layers=3, vocab_size=63))
+    assert "no degrees" in text.ranking(search.ranked(odd, site), "here")
+
+
+def test_search_ranks_by_bytes_where_no_speed_is_known(plan_here):
+    code, printed, _ = plan_here("--config=tiny", "--target=cpu", "--search")
+    table = printed.partition("Layouts that fit 1 x cpu, by memory, as the speed of the device is not known")[2]
+    assert code == 0
+    assert table.splitlines()[2].split()[:9] == ["1", "1", "1", "1", "1", "no", "no", "4", "full"]
+
+
+def test_short_plan_says_when_the_devices_have_less_than_the_step_needs():
+    config = small_config(data=2, tensor=2, zero1=True)
+    layout = planned_layout(config, 4, platform="cpu")
+    traced = traced_step(config, layout)
+    memory, collectives = short_plan(config, layout, traced=traced, budget=2**30)
+    assert "temporaries (estimated)" in memory
+    assert "MORE THAN IT HAS" not in memory
+    counts = counted(traced_collectives(live_jaxpr(traced), layout.mesh)).values()
+    assert collectives.split()[1] == str(sum(count.executions for count in counts))
+    assert "MORE THAN IT HAS" in short_plan(config, layout, traced=traced, budget=1000)[0]
+
+
+def test_reduced_keeps_the_rows_of_a_device():
+    config = resolve(config_lib.load("70b"))
+    small, devices = reduced(config, Site("trn1.32xlarge", 256), max_devices=512)
+    assert (devices, small.parallel.data, small.data.batch_size) == (512, 2, 64)
+
+
+def test_reduced_takes_a_divisor_of_the_data_degree_so_that_all_still_divides():
+    config = small_config(rows=6)
+    small, devices = reduced(config, Site("trn1.2xlarge", 3), max_devices=5)
+    assert (devices, small.parallel.data, small.data.batch_size) == (3, 3, 3)
+
+
+def test_partition_compiles_the_planned_step_and_finds_its_arguments():
+    config = small_config(policy="mixed", tensor=2, data=4, zero1=True, sequence_parallel=True)
+    found = partition(config, Site("trn1.2xlarge", 4), max_devices=4)
+    assert (found["devices"], found["layout"]["data"]) == (4, 2)
+    assert found["argument_bytes"] == found["planned_argument_bytes"]
+    assert {row["kind"] for row in found["collectives"]} >= {"all-gather", "reduce-scatter", "all-reduce"}
+
+
+def test_70b_over_256_devices_compiles_as_planned():
+    """HLAT-70B's own degrees, TP 32 x PP 8, with the load of its replica."""
+    found = layouts.compiled("70b-256")
+    degrees = {"pipe": 8, "data": 1, "fsdp": 1, "tensor": 32}
+    assert found["layout"] | degrees == found["layout"]
+    assert found["argument_bytes"] == found["planned_argument_bytes"]
+    assert found["planned_temporary_bytes"] / found["temporary_bytes"] == pytest.approx(1.0, abs=0.15)
+
+
+if __name__ == "__main__":
+    GOLDEN.mkdir(exist_ok=True)
+    for config_name in NODES:
+        (GOLDEN / f"{config_name}.json").write_text(json.dumps(_rounded(plan_of(config_name)), indent=2) + "\n")

@@ -1,0 +1,166 @@
+"""What a program tells of itself: products before and after a pass, where collectives sit, bytes as XLA has them."""
+
+import collections
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from tests.test_zero import batch, foreign
+
+from hlat_jax.batch import abstract_batch
+from hlat_jax.ops.dialect import Choice
+from hlat_jax.parallel import xla_options
+from hlat_jax.parallel.sharding import make_layout
+from hlat_jax.passes import remat
+from hlat_jax.precision import POLICIES
+from hlat_jax.program import ProgramOptions, SumAndCount, training_program
+from hlat_jax.report import place
+from hlat_jax.resolve import resolve
+from hlat_jax.step import abstract_state, make_program
+
+
+def told(**options):
+    loss, params = foreign("plain")
+    options = ProgramOptions(POLICIES["fp32"], **options)
+    program = training_program(loss, optax.adam(1e-2), options=options, params=params)
+    state = program.init(params)
+    compiled = program.step.lower(state, batch(0), 0.0).compile()
+    return program.report(state, batch(0)), compiled.memory_analysis()
+
+
+def test_report_counts_products_by_dtype_before_and_after_autocast():
+    report, _ = told(num_microbatches=2, autocast="bf16")
+    # of two microbatches 3 products forward, and backward one less than twice that: the input needs no gradient
+    assert {stage.name: stage.products for stage in report.stages} == {
+        "loss": {"float32": 16},
+        "autocast": {"bfloat16": 16},
+    }
+    assert "after autocast   products 16 in bfloat16" in str(report)
+
+
+def test_report_has_the_bytes_that_xla_has_and_one_device_sends_nothing():
+    report, memory = told()
+    assert report.bytes.temporaries == memory.temp_size_in_bytes
+    assert report.bytes.arguments == memory.argument_size_in_bytes
+    assert report.bytes.reused == memory.alias_size_in_bytes > 0
+    assert report.bytes.predicted > 0
+    assert report.collectives == ()
+    assert "collectives      none" in str(report)
+
+
+def test_report_names_kernels_and_why_the_others_do_not_serve():
+    kernels = {"model.attention": Choice("einsum", "level 10 on cpu", {"nki": "does not run on cpu"})}
+    line = "kernel           model.attention: einsum (level 10 on cpu); not nki: does not run on cpu"
+    assert line in str(told(kernels=kernels)[0])
+
+
+def test_report_says_where_zero_3_gathers_and_scatters():
+    report, _ = told(zero=3)
+    places = collections.Counter((c.kind, place(c)) for c in report.collectives)
+    assert places["all-gather", "forward"] == 5
+    assert places["reduce-scatter", "backward"] == 5
+    assert "reduce-scatter over fsdp, backward: 5 times" in str(report)
+
+
+@pytest.mark.parametrize(("when", "where"), [("step", "outside"), ("layer", "backward loop")])
+def test_gradients_are_reduced_where_the_layout_says(small, when, where):
+    small.parallel.update(data=8, reduce_gradients=when)
+    small.data.batch_size = 8
+    config = resolve(small)
+    layout = make_layout(config.parallel, jax.devices())
+    rows = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout.rows()),
+        abstract_batch(8, config.data.seq_len, with_segments=False),
+    )
+    report = make_program(config, layout).report(abstract_state(config, layout), rows)
+    carried = collections.Counter()
+    for collective in report.collectives:
+        assert collective.axes == ("data",)
+        carried[place(collective)] += collective.trips * collective.payload_bytes
+    of_layers = sum(x.size for x in jax.tree.leaves(abstract_state(config, layout)["params"]["layers"]) if x.ndim > 2)
+    assert carried[where] >= 4 * of_layers
+
+
+def deep(params, batch):
+    """A loss over a loop of layers, whose products a budget may keep or make again."""
+
+    def layer(x, w):
+        return jnp.tanh(x @ w), None
+
+    x = jax.lax.scan(layer, batch["x"] @ params["in"], params["layers"])[0]
+    return SumAndCount(jnp.sum(jnp.square(x[:, 0] - batch["y"])), batch["y"].size)
+
+
+def deep_arguments():
+    key = jax.random.key(0)
+    params = {"in": jax.random.normal(key, (8, 128)) / 8, "layers": jax.random.normal(key, (6, 128, 128)) / 12}
+    return params, {"x": jnp.ones((2048, 8)), "y": jnp.zeros(2048)}
+
+
+@pytest.mark.parametrize("zero", [None, 1])
+def test_memory_budget_is_kept_and_changes_no_gradient(zero):
+    params, rows = deep_arguments()
+
+    def made(**more):
+        options = ProgramOptions(POLICIES["fp32"], zero=zero, **more)
+        return training_program(deep, optax.sgd(1e-3), options=options, params=params, batch=rows)
+
+    free = made()
+    whole = free.report(free.init(params), rows).bytes.temporaries
+    tight = made(memory_budget=whole * 7 // 10)
+    report = tight.report(tight.init(params), rows)
+    assert report.bytes.temporaries <= whole * 7 // 10
+    assert report.bytes.temporaries == tight.plan.measured_bytes
+    assert [stage.name for stage in report.stages] == ["loss", "remat"]
+    assert "remat            bytes" in str(report)
+    _, wanted = free.step(free.init(params), rows, 0.0)
+    _, got = tight.step(tight.init(params), rows, 0.0)
+    assert got.grad_norm == pytest.approx(float(wanted.grad_norm), rel=1e-6)
+
+
+def test_options_of_the_choice_under_a_budget_are_those_of_its_search():
+    params, rows = deep_arguments()
+    measured = []
+
+    def measure(traced):
+        measured.append(remat.temporaries(traced))
+        return measured[-1]
+
+    def planned(**choice):
+        options = ProgramOptions(POLICIES["fp32"], memory_budget="16MiB", remat=remat.Options(**choice))
+        return training_program(deep, optax.sgd(1e-3), options=options, params=params, batch=rows).plan
+
+    assert planned(measure=measure).choice.saved
+    assert len(measured) > 2
+    assert not planned(min_bytes=1 << 30).choice.saved  # no value is as large
+    with pytest.raises(ValueError, match="best"):
+        planned(solver="best")
+
+
+def test_step_report_and_budget_compile_with_the_options_of_the_layout(monkeypatch):
+    monkeypatch.setattr(xla_options, "compiler_options", lambda layout: {"no_such_option": layout.mesh.size})
+    params, rows = deep_arguments()
+
+    def made(**options):
+        options = ProgramOptions(POLICIES["fp32"], zero=1, **options)
+        return training_program(deep, optax.sgd(1e-3), options=options, params=params, batch=rows)
+
+    program = made()
+    state = jax.jit(program.init)(params)
+    for run in (
+        lambda: program.step(state, rows, 0.0),
+        lambda: program.report(state, rows),
+        lambda: made(memory_budget="1GiB"),
+    ):
+        with pytest.raises(Exception, match="No such compile option: 'no_such_option'"):
+            run()
+
+
+def test_memory_budget_without_shapes_or_below_everything_is_refused():
+    params, rows = deep_arguments()
+    with pytest.raises(ValueError, match=r"give params=\.\.\. and batch=\.\.\."):
+        training_program(deep, optax.sgd(1e-3), options=ProgramOptions(POLICIES["fp32"], memory_budget="1GiB"))
+    options = ProgramOptions(POLICIES["fp32"], memory_budget="4KiB")
+    with pytest.raises(ValueError, match=r"a budget of 4,096 bytes .* is not met"):
+        training_program(deep, optax.sgd(1e-3), options=options, params=params, batch=rows)

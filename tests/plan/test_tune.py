@@ -1,0 +1,290 @@
+"""Tables of measured times: how they are made, whose they are, and that `auto` honours them."""
+
+import json
+import pathlib
+import types
+
+import jax
+import micro
+import pytest
+
+from hlat_jax import config
+from hlat_jax.ops import attention, choices, table
+from hlat_jax.ops.registry import OPS
+from hlat_jax.parallel.degrees import layout_over
+from hlat_jax.parallel.virtual_devices import planned_layout
+from hlat_jax.plan import ops_command as command
+from hlat_jax.plan import tune
+from hlat_jax.resolve import resolve
+
+COMMITTED = sorted((pathlib.Path(__file__).resolve().parents[2] / "benchmarks" / "tuned").glob("*.json"))
+CALL = attention.call((2, 32, 4, 8), 2, dtype="float32", has_segments=True, window=8)
+
+
+EIGHT_ROWS = "--config.data.batch_size=8"  # one for each device of the tests
+TWO_OPS = "--ops=attention,cross_entropy"
+
+
+def resolved(path, **model):
+    c = config.load(str(path))
+    c.data.batch_size = 8
+    c.model.update(model)
+    return resolve(c)
+
+
+def here(one):
+    return layout_over(one, jax.devices())
+
+
+def test_every_implementation_that_can_serve_is_measured_and_the_others_have_their_reason():
+    entry = tune.measured(attention.OP, CALL, platform="cpu", num_rounds=2, num_rows=1)
+    assert set(entry.times) == {"einsum", "blocked", "chunked"}
+    assert all(seconds > 0 for seconds in entry.times.values())
+    assert entry.winner == min(entry.times, key=entry.times.get)
+    assert entry.passed_over == dict.fromkeys(("nki", "cudnn", "triton"), "does not run on cpu")
+    assert entry.facts == json.loads(json.dumps(CALL))
+    assert entry.rows_measured == 1
+
+
+@pytest.mark.parametrize("key", ["rms_norm", "swiglu", "rope"])
+def test_every_op_of_a_layer_is_measured_at_the_shapes_of_a_run(key, tmp_path):
+    one = resolved(micro.write_config(tmp_path))
+    facts = choices.calls(one, here(one))[key]
+    rows_and_places = [1, one.data.seq_len]
+    assert list(facts["x_shape"][:2]) == rows_and_places
+    entry = tune.measured(OPS[key], facts, platform="cpu", num_rounds=1, num_rows=0)
+    assert set(entry.times) == set(OPS[key].names) - {"triton"}
+    assert entry.passed_over == ({} if key == "rope" else {"triton": "does not run on cpu"})
+
+
+def test_rounds_run_every_implementation_in_turn_and_each_begins_with_another():
+    order = []
+    runs = {name: (lambda name=name: order.append(name)) for name in "abc"}
+    times = tune.interleaved(runs, (), 4)
+    assert "".join(order) == "abcbcacababc"
+    assert {name: len(seconds) for name, seconds in times.items()} == {"a": 4, "b": 4, "c": 4}
+
+
+@pytest.fixture
+def tuned(tmp_path):
+    """(path of a config, path of its table on this machine, as the command writes it)."""
+    path = micro.write_config(tmp_path)
+    out = tmp_path / "tuned.json"
+    assert command.main(["tune", f"--config={path}", EIGHT_ROWS, f"--out={out}", "--rounds=1", TWO_OPS]) == 0
+    return path, out
+
+
+def edited(out, **changes):
+    tree = json.loads(out.read_text()) | changes
+    out.write_text(json.dumps(tree))
+    return tree
+
+
+def test_the_table_of_a_run_is_honoured_whatever_the_levels_say(tuned, capsys):
+    path, out = tuned
+    tree = json.loads(out.read_text())
+    assert [entry["op"] for entry in tree["entries"]] == ["model.attention", "model.cross_entropy"]
+    assert (tree["platform"], tree["jax"]) == ("cpu", jax.__version__)
+    plain = resolved(path)
+    assert choices.chosen_model(plain, here(plain)).attention == "blocked"
+    tree["entries"][0] |= {"times": {"einsum": 0.001, "blocked": 0.002, "chunked": 0.004}, "winner": "einsum"}
+    edited(out, entries=tree["entries"])
+    one = resolved(path, tuned=str(out))
+    choice = choices.choices(one, here(one))["attention"]
+    assert (choice.name, choice.because) == ("einsum", f"1 ms, the fastest in {out}")
+    assert choice.passed_over["chunked"] == "4 ms, 4.00 times that of einsum"
+    assert choices.chosen_model(one, here(one)).attention == "einsum"
+    named = resolved(path, tuned=str(out), attention="chunked")
+    assert choices.chosen_model(named, here(named)).attention == "chunked"
+    assert command.main(["choices", f"--config={path}", EIGHT_ROWS, f"--config.model.tuned={out}"]) == 0
+    assert "model.attention: einsum, 1 ms, the fastest in" in capsys.readouterr().out
+
+
+def test_a_call_that_was_not_measured_goes_by_level_and_says_so(tuned):
+    path, out = tuned
+    c = config.load(str(path))
+    c.model.tuned, c.data.batch_size = str(out), 16
+    one = resolve(c)
+    choice = choices.choices(one, here(one))["attention"]
+    assert choice.because == f"level 20 on cpu; {out} has no times of this call"
+
+
+def test_measuring_again_replaces_the_entries_of_the_same_calls_alone(tuned):
+    path, out = tuned
+    arguments = ["tune", EIGHT_ROWS, f"--out={out}", "--rounds=1"]
+    assert command.main([*arguments, f"--config={path}", "--ops=cross_entropy"]) == 0
+    assert len(json.loads(out.read_text())["entries"]) == 2
+    shorter = [*arguments, f"--config={path}", "--config.data.seq_len=16"]
+    assert command.main([*shorter, "--ops=cross_entropy,rope"]) == 0
+    found = [entry["op"] for entry in json.loads(out.read_text())["entries"]]
+    assert found[2:] == ["model.cross_entropy", "model.rope"]
+    with pytest.raises(ValueError, match=r"--ops=ropes: there is no op 'ropes'. Did you mean 'rope'"):
+        command.main([*shorter, "--ops=ropes"])
+
+
+def test_a_call_of_which_some_rows_were_timed_says_so_and_does_not_replace_all_of_them(tmp_path):
+    path, out = micro.write_config(tmp_path), tmp_path / "tuned.json"
+    words = ["tune", f"--config={path}", "--config.data.batch_size=16", f"--out={out}", "--rounds=1", "--ops=rope"]
+    c = config.load(str(path))
+    c.data.batch_size, c.model.tuned = 16, str(out)
+    one = resolve(c)
+    assert command.main([*words, "--rows=1"]) == 0
+    assert choices.choices(one, here(one))["rope"].because.endswith(f"the fastest in {out} (at 1 of its 2 rows)")
+    assert command.main(words) == 0
+    assert choices.choices(one, here(one))["rope"].because.endswith(f"the fastest in {out}")
+    with pytest.raises(ValueError, match=r"--rows=1: .* has times of rope at 2 rows, which say more. Give --rows=2"):
+        command.main([*words, "--rows=1"])
+
+
+def test_the_calls_of_a_run_on_more_devices_are_timed_on_one(tmp_path):
+    path, out = micro.write_config(tmp_path), tmp_path / "tuned.json"
+    words = [f"--config={path}", "--config.data.batch_size=32", "--config.parallel.tensor=2", "--devices=64"]
+    assert command.main(["tune", *words, f"--out={out}", "--rounds=1", "--ops=rope"]) == 0
+    c = config.load(str(path))
+    c.data.batch_size, c.parallel.tensor = 32, 2
+    one = resolve(c)
+    facts = choices.calls(one, planned_layout(one, 64, platform="cpu"))["rope"]
+    assert facts["x_shape"][2] == one.model.num_heads // 2
+    assert table.read(str(out)).entry("model.rope", facts).rows_measured == 1
+    assert command.main(["choices", *words, f"--config.model.tuned={out}"]) == 0
+
+
+def test_a_table_made_before_an_op_had_a_choice_is_read_and_its_other_calls_go_by_level(tuned):
+    path, out = tuned
+    one = resolved(path, tuned=str(out))
+    found = choices.choices(one, here(one))
+    assert found["attention"].because.endswith(f"the fastest in {out}")
+    without = f"level 10 on cpu; {out} has no times of this call"
+    for key, chosen in (("rms_norm", "recomputed"), ("swiglu", "recomputed"), ("rope", "reference")):
+        assert (found[key].name, found[key].because) == (chosen, without)
+
+
+def test_a_table_of_another_kind_of_device_is_refused_with_both_kinds_and_the_way_out(tuned):
+    path, out = tuned
+    edited(out, device_kind="TPU v9")
+    one, kind = resolved(path, tuned=str(out)), table.device_kind(jax.devices()[0])
+    with pytest.raises(ValueError, match="was made on 'TPU v9'") as caught:
+        choices.chosen_model(one, here(one))
+    assert f"this is {kind!r} (cpu)" in str(caught.value)
+    assert "Make one for this device with python -m hlat_jax.ops tune" in str(caught.value)
+    with pytest.raises(ValueError, match="name another file, or remove it"):
+        command.main(["tune", f"--config={path}", EIGHT_ROWS, f"--out={out}"])
+
+
+def test_a_plan_for_another_platform_refuses_the_table_and_one_for_its_own_takes_it(tuned):
+    path, out = tuned
+    one = resolved(path, tuned=str(out))
+    winner = json.loads(out.read_text())["entries"][0]["winner"]
+    assert choices.chosen_model(one, planned_layout(one, 8, platform="cpu")).attention == winner
+    with pytest.raises(ValueError, match=r"this is 'planned' \(neuron\)"):
+        choices.chosen_model(one, planned_layout(one, 8, platform="neuron"))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [(None, "cannot be read"), ("[]", "is no table"), ('{"entries": [{"op": "x"}]}', "is no table")],
+)
+def test_a_file_that_is_no_table_is_refused(text, message, tmp_path):
+    file = tmp_path / "tuned.json"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        table.read(str(file))
+
+
+def test_a_winner_that_is_not_the_fastest_is_refused(tuned):
+    _, out = tuned
+    tree = json.loads(out.read_text())
+    tree["entries"][0]["winner"] = max(tree["entries"][0]["times"], key=tree["entries"][0]["times"].get)
+    edited(out, entries=tree["entries"])
+    with pytest.raises(ValueError, match=r"is no table of measured times .*has winner"):
+        table.read(str(out))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"times": {"dense": "0.1"}}, "has '0.1' for dense, which is no float of seconds above 0"),
+        ({"times": {"dense": 0}}, "has 0 for dense"),
+        ({"times": {"dense": -0.1}}, "has -0.1 for dense"),
+        ({"times": {"dense": float("nan")}}, "has nan for dense"),
+        ({"times": {"dens": 0.1}, "winner": "dens"}, "has a time of 'dens', which is not one of dense, chunked"),
+        ({"winner": "chunked"}, "has winner 'chunked' and times {'dense': 0.1}"),
+        ({"times": {}}, "has winner 'dense' and times {}"),
+        ({"op": "model.los"}, "is of no op: those are model.attention, model.cross_entropy"),
+    ],
+    ids=str,
+)
+def test_an_entry_that_cannot_be_is_refused_with_the_file_the_entry_and_the_way_out(changes, said, tmp_path):
+    entry = {"op": "model.cross_entropy", "facts": {"vocab_rows": 8}, "times": {"dense": 0.1}, "winner": "dense"}
+    entry |= {"passed_over": {}, "rows_measured": 1} | changes
+    out = tmp_path / "tuned.json"
+    out.write_text(json.dumps({"platform": "cpu", "device_kind": "x", "jax": "0.1", "entries": [entry]}))
+    with pytest.raises(ValueError, match="is no table of measured times") as caught:
+        table.read(str(out))
+    message = str(caught.value)
+    assert f"(entry 0, {entry['op']} at {{'vocab_rows': 8}}, {said}" in message
+    assert message.startswith(str(out))
+    assert "make it again with python -m hlat_jax.ops tune" in message
+
+
+def test_a_table_of_another_version_of_jax_is_honoured_and_the_reason_says_so(tuned):
+    path, out = tuned
+    edited(out, jax="0.1.2")
+    one = resolved(path, tuned=str(out))
+    found = choices.choices(one, here(one))
+    assert found["attention"].because.endswith(f"the fastest in {out}, made with JAX 0.1.2")
+    assert found["rope"].because.endswith(f"{out}, made with JAX 0.1.2 has no times of this call")
+
+
+def test_the_kind_of_a_cpu_is_its_model_and_of_others_what_jax_says():
+    gpu = types.SimpleNamespace(platform="gpu", device_kind="NVIDIA H200")
+    assert table.device_kind(gpu) == "NVIDIA H200"
+    assert table.device_kind(jax.devices()[0]) in pathlib.Path("/proc/cpuinfo").read_text()
+
+
+@pytest.mark.parametrize("name", ["tiny", "160m", "1b"])
+@pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.stem)
+def test_the_committed_table_has_the_calls_of_a_config_and_their_fastest_is_chosen(path, name):
+    known = table.read(str(path))
+    c = config.load(name)
+    c.model.tuned = str(path)
+    one = resolve(c)
+    layout = planned_layout(one, 1, platform=known.platform)
+    for key, choice in choices.choices(one, layout).items():
+        seconds = known.entry(f"model.{key}", choices.calls(one, layout)[key]).times
+        assert choice.name == min(seconds, key=seconds.get)
+        assert len(seconds) >= 2
+
+
+def test_a_table_is_committed():
+    assert COMMITTED
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["tuned"], "unknown verb 'tuned'. Did you mean 'tune'?"),
+        (["tune", "--config=tiny", "--rounds=0"], "--rounds=0 must be at least 1"),
+        (["choices", "--config=tiny", "--platform=cudda"], "--platform=cudda: Did you mean 'cuda'?"),
+        (["choices", "--config=tiny", "--devices=3"], "data.batch_size"),
+        (["tune", "--config=tiny", "--out=/no/such/folder/x.json"], "there is no folder /no/such/folder"),
+    ],
+)
+def test_the_command_refuses_what_it_cannot_do(words, message):
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 - compared below
+        command.main(words)
+    assert message in str(caught.value)
+
+
+def test_choices_for_devices_that_need_not_exist_say_why_each_other_does_not_serve(capsys, monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    assert command.main(["choices", "--config=7b", "--platform=neuron", "--devices=2048"]) == 0
+    said = capsys.readouterr().out
+    assert "model.attention: einsum, level 10 on neuron\n" in said
+    assert "  not nki: level 1 on neuron, where einsum has 10\n" in said
+    assert "  not triton: does not run on neuron\n" in said
+    assert "for q_shape (1, 4096, 4, 128), num_kv_heads 4, dtype bfloat16, has_segments False" in said
+    assert "model.rms_norm: recomputed, level 10 on neuron\n  for x_shape (1, 512, 4096), dtype bfloat16\n" in said
+    assert "model.swiglu: recomputed, level 10 on neuron\n  for x_shape (1, 4096, 1376), dtype bfloat16\n" in said
+    assert "model.rope: reference, level 10 on neuron\n  for x_shape (1, 4096, 4, 128), dtype bfloat16\n" in said

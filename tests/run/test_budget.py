@@ -1,0 +1,225 @@
+"""A budget of bytes in a config: resolved before the step, on meshes, kept by the run, and planned."""
+
+import dataclasses
+import functools
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import micro
+import numpy as np
+import planned
+import pytest
+
+from hlat_jax import config as config_lib
+from hlat_jax import model
+from hlat_jax.batch import concat_batch
+from hlat_jax.parallel import xla_options
+from hlat_jax.parallel.degrees import layout_over
+from hlat_jax.parallel.sharding import shard_batch
+from hlat_jax.passes import remat
+from hlat_jax.passes.naming import Choice, parse_choice
+from hlat_jax.passes.products import live_jaxpr, total_flops
+from hlat_jax.plan.report import Site, make_plan
+from hlat_jax.resolve import resolve
+from hlat_jax.run import budget
+from hlat_jax.step import init_state, make_train_step, traced_step
+
+MESH = {"data": 2, "fsdp": 2, "tensor": 2, "zero1": True, "sequence_parallel": True}
+
+
+def config_with(choice):
+    config = planned.small_config(**MESH)
+    data = dataclasses.replace(config.data, seq_len=64)
+    return dataclasses.replace(config, data=data, model=dataclasses.replace(config.model, remat=choice))
+
+
+@functools.cache
+def layout():
+    return layout_over(config_with("none"), jax.devices())
+
+
+@functools.cache
+def step_bytes(choice):
+    return remat.temporaries(traced_step(config_with(choice), layout()))
+
+
+@functools.cache
+def resolved():
+    """The budget, and what it is resolved to."""
+    asked = step_bytes("saved:") + (step_bytes("none") - step_bytes("saved:")) // 2
+    return asked, *budget.resolved(config_with(f"budget:{asked}B"), layout(), recorded=None)
+
+
+def one_step(config):
+    tokens = np.random.default_rng(0).integers(0, 64, (config.data.batch_size, config.data.seq_len))
+    batch = shard_batch(concat_batch(tokens), layout())
+    return make_train_step(config, layout())(init_state(config, layout()), batch, np.float32(1e-3))
+
+
+def test_a_budget_becomes_a_choice_that_fits_one_device_and_recomputes_less_than_full():
+    asked, config, record = resolved()
+    assert step_bytes(config.model.remat) == record["measured_bytes"] <= asked < record["plain"][0]
+    assert record["choice"] == config.model.remat
+    assert record["plain"][1] < record["flops"] < record["full"][1]
+
+
+def test_a_step_under_a_budget_is_the_step_without_one():
+    ours, plain = (one_step(config) for config in (resolved()[1], config_with("none")))
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(plain), strict=True):
+        np.testing.assert_allclose(np.asarray(a, np.float64), np.asarray(b, np.float64), rtol=1e-5, atol=1e-6)
+
+
+def test_a_recorded_choice_is_taken_for_the_same_mesh_and_made_anew_for_another(monkeypatch):
+    asked, _, record = resolved()
+    kept = record | {"choice": "saved:gate"}
+    again = config_with(f"budget:{asked}B")
+    assert budget.resolved(again, layout(), recorded=kept)[0].model.remat == "saved:gate"
+    searched = []
+    monkeypatch.setattr(remat, "search", lambda *_, **options: searched.append(options) or _plan())
+    for changed in ({"mesh": {}}, {"device": "other"}, {"asked": "budget:1GiB"}, {"jax": "0.1"}):
+        budget.resolved(again, layout(), recorded=kept | changed)
+    assert [options["budget_bytes"] for options in searched] == [asked] * 4
+
+
+def test_a_recorded_choice_of_values_that_the_step_no_longer_has_is_made_anew(monkeypatch, capsys):
+    asked, _, record = resolved()
+    plan = remat.Plan(Choice(("gate",)), 1, 1, 1, 1.0, 1.0, (1, 1.0), None, 1, 0.0)
+    monkeypatch.setattr(remat, "search", lambda *_, **options: plan)
+    old = record | {"choice": "saved:dot_general.99,gate"}
+    config, found = budget.resolved(config_with(f"budget:{asked}B"), layout(), recorded=old)
+    assert config.model.remat == found["choice"] == "saved:gate"
+    assert "chosen anew: the step no longer has values that the checkpoint's choice names" in capsys.readouterr().out
+
+
+def test_a_stock_policy_is_recorded_and_taken_again_and_one_that_is_gone_is_made_anew(monkeypatch):
+    plan = remat.Plan(Choice(stock_policy="dots_saveable"), 1, 1, 1, 1.0, 1.0, (1, 1.0), None, 1, 0.0)
+    searched = []
+    monkeypatch.setattr(remat, "search", lambda *_, **options: searched.append(options) or plan)
+    asked = config_with("budget:1GiB")
+    config, record = budget.resolved(asked, layout(), recorded=None)
+    assert config.model.remat == record["choice"] == "policy:dots_saveable"
+    assert budget.resolved(asked, layout(), recorded=record) == (config, record)
+    assert len(searched) == 1
+    assert budget.resolved(asked, layout(), recorded=record | {"choice": "policy:gone"}) == (config, record)
+    assert len(searched) == 2
+
+
+def test_a_step_under_a_stock_policy_computes_fewer_products_again_than_with_nothing_kept():
+    none, dots, nothing = (
+        total_flops(live_jaxpr(traced_step(config_with(choice), layout())))
+        for choice in ("none", "policy:dots_saveable", "policy:nothing_saveable")
+    )
+    assert none <= dots < nothing == total_flops(live_jaxpr(traced_step(config_with("full"), layout())))
+
+
+@functools.cache
+def chunked(choice):
+    config = planned.small_config()
+    data = dataclasses.replace(config.data, seq_len=512, batch_size=1)
+    model_config = dataclasses.replace(config.model, remat=choice, attention="chunked", num_layers=2)
+    return dataclasses.replace(config, data=data, model=model_config)
+
+
+def test_a_budget_is_met_with_chunked_attention_whose_derivative_rule_names_values():
+    one = layout_over(chunked("none"), jax.devices()[:1])
+    most, least = (remat.temporaries(traced_step(chunked(choice), one)) for choice in ("none", "saved:"))
+    asked = least + int(0.8 * (most - least))
+    config, record = budget.resolved(chunked(f"budget:{asked}B"), one, recorded=None)
+    assert {"attention_lse", "attention_out"} <= {*parse_choice(record["choice"]).saved}
+    assert remat.temporaries(traced_step(config, one)) == record["measured_bytes"] <= asked
+    assert record["flops"] < record["full"][1]
+
+
+def test_both_values_that_chunked_attention_names_spare_a_second_forward_pass():
+    one = layout_over(chunked("none"), jax.devices()[:1])
+    none, both = (
+        total_flops(live_jaxpr(traced_step(chunked(f"saved:{names}"), one)))
+        for names in ("", "attention_out,attention_lse")
+    )
+    assert both < none
+    with pytest.raises(ValueError, match="no values attention_sum:"):
+        traced_step(chunked("saved:attention_out,attention_sum"), one)
+
+
+def test_an_estimate_fails_where_a_plan_would_and_not_in_silence(monkeypatch):
+    def failing(*_, **__):
+        raise ValueError("something else")
+
+    monkeypatch.setattr(remat, "search", failing)
+    with pytest.raises(ValueError, match="something else"):
+        budget.estimated(config_with("budget:1GiB"), layout())
+
+
+def test_a_budget_is_held_against_the_program_as_it_is_compiled_with_the_options_of_the_step(monkeypatch):
+    monkeypatch.setattr(xla_options, "compiler_options", lambda layout: {"no_such_option": 1})
+    with pytest.raises(Exception, match="no_such_option"):
+        budget.resolved(config_with("budget:1GiB"), layout(), recorded=None)
+
+
+def test_a_recorded_choice_is_not_taken_where_more_lies_on_a_device(monkeypatch):
+    asked, _, record = resolved()
+    again = config_with(f"budget:{asked}B")
+    whole = dataclasses.replace(again, parallel=dataclasses.replace(again.parallel, sequence_parallel=False))
+    searched = []
+    monkeypatch.setattr(remat, "search", lambda *_, **options: searched.append(options) or _plan())
+    budget.resolved(again, layout(), recorded=record)
+    assert not searched
+    budget.resolved(whole, layout_over(whole, jax.devices()), recorded=record)
+    assert len(searched) == 1
+
+
+def _plan():
+    return remat.Plan(None, 1, 1, 1, 1.0, 1.0, (1, 1.0), None, 1, 0.0)
+
+
+def test_a_config_without_a_budget_is_left_as_it_is():
+    config = config_with("full")
+    assert budget.resolved(config, layout(), recorded=None) == (config, None)
+    assert budget.estimated(config, layout()) is config
+
+
+@pytest.mark.parametrize("size", ["12", "12 GB/s", "", "GiB"])
+def test_a_budget_without_a_unit_is_refused_when_the_config_is_read(size):
+    c = config_lib.default()
+    c.model.remat = f"budget:{size}"
+    message = rf"model.remat: the budget={size!r} is no size in bytes: give a size with its unit, such as '12GiB'"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        resolve(c)
+
+
+def test_a_plan_estimates_the_choice_and_names_it():
+    config = planned.planned_config(remat="budget:150MiB", m=2)
+    plan = make_plan(config, Site("trn1.2xlarge", 1))
+    assert re.match(r"budget:150MiB, estimated as saved:\w", plan["schedule"]["remat"])
+    assert plan["device_bytes"]["temporaries"] <= 150 * 2**20
+    least = make_plan(dataclasses.replace(config, model=_remat(config, "budget:4096B")), Site("trn1.2xlarge", 1))
+    assert least["schedule"]["remat"] == "budget:4096B, estimated as full"
+
+
+def _remat(config, choice):
+    return dataclasses.replace(config.model, remat=choice)
+
+
+def test_a_forward_pass_needs_no_choice():
+    cfg = config_with("budget:1GiB").model
+    params = model.init_params(cfg, jax.random.key(0))
+    tokens_BT = jnp.arange(32).reshape(2, 16)
+    plain = model.apply(params, dataclasses.replace(cfg, remat="none"), tokens_BT)
+    np.testing.assert_allclose(model.apply(params, cfg, tokens_BT), plain, atol=1e-6)
+
+
+def test_a_run_prints_and_records_its_choice_and_goes_on_with_it(tmp_path, train_here):
+    path = micro.write_config(tmp_path)
+    words = [f"--config={path}", f"--workdir={tmp_path / 'run'}", "--config.model.remat=budget:2.7MiB"]
+    words += ["--config.model.attention=einsum", "--config.data.validation="]
+    code, out, err = train_here(*words, "--config.train.num_steps=2")
+    assert code == 0, err
+    record = json.loads((tmp_path / "run" / budget.RECORD_FILE).read_text())
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["model"]["remat"] == "budget:2.7MiB"
+    assert f"remat            {record['choice']}\n" in out
+    assert record["measured_bytes"] <= 2.7 * 2**20
+    code, out, err = train_here(*words, "--config.train.num_steps=3")
+    assert code == 0, err
+    assert f"{record['choice']}, as the checkpoint has it for budget:2.7MiB" in out

@@ -1,0 +1,484 @@
+"""Every setting is read, nothing unknown passes, and every shipped config resolves to what is written down.
+
+    PYTHONPATH=. python tests/spine/test_config.py
+
+writes `tests/support/golden/*.json` anew after a change that is meant.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import io
+import json
+import pathlib
+import sys
+import threading
+import time
+from typing import Any
+
+import jax
+import micro
+import numpy as np
+import pytest
+import sentencepiece
+from jax.experimental.compilation_cache import compilation_cache
+
+from hlat_jax import config as config_lib
+from hlat_jax import loop
+from hlat_jax.data import packing
+from hlat_jax.data.held_out import open_held_out
+from hlat_jax.data.loader import TrainBatches
+from hlat_jax.data.tokenizer import Tokenizer
+from hlat_jax.model import abstract_params
+from hlat_jax.ops import table
+from hlat_jax.ops.choices import calls
+from hlat_jax.optimizer import learning_rate
+from hlat_jax.parallel.sharding import make_layout
+from hlat_jax.resolve import resolve
+from hlat_jax.run.machine import fitting_layout
+from hlat_jax.step import abstract_state, init_state, traced_step
+from hlat_jax.weights import weights_folder
+from hlat_jax.weights.trained import leaves_by_name
+
+pytestmark = pytest.mark.xdist_group("config")  # its fixtures are costly: one process
+GOLDEN = pathlib.Path(__file__).resolve().parent / "golden"
+SHIPPED = sorted(path.stem for path in config_lib.config_folder().glob("*.py"))
+
+
+# What can be observed of a config. Each function takes the mutable config and a folder of its own.
+
+
+def program(c, _):
+    """The text of the lowered training step on one device."""
+    return _lowered(c, jax.devices()[:1])
+
+
+def program_8(c, _):
+    """The text of the lowered training step on eight devices."""
+    return _lowered(c, jax.devices())
+
+
+def _lowered(c, devices):
+    config = resolve(c)
+    return traced_step(config, make_layout(config.parallel, devices)).lower().as_text()
+
+
+def placement(c, _):
+    """The mesh of eight devices and where each part of the state lies on it, or why not."""
+    config = resolve(c)
+    try:
+        layout = fitting_layout(config, jax.devices())
+    except ValueError as error:
+        return str(error)
+    return layout.mesh.shape, jax.tree.map(lambda leaf: leaf.sharding.spec, abstract_state(config, layout))
+
+
+def weights(c, _):
+    """The bytes of the initial weights."""
+    config = resolve(c)
+    state = init_state(config, make_layout(config.parallel, jax.devices()[:1]))
+    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(state["params"])]
+
+
+def rates(c, _):
+    """The learning rates of the first hundred updates."""
+    return [learning_rate(step, resolve(c).optimizer) for step in range(100)]
+
+
+def batches(c, _):
+    """The first training batches and all validation batches."""
+    data = resolve(c).data
+    tokenizer = Tokenizer(data.tokenizer)
+    loader = TrainBatches(data, tokenizer=tokenizer)
+    held_out, _ = open_held_out(data, tokenizer=tokenizer, num_batches=2)
+    found = [next(loader)[0] for _ in range(4)] + [batch for source in held_out.values() for batch in source.batches]
+    loader.close()
+    return [batch.tokens.tobytes() for batch in found]
+
+
+def threads(c, _):
+    """The number of threads that read ahead."""
+    data = resolve(c).data
+    before = set(threading.enumerate())
+    loader = TrainBatches(data, tokenizer=Tokenizer(data.tokenizer))
+    next(loader)
+    found = [t for t in threading.enumerate() if t not in before and t.name.startswith("hlat-data")]
+    loader.close()
+    return len(found)
+
+
+def rows_ahead(c, _):
+    """The number of rows that are made before anybody asks for a batch."""
+    data, made, next_row = resolve(c).data, [], packing.ConcatStream.next_row
+
+    def counted(stream):
+        made.append(stream)
+        return next_row(stream)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packing.ConcatStream, "next_row", counted)
+        loader = TrainBatches(data, tokenizer=Tokenizer(data.tokenizer))
+        settled = -1
+        while settled != len(made) or not made:
+            settled = len(made)
+            time.sleep(0.1)
+        loader.close()
+    return settled
+
+
+def refusal(c, _):
+    """What `resolve` says against it; "" when nothing."""
+    try:
+        resolve(c)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def run(c, folder):
+    """What a whole run leaves and prints, timings apart: a dict of rows, printed lines, checkpoints and files."""
+    config = resolve(c)
+    stdout, error = io.StringIO(), ""
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(stdout):
+        patch.setattr(jax, "devices", functools.partial(_first, jax.devices()))
+        patch.setitem(sys.modules, "wandb", None)  # as if it were not installed
+        try:
+            loop.train(config, folder)
+        except (ValueError, loop.NonFiniteError) as caught:
+            error = str(caught)
+    printed = stdout.getvalue().splitlines()
+    kept = [line for line in printed if line.startswith(("sample", "validation loss"))]
+    lines = [line.split()[0] for line in printed if "%" in line]  # the steps of progress lines
+    return {
+        "rows": [micro.exact(row) for row in micro.rows(folder)] if not error or "steps in a row" in error else error,
+        "printed": (kept, lines),
+        "checkpoints": micro.saved_steps(folder),
+        "files": sorted(path.name for path in folder.iterdir() if path.name != "nonfinite.json"),
+    }
+
+
+def _first(devices, *_):
+    return devices[:1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One field: the value it is set to, where that must be seen, and what else must be set for it to matter."""
+
+    value: Any
+    seen_in: Any
+    part: str = ""
+    given: dict = dataclasses.field(default_factory=dict)
+
+
+LONG_ROWS = {"model.max_positions": 512, "data.seq_len": 512}  # more than one chunk of the loss
+LLAMA3 = {"model.rope_scaling": "llama3"}
+TWO_SOURCES = {
+    "data.train": "a=package:austen_train.jsonl;b=FOLDER/two.jsonl",
+    "data.validation": "",
+    "data.weights": "a=1,b=1",
+}
+SHORT_DOCUMENTS = {"data.train": "FOLDER/two.jsonl", "data.validation": ""}
+DIVERGING = {"optimizer.peak_lr": 1e30, "optimizer.warmup_steps": 1, "train.num_steps": 7}
+FIELDS = {
+    "model.vocab_size": Row(4096, program),
+    "model.num_layers": Row(3, program),
+    "model.embed_dim": Row(48, program),
+    "model.mlp_dim": Row(64, program),
+    "model.num_heads": Row(2, program),
+    "model.num_kv_heads": Row(4, program),
+    "model.head_dim": Row(16, program),
+    "model.max_positions": Row(16, refusal),
+    "model.norm_eps": Row(1e-6, program),
+    "model.rope_theta": Row(5e5, program),
+    "model.rope_scaling": Row("llama3", program),
+    "model.rope_factor": Row(4.0, program, given=LLAMA3),
+    "model.rope_low_freq_factor": Row(2.0, program, given=LLAMA3),
+    "model.rope_high_freq_factor": Row(8.0, program, given=LLAMA3),
+    "model.rope_original_positions": Row(4096, program, given=LLAMA3),
+    "model.tie_embeddings": Row(True, program),
+    "model.fuse_qkv": Row(False, program),
+    "model.init_std": Row(0.03, weights),
+    "model.depth_scaled_init": Row(False, weights),
+    "model.layer_loop": Row("unroll", program),
+    "model.remat": Row("full", program, given={"model.remat": "none"}),
+    "model.attention": Row("einsum", program, given={"model.attention": "blocked"}),
+    "model.cross_entropy": Row("chunked", program, given=LONG_ROWS | {"model.cross_entropy": "dense"}),
+    "model.rms_norm": Row("reference", program),
+    "model.swiglu": Row("reference", program),
+    "model.rope": Row("paired", program),
+    "model.tuned": Row("FOLDER/tuned.json", program),
+    "parallel.pipe": Row(2, placement),
+    "parallel.data": Row(2, placement, given={"parallel.data": 1, "parallel.fsdp": -1}),
+    "parallel.fsdp": Row(2, placement),
+    "parallel.tensor": Row(2, placement),
+    "parallel.zero1": Row(True, placement),
+    "parallel.reduce_gradients": Row("layer", program_8),
+    "parallel.bucket_bytes": Row(4096, program_8),
+    "parallel.sequence_parallel": Row(True, program_8, given={"parallel.tensor": 2}),
+    "precision.policy": Row("mixed", program),
+    "precision.stochastic_rounding": Row("software", refusal),
+    "optimizer.peak_lr": Row(2e-2, rates),
+    "optimizer.min_lr_ratio": Row(0.2, rates),
+    "optimizer.warmup_steps": Row(5, rates),
+    "optimizer.horizon_steps": Row(50, rates),
+    "optimizer.beta1": Row(0.8, program),
+    "optimizer.beta2": Row(0.9, program),
+    "optimizer.eps": Row(1e-6, program),
+    "optimizer.weight_decay": Row(0.2, program),
+    "optimizer.decay": Row("matrices", program),
+    "optimizer.clip_norm": Row(2.0, program),
+    "data.train": Row("package:austen_validation.jsonl", batches),
+    "data.validation": Row("package:austen_train.jsonl", batches),
+    "data.text_field": Row("body", batches, given={"data.train": "FOLDER/two.jsonl", "data.validation": ""}),
+    "data.tokenizer": Row("FOLDER/other.model", batches),
+    "data.batch_size": Row(16, batches),
+    "data.seq_len": Row(16, batches),
+    "data.packing": Row("documents", batches, given=SHORT_DOCUMENTS),
+    "data.weights": Row("a=1,b=9", batches, given=TWO_SOURCES),
+    "data.window_documents": Row(1, batches, given=SHORT_DOCUMENTS | {"data.packing": "documents"}),
+    "data.on_bad_record": Row("skip", run, "rows", {"data.train": "FOLDER/bad.jsonl"}),
+    "data.position_every_steps": Row(2, run, "files"),
+    "data.max_document_chars": Row(100, batches),
+    "data.shuffle": Row(False, batches),
+    "data.seed": Row(5, batches),
+    "data.num_threads": Row(1, threads),
+    "data.prefetch_batches": Row(2, rows_ahead),
+    "train.num_steps": Row(5, run, "rows"),
+    "train.seed": Row(1, weights),
+    "train.init_from": Row("FOLDER/start", run, "rows"),
+    "train.num_microbatches": Row(2, program),
+    "train.z_loss_weight": Row(1e-4, program),
+    "train.eval_every_steps": Row(3, run, "rows"),
+    "train.num_eval_batches": Row(3, run, "rows"),
+    # what these do is in test_harness
+    "train.eval_tasks": Row("any", refusal, given={"train.eval_tasks_limit": 2}),
+    "train.eval_tasks_every_steps": Row(2, refusal),
+    "train.eval_tasks_limit": Row(2, refusal),
+    "train.eval_tasks_folder": Row("FOLDER/tasks", refusal),
+    # without a save, which ends a run at the first state that is not finite
+    "train.max_nonfinite_steps": Row(2, run, "rows", DIVERGING | {"checkpoint.every_steps": 0}),
+    "train.eval_loss_low": Row(19.0, run, "printed", {"train.eval_loss_high": 20.0}),
+    "train.eval_loss_high": Row(20.0, run, "printed"),
+    "train.sample_prompt": Row("It is", run, "printed"),
+    "train.sample_tokens": Row(3, run, "printed", {"train.sample_prompt": "It is"}),
+    "checkpoint.every_steps": Row(2, run, "checkpoints"),
+    "checkpoint.every_minutes": Row(1e-9, run, "checkpoints", {"checkpoint.every_steps": 0}),
+    "checkpoint.keep_last": Row(1, run, "checkpoints"),
+    "checkpoint.keep_every_steps": Row(1, run, "checkpoints"),
+    "checkpoint.export_every_steps": Row(4, run, "files"),
+    "metrics.log_every_steps": Row(1, run, "printed"),
+    "metrics.console": Row("off", run, "printed"),
+    "metrics.tensorboard": Row(True, run, "files"),
+    "metrics.wandb_project": Row("novels", run, "rows"),
+    "metrics.plot": Row(True, run, "files"),
+}
+
+
+@pytest.fixture(scope="module")
+def observed(tmp_path_factory):
+    """A function (settings, observer) -> what is observed, remembered, with compiled programs kept on disk."""
+    folder = tmp_path_factory.mktemp("config")
+    _write_inputs(folder)
+    seen = {}
+
+    def observe(settings, observer):
+        key = (observer.__name__, *sorted(settings.items()))
+        if key not in seen:
+            seen[key] = observer(_base(settings, folder), folder / f"run{len(seen)}")
+        return seen[key]
+
+    jax.config.update("jax_compilation_cache_dir", str(folder / "cache"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    yield observe
+    jax.config.update("jax_compilation_cache_dir", None)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 1)
+    compilation_cache.reset_cache()
+
+
+def _base(settings, folder):
+    c = config_lib.load(str(micro.write_config(folder)))
+    c.data.batch_size = 8
+    c.train.update(num_steps=4, eval_every_steps=2, num_eval_batches=2, sample_tokens=2)
+    c.checkpoint.every_steps = 1
+    c.metrics.update(console="on", log_every_steps=2, tensorboard=False)
+    for path, value in settings.items():
+        section, key = path.split(".")
+        c[section][key] = value.replace("FOLDER", str(folder)) if isinstance(value, str) else value
+    return c
+
+
+def _write_inputs(folder):
+    model = resolve(config_lib.load(str(micro.write_config(folder)))).model
+    about = weights_folder.About(model, step=0, tokenizer="", origin={})
+    with weights_folder.new_weights(folder / "start", about=about, files={}) as leaves:
+        for name, leaf in leaves_by_name(abstract_params(model)).items():
+            with leaves.leaf(name, leaf.shape, np.dtype(np.float32)) as write:
+                write(np.full(leaf.shape, 0.01, np.float32))
+    texts = [f"Document {number} is of another kind." for number in range(20)]
+    rows = [json.dumps({"text": text, "body": text[::-1]}) for text in texts]
+    (folder / "two.jsonl").write_text("\n".join(rows) + "\n")
+    (folder / "bad.jsonl").write_text("\n".join([*rows, '{"text": null}']) + "\n")
+    _write_table(resolve(_base({}, folder)), str(folder / "tuned.json"))
+    with open(folder / "other.model", "wb") as file:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(texts), model_writer=file, vocab_size=300, byte_fallback=True,
+            hard_vocab_limit=False, minloglevel=2,
+        )  # fmt: skip
+
+
+def _write_table(config, path):
+    """Writes times by which `einsum`, which levels pass over here, serves the attention of one device's run."""
+    device = jax.devices()[0]
+    facts = table.as_json(calls(config, make_layout(config.parallel, [device]))["attention"])
+    entry = table.Entry("model.attention", facts, {"einsum": 1.0, "blocked": 2.0}, "einsum", {}, 1)
+    table.write(table.Table(path, "cpu", table.device_kind(device), jax.__version__, (entry,)))
+
+
+@pytest.mark.parametrize("path", FIELDS)
+def test_config_field_changes_something(path, observed):
+    row = FIELDS[path]
+    plain, changed = (observed(settings, row.seen_in) for settings in (row.given, row.given | {path: row.value}))
+    if row.part:
+        plain, changed = plain[row.part], changed[row.part]
+    assert plain != changed, f"{path}={row.value!r} changes nothing in {row.seen_in.__name__} {row.part}"
+
+
+def test_config_table_covers_every_field_exactly():
+    fields = {f"{name}.{f.name}" for name, cls in config_lib.SECTIONS.items() for f in dataclasses.fields(cls)}
+    assert set(FIELDS) == fields
+    assert {f.name for f in dataclasses.fields(config_lib.Config)} == {"name", *config_lib.SECTIONS}
+    tree = config_lib.default().to_dict()
+    assert {f"{section}.{key}" for section in config_lib.SECTIONS for key in tree[section]} == fields
+
+
+def test_config_observations_do_not_change_by_themselves(observed, tmp_path):
+    c = _base({}, tmp_path)
+    for observer in (program, weights, batches, rates):
+        assert observer(c, None) == observed({}, observer)
+    assert run(c, tmp_path / "run") == observed({}, run)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--config=tinny"], "--config=tinny: no such config. Did you mean 'tiny'?"),
+        (["--config=nowhere.py"], "--config=nowhere.py: no such file. Shipped configs: 160m, 1b, 70b, 7b, node, tiny"),
+        ([], "--config=NAME is missing"),
+        (["--config"], "--config=: no such config."),
+        (["--config=tiny", "--config", "7b"], "--config is given 2 times; a run has one config."),
+        (["--config=tiny", "--config.optimizer.peek_lr=1"], "optimizer has no key 'peek_lr'. Did you mean 'peak_lr'?"),
+        (["--config=tiny", "--config.optimiser.eps=1"], "config has no key 'optimiser'. Did you mean 'optimizer'?"),
+        (["--config=tiny", "--config.data=1"], "--config.data is a section; set one of its keys: "),
+        (["--config=tiny", "--config.model.layer_loop=scam"], "is not one of scan, unroll. Did you mean 'scan'?"),
+        (["--config=tiny", "--config.data.batch_size=many"], "data.batch_size"),
+        (["--config=tiny", "--config.data.batch_size=1.5"], "data.batch_size"),
+        (["--config=tiny", "--config.train.num_steps=-1"], "train.num_steps=-1 must be at least 0."),
+        (["--config=tiny", "--workdri=x"], "unknown flag --workdri. Did you mean '--workdir'?"),
+        (["--config=tiny", "more"], "unexpected argument 'more'"),
+    ],
+)
+def test_config_command_line_with_an_error_names_the_nearest(train_here, words, message):
+    code, _, err = train_here(*words)
+    assert code == 2
+    [line] = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert message in line
+
+
+def test_help_names_every_key_and_config(train_here):
+    code, out, _ = train_here("--help")
+    assert code == 0
+    for word in (*SHIPPED, *FIELDS, "--workdir", "--print_config"):
+        assert word in out
+    assert max(map(len, out.splitlines())) < 200
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        ("c.model.num_layer = 3", "config has no key model.num_layer. Did you mean 'num_layers'?"),
+        ("c.modle = 3", "config has no section 'modle'. Did you mean 'model'?"),
+        ("c.model.num_layers = c.model.num_layer + 1", "num_layer"),
+        ("c.model.num_layers = 'three'", "num_layers"),
+        ("c.model.num_layers = 2.5", "num_layers"),
+    ],
+)
+def test_config_file_with_an_unknown_key_or_type_is_an_error_of_one_line(train_here, tmp_path, edit, message):
+    path = tmp_path / "mine.py"
+    path.write_text(
+        f"from hlat_jax.config import default\n\ndef get_config():\n    c = default()\n    {edit}\n    return c\n"
+    )
+    code, _, err = train_here(f"--config={path}", f"--workdir={tmp_path / 'run'}")
+    assert code == 2
+    [line] = err.splitlines()
+    assert line.startswith("error: ")
+    assert message in line
+
+
+def test_resolve_refuses_unknown_and_missing_keys_and_wrong_types():
+    def edited(edit):
+        tree = config_lib.default().to_dict()
+        edit(tree)
+        return tree
+
+    cases = {
+        "config has no section 'modle'. Did you mean 'model'?": lambda t: t.update(modle=t.pop("model")),
+        "config has no key train.num_step. Did you mean 'num_steps'?": lambda t: t["train"].update(num_step=3),
+        "config lacks train.seed": lambda t: t["train"].pop("seed"),
+        "optimizer.eps=1000": lambda t: t["optimizer"].update(eps=10**400),
+        "data.shuffle=1 is int; it must be bool.": lambda t: t["data"].update(shuffle=1),
+        "data.seed=True is bool; it must be int.": lambda t: t["data"].update(seed=True),
+        "precision.policy='fp8' is not one of fp32, autocast, mixed,": lambda t: t["precision"].update(policy="fp8"),
+    }
+    for message, edit in cases.items():
+        with pytest.raises(ValueError) as caught:  # noqa: PT011 - the message is compared below
+            resolve(edited(edit))
+        assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["../x", "/x", "a/b", "..", ".", "", ".x", "-x", "a\n", "a\0", "a" * 256])
+def test_a_name_that_is_no_folder_in_runs_is_refused(name, train_here, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, _, err = train_here("--config=tiny", f"--config.name={name}")
+    assert code == 2
+    assert err.startswith("error: config.name=")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_name_of_a_run_may_have_spaces_and_dots():
+    c = config_lib.load("tiny")
+    c.name = "7b v1.5_lr=3e-4"
+    assert resolve(c).name == c.name
+
+
+def golden_text(name):
+    """Returns what `tests/support/golden/<name>.json` must hold."""
+    return json.dumps(resolve(config_lib.load(name)).to_dict(), indent=2) + "\n"
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_config_shipped_resolves_to_its_golden_file(name):
+    path = GOLDEN / f"{name}.json"
+    again = "If that is meant: PYTHONPATH=. python tests/spine/test_config.py"
+    assert path.exists(), f"{path} is missing. {again}"
+    found, golden = json.loads(golden_text(name)), json.loads(path.read_text())
+    keys = {
+        (section, key) for tree in (found, golden) for section in config_lib.SECTIONS for key in tree.get(section, {})
+    }
+    changed = {
+        f"{section}.{key}": f"{golden.get(section, {}).get(key, 'absent')!r} -> {found[section].get(key, 'absent')!r}"
+        for section, key in sorted(keys)
+        if golden.get(section, {}).get(key, "absent") != found[section].get(key, "absent")
+    }
+    assert not changed, f"config {name} is no longer what {path} says: {changed}. {again}"
+    assert path.read_text() == golden_text(name), f"{path} is not written by this program. {again}"
+
+
+def test_config_golden_files_are_those_of_the_shipped_configs():
+    assert sorted(path.stem for path in GOLDEN.glob("*.json")) == SHIPPED
+
+
+if __name__ == "__main__":
+    GOLDEN.mkdir(exist_ok=True)
+    for name in SHIPPED:
+        (GOLDEN / f"{name}.json").write_text(golden_text(name))

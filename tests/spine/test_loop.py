@@ -1,0 +1,440 @@
+"""What the loop owes a run in the moments that hurt: a signal in the wrong place, a bad record, a second process."""
+
+import dataclasses
+import json
+import os
+import shutil
+import signal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+from micro import as_before, exact, flip_exponent_bit, reseal, saved_steps, write_config
+
+from hlat_jax import config as config_lib
+from hlat_jax import loop
+from hlat_jax.host.process import only_process
+from hlat_jax.resolve import resolve
+from hlat_jax.run.machine import fitting_layout
+from hlat_jax.run.validation import Validation
+from hlat_jax.store.checkpoint import Checkpointer, saved_run
+from hlat_jax.store.metrics import ROWS_FILE, read_rows
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_once(tmp_path_factory):
+    """Keeps compiled programs on disk: most runs here have the same."""
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("cache")))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    yield
+    jax.config.update("jax_compilation_cache_dir", None)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 1)
+    compilation_cache.reset_cache()
+
+
+@pytest.fixture
+def micro(tmp_path):
+    """A mutable micro config on one of the virtual devices."""
+    c = config_lib.load(str(write_config(tmp_path)))
+    c.train.num_eval_batches = 1
+    return c
+
+
+@pytest.fixture
+def train(tmp_path, monkeypatch):
+    """A function that trains a mutable config in `tmp_path/run` on one device."""
+    one = jax.devices()[:1]
+    monkeypatch.setattr(loop.jax, "devices", lambda: one)
+    return lambda c: loop.train(resolve(c), tmp_path / "run")
+
+
+def test_a_signal_during_validation_loses_no_step(micro, train, tmp_path, monkeypatch, capsys):
+    micro.checkpoint.every_steps = 0
+    evaluate = Validation.__call__
+    calls = []
+
+    def evaluate_and_signal(self, params):
+        row = evaluate(self, params)
+        calls.append(row)
+        if len(calls) == 2:  # at step 6
+            os.kill(os.getpid(), signal.SIGTERM)
+        return row
+
+    monkeypatch.setattr(Validation, "__call__", evaluate_and_signal)
+    assert train(micro) == 0
+    assert "after step 6, saved in" in capsys.readouterr().out
+    assert saved_steps(tmp_path / "run") == [6]
+    assert [row["step"] for row in read_rows(tmp_path / "run" / ROWS_FILE) if "loss" in row] == list(range(1, 7))
+
+
+def test_after_a_signal_the_state_is_saved_before_what_is_due_is_evaluated(micro, train, tmp_path, monkeypatch):
+    micro.checkpoint.every_steps = 0
+    dispatch, evaluate, saved_before = loop._dispatch, Validation.__call__, []
+
+    def dispatch_and_signal(run, *rest):
+        found = dispatch(run, *rest)
+        if run.step == 6:  # where a validation is due
+            os.kill(os.getpid(), signal.SIGTERM)
+        return found
+
+    def evaluate_and_look(self, params):
+        saved_before.append(saved_steps(tmp_path / "run"))
+        return evaluate(self, params)
+
+    monkeypatch.setattr(loop, "_dispatch", dispatch_and_signal)
+    monkeypatch.setattr(Validation, "__call__", evaluate_and_look)
+    assert train(micro) == 0
+    assert saved_before[-1] == saved_steps(tmp_path / "run")
+    assert len(saved_before[-1]) == 1
+
+
+def test_a_bad_record_is_named_and_the_steps_before_it_are_saved(micro, train, tmp_path):
+    text = tmp_path / "text.jsonl"
+    lines = [json.dumps({"text": f"{index} " + "word and word " * 40}) for index in range(40)]
+    lines[29] = json.dumps({"text": None})
+    text.write_text("\n".join(lines) + "\n")
+    micro.data.train = str(text)
+    micro.data.shuffle = False
+    micro.checkpoint.every_steps = 0
+    micro.train.num_steps = 1000
+    with pytest.raises(ValueError, match=r"text.jsonl, row 30: .*another --workdir"):
+        train(micro)
+    done = [row["step"] for row in read_rows(tmp_path / "run" / ROWS_FILE) if "loss" in row]
+    assert saved_steps(tmp_path / "run") == [done[-1]]
+    assert done[-1] > 1
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", r"data.validation=.*held_out.jsonl': none of 1 documents can be read.* row 1: 'text' is empty"),
+        ("\n", r"held_out.jsonl' holds no text to predict; give more, or ''"),
+    ],
+)
+def test_held_out_text_that_gives_nothing_to_predict_is_refused(micro, train, tmp_path, text, message):
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text(json.dumps({"text": text}) + "\n")
+    micro.data.validation = str(held_out)
+    with pytest.raises(ValueError, match=message):
+        train(micro)
+
+
+def test_permanent_checkpoints_are_saved_at_their_own_multiples(micro, train, tmp_path):
+    micro.checkpoint.every_steps = 5
+    micro.checkpoint.keep_every_steps = 7
+    micro.checkpoint.keep_last = 1
+    assert train(micro) == 0
+    assert saved_steps(tmp_path / "run") == [7, 14, 21, 24]
+
+
+def test_a_second_process_in_the_run_folder_is_refused(tmp_path):
+    with only_process(tmp_path / "run"), pytest.raises(ValueError, match="another process trains in"):
+        only_process(tmp_path / "run").__enter__()
+    with only_process(tmp_path / "run"):
+        pass  # free again
+
+
+def test_other_validation_text_is_refused_on_resume(micro, train, tmp_path):
+    text = tmp_path / "held_out.jsonl"
+    text.write_text(json.dumps({"text": "one text " * 200}) + "\n")
+    micro.data.validation = str(text)
+    micro.train.num_steps = 2
+    assert train(micro) == 0
+    text.write_text(json.dumps({"text": "another text " * 200}) + "\n")
+    micro.train.num_steps = 4
+    with pytest.raises(ValueError, match="validation_manifest"):
+        train(micro)
+
+
+def test_a_finished_run_whose_checkpoint_is_damaged_goes_back_instead_of_claiming_completeness(
+    micro, train, tmp_path, capsys
+):
+    micro.checkpoint.every_steps = 2
+    micro.train.num_steps = 4
+    assert train(micro) == 0
+    biggest = max((tmp_path / "run/checkpoints/4").rglob("*"), key=lambda p: p.stat().st_size if p.is_file() else 0)
+    content = bytearray(biggest.read_bytes())
+    content[len(content) // 2] ^= 1
+    biggest.write_bytes(content)
+    capsys.readouterr()
+    assert train(micro) == 0
+    shown = capsys.readouterr()
+    assert "complete:" not in shown.out
+    assert "checkpoints/4 is damaged" in shown.err
+    assert saved_steps(tmp_path / "run") == [2, 4]
+
+
+@pytest.fixture
+def after_step(monkeypatch):
+    """A function that has `change(state, metrics)`, which returns both, called once: after a step of the next run."""
+
+    def install(step, change):
+        def compiled_step(*args):
+            program, pending = compiled(*args), [step]
+
+            def train_step(state, *rest):
+                state, metrics = program(state, *rest)
+                if pending and int(state["step"]) >= pending[0]:
+                    pending.clear()
+                    compiled_once.undo()
+                    state, metrics = change(state, metrics)
+                return state, metrics
+
+            return train_step
+
+        compiled = loop.compiled_step
+        compiled_once = pytest.MonkeyPatch()
+        compiled_once.setattr(loop, "compiled_step", compiled_step)
+        undo.append(compiled_once.undo)
+
+    undo = []
+    yield install
+    for each in undo:
+        each()
+
+
+def flipped(name):
+    return lambda state, metrics: (flip_exponent_bit(state, name), metrics)
+
+
+def not_finite(num_steps):
+    """Returns what has the train step report a loss that is not a number, `num_steps` times, and leaves the state."""
+    return lambda state, metrics: (state, dataclasses.replace(metrics, loss=np.float32("nan"), finite=np.bool_(False)))
+
+
+def short(c, every):
+    c.data.validation = ""
+    c.train.num_steps = 12
+    c.checkpoint.every_steps = every
+    return c
+
+
+def end_of(workdir, micro):
+    """Returns the rows of a run, as far as a repetition has the same, and its last checkpoint."""
+    rows = [exact(row) for row in read_rows(workdir / ROWS_FILE)]
+    resolved = resolve(micro)
+    checkpointer = Checkpointer(workdir, config=resolved.checkpoint, read_only=True)
+    step, state, position, metadata = checkpointer.restore(
+        loop.abstract_state(resolved, fitting_layout(resolved, jax.devices()))
+    )
+    checkpointer.close()
+    return rows, step, [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(state)], position.tolist(), metadata
+
+
+def test_a_run_whose_weight_was_flipped_goes_back_before_it_and_ends_with_the_bits_of_one_left_alone(
+    micro, train, after_step, tmp_path, capsys
+):
+    """The flip makes steps 8 to 10 non-finite, among which a checkpoint is due at 8."""
+    short(micro, 4)
+    assert train(micro) == 0
+    expected = end_of(tmp_path / "run", micro)
+    (tmp_path / "run").rename(tmp_path / "left alone")
+    after_step(7, flipped("params.embed"))
+    with pytest.raises(loop.NonFiniteError, match="3 steps in a row") as error:
+        train(micro)
+    assert saved_steps(tmp_path / "run") == [4]
+    assert "the weights' norm (param_norm) was inf at 3 steps from 8 to 10, the loss and the" in str(error.value)
+    assert "resumes from the checkpoint of step 4" in str(error.value)
+    assert "checkpoint of step 8 left out" in capsys.readouterr().out
+
+    assert train(micro) == 0
+    assert "resuming from step 4 of 12" in capsys.readouterr().out
+    assert end_of(tmp_path / "run", micro) == expected
+
+
+@pytest.mark.parametrize("name", ["params.embed", "opt_state.inner.nu.embed"])
+def test_a_state_that_is_not_finite_is_not_saved_though_all_steps_were_finite(micro, train, after_step, tmp_path, name):
+    short(micro, 4)
+    micro.checkpoint.keep_last = 1
+
+    def damage(state, metrics):
+        state = flip_exponent_bit(state, name)
+        if name != "params.embed":
+            leaf = state["opt_state"]["inner"]["nu"]["embed"]
+            state["opt_state"]["inner"]["nu"]["embed"] = jax.device_put(leaf.at[0, 0].set(jnp.inf), leaf.sharding)
+        return state, metrics
+
+    after_step(8, damage)
+    part = name.removesuffix(".embed")
+    with pytest.raises(
+        loop.NonFiniteError, match=rf"after step 8 .*norm of {part} is inf.*resumes from the checkpoint of step 4"
+    ):
+        train(micro)
+    assert saved_steps(tmp_path / "run") == [4]
+    assert train(micro) == 0
+    assert saved_steps(tmp_path / "run") == [12]
+
+
+def test_a_checkpoint_and_an_export_due_in_a_non_finite_window_are_made_after_it(
+    micro, train, after_step, tmp_path, capsys
+):
+    short(micro, 5)
+    micro.checkpoint.update(export_every_steps=5, keep_last=3)
+    after_step(5, not_finite(1))
+    assert train(micro) == 0
+    assert saved_steps(tmp_path / "run") == [6, 10, 12]  # those of step 5 are made after the window
+    assert sorted(path.name for path in (tmp_path / "run/huggingface").iterdir()) == ["10", "12", "6"]
+    printed = capsys.readouterr().out
+    assert "checkpoint of step 5 left out" in printed
+    assert "export of step 5 left out" in printed
+
+
+def stopped_at_6(change, stop, monkeypatch):
+    """Returns `change` of the state of step 6, at which a signal or a batch that cannot be read stops the run."""
+
+    def changed(state, metrics):
+        if stop == "signal":
+            os.kill(os.getpid(), signal.SIGTERM)
+        return change(state, metrics)
+
+    next_batch = loop._next_batch
+    if stop == "bad batch":
+        bad = (None, None, ValueError("row 30 cannot be read"))
+        monkeypatch.setattr(loop, "_next_batch", lambda run: bad if run.step == 6 else next_batch(run))
+    return changed
+
+
+@pytest.mark.parametrize("every", [0, 4])
+@pytest.mark.parametrize("stop", ["signal", "bad batch"])
+def test_a_run_that_stops_at_a_non_finite_step_saves_it_with_its_count_and_resumes_from_it(
+    micro, train, after_step, tmp_path, monkeypatch, capsys, every, stop
+):
+    short(micro, every)
+    assert train(micro) == 0
+    expected = end_of(tmp_path / "run", micro)
+    (tmp_path / "run").rename(tmp_path / "left alone")
+    with monkeypatch.context() as patch:
+        after_step(6, stopped_at_6(not_finite(1), stop, patch))
+        if stop == "signal":
+            assert train(micro) == 0
+            assert "stopped by SIGTERM after step 6, saved in" in capsys.readouterr().out
+        else:
+            with pytest.raises(ValueError, match="row 30"):
+                train(micro)
+    assert saved_steps(tmp_path / "run")[-1] == 6
+    assert saved_run(tmp_path / "run/checkpoints/6")["metadata"]["num_nonfinite"] == 1
+    assert train(micro) == 0
+    assert "resuming from step 6 of 12" in capsys.readouterr().out
+    rows, *end = end_of(tmp_path / "run", micro)
+    assert end == list(expected[1:])
+    assert [row["step"] for row in rows if row not in expected[0]] == [6]
+
+
+@pytest.mark.parametrize("stop", ["signal", "bad batch"])
+def test_a_run_that_stops_with_a_state_that_is_not_finite_says_so_and_resumes_from_before_it(
+    micro, train, after_step, tmp_path, monkeypatch, stop
+):
+    short(micro, 4)
+    with monkeypatch.context() as patch:
+        after_step(6, stopped_at_6(flipped("params.embed"), stop, patch))
+        with pytest.raises(
+            loop.NonFiniteError, match=r"after step 6 .*norm of params is inf.*resumes from the checkpoint of step 4"
+        ):
+            train(micro)
+    assert saved_steps(tmp_path / "run") == [4]
+
+
+def test_non_finite_steps_are_counted_across_a_resume(micro, train, after_step, tmp_path):
+    """The last step is saved with its count: only finite states are, and its update was left out."""
+    short(micro, 0)
+    micro.train.num_steps = 2
+    micro.train.max_nonfinite_steps = 2
+    after_step(2, not_finite(1))
+    assert train(micro) == 0
+    assert saved_steps(tmp_path / "run") == [2]
+    micro.train.num_steps = 12
+    after_step(3, not_finite(1))
+    with pytest.raises(loop.NonFiniteError, match=r"2 steps in a row were not finite.*the loss was nan at step 3"):
+        train(micro)
+    evidence = json.loads((tmp_path / "run/nonfinite.json").read_text())
+    # the batch of step 3 begins where the checkpoint of step 2 says that the data goes on
+    run = saved_run(tmp_path / "run/checkpoints/2")
+    assert evidence["data_position_before_that_batch"] == run["position"]
+    assert run["metadata"]["num_nonfinite"] == 1
+    assert train(micro) == 0
+
+
+@pytest.mark.parametrize("name", ["params.embed", "opt_state.inner.mu.embed"])
+def test_a_checkpoint_of_an_older_version_that_is_not_finite_is_put_aside(micro, train, tmp_path, capsys, name):
+    short(micro, 4)
+    assert train(micro) == 0
+    expected = end_of(tmp_path / "run", micro)
+    resolved = resolve(micro)
+    checkpointer = Checkpointer(tmp_path / "run", config=resolved.checkpoint)
+    abstract = loop.abstract_state(resolved, fitting_layout(resolved, jax.devices()))
+    step, state, position, metadata = checkpointer.restore(abstract)
+    shutil.rmtree(tmp_path / "run/checkpoints/12")
+    checkpointer.close()
+    checkpointer = Checkpointer(tmp_path / "run", config=resolved.checkpoint)
+    state = flip_exponent_bit(state, name)
+    if name != "params.embed":
+        state["opt_state"]["inner"]["mu"]["embed"] = state["opt_state"]["inner"]["mu"]["embed"].at[0, 0].set(jnp.nan)
+    checkpointer.save(step, state, position=position, metadata=metadata)
+    checkpointer.close()
+    for step in (8, 12):
+        reseal(tmp_path / f"run/checkpoints/{step}", as_before)
+    assert saved_steps(tmp_path / "run") == [8, 12]
+    capsys.readouterr()
+
+    assert train(micro) == 0
+    shown = capsys.readouterr()
+    assert "resuming from step 8 of 12" in shown.out
+    part = name.removesuffix(".embed")
+    assert f"checkpoints/12 is damaged (its state is not finite: the norm of {part} is " in shown.err
+    assert "going back to step 8" in shown.err
+    assert end_of(tmp_path / "run", micro) == expected
+
+
+def test_a_run_of_an_older_version_is_resumed(micro, train, tmp_path, capsys):
+    short(micro, 4)
+    assert train(micro) == 0
+    expected = end_of(tmp_path / "run", micro)
+    shutil.rmtree(tmp_path / "run/checkpoints/12")
+    reseal(tmp_path / "run/checkpoints/8", as_before)
+    assert train(micro) == 0
+    assert "resuming from step 8 of 12" in capsys.readouterr().out
+    assert end_of(tmp_path / "run", micro) == expected
+
+
+@pytest.mark.parametrize("moved", [shutil.move, shutil.copytree])
+@pytest.mark.parametrize("record", [lambda run: None, as_before], ids=["as written now", "as written before"])
+def test_a_checkpoint_under_the_name_of_another_step_is_passed_over(micro, train, tmp_path, capsys, moved, record):
+    short(micro, 4)
+    micro.checkpoint.keep_last = 3
+    assert train(micro) == 0
+    expected = end_of(tmp_path / "run", micro)
+    checkpoints = tmp_path / "run/checkpoints"
+    shutil.rmtree(checkpoints / "12")
+    reseal(checkpoints / "8", record)
+    moved(checkpoints / "8", checkpoints / "11")
+    capsys.readouterr()
+    assert train(micro) == 0
+    shown = capsys.readouterr()
+    back_to = 4 if moved is shutil.move else 8
+    assert f"resuming from step {back_to} of 12" in shown.out
+    assert "checkpoints/11 is damaged (its folder is named 11, which is not the step of its" in shown.err
+    assert "data position (8), token count (8)); going back to step" in shown.err
+    assert end_of(tmp_path / "run", micro) == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"parallel.fsdp": 8, "model.embed_dim": 36},
+            r"model.embed_dim=36 does not divide into the 8 parts of parallel.fsdp=8",
+        ),
+        (
+            {"parallel.tensor": 2, "model.mlp_dim": 49},
+            r"model.mlp_dim=49 does not divide into the 2 parts of parallel.tensor=2",
+        ),
+        ({"parallel.tensor": 2, "model.num_kv_heads": 1}, "set model.fuse_qkv=False, or lower"),
+        ({"data.batch_size": 12}, "make data.batch_size a multiple of 8"),
+    ],
+)
+def test_sizes_that_do_not_divide_over_the_devices_are_refused_by_name(micro, changes, message):
+    micro.update_from_flattened_dict(changes)
+    with pytest.raises(ValueError, match=message):
+        fitting_layout(resolve(micro), jax.devices())

@@ -1,0 +1,205 @@
+"""Stochastic rounding: right in the mean, the same on every mesh, cheap by the shard; and who does it."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from hlat_jax import precision
+from hlat_jax.config import ParallelConfig, default
+from hlat_jax.parallel.sharding import make_layout, shard_batch
+from hlat_jax.parallel.virtual_devices import planned_layout
+from hlat_jax.precision import NEAREST, Rounding, policy_on, random_bits, stochastic_round
+from hlat_jax.resolve import resolve
+from hlat_jax.step import init_state, make_train_step, traced_step
+
+STEP = 2.0**-7  # between neighbours of bf16 from 1 to 2
+NUM_DRAWS = 1_000_000
+WORDS = (jnp.uint32(7), jnp.uint32(3))
+
+
+def rounded(value, *, name="w", words=WORDS, shape=(NUM_DRAWS,)):
+    return np.asarray(Rounding(words).write(jnp.full(shape, value, jnp.float32), jnp.bfloat16, name=name), np.float64)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("share", [0.5, 0.25, 0.01, 0.999])
+def test_rounding_has_the_mean_of_the_value_and_the_variance_of_a_coin(share, sign):
+    value = sign * float(np.float32(1 + share * STEP))
+    share = (abs(value) - 1) / STEP  # as fp32 has it
+    draws = rounded(value)
+    assert set(np.unique(draws)) == {sign * 1.0, sign * (1.0 + STEP)}
+    deviation = STEP * math.sqrt(share * (1 - share))
+    assert abs(draws.mean() - value) < 5 * deviation / math.sqrt(NUM_DRAWS)
+    assert draws.var() == pytest.approx(deviation**2, rel=0.02)
+
+
+def test_rounding_keeps_what_bf16_can_represent_and_what_is_not_finite():
+    every = np.arange(1 << 16, dtype=np.uint16).view(jnp.bfloat16)
+    bits = random_bits(WORDS, "w", every.shape)
+    got = np.asarray(stochastic_round(jnp.asarray(every, jnp.float32), jnp.bfloat16, bits=bits))
+    numbers = ~np.isnan(every.astype(np.float32))
+    np.testing.assert_array_equal(got.view(np.uint16)[numbers], every.view(np.uint16)[numbers])
+    assert np.isnan(got[~numbers].astype(np.float32)).all()
+
+
+def test_rounding_beyond_the_largest_value_of_bf16_goes_to_it_or_to_infinity():
+    largest = float(jnp.finfo(jnp.bfloat16).max)
+    draws = rounded(np.float32(largest) * np.float32(1 + 2.0**-10), shape=(10_000,))
+    assert set(np.unique(draws)) == {largest, np.inf}
+
+
+def test_a_thousand_small_updates_arrive_in_the_mean_and_vanish_when_rounded_to_nearest():
+    @functools.partial(jax.jit, static_argnums=0)
+    def updated(stochastic):
+        def update(step, weight):
+            rounding = Rounding((jnp.uint32(0), step.astype(jnp.uint32))) if stochastic else NEAREST
+            return rounding.write(weight.astype(jnp.float32) + 1e-4, weight.dtype, name="w")
+
+        return jax.lax.fori_loop(0, 1000, update, jnp.ones(4096, jnp.bfloat16))
+
+    assert float(updated(True).astype(jnp.float32).mean()) == pytest.approx(1.1, rel=0.01)
+    assert (updated(False) == 1).all()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda shape: random_bits((jnp.uint32(7), jnp.uint32(4)), "w", shape),
+        lambda shape: random_bits((jnp.uint32(8), jnp.uint32(3)), "w", shape),
+        lambda shape: random_bits(WORDS, "v", shape),
+        lambda shape: random_bits((*WORDS, jnp.uint32(0)), "w", shape),
+        lambda shape: jnp.roll(random_bits(WORDS, "w", shape), 1),
+        lambda shape: jnp.roll(random_bits(WORDS, "w", shape), 1024),
+    ],
+    ids=["step", "seed", "name", "word", "next", "row"],
+)
+def test_bits_of_another_step_seed_name_or_place_are_independent(other):
+    shape = (1024, 1024)
+    ours, theirs = (np.asarray(bits).ravel() for bits in (random_bits(WORDS, "w", shape), other(shape)))
+    for bit in (16, 20, 31):  # the upper half decides
+        equal = ((ours >> bit) & 1) == ((theirs >> bit) & 1)
+        assert abs(equal.mean() - 0.5) < 5 * 0.5 / 1024
+    assert abs(np.corrcoef(ours, theirs)[0, 1]) < 5 / 1024
+
+
+def test_bits_of_two_names_are_not_the_same_ones_in_another_order():
+    ours, theirs = (np.asarray(random_bits(WORDS, name, (1 << 20,))) for name in "vw")
+    assert len(np.intersect1d(ours, theirs)) < 400  # 256 by chance
+
+
+def test_bits_of_an_array_too_large_for_one_word_do_not_repeat(monkeypatch):
+    monkeypatch.setattr(precision, "_WORD", 1 << 8)
+    bits = np.asarray(random_bits(WORDS, "w", (40, 10, 20)))
+    assert len(np.unique(bits)) == bits.size
+
+
+@pytest.mark.parametrize("place", [P("x"), P(None, "x"), P("x", "y"), P(("x", "y")), P(None, ("y", "x")), P()], ids=str)
+def test_rounding_is_the_same_on_every_mesh(place):
+    values = np.random.default_rng(0).normal(size=(16, 24, 40)).astype(np.float32)
+    write = jax.jit(lambda value: Rounding(WORDS).write(value, jnp.bfloat16, name="w"))
+    wanted = np.asarray(write(values))
+    mesh = jax.make_mesh((2, 4), ("x", "y"))
+    got = write(jax.device_put(values, NamedSharding(mesh, place)))
+    assert got.sharding.is_equivalent_to(NamedSharding(mesh, place), 3)
+    np.testing.assert_array_equal(np.asarray(got), wanted)
+
+
+def test_operations_of_a_device_fall_with_its_shard():
+    def flops(num_devices):
+        mesh = jax.make_mesh((num_devices,), ("x",), devices=jax.devices()[:num_devices])
+        value = jax.ShapeDtypeStruct((64, 1024), jnp.float32, sharding=NamedSharding(mesh, P("x")))
+        write = jax.jit(lambda value: Rounding(WORDS).write(value, jnp.bfloat16, name="w"))
+        program = write.lower(value).compile()
+        assert "all-gather" not in program.as_text()
+        return program.cost_analysis()["flops"]
+
+    assert flops(8) == pytest.approx(flops(1) / 8, rel=0.05)
+
+
+def test_sums_of_gradients_are_right_in_the_mean_over_the_microbatches():
+    def total(rounding):
+        def add(sums, number):
+            return rounding.at(number).added(sums, {"w": jnp.full(4096, 1e-3)}), None
+
+        start = {"w": jnp.ones(4096, jnp.bfloat16)}
+        return jax.lax.scan(add, start, jnp.arange(100))[0]["w"].astype(jnp.float32)
+
+    assert float(total(Rounding(WORDS)).mean()) == pytest.approx(1.1, rel=2e-3)
+    assert (total(NEAREST) == 1).all()
+
+
+def test_stochastic_rounding_writes_bf16_alone():
+    with pytest.raises(ValueError, match="writes bfloat16 and not float16"):
+        Rounding(WORDS).write(jnp.ones(3), jnp.float16, name="w")
+
+
+def small(**parallel):
+    c = default()
+    c.model.update(vocab_size=64, num_layers=2, embed_dim=32, mlp_dim=48, num_heads=4, num_kv_heads=2, head_dim=8)
+    c.model.fuse_qkv = False
+    c.data.update(batch_size=16, seq_len=16)
+    c.optimizer.update(peak_lr=1e-3, warmup_steps=1, horizon_steps=100)
+    c.precision.policy = "bf16_sr"
+    c.parallel.update(parallel)
+    c.train.num_microbatches = 2
+    return c
+
+
+def trained(config, layout, make_batch, *, num_steps=3):
+    state, step = init_state(config, layout), make_train_step(config, layout)
+    for number in range(num_steps):
+        state, metrics = step(state, shard_batch(make_batch(number, config), layout), np.float32(1e-3))
+    return state, float(metrics.loss)
+
+
+@pytest.mark.parametrize(
+    "parallel", [{"data": 8}, {"data": 2, "tensor": 4, "zero1": True}, {"pipe": 2, "fsdp": 4}], ids=str
+)
+def test_bf16_sr_over_a_mesh_keeps_replicas_equal_and_follows_one_device(parallel, make_batch):
+    config = resolve(small(**parallel))
+    layout = make_layout(config.parallel, jax.devices(), num_kv_heads=config.model.num_kv_heads)
+    state, loss = trained(config, layout, make_batch)
+    for leaf in jax.tree.leaves(state):
+        shards = {}
+        for shard in leaf.addressable_shards:
+            first = shards.setdefault(str(shard.index), np.asarray(shard.data))
+            np.testing.assert_array_equal(first, np.asarray(shard.data))
+    one = make_layout(ParallelConfig(data=1), jax.devices()[:1], num_kv_heads=2)
+    _, wanted = trained(resolve(small(data=1)), one, make_batch)
+    assert loss == pytest.approx(wanted, rel=5e-3)  # bf16 activations
+
+
+def test_bf16_sr_repeats_itself_and_depends_on_the_seed_in_the_state(one_device, make_batch):
+    config = resolve(small(data=1))
+    (first, _), (again, _) = (trained(config, one_device, make_batch) for _ in range(2))
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), first, again)
+    step = make_train_step(config, one_device)
+    batch = make_batch(9, config)
+    moved = jax.device_get(step(jax.tree.map(jnp.copy, first), batch, np.float32(1e-3))[0]["params"])
+    first["opt_state"]["seed"] = first["opt_state"]["seed"] + 1
+    other = jax.device_get(step(first, batch, np.float32(1e-3))[0]["params"])
+    assert any((a != b).any() for a, b in zip(jax.tree.leaves(moved), jax.tree.leaves(other), strict=True))
+
+
+@pytest.mark.parametrize(("who", "in_program"), [("auto", False), ("hardware", False), ("software", True)])
+def test_neuron_rounds_itself_unless_software_is_asked_for_and_never_both(who, in_program):
+    c = small(data=2, tensor=2)
+    c.precision.stochastic_rounding = who
+    config = resolve(c)
+    layout = planned_layout(config, 4, platform="neuron")
+    assert ("shift_right_logical" in str(traced_step(config, layout).jaxpr)) == in_program
+
+
+def test_hardware_that_does_not_round_is_refused():
+    with pytest.raises(ValueError, match=r"platform 'cpu' round to nearest; use 'auto' or 'software'"):
+        policy_on("bf16_sr", "cpu", stochastic_rounding="hardware")
+    c = default()
+    c.precision.stochastic_rounding = "software"
+    with pytest.raises(ValueError, match="which rounds to nearest; set the policy to 'bf16_sr'"):
+        resolve(c)

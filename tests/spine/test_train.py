@@ -1,0 +1,372 @@
+"""The training command: what it refuses and how it says so, what it writes, and what a person sees."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+
+import jobs
+import micro
+import pytest
+
+from hlat_jax import config as config_lib
+from hlat_jax.data.loader import TrainBatches, batch_hash
+from hlat_jax.data.tokenizer import Tokenizer
+from hlat_jax.optimizer import learning_rate
+from hlat_jax.resolve import resolve
+
+pytestmark = pytest.mark.xdist_group("train")  # its fixtures are costly: one process
+ROW_KEYS = {
+    "step", "loss", "tokens", "grad_norm", "param_norm", "learning_rate", "step_s", "data_wait_s", "batch_hash",
+    "tokens_per_s", "nonfinite",
+}  # fmt: skip
+EVAL_KEYS = {"step", "eval_loss", "perplexity", "bits_per_byte", "eval_tokens"}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """(config, run folder, stdout) of a run that shows and writes everything."""
+    folder = tmp_path_factory.mktemp("train")
+    config = micro.write_config(folder)
+    shows = ("console=on", "log_every_steps=6", "tensorboard=True", "plot=True")
+    words = micro.command(config, folder / "run", *(f"metrics.{word}" for word in shows))
+    words += ["--config.train.sample_prompt=It is", "--config.train.sample_tokens=4"]
+    done = micro.run(words, micro.environment())
+    assert done.returncode == 0, done.stderr
+    mutable = config_lib.load(str(config))
+    mutable.metrics.update(console="on", log_every_steps=6, tensorboard=True, plot=True)
+    mutable.train.update(sample_prompt="It is", sample_tokens=4)
+    return resolve(mutable), folder / "run", done.stdout
+
+
+def refused(train_here, config, workdir, *words, **kwargs):
+    """Returns the message of a command that must fail with one line and exit code 2, and leave no run folder."""
+    code, _, err = train_here(f"--config={config}", f"--workdir={workdir}", *words, **kwargs)
+    lines = [line for line in err.splitlines() if "Grain multiprocess" not in line]
+    assert code == 2, err
+    assert len(lines) == 1, err
+    assert lines[0].startswith("error: ")
+    assert not workdir.exists()
+    return lines[0]
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("data.train=", "data.train='' names no files; give files, folders or globs"),
+        ("data.train=/nowhere/text.jsonl", "data.train: /nowhere/text.jsonl does not exist"),
+        ("data.train={tmp}/empty.jsonl", "hold no documents"),
+        ("data.train={tmp}/two.jsonl", "holds 2 documents, fewer than data.batch_size=4"),
+        ("data.validation=/nowhere/text.jsonl", "data.validation: /nowhere/text.jsonl does not exist"),
+        ("data.tokenizer=/nowhere/a.model", "data.tokenizer=/nowhere/a.model: no such file"),
+        ("data.tokenizer={tmp}/two.jsonl", "is not a SentencePiece model"),
+        ("model.vocab_size=1024", "has 2048 tokens but model.vocab_size=1024; set model.vocab_size=2048 or more"),
+        ("data.seq_len=64", "data.seq_len=64 exceeds model.max_positions=32; shorten"),
+        ("train.num_microbatches=3", "data.batch_size=4 does not divide into train.num_microbatches=3; use one of"),
+        ("parallel.pipe=2", "parallel.fsdp=1, parallel.tensor=1 need a multiple of 2 devices"),
+        ("parallel.fsdp=3", "need a multiple of 3 devices and there are 1"),
+        ("model.num_kv_heads=3", "model.num_kv_heads=3 must divide model.num_heads=4; use one of [1, 2, 4]"),
+    ],
+)
+def test_train_refuses_bad_input_with_one_line(train_here, tmp_path, override, message):
+    (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "two.jsonl").write_text('{"text": "One."}\n{"text": "Two."}\n')
+    word = "--config." + override.format(tmp=tmp_path)
+    assert message in refused(train_here, micro.write_config(tmp_path), tmp_path / "run", word)
+
+
+def test_train_refuses_a_batch_that_eight_devices_do_not_divide(train_here, tmp_path):
+    message = refused(train_here, micro.write_config(tmp_path), tmp_path / "run", num_devices=8)
+    assert "data.batch_size=4 does not divide into 8 data-parallel parts x train.num_microbatches=1" in message
+    assert "make data.batch_size a multiple of 8" in message
+
+
+@pytest.mark.parametrize("kind", ["below a file", "in /proc"])  # root may write wherever a folder can be
+def test_train_refuses_a_folder_that_cannot_be_written(train_here, tmp_path, kind):
+    config = micro.write_config(tmp_path)
+    workdir = config / "run" if kind == "below a file" else tmp_path.__class__("/proc/hlat_jax")
+    code, _, err = train_here(f"--config={config}", f"--workdir={workdir}")
+    assert code == 2
+    [line] = err.splitlines()
+    assert line.startswith(f"error: cannot write to {workdir}")
+    assert line.endswith("give another folder with --workdir.")
+
+
+def test_train_loses_nothing_of_a_run_when_a_later_command_is_wrong(train_here, finished, tmp_path):
+    _, workdir, _ = finished
+    before = {path: path.read_bytes() for path in workdir.rglob("*") if path.is_file()}
+    config = micro.write_config(tmp_path)
+    for word in ("data.train=/nowhere.jsonl", "model.vocab_size=1024", "train.num_microbatches=3", "data.seq_len=64"):
+        assert train_here(f"--config={config}", f"--workdir={workdir}", f"--config.{word}")[0] == 2
+    assert {path: path.read_bytes() for path in workdir.rglob("*") if path.is_file()} == before
+
+
+def test_train_stops_with_evidence_after_non_finite_steps_in_a_row(train_here, tmp_path):
+    config, workdir = micro.write_config(tmp_path), tmp_path / "run"
+    words = ("--config.optimizer.peak_lr=1e30", "--config.train.max_nonfinite_steps=4")
+    code, _, err = train_here(f"--config={config}", f"--workdir={workdir}", *words)
+    assert code == 1
+    [line] = err.splitlines()
+    assert line.startswith("error: 4 steps in a row were not finite, the last one step ")
+    assert "the weights' norm (param_norm) was inf at 4 steps from 3 to 6, the loss was finite" in line
+    assert "the same command again, which resumes from the beginning" in line
+    assert str(workdir / "nonfinite.json") in line
+    assert "lower optimizer.peak_lr" in line
+    train_rows = [row for row in micro.rows(workdir) if "loss" in row]
+    assert [row["nonfinite"] for row in train_rows][-5:] == [0, 1, 1, 1, 1]
+    assert len({row["param_norm"] for row in train_rows[-4:]}) == 1  # the weights stayed
+    evidence = json.loads((workdir / "nonfinite.json").read_text())
+    assert evidence["steps_in_a_row"] == 4
+    assert evidence["last_step"]["step"] == train_rows[-1]["step"]
+    assert evidence["last_step"]["batch_hash"] == train_rows[-1]["batch_hash"]
+    assert len(evidence["data_position_before_that_batch"]) == 4
+
+
+def test_train_writes_a_whole_row_for_each_step(finished):
+    config, workdir, _ = finished
+    rows = micro.rows(workdir)
+    steps = [row for row in rows if "loss" in row]
+    assert [row["step"] for row in steps] == list(range(1, micro.NUM_STEPS + 1))
+    for row in steps:
+        assert set(row) >= ROW_KEYS
+        assert row["tokens"] == row["step"] * 4 * 31
+        assert row["learning_rate"] == learning_rate(row["step"] - 1, config.optimizer)
+        assert row["step_s"] > 0
+        assert 0 <= row["data_wait_s"] <= row["step_s"]
+    evals = [row for row in rows if "eval_loss" in row]
+    assert [row["step"] for row in evals] == [0, 6, 12, 18, 24]
+    assert all(set(row) == EVAL_KEYS for row in evals)
+    # an evaluation stands behind the row of the step whose weights it looked at
+    assert [row["step"] for row in rows] == sorted(row["step"] for row in rows)
+
+
+def test_train_rows_have_the_hashes_of_the_batches_of_the_loader(finished):
+    config, workdir, _ = finished
+    tokenizer = Tokenizer(config.data.tokenizer, vocab_size=config.model.vocab_size)
+    batches = TrainBatches(config.data, tokenizer=tokenizer)
+    hashes = [batch_hash(next(batches)[0], rows=batches.rows) for _ in range(micro.NUM_STEPS)]
+    batches.close()
+    assert [row["batch_hash"] for row in micro.rows(workdir) if "loss" in row] == hashes
+    assert len(set(hashes)) == len(hashes)
+
+
+def test_train_leaves_config_rows_events_picture_and_checkpoints(finished):
+    config, workdir, _ = finished
+    assert {path.name for path in workdir.iterdir()} == {
+        ".lock", "checkpoints", "config.json", "environment.json",
+        "programs.json", "index", "loss.png", "metrics.jsonl", "tensorboard",
+    }  # fmt: skip
+    assert json.loads((workdir / "config.json").read_text()) == config.to_dict()
+    assert json.loads((workdir / "environment.json").read_text())["JAX_PLATFORMS"] == "cpu"
+    picture = (workdir / "loss.png").read_bytes()
+    assert picture.startswith(b"\x89PNG\r\n\x1a\n")
+    assert picture.endswith(b"IEND\xaeB`\x82")
+    assert any(path.name.startswith("events.out.tfevents") for path in (workdir / "tensorboard").iterdir())
+    assert micro.saved_steps(workdir) == [20, 24]
+
+
+def test_train_says_on_stdout_what_a_person_asks(finished):
+    _, workdir, out = finished
+    assert re.search(r"^micro: 1 x cpu \(cpu\), one device$", out, re.MULTILINE)
+    for name in ("parameters       146,592", "tokens per step  128", "steps            24 of a horizon of 40"):
+        assert name in out
+    assert re.search(r"^state +\d+\.\d{3} GiB", out, re.MULTILINE)
+    covered = r"13 of 13 documents, 12,288 of 46,\d{3} tokens, in 384 rows spread evenly"
+    assert re.search(rf"^validation +{covered}$", out, re.MULTILINE)
+    assert re.search(r"^compiled +\d+\.\d s", out, re.MULTILINE)
+    assert len(re.findall(r"^sample (?:before|after) training: It is", out, re.MULTILINE)) == 2
+    loss = [row["eval_loss"] for row in micro.rows(workdir) if "eval_loss" in row][-1]
+    assert f"validation loss {loss:.4f} nats per token" in out.splitlines()[-1]
+    assert str(workdir / "loss.png") in out
+
+
+def test_train_lines_have_one_width_and_blanks_between_columns(finished):
+    _, _, out = finished
+    lines = out.splitlines()
+    [header] = [line for line in lines if "grad norm" in line]
+    progress = [line for line in lines if re.match(r" +\d+ +\d+\.\d% ", line)]
+    assert [int(line.split()[0]) for line in progress] == [1, 6, 12, 18, 24]
+    assert {len(line) for line in progress} == {len(header)}
+    for line in progress:
+        assert len(line.split()) == 10, line
+    assert progress[-1].split()[:2] == ["24", "100.0%"]
+    assert progress[-1].split()[-1] == "0:00:00"
+
+
+@pytest.mark.parametrize(("name", "num_params", "gib"), [("7b", 6738415616, "50.2"), ("70b", 68976648192, "1,156.")])
+def test_train_of_a_shipped_giant_stops_at_once_with_needs_and_haves(tmp_path, name, num_params, gib):
+    if os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") > 100 * 2**30:
+        pytest.skip("this machine might hold it")
+    began = time.monotonic()
+    words = [*micro.command(name, tmp_path / "run")]
+    done = subprocess.run(words, env=micro.environment(), capture_output=True, text=True, timeout=60, check=False)
+    assert time.monotonic() - began < 20
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    message = done.stderr.splitlines()[-1]
+    assert message.startswith(f"error: config {name}: {num_params:,} parameters need {gib}")
+    assert "this machine has 1 cpu device(s) with" in message
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "num_params", "policy"), [("7b", 6738415616, "bf16_sr"), ("70b", 68976648192, "mixed")]
+)
+def test_print_config_describes_a_giant_on_any_machine(train_here, name, num_params, policy):
+    code, out, _ = train_here(f"--config={name}", "--print_config")
+    assert code == 0
+    assert f"parameters       {num_params:,}\n" in out
+    for word in ("FLOPs per token", "tokens per step  4,194,304", f"bytes ({policy})"):
+        assert word in out
+    printed = json.loads(out[: out.index("\n}\n") + 2])
+    assert printed == resolve(config_lib.load(name)).to_dict()
+
+
+@pytest.mark.parametrize(
+    ("words", "imported"),
+    [
+        (["hlat_jax.train", "--config=tiny"], "| hlat_jax"),  # the package itself, the first thing of ours
+        (["hlat_jax.train", "--config=tiny"], "jax._src.util"),
+        (["hlat_jax.evaluate", "--checkpoint=runs/tiny", "--text=a"], "absl.flags"),
+        (["hlat_jax.neuron", "lint", "--config=tiny"], "jax._src.util"),
+    ],
+)
+def test_ctrl_c_while_a_command_imports_is_one_line_and_code_130(words, imported):
+    env = micro.environment() | {"PYTHONPROFILEIMPORTTIME": "1"}
+    assert jobs.interrupted([sys.executable, "-m", *words], after=imported, env=env) == (130, ["interrupted"])
+
+
+PRINT_HANDLER = "import signal, sys, hlat_jax; print(getattr(signal.getsignal(signal.SIGINT), '__name__', 'ignored'))"
+
+
+@pytest.mark.parametrize(
+    ("words", "handler"),
+    [
+        (["-c", PRINT_HANDLER, "-m", "hlat_jax.train"], "default_int_handler"),
+        (["-m", "pk", "hlat_jax.train"], "default_int_handler"),
+        (["-m", "pk", "-m", "hlat_jax.train"], "default_int_handler"),
+        (["-mpk", "-mhlat_jax.train"], "default_int_handler"),
+        (["-X", "hlat_jax.train", "-m", "pk"], "default_int_handler"),
+        (["-m", "hlat_jax.show"], "_end"),
+        (["-mhlat_jax.show", "pk"], "_end"),
+        (["-X", "dev", "-u", "-W", "error", "-m", "hlat_jax.show", "-m", "pk"], "_end"),
+        (["-uBmhlat_jax.show"], "_end"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else " ".join(value),
+)
+def test_ctrl_c_is_handled_in_commands_of_the_package_and_in_no_program_that_imports_it(words, handler, tmp_path):
+    package = tmp_path / "hlat_jax"
+    package.mkdir()
+    for name in ("__init__.py", "process.py"):
+        shutil.copy(micro.REPOSITORY / "hlat_jax" / name, package)
+    (package / "show.py").write_text(PRINT_HANDLER)
+    (tmp_path / "pk").mkdir()
+    (tmp_path / "pk" / "__init__.py").write_text("import hlat_jax")
+    (tmp_path / "pk" / "__main__.py").write_text(PRINT_HANDLER)
+    words = ["env", "--default-signal=INT", sys.executable, *words]
+    done = subprocess.run(words, cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, f"{handler}\n"), done.stderr
+
+
+def test_ctrl_c_removes_what_a_command_has_half_written(tmp_path):
+    code = """
+import os, pathlib, signal
+from hlat_jax import process, weights_folder
+signal.signal(signal.SIGINT, signal.default_int_handler)
+process.exit_on_interrupt()
+with weights_folder.whole_folder(pathlib.Path("out")) as partial:
+    (partial / "a").write_text("half")
+    print("said before", end="")
+    os.kill(os.getpid(), signal.SIGINT)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=micro.environment(), capture_output=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, b"said before", b"interrupted\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_more_ctrl_c_do_not_interrupt_a_command_that_stops_its_processes():
+    code = """
+import multiprocessing, os, signal, sys
+from hlat_jax import process
+signal.signal(signal.SIGINT, signal.default_int_handler)
+process.exit_on_interrupt()
+semaphore = multiprocessing.get_context("spawn").Lock()  # reported as leaked where the process ends at once
+try:
+    with process.raising_interrupts():
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+        finally:
+            os.kill(os.getpid(), signal.SIGINT)
+except KeyboardInterrupt:
+    os.kill(os.getpid(), signal.SIGINT)
+    sys.exit("said by the command")
+"""
+    done = subprocess.run([sys.executable, "-c", code], env=micro.environment(), capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (1, "said by the command\n")
+
+
+def test_ctrl_c_that_another_thread_takes_waits_until_the_main_thread_no_longer_blocks_it():
+    code = """
+import os, signal, threading, time
+from hlat_jax import process
+signal.signal(signal.SIGINT, signal.default_int_handler)
+process.exit_on_interrupt()
+threading.Thread(target=threading.Event().wait, daemon=True).start()
+with process.raising_interrupts():
+    try:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.2)
+        print("blocked", end="")
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        time.sleep(60)
+    except KeyboardInterrupt:
+        print(", interrupted")
+"""
+    done = subprocess.run([sys.executable, "-c", code], env=micro.environment(), capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "blocked, interrupted\n", "")
+
+
+def test_ctrl_c_that_a_training_inherits_as_ignored_stays_ignored():
+    code = """
+import os, signal
+from hlat_jax import process
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+with process.StopSignals() as stop:
+    os.kill(os.getpid(), signal.SIGINT)
+    assert stop.name == ""
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert stop.name == "SIGTERM"
+assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+"""
+    done = subprocess.run([sys.executable, "-c", code], env=micro.environment(), capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("in_a_command", [True, False])
+def test_a_second_ctrl_c_ends_a_training_at_once(in_a_command):
+    code = f"""
+import os, signal
+from hlat_jax import process
+signal.signal(signal.SIGINT, signal.default_int_handler)
+if {in_a_command}:
+    process.exit_on_interrupt()
+with process.StopSignals() as stop:
+    os.kill(os.getpid(), signal.SIGINT)
+    assert stop.name == "SIGINT"
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+    except KeyboardInterrupt:
+        print("raised")
+"""
+    done = subprocess.run([sys.executable, "-c", code], env=micro.environment(), capture_output=True, text=True)
+    first, *rest = done.stderr.splitlines()
+    assert first == "SIGINT: saving and stopping after this step; press Ctrl-C again to stop at once"
+    if in_a_command:
+        advice = "the same command resumes from the last checkpoint, or begins again without one"
+        assert (done.returncode, done.stdout, rest) == (130, "", [f"interrupted; {advice}"])
+    else:
+        assert (done.returncode, done.stdout, rest) == (0, "raised\n", [])

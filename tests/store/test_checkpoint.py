@@ -1,0 +1,626 @@
+"""Checkpoints: what comes back is what was saved, and what is not whole is never taken for it."""
+
+import json
+import logging
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from micro import reseal
+
+from hlat_jax import config as config_lib
+from hlat_jax.resolve import resolve
+from hlat_jax.run import settings
+from hlat_jax.store.checkpoint import Checkpointer, SaveError, find_saved, saved_run, saved_step
+from hlat_jax.store.config_diff import config_drift
+from hlat_jax.store.integrity import INTEGRITY_FILE
+
+POSITION = np.array([3, 2**53 + 1, -1], np.int64)  # 2**53 + 1 is the first integer that a float would lose
+METADATA = {"config": {"name": "x", "model": {"num_layers": 2}}, "tokens": 7}
+
+
+def keep(last=3, every=0):
+    return config_lib.CheckpointConfig(keep_last=last, keep_every_steps=every)
+
+
+def make_state(seed=0):
+    rng = np.random.default_rng(seed)
+    params = {
+        "w": jnp.asarray(rng.standard_normal((16, 24)), jnp.float32),
+        "b": jnp.asarray(rng.standard_normal(24), jnp.bfloat16),
+    }
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+    return {"step": jnp.int32(seed), "params": params, "opt_state": optimizer.init(params)}
+
+
+def abstract(state):
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+
+
+def assert_bitwise(found, expected):
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert a.dtype == b.dtype
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+@pytest.fixture
+def checkpointer(tmp_path):
+    c = Checkpointer(tmp_path, config=keep())
+    yield c
+    c.close()
+
+
+@pytest.fixture
+def absl_records():
+    """What passes the filters of absl's logger, where Orbax writes."""
+    records, logger = [], logging.getLogger("absl")
+    handler = logging.Handler()
+    handler.emit = records.append
+    logger.addHandler(handler)
+    yield records
+    logger.removeHandler(handler)
+
+
+def save(checkpointer, *steps):
+    for step in steps:
+        checkpointer.save(step, make_state(step), position=POSITION + step, metadata=METADATA)
+    checkpointer.wait()
+
+
+def steps_on_disk(folder):
+    return sorted(int(path.name) for path in (folder / "checkpoints").iterdir() if path.name.isdigit())
+
+
+def files_of(folder, step):
+    return sorted(path for path in (folder / "checkpoints" / str(step)).rglob("*") if path.is_file())
+
+
+def largest_file(folder, step):
+    return max(files_of(folder, step), key=lambda path: path.stat().st_size)
+
+
+def flip_bit(path, place=0.5):
+    content = bytearray(path.read_bytes())
+    content[int(len(content) * place)] ^= 1
+    path.write_bytes(content)
+
+
+def test_a_new_run_has_nothing_to_restore(checkpointer):
+    assert checkpointer.latest_metadata() is None
+    assert checkpointer.restore(abstract(make_state())) is None
+
+
+def test_state_position_and_metadata_come_back_bit_for_bit(checkpointer):
+    save(checkpointer, 1, 2)
+    step, state, position, metadata = checkpointer.restore(abstract(make_state()))
+    assert step == 2
+    assert_bitwise(state, make_state(2))
+    assert position.dtype == np.int64
+    np.testing.assert_array_equal(position, POSITION + 2)
+    assert metadata == METADATA
+    assert checkpointer.latest_metadata() == (2, METADATA)
+
+
+def test_another_process_of_other_settings_finds_the_checkpoint(tmp_path, checkpointer):
+    save(checkpointer, 4)
+    other = Checkpointer(tmp_path, config=keep(1, 2), read_only=True)
+    assert other.restore(abstract(make_state()))[0] == 4
+    other.close()
+
+
+def test_donating_the_state_right_after_save_does_not_change_what_is_saved(checkpointer):
+    mesh = Mesh(np.array(jax.devices()), ("x",))
+    sharding = NamedSharding(mesh, PartitionSpec("x"))
+    state = {"w": jax.device_put(np.random.default_rng(0).standard_normal((1024, 2048)).astype(np.float32), sharding)}
+    expected = {"w": np.array(state["w"])}
+    step = jax.jit(lambda s: {"w": s["w"] * 0 - 1}, donate_argnums=0)
+    checkpointer.save(1, state, position=POSITION, metadata={})
+    for _ in range(3):
+        state = step(state)
+    state["w"].block_until_ready()
+    target = {"w": jax.ShapeDtypeStruct((1024, 2048), np.float32, sharding=sharding)}
+    assert_bitwise(checkpointer.restore(target)[1], expected)
+
+
+def test_eight_devices_restore_onto_four_under_another_sharding(checkpointer):
+    eight = Mesh(np.array(jax.devices()), ("x",))
+    four = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("x", "y"))
+    values = np.arange(64 * 32, dtype=np.float32).reshape(64, 32)
+    state = {"w": jax.device_put(values, NamedSharding(eight, PartitionSpec("x")))}
+    checkpointer.save(1, state, position=POSITION, metadata={})
+    target = NamedSharding(four, PartitionSpec("y", "x"))
+    _, restored, _, _ = checkpointer.restore({"w": jax.ShapeDtypeStruct((64, 32), np.float32, sharding=target)})
+    assert restored["w"].sharding == target
+    np.testing.assert_array_equal(np.asarray(restored["w"]), values)
+
+
+def test_restore_skips_a_flipped_bit_and_uses_the_one_before(tmp_path, checkpointer, capfd):
+    save(checkpointer, 1, 2)
+    flip_bit(largest_file(tmp_path, 2))
+    step, state, position, _ = checkpointer.restore(abstract(make_state()))
+    assert step == 1
+    assert_bitwise(state, make_state(1))
+    np.testing.assert_array_equal(position, POSITION + 1)
+    warning = capfd.readouterr().err
+    assert "checkpoints/2 is damaged" in warning
+    assert largest_file(tmp_path, "2.damaged").name in warning
+    assert "step 1" in warning
+
+
+@pytest.mark.parametrize("how", ["flipped", "truncated", "deleted"])
+def test_damage_of_any_file_is_noticed_or_harmless(tmp_path, checkpointer, how):
+    save(checkpointer, 1, 2)
+    whole = tmp_path / "whole"
+    shutil.copytree(tmp_path / "checkpoints" / "2", whole)
+    noticed = []
+    for number, path in enumerate(files_of(tmp_path, 2)):
+        if how == "flipped":
+            flip_bit(path, place=0.9 * (number % 7) / 7)
+        elif how == "truncated":
+            path.write_bytes(path.read_bytes()[:-1])
+        else:
+            path.unlink()
+        step, state, _, _ = Checkpointer(tmp_path, config=keep(), read_only=True).restore(abstract(make_state()))
+        assert_bitwise(state, make_state(step))
+        noticed += [path.name] if step == 1 else []
+        shutil.rmtree(tmp_path / "checkpoints" / "2")
+        shutil.copytree(whole, tmp_path / "checkpoints" / "2")
+    assert largest_file(tmp_path, 2).name in noticed
+    assert INTEGRITY_FILE in noticed
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda files: {"../1/integrity.json": [1, 1]}, "must be a relative path"),
+        (lambda files: {"/etc/hostname": [1, 1]}, "must be a relative path"),
+        (lambda files: files | {"state/../x": [1, 1]}, "must be a relative path"),
+        (lambda files: files | {"": [1, 1]}, "must be a relative path"),
+        (lambda files: files | {"x": [-1, 1]}, r"files['x']=[-1, 1] must be [bytes, CRC-32]"),
+        (lambda files: files | {"x": ["1", 1]}, r"files['x']=['1', 1] must be [bytes, CRC-32]"),
+        (lambda files: files | {"x": 1}, r"files['x']=1 must be [bytes, CRC-32]"),
+        (lambda files: [], "files=[] must be an object"),
+        (lambda files: files | {"fifo": [0, 0]}, "fifo is not a regular file"),
+        (lambda files: files | {"device": [0, 0]}, "device is not a regular file"),
+        (lambda files: files | {"link": [2, 0]}, "link is a link that leads out of the folder"),
+        (lambda files: "[" * 100_000, "is nested deeper than 100 levels"),
+    ],
+)
+def test_names_and_sums_that_cannot_be_are_damage_which_says_the_field(tmp_path, checkpointer, capfd, edit, message):
+    save(checkpointer, 1, 2)
+    folder = tmp_path / "checkpoints" / "2"
+    (tmp_path / "outside").write_text("ab")
+    os.mkfifo(folder / "fifo")
+    (folder / "device").symlink_to("/dev/null")
+    (folder / "link").symlink_to(tmp_path / "outside")
+    files = edit(json.loads((folder / INTEGRITY_FILE).read_text())["files"])
+    (folder / INTEGRITY_FILE).write_text(files if isinstance(files, str) else json.dumps({"files": files}))
+    step, state, _, _ = checkpointer.restore(abstract(make_state()))
+    assert step == 1
+    assert_bitwise(state, make_state(1))
+    warning = capfd.readouterr().err
+    assert "checkpoints/2 is damaged" in warning
+    assert message in warning
+
+
+def test_a_link_within_a_checkpoint_is_no_damage(tmp_path, checkpointer):
+    save(checkpointer, 1)
+    path = largest_file(tmp_path, 1)
+    path.rename(path.with_name("moved"))
+    path.symlink_to("moved")
+    assert checkpointer.restore(abstract(make_state()))[0] == 1
+
+
+def test_latest_metadata_skips_a_truncated_checkpoint_without_reading_arrays(tmp_path, checkpointer):
+    save(checkpointer, 1, 2)
+    path = largest_file(tmp_path, 2)
+    path.write_bytes(path.read_bytes()[:-1])
+    assert checkpointer.latest_metadata()[0] == 1
+    assert steps_on_disk(tmp_path) == [1, 2]  # only a restore moves it aside
+
+
+def test_all_damaged_raises_naming_each_and_leaves_them_in_place(tmp_path, checkpointer):
+    save(checkpointer, 1, 2)
+    for step in (1, 2):
+        flip_bit(largest_file(tmp_path, step))
+    with pytest.raises(ValueError, match=r"(?s)checkpoints/2: .*other bytes.*checkpoints/1: .*other bytes"):
+        checkpointer.restore(abstract(make_state()))
+    assert steps_on_disk(tmp_path) == [1, 2]
+
+
+def test_a_run_that_went_back_saves_the_damaged_step_again_and_keeps_what_it_needs(tmp_path):
+    first = Checkpointer(tmp_path, config=keep(2))
+    save(first, 1, 2)
+    first.close()
+    flip_bit(largest_file(tmp_path, 2))
+    second = Checkpointer(tmp_path, config=keep(1))
+    assert second.restore(abstract(make_state()))[0] == 1
+    save(second, 2)
+    assert steps_on_disk(tmp_path) == [2]
+    assert_bitwise(second.restore(abstract(make_state()))[1], make_state(2))
+    second.close()
+
+
+@pytest.mark.parametrize(("shape", "dtype"), [((16, 25), np.float32), ((16, 24), jnp.bfloat16)])
+def test_a_state_of_another_shape_or_dtype_raises_and_is_not_taken_for_damage(tmp_path, checkpointer, shape, dtype):
+    save(checkpointer, 1, 2)
+    wrong = abstract(make_state())
+    wrong["params"]["w"] = jax.ShapeDtypeStruct(shape, dtype, sharding=wrong["params"]["w"].sharding)
+    with pytest.raises(ValueError, match=r"\['w'\]: 'float32\[16, 24\]' in the checkpoint"):
+        checkpointer.restore(wrong)
+    assert steps_on_disk(tmp_path) == [1, 2]
+
+
+def test_retention_keeps_the_last_ones_and_the_permanent_ones_beside_them(tmp_path):
+    checkpointer = Checkpointer(tmp_path, config=keep(2, 4))
+    save(checkpointer, *range(1, 11))
+    assert steps_on_disk(tmp_path) == [4, 8, 9, 10]
+    checkpointer.close()
+    again = Checkpointer(tmp_path, config=keep(2, 4))
+    save(again, 11, 12)
+    assert steps_on_disk(tmp_path) == [4, 8, 10, 11, 12]
+    again.close()
+
+
+def test_a_state_whose_norms_are_not_finite_is_refused_and_removes_nothing(tmp_path):
+    checkpointer = Checkpointer(tmp_path, config=keep(1))
+    save(checkpointer, 1)
+    norms = {"params": float("inf"), "opt_state.mu": 1.0, "opt_state.nu": float("nan")}
+    with pytest.raises(
+        ValueError, match=r"step 2 was not saved: .*norm of params is inf, the norm of opt_state.nu is n"
+    ):
+        checkpointer.save(2, make_state(2), position=POSITION, metadata=METADATA, norms=norms)
+    checkpointer.close()
+    assert steps_on_disk(tmp_path) == [1]
+
+
+def test_restore_goes_back_to_the_newest_state_whose_recorded_or_computed_norms_are_finite(tmp_path, capfd):
+    checkpointer = Checkpointer(tmp_path, config=keep(3))
+    for step in (1, 2, 3):
+        norms = {"params": 1.0} if step == 1 else None
+        checkpointer.save(step, make_state(step), position=POSITION, metadata=METADATA, norms=norms)
+    computed = []
+
+    def norms_of(state):
+        computed.append(int(state["step"]))
+        return {"params": jnp.float32(jnp.inf)}
+
+    step, state, _, _ = checkpointer.restore(abstract(make_state()), norms=norms_of)
+    assert (step, computed) == (1, [3, 2])
+    assert_bitwise(state, make_state(1))
+    assert (
+        "checkpoints/3 is damaged (its state is not finite: the norm of params is inf); going" in capfd.readouterr().err
+    )
+    save(checkpointer, 2)  # the run makes it again
+    assert steps_on_disk(tmp_path) == [1, 2]
+    checkpointer.close()
+
+
+def test_a_state_of_another_step_than_its_folder_is_passed_over(tmp_path, checkpointer, capfd):
+    save(checkpointer, 1, 2)
+    checkpointer.save(3, make_state(2), position=POSITION, metadata=METADATA)
+    checkpointer.wait()
+    assert checkpointer.restore(abstract(make_state()))[0] == 2
+    assert "named 3, which is not the step of its state (2)" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("packing", "tokens", "step_found"),
+    [
+        ("concat", 4 * 14, ""),
+        ("concat", 5 * 14, "5"),
+        ("concat", 5 * 14 + 7, "5.5"),
+        ("documents", 4 * 16, ""),
+        ("documents", 1, ""),
+        ("documents", 4 * 16 + 1, "5 or later"),
+    ],
+)
+def test_tokens_must_be_those_of_the_step(tmp_path, checkpointer, packing, tokens, step_found):
+    data = {"batch_size": 2, "seq_len": 8, "packing": packing}
+    metadata = {"config": {"data": data}, "tokens": tokens, "num_nonfinite": 0}
+    checkpointer.save(4, make_state(4), position=np.array([[4, 0], [4, 0]]), metadata=metadata)
+    checkpointer.wait()
+    if not step_found:
+        assert checkpointer.restore(abstract(make_state()))[0] == 4
+    else:
+        with pytest.raises(ValueError, match=rf"named 4, which is not the step of its token count .{step_found}."):
+            checkpointer.restore(abstract(make_state()))
+
+
+DATA = {"batch_size": 2, "seq_len": 8, "packing": "concat"}
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        (lambda run: run.clear(), "position=None must be"),
+        (lambda run: run.pop("metadata"), "metadata=None must be"),
+        (lambda run: run.update(metadata=[]), r"metadata=\[\] must be an object"),
+        (lambda run: run["metadata"].update(config=[]), r"metadata.config=\[\] must be an object"),
+        (lambda run: run["metadata"]["config"].update(data=[]), r"metadata.config.data=\[\] must be"),
+        (lambda run: run["metadata"].pop("tokens"), "metadata.tokens=None must be an integer"),
+        (lambda run: run["metadata"].update(tokens="x"), "metadata.tokens='x' must be an integer"),
+        (lambda run: run["metadata"].update(tokens=10**400), "metadata.tokens=10+ must be an integer"),
+        (lambda run: run["metadata"].pop("num_nonfinite"), "metadata.num_nonfinite=None must be"),
+        (lambda run: run["metadata"]["config"]["data"].update(batch_size=0), "data.batch_size=0 must be"),
+        (lambda run: run["metadata"]["config"]["data"].update(seq_len=1), "data.seq_len=1 must be"),
+        (lambda run: run["metadata"]["config"]["data"].update(packing=[]), r"data.packing=\[\] must be"),
+        (lambda run: run.update(step="2"), "step='2' must be an integer"),
+        (lambda run: run.update(norms=[]), r"norms=\[\] must be an object"),
+        (lambda run: run.update(norms={"params": "x"}), r"norms\['params'\]='x' must be a fl"),
+        (lambda run: run.update(norms={"params": 10**400}), r"norms\['params'\]=10+ must be a fl"),
+        (lambda run: run.update(position=10**400), "position=10+ must be a list of integers"),
+        (lambda run: run.update(position=[[2**63, 0]] * 2), r"position=.* must be a list of integers"),
+        (lambda run: run.update(position=2), "position=2 must be a list of integers"),
+        (lambda run: run.update(position=[[]]), r"position=\[\[\]\] must be a list of integers"),
+        (lambda run: run.update(position=[[2, 0], [2]]), r"position=\[\[2, 0\], \[2\]\] must be a list of in"),
+        (lambda run: run.update(position=[[2.5, 0], [2, 0]]), r"position=\[\[2.5, .* must be a list of in"),
+        (lambda run: run.update(position=[[2, 0]]), r"position=\[\[2, 0\]\] must be a list of 2 lists"),
+        (lambda run: run.update(arrays=[]), r"arrays=\[\] must be an object"),
+        (lambda run: run["arrays"].update(x="y"), r"arrays\['x'\]='y' must be dtype\[shape\]"),
+        (lambda run: run["arrays"].update(x=1), r"arrays\['x'\]=1 must be dtype\[shape\]"),
+        (lambda run: run["arrays"].update(x="float99[2]"), r"arrays\['x'\]='float99\[2\]' must be dt"),
+        (lambda run: run["arrays"].update(x="float32[2,]"), r"arrays\['x'\]=.* must be dt"),
+    ],
+)
+def test_a_sealed_record_of_values_that_no_run_writes_is_damage_which_says_file_and_field(
+    tmp_path, checkpointer, capfd, change, field
+):
+    for step in (1, 2):
+        metadata = {"config": {"data": DATA}, "tokens": step * 14, "num_nonfinite": 0}
+        position = np.array([[step, 0], [step, 0]])
+        checkpointer.save(step, make_state(step), position=position, metadata=metadata, norms={"params": 1.0})
+    checkpointer.wait()
+    assert find_saved(tmp_path).name == "2"
+    folder = tmp_path / "checkpoints/2"
+    reseal(folder, change)
+    with pytest.raises(ValueError, match=rf"checkpoints/2 is damaged \(.*2/run/metadata: .*{field}") as error:
+        find_saved(folder)
+    assert "\n" not in str(error.value)
+    assert find_saved(tmp_path).name == "1"
+    assert checkpointer.latest_metadata()[0] == 1
+    assert checkpointer.restore(abstract(make_state()))[0] == 1
+    assert capfd.readouterr().err.count("run/metadata: ") == 2
+
+
+@pytest.mark.parametrize("has_step", [True, False], ids=["step recorded", "written before the step was"])
+def test_a_link_and_a_copy_under_a_name_that_is_no_step_have_the_recorded_step(tmp_path, checkpointer, has_step):
+    metadata = {"config": {"data": DATA}, "tokens": 24 * 14, "num_nonfinite": 0}
+    checkpointer.save(24, make_state(24), position=np.array([[24, 0]] * 2), metadata=metadata, norms={"params": 1.0})
+    checkpointer.wait()
+    folder = tmp_path / "checkpoints"
+    if not has_step:
+        reseal(folder / "24", lambda run: run.pop("step"))
+    (folder / "latest").symlink_to("24")
+    (folder / "7").symlink_to("24")
+    assert find_saved(folder / "latest") == find_saved(folder / "7") == (folder / "24").resolve()
+    for name in ("keep-24", "0000025"):
+        copy = shutil.copytree(folder / "24", folder / name)
+        assert find_saved(copy) == copy
+        assert saved_step(copy, saved_run(copy)) == 24
+    reseal(folder / "keep-24", lambda run: run["metadata"].update(tokens=5 * 14))
+    with pytest.raises(ValueError, match=r"it records step 24, which is not the step of its token count \(5\)"):
+        find_saved(folder / "keep-24")
+
+
+@pytest.mark.parametrize("name", ["0000024", "2\u0664", "\u0662\u0664", "+24"])
+def test_a_folder_whose_name_no_save_writes_is_not_listed(tmp_path, checkpointer, capfd, name):
+    save(checkpointer, 1)
+    shutil.copytree(tmp_path / "checkpoints/1", tmp_path / "checkpoints" / name)
+    again = Checkpointer(tmp_path, config=keep())
+    assert again.restore(abstract(make_state()))[0] == 1
+    again.close()
+    assert find_saved(tmp_path).name == "1"
+    assert capfd.readouterr().err == ""
+
+
+def test_what_is_no_folder_under_the_name_of_a_step_is_damage_and_put_aside(tmp_path, checkpointer, capfd):
+    save(checkpointer, 1, 40)
+    flip_bit(largest_file(tmp_path, 40))
+    folder = tmp_path / "checkpoints"
+    (folder / "98").symlink_to("98")
+    (folder / "99").write_text("")
+    (folder / "40.damaged").write_text("")
+    (folder / "98.damaged").symlink_to("1")
+    (folder / "99.damaged").mkdir()
+    assert find_saved(tmp_path).name == "1"
+    warnings = capfd.readouterr().err
+    assert "checkpoints/99 is damaged (integrity.json cannot be read: Not a directory)" in warnings
+    assert "checkpoints/98 is damaged (integrity.json cannot be read: Too many levels of symbolic links)" in warnings
+    again = Checkpointer(tmp_path, config=keep())
+    assert again.restore(abstract(make_state()))[0] == 1
+    again.close()
+    assert sorted(path.name for path in folder.iterdir()) == ["1", "40.damaged", "98.damaged", "99.damaged"]
+    assert (folder / "40.damaged/integrity.json").exists()
+
+
+def test_a_step_that_is_saved_already_is_not_written_again(checkpointer):
+    save(checkpointer, 1)
+    assert not checkpointer.save(1, make_state(9), position=POSITION, metadata={})
+    assert checkpointer.latest_metadata() == (1, METADATA)
+
+
+KILLED_SAVE = """
+    import os, signal, sys
+    import numpy as np, jax.numpy as jnp
+    from hlat_jax.store.checkpoint import Checkpointer
+    from hlat_jax.config import CheckpointConfig
+
+    def save(step):
+        checkpointer.save(step, {"w": jnp.full((4, 4), step)}, position=np.arange(2), metadata={"tokens": step})
+        checkpointer.wait()
+
+    seal = Checkpointer._seal
+    def seal_and_die(self):
+        if self._saving == 2:
+            seal(self) if sys.argv[2] == "sealed" else None
+            os.kill(os.getpid(), signal.SIGKILL)
+        seal(self)
+
+    Checkpointer._seal = seal_and_die
+    checkpointer = Checkpointer(sys.argv[1], config=CheckpointConfig(keep_last=1))
+    save(1)
+    save(2)
+"""
+
+
+@pytest.mark.parametrize("moment", ["written", "sealed"])
+def test_a_save_killed_before_its_commit_leaves_the_one_before_and_can_be_repeated(tmp_path, moment):
+    environment = os.environ | {"XLA_FLAGS": "", "PYTHONPATH": str(pathlib.Path(__file__).resolve().parents[2])}
+    command = [sys.executable, "-c", textwrap.dedent(KILLED_SAVE), str(tmp_path), moment]
+    assert subprocess.run(command, env=environment, check=False).returncode == -signal.SIGKILL
+    leftovers = list((tmp_path / "checkpoints").glob("2*"))
+    assert leftovers
+    assert steps_on_disk(tmp_path) == [1]
+
+    checkpointer = Checkpointer(tmp_path, config=keep(1))
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["1"]
+    target = jax.ShapeDtypeStruct((4, 4), np.int32, sharding=jnp.zeros(1).sharding)
+    step, state, _, metadata = checkpointer.restore({"w": target})
+    assert (step, metadata["tokens"]) == (1, 1)
+    np.testing.assert_array_equal(np.asarray(state["w"]), np.full((4, 4), 1))
+    save(checkpointer, 2)
+    assert checkpointer.latest_metadata()[0] == 2
+    checkpointer.close()
+
+
+def test_opening_read_only_leaves_a_save_under_way_alone(tmp_path, checkpointer):
+    save(checkpointer, 1)
+    under_way = tmp_path / "checkpoints" / "2.orbax-checkpoint-tmp"
+    under_way.mkdir()
+    Checkpointer(tmp_path, config=keep(), read_only=True).close()
+    assert under_way.exists()
+
+
+def test_a_folder_that_cannot_be_written_raises_before_training(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"file/run/checkpoints.*Not a directory.*--workdir"):
+        Checkpointer(tmp_path / "file" / "run", config=keep())
+
+
+def test_a_full_disk_raises_a_clear_error_and_keeps_the_checkpoint_before(small_disk):
+    disk = small_disk("2m")
+
+    def state(seed):
+        return {"w": jnp.asarray(np.random.default_rng(seed).standard_normal(300_000), jnp.float32)}  # 1.2 MB
+
+    checkpointer = Checkpointer(disk, config=keep(1))
+    checkpointer.save(1, state(1), position=POSITION, metadata={})
+    checkpointer.wait()
+    checkpointer.save(2, state(2), position=POSITION, metadata={})
+    with pytest.raises(SaveError, match=r"step 2 .*No space left on device .1,200,000 bytes of state.*step 1 is un"):
+        checkpointer.wait()
+    checkpointer.check()  # said once
+    assert [path.name for path in (disk / "checkpoints").iterdir()] == ["1"]
+    step, restored, _, _ = checkpointer.restore(abstract(state(1)))
+    assert step == 1
+    assert_bitwise(restored, state(1))
+    small = {"w": jnp.ones(8)}
+    checkpointer.save(3, small, position=POSITION, metadata={})
+    checkpointer.close()
+    assert steps_on_disk(disk) == [3]
+
+
+def test_check_raises_once_a_save_in_the_background_has_failed(tmp_path, checkpointer, monkeypatch):
+    save(checkpointer, 1)
+
+    def no_space(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("hlat_jax.store.integrity.size_and_crc", lambda *_, **__: no_space())
+    checkpointer.save(2, make_state(2), position=POSITION, metadata={})
+    deadline = time.monotonic() + 20
+    with pytest.raises(SaveError, match="No space left"):  # noqa: PT012 - it is the polling that must raise
+        while time.monotonic() < deadline:
+            checkpointer.check()
+            time.sleep(0.01)
+    assert steps_on_disk(tmp_path) == [1]
+
+
+def test_saving_restoring_and_failing_leave_the_log_alone(checkpointer, absl_records, monkeypatch):
+    save(checkpointer, 1)
+    checkpointer.restore(abstract(make_state()))
+    monkeypatch.setattr("hlat_jax.store.integrity.size_and_crc", lambda *_, **__: 1 / 0)
+    with pytest.raises(SaveError, match="division by zero"):
+        save(checkpointer, 2)
+    assert absl_records == []
+    logging.getLogger("absl").error("of somebody else")
+    assert [record.getMessage() for record in absl_records] == ["of somebody else"]
+
+
+def config_dict():
+    return resolve(config_lib.default()).to_dict()
+
+
+def test_no_drift_between_a_config_and_its_copy_in_a_file():
+    assert config_drift(json.loads(json.dumps(config_dict())), config_dict()) == []
+
+
+FROZEN_KEYS = (
+    "model.num_layers",
+    "precision.policy",
+    "optimizer.peak_lr",
+    "data.seq_len",
+    "train.seed",
+    "train.new_key",
+)
+
+
+@pytest.mark.parametrize("key", FROZEN_KEYS)
+def test_drift_names_the_key_and_both_values(key):
+    saved, current = config_dict(), config_dict()
+    section, name = key.split(".")
+    before = current[section].get(name, "absent")
+    current[section][name] = -7
+    assert config_drift(saved, current) == [f"{key}: {before!r} in the checkpoint, -7 now"]
+
+
+def test_every_key_that_may_change_exists_and_changes_without_drift():
+    saved, current = config_dict(), config_dict()
+    current["name"] = "other"
+    for section in ("metrics", "checkpoint", "parallel"):
+        current[section] = dict.fromkeys(current[section], "other")
+    for name in ("num_steps", "eval_loss_low", "eval_loss_high", "sample_prompt", "sample_tokens"):
+        assert name in current["train"]
+        current["train"][name] = "other"
+    for name in ("train", "validation", "tokenizer", "num_threads", "prefetch_batches"):
+        assert name in current["data"]
+        current["data"][name] = "other"
+    assert config_drift(saved, current) == []
+
+
+def test_drift_of_metadata_sees_hashes_and_ignores_progress():
+    current = {"config": config_dict(), "tokenizer_sha256": "a", "manifest": {"files": ["x"], "hash": "b"}}
+    saved = json.loads(json.dumps(current)) | {"tokens": 12}
+    assert config_drift(saved, current) == []
+    [line] = config_drift(saved | {"tokenizer_sha256": "c"}, current)
+    assert line == "tokenizer_sha256: 'c' in the checkpoint, 'a' now"
+    moved = current | {"manifest": current["manifest"] | {"files": ["y"]}}
+    assert config_drift(saved, moved) == []
+    [line] = config_drift(saved, current | {"manifest": {"files": ["x"], "hash": "d"}})
+    assert line == "manifest.hash: 'b' in the checkpoint, 'd' now"
+
+
+def test_a_key_that_is_newer_than_a_checkpoint_had_its_default_then():
+    current = {"config": config_dict(), "implementations": {"attention": "blocked", "rope": "paired"}}
+    current |= {"tokenizer_sha256": "a", "manifest": {}}
+    saved = json.loads(json.dumps(current))
+    del saved["config"]["model"]["rope"], saved["implementations"]["rope"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(settings, "data_drift", lambda *_, **__: [])
+        settings.refuse_drift(saved, current, step=1)
+        current["config"]["model"]["rope"] = "reference"
+        with pytest.raises(ValueError, match=r"model.rope: 'auto' in the checkpoint, 'reference' now"):
+            settings.refuse_drift(saved, current, step=1)

@@ -1,0 +1,309 @@
+"""metrics.jsonl holds each step once, whatever happens; progress lines, TensorBoard and the picture show it."""
+
+import contextlib
+import json
+import math
+import os
+import pathlib
+import struct
+import subprocess
+import sys
+import types
+
+import numpy as np
+import pytest
+
+from hlat_jax import config as config_lib
+from hlat_jax.store import metrics
+from hlat_jax.store.metrics import Interval, MetricsLog, duration, eval_line, header, json_line, rewind, train_line
+
+TOKENS_PER_STEP = 100
+
+
+def row(step, **changes):
+    return {
+        "step": step,
+        "loss": 4.0 + 1 / (step + 3),
+        "tokens": step * TOKENS_PER_STEP,
+        "grad_norm": 0.5,
+        "param_norm": 12.0,
+        "learning_rate": 1e-4,
+        "step_s": 0.5,
+        "data_wait_s": 0.05,
+        "batch_hash": f"{step:08x}",
+        "nonfinite": 0,
+    } | changes
+
+
+def eval_row(step):
+    return {"step": step, "eval_loss": 4.5, "perplexity": math.exp(4.5), "bits_per_byte": 1.75, "eval_tokens": 4096}
+
+
+def quiet(**changes):
+    return config_lib.MetricsConfig(**({"console": "off", "tensorboard": False} | changes))
+
+
+def read(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def run(folder, steps, *, start_step=0, num_steps=1000, config=None):
+    log = MetricsLog(folder, config=config or quiet(), num_steps=num_steps, start_step=start_step)
+    for step in steps:
+        log.train_row(row(step))
+    return log
+
+
+def python(code):
+    environment = os.environ | {"PYTHONPATH": str(pathlib.Path(__file__).resolve().parents[2])}
+    return subprocess.check_output([sys.executable, "-c", code], env=environment, text=True)
+
+
+def test_rows_come_back_with_every_digit_and_in_order(tmp_path):
+    losses = [0.1 + 0.2, float(np.float32(1 / 3)), math.nan, math.inf, 5e-324]
+    log = MetricsLog(tmp_path, config=quiet(), num_steps=5)
+    for step, loss in enumerate(losses, 1):
+        log.train_row(row(step, loss=loss))
+    log.eval_row(eval_row(5))
+    log.close()
+    *train, validation = read(tmp_path / "metrics.jsonl")
+    assert [struct.pack("d", r["loss"]) for r in train] == [struct.pack("d", loss) for loss in losses]
+    assert [r["step"] for r in train] == [1, 2, 3, 4, 5]
+    assert validation == eval_row(5)
+
+
+def test_numpy_scalars_are_written_as_numbers():
+    assert json.loads(json_line({"a": np.float32(0.5), "b": np.int64(3), "c": np.bool_(True)})) == {
+        "a": 0.5,
+        "b": 3,
+        "c": True,
+    }
+
+
+def test_a_row_is_in_the_file_at_once_and_on_the_disk_after_sync(tmp_path, monkeypatch):
+    synced = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.fstat(descriptor).st_ino))
+    log = run(tmp_path, [1])
+    assert [r["step"] for r in read(tmp_path / "metrics.jsonl")] == [1]
+    synced.clear()
+    log.sync()
+    assert synced == [(tmp_path / "metrics.jsonl").stat().st_ino]
+    log.close()
+
+
+def test_resume_leaves_each_step_once_and_keeps_what_it_moved(tmp_path):
+    log = run(tmp_path, range(1, 6))
+    log.eval_row(eval_row(3))
+    log.close()
+    run(tmp_path, range(4, 8), start_step=3).close()
+    rows = read(tmp_path / "metrics.jsonl")
+    assert [r["step"] for r in rows if "loss" in r] == [1, 2, 3, 4, 5, 6, 7]
+    assert [r["step"] for r in rows if "eval_loss" in r] == [3]
+    assert [r["step"] for r in read(tmp_path / "metrics.discarded.jsonl")] == [4, 5]
+
+
+def test_a_run_that_begins_again_moves_all_rows_aside_step_0_too(tmp_path):
+    log = MetricsLog(tmp_path, config=quiet(), num_steps=9)
+    log.eval_row(eval_row(0))
+    log.train_row(row(1))
+    log.close()
+    run(tmp_path, [1]).close()
+    assert [r["step"] for r in read(tmp_path / "metrics.jsonl")] == [1]
+    assert [r["step"] for r in read(tmp_path / "metrics.discarded.jsonl")] == [0, 1]
+
+
+@pytest.mark.parametrize("torn", ['{"step": 2, "loss": 4.', '{"step": 2}', "", "\0\0\0"])
+def test_a_torn_last_line_is_moved_aside_even_when_it_parses(tmp_path, torn):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(json_line(row(1)) + torn)
+    assert rewind(path, 5)["step"] == 1
+    assert path.read_text() == json_line(row(1))
+    aside = tmp_path / "metrics.discarded.jsonl"
+    assert (aside.read_text() if aside.exists() else "") == (torn + "\n" if torn else "")
+
+
+def test_rewind_twice_is_rewind_once(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    run(tmp_path, range(1, 6)).close()
+    rewind(path, 2)
+    once = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
+    assert rewind(path, 2)["step"] == 2
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == once
+    assert set(once) == {"metrics.jsonl", "metrics.discarded.jsonl"}
+
+
+@pytest.mark.parametrize("call", [0, 1])
+def test_rewind_killed_between_its_steps_loses_and_doubles_nothing(tmp_path, monkeypatch, call):
+    run(tmp_path, range(1, 6)).close()
+    replace, calls = os.replace, []
+
+    def dies(old, new):
+        if len(calls) == call:
+            raise KeyboardInterrupt
+        calls.append(new)
+        replace(old, new)
+
+    monkeypatch.setattr(os, "replace", dies)
+    with pytest.raises(KeyboardInterrupt):
+        rewind(tmp_path / "metrics.jsonl", 2)
+    assert [r["step"] for r in read(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4, 5]
+    monkeypatch.undo()
+    rewind(tmp_path / "metrics.jsonl", 2)
+    assert [r["step"] for r in read(tmp_path / "metrics.jsonl")] == [1, 2]
+    assert [r["step"] for r in read(tmp_path / "metrics.discarded.jsonl")] == [3, 4, 5]
+
+
+def test_speeds_follow_from_tokens_and_time_also_in_the_first_step_after_a_resume(tmp_path):
+    known = {"num_steps": 9, "flops_per_token": (10.0, 15.0), "peak_flops": 1e4}
+    log = MetricsLog(tmp_path, config=quiet(), **known)
+    log.train_row(row(1))
+    log.train_row(row(2))
+    log.close()
+    log = MetricsLog(tmp_path, config=quiet(), start_step=1, **known)
+    log.train_row(row(2))
+    log.close()
+    for r in read(tmp_path / "metrics.jsonl"):
+        # 100 tokens in 0.5 s
+        assert (r["tokens_per_s"], r["mfu_6n"], r["mfu"]) == (200.0, 0.2, 0.3)
+
+
+def test_a_line_is_as_wide_as_its_header_and_shows_the_interval():
+    interval = Interval()
+    interval.add(row(9, tokens_per_s=100.0, mfu_6n=0.1, mfu=0.2, step_s=1.0, data_wait_s=0.0))
+    interval.add(row(10, tokens_per_s=400.0, mfu_6n=0.4, mfu=0.8, step_s=2.0, data_wait_s=0.3))
+    line = train_line(row(10, loss=3.14159), interval, 100)
+    assert len(line) == len(header())
+    # (1 s * 100 + 2 s * 400) / 3 s; 90 steps of 1.5 s remain
+    expected = ["10", "10.0%", "3.1416", "0.5", "1.00e-04", "300", "30.0%", "60.0%", "10.0%", "0:02:15"]
+    assert line.split() == expected
+
+
+def test_a_line_keeps_its_width_with_unknown_peak_extreme_and_nonfinite_values():
+    interval = Interval()
+    extreme = row(9_999_999, loss=math.nan, grad_norm=1.23456e-30, tokens_per_s=98_765_432.1, step_s=3.0)
+    interval.add(extreme)
+    line = train_line(extreme, interval, 99_999_999)
+    assert len(line) == len(header())
+    assert line.split()[2] == "nan"
+    assert line.split()[6:8] == ["-", "-"]
+
+
+def test_durations_read_as_clock_time():
+    assert [duration(s) for s in (0, 59.6, 3661, 90061, -1)] == [
+        "0:00:00",
+        "0:01:00",
+        "1:01:01",
+        "1d 1:01:01",
+        "0:00:00",
+    ]
+
+
+def test_the_validation_line_has_every_number():
+    expected = "      20  validation: loss 4.5000, perplexity 90.017, 1.7500 bits per byte (4,096 tokens)"
+    assert eval_line(eval_row(20)) == expected
+
+
+@pytest.mark.parametrize(
+    ("console", "is_tty", "expected"),
+    [
+        ("auto", False, [100, 200, 300, 400, 500, 600, 700, 800, 900, 1000]),
+        ("auto", True, [1, *range(10, 1001, 10)]),
+        ("on", False, [1, *range(10, 1001, 10)]),
+        ("off", True, []),
+    ],
+)
+def test_lines_appear_when_the_console_setting_says(tmp_path, monkeypatch, capsys, console, is_tty, expected):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: is_tty, raising=False)
+    log = run(tmp_path, range(1, 1001), config=quiet(console=console, log_every_steps=10))
+    log.eval_row(eval_row(1000))
+    log.close()
+    lines = capsys.readouterr().out.splitlines()
+    if not expected:
+        assert lines == []
+        return
+    assert lines[0] == header()
+    assert [int(line.split()[0]) for line in lines[1:-1]] == expected
+    assert lines[-1] == eval_line(eval_row(1000))
+
+
+def events(folder):
+    """Returns the (step, tag, value) that TensorBoard shows: a restart hides what lies at its step or after."""
+    from tensorboardX.proto import event_pb2
+
+    shown = []
+    for path in sorted(folder.iterdir(), key=lambda p: p.stat().st_mtime_ns):
+        content, place = path.read_bytes(), 0
+        while place < len(content):  # TFRecord: length, its sum, data, its sum
+            [size] = struct.unpack_from("<Q", content, place)
+            event = event_pb2.Event.FromString(content[place + 12 : place + 12 + size])
+            place += 16 + size
+            if event.session_log.status == event_pb2.SessionLog.START:
+                shown = [e for e in shown if e[0] < event.step]
+            shown += [(event.step, value.tag, value.simple_value) for value in event.summary.value]
+    return shown
+
+
+def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path):
+    config = quiet(tensorboard=True)
+    log = run(tmp_path, range(1, 6), config=config)
+    log.eval_row(eval_row(3))
+    log.close()
+    log = run(tmp_path, range(4, 7), start_step=3, config=config)
+    log.sync()
+    shown = events(tmp_path / "tensorboard")
+    log.close()
+    assert [step for step, tag, _ in shown if tag == "train/loss"] == [1, 2, 3, 4, 5, 6]
+    assert [(step, value) for step, tag, value in shown if tag == "validation/eval_loss"] == [(3, 4.5)]
+    assert next(value for _, tag, value in shown if tag == "train/loss") == pytest.approx(4.25)
+    assert {"train/grad_norm", "train/learning_rate", "train/tokens_per_s"} <= {tag for _, tag, _ in shown}
+    assert not any(tag.endswith(("step", "batch_hash")) for _, tag, _ in shown)
+
+
+def test_a_full_disk_raises_and_does_not_hang(small_disk):
+    folder = small_disk("256k")
+    log = MetricsLog(folder, config=quiet(tensorboard=True), num_steps=1)
+    with pytest.raises(OSError, match=r"a row cannot be written: No space left.*metrics"):  # noqa: PT012
+        for step in range(1, 10_000):
+            log.train_row(row(step))
+    with contextlib.suppress(OSError):
+        log.close()
+    steps = [row["step"] for row in metrics.read_rows(folder / "metrics.jsonl")]
+    assert steps == list(range(1, len(steps) + 1))
+    assert len(steps) > 100
+
+
+def test_tensorboard_loads_no_torch_and_leaves_it_loadable(tmp_path):
+    code = f"""if True:
+        import sys, hlat_jax.config, hlat_jax.store.metrics
+        hlat_jax.store.metrics.MetricsLog({str(tmp_path)!r}, config=hlat_jax.config.MetricsConfig(), num_steps=1).close()
+        print("torch" in sys.modules)
+    """
+    assert python(code) == "False\n"
+
+
+def test_wandb_that_is_asked_for_and_missing_says_how_to_install_it(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ValueError, match=r"metrics\.wandb_project='p' .*pip install wandb"):
+        MetricsLog(tmp_path, config=quiet(wandb_project="p"), num_steps=1)
+
+
+def test_wandb_goes_on_in_the_same_run_after_a_resume(tmp_path, monkeypatch):
+    calls = []
+    fake = types.SimpleNamespace(
+        define_metric=lambda *_, **__: None, log=lambda values: calls.append(values), finish=lambda: None
+    )
+    monkeypatch.setitem(
+        sys.modules, "wandb", types.SimpleNamespace(init=lambda **options: calls.append(options) or fake)
+    )
+    for start_step in (0, 1):
+        run(tmp_path, [start_step + 1], start_step=start_step, config=quiet(wandb_project="p")).close()
+    first, logged, second, _ = calls
+    assert first["id"] == second["id"]
+    assert (first["project"], second["resume"]) == ("p", "allow")
+    assert (logged["step"], logged["train/tokens"]) == (1, 100)
+
+
+def test_metrics_imports_neither_jax_nor_what_a_run_may_do_without():
+    names = ("jax", "matplotlib", "tensorboardX", "wandb")
+    code = f"import sys, hlat_jax.store.metrics; print([name for name in {names} if name in sys.modules])"
+    assert python(code) == "[]\n"

@@ -1,0 +1,152 @@
+"""A run of a second: a config file derived from `tiny`, the command on it in a process of its own, and its results."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+from collections.abc import Callable
+
+import jax
+import numpy as np
+
+from hlat_jax import config as config_lib
+from hlat_jax.parallel.sharding import make_layout
+from hlat_jax.resolve import resolve
+from hlat_jax.step import abstract_state
+from hlat_jax.store.checkpoint import Checkpointer
+from hlat_jax.store.integrity import INTEGRITY_FILE, seal
+from hlat_jax.store.metrics import ROWS_FILE
+
+REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
+NUM_STEPS, EVAL_EVERY, SAVE_EVERY = 24, 6, 5
+CONFIG = f"""
+from hlat_jax.config import load
+
+
+def get_config():
+    c = load("tiny")
+    c.model.num_layers = 2
+    c.model.embed_dim = 32
+    c.model.mlp_dim = 48
+    c.model.num_heads = 4
+    c.model.num_kv_heads = 2
+    c.model.head_dim = 8
+    c.model.max_positions = 32
+    c.optimizer.peak_lr = 1e-2
+    c.optimizer.warmup_steps = 4
+    c.optimizer.horizon_steps = 40
+    c.data.batch_size = 4
+    c.data.seq_len = 32
+    c.data.max_document_chars = 2000  # so that rows are ready soon
+    c.train.num_steps = {NUM_STEPS}
+    c.train.eval_every_steps = {EVAL_EVERY}
+    c.train.num_eval_batches = 96  # long enough to be caught in
+    c.train.sample_prompt = ""
+    c.train.eval_loss_high = 0.0
+    c.train.eval_loss_low = 0.0
+    c.checkpoint.every_steps = {SAVE_EVERY}
+    c.checkpoint.keep_last = 2
+    c.metrics.console = "off"
+    c.metrics.plot = False
+    return c
+"""
+# What a resumed run must repeat to the last bit; durations and rates are exempt.
+EXACT_KEYS = (
+    "step",
+    "loss",
+    "tokens",
+    "grad_norm",
+    "param_norm",
+    "learning_rate",
+    "batch_hash",
+    "nonfinite",
+    "eval_loss",
+    "perplexity",
+    "bits_per_byte",
+    "eval_tokens",
+)
+
+
+def write_config(folder: pathlib.Path) -> pathlib.Path:
+    """Writes the micro config to `folder/micro.py` and returns its path."""
+    path = folder / "micro.py"
+    path.write_text(CONFIG)
+    return path
+
+
+def environment(cache: pathlib.Path | None = None, *, num_devices: int = 1) -> dict[str, str]:
+    """Returns the environment of a run on virtual CPU devices, compiling into and out of `cache` when there is one."""
+    env = dict(os.environ, JAX_PLATFORMS="cpu", PYTHONUNBUFFERED="1", PYTHONPATH=str(REPOSITORY))
+    env["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={num_devices} --xla_backend_optimization_level=0"
+    if cache is not None:
+        env["JAX_COMPILATION_CACHE_DIR"] = str(cache)
+        env["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    return env
+
+
+def command(config: pathlib.Path, workdir: pathlib.Path, *overrides: str) -> list[str]:
+    """Returns the command that trains `config` in `workdir`; overrides are `section.key=value`."""
+    words = [f"--config={config}", f"--workdir={workdir}", *(f"--config.{override}" for override in overrides)]
+    return [sys.executable, "-m", "hlat_jax.train", *words]
+
+
+def run(words: list[str], env: dict[str, str], *, timeout_s: float = 120) -> subprocess.CompletedProcess:
+    """Runs a command to its end and returns what it printed and its exit code."""
+    return subprocess.run(words, env=env, capture_output=True, text=True, timeout=timeout_s, check=False)
+
+
+def rows(workdir: pathlib.Path) -> list[dict]:
+    """Returns every row of metrics.jsonl; a line that is not whole raises."""
+    return [json.loads(line) for line in (workdir / ROWS_FILE).read_text().splitlines()]
+
+
+def exact(row: dict) -> dict:
+    """Returns the part of a row that any repetition of the run must have bit for bit (floats as their hex digits)."""
+    return {key: row[key].hex() if isinstance(row[key], float) else row[key] for key in EXACT_KEYS if key in row}
+
+
+def saved_steps(workdir: pathlib.Path) -> list[int]:
+    """Returns the steps of the complete checkpoints."""
+    return sorted(int(path.name) for path in (workdir / "checkpoints").iterdir() if path.name.isdigit())
+
+
+def flip_exponent_bit(tree, name):
+    """Returns nested dicts with the highest exponent bit of one value of a leaf flipped: of a weight, 1e36 and more."""
+    *above, last = name.split(".")
+    node = tree = jax.tree.map(lambda leaf: leaf, tree)
+    for key in above:
+        node = node[key]
+    values = np.array(node[last])
+    values.reshape(-1).view(np.uint32)[-1] ^= 1 << 30
+    node[last] = jax.device_put(values, node[last].sharding)
+    return tree
+
+
+def reseal(folder: pathlib.Path, change: Callable[[dict], None]) -> None:
+    """Changes what a checkpoint holds beside its state, and its sums with it."""
+    path = folder / "run/metadata"
+    run = json.loads(path.read_text())
+    change(run)
+    path.write_text(json.dumps(run))
+    seal(folder, json.loads((folder / INTEGRITY_FILE).read_text())["files"])
+
+
+def as_before(run: dict) -> None:
+    """Leaves of what a checkpoint holds beside its state what versions wrote that recorded neither step nor norms."""
+    for key in ("step", "norms"):
+        run.pop(key, None)
+
+
+def final_checkpoint(config: pathlib.Path, workdir: pathlib.Path) -> tuple[int, dict[str, bytes], list, dict]:
+    """Returns (step, bytes and type of every array of the state, data position, metadata) of the newest checkpoint."""
+    resolved = resolve(config_lib.load(str(config)))
+    layout = make_layout(resolved.parallel, jax.devices()[:1])
+    checkpointer = Checkpointer(workdir, config=resolved.checkpoint, read_only=True)
+    step, state, position, metadata = checkpointer.restore(abstract_state(resolved, layout))
+    checkpointer.close()
+    arrays = {
+        jax.tree_util.keystr(path): f"{leaf.dtype}{leaf.shape}".encode() + np.asarray(leaf).tobytes()
+        for path, leaf in jax.tree_util.tree_leaves_with_path(state)
+    }
+    return step, arrays, position.tolist(), metadata

@@ -1,0 +1,386 @@
+"""Several processes train as one: same batches, same losses, one run folder, one end."""
+
+import json
+import shutil
+import signal
+import sys
+import time
+
+import jobs
+import kill_trials
+import micro
+import pytest
+
+from hlat_jax.hf.exporting import export_checkpoint
+from hlat_jax.host import distributed
+from hlat_jax.weights.trained import open_weights
+
+pytestmark = pytest.mark.xdist_group("distributed")  # its fixtures are costly: one process
+
+NUM_STEPS, NUM_DEVICES = 40, 4
+RELATIVE = 5e-6  # sums in another order
+SETTINGS = (
+    f"train.num_steps={NUM_STEPS}",
+    "optimizer.peak_lr=2e-3",  # at the micro config's 1e-2 a few steps magnify rounding a hundred times
+    "optimizer.eps=1e-5",
+    "train.eval_every_steps=20",
+    "train.num_eval_batches=3",
+    "train.sample_prompt=It is",
+    "train.sample_tokens=2",
+    "checkpoint.every_steps=0",
+    "data.packing=documents",
+    "data.train=a=package:austen_train.jsonl;b=package:austen_validation.jsonl",
+    "data.validation=a=package:austen_train.jsonl;b=package:austen_validation.jsonl",
+    "data.weights=a=2,b=1",
+    "data.position_every_steps=4",
+    "metrics.tensorboard=True",
+)
+SPLIT = ("parallel.data=2", "parallel.tensor=2")  # with four processes, two bring the same rows
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with the config and a compile cache."""
+    folder = tmp_path_factory.mktemp("distributed")
+    micro.write_config(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def train_job(folder):
+    """A function that trains in `workdir` on four devices over some processes, started by launch/node.sh as `launcher`
+    would; a context of the Job."""
+
+    def start(workdir, num_processes, *overrides, launcher="flags", flags=(), before_last=()):
+        address = jobs.free_address()
+        logs = folder / f"log-of-{address.rpartition(':')[2]}"  # not beside the run, whose disk may be full
+        [_, _, _, *words] = [*micro.command(folder / "micro.py", workdir, *SETTINGS, *overrides), *flags]
+        env = micro.environment(folder / "cache", num_devices=NUM_DEVICES // num_processes)
+        commands, envs = [], []
+        for index in range(num_processes):
+            commands.append([*jobs.node_command(launcher, address, num_processes, index), *words])
+            own = {} if launcher == "flags" else jobs.node_variables(launcher, num_processes, index, folder=logs)
+            envs.append(env | own)
+        commands[-1] = [*before_last, *commands[-1]]
+        return jobs.started(commands, envs, logs)
+
+    return start
+
+
+@pytest.fixture(scope="module")
+def alone(folder, train_job):
+    """The run folder of one process, left alone."""
+    with train_job(folder / "alone", 1, *SPLIT) as job:
+        assert job.wait(120) == [0], job.err(0)
+    return folder / "alone"
+
+
+@pytest.fixture(scope="module")
+def stopped(folder, train_job):
+    """(run folder, Job) of two processes, of which the second got SIGTERM soon after the first step."""
+    workdir = folder / "stopped"
+    with train_job(workdir, 2, *SPLIT, launcher="slurm") as job:
+        await_step(job, workdir)
+        job.processes[1].send_signal(signal.SIGTERM)
+        assert job.wait(120) == [0, 0], job.err(0) + job.err(1)
+        return workdir, job
+
+
+def await_step(job, workdir):
+    while not (workdir.is_dir() and kill_trials.stepping(workdir)):
+        assert all(process.poll() is None for process in job.processes), job.err(0) + job.err(1)
+        time.sleep(0.01)
+
+
+def assert_same_rows(found, expected):
+    assert [row["step"] for row in found] == [row["step"] for row in expected]
+    for row, wanted in zip(found, expected, strict=True):
+        assert row.keys() == wanted.keys()
+        for key, value in wanted.items():
+            if key in ("step_s", "data_wait_s", "tokens_per_s"):
+                continue
+            assert row[key] == (pytest.approx(value, rel=RELATIVE) if isinstance(value, float) else value), (row, key)
+
+
+def test_two_processes_train_and_validate_as_one_does(alone, stopped):
+    workdir, _ = stopped
+    rows, wanted = micro.rows(workdir), micro.rows(alone)
+    assert {"loss", "batch_hash", "padding_share"} <= rows[1].keys()
+    assert {"eval_loss", "bits_per_byte/a", "bits_per_byte/b"} <= rows[0].keys()
+    assert_same_rows(rows, wanted[: len(rows)])
+
+
+def test_sigterm_on_one_of_two_processes_saves_all_and_exits_0(stopped):
+    workdir, job = stopped
+    [step] = micro.saved_steps(workdir)
+    assert step == micro.rows(workdir)[-1]["step"] < NUM_STEPS
+    assert f"stopped by SIGTERM after step {step}, saved in {workdir}" in job.out(0)
+
+
+def test_only_process_0_prints(stopped):
+    _, job = stopped
+    assert "sample before training: It is" in job.out(0)
+    assert "micro: 4 x cpu" in job.out(0)
+    assert [line for line in job.out(1).splitlines() if "[Gloo]" not in line] == []
+    assert job.error_lines(0) == job.error_lines(1) == []
+
+
+@pytest.mark.parametrize("num_processes", [1, 4])
+def test_a_checkpoint_of_two_processes_goes_on_in_another_number_and_mesh(
+    alone, stopped, train_job, tmp_path, num_processes
+):
+    workdir = tmp_path / "run"
+    shutil.copytree(stopped[0], workdir)
+    [step] = micro.saved_steps(workdir)
+    add_damaged_checkpoint(workdir / "checkpoints", step)
+    leftover = workdir / f"checkpoints/{step + 2}{kill_trials.TMP_MARK}-1"
+    leftover.mkdir()
+    mesh = SPLIT if num_processes == 4 else ("parallel.data=1", "parallel.fsdp=4")
+    own = ("train.sample_prompt=", "checkpoint.every_steps=10", f"checkpoint.export_every_steps={NUM_STEPS}")
+    with train_job(workdir, num_processes, *mesh, *own) as job:
+        assert job.wait(180) == [0] * num_processes, job.err(0) + job.err(num_processes - 1)
+    assert f"resuming from step {step} of {NUM_STEPS}" in job.out(0)
+    warnings = "".join(job.err(index) for index in range(num_processes)).count(f"/{step + 1} is damaged")
+    assert warnings == 1
+    assert (workdir / f"checkpoints/{step + 1}.damaged").is_dir()
+    assert not leftover.exists()
+    assert_same_rows(micro.rows(workdir), micro.rows(alone))
+    names = {path.name for path in workdir.iterdir()}
+    assert names == {path.name for path in alone.iterdir()} | {"huggingface"}
+    assert micro.saved_steps(workdir) == [NUM_STEPS - 10, NUM_STEPS]
+    [exported] = (workdir / "huggingface").iterdir()
+    export_checkpoint(open_weights(workdir), tmp_path / "expected")
+    for path in (tmp_path / "expected").iterdir():
+        assert (exported / path.name).read_bytes() == path.read_bytes(), path.name
+
+
+def add_damaged_checkpoint(folder, step):
+    """Copies the checkpoint of `step` as one of the next step and flips a bit of its largest file."""
+    shutil.copytree(folder / str(step), folder / str(step + 1))
+    files = [path for path in (folder / str(step + 1)).rglob("*") if path.is_file()]
+    largest = max(files, key=lambda path: path.stat().st_size)
+    content = bytearray(largest.read_bytes())
+    content[len(content) // 2] ^= 1
+    largest.write_bytes(content)
+
+
+def test_a_save_that_fails_in_one_process_ends_both_at_once(train_job, tmp_path):
+    small_files = ["bash", "-c", 'ulimit -f 64; exec "$0" "$@"']  # its part of a checkpoint has 900 kB
+    with train_job(tmp_path / "run", 2, *SPLIT, "checkpoint.every_steps=2", before_last=small_files) as job:
+        # Orbax alone waits for the part that is missing for 20 minutes
+        assert job.wait(120) == [1, 1], job.err(0) + job.err(1)
+    [first], [second] = job.error_lines(0), job.error_lines(1)
+    assert f"could not be written to {tmp_path}/run/checkpoints: File too large" in second
+    assert first.startswith("error: process 1 of 2 on ")
+    assert first.endswith(f" stopped: {second.removeprefix('error: ')}")
+    assert micro.saved_steps(tmp_path / "run") == []
+
+
+def test_a_killed_process_ends_the_other_within_the_timeout(train_job, tmp_path):
+    workdir = tmp_path / "run"
+    longer = f"train.num_steps={10 * NUM_STEPS}"
+    with train_job(workdir, 2, *SPLIT, longer, launcher="mpi", flags=["--peer_timeout_s=4"]) as job:
+        await_step(job, workdir)
+        job.processes[1].kill()
+        began = time.monotonic()
+        assert job.wait(30) == [1, -signal.SIGKILL]
+    assert time.monotonic() - began < 15
+    [line] = job.error_lines(0)
+    assert line.startswith("error: process 1 of 2 gave no sign of life for 4 s (--peer_timeout_s)")
+
+
+def test_a_bad_record_of_one_process_ends_both_and_keeps_the_steps_before_it(train_job, tmp_path):
+    text, workdir = tmp_path / "text.jsonl", tmp_path / "run"
+    lines = [json.dumps({"text": f"{index} " + "word and word " * 40}) for index in range(40)]
+    lines[29] = json.dumps({"text": None})
+    text.write_text("\n".join(lines) + "\n")
+    own = (f"data.train={text}", "data.weights=", "data.validation=", "data.shuffle=False", "data.window_documents=1")
+    with train_job(workdir, 2, *SPLIT, *own) as job:
+        assert job.wait(120) == [2, 2], job.err(0) + job.err(1)
+    [first], [second] = job.error_lines(0), job.error_lines(1)
+    [own_line] = [line for line in (first, second) if line.startswith(f"error: {text}")]
+    [other] = {first, second} - {own_line}
+    assert "record 29" in own_line or "row 30" in own_line or ":30" in own_line, own_line
+    assert f"of 2 stopped: {own_line.removeprefix('error: ')}" in other
+    [step] = micro.saved_steps(workdir)
+    assert 0 < step == micro.rows(workdir)[-1]["step"]
+
+
+PROGRAM = """
+import pathlib, sys, time
+from hlat_jax import distributed
+address, num_processes, process_id, last_words = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+job = distributed.resolve_job(address, num_processes, process_id, join_timeout_s=4, peer_timeout_s=2)
+with distributed.joined(job):
+    for turn in range(3):
+        said = distributed.exchange(f"{turn}/{process_id}")
+        assert said == [f"{turn}/{index}" for index in range(num_processes)], said
+    print("met", file=sys.stderr, flush=True)
+    exec(last_words)
+print("the end", file=sys.stderr)
+"""
+
+
+@pytest.fixture
+def small_job(tmp_path):
+    """A function that starts PROGRAM in processes whose last words are given; a context of the Job."""
+
+    def start(*last_words, num_processes=None):
+        address, count = jobs.free_address(), str(num_processes or len(last_words))
+        commands = [
+            [sys.executable, "-c", PROGRAM, address, count, str(index), words, str(tmp_path)]
+            for index, words in enumerate(last_words)
+        ]
+        return jobs.started(commands, [micro.environment()] * len(last_words), tmp_path / "log")
+
+    return start
+
+
+WAIT = "distributed.barrier()"  # for those who do not come
+SLEEP = "time.sleep(60)"
+
+
+def test_processes_that_all_reach_the_end_go_on(small_job):
+    with small_job("pass", "time.sleep(1)") as job:
+        assert job.wait(60) == [0, 0]
+    assert all(job.err(index).splitlines()[-1] == "the end" for index in range(2))
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        ("ValueError('no such file')", 2, "no such file"),
+        ("OSError(28, 'No space left')", 1, "[Errno 28] No space left"),
+        ("KeyError('a bug')", 1, "KeyError: 'a bug'"),
+    ],
+)
+def test_an_error_of_one_process_ends_all_with_its_code_and_words(small_job, error, code, line):
+    with small_job("pass" if code == 2 else SLEEP, f"time.sleep(1); raise {error}") as job:  # at its end, or busy
+        assert job.wait(20) == [code] * 2
+    assert job.error_lines(0)[0].startswith("error: process 1 of 2 on ")
+    assert job.error_lines(0)[0].endswith(f" stopped: {line}")
+    assert line in job.err(1)
+    assert ("Traceback" in job.err(1)) == ("bug" in line)
+
+
+# Each difference is met by process 1 alone, while process 0 goes on to the next.
+DIFFERENT = """
+from hlat_jax import agreement, config
+c = config.default()
+c.metrics.console = "on" if process_id else "off"  # may differ
+c.data.num_threads = process_id
+for key, value in (("train.num_steps", 7), ("optimizer.peak_lr", 0.5), ("manifest", None)):
+    ours = config.resolve(c).to_dict()
+    section, _, name = key.partition(".")
+    if process_id and name:
+        ours[section][name] = value
+    settings = {"config": ours, "manifest": {"files": [process_id], "hash": process_id * (not name)}}
+    try:
+        agreement.require_same_settings(settings)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+try:
+    folder = pathlib.Path(sys.argv[5]) / ("elsewhere" if process_id else "run")
+    with agreement.only_job(folder):
+        pass
+except ValueError as error:
+    print(error, file=sys.stderr)
+with agreement.only_job(pathlib.Path(sys.argv[5]) / "run"):
+    distributed.barrier()
+"""
+
+
+def test_a_process_that_would_train_something_else_or_elsewhere_is_refused(small_job, tmp_path):
+    with small_job(DIFFERENT, DIFFERENT) as job:
+        assert job.wait(60) == [0, 0], job.err(0) + job.err(1)
+    for line in (
+        "process 1 of 2 would train something else than process 0:",
+        "train.num_steps: 7 here, 100 there",
+        "optimizer.peak_lr: 0.5 here, 0.0003 there",
+        "manifest.hash: 1 here, 0 there",
+        f"this process does not see the run folder {tmp_path / 'elsewhere'} of process 0",
+    ):
+        assert line in job.err(1)
+    assert job.err(1).count(" here, ") == 3
+    assert " here, " not in job.err(0)
+
+
+def test_an_error_of_process_0_reaches_the_others_before_it_leaves(small_job):
+    with small_job("raise ValueError('of mine')", WAIT, SLEEP) as job:
+        assert job.wait(20) == [2, 2, 2]
+    assert job.error_lines(0) == ["error: of mine"]
+    for index in (1, 2):
+        [line] = job.error_lines(index)
+        assert "process 0 of 3" in line
+        assert "of mine" in line
+
+
+def test_an_error_that_all_meet_is_told_by_each_in_its_own_words(small_job):
+    with small_job(*["raise ValueError(f'of {process_id}')"] * 2) as job:
+        assert job.wait(20) == [2, 2]
+    assert [job.error_lines(index) for index in range(2)] == [["error: of 0"], ["error: of 1"]]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_silent_process_ends_the_others_within_the_timeout(small_job, number):
+    with small_job(WAIT, SLEEP, SLEEP) as job:
+        while any("met" not in job.err(index) for index in range(3)):
+            time.sleep(0.05)
+        job.processes[1].send_signal(number)
+        began = time.monotonic()
+        codes = [job.processes[index].wait(20) for index in (0, 2)]
+    assert codes == [1, 1]
+    assert time.monotonic() - began < 10
+    for index in (0, 2):
+        assert "process 1 of 3 gave no sign of life for 2 s" in job.error_lines(index)[0]
+
+
+def test_the_death_of_process_0_ends_the_others(small_job):
+    with small_job(SLEEP, SLEEP) as job:
+        while any("met" not in job.err(index) for index in range(2)):
+            time.sleep(0.05)
+        job.processes[0].kill()
+        [_, code] = job.wait(20)
+    assert code in (1, -signal.SIGABRT)  # JAX itself aborts when its coordinator is gone, unless our watch was first
+    assert "coordination service" in job.err(1) or "process 0 of 2" in job.err(1)
+
+
+def test_processes_that_wait_in_vain_say_for_whom(small_job):
+    with small_job(SLEEP, num_processes=2) as job:
+        assert job.wait(20) == [1]
+    [line] = job.error_lines(0)
+    assert "process 0 of 2" in line
+    assert "waited for the others to come to it at --coordinator=127.0.0.1:" in line
+    assert "for 4 s (--join_timeout_s)" in line
+
+
+RESOLVE = {"join_timeout_s": 300, "peer_timeout_s": 60}
+
+
+def test_a_job_is_all_three_flags_or_none():
+    assert distributed.resolve_job("", None, None, **RESOLVE) is None
+    assert distributed.resolve_job("a:1", 1, 0, **RESOLVE) is None
+    assert distributed.resolve_job("a:1", 2, 1, **RESOLVE) == distributed.Job("a:1", 2, 1, 300, 60)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (("", 2, 0), "--coordinator missing: several processes need all of --coordinator, --num_processes, --proc"),
+        (("a:1", None, None), "--num_processes and --process_id missing"),
+        (("a", 2, 0), "--coordinator=a must be HOST:PORT"),
+        (("a:0", 2, 0), "--coordinator=a:0 must be HOST:PORT"),
+        ((":41001", 2, 0), "--coordinator=:41001 must be HOST:PORT"),
+        (("a:1", 0, 0), "--num_processes=0 must be at least 1"),
+        (("a:1", 2, 2), r"--process_id=2 must lie in 0 .. 1"),
+        (("a:1", 2, -1), r"--process_id=-1 must lie in 0 .. 1"),
+    ],
+)
+def test_flags_of_a_job_that_fit_nothing_are_refused(given, message):
+    with pytest.raises(ValueError, match=message):
+        distributed.resolve_job(*given, **RESOLVE)
+
+
+def test_timeouts_that_leave_no_time_are_refused():
+    with pytest.raises(ValueError, match="--peer_timeout_s=1 must be at least 2"):
+        distributed.resolve_job("a:1", 2, 0, join_timeout_s=9, peer_timeout_s=1)

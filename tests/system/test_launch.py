@@ -1,0 +1,234 @@
+"""launch/node.sh: what it exports and runs on each node, and what it refuses. Real jobs start with it elsewhere."""
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+
+import jobs
+import pytest
+
+from hlat_jax import config as config_lib
+from hlat_jax.host.neuron_env import environment
+from hlat_jax.host.neuron_topology import Topology
+from hlat_jax.resolve import resolve
+
+TRAIN = [sys.executable, "-m", "hlat_jax.train", "--config=tiny", "--config.train.num_steps=3"]
+
+
+@pytest.fixture
+def dry_run(tmp_path):
+    """A function of the script's flags and the variables of a node: (exports, command, the error on stderr)."""
+
+    def run(*flags, neuron_devices=0, instance="trn1.32xlarge", **variables):
+        (tmp_path / "dev").mkdir(exist_ok=True)
+        for index in range(neuron_devices):
+            (tmp_path / "dev" / f"neuron{index}").touch()
+        product = tmp_path / "sys/devices/virtual/dmi/id/product_name"
+        product.parent.mkdir(parents=True, exist_ok=True)
+        product.write_text(f"{instance}\n")
+        env = {"PATH": os.environ["PATH"], "DEV": str(tmp_path / "dev"), "SYS": str(tmp_path / "sys")}
+        env |= {"PYTHON": sys.executable, **variables}
+        words = [str(jobs.NODE), "--dry-run", *flags, *TRAIN[3:]]
+        done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60, check=False)
+        if done.returncode:
+            assert done.returncode == 2, done.stderr
+            assert done.stdout == ""
+            return {}, [], done.stderr
+        [(exports, command)] = nodes_of(done.stdout)
+        return exports, command, done.stderr
+
+    return run
+
+
+def nodes_of(printed):
+    """Returns (what is exported, the command) of each node in what a dry run printed."""
+    nodes, exports = [], {}
+    for line in printed.splitlines():
+        words = shlex.split(line, comments=True)
+        if words[:1] == ["export"]:
+            assert len(words) == 2
+            exports |= [words[1].split("=", 1)]
+        elif words and words[0] != "unset":
+            nodes.append((exports, words))
+            exports = {}
+    return nodes
+
+
+def computed(instance="trn1.32xlarge", **fields):
+    """Returns the variables of `tiny`, as the package computes them."""
+    tiny = resolve(config_lib.load("tiny"))
+    return environment(tiny.precision, tiny.parallel, Topology(instance, **fields), current={}).variables
+
+
+ROOT = jobs.NODE.parent.parent
+
+
+def of_job(coordinator, num_processes, process_id):
+    return [f"--coordinator={coordinator}", f"--num_processes={num_processes}", f"--process_id={process_id}"]
+
+
+def test_node_alone_trains_without_a_job(dry_run):
+    assert dry_run() == ({}, TRAIN, "")
+    assert dry_run("--num_nodes=1", "--node=0") == ({}, TRAIN, "")
+
+
+def test_node_takes_its_place_from_flags(dry_run):
+    exports, command, _ = dry_run("--num_nodes=4", "--node=3", "--coordinator=first", "--port=5000")
+    assert (exports, command) == ({}, TRAIN + of_job("first:5000", 4, 3))
+
+
+def test_node_takes_its_place_from_slurm(dry_run, tmp_path):
+    variables = jobs.node_variables("slurm", 4, 2, folder=tmp_path / "bin")
+    assert dry_run(**variables)[1] == TRAIN + of_job("127.0.0.1:41001", 4, 2)
+    assert dry_run("--coordinator=other", **variables)[1] == TRAIN + of_job("other:41001", 4, 2)
+
+
+def test_node_takes_its_place_from_open_mpi_also_inside_slurm(dry_run, tmp_path):
+    variables = jobs.node_variables("mpi", 4, 2, folder=tmp_path / "bin")
+    assert dry_run("--coordinator=first", **variables)[1] == TRAIN + of_job("first:41001", 4, 2)
+    inside = jobs.node_variables("slurm", 4, 0, folder=tmp_path / "bin") | variables
+    assert dry_run("--coordinator=first", **inside)[1] == TRAIN + of_job("first:41001", 4, 2)
+    assert dry_run("--coordinator=a", "--num_nodes=2", "--node=1", **inside)[1] == TRAIN + of_job("a:41001", 2, 1)
+
+
+def test_node_with_neuron_devices_exports_what_is_computed_for_its_place(dry_run):
+    exports, command, _ = dry_run("--num_nodes=3", "--node=1", "--coordinator=first", neuron_devices=16)
+    assert exports == computed(nodes=3, rank=1, coordinator="first")
+    assert command == [*TRAIN, "--instance=trn1.32xlarge", *of_job("first:41001", 3, 1)]
+
+
+@pytest.mark.parametrize(
+    ("instance", "num_devices", "variables", "cores"),
+    [
+        ("trn1.2xlarge", 1, {}, "2"),
+        ("trn1n.32xlarge", 16, {}, "32"),
+        ("trn2.48xlarge", 16, {}, "64"),
+        ("trn2.48xlarge", 16, {"NEURON_LOGICAL_NC_CONFIG": "1"}, "128"),
+    ],
+)
+def test_node_counts_the_cores_of_its_instance(dry_run, instance, num_devices, variables, cores):
+    place = ("--num_nodes=2", "--node=0", "--coordinator=first")
+    exports, _, _ = dry_run(*place, neuron_devices=num_devices, instance=instance, **variables)
+    assert exports["NEURON_PJRT_PROCESSES_NUM_DEVICES"] == f"{cores},{cores}"
+
+
+def test_node_alone_with_neuron_devices_needs_no_network(dry_run):
+    exports, command, _ = dry_run(neuron_devices=1, instance="trn1.2xlarge")
+    assert exports == computed("trn1.2xlarge")
+    assert command == [*TRAIN, "--instance=trn1.2xlarge"]
+
+
+def test_node_takes_a_part_of_its_cores(dry_run):
+    exports, command, _ = dry_run("--cores=8", neuron_devices=16)
+    assert exports == computed(cores=8)
+    assert command == [*TRAIN, "--instance=trn1.32xlarge", "--cores=8"]
+
+
+def test_node_with_neuron_devices_and_jax_on_the_cpu_exports_nothing(dry_run):
+    assert dry_run(neuron_devices=16, JAX_PLATFORMS="cpu")[:2] == ({}, TRAIN)
+
+
+def test_node_keeps_variables_of_the_caller_with_a_line_and_refuses_another_place(dry_run):
+    place = ("--num_nodes=2", "--node=1", "--coordinator=first")
+    exports, _, said = dry_run(*place, neuron_devices=16, FI_LOG_LEVEL="info")
+    assert exports["FI_LOG_LEVEL"] == "info"
+    assert said == "FI_LOG_LEVEL: yours, info, wins over warn\n"
+    _, _, error = dry_run(*place, neuron_devices=16, NEURON_PJRT_PROCESS_INDEX="7")
+    assert error.startswith("error: NEURON_PJRT_PROCESS_INDEX=7 contradicts --rank or --process_id, which gives 1")
+
+
+def test_node_reads_precision_and_layout_from_the_config_alone(dry_run):
+    words = ("--config.parallel.zero1=true", "--workdir=/w", "--config", "7b")
+    done = subprocess.run(
+        [str(jobs.NODE), "--dry-run", "--instance=trn1.2xlarge", *words],
+        cwd=ROOT, env=os.environ | {"PYTHON": sys.executable, "JAX_PLATFORMS": ""},
+        capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    [(exports, command)] = nodes_of(done.stdout)
+    assert exports["NEURON_RUN_TRIVIAL_COMPUTATION_ON_CPU"] == "1"
+    assert command[3:] == [*words, "--instance=trn1.2xlarge"]
+
+
+@pytest.mark.parametrize("num_nodes", [1, 4, 64])
+@pytest.mark.parametrize("instance", ["trn1.32xlarge", "trn2.48xlarge"])
+def test_dry_run_anywhere_prints_every_node(num_nodes, instance):
+    place = [f"--num_nodes={num_nodes}", f"--instance={instance}", "--coordinator=first"]
+    env = {"PATH": os.environ["PATH"], "PYTHON": sys.executable}
+    words = [str(jobs.NODE), "--dry-run", *place, "--port=5000", *TRAIN[3:]]
+    done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60, check=True)
+    nodes = nodes_of(done.stdout)
+    assert len(nodes) == num_nodes
+    for rank, (exports, command) in enumerate(nodes):
+        assert exports == computed(instance, nodes=num_nodes, rank=rank, coordinator="first", port=5000)
+        job = of_job("first:5000", num_nodes, rank) if num_nodes > 1 else []
+        assert command == [*TRAIN, f"--instance={instance}", *job]
+    titles = [line for line in done.stdout.splitlines() if line.startswith("#")]
+    assert titles == [f"# node {rank} of {num_nodes}" for rank in range(num_nodes)]
+
+
+@pytest.mark.parametrize(
+    ("flags", "variables", "message"),
+    [
+        (["--node=1"], {}, "--num_nodes and --node belong together"),
+        (["--num_nodes=2", "--node=0"], {}, "--coordinator=HOST is missing"),
+        (["--num_nodes=2", "--node=2", "--coordinator=a"], {}, "--node=2 must lie in 0 .. 1"),
+        (["--num_nodes=2", "--node=-1", "--coordinator=a"], {}, "--node=-1 must be a whole number of at least 0"),
+        (["--num_nodes=two", "--node=0", "--coordinator=a"], {}, "--num_nodes=two must be a whole number"),
+        (["--num_nodes=2", "--node=0", f"--coordinator={'a' * 64}"], {}, "has 64 characters; Neuron takes 63"),
+        (["--coordinator=a"], {}, "needs --num_nodes and --node, or the variables of Slurm or Open MPI"),
+        (["--process_id=0"], {}, "--process_id=0: give --num_nodes and --node"),
+        ([], {"OMPI_COMM_WORLD_RANK": "0"}, "OMPI_COMM_WORLD_SIZE is not"),
+        ([], {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}, "does not say where rank 0 runs"),
+        ([], {"SLURM_NODEID": ""}, "SLURM_NODEID is not set: start this script with srun"),
+        ([], {"SLURM_PROCID": "5"}, "several tasks run on a node; use srun --ntasks-per-node=1"),
+        ([], {"SLURM_NNODES": "3"}, "SLURM_NNODES=3, but SLURM_JOB_NODELIST names 2 nodes"),
+        ([], {"SLURM_JOB_NODELIST": "?"}, "scontrol cannot read SLURM_JOB_NODELIST=?"),
+    ],
+)
+def test_node_refuses_what_names_no_place(dry_run, tmp_path, flags, variables, message):
+    if any(name.startswith("SLURM") for name in variables):
+        variables = jobs.node_variables("slurm", 2, 1, folder=tmp_path / "bin") | variables
+    _, _, error = dry_run(*flags, **variables)
+    assert error.startswith("error: ")
+    assert message in error
+
+
+@pytest.mark.parametrize("value", ["PATH[$(touch x)]", "08", "1+1", "-1", "99999999999999999999", "1 "])
+@pytest.mark.parametrize(
+    ("launcher", "name"),
+    [
+        ("slurm", "SLURM_NNODES"),
+        ("slurm", "SLURM_NODEID"),
+        ("mpi", "OMPI_COMM_WORLD_SIZE"),
+        ("mpi", "OMPI_COMM_WORLD_RANK"),
+        ("flags", "--num_nodes"),
+        ("flags", "--node"),
+        ("flags", "--port"),
+        ("flags", "--cores"),
+    ],
+)
+def test_node_refuses_what_is_no_number_by_name_and_evaluates_nothing(dry_run, tmp_path, launcher, name, value):
+    variables = {} if launcher == "flags" else jobs.node_variables(launcher, 2, 1, folder=tmp_path / "bin")
+    flags = {"--num_nodes": "2", "--node": "1", "--coordinator": "a"} if launcher == "flags" else {}
+    (flags if launcher == "flags" else variables)[name] = value
+    _, _, error = dry_run(*(f"{flag}={word}" for flag, word in flags.items()), **variables)
+    assert error.startswith(f"error: {name}={value} must be a whole number of at least ")
+    assert not (ROOT / "x").exists()
+
+
+def test_node_refuses_slurm_without_scontrol(dry_run):
+    if shutil.which("scontrol"):
+        pytest.skip("this machine has Slurm")
+    assert "there is no scontrol" in dry_run(SLURM_JOB_NODELIST="node[0-1]")[2]
+
+
+def test_node_refuses_what_neuron_cannot_do(dry_run):
+    place = ("--num_nodes=2", "--node=0", "--coordinator=first")
+    _, _, error = dry_run(*place, neuron_devices=4, instance="inf2.24xlarge")
+    assert "--instance=inf2.24xlarge: no such instance type" in error
+    _, _, error = dry_run(*place, neuron_devices=4, instance="")
+    assert "does not say which it is: give --instance=TYPE" in error
+    assert "--port=41000 is that of Neuron's" in dry_run(*place, "--port=41000", neuron_devices=16)[2]
+    assert "--cores=33: trn1.32xlarge has 32" in dry_run("--cores=33", neuron_devices=16)[2]

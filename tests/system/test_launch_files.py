@@ -1,0 +1,219 @@
+"""Scripts and manifests of launch/: shell checked, Kubernetes objects against their schemas, and one with the other."""
+
+import importlib.util
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import jobs
+import jsonschema
+import kubernetes_validate
+import pytest
+import yaml
+from test_launch import nodes_of
+
+from hlat_jax import config as config_lib
+from hlat_jax.host import flags as flags_lib
+from hlat_jax.host import neuron_topology
+from hlat_jax.host.neuron_env import environment
+from hlat_jax.host.neuron_topology import INSTANCES, Topology
+from hlat_jax.plan.report import Site, make_plan
+from hlat_jax.resolve import resolve
+
+LAUNCH = jobs.NODE.parent
+ROOT = LAUNCH.parent
+SCRIPTS = sorted([*LAUNCH.rglob("*.sh"), *LAUNCH.rglob("*.sbatch"), ROOT / ".ci" / "run"])
+MANIFESTS = sorted((LAUNCH / "eks").glob("*.yaml"))
+
+# Of jobset.x-k8s.io/v1alpha2, what our manifests use; the Job inside is held against Kubernetes' own schema.
+JOB_SET = {
+    "type": "object",
+    "required": ["apiVersion", "kind", "metadata", "spec"],
+    "additionalProperties": False,
+    "properties": {
+        "apiVersion": {"const": "jobset.x-k8s.io/v1alpha2"},
+        "kind": {"const": "JobSet"},
+        "metadata": {"type": "object", "required": ["name"]},
+        "spec": {
+            "type": "object",
+            "required": ["replicatedJobs"],
+            "additionalProperties": False,
+            "properties": {
+                "failurePolicy": {
+                    "type": "object",
+                    "additionalProperties": False,
+                    "properties": {
+                        "maxRestarts": {"type": "integer", "minimum": 0},
+                        "rules": {
+                            "type": "array",
+                            "items": {
+                                "type": "object",
+                                "required": ["name", "action"],
+                                "additionalProperties": False,
+                                "properties": {
+                                    "name": {"type": "string"},
+                                    "action": {
+                                        "enum": ["FailJobSet", "RestartJobSet", "RestartJobSetAndIgnoreMaxRestarts"]
+                                    },
+                                    "onJobFailureReasons": {
+                                        "type": "array",
+                                        "items": {
+                                            "enum": ["BackoffLimitExceeded", "DeadlineExceeded", "PodFailurePolicy"]
+                                        },
+                                    },
+                                },
+                            },
+                        },
+                    },
+                },
+                "network": {
+                    "type": "object",
+                    "additionalProperties": False,
+                    "properties": {"enableDNSHostnames": {"type": "boolean"}, "subdomain": {"type": "string"}},
+                },
+                "replicatedJobs": {
+                    "type": "array",
+                    "minItems": 1,
+                    "items": {
+                        "type": "object",
+                        "required": ["name", "replicas", "template"],
+                        "additionalProperties": False,
+                        "properties": {
+                            "name": {"type": "string"},
+                            "replicas": {"type": "integer"},
+                            "template": {"type": "object", "required": ["spec"]},
+                        },
+                    },
+                },
+            },
+        },
+    },
+}
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_scripts_pass_shellcheck_and_can_be_run(path):
+    words = ["shellcheck", "--exclude=SC1091", str(path)]  # the activation script is not there to follow
+    env = os.environ | {"PATH": f"{pathlib.Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    done = subprocess.run(words, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    assert os.access(path, os.X_OK)
+
+
+def loaded(path):
+    """Returns (the JobSet, the spec of its Job, the spec of its pods, its container)."""
+    job_set = yaml.safe_load(path.read_text())
+    [job] = job_set["spec"]["replicatedJobs"]
+    spec = job["template"]["spec"]
+    [container] = spec["template"]["spec"]["containers"]
+    return job_set, spec, spec["template"]["spec"], container
+
+
+@pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
+def test_manifests_follow_their_schemas(path):
+    job_set, spec, _, _ = loaded(path)
+    jsonschema.validate(job_set, JOB_SET)
+    job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "x"}, "spec": spec}
+    kubernetes_validate.validate(job, "1.32", strict=True)
+
+
+def test_schema_of_the_job_refuses_a_key_that_is_none():
+    _, spec, _, _ = loaded(MANIFESTS[0])
+    job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "x"}, "spec": spec | {"completion": 4}}
+    with pytest.raises(kubernetes_validate.ValidationError, match="completion"):
+        kubernetes_validate.validate(job, "1.32", strict=True)
+
+
+@pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
+def test_manifests_agree_with_themselves_and_with_the_instance(path):
+    job_set, spec, pods, container = loaded(path)
+    name = job_set["metadata"]["name"]
+    flags = dict(word.removeprefix("--").split("=", 1) for word in container["command"][1:])
+    kind = INSTANCES[flags["instance"]]
+    limits = container["resources"]["limits"]
+    assert spec["completions"] == spec["parallelism"] == int(flags["num_nodes"])
+    assert flags["coordinator"] == f"{name}-node-0-0.{name}"
+    assert pods["nodeSelector"]["node.kubernetes.io/instance-type"] == flags["instance"]
+    assert (limits["aws.amazon.com/neuron"], limits["vpc.amazonaws.com/efa"]) == (kind.chips, kind.num_efa)
+    mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+    assert mounts["programs"] == neuron_topology.CACHE
+    assert set(mounts) == {volume["name"] for volume in pods["volumes"]}
+    assert spec["podFailurePolicy"]["rules"][0]["onExitCodes"]["containerName"] == container["name"]
+    assert set(re.findall(r"\$\((\w+)\)", " ".join(container["command"]))) <= {one["name"] for one in container["env"]}
+
+
+def test_manifest_of_the_run_starts_what_the_package_understands():
+    _, spec, _, container = loaded(LAUNCH / "eks" / "train.yaml")
+    config = resolve(config_lib.load("7b"))
+    for node in range(spec["completions"]):
+        command = [word.replace("$(NODE)", str(node)) for word in container["command"]]
+        env = {"PATH": os.environ["PATH"], "PYTHON": sys.executable}
+        done = subprocess.run(
+            [*command, "--dry-run"], cwd=ROOT, env=env, capture_output=True, text=True, timeout=60, check=True
+        )
+        [(exports, words)] = nodes_of(done.stdout)
+        place = Topology("trn1.32xlarge", nodes=4, rank=node, coordinator="hlat-node-0-0.hlat")
+        assert exports == environment(config.precision, config.parallel, place, current={}).variables
+        assert f"--process_id={node}" in words
+
+
+def test_manifest_of_the_programs_is_that_of_the_run_but_for_its_end():
+    run, programs = (loaded(LAUNCH / "eks" / name)[3]["command"] for name in ("train.yaml", "precompile.yaml"))
+    short = ("--config.train.num_steps", "--config.train.eval_every_steps", "--config.checkpoint")
+    own = ("--cache", "--fill_cache", "--workdir", "--coordinator", *short)
+    assert [word for word in run if not word.startswith(own)] == [w for w in programs if not w.startswith(own)]
+    cache = [word.partition("=")[2] for word in run + programs if word.startswith(("--cache", "--fill_cache"))]
+    assert len(set(cache)) == 1
+    sbatch = (LAUNCH / "slurm" / "precompile.sbatch").read_text()
+    assert all(word in sbatch for word in programs if word.startswith(short))
+
+
+def test_run_of_the_manifest_fits_its_nodes():
+    words = loaded(LAUNCH / "eks" / "train.yaml")[3]["command"]
+    overrides = [word for word in words if word.startswith("--config")]
+    config = resolve(flags_lib.parse(overrides)[0])
+    assert make_plan(config, Site("trn1.32xlarge", 4))["fits"]
+
+
+def test_cluster_has_the_network_of_its_instances():
+    cluster = yaml.safe_load((LAUNCH / "slurm" / "cluster.yaml").read_text())
+    [queue] = cluster["Scheduling"]["SlurmQueues"]
+    [resource] = queue["ComputeResources"]
+    assert INSTANCES[resource["InstanceType"]].num_efa > 0
+    assert resource["Efa"]["Enabled"]
+    assert queue["Networking"]["PlacementGroup"]["Enabled"]
+    script = queue["CustomActions"]["OnNodeConfigured"]["Script"]
+    reserved = (LAUNCH / "slurm" / script.rpartition("/")[2]).read_text()
+    assert f"ip_local_reserved_ports={neuron_topology.COLLECTIVES_PORT},{neuron_topology.JAX_PORT}" in reserved
+    assert cluster["SharedStorage"][0]["MountDir"] == "/fsx"
+
+
+def test_guide_names_commands_that_are_there():
+    guide = (ROOT / "docs" / "trainium.md").read_text().replace("\\\n", " ")
+    lines = [line for block in re.findall(r"```bash\n(.*?)```", guide, re.DOTALL) for line in block.splitlines()]
+    for path in re.findall(r"launch/[\w/.]+\w", guide):
+        assert (ROOT / path).exists() or list(ROOT.glob(f"{path}*")), path
+    commands = [line.split() for line in lines if line.startswith("python -m hlat_jax.")]
+    assert len(commands) >= 3
+    for _, _, module, *_ in commands:
+        assert importlib.util.find_spec(module), module
+    started = [line for line in lines if line.startswith("launch/node.sh") or "launch/slurm/train.sbatch" in line]
+    assert len(started) == 4
+    for line in started:
+        words = re.sub(r"^.*(node\.sh|train\.sbatch) ", "", line).replace("'", "").split()
+        overrides = [word for word in words if word.startswith("--config")]
+        resolve(flags_lib.parse(overrides)[0])
+
+
+def test_image_is_made_of_files_that_are_there_on_the_neuron_jax_image():
+    lines = (LAUNCH / "eks" / "Dockerfile").read_text().splitlines()
+    assert "FROM public.ecr.aws/neuron/jax-training-neuronx:${TAG}" in lines
+    sources = [word for line in lines if line.startswith("COPY ") for word in line.split()[1:-1]]
+    assert {"hlat_jax", "configs", "launch", "constraints.txt", "pyproject.toml"} <= set(sources)
+    assert all((ROOT / source).exists() for source in sources)
+
+
+def test_launchers_and_the_package_name_the_same_cache_folder():
+    assert f"${{LOCAL_CACHE:-{neuron_topology.CACHE}}}" in jobs.NODE.read_text()

@@ -1,0 +1,212 @@
+"""The notebooks: what they may hold, what they show, and that they run as they stand, with programs for Trainium."""
+
+import ast
+import base64
+import json
+import os
+import re
+import sys
+
+import jax
+import jax.numpy as jnp
+import nbformat
+import pytest
+
+from hlat_jax import config as config_lib
+from hlat_jax.generate.scoring import Asked, make_score
+from hlat_jax.model import abstract_params
+from hlat_jax.neuron import lint, programs
+from hlat_jax.plan.report import Site, make_plan
+from hlat_jax.resolve import resolve
+from hlat_jax.run.compilation import traced_programs
+from tools.run_notebooks import FOLDER, check, executed
+
+pytestmark = pytest.mark.xdist_group("notebooks")  # they run one after another: 05 goes on with the run of 01
+TRAIN, OWN_CODE, PLAN = "01_train_a_tiny_model", "02_model_in_your_own_jax_code", "03_sharding_and_memory_of_7b"
+NAMES = (TRAIN, OWN_CODE, PLAN, "04_precision_and_stochastic_rounding", "05_evaluate_and_generate")
+AGAIN = "run: python tools/run_notebooks.py notebooks/{}.ipynb"
+MOST_CELLS, MOST_BYTES = 15, 700_000
+PATHS = r"(?:^|[\s\"'(=:])(/(?:tmp|home|root|usr|opt|work|var|mnt|Users)/\S*)"
+# Prints every config that a notebook has by name, in a list or in a dict, its dicts of layouts, and the severities of
+# its lists of findings.
+PROBE = """
+import dataclasses, itertools, json
+from hlat_jax.config import Config, ParallelConfig
+from hlat_jax.neuron.lint import Finding
+
+named = [value for name, value in list(globals().items()) if not name.startswith("_")]
+inside = [value.values() if isinstance(value, dict) else value for value in named if isinstance(value, (dict, list))]
+inside = list(itertools.chain.from_iterable(inside))
+configs = [value.to_dict() for value in named + inside if isinstance(value, Config)]
+findings = [(value.severity, value.rule) for value in inside if isinstance(value, Finding)]
+labelled = itertools.chain.from_iterable(value.items() for value in named if isinstance(value, dict))
+layouts = [(label, dataclasses.asdict(value)) for label, value in labelled if isinstance(value, ParallelConfig)]
+print(json.dumps({"configs": configs, "findings": findings, "layouts": layouts}))
+"""
+
+
+def read(name):
+    return nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
+
+
+def code_cells(notebook):
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def pictures(cell):
+    return [output.data["image/png"] for output in cell.outputs if "image/png" in output.get("data", {})]
+
+
+def printed(notebook):
+    """Returns every text that a notebook shows."""
+    outputs = [output for cell in code_cells(notebook) for output in cell.outputs]
+    return "\n".join(output.get("text", "") + output.get("data", {}).get("text/plain", "") for output in outputs)
+
+
+def test_there_are_these_notebooks():
+    assert sorted(path.stem for path in FOLDER.glob("*.ipynb")) == sorted(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_notebook_is_valid_short_and_defines_nothing(name):
+    notebook = read(name)
+    nbformat.validate(notebook)
+    assert len(notebook.cells) <= MOST_CELLS
+    assert notebook.cells[0].source.startswith("# ")
+    for cell in code_cells(notebook):
+        for node in ast.walk(ast.parse(cell.source)):
+            assert not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)), node.name
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_notebook_is_committed_as_it_ran_from_its_first_cell_to_its_last(name):
+    notebook, again = read(name), AGAIN.format(name)
+    cells = code_cells(notebook)
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1)), again
+    outputs = [output for cell in cells for output in cell.outputs]
+    assert not [output for output in outputs if output.output_type == "error"], again
+    assert not [output.text for output in outputs if output.get("name") == "stderr"], again
+    found = [base64.b64decode(picture) for cell in cells for picture in pictures(cell)]
+    assert len(found) >= 2, again
+    assert all(picture.startswith(b"\x89PNG") for picture in found)
+    assert (FOLDER / f"{name}.ipynb").stat().st_size < MOST_BYTES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_all_axes_of_a_notebook_have_a_title_and_labels(name):
+    for cell in (cell for cell in code_cells(read(name)) if ".subplots(" in cell.source):
+        shapes = [shape.groups(default="1") for shape in re.finditer(r"\.subplots\((?:(\d+), (\d+))?", cell.source)]
+        wanted = sum(int(rows) * int(columns) for rows, columns in shapes)
+        for word in ("title", "xlabel", "ylabel"):
+            assert len(re.findall(rf"{word}[=(]", cell.source)) == wanted, (word, cell.source)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_notebook_says_nothing_of_the_machine_it_ran_on(name):
+    told = "\n".join([printed(read(name)), *(cell.source for cell in read(name).cells)])
+    assert not re.findall(PATHS, told), AGAIN.format(name)
+
+
+def test_a_path_is_seen_where_one_is_shown():
+    assert re.findall(PATHS, "loss curve: /tmp/x/loss.png") == ["/tmp/x/loss.png"]
+    assert not re.findall(PATHS, "runs/node/checkpoints 1/16 of tmp/x")
+
+
+def test_notebook_runs_in_this_interpreter_whatever_kernel_and_backend_a_user_has(tmp_path, monkeypatch):
+    theirs = tmp_path / "kernels" / "python3" / "kernel.json"
+    theirs.parent.mkdir(parents=True)
+    theirs.write_text(json.dumps({"argv": ["false"], "display_name": "theirs", "language": "python"}))
+    monkeypatch.setenv("JUPYTER_PATH", str(tmp_path))
+    monkeypatch.setenv("MPLBACKEND", "agg")
+    source = "import os, sys; print(sys.executable, os.environ['MPLBACKEND'])"
+    nbformat.write(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source)]), tmp_path / "one.ipynb")
+    [cell] = executed(tmp_path / "one.ipynb", tmp_path, env=os.environ).cells
+    assert printed_by(cell).split() == [sys.executable, "module://matplotlib_inline.backend_inline"]
+
+
+def test_tool_refuses_outputs_that_tell_of_this_machine_or_warn(tmp_path):
+    for stream, text in (("stdout", f"weights {tmp_path}/runs/node"), ("stderr", "UserWarning")):
+        output = nbformat.v4.new_output("stream", name=stream, text=text)
+        cell = nbformat.v4.new_code_cell("", outputs=[output])
+        with pytest.raises(SystemExit, match=r"a cell (shows|writes)"):
+            check(nbformat.v4.new_notebook(cells=[cell]), tmp_path)
+    output = nbformat.v4.new_output("stream", name="stdout", text="weights runs/node")
+    check(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("", outputs=[output])]), tmp_path)
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory):
+    """A function of a notebook's name that runs it, once, and returns it with what its probe found."""
+    folder, done = tmp_path_factory.mktemp("notebooks"), {}
+    env = {"JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": str(folder / "cache")}
+
+    def run(name):
+        if name not in done:
+            # the first one on two devices, as on trn1.2xlarge; its run is what 05 finds, on one
+            devices = f"--xla_force_host_platform_device_count={2 if name == TRAIN else 1}"
+            flags = {"XLA_FLAGS": f"{devices} --xla_backend_optimization_level=0"}  # as conftest has it
+            notebook = executed(FOLDER / f"{name}.ipynb", folder, env=os.environ | env | flags, then=PROBE)
+            done[name] = notebook, json.loads(printed_by(notebook.cells.pop()))
+        return done[name]
+
+    return run
+
+
+def printed_by(cell):
+    return "".join(output.text for output in cell.outputs)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_notebook_runs_and_shows_what_is_committed(name, ran):
+    notebook, _ = ran(name)
+    for now, before in zip(code_cells(notebook), code_cells(read(name)), strict=True):
+        assert now.source == before.source
+        assert len(pictures(now)) == len(pictures(before)), AGAIN.format(name)
+        assert not [output.text for output in now.outputs if output.get("name") == "stderr"]
+
+
+def test_notebook_of_the_plan_prints_what_is_committed(ran):
+    notebook, _ = ran(PLAN)
+    assert printed(notebook) == printed(read(PLAN)), AGAIN.format(PLAN)
+
+
+def test_layouts_of_the_plan_are_what_their_labels_say_and_that_of_hlat_is_without_zero1(ran):
+    _, probed = ran(PLAN)
+    labelled = dict(probed["layouts"])
+    assert len(labelled) == 4
+    for label, parallel in labelled.items():
+        degrees = {axis: int(size) for axis, size in re.findall(r"(\w+)=(\d+)", label)}
+        assert {"fsdp": 1, **degrees} == {axis: parallel[axis] for axis in ("fsdp", "tensor")}, label
+        assert parallel["zero1"] == ("ZeRO-1" in label), label
+    [ours] = [parallel for label, parallel in labelled.items() if "our recipe" in label]
+    [theirs] = [parallel for label, parallel in labelled.items() if "as HLAT" in label]
+    assert ours == config_lib.load("7b").to_dict()["parallel"]
+    assert theirs == {**ours, "zero1": False}  # 7b.sh:61; tensor=8 with sequence parallelism
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_programs_of_a_notebook_fit_a_trn1_node_and_lint_clean(name, ran):
+    _, probed = ran(name)
+    assert not [finding for finding in probed["findings"] if finding[0] == "error"]
+    assert probed["configs"] or name == OWN_CODE
+    shipped = [config_lib.load(known).to_dict() for known in config_lib.shipped()]
+    for tree in {json.dumps(tree): tree for tree in probed["configs"]}.values():
+        if tree in shipped:
+            continue  # test_plan and test_neuron_lint have those
+        config = resolve(tree)
+        assert make_plan(config, Site("trn1.32xlarge", 1))["fits"]
+        layout = programs.layout_for_neuron(config, 32)
+        for program, traced in traced_programs(config, layout).items():
+            if program in ("train", "init"):
+                found = lint.check_traced(traced(), recurring=program != "init")
+                assert not [f for f in found if f.severity == "error"]
+
+
+def test_programs_that_score_and_generate_lint_clean_on_a_trn1_node():
+    config = resolve(config_lib.load("node"))
+    layout = programs.layout_for_neuron(config, 32)
+    rows = (jax.ShapeDtypeStruct((46, config.model.max_positions), dtype) for dtype in (jnp.int32, jnp.int32, bool))
+    score = make_score(config.model, layout).trace(abstract_params(config.model), Asked(*rows))
+    named = traced_programs(config, layout)
+    found = [lint.check_traced(traced) for traced in (score, named["prefill"](), named["decode"]())]
+    assert [[finding for finding in of_one if finding.severity == "error"] for of_one in found] == [[], [], []]

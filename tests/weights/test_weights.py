@@ -1,0 +1,616 @@
+"""Weights wherever they lie: read back, averaged, exported from a run, and begun with."""
+
+import dataclasses
+import json
+import shutil
+import warnings
+
+import jax
+import jax.numpy as jnp
+import micro
+import numpy as np
+import pytest
+import safetensors
+import transformers
+from safetensors.numpy import load_file, save_file
+from test_data_tokenizer_json import write as write_tokenizer_json
+
+from hlat_jax import config as config_lib
+from hlat_jax import loop
+from hlat_jax.data.tokenizer import Tokenizer
+from hlat_jax.generate.inference import open_model
+from hlat_jax.hf import __main__ as hf
+from hlat_jax.hf import averaging, exporting
+from hlat_jax.model import abstract_params, apply
+from hlat_jax.parallel.sharding import make_layout
+from hlat_jax.resolve import resolve
+from hlat_jax.run.init_from import begin, open_start
+from hlat_jax.step import abstract_state, init_state
+from hlat_jax.store.checkpoint import Checkpointer, saved_run
+from hlat_jax.store.integrity import seal
+from hlat_jax.store.metrics import ROWS_FILE, read_rows
+from hlat_jax.weights import weights_folder
+from hlat_jax.weights.safetensors_file import Writer, read_header
+from hlat_jax.weights.trained import leaves_by_name, nested, open_weights
+
+MODEL = config_lib.ModelConfig(
+    vocab_size=64, num_layers=2, embed_dim=16, mlp_dim=24, num_heads=4, num_kv_heads=2, head_dim=4, max_positions=32
+)
+
+
+def write_weights(folder, *, seed=0, dtype=np.float32, model=MODEL, step=0, edit=lambda name, values: values):
+    """Writes a weights folder of random values and returns them by name."""
+    rng = np.random.default_rng(seed)
+    about = weights_folder.About(model, step, "", {"made": "for a test"})
+    found = {}
+    with weights_folder.new_weights(folder, about=about, files={}) as leaves:
+        for name, leaf in leaves_by_name(abstract_params(model)).items():
+            found[name] = edit(name, rng.standard_normal(leaf.shape).astype(dtype))
+            with leaves.leaf(name, leaf.shape, np.dtype(dtype)) as write:
+                write(found[name])
+    return found
+
+
+def read_all(folder):
+    weights = open_weights(folder)
+    return {name: weights.read(name) for name in leaves_by_name(weights.arrays)}
+
+
+def same_bits(found, expected):
+    assert found.keys() == expected.keys()
+    for name, values in expected.items():
+        assert found[name].dtype == values.dtype
+        assert found[name].tobytes() == values.tobytes(), name
+
+
+def train(folder, workdir, **settings):
+    """Trains the micro config on one device to step 2, edited by SECTION__KEY=VALUE, and returns the config."""
+    c = config_lib.load(str(micro.write_config(folder)))
+    c.train.update(num_steps=2, eval_every_steps=0, num_eval_batches=1)
+    for key, value in settings.items():
+        section, name = key.split("__")
+        c[section][name] = value
+    config = resolve(c)
+    with pytest.MonkeyPatch.context() as patch:
+        one = jax.devices()[:1]
+        patch.setattr(loop.jax, "devices", lambda: one)
+        loop.train(config, workdir)
+    return config
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """(folder with the micro config, run folder at step 2 with steps 1 and 2, its config), under `mixed`."""
+    folder = tmp_path_factory.mktemp("trained")
+    settings = {"precision__policy": "mixed", "checkpoint__every_steps": 1, "train__seed": 3}
+    return folder, folder / "run", train(folder, folder / "run", **settings)
+
+
+def test_a_run_folder_and_each_of_its_checkpoints_open(trained):
+    _, run, config = trained
+    newest, older = open_weights(run), open_weights(run / "checkpoints/1")
+    assert (newest.step, older.step) == (2, 1)
+    assert newest.model == older.model == config.model
+    assert newest.open_tokenizer().vocab_size == 2048
+    assert {leaf.dtype for leaf in jax.tree.leaves(newest.restore(None))} == {jnp.dtype(jnp.bfloat16)}
+
+
+def test_masters_are_the_weights_that_the_parameters_were_rounded_from(trained):
+    _, run, _ = trained
+    masters, params = open_weights(run, masters=True), open_weights(run)
+    for name in leaves_by_name(params.arrays):
+        fp32 = masters.read(name)
+        assert fp32.dtype == np.float32
+        np.testing.assert_array_equal(params.read(name), fp32.astype(jnp.bfloat16))
+    rounded = masters.restore(None, dtype=jnp.bfloat16)
+    jax.tree.map(np.testing.assert_array_equal, rounded, params.restore(None))
+
+
+def test_a_damaged_newest_checkpoint_is_passed_over_and_named(trained, tmp_path, capsys):
+    run = shutil.copytree(trained[1], tmp_path / "run")
+    path = max((run / "checkpoints/2/state").rglob("*"), key=lambda path: path.stat().st_size)
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    assert open_weights(run).step == 1
+    assert "checkpoints/2 is damaged" in capsys.readouterr().err
+    with pytest.raises(ValueError, match=r"checkpoints/2 is damaged .*other bytes"):
+        open_weights(run / "checkpoints/2")
+
+
+COMMANDS = {  # each of them opens a checkpoint that was asked for by name
+    "open": lambda trained, path, out: open_weights(path),
+    "generate and evaluate": lambda trained, path, out: open_model(str(path), config_lib.ParallelConfig()),
+    "export": lambda trained, path, out: hf.main(["export", str(path), f"--out={out}"]),
+    "average": lambda trained, path, out: averaging.average([path, path], out),
+    "init_from": lambda trained, path, out: train(trained[0], out, train__init_from=str(path)),
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("record", [lambda run: None, micro.as_before], ids=["as written now", "as written before"])
+def test_a_checkpoint_under_the_name_of_another_step_is_refused(trained, tmp_path, command, record):
+    run = shutil.copytree(trained[1], tmp_path / "run")
+    shutil.copytree(run / "checkpoints/2", run / "checkpoints/5")
+    micro.reseal(run / "checkpoints/5", record)
+    with pytest.raises(ValueError, match=r"5 is damaged .*named 5, which is not the step of .*data position \(2\)"):
+        COMMANDS[command](trained, run / "checkpoints/5", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_of_a_run_the_newest_checkpoint_under_its_own_name_is_taken(trained, tmp_path, capsys):
+    run = shutil.copytree(trained[1], tmp_path / "run")
+    shutil.move(run / "checkpoints/2", run / "checkpoints/5")
+    assert open_weights(run).step == 1
+    assert "checkpoints/5 is damaged" in capsys.readouterr().err
+
+
+def test_a_state_of_another_step_than_all_beside_it_says_is_refused(trained, tmp_path):
+    run = shutil.copytree(trained[1], tmp_path / "run")
+    shutil.rmtree(run / "checkpoints/2/state")
+    shutil.copytree(run / "checkpoints/1/state", run / "checkpoints/2/state")
+    files = [path for path in (run / "checkpoints/2").rglob("*") if path.is_file() and path.name != "integrity.json"]
+    seal(run / "checkpoints/2", [str(path.relative_to(run / "checkpoints/2")) for path in files])
+    with pytest.raises(ValueError, match=r"named 2, which is not the step of its state \(1\)"):
+        open_weights(run / "checkpoints/2")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_checkpoint_whose_weights_are_not_finite_is_refused(not_finite, trained, tmp_path, command):
+    path = not_finite / "checkpoints/2"
+    with pytest.raises(ValueError, match=r"checkpoints/2 is damaged .*not finite: the norm of params is inf"):
+        COMMANDS[command](trained, path, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_of_a_run_the_newest_finite_checkpoint_is_taken(not_finite, tmp_path, capsys):
+    assert open_weights(not_finite).step == 1
+    assert "checkpoints/2 is damaged (its state is not finite: the norm of params is inf)" in capsys.readouterr().err
+
+
+@pytest.fixture(params=["norms recorded", "written before norms were"])
+def not_finite(trained, tmp_path, request):
+    """A copy of the run in which a weight of the newest checkpoint has an exponent bit flipped, its sums made after."""
+    run = shutil.copytree(trained[1], tmp_path / "run")
+    if request.param == "norms recorded":
+        micro.reseal(run / "checkpoints/2", lambda saved: saved["norms"].update(params=float("inf")))
+    else:
+        save_with_large_weight(run, trained[2], lambda state: state["params"])
+    return run
+
+
+def save_with_large_weight(run, config, params_of):
+    """Saves the newest checkpoint again, without norms, with a weight whose square is not finite."""
+    layout = make_layout(config.parallel, jax.devices()[:1])
+    checkpointer = Checkpointer(run, config=config.checkpoint)
+    step, state, position, metadata = checkpointer.restore(abstract_state(config, layout))
+    shutil.rmtree(run / "checkpoints/2")
+    checkpointer.close()
+    checkpointer = Checkpointer(run, config=config.checkpoint)
+    params = params_of(state)
+    params["embed"] = params["embed"].at[0, 0].set(1e36)
+    checkpointer.save(step, state, position=position, metadata=metadata)
+    checkpointer.close()
+
+
+def test_masters_that_are_not_finite_are_not_exported_where_no_norms_are_recorded(trained, tmp_path):
+    run = shutil.copytree(trained[1], tmp_path / "run")
+    save_with_large_weight(run, trained[2], lambda state: state["opt_state"]["master"])
+    with pytest.raises(ValueError, match=r"not finite: the norm of opt_state.master is inf"):
+        hf.main(["export", str(run / "checkpoints/2"), f"--out={tmp_path / 'out'}"])
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("record", [lambda run: None, micro.as_before], ids=["as written now", "as written before"])
+def test_a_link_to_a_checkpoint_and_a_copy_under_another_name_open_at_its_step(trained, tmp_path, record):
+    run = shutil.copytree(trained[1], tmp_path / "run")
+    micro.reseal(run / "checkpoints/1", record)
+    (run / "checkpoints/latest").symlink_to("1")
+    shutil.copytree(run / "checkpoints/1", run / "checkpoints/keep-1")
+    for name in ("latest", "keep-1"):
+        assert open_weights(run / "checkpoints" / name).step == 1
+
+
+def test_a_damaged_weights_folder_is_refused(tmp_path):
+    write_weights(tmp_path / "w")
+    path = tmp_path / "w/arrays/layers.mlp.down.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-2] ^= 4
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"layers.mlp.down.safetensors has other bytes than were written"):
+        open_weights(tmp_path / "w")
+
+
+def test_what_is_no_checkpoint_is_refused(tmp_path):
+    for path in (tmp_path, tmp_path / "gone"):
+        with pytest.raises(ValueError, match=r"holds no weights .*looked from"):
+            open_weights(path)
+
+
+def test_a_failed_write_leaves_no_folder(tmp_path):
+    def fail(name, values):
+        if name == "layers.mlp.down":
+            raise RuntimeError("the disk")
+        return values
+
+    with pytest.raises(RuntimeError, match="the disk"):
+        write_weights(tmp_path / "w", edit=fail)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_exported_run_loads_in_transformers_without_a_word(trained, tmp_path, capsys, caplog, one_torch_thread):
+    import torch
+
+    _, run, config = trained
+    hf.main(["export", str(run), f"--out={tmp_path / 'hf'}"])
+    capsys.readouterr()
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.enable_propagation()
+    with warnings.catch_warnings(), caplog.at_level("WARNING"):
+        warnings.simplefilter("error")
+        model, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", output_loading_info=True)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    transformers.utils.logging.disable_propagation()
+    assert not any(info.values())
+    assert (caplog.records, capsys.readouterr().err) == ([], "")
+    assert model.dtype == torch.float32
+    text = "It is a truth universally acknowledged, naïve — and  “so” on.\n"
+    ours = Tokenizer(config.data.tokenizer)
+    assert tokenizer.encode(text, add_special_tokens=False) == ours.encode(text).tolist()
+    assert (tokenizer.eos_token_id, model.generation_config.eos_token_id) == (ours.eos_id, ours.eos_id)
+    tokens_BT = ours.encode(text)[None, :16]
+    weights = open_weights(run, masters=True)
+    logits_BTV = np.asarray(apply(weights.restore(None), weights.model, tokens_BT))
+    with torch.no_grad():
+        theirs = model(torch.from_numpy(tokens_BT).long()).logits.numpy()
+    np.testing.assert_allclose(logits_BTV, theirs, atol=1e-5)  # fp32, sums in another order; measured 1e-6
+
+
+def test_export_in_bfloat16_rounds_the_masters(trained, tmp_path):
+    _, run, _ = trained
+    assert hf.main(["export", str(run), f"--out={tmp_path / 'hf'}", "--dtype=bfloat16"]) == 0
+    found = load_file(tmp_path / "hf/model.safetensors")["model.embed_tokens.weight"]
+    np.testing.assert_array_equal(found, open_weights(run).read("embed"))
+    assert json.loads((tmp_path / "hf/config.json").read_text())["torch_dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
+@pytest.mark.parametrize("count", [2, 3, 7])
+def test_the_average_of_a_checkpoint_with_itself_is_itself_bitwise(dtype, count, tmp_path):
+    def edit(name, values):
+        values.reshape(-1)[:5] = np.array([-0.0, 1e-40, 3e38, 1 / 3, 0]).astype(dtype)
+        return values
+
+    values = write_weights(tmp_path / "w", dtype=dtype, edit=edit, step=9)
+    averaging.average([tmp_path / "w"] * count, tmp_path / "mean")
+    same_bits(read_all(tmp_path / "mean"), values)
+    assert open_weights(tmp_path / "mean").step == 9
+
+
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
+def test_the_average_is_the_mean_rounded_once(dtype, tmp_path):
+    found = [write_weights(tmp_path / f"w{seed}", seed=seed, dtype=dtype, step=seed) for seed in range(3)]
+    averaging.average([tmp_path / f"w{seed}" for seed in range(3)], tmp_path / "mean")
+    for name, mean in read_all(tmp_path / "mean").items():
+        exact = np.mean([values[name].astype(np.float64) for values in found], axis=0)
+        # some roundings of fp32, and one of what is stored
+        tolerance = {"float32": 4e-7, "bfloat16": 2**-8}[mean.dtype.name]
+        np.testing.assert_allclose(mean.astype(np.float64), exact, rtol=tolerance, atol=tolerance)
+        if mean.dtype == jnp.bfloat16:
+            assert np.mean(mean == exact.astype(np.float32).astype(jnp.bfloat16)) > 0.99
+    origin = json.loads((tmp_path / "mean/weights.json").read_text())["origin"]
+    assert [each["step"] for each in origin["average_of"]] == [0, 1, 2]
+
+
+def test_checkpoints_of_a_run_are_averaged_by_their_masters_and_exported(trained, tmp_path):
+    _, run, _ = trained
+    steps = [str(run / f"checkpoints/{step}") for step in (1, 2)]
+    assert hf.main(["average", *steps, f"--out={tmp_path / 'mean'}"]) == 0
+    first, second = (open_weights(step, masters=True).read("layers.mlp.down") for step in steps)
+    mean = open_weights(tmp_path / "mean")
+    np.testing.assert_allclose(mean.read("layers.mlp.down"), (first + second) / 2, rtol=1e-6, atol=1e-9)
+    assert mean.open_tokenizer().vocab_size == 2048
+    assert hf.main(["export", str(tmp_path / "mean"), f"--out={tmp_path / 'hf'}"]) == 0
+    assert (tmp_path / "hf/tokenizer.model").is_file()
+
+
+def test_a_tokenizer_that_adds_bos_in_transformers_adds_none_in_what_is_exported_of_a_run(tmp_path):
+    path = write_tokenizer_json(tmp_path, tokenizer_class="PreTrainedTokenizerFast").rename(tmp_path / "mine.json")
+    run, mean = tmp_path / "run", tmp_path / "mean"
+    train(tmp_path, run, data__tokenizer=str(path), checkpoint__every_steps=1)
+    averaging.average([run / "checkpoints/1", run / "checkpoints/2"], mean)
+    ours, text = Tokenizer(str(path)), "It is a truth, naïve — “quoted” 12,345.6 € 東京"
+    for place in (run, mean):
+        trained_model = open_model(str(place), config_lib.ParallelConfig())
+        assert trained_model.first_ids(None) == []
+        assert trained_model.tokenizer.sha256 == ours.sha256
+        exported = tmp_path / f"of_{place.name}"
+        assert hf.main(["export", str(place), f"--out={exported}"]) == 0
+        theirs = transformers.AutoTokenizer.from_pretrained(exported)
+        assert theirs.encode(text) == ours.encode(text).tolist()
+        assert (theirs.eos_token_id, theirs.bos_token_id) == (ours.eos_id, ours.bos_id)
+        assert json.loads((exported / "tokenizer_config.json").read_text())["add_bos_token"] is False
+        assert json.loads((exported / "config.json").read_text())["eos_token_id"] == ours.eos_id
+    assert sorted(path.name for path in (mean / "files").iterdir()) == ["tokenizer.json", "tokenizer_config.json"]
+
+
+def test_an_export_leaves_of_a_post_processor_what_adds_no_token():
+    bytes_, adds = {"type": "ByteLevel", "trim_offsets": False}, {"type": "TemplateProcessing", "single": []}
+    both = {"type": "Sequence", "processors": [bytes_, adds]}
+    assert exporting._without_templates(both) == {"type": "Sequence", "processors": [bytes_]}
+    assert exporting._without_templates(bytes_) == bytes_
+    for nothing in (None, adds, {"type": "Sequence", "processors": [adds]}, {"type": "RobertaProcessing"}):
+        assert exporting._without_templates(nothing) is None
+
+
+def test_a_folder_of_before_bos_was_noted_goes_by_its_files(trained, tmp_path):
+    averaging.average([trained[1]] * 2, tmp_path / "mean")
+    (tmp_path / "mean/files/tokenizer_config.json").write_text('{"add_bos_token": true}')
+    path = tmp_path / "mean/weights.json"
+    about = json.loads(path.read_text())
+    for noted, first in ((True, []), (False, [1])):
+        if not noted:
+            path.write_text(json.dumps({key: about[key] for key in ("format", "model", "step", "tokenizer", "origin")}))
+        files = [path for path in (tmp_path / "mean").rglob("*") if path.is_file() and path.name != "integrity.json"]
+        seal(tmp_path / "mean", [str(path.relative_to(tmp_path / "mean")) for path in files])
+        assert open_model(str(tmp_path / "mean"), config_lib.ParallelConfig()).first_ids(None) == first
+
+
+def test_a_run_begins_with_an_import_of_more_rows_than_tokens(trained, tmp_path, capsys):
+    folder, padded = trained[0], {"model__vocab_size": 4096}
+    train(folder, tmp_path / "first", **padded)
+    assert "2,048 of the rows of model.vocab_size are of no token" in capsys.readouterr().out
+    assert hf.main(["export", str(tmp_path / "first"), f"--out={tmp_path / 'hf'}"]) == 0
+    assert hf.main(["import", str(tmp_path / "hf"), f"--out={tmp_path / 'imported'}"]) == 0
+    tokenizer = str(tmp_path / "imported/files/tokenizer.model")
+    train(folder, tmp_path / "run", **padded, train__init_from=str(tmp_path / "imported"), data__tokenizer=tokenizer)
+    assert open_weights(tmp_path / "run").model.vocab_size == 4096
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (
+            {"model": dataclasses.replace(MODEL, rope_theta=5e5)},
+            r"model.rope_theta: 10000.0 in the first, 500000.0 the",
+        ),
+        ({"model": dataclasses.replace(MODEL, num_layers=3)}, r"model.num_layers: 2 in the first, 3 there"),
+        ({"dtype": jnp.bfloat16}, r"dtype of embed: 'float32' in the first, 'bfloat16' there"),
+    ],
+)
+def test_checkpoints_that_differ_are_not_averaged(other, message, tmp_path):
+    write_weights(tmp_path / "a")
+    write_weights(tmp_path / "b", **other)
+    with pytest.raises(ValueError, match=message):
+        averaging.average([tmp_path / "a", tmp_path / "b"], tmp_path / "mean")
+    assert not (tmp_path / "mean").exists()
+
+
+def test_checkpoints_of_a_run_that_changed_how_it_runs_are_averaged(tmp_path):
+    write_weights(tmp_path / "a")
+    write_weights(tmp_path / "b", model=dataclasses.replace(MODEL, tuned="b.json", rms_norm="triton", remat="full"))
+    averaging.average([tmp_path / "a", tmp_path / "b"], tmp_path / "mean")
+    assert open_weights(tmp_path / "mean").model == MODEL
+
+
+def test_a_run_begins_with_weights_of_a_model_that_was_timed_and_ran_otherwise(tmp_path):
+    write_weights(tmp_path / "a", model=dataclasses.replace(MODEL, tuned="a.json", rms_norm="triton", remat="full"))
+    config = resolve(config_lib.load("tiny"))
+    train = dataclasses.replace(config.train, init_from=str(tmp_path / "a"))
+    begun = dataclasses.replace(config, model=MODEL, train=train)
+    assert open_start(begun, Tokenizer(config.data.tokenizer)).model.tuned == "a.json"
+
+
+@pytest.mark.parametrize("policy", ["fp32", "mixed", "bf16_sr"])
+def test_a_new_state_gets_the_weights_it_is_given_and_nothing_else_of_theirs(policy, trained):
+    _, run, config = trained
+    train_config = dataclasses.replace(config.train, init_from=str(run), seed=5)
+    config = dataclasses.replace(config, train=train_config, precision=config_lib.PrecisionConfig(policy))
+    layout = make_layout(config.parallel, jax.devices()[:1])
+    drawn = init_state(config, layout)
+    moments = jax.tree.map(np.asarray, drawn["opt_state"]["inner"])
+    expected = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype, leaf.sharding), drawn)
+    state, origin = begin(open_start(config, Tokenizer(config.data.tokenizer)), drawn)
+    assert origin == {"folder": str(run / "checkpoints/2"), "step": 2}
+    assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype, leaf.sharding), state) == expected
+    assert int(state["step"]) == 0
+    jax.tree.map(np.testing.assert_array_equal, state["opt_state"]["inner"], moments)
+    masters = open_weights(run, masters=True).restore(None)
+    for mine in (state["params"], state["opt_state"].get("master", state["params"])):
+        jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, np.asarray(b).astype(a.dtype)), mine, masters)
+
+
+def test_a_run_begins_with_init_from_and_passes_it_over_when_it_goes_on(trained, tmp_path, capsys):
+    folder, run, _ = trained
+    begun = tmp_path / "begun"
+    settings = {"precision__policy": "mixed", "train__init_from": str(run)}
+    config = train(folder, begun, **settings)
+    assert f"those of {run / 'checkpoints/2'}, step 2" in capsys.readouterr().out
+    [first, *_] = read_rows(begun / ROWS_FILE)
+    weights = open_weights(run, masters=True)
+    norm = np.sqrt(
+        sum(np.sum(np.square(weights.read(name), dtype=np.float64)) for name in leaves_by_name(weights.arrays))
+    )
+    assert (first["step"], first["learning_rate"]) == (1, 0.0)
+    assert first["param_norm"] == pytest.approx(norm, rel=1e-6)
+    assert json.loads((begun / "config.json").read_text())["train"]["init_from"] == config.train.init_from == str(run)
+
+    train(folder, begun, **settings | {"train__init_from": str(tmp_path / "gone"), "train__num_steps": 3})
+    assert "train.init_from  passed over: this run has a checkpoint of its own" in capsys.readouterr().out
+    for step in (2, 3):
+        metadata = saved_run(begun / f"checkpoints/{step}")["metadata"]
+        assert metadata["init_from"] == {"folder": str(run / "checkpoints/2"), "step": 2}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"model__num_layers": 3}, r"model.num_layers: 2 in the checkpoint, 3 now"),
+        ({"model__rope_theta": 5e5}, r"model.rope_theta: 10000.0 in the checkpoint, 500000.0 now"),
+        ({"model__fuse_qkv": False}, r"model.fuse_qkv: True in the checkpoint, False now\n.*--nofuse_qkv"),
+        ({"train__init_from": "nowhere"}, r"train.init_from: nowhere holds no weights"),
+        ({"data__tokenizer": "FOLDER/other.model", "model__vocab_size": 300}, r"model.vocab_size: 2048 in the check"),
+    ],
+)
+def test_weights_of_another_model_are_refused_before_anything_is_compiled(settings, message, trained, tmp_path):
+    folder, run, _ = trained
+    write_tokenizer(tmp_path / "other.model", 300)
+    settings = {key: value.replace("FOLDER", str(tmp_path)) if "FOLDER" in str(value) else value
+                for key, value in settings.items()}  # fmt: skip
+    with pytest.raises(ValueError, match=message):
+        train(folder, tmp_path / "run", **{"train__init_from": str(run)} | settings)
+    assert not (tmp_path / "run").exists()
+
+
+def test_another_tokenizer_of_the_same_size_is_refused_by_name(trained, tmp_path):
+    folder, run, _ = trained
+    write_tokenizer(tmp_path / "other.model", 2048)
+    with pytest.raises(ValueError, match=r"other.model is not the tokenizer of train.init_from, .*austen_2k.model"):
+        train(folder, tmp_path / "run", train__init_from=str(run), data__tokenizer=str(tmp_path / "other.model"))
+
+
+def write_tokenizer(path, vocab_size):
+    import sentencepiece
+
+    rng = np.random.default_rng(0)
+    letters = np.array(list("abcdefghijklmnop"))
+    texts = [" ".join("".join(rng.choice(letters, rng.integers(2, 9))) for _ in range(20)) for _ in range(100)]
+    with open(path, "wb") as file:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(texts), model_writer=file, vocab_size=vocab_size, model_type="bpe",
+            byte_fallback=True, minloglevel=2,
+        )  # fmt: skip
+
+
+def test_safetensors_files_are_those_of_the_library(tmp_path):
+    rng = np.random.default_rng(0)
+    expected = {
+        "a": rng.standard_normal((5, 3)).astype(np.float32),
+        "b.c": rng.standard_normal((4, 2, 3)).astype(jnp.bfloat16),
+        "scalar": np.array(2.5, np.float16),
+        "empty": np.zeros((0, 3), np.float32),
+    }
+    save_file(expected, tmp_path / "theirs.safetensors", metadata={"format": "pt"})
+    header = read_header(tmp_path / "theirs.safetensors")
+    assert header.keys() == expected.keys()
+    for name, values in expected.items():
+        assert header[name].read().tobytes() == values.tobytes()
+        assert header[name].read().shape == values.shape
+    np.testing.assert_array_equal(header["b.c"].read(rows=slice(1, 3)), expected["b.c"][1:3])
+
+    writer = Writer(tmp_path / "ours.safetensors", tensors=expected, metadata={"format": "pt"})
+    for first in (3, 0):  # in any order
+        writer.write("a", expected["a"][first : first + 3], first_row=first)
+    for name in ("scalar", "b.c", "empty"):
+        writer.write(name, expected[name])
+    writer.close()
+    same_bits(load_file(tmp_path / "ours.safetensors"), expected)
+
+
+def test_names_of_leaves_and_trees_are_inverse():
+    tree = abstract_params(MODEL)
+    assert nested(leaves_by_name(tree)) == tree
+    assert "layers.attention.qkv" in leaves_by_name(tree)
+
+
+def header_bytes(header, *, data=bytes(8), length=None):
+    """Returns a safetensors file with this header, which may be nonsense."""
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return (len(text) if length is None else length).to_bytes(8, "little") + text + data
+
+
+def tensor(begin, end, *, dtype="F32", shape=(1,)):
+    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (
+            header_bytes({"a": tensor(-4, 0), "b": tensor(0, 8, shape=[2])}),
+            r"'a': data_offsets=\[-4, 0\] must be",
+        ),
+        (header_bytes({"a": tensor(0, 4), "b": tensor(0, 4)}, data=bytes(4)), r"tensor 'b': .* overlap"),
+        (header_bytes({"a": tensor(0, 8, shape=[2]), "b": tensor(4, 8)}), r"tensor 'b': .* overlap"),
+        (
+            header_bytes({"a": tensor(0, 4), "b": tensor(8, 12)}, data=bytes(12)),
+            r"'b': .* leave a gap of 4 bytes",
+        ),
+        (header_bytes({"a": tensor(4, 8)}), r"tensor 'a': .* leave a gap of 4 bytes"),
+        (header_bytes({"a": tensor(0, 4)}), r"has \d+ bytes instead of"),
+        (header_bytes({"a": tensor(0, 12, shape=[3])}), r"has \d+ bytes instead of"),
+        (header_bytes({"a": tensor(0, 8)}), r"tensor 'a': data_offsets=\[0, 8\] hold 8 bytes, and F32\[1\] takes 4"),
+        (header_bytes({"a": tensor(8, 0)}), r"tensor 'a': data_offsets=\[8, 0\] must be"),
+        (header_bytes({"a": tensor(0.0, 8, shape=[2])}), r"tensor 'a': data_offsets=\[0.0, 8\] must be"),
+        (header_bytes({"a": tensor(0, 8, shape=[-2])}), r"tensor 'a': shape=\[-2\] must be"),
+        (header_bytes({"a": tensor(0, 8, shape="2")}), r"tensor 'a': shape='2' must be"),
+        (header_bytes({"a": tensor(0, 8, shape=[1 << 62])}), r"tensor 'a': data_offsets=\[0, 8\] hold 8 bytes"),
+        (header_bytes({"a": tensor(0, 8, shape=[1 << 62] * 64)}), r"tensor 'a': data_offsets=\[0, 8\] hold 8 bytes"),
+        (header_bytes({"a": tensor(0, 8, shape=[10**400])}), r"tensor 'a': shape=\[10{98} must be"),
+        (header_bytes({"a": tensor(0, 8, shape=[10**4000] * 1000)}), r"tensor 'a': shape=\[10{98} must be"),
+        (header_bytes({"a": tensor(0, 8, shape=[2] * 10_000)}), r"tensor 'a': shape=\[2.{98} must be"),
+        (header_bytes({"a": tensor(0, 10**400)}), r"tensor 'a': data_offsets=\[0, 10{95} must be"),
+        (header_bytes({"\x1b[31m\n": tensor(4, 8)}), r"tensor '\\x1b\[31m\\n': .* leave a gap"),
+        (header_bytes({"a" * 1000: [0, 8]}), r"tensor 'a{99} is \[0, 8\]; it must be an object"),
+        (header_bytes({"a": tensor(0, 8, dtype="Q4")}), r"tensor 'a': dtype='Q4' is not one of"),
+        (header_bytes({"a": tensor(0, 8, dtype=["F32"])}), r"tensor 'a': dtype=\['F32'\] is not one of"),
+        (header_bytes({"a": {"dtype": "F32", "shape": [2]}}), r"tensor 'a': data_offsets=None must be"),
+        (header_bytes({"a": [0, 8]}), r"tensor 'a' is \[0, 8\]; it must be an object"),
+        (header_bytes({"__metadata__": {"a": 1}}, data=b""), r"__metadata__ must be an object of strings"),
+        (header_bytes(b'{"a": ' + b"[" * 50_000), r"nested deeper than 100 levels"),
+        (header_bytes(b"[]", data=b""), r"has no safetensors header"),
+        (header_bytes(b'{"a": NaN}', data=b""), r"NaN is not a finite number"),
+        (header_bytes({}, length=200_000_000), r"is not a safetensors file, or is cut off in its header"),
+        (b"", r"is not a safetensors file"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_safetensors_header_that_cannot_be_is_refused_as_the_library_refuses_it(content, message, tmp_path):
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=message) as caught:
+        read_header(path)
+    assert str(path) in str(caught.value)
+    assert str(caught.value).isprintable()
+    with pytest.raises(safetensors.SafetensorError), safetensors.safe_open(path, framework="np"):
+        pass
+
+
+def test_a_safetensors_header_with_a_tensor_twice_is_refused(tmp_path):
+    entry = json.dumps(tensor(0, 8, shape=[2]))
+    (tmp_path / "a.safetensors").write_bytes(header_bytes(f'{{"a": {entry}, "a": {entry}}}'.encode()))
+    with pytest.raises(ValueError, match="key 'a' appears twice"):
+        read_header(tmp_path / "a.safetensors")
+
+
+def test_empty_tensors_share_a_place_in_a_safetensors_file(tmp_path):
+    header = {"b": tensor(0, 0, shape=[0, 3]), "a": tensor(0, 8, shape=[2]), "c": tensor(8, 8, shape=[0])}
+    (tmp_path / "a.safetensors").write_bytes(header_bytes(header))
+    assert read_header(tmp_path / "a.safetensors").keys() == header.keys()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"tokenizer": "../../tokenizer.model"},
+            r"weights.json: tokenizer='../../tokenizer.model' must be a plain name",
+        ),
+        ({"tokenizer": 7}, r"weights.json: tokenizer=7 must be str"),
+        ({"step": "7"}, r"weights.json: step='7' must be int"),
+        ({"model": []}, r"weights.json: model=\[\] must be dict"),
+        ({"stop_ids": ["a"]}, r"weights.json: stop_ids=\['a'\] must be token ids"),
+        ({"begins_with_bos": 1}, r"weights.json: begins_with_bos=1 must be bool \| None"),
+        ({"format": None}, r"has layout None"),
+        ({"model": {"num_layers": "2"}}, r"model.num_layers='2' is str; it must be int"),
+        ({"model": {"norm_eps": 10**400}}, r"model.norm_eps=1000.* is int; it must be float"),
+    ],
+)
+def test_a_field_of_a_weights_folder_that_cannot_be_is_refused_by_name(change, message, tmp_path):
+    write_weights(tmp_path / "w")
+    path = tmp_path / "w/weights.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    sums = json.loads((tmp_path / "w/integrity.json").read_text())["files"]
+    seal(tmp_path / "w", sums)
+    with pytest.raises(ValueError, match=message):
+        open_weights(tmp_path / "w")
