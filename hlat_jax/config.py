@@ -1,19 +1,41 @@
-"""Every setting of a run: frozen dataclasses and their mutable mirror. What they may be is in `config_checks`.
+"""Every setting of a run: frozen dataclasses with names, types, units, meanings and defaults. Imports no JAX.
 
-Owns names, types, units, meanings and defaults. Refuses to import JAX: a config is read before JAX may be loaded.
-`default()` gives an `ml_collections.ConfigDict` with every key; a config module edits and returns it; `resolve`
-turns it into a `Config`, which is the only form the rest of the package sees.
+`default()` gives an `ml_collections.ConfigDict` with every key; a config module edits and returns it; `resolve.resolve`
+checks it and turns it into a `Config`, which is the only form the rest of the package sees.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import importlib.util
 import pathlib
 from typing import Any
 
-from hlat_jax.config import check_choice, nearest
-from hlat_jax.resolve import check_model, check_parallel, check_run_name, check_training
+from hlat_jax.byte_sizes import parse_bytes
+
+REMAT_BUDGET = "budget:"
+
+
+def nearest(word: str, candidates: Any) -> str:
+    """Returns ` Did you mean 'x'?` for the closest candidate, or all of them when none is close."""
+    candidates = sorted(candidates)
+    close = difflib.get_close_matches(word, candidates, n=1, cutoff=0.5)
+    return f"Did you mean {close[0]!r}?" if close else f"Known: {', '.join(candidates)}."
+
+
+def check_choice(path: str, field: dataclasses.Field, value: Any) -> None:
+    """Raises ValueError for a value that a key does not take; the message has the nearest."""
+    choices = field.metadata["choices"]
+    if choices and value not in choices:
+        raise ValueError(f"{path}={value!r} is not one of {', '.join(choices)}. {nearest(str(value), choices)}")
+
+
+def at_least(lowest: float, **values: float) -> None:
+    """Raises ValueError for a value below the lowest; keywords are paths, with __ for the dot."""
+    for path, value in values.items():
+        if not value >= lowest:
+            raise ValueError(f"{path.replace('__', '.')}={value} must be at least {lowest}.")
 
 
 def _key(default: Any, doc: str, *, choices: tuple = ()) -> Any:
@@ -58,7 +80,42 @@ class ModelConfig:
     rms_norm: str = _key("auto", "RMSNorm implementation.", choices=_FUSIBLE)
     swiglu: str = _key("auto", "SwiGLU implementation.", choices=_FUSIBLE)
     rope: str = _key("auto", "Implementation of the rotary embeddings.", choices=("auto", "reference", "paired"))
-    tuned: str = _key("", "Table of measured times that auto honours, see hlat_jax.ops tune; empty: levels decide.")
+    tuned: str = _key("", "Table of measured times that auto honours, see hlat_jax.plan tune; empty: levels decide.")
+
+    def check(self) -> None:
+        """Raises ValueError when a model cannot be built as described; called by `resolve` and by `Decoder`."""
+        for field in dataclasses.fields(self):
+            check_choice(f"model.{field.name}", field, getattr(self, field.name))
+        for name in ("rope_theta", "rope_factor", "rope_low_freq_factor"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"model.{name}={getattr(self, name)} must be above 0.")
+        at_least(0, model__norm_eps=self.norm_eps, model__init_std=self.init_std)
+        for name in ("vocab_size", "num_layers", "embed_dim", "mlp_dim", "num_heads", "num_kv_heads", "head_dim"):
+            at_least(1, **{f"model__{name}": getattr(self, name)})
+        at_least(
+            1, model__max_positions=self.max_positions, model__rope_original_positions=self.rope_original_positions
+        )
+        if self.num_heads % self.num_kv_heads:
+            divisors = [d for d in range(1, self.num_heads + 1) if self.num_heads % d == 0]
+            raise ValueError(
+                f"model.num_kv_heads={self.num_kv_heads} must divide model.num_heads={self.num_heads}; "
+                f"use one of {divisors}."
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"model.head_dim={self.head_dim} must be even: rotary embeddings turn pairs.")
+        if self.rope_high_freq_factor <= self.rope_low_freq_factor:
+            raise ValueError(
+                f"model.rope_high_freq_factor={self.rope_high_freq_factor} must exceed "
+                f"model.rope_low_freq_factor={self.rope_low_freq_factor}."
+            )
+        choices = ("auto", "none", "full", "selective", "products")
+        if self.remat.startswith(REMAT_BUDGET):
+            parse_bytes(self.remat.removeprefix(REMAT_BUDGET), name="model.remat: the budget")
+        elif self.remat not in choices and not self.remat.startswith(("names:", "saved:", "policy:")):
+            raise ValueError(
+                f"model.remat={self.remat!r} must be {', '.join(choices)}, names:A,B,..., saved:A,B,..., "
+                "policy:dots_saveable or the like, or budget:12GiB."
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -252,37 +309,6 @@ def config_folder() -> pathlib.Path:
     package = pathlib.Path(__file__).resolve().parent
     installed = package / "configs"
     return installed if installed.is_dir() else package.parent / "configs"
-
-
-def resolve(mutable: Any) -> Config:
-    """Returns the frozen Config of a ConfigDict (or of a nested dict) after every check that needs no file or device.
-
-    Raises:
-      ValueError: an unknown or missing key, a wrong type, a value outside its choices, or values that do not fit
-        each other; the message has the path, the numbers and what to change.
-    """
-    tree = mutable if isinstance(mutable, dict) else mutable.to_dict()
-    unknown = set(tree) - set(SECTIONS) - {"name"}
-    if unknown:
-        raise ValueError(f"config has no section {min(unknown)!r}. {nearest(min(unknown), SECTIONS)}")
-    sections = {name: _section(name, cls, tree.get(name, {})) for name, cls in SECTIONS.items()}
-    config = Config(name=tree.get("name", "custom"), **sections)
-    check_run_name(config.name)
-    check_model(config.model)
-    check_parallel(config.parallel, config.model)
-    check_training(config)
-    return config
-
-
-def _section(name: str, cls: type, values: dict[str, Any]) -> Any:
-    fields = {f.name: f for f in dataclasses.fields(cls)}
-    for key in values:
-        if key not in fields:
-            raise ValueError(f"config has no key {name}.{key}. {nearest(key, fields)}")
-    missing = sorted(set(fields) - set(values))
-    if missing:
-        raise ValueError(f"config lacks {name}.{missing[0]}; start from hlat_jax.config.default().")
-    return cls(**{key: typed(f"{name}.{key}", fields[key], value) for key, value in values.items()})
 
 
 def typed(path: str, field: dataclasses.Field, value: Any) -> Any:

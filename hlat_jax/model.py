@@ -36,7 +36,6 @@ from hlat_jax.ops.registry import OPS
 from hlat_jax.ops.rope import Llama3Scaling, apply_rope, rope_frequencies, rope_tables
 from hlat_jax.ops.swiglu import swiglu
 from hlat_jax.parallel.collectives import ALONE, Shards
-from hlat_jax.resolve import check_model
 
 KeysValues = tuple[jax.Array, jax.Array]
 
@@ -203,7 +202,7 @@ class Decoder(nnx.Module):
     """
 
     def __init__(self, cfg: ModelConfig, *, rngs: nnx.Rngs):
-        check_model(cfg)
+        cfg.check()
         # Implementations are chosen once, here: nothing below asks where it runs.
         self.cfg = select_implementations(cfg, jax.default_backend())
         self.embed = _normal(rngs, (cfg.vocab_size, cfg.embed_dim), cfg.init_std, axes=("vocab", "embed"))

@@ -1,80 +1,54 @@
-"""What settings may be: every check that spans fields, and needs no file and no device.
+"""`resolve`: a ConfigDict becomes a frozen Config after every check across fields that needs no file and no device.
 
-Owns what is said of settings that do not fit: the path, the numbers and what to change. Where devices have to be known,
-see `degrees`.
+What depends on the number of devices is checked in `parallel.degrees`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from hlat_jax.byte_sizes import parse_bytes
-from hlat_jax.store.atomic_files import check_name
-
-if TYPE_CHECKING:
-    from hlat_jax.config import Config, ModelConfig, ParallelConfig
-
-REMAT_BUDGET = "budget:"
+from hlat_jax.config import SECTIONS, Config, ModelConfig, ParallelConfig, at_least, nearest, typed
 
 
-def nearest(word: str, candidates: Any) -> str:
-    """Returns ` Did you mean 'x'?` for the closest candidate, or all of them when none is close."""
-    candidates = sorted(candidates)
-    close = difflib.get_close_matches(word, candidates, n=1, cutoff=0.5)
-    return f"Did you mean {close[0]!r}?" if close else f"Known: {', '.join(candidates)}."
+def resolve(mutable: Any) -> Config:
+    """Returns the frozen Config of a ConfigDict (or of a nested dict) after every check that needs no file or device.
+
+    Raises:
+      ValueError: an unknown or missing key, a wrong type, a value outside its choices, or values that do not fit
+        each other; the message has the path, the numbers and what to change.
+    """
+    tree = mutable if isinstance(mutable, dict) else mutable.to_dict()
+    unknown = set(tree) - set(SECTIONS) - {"name"}
+    if unknown:
+        raise ValueError(f"config has no section {min(unknown)!r}. {nearest(min(unknown), SECTIONS)}")
+    sections = {name: _section(name, cls, tree.get(name, {})) for name, cls in SECTIONS.items()}
+    config = Config(name=tree.get("name", "custom"), **sections)
+    check_run_name(config.name)
+    config.model.check()
+    check_parallel(config.parallel, config.model)
+    check_training(config)
+    return config
 
 
-def check_choice(path: str, field: dataclasses.Field, value: Any) -> None:
-    """Raises ValueError for a value that a key does not take; the message has the nearest."""
-    choices = field.metadata["choices"]
-    if choices and value not in choices:
-        raise ValueError(f"{path}={value!r} is not one of {', '.join(choices)}. {nearest(str(value), choices)}")
-
-
-def _at_least(lowest: float, **values: float) -> None:
-    for path, value in values.items():
-        if not value >= lowest:
-            raise ValueError(f"{path.replace('__', '.')}={value} must be at least {lowest}.")
+def _section(name: str, cls: type, values: dict[str, Any]) -> Any:
+    fields = {f.name: f for f in dataclasses.fields(cls)}
+    for key in values:
+        if key not in fields:
+            raise ValueError(f"config has no key {name}.{key}. {nearest(key, fields)}")
+    missing = sorted(set(fields) - set(values))
+    if missing:
+        raise ValueError(f"config lacks {name}.{missing[0]}; start from hlat_jax.config.default().")
+    return cls(**{key: typed(f"{name}.{key}", fields[key], value) for key, value in values.items()})
 
 
 def check_run_name(name: Any) -> None:
     """Raises ValueError unless `name` can be that of a folder in `runs/`."""
-    if check_name(name, "config.name").startswith((".", "-")):
-        raise ValueError(f"config.name={name!r} must not begin with '.' or '-': it names the run folder, runs/NAME.")
-
-
-def check_model(m: ModelConfig) -> None:
-    """Raises ValueError when a model cannot be built as described; called by `resolve` and by `Decoder`."""
-    for field in dataclasses.fields(m):
-        check_choice(f"model.{field.name}", field, getattr(m, field.name))
-    for name in ("rope_theta", "rope_factor", "rope_low_freq_factor"):
-        if not getattr(m, name) > 0:
-            raise ValueError(f"model.{name}={getattr(m, name)} must be above 0.")
-    _at_least(0, model__norm_eps=m.norm_eps, model__init_std=m.init_std)
-    for name in ("vocab_size", "num_layers", "embed_dim", "mlp_dim", "num_heads", "num_kv_heads", "head_dim"):
-        _at_least(1, **{f"model__{name}": getattr(m, name)})
-    _at_least(1, model__max_positions=m.max_positions, model__rope_original_positions=m.rope_original_positions)
-    if m.num_heads % m.num_kv_heads:
-        divisors = [d for d in range(1, m.num_heads + 1) if m.num_heads % d == 0]
+    is_plain = isinstance(name, str) and name.isprintable() and "/" not in name and 0 < len(name.encode()) <= 255
+    if not is_plain or name.startswith((".", "-")):
         raise ValueError(
-            f"model.num_kv_heads={m.num_kv_heads} must divide model.num_heads={m.num_heads}; use one of {divisors}."
-        )
-    if m.head_dim % 2:
-        raise ValueError(f"model.head_dim={m.head_dim} must be even: rotary embeddings turn pairs.")
-    if m.rope_high_freq_factor <= m.rope_low_freq_factor:
-        raise ValueError(
-            f"model.rope_high_freq_factor={m.rope_high_freq_factor} must exceed "
-            f"model.rope_low_freq_factor={m.rope_low_freq_factor}."
-        )
-    choices = ("auto", "none", "full", "selective", "products")
-    if m.remat.startswith(REMAT_BUDGET):
-        parse_bytes(m.remat.removeprefix(REMAT_BUDGET), name="model.remat: the budget")
-    elif m.remat not in choices and not m.remat.startswith(("names:", "saved:", "policy:")):
-        raise ValueError(
-            f"model.remat={m.remat!r} must be {', '.join(choices)}, names:A,B,..., saved:A,B,..., "
-            "policy:dots_saveable or the like, or budget:12GiB."
+            f"config.name={repr(name)[:100]} must be a plain name without '/' that does not begin with '.' or '-': it "
+            "names the run folder, runs/NAME."
         )
 
 
@@ -135,22 +109,22 @@ def check_training(c: Config) -> None:
             f"{c.precision.policy!r}, which rounds to nearest; set the policy to 'bf16_sr' or leave 'auto'."
         )
     check_policy(c.precision.policy, pipe=c.parallel.pipe)
-    _at_least(1, data__batch_size=d.batch_size, train__num_microbatches=t.num_microbatches)
-    _at_least(2, data__seq_len=d.seq_len)
-    _at_least(1, data__max_document_chars=d.max_document_chars, data__prefetch_batches=d.prefetch_batches)
-    _at_least(1, train__max_nonfinite_steps=t.max_nonfinite_steps)
-    _at_least(0, train__num_eval_batches=t.num_eval_batches)
-    _at_least(1, checkpoint__keep_last=c.checkpoint.keep_last, metrics__log_every_steps=c.metrics.log_every_steps)
-    _at_least(0, train__num_steps=t.num_steps, train__eval_every_steps=t.eval_every_steps)
-    _at_least(0, data__num_threads=d.num_threads, data__position_every_steps=d.position_every_steps)
-    _at_least(1, data__window_documents=d.window_documents)
-    _at_least(0, optimizer__warmup_steps=o.warmup_steps)
-    _at_least(0, checkpoint__every_steps=c.checkpoint.every_steps, checkpoint__every_minutes=c.checkpoint.every_minutes)
-    _at_least(0, checkpoint__keep_every_steps=c.checkpoint.keep_every_steps, train__sample_tokens=t.sample_tokens)
-    _at_least(0, checkpoint__export_every_steps=c.checkpoint.export_every_steps)
-    _at_least(0, train__eval_tasks_every_steps=t.eval_tasks_every_steps, train__eval_tasks_limit=t.eval_tasks_limit)
-    _at_least(0, optimizer__peak_lr=o.peak_lr, optimizer__eps=o.eps, optimizer__clip_norm=o.clip_norm)
-    _at_least(0, optimizer__weight_decay=o.weight_decay, train__z_loss_weight=t.z_loss_weight)
+    at_least(1, data__batch_size=d.batch_size, train__num_microbatches=t.num_microbatches)
+    at_least(2, data__seq_len=d.seq_len)
+    at_least(1, data__max_document_chars=d.max_document_chars, data__prefetch_batches=d.prefetch_batches)
+    at_least(1, train__max_nonfinite_steps=t.max_nonfinite_steps)
+    at_least(0, train__num_eval_batches=t.num_eval_batches)
+    at_least(1, checkpoint__keep_last=c.checkpoint.keep_last, metrics__log_every_steps=c.metrics.log_every_steps)
+    at_least(0, train__num_steps=t.num_steps, train__eval_every_steps=t.eval_every_steps)
+    at_least(0, data__num_threads=d.num_threads, data__position_every_steps=d.position_every_steps)
+    at_least(1, data__window_documents=d.window_documents)
+    at_least(0, optimizer__warmup_steps=o.warmup_steps)
+    at_least(0, checkpoint__every_steps=c.checkpoint.every_steps, checkpoint__every_minutes=c.checkpoint.every_minutes)
+    at_least(0, checkpoint__keep_every_steps=c.checkpoint.keep_every_steps, train__sample_tokens=t.sample_tokens)
+    at_least(0, checkpoint__export_every_steps=c.checkpoint.export_every_steps)
+    at_least(0, train__eval_tasks_every_steps=t.eval_tasks_every_steps, train__eval_tasks_limit=t.eval_tasks_limit)
+    at_least(0, optimizer__peak_lr=o.peak_lr, optimizer__eps=o.eps, optimizer__clip_norm=o.clip_norm)
+    at_least(0, optimizer__weight_decay=o.weight_decay, train__z_loss_weight=t.z_loss_weight)
     for name in ("beta1", "beta2", "min_lr_ratio"):
         if not 0 <= getattr(o, name) < 1:
             raise ValueError(f"optimizer.{name}={getattr(o, name)} must lie in [0, 1).")

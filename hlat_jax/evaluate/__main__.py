@@ -1,7 +1,7 @@
 """`python -m hlat_jax.evaluate --checkpoint=runs/tiny --text=FILE|--validation|--tasks=NAMES`: perplexity, and tasks.
 
-The windows of a text are in `evaluate.perplexity`, validation in `run.validation`, tasks of the LM Evaluation Harness in
-`evaluate.tasks`.
+The windows of a text are in `evaluate.perplexity`, validation in `run.validation`, tasks of the LM Evaluation Harness
+in `evaluate.tasks`.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ import jax
 from hlat_jax.ops.registry import OPS
 from hlat_jax.store.atomic_files import read_json
 
-_AGAIN = "python -m hlat_jax.ops tune --config=NAME --out=FILE"
+_AGAIN = "python -m hlat_jax.plan tune --config=NAME --out=FILE"
 PLANNED = "planned"  # the kind of a device that need not exist, as planner.trace has it
 
 

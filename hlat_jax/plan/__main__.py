@@ -1,6 +1,7 @@
 """`python -m hlat_jax.plan --config=NAME --target=trn1.32xlarge --nodes=64`: a run, before a node of it is rented.
 
-Owns the command line. Needs no accelerator: it traces the very step that trains, for devices that need not exist.
+Needs no accelerator: it traces the step that trains for virtual devices. `plan tune` and `plan choices` are about the
+implementations of ops, see `plan.ops_command`.
 """
 
 from __future__ import annotations
@@ -16,11 +17,17 @@ from absl import flags
 
 from hlat_jax import cost
 from hlat_jax.host import flags as flags_lib
+from hlat_jax.plan import ops_command
 from hlat_jax.resolve import resolve
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints the plan that the command line asks for; returns the exit code: 3 where it does not fit, else 0."""
+    """Prints the plan that the command line asks for, or runs the verb `tune` or `choices`.
+
+    Returns the exit code; of a plan that does not fit: 3.
+    """
+    if argv and argv[0] in ops_command.VERBS:
+        return ops_command.main(argv)
     mutable, values = flags_lib.parse(argv, _define)
     config = resolve(mutable)
     _check_flags(values)

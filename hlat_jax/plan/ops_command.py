@@ -1,7 +1,4 @@
-"""`python -m hlat_jax.ops tune|choices --config=NAME`: which implementation of each op serves a run, and how fast.
-
-Owns the command lines and what they print.
-"""
+"""`python -m hlat_jax.plan tune|choices --config=NAME`: which implementation of each op serves a run, and how fast."""
 
 from __future__ import annotations
 
@@ -20,24 +17,11 @@ from hlat_jax.host import flags as flags_lib
 from hlat_jax.resolve import resolve
 
 _PLATFORMS = ("cpu", "cuda", "neuron")
-USAGE = """Usage: python -m hlat_jax.ops VERB --config=NAME [flags]
-
-  tune     times every implementation at the config's shapes on this machine's device, and writes the table
-  choices  prints which implementation serves, and why each of the others does not
-
-VERB --help says more.
-"""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs one verb; returns its exit code."""
-    verbs = {"tune": _tune, "choices": _choices}
-    if not argv or argv[0] in ("--help", "-h", "help"):
-        print(USAGE)
-        return 0 if argv else 2
-    if argv[0] not in verbs:
-        raise ValueError(f"unknown verb {argv[0]!r}. {nearest(argv[0], verbs)}")
-    return verbs[argv[0]](argv[1:])
+    """Runs the verb `tune` or `choices`; returns its exit code."""
+    return VERBS[argv[0]](argv[1:])
 
 
 def _tune(argv: Sequence[str]) -> int:
@@ -168,5 +152,4 @@ def _define_choices(values: flags.FlagValues) -> None:
     )
 
 
-if __name__ == "__main__":
-    flags_lib.main(main)
+VERBS = {"tune": _tune, "choices": _choices}

@@ -1,8 +1,8 @@
 """The collectives of a traced step: kind, axes, bytes, trips, at the dtypes of the target and with nothing compiled.
 
-Everything that devices say to each other in forward, backward and ZeRO is written in `hlat_jax.parallel.collectives`, so the
-trace has it all; what a partitioner adds outside that region are the scalars of the two global norms. The rows are
-those of `plan.collectives`, which reads the same from a compiled program: tests hold the two against each other.
+Every collective of forward, backward and ZeRO is written in `parallel.collectives`, so the trace has it all; what a
+partitioner adds outside that region are the scalars of the two global norms. The rows are those of `plan.collectives`,
+which reads the same from a compiled program: tests compare the two.
 """
 
 from __future__ import annotations

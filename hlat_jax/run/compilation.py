@@ -42,7 +42,7 @@ from hlat_jax.store.atomic_files import read_json, write_whole
 
 RECORD_FILE = "programs.json"
 GENERATION = ("prefill", "decode")
-_PACKAGE = pathlib.Path(__file__).resolve().parent
+_PACKAGE = pathlib.Path(__file__).resolve().parents[1]
 _LIBRARIES = ("jax", "jaxlib", "flax", "optax")
 # What an entry of the record must have to be compared with.
 _COMPARED = {"sha256", "cache", "platform", "mesh", "config", "libraries", "code"}

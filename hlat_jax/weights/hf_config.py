@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Any
 
 from hlat_jax.config import ModelConfig
-from hlat_jax.resolve import check_model
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}
 # Ours -> theirs, where the value is the same; with transformers' default for what a file may leave out.
@@ -127,7 +126,7 @@ def model_config(found: dict[str, Any], *, where: str, fuse_qkv: bool = True) ->
     fields = {ours: typed[theirs] for ours, theirs in _SAME.items()}
     model = ModelConfig(**fields, **_rope(values, where=where), fuse_qkv=fuse_qkv)
     try:
-        check_model(model)
+        model.check()
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
     return model

@@ -179,8 +179,8 @@ def _require_same(embedding: Stored, head: Stored) -> None:
     )
     if not same:
         raise ValueError(
-            f"{head.path}: {hf_names.HEAD} is not {hf_names.EMBEDDING}, although config.json says tie_word_embeddings=true; "
-            "set it to false to keep both."
+            f"{head.path}: {hf_names.HEAD} is not {hf_names.EMBEDDING}, although config.json says "
+            "tie_word_embeddings=true; set it to false to keep both."
         )
 
 

@@ -27,7 +27,7 @@ import jax
 import numpy as np
 jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
 from jax.experimental import multihost_utils
-from test_data_processes import DATA
+from test_processes import DATA
 from hlat_jax.config import ParallelConfig
 from hlat_jax.data.loader import TrainBatches
 from hlat_jax.data.tokenizer import Tokenizer

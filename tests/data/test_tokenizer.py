@@ -1,13 +1,12 @@
 """SentencePiece models: round trips, bytes per token, and what is refused."""
 
-import io
 import json
 
 import numpy as np
 import pytest
-import sentencepiece
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizer_files import train_model
 
 from hlat_jax.data import sources
 from hlat_jax.data.tokenizer import Tokenizer
@@ -16,15 +15,6 @@ ASSET = "package:austen_2k.model"
 TOKENIZER = Tokenizer(ASSET, vocab_size=2048)
 # U+2581 is SentencePiece's own sign for a space, the one character it cannot give back
 ANY_TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="▁"), max_size=80)
-
-
-def train_model(path, **options):
-    model = io.BytesIO()
-    lines = ["the quick brown fox jumps over the lazy dog", "pack my box with five dozen liquor jugs"] * 50
-    defaults = {"model_type": "bpe", "vocab_size": 60, "minloglevel": 2, "num_threads": 1}
-    sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(lines), model_writer=model, **(defaults | options))
-    path.write_bytes(model.getvalue())
-    return str(path)
 
 
 def test_ids_are_those_of_the_llama_layout():

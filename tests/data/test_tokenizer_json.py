@@ -7,52 +7,14 @@ import numpy as np
 import pytest
 import tokenizers
 import transformers
-from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+from tokenizer_files import TEXTS, write_tokenizer_json
 
 from hlat_jax.data.tokenizer import Tokenizer
-
-TEXTS = [
-    "It is a truth universally acknowledged, that a single man in possession of a good fortune",
-    "  two  spaces\n\n\tand a tab, naïve — “quoted” 12,345.6 € 東京 🙂 e\u0301",
-    "text with </s> and <s> in it",
-    "",
-]
-
-
-def write(folder, kind="bytes", **config):
-    """Trains and writes a tokenizer.json of a kind of decoder, and tokenizer_config.json; returns its path."""
-    if kind == "bytes":
-        made = tokenizers.Tokenizer(models.BPE())
-        made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        made.decoder = decoders.ByteLevel()
-        alphabet = pre_tokenizers.ByteLevel.alphabet()
-    else:
-        made = tokenizers.Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
-        made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=False)
-        made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
-        alphabet = []
-    special = ["<unk>", "<s>", "</s>"] + ([f"<0x{byte:02X}>" for byte in range(256)] if kind != "bytes" else [])
-    trainer = trainers.BpeTrainer(
-        vocab_size=600, special_tokens=special, initial_alphabet=alphabet, show_progress=False
-    )
-    made.train_from_iterator(TEXTS[:1] * 5, trainer)
-    made.add_tokens(["possession"])
-    made.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-    made.enable_truncation(4)
-    made.enable_padding(length=8)
-    path = folder / "tokenizer.json"
-    made.save(str(path))
-    if kind != "bytes":  # bytes are ordinary tokens of the vocabulary
-        content = json.loads(path.read_text())
-        content["added_tokens"] = [each for each in content["added_tokens"] if not each["content"].startswith("<0x")]
-        path.write_text(json.dumps(content))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>", "bos_token": "<s>"} | config))
-    return path
 
 
 @pytest.mark.parametrize("kind", ["bytes", "pieces"])
 def test_ids_come_back_as_the_text_and_its_bytes_add_up(kind, tmp_path):
-    ours = Tokenizer(str(write(tmp_path, kind)))
+    ours = Tokenizer(str(write_tokenizer_json(tmp_path, kind)))
     for text in TEXTS:
         ids = ours.encode(text)
         assert ours.decode([*ids, ours.vocab_size]) == text
@@ -63,7 +25,7 @@ def test_ids_come_back_as_the_text_and_its_bytes_add_up(kind, tmp_path):
 
 
 def test_ids_are_those_of_transformers_where_no_control_token_is_written_in_the_text(tmp_path):
-    path = write(tmp_path, tokenizer_class="PreTrainedTokenizerFast")
+    path = write_tokenizer_json(tmp_path, tokenizer_class="PreTrainedTokenizerFast")
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     ours = Tokenizer(str(path))
     for text in (*TEXTS[:2], TEXTS[3]):
@@ -73,7 +35,7 @@ def test_ids_are_those_of_transformers_where_no_control_token_is_written_in_the_
 
 
 def test_a_control_token_written_in_a_text_is_text(tmp_path):
-    ours = Tokenizer(str(write(tmp_path)))
+    ours = Tokenizer(str(write_tokenizer_json(tmp_path)))
     ids = ours.encode("a</s>b")
     assert ours.eos_id not in ids
     assert ours.decode(ids) == "a</s>b"
@@ -89,7 +51,7 @@ def test_a_control_token_written_in_a_text_is_text(tmp_path):
     ],
 )
 def test_eos_is_what_lies_beside_it_says(files, eos, tmp_path):
-    path = write(tmp_path)
+    path = write_tokenizer_json(tmp_path)
     (tmp_path / "tokenizer_config.json").unlink()
     for name, content in files.items():
         (tmp_path / name).write_text(json.dumps(content))
@@ -97,7 +59,7 @@ def test_eos_is_what_lies_beside_it_says(files, eos, tmp_path):
 
 
 def test_what_cannot_be_used_is_refused_by_name(tmp_path, monkeypatch):
-    path = write(tmp_path)
+    path = write_tokenizer_json(tmp_path)
     with pytest.raises(ValueError, match=r"has \d+ tokens but model.vocab_size=7"):
         Tokenizer(str(path), vocab_size=7)
     (tmp_path / "tokenizer_config.json").unlink()

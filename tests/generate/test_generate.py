@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from test_data_tokenizer import train_model
+from tokenizer_files import train_model
 
 from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.generate import __main__ as generate

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 import pytest
 import torch
-from test_model_hf import CASES, GQA, hugging_face, random_params
+from hf_cases import CASES, GQA, hugging_face, random_params
 
 from hlat_jax.config import ParallelConfig
 from hlat_jax.generate.decoding import make_prefill, prefill_arguments

@@ -21,7 +21,7 @@ import torch
 import transformers
 from hf_weights import hf_state_dict
 from safetensors.torch import load_file, save_file
-from test_data_tokenizer import train_model
+from tokenizer_files import train_model
 
 from hlat_jax.hf import __main__ as hf
 from hlat_jax.hf import exporting
@@ -232,7 +232,7 @@ def test_an_unsupported_config_is_refused_naming_the_field(change, message, gqa,
     assert not (tmp_path / "ours").exists()
 
 
-SAVED = json.loads(pathlib.Path(__file__).with_name("hf_configs.json").read_text())
+SAVED = json.loads((pathlib.Path(__file__).parents[1] / "support" / "hf_configs.json").read_text())
 # embed_dim, mlp_dim, num_layers, num_heads, num_kv_heads, head_dim, vocab_size, rope_theta, norm_eps, max_positions,
 # tie_embeddings
 SUPPORTED = {

@@ -587,7 +587,7 @@ def test_the_doctor_leaves_the_devices_to_the_processes_that_it_starts_first():
         "from jax._src import xla_bridge\n"
         "from hlat_jax import config\n"
         "from hlat_jax.neuron import doctor, probes\n"
-        "tiny = config.resolve(config.load('tiny'))\n"
+        "tiny = resolve(config.load('tiny'))\n"
         "held = []\n"
         "probes.cache = lambda *_: held.append(xla_bridge.backends_are_initialized())\n"
         "for check in doctor.checks(tiny, doctor.Place('', 0, pathlib.Path('x'))):\n"

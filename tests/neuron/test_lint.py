@@ -17,7 +17,7 @@ import pytest
 from flax import linen
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from tests.planned import small_config
+from planned import small_config
 
 from hlat_jax import config as config_lib
 from hlat_jax.neuron import lint, partitioned, programs

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from tests.planned import small_config
+from planned import small_config
 
 from hlat_jax.model import Decoder
 from hlat_jax.neuron.programs import layout_for_neuron
@@ -119,9 +119,9 @@ def test_a_model_that_names_the_kernel_lowers_for_neuron_and_refuses_to_run_on_c
 
 def lowered(*, with_kernels):
     """Returns what the fixture says of forward and backward pass over 128 x 4 devices, lowered for Neuron."""
-    script = pathlib.Path(__file__).parent / "fake_neuron.py"
+    script = pathlib.Path(__file__).resolve().parents[1] / "support" / "fake_neuron.py"
     command = [sys.executable, str(script), *(["kernels"] if with_kernels else [])]
-    env = os.environ | {"PYTHONPATH": str(script.parent.parent)}
+    env = os.environ | {"PYTHONPATH": str(script.parents[2])}
     result = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
     return json.loads(result.stdout) if result.returncode == 0 else result.stderr
 

@@ -10,8 +10,8 @@ import micro
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from lowered import forbidden_in, lowered_for_neuron
 from mutations import collectives_seen
-from test_program import forbidden_in, lowered_for_neuron
 
 from hlat_jax.batch import abstract_batch, segmented_batch
 from hlat_jax.config import ParallelConfig, default, load

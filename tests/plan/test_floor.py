@@ -1,7 +1,7 @@
 """The floor of a plan is at or below the plan, and near enough to choose by; what it says of the state is exact."""
 
 import pytest
-from tests.planned import name, num_devices, planned_config, small_config
+from planned import name, num_devices, planned_config, small_config
 
 from hlat_jax import cost
 from hlat_jax.parallel.virtual_devices import planned_layout

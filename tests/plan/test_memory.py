@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 import pytest
-from tests.planned import name, num_devices, planned_config, small_config
+from planned import name, num_devices, planned_config, small_config
 
 from hlat_jax import config as config_lib
 from hlat_jax.parallel.sharding import make_layout

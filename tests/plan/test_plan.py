@@ -17,7 +17,7 @@ import types
 
 import jax
 import pytest
-from tests.planned import name, num_devices, small_config
+from planned import name, num_devices, small_config
 
 from benchmarks import layouts
 from hlat_jax import config as config_lib

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from tests.test_zero import batch, foreign
+from foreign_models import batch, foreign
 
 from hlat_jax.batch import abstract_batch
 from hlat_jax.ops.dialect import Choice

@@ -166,7 +166,7 @@ def test_a_table_of_another_kind_of_device_is_refused_with_both_kinds_and_the_wa
     with pytest.raises(ValueError, match="was made on 'TPU v9'") as caught:
         choices.chosen_model(one, here(one))
     assert f"this is {kind!r} (cpu)" in str(caught.value)
-    assert "Make one for this device with python -m hlat_jax.ops tune" in str(caught.value)
+    assert "Make one for this device with python -m hlat_jax.plan tune" in str(caught.value)
     with pytest.raises(ValueError, match="name another file, or remove it"):
         command.main(["tune", f"--config={path}", EIGHT_ROWS, f"--out={out}"])
 
@@ -225,7 +225,7 @@ def test_an_entry_that_cannot_be_is_refused_with_the_file_the_entry_and_the_way_
     message = str(caught.value)
     assert f"(entry 0, {entry['op']} at {{'vocab_rows': 8}}, {said}" in message
     assert message.startswith(str(out))
-    assert "make it again with python -m hlat_jax.ops tune" in message
+    assert "make it again with python -m hlat_jax.plan tune" in message
 
 
 def test_a_table_of_another_version_of_jax_is_honoured_and_the_reason_says_so(tuned):

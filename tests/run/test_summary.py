@@ -2,7 +2,7 @@
 
 import math
 
-from test_metrics import row
+from metric_rows import row
 
 from hlat_jax import config as config_lib
 from hlat_jax.resolve import resolve

@@ -41,7 +41,7 @@ from hlat_jax.weights import weights_folder
 from hlat_jax.weights.trained import leaves_by_name
 
 pytestmark = pytest.mark.xdist_group("config")  # its fixtures are costly: one process
-GOLDEN = pathlib.Path(__file__).resolve().parent / "golden"
+GOLDEN = pathlib.Path(__file__).resolve().parents[1] / "support" / "golden"
 SHIPPED = sorted(path.stem for path in config_lib.config_folder().glob("*.py"))
 
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from lowered import forbidden_in, lowered_for_neuron
 
 from hlat_jax import cost
 from hlat_jax.config import ParallelConfig
@@ -644,34 +645,6 @@ def test_step_on_one_cpu_device_copies_no_weight_to_update_it(small, one_device)
     text = traced_step(config, one_device).lower().compile().as_text()
     assert "%state__params____embed__" in text  # how XLA names the arguments that are looked for below
     assert not [line for line in text.splitlines() if " copy(%state__params" in line]
-
-
-def lowered_for_neuron(config, layout):
-    return traced_step(config, layout).lower(lowering_platforms=("neuron",)).as_text()
-
-
-def forbidden_in(text):
-    for word in (
-        "stablehlo.case",
-        "stablehlo.if",
-        "custom_call",
-        "complex<",
-        "threefry",
-        "f64>",
-        "top_k",
-        "reduce_window",
-    ):
-        assert word not in text, word
-    assert "rng" not in text
-    for line in text.splitlines():
-        if "stablehlo.reduce(" in line:
-            assert line.count("init:") == 1, line  # more is variadic: argmax and its like
-    for condition in text.split("stablehlo.while")[1:]:
-        compare = condition.split("cond {")[1].split("stablehlo.return")[0]
-        operations = [line for line in compare.splitlines() if "stablehlo." in line]
-        # a loop of known length: one comparison of the counter with a constant
-        assert all("stablehlo.constant" in line or "stablehlo.compare" in line for line in operations), compare
-        assert "stablehlo.constant" in compare
 
 
 def test_the_neuron_check_sees_what_it_forbids():

@@ -10,7 +10,7 @@ import types
 
 import micro
 import pytest
-from test_metrics import eval_row, row
+from metric_rows import eval_row, row
 
 from hlat_jax.store import loss_curve
 from hlat_jax.store.loss_curve import live, plot_loss

@@ -12,31 +12,11 @@ import types
 
 import numpy as np
 import pytest
+from metric_rows import eval_row, row
 
 from hlat_jax import config as config_lib
 from hlat_jax.store import metrics
 from hlat_jax.store.metrics import Interval, MetricsLog, duration, eval_line, header, json_line, rewind, train_line
-
-TOKENS_PER_STEP = 100
-
-
-def row(step, **changes):
-    return {
-        "step": step,
-        "loss": 4.0 + 1 / (step + 3),
-        "tokens": step * TOKENS_PER_STEP,
-        "grad_norm": 0.5,
-        "param_norm": 12.0,
-        "learning_rate": 1e-4,
-        "step_s": 0.5,
-        "data_wait_s": 0.05,
-        "batch_hash": f"{step:08x}",
-        "nonfinite": 0,
-    } | changes
-
-
-def eval_row(step):
-    return {"step": step, "eval_loss": 4.5, "perplexity": math.exp(4.5), "bits_per_byte": 1.75, "eval_tokens": 4096}
 
 
 def quiet(**changes):
@@ -274,8 +254,10 @@ def test_a_full_disk_raises_and_does_not_hang(small_disk):
 
 def test_tensorboard_loads_no_torch_and_leaves_it_loadable(tmp_path):
     code = f"""if True:
-        import sys, hlat_jax.config, hlat_jax.store.metrics
-        hlat_jax.store.metrics.MetricsLog({str(tmp_path)!r}, config=hlat_jax.config.MetricsConfig(), num_steps=1).close()
+        import sys
+        from hlat_jax import config
+        from hlat_jax.store import metrics
+        metrics.MetricsLog({str(tmp_path)!r}, config=config.MetricsConfig(), num_steps=1).close()
         print("torch" in sys.modules)
     """
     assert python(code) == "False\n"

@@ -270,7 +270,7 @@ c = config.default()
 c.metrics.console = "on" if process_id else "off"  # may differ
 c.data.num_threads = process_id
 for key, value in (("train.num_steps", 7), ("optimizer.peak_lr", 0.5), ("manifest", None)):
-    ours = config.resolve(c).to_dict()
+    ours = resolve(c).to_dict()
     section, _, name = key.partition(".")
     if process_id and name:
         ours[section][name] = value

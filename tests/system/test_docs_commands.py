@@ -16,8 +16,7 @@ import local_tasks
 import micro
 import pytest
 
-TESTS = pathlib.Path(__file__).resolve().parent
-ROOT = TESTS.parent
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 NOT_RUN = "*not yet run*"
 _TRAIN, _NODE = "python -m hlat_jax.train", "launch/node.sh --dry-run"
@@ -29,7 +28,7 @@ CHECKED = (
     (r"^mpirun .*? launch/node.sh", f"OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_RANK=1 {_NODE}", "a cluster"),
     (r"^launch/node.sh (?!--dry-run)", f"{_NODE} ", "several nodes"),
     (rf"^({_TRAIN} .*--config=(?:160m|7b|70b|mine.py)(?!.*--print_config).*)", r"\1 --print_config", "its size"),
-    (r"^python ((?:benchmarks|tools)/.*)", rf"python {TESTS}/parse_only.py \1", "minutes"),
+    (r"^python ((?:benchmarks|tools)/.*)", rf"python {ROOT}/tests/support/parse_only.py \1", "minutes"),
     (r"^(python -m hlat_jax.neuron doctor.*)", r"\1 --help", "minutes; its parts have tests of their own"),
     (r"^(python -m hlat_jax.neuron lint .*--operators=.*)", r"\1 || test $? = 1", "a list of two: there are findings"),
     (r"^(python -m hlat_jax(?:\.\w+)+(?: [a-z]+)?)$", r"\1 --help", "a name in a sentence, without what it takes"),

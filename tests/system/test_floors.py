@@ -17,146 +17,143 @@ ADAPTERS = ("hlat_jax.evaluate.harness", "hlat_jax.evaluate.model_type")
 # Functions whose arguments are for others to say: Optax, a command line, the evaluation harness.
 OF_OTHERS = ("update", "parse", "create_from_arg_string", "create_from_arg_obj", "find_spec")
 
-# A module of a package may have a layer of its own. A module imports from its own layer or a lower one.
-LAYERS = {
-    "config": 0,
-    "config_checks": 0,
-    "batch": 0,
-    "cost": 0,
-    "sizes": 0,
-    "durable": 0,
-    "distributed": 1,
-    "integrity": 1,
-    "sharding": 1,
-    "degrees": 1,
-    "collectives": 1,
-    "buckets": 1,
-    "spread": 1,
-    "overlap": 1,
-    "zero": 1,
-    "pipeline": 1,
-    "precision": 1,
-    "stack": 1,
-    "ops": 1,
-    "passes": 1,
-    "ops.__main__": 4,
-    "ops.tune": 4,
-    "neuron": 1,
-    "neuron.__main__": 4,
-    "neuron.doctor": 4,
-    "neuron.doctor_command": 4,
-    "neuron.env_command": 4,
-    "neuron.lint_command": 4,
-    "neuron.programs": 4,
-    "neuron.programs_command": 4,
-    "neuron.changes": 4,
-    "neuron.hlo": 4,
-    "neuron.hlo_command": 4,
-    "neuron.short_training": 4,
-    "model": 2,
-    "planner.collectives": 1,
-    "planner.liveness": 1,
-    "planner.traffic": 1,
-    "planner.trace": 1,
-    "choices": 2,
-    "program": 3,
-    "program_options": 3,
-    "report": 3,
-    "optimizer": 3,
-    "step": 3,
-    "drift": 3,
-    "checkpoint": 3,
-    "weights": 3,
-    "weights_folder": 3,
-    "starting_weights": 3,
-    "safetensors_file": 1,
-    "huggingface": 4,
-    "hf": 4,
-    "averaging": 4,
-    "metrics": 3,
-    "loss_curve": 3,
-    "data": 3,
-    "data.__main__": 4,
-    "data.peek": 4,
-    "assets": 3,
-    "flags": 4,
-    "machine": 4,
-    "process": 0,
-    "plan": 4,
-    "planner": 4,
-    "agreement": 4,
-    "budget": 4,
-    "settings": 4,
-    "summary": 4,
-    "decoding": 3,
-    "generator": 4,
-    "scoring": 4,
-    "inference": 4,
-    "generate": 4,
-    "evaluate": 4,
-    "compilation": 4,
-    "eval": 4,
-    "loop": 4,
-    "train": 4,
-}
+# From the ground up, as docs/design.md has them. A room is a folder, or a single module of the spine. A module imports
+# rooms of lower floors, and modules of its own room.
+FLOORS = (
+    ("assets", "batch", "precision", "byte_sizes"),
+    ("config",),
+    ("cost", "resolve"),
+    ("host",),
+    ("store",),
+    ("parallel", "passes"),
+    ("ops",),
+    ("stack",),
+    ("model",),
+    ("optimizer",),
+    ("program_options",),
+    ("program",),
+    ("step",),
+    ("data",),
+    ("weights",),
+    ("generate",),
+    ("run",),
+    ("loop",),
+    ("train",),
+    ("hf", "evaluate", "plan"),
+    ("neuron",),
+)
+LEAVES = ("hf", "evaluate", "plan", "neuron")
+FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+# The one module that imports leaves: lazily, each under the config key that asks for it.
+OPTIONAL = "run.optional"
 
 
-def layer_of(module: str) -> int:
-    """Returns the layer of `hlat_jax.a.b`: that of `a.b` when it has one of its own, else that of `a`."""
-    path = module.partition(".")[2]
-    return LAYERS.get(path, LAYERS[path.split(".")[0]]) if path else 0
+def name_of(path: pathlib.Path) -> str:
+    """Returns `a.b` of `hlat_jax/a/b.py`; "" of the package itself."""
+    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix("__init__").removesuffix(".")
 
 
-def imports_of(path: pathlib.Path) -> list[str]:
-    modules = []
+MODULES = {name_of(path): path for path in FILES}
+
+
+def imports_of(path: pathlib.Path) -> set[str]:
+    """Returns the modules of ours that a file imports: anywhere in it, for types alone, and by name in a string."""
+    found = set()
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("hlat_jax"):
-            if node.module.count("."):
-                modules.append(node.module)
-            else:
-                modules += [f"hlat_jax.{alias.name}" for alias in node.names]
+        if isinstance(node, ast.ImportFrom) and node.level:
+            raise AssertionError(f"{path} imports relatively")
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "hlat_jax":
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.Import):
-            modules += [alias.name for alias in node.names if alias.name.startswith("hlat_jax")]
-    return modules
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            found |= {word.value for word in ast.walk(node) if isinstance(word, ast.Constant)}
+    names = {str(name).removeprefix("hlat_jax.") for name in found if str(name).startswith("hlat_jax.")}
+    return {name if name in MODULES else name.rpartition(".")[0] for name in names} - {""}
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_modules_import_only_from_their_own_layer_or_below(path):
-    module = ".".join(("hlat_jax", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__")
-    for imported in imports_of(path):
-        if imported != "hlat_jax.__version__":
-            assert layer_of(imported) <= layer_of(module), f"{module} imports {imported}"
+GRAPH = {name: imports_of(path) for name, path in MODULES.items()}
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_functions_take_few_arguments(path):
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.FunctionDef):
-            arguments = [a for a in node.args.posonlyargs + node.args.args if a.arg not in ("self", "cls")]
-            assert len(arguments) + len(node.args.kwonlyargs) <= 6, node.name
+def room(module: str) -> str:
+    return module.split(".")[0]
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_options_of_public_functions_are_keyword_only_and_subjects_are_few(path):
-    public = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)]
-    for node in public:
+def reached_from(module: str) -> set[str]:
+    """Returns the modules that importing one may import, now or when a function runs; not those of `OPTIONAL`."""
+    found, waiting = set(), [module]
+    while waiting:
+        for imported in GRAPH[waiting.pop()] - found:
+            found.add(imported)
+            waiting += [imported] if imported != OPTIONAL else []
+    return found
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if name])
+def test_modules_import_lower_floors_or_their_own_room(module):
+    floor = FLOOR_OF[room(module)]
+    for imported in GRAPH[module]:
+        if room(imported) == room(module):
+            continue
+        if module == OPTIONAL and room(imported) in LEAVES:
+            continue
+        assert FLOOR_OF[room(imported)] < floor, f"{module} imports {imported}"
+
+
+def test_no_module_imports_itself_in_a_circle():
+    done: set[str] = set()
+
+    def visit(module: str, path: tuple[str, ...]) -> None:
+        assert module not in path, " -> ".join((*path[path.index(module) :], module))
+        if module not in done:
+            for imported in sorted(GRAPH[module]):
+                if imported != "":
+                    visit(imported, (*path, module))
+            done.add(module)
+
+    for module in MODULES:
+        visit(module, ())
+
+
+def test_optional_imports_leaves_inside_functions_only():
+    tree = ast.parse(MODULES[OPTIONAL].read_text())
+    at_top = [ast.unparse(node) for node in tree.body if isinstance(node, ast.ImportFrom | ast.Import)]
+    assert not [line for line in at_top for leaf in LEAVES if f"hlat_jax.{leaf}" in line]
+
+
+def test_the_loop_reaches_no_leaf_and_nothing_that_builds_data():
+    found = reached_from("loop")
+    assert not [module for module in found if room(module) in LEAVES or module.startswith("data.build")]
+
+
+def test_top_level_of_the_package_is_at_most_sixteen_files():
+    assert len(list(PACKAGE.glob("*.py"))) <= 16
+
+
+def functions() -> list[tuple[str, ast.FunctionDef]]:
+    trees = {module: ast.parse(path.read_text()) for module, path in MODULES.items()}
+    return [(m, node) for m, tree in trees.items() for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+
+
+def test_options_of_public_functions_are_keyword_only_and_subjects_are_few():
+    for module, node in functions():
         if node.name.startswith("_") or node.name in OF_OTHERS:
             continue
         positional = [a.arg for a in node.args.posonlyargs + node.args.args if a.arg not in ("self", "cls")]
         with_default = positional[len(positional) - len(node.args.defaults) :] if node.args.defaults else []
-        assert len(positional) <= 3 or node.name in ("step",), f"{node.name}{positional}"
-        assert set(with_default) <= {"positions_BT"}, f"{node.name}: {with_default} must be keyword-only"
+        assert len(positional) <= 3 or node.name in ("step",), f"{module}: {node.name}{positional}"
+        assert set(with_default) <= {"positions_BT"}, f"{module}: {node.name}: {with_default} must be keyword-only"
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_only_the_model_imports_nnx_and_only_to_declare(path):
-    text = path.read_text()
-    uses_nnx = any(isinstance(n, ast.ImportFrom) and n.module == "flax" for n in ast.walk(ast.parse(text)))
-    assert uses_nnx == (path.name == "model.py")
+def test_only_the_model_imports_nnx_and_only_to_declare():
     allowed = {"Module", "Param", "Rngs", "split", "merge", "to_pure_dict", "replace_by_pure_dict"}
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "nnx":
-            assert node.attr in allowed
+    for module, path in MODULES.items():
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        uses_nnx = any(isinstance(node, ast.ImportFrom) and node.module == "flax" for node in nodes)
+        assert uses_nnx == (module == "model"), module
+        for node in nodes:
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "nnx":
+                assert node.attr in allowed, f"{module}: {node.attr}"
 
 
 def loaded_after(statement: str) -> set[str]:
@@ -166,7 +163,19 @@ def loaded_after(statement: str) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "module", ["config", "flags", "cost", "train", "neuron.env", "neuron.env_command", "neuron.doctor_command"]
+    "module",
+    [
+        "config",
+        "cost",
+        "resolve",
+        "train",
+        "host.process",
+        "host.flags",
+        "host.neuron_env",
+        "host.neuron_topology",
+        "neuron.env_command",
+        "neuron.doctor_command",
+    ],
 )
 def test_what_runs_before_the_environment_is_set_does_not_import_jax(module):
     assert "jax" not in loaded_after(f"import hlat_jax.{module}")

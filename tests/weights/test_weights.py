@@ -13,7 +13,7 @@ import pytest
 import safetensors
 import transformers
 from safetensors.numpy import load_file, save_file
-from test_data_tokenizer_json import write as write_tokenizer_json
+from tokenizer_files import write_tokenizer_json
 
 from hlat_jax import config as config_lib
 from hlat_jax import loop

@@ -35,7 +35,7 @@ def asset_path(name: str) -> pathlib.Path:
     Raises:
       ValueError: no such file; the message lists those there are.
     """
-    folder = pathlib.Path(__file__).resolve().parent.parent / "assets"
+    folder = pathlib.Path(__file__).resolve().parents[2] / "assets"
     path = folder / name
     if path.parent != folder or not path.is_file():
         shipped = sorted(p.name for p in folder.iterdir() if p.suffix in (".jsonl", ".model"))

@@ -1,0 +1,7 @@
+"""The address that the commands of ops had; prints where they are."""
+
+import sys
+
+if __name__ == "__main__":
+    print(f"error: python -m hlat_jax.ops is now python -m hlat_jax.plan {' '.join(sys.argv[1:])}", file=sys.stderr)
+    sys.exit(2)
