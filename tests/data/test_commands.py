@@ -81,7 +81,7 @@ def test_work_that_fails_is_one_line_and_its_own_exit_code(data_here, tmp_path, 
     def fail(*_, **__):
         raise error
 
-    monkeypatch.setattr("hlat_jax.data.build.build", fail)
+    monkeypatch.setattr("hlat_jax.data.build.build.build", fail)
     code, _, err = data_here("build", AUSTEN, f"--out={tmp_path}/o")
     assert code == (1 if isinstance(error, OSError) else 130)
     assert err.count("\n") == 1

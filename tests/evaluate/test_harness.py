@@ -155,7 +155,7 @@ def test_model_arguments_are_checked_by_name(words, message):
 def test_neurons_environment_is_set_for_the_mesh_that_is_asked_for_before_jax_is_imported():
     code = """if True:
         import sys
-        from hlat_jax import inference
+        from hlat_jax.generate import inference
         from hlat_jax.evaluate.model_type import ModelType
         inference.prepare_for = lambda parallel: sys.exit(f"{parallel.fsdp} {parallel.tensor} {'jax' in sys.modules}")
         ModelType.create_from_arg_obj({"checkpoint": "runs/7b", "tensor": 8, "fsdp": "4"})

@@ -99,7 +99,7 @@ def test_of_equally_likely_tokens_each_counts_as_greedy(model):
 TWO_PROCESSES = """
 import sys
 import jax, numpy as np
-from hlat_jax import distributed
+from hlat_jax.host import distributed
 from hlat_jax.config import ModelConfig, ParallelConfig
 from hlat_jax.parallel.degrees import layout_of_model
 from hlat_jax.generate.generator import param_shardings

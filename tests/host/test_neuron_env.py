@@ -436,8 +436,10 @@ class Stop:
             sys.exit(0)
 
 sys.meta_path.insert(0, Stop())
-from hlat_jax import flags, COMMAND
-flags.main(COMMAND.main)
+from hlat_jax.host import flags
+import importlib.util
+is_room = importlib.util.find_spec("hlat_jax.COMMAND").submodule_search_locations
+flags.main(importlib.import_module("hlat_jax.COMMAND" + (".__main__" if is_room else "")).main)
 """
 
 

@@ -587,6 +587,7 @@ def test_the_doctor_leaves_the_devices_to_the_processes_that_it_starts_first():
         "from jax._src import xla_bridge\n"
         "from hlat_jax import config\n"
         "from hlat_jax.neuron import doctor, probes\n"
+        "from hlat_jax.resolve import resolve\n"
         "tiny = resolve(config.load('tiny'))\n"
         "held = []\n"
         "probes.cache = lambda *_: held.append(xla_bridge.backends_are_initialized())\n"

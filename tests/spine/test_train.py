@@ -260,8 +260,8 @@ PRINT_HANDLER = "import signal, sys, hlat_jax; print(getattr(signal.getsignal(si
 def test_ctrl_c_is_handled_in_commands_of_the_package_and_in_no_program_that_imports_it(words, handler, tmp_path):
     package = tmp_path / "hlat_jax"
     package.mkdir()
-    for name in ("__init__.py", "process.py"):
-        shutil.copy(micro.REPOSITORY / "hlat_jax" / name, package)
+    shutil.copy(micro.REPOSITORY / "hlat_jax" / "__init__.py", package)
+    shutil.copytree(micro.REPOSITORY / "hlat_jax" / "host", package / "host")
     (package / "show.py").write_text(PRINT_HANDLER)
     (tmp_path / "pk").mkdir()
     (tmp_path / "pk" / "__init__.py").write_text("import hlat_jax")
@@ -274,7 +274,8 @@ def test_ctrl_c_is_handled_in_commands_of_the_package_and_in_no_program_that_imp
 def test_ctrl_c_removes_what_a_command_has_half_written(tmp_path):
     code = """
 import os, pathlib, signal
-from hlat_jax import process, weights_folder
+from hlat_jax.host import process
+from hlat_jax.weights import weights_folder
 signal.signal(signal.SIGINT, signal.default_int_handler)
 process.exit_on_interrupt()
 with weights_folder.whole_folder(pathlib.Path("out")) as partial:
@@ -290,7 +291,7 @@ with weights_folder.whole_folder(pathlib.Path("out")) as partial:
 def test_more_ctrl_c_do_not_interrupt_a_command_that_stops_its_processes():
     code = """
 import multiprocessing, os, signal, sys
-from hlat_jax import process
+from hlat_jax.host import process
 signal.signal(signal.SIGINT, signal.default_int_handler)
 process.exit_on_interrupt()
 semaphore = multiprocessing.get_context("spawn").Lock()  # reported as leaked where the process ends at once
@@ -311,7 +312,7 @@ except KeyboardInterrupt:
 def test_ctrl_c_that_another_thread_takes_waits_until_the_main_thread_no_longer_blocks_it():
     code = """
 import os, signal, threading, time
-from hlat_jax import process
+from hlat_jax.host import process
 signal.signal(signal.SIGINT, signal.default_int_handler)
 process.exit_on_interrupt()
 threading.Thread(target=threading.Event().wait, daemon=True).start()
@@ -333,7 +334,7 @@ with process.raising_interrupts():
 def test_ctrl_c_that_a_training_inherits_as_ignored_stays_ignored():
     code = """
 import os, signal
-from hlat_jax import process
+from hlat_jax.host import process
 signal.signal(signal.SIGINT, signal.SIG_IGN)
 with process.StopSignals() as stop:
     os.kill(os.getpid(), signal.SIGINT)
@@ -350,7 +351,7 @@ assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 def test_a_second_ctrl_c_ends_a_training_at_once(in_a_command):
     code = f"""
 import os, signal
-from hlat_jax import process
+from hlat_jax.host import process
 signal.signal(signal.SIGINT, signal.default_int_handler)
 if {in_a_command}:
     process.exit_on_interrupt()

@@ -208,7 +208,7 @@ def test_a_bad_record_of_one_process_ends_both_and_keeps_the_steps_before_it(tra
 
 PROGRAM = """
 import pathlib, sys, time
-from hlat_jax import distributed
+from hlat_jax.host import distributed
 address, num_processes, process_id, last_words = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 job = distributed.resolve_job(address, num_processes, process_id, join_timeout_s=4, peer_timeout_s=2)
 with distributed.joined(job):
@@ -265,7 +265,9 @@ def test_an_error_of_one_process_ends_all_with_its_code_and_words(small_job, err
 
 # Each difference is met by process 1 alone, while process 0 goes on to the next.
 DIFFERENT = """
-from hlat_jax import agreement, config
+from hlat_jax import config
+from hlat_jax.resolve import resolve
+from hlat_jax.run import step_sync
 c = config.default()
 c.metrics.console = "on" if process_id else "off"  # may differ
 c.data.num_threads = process_id
@@ -276,16 +278,16 @@ for key, value in (("train.num_steps", 7), ("optimizer.peak_lr", 0.5), ("manifes
         ours[section][name] = value
     settings = {"config": ours, "manifest": {"files": [process_id], "hash": process_id * (not name)}}
     try:
-        agreement.require_same_settings(settings)
+        step_sync.require_same_settings(settings)
     except ValueError as error:
         print(error, file=sys.stderr)
 try:
     folder = pathlib.Path(sys.argv[5]) / ("elsewhere" if process_id else "run")
-    with agreement.only_job(folder):
+    with step_sync.only_job(folder):
         pass
 except ValueError as error:
     print(error, file=sys.stderr)
-with agreement.only_job(pathlib.Path(sys.argv[5]) / "run"):
+with step_sync.only_job(pathlib.Path(sys.argv[5]) / "run"):
     distributed.barrier()
 """
 
