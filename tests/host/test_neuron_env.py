@@ -27,7 +27,7 @@ from hlat_jax.neuron import env_command as command
 from hlat_jax.resolve import resolve
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-GOLDEN = ROOT / "tests" / "golden" / "env"
+GOLDEN = ROOT / "tests" / "support" / "golden" / "env"
 TARGETS = {
     "trn1.2xlarge": ("trn1.2xlarge", 1),
     "trn1.32xlarge": ("trn1.32xlarge", 1),

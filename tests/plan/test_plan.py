@@ -34,7 +34,7 @@ from hlat_jax.resolve import resolve
 from hlat_jax.step import traced_step
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-GOLDEN = ROOT / "tests" / "golden" / "plans"
+GOLDEN = ROOT / "tests" / "support" / "golden" / "plans"
 NODES = {"7b": 64, "70b": 256}
 
 
