@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import functools
 import os
 import shutil
 import signal
@@ -131,25 +130,6 @@ def closing_quietly(thing: Any) -> Iterator[Any]:
             thing.close()
         raise
     thing.close()
-
-
-@functools.cache  # once in a process: the hook wraps the one before it
-def leave_out_echoes_of_failed_saves() -> None:
-    """Leaves out the tracebacks that Orbax and TensorStore print around the one error they raise for a failed save.
-
-    The first write that fails ends Orbax's event loop. Its other tasks fail with nobody to await them, and
-    TensorStore's threads still report to the closed loop: on a full disk, a screen of them hides what matters.
-    """
-    import logging
-
-    hook = sys.unraisablehook
-
-    def print_others(unraisable: Any) -> None:
-        if not (unraisable.exc_type is RuntimeError and str(unraisable.exc_value) == "Event loop is closed"):
-            hook(unraisable)
-
-    sys.unraisablehook = print_others
-    logging.getLogger("asyncio").setLevel(logging.CRITICAL)
 
 
 class StopSignals:

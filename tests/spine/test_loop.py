@@ -19,7 +19,8 @@ from hlat_jax.host.process import only_process
 from hlat_jax.resolve import resolve
 from hlat_jax.run.machine import fitting_layout
 from hlat_jax.run.validation import Validation
-from hlat_jax.store.checkpoint import Checkpointer, saved_run
+from hlat_jax.store.checkpoint import Checkpointer
+from hlat_jax.store.checkpoint_checks import saved_run
 from hlat_jax.store.metrics import ROWS_FILE, read_rows
 
 

@@ -66,6 +66,7 @@ LAYERS = {
     "step": 3,
     "drift": 3,
     "checkpoint": 3,
+    "checkpoint_checks": 3,
     "weights": 3,
     "weights_folder": 3,
     "starting_weights": 3,

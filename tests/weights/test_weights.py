@@ -26,7 +26,8 @@ from hlat_jax.parallel.sharding import make_layout
 from hlat_jax.resolve import resolve
 from hlat_jax.run.init_from import begin, open_start
 from hlat_jax.step import abstract_state, init_state
-from hlat_jax.store.checkpoint import Checkpointer, saved_run
+from hlat_jax.store.checkpoint import Checkpointer
+from hlat_jax.store.checkpoint_checks import saved_run
 from hlat_jax.store.integrity import seal
 from hlat_jax.store.metrics import ROWS_FILE, read_rows
 from hlat_jax.weights import weights_folder
