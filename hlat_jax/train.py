@@ -29,6 +29,7 @@ def main(argv: Sequence[str]) -> int:
     _set_environment(config, values)
     from hlat_jax import loop  # imports JAX, which must see the environment as it is now
     from hlat_jax.host import distributed
+    from hlat_jax.run.nonfinite import NonFiniteError
     from hlat_jax.store import checkpoint
 
     checkpoint.silence_orbax_retry_logs()
@@ -37,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         with distributed.joined(job):
             return loop.train(config, pathlib.Path(values.workdir or f"runs/{config.name}"))
-    except (OSError, loop.NonFiniteError) as error:  # the run failed, not the command: code 1
+    except (OSError, NonFiniteError) as error:  # the run failed, not the command: code 1
         print(f"error: {error}", file=sys.stderr)
         return 1
 

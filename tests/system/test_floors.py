@@ -97,6 +97,7 @@ LAYERS = {
     "evaluate": 4,
     "compilation": 4,
     "eval": 4,
+    "run": 4,
     "loop": 4,
     "train": 4,
 }
