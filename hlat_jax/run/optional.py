@@ -49,12 +49,12 @@ def short_plan(config: Config, layout: Layout, *, traced: Any, budget: int) -> l
     No key asks for them: they are printed before every compilation, and a run does not depend on them.
     """
     try:
-        from hlat_jax.plan import report
+        from hlat_jax.plan.report import short_plan as lines_of
     except ModuleNotFoundError as error:
         if _is_part(error.name, "hlat_jax.planner"):
             return []
         raise
-    return report.short_plan(config, layout, traced=traced, budget=budget)
+    return lines_of(config, layout, traced=traced, budget=budget)
 
 
 @contextlib.contextmanager
@@ -65,7 +65,7 @@ def _required(part: str, *, key: str) -> Iterator[None]:
     except ModuleNotFoundError as error:
         if _is_part(error.name, part):
             raise ValueError(
-                f"{key} needs {part}, which is not installed; install all of hlat_jax, or unset it."
+                f"{key} needs {part}, which is not installed; install all of hlat_jax, or unset this key."
             ) from None
         raise
 
