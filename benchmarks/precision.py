@@ -4,7 +4,7 @@
 
 Trains `--config` once for each policy and seed, on the same batches for all policies of a seed, with the learning rate
 decayed to its floor at the end. Prints the mean of the final validation loss over the seeds, its distance from fp32 and
-the spread of the seeds (highest less lowest). The runs lie in `--workdir`: the same command again goes on where it was.
+the spread of the seeds (highest less lowest). The runs lie in `--workdir`: the same command resumes them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def rows_of(config_name: str, policy: str, *, seed: int, tokens: int, workdir: p
         train(resolve(c), folder)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     if rows[-1]["step"] < num_steps:
-        sys.exit(f"{folder} was stopped at step {rows[-1]['step']} of {num_steps}; the same command goes on.")
+        sys.exit(f"{folder} was stopped at step {rows[-1]['step']} of {num_steps}; run the same command to resume.")
     return rows
 
 

@@ -1,7 +1,4 @@
-"""`python -m hlat_jax.train --config=NAME`: reads the config, describes it, and hands it to the loop.
-
-Owns the command line of training and what can be said before JAX is imported. The loop itself is `loop`.
-"""
+"""`python -m hlat_jax.train --config=NAME`: the command line of training; imports JAX once the environment is set."""
 
 from __future__ import annotations
 
@@ -17,7 +14,6 @@ from hlat_jax import config as config_lib
 from hlat_jax import cost
 from hlat_jax.host import flags as flags_lib
 from hlat_jax.host import neuron_env, neuron_topology
-from hlat_jax.host.process import leave_out_echoes_of_failed_saves
 from hlat_jax.resolve import resolve
 
 
@@ -29,18 +25,20 @@ def main(argv: Sequence[str]) -> int:
         print(json.dumps(config.to_dict(), indent=2))
         print(describe(config))
         return 0
-    logging.set_verbosity(logging.ERROR)  # libraries tell of profilers and file formats; our own words are printed
+    logging.set_verbosity(logging.ERROR)  # silences the INFO logs of libraries; ours are printed
     _set_environment(config, values)
     from hlat_jax import loop  # imports JAX, which must see the environment as it is now
     from hlat_jax.host import distributed
+    from hlat_jax.run.nonfinite import NonFiniteError
+    from hlat_jax.store import checkpoint
 
-    leave_out_echoes_of_failed_saves()
+    checkpoint.silence_orbax_retry_logs()
     timeouts = {"join_timeout_s": values.join_timeout_s, "peer_timeout_s": values.peer_timeout_s}
     job = distributed.resolve_job(values.coordinator, values.num_processes, values.process_id, **timeouts)
     try:
         with distributed.joined(job):
             return loop.train(config, pathlib.Path(values.workdir or f"runs/{config.name}"))
-    except (OSError, loop.NonFiniteError) as error:  # the run failed, not the command: code 1
+    except (OSError, NonFiniteError) as error:  # the run failed, not the command: code 1
         print(f"error: {error}", file=sys.stderr)
         return 1
 

@@ -112,7 +112,7 @@ def _run_validation(values: flags.FlagValues) -> None:
     from hlat_jax.data.streams import data_drift
     from hlat_jax.run.settings import saved_config
     from hlat_jax.run.validation import Validation
-    from hlat_jax.store.checkpoint import saved_run
+    from hlat_jax.store.checkpoint_checks import saved_run
     from hlat_jax.weights.weights_folder import is_weights
 
     trained = inference.trained_model(values)

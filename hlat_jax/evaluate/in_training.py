@@ -1,11 +1,12 @@
-"""Tasks of the LM Evaluation Harness during a training, on the parameters as they lie on its mesh.
+"""Tasks of the LM Evaluation Harness during training, on the parameters as they are sharded over its mesh.
 
-    tasks = open_tasks(config)
-    found, keys = TasksInTraining(tasks, config, layout=layout, tokenizer=tokenizer)(state["params"])
+    tasks = TasksInTraining(config, layout=layout, tokenizer=tokenizer)
+    tasks.load()
+    found, keys = tasks(state["params"])
 
-Owns what the config says of them, and how a figure is called in the metrics. They are those of `evaluate --tasks` on
-the checkpoint of that step. The first call compiles a scoring program for each length that rows are put into, and two
-programs for each shape of generation; the requests are the same ones every time, so later calls compile nothing.
+The figures equal those of `evaluate --tasks` on the checkpoint of that step. The first call compiles a scoring program
+for each padded length, and two programs for each shape of generation; the requests are the same every time, so later
+calls compile nothing.
 """
 
 from __future__ import annotations
@@ -22,38 +23,37 @@ from hlat_jax.generate.inference import TrainedModel
 from hlat_jax.parallel.sharding import Layout
 
 
-def open_tasks(config: Config) -> Tasks:
-    """Returns the tasks of `train.eval_tasks`; `load` fetches their data.
+class TasksInTraining:
+    """The tasks of `train.eval_tasks`, evaluated repeatedly by the same programs on as many rows as a microbatch has.
 
     Raises:
       ValueError: no harness, or no such task.
     """
-    t = config.train
-    try:
-        require_harness()
-    except ValueError as error:
-        raise ValueError(f"train.eval_tasks={t.eval_tasks}: {error}") from None
-    os.environ.setdefault("TQDM_DISABLE", "1")  # read when it is imported: bars of progress between our own lines
-    options = Options(
-        limit=t.eval_tasks_limit, folder=t.eval_tasks_folder, standard_errors=False, key="train.eval_tasks"
-    )
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    return Tasks(t.eval_tasks.split(","), options)
 
-
-class TasksInTraining:
-    """Tasks that are run again and again, by the same programs."""
-
-    def __init__(self, tasks: Tasks, config: Config, *, layout: Layout, tokenizer: Tokenizer):
-        """Compiles nothing yet; as many rows run together as a microbatch has."""
-        self._tasks, self._config, self._layout, self._tokenizer = tasks, config, layout, tokenizer
+    def __init__(self, config: Config, *, layout: Layout, tokenizer: Tokenizer):
+        t = config.train
+        try:
+            require_harness()
+        except ValueError as error:
+            raise ValueError(f"train.eval_tasks={t.eval_tasks}: {error}") from None
+        os.environ.setdefault("TQDM_DISABLE", "1")  # read when tqdm is imported: no progress bars between our lines
+        logging.getLogger("lm_eval").setLevel(logging.ERROR)
+        options = Options(
+            limit=t.eval_tasks_limit, folder=t.eval_tasks_folder, standard_errors=False, key="train.eval_tasks"
+        )
+        self._tasks = Tasks(t.eval_tasks.split(","), options)
+        self._config, self._layout, self._tokenizer = config, layout, tokenizer
         self._model: Any = None
 
-    def __call__(self, params: Any) -> tuple[dict[str, float], list[str]]:
-        """Returns the figures by `tasks/NAME/FIGURE`, and which of them a person wants to see, see `shown`.
+    def load(self) -> None:
+        """Fetches the data of the tasks, before the first call."""
+        self._tasks.load()
 
-        NAME is that of a task or a group of the harness. FIGURE is a metric, followed by `/FILTER` where there is one.
-        Where the harness cannot compute one (the perplexity of words, above e^709), there are none, and that is said.
+    def __call__(self, params: Any) -> tuple[dict[str, float], list[str]]:
+        """Returns the figures by `tasks/NAME/FIGURE`, and the keys of those to print, see `shown`.
+
+        NAME is a task or a group of the harness. FIGURE is a metric, followed by `/FILTER` where there is one.
+        Where the harness cannot compute one (the perplexity of words, above e^709), both are empty and a line says so.
         """
         from hlat_jax.evaluate.harness import HarnessModel
 
@@ -69,17 +69,17 @@ class TasksInTraining:
             print(f"tasks: no figures this time; the harness cannot compute a metric: {error}")
             return {}, []
         finally:
-            self._model.use(None)  # the next step takes their memory
+            self._model.use(None)  # the next step donates them
         return figures(found), shown(found)
 
 
 def figures(found: dict[str, Any]) -> dict[str, float]:
-    """Returns what is a number in the harness's results, of tasks and groups, without standard errors."""
+    """Returns the numbers in the harness's results, for tasks and groups, without standard errors."""
     return {key: value for name in found["results"] for key, value in _figures_of(name, found).items()}
 
 
 def shown(found: dict[str, Any]) -> list[str]:
-    """Returns the keys of the figures that a line has room for: of a group that has some, not its members'."""
+    """Returns the keys of the figures to print: a group with figures of its own stands for its members."""
     groups = found["group_subtasks"]
     inner = {member for group, members in groups.items() if _figures_of(group, found) for member in members}
     return [key for name in found["results"] if name not in inner for key in _figures_of(name, found)]

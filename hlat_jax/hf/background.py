@@ -1,10 +1,9 @@
-"""Exports while training goes on: `<run folder>/huggingface/<step>/`, each what `hf export` makes of that checkpoint.
+"""Exports in the background of training: `<run folder>/huggingface/<step>/`, each equal to `hf export` of that step.
 
-The loop pays for the copy of the weights to the host, which has to be there before the next step overwrites them; a
-thread does the rest. A folder that is there is whole. Of several processes each copies the shards that it holds once;
-all but process 0 hand theirs over through files in the run folder, which they share, and no device takes part.
-
-Owns when an export is made, and what a failed one says. Refuses to know what is in it: see `exporting`.
+The loop waits for the copy of the weights to the host, which must be complete before the next step overwrites them; a
+thread does the rest, and a folder appears only once it is complete. Of several processes each copies the shards of
+which it holds the first replica; all but process 0 hand theirs over in files of the shared run folder, so that no
+device takes part.
 """
 
 from __future__ import annotations
@@ -22,13 +21,11 @@ import numpy as np
 from hlat_jax.config import Config
 from hlat_jax.hf.exporting import export_checkpoint
 from hlat_jax.host import distributed
+from hlat_jax.run.exports import FOLDER, SHARDS
 from hlat_jax.weights.safetensors_file import Stored, Writer, read_header
 from hlat_jax.weights.trained import Weights, leaves_by_name, nested
 
-FOLDER = "huggingface"
-_SHARDS = ".shards"  # behind the step: where processes leave what they hold
-_LEFTOVERS = (f"*{_SHARDS}", "*.partial")
-_FOR_EVER_MS = 2**31 - 1  # of a barrier: the watch of distributed ends those whose peers have died
+_FOR_EVER_MS = 2**31 - 1  # of a barrier: the watchdog of `distributed` ends processes whose peers have died
 
 
 class ExportError(OSError):
@@ -36,7 +33,7 @@ class ExportError(OSError):
 
 
 class Shard(NamedTuple):
-    """A part of a parameter: where it begins on each axis, and its values, or where they are stored."""
+    """A part of a parameter: its offset in each dim, and its values, or where they are stored."""
 
     start: tuple[int, ...]
     values: np.ndarray | Stored
@@ -49,46 +46,31 @@ class Exporter:
     """Exports the weights of one run, one step at a time; every process makes one and calls it at the same steps."""
 
     def __init__(self, workdir: pathlib.Path, *, config: Config, tokenizer_sha256: str):
-        """Removes what exports that were killed left in `workdir/huggingface`; makes nothing."""
+        """Starts the thread; writes nothing."""
         self.folder = workdir / FOLDER
         self._config, self._tokenizer_sha256 = config, tokenizer_sha256
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="hlat-export")
         self._step, self._written = 0, None  # the export under way: a Future of the dtype that is in it
-        if distributed.is_first():
-            for pattern in _LEFTOVERS:
-                for path in self.folder.glob(pattern):
-                    shutil.rmtree(path, ignore_errors=True)
-
-    def rewind(self, step: int) -> None:
-        """Moves exports of steps after `step` aside, as `metrics.rewind` does rows: this run makes these steps anew."""
-        if not distributed.is_first():
-            return
-        for path in self.folder.glob("*"):
-            if path.name.isdecimal() and int(path.name) > step:
-                aside = path.with_name(f"{path.name}.discarded")
-                shutil.rmtree(aside, ignore_errors=True)
-                path.rename(aside)
-                print(f"export of step {path.name} moved to {aside}: this run goes on from step {step}")
 
     def due(self, step: int, *, last: bool, owed: bool = False) -> bool:
-        """Returns whether this step is to be exported now: at the interval, the last, or `owed`, unless it is there.
+        """Returns whether to export this step now: at the interval, the last, or `owed`, unless its export exists.
 
-        One that is due while another is still being written is left out, and that is said: no step waits for the disk.
-        The last waits.
+        An export that is due while another is still being written is skipped with a message, as no step waits for the
+        disk; the last one waits.
         """
         every = self._config.checkpoint.export_every_steps
-        if not (every and step and (last or owed or step % every == 0)):
+        if not (step and (last or owed or step % every == 0)):
             return False
         mine = {
-            "there": (self.folder / str(step)).exists(),
+            "exists": (self.folder / str(step)).exists(),
             "busy": not (self._written is None or self._written.done()),
         }
-        said = [json.loads(text) for text in distributed.exchange(json.dumps(mine))]
-        if said[0]["there"]:
+        found = [json.loads(text) for text in distributed.exchange(json.dumps(mine))]
+        if found[0]["exists"]:
             return False
-        if any(one["busy"] for one in said) and not last:
+        if any(each["busy"] for each in found) and not last:
             print(
-                f"export of step {step} left out: that of step {self._step} is still being written; raise "
+                f"export of step {step} skipped: that of step {self._step} is still being written; raise "
                 f"checkpoint.export_every_steps={every}, or export a checkpoint of that step"
             )
             return False
@@ -132,7 +114,7 @@ class Exporter:
             self._thread.shutdown()
 
     def _write(self, step: int, arrays: Any, mine: dict[str, list[Shard]]) -> str:
-        shards = self.folder / f"{step}{_SHARDS}"
+        shards = self.folder / f"{step}{SHARDS}"
         if not distributed.is_first():
             _hand_over(mine, shards / str(jax.process_index()))
         if jax.process_count() > 1:
@@ -157,14 +139,14 @@ class Exporter:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
         return ExportError(
             f"step {self._step} could not be exported to {self.folder / str(self._step)}: {reason}. The checkpoints "
-            "are untouched: mend the cause, or set checkpoint.export_every_steps=0, and the same command goes on."
+            "are untouched: fix the cause, or set checkpoint.export_every_steps=0, then run the same command to resume."
         )
 
 
 def _on_host(params: Any) -> dict[str, list[Shard]]:
-    """Returns copies of what this process is the first to hold of each parameter, in host memory, once they are there.
+    """Returns copies in host memory of each parameter's shards of which this process holds the first replica.
 
-    All transfers are under way before the first is waited for.
+    Starts all transfers before it waits for the first.
     """
     held = {
         name: [shard for shard in leaf.addressable_shards if shard.replica_id == 0]
@@ -174,14 +156,14 @@ def _on_host(params: Any) -> dict[str, list[Shard]]:
         for shard in shards:
             shard.data.copy_to_host_async()
     return {
-        # a copy of what NumPy sees: on CPUs that is the memory that the next step overwrites
+        # a copy: on CPUs NumPy sees the memory that the next step overwrites
         name: [Shard(tuple(part.start or 0 for part in shard.index), np.array(shard.data)) for shard in shards]
         for name, shards in held.items()
     }
 
 
 def _whole(parts: list[Shard], leaf: jax.ShapeDtypeStruct) -> np.ndarray:
-    """Returns a parameter from the shards that cover it; one that is whole is not copied again."""
+    """Returns a parameter from the shards that cover it; a single shard is not copied again."""
     if len(parts) == 1 and _shape(parts[0]) == leaf.shape:
         return parts[0].read()
     held = sum(math.prod(_shape(part)) for part in parts)
@@ -199,7 +181,7 @@ def _shape(part: Shard) -> tuple[int, ...]:
 
 
 def _hand_over(mine: dict[str, list[Shard]], path: pathlib.Path) -> None:
-    """Writes shards to a file of safetensors, whose names say where they begin: `layers.mlp.down@0,0,16`."""
+    """Writes shards to a safetensors file under names with their offsets: `layers.mlp.down@0,0,16`."""
     named = {f"{name}@{','.join(map(str, part.start))}": part.values for name, parts in mine.items() for part in parts}
     path.parent.mkdir(parents=True, exist_ok=True)
     writer = Writer(path, tensors=named, metadata={})
@@ -211,7 +193,7 @@ def _hand_over(mine: dict[str, list[Shard]], path: pathlib.Path) -> None:
 
 
 def _handed_over(path: pathlib.Path) -> dict[str, list[Shard]]:
-    """Returns the shards of `_hand_over` by the name of their parameter, not read yet."""
+    """Returns the shards written by `_hand_over`, by the name of their parameter; reads no values yet."""
     found: dict[str, list[Shard]] = {}
     for label, stored in read_header(path).items():
         name, _, start = label.partition("@")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import functools
 import os
 import shutil
 import signal
@@ -30,7 +29,7 @@ def exit_on_interrupt() -> None:
     For commands. A KeyboardInterrupt would be lost wherever a library catches or cannot raise it, in imports and in
     callbacks of the garbage collector, and threads of XLA crash in the teardown after it.
     """
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # of a job in the background it stays ignored
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # it stays ignored in a background job
         signal.signal(signal.SIGINT, _end)
 
 
@@ -97,7 +96,7 @@ def raising_interrupts() -> Iterator[None]:
 
 @contextlib.contextmanager
 def only_process(workdir: pathlib.Path) -> Iterator[None]:
-    """Holds the run folder: a second process in it would rewrite the rows and saves of the first.
+    """Locks the run folder: a second process in it would overwrite the rows and saves of the first.
 
     A command that is refused before the run wrote anything of its own leaves no new folder behind.
     """
@@ -123,7 +122,7 @@ def only_process(workdir: pathlib.Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def closing_quietly(thing: Any) -> Iterator[Any]:
-    """Closes `thing` at the end; after an error, what goes wrong while closing does not take that error's place."""
+    """Closes `thing` at the end; after an error in the body, errors while closing are dropped."""
     try:
         yield thing
     except BaseException:
@@ -133,34 +132,15 @@ def closing_quietly(thing: Any) -> Iterator[Any]:
     thing.close()
 
 
-@functools.cache  # once in a process: the hook wraps the one before it
-def leave_out_echoes_of_failed_saves() -> None:
-    """Leaves out the tracebacks that Orbax and TensorStore print around the one error they raise for a failed save.
-
-    The first write that fails ends Orbax's event loop. Its other tasks fail with nobody to await them, and
-    TensorStore's threads still report to the closed loop: on a full disk, a screen of them hides what matters.
-    """
-    import logging
-
-    hook = sys.unraisablehook
-
-    def print_others(unraisable: Any) -> None:
-        if not (unraisable.exc_type is RuntimeError and str(unraisable.exc_value) == "Event loop is closed"):
-            hook(unraisable)
-
-    sys.unraisablehook = print_others
-    logging.getLogger("asyncio").setLevel(logging.CRITICAL)
-
-
 class StopSignals:
-    """Turns SIGTERM and SIGINT into a wish that the loop reads; a second SIGINT ends the process at once."""
+    """Turns SIGTERM and SIGINT into `name`, which the loop reads; a second SIGINT ends the process at once."""
 
     def __init__(self):
         self.name = ""
 
     def __enter__(self):
         numbers = [signal.SIGTERM]
-        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # of a job in the background it stays ignored
+        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # it stays ignored in a background job
             numbers.append(signal.SIGINT)
         self._before = {number: signal.signal(number, self._ask) for number in numbers}
         return self
@@ -172,7 +152,8 @@ class StopSignals:
     def _ask(self, number, _frame):
         if self.name and number == signal.SIGINT:
             if self._before[number] is _end:
-                end_interrupted(advice="the same command resumes from the last checkpoint, or begins again without one")
+                advice = "run the same command to resume from the last checkpoint, or to start again without one"
+                end_interrupted(advice=advice)
             raise KeyboardInterrupt
         self.name = signal.Signals(number).name
         if number == signal.SIGINT:

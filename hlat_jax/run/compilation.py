@@ -24,11 +24,11 @@ from hlat_jax import cost
 from hlat_jax.config import Config
 from hlat_jax.generate.decoding import decode_arguments, make_decode, make_prefill, prefill_arguments
 from hlat_jax.generate.generator import Programs, sample_shape
-from hlat_jax.neuron.fingerprint import fingerprint
 from hlat_jax.parallel import xla_options
 from hlat_jax.parallel.sharding import Layout
-from hlat_jax.plan.report import short_plan
+from hlat_jax.run.fingerprint import fingerprint
 from hlat_jax.run.machine import device_memory
+from hlat_jax.run.optional import short_plan
 from hlat_jax.step import (
     abstract_state,
     init_arguments,

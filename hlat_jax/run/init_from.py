@@ -1,7 +1,4 @@
-"""The weights that a run begins with, where `train.init_from` names some: weights alone, at step 0.
-
-Owns what must be the same about them. Refuses to know what the optimizer keeps: its state is that of a new run.
-"""
+"""The weights of `train.init_from`: a new run starts from them at step 0, with a new optimizer state."""
 
 from __future__ import annotations
 
@@ -16,17 +13,17 @@ from hlat_jax.ops.registry import OPS
 from hlat_jax.store.config_diff import differences
 from hlat_jax.weights.trained import Weights, open_weights
 
-# What of a model may differ from that of its weights: how it runs and began. Longer rows need no other weights.
+# Keys of a model that may differ from those of its weights: how it computes and was initialized, and its row length.
 _FREE = ("max_positions", "init_std", "depth_scaled_init", "layer_loop", "remat", "tuned", *OPS)
 _OF_SCALING = ("rope_factor", "rope_low_freq_factor", "rope_high_freq_factor", "rope_original_positions")
 _PROBES = ("It is a truth universally acknowledged", "def f(x):\n    return 2 * x\n", "naïve — 12,345.6 € 東京")
 
 
 def open_start(config: Config, tokenizer: Tokenizer) -> Weights:
-    """Returns the weights of `train.init_from`, masters where it has such; reads none of them.
+    """Returns the weights of `train.init_from`, fp32 masters where it has them; reads no arrays yet.
 
     Raises:
-      ValueError: nothing there, damaged, or of another model or vocabulary; the message names what differs.
+      ValueError: missing, damaged, or for another model or vocabulary; the message names what differs.
     """
     path = config.train.init_from
     try:
@@ -35,9 +32,10 @@ def open_start(config: Config, tokenizer: Tokenizer) -> Weights:
         raise ValueError(f"train.init_from: {error}") from None
     others = differences(settings_of_weights(weights.model), settings_of_weights(config.model))
     if others:
+        lines = "\n  ".join(others)
         raise ValueError(
-            f"train.init_from={path} holds weights of another model:\n  " + "\n  ".join(others) + "\nSet these keys to "
-            "what the checkpoint has; an import takes model.fuse_qkv=False with --nofuse_qkv."
+            f"train.init_from={path} holds the weights of another model:\n  {lines}\nSet these keys to what the "
+            "checkpoint has; an import takes model.fuse_qkv=False with --nofuse_qkv."
         )
     if weights.tokenizer:
         _require_same_vocabulary(weights, tokenizer)
@@ -45,27 +43,27 @@ def open_start(config: Config, tokenizer: Tokenizer) -> Weights:
 
 
 def begin(weights: Weights, state: Any) -> tuple[Any, dict[str, Any]]:
-    """Returns a new run's state with these weights in it, and what the run writes down of where it began.
+    """Returns a new run's state with these weights in it, and the origin that the run records of them.
 
-    Dtypes and shardings are those of the drawn weights, whose memory is given up.
+    Dtypes and shardings are those of the initialized weights, which are deleted.
     """
 
     def read(drawn: Any) -> Any:
         [dtype] = {leaf.dtype for leaf in jax.tree.leaves(drawn)}
         shardings = jax.tree.map(lambda leaf: leaf.sharding, drawn)
         for leaf in jax.tree.leaves(drawn):
-            leaf.delete()  # before those that take their place are there
+            leaf.delete()  # before those that replace them are read
         return weights.restore(shardings, dtype=dtype)
 
     state = state | {"params": read(state["params"])}
     if "master" in state["opt_state"]:
         state["opt_state"] = state["opt_state"] | {"master": read(state["opt_state"]["master"])}
-    print(f"weights          those of {weights.folder}, step {weights.step}; the optimizer begins anew")
+    print(f"weights          from {weights.folder}, step {weights.step}; the optimizer state is new")
     return state, {"folder": str(weights.folder), "step": weights.step}
 
 
 def settings_of_weights(model: ModelConfig) -> dict[str, Any]:
-    """Returns the settings of a model that its weights depend on, by path: not how it runs and began."""
+    """Returns the settings of a model that its weights depend on, by path: not how it computes or was initialized."""
     free = _FREE if model.rope_scaling == "llama3" else _FREE + _OF_SCALING
     return {f"model.{key}": value for key, value in vars(model).items() if key not in free}
 
@@ -74,9 +72,9 @@ def _require_same_vocabulary(weights: Weights, tokenizer: Tokenizer) -> None:
     theirs = weights.open_tokenizer()
     if theirs.sha256 == tokenizer.sha256:
         return
-    same = np.array_equal(theirs.token_bytes, tokenizer.token_bytes)  # as a tokenizer.json may be of a .model
+    same = np.array_equal(theirs.token_bytes, tokenizer.token_bytes)  # a tokenizer.json may be converted from a .model
     if not same or any(not np.array_equal(theirs.encode(text), tokenizer.encode(text)) for text in _PROBES):
         raise ValueError(
-            f"data.tokenizer={tokenizer.path} is not the tokenizer of train.init_from, {theirs.path}: the same ids "
-            f"stand for other text. Set data.tokenizer={theirs.path}."
+            f"data.tokenizer={tokenizer.path} is not the tokenizer of train.init_from, {theirs.path}: their ids "
+            f"differ. Set data.tokenizer={theirs.path}."
         )

@@ -1,4 +1,4 @@
-"""What this machine has, against what a config needs: said before anything is compiled."""
+"""Whether a config fits this machine: its memory and its devices, checked before anything is compiled."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hlat_jax.step import abstract_state, state_bytes
 
 
 def fitting_layout(config: Config, devices: Sequence[Any]) -> Layout:
-    """Returns the layout of the config over `devices`, on which its state and gradients fit and its batch divides.
+    """Returns the layout of the config over `devices`, after checking that state and gradients fit in their memory.
 
     Raises:
       ValueError: too little memory, degrees that do not fit the devices, or a batch that does not divide.
@@ -46,8 +46,8 @@ def fitting_layout(config: Config, devices: Sequence[Any]) -> Layout:
 
 
 def device_memory(device: Any) -> int:
-    """Returns the bytes one device may use, by the backend, the table, or this host's memory over its devices."""
-    if device.process_index != jax.process_index():  # another node's: it tells only its own process; all are alike
+    """Returns the bytes one device may use: by the backend, the table of `cost`, or its share of host memory."""
+    if device.process_index != jax.process_index():  # another node's, readable by its own process only; all are alike
         device = jax.local_devices(backend=device.platform)[0]
     stats = device.memory_stats() or {}
     if "bytes_limit" in stats:

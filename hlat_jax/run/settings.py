@@ -1,7 +1,4 @@
-"""The settings of a run as they outlive it: in its folder, and in every checkpoint, which belongs to them.
-
-Owns what is written down and when a run refuses to go on with others. What may differ is `drift`'s to say.
-"""
+"""The settings of a run, as its folder and its checkpoints record them; a run resumes only with the same settings."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ from hlat_jax.store.config_diff import config_drift
 
 
 def settings_of(config: Config, layout: Layout, *, tokenizer: Tokenizer, batches: TrainBatches) -> dict[str, Any]:
-    """Returns what a checkpoint belongs to: the config, and what it only points to, by hash or by choice."""
+    """Returns what a checkpoint belongs to: the config, hashes of the files it names, and the chosen kernels."""
     model = chosen_model(config, layout)
     return {
         "config": config.to_dict(),
@@ -36,9 +33,9 @@ def settings_of(config: Config, layout: Layout, *, tokenizer: Tokenizer, batches
 
 
 def refuse_drift(saved: dict[str, Any], current: dict[str, Any], *, step: int) -> None:
-    """Raises ValueError when a checkpoint of `step` updates belongs to other settings than a run has now.
+    """Raises ValueError when the settings of a checkpoint of step `step` differ from those of the run.
 
-    A key of the config that is newer than the checkpoint had its default then, and an op was chosen as it is now.
+    A config key that is newer than the checkpoint is taken to have had its default, an op its implementation of now.
     """
     implementations = current["implementations"] | saved["implementations"]
     saved = saved | {"config": _completed(saved["config"]), "implementations": implementations}
@@ -53,7 +50,7 @@ def refuse_drift(saved: dict[str, Any], current: dict[str, Any], *, step: int) -
 
 
 def saved_config(saved: dict[str, Any]) -> Config:
-    """Returns the config of the settings in a checkpoint; a key that is newer than those takes its default."""
+    """Returns the config in the settings of a checkpoint; a key that is newer than the checkpoint has its default."""
     return resolve(_completed(saved["config"]))
 
 
@@ -63,7 +60,7 @@ def _completed(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_settings(config: Config, workdir: pathlib.Path, *, remat: dict[str, Any] | None) -> None:
-    """Writes config, environment and, where a budget of bytes was asked for, what it came to into the run folder."""
+    """Writes config, environment and, where `model.remat` is a budget, the choice made for it into the run folder."""
     atomic_files.write_json(workdir / "config.json", config.to_dict())
     atomic_files.write_json(workdir / "environment.json", recorded(os.environ))
     if remat is not None:

@@ -1,10 +1,8 @@
-"""What the processes of a run must have in common, and what they agree on before every step.
+"""Synchronizes the processes of a run: their settings at the start, and what each of them knows before every step.
 
-A step that one process does not join leaves the others waiting on their devices. So whatever one of them alone knows
-(a signal, a record that cannot be read, its clock) is said to all before the step that it would stop. With one process
-the same functions hold for it alone.
-
-Owns what is said and what follows from it. Refuses to know how: see distributed.
+A step that one process does not join leaves the others waiting on their devices. So whatever one process alone knows
+(a signal, a record that cannot be read, its clock) is exchanged before the step that it would stop. With one process
+the same functions work without an exchange.
 """
 
 from __future__ import annotations
@@ -30,13 +28,13 @@ from hlat_jax.store.config_diff import shared_settings
 
 
 @dataclasses.dataclass(frozen=True)
-class Agreed:
+class SyncedStep:
     """What all processes know before a step.
 
     Attributes:
-      facts: entries of its row that the global batch decides.
+      facts: entries of its metrics row that the global batch decides.
       error: why there is no such batch; "" when there is one.
-      save: the clock of process 0 says that a checkpoint is due.
+      save: a checkpoint is due by the clock of process 0.
     """
 
     facts: dict[str, Any]
@@ -44,38 +42,45 @@ class Agreed:
     save: bool
 
 
-class Agreement:
-    """Says before each step what this process knows, and hears what the others do.
+class StepSync:
+    """Exchanges among all processes, before each step, what each of them knows.
 
     Attributes:
-      stop: the signal that ends the run at this step; "" when there is none. One process hears it at once; several have
-        agreed on it before the step that has just been made.
+      stop: the signal that ends the run at this step; "" when there is none. A single process sees it at once; several
+        have exchanged it before the step that was dispatched last.
     """
 
     def __init__(self, config: Config, rows: Sequence[int], signals: StopSignals):
-        """All processes call it together; `rows` are those of the global batch that this one brings."""
+        """Every process calls it at the same point; `rows` are those of the global batch that this one loads."""
         self._config, self._rows, self._signals = config, rows, signals
-        self._heard = ""
-        before = [json.loads(said) for said in distributed.exchange(json.dumps(list(rows)))][: jax.process_index()]
-        # processes that hold parts of the same model bring the same rows: each row is counted by the first
+        self._stop = ""
+        before = [json.loads(text) for text in distributed.exchange(json.dumps(list(rows)))][: jax.process_index()]
+        # processes that hold parts of the same model load the same rows: each row is counted by the first
         self._counted = [index for index, row in enumerate(rows) if not any(row in others for others in before)]
 
     @property
     def stop(self) -> str:
-        return self._heard if jax.process_count() > 1 else self._signals.name
+        return self._stop if jax.process_count() > 1 else self._signals.name
 
-    def reach(self, batch: Batch | None, position: np.ndarray | None, *, error: str, save: bool) -> Agreed:
-        """Returns what all know of the next step, of which this process has its rows, or an error."""
+    def sync_step(self, batch: Batch | None, position: np.ndarray | None, *, error: str, save: bool) -> SyncedStep:
+        """Returns what all processes know about the next step.
+
+        Args:
+          batch: the rows of this process; None with an `error`.
+          position: of the data after these rows; None likewise.
+          error: why this process has no rows; "" when it has.
+          save: a checkpoint is due by the clock of this process.
+        """
         facts = {} if error else self._facts(batch, position)
         mine = {"facts": facts, "error": error, "save": save, "stop": self._signals.name}
-        said = [json.loads(text) for text in distributed.exchange(json.dumps(mine))]
-        self._heard = next((one["stop"] for one in said if one["stop"]), "")
-        errors = [(index, one["error"]) for index, one in enumerate(said) if one["error"]]
+        found = [json.loads(text) for text in distributed.exchange(json.dumps(mine))]
+        self._stop = next((each["stop"] for each in found if each["stop"]), "")
+        errors = [(index, each["error"]) for index, each in enumerate(found) if each["error"]]
         if errors:
             index, text = errors[0]
-            of_another = f"process {index} of {len(said)} stopped: {text}"
-            return Agreed({}, text if index == jax.process_index() else of_another, False)
-        return Agreed(self._joined([one["facts"] for one in said]), "", said[0]["save"])
+            own = index == jax.process_index()
+            return SyncedStep({}, text if own else f"process {index} of {len(found)} stopped: {text}", False)
+        return SyncedStep(self._joined([each["facts"] for each in found]), "", found[0]["save"])
 
     def _facts(self, batch: Batch, position: np.ndarray) -> dict[str, Any]:
         mine = take_rows(batch, self._counted)
@@ -87,7 +92,7 @@ class Agreement:
         return facts
 
     def _joined(self, parts: list[dict[str, Any]]) -> dict[str, Any]:
-        """Returns the facts of the global batch; the hash of a whole is the exclusive or of those of its parts."""
+        """Returns the facts of the global batch; its hash is the exclusive or of the hashes of its parts."""
         whole = 0
         for part in parts:
             whole ^= int(part["batch_hash"], 16)
@@ -102,10 +107,10 @@ class Agreement:
 
 @contextlib.contextmanager
 def only_job(workdir: pathlib.Path) -> Iterator[None]:
-    """Holds the run folder for all processes of this job: process 0 does, and the others must see that it does.
+    """Locks the run folder for all processes of this job: process 0 locks it, and the others check that it has.
 
     Raises:
-      ValueError: another job holds it, or this process sees another folder of that name than process 0.
+      ValueError: another job has locked it, or this process sees another folder of that name than process 0.
     """
     with only_process(workdir) if distributed.is_first() else contextlib.nullcontext():
         if jax.process_count() > 1:
@@ -126,17 +131,16 @@ def _require_shared(workdir: pathlib.Path) -> None:
 
 
 def require_same_settings(settings: dict[str, Any]) -> None:
-    """Returns when all processes train the same: steps, shapes, data and tokenizer; see drift.MAY_DIFFER.
+    """Raises ValueError where this process has other settings than process 0; see drift.MAY_DIFFER.
 
-    Raises:
-      ValueError: this process has other settings than process 0; the message has both.
+    Settings are steps, shapes, data and tokenizer; the message has both values.
     """
     mine = shared_settings(settings)
     first = json.loads(distributed.exchange(json.dumps(mine))[0])
     others = [key for key in sorted(mine.keys() | first.keys()) if mine.get(key) != first.get(key)]
     if others:
-        lines = "\n  ".join(f"{key}: {mine.get(key)} here, {first.get(key)} there" for key in others)
+        lines = "\n  ".join(f"{key}: {mine.get(key)} here, {first.get(key)} in process 0" for key in others)
         raise ValueError(
-            f"process {jax.process_index()} of {jax.process_count()} would train something else than process 0:\n"
+            f"process {jax.process_index()} of {jax.process_count()} has other settings than process 0:\n"
             f"  {lines}\nGive all processes the same command, files and versions."
         )

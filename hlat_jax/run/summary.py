@@ -1,11 +1,15 @@
-"""What a run says of itself before its first step and after its last."""
+"""What a run prints before its first step and after its last."""
 
 from __future__ import annotations
 
 import pathlib
+from collections.abc import Mapping
 
 from hlat_jax import cost
 from hlat_jax.config import Config
+from hlat_jax.data.held_out import HeldOut
+from hlat_jax.data.loader import TrainBatches
+from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.ops.choices import choices
 from hlat_jax.parallel.sharding import Layout
 from hlat_jax.store.loss_curve import plot_loss
@@ -13,7 +17,7 @@ from hlat_jax.store.metrics import ROWS_FILE, read_rows
 
 
 def describe(config: Config, layout: Layout, *, implementations: dict[str, str], num_bytes: int) -> None:
-    """Prints what is trained on what; `num_bytes` of state lie on the fullest device."""
+    """Prints what is trained and on which devices; `num_bytes` is the state on the fullest device."""
     device = layout.mesh.devices.flat[0]
     degrees = " x ".join(f"{axis} {size}" for axis, size in layout.degrees.items() if size > 1) or "one device"
     step_tokens = config.data.batch_size * config.data.seq_len
@@ -23,16 +27,31 @@ def describe(config: Config, layout: Layout, *, implementations: dict[str, str],
         counted = step_tokens - config.data.batch_size  # the last token of a row has nothing to predict
         print(f"tokens per step  {step_tokens:,}, of which {counted:,} have a target")
     else:
-        print(f"tokens per step  {step_tokens:,}, padding and ends of documents among them")
+        print(f"tokens per step  {step_tokens:,}, padding and ends of documents included")
     print(f"steps            {config.train.num_steps:,} of a horizon of {config.optimizer.horizon_steps:,}")
     print(f"state            {num_bytes / cost.GIB:.3f} GiB on the fullest device")
     because = {name: f" ({choice.because})" for name, choice in choices(config, layout).items()}
-    said = (f"{name} {choice}{because.get(name, '')}" for name, choice in implementations.items())
-    print(f"implementations  {', '.join(said)}")
+    chosen = (f"{name} {choice}{because.get(name, '')}" for name, choice in implementations.items())
+    print(f"implementations  {', '.join(chosen)}")
+
+
+def describe_data(
+    batches: TrainBatches, held_out: Mapping[str, HeldOut], *, vocab_size: int, tokenizer: Tokenizer
+) -> None:
+    """Prints what the run reads: its sources, their mixture, held-out text, and how much of the vocabulary is used."""
+    if padding_rows := vocab_size - tokenizer.vocab_size:
+        print(f"vocabulary       model.vocab_size has {padding_rows:,} padding rows beyond the tokenizer's vocabulary")
+    if len(batches.definition.sources) > 1:
+        print(f"sources          {batches.definition.mixture.describe()}")
+    for source in batches.definition.sources:
+        if source.documents.passed_over:
+            print(f"data             source {source.name}: {source.documents.passed_over}")
+    for name, source in held_out.items():
+        print(f"validation       {source.described(name)}")
 
 
 def finish(config: Config, workdir: pathlib.Path, step: int) -> None:
-    """Draws the curve and says how the run ended at `step`, from what is on disk."""
+    """Plots the loss curve and prints how the run ended at `step`, from what is on disk."""
     path = workdir / ROWS_FILE
     if config.metrics.plot and plot_loss(path, workdir / "loss.png", title=config.name):
         print(f"loss curve: {workdir / 'loss.png'}")
@@ -42,7 +61,7 @@ def finish(config: Config, workdir: pathlib.Path, step: int) -> None:
         print(f"padding: {sum(padding) / len(padding):.2%} of all tokens")
     skipped = [row["skipped_records"] for row in rows if "skipped_records" in row]
     if skipped:
-        print(f"bad records passed over: {skipped[-1]:,}")
+        print(f"bad records skipped: {skipped[-1]:,}")
     evals = [row for row in rows if "eval_loss" in row and row["step"] == step]
     if not evals:
         return

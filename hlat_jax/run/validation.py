@@ -1,4 +1,4 @@
-"""Loss, perplexity and bits per byte of held-out text. Owns the batches it looks at: the same ones every time."""
+"""Loss, perplexity and bits per byte on held-out text: the same batches every time."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from hlat_jax.parallel.sharding import Layout, shard_batch
 
 @dataclasses.dataclass(frozen=True)
 class Validation:
-    """Fixed batches of every source of held-out text, with the function that sums their losses.
+    """Fixed batches of every source of held-out text, and the function that sums their losses.
 
     Attributes:
-      sources: the batches of this process by the name of their source.
+      sources: the batches of this process, by the name of their source.
       eval_step: (params, batch) -> (sum of losses in nats, counted tokens).
-      layout: where batches go.
+      layout: over which batches are sharded.
     """
 
     sources: Mapping[str, HeldOut]
@@ -30,7 +30,7 @@ class Validation:
     def __call__(self, params: Any) -> dict[str, float]:
         """Returns eval_loss (nats per token), perplexity, bits_per_byte and eval_tokens of the parameters.
 
-        They are of all text together; those of a source that has a name follow as eval_loss/NAME and so on.
+        They are over all text together; for each source that has a name, eval_loss/NAME and so on follow.
         """
         nats, tokens, num_bytes = {}, {}, {}
         for name, held_out in self.sources.items():
@@ -46,14 +46,17 @@ class Validation:
         return row
 
     def _sums(self, params: Any, batch: Batch) -> tuple[float, float]:
-        """Returns what one batch adds, when it is there: programs of several processes that no data puts in an order
-        may overlap on CPUs in another order in each, and their collectives then wait for each other for ever."""
+        """Returns (sum of losses, counted tokens) of one batch, once they are computed.
+
+        On CPUs, programs that do not depend on each other may overlap in another order in each process, and their
+        collectives then wait for each other forever.
+        """
         loss, count = self.eval_step(params, shard_batch(batch, self.layout))
         return float(loss), float(count)
 
 
 def measures(nats: float, num_tokens: float, *, num_bytes: int) -> dict[str, float]:
-    """Returns eval_loss, perplexity, bits_per_byte and eval_tokens, from the sum of the losses in nats."""
+    """Returns eval_loss, perplexity, bits_per_byte and eval_tokens from the sum of the losses in nats."""
     loss = nats / num_tokens
     return {
         "eval_loss": loss,

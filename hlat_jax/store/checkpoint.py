@@ -1,27 +1,25 @@
-"""Checkpoints of a run: training state, data position and what they belong to, in `<run folder>/checkpoints/<step>/`.
+"""Saving and restoring checkpoints with Orbax: `<run folder>/checkpoints/<step>/`.
 
 Orbax writes them in the background. A folder becomes a checkpoint by one rename, and `integrity.json`, with the size
-and CRC-32 of every file, is already inside it then: no moment exists in which a kill leaves a folder that looks like a
-checkpoint and is none. Orbax itself returns flipped bytes of an array as if they were data, hence the sums of our own.
+and CRC-32 of every file, is already inside it then: a kill never leaves a folder that looks like a checkpoint and is
+not one. The sums are ours because Orbax returns flipped bytes of an array as if they were data.
 
-A checkpoint whose files are whole may still be unusable. `_problem` says why, for every command that opens one: its
-record has a field that no run writes, its folder has the name of another step, or its state is not finite. Only this
-file imports Orbax.
+Only this module imports Orbax, and whatever depends on how Orbax works inside is here.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import logging
-import math
 import os
 import pathlib
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -29,13 +27,19 @@ import orbax.checkpoint as ocp
 
 from hlat_jax.config import CheckpointConfig
 from hlat_jax.host import distributed
-from hlat_jax.store.atomic_files import read_json
+from hlat_jax.store.checkpoint_checks import (
+    RUN_ITEM,
+    newest_usable,
+    not_finite,
+    problem_of_arrays,
+    problem_of_state,
+    problem_on_disk,
+    saved_run,
+)
 from hlat_jax.store.config_diff import differences
-from hlat_jax.store.integrity import damage, seal
+from hlat_jax.store.integrity import seal
 
-STATE_ITEM, RUN_ITEM = "state", "run"
-_RUN_FILE = "metadata"  # where Orbax's JsonSave puts an item
-PARAMS, MASTERS = ("params",), ("opt_state", "master")  # where a state has them
+STATE_ITEM = "state"
 _TMP_MARK = ".orbax-checkpoint-tmp"
 # Orbax writes these two after our sums are taken; a restore needs neither of them.
 _UNSUMMED = ("_CHECKPOINT_METADATA", "commit_success.txt")
@@ -43,6 +47,15 @@ _UNSUMMED = ("_CHECKPOINT_METADATA", "commit_success.txt")
 
 class SaveError(OSError):
     """A checkpoint could not be written; those before it are untouched."""
+
+
+class Restored(NamedTuple):
+    """What a checkpoint held: `position` is that of the data, int64; `metadata` as it was given to `save`."""
+
+    step: int
+    state: Any
+    position: np.ndarray
+    metadata: dict[str, Any]
 
 
 class Checkpointer:
@@ -66,7 +79,7 @@ class Checkpointer:
         self._read_only = read_only
         self._saving: int | None = None
         self._saving_bytes = 0
-        logging.getLogger("absl").addFilter(_not_orbax)  # it narrates; what goes wrong reaches us as exceptions
+        logging.getLogger("absl").addFilter(_not_orbax)  # drops its INFO logs; failures raise
         if not read_only:
             _require_writable(self.folder)
             self._remove_leftovers()
@@ -102,8 +115,8 @@ class Checkpointer:
         Args:
           step: updates done; the name of the checkpoint.
           state: pytree of jax arrays.
-          position: int64 array, where the data goes on; the same in every process.
-          metadata: fit for JSON.
+          position: int64 array, the data position after this step; the same in every process.
+          metadata: whatever JSON can hold.
           norms: of the parts of the state, recorded with it; None: not known, and a restore computes them.
 
         Returns:
@@ -153,7 +166,7 @@ class Checkpointer:
           ValueError: there are checkpoints, and all of them are damaged.
         """
         self.wait()
-        found = _newest_usable(self.folder, _steps(self.folder), deep=False, known={})
+        found = newest_usable(self.folder, deep=False, known={})
         if found is None:
             return None
         step, _ = found
@@ -161,8 +174,8 @@ class Checkpointer:
 
     def restore(
         self, abstract_state: Any, *, norms: Callable[[Any], Mapping[str, Any]] | None = None
-    ) -> tuple[int, Any, np.ndarray, dict[str, Any]] | None:
-        """Returns (step, state, position, metadata) of the newest usable checkpoint; None when there is none.
+    ) -> Restored | None:
+        """Returns the newest usable checkpoint; None when there is none.
 
         One that is damaged, has the name of another step or holds a state that is not finite is named on stderr and,
         unless read_only, kept aside as `<step>.damaged`.
@@ -176,11 +189,11 @@ class Checkpointer:
         """
         self.wait()
         unusable: dict[int, str] = {}
-        while found := _newest_usable(self.folder, _steps(self.folder), deep=True, known=unusable):
+        while found := newest_usable(self.folder, deep=True, known=unusable):
             step, unusable = found
             run = saved_run(self.folder / str(step))
             state = self._state(step, run, abstract_state)
-            problem = _problem_of_state(str(step), step, state, norms=None if "norms" in run else norms)
+            problem = problem_of_state(str(step), step, state, norms=None if "norms" in run else norms)
             if not problem:
                 break
             unusable[step], state = problem, None  # its memory is needed for the one before
@@ -189,10 +202,10 @@ class Checkpointer:
         for bad, why in unusable.items():
             _warn(f"WARNING: checkpoint {self.folder / str(bad)} is damaged ({why}); going back to step {step}.")
         self._put_aside(unusable)
-        return step, state, np.asarray(run["position"], np.int64), run["metadata"]
+        return Restored(step, state, np.asarray(run["position"], np.int64), run["metadata"])
 
     def close(self) -> None:
-        """Waits for the save under way and lets go of all threads. Raises SaveError when that save failed."""
+        """Waits for the save under way and ends all threads. Raises SaveError when that save failed."""
         try:
             self.wait()
         finally:
@@ -201,7 +214,8 @@ class Checkpointer:
     def _state(self, step: int, run: dict[str, Any], abstract_state: Any) -> Any:
         others = differences(run["arrays"], _arrays(abstract_state))  # Orbax would cast another dtype in silence
         if others:
-            raise ValueError(f"{self.folder / str(step)} is of another model or precision:\n  " + "\n  ".join(others))
+            lines = "\n  ".join(others)
+            raise ValueError(f"{self.folder / str(step)} belongs to another model or precision:\n  {lines}")
         args = ocp.args.Composite(**{STATE_ITEM: ocp.args.StandardRestore(abstract_state)})
         return self._manager.restore(step, args=args)[STATE_ITEM]
 
@@ -242,9 +256,9 @@ class Checkpointer:
             self._manager.reload()
         before = max(self._manager.all_steps(), default=None)
         rest = (
-            f"The checkpoint of step {before} is untouched: mend the cause, and the same command goes on from there."
+            f"The checkpoint of step {before} is untouched: fix the cause, then run the same command to resume from it."
             if before is not None
-            else "There is no earlier one: mend the cause, and the same command begins again."
+            else "There is no earlier one: fix the cause, then run the same command to start again."
         )
         return SaveError(
             f"the checkpoint of step {step} could not be written to {self.folder}: {_reason(error)} "
@@ -263,15 +277,15 @@ def find_saved(path: str | os.PathLike) -> pathlib.Path | None:
     path = pathlib.Path(path).absolute()
     if (path / STATE_ITEM).is_dir():
         path = path.resolve()  # a link has the step of the folder it leads to
-        why = _problem(path, deep=True) or _problem_of_arrays(path)
+        why = problem_on_disk(path, deep=True) or problem_of_arrays(path, read=read_arrays)
         if why:
             raise ValueError(f"checkpoint {path} is damaged ({why}); take another one of {path.parent}.")
         return path
     folder = path / "checkpoints"
     unusable: dict[int, str] = {}
-    while found := _newest_usable(folder, _steps(folder), deep=True, known=unusable):
+    while found := newest_usable(folder, deep=True, known=unusable):
         step, unusable = found
-        why = _problem_of_arrays(folder / str(step))
+        why = problem_of_arrays(folder / str(step), read=read_arrays)
         if not why:
             break
         unusable[step] = why
@@ -280,104 +294,6 @@ def find_saved(path: str | os.PathLike) -> pathlib.Path | None:
     for bad, why in unusable.items():
         _warn(f"WARNING: checkpoint {folder / str(bad)} is damaged ({why}); taking step {step}.")
     return folder / str(step)
-
-
-def saved_run(folder: pathlib.Path) -> dict[str, Any]:
-    """Returns what a checkpoint holds beside its state.
-
-    "position", "metadata", and "arrays", path -> dtype[shape]; from the versions on that record them "step", and
-    "norms", part of the state -> norm, see step.make_norms.
-
-    Raises:
-      ValueError: a field is missing or has a value that no run writes; the message has the file and the field.
-    """
-    path = folder / RUN_ITEM / _RUN_FILE
-    run = read_json(path, allow_nan=True)
-    for field, value, is_valid, allowed in _fields(run):
-        if not is_valid:
-            raise ValueError(f"{path}: {field}={repr(value)[:100]} must be {allowed}.")
-    return run
-
-
-def saved_step(folder: pathlib.Path, run: Mapping[str, Any]) -> int:
-    """Returns the step that a checkpoint's folder is named after; under any other name, the step it records.
-
-    Raises:
-      ValueError: it has neither.
-    """
-    if _is_step(folder.name):
-        return int(folder.name)
-    if "step" in run:
-        return run["step"]
-    position = np.asarray(run["position"])
-    if position.ndim != 2:
-        raise ValueError(f"{folder / RUN_ITEM / _RUN_FILE} records no step")
-    return int(position[0, 0])
-
-
-def _fields(run: Mapping[str, Any]) -> Iterator[tuple[str, Any, bool, str]]:
-    """Yields (field, value, whether a run could have written it, what is allowed) of what lies beside a state."""
-
-    def is_count(value: Any, *, least: int = 0) -> bool:
-        return type(value) is int and least <= value < 1 << 63
-
-    run = {"position": None, "metadata": None, "arrays": None} | run
-    try:
-        position = np.asarray(run["position"])
-    except ValueError:  # rows of several lengths
-        position = np.zeros(0)
-    is_position = position.dtype == np.int64 and position.ndim > 0
-    yield "position", run["position"], is_position, "a list of integers, or of such lists of one length"
-    yield "metadata", run["metadata"], isinstance(run["metadata"], dict), "an object"
-    yield "arrays", run["arrays"], isinstance(run["arrays"], dict), "an object"
-    for name, text in run["arrays"].items():
-        yield f"arrays[{name!r}]", text, _is_array(text), "dtype[shape]"
-    if "step" in run:
-        yield "step", run["step"], is_count(run["step"]), "an integer of at least 0"
-    if "norms" in run:
-        yield "norms", run["norms"], isinstance(run["norms"], dict), "an object"
-        for name, norm in run["norms"].items():
-            yield f"norms[{name!r}]", norm, type(norm) is float, "a floating-point number"
-    metadata = run["metadata"]
-    config = metadata.get("config", {})
-    yield "metadata.config", config, isinstance(config, dict), "an object"
-    if "data" not in config:  # not of a run
-        return
-    data = config["data"]
-    yield "metadata.config.data", data, isinstance(data, dict), "an object"
-    for key, least in (("batch_size", 1), ("seq_len", 2)):
-        value = data.get(key)
-        yield f"metadata.config.data.{key}", value, is_count(value, least=least), f"an integer of at least {least}"
-    packing = data.get("packing")
-    yield "metadata.config.data.packing", packing, packing in ("concat", "documents"), "'concat' or 'documents'"
-    for key in ("tokens", "num_nonfinite"):
-        value = metadata.get(key)
-        yield f"metadata.{key}", value, is_count(value), "an integer of at least 0"
-    has_rows = position.ndim == 2 and len(position) == data["batch_size"]
-    yield "position", run["position"], has_rows, f"a list of {data['batch_size']} lists, one a row of a batch"
-
-
-def _is_array(text: Any) -> bool:
-    found = re.fullmatch(r"(\w+)\[(?:\d+(?:, \d+)*)?\]", text, re.ASCII) if isinstance(text, str) else None
-    try:
-        return found is not None and jax.numpy.dtype(found[1]) is not None
-    except TypeError:
-        return False
-
-
-def _is_step(name: str) -> bool:
-    """Returns whether a folder's name is a step as a save writes it: no padding, no digits of other scripts."""
-    return name.isascii() and name.isdecimal() and name == str(int(name))
-
-
-def _steps(folder: pathlib.Path) -> list[int]:
-    return [int(path.name) for path in folder.glob("*") if _is_step(path.name)]
-
-
-def not_finite(norms: Mapping[str, Any]) -> str:
-    """Returns which norms of a state are not finite; "" when all are."""
-    parts = [f"the norm of {part} is {float(norm)}" for part, norm in norms.items() if not math.isfinite(norm)]
-    return f"its state is not finite: {', '.join(parts)}" if parts else ""
 
 
 def read_arrays(folder: pathlib.Path, abstract: Any) -> Any:
@@ -414,106 +330,6 @@ class _Retention:
         return [stays or c.step in kept for c, stays in zip(checkpoints, permanent, strict=True)]
 
 
-def _newest_usable(
-    folder: pathlib.Path, steps: Sequence[int], *, deep: bool, known: dict[int, str]
-) -> tuple[int, dict[int, str]] | None:
-    """Returns the newest usable step and why all newer ones are not; None when there is no step.
-
-    Args:
-      folder: of the checkpoints.
-      steps: of them.
-      deep: sum large files too, see integrity.damage.
-      known: steps that cannot be used, and why.
-    """
-    unusable: dict[int, str] = {}
-    [steps, *_] = distributed.exchange(json.dumps(sorted(steps, reverse=True)))
-    for step in json.loads(steps):
-        why = known[step] if step in known else _problem(folder / str(step), deep=deep)
-        if not why:
-            return step, unusable
-        unusable[step] = why
-    if not unusable:
-        return None
-    lines = "".join(f"\n  {folder / str(step)}: {why}" for step, why in unusable.items())
-    raise ValueError(
-        f"every checkpoint is damaged:{lines}\nBring one back from a copy, or move {folder} away to start anew."
-    )
-
-
-def _problem(folder: pathlib.Path, *, deep: bool) -> str:
-    """Returns why a checkpoint cannot be used, as far as that shows without its arrays; "" when nothing does."""
-    if why := damage(folder, deep=deep):
-        return why
-    try:
-        run = saved_run(folder)
-        step = saved_step(folder, run)
-    except ValueError as error:
-        return str(error).rstrip(".")
-    # the folder's name is not part of the sums; all of these are
-    found = {"record": run["step"]} if "step" in run else {}
-    position, metadata = np.asarray(run["position"]), run["metadata"]
-    if position.ndim == 2:  # of a run: every row begins with the number of batches
-        found["data position"] = int(position[0, 0])
-    if "data" in metadata.get("config", {}):
-        found["token count"] = _step_of_tokens(metadata["tokens"], metadata["config"]["data"], step)
-    others = {what: other for what, other in found.items() if str(other) != str(step)}
-    if others:
-        return _other_step(folder.name, step, others)
-    return not_finite(run.get("norms", {}))
-
-
-def _other_step(name: str, step: int, found: Mapping[str, Any]) -> str:
-    others = ", ".join(f"{what} ({other})" for what, other in found.items())
-    known = f"its folder is named {name}" if name == str(step) else f"it records step {step}"
-    return f"{known}, which is not the step of its {others}"
-
-
-def _step_of_tokens(tokens: int, data: Mapping[str, Any], step: int) -> str:
-    """Returns the step at which a run has trained on so many tokens; with padding that may be `step` if it can be."""
-    rows, seq_len = data["batch_size"], data["seq_len"]
-    if data["packing"] == "concat":  # the last token of a row has no target
-        return f"{tokens / (rows * (seq_len - 1)):.10g}"
-    least = -(-tokens // (rows * seq_len))
-    return str(step) if step >= least else f"{least} or later"
-
-
-def _problem_of_state(name: str, step: int, state: Any, *, norms: Callable[[Any], Mapping[str, Any]] | None) -> str:
-    """Returns why a state that was read is not that of a step, or is not finite; "" when it is both."""
-    if "step" in state and (found := int(jax.device_get(state["step"]))) != step:
-        return _other_step(name, step, {"state": found})
-    return not_finite(jax.device_get(norms(state))) if norms is not None else ""
-
-
-def _problem_of_arrays(folder: pathlib.Path) -> str:
-    """Returns as `_problem_of_state`, reading of the state its step and, where no norms were recorded, the weights.
-
-    Both the parameters and, where there are such, the masters; one weight at a time is in host memory.
-    """
-    run = saved_run(folder)
-    scalar = jax.ShapeDtypeStruct((), np.int32)
-    state = read_arrays(folder, {"step": scalar}) if "['step']" in run["arrays"] else {}
-    if why := _problem_of_state(folder.name, saved_step(folder, run), state, norms=None):
-        return why
-    if "norms" in run:
-        return ""
-    totals: dict[str, np.float32] = {}
-    for name, text in run["arrays"].items():
-        keys = re.findall(r"\['(\w+)'\]", name)
-        part = next((".".join(part) for part in (PARAMS, MASTERS) if keys[: len(part)] == list(part)), "")
-        if not part:
-            continue
-        dtype, _, shape = text.partition("[")
-        abstract = jax.ShapeDtypeStruct(json.loads(f"[{shape}"), jax.numpy.dtype(dtype))
-        for key in reversed(keys):
-            abstract = {key: abstract}
-        [values] = jax.tree.leaves(read_arrays(folder, abstract))
-        values = values.reshape(-1).astype(np.float32, copy=False)
-        with np.errstate(over="ignore", invalid="ignore"):
-            # in fp32 as in a step, where a weight of 1e20 makes the norm infinite
-            totals[part] = totals.get(part, np.float32(0)) + values @ values
-    return not_finite({part: np.sqrt(total) for part, total in totals.items()})
-
-
 def _require_writable(folder: pathlib.Path) -> None:
     probe = folder / f".write-probe-{jax.process_index()}-{os.getpid()}"
     try:
@@ -529,8 +345,8 @@ def _require_writable(folder: pathlib.Path) -> None:
 def _barrier_of_saves(*, key: str, timeout_ms: int) -> None:
     """Waits for the other processes, in the threads that finish a save.
 
-    A thread whose own part has failed waits for nobody: the others do not come before all parts are written, and that
-    they are not is for this process to tell.
+    A thread whose own part has failed does not wait: the others only arrive once all parts are written, and this
+    process is the one that can report that its part is not.
     """
     if sys.exc_info()[0] is None:
         distributed.barrier_of_threads(key, timeout_ms=timeout_ms)
@@ -558,3 +374,20 @@ def _warn(line: str) -> None:
 
 def _not_orbax(record: logging.LogRecord) -> bool:
     return f"{os.sep}orbax{os.sep}" not in record.pathname
+
+
+@functools.cache  # once in a process: the hook wraps the one before it
+def silence_orbax_retry_logs() -> None:
+    """Silences the tracebacks that Orbax and TensorStore print around the one error they raise for a failed save.
+
+    The first write that fails ends Orbax's event loop. Its other tasks then fail with nothing awaiting them, and
+    TensorStore's threads still report to the closed loop: on a full disk, a screen of tracebacks hides the error.
+    """
+    hook = sys.unraisablehook
+
+    def print_others(unraisable: Any) -> None:
+        if not (unraisable.exc_type is RuntimeError and str(unraisable.exc_value) == "Event loop is closed"):
+            hook(unraisable)
+
+    sys.unraisablehook = print_others
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)

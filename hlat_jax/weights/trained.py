@@ -23,7 +23,8 @@ import numpy as np
 from hlat_jax.config import ModelConfig, typed
 from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.model import abstract_params
-from hlat_jax.store.checkpoint import MASTERS, PARAMS, RUN_ITEM, find_saved, read_arrays, saved_run, saved_step
+from hlat_jax.store.checkpoint import find_saved, read_arrays
+from hlat_jax.store.checkpoint_checks import MASTERS, PARAMS, RUN_ITEM, saved_run, saved_step
 from hlat_jax.store.config_diff import differences
 from hlat_jax.weights.weights_folder import FILES, is_weights, read_about, read_leaf, stored_leaves
 

@@ -300,7 +300,7 @@ def test_run_of_two_sources_packed_by_documents_validates_each_and_can_be_peeked
     assert train_rows[-1]["skipped_records"] > 0
     mean = sum(row["padding_share"] for row in train_rows) / len(train_rows)
     assert f"padding: {mean:.2%} of all tokens" in out
-    assert f"bad records passed over: {train_rows[-1]['skipped_records']:,}" in out
+    assert f"bad records skipped: {train_rows[-1]['skipped_records']:,}" in out
     last = written[-1]
     assert last["eval_tokens"] == last["eval_tokens/one"] + last["eval_tokens/two"]
     nats = sum(last[f"eval_loss/{name}"] * last[f"eval_tokens/{name}"] for name in ("one", "two"))

@@ -1,7 +1,6 @@
 """When a training runs tasks, and what it makes of their figures; with the harness itself: test_harness."""
 
 import importlib.util
-import types
 
 import jax
 import micro
@@ -50,21 +49,19 @@ def train(tmp_path, monkeypatch):
     """A function that trains the micro config for some steps with tasks that tell a digest of the parameters."""
     devices = jax.devices("cpu")[:1]
     monkeypatch.setattr(jax, "devices", lambda *_: devices)
-    opened = []
 
     class Digest:
-        def __init__(self, given, *_, **__):
-            assert given is opened[-1]
+        def __init__(self, config, *, layout, tokenizer):
+            self.is_loaded = False
+
+        def load(self):
+            self.is_loaded = True
 
         def __call__(self, params):
+            assert self.is_loaded
             return {"tasks/digest/sum": float(np.sum(np.abs(params["embed"])))}, ["tasks/digest/sum"]
 
-    def open_tasks(config):
-        opened.append(types.SimpleNamespace(load=lambda: None))
-        return opened[-1]
-
-    monkeypatch.setattr(loop, "open_tasks", open_tasks)
-    monkeypatch.setattr(loop, "TasksInTraining", Digest)
+    monkeypatch.setattr(in_training, "TasksInTraining", Digest)
 
     def run(num_steps, every_steps=2):
         c = config_lib.load(str(micro.write_config(tmp_path)))

@@ -17,6 +17,7 @@ from hlat_jax import loop
 from hlat_jax.hf import background
 from hlat_jax.hf.exporting import export_checkpoint
 from hlat_jax.resolve import resolve
+from hlat_jax.run.exports import FOLDER
 from hlat_jax.store.checkpoint import find_saved
 from hlat_jax.weights.safetensors_file import Writer
 from hlat_jax.weights.trained import open_weights
@@ -61,7 +62,7 @@ def train(monkeypatch):
 
 def exports(workdir):
     """Returns the names in the folder of exports: those that are whole have the number of a step."""
-    return sorted(path.name for path in (workdir / background.FOLDER).iterdir())
+    return sorted(path.name for path in (workdir / FOLDER).iterdir())
 
 
 def content(folder):
@@ -118,27 +119,26 @@ def export_checkpoint_content(checkpoint, out):
 def test_no_step_waits_for_the_writer_and_the_weights_are_those_of_their_step(
     mutable, train, tmp_path, monkeypatch, capsys
 ):
-    """The writer of step 2 goes on once step 7 is dispatched: a loop that waited for it would never come there."""
+    """The writer of step 2 continues once step 7 is dispatched: a loop that waited for it would never get there."""
     mutable.checkpoint.update(every_steps=2, export_every_steps=2, keep_last=9)
-    dispatched, in_time, dispatch = threading.Event(), [], loop._dispatch
+    dispatched, in_time, dispatch = threading.Event(), [], loop._step
 
-    def noted(run, batch, agreed):
-        found = dispatch(run, batch, agreed)
-        if run.step == 7:
+    def noted(run, progress, batch):
+        dispatch(run, progress, batch)
+        if progress.step == 7:
             dispatched.set()
-        return found
 
     def slow(weights, out):
         in_time.append(dispatched.wait(300))
         return export_checkpoint(weights, out)
 
-    monkeypatch.setattr(loop, "_dispatch", noted)
+    monkeypatch.setattr(loop, "_step", noted)
     monkeypatch.setattr(background, "export_checkpoint", slow)
     assert train(mutable, tmp_path / "run") == 0
     assert in_time == [True, True]
     printed = capsys.readouterr().out
     for step in (4, 6):
-        assert f"export of step {step} left out: that of step 2 is still being written" in printed
+        assert f"export of step {step} skipped: that of step 2 is still being written" in printed
     assert exports(tmp_path / "run") == ["2", "8"]
     for step in (2, 8):
         folder = tmp_path / f"run/huggingface/{step}"
@@ -168,7 +168,7 @@ def test_a_failing_writer_ends_the_run_with_its_checkpoint_whole_and_the_next_at
     (workdir / "huggingface/4.partial").mkdir()  # as a kill leaves it
     (workdir / "huggingface/4.shards").mkdir()
 
-    assert train(mutable, workdir) == 0  # goes on from step 4, which is exported now
+    assert train(mutable, workdir) == 0  # resumes from step 4, which is exported now
     assert exports(workdir) == ["4", "8"]
     assert_is_export_of(workdir / "huggingface/4", workdir / "checkpoints/4", scratch=tmp_path / "scratch")
 
@@ -201,7 +201,7 @@ def test_a_failing_export_at_the_end_is_one_line_and_exit_code_1(train_here, tmp
     assert micro.saved_steps(tmp_path / "run") == [3]
 
 
-def test_an_export_above_the_step_that_a_run_goes_on_from_is_made_again(mutable, train, tmp_path, capsys):
+def test_an_export_above_the_step_that_a_run_resumes_from_is_made_again(mutable, train, tmp_path, capsys):
     workdir = tmp_path / "run"
     mutable.data.train = "a=package:austen_train.jsonl;b=package:austen_validation.jsonl"
     mutable.data.weights = "a=1,b=0"

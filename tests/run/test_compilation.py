@@ -1,5 +1,6 @@
 """The programs of a run: what changes a fingerprint and what does not, what training compiles, and why it is new."""
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -19,10 +20,10 @@ from hlat_jax import loop
 from hlat_jax.host import flags
 from hlat_jax.model import init_params
 from hlat_jax.neuron import changes
-from hlat_jax.neuron.fingerprint import fingerprint
 from hlat_jax.neuron.programs_command import _cached
 from hlat_jax.resolve import resolve
 from hlat_jax.run.compilation import RECORD_FILE, Compilations, recorded
+from hlat_jax.run.fingerprint import fingerprint
 from hlat_jax.step import init_state
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
@@ -217,7 +218,7 @@ def test_a_run_compiles_its_programs_once_each_and_nothing_else(run):
     assert set(recorded(workdir)) == set(PROGRAMS)
 
 
-def test_a_run_that_goes_on_compiles_no_other_program(run):
+def test_a_resumed_run_compiles_no_other_program(run):
     _, _, workdir = run()
     before = {name: entry["sha256"] for name, entry in recorded(workdir).items()}
     compiled, _, _ = run(train__num_steps=7)
@@ -228,13 +229,13 @@ def test_a_run_that_goes_on_compiles_no_other_program(run):
 
 def test_a_batch_of_another_shape_is_an_error_and_no_new_program(run, monkeypatch):
     """Were the steps jitted and not compiled ahead, this would train on and compile one program more."""
-    dispatch = loop._dispatch
+    step = loop._step
 
-    def short(run, batch, agreed):
-        rows = slice(0, 2) if run.step == 2 else slice(None)
-        return dispatch(run, jax.tree.map(lambda field: field[rows], batch), agreed)
+    def short(run, progress, batch):
+        rows = slice(0, 2) if progress.step == 2 else slice(None)
+        step(run, progress, dataclasses.replace(batch, batch=jax.tree.map(lambda field: field[rows], batch.batch)))
 
-    monkeypatch.setattr(loop, "_dispatch", short)
+    monkeypatch.setattr(loop, "_step", short)
     with pytest.raises(TypeError, match="compiled"):
         run()
 

@@ -36,6 +36,7 @@ from hlat_jax.optimizer import learning_rate
 from hlat_jax.parallel.sharding import make_layout
 from hlat_jax.resolve import resolve
 from hlat_jax.run.machine import fitting_layout
+from hlat_jax.run.nonfinite import NonFiniteError
 from hlat_jax.step import abstract_state, init_state, traced_step
 from hlat_jax.weights import weights_folder
 from hlat_jax.weights.trained import leaves_by_name
@@ -144,7 +145,7 @@ def run(c, folder):
         patch.setitem(sys.modules, "wandb", None)  # as if it were not installed
         try:
             loop.train(config, folder)
-        except (ValueError, loop.NonFiniteError) as caught:
+        except (ValueError, NonFiniteError) as caught:
             error = str(caught)
     printed = stdout.getvalue().splitlines()
     kept = [line for line in printed if line.startswith(("sample", "validation loss"))]

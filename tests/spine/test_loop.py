@@ -1,6 +1,7 @@
-"""What the loop owes a run in the moments that hurt: a signal in the wrong place, a bad record, a second process."""
+"""The loop where runs go wrong: a signal at a bad moment, a bad record, a second process, a damaged state."""
 
 import dataclasses
+import itertools
 import json
 import os
 import shutil
@@ -15,11 +16,16 @@ from micro import as_before, exact, flip_exponent_bit, reseal, saved_steps, writ
 
 from hlat_jax import config as config_lib
 from hlat_jax import loop
+from hlat_jax.data.loader import TrainBatches
 from hlat_jax.host.process import only_process
 from hlat_jax.resolve import resolve
+from hlat_jax.run import open as run_open
 from hlat_jax.run.machine import fitting_layout
+from hlat_jax.run.nonfinite import NonFiniteError
 from hlat_jax.run.validation import Validation
-from hlat_jax.store.checkpoint import Checkpointer, saved_run
+from hlat_jax.step import abstract_state
+from hlat_jax.store.checkpoint import Checkpointer
+from hlat_jax.store.checkpoint_checks import saved_run
 from hlat_jax.store.metrics import ROWS_FILE, read_rows
 
 
@@ -71,19 +77,18 @@ def test_a_signal_during_validation_loses_no_step(micro, train, tmp_path, monkey
 
 def test_after_a_signal_the_state_is_saved_before_what_is_due_is_evaluated(micro, train, tmp_path, monkeypatch):
     micro.checkpoint.every_steps = 0
-    dispatch, evaluate, saved_before = loop._dispatch, Validation.__call__, []
+    step, evaluate, saved_before = loop._step, Validation.__call__, []
 
-    def dispatch_and_signal(run, *rest):
-        found = dispatch(run, *rest)
-        if run.step == 6:  # where a validation is due
+    def step_and_signal(run, progress, batch):
+        step(run, progress, batch)
+        if progress.step == 6:  # where a validation is due
             os.kill(os.getpid(), signal.SIGTERM)
-        return found
 
     def evaluate_and_look(self, params):
         saved_before.append(saved_steps(tmp_path / "run"))
         return evaluate(self, params)
 
-    monkeypatch.setattr(loop, "_dispatch", dispatch_and_signal)
+    monkeypatch.setattr(loop, "_step", step_and_signal)
     monkeypatch.setattr(Validation, "__call__", evaluate_and_look)
     assert train(micro) == 0
     assert saved_before[-1] == saved_steps(tmp_path / "run")
@@ -184,9 +189,9 @@ def after_step(monkeypatch):
 
             return train_step
 
-        compiled = loop.compiled_step
+        compiled = run_open.compiled_step
         compiled_once = pytest.MonkeyPatch()
-        compiled_once.setattr(loop, "compiled_step", compiled_step)
+        compiled_once.setattr(run_open, "compiled_step", compiled_step)
         undo.append(compiled_once.undo)
 
     undo = []
@@ -217,7 +222,7 @@ def end_of(workdir, micro):
     resolved = resolve(micro)
     checkpointer = Checkpointer(workdir, config=resolved.checkpoint, read_only=True)
     step, state, position, metadata = checkpointer.restore(
-        loop.abstract_state(resolved, fitting_layout(resolved, jax.devices()))
+        abstract_state(resolved, fitting_layout(resolved, jax.devices()))
     )
     checkpointer.close()
     return rows, step, [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(state)], position.tolist(), metadata
@@ -232,12 +237,12 @@ def test_a_run_whose_weight_was_flipped_goes_back_before_it_and_ends_with_the_bi
     expected = end_of(tmp_path / "run", micro)
     (tmp_path / "run").rename(tmp_path / "left alone")
     after_step(7, flipped("params.embed"))
-    with pytest.raises(loop.NonFiniteError, match="3 steps in a row") as error:
+    with pytest.raises(NonFiniteError, match="3 steps in a row") as error:
         train(micro)
     assert saved_steps(tmp_path / "run") == [4]
     assert "the weights' norm (param_norm) was inf at 3 steps from 8 to 10, the loss and the" in str(error.value)
     assert "resumes from the checkpoint of step 4" in str(error.value)
-    assert "checkpoint of step 8 left out" in capsys.readouterr().out
+    assert "checkpoint of step 8 postponed" in capsys.readouterr().out
 
     assert train(micro) == 0
     assert "resuming from step 4 of 12" in capsys.readouterr().out
@@ -259,7 +264,7 @@ def test_a_state_that_is_not_finite_is_not_saved_though_all_steps_were_finite(mi
     after_step(8, damage)
     part = name.removesuffix(".embed")
     with pytest.raises(
-        loop.NonFiniteError, match=rf"after step 8 .*norm of {part} is inf.*resumes from the checkpoint of step 4"
+        NonFiniteError, match=rf"after step 8 .*norm of {part} is inf.*resumes from the checkpoint of step 4"
     ):
         train(micro)
     assert saved_steps(tmp_path / "run") == [4]
@@ -277,8 +282,8 @@ def test_a_checkpoint_and_an_export_due_in_a_non_finite_window_are_made_after_it
     assert saved_steps(tmp_path / "run") == [6, 10, 12]  # those of step 5 are made after the window
     assert sorted(path.name for path in (tmp_path / "run/huggingface").iterdir()) == ["10", "12", "6"]
     printed = capsys.readouterr().out
-    assert "checkpoint of step 5 left out" in printed
-    assert "export of step 5 left out" in printed
+    assert "checkpoint of step 5 postponed" in printed
+    assert "export of step 5 postponed" in printed
 
 
 def stopped_at_6(change, stop, monkeypatch):
@@ -289,10 +294,15 @@ def stopped_at_6(change, stop, monkeypatch):
             os.kill(os.getpid(), signal.SIGTERM)
         return change(state, metrics)
 
-    next_batch = loop._next_batch
+    next_batch, number = TrainBatches.__next__, itertools.count(1)
+
+    def next_but_the_seventh(self):
+        if next(number) == 7:
+            raise ValueError("row 30 cannot be read")
+        return next_batch(self)
+
     if stop == "bad batch":
-        bad = (None, None, ValueError("row 30 cannot be read"))
-        monkeypatch.setattr(loop, "_next_batch", lambda run: bad if run.step == 6 else next_batch(run))
+        monkeypatch.setattr(TrainBatches, "__next__", next_but_the_seventh)
     return changed
 
 
@@ -330,7 +340,7 @@ def test_a_run_that_stops_with_a_state_that_is_not_finite_says_so_and_resumes_fr
     with monkeypatch.context() as patch:
         after_step(6, stopped_at_6(flipped("params.embed"), stop, patch))
         with pytest.raises(
-            loop.NonFiniteError, match=r"after step 6 .*norm of params is inf.*resumes from the checkpoint of step 4"
+            NonFiniteError, match=r"after step 6 .*norm of params is inf.*resumes from the checkpoint of step 4"
         ):
             train(micro)
     assert saved_steps(tmp_path / "run") == [4]
@@ -346,7 +356,7 @@ def test_non_finite_steps_are_counted_across_a_resume(micro, train, after_step, 
     assert saved_steps(tmp_path / "run") == [2]
     micro.train.num_steps = 12
     after_step(3, not_finite(1))
-    with pytest.raises(loop.NonFiniteError, match=r"2 steps in a row were not finite.*the loss was nan at step 3"):
+    with pytest.raises(NonFiniteError, match=r"2 steps in a row were not finite.*the loss was nan at step 3"):
         train(micro)
     evidence = json.loads((tmp_path / "run/nonfinite.json").read_text())
     # the batch of step 3 begins where the checkpoint of step 2 says that the data goes on
@@ -363,7 +373,7 @@ def test_a_checkpoint_of_an_older_version_that_is_not_finite_is_put_aside(micro,
     expected = end_of(tmp_path / "run", micro)
     resolved = resolve(micro)
     checkpointer = Checkpointer(tmp_path / "run", config=resolved.checkpoint)
-    abstract = loop.abstract_state(resolved, fitting_layout(resolved, jax.devices()))
+    abstract = abstract_state(resolved, fitting_layout(resolved, jax.devices()))
     step, state, position, metadata = checkpointer.restore(abstract)
     shutil.rmtree(tmp_path / "run/checkpoints/12")
     checkpointer.close()
@@ -400,7 +410,7 @@ def test_a_run_of_an_older_version_is_resumed(micro, train, tmp_path, capsys):
 
 @pytest.mark.parametrize("moved", [shutil.move, shutil.copytree])
 @pytest.mark.parametrize("record", [lambda run: None, as_before], ids=["as written now", "as written before"])
-def test_a_checkpoint_under_the_name_of_another_step_is_passed_over(micro, train, tmp_path, capsys, moved, record):
+def test_a_checkpoint_under_the_name_of_another_step_is_ignored(micro, train, tmp_path, capsys, moved, record):
     short(micro, 4)
     micro.checkpoint.keep_last = 3
     assert train(micro) == 0

@@ -367,7 +367,7 @@ with process.StopSignals() as stop:
     first, *rest = done.stderr.splitlines()
     assert first == "SIGINT: saving and stopping after this step; press Ctrl-C again to stop at once"
     if in_a_command:
-        advice = "the same command resumes from the last checkpoint, or begins again without one"
+        advice = "run the same command to resume from the last checkpoint, or to start again without one"
         assert (done.returncode, done.stdout, rest) == (130, "", [f"interrupted; {advice}"])
     else:
         assert (done.returncode, done.stdout, rest) == (0, "raised\n", [])

@@ -22,7 +22,8 @@ from micro import reseal
 from hlat_jax import config as config_lib
 from hlat_jax.resolve import resolve
 from hlat_jax.run import settings
-from hlat_jax.store.checkpoint import Checkpointer, SaveError, find_saved, saved_run, saved_step
+from hlat_jax.store.checkpoint import Checkpointer, SaveError, find_saved
+from hlat_jax.store.checkpoint_checks import saved_run, saved_step
 from hlat_jax.store.config_diff import config_drift
 from hlat_jax.store.integrity import INTEGRITY_FILE
 

@@ -113,7 +113,7 @@ def kill_once(words: list[str], env: dict[str, str], workdir: pathlib.Path, *, p
 
 
 def origin(output: str) -> int:
-    """Returns the step that a run says it goes on from, or is complete at; 0 when it begins anew."""
+    """Returns the step that a run prints it resumes from, or is complete at; 0 when it begins anew."""
     said = re.search(r"resuming from step (\d+)|complete: .* is at step (\d+)", output)
     return int(said[1] or said[2]) if said else 0
 

@@ -296,10 +296,10 @@ def test_a_process_that_would_train_something_else_or_elsewhere_is_refused(small
     with small_job(DIFFERENT, DIFFERENT) as job:
         assert job.wait(60) == [0, 0], job.err(0) + job.err(1)
     for line in (
-        "process 1 of 2 would train something else than process 0:",
-        "train.num_steps: 7 here, 100 there",
-        "optimizer.peak_lr: 0.5 here, 0.0003 there",
-        "manifest.hash: 1 here, 0 there",
+        "process 1 of 2 has other settings than process 0:",
+        "train.num_steps: 7 here, 100 in process 0",
+        "optimizer.peak_lr: 0.5 here, 0.0003 in process 0",
+        "manifest.hash: 1 here, 0 in process 0",
         f"this process does not see the run folder {tmp_path / 'elsewhere'} of process 0",
     ):
         assert line in job.err(1)

@@ -140,7 +140,7 @@ def submit(tmp_path):
     return run
 
 
-def test_job_that_loses_a_node_goes_on_from_its_last_checkpoint(submit, tmp_path):
+def test_job_that_loses_a_node_resumes_from_its_last_checkpoint(submit, tmp_path):
     config, workdir = micro.write_config(tmp_path), tmp_path / "run"
     (tmp_path / "bin" / "lose").write_text(f"1 10 {workdir}")
     port = jobs.free_address().rpartition(":")[2]

@@ -96,7 +96,7 @@ def test_resume_after_a_disk_that_was_full_for_a_row_equals_the_uninterrupted_ru
     assert not kill_trials.differences(config, workdir, expected)
 
 
-def test_sigterm_saves_and_exits_0_and_the_same_command_goes_on(uninterrupted, tmp_path):
+def test_sigterm_saves_and_exits_0_and_the_same_command_resumes(uninterrupted, tmp_path):
     config, env, expected = uninterrupted
     words, workdir = micro.command(config, tmp_path / "stopped", "checkpoint.every_steps=0"), tmp_path / "stopped"
     process = subprocess.Popen(words, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -111,7 +111,7 @@ def test_sigterm_saves_and_exits_0_and_the_same_command_goes_on(uninterrupted, t
     assert "SIGTERM" in says
     assert f"step {stopped_at}" in says
     assert str(workdir) in says
-    assert "the same command goes on" in says
+    assert "run the same command to resume" in says
 
     again = micro.run(words, env)
     assert again.returncode == 0, again.stderr
@@ -131,7 +131,7 @@ def test_sigterm_before_the_first_step_says_that_nothing_was_saved(uninterrupted
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
-    assert "stopped by SIGTERM after step 0, before anything was there to save; the same command begins" in out
+    assert "stopped by SIGTERM after step 0, before anything was saved" in out
     assert micro.saved_steps(tmp_path / "run") == []
 
 
@@ -144,7 +144,7 @@ def test_resume_of_a_finished_run_says_that_it_is_complete(uninterrupted):
     assert {path: path.read_bytes() for path in workdir.rglob("*") if path.is_file()} == before
 
 
-def test_resume_with_more_steps_and_other_logging_goes_on_bit_for_bit(uninterrupted, ended_early):
+def test_resume_with_more_steps_and_other_logging_resumes_bit_for_bit(uninterrupted, ended_early):
     config, env, expected = uninterrupted
     changed = ("checkpoint.every_steps=7", "checkpoint.keep_last=1", "metrics.console=on", "data.num_threads=0")
     more = micro.run(micro.command(config, ended_early, *changed), env)

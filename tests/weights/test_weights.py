@@ -26,7 +26,8 @@ from hlat_jax.parallel.sharding import make_layout
 from hlat_jax.resolve import resolve
 from hlat_jax.run.init_from import begin, open_start
 from hlat_jax.step import abstract_state, init_state
-from hlat_jax.store.checkpoint import Checkpointer, saved_run
+from hlat_jax.store.checkpoint import Checkpointer
+from hlat_jax.store.checkpoint_checks import saved_run
 from hlat_jax.store.integrity import seal
 from hlat_jax.store.metrics import ROWS_FILE, read_rows
 from hlat_jax.weights import weights_folder
@@ -359,7 +360,7 @@ def test_a_folder_of_before_bos_was_noted_goes_by_its_files(trained, tmp_path):
 def test_a_run_begins_with_an_import_of_more_rows_than_tokens(trained, tmp_path, capsys):
     folder, padded = trained[0], {"model__vocab_size": 4096}
     train(folder, tmp_path / "first", **padded)
-    assert "2,048 of the rows of model.vocab_size are of no token" in capsys.readouterr().out
+    assert "model.vocab_size has 2,048 padding rows beyond the tokenizer's vocabulary" in capsys.readouterr().out
     assert hf.main(["export", str(tmp_path / "first"), f"--out={tmp_path / 'hf'}"]) == 0
     assert hf.main(["import", str(tmp_path / "hf"), f"--out={tmp_path / 'imported'}"]) == 0
     tokenizer = str(tmp_path / "imported/files/tokenizer.model")
@@ -425,7 +426,7 @@ def test_a_run_begins_with_init_from_and_passes_it_over_when_it_goes_on(trained,
     begun = tmp_path / "begun"
     settings = {"precision__policy": "mixed", "train__init_from": str(run)}
     config = train(folder, begun, **settings)
-    assert f"those of {run / 'checkpoints/2'}, step 2" in capsys.readouterr().out
+    assert f"weights          from {run / 'checkpoints/2'}, step 2" in capsys.readouterr().out
     [first, *_] = read_rows(begun / ROWS_FILE)
     weights = open_weights(run, masters=True)
     norm = np.sqrt(
@@ -436,7 +437,7 @@ def test_a_run_begins_with_init_from_and_passes_it_over_when_it_goes_on(trained,
     assert json.loads((begun / "config.json").read_text())["train"]["init_from"] == config.train.init_from == str(run)
 
     train(folder, begun, **settings | {"train__init_from": str(tmp_path / "gone"), "train__num_steps": 3})
-    assert "train.init_from  passed over: this run has a checkpoint of its own" in capsys.readouterr().out
+    assert "train.init_from  ignored: resuming from this run's own checkpoint" in capsys.readouterr().out
     for step in (2, 3):
         metadata = saved_run(begun / f"checkpoints/{step}")["metadata"]
         assert metadata["init_from"] == {"folder": str(run / "checkpoints/2"), "step": 2}

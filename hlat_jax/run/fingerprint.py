@@ -1,4 +1,4 @@
-"""What a lowered program is, in a few numbers: its fingerprint, its size, its arguments.
+"""The fingerprint and the size of a lowered program.
 
 A fingerprint is a hash of the StableHLO module without the Python lines it comes from. Equal fingerprints are equal
 programs for any compiler; what surrounds a program (flags, versions of compilers) is not in it.
@@ -8,24 +8,26 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import math
+from collections.abc import Iterator
 from typing import Any
 
-from hlat_jax.neuron.module import Program, tensor
+from jax.extend.mlir import ir
 
-# Operations that compute nothing: what holds others, or hands values on.
+# Operations that compute nothing: they hold others, or return values.
 _SCAFFOLD = ("builtin.module", "func.func", "func.return", "stablehlo.return", "sdy.return", "sdy.mesh")
 
 
 @dataclasses.dataclass(frozen=True)
 class Fingerprint:
-    """A lowered program, told from others.
+    """What identifies a lowered program, and how large it is.
 
     Attributes:
       sha256: of its text, the first 16 hexadecimal digits.
       module: its name, under which JAX's cache files it.
       num_ops: operations; those in the body of a loop count once.
       num_arguments: arrays that it takes.
-      argument_bytes: of them all, before they are spread over devices.
+      argument_bytes: of all arguments, before they are sharded over devices.
     """
 
     sha256: str
@@ -36,15 +38,23 @@ class Fingerprint:
 
 
 def fingerprint(lowered: Any) -> Fingerprint:
-    """Returns the fingerprint of what `jax.jit(fn).lower(...)` gave."""
+    """Returns the fingerprint of the result of `jax.jit(fn).lower(...)`."""
     root = lowered.compiler_ir("stablehlo").operation
     text = root.get_asm(enable_debug_info=False)
-    program = Program(root)
-    arguments = [tensor(value) for value in program.main.regions[0].blocks[0].arguments]
+    [main] = [op for op in root.regions[0].blocks[0] if ir.StringAttr(op.attributes["sym_name"]).value == "main"]
+    arguments = [ir.RankedTensorType(value.type) for value in main.regions[0].blocks[0].arguments]
     return Fingerprint(
         sha256=hashlib.sha256(text.encode()).hexdigest()[:16],
         module=root.attributes["sym_name"].value,
-        num_ops=sum(op.name not in _SCAFFOLD for op in program.operations),
+        num_ops=sum(op.name not in _SCAFFOLD for op in _operations(root)),
         num_arguments=len(arguments),
-        argument_bytes=sum(argument.num_bytes for argument in arguments if argument is not None),
+        argument_bytes=sum(math.prod(kind.shape) * max(kind.element_type.width, 8) // 8 for kind in arguments),
     )
+
+
+def _operations(op: Any) -> Iterator[Any]:
+    yield op
+    for region in op.regions:
+        for block in region:
+            for inner in block:
+                yield from _operations(inner.operation)

@@ -1,0 +1,82 @@
+"""Non-finite steps and states: how they are described, and how they end a run."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NoReturn
+
+import jax
+import numpy as np
+
+from hlat_jax.host import distributed
+from hlat_jax.run.open import Progress, Run
+from hlat_jax.store import atomic_files
+from hlat_jax.store.checkpoint_checks import not_finite
+
+EVIDENCE_FILE = "nonfinite.json"
+_FIGURES = {"loss": "the loss", "grad_norm": "the gradient norm", "param_norm": "the weights' norm (param_norm)"}
+
+
+class NonFiniteError(RuntimeError):
+    """Too many non-finite steps in a row, or a state that is not finite when it was to be saved or exported."""
+
+
+def finite_norms(run: Run, progress: Progress) -> dict[str, float]:
+    """Returns the norms of the parts of the state. Raises NonFiniteError when one of them is not finite."""
+    norms = {part: float(norm) for part, norm in jax.device_get(run.state_norms(progress.state)).items()}
+    if why := not_finite(norms):
+        raise NonFiniteError(
+            f"after step {progress.step} {why}; nothing was saved or exported. The same command resumes from "
+            f"{_newest_saved(progress)}. If it ends here again, start again with a lower optimizer.peak_lr in another "
+            "--workdir."
+        )
+    return norms
+
+
+def stop(run: Run, progress: Progress, *, position: np.ndarray) -> NoReturn:
+    """Writes the evidence on the last non-finite steps and raises NonFiniteError; every process calls it together.
+
+    Args:
+      run: that ends.
+      progress: whose `nonfinite_rows` are described.
+      position: of the data before the batch of the last of them.
+    """
+    run.log.sync()
+    row, evidence = progress.nonfinite_rows[-1], run.workdir / EVIDENCE_FILE
+    record = {
+        "last_step": row,
+        "steps_in_a_row": progress.num_nonfinite,
+        "data_position_before_that_batch": run.global_position(position).tolist(),
+    }
+    if distributed.is_first():
+        atomic_files.write_json(evidence, record)
+    distributed.barrier()  # the evidence is written before any process ends the others
+    advice = "Look at that batch, raise train.max_nonfinite_steps"
+    if not math.isfinite(row["param_norm"]):
+        advice = f"The weights are damaged: run the same command again, which resumes from {_newest_saved(progress)}"
+    raise NonFiniteError(
+        f"{progress.num_nonfinite} steps in a row were not finite, the last one step {row['step']} (batch "
+        f"{row['batch_hash']}): {describe(progress.nonfinite_rows)}. Their updates were left out. Evidence: "
+        f"{evidence}. {advice}, or start again with a lower optimizer.peak_lr in another --workdir."
+    )
+
+
+def describe(rows: list[dict[str, Any]]) -> str:
+    """Returns which figures of consecutive metrics rows were not finite, and at which steps."""
+    parts, finite = [], []
+    for key, name in _FIGURES.items():
+        bad = [row for row in rows if not math.isfinite(row[key])]
+        if not bad:
+            finite.append(name)
+            continue
+        values = " or ".join(sorted({str(row[key]) for row in bad}))
+        first, last = bad[0]["step"], bad[-1]["step"]
+        steps = f"step {first}" if first == last else f"{len(bad)} steps from {first} to {last}"
+        parts.append(f"{name} was {values} at {steps}")
+    if finite:
+        parts.append(f"{' and '.join(finite)} {'was' if len(finite) == 1 else 'were'} finite")
+    return ", ".join(parts)
+
+
+def _newest_saved(progress: Progress) -> str:
+    return f"the checkpoint of step {progress.saved_step}" if progress.saved_step else "the beginning"

@@ -1,0 +1,223 @@
+"""Whether a checkpoint on disk can be used, judged without Orbax: its files, its record, its step and its norms.
+
+A checkpoint of which every file is whole may still be unusable: its record has a field that no run writes, its folder
+has the name of another step, or its state is not finite.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import pathlib
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from hlat_jax.host import distributed
+from hlat_jax.store.atomic_files import read_json
+from hlat_jax.store.integrity import damage
+
+RUN_ITEM = "run"
+_RUN_FILE = "metadata"  # where Orbax's JsonSave puts an item
+PARAMS, MASTERS = ("params",), ("opt_state", "master")  # where a state has them
+
+
+def saved_run(folder: pathlib.Path) -> dict[str, Any]:
+    """Returns what a checkpoint holds beside its state, its record.
+
+    It has "position", "metadata", and "arrays", path -> dtype[shape]; and, unless an earlier version wrote it, "step"
+    and "norms", part of the state -> norm, see step.make_norms.
+
+    Raises:
+      ValueError: a field is missing or has a value that no run writes; the message has the file and the field.
+    """
+    path = folder / RUN_ITEM / _RUN_FILE
+    run = read_json(path, allow_nan=True)
+    for field, value, is_valid, allowed in _fields(run):
+        if not is_valid:
+            raise ValueError(f"{path}: {field}={repr(value)[:100]} must be {allowed}.")
+    return run
+
+
+def saved_step(folder: pathlib.Path, run: Mapping[str, Any]) -> int:
+    """Returns the step that a checkpoint's folder is named after; under any other name, the step it records.
+
+    Raises:
+      ValueError: it has neither.
+    """
+    if _is_step(folder.name):
+        return int(folder.name)
+    if "step" in run:
+        return run["step"]
+    position = np.asarray(run["position"])
+    if position.ndim != 2:
+        raise ValueError(f"{folder / RUN_ITEM / _RUN_FILE} records no step")
+    return int(position[0, 0])
+
+
+def _fields(run: Mapping[str, Any]) -> Iterator[tuple[str, Any, bool, str]]:
+    """Yields (field, value, whether a run could have written it, what is allowed) of what lies beside a state."""
+
+    def is_count(value: Any, *, least: int = 0) -> bool:
+        return type(value) is int and least <= value < 1 << 63
+
+    run = {"position": None, "metadata": None, "arrays": None} | run
+    try:
+        position = np.asarray(run["position"])
+    except ValueError:  # rows of several lengths
+        position = np.zeros(0)
+    is_position = position.dtype == np.int64 and position.ndim > 0
+    yield "position", run["position"], is_position, "a list of integers, or of such lists of one length"
+    yield "metadata", run["metadata"], isinstance(run["metadata"], dict), "an object"
+    yield "arrays", run["arrays"], isinstance(run["arrays"], dict), "an object"
+    for name, text in run["arrays"].items():
+        yield f"arrays[{name!r}]", text, _is_array(text), "dtype[shape]"
+    if "step" in run:
+        yield "step", run["step"], is_count(run["step"]), "an integer of at least 0"
+    if "norms" in run:
+        yield "norms", run["norms"], isinstance(run["norms"], dict), "an object"
+        for name, norm in run["norms"].items():
+            yield f"norms[{name!r}]", norm, type(norm) is float, "a floating-point number"
+    metadata = run["metadata"]
+    config = metadata.get("config", {})
+    yield "metadata.config", config, isinstance(config, dict), "an object"
+    if "data" not in config:  # written by something other than a run
+        return
+    data = config["data"]
+    yield "metadata.config.data", data, isinstance(data, dict), "an object"
+    for key, least in (("batch_size", 1), ("seq_len", 2)):
+        value = data.get(key)
+        yield f"metadata.config.data.{key}", value, is_count(value, least=least), f"an integer of at least {least}"
+    packing = data.get("packing")
+    yield "metadata.config.data.packing", packing, packing in ("concat", "documents"), "'concat' or 'documents'"
+    for key in ("tokens", "num_nonfinite"):
+        value = metadata.get(key)
+        yield f"metadata.{key}", value, is_count(value), "an integer of at least 0"
+    has_rows = position.ndim == 2 and len(position) == data["batch_size"]
+    yield "position", run["position"], has_rows, f"a list of {data['batch_size']} lists, one a row of a batch"
+
+
+def _is_array(text: Any) -> bool:
+    found = re.fullmatch(r"(\w+)\[(?:\d+(?:, \d+)*)?\]", text, re.ASCII) if isinstance(text, str) else None
+    try:
+        return found is not None and jax.numpy.dtype(found[1]) is not None
+    except TypeError:
+        return False
+
+
+def _is_step(name: str) -> bool:
+    """Returns whether a folder's name is a step as a save writes it: no padding, no digits of other scripts."""
+    return name.isascii() and name.isdecimal() and name == str(int(name))
+
+
+def not_finite(norms: Mapping[str, Any]) -> str:
+    """Returns which norms of a state are not finite; "" when all are."""
+    parts = [f"the norm of {part} is {float(norm)}" for part, norm in norms.items() if not math.isfinite(norm)]
+    return f"its state is not finite: {', '.join(parts)}" if parts else ""
+
+
+def newest_usable(folder: pathlib.Path, *, deep: bool, known: Mapping[int, str]) -> tuple[int, dict[int, str]] | None:
+    """Returns the newest usable step of process 0 and why all newer ones are not; None when there is no step.
+
+    Every process calls it at the same point.
+
+    Args:
+      folder: of the checkpoints.
+      deep: sum large files too, see integrity.damage.
+      known: steps that cannot be used, and why.
+    """
+    unusable: dict[int, str] = {}
+    steps = [int(path.name) for path in folder.glob("*") if _is_step(path.name)]
+    [steps, *_] = distributed.exchange(json.dumps(sorted(steps, reverse=True)))
+    for step in json.loads(steps):
+        why = known[step] if step in known else problem_on_disk(folder / str(step), deep=deep)
+        if not why:
+            return step, unusable
+        unusable[step] = why
+    if not unusable:
+        return None
+    lines = "".join(f"\n  {folder / str(step)}: {why}" for step, why in unusable.items())
+    raise ValueError(
+        f"every checkpoint is damaged:{lines}\nBring one back from a copy, or move {folder} away to start again."
+    )
+
+
+def problem_on_disk(folder: pathlib.Path, *, deep: bool) -> str:
+    """Returns why a checkpoint cannot be used, as far as that shows without its arrays; "" when nothing does."""
+    if why := damage(folder, deep=deep):
+        return why
+    try:
+        run = saved_run(folder)
+        step = saved_step(folder, run)
+    except ValueError as error:
+        return str(error).rstrip(".")
+    # the folder's name is not part of the sums; all of these are
+    found = {"record": run["step"]} if "step" in run else {}
+    position, metadata = np.asarray(run["position"]), run["metadata"]
+    if position.ndim == 2:  # of a run: every row begins with the number of batches
+        found["data position"] = int(position[0, 0])
+    if "data" in metadata.get("config", {}):
+        found["token count"] = _step_of_tokens(metadata["tokens"], metadata["config"]["data"], step)
+    others = {what: other for what, other in found.items() if str(other) != str(step)}
+    if others:
+        return _other_step(folder.name, step, others)
+    return not_finite(run.get("norms", {}))
+
+
+def _other_step(name: str, step: int, found: Mapping[str, Any]) -> str:
+    others = ", ".join(f"{what} ({other})" for what, other in found.items())
+    known = f"its folder is named {name}" if name == str(step) else f"it records step {step}"
+    return f"{known}, which is not the step of its {others}"
+
+
+def _step_of_tokens(tokens: int, data: Mapping[str, Any], step: int) -> str:
+    """Returns the step at which a run has trained on so many tokens; with padding that may be `step` if it can be."""
+    rows, seq_len = data["batch_size"], data["seq_len"]
+    if data["packing"] == "concat":  # the last token of a row has no target
+        return f"{tokens / (rows * (seq_len - 1)):.10g}"
+    least = -(-tokens // (rows * seq_len))
+    return str(step) if step >= least else f"{least} or later"
+
+
+def problem_of_state(name: str, step: int, state: Any, *, norms: Callable[[Any], Mapping[str, Any]] | None) -> str:
+    """Returns why a state that was read is not that of a step, or is not finite; "" when it is both."""
+    if "step" in state and (found := int(jax.device_get(state["step"]))) != step:
+        return _other_step(name, step, {"state": found})
+    return not_finite(jax.device_get(norms(state))) if norms is not None else ""
+
+
+def problem_of_arrays(folder: pathlib.Path, *, read: Callable[[pathlib.Path, Any], Any]) -> str:
+    """Returns as `problem_of_state`, reading of the state its step and, where no norms were recorded, the weights.
+
+    Both the parameters and, where there are such, the masters; one weight at a time is in host memory.
+
+    Args:
+      folder: of the checkpoint.
+      read: `checkpoint.read_arrays`.
+    """
+    run = saved_run(folder)
+    scalar = jax.ShapeDtypeStruct((), np.int32)
+    state = read(folder, {"step": scalar}) if "['step']" in run["arrays"] else {}
+    if why := problem_of_state(folder.name, saved_step(folder, run), state, norms=None):
+        return why
+    if "norms" in run:
+        return ""
+    totals: dict[str, np.float32] = {}
+    for name, text in run["arrays"].items():
+        keys = re.findall(r"\['(\w+)'\]", name)
+        part = next((".".join(part) for part in (PARAMS, MASTERS) if keys[: len(part)] == list(part)), "")
+        if not part:
+            continue
+        dtype, _, shape = text.partition("[")
+        abstract = jax.ShapeDtypeStruct(json.loads(f"[{shape}"), jax.numpy.dtype(dtype))
+        for key in reversed(keys):
+            abstract = {key: abstract}
+        [values] = jax.tree.leaves(read(folder, abstract))
+        values = values.reshape(-1).astype(np.float32, copy=False)
+        with np.errstate(over="ignore", invalid="ignore"):
+            # in fp32 as in a step, where a weight of 1e20 makes the norm infinite
+            totals[part] = totals.get(part, np.float32(0)) + values @ values
+    return not_finite({part: np.sqrt(total) for part, total in totals.items()})
