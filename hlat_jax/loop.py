@@ -53,11 +53,11 @@ from hlat_jax.program import StepMetrics
 from hlat_jax.run import budget, summary
 from hlat_jax.run.compilation import Compilations, compiled_sampler, compiled_step
 from hlat_jax.run.init_from import begin, open_start
-from hlat_jax.run.machine import fitting_layout
+from hlat_jax.run.machine import fitting_program
 from hlat_jax.run.settings import refuse_drift, settings_of, write_settings
 from hlat_jax.run.step_sync import Agreed, Agreement, only_job, require_same_settings
 from hlat_jax.run.validation import Validation
-from hlat_jax.step import abstract_state, init_arguments, make_norms, state_bytes
+from hlat_jax.step import RunProgram
 from hlat_jax.store import atomic_files
 from hlat_jax.store.checkpoint import Checkpointer, not_finite
 from hlat_jax.store.metrics import MetricsLog, SilentLog
@@ -124,8 +124,7 @@ def train(config: Config, workdir: pathlib.Path) -> int:
     """
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(StopSignals())
-        layout = fitting_layout(config, jax.devices())
-        run = _open(config, workdir, layout, stack)
+        run = _open(fitting_program(config, jax.devices()), workdir, stack)
         if run is None:
             return 0
         if run.step == 0:
@@ -146,8 +145,9 @@ def train(config: Config, workdir: pathlib.Path) -> int:
     return 0
 
 
-def _open(config: Config, workdir: pathlib.Path, layout: Layout, stack: contextlib.ExitStack) -> Run | None:
+def _open(program: RunProgram, workdir: pathlib.Path, stack: contextlib.ExitStack) -> Run | None:
     """Returns a run ready to step, new or resumed; None when it is already complete."""
+    config, layout = program.config, program.layout
     tokenizer = Tokenizer(config.data.tokenizer, vocab_size=config.model.vocab_size)
     tasks = open_tasks(config) if config.train.eval_tasks else None
     stack.enter_context(only_job(workdir))
@@ -155,15 +155,13 @@ def _open(config: Config, workdir: pathlib.Path, layout: Layout, stack: contextl
     options = {"tokenizer": tokenizer, "rows": process_rows(layout, config.data.batch_size), "index_folder": index}
     batches = stack.enter_context(contextlib.closing(TrainBatches(config.data, **options)))
     held_out, held_out_manifest = open_held_out(config.data, num_batches=config.train.num_eval_batches, **options)
-    settings = settings_of(config, layout, tokenizer=tokenizer, batches=batches)
+    settings = settings_of(program, tokenizer=tokenizer, batches=batches)
     settings |= {"validation_manifest": held_out_manifest}
     require_same_settings(settings)
     checkpointer = stack.enter_context(closing_quietly(Checkpointer(workdir, config=config.checkpoint)))
     exporter = Exporter(workdir, config=config, tokenizer_sha256=tokenizer.sha256)
     stack.enter_context(closing_quietly(exporter))
-    abstract = abstract_state(config, layout)
-    num_bytes = state_bytes(abstract)
-    summary.describe(config, layout, implementations=settings["implementations"], num_bytes=num_bytes)
+    summary.describe(program)
     _tell_data(batches, held_out, unused_rows=config.model.vocab_size - tokenizer.vocab_size)
 
     saved = checkpointer.latest_metadata()
@@ -171,16 +169,16 @@ def _open(config: Config, workdir: pathlib.Path, layout: Layout, stack: contextl
         tasks.load()
     if saved is not None:
         refuse_drift(saved[1], settings, step=saved[0])
-    restored = checkpointer.restore(abstract, norms=make_norms(config, layout)) if saved is not None else None
+    restored = None if saved is None else checkpointer.restore(program.abstract_state, norms=program.norms)
     if restored is not None and restored[0] >= config.train.num_steps:
         _finish_complete(config, workdir, exporter, *restored[:2])
         return None
 
     beginning = open_start(config, tokenizer) if restored is None and config.train.init_from else None
-    planned, remat = budget.resolved(config, layout, recorded=restored and restored[3].get("remat"))
-    compilations = Compilations(planned, layout)
+    program, remat = budget.resolved(program, recorded=restored and restored[3].get("remat"))
+    compilations = Compilations(program)
     if restored is None:
-        step, state, position = 0, compilations.compiled("init")(*init_arguments(config)), batches.get_state()
+        step, state, position = 0, compilations.compiled("init")(program.seed), batches.get_state()
         if beginning is not None:
             state, settings["init_from"] = begin(beginning, state)
         moving = {"tokens": 0, "num_nonfinite": 0}
@@ -197,10 +195,10 @@ def _open(config: Config, workdir: pathlib.Path, layout: Layout, stack: contextl
         positions.rewind(workdir, step)
         exporter.rewind(step)
     log = stack.enter_context(closing_quietly(_metrics_log(config, workdir, layout, step)))
-    programs = compiled_step(planned, layout, compilations), compilations.compiled("norms")
+    programs = compiled_step(compilations), compilations.compiled("norms")
     validation = Validation(held_out, compilations.compiled("eval"), layout) if held_out else None
     in_training = TasksInTraining(tasks, config, layout=layout, tokenizer=tokenizer) if tasks else None
-    sampler = compiled_sampler(config, layout, compilations) if config.train.sample_prompt else None
+    sampler = compiled_sampler(compilations) if config.train.sample_prompt else None
     if distributed.is_first():
         compilations.write(workdir)
     parts = (config, workdir, layout, tokenizer, batches, checkpointer, exporter, validation, in_training)

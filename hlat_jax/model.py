@@ -36,6 +36,7 @@ from hlat_jax.ops.registry import OPS
 from hlat_jax.ops.rope import Llama3Scaling, apply_rope, rope_frequencies, rope_tables
 from hlat_jax.ops.swiglu import swiglu
 from hlat_jax.parallel.collectives import ALONE, Shards
+from hlat_jax.passes import naming
 from hlat_jax.resolve import check_model
 
 KeysValues = tuple[jax.Array, jax.Array]
@@ -306,7 +307,7 @@ def select_implementations(cfg: ModelConfig, platform: str) -> ModelConfig:
     `choices` knows the calls of a run, and chooses better.
     """
     chosen = {key: op.choose("auto", platform).name for key, op in OPS.items() if getattr(cfg, key) == "auto"}
-    return dataclasses.replace(cfg, **chosen, remat=stack.select(cfg.remat, platform))
+    return dataclasses.replace(cfg, **chosen, remat=naming.select_remat(cfg.remat, platform))
 
 
 def init_params(cfg: ModelConfig, key: jax.Array) -> dict[str, Any]:

@@ -66,6 +66,11 @@ class ProgramOptions:
     dialects: Mapping[str, str] | None = None
     kernels: Mapping[str, Choice] = dataclasses.field(default_factory=dict)
 
+    @property
+    def active_spread(self) -> Spread | None:
+        """`spread` where it has several devices; on one, a program has no collectives."""
+        return self.spread if self.spread is not None and self.spread.layout.mesh.size > 1 else None
+
     def __post_init__(self):
         self._check_each()
         self._check_together()

@@ -6,14 +6,15 @@ import pathlib
 
 from hlat_jax import cost
 from hlat_jax.config import Config
-from hlat_jax.ops.choices import choices
-from hlat_jax.parallel.sharding import Layout
+from hlat_jax.ops.registry import OPS
+from hlat_jax.step import RunProgram, state_bytes
 from hlat_jax.store.loss_curve import plot_loss
 from hlat_jax.store.metrics import ROWS_FILE, read_rows
 
 
-def describe(config: Config, layout: Layout, *, implementations: dict[str, str], num_bytes: int) -> None:
-    """Prints what is trained on what; `num_bytes` of state lie on the fullest device."""
+def describe(program: RunProgram) -> None:
+    """Prints what is trained, on which devices, with which implementations."""
+    config, layout = program.config, program.layout
     device = layout.mesh.devices.flat[0]
     degrees = " x ".join(f"{axis} {size}" for axis, size in layout.degrees.items() if size > 1) or "one device"
     step_tokens = config.data.batch_size * config.data.seq_len
@@ -25,10 +26,9 @@ def describe(config: Config, layout: Layout, *, implementations: dict[str, str],
     else:
         print(f"tokens per step  {step_tokens:,}, padding and ends of documents among them")
     print(f"steps            {config.train.num_steps:,} of a horizon of {config.optimizer.horizon_steps:,}")
-    print(f"state            {num_bytes / cost.GIB:.3f} GiB on the fullest device")
-    because = {name: f" ({choice.because})" for name, choice in choices(config, layout).items()}
-    said = (f"{name} {choice}{because.get(name, '')}" for name, choice in implementations.items())
-    print(f"implementations  {', '.join(said)}")
+    print(f"state            {state_bytes(program.abstract_state) / cost.GIB:.3f} GiB on the fullest device")
+    chosen = [f"{key} {program.choices[key].name} ({program.choices[key].because})" for key in OPS]
+    print(f"implementations  {', '.join([*chosen, f'remat {program.model.remat}'])}")
 
 
 def finish(config: Config, workdir: pathlib.Path, step: int) -> None:

@@ -286,7 +286,7 @@ def saved_run(folder: pathlib.Path) -> dict[str, Any]:
     """Returns what a checkpoint holds beside its state.
 
     "position", "metadata", and "arrays", path -> dtype[shape]; from the versions on that record them "step", and
-    "norms", part of the state -> norm, see step.make_norms.
+    "norms", part of the state -> norm, see step.RunProgram.
 
     Raises:
       ValueError: a field is missing or has a value that no run writes; the message has the file and the field.

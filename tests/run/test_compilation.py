@@ -23,7 +23,7 @@ from hlat_jax.neuron.fingerprint import fingerprint
 from hlat_jax.neuron.programs_command import _cached
 from hlat_jax.resolve import resolve
 from hlat_jax.run.compilation import RECORD_FILE, Compilations, recorded
-from hlat_jax.step import init_state
+from hlat_jax.step import make_program
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
 ONE = changes.Place("neuron", {"pipe": 1, "data": 1, "fsdp": 1, "tensor": 1})
@@ -151,7 +151,7 @@ def test_devices_that_do_not_exist_give_the_fingerprints_of_those_that_do(num_de
 
     config = config_with()
     real = layout_over(config, jax.devices()[:num_devices])
-    compilations = Compilations(config, real)
+    compilations = Compilations(make_program(config, real))
     for name in ("init", "eval"):
         compilations.compiled(name)
     place = changes.Place("cpu", real.degrees)
@@ -243,7 +243,7 @@ def test_the_weights_are_those_of_the_seeds_rbg_key(one_device):
     config = config_with({"train.seed": 2**31 + 5})
     key = jax.random.key(2**31 + 5, impl="rbg")
     expected = jax.jit(lambda: init_params(config.model, key))()
-    jax.tree.map(np.testing.assert_array_equal, init_state(config, one_device)["params"], expected)
+    jax.tree.map(np.testing.assert_array_equal, make_program(config, one_device).init_state()["params"], expected)
 
 
 @pytest.fixture
