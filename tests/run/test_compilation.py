@@ -1,5 +1,6 @@
 """The programs of a run: what changes a fingerprint and what does not, what training compiles, and why it is new."""
 
+import collections
 import json
 import os
 import pathlib
@@ -15,12 +16,14 @@ from micro import write_config
 from planned import small_config
 
 from hlat_jax import config as config_lib
-from hlat_jax import loop
+from hlat_jax import loop, step
 from hlat_jax.host import flags
 from hlat_jax.model import init_params
 from hlat_jax.neuron import changes
 from hlat_jax.neuron.fingerprint import fingerprint
 from hlat_jax.neuron.programs_command import _cached
+from hlat_jax.ops.dialect import Op
+from hlat_jax.ops.registry import OPS
 from hlat_jax.resolve import resolve
 from hlat_jax.run.compilation import RECORD_FILE, Compilations, recorded
 from hlat_jax.step import make_program
@@ -215,6 +218,29 @@ def test_a_run_compiles_its_programs_once_each_and_nothing_else(run):
     for name, entry in recorded(workdir).items():
         assert entry["sha256"] == changes.program(name, config, place).sha256, name
     assert set(recorded(workdir)) == set(PROGRAMS)
+
+
+def test_a_run_builds_its_program_once_and_chooses_each_implementation_once(run, monkeypatch):
+    """New, then resumed: validation, samples, checkpoints and their norms all take the same program."""
+    built, chosen = [], collections.Counter()
+    training_program, choose = step.training_program, Op.choose
+
+    def counted_program(*args, **options):
+        built.append(options["options"])
+        return training_program(*args, **options)
+
+    def counted_choice(op, name, platform, **options):
+        chosen[op.key] += options.get("facts") is not None  # of the calls of a run; a model alone has none
+        return choose(op, name, platform, **options)
+
+    monkeypatch.setattr(step, "training_program", counted_program)
+    monkeypatch.setattr(Op, "choose", counted_choice)
+    for num_steps in (3, 5):
+        built.clear()
+        chosen.clear()
+        run(train__num_steps=num_steps)
+        assert len(built) == 1
+        assert chosen == {op.key: 1 for op in OPS.values()}
 
 
 def test_a_run_that_goes_on_compiles_no_other_program(run):
