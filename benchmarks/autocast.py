@@ -48,7 +48,7 @@ FP32 = REFERENCE, NUDGED = "fp32", "fp32'"
 def fp32_loss(config: config_lib.Config) -> Callable[[Any, Any], tuple[jax.Array, jax.Array]]:
     """Returns our loss in fp32, on one device."""
     layout = make_layout(config_lib.ParallelConfig(), jax.devices()[:1])
-    return parts(config, layout, model=chosen_model(config, layout), z_loss_weight=0.0)
+    return parts(chosen_model(config, layout), layout, compute=jnp.float32, z_loss_weight=0.0)
 
 
 def product_dtypes(fn: Callable, *args: Any) -> collections.Counter:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,16 +12,23 @@ import jax.numpy as jnp
 import optax
 
 from hlat_jax.batch import SumAndCount, microbatches
-from hlat_jax.ops.registry import OPS
 from hlat_jax.optimizer import global_norm, masked
 from hlat_jax.parallel import xla_options
 from hlat_jax.parallel.sharding import ROWS
-from hlat_jax.parallel.zero import check_params, spread_over
+from hlat_jax.parallel.zero import check_params
 from hlat_jax.passes import remat, scaling
 from hlat_jax.passes.autocast import autocast, is_fp16
 from hlat_jax.passes.remat import Plan
-from hlat_jax.precision import NEAREST, Accumulation, Policy, Rounding, cast_tree
-from hlat_jax.program_options import BesideLoss, ProgramOptions, averaged_aux, checked_loss
+from hlat_jax.precision import NEAREST, Accumulation, Rounding, cast_tree
+from hlat_jax.program_options import (
+    BesideLoss,
+    ProgramOptions,
+    averaged_aux,
+    check_arguments,
+    checked_loss,
+    resolved,
+    with_dialects,
+)
 
 State = dict[str, Any]
 LossFn = Callable[[Any, Any], jax.Array | SumAndCount | tuple[jax.Array | SumAndCount, Any]]
@@ -122,16 +128,16 @@ def training_program(
         needs are missing, or no program tried fits the budget. The step, before it is compiled: the loss function
         returns anything else.
     """
-    _check_arguments(loss_fn, optimizer, options=options, params=params, batch=batch, has_aux=has_aux)
-    options = _resolved(options, params)
+    check_arguments(loss_fn, optimizer, options=options, params=params, batch=batch, has_aux=has_aux)
+    options = resolved(options, params)
     if options.dialects is not None:
-        loss_fn, options = _with_dialects(loss_fn, options)
+        loss_fn, options = with_dialects(loss_fn, options)
     if options.accumulate is None:
         loss_fn = checked_loss(loss_fn, has_aux=has_aux)
-    optimizer = masked(optimizer)
-    initial = _initial(optimizer, options.policy, is_scaled=is_fp16(options.autocast))
-    # One device has shardings too: what reads the state is then compiled once, for before the first step and after it.
-    shardings = None if options.spread is None else options.spread.state_shardings(jax.eval_shape(initial, params))
+    optimizer, shardings = masked(optimizer), None
+    if options.spread is not None:
+        # of one device too: what reads the state is then compiled once, for before the first step and after it
+        shardings = options.spread.state_shardings(jax.eval_shape(_initial(optimizer, options), params))
 
     def step_of(loss_fn: Callable) -> Any:
         return _jitted(_train_step(loss_fn, optimizer, options), options, shardings)
@@ -140,7 +146,8 @@ def training_program(
     if options.autocast is not None:
         loss_fn = autocast(loss_fn, options.autocast)
         stages["autocast"] = step_of(loss_fn)
-    program = TrainingProgram(init=_placed(initial, shardings), stages=stages, options=options, shardings=shardings)
+    init = _initial(optimizer, options, shardings=shardings)
+    program = TrainingProgram(init=init, stages=stages, options=options, shardings=shardings)
     if params is None or batch is None:
         return program
     arguments = program.step_arguments(params, batch)
@@ -272,11 +279,15 @@ def _moved(weights: Any, updates: Any, *, finite: jax.Array, rounding: Rounding)
     return jax.tree_util.tree_map_with_path(move, weights, exact)
 
 
-def _initial(optimizer: optax.GradientTransformation, policy: Policy, *, is_scaled: bool) -> Callable[..., State]:
-    """Returns (params, *, seed) -> the state before the first step, wherever the parameters are."""
+def _initial(
+    optimizer: optax.GradientTransformation, options: ProgramOptions, *, shardings: Any = None
+) -> Callable[..., State]:
+    """Returns (params, *, seed=0) -> the state before the first step; without shardings it lies where the params do."""
+    policy = options.policy
 
-    def initial(params: Any, *, seed: Any = 0) -> State:
-        params = jax.tree.map(jnp.copy, params)  # the state is donated, what the caller has is not
+    def init(params: Any, *, seed: Any = 0) -> State:
+        check_params(params)
+        params = jax.tree.map(jnp.copy, params)  # the state is donated, the caller's parameters are not
         weights = cast_tree(params, policy.master or policy.param)
         # copies: what an optimizer keeps of the weights must not be the buffer that is donated as the weights
         opt_state = {"inner": optimizer.init(jax.tree.map(jnp.copy, weights))}
@@ -284,19 +295,9 @@ def _initial(optimizer: optax.GradientTransformation, policy: Policy, *, is_scal
             opt_state["master"] = weights
         if policy.rounding != "nearest":
             opt_state["seed"] = jnp.asarray(seed, jnp.uint32)
-        if is_scaled:
+        if is_fp16(options.autocast):
             opt_state["loss_scale"] = scaling.initial()
-        return {"step": jnp.zeros((), jnp.int32), "params": cast_tree(params, policy.param), "opt_state": opt_state}
-
-    return initial
-
-
-def _placed(initial: Callable[..., State], shardings: Any) -> Callable[..., State]:
-    """Returns `initial` with its parameters checked and its state sharded."""
-
-    def init(params: Any, *, seed: Any = 0) -> State:
-        check_params(params)
-        state = initial(params, seed=seed)
+        state = {"step": jnp.zeros((), jnp.int32), "params": cast_tree(params, policy.param), "opt_state": opt_state}
         return state if shardings is None else jax.lax.with_sharding_constraint(state, shardings)
 
     return init
@@ -307,55 +308,3 @@ def _jitted(train_step: Callable, options: ProgramOptions, shardings: Any) -> An
         return jax.jit(train_step, donate_argnums=0)
     compiler_options = xla_options.compiler_options(options.spread.layout) or None
     return jax.jit(train_step, donate_argnums=0, out_shardings=(shardings, None), compiler_options=compiler_options)
-
-
-def _check_arguments(loss_fn: Any, optimizer: Any, *, options: Any, params: Any, batch: Any, has_aux: Any) -> None:
-    if not callable(loss_fn):
-        raise ValueError(f"loss_fn={loss_fn!r} is not a function of (params, microbatch).")
-    if not (callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None))):
-        raise ValueError(f"optimizer={optimizer!r} is not an Optax transformation: give one, such as optax.adam(1e-3).")
-    if not isinstance(options, ProgramOptions):
-        raise ValueError(f"options={options!r}: give ProgramOptions(precision.POLICIES['fp32']).")
-    if not isinstance(has_aux, bool):
-        raise ValueError(f"has_aux={has_aux!r} must be True or False.")
-    if has_aux and options.accumulate is not None:
-        raise ValueError("has_aux=True takes a loss function that runs whole; leave options.accumulate out.")
-    if options.dialects is not None and not _takes(loss_fn, "dialects"):
-        raise ValueError("options.dialects go to the loss function: define it as loss(params, batch, *, dialects).")
-    if params is not None:
-        check_params(params)
-    elif options.zero is not None or options.spread is not None:
-        raise ValueError("options.zero and .spread shard the parameters: give their shapes as params=...")
-    if options.memory_budget is not None and (params is None or batch is None):
-        raise ValueError("options.memory_budget is compared with the compiled step: give params=... and batch=...")
-
-
-def _takes(function: Callable, name: str) -> bool:
-    parameters = inspect.signature(function).parameters.values()
-    return any(one.name == name or one.kind is one.VAR_KEYWORD for one in parameters)
-
-
-def _resolved(options: ProgramOptions, params: Any) -> ProgramOptions:
-    """Returns the options with the policy's own autocast, and with a spread in the place of `zero`."""
-    changes: dict[str, Any] = {}
-    if options.autocast is None:
-        changes["autocast"] = options.policy.autocast
-    if options.zero is not None:
-        devices = jax.devices() if options.devices is None else options.devices
-        spread = spread_over(params, devices, stage=options.zero, bucket_bytes=options.bucket_bytes)
-        changes |= {"spread": spread, "zero": None, "devices": None, "bucket_bytes": 0}
-    return dataclasses.replace(options, **changes)
-
-
-def _with_dialects(loss_fn: Callable, options: ProgramOptions) -> tuple[LossFn, ProgramOptions]:
-    """Returns the loss function with the implementations that were chosen, and options that report them."""
-    platform = jax.default_backend() if options.spread is None else options.spread.layout.platform
-    chosen = {key: OPS[key].choose(name, platform) for key, name in options.dialects.items()}
-    names = {key: choice.name for key, choice in chosen.items()}
-
-    @functools.wraps(loss_fn)
-    def with_names(params: Any, batch: Any) -> Any:
-        return loss_fn(params, batch, dialects=names)
-
-    reported = {OPS[key].key: choice for key, choice in chosen.items()}
-    return with_names, dataclasses.replace(options, kernels={**options.kernels, **reported})

@@ -1,9 +1,10 @@
-"""How a training program is built, in one frozen object, and what its loss function may return."""
+"""The options of a training program, and what its loss function may return."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import numbers
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -18,7 +19,7 @@ from hlat_jax.config import nearest
 from hlat_jax.ops.dialect import Choice
 from hlat_jax.ops.registry import OPS
 from hlat_jax.parallel.replica_sync import Spread
-from hlat_jax.parallel.zero import check_stage
+from hlat_jax.parallel.zero import check_params, check_stage, spread_over
 from hlat_jax.passes import remat
 from hlat_jax.passes.autocast import POLICIES as CASTS
 from hlat_jax.passes.autocast import CastPolicy
@@ -119,6 +120,59 @@ class ProgramOptions:
                 "ProgramOptions: autocast, memory_budget and dialects take a loss function that runs whole, not "
                 "pipelined stages."
             )
+
+
+def check_arguments(loss_fn: Any, optimizer: Any, *, options: Any, params: Any, batch: Any, has_aux: Any) -> None:
+    """Raises ValueError for arguments that `training_program` does not take."""
+    if not callable(loss_fn):
+        raise ValueError(f"loss_fn={loss_fn!r} is not a function of (params, microbatch).")
+    if not (callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None))):
+        raise ValueError(f"optimizer={optimizer!r} is not an Optax transformation: give one, such as optax.adam(1e-3).")
+    if not isinstance(options, ProgramOptions):
+        raise ValueError(f"options={options!r}: give ProgramOptions(precision.POLICIES['fp32']).")
+    if not isinstance(has_aux, bool):
+        raise ValueError(f"has_aux={has_aux!r} must be True or False.")
+    if has_aux and options.accumulate is not None:
+        raise ValueError("has_aux=True takes a loss function that runs whole; leave options.accumulate out.")
+    if options.dialects is not None and not _takes(loss_fn, "dialects"):
+        raise ValueError("options.dialects go to the loss function: define it as loss(params, batch, *, dialects).")
+    if params is not None:
+        check_params(params)
+    elif options.zero is not None or options.spread is not None:
+        raise ValueError("options.zero and .spread shard the parameters: give their shapes as params=...")
+    if options.memory_budget is not None and (params is None or batch is None):
+        raise ValueError("options.memory_budget is compared with the compiled step: give params=... and batch=...")
+
+
+def resolved(options: ProgramOptions, params: Any) -> ProgramOptions:
+    """Returns the options with the policy's own autocast, and with the spread that `zero` stands for."""
+    changes: dict[str, Any] = {}
+    if options.autocast is None:
+        changes["autocast"] = options.policy.autocast
+    if options.zero is not None:
+        devices = jax.devices() if options.devices is None else options.devices
+        spread = spread_over(params, devices, stage=options.zero, bucket_bytes=options.bucket_bytes)
+        changes |= {"spread": spread, "zero": None, "devices": None, "bucket_bytes": 0}
+    return dataclasses.replace(options, **changes)
+
+
+def with_dialects(loss_fn: Callable, options: ProgramOptions) -> tuple[Callable, ProgramOptions]:
+    """Returns the loss function bound to the implementations chosen for its ops, and options that list them."""
+    platform = jax.default_backend() if options.spread is None else options.spread.layout.platform
+    chosen = {key: OPS[key].choose(name, platform) for key, name in options.dialects.items()}
+    names = {key: choice.name for key, choice in chosen.items()}
+
+    @functools.wraps(loss_fn)
+    def with_names(params: Any, batch: Any) -> Any:
+        return loss_fn(params, batch, dialects=names)
+
+    reported = {OPS[key].key: choice for key, choice in chosen.items()}
+    return with_names, dataclasses.replace(options, kernels={**options.kernels, **reported})
+
+
+def _takes(function: Callable, name: str) -> bool:
+    parameters = inspect.signature(function).parameters.values()
+    return any(one.name == name or one.kind is one.VAR_KEYWORD for one in parameters)
 
 
 def _check_dialects(dialects: Any) -> None:

@@ -25,7 +25,7 @@ from hlat_jax.parallel.pipeline import Parts, pipelined, pipelined_loss
 from hlat_jax.parallel.replica_sync import Spread
 from hlat_jax.parallel.sharding import Layout
 from hlat_jax.passes.autocast import autocast
-from hlat_jax.precision import POLICIES, cast_tree, policy_on
+from hlat_jax.precision import cast_tree, policy_on
 from hlat_jax.program import ProgramOptions, State, TrainingProgram, training_program
 
 
@@ -99,12 +99,13 @@ def make_program(config: Config, layout: Layout) -> RunProgram:
         num_microbatches=config.train.num_microbatches,
         accumulate=pipelined if layout.size(("pipe",)) > 1 else None,
         autocast=policy.autocast,
-        norm_in_blocks=_in_blocks(layout),
+        norm_in_blocks=layout.mesh.size == 1 and layout.platform == "cpu",
         spread=Spread(layout, param_axes(config.model)),
         kernels={f"model.{key}": choice for key, choice in chosen.items()},
     )
+    loss = functools.partial(parts, model, layout, compute=policy.compute)
     training = training_program(
-        parts(config, layout, model=model, z_loss_weight=config.train.z_loss_weight),
+        loss(z_loss_weight=config.train.z_loss_weight),
         adamw(config.optimizer, policy=policy, decays=decay_mask(params, config.optimizer.decay)),
         options=options,
         params=params,
@@ -116,18 +117,22 @@ def make_program(config: Config, layout: Layout) -> RunProgram:
         model=model,
         training=training,
         init=_init(config, training),
-        eval_step=_eval_step(config, layout, model=model),
-        norms=_state_norms(layout, training.shardings),
+        eval_step=_eval_step(loss(z_loss_weight=0.0), training.options),
+        norms=_state_norms(layout, training),
     )
 
 
-def parts(config: Config, layout: Layout, *, model: ModelConfig, z_loss_weight: float) -> Parts:
+def parts(model: ModelConfig, layout: Layout, *, compute: Any, z_loss_weight: float) -> Parts:
     """Returns (params, batch) -> sum of the losses of the counted targets and their number, fp32 scalars, in its parts.
 
-    Over a mesh they are the parts of one device, to be run in the region of `replica_sync.Spread`. `model` is that of the
-    config with every `auto` replaced.
+    Over a mesh they are the parts of one device, to be run in the region of `replica_sync.Spread`.
+
+    Args:
+      model: without `auto`.
+      layout: the mesh.
+      compute: dtype in which the model computes.
+      z_loss_weight: see `LossOptions`.
     """
-    compute = POLICIES[config.precision.policy].compute
     seat = shards(layout)
 
     def decoder(params: Any) -> Decoder:
@@ -154,15 +159,13 @@ def parts(config: Config, layout: Layout, *, model: ModelConfig, z_loss_weight: 
     return Parts(embed, stage, loss)
 
 
-def _eval_step(config: Config, layout: Layout, *, model: ModelConfig) -> Callable[..., Any]:
-    loss = parts(config, layout, model=model, z_loss_weight=0.0)
-    cast = POLICIES[config.precision.policy].autocast
-    if cast is not None:
-        loss = autocast(loss, cast)
-    if layout.size(("pipe",)) > 1:
-        loss = functools.partial(pipelined_loss, loss, num_microbatches=config.train.num_microbatches)
-    if layout.mesh.size > 1:
-        loss = Spread(layout, param_axes(config.model)).loss(loss)
+def _eval_step(loss: Any, options: ProgramOptions) -> Callable[..., Any]:
+    if options.autocast is not None:
+        loss = autocast(loss, options.autocast)
+    if options.accumulate is pipelined:
+        loss = functools.partial(pipelined_loss, loss, num_microbatches=options.num_microbatches)
+    if options.active_spread is not None:
+        loss = options.active_spread.loss(loss)
 
     def eval_step(params: Any, batch: Batch) -> SumAndCount:
         return loss(params, batch)
@@ -180,7 +183,7 @@ def _init(config: Config, training: TrainingProgram) -> Callable[..., Any]:
     return jax.jit(initial, out_shardings=training.shardings)
 
 
-def _state_norms(layout: Layout, shardings: Any) -> Callable[..., Any]:
+def _state_norms(layout: Layout, training: TrainingProgram) -> Callable[..., Any]:
     """Returns the jitted state -> norms, fp32, by part: the parameters, and whatever the optimizer keeps of them.
 
     Of the parameters and of fp32 masters the L2 norm, which a step masks on; of Adam's moments the mean magnitude,
@@ -188,8 +191,8 @@ def _state_norms(layout: Layout, shardings: Any) -> Callable[..., Any]:
     has the structure of the parameters, or is a floating-point array by itself. A state of which a norm is not finite
     cannot be trained on, and is not worth saving. Each device sums what it holds; then one all-reduce.
     """
-    specs = jax.tree.map(lambda sharding: sharding.spec, shardings)
-    in_blocks = _in_blocks(layout)
+    specs = jax.tree.map(lambda sharding: sharding.spec, training.shardings)
+    in_blocks = training.options.norm_in_blocks
     weights = ("params", "opt_state.master")
 
     def copies(spec: PartitionSpec) -> int:
@@ -224,11 +227,6 @@ def _state_norms(layout: Layout, shardings: Any) -> Callable[..., Any]:
         )
 
     return jax.jit(state_norms, out_shardings=layout.replicated())
-
-
-def _in_blocks(layout: Layout) -> bool:
-    """Returns whether norms are summed in blocks, see `optimizer.global_norm`."""
-    return layout.mesh.size == 1 and layout.platform == "cpu"
 
 
 def state_bytes(state: State) -> int:

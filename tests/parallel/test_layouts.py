@@ -389,7 +389,7 @@ def test_each_core_computes_and_differentiates_the_kv_heads_it_needs_and_no_more
 
     def local(params, batch, rounding, *, scale, reduce):
         assert scale is reduce is None
-        loss = parts(config, layout, model=chosen_model(config, layout), z_loss_weight=0.0)
+        loss = parts(chosen_model(config, layout), layout, compute="float32", z_loss_weight=0.0)
         loss_fn = checked_loss(loss, has_aux=False)
         return accumulated(loss_fn, params, batch, sums=Accumulation(1, "float32", rounding))
 
