@@ -80,6 +80,13 @@ class ModelConfig:
     tuned: str = _key("", "Table of measured times that auto honours, see hlat_jax.ops tune; empty: levels decide.")
 
 
+def select_remat(remat: str, platform: str) -> str:
+    """Returns a value of `model.remat` with `auto` replaced by what serves on a platform."""
+    if remat != "auto":
+        return remat
+    return "products" if platform == "cpu" else "none"
+
+
 @dataclasses.dataclass(frozen=True)
 class ParallelConfig:
     """Degrees of the device mesh, outermost first. At most one may be -1: whatever devices remain."""

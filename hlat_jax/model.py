@@ -26,7 +26,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from hlat_jax import stack
-from hlat_jax.config import ModelConfig
+from hlat_jax.config import ModelConfig, select_remat
 from hlat_jax.ops import attention as attention_op
 from hlat_jax.ops import cross_entropy as cross_entropy_op
 from hlat_jax.ops.embedding import lookup
@@ -36,7 +36,6 @@ from hlat_jax.ops.registry import OPS
 from hlat_jax.ops.rope import Llama3Scaling, apply_rope, rope_frequencies, rope_tables
 from hlat_jax.ops.swiglu import swiglu
 from hlat_jax.parallel.collectives import ALONE, Shards
-from hlat_jax.passes import naming
 from hlat_jax.resolve import check_model
 
 KeysValues = tuple[jax.Array, jax.Array]
@@ -307,7 +306,7 @@ def select_implementations(cfg: ModelConfig, platform: str) -> ModelConfig:
     `choices` knows the calls of a run, and chooses better.
     """
     chosen = {key: op.choose("auto", platform).name for key, op in OPS.items() if getattr(cfg, key) == "auto"}
-    return dataclasses.replace(cfg, **chosen, remat=naming.select_remat(cfg.remat, platform))
+    return dataclasses.replace(cfg, **chosen, remat=select_remat(cfg.remat, platform))
 
 
 def init_params(cfg: ModelConfig, key: jax.Array) -> dict[str, Any]:

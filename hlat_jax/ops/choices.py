@@ -8,12 +8,11 @@ from typing import Any
 
 from jax.sharding import AbstractMesh
 
-from hlat_jax.config import Config, ModelConfig
+from hlat_jax.config import Config, ModelConfig, select_remat
 from hlat_jax.ops import attention, cross_entropy, norm, rope, swiglu, table
 from hlat_jax.ops.dialect import Choice
 from hlat_jax.ops.registry import OPS
 from hlat_jax.parallel.sharding import Layout
-from hlat_jax.passes import naming
 from hlat_jax.precision import POLICIES
 
 
@@ -77,4 +76,4 @@ def chosen_model(config: Config, layout: Layout, *, platform: str | None = None)
 def with_choices(model: ModelConfig, chosen: Mapping[str, Choice], *, platform: str) -> ModelConfig:
     """Returns the model with every `auto` replaced by what `choices` gave for it."""
     names = {key: choice.name for key, choice in chosen.items()}
-    return dataclasses.replace(model, **names, remat=naming.select_remat(model.remat, platform))
+    return dataclasses.replace(model, **names, remat=select_remat(model.remat, platform))

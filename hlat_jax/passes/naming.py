@@ -72,13 +72,6 @@ class Choice:
         return policy
 
 
-def select_remat(remat: str, platform: str) -> str:
-    """Returns the remat choice that a configured one stands for: `auto` is products on cpu, none elsewhere."""
-    if remat != "auto":
-        return remat
-    return "products" if platform == "cpu" else "none"
-
-
 def is_choice(text: str) -> bool:
     """Returns whether a text was written by `str` of a `Choice`."""
     return text.startswith((_PREFIX, _STOCK))
