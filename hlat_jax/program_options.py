@@ -28,7 +28,7 @@ from hlat_jax.precision import Policy
 
 @dataclasses.dataclass(frozen=True)
 class ProgramOptions:
-    """How a program is built.
+    """Options of a training program.
 
     Attributes:
       policy: what is stored, accumulated and rounded.
@@ -82,9 +82,9 @@ class ProgramOptions:
         is_cast = cast in tuple(CASTS) if isinstance(cast, str) else _is_none_or(cast, CastPolicy)
         named = " or ".join(map(repr, CASTS))
         for name, is_taken, said in (
-            ("policy", isinstance(self.policy, Policy), "is no Policy: give precision.POLICIES['fp32']"),
+            ("policy", isinstance(self.policy, Policy), "is not a Policy: give precision.POLICIES['fp32']"),
             ("num_microbatches", is_count, "must be an int of 1 or more"),
-            ("accumulate", self.accumulate is None or callable(self.accumulate), "is no function: leave it out"),
+            ("accumulate", self.accumulate is None or callable(self.accumulate), "is not a function: leave it out"),
             ("norm_in_blocks", isinstance(self.norm_in_blocks, bool), "must be True or False"),
             ("spread", _is_none_or(self.spread, Spread), "is no Spread: give zero.spread_over(...), or zero=1"),
             ("autocast", is_cast, f"is neither a policy's name nor a CastPolicy: give {named}"),
@@ -102,14 +102,14 @@ class ProgramOptions:
 
     def _check_together(self) -> None:
         if self.zero is not None and self.spread is not None:
-            raise ValueError("ProgramOptions: zero and spread both say where parameters lie; give one of them.")
+            raise ValueError("ProgramOptions: zero and spread both shard the parameters; give one of them.")
         if self.zero is None and (self.devices is not None or self.bucket_bytes):
             raise ValueError(
                 "ProgramOptions: devices and bucket_bytes are those of zero; give zero=0 to 3 too, or a spread, whose "
                 "layout has its own."
             )
         if self.remat is not None and self.memory_budget is None:
-            raise ValueError("ProgramOptions: remat says how a memory_budget is met; give memory_budget='12GiB' too.")
+            raise ValueError("ProgramOptions: remat has options of a memory_budget; give memory_budget='12GiB' too.")
         if self.autocast is not None and self.policy.compute != jnp.float32:
             raise ValueError(
                 f"ProgramOptions: autocast is for a loss that computes in fp32, and this policy computes in "
@@ -194,10 +194,10 @@ def _is_none_or(value: Any, wanted: type) -> bool:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class BesideLoss:
-    """What comes with the sum of the losses of some microbatches.
+    """Values beside the sum of the losses of some microbatches.
 
     Attributes:
-      count: float32, what the sum is divided by; the number of microbatches where the loss is a plain mean.
+      count: float32, the divisor of that sum; the number of microbatches where the loss is a plain mean.
       aux: sums of the auxiliary values.
       is_mean: whether the loss is a plain mean.
     """
