@@ -31,6 +31,7 @@ from hlat_jax.batch import abstract_batch
 from hlat_jax.data.loader import TrainBatches
 from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.model import abstract_params, init_params
+from hlat_jax.ops.choices import chosen_model
 from hlat_jax.optimizer import adamw, decay_mask, global_norm, learning_rate
 from hlat_jax.parallel.sharding import make_layout
 from hlat_jax.passes import scaling
@@ -47,7 +48,7 @@ FP32 = REFERENCE, NUDGED = "fp32", "fp32'"
 def fp32_loss(config: config_lib.Config) -> Callable[[Any, Any], tuple[jax.Array, jax.Array]]:
     """Returns our loss in fp32, on one device."""
     layout = make_layout(config_lib.ParallelConfig(), jax.devices()[:1])
-    return parts(config, layout, z_loss_weight=0.0)
+    return parts(chosen_model(config, layout), layout, compute=jnp.float32, z_loss_weight=0.0)
 
 
 def product_dtypes(fn: Callable, *args: Any) -> collections.Counter:

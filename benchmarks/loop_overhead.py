@@ -25,8 +25,7 @@ from hlat_jax.batch import concat_batch
 from hlat_jax.loop import train
 from hlat_jax.parallel.sharding import shard_batch
 from hlat_jax.resolve import resolve
-from hlat_jax.run.machine import fitting_layout
-from hlat_jax.step import init_state, make_train_step
+from hlat_jax.run.machine import fitting_program
 
 
 def loop_step_s(config, workdir) -> float:
@@ -37,15 +36,15 @@ def loop_step_s(config, workdir) -> float:
     return statistics.median(row["step_s"] for row in rows[2:])
 
 
-def bare_step_s(config, step, layout) -> float:
+def bare_step_s(program) -> float:
     """Returns the median seconds of a step that waits for its result and does nothing else."""
-    state = init_state(config, layout)
+    config, state = program.config, program.init_state()
     shape = (config.data.batch_size, config.data.seq_len)
-    batch = shard_batch(concat_batch(np.random.default_rng(0).integers(3, 2048, shape)), layout)
+    batch = shard_batch(concat_batch(np.random.default_rng(0).integers(3, 2048, shape)), program.layout)
     seconds = []
     for _ in range(config.train.num_steps):
         began = time.monotonic()
-        state, metrics = step(state, batch, np.float32(1e-3))
+        state, metrics = program.step(state, batch, np.float32(1e-3))
         jax.block_until_ready((state, metrics))
         seconds.append(time.monotonic() - began)
     return statistics.median(seconds[2:])
@@ -64,14 +63,13 @@ def main() -> None:
     c.metrics.plot = False
     c.metrics.console = "off"
     config = resolve(c)
-    layout = fitting_layout(config, jax.devices())
-    step = make_train_step(config, layout)
+    program = fitting_program(config, jax.devices())
     tokens = config.data.batch_size * config.data.seq_len
     ratios = []
     for index in range(args.rounds):
         with tempfile.TemporaryDirectory() as folder:
             looped = loop_step_s(config, pathlib.Path(folder))
-        bare = bare_step_s(config, step, layout)
+        bare = bare_step_s(program)
         ratios.append(bare / looped)
         print(f"round {index}: train {tokens / looped:8,.0f} tok/s, bare step {tokens / bare:8,.0f} tok/s")
     print(f"train / bare step: {statistics.median(ratios):.3f} (median of {args.rounds})")

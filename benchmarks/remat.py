@@ -28,7 +28,7 @@ from hlat_jax.parallel.degrees import layout_over
 from hlat_jax.passes import remat
 from hlat_jax.passes.products import live_jaxpr, total_flops
 from hlat_jax.resolve import resolve
-from hlat_jax.step import traced_step
+from hlat_jax.step import make_program
 
 STOCK = (
     "dots_saveable",
@@ -53,7 +53,8 @@ def goals(config, shares):
 
     def traced(choice):
         chosen = "none" if choice is None else str(choice)
-        return traced_step(dataclasses.replace(config, model=dataclasses.replace(config.model, remat=chosen)), layout)
+        model = dataclasses.replace(config.model, remat=chosen)
+        return make_program(dataclasses.replace(config, model=model), layout).trace_step()
 
     def measure(traced):
         key = str(traced.jaxpr)
@@ -98,7 +99,7 @@ def stock_step(config, layout, name):
         layer, policy=policy, prevent_cse=prevent_cse
     )
     try:
-        return traced_step(config, layout)
+        return make_program(config, layout).trace_step()
     finally:
         stack.rematerialized = ours
 

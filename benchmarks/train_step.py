@@ -134,7 +134,7 @@ def our_step(size: dict, overrides: str):
     from hlat_jax.batch import concat_batch
     from hlat_jax.parallel.sharding import make_layout, shard_batch
     from hlat_jax.resolve import resolve
-    from hlat_jax.step import init_state, make_train_step
+    from hlat_jax.step import make_program
 
     mutable = config_lib.default()
     model = {**size, "vocab_size": VOCAB_SIZE, "num_kv_heads": size["num_heads"], "head_dim": HEAD_DIM}
@@ -146,13 +146,13 @@ def our_step(size: dict, overrides: str):
         mutable[section][key] = type(mutable[section][key])(value)
     config = resolve(mutable)
     layout = make_layout(config.parallel, jax.devices()[:1])
-    step = make_train_step(config, layout)
+    program = make_program(config, layout)
 
     def train_step(state, tokens_BT):
-        state, metrics = step(state, shard_batch(concat_batch(tokens_BT), layout), np.float32(LEARNING_RATE))
+        state, metrics = program.step(state, shard_batch(concat_batch(tokens_BT), layout), np.float32(LEARNING_RATE))
         return state, metrics.loss
 
-    return _threaded(init_state(config, layout), train_step)
+    return _threaded(program.init_state(), train_step)
 
 
 def _threaded(state, train_step):

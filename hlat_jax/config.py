@@ -42,7 +42,26 @@ def _key(default: Any, doc: str, *, choices: tuple = ()) -> Any:
     return dataclasses.field(default=default, metadata={"doc": doc, "choices": choices})
 
 
-_POLICIES = ("fp32", "autocast", "mixed", "bf16_sr", "bf16")
+@dataclasses.dataclass(frozen=True)
+class PolicyFacts:
+    """Facts of a precision policy that are needed without JAX; its dtypes are in `precision.POLICIES`.
+
+    Attributes:
+      state_bytes_per_param: of parameters, two moments, and master weights where the policy keeps them.
+      rounding: how stored values are rounded: "nearest" or "stochastic".
+    """
+
+    state_bytes_per_param: int
+    rounding: str = "nearest"
+
+
+POLICY_FACTS = {
+    "fp32": PolicyFacts(state_bytes_per_param=4 + 2 * 4),
+    "autocast": PolicyFacts(state_bytes_per_param=4 + 2 * 4),
+    "mixed": PolicyFacts(state_bytes_per_param=2 + 2 * 4 + 4),
+    "bf16_sr": PolicyFacts(state_bytes_per_param=2 + 2 * 2, rounding="stochastic"),
+    "bf16": PolicyFacts(state_bytes_per_param=2 + 2 * 2),
+}
 _FUSIBLE = ("auto", "reference", "recomputed", "triton")
 _ATTENTION = ("auto", "einsum", "blocked", "chunked", "cudnn", "triton", "nki")
 
@@ -118,6 +137,13 @@ class ModelConfig:
             )
 
 
+def select_remat(remat: str, platform: str) -> str:
+    """Returns a value of `model.remat` with `auto` replaced by what serves on a platform."""
+    if remat != "auto":
+        return remat
+    return "products" if platform == "cpu" else "none"
+
+
 @dataclasses.dataclass(frozen=True)
 class ParallelConfig:
     """Degrees of the device mesh, outermost first. At most one may be -1: whatever devices remain."""
@@ -140,7 +166,7 @@ class ParallelConfig:
 class PrecisionConfig:
     """What is stored, computed, accumulated and rounded."""
 
-    policy: str = _key("fp32", "Named policy, see hlat_jax.precision.", choices=_POLICIES)
+    policy: str = _key("fp32", "Named policy, see hlat_jax.precision.", choices=tuple(POLICY_FACTS))
     stochastic_rounding: str = _key(
         "auto",
         "Who rounds, under bf16_sr: Neuron itself, others in software.",

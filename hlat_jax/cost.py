@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import os
 
-from hlat_jax.config import ModelConfig, nearest
+from hlat_jax.config import POLICY_FACTS, ModelConfig, nearest
 
 GIB = 2**30
 
@@ -180,16 +180,7 @@ def flops_per_token(m: ModelConfig, seq_len: int) -> float:
     return flops_per_token_6n(m) + 12.0 * m.num_layers * m.num_heads * m.head_dim * seq_len
 
 
-# Bytes of state per parameter: parameters, two moments, and master weights where the policy keeps them.
-STATE_BYTES_PER_PARAM = {
-    "fp32": 4 + 2 * 4,
-    "autocast": 4 + 2 * 4,
-    "mixed": 2 + 2 * 4 + 4,
-    "bf16_sr": 2 + 2 * 2,
-    "bf16": 2 + 2 * 2,
-}
-
-
 def state_bytes(m: ModelConfig, policy: str) -> int:
     """Returns the bytes of a whole training state, before sharding: per parameter, plus two counters and a seed."""
-    return STATE_BYTES_PER_PARAM[policy] * num_params(m) + (12 if policy == "bf16_sr" else 8)
+    facts = POLICY_FACTS[policy]
+    return facts.state_bytes_per_param * num_params(m) + (12 if facts.rounding == "stochastic" else 8)

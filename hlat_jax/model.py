@@ -26,7 +26,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from hlat_jax import stack
-from hlat_jax.config import ModelConfig
+from hlat_jax.config import ModelConfig, select_remat
 from hlat_jax.ops import attention as attention_op
 from hlat_jax.ops import cross_entropy as cross_entropy_op
 from hlat_jax.ops.embedding import lookup
@@ -305,7 +305,7 @@ def select_implementations(cfg: ModelConfig, platform: str) -> ModelConfig:
     `choices` knows the calls of a run, and chooses better.
     """
     chosen = {key: op.choose("auto", platform).name for key, op in OPS.items() if getattr(cfg, key) == "auto"}
-    return dataclasses.replace(cfg, **chosen, remat=stack.select(cfg.remat, platform))
+    return dataclasses.replace(cfg, **chosen, remat=select_remat(cfg.remat, platform))
 
 
 def init_params(cfg: ModelConfig, key: jax.Array) -> dict[str, Any]:

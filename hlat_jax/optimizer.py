@@ -1,8 +1,6 @@
 """AdamW with clipping as one Optax transformation, and the learning-rate schedule.
 
-Owns the arithmetic of the update, and that a non-finite step leaves the optimizer's state alone. Refuses to know how
-gradients were made, accumulated or sharded. The learning rate is computed on the host and passed in, so that a program
-does not depend on the horizon.
+The learning rate is computed on the host and passed in, so that a program does not depend on the horizon.
 """
 
 from __future__ import annotations
@@ -41,7 +39,7 @@ def global_norm(tree: Any, *, in_blocks: bool = False, spread: Spread | None = N
       tree: arrays of any float dtype.
       in_blocks: sum blocks that stay in a cache, one after another. XLA on CPU otherwise writes every square to fresh
         memory and adds them up in one long sum: seven times slower, and wrong by 1e-5. For arrays on one device.
-      spread: how the arrays lie on a mesh; None: on one device.
+      spread: the mesh and the shardings of the arrays; None: one device.
     """
     of_leaf = _blockwise_sum_of_squares if in_blocks else _sum_of_squares
     if spread is not None:
@@ -79,7 +77,7 @@ def adamw(config: OptimizerConfig, *, policy: Policy, decays: Any) -> MaskedTran
     Args:
       config: betas, eps, decay, clip.
       policy: dtype of the moments.
-      decays: tree of bools like the parameters: which of them decay.
+      decays: tree of bools with the structure of the parameters: which of them decay.
 
     The update takes the extra arguments `learning_rate` (scalar), `grad_norm` (norm of the same gradients), `finite`
     (bool scalar; False: the moments stay) and `rounding` (how moments are written; to nearest without it).

@@ -1,9 +1,10 @@
-"""How a training program is built, in one frozen object, and what its loss function may return."""
+"""The options of a training program, and what its loss function may return."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import numbers
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -18,7 +19,7 @@ from hlat_jax.config import nearest
 from hlat_jax.ops.dialect import Choice
 from hlat_jax.ops.registry import OPS
 from hlat_jax.parallel.replica_sync import Spread
-from hlat_jax.parallel.zero import check_stage
+from hlat_jax.parallel.zero import check_params, check_stage, spread_over
 from hlat_jax.passes import remat
 from hlat_jax.passes.autocast import POLICIES as CASTS
 from hlat_jax.passes.autocast import CastPolicy
@@ -27,7 +28,7 @@ from hlat_jax.precision import Policy
 
 @dataclasses.dataclass(frozen=True)
 class ProgramOptions:
-    """How a program is built.
+    """Options of a training program.
 
     Attributes:
       policy: what is stored, accumulated and rounded.
@@ -66,6 +67,11 @@ class ProgramOptions:
     dialects: Mapping[str, str] | None = None
     kernels: Mapping[str, Choice] = dataclasses.field(default_factory=dict)
 
+    @property
+    def active_spread(self) -> Spread | None:
+        """`spread` where it has several devices; on one, a program has no collectives."""
+        return self.spread if self.spread is not None and self.spread.layout.mesh.size > 1 else None
+
     def __post_init__(self):
         self._check_each()
         self._check_together()
@@ -76,9 +82,9 @@ class ProgramOptions:
         is_cast = cast in tuple(CASTS) if isinstance(cast, str) else _is_none_or(cast, CastPolicy)
         named = " or ".join(map(repr, CASTS))
         for name, is_taken, said in (
-            ("policy", isinstance(self.policy, Policy), "is no Policy: give precision.POLICIES['fp32']"),
+            ("policy", isinstance(self.policy, Policy), "is not a Policy: give precision.POLICIES['fp32']"),
             ("num_microbatches", is_count, "must be an int of 1 or more"),
-            ("accumulate", self.accumulate is None or callable(self.accumulate), "is no function: leave it out"),
+            ("accumulate", self.accumulate is None or callable(self.accumulate), "is not a function: leave it out"),
             ("norm_in_blocks", isinstance(self.norm_in_blocks, bool), "must be True or False"),
             ("spread", _is_none_or(self.spread, Spread), "is no Spread: give zero.spread_over(...), or zero=1"),
             ("autocast", is_cast, f"is neither a policy's name nor a CastPolicy: give {named}"),
@@ -96,14 +102,14 @@ class ProgramOptions:
 
     def _check_together(self) -> None:
         if self.zero is not None and self.spread is not None:
-            raise ValueError("ProgramOptions: zero and spread both say where parameters lie; give one of them.")
+            raise ValueError("ProgramOptions: zero and spread both shard the parameters; give one of them.")
         if self.zero is None and (self.devices is not None or self.bucket_bytes):
             raise ValueError(
                 "ProgramOptions: devices and bucket_bytes are those of zero; give zero=0 to 3 too, or a spread, whose "
                 "layout has its own."
             )
         if self.remat is not None and self.memory_budget is None:
-            raise ValueError("ProgramOptions: remat says how a memory_budget is met; give memory_budget='12GiB' too.")
+            raise ValueError("ProgramOptions: remat has options of a memory_budget; give memory_budget='12GiB' too.")
         if self.autocast is not None and self.policy.compute != jnp.float32:
             raise ValueError(
                 f"ProgramOptions: autocast is for a loss that computes in fp32, and this policy computes in "
@@ -114,6 +120,59 @@ class ProgramOptions:
                 "ProgramOptions: autocast, memory_budget and dialects take a loss function that runs whole, not "
                 "pipelined stages."
             )
+
+
+def check_arguments(loss_fn: Any, optimizer: Any, *, options: Any, params: Any, batch: Any, has_aux: Any) -> None:
+    """Raises ValueError for arguments that `training_program` does not take."""
+    if not callable(loss_fn):
+        raise ValueError(f"loss_fn={loss_fn!r} is not a function of (params, microbatch).")
+    if not (callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None))):
+        raise ValueError(f"optimizer={optimizer!r} is not an Optax transformation: give one, such as optax.adam(1e-3).")
+    if not isinstance(options, ProgramOptions):
+        raise ValueError(f"options={options!r}: give ProgramOptions(precision.POLICIES['fp32']).")
+    if not isinstance(has_aux, bool):
+        raise ValueError(f"has_aux={has_aux!r} must be True or False.")
+    if has_aux and options.accumulate is not None:
+        raise ValueError("has_aux=True takes a loss function that runs whole; leave options.accumulate out.")
+    if options.dialects is not None and not _takes(loss_fn, "dialects"):
+        raise ValueError("options.dialects go to the loss function: define it as loss(params, batch, *, dialects).")
+    if params is not None:
+        check_params(params)
+    elif options.zero is not None or options.spread is not None:
+        raise ValueError("options.zero and .spread shard the parameters: give their shapes as params=...")
+    if options.memory_budget is not None and (params is None or batch is None):
+        raise ValueError("options.memory_budget is compared with the compiled step: give params=... and batch=...")
+
+
+def resolved(options: ProgramOptions, params: Any) -> ProgramOptions:
+    """Returns the options with the policy's own autocast, and with the spread that `zero` stands for."""
+    changes: dict[str, Any] = {}
+    if options.autocast is None:
+        changes["autocast"] = options.policy.autocast
+    if options.zero is not None:
+        devices = jax.devices() if options.devices is None else options.devices
+        spread = spread_over(params, devices, stage=options.zero, bucket_bytes=options.bucket_bytes)
+        changes |= {"spread": spread, "zero": None, "devices": None, "bucket_bytes": 0}
+    return dataclasses.replace(options, **changes)
+
+
+def with_dialects(loss_fn: Callable, options: ProgramOptions) -> tuple[Callable, ProgramOptions]:
+    """Returns the loss function bound to the implementations chosen for its ops, and options that list them."""
+    platform = jax.default_backend() if options.spread is None else options.spread.layout.platform
+    chosen = {key: OPS[key].choose(name, platform) for key, name in options.dialects.items()}
+    names = {key: choice.name for key, choice in chosen.items()}
+
+    @functools.wraps(loss_fn)
+    def with_names(params: Any, batch: Any) -> Any:
+        return loss_fn(params, batch, dialects=names)
+
+    reported = {OPS[key].key: choice for key, choice in chosen.items()}
+    return with_names, dataclasses.replace(options, kernels={**options.kernels, **reported})
+
+
+def _takes(function: Callable, name: str) -> bool:
+    parameters = inspect.signature(function).parameters.values()
+    return any(one.name == name or one.kind is one.VAR_KEYWORD for one in parameters)
 
 
 def _check_dialects(dialects: Any) -> None:
@@ -135,10 +194,10 @@ def _is_none_or(value: Any, wanted: type) -> bool:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class BesideLoss:
-    """What comes with the sum of the losses of some microbatches.
+    """Values beside the sum of the losses of some microbatches.
 
     Attributes:
-      count: float32, what the sum is divided by; the number of microbatches where the loss is a plain mean.
+      count: float32, the divisor of that sum; the number of microbatches where the loss is a plain mean.
       aux: sums of the auxiliary values.
       is_mean: whether the loss is a plain mean.
     """

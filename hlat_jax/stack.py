@@ -26,13 +26,6 @@ PRODUCTS_SAVED = ("q", "k", "v", "attn_out", "residual", "gate", "up")
 _SAVED = {"selective": SELECTIVE_SAVED, "products": PRODUCTS_SAVED}
 
 
-def select(remat: str, platform: str) -> str:
-    """Returns the remat choice that a configured one stands for: `auto` is products on cpu, none elsewhere."""
-    if remat != "auto":
-        return remat
-    return "products" if platform == "cpu" else "none"
-
-
 def run_layers(
     layer: Callable[[Any, jax.Array], jax.Array], stacked: Any, x: jax.Array, *, loop: str, remat: str
 ) -> jax.Array:

@@ -1,10 +1,11 @@
-"""Our loss, state and steps: joins model, optimizer and program under a layout, and adds no arithmetic of its own."""
+"""The program of a run: the model's loss, the optimizer and a layout joined into init, step, eval step and norms."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -13,72 +14,125 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from hlat_jax.batch import Batch, SumAndCount, abstract_batch
-from hlat_jax.config import Config
+from hlat_jax.config import Config, ModelConfig
 from hlat_jax.model import Decoder, abstract_params, bind, init_params, param_axes
-from hlat_jax.ops.choices import choices, chosen_model
+from hlat_jax.ops.choices import choices, with_choices
 from hlat_jax.ops.cross_entropy import LossOptions, cross_entropy
+from hlat_jax.ops.dialect import Choice
 from hlat_jax.optimizer import adamw, decay_mask, global_norm
 from hlat_jax.parallel.collectives import shards, summed
 from hlat_jax.parallel.pipeline import Parts, pipelined, pipelined_loss
 from hlat_jax.parallel.replica_sync import Spread
 from hlat_jax.parallel.sharding import Layout
 from hlat_jax.passes.autocast import autocast
-from hlat_jax.precision import POLICIES, cast_tree, policy_on
+from hlat_jax.precision import cast_tree, policy_on
 from hlat_jax.program import ProgramOptions, State, TrainingProgram, training_program
 
 
-def make_program(config: Config, layout: Layout) -> TrainingProgram:
-    """Returns the training program of a config: AdamW on the mean next-token loss over all counted tokens."""
-    precision = config.precision
+@dataclasses.dataclass(frozen=True)
+class RunProgram:
+    """The program of a run, built once: its functions, the shapes they take, and the choices they were built with.
+
+    Attributes:
+      config: of the run.
+      layout: the mesh, of devices or planned ones.
+      choices: key of ModelConfig -> the implementation that serves, and why the others do not.
+      model: `config.model` with every `auto` replaced by its choice.
+      training: init and step for given parameters, pass by pass; see `program.TrainingProgram`.
+      init: jitted uint32 seed -> state before the first step, with the weights of that seed's rbg key.
+      eval_step: jitted (params, batch) -> sum of the losses in nats and counted tokens, without z-loss.
+      norms: jitted state -> norms, fp32, by part; see `_state_norms`.
+    """
+
+    config: Config
+    layout: Layout
+    choices: Mapping[str, Choice]
+    model: ModelConfig
+    training: TrainingProgram
+    init: Callable[..., Any]
+    eval_step: Callable[..., Any]
+    norms: Callable[..., Any]
+
+    @property
+    def step(self) -> Any:
+        """The jitted (state, batch, learning_rate) -> (state, StepMetrics). The state is donated."""
+        return self.training.step
+
+    @property
+    def seed(self) -> np.uint32:
+        """The argument of `init`: the seed of the weights, which stochastic rounding keeps too."""
+        return np.uint32(self.config.train.seed & 0xFFFFFFFF)
+
+    @functools.cached_property
+    def step_arguments(self) -> tuple[Any, Any, Any]:
+        """The shapes, dtypes and shardings of (state, batch, learning rate); nothing is allocated."""
+        data = self.config.data
+        batch = abstract_batch(data.batch_size, data.seq_len, with_segments=data.packing == "documents")
+        return self.training.step_arguments(abstract_params(self.config.model), batch)
+
+    @property
+    def abstract_state(self) -> State:
+        """The shapes, dtypes and shardings of the state."""
+        return self.step_arguments[0]
+
+    def trace_step(self) -> Any:
+        """Returns the trace of `step`, which JAX keeps; its `.lower()` needs devices that exist."""
+        return self.step.trace(*self.step_arguments)
+
+    def init_state(self) -> State:
+        """Returns the state before the first step, drawn on the devices that will hold it."""
+        return self.init(self.seed)
+
+
+def make_program(config: Config, layout: Layout) -> RunProgram:
+    """Returns the program of a config: AdamW on the mean next-token loss over all counted tokens.
+
+    Raises:
+      ValueError: an implementation that cannot serve, see `choices.choices`, or hardware that does not round.
+    """
+    chosen = choices(config, layout)
+    model = with_choices(config.model, chosen, platform=layout.platform)
+    precision, params = config.precision, abstract_params(config.model)
     policy = policy_on(precision.policy, layout.platform, stochastic_rounding=precision.stochastic_rounding)
-    optimizer = adamw(
-        config.optimizer,
-        policy=policy,
-        decays=decay_mask(abstract_params(config.model), config.optimizer.decay),
-    )
-    is_pipelined = layout.size(("pipe",)) > 1
     options = ProgramOptions(
         policy=policy,
         num_microbatches=config.train.num_microbatches,
-        accumulate=pipelined if is_pipelined else None,
+        accumulate=pipelined if layout.size(("pipe",)) > 1 else None,
         autocast=policy.autocast,
         norm_in_blocks=layout.mesh.size == 1 and layout.platform == "cpu",
         spread=Spread(layout, param_axes(config.model)),
-        kernels={f"model.{key}": choice for key, choice in choices(config, layout).items()},
+        kernels={f"model.{key}": choice for key, choice in chosen.items()},
     )
-    loss = parts(config, layout, z_loss_weight=config.train.z_loss_weight)
-    return training_program(loss, optimizer, options=options, params=abstract_params(config.model))
+    loss = functools.partial(parts, model, layout, compute=policy.compute)
+    training = training_program(
+        loss(z_loss_weight=config.train.z_loss_weight),
+        adamw(config.optimizer, policy=policy, decays=decay_mask(params, config.optimizer.decay)),
+        options=options,
+        params=params,
+    )
+    return RunProgram(
+        config=config,
+        layout=layout,
+        choices=chosen,
+        model=model,
+        training=training,
+        init=_init(config, training),
+        eval_step=_eval_step(loss(z_loss_weight=0.0), training.options),
+        norms=_state_norms(layout, training),
+    )
 
 
-def make_train_step(config: Config, layout: Layout) -> Callable[..., Any]:
-    """Returns the jitted (state, batch, learning_rate) -> (state, StepMetrics). The state is donated."""
-    return make_program(config, layout).step
-
-
-def make_eval_step(config: Config, layout: Layout) -> Callable[..., Any]:
-    """Returns the jitted (params, batch) -> sum of the losses in nats and counted tokens, without z-loss."""
-    loss = parts(config, layout, z_loss_weight=0.0)
-    cast = POLICIES[config.precision.policy].autocast
-    if cast is not None:
-        loss = autocast(loss, cast)
-    if layout.size(("pipe",)) > 1:
-        loss = functools.partial(pipelined_loss, loss, num_microbatches=config.train.num_microbatches)
-    if layout.mesh.size > 1:
-        loss = Spread(layout, param_axes(config.model)).loss(loss)
-
-    def eval_step(params: Any, batch: Batch) -> SumAndCount:
-        return loss(params, batch)
-
-    return jax.jit(eval_step)
-
-
-def parts(config: Config, layout: Layout, *, z_loss_weight: float) -> Parts:
+def parts(model: ModelConfig, layout: Layout, *, compute: Any, z_loss_weight: float) -> Parts:
     """Returns (params, batch) -> sum of the losses of the counted targets and their number, fp32 scalars, in its parts.
 
     Over a mesh they are the parts of one device, to be run in the region of `replica_sync.Spread`.
+
+    Args:
+      model: without `auto`.
+      layout: the mesh.
+      compute: dtype in which the model computes.
+      z_loss_weight: see `LossOptions`.
     """
-    compute = POLICIES[config.precision.policy].compute
-    model = chosen_model(config, layout)
     seat = shards(layout)
 
     def decoder(params: Any) -> Decoder:
@@ -105,7 +159,31 @@ def parts(config: Config, layout: Layout, *, z_loss_weight: float) -> Parts:
     return Parts(embed, stage, loss)
 
 
-def make_norms(config: Config, layout: Layout) -> Callable[..., Any]:
+def _eval_step(loss: Any, options: ProgramOptions) -> Callable[..., Any]:
+    if options.autocast is not None:
+        loss = autocast(loss, options.autocast)
+    if options.accumulate is pipelined:
+        loss = functools.partial(pipelined_loss, loss, num_microbatches=options.num_microbatches)
+    if options.active_spread is not None:
+        loss = options.active_spread.loss(loss)
+
+    def eval_step(params: Any, batch: Batch) -> SumAndCount:
+        return loss(params, batch)
+
+    return jax.jit(eval_step)
+
+
+def _init(config: Config, training: TrainingProgram) -> Callable[..., Any]:
+    # The key is made inside, as `jax.random.key` makes it: outside, that is three more programs to compile on Neuron.
+    def initial(seed):
+        high = jnp.zeros((), jnp.uint32)
+        key = jax.random.wrap_key_data(jnp.stack([high, seed, high, seed]), impl="rbg")
+        return training.init(init_params(config.model, key), seed=seed)
+
+    return jax.jit(initial, out_shardings=training.shardings)
+
+
+def _state_norms(layout: Layout, training: TrainingProgram) -> Callable[..., Any]:
     """Returns the jitted state -> norms, fp32, by part: the parameters, and whatever the optimizer keeps of them.
 
     Of the parameters and of fp32 masters the L2 norm, which a step masks on; of Adam's moments the mean magnitude,
@@ -113,8 +191,8 @@ def make_norms(config: Config, layout: Layout) -> Callable[..., Any]:
     has the structure of the parameters, or is a floating-point array by itself. A state of which a norm is not finite
     cannot be trained on, and is not worth saving. Each device sums what it holds; then one all-reduce.
     """
-    specs = jax.tree.map(lambda sharding: sharding.spec, make_program(config, layout).shardings)
-    in_blocks = layout.mesh.size == 1 and layout.platform == "cpu"
+    specs = jax.tree.map(lambda sharding: sharding.spec, training.shardings)
+    in_blocks = training.options.norm_in_blocks
     weights = ("params", "opt_state.master")
 
     def copies(spec: PartitionSpec) -> int:
@@ -149,55 +227,6 @@ def make_norms(config: Config, layout: Layout) -> Callable[..., Any]:
         )
 
     return jax.jit(state_norms, out_shardings=layout.replicated())
-
-
-def init_state(config: Config, layout: Layout) -> State:
-    """Returns the state before the first step, drawn on the devices that will hold it."""
-    return make_init(config, layout)(*init_arguments(config))
-
-
-def make_init(config: Config, layout: Layout) -> Callable[..., Any]:
-    """Returns the jitted uint32 seed -> state before the first step, with the weights of that seed's rbg key.
-
-    The key is made here, as `jax.random.key` makes it: outside, that is three programs more, a compile each on Neuron.
-    """
-    program = make_program(config, layout)
-
-    def initial(seed):
-        high = jnp.zeros((), jnp.uint32)
-        key = jax.random.wrap_key_data(jnp.stack([high, seed, high, seed]), impl="rbg")
-        return program.init(init_params(config.model, key), seed=seed)
-
-    return jax.jit(initial, out_shardings=program.shardings)
-
-
-def init_arguments(config: Config) -> tuple[np.uint32]:
-    """Returns what `make_init`'s function takes: the seed of the weights, which stochastic rounding keeps too."""
-    return (np.uint32(config.train.seed & 0xFFFFFFFF),)
-
-
-def abstract_state(config: Config, layout: Layout) -> State:
-    """Returns the shapes, dtypes and shardings of the state; allocates nothing."""
-    program = make_program(config, layout)
-    return jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        jax.eval_shape(program.init, abstract_params(config.model)),
-        program.shardings,
-    )
-
-
-def step_arguments(config: Config, layout: Layout) -> tuple[Any, Any, Any]:
-    """Returns the shapes, dtypes and shardings of (state, batch, learning rate)."""
-    with_segments = config.data.packing == "documents"
-    batch = abstract_batch(config.data.batch_size, config.data.seq_len, with_segments=with_segments)
-    rows = layout.rows()
-    batch = jax.tree.map(lambda field: jax.ShapeDtypeStruct(field.shape, field.dtype, sharding=rows), batch)
-    return abstract_state(config, layout), batch, jax.ShapeDtypeStruct((), jnp.float32)
-
-
-def traced_step(config: Config, layout: Layout) -> Any:
-    """Returns the trace of `make_train_step`; its `.lower()` needs devices that exist."""
-    return make_train_step(config, layout).trace(*step_arguments(config, layout))
 
 
 def state_bytes(state: State) -> int:

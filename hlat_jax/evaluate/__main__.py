@@ -168,7 +168,7 @@ def _eval_step(
     Compiles once for each shape of batches. `policy` is that of the precision; "": by the dtype of the parameters.
     """
     from hlat_jax.generate.decoding import serving
-    from hlat_jax.step import make_eval_step
+    from hlat_jax.step import make_program
 
     # kernels of these devices; neither the table of another machine nor what a backward pass keeps
     model = dataclasses.replace(serving(trained.model, trained.layout.platform), tuned="", remat="none")
@@ -181,7 +181,7 @@ def _eval_step(
         config.parallel.update(trained.layout.degrees)
         config.data.update(batch_size=num_rows, seq_len=seq_len, packing=packing)
         config.precision.policy = policy or by_dtype
-        return make_eval_step(resolve(config), trained.layout)
+        return make_program(resolve(config), trained.layout).eval_step
 
     return lambda params, batch: of_shape(*batch.tokens.shape)(params, batch)
 

@@ -83,7 +83,7 @@ def total(
 
     Args:
       documents: taken one after another; none is held longer than its windows.
-      predict: batch -> (sum of the losses in nats, counted tokens), as `step.make_eval_step`.
+      predict: batch -> (sum of the losses in nats, counted tokens), as `step.RunProgram.eval_step`.
       num_rows: of a batch, at most; a multiple of `row_degree`.
       window: tokens in a row, at least 2.
       row_degree: divides the rows of every batch.

@@ -18,7 +18,7 @@ import shlex
 import sys
 from collections.abc import Mapping, MutableMapping
 
-from hlat_jax.config import ParallelConfig, PrecisionConfig, nearest
+from hlat_jax.config import POLICY_FACTS, ParallelConfig, PrecisionConfig, nearest
 from hlat_jax.host.neuron_compiler_flags import compiler_flags, joined
 from hlat_jax.host.neuron_topology import (
     COLLECTIVES_PORT,
@@ -31,10 +31,6 @@ from hlat_jax.host.neuron_topology import (
     launcher,
     lnc_of,
 )
-
-# How each precision policy rounds what it stores: precision.POLICIES, without importing JAX. A test compares this file
-# with precision.policy_on: the device or the program rounds stochastically, never both.
-ROUNDING = {"fp32": "nearest", "autocast": "nearest", "mixed": "nearest", "bf16": "nearest", "bf16_sr": "stochastic"}
 
 # Variables that do nothing any more, or never did under JAX, and what takes their place.
 REMOVED = {
@@ -185,12 +181,15 @@ def _computed(precision: PrecisionConfig, parallel: ParallelConfig, topology: To
 
 
 def _rounding(precision: PrecisionConfig) -> dict[str, str]:
-    """The device rounds every cast from fp32 one way: stochastically only where all that is stored is bf16."""
-    if precision.policy not in ROUNDING:
+    """The device rounds every cast from fp32 one way: stochastically only where all that is stored is bf16.
+
+    The device or the program rounds stochastically, never both, see `precision.policy_on`.
+    """
+    if precision.policy not in POLICY_FACTS:
         raise ValueError(
-            f"precision.policy={precision.policy!r} is unknown here. {nearest(precision.policy, ROUNDING)}"
+            f"precision.policy={precision.policy!r} is unknown here. {nearest(precision.policy, POLICY_FACTS)}"
         )
-    if ROUNDING[precision.policy] != "stochastic" or precision.stochastic_rounding == "software":
+    if POLICY_FACTS[precision.policy].rounding != "stochastic" or precision.stochastic_rounding == "software":
         return {"NEURON_RT_STOCHASTIC_ROUNDING_EN": "0"}
     return {"NEURON_RT_STOCHASTIC_ROUNDING_EN": "1", "NEURON_RT_STOCHASTIC_ROUNDING_SEED": "0"}
 

@@ -17,6 +17,7 @@ from hlat_jax.parallel.virtual_devices import planned_layout
 from hlat_jax.resolve import resolve
 from hlat_jax.run.compilation import traced_programs
 from hlat_jax.run.fingerprint import Fingerprint, fingerprint
+from hlat_jax.step import make_program
 
 _BATCH = ("data.batch_size", "data.seq_len", "data.packing", "train.num_microbatches")
 _LOWERED_AS = {"gpu": "cuda"}  # what JAX calls the platform when it lowers for it
@@ -44,7 +45,7 @@ def program(name: str, config: Config, place: Place) -> Fingerprint:
     config = dataclasses.replace(config, parallel=parallel)
     layout = planned_layout(config, math.prod(place.degrees.values()), platform=place.platform)
     platform = _LOWERED_AS.get(place.platform, place.platform)
-    return fingerprint(traced_programs(config, layout)[name]().lower(lowering_platforms=(platform,)))
+    return fingerprint(traced_programs(make_program(config, layout))[name]().lower(lowering_platforms=(platform,)))
 
 
 def reasons(name: str, *, now: dict[str, Any], before: dict[str, Any]) -> list[str]:

@@ -47,9 +47,11 @@ def of_one_device(name: str, config: Config, num_devices: int, *, max_devices: i
     small, count = fewer_replicas(config, num_devices, max_devices=max_devices)
     if count == 1:  # of which XLA partitions nothing
         from hlat_jax.run.compilation import traced_programs
+        from hlat_jax.step import make_program
 
-        layout = layout_for_neuron(small, count)
-        return whole(traced_programs(small, layout)[name]().lower(lowering_platforms=("neuron",))), layout.degrees
+        program = make_program(small, layout_for_neuron(small, count))
+        lowered = traced_programs(program)[name]().lower(lowering_platforms=("neuron",))
+        return whole(lowered), program.layout.degrees
     with tempfile.TemporaryDirectory() as folder:
         flags = [f"--xla_force_host_platform_device_count={count}", "--xla_backend_optimization_level=0"]
         flags += [f"--xla_dump_to={folder}", "--xla_dump_hlo_as_proto", "--xla_dump_hlo_pass_re=spmd-partitioning"]
@@ -75,9 +77,10 @@ def partition(name: str, config: Config, num_devices: int) -> None:
 
     from hlat_jax.neuron.programs import layout_for_neuron
     from hlat_jax.run.compilation import traced_programs
+    from hlat_jax.step import make_program
 
-    layout = layout_for_neuron(config, num_devices)
-    lowered = traced_programs(config, layout)[name]().lower(lowering_platforms=("neuron",))
+    program = make_program(config, layout_for_neuron(config, num_devices))
+    lowered = traced_programs(program)[name]().lower(lowering_platforms=("neuron",))
     module = io.BytesIO()
     lowered.compiler_ir("stablehlo").operation.write_bytecode(file=module)
     devices = jax.devices()

@@ -43,9 +43,10 @@ def main(argv: Sequence[str]) -> int:
     os.environ["JAX_PLATFORMS"] = "cpu"  # nothing is asked of an accelerator, also where there is one
     from hlat_jax.neuron import hlo, hlo_proto, programs
     from hlat_jax.run.compilation import named_programs, traced_programs
+    from hlat_jax.step import make_program
 
     count = values.devices or programs.num_devices(config)
-    traced = traced_programs(config, programs.layout_for_neuron(config, count))
+    traced = traced_programs(make_program(config, programs.layout_for_neuron(config, count)))
     compiled = []
     for name in named_programs(config, values.program):
         modules = {f"{name}.whole": hlo.whole(traced[name]().lower(lowering_platforms=("neuron",)))}

@@ -27,18 +27,17 @@ def main(argv: Sequence[str]) -> int:
     os.environ["JAX_PLATFORMS"] = "cpu"  # nothing is asked of an accelerator, also where there is one
     from hlat_jax.neuron import programs
     from hlat_jax.run.compilation import named_programs, traced_programs
+    from hlat_jax.step import make_program
 
     operators = _operators(values.operators)
     count = values.devices or programs.num_devices(config)
-    layout = programs.layout_for_neuron(config, count)
-    traced = traced_programs(config, layout)
-    print(f"{config.name} for {values.target}, {count:,} devices: {_shape(layout)}")
+    program = make_program(config, programs.layout_for_neuron(config, count))
+    traced = traced_programs(program)
+    print(f"{config.name} for {values.target}, {count:,} devices: {_shape(program.layout)}")
     reports = {}
     for name in named_programs(config, values.program):
         began = time.monotonic()
-        found = programs.findings(
-            name, traced[name](), config=config, layout=layout, target=values.target, operators=operators
-        )
+        found = programs.findings(name, traced[name](), program=program, target=values.target, operators=operators)
         rows = [dataclasses.asdict(f) | {"explained": programs.EXPLAINED.get((name, f.rule), "")} for f in found]
         reports[name] = {"findings": rows, "seconds": time.monotonic() - began}
         print(_text(name, reports[name]))

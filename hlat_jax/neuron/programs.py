@@ -16,7 +16,7 @@ from hlat_jax.parallel.sharding import MESH_AXES, Layout
 from hlat_jax.parallel.virtual_devices import planned_layout
 from hlat_jax.passes.products import live_jaxpr
 from hlat_jax.plan.memory import device_bytes
-from hlat_jax.step import step_arguments
+from hlat_jax.step import RunProgram
 
 # Warnings that stand in shipped configs, by (program, rule), each with the reason why it may.
 EXPLAINED = {
@@ -47,22 +47,21 @@ def num_devices(config: Config) -> int:
 
 
 def findings(
-    name: str, traced: Any, *, config: Config, layout: Layout, target: str, operators: Collection[str]
+    name: str, traced: Any, *, program: RunProgram, target: str, operators: Collection[str]
 ) -> list[lint.Finding]:
     """Returns the findings of one program, and of the training step also what the planner says of its memory.
 
     Args:
       name: of the program, as `compilation.traced_programs` has it.
       traced: its trace.
-      config: of the run.
-      layout: over the devices that it was traced for.
+      program: of the run, over the devices that it was traced for.
       target: as for `lint.check`.
       operators: likewise.
     """
     found = lint.check_traced(traced, target=target, recurring=name != "init", operators=operators)
     if name != "train":
         return found
-    memory = device_bytes(config, layout, arguments=step_arguments(config, layout), jaxpr=live_jaxpr(traced))
+    memory = device_bytes(program, jaxpr=live_jaxpr(traced))
     device = cost.DEVICES[target]
     budget = device.memory_bytes - device.reserved_bytes
     if memory.total <= budget:

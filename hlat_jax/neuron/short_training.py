@@ -24,7 +24,7 @@ from hlat_jax.parallel.degrees import layout_over, passes
 from hlat_jax.parallel.sharding import shard_batch
 from hlat_jax.resolve import resolve
 from hlat_jax.run.validation import Validation
-from hlat_jax.step import init_state, make_eval_step, make_train_step
+from hlat_jax.step import make_program
 
 NUM_STEPS = 160
 # Nats per token of the whole held-out text at the end. Measured on CPU, JAX 0.10.0, with `train` below and data.seed
@@ -69,13 +69,14 @@ def train(config: Config, devices: Sequence[Any]) -> Trained:
     layout = layout_over(config, devices[:count])
     tokenizer = Tokenizer(config.data.tokenizer, vocab_size=config.model.vocab_size)
     held_out, _ = open_held_out(config.data, tokenizer=tokenizer, num_batches=config.train.num_eval_batches)
-    validation = Validation(held_out, make_eval_step(config, layout), layout)
-    step, state, losses, compile_s = make_train_step(config, layout), init_state(config, layout), [], 0.0
+    program = make_program(config, layout)
+    validation = Validation(held_out, program.eval_step, layout)
+    state, losses, compile_s = program.init_state(), [], 0.0
     with contextlib.closing(TrainBatches(config.data, tokenizer=tokenizer)) as batches:
         for number in range(config.train.num_steps):
             batch, _ = next(batches)
             rate = np.float32(learning_rate(number, config.optimizer))
-            state, metrics = step(state, shard_batch(batch, layout), rate)
+            state, metrics = program.step(state, shard_batch(batch, layout), rate)
             losses.append(metrics.loss)
             if number == 0:
                 jax.block_until_ready(metrics)

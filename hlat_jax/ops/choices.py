@@ -1,17 +1,14 @@
-"""Which implementation of each op a run takes: the calls that its config makes on one device, and the choice for them.
-
-Owns what is known of those calls before anything is traced. Refuses to rank implementations; that is `ops.dialect`.
-"""
+"""The implementation of each op that serves a run: the calls of its config on one device, and a choice for each."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from jax.sharding import AbstractMesh
 
-from hlat_jax import stack
-from hlat_jax.config import Config, ModelConfig
+from hlat_jax.config import Config, ModelConfig, select_remat
 from hlat_jax.ops import attention, cross_entropy, norm, rope, swiglu, table
 from hlat_jax.ops.dialect import Choice
 from hlat_jax.ops.registry import OPS
@@ -71,7 +68,12 @@ def choices(config: Config, layout: Layout, *, platform: str | None = None) -> d
 
 
 def chosen_model(config: Config, layout: Layout, *, platform: str | None = None) -> ModelConfig:
-    """Returns the model with every `auto` replaced by what `choices` says."""
-    names = {key: choice.name for key, choice in choices(config, layout, platform=platform).items()}
-    remat = stack.select(config.model.remat, platform or layout.platform)
-    return dataclasses.replace(config.model, **names, remat=remat)
+    """Returns the model of a config with every `auto` replaced by its choice; arguments as for `choices`."""
+    chosen = choices(config, layout, platform=platform)
+    return with_choices(config.model, chosen, platform=platform or layout.platform)
+
+
+def with_choices(model: ModelConfig, chosen: Mapping[str, Choice], *, platform: str) -> ModelConfig:
+    """Returns the model with every `auto` replaced by what `choices` gave for it."""
+    names = {key: choice.name for key, choice in chosen.items()}
+    return dataclasses.replace(model, **names, remat=select_remat(model.remat, platform))

@@ -77,16 +77,15 @@ def compiled(config: Config, num_devices: int, platform: str) -> dict[str, Any]:
     from hlat_jax.passes.liveness import temporaries
     from hlat_jax.passes.products import live_jaxpr
     from hlat_jax.plan.traffic import traced_collectives
-    from hlat_jax.step import state_bytes, step_arguments, traced_step
+    from hlat_jax.step import make_program, state_bytes
 
     start = time.monotonic()
     layout = layout_over(config, jax.devices()[:num_devices])
     config = dataclasses.replace(config, model=chosen_model(config, layout, platform=platform))
-    arguments = step_arguments(config, layout)
-    traced = traced_step(config, layout)
-    jaxpr = live_jaxpr(traced)
-    program = traced.lower().compile()
-    memory = program.memory_analysis()
+    program = make_program(config, layout)
+    arguments, jaxpr = program.step_arguments, live_jaxpr(program.trace_step())
+    step = program.trace_step().lower().compile()
+    memory = step.memory_analysis()
     planned = counted(traced_collectives(jaxpr, layout.mesh))
     return {
         "devices": num_devices,
@@ -97,7 +96,7 @@ def compiled(config: Config, num_devices: int, platform: str) -> dict[str, Any]:
         "planned_argument_bytes": state_bytes(arguments[0]) + state_bytes(arguments[1]) + 4,
         "temporary_bytes": memory.temp_size_in_bytes,
         "planned_temporary_bytes": temporaries(jaxpr, arguments).total,
-        "collectives": _beside(count_collectives(program.as_text(), layout.mesh), planned),
+        "collectives": _beside(count_collectives(step.as_text(), layout.mesh), planned),
     }
 
 

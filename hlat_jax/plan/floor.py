@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from hlat_jax import cost
-from hlat_jax.config import Config
+from hlat_jax.config import POLICY_FACTS, Config
 from hlat_jax.model import abstract_params, param_axes
 from hlat_jax.ops.choices import chosen_model
 from hlat_jax.parallel.sharding import TENSOR, Layout
@@ -71,7 +71,8 @@ def held(config: Config, layout: Layout) -> Held:
     params, mirrored = count(layout.param_rules), count(layout.state_rules)
     itemsize = jnp.dtype(policy.param).itemsize
     return Held(
-        state_bytes=itemsize * params + (cost.STATE_BYTES_PER_PARAM[config.precision.policy] - itemsize) * mirrored,
+        state_bytes=itemsize * params
+        + (POLICY_FACTS[config.precision.policy].state_bytes_per_param - itemsize) * mirrored,
         params=params,
         layer_params=count(layout.param_rules, key="layers"),
         gradient_bytes=jnp.dtype(policy.accumulate).itemsize

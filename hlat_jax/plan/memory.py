@@ -13,11 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hlat_jax.config import Config
-from hlat_jax.parallel.sharding import TENSOR, Layout
+from hlat_jax.parallel.sharding import TENSOR
 from hlat_jax.passes import liveness
 from hlat_jax.precision import POLICIES
-from hlat_jax.step import state_bytes
+from hlat_jax.step import RunProgram, state_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,17 +57,10 @@ class DeviceBytes:
         return self.state + self.batch + self.temporaries
 
 
-def device_bytes(config: Config, layout: Layout, *, arguments: tuple, jaxpr: Any) -> DeviceBytes:
-    """Returns the bytes of one device under a layout.
-
-    Args:
-      config: of the run.
-      layout: where everything lies.
-      arguments: as `step.step_arguments` gives them.
-      jaxpr: of the traced step.
-    """
-    state, batch, _ = arguments
-    peak = liveness.temporaries(jaxpr, arguments)
+def device_bytes(program: RunProgram, *, jaxpr: Any) -> DeviceBytes:
+    """Returns the bytes that one device holds; `jaxpr` is that of the traced step."""
+    config, layout, (state, batch, _) = program.config, program.layout, program.step_arguments
+    peak = liveness.temporaries(jaxpr, program.step_arguments)
     itemsize = jnp.dtype(POLICIES[config.precision.policy].accumulate).itemsize
     are_split = layout.reduce_gradients == "microbatch"
     like = state["opt_state"]["inner"]["mu"] if are_split else state["params"]

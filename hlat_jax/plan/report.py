@@ -1,6 +1,6 @@
 """A plan: everything that can be known of a run before a node is rented, as a dict of plain values and as text.
 
-Owns what a plan says and how. Sizes are bytes, times seconds; every speed is labelled a projection.
+Sizes are bytes, times seconds; every speed is labelled a projection.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hlat_jax.plan.collectives import counted
 from hlat_jax.plan.memory import checkpoint_bytes, device_bytes, host_bytes
 from hlat_jax.plan.traffic import traced_collectives
 from hlat_jax.run import budget as budget_lib
-from hlat_jax.step import step_arguments, traced_step
+from hlat_jax.step import RunProgram, make_program
 
 PROJECTION = "projection, not measured"
 
@@ -77,12 +77,12 @@ def make_plan(config: Config, site: Site) -> dict[str, Any]:
     Raises:
       ValueError: degrees that do not fit the devices or the model, or a batch that does not divide.
     """
-    layout, asked = site_layout(config, site), config.model.remat
-    config = budget_lib.estimated(config, layout)
+    asked = config.model.remat
+    program = budget_lib.estimated(make_program(config, site_layout(config, site)))
+    config, layout = program.config, program.layout
     target = cost.target(site.target)
-    arguments = step_arguments(config, layout)
-    jaxpr = live_jaxpr(traced_step(config, layout))
-    memory = device_bytes(config, layout, arguments=arguments, jaxpr=jaxpr)
+    jaxpr = live_jaxpr(program.trace_step())
+    memory = device_bytes(program, jaxpr=jaxpr)
     found = traced_collectives(jaxpr, layout.mesh)
     budget = target.device.memory_bytes - target.device.reserved_bytes
     plan = {
@@ -96,7 +96,7 @@ def make_plan(config: Config, site: Site) -> dict[str, Any]:
         | {"state": memory.state, "temporaries": memory.temporaries, "total": memory.total, "budget": budget},
         "fits": memory.total <= budget,
         "collectives": _collectives(found, target=target, mesh=layout.mesh),
-        "saving": _saving(arguments[0], site),
+        "saving": _saving(program.abstract_state, site),
     }
     if target.device.peak_flops:
         seconds = roofline.projected(jaxpr, found, target=target, mesh=layout.mesh, state_bytes=memory.state)
@@ -111,19 +111,12 @@ def described(config: Config, layout: Layout) -> dict[str, Any]:
     return layout.degrees | {"devices": layout.mesh.size} | splits
 
 
-def short_plan(config: Config, layout: Layout, *, traced: Any, budget: int) -> list[str]:
-    """Returns what `train` says of its step before it compiles it.
-
-    Args:
-      config: of the run.
-      layout: over the devices that there are.
-      traced: the step's trace.
-      budget: bytes of one device.
-    """
-    jaxpr = live_jaxpr(traced)
-    memory = device_bytes(config, layout, arguments=step_arguments(config, layout), jaxpr=jaxpr)
+def short_plan(program: RunProgram, *, budget: int) -> list[str]:
+    """Returns the lines that `train` prints before it compiles its step; `budget`: bytes of one device."""
+    jaxpr = live_jaxpr(program.trace_step())
+    memory = device_bytes(program, jaxpr=jaxpr)
     lines = [text.memory_line(memory.total, budget, state=memory.state, temporaries=memory.temporaries)]
-    counts = counted(traced_collectives(jaxpr, layout.mesh)).values()
+    counts = counted(traced_collectives(jaxpr, program.layout.mesh)).values()
     if counts:
         executions, sent = sum(count.executions for count in counts), sum(count.wire_bytes for count in counts)
         lines.append(f"collectives      {executions:,} per step, {text.gib(sent)} sent by a device")

@@ -4,8 +4,7 @@ The budget is for the temporaries of the whole step on one device, as the compil
 names, `saved:NAME,...`, which is a value of `model.remat` like any other: so the step knows nothing of budgets, a
 printed choice can be set in a config, and a resumed run computes with the very choice of its checkpoint.
 
-Owns when a choice is made anew: for another budget, mesh, device or JAX, or where the step has no longer values of its
-names. How it is made is in `passes.remat`.
+A choice is made anew for another budget, mesh, device or JAX, or where the step no longer has values of its names.
 """
 
 from __future__ import annotations
@@ -19,33 +18,32 @@ import jax
 from hlat_jax.byte_sizes import parse_bytes, spoken
 from hlat_jax.config import REMAT_BUDGET, Config
 from hlat_jax.host.distributed import exchange, is_first
-from hlat_jax.parallel.sharding import Layout
 from hlat_jax.passes import remat
 from hlat_jax.passes.liveness import temporaries
 from hlat_jax.passes.naming import Choice, MissingValues
 from hlat_jax.passes.products import live_jaxpr
-from hlat_jax.step import step_arguments, traced_step
+from hlat_jax.step import RunProgram, make_program
 
 RECORD_FILE = "remat.json"
 # What beside the mesh says how much of a step lies on a device.
 _SHARED = ("zero1", "sequence_parallel", "reduce_gradients", "bucket_bytes")
 
 
-def resolved(config: Config, layout: Layout, *, recorded: dict[str, Any] | None) -> tuple[Config, dict | None]:
-    """Returns the config with a choice in the place of a budget, and its record; both unchanged where none is asked.
+def resolved(program: RunProgram, *, recorded: dict[str, Any] | None) -> tuple[RunProgram, dict | None]:
+    """Returns the program with a choice in the place of a budget, and its record; (program, None) without a budget.
 
-    Every process compiles the same programs, and the largest of their measurements counts.
+    Every process compiles the same trial programs, and the largest of their measurements counts.
 
     Args:
-      config: of the run.
-      layout: over the devices that there are.
-      recorded: what this returned for the checkpoint that the run goes on from; None: there is none.
+      program: of the run, over devices that exist.
+      recorded: what this returned for the checkpoint that the run resumes from; None: there is none.
 
     Raises:
       ValueError: none of the programs tried fits the budget.
     """
+    config, layout = program.config, program.layout
     if not is_asked(config):
-        return config, None
+        return program, None
     facts = {
         "asked": config.model.remat,
         "mesh": layout.degrees,
@@ -54,9 +52,9 @@ def resolved(config: Config, layout: Layout, *, recorded: dict[str, Any] | None)
         "jax": jax.__version__,
     }
     if recorded is not None and recorded.items() >= facts.items():
-        again = _with(config, recorded["choice"])
         try:
-            traced_step(again, layout)
+            again = _with(program, recorded["choice"])
+            again.trace_step()
         except MissingValues:
             _tell("remat            chosen anew: the step no longer has values that the checkpoint's choice names")
         else:
@@ -66,7 +64,7 @@ def resolved(config: Config, layout: Layout, *, recorded: dict[str, Any] | None)
     def measured(traced: Any) -> int:
         return max(map(int, exchange(str(remat.temporaries(traced)))))
 
-    plan = _searched(config, layout, measured)
+    plan = _searched(program, measured)
     record = facts | {"choice": _written(plan.choice)}
     keys = ("budget_bytes", "measured_bytes", "predicted_bytes", "flops", "predicted_flops", "plain", "full")
     record |= json.loads(json.dumps({key: getattr(plan, key) for key in keys}))
@@ -75,22 +73,21 @@ def resolved(config: Config, layout: Layout, *, recorded: dict[str, Any] | None)
         f"                 for {facts['asked']}: {spoken(plan.measured_bytes)} measured, {spoken(plan.plain[0])} "
         f"without; {plan.recompute_share:+.1%} FLOPs; {plan.compilations} compilations in {plan.seconds:.0f} s"
     )
-    return _with(config, record["choice"]), record
+    return _with(program, record["choice"]), record
 
 
-def estimated(config: Config, layout: Layout) -> Config:
-    """Returns the config with the choice that the planner's estimate of memory makes; compiles nothing.
+def estimated(program: RunProgram) -> RunProgram:
+    """Returns the program with the choice that the planner's estimate of memory makes; compiles nothing.
 
     Where no choice tried fits the budget by that estimate, it is full rematerialization; the plan reports the excess.
     """
-    if not is_asked(config):
-        return config
-    arguments = step_arguments(config, layout)
+    if not is_asked(program.config):
+        return program
     try:
-        plan = _searched(config, layout, lambda traced: temporaries(live_jaxpr(traced), arguments).total)
+        plan = _searched(program, lambda traced: temporaries(live_jaxpr(traced), program.step_arguments).total)
     except remat.BudgetNotMet:
-        return _with(config, "full")
-    return _with(config, _written(plan.choice))
+        return _with(program, "full")
+    return _with(program, _written(plan.choice))
 
 
 def is_asked(config: Config) -> bool:
@@ -98,11 +95,11 @@ def is_asked(config: Config) -> bool:
     return config.model.remat.startswith(REMAT_BUDGET)
 
 
-def _searched(config: Config, layout: Layout, measure: Any) -> remat.Plan:
-    budget = parse_bytes(config.model.remat.removeprefix(REMAT_BUDGET), name="model.remat: the budget")
+def _searched(program: RunProgram, measure: Any) -> remat.Plan:
+    budget = parse_bytes(program.config.model.remat.removeprefix(REMAT_BUDGET), name="model.remat: the budget")
 
     def traced(choice: Choice | None) -> Any:
-        return traced_step(_with(config, _written(choice)), layout)
+        return _with(program, _written(choice)).trace_step()
 
     return remat.search(traced, budget_bytes=budget, options=remat.Options(measure=measure, min_bytes=1024))
 
@@ -111,8 +108,9 @@ def _written(choice: Choice | None) -> str:
     return "none" if choice is None else str(choice)
 
 
-def _with(config: Config, choice: str) -> Config:
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, remat=choice))
+def _with(program: RunProgram, choice: str) -> RunProgram:
+    model = dataclasses.replace(program.config.model, remat=choice)
+    return make_program(dataclasses.replace(program.config, model=model), program.layout)
 
 
 def _tell(line: str) -> None:

@@ -1,15 +1,13 @@
 """The programs of a run: which they are, how they are compiled, and the record of it in the run folder.
 
-All of them are compiled ahead, for the shapes that the config gives, so a run cannot come to a new one: an argument of
-another shape is an error. What the record is compared with, and how a difference is explained, is in
-`neuron.changes`.
+All of them are compiled ahead, for the shapes that the config gives: an argument of another shape is an error and does
+not compile another program. `neuron.changes` compares the record and explains differences.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import hashlib
 import json
 import pathlib
@@ -25,19 +23,10 @@ from hlat_jax.config import Config
 from hlat_jax.generate.decoding import decode_arguments, make_decode, make_prefill, prefill_arguments
 from hlat_jax.generate.generator import Programs, sample_shape
 from hlat_jax.parallel import xla_options
-from hlat_jax.parallel.sharding import Layout
 from hlat_jax.run.fingerprint import fingerprint
 from hlat_jax.run.machine import device_memory
 from hlat_jax.run.optional import short_plan
-from hlat_jax.step import (
-    abstract_state,
-    init_arguments,
-    make_eval_step,
-    make_init,
-    make_norms,
-    step_arguments,
-    traced_step,
-)
+from hlat_jax.step import RunProgram
 from hlat_jax.store.atomic_files import read_json, write_whole
 
 RECORD_FILE = "programs.json"
@@ -66,29 +55,47 @@ def named_programs(config: Config, word: str) -> list[str]:
     return list(GENERATION) if word == "generate" else [word]
 
 
-def traced_programs(config: Config, layout: Layout) -> dict[str, Callable[[], Any]]:
-    """Returns what traces each program, by name, whether a run of the config compiles it or not.
+def traced_programs(program: RunProgram) -> dict[str, Callable[[], Any]]:
+    """Returns functions that trace each program, by name, whether a run of the config compiles it or not.
 
     The shape of generation is that of the run's samples.
     """
-    makers = {"train": traced_step, "init": _init, "norms": _norms}
-    makers |= {"eval": _eval, "prefill": _prefill, "decode": _decode}
-    return {name: functools.partial(make, config, layout) for name, make in makers.items()}
+    config, layout = program.config, program.layout
+    state, batch, _ = program.step_arguments
+    params, shape = state["params"], sample_shape(config, layout)
+
+    def prefill() -> Any:
+        arguments = prefill_arguments(layout, shape)
+        return make_prefill(config.model, layout, slots=shape.slots).trace(params, *arguments)
+
+    def decode() -> Any:
+        arguments = decode_arguments(config.model, layout, dtype=params["embed"].dtype, shape=shape)
+        return make_decode(config.model, layout).trace(params, *arguments)
+
+    return {
+        "train": program.trace_step,
+        "init": lambda: program.init.trace(program.seed),
+        "norms": lambda: program.norms.trace(state),
+        "eval": lambda: program.eval_step.trace(params, batch),
+        "prefill": prefill,
+        "decode": decode,
+    }
 
 
 class Compilations:
-    """Compiles the programs of a run, and keeps what each of them is and cost."""
+    """Compiles the programs of a run, and records what each of them is and what compiling it took."""
 
-    def __init__(self, config: Config, layout: Layout):
-        self._programs = traced_programs(config, layout)
-        self._options = xla_options.compiler_options(layout)
-        self._around = surroundings(config, layout.platform, layout.degrees)
+    def __init__(self, program: RunProgram):
+        self.program = program
+        self._programs = traced_programs(program)
+        self._options = xla_options.compiler_options(program.layout)
+        self._around = surroundings(program.config, program.layout.platform, program.layout.degrees)
         self._entries: dict[str, dict[str, Any]] = {}
 
-    def compiled(self, name: str, *, traced: Any = None) -> Any:
-        """Returns a program of `traced_programs`, compiled; `traced`: its trace, where there is one already."""
+    def compiled(self, name: str) -> Any:
+        """Returns a program of `traced_programs`, compiled."""
         began = time.monotonic()
-        lowered = (self._programs[name]() if traced is None else traced).lower()
+        lowered = self._programs[name]().lower()
         found = fingerprint(lowered)
         with _cache_hits() as hits:
             program = lowered.compile(compiler_options=self._options or None)
@@ -103,14 +110,12 @@ class Compilations:
         write_whole(workdir / RECORD_FILE, (json.dumps(whole, indent=1) + "\n").encode())
 
 
-def compiled_step(config: Config, layout: Layout, compilations: Compilations) -> Any:
+def compiled_step(compilations: Compilations) -> Any:
     """Returns the training step, and prints what it needs before and after it is compiled."""
-    began = time.monotonic()
-    traced = traced_step(config, layout)
-    memory = device_memory(layout.mesh.local_devices[0])
-    for line in short_plan(config, layout, traced=traced, budget=memory):
+    began, program = time.monotonic(), compilations.program
+    for line in short_plan(program, budget=device_memory(program.layout.mesh.local_devices[0])):
         print(line)
-    compiled = compilations.compiled("train", traced=traced)
+    compiled = compilations.compiled("train")
     temporary = getattr(compiled.memory_analysis(), "temp_size_in_bytes", 0)
     print(
         f"compiled         {time.monotonic() - began:.1f} s; "
@@ -119,9 +124,10 @@ def compiled_step(config: Config, layout: Layout, compilations: Compilations) ->
     return compiled
 
 
-def compiled_sampler(config: Config, layout: Layout, compilations: Compilations) -> Programs:
+def compiled_sampler(compilations: Compilations) -> Programs:
     """Returns the two programs of a run's samples."""
-    return Programs(compilations.compiled("prefill"), compilations.compiled("decode"), sample_shape(config, layout))
+    shape = sample_shape(compilations.program.config, compilations.program.layout)
+    return Programs(prefill=compilations.compiled("prefill"), decode=compilations.compiled("decode"), shape=shape)
 
 
 def recorded(workdir: pathlib.Path) -> dict[str, dict[str, Any]]:
@@ -161,27 +167,3 @@ def _cache_hits() -> Iterator[list[str]]:
         yield hits
     finally:
         jax.monitoring.unregister_event_listener(heard)
-
-
-def _init(config: Config, layout: Layout) -> Any:
-    return make_init(config, layout).trace(*init_arguments(config))
-
-
-def _norms(config: Config, layout: Layout) -> Any:
-    return make_norms(config, layout).trace(abstract_state(config, layout))
-
-
-def _eval(config: Config, layout: Layout) -> Any:
-    state, batch, _ = step_arguments(config, layout)
-    return make_eval_step(config, layout).trace(state["params"], batch)
-
-
-def _prefill(config: Config, layout: Layout) -> Any:
-    shape, params = sample_shape(config, layout), abstract_state(config, layout)["params"]
-    return make_prefill(config.model, layout, slots=shape.slots).trace(params, *prefill_arguments(layout, shape))
-
-
-def _decode(config: Config, layout: Layout) -> Any:
-    shape, params = sample_shape(config, layout), abstract_state(config, layout)["params"]
-    arguments = decode_arguments(config.model, layout, dtype=params["embed"].dtype, shape=shape)
-    return make_decode(config.model, layout).trace(params, *arguments)

@@ -12,13 +12,13 @@ import jax.numpy as jnp
 from hlat_jax import cost
 from hlat_jax.config import Config
 from hlat_jax.parallel.degrees import layout_over
-from hlat_jax.parallel.sharding import MESH_AXES, Layout
+from hlat_jax.parallel.sharding import MESH_AXES
 from hlat_jax.precision import POLICIES
-from hlat_jax.step import abstract_state, state_bytes
+from hlat_jax.step import RunProgram, make_program, state_bytes
 
 
-def fitting_layout(config: Config, devices: Sequence[Any]) -> Layout:
-    """Returns the layout of the config over `devices`, after checking that state and gradients fit in their memory.
+def fitting_program(config: Config, devices: Sequence[Any]) -> RunProgram:
+    """Returns the program of the config over `devices`, on which its state and gradients fit and its batch divides.
 
     Raises:
       ValueError: too little memory, degrees that do not fit the devices, or a batch that does not divide.
@@ -35,14 +35,14 @@ def fitting_layout(config: Config, devices: Sequence[Any]) -> Layout:
             f"activation (precision.policy={config.precision.policy}, parallel {degrees}), and {has}. "
             "Take a smaller config, or more devices."
         )
-    layout = layout_over(config, devices)
-    per_device = state_bytes(abstract_state(config, layout))
+    program = make_program(config, layout_over(config, devices))
+    per_device = state_bytes(program.abstract_state)
     if per_device > device_memory(devices[0]):
         raise ValueError(
             f"config {config.name}: the fullest device would hold {_gib(per_device)} of state (parallel {degrees}), "
             f"and {has}. Raise parallel.tensor or parallel.fsdp, or set parallel.zero1=True."
         )
-    return layout
+    return program
 
 
 def device_memory(device: Any) -> int:

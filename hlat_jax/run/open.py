@@ -26,11 +26,10 @@ from hlat_jax.program import StepMetrics
 from hlat_jax.run import budget, exports, optional, summary
 from hlat_jax.run.compilation import Compilations, compiled_sampler, compiled_step
 from hlat_jax.run.init_from import begin, open_start
-from hlat_jax.run.machine import fitting_layout
+from hlat_jax.run.machine import fitting_program
 from hlat_jax.run.settings import refuse_drift, settings_of, write_settings
 from hlat_jax.run.step_sync import StepSync, only_job, require_same_settings
 from hlat_jax.run.validation import Validation
-from hlat_jax.step import abstract_state, init_arguments, make_norms, state_bytes
 from hlat_jax.store.checkpoint import Checkpointer, Restored
 from hlat_jax.store.metrics import MetricsLog, SilentLog
 
@@ -48,7 +47,7 @@ class Run:
       validation: on held-out text; None: there is none.
       tasks: of the evaluation harness; None: not asked for.
       train_step: the compiled (state, batch, learning rate) -> (state, StepMetrics); donates the state.
-      state_norms: the compiled state -> norms of its parts, see step.make_norms.
+      state_norms: the compiled state -> norms of its parts, see step.RunProgram.
       sampler: the compiled programs of samples; None: no sample is asked for.
       log: of metrics; silent in all processes but the first.
       settings: what a checkpoint belongs to, see settings_of.
@@ -150,7 +149,8 @@ def open_run(
     Raises:
       ValueError: a config, data, machine or folder that cannot be trained with; nothing was changed.
     """
-    layout = fitting_layout(config, jax.devices())
+    program = fitting_program(config, jax.devices())
+    layout = program.layout
     tokenizer = Tokenizer(config.data.tokenizer, vocab_size=config.model.vocab_size)
     tasks = optional.open_tasks(config, layout=layout, tokenizer=tokenizer)
     stack.enter_context(only_job(workdir))
@@ -158,7 +158,7 @@ def open_run(
     source = {"tokenizer": tokenizer, "rows": rows, "index_folder": workdir / INDEX_FOLDER}
     batches = stack.enter_context(contextlib.closing(TrainBatches(config.data, **source)))
     held_out, held_out_manifest = open_held_out(config.data, num_batches=config.train.num_eval_batches, **source)
-    settings = settings_of(config, layout, tokenizer=tokenizer, batches=batches)
+    settings = settings_of(program, tokenizer=tokenizer, batches=batches)
     settings |= {"validation_manifest": held_out_manifest}
     require_same_settings(settings)
     checkpointer = stack.enter_context(closing_quietly(Checkpointer(workdir, config=config.checkpoint)))
@@ -167,9 +167,7 @@ def open_run(
         stack.enter_context(closing_quietly(exporter))
     if distributed.is_first():
         exports.remove_leftovers(workdir)
-    abstract = abstract_state(config, layout)
-    implementations = settings["implementations"]
-    summary.describe(config, layout, implementations=implementations, num_bytes=state_bytes(abstract))
+    summary.describe(program)
     summary.describe_data(batches, held_out, vocab_size=config.model.vocab_size, tokenizer=tokenizer)
 
     saved = checkpointer.latest_metadata()
@@ -177,19 +175,19 @@ def open_run(
         tasks.load()
     if saved is not None:
         refuse_drift(saved[1], settings, step=saved[0])
-    restored = checkpointer.restore(abstract, norms=make_norms(config, layout)) if saved is not None else None
+    restored = None if saved is None else checkpointer.restore(program.abstract_state, norms=program.norms)
     if restored is not None and restored.step >= config.train.num_steps:
         _finish(config, workdir, exporter=exporter, restored=restored)
         return None
 
     weights = open_start(config, tokenizer) if restored is None and config.train.init_from else None
-    planned, remat = budget.resolved(config, layout, recorded=restored and restored.metadata.get("remat"))
-    compilations = Compilations(planned, layout)
+    program, remat = budget.resolved(program, recorded=restored and restored.metadata.get("remat"))
+    compilations = Compilations(program)
     if restored is not None:
         settings |= {key: value for key, value in restored.metadata.items() if key == "init_from"}
         progress = _resumed(config, restored, batches=batches)
     else:
-        state = compilations.compiled("init")(*init_arguments(config))
+        state = compilations.compiled("init")(program.seed)
         if weights is not None:
             state, settings["init_from"] = begin(weights, state)
         position = batches.get_state()
@@ -208,11 +206,11 @@ def open_run(
         sync=StepSync(config, batches.rows, signals),
         checkpointer=checkpointer,
         exporter=exporter,
-        train_step=compiled_step(planned, layout, compilations),
+        train_step=compiled_step(compilations),
         state_norms=compilations.compiled("norms"),
         validation=Validation(held_out, compilations.compiled("eval"), layout) if held_out else None,
         tasks=tasks,
-        sampler=compiled_sampler(config, layout, compilations) if config.train.sample_prompt else None,
+        sampler=compiled_sampler(compilations) if config.train.sample_prompt else None,
         log=log,
         settings=settings,
         remat=remat,

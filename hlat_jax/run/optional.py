@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import pathlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hlat_jax.config import Config
 from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.parallel.sharding import Layout
+from hlat_jax.step import RunProgram
 
 if TYPE_CHECKING:
     from hlat_jax.evaluate.in_training import TasksInTraining
@@ -43,8 +44,8 @@ def open_exporter(config: Config, workdir: pathlib.Path, *, tokenizer: Tokenizer
     return Exporter(workdir, config=config, tokenizer_sha256=tokenizer.sha256)
 
 
-def short_plan(config: Config, layout: Layout, *, traced: Any, budget: int) -> list[str]:
-    """Returns lines on the memory and collectives of a traced step; none where `hlat_jax.plan` is not installed.
+def short_plan(program: RunProgram, *, budget: int) -> list[str]:
+    """Returns lines on the memory and collectives of a step; none where `hlat_jax.plan` is not installed.
 
     No key asks for them: they are printed before every compilation, and a run does not depend on them.
     """
@@ -54,7 +55,7 @@ def short_plan(config: Config, layout: Layout, *, traced: Any, budget: int) -> l
         if _is_part(error.name, "hlat_jax.plan"):
             return []
         raise
-    return lines_of(config, layout, traced=traced, budget=budget)
+    return lines_of(program, budget=budget)
 
 
 @contextlib.contextmanager

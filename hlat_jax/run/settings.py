@@ -12,21 +12,19 @@ from hlat_jax.data.loader import TrainBatches
 from hlat_jax.data.streams import data_drift
 from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.host.neuron_env import recorded
-from hlat_jax.ops.choices import chosen_model
 from hlat_jax.ops.registry import OPS
-from hlat_jax.parallel.sharding import Layout
 from hlat_jax.resolve import resolve
 from hlat_jax.run import budget
+from hlat_jax.step import RunProgram
 from hlat_jax.store import atomic_files
 from hlat_jax.store.config_diff import config_drift
 
 
-def settings_of(config: Config, layout: Layout, *, tokenizer: Tokenizer, batches: TrainBatches) -> dict[str, Any]:
-    """Returns what a checkpoint belongs to: the config, hashes of the files it names, and the chosen kernels."""
-    model = chosen_model(config, layout)
+def settings_of(program: RunProgram, *, tokenizer: Tokenizer, batches: TrainBatches) -> dict[str, Any]:
+    """Returns what a checkpoint belongs to: the config, and what it only points to, by hash or by choice."""
     return {
-        "config": config.to_dict(),
-        "implementations": {key: getattr(model, key) for key in (*OPS, "remat")},
+        "config": program.config.to_dict(),
+        "implementations": {key: getattr(program.model, key) for key in (*OPS, "remat")},
         "tokenizer_sha256": tokenizer.sha256,
         "manifest": batches.manifest,
     }

@@ -10,14 +10,15 @@ from hlat_jax.config import Config
 from hlat_jax.data.held_out import HeldOut
 from hlat_jax.data.loader import TrainBatches
 from hlat_jax.data.tokenizer import Tokenizer
-from hlat_jax.ops.choices import choices
-from hlat_jax.parallel.sharding import Layout
+from hlat_jax.ops.registry import OPS
+from hlat_jax.step import RunProgram, state_bytes
 from hlat_jax.store.loss_curve import plot_loss
 from hlat_jax.store.metrics import ROWS_FILE, read_rows
 
 
-def describe(config: Config, layout: Layout, *, implementations: dict[str, str], num_bytes: int) -> None:
-    """Prints what is trained and on which devices; `num_bytes` is the state on the fullest device."""
+def describe(program: RunProgram) -> None:
+    """Prints what is trained, on which devices, with which implementations."""
+    config, layout = program.config, program.layout
     device = layout.mesh.devices.flat[0]
     degrees = " x ".join(f"{axis} {size}" for axis, size in layout.degrees.items() if size > 1) or "one device"
     step_tokens = config.data.batch_size * config.data.seq_len
@@ -29,10 +30,9 @@ def describe(config: Config, layout: Layout, *, implementations: dict[str, str],
     else:
         print(f"tokens per step  {step_tokens:,}, padding and ends of documents included")
     print(f"steps            {config.train.num_steps:,} of a horizon of {config.optimizer.horizon_steps:,}")
-    print(f"state            {num_bytes / cost.GIB:.3f} GiB on the fullest device")
-    because = {name: f" ({choice.because})" for name, choice in choices(config, layout).items()}
-    chosen = (f"{name} {choice}{because.get(name, '')}" for name, choice in implementations.items())
-    print(f"implementations  {', '.join(chosen)}")
+    print(f"state            {state_bytes(program.abstract_state) / cost.GIB:.3f} GiB on the fullest device")
+    chosen = [f"{key} {program.choices[key].name} ({program.choices[key].because})" for key in OPS]
+    print(f"implementations  {', '.join([*chosen, f'remat {program.model.remat}'])}")
 
 
 def describe_data(

@@ -11,6 +11,7 @@ import json
 import math
 import pathlib
 import shutil
+import types
 
 import jax
 import numpy as np
@@ -160,10 +161,10 @@ def test_evaluate_of_the_validation_rows_has_the_precision_policy_of_the_run(val
 
     def recorded(config, layout):
         policies.append(config.precision.policy)
-        return lambda *_: (0.0, 1.0)
+        return types.SimpleNamespace(eval_step=lambda *_: (0.0, 1.0))
 
     monkeypatch.setattr("hlat_jax.run.settings.saved_config", saved)
-    monkeypatch.setattr("hlat_jax.step.make_eval_step", recorded)
+    monkeypatch.setattr("hlat_jax.step.make_program", recorded)
     evaluate_here(f"--checkpoint={folder}", "--validation")
     assert set(policies) == {"mixed"}
 

@@ -19,9 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hlat_jax import config as config_lib
-from hlat_jax.config import ParallelConfig, PrecisionConfig
+from hlat_jax.config import POLICY_FACTS, ParallelConfig, PrecisionConfig
 from hlat_jax.host import neuron_env, neuron_topology
-from hlat_jax.host.neuron_env import FIXED, REMOVED, ROUNDING, environment
+from hlat_jax.host.neuron_env import FIXED, REMOVED, environment
 from hlat_jax.host.neuron_topology import INSTANCES, Topology
 from hlat_jax.neuron import env_command as command
 from hlat_jax.resolve import resolve
@@ -106,7 +106,7 @@ def runs(draw):
     )
     degrees = {axis: draw(st.sampled_from([1, 2, 4])) for axis in ("pipe", "fsdp", "tensor")}
     switches = {name: draw(st.booleans()) for name in ("zero1", "sequence_parallel")}
-    policy = draw(st.sampled_from(sorted(ROUNDING)))
+    policy = draw(st.sampled_from(sorted(POLICY_FACTS)))
     who = draw(st.sampled_from(["auto", "hardware", "software"])) if policy == "bf16_sr" else "auto"
     return PrecisionConfig(policy, who), ParallelConfig(data=-1, **degrees, **switches), place
 
@@ -166,7 +166,9 @@ def test_environment_differs_between_ranks_in_the_rank_alone(run):
 def test_device_rounds_where_the_program_leaves_it_to_the_device_and_never_both():
     from hlat_jax.precision import POLICIES, policy_on
 
-    assert {name: policy.rounding for name, policy in POLICIES.items()} == ROUNDING
+    assert {name: policy.rounding for name, policy in POLICIES.items()} == {
+        name: facts.rounding for name, facts in POLICY_FACTS.items()
+    }
     for name in POLICIES:
         for who in ("auto", "hardware", "software") if name == "bf16_sr" else ("auto",):
             found = environment(PrecisionConfig(name, who), ParallelConfig(), PLACE, current={}).variables

@@ -18,7 +18,7 @@ from hlat_jax.neuron import hlo, hlo_proto
 from hlat_jax.neuron.programs import layout_for_neuron
 from hlat_jax.parallel.degrees import layout_over
 from hlat_jax.run.compilation import traced_programs
-from hlat_jax.step import step_arguments
+from hlat_jax.step import make_program
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,7 @@ def lowered():
     """A step lowered for Neuron: loops, calls, tuples, donation."""
     config = small_config(m=2)
     layout = layout_for_neuron(config, 1)
-    return traced_programs(config, layout)["train"]().lower(lowering_platforms=("neuron",))
+    return traced_programs(make_program(config, layout))["train"]().lower(lowering_platforms=("neuron",))
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +128,7 @@ def test_the_module_of_one_device_has_its_shapes_and_collectives(computation):
     assert text.startswith("HloModule jit_train_step")
     parameters = re.findall(r" = (?:s32|f32|bf16)\[([\d,]*)\]\S* parameter", text[text.index("\nENTRY") :])
     found = Counter(tuple(map(int, filter(None, dims.split(",")))) for dims in parameters)
-    arguments = jax.tree.leaves(step_arguments(config, layout_over(config, jax.devices())))
+    arguments = jax.tree.leaves(make_program(config, layout_over(config, jax.devices())).step_arguments)
     whole = Counter(leaf.shape for leaf in arguments)
     expected = Counter(leaf.sharding.shard_shape(leaf.shape) if leaf.sharding else leaf.shape for leaf in arguments)
     dropped = expected - found  # fields of the batch that nothing reads

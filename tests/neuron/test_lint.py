@@ -27,7 +27,7 @@ from hlat_jax.parallel.sharding import make_layout
 from hlat_jax.plan.collectives import count_collectives
 from hlat_jax.resolve import resolve
 from hlat_jax.stack import rematerialized
-from hlat_jax.step import step_arguments, traced_step
+from hlat_jax.step import make_program
 
 DOCS = pathlib.Path(__file__).resolve().parents[2] / "docs" / "neuron-lint.md"
 X = jnp.ones((4, 4))
@@ -599,7 +599,7 @@ def groups_of(root):
 def test_replica_groups_are_those_of_the_compiled_step(degrees):
     config = small_config(m=2, remat="none", **degrees)
     layout = cpu_layout(config)
-    traced = traced_step(config, layout)
+    traced = make_program(config, layout).trace_step()
     mesh = dict(layout.mesh.shape)
     compiled = count_collectives(traced.lower().compile().as_text(), layout.mesh)
     kinds = {axes for kind, axes in compiled if kind != "collective-permute"}
@@ -824,10 +824,10 @@ def test_rounding_that_loses_bits_stays_in_a_program_for_neuron():
 def test_step_of_a_train_that_does_not_donate_is_warned_of():
     config = resolve(config_lib.load("tiny"))
     layout = programs.layout_for_neuron(config, 1)
-    arguments = step_arguments(config, layout)
-    assert "DN01" not in {f.rule for f in lint.check_traced(traced_step(config, layout))}
-    kept = jax.jit(lambda *xs: traced_step(config, layout).jaxpr and xs[0])
-    assert "DN01" in {f.rule for f in lint.check(kept, *arguments)}
+    program = make_program(config, layout)
+    assert "DN01" not in {f.rule for f in lint.check_traced(program.trace_step())}
+    kept = jax.jit(lambda *xs: program.trace_step().jaxpr and xs[0])
+    assert "DN01" in {f.rule for f in lint.check(kept, *program.step_arguments)}
 
 
 # The table of the documentation.

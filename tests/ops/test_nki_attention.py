@@ -21,7 +21,7 @@ from hlat_jax.ops.nki import attention as nki
 from hlat_jax.parallel.virtual_devices import planned_layout
 from hlat_jax.resolve import resolve
 from hlat_jax.run.compilation import traced_programs
-from hlat_jax.step import traced_step
+from hlat_jax.step import make_program
 
 SHAPES = {"mha": (2, 512, 4, 16, 4), "gqa": (1, 512, 6, 8, 2), "mqa": (1, 1024, 4, 32, 1)}  # B, T, N, H, K
 
@@ -107,11 +107,11 @@ def test_the_op_refuses_segments_instead_of_ignoring_them():
 def test_a_model_that_names_the_kernel_lowers_for_neuron_and_refuses_to_run_on_cpu(small):
     small.model.attention, small.model.max_positions, small.data.seq_len = "nki", 512, 512
     config = resolve(small)
-    calls = traced_step(config, planned_layout(config, 8, platform="neuron")).jaxpr
+    calls = make_program(config, planned_layout(config, 8, platform="neuron")).trace_step().jaxpr
     assert "nki_attention_forward" in str(calls)
     assert "nki_attention_backward" in str(calls)
     with pytest.raises(ValueError, match=r"^model.attention='nki' serves neuron and not cpu"):
-        traced_step(config, planned_layout(config, 8, platform="cpu"))
+        make_program(config, planned_layout(config, 8, platform="cpu"))
     decoder = Decoder(config.model, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match=r"^model.attention='nki' serves neuron and not cpu"):
         decoder(np.zeros((1, 512), np.int32))
@@ -145,9 +145,9 @@ def test_every_program_of_a_run_with_the_kernels_is_made_where_there_is_no_neuro
     tree["model"] |= {"attention": "nki", "max_positions": 512}
     tree["data"] |= {"seq_len": 512, "validation": "held_out.jsonl"}
     config = resolve(tree)
-    programs = traced_programs(config, layout_for_neuron(config, 1))
+    programs = traced_programs(make_program(config, layout_for_neuron(config, 1)))
     made = {name: str(trace().jaxpr) for name, trace in programs.items()}
     assert "nki_attention_backward" in made["train"]
     assert "nki_attention_forward" in made["eval"]
     with pytest.raises(ValueError, match=r"^model.attention='nki' serves neuron and not cpu"):
-        traced_programs(config, planned_layout(config, 1, platform="cpu"))["eval"]()
+        make_program(config, planned_layout(config, 1, platform="cpu"))

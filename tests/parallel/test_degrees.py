@@ -13,8 +13,8 @@ from hlat_jax.parallel.degrees import check_degrees, layout_over, nearest_degree
 from hlat_jax.parallel.sharding import MESH_AXES, make_layout
 from hlat_jax.plan.report import Site, make_plan
 from hlat_jax.resolve import resolve
-from hlat_jax.run.machine import fitting_layout
-from hlat_jax.step import step_arguments, traced_step
+from hlat_jax.run.machine import fitting_program
+from hlat_jax.step import make_program
 
 # changes of `small` -> what is refused over 8 devices, and what to change
 REFUSED = {
@@ -75,7 +75,7 @@ def test_layout_is_refused_by_train_and_plan_with_what_to_change(small, name):
     changes, message = REFUSED[name]
     config = changed(small, changes)
     with pytest.raises(ValueError, match=message):
-        fitting_layout(config, jax.devices())
+        fitting_program(config, jax.devices())
     with pytest.raises(ValueError, match=message):
         make_plan(config, Site("trn1.2xlarge", 4))
 
@@ -93,7 +93,7 @@ def test_advised_degrees_run(small, name):
     assert passes(advised, 8) == bool(advice)
     if advice:
         layout = layout_over(advised, jax.devices())
-        traced_step(advised, layout)
+        make_program(advised, layout).trace_step()
 
 
 def test_what_passes_is_what_can_be_traced(small):
@@ -114,9 +114,10 @@ def test_what_passes_is_what_can_be_traced(small):
 def _traces(config):
     try:
         layout = make_layout(config.parallel, jax.devices(), num_kv_heads=config.model.num_kv_heads)
-        for leaf in jax.tree.leaves(step_arguments(config, layout)[:2]):
+        program = make_program(config, layout)
+        for leaf in jax.tree.leaves(program.step_arguments[:2]):
             leaf.sharding.shard_shape(leaf.shape)
-        traced_step(config, layout)
+        program.trace_step()
     except Exception:  # whatever JAX says
         return False
     return True

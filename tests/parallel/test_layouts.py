@@ -16,6 +16,7 @@ from mutations import collectives_seen
 from hlat_jax.batch import abstract_batch, segmented_batch
 from hlat_jax.config import ParallelConfig, default, load
 from hlat_jax.model import param_axes
+from hlat_jax.ops.choices import chosen_model
 from hlat_jax.ops.cross_entropy import LossOptions, cross_entropy
 from hlat_jax.optimizer import learning_rate
 from hlat_jax.parallel.collectives import shards
@@ -30,7 +31,7 @@ from hlat_jax.precision import NEAREST, Accumulation
 from hlat_jax.program import accumulated
 from hlat_jax.program_options import checked_loss
 from hlat_jax.resolve import resolve
-from hlat_jax.step import abstract_state, init_state, make_eval_step, make_norms, make_train_step, parts, state_bytes
+from hlat_jax.step import make_program, parts, state_bytes
 
 SEQUENCE, ZERO1 = {"sequence_parallel": True}, {"zero1": True}
 # name -> changes of parallel, model and train sections
@@ -240,9 +241,9 @@ def alone(**changes):
 
 def trained(config, layout, *, num_steps):
     """Returns (initial parameters, rows of loss and gradient norm, state, text of the partitioned program)."""
-    state = init_state(config, layout)
-    batch = shard_batch(make_segments(0, config), layout)
-    step = make_train_step(config, layout).lower(state, batch, np.float32(0)).compile()
+    program = make_program(config, layout)
+    state, batch = program.init_state(), shard_batch(make_segments(0, config), layout)
+    step = program.step.lower(state, batch, np.float32(0)).compile()
     initial, rows = jax.tree.map(np.asarray, state["params"]), []
     for index in range(num_steps):
         batch = shard_batch(make_segments(index % 3, config), layout)
@@ -265,7 +266,7 @@ def test_layout_trains_as_one_device_does(name):
     initial, got, state, program = trained(config, layout, num_steps=20)
     jax.tree.map(np.testing.assert_array_equal, wanted_initial, initial)
     np.testing.assert_allclose(got, wanted, rtol=5e-6)  # fp32 sums in another order
-    assert state_bytes(state) == state_bytes(abstract_state(config, layout))
+    assert state_bytes(state) == state_bytes(make_program(config, layout).abstract_state)
     arrays = collections.Counter()
     for found in collectives(program, layout.mesh):
         if found.axes:
@@ -277,8 +278,9 @@ def test_layout_trains_as_one_device_does(name):
 def test_evaluation_over_a_mesh_is_that_of_one_device(name):
     config = configured(**LAYOUTS[name])
     for other, layout in ((config, layout_of(config)), alone()):
-        state = init_state(other, layout)
-        sums = make_eval_step(other, layout)(state["params"], shard_batch(make_segments(9, other), layout))
+        program = make_program(other, layout)
+        params = program.init_state()["params"]
+        sums = program.eval_step(params, shard_batch(make_segments(9, other), layout))
         if layout.mesh.size > 1:
             got = np.asarray(sums)
     np.testing.assert_allclose(got, np.asarray(sums), rtol=1e-6)
@@ -289,11 +291,10 @@ def one_step(config, layout, state, *, unless=None):
 
     The numbers: sums, moments (so gradients), weights; None where the program is `unless`, for nothing has to run then.
     """
-    state = jax.tree.map(
-        lambda whole, like: jax.device_put(whole, like.sharding), state, abstract_state(config, layout)
-    )
+    program = make_program(config, layout)
+    state = jax.tree.map(lambda whole, like: jax.device_put(whole, like.sharding), state, program.abstract_state)
     batch = shard_batch(make_segments(0, config), layout)
-    traced = make_train_step(config, layout).trace(state, batch, np.float32(1e-2))
+    traced = program.step.trace(state, batch, np.float32(1e-2))
     jaxpr = live_jaxpr(traced)
     text, table = re.sub("0x[0-9a-f]+", "", str(jaxpr)), counted(traced_collectives(jaxpr, layout.mesh))
     if text == unless:
@@ -329,7 +330,7 @@ def test_no_collective_can_be_left_out(name):
     }
     config = configured(**changes)
     one = configured(data=1, **{k: changes[k] for k in (*MODEL_ONLY, "clip_norm", "eps", "num_layers") if k in changes})
-    initial = jax.device_get(init_state(one, layout_of(one, jax.devices()[:1])))
+    initial = jax.device_get(make_program(one, layout_of(one, jax.devices()[:1])).init_state())
     wanted, _, _ = one_step(one, layout_of(one, jax.devices()[:1]), initial)
     layout = layout_of(config)
     with collectives_seen() as places:
@@ -380,7 +381,7 @@ def test_gradients_reduced_sooner_are_the_same_and_replicas_stay_equal(name):
 def test_each_core_computes_and_differentiates_the_kv_heads_it_needs_and_no_more():
     config = configured(tensor=8, embed_dim=40)  # 2 KV heads on 8 cores, so 1 query head on each
     layout = layout_of(config)
-    state = abstract_state(config, layout)
+    state = make_program(config, layout).abstract_state
     attention = state["params"]["layers"]["attention"]
     assert attention["kv"].shape == (4, 40, 2, 2, 8)  # parameters and checkpoints have both heads once
     assert attention["kv"].sharding.shard_shape(attention["kv"].shape) == (4, 40, 2, 1, 8)
@@ -388,7 +389,8 @@ def test_each_core_computes_and_differentiates_the_kv_heads_it_needs_and_no_more
 
     def local(params, batch, rounding, *, scale, reduce):
         assert scale is reduce is None
-        loss_fn = checked_loss(parts(config, layout, z_loss_weight=0.0), has_aux=False)
+        loss = parts(chosen_model(config, layout), layout, compute="float32", z_loss_weight=0.0)
+        loss_fn = checked_loss(loss, has_aux=False)
         return accumulated(loss_fn, params, batch, sums=Accumulation(1, "float32", rounding))
 
     everywhere = Spread(layout, param_axes(config.model)).value_and_grad(local, dtype="float32")
@@ -407,7 +409,7 @@ def test_each_core_computes_and_differentiates_the_kv_heads_it_needs_and_no_more
 def test_gradients_of_pipeline_and_kv_copies_are_those_of_scan_and_unroll():
     moments = {}
     one = {"data": 1, "clip_norm": 0.0, "eps": 1.0}
-    initial = jax.device_get(init_state(*_with_layout(configured(**one), jax.devices()[:1])))
+    initial = jax.device_get(make_program(*_with_layout(configured(**one), jax.devices()[:1])).init_state())
     for name, changes in {
         "scan": one,
         "unroll": one | {"layer_loop": "unroll"},
@@ -463,11 +465,12 @@ def test_a_pipeline_holds_no_more_for_more_microbatches():
             pipe=4, data=2, num_microbatches=num_microbatches, embed_dim=64, mlp_dim=128, batch_size=rows
         )
         layout = layout_of(config)
+        program = make_program(config, layout)
         batch = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=layout.rows()),
             abstract_batch(rows, 16, with_segments=True),
         )
-        lowered = make_train_step(config, layout).lower(abstract_state(config, layout), batch, np.float32(0))
+        lowered = program.step.lower(program.abstract_state, batch, np.float32(0))
         fields = sum(np.dtype(leaf.dtype).itemsize * 16 * num_microbatches for leaf in jax.tree.leaves(batch))
         return lowered.compile().memory_analysis().temp_size_in_bytes - fields  # the batch, put in order by microbatch
 
@@ -499,10 +502,11 @@ def test_norms_of_a_state_are_those_of_numpy_finite_where_it_is_and_take_one_all
     config = resolve(c)
     num_devices = math.prod(degree for axis, degree in degrees.items() if axis != "zero1")
     layout = layout_over(config, jax.devices()[:num_devices])
-    state = init_state(config, layout)
+    program = make_program(config, layout)
+    state = program.init_state()
     inner = state["opt_state"]["inner"]
     inner["mu"] = jax.tree.map(lambda leaf: jax.device_put(leaf + 1, leaf.sharding), inner["mu"])
-    compiled = make_norms(config, layout).lower(state).compile()
+    compiled = program.norms.lower(state).compile()
     found = {name: float(norm) for name, norm in compiled(state).items()}
     parts = {"params": state["params"], "opt_state.inner.mu": inner["mu"], "opt_state.inner.nu": inner["nu"]}
     parts |= {"opt_state.master": state["opt_state"]["master"]} if policy == "mixed" else {}

@@ -135,7 +135,7 @@ def test_stages_and_bytes_that_do_not_exist_are_refused():
     for where in ({"zero": 1}, {"spread": spread}):
         with pytest.raises(ValueError, match=r"give their shapes as params=\.\.\."):
             training_program(loss, optax.adam(1e-2), options=ProgramOptions(POLICIES["fp32"], **where))
-    with pytest.raises(ValueError, match="zero and spread both say where parameters lie; give one"):
+    with pytest.raises(ValueError, match="zero and spread both shard the parameters; give one"):
         ProgramOptions(POLICIES["fp32"], zero=1, spread=spread)
 
 

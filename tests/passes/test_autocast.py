@@ -19,6 +19,7 @@ from jax.extend import source_info_util
 from jax.sharding import PartitionSpec as P
 
 from hlat_jax.model import init_params, param_axes
+from hlat_jax.ops.choices import chosen_model
 from hlat_jax.parallel.replica_sync import Spread
 from hlat_jax.parallel.sharding import make_layout
 from hlat_jax.passes import autocast as autocast_lib
@@ -459,7 +460,8 @@ def test_gradients_reach_what_the_function_closes_over():
 def test_decoder_has_narrow_products_and_keeps_a_third_less(small, one_device, make_batch, layer_loop, remat):
     small.model.update(layer_loop=layer_loop, remat=remat, num_layers=2)
     config = resolve(small)
-    loss, batch = parts(config, one_device, z_loss_weight=1e-4), make_batch(0, config)
+    model, batch = chosen_model(config, one_device), make_batch(0, config)
+    loss = parts(model, one_device, compute=jnp.float32, z_loss_weight=1e-4)
     params = init_params(config.model, jax.random.key(0))
 
     def kept_bytes(loss):
@@ -482,7 +484,7 @@ def test_decoder_over_a_mesh_has_narrow_products_and_the_loss_of_one_device(smal
         # large weights: at their first draw any model has the loss of one that knows nothing
         params = jax.tree.map(lambda param: 10 * param, init_params(config.model, jax.random.key(0)))
         batch = make_batch(0, config)
-        loss = autocast(parts(config, layout, z_loss_weight=0.0))
+        loss = autocast(parts(chosen_model(config, layout), layout, compute=jnp.float32, z_loss_weight=0.0))
         if degrees:
             loss = Spread(layout, param_axes(config.model)).loss(loss)
             assert set(products(loss, params, batch)) == {"bfloat16"}

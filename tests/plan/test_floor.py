@@ -7,7 +7,7 @@ from hlat_jax import cost
 from hlat_jax.parallel.virtual_devices import planned_layout
 from hlat_jax.plan.floor import floor, held
 from hlat_jax.plan.report import Site, make_plan
-from hlat_jax.step import abstract_state, state_bytes
+from hlat_jax.step import make_program, state_bytes
 
 LAYOUTS = [
     {"policy": "fp32", "remat": "none", "m": 2},
@@ -72,7 +72,7 @@ def test_held_state_is_that_of_the_arrays_but_for_the_counters(changes):
     config = _config(changes, small_config)
     layout = planned_layout(config, num_devices(config), platform="neuron")
     counters = 12 if config.precision.policy == "bf16_sr" else 8
-    assert held(config, layout).state_bytes + counters == state_bytes(abstract_state(config, layout))
+    assert held(config, layout).state_bytes + counters == state_bytes(make_program(config, layout).abstract_state)
 
 
 def test_floor_without_a_known_speed_is_of_bytes_alone():

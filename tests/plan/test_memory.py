@@ -12,7 +12,7 @@ from hlat_jax.passes import liveness
 from hlat_jax.passes.products import live_jaxpr
 from hlat_jax.plan.memory import checkpoint_bytes, device_bytes, host_bytes
 from hlat_jax.resolve import resolve
-from hlat_jax.step import init_state, step_arguments, traced_step
+from hlat_jax.step import make_program
 
 LAYOUTS = [
     {"policy": "fp32"},
@@ -36,13 +36,14 @@ def _on_devices(config):
 
 def _planned(config):
     layout = planned_layout(config, num_devices(config), platform="neuron")
-    return layout, step_arguments(config, layout), live_jaxpr(traced_step(config, layout))
+    program = make_program(config, layout)
+    return program, live_jaxpr(program.trace_step())
 
 
 @pytest.mark.parametrize("changes", LAYOUTS, ids=name)
 def test_planned_state_equals_the_bytes_of_real_arrays_on_every_layout(changes):
     config = small_config(**changes)
-    state = init_state(config, _on_devices(config))
+    state = make_program(config, _on_devices(config)).init_state()
 
     def held(tree):
         by_device = dict.fromkeys(jax.devices(), 0)
@@ -51,11 +52,11 @@ def test_planned_state_equals_the_bytes_of_real_arrays_on_every_layout(changes):
                 by_device[shard.device] += shard.data.nbytes
         return max(by_device.values())
 
-    layout, arguments, jaxpr = _planned(config)
-    memory = device_bytes(config, layout, arguments=arguments, jaxpr=jaxpr)
+    program, jaxpr = _planned(config)
+    memory = device_bytes(program, jaxpr=jaxpr)
     assert memory.params == held(state["params"])
     assert memory.opt_state == held({"opt_state": state["opt_state"], "step": state["step"]})
-    assert checkpoint_bytes(arguments[0]) == sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+    assert checkpoint_bytes(program.abstract_state) == sum(leaf.nbytes for leaf in jax.tree.leaves(state))
 
 
 # Within 15 percent of what XLA on CPU allocates with its memory-minimising scheduler, fp32, layers in a scan.
@@ -88,8 +89,9 @@ TEMPORARIES = [
 def test_planned_temporaries_are_within_15_percent_of_what_xla_allocates(changes):
     config = planned_config(**changes)
     layout = _on_devices(config)
-    traced = traced_step(config, layout)
-    planned = liveness.temporaries(live_jaxpr(traced), step_arguments(config, layout))
+    program = make_program(config, layout)
+    traced = program.trace_step()
+    planned = liveness.temporaries(live_jaxpr(traced), program.step_arguments)
     scheduler = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
     memory = traced.lower().compile(compiler_options=scheduler).memory_analysis()
     assert planned.total / memory.temp_size_in_bytes == pytest.approx(1.0, abs=0.15)
@@ -98,24 +100,24 @@ def test_planned_temporaries_are_within_15_percent_of_what_xla_allocates(changes
 
 def test_planned_argument_bytes_are_what_the_compiled_step_takes():
     config = small_config(policy="mixed", data=2, tensor=4, zero1=True, sequence_parallel=True)
-    layout, arguments, jaxpr = _planned(config)
-    memory = device_bytes(config, layout, arguments=arguments, jaxpr=jaxpr)
-    compiled = traced_step(config, _on_devices(config)).lower().compile()
+    program, jaxpr = _planned(config)
+    memory = device_bytes(program, jaxpr=jaxpr)
+    compiled = make_program(config, _on_devices(config)).trace_step().lower().compile()
     assert compiled.memory_analysis().argument_size_in_bytes == memory.state + memory.batch + 4  # the learning rate
 
 
 def test_planned_gradients_are_whole_parameters_in_the_accumulation_dtype():
     config = small_config(policy="mixed", data=8, zero1=True)
-    layout, arguments, jaxpr = _planned(config)
-    memory = device_bytes(config, layout, arguments=arguments, jaxpr=jaxpr)
+    program, jaxpr = _planned(config)
+    memory = device_bytes(program, jaxpr=jaxpr)
     assert memory.gradients == 2 * memory.params  # fp32 of bf16
     assert memory.total == memory.state + memory.batch + memory.temporaries
 
 
 def test_planned_activations_do_not_grow_with_the_microbatches_of_a_pipeline():
     def planned(m):
-        _, arguments, jaxpr = _planned(planned_config(remat="selective", pipe=4, m=m, rows=m))
-        return liveness.temporaries(jaxpr, arguments)
+        program, jaxpr = _planned(planned_config(remat="selective", pipe=4, m=m, rows=m))
+        return liveness.temporaries(jaxpr, program.step_arguments)
 
     few, many = planned(8), planned(32)
     assert many.in_loops == few.in_loops
@@ -129,8 +131,8 @@ def test_activations_of_unrolled_layers_are_those_of_a_loop(remat, m):
 
     def planned(loop):
         config = planned_config(remat=remat, m=m, loop=loop)
-        layout, arguments, jaxpr = _planned(config)
-        return device_bytes(config, layout, arguments=arguments, jaxpr=jaxpr)
+        program, jaxpr = _planned(config)
+        return device_bytes(program, jaxpr=jaxpr)
 
     unrolled, looped = planned("unroll"), planned("scan")
     assert unrolled.activations == pytest.approx(looped.activations, rel=0.1)
@@ -142,7 +144,7 @@ def test_activations_of_unrolled_layers_are_those_of_a_loop(remat, m):
 @pytest.mark.parametrize("node", [2, 4, 8])
 def test_host_bytes_are_the_distinct_shards_of_the_first_node(changes, node):
     config = small_config(**changes)
-    state = step_arguments(config, _on_devices(config))[0]
+    state = make_program(config, _on_devices(config)).abstract_state
 
     def distinct(leaf):
         places = leaf.sharding.devices_indices_map(leaf.shape)
@@ -155,7 +157,7 @@ def test_host_bytes_are_the_distinct_shards_of_the_first_node(changes, node):
 def test_state_of_70b_at_8192_devices_is_planned_without_any():
     config = resolve(config_lib.load("70b"))
     layout = planned_layout(config, 8192, platform="neuron")
-    state = step_arguments(config, layout)[0]
+    state = make_program(config, layout).abstract_state
     # bf16 parameters, and fp32 moments and masters; norm scales are on every device, two counters of 4 bytes too
     matrices, scales = 68_976_648_192 - 161 * 8192, 161 * 8192
     assert checkpoint_bytes(state) == 14 * (matrices + scales) + 8

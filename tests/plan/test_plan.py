@@ -31,7 +31,7 @@ from hlat_jax.plan.collectives import Collective, count_collectives, counted
 from hlat_jax.plan.report import Site, make_plan, short_plan
 from hlat_jax.plan.traffic import traced_collectives
 from hlat_jax.resolve import resolve
-from hlat_jax.step import traced_step
+from hlat_jax.step import make_program
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 GOLDEN = ROOT / "tests" / "support" / "golden" / "plans"
@@ -144,7 +144,7 @@ def test_traced_collectives_are_those_of_the_compiled_program(changes):
     """By kind and axes, above scalars: XLA merges equal ones, and adds the scalars of the norms, and no more."""
     config = small_config(**changes)
     layout = make_layout(config.parallel, jax.devices()[: num_devices(config)], num_kv_heads=config.model.num_kv_heads)
-    traced = traced_step(config, layout)
+    traced = make_program(config, layout).trace_step()
     compiled = count_collectives(traced.lower().compile().as_text(), layout.mesh)
     planned = counted(traced_collectives(live_jaxpr(traced), layout.mesh))
     scalars = 200
@@ -158,7 +158,7 @@ def test_traced_collectives_are_those_of_the_compiled_program(changes):
 def test_products_of_a_step_are_the_flops_of_the_formula():
     config = small_config(remat="none", m=2)
     layout = planned_layout(config, 1, platform="neuron")
-    jaxpr = live_jaxpr(traced_step(config, layout))
+    jaxpr = live_jaxpr(make_program(config, layout).trace_step())
     executed = sum(flops * trips for flops, _, trips in roofline.products(jaxpr))
     m, tokens = config.model, config.data.batch_size * config.data.seq_len
     scales = (2 * m.num_layers + 1) * m.embed_dim
@@ -342,13 +342,13 @@ def test_search_ranks_by_bytes_where_no_speed_is_known(plan_here):
 def test_short_plan_says_when_the_devices_have_less_than_the_step_needs():
     config = small_config(data=2, tensor=2, zero1=True)
     layout = planned_layout(config, 4, platform="cpu")
-    traced = traced_step(config, layout)
-    memory, collectives = short_plan(config, layout, traced=traced, budget=2**30)
+    program = make_program(config, layout)
+    memory, collectives = short_plan(program, budget=2**30)
     assert "temporaries (estimated)" in memory
     assert "MORE THAN IT HAS" not in memory
-    counts = counted(traced_collectives(live_jaxpr(traced), layout.mesh)).values()
+    counts = counted(traced_collectives(live_jaxpr(program.trace_step()), layout.mesh)).values()
     assert collectives.split()[1] == str(sum(count.executions for count in counts))
-    assert "MORE THAN IT HAS" in short_plan(config, layout, traced=traced, budget=1000)[0]
+    assert "MORE THAN IT HAS" in short_plan(program, budget=1000)[0]
 
 
 def test_reduced_keeps_the_rows_of_a_device():

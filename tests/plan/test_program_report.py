@@ -1,4 +1,4 @@
-"""What a program tells of itself: products before and after a pass, where collectives sit, bytes as XLA has them."""
+"""The report of a training program: products before and after a pass, where collectives sit, bytes as XLA has them."""
 
 import collections
 
@@ -13,11 +13,11 @@ from hlat_jax.ops.dialect import Choice
 from hlat_jax.parallel import xla_options
 from hlat_jax.parallel.sharding import make_layout
 from hlat_jax.passes import remat
+from hlat_jax.plan.program_report import place, report
 from hlat_jax.precision import POLICIES
 from hlat_jax.program import ProgramOptions, SumAndCount, training_program
-from hlat_jax.report import place
 from hlat_jax.resolve import resolve
-from hlat_jax.step import abstract_state, make_program
+from hlat_jax.step import make_program
 
 
 def told(**options):
@@ -26,27 +26,27 @@ def told(**options):
     program = training_program(loss, optax.adam(1e-2), options=options, params=params)
     state = program.init(params)
     compiled = program.step.lower(state, batch(0), 0.0).compile()
-    return program.report(state, batch(0)), compiled.memory_analysis()
+    return report(program, state, batch(0)), compiled.memory_analysis()
 
 
 def test_report_counts_products_by_dtype_before_and_after_autocast():
-    report, _ = told(num_microbatches=2, autocast="bf16")
+    found, _ = told(num_microbatches=2, autocast="bf16")
     # of two microbatches 3 products forward, and backward one less than twice that: the input needs no gradient
-    assert {stage.name: stage.products for stage in report.stages} == {
+    assert {stage.name: stage.products for stage in found.stages} == {
         "loss": {"float32": 16},
         "autocast": {"bfloat16": 16},
     }
-    assert "after autocast   products 16 in bfloat16" in str(report)
+    assert "after autocast   products 16 in bfloat16" in str(found)
 
 
 def test_report_has_the_bytes_that_xla_has_and_one_device_sends_nothing():
-    report, memory = told()
-    assert report.bytes.temporaries == memory.temp_size_in_bytes
-    assert report.bytes.arguments == memory.argument_size_in_bytes
-    assert report.bytes.reused == memory.alias_size_in_bytes > 0
-    assert report.bytes.predicted > 0
-    assert report.collectives == ()
-    assert "collectives      none" in str(report)
+    found, memory = told()
+    assert found.bytes.temporaries == memory.temp_size_in_bytes
+    assert found.bytes.arguments == memory.argument_size_in_bytes
+    assert found.bytes.reused == memory.alias_size_in_bytes > 0
+    assert found.bytes.predicted > 0
+    assert found.collectives == ()
+    assert "collectives      none" in str(found)
 
 
 def test_report_names_kernels_and_why_the_others_do_not_serve():
@@ -56,11 +56,11 @@ def test_report_names_kernels_and_why_the_others_do_not_serve():
 
 
 def test_report_says_where_zero_3_gathers_and_scatters():
-    report, _ = told(zero=3)
-    places = collections.Counter((c.kind, place(c)) for c in report.collectives)
+    found, _ = told(zero=3)
+    places = collections.Counter((c.kind, place(c)) for c in found.collectives)
     assert places["all-gather", "forward"] == 5
     assert places["reduce-scatter", "backward"] == 5
-    assert "reduce-scatter over fsdp, backward: 5 times" in str(report)
+    assert "reduce-scatter over fsdp, backward: 5 times" in str(found)
 
 
 @pytest.mark.parametrize(("when", "where"), [("step", "outside"), ("layer", "backward loop")])
@@ -73,12 +73,13 @@ def test_gradients_are_reduced_where_the_layout_says(small, when, where):
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout.rows()),
         abstract_batch(8, config.data.seq_len, with_segments=False),
     )
-    report = make_program(config, layout).report(abstract_state(config, layout), rows)
+    program = make_program(config, layout)
+    found = report(program.training, program.abstract_state, rows)
     carried = collections.Counter()
-    for collective in report.collectives:
+    for collective in found.collectives:
         assert collective.axes == ("data",)
         carried[place(collective)] += collective.trips * collective.payload_bytes
-    of_layers = sum(x.size for x in jax.tree.leaves(abstract_state(config, layout)["params"]["layers"]) if x.ndim > 2)
+    of_layers = sum(x.size for x in jax.tree.leaves(program.abstract_state["params"]["layers"]) if x.ndim > 2)
     assert carried[where] >= 4 * of_layers
 
 
@@ -107,13 +108,13 @@ def test_memory_budget_is_kept_and_changes_no_gradient(zero):
         return training_program(deep, optax.sgd(1e-3), options=options, params=params, batch=rows)
 
     free = made()
-    whole = free.report(free.init(params), rows).bytes.temporaries
+    whole = report(free, free.init(params), rows).bytes.temporaries
     tight = made(memory_budget=whole * 7 // 10)
-    report = tight.report(tight.init(params), rows)
-    assert report.bytes.temporaries <= whole * 7 // 10
-    assert report.bytes.temporaries == tight.plan.measured_bytes
-    assert [stage.name for stage in report.stages] == ["loss", "remat"]
-    assert "remat            bytes" in str(report)
+    found = report(tight, tight.init(params), rows)
+    assert found.bytes.temporaries <= whole * 7 // 10
+    assert found.bytes.temporaries == tight.plan.measured_bytes
+    assert [stage.name for stage in found.stages] == ["loss", "remat"]
+    assert "remat            bytes" in str(found)
     _, wanted = free.step(free.init(params), rows, 0.0)
     _, got = tight.step(tight.init(params), rows, 0.0)
     assert got.grad_norm == pytest.approx(float(wanted.grad_norm), rel=1e-6)
@@ -150,7 +151,7 @@ def test_step_report_and_budget_compile_with_the_options_of_the_layout(monkeypat
     state = jax.jit(program.init)(params)
     for run in (
         lambda: program.step(state, rows, 0.0),
-        lambda: program.report(state, rows),
+        lambda: report(program, state, rows),
         lambda: made(memory_budget="1GiB"),
     ):
         with pytest.raises(Exception, match="No such compile option: 'no_such_option'"):

@@ -24,7 +24,7 @@ from hlat_jax.passes.products import live_jaxpr, total_flops
 from hlat_jax.plan.report import Site, make_plan
 from hlat_jax.resolve import resolve
 from hlat_jax.run import budget
-from hlat_jax.step import init_state, make_train_step, traced_step
+from hlat_jax.step import make_program
 
 MESH = {"data": 2, "fsdp": 2, "tensor": 2, "zero1": True, "sequence_parallel": True}
 
@@ -42,20 +42,27 @@ def layout():
 
 @functools.cache
 def step_bytes(choice):
-    return remat.temporaries(traced_step(config_with(choice), layout()))
+    return remat.temporaries(make_program(config_with(choice), layout()).trace_step())
+
+
+def budget_resolved(config, *, recorded, where=None):
+    """The config and the record that `budget.resolved` makes of a config."""
+    program, record = budget.resolved(make_program(config, where or layout()), recorded=recorded)
+    return program.config, record
 
 
 @functools.cache
 def resolved():
     """The budget, and what it is resolved to."""
     asked = step_bytes("saved:") + (step_bytes("none") - step_bytes("saved:")) // 2
-    return asked, *budget.resolved(config_with(f"budget:{asked}B"), layout(), recorded=None)
+    return asked, *budget_resolved(config_with(f"budget:{asked}B"), recorded=None)
 
 
 def one_step(config):
     tokens = np.random.default_rng(0).integers(0, 64, (config.data.batch_size, config.data.seq_len))
     batch = shard_batch(concat_batch(tokens), layout())
-    return make_train_step(config, layout())(init_state(config, layout()), batch, np.float32(1e-3))
+    program = make_program(config, layout())
+    return program.step(program.init_state(), batch, np.float32(1e-3))
 
 
 def test_a_budget_becomes_a_choice_that_fits_one_device_and_recomputes_less_than_full():
@@ -75,11 +82,11 @@ def test_a_recorded_choice_is_taken_for_the_same_mesh_and_made_anew_for_another(
     asked, _, record = resolved()
     kept = record | {"choice": "saved:gate"}
     again = config_with(f"budget:{asked}B")
-    assert budget.resolved(again, layout(), recorded=kept)[0].model.remat == "saved:gate"
+    assert budget_resolved(again, recorded=kept)[0].model.remat == "saved:gate"
     searched = []
     monkeypatch.setattr(remat, "search", lambda *_, **options: searched.append(options) or _plan())
     for changed in ({"mesh": {}}, {"device": "other"}, {"asked": "budget:1GiB"}, {"jax": "0.1"}):
-        budget.resolved(again, layout(), recorded=kept | changed)
+        budget_resolved(again, recorded=kept | changed)
     assert [options["budget_bytes"] for options in searched] == [asked] * 4
 
 
@@ -88,7 +95,7 @@ def test_a_recorded_choice_of_values_that_the_step_no_longer_has_is_made_anew(mo
     plan = remat.Plan(Choice(("gate",)), 1, 1, 1, 1.0, 1.0, (1, 1.0), None, 1, 0.0)
     monkeypatch.setattr(remat, "search", lambda *_, **options: plan)
     old = record | {"choice": "saved:dot_general.99,gate"}
-    config, found = budget.resolved(config_with(f"budget:{asked}B"), layout(), recorded=old)
+    config, found = budget_resolved(config_with(f"budget:{asked}B"), recorded=old)
     assert config.model.remat == found["choice"] == "saved:gate"
     assert "chosen anew: the step no longer has values that the checkpoint's choice names" in capsys.readouterr().out
 
@@ -98,20 +105,20 @@ def test_a_stock_policy_is_recorded_and_taken_again_and_one_that_is_gone_is_made
     searched = []
     monkeypatch.setattr(remat, "search", lambda *_, **options: searched.append(options) or plan)
     asked = config_with("budget:1GiB")
-    config, record = budget.resolved(asked, layout(), recorded=None)
+    config, record = budget_resolved(asked, recorded=None)
     assert config.model.remat == record["choice"] == "policy:dots_saveable"
-    assert budget.resolved(asked, layout(), recorded=record) == (config, record)
+    assert budget_resolved(asked, recorded=record) == (config, record)
     assert len(searched) == 1
-    assert budget.resolved(asked, layout(), recorded=record | {"choice": "policy:gone"}) == (config, record)
+    assert budget_resolved(asked, recorded=record | {"choice": "policy:gone"}) == (config, record)
     assert len(searched) == 2
 
 
 def test_a_step_under_a_stock_policy_computes_fewer_products_again_than_with_nothing_kept():
     none, dots, nothing = (
-        total_flops(live_jaxpr(traced_step(config_with(choice), layout())))
+        total_flops(live_jaxpr(make_program(config_with(choice), layout()).trace_step()))
         for choice in ("none", "policy:dots_saveable", "policy:nothing_saveable")
     )
-    assert none <= dots < nothing == total_flops(live_jaxpr(traced_step(config_with("full"), layout())))
+    assert none <= dots < nothing == total_flops(live_jaxpr(make_program(config_with("full"), layout()).trace_step()))
 
 
 @functools.cache
@@ -124,23 +131,23 @@ def chunked(choice):
 
 def test_a_budget_is_met_with_chunked_attention_whose_derivative_rule_names_values():
     one = layout_over(chunked("none"), jax.devices()[:1])
-    most, least = (remat.temporaries(traced_step(chunked(choice), one)) for choice in ("none", "saved:"))
+    most, least = (remat.temporaries(make_program(chunked(choice), one).trace_step()) for choice in ("none", "saved:"))
     asked = least + int(0.8 * (most - least))
-    config, record = budget.resolved(chunked(f"budget:{asked}B"), one, recorded=None)
+    config, record = budget_resolved(chunked(f"budget:{asked}B"), recorded=None, where=one)
     assert {"attention_lse", "attention_out"} <= {*parse_choice(record["choice"]).saved}
-    assert remat.temporaries(traced_step(config, one)) == record["measured_bytes"] <= asked
+    assert remat.temporaries(make_program(config, one).trace_step()) == record["measured_bytes"] <= asked
     assert record["flops"] < record["full"][1]
 
 
 def test_both_values_that_chunked_attention_names_spare_a_second_forward_pass():
     one = layout_over(chunked("none"), jax.devices()[:1])
     none, both = (
-        total_flops(live_jaxpr(traced_step(chunked(f"saved:{names}"), one)))
+        total_flops(live_jaxpr(make_program(chunked(f"saved:{names}"), one).trace_step()))
         for names in ("", "attention_out,attention_lse")
     )
     assert both < none
     with pytest.raises(ValueError, match="no values attention_sum:"):
-        traced_step(chunked("saved:attention_out,attention_sum"), one)
+        make_program(chunked("saved:attention_out,attention_sum"), one).trace_step()
 
 
 def test_an_estimate_fails_where_a_plan_would_and_not_in_silence(monkeypatch):
@@ -149,13 +156,13 @@ def test_an_estimate_fails_where_a_plan_would_and_not_in_silence(monkeypatch):
 
     monkeypatch.setattr(remat, "search", failing)
     with pytest.raises(ValueError, match="something else"):
-        budget.estimated(config_with("budget:1GiB"), layout())
+        budget.estimated(make_program(config_with("budget:1GiB"), layout()))
 
 
 def test_a_budget_is_held_against_the_program_as_it_is_compiled_with_the_options_of_the_step(monkeypatch):
     monkeypatch.setattr(xla_options, "compiler_options", lambda layout: {"no_such_option": 1})
     with pytest.raises(Exception, match="no_such_option"):
-        budget.resolved(config_with("budget:1GiB"), layout(), recorded=None)
+        budget_resolved(config_with("budget:1GiB"), recorded=None)
 
 
 def test_a_recorded_choice_is_not_taken_where_more_lies_on_a_device(monkeypatch):
@@ -164,9 +171,9 @@ def test_a_recorded_choice_is_not_taken_where_more_lies_on_a_device(monkeypatch)
     whole = dataclasses.replace(again, parallel=dataclasses.replace(again.parallel, sequence_parallel=False))
     searched = []
     monkeypatch.setattr(remat, "search", lambda *_, **options: searched.append(options) or _plan())
-    budget.resolved(again, layout(), recorded=record)
+    budget_resolved(again, recorded=record)
     assert not searched
-    budget.resolved(whole, layout_over(whole, jax.devices()), recorded=record)
+    budget_resolved(whole, recorded=record, where=layout_over(whole, jax.devices()))
     assert len(searched) == 1
 
 
@@ -174,10 +181,10 @@ def _plan():
     return remat.Plan(None, 1, 1, 1, 1.0, 1.0, (1, 1.0), None, 1, 0.0)
 
 
-def test_a_config_without_a_budget_is_left_as_it_is():
-    config = config_with("full")
-    assert budget.resolved(config, layout(), recorded=None) == (config, None)
-    assert budget.estimated(config, layout()) is config
+def test_a_program_without_a_budget_is_left_as_it_is():
+    program = make_program(config_with("full"), layout())
+    assert budget.resolved(program, recorded=None) == (program, None)
+    assert budget.estimated(program) is program
 
 
 @pytest.mark.parametrize("size", ["12", "12 GB/s", "", "GiB"])

@@ -1,5 +1,6 @@
 """The programs of a run: what changes a fingerprint and what does not, what training compiles, and why it is new."""
 
+import collections
 import dataclasses
 import json
 import os
@@ -16,15 +17,17 @@ from micro import write_config
 from planned import small_config
 
 from hlat_jax import config as config_lib
-from hlat_jax import loop
+from hlat_jax import loop, step
 from hlat_jax.host import flags
 from hlat_jax.model import init_params
 from hlat_jax.neuron import changes
 from hlat_jax.neuron.programs_command import _cached
+from hlat_jax.ops.dialect import Op
+from hlat_jax.ops.registry import OPS
 from hlat_jax.resolve import resolve
 from hlat_jax.run.compilation import RECORD_FILE, Compilations, recorded
 from hlat_jax.run.fingerprint import fingerprint
-from hlat_jax.step import init_state
+from hlat_jax.step import make_program
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
 ONE = changes.Place("neuron", {"pipe": 1, "data": 1, "fsdp": 1, "tensor": 1})
@@ -152,7 +155,7 @@ def test_devices_that_do_not_exist_give_the_fingerprints_of_those_that_do(num_de
 
     config = config_with()
     real = layout_over(config, jax.devices()[:num_devices])
-    compilations = Compilations(config, real)
+    compilations = Compilations(make_program(config, real))
     for name in ("init", "eval"):
         compilations.compiled(name)
     place = changes.Place("cpu", real.degrees)
@@ -218,7 +221,30 @@ def test_a_run_compiles_its_programs_once_each_and_nothing_else(run):
     assert set(recorded(workdir)) == set(PROGRAMS)
 
 
-def test_a_resumed_run_compiles_no_other_program(run):
+def test_a_run_builds_its_program_once_and_chooses_each_implementation_once(run, monkeypatch):
+    """New, then resumed: validation, samples, checkpoints and their norms all take the same program."""
+    built, chosen = [], collections.Counter()
+    training_program, choose = step.training_program, Op.choose
+
+    def counted_program(*args, **options):
+        built.append(options["options"])
+        return training_program(*args, **options)
+
+    def counted_choice(op, name, platform, **options):
+        chosen[op.key] += options.get("facts") is not None  # of the calls of a run; a model alone has none
+        return choose(op, name, platform, **options)
+
+    monkeypatch.setattr(step, "training_program", counted_program)
+    monkeypatch.setattr(Op, "choose", counted_choice)
+    for num_steps in (3, 5):
+        built.clear()
+        chosen.clear()
+        run(train__num_steps=num_steps)
+        assert len(built) == 1
+        assert chosen == {op.key: 1 for op in OPS.values()}
+
+
+def test_a_run_that_goes_on_compiles_no_other_program(run):
     _, _, workdir = run()
     before = {name: entry["sha256"] for name, entry in recorded(workdir).items()}
     compiled, _, _ = run(train__num_steps=7)
@@ -244,7 +270,7 @@ def test_the_weights_are_those_of_the_seeds_rbg_key(one_device):
     config = config_with({"train.seed": 2**31 + 5})
     key = jax.random.key(2**31 + 5, impl="rbg")
     expected = jax.jit(lambda: init_params(config.model, key))()
-    jax.tree.map(np.testing.assert_array_equal, init_state(config, one_device)["params"], expected)
+    jax.tree.map(np.testing.assert_array_equal, make_program(config, one_device).init_state()["params"], expected)
 
 
 @pytest.fixture

@@ -35,9 +35,9 @@ from hlat_jax.ops.choices import calls
 from hlat_jax.optimizer import learning_rate
 from hlat_jax.parallel.sharding import make_layout
 from hlat_jax.resolve import resolve
-from hlat_jax.run.machine import fitting_layout
+from hlat_jax.run.machine import fitting_program
 from hlat_jax.run.nonfinite import NonFiniteError
-from hlat_jax.step import abstract_state, init_state, traced_step
+from hlat_jax.step import make_program
 from hlat_jax.weights import weights_folder
 from hlat_jax.weights.trained import leaves_by_name
 
@@ -61,23 +61,23 @@ def program_8(c, _):
 
 def _lowered(c, devices):
     config = resolve(c)
-    return traced_step(config, make_layout(config.parallel, devices)).lower().as_text()
+    return make_program(config, make_layout(config.parallel, devices)).trace_step().lower().as_text()
 
 
 def placement(c, _):
     """The mesh of eight devices and where each part of the state lies on it, or why not."""
     config = resolve(c)
     try:
-        layout = fitting_layout(config, jax.devices())
+        program = fitting_program(config, jax.devices())
     except ValueError as error:
         return str(error)
-    return layout.mesh.shape, jax.tree.map(lambda leaf: leaf.sharding.spec, abstract_state(config, layout))
+    return program.layout.mesh.shape, jax.tree.map(lambda leaf: leaf.sharding.spec, program.abstract_state)
 
 
 def weights(c, _):
     """The bytes of the initial weights."""
     config = resolve(c)
-    state = init_state(config, make_layout(config.parallel, jax.devices()[:1]))
+    state = make_program(config, make_layout(config.parallel, jax.devices()[:1])).init_state()
     return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(state["params"])]
 
 

@@ -20,10 +20,9 @@ from hlat_jax.data.loader import TrainBatches
 from hlat_jax.host.process import only_process
 from hlat_jax.resolve import resolve
 from hlat_jax.run import open as run_open
-from hlat_jax.run.machine import fitting_layout
+from hlat_jax.run.machine import fitting_program
 from hlat_jax.run.nonfinite import NonFiniteError
 from hlat_jax.run.validation import Validation
-from hlat_jax.step import abstract_state
 from hlat_jax.store.checkpoint import Checkpointer
 from hlat_jax.store.checkpoint_checks import saved_run
 from hlat_jax.store.metrics import ROWS_FILE, read_rows
@@ -221,9 +220,7 @@ def end_of(workdir, micro):
     rows = [exact(row) for row in read_rows(workdir / ROWS_FILE)]
     resolved = resolve(micro)
     checkpointer = Checkpointer(workdir, config=resolved.checkpoint, read_only=True)
-    step, state, position, metadata = checkpointer.restore(
-        abstract_state(resolved, fitting_layout(resolved, jax.devices()))
-    )
+    step, state, position, metadata = checkpointer.restore(fitting_program(resolved, jax.devices()).abstract_state)
     checkpointer.close()
     return rows, step, [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(state)], position.tolist(), metadata
 
@@ -373,7 +370,7 @@ def test_a_checkpoint_of_an_older_version_that_is_not_finite_is_put_aside(micro,
     expected = end_of(tmp_path / "run", micro)
     resolved = resolve(micro)
     checkpointer = Checkpointer(tmp_path / "run", config=resolved.checkpoint)
-    abstract = abstract_state(resolved, fitting_layout(resolved, jax.devices()))
+    abstract = fitting_program(resolved, jax.devices()).abstract_state
     step, state, position, metadata = checkpointer.restore(abstract)
     shutil.rmtree(tmp_path / "run/checkpoints/12")
     checkpointer.close()
@@ -447,4 +444,4 @@ def test_a_checkpoint_under_the_name_of_another_step_is_ignored(micro, train, tm
 def test_sizes_that_do_not_divide_over_the_devices_are_refused_by_name(micro, changes, message):
     micro.update_from_flattened_dict(changes)
     with pytest.raises(ValueError, match=message):
-        fitting_layout(resolve(micro), jax.devices())
+        fitting_program(resolve(micro), jax.devices())

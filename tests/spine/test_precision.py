@@ -16,7 +16,7 @@ from hlat_jax.parallel.sharding import make_layout, shard_batch
 from hlat_jax.parallel.virtual_devices import planned_layout
 from hlat_jax.precision import NEAREST, Rounding, policy_on, random_bits, stochastic_round
 from hlat_jax.resolve import resolve
-from hlat_jax.step import init_state, make_train_step, traced_step
+from hlat_jax.step import make_program
 
 STEP = 2.0**-7  # between neighbours of bf16 from 1 to 2
 NUM_DRAWS = 1_000_000
@@ -152,7 +152,8 @@ def small(**parallel):
 
 
 def trained(config, layout, make_batch, *, num_steps=3):
-    state, step = init_state(config, layout), make_train_step(config, layout)
+    program = make_program(config, layout)
+    state, step = program.init_state(), program.step
     for number in range(num_steps):
         state, metrics = step(state, shard_batch(make_batch(number, config), layout), np.float32(1e-3))
     return state, float(metrics.loss)
@@ -179,7 +180,7 @@ def test_bf16_sr_repeats_itself_and_depends_on_the_seed_in_the_state(one_device,
     config = resolve(small(data=1))
     (first, _), (again, _) = (trained(config, one_device, make_batch) for _ in range(2))
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), first, again)
-    step = make_train_step(config, one_device)
+    step = make_program(config, one_device).step
     batch = make_batch(9, config)
     moved = jax.device_get(step(jax.tree.map(jnp.copy, first), batch, np.float32(1e-3))[0]["params"])
     first["opt_state"]["seed"] = first["opt_state"]["seed"] + 1
@@ -193,7 +194,7 @@ def test_neuron_rounds_itself_unless_software_is_asked_for_and_never_both(who, i
     c.precision.stochastic_rounding = who
     config = resolve(c)
     layout = planned_layout(config, 4, platform="neuron")
-    assert ("shift_right_logical" in str(traced_step(config, layout).jaxpr)) == in_program
+    assert ("shift_right_logical" in str(make_program(config, layout).trace_step().jaxpr)) == in_program
 
 
 def test_hardware_that_does_not_round_is_refused():

@@ -19,14 +19,16 @@ from hlat_jax.parallel.pipeline import pipelined
 from hlat_jax.parallel.sharding import make_layout, shard_batch
 from hlat_jax.passes import remat
 from hlat_jax.passes.jaxpr import equations
+from hlat_jax.plan.program_report import report
 from hlat_jax.precision import POLICIES
 from hlat_jax.program import ProgramOptions, SumAndCount, training_program
 from hlat_jax.resolve import resolve
-from hlat_jax.step import abstract_state, init_state, make_eval_step, make_train_step, state_bytes, traced_step
+from hlat_jax.step import make_program, state_bytes
 
 
 def run(config, layout, batches, num_steps=4):
-    state, step = init_state(config, layout), make_train_step(config, layout)
+    program = make_program(config, layout)
+    state, step = program.init_state(), program.step
     rows = []
     for index in range(num_steps):
         batch = shard_batch(batches[index % len(batches)], layout)
@@ -60,12 +62,12 @@ def test_autocast_follows_fp32_with_every_product_in_bf16_on_one_device_and_on_a
     _, exact = run(resolve(small), one_device, [batch])
     small.precision.policy = "autocast"
     config = resolve(small)
-    jaxpr = traced_step(config, one_device).jaxpr.jaxpr
+    jaxpr = make_program(config, one_device).trace_step().jaxpr.jaxpr
     read = [var.aval.dtype for eqn, _ in equations(jaxpr) if eqn.primitive.name == "dot_general" for var in eqn.invars]
     assert set(read) == {jnp.dtype(jnp.bfloat16)}
     mesh = make_layout(ParallelConfig(data=2, tensor=2), jax.devices()[:4])
-    state = init_state(config, one_device)
-    losses, tokens = make_eval_step(config, one_device)(state["params"], shard_batch(batch, one_device))
+    program = make_program(config, one_device)
+    losses, tokens = program.eval_step(program.init_state()["params"], shard_batch(batch, one_device))
     for layout in (one_device, mesh):
         _, cast = run(config, layout, [batch])
         np.testing.assert_allclose(cast[0].loss, losses / tokens, rtol=1e-4)
@@ -77,7 +79,7 @@ def test_autocast_follows_fp32_with_every_product_in_bf16_on_one_device_and_on_a
 def test_first_update_has_learning_rate_zero_and_fills_the_moments(small, one_device, make_batch, policy):
     small.precision.policy = policy
     config = resolve(small)
-    before = jax.device_get(init_state(config, one_device)["params"])
+    before = jax.device_get(make_program(config, one_device).init_state()["params"])
     state, _ = run(config, one_device, [make_batch(0, config)], num_steps=1)
     jax.tree.map(np.testing.assert_array_equal, before, jax.device_get(state["params"]))
     assert all(np.abs(np.asarray(m, np.float32)).max() > 0 for m in jax.tree.leaves(state["opt_state"]["inner"]["mu"]))
@@ -93,13 +95,14 @@ def test_policies_store_what_they_say(small, one_device):
     }.items():
         small.precision.policy = name
         config = resolve(small)
-        state = abstract_state(config, one_device)
+        program = make_program(config, one_device)
+        state = program.abstract_state
         assert {leaf.dtype for leaf in jax.tree.leaves(state["params"])} == {jnp.dtype(dtypes[0])}
         assert {leaf.dtype for leaf in jax.tree.leaves(state["opt_state"]["inner"]["nu"])} == {jnp.dtype(dtypes[1])}
         masters = {leaf.dtype for leaf in jax.tree.leaves(state["opt_state"].get("master", {}))}
         assert masters == ({jnp.dtype(dtypes[2])} if dtypes[2] else set())
         assert state_bytes(state) == cost.state_bytes(config.model, name)
-        assert state_bytes(init_state(config, one_device)) == state_bytes(state)
+        assert state_bytes(program.init_state()) == state_bytes(state)
 
 
 def test_mixed_follows_fp32_and_keeps_updates_that_bf16_loses(small, one_device, make_batch):
@@ -124,7 +127,7 @@ def test_a_non_finite_step_changes_nothing_but_the_count(small, one_device, make
     small.precision.policy = policy
     small.train.num_microbatches = microbatches
     config = resolve(small)
-    step = make_train_step(config, one_device)
+    step = make_program(config, one_device).step
     good = make_batch(0, config)
     weights = good.weights.copy()
     weights[1, 1] = np.inf
@@ -163,7 +166,8 @@ def test_clipping_scales_the_update_and_reports_the_norm_before(small, one_devic
 
 def test_the_state_is_donated(small, one_device, make_batch):
     config = resolve(small)
-    state, step = init_state(config, one_device), make_train_step(config, one_device)
+    program = make_program(config, one_device)
+    state, step = program.init_state(), program.step
     step(state, shard_batch(make_batch(0, config), one_device), 0.0)
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state))
 
@@ -171,8 +175,8 @@ def test_the_state_is_donated(small, one_device, make_batch):
 def test_eval_step_equals_the_loss_before_the_update(small, one_device, make_batch):
     config = resolve(small)
     batch = make_batch(0, config)
-    state = init_state(config, one_device)
-    loss_sum, num_tokens = make_eval_step(config, one_device)(state["params"], batch)
+    program = make_program(config, one_device)
+    loss_sum, num_tokens = program.eval_step(program.init_state()["params"], batch)
     _, rows = run(config, one_device, [batch], num_steps=1)
     np.testing.assert_allclose(loss_sum / num_tokens, rows[0].loss, rtol=1e-6)
 
@@ -183,8 +187,9 @@ def test_z_loss_enters_training_but_not_evaluation(small, one_device, make_batch
     config = resolve(small)
     batch = make_batch(0, config)
     assert run(config, one_device, [batch], num_steps=1)[1][0].loss > run(plain, one_device, [batch], 1)[1][0].loss
-    params = init_state(config, one_device)["params"]
-    assert make_eval_step(config, one_device)(params, batch)[0] == make_eval_step(plain, one_device)(params, batch)[0]
+    program = make_program(config, one_device)
+    params = program.init_state()["params"]
+    assert program.eval_step(params, batch)[0] == make_program(plain, one_device).eval_step(params, batch)[0]
 
 
 @pytest.mark.parametrize("shape", [(3,), (1 << 20,), (1031, 2053), (7, 300, 4, 257)])
@@ -204,7 +209,7 @@ def test_norm_in_blocks_is_for_one_cpu_device_and_changes_no_program_for_others(
     layout = make_layout(ParallelConfig(), jax.devices())
 
     def num_loops(layout):
-        return traced_step(config, layout).lower().as_text().count("stablehlo.while")
+        return make_program(config, layout).trace_step().lower().as_text().count("stablehlo.while")
 
     assert num_loops(one_device) == num_loops(layout) + 4  # embedding and head, gradients and weights
 
@@ -270,7 +275,7 @@ def test_products_that_a_loss_scale_comes_after_are_wide_in_fp16_alone(zero):
     for autocast in ("bf16", "fp16"):
         options = ProgramOptions(POLICIES["fp32"], zero=zero, autocast=autocast)
         program = training_program(from_hidden, optax.sgd(1e-2), options=options, params=params)
-        found[autocast] = program.report(jax.eval_shape(program.init, params), batch).stages[-1].products
+        found[autocast] = report(program, jax.eval_shape(program.init, params), batch).stages[-1].products
     assert found == {"bf16": {"bfloat16": 5}, "fp16": {"float16": 3, "float32": 2}}
 
 
@@ -290,7 +295,7 @@ def test_the_loss_is_given_the_implementations_of_the_dialects_and_the_report_ha
     assert program.step(program.init(params), batch, 0.1)[1].finite
     assert given
     assert all(one == {"swiglu": "reference", "rms_norm": "recomputed"} for one in given)
-    told = str(program.report(program.init(params), batch))
+    told = str(report(program, program.init(params), batch))
     assert "model.swiglu: reference (asked for)" in told
     assert "model.rms_norm: recomputed (level" in told
 
@@ -320,16 +325,16 @@ def test_a_batch_that_counts_nothing_leaves_the_loss_scale_where_it_is():
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"policy": "fp32"}, r"ProgramOptions.policy='fp32' is no Policy: give precision.POLICIES"),
+        ({"policy": "fp32"}, r"ProgramOptions.policy='fp32' is not a Policy: give precision.POLICIES"),
         ({"num_microbatches": 2.0}, r"num_microbatches=2.0 must be an int of 1 or more"),
         ({"num_microbatches": 0}, r"num_microbatches=0 must be an int of 1 or more"),
-        ({"accumulate": 3}, r"accumulate=3 is no function"),
+        ({"accumulate": 3}, r"accumulate=3 is not a function"),
         ({"norm_in_blocks": 1}, r"norm_in_blocks=1 must be True or False"),
         ({"autocast": jnp.bfloat16}, r"autocast=.*bfloat16.* is neither .*: give 'bf16' or 'fp16'"),
         ({"autocast": "bf17"}, r"autocast='bf17' is neither .*: give 'bf16' or 'fp16'"),
         ({"memory_budget": "12"}, r"ProgramOptions.memory_budget='12' is no size in bytes"),
         ({"memory_budget": "1GiB", "remat": "full"}, r"remat='full' must be passes.remat.Options"),
-        ({"remat": remat.Options()}, r"remat says how a memory_budget is met; give memory_budget="),
+        ({"remat": remat.Options()}, r"remat has options of a memory_budget; give memory_budget="),
         ({"kernels": ["einsum"]}, r"kernels=.* must be a dict"),
         ({"dialects": "einsum"}, r"dialects='einsum' must be a dict"),
         ({"dialects": {"swigl": "auto"}}, r"dialects has no op 'swigl'. Did you mean 'swiglu'"),
@@ -355,8 +360,8 @@ def test_what_options_do_not_take_is_refused_with_the_way_out(options, said):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"loss_fn": None}, "loss_fn=None is no function"),
-        ({"optimizer": None}, "optimizer=None is no Optax transformation: give one, such as optax.adam"),
+        ({"loss_fn": None}, "loss_fn=None is not a function"),
+        ({"optimizer": None}, "optimizer=None is not an Optax transformation: give one, such as optax.adam"),
         ({"options": POLICIES["fp32"]}, r"options=.*: give ProgramOptions"),
         ({"params": {"w": 1.0}}, r"params\['w'\] is a float: give an array"),
         ({"params": {"w": jnp.ones(3), "n": jnp.int32(3)}}, r"params\['n'\] is int32: .*functools.partial"),
@@ -595,8 +600,8 @@ def test_has_aux_is_for_a_loss_that_runs_whole():
 
 def test_the_policy_autocast_casts_in_a_program_of_anyone():
     program = training_program(squares, optax.sgd(1e-2), options=ProgramOptions(POLICIES["autocast"]))
-    report = program.report(program.init({"w": jnp.ones((8, 8))}), {"x": jnp.ones((4, 8))})
-    assert set(report.stages[-1].products) == {"bfloat16"}
+    told = report(program, program.init({"w": jnp.ones((8, 8))}), {"x": jnp.ones((4, 8))})
+    assert set(told.stages[-1].products) == {"bfloat16"}
 
 
 def test_mixed_precision_with_zero1_equals_one_device(small, one_device, make_batch):
@@ -642,7 +647,7 @@ def test_step_with_segments_lowered_for_neuron_holds_nothing_it_cannot_take(smal
 
 def test_step_on_one_cpu_device_copies_no_weight_to_update_it(small, one_device):
     config = resolve(small)
-    text = traced_step(config, one_device).lower().compile().as_text()
+    text = make_program(config, one_device).trace_step().lower().compile().as_text()
     assert "%state__params____embed__" in text  # how XLA names the arguments that are looked for below
     assert not [line for line in text.splitlines() if " copy(%state__params" in line]
 
@@ -673,8 +678,8 @@ def test_what_changes_between_runs_is_no_constant_of_the_program(small, one_devi
 
 def test_evaluation_is_compiled_once_for_the_state_before_and_after_a_step(small, one_device, make_batch):
     config = resolve(small)
-    state = init_state(config, one_device)
-    step, evaluate = make_train_step(config, one_device), make_eval_step(config, one_device)
+    program = make_program(config, one_device)
+    state, step, evaluate = program.init_state(), program.step, program.eval_step
     evaluate(state["params"], make_batch(0, config))
     state, _ = step(state, make_batch(0, config), np.float32(0.0))
     state, _ = step(state, make_batch(1, config), np.float32(0.0))

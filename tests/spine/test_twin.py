@@ -26,7 +26,7 @@ from hlat_jax.config import Config, default
 from hlat_jax.optimizer import learning_rate
 from hlat_jax.parallel.sharding import make_layout, shard_batch
 from hlat_jax.resolve import resolve
-from hlat_jax.step import init_state, make_train_step
+from hlat_jax.step import make_program
 
 NUM_STEPS = 50
 TOLERANCE = 1e-5
@@ -90,9 +90,10 @@ def text_batches(config: Config, *, ragged: bool) -> list[Batch]:
 def our_log(config: Config, batches: list[Batch]) -> tuple[dict, dict[str, np.ndarray]]:
     """Returns our initial parameters as NumPy, and loss, grad_norm, param_norm, learning_rate of every step."""
     layout = make_layout(config.parallel, jax.devices()[:1])
-    state = init_state(config, layout)
+    program = make_program(config, layout)
+    state = program.init_state()
     params = jax.tree.map(np.array, state["params"])  # a copy: the step donates the state
-    train_step = make_train_step(config, layout)
+    train_step = program.step
     rows = []
     for index, batch in enumerate(batches):
         rate = learning_rate(index, config.optimizer)

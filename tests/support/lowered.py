@@ -1,10 +1,10 @@
 """The step as it is lowered for Neuron, and what must not stand in it."""
 
-from hlat_jax.step import traced_step
+from hlat_jax.step import make_program
 
 
 def lowered_for_neuron(config, layout):
-    return traced_step(config, layout).lower(lowering_platforms=("neuron",)).as_text()
+    return make_program(config, layout).trace_step().lower(lowering_platforms=("neuron",)).as_text()
 
 
 def forbidden_in(text):

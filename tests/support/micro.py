@@ -13,7 +13,7 @@ import numpy as np
 from hlat_jax import config as config_lib
 from hlat_jax.parallel.sharding import make_layout
 from hlat_jax.resolve import resolve
-from hlat_jax.step import abstract_state
+from hlat_jax.step import make_program
 from hlat_jax.store.checkpoint import Checkpointer
 from hlat_jax.store.integrity import INTEGRITY_FILE, seal
 from hlat_jax.store.metrics import ROWS_FILE
@@ -143,7 +143,7 @@ def final_checkpoint(config: pathlib.Path, workdir: pathlib.Path) -> tuple[int, 
     resolved = resolve(config_lib.load(str(config)))
     layout = make_layout(resolved.parallel, jax.devices()[:1])
     checkpointer = Checkpointer(workdir, config=resolved.checkpoint, read_only=True)
-    step, state, position, metadata = checkpointer.restore(abstract_state(resolved, layout))
+    step, state, position, metadata = checkpointer.restore(make_program(resolved, layout).abstract_state)
     checkpointer.close()
     arrays = {
         jax.tree_util.keystr(path): f"{leaf.dtype}{leaf.shape}".encode() + np.asarray(leaf).tobytes()

@@ -19,6 +19,7 @@ from hlat_jax.neuron import lint, programs
 from hlat_jax.plan.report import Site, make_plan
 from hlat_jax.resolve import resolve
 from hlat_jax.run.compilation import traced_programs
+from hlat_jax.step import make_program
 from tools.run_notebooks import FOLDER, check, executed
 
 pytestmark = pytest.mark.xdist_group("notebooks")  # they run one after another: 05 goes on with the run of 01
@@ -196,7 +197,7 @@ def test_programs_of_a_notebook_fit_a_trn1_node_and_lint_clean(name, ran):
         config = resolve(tree)
         assert make_plan(config, Site("trn1.32xlarge", 1))["fits"]
         layout = programs.layout_for_neuron(config, 32)
-        for program, traced in traced_programs(config, layout).items():
+        for program, traced in traced_programs(make_program(config, layout)).items():
             if program in ("train", "init"):
                 found = lint.check_traced(traced(), recurring=program != "init")
                 assert not [f for f in found if f.severity == "error"]
@@ -207,6 +208,6 @@ def test_programs_that_score_and_generate_lint_clean_on_a_trn1_node():
     layout = programs.layout_for_neuron(config, 32)
     rows = (jax.ShapeDtypeStruct((46, config.model.max_positions), dtype) for dtype in (jnp.int32, jnp.int32, bool))
     score = make_score(config.model, layout).trace(abstract_params(config.model), Asked(*rows))
-    named = traced_programs(config, layout)
+    named = traced_programs(make_program(config, layout))
     found = [lint.check_traced(traced) for traced in (score, named["prefill"](), named["decode"]())]
     assert [[finding for finding in of_one if finding.severity == "error"] for of_one in found] == [[], [], []]

@@ -25,7 +25,7 @@ from hlat_jax.model import abstract_params, apply
 from hlat_jax.parallel.sharding import make_layout
 from hlat_jax.resolve import resolve
 from hlat_jax.run.init_from import begin, open_start
-from hlat_jax.step import abstract_state, init_state
+from hlat_jax.step import make_program
 from hlat_jax.store.checkpoint import Checkpointer
 from hlat_jax.store.checkpoint_checks import saved_run
 from hlat_jax.store.integrity import seal
@@ -184,7 +184,7 @@ def save_with_large_weight(run, config, params_of):
     """Saves the newest checkpoint again, without norms, with a weight whose square is not finite."""
     layout = make_layout(config.parallel, jax.devices()[:1])
     checkpointer = Checkpointer(run, config=config.checkpoint)
-    step, state, position, metadata = checkpointer.restore(abstract_state(config, layout))
+    step, state, position, metadata = checkpointer.restore(make_program(config, layout).abstract_state)
     shutil.rmtree(run / "checkpoints/2")
     checkpointer.close()
     checkpointer = Checkpointer(run, config=config.checkpoint)
@@ -408,7 +408,7 @@ def test_a_new_state_gets_the_weights_it_is_given_and_nothing_else_of_theirs(pol
     train_config = dataclasses.replace(config.train, init_from=str(run), seed=5)
     config = dataclasses.replace(config, train=train_config, precision=config_lib.PrecisionConfig(policy))
     layout = make_layout(config.parallel, jax.devices()[:1])
-    drawn = init_state(config, layout)
+    drawn = make_program(config, layout).init_state()
     moments = jax.tree.map(np.asarray, drawn["opt_state"]["inner"])
     expected = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype, leaf.sharding), drawn)
     state, origin = begin(open_start(config, Tokenizer(config.data.tokenizer)), drawn)

@@ -1,7 +1,6 @@
-"""What a training program is made of: what each pass did, kernels, collectives and where they sit, bytes, compile time.
+"""What a training program consists of: products after each pass, kernels, collectives, bytes, compile time.
 
-Owns what is said of a program that `program` built. Refuses to change it. Everything is read from the very step that
-trains: its trace, and what the compiler makes of it, with the same options, for the devices that are there.
+All of it is read from the step that trains: its trace, and the program compiled from it for the devices at hand.
 """
 
 from __future__ import annotations
@@ -10,29 +9,27 @@ import collections
 import dataclasses
 import time
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from hlat_jax.ops.dialect import Choice
-from hlat_jax.parallel.sharding import Layout
 from hlat_jax.passes.jaxpr import equations
 from hlat_jax.passes.liveness import temporaries
 from hlat_jax.passes.products import PRODUCTS, live_jaxpr
 from hlat_jax.passes.remat import Plan
 from hlat_jax.plan.collectives import Collective, collectives
-
-if TYPE_CHECKING:
-    from hlat_jax.program import TrainingProgram
+from hlat_jax.program import TrainingProgram
 
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """The whole step as it is after a pass.
+    """The whole step after a pass.
 
     Attributes:
       name: of the pass; "loss" before any of them.
-      jaxpr: of the step, without what nothing reads.
+      jaxpr: of the step, without equations whose results nothing reads.
       products: dtypes of the operands -> how many products of matrices one step executes in them.
     """
 
@@ -47,9 +44,9 @@ class Bytes:
 
     Attributes:
       arguments: state and batch.
-      reused: of those, what results take the place of: the donated state.
+      reused: of those, the bytes that results overwrite: the donated state.
       temporaries: as the compiler allocates them.
-      predicted: temporaries, from the trace alone.
+      predicted: temporaries, as `liveness` estimates them from the trace alone.
     """
 
     arguments: int
@@ -60,11 +57,11 @@ class Bytes:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """A program, told.
+    """Summary of a compiled training program.
 
     Attributes:
       stages: the step after each pass, in their order.
-      kernels: op -> the implementation chosen, with what was passed over and why.
+      kernels: op -> the implementation chosen, with the reasons against the others.
       plan: of rematerialization, where there was a memory budget.
       collectives: of the compiled program.
       bytes: see `Bytes`.
@@ -92,32 +89,41 @@ class Report:
         return "\n".join([*lines, f"compiled in      {self.compile_s:.1f} s"])
 
 
-def report(program: TrainingProgram, arguments: tuple, *, layout: Layout | None) -> Report:
-    """Returns the report of a program.
+def report(program: TrainingProgram, state: Any, batch: Any) -> Report:
+    """Returns the report of a program; compiles its step.
 
     Args:
-      program: as `program.training_program` gives it.
-      arguments: of the step, arrays or shapes.
-      layout: of the program; None: one device.
+      program: as `program.training_program` returns it.
+      state: arrays, or their shapes and shardings.
+      batch: likewise.
     """
+    arguments, spread = (state, batch, jnp.float32(0.0)), program.options.active_spread
     traces = {name: step.trace(*arguments) for name, step in program.stages.items()}
-    stages = tuple(Stage(name, jaxpr := live_jaxpr(traced), _products(jaxpr)) for name, traced in traces.items())
+    jaxprs = {name: live_jaxpr(traced) for name, traced in traces.items()}
+    stages = tuple(Stage(name=name, jaxpr=jaxpr, products=_products(jaxpr)) for name, jaxpr in jaxprs.items())
     began = time.monotonic()
     compiled = traces[stages[-1].name].lower().compile()
     seconds = time.monotonic() - began
     memory = compiled.memory_analysis()
-    found = [] if layout is None else [c for c in collectives(compiled.as_text(), layout.mesh) if c.axes]
+    found = [] if spread is None else [c for c in collectives(compiled.as_text(), spread.layout.mesh) if c.axes]
     held = Bytes(
         arguments=memory.argument_size_in_bytes,
         reused=memory.alias_size_in_bytes,
         temporaries=memory.temp_size_in_bytes,
         predicted=temporaries(stages[-1].jaxpr, jax.tree.map(_shape, arguments)).total,
     )
-    return Report(stages, program.options.kernels, program.plan, tuple(found), held, seconds)
+    return Report(
+        stages=stages,
+        kernels=program.options.kernels,
+        plan=program.plan,
+        collectives=tuple(found),
+        bytes=held,
+        compile_s=seconds,
+    )
 
 
 def place(collective: Collective) -> str:
-    """Returns where in a step a collective sits: in the forward or backward pass or outside them, and if in a loop."""
+    """Returns where in a step a collective is: forward or backward pass or outside them, and whether in a loop."""
     name = collective.op_name
     where = "backward" if "transpose(" in name else "forward" if "jvp(" in name else "outside"
     return where + (" loop" if collective.trips > 1 else "")
