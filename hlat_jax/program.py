@@ -20,9 +20,9 @@ from hlat_jax.batch import SumAndCount, microbatches
 from hlat_jax.ops.registry import OPS
 from hlat_jax.optimizer import global_norm, masked
 from hlat_jax.parallel import xla_options
-from hlat_jax.parallel.replica_sync import Spread
+from hlat_jax.parallel.replica_sync import ReplicaSync
 from hlat_jax.parallel.sharding import ROWS
-from hlat_jax.parallel.zero import check_params, spread_over
+from hlat_jax.parallel.zero import check_params, replica_sync
 from hlat_jax.passes import remat, scaling
 from hlat_jax.passes.autocast import autocast, is_fp16
 from hlat_jax.passes.remat import Plan
@@ -231,7 +231,7 @@ def _resolved(options: ProgramOptions, params: Any) -> ProgramOptions:
         changes["autocast"] = options.policy.autocast
     if options.zero is not None:
         devices = jax.devices() if options.devices is None else options.devices
-        spread = spread_over(params, devices, stage=options.zero, bucket_bytes=options.bucket_bytes)
+        spread = replica_sync(params, devices, stage=options.zero, bucket_bytes=options.bucket_bytes)
         changes |= {"spread": spread, "zero": None, "devices": None, "bucket_bytes": 0}
     return dataclasses.replace(options, **changes)
 
@@ -250,7 +250,7 @@ def _with_dialects(loss_fn: Callable, options: ProgramOptions) -> tuple[LossFn, 
     return with_names, dataclasses.replace(options, kernels={**options.kernels, **reported})
 
 
-def _laid_out(state: Any, batch: Any, *, shardings: Any, spread: Spread | None) -> tuple:
+def _laid_out(state: Any, batch: Any, *, shardings: Any, spread: ReplicaSync | None) -> tuple:
     """Returns the shapes and shardings of a step's arguments."""
     if spread is not None:
         state = jax.tree.map(
@@ -297,7 +297,7 @@ def _train_step(loss_fn: Callable, optimizer: optax.GradientTransformation, opti
         grad_norm = norm(grads) * per_token
         grads = jax.tree.map(lambda g: g.astype(jnp.float32) * per_token, grads)
         weights = state["opt_state"].get("master", state["params"])
-        weights = weights if spread is None else spread.split(weights)
+        weights = weights if spread is None else spread.shard_like_state(weights)
         param_norm = norm(weights)
         # Comparisons in fp32: a non-finite gradient anywhere makes the norm non-finite. That the weights' norm is asked
         # too orders it before the update, which XLA then makes in place; it copies all weights otherwise.
@@ -314,7 +314,7 @@ def _train_step(loss_fn: Callable, optimizer: optax.GradientTransformation, opti
             moved = scaling.adjusted(loss_scale, finite)
             opt_state["loss_scale"] = scaling.chosen(beside.count > 0, moved, loss_scale)
         params = cast_tree(weights, policy.param)
-        params = params if spread is None else spread.publish(params)
+        params = params if spread is None else spread.all_gather_params(params)
         new_state = {"step": state["step"] + 1, "params": params, "opt_state": opt_state}
         metrics = StepMetrics(
             loss_sum * per_token if scale is not None else loss_sum / beside.count,
@@ -331,7 +331,7 @@ def _train_step(loss_fn: Callable, optimizer: optax.GradientTransformation, opti
 
 def _value_and_grad(loss_fn: Callable, options: ProgramOptions) -> Callable[..., tuple[tuple, Any]]:
     dtype, spread = options.policy.accumulate, options.spread
-    loss_fn = loss_fn if spread is None else spread.seen_whole(loss_fn)
+    loss_fn = loss_fn if spread is None else spread.with_gathered_params(loss_fn)
 
     def local(params: Any, batch: Any, rounding: Rounding, *, scale: Any, reduce: Any = None) -> tuple[tuple, Any]:
         def scaled(params: Any, part: Any) -> tuple[jax.Array, BesideLoss]:

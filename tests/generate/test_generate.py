@@ -18,7 +18,7 @@ from test_data_tokenizer import train_model
 
 from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.generate import __main__ as generate
-from hlat_jax.generate.__main__ import Continued, _encoded
+from hlat_jax.generate.__main__ import StreamedText, _encoded
 from hlat_jax.generate.generator import Generator, Sampling
 from hlat_jax.generate.inference import TrainedModel
 from hlat_jax.hf.importing import import_checkpoint
@@ -76,7 +76,7 @@ class Bytes:
 
 def test_parts_of_a_text_are_whole_characters_and_together_the_text():
     text = "a é 漢字 🙂 b"
-    continued, parts = Continued(Bytes(), text.encode()[:1]), []
+    continued, parts = StreamedText(Bytes(), text.encode()[:1]), []
     for byte in text.encode()[1:]:
         continued.add(byte)
         parts.append(continued.part())
