@@ -38,10 +38,10 @@ from hlat_jax.ops.swiglu import swiglu
 from hlat_jax.parallel.collectives import SINGLE_DEVICE, ParallelContext
 from hlat_jax.resolve import check_model
 
-# Rotates queries or keys to the positions of their tokens.
+# x_BTNH -> queries or keys rotated to the positions of their tokens.
 Rotate = Callable[[jax.Array], jax.Array]
-# (q_BTNH, k_BTKH, v_BTKH), rotated -> (attention's result [B, T, N, H], what the caller of the layer gets beside x).
-# The hook of generation: with a cache of keys and values, `cache` attends to that too and returns the new ones.
+# (q_BTNH, k_BTKH, v_BTKH) -> (attention [B, T, N, H], aux). The hook of generation: `cache` attends to cached keys and
+# values too, and returns the new ones as aux.
 Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
 
 
@@ -72,7 +72,7 @@ class Decoder(nnx.Module):
         """
         for key, op in OPS.items():
             op.choose(getattr(self.cfg, key), jax.default_backend())
-        return cross_entropy_op.logits(self.hidden_states(tokens_BT, positions_BT, **kwargs), self.head_VD())
+        return cross_entropy_op.logits(self.hidden_states(tokens_BT, positions_BT, **kwargs), self.gather_head())
 
     def hidden_states(
         self,
@@ -109,7 +109,7 @@ class Decoder(nnx.Module):
         ctx: ParallelContext = SINGLE_DEVICE,
     ) -> jax.Array:
         """Returns [B, T, D] after this device's layers; `positions_BT` and `segment_ids_BT` are of the whole rows."""
-        apply_layer, stacked = self.layer_fn(positions_BT, ctx=ctx)
+        apply_layer, stacked = self.split_layers(positions_BT, ctx=ctx)
         attend = causal_attention(self.cfg, segment_ids_BT)
 
         def layer(params: Any, x_BTD: jax.Array) -> jax.Array:
@@ -117,8 +117,8 @@ class Decoder(nnx.Module):
 
         return stack.run_layers(layer, stacked, x_BTD, loop=self.cfg.layer_loop, remat=self.cfg.remat)
 
-    def layer_fn(self, positions_BT: jax.Array, *, ctx: ParallelContext) -> tuple[Callable[..., Any], Any]:
-        """Returns (params of one layer, x_BTD, Attend) -> (x_BTD, what attend returns beside), and stacked params."""
+    def split_layers(self, positions_BT: jax.Array, *, ctx: ParallelContext) -> tuple[Callable[..., Any], Any]:
+        """Returns the function (params of one layer, x_BTD, Attend) -> (x_BTD, aux), and the stacked params."""
         cos, sin = rope_tables(positions_BT, frequencies=_frequencies(self.cfg))
         rotate = functools.partial(apply_rope, cos=cos, sin=sin, implementation=self.cfg.rope)
         graphdef, stacked = nnx.split(self.layers)
@@ -132,7 +132,7 @@ class Decoder(nnx.Module):
         """Returns the input of the head."""
         return materialized(self.final_norm(x_BTD))
 
-    def head_VD(self, *, ctx: ParallelContext = SINGLE_DEVICE) -> jax.Array:
+    def gather_head(self, *, ctx: ParallelContext = SINGLE_DEVICE) -> jax.Array:
         """Returns this device's rows of the output projection [V, D]: those of the embedding table when tied."""
         table = self.embed if self.cfg.tie_embeddings else self.head
         return ctx.gather_weight(table[...], ("vocab", "embed"))
@@ -148,12 +148,12 @@ class DecoderLayer(nnx.Module):
         self.mlp = MLP(cfg, rngs=rngs)
 
     def __call__(self, x_BTD: jax.Array, rotate: Rotate, attend: Attend, ctx: ParallelContext) -> tuple[jax.Array, Any]:
-        """Returns the next [B, T, D], and what `attend` returns beside its result."""
+        """Returns the next [B, T, D], and the auxiliary result of `attend`."""
         normed_BTD = checkpoint_name(self.attention_norm(x_BTD), "attn_norm")
-        added_BTD, beside = self.attention(normed_BTD, rotate, attend, ctx)
+        added_BTD, aux = self.attention(normed_BTD, rotate, attend, ctx)
         x_BTD = checkpoint_name(x_BTD + added_BTD, "residual")
         normed_BTD = checkpoint_name(self.mlp_norm(x_BTD), "mlp_norm")
-        return x_BTD + self.mlp(normed_BTD, ctx), beside
+        return x_BTD + self.mlp(normed_BTD, ctx), aux
 
 
 class Attention(nnx.Module):
@@ -176,12 +176,12 @@ class Attention(nnx.Module):
         self.out = _normal(rngs, (cfg.num_heads, h, d), _output_std(cfg), axes=("heads", "head_dim", "embed"))
 
     def __call__(self, x_BTD: jax.Array, rotate: Rotate, attend: Attend, ctx: ParallelContext) -> tuple[jax.Array, Any]:
-        """Returns what the block adds [B, T, D], and what `attend` returns beside its result."""
+        """Returns what the block adds [B, T, D], and the auxiliary result of `attend`."""
         q_BTNH, k_BTKH, v_BTKH = self.project(x_BTD, ctx)
         q_BTNH, k_BTKH = checkpoint_name(rotate(q_BTNH), "q"), checkpoint_name(rotate(k_BTKH), "k")
-        attended_BTNH, beside = attend(q_BTNH, k_BTKH, checkpoint_name(v_BTKH, "v"))
+        attended_BTNH, aux = attend(q_BTNH, k_BTKH, checkpoint_name(v_BTKH, "v"))
         attended_BTNH = checkpoint_name(attended_BTNH, "attn_out")
-        return row_parallel("BTNH,NHD->BTD", attended_BTNH, self.out, ctx), beside
+        return row_parallel("BTNH,NHD->BTD", attended_BTNH, self.out, ctx), aux
 
     def project(self, x_BTD: jax.Array, ctx: ParallelContext) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Returns this device's queries [B, T, N, H], keys and values [B, T, K, H], before rotation."""
@@ -226,11 +226,13 @@ class RMSNorm(nnx.Module):
 
 
 def causal_attention(cfg: ModelConfig, segment_ids_BT: jax.Array | None) -> Attend:
-    """Returns attention of each token to itself and the earlier ones of its segment, with nothing beside."""
+    """Returns attention of each token to itself and the earlier ones of its segment, with aux None."""
 
     def attend(q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array) -> tuple[jax.Array, None]:
-        kwargs = {"segment_ids_BT": segment_ids_BT, "implementation": cfg.attention}
-        return attention_op.attention(q_BTNH, k_BSKH=k_BTKH, v_BSKH=v_BTKH, **kwargs), None
+        attended_BTNH = attention_op.attention(
+            q_BTNH, k_BSKH=k_BTKH, v_BSKH=v_BTKH, segment_ids_BT=segment_ids_BT, implementation=cfg.attention
+        )
+        return attended_BTNH, None
 
     return attend
 
@@ -290,7 +292,7 @@ def _declaration(cfg: ModelConfig) -> tuple[Any, Any]:
         graphs.append(graphdef)
         return state
 
-    state = jax.eval_shape(lambda: build(jax.random.key(0, impl="rbg")))  # inside, so that no key is drawn
+    state = jax.eval_shape(lambda: build(jax.random.key(0, impl="rbg")))  # inside, so that no key is made
     return graphs[0], state
 
 

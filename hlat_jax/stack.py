@@ -56,21 +56,21 @@ def run_layers(
 def collect_layers(
     layer: Callable[[Any, jax.Array], tuple[jax.Array, Any]], stacked: Any, x: jax.Array, *, loop: str
 ) -> tuple[jax.Array, Any]:
-    """Returns `x` after every layer in turn, and each layer's second result, stacked [L, ...]; without a backward pass.
+    """Returns `x` after every layer in turn, and the aux of all layers, stacked [L, ...]; without a backward pass.
 
     Args:
-      layer: maps (parameters of one layer, x) to (next x, a tree of arrays).
+      layer: maps (parameters of one layer, x) to (next x, aux), aux a tree of arrays.
       stacked: as for `run_layers`.
       x: activations.
       loop: likewise.
     """
     if loop == "scan":
         return jax.lax.scan(lambda carry, params: layer(params, carry), x, stacked)
-    results = []
+    auxs = []
     for params in _slices(stacked):
-        x, beside = layer(params, x)
-        results.append(beside)
-    return x, jax.tree.map(lambda *leaves: jax.numpy.stack(leaves), *results)
+        x, aux = layer(params, x)
+        auxs.append(aux)
+    return x, jax.tree.map(lambda *leaves: jax.numpy.stack(leaves), *auxs)
 
 
 def rematerialized(layer: Callable, remat: str, *, prevent_cse: bool) -> Callable:

@@ -94,7 +94,7 @@ def parts(config: Config, layout: Layout, *, z_loss_weight: float) -> Parts:
     def loss(decoder: Decoder, x_BTD: jax.Array, batch: Batch) -> SumAndCount:
         return cross_entropy(
             decoder.apply_final_norm(x_BTD),
-            head_VD=decoder.head_VD(ctx=ctx),
+            head_VD=decoder.gather_head(ctx=ctx),
             targets_BT=batch.targets,
             weights_BT=batch.weights,
             options=options,

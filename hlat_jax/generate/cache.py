@@ -42,7 +42,7 @@ def apply_layers_with_cache(
 
     With a cache, T is 1 and the token attends to itself and to the slots of its row in which `visible_BS` is True.
     """
-    apply_layer, stacked = decoder.layer_fn(positions_BT, ctx=ctx)
+    apply_layer, stacked = decoder.split_layers(positions_BT, ctx=ctx)
     attend_to_tokens = causal_attention(decoder.cfg, None)
 
     def layer(params_and_cached: tuple[Any, KVCache | None], x_BTD: jax.Array) -> tuple[jax.Array, KVCache]:

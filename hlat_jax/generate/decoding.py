@@ -222,7 +222,7 @@ class ShardedDecoder:
     def next_tokens(self, decoder: Decoder, x_B1D: jax.Array, rows: PromptRows, *, positions_B: jax.Array) -> jax.Array:
         """Returns the tokens at `positions_B`, of the rows of all devices, on every device."""
         ctx = self.ctx
-        head_VD = decoder.head_VD(ctx=ctx)
+        head_VD = decoder.gather_head(ctx=ctx)
         logits_BV = logits(decoder.apply_final_norm(x_B1D), head_VD)[:, 0]
         logits_BV = collectives.all_gather(logits_BV, ctx.vocab, 1)
         tokens_B = sample(logits_BV, rows.sampling, draws=(rows.numbers, positions_B))

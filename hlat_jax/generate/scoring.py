@@ -129,7 +129,7 @@ def make_score(cfg: ModelConfig, layout: Layout) -> Callable[..., tuple[jax.Arra
         decoder, shape = bind(params, model.cfg), batch.tokens.shape
         positions_BT = jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32), shape)
         x_BTD, _ = model.apply_layers(decoder, batch.tokens, positions_BT)
-        head_VD = decoder.head_VD(ctx=model.ctx)
+        head_VD = decoder.gather_head(ctx=model.ctx)
         x_BTD = decoder.apply_final_norm(x_BTD)
         log_likelihood_BT, greedy_BT = _score_targets(x_BTD, head_VD, batch.targets, axes=model.ctx.vocab)
         sums_B = jnp.sum(jnp.where(batch.counted, log_likelihood_BT, 0.0), axis=1)
