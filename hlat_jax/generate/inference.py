@@ -82,7 +82,7 @@ def trained_model(values: flags.FlagValues) -> TrainedModel:
       ValueError: no --checkpoint, no complete one, or degrees that do not fit model and devices.
     """
     if not values.checkpoint:
-        raise ValueError("--checkpoint=FOLDER is required; give a run folder such as runs/tiny, or a checkpoint.")
+        raise ValueError("--checkpoint=FOLDER is missing; give a run folder such as runs/tiny, or a checkpoint.")
     return open_model(values.checkpoint, _degrees(values))
 
 

@@ -56,7 +56,7 @@ def layout_of_model(model: ModelConfig, parallel: ParallelConfig, devices: Seque
     count = len(devices) if -1 in wanted else math.prod(wanted)
     if count > len(devices):
         named = " x ".join(f"parallel.{axis}={degree}" for axis, degree in zip(MESH_AXES, wanted, strict=True))
-        raise ValueError(f"{named} needs {count} devices, and there are {len(devices)}; lower a degree.")
+        raise ValueError(f"{named} needs {count} devices and there are {len(devices)}; lower a degree.")
     degrees = dict(zip(MESH_AXES, resolve_degrees(parallel, count), strict=True))
     parallel = dataclasses.replace(parallel, **degrees)
     check_parallel(parallel, model)

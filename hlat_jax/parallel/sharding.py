@@ -171,7 +171,7 @@ def resolve_degrees(parallel: ParallelConfig, num_devices: int) -> tuple[int, ..
     if math.prod(degrees) != num_devices:
         named = ", ".join(f"parallel.{axis}={d}" for axis, d in zip(MESH_AXES, wanted, strict=True))
         many = f"{'a multiple of ' if -1 in wanted else ''}{fixed} devices"
-        raise ValueError(f"{named} need {many}, and there are {num_devices}; use {many}, or change a degree.")
+        raise ValueError(f"{named} need {many} and there are {num_devices}; use {many}, or change a degree.")
     return degrees
 
 

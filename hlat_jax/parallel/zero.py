@@ -67,7 +67,7 @@ def check_stage(stage: Any, devices: Any, *, bucket_bytes: Any) -> None:
         isinstance(devices, Sequence) and devices and all(isinstance(device, jax.Device) for device in devices)
     ):
         raise ValueError(
-            f"devices={devices!r} must be a list of one or more JAX devices: give jax.devices(), or a part."
+            f"devices={devices!r} must be a list of one or more JAX devices: give jax.devices() or some of them."
         )
     if not _is_int(bucket_bytes) or bucket_bytes < 0:
         raise ValueError(f"bucket_bytes={bucket_bytes!r} must be 0 (one collective an array) or more.")

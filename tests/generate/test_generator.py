@@ -147,9 +147,9 @@ def test_the_cache_has_the_dtype_of_the_parameters(one_device):
 @pytest.mark.parametrize(
     ("prompts", "max_tokens", "message"),
     [
-        ([], 5, "there is no prompt"),
-        ([[1], []], 5, "prompt 1 has no token"),
-        ([[1, 384]], 5, "prompt 0 has token 384, and model.vocab_size=384"),
+        ([], 5, "prompts is empty; give at least one"),
+        ([[1], []], 5, "prompt 1 is empty"),
+        ([[1, 384]], 5, "prompt 0 has token 384, and with model.vocab_size=384 ids must lie in 0..383"),
         ([[1, -1]], 5, "prompt 0 has token -1"),
         ([[1] * 4096], 5, "prompt 0 has 4096 tokens; model.max_positions=4096 leaves room for prompts of at most 4095"),
         ([[1]], 0, "max_tokens=0 must be at least 1"),
