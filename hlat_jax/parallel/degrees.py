@@ -103,7 +103,7 @@ def all_degrees(num_devices: int) -> Iterator[dict[str, int]]:
 
 def _advice(config: Config, num_devices: int) -> str:
     remains = [axis for axis in MESH_AXES if getattr(config.parallel, axis) == -1]
-    note = f" (parallel.{remains[0]}=-1 then is the degree that remains)" if remains else ""
+    note = f" (parallel.{remains[0]}=-1 is the rest)" if remains else ""
     found = nearest_degrees(config, num_devices)
     if found is None:
         return f"No degrees pass every check on {num_devices} device(s)."
