@@ -67,7 +67,7 @@ def check_stage(stage: Any, devices: Any, *, bucket_bytes: Any) -> None:
         isinstance(devices, Sequence) and devices and all(isinstance(device, jax.Device) for device in devices)
     ):
         raise ValueError(
-            f"devices={devices!r} must be a list of one or more JAX devices: give jax.devices() or some of them."
+            f"devices={devices!r} must be a list of one or more devices: give jax.devices() or some of them."
         )
     if not _is_int(bucket_bytes) or bucket_bytes < 0:
         raise ValueError(f"bucket_bytes={bucket_bytes!r} must be 0 (one collective an array) or more.")
@@ -81,7 +81,7 @@ def check_params(params: Any) -> None:
             raise ValueError(f"{name} is a {type(leaf).__name__}: give an array, or a jax.ShapeDtypeStruct of one.")
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise ValueError(
-                f"{name} is {leaf.dtype}, and only floating-point arrays have gradients. Take it out, and bind it to "
+                f"{name} is {leaf.dtype}: only floating-point arrays have gradients. Take it out, and bind it to "
                 "the loss function with functools.partial."
             )
 

@@ -171,7 +171,7 @@ def test_stages_and_bytes_that_do_not_exist_are_refused():
         replica_sync({}, jax.devices(), stage=4)
     with pytest.raises(ValueError, match="bucket_bytes=-1 must be 0"):
         replica_sync({}, jax.devices(), stage=1, bucket_bytes=-1)
-    with pytest.raises(ValueError, match=r"devices=\[\] must be a list of one or more JAX devices: give"):
+    with pytest.raises(ValueError, match=r"devices=\[\] must be a list of one or more devices: give"):
         replica_sync({}, [], stage=1)
     with pytest.raises(ValueError, match=r"params\['w'\] is a float: give an array"):
         replica_sync({"w": 1.0}, jax.devices(), stage=1)
