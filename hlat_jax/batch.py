@@ -1,4 +1,4 @@
-"""The unit of training data, its abstract form, and sums over it that are still to be divided."""
+"""A batch of packed tokens, its abstract form, and partial means over it."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class Batch:
 
 
 class SumAndCount(NamedTuple):
-    """A mean over part of a batch before the division: sums and counts of several parts add up, means do not.
+    """A mean before the division: those of several parts of a batch can be added, means cannot.
 
     Attributes:
-      total: sum over what is counted.
-      count: how much is counted, or the sum of its weights.
+      total: weighted sum.
+      count: number of terms, or the sum of their weights.
     """
 
     total: Any
@@ -59,10 +59,10 @@ def concat_batch(tokens_BT: np.ndarray) -> Batch:
 
 
 def segmented_batch(tokens_BT: np.ndarray, segment_ids_BT: np.ndarray) -> Batch:
-    """Returns rows [B, T] of segments that know nothing of each other: ids from 1 in runs, 0 in padding.
+    """Returns rows [B, T] of segments that do not attend to each other: ids count from 1, 0 is padding.
 
     Positions restart at 0 in each segment. The last token of a segment predicts nothing: its weight and target are 0,
-    as those of padding are.
+    as are those of padding.
     """
     tokens_BT = np.ascontiguousarray(tokens_BT, dtype=np.int32)
     segment_ids_BT = np.ascontiguousarray(segment_ids_BT, dtype=np.int32)
@@ -70,15 +70,15 @@ def segmented_batch(tokens_BT: np.ndarray, segment_ids_BT: np.ndarray) -> Batch:
     targets_BT, weights_BT = np.zeros_like(tokens_BT), np.zeros(tokens_BT.shape, np.float32)
     targets_BT[:, :-1] = np.where(same_BT, tokens_BT[:, 1:], 0)
     weights_BT[:, :-1] = same_BT
-    places_BT = np.broadcast_to(np.arange(tokens_BT.shape[1], dtype=np.int32), tokens_BT.shape)
-    starts_BT = places_BT.copy()
+    index_BT = np.broadcast_to(np.arange(tokens_BT.shape[1], dtype=np.int32), tokens_BT.shape)
+    starts_BT = index_BT.copy()
     starts_BT[:, 1:][same_BT] = 0
-    positions_BT = places_BT - np.maximum.accumulate(starts_BT, axis=1)
+    positions_BT = index_BT - np.maximum.accumulate(starts_BT, axis=1)
     return Batch(tokens_BT, targets_BT, positions_BT, segment_ids_BT, weights_BT)
 
 
 def take_rows(batch: Batch, rows: Any) -> Batch:
-    """Returns the batch of the rows with these numbers."""
+    """Returns the batch of the rows at these indices."""
     return jax.tree.map(lambda field: field[rows], batch)
 
 
@@ -86,7 +86,7 @@ def microbatches(batch: Any, num_microbatches: int) -> Any:
     """Returns fields [B, ...] as [M, B / M, ...]; part m has rows m, m + M, m + 2M, ...
 
     Raises:
-      ValueError: rows that M does not divide, or a field without rows.
+      ValueError: M does not divide the rows, or a field has none.
     """
     for path, field in jax.tree_util.tree_leaves_with_path(batch):
         if not field.shape or num_microbatches < 1 or field.shape[0] % num_microbatches:

@@ -1,8 +1,4 @@
-"""The Llama decoder: modules that declare parameters, and the same model as pure functions.
-
-Owns architecture, initial weights and the logical axes of every parameter. Refuses to own loops over layers (`stack`),
-kernels (`ops`), losses and dtypes: it computes in the dtype of the parameters it is given. The only file that imports
-Flax NNX, and it uses NNX to declare: every transformation is plain JAX over nested dicts of arrays.
+"""The Llama decoder: Flax NNX modules that declare the parameters, and the same model as pure functions.
 
     decoder = Decoder(ModelConfig(...), rngs=nnx.Rngs(0))
     logits_BTV = decoder(tokens_BT)
@@ -10,7 +6,10 @@ Flax NNX, and it uses NNX to declare: every transformation is plain JAX over nes
     params = init_params(cfg, jax.random.key(0))
     logits_BTV = apply(params, cfg, tokens_BT)
 
-Shapes: B batch, T time, D embed, N heads, K kv heads, G heads per kv head, H head, F mlp, V vocab, L layers.
+It computes in the dtype of the parameters. NNX declares; every transformation is plain JAX over nested dicts of arrays.
+
+Shapes: B batch, T time, D embed, N heads, K kv heads, G heads per kv head, H head, F mlp, V vocab, L layers; X = G + 2,
+the heads of a group with its key and value, and C = 2: key and value, or gate and up.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -30,78 +30,133 @@ from hlat_jax.config import ModelConfig, select_remat
 from hlat_jax.ops import attention as attention_op
 from hlat_jax.ops import cross_entropy as cross_entropy_op
 from hlat_jax.ops.embedding import lookup
-from hlat_jax.ops.linear import linears, materialized
+from hlat_jax.ops.linear import column_parallel, column_parallel_products, materialized, row_parallel
 from hlat_jax.ops.norm import rms_norm
 from hlat_jax.ops.registry import OPS
 from hlat_jax.ops.rope import Llama3Scaling, apply_rope, rope_frequencies, rope_tables
 from hlat_jax.ops.swiglu import swiglu
-from hlat_jax.parallel.collectives import ALONE, Shards
+from hlat_jax.parallel.collectives import SINGLE_DEVICE, ParallelContext
 
-KeysValues = tuple[jax.Array, jax.Array]
-
-
-@dataclasses.dataclass(frozen=True)
-class Past:
-    """Keys (rotated) and values of earlier tokens, of all layers, and which slots of each row hold some."""
-
-    keys_LBSKH: jax.Array
-    values_LBSKH: jax.Array
-    visible_BS: jax.Array
+# x_BTNH -> queries or keys rotated to the positions of their tokens.
+Rotate = Callable[[jax.Array], jax.Array]
+# (q_BTNH, k_BTKH, v_BTKH) -> (attention [B, T, N, H], aux). The hook of generation: `cache` attends to cached keys and
+# values too, and returns the new ones as aux.
+Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
 
 
-@dataclasses.dataclass(frozen=True)
-class Context:
-    """What every layer of one forward pass shares.
+class Decoder(nnx.Module):
+    """A Llama-architecture language model. Layers are one `DecoderLayer` whose parameters carry a leading L axis.
 
-    Attributes:
-      cos: fp32 [B, T, H/2], rotary table.
-      sin: likewise.
-      segment_ids: int32 [B, T], or None when every row is one segment.
-      shards: which parts of parameters and activations this device holds.
-      visible_BS: bool, which slots of a cache may be read; None: there is no cache.
+    Raises:
+      ValueError: dimensions that do not fit each other.
+
+    Source: Touvron et al., arXiv 2302.13971 and 2307.09288; HLAT, arXiv 2404.10630 III-A.
     """
 
-    cos: jax.Array
-    sin: jax.Array
-    segment_ids: jax.Array | None
-    shards: Shards
-    visible_BS: jax.Array | None = None
+    def __init__(self, cfg: ModelConfig, *, rngs: nnx.Rngs):
+        cfg.check()
+        # Implementations are chosen once, here: nothing below asks for the platform.
+        self.cfg = select_implementations(cfg, jax.default_backend())
+        self.embed = _normal(rngs, (cfg.vocab_size, cfg.embed_dim), cfg.init_std, axes=("vocab", "embed"))
+        self.layers = _stacked_layers(self.cfg, rngs.params())
+        self.final_norm = RMSNorm(self.cfg)
+        if not cfg.tie_embeddings:
+            self.head = _normal(rngs, (cfg.vocab_size, cfg.embed_dim), cfg.init_std, axes=("vocab", "embed"))
 
-    def columns(self, x_BTD: jax.Array, *params: nnx.Param) -> tuple[jax.Array, ...]:
-        """Returns products with matrices whose columns are split: reads the whole sequence, gives this device's."""
-        return linears(x_BTD, tuple(p[...] for p in params), gather=self._gather(params, enter=True))
+    def __call__(self, tokens_BT: jax.Array, positions_BT: jax.Array | None = None, **kwargs: Any) -> jax.Array:
+        """Returns fp32 logits [B, T, V]. Arguments as `hidden_states`.
 
-    def rows(self, x: jax.Array, param: nnx.Param, *, contract: int) -> jax.Array:
-        """Returns the product with a matrix whose rows are split, summed over devices: [B, T, D] between blocks."""
-        gather = self._gather((param,), enter=False)
-        return self.shards.leave(linears(x, (param[...],), contract=contract, gather=gather)[0])
+        Raises:
+          ValueError: an implementation is named that does not run on the default backend.
+        """
+        for key, op in OPS.items():
+            op.choose(getattr(self.cfg, key), jax.default_backend())
+        return cross_entropy_op.logits(self.hidden_states(tokens_BT, positions_BT, **kwargs), self.gather_head())
 
-    def _gather(self, params: tuple[nnx.Param, ...], *, enter: bool):
-        shards = self.shards
-        if shards == ALONE:
-            return None
-        axes = [[axis for axis in param.get_metadata("axes") if axis != "layers"] for param in params]
+    def hidden_states(
+        self,
+        tokens_BT: jax.Array,
+        positions_BT: jax.Array | None = None,
+        *,
+        segment_ids_BT: jax.Array | None = None,
+        ctx: ParallelContext = SINGLE_DEVICE,
+    ) -> jax.Array:
+        """Returns the input of the head [B, T, D], in the dtype of the parameters.
 
-        def gather(x, weights):
-            whole = tuple(shards.weight(weight, names) for weight, names in zip(weights, axes, strict=True))
-            return shards.enter(x) if enter else x, whole
+        Args:
+          tokens_BT: int32 ids below V.
+          positions_BT: int32; None: 0..T-1 in every row.
+          segment_ids_BT: int32; a token attends only within its segment; None: a row is one segment.
+          ctx: how the parameters, and [B, T, D] between blocks, are sharded; see `collectives`.
+        """
+        if positions_BT is None:
+            positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1], dtype=jnp.int32), tokens_BT.shape)
+        x_BTD = self.embed_tokens(tokens_BT, ctx=ctx)
+        x_BTD = self.apply_layers(x_BTD, positions_BT, segment_ids_BT=segment_ids_BT, ctx=ctx)
+        return self.apply_final_norm(x_BTD)
 
-        return gather
+    def embed_tokens(self, tokens_BT: jax.Array, *, ctx: ParallelContext = SINGLE_DEVICE) -> jax.Array:
+        """Returns the token vectors [B, T, D]."""
+        return lookup(ctx.gather_weight(self.embed[...], ("vocab", "embed")), tokens_BT, ctx=ctx)
+
+    def apply_layers(
+        self,
+        x_BTD: jax.Array,
+        positions_BT: jax.Array,
+        *,
+        segment_ids_BT: jax.Array | None = None,
+        ctx: ParallelContext = SINGLE_DEVICE,
+    ) -> jax.Array:
+        """Returns [B, T, D] after this device's layers; `positions_BT` and `segment_ids_BT` are of the whole rows."""
+        apply_layer, stacked = self.split_layers(positions_BT, ctx=ctx)
+        attend = causal_attention(self.cfg, segment_ids_BT)
+
+        def layer(params: Any, x_BTD: jax.Array) -> jax.Array:
+            return apply_layer(params, x_BTD, attend)[0]
+
+        return stack.run_layers(layer, stacked, x_BTD, loop=self.cfg.layer_loop, remat=self.cfg.remat)
+
+    def split_layers(self, positions_BT: jax.Array, *, ctx: ParallelContext) -> tuple[Callable[..., Any], Any]:
+        """Returns the function (params of one layer, x_BTD, Attend) -> (x_BTD, aux), and the stacked params."""
+        cos, sin = rope_tables(positions_BT, frequencies=_frequencies(self.cfg))
+        rotate = functools.partial(apply_rope, cos=cos, sin=sin, implementation=self.cfg.rope)
+        graphdef, stacked = nnx.split(self.layers)
+
+        def apply_layer(params: Any, x_BTD: jax.Array, attend: Attend) -> tuple[jax.Array, Any]:
+            return nnx.merge(graphdef, params)(x_BTD, rotate, attend, ctx)
+
+        return apply_layer, stacked
+
+    def apply_final_norm(self, x_BTD: jax.Array) -> jax.Array:
+        """Returns the input of the head."""
+        return materialized(self.final_norm(x_BTD))
+
+    def gather_head(self, *, ctx: ParallelContext = SINGLE_DEVICE) -> jax.Array:
+        """Returns this device's rows of the output projection [V, D]: those of the embedding table when tied."""
+        table = self.embed if self.cfg.tie_embeddings else self.head
+        return ctx.gather_weight(table[...], ("vocab", "embed"))
 
 
-class RMSNorm(nnx.Module):
-    """`x / rms(x) * scale` with fp32 statistics."""
+class DecoderLayer(nnx.Module):
+    """Pre-norm block: x += attention(norm(x)); x += mlp(norm(x))."""
 
-    def __init__(self, cfg: ModelConfig):
-        self.eps, self.implementation = cfg.norm_eps, cfg.rms_norm
-        self.scale = nnx.Param(jnp.ones((cfg.embed_dim,)), axes=("norm",))
+    def __init__(self, cfg: ModelConfig, *, rngs: nnx.Rngs):
+        self.attention_norm = RMSNorm(cfg)
+        self.attention = Attention(cfg, rngs=rngs)
+        self.mlp_norm = RMSNorm(cfg)
+        self.mlp = MLP(cfg, rngs=rngs)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return rms_norm(x, scale=self.scale[...], eps=self.eps, implementation=self.implementation)
+    def __call__(self, x_BTD: jax.Array, rotate: Rotate, attend: Attend, ctx: ParallelContext) -> tuple[jax.Array, Any]:
+        """Returns the next [B, T, D], and the auxiliary result of `attend`."""
+        normed_BTD = checkpoint_name(self.attention_norm(x_BTD), "attn_norm")
+        added_BTD, aux = self.attention(normed_BTD, rotate, attend, ctx)
+        x_BTD = checkpoint_name(x_BTD + added_BTD, "residual")
+        normed_BTD = checkpoint_name(self.mlp_norm(x_BTD), "mlp_norm")
+        return x_BTD + self.mlp(normed_BTD, ctx), aux
 
 
 class Attention(nnx.Module):
-    """Causal multi-head or grouped-query attention with rotary positions and no biases.
+    """Multi-head or grouped-query attention with rotary positions and no biases.
 
     One QKV matrix [D, K, G + 2, H] holds, for each kv head, its G query heads, then its key, then its value, so that
     a tensor-parallel split over K keeps every group whole. With `fuse_qkv=False`, Q [D, K, G, H] stands apart from
@@ -119,41 +174,25 @@ class Attention(nnx.Module):
             self.kv = _normal(rngs, (d, 2, k, h), cfg.init_std, axes=("kv_embed", "qkv", "kv_heads", "head_dim"))
         self.out = _normal(rngs, (cfg.num_heads, h, d), _output_std(cfg), axes=("heads", "head_dim", "embed"))
 
-    def __call__(self, x_BTD: jax.Array, context: Context, past: KeysValues | None) -> tuple[jax.Array, KeysValues]:
-        """Returns what the block adds [B, T, D], and the keys (rotated) and values [B, T, K, H] of its tokens.
+    def __call__(self, x_BTD: jax.Array, rotate: Rotate, attend: Attend, ctx: ParallelContext) -> tuple[jax.Array, Any]:
+        """Returns what the block adds [B, T, D], and the auxiliary result of `attend`."""
+        q_BTNH, k_BTKH, v_BTKH = self.project(x_BTD, ctx)
+        q_BTNH, k_BTKH = checkpoint_name(rotate(q_BTNH), "q"), checkpoint_name(rotate(k_BTKH), "k")
+        attended_BTNH, aux = attend(q_BTNH, k_BTKH, checkpoint_name(v_BTKH, "v"))
+        attended_BTNH = checkpoint_name(attended_BTNH, "attn_out")
+        return row_parallel("BTNH,NHD->BTD", attended_BTNH, self.out, ctx), aux
 
-        `past`: those [B, S, K, H] of earlier tokens, of which `context.visible_BS` are seen, and then T is 1; None:
-        the tokens see each other.
-        """
-        q_BTNH, k_BTKH, v_BTKH = self.project(x_BTD, context)
-        turned = functools.partial(apply_rope, cos=context.cos, sin=context.sin, implementation=self.cfg.rope)
-        q_BTNH, k_BTKH = checkpoint_name(turned(q_BTNH), "q"), checkpoint_name(turned(k_BTKH), "k")
-        v_BTKH = checkpoint_name(v_BTKH, "v")
-        if past is None:
-            mixed_BTNH = attention_op.attention(
-                q_BTNH,
-                k_BSKH=k_BTKH,
-                v_BSKH=v_BTKH,
-                segment_ids_BT=context.segment_ids,
-                implementation=self.cfg.attention,
-            )
-        else:
-            mixed_BTNH = attention_op.extended_attention(
-                q_BTNH, k_BTKH=k_BTKH, v_BTKH=v_BTKH, past_BSKH=past, visible_BS=context.visible_BS
-            )
-        added_BTD = context.rows(checkpoint_name(mixed_BTNH, "attn_out"), self.out, contract=2)
-        return added_BTD, (k_BTKH, v_BTKH)
-
-    def project(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def project(self, x_BTD: jax.Array, ctx: ParallelContext) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Returns this device's queries [B, T, N, H], keys and values [B, T, K, H], before rotation."""
         cfg = self.cfg
         if cfg.fuse_qkv:
-            (qkv_BTKXH,) = context.columns(x_BTD, self.qkv)
+            qkv_BTKXH = column_parallel("BTD,DKXH->BTKXH", x_BTD, self.qkv, ctx)
             q_BTKGH, k_BTK1H, v_BTK1H = jax.lax.split(qkv_BTKXH, (cfg.num_heads // cfg.num_kv_heads, 1, 1), axis=3)
             k_BTKH, v_BTKH = k_BTK1H[:, :, :, 0], v_BTK1H[:, :, :, 0]
         else:
-            q_BTKGH, kv_BT2KH = context.columns(x_BTD, self.q, self.kv)
-            k_BTKH, v_BTKH = kv_BT2KH[:, :, 0], kv_BT2KH[:, :, 1]
+            equations = "BTD,DKGH->BTKGH", "BTD,DCKH->BTCKH"
+            q_BTKGH, kv_BTCKH = column_parallel_products(equations, x_BTD, (self.q, self.kv), ctx=ctx)
+            k_BTKH, v_BTKH = kv_BTCKH[:, :, 0], kv_BTCKH[:, :, 1]
         return q_BTKGH.reshape(*q_BTKGH.shape[:2], -1, cfg.head_dim), k_BTKH, v_BTKH
 
 
@@ -166,146 +205,35 @@ class MLP(nnx.Module):
         self.gate_up = _normal(rngs, (d, 2, f), cfg.init_std, axes=("embed", "gate", "mlp"))
         self.down = _normal(rngs, (f, d), _output_std(cfg), axes=("mlp", "embed"))
 
-    def __call__(self, x_BTD: jax.Array, context: Context) -> jax.Array:
-        (gate_up_BT2F,) = context.columns(x_BTD, self.gate_up)
-        gate_BTF, up_BTF = (part[:, :, 0] for part in jax.lax.split(gate_up_BT2F, (1, 1), axis=2))
+    def __call__(self, x_BTD: jax.Array, ctx: ParallelContext) -> jax.Array:
+        gate_up_BTCF = column_parallel("BTD,DCF->BTCF", x_BTD, self.gate_up, ctx)
+        gate_BTF, up_BTF = (part[:, :, 0] for part in jax.lax.split(gate_up_BTCF, (1, 1), axis=2))
         gate_BTF, up_BTF = checkpoint_name(gate_BTF, "gate"), checkpoint_name(up_BTF, "up")
         hidden_BTF = swiglu(gate_BTF, up=up_BTF, implementation=self.cfg.swiglu)
-        return context.rows(hidden_BTF, self.down, contract=1)
+        return row_parallel("BTF,FD->BTD", hidden_BTF, self.down, ctx)
 
 
-class DecoderLayer(nnx.Module):
-    """Pre-norm block: x += attention(norm(x)); x += mlp(norm(x))."""
+class RMSNorm(nnx.Module):
+    """`x / rms(x) * scale` with fp32 statistics."""
 
-    def __init__(self, cfg: ModelConfig, *, rngs: nnx.Rngs):
-        self.attention_norm = RMSNorm(cfg)
-        self.attention = Attention(cfg, rngs=rngs)
-        self.mlp_norm = RMSNorm(cfg)
-        self.mlp = MLP(cfg, rngs=rngs)
+    def __init__(self, cfg: ModelConfig):
+        self.eps, self.implementation = cfg.norm_eps, cfg.rms_norm
+        self.scale = nnx.Param(jnp.ones((cfg.embed_dim,)), axes=("norm",))
 
-    def __call__(self, x_BTD: jax.Array, context: Context, past: KeysValues | None) -> tuple[jax.Array, KeysValues]:
-        """Returns the next [B, T, D], and keys and values; see `Attention`."""
-        normed_BTD = checkpoint_name(self.attention_norm(x_BTD), "attn_norm")
-        added_BTD, present = self.attention(normed_BTD, context, past)
-        x_BTD = checkpoint_name(x_BTD + added_BTD, "residual")
-        normed_BTD = checkpoint_name(self.mlp_norm(x_BTD), "mlp_norm")
-        return x_BTD + self.mlp(normed_BTD, context), present
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return rms_norm(x, scale=self.scale[...], eps=self.eps, implementation=self.implementation)
 
 
-class Decoder(nnx.Module):
-    """A Llama-architecture language model. Layers are one `DecoderLayer` whose parameters carry a leading L axis.
+def causal_attention(cfg: ModelConfig, segment_ids_BT: jax.Array | None) -> Attend:
+    """Returns attention of each token to itself and the earlier ones of its segment, with aux None."""
 
-    Raises:
-      ValueError: dimensions that do not fit each other.
+    def attend(q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array) -> tuple[jax.Array, None]:
+        attended_BTNH = attention_op.attention(
+            q_BTNH, k_BSKH=k_BTKH, v_BSKH=v_BTKH, segment_ids_BT=segment_ids_BT, implementation=cfg.attention
+        )
+        return attended_BTNH, None
 
-    Source: Touvron et al., arXiv 2302.13971 and 2307.09288; HLAT, arXiv 2404.10630 III-A.
-    """
-
-    def __init__(self, cfg: ModelConfig, *, rngs: nnx.Rngs):
-        cfg.check()
-        # Implementations are chosen once, here: nothing below asks where it runs.
-        self.cfg = select_implementations(cfg, jax.default_backend())
-        self.embed = _normal(rngs, (cfg.vocab_size, cfg.embed_dim), cfg.init_std, axes=("vocab", "embed"))
-        self.layers = _stacked_layers(self.cfg, rngs.params())
-        self.final_norm = RMSNorm(self.cfg)
-        if not cfg.tie_embeddings:
-            self.head = _normal(rngs, (cfg.vocab_size, cfg.embed_dim), cfg.init_std, axes=("vocab", "embed"))
-
-    def __call__(self, tokens_BT: jax.Array, positions_BT: jax.Array | None = None, **kwargs: Any) -> jax.Array:
-        """Returns fp32 logits [B, T, V]. Arguments as `hidden_states`.
-
-        Raises:
-          ValueError: an implementation is named that does not run on the default backend.
-        """
-        for key, op in OPS.items():
-            op.choose(getattr(self.cfg, key), jax.default_backend())
-        return cross_entropy_op.logits(self.hidden_states(tokens_BT, positions_BT, **kwargs), self.head_VD)
-
-    @property
-    def head_VD(self) -> jax.Array:
-        """The output projection [V, D]: the embedding table itself when tied; this device's part of it."""
-        return (self.embed if self.cfg.tie_embeddings else self.head)[...]
-
-    def hidden_states(
-        self,
-        tokens_BT: jax.Array,
-        positions_BT: jax.Array | None = None,
-        *,
-        segment_ids_BT: jax.Array | None = None,
-        shards: Shards = ALONE,
-    ) -> jax.Array:
-        """Returns what the head reads [B, T, D], in the dtype of the parameters: `embedded`, `blocks`, `normed`.
-
-        Args:
-          tokens_BT: int32 ids below V.
-          positions_BT: int32; None: 0..T-1 in every row.
-          segment_ids_BT: int32; a token attends only within its segment; None: a row is one segment.
-          shards: which parts of the parameters this device holds, and of [B, T, D] between blocks; see `collectives`.
-        """
-        if positions_BT is None:
-            positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1], dtype=jnp.int32), tokens_BT.shape)
-        x_BTD = self.embedded(tokens_BT, shards=shards)
-        return self.normed(self.blocks(x_BTD, positions_BT, segment_ids_BT=segment_ids_BT, shards=shards))
-
-    def embedded(self, tokens_BT: jax.Array, *, shards: Shards = ALONE) -> jax.Array:
-        """Returns the token vectors [B, T, D]."""
-        return lookup(shards.weight(self.embed[...], ("vocab", "embed")), tokens_BT, shards=shards)
-
-    def blocks(
-        self,
-        x_BTD: jax.Array,
-        positions_BT: jax.Array,
-        *,
-        segment_ids_BT: jax.Array | None = None,
-        shards: Shards = ALONE,
-    ) -> jax.Array:
-        """Returns [B, T, D] after this device's layers; `positions_BT` and `segment_ids_BT` are of the whole rows."""
-        context = Context(*self._rope(positions_BT), segment_ids_BT, shards)
-        graphdef, stacked = nnx.split(self.layers)
-
-        def layer(params, x_BTD):
-            return nnx.merge(graphdef, params)(x_BTD, context, None)[0]
-
-        return stack.run_layers(layer, stacked, x_BTD, loop=self.cfg.layer_loop, remat=self.cfg.remat)
-
-    def caching_blocks(
-        self,
-        x_BTD: jax.Array,
-        positions_BT: jax.Array,
-        *,
-        past: Past | None = None,
-        shards: Shards = ALONE,
-    ) -> tuple[jax.Array, KeysValues]:
-        """Returns `blocks`, and the keys and values [L, B, T, K, H] of these tokens; forward only.
-
-        With `past`, T is 1 and the token sees that and itself.
-        """
-        visible_BS, cached = (None, None) if past is None else (past.visible_BS, (past.keys_LBSKH, past.values_LBSKH))
-        context = Context(*self._rope(positions_BT), None, shards, visible_BS)
-        graphdef, stacked = nnx.split(self.layers)
-
-        def layer(params_and_past, x_BTD):
-            params, past = params_and_past
-            return nnx.merge(graphdef, params)(x_BTD, context, past)
-
-        return stack.collect_layers(layer, (stacked, cached), x_BTD, loop=self.cfg.layer_loop)
-
-    def _rope(self, positions_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return rope_tables(positions_BT, frequencies=_frequencies(self.cfg))
-
-    def normed(self, x_BTD: jax.Array) -> jax.Array:
-        """Returns what the head reads."""
-        return materialized(self.final_norm(x_BTD))
-
-
-def select_implementations(cfg: ModelConfig, platform: str) -> ModelConfig:
-    """Returns the config with every `auto` replaced by what serves any call on a platform, such as `cpu`.
-
-    A name stays, though it may run elsewhere alone: a program may be lowered for devices that are not here.
-    `choices` knows the calls of a run, and chooses better.
-    """
-    chosen = {key: op.choose("auto", platform).name for key, op in OPS.items() if getattr(cfg, key) == "auto"}
-    return dataclasses.replace(cfg, **chosen, remat=select_remat(cfg.remat, platform))
+    return attend
 
 
 def init_params(cfg: ModelConfig, key: jax.Array) -> dict[str, Any]:
@@ -341,6 +269,16 @@ def param_axes(cfg: ModelConfig) -> dict[str, Any]:
 def abstract_params(cfg: ModelConfig) -> dict[str, Any]:
     """Returns the shapes and dtypes of the fp32 parameters; allocates nothing."""
     return nnx.to_pure_dict(_declaration(cfg)[1])
+
+
+def select_implementations(cfg: ModelConfig, platform: str) -> ModelConfig:
+    """Returns the config with every `auto` replaced by an implementation that serves any call on a platform.
+
+    An explicit name stays, though it may run elsewhere alone: a program may be lowered for devices that are not here.
+    `choices` knows the calls of a run, and chooses better.
+    """
+    chosen = {key: op.choose("auto", platform).name for key, op in OPS.items() if getattr(cfg, key) == "auto"}
+    return dataclasses.replace(cfg, **chosen, remat=select_remat(cfg.remat, platform))
 
 
 @functools.lru_cache

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from hlat_jax.config import OptimizerConfig
-from hlat_jax.parallel.replica_sync import Spread
+from hlat_jax.parallel.replica_sync import ReplicaSync
 from hlat_jax.precision import NEAREST, Policy
 
 _NORM_BLOCK = 1 << 20  # elements: 4 MiB of fp32
@@ -32,7 +32,7 @@ def learning_rate(step: int, config: OptimizerConfig) -> float:
     return config.peak_lr * max(config.min_lr_ratio, cosine)
 
 
-def global_norm(tree: Any, *, in_blocks: bool = False, spread: Spread | None = None) -> jax.Array:
+def global_norm(tree: Any, *, in_blocks: bool = False, spread: ReplicaSync | None = None) -> jax.Array:
     """Returns the L2 norm over every element of every leaf, in fp32.
 
     Args:
@@ -43,7 +43,7 @@ def global_norm(tree: Any, *, in_blocks: bool = False, spread: Spread | None = N
     """
     of_leaf = _blockwise_sum_of_squares if in_blocks else _sum_of_squares
     if spread is not None:
-        return jnp.sqrt(spread.total(of_leaf, tree))
+        return jnp.sqrt(spread.global_sum(of_leaf, tree))
     return jnp.sqrt(sum(of_leaf(leaf) for leaf in jax.tree.leaves(tree)))
 
 

@@ -179,7 +179,7 @@ def _train_step(loss_fn: Callable, optimizer: optax.GradientTransformation, opti
         grad_norm = norm(grads) * per_token
         grads = jax.tree.map(lambda g: g.astype(jnp.float32) * per_token, grads)
         weights = state["opt_state"].get("master", state["params"])
-        weights = weights if spread is None else spread.split(weights)
+        weights = weights if spread is None else spread.shard_like_state(weights)
         param_norm = norm(weights)
         # Comparisons in fp32: a non-finite gradient anywhere makes the norm non-finite. That the weights' norm is asked
         # too orders it before the update, which XLA then makes in place; it copies all weights otherwise.
@@ -196,7 +196,7 @@ def _train_step(loss_fn: Callable, optimizer: optax.GradientTransformation, opti
             moved = scaling.adjusted(loss_scale, finite)
             opt_state["loss_scale"] = scaling.chosen(beside.count > 0, moved, loss_scale)
         params = cast_tree(weights, policy.param)
-        params = params if spread is None else spread.publish(params)
+        params = params if spread is None else spread.all_gather_params(params)
         new_state = {"step": state["step"] + 1, "params": params, "opt_state": opt_state}
         metrics = StepMetrics(
             loss=loss_sum * per_token if scale is not None else loss_sum / beside.count,
@@ -214,7 +214,7 @@ def _train_step(loss_fn: Callable, optimizer: optax.GradientTransformation, opti
 def _value_and_grad(loss_fn: Callable, options: ProgramOptions) -> Callable[..., tuple[tuple, Any]]:
     """Returns (params, batch, rounding, scale) -> ((loss sum, BesideLoss), gradients) of a batch over all devices."""
     dtype, spread = options.policy.accumulate, options.active_spread
-    loss_fn = loss_fn if spread is None else spread.seen_whole(loss_fn)
+    loss_fn = loss_fn if spread is None else spread.with_gathered_params(loss_fn)
 
     def local(params: Any, batch: Any, rounding: Rounding, *, scale: Any, reduce: Any = None) -> tuple[tuple, Any]:
         def scaled(params: Any, part: Any) -> tuple[jax.Array, BesideLoss]:

@@ -18,8 +18,8 @@ from hlat_jax.byte_sizes import parse_bytes
 from hlat_jax.config import nearest
 from hlat_jax.ops.dialect import Choice
 from hlat_jax.ops.registry import OPS
-from hlat_jax.parallel.replica_sync import Spread
-from hlat_jax.parallel.zero import check_params, check_stage, spread_over
+from hlat_jax.parallel.replica_sync import ReplicaSync
+from hlat_jax.parallel.zero import check_params, check_stage, replica_sync
 from hlat_jax.passes import remat
 from hlat_jax.passes.autocast import POLICIES as CASTS
 from hlat_jax.passes.autocast import CastPolicy
@@ -35,7 +35,7 @@ class ProgramOptions:
       num_microbatches: static count of parts a batch is split into; with a mesh, the rows of each device are.
       accumulate: how gradients of the parts are made and summed, for pipeline stages; None: see `program.accumulated`.
       norm_in_blocks: see `optimizer.global_norm`.
-      zero: ZeRO stage, 0 to 3, at which parameters of any kind lie on `devices`, see `zero.spread_over`.
+      zero: ZeRO stage, 0 to 3, at which parameters of any kind lie on `devices`, see `zero.replica_sync`.
       devices: for `zero`; None: all there are.
       bucket_bytes: for `zero`: arrays share collectives of up to so many bytes on a device; 0: one each.
       spread: the mesh and what lies where, for a layout of your own in the place of `zero`. Neither: one device.
@@ -60,7 +60,7 @@ class ProgramOptions:
     zero: int | None = None
     devices: Sequence[Any] | None = None
     bucket_bytes: int = 0
-    spread: Spread | None = None
+    spread: ReplicaSync | None = None
     autocast: CastPolicy | str | None = None
     memory_budget: int | str | None = None
     remat: remat.Options | None = None
@@ -68,7 +68,7 @@ class ProgramOptions:
     kernels: Mapping[str, Choice] = dataclasses.field(default_factory=dict)
 
     @property
-    def active_spread(self) -> Spread | None:
+    def active_spread(self) -> ReplicaSync | None:
         """`spread` where it has several devices; on one, a program has no collectives."""
         return self.spread if self.spread is not None and self.spread.layout.mesh.size > 1 else None
 
@@ -86,7 +86,7 @@ class ProgramOptions:
             ("num_microbatches", is_count, "must be an int of 1 or more"),
             ("accumulate", self.accumulate is None or callable(self.accumulate), "is not a function: leave it out"),
             ("norm_in_blocks", isinstance(self.norm_in_blocks, bool), "must be True or False"),
-            ("spread", _is_none_or(self.spread, Spread), "is no Spread: give zero.spread_over(...), or zero=1"),
+            ("spread", _is_none_or(self.spread, ReplicaSync), "is not a ReplicaSync: give zero.replica_sync(...)"),
             ("autocast", is_cast, f"is neither a policy's name nor a CastPolicy: give {named}"),
             ("remat", _is_none_or(self.remat, remat.Options), "must be passes.remat.Options(...)"),
             ("kernels", isinstance(self.kernels, Mapping), "must be a dict: op -> ops.dialect.Choice"),
@@ -151,7 +151,7 @@ def resolved(options: ProgramOptions, params: Any) -> ProgramOptions:
         changes["autocast"] = options.policy.autocast
     if options.zero is not None:
         devices = jax.devices() if options.devices is None else options.devices
-        spread = spread_over(params, devices, stage=options.zero, bucket_bytes=options.bucket_bytes)
+        spread = replica_sync(params, devices, stage=options.zero, bucket_bytes=options.bucket_bytes)
         changes |= {"spread": spread, "zero": None, "devices": None, "bucket_bytes": 0}
     return dataclasses.replace(options, **changes)
 

@@ -1,7 +1,6 @@
-"""Runs L equal layers over parameters stacked on a leading layer axis: one loop, or unrolled, with rematerialization.
+"""L equal layers over parameters stacked on a leading layer axis: scanned or unrolled, with rematerialization.
 
-Owns how layers repeat and what their backward pass keeps. Refuses to know what a layer computes: layers mark the
-values a policy may name with `jax.ad_checkpoint.checkpoint_name`.
+Layers name the values that a policy may save with `jax.ad_checkpoint.checkpoint_name`.
 """
 
 from __future__ import annotations
@@ -14,14 +13,13 @@ from jax.ad_checkpoint import checkpoint_policies
 
 from hlat_jax.config import REMAT_BUDGET
 from hlat_jax.host.neuron_lowering import elide_idle_roundings
-from hlat_jax.passes import naming
 
-# HLAT recomputes core attention and the SwiGLU product and keeps every linear's input and RoPE's results; the names
-# are those that a decoder layer gives. Source: arXiv 2404.10630 III-D and its published modeling code.
+# HLAT recomputes core attention and the SwiGLU product and saves every linear's input and RoPE's results; the names are
+# those of a decoder layer. Source: arXiv 2404.10630 III-D and its published modeling code.
 SELECTIVE_SAVED = ("attn_norm", "q", "k", "v", "attn_out", "residual", "mlp_norm", "gate", "up")
 
-# The results of products, and what attention makes of them; norms, activations and core attention are made again. On
-# cpu that costs less than the fresh memory that they would fill.
+# The results of products and of attention; norms, activations and core attention are recomputed. On cpu that costs less
+# than the fresh memory that they would fill.
 PRODUCTS_SAVED = ("q", "k", "v", "attn_out", "residual", "gate", "up")
 _SAVED = {"selective": SELECTIVE_SAVED, "products": PRODUCTS_SAVED}
 
@@ -35,7 +33,7 @@ def run_layers(
       layer: maps (parameters of one layer, x) to the next x, of the same shape and dtype.
       stacked: parameters of all layers; every leaf has the layer axis [L, ...] in front.
       x: activations.
-      loop: 'scan' (small program, one layer compiled) or 'unroll' (L copies; no loop for a compiler to stumble on).
+      loop: 'scan' (one layer is compiled, a small program) or 'unroll' (L copies, no loop).
       remat: what the backward pass recomputes, see `rematerialized`.
     """
     layer = rematerialized(layer, remat, prevent_cse=loop == "unroll")
@@ -51,33 +49,32 @@ def run_layers(
 def collect_layers(
     layer: Callable[[Any, jax.Array], tuple[jax.Array, Any]], stacked: Any, x: jax.Array, *, loop: str
 ) -> tuple[jax.Array, Any]:
-    """Returns `x` after every layer in turn, and what each layer gave beside it, stacked [L, ...]; no backward pass.
+    """Returns `x` after every layer in turn, and the aux of all layers, stacked [L, ...]; without a backward pass.
 
     Args:
-      layer: maps (parameters of one layer, x) to (next x, a tree of arrays).
+      layer: maps (parameters of one layer, x) to (next x, aux), aux a tree of arrays.
       stacked: as for `run_layers`.
       x: activations.
       loop: likewise.
     """
     if loop == "scan":
         return jax.lax.scan(lambda carry, params: layer(params, carry), x, stacked)
-    given = []
+    auxs = []
     for params in _slices(stacked):
-        x, beside = layer(params, x)
-        given.append(beside)
-    return x, jax.tree.map(lambda *leaves: jax.numpy.stack(leaves), *given)
+        x, aux = layer(params, x)
+        auxs.append(aux)
+    return x, jax.tree.map(lambda *leaves: jax.numpy.stack(leaves), *auxs)
 
 
 def rematerialized(layer: Callable, remat: str, *, prevent_cse: bool) -> Callable:
-    """Returns the layer with the backward pass of a remat choice.
+    """Returns the layer with the backward pass that a remat choice asks for.
 
     Args:
       layer: function of one layer.
       remat: what is saved: everything (none), the layer's input alone (full), `SELECTIVE_SAVED` (selective),
         `PRODUCTS_SAVED` (products), the named values (names:A,B), values by the names that `passes.naming` gives
-        (saved:A,B), or what a policy of `jax.checkpoint` saves (policy:dots_saveable). A budget is a choice still to be
-        made for a training step, see `budget`; programs without gradients keep nothing in any case, and another step is
-        that of full.
+        (saved:A,B), or what a policy of `jax.checkpoint` saves (policy:dots_saveable). A budget (budget:12GiB) is
+        resolved to one of these for a training step, see `budget`; in other programs it is full.
       prevent_cse: keep the compiler from merging the recomputation with the forward pass. Needed outside a loop.
 
     Raises:
@@ -85,7 +82,9 @@ def rematerialized(layer: Callable, remat: str, *, prevent_cse: bool) -> Callabl
     """
     if remat == "none":
         return layer
-    if naming.is_choice(remat):
+    if remat.startswith(("saved:", "policy:")):
+        from hlat_jax.passes import naming  # here: no other choice needs the pass
+
         return naming.checkpointed(layer, naming.parse_choice(remat), prevent_cse=prevent_cse)
     if remat == "full" or remat.startswith(REMAT_BUDGET):
         return jax.checkpoint(layer, prevent_cse=prevent_cse)
@@ -97,6 +96,8 @@ def rematerialized(layer: Callable, remat: str, *, prevent_cse: bool) -> Callabl
         if unknown:
             raise ValueError(f"model.remat names {sorted(unknown)}; layers name {', '.join(SELECTIVE_SAVED)}.")
     else:
+        from hlat_jax.passes import naming
+
         raise ValueError(
             f"model.remat={remat!r} must be none, full, selective, products, names:A,B,..., saved:A,B,... or "
             f"policy:{', policy:'.join(naming.STOCK_POLICIES)}."
@@ -108,6 +109,6 @@ def rematerialized(layer: Callable, remat: str, *, prevent_cse: bool) -> Callabl
 
 def _slices(stacked: Any) -> list[Any]:
     leaves, structure = jax.tree.flatten(stacked)
-    # split, not leaf[i]: its gradient is one concatenation, where L indexings give L padded sums
+    # split, not leaf[i]: its gradient is one concatenation, where L slices give L padded sums
     pieces = [[piece[0] for piece in jax.lax.split(leaf, (1,) * leaf.shape[0], axis=0)] for leaf in leaves]
     return [jax.tree.unflatten(structure, layer) for layer in zip(*pieces, strict=True)]

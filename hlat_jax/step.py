@@ -20,9 +20,9 @@ from hlat_jax.ops.choices import choices, with_choices
 from hlat_jax.ops.cross_entropy import LossOptions, cross_entropy
 from hlat_jax.ops.dialect import Choice
 from hlat_jax.optimizer import adamw, decay_mask, global_norm
-from hlat_jax.parallel.collectives import shards, summed
+from hlat_jax.parallel import collectives
 from hlat_jax.parallel.pipeline import Parts, pipelined, pipelined_loss
-from hlat_jax.parallel.replica_sync import Spread
+from hlat_jax.parallel.replica_sync import ReplicaSync
 from hlat_jax.parallel.sharding import Layout
 from hlat_jax.passes.autocast import autocast
 from hlat_jax.precision import cast_tree, policy_on
@@ -100,7 +100,7 @@ def make_program(config: Config, layout: Layout) -> RunProgram:
         accumulate=pipelined if layout.size(("pipe",)) > 1 else None,
         autocast=policy.autocast,
         norm_in_blocks=layout.mesh.size == 1 and layout.platform == "cpu",
-        spread=Spread(layout, param_axes(config.model)),
+        spread=ReplicaSync(layout, param_axes(config.model)),
         kernels={f"model.{key}": choice for key, choice in chosen.items()},
     )
     loss = functools.partial(parts, model, layout, compute=policy.compute)
@@ -125,7 +125,7 @@ def make_program(config: Config, layout: Layout) -> RunProgram:
 def parts(model: ModelConfig, layout: Layout, *, compute: Any, z_loss_weight: float) -> Parts:
     """Returns (params, batch) -> sum of the losses of the counted targets and their number, fp32 scalars, in its parts.
 
-    Over a mesh they are the parts of one device, to be run in the region of `replica_sync.Spread`.
+    Over a mesh it is the loss of one device, for use inside the `shard_map` of `replica_sync.ReplicaSync`.
 
     Args:
       model: without `auto`.
@@ -133,30 +133,28 @@ def parts(model: ModelConfig, layout: Layout, *, compute: Any, z_loss_weight: fl
       compute: dtype in which the model computes.
       z_loss_weight: see `LossOptions`.
     """
-    seat = shards(layout)
+    ctx = collectives.parallel_context(layout)
+    options = LossOptions(model.cross_entropy, z_loss_weight, ctx)
 
-    def decoder(params: Any) -> Decoder:
+    def cast_and_bind(params: Any) -> Decoder:
         return bind(cast_tree(params, compute), model)
 
-    def embed(params: Any, batch: Batch) -> jax.Array:
-        return decoder(params).embedded(batch.tokens, shards=seat)
+    def embed(decoder: Decoder, batch: Batch) -> jax.Array:
+        return decoder.embed_tokens(batch.tokens, ctx=ctx)
 
-    def stage(params: Any, x_BTD: jax.Array, batch: Batch) -> jax.Array:
-        return decoder(params).blocks(x_BTD, batch.positions, segment_ids_BT=batch.segment_ids, shards=seat)
+    def stage(decoder: Decoder, x_BTD: jax.Array, batch: Batch) -> jax.Array:
+        return decoder.apply_layers(x_BTD, batch.positions, segment_ids_BT=batch.segment_ids, ctx=ctx)
 
-    options = LossOptions(model.cross_entropy, z_loss_weight, seat)
-
-    def loss(params: Any, x_BTD: jax.Array, batch: Batch) -> SumAndCount:
-        bound = decoder(params)
+    def loss(decoder: Decoder, x_BTD: jax.Array, batch: Batch) -> SumAndCount:
         return cross_entropy(
-            bound.normed(x_BTD),
-            head_VD=seat.weight(bound.head_VD, ("vocab", "embed")),
+            decoder.apply_final_norm(x_BTD),
+            head_VD=decoder.gather_head(ctx=ctx),
             targets_BT=batch.targets,
             weights_BT=batch.weights,
             options=options,
         )
 
-    return Parts(embed, stage, loss)
+    return Parts(bind=cast_and_bind, embed=embed, stage=stage, loss=loss)
 
 
 def _eval_step(loss: Any, options: ProgramOptions) -> Callable[..., Any]:
@@ -218,7 +216,7 @@ def _state_norms(layout: Layout, training: TrainingProgram) -> Callable[..., Any
                 nums = jax.tree.leaves(jax.tree.map(lambda _, of: copies(of), part, spec))
                 held = list(zip(jax.tree.leaves(part), nums, strict=True))
                 sums[name] = (squares if name in weights else magnitudes)(held)
-        whole = summed(jnp.stack(list(sums.values())), layout.wide(layout.mesh.axis_names))
+        whole = collectives.psum(jnp.stack(list(sums.values())), layout.wide(layout.mesh.axis_names))
         return {name: jnp.sqrt(x) if name in weights else x for name, x in zip(sums, whole, strict=True)}
 
     def state_norms(state: State) -> dict[str, jax.Array]:

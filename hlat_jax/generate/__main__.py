@@ -1,7 +1,4 @@
-"""`python -m hlat_jax.generate --checkpoint=runs/tiny --prompt="It is"`: continues text with a trained model.
-
-Owns the command line, text and the terminal. How tokens come about is in `generator`, which needs none of these.
-"""
+"""`python -m hlat_jax.generate --checkpoint=runs/tiny --prompt="It is"`: continues text with a trained model."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from hlat_jax.host import flags as flags_lib
 
 _USAGE = """Usage: python -m hlat_jax.generate --checkpoint=FOLDER --prompt=TEXT [--prompt=TEXT ...] [--FLAG=VALUE ...]
 
-A single prompt is written out while it is continued, several when their batch is done, each behind its number.
+A single continuation is printed as it is generated; several are printed when their batch is done, with their numbers.
 """
 
 
@@ -27,56 +24,56 @@ def main(argv: Sequence[str]) -> int:
     """Continues the prompts of the command line and prints them; returns 0."""
     values = flags_lib.parse_own(argv, _define, usage=_USAGE)
     prompts = _prompts(values)
-    logging.set_verbosity(logging.ERROR)  # libraries tell of profilers; our own words are printed
+    logging.set_verbosity(logging.ERROR)  # silence absl INFO logs of libraries
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     inference.prepare(values)
     from hlat_jax.generate.generator import Generator, Sampling  # imports JAX, which --help does not need
 
     sampling = Sampling(values.temperature, values.top_k, values.top_p, values.seed)
-    sampling.arguments()  # refused before anything is read
+    sampling.arguments()  # checked before anything is read
     trained = inference.trained_model(values)
     tokenizer = trained.tokenizer
-    _tell(trained.described)
+    _log(trained.described)
     ids = [_encoded(trained, prompt, number, bos=values.bos) for number, prompt in enumerate(prompts)]
-    generator = Generator(trained.model, trained.params, layout=trained.layout, tell=_tell)
+    generator = Generator(trained.model, trained.params, layout=trained.layout, log=_log)
     options = {"max_tokens": values.max_tokens, "sampling": sampling, "stop_ids": tokenizer.stop_ids}
     for first in range(0, len(ids), values.batch_size):
         batch = ids[first : first + values.batch_size]
-        texts = [Continued(tokenizer, prompt) for prompt in batch]
+        texts = [StreamedText(tokenizer, prompt) for prompt in batch]
         _print(texts, generator.stream(batch, first_number=first, **options), alone=len(ids) == 1, first=first)
     return 0
 
 
-class Continued:
-    """The text of a prompt and of what follows it, in parts that can be printed while tokens come in."""
+class StreamedText:
+    """The text of a prompt and its continuation, in parts that can be printed while tokens arrive."""
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int]):
         self._tokenizer = tokenizer
         self._ids = list(prompt)
-        self._told = ""
+        self._printed = ""
 
     def add(self, token: int | None) -> None:
-        """Takes the next token; None: there is none."""
+        """Appends a token; None: none."""
         if token is not None:
             self._ids.append(token)
 
     def part(self) -> str:
-        """Returns what is certain by now and was not returned before; half of a character is not certain."""
+        """Returns the new text, up to the last complete character."""
         certain = self.whole().rstrip("\ufffd")
-        part, self._told = certain[len(self._told) :], max(certain, self._told, key=len)
+        part, self._printed = certain[len(self._printed) :], max(certain, self._printed, key=len)
         return part
 
     def rest(self) -> str:
-        """Returns what was not returned before, when nothing follows."""
-        return self.whole()[len(self._told) :]
+        """Returns the new text at the end."""
+        return self.whole()[len(self._printed) :]
 
     def whole(self) -> str:
-        """Returns the text of all tokens; control tokens, such as EOS, give none."""
+        """Returns the text of all tokens; control tokens, such as EOS, have none."""
         return self._tokenizer.decode(self._ids)
 
 
-def _print(texts: Sequence[Continued], steps: Any, *, alone: bool, first: int) -> None:
+def _print(texts: Sequence[StreamedText], steps: Any, *, alone: bool, first: int) -> None:
     began, num_tokens = time.monotonic(), 0
     for step in steps:
         num_tokens += sum(token is not None for token in step)
@@ -89,7 +86,7 @@ def _print(texts: Sequence[Continued], steps: Any, *, alone: bool, first: int) -
     else:
         for number, text in enumerate(texts, first):
             print(f"[{number}] {text.whole()}", flush=True)
-    _tell(f"{num_tokens} tokens in {time.monotonic() - began:.1f} s")
+    _log(f"{num_tokens} tokens in {time.monotonic() - began:.1f} s")
 
 
 def _prompts(values: flags.FlagValues) -> list[str]:
@@ -104,33 +101,35 @@ def _prompts(values: flags.FlagValues) -> list[str]:
             raise ValueError(f"--prompts_file={values.prompts_file} is not UTF-8: {error}.") from None
         prompts += [line for line in text.splitlines() if line.strip()]
     if not prompts:
-        raise ValueError("there is no prompt; give --prompt=TEXT, or --prompts_file=FILE with a prompt in each line.")
+        raise ValueError("no prompt was given; use --prompt=TEXT, or --prompts_file=FILE with a prompt in each line.")
     return prompts
 
 
 def _encoded(trained: inference.TrainedModel, prompt: str, number: int, *, bos: bool | None) -> list[int]:
     ids = trained.first_ids(bos) + trained.tokenizer.encode(prompt).tolist()
     if not ids:
-        raise ValueError(f"prompt {number} is {prompt!r}, which has no token; give a word, or --bos to start from BOS.")
+        raise ValueError(
+            f"prompt {number} is {prompt!r}, which encodes to no tokens; give a word, or --bos to start from BOS."
+        )
     return ids
 
 
-def _tell(line: str) -> None:
+def _log(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
 def _define(values: flags.FlagValues) -> None:
     inference.define(values)
     options = {"flag_values": values}
-    flags.DEFINE_multi_string("prompt", None, "Text to continue; may be given several times.", **options)
-    flags.DEFINE_string("prompts_file", "", "File with a prompt in each line; blank lines are left out.", **options)
-    flags.DEFINE_bool("bos", None, "Begin prompts with BOS; unset: as an imported tokenizer says.", **options)
-    flags.DEFINE_integer("max_tokens", 128, "Most new tokens of a prompt.", 1, **options)
+    flags.DEFINE_multi_string("prompt", None, "Text to continue; may be repeated.", **options)
+    flags.DEFINE_string("prompts_file", "", "File with a prompt in each line; blank lines are ignored.", **options)
+    flags.DEFINE_bool("bos", None, "Begin prompts with BOS; unset: as an imported tokenizer is configured.", **options)
+    flags.DEFINE_integer("max_tokens", 128, "Maximum of new tokens of a prompt.", 1, **options)
     flags.DEFINE_float("temperature", 0.0, "Divides the logits; 0: always the most likely token.", **options)
     flags.DEFINE_integer("top_k", 0, "Draw from the k most likely tokens; 0: from all.", **options)
     flags.DEFINE_float("top_p", 1.0, "Draw from the most likely tokens of this probability together.", **options)
-    flags.DEFINE_integer("seed", 0, "Of the draws; the same one gives the same text, on any mesh.", **options)
-    flags.DEFINE_integer("batch_size", 32, "Prompts that run together.", 1, **options)
+    flags.DEFINE_integer("seed", 0, "Of the random draws; the same seed gives the same text, on any mesh.", **options)
+    flags.DEFINE_integer("batch_size", 32, "Prompts of a batch.", 1, **options)
 
 
 if __name__ == "__main__":

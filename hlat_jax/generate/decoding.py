@@ -1,10 +1,9 @@
-"""The two programs of generation: `prefill` reads prompts and fills a cache of keys and values, `decode` adds a token.
+"""The two jitted programs of generation: `prefill` reads prompts and fills the cache, `decode` adds a token.
 
-Owns the cache and where each token of a row lies in it. Prompts stand at the left of T slots, so that attention needs
-no mask beside the causal one; what is generated goes to slot T and those after it, the same ones in every row, so that
-a token is written to the cache by one slice. The slots between a prompt's end and T hold nothing that is ever read.
-Over a mesh it is the model of the training step: heads and vocabulary split over tensor, rows over data and fsdp,
-matrices gathered over fsdp for use, and layers over pipe, where one stage works at a time.
+Prompts are left-aligned in T slots, so that attention needs the causal mask alone. Generated tokens go to slot T and
+those after it, the same slots in every row, so that a token is written to the cache by one slice. The slots between a
+prompt's end and T are never read. Over a mesh the model is sharded as in the training step; of the stages of `pipe` one
+works at a time.
 
 Shapes: B rows, T slots of a prompt, S slots in all, K kv heads, H head, L layers, V vocab.
 """
@@ -21,16 +20,18 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from hlat_jax.config import ModelConfig
+from hlat_jax.generate.cache import KVCache, apply_layers_with_cache
 from hlat_jax.generate.sampling import abstract_sampling, sample
-from hlat_jax.model import Decoder, KeysValues, Past, bind, param_axes, select_implementations
+from hlat_jax.model import Decoder, bind, param_axes, select_implementations
 from hlat_jax.ops.cross_entropy import logits
 from hlat_jax.ops.registry import OPS
-from hlat_jax.parallel.collectives import Shards, gathered, position, shards, summed
-from hlat_jax.parallel.replica_sync import Spread
+from hlat_jax.parallel import collectives
+from hlat_jax.parallel.collectives import ParallelContext, parallel_context
+from hlat_jax.parallel.replica_sync import ReplicaSync
 from hlat_jax.parallel.sharding import ROWS, Layout
 
 
-class Shape(NamedTuple):
+class GenerationShape(NamedTuple):
     """The static sizes of a generation.
 
     Attributes:
@@ -46,21 +47,12 @@ class Shape(NamedTuple):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Cache:
-    """Keys (rotated) and values [L, B, S, K, H] of all layers, in the dtype of the parameters: the policy's."""
-
-    keys: Any
-    values: Any
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Rows:
-    """What is known of the rows, and how their tokens are chosen.
+class PromptRows:
+    """The rows of a batch of prompts, and how their tokens are sampled.
 
     Attributes:
       lengths: int32 [B], tokens of each prompt, from 1 to T.
-      numbers: int32 [B]; rows of different numbers draw different random numbers.
+      numbers: int32 [B]; the number of a row seeds its random draws.
       prompt_slots: int32 scalar, T.
       sampling: as `Sampling.arguments` gives it.
     """
@@ -73,154 +65,178 @@ class Rows:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Turn:
-    """The newest token of each row, int32 [B], the slot where they belong, an int32 scalar, and the rows."""
+class DecodeInput:
+    """The input of one decoding step.
+
+    Attributes:
+      tokens: int32 [B], the newest token of each row.
+      slot: int32 scalar, their slot in the cache.
+      rows: `PromptRows`.
+    """
 
     tokens: Any
     slot: Any
     rows: Any
 
 
-def make_prefill(cfg: ModelConfig, layout: Layout, *, slots: int) -> Callable[..., tuple[Cache, jax.Array]]:
-    """Returns the jitted (params, tokens [B, T], Rows) -> (Cache of `slots`, the next token of each row [B]).
+def make_prefill(cfg: ModelConfig, layout: Layout, *, slots: int) -> Callable[..., tuple[KVCache, jax.Array]]:
+    """Returns the jitted (params, tokens [B, T], PromptRows) -> (KVCache of `slots`, the next token of each row [B]).
 
     Args:
       cfg: the model.
-      layout: where it runs. Without a mesh of several devices, everything is on one.
+      layout: the devices.
       slots: S.
     """
-    run = Run(serving(cfg, layout.platform), layout)
+    model = ShardedDecoder(serving(cfg, layout.platform), layout)
 
-    def local(params: Any, tokens_BT: jax.Array, rows: Rows) -> tuple[Cache, jax.Array]:
-        decoder, num_tokens = bind(params, run.cfg), tokens_BT.shape[1]
+    def local(params: Any, tokens_BT: jax.Array, rows: PromptRows) -> tuple[KVCache, jax.Array]:
+        decoder, num_tokens = bind(params, model.cfg), tokens_BT.shape[1]
         positions_BT = jnp.broadcast_to(jnp.arange(num_tokens, dtype=jnp.int32), tokens_BT.shape)
-        x_BTD, present = run.blocks(decoder, tokens_BT, positions_BT, past=None)
+        x_BTD, new = model.apply_layers(decoder, tokens_BT, positions_BT)
         last_B11 = jnp.clip(rows.lengths - 1, 0, num_tokens - 1)[:, None, None]
         x_B1D = jnp.take_along_axis(x_BTD, last_B11, axis=1, mode="clip")
         unused = [(0, 0), (0, 0), (0, slots - num_tokens), (0, 0), (0, 0)]
-        cache = Cache(*(jnp.pad(part, unused) for part in present))
-        return cache, run.next_tokens(decoder, x_B1D, rows, places_B=rows.lengths)
+        cache = jax.tree.map(lambda part: jnp.pad(part, unused), new)
+        return cache, model.next_tokens(decoder, x_B1D, rows, positions_B=rows.lengths)
 
-    def prefill(params: Any, tokens_BT: jax.Array, rows: Rows) -> tuple[Cache, jax.Array]:
-        return run.everywhere(local, (P(ROWS), _ROW_SPECS), _RESULT_SPECS)(params, tokens_BT, rows)
+    def prefill(params: Any, tokens_BT: jax.Array, rows: PromptRows) -> tuple[KVCache, jax.Array]:
+        return model.shard_map(local, (P(ROWS), _ROW_SPECS), _RESULT_SPECS)(params, tokens_BT, rows)
 
-    return jax.jit(prefill, out_shardings=run.out_shardings)
+    return jax.jit(prefill, out_shardings=model.out_shardings)
 
 
-def make_decode(cfg: ModelConfig, layout: Layout) -> Callable[..., tuple[Cache, jax.Array]]:
-    """Returns the jitted (params, Cache, Turn) -> (Cache with the keys and values of that turn, the next tokens [B]).
+def make_decode(cfg: ModelConfig, layout: Layout) -> Callable[..., tuple[KVCache, jax.Array]]:
+    """Returns the jitted (params, KVCache, DecodeInput) -> (KVCache with the new keys and values, the next tokens [B]).
 
     The cache is donated. Arguments as `make_prefill`.
     """
-    run = Run(serving(cfg, layout.platform), layout)
+    model = ShardedDecoder(serving(cfg, layout.platform), layout)
 
-    def local(params: Any, cache: Cache, turn: Turn) -> tuple[Cache, jax.Array]:
-        decoder, rows = bind(params, run.cfg), turn.rows
+    def local(params: Any, cache: KVCache, given: DecodeInput) -> tuple[KVCache, jax.Array]:
+        decoder, rows = bind(params, model.cfg), given.rows
         slot_1S = jax.lax.broadcasted_iota(jnp.int32, (1, cache.keys.shape[2]), 1)
-        generated_1S = (slot_1S >= rows.prompt_slots) & (slot_1S < turn.slot)
-        past = Past(cache.keys, cache.values, (slot_1S < rows.lengths[:, None]) | generated_1S)
-        positions_B = rows.lengths + turn.slot - rows.prompt_slots
-        x_B1D, present = run.blocks(decoder, turn.tokens[:, None], positions_B[:, None], past=past)
-        written = (
-            jax.lax.dynamic_update_slice_in_dim(old, new, turn.slot, axis=2)
-            for old, new in zip((cache.keys, cache.values), present, strict=True)
+        generated_1S = (slot_1S >= rows.prompt_slots) & (slot_1S < given.slot)
+        visible_BS = (slot_1S < rows.lengths[:, None]) | generated_1S
+        positions_B = rows.lengths + given.slot - rows.prompt_slots
+        tokens_B1, positions_B1 = given.tokens[:, None], positions_B[:, None]
+        x_B1D, new = model.apply_layers(decoder, tokens_B1, positions_B1, cache=cache, visible_BS=visible_BS)
+        written = jax.tree.map(
+            lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new, given.slot, axis=2), cache, new
         )
-        return Cache(*written), run.next_tokens(decoder, x_B1D, rows, places_B=positions_B + 1)
+        return written, model.next_tokens(decoder, x_B1D, rows, positions_B=positions_B + 1)
 
-    def decode(params: Any, cache: Cache, turn: Turn) -> tuple[Cache, jax.Array]:
-        specs = _CACHE_SPEC, Turn(P(ROWS), P(), _ROW_SPECS)
-        return run.everywhere(local, specs, _RESULT_SPECS)(params, cache, turn)
+    def decode(params: Any, cache: KVCache, given: DecodeInput) -> tuple[KVCache, jax.Array]:
+        specs = _CACHE_SPEC, DecodeInput(P(ROWS), P(), _ROW_SPECS)
+        return model.shard_map(local, specs, _RESULT_SPECS)(params, cache, given)
 
-    return jax.jit(decode, out_shardings=run.out_shardings, donate_argnums=(1,))
+    return jax.jit(decode, out_shardings=model.out_shardings, donate_argnums=(1,))
 
 
 def serving(cfg: ModelConfig, platform: str) -> ModelConfig:
     """Returns the model with implementations that serve prompts of any length.
 
-    A kernel named for training's rows that refuses some others gives way to what `auto` stands for.
+    A kernel named for training's rows that refuses some others is replaced by what `auto` stands for.
     """
     refused = {key: op.refusals(platform, None).get(getattr(cfg, key)) for key, op in OPS.items()}
     cfg = dataclasses.replace(cfg, **{key: "auto" for key, why in refused.items() if why})
     return select_implementations(cfg, platform)
 
 
-def prefill_arguments(layout: Layout, shape: Shape) -> tuple[Any, Rows]:
-    """Returns shapes, dtypes and shardings of what `prefill` takes after the parameters.
+def prefill_arguments(layout: Layout, shape: GenerationShape) -> tuple[Any, PromptRows]:
+    """Returns shapes, dtypes and shardings of the arguments of `prefill` after the parameters.
 
     All but the cache come from the host, the same from every process.
     """
-    return _replicated((_words(shape.num_rows, shape.prompt_slots), _abstract_rows(shape)), layout)
+    return _replicated((_int32(shape.num_rows, shape.prompt_slots), _abstract_rows(shape)), layout)
 
 
-def decode_arguments(cfg: ModelConfig, layout: Layout, *, dtype: Any, shape: Shape) -> tuple[Cache, Turn]:
-    """Returns the same of what `decode` takes after the parameters, which are of `dtype`."""
+def decode_arguments(
+    cfg: ModelConfig, layout: Layout, *, dtype: Any, shape: GenerationShape
+) -> tuple[KVCache, DecodeInput]:
+    """Returns the same of `decode`; `dtype` is that of the parameters."""
     dims = (cfg.num_layers, shape.num_rows, shape.slots, cfg.num_kv_heads, cfg.head_dim)
     part = jax.ShapeDtypeStruct(dims, dtype, sharding=NamedSharding(layout.mesh, _CACHE_SPEC))
-    turn = Turn(_words(shape.num_rows), _words(), _abstract_rows(shape))
-    return Cache(part, part), _replicated(turn, layout)
+    given = DecodeInput(_int32(shape.num_rows), _int32(), _abstract_rows(shape))
+    return KVCache(part, part), _replicated(given, layout)
 
 
 _CACHE_SPEC = P("pipe", ROWS, None, "tensor_kv", None)
-_ROW_SPECS = Rows(P(ROWS), P(ROWS), P(), P())
+_ROW_SPECS = PromptRows(P(ROWS), P(ROWS), P(), P())
 _RESULT_SPECS = _CACHE_SPEC, P()
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
-    """What programs without gradients share, these two and that of `scoring`: a model and where it lies."""
+class ShardedDecoder:
+    """A model under a layout, for programs without gradients: these two and that of `scoring`."""
 
     cfg: ModelConfig
     layout: Layout
 
     @property
-    def seat(self) -> Shards:
+    def ctx(self) -> ParallelContext:
         # a single token cannot be split along the sequence
-        return dataclasses.replace(shards(self.layout), sequence_parallel=False)
+        return dataclasses.replace(parallel_context(self.layout), sequence_parallel=False)
 
     @property
     def out_shardings(self) -> tuple[Any, Any]:
         return NamedSharding(self.layout.mesh, _CACHE_SPEC), self.layout.replicated()
 
-    def everywhere(self, local: Callable, in_specs: tuple, out_specs: Any) -> Callable:
-        """Returns (params, *args) of all devices from the same of one."""
+    def shard_map(self, local: Callable, in_specs: tuple, out_specs: Any) -> Callable:
+        """Returns (params, *args) over all devices from the same of one."""
         if self.layout.mesh.size == 1:
             return local
-        return Spread(self.layout, param_axes(self.cfg)).forward(local, in_specs, out_specs)
+        return ReplicaSync(self.layout, param_axes(self.cfg)).forward(local, in_specs, out_specs)
 
-    def blocks(
-        self, decoder: Decoder, tokens_BT: jax.Array, positions_BT: jax.Array, *, past: Past | None
-    ) -> tuple[jax.Array, KeysValues]:
-        """Returns [B, T, D] after all layers, on every stage, and the keys and values of this stage's."""
-        seat = self.seat
-        x_BTD = decoder.embedded(tokens_BT, shards=seat)
-        y_BTD, present = decoder.caching_blocks(x_BTD, positions_BT, past=past, shards=seat)
-        if not seat.pipe:
-            return y_BTD, present
-        stage = position(seat.pipe)
-        for turn in range(1, self.layout.size(seat.pipe)):
-            x_BTD = summed(jnp.where(stage == turn - 1, y_BTD, 0), seat.pipe)
-            y_BTD, found = decoder.caching_blocks(x_BTD, positions_BT, past=past, shards=seat)
-            kept = (jnp.where(stage == turn, new, old) for new, old in zip(found, present, strict=True))
-            present = tuple(kept)
-        return summed(jnp.where(stage == self.layout.size(seat.pipe) - 1, y_BTD, 0), seat.pipe), present
+    def apply_layers(
+        self,
+        decoder: Decoder,
+        tokens_BT: jax.Array,
+        positions_BT: jax.Array,
+        *,
+        cache: KVCache | None = None,
+        visible_BS: jax.Array | None = None,
+    ) -> tuple[jax.Array, KVCache]:
+        """Returns [B, T, D] after all layers, on every stage, and the keys and values of this stage's.
 
-    def next_tokens(self, decoder: Decoder, x_B1D: jax.Array, rows: Rows, *, places_B: jax.Array) -> jax.Array:
-        """Returns the tokens at `places_B`, of the rows of all devices, on every device."""
-        seat = self.seat
-        head_VD = seat.weight(decoder.head_VD, ("vocab", "embed"))
-        logits_BV = gathered(logits(decoder.normed(x_B1D), head_VD)[:, 0], seat.vocab, 1)
-        tokens_B = sample(logits_BV, rows.sampling, draws=(rows.numbers, places_B))
-        return gathered(tokens_B, self.layout.wide(ROWS), 0)
+        Args:
+          decoder: bound to this device's parameters.
+          tokens_BT: new tokens.
+          positions_BT: int32.
+          cache: of earlier tokens; see `cache.apply_layers_with_cache`.
+          visible_BS: likewise.
+        """
+        ctx = self.ctx
+
+        def stage(x_BTD: jax.Array) -> tuple[jax.Array, KVCache]:
+            return apply_layers_with_cache(decoder, x_BTD, positions_BT, cache=cache, visible_BS=visible_BS, ctx=ctx)
+
+        y_BTD, new = stage(decoder.embed_tokens(tokens_BT, ctx=ctx))
+        if not ctx.pipe:
+            return y_BTD, new
+        index = collectives.axis_index(ctx.pipe)
+        for number in range(1, self.layout.size(ctx.pipe)):
+            y_BTD, found = stage(collectives.psum(jnp.where(index == number - 1, y_BTD, 0), ctx.pipe))
+            new = jax.tree.map(lambda own, old, number=number: jnp.where(index == number, own, old), found, new)
+        return collectives.psum(jnp.where(index == self.layout.size(ctx.pipe) - 1, y_BTD, 0), ctx.pipe), new
+
+    def next_tokens(self, decoder: Decoder, x_B1D: jax.Array, rows: PromptRows, *, positions_B: jax.Array) -> jax.Array:
+        """Returns the tokens at `positions_B`, of the rows of all devices, on every device."""
+        ctx = self.ctx
+        head_VD = decoder.gather_head(ctx=ctx)
+        logits_BV = logits(decoder.apply_final_norm(x_B1D), head_VD)[:, 0]
+        logits_BV = collectives.all_gather(logits_BV, ctx.vocab, 1)
+        tokens_B = sample(logits_BV, rows.sampling, draws=(rows.numbers, positions_B))
+        return collectives.all_gather(tokens_B, self.layout.wide(ROWS), 0)
 
 
-def _words(*dims: int) -> jax.ShapeDtypeStruct:
+def _int32(*dims: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(dims, jnp.int32)
 
 
-def _abstract_rows(shape: Shape) -> Rows:
-    return Rows(_words(shape.num_rows), _words(shape.num_rows), _words(), abstract_sampling())
+def _abstract_rows(shape: GenerationShape) -> PromptRows:
+    return PromptRows(_int32(shape.num_rows), _int32(shape.num_rows), _int32(), abstract_sampling())
 
 
 def _replicated(tree: Any, layout: Layout) -> Any:
-    everywhere = layout.replicated()
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=everywhere), tree)
+    sharding = layout.replicated()
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), tree)

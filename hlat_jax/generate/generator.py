@@ -1,10 +1,10 @@
-"""Continues prompts of token ids with a trained model: for notebooks, for evaluation, for the training loop's samples.
+"""Generation from prompts of token ids: for notebooks, for evaluation, for the samples of a training run.
 
     generator = Generator(cfg, params)
     [ids] = generator([[1, 17, 5]], max_tokens=32, sampling=Sampling(temperature=0.8, seed=1), stop_ids=(eos_id,))
 
-Owns the host's part: the static shapes that prompts are put into, when a row ends, and that the device always has its
-next step while the host looks at the last one. What the device does is in `decoding`; text and tokenizers are others'.
+This is the part on the host: the static shapes that prompts are padded to, when a row ends, and the dispatch of each
+step before the tokens of the last one are read. The programs on the device are in `decoding`.
 """
 
 from __future__ import annotations
@@ -17,14 +17,22 @@ import jax
 import numpy as np
 
 from hlat_jax.config import Config, ModelConfig, ParallelConfig
-from hlat_jax.generate.decoding import Rows, Shape, Turn, decode_arguments, make_decode, make_prefill, prefill_arguments
+from hlat_jax.generate.decoding import (
+    DecodeInput,
+    GenerationShape,
+    PromptRows,
+    decode_arguments,
+    make_decode,
+    make_prefill,
+    prefill_arguments,
+)
 from hlat_jax.generate.sampling import Sampling
 from hlat_jax.model import param_axes
 from hlat_jax.parallel.sharding import Layout, make_layout
 
 GREEDY = Sampling()
 _FEWEST_SLOTS = 64
-_PREFIX_TOKENS = 4  # of a sample: BOS, and the mark of a word's beginning, in bytes
+_PREFIX_TOKENS = 4  # of a sample: BOS, and the marker of a word's beginning, in bytes
 
 
 class Programs(NamedTuple):
@@ -32,11 +40,11 @@ class Programs(NamedTuple):
 
     prefill: Callable[..., Any]
     decode: Callable[..., Any]
-    shape: Shape
+    shape: GenerationShape
 
 
 class Request(NamedTuple):
-    """Prompts as token ids, the most new tokens of each, and the number of each, which names its random numbers."""
+    """Prompts as token ids, with the maximum of new tokens of each and its number, which seeds its random draws."""
 
     prompts: Sequence[Sequence[int]]
     limits: Sequence[int]
@@ -44,7 +52,7 @@ class Request(NamedTuple):
 
 
 class Generator:
-    """A model that is ready to generate; compiles its two programs once for each shape."""
+    """A model with its parameters on the devices; compiles its two programs once for each shape."""
 
     def __init__(
         self,
@@ -52,19 +60,19 @@ class Generator:
         params: Any,
         *,
         layout: Layout | None = None,
-        tell: Callable[[str], None] | None = None,
+        log: Callable[[str], None] | None = None,
     ):
-        """Puts the parameters where they are used.
+        """Puts the parameters on the devices.
 
         Args:
           cfg: the model.
-          params: its parameters, as `model.init_params` has them; it computes and caches in their dtype.
+          params: its parameters, as `model.init_params` returns them; the model computes and caches in their dtype.
           layout: the devices; None: the first one.
-          tell: gets a line about each program that is compiled; None: nobody.
+          log: called with a line about each program that is compiled; None: silent.
         """
         self.cfg = cfg
         self.layout = layout or make_layout(ParallelConfig(), jax.devices()[:1])
-        self._tell = tell or (lambda _: None)
+        self._log = log or (lambda _: None)
         self._compiled: dict[str, Any] = {}
         self.params = jax.device_put(params, param_shardings(cfg, self.layout))
 
@@ -98,35 +106,35 @@ class Generator:
         """Returns an iterator over steps, each with the new token of every prompt, None where it has ended.
 
         A row ends with a token of `stop_ids`, after `max_tokens`, or at `model.max_positions`. Row i draws the random
-        numbers of (seed, `first_number` + i, place), so what it becomes does not depend on batches.
+        numbers of (seed, `first_number` + i, position), so its text does not depend on how prompts are batched.
 
         Raises:
-          ValueError: no prompt, an empty one, one with an id that is no token or without room for a token behind it.
+          ValueError: no prompts, or one that is empty, has an id outside the vocabulary, or leaves no room.
         """
         limits = [self._limit(number, prompt, max_tokens) for number, prompt in enumerate(prompts)]
         if not limits:
-            raise ValueError("there is no prompt; give one or more.")
+            raise ValueError("prompts is empty; give at least one.")
         programs = self._programs(self.shape(prompts, max_tokens=min(max_tokens, self.cfg.max_positions)))
         request = Request(prompts, limits, range(first_number, first_number + len(prompts)))
         return stream(programs, self.params, request, sampling=sampling, stop_ids=stop_ids)
 
-    def shape(self, prompts: Sequence[Sequence[int]], *, max_tokens: int) -> Shape:
-        """Returns the shape that prompts are put into: powers of two, so that there are few."""
+    def shape(self, prompts: Sequence[Sequence[int]], *, max_tokens: int) -> GenerationShape:
+        """Returns the shape that prompts are padded to: powers of two, so that few programs are compiled."""
         prompt_slots = padded_length(max(map(len, prompts)), self.cfg.max_positions)
         slots = prompt_slots + _power_of_two(max_tokens, fewest=_FEWEST_SLOTS)
-        return Shape(padded_rows(len(prompts), self.layout.row_degree), prompt_slots, slots)
+        return GenerationShape(padded_rows(len(prompts), self.layout.row_degree), prompt_slots, slots)
 
     def _limit(self, number: int, prompt: Sequence[int], max_tokens: int) -> int:
-        """Returns the most tokens that a prompt can be continued by."""
+        """Returns the maximum of new tokens of a prompt."""
         if max_tokens < 1:
             raise ValueError(f"max_tokens={max_tokens} must be at least 1.")
         if not len(prompt):
-            raise ValueError(f"prompt {number} has no token; give a word, or the token that begins a document.")
+            raise ValueError(f"prompt {number} is empty; give at least one token, such as BOS.")
         wrong = [token for token in prompt if not 0 <= token < self.cfg.vocab_size]
         if wrong:
             raise ValueError(
-                f"prompt {number} has token {wrong[0]}, and model.vocab_size={self.cfg.vocab_size}: ids lie in "
-                f"0..{self.cfg.vocab_size - 1}. Was it encoded by the model's own tokenizer?"
+                f"prompt {number} has token {wrong[0]}, and with model.vocab_size={self.cfg.vocab_size} ids must lie "
+                f"in 0..{self.cfg.vocab_size - 1}; encode it with the model's own tokenizer."
             )
         room = self.cfg.max_positions - len(prompt)
         if room < 1:
@@ -136,14 +144,14 @@ class Generator:
             )
         return min(max_tokens, room)
 
-    def _programs(self, shape: Shape) -> Programs:
+    def _programs(self, shape: GenerationShape) -> Programs:
         dtype = self.params["embed"].dtype
         prefill = make_prefill(self.cfg, self.layout, slots=shape.slots)
         decode = make_decode(self.cfg, self.layout)
         given = decode_arguments(self.cfg, self.layout, dtype=dtype, shape=shape)
-        of_prompts = f"prefill of {shape.num_rows} x {shape.prompt_slots} tokens, {shape.slots} slots"
+        name = f"prefill of {shape.num_rows} x {shape.prompt_slots} tokens, {shape.slots} slots"
         return Programs(
-            self._compile(of_prompts, prefill, prefill_arguments(self.layout, shape)),
+            self._compile(name, prefill, prefill_arguments(self.layout, shape)),
             self._compile(f"decode of {shape.num_rows} x {shape.slots} slots", decode, given),
             shape,
         )
@@ -152,22 +160,22 @@ class Generator:
         if name not in self._compiled:
             began = time.monotonic()
             self._compiled[name] = fn.trace(self.params, *arguments).lower().compile()
-            self._tell(f"compiled {name}, in {time.monotonic() - began:.1f} s")
+            self._log(f"compiled {name}, in {time.monotonic() - began:.1f} s")
         return self._compiled[name]
 
 
 def param_shardings(cfg: ModelConfig, layout: Layout) -> Any:
-    """Returns where a layout has the parameters of a model."""
+    """Returns the shardings of a model's parameters under a layout."""
     return jax.tree.map(layout.param_sharding, param_axes(cfg), is_leaf=lambda leaf: isinstance(leaf, tuple))
 
 
 def stream(
     programs: Programs, params: Any, request: Request, *, sampling: Sampling, stop_ids: Collection[int]
 ) -> Iterator[list[int | None]]:
-    """Yields the new token of every prompt, None where it has ended: `Generator.stream` for programs of one shape.
+    """Yields the new token of every prompt, None where it has ended: `Generator.stream` with compiled programs.
 
     Args:
-      programs: whose shape holds the request.
+      programs: of a shape that the request fits.
       params: as the programs take them.
       request: what to continue.
       sampling: see `Sampling`; checked here.
@@ -179,8 +187,8 @@ def stream(
     try:
         for slot in range(first_slot, first_slot + max(left)):
             following = None
-            if max(left) > 1:  # asked of the device before this token is looked at
-                cache, following = programs.decode(params, cache, Turn(tokens_B, np.int32(slot), rows))
+            if max(left) > 1:  # dispatched before this token is read
+                cache, following = programs.decode(params, cache, DecodeInput(tokens_B, np.int32(slot), rows))
             found = np.asarray(tokens_B)[: len(left)].tolist()
             yield [token if more else None for token, more in zip(found, left, strict=True)]
             left = [0 if token in stop_ids else max(more - 1, 0) for token, more in zip(found, left, strict=True)]
@@ -188,7 +196,7 @@ def stream(
                 return
             tokens_B = following
     finally:
-        jax.block_until_ready(cache)  # of several processes none may start another program beside this one
+        jax.block_until_ready(cache)  # another program of several processes may not run beside this one
 
 
 def sample_text(programs: Programs, params: Any, tokenizer: Any, *, config: Config) -> str:
@@ -203,7 +211,7 @@ def sample_text(programs: Programs, params: Any, tokenizer: Any, *, config: Conf
     train = config.train
     prompt = tokenizer.encode(train.sample_prompt).tolist()[: config.model.max_positions - 1]
     if not prompt:
-        raise ValueError(f"train.sample_prompt={train.sample_prompt!r} has no token; give a word to start from.")
+        raise ValueError(f"train.sample_prompt={train.sample_prompt!r} encodes to no tokens; give at least a word.")
     limit = min(train.sample_tokens, config.model.max_positions - len(prompt))
     sampling = Sampling(temperature=0.8, seed=train.seed)
     if limit == 0:
@@ -212,34 +220,33 @@ def sample_text(programs: Programs, params: Any, tokenizer: Any, *, config: Conf
     return tokenizer.decode(np.asarray(prompt + [token for [token] in steps if token != tokenizer.eos_id]))
 
 
-def sample_shape(config: Config, layout: Layout) -> Shape:
-    """Returns the one shape that samples of a run are made in.
+def sample_shape(config: Config, layout: Layout) -> GenerationShape:
+    """Returns the shape of the samples of a run.
 
-    No tokenizer is asked, so that the programs are known before there is one: a token of the prompt is taken for a
-    byte.
+    It does not depend on the tokenizer, which is opened later: every byte of the prompt counts as a token.
     """
     prompt_slots = padded_length(len(config.train.sample_prompt.encode()) + _PREFIX_TOKENS, config.model.max_positions)
     slots = prompt_slots + _power_of_two(config.train.sample_tokens, fewest=_FEWEST_SLOTS)
-    return Shape(layout.row_degree, prompt_slots, slots)
+    return GenerationShape(layout.row_degree, prompt_slots, slots)
 
 
-def _rows(request: Request, shape: Shape, sampling: Sampling) -> tuple[np.ndarray, Rows]:
-    """Returns tokens [B, T] and what is known of the rows; those without a prompt are one token that nobody reads."""
+def _rows(request: Request, shape: GenerationShape, sampling: Sampling) -> tuple[np.ndarray, PromptRows]:
+    """Returns tokens [B, T] and the rows; those without a prompt have one token, whose results are ignored."""
     tokens_BT = np.zeros((shape.num_rows, shape.prompt_slots), np.int32)
     lengths_B, numbers_B = np.ones(shape.num_rows, np.int32), np.zeros(shape.num_rows, np.int32)
     for row, prompt in enumerate(request.prompts):
         tokens_BT[row, : len(prompt)] = prompt
         lengths_B[row], numbers_B[row] = len(prompt), request.numbers[row]
-    return tokens_BT, Rows(lengths_B, numbers_B, np.int32(shape.prompt_slots), sampling.arguments())
+    return tokens_BT, PromptRows(lengths_B, numbers_B, np.int32(shape.prompt_slots), sampling.arguments())
 
 
 def padded_length(num_tokens: int, max_positions: int) -> int:
-    """Returns the places that rows of at most `num_tokens` are put into."""
+    """Returns the length that rows of at most `num_tokens` are padded to."""
     return min(_power_of_two(num_tokens, fewest=_FEWEST_SLOTS), max_positions)
 
 
 def padded_rows(num_rows: int, row_degree: int) -> int:
-    """Returns the rows of a batch that `num_rows` are put into: a power of two on each replica."""
+    """Returns the batch size that `num_rows` are padded to: a power of two on each replica."""
     return row_degree * _power_of_two(-(-num_rows // row_degree))
 
 

@@ -1,4 +1,4 @@
-"""A trained model on the devices that it is used on, as the command lines of `generate` and `evaluate` ask for it."""
+"""Opens a trained model on a mesh, for the command lines of `generate` and `evaluate`."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ DEGREES = {"pipe": "Pipeline stages", "data": "Replicas", "fsdp": "Shards of eac
 
 @dataclasses.dataclass(frozen=True)
 class TrainedModel:
-    """Parameters in place, with what they belong to.
+    """A model with its parameters on the devices, and its tokenizer.
 
     Attributes:
-      model: their config.
-      params: jax arrays where `layout` has them, in the dtype that is stored.
+      model: its config.
+      params: jax arrays sharded by `layout`, in the dtype that is stored.
       layout: of the devices.
-      tokenizer: a `data.tokenizer.Tokenizer`, the one that they were trained with.
-      folder: where they were read from.
+      tokenizer: a `data.tokenizer.Tokenizer`, the one of the training run.
+      folder: that the parameters were read from.
       described: a line about them.
-      begins_with_bos: texts begin with BOS, as an imported tokenizer says; for models trained here they do not.
+      begins_with_bos: texts begin with BOS, as set in an imported tokenizer; False for models trained here.
     """
 
     model: ModelConfig
@@ -39,14 +39,14 @@ class TrainedModel:
     begins_with_bos: bool = False
 
     def first_ids(self, bos: bool | None) -> list[int]:
-        """Returns BOS where texts begin with it: as asked, or for None as the tokenizer says.
+        """Returns [BOS] or []; None: as the tokenizer is configured.
 
         Raises:
-          ValueError: asked of a tokenizer that has none.
+          ValueError: the tokenizer has no BOS.
         """
         bos = self.begins_with_bos if bos is None else bos
         if bos and self.tokenizer.bos_id < 0:
-            raise ValueError(f"bos: the tokenizer {self.tokenizer.path} has no BOS; leave it out.")
+            raise ValueError(f"bos: the tokenizer {self.tokenizer.path} has no BOS token; leave --bos out.")
         return [self.tokenizer.bos_id] if bos else []
 
 
@@ -57,7 +57,7 @@ def define(values: flags.FlagValues) -> None:
     )
     for axis, what in DEGREES.items():
         flags.DEFINE_integer(
-            f"parallel.{axis}", 1, f"{what} of the mesh; -1: as there are devices for.", flag_values=values
+            f"parallel.{axis}", 1, f"{what} of the mesh; -1: all devices that remain.", flag_values=values
         )
 
 
@@ -67,9 +67,9 @@ def prepare(values: flags.FlagValues) -> None:
 
 
 def prepare_for(parallel: ParallelConfig) -> None:
-    """Sets what Neuron's software reads, where its devices are used, and says so on stderr; before JAX is imported.
+    """Sets and logs Neuron's environment variables, where its devices are used; before JAX is imported.
 
-    Casts round to nearest, however the weights were trained: nothing is written back to them.
+    Casts round to nearest, whatever the training run used: no weights are updated.
     """
     if neuron_topology.instance_to_serve("", os.environ.get("JAX_PLATFORMS", ""), machine=neuron_topology.HERE):
         print(neuron_env.prepare(PrecisionConfig("mixed"), parallel), file=sys.stderr, flush=True)
@@ -79,7 +79,7 @@ def trained_model(values: flags.FlagValues) -> TrainedModel:
     """Returns the model of a command line, on its mesh; imports JAX.
 
     Raises:
-      ValueError: no --checkpoint, none that is whole, or degrees that do not fit model and devices.
+      ValueError: no --checkpoint, no complete one, or degrees that do not fit model and devices.
     """
     if not values.checkpoint:
         raise ValueError("--checkpoint=FOLDER is missing; give a run folder such as runs/tiny, or a checkpoint.")

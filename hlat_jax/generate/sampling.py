@@ -1,7 +1,7 @@
-"""The choice of a token from logits: greedy, temperature, top-k and top-p, as a program that Neuron takes.
+"""Sampling of tokens from logits: greedy, temperature, top-k and top-p.
 
-Owns the rule and its random numbers. Neither argmax nor sort nor top-k is in it, which Neuron refuses: a threshold is
-found by bisection over the bits of the logits, so it is exact, and the token is the least index that has the maximum.
+Without argmax, sort and top-k, which Neuron does not support: thresholds are found by bisection over the bits of the
+logits, so they are exact, and the token is the lowest index of the maximum.
 """
 
 from __future__ import annotations
@@ -22,14 +22,13 @@ _EXCLUDED = -1e30
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen; scalars that are arguments of a program, so one program serves all of them.
+    """How tokens are sampled; scalars that are arguments of a program, so one program serves all of them.
 
     Attributes:
-      temperature: logits are divided by it; 0: the most likely token (of equal ones the first), and nothing is drawn.
-      top_k: only the k most likely tokens may be drawn, and those that are as likely as the last of them; 0: all.
-      top_p: of these, only the most likely that have this share of the probability together, and those that are as
-        likely as the last of them; 1: all.
-      seed: of the draws.
+      temperature: logits are divided by it; 0: greedy, the most likely token (of equal ones the first).
+      top_k: tokens are drawn from the k most likely ones and their ties; 0: from all.
+      top_p: of these, from the most likely ones whose probabilities add up to it, and their ties; 1: from all.
+      seed: of the random draws.
     """
 
     temperature: Any = 0.0
@@ -38,7 +37,7 @@ class Sampling:
     seed: Any = 0
 
     def arguments(self) -> Sampling:
-        """Returns the same as NumPy scalars of the types that a program takes.
+        """Returns the same as NumPy scalars, the arguments of a program.
 
         Raises:
           ValueError: a value outside its range.
@@ -66,8 +65,8 @@ def sample(logits_BV: jax.Array, sampling: Sampling, *, draws: tuple[jax.Array, 
     Args:
       logits_BV: fp32, of the whole vocabulary.
       sampling: scalars, as `Sampling.arguments` gives them.
-      draws: integers [B] that name a draw beside the seed: the prompt's number and the place of the new token. What
-        is drawn depends on nothing else, so not on the mesh.
+      draws: integers [B] that seed a draw together with `sampling.seed`: the prompt's number and the position of the
+        new token. A draw depends on nothing else, so not on the mesh.
     """
     drawn = sampling.temperature > 0
     scaled_BV = logits_BV / jnp.where(drawn, sampling.temperature, 1.0)
@@ -77,7 +76,7 @@ def sample(logits_BV: jax.Array, sampling: Sampling, *, draws: tuple[jax.Array, 
 
 
 def _allowed(scaled_BV: jax.Array, sampling: Sampling) -> jax.Array:
-    """Returns which tokens top-k and top-p leave."""
+    """Returns which tokens top-k and top-p keep."""
     vocab_size = scaled_BV.shape[1]
     keys_BV = _ordered_bits(scaled_BV)
     # fp32 counts: exact below 2^24
@@ -86,16 +85,16 @@ def _allowed(scaled_BV: jax.Array, sampling: Sampling) -> jax.Array:
     exp_BV = jnp.where(among_BV, jnp.exp(scaled_BV - jnp.max(scaled_BV, axis=1, keepdims=True)), 0.0)
     needed_B = sampling.top_p * jnp.sum(exp_BV, axis=1)
     likely_BV = _above(keys_BV, lambda mask_BV: jnp.sum(jnp.where(mask_BV, exp_BV, 0.0), axis=1) >= needed_B)
-    # tokens whose probability is lost in the rounding of the sum are to be kept too
+    # keeps tokens whose probability is lost in the rounding of the sum
     return among_BV & (likely_BV | (sampling.top_p >= 1))
 
 
 def _above(keys_BV: jax.Array, holds: Callable[[jax.Array], jax.Array]) -> jax.Array:
-    """Returns which keys reach the greatest threshold that still holds: found bit by bit, from the highest.
+    """Returns which keys are at or above the greatest threshold that holds: found bit by bit, from the highest.
 
     Args:
       keys_BV: uint32.
-      holds: mask of the tokens at or above a threshold -> bool [B]; true for all of them, and falls with the mask.
+      holds: mask of the tokens at or above a threshold -> bool [B]; monotonic, and true for the mask of all tokens.
     """
 
     def set_bit(number, threshold_B):
@@ -107,14 +106,14 @@ def _above(keys_BV: jax.Array, holds: Callable[[jax.Array], jax.Array]) -> jax.A
 
 
 def _ordered_bits(x: jax.Array) -> jax.Array:
-    """Returns uint32 that compare as the fp32 values do."""
+    """Returns uint32 in the order of the fp32 values."""
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
     sign = jnp.uint32(1 << 31)
     return jnp.where(bits >= sign, ~bits, bits | sign)
 
 
 def _gumbel(seed: jax.Array, draws: tuple[jax.Array, jax.Array], vocab_size: int) -> jax.Array:
-    """Returns fp32 [B, V] of the Gumbel distribution: the largest of logits plus these is a draw of their softmax."""
+    """Returns fp32 [B, V] of the Gumbel distribution: the argmax of logits plus these is a draw from their softmax."""
     words = (seed, *(draw.astype(jnp.uint32)[:, None] for draw in draws))
     bits_BV = random_bits(words, "sampling", (vocab_size,))
     # the rare large values come from uniform numbers near 0, which fp32 resolves; at 1 the logarithm would be infinite
@@ -123,8 +122,8 @@ def _gumbel(seed: jax.Array, draws: tuple[jax.Array, jax.Array], vocab_size: int
 
 
 def _first_maximum(x_BV: jax.Array) -> jax.Array:
-    """Returns the least int32 index of each row's maximum, in two reductions of one operand each."""
+    """Returns the lowest int32 index of each row's maximum, in two reductions of one operand each."""
     vocab_size = x_BV.shape[1]
     index_BV = jax.lax.broadcasted_iota(jnp.int32, x_BV.shape, 1)
     at_BV = jnp.where(x_BV >= jnp.max(x_BV, axis=1, keepdims=True), index_BV, vocab_size)
-    return jnp.minimum(jnp.min(at_BV, axis=1), vocab_size - 1)  # NaN reaches nothing: still an index that exists
+    return jnp.minimum(jnp.min(at_BV, axis=1), vocab_size - 1)  # still a valid index for NaN

@@ -10,10 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from hlat_jax.ops import chunked_attention as chunked
 from hlat_jax.ops.dialect import Implementation, Op
-from hlat_jax.ops.gpu import attention as gpu
-from hlat_jax.ops.nki import attention as nki
 
 # Finite, so that a masked score minus the row's maximum is never inf - inf.
 _MASKED = -1e30
@@ -53,39 +50,6 @@ def attention(
     has_segments = segment_ids_BT is not None
     facts = call(q_BTNH.shape, k_BSKH.shape[2], dtype=q_BTNH.dtype, has_segments=has_segments, window=window)
     return OP.run(implementation, q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, window, **facts)
-
-
-def extended_attention(
-    q_BTNH: jax.Array,
-    *,
-    k_BTKH: jax.Array,
-    v_BTKH: jax.Array,
-    past_BSKH: tuple[jax.Array, jax.Array],
-    visible_BS: jax.Array,
-) -> jax.Array:
-    """Returns [B, T = 1, N, H]: what `attention` gives the last token of rows whose earlier ones are cached.
-
-    The cache is read as it lies; the new token's key and value are not written to it here.
-
-    Args:
-      q_BTNH: query of the new token, already rotated.
-      k_BTKH: its key.
-      v_BTKH: its value.
-      past_BSKH: keys and values of S slots.
-      visible_BS: bool, which slots the query sees.
-    """
-    b, t, n, h = q_BTNH.shape
-    keys_BSKH, values_BSKH = past_BSKH
-    q_BTKGH = q_BTNH.reshape(b, t, k_BTKH.shape[2], -1, h)
-    product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
-    past_BKGTS = product("BTKGH,BSKH->BKGTS", q_BTKGH, keys_BSKH)
-    past_BKGTS = jnp.where(visible_BS[:, None, None, None], past_BKGTS / math.sqrt(h), _MASKED)
-    own_BKGTT = product("BTKGH,BSKH->BKGTS", q_BTKGH, k_BTKH) / math.sqrt(h)
-    probs = jax.nn.softmax(jnp.concatenate([past_BKGTS, own_BKGTT], axis=-1), axis=-1).astype(v_BTKH.dtype)
-    past_BKGTS, own_BKGTT = jnp.split(probs, (keys_BSKH.shape[1],), axis=-1)
-    out_BTKGH = product("BKGTS,BSKH->BTKGH", past_BKGTS, values_BSKH)
-    out_BTKGH = out_BTKGH + product("BKGTS,BSKH->BTKGH", own_BKGTT, v_BTKH)
-    return out_BTKGH.astype(q_BTNH.dtype).reshape(b, t, n, h)
 
 
 def call(
@@ -189,23 +153,50 @@ def _causal_mask(num_queries: int, num_keys: int, *, offset: int = 0, window: in
     return queries >= keys if window is None else (queries >= keys) & (queries - keys < window)
 
 
+# The kernels below are imported when they are run, or asked on their own platform: no other run has to load them. They
+# take no more than they say; `supports` refuses the rest.
+
+
 def _chunked(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, window):
+    from hlat_jax.ops import chunked_attention as chunked
+
     return chunked.attention(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT=segment_ids_BT, window=window)
 
 
-# Those below take no more than they say; `supports` refuses the rest.
-
-
 def _nki(q_BTNH, k_BSKH, v_BSKH, *_):
+    from hlat_jax.ops.nki import attention as nki
+
     return nki.attention(q_BTNH, k_BSKH, v_BSKH)
 
 
+def _nki_supports(**facts):
+    from hlat_jax.ops.nki import attention as nki
+
+    return nki.supports(**facts)
+
+
 def _cudnn(q_BTNH, k_BSKH, v_BSKH, _, window):
+    from hlat_jax.ops.gpu import attention as gpu
+
     return gpu.cudnn(q_BTNH, k_BSKH, v_BSKH, window=window)
 
 
+def _cudnn_supports(**facts):
+    from hlat_jax.ops.gpu import attention as gpu
+
+    return gpu.cudnn_supports(**facts)
+
+
 def _triton(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, _):
+    from hlat_jax.ops.gpu import attention as gpu
+
     return gpu.triton(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT=segment_ids_BT)
+
+
+def _triton_supports(**facts):
+    from hlat_jax.ops.gpu import attention as gpu
+
+    return gpu.triton_supports(**facts)
 
 
 OP = Op("model.attention")
@@ -215,6 +206,6 @@ OP.register(Implementation("blocked", _blocked, {"cpu": 20, "*": 5}))
 # for the memory of long rows: it gives up time, so only a name or a measured table takes it
 OP.register(Implementation("chunked", _chunked, {"*": 4}))
 # below the others until they have run on a device
-OP.register(Implementation("nki", _nki, {"neuron": 1}, nki.supports))
-OP.register(Implementation("cudnn", _cudnn, {"cuda": 2}, gpu.cudnn_supports))
-OP.register(Implementation("triton", _triton, {"cuda": 1}, gpu.triton_supports))
+OP.register(Implementation("nki", _nki, {"neuron": 1}, _nki_supports))
+OP.register(Implementation("cudnn", _cudnn, {"cuda": 2}, _cudnn_supports))
+OP.register(Implementation("triton", _triton, {"cuda": 1}, _triton_supports))

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 
 from hlat_jax.batch import SumAndCount
 from hlat_jax.ops.dialect import Implementation, Op
-from hlat_jax.parallel.collectives import ALONE, Shards, copied, position
+from hlat_jax.parallel import collectives
+from hlat_jax.parallel.collectives import SINGLE_DEVICE, ParallelContext
 from hlat_jax.passes import scaling
 
 # Most positions of every row whose logits exist at one time under "chunked", and fewest where rows are long.
@@ -33,13 +34,13 @@ class LossOptions:
       implementation: "dense" holds the logits of all tokens at one time, "chunked" those of an eighth of every row,
         between `LEAST_POSITIONS` and `CHUNK_POSITIONS` places. Or platform -> name, see `dialect.Op.run`.
       z_loss_weight: of the squared log-normaliser; 0 leaves the plain cross-entropy.
-      shards: who has the other rows of the head. Each device has the logits of its own rows alone; the largest, the
-        sum of the exponentials and the logit of the target are reduced, and so is the gradient of the hidden states.
+      ctx: which devices hold the other rows of the head. Each device has the logits of its own rows alone; the largest,
+        the sum of the exponentials and the logit of the target are reduced, as is the gradient of the hidden states.
     """
 
     implementation: str | Mapping[str, str]
     z_loss_weight: float = 0.0
-    shards: Shards = ALONE
+    ctx: ParallelContext = SINGLE_DEVICE
 
 
 def cross_entropy(
@@ -57,7 +58,7 @@ def cross_entropy(
     gradients of an fp32 call stay fp32 under `passes.autocast` where a loss scale is applied, which comes after them.
 
     Args:
-      hidden_BTD: what the head reads, fp32 or bf16; T as `options.shards` has it between blocks.
+      hidden_BTD: what the head reads, fp32 or bf16; T as `options.ctx` has it between blocks.
       head_VD: the output projection, or the embedding table when tied; this device's rows of it.
       targets_BT: int32 below V, also where the weight is 0.
       weights_BT: fp32; how much each target counts.
@@ -65,10 +66,10 @@ def cross_entropy(
 
     Source: for a split vocabulary Shoeybi et al. (Megatron-LM), arXiv 1909.08053, section 3.
     """
-    shards = options.shards
-    hidden_BTD = copied(shards.enter(hidden_BTD), shards.pipe)
+    ctx = options.ctx
+    hidden_BTD = collectives.copy_to_tensor_region(ctx.enter_tensor_region(hidden_BTD), ctx.pipe)
     arrays = hidden_BTD, head_VD, targets_BT, weights_BT
-    loss_sum = OP.run(options.implementation, *arrays, options.z_loss_weight, shards.vocab)
+    loss_sum = OP.run(options.implementation, *arrays, options.z_loss_weight, ctx.vocab)
     return SumAndCount(loss_sum, jnp.sum(weights_BT))
 
 
@@ -152,7 +153,7 @@ def _softmax_loss(logits_RV, targets_R, weights_R, z_loss_weight, axes) -> tuple
     largest_R = jnp.max(logits_RV, axis=-1)
     if axes:
         largest_R = jax.lax.pmax(largest_R, axes)
-        targets_R = targets_R - position(axes) * logits_RV.shape[1]
+        targets_R = targets_R - collectives.axis_index(axes) * logits_RV.shape[1]
     exp_RV = jnp.exp(logits_RV - largest_R[:, None])
     sum_R = jnp.sum(exp_RV, axis=-1)
     # clipped here: mode="clip" leaves an index as it is to the gather, and on Neuron one outside ends the run

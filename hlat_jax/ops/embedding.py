@@ -1,20 +1,21 @@
-"""The lookup of token vectors. Owns how a table that is split over devices is read; the table belongs to the model."""
+"""Vocabulary-parallel lookup of token vectors."""
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
 
-from hlat_jax.parallel.collectives import Shards, position, summed
+from hlat_jax.parallel import collectives
+from hlat_jax.parallel.collectives import ParallelContext
 
 
-def lookup(table_VD: jax.Array, tokens_BT: jax.Array, *, shards: Shards) -> jax.Array:
-    """Returns the rows of a table at `tokens_BT` as [B, T, D], T split as `shards` has it between blocks.
+def lookup(table_VD: jax.Array, tokens_BT: jax.Array, *, ctx: ParallelContext) -> jax.Array:
+    """Returns the rows of a table at `tokens_BT` as [B, T, D], sharded as activations between blocks.
 
     Args:
-      table_VD: this device's rows of the table; all of it without `shards.vocab`.
+      table_VD: this device's rows of the table; all of them without `ctx.vocab`.
       tokens_BT: int32 ids of the whole vocabulary.
-      shards: who has the other rows. Each device looks up its own, and all but one of the terms of the sum are zero.
+      ctx: which devices hold the other rows. Each looks up its own; all but one of the terms of the sum are zero.
 
     Source: Shoeybi et al. (Megatron-LM), arXiv 1909.08053, section 3.
     """
@@ -24,9 +25,9 @@ def lookup(table_VD: jax.Array, tokens_BT: jax.Array, *, shards: Shards) -> jax.
         # clipped here: mode="clip" leaves an index as it is to the gather, and on Neuron one outside ends the run
         return table_VD.at[jnp.clip(rows_BT, 0, num_rows - 1)].get(mode="clip")
 
-    if not shards.vocab:
+    if not ctx.vocab:
         return read(tokens_BT)
-    rows_BT = tokens_BT - position(shards.vocab) * num_rows
+    rows_BT = tokens_BT - collectives.axis_index(ctx.vocab) * num_rows
     is_here_BT = (rows_BT >= 0) & (rows_BT < num_rows)
     x_BTD = jnp.where(is_here_BT[..., None], read(rows_BT), 0)
-    return summed(shards.leave(x_BTD), shards.pipe)
+    return collectives.psum(ctx.leave_tensor_region(x_BTD), ctx.pipe)

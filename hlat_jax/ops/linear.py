@@ -1,58 +1,50 @@
-"""Projections without bias. Owns how an activation meets a matrix; the matrix belongs to the model."""
+"""Products of activations with sharded matrices, without bias: column- and row-parallel, as Megatron has them."""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from typing import Any
 
 import jax
 
-Gather = Callable[[jax.Array, tuple[jax.Array, ...]], tuple[jax.Array, tuple[jax.Array, ...]]]
+from hlat_jax.parallel.collectives import SINGLE_DEVICE, ParallelContext
+
+Axes = tuple[str, ...]
 
 
-def linear(x: jax.Array, weight: jax.Array, *, contract: int = 1, gather: Gather | None = None) -> jax.Array:
-    """Returns `x` [B, T, *in] times `weight` [*in, *out] as [B, T, *out], in the dtype of `x`.
+def column_parallel(equation: str, x_BTD: jax.Array, param: Any, ctx: ParallelContext) -> jax.Array:
+    """Returns the einsum of `x_BTD` and a matrix whose output axes are split over `tensor`.
 
-    Tokens are flattened to one row axis first: XLA on CPU runs one large product where it would otherwise run a
-    batch of small ones, and the backward pass needs no transposed copies.
-
-    Args:
-      x: activations; its last `contract` axes are summed over.
-      weight: matrix; its first `contract` axes match them.
-      contract: how many axes are summed over.
-      gather: see `linears`.
-    """
-    return linears(x, (weight,), contract=contract, gather=gather)[0]
-
-
-def linears(
-    x: jax.Array, weights: tuple[jax.Array, ...], *, contract: int = 1, gather: Gather | None = None
-) -> tuple[jax.Array, ...]:
-    """Returns the products of one `x` with several matrices, each as `linear` has it.
+    Enters the tensor region: the product reads the whole sequence, and the gradient of `x_BTD` is summed.
 
     Args:
-      x: activations.
-      weights: matrices.
-      contract: how many axes are summed over.
-      gather: (x, weights) -> what the products read, where this device holds parts of them. The backward pass keeps
-        the parts and gathers again.
+      equation: such as "BTD,DKXH->BTKXH": the last axes of the first operand are contracted with the first of the
+        second, in order.
+      x_BTD: activations.
+      param: the matrix, an `nnx.Param` whose metadata `axes` names its logical axes.
+      ctx: how the matrix and the activations are sharded.
+
+    Source: Shoeybi et al. (Megatron-LM), arXiv 1909.08053, section 3.
     """
-    return _products(materialized(x), weights, contract, gather)
+    return column_parallel_products((equation,), x_BTD, (param,), ctx=ctx)[0]
 
 
-# The backward pass keeps the matrix as it was given: a reshaped one is a new value, which a loop over layers would
-# copy and stack for every layer. It computes nothing again.
-@functools.partial(jax.checkpoint, static_argnums=(2, 3), prevent_cse=False)
-def _products(
-    x: jax.Array, weights: tuple[jax.Array, ...], contract: int, gather: Gather | None
+def column_parallel_products(
+    equations: tuple[str, ...], x_BTD: jax.Array, params: tuple[Any, ...], *, ctx: ParallelContext
 ) -> tuple[jax.Array, ...]:
-    if gather is not None:
-        x, weights = gather(x, weights)
-    lead, inner = x.shape[: x.ndim - contract], x.shape[x.ndim - contract :]
-    size = math.prod(inner)
-    rows = x.reshape(-1, size)
-    return tuple((rows @ w.reshape(size, -1)).reshape(*lead, *w.shape[contract:]) for w in weights)
+    """Returns `column_parallel` of one `x_BTD` with several matrices, which share its entry into the region."""
+    weights, axes = tuple(param[...] for param in params), tuple(map(_logical_axes, params))
+    return _products(materialized(x_BTD), weights, equations, axes, ctx, True)
+
+
+def row_parallel(equation: str, x: jax.Array, param: Any, ctx: ParallelContext) -> jax.Array:
+    """Returns the einsum of `x` and a matrix whose contracted axes are split over `tensor`: [B, T, D] between blocks.
+
+    Leaves the tensor region: the product is summed over `tensor`. Arguments as `column_parallel`.
+    """
+    (y_BTD,) = _products(materialized(x), (param[...],), (equation,), (_logical_axes(param),), ctx, False)
+    return ctx.leave_tensor_region(y_BTD)
 
 
 def materialized(x: jax.Array) -> jax.Array:
@@ -61,3 +53,43 @@ def materialized(x: jax.Array) -> jax.Array:
     XLA on CPU otherwise fuses the norm or activation before a product into several consumers and computes it in each.
     """
     return jax.lax.optimization_barrier(x)
+
+
+# The backward pass keeps each matrix as it is stored, and gathers it again where it is sharded: a reshaped or gathered
+# one is a new value, which a loop over layers would copy and stack for every layer. No product is computed again.
+@functools.partial(jax.checkpoint, static_argnums=(2, 3, 4, 5), prevent_cse=False)
+def _products(
+    x: jax.Array,
+    weights: tuple[jax.Array, ...],
+    equations: tuple[str, ...],
+    axes: tuple[Axes, ...],
+    ctx: ParallelContext,
+    enters: bool,
+) -> tuple[jax.Array, ...]:
+    if ctx != SINGLE_DEVICE:
+        weights = tuple(ctx.gather_weight(weight, names) for weight, names in zip(weights, axes, strict=True))
+        x = ctx.enter_tensor_region(x) if enters else x
+    [num_contracted] = set(map(_num_contracted, equations))
+    # One product of two matrices, tokens by contracted size, instead of `jnp.einsum`: XLA on CPU would otherwise run a
+    # batch of small products, and the backward pass would need transposed copies.
+    lead, contracted = x.shape[: x.ndim - num_contracted], x.shape[x.ndim - num_contracted :]
+    size = math.prod(contracted)
+    rows = x.reshape(-1, size)
+    return tuple((rows @ w.reshape(size, -1)).reshape(*lead, *w.shape[num_contracted:]) for w in weights)
+
+
+@functools.cache
+def _num_contracted(equation: str) -> int:
+    """Returns the number of contracted axes. Raises ValueError for an equation of another form."""
+    operands, _, out = equation.partition("->")
+    left, _, right = operands.partition(",")
+    for number in range(1, len(left)):
+        if right.startswith(left[-number:]) and out == left[:-number] + right[number:]:
+            return number
+    raise ValueError(
+        f"{equation!r} must contract the last axes of its first operand with the first of its second, as BTNH,NHD->BTD."
+    )
+
+
+def _logical_axes(param: Any) -> Axes:
+    return tuple(axis for axis in param.get_metadata("axes") if axis != "layers")  # one layer's slice has no such axis

@@ -1,12 +1,8 @@
-"""What the devices of a mesh say to each other during a step: every collective that we write ourselves.
+"""Collectives for use inside `shard_map`, with explicit VJPs, and the parallel context of a model that uses them.
 
-The step's forward and backward pass runs under `jax.shard_map` over all axes of the mesh: code inside sees the shapes
-of one device, and nothing travels that is not written here. So the collectives of a program are known from this file
-and do not depend on how well a partitioner guesses; a reduce-scatter is one, also where XLA would not form it. Where
-what lies is a matter of the tables in `sharding`, from which every function here takes its axes.
-
-`Shards` is for the model: the collectives of one forward pass, whose transposes are those of the backward pass. Those
-of the program, gradients of every device in and one gradient out, are in `spread`.
+The forward and backward pass of a step runs under `jax.shard_map` over all axes of the mesh: code inside has the shapes
+of one device, and only the collectives written here and in `spread` run. Both passes are therefore independent of what
+a partitioner would insert; a reduce-scatter is one, also where XLA would not form it.
 """
 
 from __future__ import annotations
@@ -19,50 +15,61 @@ import jax
 
 from hlat_jax.parallel.sharding import TENSOR, Layout
 
-# The four ways in which one value becomes another along mesh axes, each with its transpose written out.
+# The four conjugate operations: identity and all-reduce, all-gather and reduce-scatter. Without axes, the identity.
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def copied(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Returns `x`, which every device along `axes` has and uses for a part; its gradient is the sum of their parts."""
+def copy_to_tensor_region(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """Returns `x`, which is replicated over `axes` and used by each device for a part; backward: `psum`."""
     return x
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def summed(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Returns the sum of `x` over `axes`, which every device then goes on with; each term has the sum's gradient."""
+def psum(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """Returns the sum of `x` over `axes`, replicated; backward: the gradient of the sum, unchanged."""
     return jax.lax.psum(x, axes) if axes else x
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def gathered(x: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
-    """Returns the parts of all devices along `axes`, one after another in `dim`; the gradient is `scattered`."""
+def all_gather(x: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
+    """Returns the parts of all devices along `axes`, concatenated in `dim`; backward: `reduce_scatter`."""
     return jax.lax.all_gather(x, axes, axis=dim, tiled=True) if axes else x
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def scattered(x: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
-    """Returns this device's part in `dim` of the sum of `x` over `axes`; the gradient is `gathered`."""
+def reduce_scatter(x: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
+    """Returns this device's part in `dim` of the sum of `x` over `axes`; backward: `all_gather`."""
     return jax.lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True) if axes else x
 
 
-# `gathered.fun`: where a remat policy looks it then finds the collective, and not a function that it cannot see into.
-copied.defvjp(lambda x, axes: (x, None), lambda axes, _, grad: (summed(grad, axes),))
-summed.defvjp(lambda x, axes: (summed(x, axes), None), lambda axes, _, grad: (grad,))
-gathered.defvjp(lambda x, *at: (gathered.fun(x, *at), None), lambda axes, dim, _, grad: (scattered(grad, axes, dim),))
-scattered.defvjp(lambda x, *at: (scattered(x, *at), None), lambda axes, dim, _, grad: (gathered(grad, axes, dim),))
+# `all_gather.fun`: a remat policy then sees the collective itself, and not a function that it cannot look into.
+copy_to_tensor_region.defvjp(lambda x, axes: (x, None), lambda axes, _, grad: (psum(grad, axes),))
+psum.defvjp(lambda x, axes: (psum(x, axes), None), lambda axes, _, grad: (grad,))
+all_gather.defvjp(
+    lambda x, *at: (all_gather.fun(x, *at), None), lambda axes, dim, _, grad: (reduce_scatter(grad, axes, dim),)
+)
+reduce_scatter.defvjp(
+    lambda x, *at: (reduce_scatter(x, *at), None), lambda axes, dim, _, grad: (all_gather(grad, axes, dim),)
+)
+
+
+def axis_index(axes: tuple[str, ...]) -> jax.Array:
+    """Returns this device's int32 index along mesh axes, the first outermost; 0 without any."""
+    return jax.lax.axis_index(axes) if axes else jax.numpy.int32(0)
 
 
 @dataclasses.dataclass(frozen=True)
-class Shards:
-    """The collectives of a model whose parameters are split over a mesh; as it stands, of a model on one device.
+class ParallelContext:
+    """How a model's parameters and activations are sharded inside `shard_map`; the default is a single device.
+
+    Mesh axes are named only where they hold more than one device.
 
     Attributes:
-      tensor: mesh axes of more than one device over which heads, mlp and vocabulary are split.
-      pipe: likewise, the axis over which layers and vocabulary are split.
-      fsdp: likewise, the axis over which matrices are split along `fsdp_axes` until they are used.
+      tensor: mesh axes over which heads, mlp and vocabulary are split.
+      pipe: the axis over which layers and vocabulary are split.
+      fsdp: the axis over which matrices are split along `fsdp_axes` until they are used.
       fsdp_axes: the logical axes that fsdp splits.
-      reduced: likewise, over which the gradients of matrices are summed where they arise, inside the loop over layers.
+      reduced: axes over which the gradients of matrices are summed inside the loop over layers.
       sequence_parallel: activations between blocks are split over `tensor` along T.
     """
 
@@ -75,31 +82,33 @@ class Shards:
 
     @property
     def vocab(self) -> tuple[str, ...]:
-        """Mesh axes that the tables of the vocabulary are split over, outermost first."""
+        """Mesh axes over which the vocabulary of the embedding table and the head is split, outermost first."""
         return self.pipe + self.tensor
 
-    def enter(self, x_BTD: jax.Array) -> jax.Array:
-        """Returns what a matrix split by columns reads: every place of the sequence. Backward: sums over `tensor`."""
-        return gathered(x_BTD, self.tensor, 1) if self.sequence_parallel else copied(x_BTD, self.tensor)
+    def enter_tensor_region(self, x_BTD: jax.Array) -> jax.Array:
+        """Returns the input of a column-parallel matrix, the whole sequence; backward: summed over `tensor`."""
+        if self.sequence_parallel:
+            return all_gather(x_BTD, self.tensor, 1)
+        return copy_to_tensor_region(x_BTD, self.tensor)
 
-    def leave(self, y_BTD: jax.Array) -> jax.Array:
-        """Returns the sum over `tensor` of what a matrix split by rows gave, as it lies between blocks."""
-        return scattered(y_BTD, self.tensor, 1) if self.sequence_parallel else summed(y_BTD, self.tensor)
+    def leave_tensor_region(self, y_BTD: jax.Array) -> jax.Array:
+        """Returns the output of a row-parallel matrix summed over `tensor`, sharded as activations between blocks."""
+        return reduce_scatter(y_BTD, self.tensor, 1) if self.sequence_parallel else psum(y_BTD, self.tensor)
 
-    def weight(self, weight: jax.Array, axes: Sequence[str]) -> jax.Array:
-        """Returns a matrix with these logical axes whole over fsdp. Backward: reduce-scatter of its gradient."""
+    def gather_weight(self, weight: jax.Array, axes: Sequence[str]) -> jax.Array:
+        """Returns a matrix with these logical axes gathered over fsdp; backward: reduce-scatter of its gradient."""
         for dim, axis in enumerate(axes):
             if axis in self.fsdp_axes:
-                weight = gathered(copied(weight, self.reduced), self.fsdp, dim)
+                weight = all_gather(copy_to_tensor_region(weight, self.reduced), self.fsdp, dim)
         return weight
 
 
-ALONE = Shards()
+SINGLE_DEVICE = ParallelContext()
 
 
-def shards(layout: Layout) -> Shards:
-    """Returns the collectives of a model under a layout, for code inside `Spread`'s region."""
-    return Shards(
+def parallel_context(layout: Layout) -> ParallelContext:
+    """Returns the context of a model under a layout, for code inside the `shard_map` of `ReplicaSync`."""
+    return ParallelContext(
         tensor=layout.wide(TENSOR),
         pipe=layout.wide(("pipe",)),
         fsdp=layout.wide(("fsdp",)),
@@ -107,8 +116,3 @@ def shards(layout: Layout) -> Shards:
         reduced=layout.wide(("data",)) if layout.reduce_gradients == "layer" else (),
         sequence_parallel=layout.sequence_parallel,
     )
-
-
-def position(axes: tuple[str, ...]) -> jax.Array:
-    """Returns this device's int32 number along mesh axes, the first outermost; 0 without any."""
-    return jax.lax.axis_index(axes) if axes else jax.numpy.int32(0)

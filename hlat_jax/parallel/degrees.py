@@ -1,6 +1,6 @@
-"""Which degrees a config can take over so many devices: the checks that need their number, and the nearest that pass.
+"""Checks of parallel degrees that depend on the number of devices, and the nearest degrees that pass them.
 
-Owns what `config.resolve` cannot know while a degree may be -1. Needs no device: a laptop asks for 8,192 of them.
+They need no devices: a laptop can check a layout of 8,192.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from hlat_jax.resolve import check_parallel, check_policy
 
 
 def layout_over(config: Config, devices: Sequence[Any]) -> Layout:
-    """Returns the layout of a config over `devices`, in which all that it splits divides.
+    """Returns the layout of a config over `devices`.
 
     Raises:
-      ValueError: another number of devices than the degrees multiply to, or a size of the model or the batch that does
-        not divide; the message has the nearest degrees that pass every check on these devices. Or more tokens in a
-        step than are counted exactly.
+      ValueError: degrees that do not multiply to the number of devices, or do not divide a size of the model or the
+        batch; the message has the nearest degrees that pass every check on these devices. Or more tokens in a step than
+        are counted exactly.
     """
     _check_count(config)
     try:
@@ -33,7 +33,7 @@ def layout_over(config: Config, devices: Sequence[Any]) -> Layout:
 
 
 def check_degrees(config: Config, num_devices: int) -> None:
-    """Raises ValueError for the first thing that does not divide; the message has the key to change."""
+    """Raises ValueError for the first size that a degree does not divide; the message has the key to change."""
     parallel = config.parallel
     degrees = dict(zip(MESH_AXES, resolve_degrees(parallel, num_devices), strict=True))
     parallel = dataclasses.replace(parallel, **degrees)
@@ -47,16 +47,16 @@ def check_degrees(config: Config, num_devices: int) -> None:
 
 
 def layout_of_model(model: ModelConfig, parallel: ParallelConfig, devices: Sequence[Any]) -> Layout:
-    """Returns the layout of a model without a batch, over as many of `devices` as the degrees multiply to.
+    """Returns the layout of a model without a batch, over the first of `devices` that the degrees multiply to.
 
     Raises:
-      ValueError: more devices than there are, or a size of the model that does not divide.
+      ValueError: too few devices, or a size of the model that a degree does not divide.
     """
     wanted = [getattr(parallel, axis) for axis in MESH_AXES]
     count = len(devices) if -1 in wanted else math.prod(wanted)
     if count > len(devices):
         named = " x ".join(f"parallel.{axis}={degree}" for axis, degree in zip(MESH_AXES, wanted, strict=True))
-        raise ValueError(f"{named} takes {count} devices and there are {len(devices)}; lower a degree.")
+        raise ValueError(f"{named} needs {count} devices and there are {len(devices)}; lower a degree.")
     degrees = dict(zip(MESH_AXES, resolve_degrees(parallel, count), strict=True))
     parallel = dataclasses.replace(parallel, **degrees)
     check_parallel(parallel, model)
@@ -75,9 +75,9 @@ def passes(config: Config, num_devices: int) -> bool:
 
 
 def nearest_degrees(config: Config, num_devices: int) -> dict[str, int] | None:
-    """Returns the degrees over `num_devices` that pass every check and are the fewest doublings from those asked.
+    """Returns the degrees over `num_devices` that pass every check and are the fewest doublings from the config's.
 
-    A degree of -1 asks for none. None: no degrees pass.
+    A degree of -1 is not compared. None: no degrees pass.
     """
     asked = {axis: degree for axis in MESH_AXES if (degree := getattr(config.parallel, axis)) != -1}
 
@@ -94,7 +94,7 @@ def nearest_degrees(config: Config, num_devices: int) -> dict[str, int] | None:
 
 
 def all_degrees(num_devices: int) -> Iterator[dict[str, int]]:
-    """Yields every choice of degrees that multiplies to `num_devices`."""
+    """Yields all degrees that multiply to `num_devices`."""
     divisors = [d for d in range(1, num_devices + 1) if num_devices % d == 0]
     for outer in itertools.product(divisors, repeat=len(MESH_AXES) - 1):
         if num_devices % math.prod(outer) == 0:
@@ -103,7 +103,7 @@ def all_degrees(num_devices: int) -> Iterator[dict[str, int]]:
 
 def _advice(config: Config, num_devices: int) -> str:
     remains = [axis for axis in MESH_AXES if getattr(config.parallel, axis) == -1]
-    note = f" (parallel.{remains[0]}=-1 then takes what remains)" if remains else ""
+    note = f" (parallel.{remains[0]}=-1 is the rest)" if remains else ""
     found = nearest_degrees(config, num_devices)
     if found is None:
         return f"No degrees pass every check on {num_devices} device(s)."
@@ -115,8 +115,8 @@ def _check_model(model: ModelConfig, layout: Layout) -> None:
     tensor = layout.degrees["tensor"]
     if layout.wide(("tensor_rep",)) and model.fuse_qkv:
         raise ValueError(
-            f"parallel.tensor={tensor} above model.num_kv_heads={model.num_kv_heads} copies KV heads, which takes a KV "
-            "matrix of its own: set model.fuse_qkv=False, or lower parallel.tensor to at most "
+            f"parallel.tensor={tensor} above model.num_kv_heads={model.num_kv_heads} replicates KV heads, which needs "
+            "a KV matrix of its own: set model.fuse_qkv=False, or lower parallel.tensor to at most "
             f"{model.num_kv_heads}."
         )
     sizes = {
@@ -133,22 +133,22 @@ def _check_model(model: ModelConfig, layout: Layout) -> None:
         _check_divisor(path, size, layout, layout.state_rules[axis])
 
 
-def _check_divisor(path: str, size: int, layout: Layout, places: Sequence[str]) -> None:
-    parts = layout.size(places)
+def _check_divisor(path: str, size: int, layout: Layout, mesh_axes: Sequence[str]) -> None:
+    parts = layout.size(mesh_axes)
     if size % parts:
         degrees = layout.degrees
-        axes = dict.fromkeys("tensor" if place in TENSOR else place for place in places)
+        axes = dict.fromkeys("tensor" if axis in TENSOR else axis for axis in mesh_axes)
         named = " x ".join(f"parallel.{axis}={degrees[axis]}" for axis in axes if degrees[axis] > 1)
         raise ValueError(f"{path}={size} does not divide into the {parts} parts of {named}; change one of them.")
 
 
 def _check_count(config: Config) -> None:
-    """Raises ValueError for more tokens in a step than float32, in which devices count them, holds exactly."""
+    """Raises ValueError for more tokens in a step than float32, in which they are counted, represents exactly."""
     rows, seq_len = config.data.batch_size, config.data.seq_len
     if rows * seq_len > 2**24:
         raise ValueError(
-            f"data.batch_size={rows} x data.seq_len={seq_len} are {rows * seq_len:,} tokens a step, which devices "
-            f"count exactly up to {2**24:,}; use data.batch_size={2**24 // seq_len} or less."
+            f"data.batch_size={rows} x data.seq_len={seq_len} are {rows * seq_len:,} tokens a step, and they are "
+            f"counted exactly up to {2**24:,}; use data.batch_size={2**24 // seq_len} or less."
         )
 
 

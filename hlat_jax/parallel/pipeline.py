@@ -1,21 +1,20 @@
 """Pipeline parallelism: value and gradient of embed -> stages -> head and loss over the mesh axis `pipe`.
 
-Stage s of p holds the s-th part of the stacked layers. Time is cut into ticks, in which every stage does the same work
-on its own microbatch, so the program has no branches:
+Stage s of p holds the s-th part of the stacked layers. In each tick every stage does the same work on a microbatch of
+its own, so the program has no branches:
 
     microbatch j goes forward through stage s in tick j + s and backward in tick j + 2 (p - 1) - s
 
 In the last stage both fall into one tick, with the loss between them. Three loops of static length follow: p - 1 ticks
 forward, m ticks of one forward and one backward, p - 1 ticks backward; in all (m + p - 1) forwards and backwards, a
 bubble of (p - 1) / (m + p - 1). A stage holds at most 2p - 1 microbatches, however many there are: what their backward
-passes need lies in a ring of so many slots.
+passes need is kept in a ring of so many slots.
 
-The tables of the vocabulary are split over the stages too, so that head and loss are work for all of them: each tick
-broadcasts what the last stage made, and every stage has its share of the logits. The same holds for the embedding.
+The embedding table and the head are split over the stages too: each tick broadcasts the output of the last stage, and
+every stage computes its part of the logits.
 
-Owns the schedule. Refuses to know what embed, stage and loss compute. Runs inside `replica_sync.Spread`'s region.
-Source of the ideas: Narayanan et al. (PipeDream-Flush, 1F1B), arXiv 2104.04473, section 2.2; the schedule in lockstep
-is ours.
+Runs inside the `shard_map` of `replica_sync.ReplicaSync`.
+Source: Narayanan et al. (PipeDream-Flush, 1F1B), arXiv 2104.04473, section 2.2; the schedule in lockstep is ours.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ import jax
 import jax.numpy as jnp
 
 from hlat_jax.batch import SumAndCount, microbatches
-from hlat_jax.parallel.collectives import position
+from hlat_jax.parallel import collectives
 from hlat_jax.precision import NEAREST, Accumulation, Rounding
 
 _PIPE = ("pipe",)
@@ -36,61 +35,64 @@ _PIPE = ("pipe",)
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """A loss function in three parts; called, it is their composition.
+    """A loss function in parts; called, it is their composition, with parameters cast and bound once.
 
     Attributes:
-      embed: (params, microbatch) -> x.
-      stage: (params, x, microbatch) -> x of the same shape and dtype; reads params["layers"], of one stage or of all.
-      loss: (params, x, microbatch) -> sum of the losses and count, fp32 scalars.
+      bind: params -> the model that computes with them; params["layers"] are those of one stage or of all.
+      embed: (model, microbatch) -> x.
+      stage: (model, x, microbatch) -> x of the same shape and dtype; reads the layers.
+      loss: (model, x, microbatch) -> sum of the losses and count, fp32 scalars.
     """
 
+    bind: Callable[[Any], Any]
     embed: Callable[[Any, Any], jax.Array]
     stage: Callable[[Any, jax.Array, Any], jax.Array]
     loss: Callable[[Any, jax.Array, Any], SumAndCount]
 
     def __call__(self, params: Any, batch: Any) -> SumAndCount:
-        return self.loss(params, self.stage(params, self.embed(params, batch), batch), batch)
+        model = self.bind(params)
+        return self.loss(model, self.stage(model, self.embed(model, batch), batch), batch)
 
 
 def pipelined(parts: Parts, params: Any, batch: Any, *, sums: Accumulation) -> tuple[SumAndCount, Any]:
-    """Returns (loss sum and count, gradients) of a batch, with layers spread over `pipe`.
+    """Returns (loss sum and count, gradients) of a batch, with layers split over `pipe`.
 
     Args:
       parts: the loss function.
-      params: this stage's; every key but `layers` belongs to embed and loss.
+      params: of this stage; every key but `layers` belongs to embed and loss.
       batch: the rows of this device, the same in every stage.
-      sums: number m of parts of the batch, and how their gradients are summed; `reduce` has to be None, since the
-        gradients of several parts are made at a time.
+      sums: number m of microbatches, and how their gradients are summed; `reduce` has to be None, since the gradients
+        of several microbatches are computed at a time.
     """
     assert sums.reduce is None
     m, rounding = sums.num_microbatches, sums.rounding
-    line = _Line(parts, params, microbatches(batch, m), m, rounding)
-    p = line.num_stages
+    stage = _Stage(parts, params, microbatches(batch, m), m, rounding)
+    p = stage.num_stages
 
     def warm_up(carry, tick):
         received, ring = carry
-        y, residuals = line.forward(tick, received)
-        return (_to_next(y), line.stored(ring, tick, residuals)), None
+        y, residuals = stage.forward(tick, received)
+        return (_to_next(y), stage.stored(ring, tick, residuals)), None
 
     def steady(carry, tick):
         received, returned, ring, totals, grads = carry
-        y, residuals = line.forward(tick, received)
-        ring = line.stored(ring, tick, residuals)
-        loss, rest_grads, dy = line.loss(tick, y)
+        y, residuals = stage.forward(tick, received)
+        ring = stage.stored(ring, tick, residuals)
+        loss, rest_grads, dy = stage.loss(tick, y)
         totals = SumAndCount(*map(jnp.add, totals, loss))
         grads = grads[0], rounding.at(tick, 0).added(grads[1], rest_grads)
-        dx, grads = line.backward(tick, jnp.where(line.is_last, dy, returned), ring=ring, grads=grads)
+        dx, grads = stage.backward(tick, jnp.where(stage.is_last, dy, returned), ring=ring, grads=grads)
         return (_to_next(y), _to_previous(dx), ring, totals, grads), None
 
     def cool_down(carry, tick):
         returned, ring, grads = carry
-        dx, grads = line.backward(tick, returned, ring=ring, grads=grads)
+        dx, grads = stage.backward(tick, returned, ring=ring, grads=grads)
         return (_to_previous(dx), ring, grads), None
 
-    x, residuals = line.abstract_forward()
+    x, residuals = stage.abstract_forward()
     nothing = jnp.zeros(x.shape, x.dtype)
     ring = [jnp.zeros((2 * p - 1, *leaf.shape), leaf.dtype) for leaf in residuals]
-    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, sums.dtype), (line.layers, line.rest))
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, sums.dtype), (stage.layers, stage.rest))
     totals = SumAndCount(jnp.float32(0.0), jnp.float32(0.0))
     ticks = jnp.arange(m + 2 * (p - 1), dtype=jnp.int32)
     (received, ring), _ = jax.lax.scan(warm_up, (nothing, ring), ticks[: p - 1])
@@ -102,45 +104,52 @@ def pipelined(parts: Parts, params: Any, batch: Any, *, sums: Accumulation) -> t
 
 def pipelined_loss(parts: Parts, params: Any, batch: Any, *, num_microbatches: int) -> SumAndCount:
     """Returns loss sum and count alone: m + p - 1 ticks forward."""
-    line = _Line(parts, params, microbatches(batch, num_microbatches), num_microbatches, NEAREST)
+    stage = _Stage(parts, params, microbatches(batch, num_microbatches), num_microbatches, NEAREST)
 
     def warm_up(received, tick):
-        return _to_next(line.forward(tick, received)[0]), None
+        return _to_next(stage.forward(tick, received)[0]), None
 
     def steady(carry, tick):
         received, sums = carry
-        y, _ = line.forward(tick, received)
-        loss = parts.loss(params, line.of_last(y), line.microbatch(tick - (line.num_stages - 1)))
+        y, _ = stage.forward(tick, received)
+        loss = parts.loss(stage.model(), stage.of_last(y), stage.microbatch(tick - (stage.num_stages - 1)))
         return (_to_next(y), jax.tree.map(jnp.add, sums, loss)), None
 
-    x, _ = line.abstract_forward()
-    ticks = jnp.arange(num_microbatches + line.num_stages - 1, dtype=jnp.int32)
-    received, _ = jax.lax.scan(warm_up, jnp.zeros(x.shape, x.dtype), ticks[: line.num_stages - 1])
+    x, _ = stage.abstract_forward()
+    ticks = jnp.arange(num_microbatches + stage.num_stages - 1, dtype=jnp.int32)
+    received, _ = jax.lax.scan(warm_up, jnp.zeros(x.shape, x.dtype), ticks[: stage.num_stages - 1])
     carry = received, SumAndCount(jnp.float32(0.0), jnp.float32(0.0))
-    return jax.lax.scan(steady, carry, ticks[line.num_stages - 1 :])[0][1]
+    return jax.lax.scan(steady, carry, ticks[stage.num_stages - 1 :])[0][1]
 
 
-class _Line:
-    """What one stage does in a tick. All numbers of microbatches and stages are int32 scalars on the device."""
+class _Stage:
+    """The work of one stage in a tick. Indices of microbatches and stages are int32 scalars on the device."""
 
     def __init__(self, parts: Parts, params: Any, fields: Any, num_microbatches: int, rounding: Rounding):
-        self.parts, self.params, self.fields, self.num_microbatches = parts, params, fields, num_microbatches
-        self.rounding = rounding
+        self.parts, self.fields, self.num_microbatches, self.rounding = parts, fields, num_microbatches, rounding
         self.layers = params["layers"]
         self.rest = {key: value for key, value in params.items() if key != "layers"}
         self.num_stages = jax.lax.axis_size("pipe")
-        self.stage = position(_PIPE)
+        self.stage = collectives.axis_index(_PIPE)
         self.is_last = self.stage == self.num_stages - 1
-        self._pullback = None  # of a stage's forward pass: how residuals and parameters make it, found while tracing
+        self._pullback = None  # of the forward pass: its structure, and which of its leaves are parameters
+
+    def model(self, *, layers: Any = None, rest: Any = None) -> Any:
+        """Returns the model bound to this stage's parameters, or to what is differentiated in their place.
+
+        Each derivative binds for itself: embedding, stage and loss of a microbatch are differentiated in other ticks.
+        """
+        rest = self.rest if rest is None else rest
+        return self.parts.bind(rest | {"layers": self.layers if layers is None else layers})
 
     def microbatch(self, index: jax.Array) -> Any:
-        """Returns a microbatch; the nearest one where there is none of that number."""
+        """Returns a microbatch; the nearest one where the index is outside their range."""
         index = jnp.clip(index, 0, self.num_microbatches - 1)
         return jax.tree.map(lambda field: jax.lax.dynamic_index_in_dim(field, index, keepdims=False), self.fields)
 
     def forward(self, tick: jax.Array, received: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
-        """Returns this stage's output and what its backward pass needs beside parameters."""
-        first = self.parts.embed(self.params, self.microbatch(tick))
+        """Returns this stage's output and the residuals of its backward pass, without parameters."""
+        first = self.parts.embed(self.model(), self.microbatch(tick))
         index = tick - self.stage
         x = jnp.where(self._exists(index), jnp.where(self.stage == 0, first, received), 0)
         return self._stage(self.layers, x, self.microbatch(index))
@@ -150,7 +159,7 @@ class _Line:
         microbatch = self.microbatch(tick - (self.num_stages - 1))
 
         def loss(rest, y):
-            return self.parts.loss(rest | {"layers": self.layers}, y, microbatch)
+            return self.parts.loss(self.model(rest=rest), y, microbatch)
 
         grad_fn = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
         sums, (rest_grads, dy) = grad_fn(self.rest, self.of_last(y))
@@ -164,43 +173,44 @@ class _Line:
         dlayers, dx = self._pulled(residuals, jnp.where(self._exists(index), dy, 0))
         dfirst = jax.lax.psum(jnp.where(self.stage == 0, dx, 0), "pipe")
         microbatch = self.microbatch(tick - 2 * (self.num_stages - 1))
-        pullback = jax.vjp(lambda rest: self.parts.embed(rest | {"layers": self.layers}, microbatch), self.rest)[1]
+        pullback = jax.vjp(lambda rest: self.parts.embed(self.model(rest=rest), microbatch), self.rest)[1]
         rounding = self.rounding.at(tick, 1)
         return dx, (rounding.added(grads[0], dlayers), rounding.added(grads[1], pullback(dfirst)[0]))
 
     def stored(self, ring: list, tick: jax.Array, residuals: list) -> list:
         """Returns the ring with the residuals of this tick's forward pass in their slot.
 
-        A microbatch that does not exist writes too: before the first one into slots that are written again before
-        they are read, after the last one into slots that have been read.
+        Ticks without a microbatch write too: before the first one into slots that are written again before they are
+        read, after the last one into slots that have been read.
         """
         slot = (tick - self.stage) % (2 * self.num_stages - 1)
         update = jax.lax.dynamic_update_index_in_dim
         return [update(buffer, leaf, slot, 0) for buffer, leaf in zip(ring, residuals, strict=True)]
 
     def of_last(self, y: jax.Array) -> jax.Array:
-        """Returns the last stage's value in every stage."""
+        """Returns the value of the last stage on every stage."""
         return jax.lax.psum(jnp.where(self.is_last, y, 0), "pipe")
 
     def abstract_forward(self) -> tuple[jax.ShapeDtypeStruct, list[jax.ShapeDtypeStruct]]:
-        """Returns shapes and dtypes of what `forward` returns."""
+        """Returns shapes and dtypes of the results of `forward`."""
 
-        def run(params, microbatch):
-            return self._stage(params["layers"], self.parts.embed(params, microbatch), microbatch)
+        def run(layers, rest, microbatch):
+            x = self.parts.embed(self.model(layers=layers, rest=rest), microbatch)
+            return self._stage(layers, x, microbatch)
 
         one = jax.tree.map(lambda field: jax.ShapeDtypeStruct(field.shape[1:], field.dtype), self.fields)
-        return jax.eval_shape(run, self.params, one)
+        return jax.eval_shape(run, self.layers, self.rest, one)
 
     def _exists(self, index: jax.Array) -> jax.Array:
         return (index >= 0) & (index < self.num_microbatches)
 
     def _stage(self, layers: Any, x: jax.Array, microbatch: Any) -> tuple[jax.Array, list[jax.Array]]:
         def run(layers, x):
-            return self.parts.stage(self.rest | {"layers": layers}, x, microbatch)
+            return self.parts.stage(self.model(layers=layers), x, microbatch)
 
         y, pullback = jax.vjp(run, layers, x)
-        # The pullback holds the stage's parameters beside its residuals. They are at hand in every tick: what is an
-        # argument of this trace is given again, and only the others are kept.
+        # The pullback holds the stage's parameters beside its residuals. Parameters are arguments of this trace and the
+        # same in every tick: they are passed again, and only the other leaves are kept.
         leaves, structure = jax.tree.flatten(pullback)
         arguments = {id(leaf): number for number, leaf in enumerate(jax.tree.leaves(layers))}
         sources = [arguments.get(id(leaf)) for leaf in leaves]

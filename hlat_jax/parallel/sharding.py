@@ -1,9 +1,4 @@
-"""The device mesh, logical axes, and the rule tables between them.
-
-Owns which logical axis lies on which mesh axis, for parameters, optimizer state, gradients and batches. Refuses to
-know the model: it sees arrays and the names of their axes. An axis name that no table knows raises. What devices say to
-each other is in `collectives`.
-"""
+"""The device mesh, and rule tables that map logical axes of parameters, gradients and optimizer state to mesh axes."""
 
 from __future__ import annotations
 
@@ -20,16 +15,15 @@ from jax.sharding import PartitionSpec as P
 
 from hlat_jax.batch import Batch
 from hlat_jax.config import ParallelConfig
-from hlat_jax.host.distributed import exchange
 
 MESH_AXES = ("pipe", "data", "fsdp", "tensor")
-# `tensor` is two axes of the mesh: KV heads are split over the first, and each is copied over the second when there are
+# `tensor` is two axes of the mesh: KV heads are split over the first, and replicated over the second when there are
 # more tensor-parallel devices than KV heads.
 TENSOR = ("tensor_kv", "tensor_rep")
 ROWS = ("data", "fsdp")
 
-# Logical axis of a parameter -> mesh axes. Megatron column and row splits, vocabulary-parallel tables that the pipeline
-# stages share, and FSDP on the residual width. `kv_embed` is the width of a KV matrix that stands alone.
+# Logical axis of a parameter -> mesh axes. Megatron column and row splits, embedding table and head also split over
+# pipeline stages, and FSDP on the residual width. `kv_embed` is the width of a KV matrix of its own.
 PARAM_RULES: dict[str, tuple[str, ...]] = {
     "layers": ("pipe",),
     "vocab": ("pipe", *TENSOR),
@@ -46,25 +40,25 @@ PARAM_RULES: dict[str, tuple[str, ...]] = {
 }
 # ZeRO-1: optimizer state and master weights are also split over the replicas of the parameters.
 ZERO1_RULES = PARAM_RULES | {"embed": ("fsdp", "data"), "kv_embed": ("fsdp", "data", "tensor_rep")}
-# Mesh axes over which a gradient is only a part, beside ROWS: the cores that share a KV head each see their own query
-# heads, and under sequence parallelism a norm sees its own part of the sequence.
+# Mesh axes over which a gradient is a partial sum, beside ROWS: devices that share a KV head have query heads of their
+# own, and under sequence parallelism a norm has a part of the sequence.
 PARTIAL_GRADIENTS: dict[str, tuple[str, ...]] = {"kv_embed": ("tensor_rep",)}
 SEQUENCE_PARTIAL_GRADIENTS = PARTIAL_GRADIENTS | {"norm": TENSOR}
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """A mesh with its rule tables: everything that a step has to know about devices.
+    """A mesh with its rule tables.
 
     Attributes:
       mesh: axes pipe, data, fsdp, tensor_kv, tensor_rep; of devices, or abstract.
-      param_rules: logical axis -> mesh axes, of the parameters that the forward pass reads.
-      state_rules: likewise, of optimizer state and master weights.
-      partial_gradients: logical axis -> mesh axes, beside ROWS, over which gradients are to be summed.
+      param_rules: logical axis -> mesh axes, for the parameters that the forward pass reads.
+      state_rules: likewise, for optimizer state and master weights.
+      partial_gradients: logical axis -> mesh axes, beside ROWS, over which gradients are partial sums.
       sequence_parallel: activations between blocks are split over `tensor` along the sequence.
       reduce_gradients: when gradients are summed over replicas, one of `REDUCE_GRADIENTS`.
-      bucket_bytes: gradients, and parameters on their way to replicas, share collectives of up to so many bytes on a
-        device; 0: one each.
+      bucket_bytes: capacity, on a device, of the buckets of gradients or of parameters that share a collective; 0: one
+        array each.
     """
 
     mesh: Any
@@ -77,12 +71,12 @@ class Layout:
 
     @property
     def platform(self) -> str:
-        """The platform of the devices, such as `cpu`; that of an abstract mesh is the default backend's."""
+        """The platform of the devices, such as `cpu`; for an abstract mesh that of the default backend."""
         return jax.default_backend() if isinstance(self.mesh, AbstractMesh) else self.mesh.devices.flat[0].platform
 
     @property
     def degrees(self) -> dict[str, int]:
-        """The degrees of MESH_AXES, as a config names them."""
+        """The degrees of MESH_AXES, as `config.parallel` has them."""
         outer = {axis: self.mesh.shape[axis] for axis in MESH_AXES[:3]}
         return outer | {"tensor": self.size(TENSOR)}
 
@@ -94,26 +88,26 @@ class Layout:
     @property
     def fsdp_axes(self) -> tuple[str, ...]:
         """The logical axes that fsdp splits: every matrix has one of them."""
-        return tuple(axis for axis, places in self.param_rules.items() if "fsdp" in places)
+        return tuple(axis for axis, mesh_axes in self.param_rules.items() if "fsdp" in mesh_axes)
 
     def size(self, axes: Sequence[str]) -> int:
-        """Returns the number of devices along mesh axes together."""
+        """Returns the product of the sizes of mesh axes."""
         return math.prod(self.mesh.shape[axis] for axis in axes)
 
     def wide(self, axes: Sequence[str]) -> tuple[str, ...]:
-        """Returns those of the mesh axes that hold more than one device."""
+        """Returns those of the mesh axes that are larger than 1."""
         return tuple(axis for axis in axes if self.mesh.shape[axis] > 1)
 
     def param_sharding(self, axes: tuple) -> NamedSharding:
-        """Returns where a parameter with these logical axes lies."""
+        """Returns the sharding of a parameter with these logical axes."""
         return NamedSharding(self.mesh, spec(axes, self.param_rules))
 
     def state_sharding(self, axes: tuple) -> NamedSharding:
-        """Returns where the moments and the master weights of a parameter with these logical axes lie."""
+        """Returns the sharding of the moments and the master weights of a parameter with these logical axes."""
         return NamedSharding(self.mesh, spec(axes, self.state_rules))
 
     def replicated(self) -> NamedSharding:
-        """Returns the sharding of a value that every device holds whole."""
+        """Returns the sharding of a replicated value."""
         return NamedSharding(self.mesh, P())
 
     def rows(self) -> NamedSharding:
@@ -127,7 +121,7 @@ def make_layout(parallel: ParallelConfig, devices: Sequence[Any], *, num_kv_head
     Args:
       parallel: the degrees.
       devices: all of them, the nearest next to each other.
-      num_kv_heads: of the model; above it `parallel.tensor` copies KV heads. None: as many as `parallel.tensor`.
+      num_kv_heads: of the model; a larger `parallel.tensor` replicates KV heads. None: as many as `parallel.tensor`.
 
     Raises:
       ValueError: degrees that do not multiply to the number of devices.
@@ -140,7 +134,7 @@ def make_layout(parallel: ParallelConfig, devices: Sequence[Any], *, num_kv_head
 
 
 def abstract_layout(parallel: ParallelConfig, num_devices: int, *, num_kv_heads: int | None = None) -> Layout:
-    """Returns `make_layout` over devices that need not exist: shapes and shardings can be asked of it, no more."""
+    """Returns `make_layout` over an abstract mesh, which has shapes and shardings but no devices."""
     pipe, data, fsdp, tensor = resolve_degrees(parallel, num_devices)
     shape = (pipe, data, fsdp, *_tensor_split(tensor, num_kv_heads))
     names = (*MESH_AXES[:3], *TENSOR)
@@ -166,7 +160,7 @@ def _with_rules(mesh: Any, parallel: ParallelConfig) -> Layout:
 
 
 def resolve_degrees(parallel: ParallelConfig, num_devices: int) -> tuple[int, ...]:
-    """Returns (pipe, data, fsdp, tensor) with -1 replaced by what remains of `num_devices`.
+    """Returns (pipe, data, fsdp, tensor) with -1 replaced by the degree that remains for `num_devices`.
 
     Raises:
       ValueError: the product is not `num_devices`.
@@ -177,15 +171,15 @@ def resolve_degrees(parallel: ParallelConfig, num_devices: int) -> tuple[int, ..
     if math.prod(degrees) != num_devices:
         named = ", ".join(f"parallel.{axis}={d}" for axis, d in zip(MESH_AXES, wanted, strict=True))
         many = f"{'a multiple of ' if -1 in wanted else ''}{fixed} devices"
-        raise ValueError(f"{named} need {many} and there are {num_devices}; take {many}, or change a degree.")
+        raise ValueError(f"{named} need {many} and there are {num_devices}; use {many}, or change a degree.")
     return degrees
 
 
 def spec(axes: Sequence[str], rules: dict[str, tuple[str, ...]]) -> P:
-    """Returns the partition of an array with these logical axes.
+    """Returns the partition spec of an array with these logical axes.
 
     Raises:
-      ValueError: an axis that the table does not know.
+      ValueError: an axis without a rule.
     """
     unknown = [axis for axis in axes if axis not in rules]
     if unknown:
@@ -194,26 +188,28 @@ def spec(axes: Sequence[str], rules: dict[str, tuple[str, ...]]) -> P:
 
 
 def shard_batch(batch: Batch, layout: Layout) -> Batch:
-    """Returns the global batch on devices from this process's rows (NumPy, [B / num_processes, T])."""
+    """Returns the global batch on devices, from this process's rows (NumPy, [B / num_processes, T])."""
     sharding = layout.rows()
     return jax.tree.map(lambda rows: jax.make_array_from_process_local_data(sharding, rows), batch)
 
 
 def process_rows(layout: Layout, num_rows: int) -> list[int]:
-    """Returns the rows of a batch of `num_rows` that this process must bring, in order; `shard_batch` takes them."""
-    places = layout.rows().addressable_devices_indices_map((num_rows,)).values()
-    return sorted({row for (rows,) in places for row in range(*rows.indices(num_rows))})
+    """Returns the rows of a batch of `num_rows` that this process passes to `shard_batch`, in order."""
+    slices = layout.rows().addressable_devices_indices_map((num_rows,)).values()
+    return sorted({row for (rows,) in slices for row in range(*rows.indices(num_rows))})
 
 
 def gather_rows(values: np.ndarray, rows: Sequence[int], num_rows: int) -> np.ndarray:
     """Returns int64[num_rows, n] of all processes from the int64[len(rows), n] of each, whose rows are `rows`.
 
-    Every process calls it at the same point. The values go from host to host; no device takes part.
+    Every process calls it at the same point. The values are exchanged between hosts; no device takes part.
     """
     if jax.process_count() == 1:
         return values
+    from hlat_jax.host.distributed import exchange  # here: a model under a layout needs no coordination service
+
     whole = np.zeros((num_rows, values.shape[1]), np.int64)
-    for said in exchange(json.dumps([list(rows), values.tolist()])):
-        theirs, found = json.loads(said)
-        whole[theirs] = found
+    for message in exchange(json.dumps([list(rows), values.tolist()])):
+        their_rows, their_values = json.loads(message)
+        whole[their_rows] = their_values
     return whole

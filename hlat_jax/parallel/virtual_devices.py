@@ -1,7 +1,7 @@
 """Devices that need not exist, and how a trace of the very step that trains is read: what the rest of the planner uses.
 
 Nothing is compiled and no accelerator is asked: 8,192 devices take a second.
-Shapes inside the region of `replica_sync.Spread` are those of one device, dtypes are those of the target.
+Shapes inside the region of `replica_sync.ReplicaSync` are those of one device, dtypes are those of the target.
 """
 
 from __future__ import annotations

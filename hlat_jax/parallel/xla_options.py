@@ -1,15 +1,15 @@
-"""What XLA is told on GPUs so that collectives run beside computation. Elsewhere it is told nothing.
+"""XLA compiler options that overlap collectives with computation on GPUs; none elsewhere.
 
 Source: "GPU performance tips" of JAX and "Tips for High-Performance LLMs with JAX and XLA" of NVIDIA's JAX toolbox. Not
-yet run on several GPUs; tests see that XLA knows each name.
+yet run on several GPUs; tests check that XLA accepts each name.
 """
 
 from __future__ import annotations
 
 from hlat_jax.parallel.sharding import Layout
 
-# Collectives start as soon as their operands are there and end where they are read; those inside a loop over layers are
-# moved to the trip before (gathers) or after (reductions), for which two copies of what a trip holds are kept.
+# Collectives start as soon as their operands are ready and finish where their results are read; those in the loop over
+# layers move to the iteration before (gathers) or after (reductions), which double-buffers the loop's values.
 _PRESET = {
     "xla_gpu_enable_latency_hiding_scheduler": True,
     "xla_gpu_enable_pipelined_all_gather": True,
@@ -25,11 +25,11 @@ _COMBINED = (
 
 
 def compiler_options(layout: Layout, *, platform: str = "") -> dict[str, bool | int]:
-    """Returns the options for `lowered.compile(compiler_options=...)`; none on one device, or off a GPU.
+    """Returns the options for `lowered.compile(compiler_options=...)`; empty on one device, or without GPUs.
 
     Args:
-      layout: of the run. Its `bucket_bytes`, where there are any, also limit what XLA itself combines.
-      platform: JAX's word for the devices; default: that of the layout's.
+      layout: of the run. A `bucket_bytes` above 0 is also XLA's threshold for combining collectives.
+      platform: JAX's name of the platform; default: that of the layout's devices.
     """
     if layout.mesh.size == 1 or (platform or layout.platform) not in ("gpu", "cuda", "rocm"):
         return {}

@@ -1,9 +1,9 @@
-"""ZeRO for parameters of any shape and nesting: which dim of each lies split over the devices, and at which stage.
+"""ZeRO for parameters of any shape and nesting: which dim of each is sharded over the devices, at which stage.
 
     program = training_program(loss, optax.adam(1e-3), options=ProgramOptions(policy, zero=3), params=params)
 
-The loss function sees whole parameters and the rows of one device, and needs to know nothing of it. Our own model has
-logical axes and splits finer than that; it does not come here.
+The loss function takes unsharded parameters and the rows of one device. Our own model has logical axes and finer
+shardings, and does not use this.
 Source of the stages: Rajbhandari et al., arXiv 1910.02054.
 """
 
@@ -18,73 +18,71 @@ import jax
 import jax.numpy as jnp
 
 from hlat_jax.config import ParallelConfig
-from hlat_jax.parallel.replica_sync import Spread
+from hlat_jax.parallel.replica_sync import ReplicaSync
 from hlat_jax.parallel.sharding import make_layout
 
 STAGES = (0, 1, 2, 3)
-_SPLIT, _WHOLE = "split", "whole"
+_SHARDED, _REPLICATED = "sharded", "replicated"
 
 
-def spread_over(params: Any, devices: Sequence[Any], *, stage: int, bucket_bytes: int = 0) -> Spread:
-    """Returns how a program with these parameters lies on devices that share the rows of each batch.
+def replica_sync(params: Any, devices: Sequence[Any], *, stage: int, bucket_bytes: int = 0) -> ReplicaSync:
+    """Returns the shardings and collectives of a program with these parameters, the rows of a batch split over devices.
 
-    An array is split in its first dim that the number of devices divides; one without such a dim is held whole by all.
+    An array is sharded in its first dim that the number of devices divides; one without such a dim is replicated.
 
     Args:
       params: arrays or their shapes.
       devices: all of them, the nearest next to each other.
-      stage: 0: everything on every device; 1: optimizer state and master weights split; 2: gradients too, while those
-        of microbatches are summed; 3: parameters too, gathered for the loss and again for its backward pass.
-      bucket_bytes: arrays share collectives of up to so many bytes on a device; 0: one each.
+      stage: 0: everything is replicated; 1: optimizer state and master weights are sharded; 2: gradients too, while
+        those of microbatches are summed; 3: parameters too, gathered for the loss and again for its backward pass.
+      bucket_bytes: capacity of the buckets of arrays that share a collective, on a device; 0: one array each.
 
     Raises:
-      ValueError: another stage, no devices, fewer bytes than none, or parameters that are no floating-point arrays or
-        have an empty tuple among them.
+      ValueError: another stage, no devices, negative bytes, or parameters that are not floating-point arrays or
+        include an empty tuple.
     """
     check_stage(stage, devices, bucket_bytes=bucket_bytes)
     check_params(params)
     if any(map(_is_empty, jax.tree.leaves(params, is_leaf=_is_empty))):
-        raise ValueError(
-            "params has an empty tuple, which stands for the axes of a scalar here; leave it out or use None."
-        )
-    degree, place = len(devices), "fsdp" if stage == 3 else "data"
+        raise ValueError("params has an empty tuple, which here means the axes of a scalar; leave it out or use None.")
+    degree, mesh_axis = len(devices), "fsdp" if stage == 3 else "data"
     layout = make_layout(ParallelConfig(**({"data": 1, "fsdp": -1} if stage == 3 else {})), devices)
-    split, nowhere = {_SPLIT: (place,), _WHOLE: ()}, {_SPLIT: (), _WHOLE: ()}
+    sharded, replicated = {_SHARDED: (mesh_axis,), _REPLICATED: ()}, {_SHARDED: (), _REPLICATED: ()}
     layout = dataclasses.replace(
         layout,
-        param_rules=split if stage == 3 else nowhere,
-        state_rules=split if stage else nowhere,
+        param_rules=sharded if stage == 3 else replicated,
+        state_rules=sharded if stage else replicated,
         partial_gradients={},
         reduce_gradients="microbatch" if stage == 2 else "step",
         bucket_bytes=bucket_bytes,
     )
-    return Spread(layout, jax.tree.map(lambda leaf: _axes(leaf.shape, degree), params), gathers=True)
+    return ReplicaSync(layout, jax.tree.map(lambda leaf: _axes(leaf.shape, degree), params), gathers=True)
 
 
 def check_stage(stage: Any, devices: Any, *, bucket_bytes: Any) -> None:
-    """Raises ValueError for what `spread_over` does not take; `devices` may be None here."""
+    """Raises ValueError for arguments that `replica_sync` does not accept; `devices` may be None here."""
     if not _is_int(stage) or stage not in STAGES:
         raise ValueError(f"zero stage {stage!r} is not one of {', '.join(map(str, STAGES))}.")
     if devices is not None and not (
         isinstance(devices, Sequence) and devices and all(isinstance(device, jax.Device) for device in devices)
     ):
         raise ValueError(
-            f"devices={devices!r} must be a list of one or more devices of JAX: give jax.devices(), or a part."
+            f"devices={devices!r} must be a list of one or more devices: give jax.devices() or some of them."
         )
     if not _is_int(bucket_bytes) or bucket_bytes < 0:
         raise ValueError(f"bucket_bytes={bucket_bytes!r} must be 0 (one collective an array) or more.")
 
 
 def check_params(params: Any) -> None:
-    """Raises ValueError for a leaf that cannot be trained: no array and no shape, or of another dtype than floats."""
+    """Raises ValueError for a leaf that cannot be trained: neither array nor shape, or not floating-point."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         name = f"params{jax.tree_util.keystr(path)}"
         if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
             raise ValueError(f"{name} is a {type(leaf).__name__}: give an array, or a jax.ShapeDtypeStruct of one.")
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise ValueError(
-                f"{name} is {leaf.dtype}: there are gradients of floating-point arrays alone. Take it out, and bind it "
-                "to the loss function with functools.partial."
+                f"{name} is {leaf.dtype}: only floating-point arrays have gradients. Take it out, and bind it to "
+                "the loss function with functools.partial."
             )
 
 
@@ -94,7 +92,7 @@ def _is_int(value: Any) -> bool:
 
 def _axes(shape: tuple[int, ...], degree: int) -> tuple[str, ...]:
     chosen = next((dim for dim, size in enumerate(shape) if size and size % degree == 0), None)
-    return tuple(_SPLIT if dim == chosen else _WHOLE for dim in range(len(shape)))
+    return tuple(_SHARDED if dim == chosen else _REPLICATED for dim in range(len(shape)))
 
 
 def _is_empty(tree: Any) -> bool:

@@ -18,7 +18,7 @@ from tokenizer_files import train_model
 
 from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.generate import __main__ as generate
-from hlat_jax.generate.__main__ import Continued, _encoded
+from hlat_jax.generate.__main__ import StreamedText, _encoded
 from hlat_jax.generate.generator import Generator, Sampling
 from hlat_jax.generate.inference import TrainedModel
 from hlat_jax.hf.importing import import_checkpoint
@@ -76,7 +76,7 @@ class Bytes:
 
 def test_parts_of_a_text_are_whole_characters_and_together_the_text():
     text = "a é 漢字 🙂 b"
-    continued, parts = Continued(Bytes(), text.encode()[:1]), []
+    continued, parts = StreamedText(Bytes(), text.encode()[:1]), []
     for byte in text.encode()[1:]:
         continued.add(byte)
         parts.append(continued.part())
@@ -92,14 +92,14 @@ def test_parts_of_a_text_are_whole_characters_and_together_the_text():
     ("words", "message"),
     [
         (["--prompt=a"], "--checkpoint=FOLDER is missing"),
-        (["--checkpoint=RUN"], "there is no prompt"),
-        (["--checkpoint=RUN", "--prompt="], "prompt 0 is '', which has no token"),
+        (["--checkpoint=RUN"], "no prompt was given; use --prompt=TEXT"),
+        (["--checkpoint=RUN", "--prompt="], "prompt 0 is '', which encodes to no tokens"),
         (["--checkpoint=RUN", "--prompt=" + "it is " * 40], "leaves room for prompts of at most 31"),
         (["--checkpoint=/no/such/folder", "--prompt=a"], "/no/such/folder holds no weights"),
         (["--checkpoint=RUN", "--prompts_file=/no/such/file"], "--prompts_file=/no/such/file: no such file"),
         (["--checkpoint=RUN", "--prompt=a", "--temperature=-1"], "temperature=-1.0 must be"),
         (["--checkpoint=RUN", "--prompt=a", "--temprature=1"], "Did you mean '--temperature'?"),
-        (["--checkpoint=RUN", "--prompt=a", "--parallel.tensor=16"], "takes 16 devices and there are 8"),
+        (["--checkpoint=RUN", "--prompt=a", "--parallel.tensor=16"], "needs 16 devices and there are 8"),
         (["--checkpoint=RUN", "--prompt=a", "--parallel.tensor=8"], "parallel.tensor=8 must divide"),
         (["--checkpoint=RUN", "a"], "unexpected argument 'a'"),
     ],

@@ -18,7 +18,7 @@ from hf_cases import CASES, GQA, hugging_face, random_params
 
 from hlat_jax.config import ParallelConfig
 from hlat_jax.generate.decoding import make_prefill, prefill_arguments
-from hlat_jax.generate.generator import Generator, Sampling, Shape
+from hlat_jax.generate.generator import GenerationShape, Generator, Sampling
 from hlat_jax.model import apply
 from hlat_jax.parallel.sharding import make_layout
 
@@ -124,8 +124,8 @@ def test_a_row_ends_at_its_stop_token_and_the_others_go_on():
 
 def test_a_row_ends_at_the_last_position_and_shapes_are_few_and_told():
     lines = []
-    short = Generator(dataclasses.replace(GQA, max_positions=70), weights("gqa"), tell=lines.append)
-    assert short.shape([[1] * n for n in (3, 65, 4)], max_tokens=70) == Shape(4, 70, 198)
+    short = Generator(dataclasses.replace(GQA, max_positions=70), weights("gqa"), log=lines.append)
+    assert short.shape([[1] * n for n in (3, 65, 4)], max_tokens=70) == GenerationShape(4, 70, 198)
     ids = short(PROMPTS, max_tokens=NUM_TOKENS)
     assert [len(row) for row in ids] == [50, 69, 63, 6]
     assert [row == full[: len(row)] for row, full in zip(ids, alone("gqa"), strict=True)] == [True] * 4
@@ -138,7 +138,7 @@ def test_a_row_ends_at_the_last_position_and_shapes_are_few_and_told():
 
 def test_the_cache_has_the_dtype_of_the_parameters(one_device):
     narrow = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jax.numpy.bfloat16), weights("gqa"))
-    arguments = prefill_arguments(one_device, Shape(1, 64, 128))
+    arguments = prefill_arguments(one_device, GenerationShape(1, 64, 128))
     cache, _ = jax.eval_shape(make_prefill(GQA, one_device, slots=128), narrow, *arguments)
     assert cache.keys.dtype == cache.values.dtype == jax.numpy.bfloat16
     assert cache.keys.shape == (2, 1, 128, 2, 16)
@@ -147,9 +147,9 @@ def test_the_cache_has_the_dtype_of_the_parameters(one_device):
 @pytest.mark.parametrize(
     ("prompts", "max_tokens", "message"),
     [
-        ([], 5, "there is no prompt"),
-        ([[1], []], 5, "prompt 1 has no token"),
-        ([[1, 384]], 5, "prompt 0 has token 384, and model.vocab_size=384"),
+        ([], 5, "prompts is empty; give at least one"),
+        ([[1], []], 5, "prompt 1 is empty"),
+        ([[1, 384]], 5, "prompt 0 has token 384, and with model.vocab_size=384 ids must lie in 0..383"),
         ([[1, -1]], 5, "prompt 0 has token -1"),
         ([[1] * 4096], 5, "prompt 0 has 4096 tokens; model.max_positions=4096 leaves room for prompts of at most 4095"),
         ([[1]], 0, "max_tokens=0 must be at least 1"),

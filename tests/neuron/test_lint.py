@@ -758,8 +758,8 @@ def test_lint_exits_with_1_and_says_where_when_a_program_breaks_a_rule(monkeypat
 
     honest = embedding.lookup
 
-    def with_argmax(table_VD, tokens_BT, *, shards):
-        return honest(table_VD, tokens_BT + 0 * jnp.argmax(tokens_BT), shards=shards)
+    def with_argmax(table_VD, tokens_BT, *, ctx):
+        return honest(table_VD, tokens_BT + 0 * jnp.argmax(tokens_BT), ctx=ctx)
 
     monkeypatch.setattr("hlat_jax.model.lookup", with_argmax)
     code, printed, _ = lint_here("--config=tiny", "--program=eval")

@@ -8,11 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from flax import nnx
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
-from hlat_jax.ops import attention, cross_entropy, norm, rope, swiglu
+from hlat_jax.ops import attention, cross_entropy, linear, norm, rope, swiglu
+from hlat_jax.parallel.collectives import SINGLE_DEVICE
 
 # One fp32 rounding is 6e-8 of a value; a few hundred of them add up in any order in these sums.
 FP32 = {"rtol": 2e-5, "atol": 2e-6}
@@ -23,6 +25,29 @@ SHAPES = {"mha": (2, 40, 4, 4, 8), "gqa": (2, 40, 6, 2, 8), "ragged": (1, 131, 4
 
 def normal(*shape, seed=0):
     return np.random.default_rng((seed, *shape)).standard_normal(shape).astype(np.float32)
+
+
+@pytest.mark.parametrize(
+    ("equation", "x_shape", "shape"),
+    [
+        ("BTD,DKXH->BTKXH", (2, 5, 16), (16, 2, 4, 8)),
+        ("BTD,DCF->BTCF", (2, 5, 16), (16, 2, 24)),
+        ("BTNH,NHD->BTD", (2, 5, 4, 8), (4, 8, 16)),
+        ("BTF,FD->BTD", (2, 5, 24), (24, 16)),
+    ],
+)
+@pytest.mark.parametrize("product", [linear.column_parallel, linear.row_parallel])
+def test_products_on_one_device_equal_their_einsum(product, equation, x_shape, shape):
+    x, param = normal(*x_shape), nnx.Param(normal(*shape, seed=1), axes=("embed",) * len(shape))
+    wanted = np.einsum(equation, x.astype(np.float64), np.asarray(param[...], np.float64))
+    np.testing.assert_allclose(product(equation, x, param, SINGLE_DEVICE), wanted, **FP32)
+
+
+@pytest.mark.parametrize("equation", ["BTD,FD->BTF", "BTD,DF->BFT", "BTD,D", "BTD,DF->BTDF"])
+def test_a_product_of_another_form_than_activations_times_matrix_raises(equation):
+    param = nnx.Param(normal(16, 16), axes=("embed", "mlp"))
+    with pytest.raises(ValueError, match="must contract the last axes of its first operand"):
+        linear.column_parallel(equation, normal(2, 5, 16), param, SINGLE_DEVICE)
 
 
 def attention_inputs(shape):

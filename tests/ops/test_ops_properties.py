@@ -23,7 +23,7 @@ from hlat_jax.ops.gpu import norm as gpu_norm
 from hlat_jax.ops.gpu import swiglu as gpu_swiglu
 from hlat_jax.ops.nki import attention as nki
 from hlat_jax.ops.registry import OPS
-from hlat_jax.parallel.collectives import Shards
+from hlat_jax.parallel.collectives import ParallelContext
 from hlat_jax.passes import scaling
 from hlat_jax.passes.autocast import autocast
 
@@ -280,7 +280,7 @@ def loss_is_float64(name, *, z_loss_weight, axes):
     hidden, head = normal(2, 10, 16, seed=5), normal(48, 16, seed=6)
     targets = np.random.default_rng(7).integers(0, 48, (2, 10)).astype(np.int32)
     weights = np.random.default_rng(8).choice([0.0, 0.5, 1.0], (2, 10)).astype(np.float32)
-    options = cross_entropy.LossOptions(name, z_loss_weight, Shards(tensor=axes))
+    options = cross_entropy.LossOptions(name, z_loss_weight, ParallelContext(tensor=axes))
 
     def local(hidden, head):
         def loss(hidden, head):

@@ -44,7 +44,7 @@ REFUSED = {
     ),
     "tensor left over": (
         {"parallel.tensor": -1, "parallel.data": 1, "model.num_heads": 12, "model.num_kv_heads": 3},
-        r"parallel.tensor=8 must divide .* 8 devices: parallel.data=8 \(parallel.tensor=-1 then takes what remains\)",
+        r"parallel.tensor=8 must divide .* 8 devices: parallel.data=8 \(parallel.tensor=-1 is the rest\)",
     ),
     "pipe left over": (
         {"parallel.pipe": -1, "parallel.data": 4, "model.num_layers": 5},

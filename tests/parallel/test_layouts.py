@@ -19,9 +19,9 @@ from hlat_jax.model import param_axes
 from hlat_jax.ops.choices import chosen_model
 from hlat_jax.ops.cross_entropy import LossOptions, cross_entropy
 from hlat_jax.optimizer import learning_rate
-from hlat_jax.parallel.collectives import shards
+from hlat_jax.parallel.collectives import parallel_context
 from hlat_jax.parallel.degrees import layout_over
-from hlat_jax.parallel.replica_sync import Spread
+from hlat_jax.parallel.replica_sync import ReplicaSync
 from hlat_jax.parallel.sharding import make_layout, resolve_degrees, shard_batch
 from hlat_jax.passes.jaxpr import equations
 from hlat_jax.passes.products import live_jaxpr
@@ -393,7 +393,7 @@ def test_each_core_computes_and_differentiates_the_kv_heads_it_needs_and_no_more
         loss_fn = checked_loss(loss, has_aux=False)
         return accumulated(loss_fn, params, batch, sums=Accumulation(1, "float32", rounding))
 
-    everywhere = Spread(layout, param_axes(config.model)).value_and_grad(local, dtype="float32")
+    everywhere = ReplicaSync(layout, param_axes(config.model)).value_and_grad(local, dtype="float32")
     traced = jax.make_jaxpr(everywhere)(state["params"], abstract_batch(16, 16, with_segments=True), NEAREST, None)
     products = collections.Counter(
         equation.outvars[0].aval.shape
@@ -433,7 +433,7 @@ def test_loss_over_a_split_vocabulary_is_that_of_float64(implementation):
     b, t, d, v = 2, 300, 16, 64
     hidden, head = (rng.normal(size=shape).astype(np.float32) for shape in ((b, t, d), (v, d)))
     targets, weights = rng.integers(0, v, (b, t)).astype(np.int32), rng.random((b, t)).astype(np.float32)
-    options = LossOptions(implementation, 1e-2, shards(layout))
+    options = LossOptions(implementation, 1e-2, parallel_context(layout))
 
     def local(hidden, head):
         def loss(hidden, head):

@@ -10,7 +10,7 @@ import optax.contrib
 import pytest
 from foreign_models import batch, foreign, plain_loss, plain_params
 
-from hlat_jax.parallel.zero import spread_over
+from hlat_jax.parallel.zero import replica_sync
 from hlat_jax.passes.products import live_jaxpr
 from hlat_jax.plan.collectives import collectives
 from hlat_jax.plan.traffic import traced_collectives
@@ -121,17 +121,17 @@ def test_an_optimizer_that_keeps_the_weights_can_be_stepped():
 
 def test_stages_and_bytes_that_do_not_exist_are_refused():
     with pytest.raises(ValueError, match="params has an empty tuple"):
-        spread_over([(np.zeros(8), ()), ()], jax.devices(), stage=1)
+        replica_sync([(np.zeros(8), ()), ()], jax.devices(), stage=1)
     with pytest.raises(ValueError, match=r"zero stage 4 is not one of 0, 1, 2, 3\."):
-        spread_over({}, jax.devices(), stage=4)
+        replica_sync({}, jax.devices(), stage=4)
     with pytest.raises(ValueError, match="bucket_bytes=-1 must be 0"):
-        spread_over({}, jax.devices(), stage=1, bucket_bytes=-1)
-    with pytest.raises(ValueError, match=r"devices=\[\] must be a list of one or more devices of JAX: give"):
-        spread_over({}, [], stage=1)
+        replica_sync({}, jax.devices(), stage=1, bucket_bytes=-1)
+    with pytest.raises(ValueError, match=r"devices=\[\] must be a list of one or more devices: give"):
+        replica_sync({}, [], stage=1)
     with pytest.raises(ValueError, match=r"params\['w'\] is a float: give an array"):
-        spread_over({"w": 1.0}, jax.devices(), stage=1)
+        replica_sync({"w": 1.0}, jax.devices(), stage=1)
     loss, params = foreign("plain")
-    spread = spread_over(params, jax.devices(), stage=1)
+    spread = replica_sync(params, jax.devices(), stage=1)
     for where in ({"zero": 1}, {"spread": spread}):
         with pytest.raises(ValueError, match=r"give their shapes as params=\.\.\."):
             training_program(loss, optax.adam(1e-2), options=ProgramOptions(POLICIES["fp32"], **where))
@@ -140,10 +140,10 @@ def test_stages_and_bytes_that_do_not_exist_are_refused():
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_zero_lies_on_the_devices_given_as_the_spread_over_them_does(stage):
+def test_zero_lies_on_the_devices_given_as_the_replica_sync_over_them_does(stage):
     loss, params = foreign("plain")
     devices, laid_out = jax.devices()[:4], []
-    spread = spread_over(params, devices, stage=stage, bucket_bytes=100)
+    spread = replica_sync(params, devices, stage=stage, bucket_bytes=100)
     for where in ({"spread": spread}, {"zero": stage, "devices": devices, "bucket_bytes": 100}):
         options = ProgramOptions(POLICIES["fp32"], **where)
         program = training_program(loss, optax.adam(1e-2), options=options, params=params)

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from hlat_jax.model import init_params, param_axes
 from hlat_jax.ops.choices import chosen_model
-from hlat_jax.parallel.replica_sync import Spread
+from hlat_jax.parallel.replica_sync import ReplicaSync
 from hlat_jax.parallel.sharding import make_layout
 from hlat_jax.passes import autocast as autocast_lib
 from hlat_jax.passes import remat
@@ -486,7 +486,7 @@ def test_decoder_over_a_mesh_has_narrow_products_and_the_loss_of_one_device(smal
         batch = make_batch(0, config)
         loss = autocast(parts(chosen_model(config, layout), layout, compute=jnp.float32, z_loss_weight=0.0))
         if degrees:
-            loss = Spread(layout, param_axes(config.model)).loss(loss)
+            loss = ReplicaSync(layout, param_axes(config.model)).loss(loss)
             assert set(products(loss, params, batch)) == {"bfloat16"}
         total, count = jax.jit(loss)(params, batch)
         wanted = wanted or float(total / count)

@@ -14,6 +14,9 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # The one module that is about a library which brings torch or its relatives along; nothing imports it at its top.
 ADAPTERS = ("hlat_jax.evaluate.harness", "hlat_jax.evaluate.model_type")
 
+# Products that read as an einsum: the equation, its operands, the context.
+PRODUCTS = ("column_parallel", "row_parallel")
+
 # Functions whose arguments are for others to say: Optax, a command line, the evaluation harness.
 OF_OTHERS = ("update", "parse", "create_from_arg_string", "create_from_arg_obj", "find_spec")
 
@@ -141,7 +144,7 @@ def test_options_of_public_functions_are_keyword_only_and_subjects_are_few():
             continue
         positional = [a.arg for a in node.args.posonlyargs + node.args.args if a.arg not in ("self", "cls")]
         with_default = positional[len(positional) - len(node.args.defaults) :] if node.args.defaults else []
-        assert len(positional) <= 3 or node.name in ("step",), f"{module}: {node.name}{positional}"
+        assert len(positional) <= 3 or node.name in ("step", *PRODUCTS), f"{module}: {node.name}{positional}"
         assert set(with_default) <= {"positions_BT"}, f"{module}: {node.name}: {with_default} must be keyword-only"
 
 
@@ -192,6 +195,17 @@ def test_no_module_imports_torch_or_its_relatives():
 def test_importing_the_model_brings_no_trainer_config_system_or_data_library():
     loaded = loaded_after("import hlat_jax.model")
     assert not loaded & {"ml_collections", "grain", "sentencepiece", "tensorboardX", "matplotlib"}
+
+
+def test_importing_the_model_reaches_at_most_3000_lines_of_the_package():
+    code = (
+        "import sys, hlat_jax.model; "
+        "print(*(m.__file__ for n, m in sys.modules.items() if n.split('.')[0] == 'hlat_jax'), sep='\\n')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    lines = {name: len(pathlib.Path(name).read_text().splitlines()) for name in done.stdout.split()}
+    assert "model.py" in {pathlib.Path(name).name for name in lines}
+    assert sum(lines.values()) <= 3000, lines
 
 
 def test_no_config_is_read_with_a_default_that_could_hide_a_missing_key():

@@ -13,7 +13,7 @@ import nbformat
 import pytest
 
 from hlat_jax import config as config_lib
-from hlat_jax.generate.scoring import Asked, make_score
+from hlat_jax.generate.scoring import ScoringBatch, make_score
 from hlat_jax.model import abstract_params
 from hlat_jax.neuron import lint, programs
 from hlat_jax.plan.report import Site, make_plan
@@ -207,7 +207,7 @@ def test_programs_that_score_and_generate_lint_clean_on_a_trn1_node():
     config = resolve(config_lib.load("node"))
     layout = programs.layout_for_neuron(config, 32)
     rows = (jax.ShapeDtypeStruct((46, config.model.max_positions), dtype) for dtype in (jnp.int32, jnp.int32, bool))
-    score = make_score(config.model, layout).trace(abstract_params(config.model), Asked(*rows))
+    score = make_score(config.model, layout).trace(abstract_params(config.model), ScoringBatch(*rows))
     named = traced_programs(make_program(config, layout))
     found = [lint.check_traced(traced) for traced in (score, named["prefill"](), named["decode"]())]
     assert [[finding for finding in of_one if finding.severity == "error"] for of_one in found] == [[], [], []]
