@@ -98,14 +98,14 @@ def parse_stages(spec: str, *, names: Sequence[str], batch_tokens: int, has_padd
     if not spec.strip():
         if len(names) > 1:
             example = ",".join(f"{name}=1" for name in names)
-            raise ValueError(f"data.weights is empty, but data.train has {len(names)} sources; set it, as in {example}")
+            raise ValueError(f"data.mixture is empty, but data.train has {len(names)} sources; set it, as in {example}")
         return (Stage(None, (fractions.Fraction(1),)),)
     parts = [part for part in spec.split(";") if part.strip()]
     if not parts:
-        raise ValueError(f"data.weights={spec!r} holds no weights; leave it empty or give NAME=WEIGHT for each source.")
+        raise ValueError(f"data.mixture={spec!r} holds no weights; leave it empty or give NAME=WEIGHT for each source.")
     stages, before = [], 0
     for number, part in enumerate(parts, 1):
-        where = f"data.weights, stage {number} ({part.strip()})"
+        where = f"data.mixture, stage {number} ({part.strip()})"
         weights, unit, count = _UNTIL.fullmatch(part).groups()
         shares = _shares(weights, names=names, where=where)
         if (unit is None) != (number == len(parts)):

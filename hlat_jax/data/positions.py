@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
+from hlat_jax.config import with_renamed_keys
 from hlat_jax.data.streams import NUM_FIELDS, Definition, identity
 from hlat_jax.store.atomic_files import write_whole
 
@@ -143,7 +144,7 @@ def _read(path: pathlib.Path, step: int) -> tuple[np.ndarray, str] | None:
             return None
         metadata = run["metadata"]
         found = identity(
-            metadata["config"]["data"],
+            with_renamed_keys(metadata["config"])["data"],
             manifest=metadata["manifest"],
             tokenizer_sha256=metadata["tokenizer_sha256"],
             num_batches=step,

@@ -6,7 +6,7 @@ of all documents of s that depends on data.seed, the name of s and e only (data.
 goes on with epoch e + 1. With data.on_bad_record="skip" it passes over bad records. It tokenizes each document, cut
 every data.max_document_chars characters, and packs the tokens into rows of data.seq_len as data.packing says, under
 `documents` data.window_documents at a time (see packing). Row r of batch k is the next row of stream r of the source
-whose turn it is by data.weights, k and what the rows r before have emitted (see mixture). So batch k is a pure function
+whose turn it is by data.mixture, k and what the rows r before have emitted (see mixture). So batch k is a pure function
 of (manifests, tokenizer, those settings, k); which process computes which rows is no part of it.
 
 The place of row r is int64[1 + 6 S]: the number of batches so far, then for every source the position of its stream r,
@@ -120,7 +120,7 @@ def joint_manifest(opened: list[Source]) -> dict[str, Any]:
 
 def identity(data: Mapping[str, Any], *, manifest: Mapping[str, Any], tokenizer_sha256: str, num_batches: int) -> str:
     """Returns 32 hex digits that two runs share when, and only when, their first `num_batches` batches are the same by
-    definition, and those after them but for data.weights.
+    definition, and those after them but for data.mixture.
 
     `data` is a DataConfig as a dict, `manifest` that of a Definition.
     """
@@ -149,11 +149,11 @@ def data_drift(saved: Mapping[str, Any], current: Mapping[str, Any], *, num_batc
     if None not in (before, now) and before != now:
         lines.append(f"the order of documents: permutation {before} in the checkpoint, {now} of this release of Grain")
     before, now = saved["config"]["data"], current["config"]["data"]
-    if before["weights"] == now["weights"]:
+    if before["mixture"] == now["mixture"]:
         return lines
     if _first_stages(before, num_batches=num_batches) != _first_stages(now, num_batches=num_batches):
         lines.append(
-            f"data.weights: {before['weights']!r} in the checkpoint, {now['weights']!r} now, which differ before step "
+            f"data.mixture: {before['mixture']!r} in the checkpoint, {now['mixture']!r} now, which differ before step "
             f"{num_batches + 1:,}; only stages that begin after the {num_batches:,} trained steps may change"
         )
     return lines
@@ -172,7 +172,7 @@ def _first_stages(data: Mapping[str, Any], *, num_batches: int) -> list[tuple[in
 
 def _stages(data: Mapping[str, Any], names: Sequence[str]) -> tuple[Stage, ...]:
     batch_tokens, has_padding = data["batch_size"] * data["seq_len"], data["packing"] == "documents"
-    return parse_stages(data["weights"], names=names, batch_tokens=batch_tokens, has_padding=has_padding)
+    return parse_stages(data["mixture"], names=names, batch_tokens=batch_tokens, has_padding=has_padding)
 
 
 def encoder(data: DataConfig, tokenizer: Tokenizer) -> packing.Encode:

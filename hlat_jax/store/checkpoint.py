@@ -27,7 +27,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from hlat_jax.config import CheckpointConfig
+from hlat_jax.config import CheckpointConfig, with_renamed_keys
 from hlat_jax.host import distributed
 from hlat_jax.store.atomic_files import read_json
 from hlat_jax.store.config_diff import differences
@@ -296,6 +296,8 @@ def saved_run(folder: pathlib.Path) -> dict[str, Any]:
     for field, value, is_valid, allowed in _fields(run):
         if not is_valid:
             raise ValueError(f"{path}: {field}={repr(value)[:100]} must be {allowed}.")
+    if "config" in run["metadata"]:
+        run["metadata"]["config"] = with_renamed_keys(run["metadata"]["config"])
     return run
 
 

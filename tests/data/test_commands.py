@@ -268,7 +268,7 @@ def test_stats_has_a_row_for_each_source_and_epochs_by_its_weight(tmp_path):
         write_jsonl(tmp_path / "b.jsonl", ["more " * 500] * 2),
     )
     train, weights = f"short={a};long={b}", "short=3,long=1 until_step=100;short=0,long=1"
-    report = stats.report(tiny(train=train, weights=weights, validation=""), sample_bytes=0)
+    report = stats.report(tiny(train=train, mixture=weights, validation=""), sample_bytes=0)
     short, long = cells(report, "short"), cells(report, "long")
     assert (short[0], long[0]) == (1, 2)
     assert short[4] == pytest.approx(75 * 1024 / short[2], rel=5e-3)  # 400 steps of 1,024 tokens

@@ -59,7 +59,7 @@ KINDS = ["concat", "documents", "mixed concat", "mixed documents"]
 
 def kind_of(kind, corpus, three, **changes):
     """The config of one source, or of three in two stages, in a packing."""
-    mixed = {"weights": "a=1,b=2,c=1 until_step=7;a=0,b=1,c=3"} if "mixed" in kind else {}
+    mixed = {"mixture": "a=1,b=2,c=1 until_step=7;a=0,b=1,c=3"} if "mixed" in kind else {}
     options = {"packing": kind.split()[-1], "window_documents": 2} | mixed | changes
     return data_config(three[0] if mixed else corpus[0], **options)
 
@@ -114,7 +114,7 @@ def test_mixtures_agree_with_the_plain_python_packer_token_for_token(three, kind
     weights = f"b=1,a=4,c=0 until_step=5;a=1,b=1,c=1 until_tokens={until_tokens};c=0.7,b=0.3,a=0"
     shares = lambda k, n: (4, 1, 0) if k < 5 else (1, 1, 1) if n < until_tokens else (0, 3, 7)  # noqa: E731
     data = data_config(
-        spec, weights=weights, packing=kind, seed=seed, batch_size=batch_size, seq_len=seq_len, window_documents=3
+        spec, mixture=weights, packing=kind, seed=seed, batch_size=batch_size, seq_len=seq_len, window_documents=3
     )
     expected = packer.batches_of(texts, shares, data, num_batches=14, encode=encode)
     assert_batches_are([batch for batch, _ in take(data, 14)], expected)
@@ -130,7 +130,7 @@ def test_tokens_of_each_source_have_the_share_of_its_weight_however_full_its_row
         line = json.dumps({"text": "\u6f22" * num_characters}) + "\n"
         (tmp_path / f"{name}.jsonl").write_text(line * 400)
     train = f"a={tmp_path}/a.jsonl;b={tmp_path}/b.jsonl"
-    data = data_config(train, weights=stages, packing=kind, seq_len=256, batch_size=8, max_document_chars=1000)
+    data = data_config(train, mixture=stages, packing=kind, seq_len=256, batch_size=8, max_document_chars=1000)
     sources_of, emitted, bounds = [], [], []
     with contextlib.closing(loader.TrainBatches(data, tokenizer=TOKENIZER)) as batches:
         for _ in range(400):
@@ -164,7 +164,7 @@ def test_skipped_records_agree_with_the_plain_python_packer_and_are_counted(thre
         (tmp_path / f"{name}.jsonl").write_text("\n".join(rows) + "\n")
         spec.append(f"{name}={tmp_path / name}.jsonl")
     data = data_config(
-        ";".join(spec), weights="a=1,b=1,c=2", packing=kind, on_bad_record="skip", batch_size=3, window_documents=3
+        ";".join(spec), mixture="a=1,b=1,c=2", packing=kind, on_bad_record="skip", batch_size=3, window_documents=3
     )
     taken = take(data, 40)
     expected = packer.batches_of(some, lambda k, tokens: (1, 1, 2), data, num_batches=40, encode=encode)
@@ -300,7 +300,7 @@ def test_close_ends_the_threads_and_refuses_more(corpus):
 
 def test_fewer_documents_than_rows_is_refused(corpus, three):
     with pytest.raises(ValueError, match=r"data.train: source c holds 7 documents, fewer than data.batch_size=8"):
-        loader.TrainBatches(data_config(three[0], batch_size=8, weights="a=1,b=1,c=0"), tokenizer=TOKENIZER)
+        loader.TrainBatches(data_config(three[0], batch_size=8, mixture="a=1,b=1,c=0"), tokenizer=TOKENIZER)
     with pytest.raises(ValueError, match=r"23 documents, fewer than data.batch_size=24.*at most 23"):
         loader.TrainBatches(data_config(corpus[0], batch_size=24), tokenizer=TOKENIZER)
 

@@ -59,7 +59,7 @@ def test_stages_hold_normalised_weights_until_their_step_or_tokens():
 @pytest.mark.parametrize(
     ("weights", "message"),
     [
-        ("", "data.weights is empty, but data.train has 2 sources; set it, as in web=1,code=1"),
+        ("", "data.mixture is empty, but data.train has 2 sources; set it, as in web=1,code=1"),
         (";", "holds no weights"),
         (" ; ;", "holds no weights"),
         ("web=1,cod=1", "no source 'cod'. Did you mean 'code'?"),
@@ -86,7 +86,7 @@ def test_weights_that_fit_no_source_or_do_not_grow_are_refused(weights, message)
     with pytest.raises(ValueError) as caught:  # noqa: PT011 - the message is compared below
         parse_stages(weights, names=["web", "code"], batch_tokens=100)
     assert message in str(caught.value)
-    assert "data.weights" in str(caught.value)
+    assert "data.mixture" in str(caught.value)
 
 
 @settings(max_examples=40, deadline=None)

@@ -44,7 +44,7 @@ def test_hash_of_the_algorithm_stays_that_of_this_release_and_sees_another(monke
 
 
 def test_run_of_another_permutation_is_refused_by_name():
-    data = {"train": "a.jsonl", "weights": "", "batch_size": 2, "seq_len": 8, "packing": "concat"}
+    data = {"train": "a.jsonl", "mixture": "", "batch_size": 2, "seq_len": 8, "packing": "concat"}
     saved = {"config": {"data": data}, "manifest": {"files": [], "order": "old"}}
     [line] = streams.data_drift(saved, saved | {"manifest": {"files": [], "order": "new"}}, num_batches=3)
     assert line == "the order of documents: permutation old in the checkpoint, new of this release of Grain"

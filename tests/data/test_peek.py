@@ -42,7 +42,7 @@ def config(tmp_path, texts):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in own))
     c.data.train = f"web={tmp_path}/web.jsonl;code={tmp_path}/code.jsonl"
     c.data.validation = "one=package:austen_validation.jsonl;two=package:austen_train.jsonl"
-    c.data.weights = "web=3,code=1 until_step=10;web=1,code=1"
+    c.data.mixture = "web=3,code=1 until_step=10;web=1,code=1"
     c.data.update(max_document_chars=300, window_documents=5, position_every_steps=4, num_threads=0)
     c.train.update(num_steps=12, eval_every_steps=0, num_eval_batches=2)
     c.checkpoint.update(every_steps=7, keep_last=9)
@@ -158,7 +158,9 @@ def test_damaged_position_counts_as_none(tmp_path, content):
 
 def test_a_position_in_a_checkpoint_under_the_name_of_another_step_counts_as_none(tmp_path):
     data = dataclasses.asdict(resolve(config_lib.load("tiny")).data)
-    metadata = {"config": {"data": data}, "manifest": {"hash": "a", "order": None}, "tokenizer_sha256": "b"}
+    recorded = dict(data)
+    recorded["weights"] = recorded.pop("mixture")  # as a version wrote it in which the key had its old name
+    metadata = {"config": {"data": recorded}, "manifest": {"hash": "a", "order": None}, "tokenizer_sha256": "b"}
     path = tmp_path / "checkpoints/7/run/metadata"
     path.parent.mkdir(parents=True)
     path.write_text(json.dumps({"position": [[7, 0], [7, 3]], "metadata": metadata}))
@@ -186,16 +188,16 @@ def test_identity_knows_what_decides_batches_and_nothing_else(config):
         {"window_documents": 9},
     ):
         assert of(**same) == of()
-    weights = data["weights"]  # web=3,code=1 until_step=10;web=1,code=1
+    weights = data["mixture"]  # web=3,code=1 until_step=10;web=1,code=1
     for same in (
         "web=6,code=2 until_step=10;web=2,code=2 until_step=12;web=0,code=1",
         "web=3,code=1 until_step=4;" + weights,
     ):
-        assert of(weights=same) == of()
+        assert of(mixture=same) == of()
     later = "web=3,code=1 until_step=12;web=1,code=1"
-    assert of(weights=later) != of()
-    assert of(weights=later, num_batches=10) == of(num_batches=10)
-    others = [{"seed": 9}, {"weights": "web=3,code=1 until_step=9;web=1,code=1"}, {"seq_len": 9}, {"batch_size": 9},
+    assert of(mixture=later) != of()
+    assert of(mixture=later, num_batches=10) == of(num_batches=10)
+    others = [{"seed": 9}, {"mixture": "web=3,code=1 until_step=9;web=1,code=1"}, {"seq_len": 9}, {"batch_size": 9},
               {"packing": "documents"}, {"packing": "documents", "window_documents": 9}, {"shuffle": False},
               {"max_document_chars": 9}]  # fmt: skip
     assert len({of(), *(of(**other) for other in others)}) == 1 + len(others)
@@ -325,18 +327,18 @@ def test_run_of_two_sources_packed_by_documents_validates_each_and_can_be_peeked
 
 def test_stages_after_the_saved_step_may_change_and_the_batches_are_those_of_a_run_that_knew(trained, config, tmp_path):
     expected_weights = "web=3,code=1 until_step=5;web=1,code=1 until_step=9;web=0,code=1"
-    trained(weights=expected_weights)
+    trained(mixture=expected_weights)
     expected = [row["batch_hash"] for row in rows(tmp_path / "run") if "loss" in row]
     (tmp_path / "run").rename(tmp_path / "whole")
     config.train.num_steps = 7
-    trained(weights="web=3,code=1 until_step=5;web=1,code=1")
+    trained(mixture="web=3,code=1 until_step=5;web=1,code=1")
     config.train.num_steps = 12
     for weights in ("web=3,code=1 until_step=6;web=1,code=1", "web=3,code=1 until_step=5;web=2,code=1", "web=3,code=1"):
         with pytest.raises(
-            ValueError, match=r"data.weights: .* which differ before step 8; only stages that begin after"
+            ValueError, match=r"data.mixture: .* which differ before step 8; only stages that begin after"
         ):
-            trained(weights=weights)
-    trained(weights=expected_weights)
+            trained(mixture=weights)
+    trained(mixture=expected_weights)
     assert [row["batch_hash"] for row in rows(tmp_path / "run") if "loss" in row] == expected
     assert peek.peek(resolve(config), tmp_path / "run", step=5, row=None) == 0  # from a position of before
 

@@ -64,7 +64,7 @@ def report(config: Config, *, sample_bytes: int, told: Told | None = None) -> st
     data, tokenizer = config.data, Tokenizer(config.data.tokenizer, vocab_size=config.model.vocab_size)
     step_tokens = data.batch_size * data.seq_len
     specs = mixture.parse_sources(data.train, key="data.train")
-    stages = mixture.parse_stages(data.weights, names=tuple(specs), batch_tokens=step_tokens)
+    stages = mixture.parse_stages(data.mixture, names=tuple(specs), batch_tokens=step_tokens)
     shares_run = rows_of_steps(stages, num_steps=config.train.num_steps)
     shares_all = rows_of_steps(stages, num_steps=config.optimizer.horizon_steps)
     lines, totals = [_HEADER], Counts(0, 0, 0)
