@@ -17,7 +17,8 @@ import numpy as np
 
 from hlat_jax import batch as batch_lib
 from hlat_jax.config import DataConfig
-from hlat_jax.data import packing, sources
+from hlat_jax.data import packing
+from hlat_jax.data.formats.records import BadRecord
 from hlat_jax.data.loader import batch_of
 from hlat_jax.data.mixture import UNNAMED
 from hlat_jax.data.streams import Source, encoder, joint_manifest, open_sources, windows
@@ -166,7 +167,7 @@ def _spread(total: int, count: int) -> Sequence[int]:
 
 
 def _read(
-    source: Source, data: DataConfig, *, tokenizer: Tokenizer, limit: int | None, skipped: list[sources.BadRecord]
+    source: Source, data: DataConfig, *, tokenizer: Tokenizer, limit: int | None, skipped: list[BadRecord]
 ) -> tuple[list[list[np.ndarray]], int]:
     """Returns the tokens of documents, and how many documents they were looked for in: all, or spread evenly.
 
@@ -186,7 +187,7 @@ def _read(
             try:
                 found[number] = list(encode(source.documents[number]))
                 num_tokens += sum(map(len, found[number]))
-            except sources.BadRecord as error:
+            except BadRecord as error:
                 if data.on_bad_record != "skip":
                     raise
                 skipped.append(error)

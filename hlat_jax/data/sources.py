@@ -21,22 +21,10 @@ from hlat_jax.data.formats.array_record import ArrayRecordDocuments
 from hlat_jax.data.formats.arrow_ipc import arrow_documents
 from hlat_jax.data.formats.built import BuiltTokens, manifest_fingerprint, open_built
 from hlat_jax.data.formats.columns import ColumnCache, parquet_documents
-from hlat_jax.data.formats.files import DataFile, Snapshot, fingerprint
+from hlat_jax.data.formats.files import DataFile, Snapshot
 from hlat_jax.data.formats.jsonl import JsonlDocuments
-from hlat_jax.data.formats.paths import asset_path, file_format, find_files, resolve_files
+from hlat_jax.data.formats.paths import file_format, find_files
 from hlat_jax.data.formats.records import BadRecord
-from hlat_jax.data.formats.streaming import iter_documents
-
-__all__ = [
-    "BadRecord",
-    "Corpus",
-    "TextDocuments",
-    "asset_path",
-    "fingerprint",
-    "iter_documents",
-    "open_corpus",
-    "resolve_files",
-]
 
 
 class TextDocuments:

@@ -31,6 +31,7 @@ import numpy as np
 
 from hlat_jax.config import DataConfig
 from hlat_jax.data import packing, sources
+from hlat_jax.data.formats.records import BadRecord
 from hlat_jax.data.mixture import UNNAMED, Mixture, Stage, first_stages, parse_sources, parse_stages
 from hlat_jax.data.order import Order, algorithm_hash
 from hlat_jax.data.tokenizer import Tokenizer
@@ -276,7 +277,7 @@ class Definition:
         def read(epoch: int, entry: int) -> str | np.ndarray | None:
             try:
                 return documents[self.document(source, row=row, epoch=epoch, entry=entry)]
-            except sources.BadRecord:
+            except BadRecord:
                 if data.on_bad_record == "skip":
                     return None
                 raise

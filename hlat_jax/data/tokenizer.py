@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import sentencepiece
 
-from hlat_jax.data import sources
+from hlat_jax.data.formats.paths import asset_path
 from hlat_jax.data.tokenizer_json import JsonModel
 
 
@@ -36,7 +36,7 @@ class Tokenizer:
         if not path:
             raise ValueError("data.tokenizer is empty; give a SentencePiece .model file or 'package:austen_2k.model'.")
         is_asset = path.startswith("package:")
-        self.path = sources.asset_path(path.removeprefix("package:")) if is_asset else pathlib.Path(path).expanduser()
+        self.path = asset_path(path.removeprefix("package:")) if is_asset else pathlib.Path(path).expanduser()
         if not self.path.is_file():
             raise ValueError(f"data.tokenizer={path}: no such file (looked from {pathlib.Path.cwd()}).")
         serialized = self.path.read_bytes()

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from hlat_jax.data import packing, sources
 from hlat_jax.data.build import build as build_lib
-from hlat_jax.data.build import build_task, shards, workers
+from hlat_jax.data.build import build_task, shards
 from hlat_jax.data.build.build_task import Options
 from hlat_jax.data.tokenizer import Tokenizer
 
@@ -543,13 +543,13 @@ def test_a_full_disk_is_a_clear_error_after_which_the_build_goes_on(small_disk, 
 def killed_worker(task, folder, options):
     if task.number == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    return workers.run_in_worker(task, folder, options)
+    return build_task.run_in_worker(task, folder, options)
 
 
 def test_a_worker_that_is_killed_is_reported_and_the_build_goes_on(tmp_path, monkeypatch):
     paths = [write_jsonl(tmp_path / f"{name}.jsonl", TEXTS) for name in "ab"]
     with monkeypatch.context() as patch:
-        patch.setattr(build_lib, "run_in_worker", killed_worker)
+        patch.setattr(build_lib.build_task, "run_in_worker", killed_worker)
         message = error_of(OSError, tmp_path / "out", *paths, num_workers=2, shard_bytes=1000)
     assert "--workers" in message
     manifest = build(tmp_path / "out", *paths, shard_bytes=1000).manifest

@@ -17,6 +17,8 @@ from hypothesis import strategies as st
 from hlat_jax.data import sources
 from hlat_jax.data.formats import arrow_ipc, built, columns
 from hlat_jax.data.formats.files import DataFile, Snapshot
+from hlat_jax.data.formats.records import BadRecord
+from hlat_jax.data.formats.streaming import iter_documents
 
 IDS = [[5, 6, 7, 2], [2], [9] * 30 + [2], [1, 2], [3, 2], [4, 4, 4, 4, 2], [2]]
 
@@ -81,8 +83,8 @@ def test_arrow_with_offsets_outside_its_batch_is_a_damaged_file_and_no_bad_recor
         with pytest.raises(ValueError, match="a text lies at bytes 5 to") as by_number:
             open_all(path)[1]
         with pytest.raises(ValueError, match="a text lies at bytes 5 to") as in_order:
-            list(sources.iter_documents(path, text_field="text"))
-        assert not any(isinstance(caught.value, sources.BadRecord) for caught in (by_number, in_order))
+            list(iter_documents(path, text_field="text"))
+        assert not any(isinstance(caught.value, BadRecord) for caught in (by_number, in_order))
         ends = damaged
 
 
@@ -292,7 +294,7 @@ def test_shard_with_damaged_bytes_is_named_and_never_passed_over(tmp_path):
     documents = open_all(folder)
     with pytest.raises(ValueError, match=r"record 2: .*build the dataset again") as caught:
         documents[1]
-    assert not isinstance(caught.value, sources.BadRecord)
+    assert not isinstance(caught.value, BadRecord)
     raw[150_000] ^= 255
     shard.write_bytes(raw + b"x")
     with pytest.raises(ValueError, match="changed its size"):
@@ -353,7 +355,7 @@ def test_array_record_of_another_program_holds_a_text_in_each_record(tmp_path):
     corpus = sources.open_corpus(str(tmp_path), text_field="any", key="data.train")
     assert [corpus[index] for index in (*range(len(TEXTS)), 2)] == [*TEXTS, TEXTS[2]]
     assert corpus.locate(3) == f"{path}, row 4"
-    assert list(sources.iter_documents(path, text_field="any")) == [(text, i + 1) for i, text in enumerate(TEXTS)]
+    assert list(iter_documents(path, text_field="any")) == [(text, i + 1) for i, text in enumerate(TEXTS)]
     assert corpus.manifest["files"][0]["kind"] == "array_record"
 
 
@@ -361,7 +363,7 @@ def test_array_record_that_is_damaged_or_no_text_is_named(tmp_path):
     path = write_array_record(tmp_path / "texts.array_record", [b"good", b"\xff", b""])
     corpus = sources.open_corpus(str(path), text_field="any", key="data.train")
     for index, reason in ((1, "row 2: invalid UTF-8"), (2, "row 3: it is empty")):
-        with pytest.raises(sources.BadRecord, match=reason):
+        with pytest.raises(BadRecord, match=reason):
             corpus[index]
     path.write_bytes(path.read_bytes()[:-100])
     assert "texts.array_record is not a complete ArrayRecord file" in error_of(path)

@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 
 from hlat_jax.config import DataConfig
 from hlat_jax.data import held_out, loader, sources
+from hlat_jax.data.formats.paths import asset_path
+from hlat_jax.data.formats.records import BadRecord
 from hlat_jax.data.streams import EMITTED, NUM_FIELDS, OWED, skipped_records
 from hlat_jax.data.tokenizer import Tokenizer
 
@@ -24,7 +26,7 @@ TOKENIZER = Tokenizer("package:austen_2k.model")
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
     """Path of 23 documents whose lengths run from 1 to several sequences of 16 tokens; and their texts."""
-    chapter = json.loads(sources.asset_path("austen_train.jsonl").open(encoding="utf-8").readline())["text"]
+    chapter = json.loads(asset_path("austen_train.jsonl").open(encoding="utf-8").readline())["text"]
     lengths = [0, 1, 7, 30, 64, 65, 200, 3, 0, 511, 90, 15, 16, 17, 240, 5, 60, 61, 62, 333, 2, 1, 100]
     texts = [f"{i}:" + chapter[i * 300 : i * 300 + n] if n else " " for i, n in enumerate(lengths)]
     path = tmp_path_factory.mktemp("corpus") / "a.jsonl"
@@ -36,7 +38,7 @@ def corpus(tmp_path_factory):
 def three(tmp_path_factory):
     """data.train of three sources of which one is small; and the texts of each."""
     folder = tmp_path_factory.mktemp("three")
-    chapter = json.loads(sources.asset_path("austen_train.jsonl").open(encoding="utf-8").readlines()[5])["text"]
+    chapter = json.loads(asset_path("austen_train.jsonl").open(encoding="utf-8").readlines()[5])["text"]
     texts, start = {}, 0
     for name, lengths in {"a": [9, 400, 33, 0, 71, 8, 60, 5], "b": [50] * 20, "c": [1, 120, 3, 300, 2, 44, 90]}.items():
         texts[name] = [f"{name}{i}" + chapter[start + i * 400 :][:n] for i, n in enumerate(lengths)]
@@ -457,7 +459,7 @@ def test_validation_passes_over_bad_records_only_when_asked(tmp_path):
     rows = [json.dumps({"text": text}) for text in ("first text", None, "second text")]
     (tmp_path / "a.jsonl").write_text("\n".join(rows))
     data = data_config(str(tmp_path / "a.jsonl"), batch_size=1)
-    with pytest.raises(sources.BadRecord, match=r"a.jsonl, row 2: 'text' is null"):
+    with pytest.raises(BadRecord, match=r"a.jsonl, row 2: 'text' is null"):
         validation(data, num_batches=3)
     skipping = dataclasses.replace(data, on_bad_record="skip")
     found = held_out.open_held_out(skipping, tokenizer=TOKENIZER, num_batches=3)[0]["all"]

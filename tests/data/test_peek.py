@@ -13,8 +13,9 @@ from micro import exact, rows, saved_steps, write_config
 
 from hlat_jax import config as config_lib
 from hlat_jax import loop
-from hlat_jax.data import packing, positions, sources
+from hlat_jax.data import packing, positions
 from hlat_jax.data.build import peek
+from hlat_jax.data.formats.paths import asset_path
 from hlat_jax.data.loader import TrainBatches, batch_hash, batch_of
 from hlat_jax.data.streams import NUM_FIELDS, identity
 from hlat_jax.data.tokenizer import Tokenizer
@@ -27,7 +28,7 @@ TOKENIZER = Tokenizer("package:austen_2k.model")
 @pytest.fixture(scope="module")
 def texts():
     """Of each of two sources, documents of some hundred characters."""
-    chapters = [json.loads(line)["text"] for line in sources.asset_path("austen_train.jsonl").open(encoding="utf-8")]
+    chapters = [json.loads(line)["text"] for line in asset_path("austen_train.jsonl").open(encoding="utf-8")]
     return {
         "web": [chapters[i][100 : 101 + 37 * (i % 23)] for i in range(60)],
         "code": [chapters[i][900 : 900 + 61 * (i % 7)] + " é 漢" for i in range(40)],

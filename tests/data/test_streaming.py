@@ -11,19 +11,21 @@ from hypothesis import strategies as st
 
 from hlat_jax.data import sources
 from hlat_jax.data.formats import records, streaming
+from hlat_jax.data.formats.records import BadRecord
+from hlat_jax.data.formats.streaming import iter_documents
 
 TEXTS = ["first", "zweiter Text: äöü 漢字 😀", "line one\nline two\r\n", " ", "x" * 3000, "last"]
 
 
 def stream(path, *, text_field="text"):
     """Returns [(text or BadRecord, row)]."""
-    documents, found = sources.iter_documents(path, text_field=text_field), []
+    documents, found = iter_documents(path, text_field=text_field), []
     while True:
         try:
             found.append(next(documents))
         except StopIteration:
             return found
-        except sources.BadRecord as error:
+        except BadRecord as error:
             found.append((error, None))
 
 
@@ -63,8 +65,8 @@ def test_jsonl_in_order_agrees_with_jsonl_by_number_for_any_chunk(tmp_path_facto
     corpus = sources.open_corpus(str(path), text_field="text", key="k")
     assert len(found) == len(corpus)
     for index, (text, row) in enumerate(found):
-        if isinstance(text, sources.BadRecord):
-            with pytest.raises(sources.BadRecord) as caught:
+        if isinstance(text, BadRecord):
+            with pytest.raises(BadRecord) as caught:
                 corpus[index]
             assert str(caught.value) == str(text)
         else:
@@ -93,10 +95,10 @@ def test_truncated_compressed_file_gives_what_is_whole_and_then_raises(tmp_path,
     raw = "".join(json.dumps({"text": f"document {i}"}) + "\n" for i in range(500)).encode()
     path = write_compressed(tmp_path / f"a.jsonl{suffix}", raw)
     path.write_bytes(path.read_bytes()[:-9])
-    documents, seen = sources.iter_documents(path, text_field="text"), []
+    documents, seen = iter_documents(path, text_field="text"), []
     with pytest.raises(ValueError, match=rf"a.jsonl{suffix} cannot be read to its end") as caught:
         seen.extend(text for text, _ in documents)
-    assert not isinstance(caught.value, sources.BadRecord)
+    assert not isinstance(caught.value, BadRecord)
     (tmp_path / f"b.jsonl{suffix}").write_bytes(b"not compressed at all")
     with pytest.raises(ValueError, match="cannot be read to its end"):
         stream(tmp_path / f"b.jsonl{suffix}")

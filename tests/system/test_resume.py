@@ -11,7 +11,7 @@ import micro
 import pytest
 
 from hlat_jax.config import RENAMED
-from hlat_jax.data.sources import asset_path
+from hlat_jax.data.formats.paths import asset_path
 
 pytestmark = pytest.mark.xdist_group("resume")  # its fixtures are costly: one process
 

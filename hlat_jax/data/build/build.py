@@ -25,7 +25,7 @@ from typing import Any, TextIO
 from hlat_jax.data.build import build_task, inputs, shards
 from hlat_jax.data.build.build_task import Options, Task
 from hlat_jax.data.build.progress import Progress, size
-from hlat_jax.data.build.workers import COUNTS, Shared, run_in_worker, start_worker
+from hlat_jax.data.build.workers import COUNTS, Shared, start_worker
 from hlat_jax.data.formats.built import FORMAT, index_path
 from hlat_jax.data.formats.files import MANIFEST_NAME, SHARD_SUFFIX
 from hlat_jax.data.tokenizer import Tokenizer
@@ -221,7 +221,7 @@ def _run(
                 try:
                     # largest first, for the end waits for the last
                     futures = {
-                        task.number: pool.submit(run_in_worker, task, folder, options)
+                        task.number: pool.submit(build_task.run_in_worker, task, folder, options)
                         for task in sorted(tasks, key=lambda task: -task.size)
                     }
                 finally:  # a Ctrl-C until now is raised here

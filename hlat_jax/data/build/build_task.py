@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hlat_jax.data.build import inputs, shards
-from hlat_jax.data.build.workers import COUNTS, Shared, Stopped
+from hlat_jax.data.build.workers import COUNTS, Shared, Stopped, shared_of_worker
 from hlat_jax.data.formats.files import SHARD_SUFFIX
 from hlat_jax.data.formats.records import BadRecord
 from hlat_jax.data.tokenizer import Tokenizer
@@ -79,6 +79,11 @@ def run(task: Task, *, folder: pathlib.Path, options: Options, shared: Shared) -
         finished += _write_shards(task, finished, folder=folder, options=options, shared=shared)
     shared.task_ended()
     return finished
+
+
+def run_in_worker(task: Task, folder: pathlib.Path, options: Options) -> list[dict[str, Any]]:
+    """Runs a task in a process that workers.start_worker has prepared."""
+    return run(task, folder=folder, options=options, shared=shared_of_worker())
 
 
 def finished_shards(task: Task, *, folder: pathlib.Path, options: Options) -> list[dict[str, Any]]:

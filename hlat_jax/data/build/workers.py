@@ -1,13 +1,12 @@
-"""The processes of a build: what they share, and how one starts and ends.
+"""The worker processes of a build: what they share, and how one starts and ends.
 
-Refuses to import what a task needs until it has one, so that a process is quiet before libraries are loaded.
+Imports nothing that a task needs, so that a process ignores Ctrl-C before the libraries of its first task are loaded.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import os
-import pathlib
 import signal
 import threading
 from typing import Any
@@ -56,7 +55,7 @@ _SHARED: Shared | None = None  # of this worker process; locks reach it when it 
 
 
 def start_worker(shared: Shared) -> None:
-    """Prepares a worker process: it hears no Ctrl-C, which its parent answers, and ends when its parent does."""
+    """Prepares a worker process: it ignores Ctrl-C, which its parent handles, and ends when its parent does."""
     global _SHARED
     _SHARED = shared
     logging.set_verbosity(logging.ERROR)
@@ -64,13 +63,12 @@ def start_worker(shared: Shared) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
+def shared_of_worker() -> Shared:
+    """Returns what start_worker was given in this process."""
+    assert _SHARED is not None, "not in a process that start_worker prepared"
+    return _SHARED
+
+
 def _end_with_parent() -> None:
     multiprocessing.parent_process().join()
     os._exit(1)  # killed: whoever runs the command again must not meet us writing
-
-
-def run_in_worker(task: Any, folder: pathlib.Path, options: Any) -> list[dict[str, Any]]:
-    """Runs a task in a process that start_worker has prepared."""
-    from hlat_jax.data.build import build_task
-
-    return build_task.run(task, folder=folder, options=options, shared=_SHARED)

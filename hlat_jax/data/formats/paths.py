@@ -16,6 +16,7 @@ import shlex
 from collections.abc import Sequence
 from typing import Any
 
+import hlat_jax
 from hlat_jax.data.formats.files import MANIFEST_NAME, SHARD_SUFFIX, DataFile, client_errors, filesystem_of, reason
 from hlat_jax.store.atomic_files import read_json
 
@@ -35,7 +36,7 @@ def asset_path(name: str) -> pathlib.Path:
     Raises:
       ValueError: no such file; the message lists those there are.
     """
-    folder = pathlib.Path(__file__).resolve().parent.parent / "assets"
+    folder = pathlib.Path(hlat_jax.__file__).resolve().parent / "assets"
     path = folder / name
     if path.parent != folder or not path.is_file():
         shipped = sorted(p.name for p in folder.iterdir() if p.suffix in (".jsonl", ".model"))
