@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -21,6 +20,7 @@ from hlat_jax.data import packing
 from hlat_jax.data.formats.records import BadRecord
 from hlat_jax.data.loader import batch_of
 from hlat_jax.data.mixture import UNNAMED
+from hlat_jax.data.order import scattered
 from hlat_jax.data.streams import Source, encoder, joint_manifest, open_sources, windows
 from hlat_jax.data.tokenizer import Tokenizer
 
@@ -179,7 +179,7 @@ def _read(
       skipped: gets the bad records that are skipped.
     """
     encode, total = encoder(data, tokenizer), len(source.documents)
-    order, wanted = _scattered(total), total if limit is None else min(total, _FIRST_DOCUMENTS)
+    order, wanted = scattered(total), total if limit is None else min(total, _FIRST_DOCUMENTS)
     found: dict[int, list[np.ndarray]] = {}
     num_read = num_tokens = 0
     while num_read < wanted:
@@ -195,14 +195,6 @@ def _read(
         if limit is not None and num_tokens < limit:
             wanted = min(total, _GROWTH * num_read, num_read * limit // max(num_tokens, 1) + 1)
     return [found[number] for number in sorted(found)], num_read
-
-
-def _scattered(total: int) -> Iterator[int]:
-    """Yields the numbers below `total`, each once, in steps of the golden section: any first ones are spread evenly."""
-    step = round(total * (math.sqrt(5) - 1) / 2)
-    while math.gcd(step, total) > 1:
-        step += 1
-    return (index * step % total for index in range(total))
 
 
 def _batch(rows: list[packing.Row], num_rows: int, data: DataConfig, *, pad_id: int) -> batch_lib.Batch:

@@ -11,7 +11,9 @@ from __future__ import annotations
 import collections
 import functools
 import hashlib
+import math
 import threading
+from collections.abc import Iterator
 
 import grain
 import numpy as np
@@ -45,6 +47,14 @@ class Order:
                 if len(self._listed) > _NUM_KEPT:
                     self._listed.popitem(last=False)
             return int(self._listed[epoch][entry])
+
+
+def scattered(total: int) -> Iterator[int]:
+    """Yields the numbers below `total`, each once, in steps of the golden section: any first ones are spread evenly."""
+    step = round(total * (math.sqrt(5) - 1) / 2)
+    while math.gcd(step, total) > 1:
+        step += 1
+    return (index * step % total for index in range(total))
 
 
 def permutation(num_documents: int, *, seed: int) -> np.ndarray:

@@ -66,8 +66,7 @@ class Corpus:
 
     def __init__(self, parts: Sequence[Any], manifest: dict[str, Any]):
         self._parts, self.manifest, self.passed_over = list(parts), manifest, ""
-        counts = [len(part) for part in self._parts]
-        self._starts = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)]).astype(np.int64)
+        self._starts = records.starts(len(part) for part in self._parts)
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -90,8 +89,7 @@ class Corpus:
     def _place(self, index: int) -> tuple[int, int]:
         if not 0 <= index < len(self):
             raise IndexError(f"document {index} of {len(self)}")
-        part = int(np.searchsorted(self._starts, index, side="right")) - 1
-        return part, int(index) - int(self._starts[part])
+        return records.place(self._starts, index)
 
 
 def open_corpus(
@@ -106,7 +104,7 @@ def open_corpus(
     """Returns the documents that `spec` names, by number, with their manifest and where each came from.
 
     A document is a str, or where a dataset stores token ids int32[n]: those that packing.document_tokens would make,
-    EOS of each piece included. `files`: those of `spec` to open, as resolve_files gives them; None: all.
+    EOS of each piece included. `files`: those of `spec` to open, as find_files gives them; None: all.
     `index_folder` keeps the indices of JSONL files between runs. `tokenizer_sha256` is that of the config's tokenizer,
     which stored ids must be of; None: no comparison.
 
@@ -118,7 +116,7 @@ def open_corpus(
     size and 16 blocks of 64 KiB.
 
     Raises:
-      ValueError: see paths.resolve_files; a file that cannot be indexed; ids of another tokenizer; no documents, or
+      ValueError: see paths.find_files; a file that cannot be indexed; ids of another tokenizer; no documents, or
         none with text in it.
     """
     passed_over = ""

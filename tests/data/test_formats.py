@@ -10,7 +10,17 @@ import pyarrow
 import pyarrow.ipc
 import pytest
 from array_record.python import array_record_module
-from data_files import TEXTS, error_of, open_all, read_all, write_arrow, write_built, write_jsonl, write_parquet
+from data_files import (
+    TEXTS,
+    error_of,
+    open_all,
+    read_all,
+    read_in_order,
+    write_arrow,
+    write_built,
+    write_jsonl,
+    write_parquet,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,7 +28,6 @@ from hlat_jax.data import sources
 from hlat_jax.data.formats import arrow_ipc, built, columns
 from hlat_jax.data.formats.files import DataFile, Snapshot
 from hlat_jax.data.formats.records import BadRecord
-from hlat_jax.data.formats.streaming import iter_documents
 
 IDS = [[5, 6, 7, 2], [2], [9] * 30 + [2], [1, 2], [3, 2], [4, 4, 4, 4, 2], [2]]
 
@@ -83,7 +92,7 @@ def test_arrow_with_offsets_outside_its_batch_is_a_damaged_file_and_no_bad_recor
         with pytest.raises(ValueError, match="a text lies at bytes 5 to") as by_number:
             open_all(path)[1]
         with pytest.raises(ValueError, match="a text lies at bytes 5 to") as in_order:
-            list(iter_documents(path, text_field="text"))
+            list(read_in_order(path))
         assert not any(isinstance(caught.value, BadRecord) for caught in (by_number, in_order))
         ends = damaged
 
@@ -355,7 +364,7 @@ def test_array_record_of_another_program_holds_a_text_in_each_record(tmp_path):
     corpus = sources.open_corpus(str(tmp_path), text_field="any", key="data.train")
     assert [corpus[index] for index in (*range(len(TEXTS)), 2)] == [*TEXTS, TEXTS[2]]
     assert corpus.locate(3) == f"{path}, row 4"
-    assert list(iter_documents(path, text_field="any")) == [(text, i + 1) for i, text in enumerate(TEXTS)]
+    assert list(read_in_order(path, text_field="any")) == [(text, i + 1) for i, text in enumerate(TEXTS)]
     assert corpus.manifest["files"][0]["kind"] == "array_record"
 
 

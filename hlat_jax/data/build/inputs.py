@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import itertools
 import pathlib
 from collections.abc import Iterator, Sequence
 
@@ -66,16 +65,9 @@ def read(input_: Input, *, text_field: str) -> Iterator[str | BadRecord]:
     Raises:
       ValueError: trouble of the whole file, such as a missing column or a truncated end.
     """
-    documents = streaming.iter_documents(input_.file, text_field=text_field)
-    while True:
-        try:
-            found = [text for text, _ in itertools.islice(documents, 1)]
-        except BadRecord as error:
-            yield error
-            continue
-        if not found:
-            return
-        yield found.pop()  # not kept here while the next one is read
+    for text, _ in streaming.iter_documents(input_.file, text_field=text_field):
+        yield text
+        del text  # not kept here while the next one is read
 
 
 def _file_facts(file: files.DataFile) -> tuple[int, str]:

@@ -12,6 +12,7 @@ who wrote it.
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 import pathlib
 from collections.abc import Iterable
@@ -22,6 +23,7 @@ from array_record.python import array_record_module
 
 from hlat_jax.data import packing
 from hlat_jax.data.formats.built import index_path
+from hlat_jax.data.formats.files import DataFile, content_hash
 from hlat_jax.store import atomic_files
 
 RECORD_IDS = 32_768
@@ -103,12 +105,6 @@ def disk_error(path: pathlib.Path, error: BaseException) -> OSError:
     )
 
 
-def file_hash(path: pathlib.Path) -> str:
-    """Returns 32 hex digits of a whole file."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
-
-
 def write_whole(path: pathlib.Path, content: bytes) -> None:
     """Writes a small file so that it is there whole or not at all.
 
@@ -127,7 +123,9 @@ def is_intact(path: pathlib.Path, facts: dict[str, Any]) -> bool:
     if facts["index_blake2b"] is not None:
         hashes[index_path(path)] = facts["index_blake2b"]
     try:
-        return path.stat().st_size == facts["file_bytes"] and all(file_hash(p) == h for p, h in hashes.items())
+        if path.stat().st_size != facts["file_bytes"]:
+            return False
+        return all(content_hash(DataFile(file)) == expected for file, expected in hashes.items())
     except FileNotFoundError:
         return False
 
@@ -183,7 +181,7 @@ class ShardWriter:
             with self._partial.open("rb") as file:
                 os.fsync(file.fileno())
             self._check_complete()
-            facts = {"file_bytes": self._partial.stat().st_size, "blake2b": file_hash(self._partial)}
+            facts = {"file_bytes": self._partial.stat().st_size, "blake2b": content_hash(DataFile(self._partial))}
             facts["index_blake2b"] = None if self._dtype is None else self._write_index()
             facts["long"] = self._long
             os.replace(self._partial, self.path)
@@ -220,15 +218,11 @@ class ShardWriter:
 
     def _write_index(self) -> str:
         """Puts the index in place and returns its hash."""
-        longest = max(self._lengths, default=0)
-        partial = index_path(self._partial)
-        with partial.open("wb") as file:
-            np.savez(
-                file,
-                first_document=np.asarray(self._first_document, np.int64),
-                lengths=np.asarray(self._lengths, np.int32 if longest < 1 << 31 else np.int64),
-            )
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, index_path(self.path))
-        return file_hash(index_path(self.path))
+        longest, content = max(self._lengths, default=0), io.BytesIO()
+        np.savez(
+            content,
+            first_document=np.asarray(self._first_document, np.int64),
+            lengths=np.asarray(self._lengths, np.int32 if longest < 1 << 31 else np.int64),
+        )
+        atomic_files.write_whole(index_path(self.path), content.getvalue())
+        return content_hash(DataFile(index_path(self.path)))

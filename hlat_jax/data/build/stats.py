@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -18,9 +19,9 @@ from hlat_jax.data import mixture, packing, sources
 from hlat_jax.data.build.progress import Told, size
 from hlat_jax.data.formats import built, paths
 from hlat_jax.data.formats.records import BadRecord
+from hlat_jax.data.order import scattered
 from hlat_jax.data.tokenizer import Tokenizer
 
-_GOLDEN = 0.6180339887498949
 _BATCH_DOCUMENTS = 64
 
 
@@ -132,7 +133,8 @@ def _sampled(
 
     measured, num_bytes, num_seen = [], 0, 0
     with concurrent.futures.ThreadPoolExecutor(max(config.data.num_threads, 1)) as pool:
-        for indices in _spread(len(documents)):
+        order = scattered(len(documents))
+        while indices := list(itertools.islice(order, _BATCH_DOCUMENTS)):
             found = list(pool.map(measure, indices))
             num_seen += len(found)
             measured += [facts for facts in found if facts is not None]
@@ -153,15 +155,6 @@ def _sampled(
         error=0.0 if is_all else float(spread),
         num_bad=num_seen - len(measured),
     )
-
-
-def _spread(num_documents: int) -> Iterator[list[int]]:
-    """Yields every number below `num_documents` once, in groups; each beginning of them lies evenly over all."""
-    step = max(1, round(num_documents * _GOLDEN))
-    while math.gcd(step, num_documents) != 1:
-        step += 1
-    for start in range(0, num_documents, _BATCH_DOCUMENTS):
-        yield [number * step % num_documents for number in range(start, min(start + _BATCH_DOCUMENTS, num_documents))]
 
 
 _HEADER = ("source", "documents", "bytes", "tokens", "tokens/byte", "epochs in num_steps", "in horizon_steps")

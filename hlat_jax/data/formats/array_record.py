@@ -12,8 +12,12 @@ from array_record.python import array_record_module
 from hlat_jax.data.formats import records
 from hlat_jax.data.formats.files import Snapshot
 
-# without read-ahead a read of one record reads that record; a pool of threads for one record costs more than it gives
-READER_OPTIONS = "readahead_buffer_size:0,max_parallelism:0"
+
+def open_reader(path: str | os.PathLike) -> array_record_module.ArrayRecordReader:
+    """Returns a reader of single records; raises RuntimeError when the file is damaged."""
+    # without read-ahead a read of one record reads that record; threads for one record cost more than they give
+    options = "readahead_buffer_size:0,max_parallelism:0"
+    return array_record_module.ArrayRecordReader(os.fspath(path), options=options, file_reader_buffer_size=1 << 15)
 
 
 class ArrayRecordDocuments:
@@ -30,9 +34,7 @@ class ArrayRecordDocuments:
     def __init__(self, snapshot: Snapshot):
         self._snapshot, self.snapshots = snapshot, (snapshot,)
         try:
-            self._reader = array_record_module.ArrayRecordReader(
-                os.fspath(snapshot.file), options=READER_OPTIONS, file_reader_buffer_size=1 << 15
-            )
+            self._reader = open_reader(snapshot.file)
             self.num_rows = self._reader.num_records()
         except RuntimeError as error:
             raise ValueError(f"{snapshot.file} is not a complete ArrayRecord file ({error}); write it again.") from None

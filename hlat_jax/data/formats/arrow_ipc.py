@@ -9,7 +9,6 @@ Interprocess Communication", and its Message.fbs.
 from __future__ import annotations
 
 import os
-import shlex
 import struct
 from typing import Any, BinaryIO
 
@@ -27,6 +26,7 @@ from hlat_jax.data.formats.columns import (
     too_large,
 )
 from hlat_jax.data.formats.files import DataFile, Snapshot
+from hlat_jax.data.formats.paths import build_command
 
 MAX_COMPRESSED_BYTES = 64 << 20  # what a compressed batch unpacks to is not known before
 
@@ -48,7 +48,7 @@ def arrow_documents(snapshot: Snapshot, *, field: str, cache: ColumnCache) -> Pa
     """
     file = snapshot.file
     try:
-        schema, batches = _index(snapshot)
+        schema, batches = _index(snapshot, field=field)
     except (Incomplete, pyarrow.ArrowException, OSError, struct.error, IndexError) as error:
         raise ValueError(f"{file} is not a complete Arrow file or stream ({error}); write it again.") from None
     column = text_column(schema, field, where=file.where, dictionaries=False)
@@ -56,7 +56,7 @@ def arrow_documents(snapshot: Snapshot, *, field: str, cache: ColumnCache) -> Pa
         limit = MAX_COMPRESSED_BYTES if batch["compressed"] else MAX_PART_BYTES
         if batch["bytes"] > limit and (batch["compressed"] or file.is_remote):
             num_bytes = int(batch["bytes"])
-            raise too_large(file, f"record batch {number + 1}", num_bytes=num_bytes, limit=limit)
+            raise too_large(file, f"record batch {number + 1}", field=field, num_bytes=num_bytes, limit=limit)
 
     def load(part: int) -> tuple[Any, int]:
         start, num_bytes = int(batches[part]["start"]), int(batches[part]["bytes"])
@@ -77,7 +77,7 @@ def arrow_documents(snapshot: Snapshot, *, field: str, cache: ColumnCache) -> Pa
     return PartedDocuments(snapshot, parts=parts, load=load, cache=cache, field=field, part_name="record batch")
 
 
-def _index(snapshot: Snapshot) -> tuple[pyarrow.Schema, np.ndarray]:
+def _index(snapshot: Snapshot, *, field: str) -> tuple[pyarrow.Schema, np.ndarray]:
     """Returns the schema, and _BATCH_FACTS of every record batch: where its message lies and what it holds."""
     schema, batches = None, []
     with snapshot.file.open() as file:
@@ -93,7 +93,7 @@ def _index(snapshot: Snapshot) -> tuple[pyarrow.Schema, np.ndarray]:
             elif kind == _DICTIONARY_BATCH:
                 raise ValueError(
                     f"{snapshot.file} holds dictionaries, which are not read by number. Convert it and train on that: "
-                    f"python -m hlat_jax.data build {shlex.quote(snapshot.file.where)} --out DIR"
+                    + build_command(snapshot.file, out="DIR", text_field=field)
                 )
             elif kind == _RECORD_BATCH:
                 rows = _field(metadata, header, 0)

@@ -23,10 +23,9 @@ from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
-from array_record.python import array_record_module
 
 from hlat_jax.data.formats import records
-from hlat_jax.data.formats.array_record import READER_OPTIONS
+from hlat_jax.data.formats.array_record import open_reader
 from hlat_jax.data.formats.files import MANIFEST_NAME, SHARD_SUFFIX, DataFile, Snapshot
 from hlat_jax.store.atomic_files import check_name, read_json
 
@@ -110,8 +109,8 @@ class _Shards:
         self.snapshots = tuple(
             Snapshot(DataFile(folder / shard["name"]), has_checksums=True) for shard in manifest.shards
         )
-        self._starts = _starts(shard["documents"] for shard in manifest.shards)
-        self._source_starts = _starts(source["documents"] for source in manifest.sources)
+        self._starts = records.starts(shard["documents"] for shard in manifest.shards)
+        self._source_starts = records.starts(source["documents"] for source in manifest.sources)
         if {int(self._starts[-1]), int(self._source_starts[-1])} != {manifest.documents}:
             raise ValueError(f"{folder / MANIFEST_NAME}: its counts of documents differ; build the dataset again.")
         self._lock = threading.Lock()
@@ -119,14 +118,13 @@ class _Shards:
 
     def place(self, index: int) -> tuple[int, int]:
         """Returns (shard, number within it) of document `index`."""
-        shard = int(np.searchsorted(self._starts, index, side="right")) - 1
-        return shard, index - int(self._starts[shard])
+        return records.place(self._starts, index)
 
     def locate(self, index: int) -> str:
         """Returns the dataset and number of a document, and the file that it was built from."""
-        source = int(np.searchsorted(self._source_starts, index, side="right")) - 1
-        number = index - int(self._source_starts[source]) + 1
-        return f"{self._folder}, document {index + 1} (document {number} of {self._manifest.sources[source]['name']})"
+        source, number = records.place(self._source_starts, index)
+        name = self._manifest.sources[source]["name"]
+        return f"{self._folder}, document {index + 1} (document {number + 1} of {name})"
 
     def read(self, shard: int, record: int) -> bytes:
         """Returns one record.
@@ -163,20 +161,11 @@ class _Shards:
         with self._lock:
             reader = self._readers.get(shard)
             if reader is None:
-                path = os.fspath(self.snapshots[shard].file)
-                reader = array_record_module.ArrayRecordReader(
-                    path, options=READER_OPTIONS, file_reader_buffer_size=1 << 15
-                )
-                self._readers[shard] = reader
+                reader = self._readers[shard] = open_reader(self.snapshots[shard].file)
                 if len(self._readers) > _MAX_OPEN_SHARDS:
                     self._readers.popitem(last=False)  # closes once no other thread reads from it
             self._readers.move_to_end(shard)
             return reader
-
-
-def _starts(counts: Iterable[int]) -> np.ndarray:
-    """Returns int64[n + 1]: where each of n neighbours begins, and the end."""
-    return np.concatenate([[0], np.cumsum(np.fromiter(counts, np.int64))]).astype(np.int64)
 
 
 class BuiltTexts:
@@ -229,7 +218,7 @@ class _LongDocuments:
         except (ValueError, TypeError, OverflowError):
             pairs = np.asarray([[-1, 0]])
         self._documents = pairs[:, 0]
-        self._records_more = _starts(pairs[:, 1] - 1)  # than documents, before each of them
+        self._records_more = records.starts(pairs[:, 1] - 1)  # than documents, before each of them
         inside = (pairs >= [0, 2]).all() and (pairs[:, 0] < shard["documents"]).all()
         if not inside or (np.diff(self._documents) <= 0).any():
             raise ValueError(
@@ -268,11 +257,11 @@ class BuiltTokens:
     def __getitem__(self, index: int) -> np.ndarray:
         shard, number = self._shards.place(index)
         first = self._first_documents[shard]
-        record = int(np.searchsorted(first, number, side="right")) - 1
+        record, number_in_record = records.place(first, number)
         end = first[record + 1] if record + 1 < len(first) else self.manifest.shards[shard]["documents"]
         where = f"{self.snapshots[shard].file}, record {record + 1}"
         block = self._shards.read(shard, record)
-        tokens = block_tokens(block, number - int(first[record]), num_documents=int(end - first[record]), where=where)
+        tokens = block_tokens(block, number_in_record, num_documents=int(end - first[record]), where=where)
         if len(tokens) and tokens.max() >= self.manifest.vocab_size:
             raise ValueError(
                 f"{where}: holds id {tokens.max()}, and the vocabulary has {self.manifest.vocab_size}; build the "

@@ -10,7 +10,6 @@ import collections
 import concurrent.futures
 import contextlib
 import os
-import shlex
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
@@ -21,6 +20,7 @@ import pyarrow.parquet
 
 from hlat_jax.data.formats import records
 from hlat_jax.data.formats.files import DataFile, Snapshot
+from hlat_jax.data.formats.paths import build_command
 
 CACHE_BYTES = 256 << 20
 MAX_PART_BYTES = 256 << 20
@@ -161,15 +161,15 @@ class TextColumn:
         chunks = column.chunks if isinstance(column, pyarrow.ChunkedArray) else [column]
         plain = pyarrow.types.is_string(column.type) or pyarrow.types.is_large_string(column.type)
         self._chunks = [_Strings(chunk) if plain else _Values(chunk) for chunk in chunks]
-        self._starts = np.cumsum([0] + [len(chunk) for chunk in chunks])
+        self._starts = records.starts(len(chunk) for chunk in chunks)
         self.nbytes = column.nbytes
 
     def __len__(self) -> int:
         return int(self._starts[-1])
 
     def __getitem__(self, index: int) -> str | None:
-        chunk = int(np.searchsorted(self._starts, index, side="right")) - 1
-        return self._chunks[chunk][index - int(self._starts[chunk])]
+        chunk, number = records.place(self._starts, index)
+        return self._chunks[chunk][number]
 
 
 def cell(column: TextColumn, index: int, *, field: str, where: str, row: int) -> str:
@@ -186,12 +186,11 @@ def cell(column: TextColumn, index: int, *, field: str, where: str, row: int) ->
     return records.checked_text(text, field=field, where=where, row=row)
 
 
-def too_large(file: DataFile, part: str, *, num_bytes: int, limit: int) -> ValueError:
+def too_large(file: DataFile, part: str, *, field: str, num_bytes: int, limit: int) -> ValueError:
     """Returns the error for a part that would have to be decoded whole."""
     return ValueError(
         f"{file}, {part}: {num_bytes >> 20} MiB are decoded to read any one document in it, more than "
-        f"{limit >> 20} MiB. Convert it and train on that: "
-        f"python -m hlat_jax.data build {shlex.quote(file.where)} --out DIR"
+        f"{limit >> 20} MiB. Convert it and train on that: {build_command(file, out='DIR', text_field=field)}"
     )
 
 
@@ -224,21 +223,19 @@ class PartedDocuments:
     ):
         self._snapshot, self._load, self._cache = snapshot, load, cache
         self._field, self._part_name, self._parts = field, part_name, parts
-        counts = np.cumsum([part.num_rows for part in parts], dtype=np.int64)
-        self._starts = np.concatenate([[0], counts]).astype(np.int64)
+        self._starts = records.starts(part.num_rows for part in parts)
         self.snapshots, self.num_rows = (snapshot,), int(self._starts[-1])
 
     def __len__(self) -> int:
         return int(self._starts[-1])
 
     def __getitem__(self, index: int) -> str:
-        part = int(np.searchsorted(self._starts, index, side="right")) - 1
-        where, place = self._snapshot.file.where, index - int(self._starts[part])
+        where, (part, number) = self._snapshot.file.where, records.place(self._starts, index)
         self._snapshot.check()
         try:
             key, num_bytes = (where, part, self._field), self._parts[part].num_bytes
             column = self._cache.get(key, lambda: self._load(part), num_bytes=num_bytes)
-            return cell(column, place, field=self._field, where=where, row=index + 1)
+            return cell(column, number, field=self._field, where=where, row=index + 1)
         except (pyarrow.ArrowException, OSError, EOFError) as error:
             what = f"{where}, {self._part_name} {part + 1}"
             raise ValueError(f"{what}: cannot be read ({error}); write the file again.") from None
@@ -280,7 +277,8 @@ def parquet_documents(snapshot: Snapshot, *, field: str, cache: ColumnCache) -> 
         if group.num_rows < 0:
             raise ValueError(f"{where}, row group {number}: {group.num_rows} rows; write the file again.")
         if group.num_bytes > MAX_PART_BYTES:
-            raise too_large(snapshot.file, f"row group {number}", num_bytes=group.num_bytes, limit=MAX_PART_BYTES)
+            options = {"field": field, "num_bytes": group.num_bytes, "limit": MAX_PART_BYTES}
+            raise too_large(snapshot.file, f"row group {number}", **options)
 
     def load(part: int) -> tuple[Any, int]:
         column = read_group(snapshot.file, part, field=field, metadata=metadata)

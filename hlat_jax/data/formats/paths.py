@@ -66,11 +66,6 @@ class Found:
         return f"passed over {files}: {counts}" if counts else ""
 
 
-def resolve_files(spec: str | Sequence[str], *, key: str, allow_compressed: bool = False) -> list[DataFile]:
-    """Returns the files that find_files finds."""
-    return find_files(spec, key=key, allow_compressed=allow_compressed).files
-
-
 def find_files(
     spec: str | Sequence[str], *, key: str, allow_compressed: bool = False, text_field: str = "text"
 ) -> Found:
@@ -245,7 +240,7 @@ def _is_hidden(parts: list[str]) -> bool:
 
 
 def file_format(file: DataFile) -> str:
-    """Returns 'built', 'jsonl', 'text', 'arrow', 'array_record' or 'parquet' for a file of resolve_files."""
+    """Returns 'built', 'jsonl', 'text', 'arrow', 'array_record' or 'parquet' for a file of find_files."""
     if file.is_built:
         return "built"
     name, suffix = file.name.lower(), file.suffix

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from typing import Any
+
+import numpy as np
 
 MAX_RECORD_BYTES = 1 << 30
 _REMEDY = "Mend or remove it, set {field} if the text is elsewhere, or pass over such records with {skip}."
@@ -29,6 +32,17 @@ class BadRecord(ValueError):
         """Returns the error as `build` and `tokenizer` say it, with their flags."""
         remedy = _REMEDY.format(field="--text_field", skip="--on_bad_record=skip")
         return ValueError(f"{self.problem} {remedy}")
+
+
+def starts(counts: Iterable[int]) -> np.ndarray:
+    """Returns int64[n + 1]: the number of the first record of each of n neighbours, and of records in all."""
+    return np.cumsum([0, *counts], dtype=np.int64)
+
+
+def place(starts: np.ndarray, index: int) -> tuple[int, int]:
+    """Returns (which of the neighbours record `index` is in, its number there)."""
+    neighbour = int(np.searchsorted(starts, index, side="right")) - 1
+    return neighbour, int(index) - int(starts[neighbour])
 
 
 def bad_record(where: str, row: int | None, reason: str) -> BadRecord:
