@@ -347,7 +347,7 @@ def test_same_command_again_says_that_it_is_complete(tmp_path):
 def test_out_that_holds_something_else_is_refused(tmp_path, monkeypatch):
     path, other = write_jsonl(tmp_path / "a.jsonl", TEXTS), write_jsonl(tmp_path / "b.jsonl", TEXTS)
     build(tmp_path / "done", path)
-    assert "other inputs or options" in error_of(ValueError, tmp_path / "done", path, shard_bytes=7)
+    assert "built from other inputs or options" in error_of(ValueError, tmp_path / "done", path, shard_bytes=7)
     assert "is not empty" in error_of(ValueError, tmp_path, path)
     assert "is a file" in error_of(ValueError, path, other)
     words = interrupted(tmp_path, monkeypatch, num_shards=1)
@@ -546,7 +546,7 @@ def killed_worker(task, folder, options):
     return build_task.run_in_worker(task, folder, options)
 
 
-def test_a_worker_that_is_killed_is_reported_and_the_build_goes_on(tmp_path, monkeypatch):
+def test_a_worker_that_is_killed_is_reported_and_the_build_resumes(tmp_path, monkeypatch):
     paths = [write_jsonl(tmp_path / f"{name}.jsonl", TEXTS) for name in "ab"]
     with monkeypatch.context() as patch:
         patch.setattr(build_lib.build_task, "run_in_worker", killed_worker)
@@ -587,15 +587,15 @@ def edit(path):
         file.write(b"y")
 
 
-def test_build_says_what_it_passed_over_and_when_documents_are_few(tmp_path):
+def test_build_says_what_it_ignored_and_when_documents_are_few(tmp_path):
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts/book.txt").write_text("one long book")
     (tmp_path / "texts/book.csv").write_text("x")
     for _ in range(2):
         built = build(tmp_path / "out", tmp_path / "texts")
-        told = build_lib.summary(built, out=tmp_path / "out", passed_s=1.0)
-        assert "passed over 1 file: .csv 1" in told
-        assert "data.batch_size can be 1 at most. A .txt or .md file is one document" in told
+        printed = build_lib.summary(built, out=tmp_path / "out", elapsed_s=1.0)
+        assert "ignored 1 file: .csv 1" in printed
+        assert "data.batch_size can be at most 1. A .txt or .md file is one document" in printed
     write_jsonl(tmp_path / "many.jsonl", ["x"] * 32)
     many = build(tmp_path / "many", tmp_path / "many.jsonl")
-    assert "few documents" not in build_lib.summary(many, out=tmp_path / "many", passed_s=1.0)
+    assert "few documents" not in build_lib.summary(many, out=tmp_path / "many", elapsed_s=1.0)

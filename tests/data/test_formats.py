@@ -215,7 +215,7 @@ def test_dataset_of_ids_gives_each_document_and_its_length(tmp_path, width, num_
 
 def test_ids_of_another_tokenizer_or_vocabulary_are_refused(tmp_path):
     folder = write_built(tmp_path / "ids", IDS, kind="tokens", tokenizer_sha256="ab" * 32, vocab_size=9)
-    assert "holds id 9, and the vocabulary has 9" in error_of(folder)
+    assert "holds id 9, but the vocabulary has 9 tokens" in error_of(folder)
     message = error_of(folder, tokenizer_sha256="cd" * 32)
     assert "SHA-256 abababababab…, but data.tokenizer has cdcdcdcdcdcd…" in message
     assert "--tokenizer MODEL" in message
@@ -234,7 +234,7 @@ def test_incomplete_or_damaged_dataset_is_refused_by_name(tmp_path):
     folder = fresh("cut")
     shard = folder / "shard-00001-of-00002.array_record"
     shard.write_bytes(shard.read_bytes()[:-50])
-    assert "holds 0 records where 3 belong" in error_of(folder)
+    assert "holds 0 records instead of 3" in error_of(folder)
 
     folder = fresh("unfinished")
     (folder / "manifest.json").unlink()
@@ -251,9 +251,9 @@ def test_incomplete_or_damaged_dataset_is_refused_by_name(tmp_path):
     folder = fresh("ids", kind="tokens")
     index = folder / "shard-00000-of-00002.index.npz"
     np.savez(index, first_document=np.asarray([0, 1, 2, 3]), lengths=np.asarray([1, 2, 3]))
-    assert "holds 3 records where 4 belong" in error_of(folder)
+    assert "holds 3 records instead of 4" in error_of(folder)
     np.savez(index, first_document=np.asarray([0, 2, 1]), lengths=np.asarray([1, 2, 3]))
-    assert "its index does not fit" in error_of(folder)
+    assert "its index disagrees with the manifest" in error_of(folder)
     index.write_bytes(b"x")
     assert f"{index} cannot be read" in error_of(folder)
     index.unlink()
@@ -277,7 +277,7 @@ def test_manifest_without_one_of_its_names_or_counts_is_refused(tmp_path, kind):
         assert before in whole
         path.write_text(whole.replace(before, after))
         assert re.search(
-            "lacks documents|names or counts|must be a plain name|counts of documents differ", error_of(path.parent)
+            "lacks documents|names or counts|must be a plain name|counts of documents disagree", error_of(path.parent)
         )
 
 
@@ -293,7 +293,7 @@ def test_manifest_that_is_no_object_of_ours_is_refused_by_name(tmp_path, content
         built.read_manifest(path.parent)
 
 
-def test_shard_with_damaged_bytes_is_named_and_never_passed_over(tmp_path):
+def test_shard_with_damaged_bytes_is_named_and_never_skipped(tmp_path):
     ids = [[7] * 50_000 + [2], [8] * 50_000 + [2]]
     folder = write_built(tmp_path / "ids", ids, kind="tokens", num_shards=1)
     shard = folder / "shard-00000-of-00001.array_record"

@@ -309,7 +309,7 @@ def test_fewer_documents_than_rows_is_refused(corpus, three):
 
 def test_rows_position_and_seed_that_do_not_fit_are_refused(corpus):
     data = data_config(corpus[0])
-    with pytest.raises(ValueError, match=r"must be some of 0 .. data.batch_size - 1 = 5"):
+    with pytest.raises(ValueError, match=r"must be a non-empty subset of 0 .. data.batch_size - 1 = 5"):
         loader.TrainBatches(data, tokenizer=TOKENIZER, rows=range(4, 7))
     with pytest.raises(
         ValueError,
@@ -318,7 +318,7 @@ def test_rows_position_and_seed_that_do_not_fit_are_refused(corpus):
         loader.TrainBatches(data, tokenizer=TOKENIZER, position=np.zeros((5, 7), np.int64))
     position = np.zeros((6, 7), np.int64)
     position[5, 0] = 1
-    with pytest.raises(ValueError, match=r"rows are of different batches, \[0, 1\]"):
+    with pytest.raises(ValueError, match=r"rows are at different batches, \[0, 1\]"):
         loader.TrainBatches(data, tokenizer=TOKENIZER, position=position)
     position[5] = [0, 0, 3, 0, 0, 0, 0]
     with pytest.raises(ValueError, match=r"row 5 is document 3, but 23 documents in 6 rows leave it 3"):

@@ -59,7 +59,7 @@ def test_stages_hold_normalised_weights_until_their_step_or_tokens():
 @pytest.mark.parametrize(
     ("weights", "message"),
     [
-        ("", "data.mixture is empty, but data.train has 2 sources; set it, as in web=1,code=1"),
+        ("", "data.mixture is empty, but data.train has 2 sources; set it, for example to web=1,code=1"),
         (";", "holds no weights"),
         (" ; ;", "holds no weights"),
         ("web=1,cod=1", "no source 'cod'. Did you mean 'code'?"),
@@ -70,11 +70,11 @@ def test_stages_hold_normalised_weights_until_their_step_or_tokens():
         ("web=1,code=1,web=2", "'web' has two weights"),
         ("web=0,code=0", "all weights are 0"),
         ("web 1", "'web 1' is not NAME=WEIGHT"),
-        ("web=1,code=1 until_step=5", "is the last and must not have"),
-        ("web=1,code=1;web=1,code=2", "is not the last and must have"),
-        ("web=1,code=1 until_step=0;web=1,code=2", "'0' is not a whole number above 0"),
-        ("web=1,code=1 until_step=x;web=1,code=2", "'x' is not a whole number above 0"),
-        ("web=1,code=1 until_step=2.5;web=1,code=2", "'2.5' is not a whole number above 0"),
+        ("web=1,code=1 until_step=5", "is the last stage and must not have"),
+        ("web=1,code=1;web=1,code=2", "is not the last stage and must have"),
+        ("web=1,code=1 until_step=0;web=1,code=2", "'0' is not a positive integer"),
+        ("web=1,code=1 until_step=x;web=1,code=2", "'x' is not a positive integer"),
+        ("web=1,code=1 until_step=2.5;web=1,code=2", "'2.5' is not a positive integer"),
         (
             "web=1,code=1 until_step=5;web=1,code=2 until_tokens=500;web=1,code=1",
             "ends with step 5, but must end after",
@@ -146,10 +146,10 @@ def test_account_of_a_row_stays_within_a_few_rows_and_full_rows_leave_none(sourc
     for tokens_of in (sizes, [100] * len(sizes)):
         emitted, owed = [0] * len(sizes), [0] * len(sizes)
         for batch in range(600):
-            turn = mixture.turn(row, batch=batch, row_tokens=100, emitted=emitted, owed=owed)
+            choice = mixture.choose(row, batch=batch, row_tokens=100, emitted=emitted, owed=owed)
             if tokens_of is not sizes:
-                assert (turn.source, owed) == (mixture.source(row, batch=batch), [0] * len(sizes))
-            emitted, owed = turn.settled(tokens_of[turn.source])
+                assert (choice.source, owed) == (mixture.source(row, batch=batch), [0] * len(sizes))
+            emitted, owed = choice.account_after(tokens_of[choice.source])
             assert sum(owed) == 0
             assert max(map(abs, owed)) <= 200 * len(sizes)
         shares = np.asarray(emitted) / sum(emitted)
@@ -163,8 +163,8 @@ def test_stage_until_tokens_lasts_until_they_are_emitted_where_rows_hold_padding
     mixture = Mixture(["a", "b"], stages=stages, num_rows=2)
     assert "until 1,000 tokens; then" in mixture.describe()
     for emitted, expected in (([249, 249], 0), ([250, 250], 1), ([300, 250], 1)):  # of one row of two
-        turn = mixture.turn(0, batch=15, row_tokens=50, emitted=emitted, owed=[200, -200])
-        assert turn.source == expected
+        choice = mixture.choose(0, batch=15, row_tokens=50, emitted=emitted, owed=[200, -200])
+        assert choice.source == expected
     # what may come later does not count, what may have come does, with its tokens
     later = parse_stages(spec.replace("1_000", "2_000"), names=["a", "b"], batch_tokens=100, has_padding=True)
     assert first_stages(stages, num_batches=10) == first_stages(later, num_batches=10) == [(10, ["1/2", "1/2"])]

@@ -16,7 +16,7 @@ from hlat_jax import loop
 from hlat_jax.data import packing, positions
 from hlat_jax.data.build import peek
 from hlat_jax.data.formats.paths import asset_path
-from hlat_jax.data.loader import TrainBatches, batch_hash, batch_of
+from hlat_jax.data.loader import TrainBatches, batch_hash, make_batch
 from hlat_jax.data.streams import NUM_FIELDS, identity
 from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.resolve import resolve
@@ -119,9 +119,9 @@ def test_peek_begins_at_the_nearest_position_and_shows_the_same(config, tmp_path
         if step == 9:  # where the batch asked for ends
             assert "position: the beginning" in out
             continue
-        told, rest = out.split("\n", 2)[1:]
+        line, rest = out.split("\n", 2)[1:]
         left = 8 - step
-        assert told == f"position: after step {step} ({tmp_path}/positions/{step}.npz), replaying {left} batches"
+        assert line == f"position: after step {step} ({tmp_path}/positions/{step}.npz), replaying {left} batches"
         assert rest.split("\nbatch ")[0] == expected.split("\nbatch ")[0]
     _, one = shown(resolved, tmp_path, capsys, step=9, row=2)
     assert "row 2," in one
@@ -144,7 +144,7 @@ def test_peek_refuses_positions_of_other_data(config, tmp_path, capsys):
             shown(resolve(config), tmp_path, capsys, step=step, row=row)
         assert "row" not in capsys.readouterr().out
     _, out = shown(resolve(config), tmp_path / "none", capsys, step=2, row=1)
-    assert f"run: {tmp_path}/none keeps no position or checkpoint, so nothing of a run is there to compare with" in out
+    assert f"run: {tmp_path}/none has no position or checkpoint, so there is no run to compare with" in out
 
 
 @pytest.mark.parametrize("content", [b"", b"PK", b"torn"])
@@ -154,7 +154,7 @@ def test_damaged_position_counts_as_none(tmp_path, content):
     assert [path.name for path in (tmp_path / "positions").iterdir()] == ["2.npz"]
     (tmp_path / "positions/2.npz").write_bytes(content)
     assert positions.nearest(tmp_path, 5, data_identity=lambda step: "a") is None
-    assert not positions.is_compared(tmp_path, 5, data_identity=lambda step: "b")
+    assert not positions.check_identity(tmp_path, 5, data_identity=lambda step: "b")
 
 
 def test_a_position_in_a_checkpoint_under_the_name_of_another_step_counts_as_none(tmp_path):
@@ -219,10 +219,10 @@ def test_places_computed_from_lengths_are_those_of_the_streams(config, texts, mo
         for row, place in zip(batches.rows, batches.get_state(), strict=True):
             if batch % 29 == 0:
                 options = {"batch": batch, "seq_len": data.seq_len, "lengths": lengths}
-                found = positions.computed(batches.definition, row, **options)
+                found = positions.compute(batches.definition, row, **options)
                 np.testing.assert_array_equal(found, place)
                 for start in (known[row], place):  # from an earlier one, and from itself
-                    found = positions.computed(batches.definition, row, start=start, **options)
+                    found = positions.compute(batches.definition, row, start=start, **options)
                     np.testing.assert_array_equal(found, place)
         if batch % 41 == 0:
             known = batches.get_state()
@@ -262,7 +262,7 @@ def test_peek_asks_for_a_step_and_a_row_that_exist(tmp_path):
     path = write_config(tmp_path)
     with pytest.raises(ValueError, match=r"--step=N is missing; give a step from 1 on"):
         peek.main([f"--config={path}"])
-    with pytest.raises(ValueError, match=r"--row=4 must lie in 0 .. data.batch_size - 1 = 3"):
+    with pytest.raises(ValueError, match=r"--row=4 must be in 0 .. data.batch_size - 1 = 3"):
         peek.main([f"--config={path}", "--step=1", "--row=4"])
 
 
@@ -295,7 +295,7 @@ def test_run_of_two_sources_packed_by_documents_validates_each_and_can_be_peeked
     train_rows = [row for row in written if "loss" in row]
     batches, _ = batches_before(resolved.data, 1)
     for row in train_rows:
-        batch = batch_of([packed for _, packed in batches.next_rows()])
+        batch = make_batch([packed for _, packed in batches.next_rows()])
         assert row["batch_hash"] == batch_hash(batch, rows=range(4))
         assert row["padding_share"] == (batch.segment_ids == 0).mean()
         assert row["tokens"] - (train_rows[row["step"] - 2]["tokens"] if row["step"] > 1 else 0) == batch.weights.sum()
@@ -316,7 +316,7 @@ def test_run_of_two_sources_packed_by_documents_validates_each_and_can_be_peeked
         code, shown_text = shown(resolved, run, capsys, step=step)
         assert code == 0
         assert begins in shown_text
-        assert f"the one that {run / 'metrics.jsonl'} has for step {step}" in shown_text
+        assert f": the same as in {run / 'metrics.jsonl'} for step {step}" in shown_text
     code, ahead = shown(resolved, run, capsys, step=14)
     assert code == 0
     assert "after step 12" in ahead
@@ -336,7 +336,7 @@ def test_stages_after_the_saved_step_may_change_and_the_batches_are_those_of_a_r
     config.train.num_steps = 12
     for weights in ("web=3,code=1 until_step=6;web=1,code=1", "web=3,code=1 until_step=5;web=2,code=1", "web=3,code=1"):
         with pytest.raises(
-            ValueError, match=r"data.mixture: .* which differ before step 8; only stages that begin after"
+            ValueError, match=r"data.mixture: .* which differ before step 8; only stages that start after"
         ):
             trained(mixture=weights)
     trained(mixture=expected_weights)

@@ -187,7 +187,7 @@ def test_file_that_shrinks_grows_or_goes_under_a_run_is_noticed(tmp_path, write)
         for _ in range(2):
             with pytest.raises(ValueError, match=r"changed its size from|cannot be read any more") as caught:
                 documents[0]
-            assert not isinstance(caught.value, BadRecord)  # never passed over
+            assert not isinstance(caught.value, BadRecord)  # never skipped
 
 
 def test_file_rewritten_in_its_size_is_noticed_and_a_touched_one_is_not(tmp_path):
@@ -244,7 +244,8 @@ def test_long_file_written_again_in_its_size_is_refused_unless_its_format_has_ch
         assert documents[0] == first
         return
     with pytest.raises(
-        ValueError, match=r"or was written again in its size so that nobody can tell since it was opened"
+        ValueError,
+        match=r"\(or was rewritten with the same size, so that its content cannot be compared\) since it was opened",
     ):
         documents[0]
 
@@ -377,15 +378,15 @@ def test_file_name_that_is_no_utf8_is_read_and_indexed_like_any_other(tmp_path):
     assert again.manifest["hash"] == corpus.manifest["hash"]
 
 
-def test_what_a_folder_holds_beside_known_suffixes_is_counted_and_told(tmp_path):
+def test_files_of_unknown_suffixes_in_a_folder_are_counted(tmp_path):
     for name in ("b.json", "c.csv", "c2.csv", "book", ".hidden.csv", "_SUCCESS", ".git/config", "sub/d.csv"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(b"x")
-    assert "(passed over 5 files: .csv 3, .json 1, no suffix 1)" in error_of(tmp_path)
+    assert "(ignored 5 files: .csv 3, .json 1, no suffix 1)" in error_of(tmp_path)
     write_jsonl(tmp_path / "a.jsonl", ["x"])
     corpus = sources.open_corpus(str(tmp_path), text_field="text", key="k")
-    assert corpus.passed_over == "passed over 5 files: .csv 3, .json 1, no suffix 1"
-    assert sources.open_corpus(str(tmp_path / "a.jsonl"), text_field="text", key="k").passed_over == ""
+    assert corpus.ignored == "ignored 5 files: .csv 3, .json 1, no suffix 1"
+    assert sources.open_corpus(str(tmp_path / "a.jsonl"), text_field="text", key="k").ignored == ""
 
 
 def test_dataset_beside_the_text_it_was_built_from_is_refused(tmp_path):
@@ -396,7 +397,7 @@ def test_dataset_beside_the_text_it_was_built_from_is_refused(tmp_path):
     manifest["sources"][0]["name"] = "a.jsonl"
     (tmp_path / "built/manifest.json").write_text(json.dumps(manifest))
     for spec in (tmp_path, f"{tmp_path}/*", f"{tmp_path}/a.jsonl,{tmp_path}/built"):
-        assert f"names the dataset {tmp_path}/built and {tmp_path}/a.jsonl, from which it was built" in error_of(spec)
+        assert f"names the dataset {tmp_path}/built and {tmp_path}/a.jsonl, and by its name" in error_of(spec)
     assert read_all(tmp_path / "built") == ["one"]
 
 

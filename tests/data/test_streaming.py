@@ -105,7 +105,7 @@ def test_truncated_columns_missing_columns_and_ids_are_refused(tmp_path):
         with pytest.raises(ValueError, match=f"{path.name}.*write it again"):
             stream(path)
     ids = write_built(tmp_path / "ids", [[1, 2], [2]], kind="tokens")
-    with pytest.raises(ValueError, match="token ids, from which no text comes back"):
+    with pytest.raises(ValueError, match="token ids, not text; give the text it was built from"):
         stream(ids)
 
 

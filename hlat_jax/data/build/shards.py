@@ -1,12 +1,9 @@
-"""Shards of a built dataset: documents to ArrayRecord files, and the facts by which a finished shard is known.
+"""Writing shards of a built dataset: documents to ArrayRecord files, and the facts that identify a finished shard.
 
-Owns the bytes of a shard and the hash of its content. Refuses to know where documents come from and who writes when.
-
-kind "text": a record is one document, its UTF-8; a document of more than 4 Mi characters is cut into records of so
-many, for whoever writes or reads a record holds it several times. kind "tokens": a record is a block of whole
-consecutive documents of about 32,768 ids: little-endian uint32 (number of documents n, bytes an id 2 or 4, n lengths),
-then the ids. Which documents share a record depends on their lengths alone, so the bytes of a shard do not depend on
-who wrote it.
+kind "text": a record is one document in UTF-8; a document of more than 4 Mi characters is cut into several, because
+writing or reading a record holds it several times. kind "tokens": a record is a block of whole consecutive documents of
+about 32,768 ids: little-endian uint32 (number of documents n, bytes per id 2 or 4, n lengths), then the ids. Which
+documents share a record depends on their lengths alone, so the bytes of a shard do not depend on the number of workers.
 """
 
 from __future__ import annotations
@@ -36,7 +33,7 @@ _PRIME, _BASE = (1 << 127) - 1, 0x2545F4914F6CDD1D9E3779B97F4A7C15
 
 
 class Encoded(NamedTuple):
-    """One document as it is stored; `digest` is of its text, `data` is records of UTF-8, or ids as uint16 or uint32."""
+    """One document as it is stored: `digest` of its text, and `data`, records of UTF-8 or ids as uint16 or uint32."""
 
     num_bytes: int
     digest: int
@@ -54,13 +51,13 @@ def encode_text(text: str) -> Encoded:
 
 
 def encode_tokens(text: str, *, tokenizer: Any, max_chars: int) -> Encoded:
-    """Returns a document of kind "tokens": the ids that packing.document_tokens gives, EOS included.
+    """Returns a document of kind "tokens": the ids that packing.document_tokens yields, with EOS.
 
     Raises:
       ValueError: an id outside the tokenizer's vocabulary.
     """
     digest, num_bytes = hashlib.blake2b(digest_size=16), 0
-    for start in range(0, len(text), _HASH_CHARS):  # in blocks: a copy of a 200 MB document is worth avoiding
+    for start in range(0, len(text), _HASH_CHARS):  # in blocks: a copy of a long document would double it
         raw = text[start : start + _HASH_CHARS].encode("utf-8")
         digest.update(raw)
         num_bytes += len(raw)
@@ -75,7 +72,7 @@ def encode_tokens(text: str, *, tokenizer: Any, max_chars: int) -> Encoded:
 
 
 def id_dtype(vocab_size: int) -> np.dtype:
-    """Returns the little-endian type in which ids of a vocabulary are stored: two bytes if they suffice."""
+    """Returns the little-endian dtype in which ids of a vocabulary are stored: two bytes where they suffice."""
     return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
 
 
@@ -84,12 +81,12 @@ def _number(digest: Any) -> int:
 
 
 def appended_hash(value: int, digest: int) -> int:
-    """Returns the content hash of documents whose hash is `value` followed by one of `digest`; of none it is 0."""
+    """Returns the content hash of documents whose hash is `value`, followed by one of `digest`; it starts at 0."""
     return (value * _BASE + digest) % _PRIME
 
 
 def joined_hash(parts: Iterable[tuple[int, int]]) -> str:
-    """Returns 32 hex digits of consecutive parts (hash, number of documents): the same however they were divided."""
+    """Returns 32 hex digits for consecutive parts (hash, number of documents), however they were divided."""
     total = 0
     for value, num_documents in parts:
         total = (total * pow(_BASE, num_documents, _PRIME) + value) % _PRIME
@@ -97,16 +94,16 @@ def joined_hash(parts: Iterable[tuple[int, int]]) -> str:
 
 
 def disk_error(path: pathlib.Path, error: BaseException) -> OSError:
-    """Returns what is said when a file of a build cannot be written."""
+    """Returns the error for a file of a build that cannot be written."""
     reason = "No space left on device" if "No space left" in str(error) else str(error)
     return OSError(
-        f"cannot write {path}: {reason}. Finished shards are kept: free space, or mend the disk, and run the same "
-        "command again."
+        f"cannot write {path}: {reason}. Finished shards are kept: free space or fix the disk, then run the same "
+        "command again to resume."
     )
 
 
 def write_whole(path: pathlib.Path, content: bytes) -> None:
-    """Writes a small file so that it is there whole or not at all.
+    """Writes a small file atomically.
 
     Raises:
       OSError: see disk_error.
@@ -118,7 +115,7 @@ def write_whole(path: pathlib.Path, content: bytes) -> None:
 
 
 def is_intact(path: pathlib.Path, facts: dict[str, Any]) -> bool:
-    """Returns whether a shard, and its index, are what `ShardWriter.close` said of them."""
+    """Returns whether a shard and its index still have the hashes that `ShardWriter.close` returned."""
     hashes = {path: facts["blake2b"]}
     if facts["index_blake2b"] is not None:
         hashes[index_path(path)] = facts["index_blake2b"]
@@ -131,9 +128,9 @@ def is_intact(path: pathlib.Path, facts: dict[str, Any]) -> bool:
 
 
 class ShardWriter:
-    """One ArrayRecord file being written under a name of its own; `close` puts it, and its index, in place whole.
+    """One ArrayRecord file being written under a temporary name; `close` renames it and its index into place.
 
-    `dtype` is that of the ids, or None for text. A writer that is not closed is to be dropped with `discard`.
+    `dtype` is that of the ids, or None for text. A writer that is not closed must be discarded with `discard`.
 
     Raises:
       OSError: the disk is full or broken, from any method.
@@ -172,7 +169,7 @@ class ShardWriter:
     def close(self) -> dict[str, Any]:
         """Puts the shard in place; returns its file_bytes, blake2b, index_blake2b (None for text) and long documents.
 
-        A reader never sees half a shard: both files are on the disk before the data file takes its name.
+        A reader never sees a partial shard: both files are fsynced before the data file is renamed.
         """
         if self._block:
             self._flush()
@@ -192,7 +189,7 @@ class ShardWriter:
         return facts
 
     def discard(self) -> None:
-        """Removes what was written; the disk has its space again."""
+        """Removes what was written."""
         self._partial.unlink(missing_ok=True)
 
     def _write(self, record: bytes) -> None:

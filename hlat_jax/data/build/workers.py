@@ -21,7 +21,7 @@ class Stopped(Exception):
 
 
 class Shared:
-    """What the processes of a build share: counts to be shown, whether to stop, and how many tasks are left."""
+    """State shared by the processes of a build: progress counts, whether to stop, and how many tasks are left."""
 
     def __init__(self, context: Any, *, num_tasks: int, num_cores: int):
         self.counts = context.Array("q", len(COUNTS))
@@ -31,27 +31,27 @@ class Shared:
         self._tasks_left = context.Value("q", num_tasks)
 
     def add(self, counts: dict[str, int]) -> None:
-        """Adds to what is shown."""
+        """Adds to the counts that are shown."""
         with self.counts.get_lock():
             for index, name in enumerate(COUNTS):
                 self.counts[index] += counts[name]
 
     def add_input_bytes(self, num_bytes: int) -> None:
-        """Adds to the bytes of inputs that are done."""
+        """Adds to the bytes of inputs that were read."""
         with self.input_bytes.get_lock():
             self.input_bytes.value += num_bytes
 
     def task_ended(self) -> None:
-        """Leaves this task's cores to the others."""
+        """Gives this task's cores to the others."""
         with self._tasks_left.get_lock():
             self._tasks_left.value -= 1
 
     def num_threads(self) -> int:
-        """Returns how many threads a task may use now: when few tasks are left, each has more of the cores."""
+        """Returns how many threads a task may use now: the fewer tasks are left, the more each."""
         return max(1, self.num_cores // max(1, min(self._tasks_left.value, self.num_cores)))
 
 
-_SHARED: Shared | None = None  # of this worker process; locks reach it when it starts, not with a task
+_SHARED: Shared | None = None  # of this worker process: locks can be passed when it starts, not with a task
 
 
 def start_worker(shared: Shared) -> None:
@@ -71,4 +71,4 @@ def shared_of_worker() -> Shared:
 
 def _end_with_parent() -> None:
     multiprocessing.parent_process().join()
-    os._exit(1)  # killed: whoever runs the command again must not meet us writing
+    os._exit(1)  # the parent was killed: a command that resumes its build must find nobody writing

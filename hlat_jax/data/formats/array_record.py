@@ -1,6 +1,6 @@
-"""ArrayRecord files of other programs read in place: each record is one document, its text in UTF-8.
+"""ArrayRecord files whose records are documents in UTF-8, read in place.
 
-Shards that `build` wrote are no such files: they are read with their manifest, see built.
+Not the shards that `build` writes, which are read with their manifest: see built.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class ArrayRecordDocuments:
       num_rows: records.
 
     Raises:
-      ValueError: a file that is no ArrayRecord, is cut off or holds nothing.
+      ValueError: not an ArrayRecord file, truncated, or empty.
     """
 
     def __init__(self, snapshot: Snapshot):
@@ -38,7 +38,7 @@ class ArrayRecordDocuments:
             self.num_rows = self._reader.num_records()
         except RuntimeError as error:
             raise ValueError(f"{snapshot.file} is not a complete ArrayRecord file ({error}); write it again.") from None
-        if not self.num_rows:  # so is one that was cut off
+        if not self.num_rows:  # a truncated file reads as empty
             raise ValueError(f"{snapshot.file} is not a complete ArrayRecord file, or empty; write it again.")
 
     def __len__(self) -> int:

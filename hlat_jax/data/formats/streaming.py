@@ -41,7 +41,7 @@ def iter_documents(file: DataFile, *, text_field: str) -> Iterator[Item]:
 
 @contextlib.contextmanager
 def _opened(file: DataFile) -> Iterator[BinaryIO]:
-    """Yields the bytes of a file in order, unpacked if it is compressed; its read errors become ValueError."""
+    """Yields a file opened for reading in order, decompressed; read errors become ValueError."""
     try:
         with contextlib.ExitStack() as stack:
             raw = stack.enter_context(file.open())
@@ -53,9 +53,9 @@ def _opened(file: DataFile) -> Iterator[BinaryIO]:
 
 
 def _lines(stream: BinaryIO) -> Iterator[list[bytes | bytearray] | None]:
-    """Yields each line without its end, alone in a list; None for one over the limit.
+    """Yields each line without its newline, alone in a list; None for one over the limit.
 
-    Who takes the line out of its list is the only one to hold it, so that a long one is not kept while it is decoded.
+    A caller that pops the line holds the only reference, so that a long one can be freed while it is decoded.
     """
     line: bytes | bytearray | None = b""
     num_bytes = 0
@@ -96,7 +96,7 @@ def _jsonl(file: DataFile, field: str) -> Iterator[Item]:
 
 
 def _text(file: DataFile, field: str) -> Iterator[Item]:
-    del field  # a file of plain text has none
+    del field  # plain text has none
     raw = bytearray()
     with _opened(file) as stream:
         while len(raw) <= records.MAX_RECORD_BYTES and (chunk := stream.read(_CHUNK_BYTES)):
@@ -160,15 +160,15 @@ def _cells(parts: Iterator[Any], *, file: DataFile, field: str) -> Iterator[Item
 
 
 def _array_record(file: DataFile, field: str) -> Iterator[Item]:
-    del field  # a record is nothing but text
+    del field  # a record is its text
     yield from _by_number(ArrayRecordDocuments(Snapshot(file, has_checksums=True)))
 
 
 def _built(file: DataFile, field: str) -> Iterator[Item]:
-    del field  # a dataset holds nothing but its texts
+    del field  # a document is its text
     documents = open_built(file.where, key="IN", tokenizer_sha256=None)
     if not isinstance(documents, BuiltTexts):
-        raise ValueError(f"{file} holds token ids, from which no text comes back; give the texts it was built from.")
+        raise ValueError(f"{file} holds token ids, not text; give the text it was built from.")
     yield from _by_number(documents)
 
 
