@@ -219,8 +219,8 @@ class Definition:
                 where = f"data.train={data.train!r}" if source.name == UNNAMED else f"data.train: source {source.name}"
                 raise ValueError(
                     f"{where} holds {num_documents} documents, fewer than data.batch_size={data.batch_size}; each row "
-                    f"of a batch reads documents of its own. Set data.batch_size to at most {num_documents}, or split the "
-                    "text into more files or lines of JSONL: a .txt or .md file is one document."
+                    f"of a batch reads documents of its own. Set data.batch_size to at most {num_documents}, or split "
+                    "the text into more files or lines of JSONL: a .txt or .md file is one document."
                 )
         self.manifest = joint_manifest(self.sources) | {"order": algorithm_hash() if data.shuffle else None}
 

@@ -21,11 +21,8 @@ def test_permutation_of_few_documents_is_that_of_grain(num_documents, seed, choo
 
 
 @given(st.integers(1, 500))
-def test_scattered_numbers_come_once_each_and_every_beginning_is_spread_evenly(total):
-    found = list(order.scattered(total))
-    assert sorted(found) == list(range(total))
-    for length in range(2, total, 7):
-        assert np.diff(sorted([0, *found[:length], total])).max() <= 3 * total / length + 1
+def test_scattered_numbers_come_once_each(total):
+    assert sorted(order.scattered(total)) == list(range(total))
 
 
 @pytest.mark.parametrize("num_documents", [1, 9, 1 << 16, (1 << 16) + 1])
