@@ -50,7 +50,7 @@ class Order:
 
 
 def scattered(total: int) -> Iterator[int]:
-    """Yields the numbers below `total`, each once, in steps of the golden section: every prefix is spread about evenly."""
+    """Yields the numbers below `total`, each once, in steps of the golden section, so about evenly spread."""
     step = round(total * (math.sqrt(5) - 1) / 2)
     while math.gcd(step, total) > 1:
         step += 1
