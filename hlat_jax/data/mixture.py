@@ -247,10 +247,6 @@ class Mixture:
         most = max(weighted, key=lambda source: owed[source])  # the first of equals
         return SourceChoice(most, row_tokens, shares, batch * row_tokens - num_tokens, tuple(emitted), tuple(owed))
 
-    def source(self, row: int, *, batch: int) -> int:
-        """Returns the number of the source of one row of one batch, if all rows are full."""
-        return self._named(self._stage(batch, num_tokens=0), row, batch)
-
     def _stage(self, batch: int, *, num_tokens: int) -> int:
         stages = enumerate(self.stages[:-1])
         running = (number for number, stage in stages if not stage.is_over(batch, num_tokens=num_tokens))

@@ -371,7 +371,7 @@ def test_build_killed_before_its_manifest_is_renamed_is_not_taken_for_another(tm
             build(out, path)
     message = error_of(ValueError, out, other)
     assert "differs in inputs" in message
-    assert f"remove {out} to begin anew" in message
+    assert f"remove {out} to start over" in message
     assert build(out, path).manifest["documents"] == len(TEXTS)
 
 
@@ -397,7 +397,7 @@ def test_facts_of_other_inputs_never_count(tmp_path, monkeypatch):
 def test_two_processes_do_not_build_in_one_folder(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", TEXTS)
     with build_lib._unfinished(tmp_path / "out", {}):
-        assert "another process builds" in error_of(ValueError, tmp_path / "out", path)
+        assert "another process is building" in error_of(ValueError, tmp_path / "out", path)
 
 
 def test_nothing_finished_is_nothing_to_keep(tmp_path):
@@ -560,7 +560,7 @@ def test_out_inside_an_input_is_refused(tmp_path):
     (tmp_path / "texts").mkdir()
     write_jsonl(tmp_path / "texts/a.jsonl", TEXTS)
     for word in (tmp_path, tmp_path / "texts", tmp_path / "te*"):
-        assert "which is an input" in error_of(ValueError, tmp_path / "texts/built", word)
+        assert "is inside the input" in error_of(ValueError, tmp_path / "texts/built", word)
     build(tmp_path / "texts/built", tmp_path / "texts/a.jsonl")  # a file is not the folder it lies in
 
 
@@ -574,7 +574,7 @@ def test_input_that_was_edited_in_its_size_where_no_fingerprint_looks_is_another
     build(out, path)
     assert build(out, path).was_complete
     edit(path)
-    assert "were written again since" in error_of(ValueError, out, path)
+    assert "whose inputs changed since" in error_of(ValueError, out, path)
     (tmp_path / "half").mkdir()
     out, path = interrupted(tmp_path / "half", monkeypatch, num_shards=1)
     path.write_bytes(path.read_bytes())

@@ -70,7 +70,7 @@ def test_peek_prints_the_documents_and_the_text_of_every_row(config, texts, tmp_
     resolved = resolve(config)
     code, out = shown(resolved, tmp_path / "none", capsys, step=6)
     assert code == 0
-    assert f"position: the beginning (none is kept in {tmp_path / 'none'}), replaying 5 batches" in out
+    assert f"position: the beginning (none is recorded in {tmp_path / 'none'}), replaying 5 batches" in out
     batches, _ = batches_before(resolved.data, 6)
     for row, (source, packed) in enumerate(batches.next_rows()):
         name = list(texts)[source]
@@ -80,7 +80,7 @@ def test_peek_prints_the_documents_and_the_text_of_every_row(config, texts, tmp_
             text = texts[name][number]
             whole = [*packing.document_tokens(text, tokenizer=TOKENIZER, max_chars=300)]
             ids = np.concatenate(whole)[span.token :][: span.stop - span.start]
-            place = f"--- document {number} ({tmp_path}/{name}.jsonl, row {number + 1}), epoch {span.epoch}, its tokens"
+            place = f"--- document {number} ({tmp_path}/{name}.jsonl, row {number + 1}), epoch {span.epoch}, tokens"
             place += f" {span.token} to {span.token + len(ids) - 1}, at {span.start} to {span.stop - 1} of the row\n"
             after = out.split(place)[1]
             if len(ids) == sum(map(len, whole)):
@@ -248,7 +248,7 @@ def test_peek_of_stored_ids_replays_nothing_and_training_on_them_is_the_same(con
     positions.write(tmp_path / "none", 30, position=position, data_identity=batches.definition.identity(30))
     batches.close()
     _, since = shown(stored, tmp_path / "none", capsys, step=40)
-    assert f"the stored ids (from step 30 on, {tmp_path}/none/positions/30.npz), nothing to replay" in since
+    assert f"the stored ids (starting at step 30, {tmp_path}/none/positions/30.npz), nothing to replay" in since
     assert since.split("\nrow 0", 1)[1] == out.split("\nrow 0", 1)[1]
     positions.write(tmp_path, 2, position=np.zeros(1), data_identity="of other data")
     with pytest.raises(ValueError, match=r"2.npz belongs to a run on other data"):
@@ -260,7 +260,7 @@ def test_peek_of_stored_ids_replays_nothing_and_training_on_them_is_the_same(con
 
 def test_peek_asks_for_a_step_and_a_row_that_exist(tmp_path):
     path = write_config(tmp_path)
-    with pytest.raises(ValueError, match=r"--step=N is missing; give a step from 1 on"):
+    with pytest.raises(ValueError, match=r"--step=N is missing; give a step of at least 1"):
         peek.main([f"--config={path}"])
     with pytest.raises(ValueError, match=r"--row=4 must be in 0 .. data.batch_size - 1 = 3"):
         peek.main([f"--config={path}", "--step=1", "--row=4"])
