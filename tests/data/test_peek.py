@@ -254,7 +254,7 @@ def test_peek_of_stored_ids_replays_nothing_and_training_on_them_is_the_same(con
     with pytest.raises(ValueError, match=r"2.npz belongs to a run on other data"):
         shown(stored, tmp_path, capsys, step=40)
     config.data.max_document_chars = 400
-    with pytest.raises(ValueError, match=r"\(web\): the token ids in .* were built from pieces of at most 300 char"):
+    with pytest.raises(ValueError, match=r"\(web\): the token ids in .* were built with pieces of at most 300 char"):
         TrainBatches(resolve(config).data, tokenizer=TOKENIZER)
 
 
