@@ -165,7 +165,7 @@ def main() -> None:
     parser.add_argument("--same_batches", type=int, default=100)
     parser.add_argument("--steps_160m", type=int, default=0)
     args = parser.parse_args()
-    from hlat_jax.data.sources import asset_path
+    from hlat_jax.data.formats.paths import asset_path
 
     text = asset_path(args.text.removeprefix("package:")) if args.text.startswith("package:") else args.text
     text, tokenizer = pathlib.Path(text), Tokenizer(args.tokenizer)

@@ -24,8 +24,8 @@ import pyarrow.parquet
 
 from hlat_jax.config import DataConfig
 from hlat_jax.data import __main__ as commands
+from hlat_jax.data.formats.paths import asset_path
 from hlat_jax.data.loader import TrainBatches
-from hlat_jax.data.sources import asset_path
 from hlat_jax.data.tokenizer import Tokenizer
 
 TOKENIZER = "package:austen_2k.model"

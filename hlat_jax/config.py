@@ -99,7 +99,9 @@ class ModelConfig:
     rms_norm: str = _key("auto", "RMSNorm implementation.", choices=_FUSIBLE)
     swiglu: str = _key("auto", "SwiGLU implementation.", choices=_FUSIBLE)
     rope: str = _key("auto", "Implementation of the rotary embeddings.", choices=("auto", "reference", "paired"))
-    tuned: str = _key("", "Table of measured times that auto honours, see hlat_jax.plan tune; empty: levels decide.")
+    ops_table: str = _key(
+        "", "Table of measured times that auto honours, see hlat_jax.plan tune; empty: levels decide."
+    )
 
     def check(self) -> None:
         """Raises ValueError when a model cannot be built as described; called by `resolve` and by `Decoder`."""
@@ -196,7 +198,7 @@ class DataConfig:
 
     train: str = _key("", "Training text: PATHS or NAME=PATHS;NAME=PATHS. PATHS: files, folders or globs, by commas.")
     validation: str = _key("", "The same for held-out text; empty: no validation.")
-    weights: str = _key("", "Shares of the sources, by stages: 'A=3,B=1 until_step=9;A=1,B=1'. Also until_tokens=.")
+    mixture: str = _key("", "Shares of the sources, by stages: 'A=3,B=1 until_step=9;A=1,B=1'. Also until_tokens=.")
     text_field: str = _key("text", "JSONL key or Parquet column that holds the text.")
     tokenizer: str = _key("", "SentencePiece .model, or tokenizer.json. 'package:NAME' ships with hlat_jax.")
     batch_size: int = _key(8, "Sequences per step over the whole job.")
@@ -291,6 +293,26 @@ SECTIONS: dict[str, type] = {
 }
 
 
+# Keys that were renamed: an old name is an error in a config, and is read as the new one in what a run recorded.
+RENAMED = {"data.weights": "data.mixture", "model.tuned": "model.ops_table"}
+
+
+def require_not_renamed(path: str) -> None:
+    """Raises ValueError, which names the new key, where `path` is the old name of a key."""
+    if path in RENAMED:
+        raise ValueError(f"{path} was renamed; set {RENAMED[path]} instead.")
+
+
+def with_renamed_keys(recorded: dict[str, Any]) -> dict[str, Any]:
+    """Returns a recorded config, or some sections of one, with every key under the name that it has now."""
+    tree = {name: dict(values) if isinstance(values, dict) else values for name, values in recorded.items()}
+    for old, new in RENAMED.items():
+        (section, key), (_, new_key) = old.split("."), new.split(".")  # keys stay in their section
+        if isinstance(tree.get(section), dict) and key in tree[section]:
+            tree[section][new_key] = tree[section].pop(key)
+    return tree
+
+
 def default() -> Any:
     """Returns an `ml_collections.ConfigDict` with every section and key at its default; `resolve` refuses new keys."""
     import ml_collections  # here, so that importing a model needs none of it
@@ -320,7 +342,9 @@ def load(name_or_path: str) -> Any:
     try:
         config = module.get_config()
     except (AttributeError, KeyError, TypeError) as error:  # what a ConfigDict says to an unknown key or a wrong type
-        raise ValueError(f"{path}: {' '.join(str(error.args[0] if error.args else error).split())}") from error
+        said = " ".join(str(error.args[0] if error.args else error).split())
+        renamed = [f" {old} was renamed to {new}." for old, new in RENAMED.items() if repr(old.split(".")[1]) in said]
+        raise ValueError(f"{path}: {said}{''.join(renamed)}") from error
     config.name = path.stem
     return config
 

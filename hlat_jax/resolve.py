@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from hlat_jax.config import SECTIONS, Config, ModelConfig, ParallelConfig, at_least, nearest, typed
+from hlat_jax.config import SECTIONS, Config, ModelConfig, ParallelConfig, at_least, nearest, require_not_renamed, typed
 
 
 def resolve(mutable: Any) -> Config:
@@ -35,6 +35,7 @@ def _section(name: str, cls: type, values: dict[str, Any]) -> Any:
     fields = {f.name: f for f in dataclasses.fields(cls)}
     for key in values:
         if key not in fields:
+            require_not_renamed(f"{name}.{key}")
             raise ValueError(f"config has no key {name}.{key}. {nearest(key, fields)}")
     missing = sorted(set(fields) - set(values))
     if missing:

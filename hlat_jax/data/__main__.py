@@ -1,7 +1,4 @@
-"""`python -m hlat_jax.data build|tokenizer|stats|peek`: the commands that deal with text before and beside training.
-
-Owns their command lines and what they print. What they do is in the modules of the same names.
-"""
+"""`python -m hlat_jax.data build|tokenizer|stats|peek`: command lines of the commands for text."""
 
 from __future__ import annotations
 
@@ -22,10 +19,10 @@ from hlat_jax.resolve import resolve
 
 USAGE = """Usage: python -m hlat_jax.data VERB ...
 
-  build IN... --out=DIR [--tokenizer=MODEL]      text to a dataset of shards: texts, or token ids of a tokenizer
+  build IN... --out=DIR [--tokenizer=MODEL]      converts text to a dataset of shards: texts or token ids
   tokenizer IN... --vocab_size=N --out=F.model   trains a SentencePiece tokenizer
-  stats --config=NAME                            documents, bytes, tokens and epochs of a config's data
-  peek --config=NAME --step=N [--row=R]          the very text that a step trains on
+  stats --config=NAME                            counts documents, bytes, tokens and epochs of a config's data
+  peek --config=NAME --step=N [--row=R]          prints the text that a step trains on
 
 IN is a file, a folder or a glob of .jsonl, .parquet, .arrow, .array_record, .txt or .md, also .gz or .zst of JSONL and
 text.
@@ -35,14 +32,14 @@ VERB --help says more.
 _BUILD = """Usage: python -m hlat_jax.data build IN... --out=DIR [flags]
 
 Writes the documents of IN, in order, as ArrayRecord shards with a manifest; data.train=DIR then trains on them. With
---tokenizer they are stored as token ids, which training need not tokenize again. The same command again goes on after
-a kill. The same inputs give the same bytes, whatever --workers is.
+--tokenizer they are stored as token ids, which training need not tokenize again. After a kill, run the same command
+again to resume. The same inputs give the same bytes, whatever --workers is.
 """
 
 _TOKENIZER = """Usage: python -m hlat_jax.data tokenizer IN... --vocab_size=N --out=F.model [flags]
 
-Trains a SentencePiece model (BPE, byte fallback) on a sample of IN. It loses nothing: decoding what it encoded gives
-the same text. Ids: unk 0, bos 1, eos 2.
+Trains a SentencePiece model (BPE, byte fallback) on a sample of IN. It is lossless: decoding gives back the text that
+was encoded. Ids: unk 0, bos 1, eos 2.
 """
 
 
@@ -59,11 +56,11 @@ def main(argv: Sequence[str]) -> int:
         return 0 if argv else 2
     if argv[0] not in verbs:
         raise ValueError(f"unknown verb {argv[0]!r}. {nearest(argv[0], verbs)}")
-    logging.set_verbosity(logging.ERROR)  # libraries tell of profilers; our own words are printed
+    logging.set_verbosity(logging.ERROR)  # silence absl INFO logs
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # names of files need not be UTF-8
     try:
-        with _heard_or_not():
+        with _until_stdout_closes():
             return verbs[argv[0]](argv[1:])
     except OSError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -74,8 +71,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 @contextlib.contextmanager
-def _heard_or_not() -> Iterator[None]:
-    """Ends its body in peace when nobody reads standard output any more, as after `... | head -1`."""
+def _until_stdout_closes() -> Iterator[None]:
+    """Exits with code 0 when the reader of standard output has closed it, as after `... | head -1`."""
     try:
         try:
             yield
@@ -83,7 +80,7 @@ def _heard_or_not() -> Iterator[None]:
             if sys.stdout is not None:  # a process may have none
                 sys.stdout.flush()
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left goes nowhere when Python ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at exit
         sys.exit(0)
 
 
@@ -94,7 +91,11 @@ def _parse(argv: Sequence[str], values: flags.FlagValues, *, usage: str) -> list
 def _define_reading(values: flags.FlagValues) -> None:
     flags.DEFINE_string("text_field", "text", "JSONL key or column that holds the text.", flag_values=values)
     flags.DEFINE_enum(
-        "on_bad_record", "raise", ["raise", "skip"], "Stop at a record without text, or count it.", flag_values=values
+        "on_bad_record",
+        "raise",
+        ["raise", "skip"],
+        "Stop at a record without text, or skip and count it.",
+        flag_values=values,
     )
 
 
@@ -105,11 +106,11 @@ def _build(argv: Sequence[str]) -> int:
     flags.DEFINE_integer(
         "max_document_chars", 500_000, "As data.max_document_chars, with --tokenizer.", 1, flag_values=values
     )
-    flags.DEFINE_integer("shard_mb", 256, "Text in a shard, in 10**6 bytes.", 1, flag_values=values)
+    flags.DEFINE_integer("shard_mb", 256, "Text per shard, in 10**6 bytes.", 1, flag_values=values)
     flags.DEFINE_integer("workers", 0, "Cores to use; 0: all of them.", 0, flag_values=values)
     _define_reading(values)
     words = _parse(argv, values, usage=_BUILD)
-    from hlat_jax.data.build import build  # these bring the readers along, which --help does not need
+    from hlat_jax.data.build import build  # not at the top: --help needs no readers
     from hlat_jax.data.build.build_task import Options
 
     options = Options(
@@ -122,8 +123,9 @@ def _build(argv: Sequence[str]) -> int:
     start_s, out = time.monotonic(), pathlib.Path(values.out).expanduser()
     num_workers = values.workers or build.num_cores()
     with process.raising_interrupts():
-        built = build.build(words, out=out, options=options, num_workers=num_workers, watch=build.shown(sys.stderr))
-    print(build.summary(built, out=out, passed_s=time.monotonic() - start_s))
+        watch = build.progress_on(sys.stderr)
+        result = build.build(words, out=out, options=options, num_workers=num_workers, watch=watch)
+    print(build.summary(result, out=out, elapsed_s=time.monotonic() - start_s))
     return 0
 
 
@@ -137,7 +139,7 @@ def _tokenizer(argv: Sequence[str]) -> int:
     _define_reading(values)
     words = _parse(argv, values, usage=_TOKENIZER)
     from hlat_jax.data.build import tokenizer_training
-    from hlat_jax.data.build.progress import Progress, Told
+    from hlat_jax.data.build.progress import Progress, Status
 
     options = tokenizer_training.TrainingOptions(
         vocab_size=values.vocab_size,
@@ -145,9 +147,9 @@ def _tokenizer(argv: Sequence[str]) -> int:
         sample_bytes=values.sample_mb * 1_000_000,
         on_bad_record=values.on_bad_record,
     )
-    out, told = pathlib.Path(values.out).expanduser(), Told()
-    with Progress(told, stream=sys.stderr):
-        trained = tokenizer_training.train(words, out=out, options=options, told=told)
+    out, status = pathlib.Path(values.out).expanduser(), Status()
+    with Progress(status, stream=sys.stderr):
+        trained = tokenizer_training.train(words, out=out, options=options, status=status)
     print(tokenizer_training.summary(trained, out=out))
     return 0
 
@@ -161,11 +163,11 @@ def _stats(argv: Sequence[str]) -> int:
     mutable, values = flags_lib.parse(argv, define)
     config = resolve(mutable)
     from hlat_jax.data.build import stats
-    from hlat_jax.data.build.progress import Progress, Told
+    from hlat_jax.data.build.progress import Progress, Status
 
-    told = Told()
-    with Progress(told, stream=sys.stderr):
-        report = stats.report(config, sample_bytes=values.sample_mb * 1_000_000, told=told)
+    status = Status()
+    with Progress(status, stream=sys.stderr):
+        report = stats.report(config, sample_bytes=values.sample_mb * 1_000_000, status=status)
     print(report)
     return 0
 

@@ -1,31 +1,32 @@
-"""Batches of held-out text, in the packing that the model is trained with.
+"""Batches of held-out text for validation, packed as in training.
 
-They depend on the text, the tokenizer, and on how rows are made and how many, and on nothing else: they are the same
-at every call and in every process.
+They depend only on the text, the tokenizer, the packing and the number of rows: the same at every call and in every
+process.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from hlat_jax import batch as batch_lib
 from hlat_jax.config import DataConfig
-from hlat_jax.data import packing, sources
-from hlat_jax.data.loader import batch_of
+from hlat_jax.data import packing
+from hlat_jax.data.formats.records import BadRecord
+from hlat_jax.data.loader import make_batch
 from hlat_jax.data.mixture import UNNAMED
+from hlat_jax.data.order import scattered
 from hlat_jax.data.streams import Source, encoder, joint_manifest, open_sources, windows
 from hlat_jax.data.tokenizer import Tokenizer
 
-READ_TOKENS = 2_000_000  # a sample is taken from all documents, or from about so many tokens of them: seconds of work
+READ_TOKENS = 2_000_000  # rows are sampled from all documents, or from about this many tokens: seconds of work
 _FIRST_DOCUMENTS = 16  # read before the length of the others is estimated
-_GROWTH = 8  # at most so many times as many documents are read as before, on the estimate from those
+_GROWTH = 8  # at most this many times more documents are read at a time, by the estimate from those read so far
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,10 +34,10 @@ class Coverage:
     """How much of a source its held-out rows cover.
 
     Attributes:
-      documents, tokens: those with a token in the rows, and these tokens, EOS counted.
+      documents, tokens: documents with a token in the rows, and these tokens, EOS counted.
       all_documents, all_tokens: of the source.
-      is_estimate: `all_tokens` is, from the documents that were read.
-      num_rows: where they are a sample; else 0.
+      is_estimate: whether `all_tokens` is estimated from the documents that were read.
+      num_rows: of a sample; 0 if the rows are all of the text.
     """
 
     documents: int
@@ -61,7 +62,7 @@ class HeldOut:
 
     Attributes:
       batches: NumPy, [len(rows), seq_len].
-      num_bytes: UTF-8 bytes of the text that the counted targets stand for, over all rows.
+      num_bytes: UTF-8 bytes of text of the counted targets, over all rows.
       num_skipped: bad records skipped.
       coverage: what the rows cover.
     """
@@ -72,7 +73,7 @@ class HeldOut:
     coverage: Coverage
 
     def described(self, name: str) -> str:
-        """Returns what is covered, as in '13 of 13 documents, 46,395 of 46,395 tokens'."""
+        """Returns the coverage as text: '13 of 13 documents, 46,395 of 46,395 tokens'."""
         named = f"source {name}: " if name != UNNAMED else ""
         return f"{named}{self.coverage}" + (f"; {self.num_skipped:,} bad records skipped" if self.num_skipped else "")
 
@@ -86,20 +87,20 @@ def open_held_out(
     rows_per_batch: int | None = None,
     index_folder: pathlib.Path | None = None,
 ) -> tuple[dict[str, HeldOut], dict[str, Any] | None]:
-    """Returns the held-out batches of each source of `data.validation`, and the manifest; ({}, None) without.
+    """Returns the held-out batches of each source of `data.validation`, and the manifest; ({}, None) without any.
 
-    The documents of a source as they lie are packed into rows, as in training, to the end of the text. All rows are
-    taken if `num_batches` is 0 or more than there are; else `num_batches` * `data.batch_size` of them at equal
-    distances, so that each document has its share. Where a source holds more than READ_TOKENS (or twice the sample),
-    the rows come from documents that are spread evenly: so many that they hold at least that much.
+    The documents of a source, in order, are packed into rows as in training, to the end of the text. All rows are used
+    if `num_batches` is 0 or more than there are; else `num_batches` * `data.batch_size` evenly spaced ones, so that
+    each document has its share. If a source holds more than READ_TOKENS (or twice the sample), the rows come from
+    evenly spread documents that hold at least that many tokens.
 
-    What is missing in the last row and batch is EOS of weight 0, so every batch has the same shape.
+    The last row and batch are filled with EOS of weight 0, so every batch has the same shape.
 
     Args:
       data: the config of the run.
       tokenizer: of the run.
       num_batches: of each source, at most; 0: all.
-      rows: the rows of one process out of each batch; None: all.
+      rows: the rows of each batch that this process needs; None: all.
       rows_per_batch: puts the same rows into batches of another size; None: `data.batch_size`.
       index_folder: keeps the indices of JSONL files between runs.
 
@@ -121,7 +122,7 @@ def open_held_out(
             batches.append(batch_lib.take_rows(batch, list(own)))
         if not num_bytes:
             raise ValueError(
-                f"data.validation={data.validation!r} holds no text to predict; give more, or ''"
+                f"data.validation={data.validation!r} holds no text to predict; give more text, or '' for none"
                 + (f" (source {source.name})." if len(opened) > 1 else ".")
             )
         found[source.name] = HeldOut(batches, num_bytes, num_skipped, coverage)
@@ -129,14 +130,14 @@ def open_held_out(
 
 
 def counted_bytes(batch: batch_lib.Batch, token_bytes: np.ndarray) -> int:
-    """Returns the bytes of text of all targets with a weight; `token_bytes` [V] has the bytes of each token id."""
+    """Returns the bytes of text of all targets of nonzero weight; `token_bytes` [V] has the bytes of each token id."""
     return int((token_bytes[batch.targets] * (batch.weights > 0)).sum(dtype=np.int64))
 
 
 def _rows(
     source: Source, data: DataConfig, *, tokenizer: Tokenizer, num_rows: int
 ) -> tuple[list[packing.Row], Coverage, int]:
-    """Returns `num_rows` rows of a source (0: all), what they cover, and the bad records skipped on the way."""
+    """Returns `num_rows` rows of a source (0: all), their coverage, and the number of bad records skipped."""
     total, skipped = len(source.documents), []
     limit = max(READ_TOKENS, 2 * num_rows * data.seq_len) if num_rows else None
     documents, num_documents = _read(source, data, tokenizer=tokenizer, limit=limit, skipped=skipped)
@@ -161,32 +162,32 @@ def _rows(
 
 
 def _spread(total: int, count: int) -> Sequence[int]:
-    """Returns `count` of the numbers below `total` at equal distances, the outer ones half of that from the ends."""
+    """Returns `count` evenly spaced numbers below `total`, the outer ones half a spacing from the ends."""
     return range(total) if count >= total else ((2 * np.arange(count) + 1) * total // (2 * count)).tolist()
 
 
 def _read(
-    source: Source, data: DataConfig, *, tokenizer: Tokenizer, limit: int | None, skipped: list[sources.BadRecord]
+    source: Source, data: DataConfig, *, tokenizer: Tokenizer, limit: int | None, skipped: list[BadRecord]
 ) -> tuple[list[list[np.ndarray]], int]:
-    """Returns the tokens of documents, and how many documents they were looked for in: all, or spread evenly.
+    """Returns the tokens of documents in the order of the source, and the number of documents read, bad ones counted.
 
     Args:
-      source: the documents are in its order.
-      data: whether bad records are skipped, and how long documents are cut.
+      source: to read from.
+      data: the config of the run.
       tokenizer: of the run.
-      limit: where documents hold more tokens, no further ones are read; None: all.
-      skipped: gets the bad records that are skipped.
+      limit: evenly spread documents are read until they hold this many tokens; None: all documents.
+      skipped: bad records that are skipped are appended to it.
     """
     encode, total = encoder(data, tokenizer), len(source.documents)
-    order, wanted = _scattered(total), total if limit is None else min(total, _FIRST_DOCUMENTS)
+    order, wanted = scattered(total), total if limit is None else min(total, _FIRST_DOCUMENTS)
     found: dict[int, list[np.ndarray]] = {}
     num_read = num_tokens = 0
     while num_read < wanted:
-        for number in sorted(itertools.islice(order, wanted - num_read)):  # ascending: a group of Parquet is read once
+        for number in sorted(itertools.islice(order, wanted - num_read)):  # ascending: a row group is read once
             try:
                 found[number] = list(encode(source.documents[number]))
                 num_tokens += sum(map(len, found[number]))
-            except sources.BadRecord as error:
+            except BadRecord as error:
                 if data.on_bad_record != "skip":
                     raise
                 skipped.append(error)
@@ -196,21 +197,13 @@ def _read(
     return [found[number] for number in sorted(found)], num_read
 
 
-def _scattered(total: int) -> Iterator[int]:
-    """Yields the numbers below `total`, each once, in steps of the golden section: any first ones are spread evenly."""
-    step = round(total * (math.sqrt(5) - 1) / 2)
-    while math.gcd(step, total) > 1:
-        step += 1
-    return (index * step % total for index in range(total))
-
-
 def _batch(rows: list[packing.Row], num_rows: int, data: DataConfig, *, pad_id: int) -> batch_lib.Batch:
     """Returns `num_rows` rows, the last ones empty; the last row of `concat` may be short."""
     padding, no_segments = np.full(data.seq_len, pad_id, np.int32), np.zeros(data.seq_len, np.int32)
     has_segments = data.packing == "documents"
     empty = packing.Row(padding, no_segments if has_segments else None, ())
     whole = [dataclasses.replace(row, tokens=np.append(row.tokens, padding[len(row.tokens) :])) for row in rows]
-    batch = batch_of(whole + [empty] * (num_rows - len(rows)))
+    batch = make_batch(whole + [empty] * (num_rows - len(rows)))
     if not has_segments:
         for number in range(num_rows):
             length = len(rows[number].tokens) if number < len(rows) else 0

@@ -1,8 +1,4 @@
-"""Batches of a run, in time: threads that read and tokenize ahead of the training step.
-
-What stands in batch k is defined in streams. Owns threads, the rows of one process, the state of a loader, and the hash
-of a batch. Refuses to know devices, meshes and checkpoints.
-"""
+"""The loader of a run: threads that read and tokenize batches ahead of the training step. streams defines batch k."""
 
 from __future__ import annotations
 
@@ -27,15 +23,15 @@ from hlat_jax.data.tokenizer import Tokenizer
 class TrainBatches(grain.DatasetIterator):
     """An endless Grain iterator of (Batch, position) over `rows` of the global batch; None: all of them.
 
-    Batch: NumPy, [len(rows), seq_len]. position: int64[len(rows), 1 + 6 S] (see streams), the place of those rows AFTER
-    the batch; handed to a new TrainBatches of any rows, it gives the batches that follow. Threads never change a batch.
-    An error in a document is raised by `__next__` for the batch that the document would have entered, and again then.
+    Batch: NumPy, [len(rows), seq_len]. position: int64[len(rows), 1 + 6 S] (see streams), that of those rows AFTER the
+    batch; a new TrainBatches that is given it continues with the next batch. Threads do not change the batches.
+    An error in a document is raised by `__next__` for the batch of that document, and by every later call.
 
     Attributes:
       definition: the opened sources and their mixture.
-      manifest: what the documents are (see streams.joint_manifest), for the checkpoint.
-      num_documents: documents in all, over all sources and rows.
-      rows: the rows of the global batch that this one makes.
+      manifest: identifies the documents (see streams.joint_manifest); saved in checkpoints.
+      num_documents: over all sources and rows.
+      rows: the rows of the global batch that this loader makes.
     """
 
     def __init__(
@@ -48,32 +44,34 @@ class TrainBatches(grain.DatasetIterator):
         index_folder: pathlib.Path | None = None,
     ):
         super().__init__()
-        self._workers: _RowsAhead | None = None  # first, for Grain closes what it collects, half-made ones too
+        self._workers: _RowsAhead | None = None  # first: Grain calls close() on collection, even if __init__ raised
         self._data = data
         self.rows = tuple(range(data.batch_size) if rows is None else rows)
         if not self.rows or min(self.rows) < 0 or max(self.rows) >= data.batch_size:
-            raise ValueError(f"rows={self.rows} must be some of 0 .. data.batch_size - 1 = {data.batch_size - 1}.")
+            raise ValueError(
+                f"rows={self.rows} must be a non-empty subset of 0 .. data.batch_size - 1 = {data.batch_size - 1}."
+            )
         self.definition = Definition(data, tokenizer=tokenizer, index_folder=index_folder)
         self.manifest = self.definition.manifest
         self.num_documents = sum(len(source.documents) for source in self.definition.sources)
         self.set_state(self.definition.initial_position(len(self.rows)) if position is None else position)
 
     def __next__(self) -> tuple[batch_lib.Batch, np.ndarray]:
-        return batch_of([row for _, row in self.next_rows()]), self._position.copy()
+        return make_batch([row for _, row in self.next_rows()]), self._position.copy()
 
     def next_rows(self) -> list[tuple[int, packing.Row]]:
-        """Returns what `next` makes a batch of: (number of its source, row) for each of `rows`."""
+        """Returns the rows of the next batch: (number of its source, row) for each of `rows`."""
         self._assert_not_closed()
         made = self._workers.next_rows()
         self._position = np.stack([position for _, _, position in made])
         return [(source, row) for source, row, _ in made]
 
     def get_state(self) -> np.ndarray:
-        """Returns int64[len(rows), 1 + 6 S]: the position after the batch returned last."""
+        """Returns int64[len(rows), 1 + 6 S]: the position after the last batch."""
         return self._position.copy()
 
     def set_state(self, state: np.ndarray) -> None:
-        """Moves to a position; nothing is replayed but the tokenizing of one document, or window, a row and source."""
+        """Moves to a position; tokenizes again at most one document, or window, per row and source."""
         position = self.definition.checked_position(state, num_rows=len(self.rows))
         if self._workers is not None:
             self._workers.close()
@@ -84,15 +82,15 @@ class TrainBatches(grain.DatasetIterator):
         )
 
     def close(self) -> None:
-        """Stops the threads and waits for them; a document being tokenized is finished first."""
+        """Stops the threads and waits for them to finish the document they are tokenizing."""
         super().close()
         if self._workers is not None:
             self._workers.close()
-            self._workers = None  # Grain closes again when it collects, which may be while the interpreter ends
+            self._workers = None  # Grain closes again on collection, perhaps at interpreter exit
 
 
-def batch_of(rows: Sequence[packing.Row]) -> batch_lib.Batch:
-    """Returns the batch of packed rows, all of one packing."""
+def make_batch(rows: Sequence[packing.Row]) -> batch_lib.Batch:
+    """Returns the Batch of packed rows, which all have the same packing."""
     tokens_BT = np.stack([row.tokens for row in rows])
     if rows[0].segment_ids is None:
         return batch_lib.concat_batch(tokens_BT)
@@ -102,13 +100,13 @@ def batch_of(rows: Sequence[packing.Row]) -> batch_lib.Batch:
 class _RowsAhead:
     """Rows of several streams, made ahead by threads.
 
-    Each stream has at most one task in the pool, which makes one row and then queues itself again until the stream is
-    `max_rows_ahead` rows ahead: streams stay in order, and no thread waits for another stream's long document.
+    Each stream has at most one task in the pool, which makes one row and then submits itself again until the stream is
+    `max_rows_ahead` rows ahead: each stream stays in order, and no thread waits for another stream's long document.
     """
 
     def __init__(self, streams: list[RowStream], *, num_threads: int, max_rows_ahead: int):
         self._streams, self._max_rows_ahead = streams, max_rows_ahead
-        self._ready = [collections.deque() for _ in streams]  # (source, row, position after) or the exception met
+        self._ready = [collections.deque() for _ in streams]  # (source, row, position after) or an exception
         self._changed = threading.Condition()
         self._busy = [False] * len(streams)
         self._stopping = False
@@ -120,7 +118,7 @@ class _RowsAhead:
                     self._submit(index)
 
     def next_rows(self) -> list[tuple[int, packing.Row, np.ndarray]]:
-        """Returns (source, row, position after) of the next row of every stream; raises what the first of them met."""
+        """Returns (source, row, position after) of the next row of each stream, or raises the first exception."""
         if self._pool is None:
             for index, ready in enumerate(self._ready):
                 if not ready:
@@ -130,7 +128,7 @@ class _RowsAhead:
                 self._changed.wait_for(lambda: all(self._ready))
         for ready in self._ready:
             if isinstance(ready[0], BaseException):
-                raise ready[0]  # stays at the head, so that asking again raises again
+                raise ready[0]  # stays in front, so that the next call raises it again
         rows = []
         with self._changed:
             for index, ready in enumerate(self._ready):
@@ -143,17 +141,17 @@ class _RowsAhead:
         with self._changed:
             self._stopping = True
         if self._pool is not None:
-            self._pool.shutdown(wait=True)  # what is still queued sees that it need not begin
+            self._pool.shutdown(wait=True)  # queued tasks see `_stopping` and return
 
     def _make(self, index: int) -> Any:
         stream = self._streams[index]
         try:
             return (*stream.next_row(), stream.position)
         except Exception as error:
-            return error  # whatever it is, it belongs to the batch of this row
+            return error  # raised for the batch of this row
 
     def _submit(self, index: int) -> None:
-        """Queues the making of one row unless the stream is busy, far enough ahead, or stopped; under the lock."""
+        """Submits a task for one row unless the stream is busy, far enough ahead, or stopped; needs the lock."""
         ready = self._ready[index]
         failed = bool(ready) and isinstance(ready[-1], BaseException)
         if self._pool is None or self._stopping or failed or self._busy[index] or len(ready) >= self._max_rows_ahead:
@@ -173,9 +171,9 @@ class _RowsAhead:
 
 
 def batch_hash(batch: batch_lib.Batch, *, rows: Sequence[int]) -> str:
-    """Returns 32 hex digits of the tokens, targets, segments and weights of `rows`, the batch's rows in the global one.
+    """Returns 32 hex digits of tokens, targets, segments and weights; `rows` are the batch's rows in the global batch.
 
-    It is the exclusive or of one digest a row, so the hash of a global batch is the exclusive or of those of its parts.
+    It is the XOR of one digest per row, so the hash of a global batch is the XOR of those of its parts.
     """
     fields = [batch.tokens, batch.targets, batch.weights]
     fields += [] if batch.segment_ids is None else [batch.segment_ids]

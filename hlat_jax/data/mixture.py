@@ -1,15 +1,13 @@
-"""Which source fills which row: the grammar of sources and stages, and a choice by the tokens that a row still owes.
+"""Which source fills which row: the grammar of data.train and data.mixture, and a choice by tokens owed to each source.
 
-Every row keeps its own account, so that no process need know the rows of another. For row r of batch k a source is
-named: the one whose share of [0, 1) holds the point u = frac(r * a1 + k * a2), where (a1, a2) = (1/p, 1/p^2) and p is
-the plastic number: the R2 sequence, whose points lie evenly over every run of rows, of batches, and of both. That
-source is then owed the tokens of one full row, the row is taken from the source that is owed most, and pays for the
-tokens in it; what is padding is paid by all sources by their shares. What is owed stays within a few rows, so the
-tokens of each source, not its rows, have the share that its weight says. Where every row is full, as under `concat`,
-it is always the named source that is owed most, and batch k needs no account.
+Every row keeps its own account, so that no process needs the rows of another. For row r of batch k, the quasirandom
+point u = frac(r * a1 + k * a2) names the source whose share of [0, 1) contains it, where (a1, a2) = (1/p, 1/p^2) and p
+is the plastic number: the R2 sequence, which is even over every run of rows, of batches, and of both. That source is
+credited with the tokens of one full row. The row is then taken from the source that is owed most, which is debited with
+the tokens in it; padding is debited from all sources by their shares. What is owed stays within a few rows, so each
+source's share of the tokens, not of the rows, is its weight. Where every row is full, as under `concat`, the named
+source is always owed most, and batch k needs no account.
 Source: Roberts, "The Unreasonable Effectiveness of Quasirandom Sequences" (2018), for R2.
-
-Owns that choice and its grammar. Refuses to know files, documents and tokens. Imports no JAX.
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ _UNTIL = re.compile(r"(.*?)(?:\s+until_(step|tokens)\s*=\s*(\S+))?\s*", re.DOTAL
 def parse_sources(spec: str, *, key: str) -> dict[str, str]:
     """Returns name -> PATHS of `PATHS` (one source, named "all") or of `NAME=PATHS;NAME=PATHS`, in order.
 
-    A path that begins like a name, such as lang=en/a.jsonl, is written ./lang=en/a.jsonl.
+    A path that starts like a name, such as lang=en/a.jsonl, must be written ./lang=en/a.jsonl.
 
     Raises:
       ValueError: named and unnamed parts together, a name given twice, "all" beside others, a name without paths.
@@ -67,13 +65,13 @@ def parse_sources(spec: str, *, key: str) -> dict[str, str]:
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """Weights that hold for batches below `until_step` and from where the stage before ends.
+    """A stage of the mixture: shares for the batches from the end of the previous stage to below `until_step`.
 
     Attributes:
-      until_step: the first batch of the next stage; None: for ever.
-      shares: exact, one a source, in the order of the sources; their sum is 1.
-      until_tokens: where rows hold padding, the tokens with which it ends in place of `until_step`, which is then the
-        first batch that the next stage can have.
+      until_step: the first batch of the next stage; None: the last stage.
+      shares: exact, one per source, in the order of the sources; their sum is 1.
+      until_tokens: where rows hold padding, the tokens after which it ends; `until_step` is then the earliest possible
+        first batch of the next stage.
     """
 
     until_step: int | None
@@ -81,35 +79,37 @@ class Stage:
     until_tokens: int | None = None
 
     def is_over(self, batch: int, *, num_tokens: int) -> bool:
-        """Returns whether the stage ends before `batch`, if `num_tokens` were emitted before it. Not for the last."""
+        """Returns whether the stage ends before `batch`, given `num_tokens` emitted before it. Not for the last."""
         return batch >= self.until_step if self.until_tokens is None else num_tokens >= self.until_tokens
 
 
 def parse_stages(spec: str, *, names: Sequence[str], batch_tokens: int, has_padding: bool = False) -> tuple[Stage, ...]:
-    """Returns the stages of `NAME=W,NAME=W[ until_step=N| until_tokens=N];...`; "" gives the only source everything.
+    """Returns the stages of `NAME=W,NAME=W[ until_step=N| until_tokens=N];...`; "" is for a single source.
 
-    `batch_tokens` is what one batch holds at most, and with `has_padding` mostly less: a stage until N tokens ends with
-    the batch that reaches N.
+    `batch_tokens` is what a batch holds at most; with `has_padding` it mostly holds less. A stage until N tokens ends
+    with the batch that reaches N.
 
     Raises:
-      ValueError: a name that is no source or is missing, a weight that is no number or negative, weights that are all
-        zero, an until that does not grow, the last stage with one or another without.
+      ValueError: an unknown or missing name, a weight that is not a number or negative, weights that are all zero, an
+        until that does not increase, one on the last stage, or none on another.
     """
     if not spec.strip():
         if len(names) > 1:
             example = ",".join(f"{name}=1" for name in names)
-            raise ValueError(f"data.weights is empty, but data.train has {len(names)} sources; set it, as in {example}")
+            raise ValueError(
+                f"data.mixture is empty, but data.train has {len(names)} sources; set it, for example to {example}"
+            )
         return (Stage(None, (fractions.Fraction(1),)),)
     parts = [part for part in spec.split(";") if part.strip()]
     if not parts:
-        raise ValueError(f"data.weights={spec!r} holds no weights; leave it empty or give NAME=WEIGHT for each source.")
+        raise ValueError(f"data.mixture={spec!r} holds no weights; leave it empty or give NAME=WEIGHT for each source.")
     stages, before = [], 0
     for number, part in enumerate(parts, 1):
-        where = f"data.weights, stage {number} ({part.strip()})"
+        where = f"data.mixture, stage {number} ({part.strip()})"
         weights, unit, count = _UNTIL.fullmatch(part).groups()
         shares = _shares(weights, names=names, where=where)
         if (unit is None) != (number == len(parts)):
-            what = "is the last and must not have" if unit else "is not the last and must have"
+            what = "is the last stage and must not have" if unit else "is not the last stage and must have"
             raise ValueError(f"{where} {what} an until_step or until_tokens.")
         until = tokens = None
         if unit:
@@ -124,10 +124,10 @@ def parse_stages(spec: str, *, names: Sequence[str], batch_tokens: int, has_padd
 
 
 def first_stages(stages: Sequence[Stage], *, num_batches: int) -> list[tuple[int, list[str]]]:
-    """Returns (end, exact shares) of what holds for the first `num_batches` batches; alike for what means the same.
+    """Returns (end, exact shares) of the stages of the first `num_batches` batches, in a canonical form.
 
-    Neighbours of equal shares are one, and what begins behind the end is left out. A stage that ends by tokens counts
-    as long as it lasts at least; one that may have ended has its tokens beside its shares.
+    Consecutive stages of equal shares are merged, and later stages are left out. A stage that ends by tokens has the
+    earliest end that is possible; if that is within the batches, its tokens follow its shares.
     """
     found: list[tuple[int, list[str]]] = []
     for stage in stages:
@@ -153,7 +153,7 @@ def _shares(text: str, *, names: Sequence[str], where: str) -> tuple[fractions.F
         if name not in names:
             raise ValueError(f"{where}: data.train has no source {name!r}. {nearest(name, names)}")
         if name in weights:
-            raise ValueError(f"{where}: {name!r} has two weights.")
+            raise ValueError(f"{where}: {name!r} has two weights; give it one.")
         try:
             weights[name] = fractions.Fraction(number)  # exact: shares do not depend on a machine's rounding
         except (ValueError, ZeroDivisionError):
@@ -165,31 +165,31 @@ def _shares(text: str, *, names: Sequence[str], where: str) -> tuple[fractions.F
         raise ValueError(f"{where} has no weight for {', '.join(missing)}; write {missing[0]}=0 to leave it out.")
     total = sum(weights.values())
     if total == 0:
-        raise ValueError(f"{where}: all weights are 0.")
+        raise ValueError(f"{where}: all weights are 0; give one above 0.")
     return tuple(weights[name] / total for name in names)
 
 
 def _count(text: str, *, where: str) -> int:
-    """Returns a whole number above 0, which may be written 1.4e12 or 1_400_000."""
+    """Returns a positive integer, which may be written 1.4e12 or 1_400_000."""
     try:
         number = fractions.Fraction(text)
     except (ValueError, ZeroDivisionError):
         number = fractions.Fraction(0)
     if number <= 0 or number.denominator != 1:
-        raise ValueError(f"{where}: {text!r} is not a whole number above 0.")
+        raise ValueError(f"{where}: {text!r} is not a positive integer.")
     return int(number)
 
 
 @dataclasses.dataclass(frozen=True)
-class Turn:
-    """Which source gives one row, and the account of that row before it.
+class SourceChoice:
+    """The source of one row of one batch, and the account of that row before it.
 
     Attributes:
       source: its number.
       row_tokens: tokens of a full row.
-      shares: those of its stage.
-      padding: places without token in the rows before.
-      emitted, owed: as of Mixture.turn; `owed` with the credit for this row.
+      shares: of the stage.
+      padding: padding tokens in this row of the batches before.
+      emitted, owed: as for Mixture.choose; `owed` includes the credit for this row.
     """
 
     source: int
@@ -199,14 +199,14 @@ class Turn:
     emitted: tuple[int, ...]
     owed: tuple[int, ...]
 
-    def settled(self, num_tokens: int) -> tuple[list[int], list[int]]:
-        """Returns (emitted, owed) after a row of `num_tokens` tokens; the sum of what is owed is 0 before and after."""
+    def account_after(self, num_tokens: int) -> tuple[list[int], list[int]]:
+        """Returns (emitted, owed) after a row of `num_tokens` tokens; the sum of `owed` is 0 before and after."""
         emitted, owed = list(self.emitted), list(self.owed)
         emitted[self.source] += num_tokens
         owed[self.source] -= num_tokens
         padding, paid = self.padding + self.row_tokens - num_tokens, 0
         for source, bound in enumerate(itertools.accumulate(self.shares)):
-            # rounded as sums over all rows and sources, so that no error grows
+            # cumulative sums are rounded, so that errors do not accumulate
             until = math.floor(bound * padding) - math.floor(bound * self.padding)
             owed[source] -= until - paid
             paid = until
@@ -214,26 +214,30 @@ class Turn:
 
 
 class Mixture:
-    """The choice of a source for every row of every batch, from stages.
+    """The choice of a source for every row of every batch, by stages.
 
     Attributes:
       names: the sources, in order.
       stages: see parse_stages.
-      num_rows: rows of a batch, over which the tokens of a stage are spread evenly.
+      num_rows: rows of a batch, among which the tokens of a stage are divided evenly.
     """
 
     def __init__(self, names: Sequence[str], *, stages: Sequence[Stage], num_rows: int = 1):
         self.names, self.stages, self.num_rows = tuple(names), tuple(stages), num_rows
-        # source i has the points below bound i and not below bound i - 1; an empty interval holds none
+        # source i has the points in [bound i - 1, bound i), which may be empty
         self._bounds = [[int(bound * _UNIT) for bound in itertools.accumulate(s.shares)] for s in self.stages]
 
-    def turn(self, row: int, *, batch: int, row_tokens: int, emitted: Sequence[int], owed: Sequence[int]) -> Turn:
-        """Returns the turn of one row of one batch.
+    def choose(
+        self, row: int, *, batch: int, row_tokens: int, emitted: Sequence[int], owed: Sequence[int]
+    ) -> SourceChoice:
+        """Returns the source of one row of one batch.
 
         Args:
+          row: of the batch.
+          batch: its number, from 0.
           row_tokens: tokens of a full row.
-          emitted: tokens of each source in the rows `row` of the batches before.
-          owed: tokens owed to each source for those, see Turn.settled.
+          emitted: tokens of each source in row `row` of the batches before.
+          owed: tokens owed to each source after those, see SourceChoice.account_after.
         """
         num_tokens = sum(emitted)
         stage = self._stage(batch, num_tokens=num_tokens * self.num_rows)
@@ -241,11 +245,7 @@ class Mixture:
         owed[self._named(stage, row, batch)] += row_tokens
         weighted = (source for source, share in enumerate(shares) if share)
         most = max(weighted, key=lambda source: owed[source])  # the first of equals
-        return Turn(most, row_tokens, shares, batch * row_tokens - num_tokens, tuple(emitted), tuple(owed))
-
-    def source(self, row: int, *, batch: int) -> int:
-        """Returns the number of the source of one row of one batch, where all rows are full."""
-        return self._named(self._stage(batch, num_tokens=0), row, batch)
+        return SourceChoice(most, row_tokens, shares, batch * row_tokens - num_tokens, tuple(emitted), tuple(owed))
 
     def _stage(self, batch: int, *, num_tokens: int) -> int:
         stages = enumerate(self.stages[:-1])
@@ -257,8 +257,8 @@ class Mixture:
         return bisect.bisect_right(self._bounds[stage], point)
 
     def row_counts(self, row: int, *, num_batches: int) -> np.ndarray:
-        """Returns int64[sources]: how many of the first `num_batches` batches have their row `row` from each source,
-        where all rows are full."""
+        """Returns int64[sources]: how often each source fills row `row` of the first `num_batches` batches, if all rows
+        are full."""
         counts, begin = np.zeros(len(self.names), np.int64), 0
         ends = [stage.until_step for stage in self.stages[:-1]]
         for bounds, end in zip(self._bounds, [*ends, num_batches], strict=True):

@@ -1,7 +1,7 @@
-"""In which order an epoch visits documents: Grain's permutation, of which that of few documents is made at one go.
+"""The order of the documents of an epoch: Grain's permutation, computed all at once for up to 2**16 documents.
 
-Grain enciphers a number of at least 16 bits until it is a document's, again for each one: 4.5 ms for one of nine
-documents. Where 16 bits hold all numbers, the cipher is applied to every one of them together, in a few ms an epoch.
+Grain enciphers a number of at least 16 bits until the result is below the number of documents, for each document anew:
+4.5 ms for one of nine documents. Here the cipher is applied to all 2**16 numbers together, in a few ms per epoch.
 Source: Black and Rogaway, "Ciphers with Arbitrary Finite Domains" (2002), for the walk; Beaulieu et al., ePrint
 2013/404, for the cipher; ISO C++, [rand.util.seedseq], for its keys.
 """
@@ -11,7 +11,9 @@ from __future__ import annotations
 import collections
 import functools
 import hashlib
+import math
 import threading
+from collections.abc import Iterator
 
 import grain
 import numpy as np
@@ -22,10 +24,10 @@ _MASK = (1 << 32) - 1
 
 
 class Order:
-    """The documents 0 .. `num_documents` - 1 in an order of their own in every epoch; safe for threads.
+    """A permutation of the documents 0 .. `num_documents` - 1 for every epoch; thread-safe.
 
     Raises:
-      ValueError: a seed that is not in 0 .. 2**32 - 1.
+      ValueError: a seed outside 0 .. 2**32 - 1.
     """
 
     def __init__(self, num_documents: int, *, seed: int):
@@ -47,8 +49,16 @@ class Order:
             return int(self._listed[epoch][entry])
 
 
+def scattered(total: int) -> Iterator[int]:
+    """Yields the numbers below `total`, each once, in steps of the golden section, so about evenly spread."""
+    step = round(total * (math.sqrt(5) - 1) / 2)
+    while math.gcd(step, total) > 1:
+        step += 1
+    return (index * step % total for index in range(total))
+
+
 def permutation(num_documents: int, *, seed: int) -> np.ndarray:
-    """Returns int32[num_documents], what Grain's index_shuffle makes of each number in 4 rounds; at most 2**16."""
+    """Returns int32[num_documents]: Grain's index_shuffle of each number, in 4 rounds; at most 2**16 documents."""
     numbers = np.arange(_MAX_LISTED, dtype=np.int32)
     left, right = numbers >> 8, numbers & 255
     keys = [key & 255 for key in _keys(seed)]
@@ -56,7 +66,7 @@ def permutation(num_documents: int, *, seed: int) -> np.ndarray:
         left = left ^ _mixed(right) ^ first
         right = right ^ _mixed(left) ^ second
     enciphered = left << 8 | right
-    # where a walk from each number meets a document's first, itself included; twice as far at every turn
+    # the first number below num_documents on the walk from each, itself included; each iteration doubles the walk
     met = np.where(numbers < num_documents, numbers, enciphered)
     while (found := met[enciphered[:num_documents]]).max() >= num_documents:
         met = met[met]
@@ -65,7 +75,7 @@ def permutation(num_documents: int, *, seed: int) -> np.ndarray:
 
 @functools.cache
 def algorithm_hash() -> str:
-    """Returns 8 hex digits that change when a release of Grain, or of this, permutes in another way."""
+    """Returns 8 hex digits that change when another release of Grain, or of this package, permutes differently."""
     few, many = Order(16, seed=1), Order(_MAX_LISTED + 1, seed=1)
     orders = [[order.number(epoch, entry) for entry in range(16)] for order in (few, many) for epoch in (0, 1)]
     return hashlib.blake2b(repr(orders).encode(), digest_size=4).hexdigest()
@@ -75,11 +85,11 @@ def _mixed(x: np.ndarray) -> np.ndarray:
     def rotated(bits: int) -> np.ndarray:
         return (x << bits | x >> (8 - bits)) & 255
 
-    return rotated(1) & x ^ rotated(2)  # by 1 and by 8 bits, which in 8 bits is none
+    return rotated(1) & x ^ rotated(2)  # the rotation by 8 is the identity on 8 bits
 
 
 def _keys(seed: int) -> list[int]:
-    """Returns the four numbers that C++'s std::seed_seq makes of one."""
+    """Returns the four numbers that C++'s std::seed_seq generates from one."""
     state = [0x8B8B8B8B] * 4
     for k in range(4):
         mixed = state[k] ^ state[(k + 1) % 4] ^ state[k - 1]

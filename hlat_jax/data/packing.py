@@ -1,4 +1,4 @@
-"""Documents to rows of tokens. Owns both packings and the state of one stream of one source; knows no file, no thread.
+"""Packing documents into rows of tokens: `concat` and `documents`, as streams with a position.
 
 `concat` is HLAT's: no BOS, EOS after each document, each row begins where the last one ended, nothing is dropped or
 padded, attention runs across documents. A document over the character limit is cut into pieces, EOS after each, in
@@ -6,10 +6,10 @@ order (HLAT's script put the tail pieces first: a bug, not copied). Source: arXi
 
 `documents` has the same tokens of each document, cut every `seq_len`, and puts whole cuts into rows: a stream takes
 its documents in windows of a fixed number, which end with the epoch, and packs each window best-fit. Every cut is a
-segment of its own: no attention and no target across its ends. What is left of a row is padding.
+segment: no attention and no target across its ends. The rest of a row is padding.
 
-A stream asks `read(epoch, document)` for its documents by number and `encode(document)` for int32 arrays of tokens.
-`read` gives None for a bad record that is to be passed over, which the stream counts.
+A stream calls `read(epoch, document)` for its documents by number and `encode(document)` for int32 arrays of tokens.
+`read` returns None for a bad record to be skipped, which the stream counts.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ Encode = Callable[[Any], Iterator[np.ndarray]]
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """Neighbouring tokens of one document in a row.
+    """Consecutive tokens of one document in a row.
 
     Attributes:
       epoch, document: the document, by its number in the stream's list.
-      token: the place of the first of them in the document, EOS counted.
-      start, stop: their places in the row.
+      token: index of the first of them in the document, EOS counted.
+      start, stop: their range in the row.
     """
 
     epoch: int
@@ -53,8 +53,8 @@ class Row:
 
     Attributes:
       tokens: int32 [T].
-      segment_ids: int32 [T], from 1, 0 in padding; None: one segment that fills the row.
-      spans: where the tokens come from, in order; padding has none.
+      segment_ids: int32 [T], from 1, 0 for padding; None: one segment fills the row.
+      spans: origins of the tokens, in order; padding has none.
     """
 
     tokens: np.ndarray
@@ -69,7 +69,7 @@ def pieces(text: str, *, max_chars: int) -> Iterator[str]:
 
 
 def document_tokens(text: str, *, tokenizer: Any, max_chars: int) -> Iterator[np.ndarray]:
-    """Yields int32 tokens of one document, a piece at a time, each ending in EOS; memory holds one piece."""
+    """Yields the int32 tokens of a document, one piece at a time, each ending in EOS; memory holds one piece."""
     eos = np.asarray([tokenizer.eos_id], np.int32)
     for piece in pieces(text, max_chars=max_chars):
         yield np.concatenate([tokenizer.encode(piece), eos])
@@ -78,9 +78,9 @@ def document_tokens(text: str, *, tokenizer: Any, max_chars: int) -> Iterator[np
 class ConcatStream:
     """Endless rows of `seq_len` tokens from the documents 0 .. `num_documents` - 1, epoch after epoch.
 
-    The state is `position`, int64[4]: the epoch, the document in it, the token of that document (EOS counted) where the
-    next row begins, and the bad records passed over so far. It is always the first such place, so a document that ended
-    gives (epoch, document + 1, 0). Going on from a position tokenizes at most that one document again.
+    The state is `position`, int64[4]: the epoch, the document in it, the token of that document (EOS counted) at which
+    the next row begins, and the bad records skipped so far. It is in canonical form: after the end of a document it is
+    (epoch, document + 1, 0). Resuming from a position tokenizes at most that one document again.
     """
 
     def __init__(
@@ -89,8 +89,8 @@ class ConcatStream:
         self._read, self._encode, self._max_bad = read, encode, max_bad
         self._num_documents, self._seq_len = num_documents, seq_len
         self._epoch, self._document, self._token, self._skipped = (int(value) for value in position)
-        self._rest = np.zeros(0, np.int32)  # tokens of the present piece that no row has taken yet
-        self._pieces: Iterator[np.ndarray] | None = None  # later pieces of the present document
+        self._rest = np.zeros(0, np.int32)  # tokens of the current piece that are in no row yet
+        self._pieces: Iterator[np.ndarray] | None = None  # later pieces of the current document
         self._skip = self._token
         self._skipped_in_a_row = 0
 
@@ -103,8 +103,8 @@ class ConcatStream:
         """Returns the next row.
 
         Raises:
-          ValueError: a document that cannot be read, a position behind the end of its document, or
-            `max_bad` bad records one after another.
+          ValueError: a document that cannot be read, a position beyond the end of its document, or `max_bad` bad
+            records in a row.
         """
         parts, spans, filled = [], [], 0
         while filled < self._seq_len:
@@ -117,11 +117,11 @@ class ConcatStream:
             filled += len(part)
             self._token += len(part)
         if len(self._rest) == 0:
-            self._next_piece()  # so that the position is the first of its kind whether or not a row follows
+            self._next_piece()  # so that the position is canonical
         return Row(np.concatenate(parts), None, _joined(spans))
 
     def _next_piece(self) -> None:
-        """Puts the next tokens of this document, or none and the next document's number, into the state."""
+        """Loads the next piece of this document, or moves to the next document."""
         if self._pieces is None:
             document = self._read(self._epoch, self._document)
             if document is None and not self._skip:
@@ -139,8 +139,8 @@ class ConcatStream:
             return
         if self._skip:
             raise ValueError(
-                f"position (epoch {self._epoch}, document {self._document}, token {self._token}) lies {self._skip} "
-                "tokens behind the end of its document; the text or the tokenizer is not the one it was saved with."
+                f"position (epoch {self._epoch}, document {self._document}, token {self._token}) is {self._skip} "
+                "tokens beyond the end of its document; resume with the text and the tokenizer it was saved with."
             )
         self._pieces, self._token = None, 0
         self._document += 1
@@ -149,7 +149,7 @@ class ConcatStream:
 
 
 def _joined(spans: Iterable[Span]) -> tuple[Span, ...]:
-    """Returns the spans with the pieces of one document, which follow one another, as one span."""
+    """Returns the spans with consecutive spans of the same document merged."""
     joined: list[Span] = []
     for span in spans:
         last = joined[-1] if joined else None
@@ -161,17 +161,17 @@ def _joined(spans: Iterable[Span]) -> tuple[Span, ...]:
 
 
 def _refuse_all_bad(skipped: int, max_bad: int) -> None:
-    """Raises when there are as many bad records one after another as no good document lies between."""
+    """Raises ValueError when so many bad records in a row mean that there is no good document."""
     if skipped >= max_bad:
         raise ValueError(
-            f"the last {skipped} documents that one row met are bad records; mend the data, or see what they are with "
+            f"the last {skipped} documents of one row are bad records; fix the data, or see what they are with "
             'data.on_bad_record="raise".'
         )
 
 
 @dataclasses.dataclass(frozen=True)
 class Windows:
-    """How `documents` packs: tokens of a row, documents of a window, and the token id that fills padding."""
+    """Settings of `documents` packing: tokens of a row, documents of a window, and the token id of padding."""
 
     seq_len: int
     num_documents: int
@@ -182,10 +182,10 @@ class DocumentsStream:
     """Endless rows of whole documents, window after window, epoch after epoch.
 
     The state is `position`, int64[4]: the epoch, the first document of the window, the next row within it, and the bad
-    records passed over so far (those of a window count with its first row). A window that gave its last row gives the
-    next one and row 0. Going on from a position tokenizes the documents of that window again.
+    records skipped so far (those of a window count with its first row). After the last row of a window it is row 0 of
+    the next window. Resuming from a position tokenizes the documents of that window again.
 
-    With each row, a share of the next window is tokenized, so that no row waits for a whole window but the first.
+    With each row, a share of the next window is tokenized, so that only the first row waits for a whole window.
     """
 
     def __init__(
@@ -207,12 +207,12 @@ class DocumentsStream:
         """Returns the next row.
 
         Raises:
-          ValueError: a document that cannot be read, a position behind the last row of its window, or
-            `max_bad` bad records one after another.
+          ValueError: a document that cannot be read, a position beyond the last row of its window, or `max_bad` bad
+            records in a row.
         """
         while self._rows is None:
             self._open_window()
-        placed, self._rows[self._row] = self._rows[self._row], []  # given out once: let go of its tokens
+        placed, self._rows[self._row] = self._rows[self._row], []  # frees its tokens
         self._row += 1
         self._num_taken += 1
         self._next_window.read_ahead(self._num_taken / (self._num_taken + len(self._rows) - self._row))
@@ -237,8 +237,8 @@ class DocumentsStream:
         rows = best_fit([len(tokens) for _, tokens in found], capacity=self._windows.seq_len)
         if self._row and self._row >= len(rows):
             raise ValueError(
-                f"position (epoch {self._epoch}, document {self._document}, row {self._row}) lies behind the "
-                f"{len(rows)} rows of its window; the text or the tokenizer is not the one it was saved with."
+                f"position (epoch {self._epoch}, document {self._document}, row {self._row}) is beyond the {len(rows)} "
+                "rows of its window; resume with the text and the tokenizer it was saved with."
             )
         self._rows = [[found[index] for index in row] for row in rows]
         self._next_window = self._window(*self._following())
@@ -255,7 +255,7 @@ class DocumentsStream:
 
 
 class _Window:
-    """The documents of one window, tokenized one after another."""
+    """The documents of one window, tokenized in order."""
 
     def __init__(self, epoch: int, first: int, *, stop: int, read: Read, cuts: Callable[[Any], list[np.ndarray]]):
         self._epoch, self._first, self._next, self._stop = epoch, first, first, stop
@@ -264,16 +264,16 @@ class _Window:
         self.num_bad = 0
 
     def read_ahead(self, share: float) -> None:
-        """Tokenizes until about `share` of the documents are done; an error is left for `finish` to meet again."""
+        """Tokenizes until about `share` of the documents are done; an error is left to `finish`, which raises it."""
         until = self._first + int((self._stop - self._first) * share)
         try:
             while self._next < until:
                 self._tokenize_one()
-        except Exception:  # it belongs to the batch of this window's first row, and is raised there
+        except Exception:  # raised by `finish`, for the first row of this window
             return
 
     def finish(self) -> list[tuple[Span, np.ndarray]]:
-        """Returns the cuts of all documents with where they come from, in order."""
+        """Returns the cuts of all documents with their spans, in order."""
         while self._next < self._stop:
             self._tokenize_one()
         return self._found
@@ -320,10 +320,10 @@ def cut(arrays: Iterable[np.ndarray], *, seq_len: int) -> Iterator[np.ndarray]:
 
 
 def best_fit(lengths: Sequence[int], *, capacity: int) -> list[list[int]]:
-    """Returns the rows as lists of numbers of pieces: the largest piece first (the earlier of equals) goes where the
-    least room stays (the earlier row of equals), or into a new row."""
+    """Returns the rows of a best-fit decreasing packing as lists of piece numbers: each piece, the largest first, goes
+    into the row with the least room left for it, or a new one; ties go to the earlier piece and row."""
     rows: list[list[int]] = []
-    room: list[tuple[int, int]] = []  # (free places, row) of rows that are not full, ordered
+    room: list[tuple[int, int]] = []  # sorted (free tokens, row) of rows that are not full
     for piece in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
         length = lengths[piece]
         at = bisect.bisect_left(room, (length, -1))

@@ -1,8 +1,7 @@
-"""Where the data stood at which step: an index beside the run, what checkpoints say of it, and arithmetic.
+"""Data positions by step: recorded beside the run, in its checkpoints, or computed from document lengths.
 
 `<run folder>/positions/<step>.npz` holds the position after that many batches and the identity of the data it belongs
-to, as far as that step (see streams). Owns these files and the search for the nearest. Refuses to know what a position
-means to a stream.
+to, up to that step (see streams).
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
+from hlat_jax.config import with_renamed_keys
 from hlat_jax.data.streams import NUM_FIELDS, Definition, identity
 from hlat_jax.store.atomic_files import write_whole
 
@@ -24,11 +24,11 @@ _CHECKPOINTS = "checkpoints"
 _DOCUMENTS_AT_ONCE = 4096
 _RUN_FILE = pathlib.Path("run", "metadata")  # of a checkpoint, where Orbax's JsonSave puts position and metadata
 
-Identity = Callable[[int], str]  # of the data, as far as a step
+Identity = Callable[[int], str]  # of the data, up to a step
 
 
 def write(workdir: pathlib.Path, step: int, *, position: np.ndarray, data_identity: str) -> None:
-    """Keeps the position after `step` batches; the file appears whole or not at all."""
+    """Records the position after `step` batches in an atomically written file."""
     (workdir / FOLDER).mkdir(exist_ok=True)
     content = io.BytesIO()
     np.savez(content, position=position, identity=np.asarray(data_identity))
@@ -36,7 +36,7 @@ def write(workdir: pathlib.Path, step: int, *, position: np.ndarray, data_identi
 
 
 def rewind(workdir: pathlib.Path, step: int) -> None:
-    """Removes positions after `step`: they may belong to an attempt with other settings that saved no checkpoint."""
+    """Removes positions after `step`, which may come from an attempt with other settings that saved no checkpoint."""
     for kept, path in _indexed(workdir):
         if kept > step:
             path.unlink()
@@ -45,7 +45,7 @@ def rewind(workdir: pathlib.Path, step: int) -> None:
 def nearest(
     workdir: pathlib.Path, step: int, *, data_identity: Identity
 ) -> tuple[int, np.ndarray, pathlib.Path] | None:
-    """Returns (step, position, file) of the last position kept at `step` or before; None when none is readable.
+    """Returns (step, position, file) of the last position recorded at `step` or before; None if none is readable.
 
     Raises:
       ValueError: it belongs to other data.
@@ -54,8 +54,8 @@ def nearest(
     return _first(sorted(files, key=lambda item: item[0], reverse=True), workdir, data_identity=data_identity)
 
 
-def is_compared(workdir: pathlib.Path, step: int, *, data_identity: Identity) -> bool:
-    """Returns whether the run has kept a position or checkpoint, of any step, that says what data it is of.
+def check_identity(workdir: pathlib.Path, step: int, *, data_identity: Identity) -> bool:
+    """Returns whether the run has recorded, at any step, which data it was trained on.
 
     Raises:
       ValueError: the one nearest to `step` belongs to other data.
@@ -64,7 +64,7 @@ def is_compared(workdir: pathlib.Path, step: int, *, data_identity: Identity) ->
     return _first(files, workdir, data_identity=data_identity) is not None
 
 
-def computed(
+def compute(
     definition: Definition,
     row: int,
     *,
@@ -73,10 +73,10 @@ def computed(
     lengths: Sequence[np.ndarray],
     start: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Returns int64[1 + 6 S], where row `row` of batch `batch` begins under `concat`, from the documents' lengths.
+    """Returns int64[1 + 6 S]: the position of row `row` before batch `batch` under `concat`, from document lengths.
 
-    Reads no document, and looks at the lengths of those behind `start` only, the place of that row at an earlier batch;
-    None: the beginning. `lengths`: tokens of each document with EOS, one array a source.
+    Reads no document. `start` is the position of that row before an earlier batch; None: the beginning. `lengths`:
+    tokens of each document with EOS, one array per source.
     """
     position = np.zeros(1 + NUM_FIELDS * len(lengths), np.int64) if start is None else start.copy()
     begun, position[0] = int(position[0]), batch
@@ -117,7 +117,7 @@ def _saved(workdir: pathlib.Path) -> Iterator[tuple[int, pathlib.Path]]:
 def _first(
     files: Sequence[tuple[int, pathlib.Path]], workdir: pathlib.Path, *, data_identity: Identity
 ) -> tuple[int, np.ndarray, pathlib.Path] | None:
-    """Returns (step, position, file) of the first readable file. Raises ValueError when it belongs to other data."""
+    """Returns (step, position, file) of the first readable file. Raises ValueError if it belongs to other data."""
     for kept, path in files:
         found = _read(path, kept)
         if found is None:
@@ -125,25 +125,25 @@ def _first(
         position, found_identity = found
         if found_identity != data_identity(kept):
             raise ValueError(
-                f"{path} belongs to a run on other data (another text, tokenizer, seed, mixture or packing); give the "
-                f"config that it was trained with, see {workdir / 'config.json'}, or another --workdir."
+                f"{path} belongs to a run on other data (another text, tokenizer, seed, mixture or packing); use the "
+                f"config it was trained with, see {workdir / 'config.json'}, or another --workdir."
             )
         return kept, position, path
     return None
 
 
 def _read(path: pathlib.Path, step: int) -> tuple[np.ndarray, str] | None:
-    """Returns (position, identity of its data); None for a file that is damaged, being removed or of another step."""
+    """Returns (position, identity of its data); None for a file that is damaged, gone or of another step."""
     try:
         if path.suffix == ".npz":
             with np.load(path) as kept:
                 return kept["position"], str(kept["identity"])
         run = json.loads(path.read_bytes())
-        if run["position"][0][0] != step:  # somebody renamed the checkpoint: every row begins with its batches so far
+        if run["position"][0][0] != step:  # a renamed checkpoint: every row begins with its number of batches
             return None
         metadata = run["metadata"]
         found = identity(
-            metadata["config"]["data"],
+            with_renamed_keys(metadata["config"])["data"],
             manifest=metadata["manifest"],
             tokenizer_sha256=metadata["tokenizer_sha256"],
             num_batches=step,

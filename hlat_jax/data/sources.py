@@ -1,9 +1,6 @@
-"""Documents by number: all that a config names as one sequence of texts, and the manifest that says what it is.
+"""Documents by number: all files that a config names as one sequence of documents, and the manifest that identifies it.
 
-Owns the manifest, the concatenation of files, and where a document came from. The formats have files of their own:
-jsonl, columns (Parquet), arrow_ipc, array_record, built (datasets). Refuses to know the order in which documents are
-visited, tokens, or rows: a document here is a number and its text, or its token ids where a dataset stores those. Files
-are read in place; nothing is converted or copied.
+A document is its text, or its token ids where a dataset stores those. Files are read in place, not copied.
 """
 
 from __future__ import annotations
@@ -21,22 +18,10 @@ from hlat_jax.data.formats.array_record import ArrayRecordDocuments
 from hlat_jax.data.formats.arrow_ipc import arrow_documents
 from hlat_jax.data.formats.built import BuiltTokens, manifest_fingerprint, open_built
 from hlat_jax.data.formats.columns import ColumnCache, parquet_documents
-from hlat_jax.data.formats.files import DataFile, Snapshot, fingerprint
+from hlat_jax.data.formats.files import DataFile, Snapshot
 from hlat_jax.data.formats.jsonl import JsonlDocuments
-from hlat_jax.data.formats.paths import asset_path, file_format, find_files, resolve_files
+from hlat_jax.data.formats.paths import file_format, find_files
 from hlat_jax.data.formats.records import BadRecord
-from hlat_jax.data.formats.streaming import iter_documents
-
-__all__ = [
-    "BadRecord",
-    "Corpus",
-    "TextDocuments",
-    "asset_path",
-    "fingerprint",
-    "iter_documents",
-    "open_corpus",
-    "resolve_files",
-]
 
 
 class TextDocuments:
@@ -44,7 +29,7 @@ class TextDocuments:
 
     Attributes:
       snapshots: the files.
-      num_rows: None; a document is no row.
+      num_rows: None; documents are not rows.
     """
 
     num_rows = None
@@ -73,13 +58,12 @@ class Corpus:
 
     Attributes:
       manifest: see open_corpus.
-      passed_over: what its folders hold that is not read, see paths.Found.told.
+      ignored: describes the files in its folders that are not read, see paths.Found.
     """
 
     def __init__(self, parts: Sequence[Any], manifest: dict[str, Any]):
-        self._parts, self.manifest, self.passed_over = list(parts), manifest, ""
-        counts = [len(part) for part in self._parts]
-        self._starts = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)]).astype(np.int64)
+        self._parts, self.manifest, self.ignored = list(parts), manifest, ""
+        self._starts = records.starts(len(part) for part in self._parts)
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -89,12 +73,12 @@ class Corpus:
         return self._parts[part][number]
 
     def locate(self, index: int) -> str:
-        """Returns the file and row of a document, as in 'books/a.jsonl, row 17'; reads no document."""
+        """Returns the file and row of a document without reading it, as in 'books/a.jsonl, row 17'."""
         part, number = self._place(index)
         return self._parts[part].locate(number)
 
     def token_lengths(self) -> np.ndarray | None:
-        """Returns int64[documents], ids of each document where all are stored as token ids; else None."""
+        """Returns int64[documents], tokens of each document, if all are stored as token ids; else None."""
         if not all(isinstance(part, BuiltTokens) for part in self._parts):
             return None
         return np.concatenate([part.token_lengths() for part in self._parts])
@@ -102,8 +86,7 @@ class Corpus:
     def _place(self, index: int) -> tuple[int, int]:
         if not 0 <= index < len(self):
             raise IndexError(f"document {index} of {len(self)}")
-        part = int(np.searchsorted(self._starts, index, side="right")) - 1
-        return part, int(index) - int(self._starts[part])
+        return records.place(self._starts, index)
 
 
 def open_corpus(
@@ -115,31 +98,31 @@ def open_corpus(
     index_folder: pathlib.Path | None = None,
     tokenizer_sha256: str | None = None,
 ) -> Corpus:
-    """Returns the documents that `spec` names, by number, with their manifest and where each came from.
+    """Returns the documents that `spec` names, by number, with their manifest.
 
-    A document is a str, or where a dataset stores token ids int32[n]: those that packing.document_tokens would make,
-    EOS of each piece included. `files`: those of `spec` to open, as resolve_files gives them; None: all.
+    A document is a str, or int32[n] where a dataset stores token ids: those that packing.document_tokens would yield,
+    with the EOS of each piece. `files`: those of `spec` to open, as find_files gives them; None: all.
     `index_folder` keeps the indices of JSONL files between runs. `tokenizer_sha256` is that of the config's tokenizer,
-    which stored ids must be of; None: no comparison.
+    from which stored ids must come; None: not compared.
 
-    The manifest says what the documents are, wherever they lie: for each file (a run of plain-text files is one
-    entry, and so is a dataset) `name, kind, bytes, documents, rows, fingerprint`, and for stored ids `tokens,
+    The manifest identifies the documents, independent of their location: for each file (a run of plain-text files is
+    one entry, and so is a dataset) `name, kind, bytes, documents, rows, fingerprint`, and for stored ids `tokens,
     tokenizer_sha256, vocab_size, eos_id, max_document_chars`; then `documents` in all, `text_field` and `hash` of
-    bytes, documents and fingerprints. Two manifests of one hash give the same documents under the same numbers: the
-    fingerprint of JSONL is of every byte, and that of a dataset of its content; of other files over 1 MiB it is of the
-    size and 16 blocks of 64 KiB.
+    bytes, documents and fingerprints. Two manifests with the same hash have the same documents under the same numbers:
+    the fingerprint of JSONL covers every byte, and that of a dataset its content; of other files over 1 MiB it covers
+    the size and 16 blocks of 64 KiB.
 
     Raises:
-      ValueError: see paths.resolve_files; a file that cannot be indexed; ids of another tokenizer; no documents, or
-        none with text in it.
+      ValueError: see paths.find_files; a file that cannot be indexed; ids from another tokenizer; no documents,
+        or none with text.
     """
-    passed_over = ""
+    ignored = ""
     if files is None:
         found = find_files(spec, key=key, text_field=text_field)
-        files, passed_over = found.files, found.told()
+        files, ignored = found.files, found.describe_ignored()
     options = {"text_field": text_field, "index_folder": index_folder, "tokenizer_sha256": tokenizer_sha256}
     corpus = _open(files, spec=spec, key=key, **options)
-    corpus.passed_over = passed_over
+    corpus.ignored = ignored
     _refuse_emptiness(corpus, what=f"{key}={spec!r}")
     return corpus
 
@@ -179,23 +162,23 @@ def _open(
 
 
 def _refuse_emptiness(documents: Any, *, what: str) -> None:
-    """Raises ValueError if no document has anything in it; looks no further than the first that has."""
+    """Raises ValueError if all documents are empty or bad; reads up to the first that is not."""
     first_error = None
     for index in range(len(documents)):
         try:
             document = documents[index]
-        except BadRecord as error:  # raised again, or counted, where it is trained on: data.on_bad_record
+        except BadRecord as error:  # raised again, or skipped, in training: data.on_bad_record
             first_error = first_error or error
             continue
-        if isinstance(document, str) or len(document) > 1:  # stored ids of an empty text are its EOS
+        if isinstance(document, str) or len(document) > 1:  # the stored ids of an empty text are one EOS
             return
     if first_error is not None:
-        raise ValueError(f"{what}: none of {len(documents)} documents can be read. The first trouble: {first_error}")
+        raise ValueError(f"{what}: none of {len(documents)} documents can be read. The first error: {first_error}")
     raise ValueError(f"{what}: all {len(documents)} documents are empty; build them again from texts.")
 
 
 def _runs(files: Sequence[DataFile]) -> list[tuple[str, list[DataFile]]]:
-    """Returns (format, files) in order: neighbouring plain-text files together, every other file by itself."""
+    """Returns (format, files) in order: consecutive plain-text files together, every other file by itself."""
     runs: list[tuple[str, list[DataFile]]] = []
     for file in files:
         kind = file_format(file)

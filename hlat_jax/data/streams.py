@@ -1,19 +1,17 @@
-"""Rows of a run by definition: which document stands where in every batch.
+"""The definition of batch k: which tokens of which documents are in every row.
 
 A run has S named sources (see mixture.parse_sources) and R = data.batch_size rows. Each source has R streams. In epoch
-e, stream r of source s walks the documents order(s, e)[r], order(s, e)[r + R], ..., where order(s, e) is a permutation
-of all documents of s that depends on data.seed, the name of s and e only (data.shuffle=False: as they lie), and then
-goes on with epoch e + 1. With data.on_bad_record="skip" it passes over bad records. It tokenizes each document, cut
-every data.max_document_chars characters, and packs the tokens into rows of data.seq_len as data.packing says, under
-`documents` data.window_documents at a time (see packing). Row r of batch k is the next row of stream r of the source
-whose turn it is by data.weights, k and what the rows r before have emitted (see mixture). So batch k is a pure function
-of (manifests, tokenizer, those settings, k); which process computes which rows is no part of it.
+e, stream r of source s reads the documents order(s, e)[r], order(s, e)[r + R], ..., where order(s, e) is a permutation
+of all documents of s that depends only on data.seed, the name of s and e (data.shuffle=False: the identity), and then
+continues with epoch e + 1. With data.on_bad_record="skip" it skips bad records. It tokenizes each document, cut every
+data.max_document_chars characters, and packs the tokens into rows of data.seq_len by data.packing, under `documents`
+data.window_documents at a time (see packing). Row r of batch k is the next row of stream r of the source that
+data.mixture chooses from k and the tokens emitted into row r before (see mixture). So batch k is a pure function of
+(manifests, tokenizer, those settings, k), independent of which process computes which rows.
 
-The place of row r is int64[1 + 6 S]: the number of batches so far, then for every source the position of its stream r,
-the tokens it has emitted into this row, and the tokens it is owed. It is all that is needed to go on, and that of a
-loader is one such line a row.
-
-Owns that definition. Refuses to know threads, devices, meshes and checkpoints.
+The position of row r is int64[1 + 6 S]: the number of batches so far, then for every source the position of its stream
+r, the tokens it has emitted into this row, and the tokens it is owed. It is all that resuming needs. The position of a
+loader stacks one per row.
 """
 
 from __future__ import annotations
@@ -31,17 +29,18 @@ import numpy as np
 
 from hlat_jax.config import DataConfig
 from hlat_jax.data import packing, sources
+from hlat_jax.data.formats.records import BadRecord
 from hlat_jax.data.mixture import UNNAMED, Mixture, Stage, first_stages, parse_sources, parse_stages
 from hlat_jax.data.order import Order, algorithm_hash
 from hlat_jax.data.tokenizer import Tokenizer
 
-NUM_FIELDS = 6  # of a source in a position: four of its stream, see packing.POSITION_FIELDS, and these two
+NUM_FIELDS = 6  # per source in a position: four of its stream, see packing.POSITION_FIELDS, and the next two
 EMITTED, OWED = slice(5, None, NUM_FIELDS), slice(6, None, NUM_FIELDS)
 _SKIPPED = slice(4, None, NUM_FIELDS)
-_MANY_EPOCHS = 20  # if one document of all is good, a stream misses it for so many times all with chance exp(-20)
+_MANY_EPOCHS = 20  # if a single document is good, a stream misses it for this many epochs with probability exp(-20)
 
-# The settings that say what the documents of a batch are; all but the weights, of which only those so far count, and
-# where the documents lie, which the manifests know better.
+# The settings that determine the batches, except data.mixture, of which only the stages so far count, and the paths,
+# for which the manifests stand.
 _DEFINING = ("batch_size", "seq_len", "packing", "max_document_chars", "shuffle", "seed")
 
 
@@ -52,7 +51,7 @@ class Source:
     Attributes:
       name: "all" when data.train gives none.
       documents: a str each, or int32 token ids with EOS.
-      order: of each epoch; None: as they lie.
+      order: of each epoch; None: not shuffled.
     """
 
     name: str
@@ -67,13 +66,13 @@ class Source:
 def open_sources(
     data: DataConfig, *, key: str, tokenizer: Tokenizer | None = None, index_folder: pathlib.Path | None = None
 ) -> list[Source]:
-    """Returns the sources that `data.train` or `data.validation` names; `key` is that path.
+    """Opens the sources of `data.train` or `data.validation`; `key` is one of these two.
 
     Raises:
       ValueError: see mixture.parse_sources and sources.open_corpus; a seed that Grain cannot take.
     """
     if not 0 <= data.seed < 2**32:
-        raise ValueError(f"data.seed={data.seed} must lie in 0 .. 2**32 - 1.")
+        raise ValueError(f"data.seed={data.seed} must be in 0 .. 2**32 - 1.")
     opened = []
     for name, paths in parse_sources(data.train if key == "data.train" else data.validation, key=key).items():
         where = key if name == UNNAMED else f"{key} ({name})"
@@ -87,7 +86,7 @@ def open_sources(
         _refuse_other_pieces(documents.manifest, data, key=where)
         order = None
         if data.shuffle and key == "data.train":
-            # sources of equal length must not walk in step; the only source of a run keeps the seed as it is
+            # sources of equal length need different orders; an unnamed source has the seed itself
             own = 0 if name == UNNAMED else zlib.crc32(name.encode())
             order = Order(len(documents), seed=(data.seed + own) % 2**32)
         opened.append(Source(name, documents, order))
@@ -95,18 +94,18 @@ def open_sources(
 
 
 def _refuse_other_pieces(manifest: dict[str, Any], data: DataConfig, *, key: str) -> None:
-    """Raises when stored ids have EOS where the config would not put it."""
+    """Raises ValueError if stored ids were cut into other pieces, with EOS at other places, than the config cuts."""
     for entry in manifest["files"]:
         stored = entry.get("max_document_chars", data.max_document_chars)
         if stored not in (None, data.max_document_chars):
             raise ValueError(
-                f"{key}: the token ids in {entry['name']} were built from pieces of at most {stored:,} characters; set "
+                f"{key}: the token ids in {entry['name']} were built with pieces of at most {stored:,} characters; set "
                 f"data.max_document_chars={stored} (it is {data.max_document_chars}), or build them again."
             )
 
 
 def joint_manifest(opened: list[Source]) -> dict[str, Any]:
-    """Returns one manifest of all sources: that of the only one as it is, or `files`, `sources` and a joint `hash`."""
+    """Returns one manifest for all sources: `files`, `sources` and a joint `hash`; an unnamed source's as it is."""
     if [source.name for source in opened] == [UNNAMED]:
         return opened[0].documents.manifest
     facts = [[source.name, len(source.documents), source.documents.manifest["hash"]] for source in opened]
@@ -119,8 +118,8 @@ def joint_manifest(opened: list[Source]) -> dict[str, Any]:
 
 
 def identity(data: Mapping[str, Any], *, manifest: Mapping[str, Any], tokenizer_sha256: str, num_batches: int) -> str:
-    """Returns 32 hex digits that two runs share when, and only when, their first `num_batches` batches are the same by
-    definition, and those after them but for data.weights.
+    """Returns 32 hex digits that two runs share if and only if their first `num_batches` batches are the same, and the
+    later ones are too, except for data.mixture.
 
     `data` is a DataConfig as a dict, `manifest` that of a Definition.
     """
@@ -131,10 +130,10 @@ def identity(data: Mapping[str, Any], *, manifest: Mapping[str, Any], tokenizer_
 
 
 def data_drift(saved: Mapping[str, Any], current: Mapping[str, Any], *, num_batches: int) -> list[str]:
-    """Returns lines on what differs between two settings of a run (see loop) with `num_batches` trained batches: the
-    files whose content is another, and the weights of those batches.
+    """Returns a line for each difference in data between two settings of a run with `num_batches` trained batches:
+    files with other content, and another data.mixture for those batches.
 
-    A stage that begins later may be added, altered or left out: what was trained stays what it is.
+    Later stages may be added, changed or removed.
     """
     lines = []
     for key in ("manifest", "validation_manifest"):
@@ -144,22 +143,24 @@ def data_drift(saved: Mapping[str, Any], current: Mapping[str, Any], *, num_batc
             continue
         kept = ("bytes", "documents", "fingerprint")
         pairs = [(a, b) for a, b in zip(before, now, strict=True) if any(a[name] != b[name] for name in kept)]
-        lines += [f"{key}: {_told(a)} in the checkpoint, {_told(b)} now" for a, b in pairs[:3]]
-    before, now = (settings["manifest"].get("order") for settings in (saved, current))  # older runs say nothing of it
+        lines += [f"{key}: {_describe(a)} in the checkpoint, {_describe(b)} now" for a, b in pairs[:3]]
+    before, now = (settings["manifest"].get("order") for settings in (saved, current))  # older runs did not record it
     if None not in (before, now) and before != now:
-        lines.append(f"the order of documents: permutation {before} in the checkpoint, {now} of this release of Grain")
+        lines.append(
+            f"the order of documents: permutation {before} in the checkpoint, {now} with this release of Grain"
+        )
     before, now = saved["config"]["data"], current["config"]["data"]
-    if before["weights"] == now["weights"]:
+    if before["mixture"] == now["mixture"]:
         return lines
     if _first_stages(before, num_batches=num_batches) != _first_stages(now, num_batches=num_batches):
         lines.append(
-            f"data.weights: {before['weights']!r} in the checkpoint, {now['weights']!r} now, which differ before step "
-            f"{num_batches + 1:,}; only stages that begin after the {num_batches:,} trained steps may change"
+            f"data.mixture: {before['mixture']!r} in the checkpoint, {now['mixture']!r} now, which differ before step "
+            f"{num_batches + 1:,}; only stages that start after the {num_batches:,} trained steps may change"
         )
     return lines
 
 
-def _told(entry: Mapping[str, Any]) -> str:
+def _describe(entry: Mapping[str, Any]) -> str:
     return (
         f"{entry['name']} with {entry['bytes']:,} bytes, {entry['documents']:,} documents, {entry['fingerprint'][:8]}"
     )
@@ -172,11 +173,11 @@ def _first_stages(data: Mapping[str, Any], *, num_batches: int) -> list[tuple[in
 
 def _stages(data: Mapping[str, Any], names: Sequence[str]) -> tuple[Stage, ...]:
     batch_tokens, has_padding = data["batch_size"] * data["seq_len"], data["packing"] == "documents"
-    return parse_stages(data["weights"], names=names, batch_tokens=batch_tokens, has_padding=has_padding)
+    return parse_stages(data["mixture"], names=names, batch_tokens=batch_tokens, has_padding=has_padding)
 
 
 def encoder(data: DataConfig, tokenizer: Tokenizer) -> packing.Encode:
-    """Returns the function from a document to its tokens, which stored ids are already."""
+    """Returns a function from a document to its tokens; stored ids are returned as they are."""
 
     def encode(document: str | np.ndarray) -> Iterator[np.ndarray]:
         if isinstance(document, np.ndarray):
@@ -187,26 +188,26 @@ def encoder(data: DataConfig, tokenizer: Tokenizer) -> packing.Encode:
 
 
 def windows(data: DataConfig, tokenizer: Tokenizer) -> packing.Windows:
-    """Returns how `documents` packs under a config; padding is EOS, which every vocabulary has."""
+    """Returns the settings of `documents` packing; padding is EOS, which every vocabulary has."""
     return packing.Windows(data.seq_len, data.window_documents, tokenizer.eos_id)
 
 
 class Definition:
-    """All sources of training, opened, and what stands in every row of every batch.
+    """All sources of training, opened, and the tokens of every row of every batch.
 
     Attributes:
       sources: see open_sources.
       mixture: which source fills which row.
-      manifest: see joint_manifest; and `order`, the hash of how documents are permuted, None when they are not.
+      manifest: see joint_manifest; with `order`, the hash of the permutation algorithm, None without shuffling.
     """
 
     def __init__(self, data: DataConfig, *, tokenizer: Tokenizer, index_folder: pathlib.Path | None = None):
-        """Opens `data.train`; the indices that reading needs are kept in `index_folder` when it is given.
+        """Opens `data.train`; `index_folder` keeps the indices of JSONL files between runs.
 
         Raises:
           ValueError: see open_sources and mixture.parse_stages; fewer documents in a source than rows in a batch.
         """
-        # the weights are compared with the names before any file is read
+        # data.mixture is checked before any file is read
         names = list(parse_sources(data.train, key="data.train"))
         stages = _stages(dataclasses.asdict(data), names)
         self.mixture = Mixture(names, stages=stages, num_rows=data.batch_size)
@@ -218,13 +219,13 @@ class Definition:
                 where = f"data.train={data.train!r}" if source.name == UNNAMED else f"data.train: source {source.name}"
                 raise ValueError(
                     f"{where} holds {num_documents} documents, fewer than data.batch_size={data.batch_size}; each row "
-                    f"of a batch reads documents of its own. Use at most {num_documents}, or split the text into more "
-                    "files or lines of JSONL: a .txt or .md file is one document."
+                    f"of a batch reads documents of its own. Set data.batch_size to at most {num_documents}, or split "
+                    "the text into more files or lines of JSONL: a .txt or .md file is one document."
                 )
         self.manifest = joint_manifest(self.sources) | {"order": algorithm_hash() if data.shuffle else None}
 
     def identity(self, num_batches: int) -> str:
-        """Returns the identity of the data as far as `num_batches`, see the function of that name."""
+        """Returns the identity of the data up to `num_batches`, see `identity`."""
         return identity(
             dataclasses.asdict(self._data),
             manifest=self.manifest,
@@ -233,31 +234,31 @@ class Definition:
         )
 
     def initial_position(self, num_rows: int) -> np.ndarray:
-        """Returns int64[num_rows, 1 + 6 S]: the place of every row before the first batch."""
+        """Returns int64[num_rows, 1 + 6 S]: the position of every row before the first batch."""
         return np.zeros((num_rows, 1 + NUM_FIELDS * len(self.sources)), np.int64)
 
     def checked_position(self, position: np.ndarray, *, num_rows: int) -> np.ndarray:
-        """Returns a copy of a position of `num_rows` rows. Raises ValueError when it can be none."""
+        """Returns a copy of a position of `num_rows` rows. Raises ValueError if it is invalid."""
         position = np.array(position, np.int64)
         shape = (num_rows, 1 + NUM_FIELDS * len(self.sources))
         if position.shape != shape or np.delete(position, OWED, axis=1).min() < 0:
             fields = (*packing.POSITION_FIELDS[self._data.packing], "emitted", "owed")
             raise ValueError(
-                f"position has shape {position.shape} and lowest value {position.min(initial=0)}; it must be "
-                f"{list(shape)} of batches and {fields} for each of the {len(self.sources)} sources, without negatives "
-                "but for what is owed."
+                f"position has shape {position.shape} and lowest value {position.min(initial=0)}; it must have shape "
+                f"{list(shape)}, the number of batches and then {fields} for each of the {len(self.sources)} sources, "
+                "and only `owed` may be negative."
             )
         if len(set(position[:, 0].tolist())) > 1:
-            raise ValueError(f"position: its rows are of different batches, {sorted(set(position[:, 0].tolist()))}.")
+            raise ValueError(f"position: its rows are at different batches, {sorted(set(position[:, 0].tolist()))}.")
         return position
 
     def row(self, row: int, *, position: np.ndarray) -> RowStream:
-        """Returns row `row` of every batch from a position int64[1 + 6 S] on."""
+        """Returns the stream of row `row` of every batch, starting at a position int64[1 + 6 S]."""
         make = functools.partial(self._stream, row)
         return RowStream(row, mixture=self.mixture, stream=make, position=position, row_tokens=self._data.seq_len)
 
     def document(self, source: int, *, row: int, epoch: int, entry: int) -> int:
-        """Returns the number, within its source, of the document that is entry `entry` of a stream in an epoch."""
+        """Returns the number, within its source, of the document at entry `entry` of a stream in an epoch."""
         return self.sources[source].number(epoch, row + entry * self._data.batch_size)
 
     def num_entries(self, source: int, *, row: int) -> int:
@@ -270,18 +271,18 @@ class Definition:
         if position[1] >= num_own:
             raise ValueError(
                 f"position of row {row} is document {position[1]}, but {len(documents)} documents in {data.batch_size} "
-                f"rows leave it {num_own}; data.train or data.batch_size is not the one it was saved with."
+                f"rows leave it {num_own}; resume with the data.train and data.batch_size it was saved with."
             )
 
         def read(epoch: int, entry: int) -> str | np.ndarray | None:
             try:
                 return documents[self.document(source, row=row, epoch=epoch, entry=entry)]
-            except sources.BadRecord:
+            except BadRecord:
                 if data.on_bad_record == "skip":
                     return None
                 raise
 
-        # a stream meets other documents in every epoch if they are shuffled, else the same ones
+        # shuffled, a stream reads other documents in every epoch, else the same ones
         max_bad = 2 * num_own if self.sources[source].order is None else _MANY_EPOCHS * len(documents)
         common = {"num_documents": num_own, "encode": encoder(data, self._tokenizer)}
         common |= {"position": position, "max_bad": max_bad}
@@ -291,39 +292,39 @@ class Definition:
 
 
 class RowStream:
-    """One row of every batch: takes each from the stream of the source whose turn it is.
+    """One row of every batch, each taken from the stream of the source that the mixture chooses.
 
     Attributes:
-      position: int64[1 + 6 S]: where the next row begins.
+      position: int64[1 + 6 S], before the next row.
     """
 
     def __init__(self, row: int, *, mixture: Mixture, stream: Any, position: np.ndarray, row_tokens: int):
         self._row, self._mixture, self._row_tokens = row, mixture, row_tokens
         self.position = np.array(position, np.int64)
-        # all at once, so that a position that does not fit is refused here
+        # all at once, so that an invalid position is refused here
         self._streams = [
             stream(source, position=self.position[_fields(source)]) for source in range(len(mixture.names))
         ]
 
     def next_row(self) -> tuple[int, packing.Row]:
-        """Returns (number of its source, the next row). Raises as the streams do; the position then stays."""
-        position = self.position.copy()  # those given out before stay as they are
+        """Returns (number of its source, the next row). Raises as the streams do, and then keeps the position."""
+        position = self.position.copy()  # earlier positions were handed out
         account = {"emitted": position[EMITTED].tolist(), "owed": position[OWED].tolist()}
-        turn = self._mixture.turn(self._row, batch=int(position[0]), row_tokens=self._row_tokens, **account)
-        stream = self._streams[turn.source]
+        choice = self._mixture.choose(self._row, batch=int(position[0]), row_tokens=self._row_tokens, **account)
+        stream = self._streams[choice.source]
         row = stream.next_row()
         position[0] += 1
-        position[_fields(turn.source)] = stream.position
-        position[EMITTED], position[OWED] = turn.settled(sum(span.stop - span.start for span in row.spans))
+        position[_fields(choice.source)] = stream.position
+        position[EMITTED], position[OWED] = choice.account_after(sum(span.stop - span.start for span in row.spans))
         self.position = position
-        return turn.source, row
+        return choice.source, row
 
 
 def _fields(source: int) -> slice:
-    """Returns where the position of a source's stream lies in that of a row."""
+    """Returns the slice of a row's position that holds the position of a source's stream."""
     return slice(1 + NUM_FIELDS * source, 5 + NUM_FIELDS * source)
 
 
 def skipped_records(position: np.ndarray) -> int:
-    """Returns the bad records passed over before a position [..., 1 + 6 S], over all its rows and sources."""
+    """Returns the bad records skipped before a position [..., 1 + 6 S], over all its rows and sources."""
     return int(position[..., _SKIPPED].sum())

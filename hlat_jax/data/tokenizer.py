@@ -1,7 +1,4 @@
-"""Text to token ids and back, through a native SentencePiece model, or a tokenizer.json of Hugging Face.
-
-Owns what a model file must be and how many bytes each token stands for. Refuses to add BOS or EOS: packing does.
-"""
+"""Tokenizers: a SentencePiece model or a Hugging Face tokenizer.json. Adds no BOS or EOS; packing does."""
 
 from __future__ import annotations
 
@@ -14,29 +11,29 @@ from typing import Any
 import numpy as np
 import sentencepiece
 
-from hlat_jax.data import sources
+from hlat_jax.data.formats.paths import asset_path
 from hlat_jax.data.tokenizer_json import JsonModel
 
 
 class Tokenizer:
-    """The model read from `path`, which may be 'package:NAME'. Safe for threads; encoding frees the GIL.
+    """The tokenizer at `path`, which may be 'package:NAME'. Thread-safe; encoding releases the GIL.
 
     A path that ends in .json is a tokenizer.json, which needs the `hf` extra; any other is a SentencePiece model.
 
     Args:
       path: of the file.
-      vocab_size: of the model that it is for, which may have more rows than there are tokens; None: not compared.
-      stop_ids: tokens beside EOS that end a generated text, as the files of an imported model name them.
+      vocab_size: of the model it is used with, which may be padded beyond the number of tokens; None: not compared.
+      stop_ids: tokens beside EOS that end a generated text, from the files of an imported model.
 
     Raises:
-      ValueError: no path, no such file, not such a model, no EOS, or more tokens than the model has rows.
+      ValueError: no path, no such file, not a tokenizer, no EOS, or more tokens than the model's vocab_size.
     """
 
     def __init__(self, path: str, *, vocab_size: int | None = None, stop_ids: Sequence[int] = ()):
         if not path:
             raise ValueError("data.tokenizer is empty; give a SentencePiece .model file or 'package:austen_2k.model'.")
         is_asset = path.startswith("package:")
-        self.path = sources.asset_path(path.removeprefix("package:")) if is_asset else pathlib.Path(path).expanduser()
+        self.path = asset_path(path.removeprefix("package:")) if is_asset else pathlib.Path(path).expanduser()
         if not self.path.is_file():
             raise ValueError(f"data.tokenizer={path}: no such file (looked from {pathlib.Path.cwd()}).")
         serialized = self.path.read_bytes()
@@ -51,7 +48,7 @@ class Tokenizer:
         if vocab_size is not None and vocab_size < self.vocab_size:
             raise ValueError(
                 f"data.tokenizer={path} has {self.vocab_size} tokens but model.vocab_size={vocab_size}; set "
-                f"model.vocab_size={self.vocab_size} or more, or give a tokenizer of at most {vocab_size} tokens."
+                f"model.vocab_size={self.vocab_size} or more, or use a tokenizer of at most {vocab_size} tokens."
             )
         self.stop_ids = tuple(dict.fromkeys((self.eos_id, *stop_ids)))
 
@@ -60,15 +57,15 @@ class Tokenizer:
         return np.asarray(self._model.encode(text), np.int32)
 
     def decode(self, ids: np.ndarray) -> str:
-        """Returns the text of token ids; control tokens give none, nor do rows of the model beyond the vocabulary."""
+        """Returns the text of token ids; control tokens, and ids beyond the vocabulary, have none."""
         return self._model.decode([int(token) for token in np.asarray(ids) if token < self.vocab_size])
 
     def knows(self, tokens: Mapping[int, str]) -> bool:
-        """Returns whether each of these ids is a token of this very text."""
+        """Returns whether each of these ids is a token with exactly this text."""
         return all(0 <= token < self.vocab_size and self._model.token(token) == text for token, text in tokens.items())
 
     def described(self) -> dict[str, Any]:
-        """Returns the tokenizer_config.json with which transformers reads a SentencePiece model as it is."""
+        """Returns the tokenizer_config.json with which transformers reads the SentencePiece model unchanged."""
         pieces = {f"{name}_token": self._model.special(name) for name in ("bos", "eos", "unk")}
         return {
             "tokenizer_class": "LlamaTokenizer",
@@ -82,14 +79,14 @@ class Tokenizer:
 
     @functools.cached_property
     def token_bytes(self) -> np.ndarray:
-        """int32[V]: UTF-8 bytes of text that each token stands for; their sum over a text's tokens is its length.
+        """int32[V]: UTF-8 bytes of the text of each token; their sum over a text's tokens is its length.
 
         '▁' is one space, a byte-fallback piece one byte, a control or unknown token none. A model that puts a space
         before each text (add_dummy_prefix) counts one byte too many per encoded text, and one that normalizes counts
         the normalized text.
         """
         num_bytes = self._model.token_bytes()
-        num_bytes.flags.writeable = False  # cached: whoever changed it would change every later count
+        num_bytes.flags.writeable = False  # it is cached and shared
         return num_bytes
 
 
@@ -102,21 +99,21 @@ class _SentencePiece:
             self.vocab_size = 0
         if self.vocab_size == 0:
             raise ValueError(
-                f"data.tokenizer={path} is not a SentencePiece model ({len(serialized)} bytes); a tokenizer.json of "
-                "Hugging Face is another format, and known by a name that ends in .json."
+                f"data.tokenizer={path} is not a SentencePiece model ({len(serialized)} bytes); the name of a Hugging "
+                "Face tokenizer.json must end in .json."
             )
         self.encode, self.decode = self._processor.encode, self._processor.decode
         self.token = self._processor.id_to_piece
         self.eos_id = self._processor.eos_id()
-        self.bos_id = self._processor.bos_id()  # -1: the model has none; HLAT's packing uses none
+        self.bos_id = self._processor.bos_id()  # -1: none; packing uses none
 
     @property
     def adds_space(self) -> bool:
-        """Whether a text gets a space in front."""
+        """Whether a space is added before each text."""
         return "".join(self._processor.encode_as_pieces("a")).startswith("▁")
 
     def special(self, name: str) -> str:
-        """Returns the text of `bos`, `eos` or `unk`; "" when the model has none."""
+        """Returns the text of `bos`, `eos` or `unk`; "" if the model has none."""
         token = getattr(self._processor, f"{name}_id")()
         return self.token(token) if token >= 0 else ""
 

@@ -1,7 +1,4 @@
-"""tokenizer.json of Hugging Face, read by their `tokenizers` library (the `hf` extra).
-
-Owns what such a file must say, and where the id of EOS comes from: the file has none, those beside it do.
-"""
+"""Hugging Face's tokenizer.json, read by their `tokenizers` library (the `hf` extra)."""
 
 from __future__ import annotations
 
@@ -13,15 +10,15 @@ import numpy as np
 
 from hlat_jax.store import atomic_files
 
-# Files beside it that name EOS, in the order in which they are asked.
+# Files beside it that name EOS, which tokenizer.json does not, in the order in which they are read.
 _NAMING = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "config.json")
 
 
 class JsonModel:
-    """The counterpart of a SentencePiece processor: no token is added to a text, and none is read out of it.
+    """A tokenizer.json with the interface of _SentencePiece: adds no special token, and parses none from a text.
 
     Raises:
-      ValueError: the extra is not installed, the file is none, or nothing says which token is EOS.
+      ValueError: the extra is not installed, or the file is not a tokenizer.json.
     """
 
     def __init__(self, path: pathlib.Path, serialized: bytes):
@@ -36,7 +33,7 @@ class JsonModel:
             raise ValueError(f"{path} is not a tokenizer.json: {str(error)[:200]}") from None
         self._model.no_truncation()
         self._model.no_padding()
-        self._model.encode_special_tokens = True  # "</s>" within a text is text
+        self._model.encode_special_tokens = True  # "</s>" in a text is text
         self._vocab = self._model.get_vocab(with_added_tokens=True)
         self.token = self._model.id_to_token
         self.vocab_size = max(self._vocab.values()) + 1
@@ -53,14 +50,16 @@ class JsonModel:
         kinds = _kinds(self._content.get("decoder"))
         byte_level = "ByteLevel" in kinds
         if not byte_level and not kinds & {"Metaspace", "ByteFallback", "Replace"}:
-            raise ValueError(f"tokenizer.json with the decoder {sorted(kinds)}: its bytes cannot be counted.")
+            raise ValueError(
+                f"tokenizer.json has the decoder {sorted(kinds)}, whose bytes per token cannot be counted."
+            )
         added = {token["id"]: token for token in self._content.get("added_tokens", [])}
         num_bytes = np.zeros(self.vocab_size, np.int32)
         for piece, token in self._vocab.items():
             if token in added:
                 num_bytes[token] = 0 if added[token]["special"] else len(piece.encode())
             elif byte_level:
-                num_bytes[token] = len(piece)  # each character stands for a byte
+                num_bytes[token] = len(piece)  # each character is a byte
             elif len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
                 num_bytes[token] = 1
             else:
@@ -68,7 +67,7 @@ class JsonModel:
         return num_bytes
 
     def _special(self, folder: pathlib.Path, name: str) -> int:
-        """Returns the id of EOS or BOS by what lies beside the file; -1: nothing names it."""
+        """Returns the id of EOS or BOS that the files beside it name; -1: none does."""
         for file in _NAMING:
             content = _object(folder / file)
             token, number = content.get(f"{name}_token"), content.get(f"{name}_token_id")
@@ -88,7 +87,7 @@ def _object(path: pathlib.Path) -> dict[str, Any]:
 
 
 def _kinds(decoder: dict[str, Any] | None) -> set[str]:
-    """Returns the types of a decoder and of those it is a sequence of."""
+    """Returns the types of a decoder and of its parts."""
     if decoder is None:
         return set()
     return {decoder["type"]}.union(*(_kinds(part) for part in decoder.get("decoders", [])))

@@ -171,7 +171,7 @@ def _eval_step(
     from hlat_jax.step import make_program
 
     # kernels of these devices; neither the table of another machine nor what a backward pass keeps
-    model = dataclasses.replace(serving(trained.model, trained.layout.platform), tuned="", remat="none")
+    model = dataclasses.replace(serving(trained.model, trained.layout.platform), ops_table="", remat="none")
     by_dtype = "fp32" if trained.params["embed"].dtype == np.float32 else "bf16"
 
     @functools.cache

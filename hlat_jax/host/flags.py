@@ -187,6 +187,7 @@ def _check_word(word: str, mutable: Any, known: set[str]) -> None:
     for depth, key in enumerate(path):
         valid = list(node) if hasattr(node, "keys") else []
         if key not in valid:
+            config_lib.require_not_renamed(".".join(path))
             where = ".".join(path[:depth]) or "config"
             raise ValueError(f"{where} has no key {key!r}. {nearest(key, valid)}")
         node = node[key]

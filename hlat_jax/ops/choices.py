@@ -53,13 +53,13 @@ def choices(config: Config, layout: Layout, *, platform: str | None = None) -> d
       platform: of the devices; None: as the layout has it.
 
     Raises:
-      ValueError: a name that cannot serve the run's calls, or `model.tuned` of another kind of device.
+      ValueError: a name that cannot serve the run's calls, or `model.ops_table` of another kind of device.
     """
     times = None
-    if config.model.tuned:
+    if config.model.ops_table:
         abstract = platform is not None or isinstance(layout.mesh, AbstractMesh)
         kind = table.PLANNED if abstract else table.device_kind(layout.mesh.devices.flat[0])
-        times = table.read_for(config.model.tuned, platform=platform or layout.platform, kind=kind)
+        times = table.read_for(config.model.ops_table, platform=platform or layout.platform, kind=kind)
     known = calls(config, layout)
     return {
         key: op.choose(getattr(config.model, key), platform or layout.platform, facts=known[key], times=times)

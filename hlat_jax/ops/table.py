@@ -148,9 +148,9 @@ def read_for(path: str, *, platform: str, kind: str) -> Table:
     table = read(path)
     if platform != table.platform or kind not in (table.device_kind, PLANNED):
         raise ValueError(
-            f"model.tuned={path} was made on {table.device_kind!r} ({table.platform}) and this is {kind!r} "
+            f"model.ops_table={path} was made on {table.device_kind!r} ({table.platform}) and this is {kind!r} "
             f"({platform}); its times say nothing here. Make one for this device with {_AGAIN}, or set "
-            "model.tuned='' to choose by level."
+            "model.ops_table='' to choose by level."
         )
     return table
 

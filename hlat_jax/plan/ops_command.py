@@ -54,7 +54,7 @@ def _tune(argv: Sequence[str]) -> int:
         )
         print("\n".join(_entry_lines(entry)), flush=True)
         table.write(known := known.with_entries((entry,)))
-    print(f"written: {values.out}; --config.model.tuned={values.out} makes auto take the fastest")
+    print(f"written: {values.out}; --config.model.ops_table={values.out} makes auto take the fastest")
     return 0
 
 

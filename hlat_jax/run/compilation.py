@@ -19,7 +19,7 @@ from typing import Any
 import jax
 
 from hlat_jax import cost
-from hlat_jax.config import Config
+from hlat_jax.config import Config, with_renamed_keys
 from hlat_jax.generate.decoding import decode_arguments, make_decode, make_prefill, prefill_arguments
 from hlat_jax.generate.generator import Programs, sample_shape
 from hlat_jax.parallel import xla_options
@@ -136,7 +136,12 @@ def recorded(workdir: pathlib.Path) -> dict[str, dict[str, Any]]:
         found = read_json(workdir / RECORD_FILE)
     except (OSError, ValueError):
         return {}
-    return {name: entry for name, entry in found.items() if isinstance(entry, dict) and entry.keys() >= _COMPARED}
+    entries = {name: entry for name, entry in found.items() if isinstance(entry, dict) and entry.keys() >= _COMPARED}
+    return {
+        name: entry | {"config": with_renamed_keys(entry["config"])}
+        for name, entry in entries.items()
+        if isinstance(entry["config"], dict)
+    }
 
 
 def surroundings(config: Config, platform: str, degrees: dict[str, int]) -> dict[str, Any]:

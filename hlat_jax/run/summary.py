@@ -44,8 +44,8 @@ def describe_data(
     if len(batches.definition.sources) > 1:
         print(f"sources          {batches.definition.mixture.describe()}")
     for source in batches.definition.sources:
-        if source.documents.passed_over:
-            print(f"data             source {source.name}: {source.documents.passed_over}")
+        if source.documents.ignored:
+            print(f"data             source {source.name}: {source.documents.ignored}")
     for name, source in held_out.items():
         print(f"validation       {source.described(name)}")
 

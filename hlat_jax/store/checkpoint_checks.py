@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from hlat_jax.config import with_renamed_keys
 from hlat_jax.host import distributed
 from hlat_jax.store.atomic_files import read_json
 from hlat_jax.store.integrity import damage
@@ -39,6 +40,8 @@ def saved_run(folder: pathlib.Path) -> dict[str, Any]:
     for field, value, is_valid, allowed in _fields(run):
         if not is_valid:
             raise ValueError(f"{path}: {field}={repr(value)[:100]} must be {allowed}.")
+    if "config" in run["metadata"]:
+        run["metadata"]["config"] = with_renamed_keys(run["metadata"]["config"])
     return run
 
 

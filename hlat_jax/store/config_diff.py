@@ -13,7 +13,7 @@ from typing import Any
 # What a resumed run may set differently: it changes no update so far. The hashes guard the content behind the paths.
 MAY_CHANGE = (
     "name",
-    "model.tuned",  # what it chose is compared as `implementations`
+    "model.ops_table",  # what it chose is compared as `implementations`
     "train.num_steps",
     "train.init_from",  # read at step 0 alone
     "train.max_nonfinite_steps",
@@ -26,7 +26,7 @@ MAY_CHANGE = (
     "data.train",
     "data.validation",
     "data.tokenizer",
-    "data.weights",  # of the steps to come; streams.data_drift compares those that are trained
+    "data.mixture",  # of the steps to come; streams.data_drift compares those that are trained
     "data.num_threads",
     "data.prefetch_batches",
     "data.position_every_steps",

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hlat_jax.config import ModelConfig, typed
+from hlat_jax.config import ModelConfig, typed, with_renamed_keys
 from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.model import abstract_params
 from hlat_jax.store.checkpoint import find_saved, read_arrays
@@ -125,6 +125,7 @@ def open_weights(path: str | os.PathLike, *, masters: bool = False) -> Weights:
 
 def stored_model(values: dict[str, Any], *, where: str) -> ModelConfig:
     """Returns the model that was written down at `where`; a key that is newer than that takes its default."""
+    values = with_renamed_keys({"model": values})["model"]
     unknown = values.keys() - {field.name for field in dataclasses.fields(ModelConfig)}
     if unknown:
         raise ValueError(f"{where} was written by another version of hlat_jax: its model has a key {min(unknown)!r}.")

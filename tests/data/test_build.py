@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from hlat_jax.data import packing, sources
 from hlat_jax.data.build import build as build_lib
-from hlat_jax.data.build import build_task, shards, workers
+from hlat_jax.data.build import build_task, shards
 from hlat_jax.data.build.build_task import Options
 from hlat_jax.data.tokenizer import Tokenizer
 
@@ -347,7 +347,7 @@ def test_same_command_again_says_that_it_is_complete(tmp_path):
 def test_out_that_holds_something_else_is_refused(tmp_path, monkeypatch):
     path, other = write_jsonl(tmp_path / "a.jsonl", TEXTS), write_jsonl(tmp_path / "b.jsonl", TEXTS)
     build(tmp_path / "done", path)
-    assert "other inputs or options" in error_of(ValueError, tmp_path / "done", path, shard_bytes=7)
+    assert "built from other inputs or options" in error_of(ValueError, tmp_path / "done", path, shard_bytes=7)
     assert "is not empty" in error_of(ValueError, tmp_path, path)
     assert "is a file" in error_of(ValueError, path, other)
     words = interrupted(tmp_path, monkeypatch, num_shards=1)
@@ -371,7 +371,7 @@ def test_build_killed_before_its_manifest_is_renamed_is_not_taken_for_another(tm
             build(out, path)
     message = error_of(ValueError, out, other)
     assert "differs in inputs" in message
-    assert f"remove {out} to begin anew" in message
+    assert f"remove {out} to start over" in message
     assert build(out, path).manifest["documents"] == len(TEXTS)
 
 
@@ -397,7 +397,7 @@ def test_facts_of_other_inputs_never_count(tmp_path, monkeypatch):
 def test_two_processes_do_not_build_in_one_folder(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", TEXTS)
     with build_lib._unfinished(tmp_path / "out", {}):
-        assert "another process builds" in error_of(ValueError, tmp_path / "out", path)
+        assert "another process is building" in error_of(ValueError, tmp_path / "out", path)
 
 
 def test_nothing_finished_is_nothing_to_keep(tmp_path):
@@ -543,13 +543,13 @@ def test_a_full_disk_is_a_clear_error_after_which_the_build_goes_on(small_disk, 
 def killed_worker(task, folder, options):
     if task.number == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    return workers.run_in_worker(task, folder, options)
+    return build_task.run_in_worker(task, folder, options)
 
 
-def test_a_worker_that_is_killed_is_reported_and_the_build_goes_on(tmp_path, monkeypatch):
+def test_a_worker_that_is_killed_is_reported_and_the_build_resumes(tmp_path, monkeypatch):
     paths = [write_jsonl(tmp_path / f"{name}.jsonl", TEXTS) for name in "ab"]
     with monkeypatch.context() as patch:
-        patch.setattr(build_lib, "run_in_worker", killed_worker)
+        patch.setattr(build_lib.build_task, "run_in_worker", killed_worker)
         message = error_of(OSError, tmp_path / "out", *paths, num_workers=2, shard_bytes=1000)
     assert "--workers" in message
     manifest = build(tmp_path / "out", *paths, shard_bytes=1000).manifest
@@ -560,7 +560,7 @@ def test_out_inside_an_input_is_refused(tmp_path):
     (tmp_path / "texts").mkdir()
     write_jsonl(tmp_path / "texts/a.jsonl", TEXTS)
     for word in (tmp_path, tmp_path / "texts", tmp_path / "te*"):
-        assert "which is an input" in error_of(ValueError, tmp_path / "texts/built", word)
+        assert "is inside the input" in error_of(ValueError, tmp_path / "texts/built", word)
     build(tmp_path / "texts/built", tmp_path / "texts/a.jsonl")  # a file is not the folder it lies in
 
 
@@ -574,7 +574,7 @@ def test_input_that_was_edited_in_its_size_where_no_fingerprint_looks_is_another
     build(out, path)
     assert build(out, path).was_complete
     edit(path)
-    assert "were written again since" in error_of(ValueError, out, path)
+    assert "whose inputs changed since" in error_of(ValueError, out, path)
     (tmp_path / "half").mkdir()
     out, path = interrupted(tmp_path / "half", monkeypatch, num_shards=1)
     path.write_bytes(path.read_bytes())
@@ -587,15 +587,15 @@ def edit(path):
         file.write(b"y")
 
 
-def test_build_says_what_it_passed_over_and_when_documents_are_few(tmp_path):
+def test_build_says_what_it_ignored_and_when_documents_are_few(tmp_path):
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts/book.txt").write_text("one long book")
     (tmp_path / "texts/book.csv").write_text("x")
     for _ in range(2):
         built = build(tmp_path / "out", tmp_path / "texts")
-        told = build_lib.summary(built, out=tmp_path / "out", passed_s=1.0)
-        assert "passed over 1 file: .csv 1" in told
-        assert "data.batch_size can be 1 at most. A .txt or .md file is one document" in told
+        printed = build_lib.summary(built, out=tmp_path / "out", elapsed_s=1.0)
+        assert "ignored 1 file: .csv 1" in printed
+        assert "data.batch_size can be at most 1. A .txt or .md file is one document" in printed
     write_jsonl(tmp_path / "many.jsonl", ["x"] * 32)
     many = build(tmp_path / "many", tmp_path / "many.jsonl")
-    assert "few documents" not in build_lib.summary(many, out=tmp_path / "many", passed_s=1.0)
+    assert "few documents" not in build_lib.summary(many, out=tmp_path / "many", elapsed_s=1.0)

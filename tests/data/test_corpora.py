@@ -7,9 +7,9 @@ import pytest
 from data_files import write_arrow, write_compressed, write_jsonl, write_parquet
 
 from hlat_jax.config import DataConfig
-from hlat_jax.data import sources
 from hlat_jax.data.build import build
 from hlat_jax.data.build.build_task import Options
+from hlat_jax.data.formats.paths import asset_path
 from hlat_jax.data.loader import TrainBatches, batch_hash
 from hlat_jax.data.tokenizer import Tokenizer
 
@@ -21,7 +21,7 @@ FORMATS = ("Parquet", "Arrow stream", "Arrow file", "text files", "built texts",
 def novels(tmp_path_factory):
     """Name of a format -> data.train of the text of the package in it."""
     folder = tmp_path_factory.mktemp("novels")
-    jsonl = sources.asset_path("austen_train.jsonl")
+    jsonl = asset_path("austen_train.jsonl")
     texts = [json.loads(line)["text"] for line in jsonl.open(encoding="utf-8")]
     packed = write_compressed(folder / "a.jsonl.gz", write_jsonl(folder / "a.jsonl", texts).read_bytes())
     (folder / "texts").mkdir()

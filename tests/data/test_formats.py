@@ -10,13 +10,24 @@ import pyarrow
 import pyarrow.ipc
 import pytest
 from array_record.python import array_record_module
-from data_files import TEXTS, error_of, open_all, read_all, write_arrow, write_built, write_jsonl, write_parquet
+from data_files import (
+    TEXTS,
+    error_of,
+    open_all,
+    read_all,
+    read_in_order,
+    write_arrow,
+    write_built,
+    write_jsonl,
+    write_parquet,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hlat_jax.data import sources
 from hlat_jax.data.formats import arrow_ipc, built, columns
 from hlat_jax.data.formats.files import DataFile, Snapshot
+from hlat_jax.data.formats.records import BadRecord
 
 IDS = [[5, 6, 7, 2], [2], [9] * 30 + [2], [1, 2], [3, 2], [4, 4, 4, 4, 2], [2]]
 
@@ -81,8 +92,8 @@ def test_arrow_with_offsets_outside_its_batch_is_a_damaged_file_and_no_bad_recor
         with pytest.raises(ValueError, match="a text lies at bytes 5 to") as by_number:
             open_all(path)[1]
         with pytest.raises(ValueError, match="a text lies at bytes 5 to") as in_order:
-            list(sources.iter_documents(path, text_field="text"))
-        assert not any(isinstance(caught.value, sources.BadRecord) for caught in (by_number, in_order))
+            list(read_in_order(path))
+        assert not any(isinstance(caught.value, BadRecord) for caught in (by_number, in_order))
         ends = damaged
 
 
@@ -204,7 +215,7 @@ def test_dataset_of_ids_gives_each_document_and_its_length(tmp_path, width, num_
 
 def test_ids_of_another_tokenizer_or_vocabulary_are_refused(tmp_path):
     folder = write_built(tmp_path / "ids", IDS, kind="tokens", tokenizer_sha256="ab" * 32, vocab_size=9)
-    assert "holds id 9, and the vocabulary has 9" in error_of(folder)
+    assert "holds id 9, but the vocabulary has 9 tokens" in error_of(folder)
     message = error_of(folder, tokenizer_sha256="cd" * 32)
     assert "SHA-256 abababababab…, but data.tokenizer has cdcdcdcdcdcd…" in message
     assert "--tokenizer MODEL" in message
@@ -223,7 +234,7 @@ def test_incomplete_or_damaged_dataset_is_refused_by_name(tmp_path):
     folder = fresh("cut")
     shard = folder / "shard-00001-of-00002.array_record"
     shard.write_bytes(shard.read_bytes()[:-50])
-    assert "holds 0 records where 3 belong" in error_of(folder)
+    assert "holds 0 records instead of 3" in error_of(folder)
 
     folder = fresh("unfinished")
     (folder / "manifest.json").unlink()
@@ -240,9 +251,9 @@ def test_incomplete_or_damaged_dataset_is_refused_by_name(tmp_path):
     folder = fresh("ids", kind="tokens")
     index = folder / "shard-00000-of-00002.index.npz"
     np.savez(index, first_document=np.asarray([0, 1, 2, 3]), lengths=np.asarray([1, 2, 3]))
-    assert "holds 3 records where 4 belong" in error_of(folder)
+    assert "holds 3 records instead of 4" in error_of(folder)
     np.savez(index, first_document=np.asarray([0, 2, 1]), lengths=np.asarray([1, 2, 3]))
-    assert "its index does not fit" in error_of(folder)
+    assert "its index disagrees with the manifest" in error_of(folder)
     index.write_bytes(b"x")
     assert f"{index} cannot be read" in error_of(folder)
     index.unlink()
@@ -266,7 +277,7 @@ def test_manifest_without_one_of_its_names_or_counts_is_refused(tmp_path, kind):
         assert before in whole
         path.write_text(whole.replace(before, after))
         assert re.search(
-            "lacks documents|names or counts|must be a plain name|counts of documents differ", error_of(path.parent)
+            "lacks documents|names or counts|must be a plain name|counts of documents disagree", error_of(path.parent)
         )
 
 
@@ -282,7 +293,7 @@ def test_manifest_that_is_no_object_of_ours_is_refused_by_name(tmp_path, content
         built.read_manifest(path.parent)
 
 
-def test_shard_with_damaged_bytes_is_named_and_never_passed_over(tmp_path):
+def test_shard_with_damaged_bytes_is_named_and_never_skipped(tmp_path):
     ids = [[7] * 50_000 + [2], [8] * 50_000 + [2]]
     folder = write_built(tmp_path / "ids", ids, kind="tokens", num_shards=1)
     shard = folder / "shard-00000-of-00001.array_record"
@@ -292,7 +303,7 @@ def test_shard_with_damaged_bytes_is_named_and_never_passed_over(tmp_path):
     documents = open_all(folder)
     with pytest.raises(ValueError, match=r"record 2: .*build the dataset again") as caught:
         documents[1]
-    assert not isinstance(caught.value, sources.BadRecord)
+    assert not isinstance(caught.value, BadRecord)
     raw[150_000] ^= 255
     shard.write_bytes(raw + b"x")
     with pytest.raises(ValueError, match="changed its size"):
@@ -353,7 +364,7 @@ def test_array_record_of_another_program_holds_a_text_in_each_record(tmp_path):
     corpus = sources.open_corpus(str(tmp_path), text_field="any", key="data.train")
     assert [corpus[index] for index in (*range(len(TEXTS)), 2)] == [*TEXTS, TEXTS[2]]
     assert corpus.locate(3) == f"{path}, row 4"
-    assert list(sources.iter_documents(path, text_field="any")) == [(text, i + 1) for i, text in enumerate(TEXTS)]
+    assert list(read_in_order(path, text_field="any")) == [(text, i + 1) for i, text in enumerate(TEXTS)]
     assert corpus.manifest["files"][0]["kind"] == "array_record"
 
 
@@ -361,7 +372,7 @@ def test_array_record_that_is_damaged_or_no_text_is_named(tmp_path):
     path = write_array_record(tmp_path / "texts.array_record", [b"good", b"\xff", b""])
     corpus = sources.open_corpus(str(path), text_field="any", key="data.train")
     for index, reason in ((1, "row 2: invalid UTF-8"), (2, "row 3: it is empty")):
-        with pytest.raises(sources.BadRecord, match=reason):
+        with pytest.raises(BadRecord, match=reason):
             corpus[index]
     path.write_bytes(path.read_bytes()[:-100])
     assert "texts.array_record is not a complete ArrayRecord file" in error_of(path)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hlat_jax.data import sources
 from hlat_jax.data.formats import jsonl, records
 from hlat_jax.data.formats.files import DataFile, Snapshot
+from hlat_jax.data.formats.records import BadRecord
 
 
 def read_all(path, folder=None):
@@ -135,7 +136,7 @@ def test_line_over_the_limit_is_a_bad_record_and_is_not_read(tmp_path, monkeypat
     path.write_text(json.dumps({"text": "x" * 5000}) + '\n{"text": "b"}\n')
     monkeypatch.setattr(records, "MAX_RECORD_BYTES", 1000)
     documents = sources.open_corpus(str(path), text_field="text", key="data.train")
-    with pytest.raises(sources.BadRecord, match=r"row 1: 5012 bytes in one line, more than 1000"):
+    with pytest.raises(BadRecord, match=r"row 1: 5012 bytes in one line, more than 1000"):
         documents[0]
     assert documents[1] == "b"
 

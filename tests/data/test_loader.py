@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 
 from hlat_jax.config import DataConfig
 from hlat_jax.data import held_out, loader, sources
+from hlat_jax.data.formats.paths import asset_path
+from hlat_jax.data.formats.records import BadRecord
 from hlat_jax.data.streams import EMITTED, NUM_FIELDS, OWED, skipped_records
 from hlat_jax.data.tokenizer import Tokenizer
 
@@ -24,7 +26,7 @@ TOKENIZER = Tokenizer("package:austen_2k.model")
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
     """Path of 23 documents whose lengths run from 1 to several sequences of 16 tokens; and their texts."""
-    chapter = json.loads(sources.asset_path("austen_train.jsonl").open(encoding="utf-8").readline())["text"]
+    chapter = json.loads(asset_path("austen_train.jsonl").open(encoding="utf-8").readline())["text"]
     lengths = [0, 1, 7, 30, 64, 65, 200, 3, 0, 511, 90, 15, 16, 17, 240, 5, 60, 61, 62, 333, 2, 1, 100]
     texts = [f"{i}:" + chapter[i * 300 : i * 300 + n] if n else " " for i, n in enumerate(lengths)]
     path = tmp_path_factory.mktemp("corpus") / "a.jsonl"
@@ -36,7 +38,7 @@ def corpus(tmp_path_factory):
 def three(tmp_path_factory):
     """data.train of three sources of which one is small; and the texts of each."""
     folder = tmp_path_factory.mktemp("three")
-    chapter = json.loads(sources.asset_path("austen_train.jsonl").open(encoding="utf-8").readlines()[5])["text"]
+    chapter = json.loads(asset_path("austen_train.jsonl").open(encoding="utf-8").readlines()[5])["text"]
     texts, start = {}, 0
     for name, lengths in {"a": [9, 400, 33, 0, 71, 8, 60, 5], "b": [50] * 20, "c": [1, 120, 3, 300, 2, 44, 90]}.items():
         texts[name] = [f"{name}{i}" + chapter[start + i * 400 :][:n] for i, n in enumerate(lengths)]
@@ -59,7 +61,7 @@ KINDS = ["concat", "documents", "mixed concat", "mixed documents"]
 
 def kind_of(kind, corpus, three, **changes):
     """The config of one source, or of three in two stages, in a packing."""
-    mixed = {"weights": "a=1,b=2,c=1 until_step=7;a=0,b=1,c=3"} if "mixed" in kind else {}
+    mixed = {"mixture": "a=1,b=2,c=1 until_step=7;a=0,b=1,c=3"} if "mixed" in kind else {}
     options = {"packing": kind.split()[-1], "window_documents": 2} | mixed | changes
     return data_config(three[0] if mixed else corpus[0], **options)
 
@@ -114,7 +116,7 @@ def test_mixtures_agree_with_the_plain_python_packer_token_for_token(three, kind
     weights = f"b=1,a=4,c=0 until_step=5;a=1,b=1,c=1 until_tokens={until_tokens};c=0.7,b=0.3,a=0"
     shares = lambda k, n: (4, 1, 0) if k < 5 else (1, 1, 1) if n < until_tokens else (0, 3, 7)  # noqa: E731
     data = data_config(
-        spec, weights=weights, packing=kind, seed=seed, batch_size=batch_size, seq_len=seq_len, window_documents=3
+        spec, mixture=weights, packing=kind, seed=seed, batch_size=batch_size, seq_len=seq_len, window_documents=3
     )
     expected = packer.batches_of(texts, shares, data, num_batches=14, encode=encode)
     assert_batches_are([batch for batch, _ in take(data, 14)], expected)
@@ -130,7 +132,7 @@ def test_tokens_of_each_source_have_the_share_of_its_weight_however_full_its_row
         line = json.dumps({"text": "\u6f22" * num_characters}) + "\n"
         (tmp_path / f"{name}.jsonl").write_text(line * 400)
     train = f"a={tmp_path}/a.jsonl;b={tmp_path}/b.jsonl"
-    data = data_config(train, weights=stages, packing=kind, seq_len=256, batch_size=8, max_document_chars=1000)
+    data = data_config(train, mixture=stages, packing=kind, seq_len=256, batch_size=8, max_document_chars=1000)
     sources_of, emitted, bounds = [], [], []
     with contextlib.closing(loader.TrainBatches(data, tokenizer=TOKENIZER)) as batches:
         for _ in range(400):
@@ -164,7 +166,7 @@ def test_skipped_records_agree_with_the_plain_python_packer_and_are_counted(thre
         (tmp_path / f"{name}.jsonl").write_text("\n".join(rows) + "\n")
         spec.append(f"{name}={tmp_path / name}.jsonl")
     data = data_config(
-        ";".join(spec), weights="a=1,b=1,c=2", packing=kind, on_bad_record="skip", batch_size=3, window_documents=3
+        ";".join(spec), mixture="a=1,b=1,c=2", packing=kind, on_bad_record="skip", batch_size=3, window_documents=3
     )
     taken = take(data, 40)
     expected = packer.batches_of(some, lambda k, tokens: (1, 1, 2), data, num_batches=40, encode=encode)
@@ -300,14 +302,14 @@ def test_close_ends_the_threads_and_refuses_more(corpus):
 
 def test_fewer_documents_than_rows_is_refused(corpus, three):
     with pytest.raises(ValueError, match=r"data.train: source c holds 7 documents, fewer than data.batch_size=8"):
-        loader.TrainBatches(data_config(three[0], batch_size=8, weights="a=1,b=1,c=0"), tokenizer=TOKENIZER)
+        loader.TrainBatches(data_config(three[0], batch_size=8, mixture="a=1,b=1,c=0"), tokenizer=TOKENIZER)
     with pytest.raises(ValueError, match=r"23 documents, fewer than data.batch_size=24.*at most 23"):
         loader.TrainBatches(data_config(corpus[0], batch_size=24), tokenizer=TOKENIZER)
 
 
 def test_rows_position_and_seed_that_do_not_fit_are_refused(corpus):
     data = data_config(corpus[0])
-    with pytest.raises(ValueError, match=r"must be some of 0 .. data.batch_size - 1 = 5"):
+    with pytest.raises(ValueError, match=r"must be a non-empty subset of 0 .. data.batch_size - 1 = 5"):
         loader.TrainBatches(data, tokenizer=TOKENIZER, rows=range(4, 7))
     with pytest.raises(
         ValueError,
@@ -316,7 +318,7 @@ def test_rows_position_and_seed_that_do_not_fit_are_refused(corpus):
         loader.TrainBatches(data, tokenizer=TOKENIZER, position=np.zeros((5, 7), np.int64))
     position = np.zeros((6, 7), np.int64)
     position[5, 0] = 1
-    with pytest.raises(ValueError, match=r"rows are of different batches, \[0, 1\]"):
+    with pytest.raises(ValueError, match=r"rows are at different batches, \[0, 1\]"):
         loader.TrainBatches(data, tokenizer=TOKENIZER, position=position)
     position[5] = [0, 0, 3, 0, 0, 0, 0]
     with pytest.raises(ValueError, match=r"row 5 is document 3, but 23 documents in 6 rows leave it 3"):
@@ -457,7 +459,7 @@ def test_validation_passes_over_bad_records_only_when_asked(tmp_path):
     rows = [json.dumps({"text": text}) for text in ("first text", None, "second text")]
     (tmp_path / "a.jsonl").write_text("\n".join(rows))
     data = data_config(str(tmp_path / "a.jsonl"), batch_size=1)
-    with pytest.raises(sources.BadRecord, match=r"a.jsonl, row 2: 'text' is null"):
+    with pytest.raises(BadRecord, match=r"a.jsonl, row 2: 'text' is null"):
         validation(data, num_batches=3)
     skipping = dataclasses.replace(data, on_bad_record="skip")
     found = held_out.open_held_out(skipping, tokenizer=TOKENIZER, num_batches=3)[0]["all"]

@@ -10,13 +10,19 @@ from hypothesis import strategies as st
 from hlat_jax.data.mixture import Mixture, first_stages, parse_sources, parse_stages
 
 
+def source_of_full_rows(mixture, row, batch):
+    """The source of a row of a batch where all rows are full, so that nothing is owed before."""
+    nothing = [0] * len(mixture.names)
+    return mixture.choose(row, batch=batch, row_tokens=1, emitted=nothing, owed=nothing).source
+
+
 def mixture_of(weights, *, batch_tokens=100):
     names = [item.split("=")[0] for item in weights.split(";")[0].split()[0].split(",")]
     return Mixture(names, stages=parse_stages(weights, names=names, batch_tokens=batch_tokens))
 
 
 def chosen(mixture, *, rows, batches):
-    return np.asarray([[mixture.source(row, batch=batch) for row in rows] for batch in batches])
+    return np.asarray([[source_of_full_rows(mixture, row, batch) for row in rows] for batch in batches])
 
 
 def test_sources_are_paths_or_names_with_paths():
@@ -59,7 +65,7 @@ def test_stages_hold_normalised_weights_until_their_step_or_tokens():
 @pytest.mark.parametrize(
     ("weights", "message"),
     [
-        ("", "data.weights is empty, but data.train has 2 sources; set it, as in web=1,code=1"),
+        ("", "data.mixture is empty, but data.train has 2 sources; set it, for example to web=1,code=1"),
         (";", "holds no weights"),
         (" ; ;", "holds no weights"),
         ("web=1,cod=1", "no source 'cod'. Did you mean 'code'?"),
@@ -70,11 +76,11 @@ def test_stages_hold_normalised_weights_until_their_step_or_tokens():
         ("web=1,code=1,web=2", "'web' has two weights"),
         ("web=0,code=0", "all weights are 0"),
         ("web 1", "'web 1' is not NAME=WEIGHT"),
-        ("web=1,code=1 until_step=5", "is the last and must not have"),
-        ("web=1,code=1;web=1,code=2", "is not the last and must have"),
-        ("web=1,code=1 until_step=0;web=1,code=2", "'0' is not a whole number above 0"),
-        ("web=1,code=1 until_step=x;web=1,code=2", "'x' is not a whole number above 0"),
-        ("web=1,code=1 until_step=2.5;web=1,code=2", "'2.5' is not a whole number above 0"),
+        ("web=1,code=1 until_step=5", "is the last stage and must not have"),
+        ("web=1,code=1;web=1,code=2", "is not the last stage and must have"),
+        ("web=1,code=1 until_step=0;web=1,code=2", "'0' is not a positive integer"),
+        ("web=1,code=1 until_step=x;web=1,code=2", "'x' is not a positive integer"),
+        ("web=1,code=1 until_step=2.5;web=1,code=2", "'2.5' is not a positive integer"),
         (
             "web=1,code=1 until_step=5;web=1,code=2 until_tokens=500;web=1,code=1",
             "ends with step 5, but must end after",
@@ -86,7 +92,7 @@ def test_weights_that_fit_no_source_or_do_not_grow_are_refused(weights, message)
     with pytest.raises(ValueError) as caught:  # noqa: PT011 - the message is compared below
         parse_stages(weights, names=["web", "code"], batch_tokens=100)
     assert message in str(caught.value)
-    assert "data.weights" in str(caught.value)
+    assert "data.mixture" in str(caught.value)
 
 
 @settings(max_examples=40, deadline=None)
@@ -122,7 +128,7 @@ def test_a_stage_changes_the_shares_from_its_step_on_and_nothing_before():
 def test_row_counts_are_those_of_the_choices_one_by_one(row, num_batches):
     for weights in ("a=1,b=2,c=4", "a=1,b=1,c=0", "a=1,b=2,c=0 until_step=70;a=0,b=0,c=1 until_step=130;a=1,b=1,c=1"):
         mixture = mixture_of(weights)
-        found = [mixture.source(row, batch=batch) for batch in range(num_batches)]
+        found = [source_of_full_rows(mixture, row, batch) for batch in range(num_batches)]
         assert mixture.row_counts(row, num_batches=num_batches).tolist() == [found.count(s) for s in range(3)]
 
 
@@ -146,10 +152,10 @@ def test_account_of_a_row_stays_within_a_few_rows_and_full_rows_leave_none(sourc
     for tokens_of in (sizes, [100] * len(sizes)):
         emitted, owed = [0] * len(sizes), [0] * len(sizes)
         for batch in range(600):
-            turn = mixture.turn(row, batch=batch, row_tokens=100, emitted=emitted, owed=owed)
+            choice = mixture.choose(row, batch=batch, row_tokens=100, emitted=emitted, owed=owed)
             if tokens_of is not sizes:
-                assert (turn.source, owed) == (mixture.source(row, batch=batch), [0] * len(sizes))
-            emitted, owed = turn.settled(tokens_of[turn.source])
+                assert (choice.source, owed) == (source_of_full_rows(mixture, row, batch), [0] * len(sizes))
+            emitted, owed = choice.account_after(tokens_of[choice.source])
             assert sum(owed) == 0
             assert max(map(abs, owed)) <= 200 * len(sizes)
         shares = np.asarray(emitted) / sum(emitted)
@@ -163,8 +169,8 @@ def test_stage_until_tokens_lasts_until_they_are_emitted_where_rows_hold_padding
     mixture = Mixture(["a", "b"], stages=stages, num_rows=2)
     assert "until 1,000 tokens; then" in mixture.describe()
     for emitted, expected in (([249, 249], 0), ([250, 250], 1), ([300, 250], 1)):  # of one row of two
-        turn = mixture.turn(0, batch=15, row_tokens=50, emitted=emitted, owed=[200, -200])
-        assert turn.source == expected
+        choice = mixture.choose(0, batch=15, row_tokens=50, emitted=emitted, owed=[200, -200])
+        assert choice.source == expected
     # what may come later does not count, what may have come does, with its tokens
     later = parse_stages(spec.replace("1_000", "2_000"), names=["a", "b"], batch_tokens=100, has_padding=True)
     assert first_stages(stages, num_batches=10) == first_stages(later, num_batches=10) == [(10, ["1/2", "1/2"])]

@@ -20,6 +20,11 @@ def test_permutation_of_few_documents_is_that_of_grain(num_documents, seed, choo
         assert found[entry] == index_shuffle(entry, max_index=num_documents - 1, seed=seed, rounds=4)
 
 
+@given(st.integers(1, 500))
+def test_scattered_numbers_come_once_each(total):
+    assert sorted(order.scattered(total)) == list(range(total))
+
+
 @pytest.mark.parametrize("num_documents", [1, 9, 1 << 16, (1 << 16) + 1])
 def test_order_is_the_permutation_of_its_seed_and_epoch_for_few_documents_and_many(num_documents):
     seed = 2**32 - 2
@@ -44,10 +49,10 @@ def test_hash_of_the_algorithm_stays_that_of_this_release_and_sees_another(monke
 
 
 def test_run_of_another_permutation_is_refused_by_name():
-    data = {"train": "a.jsonl", "weights": "", "batch_size": 2, "seq_len": 8, "packing": "concat"}
+    data = {"train": "a.jsonl", "mixture": "", "batch_size": 2, "seq_len": 8, "packing": "concat"}
     saved = {"config": {"data": data}, "manifest": {"files": [], "order": "old"}}
     [line] = streams.data_drift(saved, saved | {"manifest": {"files": [], "order": "new"}}, num_batches=3)
-    assert line == "the order of documents: permutation old in the checkpoint, new of this release of Grain"
+    assert line == "the order of documents: permutation old in the checkpoint, new with this release of Grain"
     assert streams.data_drift(saved, saved, num_batches=3) == []
     before = saved | {"manifest": {"files": []}}
     assert streams.data_drift(before, saved, num_batches=3) == []

@@ -116,7 +116,7 @@ def test_spans_say_which_tokens_of_which_document_stand_where(make, texts, seq_l
 @pytest.mark.parametrize("make", [concat, documents])
 @settings(max_examples=40, deadline=None)
 @given(SOME_BAD, st.integers(2, 9))
-def test_bad_records_are_passed_over_and_counted_once_for_each_time_they_are_met(make, texts, seq_len):
+def test_bad_records_are_skipped_and_counted_once_for_each_time_they_are_met(make, texts, seq_len):
     bad = make(texts, seq_len=seq_len)
     while bad.position[0] < 3:
         row = bad.next_row()
@@ -133,7 +133,7 @@ def test_bad_records_are_passed_over_and_counted_once_for_each_time_they_are_met
 @pytest.mark.parametrize("make", [concat, documents])
 def test_stream_of_bad_records_alone_is_refused(make):
     stream = make([None, None], seq_len=4)
-    with pytest.raises(ValueError, match="the last 4 documents that one row met are bad records"):
+    with pytest.raises(ValueError, match="the last 4 documents of one row are bad records"):
         stream.next_row()
 
 
@@ -218,9 +218,9 @@ def test_empty_document_is_one_eos():
 
 
 def test_position_that_the_text_does_not_reach_is_refused():
-    with pytest.raises(ValueError, match="lies 6 tokens behind the end"):
+    with pytest.raises(ValueError, match="is 6 tokens beyond the end"):
         concat(["abc"], seq_len=2, position=(0, 0, 10, 0)).next_row()
-    with pytest.raises(ValueError, match=r"row 3.* lies behind the 2 rows of its window"):
+    with pytest.raises(ValueError, match=r"row 3.* is beyond the 2 rows of its window"):
         documents(["abc"], seq_len=2, position=(0, 0, 3, 0)).next_row()
 
 

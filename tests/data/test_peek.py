@@ -13,9 +13,10 @@ from micro import exact, rows, saved_steps, write_config
 
 from hlat_jax import config as config_lib
 from hlat_jax import loop
-from hlat_jax.data import packing, positions, sources
+from hlat_jax.data import packing, positions
 from hlat_jax.data.build import peek
-from hlat_jax.data.loader import TrainBatches, batch_hash, batch_of
+from hlat_jax.data.formats.paths import asset_path
+from hlat_jax.data.loader import TrainBatches, batch_hash, make_batch
 from hlat_jax.data.streams import NUM_FIELDS, identity
 from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.resolve import resolve
@@ -27,7 +28,7 @@ TOKENIZER = Tokenizer("package:austen_2k.model")
 @pytest.fixture(scope="module")
 def texts():
     """Of each of two sources, documents of some hundred characters."""
-    chapters = [json.loads(line)["text"] for line in sources.asset_path("austen_train.jsonl").open(encoding="utf-8")]
+    chapters = [json.loads(line)["text"] for line in asset_path("austen_train.jsonl").open(encoding="utf-8")]
     return {
         "web": [chapters[i][100 : 101 + 37 * (i % 23)] for i in range(60)],
         "code": [chapters[i][900 : 900 + 61 * (i % 7)] + " é 漢" for i in range(40)],
@@ -42,7 +43,7 @@ def config(tmp_path, texts):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in own))
     c.data.train = f"web={tmp_path}/web.jsonl;code={tmp_path}/code.jsonl"
     c.data.validation = "one=package:austen_validation.jsonl;two=package:austen_train.jsonl"
-    c.data.weights = "web=3,code=1 until_step=10;web=1,code=1"
+    c.data.mixture = "web=3,code=1 until_step=10;web=1,code=1"
     c.data.update(max_document_chars=300, window_documents=5, position_every_steps=4, num_threads=0)
     c.train.update(num_steps=12, eval_every_steps=0, num_eval_batches=2)
     c.checkpoint.update(every_steps=7, keep_last=9)
@@ -69,7 +70,7 @@ def test_peek_prints_the_documents_and_the_text_of_every_row(config, texts, tmp_
     resolved = resolve(config)
     code, out = shown(resolved, tmp_path / "none", capsys, step=6)
     assert code == 0
-    assert f"position: the beginning (none is kept in {tmp_path / 'none'}), replaying 5 batches" in out
+    assert f"position: the beginning (none is recorded in {tmp_path / 'none'}), replaying 5 batches" in out
     batches, _ = batches_before(resolved.data, 6)
     for row, (source, packed) in enumerate(batches.next_rows()):
         name = list(texts)[source]
@@ -79,7 +80,7 @@ def test_peek_prints_the_documents_and_the_text_of_every_row(config, texts, tmp_
             text = texts[name][number]
             whole = [*packing.document_tokens(text, tokenizer=TOKENIZER, max_chars=300)]
             ids = np.concatenate(whole)[span.token :][: span.stop - span.start]
-            place = f"--- document {number} ({tmp_path}/{name}.jsonl, row {number + 1}), epoch {span.epoch}, its tokens"
+            place = f"--- document {number} ({tmp_path}/{name}.jsonl, row {number + 1}), epoch {span.epoch}, tokens"
             place += f" {span.token} to {span.token + len(ids) - 1}, at {span.start} to {span.stop - 1} of the row\n"
             after = out.split(place)[1]
             if len(ids) == sum(map(len, whole)):
@@ -118,9 +119,9 @@ def test_peek_begins_at_the_nearest_position_and_shows_the_same(config, tmp_path
         if step == 9:  # where the batch asked for ends
             assert "position: the beginning" in out
             continue
-        told, rest = out.split("\n", 2)[1:]
+        line, rest = out.split("\n", 2)[1:]
         left = 8 - step
-        assert told == f"position: after step {step} ({tmp_path}/positions/{step}.npz), replaying {left} batches"
+        assert line == f"position: after step {step} ({tmp_path}/positions/{step}.npz), replaying {left} batches"
         assert rest.split("\nbatch ")[0] == expected.split("\nbatch ")[0]
     _, one = shown(resolved, tmp_path, capsys, step=9, row=2)
     assert "row 2," in one
@@ -143,7 +144,7 @@ def test_peek_refuses_positions_of_other_data(config, tmp_path, capsys):
             shown(resolve(config), tmp_path, capsys, step=step, row=row)
         assert "row" not in capsys.readouterr().out
     _, out = shown(resolve(config), tmp_path / "none", capsys, step=2, row=1)
-    assert f"run: {tmp_path}/none keeps no position or checkpoint, so nothing of a run is there to compare with" in out
+    assert f"run: {tmp_path}/none has no position or checkpoint, so there is no run to compare with" in out
 
 
 @pytest.mark.parametrize("content", [b"", b"PK", b"torn"])
@@ -153,12 +154,14 @@ def test_damaged_position_counts_as_none(tmp_path, content):
     assert [path.name for path in (tmp_path / "positions").iterdir()] == ["2.npz"]
     (tmp_path / "positions/2.npz").write_bytes(content)
     assert positions.nearest(tmp_path, 5, data_identity=lambda step: "a") is None
-    assert not positions.is_compared(tmp_path, 5, data_identity=lambda step: "b")
+    assert not positions.check_identity(tmp_path, 5, data_identity=lambda step: "b")
 
 
 def test_a_position_in_a_checkpoint_under_the_name_of_another_step_counts_as_none(tmp_path):
     data = dataclasses.asdict(resolve(config_lib.load("tiny")).data)
-    metadata = {"config": {"data": data}, "manifest": {"hash": "a", "order": None}, "tokenizer_sha256": "b"}
+    recorded = dict(data)
+    recorded["weights"] = recorded.pop("mixture")  # as a version wrote it in which the key had its old name
+    metadata = {"config": {"data": recorded}, "manifest": {"hash": "a", "order": None}, "tokenizer_sha256": "b"}
     path = tmp_path / "checkpoints/7/run/metadata"
     path.parent.mkdir(parents=True)
     path.write_text(json.dumps({"position": [[7, 0], [7, 3]], "metadata": metadata}))
@@ -186,16 +189,16 @@ def test_identity_knows_what_decides_batches_and_nothing_else(config):
         {"window_documents": 9},
     ):
         assert of(**same) == of()
-    weights = data["weights"]  # web=3,code=1 until_step=10;web=1,code=1
+    weights = data["mixture"]  # web=3,code=1 until_step=10;web=1,code=1
     for same in (
         "web=6,code=2 until_step=10;web=2,code=2 until_step=12;web=0,code=1",
         "web=3,code=1 until_step=4;" + weights,
     ):
-        assert of(weights=same) == of()
+        assert of(mixture=same) == of()
     later = "web=3,code=1 until_step=12;web=1,code=1"
-    assert of(weights=later) != of()
-    assert of(weights=later, num_batches=10) == of(num_batches=10)
-    others = [{"seed": 9}, {"weights": "web=3,code=1 until_step=9;web=1,code=1"}, {"seq_len": 9}, {"batch_size": 9},
+    assert of(mixture=later) != of()
+    assert of(mixture=later, num_batches=10) == of(num_batches=10)
+    others = [{"seed": 9}, {"mixture": "web=3,code=1 until_step=9;web=1,code=1"}, {"seq_len": 9}, {"batch_size": 9},
               {"packing": "documents"}, {"packing": "documents", "window_documents": 9}, {"shuffle": False},
               {"max_document_chars": 9}]  # fmt: skip
     assert len({of(), *(of(**other) for other in others)}) == 1 + len(others)
@@ -216,10 +219,10 @@ def test_places_computed_from_lengths_are_those_of_the_streams(config, texts, mo
         for row, place in zip(batches.rows, batches.get_state(), strict=True):
             if batch % 29 == 0:
                 options = {"batch": batch, "seq_len": data.seq_len, "lengths": lengths}
-                found = positions.computed(batches.definition, row, **options)
+                found = positions.compute(batches.definition, row, **options)
                 np.testing.assert_array_equal(found, place)
                 for start in (known[row], place):  # from an earlier one, and from itself
-                    found = positions.computed(batches.definition, row, start=start, **options)
+                    found = positions.compute(batches.definition, row, start=start, **options)
                     np.testing.assert_array_equal(found, place)
         if batch % 41 == 0:
             known = batches.get_state()
@@ -245,21 +248,21 @@ def test_peek_of_stored_ids_replays_nothing_and_training_on_them_is_the_same(con
     positions.write(tmp_path / "none", 30, position=position, data_identity=batches.definition.identity(30))
     batches.close()
     _, since = shown(stored, tmp_path / "none", capsys, step=40)
-    assert f"the stored ids (from step 30 on, {tmp_path}/none/positions/30.npz), nothing to replay" in since
+    assert f"the stored ids (starting at step 30, {tmp_path}/none/positions/30.npz), nothing to replay" in since
     assert since.split("\nrow 0", 1)[1] == out.split("\nrow 0", 1)[1]
     positions.write(tmp_path, 2, position=np.zeros(1), data_identity="of other data")
     with pytest.raises(ValueError, match=r"2.npz belongs to a run on other data"):
         shown(stored, tmp_path, capsys, step=40)
     config.data.max_document_chars = 400
-    with pytest.raises(ValueError, match=r"\(web\): the token ids in .* were built from pieces of at most 300 char"):
+    with pytest.raises(ValueError, match=r"\(web\): the token ids in .* were built with pieces of at most 300 char"):
         TrainBatches(resolve(config).data, tokenizer=TOKENIZER)
 
 
 def test_peek_asks_for_a_step_and_a_row_that_exist(tmp_path):
     path = write_config(tmp_path)
-    with pytest.raises(ValueError, match=r"--step=N is missing; give a step from 1 on"):
+    with pytest.raises(ValueError, match=r"--step=N is missing; give a step of at least 1"):
         peek.main([f"--config={path}"])
-    with pytest.raises(ValueError, match=r"--row=4 must lie in 0 .. data.batch_size - 1 = 3"):
+    with pytest.raises(ValueError, match=r"--row=4 must be in 0 .. data.batch_size - 1 = 3"):
         peek.main([f"--config={path}", "--step=1", "--row=4"])
 
 
@@ -292,7 +295,7 @@ def test_run_of_two_sources_packed_by_documents_validates_each_and_can_be_peeked
     train_rows = [row for row in written if "loss" in row]
     batches, _ = batches_before(resolved.data, 1)
     for row in train_rows:
-        batch = batch_of([packed for _, packed in batches.next_rows()])
+        batch = make_batch([packed for _, packed in batches.next_rows()])
         assert row["batch_hash"] == batch_hash(batch, rows=range(4))
         assert row["padding_share"] == (batch.segment_ids == 0).mean()
         assert row["tokens"] - (train_rows[row["step"] - 2]["tokens"] if row["step"] > 1 else 0) == batch.weights.sum()
@@ -313,7 +316,7 @@ def test_run_of_two_sources_packed_by_documents_validates_each_and_can_be_peeked
         code, shown_text = shown(resolved, run, capsys, step=step)
         assert code == 0
         assert begins in shown_text
-        assert f"the one that {run / 'metrics.jsonl'} has for step {step}" in shown_text
+        assert f": the same as in {run / 'metrics.jsonl'} for step {step}" in shown_text
     code, ahead = shown(resolved, run, capsys, step=14)
     assert code == 0
     assert "after step 12" in ahead
@@ -325,18 +328,18 @@ def test_run_of_two_sources_packed_by_documents_validates_each_and_can_be_peeked
 
 def test_stages_after_the_saved_step_may_change_and_the_batches_are_those_of_a_run_that_knew(trained, config, tmp_path):
     expected_weights = "web=3,code=1 until_step=5;web=1,code=1 until_step=9;web=0,code=1"
-    trained(weights=expected_weights)
+    trained(mixture=expected_weights)
     expected = [row["batch_hash"] for row in rows(tmp_path / "run") if "loss" in row]
     (tmp_path / "run").rename(tmp_path / "whole")
     config.train.num_steps = 7
-    trained(weights="web=3,code=1 until_step=5;web=1,code=1")
+    trained(mixture="web=3,code=1 until_step=5;web=1,code=1")
     config.train.num_steps = 12
     for weights in ("web=3,code=1 until_step=6;web=1,code=1", "web=3,code=1 until_step=5;web=2,code=1", "web=3,code=1"):
         with pytest.raises(
-            ValueError, match=r"data.weights: .* which differ before step 8; only stages that begin after"
+            ValueError, match=r"data.mixture: .* which differ before step 8; only stages that start after"
         ):
-            trained(weights=weights)
-    trained(weights=expected_weights)
+            trained(mixture=weights)
+    trained(mixture=expected_weights)
     assert [row["batch_hash"] for row in rows(tmp_path / "run") if "loss" in row] == expected
     assert peek.peek(resolve(config), tmp_path / "run", step=5, row=None) == 0  # from a position of before
 

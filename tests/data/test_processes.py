@@ -15,7 +15,7 @@ from hlat_jax.data.tokenizer import Tokenizer
 
 DATA = DataConfig(
     train="a=package:austen_train.jsonl;b=package:austen_validation.jsonl",
-    weights="a=2,b=1",
+    mixture="a=2,b=1",
     tokenizer="package:austen_2k.model",
     batch_size=8,
     seq_len=32,

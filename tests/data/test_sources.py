@@ -11,6 +11,8 @@ import pytest
 from data_files import write_arrow, write_built, write_jsonl, write_parquet
 
 from hlat_jax.data import sources
+from hlat_jax.data.formats.files import fingerprint
+from hlat_jax.data.formats.records import BadRecord
 
 TEXTS = ["first", "zweiter Text: äöü 漢字 😀", "line one\nline two\r\n", " ", "x" * 3000, "last"]
 
@@ -119,9 +121,9 @@ def test_fingerprint_of_a_long_file_sees_its_ends_and_its_size(tmp_path):
         if change is not None:
             edited[change] = ord("b")
         path.write_bytes(edited)
-        prints.add(sources.fingerprint(path))
+        prints.add(fingerprint(path))
     path.write_bytes(content + b"a")
-    assert len(prints | {sources.fingerprint(path)}) == 4
+    assert len(prints | {fingerprint(path)}) == 4
 
 
 def test_missing_files_are_named(tmp_path):
@@ -185,7 +187,7 @@ def test_file_that_shrinks_grows_or_goes_under_a_run_is_noticed(tmp_path, write)
         for _ in range(2):
             with pytest.raises(ValueError, match=r"changed its size from|cannot be read any more") as caught:
                 documents[0]
-            assert not isinstance(caught.value, sources.BadRecord)  # never passed over
+            assert not isinstance(caught.value, BadRecord)  # never skipped
 
 
 def test_file_rewritten_in_its_size_is_noticed_and_a_touched_one_is_not(tmp_path):
@@ -201,12 +203,12 @@ def test_file_rewritten_in_its_size_is_noticed_and_a_touched_one_is_not(tmp_path
 def edited_unseen(path):
     """Changes a letter of a long file where no block of its fingerprint is, and sets its time of writing back."""
     before, raw = os.stat(path), bytearray(path.read_bytes())
-    print_ = sources.fingerprint(path)
+    print_ = fingerprint(path)
     place = raw.index(b"a" * 1000, (len(raw) - 65536) // 15 + 70_000)
     raw[place] = ord("b")
     path.write_bytes(raw)
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
-    assert (sources.fingerprint(path), os.stat(path).st_mtime_ns) == (print_, before.st_mtime_ns)
+    assert (fingerprint(path), os.stat(path).st_mtime_ns) == (print_, before.st_mtime_ns)
 
 
 def test_jsonl_edited_between_the_blocks_of_its_fingerprint_with_its_time_set_back_is_noticed(tmp_path):
@@ -242,7 +244,8 @@ def test_long_file_written_again_in_its_size_is_refused_unless_its_format_has_ch
         assert documents[0] == first
         return
     with pytest.raises(
-        ValueError, match=r"or was written again in its size so that nobody can tell since it was opened"
+        ValueError,
+        match=r"\(or was rewritten with the same size, so that its content cannot be compared\) since it was opened",
     ):
         documents[0]
 
@@ -284,7 +287,7 @@ def test_records_that_cannot_be_used_are_bad_records_and_do_not_hide_the_others(
     for index in range(len(documents)):
         try:
             seen.append(documents[index])
-        except sources.BadRecord as error:
+        except BadRecord as error:
             seen.append(None)
             messages.append(str(error))
     assert all('data.on_bad_record="skip"' in message for message in messages)
@@ -333,7 +336,7 @@ def test_empty_document_is_a_bad_record_in_every_format_and_blanks_are_text(tmp_
     ):
         documents = sources.open_corpus(str(path), text_field="text", key="data.train")
         assert [documents[0], documents[2]] == ["a", " "]
-        with pytest.raises(sources.BadRecord) as caught:
+        with pytest.raises(BadRecord) as caught:
             documents[1]
         assert place in str(caught.value)
         assert 'data.on_bad_record="skip"' in str(caught.value)
@@ -346,7 +349,7 @@ def test_json_that_python_does_not_read_is_a_bad_record_and_its_keys_can_be_prin
     corpus = sources.open_corpus(str(tmp_path / "a.jsonl"), text_field="text", key="k")
     messages = []
     for index in range(3):
-        with pytest.raises(sources.BadRecord) as caught:
+        with pytest.raises(BadRecord) as caught:
             corpus[index]
         messages.append(str(caught.value))
     assert "a.jsonl, row 1: JSON that cannot be read: Exceeds the limit" in messages[0]
@@ -375,15 +378,15 @@ def test_file_name_that_is_no_utf8_is_read_and_indexed_like_any_other(tmp_path):
     assert again.manifest["hash"] == corpus.manifest["hash"]
 
 
-def test_what_a_folder_holds_beside_known_suffixes_is_counted_and_told(tmp_path):
+def test_files_of_unknown_suffixes_in_a_folder_are_counted(tmp_path):
     for name in ("b.json", "c.csv", "c2.csv", "book", ".hidden.csv", "_SUCCESS", ".git/config", "sub/d.csv"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(b"x")
-    assert "(passed over 5 files: .csv 3, .json 1, no suffix 1)" in error_of(tmp_path)
+    assert "(ignored 5 files: .csv 3, .json 1, no suffix 1)" in error_of(tmp_path)
     write_jsonl(tmp_path / "a.jsonl", ["x"])
     corpus = sources.open_corpus(str(tmp_path), text_field="text", key="k")
-    assert corpus.passed_over == "passed over 5 files: .csv 3, .json 1, no suffix 1"
-    assert sources.open_corpus(str(tmp_path / "a.jsonl"), text_field="text", key="k").passed_over == ""
+    assert corpus.ignored == "ignored 5 files: .csv 3, .json 1, no suffix 1"
+    assert sources.open_corpus(str(tmp_path / "a.jsonl"), text_field="text", key="k").ignored == ""
 
 
 def test_dataset_beside_the_text_it_was_built_from_is_refused(tmp_path):
@@ -394,7 +397,7 @@ def test_dataset_beside_the_text_it_was_built_from_is_refused(tmp_path):
     manifest["sources"][0]["name"] = "a.jsonl"
     (tmp_path / "built/manifest.json").write_text(json.dumps(manifest))
     for spec in (tmp_path, f"{tmp_path}/*", f"{tmp_path}/a.jsonl,{tmp_path}/built"):
-        assert f"names the dataset {tmp_path}/built and {tmp_path}/a.jsonl, from which it was built" in error_of(spec)
+        assert f"names the dataset {tmp_path}/built and {tmp_path}/a.jsonl, and by its name" in error_of(spec)
     assert read_all(tmp_path / "built") == ["one"]
 
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizer_files import train_model
 
-from hlat_jax.data import sources
+from hlat_jax.data.formats.paths import asset_path
 from hlat_jax.data.tokenizer import Tokenizer
 
 ASSET = "package:austen_2k.model"
@@ -35,7 +35,7 @@ def test_decode_inverts_encode_and_token_bytes_sum_to_the_bytes_of_any_text(text
 
 
 def test_token_bytes_sum_to_the_bytes_of_every_validation_chapter():
-    lines = sources.asset_path("austen_validation.jsonl").read_text(encoding="utf-8").splitlines()
+    lines = asset_path("austen_validation.jsonl").read_text(encoding="utf-8").splitlines()
     for line in lines:
         text = json.loads(line)["text"]
         ids = TOKENIZER.encode(text)

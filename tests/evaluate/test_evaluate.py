@@ -23,7 +23,8 @@ from micro import write_config
 from hlat_jax import config as config_lib
 from hlat_jax import loop
 from hlat_jax.batch import concat_batch
-from hlat_jax.data import held_out, sources
+from hlat_jax.data import held_out
+from hlat_jax.data.formats.paths import asset_path
 from hlat_jax.evaluate import __main__ as evaluate
 from hlat_jax.evaluate import perplexity
 from hlat_jax.evaluate.perplexity import windows
@@ -115,7 +116,7 @@ def validated(tmp_path_factory):
     def run(packing):
         folder = tmp_path_factory.mktemp(packing)
         text = folder / "held_out.jsonl"
-        shutil.copy(sources.asset_path("austen_validation.jsonl"), text)
+        shutil.copy(asset_path("austen_validation.jsonl"), text)
         c = config_lib.load(str(write_config(folder)))
         c.data.update(packing=packing, validation=str(text))
         c.train.update(num_steps=8, eval_every_steps=0, num_eval_batches=3)
@@ -189,7 +190,7 @@ def test_validation_is_the_loss_of_rows_cut_by_hand(validated):
 def test_a_validation_of_few_batches_is_near_that_of_all(trained_run, tmp_path):
     """2 %, the noise of 32 rows; the first document is one word again and again, which the novels are not."""
     weights, layout = open_weights(trained_run), make_layout(config_lib.ParallelConfig(), jax.devices()[:1])
-    lines = sources.asset_path("austen_validation.jsonl").read_text(encoding="utf-8").splitlines()
+    lines = asset_path("austen_validation.jsonl").read_text(encoding="utf-8").splitlines()
     (tmp_path / "text.jsonl").write_text("\n".join([json.dumps({"text": "the " * 2000}), *lines]))
     data = dataclasses.replace(config_lib.DataConfig(), validation=str(tmp_path / "text.jsonl"), seq_len=32)
     trained = TrainedModel(weights.model, weights.restore(None), layout, None, "", "")
@@ -331,7 +332,7 @@ def test_help_does_not_hide_a_flag_that_there_is_not(evaluate_here):
 
 @pytest.mark.parametrize(
     "how",
-    [{"tuned": "nowhere.json"}, {"rms_norm": "triton"}, {"attention": "nki"}, {"remat": "saved:dot_general.6"}],
+    [{"ops_table": "nowhere.json"}, {"rms_norm": "triton"}, {"attention": "nki"}, {"remat": "saved:dot_general.6"}],
     ids=str,
 )
 def test_a_text_is_evaluated_by_a_model_that_was_trained_elsewhere(how):

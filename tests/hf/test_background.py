@@ -204,10 +204,10 @@ def test_a_failing_export_at_the_end_is_one_line_and_exit_code_1(train_here, tmp
 def test_an_export_above_the_step_that_a_run_resumes_from_is_made_again(mutable, train, tmp_path, capsys):
     workdir = tmp_path / "run"
     mutable.data.train = "a=package:austen_train.jsonl;b=package:austen_validation.jsonl"
-    mutable.data.weights = "a=1,b=0"
+    mutable.data.mixture = "a=1,b=0"
     assert train(mutable, workdir) == 0
     shutil.rmtree(workdir / "checkpoints/8")
-    mutable.data.weights = "a=1,b=0 until_step=4;a=0.1,b=0.9"  # of steps that are not trained yet
+    mutable.data.mixture = "a=1,b=0 until_step=4;a=0.1,b=0.9"  # of steps that are not trained yet
     assert train(mutable, workdir) == 0
     assert f"export of step 8 moved to {workdir / 'huggingface/8.discarded'}" in capsys.readouterr().out
     assert exports(workdir) == ["4", "8", "8.discarded"]

@@ -89,21 +89,21 @@ def test_the_table_of_a_run_is_honoured_whatever_the_levels_say(tuned, capsys):
     assert choices.chosen_model(plain, here(plain)).attention == "blocked"
     tree["entries"][0] |= {"times": {"einsum": 0.001, "blocked": 0.002, "chunked": 0.004}, "winner": "einsum"}
     edited(out, entries=tree["entries"])
-    one = resolved(path, tuned=str(out))
+    one = resolved(path, ops_table=str(out))
     choice = choices.choices(one, here(one))["attention"]
     assert (choice.name, choice.because) == ("einsum", f"1 ms, the fastest in {out}")
     assert choice.passed_over["chunked"] == "4 ms, 4.00 times that of einsum"
     assert choices.chosen_model(one, here(one)).attention == "einsum"
-    named = resolved(path, tuned=str(out), attention="chunked")
+    named = resolved(path, ops_table=str(out), attention="chunked")
     assert choices.chosen_model(named, here(named)).attention == "chunked"
-    assert command.main(["choices", f"--config={path}", EIGHT_ROWS, f"--config.model.tuned={out}"]) == 0
+    assert command.main(["choices", f"--config={path}", EIGHT_ROWS, f"--config.model.ops_table={out}"]) == 0
     assert "model.attention: einsum, 1 ms, the fastest in" in capsys.readouterr().out
 
 
 def test_a_call_that_was_not_measured_goes_by_level_and_says_so(tuned):
     path, out = tuned
     c = config.load(str(path))
-    c.model.tuned, c.data.batch_size = str(out), 16
+    c.model.ops_table, c.data.batch_size = str(out), 16
     one = resolve(c)
     choice = choices.choices(one, here(one))["attention"]
     assert choice.because == f"level 20 on cpu; {out} has no times of this call"
@@ -126,7 +126,7 @@ def test_a_call_of_which_some_rows_were_timed_says_so_and_does_not_replace_all_o
     path, out = micro.write_config(tmp_path), tmp_path / "tuned.json"
     words = ["tune", f"--config={path}", "--config.data.batch_size=16", f"--out={out}", "--rounds=1", "--ops=rope"]
     c = config.load(str(path))
-    c.data.batch_size, c.model.tuned = 16, str(out)
+    c.data.batch_size, c.model.ops_table = 16, str(out)
     one = resolve(c)
     assert command.main([*words, "--rows=1"]) == 0
     assert choices.choices(one, here(one))["rope"].because.endswith(f"the fastest in {out} (at 1 of its 2 rows)")
@@ -146,12 +146,12 @@ def test_the_calls_of_a_run_on_more_devices_are_timed_on_one(tmp_path):
     facts = choices.calls(one, planned_layout(one, 64, platform="cpu"))["rope"]
     assert facts["x_shape"][2] == one.model.num_heads // 2
     assert table.read(str(out)).entry("model.rope", facts).rows_measured == 1
-    assert command.main(["choices", *words, f"--config.model.tuned={out}"]) == 0
+    assert command.main(["choices", *words, f"--config.model.ops_table={out}"]) == 0
 
 
 def test_a_table_made_before_an_op_had_a_choice_is_read_and_its_other_calls_go_by_level(tuned):
     path, out = tuned
-    one = resolved(path, tuned=str(out))
+    one = resolved(path, ops_table=str(out))
     found = choices.choices(one, here(one))
     assert found["attention"].because.endswith(f"the fastest in {out}")
     without = f"level 10 on cpu; {out} has no times of this call"
@@ -162,7 +162,7 @@ def test_a_table_made_before_an_op_had_a_choice_is_read_and_its_other_calls_go_b
 def test_a_table_of_another_kind_of_device_is_refused_with_both_kinds_and_the_way_out(tuned):
     path, out = tuned
     edited(out, device_kind="TPU v9")
-    one, kind = resolved(path, tuned=str(out)), table.device_kind(jax.devices()[0])
+    one, kind = resolved(path, ops_table=str(out)), table.device_kind(jax.devices()[0])
     with pytest.raises(ValueError, match="was made on 'TPU v9'") as caught:
         choices.chosen_model(one, here(one))
     assert f"this is {kind!r} (cpu)" in str(caught.value)
@@ -173,7 +173,7 @@ def test_a_table_of_another_kind_of_device_is_refused_with_both_kinds_and_the_wa
 
 def test_a_plan_for_another_platform_refuses_the_table_and_one_for_its_own_takes_it(tuned):
     path, out = tuned
-    one = resolved(path, tuned=str(out))
+    one = resolved(path, ops_table=str(out))
     winner = json.loads(out.read_text())["entries"][0]["winner"]
     assert choices.chosen_model(one, planned_layout(one, 8, platform="cpu")).attention == winner
     with pytest.raises(ValueError, match=r"this is 'planned' \(neuron\)"):
@@ -231,7 +231,7 @@ def test_an_entry_that_cannot_be_is_refused_with_the_file_the_entry_and_the_way_
 def test_a_table_of_another_version_of_jax_is_honoured_and_the_reason_says_so(tuned):
     path, out = tuned
     edited(out, jax="0.1.2")
-    one = resolved(path, tuned=str(out))
+    one = resolved(path, ops_table=str(out))
     found = choices.choices(one, here(one))
     assert found["attention"].because.endswith(f"the fastest in {out}, made with JAX 0.1.2")
     assert found["rope"].because.endswith(f"{out}, made with JAX 0.1.2 has no times of this call")
@@ -248,7 +248,7 @@ def test_the_kind_of_a_cpu_is_its_model_and_of_others_what_jax_says():
 def test_the_committed_table_has_the_calls_of_a_config_and_their_fastest_is_chosen(path, name):
     known = table.read(str(path))
     c = config.load(name)
-    c.model.tuned = str(path)
+    c.model.ops_table = str(path)
     one = resolve(c)
     layout = planned_layout(one, 1, platform=known.platform)
     for key, choice in choices.choices(one, layout).items():

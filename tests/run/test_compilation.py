@@ -53,7 +53,7 @@ FREE = {
     "data.train": "/elsewhere/text.jsonl",
     "data.validation": "/elsewhere/held_out.jsonl",
     "data.tokenizer": "/elsewhere/some.model",
-    "data.weights": "a=1",
+    "data.mixture": "a=1",
     "data.num_threads": 9,
     "checkpoint.every_steps": 3,
     "checkpoint.export_every_steps": 3,
@@ -310,6 +310,11 @@ def test_the_command_says_what_is_the_same_and_what_is_new_and_why(run, programs
     assert batch in text
 
     edited = recorded(workdir)
+    of_train = edited["train"]["config"]  # as a version wrote it that had other names for two keys
+    of_train["data"]["weights"], of_train["model"]["tuned"] = (
+        of_train["data"].pop("mixture"),
+        of_train["model"].pop("ops_table"),
+    )
     edited["train"] |= {"sha256": "0" * 16, "code": edited["train"]["code"] | {"step.py": "another"}}
     edited["train"]["libraries"] = edited["train"]["libraries"] | {"optax": "0.0.1"}
     (workdir / RECORD_FILE).write_text(json.dumps(edited))

@@ -177,7 +177,7 @@ LLAMA3 = {"model.rope_scaling": "llama3"}
 TWO_SOURCES = {
     "data.train": "a=package:austen_train.jsonl;b=FOLDER/two.jsonl",
     "data.validation": "",
-    "data.weights": "a=1,b=1",
+    "data.mixture": "a=1,b=1",
 }
 SHORT_DOCUMENTS = {"data.train": "FOLDER/two.jsonl", "data.validation": ""}
 DIVERGING = {"optimizer.peak_lr": 1e30, "optimizer.warmup_steps": 1, "train.num_steps": 7}
@@ -208,7 +208,7 @@ FIELDS = {
     "model.rms_norm": Row("reference", program),
     "model.swiglu": Row("reference", program),
     "model.rope": Row("paired", program),
-    "model.tuned": Row("FOLDER/tuned.json", program),
+    "model.ops_table": Row("FOLDER/tuned.json", program),
     "parallel.pipe": Row(2, placement),
     "parallel.data": Row(2, placement, given={"parallel.data": 1, "parallel.fsdp": -1}),
     "parallel.fsdp": Row(2, placement),
@@ -236,7 +236,7 @@ FIELDS = {
     "data.batch_size": Row(16, batches),
     "data.seq_len": Row(16, batches),
     "data.packing": Row("documents", batches, given=SHORT_DOCUMENTS),
-    "data.weights": Row("a=1,b=9", batches, given=TWO_SOURCES),
+    "data.mixture": Row("a=1,b=9", batches, given=TWO_SOURCES),
     "data.window_documents": Row(1, batches, given=SHORT_DOCUMENTS | {"data.packing": "documents"}),
     "data.on_bad_record": Row("skip", run, "rows", {"data.train": "FOLDER/bad.jsonl"}),
     "data.position_every_steps": Row(2, run, "files"),
@@ -370,6 +370,8 @@ def test_config_observations_do_not_change_by_themselves(observed, tmp_path):
         (["--config=tiny", "--config", "7b"], "--config is given 2 times; a run has one config."),
         (["--config=tiny", "--config.optimizer.peek_lr=1"], "optimizer has no key 'peek_lr'. Did you mean 'peak_lr'?"),
         (["--config=tiny", "--config.optimiser.eps=1"], "config has no key 'optimiser'. Did you mean 'optimizer'?"),
+        (["--config=tiny", "--config.data.weights=a=1"], "data.weights was renamed; set data.mixture instead."),
+        (["--config=tiny", "--config.model.tuned=t.json"], "model.tuned was renamed; set model.ops_table instead."),
         (["--config=tiny", "--config.data=1"], "--config.data is a section; set one of its keys: "),
         (["--config=tiny", "--config.model.layer_loop=scam"], "is not one of scan, unroll. Did you mean 'scan'?"),
         (["--config=tiny", "--config.data.batch_size=many"], "data.batch_size"),
@@ -398,6 +400,8 @@ def test_help_names_every_key_and_config(train_here):
     ("edit", "message"),
     [
         ("c.model.num_layer = 3", "config has no key model.num_layer. Did you mean 'num_layers'?"),
+        ("c.data.weights = 'a=1'", "data.weights was renamed; set data.mixture instead."),
+        ("c.model.tuned += 'x'", "model.tuned was renamed to model.ops_table."),
         ("c.modle = 3", "config has no section 'modle'. Did you mean 'model'?"),
         ("c.model.num_layers = c.model.num_layer + 1", "num_layer"),
         ("c.model.num_layers = 'three'", "num_layers"),
@@ -414,6 +418,28 @@ def test_config_file_with_an_unknown_key_or_type_is_an_error_of_one_line(train_h
     [line] = err.splitlines()
     assert line.startswith("error: ")
     assert message in line
+
+
+def with_old_keys(tree):
+    """A config as a dict, with the names that its keys had before they were renamed."""
+    tree = {name: dict(values) if isinstance(values, dict) else values for name, values in tree.items()}
+    for old, new in config_lib.RENAMED.items():
+        (section, key), (_, new_key) = old.split("."), new.split(".")
+        tree[section][key] = tree[section].pop(new_key)
+    return tree
+
+
+def test_a_recorded_config_with_old_keys_is_read_as_todays():
+    tree = config_lib.default().to_dict()
+    tree["data"]["mixture"], tree["model"]["ops_table"] = "a=1", "t.json"
+    old = with_old_keys(tree)
+    assert {"weights", "tuned"} <= {*old["data"], *old["model"]}
+    assert config_lib.with_renamed_keys(old) == config_lib.with_renamed_keys(tree) == tree
+    assert config_lib.with_renamed_keys({"data": {"weights": 1}}) == {"data": {"mixture": 1}}
+    with pytest.raises(ValueError, match=r"model\.tuned was renamed; set model\.ops_table instead"):
+        resolve(old)
+    for new in config_lib.RENAMED.values():
+        assert new in FIELDS
 
 
 def test_resolve_refuses_unknown_and_missing_keys_and_wrong_types():

@@ -11,6 +11,8 @@ import pytest
 from array_record.python import array_record_module
 
 from hlat_jax.data import sources
+from hlat_jax.data.formats.paths import find_files
+from hlat_jax.data.formats.streaming import iter_documents
 
 TEXTS = ["first", "zweiter Text: äöü 漢字 😀", "line one\nline two\r\n", " ", "x" * 3000, "last", "seventh"]
 
@@ -100,6 +102,12 @@ def open_all(spec, **options):
 def read_all(spec, **options):
     documents = open_all(spec, **options)
     return [documents[index] for index in range(len(documents))]
+
+
+def read_in_order(path, *, text_field="text"):
+    """Yields (text or BadRecord, row) of the documents of one file, a folder of a dataset, or a compressed file."""
+    [file] = find_files([str(path)], key="IN", allow_compressed=True).files
+    yield from iter_documents(file, text_field=text_field)
 
 
 def error_of(spec, **options):

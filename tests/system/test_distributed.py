@@ -31,7 +31,7 @@ SETTINGS = (
     "data.packing=documents",
     "data.train=a=package:austen_train.jsonl;b=package:austen_validation.jsonl",
     "data.validation=a=package:austen_train.jsonl;b=package:austen_validation.jsonl",
-    "data.weights=a=2,b=1",
+    "data.mixture=a=2,b=1",
     "data.position_every_steps=4",
     "metrics.tensorboard=True",
 )
@@ -194,7 +194,7 @@ def test_a_bad_record_of_one_process_ends_both_and_keeps_the_steps_before_it(tra
     lines = [json.dumps({"text": f"{index} " + "word and word " * 40}) for index in range(40)]
     lines[29] = json.dumps({"text": None})
     text.write_text("\n".join(lines) + "\n")
-    own = (f"data.train={text}", "data.weights=", "data.validation=", "data.shuffle=False", "data.window_documents=1")
+    own = (f"data.train={text}", "data.mixture=", "data.validation=", "data.shuffle=False", "data.window_documents=1")
     with train_job(workdir, 2, *SPLIT, *own) as job:
         assert job.wait(120) == [2, 2], job.err(0) + job.err(1)
     [first], [second] = job.error_lines(0), job.error_lines(1)

@@ -10,7 +10,8 @@ import kill_trials
 import micro
 import pytest
 
-from hlat_jax.data.sources import asset_path
+from hlat_jax.config import RENAMED
+from hlat_jax.data.formats.paths import asset_path
 
 pytestmark = pytest.mark.xdist_group("resume")  # its fixtures are costly: one process
 
@@ -154,6 +155,30 @@ def test_resume_with_more_steps_and_other_logging_resumes_bit_for_bit(uninterrup
     assert rows == wanted
     assert micro.final_checkpoint(config, ended_early)[:3] == micro.final_checkpoint(config, expected)[:3]
     assert micro.saved_steps(ended_early) == [micro.NUM_STEPS]
+
+
+def with_old_keys(config: dict) -> None:
+    """Gives the renamed keys of a recorded config their old names."""
+    for old, new in RENAMED.items():
+        (section, key), (_, new_key) = old.split("."), new.split(".")
+        config[section][key] = config[section].pop(new_key)
+
+
+def test_resume_of_a_run_that_recorded_old_names_of_config_keys_continues_bit_for_bit(uninterrupted, ended_early):
+    config, env, expected = uninterrupted
+    for folder in (ended_early / "checkpoints").iterdir():
+        if folder.name.isdecimal():
+            micro.reseal(folder, lambda run: with_old_keys(run["metadata"]["config"]))
+    settings, programs = (json.loads((ended_early / name).read_text()) for name in ("config.json", "programs.json"))
+    for recorded in (settings, *(entry["config"] for entry in programs.values())):
+        with_old_keys(recorded)
+    (ended_early / "config.json").write_text(json.dumps(settings))
+    (ended_early / "programs.json").write_text(json.dumps(programs))
+    assert '"weights"' in (ended_early / f"checkpoints/{micro.NUM_STEPS // 2}/run/metadata").read_text()
+    more = micro.run(micro.command(config, ended_early), env)
+    assert more.returncode == 0, more.stderr
+    assert f"resuming from step {micro.NUM_STEPS // 2} of {micro.NUM_STEPS}" in more.stdout
+    assert not kill_trials.differences(config, ended_early, expected)
 
 
 def test_resume_with_other_settings_or_data_names_them_and_changes_nothing(uninterrupted, train_here, tmp_path):

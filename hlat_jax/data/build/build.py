@@ -1,9 +1,8 @@
 """`python -m hlat_jax.data build`: text of any format to one folder of ArrayRecord shards with a manifest.
 
-Owns the plan of a build, its processes, what a second run makes of a first one's remains, and the manifest. The same
-inputs and options give the same shards, whatever the number of workers and however often the build was killed: inputs
-are grouped by their sizes into tasks, shards are cut by their text, and manifest.json, written last, makes them a
-dataset. Until then everything lies in the hidden folder DIR/.building. What a task does is build_task.
+The same inputs and options give the same shards, whatever the number of workers and however often the build was killed
+and resumed: inputs are grouped by size into tasks (see build_task), shards are cut by their bytes of text, and
+manifest.json is written last. Until then everything is in the hidden folder DIR/.building.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from typing import Any, TextIO
 from hlat_jax.data.build import build_task, inputs, shards
 from hlat_jax.data.build.build_task import Options, Task
 from hlat_jax.data.build.progress import Progress, size
-from hlat_jax.data.build.workers import COUNTS, Shared, run_in_worker, start_worker
+from hlat_jax.data.build.workers import COUNTS, Shared, start_worker
 from hlat_jax.data.formats.built import FORMAT, index_path
 from hlat_jax.data.formats.files import MANIFEST_NAME, SHARD_SUFFIX
 from hlat_jax.data.tokenizer import Tokenizer
@@ -38,16 +37,20 @@ _PLAN, _RENAMES = "plan.json", "renames.json"
 
 
 @dataclasses.dataclass(frozen=True)
-class Built:
-    """What a build left: its manifest, messages of some skipped records, and whether it was there before.
+class BuildResult:
+    """The manifest of a finished build.
 
-    `passed_over` says what the folders of its inputs hold that is not read.
+    Attributes:
+      manifest: as it is in manifest.json.
+      bad: messages of some of the skipped records.
+      was_complete: an earlier run of the command had finished it.
+      ignored: describes the files in input folders that are not read.
     """
 
     manifest: dict[str, Any]
     bad: tuple[str, ...] = ()
     was_complete: bool = False
-    passed_over: str = ""
+    ignored: str = ""
 
 
 def num_cores() -> int:
@@ -62,28 +65,29 @@ def build(
     options: Options,
     num_workers: int,
     watch: Callable[[Shared, int], contextlib.AbstractContextManager],
-) -> Built:
-    """Returns what `out` holds after the documents that `words` name were written there.
+) -> BuildResult:
+    """Writes the documents that `words` name to the dataset `out`, and returns its manifest.
 
     Args:
       words: files, folders, globs, as in data.train; .gz and .zst too.
-      out: a folder that is new, empty, or holds an unfinished build of the same inputs and options, which goes on.
+      out: a folder that is new, empty, or holds an unfinished build of the same inputs and options,
+        which is resumed.
       options: what is stored and how.
-      num_workers: cores to use; no influence on what is written.
-      watch: given the counts and the bytes of the inputs, shows them as long as its context lasts.
+      num_workers: cores to use; does not change what is written.
+      watch: given the shared counts and the bytes of the inputs, returns a context that shows the progress.
 
     Raises:
-      ValueError: bad input (see sources), no documents or none with text, or an `out` that holds something else.
+      ValueError: bad input (see sources), no documents or none with text, or `out` holds something else.
       OSError: the disk is full or broken, or a worker was killed. Finished shards are kept.
     """
     searched = inputs.find(words)
     _refuse_inside(out, searched.folders)
-    found = inputs.opened(searched)
+    found = inputs.open_inputs(searched)
     tokenizer = Tokenizer(options.tokenizer) if options.tokenizer else None
     plan = _plan(found, options=options, tokenizer=tokenizer)
     complete = _complete(out, plan)
     if complete is not None:
-        return Built(complete, was_complete=True, passed_over=searched.told())
+        return BuildResult(complete, was_complete=True, ignored=searched.describe_ignored())
     with _unfinished(out, plan) as folder:
         bad: tuple[str, ...] = ()
         if not (folder / MANIFEST_NAME).exists():
@@ -96,20 +100,20 @@ def build(
                 raise
             _write_manifest(folder, manifest, facts=facts)
             bad = tuple(message for shard in facts for message in shard["bad"])
-        return Built(_put_in_place(out, folder), bad=bad, passed_over=searched.told())
+        return BuildResult(_put_in_place(out, folder), bad=bad, ignored=searched.describe_ignored())
 
 
 def _refuse_inside(out: pathlib.Path, folders: Sequence[pathlib.Path]) -> None:
     for folder in folders:
         if out.resolve().is_relative_to(folder.resolve()):
             raise ValueError(
-                f"--out={out} lies in {folder}, which is an input: whoever reads that folder later would meet every "
-                "document twice. Choose a folder beside it."
+                f"--out={out} is inside the input {folder}: reading that folder later would give every document twice. "
+                "Choose a folder outside it."
             )
 
 
 def _plan(found: Sequence[inputs.Input], *, options: Options, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """Returns all that determines the bytes of a build; what is to be done with bad records may change under way."""
+    """Returns all that determines the bytes of a build; `on_bad_record` may change when it is resumed."""
     return {
         "format": FORMAT,
         "inputs": [[input_.file.name, input_.size, input_.fingerprint] for input_ in found],
@@ -125,7 +129,7 @@ def _plan_hash(plan: dict[str, Any]) -> str:
 
 
 def _complete(out: pathlib.Path, plan: dict[str, Any]) -> dict[str, Any] | None:
-    """Returns the manifest of a dataset that this very build has finished before, or None where none is."""
+    """Returns the manifest if an earlier run finished this build, or None if `out` has no manifest."""
     path = out / MANIFEST_NAME
     if not path.exists():
         return None
@@ -136,8 +140,8 @@ def _complete(out: pathlib.Path, plan: dict[str, Any]) -> dict[str, Any] | None:
         is_same = False
     if not is_same:
         raise ValueError(
-            f"--out={out} holds a dataset of other inputs or options, or its inputs were written again since; choose "
-            "another folder, or remove this one."
+            f"--out={out} holds a dataset that was built from other inputs or options, or whose inputs changed since; "
+            "choose another folder, or remove this one."
         )
     shutil.rmtree(out / _BUILDING, ignore_errors=True)
     return manifest
@@ -145,12 +149,12 @@ def _complete(out: pathlib.Path, plan: dict[str, Any]) -> dict[str, Any] | None:
 
 @contextlib.contextmanager
 def _unfinished(out: pathlib.Path, plan: dict[str, Any]) -> Iterator[pathlib.Path]:
-    """Holds DIR/.building, made or found with the same plan, and clears it of what a killed process left half-made."""
+    """Locks DIR/.building, new or of the same plan, removes partial files of a killed process, and yields it."""
     folder = out / _BUILDING
     if out.exists() and not out.is_dir():
         raise ValueError(f"--out={out} is a file; name a folder.")
     if not folder.exists() and out.exists() and any(out.iterdir()):
-        raise ValueError(f"--out={out} is not empty; a dataset has a folder of its own.")
+        raise ValueError(f"--out={out} is not empty; a dataset needs a folder of its own.")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = open(folder / "lock", "w")  # noqa: SIM115 - held until the build ends
@@ -160,7 +164,7 @@ def _unfinished(out: pathlib.Path, plan: dict[str, Any]) -> Iterator[pathlib.Pat
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise ValueError(f"another process builds in {out}; wait for it, or choose another --out.") from None
+            raise ValueError(f"another process is building in {out}; wait for it, or choose another --out.") from None
         for partial in folder.glob("*.partial"):
             partial.unlink()
         before = read_json(folder / _PLAN) if (folder / _PLAN).exists() else {}
@@ -169,9 +173,9 @@ def _unfinished(out: pathlib.Path, plan: dict[str, Any]) -> Iterator[pathlib.Pat
         if differs and (is_staged or any(folder.glob(f"*{SHARD_SUFFIX}"))):
             raise ValueError(
                 f"--out={out} holds an unfinished build that differs in {', '.join(differs)}; run its command again "
-                f"to finish it, or remove {out if is_staged else folder} to begin anew."
+                f"to finish it, or remove {out if is_staged else folder} to start over."
             )
-        if differs:  # what an attempt without shards left, such as the facts of a task of bad records
+        if differs:  # remove what an attempt without shards left, such as the facts of a task of bad records
             for path in folder.iterdir():
                 if path.name != "lock":
                     path.unlink()
@@ -200,8 +204,8 @@ def _run(
     num_workers: int,
     watch: Callable[[Shared, int], contextlib.AbstractContextManager],
 ) -> list[dict[str, Any]]:
-    """Returns the facts of all shards in the order of the inputs; one process a task, as far as there are cores."""
-    context = multiprocessing.get_context("spawn")  # JAX, which sources brings along, does not bear a fork
+    """Returns the facts of all shards in the order of the inputs; runs `num_workers` tasks at a time."""
+    context = multiprocessing.get_context("spawn")  # a process that has imported JAX must not fork
     shared = Shared(context, num_tasks=len(tasks), num_cores=num_workers)
     with watch(shared, sum(task.size for task in tasks)):
         if min(num_workers, len(tasks)) == 1:
@@ -215,16 +219,16 @@ def _run(
             initargs=(shared,),
         )
         with pool:
-            # a worker is started with what is blocked here, so that no Ctrl-C reaches one that is still importing
+            # workers inherit the mask, so that Ctrl-C does not reach one that is still importing
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
             try:
                 try:
-                    # largest first, for the end waits for the last
+                    # largest first: the build waits for the last to end
                     futures = {
-                        task.number: pool.submit(run_in_worker, task, folder, options)
+                        task.number: pool.submit(build_task.run_in_worker, task, folder, options)
                         for task in sorted(tasks, key=lambda task: -task.size)
                     }
-                finally:  # a Ctrl-C until now is raised here
+                finally:  # a Ctrl-C received meanwhile is raised here
                     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
                 for future in concurrent.futures.as_completed(futures.values()):
                     future.result()
@@ -233,8 +237,8 @@ def _run(
                 pool.shutdown(wait=True, cancel_futures=True)
                 if isinstance(error, concurrent.futures.process.BrokenProcessPool):
                     raise OSError(
-                        "a worker process ended by itself, killed perhaps for want of memory. Finished shards are "
-                        "kept: run the same command again, with fewer --workers if memory is short."
+                        "a worker process died, perhaps killed because memory ran out. Finished shards are kept: run "
+                        "the same command again to resume, with fewer --workers if memory is short."
                     ) from None
                 raise
         return [facts for task in tasks for facts in futures[task.number].result()]
@@ -281,7 +285,7 @@ def _manifest(
 
 
 def _write_manifest(folder: pathlib.Path, manifest: dict[str, Any], *, facts: Sequence[dict[str, Any]]) -> None:
-    """Writes into DIR/.building what the end needs, so that a kill during the renames loses nothing."""
+    """Writes renames and manifest into DIR/.building, so that a kill during the renames loses nothing."""
     filled = [shard["name"] for shard in facts if shard["documents"]]
     renames = [[old, shard["name"]] for old, shard in zip(filled, manifest["shards"], strict=True)]
     shards.write_whole(folder / _RENAMES, json.dumps(renames).encode())
@@ -293,7 +297,7 @@ def _put_in_place(out: pathlib.Path, folder: pathlib.Path) -> dict[str, Any]:
     path = folder / _RENAMES
     renames = parse_json(path.read_bytes(), where=str(path), kind=list)
     if not all(isinstance(pair, list) and len(pair) == 2 for pair in renames):
-        raise ValueError(f"{path} is damaged; remove {out} and build again.")
+        raise ValueError(f"{path} is damaged; remove {out} and build the dataset again.")
     for old, new in renames:
         for name in (old, new):
             check_name(name, str(path))
@@ -310,41 +314,42 @@ def _put_in_place(out: pathlib.Path, folder: pathlib.Path) -> dict[str, Any]:
     return read_json(out / MANIFEST_NAME)
 
 
-def shown(stream: TextIO) -> Callable[[Shared, int], Progress]:
-    """Returns the `watch` of `build` that shows on `stream` how far it is."""
+def progress_on(stream: TextIO) -> Callable[[Shared, int], Progress]:
+    """Returns the `watch` of `build` that shows its progress on `stream`."""
 
     def watch(shared: Shared, input_bytes: int) -> Progress:
-        def ask() -> tuple[float, str]:
+        def read() -> tuple[float, str]:
             counts = dict(zip(COUNTS, shared.counts[:], strict=True))
-            words = f"{counts['documents']:,} documents  {size(counts['bytes'])}"
-            words += f"  {counts['tokens'] / 1e6:,.1f} M tokens" if counts["tokens"] else ""
-            words += f"  {counts['bad_records']:,} bad records" if counts["bad_records"] else ""
-            return min(shared.input_bytes.value / max(input_bytes, 1), 1.0), words
+            text = f"{counts['documents']:,} documents  {size(counts['bytes'])}"
+            text += f"  {counts['tokens'] / 1e6:,.1f} M tokens" if counts["tokens"] else ""
+            text += f"  {counts['bad_records']:,} bad records" if counts["bad_records"] else ""
+            return min(shared.input_bytes.value / max(input_bytes, 1), 1.0), text
 
-        return Progress(ask, stream=stream)
+        return Progress(read, stream=stream)
 
     return watch
 
 
-def summary(built: Built, *, out: pathlib.Path, passed_s: float) -> str:
-    """Returns what a person is told at the end."""
-    manifest = built.manifest
+def summary(result: BuildResult, *, out: pathlib.Path, elapsed_s: float) -> str:
+    """Returns the lines that the command prints at the end."""
+    manifest = result.manifest
     what = f"{manifest['documents']:,} documents, {size(manifest['bytes'])} of text"
     if manifest["tokens"] is not None:
         per_byte = manifest["tokens"] / manifest["bytes"]
-        what += f", {manifest['tokens']:,} tokens ({per_byte:.3f} a byte)"
-    speed = "" if built.was_complete else f" in {duration(passed_s)}"
+        what += f", {manifest['tokens']:,} tokens ({per_byte:.3f} per byte)"
+    time = "" if result.was_complete else f" in {duration(elapsed_s)}"
     lines = [
-        f"{out} {'is complete' if built.was_complete else 'built'}: {what}, {len(manifest['shards'])} shards{speed}"
+        f"{out} {'is complete' if result.was_complete else 'built'}: {what}, {len(manifest['shards'])} shards{time}"
     ]
     if manifest["bad_records"]:
-        lines.append(f"left out {manifest['bad_records']:,} bad records{', such as' if built.bad else ''}")
-        lines += [f"  {message}" for message in built.bad[:5]]
-    lines += [built.passed_over] if built.passed_over else []
+        lines.append(f"skipped {manifest['bad_records']:,} bad records{', such as' if result.bad else ''}")
+        lines += [f"  {message}" for message in result.bad[:5]]
+    lines += [result.ignored] if result.ignored else []
     if manifest["documents"] < _FEW_DOCUMENTS:
         lines.append(
-            f"few documents: each row of a batch reads its own, so data.batch_size can be {manifest['documents']} at "
-            "most. A .txt or .md file is one document: split the text into more files, or write JSONL."
+            f"few documents: each row of a batch reads documents of its own, so data.batch_size can be at most "
+            f"{manifest['documents']}. A .txt or .md file is one document: split the text into more files, or "
+            "use JSONL."
         )
     hint = f"train on it with --config.data.train={out}"
     if manifest["kind"] == "tokens":

@@ -1,11 +1,9 @@
-"""One task of a build: neighbouring inputs to consecutive shards, going on where a killed one stopped.
+"""One task of a build: converts neighbouring inputs to consecutive shards, and resumes where a killed one stopped.
 
 A task reads its inputs in order in the thread that also writes, and encodes in threads (SentencePiece releases the GIL)
-a bounded number of documents ahead. Beside each finished shard lies NAME.json: its counts, size and hash, and the place
-in the inputs after it, and the plan of its build, written last. So a shard with a NAME.json that agrees with it and
-with the plan is finished, and nothing else is.
-
-Owns that. Refuses to know which tasks there are, and what becomes of their shards.
+a bounded number of documents ahead. Beside each finished shard is NAME.json, written last: its counts, size and hash,
+the place in the inputs after it, and the plan of its build. Only a shard whose NAME.json agrees with it and with the
+plan is finished.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hlat_jax.data.build import inputs, shards
-from hlat_jax.data.build.workers import COUNTS, Shared, Stopped
+from hlat_jax.data.build.workers import COUNTS, Shared, Stopped, shared_of_worker
 from hlat_jax.data.formats.files import SHARD_SUFFIX
 from hlat_jax.data.formats.records import BadRecord
 from hlat_jax.data.tokenizer import Tokenizer
@@ -35,7 +33,7 @@ _BAD_SHOWN = 10
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What a build is asked for; `tokenizer` is a path, or empty for text, and `on_bad_record` is raise or skip."""
+    """Options of a build; `tokenizer` is a path, or empty to store text, and `on_bad_record` is raise or skip."""
 
     text_field: str = "text"
     tokenizer: str = ""
@@ -46,11 +44,11 @@ class Options:
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """Neighbouring inputs that one process turns into the shards task-NNNNN.0000, task-NNNNN.0001, ..."""
+    """Neighbouring inputs that one process converts to the shards task-NNNNN.0000, task-NNNNN.0001, ..."""
 
     number: int
     inputs: tuple[inputs.Input, ...]
-    plan_hash: str  # of the build: shards of another one are never taken for this task's
+    plan_hash: str  # of the build, so that shards of another build are never taken for this task's
 
     @property
     def size(self) -> int:
@@ -58,12 +56,12 @@ class Task:
         return sum(input_.size for input_ in self.inputs)
 
     def shard_path(self, folder: pathlib.Path, shard: int) -> pathlib.Path:
-        """Returns where one shard lies while the build goes on."""
+        """Returns the path of one shard until the build is complete."""
         return folder / f"task-{self.number:05d}.{shard:04d}{SHARD_SUFFIX}"
 
 
 def run(task: Task, *, folder: pathlib.Path, options: Options, shared: Shared) -> list[dict[str, Any]]:
-    """Returns the facts of every shard of the task, the finished ones of an earlier run among them.
+    """Returns the facts of every shard of the task, including those that an earlier run finished.
 
     Raises:
       ValueError: a bad record (on_bad_record="raise"), or an input that cannot be read.
@@ -81,8 +79,13 @@ def run(task: Task, *, folder: pathlib.Path, options: Options, shared: Shared) -
     return finished
 
 
+def run_in_worker(task: Task, folder: pathlib.Path, options: Options) -> list[dict[str, Any]]:
+    """Runs a task in a process that workers.start_worker has prepared."""
+    return run(task, folder=folder, options=options, shared=shared_of_worker())
+
+
 def finished_shards(task: Task, *, folder: pathlib.Path, options: Options) -> list[dict[str, Any]]:
-    """Returns the facts of the shards that an earlier run finished, up to the first that is not as it was written.
+    """Returns the facts of the shards that an earlier run finished, up to the first that is missing or damaged.
 
     With on_bad_record="raise", a shard for which a bad record was skipped is not finished.
     """
@@ -110,14 +113,14 @@ def _facts_path(path: pathlib.Path) -> pathlib.Path:
 
 
 class _Item(NamedTuple):
-    """One record of the inputs: `place` is (number of its input in the task, how many of its records are then read)."""
+    """One record of the inputs: `place` is (number of its input in the task, records of that input read so far)."""
 
     place: tuple[int, int]
     document: str | BadRecord
 
 
 class _Done(NamedTuple):
-    """What became of a record: a document as it is stored, or why it is none."""
+    """A record after encoding: a document as it is stored, or why it is bad."""
 
     place: tuple[int, int]
     encoded: shards.Encoded | None
@@ -125,11 +128,13 @@ class _Done(NamedTuple):
 
 
 class _OpenShard:
-    """A shard being written, and the facts that it will have."""
+    """A shard being written, and its facts so far."""
 
     def __init__(self, task: Task, number: int, *, folder: pathlib.Path, dtype: np.dtype | None):
         self._task, self._path, self._dtype = task, task.shard_path(folder, number), dtype
-        self._writer: shards.ShardWriter | None = None  # made with the first document: no file without any
+        self._writer: shards.ShardWriter | None = (
+            None  # opened at the first document: a shard without documents has no file
+        )
         self._content, self._place = 0, (0, 0)
         self.num_bytes = 0
         self._sources: dict[int, dict[str, int]] = {}
@@ -165,7 +170,7 @@ class _OpenShard:
         return facts
 
     def discard(self) -> None:
-        """Removes a shard that is not closed."""
+        """Removes a shard that was not closed."""
         if self._writer is not None:
             self._writer.discard()
 
@@ -173,7 +178,7 @@ class _OpenShard:
 def _write_shards(
     task: Task, finished: list[dict[str, Any]], *, folder: pathlib.Path, options: Options, shared: Shared
 ) -> list[dict[str, Any]]:
-    """Returns the facts of the shards that were not finished before, written now."""
+    """Writes the shards that were not finished before, and returns their facts."""
     tokenizer = Tokenizer(options.tokenizer) if options.tokenizer else None
     dtype = None if tokenizer is None else shards.id_dtype(tokenizer.vocab_size)
     start = tuple(finished[-1]["position"]) if finished else (0, 0)
@@ -202,7 +207,7 @@ def _write_shards(
 
 
 def _items(task: Task, *, start: tuple[int, int], options: Options, shared: Shared) -> Iterator[_Item]:
-    """Yields the records of a task from a place on; raises at a bad one if that is asked for."""
+    """Yields the records of a task after `start`; raises at a bad one with on_bad_record="raise"."""
     shared.add_input_bytes(sum(input_.size for input_ in task.inputs[: start[0]]))
     for number, input_ in enumerate(task.inputs[start[0] :], start[0]):
         uncounted = input_.size
@@ -211,9 +216,9 @@ def _items(task: Task, *, start: tuple[int, int], options: Options, shared: Shar
             count += 1  # noqa: SIM113 - enumerate would keep a document while the next one is read
             if isinstance(document, BadRecord):
                 if options.on_bad_record == "raise":
-                    raise document.said_by_a_command()
+                    raise document.for_command()
             else:
-                counted = min(len(document), uncounted)  # the text is about what the file holds, or more if compressed
+                counted = min(len(document), uncounted)  # a file holds about as many bytes, fewer if compressed
                 uncounted -= counted
                 shared.add_input_bytes(counted)
             if number > start[0] or count > start[1]:
@@ -238,9 +243,9 @@ def _encoded_ahead(
     pool: concurrent.futures.Executor,
     shared: Shared,
 ) -> Iterator[_Block]:
-    """Yields blocks of items in order, each encoded by a thread; memory holds a block or so a thread.
+    """Yields blocks of items in order, each encoded by a thread; memory holds about one block per thread.
 
-    Behind a long document nothing is read before it is written.
+    Nothing is read after a long document until that document is written.
     """
     pending: collections.deque[tuple[concurrent.futures.Future, int]] = collections.deque()
     ahead_chars = 0
@@ -272,7 +277,7 @@ def _blocks(items: Iterator[_Item]) -> Iterator[tuple[list[_Item], int]]:
 
 
 def _encoded_block(block: list[_Item], encode: Callable[[str], shards.Encoded]) -> _Block:
-    """Returns what became of the items, which are taken out of `block`: a long text is let go of once it is encoded."""
+    """Returns the items encoded, taking each out of `block` so that a long text is freed once it is encoded."""
     done = []
     block.reverse()
     while block:

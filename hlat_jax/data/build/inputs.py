@@ -1,13 +1,9 @@
-"""What the data commands read: files in order, and the documents of each one after another.
-
-Owns the one place where `build`, `tokenizer` and their kind read text. Refuses to know formats: streaming does.
-"""
+"""Inputs of `build` and `tokenizer`: files in order, and the documents of each in order."""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
-import itertools
 import pathlib
 from collections.abc import Iterator, Sequence
 
@@ -22,10 +18,10 @@ class Input:
     """One file, or the folder of a built dataset.
 
     Attributes:
-      file: as streaming takes it.
-      size: bytes on the disk; of a dataset, its bytes of text.
-      fingerprint: 32 hex digits that change when the input does, or a local file is written again.
-      number: its place among the inputs.
+      file: for streaming.iter_documents.
+      size: bytes on disk; for a dataset, bytes of text.
+      fingerprint: 32 hex digits that change with the content, or when a local file is rewritten.
+      number: its index among the inputs.
     """
 
     file: files.DataFile
@@ -39,11 +35,11 @@ def find(words: Sequence[str]) -> paths.Found:
     return paths.find_files(words, key=KEY, allow_compressed=True)
 
 
-def opened(found: paths.Found) -> list[Input]:
+def open_inputs(found: paths.Found) -> list[Input]:
     """Returns the inputs in the order in which training would read them.
 
     Raises:
-      ValueError: a file that cannot be read; a dataset that is damaged, or of token ids, whose text is gone.
+      ValueError: a file that cannot be read; a dataset that is damaged, or holds token ids instead of text.
     """
     inputs: list[Input] = []
     for file in found.files:
@@ -53,29 +49,22 @@ def opened(found: paths.Found) -> list[Input]:
 
 
 def names(inputs: Sequence[Input]) -> list[str]:
-    """Returns a name for each input, for people: file names, or paths where file names alone are not distinct."""
+    """Returns a name for each input: file names, or paths where file names alone are not distinct."""
     short = [input_.file.name for input_ in inputs]
     return short if len(set(short)) == len(short) else [input_.file.where for input_ in inputs]
 
 
 def read(input_: Input, *, text_field: str) -> Iterator[str | BadRecord]:
-    """Yields the documents of one input in order; in place of one that cannot be used, what is wrong with it.
+    """Yields the documents of one input in order; for one that cannot be used, the BadRecord that says why.
 
-    Memory holds one document and what the format reads at once.
+    Memory holds one document, and what the format decodes at a time.
 
     Raises:
-      ValueError: trouble of the whole file, such as a missing column or a truncated end.
+      ValueError: an error of the whole file, such as a missing column or a truncated end.
     """
-    documents = streaming.iter_documents(input_.file, text_field=text_field)
-    while True:
-        try:
-            found = [text for text, _ in itertools.islice(documents, 1)]
-        except BadRecord as error:
-            yield error
-            continue
-        if not found:
-            return
-        yield found.pop()  # not kept here while the next one is read
+    for text, _ in streaming.iter_documents(input_.file, text_field=text_field):
+        yield text
+        del text  # not kept here while the next one is read
 
 
 def _file_facts(file: files.DataFile) -> tuple[int, str]:
@@ -86,5 +75,5 @@ def _file_facts(file: files.DataFile) -> tuple[int, str]:
 def _built_facts(file: files.DataFile) -> tuple[int, str]:
     manifest = built.read_manifest(file)
     if manifest.kind != "text":
-        raise ValueError(f"{KEY}: {file} holds token ids, not text; build from the text it was built from.")
+        raise ValueError(f"{KEY}: {file} holds token ids, not text; give the text it was built from.")
     return manifest.bytes, files.fingerprint(pathlib.Path(file) / files.MANIFEST_NAME)

@@ -1,8 +1,8 @@
-"""`python -m hlat_jax.data peek --config=NAME --step=N [--row=R]`: the text that a step trains, or trained, on.
+"""`python -m hlat_jax.data peek --config=NAME --step=N [--row=R]`: prints the text that a step trains, or trained, on.
 
-Begins at the nearest position that the run has kept and goes through the batches between, or computes the place where
-token ids are stored. Owns what is printed. Writes nothing in the run folder but the line index of a JSONL file that is
-new there or changed, if the run keeps such indices and may be written to.
+Starts at the nearest position that the run recorded and replays the batches in between, or computes the position where
+token ids are stored. Writes nothing in the run folder but the line index of a JSONL file that is new there or changed,
+if the run keeps such indices and the folder is writable.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from absl import flags
 
 from hlat_jax import config as config_lib
 from hlat_jax.data import packing, positions
-from hlat_jax.data.loader import TrainBatches, batch_hash, batch_of
+from hlat_jax.data.loader import TrainBatches, batch_hash, make_batch
 from hlat_jax.data.streams import Definition
 from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.host import flags as flags_lib
@@ -25,22 +25,22 @@ from hlat_jax.store.metrics import ROWS_FILE, read_rows
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints one step's batch as the command line says; returns the exit code."""
+    """Prints the batch of one step; returns the exit code."""
     mutable, values = flags_lib.parse(argv, _define)
     config = resolve(mutable)
     workdir = pathlib.Path(values.workdir or f"runs/{config.name}")
     if values.step is None or values.step < 1:
-        raise ValueError("--step=N is missing; give a step from 1 on: step N trains on batch N.")
+        raise ValueError("--step=N is missing; give a step of at least 1: step N trains on batch N.")
     if values.row is not None and not 0 <= values.row < config.data.batch_size:
-        raise ValueError(f"--row={values.row} must lie in 0 .. data.batch_size - 1 = {config.data.batch_size - 1}.")
+        raise ValueError(f"--row={values.row} must be in 0 .. data.batch_size - 1 = {config.data.batch_size - 1}.")
     return peek(config, workdir, step=values.step, row=values.row)
 
 
 def peek(config: config_lib.Config, workdir: pathlib.Path, *, step: int, row: int | None) -> int:
-    """Prints row `row` (None: all) of the batch of `step`, documents and text; returns 1 when it was another batch.
+    """Prints the documents of row `row` (None: all) of the batch of `step`; returns 1 if the run trained on another.
 
     Raises:
-      ValueError: data or tokenizer that cannot be opened, or a run folder of other data.
+      ValueError: data or tokenizer that cannot be opened, or a run folder that belongs to other data.
     """
     data = config.data
     tokenizer = Tokenizer(data.tokenizer, vocab_size=config.model.vocab_size)
@@ -48,10 +48,10 @@ def peek(config: config_lib.Config, workdir: pathlib.Path, *, step: int, row: in
     index = workdir / INDEX_FOLDER
     batches = TrainBatches(data, tokenizer=tokenizer, rows=rows, index_folder=index if index.is_dir() else None)
     try:
-        is_compared = positions.is_compared(workdir, step - 1, data_identity=batches.definition.identity)
+        is_known = positions.check_identity(workdir, step - 1, data_identity=batches.definition.identity)
         print(f"step {step} of {config.name}: {data.batch_size} rows of {data.seq_len} tokens, packing {data.packing}")
-        if not is_compared:
-            print(f"run: {workdir} keeps no position or checkpoint, so nothing of a run is there to compare with")
+        if not is_known:
+            print(f"run: {workdir} has no position or checkpoint, so there is no run to compare with")
         replayed = _go_to(batches, workdir, step=step, data=data)
         for _ in range(replayed):
             batches.next_rows()
@@ -61,12 +61,12 @@ def peek(config: config_lib.Config, workdir: pathlib.Path, *, step: int, row: in
     for number, (source, packed) in zip(rows, made, strict=True):
         print_row(packed, row=number, source=source, definition=batches.definition, tokenizer=tokenizer)
     if row is not None:
-        return 0  # the hash of a step is that of all its rows
-    return _compare(batch_hash(batch_of([packed for _, packed in made]), rows=rows), workdir, step)
+        return 0  # the hash of a step covers all its rows
+    return _compare(batch_hash(make_batch([packed for _, packed in made]), rows=rows), workdir, step)
 
 
 def _go_to(batches: TrainBatches, workdir: pathlib.Path, *, step: int, data: config_lib.DataConfig) -> int:
-    """Moves to the nearest known place before batch `step`; returns how many batches lie between, and says so."""
+    """Moves to the nearest known position before batch `step`; returns how many batches are to be replayed."""
     definition, before = batches.definition, step - 1
     lengths = [source.documents.token_lengths() for source in definition.sources]
     kept = positions.nearest(workdir, before, data_identity=definition.identity)
@@ -74,14 +74,12 @@ def _go_to(batches: TrainBatches, workdir: pathlib.Path, *, step: int, data: con
         options = {"batch": before, "seq_len": data.seq_len, "lengths": lengths}
         begins = [None if kept is None else kept[1][row] for row in batches.rows]
         rows = zip(batches.rows, begins, strict=True)
-        batches.set_state(
-            np.stack([positions.computed(definition, row, start=start, **options) for row, start in rows])
-        )
-        since = f" (from step {kept[0]} on, {kept[2]})" if kept else ""
+        batches.set_state(np.stack([positions.compute(definition, row, start=start, **options) for row, start in rows]))
+        since = f" (starting at step {kept[0]}, {kept[2]})" if kept else ""
         print(f"position: computed from the lengths of the stored ids{since}, nothing to replay")
         return 0
     if kept is None:
-        print(f"position: the beginning (none is kept in {workdir}), replaying {_batches(before)}", flush=True)
+        print(f"position: the beginning (none is recorded in {workdir}), replaying {_batches(before)}", flush=True)
         return before
     at, position, path = kept
     batches.set_state(position[list(batches.rows)])
@@ -94,7 +92,7 @@ def _batches(count: int) -> str:
 
 
 def print_row(packed: packing.Row, *, row: int, source: int, definition: Definition, tokenizer: Tokenizer) -> None:
-    """Prints one row: a line for each document or part of one, then its text, EOS as </s>."""
+    """Prints one row: for each document or part of one a line, then its text with EOS as </s>."""
     opened = definition.sources[source]
     used = sum(span.stop - span.start for span in packed.spans)
     padding = f", {len(packed.tokens) - used} tokens of padding" if used < len(packed.tokens) else ""
@@ -104,8 +102,8 @@ def print_row(packed: packing.Row, *, row: int, source: int, definition: Definit
         ids = packed.tokens[span.start : span.stop]
         last = span.token + len(ids) - 1
         print(
-            f"--- document {number} ({opened.documents.locate(number)}), epoch {span.epoch}, its tokens "
-            f"{span.token} to {last}, at {span.start} to {span.stop - 1} of the row"
+            f"--- document {number} ({opened.documents.locate(number)}), epoch {span.epoch}, tokens {span.token} to "
+            f"{last}, at {span.start} to {span.stop - 1} of the row"
         )
         print(text_of(ids, tokenizer=tokenizer, begins=span.token == 0))
 
@@ -113,12 +111,12 @@ def print_row(packed: packing.Row, *, row: int, source: int, definition: Definit
 def text_of(ids: np.ndarray, *, tokenizer: Tokenizer, begins: bool) -> str:
     """Returns the text of consecutive tokens of a document, </s> for each EOS; `begins`: the first begins the document.
 
-    A character of which only some bytes are in the row shows as U+FFFD.
+    A character of which only some bytes are in the row is shown as U+FFFD.
     """
     cuts = (np.flatnonzero(ids == tokenizer.eos_id) + 1).tolist()
     parts = np.split(ids, cuts)
     texts = []
-    # a model that puts a space before each text takes it away again when it decodes, though here it may be a real one
+    # a model that adds a space before each text removes it when it decodes, but here that space may be in the text
     anchor = tokenizer.encode("a")
     taken = len(tokenizer.decode(anchor))
     for number, part in enumerate(parts):
@@ -128,18 +126,18 @@ def text_of(ids: np.ndarray, *, tokenizer: Tokenizer, begins: bool) -> str:
 
 
 def _compare(found: str, workdir: pathlib.Path, step: int) -> int:
-    """Says whether the run trained on this batch; returns the exit code."""
+    """Prints whether the run trained on this batch; returns the exit code."""
     path = workdir / ROWS_FILE
     rows = [row for row in read_rows(path) if row["step"] == step and "batch_hash" in row] if path.exists() else []
     if not rows:
         print(f"\nbatch {found}; {path} has no row of step {step} to compare it with")
         return 0
     same = rows[-1]["batch_hash"] == found
-    print(f"\nbatch {found}: {'the one' if same else 'NOT the one'} that {path} has for step {step}")
+    print(f"\nbatch {found}: {'the same as' if same else 'NOT the same as'} in {path} for step {step}")
     return 0 if same else 1
 
 
 def _define(values: flags.FlagValues) -> None:
-    flags.DEFINE_integer("step", None, "The step, from 1 on, whose batch is shown.", flag_values=values)
+    flags.DEFINE_integer("step", None, "The step, at least 1, whose batch is shown.", flag_values=values)
     flags.DEFINE_integer("row", None, "Only this row of the batch.", flag_values=values)
     flags.DEFINE_string("workdir", "", "Run folder; default runs/NAME.", flag_values=values)

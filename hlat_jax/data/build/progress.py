@@ -1,7 +1,4 @@
-"""How far a long command is, for a person: a bar that is redrawn on a terminal, a line now and then elsewhere.
-
-Owns the drawing. Refuses to count: it is given a function to ask.
-"""
+"""Progress of a long command: a bar on a terminal, a line every 30 s elsewhere."""
 
 from __future__ import annotations
 
@@ -17,25 +14,25 @@ _REDRAW_S = 0.2
 _LINE_S = 30.0
 
 
-class Told:
-    """What work says of itself in passing, to be asked by a Progress: the share done, in 0 .. 1, and words."""
+class Status:
+    """What a command updates while it works and a Progress shows: the share done, in 0 .. 1, and a text."""
 
     def __init__(self):
-        self.share, self.words = 0.0, ""
+        self.share, self.text = 0.0, ""
 
     def __call__(self) -> tuple[float, str]:
-        return self.share, self.words
+        return self.share, self.text
 
 
 class Progress:
-    """A context that shows what `ask` returns, (share done in 0 .. 1, words), from a thread of its own.
+    """A context that shows what `read` returns, (share done in 0 .. 1, text), from a thread of its own.
 
     On a terminal the line is redrawn in place and erased at the end; elsewhere a line is printed every 30 s, so that
-    short work prints nothing.
+    a short command prints nothing.
     """
 
-    def __init__(self, ask: Callable[[], tuple[float, str]], *, stream: TextIO, line_s: float = _LINE_S):
-        self._ask, self._stream = ask, stream
+    def __init__(self, read: Callable[[], tuple[float, str]], *, stream: TextIO, line_s: float = _LINE_S):
+        self._read, self._stream = read, stream
         self._is_terminal = stream.isatty()
         self._every_s = _REDRAW_S if self._is_terminal else line_s
         self._ended = threading.Event()
@@ -54,19 +51,19 @@ class Progress:
 
     def _show(self) -> None:
         while not self._ended.wait(self._every_s):
-            share, words = self._ask()
-            line = f"{share:4.0%}  {words}  {_remaining(share, time.monotonic() - self._start_s)}"
+            share, text = self._read()
+            line = f"{share:4.0%}  {text}  {_remaining(share, time.monotonic() - self._start_s)}"
             if self._is_terminal:
                 filled = int(share * _BAR_CHARS)
                 line = f"\r[{'#' * filled}{'.' * (_BAR_CHARS - filled)}] {line}\x1b[K"
             print(line, end="" if self._is_terminal else "\n", file=self._stream, flush=True)
 
 
-def _remaining(share: float, passed_s: float) -> str:
-    """Returns the time left at the speed so far; nothing before there is a speed."""
+def _remaining(share: float, elapsed_s: float) -> str:
+    """Returns the time left at the speed so far; "" until there is one."""
     if share < 0.01 or share >= 1:
         return ""
-    left_s = passed_s * (1 - share) / share
+    left_s = elapsed_s * (1 - share) / share
     return f"{duration(left_s)} left"
 
 

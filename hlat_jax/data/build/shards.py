@@ -1,17 +1,15 @@
-"""Shards of a built dataset: documents to ArrayRecord files, and the facts by which a finished shard is known.
+"""Writing shards of a built dataset: documents to ArrayRecord files, and the facts that identify a finished shard.
 
-Owns the bytes of a shard and the hash of its content. Refuses to know where documents come from and who writes when.
-
-kind "text": a record is one document, its UTF-8; a document of more than 4 Mi characters is cut into records of so
-many, for whoever writes or reads a record holds it several times. kind "tokens": a record is a block of whole
-consecutive documents of about 32,768 ids: little-endian uint32 (number of documents n, bytes an id 2 or 4, n lengths),
-then the ids. Which documents share a record depends on their lengths alone, so the bytes of a shard do not depend on
-who wrote it.
+kind "text": a record is one document in UTF-8; a document of more than 4 Mi characters is cut into several, because
+writing or reading a record holds it several times. kind "tokens": a record is a block of whole consecutive documents of
+about 32,768 ids: little-endian uint32 (number of documents n, bytes per id 2 or 4, n lengths), then the ids. Which
+documents share a record depends on their lengths alone, so the bytes of a shard do not depend on the number of workers.
 """
 
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 import pathlib
 from collections.abc import Iterable
@@ -22,6 +20,7 @@ from array_record.python import array_record_module
 
 from hlat_jax.data import packing
 from hlat_jax.data.formats.built import index_path
+from hlat_jax.data.formats.files import DataFile, content_hash
 from hlat_jax.store import atomic_files
 
 RECORD_IDS = 32_768
@@ -34,7 +33,7 @@ _PRIME, _BASE = (1 << 127) - 1, 0x2545F4914F6CDD1D9E3779B97F4A7C15
 
 
 class Encoded(NamedTuple):
-    """One document as it is stored; `digest` is of its text, `data` is records of UTF-8, or ids as uint16 or uint32."""
+    """One document as it is stored: `digest` of its text, and `data`, records of UTF-8 or ids as uint16 or uint32."""
 
     num_bytes: int
     digest: int
@@ -52,13 +51,13 @@ def encode_text(text: str) -> Encoded:
 
 
 def encode_tokens(text: str, *, tokenizer: Any, max_chars: int) -> Encoded:
-    """Returns a document of kind "tokens": the ids that packing.document_tokens gives, EOS included.
+    """Returns a document of kind "tokens": the ids that packing.document_tokens yields, with EOS.
 
     Raises:
       ValueError: an id outside the tokenizer's vocabulary.
     """
     digest, num_bytes = hashlib.blake2b(digest_size=16), 0
-    for start in range(0, len(text), _HASH_CHARS):  # in blocks: a copy of a 200 MB document is worth avoiding
+    for start in range(0, len(text), _HASH_CHARS):  # in blocks: a copy of a long document would double it
         raw = text[start : start + _HASH_CHARS].encode("utf-8")
         digest.update(raw)
         num_bytes += len(raw)
@@ -73,7 +72,7 @@ def encode_tokens(text: str, *, tokenizer: Any, max_chars: int) -> Encoded:
 
 
 def id_dtype(vocab_size: int) -> np.dtype:
-    """Returns the little-endian type in which ids of a vocabulary are stored: two bytes if they suffice."""
+    """Returns the little-endian dtype in which ids of a vocabulary are stored: two bytes where they suffice."""
     return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
 
 
@@ -82,12 +81,12 @@ def _number(digest: Any) -> int:
 
 
 def appended_hash(value: int, digest: int) -> int:
-    """Returns the content hash of documents whose hash is `value` followed by one of `digest`; of none it is 0."""
+    """Returns the content hash of documents whose hash is `value`, followed by one of `digest`; it starts at 0."""
     return (value * _BASE + digest) % _PRIME
 
 
 def joined_hash(parts: Iterable[tuple[int, int]]) -> str:
-    """Returns 32 hex digits of consecutive parts (hash, number of documents): the same however they were divided."""
+    """Returns 32 hex digits for consecutive parts (hash, number of documents), however they were divided."""
     total = 0
     for value, num_documents in parts:
         total = (total * pow(_BASE, num_documents, _PRIME) + value) % _PRIME
@@ -95,22 +94,16 @@ def joined_hash(parts: Iterable[tuple[int, int]]) -> str:
 
 
 def disk_error(path: pathlib.Path, error: BaseException) -> OSError:
-    """Returns what is said when a file of a build cannot be written."""
+    """Returns the error for a file of a build that cannot be written."""
     reason = "No space left on device" if "No space left" in str(error) else str(error)
     return OSError(
-        f"cannot write {path}: {reason}. Finished shards are kept: free space, or mend the disk, and run the same "
-        "command again."
+        f"cannot write {path}: {reason}. Finished shards are kept: free space or fix the disk, then run the same "
+        "command again to resume."
     )
 
 
-def file_hash(path: pathlib.Path) -> str:
-    """Returns 32 hex digits of a whole file."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
-
-
 def write_whole(path: pathlib.Path, content: bytes) -> None:
-    """Writes a small file so that it is there whole or not at all.
+    """Writes a small file atomically.
 
     Raises:
       OSError: see disk_error.
@@ -122,20 +115,22 @@ def write_whole(path: pathlib.Path, content: bytes) -> None:
 
 
 def is_intact(path: pathlib.Path, facts: dict[str, Any]) -> bool:
-    """Returns whether a shard, and its index, are what `ShardWriter.close` said of them."""
+    """Returns whether a shard and its index still have the hashes that `ShardWriter.close` returned."""
     hashes = {path: facts["blake2b"]}
     if facts["index_blake2b"] is not None:
         hashes[index_path(path)] = facts["index_blake2b"]
     try:
-        return path.stat().st_size == facts["file_bytes"] and all(file_hash(p) == h for p, h in hashes.items())
+        if path.stat().st_size != facts["file_bytes"]:
+            return False
+        return all(content_hash(DataFile(file)) == expected for file, expected in hashes.items())
     except FileNotFoundError:
         return False
 
 
 class ShardWriter:
-    """One ArrayRecord file being written under a name of its own; `close` puts it, and its index, in place whole.
+    """One ArrayRecord file being written under a temporary name; `close` renames it and its index into place.
 
-    `dtype` is that of the ids, or None for text. A writer that is not closed is to be dropped with `discard`.
+    `dtype` is that of the ids, or None for text. A writer that is not closed must be discarded with `discard`.
 
     Raises:
       OSError: the disk is full or broken, from any method.
@@ -174,7 +169,7 @@ class ShardWriter:
     def close(self) -> dict[str, Any]:
         """Puts the shard in place; returns its file_bytes, blake2b, index_blake2b (None for text) and long documents.
 
-        A reader never sees half a shard: both files are on the disk before the data file takes its name.
+        A reader never sees a partial shard: both files are fsynced before the data file is renamed.
         """
         if self._block:
             self._flush()
@@ -183,7 +178,7 @@ class ShardWriter:
             with self._partial.open("rb") as file:
                 os.fsync(file.fileno())
             self._check_complete()
-            facts = {"file_bytes": self._partial.stat().st_size, "blake2b": file_hash(self._partial)}
+            facts = {"file_bytes": self._partial.stat().st_size, "blake2b": content_hash(DataFile(self._partial))}
             facts["index_blake2b"] = None if self._dtype is None else self._write_index()
             facts["long"] = self._long
             os.replace(self._partial, self.path)
@@ -194,7 +189,7 @@ class ShardWriter:
         return facts
 
     def discard(self) -> None:
-        """Removes what was written; the disk has its space again."""
+        """Removes what was written."""
         self._partial.unlink(missing_ok=True)
 
     def _write(self, record: bytes) -> None:
@@ -220,15 +215,11 @@ class ShardWriter:
 
     def _write_index(self) -> str:
         """Puts the index in place and returns its hash."""
-        longest = max(self._lengths, default=0)
-        partial = index_path(self._partial)
-        with partial.open("wb") as file:
-            np.savez(
-                file,
-                first_document=np.asarray(self._first_document, np.int64),
-                lengths=np.asarray(self._lengths, np.int32 if longest < 1 << 31 else np.int64),
-            )
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, index_path(self.path))
-        return file_hash(index_path(self.path))
+        longest, content = max(self._lengths, default=0), io.BytesIO()
+        np.savez(
+            content,
+            first_document=np.asarray(self._first_document, np.int64),
+            lengths=np.asarray(self._lengths, np.int32 if longest < 1 << 31 else np.int64),
+        )
+        atomic_files.write_whole(index_path(self.path), content.getvalue())
+        return content_hash(DataFile(index_path(self.path)))

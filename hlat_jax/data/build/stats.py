@@ -1,26 +1,27 @@
-"""`python -m hlat_jax.data stats`: how much text a config names, in documents, bytes, tokens, and epochs of its run.
+"""`python -m hlat_jax.data stats`: the text of a config in documents, bytes and tokens, and the epochs of its run.
 
-Owns the counting and the table. Of stored token ids every count is exact; of text the documents are, and bytes and
-tokens are of a sample unless the sample holds everything.
+Counts of stored token ids are exact. Of text, documents are exact, and bytes and tokens are estimated from a sample
+unless the sample is all of the text.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from hlat_jax.config import Config
 from hlat_jax.data import mixture, packing, sources
-from hlat_jax.data.build.progress import Told, size
+from hlat_jax.data.build.progress import Status, size
 from hlat_jax.data.formats import built, paths
 from hlat_jax.data.formats.records import BadRecord
+from hlat_jax.data.order import scattered
 from hlat_jax.data.tokenizer import Tokenizer
 
-_GOLDEN = 0.6180339887498949
 _BATCH_DOCUMENTS = 64
 
 
@@ -28,7 +29,7 @@ _BATCH_DOCUMENTS = 64
 class Counts:
     """Documents, UTF-8 bytes of text and tokens (EOS counted); `error` is the relative standard error of the tokens.
 
-    `num_bad` is of the sample; `passed_over` says what the folders hold that is not read.
+    `num_bad` counts the sample; `ignored` describes the files in folders that are not read.
     """
 
     documents: int
@@ -36,7 +37,7 @@ class Counts:
     tokens: float
     error: float = 0.0
     num_bad: int = 0
-    passed_over: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
 
     def __add__(self, other: Counts) -> Counts:
         tokens = self.tokens + other.tokens
@@ -47,29 +48,29 @@ class Counts:
             tokens=tokens,
             error=error,
             num_bad=self.num_bad + other.num_bad,
-            passed_over=self.passed_over + other.passed_over,
+            ignored=self.ignored + other.ignored,
         )
 
 
-def report(config: Config, *, sample_bytes: int, told: Told | None = None) -> str:
-    """Returns the table: a row for each source of training and validation text, with epochs for the former.
+def report(config: Config, *, sample_bytes: int, status: Status | None = None) -> str:
+    """Returns a table with a row for each source of training and validation text, and epochs for the former.
 
     Epochs are the tokens that the mixture takes from a source, up to train.num_steps and to optimizer.horizon_steps,
-    over the tokens it holds. `sample_bytes` of text are tokenized of each source; 0: all of it. `told` hears how far
-    each source is.
+    over the tokens it holds. `sample_bytes` of text are tokenized of each source; 0: all of it. `status` is updated
+    meanwhile.
 
     Raises:
-      ValueError: bad data (see sources), or a dataset of another tokenizer.
+      ValueError: bad data (see sources), or a dataset built with another tokenizer.
     """
     data, tokenizer = config.data, Tokenizer(config.data.tokenizer, vocab_size=config.model.vocab_size)
     step_tokens = data.batch_size * data.seq_len
     specs = mixture.parse_sources(data.train, key="data.train")
-    stages = mixture.parse_stages(data.weights, names=tuple(specs), batch_tokens=step_tokens)
+    stages = mixture.parse_stages(data.mixture, names=tuple(specs), batch_tokens=step_tokens)
     shares_run = rows_of_steps(stages, num_steps=config.train.num_steps)
     shares_all = rows_of_steps(stages, num_steps=config.optimizer.horizon_steps)
     lines, totals = [_HEADER], Counts(0, 0, 0)
     options = {"config": config, "tokenizer": tokenizer, "sample_bytes": sample_bytes}
-    options |= {"told": Told() if told is None else told}
+    options |= {"status": Status() if status is None else status}
     for index, (name, spec) in enumerate(specs.items()):
         counts = count(spec, key="data.train", **options)
         epochs = [_epochs(shares[index] * step_tokens, counts) for shares in (shares_run, shares_all)]
@@ -87,7 +88,7 @@ def report(config: Config, *, sample_bytes: int, told: Told | None = None) -> st
 
 
 def rows_of_steps(stages: Sequence[mixture.Stage], *, num_steps: int) -> list[float]:
-    """Returns for each source how many whole batches' worth of rows the first `num_steps` batches take from it."""
+    """Returns, for each source, how many batches' worth of rows the first `num_steps` batches take from it."""
     taken, begin = [0.0] * len(stages[0].shares), 0
     for stage in stages:
         end = num_steps if stage.until_step is None else min(stage.until_step, num_steps)
@@ -97,28 +98,28 @@ def rows_of_steps(stages: Sequence[mixture.Stage], *, num_steps: int) -> list[fl
     return taken
 
 
-def count(spec: str, *, config: Config, key: str, tokenizer: Tokenizer, sample_bytes: int, told: Told) -> Counts:
-    """Returns the counts of one source: exact ones of stored ids, and an estimate from a sample of text."""
+def count(spec: str, *, config: Config, key: str, tokenizer: Tokenizer, sample_bytes: int, status: Status) -> Counts:
+    """Returns the counts of one source: exact for stored ids, estimated from a sample for text."""
     found, texts = paths.find_files(spec, key=key, text_field=config.data.text_field), []
-    total = Counts(0, 0, 0, passed_over=(f"{key}={spec}: {found.told()}.",) if found.passed_over else ())
+    total = Counts(0, 0, 0, ignored=(f"{key}={spec}: {found.describe_ignored()}.",) if found.ignored else ())
     for file in found.files:
         manifest = built.read_manifest(file) if file.is_built else None
         if manifest is None or manifest.kind == "text":
             texts.append(file)
             continue
-        built.open_built(file, key=key, tokenizer_sha256=tokenizer.sha256)  # refuses ids of another tokenizer
+        built.open_built(file, key=key, tokenizer_sha256=tokenizer.sha256)  # raises for ids of another tokenizer
         total += Counts(manifest.documents, bytes=manifest.bytes, tokens=manifest.tokens)
     if texts:
-        told.share, told.words = 0.0, f"{key}: looking for documents in {len(texts):,} files"
+        status.share, status.text = 0.0, f"{key}: indexing documents in {len(texts):,} files"
         documents = sources.open_corpus(spec, files=texts, text_field=config.data.text_field, key=key)
-        total += _sampled(documents, config=config, tokenizer=tokenizer, sample_bytes=sample_bytes, told=told)
+        total += _sampled(documents, config=config, tokenizer=tokenizer, sample_bytes=sample_bytes, status=status)
     return total
 
 
 def _sampled(
-    documents: Sequence[str], *, config: Config, tokenizer: Tokenizer, sample_bytes: int, told: Told
+    documents: Sequence[str], *, config: Config, tokenizer: Tokenizer, sample_bytes: int, status: Status
 ) -> Counts:
-    """Returns the counts of texts, from as many of them, spread evenly, as `sample_bytes` takes."""
+    """Returns the counts of texts, estimated from evenly spread ones that hold `sample_bytes`."""
 
     def measure(index: int) -> tuple[int, int] | None:
         try:
@@ -132,19 +133,20 @@ def _sampled(
 
     measured, num_bytes, num_seen = [], 0, 0
     with concurrent.futures.ThreadPoolExecutor(max(config.data.num_threads, 1)) as pool:
-        for indices in _spread(len(documents)):
+        order = scattered(len(documents))
+        while indices := list(itertools.islice(order, _BATCH_DOCUMENTS)):
             found = list(pool.map(measure, indices))
             num_seen += len(found)
             measured += [facts for facts in found if facts is not None]
             num_bytes += sum(facts[0] for facts in found if facts is not None)
-            told.share = max(num_seen / len(documents), min(num_bytes / sample_bytes, 1.0) if sample_bytes else 0.0)
-            told.words = f"tokenizing, {num_seen:,} documents  {size(num_bytes)}"
+            status.share = max(num_seen / len(documents), min(num_bytes / sample_bytes, 1.0) if sample_bytes else 0.0)
+            status.text = f"tokenizing, {num_seen:,} documents  {size(num_bytes)}"
             if sample_bytes and num_bytes >= sample_bytes:
                 break
     if not measured:
         return Counts(len(documents), bytes=0, tokens=0, num_bad=num_seen)
     sample, is_all = np.asarray(measured, np.float64), num_seen == len(documents)
-    good = len(measured) / num_seen * len(documents)  # of the documents, as far as the sample tells
+    good = len(measured) / num_seen * len(documents)  # as in the sample
     spread = sample[:, 1].std() / max(sample[:, 1].mean(), 1e-9) / math.sqrt(len(sample))
     return Counts(
         round(good),
@@ -153,15 +155,6 @@ def _sampled(
         error=0.0 if is_all else float(spread),
         num_bad=num_seen - len(measured),
     )
-
-
-def _spread(num_documents: int) -> Iterator[list[int]]:
-    """Yields every number below `num_documents` once, in groups; each beginning of them lies evenly over all."""
-    step = max(1, round(num_documents * _GOLDEN))
-    while math.gcd(step, num_documents) != 1:
-        step += 1
-    for start in range(0, num_documents, _BATCH_DOCUMENTS):
-        yield [number * step % num_documents for number in range(start, min(start + _BATCH_DOCUMENTS, num_documents))]
 
 
 _HEADER = ("source", "documents", "bytes", "tokens", "tokens/byte", "epochs in num_steps", "in horizon_steps")
@@ -204,9 +197,9 @@ def _notes(config: Config, totals: Counts) -> list[str]:
     ]
     if totals.error:
         notes.append(
-            f"~ is estimated from a sample; the standard error of the tokens is {totals.error:.1%}. --sample_mb=0 "
+            f"~ marks estimates from a sample; the standard error of the tokens is {totals.error:.1%}. --sample_mb=0 "
             "counts everything."
         )
     if totals.num_bad:
-        notes.append(f"{totals.num_bad} bad records were met and left out.")
-    return [*notes, *totals.passed_over]
+        notes.append(f"{totals.num_bad} bad records were skipped.")
+    return [*notes, *totals.ignored]

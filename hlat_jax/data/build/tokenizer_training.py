@@ -1,7 +1,7 @@
-"""`python -m hlat_jax.data tokenizer`: a SentencePiece model from a sample of the text.
+"""`python -m hlat_jax.data tokenizer`: trains a SentencePiece model on a sample of the text.
 
-Owns the sample and the options of the trainer. The model loses nothing, `decode(encode(text)) == text`, for every text
-without U+2581, the mark by which SentencePiece itself writes a space.
+The model is lossless, `decode(encode(text)) == text`, for every text without U+2581, with which SentencePiece itself
+writes a space.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import sentencepiece
 
 from hlat_jax.data.build import inputs
-from hlat_jax.data.build.progress import Told, size
+from hlat_jax.data.build.progress import Status, size
 from hlat_jax.data.formats.records import BadRecord
 from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.store.atomic_files import write_whole
@@ -30,7 +30,7 @@ _CHECK_CHARS = 1 << 20
 
 @dataclasses.dataclass(frozen=True)
 class TrainingOptions:
-    """What a tokenizer is trained to and on; `on_bad_record` is raise or skip."""
+    """Options of the training; `on_bad_record` is raise or skip."""
 
     vocab_size: int
     text_field: str = "text"
@@ -40,7 +40,7 @@ class TrainingOptions:
 
 @dataclasses.dataclass(frozen=True)
 class Trained:
-    """What was trained and how: `sampled_bytes` of `bytes` of text; tokens per byte are of the sample."""
+    """A trained tokenizer, and the text it was trained on; tokens per byte are measured on the sample."""
 
     vocab_size: int
     sha256: str
@@ -51,32 +51,36 @@ class Trained:
     tokens_per_byte: float
 
 
-def train(words: Sequence[str], *, out: pathlib.Path, options: TrainingOptions, told: Told | None = None) -> Trained:
-    """Returns facts about the SentencePiece BPE model that was trained on a sample of the inputs and written to `out`.
+def train(
+    words: Sequence[str], *, out: pathlib.Path, options: TrainingOptions, status: Status | None = None
+) -> Trained:
+    """Trains a SentencePiece BPE model on a sample of the inputs and writes it to `out`.
 
-    The sample is of pieces of about 4,096 characters, each as likely as the other; the same inputs give the same model.
-    Memory holds the sample, and the trainer's tables of its words. `told` hears how far it is.
+    The sample is uniform over pieces of about 4,096 characters; the same inputs give the same model. Memory holds the
+    sample, and the trainer's tables of its words. `status` is updated meanwhile.
 
     Raises:
-      ValueError: bad input (see sources), no text, `out` is there, or a vocabulary too small or too large for the text.
+      ValueError: bad input (see sources), no text, `out` exists, or a vocabulary too small or too large for the text.
       OSError: `out` cannot be written.
     """
     if out.suffix != ".model":
         raise ValueError(f"--out={out} must end in .model.")
     if out.exists():
-        raise ValueError(f"--out={out} is there; a run that uses it would not go on with another. Choose another name.")
+        raise ValueError(
+            f"--out={out} exists; runs that use it could not be resumed with another tokenizer. Choose another name."
+        )
     if options.vocab_size < MIN_VOCAB_SIZE:
         raise ValueError(
             f"--vocab_size={options.vocab_size} must be at least {MIN_VOCAB_SIZE}: 256 bytes and 3 controls come first."
         )
     sample = Sample(options.sample_bytes)
-    told = Told() if told is None else told
-    num_documents, num_bad = _fill(sample, words, options=options, told=told)
+    status = Status() if status is None else status
+    num_documents, num_bad = _fill(sample, words, options=options, status=status)
     pieces = sample.pieces()
     if not any(piece.strip() for piece in pieces):
         field = options.text_field
-        raise ValueError(f"the inputs hold no text ({num_documents} documents); look at --text_field={field}.")
-    told.share, told.words = 1.0, f"training on {size(sample.num_bytes)}, which does not say how far it is"
+        raise ValueError(f"the inputs hold no text ({num_documents} documents); check --text_field={field}.")
+    status.share, status.text = 1.0, f"training on {size(sample.num_bytes)}; SentencePiece reports no progress"
     serialized = train_model(pieces, vocab_size=options.vocab_size)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -95,41 +99,41 @@ def train(words: Sequence[str], *, out: pathlib.Path, options: TrainingOptions, 
 
 
 def summary(trained: Trained, *, out: pathlib.Path) -> str:
-    """Returns what a person is told of a new tokenizer."""
+    """Returns the lines that the command prints at the end."""
     lines = [
-        f"{out}: {trained.vocab_size:,} tokens, {1 / trained.tokens_per_byte:.2f} bytes of the sample a token",
+        f"{out}: {trained.vocab_size:,} tokens, {1 / trained.tokens_per_byte:.2f} bytes of the sample per token",
         f"sampled {size(trained.sampled_bytes)} of {size(trained.bytes)} in {trained.documents:,} documents",
         f"sha256 {trained.sha256}",
     ]
     if trained.bad_records:
-        lines.append(f"left out {trained.bad_records:,} bad records")
+        lines.append(f"skipped {trained.bad_records:,} bad records")
     return "\n".join(lines)
 
 
-def _fill(sample: Sample, words: Sequence[str], *, options: TrainingOptions, told: Told) -> tuple[int, int]:
-    """Offers all documents to the sample; returns how many there were, good and bad."""
+def _fill(sample: Sample, words: Sequence[str], *, options: TrainingOptions, status: Status) -> tuple[int, int]:
+    """Adds all documents to the sample; returns how many were good and bad."""
     num_documents = num_bad = 0
-    found = inputs.opened(inputs.find(words))
+    found = inputs.open_inputs(inputs.find(words))
     total_bytes = max(sum(input_.size for input_ in found), 1)
     for input_ in found:
         for document in inputs.read(input_, text_field=options.text_field):
             if isinstance(document, BadRecord):
                 if options.on_bad_record == "raise":
-                    raise document.said_by_a_command()
+                    raise document.for_command()
                 num_bad += 1
                 continue
             num_documents += 1
             sample.add(document)
-            told.share = min(sample.seen_bytes / total_bytes, 1.0)  # of compressed inputs, early
-            told.words = f"reading, {num_documents:,} documents  {size(sample.seen_bytes)}"
+            status.share = min(sample.seen_bytes / total_bytes, 1.0)  # compressed inputs reach 1 early
+            status.text = f"reading, {num_documents:,} documents  {size(sample.seen_bytes)}"
     return num_documents, num_bad
 
 
 class Sample:
     """A uniform sample of pieces of text within a budget of bytes, from any number of documents.
 
-    Each piece gets a number from a hash of its place; those with the smallest stay. So the sample depends on the
-    documents alone, and memory holds no more than the budget and one piece.
+    Each piece gets the hash of its index as a number, and those with the smallest are kept. So the sample depends on
+    the documents alone, and memory holds no more than the budget and one piece.
     """
 
     def __init__(self, max_bytes: int):
@@ -138,7 +142,7 @@ class Sample:
         self._heap: list[tuple[int, int, str, int]] = []  # (-number, place, piece, bytes): the largest number first
 
     def add(self, document: str) -> None:
-        """Offers the pieces of one document."""
+        """Adds the pieces of one document."""
         for piece in _pieces(document):
             num_bytes = len(piece.encode("utf-8"))
             digest = hashlib.blake2b(self._seen.to_bytes(8, "little"), digest_size=8).digest()
@@ -155,7 +159,7 @@ class Sample:
 
 
 def _pieces(document: str) -> Iterator[str]:
-    """Yields a document in pieces that end where a word does, if one does within a piece's length."""
+    """Yields a document in pieces that end at the end of a word, if there is one within a piece's length."""
     start = 0
     while start < len(document):
         end = start + _PIECE_CHARS
@@ -170,7 +174,7 @@ def train_model(pieces: Iterable[str], *, vocab_size: int) -> bytes:
     """Returns a serialized SentencePiece BPE model of exactly `vocab_size` tokens.
 
     Why these options: identity normalization, no dummy prefix and no removal of spaces keep every byte of the text, so
-    that bits per byte are exact and decode inverts encode; byte fallback leaves nothing unknown; a line break is a
+    that bits per byte are exact and decode inverts encode; byte fallback leaves no unknown token; a line break is a
     token of its own, so that no token crosses lines; digits are single, as Llama's; runs of spaces may be one token, as
     Llama's, which code needs. Ids as Llama's: unk 0, bos 1, eos 2, no padding.
 
@@ -209,12 +213,10 @@ def train_model(pieces: Iterable[str], *, vocab_size: int) -> bytes:
 def _trainer_reason(message: str, *, vocab_size: int) -> str:
     too_high = re.search(r"set it to a value <= (\d+)", message)
     if too_high:
-        return (
-            f"--vocab_size={vocab_size} is more than the sampled text fills; use at most {too_high[1]}, or more text."
-        )
+        return f"--vocab_size={vocab_size} is too large for the sampled text; use at most {too_high[1]}, or more text."
     too_low = re.search(r"smaller than required_chars\. \d+ vs (\d+)", message)
     if too_low:
-        return f"--vocab_size={vocab_size} is less than the characters of the text need; use at least {too_low[1]}."
+        return f"--vocab_size={vocab_size} is too small for the characters of the text; use at least {too_low[1]}."
     return f"SentencePiece cannot train on this text: {message}"
 
 

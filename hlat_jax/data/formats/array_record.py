@@ -1,6 +1,6 @@
-"""ArrayRecord files of other programs read in place: each record is one document, its text in UTF-8.
+"""ArrayRecord files whose records are documents in UTF-8, read in place.
 
-Shards that `build` wrote are no such files: they are read with their manifest, see built.
+Not the shards that `build` writes, which are read with their manifest: see built.
 """
 
 from __future__ import annotations
@@ -12,8 +12,12 @@ from array_record.python import array_record_module
 from hlat_jax.data.formats import records
 from hlat_jax.data.formats.files import Snapshot
 
-# without read-ahead a read of one record reads that record; a pool of threads for one record costs more than it gives
-READER_OPTIONS = "readahead_buffer_size:0,max_parallelism:0"
+
+def open_reader(path: str | os.PathLike) -> array_record_module.ArrayRecordReader:
+    """Returns a reader of single records; raises RuntimeError when the file is damaged."""
+    # without read-ahead a read of one record reads that record; threads for one record cost more than they give
+    options = "readahead_buffer_size:0,max_parallelism:0"
+    return array_record_module.ArrayRecordReader(os.fspath(path), options=options, file_reader_buffer_size=1 << 15)
 
 
 class ArrayRecordDocuments:
@@ -24,19 +28,17 @@ class ArrayRecordDocuments:
       num_rows: records.
 
     Raises:
-      ValueError: a file that is no ArrayRecord, is cut off or holds nothing.
+      ValueError: not an ArrayRecord file, truncated, or empty.
     """
 
     def __init__(self, snapshot: Snapshot):
         self._snapshot, self.snapshots = snapshot, (snapshot,)
         try:
-            self._reader = array_record_module.ArrayRecordReader(
-                os.fspath(snapshot.file), options=READER_OPTIONS, file_reader_buffer_size=1 << 15
-            )
+            self._reader = open_reader(snapshot.file)
             self.num_rows = self._reader.num_records()
         except RuntimeError as error:
             raise ValueError(f"{snapshot.file} is not a complete ArrayRecord file ({error}); write it again.") from None
-        if not self.num_rows:  # so is one that was cut off
+        if not self.num_rows:  # a truncated file reads as empty
             raise ValueError(f"{snapshot.file} is not a complete ArrayRecord file, or empty; write it again.")
 
     def __len__(self) -> int:

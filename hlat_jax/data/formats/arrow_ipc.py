@@ -1,15 +1,15 @@
 """Arrow IPC files and streams read in place, a record batch at a time.
 
 HLAT's files are streams of one batch of any size. A local uncompressed batch is mapped into memory, so it costs none; a
-compressed or remote one is decoded, through the cache that Parquet uses. Where batches lie is read from the messages
-themselves, for Arrow's own stream reader has no random access. Source: Arrow columnar format 1.5, "Serialization and
-Interprocess Communication", and its Message.fbs.
+compressed or remote one is decoded, through the cache that Parquet uses. Message headers are parsed here because
+pyarrow.ipc cannot skip a message body (it would download a remote file, or allocate a batch before it can be refused)
+and does not say whether a batch is compressed. Source: Arrow columnar format 1.5, "Serialization and Interprocess
+Communication", and its Message.fbs.
 """
 
 from __future__ import annotations
 
 import os
-import shlex
 import struct
 from typing import Any, BinaryIO
 
@@ -27,8 +27,9 @@ from hlat_jax.data.formats.columns import (
     too_large,
 )
 from hlat_jax.data.formats.files import DataFile, Snapshot
+from hlat_jax.data.formats.paths import build_command
 
-MAX_COMPRESSED_BYTES = 64 << 20  # what a compressed batch unpacks to is not known before
+MAX_COMPRESSED_BYTES = 64 << 20  # its decompressed size is not known in advance
 
 FILE_MAGIC = b"ARROW1"
 _MAPPED_PART_BYTES = 64 << 10  # a mapped batch counts as its objects, not as its pages
@@ -37,7 +38,7 @@ _BATCH_FACTS = np.dtype([("start", "<i8"), ("bytes", "<i8"), ("rows", "<i8"), ("
 
 
 class Incomplete(ValueError):
-    """Bytes that are no Arrow message, or end before it does."""
+    """Bytes that are not an Arrow message, or a truncated one."""
 
 
 def arrow_documents(snapshot: Snapshot, *, field: str, cache: ColumnCache) -> PartedDocuments:
@@ -48,7 +49,7 @@ def arrow_documents(snapshot: Snapshot, *, field: str, cache: ColumnCache) -> Pa
     """
     file = snapshot.file
     try:
-        schema, batches = _index(snapshot)
+        schema, batches = _index(snapshot, field=field)
     except (Incomplete, pyarrow.ArrowException, OSError, struct.error, IndexError) as error:
         raise ValueError(f"{file} is not a complete Arrow file or stream ({error}); write it again.") from None
     column = text_column(schema, field, where=file.where, dictionaries=False)
@@ -56,7 +57,7 @@ def arrow_documents(snapshot: Snapshot, *, field: str, cache: ColumnCache) -> Pa
         limit = MAX_COMPRESSED_BYTES if batch["compressed"] else MAX_PART_BYTES
         if batch["bytes"] > limit and (batch["compressed"] or file.is_remote):
             num_bytes = int(batch["bytes"])
-            raise too_large(file, f"record batch {number + 1}", num_bytes=num_bytes, limit=limit)
+            raise too_large(file, f"record batch {number + 1}", field=field, num_bytes=num_bytes, limit=limit)
 
     def load(part: int) -> tuple[Any, int]:
         start, num_bytes = int(batches[part]["start"]), int(batches[part]["bytes"])
@@ -77,7 +78,7 @@ def arrow_documents(snapshot: Snapshot, *, field: str, cache: ColumnCache) -> Pa
     return PartedDocuments(snapshot, parts=parts, load=load, cache=cache, field=field, part_name="record batch")
 
 
-def _index(snapshot: Snapshot) -> tuple[pyarrow.Schema, np.ndarray]:
+def _index(snapshot: Snapshot, *, field: str) -> tuple[pyarrow.Schema, np.ndarray]:
     """Returns the schema, and _BATCH_FACTS of every record batch: where its message lies and what it holds."""
     schema, batches = None, []
     with snapshot.file.open() as file:
@@ -86,20 +87,20 @@ def _index(snapshot: Snapshot) -> tuple[pyarrow.Schema, np.ndarray]:
             kind, body_bytes, header = _message_facts(metadata)
             end = file.tell() + body_bytes
             if end > snapshot.size:
-                raise Incomplete(f"the message at byte {start} ends {end - snapshot.size} bytes behind the file")
+                raise Incomplete(f"the message at byte {start} ends {end - snapshot.size} bytes beyond the file")
             if kind == _SCHEMA and schema is None:
                 file.seek(start)
                 schema = pyarrow.ipc.read_schema(pyarrow.py_buffer(file.read(end - start)))
             elif kind == _DICTIONARY_BATCH:
                 raise ValueError(
                     f"{snapshot.file} holds dictionaries, which are not read by number. Convert it and train on that: "
-                    f"python -m hlat_jax.data build {shlex.quote(snapshot.file.where)} --out DIR"
+                    + build_command(snapshot.file, out="DIR", text_field=field)
                 )
             elif kind == _RECORD_BATCH:
                 rows = _field(metadata, header, 0)
                 num_rows = struct.unpack_from("<q", metadata, rows)[0] if rows else 0
                 if num_rows < 0:
-                    raise Incomplete("a record batch of negative length")
+                    raise Incomplete("a record batch with a negative number of rows")
                 batches.append((start, end - start, num_rows, bool(_field(metadata, header, 3))))
             start = end
     if schema is None:
@@ -122,7 +123,7 @@ def _metadata(file: BinaryIO, start: int, *, size: int) -> bytes | None:
     file.seek(start)
     prefix = file.read(8)
     if len(prefix) < 8:
-        raise Incomplete("no end of stream: it was cut off, or its writer was not closed")
+        raise Incomplete("no end-of-stream marker: it was truncated, or its writer was not closed")
     continuation, length = struct.unpack("<Ii", prefix)
     if continuation != 0xFFFFFFFF or length < 0:
         raise Incomplete(f"no message at byte {start}")
@@ -138,10 +139,10 @@ def _message_facts(metadata: bytes) -> tuple[int, int, int]:
     (message,) = struct.unpack_from("<I", metadata)
     kind, header, body = (_field(metadata, message, number) for number in (1, 2, 3))
     if not kind or not header:
-        raise Incomplete("a message without header")
+        raise Incomplete("a message without a header")
     (body_bytes,) = struct.unpack_from("<q", metadata, body) if body else (0,)
     if body_bytes < 0:
-        raise Incomplete("a message of negative length")
+        raise Incomplete("a message body of negative length")
     return metadata[kind], body_bytes, header + struct.unpack_from("<I", metadata, header)[0]
 
 
@@ -155,7 +156,7 @@ def _field(metadata: bytes, table: int, number: int) -> int:
 
 
 def open_arrow(file: DataFile) -> pyarrow.RecordBatchReader | pyarrow.ipc.RecordBatchFileReader:
-    """Returns pyarrow's own reader of a file or stream, for going through it in order."""
+    """Returns pyarrow's own reader of a file or stream, for reading in order."""
     opened = file.open() if file.is_remote else pyarrow.memory_map(os.fsencode(file))
     try:
         is_file = opened.read(len(FILE_MAGIC)) == FILE_MAGIC

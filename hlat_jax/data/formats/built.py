@@ -1,11 +1,11 @@
-"""Datasets that `python -m hlat_jax.data build` wrote: texts or token ids in ArrayRecord shards, by document number.
+"""Reading datasets that `python -m hlat_jax.data build` wrote: texts or token ids by document number.
 
-A dataset is a folder: manifest.json and the shards it names, in order. In a dataset of texts a record is one document,
-in UTF-8; one of more than 4 Mi characters is cut into several, and the manifest has [document of the shard, records] of
-each such. In one of token ids a record is a block of whole documents, little-endian: uint32 [2 + n] of n, bytes per id
-(2 or 4) and the n lengths, then the ids as uint16 or uint32; beside each shard an .index.npz holds `first_document`
-(int64, the number within the shard of each record's first document) and `lengths` (ids of each document, EOS counted).
-Owns that format as it is read; build.py writes it.
+A dataset is a folder: manifest.json and the ArrayRecord shards it names, in order. In a dataset of texts a record is
+one document in UTF-8; one of more than 4 Mi characters is cut into several, and the manifest has [document of the
+shard, records] for each of those. In one of token ids a record is a block of whole documents, little-endian: uint32
+[2 + n] of n, bytes per id (2 or 4) and the n lengths, then the ids as uint16 or uint32; beside each shard an .index.npz
+holds `first_document` (int64, the number within the shard of each record's first document) and `lengths` (ids of each
+document, EOS counted).
 """
 
 from __future__ import annotations
@@ -23,10 +23,9 @@ from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
-from array_record.python import array_record_module
 
 from hlat_jax.data.formats import records
-from hlat_jax.data.formats.array_record import READER_OPTIONS
+from hlat_jax.data.formats.array_record import open_reader
 from hlat_jax.data.formats.files import MANIFEST_NAME, SHARD_SUFFIX, DataFile, Snapshot
 from hlat_jax.store.atomic_files import check_name, read_json
 
@@ -57,7 +56,7 @@ def read_manifest(folder: str | os.PathLike) -> BuiltManifest:
     """Returns the manifest of a dataset.
 
     Raises:
-      ValueError: none, one that is damaged, or of another format.
+      ValueError: missing, damaged, or of another format.
     """
     path = pathlib.Path(folder) / MANIFEST_NAME
     try:
@@ -70,7 +69,7 @@ def read_manifest(folder: str | os.PathLike) -> BuiltManifest:
         raise ValueError(f"{path} lacks {', '.join(missing)}; build the dataset again.")
     if facts["format"] != FORMAT or facts["kind"] not in ("text", "tokens"):
         raise ValueError(
-            f"{path} is of format {facts['format']}, kind {facts['kind']!r}; this hlat_jax reads format {FORMAT}, "
+            f"{path} has format {facts['format']} and kind {facts['kind']!r}; this hlat_jax reads format {FORMAT}, "
             "text or tokens. Build the dataset again, or use the release that wrote it."
         )
     kinds = {"documents": int, "bytes": int}
@@ -88,17 +87,17 @@ def read_manifest(folder: str | os.PathLike) -> BuiltManifest:
 
 
 def _has(facts: Any, kinds: dict[str, type]) -> bool:
-    """Returns whether `facts` is a dict that holds these kinds of values, and no negative number among them."""
+    """Returns whether `facts` is a dict with values of these types, and no negative number among them."""
     if not isinstance(facts, dict) or not all(isinstance(facts.get(key), kind) for key, kind in kinds.items()):
         return False
     return all(0 <= facts[key] < 1 << 63 for key, kind in kinds.items() if kind is int)
 
 
 class _Shards:
-    """The shards of a dataset: where a document lies, and records, from a bounded number of open files, for threads.
+    """The shards of a dataset: where a document is, and its records, from a bounded number of open files; thread-safe.
 
     Raises:
-      ValueError: a shard is missing, or its name leads out of the folder.
+      ValueError: a shard is missing, or its name points outside the folder.
     """
 
     def __init__(self, folder: pathlib.Path, manifest: BuiltManifest):
@@ -110,29 +109,28 @@ class _Shards:
         self.snapshots = tuple(
             Snapshot(DataFile(folder / shard["name"]), has_checksums=True) for shard in manifest.shards
         )
-        self._starts = _starts(shard["documents"] for shard in manifest.shards)
-        self._source_starts = _starts(source["documents"] for source in manifest.sources)
+        self._starts = records.starts(shard["documents"] for shard in manifest.shards)
+        self._source_starts = records.starts(source["documents"] for source in manifest.sources)
         if {int(self._starts[-1]), int(self._source_starts[-1])} != {manifest.documents}:
-            raise ValueError(f"{folder / MANIFEST_NAME}: its counts of documents differ; build the dataset again.")
+            raise ValueError(f"{folder / MANIFEST_NAME}: its counts of documents disagree; build the dataset again.")
         self._lock = threading.Lock()
         self._readers: collections.OrderedDict[int, Any] = collections.OrderedDict()
 
     def place(self, index: int) -> tuple[int, int]:
         """Returns (shard, number within it) of document `index`."""
-        shard = int(np.searchsorted(self._starts, index, side="right")) - 1
-        return shard, index - int(self._starts[shard])
+        return records.place(self._starts, index)
 
     def locate(self, index: int) -> str:
-        """Returns the dataset and number of a document, and the file that it was built from."""
-        source = int(np.searchsorted(self._source_starts, index, side="right")) - 1
-        number = index - int(self._source_starts[source]) + 1
-        return f"{self._folder}, document {index + 1} (document {number} of {self._manifest.sources[source]['name']})"
+        """Returns the dataset and number of a document, and the file it was built from."""
+        source, number = records.place(self._source_starts, index)
+        name = self._manifest.sources[source]["name"]
+        return f"{self._folder}, document {index + 1} (document {number + 1} of {name})"
 
     def read(self, shard: int, record: int) -> bytes:
         """Returns one record.
 
         Raises:
-          ValueError: the shard changed, went away or is damaged.
+          ValueError: the shard changed, was removed or is damaged.
         """
         snapshot = self.snapshots[shard]
         snapshot.check()
@@ -142,11 +140,11 @@ class _Shards:
             raise ValueError(f"{snapshot.file}, record {record + 1}: {error}; build the dataset again.") from None
         if len(raw) > _LARGE_RECORD_BYTES:
             with self._lock:
-                self._readers.pop(shard, None)  # it keeps the record that it unpacked last
+                self._readers.pop(shard, None)  # it holds the record it decompressed last
         return raw
 
     def check_records(self, counts: Iterable[int]) -> None:
-        """Raises ValueError unless the shards hold these numbers of records; one that is cut off holds none."""
+        """Raises ValueError unless the shards hold these numbers of records; a truncated one holds none."""
         for shard, expected in enumerate(counts):
             file = self.snapshots[shard].file
             try:
@@ -155,7 +153,7 @@ class _Shards:
                 raise ValueError(f"{file}: {error}; build the dataset again.") from None
             if found != expected:
                 raise ValueError(
-                    f"{file} holds {found} records where {expected} belong: it was cut off or replaced. Restore it or "
+                    f"{file} holds {found} records instead of {expected}: it was truncated or replaced. Restore it or "
                     "build the dataset again."
                 )
 
@@ -163,29 +161,20 @@ class _Shards:
         with self._lock:
             reader = self._readers.get(shard)
             if reader is None:
-                path = os.fspath(self.snapshots[shard].file)
-                reader = array_record_module.ArrayRecordReader(
-                    path, options=READER_OPTIONS, file_reader_buffer_size=1 << 15
-                )
-                self._readers[shard] = reader
+                reader = self._readers[shard] = open_reader(self.snapshots[shard].file)
                 if len(self._readers) > _MAX_OPEN_SHARDS:
-                    self._readers.popitem(last=False)  # closes once no other thread reads from it
+                    self._readers.popitem(last=False)  # closed once no other thread reads from it
             self._readers.move_to_end(shard)
             return reader
-
-
-def _starts(counts: Iterable[int]) -> np.ndarray:
-    """Returns int64[n + 1]: where each of n neighbours begins, and the end."""
-    return np.concatenate([[0], np.cumsum(np.fromiter(counts, np.int64))]).astype(np.int64)
 
 
 class BuiltTexts:
     """The texts of a dataset of kind text, by number.
 
     Attributes:
-      manifest: what the dataset says of itself.
+      manifest: of the dataset.
       snapshots: its shards.
-      num_rows: None; a document is no row.
+      num_rows: None; documents are not rows.
 
     Raises:
       ValueError: a damaged or incomplete dataset.
@@ -220,7 +209,7 @@ class _LongDocuments:
     """Which documents of a shard have several records, from its entry in the manifest.
 
     Raises:
-      ValueError: an entry that can be none.
+      ValueError: an invalid entry.
     """
 
     def __init__(self, shard: dict[str, Any], *, folder: pathlib.Path):
@@ -229,7 +218,7 @@ class _LongDocuments:
         except (ValueError, TypeError, OverflowError):
             pairs = np.asarray([[-1, 0]])
         self._documents = pairs[:, 0]
-        self._records_more = _starts(pairs[:, 1] - 1)  # than documents, before each of them
+        self._extra_records = records.starts(pairs[:, 1] - 1)  # before each of them, beyond one per document
         inside = (pairs >= [0, 2]).all() and (pairs[:, 0] < shard["documents"]).all()
         if not inside or (np.diff(self._documents) <= 0).any():
             raise ValueError(
@@ -237,8 +226,8 @@ class _LongDocuments:
             )
 
     def first_record(self, number: int) -> int:
-        """Returns the record with which document `number` begins; of the number of documents, that of records."""
-        return number + int(self._records_more[np.searchsorted(self._documents, number, side="left")])
+        """Returns the first record of document `number`; for the number of documents, the number of records."""
+        return number + int(self._extra_records[np.searchsorted(self._documents, number, side="left")])
 
 
 class BuiltTokens:
@@ -259,7 +248,9 @@ class BuiltTokens:
         for first, shard in zip(self._first_documents, manifest.shards, strict=True):
             steps = np.diff(np.append(first, shard["documents"]))
             if (len(first) and first[0] != 0) or (steps <= 0).any() or len(first) == 0 < shard["documents"]:
-                raise ValueError(f"{folder / shard['name']}: its index does not fit; build the dataset again.")
+                raise ValueError(
+                    f"{folder / shard['name']}: its index disagrees with the manifest; build the dataset again."
+                )
         self._shards.check_records(len(first) for first in self._first_documents)
 
     def __len__(self) -> int:
@@ -268,14 +259,14 @@ class BuiltTokens:
     def __getitem__(self, index: int) -> np.ndarray:
         shard, number = self._shards.place(index)
         first = self._first_documents[shard]
-        record = int(np.searchsorted(first, number, side="right")) - 1
+        record, number_in_record = records.place(first, number)
         end = first[record + 1] if record + 1 < len(first) else self.manifest.shards[shard]["documents"]
         where = f"{self.snapshots[shard].file}, record {record + 1}"
         block = self._shards.read(shard, record)
-        tokens = block_tokens(block, number - int(first[record]), num_documents=int(end - first[record]), where=where)
+        tokens = block_tokens(block, number_in_record, num_documents=int(end - first[record]), where=where)
         if len(tokens) and tokens.max() >= self.manifest.vocab_size:
             raise ValueError(
-                f"{where}: holds id {tokens.max()}, and the vocabulary has {self.manifest.vocab_size}; build the "
+                f"{where} holds id {tokens.max()}, but the vocabulary has {self.manifest.vocab_size} tokens; build the "
                 "dataset again."
             )
         return tokens
@@ -284,12 +275,12 @@ class BuiltTokens:
         """Returns int64[documents]: ids of each document.
 
         Raises:
-          ValueError: the index of a shard does not fit its manifest.
+          ValueError: the index of a shard disagrees with the manifest.
         """
         parts = [self._index(shard, "lengths") for shard in range(len(self.snapshots))]
         for lengths, shard in zip(parts, self.manifest.shards, strict=True):
             if len(lengths) != shard["documents"] or int(lengths.sum(dtype=np.int64)) != shard["tokens"]:
-                raise ValueError(f"the index of {shard['name']} does not fit its manifest; build the dataset again.")
+                raise ValueError(f"the index of {shard['name']} disagrees with the manifest; build the dataset again.")
         return np.concatenate([np.zeros(0, np.int64), *parts]).astype(np.int64)
 
     def _index(self, shard: int, name: str) -> np.ndarray:
@@ -302,7 +293,7 @@ class BuiltTokens:
 
 
 def index_path(shard: str | os.PathLike) -> pathlib.Path:
-    """Returns where the index of a shard of token ids lies: shard-00000-of-00008.index.npz."""
+    """Returns the path of the index of a shard of token ids: shard-00000-of-00008.index.npz."""
     path = pathlib.Path(shard)
     return path.with_name(path.name.removesuffix(SHARD_SUFFIX) + ".index.npz")
 
@@ -319,24 +310,24 @@ def block_tokens(block: bytes, number: int, *, num_documents: int, where: str) -
     ends = np.cumsum(header[2:], dtype=np.int64)
     width, begin = int(header[1]), 4 * len(header)
     if len(block) != begin + width * int(ends[-1]):
-        raise ValueError(f"{where}: {len(block)} bytes are not those of its header; build the dataset again.")
+        raise ValueError(f"{where}: its {len(block)} bytes do not match its header; build the dataset again.")
     start, length = int(ends[number]) - int(header[2 + number]), int(header[2 + number])
     ids = np.frombuffer(block, f"<u{width}", count=length, offset=begin + width * start)
     return ids.astype(np.int32)
 
 
 def open_built(folder: str | os.PathLike, *, key: str, tokenizer_sha256: str | None) -> BuiltTexts | BuiltTokens:
-    """Returns the documents of a dataset; `tokenizer_sha256` is the one to be trained with, None: not compared.
+    """Returns the documents of a dataset; `tokenizer_sha256` is that of the run's tokenizer, None: not compared.
 
     Raises:
-      ValueError: a damaged dataset, or ids of another tokenizer.
+      ValueError: a damaged dataset, or ids from another tokenizer.
     """
     manifest = read_manifest(folder)
     if manifest.kind == "text":
         return BuiltTexts(pathlib.Path(folder), manifest)
     if tokenizer_sha256 is not None and manifest.tokenizer_sha256 != tokenizer_sha256:
         raise ValueError(
-            f"{key}: {folder} holds token ids of the tokenizer with SHA-256 {str(manifest.tokenizer_sha256)[:12]}…, "
+            f"{key}: {folder} holds token ids from the tokenizer with SHA-256 {str(manifest.tokenizer_sha256)[:12]}…, "
             f"but data.tokenizer has {tokenizer_sha256[:12]}…; set data.tokenizer to the one it was built with, or "
             "build the texts again: python -m hlat_jax.data build IN --out DIR --tokenizer MODEL"
         )
@@ -344,6 +335,6 @@ def open_built(folder: str | os.PathLike, *, key: str, tokenizer_sha256: str | N
 
 
 def manifest_fingerprint(manifest: BuiltManifest, snapshots: Iterable[Snapshot]) -> str:
-    """Returns 32 hex digits of what a dataset holds, wherever it lies."""
+    """Returns 32 hex digits for the content of a dataset, independent of its location."""
     facts = [manifest.kind, manifest.content_hash, manifest.tokenizer_sha256, *(s.fingerprint for s in snapshots)]
     return hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()

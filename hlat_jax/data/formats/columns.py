@@ -1,8 +1,4 @@
-"""Texts in columns: parts of a file that are decoded whole, a cache of them bounded in bytes, and Parquet.
-
-A Parquet file is read in place, a row group at a time. Owns what Parquet and Arrow IPC share; refuses parts too large
-to decode for one document, and says what converts them.
-"""
+"""Columns of text: a cache of decoded parts of files, bounded in bytes, and Parquet read in place by row group."""
 
 from __future__ import annotations
 
@@ -10,7 +6,6 @@ import collections
 import concurrent.futures
 import contextlib
 import os
-import shlex
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
@@ -21,6 +16,7 @@ import pyarrow.parquet
 
 from hlat_jax.data.formats import records
 from hlat_jax.data.formats.files import DataFile, Snapshot
+from hlat_jax.data.formats.paths import build_command
 
 CACHE_BYTES = 256 << 20
 MAX_PART_BYTES = 256 << 20
@@ -33,9 +29,9 @@ _LARGE_DECODING = threading.Lock()
 
 
 class ColumnCache:
-    """The columns used last, up to `max_bytes` of them, shared by all files of a corpus; safe for threads.
+    """An LRU cache of decoded columns, at most `max_bytes` of them, shared by all files of a corpus; thread-safe.
 
-    Two threads that want one column wait for one decoding of it; two that want different ones do not wait.
+    Two threads that need the same column wait for one decoding; threads that need different ones do not wait.
     """
 
     def __init__(self, max_bytes: int = CACHE_BYTES):
@@ -45,9 +41,9 @@ class ColumnCache:
         self._sizes: dict[Hashable, int] = {}  # of those that are decoded
 
     def get(self, key: Hashable, load: Callable[[], tuple[Any, int]], *, num_bytes: int = 0) -> Any:
-        """Returns the column under `key`; `load` makes (column, bytes it holds) where it is not there.
+        """Returns the column under `key`; on a miss, `load` returns (column, bytes it holds).
 
-        Room is made before for the `num_bytes` that are expected.
+        `num_bytes`, the expected size, is made free before `load` is called.
         """
         with self._lock:
             future = self._futures.get(key)
@@ -79,7 +75,7 @@ class ColumnCache:
         return self._num_bytes
 
     def _evict(self, *, keep: Hashable, room: int = 0) -> None:
-        for key in [key for key in self._futures if key in self._sizes]:  # the one unused longest first
+        for key in [key for key in self._futures if key in self._sizes]:  # least recently used first
             if self._num_bytes + room <= self._max_bytes:
                 return
             if key != keep:
@@ -91,19 +87,19 @@ def text_column(schema: pyarrow.Schema, field: str, *, where: str, dictionaries:
     """Returns the number of the column `field` if it holds text.
 
     Raises:
-      ValueError: no such column, or another type; a dictionary of text is taken where `dictionaries`.
+      ValueError: no such column, or another type; a dictionary of text is accepted with `dictionaries`.
     """
     try:
         names = schema.names
     except UnicodeDecodeError as error:
-        raise ValueError(f"{where} is damaged: a column's name is no UTF-8 ({error}); write it again.") from None
+        raise ValueError(f"{where} is damaged: a column's name is not UTF-8 ({error}); write it again.") from None
     if field not in names:
         raise ValueError(
             f"{where} has no column {field!r}; it has {', '.join(names)}; set data.text_field, or --text_field of a "
             "command."
         )
     if names.count(field) > 1:
-        raise ValueError(f"{where} has {names.count(field)} columns {field!r}; leave one.")
+        raise ValueError(f"{where} has {names.count(field)} columns {field!r}; remove all but one.")
     kind, types = schema.field(field).type, pyarrow.types
     if dictionaries and types.is_dictionary(kind):
         kind = kind.value_type
@@ -113,7 +109,7 @@ def text_column(schema: pyarrow.Schema, field: str, *, where: str, dictionaries:
 
 
 class _Strings:
-    """An array of strings; what lies outside it raises, where pyarrow would end the process."""
+    """An array of strings; offsets outside it raise, where pyarrow would crash the process."""
 
     def __init__(self, texts: pyarrow.Array):
         texts.validate()
@@ -137,7 +133,7 @@ class _Strings:
 
 
 class _Values:
-    """An array of views or dictionary codes, which are looked at all at once, for they have no offsets."""
+    """An array of string views or dictionary codes, validated as a whole because it has no offsets."""
 
     def __init__(self, texts: pyarrow.Array):
         texts.validate(full=True)
@@ -148,7 +144,7 @@ class _Values:
 
 
 class TextColumn:
-    """str or None by row from an Arrow column of text, whatever its bytes are.
+    """str or None by row from an Arrow column of text, whose bytes need not be valid.
 
     Attributes:
       nbytes: bytes of the column.
@@ -161,22 +157,22 @@ class TextColumn:
         chunks = column.chunks if isinstance(column, pyarrow.ChunkedArray) else [column]
         plain = pyarrow.types.is_string(column.type) or pyarrow.types.is_large_string(column.type)
         self._chunks = [_Strings(chunk) if plain else _Values(chunk) for chunk in chunks]
-        self._starts = np.cumsum([0] + [len(chunk) for chunk in chunks])
+        self._starts = records.starts(len(chunk) for chunk in chunks)
         self.nbytes = column.nbytes
 
     def __len__(self) -> int:
         return int(self._starts[-1])
 
     def __getitem__(self, index: int) -> str | None:
-        chunk = int(np.searchsorted(self._starts, index, side="right")) - 1
-        return self._chunks[chunk][index - int(self._starts[chunk])]
+        chunk, number = records.place(self._starts, index)
+        return self._chunks[chunk][number]
 
 
 def cell(column: TextColumn, index: int, *, field: str, where: str, row: int) -> str:
     """Returns one text of a column.
 
     Raises:
-      BadRecord: null, empty, or no UTF-8.
+      BadRecord: null, empty, or not UTF-8.
     """
     try:
         text = column[index]
@@ -186,26 +182,25 @@ def cell(column: TextColumn, index: int, *, field: str, where: str, row: int) ->
     return records.checked_text(text, field=field, where=where, row=row)
 
 
-def too_large(file: DataFile, part: str, *, num_bytes: int, limit: int) -> ValueError:
-    """Returns the error for a part that would have to be decoded whole."""
+def too_large(file: DataFile, part: str, *, field: str, num_bytes: int, limit: int) -> ValueError:
+    """Returns the error for a part that is too large to decode for one document."""
     return ValueError(
         f"{file}, {part}: {num_bytes >> 20} MiB are decoded to read any one document in it, more than "
-        f"{limit >> 20} MiB. Convert it and train on that: "
-        f"python -m hlat_jax.data build {shlex.quote(file.where)} --out DIR"
+        f"{limit >> 20} MiB. Convert it and train on that: {build_command(file, out='DIR', text_field=field)}"
     )
 
 
 class Part(NamedTuple):
-    """A row group or record batch: its rows, and about how many bytes it will hold in memory."""
+    """A row group or record batch: its rows, and roughly its bytes in memory."""
 
     num_rows: int
     num_bytes: int
 
 
 class PartedDocuments:
-    """Texts by number in a file of parts: `load(part)` gives the column of one and the bytes it holds.
+    """Texts by number in a file of parts: `load(part)` returns the column of one and the bytes it holds.
 
-    Messages call a part `part_name`. Rows are counted from 1 over the whole file.
+    Errors call a part `part_name`. Rows are counted from 1 over the whole file.
 
     Attributes:
       snapshots: the file, once.
@@ -224,21 +219,19 @@ class PartedDocuments:
     ):
         self._snapshot, self._load, self._cache = snapshot, load, cache
         self._field, self._part_name, self._parts = field, part_name, parts
-        counts = np.cumsum([part.num_rows for part in parts], dtype=np.int64)
-        self._starts = np.concatenate([[0], counts]).astype(np.int64)
+        self._starts = records.starts(part.num_rows for part in parts)
         self.snapshots, self.num_rows = (snapshot,), int(self._starts[-1])
 
     def __len__(self) -> int:
         return int(self._starts[-1])
 
     def __getitem__(self, index: int) -> str:
-        part = int(np.searchsorted(self._starts, index, side="right")) - 1
-        where, place = self._snapshot.file.where, index - int(self._starts[part])
+        where, (part, number) = self._snapshot.file.where, records.place(self._starts, index)
         self._snapshot.check()
         try:
             key, num_bytes = (where, part, self._field), self._parts[part].num_bytes
             column = self._cache.get(key, lambda: self._load(part), num_bytes=num_bytes)
-            return cell(column, place, field=self._field, where=where, row=index + 1)
+            return cell(column, number, field=self._field, where=where, row=index + 1)
         except (pyarrow.ArrowException, OSError, EOFError) as error:
             what = f"{where}, {self._part_name} {part + 1}"
             raise ValueError(f"{what}: cannot be read ({error}); write the file again.") from None
@@ -280,7 +273,8 @@ def parquet_documents(snapshot: Snapshot, *, field: str, cache: ColumnCache) -> 
         if group.num_rows < 0:
             raise ValueError(f"{where}, row group {number}: {group.num_rows} rows; write the file again.")
         if group.num_bytes > MAX_PART_BYTES:
-            raise too_large(snapshot.file, f"row group {number}", num_bytes=group.num_bytes, limit=MAX_PART_BYTES)
+            options = {"field": field, "num_bytes": group.num_bytes, "limit": MAX_PART_BYTES}
+            raise too_large(snapshot.file, f"row group {number}", **options)
 
     def load(part: int) -> tuple[Any, int]:
         column = read_group(snapshot.file, part, field=field, metadata=metadata)
@@ -294,15 +288,15 @@ def read_group(
 ) -> TextColumn:
     """Returns the column `field` of one row group of a file, whose `metadata` is read again if it is not given.
 
-    pyarrow decodes a page whole, and a dictionary twice, so for a moment it holds three times a text beside what it
-    read. Large groups are read one at a time, and what pyarrow's pool keeps then goes back to the system.
+    pyarrow decodes whole pages, and a dictionary twice, so for a moment it holds a text three times. Large groups are
+    read one at a time, and what pyarrow's pool keeps is then returned to the system.
     """
     with contextlib.ExitStack() as stack:
         opened = stack.enter_context(open_parquet(file, metadata=metadata, pre_buffer=False, buffer_size=BUFFER_BYTES))
         num_rows, num_bytes = group_facts(opened.metadata.row_group(group), field)
         if num_bytes > LARGE_BYTES:
             stack.enter_context(_LARGE_DECODING)
-        # by parts, for a row group that is read at once is copied once more
+        # in batches: a row group read at once is copied once more
         batch_rows = min(_MAX_BATCH_ROWS, num_rows // 8 + 1)
         batches = opened.iter_batches(batch_size=batch_rows, row_groups=[group], columns=[field], use_threads=False)
         chunks = [batch.column(0) for batch in batches]

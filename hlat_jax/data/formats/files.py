@@ -1,8 +1,4 @@
-"""Files and their bytes by range, local or behind a URL (through fsspec), and whether they are still the same.
-
-Owns reading, fingerprints, and noticing that a file changed under a run. Refuses to know which files a config names
-(see paths) and what is inside them.
-"""
+"""Reading files by range, local or behind a URL (through fsspec), and detecting that one changed during a run."""
 
 from __future__ import annotations
 
@@ -25,8 +21,8 @@ _HASH_CHUNK_BYTES = 1 << 24
 class DataFile:
     """A file, or the folder of a built dataset, at a local path or behind a URL such as s3://bucket/a.jsonl.
 
-    `where` is how messages name it. Local ones are path-like. Nothing is read before a method asks for it. Whatever a
-    client library raises when it reads is an OSError here.
+    `where` is its name in errors. A local one is path-like. Nothing is read before a method is called. What a client
+    library raises while it reads becomes an OSError.
     """
 
     __slots__ = ("_filesystem", "is_built", "where")
@@ -43,7 +39,7 @@ class DataFile:
 
     def __fspath__(self) -> str:
         if self.is_remote:
-            raise ValueError(f"{self.where} is remote and has no path on this machine; copy it to a local disk.")
+            raise ValueError(f"{self.where} is remote and has no local path; copy it to a local disk.")
         return self.where
 
     @property
@@ -53,13 +49,13 @@ class DataFile:
 
     @property
     def name(self) -> str:
-        """The last part of the path; what follows `?` in a web address, such as a signature, is no part of it."""
+        """The last part of the path, without the query of a web address (`?...`), which may be a signature."""
         path = self.where.partition("?")[0] if self.where.startswith(("http://", "https://")) else self.where
         return path.rstrip("/").rpartition("/")[2]
 
     @property
     def suffix(self) -> str:
-        """The last suffix of the name in lower case, with its dot."""
+        """The last suffix of the name in lower case, with the dot."""
         return pathlib.PurePosixPath(self.name).suffix.lower()
 
     def open(self) -> BinaryIO:
@@ -70,19 +66,19 @@ class DataFile:
             return _RemoteFile(self._filesystem.open(self.where, "rb"))
 
     def state(self) -> tuple[int, str, str]:
-        """Returns the size in bytes, what changes when the file is written again, and what nobody can set back then."""
+        """Returns (bytes, a version that changes when the file is rewritten, a version that cannot be set back)."""
         if not self.is_remote:
             facts = os.stat(self.where)
             return facts.st_size, str(facts.st_mtime_ns), str(facts.st_ctime_ns)
         with client_errors():
             facts = self._filesystem.info(self.where)
         if facts.get("size") is None:
-            raise OSError("its server does not say how long it is; copy it to a local disk")
+            raise OSError("its server does not report its size; copy it to a local disk")
         names = ("ETag", "etag", "generation", "mtime", "LastModified", "last_modified", "created")
         return int(facts["size"]), next((str(facts[name]) for name in names if name in facts), ""), ""
 
     def read_range(self, start: int, length: int) -> bytes:
-        """Returns `length` bytes from `start`, fewer where the file ends before."""
+        """Returns `length` bytes from `start`, fewer at the end of the file."""
         if self.is_remote:
             with client_errors():
                 return self._filesystem.cat_file(self.where, start=start, end=start + length) if length else b""
@@ -95,7 +91,7 @@ class DataFile:
 
 @contextlib.contextmanager
 def client_errors() -> Iterator[None]:
-    """Makes an OSError of whatever else a client library raises, for each has exceptions of its own."""
+    """Converts whatever a client library raises to OSError."""
     try:
         yield
     except OSError:
@@ -105,7 +101,7 @@ def client_errors() -> Iterator[None]:
 
 
 class _RemoteFile:
-    """A file that a client library opened, with its errors as OSError."""
+    """A file opened by a client library, whose errors are converted to OSError."""
 
     def __init__(self, file: Any):
         self._file = file
@@ -130,7 +126,7 @@ class _RemoteFile:
 
 
 def _pread(descriptor: int, *, length: int, start: int) -> bytes:
-    """Returns `length` bytes from `start`; one call may give fewer than asked (Linux stops at 2 GiB)."""
+    """Returns `length` bytes from `start`; one system call may return fewer (Linux stops at 2 GiB)."""
     raw = os.pread(descriptor, length, start)
     while len(raw) < length:
         more = os.pread(descriptor, length - len(raw), start + len(raw))
@@ -141,19 +137,19 @@ def _pread(descriptor: int, *, length: int, start: int) -> bytes:
 
 
 class Snapshot:
-    """A file as it was when it was opened; whatever reads through this raises once the file is another.
+    """A file as it was when it was opened; reading through this raises once the file has changed.
 
-    A local file is looked at before each read. Another size is a change. Where only its times are others, it is the
-    same if its content hash is; without that hash, if its fingerprint is and either covers it whole or the file was not
-    written (links and permissions change a time too). A remote one is looked at when it is opened, and its reads must
-    not come back short.
+    A local file is checked before each read. Another size is a change. If only its times differ, it is the same if its
+    content hash is; without that hash, if its fingerprint is the same and either covers all of it or the file was not
+    written (links and permissions change a time too). A remote file is checked when it is opened, and a read that
+    returns too few bytes is a change.
 
     Attributes:
-      content_hash: 32 hex digits of all bytes, set by who has read them all; None: not known.
-      has_checksums: its format notices other bytes by itself.
+      content_hash: 32 hex digits of all bytes, set by whoever has read them all; None: not known.
+      has_checksums: its format detects changed bytes by itself.
 
     Raises:
-      ValueError: the file is not there.
+      ValueError: the file does not exist.
     """
 
     __slots__ = ("_times", "content_hash", "file", "fingerprint", "has_checksums", "size")
@@ -168,17 +164,17 @@ class Snapshot:
 
     @property
     def state(self) -> str:
-        """What changes when the file is written again, also where the fingerprint does not look."""
+        """Changes when the file is rewritten, also between the blocks of the fingerprint."""
         return f"{self.size}\n{self._times}\n{self.fingerprint}"
 
     @property
     def identity(self) -> str:
-        """32 hex digits of the place of the file and its state."""
+        """32 hex digits of the location of the file and its state."""
         facts = f"{self.file.where}\n{self.state}"
         return hashlib.blake2b(os.fsencode(facts), digest_size=16).hexdigest()
 
     def check(self) -> None:
-        """Raises ValueError if a local file is not the one that was opened."""
+        """Raises ValueError if a local file changed since it was opened."""
         if self.file.is_remote:
             return
         try:
@@ -191,11 +187,11 @@ class Snapshot:
                 self._times = times
                 return
             else:
-                what = "its content, or was written again in its size so that nobody can tell"
+                what = "its content (or was rewritten with the same size, so that its content cannot be compared)"
         except OSError as error:
             raise ValueError(f"{self.file} cannot be read any more: {reason(error)}. Restore it.") from None
         raise ValueError(
-            f"{self.file} changed {what} since it was opened; restore it, or start again in another --workdir."
+            f"{self.file} changed {what} since it was opened; restore it, or start a new run in another --workdir."
         )
 
     def _is_same(self, *, was_written: bool) -> bool:
@@ -217,7 +213,7 @@ class Snapshot:
         """Returns exactly `length` bytes from `start`.
 
         Raises:
-          ValueError: the file changed, shrank or went away.
+          ValueError: the file changed or was removed.
         """
         self.check()
         try:
@@ -226,8 +222,8 @@ class Snapshot:
             raise ValueError(f"{self.file} cannot be read any more: {reason(error)}. Restore it.") from None
         if len(raw) != length:
             raise ValueError(
-                f"{self.file} ends {length - len(raw)} bytes before byte {start + length}, which it had when it was "
-                "opened; restore it, or start again in another --workdir."
+                f"{self.file} ends {length - len(raw)} bytes before byte {start + length}: it was truncated after it "
+                "was opened; restore it, or start a new run in another --workdir."
             )
         return raw
 
@@ -240,7 +236,7 @@ def filesystem_of(url: str) -> tuple[Any, str]:
     """Returns fsspec's file system for a URL and the path in it.
 
     Raises:
-      ValueError: fsspec, or the package through which it reads this kind of URL, is not installed.
+      ValueError: fsspec, or the package with which it reads this kind of URL, is not installed.
     """
     try:
         import fsspec.core
@@ -249,7 +245,7 @@ def filesystem_of(url: str) -> tuple[Any, str]:
     except ImportError as error:
         scheme = url.partition("://")[0]
         raise ValueError(
-            f"{url}: {scheme}:// is read through fsspec and a package of its own: {error}. Install it with pip."
+            f"{url}: {scheme}:// needs fsspec and a further package: {error}. Install it with pip."
         ) from None
     except ValueError as error:
         raise ValueError(f"{url}: {error}; give a local path or a URL that fsspec knows.") from None
@@ -272,7 +268,7 @@ def new_content_hash() -> Any:
 def fingerprint(file: DataFile | str | os.PathLike, *, size: int | None = None) -> str:
     """Returns 32 hex digits of the size and of 16 evenly spaced blocks of 64 KiB, first and last among them.
 
-    Files up to 1 MiB are hashed whole. An edit between the blocks of a longer file that keeps its size goes unseen.
+    Files up to 1 MiB are hashed whole. An edit between the blocks of a longer file that keeps its size is not detected.
     """
     file = file if isinstance(file, DataFile) else DataFile(file)
     size = file.state()[0] if size is None else size

@@ -1,8 +1,7 @@
-"""JSONL read in place: an index of where its lines lie, and the text of any one of them.
+"""JSONL read in place: an index of its lines, and the text of any one of them.
 
-The index is built in one pass over the file in bounded memory, which hashes every byte too, and can be kept in a folder
-beside the run, where it is written atomically and mapped into memory when it is read back. Owns lines; what a line must
-hold is records.json_text.
+The index is built in one pass over the file in bounded memory, which hashes every byte too. It can be kept in a folder
+beside the run, where it is written atomically and memory-mapped when it is read back.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _MAGIC = b"hlatidx2"
 
 
 class LineIndex:
-    """Where the lines of a file lie that are not blank.
+    """Where the lines of a file are, without blank ones.
 
     Attributes:
       spans: int64[num_documents, 2], first byte of the line and the byte after its last, without the line end.
@@ -47,9 +46,9 @@ class LineIndex:
 
 
 def line_index(snapshot: Snapshot, *, folder: pathlib.Path | None = None) -> LineIndex:
-    """Returns the index of a file: the one kept in `folder` if it belongs to this very file, else a new one.
+    """Returns the index of a file: the one kept in `folder` if it is of the same file state, else a new one.
 
-    Where nobody may write in `folder`, a new one is kept in a temporary place for as long as it is used.
+    If `folder` is not writable, a new one is kept in a temporary file as long as it is used.
 
     Raises:
       ValueError: the file changed meanwhile.
@@ -71,7 +70,7 @@ def line_index(snapshot: Snapshot, *, folder: pathlib.Path | None = None) -> Lin
     except OSError as error:
         if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
             raise
-        with tempfile.TemporaryDirectory() as temporary:  # stays mapped when its name is gone
+        with tempfile.TemporaryDirectory() as temporary:  # stays mapped after it is unlinked
             path = pathlib.Path(temporary) / path.name
             _write_index(path, snapshot=snapshot)
             kept = _read_index(path, snapshot=snapshot)
@@ -86,11 +85,11 @@ def _scan(snapshot: Snapshot, digest: Any) -> Any:
         while offset <= snapshot.size:
             chunk = file.read(min(_CHUNK_BYTES, snapshot.size - offset))
             if not chunk and offset < snapshot.size:
-                raise ValueError(f"{snapshot.file} shrank while it was indexed; start again when it is whole.")
+                raise ValueError(f"{snapshot.file} shrank while it was indexed; start again when it is complete.")
             digest.update(chunk)
             ends = np.flatnonzero(np.frombuffer(chunk, np.uint8) == ord("\n")) + offset
             if not chunk and start < snapshot.size:
-                ends = np.asarray([snapshot.size])  # a last line without line end
+                ends = np.asarray([snapshot.size])  # a last line without a newline
             spans = np.empty((len(ends), 2), np.int64)
             spans[:, 1], spans[1:, 0] = ends, ends[:-1] + 1
             spans[:1, 0] = start
@@ -114,7 +113,7 @@ def _scan(snapshot: Snapshot, digest: Any) -> Any:
 
 
 def _write_index(path: pathlib.Path, *, snapshot: Snapshot) -> None:
-    """Writes an index whole or not at all; who reads the one before goes on reading that."""
+    """Writes an index atomically, in pieces as it is made; a reader of the previous one keeps reading that."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
     try:
@@ -145,10 +144,10 @@ def _write_parts(file: BinaryIO, *, snapshot: Snapshot) -> None:
 
 
 def _read_index(path: pathlib.Path, *, snapshot: Snapshot) -> LineIndex | None:
-    """Returns the index at `path`, or None if there is none, or one of another state of the file, or half of one."""
+    """Returns the index at `path`; None if it is missing, incomplete or of another state of the file."""
     try:
         with pyarrow.memory_map(os.fsencode(path)) as file:
-            buffer = file.read_buffer()  # stays mapped when the descriptor is gone, so many files need none
+            buffer = file.read_buffer()  # stays mapped without a descriptor, so that many files can be open
     except FileNotFoundError:
         return None
     if buffer.size < _HEADER.size:
@@ -164,7 +163,7 @@ def _read_index(path: pathlib.Path, *, snapshot: Snapshot) -> LineIndex | None:
 
 
 class JsonlDocuments:
-    """The texts of a JSONL file by number. Rows are counted from 1 over all lines, blank ones are no documents.
+    """The texts of a JSONL file by number. Rows are counted from 1 over all lines; blank lines are not documents.
 
     Attributes:
       snapshots: the file, once.

@@ -1,7 +1,6 @@
-"""Which files a config or a command names: paths, folders, globs and URLs, by the suffixes that are read.
+"""Finding the files that a config or a command names: paths, folders, globs and URLs, by suffix and in order.
 
-Owns their order and what is refused by name. Refuses to know what is inside a file, but for one thing: a folder that
-`python -m hlat_jax.data build` wrote counts as one.
+A folder that `python -m hlat_jax.data build` wrote counts as one file.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ import shlex
 from collections.abc import Sequence
 from typing import Any
 
+import hlat_jax
 from hlat_jax.data.formats.files import MANIFEST_NAME, SHARD_SUFFIX, DataFile, client_errors, filesystem_of, reason
 from hlat_jax.store.atomic_files import read_json
 
@@ -33,41 +33,36 @@ def asset_path(name: str) -> pathlib.Path:
     """Returns the path of a file that ships with the package.
 
     Raises:
-      ValueError: no such file; the message lists those there are.
+      ValueError: no such file; the message lists those that ship.
     """
-    folder = pathlib.Path(__file__).resolve().parents[2] / "assets"
+    folder = pathlib.Path(hlat_jax.__file__).resolve().parent / "assets"
     path = folder / name
     if path.parent != folder or not path.is_file():
         shipped = sorted(p.name for p in folder.iterdir() if p.suffix in (".jsonl", ".model"))
-        raise ValueError(f"package:{name} does not ship with hlat_jax; there are {', '.join(shipped)}.")
+        raise ValueError(f"package:{name} does not ship with hlat_jax; these do: {', '.join(shipped)}.")
     return path
 
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """What a search found.
+    """The result of a search.
 
     Attributes:
       files: in order.
-      passed_over: files in folders whose suffix is not known, but for those whose names begin with . or _.
+      ignored: files in folders with an unknown suffix, except those whose names begin with . or _.
       folders: local folders that were searched.
     """
 
     files: list[DataFile]
-    passed_over: list[str]
+    ignored: list[str]
     folders: list[pathlib.Path]
 
-    def told(self) -> str:
-        """Returns what was passed over, as in 'passed over 3 files: no suffix 2, .csv 1'; '' for nothing."""
-        suffixes = sorted(pathlib.PurePosixPath(name).suffix.lower() or "no suffix" for name in self.passed_over)
+    def describe_ignored(self) -> str:
+        """Returns a count of the ignored files, as in 'ignored 3 files: no suffix 2, .csv 1'; '' without any."""
+        suffixes = sorted(pathlib.PurePosixPath(name).suffix.lower() or "no suffix" for name in self.ignored)
         counts = ", ".join(f"{suffix} {count:,}" for suffix, count in collections.Counter(suffixes).most_common())
         files = "1 file" if len(suffixes) == 1 else f"{len(suffixes):,} files"
-        return f"passed over {files}: {counts}" if counts else ""
-
-
-def resolve_files(spec: str | Sequence[str], *, key: str, allow_compressed: bool = False) -> list[DataFile]:
-    """Returns the files that find_files finds."""
-    return find_files(spec, key=key, allow_compressed=allow_compressed).files
+        return f"ignored {files}: {counts}" if counts else ""
 
 
 def find_files(
@@ -75,15 +70,14 @@ def find_files(
 ) -> Found:
     """Returns the files that `spec` names, in order: as written, and by name within a folder or glob.
 
-    `spec` is paths separated by commas, or each by itself, where a comma is part of a name. `key` is the config path
-    and `text_field` its key of text, for messages. A folder, named or matched by a glob, is searched recursively for
-    known suffixes; hidden names are passed over, and a dataset that `build` wrote is one entry. The order depends on
-    names below the folder, not on where it lies. `allow_compressed` takes .gz and .zst too, for readers that go through
-    a file in order.
+    `spec` is paths separated by commas, or a sequence of paths, in which a comma is part of a name. `key` is the config
+    path and `text_field` its key of text, for errors. A folder, named or matched by a glob, is searched recursively for
+    known suffixes; hidden names are ignored, and a dataset that `build` wrote is one entry. The order depends on names
+    below the folder, not on its location. `allow_compressed` accepts .gz and .zst too, for readers in order.
 
     Raises:
       ValueError: an empty spec, nothing found, a compressed file, an unknown suffix, a file named twice, a folder that
-        cannot be listed, or a dataset together with files that it was built from.
+        cannot be listed, or a dataset together with files it was built from.
     """
     parts = [part.strip() for part in spec.split(",")] if isinstance(spec, str) else list(spec)
     spec = spec if isinstance(spec, str) else " ".join(spec)
@@ -101,7 +95,7 @@ def find_files(
 
 
 def _refuse_twice(files: Sequence[DataFile], *, what: str) -> None:
-    """Raises when a file is named twice, or stands in a dataset that was built from it too."""
+    """Raises ValueError when a file is named twice, or beside a dataset that was built from it."""
     seen: set[str] = set()
     for file in files:
         place = file.where if file.is_remote else os.path.realpath(file)
@@ -114,8 +108,8 @@ def _refuse_twice(files: Sequence[DataFile], *, what: str) -> None:
         both = next((loose[name] for name in built_from if name in loose), None)
         if both is not None:
             raise ValueError(
-                f"{what} names the dataset {dataset} and {both}, from which it was built by its name: its documents "
-                "would come twice. Name one of them, or move the dataset out of the folder of its text."
+                f"{what} names the dataset {dataset} and {both}, and by its name the dataset was built from that file: "
+                "its documents would be repeated. Name one of them, or move the dataset out of the folder of its text."
             )
 
 
@@ -130,7 +124,7 @@ def _local_part(part: str, *, key: str, found: Found) -> list[DataFile]:
     files, searched = [], set()
     for name in sorted(glob.glob(str(path), recursive=True)):
         if any(os.fspath(parent) in searched for parent in pathlib.Path(name).parents):
-            continue  # `**` matches a folder and what lies in it
+            continue  # `**` matches a folder and what is in it
         if os.path.isdir(name):
             searched.add(os.fspath(pathlib.Path(name)))
             files += _in_folder(pathlib.Path(name), key=key, found=found)
@@ -162,26 +156,26 @@ def _in_folder(folder: pathlib.Path, *, key: str, found: Found) -> list[DataFile
 
 
 def _data_of(paths: Sequence[str], *, found: Found) -> list[str]:
-    """Returns the paths of data; those that are neither data nor hidden are counted as passed over."""
+    """Returns the paths of data files; adds those that are neither data nor hidden to `found.ignored`."""
     data = []
     for path in paths:
         name = path.rpartition("/")[2]
         if _is_data(name):
             data.append(path)
         elif not name.startswith((".", "_")):
-            found.passed_over.append(path)
+            found.ignored.append(path)
     return data
 
 
 def _is_built(folder: str | os.PathLike) -> bool:
-    """Returns whether `build` wrote this folder; the manifest.json of other programs does not make it ours."""
+    """Returns whether `build` wrote this folder; another program's manifest.json does not count."""
     return _manifest(folder)["kind"] in ("text", "tokens")
 
 
 def _manifest(folder: str | os.PathLike) -> dict[str, Any]:
-    """Returns `kind` and the names of `sources` of a folder's manifest; kind is '' where it is not ours.
+    """Returns `kind` and the names of `sources` of a folder's manifest; kind is '' if `build` did not write it.
 
-    Were it ours and damaged, its shards will be refused without it.
+    If it is ours and damaged, its shards are refused as single files.
     """
     nothing = {"kind": "", "sources": []}
     try:
@@ -194,7 +188,7 @@ def _manifest(folder: str | os.PathLike) -> dict[str, Any]:
 
 
 def _is_data(name: str) -> bool:
-    """Returns whether a name in a folder is data: known, or text that would be lost without a word (a.jsonl.gz)."""
+    """Returns whether a name in a folder is data; a.jsonl.gz is, and is then refused rather than silently ignored."""
     if name.startswith("."):
         return False
     path = pathlib.PurePosixPath(name)
@@ -214,7 +208,7 @@ def _remote_part(part: str, *, key: str, found: Found) -> list[DataFile]:
         return sorted(_data_of([name for name, parts in names if not _is_hidden(parts)], found=found))
 
     def matched() -> list[str]:
-        names: dict[str, None] = {}  # in order, once: `**` matches a folder and what lies in it
+        names: dict[str, None] = {}  # in order, once: `**` matches a folder and what is in it
         searched: list[str] = []
         for name, facts in sorted(filesystem.glob(path, detail=True).items()):
             if name.startswith(tuple(searched)):
@@ -244,7 +238,7 @@ def _is_hidden(parts: list[str]) -> bool:
 
 
 def file_format(file: DataFile) -> str:
-    """Returns 'built', 'jsonl', 'text', 'arrow', 'array_record' or 'parquet' for a file of resolve_files."""
+    """Returns 'built', 'jsonl', 'text', 'arrow', 'array_record' or 'parquet' for a file of find_files."""
     if file.is_built:
         return "built"
     name, suffix = file.name.lower(), file.suffix
@@ -255,8 +249,8 @@ def file_format(file: DataFile) -> str:
 
 
 def _nothing(part: str, *, key: str, found: Found) -> list[DataFile]:
-    told = f" ({found.told()})" if found.passed_over else ""
-    raise ValueError(f"{key}: {part} holds or matches no files that end in {', '.join(KNOWN_SUFFIXES)}{told}.")
+    ignored = f" ({found.describe_ignored()})" if found.ignored else ""
+    raise ValueError(f"{key}: {part} holds or matches no files that end in {', '.join(KNOWN_SUFFIXES)}{ignored}.")
 
 
 def _check_suffix(file: DataFile, *, key: str, allow_compressed: bool, text_field: str) -> None:
@@ -264,11 +258,11 @@ def _check_suffix(file: DataFile, *, key: str, allow_compressed: bool, text_fiel
         return
     suffix = file.suffix
     if suffix == SHARD_SUFFIX and file.is_remote:
-        raise ValueError(f"{key}: {file}: ArrayRecord is read from local disks only; copy its folder and give that.")
+        raise ValueError(f"{key}: {file}: ArrayRecord is read from local disks only; copy its folder to one.")
     if _OUR_SHARD.fullmatch(file.name):
         raise ValueError(
-            f"{key}: {file} is one shard of a dataset, and shards are not read without the manifest.json of their "
-            "folder; give the folder, or finish that build by running its command again."
+            f"{key}: {file} is one shard of a dataset; give its folder, with its manifest.json, or finish that build "
+            "by running its command again."
         )
     if suffix in COMPRESSED_SUFFIXES:
         inner = pathlib.PurePosixPath(pathlib.PurePosixPath(file.name).stem).suffix.lower()
@@ -278,7 +272,7 @@ def _check_suffix(file: DataFile, *, key: str, allow_compressed: bool, text_fiel
     if suffix not in KNOWN_SUFFIXES:
         known = ", ".join(KNOWN_SUFFIXES)
         raise ValueError(
-            f"{key}: {file} ends in {suffix or 'nothing'!r}; known are {known} and what build writes.{_hint(file)}"
+            f"{key}: {file} has the suffix {suffix!r}; known are {known} and datasets that build wrote.{_hint(file)}"
         )
 
 
@@ -287,22 +281,22 @@ def _hint(file: DataFile) -> str:
         return ""
     name = shlex.quote(file.where)
     lines = shlex.quote(f"{file.where}l")
-    return f" If it holds one JSON object a line, rename it to {lines}; a JSON array: jq -c '.[]' {name} > {lines}"
+    return f" If it holds one JSON object per line, rename it to {lines}; a JSON array: jq -c '.[]' {name} > {lines}"
 
 
 def _compressed_message(file: DataFile, *, key: str, inner: str, text_field: str) -> str:
     command = {".gz": "gunzip -k", ".zst": "zstd -dk", ".xz": "xz -dk", ".bz2": "bunzip2 -k"}[file.suffix]
-    begins = f"{key}: {file} is compressed as a whole"
+    start = f"{key}: {file} is compressed as a whole"
     if file.suffix in STREAMED_SUFFIXES and inner in JSONL_SUFFIXES + TEXT_SUFFIXES:
         out = file.name.removesuffix(file.suffix).removesuffix(inner) or "dataset"
         return (
-            f"{begins}, so no document in it can be read by number. Convert it and train on that: "
+            f"{start}, so its documents cannot be read by number. Convert it and train on that: "
             f"{build_command(file, out=out, text_field=text_field)}"
         )
-    return f"{begins} in a way that is not read here; unpack it first: {command} {shlex.quote(file.where)}"
+    return f"{start} in a format that is not supported; unpack it first: {command} {shlex.quote(file.where)}"
 
 
 def build_command(file: DataFile, *, out: str, text_field: str) -> str:
-    """Returns the command that converts a file to a dataset, to be pasted into a shell."""
+    """Returns the shell command that converts a file to a dataset."""
     field = "" if text_field == "text" else f" --text_field={shlex.quote(text_field)}"
     return f"python -m hlat_jax.data build {shlex.quote(file.where)} --out {shlex.quote(out)}{field}"

@@ -1,34 +1,48 @@
-"""What is wrong with one record, said the same way for every format: file, row, reason, remedy."""
+"""Records of every format: their numbers across files, their text, and the error for one without usable text."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
+
 MAX_RECORD_BYTES = 1 << 30
-_REMEDY = "Mend or remove it, set {field} if the text is elsewhere, or pass over such records with {skip}."
+_REMEDY = "Fix or remove it, set {field} if the text is elsewhere, or skip such records with {skip}."
 _KEYS_SHOWN = 10
 _KEY_CHARS_SHOWN = 40
 
 
 class BadRecord(ValueError):
-    """One record that cannot be used; `data.on_bad_record="skip"` passes over it. Trouble of a file is no BadRecord.
+    """One record without usable text, which `data.on_bad_record="skip"` skips; a damaged file is a plain ValueError.
 
     Attributes:
-      problem: file, row and reason, without the remedy for a run, which a command says in its own words.
+      problem: file, row and reason, without what to change.
     """
 
     def __init__(self, problem: str):
         remedy = _REMEDY.format(field="data.text_field", skip='data.on_bad_record="skip"')
         super().__init__(
-            f"{problem} {remedy} A run that has begun keeps to its text: a changed file needs another --workdir."
+            f"{problem} {remedy} A run keeps the text it began with: a changed file needs another --workdir."
         )
         self.problem = problem
 
-    def said_by_a_command(self) -> ValueError:
-        """Returns the error as `build` and `tokenizer` say it, with their flags."""
+    def for_command(self) -> ValueError:
+        """Returns the error with the flags of `build` and `tokenizer` in place of the config's keys."""
         remedy = _REMEDY.format(field="--text_field", skip="--on_bad_record=skip")
         return ValueError(f"{self.problem} {remedy}")
+
+
+def starts(counts: Iterable[int]) -> np.ndarray:
+    """Returns int64[n + 1]: the number of the first record of each of n neighbours, and of records in all."""
+    return np.cumsum([0, *counts], dtype=np.int64)
+
+
+def place(starts: np.ndarray, index: int) -> tuple[int, int]:
+    """Returns (which of the neighbours record `index` is in, its number there)."""
+    neighbour = int(np.searchsorted(starts, index, side="right")) - 1
+    return neighbour, int(index) - int(starts[neighbour])
 
 
 def bad_record(where: str, row: int | None, reason: str) -> BadRecord:
@@ -38,7 +52,7 @@ def bad_record(where: str, row: int | None, reason: str) -> BadRecord:
 
 
 def checked_text(text: Any, *, field: str, where: str, row: int) -> str:
-    """Returns `text` if it is text that UTF-8 can express.
+    """Returns `text` if it is a str that UTF-8 can encode.
 
     Raises:
       BadRecord: it is null, empty, of another type, or holds half of a surrogate pair.
@@ -49,9 +63,9 @@ def checked_text(text: Any, *, field: str, where: str, row: int) -> str:
         if text.isascii():
             return text
         try:
-            for start in range(0, len(text), 1 << 20):  # by parts: a copy of a long document would double it
+            for start in range(0, len(text), 1 << 20):  # in blocks: a copy of a long document would double it
                 text[start : start + (1 << 20)].encode("utf-8")
-        except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair
+        except UnicodeEncodeError as error:  # JSON can hold half of a surrogate pair
             reason = f"{field!r} is invalid UTF-8: {error.reason} at character {start + error.start}."
             raise bad_record(where, row, reason) from None
         return text
@@ -60,7 +74,7 @@ def checked_text(text: Any, *, field: str, where: str, row: int) -> str:
 
 
 def utf8_text(raw: bytes | bytearray, *, where: str, row: int | None) -> str:
-    """Returns the text of a record that is nothing but text.
+    """Returns the text of a record that holds UTF-8 and nothing else.
 
     Raises:
       BadRecord: it is empty, or not UTF-8.
@@ -103,8 +117,8 @@ def json_text(line: bytes | bytearray, *, field: str, where: str, row: int) -> s
 
 
 def _no_key(record: dict[str, Any], *, field: str, where: str, row: int) -> BadRecord:
-    # as Python would write them: JSON can spell keys that no terminal shows, and half of a surrogate pair
+    # repr: JSON keys may be unprintable, or hold half of a surrogate pair
     keys = [repr(key if len(key) <= _KEY_CHARS_SHOWN else f"{key[:_KEY_CHARS_SHOWN]}...") for key in sorted(record)]
     more = f" and {len(keys) - _KEYS_SHOWN} more" if len(keys) > _KEYS_SHOWN else ""
-    told = f"{', '.join(keys[:_KEYS_SHOWN])}{more}" if keys else "none"
-    return bad_record(where, row, f"no key {field!r}; its keys are {told}.")
+    listed = f"{', '.join(keys[:_KEYS_SHOWN])}{more}" if keys else "none"
+    return bad_record(where, row, f"no key {field!r}; its keys are {listed}.")

@@ -1,13 +1,12 @@
-"""Every document of a file in order, for readers that need no number: `build`, the tokenizer's trainer, statistics.
+"""Documents of a file in order, for commands that go through all text once: `build` and `tokenizer`.
 
-Reads what training reads and what cannot be read by number as well: .gz and .zst. Memory holds one record, or one small
-batch of a column, whatever the file's size. Texts and errors are those of the readers by number.
+Reads every format that training reads, and .gz and .zst, which cannot be read by number. Memory holds one record, or
+one small batch of a column, whatever the file's size. Texts and errors are those of the readers by number.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
@@ -20,7 +19,7 @@ from hlat_jax.data.formats.array_record import ArrayRecordDocuments
 from hlat_jax.data.formats.built import BuiltTexts, open_built
 from hlat_jax.data.formats.files import DataFile, Snapshot
 from hlat_jax.data.formats.jsonl import BLANK_BYTES
-from hlat_jax.data.formats.paths import STREAMED_SUFFIXES, file_format, resolve_files
+from hlat_jax.data.formats.paths import STREAMED_SUFFIXES, file_format
 
 _CHUNK_BYTES = 1 << 20
 _ROWS_AT_ONCE = 256
@@ -29,42 +28,20 @@ _CODECS = {".gz": "gzip", ".zst": "zstd"}
 Item = tuple[str | records.BadRecord, int | None]
 
 
-class DocumentIterator(Iterator[tuple[str, int | None]]):
-    """(text, row) of every document of one file in order; goes on after a BadRecord, which a generator could not."""
+def iter_documents(file: DataFile, *, text_field: str) -> Iterator[Item]:
+    """Yields (text, row) of every document of a file or built dataset; row counts from 1, None for plain text.
 
-    def __init__(self, items: Iterator[Item]):
-        self._items = items
-
-    def __next__(self) -> tuple[str, int | None]:
-        text, row = next(self._items)
-        if isinstance(text, records.BadRecord):
-            raise text
-        return text, row
-
-
-def iter_documents(path: DataFile | str | os.PathLike, *, text_field: str) -> DocumentIterator:
-    """Returns an iterator of (text, row) over the documents of one file; row counts from 1, None for plain text.
-
-    `path` is a file, a URL, or the folder of a dataset of texts. `next` raises BadRecord for a record that cannot be
-    used, and the `next` after it gives the record that follows; any other error ends the iteration.
+    A record that cannot be used is yielded as the BadRecord that says why, and the records after it follow.
 
     Raises:
-      ValueError: an unknown format; from `next`, a file that is damaged or truncated or has no such column.
+      ValueError: a file that is damaged or truncated, has no such column, or holds token ids.
     """
-    if not isinstance(path, DataFile):
-        path = _only(resolve_files([os.fspath(path)], key="IN", allow_compressed=True), path=path)
-    return DocumentIterator(_READERS[file_format(path)](path, text_field))
-
-
-def _only(files: list[DataFile], *, path: str | os.PathLike) -> DataFile:
-    if len(files) != 1:
-        raise ValueError(f"{path} holds {len(files)} files; give them one by one.")
-    return files[0]
+    yield from _READERS[file_format(file)](file, text_field)
 
 
 @contextlib.contextmanager
 def _opened(file: DataFile) -> Iterator[BinaryIO]:
-    """Yields the bytes of a file in order, unpacked if it is compressed; its read errors become ValueError."""
+    """Yields a file opened for reading in order, decompressed; read errors become ValueError."""
     try:
         with contextlib.ExitStack() as stack:
             raw = stack.enter_context(file.open())
@@ -76,9 +53,9 @@ def _opened(file: DataFile) -> Iterator[BinaryIO]:
 
 
 def _lines(stream: BinaryIO) -> Iterator[list[bytes | bytearray] | None]:
-    """Yields each line without its end, alone in a list; None for one over the limit.
+    """Yields each line without its newline, alone in a list; None for one over the limit.
 
-    Who takes the line out of its list is the only one to hold it, so that a long one is not kept while it is decoded.
+    A caller that pops the line holds the only reference, so that a long one can be freed while it is decoded.
     """
     line: bytes | bytearray | None = b""
     num_bytes = 0
@@ -119,7 +96,7 @@ def _jsonl(file: DataFile, field: str) -> Iterator[Item]:
 
 
 def _text(file: DataFile, field: str) -> Iterator[Item]:
-    del field  # a file of plain text has none
+    del field  # plain text has none
     raw = bytearray()
     with _opened(file) as stream:
         while len(raw) <= records.MAX_RECORD_BYTES and (chunk := stream.read(_CHUNK_BYTES)):
@@ -183,15 +160,15 @@ def _cells(parts: Iterator[Any], *, file: DataFile, field: str) -> Iterator[Item
 
 
 def _array_record(file: DataFile, field: str) -> Iterator[Item]:
-    del field  # a record is nothing but text
+    del field  # a record is its text
     yield from _by_number(ArrayRecordDocuments(Snapshot(file, has_checksums=True)))
 
 
 def _built(file: DataFile, field: str) -> Iterator[Item]:
-    del field  # a dataset holds nothing but its texts
+    del field  # a document is its text
     documents = open_built(file.where, key="IN", tokenizer_sha256=None)
     if not isinstance(documents, BuiltTexts):
-        raise ValueError(f"{file} holds token ids, from which no text comes back; give the texts it was built from.")
+        raise ValueError(f"{file} holds token ids, not text; give the text it was built from.")
     yield from _by_number(documents)
 
 
