@@ -21,7 +21,7 @@ def _key(default: Any, doc: str, *, choices: tuple = ()) -> Any:
 
 
 _POLICIES = ("fp32", "autocast", "mixed", "bf16_sr", "bf16")
-_FUSIBLE = ("auto", "reference", "recomputed", "triton")
+_FUSIBLE = ("auto", "reference", "recomputed")
 _ATTENTION = ("auto", "einsum", "blocked", "chunked", "cudnn", "triton", "nki")
 
 

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 
 from hlat_jax.ops.dialect import Implementation, Op
-from hlat_jax.ops.gpu import limits
 
 
 def rms_norm(x: jax.Array, *, scale: jax.Array, eps: float, implementation: str | Mapping[str, str]) -> jax.Array:
@@ -46,16 +45,7 @@ def _reference(x, scale, eps):
     return (x_fp32 * jax.lax.rsqrt(mean_square + eps)).astype(x.dtype) * scale.astype(x.dtype)
 
 
-def _triton(x, scale, eps):
-    # here: importing Pallas takes a second that no other platform has to spend
-    from hlat_jax.ops.gpu import norm as gpu
-
-    return gpu.rms_norm(x, scale=scale, eps=eps)
-
-
 OP = Op("model.rms_norm")
 OP.register(Implementation("reference", _reference, {"*": 5}))
 # the backward pass starts again from x: the fp32 intermediates would each be written and kept for every layer
 OP.register(Implementation("recomputed", jax.checkpoint(_reference, static_argnums=2), {"*": 10}))
-# below both: XLA fuses a norm well, and the kernel has not run on a device
-OP.register(Implementation("triton", _triton, {"cuda": 1}, limits.row_refusals))

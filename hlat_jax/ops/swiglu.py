@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 
 from hlat_jax.ops.dialect import Implementation, Op
-from hlat_jax.ops.gpu import limits
 
 
 def swiglu(gate: jax.Array, *, up: jax.Array, implementation: str | Mapping[str, str]) -> jax.Array:
@@ -44,16 +43,7 @@ def _reference(gate, up):
     return jax.nn.silu(gate) * up
 
 
-def _triton(gate, up):
-    # here: importing Pallas takes a second that no other platform has to spend
-    from hlat_jax.ops.gpu import swiglu as gpu
-
-    return gpu.swiglu(gate, up=up)
-
-
 OP = Op("model.swiglu")
 OP.register(Implementation("reference", _reference, {"*": 5}))
 # the backward pass keeps the inputs alone, which the products before it give anyway
 OP.register(Implementation("recomputed", jax.checkpoint(_reference), {"*": 10}))
-# below both: XLA fuses it into one pass as well, and the kernel has not run on a device
-OP.register(Implementation("triton", _triton, {"cuda": 1}, limits.element_refusals))

@@ -330,7 +330,7 @@ def test_help_does_not_hide_a_flag_that_there_is_not(evaluate_here):
 
 @pytest.mark.parametrize(
     "how",
-    [{"tuned": "nowhere.json"}, {"rms_norm": "triton"}, {"attention": "nki"}, {"remat": "saved:dot_general.6"}],
+    [{"tuned": "nowhere.json"}, {"rms_norm": "recomputed"}, {"attention": "nki"}, {"remat": "saved:dot_general.6"}],
     ids=str,
 )
 def test_a_text_is_evaluated_by_a_model_that_was_trained_elsewhere(how):

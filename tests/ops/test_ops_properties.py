@@ -19,8 +19,6 @@ from jax.sharding import PartitionSpec as P
 
 from hlat_jax.ops import attention, chunked_attention, cross_entropy, dialect, norm, rope, swiglu
 from hlat_jax.ops.gpu import attention as gpu
-from hlat_jax.ops.gpu import norm as gpu_norm
-from hlat_jax.ops.gpu import swiglu as gpu_swiglu
 from hlat_jax.ops.nki import attention as nki
 from hlat_jax.ops.registry import OPS
 from hlat_jax.parallel.collectives import Shards
@@ -345,21 +343,16 @@ def test_a_perturbed_loss_fails(how, monkeypatch):
 # RMSNorm, SwiGLU and RoPE, likewise.
 
 
-INTERPRETED = "triton, interpreted"
 EPS = 0.1  # large, so that it counts
 PLACES = 2**16 - 3 + 7 * np.arange(38)
 FREQUENCIES = rope.rope_frequencies(8, theta=1e4)
 
 
 def run_rms_norm(name, x, scale, eps=EPS):
-    if name == INTERPRETED:
-        return gpu_norm.rms_norm(x, scale=scale, eps=eps, interpret=True)
     return norm.rms_norm(x, scale=scale, eps=eps, implementation=name)
 
 
 def run_swiglu(name, gate, up):
-    if name == INTERPRETED:
-        return gpu_swiglu.swiglu(gate, up=up, interpret=True)
     return swiglu.swiglu(gate, up=up, implementation=name)
 
 
@@ -486,9 +479,7 @@ LAYER_PROPERTIES = {
     "rows apart": layer_op_keeps_rows_apart,
     "sharded is unsharded": layer_op_is_the_same_over_devices,
 }
-LAYER_SUBJECTS = [
-    (key, INTERPRETED if name == "triton" else name) for key, one in LAYER_OPS.items() for name in one.op.names
-]
+LAYER_SUBJECTS = [(key, name) for key, one in LAYER_OPS.items() for name in one.op.names]
 
 
 @pytest.mark.parametrize("property_name", LAYER_PROPERTIES)
@@ -610,32 +601,6 @@ def kernels_by_platform(traced):
         platform: traced.lower(lowering_platforms=(platform,)).as_text().count("custom_call @__gpu$xla.gpu.triton")
         for platform in ("cpu", "cuda", "neuron")
     }
-
-
-@pytest.mark.parametrize("key", ["rms_norm", "swiglu"])
-def test_our_kernels_stand_in_the_program_for_cuda_forward_and_backward_and_nowhere_else(key):
-    one = LAYER_OPS[key]
-    names = {"cuda": "triton", "cpu": "reference", "neuron": "recomputed"}
-    traced = value_and_grads(functools.partial(one.run, names)).trace(*one.arrays(one.shapes_bf16, jnp.bfloat16))
-    assert kernels_by_platform(traced) == {"cpu": 0, "cuda": 2, "neuron": 0}
-
-
-@pytest.mark.parametrize(
-    ("key", "x_shape", "dtype", "reason"),
-    [
-        ("rms_norm", (1, 8, 20_000), "bfloat16", "rows of 20,000 are wider than 16,384"),
-        ("rms_norm", (2**10, 2**10, 2**11), "bfloat16", "2,147,483,648 elements on one device are above 2,147,483,647"),
-        ("swiglu", (2**10, 2**10, 2**11), "float32", "2,147,483,648 elements on one device are above 2,147,483,647"),
-        ("swiglu", (1, 8, 64), "float64", "dtype float64 is not one of bfloat16, float16, float32"),
-    ],
-    ids=["width", "elements of a norm", "elements", "dtype"],
-)
-def test_what_our_kernels_cannot_serve_is_refused_with_the_reason(key, x_shape, dtype, reason):
-    op, facts = LAYER_OPS[key].op, {"x_shape": x_shape, "dtype": dtype}
-    assert op.choose("triton", "cuda", facts={"x_shape": (1, 8, 64), "dtype": "bfloat16"}).name == "triton"
-    assert op.choose("auto", "cuda", facts=facts).passed_over["triton"] == reason
-    with pytest.raises(ValueError, match=f"^model.{key}='triton' cannot serve: {reason}"):
-        op.choose("triton", "cuda", facts=facts)
 
 
 def test_operands_that_do_not_fit_each_other_are_refused_with_their_numbers():

@@ -298,7 +298,7 @@ def test_dialects_that_cannot_be_given_or_do_not_run_here_are_refused():
     def loss(params, batch, *, dialects):
         return jnp.sum(params["w"])
 
-    options = ProgramOptions(POLICIES["fp32"], dialects={"rms_norm": "triton"})
+    options = ProgramOptions(POLICIES["fp32"], dialects={"attention": "triton"})
     with pytest.raises(ValueError, match="serves cuda and not cpu"):
         training_program(loss, optax.sgd(0.1), options=options)
     with pytest.raises(ValueError, match=r"define it as loss\(params, batch, \*, dialects\)"):

@@ -388,13 +388,13 @@ def test_checkpoints_that_differ_are_not_averaged(other, message, tmp_path):
 
 def test_checkpoints_of_a_run_that_changed_how_it_runs_are_averaged(tmp_path):
     write_weights(tmp_path / "a")
-    write_weights(tmp_path / "b", model=dataclasses.replace(MODEL, tuned="b.json", rms_norm="triton", remat="full"))
+    write_weights(tmp_path / "b", model=dataclasses.replace(MODEL, tuned="b.json", rms_norm="reference", remat="full"))
     averaging.average([tmp_path / "a", tmp_path / "b"], tmp_path / "mean")
     assert open_weights(tmp_path / "mean").model == MODEL
 
 
 def test_a_run_begins_with_weights_of_a_model_that_was_timed_and_ran_otherwise(tmp_path):
-    write_weights(tmp_path / "a", model=dataclasses.replace(MODEL, tuned="a.json", rms_norm="triton", remat="full"))
+    write_weights(tmp_path / "a", model=dataclasses.replace(MODEL, tuned="a.json", rms_norm="reference", remat="full"))
     config = resolve(config_lib.load("tiny"))
     train = dataclasses.replace(config.train, init_from=str(tmp_path / "a"))
     begun = dataclasses.replace(config, model=MODEL, train=train)

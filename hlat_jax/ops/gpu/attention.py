@@ -14,10 +14,9 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from hlat_jax.ops.gpu import limits
-
 _TRITON_MULTIPLE = 128  # of places: a block of queries
 _TRITON_MAX_HEAD_DIM = 128  # a block of queries and the accumulator lie on the chip
+_TRITON_DTYPES = ("bfloat16", "float16", "float32")
 
 
 def cudnn(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, *, window: int | None) -> jax.Array:
@@ -63,7 +62,9 @@ def triton_supports(
         reasons.append(f"the sequence of {seq_len} is no multiple of {_TRITON_MULTIPLE}")
     if head_dim > _TRITON_MAX_HEAD_DIM:
         reasons.append(f"model.head_dim={head_dim} is above {_TRITON_MAX_HEAD_DIM}")
-    return reasons + limits.dtype_refusals(dtype)
+    if jnp.dtype(dtype).name not in _TRITON_DTYPES:
+        reasons.append(f"dtype {jnp.dtype(dtype).name} is not one of {', '.join(_TRITON_DTYPES)}")
+    return reasons
 
 
 def triton(
