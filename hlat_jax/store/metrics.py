@@ -23,6 +23,7 @@ from hlat_jax.config import MetricsConfig
 from hlat_jax.store.atomic_files import sync_folder, to_disk, write_whole
 
 ROWS_FILE, DISCARDED_FILE = "metrics.jsonl", "metrics.discarded.jsonl"
+TESTED_VERSIONS = ("2.6.5",)  # of tensorboardX, whose writer of event files is undocumented
 # Without a terminal, `console=auto` prints about this many lines over a run.
 _QUIET_LINES = 10
 _COLUMNS = (

@@ -37,7 +37,7 @@ from hlat_jax import config as config_lib
 from hlat_jax import loop
 from hlat_jax.config import ParallelConfig
 from hlat_jax.data.tokenizer import Tokenizer
-from hlat_jax.evaluate import harness_command, suites, tasks
+from hlat_jax.evaluate import harness_command, lm_eval_compat, suites, tasks
 from hlat_jax.evaluate.harness import HarnessModel
 from hlat_jax.evaluate.in_training import TasksInTraining
 from hlat_jax.evaluate.model_type import ModelType
@@ -165,10 +165,10 @@ def test_neurons_environment_is_set_for_the_mesh_that_is_asked_for_before_jax_is
     assert done.stderr.strip() == "4 8 False"
 
 
-def test_the_harness_own_command_line_knows_our_model_type(folder, monkeypatch, capsys, of_hugging_face):
+def test_the_harness_command_of_ours_knows_our_model_type(folder, monkeypatch, capsys, of_hugging_face):
     words = f"--model hlat_jax --model_args checkpoint={folder / 'imported'},tensor=2 --batch_size 4"
     words += f" --include_path {folder} --tasks local_choice"
-    monkeypatch.setattr("sys.argv", ["lm_eval", *words.split()])
+    monkeypatch.setattr("sys.argv", ["python -m hlat_jax.eval", *words.split()])
     monkeypatch.setattr("lm_eval.tasks.TaskManager", functools.partial(TaskManager, include_defaults=False))  # slow
     harness_command.main()
     accuracy = of_hugging_face["results"]["local_choice"]["acc,none"]
@@ -373,8 +373,8 @@ def test_a_task_that_shuffles_has_the_same_figures_at_every_call_and_disturbs_no
 
 
 def test_a_task_of_a_suite_that_is_named_too_is_refused_before_anything_is_scored(folder, local_suite, monkeypatch):
-    monkeypatch.setattr("lm_eval.evaluator.evaluate", lambda **_: pytest.fail("scored"))
-    with pytest.raises(ValueError, match="--tasks: local_choice is asked for twice"):
+    monkeypatch.setattr(lm_eval_compat, "evaluate", lambda **_: pytest.fail("scored"))
+    with pytest.raises(ValueError, match="--tasks: local_choice is in two of the names"):
         Tasks(["local", "local_choice"], Options(folder=str(folder)))(None)
 
 

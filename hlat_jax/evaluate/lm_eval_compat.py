@@ -1,0 +1,37 @@
+"""The one module that imports the LM Evaluation Harness (the `eval` extra); most of what it uses is undocumented.
+
+Importing it also imports Hugging Face's `datasets`, so it is imported only where tasks are asked for.
+"""
+
+from __future__ import annotations
+
+from lm_eval.__main__ import cli_evaluate
+from lm_eval.api.model import LM, TemplateLM
+from lm_eval.api.registry import model_registry
+from lm_eval.evaluator import evaluate
+from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
+from lm_eval.tasks import TaskManager
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, make_table
+
+__all__ = [
+    "LM",
+    "TESTED_VERSIONS",
+    "TaskManager",
+    "TemplateLM",
+    "cli_evaluate",
+    "evaluate",
+    "get_rolling_token_windows",
+    "handle_stop_sequences",
+    "make_disjoint_window",
+    "make_table",
+    "normalize_gen_kwargs",
+    "postprocess_generated_text",
+    "register_model_type",
+]
+TESTED_VERSIONS = ("0.4.13",)
+
+
+def register_model_type() -> None:
+    """Adds the model type `hlat_jax` to the harness's registry, which imports the class when it is asked for."""
+    if "hlat_jax" not in model_registry:
+        model_registry.register("hlat_jax", target="hlat_jax.evaluate.model_type:ModelType")
