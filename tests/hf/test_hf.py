@@ -517,7 +517,7 @@ def not_safetensors(folder):
     ("damage", "message"),
     [
         (lambda folder: sorted(folder.glob("*.safetensors"))[1].unlink(), r"names the file model-00002-.*not there"),
-        (cut_off, r"model-00001.* bytes instead of .*; fetch that file again"),
+        (cut_off, r"model-00001.* is damaged: .*not fully covered"),
         (not_safetensors, r"model-00001.*is not a safetensors file"),
         (lambda folder: edit_json(folder / "model.safetensors.index.json", weight_map=...), r"no weight_map"),
         (lambda folder: shutil.copy(*sorted(folder.glob("*.safetensors"))[:2]), r"is in model-00001.* and in model-0"),

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import micro
 import numpy as np
 import pytest
-import safetensors
 import transformers
 from safetensors.numpy import load_file, save_file
 from test_data_tokenizer_json import write as write_tokenizer_json
@@ -524,56 +523,49 @@ def tensor(begin, end, *, dtype="F32", shape=(1,)):
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    "content",
     [
-        (
-            header_bytes({"a": tensor(-4, 0), "b": tensor(0, 8, shape=[2])}),
-            r"'a': data_offsets=\[-4, 0\] must be",
-        ),
-        (header_bytes({"a": tensor(0, 4), "b": tensor(0, 4)}, data=bytes(4)), r"tensor 'b': .* overlap"),
-        (header_bytes({"a": tensor(0, 8, shape=[2]), "b": tensor(4, 8)}), r"tensor 'b': .* overlap"),
-        (
-            header_bytes({"a": tensor(0, 4), "b": tensor(8, 12)}, data=bytes(12)),
-            r"'b': .* leave a gap of 4 bytes",
-        ),
-        (header_bytes({"a": tensor(4, 8)}), r"tensor 'a': .* leave a gap of 4 bytes"),
-        (header_bytes({"a": tensor(0, 4)}), r"has \d+ bytes instead of"),
-        (header_bytes({"a": tensor(0, 12, shape=[3])}), r"has \d+ bytes instead of"),
-        (header_bytes({"a": tensor(0, 8)}), r"tensor 'a': data_offsets=\[0, 8\] hold 8 bytes, and F32\[1\] takes 4"),
-        (header_bytes({"a": tensor(8, 0)}), r"tensor 'a': data_offsets=\[8, 0\] must be"),
-        (header_bytes({"a": tensor(0.0, 8, shape=[2])}), r"tensor 'a': data_offsets=\[0.0, 8\] must be"),
-        (header_bytes({"a": tensor(0, 8, shape=[-2])}), r"tensor 'a': shape=\[-2\] must be"),
-        (header_bytes({"a": tensor(0, 8, shape="2")}), r"tensor 'a': shape='2' must be"),
-        (header_bytes({"a": tensor(0, 8, shape=[1 << 62])}), r"tensor 'a': data_offsets=\[0, 8\] hold 8 bytes"),
-        (header_bytes({"a": tensor(0, 8, shape=[1 << 62] * 64)}), r"tensor 'a': data_offsets=\[0, 8\] hold 8 bytes"),
-        (header_bytes({"a": tensor(0, 8, shape=[10**400])}), r"tensor 'a': shape=\[10{98} must be"),
-        (header_bytes({"a": tensor(0, 8, shape=[10**4000] * 1000)}), r"tensor 'a': shape=\[10{98} must be"),
-        (header_bytes({"a": tensor(0, 8, shape=[2] * 10_000)}), r"tensor 'a': shape=\[2.{98} must be"),
-        (header_bytes({"a": tensor(0, 10**400)}), r"tensor 'a': data_offsets=\[0, 10{95} must be"),
-        (header_bytes({"\x1b[31m\n": tensor(4, 8)}), r"tensor '\\x1b\[31m\\n': .* leave a gap"),
-        (header_bytes({"a" * 1000: [0, 8]}), r"tensor 'a{99} is \[0, 8\]; it must be an object"),
-        (header_bytes({"a": tensor(0, 8, dtype="Q4")}), r"tensor 'a': dtype='Q4' is not one of"),
-        (header_bytes({"a": tensor(0, 8, dtype=["F32"])}), r"tensor 'a': dtype=\['F32'\] is not one of"),
-        (header_bytes({"a": {"dtype": "F32", "shape": [2]}}), r"tensor 'a': data_offsets=None must be"),
-        (header_bytes({"a": [0, 8]}), r"tensor 'a' is \[0, 8\]; it must be an object"),
-        (header_bytes({"__metadata__": {"a": 1}}, data=b""), r"__metadata__ must be an object of strings"),
-        (header_bytes(b'{"a": ' + b"[" * 50_000), r"nested deeper than 100 levels"),
-        (header_bytes(b"[]", data=b""), r"has no safetensors header"),
-        (header_bytes(b'{"a": NaN}', data=b""), r"NaN is not a finite number"),
-        (header_bytes({}, length=200_000_000), r"is not a safetensors file, or is cut off in its header"),
-        (b"", r"is not a safetensors file"),
+        header_bytes({"a": tensor(-4, 0), "b": tensor(0, 8, shape=[2])}),
+        header_bytes({"a": tensor(0, 4), "b": tensor(0, 4)}, data=bytes(4)),
+        header_bytes({"a": tensor(0, 8, shape=[2]), "b": tensor(4, 8)}),
+        header_bytes({"a": tensor(0, 4), "b": tensor(8, 12)}, data=bytes(12)),
+        header_bytes({"a": tensor(4, 8)}),
+        header_bytes({"a": tensor(0, 4)}),
+        header_bytes({"a": tensor(0, 12, shape=[3])}),
+        header_bytes({"a": tensor(0, 8)}),
+        header_bytes({"a": tensor(8, 0)}),
+        header_bytes({"a": tensor(0.0, 8, shape=[2])}),
+        header_bytes({"a": tensor(0, 8, shape=[-2])}),
+        header_bytes({"a": tensor(0, 8, shape="2")}),
+        header_bytes({"a": tensor(0, 8, shape=[1 << 62])}),
+        header_bytes({"a": tensor(0, 8, shape=[1 << 62] * 64)}),
+        header_bytes({"a": tensor(0, 8, shape=[10**400])}),
+        header_bytes({"a": tensor(0, 8, shape=[10**4000] * 1000)}),
+        header_bytes({"a": tensor(0, 8, shape=[2] * 10_000)}),
+        header_bytes({"a": tensor(0, 10**400)}),
+        header_bytes({"\x1b[31m\n": tensor(4, 8)}),
+        header_bytes({"a" * 1000: [0, 8]}),
+        header_bytes({"a": tensor(0, 8, dtype="Q4")}),
+        header_bytes({"a": tensor(0, 8, dtype=["F32"])}),
+        header_bytes({"a": {"dtype": "F32", "shape": [2]}}),
+        header_bytes({"a": [0, 8]}),
+        header_bytes({"__metadata__": {"a": 1}}, data=b""),
+        header_bytes(b'{"a": ' + b"[" * 50_000),
+        header_bytes(b"[]", data=b""),
+        header_bytes(b'{"a": NaN}', data=b""),
+        header_bytes({}, length=200_000_000),
+        b"",
     ],
-    ids=lambda value: value if isinstance(value, str) else "",
+    ids=lambda _: "",
 )
-def test_a_safetensors_header_that_cannot_be_is_refused_as_the_library_refuses_it(content, message, tmp_path):
+def test_a_damaged_safetensors_file_is_refused_by_its_name(content, tmp_path):
     path = tmp_path / "a.safetensors"
     path.write_bytes(content)
-    with pytest.raises(ValueError, match=message) as caught:
+    with pytest.raises(ValueError, match="is not a safetensors file, or is damaged: ") as caught:
         read_header(path)
     assert str(path) in str(caught.value)
     assert str(caught.value).isprintable()
-    with pytest.raises(safetensors.SafetensorError), safetensors.safe_open(path, framework="np"):
-        pass
+    assert len(str(caught.value)) < len(str(path)) + 300
 
 
 def test_a_safetensors_header_with_a_tensor_twice_is_refused(tmp_path):
