@@ -62,9 +62,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _run_tasks(values: flags.FlagValues) -> None:
-    from hlat_jax.evaluate.tasks import Options, Tasks, report
+    from hlat_jax.evaluate.tasks import TaskOptions, Tasks, report
 
-    tasks = Tasks(values.tasks, Options(values.num_fewshot, values.limit, values.tasks_folder))
+    tasks = Tasks(values.tasks, TaskOptions(values.num_fewshot, values.limit, values.tasks_folder))
     tasks.load()  # first, so that it fails before the model is loaded, which takes longer
     trained = inference.trained_model(values)
     from hlat_jax.evaluate.harness import HarnessModel

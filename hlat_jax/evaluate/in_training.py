@@ -17,7 +17,7 @@ from typing import Any
 
 from hlat_jax.config import Config
 from hlat_jax.data.tokenizer import Tokenizer
-from hlat_jax.evaluate.tasks import Options, Tasks, require_harness
+from hlat_jax.evaluate.tasks import TaskOptions, Tasks, require_harness
 from hlat_jax.generate.inference import TrainedModel
 from hlat_jax.parallel.sharding import Layout
 
@@ -34,7 +34,7 @@ def open_tasks(config: Config) -> Tasks:
     except ValueError as error:
         raise ValueError(f"train.eval_tasks={t.eval_tasks}: {error}") from None
     os.environ.setdefault("TQDM_DISABLE", "1")  # read when it is imported: bars of progress between our own lines
-    options = Options(
+    options = TaskOptions(
         limit=t.eval_tasks_limit, folder=t.eval_tasks_folder, standard_errors=False, key="train.eval_tasks"
     )
     logging.getLogger("lm_eval").setLevel(logging.ERROR)

@@ -21,7 +21,7 @@ _SEED, _PYTHON_SEED = 1234, 0  # likewise
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class TaskOptions:
     """How tasks are run.
 
     Attributes:
@@ -60,7 +60,7 @@ class Tasks:
       ValueError: the harness is not installed, an unknown name, or `num_fewshot` with a suite, which has its own.
     """
 
-    def __init__(self, names: Sequence[str], options: Options):
+    def __init__(self, names: Sequence[str], options: TaskOptions):
         require_harness()
         if options.folder and not pathlib.Path(options.folder).is_dir():
             raise ValueError(f"{options.key}_folder={options.folder}: no such folder (from {pathlib.Path.cwd()}).")

@@ -13,7 +13,7 @@ from hlat_jax.hf.exporting import files_of
 from hlat_jax.run.init_from import settings_of_weights
 from hlat_jax.store.config_diff import differences
 from hlat_jax.weights.trained import Weights, leaves_by_name, open_weights
-from hlat_jax.weights.weights_folder import FILES, About, is_weights, new_weights
+from hlat_jax.weights.weights_folder import FILES, WeightsInfo, is_weights, new_weights
 
 _BLOCK = 1 << 22  # elements: 16 MiB of fp32
 
@@ -36,7 +36,7 @@ def average(paths: Sequence[str | os.PathLike], out: pathlib.Path) -> list[Weigh
     files, tokenizer = _files(first)
     origin = {"average_of": [{"folder": str(each.folder), "step": each.step} for each in found]}
     step = max(each.step for each in found)
-    about = About(first.model, step, tokenizer, origin, first.begins_with_bos, first.stop_ids)
+    about = WeightsInfo(first.model, step, tokenizer, origin, first.begins_with_bos, first.stop_ids)
     with new_weights(out, about=about, files=files) as leaves:
         for name, leaf in leaves_by_name(first.arrays).items():
             mean = first.read(name).astype(np.float32)

@@ -22,7 +22,7 @@ import numpy as np
 from hlat_jax.config import Config
 from hlat_jax.hf.exporting import export_checkpoint
 from hlat_jax.host import distributed
-from hlat_jax.weights.safetensors_file import Stored, Writer, read_header
+from hlat_jax.weights.safetensors_file import StoredTensor, Writer, read_header
 from hlat_jax.weights.trained import Weights, leaves_by_name, nested
 
 FOLDER = "huggingface"
@@ -39,10 +39,10 @@ class Shard(NamedTuple):
     """A part of a parameter: where it begins on each axis, and its values, or where they are stored."""
 
     start: tuple[int, ...]
-    values: np.ndarray | Stored
+    values: np.ndarray | StoredTensor
 
     def read(self) -> np.ndarray:
-        return self.values.read() if isinstance(self.values, Stored) else self.values
+        return self.values.read() if isinstance(self.values, StoredTensor) else self.values
 
 
 class Exporter:

@@ -69,7 +69,7 @@ def _write_tensors(weights: Weights, folder: pathlib.Path, *, dtype: np.dtype, s
         atomic_files.write_json(folder / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": where})
 
 
-def _tensors(weights: Weights, entry: hf_names.Entry) -> Iterator[tuple[str, np.ndarray]]:
+def _tensors(weights: Weights, entry: hf_names.ParamMapping) -> Iterator[tuple[str, np.ndarray]]:
     """Gives the tensors that a parameter is made of, by their names; reads the parameter."""
     ours = weights.read(entry.leaf)
     for layer in range(weights.model.num_layers if entry.stacked else 1):

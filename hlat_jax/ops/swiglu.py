@@ -1,7 +1,4 @@
-"""The gated activation of the feed-forward block: its contract, two forms of one XLA implementation, and the choice.
-
-Owns no projection.
-"""
+"""SwiGLU, the gated activation of the feed-forward block: contract and two XLA implementations."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from hlat_jax.ops.dialect import Implementation, Op
+from hlat_jax.ops.dialect import CallSpec, Implementation, Op
 
 
 def swiglu(gate: jax.Array, *, up: jax.Array, implementation: str | Mapping[str, str]) -> jax.Array:
@@ -29,13 +26,13 @@ def swiglu(gate: jax.Array, *, up: jax.Array, implementation: str | Mapping[str,
     """
     if (gate.shape, gate.dtype) != (up.shape, up.dtype):
         raise ValueError(
-            f"gate is {gate.dtype.name}{list(gate.shape)} and up {up.dtype.name}{list(up.shape)}; they must be alike."
+            f"gate is {gate.dtype.name}{list(gate.shape)} and up {up.dtype.name}{list(up.shape)}; they must be equal."
         )
-    return OP.run(implementation, gate, up, **call(gate.shape, dtype=gate.dtype))
+    return OP.run(implementation, gate, up, **describe_call(gate.shape, dtype=gate.dtype))
 
 
-def call(x_shape: tuple[int, ...], *, dtype: Any) -> dict[str, Any]:
-    """Returns what is known of a call: shape and dtype of either input on one device."""
+def describe_call(x_shape: tuple[int, ...], *, dtype: Any) -> CallSpec:
+    """Returns the spec of a call: shape and dtype of either input on one device."""
     return {"x_shape": tuple(x_shape), "dtype": jnp.dtype(dtype).name}
 
 
@@ -45,5 +42,5 @@ def _reference(gate, up):
 
 OP = Op("model.swiglu")
 OP.register(Implementation("reference", _reference, {"*": 5}))
-# the backward pass keeps the inputs alone, which the products before it give anyway
+# the backward pass keeps only the inputs, which are outputs of the products before
 OP.register(Implementation("recomputed", jax.checkpoint(_reference), {"*": 10}))

@@ -17,7 +17,7 @@ from hlat_jax.config import ModelConfig
 from hlat_jax.store.atomic_files import check_name, read_json
 from hlat_jax.weights import hf_names
 from hlat_jax.weights.hf_config import model_config, unknown_fields
-from hlat_jax.weights.safetensors_file import DTYPES, Stored, bits, read_header
+from hlat_jax.weights.safetensors_file import DTYPES, StoredTensor, bits, read_header
 
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 # What is carried along, beside the weights.
@@ -29,7 +29,7 @@ _SHOWN = 8  # names in an error
 
 
 @dataclasses.dataclass(frozen=True)
-class Checkpoint:
+class HFCheckpoint:
     """A folder whose names, shapes and dtypes are those of its model.
 
     Attributes:
@@ -40,7 +40,7 @@ class Checkpoint:
 
     folder: pathlib.Path
     model: ModelConfig
-    tensors: dict[str, Stored]
+    tensors: dict[str, StoredTensor]
     dtype: np.dtype
     notes: tuple[str, ...]
     warning: str
@@ -49,7 +49,7 @@ class Checkpoint:
         """Returns the files to carry along."""
         return [self.folder / name for name in COMPANIONS if (self.folder / name).is_file()]
 
-    def slabs(self, entry: hf_names.Entry) -> Iterator[np.ndarray]:
+    def slabs(self, entry: hf_names.ParamMapping) -> Iterator[np.ndarray]:
         """Yields one of our parameters, layer by layer where it is stacked, in `dtype`."""
         for layer in range(self.model.num_layers if entry.stacked else 1):
             tensors = [as_dtype(self.tensors[name].read(), self.dtype) for name in entry.names(layer)]
@@ -58,7 +58,7 @@ class Checkpoint:
 
 def open_checkpoint(
     folder: pathlib.Path, *, dtype: str = "", fuse_qkv: bool = True, strict: bool = False
-) -> Checkpoint:
+) -> HFCheckpoint:
     """Returns what lies in a folder; reads no weights.
 
     Args:
@@ -94,7 +94,7 @@ def open_checkpoint(
         raise ValueError(f"{path}: num_hidden_layers={model.num_layers}, and the folder holds {len(tensors)} tensors.")
     _require_names(tensors, hf_names.expected(model), folder=folder)
     kept = _dtype(tensors, dtype, folder=folder)
-    return Checkpoint(folder, model, tensors, kept, tuple(notes), warning if unknown else "")
+    return HFCheckpoint(folder, model, tensors, kept, tuple(notes), warning if unknown else "")
 
 
 def as_dtype(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
@@ -102,7 +102,7 @@ def as_dtype(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
     return values if values.dtype == dtype else values.astype(dtype)
 
 
-def _tensors(folder: pathlib.Path) -> dict[str, Stored]:
+def _tensors(folder: pathlib.Path) -> dict[str, StoredTensor]:
     """Returns every tensor of the folder; the index and the files must tell the same."""
     index = folder / INDEX_FILE
     if not index.is_file():
@@ -116,7 +116,7 @@ def _tensors(folder: pathlib.Path) -> dict[str, Stored]:
     where = read_json(index).get("weight_map")
     if not isinstance(where, dict):
         raise ValueError(f"{index} has no weight_map; fetch that file again.")
-    found: dict[str, Stored] = {}
+    found: dict[str, StoredTensor] = {}
     files = {check_name(name, f"{index}: weight_map[{repr(tensor)[:100]}]") for tensor, name in where.items()}
     for name in sorted(files):
         if not (folder / name).is_file():
@@ -132,7 +132,9 @@ def _tensors(folder: pathlib.Path) -> dict[str, Stored]:
     return found
 
 
-def _require_names(found: dict[str, Stored], expected: dict[str, tuple[int, ...]], *, folder: pathlib.Path) -> None:
+def _require_names(
+    found: dict[str, StoredTensor], expected: dict[str, tuple[int, ...]], *, folder: pathlib.Path
+) -> None:
     left_over = [name for name in found if name not in expected]
     missing = [name for name in expected if name not in found]
     if left_over or missing:
@@ -150,7 +152,7 @@ def _require_names(found: dict[str, Stored], expected: dict[str, tuple[int, ...]
         raise ValueError(f"{folder} holds {len(others)} tensors of another shape:\n  " + "\n  ".join(others[:_SHOWN]))
 
 
-def _dtype(tensors: dict[str, Stored], asked: str, *, folder: pathlib.Path) -> np.dtype:
+def _dtype(tensors: dict[str, StoredTensor], asked: str, *, folder: pathlib.Path) -> np.dtype:
     by_code: dict[str, list[str]] = {}
     for name, stored in tensors.items():
         by_code.setdefault(stored.code, []).append(name)
@@ -168,7 +170,7 @@ def _dtype(tensors: dict[str, Stored], asked: str, *, folder: pathlib.Path) -> n
     return DTYPES["F32"] if code == "F16" else DTYPES[code]
 
 
-def _require_same(embedding: Stored, head: Stored) -> None:
+def _require_same(embedding: StoredTensor, head: StoredTensor) -> None:
     """Raises ValueError when a head beside a tied embedding is not that embedding."""
     same = (embedding.code, embedding.shape) == (head.code, head.shape)
     step = max(1, (1 << 26) // max(1, embedding.shape[-1]))

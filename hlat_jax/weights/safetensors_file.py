@@ -30,7 +30,7 @@ def bits(values: np.ndarray) -> np.ndarray:
 
 
 @dataclasses.dataclass(frozen=True)
-class Stored:
+class StoredTensor:
     """A tensor in a file, not read yet.
 
     Attributes:
@@ -66,7 +66,7 @@ class Stored:
         return found.view(self.dtype).reshape(shape)
 
 
-def read_header(path: pathlib.Path) -> dict[str, Stored]:
+def read_header(path: pathlib.Path) -> dict[str, StoredTensor]:
     """Returns the tensors of a file by name.
 
     Raises:
@@ -85,7 +85,7 @@ def read_header(path: pathlib.Path) -> dict[str, Stored]:
         header = atomic_files.parse_json(file.read(length), where=f"{path}: the safetensors header")
     header.pop("__metadata__", None)
     return {
-        name: Stored(path, name, entry["dtype"], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0])
+        name: StoredTensor(path, name, entry["dtype"], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0])
         for name, entry in header.items()
     }
 

@@ -40,7 +40,7 @@ class Weights:
       tokenizer: what `data.tokenizer.Tokenizer` takes; "" when there is none.
       tokenizer_sha256: of its file, where that lies outside of `folder`; else "".
       arrays: jax.ShapeDtypeStruct of every parameter, in the dtype that is stored.
-      begins_with_bos: texts begin with BOS; never those of a run. None: as in `weights_folder.About`.
+      begins_with_bos: texts begin with BOS; never those of a run. None: as in `weights_folder.WeightsInfo`.
       stop_ids: tokens that end a generated text, beside the tokenizer's EOS.
     """
 

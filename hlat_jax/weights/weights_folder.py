@@ -32,7 +32,7 @@ _ARRAYS, _FORMAT = "arrays", 1
 
 
 @dataclasses.dataclass(frozen=True)
-class About:
+class WeightsInfo:
     """What a weights folder says of itself.
 
     Attributes:
@@ -52,7 +52,7 @@ class About:
     stop_ids: tuple[int, ...] = ()
 
 
-class Leaves:
+class ParamWriter:
     """Writes the parameters of a folder under way, one file each, in parts along their first axis."""
 
     def __init__(self, folder: pathlib.Path):
@@ -70,7 +70,7 @@ class Leaves:
 
 
 @contextlib.contextmanager
-def new_weights(out: pathlib.Path, *, about: About, files: Mapping[str, pathlib.Path]) -> Iterator[Leaves]:
+def new_weights(out: pathlib.Path, *, about: WeightsInfo, files: Mapping[str, pathlib.Path]) -> Iterator[ParamWriter]:
     """Gives what writes the parameters; when the body ends well, the folder is summed and gets its name.
 
     Args:
@@ -86,7 +86,7 @@ def new_weights(out: pathlib.Path, *, about: About, files: Mapping[str, pathlib.
         (partial / FILES).mkdir()
         for name, path in files.items():
             shutil.copyfile(path, partial / FILES / name)
-        yield Leaves(partial / _ARRAYS)
+        yield ParamWriter(partial / _ARRAYS)
         content = {
             "format": _FORMAT,
             "model": dataclasses.asdict(about.model),
@@ -158,7 +158,7 @@ def read_about(folder: pathlib.Path) -> dict[str, Any]:
 
 
 def stored_leaves(folder: pathlib.Path) -> dict[str, Any]:
-    """Returns the `safetensors_file.Stored` of every parameter by its name."""
+    """Returns the `safetensors_file.StoredTensor` of every parameter by its name."""
     found: dict[str, Any] = {}
     for path in sorted((folder / _ARRAYS).iterdir()):
         for name, stored in read_header(path).items():

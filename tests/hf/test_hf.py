@@ -365,7 +365,7 @@ def test_no_number_of_kv_heads_is_that_of_the_heads_for_both_kinds():
     ("file", "content", "message"),
     [
         ("tokenizer_config.json", "{", r"tokenizer_config.json is not JSON"),
-        ("tokenizer_config.json", "[]", r"tokenizer_config.json holds no JSON object"),
+        ("tokenizer_config.json", "[]", r"tokenizer_config.json must hold a JSON object"),
         ("tokenizer_config.json", "[" * 100_000, r"tokenizer_config.json is nested deeper than 100 levels"),
         ("added_tokens.json", '{"a": 1, "a": 2}', r"added_tokens.json is not JSON: key 'a' appears twice"),
         ("tokenizer.json", '{"post_processor": [1]}', r"tokenizer.json: its post_processor is \[1\]"),

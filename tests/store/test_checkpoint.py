@@ -194,7 +194,7 @@ def test_damage_of_any_file_is_noticed_or_harmless(tmp_path, checkpointer, how):
         (lambda files: [], "files=[] must be an object"),
         (lambda files: files | {"fifo": [0, 0]}, "fifo is not a regular file"),
         (lambda files: files | {"device": [0, 0]}, "device is not a regular file"),
-        (lambda files: files | {"link": [2, 0]}, "link is a link that leads out of the folder"),
+        (lambda files: files | {"link": [2, 0]}, "link is a link to outside the folder"),
         (lambda files: "[" * 100_000, "is nested deeper than 100 levels"),
     ],
 )

@@ -40,7 +40,7 @@ MODEL = config_lib.ModelConfig(
 def write_weights(folder, *, seed=0, dtype=np.float32, model=MODEL, step=0, edit=lambda name, values: values):
     """Writes a weights folder of random values and returns them by name."""
     rng = np.random.default_rng(seed)
-    about = weights_folder.About(model, step, "", {"made": "for a test"})
+    about = weights_folder.WeightsInfo(model, step, "", {"made": "for a test"})
     found = {}
     with weights_folder.new_weights(folder, about=about, files={}) as leaves:
         for name, leaf in leaves_by_name(abstract_params(model)).items():
@@ -216,7 +216,7 @@ def test_a_damaged_weights_folder_is_refused(tmp_path):
     content = bytearray(path.read_bytes())
     content[-2] ^= 4
     path.write_bytes(content)
-    with pytest.raises(ValueError, match=r"layers.mlp.down.safetensors has other bytes than were written"):
+    with pytest.raises(ValueError, match=r"layers.mlp.down.safetensors has other content than was written"):
         open_weights(tmp_path / "w")
 
 
