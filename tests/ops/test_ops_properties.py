@@ -645,7 +645,7 @@ def test_cudnn_is_asked_for_what_the_call_is(monkeypatch):
     options = {"is_causal": True, "local_window_size": (31, 0), "implementation": "cudnn"}
     assert asked == [((2, 128, 4, 64), (2, 128, 2, 64), jnp.bfloat16, options)]
     [reason] = gpu.cudnn_unsupported_reasons(**call | {"has_segments": True})
-    assert "takes no segment ids" in reason
+    assert "takes segment ids (data.packing=documents) only as a mask" in reason
 
 
 @pytest.mark.parametrize(

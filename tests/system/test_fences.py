@@ -12,6 +12,9 @@ import hlat_jax
 PACKAGE = pathlib.Path(hlat_jax.__file__).parent
 # What begins the names of such parts -> (distribution, the module that may import them).
 FENCES = {
+    "jax._src": ("jax", "hlat_jax.host.jax_compat"),
+    "jax.interpreters": ("jax", "hlat_jax.host.jax_compat"),
+    "jax.experimental.pallas": ("jax", "hlat_jax.host.jax_compat"),
     "lm_eval": ("lm_eval", "hlat_jax.evaluate.lm_eval_compat"),
     "tensorboardX": ("tensorboardX", "hlat_jax.store.metrics"),
 }

@@ -12,10 +12,10 @@ PACKAGE = ROOT / "hlat_jax"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 # The one module that is about a library which brings torch or its relatives along; nothing imports it at its top.
-ADAPTERS = ("hlat_jax.evaluate.harness", "hlat_jax.evaluate.model_type")
+ADAPTERS = ("hlat_jax.evaluate.harness", "hlat_jax.evaluate.lm_eval_compat", "hlat_jax.evaluate.model_type")
 
 # Functions whose arguments are for others to say: Optax, a command line, the evaluation harness.
-OF_OTHERS = ("update", "parse", "create_from_arg_string", "create_from_arg_obj", "find_spec")
+OF_OTHERS = ("update", "parse", "create_from_arg_string", "create_from_arg_obj")
 
 # A module of a package may have a layer of its own. A module imports from its own layer or a lower one.
 LAYERS = {
@@ -25,6 +25,7 @@ LAYERS = {
     "cost": 0,
     "sizes": 0,
     "durable": 0,
+    "jax_compat": 0,
     "distributed": 1,
     "integrity": 1,
     "sharding": 1,

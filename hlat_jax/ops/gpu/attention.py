@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from hlat_jax.host.jax_compat import pallas_gpu_attention
+
 _TRITON_MULTIPLE = 128  # of the sequence: a block of queries
 _TRITON_MAX_HEAD_DIM = 128  # a block of queries and the accumulator are held on chip
 _TRITON_DTYPES = ("bfloat16", "float16", "float32")
@@ -96,28 +98,21 @@ def _mha(q_BTNH, k_BSNH, v_BSNH, segment_ids_BT, interpret):
 
 def _mha_forward(q_BTNH, k_BSNH, v_BSNH, segment_ids_BT, interpret):
     operands = q_BTNH, k_BSNH, v_BSNH, segment_ids_BT
-    out_BTNH, (*_, lse_BNT) = _kernels()._mha_forward(*operands, *_static(q_BTNH, interpret))
+    out_BTNH, (*_, lse_BNT) = pallas_gpu_attention()._mha_forward(*operands, *_static(q_BTNH, interpret))
     # named inside the VJP: a remat policy that saves both avoids a second forward pass
     out_BTNH, lse_BNT = checkpoint_name(out_BTNH, "attention_out"), checkpoint_name(lse_BNT, "attention_lse")
     return out_BTNH, (*operands, out_BTNH, lse_BNT)
 
 
 def _mha_backward(interpret, residuals, dout_BTNH):
-    return _kernels()._mha_backward(*_static(residuals[0], interpret), residuals, dout_BTNH)
+    return pallas_gpu_attention()._mha_backward(*_static(residuals[0], interpret), residuals, dout_BTNH)
 
 
 _mha.defvjp(_mha_forward, _mha_backward)
 
 
-def _kernels():
-    # imported here: it takes a second, which other platforms need not spend
-    from jax.experimental.pallas.ops.gpu import attention
-
-    return attention
-
-
 def _static(q_BTNH, interpret):
     """Returns the static arguments of both functions of the kernel, in order: scale, causal, block sizes, backward
     implementation, warps, stages, grid, interpret, debug, return_residuals."""
-    sizes = _kernels().BlockSizes.get_default()
+    sizes = pallas_gpu_attention().BlockSizes.get_default()
     return 1 / math.sqrt(q_BTNH.shape[3]), True, sizes, "triton", None, 2, None, interpret, False, False

@@ -17,7 +17,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
-from jax.interpreters import mlir
+
+from hlat_jax.host.jax_compat import mlir
 
 PARTITIONS = 128  # rows of on-chip memory, over which a kernel lays the positions of the sequence
 _MAX_HEAD_DIM = 128
