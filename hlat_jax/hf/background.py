@@ -1,10 +1,8 @@
-"""Exports while training goes on: `<run folder>/huggingface/<step>/`, each what `hf export` makes of that checkpoint.
+"""Exports in the background of training: `<run folder>/huggingface/<step>/`, the same as `hf export` writes.
 
-The loop pays for the copy of the weights to the host, which has to be there before the next step overwrites them; a
-thread does the rest. A folder that is there is whole. Of several processes each copies the shards that it holds once;
-all but process 0 hand theirs over through files in the run folder, which they share, and no device takes part.
-
-Owns when an export is made, and what a failed one says. Refuses to know what is in it: see `exporting`.
+The loop waits only for the copy of the weights to the host, before the next step overwrites them; a thread does the
+rest. A folder appears only when it is complete. With several processes, each copies its shards (each shard once), and
+all but process 0 pass theirs on through files in the shared run folder; no collective is involved.
 """
 
 from __future__ import annotations
@@ -26,9 +24,9 @@ from hlat_jax.weights.safetensors_file import StoredTensor, Writer, read_header
 from hlat_jax.weights.trained import Weights, leaves_by_name, nested
 
 FOLDER = "huggingface"
-_SHARDS = ".shards"  # behind the step: where processes leave what they hold
+_SHARDS = ".shards"  # suffix of the step: the folder in which processes leave their shards
 _LEFTOVERS = (f"*{_SHARDS}", "*.partial")
-_FOR_EVER_MS = 2**31 - 1  # of a barrier: the watch of distributed ends those whose peers have died
+_FOR_EVER_MS = 2**31 - 1  # of a barrier: the watchdog of `distributed` ends processes whose peers have died
 
 
 class ExportError(OSError):
@@ -36,7 +34,7 @@ class ExportError(OSError):
 
 
 class Shard(NamedTuple):
-    """A part of a parameter: where it begins on each axis, and its values, or where they are stored."""
+    """A part of a parameter: its start on each axis, and its values in memory or in a file."""
 
     start: tuple[int, ...]
     values: np.ndarray | StoredTensor
@@ -49,7 +47,7 @@ class Exporter:
     """Exports the weights of one run, one step at a time; every process makes one and calls it at the same steps."""
 
     def __init__(self, workdir: pathlib.Path, *, config: Config, tokenizer_sha256: str):
-        """Removes what exports that were killed left in `workdir/huggingface`; makes nothing."""
+        """Removes what killed exports left in `workdir/huggingface`; creates nothing."""
         self.folder = workdir / FOLDER
         self._config, self._tokenizer_sha256 = config, tokenizer_sha256
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="hlat-export")
@@ -60,7 +58,7 @@ class Exporter:
                     shutil.rmtree(path, ignore_errors=True)
 
     def rewind(self, step: int) -> None:
-        """Moves exports of steps after `step` aside, as `metrics.rewind` does rows: this run makes these steps anew."""
+        """Moves exports of steps after `step` aside, as `metrics.rewind` does rows: the run repeats these steps."""
         if not distributed.is_first():
             return
         for path in self.folder.glob("*"):
@@ -68,13 +66,13 @@ class Exporter:
                 aside = path.with_name(f"{path.name}.discarded")
                 shutil.rmtree(aside, ignore_errors=True)
                 path.rename(aside)
-                print(f"export of step {path.name} moved to {aside}: this run goes on from step {step}")
+                print(f"export of step {path.name} moved to {aside}: this run resumes from step {step}")
 
     def due(self, step: int, *, last: bool, owed: bool = False) -> bool:
         """Returns whether this step is to be exported now: at the interval, the last, or `owed`, unless it is there.
 
-        One that is due while another is still being written is left out, and that is said: no step waits for the disk.
-        The last waits.
+        One that is due while another is still being written is skipped, with a message: no step waits for the disk. The
+        last one waits.
         """
         every = self._config.checkpoint.export_every_steps
         if not (every and step and (last or owed or step % every == 0)):
@@ -88,7 +86,7 @@ class Exporter:
             return False
         if any(one["busy"] for one in said) and not last:
             print(
-                f"export of step {step} left out: that of step {self._step} is still being written; raise "
+                f"export of step {step} skipped: that of step {self._step} is still being written; raise "
                 f"checkpoint.export_every_steps={every}, or export a checkpoint of that step"
             )
             return False
@@ -97,10 +95,10 @@ class Exporter:
     def start(self, step: int, state: Any) -> None:
         """Copies the weights to the host and exports them in the background; the caller may donate `state` at once.
 
-        Masters are exported where the state has them, as `hf export` does.
+        Exports master weights where the state has them, as `hf export` does.
 
         Raises:
-          ExportError: the export before it failed.
+          ExportError: the previous export failed.
         """
         self.wait()
         params = state["opt_state"]["master"] if "master" in state["opt_state"] else state["params"]
@@ -109,7 +107,7 @@ class Exporter:
         self._written = self._thread.submit(self._write, step, arrays, _on_host(params))
 
     def check(self) -> None:
-        """Raises ExportError when the export in the background has failed; waits for nothing."""
+        """Raises ExportError if the export in the background has failed; does not wait."""
         if self._written is not None and self._written.done():
             self.wait()
 
@@ -157,14 +155,14 @@ class Exporter:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
         return ExportError(
             f"step {self._step} could not be exported to {self.folder / str(self._step)}: {reason}. The checkpoints "
-            "are untouched: mend the cause, or set checkpoint.export_every_steps=0, and the same command goes on."
+            "are untouched: fix the cause, or set checkpoint.export_every_steps=0, then run the same command to resume."
         )
 
 
 def _on_host(params: Any) -> dict[str, list[Shard]]:
-    """Returns copies of what this process is the first to hold of each parameter, in host memory, once they are there.
+    """Returns host copies of the shards of each parameter of which this process has replica 0.
 
-    All transfers are under way before the first is waited for.
+    All transfers are started before the first is awaited.
     """
     held = {
         name: [shard for shard in leaf.addressable_shards if shard.replica_id == 0]
@@ -174,19 +172,21 @@ def _on_host(params: Any) -> dict[str, list[Shard]]:
         for shard in shards:
             shard.data.copy_to_host_async()
     return {
-        # a copy of what NumPy sees: on CPUs that is the memory that the next step overwrites
+        # a copy: on CPUs NumPy shares the memory that the next step overwrites
         name: [Shard(tuple(part.start or 0 for part in shard.index), np.array(shard.data)) for shard in shards]
         for name, shards in held.items()
     }
 
 
 def _whole(parts: list[Shard], leaf: jax.ShapeDtypeStruct) -> np.ndarray:
-    """Returns a parameter from the shards that cover it; one that is whole is not copied again."""
+    """Returns a parameter from the shards that cover it; a single whole shard is not copied."""
     if len(parts) == 1 and _shape(parts[0]) == leaf.shape:
         return parts[0].read()
     held = sum(math.prod(_shape(part)) for part in parts)
     if held != math.prod(leaf.shape):
-        raise OSError(f"{held} of {math.prod(leaf.shape)} values came from the processes; is the run folder shared?")
+        raise OSError(
+            f"only {held} of {math.prod(leaf.shape)} values came from the processes; the run folder must be shared."
+        )
     found = np.empty(leaf.shape, leaf.dtype)
     for part in parts:
         values = part.read()
@@ -199,7 +199,7 @@ def _shape(part: Shard) -> tuple[int, ...]:
 
 
 def _hand_over(mine: dict[str, list[Shard]], path: pathlib.Path) -> None:
-    """Writes shards to a file of safetensors, whose names say where they begin: `layers.mlp.down@0,0,16`."""
+    """Writes shards to a safetensors file, under names with their start: `layers.mlp.down@0,0,16`."""
     named = {f"{name}@{','.join(map(str, part.start))}": part.values for name, parts in mine.items() for part in parts}
     path.parent.mkdir(parents=True, exist_ok=True)
     writer = Writer(path, tensors=named, metadata={})
@@ -211,7 +211,7 @@ def _hand_over(mine: dict[str, list[Shard]], path: pathlib.Path) -> None:
 
 
 def _handed_over(path: pathlib.Path) -> dict[str, list[Shard]]:
-    """Returns the shards of `_hand_over` by the name of their parameter, not read yet."""
+    """Returns name of parameter -> shards in a file of `_hand_over`, not read yet."""
     found: dict[str, list[Shard]] = {}
     for label, stored in read_header(path).items():
         name, _, start = label.partition("@")

@@ -1,4 +1,4 @@
-"""From a folder of Hugging Face to a weights folder, or into memory. Owns neither format: it joins the two."""
+"""Import of a Hugging Face folder, to a weights folder or into memory."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from hlat_jax.weights.safetensors_file import bits
 from hlat_jax.weights.trained import nested
 from hlat_jax.weights.weights_folder import WeightsInfo, new_weights
 
-_NATIVE, _JSON = "tokenizer.model", "tokenizer.json"  # the native one is preferred: it needs no extra
+_NATIVE, _JSON = "tokenizer.model", "tokenizer.json"  # the native one is preferred: it needs no extra package
 
 
 def import_checkpoint(found: HFCheckpoint, out: pathlib.Path) -> None:
     """Writes the weights folder `out`, holding one layer of one parameter at a time.
 
     Raises:
-      ValueError: `out` is there already, or a file beside the weights is not what its name says.
+      ValueError: `out` exists already, or a file beside the weights is damaged.
     """
     model = found.model
     files = {path.name: path for path in found.companions()}
@@ -38,9 +38,9 @@ def import_checkpoint(found: HFCheckpoint, out: pathlib.Path) -> None:
 
 
 def _tokenizer(found: HFCheckpoint) -> str:
-    """Returns the name of the file that text goes through; "": there is none.
+    """Returns the name of the tokenizer file; "": there is none.
 
-    Tokens that were added to a native one, and that the model has rows for, are in tokenizer.json alone.
+    Tokens that were added to a native one, and that the model has rows for, are only in tokenizer.json.
     """
     present = [name for name in (_NATIVE, _JSON) if (found.folder / name).is_file()]
     if len(present) < 2:

@@ -1,7 +1,7 @@
-"""The one table between our parameters and the tensors of Hugging Face's Llama: names, shapes and layouts.
+"""The mapping between our parameters and the tensors of Hugging Face's Llama: names, shapes and layouts.
 
-Owns it in both directions. Rotary pairs are (i, i + H/2) on both sides, so queries and keys need no permutation; their
-matrices are [out, in], ours are [in, out] with the heads apart.
+Rotary pairs are (i, i + H/2) in both, so queries and keys need no permutation. Their matrices are [out, in]; ours are
+[in, out], with heads on axes of their own.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 
 from hlat_jax.config import ModelConfig
 
-# Tables of fp32 rotary frequencies that old checkpoints carry; config.json has what they are computed from.
+# Tables of fp32 rotary frequencies in old checkpoints; they follow from config.json.
 DERIVED = "rotary_emb.inv_freq"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _LAYER = "model.layers."
@@ -21,7 +21,7 @@ _LAYER = "model.layers."
 
 @dataclasses.dataclass(frozen=True)
 class ParamMapping:
-    """One of our parameters, of one layer where it is stacked, and what it is made of.
+    """One of our parameters (one layer of it, if stacked) and the tensors it consists of.
 
     Attributes:
       leaf: its path in our tree, such as `layers.mlp.down`.

@@ -138,7 +138,7 @@ def test_no_step_waits_for_the_writer_and_the_weights_are_those_of_their_step(
     assert in_time == [True, True]
     printed = capsys.readouterr().out
     for step in (4, 6):
-        assert f"export of step {step} left out: that of step 2 is still being written" in printed
+        assert f"export of step {step} skipped: that of step 2 is still being written" in printed
     assert exports(tmp_path / "run") == ["2", "8"]
     for step in (2, 8):
         folder = tmp_path / f"run/huggingface/{step}"
