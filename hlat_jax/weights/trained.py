@@ -117,8 +117,8 @@ def open_weights(path: str | os.PathLike, *, masters: bool = False) -> Weights:
     folder = find_saved(path)
     if folder is None:
         raise ValueError(
-            f"{path} holds no weights (working directory {pathlib.Path.cwd()}); give a run folder such as runs/tiny, one "
-            "of its checkpoints, runs/tiny/checkpoints/STEP, or what `python -m hlat_jax.hf import` wrote."
+            f"{path} holds no weights (working directory {pathlib.Path.cwd()}); give a run folder, such as runs/tiny, "
+            "one of its checkpoints, runs/tiny/checkpoints/STEP, or what `python -m hlat_jax.hf import` wrote."
         )
     return _of_run(folder, masters=masters)
 

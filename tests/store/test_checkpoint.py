@@ -235,7 +235,7 @@ def test_all_damaged_raises_naming_each_and_leaves_them_in_place(tmp_path, check
     save(checkpointer, 1, 2)
     for step in (1, 2):
         flip_bit(largest_file(tmp_path, step))
-    with pytest.raises(ValueError, match=r"(?s)checkpoints/2: .*other bytes.*checkpoints/1: .*other bytes"):
+    with pytest.raises(ValueError, match=r"(?s)checkpoints/2: .*other content.*checkpoints/1: .*other content"):
         checkpointer.restore(abstract(make_state()))
     assert steps_on_disk(tmp_path) == [1, 2]
 

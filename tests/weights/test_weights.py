@@ -113,7 +113,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over_and_named(trained, tmp_path,
     path.write_bytes(content)
     assert open_weights(run).step == 1
     assert "checkpoints/2 is damaged" in capsys.readouterr().err
-    with pytest.raises(ValueError, match=r"checkpoints/2 is damaged .*other bytes"):
+    with pytest.raises(ValueError, match=r"checkpoints/2 is damaged .*other content"):
         open_weights(run / "checkpoints/2")
 
 
