@@ -516,7 +516,7 @@ def not_safetensors(folder):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda folder: sorted(folder.glob("*.safetensors"))[1].unlink(), r"names the file model-00002-.*not there"),
+        (lambda folder: sorted(folder.glob("*.safetensors"))[1].unlink(), r"names the file model-00002-.*missing"),
         (cut_off, r"model-00001.* is damaged: .*not fully covered"),
         (not_safetensors, r"model-00001.*is not a safetensors file"),
         (lambda folder: edit_json(folder / "model.safetensors.index.json", weight_map=...), r"no weight_map"),
@@ -535,7 +535,7 @@ def not_safetensors(folder):
         (lambda folder: edit_json(folder / "config.json", rms_norm_eps=10**400), r"rms_norm_eps=1000"),
         (lambda folder: nest(folder / "config.json"), r"config.json is nested deeper than 100 levels"),
         (lambda folder: nest(folder / "model.safetensors.index.json"), r"index.json is nested deeper than 100"),
-        (lambda folder: fifo_for(sorted(folder.glob("*.safetensors"))[0]), r"names the file model-00001.*not there"),
+        (lambda folder: fifo_for(sorted(folder.glob("*.safetensors"))[0]), r"names the file model-00001.*missing"),
     ],
     ids=[
         *("gone", "cut_off", "html", "index", "twice", "no_config", "json", "no_index"),
