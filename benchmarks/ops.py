@@ -72,26 +72,28 @@ def materialised(hidden_BTD: jax.Array, head_VD: jax.Array, targets_BT: jax.Arra
 
 def losses(rows: int, seq_len: int, width: int, *, num_rounds: int) -> dict[str, dict[str, float]]:
     """Returns `measured` of the loss; its base is the plain form."""
-    _, both, arrays = tune.cross_entropy_case(cross_entropy.call((rows, seq_len, width), VOCAB, dtype="float32"), 0)
+    _, both, arrays = tune.cross_entropy_case(
+        cross_entropy.describe_call((rows, seq_len, width), VOCAB, dtype="float32"), 0
+    )
     runs = {"materialised": materialised} | {name: functools.partial(both, name) for name in cross_entropy.OP.names}
     return measured(runs, arrays, base="materialised", num_rounds=num_rounds)
 
 
 def attentions(rows: int, seq_len: int, *, num_rounds: int) -> dict[str, dict[str, float]]:
     """Returns `measured` of causal attention with 8 heads of 64; its base is `einsum`."""
-    facts = attention.call((rows, seq_len, 8, 64), 8, dtype="float32", has_segments=False)
-    _, both, arrays = tune.attention_case(facts, 0)
-    able = [name for name, why in attention.OP.refusals(jax.default_backend(), facts).items() if not why]
+    call = attention.describe_call((rows, seq_len, 8, 64), 8, dtype="float32", has_segments=False)
+    _, both, arrays = tune.attention_case(call, 0)
+    able = [name for name, why in attention.OP.refusals(jax.default_backend(), call).items() if not why]
     return measured(
         {name: functools.partial(both, name) for name in able}, arrays, base="einsum", num_rounds=num_rounds
     )
 
 
-def retimed(entry: table.Entry, *, num_rounds: int) -> dict[str, float]:
+def retimed(entry: table.Measurement, *, num_rounds: int) -> dict[str, float]:
     """Returns implementation -> time over that of the entry's winner, the call timed again."""
     op = OPS[entry.op.removeprefix("model.")]
-    _, both, arrays = tune.CASES[entry.op](entry.facts, entry.rows_measured)
-    able = [name for name, why in op.refusals(jax.default_backend(), entry.facts).items() if not why]
+    _, both, arrays = tune.CASES[entry.op](entry.call, entry.rows_measured)
+    able = [name for name, why in op.refusals(jax.default_backend(), entry.call).items() if not why]
     compiled = {name: jax.jit(functools.partial(both, name)).lower(*arrays).compile() for name in able}
     times = in_turn(compiled, arrays, num_rounds=num_rounds)
     return {name: time_ratio(seconds, times[entry.winner]) for name, seconds in times.items()}
@@ -113,7 +115,7 @@ def check_table(path: str, *, num_rounds: int, longest: int) -> int:
     known = table.read_for(path, platform=device.platform, kind=table.device_kind(device))
     code = 0
     for entry in known.entries:
-        shape = next(fact for name, fact in entry.facts.items() if name.endswith("_shape"))
+        shape = next(fact for name, fact in entry.call.items() if name.endswith("_shape"))
         if shape[1] > longest:
             print(f"{entry.op} {shape}: not timed again")
             continue

@@ -1,8 +1,4 @@
-"""`python -m hlat_jax.evaluate --checkpoint=runs/tiny --text=FILE|--validation|--tasks=NAMES`: perplexity, and tasks.
-
-The windows of a text are in `evaluate.perplexity`, validation in `run.validation`, tasks of the LM Evaluation Harness
-in `evaluate.tasks`.
-"""
+"""`python -m hlat_jax.evaluate --checkpoint=runs/tiny --text=FILE|--validation|--tasks=NAMES`: perplexity and tasks."""
 
 from __future__ import annotations
 
@@ -27,15 +23,17 @@ _USAGE = """Usage: python -m hlat_jax.evaluate --checkpoint=FOLDER --text=FILE [
        python -m hlat_jax.evaluate --checkpoint=FOLDER --data=SOURCE [--FLAG=VALUE ...]
        python -m hlat_jax.evaluate --checkpoint=FOLDER --validation [--FLAG=VALUE ...]
        python -m hlat_jax.evaluate --checkpoint=FOLDER --tasks=NAME,NAME [--FLAG=VALUE ...]
+       python -m hlat_jax.evaluate lm_eval --model hlat_jax ...
 
-FILE is one document in UTF-8. Of SOURCE, which is files, folders or globs as in data.validation, every record is one.
-Each document begins with EOS, as in training, or with BOS, see --bos; all its tokens are predicted, once.
---validation evaluates the rows of data.validation that the run of the checkpoint evaluates while it trains.
-NAME is a task of the LM Evaluation Harness, or a suite of ours: hlat and hlat_bias are those of the paper.
+FILE is one document in UTF-8. SOURCE is files, folders or globs as in data.validation; every record is a document.
+Each document begins with EOS, as in training, or with BOS, see --bos; each of its tokens is predicted once.
+--validation evaluates the rows of data.validation that the checkpoint's run evaluates while it trains.
+NAME is a task of the LM Evaluation Harness, or one of the paper's suites: hlat and hlat_bias.
+`lm_eval ...` is the harness's own command with our model type registered; it takes everything that lm_eval takes.
 """
 
 _KINDS = ("tasks", "text", "data", "validation")
-# Flag -> what it applies to.
+# Flag -> the inputs that it applies to.
 _APPLIES_TO = {
     "tasks_folder": ("tasks",),
     "num_fewshot": ("tasks",),
@@ -47,7 +45,12 @@ _APPLIES_TO = {
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints the loss of a model on text, or its results on tasks; returns 0."""
+    """Prints the loss of a model on text, or its results on tasks; returns 0, the exit code.
+
+    `lm_eval ...` is the harness's own command line, with our model type registered.
+    """
+    if argv and argv[0] == "lm_eval":
+        return _run_lm_eval(argv[1:])
     values = flags_lib.parse_own(argv, _define, usage=_USAGE)
     kinds = [kind for kind in _KINDS if values[kind].value]
     if len(kinds) != 1:
@@ -66,22 +69,32 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _run_tasks(values: flags.FlagValues) -> None:
-    from hlat_jax.evaluate.tasks import Options, Tasks, report
+    from hlat_jax.evaluate.tasks import TaskOptions, Tasks, report
 
-    tasks = Tasks(values.tasks, Options(values.num_fewshot, values.limit, values.tasks_folder))
-    tasks.load()  # before the model, which takes longer
+    tasks = Tasks(values.tasks, TaskOptions(values.num_fewshot, values.limit, values.tasks_folder))
+    tasks.load()  # first, so that it fails before the model is loaded, which takes longer
     trained = inference.trained_model(values)
     from hlat_jax.evaluate.harness import HarnessModel
 
     print(trained.described)
     found = tasks(HarnessModel(trained, batch_size=values.batch_size, bos=values.bos))
     if values.limit:
-        print(f"Only {values.limit} questions of each task: figures to try things with, not to compare.")
+        print(f"Only {values.limit} questions of each task: for a quick try, not comparable with published figures.")
     print(report(found, tasks, name=str(values.checkpoint)))
     if values.json:
         kept = {key: found[key] for key in ("results", "n-shot", "n-samples", "versions")}
         text = json.dumps(kept | {"checkpoint": str(trained.folder)}, indent=1, default=str)
         pathlib.Path(values.json).write_text(text + "\n")
+
+
+def _run_lm_eval(argv: Sequence[str]) -> int:
+    from hlat_jax.evaluate.tasks import require_harness
+
+    require_harness()
+    from hlat_jax.evaluate import lm_eval_compat
+
+    lm_eval_compat.run_command(argv)
+    return 0
 
 
 def _run_text(values: flags.FlagValues) -> None:
@@ -107,7 +120,7 @@ def _run_text(values: flags.FlagValues) -> None:
 
 
 def _run_validation(values: flags.FlagValues) -> None:
-    """Evaluates what the loop evaluates: the same rows, under the run's own precision policy."""
+    """Evaluates the rows that the training loop evaluates, under the run's precision policy."""
     from hlat_jax.data.held_out import open_held_out
     from hlat_jax.data.streams import data_drift
     from hlat_jax.run.settings import saved_config
@@ -118,7 +131,7 @@ def _run_validation(values: flags.FlagValues) -> None:
     trained = inference.trained_model(values)
     if is_weights(trained.folder):
         raise ValueError(
-            f"--validation: {trained.folder} holds weights without a run, so there is no data.validation; give "
+            f"--validation: {trained.folder} holds weights without a run, so it has no data.validation; give "
             "--data=SOURCE, or the checkpoint of a run."
         )
     settings = saved_run(trained.folder)["metadata"]
@@ -133,7 +146,7 @@ def _run_validation(values: flags.FlagValues) -> None:
         raise ValueError(f"--validation: the run of {trained.folder} has no data.validation; give --data=SOURCE.")
     changed = data_drift(settings, settings | {"validation_manifest": manifest}, num_batches=0)
     if changed:
-        raise ValueError("--validation: the held-out text is not that of the run:\n  " + "\n  ".join(changed))
+        raise ValueError("--validation: the held-out text differs from that of the run:\n  " + "\n  ".join(changed))
     print(trained.described)
     for name, source in held_out.items():
         print(f"validation       {source.described(name)}")
@@ -144,7 +157,7 @@ def _run_validation(values: flags.FlagValues) -> None:
 
 
 def _report(values: flags.FlagValues, trained: Any, found: dict[str, float], more: dict[str, Any]) -> None:
-    """Prints the measures of text, and writes them and `more` to --json."""
+    """Prints loss, perplexity and bits per byte, and writes them and `more` to --json."""
     print(
         f"loss             {found['eval_loss']:.6f} nats per token\n"
         f"perplexity       {found['perplexity']:.4f}\n"
@@ -163,14 +176,14 @@ def _is_finite(value: Any) -> bool:
 def _eval_step(
     trained: inference.TrainedModel, *, policy: str = "", packing: str = "concat"
 ) -> Callable[[Any, Any], tuple[Any, Any]]:
-    """Returns (params, batch) -> (sum of the losses in nats, counted tokens), as validation computes it in training.
+    """Returns (params, batch) -> (sum of the losses in nats, number of tokens), as validation in training computes it.
 
-    Compiles once for each shape of batches. `policy` is that of the precision; "": by the dtype of the parameters.
+    Compiles once for each batch shape. `policy` is that of `config.precision`; "": by the dtype of the parameters.
     """
     from hlat_jax.generate.decoding import serving
     from hlat_jax.step import make_program
 
-    # kernels of these devices; neither the table of another machine nor what a backward pass keeps
+    # implementations for these devices, not from the ops table of the machine that trained; no backward pass: no remat
     model = dataclasses.replace(serving(trained.model, trained.layout.platform), ops_table="", remat="none")
     by_dtype = "fp32" if trained.params["embed"].dtype == np.float32 else "bf16"
 
@@ -187,7 +200,7 @@ def _eval_step(
 
 
 def _predict(trained: inference.TrainedModel) -> Callable[[Any], tuple[Any, Any]]:
-    """Returns batch -> (sum of the losses in nats, counted tokens)."""
+    """Returns batch -> (sum of the losses in nats, number of tokens)."""
     from hlat_jax.parallel.sharding import shard_batch
 
     eval_step = _eval_step(trained)
@@ -195,7 +208,7 @@ def _predict(trained: inference.TrainedModel) -> Callable[[Any], tuple[Any, Any]
 
 
 def _documents(values: flags.FlagValues, trained: inference.TrainedModel) -> Iterator[Any]:
-    """Returns an iterator over documents; what can be refused is refused at once."""
+    """Returns an iterator over documents; raises for files that are missing or not UTF-8 before it is iterated."""
     from hlat_jax.data import sources
 
     tokenizer = trained.tokenizer
@@ -207,7 +220,7 @@ def _documents(values: flags.FlagValues, trained: inference.TrainedModel) -> Ite
         return (_document(corpus[number], tokenizer, first=first) for number in range(len(corpus)))
     path = pathlib.Path(values.text).expanduser()
     if not path.is_file():
-        raise ValueError(f"--text={values.text}: no such file (looked from {pathlib.Path.cwd()}).")
+        raise ValueError(f"--text={values.text}: no such file (working directory {pathlib.Path.cwd()}).")
     try:
         text = path.read_bytes().decode("utf-8")
     except UnicodeDecodeError as error:
@@ -216,7 +229,7 @@ def _documents(values: flags.FlagValues, trained: inference.TrainedModel) -> Ite
 
 
 def _document(record: str | np.ndarray, tokenizer: Any, *, first: int) -> Any:
-    """Returns a document of a text, or of stored token ids, whose EOS is left out."""
+    """Returns the document of a text, or of stored token ids without their EOS."""
     from hlat_jax.evaluate.perplexity import Document
 
     if isinstance(record, str):
@@ -230,7 +243,7 @@ def _document(record: str | np.ndarray, tokenizer: Any, *, first: int) -> Any:
 def _window(asked: int, model: config_lib.ModelConfig) -> int:
     window = asked or model.max_positions
     if not 2 <= window <= model.max_positions:
-        raise ValueError(f"--window={window} must lie in 2 .. {model.max_positions}, which is model.max_positions.")
+        raise ValueError(f"--window={window} must be from 2 to model.max_positions={model.max_positions}.")
     return window
 
 
@@ -240,14 +253,14 @@ def _define(values: flags.FlagValues) -> None:
     flags.DEFINE_string("text", "", "File to evaluate as one document.", **options)
     flags.DEFINE_string("data", "", "Files, folders or globs whose records are documents.", **options)
     flags.DEFINE_bool("validation", False, "Evaluate the validation rows of the run.", **options)
-    flags.DEFINE_list("tasks", [], "Tasks of the LM Evaluation Harness; hlat: those of the paper.", **options)
-    flags.DEFINE_string("tasks_folder", "", "Folder with tasks of one's own, as YAML.", **options)
-    flags.DEFINE_integer("num_fewshot", -1, "Solved examples before a question; -1: as the task has it.", -1, **options)
-    flags.DEFINE_integer("limit", 0, "Questions of each task, to try things; 0: all.", 0, **options)
+    flags.DEFINE_list("tasks", [], "Tasks of the LM Evaluation Harness; hlat: the paper's suite.", **options)
+    flags.DEFINE_string("tasks_folder", "", "Folder with your own tasks, in YAML.", **options)
+    flags.DEFINE_integer("num_fewshot", -1, "Solved examples before a question; -1: the task's number.", -1, **options)
+    flags.DEFINE_integer("limit", 0, "Most questions of each task, for a quick try; 0: all.", 0, **options)
     flags.DEFINE_string("text_field", "text", "JSONL key or column that holds the text.", **options)
-    flags.DEFINE_bool("bos", None, "Begin texts with BOS; unset: as an imported tokenizer says.", **options)
+    flags.DEFINE_bool("bos", None, "Begin texts with BOS; unset: as the tokenizer's files say.", **options)
     flags.DEFINE_integer("window", 0, "Most tokens of a window; 0: model.max_positions.", 0, **options)
-    flags.DEFINE_integer("batch_size", 8, "Windows, or questions, that run together on each replica.", 1, **options)
+    flags.DEFINE_integer("batch_size", 8, "Windows, or questions, in a batch on each replica.", 1, **options)
     flags.DEFINE_string("json", "", "Also write the figures to this file.", **options)
 
 

@@ -1,12 +1,9 @@
-"""A trained model as the LM Evaluation Harness (the `eval` extra) asks it: text in, likelihoods and text out.
+"""A trained model as an `LM` of the LM Evaluation Harness: log-likelihoods of continuations, generated text.
 
     python -m hlat_jax.evaluate --checkpoint=runs/tiny --tasks=hellaswag,arc_easy
-    lm_eval --model hlat_jax --model_args checkpoint=runs/tiny --tasks hellaswag
+    python -m hlat_jax.evaluate lm_eval --model hlat_jax --model_args checkpoint=runs/tiny --tasks hellaswag
 
-Owns what the harness asks in terms of `scoring` and `generator`. This module and `model_type` import the harness at
-their top, which brings the library of Hugging Face's data sets along: nothing imports them before tasks are asked for.
-
-Source of what is answered: `lm_eval.api.model.LM`, version 0.4.13.
+Source of the interface: `lm_eval.api.model.LM`, version 0.4.13.
 """
 
 from __future__ import annotations
@@ -17,33 +14,30 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from lm_eval.api.model import TemplateLM
-from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
-from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from hlat_jax.evaluate import plugin
+from hlat_jax.evaluate import lm_eval_compat
 from hlat_jax.generate.generator import Generator
 from hlat_jax.generate.inference import TrainedModel
 from hlat_jax.generate.sampling import Sampling
 from hlat_jax.generate.scoring import Pair, Scorer
 
-MAX_NEW_TOKENS = 256  # where a task gives no number; as the harness's other models have it
+MAX_NEW_TOKENS = 256  # where a task gives no number; the default of the harness's other models
 _SAMPLING = ("temperature", "top_k", "top_p")
 
 
-class HarnessModel(TemplateLM):
-    """A trained model as the harness takes it. Every process of a job is given all requests, and answers them all."""
+class HarnessModel(lm_eval_compat.TemplateLM):
+    """A trained model for the harness. Every process of a job is given all requests, and answers all of them."""
 
     def __init__(self, trained: TrainedModel, *, batch_size: int = 8, bos: bool | None = None):
-        """Makes a model of what is already on its devices.
+        """Wraps a model whose parameters are on its devices.
 
         Args:
           trained: model, parameters, mesh and tokenizer.
           batch_size: rows that run together, on each replica.
-          bos: texts begin with BOS; else only contexts without text do, with EOS. None: as the tokenizer says.
+          bos: texts begin with BOS; otherwise an empty context is EOS. None: as the tokenizer's files say.
 
         Raises:
-          ValueError: `bos` with a tokenizer that has none.
+          ValueError: `bos` with a tokenizer that has no BOS.
         """
         super().__init__()
         self._tokenizer, self._first = trained.tokenizer, trained.first_ids(bos)
@@ -53,7 +47,7 @@ class HarnessModel(TemplateLM):
         self._generator = Generator(trained.model, trained.params, layout=trained.layout)
 
     def use(self, params: Any) -> None:
-        """Answers with other parameters of the same model, where the layout has them; what is compiled stays."""
+        """Replaces the parameters by others of the same model and sharding; compiled programs are kept."""
         self._scorer.params = self._generator.params = params
 
     @property
@@ -63,20 +57,20 @@ class HarnessModel(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """The token that a text without context follows."""
+        """The token before a text that has no context."""
         return self._first[0] if self._first else self._tokenizer.eos_id
 
     @property
     def tokenizer_name(self) -> str:
-        """What tells this tokenizer from others in the harness's caches."""
+        """The key of this tokenizer in the harness's caches."""
         return self._tokenizer.sha256
 
     def tok_encode(self, string: str, *, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Returns token ids, after BOS where texts begin so."""
+        """Returns token ids, with BOS before them where texts begin with it."""
         return self._first * (add_special_tokens is not False) + self._tokenizer.encode(string).tolist()
 
     def loglikelihood(self, requests: Sequence[Any], **_: Any) -> list[tuple[float, bool]]:
-        """Returns (log-likelihood, whether greedy) of each continuation behind its context; shows no progress."""
+        """Returns (log-likelihood, whether greedy) of each continuation given its context; shows no progress bar."""
         return super().loglikelihood(requests, disable_tqdm=True)
 
     def _loglikelihood_tokens(self, requests: Sequence[tuple], **_: Any) -> list[tuple[float, bool]]:
@@ -89,15 +83,15 @@ class HarnessModel(TemplateLM):
     def loglikelihood_rolling(self, requests: Sequence[Any], **_: Any) -> list[float]:
         """Returns the log-likelihood of whole texts, each token predicted once, in windows of `max_length`.
 
-        Where texts begin with BOS, that is a token of the text and is predicted behind another one, as in the harness's
-        backend for Hugging Face.
+        Where texts begin with BOS, that BOS counts as a token of the text and is predicted after another BOS, as in the
+        harness's backend for Hugging Face.
         """
         pairs: list[Pair] = []
         ends = []
         for request in requests:
             ids = self.tok_encode(request.args[0])
-            rolling = get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, 1)
-            pairs += map(make_disjoint_window, rolling)
+            rolling = lm_eval_compat.get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, 1)
+            pairs += map(lm_eval_compat.make_disjoint_window, rolling)
             ends.append(len(pairs))
         scores, found = self._scorer(pairs), []
         for request, start, end in zip(requests, [0, *ends], ends, strict=False):
@@ -106,7 +100,7 @@ class HarnessModel(TemplateLM):
         return found
 
     def generate_until(self, requests: Sequence[Any], **_: Any) -> list[str]:
-        """Returns what follows each context, up to a stop sequence, EOS, or the most new tokens."""
+        """Returns the text generated after each context, up to a stop sequence, EOS, or `max_gen_toks` tokens."""
         alike: dict[str, list[int]] = {}
         for number, request in enumerate(requests):
             alike.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(number)
@@ -124,19 +118,21 @@ class HarnessModel(TemplateLM):
         return found
 
     def _continued(self, prompts: list[list[int]], asked: dict[str, Any], *, first_number: int) -> list[str]:
-        """Returns the text behind each prompt, whose beginning is left out where both would not fit."""
-        options = normalize_gen_kwargs(asked, MAX_NEW_TOKENS)
-        stop, max_tokens = handle_stop_sequences(options.pop("until"), eos=None), options.pop("max_gen_toks")
-        draws = options.pop("do_sample")
+        """Returns the text generated after each prompt; prompts that leave no room for it lose their beginning."""
+        options = lm_eval_compat.normalize_gen_kwargs(asked, MAX_NEW_TOKENS)
+        stop = lm_eval_compat.handle_stop_sequences(options.pop("until"), eos=None)
+        max_tokens, do_sample = options.pop("max_gen_toks"), options.pop("do_sample")
         unknown = sorted(options.keys() - set(_SAMPLING))
         if unknown:
-            raise ValueError(f"generation_kwargs has {unknown[0]!r}, which is not implemented; leave it out.")
-        sampling = Sampling(**options) if draws else Sampling()
+            raise ValueError(
+                f"generation_kwargs has {unknown[0]!r}; supported are {', '.join(_SAMPLING)}. Leave it out of the task."
+            )
+        sampling = Sampling(**options) if do_sample else Sampling()
         room = self.max_length - max_tokens
         if room < 1:
             raise ValueError(
                 f"max_gen_toks={max_tokens} leaves no room for a prompt: model.max_positions={self.max_length}; "
-                f"set it below that in the task, or by --gen_kwargs of `lm_eval`."
+                "set it below that in the task, or by the harness's --gen_kwargs."
             )
         prompts = [prompt[-room:] or [self.prefix_token_id] for prompt in prompts]
         ids: list[list[int]] = [[] for _ in prompts]
@@ -159,10 +155,10 @@ class HarnessModel(TemplateLM):
                     ended[row] = any(term in text for term in stop if term)
                 if all(ended):
                     break
-        return [postprocess_generated_text(self._text(row), stop, None) for row in ids]
+        return [lm_eval_compat.postprocess_generated_text(self._text(row), stop, None) for row in ids]
 
     def _text(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(np.asarray(ids, np.int32))
 
 
-plugin.register()
+lm_eval_compat.register_model_type()

@@ -1,7 +1,6 @@
-"""The model type `hlat_jax` of the LM Evaluation Harness, as `--model_args` describes a model.
+"""The model type `hlat_jax` of the LM Evaluation Harness: `--model_args` to a `harness.HarnessModel`.
 
-Owns these arguments. Imports no JAX before Neuron's environment is set for the mesh that they ask for; what a model
-answers is in `harness`.
+Imports JAX only after Neuron's environment is set for the mesh that the arguments ask for.
 """
 
 from __future__ import annotations
@@ -10,9 +9,8 @@ import re
 import sys
 from typing import Any
 
-from lm_eval.api.model import LM
-
 from hlat_jax.config import ParallelConfig, nearest
+from hlat_jax.evaluate.lm_eval_compat import LM
 from hlat_jax.generate import inference
 from hlat_jax.generate.inference import DEGREES
 
@@ -21,7 +19,7 @@ _BOS = {"": None, "true": True, "1": True, "false": False, "0": False}
 
 
 class ModelType(LM):
-    """What the harness's registry has by our name; it makes `harness.HarnessModel`s and is none."""
+    """The class in the harness's registry under `hlat_jax`: its constructors return a `harness.HarnessModel`."""
 
     @classmethod
     def create_from_arg_string(cls, arg_string: str, additional_config: dict[str, Any] | None = None) -> LM:
@@ -36,13 +34,13 @@ class ModelType(LM):
         """Returns the model of the arguments that `lm_eval` was given.
 
         Args:
-          arg_dict: of `MODEL_ARGS`: the checkpoint, and what has a default.
+          arg_dict: of `MODEL_ARGS`; all but `checkpoint` have a default.
           additional_config: `batch_size`, `max_batch_size` and `device` of its command line.
 
         Raises:
-          ValueError: another argument, no checkpoint, or what `inference.open_model` refuses.
+          ValueError: an unknown argument, no checkpoint, or an error of `inference.open_model`.
         """
-        arg_dict = {key: value for key, value in arg_dict.items() if key != "trust_remote_code"}  # of the data
+        arg_dict = {key: value for key, value in arg_dict.items() if key != "trust_remote_code"}  # for data sets
         unknown = sorted(arg_dict.keys() - set(MODEL_ARGS))
         if unknown:
             raise ValueError(f"model_args has no {unknown[0]!r}. {nearest(unknown[0], MODEL_ARGS)}")
@@ -55,7 +53,7 @@ class ModelType(LM):
         degrees = {axis: str(arg_dict.get(axis, 1)) for axis in DEGREES}
         for axis, degree in degrees.items():
             if not re.fullmatch("-1|[1-9][0-9]*", degree):
-                raise ValueError(f"model_args {axis}={degree}: give a number of devices, or -1 for all that there are.")
+                raise ValueError(f"model_args {axis}={degree}: give a number of devices, or -1 for all devices.")
         bos = str(arg_dict.get("bos", "")).lower()
         if bos not in _BOS:
             raise ValueError(f"model_args bos={bos}: give true or false, or leave it out.")

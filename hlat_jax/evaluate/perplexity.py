@@ -1,10 +1,10 @@
-"""Sums over whole documents, each token predicted once, by a window that slides by half of itself.
+"""The loss over whole documents, each token predicted once, with a window that slides by half its length.
 
     totals = perplexity.total(documents, predict=predict, num_rows=8, window=1024)
 
-A document begins with a token that is not its own and is not predicted. The first window predicts all that it holds;
-every other one goes back by half a window and predicts what is new, so that no prediction but those near the beginning
-of a document sees less than half a window before it.
+A document begins with BOS or EOS, which is not predicted. The first window predicts all its tokens; each later one
+starts half a window before the first token that is not predicted yet, so that every prediction, except those near the
+beginning of a document, has at least half a window of context.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hlat_jax.generate.generator import padded_length, padded_rows
 
 @dataclasses.dataclass(frozen=True)
 class Document:
-    """A text as int32 token ids, the beginning token before them, and its length in bytes of UTF-8."""
+    """A text as int32 token ids, the first of which is BOS or EOS, and its length in bytes of UTF-8."""
 
     ids: np.ndarray
     num_bytes: int
@@ -34,12 +34,12 @@ class Totals:
     """Sums over documents.
 
     Attributes:
-      num_documents: of them.
+      num_documents: number of documents.
       num_bytes: of UTF-8 text.
-      num_tokens: predicted ones, each once.
-      num_windows: that were run.
-      nats: of all predictions together.
-      padded_lengths: of the rows that windows were run in, ascending.
+      num_tokens: predicted tokens.
+      num_windows: windows that were run.
+      nats: the loss summed over all predictions.
+      padded_lengths: lengths to which windows were padded, ascending.
     """
 
     num_documents: int
@@ -52,7 +52,7 @@ class Totals:
 
 @dataclasses.dataclass(frozen=True)
 class Window:
-    """A piece of a document: its tokens, their targets, and the first place whose target is predicted here."""
+    """A window of a document: its tokens, their targets, and the first position whose target counts."""
 
     tokens: np.ndarray
     targets: np.ndarray
@@ -78,18 +78,18 @@ def total(
 ) -> Totals:
     """Returns the sums over documents.
 
-    Windows are padded to few lengths (powers of two, up to `window`), and run with others of their length. All batches
-    of a length have the same number of rows, so that `predict` compiles once for each.
+    Windows are padded to few lengths (powers of two, up to `window`) and batched with others of their length. All
+    batches of a length have the same number of rows, so that `predict` compiles once for each length.
 
     Args:
-      documents: taken one after another; none is held longer than its windows.
-      predict: batch -> (sum of the losses in nats, counted tokens), as `step.RunProgram.eval_step`.
-      num_rows: of a batch, at most; a multiple of `row_degree`.
-      window: tokens in a row, at least 2.
+      documents: read one at a time; each is held only until its windows are run.
+      predict: batch -> (sum of the losses in nats, number of tokens), as `step.RunProgram.eval_step` returns it.
+      num_rows: most rows of a batch; a multiple of `row_degree`.
+      window: most tokens of a row, at least 2.
       row_degree: divides the rows of every batch.
 
     Raises:
-      ValueError: there is nothing to predict.
+      ValueError: the documents have no token to predict.
     """
     sizes: list[tuple[int, int]] = []
 
@@ -98,7 +98,7 @@ def total(
             sizes.append((len(document.ids) - 1, document.num_bytes))
             yield from windows(document.ids, window)
 
-    losses, num_windows, rows_of = [], 0, {}  # rows_of: of the batches of a padded length
+    losses, num_windows, rows_of = [], 0, {}  # rows_of: padded length -> rows of its batches
     waiting = collections.defaultdict(list)
 
     def run(length: int) -> None:
@@ -112,17 +112,17 @@ def total(
         waiting[length].append(piece)
         if len(waiting[length]) == num_rows:
             run(length)
-    for length in sorted(waiting, reverse=True):  # what does not fit into memory fails first
+    for length in sorted(waiting, reverse=True):  # the longest first: what does not fit in memory fails at once
         run(length)
     num_tokens = sum(tokens for tokens, _ in sizes)
     if num_tokens == 0:
-        raise ValueError(f"{len(sizes)} documents hold no token to predict; give text.")
+        raise ValueError(f"{len(sizes)} documents have no token to predict; give text.")
     num_bytes = sum(num_bytes for _, num_bytes in sizes)
     return Totals(len(sizes), num_bytes, num_tokens, num_windows, math.fsum(losses), tuple(sorted(rows_of)))
 
 
 def _batch(rows: list[Window], num_rows: int, window: int) -> Batch:
-    """Returns a batch whose rows end with zeros that count nothing and that nothing before them sees."""
+    """Returns a batch of rows padded with zeros of weight 0, which causal attention hides from the tokens before."""
     tokens_BT, targets_BT = np.zeros((2, num_rows, window), np.int32)
     weights_BT = np.zeros((num_rows, window), np.float32)
     for number, row in enumerate(rows):

@@ -1,10 +1,8 @@
-"""HLAT's lists of tasks, by name, with their shot counts and the numbers that the paper prints.
+"""The task suites of the HLAT paper: tasks of the harness, shot counts, and the published figures.
 
-Owns no run: what the harness calls a task, and which of its figures a column is made of.
-
-Source: HLAT, arXiv 2404.10630: tables II and V, with the shot counts named there. Not given there, and chosen here:
-BoolQ without examples; of several figures of a task the one normalised by the length of the answers (`acc_norm`), and
-of GSM8K's answers only what follows `####` (`strict-match`).
+Source: HLAT, arXiv 2404.10630: tables II and V, with the shot counts given there. Not given there, and chosen here:
+BoolQ without examples; `acc_norm`, normalised by the length of the answers, where a task has it; GSM8K by the part of
+the answer after `####` (`strict-match`).
 """
 
 from __future__ import annotations
@@ -17,12 +15,12 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Column:
-    """A figure of a table: the mean over tasks, in percent.
+    """A column of a table: the mean of a metric over tasks, in percent.
 
     Attributes:
-      title: as the paper has it.
+      title: in the paper.
       num_fewshot: solved examples before each question.
-      metrics: task of the harness -> name of its figure there, "METRIC,FILTER".
+      metrics: task of the harness -> the key of its metric there, "METRIC,FILTER".
     """
 
     title: str
@@ -36,14 +34,14 @@ class Column:
 
 @dataclasses.dataclass(frozen=True)
 class Suite:
-    """Columns, the rows that the paper prints of them, and what is to be known about both."""
+    """Columns, the rows published for them, and notes printed below the table."""
 
     columns: tuple[Column, ...]
     published: Mapping[str, tuple[float, ...]]
     notes: tuple[str, ...]
 
     def plan(self) -> dict[int, list[str]]:
-        """Returns the tasks by their shot counts."""
+        """Returns shot count -> tasks."""
         found: dict[int, list[str]] = {}
         for column in self.columns:
             found.setdefault(column.num_fewshot, []).extend(column.metrics)
@@ -124,6 +122,6 @@ _TABLE_5 = Suite(
         "LLaMA-2 70B": (69.8, 63.5, 30.6, 44.8),
         "HLAT-70B": (68.1, 59.1, 32.3, 45.9),
     },
-    notes=("All but the first row: HLAT, arXiv 2404.10630, table V. Of CrowS-Pairs less is better.",),
+    notes=("All but the first row: HLAT, arXiv 2404.10630, table V. For CrowS-Pairs lower is better.",),
 )
 SUITES = {"hlat": _TABLE_2, "hlat_bias": _TABLE_5}

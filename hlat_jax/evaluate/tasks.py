@@ -1,8 +1,4 @@
-"""Tasks of the LM Evaluation Harness by name, as `evaluate --tasks=hlat,lambada_openai` asks for them.
-
-Owns which run of the harness answers which names, and what is said when it cannot. The harness itself is the `eval`
-extra, and imported when tasks are asked for.
-"""
+"""Tasks of the LM Evaluation Harness by name, as `evaluate --tasks=hlat,lambada_openai` asks for them."""
 
 from __future__ import annotations
 
@@ -20,20 +16,20 @@ import numpy as np
 from hlat_jax.config import nearest
 from hlat_jax.evaluate.suites import SUITES
 
-_RESAMPLED = 100_000  # the harness's own number
-_SEED, _SEED_OF_RANDOM = 1234, 0  # likewise
+_BOOTSTRAP_SAMPLES = 100_000  # the harness's default
+_SEED, _PYTHON_SEED = 1234, 0  # likewise
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class TaskOptions:
     """How tasks are run.
 
     Attributes:
-      num_fewshot: solved examples before each question; -1: as each task says. A suite has its own.
-      limit: questions of each task, the first ones; 0: all.
-      folder: with tasks of one's own, in YAML; "": none.
-      standard_errors: beside the figures; for some of these that is a hundred thousand samples, in processes of theirs.
-      key: what the names were given by, for errors.
+      num_fewshot: solved examples before each question; -1: the number in each task. A suite has its own.
+      limit: number of questions of each task, taken from the first; 0: all.
+      folder: of your own tasks, in YAML; "": none.
+      standard_errors: compute them too; for some metrics that takes 100,000 bootstrap samples, in worker processes.
+      key: the flag or config key that gave the names, for errors.
     """
 
     num_fewshot: int = -1
@@ -49,22 +45,22 @@ def require_harness() -> None:
         raise ValueError("tasks need the LM Evaluation Harness: pip install 'hlat_jax[eval]'.")
 
 
-@functools.cache  # reading the names of all tasks takes seconds
+@functools.cache  # listing all tasks takes seconds
 def manager(folder: str) -> Any:
-    """Returns the harness's own tasks, and those in `folder`, unless that is ""."""
-    from lm_eval.tasks import TaskManager
+    """Returns the harness's tasks, and those in `folder` unless that is ""."""
+    from hlat_jax.evaluate import lm_eval_compat
 
-    return TaskManager(include_path=folder or None)
+    return lm_eval_compat.TaskManager(include_path=folder or None)
 
 
 class Tasks:
-    """Names that were found to be tasks, groups, tags, or suites of ours.
+    """Tasks, groups and tags of the harness, and suites of ours, by name.
 
     Raises:
-      ValueError: no harness, an unknown name, or shot counts for a suite, which has its own.
+      ValueError: the harness is not installed, an unknown name, or `num_fewshot` with a suite, which has its own.
     """
 
-    def __init__(self, names: Sequence[str], options: Options):
+    def __init__(self, names: Sequence[str], options: TaskOptions):
         require_harness()
         if options.folder and not pathlib.Path(options.folder).is_dir():
             raise ValueError(f"{options.key}_folder={options.folder}: no such folder (from {pathlib.Path.cwd()}).")
@@ -85,10 +81,10 @@ class Tasks:
             self.plan.append((options.num_fewshot if options.num_fewshot >= 0 else None, others))
 
     def load(self) -> None:
-        """Fetches and keeps the data of all tasks, which is done at every call where it was not done before.
+        """Fetches the data of all tasks and keeps it in memory; a second call does nothing.
 
         Raises:
-          ValueError: data that cannot be fetched, or a task that two names ask for.
+          ValueError: data that cannot be fetched, or a task that two names contain.
         """
         if self._loaded_already:
             return
@@ -107,11 +103,11 @@ class Tasks:
             names = self._manager.load(found)["tasks"].keys()
             twice = sorted(seen & names)
             if twice:
-                raise ValueError(f"{self._options.key}: {twice[0]} is asked for twice, by two names; leave one out.")
+                raise ValueError(f"{self._options.key}: {twice[0]} is in two of the names; leave one out.")
             seen |= names
 
     def _loaded(self, names: list[str]) -> list[Any]:
-        """Returns the tasks and groups of some names as the harness takes them instead of these."""
+        """Returns the loaded tasks and groups of some names, which the harness takes in place of names."""
         found = self._manager.load(names)
         groups = list(found["groups"].values())
         inner = {task.task_name for group in groups for task in group.get_all_tasks()}
@@ -119,12 +115,12 @@ class Tasks:
         return [found[kind][name] for kind in ("groups", "tasks") for name in found[kind] if name not in inner]
 
     def __call__(self, model: Any) -> dict[str, Any]:
-        """Returns what the harness reports of a `harness.HarnessModel`: results, groups, versions and so on, by task.
+        """Returns the harness's report on a `harness.HarnessModel`: results, groups, versions and so on, by task.
 
         Raises:
-          ValueError: a task is asked for with two shot counts.
+          ValueError: see `load`.
         """
-        from lm_eval.evaluator import evaluate
+        from hlat_jax.evaluate import lm_eval_compat
 
         self.load()
         found: dict[str, Any] = {}
@@ -133,11 +129,11 @@ class Tasks:
                 loaded = self._manager.load(names)
                 for task in loaded["tasks"].values():
                     _set_shots(task, num_fewshot)
-                part = evaluate(
+                part = lm_eval_compat.evaluate(
                     lm=model,
                     task_dict=loaded,
                     limit=self._options.limit or None,
-                    bootstrap_iters=_RESAMPLED if self._options.standard_errors else 0,
+                    bootstrap_iters=_BOOTSTRAP_SAMPLES if self._options.standard_errors else 0,
                     log_samples=False,
                     fewshot_as_multiturn=True,
                 )
@@ -148,9 +144,9 @@ class Tasks:
 
 @contextlib.contextmanager
 def _seeded() -> Iterator[None]:
-    """Has tasks that shuffle draw the same at every call, and leaves the generators as they were."""
+    """Seeds Python's and NumPy's global generators, so that tasks shuffle alike at every call; restores both."""
     states = random.getstate(), np.random.get_state()
-    random.seed(_SEED_OF_RANDOM)
+    random.seed(_PYTHON_SEED)
     np.random.seed(_SEED)
     try:
         yield
@@ -160,9 +156,9 @@ def _seeded() -> Iterator[None]:
 
 
 def _set_shots(task: Any, num_fewshot: int | None) -> None:
-    """Has a task show so many solved examples, the same ones at every call, as the harness's `simple_evaluate` does.
+    """Sets the number of solved examples of a task, and their seed, as the harness's `simple_evaluate` does.
 
-    We do not call that: it then describes the machine, which takes longer than small tasks during a training.
+    `simple_evaluate` itself also describes the machine, which takes longer than a small task during training.
     """
     own = task.get_config("num_fewshot")
     if own is None or (num_fewshot is not None and own != 0):
@@ -171,10 +167,10 @@ def _set_shots(task: Any, num_fewshot: int | None) -> None:
 
 
 def report(found: dict[str, Any], tasks: Tasks, *, name: str) -> str:
-    """Returns the tables of what `Tasks` found: the harness's, and each suite's beside the paper."""
-    from lm_eval.utils import make_table
+    """Returns the harness's tables of what `Tasks` returned, and each suite's table beside the paper's figures."""
+    from hlat_jax.evaluate import lm_eval_compat
 
-    tables = [make_table(found)]
+    tables = [lm_eval_compat.make_table(found)]
     if found.get("groups"):
-        tables.append(make_table(found, "groups"))
+        tables.append(lm_eval_compat.make_table(found, "groups"))
     return "\n".join([*tables, *(suite.table(found["results"], name=name) for suite in tasks.suites.values())])

@@ -1,10 +1,8 @@
 """`python -m hlat_jax.hf import|export|average`: weights from Hugging Face and to it; and `load`, for Python.
 
-    model, params = load("SmolLM2-135M")
-    logits_BTV = hlat_jax.model.apply(params, model, tokens_BT)
+model, params = load("SmolLM2-135M")
+logits_BTV = hlat_jax.model.apply(params, model, tokens_BT)
 
-Owns the command lines. What they do is in `huggingface/` and `averaging`. A module beside a package of another name, as
-`plan` is beside `planner/`: a package called `hf` would have to import in its `__init__` to have `hlat_jax.hf.load`.
 """
 
 from __future__ import annotations
@@ -35,20 +33,20 @@ wrote. VERB --help says more.
 """
 _IMPORT = """Usage: python -m hlat_jax.hf import DIR --out=CKPT [flags]
 
-Reads config.json and model.safetensors, or the files that model.safetensors.index.json names; every name, shape and
-dtype is checked. Tokenizer and generation config come along. Llama 1, 2 and 3, SmolLM2, TinyLlama, OpenLLaMA, and
-Mistral without a sliding window. A field of config.json that is known to change the computation must have a value that
-is supported; fields that are not known are named in a warning and kept for an export.
+Reads config.json and model.safetensors, or the files that model.safetensors.index.json names; checks every name,
+shape and dtype. Copies tokenizer and generation config. Supports Llama 1, 2 and 3, SmolLM2, TinyLlama, OpenLLaMA, and
+Mistral without a sliding window. A field of config.json that is known to change the computation must have a supported
+value; unknown fields are named in a warning and kept for an export.
 """
 _EXPORT = """Usage: python -m hlat_jax.hf export CKPT --out=DIR [flags]
 
 Writes safetensors with config.json, generation_config.json and tokenizer, reads them back and compares every bit.
-Where the precision policy keeps fp32 master weights (mixed), these are exported, in float32; --dtype=bfloat16 rounds
-them. Under the other policies the parameters are exported as they are stored.
+Exports fp32 master weights where the precision policy keeps them (mixed), in float32; --dtype=bfloat16 rounds them.
+Under the other policies the parameters are exported in their stored dtype.
 """
 _AVERAGE = """Usage: python -m hlat_jax.hf average CKPT CKPT ... --out=CKPT
 
-Sums in fp32, one parameter at a time. The checkpoints must be of one model, dtype and tokenizer.
+Averages in fp32, one parameter at a time. The checkpoints must have the same model, dtype and tokenizer.
 """
 
 
@@ -57,13 +55,13 @@ def load(
 ) -> tuple[ModelConfig, dict[str, Any]]:
     """Returns the model in a Hugging Face folder and its parameters as nested dicts of jax arrays.
 
-    Fields of config.json that are not known are named in a `UserWarning`.
+    Unknown fields of config.json are named in a `UserWarning`.
 
     Args:
       folder: with config.json and safetensors.
-      dtype: of the parameters; "": that of the files, float16 as float32.
+      dtype: of the parameters; "": the dtype of the files, with float16 as float32.
       fuse_qkv: as ModelConfig's.
-      strict: refuse fields of config.json that are not known.
+      strict: raise for unknown fields of config.json.
 
     Raises:
       ValueError: see `weights.hf_reading.open_checkpoint`.
@@ -78,7 +76,7 @@ def load(
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs one verb; returns the exit code: 0, or 1 when the work failed."""
+    """Runs one verb; returns the exit code: 0, or 1 after an OSError."""
     verbs: dict[str, Callable[[Sequence[str]], None]] = {"import": _import, "export": _export, "average": _average}
     if not argv or argv[0] in ("--help", "-h", "help"):
         print(USAGE)
@@ -86,7 +84,7 @@ def main(argv: Sequence[str]) -> int:
     if argv[0] not in verbs:
         raise ValueError(f"unknown verb {argv[0]!r}. {nearest(argv[0], verbs)}")
     logging.set_verbosity(logging.ERROR)
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # all of it happens in host memory: no accelerator is taken for it
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the work is in host memory and needs no accelerator
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
@@ -100,9 +98,9 @@ def main(argv: Sequence[str]) -> int:
 def _import(argv: Sequence[str]) -> None:
     values = flags.FlagValues()
     _define_out(values, "Folder of weights to write.")
-    _define_dtype(values, "of the parameters; empty: as in the files, float16 as float32")
-    flags.DEFINE_bool("fuse_qkv", True, "As model.fuse_qkv, for a training from these weights.", flag_values=values)
-    flags.DEFINE_bool("strict", False, "Refuse fields of config.json that are not known.", flag_values=values)
+    _define_dtype(values, "of the parameters; empty: as in the files, with float16 as float32")
+    flags.DEFINE_bool("fuse_qkv", True, "As model.fuse_qkv, for training from these weights.", flag_values=values)
+    flags.DEFINE_bool("strict", False, "Fail on unknown fields of config.json.", flag_values=values)
     folder, out = _one(argv, values, usage=_IMPORT, what="a folder of Hugging Face"), _out(values)
     from hlat_jax.hf.importing import import_checkpoint
     from hlat_jax.weights.hf_reading import open_checkpoint
@@ -110,7 +108,7 @@ def _import(argv: Sequence[str]) -> None:
     began = time.monotonic()
     found = open_checkpoint(folder, dtype=values.dtype, fuse_qkv=values.fuse_qkv, strict=values.strict)
     if found.warning:
-        print(f"warning: {found.warning} They are kept for an export; --strict refuses them.", file=sys.stderr)
+        print(f"warning: {found.warning} They are kept for an export; --strict makes them an error.", file=sys.stderr)
     import_checkpoint(found, out)
     for note in found.notes:
         print(note)
@@ -122,7 +120,7 @@ def _import(argv: Sequence[str]) -> None:
 def _export(argv: Sequence[str]) -> None:
     values = flags.FlagValues()
     _define_out(values, "Folder to write.")
-    _define_dtype(values, "of the tensors; empty: as stored, of the fp32 masters where there are such")
+    _define_dtype(values, "of the tensors; empty: as stored, of the fp32 masters where there are any")
     path, out = _one(argv, values, usage=_EXPORT, what="a checkpoint"), _out(values)
     from hlat_jax.hf.exporting import export_checkpoint
     from hlat_jax.weights.trained import open_weights

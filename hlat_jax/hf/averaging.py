@@ -13,19 +13,19 @@ from hlat_jax.hf.exporting import files_of
 from hlat_jax.run.init_from import settings_of_weights
 from hlat_jax.store.config_diff import differences
 from hlat_jax.weights.trained import Weights, leaves_by_name, open_weights
-from hlat_jax.weights.weights_folder import FILES, About, is_weights, new_weights
+from hlat_jax.weights.weights_folder import FILES, WeightsInfo, is_weights, new_weights
 
 _BLOCK = 1 << 22  # elements: 16 MiB of fp32
 
 
 def average(paths: Sequence[str | os.PathLike], out: pathlib.Path) -> list[Weights]:
-    """Writes the mean of checkpoints as the weights folder `out`, in their dtype; returns what was averaged.
+    """Writes the mean of checkpoints as the weights folder `out`, in their dtype; returns its inputs.
 
-    Masters are averaged where there are such. Sums are fp32, and exact where all values of an element are the same, so
-    the mean of a checkpoint with itself is itself, bitwise. Holds two stacked parameters at a time, in fp32.
+    Master weights are averaged where a checkpoint has them. Means are fp32, and exact where all values of an element
+    are equal: the mean of a checkpoint with itself is bitwise itself. Holds two stacked parameters at a time, in fp32.
 
     Raises:
-      ValueError: fewer than two checkpoints, or of different models, dtypes or tokenizers; the message names what.
+      ValueError: fewer than two checkpoints, or different models, dtypes or tokenizers; the message names which.
     """
     if len(paths) < 2:
         raise ValueError(f"{len(paths)} checkpoint to average; give two or more.")
@@ -36,7 +36,7 @@ def average(paths: Sequence[str | os.PathLike], out: pathlib.Path) -> list[Weigh
     files, tokenizer = _files(first)
     origin = {"average_of": [{"folder": str(each.folder), "step": each.step} for each in found]}
     step = max(each.step for each in found)
-    about = About(first.model, step, tokenizer, origin, first.begins_with_bos, first.stop_ids)
+    about = WeightsInfo(first.model, step, tokenizer, origin, first.begins_with_bos, first.stop_ids)
     with new_weights(out, about=about, files=files) as leaves:
         for name, leaf in leaves_by_name(first.arrays).items():
             mean = first.read(name).astype(np.float32)
@@ -48,9 +48,9 @@ def average(paths: Sequence[str | os.PathLike], out: pathlib.Path) -> list[Weigh
 
 
 def _include(mean: np.ndarray, values: np.ndarray, *, count: int) -> None:
-    """Makes the mean of `count - 1` arrays that of `count`, in place and in blocks.
+    """Updates the mean of `count - 1` arrays to that of `count`, in place and in blocks.
 
-    The running mean, and not a sum that is divided: equal values then stay what they are, for any count.
+    A running mean, not a divided sum: equal values stay equal, bitwise, for any count.
     """
     mean, values = mean.reshape(-1), values.reshape(-1)
     for start in range(0, mean.size, _BLOCK):
@@ -61,7 +61,7 @@ def _include(mean: np.ndarray, values: np.ndarray, *, count: int) -> None:
 
 
 def _require_alike(first: Weights, other: Weights) -> None:
-    def facts(weights: Weights) -> dict[str, str]:
+    def comparable(weights: Weights) -> dict[str, str]:
         arrays = leaves_by_name(weights.arrays)
         model = settings_of_weights(weights.model)
         dtypes = {f"dtype of {name}": str(leaf.dtype) for name, leaf in arrays.items()}
@@ -69,7 +69,7 @@ def _require_alike(first: Weights, other: Weights) -> None:
             model["tokenizer sha256"] = weights.open_tokenizer().sha256
         return model | dtypes
 
-    others = differences(facts(first), facts(other))
+    others = differences(comparable(first), comparable(other))
     if others:
         lines = "\n  ".join(
             line.replace("in the checkpoint", "in the first").replace(" now", " there") for line in others
@@ -78,7 +78,7 @@ def _require_alike(first: Weights, other: Weights) -> None:
 
 
 def _files(weights: Weights) -> tuple[dict[str, pathlib.Path], str]:
-    """Returns the files to carry along, by the names that an export knows, and the name of the tokenizer among them."""
+    """Returns the files to copy, by the names that an export uses, and the name of the tokenizer among them."""
     if is_weights(weights.folder):
         files = {path.name: path for path in (weights.folder / FILES).iterdir()}
         return files, pathlib.Path(weights.tokenizer).name if weights.tokenizer else ""

@@ -1,9 +1,8 @@
-"""Exports in the background of training: `<run folder>/huggingface/<step>/`, each equal to `hf export` of that step.
+"""Exports in the background of training: `<run folder>/huggingface/<step>/`, the same as `hf export` writes.
 
-The loop waits for the copy of the weights to the host, which must be complete before the next step overwrites them; a
-thread does the rest, and a folder appears only once it is complete. Of several processes each copies the shards of
-which it holds the first replica; all but process 0 hand theirs over in files of the shared run folder, so that no
-device takes part.
+The loop waits only for the copy of the weights to the host, before the next step overwrites them; a thread does the
+rest. A folder appears only when it is complete. With several processes, each copies its shards (each shard once), and
+all but process 0 pass theirs on through files in the shared run folder; no collective is involved.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from hlat_jax.config import Config
 from hlat_jax.hf.exporting import export_checkpoint
 from hlat_jax.host import distributed
 from hlat_jax.run.exports import FOLDER, SHARDS
-from hlat_jax.weights.safetensors_file import Stored, Writer, read_header
+from hlat_jax.weights.safetensors_file import StoredTensor, Writer, read_header
 from hlat_jax.weights.trained import Weights, leaves_by_name, nested
 
 _FOR_EVER_MS = 2**31 - 1  # of a barrier: the watchdog of `distributed` ends processes whose peers have died
@@ -33,13 +32,13 @@ class ExportError(OSError):
 
 
 class Shard(NamedTuple):
-    """A part of a parameter: its offset in each dim, and its values, or where they are stored."""
+    """A part of a parameter: its start on each axis, and its values in memory or in a file."""
 
     start: tuple[int, ...]
-    values: np.ndarray | Stored
+    values: np.ndarray | StoredTensor
 
     def read(self) -> np.ndarray:
-        return self.values.read() if isinstance(self.values, Stored) else self.values
+        return self.values.read() if isinstance(self.values, StoredTensor) else self.values
 
 
 class Exporter:
@@ -55,8 +54,8 @@ class Exporter:
     def due(self, step: int, *, last: bool, owed: bool = False) -> bool:
         """Returns whether to export this step now: at the interval, the last, or `owed`, unless its export exists.
 
-        An export that is due while another is still being written is skipped with a message, as no step waits for the
-        disk; the last one waits.
+        One that is due while another is still being written is skipped, with a message: no step waits for the disk. The
+        last one waits.
         """
         every = self._config.checkpoint.export_every_steps
         if not (step and (last or owed or step % every == 0)):
@@ -79,10 +78,10 @@ class Exporter:
     def start(self, step: int, state: Any) -> None:
         """Copies the weights to the host and exports them in the background; the caller may donate `state` at once.
 
-        Masters are exported where the state has them, as `hf export` does.
+        Exports master weights where the state has them, as `hf export` does.
 
         Raises:
-          ExportError: the export before it failed.
+          ExportError: the previous export failed.
         """
         self.wait()
         params = state["opt_state"]["master"] if "master" in state["opt_state"] else state["params"]
@@ -91,7 +90,7 @@ class Exporter:
         self._written = self._thread.submit(self._write, step, arrays, _on_host(params))
 
     def check(self) -> None:
-        """Raises ExportError when the export in the background has failed; waits for nothing."""
+        """Raises ExportError if the export in the background has failed; does not wait."""
         if self._written is not None and self._written.done():
             self.wait()
 
@@ -144,9 +143,9 @@ class Exporter:
 
 
 def _on_host(params: Any) -> dict[str, list[Shard]]:
-    """Returns copies in host memory of each parameter's shards of which this process holds the first replica.
+    """Returns host copies of the shards of each parameter of which this process has replica 0.
 
-    Starts all transfers before it waits for the first.
+    All transfers are started before the first is awaited.
     """
     held = {
         name: [shard for shard in leaf.addressable_shards if shard.replica_id == 0]
@@ -156,19 +155,21 @@ def _on_host(params: Any) -> dict[str, list[Shard]]:
         for shard in shards:
             shard.data.copy_to_host_async()
     return {
-        # a copy: on CPUs NumPy sees the memory that the next step overwrites
+        # a copy: on CPUs NumPy shares the memory that the next step overwrites
         name: [Shard(tuple(part.start or 0 for part in shard.index), np.array(shard.data)) for shard in shards]
         for name, shards in held.items()
     }
 
 
 def _whole(parts: list[Shard], leaf: jax.ShapeDtypeStruct) -> np.ndarray:
-    """Returns a parameter from the shards that cover it; a single shard is not copied again."""
+    """Returns a parameter from the shards that cover it; a single whole shard is not copied."""
     if len(parts) == 1 and _shape(parts[0]) == leaf.shape:
         return parts[0].read()
     held = sum(math.prod(_shape(part)) for part in parts)
     if held != math.prod(leaf.shape):
-        raise OSError(f"{held} of {math.prod(leaf.shape)} values came from the processes; is the run folder shared?")
+        raise OSError(
+            f"only {held} of {math.prod(leaf.shape)} values came from the processes; the run folder must be shared."
+        )
     found = np.empty(leaf.shape, leaf.dtype)
     for part in parts:
         values = part.read()
@@ -181,7 +182,7 @@ def _shape(part: Shard) -> tuple[int, ...]:
 
 
 def _hand_over(mine: dict[str, list[Shard]], path: pathlib.Path) -> None:
-    """Writes shards to a safetensors file under names with their offsets: `layers.mlp.down@0,0,16`."""
+    """Writes shards to a safetensors file, under names with their start: `layers.mlp.down@0,0,16`."""
     named = {f"{name}@{','.join(map(str, part.start))}": part.values for name, parts in mine.items() for part in parts}
     path.parent.mkdir(parents=True, exist_ok=True)
     writer = Writer(path, tensors=named, metadata={})
@@ -193,7 +194,7 @@ def _hand_over(mine: dict[str, list[Shard]], path: pathlib.Path) -> None:
 
 
 def _handed_over(path: pathlib.Path) -> dict[str, list[Shard]]:
-    """Returns the shards written by `_hand_over`, by the name of their parameter; reads no values yet."""
+    """Returns name of parameter -> shards in a file of `_hand_over`, not read yet."""
     found: dict[str, list[Shard]] = {}
     for label, stored in read_header(path).items():
         name, _, start = label.partition("@")

@@ -1,6 +1,6 @@
-"""From our weights to a folder that transformers loads, compared with its source once it is written.
+"""Export of weights to a folder that transformers loads, compared with its source once it is written.
 
-Owns which files that folder has. Holds one stacked parameter at a time, as it is stored.
+Holds one stacked parameter at a time, in its stored dtype.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ SHARD_BYTES = 5_000_000_000  # of one file, where no tensor is larger
 
 
 def export_checkpoint(weights: Weights, out: pathlib.Path, *, dtype: str = "", shard_bytes: int = SHARD_BYTES) -> str:
-    """Writes the folder `out` and compares it with the weights, bit by bit; returns the dtype that is in it.
+    """Writes the folder `out` and compares it with the weights, bit by bit; returns its dtype.
 
     Args:
       weights: of a run, or imported.
-      out: must not be there, or be empty.
-      dtype: float32 or bfloat16; "": the one that is stored.
-      shard_bytes: largest file of weights.
+      out: must not exist, or be empty.
+      dtype: float32 or bfloat16; "": the stored one.
+      shard_bytes: size of the largest file of weights.
 
     Raises:
-      ValueError: `out` is there, or what was written is not what was to be.
+      ValueError: `out` exists, or the written folder differs from the weights.
     """
     stored = {np.dtype(leaf.dtype) for leaf in jax.tree.leaves(weights.arrays)}
     written = np.dtype(jnp.dtype(dtype)) if dtype else max(stored, key=lambda each: each.itemsize)
@@ -69,8 +69,8 @@ def _write_tensors(weights: Weights, folder: pathlib.Path, *, dtype: np.dtype, s
         atomic_files.write_json(folder / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": where})
 
 
-def _tensors(weights: Weights, entry: hf_names.Entry) -> Iterator[tuple[str, np.ndarray]]:
-    """Gives the tensors that a parameter is made of, by their names; reads the parameter."""
+def _tensors(weights: Weights, entry: hf_names.ParamMapping) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields (name, tensor) for the tensors of a parameter, which is read whole."""
     ours = weights.read(entry.leaf)
     for layer in range(weights.model.num_layers if entry.stacked else 1):
         slab = ours[layer] if entry.stacked else ours
@@ -79,7 +79,7 @@ def _tensors(weights: Weights, entry: hf_names.Entry) -> Iterator[tuple[str, np.
 
 
 def shards_of(tensors: dict[str, Any], shard_bytes: int) -> dict[str, dict[str, Any]]:
-    """Returns the tensors of each file, in order, by the names that transformers gives the files."""
+    """Returns file name, as transformers has it -> its tensors, in order."""
     parts: list[dict[str, Any]] = [{}]
     size = 0
     for name, tensor in tensors.items():
@@ -95,21 +95,21 @@ def shards_of(tensors: dict[str, Any], shard_bytes: int) -> dict[str, dict[str, 
 
 
 def _compare(weights: Weights, folder: pathlib.Path, *, dtype: np.dtype) -> None:
-    """Raises ValueError when what an import reads from the folder are not the weights, in `dtype`."""
+    """Raises ValueError unless an import of the folder gives the weights, in `dtype`."""
     found = open_checkpoint(folder, fuse_qkv=weights.model.fuse_qkv)
     if architecture(found.model) != architecture(weights.model):
-        raise ValueError(f"{folder}: config.json came back as another model; this is a bug of hlat_jax.")
+        raise ValueError(f"{folder}: config.json describes another model when read back; this is a bug in hlat_jax.")
     for entry in hf_names.table(weights.model):
         layer = _first_other(weights.read(entry.leaf), found.slabs(entry), stacked=entry.stacked, dtype=dtype)
         if layer is not None:
             raise ValueError(
-                f"{folder}: {', '.join(entry.names(layer))} came back with other values than {weights.folder} has; "
-                "nothing was exported. Look at the disk, then at hlat_jax."
+                f"{folder}: {', '.join(entry.names(layer))} have other values than {weights.folder} when read back; "
+                "nothing was exported. Check the disk."
             )
 
 
 def _first_other(ours: np.ndarray, slabs: Iterable[np.ndarray], *, stacked: bool, dtype: np.dtype) -> int | None:
-    """Returns the first layer whose values came back as others; None: there is none."""
+    """Returns the first layer whose values differ; None: there is none."""
     for layer, slab in enumerate(slabs):
         mine = as_dtype(ours[layer] if stacked else ours, dtype)
         if slab.dtype != dtype or not np.array_equal(bits(mine), bits(slab)):
@@ -118,7 +118,7 @@ def _first_other(ours: np.ndarray, slabs: Iterable[np.ndarray], *, stacked: bool
 
 
 def files_of(tokenizer: Tokenizer) -> dict[str, pathlib.Path]:
-    """Returns the files of a tokenizer under the names by which transformers knows them, the tokenizer itself first."""
+    """Returns the files of a tokenizer by their names in transformers, the tokenizer itself first."""
     if not tokenizer.is_json:
         return {"tokenizer.model": tokenizer.path}
     beside = {name: tokenizer.path.with_name(name) for name in (_SETTINGS, "special_tokens_map.json")}
@@ -126,7 +126,7 @@ def files_of(tokenizer: Tokenizer) -> dict[str, pathlib.Path]:
 
 
 def _write_companions(weights: Weights, folder: pathlib.Path, *, dtype: str) -> None:
-    """Writes config.json and what came along at the import, or else what transformers needs of a run's tokenizer."""
+    """Writes config.json and the files copied at the import, or else those of a run's tokenizer."""
     files = weights.folder / FILES
     came_along = {name: files / name for name in COMPANIONS if (files / name).is_file()}
     if "config.json" in came_along:
@@ -144,7 +144,7 @@ def _write_companions(weights: Weights, folder: pathlib.Path, *, dtype: str) -> 
 
 
 def _write_tokenizer(tokenizer: Tokenizer, folder: pathlib.Path) -> tuple[int | None, int]:
-    """Writes a run's tokenizer and what transformers must know to read it as we do; returns the ids (BOS, EOS)."""
+    """Writes a run's tokenizer and the settings by which transformers reads it as we do; returns the ids (BOS, EOS)."""
     for name, path in files_of(tokenizer).items():
         shutil.copyfile(path, folder / name)
     if tokenizer.is_json:
@@ -155,7 +155,7 @@ def _write_tokenizer(tokenizer: Tokenizer, folder: pathlib.Path) -> tuple[int | 
 
 
 def _add_no_tokens(folder: pathlib.Path) -> None:
-    """Changes a tokenizer.json, and what lies beside it, so that a text is its own tokens alone, as in a training."""
+    """Changes tokenizer.json and its settings so that no special tokens are added to a text, as in training."""
     settings, path = folder / _SETTINGS, folder / _TOKENIZER
     found = atomic_files.read_json(settings) if settings.is_file() else {"tokenizer_class": _OF_JSON}
     atomic_files.write_json(settings, found | {"add_bos_token": False, "add_eos_token": False})
@@ -167,7 +167,7 @@ def _add_no_tokens(folder: pathlib.Path) -> None:
 
 
 def _without_templates(after: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Returns a post-processor without what adds tokens: of the library's kinds, ByteLevel alone adds none."""
+    """Returns a post-processor without the parts that add tokens; of the library's kinds only ByteLevel adds none."""
     if after is None or after["type"] == "ByteLevel":
         return after
     left = [part for part in map(_without_templates, after.get("processors", [])) if part]

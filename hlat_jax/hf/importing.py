@@ -1,4 +1,4 @@
-"""From a folder of Hugging Face to a weights folder, or into memory. Owns neither format: it joins the two."""
+"""Import of a Hugging Face folder, to a weights folder or into memory."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ import numpy as np
 
 from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.weights import hf_names
-from hlat_jax.weights.hf_reading import Checkpoint, added_tokens, begins_texts_with_bos, ids_that_end_a_text
+from hlat_jax.weights.hf_reading import HFCheckpoint, added_tokens, begins_texts_with_bos, ids_that_end_a_text
 from hlat_jax.weights.safetensors_file import bits
 from hlat_jax.weights.trained import nested
-from hlat_jax.weights.weights_folder import About, new_weights
+from hlat_jax.weights.weights_folder import WeightsInfo, new_weights
 
-_NATIVE, _JSON = "tokenizer.model", "tokenizer.json"  # the native one is preferred: it needs no extra
+_NATIVE, _JSON = "tokenizer.model", "tokenizer.json"  # the native one is preferred: it needs no extra package
 
 
-def import_checkpoint(found: Checkpoint, out: pathlib.Path) -> None:
+def import_checkpoint(found: HFCheckpoint, out: pathlib.Path) -> None:
     """Writes the weights folder `out`, holding one layer of one parameter at a time.
 
     Raises:
-      ValueError: `out` is there already, or a file beside the weights is not what its name says.
+      ValueError: `out` exists already, or a file beside the weights is damaged.
     """
     model = found.model
     files = {path.name: path for path in found.companions()}
     origin = {"imported_from": str(found.folder.absolute()), "dtypes": sorted({t.code for t in found.tensors.values()})}
     with_bos, stop_ids = begins_texts_with_bos(found.folder), ids_that_end_a_text(found.folder)
-    about = About(model, 0, _tokenizer(found), origin, with_bos, stop_ids)
+    about = WeightsInfo(model, 0, _tokenizer(found), origin, with_bos, stop_ids)
     with new_weights(out, about=about, files=files) as leaves:
         for entry in hf_names.table(model):
             shape = (model.num_layers, *entry.shape) if entry.stacked else entry.shape
@@ -37,10 +37,10 @@ def import_checkpoint(found: Checkpoint, out: pathlib.Path) -> None:
                     write(slab[None] if entry.stacked else slab, layer)
 
 
-def _tokenizer(found: Checkpoint) -> str:
-    """Returns the name of the file that text goes through; "": there is none.
+def _tokenizer(found: HFCheckpoint) -> str:
+    """Returns the name of the tokenizer file; "": there is none.
 
-    Tokens that were added to a native one, and that the model has rows for, are in tokenizer.json alone.
+    Tokens that were added to a native one, and that the model has rows for, are only in tokenizer.json.
     """
     present = [name for name in (_NATIVE, _JSON) if (found.folder / name).is_file()]
     if len(present) < 2:
@@ -53,7 +53,7 @@ def _tokenizer(found: Checkpoint) -> str:
     return _NATIVE if known or max(added) >= found.model.vocab_size else _JSON
 
 
-def params_of(found: Checkpoint) -> dict[str, Any]:
+def params_of(found: HFCheckpoint) -> dict[str, Any]:
     """Returns the parameters as nested dicts of jax arrays on the default device."""
     params = {}
     for entry in hf_names.table(found.model):
@@ -62,7 +62,7 @@ def params_of(found: Checkpoint) -> dict[str, Any]:
     return nested(params)
 
 
-def _stacked(slabs: Any, found: Checkpoint, entry: hf_names.Entry) -> np.ndarray:
+def _stacked(slabs: Any, found: HFCheckpoint, entry: hf_names.ParamMapping) -> np.ndarray:
     whole = np.empty((found.model.num_layers, *entry.shape), found.dtype)
     for layer, slab in enumerate(slabs):
         bits(whole)[layer] = bits(slab)

@@ -22,7 +22,8 @@ from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import jax
-from jax._src.distributed import global_state  # JAX has no public name for the client of its coordination service
+
+from hlat_jax.host.jax_compat import global_state
 
 _SAID, _ALIVE, _FAILED, _LEFT = "hlat_jax/said", "hlat_jax/alive", "hlat_jax/failed", "hlat_jax/left"
 _FOR_EVER_MS = 2**31 - 1  # of an exchange: the watch ends those whose peers have died

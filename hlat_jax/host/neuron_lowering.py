@@ -6,14 +6,8 @@ import functools
 
 import jax
 from jax.extend.mlir.dialects import stablehlo
-from jax.interpreters import mlir
 
-try:
-    from jax.extend.mlir import lower_with_sharding_in_types
-except ImportError:  # JAX 0.9: a rule cannot note the sharding that a mesh of explicit axes gives a type
-
-    def lower_with_sharding_in_types(ctx, op, aval):
-        return op
+from hlat_jax.host.jax_compat import lower_with_sharding_in_types, mlir
 
 
 @functools.cache

@@ -19,8 +19,8 @@ from typing import Any
 
 import jax
 from jax.extend.mlir import ir
-from jax.interpreters import mlir
 
+from hlat_jax.host.jax_compat import mlir
 from hlat_jax.neuron import operators as operators_lib
 from hlat_jax.neuron import partitioned, unrolled
 from hlat_jax.neuron.module import Frame, Program, line_of

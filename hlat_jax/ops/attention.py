@@ -1,4 +1,4 @@
-"""Causal grouped-query attention on packed rows: its contract, two implementations in XLA, and the table of all."""
+"""Causal grouped-query attention on packed rows: contract, XLA implementations, and the registration of all."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from hlat_jax.ops.dialect import Implementation, Op
+from hlat_jax.ops.dialect import CallSpec, Implementation, Op
 
 # Finite, so that a masked score minus the row's maximum is never inf - inf.
 _MASKED = -1e30
@@ -27,9 +27,9 @@ def attention(
     implementation: str | Mapping[str, str],
     window: int | None = None,
 ) -> jax.Array:
-    """Returns [B, T, N, H], in the dtype of `q_BTNH`: each query's softmax-weighted mean of the values it may see.
+    """Returns [B, T, N, H], in the dtype of `q_BTNH`: each query's softmax-weighted mean of the values it attends to.
 
-    A query sees the keys at its own and earlier places of its row that carry its segment id. Query head n reads
+    A query attends to the keys at its own and earlier positions of its row that have its segment id. Query head n uses
     key-value head `n // (N / K)`. Products take the input dtype and accumulate in fp32; scaling by 1/sqrt(H) and the
     softmax are fp32; probabilities are rounded to the dtype of the values before the second product.
 
@@ -39,29 +39,62 @@ def attention(
       v_BSKH: values.
       segment_ids_BT: int32, or None when every row is one segment.
       implementation: a name that `OP.choose` returns, or platform -> name, see `dialect.Op.run`.
-      window: a query sees so many places, its own the last; None: all before it. Source: arXiv 2310.06825, section 2.
+      window: keys that a query attends to, its own the last; None: all before it. Source: arXiv 2310.06825, section 2.
 
     Raises:
-      ValueError: arguments that do not fit together, or that the implementation cannot serve.
+      ValueError: arguments of inconsistent shapes or dtypes, or that the implementation cannot serve.
     """
     _check(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT)
     if window is not None and window < 1:
-        raise ValueError(f"window={window} must be at least 1, the query's own place, or None.")
+        raise ValueError(f"window={window} must be at least 1 (the query's own position), or None.")
     has_segments = segment_ids_BT is not None
-    facts = call(q_BTNH.shape, k_BSKH.shape[2], dtype=q_BTNH.dtype, has_segments=has_segments, window=window)
-    return OP.run(implementation, q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, window, **facts)
+    call = describe_call(q_BTNH.shape, k_BSKH.shape[2], dtype=q_BTNH.dtype, has_segments=has_segments, window=window)
+    return OP.run(implementation, q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, window, **call)
 
 
-def call(
-    q_shape: tuple[int, ...], num_kv_heads: int, *, dtype: Any, has_segments: bool, window: int | None = None
-) -> dict[str, Any]:
-    """Returns what is known of a call, as every `supports` takes it.
+def extended_attention(
+    q_BTNH: jax.Array,
+    *,
+    k_BTKH: jax.Array,
+    v_BTKH: jax.Array,
+    past_BSKH: tuple[jax.Array, jax.Array],
+    visible_BS: jax.Array,
+) -> jax.Array:
+    """Returns [B, T = 1, N, H]: `attention` of the last token of rows whose earlier keys and values are cached.
+
+    The new token's key and value are not written to the cache here.
 
     Args:
-      q_shape: (B, T, N, H) of the queries on one device; there are as many keys.
-      num_kv_heads: likewise.
+      q_BTNH: query of the new token, already rotated.
+      k_BTKH: its key.
+      v_BTKH: its value.
+      past_BSKH: keys and values of S slots.
+      visible_BS: bool, the slots that the query attends to.
+    """
+    b, t, n, h = q_BTNH.shape
+    keys_BSKH, values_BSKH = past_BSKH
+    q_BTKGH = q_BTNH.reshape(b, t, k_BTKH.shape[2], -1, h)
+    product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+    past_BKGTS = product("BTKGH,BSKH->BKGTS", q_BTKGH, keys_BSKH)
+    past_BKGTS = jnp.where(visible_BS[:, None, None, None], past_BKGTS / math.sqrt(h), _MASKED)
+    own_BKGTT = product("BTKGH,BSKH->BKGTS", q_BTKGH, k_BTKH) / math.sqrt(h)
+    probs = jax.nn.softmax(jnp.concatenate([past_BKGTS, own_BKGTT], axis=-1), axis=-1).astype(v_BTKH.dtype)
+    past_BKGTS, own_BKGTT = jnp.split(probs, (keys_BSKH.shape[1],), axis=-1)
+    out_BTKGH = product("BKGTS,BSKH->BTKGH", past_BKGTS, values_BSKH)
+    out_BTKGH = out_BTKGH + product("BKGTS,BSKH->BTKGH", own_BKGTT, v_BTKH)
+    return out_BTKGH.astype(q_BTNH.dtype).reshape(b, t, n, h)
+
+
+def describe_call(
+    q_shape: tuple[int, ...], num_kv_heads: int, *, dtype: Any, has_segments: bool, window: int | None = None
+) -> CallSpec:
+    """Returns the spec of a call.
+
+    Args:
+      q_shape: (B, T, N, H) of the queries on one device; S = T.
+      num_kv_heads: on one device.
       dtype: of queries, keys and values.
-      has_segments: rows hold several documents that must not see each other.
+      has_segments: rows hold several documents, which must not attend to each other.
       window: see `attention`.
     """
     return {
@@ -76,13 +109,15 @@ def call(
 def _check(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT):
     described = f"queries {q_BTNH.shape} {q_BTNH.dtype}, keys {k_BSKH.shape} {k_BSKH.dtype}"
     if k_BSKH.shape != v_BSKH.shape or not q_BTNH.dtype == k_BSKH.dtype == v_BSKH.dtype:
-        raise ValueError(f"{described}, values {v_BSKH.shape} {v_BSKH.dtype}: keys and values are alike, of one dtype.")
+        raise ValueError(
+            f"{described}, values {v_BSKH.shape} {v_BSKH.dtype}: keys and values must be alike, and all of one dtype."
+        )
     if not q_BTNH.ndim == k_BSKH.ndim == 4 or _without_heads(q_BTNH) != _without_heads(k_BSKH):
-        raise ValueError(f"{described}: give [B, T, N, H] and [B, T, K, H], with as many places of each.")
+        raise ValueError(f"{described}: shapes must be [B, T, N, H] and [B, T, K, H].")
     if q_BTNH.shape[2] % k_BSKH.shape[2]:
-        raise ValueError(f"{described}: the number of key-value heads must divide that of the query heads.")
+        raise ValueError(f"{described}: the number of key-value heads must divide the number of query heads.")
     if segment_ids_BT is not None and segment_ids_BT.shape != q_BTNH.shape[:2]:
-        raise ValueError(f"{described}, segment ids {segment_ids_BT.shape}: give one for each place, [B, T].")
+        raise ValueError(f"{described}, segment ids {segment_ids_BT.shape}: their shape must be [B, T].")
 
 
 def _without_heads(x_BTNH):
@@ -104,10 +139,10 @@ def _einsum(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, window):
 
 @functools.partial(jax.checkpoint, static_argnums=4)
 def _blocked(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, window):
-    """Queries in static blocks, each against the keys that it may see, with batch and key-value heads merged.
+    """Queries in static blocks, each against its unmasked keys, with batch and key-value heads merged.
 
-    The backward pass keeps queries, keys and values, and computes the scores of each block again: on cpu, where this
-    serves, that costs less than the fresh memory that they would fill.
+    The backward pass keeps queries, keys and values and recomputes the scores of each block: on cpu, the platform that
+    uses this, that costs less than storing them in fresh memory.
     """
     b, t, n, h = q_BTNH.shape
     k = k_BSKH.shape[2]
@@ -127,7 +162,7 @@ def _blocked(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, window):
 
 
 def block_bounds(seq_len: int) -> list[tuple[int, int]]:
-    """Returns the query blocks of "blocked": at least 128 queries each (bar the last), at most 8 blocks."""
+    """Returns (start, stop) of the query blocks of "blocked": at most 8, of at least 128 queries except the last."""
     size = max(_MIN_BLOCK, -(-seq_len // _MAX_BLOCKS))
     return [(start, min(start + size, seq_len)) for start in range(0, seq_len, size)]
 
@@ -154,7 +189,7 @@ def _causal_mask(num_queries: int, num_keys: int, *, offset: int = 0, window: in
 
 
 # The kernels below are imported when they are run, or asked on their own platform: no other run has to load them. They
-# take no more than they say; `supports` refuses the rest.
+# take no more than they say; `unsupported_reasons` refuses the rest.
 
 
 def _chunked(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, window):
@@ -169,10 +204,10 @@ def _nki(q_BTNH, k_BSKH, v_BSKH, *_):
     return nki.attention(q_BTNH, k_BSKH, v_BSKH)
 
 
-def _nki_supports(**facts):
+def _nki_unsupported_reasons(**call):
     from hlat_jax.ops.nki import attention as nki
 
-    return nki.supports(**facts)
+    return nki.unsupported_reasons(**call)
 
 
 def _cudnn(q_BTNH, k_BSKH, v_BSKH, _, window):
@@ -181,10 +216,10 @@ def _cudnn(q_BTNH, k_BSKH, v_BSKH, _, window):
     return gpu.cudnn(q_BTNH, k_BSKH, v_BSKH, window=window)
 
 
-def _cudnn_supports(**facts):
+def _cudnn_unsupported_reasons(**call):
     from hlat_jax.ops.gpu import attention as gpu
 
-    return gpu.cudnn_supports(**facts)
+    return gpu.cudnn_unsupported_reasons(**call)
 
 
 def _triton(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, _):
@@ -193,19 +228,19 @@ def _triton(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, _):
     return gpu.triton(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT=segment_ids_BT)
 
 
-def _triton_supports(**facts):
+def _triton_unsupported_reasons(**call):
     from hlat_jax.ops.gpu import attention as gpu
 
-    return gpu.triton_supports(**facts)
+    return gpu.triton_unsupported_reasons(**call)
 
 
 OP = Op("model.attention")
 OP.register(Implementation("einsum", _einsum, {"*": 10}))
 # XLA on cpu does not fuse attention: skipping the masked half of the scores pays there
 OP.register(Implementation("blocked", _blocked, {"cpu": 20, "*": 5}))
-# for the memory of long rows: it gives up time, so only a name or a measured table takes it
+# for the memory of long rows; slower, so that only an explicit name or a measured table selects it
 OP.register(Implementation("chunked", _chunked, {"*": 4}))
-# below the others until they have run on a device
-OP.register(Implementation("nki", _nki, {"neuron": 1}, _nki_supports))
-OP.register(Implementation("cudnn", _cudnn, {"cuda": 2}, _cudnn_supports))
-OP.register(Implementation("triton", _triton, {"cuda": 1}, _triton_supports))
+# below the others: not yet run on a device
+OP.register(Implementation("nki", _nki, {"neuron": 1}, _nki_unsupported_reasons))
+OP.register(Implementation("cudnn", _cudnn, {"cuda": 2}, _cudnn_unsupported_reasons))
+OP.register(Implementation("triton", _triton, {"cuda": 1}, _triton_unsupported_reasons))

@@ -27,20 +27,20 @@ def calls(config: Config, layout: Layout) -> dict[str, dict[str, Any]]:
     dtype = POLICIES[config.precision.policy].compute
     q_shape = rows, seq_len, model.num_heads // degrees["tensor"], model.head_dim
     return {
-        "attention": attention.call(
+        "attention": attention.describe_call(
             q_shape,
             max(1, model.num_kv_heads // degrees["tensor"]),
             dtype=dtype,
             has_segments=config.data.packing == "documents",
         ),
-        "cross_entropy": cross_entropy.call(
+        "cross_entropy": cross_entropy.describe_call(
             (rows, seq_len, model.embed_dim),
             model.vocab_size // (degrees["pipe"] * degrees["tensor"]),
             dtype=dtype,
         ),
-        "rms_norm": norm.call((rows, places_between, model.embed_dim), dtype=dtype),
-        "swiglu": swiglu.call((rows, seq_len, model.mlp_dim // degrees["tensor"]), dtype=dtype),
-        "rope": rope.call(q_shape, dtype=dtype),
+        "rms_norm": norm.describe_call((rows, places_between, model.embed_dim), dtype=dtype),
+        "swiglu": swiglu.describe_call((rows, seq_len, model.mlp_dim // degrees["tensor"]), dtype=dtype),
+        "rope": rope.describe_call(q_shape, dtype=dtype),
     }
 
 
@@ -62,7 +62,7 @@ def choices(config: Config, layout: Layout, *, platform: str | None = None) -> d
         times = table.read_for(config.model.ops_table, platform=platform or layout.platform, kind=kind)
     known = calls(config, layout)
     return {
-        key: op.choose(getattr(config.model, key), platform or layout.platform, facts=known[key], times=times)
+        key: op.choose(getattr(config.model, key), platform or layout.platform, call=known[key], times=times)
         for key, op in OPS.items()
     }
 

@@ -1,8 +1,8 @@
-"""Attention whose memory grows with T alone: an online softmax over blocks of keys, and its own backward pass.
+"""Attention whose memory is linear in T: an online softmax over blocks of keys, and its own backward pass.
 
-Queries and keys are cut into blocks, and one static loop visits every pair of blocks in which anything is seen: half of
-them under a causal mask, a band with a window. The forward pass keeps the output and the log of each query's summed
-exponentials, from which the backward pass computes the probabilities of a pair again.
+Queries and keys are cut into blocks, and one static loop visits every pair of blocks that is not fully masked: half of
+them under a causal mask, a band with a window. The forward pass keeps the output and the log-sum-exp of each query,
+from which the backward pass recomputes the probabilities of a pair.
 
 Source: Rabe and Staats, arXiv 2112.05682; the backward pass as Dao et al., arXiv 2205.14135, algorithm 4.
 """
@@ -34,7 +34,7 @@ def attention(
 
 
 def block_pairs(num_blocks: int, *, block: int, window: int | None) -> np.ndarray:
-    """Returns int32 [pairs, 2]: (query block, key block) in which a query sees a key, each query's own block first."""
+    """Returns int32 [pairs, 2]: (query block, key block) that are not fully masked, each query's own block first."""
     reach = num_blocks if window is None else -(-(window - 1) // block)  # key blocks before the query's own
     pairs = [(i, j) for i in range(num_blocks) for j in range(i, max(-1, i - reach - 1), -1)]
     return np.asarray(pairs, np.int32)
@@ -68,7 +68,7 @@ def _forward(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, window):
     )
     (top_CXUG, total_CXUG, out_CXUGH), _ = jax.lax.scan(visit, start, block_pairs(c, block=u, window=window))
     out_BTNH = _joined(out_CXUGH / total_CXUG[..., None], q_BTNH.shape).astype(q_BTNH.dtype)
-    # named here, inside: a policy that saves both spares the backward pass a second forward pass
+    # named inside the VJP: a remat policy that saves both avoids a second forward pass
     out_BTNH = checkpoint_name(out_BTNH, "attention_out")
     lse_CXUG = checkpoint_name(top_CXUG + jnp.log(total_CXUG), "attention_lse")
     return out_BTNH, (q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, out_BTNH, lse_CXUG)
@@ -114,7 +114,7 @@ _attention.defvjp(_forward, _backward)
 
 
 def _cut(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT):
-    """Returns blocks [C, X, ...] of all operands, X = B * K, T padded by places that no query sees."""
+    """Returns blocks [C, X, ...] of all operands, X = B * K, T padded by masked positions."""
     kv_heads = k_BSKH.shape[2]
     k_CXSH, v_CXSH = (_cut_queries(x, kv_heads)[:, :, :, 0] for x in (k_BSKH, v_BSKH))
     ids_CXS = None
@@ -141,7 +141,7 @@ def _joined(x_CXUGH, shape):
 
 
 def _seen(i, j, block, ids_CXS, window):
-    """Returns bool [1 or X, U, 1, S]: which keys of block j the queries of block i see."""
+    """Returns bool [1 or X, U, 1, S]: the keys of block j that the queries of block i attend to."""
     queries_U1 = i * block + jax.lax.broadcasted_iota(jnp.int32, (block, 1), 0)
     keys_1S = j * block + jax.lax.broadcasted_iota(jnp.int32, (1, block), 1)
     mask_XUS = (queries_U1 >= keys_1S)[None]

@@ -1,4 +1,4 @@
-"""Cross-entropy of hidden states against target tokens: its contract, two XLA implementations, and the choice."""
+"""Cross-entropy of hidden states against target tokens: contract and two XLA implementations."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import jax
 import jax.numpy as jnp
 
 from hlat_jax.batch import SumAndCount
-from hlat_jax.ops.dialect import Implementation, Op
+from hlat_jax.ops.dialect import CallSpec, Implementation, Op
 from hlat_jax.parallel import collectives
 from hlat_jax.parallel.collectives import SINGLE_DEVICE, ParallelContext
 from hlat_jax.passes import scaling
 
-# Most positions of every row whose logits exist at one time under "chunked", and fewest where rows are long.
+# Most positions of each row whose logits "chunked" holds at once, and fewest where rows are long.
 CHUNK_POSITIONS = 256
 LEAST_POSITIONS = 128
 
@@ -31,11 +31,11 @@ class LossOptions:
     """How the loss is computed.
 
     Attributes:
-      implementation: "dense" holds the logits of all tokens at one time, "chunked" those of an eighth of every row,
-        between `LEAST_POSITIONS` and `CHUNK_POSITIONS` places. Or platform -> name, see `dialect.Op.run`.
-      z_loss_weight: of the squared log-normaliser; 0 leaves the plain cross-entropy.
-      ctx: which devices hold the other rows of the head. Each device has the logits of its own rows alone; the largest,
-        the sum of the exponentials and the logit of the target are reduced, as is the gradient of the hidden states.
+      implementation: "dense" holds the logits of all tokens at once, "chunked" those of an eighth of every row, from
+        `LEAST_POSITIONS` to `CHUNK_POSITIONS` positions. Or platform -> name, see `dialect.Op.run`.
+      z_loss_weight: of the squared log-normaliser; 0 is the plain cross-entropy.
+      ctx: the axes that shard the rows of the head. Each device computes the logits of its own rows; their maximum,
+        the sum of exponentials, the target's logit and the gradient of the hidden states are reduced over the axes.
     """
 
     implementation: str | Mapping[str, str]
@@ -51,17 +51,17 @@ def cross_entropy(
     weights_BT: jax.Array,
     options: LossOptions,
 ) -> SumAndCount:
-    """Returns the sum over tokens of weight * (nll + z_loss_weight * log_normaliser^2), and that of the weights, fp32.
+    """Returns the sum over tokens of weight * (nll + z_loss_weight * log_normaliser^2), and of the weights, in fp32.
 
-    Logits, softmax and sums are fp32. The gradients of `hidden_BTD` and `head_VD` are computed beside the loss, while
-    the logits are at hand, and have the dtype of what they belong to; weights get none. Reverse mode only. Products of
-    gradients of an fp32 call stay fp32 under `passes.autocast` where a loss scale is applied, which comes after them.
+    Logits, softmax and sums are fp32. The forward pass computes the gradients of `hidden_BTD` and `head_VD` too, while
+    it has the logits; they have the dtype of their primal, and the weights get none. Reverse mode only. Under
+    `passes.autocast` with a loss scale, the gradient products of an fp32 call stay fp32: they are not scaled yet.
 
     Args:
-      hidden_BTD: what the head reads, fp32 or bf16; T as `options.ctx` has it between blocks.
-      head_VD: the output projection, or the embedding table when tied; this device's rows of it.
-      targets_BT: int32 below V, also where the weight is 0.
-      weights_BT: fp32; how much each target counts.
+      hidden_BTD: input of the head, fp32 or bf16; T sharded as `options.ctx` has it between layers.
+      head_VD: this device's rows of the output projection, or of the embedding table when tied.
+      targets_BT: int32 below V, also at positions of weight 0.
+      weights_BT: fp32; weight of each target.
       options: static.
 
     Source: for a split vocabulary Shoeybi et al. (Megatron-LM), arXiv 1909.08053, section 3.
@@ -73,12 +73,12 @@ def cross_entropy(
     return SumAndCount(loss_sum, jnp.sum(weights_BT))
 
 
-def call(hidden_shape: tuple[int, ...], vocab_rows: int, *, dtype: Any) -> dict[str, Any]:
-    """Returns what is known of a call.
+def describe_call(hidden_shape: tuple[int, ...], vocab_rows: int, *, dtype: Any) -> CallSpec:
+    """Returns the spec of a call.
 
     Args:
-      hidden_shape: (B, T, D) of what the head reads on one device.
-      vocab_rows: of the head, on one device.
+      hidden_shape: (B, T, D) of the head's input on one device.
+      vocab_rows: rows of the head on one device.
       dtype: of both.
     """
     return {"hidden_shape": tuple(hidden_shape), "vocab_rows": vocab_rows, "dtype": jnp.dtype(dtype).name}
@@ -91,7 +91,7 @@ def _chunk(seq_len: int) -> int:
 
 
 def _in_chunks(chunk_of: Callable[[int], int]) -> Callable[..., jax.Array]:
-    """Returns a function that sums the losses by the logits of `chunk_of(T)` places of every row at a time."""
+    """Returns a function that sums the losses over chunks of `chunk_of(T)` positions of every row."""
 
     def _loss(hidden_BTD, head_VD, targets_BT, weights_BT, z_loss_weight, axes):
         static = (z_loss_weight, chunk_of(hidden_BTD.shape[1]), axes)
@@ -101,9 +101,9 @@ def _in_chunks(chunk_of: Callable[[int], int]) -> Callable[..., jax.Array]:
 
 
 OP = Op("model.cross_entropy")
-# one large product, and no loop
+# one large product, no loop
 OP.register(Implementation("dense", _in_chunks(lambda seq_len: seq_len), {"*": 10}))
-# on cpu fresh memory costs more than a second pass over the head's gradient
+# on cpu, fresh memory for the logits costs more than a second pass over the head's gradient
 OP.register(Implementation("chunked", _in_chunks(_chunk), {"cpu": 20, "*": 5}))
 
 
@@ -120,18 +120,18 @@ def _loss_sum(hidden_BTD, head_VD, targets_BT, weights_BT, static):
 
 def _forward(hidden_BTD, head_VD, targets_BT, weights_BT, static):
     z_loss_weight, chunk, axes = static
-    told = None
+    precision = None
     if scaling.is_applied() and hidden_BTD.dtype == jnp.float32:
-        told = jax.lax.DotAlgorithmPreset.F32_F32_F32  # which autocast leaves alone
+        precision = jax.lax.DotAlgorithmPreset.F32_F32_F32  # autocast does not change it
 
     def add(sums, rows):
         hidden_RD, targets_R, weights_R = rows
         total, dhead_VD = sums
         loss, dlogits_RV = _softmax_loss(logits(hidden_RD, head_VD), targets_R, weights_R, z_loss_weight, axes)
         dlogits_RV = dlogits_RV.astype(hidden_RD.dtype)
-        dhidden_RD = _product(dlogits_RV, head_VD, (1, 0), precision=told).astype(hidden_RD.dtype)
-        grad_VD = _product(dlogits_RV, hidden_RD, (0, 0), precision=told)
-        # a single chunk starts the sum: no array of zeros to fill and to add
+        dhidden_RD = _product(dlogits_RV, head_VD, (1, 0), precision=precision).astype(hidden_RD.dtype)
+        grad_VD = _product(dlogits_RV, hidden_RD, (0, 0), precision=precision)
+        # the first chunk starts the sum: no array of zeros
         return (total + loss, grad_VD if dhead_VD is None else dhead_VD + grad_VD), dhidden_RD
 
     single = chunk == hidden_BTD.shape[1]
@@ -156,7 +156,7 @@ def _softmax_loss(logits_RV, targets_R, weights_R, z_loss_weight, axes) -> tuple
         targets_R = targets_R - collectives.axis_index(axes) * logits_RV.shape[1]
     exp_RV = jnp.exp(logits_RV - largest_R[:, None])
     sum_R = jnp.sum(exp_RV, axis=-1)
-    # clipped here: mode="clip" leaves an index as it is to the gather, and on Neuron one outside ends the run
+    # clipped here: mode="clip" passes the index on to the gather, and on Neuron one out of bounds ends the run
     rows_R = jnp.clip(targets_R, 0, logits_RV.shape[1] - 1)
     target_logit_R = jnp.take_along_axis(logits_RV, rows_R[:, None], axis=-1, mode="clip")[:, 0]
     if axes:
@@ -165,17 +165,17 @@ def _softmax_loss(logits_RV, targets_R, weights_R, z_loss_weight, axes) -> tuple
     log_normaliser_R = jnp.log(sum_R) + largest_R
     losses_R = log_normaliser_R - target_logit_R + z_loss_weight * jnp.square(log_normaliser_R)
     softmax_weight_R = weights_R * (1.0 + 2.0 * z_loss_weight * log_normaliser_R) / sum_R
-    # compare and select, not a scatter: it fuses into the one pass that writes the gradient
+    # compare and select, not a scatter: it fuses with the pass that writes the gradient
     is_target_RV = jax.lax.broadcasted_iota(jnp.int32, logits_RV.shape, 1) == targets_R[:, None]
     dlogits_RV = exp_RV * softmax_weight_R[:, None] - jnp.where(is_target_RV, weights_R[:, None], 0.0)
     return jnp.sum(weights_R * losses_R), dlogits_RV
 
 
 def _over_chunks(add, start, fields_BT: tuple, chunk: int) -> tuple[Any, jax.Array | None]:
-    """Returns the final sums and the rows [B, T, ...] that `add(sums, fields of R = B * chunk tokens)` gives in turn.
+    """Returns the final sums and the stacked outputs [B, T, ...] of `add(sums, fields of R = B * chunk tokens)`.
 
-    T is padded to whole chunks with zeros, so with weights of 0. Chunks are cut along T, which keeps every chunk
-    spread over the devices that share B.
+    T is padded to whole chunks with zeros, which are weights of 0. Chunks are cut along T, so that every chunk stays
+    sharded over B.
     """
     b, t = fields_BT[0].shape[:2]
     num_chunks = -(-t // chunk)

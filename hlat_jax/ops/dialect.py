@@ -1,9 +1,9 @@
-"""Operator dialects: an op is a contract, and several implementations of it of which one is chosen, with reasons.
+"""Operator dialects: an op is a contract with several implementations, one of which is chosen, with reasons.
 
-Owns the choice. Refuses to know any op. Nothing falls back silently: `auto` is decided once, before anything is traced,
-from the platform and from what is known of the calls (shapes, dtypes); by measured times where there are some, by level
-where there are none. A name given explicitly serves every call or raises and says why.
-Source of the idea: RAF, arXiv 2303.04759; there the choice is by priority alone and a kernel that fails is passed over.
+Nothing falls back silently: `auto` is resolved once, before anything is traced, from the platform and the specs of the
+calls (shapes, dtypes): by measured times where there are any, otherwise by level. An explicit name serves every call or
+raises with the reasons.
+Source of the idea: RAF, arXiv 2303.04759; there the choice is by priority alone and a kernel that fails is skipped.
 """
 
 from __future__ import annotations
@@ -15,27 +15,29 @@ from typing import Any, Protocol
 
 import jax
 
-# What JAX calls a device's platform -> what it calls the same when it lowers for it, which is the word used here.
+# The platform of a JAX device -> the name of its lowering platform, which is used here.
 _LOWERED_AS = {"gpu": "cuda"}
+# What is known of an op's call before it is traced, such as shapes and dtypes; see `describe_call` of each op.
+CallSpec = Mapping[str, Any]
 
 
-class Timed(Protocol):
-    """What the implementations took for one call, as `table.Entry` has it."""
+class CallTimes(Protocol):
+    """Times of the implementations for one call, such as a `table.Measurement`."""
 
     times: Mapping[str, float]  # implementation -> seconds
-    extent: str  # what of the call was timed, where that is not all of it
+    extent: str  # the part of the call that was timed, for a reason; "" for all of it
 
 
-class Times(Protocol):
-    """Measured calls, as `table.Table` has them."""
+class MeasuredTimes(Protocol):
+    """Measured calls, such as a `table.Table`."""
 
-    source: str  # what a reason calls them
+    source: str  # their name in a reason
 
-    def entry(self, op_key: str, facts: Mapping[str, Any]) -> Timed | None:
-        """Returns what a call with these facts took; None: it was not measured."""
+    def entry(self, op_key: str, call: CallSpec) -> CallTimes | None:
+        """Returns the times of a call; None: it was not measured."""
 
 
-def _everything(**_: Any) -> list[str]:
+def _serves_every_call(**_: Any) -> list[str]:
     return []
 
 
@@ -44,32 +46,32 @@ class Implementation:
     """One way to compute an op.
 
     Attributes:
-      name: what a config calls it.
+      name: its name in a config.
       run: the function; takes the arguments of the op's contract.
-      levels: platform, as JAX lowers for it -> preference; `auto` takes the highest. "*" stands for every platform
-        not named. A platform that is not there cannot run it.
-      supports: what is known of a call, by keyword -> the reasons why it cannot be served, none when it can.
+      levels: lowering platform -> preference; `auto` takes the highest. "*" stands for every platform not named. It
+        does not run on a platform without a level.
+      unsupported_reasons: takes a CallSpec by keyword; returns why the call cannot be served, [] when it can.
     """
 
     name: str
     run: Callable[..., Any]
     levels: Mapping[str, int]
-    supports: Callable[..., list[str]] = _everything
+    unsupported_reasons: Callable[..., list[str]] = _serves_every_call
 
     def level_on(self, platform: str) -> int | None:
-        """Returns the preference on a platform; None: it does not run there."""
+        """Returns the level on a platform; None: it does not run there."""
         platform = _LOWERED_AS.get(platform, platform)
         return self.levels.get(platform, self.levels.get("*"))
 
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """Which implementation serves on a platform.
+    """The implementation of an op that a run uses.
 
     Attributes:
       name: of the implementation.
       because: why this one.
-      passed_over: name -> why not, of all others.
+      passed_over: name -> why not, for each of the others.
     """
 
     name: str
@@ -85,7 +87,7 @@ class Op:
     """The implementations of one op.
 
     Args:
-      key: of the config that chooses among them, for errors.
+      key: config key that selects the implementation, for errors.
     """
 
     def __init__(self, key: str):
@@ -94,44 +96,44 @@ class Op:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of all implementations, in the order of their registration."""
+        """The names of all implementations, in order of registration."""
         return tuple(self._implementations)
 
     def register(self, implementation: Implementation) -> None:
         """Adds an implementation.
 
         Raises:
-          ValueError: there is one of that name.
+          ValueError: an implementation of that name exists.
         """
         if implementation.name in ("auto", *self.names):
-            raise ValueError(f"{self.key}: there is an implementation {implementation.name!r} already.")
+            raise ValueError(f"{self.key}: an implementation {implementation.name!r} is registered already.")
         self._implementations[implementation.name] = implementation
 
     def choose(
-        self, wanted: str, platform: str, *, facts: Mapping[str, Any] | None = None, times: Times | None = None
+        self, wanted: str, platform: str, *, call: CallSpec | None = None, times: MeasuredTimes | None = None
     ) -> Choice:
-        """Returns the implementation that a configured name stands for on a platform.
+        """Returns the choice for a configured name on a platform.
 
         Args:
-          wanted: a name, or "auto": of those that can serve the call the fastest measured; without times of it the one
-            with the highest level, of equal ones the first.
-          platform: JAX's word, such as "cpu" or "neuron".
-          facts: of the call, as `supports` takes them. None: nothing is known, and `auto` takes none that may refuse.
+          wanted: a name, or "auto": among those that can serve the call the fastest measured one; without measured
+            times the one with the highest level, the first of equals.
+          platform: JAX's name, such as "cpu" or "neuron".
+          call: None: not known, and `auto` takes only implementations that serve every call.
           times: measured on such a device.
 
         Raises:
-          ValueError: an unknown name, one that does not run there or cannot serve the call, or none that can.
+          ValueError: an unknown name, one that does not run there or cannot serve the call, or no implementation can.
         """
-        refusals = self.refusals(platform, facts)
+        refusals = self.refusals(platform, call)
         able = [name for name, why in refusals.items() if not why]
         if wanted != "auto":
-            self._check(wanted, platform, facts)
-            others = {name: why or f"{self.key}={wanted!r} was asked for" for name, why in refusals.items()}
-            return Choice(wanted, "asked for", {name: why for name, why in others.items() if name != wanted})
+            self._check(wanted, platform, call)
+            others = {name: why or f"{self.key}={wanted!r} was requested" for name, why in refusals.items()}
+            return Choice(wanted, "requested", {name: why for name, why in others.items() if name != wanted})
         if not able:
             said = "; ".join(f"{name}: {why}" for name, why in refusals.items())
-            raise ValueError(f"{self.key} has no implementation for {platform} and this call: {said}.")
-        timed = times.entry(self.key, facts) if times and facts is not None else None
+            raise ValueError(f"{self.key} has no implementation that serves this call on {platform}: {said}.")
+        timed = times.entry(self.key, call) if times and call is not None else None
         measured = [name for name in able if timed and name in timed.times]
         if measured:
             seconds = timed.times
@@ -144,78 +146,81 @@ class Op:
             why_not = {name: f"level {levels[name]} on {platform}, where {best} has {levels[best]}" for name in able}
             because = f"level {levels[best]} on {platform}"
             if times:
-                because += f"; {times.source} has no times of this call"
+                because += f"; {times.source} has no times for this call"
         return Choice(best, because, {name: refusals[name] or why_not[name] for name in refusals if name != best})
 
-    def choose_each(
-        self, wanted: str, platforms: Sequence[str], *, facts: Mapping[str, Any] | None = None
-    ) -> dict[str, Choice]:
-        """Returns the choice for each of several platforms that one trace is to serve, as `choose`."""
-        return {platform: self.choose(wanted, platform, facts=facts) for platform in platforms}
+    def choose_each(self, wanted: str, platforms: Sequence[str], *, call: CallSpec | None = None) -> dict[str, Choice]:
+        """Returns `choose` for each of several platforms that one trace is lowered for."""
+        return {platform: self.choose(wanted, platform, call=call) for platform in platforms}
 
-    def refusals(self, platform: str, facts: Mapping[str, Any] | None) -> dict[str, str]:
-        """Returns why each implementation cannot serve a call on a platform; "" where it can.
+    def refusals(self, platform: str, call: CallSpec | None) -> dict[str, str]:
+        """Returns name -> why the implementation cannot serve a call on a platform; "" where it can.
 
         Args:
-          platform: JAX's word.
-          facts: of the call; None: nothing is known, and an implementation that may refuse one is said to.
+          platform: JAX's name.
+          call: None: not known, and a reason is given for an implementation that does not serve every call.
         """
-        return {name: self._refusal(one, platform, facts) for name, one in self._implementations.items()}
+        return {name: self._refusal(one, platform, call) for name, one in self._implementations.items()}
 
-    def run(self, name: str | Mapping[str, str], *args: Any, **facts: Any) -> Any:
-        """Returns what an implementation makes of the arguments.
+    def run(self, name: str | Mapping[str, str], *args: Any, **call: Any) -> Any:
+        """Returns the output of an implementation.
 
         Args:
-          name: as `choose` returns it; or platform -> name: one trace that lowers to each platform's own, and for a
-            platform that is not named is an error. Where all names are equal, nothing is added to the program.
+          name: as `choose` returns it; or platform -> name: one trace that lowers to the implementation of each
+            platform; lowering for another platform is an error. Where all names are equal, nothing is added to the
+            program.
           *args: of the op's contract.
-          **facts: what `supports` is asked about.
+          **call: its CallSpec.
 
         Raises:
-          ValueError: it cannot serve this call, or there is none of that name.
+          ValueError: an unknown name, or one that cannot serve this call.
         """
         if not isinstance(name, str):
             if not name:
                 raise ValueError(f"{self.key}={name!r} names no platform; give platform -> name.")
             branches = {_LOWERED_AS.get(platform, platform): one for platform, one in name.items()}
             if len(set(branches.values())) > 1:
-                # bound to their arguments: given to platform_dependent, a number that must be static would be traced
-                runs = {where: functools.partial(self.run, one, *args, **facts) for where, one in branches.items()}
+                # arguments are bound here: platform_dependent would trace a number that must be static
+                runs = {where: functools.partial(self.run, one, *args, **call) for where, one in branches.items()}
                 return jax.lax.platform_dependent(**runs)
             (name,) = set(branches.values())
         if name not in self._implementations:
             raise ValueError(f"{self.key}={name!r} is not one of {', '.join(self.names)}; `choose` resolves auto.")
         implementation = self._implementations[name]
-        reasons = implementation.supports(**facts)
+        reasons = implementation.unsupported_reasons(**call)
         if reasons:
             raise ValueError(self._cannot_serve(name, reasons))
         return implementation.run(*args)
 
-    def _refusal(self, one: Implementation, platform: str, facts: Mapping[str, Any] | None) -> str:
+    def _refusal(self, one: Implementation, platform: str, call: CallSpec | None) -> str:
         if one.level_on(platform) is None:
             return f"does not run on {platform}"
-        if facts is None:
-            return "" if one.supports is _everything else "may refuse a call, and nothing is known of it here"
-        return "; ".join(one.supports(**facts))
+        if call is None:
+            return (
+                ""
+                if one.unsupported_reasons is _serves_every_call
+                else "may not serve the call, whose shapes are not known here"
+            )
+        return "; ".join(one.unsupported_reasons(**call))
 
-    def _check(self, wanted: str, platform: str, facts: Mapping[str, Any] | None) -> None:
+    def _check(self, wanted: str, platform: str, call: CallSpec | None) -> None:
         there = [name for name, one in self._implementations.items() if one.level_on(platform) is not None]
         if wanted not in there:
             known = ", ".join(("auto", *there))
             if wanted not in self._implementations:
                 raise ValueError(f"{self.key}={wanted!r} is not one of {known}.")
             served = " and ".join(self._implementations[wanted].levels)
-            raise ValueError(f"{self.key}={wanted!r} serves {served} and not {platform}; use one of {known}.")
-        reasons = self._implementations[wanted].supports(**facts) if facts is not None else []
+            raise ValueError(f"{self.key}={wanted!r} runs on {served}, not on {platform}; use one of {known}.")
+        reasons = self._implementations[wanted].unsupported_reasons(**call) if call is not None else []
         if reasons:
             raise ValueError(self._cannot_serve(wanted, reasons))
 
     def _cannot_serve(self, name: str, reasons: Sequence[str]) -> str:
         others = ", ".join(other for other in self.names if other != name)
-        return f"{self.key}={name!r} cannot serve: {'; '.join(reasons)}. Others are {others}."
+        return f"{self.key}={name!r} cannot serve this call: {'; '.join(reasons)}. Use one of auto, {others}."
 
 
 def _slower(name: str, best: str, seconds: Mapping[str, float]) -> str:
     if name not in seconds:
         return "not measured"
-    return f"{1e3 * seconds[name]:.4g} ms, {seconds[name] / seconds[best]:.2f} times that of {best}"
+    return f"{1e3 * seconds[name]:.4g} ms, {seconds[name] / seconds[best]:.2f} times as long as {best}"

@@ -1,7 +1,4 @@
-"""RMSNorm: its contract, two forms of one XLA implementation, and the choice.
-
-Owns its arithmetic and where it rounds; the scale parameter belongs to the model.
-"""
+"""RMSNorm: contract and two XLA implementations."""
 
 from __future__ import annotations
 
@@ -11,15 +8,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from hlat_jax.ops.dialect import Implementation, Op
-from hlat_jax.ops.gpu import limits
+from hlat_jax.ops.dialect import CallSpec, Implementation, Op
 
 
 def rms_norm(x: jax.Array, *, scale: jax.Array, eps: float, implementation: str | Mapping[str, str]) -> jax.Array:
     """Returns `x / rms(x) * scale` over the last axis, in the dtype of `x`.
 
-    Statistics and normalisation are fp32; the quotient is rounded to `x.dtype` before it meets the scale, so that a
-    bf16 model multiplies in bf16.
+    Statistics and normalisation are fp32; the quotient is rounded to `x.dtype` before the product with the
+    scale, so a bf16 model multiplies in bf16.
 
     Args:
       x: [..., D], any float dtype.
@@ -30,13 +26,13 @@ def rms_norm(x: jax.Array, *, scale: jax.Array, eps: float, implementation: str 
     Raises:
       ValueError: the implementation cannot serve these arguments.
 
-    Source: HLAT-70B `modeling_llama_nxd.py` (arXiv 2404.10630) and `LlamaRMSNorm` of Hugging Face, the same order.
+    Source: HLAT-70B `modeling_llama_nxd.py` (arXiv 2404.10630) and `LlamaRMSNorm` of Hugging Face, in the same order.
     """
-    return OP.run(implementation, x, scale, eps, **call(x.shape, dtype=x.dtype))
+    return OP.run(implementation, x, scale, eps, **describe_call(x.shape, dtype=x.dtype))
 
 
-def call(x_shape: tuple[int, ...], *, dtype: Any) -> dict[str, Any]:
-    """Returns what is known of a call: [..., D] of what is normed on one device, and its dtype."""
+def describe_call(x_shape: tuple[int, ...], *, dtype: Any) -> CallSpec:
+    """Returns the spec of a call: the shape [..., D] of `x` on one device, and its dtype."""
     return {"x_shape": tuple(x_shape), "dtype": jnp.dtype(dtype).name}
 
 
@@ -46,16 +42,7 @@ def _reference(x, scale, eps):
     return (x_fp32 * jax.lax.rsqrt(mean_square + eps)).astype(x.dtype) * scale.astype(x.dtype)
 
 
-def _triton(x, scale, eps):
-    # here: importing Pallas takes a second that no other platform has to spend
-    from hlat_jax.ops.gpu import norm as gpu
-
-    return gpu.rms_norm(x, scale=scale, eps=eps)
-
-
 OP = Op("model.rms_norm")
 OP.register(Implementation("reference", _reference, {"*": 5}))
-# the backward pass starts again from x: the fp32 intermediates would each be written and kept for every layer
+# the backward pass recomputes from x: otherwise the fp32 intermediates of every layer would be kept
 OP.register(Implementation("recomputed", jax.checkpoint(_reference, static_argnums=2), {"*": 10}))
-# below both: XLA fuses a norm well, and the kernel has not run on a device
-OP.register(Implementation("triton", _triton, {"cuda": 1}, limits.row_refusals))

@@ -1,4 +1,4 @@
-"""The ops among whose implementations a config chooses, by the key of ModelConfig that does. Owns no choice."""
+"""The ops with several implementations, by the key of ModelConfig that selects one."""
 
 from __future__ import annotations
 

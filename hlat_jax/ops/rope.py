@@ -1,6 +1,6 @@
-"""Rotary position embeddings in the half-rotation layout of Hugging Face: contract, two XLA implementations, choice.
+"""Rotary position embeddings in the half-rotation layout of Hugging Face: contract and two XLA implementations.
 
-Owns frequencies, tables and rotation. R is H/2, the number of pairs of a head.
+R is H/2, the number of rotated pairs of a head.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hlat_jax.ops.dialect import Implementation, Op
+from hlat_jax.ops.dialect import CallSpec, Implementation, Op
 
 
 @dataclasses.dataclass(frozen=True)
 class Llama3Scaling:
-    """Stretching of the rotary frequencies of Llama 3.1 and later; the fields carry Hugging Face's meaning.
+    """Scaling of the rotary frequencies in Llama 3.1 and later; the fields have Hugging Face's meaning.
 
     Attributes:
-      factor: low frequencies are divided by this.
-      low_freq_factor: wavelengths above `original_positions / low_freq_factor` are stretched in full.
+      factor: divides the low frequencies.
+      low_freq_factor: wavelengths above `original_positions / low_freq_factor` are scaled in full.
       high_freq_factor: wavelengths below `original_positions / high_freq_factor` are kept; between, interpolated.
-      original_positions: sequence length before stretching, in tokens.
+      original_positions: sequence length before scaling, in tokens.
     """
 
     factor: float
@@ -37,7 +37,7 @@ class Llama3Scaling:
 def rope_frequencies(head_dim: int, *, theta: float, scaling: Llama3Scaling | None = None) -> np.ndarray:
     """Returns float32 [H/2]: radians per position of each rotated pair.
 
-    Computed on the host in float64 and rounded once: a constant of the program, never part of its arithmetic.
+    Computed on the host in float64 and rounded once: a constant of the program.
 
     Source: arXiv 2104.09864, section 3.2.2; scaling as `rope_type="llama3"` of Hugging Face transformers.
     """
@@ -62,9 +62,9 @@ def rope_tables(positions_BT: jax.Array, *, frequencies: np.ndarray) -> tuple[ja
 def apply_rope(
     x_BTNH: jax.Array, *, cos: jax.Array, sin: jax.Array, implementation: str | Mapping[str, str]
 ) -> jax.Array:
-    """Returns `x_BTNH` with each pair (i, i + H/2) of a head turned by its angle, in the dtype of `x_BTNH`.
+    """Returns `x_BTNH` with each pair (i, i + H/2) of a head rotated by its angle, in the dtype of `x_BTNH`.
 
-    Rotation is fp32 (products of the fp32 tables) and rounded once.
+    The rotation is fp32 (the tables are) and rounded once.
 
     Args:
       x_BTNH: queries or keys.
@@ -73,46 +73,46 @@ def apply_rope(
       implementation: a name that `OP.choose` returns, or platform -> name, see `dialect.Op.run`.
 
     Raises:
-      ValueError: the implementation cannot serve these arguments, or H is odd, or the tables are of another width.
+      ValueError: the implementation cannot serve these arguments, H is odd, or the tables have another width.
     """
-    facts = call(x_BTNH.shape, dtype=x_BTNH.dtype)
+    call = describe_call(x_BTNH.shape, dtype=x_BTNH.dtype)
     h = x_BTNH.shape[3]
     if not cos.shape[-1] == sin.shape[-1] == h // 2:
-        widths = f"cos is {cos.shape[-1]} and sin {sin.shape[-1]} wide"
-        raise ValueError(f"{widths}, and heads of {h} have {h // 2} pairs; make both by rope_tables for that head_dim.")
-    return OP.run(implementation, x_BTNH, cos, sin, **facts)
+        widths = f"cos has width {cos.shape[-1]} and sin {sin.shape[-1]}"
+        raise ValueError(f"{widths}; head_dim={h} has {h // 2} pairs. Compute both by rope_tables for that head_dim.")
+    return OP.run(implementation, x_BTNH, cos, sin, **call)
 
 
-def call(x_shape: tuple[int, ...], *, dtype: Any) -> dict[str, Any]:
-    """Returns what is known of a call: (B, T, N, H) of queries on one device, or keys, and their dtype.
+def describe_call(x_shape: tuple[int, ...], *, dtype: Any) -> CallSpec:
+    """Returns the spec of a call: the shape (B, T, N, H) of queries or keys on one device, and their dtype.
 
     Raises:
       ValueError: H is odd.
     """
     if x_shape[-1] % 2:
-        raise ValueError(f"model.head_dim={x_shape[-1]} must be even: rotary embeddings turn pairs.")
+        raise ValueError(f"model.head_dim={x_shape[-1]} must be even: rotary embeddings rotate pairs.")
     return {"x_shape": tuple(x_shape), "dtype": jnp.dtype(dtype).name}
 
 
 def _reference(x_BTNH, cos_BTR, sin_BTR):
-    return _turned(x_BTNH.astype(jnp.float32), cos_BTR, sin_BTR, axis=-1).astype(x_BTNH.dtype)
+    return _rotated(x_BTNH.astype(jnp.float32), cos_BTR, sin_BTR, axis=-1).astype(x_BTNH.dtype)
 
 
 def _paired(x_BTNH, cos_BTR, sin_BTR):
-    """The pair on an axis of its own: what is turned is laid together along that axis and not inside a head's row."""
+    """The pair on an axis of its own: halves are concatenated along that axis, not inside a head's row."""
     x_BTN2R = x_BTNH.reshape(*x_BTNH.shape[:3], 2, -1).astype(jnp.float32)
-    return _turned(x_BTN2R, cos_BTR, sin_BTR, axis=-2).astype(x_BTNH.dtype).reshape(x_BTNH.shape)
+    return _rotated(x_BTN2R, cos_BTR, sin_BTR, axis=-2).astype(x_BTNH.dtype).reshape(x_BTNH.shape)
 
 
-def _turned(x, cos_BTR, sin_BTR, *, axis):
+def _rotated(x, cos_BTR, sin_BTR, *, axis):
     first, second = jnp.split(x, 2, axis=axis)
-    heads = (slice(None), slice(None), *(None,) * (x.ndim - 3))  # and the axis of the pair
+    heads = (slice(None), slice(None), *(None,) * (x.ndim - 3))  # and the axis of pairs
     cos, sin = cos_BTR[heads], sin_BTR[heads]
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=axis)
 
 
 OP = Op("model.rope")
 OP.register(Implementation("reference", _reference, {"*": 10}))
-# the same arithmetic: where a call is large, XLA on cpu writes the fp32 halves of "reference" to memory, never these;
-# below it for all that, so that only a name or a measured table makes a run's program another
+# the same arithmetic: in large calls XLA on cpu writes the fp32 halves of "reference" to memory, never these; at a
+# lower level all the same, so that only an explicit name or a measured table changes the program of a run
 OP.register(Implementation("paired", _paired, {"*": 5}))

@@ -1,7 +1,4 @@
-"""The gated activation of the feed-forward block: its contract, two forms of one XLA implementation, and the choice.
-
-Owns no projection.
-"""
+"""SwiGLU, the gated activation of the feed-forward block: contract and two XLA implementations."""
 
 from __future__ import annotations
 
@@ -11,8 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from hlat_jax.ops.dialect import Implementation, Op
-from hlat_jax.ops.gpu import limits
+from hlat_jax.ops.dialect import CallSpec, Implementation, Op
 
 
 def swiglu(gate: jax.Array, *, up: jax.Array, implementation: str | Mapping[str, str]) -> jax.Array:
@@ -30,13 +26,13 @@ def swiglu(gate: jax.Array, *, up: jax.Array, implementation: str | Mapping[str,
     """
     if (gate.shape, gate.dtype) != (up.shape, up.dtype):
         raise ValueError(
-            f"gate is {gate.dtype.name}{list(gate.shape)} and up {up.dtype.name}{list(up.shape)}; they must be alike."
+            f"gate is {gate.dtype.name}{list(gate.shape)} and up {up.dtype.name}{list(up.shape)}; they must be equal."
         )
-    return OP.run(implementation, gate, up, **call(gate.shape, dtype=gate.dtype))
+    return OP.run(implementation, gate, up, **describe_call(gate.shape, dtype=gate.dtype))
 
 
-def call(x_shape: tuple[int, ...], *, dtype: Any) -> dict[str, Any]:
-    """Returns what is known of a call: shape and dtype of either input on one device."""
+def describe_call(x_shape: tuple[int, ...], *, dtype: Any) -> CallSpec:
+    """Returns the spec of a call: shape and dtype of either input on one device."""
     return {"x_shape": tuple(x_shape), "dtype": jnp.dtype(dtype).name}
 
 
@@ -44,16 +40,7 @@ def _reference(gate, up):
     return jax.nn.silu(gate) * up
 
 
-def _triton(gate, up):
-    # here: importing Pallas takes a second that no other platform has to spend
-    from hlat_jax.ops.gpu import swiglu as gpu
-
-    return gpu.swiglu(gate, up=up)
-
-
 OP = Op("model.swiglu")
 OP.register(Implementation("reference", _reference, {"*": 5}))
-# the backward pass keeps the inputs alone, which the products before it give anyway
+# the backward pass keeps only the inputs, which are outputs of the products before
 OP.register(Implementation("recomputed", jax.checkpoint(_reference), {"*": 10}))
-# below both: XLA fuses it into one pass as well, and the kernel has not run on a device
-OP.register(Implementation("triton", _triton, {"cuda": 1}, limits.element_refusals))

@@ -1,7 +1,6 @@
-"""Measured times of implementations: a file that is written once, committed, and honoured by every run that names it.
+"""A file of measured times of implementations, by which `auto` chooses in every run that names it.
 
-So numerics do not depend on a race: what was the fastest on the day of the measurement stays chosen. Owns the file and
-whose it is. Refuses to measure; that is `tune`.
+The file is committed, so numerics do not depend on a race at start-up: what was fastest when measured stays chosen.
 """
 
 from __future__ import annotations
@@ -15,28 +14,29 @@ from typing import Any
 
 import jax
 
+from hlat_jax.ops.dialect import CallSpec
 from hlat_jax.ops.registry import OPS
 from hlat_jax.store.atomic_files import read_json
 
-_AGAIN = "python -m hlat_jax.plan tune --config=NAME --out=FILE"
-PLANNED = "planned"  # the kind of a device that need not exist, as planner.trace has it
+_COMMAND = "python -m hlat_jax.plan tune --config=NAME --out=FILE"
+PLANNED = "planned"  # device kind of virtual devices, as in planner.trace
 
 
 @dataclasses.dataclass(frozen=True)
-class Entry:
-    """One call and what it took.
+class Measurement:
+    """The measured times of one call.
 
     Attributes:
       op: key of the op.
-      facts: of the call, as JSON has them.
+      call: its spec, as read back from JSON.
       times: implementation -> median seconds of forward and backward pass.
-      winner: the fastest of them.
+      winner: the fastest implementation.
       passed_over: implementation -> why it was not measured.
-      rows_measured: rows of the batch that were timed, where memory or patience has fewer than the call.
+      rows_measured: rows of the batch that were timed; they can be fewer than the call has.
     """
 
     op: str
-    facts: Mapping[str, Any]
+    call: CallSpec
     times: Mapping[str, float]
     winner: str
     passed_over: Mapping[str, str]
@@ -44,8 +44,8 @@ class Entry:
 
     @property
     def extent(self) -> str:
-        """What of the call was timed, as a reason says it; "" for all of it."""
-        num_rows = next(value for name, value in self.facts.items() if name.endswith("_shape"))[0]
+        """The part of the call that was timed, for a reason; "" for all of it."""
+        num_rows = next(value for name, value in self.call.items() if name.endswith("_shape"))[0]
         return "" if self.rows_measured == num_rows else f" (at {self.rows_measured} of its {num_rows} rows)"
 
 
@@ -55,37 +55,37 @@ class Table:
 
     Attributes:
       path: of the file.
-      platform: of the device it was made on.
-      device_kind: likewise.
-      jax: version it was made with.
-      entries: all of them.
+      platform: of the device that was measured.
+      device_kind: of that device, see `device_kind`.
+      jax: version of JAX.
+      entries: the measured calls.
     """
 
     path: str
     platform: str
     device_kind: str
     jax: str
-    entries: tuple[Entry, ...]
+    entries: tuple[Measurement, ...]
 
     @property
     def source(self) -> str:
-        """What a reason calls the table: its path, and the version of JAX where that was another."""
+        """The table's name in a reason: its path, and its version of JAX where that is not the current one."""
         return self.path if self.jax == jax.__version__ else f"{self.path}, made with JAX {self.jax}"
 
-    def entry(self, op_key: str, facts: Mapping[str, Any]) -> Entry | None:
-        """Returns what a call with these facts took; None: it was not measured."""
-        plain = as_json(facts)
-        return next((entry for entry in self.entries if entry.op == op_key and entry.facts == plain), None)
+    def entry(self, op_key: str, call: CallSpec) -> Measurement | None:
+        """Returns the measurement of a call; None: it was not measured."""
+        plain = as_json(call)
+        return next((entry for entry in self.entries if entry.op == op_key and entry.call == plain), None)
 
-    def with_entries(self, found: tuple[Entry, ...]) -> Table:
-        """Returns the table with entries in the place of those of the same calls, and after the others."""
-        new = [(entry.op, entry.facts) for entry in found]
-        kept = tuple(entry for entry in self.entries if (entry.op, entry.facts) not in new)
+    def with_entries(self, found: tuple[Measurement, ...]) -> Table:
+        """Returns the table with new entries appended; they replace those of the same calls."""
+        new = [(entry.op, entry.call) for entry in found]
+        kept = tuple(entry for entry in self.entries if (entry.op, entry.call) not in new)
         return dataclasses.replace(self, entries=kept + found)
 
 
 def device_kind(device: Any) -> str:
-    """Returns what a device is, such as "NVIDIA H200"; of a CPU, which JAX does not tell apart, its model name."""
+    """Returns the kind of a device, such as "NVIDIA H200"; for a CPU its model name, which JAX does not report."""
     if device.platform != "cpu" or device.device_kind == PLANNED:
         return device.device_kind
     try:
@@ -96,42 +96,49 @@ def device_kind(device: Any) -> str:
     return names[0] if names else device.device_kind
 
 
-def as_json(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns facts as they look once they have been through a file."""
-    return json.loads(json.dumps(facts))
+def as_json(call: CallSpec) -> dict[str, Any]:
+    """Returns the spec of a call as it is read back from a file."""
+    return json.loads(json.dumps(call))
 
 
 def read(path: str) -> Table:
     """Returns the table in a file.
 
     Raises:
-      ValueError: no such file, or one that is no table: times that are none, or of what the op does not have.
+      ValueError: no such file, not such a table, an unknown implementation, or a time that is not a positive float.
     """
     try:
-        tree = read_json(pathlib.Path(path), allow_nan=True)  # refused below, with its entry
-        entries = tuple(Entry(**entry) for entry in tree.pop("entries"))
+        tree = read_json(pathlib.Path(path), allow_nan=True)  # `_check` refuses NaN, naming the entry
+        entries = tuple(_measurement(entry) for entry in tree.pop("entries"))
         for number, entry in enumerate(entries):
-            _check(entry, f"entry {number}, {entry.op} at {dict(entry.facts)},")
+            _check(entry, f"entry {number}, {entry.op} at {dict(entry.call)},")
         return Table(path=path, entries=entries, **tree)
     except OSError as error:
-        raise ValueError(f"{path} cannot be read ({error.strerror}); make it with {_AGAIN}.") from error
+        raise ValueError(f"{path} cannot be read ({error.strerror}); write it with {_COMMAND}.") from error
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"{path} is no table of measured times ({error}); make it again with {_AGAIN}.") from error
+        raise ValueError(
+            f"{path} is not a table of measured times ({error}); write it again with {_COMMAND}."
+        ) from error
 
 
-def _check(entry: Entry, said: str) -> None:
+def _measurement(entry: dict[str, Any]) -> Measurement:
+    # tables of earlier versions call it "facts"
+    return Measurement(**{"call" if key == "facts" else key: value for key, value in entry.items()})
+
+
+def _check(entry: Measurement, where: str) -> None:
     names = next((op.names for op in OPS.values() if op.key == entry.op), None)
     if names is None:
-        raise ValueError(f"{said} is of no op: those are {', '.join(op.key for op in OPS.values())}")
+        raise ValueError(f"{where} names an unknown op; ops are {', '.join(op.key for op in OPS.values())}")
     for name, seconds in entry.times.items():
         if name not in names:
-            raise ValueError(f"{said} has a time of {name!r}, which is not one of {', '.join(names)}")
+            raise ValueError(f"{where} has a time of {name!r}, which is not one of {', '.join(names)}")
         if not isinstance(seconds, float) or not 0 < seconds < math.inf:
-            raise ValueError(f"{said} has {seconds!r} for {name}, which is no float of seconds above 0")
+            raise ValueError(f"{where} has {seconds!r} for {name}, which must be seconds, a float above 0")
     if type(entry.rows_measured) is not int or not isinstance(entry.passed_over, dict):
-        raise ValueError(f"{said} has rows_measured={entry.rows_measured!r}, passed_over={entry.passed_over!r}")
+        raise ValueError(f"{where} has rows_measured={entry.rows_measured!r}, passed_over={entry.passed_over!r}")
     if not entry.times or entry.winner != min(entry.times, key=entry.times.get):
-        raise ValueError(f"{said} has winner {entry.winner!r} and times {dict(entry.times)}")
+        raise ValueError(f"{where} has winner {entry.winner!r} and times {dict(entry.times)}")
 
 
 def read_for(path: str, *, platform: str, kind: str) -> Table:
@@ -140,17 +147,16 @@ def read_for(path: str, *, platform: str, kind: str) -> Table:
     Args:
       path: of the file.
       platform: of the device.
-      kind: what `device_kind` says of it; PLANNED: it need not exist, and then its platform must be the table's.
+      kind: its `device_kind`; PLANNED for a virtual device, which fits any table of its platform.
 
     Raises:
-      ValueError: as `read`, or a table made on a device of another kind.
+      ValueError: as `read`, or the table was measured on another kind of device.
     """
     table = read(path)
     if platform != table.platform or kind not in (table.device_kind, PLANNED):
         raise ValueError(
-            f"model.ops_table={path} was made on {table.device_kind!r} ({table.platform}) and this is {kind!r} "
-            f"({platform}); its times say nothing here. Make one for this device with {_AGAIN}, or set "
-            "model.ops_table='' to choose by level."
+            f"model.ops_table={path} was measured on {table.device_kind!r} ({table.platform}) and this device is "
+            f"{kind!r} ({platform}). Measure this device with {_COMMAND}, or set model.ops_table='' to choose by level."
         )
     return table
 

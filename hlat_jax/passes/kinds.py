@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
-from jax.interpreters import ad, batching, mlir
+
+from hlat_jax.host.jax_compat import ad, batching, mlir
 
 # Elements of an array on a device that are fetched; of larger ones the largest is found where they are.
 _MAX_FETCHED = 1 << 16

@@ -6,8 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from jax.interpreters import partial_eval
-
+from hlat_jax.host.jax_compat import partial_eval
 from hlat_jax.passes.jaxpr import equations
 
 PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general", "scaled_dot"})

@@ -1,4 +1,4 @@
-"""`python -m hlat_jax.plan tune|choices --config=NAME`: which implementation of each op serves a run, and how fast."""
+"""`python -m hlat_jax.plan tune|choices --config=NAME`: the implementation of each op in a run, and its time."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def _tune(argv: Sequence[str]) -> int:
         before = known.entry(OPS[key].key, calls[key])
         if before and 0 < values.rows < before.rows_measured:
             raise ValueError(
-                f"--rows={values.rows}: {values.out} has times of {key} at {before.rows_measured} rows, which say "
-                f"more. Give --rows={before.rows_measured} or 0, or another --out."
+                f"--rows={values.rows}: {values.out} already has times of {key} at {before.rows_measured} rows. Give "
+                f"--rows={before.rows_measured} or more, 0 for all rows, or another --out."
             )
     print(f"{config.name} on {known.device_kind} ({known.platform}), forward and backward pass, milliseconds")
     for key in wanted:
@@ -54,12 +54,12 @@ def _tune(argv: Sequence[str]) -> int:
         )
         print("\n".join(_entry_lines(entry)), flush=True)
         table.write(known := known.with_entries((entry,)))
-    print(f"written: {values.out}; --config.model.ops_table={values.out} makes auto take the fastest")
+    print(f"wrote {values.out}; with --config.model.ops_table={values.out} `auto` chooses the fastest")
     return 0
 
 
 def _wanted(keys: str, calls: Collection[str]) -> Collection[str]:
-    """Returns those of the calls that `--ops` asks for; all of them where it is empty."""
+    """Returns the calls named by `--ops`; all of them when it is empty."""
     wanted = [key.strip() for key in keys.split(",") if key.strip()]
     for key in wanted:
         if key not in calls:
@@ -71,7 +71,7 @@ def _table(path: str, device: Any) -> Any:
     """Returns the table in a file, or an empty one.
 
     Raises:
-      ValueError: the file is of another kind of device, or of another version of JAX.
+      ValueError: the file was measured on another kind of device, or with another version of JAX.
     """
     import jax
 
@@ -83,15 +83,15 @@ def _table(path: str, device: Any) -> Any:
     known = table.read(path)
     if (known.platform, known.device_kind, known.jax) != (device.platform, kind, jax.__version__):
         raise ValueError(
-            f"--out={path} was made on {known.device_kind!r} ({known.platform}) with JAX {known.jax}, and this is "
-            f"{kind!r} ({device.platform}) with JAX {jax.__version__}; name another file, or remove it."
+            f"--out={path} was measured on {known.device_kind!r} ({known.platform}), JAX {known.jax}, and this is "
+            f"{kind!r} ({device.platform}), JAX {jax.__version__}; give another file, or remove this one."
         )
     return known
 
 
 def _entry_lines(entry: Any) -> list[str]:
-    facts = ", ".join(f"{name} {value}" for name, value in entry.facts.items())
-    lines = [f"{entry.op}: {facts}; {entry.rows_measured} row(s) timed"]
+    call = ", ".join(f"{name} {value}" for name, value in entry.call.items())
+    lines = [f"{entry.op}: {call}; {entry.rows_measured} row(s) timed"]
     best = entry.times[entry.winner]
     for name, seconds in sorted(entry.times.items(), key=lambda item: item[1]):
         lines.append(f"  {name:<10}{1e3 * seconds:10.2f}  {seconds / best:5.2f}")
@@ -104,7 +104,7 @@ def _choices(argv: Sequence[str]) -> int:
     if values.platform and values.platform not in _PLATFORMS:
         raise ValueError(f"--platform={values.platform}: {nearest(values.platform, _PLATFORMS)}")
     if values.platform:
-        os.environ["JAX_PLATFORMS"] = "cpu"  # those devices need not exist
+        os.environ["JAX_PLATFORMS"] = "cpu"  # virtual devices
     from hlat_jax.ops import choices
 
     layout = _layout(config, values.devices, platform=values.platform)
@@ -117,7 +117,7 @@ def _choices(argv: Sequence[str]) -> int:
 
 
 def _layout(config: config_lib.Config, num_devices: int, *, platform: str) -> Any:
-    """Returns the layout over the devices that are here, or one of devices that need not exist."""
+    """Returns the layout over the devices of this machine, or over virtual ones."""
     import jax
 
     from hlat_jax.parallel.degrees import layout_over
@@ -132,22 +132,24 @@ def _layout(config: config_lib.Config, num_devices: int, *, platform: str) -> An
 
 def _define_tune(values: flags.FlagValues) -> None:
     options = {"flag_values": values}
-    flags.DEFINE_integer("devices", 0, "Of the run, one of which this is; 0: those that are here.", **options)
-    flags.DEFINE_string("out", "tuned.json", "Table to write; entries of the same calls are replaced.", **options)
-    flags.DEFINE_string("ops", "", "Keys of the ops to time, such as rms_norm,rope; empty: all.", **options)
-    flags.DEFINE_integer("rounds", 7, "Times that each implementation is timed; the median counts.", **options)
-    flags.DEFINE_integer("rows", 0, "Rows of the batch to time, where all do not fit; 0: all.", **options)
+    flags.DEFINE_integer(
+        "devices", 0, "Number of devices of the run, of which this is one; 0: those of this machine.", **options
+    )
+    flags.DEFINE_string("out", "tuned.json", "Table to write; entries for the same calls are replaced.", **options)
+    flags.DEFINE_string("ops", "", "Ops to time, such as rms_norm,rope; empty: all.", **options)
+    flags.DEFINE_integer("rounds", 7, "Number of times each implementation is run; the median is written.", **options)
+    flags.DEFINE_integer("rows", 0, "Rows of the batch to time, where all do not fit in memory; 0: all.", **options)
 
 
 def _define_choices(values: flags.FlagValues) -> None:
     options = {"flag_values": values}
     flags.DEFINE_string(
-        "platform", "", f"Devices that need not exist: {', '.join(_PLATFORMS)}; default: what is here.", **options
+        "platform", "", f"Virtual devices: {', '.join(_PLATFORMS)}; default: the devices of this machine.", **options
     )
     flags.DEFINE_integer(
         "devices",
         0,
-        "How many, which need not exist; 0: as few as the degrees allow, or without --platform those that are here.",
+        "Number of virtual devices; 0: as few as the degrees allow, or without --platform those of this machine.",
         **options,
     )
 

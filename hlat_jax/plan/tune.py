@@ -1,7 +1,4 @@
-"""Times forward and backward pass of every implementation of an op, at the shapes of a run's own calls.
-
-Owns the measurement: what is compiled, and how the clock is read. What is done with the times is in `table`.
-"""
+"""Times forward and backward pass of every implementation of an op, at the shapes of a run's calls."""
 
 from __future__ import annotations
 
@@ -16,34 +13,34 @@ import jax.numpy as jnp
 import numpy as np
 
 from hlat_jax.ops import attention, cross_entropy, norm, rope, swiglu
-from hlat_jax.ops.dialect import Op
-from hlat_jax.ops.table import Entry, as_json
+from hlat_jax.ops.dialect import CallSpec, Op
+from hlat_jax.ops.table import Measurement, as_json
 
-# (name, *arrays) -> what the implementation gives and its gradients
-Both = Callable[..., Any]
+# (name, *arrays) -> output of the implementation, and gradients
+ForwardAndBackward = Callable[..., Any]
 
 
-def measured(op: Op, facts: Mapping[str, Any], *, platform: str, num_rounds: int, num_rows: int) -> Entry:
-    """Returns the median seconds of each implementation that can serve a call on this machine's first device.
+def measured(op: Op, call: CallSpec, *, platform: str, num_rounds: int, num_rows: int) -> Measurement:
+    """Returns the median seconds of each implementation that can serve a call, on this machine's first device.
 
-    All are compiled and run once; then each round runs every one of them in turn, so that what else the machine does
-    falls on all alike.
+    All are compiled and run once; then each round runs every one of them, so that other load on the machine affects all
+    of them alike.
 
     Args:
       op: one of `CASES`.
-      facts: of the call, see `choices.calls`.
+      call: its spec, see `choices.calls`.
       platform: of the device.
       num_rounds: at least 1.
-      num_rows: of the batch that are timed; 0, or more than the call has: all of them.
+      num_rows: rows of the batch to time; 0, or more than the call has: all.
 
     Raises:
       ValueError: no implementation can serve the call.
     """
-    refusals = op.refusals(platform, facts)
+    refusals = op.refusals(platform, call)
     names = [name for name, why in refusals.items() if not why]
     if not names:
-        op.choose("auto", platform, facts=facts)  # says why
-    rows, both, arrays = CASES[op.key](facts, num_rows)
+        op.choose("auto", platform, call=call)  # raises with the reasons
+    rows, both, arrays = CASES[op.key](call, num_rows)
     runs = {}
     for name in names:
         runs[name] = jax.jit(functools.partial(both, name)).lower(*arrays).compile()
@@ -51,11 +48,11 @@ def measured(op: Op, facts: Mapping[str, Any], *, platform: str, num_rounds: int
     seconds = {name: statistics.median(times) for name, times in interleaved(runs, arrays, num_rounds).items()}
     winner = min(seconds, key=seconds.get)
     passed_over = {name: why for name, why in refusals.items() if why}
-    return Entry(op.key, as_json(facts), seconds, winner, passed_over, rows)
+    return Measurement(op.key, as_json(call), seconds, winner, passed_over, rows)
 
 
 def interleaved(runs: Mapping[str, Callable], arrays: tuple, num_rounds: int) -> dict[str, list[float]]:
-    """Returns the seconds of every run in every round; each round starts with another one."""
+    """Returns name -> seconds in each round; each round starts with another name."""
     names, times = list(runs), {name: [] for name in runs}
     for number in range(num_rounds):
         first = number % len(names)
@@ -66,13 +63,13 @@ def interleaved(runs: Mapping[str, Callable], arrays: tuple, num_rounds: int) ->
     return times
 
 
-def attention_case(facts: Mapping[str, Any], num_rows: int) -> tuple[int, Both, tuple]:
-    """Returns (rows, what is timed, its arrays) of a call of attention; documents are a quarter of a row each."""
-    b, t, n, h = facts["q_shape"]
+def attention_case(call: CallSpec, num_rows: int) -> tuple[int, ForwardAndBackward, tuple]:
+    """Returns (rows, timed function, its arrays) for a call of attention; each row has four documents."""
+    b, t, n, h = call["q_shape"]
     rows = min(num_rows or b, b)
-    heads = (n, facts["num_kv_heads"], facts["num_kv_heads"], n)
-    q, k, v, dout = (_normal(facts["dtype"], (rows, t, count, h), seed) for seed, count in enumerate(heads))
-    ids = jnp.broadcast_to(jnp.arange(t, dtype=jnp.int32) * 4 // t, (rows, t)) if facts["has_segments"] else None
+    heads = (n, call["num_kv_heads"], call["num_kv_heads"], n)
+    q, k, v, dout = (_normal(call["dtype"], (rows, t, count, h), seed) for seed, count in enumerate(heads))
+    ids = jnp.broadcast_to(jnp.arange(t, dtype=jnp.int32) * 4 // t, (rows, t)) if call["has_segments"] else None
 
     def both(name, *arrays):
         *arrays, ids = arrays
@@ -80,7 +77,7 @@ def attention_case(facts: Mapping[str, Any], num_rows: int) -> tuple[int, Both, 
         def forward(name, *operands):
             q, k, v = operands
             return attention.attention(
-                q, k_BSKH=k, v_BSKH=v, segment_ids_BT=ids, implementation=name, window=facts["window"]
+                q, k_BSKH=k, v_BSKH=v, segment_ids_BT=ids, implementation=name, window=call["window"]
             )
 
         return _with_gradients(forward)(name, *arrays)
@@ -88,11 +85,11 @@ def attention_case(facts: Mapping[str, Any], num_rows: int) -> tuple[int, Both, 
     return rows, both, (q, k, v, dout, ids)
 
 
-def cross_entropy_case(facts: Mapping[str, Any], num_rows: int) -> tuple[int, Both, tuple]:
-    """Returns (rows, what is timed, its arrays) of a call of the loss."""
-    b, t, d = facts["hidden_shape"]
-    rows, vocab = min(num_rows or b, b), facts["vocab_rows"]
-    hidden, head = _normal(facts["dtype"], (rows, t, d), 0), _normal(facts["dtype"], (vocab, d), 1)
+def cross_entropy_case(call: CallSpec, num_rows: int) -> tuple[int, ForwardAndBackward, tuple]:
+    """Returns (rows, timed function, its arrays) for a call of the loss."""
+    b, t, d = call["hidden_shape"]
+    rows, vocab = min(num_rows or b, b), call["vocab_rows"]
+    hidden, head = _normal(call["dtype"], (rows, t, d), 0), _normal(call["dtype"], (vocab, d), 1)
     targets = jnp.asarray(np.random.default_rng(2).integers(0, vocab, (rows, t)), jnp.int32)
 
     def both(name, *arrays):
@@ -109,9 +106,9 @@ def cross_entropy_case(facts: Mapping[str, Any], num_rows: int) -> tuple[int, Bo
     return rows, both, (hidden, head, targets, jnp.ones((rows, t), jnp.float32))
 
 
-def rms_norm_case(facts: Mapping[str, Any], num_rows: int) -> tuple[int, Both, tuple]:
-    """Returns (rows, what is timed, its arrays) of a call of RMSNorm."""
-    rows, x, dout = _like_x(facts, num_rows, 2)
+def rms_norm_case(call: CallSpec, num_rows: int) -> tuple[int, ForwardAndBackward, tuple]:
+    """Returns (rows, timed function, its arrays) for a call of RMSNorm."""
+    rows, x, dout = _like_x(call, num_rows, 2)
 
     def forward(name, x, scale):
         return norm.rms_norm(x, scale=scale, eps=1e-5, implementation=name)
@@ -119,9 +116,9 @@ def rms_norm_case(facts: Mapping[str, Any], num_rows: int) -> tuple[int, Both, t
     return rows, _with_gradients(forward), (x, jnp.ones(x.shape[-1:], x.dtype), dout)
 
 
-def swiglu_case(facts: Mapping[str, Any], num_rows: int) -> tuple[int, Both, tuple]:
-    """Returns (rows, what is timed, its arrays) of a call of SwiGLU."""
-    rows, *arrays = _like_x(facts, num_rows, 3)
+def swiglu_case(call: CallSpec, num_rows: int) -> tuple[int, ForwardAndBackward, tuple]:
+    """Returns (rows, timed function, its arrays) for a call of SwiGLU."""
+    rows, *arrays = _like_x(call, num_rows, 3)
 
     def forward(name, gate, up):
         return swiglu.swiglu(gate, up=up, implementation=name)
@@ -129,11 +126,11 @@ def swiglu_case(facts: Mapping[str, Any], num_rows: int) -> tuple[int, Both, tup
     return rows, _with_gradients(forward), tuple(arrays)
 
 
-def rope_case(facts: Mapping[str, Any], num_rows: int) -> tuple[int, Both, tuple]:
-    """Returns (rows, what is timed, its arrays) of a call of RoPE, its tables at hand."""
-    rows, x, dout = _like_x(facts, num_rows, 2)
-    places_BT = jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32), x.shape[:2])
-    tables = rope.rope_tables(places_BT, frequencies=rope.rope_frequencies(x.shape[3], theta=1e4))
+def rope_case(call: CallSpec, num_rows: int) -> tuple[int, ForwardAndBackward, tuple]:
+    """Returns (rows, timed function, its arrays) for a call of RoPE; the cos and sin tables are not timed."""
+    rows, x, dout = _like_x(call, num_rows, 2)
+    positions_BT = jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32), x.shape[:2])
+    tables = rope.rope_tables(positions_BT, frequencies=rope.rope_frequencies(x.shape[3], theta=1e4))
 
     def both(name, *arrays):
         x, dout, cos, sin = arrays
@@ -155,8 +152,8 @@ CASES = {
 }
 
 
-def _with_gradients(forward: Callable[..., Any]) -> Both:
-    """Returns (name, *operands, cotangent) -> what `forward(name, *operands)` gives, and the operands' gradients."""
+def _with_gradients(forward: Callable[..., Any]) -> ForwardAndBackward:
+    """Returns (name, *operands, cotangent) -> output of `forward(name, *operands)`, and the operands' gradients."""
 
     def both(name, *arrays):
         *operands, dout = arrays
@@ -166,13 +163,13 @@ def _with_gradients(forward: Callable[..., Any]) -> Both:
     return both
 
 
-def _like_x(facts: Mapping[str, Any], num_rows: int, count: int) -> tuple:
-    """Returns the rows that are timed, and so many arrays of them in the shape and dtype of a call's x."""
-    b, *dims = facts["x_shape"]
+def _like_x(call: CallSpec, num_rows: int, count: int) -> tuple:
+    """Returns the number of timed rows, and `count` arrays of that many rows, in shape and dtype like the call's x."""
+    b, *dims = call["x_shape"]
     rows = min(num_rows or b, b)
-    return rows, *(_normal(facts["dtype"], (rows, *dims), seed) for seed in range(count))
+    return rows, *(_normal(call["dtype"], (rows, *dims), seed) for seed in range(count))
 
 
 def _normal(dtype: str, shape: tuple[int, ...], seed: int) -> jax.Array:
     values = np.random.default_rng(seed).standard_normal(shape, np.float32)
-    return jnp.asarray(values / shape[-1] ** 0.25, dtype)  # products of two such have a variance of 1
+    return jnp.asarray(values / shape[-1] ** 0.25, dtype)  # dot products of two such rows have variance 1

@@ -1,4 +1,4 @@
-"""Small files: written atomically and fsynced; JSON and file names that come from others, checked as they are read."""
+"""Atomic, fsynced writes of small files; checked reading of JSON and of file names from untrusted files."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import os
 import pathlib
 from typing import IO, Any
 
-_MAX_DEPTH = 100  # of nested JSON: far from the depth at which Python's own recursion ends, which differs by caller
+_MAX_DEPTH = 100  # of nested JSON: far below Python's recursion limit, what is left of which depends on the caller
 _MAX_NAME_BYTES = 255
 
 
 def write_whole(path: pathlib.Path, content: bytes) -> None:
-    """Writes or replaces a small file in one step; an error leaves what was there before and nothing beside it."""
+    """Writes or replaces a small file atomically; an error keeps the old content and leaves no partial file."""
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
         with open(partial, "wb") as file:
             file.write(content)
             to_disk(file)
         os.replace(partial, path)
-    except OSError as error:  # a full disk does not say which file
+    except OSError as error:  # the error of a full disk does not name the file
         partial.unlink(missing_ok=True)
         raise OSError(error.errno, error.strerror, str(path)) from None
     sync_folder(path.parent)
@@ -44,7 +44,7 @@ def read_json(path: pathlib.Path, *, allow_nan: bool = False) -> dict[str, Any]:
 
 
 def parse_json(raw: bytes, *, where: str, kind: type = dict, allow_nan: bool = False) -> Any:
-    """Returns the JSON object (or array, by `kind`) in `raw`.
+    """Returns the JSON object in `raw`, or the array if `kind` is list.
 
     Raises:
       ValueError: not UTF-8, not JSON, nested too deeply, a key that appears twice, another kind, or, without
@@ -58,7 +58,7 @@ def parse_json(raw: bytes, *, where: str, kind: type = dict, allow_nan: bool = F
     except RecursionError:
         raise ValueError(f"{where} is nested deeper than {_MAX_DEPTH} levels.") from None
     if not isinstance(found, kind):
-        raise ValueError(f"{where} holds no JSON {'object' if kind is dict else 'array'}.")
+        raise ValueError(f"{where} must hold a JSON {'object' if kind is dict else 'array'}.")
     level, depth = [found], 0
     while level:
         if (depth := depth + 1) > _MAX_DEPTH:
@@ -69,15 +69,15 @@ def parse_json(raw: bytes, *, where: str, kind: type = dict, allow_nan: bool = F
 
 
 def check_name(name: Any, what: str, *, allow_folders: bool = False) -> str:
-    """Returns `name`, which a file gives for another file of its folder, once it is sure to stay in that folder.
+    """Returns `name`, a file name read from another file, after checking that it stays in that file's folder.
 
     Args:
       name: of a file; with `allow_folders` its relative path, with / between the parts.
-      what: file and field that give the name, for the error.
+      what: file and field that hold the name, for the error.
 
     Raises:
-      ValueError: not text, empty, absolute, with "." or ".." as a part, with characters that cannot be printed, or
-        longer than a file system takes.
+      ValueError: not text, empty, absolute, with "." or ".." as a part, with unprintable characters, or longer than
+        file systems allow.
     """
     parts = name.split("/") if allow_folders and isinstance(name, str) else [name]
     for part in parts:
@@ -105,13 +105,13 @@ def _finite(text: str) -> float:
 
 
 def to_disk(file: IO) -> None:
-    """Returns when everything written to an open file is on the disk."""
+    """Flushes and fsyncs an open file."""
     file.flush()
     os.fsync(file.fileno())
 
 
 def sync_folder(folder: pathlib.Path) -> None:
-    """Returns when the names in a folder, so a rename there, are on the disk."""
+    """Fsyncs a folder: the names in it, and so a rename there, are on the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

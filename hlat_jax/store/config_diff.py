@@ -1,7 +1,4 @@
-"""Settings compared: those of a run with those of its checkpoint, and those of a process with those of another.
-
-Owns which settings may differ, and how a difference is said. Refuses to know where either side comes from.
-"""
+"""Comparison of settings: of a run with those of its checkpoint, and between the processes of a run."""
 
 from __future__ import annotations
 
@@ -10,10 +7,10 @@ import hashlib
 import json
 from typing import Any
 
-# What a resumed run may set differently: it changes no update so far. The hashes guard the content behind the paths.
+# Settings that a resumed run may change: they affect no update so far. Hashes compare the content behind the paths.
 MAY_CHANGE = (
     "name",
-    "model.ops_table",  # what it chose is compared as `implementations`
+    "model.ops_table",  # the choice itself is compared as `implementations`
     "train.num_steps",
     "train.init_from",  # read at step 0 alone
     "train.max_nonfinite_steps",
@@ -26,14 +23,14 @@ MAY_CHANGE = (
     "data.train",
     "data.validation",
     "data.tokenizer",
-    "data.mixture",  # of the steps to come; streams.data_drift compares those that are trained
+    "data.mixture",  # for the steps to come; streams.data_drift compares the steps already trained
     "data.num_threads",
     "data.prefetch_batches",
     "data.position_every_steps",
     "data.on_bad_record",
     "*manifest.files",
 )
-# What the processes of one run may set differently: where their node keeps the data, and what it does with its cores.
+# Settings that may differ between the processes of a run: paths on their node, and use of its cores.
 MAY_DIFFER = (
     "metrics.*",
     "data.train",
@@ -48,8 +45,8 @@ MAY_DIFFER = (
 def config_drift(saved: dict[str, Any], current: dict[str, Any]) -> list[str]:
     """Returns a line for each setting that differs between two runs and must not; see MAY_CHANGE.
 
-    Takes configs as nested dicts, or checkpoint metadata with such a dict under `config` and, beside it, hashes of what
-    the config only points to. Further entries of `saved` tell how far it was (tokens seen) and are no settings.
+    Takes configs as nested dicts, or checkpoint metadata: such a dict under `config`, and beside it hashes of the files
+    that the config names. Entries that only `saved` has, such as the number of tokens so far, are not compared.
     """
     current = json.loads(json.dumps(current))  # as it looks once it has been through a file
     before = {key: value for key, value in saved.items() if key in current}
@@ -57,7 +54,7 @@ def config_drift(saved: dict[str, Any], current: dict[str, Any]) -> list[str]:
 
 
 def shared_settings(settings: dict[str, Any]) -> dict[str, str]:
-    """Returns the settings that all processes of a run must have in common, each as a short text: long ones by hash."""
+    """Returns the settings that must be equal in all processes of a run, each as a short text or a hash."""
     found = {key: json.dumps(value) for key, value in _without(_flat(settings), MAY_DIFFER).items()}
     return {
         key: text if len(text) <= 60 else hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
@@ -66,7 +63,7 @@ def shared_settings(settings: dict[str, Any]) -> dict[str, str]:
 
 
 def differences(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Returns a line for each key whose value in a checkpoint is another than now, or that only one of them has."""
+    """Returns a line for each key whose value differs between a checkpoint and now, or that only one of them has."""
     sides = {key: (saved.get(key, "absent"), now.get(key, "absent")) for key in sorted(saved.keys() | now.keys())}
     return [f"{key}: {_short(a)} in the checkpoint, {_short(b)} now" for key, (a, b) in sides.items() if a != b]
 

@@ -1,7 +1,6 @@
-"""Sums of a folder's files: written when it is whole, compared before it is believed.
+"""Checksums of a folder's files: written once the folder is complete, compared before it is read.
 
-Owns what counts as damage and how it is said. Refuses to know what the files hold. The processes of a job share the
-files out among themselves and agree on what they found.
+The processes of a job divide the files among themselves, and all return the same result.
 """
 
 from __future__ import annotations
@@ -25,18 +24,18 @@ _SMALL_FILE_BYTES = 1 << 20
 
 
 def seal(folder: pathlib.Path, names: Iterable[str]) -> None:
-    """Brings files of a folder to the disk and writes their sizes and sums beside them."""
+    """Fsyncs files of a folder and writes their sizes and CRC-32 sums to `integrity.json` in it."""
     names = sorted(names)
     with concurrent.futures.ThreadPoolExecutor(_num_threads()) as pool:
         sums = list(pool.map(lambda name: size_and_crc(folder / name, flush=True), names))
-    with open(folder / INTEGRITY_FILE, "w") as file:
-        json.dump({"files": dict(zip(names, sums, strict=True))}, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
+    atomic_files.write_json(folder / INTEGRITY_FILE, {"files": dict(zip(names, sums, strict=True))})
 
 
 def damage(folder: pathlib.Path, *, deep: bool) -> str:
-    """Returns what is wrong with a sealed folder, "" when nothing is: shallow looks at sizes and sums small files."""
+    """Returns what is wrong with a sealed folder, "" when nothing is.
+
+    Compares all sizes, and the sums of small files; with `deep` the sums of all files.
+    """
     try:
         shared = sorted(_sums(folder).items())[jax.process_index() :: jax.process_count()]
         with concurrent.futures.ThreadPoolExecutor(_num_threads()) as pool:
@@ -45,7 +44,7 @@ def damage(folder: pathlib.Path, *, deep: bool) -> str:
     except FileNotFoundError:
         problem = f"{INTEGRITY_FILE} is missing"
     except PermissionError:
-        raise  # whoever may not read it knows nothing about damage
+        raise  # not readable by this user, which is not damage
     except OSError as error:  # a file where the folder should be, a link to itself
         problem = f"{INTEGRITY_FILE} cannot be read: {error.strerror}"
     except ValueError as error:
@@ -54,7 +53,7 @@ def damage(folder: pathlib.Path, *, deep: bool) -> str:
 
 
 def size_and_crc(path: pathlib.Path, *, flush: bool = False) -> list[int]:
-    """Returns the bytes and the CRC-32 of a file; `flush`: and returns when both are on the disk."""
+    """Returns the size in bytes and the CRC-32 of a file; with `flush` its data is fsynced first."""
     size = crc = 0
     with open(path, "rb", buffering=0) as file:
         if flush:
@@ -89,15 +88,15 @@ def _file_damage(folder: pathlib.Path, name: str, expected: list[int], *, deep: 
         if not stat.S_ISREG(found.st_mode):
             return f"{name} is not a regular file"
         if not (folder / name).resolve().is_relative_to(folder.resolve()):
-            return f"{name} is a link that leads out of the folder"
+            return f"{name} is a link to outside the folder"
         if found.st_size != size:
             return f"{name} has {found.st_size:,} bytes instead of {size:,}"
         if (deep or size <= _SMALL_FILE_BYTES) and size_and_crc(folder / name)[1] != crc:
-            return f"{name} has other bytes than were written"
+            return f"{name} has other content than was written"
     except FileNotFoundError:
         return f"{name} is missing"
     except PermissionError:
-        raise  # whoever may not read it knows nothing about damage
+        raise  # not readable by this user, which is not damage
     except OSError as error:
         return f"{name} cannot be read: {error.strerror}"
     return ""

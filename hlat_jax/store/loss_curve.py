@@ -1,6 +1,6 @@
-"""The loss of a run as a picture: of one that is over, and, in a notebook, of one that is under way.
+"""Plots of the loss of a run, finished or, in a notebook, live.
 
-Owns how rows of `metrics.jsonl` become curves. Refuses pyplot: a notebook's own backend stays as it is.
+Does not import pyplot, which would change a notebook's backend.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import Any
 
 from hlat_jax.store.metrics import ROWS_FILE, read_rows
 
-_DRAWING = threading.Lock()  # Matplotlib keeps caches for all figures, and is not made for threads
+_DRAWING = threading.Lock()  # Matplotlib is not thread-safe
 _DPI = 140
-_WIDTH = 640  # of the picture in a notebook, in its pixels
+_WIDTH = 640  # pixels of the image in a notebook
 
 
 def plot_loss(rows_path: str | os.PathLike, png_path: str | os.PathLike, *, title: str) -> bool:
-    """Draws training and validation loss against tokens trained on; False when there is nothing to draw."""
+    """Plots training and validation loss against tokens; returns False when there are no rows."""
     train, evals = _curves(pathlib.Path(rows_path))
     if not train and not evals:
         return False
@@ -34,12 +34,12 @@ def plot_loss(rows_path: str | os.PathLike, png_path: str | os.PathLike, *, titl
 
 @contextlib.contextmanager
 def live(workdir: str | os.PathLike, *, title: str, every_s: float = 1.0) -> Iterator[None]:
-    """Shows the loss of the run in a folder below a notebook's cell, while the block trains and when it is done.
+    """Shows the loss of a run below a notebook's cell, while the block trains and when it is done.
 
     Args:
-      workdir: the run folder; it need not exist yet.
-      title: above the curve.
-      every_s: seconds from one look at new rows to the next.
+      workdir: the run folder; need not exist yet.
+      title: of the plot.
+      every_s: seconds between updates.
 
     Raises:
       ValueError: IPython is not installed.
@@ -47,7 +47,7 @@ def live(workdir: str | os.PathLike, *, title: str, every_s: float = 1.0) -> Ite
     try:
         from IPython.display import Image, display
     except ImportError:
-        raise ValueError("a live curve is drawn in a notebook: pip install 'hlat_jax[notebooks]'.") from None
+        raise ValueError("a live loss curve needs IPython: pip install 'hlat_jax[notebooks]'.") from None
     rows_path, over = pathlib.Path(workdir) / ROWS_FILE, threading.Event()
     handle = display(Image(_png(rows_path, title), width=_WIDTH), display_id=True)
 
@@ -66,7 +66,7 @@ def live(workdir: str | os.PathLike, *, title: str, every_s: float = 1.0) -> Ite
     finally:
         over.set()
         follower.join()
-        # from this thread, whose messages belong to the cell also where a program runs the notebook
+        # from this thread: its output belongs to the cell also when nbclient runs the notebook
         handle.update(Image(_png(rows_path, title), width=_WIDTH))
 
 
@@ -79,8 +79,8 @@ def _png(rows_path: pathlib.Path, title: str) -> bytes:
 
 
 def _figure(train: list[tuple[int, float]], evals: list[tuple[int, float]], *, title: str) -> Any:
-    """Returns a Matplotlib figure of (tokens, loss) of training and of validation; either may be empty."""
-    from matplotlib import figure as figures  # here, so that training needs it only for the picture
+    """Returns a Matplotlib figure of (tokens, loss) in training and validation; either may be empty."""
+    from matplotlib import figure as figures  # imported here: training needs it only for the plot
     from matplotlib import ticker
 
     figure = figures.Figure(figsize=(8, 4.8), layout="constrained")
@@ -92,7 +92,7 @@ def _figure(train: list[tuple[int, float]], evals: list[tuple[int, float]], *, t
     if evals:
         tokens, losses = zip(*evals, strict=True)
         axes.plot(tokens, losses, "o-", color="#d94801", linewidth=1.0, markersize=4.5, label="validation", zorder=3)
-        beside = {"textcoords": "offset points", "va": "center", "color": "#d94801"}  # where no curve is
+        beside = {"textcoords": "offset points", "va": "center", "color": "#d94801"}  # right of the curves
         axes.annotate(f"{losses[-1]:.3f}", (tokens[-1], losses[-1]), (7, 0), **beside)
     axes.set_title(f"{title}: loss", loc="left")
     axes.set_xlabel("tokens trained on")
@@ -107,7 +107,7 @@ def _figure(train: list[tuple[int, float]], evals: list[tuple[int, float]], *, t
 
 
 def smoothed(values: tuple[float, ...] | list[float]) -> list[float]:
-    """Returns means over a window of a thirtieth of the values, centred; narrower where the steep start is near."""
+    """Returns centred moving means over a thirtieth of the values; narrower near the steep start."""
     widest = max(len(values) // 60, 1)
     sums = [0.0, *itertools.accumulate(values)]
     result = []
@@ -119,7 +119,7 @@ def smoothed(values: tuple[float, ...] | list[float]) -> list[float]:
 
 
 def _curves(path: pathlib.Path) -> tuple[list[tuple[int, float]], list[tuple[int, float]]]:
-    """Returns (tokens, finite loss) of training rows and of validation rows, which stand where their step stands."""
+    """Returns (tokens, finite loss) of training rows, and of validation rows at the tokens of their step."""
     rows = read_rows(path)
     train = [row for row in rows if "loss" in row]
     tokens_at = {0: 0} | {row["step"]: row["tokens"] for row in train}

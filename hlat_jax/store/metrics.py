@@ -1,9 +1,8 @@
-"""What a run writes and shows: metrics.jsonl, progress lines, TensorBoard, Weights & Biases.
+"""Metrics of a run: metrics.jsonl, progress lines, TensorBoard, Weights & Biases.
 
-`metrics.jsonl` is the record; everything else is a view of it. Each step stands in it exactly once, however often the
-run was killed: on resume, rows beyond the checkpoint move to `metrics.discarded.jsonl` before the first new one.
-
-Owns formats and files. Refuses to touch a device: values arrive as Python numbers.
+`metrics.jsonl` is the record; the others are views of it. It has each step exactly once, however often the run was
+killed: on resume, rows beyond the checkpoint move to `metrics.discarded.jsonl` before the first new one. Values are
+Python numbers, not device arrays.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ from hlat_jax.config import MetricsConfig
 from hlat_jax.store.atomic_files import sync_folder, to_disk, write_whole
 
 ROWS_FILE, DISCARDED_FILE = "metrics.jsonl", "metrics.discarded.jsonl"
+TESTED_VERSIONS = ("2.6.5",)  # of tensorboardX, whose writer of event files is undocumented
 # Without a terminal, `console=auto` prints about this many lines over a run.
 _QUIET_LINES = 10
 _COLUMNS = (
@@ -40,7 +40,7 @@ _COLUMNS = (
 
 
 class MetricsLog:
-    """Takes one row per step and per validation, and passes it on to every place that shows it.
+    """Writes one row per step and per validation to the files and the console.
 
     Training rows have `step, loss, tokens (so far), grad_norm, param_norm, learning_rate, step_s (wall, data wait
     included), data_wait_s, batch_hash`, of some data `padding_share` and `skipped_records (so far)`, and get
@@ -57,18 +57,18 @@ class MetricsLog:
         flops_per_token: tuple[float, float] = (0.0, 0.0),
         peak_flops: float | None = None,
     ):
-        """Opens the files of a run that begins, or goes on, after `start_step` updates.
+        """Opens the files of a run that begins or resumes after `start_step` updates.
 
         Args:
           workdir: the run folder; made when missing.
-          config: what to show where.
-          num_steps: where the run stops; for percentages and the time that remains.
-          start_step: 0 for a run that begins: all rows of an earlier attempt move aside.
+          config: which outputs are written.
+          num_steps: last step of the run; for percentages and the remaining time.
+          start_step: 0 for a new run: all rows of an earlier attempt move aside.
           flops_per_token: by the 6N rule, and with attention.
           peak_flops: FLOP/s of all devices together; None when unknown.
 
         Raises:
-          ValueError: Weights & Biases is asked for and not installed.
+          ValueError: `wandb_project` is set and Weights & Biases is not installed.
         """
         workdir = pathlib.Path(workdir)
         workdir.mkdir(parents=True, exist_ok=True)
@@ -109,13 +109,13 @@ class MetricsLog:
             print(eval_line(row), flush=True)
 
     def tasks_row(self, row: dict[str, Any], *, shown: Collection[str]) -> None:
-        """Records the figures of tasks at one `step`, `tasks/NAME/FIGURE`, of which those in `shown` are printed."""
+        """Records the results of tasks at one `step`, `tasks/NAME/METRIC`; prints those in `shown`."""
         self._record("validation", row)
         if self._config.console != "off":
             print(tasks_line(row, shown), flush=True)
 
     def sync(self) -> None:
-        """Returns when every row so far is on the disk."""
+        """Flushes and fsyncs every row so far."""
         to_disk(self._file)
 
     def close(self) -> None:
@@ -133,7 +133,7 @@ class MetricsLog:
             self._file.flush()
             for sink in self._sinks:
                 sink.write(group, row)
-        except OSError as error:  # a full disk does not say whose
+        except OSError as error:  # the error of a full disk does not name the file
             raise OSError(error.errno, f"a row cannot be written: {error.strerror}", str(self._path)) from None
 
     def _line_due(self, step: int) -> bool:
@@ -143,12 +143,12 @@ class MetricsLog:
         if self._config.console == "auto" and not sys.stdout.isatty():
             every = max(every, math.ceil((self._num_steps - self._start_step) / _QUIET_LINES))
         elif step == self._start_step + 1:
-            return True  # a person is watching: show at once that it moves
+            return True  # interactive: show progress at once
         return step % every == 0 or step == self._num_steps
 
 
 class SilentLog:
-    """The log of a process that leaves rows to another: takes them as MetricsLog does, and does nothing."""
+    """The MetricsLog of processes other than the first: does nothing."""
 
     def train_row(self, row: dict[str, Any]) -> None: ...
 
@@ -169,7 +169,7 @@ class Interval:
         self._weighted: dict[str, float] = {}
 
     def add(self, row: dict[str, Any]) -> None:
-        """Counts one step in."""
+        """Adds one step."""
         self.num_steps += 1
         self.step_s += row["step_s"]
         self.data_wait_s += row["data_wait_s"]
@@ -178,17 +178,17 @@ class Interval:
                 self._weighted[key] = self._weighted.get(key, 0.0) + row[key] * row["step_s"]
 
     def rate(self, key: str) -> float | None:
-        """Returns `tokens_per_s`, `mfu_6n` or `mfu` over the whole interval; None when it is not known."""
+        """Returns `tokens_per_s`, `mfu_6n` or `mfu` over the interval; None when unknown."""
         return self._weighted[key] / self.step_s if key in self._weighted and self.step_s > 0 else None
 
 
 def header() -> str:
-    """Returns the names above the columns of `train_line`."""
+    """Returns the header of the columns of `train_line`."""
     return "".join(name.rjust(width) for name, width in _COLUMNS)
 
 
 def train_line(row: dict[str, Any], interval: Interval, num_steps: int) -> str:
-    """Returns one line of progress: loss, norm and rate of this step, speeds of the interval that it ends."""
+    """Returns a progress line: loss, gradient norm and learning rate of this step, speeds over the interval."""
     tokens_per_s = interval.rate("tokens_per_s")
     step_s = interval.step_s / interval.num_steps
     cells = (
@@ -207,7 +207,7 @@ def train_line(row: dict[str, Any], interval: Interval, num_steps: int) -> str:
 
 
 def eval_line(row: dict[str, Any]) -> str:
-    """Returns the line of one validation, with the loss of every named source behind that of all."""
+    """Returns the line of one validation, with the loss of each named source after the total."""
     step = f"{row['step']}".rjust(_COLUMNS[0][1])
     sources = [f"; {key.partition('/')[2]} {value:.4f}" for key, value in row.items() if key.startswith("eval_loss/")]
     return (
@@ -217,7 +217,7 @@ def eval_line(row: dict[str, Any]) -> str:
 
 
 def tasks_line(row: dict[str, Any], shown: Collection[str]) -> str:
-    """Returns the line of one evaluation on tasks, with the figures of the keys in `shown`."""
+    """Returns the line of one evaluation on tasks, with the results for the keys in `shown`."""
     cells = [f"{key.removeprefix('tasks/')} {row[key]:.4f}" for key in shown]
     return f"{row['step']}".rjust(_COLUMNS[0][1]) + f"  tasks: {', '.join(cells)}"
 
@@ -236,10 +236,10 @@ def json_line(row: dict[str, Any]) -> str:
 
 
 def rewind(path: str | os.PathLike, step: int) -> dict[str, Any] | None:
-    """Moves rows after `step`, and lines that are no rows, to `metrics.discarded.jsonl`; returns the last training row.
+    """Moves rows after `step`, and torn lines, to `metrics.discarded.jsonl`; returns the last training row.
 
-    A second call changes nothing, and neither does a first that was killed at any point: what is discarded is on the
-    disk before it leaves `path`, and is not added again when it is there already.
+    Idempotent, also after a kill at any point: discarded rows are fsynced before they leave `path`, and are not
+    appended again if they are there already.
     """
     path = pathlib.Path(path)
     if not path.exists():
@@ -268,10 +268,10 @@ def rewind(path: str | os.PathLike, step: int) -> dict[str, Any] | None:
 
 
 class _TensorBoard:
-    """Event files, written in this thread: a full disk raises, where tensorboardX's own thread would hang the run."""
+    """Event files, written in this thread: with a full disk tensorboardX's own writer thread would hang the run."""
 
     def __init__(self, folder: pathlib.Path, start_step: int):
-        no_torch = sys.modules.setdefault("torch", None) is None  # which tensorboardX would load for nothing
+        no_torch = sys.modules.setdefault("torch", None) is None  # which tensorboardX would import unnecessarily
         from tensorboardX import event_file_writer
         from tensorboardX.proto import event_pb2, summary_pb2
 
@@ -279,18 +279,18 @@ class _TensorBoard:
             del sys.modules["torch"]
         self._event, self._summary = event_pb2.Event, summary_pb2.Summary
         folder.mkdir(exist_ok=True)
-        # files are named by the second: the suffix keeps a quick restart from writing over the one before
+        # file names have a resolution of a second: the suffix keeps a quick restart from overwriting the file before
         self._writer = event_file_writer.EventsWriter(str(folder / "events"), f".{os.getpid()}.{start_step}")
-        # what an earlier attempt wrote at this step or after it is hidden from the reader
+        # hides the events of an earlier attempt from this step on from TensorBoard
         hidden_from = start_step + 1 if start_step > 0 else 0
         self._add(hidden_from, session_log=event_pb2.SessionLog(status=event_pb2.SessionLog.START))
 
     def write(self, group: str, row: dict[str, Any]) -> None:
-        # one event for the whole row: one for each number costs milliseconds
+        # one event for the row: one for each number costs milliseconds
         numbers = {key: float(value) for key, value in row.items() if isinstance(value, (int, float)) and key != "step"}
         values = [self._summary.Value(tag=f"{group}/{key}", simple_value=value) for key, value in numbers.items()]
         self._add(row["step"], summary=self._summary(value=values))
-        self._writer.flush()  # a person is watching, and a kill loses what is not written
+        self._writer.flush()  # for live viewing; a kill loses what is not flushed
 
     def _add(self, step: int, **content: Any) -> None:
         self._writer.write_event(self._event(step=step, wall_time=time.time(), **content))
@@ -300,7 +300,7 @@ class _TensorBoard:
 
 
 class _Wandb:
-    """Weights & Biases; a resumed run goes on in the same one."""
+    """Weights & Biases; a resumed run continues the same W&B run."""
 
     def __init__(self, workdir: pathlib.Path, project: str):
         try:
@@ -313,7 +313,7 @@ class _Wandb:
         run_id = id_path.read_text().strip() if id_path.exists() else secrets.token_hex(4)
         id_path.write_text(run_id + "\n")
         self._run = wandb.init(project=project, name=workdir.name, id=run_id, resume="allow", dir=str(workdir))
-        # its own step only grows; after a resume ours goes back to the checkpoint
+        # W&B's own step only grows; ours goes back to the checkpoint on resume
         self._run.define_metric("*", step_metric="step")
 
     def write(self, group: str, row: dict[str, Any]) -> None:
@@ -329,13 +329,13 @@ def _percent(share: float | None) -> str:
 
 
 def read_rows(path: str | os.PathLike) -> list[dict[str, Any]]:
-    """Returns every whole row of a `metrics.jsonl`, in order; a torn line is left out."""
+    """Returns every complete row of a `metrics.jsonl`, in order; a torn line is skipped."""
     with open(path, "rb") as lines:
         return [row for line in lines if (row := _row(line)) is not None]
 
 
 def _row(line: bytes) -> dict[str, Any] | None:
-    """Returns the row of a whole line; None for one that a kill cut short."""
+    """Returns the row of a line; None for a line that a kill cut short."""
     if not line.endswith(b"\n"):
         return None
     with contextlib.suppress(ValueError, RecursionError):

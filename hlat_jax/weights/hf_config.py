@@ -1,8 +1,7 @@
-"""config.json of Hugging Face's Llama family against our ModelConfig, both ways.
+"""Conversion between config.json of Hugging Face's Llama family and our ModelConfig.
 
-A field that is known to change the computation is refused unless its value is one that our model implements. Fields
-that are in no table here are reported by `unknown_fields`. Where a file leaves a field out, its value is transformers'
-default.
+A field that is known to change the computation must have a value that our model implements. Fields in no table here are
+returned by `unknown_fields`. A missing field has transformers' default.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from typing import Any
 from hlat_jax.config import ModelConfig
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}
-# Ours -> theirs, where the value is the same; with transformers' default for what a file may leave out.
+# Ours -> theirs, with equal values; below, transformers' defaults for fields that a file may leave out.
 _SAME = {
     "vocab_size": "vocab_size",
     "num_layers": "num_hidden_layers",
@@ -32,7 +31,7 @@ _DEFAULTS = {
 }
 _DEFAULTS_OF_ALL = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "initializer_range": 0.02, "hidden_act": "silu"}
 _ROPE = ("rope_theta", "rope_scaling", "rope_parameters")
-# Fields that change the computation in some architecture -> the values under which ours is right, beside null.
+# Fields that change the computation in some architecture -> the values that our model implements, besides null.
 _SERVED: dict[str, tuple] = {
     "hidden_act": ("silu", "swish"),
     "attention_dropout": (0.0,),
@@ -60,7 +59,7 @@ _SERVED: dict[str, tuple] = {
     **dict.fromkeys(("per_layer_config", "quantization_config"), ({},)),
 }
 _PER_LAYER = ("layer_types", "no_rope_layers")  # lists with a value for each layer
-# Fields that change nothing that the model computes: ids and texts around it, storage, provenance, generation.
+# Fields that do not change what the model computes: token ids, storage, provenance, generation.
 _HARMLESS = """
     architectures model_type auto_map _name_or_path name_or_path _commit_hash transformers_version torch_dtype dtype
     use_cache pretraining_tp bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id cls_token_id
@@ -91,11 +90,11 @@ def model_config(found: dict[str, Any], *, where: str, fuse_qkv: bool = True) ->
     Args:
       found: its content.
       where: the file, for errors.
-      fuse_qkv: as ModelConfig's; the file does not say.
+      fuse_qkv: as ModelConfig's; not in the file.
 
     Raises:
-      ValueError: another architecture, a field that is missing or has a value that our model does not implement; the
-        message names the field.
+      ValueError: another architecture, a missing field, or a value that our model does not implement; the message
+        names the field.
     """
     kind = found.get("model_type")
     ours = ARCHITECTURES.get(kind) if isinstance(kind, str) else None
@@ -106,7 +105,7 @@ def model_config(found: dict[str, Any], *, where: str, fuse_qkv: bool = True) ->
             f"{', '.join(f'{name} ({arch})' for name, arch in ARCHITECTURES.items())}."
         )
     values = {**_DEFAULTS_OF_ALL, **_DEFAULTS[kind], **{key: v for key, v in found.items() if v is not None}}
-    if "sliding_window" in found:  # null says that there is none
+    if "sliding_window" in found:  # null means none
         values["sliding_window"] = found["sliding_window"]
     if found.get("num_key_value_heads", 1) is None:  # as many as num_attention_heads, for Mistral too
         values.pop("num_key_value_heads", None)
@@ -155,13 +154,13 @@ def config_json(m: ModelConfig, *, dtype: str, bos_id: int | None, eos_id: int |
 
 
 def architecture(m: ModelConfig) -> dict[str, Any]:
-    """Returns what of a model config.json tells: the fields that must survive a way there and back."""
+    """Returns the fields of a model that config.json holds: those that an export and import must preserve."""
     keys = [*_SAME, "rope_theta", "rope_scaling", *(_LLAMA3 if m.rope_scaling == "llama3" else ())]
     return {key: getattr(m, key) for key in keys}
 
 
 def unknown_fields(found: dict[str, Any]) -> list[str]:
-    """Returns the fields of a config.json that have a value and are not known here: they may change the computation."""
+    """Returns the fields of a config.json that have a value and are unknown here: they may change the computation."""
     return [
         key
         for key, value in found.items()
@@ -192,7 +191,7 @@ def _refuse_window(values: dict[str, Any], *, where: str) -> None:
     if window < limit:
         raise ValueError(
             f"{where}: sliding_window={window} is shorter than max_position_embeddings={limit}, and our model has no "
-            "window; supported: null, or a window as long as the positions."
+            "sliding window; supported: null, or at least max_position_embeddings."
         )
 
 
@@ -217,7 +216,7 @@ def _rope(values: dict[str, Any], *, where: str) -> dict[str, Any]:
     theta = values["rope_theta"] if "rope_theta" in values else rope.get("rope_theta", 10000.0)
     _refuse_unsupported({key: rope.pop(key) for key in ("partial_rotary_factor",) if key in rope}, where=where)
     if rope.pop("rope_theta", theta) != theta:
-        raise ValueError(f"{where}: rope_theta={theta!r} and another one in rope_parameters; keep one.")
+        raise ValueError(f"{where}: rope_theta={theta!r} differs from rope_parameters; keep one.")
     fields = {"rope_theta": _number(theta, "rope_theta", "rope_theta", where=where)}
     kind, *others = [rope.pop(key) for key in ("rope_type", "type") if key in rope] or ["default"]
     if kind not in ("default", "llama3"):

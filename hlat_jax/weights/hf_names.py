@@ -1,7 +1,7 @@
-"""The one table between our parameters and the tensors of Hugging Face's Llama: names, shapes and layouts.
+"""The mapping between our parameters and the tensors of Hugging Face's Llama: names, shapes and layouts.
 
-Owns it in both directions. Rotary pairs are (i, i + H/2) on both sides, so queries and keys need no permutation; their
-matrices are [out, in], ours are [in, out] with the heads apart.
+Rotary pairs are (i, i + H/2) in both, so queries and keys need no permutation. Their matrices are [out, in]; ours are
+[in, out], with heads on axes of their own.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import numpy as np
 
 from hlat_jax.config import ModelConfig
 
-# Tables of fp32 rotary frequencies that old checkpoints carry; config.json has what they are computed from.
+# Tables of fp32 rotary frequencies in old checkpoints; they follow from config.json.
 DERIVED = "rotary_emb.inv_freq"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _LAYER = "model.layers."
 
 
 @dataclasses.dataclass(frozen=True)
-class Entry:
-    """One of our parameters, of one layer where it is stacked, and what it is made of.
+class ParamMapping:
+    """One of our parameters (one layer of it, if stacked) and the tensors it consists of.
 
     Attributes:
       leaf: its path in our tree, such as `layers.mlp.down`.
@@ -46,14 +46,14 @@ class Entry:
         return [f"{_LAYER}{layer}.{name}" if self.stacked else name for name in self.tensors]
 
 
-def table(m: ModelConfig) -> list[Entry]:
+def table(m: ModelConfig) -> list[ParamMapping]:
     """Returns an entry for every parameter of a model."""
     d, f, v, n, h = m.embed_dim, m.mlp_dim, m.vocab_size, m.num_heads, m.head_dim
     entries = [
         _same("embed", EMBEDDING, (v, d)),
         _same("layers.attention_norm.scale", "input_layernorm.weight", (d,)),
         *(_fused_qkv(m) if m.fuse_qkv else _q_and_kv(m)),
-        Entry(
+        ParamMapping(
             "layers.attention.out",
             {"self_attn.o_proj.weight": (d, n * h)},
             (n, h, d),
@@ -61,14 +61,14 @@ def table(m: ModelConfig) -> list[Entry]:
             lambda out_NHD: [out_NHD.reshape(n * h, d).T],
         ),
         _same("layers.mlp_norm.scale", "post_attention_layernorm.weight", (d,)),
-        Entry(
+        ParamMapping(
             "layers.mlp.gate_up",
             {"mlp.gate_proj.weight": (f, d), "mlp.up_proj.weight": (f, d)},
             (d, 2, f),
             lambda tensors: np.stack([tensor.T for tensor in tensors], axis=1),
             lambda gate_up_D2F: [gate_up_D2F[:, 0].T, gate_up_D2F[:, 1].T],
         ),
-        Entry(
+        ParamMapping(
             "layers.mlp.down",
             {"mlp.down_proj.weight": (d, f)},
             (f, d),
@@ -92,8 +92,8 @@ def expected(m: ModelConfig) -> dict[str, tuple[int, ...]]:
     return first | of_layers | last
 
 
-def _same(leaf: str, name: str, shape: tuple[int, ...]) -> Entry:
-    return Entry(leaf, {name: shape}, shape, lambda tensors: tensors[0], lambda ours: [ours])
+def _same(leaf: str, name: str, shape: tuple[int, ...]) -> ParamMapping:
+    return ParamMapping(leaf, {name: shape}, shape, lambda tensors: tensors[0], lambda ours: [ours])
 
 
 def _qkv_tensors(m: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -105,7 +105,7 @@ def _qkv_tensors(m: ModelConfig) -> dict[str, tuple[int, ...]]:
     }
 
 
-def _fused_qkv(m: ModelConfig) -> list[Entry]:
+def _fused_qkv(m: ModelConfig) -> list[ParamMapping]:
     d, k, h, g = m.embed_dim, m.num_kv_heads, m.head_dim, m.num_heads // m.num_kv_heads
 
     def join(tensors: Sequence[np.ndarray]) -> np.ndarray:
@@ -114,21 +114,21 @@ def _fused_qkv(m: ModelConfig) -> list[Entry]:
     def split(qkv_DKXH: np.ndarray) -> Sequence[np.ndarray]:
         return [part.reshape(d, -1).T for part in np.split(qkv_DKXH, (g, g + 1), axis=2)]
 
-    return [Entry("layers.attention.qkv", _qkv_tensors(m), (d, k, g + 2, h), join, split)]
+    return [ParamMapping("layers.attention.qkv", _qkv_tensors(m), (d, k, g + 2, h), join, split)]
 
 
-def _q_and_kv(m: ModelConfig) -> list[Entry]:
+def _q_and_kv(m: ModelConfig) -> list[ParamMapping]:
     d, k, h, g = m.embed_dim, m.num_kv_heads, m.head_dim, m.num_heads // m.num_kv_heads
     (q, q_shape), *kv = _qkv_tensors(m).items()
     return [
-        Entry(
+        ParamMapping(
             "layers.attention.q",
             {q: q_shape},
             (d, k, g, h),
             lambda tensors: tensors[0].T.reshape(d, k, g, h),
             lambda q_DKGH: [q_DKGH.reshape(d, -1).T],
         ),
-        Entry(
+        ParamMapping(
             "layers.attention.kv",
             dict(kv),
             (d, 2, k, h),

@@ -1,7 +1,4 @@
-"""A folder of Hugging Face's Llama family, checked name by name and read tensor by tensor.
-
-Owns what such a folder must hold. Refuses what is left over and what is missing, by name.
-"""
+"""Reading of a Hugging Face folder of the Llama family: every tensor's name, shape and dtype is checked."""
 
 from __future__ import annotations
 
@@ -17,10 +14,10 @@ from hlat_jax.config import ModelConfig
 from hlat_jax.store.atomic_files import check_name, read_json
 from hlat_jax.weights import hf_names
 from hlat_jax.weights.hf_config import model_config, unknown_fields
-from hlat_jax.weights.safetensors_file import DTYPES, Stored, bits, read_header
+from hlat_jax.weights.safetensors_file import DTYPES, StoredTensor, bits, read_header
 
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
-# What is carried along, beside the weights.
+# Files that are copied along with the weights.
 COMPANIONS = (
     *("config.json", "generation_config.json", "tokenizer.model", "tokenizer.json", "tokenizer_config.json"),
     *("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja"),
@@ -29,27 +26,27 @@ _SHOWN = 8  # names in an error
 
 
 @dataclasses.dataclass(frozen=True)
-class Checkpoint:
-    """A folder whose names, shapes and dtypes are those of its model.
+class HFCheckpoint:
+    """A folder whose tensors match its config.json.
 
     Attributes:
-      dtype: of our parameters: float32, or bfloat16 where all tensors are.
-      notes: what was passed over, for people.
-      warning: the fields of config.json that are not known, in one line; "" where all are.
+      dtype: of our parameters.
+      notes: lines on ignored tensors.
+      warning: a line on the unknown fields of config.json; "" without any.
     """
 
     folder: pathlib.Path
     model: ModelConfig
-    tensors: dict[str, Stored]
+    tensors: dict[str, StoredTensor]
     dtype: np.dtype
     notes: tuple[str, ...]
     warning: str
 
     def companions(self) -> list[pathlib.Path]:
-        """Returns the files to carry along."""
+        """Returns the files to copy along with the weights."""
         return [self.folder / name for name in COMPANIONS if (self.folder / name).is_file()]
 
-    def slabs(self, entry: hf_names.Entry) -> Iterator[np.ndarray]:
+    def slabs(self, entry: hf_names.ParamMapping) -> Iterator[np.ndarray]:
         """Yields one of our parameters, layer by layer where it is stacked, in `dtype`."""
         for layer in range(self.model.num_layers if entry.stacked else 1):
             tensors = [as_dtype(self.tensors[name].read(), self.dtype) for name in entry.names(layer)]
@@ -58,69 +55,73 @@ class Checkpoint:
 
 def open_checkpoint(
     folder: pathlib.Path, *, dtype: str = "", fuse_qkv: bool = True, strict: bool = False
-) -> Checkpoint:
-    """Returns what lies in a folder; reads no weights.
+) -> HFCheckpoint:
+    """Returns a folder's model and tensors; reads no weights.
 
     Args:
       folder: with config.json and safetensors, one file or several with an index.
-      dtype: of our parameters; "": that of the tensors, float16 as float32, which holds it exactly.
+      dtype: of our parameters; "": that of the tensors, with float16 as float32, which is exact.
       fuse_qkv: as ModelConfig's.
-      strict: refuse fields of config.json that are not known.
+      strict: raise for unknown fields of config.json.
 
     Raises:
-      ValueError: something missing, left over, of another shape or dtype, or an unsupported architecture.
+      ValueError: a tensor that is missing, left over, or of another shape or dtype; an unsupported architecture.
     """
     path = folder / "config.json"
     if not path.is_file():
-        raise ValueError(f"{folder} has no config.json (looked from {pathlib.Path.cwd()}); give a model's folder.")
+        raise ValueError(
+            f"{folder} has no config.json (working directory {pathlib.Path.cwd()}); give the folder of a model."
+        )
     found = read_json(path)
     model = model_config(found, where=str(path), fuse_qkv=fuse_qkv)
     unknown = unknown_fields(found)
     if unknown and strict:
         raise ValueError(
-            f"{path}: {', '.join(f'{key}={found[key]!r}' for key in unknown)} are not known to this converter, so what "
-            "they change in the computation would be missing; without --strict they are carried along."
+            f"{path}: {', '.join(f'{key}={found[key]!r}' for key in unknown)} are unknown to this converter "
+            "and may change the computation; without --strict they are kept and ignored."
         )
-    warning = f"{path}: {', '.join(unknown)} are not known to this converter, and taken to change no result."
+    warning = f"{path}: {', '.join(unknown)} are unknown to this converter and assumed to change no result."
     tensors = _tensors(folder)
     notes = []
     derived = [name for name in tensors if name.endswith(hf_names.DERIVED)]
     if derived:
-        notes.append(f"{len(derived)} tables {hf_names.DERIVED} are passed over: config.json says what they hold.")
+        notes.append(f"{len(derived)} tables {hf_names.DERIVED} are ignored: they follow from config.json.")
     tensors = {name: stored for name, stored in tensors.items() if name not in derived}
     if model.tie_embeddings and hf_names.HEAD in tensors and hf_names.EMBEDDING in tensors:
         _require_same(tensors[hf_names.EMBEDDING], tensors.pop(hf_names.HEAD))
     if model.num_layers > len(tensors):  # before their names are listed
-        raise ValueError(f"{path}: num_hidden_layers={model.num_layers}, and the folder holds {len(tensors)} tensors.")
+        raise ValueError(
+            f"{path}: num_hidden_layers={model.num_layers}, but the folder has only {len(tensors)} tensors."
+        )
     _require_names(tensors, hf_names.expected(model), folder=folder)
     kept = _dtype(tensors, dtype, folder=folder)
-    return Checkpoint(folder, model, tensors, kept, tuple(notes), warning if unknown else "")
+    return HFCheckpoint(folder, model, tensors, kept, tuple(notes), warning if unknown else "")
 
 
 def as_dtype(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Returns the values in a dtype, to nearest; the bits themselves where it is theirs."""
+    """Returns the values rounded to a dtype, to nearest; the same array where the dtype is equal."""
     return values if values.dtype == dtype else values.astype(dtype)
 
 
-def _tensors(folder: pathlib.Path) -> dict[str, Stored]:
-    """Returns every tensor of the folder; the index and the files must tell the same."""
+def _tensors(folder: pathlib.Path) -> dict[str, StoredTensor]:
+    """Returns every tensor of the folder; the index and the files must agree."""
     index = folder / INDEX_FILE
     if not index.is_file():
         if (folder / SINGLE_FILE).is_file():
             return read_header(folder / SINGLE_FILE)
-        others = sorted(path.name for path in folder.glob("*.bin")) or ["nothing of that kind"]
+        others = sorted(path.name for path in folder.glob("*.bin")) or ["no weights"]
         raise ValueError(
-            f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}, but {_some(others)}; fetch the safetensors, or save "
+            f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}, only {_some(others)}; fetch the safetensors or save "
             "the model again with transformers, which writes them."
         )
     where = read_json(index).get("weight_map")
     if not isinstance(where, dict):
         raise ValueError(f"{index} has no weight_map; fetch that file again.")
-    found: dict[str, Stored] = {}
+    found: dict[str, StoredTensor] = {}
     files = {check_name(name, f"{index}: weight_map[{repr(tensor)[:100]}]") for tensor, name in where.items()}
     for name in sorted(files):
         if not (folder / name).is_file():
-            raise ValueError(f"{index} names the file {name}, which is not there; fetch it.")
+            raise ValueError(f"{index} names the file {name}, which is missing; fetch it.")
         for tensor, stored in read_header(folder / name).items():
             if tensor in found:
                 raise ValueError(f"{folder}: tensor {_some([tensor])} is in {found[tensor].path.name} and in {name}.")
@@ -132,7 +133,9 @@ def _tensors(folder: pathlib.Path) -> dict[str, Stored]:
     return found
 
 
-def _require_names(found: dict[str, Stored], expected: dict[str, tuple[int, ...]], *, folder: pathlib.Path) -> None:
+def _require_names(
+    found: dict[str, StoredTensor], expected: dict[str, tuple[int, ...]], *, folder: pathlib.Path
+) -> None:
     left_over = [name for name in found if name not in expected]
     missing = [name for name in expected if name not in found]
     if left_over or missing:
@@ -140,17 +143,17 @@ def _require_names(found: dict[str, Stored], expected: dict[str, tuple[int, ...]
         lines += [f"{len(left_over)} left over: {_some(left_over)}"] if left_over else []
         if missing == [hf_names.HEAD]:
             lines.append("without it, config.json should say tie_word_embeddings=true")
-        raise ValueError(f"{folder} does not hold the tensors of its config.json:\n  " + "\n  ".join(lines))
+        raise ValueError(f"{folder} does not have the tensors of its config.json:\n  " + "\n  ".join(lines))
     others = [
         f"{name} is {list(found[name].shape)}, config.json makes it {list(shape)}"
         for name, shape in expected.items()
         if found[name].shape != shape
     ]
     if others:
-        raise ValueError(f"{folder} holds {len(others)} tensors of another shape:\n  " + "\n  ".join(others[:_SHOWN]))
+        raise ValueError(f"{folder} has {len(others)} tensors of another shape:\n  " + "\n  ".join(others[:_SHOWN]))
 
 
-def _dtype(tensors: dict[str, Stored], asked: str, *, folder: pathlib.Path) -> np.dtype:
+def _dtype(tensors: dict[str, StoredTensor], asked: str, *, folder: pathlib.Path) -> np.dtype:
     by_code: dict[str, list[str]] = {}
     for name, stored in tensors.items():
         by_code.setdefault(stored.code, []).append(name)
@@ -163,13 +166,13 @@ def _dtype(tensors: dict[str, Stored], asked: str, *, folder: pathlib.Path) -> n
         return np.dtype(jnp.dtype(asked))
     if len(by_code) > 1:
         kinds = ", ".join(f"{len(those)} {code} such as {those[0]}" for code, those in sorted(by_code.items()))
-        raise ValueError(f"{folder} mixes dtypes: {kinds}; choose one with --dtype=float32 or --dtype=bfloat16.")
+        raise ValueError(f"{folder} mixes dtypes: {kinds}; convert to one with --dtype=float32 or --dtype=bfloat16.")
     [code] = by_code
     return DTYPES["F32"] if code == "F16" else DTYPES[code]
 
 
-def _require_same(embedding: Stored, head: Stored) -> None:
-    """Raises ValueError when a head beside a tied embedding is not that embedding."""
+def _require_same(embedding: StoredTensor, head: StoredTensor) -> None:
+    """Raises ValueError unless the head, of a model with tied embeddings, equals the embedding."""
     same = (embedding.code, embedding.shape) == (head.code, head.shape)
     step = max(1, (1 << 26) // max(1, embedding.shape[-1]))
     starts = range(0, embedding.shape[0], step) if same else ()
@@ -179,7 +182,7 @@ def _require_same(embedding: Stored, head: Stored) -> None:
     )
     if not same:
         raise ValueError(
-            f"{head.path}: {hf_names.HEAD} is not {hf_names.EMBEDDING}, although config.json says "
+            f"{head.path}: {hf_names.HEAD} differs from {hf_names.EMBEDDING}, but config.json has "
             "tie_word_embeddings=true; set it to false to keep both."
         )
 
@@ -191,7 +194,7 @@ def _some(found: Iterable[str]) -> str:
 
 
 def begins_texts_with_bos(folder: pathlib.Path) -> bool:
-    """Returns whether the tokenizer of a folder puts BOS before a text in transformers, by what its files say.
+    """Returns whether transformers puts BOS before a text with the tokenizer of a folder, from its files.
 
     Raises:
       ValueError: a file is damaged; the message names it.
@@ -207,26 +210,26 @@ def begins_texts_with_bos(folder: pathlib.Path) -> bool:
         except (AttributeError, KeyError, TypeError):
             raise ValueError(f"{path}: its post_processor is {str(after)[:80]}; fetch that file again.") from None
     kind = settings.get("tokenizer_class")
-    return isinstance(kind, str) and kind.startswith("Llama")  # whose default it is
+    return isinstance(kind, str) and kind.startswith("Llama")  # its default
 
 
 def ids_that_end_a_text(folder: pathlib.Path) -> tuple[int, ...]:
-    """Returns the tokens at which transformers ends a generation, by generation_config.json, or else config.json.
+    """Returns the tokens at which transformers ends a generation: of generation_config.json, or else config.json.
 
     Raises:
-      ValueError: a file is damaged, or names what is no token; the message names it.
+      ValueError: a file is damaged, or has a value that is not a token id; the message names it.
     """
     path = folder / "generation_config.json"
     path = path if path.is_file() else folder / "config.json"
     named = read_json(path).get("eos_token_id")
     ids = named if isinstance(named, list) else [] if named is None else [named]
     if any(type(token) is not int for token in ids):
-        raise ValueError(f"{path}: eos_token_id={named!r} must be a token id, or a list of such.")
+        raise ValueError(f"{path}: eos_token_id={named!r} must be a token id or a list of token ids.")
     return tuple(ids)
 
 
 def added_tokens(folder: pathlib.Path) -> dict[int, str]:
-    """Returns id -> text of the tokens that files beside a tokenizer name.
+    """Returns id -> text of the tokens that files beside a tokenizer add.
 
     Raises:
       ValueError: a file is damaged; the message names it.

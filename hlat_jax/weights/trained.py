@@ -1,10 +1,8 @@
-"""Trained parameters, wherever they lie: in a run folder, in one of its checkpoints, or in an imported folder.
+"""Trained parameters in a run folder, one of its checkpoints, or a weights folder, opened for a model.
 
-    weights = open_weights("runs/tiny")
-    params = weights.restore(None)
-    logits_BTV = model.apply(params, weights.model, tokens_BT)
-
-Owns how such a place is recognized and checked. Refuses to know what is done with the parameters.
+weights = open_weights("runs/tiny")
+params = weights.restore(None)
+logits_BTV = model.apply(params, weights.model, tokens_BT)
 """
 
 from __future__ import annotations
@@ -31,17 +29,17 @@ from hlat_jax.weights.weights_folder import FILES, is_weights, read_about, read_
 
 @dataclasses.dataclass(frozen=True)
 class Weights:
-    """Parameters that are stored and undamaged, not read yet.
+    """Stored, undamaged parameters that are not read yet.
 
     Attributes:
-      folder: what was opened: of the newest whole checkpoint, where a run folder was asked for.
-      model: their model; `auto` implementations are not chosen yet.
-      step: updates they have seen; 0 when imported.
-      tokenizer: what `data.tokenizer.Tokenizer` takes; "" when there is none.
-      tokenizer_sha256: of its file, where that lies outside of `folder`; else "".
-      arrays: jax.ShapeDtypeStruct of every parameter, in the dtype that is stored.
-      begins_with_bos: texts begin with BOS; never those of a run. None: as in `weights_folder.About`.
-      stop_ids: tokens that end a generated text, beside the tokenizer's EOS.
+      folder: that was opened; for a run folder, its newest undamaged checkpoint.
+      model: their config; `auto` implementations are not resolved yet.
+      step: number of updates; 0 for imported weights.
+      tokenizer: argument of `data.tokenizer.Tokenizer`; "" without one.
+      tokenizer_sha256: of its file if that is outside `folder`; else "".
+      arrays: jax.ShapeDtypeStruct of every parameter, in the stored dtype.
+      begins_with_bos: texts begin with BOS; False for runs. None: see `weights_folder.WeightsInfo`.
+      stop_ids: tokens that end a generated text, besides the tokenizer's EOS.
     """
 
     folder: pathlib.Path
@@ -55,11 +53,11 @@ class Weights:
     stop_ids: tuple[int, ...] = ()
 
     def restore(self, shardings: Any, *, dtype: Any = None) -> Any:
-        """Returns the parameters as jax arrays, each process reading what its devices hold.
+        """Returns the parameters as jax arrays; each process reads only the shards of its devices.
 
         Args:
           shardings: a tree like the parameters, or one for all of them; None: the default device.
-          dtype: what they are rounded to on the host, to nearest; None: as they are stored.
+          dtype: they are rounded to, to nearest, on the host; None: the stored dtype.
         """
         if shardings is None:
             shardings = jnp.zeros(()).sharding
@@ -72,7 +70,7 @@ class Weights:
         return self._read(jax.tree.map(target, self.arrays, shardings))
 
     def read(self, name: str) -> np.ndarray:
-        """Returns one parameter in host memory, by its path in the tree, such as `layers.mlp.down`."""
+        """Returns one parameter in host memory by its path in the tree, such as `layers.mlp.down`."""
         path = name.split(".")
         found = self._read(nested({name: leaves_by_name(self.arrays)[name]}))
         for key in path:
@@ -83,33 +81,35 @@ class Weights:
         """Returns the tokenizer that they were trained with.
 
         Raises:
-          ValueError: there is none, its file is another one by now, or it has more tokens than the model.
+          ValueError: there is none, its file has changed, or it has more tokens than the model.
         """
         if not self.tokenizer:
-            raise ValueError(f"{self.folder} has no tokenizer; import it from a folder with a tokenizer.model.")
+            raise ValueError(
+                f"{self.folder} has no tokenizer; import the weights from a folder that has a tokenizer.model."
+            )
         tokenizer = Tokenizer(self.tokenizer, stop_ids=self.stop_ids)
         if self.tokenizer_sha256 not in ("", tokenizer.sha256):
             raise ValueError(
-                f"{self.folder} was trained with another tokenizer than {self.tokenizer} is now (sha256 "
-                f"{self.tokenizer_sha256[:16]} then, {tokenizer.sha256[:16]} now); bring that file back."
+                f"{self.tokenizer} has changed since {self.folder} was trained with it (sha256 "
+                f"{self.tokenizer_sha256[:16]} then, {tokenizer.sha256[:16]} now); restore that file."
             )
         if tokenizer.vocab_size > self.model.vocab_size:
             raise ValueError(
-                f"{self.tokenizer} has {tokenizer.vocab_size} tokens and the model of {self.folder} only "
-                f"{self.model.vocab_size}; it is not the tokenizer of that model."
+                f"{self.tokenizer} has {tokenizer.vocab_size} tokens, more than vocab_size={self.model.vocab_size} of "
+                f"{self.folder}; give the tokenizer of that model."
             )
         return tokenizer
 
 
 def open_weights(path: str | os.PathLike, *, masters: bool = False) -> Weights:
-    """Returns the parameters at a path, after every byte of the folder was compared with its sums.
+    """Returns the parameters at a path, after comparing all files of the folder with their checksums.
 
     Args:
       path: a run folder (its newest undamaged checkpoint is taken), one checkpoint of it, or a weights folder.
-      masters: of the weights that the optimizer updates, in fp32, where the precision policy keeps such.
+      masters: the optimizer's fp32 master weights, where the precision policy keeps them.
 
     Raises:
-      ValueError: nothing of that kind is there, it is damaged, or its arrays do not fit its model.
+      ValueError: no weights there, damage, or arrays that do not match the model.
     """
     path = pathlib.Path(path).expanduser()
     if is_weights(path):
@@ -117,18 +117,18 @@ def open_weights(path: str | os.PathLike, *, masters: bool = False) -> Weights:
     folder = find_saved(path)
     if folder is None:
         raise ValueError(
-            f"{path} holds no weights (looked from {pathlib.Path.cwd()}); give a run folder such as runs/tiny, one of "
-            "its checkpoints, runs/tiny/checkpoints/STEP, or what `python -m hlat_jax.hf import` wrote."
+            f"{path} holds no weights (working directory {pathlib.Path.cwd()}); give a run folder, such as runs/tiny, "
+            "one of its checkpoints, runs/tiny/checkpoints/STEP, or what `python -m hlat_jax.hf import` wrote."
         )
     return _of_run(folder, masters=masters)
 
 
 def stored_model(values: dict[str, Any], *, where: str) -> ModelConfig:
-    """Returns the model that was written down at `where`; a key that is newer than that takes its default."""
+    """Returns the model config that was saved at `where`; keys added since take their defaults."""
     values = with_renamed_keys({"model": values})["model"]
     unknown = values.keys() - {field.name for field in dataclasses.fields(ModelConfig)}
     if unknown:
-        raise ValueError(f"{where} was written by another version of hlat_jax: its model has a key {min(unknown)!r}.")
+        raise ValueError(f"{where} is from another hlat_jax version: its model has the unknown key {min(unknown)!r}.")
     fields = {field.name: field for field in dataclasses.fields(ModelConfig)}
     model = ModelConfig(
         **{name: typed(f"{where}: model.{name}", fields[name], value) for name, value in values.items()}
@@ -138,7 +138,7 @@ def stored_model(values: dict[str, Any], *, where: str) -> ModelConfig:
 
 
 def leaves_by_name(tree: Any) -> dict[str, Any]:
-    """Returns the leaves of nested dicts by their path, `layers.mlp.down`, in the order of the tree."""
+    """Returns path, such as `layers.mlp.down` -> leaf of nested dicts, in tree order."""
     return {
         ".".join(str(entry.key) for entry in path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
     }
@@ -204,17 +204,17 @@ def _of_folder(folder: pathlib.Path) -> Weights:
 
 
 def _arrays(saved: dict[str, str], model: ModelConfig, *, folder: pathlib.Path) -> Any:
-    """Returns the abstract parameters of a model in the dtypes that are saved; the shapes must be the model's.
+    """Returns the abstract parameters of a model in their saved dtypes; the shapes must be the model's.
 
     Args:
-      saved: path of a leaf, as JAX writes it -> dtype[shape].
+      saved: path of a leaf, as `jax.tree_util.keystr` -> dtype[shape].
     """
     shapes = {name: re.sub(r"^\w+", "", text) for name, text in saved.items()}
     leaves, structure = jax.tree_util.tree_flatten_with_path(abstract_params(model))
     expected = {jax.tree_util.keystr(path): leaf.shape for path, leaf in leaves}
     others = differences(shapes, {name: str(list(shape)) for name, shape in expected.items()})
     if others:
-        raise ValueError(f"{folder} holds other arrays than its model has:\n  " + "\n  ".join(others))
+        raise ValueError(f"{folder} holds arrays that do not match its model:\n  " + "\n  ".join(others))
     dtypes = [jnp.dtype(saved[name].partition("[")[0]) for name in expected]
     pairs = zip(expected.values(), dtypes, strict=True)
     return jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in pairs])

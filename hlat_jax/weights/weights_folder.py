@@ -1,11 +1,11 @@
-"""A folder of weights alone: what an import or an average leaves, for every command that asks for a checkpoint.
+"""A folder of weights without a run, written by an import or an average; commands take it as a checkpoint.
 
     weights.json         model, tokenizer, origin
-    arrays/NAME.safetensors   one parameter each, stacked over layers: any library of that format reads it
-    files/               what came along: config.json, generation_config.json, tokenizer
-    integrity.json       sizes and sums of all of these
+    arrays/NAME.safetensors   one parameter each, stacked over layers
+    files/               config.json, generation_config.json, tokenizer files
+    integrity.json       sizes and checksums of all of these
 
-Owns this layout. It is there whole or not at all.
+The folder appears atomically, under its final name.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ _ARRAYS, _FORMAT = "arrays", 1
 
 
 @dataclasses.dataclass(frozen=True)
-class About:
-    """What a weights folder says of itself.
+class WeightsInfo:
+    """The content of weights.json.
 
     Attributes:
       model: of the parameters.
-      step: updates they have seen.
-      tokenizer: name in `files/`; "" when there is none.
-      origin: where they come from, for people.
-      begins_with_bos: texts begin with BOS; None: a folder that was written before this was noted does not say.
-      stop_ids: tokens that end a generated text, beside the tokenizer's EOS.
+      step: number of updates.
+      tokenizer: name in `files/`; "" without one.
+      origin: where the weights come from; informative.
+      begins_with_bos: texts begin with BOS; None: not recorded, by an earlier version.
+      stop_ids: tokens that end a generated text, besides the tokenizer's EOS.
     """
 
     model: ModelConfig
@@ -52,15 +52,15 @@ class About:
     stop_ids: tuple[int, ...] = ()
 
 
-class Leaves:
-    """Writes the parameters of a folder under way, one file each, in parts along their first axis."""
+class ParamWriter:
+    """Writes the parameters of a new folder, one file each, in parts along their first axis."""
 
     def __init__(self, folder: pathlib.Path):
         self._folder = folder
 
     @contextlib.contextmanager
     def leaf(self, name: str, shape: tuple[int, ...], dtype: np.dtype) -> Iterator[Any]:
-        """Gives a function of (values, first row) that writes a part of the parameter `name`."""
+        """Yields a function of (values, first row) that writes a part of the parameter `name`."""
         abstract = jax.ShapeDtypeStruct(shape, dtype)
         writer = Writer(self._folder / f"{name}.safetensors", tensors={name: abstract}, metadata={})
         try:
@@ -70,23 +70,23 @@ class Leaves:
 
 
 @contextlib.contextmanager
-def new_weights(out: pathlib.Path, *, about: About, files: Mapping[str, pathlib.Path]) -> Iterator[Leaves]:
-    """Gives what writes the parameters; when the body ends well, the folder is summed and gets its name.
+def new_weights(out: pathlib.Path, *, about: WeightsInfo, files: Mapping[str, pathlib.Path]) -> Iterator[ParamWriter]:
+    """Yields the writer of the parameters; when the body succeeds, checksums are written and the folder gets its name.
 
     Args:
-      out: must not be there, or be empty.
-      about: what the folder says of itself.
-      files: name in `files/` -> what is copied there.
+      out: must not exist, or be empty.
+      about: content of weights.json.
+      files: name in `files/` -> file to copy there.
 
     Raises:
-      ValueError: `out` is there already, or cannot be made.
+      ValueError: `out` exists already, or cannot be made.
     """
     with whole_folder(out) as partial:
         (partial / _ARRAYS).mkdir()
         (partial / FILES).mkdir()
         for name, path in files.items():
             shutil.copyfile(path, partial / FILES / name)
-        yield Leaves(partial / _ARRAYS)
+        yield ParamWriter(partial / _ARRAYS)
         content = {
             "format": _FORMAT,
             "model": dataclasses.asdict(about.model),
@@ -102,15 +102,15 @@ def new_weights(out: pathlib.Path, *, about: About, files: Mapping[str, pathlib.
 
 @contextlib.contextmanager
 def whole_folder(out: pathlib.Path) -> Iterator[pathlib.Path]:
-    """Gives an empty folder beside `out` that takes its name when the body ends well, and is removed when not.
+    """Yields an empty folder beside `out`; it is renamed to `out` when the body succeeds, otherwise removed.
 
     Raises:
-      ValueError: `out` is there already and not empty, or cannot be made.
+      ValueError: `out` exists already and is not empty, or cannot be made.
     """
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise ValueError(f"--out={out} is there already; give another folder, or remove it.")
+        raise ValueError(f"--out={out} exists already; give another folder, or remove it.")
     partial = out.with_name(f"{out.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)  # of one that was killed
+    shutil.rmtree(partial, ignore_errors=True)  # left by a process that was killed
     try:
         partial.mkdir(parents=True)
     except OSError as error:
@@ -127,15 +127,15 @@ def whole_folder(out: pathlib.Path) -> Iterator[pathlib.Path]:
 
 
 def is_weights(path: pathlib.Path) -> bool:
-    """Returns whether a folder is one of weights."""
+    """Returns whether a folder is a weights folder."""
     return (path / WEIGHTS_FILE).is_file()
 
 
 def read_about(folder: pathlib.Path) -> dict[str, Any]:
-    """Returns the content of weights.json once every file was compared with its sum.
+    """Returns the content of weights.json, after comparing all files with their checksums.
 
     Raises:
-      ValueError: damage, or a layout that this version does not know.
+      ValueError: damage, or an unknown layout version.
     """
     why = damage(folder, deep=True)
     if why:
@@ -143,8 +143,10 @@ def read_about(folder: pathlib.Path) -> dict[str, Any]:
     path = folder / WEIGHTS_FILE
     about = atomic_files.read_json(path)
     if about.get("format") != _FORMAT:
-        raise ValueError(f"{folder} has layout {about.get('format')}; this version of hlat_jax reads {_FORMAT}.")
-    about = {"begins_with_bos": None, "stop_ids": []} | about  # folders of before these two were noted have neither
+        raise ValueError(
+            f"{folder} has layout version {about.get('format')}; this version of hlat_jax reads version {_FORMAT}."
+        )
+    about = {"begins_with_bos": None, "stop_ids": []} | about  # earlier versions wrote neither
     kinds = {"model": dict, "step": int, "tokenizer": str, "begins_with_bos": bool | None, "stop_ids": list}
     for key, kind in kinds.items():
         if key not in about or not isinstance(about[key], kind):
@@ -158,7 +160,7 @@ def read_about(folder: pathlib.Path) -> dict[str, Any]:
 
 
 def stored_leaves(folder: pathlib.Path) -> dict[str, Any]:
-    """Returns the `safetensors_file.Stored` of every parameter by its name."""
+    """Returns name of parameter -> `safetensors_file.StoredTensor`."""
     found: dict[str, Any] = {}
     for path in sorted((folder / _ARRAYS).iterdir()):
         for name, stored in read_header(path).items():
@@ -170,7 +172,7 @@ def stored_leaves(folder: pathlib.Path) -> dict[str, Any]:
 
 
 def read_leaf(stored: Any, abstract: jax.ShapeDtypeStruct) -> Any:
-    """Returns a parameter in NumPy, or, where `abstract` has a sharding, in a jax array of what this process holds."""
+    """Returns a parameter as NumPy array, or, where `abstract` has a sharding, as a jax array."""
     if abstract.sharding is None:
         return stored.read().astype(abstract.dtype, copy=False)
 

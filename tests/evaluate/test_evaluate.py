@@ -213,7 +213,7 @@ def test_evaluate_refuses_a_held_out_text_that_changed(validated, evaluate_here)
     finally:
         text.write_bytes(kept)
     assert code == 2
-    assert "--validation: the held-out text is not that of the run" in error
+    assert "--validation: the held-out text differs from that of the run" in error
     assert "held_out.jsonl with" in error
 
 
@@ -279,7 +279,7 @@ def test_evaluate_reads_a_file_as_one_document_and_stored_ids_as_their_texts(
         (["--text=a", "--tasks=b"], "give one of --text=FILE, --data=SOURCE, --validation and --tasks"),
         (["--text=/no/such/file"], "--text=/no/such/file: no such file"),
         (["--data=/no/such/file"], "/no/such/file"),
-        (["--text=README.md", "--window=33"], "--window=33 must lie in 2 .. 32"),
+        (["--text=README.md", "--window=33"], "--window=33 must be from 2 to model.max_positions=32"),
         (["--text=EMPTY"], "no token to predict"),
         (["--text=README.md", "--limit=3"], "--limit has no effect with --text; it applies to --tasks. Leave it out"),
         (["--data=README.md", "--tasks_folder=x"], "--tasks_folder has no effect with --data; it applies to --tasks"),
@@ -332,7 +332,7 @@ def test_help_does_not_hide_a_flag_that_there_is_not(evaluate_here):
 
 @pytest.mark.parametrize(
     "how",
-    [{"ops_table": "nowhere.json"}, {"rms_norm": "triton"}, {"attention": "nki"}, {"remat": "saved:dot_general.6"}],
+    [{"ops_table": "nowhere.json"}, {"rms_norm": "recomputed"}, {"attention": "nki"}, {"remat": "saved:dot_general.6"}],
     ids=str,
 )
 def test_a_text_is_evaluated_by_a_model_that_was_trained_elsewhere(how):

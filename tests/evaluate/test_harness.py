@@ -37,11 +37,11 @@ from hlat_jax import config as config_lib
 from hlat_jax import loop
 from hlat_jax.config import ParallelConfig
 from hlat_jax.data.tokenizer import Tokenizer
-from hlat_jax.evaluate import harness_command, suites, tasks
+from hlat_jax.evaluate import lm_eval_compat, suites, tasks
 from hlat_jax.evaluate.harness import HarnessModel
 from hlat_jax.evaluate.in_training import TasksInTraining
 from hlat_jax.evaluate.model_type import ModelType
-from hlat_jax.evaluate.tasks import Options, Tasks
+from hlat_jax.evaluate.tasks import TaskOptions, Tasks
 from hlat_jax.generate.inference import open_model
 from hlat_jax.hf.exporting import export_checkpoint
 from hlat_jax.hf.importing import import_checkpoint
@@ -165,12 +165,12 @@ def test_neurons_environment_is_set_for_the_mesh_that_is_asked_for_before_jax_is
     assert done.stderr.strip() == "4 8 False"
 
 
-def test_the_harness_own_command_line_knows_our_model_type(folder, monkeypatch, capsys, of_hugging_face):
+def test_the_harness_command_of_ours_knows_our_model_type(folder, monkeypatch, capsys, of_hugging_face):
     words = f"--model hlat_jax --model_args checkpoint={folder / 'imported'},tensor=2 --batch_size 4"
     words += f" --include_path {folder} --tasks local_choice"
-    monkeypatch.setattr("sys.argv", ["lm_eval", *words.split()])
+    monkeypatch.setattr("sys.argv", [])
     monkeypatch.setattr("lm_eval.tasks.TaskManager", functools.partial(TaskManager, include_defaults=False))  # slow
-    harness_command.main()
+    assert evaluate.main(["lm_eval", *words.split()]) == 0
     accuracy = of_hugging_face["results"]["local_choice"]["acc,none"]
     assert f"|acc|↑|{accuracy:g}|" in capsys.readouterr().out.replace(" ", "")
 
@@ -343,7 +343,7 @@ def test_data_that_cannot_be_fetched_are_told_by_what_asked_for_them(folder, mon
     def offline(*_):
         raise ConnectionError("Couldn't reach the hub\nand more")
 
-    tasks = Tasks(["local_choice", "local_rolling"], Options(folder=str(folder), key="train.eval_tasks"))
+    tasks = Tasks(["local_choice", "local_rolling"], TaskOptions(folder=str(folder), key="train.eval_tasks"))
     monkeypatch.setattr(TaskManager, "load", offline)
     message = "^train.eval_tasks: data of local_choice, local_rolling cannot be fetched: Couldn't reach the hub$"
     with pytest.raises(ValueError, match=message):
@@ -364,7 +364,7 @@ def test_a_task_that_shuffles_has_the_same_figures_at_every_call_and_disturbs_no
     model = ours(folder)
     found = []
     for seed in range(4):
-        shuffled = Tasks(["local_rolling"], Options(limit=1, folder=str(tmp_path), standard_errors=False))
+        shuffled = Tasks(["local_rolling"], TaskOptions(limit=1, folder=str(tmp_path), standard_errors=False))
         random.seed(seed)
         before = random.getstate()
         found += [shuffled(model)["results"]["local_rolling"]["byte_perplexity,none"] for _ in range(2)]
@@ -373,14 +373,14 @@ def test_a_task_that_shuffles_has_the_same_figures_at_every_call_and_disturbs_no
 
 
 def test_a_task_of_a_suite_that_is_named_too_is_refused_before_anything_is_scored(folder, local_suite, monkeypatch):
-    monkeypatch.setattr("lm_eval.evaluator.evaluate", lambda **_: pytest.fail("scored"))
-    with pytest.raises(ValueError, match="--tasks: local_choice is asked for twice"):
-        Tasks(["local", "local_choice"], Options(folder=str(folder)))(None)
+    monkeypatch.setattr(lm_eval_compat, "evaluate", lambda **_: pytest.fail("scored"))
+    with pytest.raises(ValueError, match="--tasks: local_choice is in two of the names"):
+        Tasks(["local", "local_choice"], TaskOptions(folder=str(folder)))(None)
 
 
 def test_a_folder_of_tasks_that_there_is_not_is_named():
     with pytest.raises(ValueError, match="--tasks_folder=/no/such: no such folder"):
-        Tasks(["hellaswag"], Options(folder="/no/such"))
+        Tasks(["hellaswag"], TaskOptions(folder="/no/such"))
 
 
 def test_model_args_take_what_the_harness_adds_for_its_data():

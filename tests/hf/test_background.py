@@ -219,5 +219,5 @@ def test_an_export_above_the_step_that_a_run_resumes_from_is_made_again(mutable,
 @pytest.mark.parametrize("starts", [(0,), (0, 2)])
 def test_shards_that_do_not_cover_a_parameter_are_refused(starts):
     parts = [background.Shard((start, 0), np.ones((2, 4), np.float32)) for start in starts]
-    with pytest.raises(OSError, match=rf"{8 * len(starts)} of 24 values .*is the run folder shared"):
+    with pytest.raises(OSError, match=rf"{8 * len(starts)} of 24 values .*the run folder must be shared"):
         background._whole(parts, jax.ShapeDtypeStruct((6, 4), np.float32))

@@ -23,12 +23,12 @@ def op():
 
 
 def test_auto_takes_the_highest_level_and_of_equal_ones_the_first(op):
-    assert op.choose("auto", "cpu", facts={"length": 2}).name == "shift"
-    assert op.choose("auto", "cuda", facts={"length": 2}).name == "sum"
+    assert op.choose("auto", "cpu", call={"length": 2}).name == "shift"
+    assert op.choose("auto", "cuda", call={"length": 2}).name == "sum"
 
 
 def test_auto_passes_over_what_cannot_serve_the_call_with_the_reason(op):
-    choice = op.choose("auto", "cpu", facts={"length": 5})
+    choice = op.choose("auto", "cpu", call={"length": 5})
     assert choice.name == "sum"
     assert choice.passed_over == {"shift": "5 is above 4", "chip": "does not run on cpu"}
 
@@ -36,7 +36,7 @@ def test_auto_passes_over_what_cannot_serve_the_call_with_the_reason(op):
 def test_auto_takes_nothing_that_may_refuse_where_the_call_is_not_known(op):
     choice = op.choose("auto", "cpu")
     assert choice.name == "sum"
-    assert choice.passed_over["shift"] == "may refuse a call, and nothing is known of it here"
+    assert choice.passed_over["shift"] == "may not serve the call, whose shapes are not known here"
 
 
 def test_a_name_serves_wherever_it_runs_whatever_its_level(op):
@@ -45,17 +45,17 @@ def test_a_name_serves_wherever_it_runs_whatever_its_level(op):
 
 
 def test_every_other_implementation_has_its_reason_and_the_choice_its_own(op):
-    choice = op.choose("auto", "cpu", facts={"length": 1})
+    choice = op.choose("auto", "cpu", call={"length": 1})
     assert choice.because == "level 20 on cpu"
     assert choice.passed_over == {
         "sum": "level 10 on cpu, where shift has 20",
         "chip": "does not run on cpu",
     }
     assert op.choose("auto", "neuron").passed_over["chip"] == "level 1 on neuron, where sum has 10"
-    assert op.choose("sum", "cpu").passed_over["shift"].startswith("may refuse a call")
-    asked = op.choose("sum", "cpu", facts={"length": 1})
+    assert op.choose("sum", "cpu").passed_over["shift"].startswith("may not serve the call")
+    asked = op.choose("sum", "cpu", call={"length": 1})
     assert str(asked) == (
-        "sum (asked for); not shift: model.doubling='sum' was asked for; not chip: does not run on cpu"
+        "sum (requested); not shift: model.doubling='sum' was requested; not chip: does not run on cpu"
     )
 
 
@@ -65,42 +65,44 @@ class Measured:
     def __init__(self, **seconds):
         self.times = seconds
 
-    def entry(self, op_key, facts):
-        return self if (op_key, facts) == ("model.doubling", {"length": 2}) else None
+    def entry(self, op_key, call):
+        return self if (op_key, call) == ("model.doubling", {"length": 2}) else None
 
 
 def test_measured_times_come_before_levels_for_the_call_they_were_measured_at(op):
     times = Measured(sum=0.001, shift=0.0025)
-    choice = op.choose("auto", "cpu", facts={"length": 2}, times=times)
+    choice = op.choose("auto", "cpu", call={"length": 2}, times=times)
     assert (choice.name, choice.because) == ("sum", "1 ms, the fastest in times.json (at 1 of its 2 rows)")
-    assert choice.passed_over["shift"] == "2.5 ms, 2.50 times that of sum"
-    other = op.choose("auto", "cpu", facts={"length": 3}, times=times)
-    assert (other.name, other.because) == ("shift", "level 20 on cpu; times.json has no times of this call")
-    assert op.choose("shift", "cpu", facts={"length": 2}, times=times).name == "shift"
+    assert choice.passed_over["shift"] == "2.5 ms, 2.50 times as long as sum"
+    other = op.choose("auto", "cpu", call={"length": 3}, times=times)
+    assert (other.name, other.because) == ("shift", "level 20 on cpu; times.json has no times for this call")
+    assert op.choose("shift", "cpu", call={"length": 2}, times=times).name == "shift"
 
 
 def test_an_implementation_without_a_time_is_passed_over_where_others_have_one(op):
-    choice = op.choose("auto", "cpu", facts={"length": 2}, times=Measured(sum=0.001))
+    choice = op.choose("auto", "cpu", call={"length": 2}, times=Measured(sum=0.001))
     assert choice.name == "sum"
     assert choice.passed_over["shift"] == "not measured"
 
 
 def test_the_fastest_measured_is_not_taken_where_it_cannot_run(op):
-    assert op.choose("auto", "cpu", facts={"length": 2}, times=Measured(chip=1e-6, sum=0.2)).name == "sum"
+    assert op.choose("auto", "cpu", call={"length": 2}, times=Measured(chip=1e-6, sum=0.2)).name == "sum"
 
 
 def test_a_call_that_nothing_can_serve_is_an_error_with_every_reason():
     op = Op("model.doubling")
     op.register(Implementation("shift", abs, {"cpu": 1}, short_only))
     op.register(Implementation("chip", abs, {"neuron": 1}))
-    message = r"^model.doubling has no implementation for cpu and this call: shift: 5 is above 4; chip: does not run on"
+    message = r"^model.doubling has no implementation that serves this call on cpu: shift: 5 is above 4; chip: does not"
     with pytest.raises(ValueError, match=message):
-        op.choose("auto", "cpu", facts={"length": 5})
+        op.choose("auto", "cpu", call={"length": 5})
 
 
 def test_a_name_that_cannot_serve_the_call_is_refused_before_anything_is_traced(op):
-    with pytest.raises(ValueError, match=r"^model.doubling='shift' cannot serve: 5 is above 4. Others are sum, chip."):
-        op.choose("shift", "cpu", facts={"length": 5})
+    with pytest.raises(
+        ValueError, match=r"^model.doubling='shift' cannot serve this call: 5 is above 4. Use one of auto, sum, chip."
+    ):
+        op.choose("shift", "cpu", call={"length": 5})
 
 
 def test_devices_of_platform_gpu_take_what_is_lowered_for_cuda():
@@ -172,13 +174,15 @@ def test_export_for_several_platforms_holds_all_their_kernels(waves):
 def test_a_name_that_is_unknown_or_runs_elsewhere_is_refused(op):
     with pytest.raises(ValueError, match=r"^model.doubling='fast' is not one of auto, sum, shift\.$"):
         op.choose("fast", "cpu")
-    with pytest.raises(ValueError, match=r"^model.doubling='chip' serves neuron and not cpu; use one of auto, sum, "):
+    with pytest.raises(ValueError, match=r"^model.doubling='chip' runs on neuron, not on cpu; use one of auto, sum, "):
         op.choose("chip", "cpu")
 
 
 def test_a_call_that_cannot_be_served_raises_with_the_reasons_and_never_falls_back(op):
     assert op.run("shift", 21, length=2) == 42
-    with pytest.raises(ValueError, match=r"^model.doubling='shift' cannot serve: 5 is above 4. Others are sum, chip."):
+    with pytest.raises(
+        ValueError, match=r"^model.doubling='shift' cannot serve this call: 5 is above 4. Use one of auto, sum, chip."
+    ):
         op.run("shift", 21, length=5)
     for unresolved in ("auto", "fast"):
         with pytest.raises(
@@ -188,7 +192,7 @@ def test_a_call_that_cannot_be_served_raises_with_the_reasons_and_never_falls_ba
 
 
 def test_a_name_is_registered_once(op):
-    with pytest.raises(ValueError, match="there is an implementation 'sum' already"):
+    with pytest.raises(ValueError, match="implementation 'sum' is registered already"):
         op.register(Implementation("sum", abs, {"*": 0}))
-    with pytest.raises(ValueError, match="'auto' already"):
+    with pytest.raises(ValueError, match="'auto' is registered already"):
         op.register(Implementation("auto", abs, {"*": 0}))

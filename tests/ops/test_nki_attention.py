@@ -79,9 +79,9 @@ FITS = {"q_shape": (1, 4096, 32, 128), "num_kv_heads": 8, "dtype": jnp.bfloat16,
     ("change", "reason"),
     [
         ({"has_segments": True}, "takes no segment ids"),
-        ({"window": 1024}, "takes a window of 1024 with a scale of 1 alone"),
+        ({"window": 1024}, "takes a window, here 1024, only with a scale of 1"),
         ({"q_shape": (1, 4096, 32, 256)}, "model.head_dim=256 is above 128"),
-        ({"q_shape": (1, 4000, 32, 128)}, "4000 is no multiple of 512"),
+        ({"q_shape": (1, 4000, 32, 128)}, "4000 is not a multiple of 512"),
         ({"q_shape": (1, 262144, 32, 128)}, "262144 is above 131072"),
         ({"q_shape": (17, 4096, 32, 128)}, "17 rows x 32 heads on one device are above 512"),
         ({"dtype": jnp.float64}, "dtype float64 is not one of"),
@@ -89,18 +89,20 @@ FITS = {"q_shape": (1, 4096, 32, 128), "num_kv_heads": 8, "dtype": jnp.bfloat16,
     ids=["segments", "window", "head", "multiple", "length", "batch", "dtype"],
 )
 def test_what_the_kernels_cannot_honour_is_refused_with_the_reason(change, reason):
-    assert nki.supports(**FITS) == []
-    [found] = nki.supports(**(FITS | change))
+    assert nki.unsupported_reasons(**FITS) == []
+    [found] = nki.unsupported_reasons(**(FITS | change))
     assert reason in found
 
 
 def test_the_op_refuses_segments_instead_of_ignoring_them():
     q, k, v, _ = inputs("gqa")
-    with pytest.raises(ValueError, match=r"^model.attention='nki' cannot serve: the kernel takes no segment ids"):
+    with pytest.raises(
+        ValueError, match=r"^model.attention='nki' cannot serve this call: the kernel takes no segment ids"
+    ):
         attention_op.attention(
             q, k_BSKH=k, v_BSKH=v, segment_ids_BT=jnp.ones(q.shape[:2], jnp.int32), implementation="nki"
         )
-    with pytest.raises(ValueError, match=r"^model.attention='nki' serves neuron and not cpu"):
+    with pytest.raises(ValueError, match=r"^model.attention='nki' runs on neuron, not on cpu"):
         attention_op.OP.choose("nki", "cpu")
 
 
@@ -110,10 +112,10 @@ def test_a_model_that_names_the_kernel_lowers_for_neuron_and_refuses_to_run_on_c
     calls = make_program(config, planned_layout(config, 8, platform="neuron")).trace_step().jaxpr
     assert "nki_attention_forward" in str(calls)
     assert "nki_attention_backward" in str(calls)
-    with pytest.raises(ValueError, match=r"^model.attention='nki' serves neuron and not cpu"):
+    with pytest.raises(ValueError, match=r"^model.attention='nki' runs on neuron, not on cpu"):
         make_program(config, planned_layout(config, 8, platform="cpu"))
     decoder = Decoder(config.model, rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match=r"^model.attention='nki' serves neuron and not cpu"):
+    with pytest.raises(ValueError, match=r"^model.attention='nki' runs on neuron, not on cpu"):
         decoder(np.zeros((1, 512), np.int32))
 
 
@@ -149,5 +151,5 @@ def test_every_program_of_a_run_with_the_kernels_is_made_where_there_is_no_neuro
     made = {name: str(trace().jaxpr) for name, trace in programs.items()}
     assert "nki_attention_backward" in made["train"]
     assert "nki_attention_forward" in made["eval"]
-    with pytest.raises(ValueError, match=r"^model.attention='nki' serves neuron and not cpu"):
+    with pytest.raises(ValueError, match=r"^model.attention='nki' runs on neuron, not on cpu"):
         make_program(config, planned_layout(config, 1, platform="cpu"))

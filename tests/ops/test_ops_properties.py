@@ -19,8 +19,6 @@ from jax.sharding import PartitionSpec as P
 
 from hlat_jax.ops import attention, chunked_attention, cross_entropy, dialect, norm, rope, swiglu
 from hlat_jax.ops.gpu import attention as gpu
-from hlat_jax.ops.gpu import norm as gpu_norm
-from hlat_jax.ops.gpu import swiglu as gpu_swiglu
 from hlat_jax.ops.nki import attention as nki
 from hlat_jax.ops.registry import OPS
 from hlat_jax.parallel.collectives import ParallelContext
@@ -42,12 +40,12 @@ class Subject:
 
     Attributes:
       run: (q, k, v, segment_ids, window) -> output.
-      supports: of the implementation.
+      unsupported_reasons: of the implementation.
       place: T of a row must be a multiple of it.
     """
 
     run: Callable
-    supports: Callable
+    unsupported_reasons: Callable
     place: int = 1
 
 
@@ -65,8 +63,8 @@ def serves_all(**_):
 
 
 SUBJECTS = {name: Subject(of_op(name), serves_all) for name in ("einsum", "blocked", "chunked")}
-SUBJECTS["nki, its reference"] = Subject(of_op("nki"), nki.supports, 512)
-SUBJECTS["triton, interpreted"] = Subject(interpreted, gpu.triton_supports, 128)
+SUBJECTS["nki, its reference"] = Subject(of_op("nki"), nki.unsupported_reasons, 512)
+SUBJECTS["triton, interpreted"] = Subject(interpreted, gpu.triton_unsupported_reasons, 128)
 
 
 @pytest.fixture(autouse=True)
@@ -197,8 +195,8 @@ def test_attention_has_the_property_or_refuses_the_call(name, property_name):
     subject, (holds, packed, window) = SUBJECTS[name], PROPERTIES[property_name]
     q, k, *_ = inputs(1, 512)
     ids = np.ones(q.shape[:2], np.int32) if packed else None
-    facts = attention.call(q.shape, k.shape[2], dtype=q.dtype, has_segments=packed, window=window)
-    why = "; ".join(subject.supports(**facts))
+    call = attention.describe_call(q.shape, k.shape[2], dtype=q.dtype, has_segments=packed, window=window)
+    why = "; ".join(subject.unsupported_reasons(**call))
     if not why:
         holds(subject)
         return
@@ -345,21 +343,16 @@ def test_a_perturbed_loss_fails(how, monkeypatch):
 # RMSNorm, SwiGLU and RoPE, likewise.
 
 
-INTERPRETED = "triton, interpreted"
 EPS = 0.1  # large, so that it counts
 PLACES = 2**16 - 3 + 7 * np.arange(38)
 FREQUENCIES = rope.rope_frequencies(8, theta=1e4)
 
 
 def run_rms_norm(name, x, scale, eps=EPS):
-    if name == INTERPRETED:
-        return gpu_norm.rms_norm(x, scale=scale, eps=eps, interpret=True)
     return norm.rms_norm(x, scale=scale, eps=eps, implementation=name)
 
 
 def run_swiglu(name, gate, up):
-    if name == INTERPRETED:
-        return gpu_swiglu.swiglu(gate, up=up, interpret=True)
     return swiglu.swiglu(gate, up=up, implementation=name)
 
 
@@ -486,9 +479,7 @@ LAYER_PROPERTIES = {
     "rows apart": layer_op_keeps_rows_apart,
     "sharded is unsharded": layer_op_is_the_same_over_devices,
 }
-LAYER_SUBJECTS = [
-    (key, INTERPRETED if name == "triton" else name) for key, one in LAYER_OPS.items() for name in one.op.names
-]
+LAYER_SUBJECTS = [(key, name) for key, one in LAYER_OPS.items() for name in one.op.names]
 
 
 @pytest.mark.parametrize("property_name", LAYER_PROPERTIES)
@@ -612,39 +603,13 @@ def kernels_by_platform(traced):
     }
 
 
-@pytest.mark.parametrize("key", ["rms_norm", "swiglu"])
-def test_our_kernels_stand_in_the_program_for_cuda_forward_and_backward_and_nowhere_else(key):
-    one = LAYER_OPS[key]
-    names = {"cuda": "triton", "cpu": "reference", "neuron": "recomputed"}
-    traced = value_and_grads(functools.partial(one.run, names)).trace(*one.arrays(one.shapes_bf16, jnp.bfloat16))
-    assert kernels_by_platform(traced) == {"cpu": 0, "cuda": 2, "neuron": 0}
-
-
-@pytest.mark.parametrize(
-    ("key", "x_shape", "dtype", "reason"),
-    [
-        ("rms_norm", (1, 8, 20_000), "bfloat16", "rows of 20,000 are wider than 16,384"),
-        ("rms_norm", (2**10, 2**10, 2**11), "bfloat16", "2,147,483,648 elements on one device are above 2,147,483,647"),
-        ("swiglu", (2**10, 2**10, 2**11), "float32", "2,147,483,648 elements on one device are above 2,147,483,647"),
-        ("swiglu", (1, 8, 64), "float64", "dtype float64 is not one of bfloat16, float16, float32"),
-    ],
-    ids=["width", "elements of a norm", "elements", "dtype"],
-)
-def test_what_our_kernels_cannot_serve_is_refused_with_the_reason(key, x_shape, dtype, reason):
-    op, facts = LAYER_OPS[key].op, {"x_shape": x_shape, "dtype": dtype}
-    assert op.choose("triton", "cuda", facts={"x_shape": (1, 8, 64), "dtype": "bfloat16"}).name == "triton"
-    assert op.choose("auto", "cuda", facts=facts).passed_over["triton"] == reason
-    with pytest.raises(ValueError, match=f"^model.{key}='triton' cannot serve: {reason}"):
-        op.choose("triton", "cuda", facts=facts)
-
-
 def test_operands_that_do_not_fit_each_other_are_refused_with_their_numbers():
     x, cos = jnp.ones((1, 3, 2, 8)), jnp.ones((1, 3, 4))
-    with pytest.raises(ValueError, match=r"model.head_dim=7 must be even: rotary embeddings turn pairs"):
+    with pytest.raises(ValueError, match=r"model.head_dim=7 must be even: rotary embeddings rotate pairs"):
         rope.apply_rope(x[..., :7], cos=cos, sin=cos, implementation="reference")
-    with pytest.raises(ValueError, match=r"cos is 1 and sin 4 wide, and heads of 8 have 4 pairs"):
+    with pytest.raises(ValueError, match=r"cos has width 1 and sin 4; head_dim=8 has 4 pairs"):
         rope.apply_rope(x, cos=cos[..., :1], sin=cos, implementation="reference")
-    with pytest.raises(ValueError, match=r"gate is float32\[1, 3, 4\] and up float32\[3, 4\]; they must be alike"):
+    with pytest.raises(ValueError, match=r"gate is float32\[1, 3, 4\] and up float32\[3, 4\]; they must be equal"):
         swiglu.swiglu(cos, up=cos[0], implementation="reference")
 
 
@@ -659,12 +624,12 @@ def test_triton_stands_in_the_program_for_cuda_forward_and_backward_and_nowhere_
 
 
 def test_cudnn_without_its_library_is_passed_over_with_its_own_words_and_a_name_says_them():
-    facts = attention.call((1, 128, 4, 64), 2, dtype=jnp.bfloat16, has_segments=False)
-    choice = attention.OP.choose("auto", "cuda", facts=facts)
+    call = attention.describe_call((1, 128, 4, 64), 2, dtype=jnp.bfloat16, has_segments=False)
+    choice = attention.OP.choose("auto", "cuda", call=call)
     assert choice.name == "einsum"
     assert choice.passed_over["cudnn"] == "cuDNN is not detected."
-    with pytest.raises(ValueError, match=r"model.attention='cudnn' cannot serve: cuDNN is not detected\.\."):
-        attention.OP.choose("cudnn", "cuda", facts=facts)
+    with pytest.raises(ValueError, match=r"model.attention='cudnn' cannot serve this call: cuDNN is not detected\.\."):
+        attention.OP.choose("cudnn", "cuda", call=call)
 
 
 def test_cudnn_is_asked_for_what_the_call_is(monkeypatch):
@@ -675,28 +640,28 @@ def test_cudnn_is_asked_for_what_the_call_is(monkeypatch):
         return q
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", fake)
-    facts = attention.call((2, 128, 4, 64), 2, dtype=jnp.bfloat16, has_segments=False, window=32)
-    assert gpu.cudnn_supports(**facts) == []
+    call = attention.describe_call((2, 128, 4, 64), 2, dtype=jnp.bfloat16, has_segments=False, window=32)
+    assert gpu.cudnn_unsupported_reasons(**call) == []
     options = {"is_causal": True, "local_window_size": (31, 0), "implementation": "cudnn"}
     assert asked == [((2, 128, 4, 64), (2, 128, 2, 64), jnp.bfloat16, options)]
-    [reason] = gpu.cudnn_supports(**facts | {"has_segments": True})
-    assert "takes no segment ids" in reason
+    [reason] = gpu.cudnn_unsupported_reasons(**call | {"has_segments": True})
+    assert "takes segment ids (data.packing=documents) only as a mask" in reason
 
 
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
         ({"window": 64}, "takes no window"),
-        ({"q_shape": (1, 100, 4, 64)}, "100 is no multiple of 128"),
+        ({"q_shape": (1, 100, 4, 64)}, "100 is not a multiple of 128"),
         ({"q_shape": (1, 128, 4, 256)}, "model.head_dim=256 is above 128"),
         ({"dtype": "float64"}, "dtype float64 is not one of"),
     ],
     ids=["window", "multiple", "head", "dtype"],
 )
 def test_what_triton_cannot_honour_is_refused_with_the_reason(change, reason):
-    facts = attention.call((1, 128, 4, 64), 2, dtype=jnp.bfloat16, has_segments=True)
-    assert gpu.triton_supports(**facts) == []
-    [found] = gpu.triton_supports(**facts | change)
+    call = attention.describe_call((1, 128, 4, 64), 2, dtype=jnp.bfloat16, has_segments=True)
+    assert gpu.triton_unsupported_reasons(**call) == []
+    [found] = gpu.triton_unsupported_reasons(**call | change)
     assert reason in found
 
 

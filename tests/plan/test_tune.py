@@ -18,7 +18,7 @@ from hlat_jax.plan import tune
 from hlat_jax.resolve import resolve
 
 COMMITTED = sorted((pathlib.Path(__file__).resolve().parents[2] / "benchmarks" / "tuned").glob("*.json"))
-CALL = attention.call((2, 32, 4, 8), 2, dtype="float32", has_segments=True, window=8)
+CALL = attention.describe_call((2, 32, 4, 8), 2, dtype="float32", has_segments=True, window=8)
 
 
 EIGHT_ROWS = "--config.data.batch_size=8"  # one for each device of the tests
@@ -42,19 +42,19 @@ def test_every_implementation_that_can_serve_is_measured_and_the_others_have_the
     assert all(seconds > 0 for seconds in entry.times.values())
     assert entry.winner == min(entry.times, key=entry.times.get)
     assert entry.passed_over == dict.fromkeys(("nki", "cudnn", "triton"), "does not run on cpu")
-    assert entry.facts == json.loads(json.dumps(CALL))
+    assert entry.call == json.loads(json.dumps(CALL))
     assert entry.rows_measured == 1
 
 
 @pytest.mark.parametrize("key", ["rms_norm", "swiglu", "rope"])
 def test_every_op_of_a_layer_is_measured_at_the_shapes_of_a_run(key, tmp_path):
     one = resolved(micro.write_config(tmp_path))
-    facts = choices.calls(one, here(one))[key]
+    call = choices.calls(one, here(one))[key]
     rows_and_places = [1, one.data.seq_len]
-    assert list(facts["x_shape"][:2]) == rows_and_places
-    entry = tune.measured(OPS[key], facts, platform="cpu", num_rounds=1, num_rows=0)
-    assert set(entry.times) == set(OPS[key].names) - {"triton"}
-    assert entry.passed_over == ({} if key == "rope" else {"triton": "does not run on cpu"})
+    assert list(call["x_shape"][:2]) == rows_and_places
+    entry = tune.measured(OPS[key], call, platform="cpu", num_rounds=1, num_rows=0)
+    assert set(entry.times) == set(OPS[key].names)
+    assert entry.passed_over == {}
 
 
 def test_rounds_run_every_implementation_in_turn_and_each_begins_with_another():
@@ -92,7 +92,7 @@ def test_the_table_of_a_run_is_honoured_whatever_the_levels_say(tuned, capsys):
     one = resolved(path, ops_table=str(out))
     choice = choices.choices(one, here(one))["attention"]
     assert (choice.name, choice.because) == ("einsum", f"1 ms, the fastest in {out}")
-    assert choice.passed_over["chunked"] == "4 ms, 4.00 times that of einsum"
+    assert choice.passed_over["chunked"] == "4 ms, 4.00 times as long as einsum"
     assert choices.chosen_model(one, here(one)).attention == "einsum"
     named = resolved(path, ops_table=str(out), attention="chunked")
     assert choices.chosen_model(named, here(named)).attention == "chunked"
@@ -106,7 +106,7 @@ def test_a_call_that_was_not_measured_goes_by_level_and_says_so(tuned):
     c.model.ops_table, c.data.batch_size = str(out), 16
     one = resolve(c)
     choice = choices.choices(one, here(one))["attention"]
-    assert choice.because == f"level 20 on cpu; {out} has no times of this call"
+    assert choice.because == f"level 20 on cpu; {out} has no times for this call"
 
 
 def test_measuring_again_replaces_the_entries_of_the_same_calls_alone(tuned):
@@ -132,7 +132,7 @@ def test_a_call_of_which_some_rows_were_timed_says_so_and_does_not_replace_all_o
     assert choices.choices(one, here(one))["rope"].because.endswith(f"the fastest in {out} (at 1 of its 2 rows)")
     assert command.main(words) == 0
     assert choices.choices(one, here(one))["rope"].because.endswith(f"the fastest in {out}")
-    with pytest.raises(ValueError, match=r"--rows=1: .* has times of rope at 2 rows, which say more. Give --rows=2"):
+    with pytest.raises(ValueError, match=r"--rows=1: .* already has times of rope at 2 rows. Give --rows=2"):
         command.main([*words, "--rows=1"])
 
 
@@ -143,9 +143,9 @@ def test_the_calls_of_a_run_on_more_devices_are_timed_on_one(tmp_path):
     c = config.load(str(path))
     c.data.batch_size, c.parallel.tensor = 32, 2
     one = resolve(c)
-    facts = choices.calls(one, planned_layout(one, 64, platform="cpu"))["rope"]
-    assert facts["x_shape"][2] == one.model.num_heads // 2
-    assert table.read(str(out)).entry("model.rope", facts).rows_measured == 1
+    call = choices.calls(one, planned_layout(one, 64, platform="cpu"))["rope"]
+    assert call["x_shape"][2] == one.model.num_heads // 2
+    assert table.read(str(out)).entry("model.rope", call).rows_measured == 1
     assert command.main(["choices", *words, f"--config.model.ops_table={out}"]) == 0
 
 
@@ -154,7 +154,7 @@ def test_a_table_made_before_an_op_had_a_choice_is_read_and_its_other_calls_go_b
     one = resolved(path, ops_table=str(out))
     found = choices.choices(one, here(one))
     assert found["attention"].because.endswith(f"the fastest in {out}")
-    without = f"level 10 on cpu; {out} has no times of this call"
+    without = f"level 10 on cpu; {out} has no times for this call"
     for key, chosen in (("rms_norm", "recomputed"), ("swiglu", "recomputed"), ("rope", "reference")):
         assert (found[key].name, found[key].because) == (chosen, without)
 
@@ -163,11 +163,11 @@ def test_a_table_of_another_kind_of_device_is_refused_with_both_kinds_and_the_wa
     path, out = tuned
     edited(out, device_kind="TPU v9")
     one, kind = resolved(path, ops_table=str(out)), table.device_kind(jax.devices()[0])
-    with pytest.raises(ValueError, match="was made on 'TPU v9'") as caught:
+    with pytest.raises(ValueError, match="was measured on 'TPU v9'") as caught:
         choices.chosen_model(one, here(one))
-    assert f"this is {kind!r} (cpu)" in str(caught.value)
-    assert "Make one for this device with python -m hlat_jax.plan tune" in str(caught.value)
-    with pytest.raises(ValueError, match="name another file, or remove it"):
+    assert f"this device is {kind!r} (cpu)" in str(caught.value)
+    assert "Measure this device with python -m hlat_jax.plan tune" in str(caught.value)
+    with pytest.raises(ValueError, match="give another file, or remove this one"):
         command.main(["tune", f"--config={path}", EIGHT_ROWS, f"--out={out}"])
 
 
@@ -176,13 +176,13 @@ def test_a_plan_for_another_platform_refuses_the_table_and_one_for_its_own_takes
     one = resolved(path, ops_table=str(out))
     winner = json.loads(out.read_text())["entries"][0]["winner"]
     assert choices.chosen_model(one, planned_layout(one, 8, platform="cpu")).attention == winner
-    with pytest.raises(ValueError, match=r"this is 'planned' \(neuron\)"):
+    with pytest.raises(ValueError, match=r"this device is 'planned' \(neuron\)"):
         choices.chosen_model(one, planned_layout(one, 8, platform="neuron"))
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [(None, "cannot be read"), ("[]", "is no table"), ('{"entries": [{"op": "x"}]}', "is no table")],
+    [(None, "cannot be read"), ("[]", "is not a table"), ('{"entries": [{"op": "x"}]}', "is not a table")],
 )
 def test_a_file_that_is_no_table_is_refused(text, message, tmp_path):
     file = tmp_path / "tuned.json"
@@ -197,21 +197,21 @@ def test_a_winner_that_is_not_the_fastest_is_refused(tuned):
     tree = json.loads(out.read_text())
     tree["entries"][0]["winner"] = max(tree["entries"][0]["times"], key=tree["entries"][0]["times"].get)
     edited(out, entries=tree["entries"])
-    with pytest.raises(ValueError, match=r"is no table of measured times .*has winner"):
+    with pytest.raises(ValueError, match=r"is not a table of measured times .*has winner"):
         table.read(str(out))
 
 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"times": {"dense": "0.1"}}, "has '0.1' for dense, which is no float of seconds above 0"),
+        ({"times": {"dense": "0.1"}}, "has '0.1' for dense, which must be seconds, a float above 0"),
         ({"times": {"dense": 0}}, "has 0 for dense"),
         ({"times": {"dense": -0.1}}, "has -0.1 for dense"),
         ({"times": {"dense": float("nan")}}, "has nan for dense"),
         ({"times": {"dens": 0.1}, "winner": "dens"}, "has a time of 'dens', which is not one of dense, chunked"),
         ({"winner": "chunked"}, "has winner 'chunked' and times {'dense': 0.1}"),
         ({"times": {}}, "has winner 'dense' and times {}"),
-        ({"op": "model.los"}, "is of no op: those are model.attention, model.cross_entropy"),
+        ({"op": "model.los"}, "names an unknown op; ops are model.attention, model.cross_entropy"),
     ],
     ids=str,
 )
@@ -220,12 +220,12 @@ def test_an_entry_that_cannot_be_is_refused_with_the_file_the_entry_and_the_way_
     entry |= {"passed_over": {}, "rows_measured": 1} | changes
     out = tmp_path / "tuned.json"
     out.write_text(json.dumps({"platform": "cpu", "device_kind": "x", "jax": "0.1", "entries": [entry]}))
-    with pytest.raises(ValueError, match="is no table of measured times") as caught:
+    with pytest.raises(ValueError, match="is not a table of measured times") as caught:
         table.read(str(out))
     message = str(caught.value)
     assert f"(entry 0, {entry['op']} at {{'vocab_rows': 8}}, {said}" in message
     assert message.startswith(str(out))
-    assert "make it again with python -m hlat_jax.plan tune" in message
+    assert "write it again with python -m hlat_jax.plan tune" in message
 
 
 def test_a_table_of_another_version_of_jax_is_honoured_and_the_reason_says_so(tuned):
@@ -234,7 +234,7 @@ def test_a_table_of_another_version_of_jax_is_honoured_and_the_reason_says_so(tu
     one = resolved(path, ops_table=str(out))
     found = choices.choices(one, here(one))
     assert found["attention"].because.endswith(f"the fastest in {out}, made with JAX 0.1.2")
-    assert found["rope"].because.endswith(f"{out}, made with JAX 0.1.2 has no times of this call")
+    assert found["rope"].because.endswith(f"{out}, made with JAX 0.1.2 has no times for this call")
 
 
 def test_the_kind_of_a_cpu_is_its_model_and_of_others_what_jax_says():

@@ -311,7 +311,7 @@ def _base(settings, folder):
 
 def _write_inputs(folder):
     model = resolve(config_lib.load(str(micro.write_config(folder)))).model
-    about = weights_folder.About(model, step=0, tokenizer="", origin={})
+    about = weights_folder.WeightsInfo(model, step=0, tokenizer="", origin={})
     with weights_folder.new_weights(folder / "start", about=about, files={}) as leaves:
         for name, leaf in leaves_by_name(abstract_params(model)).items():
             with leaves.leaf(name, leaf.shape, np.dtype(np.float32)) as write:
@@ -331,8 +331,8 @@ def _write_inputs(folder):
 def _write_table(config, path):
     """Writes times by which `einsum`, which levels pass over here, serves the attention of one device's run."""
     device = jax.devices()[0]
-    facts = table.as_json(calls(config, make_layout(config.parallel, [device]))["attention"])
-    entry = table.Entry("model.attention", facts, {"einsum": 1.0, "blocked": 2.0}, "einsum", {}, 1)
+    call = table.as_json(calls(config, make_layout(config.parallel, [device]))["attention"])
+    entry = table.Measurement("model.attention", call, {"einsum": 1.0, "blocked": 2.0}, "einsum", {}, 1)
     table.write(table.Table(path, "cpu", table.device_kind(device), jax.__version__, (entry,)))
 
 

@@ -216,8 +216,11 @@ def test_foreign_code_trains_the_model_with_nnx_idioms():
         ({"remat": "names:nothing"}, "names .*nothing.*; layers name"),
         ({"remat": "ful"}, "must be auto, none, full, selective"),
         ({"attention": "flash"}, "attention='flash' is not one of"),
-        ({"rms_norm": "triton"}, "model.rms_norm='triton' serves cuda and not cpu; use one of auto, reference, recomp"),
-        ({"swiglu": "triton"}, "model.swiglu='triton' serves cuda and not cpu"),
+        (
+            {"attention": "triton"},
+            "model.attention='triton' runs on cuda, not on cpu; use one of auto, einsum, blocked",
+        ),
+        ({"rms_norm": "fused"}, "model.rms_norm='fused' is not one of auto, reference, recomputed"),
         ({"rope": "pairs"}, "model.rope='pairs' is not one of auto, reference, paired. Did you mean 'paired'"),
         ({"rope_scaling": "Llama3"}, "rope_scaling='Llama3' is not one of none, llama3. Did you mean 'llama3'"),
         ({"layer_loop": "scna"}, "Did you mean 'scan'"),

@@ -296,7 +296,7 @@ def test_the_loss_is_given_the_implementations_of_the_dialects_and_the_report_ha
     assert given
     assert all(one == {"swiglu": "reference", "rms_norm": "recomputed"} for one in given)
     told = str(report(program, program.init(params), batch))
-    assert "model.swiglu: reference (asked for)" in told
+    assert "model.swiglu: reference (requested)" in told
     assert "model.rms_norm: recomputed (level" in told
 
 
@@ -304,8 +304,8 @@ def test_dialects_that_cannot_be_given_or_do_not_run_here_are_refused():
     def loss(params, batch, *, dialects):
         return jnp.sum(params["w"])
 
-    options = ProgramOptions(POLICIES["fp32"], dialects={"rms_norm": "triton"})
-    with pytest.raises(ValueError, match="serves cuda and not cpu"):
+    options = ProgramOptions(POLICIES["fp32"], dialects={"attention": "triton"})
+    with pytest.raises(ValueError, match="runs on cuda, not on cpu"):
         training_program(loss, optax.sgd(0.1), options=options)
     with pytest.raises(ValueError, match=r"define it as loss\(params, batch, \*, dialects\)"):
         training_program(linear, optax.sgd(0.1), options=options)

@@ -34,7 +34,7 @@ def test_write_whole_that_fails_leaves_the_file_of_before_and_nothing_beside_it(
     [
         (b"[" * 100_000, "nested deeper than 100 levels"),
         (b'{"a": ' * 500 + b"1" + b"}" * 500, "nested deeper than 100 levels"),
-        (b"[]", "holds no JSON object"),
+        (b"[]", "must hold a JSON object"),
         (b"", "is not JSON: Expecting value"),
         (b'{"a": 1, "a": 2}', "is not JSON: key 'a' appears twice"),
         (b'{"%s": 1, "%s": 2}' % (b"a" * 1000, b"a" * 1000), "is not JSON: key 'a{99} appears twice"),

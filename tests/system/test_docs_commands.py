@@ -42,7 +42,6 @@ SHORTER = (
 # Other tasks and another model than those shown, which are fetched or trained for months.
 LOCAL = (
     (r"(hlat_jax.evaluate --checkpoint=)\S+ --tasks=\S+", r"\1runs/tiny --tasks=local_choice --tasks_folder=my_tasks"),
-    (r"^lm_eval ", "python -m hlat_jax.eval "),  # which the wheel tells of us: test_wheel has the command itself
     (r"checkpoint=runs/[^ ]+ --tasks \S+", "checkpoint=runs/tiny --tasks local_rolling --include_path my_tasks"),
 )
 

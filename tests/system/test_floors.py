@@ -12,18 +12,18 @@ PACKAGE = ROOT / "hlat_jax"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 # The one module that is about a library which brings torch or its relatives along; nothing imports it at its top.
-ADAPTERS = ("hlat_jax.evaluate.harness", "hlat_jax.evaluate.model_type")
+ADAPTERS = ("hlat_jax.evaluate.harness", "hlat_jax.evaluate.lm_eval_compat", "hlat_jax.evaluate.model_type")
 
 # Products that read as an einsum: the equation, its operands, the context.
 PRODUCTS = ("column_parallel", "row_parallel")
 
 # Functions whose arguments are for others to say: Optax, a command line, the evaluation harness.
-OF_OTHERS = ("update", "parse", "create_from_arg_string", "create_from_arg_obj", "find_spec")
+OF_OTHERS = ("update", "parse", "create_from_arg_string", "create_from_arg_obj")
 
 # From the ground up, as docs/design.md has them. A room is a folder, or a single module of the spine. A module imports
 # rooms of lower floors, and modules of its own room.
 FLOORS = (
-    ("assets", "batch", "precision", "byte_sizes"),
+    ("assets", "eval", "batch", "precision", "byte_sizes"),
     ("config",),
     ("cost", "resolve"),
     ("host",),

@@ -5,10 +5,8 @@ import os
 import shutil
 import subprocess
 import sys
-import sysconfig
 import zipfile
 
-import local_tasks
 import micro
 import pytest
 
@@ -21,7 +19,7 @@ def wheel(tmp_path_factory):
     folder = tmp_path_factory.mktemp("wheel")
     copy = folder / "source"
     copy.mkdir()
-    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE", "NOTICE"):
+    for name in ("pyproject.toml", "README.md", "LICENSE", "NOTICE"):
         shutil.copy(micro.REPOSITORY / name, copy)
     for name in ("hlat_jax", "configs", "tests"):
         shutil.copytree(micro.REPOSITORY / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -49,7 +47,7 @@ def test_wheel_holds_all_modules_configs_and_assets_and_no_tests(wheel):
     expected |= {f"hlat_jax/configs/{path.name}" for path in configs.glob("*.py")}
     assets = [path for suffix in ("jsonl", "model", "mplstyle") for path in (package / "assets").glob(f"*.{suffix}")]
     expected |= {f"hlat_jax/assets/{path.name}" for path in assets}
-    assert names == expected | {"hlat_jax_lm_eval.pth"}
+    assert names == expected
     licences = {name.rsplit("/", 1)[-1] for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/licenses/" in name}
     assert licences == {"LICENSE", "NOTICE"}
 
@@ -80,55 +78,3 @@ def test_wheel_trains_tiny_where_the_repository_is_not(wheel, tmp_path):
         words = [sys.executable, "-m", "hlat_jax.train", f"--config={config}", "--print_config"]
         told = subprocess.run(words, cwd=elsewhere, env=env, capture_output=True, text=True, timeout=60, check=False)
         assert told.returncode == 0, told.stderr
-
-
-@pytest.fixture(scope="module")
-def python(wheel, tmp_path_factory):
-    """Python of an environment with the wheel installed, and all that is here."""
-    folder = tmp_path_factory.mktemp("installed")
-    subprocess.run([sys.executable, "-m", "venv", str(folder / "env")], check=True, timeout=120)
-    python = folder / "env" / "bin" / "python"
-    [site] = (folder / "env" / "lib").glob("python*/site-packages")
-    (site / "late.pth").write_text("".join(f"{path}\n" for path in sys.path if path.endswith("-packages")))
-    words = [str(python), "-m", "pip", "install", str(wheel), "--no-deps", "-q", "--ignore-installed"]
-    installed = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
-    assert installed.returncode == 0, installed.stderr
-    return str(python)
-
-
-def test_the_harness_own_command_knows_our_model_type_where_the_wheel_is_installed(python, tmp_path):
-    pytest.importorskip("lm_eval", reason="pip install 'hlat_jax[eval]'")
-    env = micro.environment() | {"HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1"}
-    env.pop("PYTHONPATH", None)
-
-    def run(*words):
-        done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300, check=False)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    short = ("train.num_steps=1", "train.eval_every_steps=1", "train.num_eval_batches=1", "train.sample_prompt=")
-    run(python, "-m", "hlat_jax.train", "--config=tiny", *(f"--config.{word}" for word in short))
-    local_tasks.write_tasks(tmp_path)
-    asked = ["--model", "hlat_jax", "--model_args", "checkpoint=runs/tiny", "--tasks", "local_choice", "--include_path"]
-    for command in ([os.path.join(sysconfig.get_path("scripts"), "lm_eval")], ["-u", "-m", "lm_eval"]):
-        printed = run(python, *command, *asked, str(tmp_path))
-        assert "hlat_jax ({'checkpoint': 'runs/tiny'})" in printed
-        assert "|local_choice|" in printed.replace(" ", "")
-
-
-def test_no_other_program_is_touched_by_the_installed_wheel(python, tmp_path):
-    env = micro.environment()
-    env.pop("PYTHONPATH", None)
-
-    def run(*words):
-        done = subprocess.run([python, *words], cwd=tmp_path, env=env, capture_output=True, text=True, check=True)
-        assert not done.stderr
-        return done.stdout.split()
-
-    (tmp_path / "told.py").write_text("import sys; print(*sorted({'hlat_jax', 'lm_eval', 'absl'} & set(sys.modules)))")
-    assert run("told.py", "--model", "hlat_jax") == []
-    assert run("told.py", "runs/lm_eval") == ["hlat_jax"]  # it waits for the harness, which does not come
-    (tmp_path / "lm_eval").mkdir()
-    (tmp_path / "lm_eval" / "__init__.py").touch()
-    (tmp_path / "lm_eval" / "__main__.py").write_text("print('this one')")
-    assert run("-m", "lm_eval") == ["this", "one"]

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import micro
 import numpy as np
 import pytest
-import safetensors
 import transformers
 from safetensors.numpy import load_file, save_file
 from tokenizer_files import write_tokenizer_json
@@ -42,7 +41,7 @@ MODEL = config_lib.ModelConfig(
 def write_weights(folder, *, seed=0, dtype=np.float32, model=MODEL, step=0, edit=lambda name, values: values):
     """Writes a weights folder of random values and returns them by name."""
     rng = np.random.default_rng(seed)
-    about = weights_folder.About(model, step, "", {"made": "for a test"})
+    about = weights_folder.WeightsInfo(model, step, "", {"made": "for a test"})
     found = {}
     with weights_folder.new_weights(folder, about=about, files={}) as leaves:
         for name, leaf in leaves_by_name(abstract_params(model)).items():
@@ -115,7 +114,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over_and_named(trained, tmp_path,
     path.write_bytes(content)
     assert open_weights(run).step == 1
     assert "checkpoints/2 is damaged" in capsys.readouterr().err
-    with pytest.raises(ValueError, match=r"checkpoints/2 is damaged .*other bytes"):
+    with pytest.raises(ValueError, match=r"checkpoints/2 is damaged .*other content"):
         open_weights(run / "checkpoints/2")
 
 
@@ -218,13 +217,13 @@ def test_a_damaged_weights_folder_is_refused(tmp_path):
     content = bytearray(path.read_bytes())
     content[-2] ^= 4
     path.write_bytes(content)
-    with pytest.raises(ValueError, match=r"layers.mlp.down.safetensors has other bytes than were written"):
+    with pytest.raises(ValueError, match=r"layers.mlp.down.safetensors has other content than was written"):
         open_weights(tmp_path / "w")
 
 
 def test_what_is_no_checkpoint_is_refused(tmp_path):
     for path in (tmp_path, tmp_path / "gone"):
-        with pytest.raises(ValueError, match=r"holds no weights .*looked from"):
+        with pytest.raises(ValueError, match=r"holds no weights .*working directory"):
             open_weights(path)
 
 
@@ -389,13 +388,17 @@ def test_checkpoints_that_differ_are_not_averaged(other, message, tmp_path):
 
 def test_checkpoints_of_a_run_that_changed_how_it_runs_are_averaged(tmp_path):
     write_weights(tmp_path / "a")
-    write_weights(tmp_path / "b", model=dataclasses.replace(MODEL, ops_table="b.json", rms_norm="triton", remat="full"))
+    write_weights(
+        tmp_path / "b", model=dataclasses.replace(MODEL, ops_table="b.json", rms_norm="reference", remat="full")
+    )
     averaging.average([tmp_path / "a", tmp_path / "b"], tmp_path / "mean")
     assert open_weights(tmp_path / "mean").model == MODEL
 
 
 def test_a_run_begins_with_weights_of_a_model_that_was_timed_and_ran_otherwise(tmp_path):
-    write_weights(tmp_path / "a", model=dataclasses.replace(MODEL, ops_table="a.json", rms_norm="triton", remat="full"))
+    write_weights(
+        tmp_path / "a", model=dataclasses.replace(MODEL, ops_table="a.json", rms_norm="reference", remat="full")
+    )
     config = resolve(config_lib.load("tiny"))
     train = dataclasses.replace(config.train, init_from=str(tmp_path / "a"))
     begun = dataclasses.replace(config, model=MODEL, train=train)
@@ -525,56 +528,49 @@ def tensor(begin, end, *, dtype="F32", shape=(1,)):
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    "content",
     [
-        (
-            header_bytes({"a": tensor(-4, 0), "b": tensor(0, 8, shape=[2])}),
-            r"'a': data_offsets=\[-4, 0\] must be",
-        ),
-        (header_bytes({"a": tensor(0, 4), "b": tensor(0, 4)}, data=bytes(4)), r"tensor 'b': .* overlap"),
-        (header_bytes({"a": tensor(0, 8, shape=[2]), "b": tensor(4, 8)}), r"tensor 'b': .* overlap"),
-        (
-            header_bytes({"a": tensor(0, 4), "b": tensor(8, 12)}, data=bytes(12)),
-            r"'b': .* leave a gap of 4 bytes",
-        ),
-        (header_bytes({"a": tensor(4, 8)}), r"tensor 'a': .* leave a gap of 4 bytes"),
-        (header_bytes({"a": tensor(0, 4)}), r"has \d+ bytes instead of"),
-        (header_bytes({"a": tensor(0, 12, shape=[3])}), r"has \d+ bytes instead of"),
-        (header_bytes({"a": tensor(0, 8)}), r"tensor 'a': data_offsets=\[0, 8\] hold 8 bytes, and F32\[1\] takes 4"),
-        (header_bytes({"a": tensor(8, 0)}), r"tensor 'a': data_offsets=\[8, 0\] must be"),
-        (header_bytes({"a": tensor(0.0, 8, shape=[2])}), r"tensor 'a': data_offsets=\[0.0, 8\] must be"),
-        (header_bytes({"a": tensor(0, 8, shape=[-2])}), r"tensor 'a': shape=\[-2\] must be"),
-        (header_bytes({"a": tensor(0, 8, shape="2")}), r"tensor 'a': shape='2' must be"),
-        (header_bytes({"a": tensor(0, 8, shape=[1 << 62])}), r"tensor 'a': data_offsets=\[0, 8\] hold 8 bytes"),
-        (header_bytes({"a": tensor(0, 8, shape=[1 << 62] * 64)}), r"tensor 'a': data_offsets=\[0, 8\] hold 8 bytes"),
-        (header_bytes({"a": tensor(0, 8, shape=[10**400])}), r"tensor 'a': shape=\[10{98} must be"),
-        (header_bytes({"a": tensor(0, 8, shape=[10**4000] * 1000)}), r"tensor 'a': shape=\[10{98} must be"),
-        (header_bytes({"a": tensor(0, 8, shape=[2] * 10_000)}), r"tensor 'a': shape=\[2.{98} must be"),
-        (header_bytes({"a": tensor(0, 10**400)}), r"tensor 'a': data_offsets=\[0, 10{95} must be"),
-        (header_bytes({"\x1b[31m\n": tensor(4, 8)}), r"tensor '\\x1b\[31m\\n': .* leave a gap"),
-        (header_bytes({"a" * 1000: [0, 8]}), r"tensor 'a{99} is \[0, 8\]; it must be an object"),
-        (header_bytes({"a": tensor(0, 8, dtype="Q4")}), r"tensor 'a': dtype='Q4' is not one of"),
-        (header_bytes({"a": tensor(0, 8, dtype=["F32"])}), r"tensor 'a': dtype=\['F32'\] is not one of"),
-        (header_bytes({"a": {"dtype": "F32", "shape": [2]}}), r"tensor 'a': data_offsets=None must be"),
-        (header_bytes({"a": [0, 8]}), r"tensor 'a' is \[0, 8\]; it must be an object"),
-        (header_bytes({"__metadata__": {"a": 1}}, data=b""), r"__metadata__ must be an object of strings"),
-        (header_bytes(b'{"a": ' + b"[" * 50_000), r"nested deeper than 100 levels"),
-        (header_bytes(b"[]", data=b""), r"has no safetensors header"),
-        (header_bytes(b'{"a": NaN}', data=b""), r"NaN is not a finite number"),
-        (header_bytes({}, length=200_000_000), r"is not a safetensors file, or is cut off in its header"),
-        (b"", r"is not a safetensors file"),
+        header_bytes({"a": tensor(-4, 0), "b": tensor(0, 8, shape=[2])}),
+        header_bytes({"a": tensor(0, 4), "b": tensor(0, 4)}, data=bytes(4)),
+        header_bytes({"a": tensor(0, 8, shape=[2]), "b": tensor(4, 8)}),
+        header_bytes({"a": tensor(0, 4), "b": tensor(8, 12)}, data=bytes(12)),
+        header_bytes({"a": tensor(4, 8)}),
+        header_bytes({"a": tensor(0, 4)}),
+        header_bytes({"a": tensor(0, 12, shape=[3])}),
+        header_bytes({"a": tensor(0, 8)}),
+        header_bytes({"a": tensor(8, 0)}),
+        header_bytes({"a": tensor(0.0, 8, shape=[2])}),
+        header_bytes({"a": tensor(0, 8, shape=[-2])}),
+        header_bytes({"a": tensor(0, 8, shape="2")}),
+        header_bytes({"a": tensor(0, 8, shape=[1 << 62])}),
+        header_bytes({"a": tensor(0, 8, shape=[1 << 62] * 64)}),
+        header_bytes({"a": tensor(0, 8, shape=[10**400])}),
+        header_bytes({"a": tensor(0, 8, shape=[10**4000] * 1000)}),
+        header_bytes({"a": tensor(0, 8, shape=[2] * 10_000)}),
+        header_bytes({"a": tensor(0, 10**400)}),
+        header_bytes({"\x1b[31m\n": tensor(4, 8)}),
+        header_bytes({"a" * 1000: [0, 8]}),
+        header_bytes({"a": tensor(0, 8, dtype="Q4")}),
+        header_bytes({"a": tensor(0, 8, dtype=["F32"])}),
+        header_bytes({"a": {"dtype": "F32", "shape": [2]}}),
+        header_bytes({"a": [0, 8]}),
+        header_bytes({"__metadata__": {"a": 1}}, data=b""),
+        header_bytes(b'{"a": ' + b"[" * 50_000),
+        header_bytes(b"[]", data=b""),
+        header_bytes(b'{"a": NaN}', data=b""),
+        header_bytes({}, length=200_000_000),
+        b"",
     ],
-    ids=lambda value: value if isinstance(value, str) else "",
+    ids=lambda _: "",
 )
-def test_a_safetensors_header_that_cannot_be_is_refused_as_the_library_refuses_it(content, message, tmp_path):
+def test_a_damaged_safetensors_file_is_refused_by_its_name(content, tmp_path):
     path = tmp_path / "a.safetensors"
     path.write_bytes(content)
-    with pytest.raises(ValueError, match=message) as caught:
+    with pytest.raises(ValueError, match="is not a safetensors file, or is damaged: ") as caught:
         read_header(path)
     assert str(path) in str(caught.value)
     assert str(caught.value).isprintable()
-    with pytest.raises(safetensors.SafetensorError), safetensors.safe_open(path, framework="np"):
-        pass
+    assert len(str(caught.value)) < len(str(path)) + 300
 
 
 def test_a_safetensors_header_with_a_tensor_twice_is_refused(tmp_path):
@@ -602,7 +598,7 @@ def test_empty_tensors_share_a_place_in_a_safetensors_file(tmp_path):
         ({"model": []}, r"weights.json: model=\[\] must be dict"),
         ({"stop_ids": ["a"]}, r"weights.json: stop_ids=\['a'\] must be token ids"),
         ({"begins_with_bos": 1}, r"weights.json: begins_with_bos=1 must be bool \| None"),
-        ({"format": None}, r"has layout None"),
+        ({"format": None}, r"has layout version None"),
         ({"model": {"num_layers": "2"}}, r"model.num_layers='2' is str; it must be int"),
         ({"model": {"norm_eps": 10**400}}, r"model.norm_eps=1000.* is int; it must be float"),
     ],

@@ -1,7 +1,7 @@
-"""Causal attention by kernels for NVIDIA GPUs: cuDNN's through JAX, and the Pallas one for Triton that JAX ships.
+"""Causal attention by kernels for NVIDIA GPUs: cuDNN through JAX, and the Pallas kernel for Triton that JAX ships.
 
-Owns their layouts and what they can serve. Neither has run on a device here: the Pallas kernel is checked in interpret
-mode and lowered for `cuda`; cuDNN cannot even be traced where it is not installed.
+Not yet run on a GPU: the Pallas kernel is tested in interpret mode and lowered for `cuda`; cuDNN cannot be traced
+where it is not installed.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from hlat_jax.ops.gpu import limits
+from hlat_jax.host.jax_compat import pallas_gpu_attention
 
-_TRITON_MULTIPLE = 128  # of places: a block of queries
-_TRITON_MAX_HEAD_DIM = 128  # a block of queries and the accumulator lie on the chip
+_TRITON_MULTIPLE = 128  # of the sequence: a block of queries
+_TRITON_MAX_HEAD_DIM = 128  # a block of queries and the accumulator are held on chip
+_TRITON_DTYPES = ("bfloat16", "float16", "float32")
 
 
 def cudnn(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, *, window: int | None) -> jax.Array:
-    """Returns [B, T, N, H] as `ops.attention` has it, every row one segment; see `cudnn_supports`."""
+    """Returns [B, T, N, H] as `ops.attention`, for rows of one segment; see `cudnn_unsupported_reasons`."""
     return jax.nn.dot_product_attention(
         q_BTNH,
         k_BSKH,
@@ -32,15 +33,15 @@ def cudnn(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, *, window: in
     )
 
 
-def cudnn_supports(
+def cudnn_unsupported_reasons(
     *, q_shape: tuple[int, ...], num_kv_heads: int, dtype: Any, has_segments: bool, window: int | None
 ) -> list[str]:
-    """Returns why cuDNN cannot serve a call, forward and backward, in its own words; see `ops.attention.call`.
+    """Returns why cuDNN cannot serve a call, forward and backward: its error; see `ops.attention.describe_call`.
 
-    It is asked by tracing: which dtypes and head sizes it takes depends on its version and on the device.
+    The call is traced to find out: which dtypes and head sizes cuDNN takes depends on its version and on the device.
     """
     if has_segments:
-        return ["cuDNN takes no segment ids (data.packing=documents) but as a mask of T x T"]
+        return ["cuDNN takes segment ids (data.packing=documents) only as a mask of T x T"]
     b, t, _, h = q_shape
     q = jax.ShapeDtypeStruct(q_shape, dtype)
     k = jax.ShapeDtypeStruct((b, t, num_kv_heads, h), dtype)
@@ -51,19 +52,21 @@ def cudnn_supports(
     return []
 
 
-def triton_supports(
+def triton_unsupported_reasons(
     *, q_shape: tuple[int, ...], num_kv_heads: int, dtype: Any, has_segments: bool, window: int | None
 ) -> list[str]:
-    """Returns why the Pallas kernel cannot serve a call, forward and backward; see `ops.attention.call`."""
+    """Returns why the Pallas kernel cannot serve a call, forward and backward; see `ops.attention.describe_call`."""
     seq_len, head_dim = q_shape[1], q_shape[3]
     reasons = []
     if window is not None:
-        reasons.append(f"the kernel takes no window, and there is one of {window}")
+        reasons.append(f"the kernel takes no window, and window={window}")
     if seq_len % _TRITON_MULTIPLE:
-        reasons.append(f"the sequence of {seq_len} is no multiple of {_TRITON_MULTIPLE}")
+        reasons.append(f"the sequence length {seq_len} is not a multiple of {_TRITON_MULTIPLE}")
     if head_dim > _TRITON_MAX_HEAD_DIM:
         reasons.append(f"model.head_dim={head_dim} is above {_TRITON_MAX_HEAD_DIM}")
-    return reasons + limits.dtype_refusals(dtype)
+    if jnp.dtype(dtype).name not in _TRITON_DTYPES:
+        reasons.append(f"dtype {jnp.dtype(dtype).name} is not one of {', '.join(_TRITON_DTYPES)}")
+    return reasons
 
 
 def triton(
@@ -74,14 +77,14 @@ def triton(
     segment_ids_BT: jax.Array | None,
     interpret: bool = False,
 ) -> jax.Array:
-    """Returns [B, T, N, H] as `ops.attention` has it; see `triton_supports`.
+    """Returns [B, T, N, H] as `ops.attention`; see `triton_unsupported_reasons`.
 
     Args:
       q_BTNH: queries, already rotated.
-      k_BSKH: keys. The kernel has as many of their heads as of the queries, so they are repeated.
+      k_BSKH: keys; repeated, since the kernel takes one key head per query head.
       v_BSKH: values, likewise.
       segment_ids_BT: int32, or None.
-      interpret: run the kernel's body with JAX operations, on any platform.
+      interpret: run the kernel's body as JAX operations, on any platform.
     """
     group = q_BTNH.shape[2] // k_BSKH.shape[2]
     k_BSNH, v_BSNH = (jnp.repeat(x, group, axis=2) for x in (k_BSKH, v_BSKH))
@@ -95,28 +98,21 @@ def _mha(q_BTNH, k_BSNH, v_BSNH, segment_ids_BT, interpret):
 
 def _mha_forward(q_BTNH, k_BSNH, v_BSNH, segment_ids_BT, interpret):
     operands = q_BTNH, k_BSNH, v_BSNH, segment_ids_BT
-    out_BTNH, (*_, lse_BNT) = _kernels()._mha_forward(*operands, *_static(q_BTNH, interpret))
-    # named here, inside: a policy that saves both spares the backward pass a second forward pass
+    out_BTNH, (*_, lse_BNT) = pallas_gpu_attention()._mha_forward(*operands, *_static(q_BTNH, interpret))
+    # named inside the VJP: a remat policy that saves both avoids a second forward pass
     out_BTNH, lse_BNT = checkpoint_name(out_BTNH, "attention_out"), checkpoint_name(lse_BNT, "attention_lse")
     return out_BTNH, (*operands, out_BTNH, lse_BNT)
 
 
 def _mha_backward(interpret, residuals, dout_BTNH):
-    return _kernels()._mha_backward(*_static(residuals[0], interpret), residuals, dout_BTNH)
+    return pallas_gpu_attention()._mha_backward(*_static(residuals[0], interpret), residuals, dout_BTNH)
 
 
 _mha.defvjp(_mha_forward, _mha_backward)
 
 
-def _kernels():
-    # here, because importing it takes a second that no other platform has to spend
-    from jax.experimental.pallas.ops.gpu import attention
-
-    return attention
-
-
 def _static(q_BTNH, interpret):
-    """Returns what both functions of the kernel take beside arrays, in their order: scale, causal, block sizes, who
-    computes the backward pass, warps, stages, grid, interpret, debug, residuals."""
-    sizes = _kernels().BlockSizes.get_default()
+    """Returns the static arguments of both functions of the kernel, in order: scale, causal, block sizes, backward
+    implementation, warps, stages, grid, interpret, debug, return_residuals."""
+    sizes = pallas_gpu_attention().BlockSizes.get_default()
     return 1 / math.sqrt(q_BTNH.shape[3]), True, sizes, "triton", None, 2, None, interpret, False, False

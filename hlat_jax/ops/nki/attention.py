@@ -1,8 +1,8 @@
-"""Causal attention by the NKI kernels of nkilib: their layouts, what they can serve, and their place in a JAX program.
+"""Causal attention by the NKI kernels of nkilib.
 
-Each kernel is a JAX primitive. Its default lowering is the XLA reference in this file, in the kernel's own layouts; its
-lowering for platform `neuron` calls the kernel. So values, gradients and layouts are checked anywhere, and the wiring
-by lowering; the kernels themselves have not yet run here.
+Each kernel is a JAX primitive. Its default lowering is the XLA reference in this file, in the kernel's layouts; its
+lowering for platform `neuron` calls the kernel. So values, gradients and layouts are tested on any platform, and the
+calls by lowering. The kernels themselves are not yet run.
 
 Source of the contracts: nki-library d2ad3a5, nkilib.core.attention.attention_cte and attention_bwd.
 """
@@ -17,9 +17,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
-from jax.interpreters import mlir
 
-PARTITIONS = 128  # rows of on-chip memory, over which a kernel lays places of the sequence
+from hlat_jax.host.jax_compat import mlir
+
+PARTITIONS = 128  # rows of on-chip memory, over which a kernel lays the positions of the sequence
 _MAX_HEAD_DIM = 128
 _MAX_SEQ_LEN = 131_072
 _MAX_BATCH = 512  # rows times heads that the forward kernel takes
@@ -27,30 +28,22 @@ _BACKWARD_MULTIPLE = 512  # of keys
 _DTYPES = ("bfloat16", "float16", "float32")
 
 
-def supports(
+def unsupported_reasons(
     *, q_shape: tuple[int, ...], num_kv_heads: int, dtype: Any, has_segments: bool, window: int | None
 ) -> list[str]:
-    """Returns why the kernels cannot serve a call, forward and backward; nothing when they can.
-
-    Args:
-      q_shape: (B, T, N, H) of the queries on one device; there are as many keys.
-      num_kv_heads: any that divides N.
-      dtype: of queries, keys and values.
-      has_segments: rows hold several documents that must not see each other.
-      window: of places that a query sees; None: all before it.
-    """
+    """Returns why the kernels cannot serve a call, forward and backward; see `ops.attention.describe_call`."""
     num_rows, seq_len, num_heads, head_dim = q_shape
     reasons = []
     if window is not None:
-        reasons.append(f"the kernel takes a window of {window} with a scale of 1 alone")
+        reasons.append(f"the kernel takes a window, here {window}, only with a scale of 1")
     if has_segments:
         reasons.append("the kernel takes no segment ids (data.packing=documents)")
     if head_dim > _MAX_HEAD_DIM:
         reasons.append(f"model.head_dim={head_dim} is above {_MAX_HEAD_DIM}")
     if seq_len % _BACKWARD_MULTIPLE:
-        reasons.append(f"the sequence of {seq_len} is no multiple of {_BACKWARD_MULTIPLE}")
+        reasons.append(f"the sequence length {seq_len} is not a multiple of {_BACKWARD_MULTIPLE}")
     if seq_len > _MAX_SEQ_LEN:
-        reasons.append(f"the sequence of {seq_len} is above {_MAX_SEQ_LEN}")
+        reasons.append(f"the sequence length {seq_len} is above {_MAX_SEQ_LEN}")
     if num_rows * num_heads > _MAX_BATCH:
         reasons.append(f"{num_rows} rows x {num_heads} heads on one device are above {_MAX_BATCH}")
     if jnp.dtype(dtype).name not in _DTYPES:
@@ -60,7 +53,7 @@ def supports(
 
 @jax.custom_vjp
 def attention(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array) -> jax.Array:
-    """Returns [B, T, N, H] as `ops.attention` has it, every row one segment; see `supports`."""
+    """Returns [B, T, N, H] as `ops.attention`, for rows of one segment; see `unsupported_reasons`."""
     return _forward(q_BTNH, k_BSKH, v_BSKH)[0]
 
 
@@ -77,8 +70,8 @@ def _forward(q_BTNH, k_BSKH, v_BSKH):
 def _backward(residuals, dout_BTNH):
     q_BTNH, k_BSKH, v_BSKH, out_BNTH, lse = residuals
     b, _, n, h = q_BTNH.shape
-    operands = [_places_last(x) for x in (q_BTNH, k_BSKH, v_BSKH)]
-    operands += [out_BNTH.swapaxes(2, 3), _places_last(dout_BTNH), lse.reshape(b, n, PARTITIONS, -1)]
+    operands = [_positions_last(x) for x in (q_BTNH, k_BSKH, v_BSKH)]
+    operands += [out_BNTH.swapaxes(2, 3), _positions_last(dout_BTNH), lse.reshape(b, n, PARTITIONS, -1)]
     grads = _backward_p.bind(*operands, scale=1 / math.sqrt(h))
     return tuple(grad.transpose(0, 3, 1, 2) for grad in grads)  # [B, heads, H, T] -> [B, T, heads, H]
 
@@ -87,12 +80,12 @@ attention.defvjp(_forward, _backward)
 
 
 def log_sum_exp(neg_max: jax.Array, recip_sum: jax.Array) -> jax.Array:
-    """Returns max + log(sum of exp(score - max)), from what the forward kernel keeps of the softmax."""
+    """Returns max + log(sum of exp(score - max)) from the statistics that the forward kernel returns."""
     return -(neg_max + jnp.log(recip_sum))
 
 
 def tiled(x_ZT: jax.Array) -> jax.Array:
-    """Returns [Z, 128, T / 128] of [Z, T]: place t of the sequence at [t % 128, t // 128], as kernels keep numbers."""
+    """Returns [Z, 128, T / 128] of [Z, T]: position t at [t % 128, t // 128], as in the kernels."""
     z, t = x_ZT.shape
     return x_ZT.reshape(z, t // PARTITIONS, PARTITIONS).swapaxes(1, 2)
 
@@ -107,7 +100,7 @@ def _heads_in_rows(x_BTNH):
     return x_BTNH.swapaxes(1, 2).reshape(b * n, t, h)
 
 
-def _places_last(x_BTNH):
+def _positions_last(x_BTNH):
     return x_BTNH.transpose(0, 2, 3, 1)
 
 
@@ -149,7 +142,7 @@ def _causal(t):
     return jax.lax.broadcasted_iota(jnp.int32, (t, t), 0) >= jax.lax.broadcasted_iota(jnp.int32, (t, t), 1)
 
 
-# The kernels, as their packages have them; imported when a program is lowered for a device that has them.
+# The kernels; imported when a program is lowered for Neuron.
 
 
 def _kernel_forward(q_ZTH, k_YHS, v_YSH, *, scale):
@@ -159,7 +152,7 @@ def _kernel_forward(q_ZTH, k_YHS, v_YSH, *, scale):
 
 def _kernel_backward(*operands, scale):
     kernel = importlib.import_module("nkilib.core.attention.attention_bwd").attention_bwd
-    # mixed_precision: it holds sums and the softmax in fp32, as the contract of the op does; its default is not to
+    # mixed_precision: sums and softmax in fp32, as the op's contract requires; the default is not
     return kernel(*operands, use_causal_mask=True, mixed_precision=True, softmax_scale=scale)
 
 
@@ -191,7 +184,7 @@ def _register_kernels() -> None:
 
 
 def _serve_neuron() -> None:
-    """Registers the kernels where the plugin is. Without it JAX knows no such platform, and the references stand."""
+    """Registers the kernels' lowering for `neuron`; without the plugin, JAX has no such platform."""
     try:
         _register_kernels()
     except NotImplementedError:

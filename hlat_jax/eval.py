@@ -1,0 +1,7 @@
+"""The address that the harness's command had; prints where it is."""
+
+import sys
+
+if __name__ == "__main__":
+    print("error: python -m hlat_jax.eval is now python -m hlat_jax.evaluate lm_eval", file=sys.stderr)
+    sys.exit(2)

@@ -1,0 +1,47 @@
+"""The one module that imports the LM Evaluation Harness (the `eval` extra); most of what it uses is undocumented.
+
+Importing it also imports Hugging Face's `datasets`, so it is imported only where tasks are asked for.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from lm_eval.__main__ import cli_evaluate
+from lm_eval.api.model import LM, TemplateLM
+from lm_eval.api.registry import model_registry
+from lm_eval.evaluator import evaluate
+from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
+from lm_eval.tasks import TaskManager
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, make_table
+
+__all__ = [
+    "LM",
+    "TESTED_VERSIONS",
+    "TaskManager",
+    "TemplateLM",
+    "evaluate",
+    "get_rolling_token_windows",
+    "handle_stop_sequences",
+    "make_disjoint_window",
+    "make_table",
+    "normalize_gen_kwargs",
+    "postprocess_generated_text",
+    "register_model_type",
+    "run_command",
+]
+TESTED_VERSIONS = ("0.4.13",)
+
+
+def register_model_type() -> None:
+    """Adds the model type `hlat_jax` to the harness's registry, which imports the class when it is asked for."""
+    if "hlat_jax" not in model_registry:
+        model_registry.register("hlat_jax", target="hlat_jax.evaluate.model_type:ModelType")
+
+
+def run_command(argv: Sequence[str]) -> None:
+    """Runs the harness's command line, which knows our model type; on its own, `lm_eval` loads none by entry points."""
+    register_model_type()
+    sys.argv = ["lm_eval", *argv]
+    cli_evaluate()

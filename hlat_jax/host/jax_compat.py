@@ -1,0 +1,37 @@
+"""The one module that imports private or undocumented parts of JAX."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+from jax._src.distributed import global_state
+from jax.interpreters import ad, batching, mlir, partial_eval
+
+__all__ = [
+    "TESTED_VERSIONS",
+    "ad",
+    "batching",
+    "global_state",
+    "lower_with_sharding_in_types",
+    "mlir",
+    "pallas_gpu_attention",
+    "partial_eval",
+]
+TESTED_VERSIONS = ("0.9.0.1", "0.10.0", "0.10.2")
+
+try:
+    from jax.extend.mlir import lower_with_sharding_in_types
+except ImportError:  # JAX 0.9: a lowering rule cannot set the sharding that explicit mesh axes give a type
+
+    def lower_with_sharding_in_types(ctx, op, aval):
+        return op
+
+
+def pallas_gpu_attention() -> ModuleType:
+    """Returns JAX's Pallas attention module for GPUs, of which `_mha_forward` and `_mha_backward` are used.
+
+    Imported at the call, since it takes a second, which other platforms need not spend.
+    """
+    from jax.experimental.pallas.ops.gpu import attention
+
+    return attention

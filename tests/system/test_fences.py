@@ -1,0 +1,47 @@
+"""Undocumented parts of other libraries: one module imports them, and names the versions it was tested on."""
+
+import ast
+import importlib
+import importlib.metadata
+import pathlib
+
+import pytest
+
+import hlat_jax
+
+PACKAGE = pathlib.Path(hlat_jax.__file__).parent
+# What begins the names of such parts -> (distribution, the module that may import them).
+FENCES = {
+    "jax._src": ("jax", "hlat_jax.host.jax_compat"),
+    "jax.interpreters": ("jax", "hlat_jax.host.jax_compat"),
+    "jax.experimental.pallas": ("jax", "hlat_jax.host.jax_compat"),
+    "lm_eval": ("lm_eval", "hlat_jax.evaluate.lm_eval_compat"),
+    "tensorboardX": ("tensorboardX", "hlat_jax.store.metrics"),
+}
+
+
+def imported(path):
+    """Returns the modules and names that a file imports, those inside functions too."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+@pytest.mark.parametrize("prefix", FENCES)
+def test_one_module_imports_what_a_library_does_not_document(prefix):
+    found = {
+        ".".join(("hlat_jax", *path.relative_to(PACKAGE).with_suffix("").parts))
+        for path in PACKAGE.rglob("*.py")
+        for name in imported(path)
+        if f"{name}.".startswith(f"{prefix}.")
+    }
+    assert found == {FENCES[prefix][1]}
+
+
+@pytest.mark.parametrize(("distribution", "module"), FENCES.values(), ids=FENCES)
+def test_the_installed_version_is_one_that_was_tested(distribution, module):
+    """On failure: run the tests of that module's room under the new version, then add it to the list."""
+    pytest.importorskip(distribution)
+    assert importlib.metadata.version(distribution) in importlib.import_module(module).TESTED_VERSIONS
