@@ -1,8 +1,4 @@
-"""Which instances a job runs on, and which of them this one is: given, or read from a launcher's variables.
-
-Owns the instance types and what Slurm and Open MPI call a rank. Refuses to know what is trained, and to import JAX.
-Source of the hardware: AWS Neuron docs, Trn1 and Trn2 architecture and "EC2 instance types with EFA".
-"""
+"""The instances of a job and the rank of this one: given, or read from the variables of Slurm or Open MPI."""
 
 from __future__ import annotations
 
@@ -12,39 +8,12 @@ import re
 from collections.abc import Mapping
 
 from hlat_jax.config import nearest
+from hlat_jax.cost import INSTANCES, Instance
 
 JAX_PORT = 41001  # where the processes of JAX meet on rank 0
 COLLECTIVES_PORT = 41000  # where Neuron's collectives do: another one
 LONGEST_HOST = 63  # characters that NEURON_RT_ROOT_COMM_ID takes as a host name
 CACHE = "/var/tmp/hlat-compile-cache"  # on the node's own disk: HLAT's ranks overran a shared one, see docs/trainium.md
-
-
-@dataclasses.dataclass(frozen=True)
-class Instance:
-    """One instance type.
-
-    Attributes:
-      target: neuronx-cc's name of its device.
-      chips: of the instance, `/dev/neuron*`.
-      physical_cores: of one chip.
-      lncs: how many physical cores one JAX device may take (LNC), the default first.
-      num_efa: network interfaces with EFA; 0: none.
-    """
-
-    target: str
-    chips: int
-    physical_cores: int
-    lncs: tuple[int, ...]
-    num_efa: int
-
-
-INSTANCES = {
-    "trn1.2xlarge": Instance("trn1", 1, 2, (1,), 0),
-    "trn1.32xlarge": Instance("trn1", 16, 2, (1,), 8),
-    "trn1n.32xlarge": Instance("trn1n", 16, 2, (1,), 16),
-    "trn2.48xlarge": Instance("trn2", 16, 8, (2, 1), 16),
-    "trn2u.48xlarge": Instance("trn2", 16, 8, (2, 1), 16),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +48,7 @@ class Topology:
 
     @property
     def devices_per_node(self) -> int:
-        return self.cores or self.kind.chips * self.kind.physical_cores // self.lnc
+        return self.cores or self.kind.num_devices(self.lnc)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +82,7 @@ def checked(topology: Topology) -> Topology:
         allowed = " or ".join(map(str, sorted(kind.lncs)))  # trn1: the compiler's error NCC_EARG001
         raise ValueError(f"--lnc={t.lnc}: {t.instance} takes {allowed} physical cores for a JAX device.")
     t = dataclasses.replace(t, lnc=t.lnc or kind.lncs[0])
-    whole = kind.chips * kind.physical_cores // t.lnc
+    whole = kind.num_devices(t.lnc)
     if not 0 <= t.cores <= whole:
         raise ValueError(f"--cores={t.cores}: {t.instance} has {whole} at --lnc={t.lnc}; 0 takes all.")
     if t.nodes < 1:

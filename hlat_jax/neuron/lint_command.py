@@ -13,6 +13,7 @@ from typing import Any
 from absl import flags
 
 from hlat_jax.host import flags as flags_lib
+from hlat_jax.neuron.rules import TARGETS
 from hlat_jax.resolve import resolve
 
 _NAMES = ("train", "eval", "init", "norms", "prefill", "decode", "generate")
@@ -66,7 +67,7 @@ def _operators(path: str) -> list[str]:
 
 
 def _define(values: flags.FlagValues) -> None:
-    flags.DEFINE_enum("target", "trn1", ["trn1", "trn2"], "Device to check for.", flag_values=values)
+    flags.DEFINE_enum("target", "trn1", list(TARGETS), "Device to check for.", flag_values=values)
     flags.DEFINE_enum("program", "all", [*_NAMES, "all"], "Program to check.", flag_values=values)
     flags.DEFINE_integer("devices", 0, "Devices of the mesh; 0: those of the recipe.", 0, flag_values=values)
     flags.DEFINE_string("operators", "", "Output of neuronx-cc list-operators: nothing else.", flag_values=values)

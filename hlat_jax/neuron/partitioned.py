@@ -18,19 +18,24 @@ import numpy as np
 from jax.extend.mlir import ir, passmanager
 
 from hlat_jax import cost
+from hlat_jax.byte_sizes import format_bytes
 from hlat_jax.neuron.module import Program, Tensor, around_of, attribute, defining, enclosing, name, numbers, tensor
+from hlat_jax.neuron.rules import TARGETS
 
 MAX_GROUP_SETS = 16  # 12 before SDK 2.32
 LARGE_BYTES = 4 * 10**9
 MAX_ARGUMENTS = 128
 DONATED_BYTES = 2**20
-_CORES = {"trn1": (2, 32), "trn2": (4, 64)}  # JAX devices of a chip and of a node, with LNC 2 on trn2
 _GROUPED = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "collective_broadcast")
 _SUMS_ADDED, _PERMUTE_ADDED = ("sdy.all_reduce", "sdy.reduce_scatter"), "sdy.collective_permute"
 _SHARDY = (
     "sdy-propagation-pipeline,func.func(sdy-insert-explicit-reshards{enable-full-version=true}),"
     "func.func(sdy-reshard-to-collectives)"
 )
+
+
+def _instance(target: str) -> cost.Instance:
+    return cost.INSTANCES[TARGETS[target]]
 
 
 def split(root: Any) -> Program | None:
@@ -59,7 +64,7 @@ def group_findings(program: Program, parted: Program | None, *, target: str) -> 
         key = np.asarray(groups, np.int32).tobytes() + str(groups.shape).encode()
         if groups.shape[1] > 1 and key not in seen:
             seen[key] = op
-            if not is_regular(groups, cores_per_chip=_CORES[target][0]):
+            if not is_regular(groups, cores_per_chip=_instance(target).devices_per_chip()):
                 yield "CC03", f"{groups.shape[0]} groups, the first {_short(groups[0])}", op
     if len(seen) > MAX_GROUP_SETS:
         yield "CC01", f"{len(seen)} sets of replica groups", list(seen.values())[-1]
@@ -125,7 +130,7 @@ def permute_trouble(pairs: np.ndarray, *, target: str) -> str | None:
     Chips of a node form a torus of 4 by 4, row by row; neighbours are on one chip or on linked ones.
     Source: AWS Neuron docs, Trn1 and Trn2 architecture.
     """
-    cores_per_chip, devices_per_node = _CORES[target]
+    cores_per_chip, devices_per_node = _instance(target).devices_per_chip(), _instance(target).num_devices()
     target_of = dict(pairs.tolist())
     if len(target_of) != len(pairs) or set(target_of) != set(target_of.values()):
         return "not rings: a device sends or receives twice or not at all"
@@ -172,7 +177,7 @@ def argument_findings(program: Program, *, target: str) -> Iterator[tuple[str, s
     total -= sum(local.num_bytes for local, is_donated in zip(held, donated, strict=True) if local and is_donated)
     device = cost.DEVICES[target]
     if max(taken, total) > device.memory_bytes - device.reserved_bytes:
-        yield "MEM1", f"arguments and results alone take {max(taken, total) / cost.GIB:.1f} GiB of a device", main
+        yield "MEM1", f"arguments and results alone take {format_bytes(max(taken, total))} of a device", main
 
 
 def size_findings(program: Program) -> Iterator[tuple[str, str, Any]]:

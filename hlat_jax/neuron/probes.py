@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hlat_jax import cost
+from hlat_jax.byte_sizes import format_bytes
 
 PASSED, FAILED, NOT_HERE = "passed", "failed", "not testable here"
 
@@ -252,9 +253,9 @@ def memory(limit_bytes: int, known_bytes: int, *, fill: Callable[[int], bool] | 
     """
     if fill is None:
         return Outcome(NOT_HERE, "the devices are this host's CPU", "")
-    said = f"the backend says {limit_bytes / cost.GIB:.1f} GiB" if limit_bytes else "the backend does not say how much"
+    said = f"the backend says {format_bytes(limit_bytes)}" if limit_bytes else "the backend does not say how much"
     if limit_bytes and limit_bytes < known_bytes / 2:
-        found = f"{said}, of {known_bytes / cost.GIB:.1f} GiB of such a device"
+        found = f"{said}, of {format_bytes(known_bytes)} of such a device"
         return Outcome(FAILED, found, "see which other process holds it: neuron-top, nvidia-smi")
     num_bytes = min(min(known_bytes or limit_bytes, limit_bytes or known_bytes) // 4, 4 * cost.GIB)
     if not num_bytes:
@@ -262,11 +263,11 @@ def memory(limit_bytes: int, known_bytes: int, *, fill: Callable[[int], bool] | 
     try:
         kept = fill(num_bytes)
     except Exception as error:  # each backend has its own for no memory
-        found = f"{said}; {num_bytes / cost.GIB:.1f} GiB cannot be written: {str(error).splitlines()[0][:200]}"
+        found = f"{said}; {format_bytes(num_bytes)} cannot be written: {str(error).splitlines()[0][:200]}"
         return Outcome(FAILED, found, "see which other process holds it: neuron-top, nvidia-smi")
     if not kept:
-        return Outcome(FAILED, f"{num_bytes / cost.GIB:.1f} GiB come back changed", "have the instance replaced")
-    return Outcome(PASSED, f"{said}; {num_bytes / cost.GIB:.1f} GiB written and read back")
+        return Outcome(FAILED, f"{format_bytes(num_bytes)} come back changed", "have the instance replaced")
+    return Outcome(PASSED, f"{said}; {format_bytes(num_bytes)} written and read back")
 
 
 def cache(start: Callable[[pathlib.Path], Mapping[str, Any]], folder: pathlib.Path) -> Outcome:

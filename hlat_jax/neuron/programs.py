@@ -9,6 +9,7 @@ from collections.abc import Collection
 from typing import Any
 
 from hlat_jax import cost
+from hlat_jax.byte_sizes import format_bytes
 from hlat_jax.config import Config
 from hlat_jax.neuron import lint
 from hlat_jax.neuron.rules import RULES
@@ -68,7 +69,7 @@ def findings(
     if memory.total <= budget:
         return found
     rule = RULES["MEM1"]
-    what = f"planned {memory.total / cost.GIB:.1f} GiB of a device's {budget / cost.GIB:.1f} GiB"
+    what = f"planned {format_bytes(memory.total)} of a device's {format_bytes(budget)}"
     over = lint.Finding("MEM1", rule.severity, "func.func", what, "", (), 1, rule.why, rule.instead, rule.source)
     return [over, *(finding for finding in found if finding.rule != "MEM1")]
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from absl import flags
 
-from hlat_jax import cost
+from hlat_jax.byte_sizes import format_bytes
 from hlat_jax.host import flags as flags_lib
 from hlat_jax.host.neuron_topology import CACHE
 from hlat_jax.resolve import resolve
@@ -46,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
         cached = _cached(now, before, values.cache)
         found[name] = {key: now[key] for key in ("sha256", "module", "num_ops", "num_arguments", "argument_bytes")}
         found[name] |= {"cached": cached, "since": since, "why": why}
-        size = f"{now['argument_bytes'] / cost.GIB:,.3f} GiB"
+        size = format_bytes(now["argument_bytes"])
         print(_row((name, now["sha256"], f"{now['num_ops']:,}", f"{now['num_arguments']:,}", size, cached, since)))
         print("".join(f"  {line}\n" for line in why), end="")
     print("\nData, files and curves are the host's work and compile nothing. Bytes are of the whole mesh.")

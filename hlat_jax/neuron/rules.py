@@ -9,7 +9,8 @@ from __future__ import annotations
 import dataclasses
 
 SEVERITIES = ("error", "warning", "info")
-TARGETS = ("trn1", "trn2")
+# A device, and the instance whose nodes programs for it are checked for.
+TARGETS = {"trn1": "trn1.32xlarge", "trn2": "trn2.48xlarge"}
 
 _ISSUES = "frameworks/jax/setup/jax-neuronx-known-issues"
 _INF2 = "measured by others on inf2 (github.com/xbill9/tpu-jax)"

@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from hlat_jax.byte_sizes import parse_bytes, spoken
+from hlat_jax.byte_sizes import format_bytes, parse_bytes
 from hlat_jax.passes import naming, selection
 from hlat_jax.passes.jaxpr import function_name, tracing
 from hlat_jax.passes.naming import Choice
@@ -120,12 +120,12 @@ class Plan:
     def report(self) -> str:
         """Returns the plan in a few lines."""
         kept = "everything: it fits as it is" if self.choice is None else self._kept()
-        full = "" if self.full is None else f", {spoken(self.full[0])} with nothing kept"
+        full = "" if self.full is None else f", {format_bytes(self.full[0])} with nothing kept"
         return "\n".join(
             (
                 f"kept       {kept}",
-                f"bytes      {spoken(self.measured_bytes)} measured, {spoken(self.predicted_bytes)} predicted, of "
-                f"{spoken(self.budget_bytes)}; {spoken(self.plain[0])} without rematerialization{full}",
+                f"bytes      {format_bytes(self.measured_bytes)} measured, {format_bytes(self.predicted_bytes)} predicted, "
+                f"of {format_bytes(self.budget_bytes)}; {format_bytes(self.plain[0])} without rematerialization{full}",
                 f"products   {self.flops:.4g} FLOP, {self.predicted_flops:.4g} predicted, {self.recompute_share:+.1%}",
                 f"search     {self.compilations} compilations, {self.seconds:.1f} s",
             )
@@ -203,8 +203,8 @@ def max_batch(
     least = measured(1)
     if least > limit:
         raise ValueError(
-            f"limit_bytes={limit:,}: a batch of 1 takes {least:,} bytes ({spoken(least)}) "
-            f"{_spoken(Choice() if rematerialize else None)}; raise the limit, split the model over more devices or "
+            f"limit_bytes={limit:,}: a batch of 1 takes {least:,} bytes ({format_bytes(least)}) "
+            f"{_kept_phrase(Choice() if rematerialize else None)}; raise the limit, split the model over more devices or "
             "shorten the rows."
         )
     return _largest(measured, least, limit=limit, most=most)
@@ -323,16 +323,16 @@ def _stock(trial: Trials, budget_bytes: int) -> Choice:
             return choice
     tried = {choice: trial(choice)[0] for choice in (None, Choice(), *choices)}
     smallest = min(tried, key=tried.get)
-    measured = ", ".join(f"{spoken(num_bytes)} {_spoken(choice)}" for choice, num_bytes in tried.items())
+    measured = ", ".join(f"{format_bytes(num_bytes)} {_kept_phrase(choice)}" for choice, num_bytes in tried.items())
     raise BudgetNotMet(
-        f"a budget of {budget_bytes:,} bytes ({spoken(budget_bytes)}) is not met: the smallest program tried takes "
-        f"{tried[smallest]:,} bytes ({spoken(tried[smallest])}) {_spoken(smallest)}. Measured: {measured}. A program "
-        "that was not tried may take less: write blocks in a Python loop as a lax.scan, or put jax.checkpoint around "
-        "each. Or raise the budget, or make the batch, its microbatches or each device's share smaller."
+        f"a budget of {budget_bytes:,} bytes ({format_bytes(budget_bytes)}) is not met: the smallest program tried "
+        f"takes {tried[smallest]:,} bytes ({format_bytes(tried[smallest])}) {_kept_phrase(smallest)}. Measured: "
+        f"{measured}. A program that was not tried may take less: write blocks in a Python loop as a lax.scan, or put "
+        "jax.checkpoint around each. Or raise the budget, or reduce the batch, its microbatches or each device's share."
     )
 
 
-def _spoken(choice: Choice | None) -> str:
+def _kept_phrase(choice: Choice | None) -> str:
     if choice is None:
         return "without rematerialization"
     return f"under {choice.stock_policy}" if choice.stock_policy else "with nothing kept"

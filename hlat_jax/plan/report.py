@@ -10,6 +10,7 @@ import math
 from typing import Any
 
 from hlat_jax import cost
+from hlat_jax.byte_sizes import format_bytes
 from hlat_jax.config import Config
 from hlat_jax.parallel.degrees import passes
 from hlat_jax.parallel.sharding import Layout
@@ -126,7 +127,7 @@ def short_plan(config: Config, layout: Layout, *, traced: Any, budget: int) -> l
     counts = counted(traced_collectives(jaxpr, layout.mesh)).values()
     if counts:
         executions, sent = sum(count.executions for count in counts), sum(count.wire_bytes for count in counts)
-        lines.append(f"collectives      {executions:,} per step, {text.gib(sent)} sent by a device")
+        lines.append(f"collectives      {executions:,} per step, {format_bytes(sent)} sent by a device")
     return lines
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-from hlat_jax.byte_sizes import parse_bytes, spoken
+from hlat_jax.byte_sizes import format_bytes, parse_bytes
 from hlat_jax.config import REMAT_BUDGET, Config
 from hlat_jax.host.distributed import exchange, is_first
 from hlat_jax.parallel.sharding import Layout
@@ -72,8 +72,8 @@ def resolved(config: Config, layout: Layout, *, recorded: dict[str, Any] | None)
     record |= json.loads(json.dumps({key: getattr(plan, key) for key in keys}))
     _tell(
         f"remat            {record['choice']}\n"
-        f"                 for {facts['asked']}: {spoken(plan.measured_bytes)} measured, {spoken(plan.plain[0])} "
-        f"without; {plan.recompute_share:+.1%} FLOPs; {plan.compilations} compilations in {plan.seconds:.0f} s"
+        f"                 for {facts['asked']}: {format_bytes(plan.measured_bytes)} measured, "
+        f"{format_bytes(plan.plain[0])} without; {plan.recompute_share:+.1%} FLOPs; {plan.compilations} compilations in {plan.seconds:.0f} s"
     )
     return _with(config, record["choice"]), record
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import jax
 
-from hlat_jax import cost
+from hlat_jax.byte_sizes import format_bytes
 from hlat_jax.config import Config
 from hlat_jax.generate.decoding import decode_arguments, make_decode, make_prefill, prefill_arguments
 from hlat_jax.generate.generator import Programs, sample_shape
@@ -113,8 +113,7 @@ def compiled_step(config: Config, layout: Layout, compilations: Compilations) ->
     compiled = compilations.compiled("train", traced=traced)
     temporary = getattr(compiled.memory_analysis(), "temp_size_in_bytes", 0)
     print(
-        f"compiled         {time.monotonic() - began:.1f} s; "
-        f"the step needs {temporary / cost.GIB:.2f} GiB beside the state"
+        f"compiled         {time.monotonic() - began:.1f} s; the step needs {format_bytes(temporary)} beside the state"
     )
     return compiled
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pathlib
 
 from hlat_jax import cost
+from hlat_jax.byte_sizes import format_bytes
 from hlat_jax.config import Config
 from hlat_jax.ops.choices import choices
 from hlat_jax.parallel.sharding import Layout
@@ -25,7 +26,7 @@ def describe(config: Config, layout: Layout, *, implementations: dict[str, str],
     else:
         print(f"tokens per step  {step_tokens:,}, padding and ends of documents among them")
     print(f"steps            {config.train.num_steps:,} of a horizon of {config.optimizer.horizon_steps:,}")
-    print(f"state            {num_bytes / cost.GIB:.3f} GiB on the fullest device")
+    print(f"state            {format_bytes(num_bytes)} on the fullest device")
     because = {name: f" ({choice.because})" for name, choice in choices(config, layout).items()}
     said = (f"{name} {choice}{because.get(name, '')}" for name, choice in implementations.items())
     print(f"implementations  {', '.join(said)}")

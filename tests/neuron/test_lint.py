@@ -776,7 +776,7 @@ def test_lint_says_that_a_layout_does_not_fit(lint_here):
     )
     assert code == 1
     assert "MEM1" in printed
-    assert "GiB of a device's 15.9 GiB" in printed
+    assert "GiB of a device's 15.91 GiB" in printed
 
 
 def test_lint_takes_the_list_of_the_compiler(lint_here, tmp_path):
