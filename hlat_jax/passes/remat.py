@@ -124,8 +124,9 @@ class Plan:
         return "\n".join(
             (
                 f"kept       {kept}",
-                f"bytes      {format_bytes(self.measured_bytes)} measured, {format_bytes(self.predicted_bytes)} predicted, "
-                f"of {format_bytes(self.budget_bytes)}; {format_bytes(self.plain[0])} without rematerialization{full}",
+                f"bytes      {format_bytes(self.measured_bytes)} measured, "
+                f"{format_bytes(self.predicted_bytes)} predicted, of {format_bytes(self.budget_bytes)}; "
+                f"{format_bytes(self.plain[0])} without rematerialization{full}",
                 f"products   {self.flops:.4g} FLOP, {self.predicted_flops:.4g} predicted, {self.recompute_share:+.1%}",
                 f"search     {self.compilations} compilations, {self.seconds:.1f} s",
             )
@@ -204,8 +205,8 @@ def max_batch(
     if least > limit:
         raise ValueError(
             f"limit_bytes={limit:,}: a batch of 1 takes {least:,} bytes ({format_bytes(least)}) "
-            f"{_kept_phrase(Choice() if rematerialize else None)}; raise the limit, split the model over more devices or "
-            "shorten the rows."
+            f"{_kept_phrase(Choice() if rematerialize else None)}; raise the limit, split the model over more devices "
+            "or shorten the rows."
         )
     return _largest(measured, least, limit=limit, most=most)
 

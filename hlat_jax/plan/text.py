@@ -11,8 +11,8 @@ def memory_line(total: int, budget: int, *, state: int, temporaries: int) -> str
     """Returns the line that `train` prints of the memory of a device."""
     verdict = "" if total <= budget else "; MORE THAN IT HAS: try python -m hlat_jax.plan --search"
     return (
-        f"memory planned   {format_bytes(total)} of {format_bytes(budget)} on the fullest device: {format_bytes(state)} "
-        f"state, {format_bytes(temporaries)} temporaries (estimated){verdict}"
+        f"memory planned   {format_bytes(total)} of {format_bytes(budget)} on the fullest device: "
+        f"{format_bytes(state)} state, {format_bytes(temporaries)} temporaries (estimated){verdict}"
     )
 
 
@@ -114,7 +114,7 @@ def _schedule_lines(schedule: dict[str, Any]) -> list[str]:
 
 def _memory_lines(plan: dict[str, Any]) -> list[str]:
     memory, m = plan["device_bytes"], plan["schedule"]["num_microbatches"]
-    logits, budget = format_bytes(memory["logits"]), format_bytes(memory["budget"])
+    logits = format_bytes(memory["logits"])
     notes = {
         "params": "exact",
         "opt_state": "exact",

@@ -73,7 +73,8 @@ def resolved(config: Config, layout: Layout, *, recorded: dict[str, Any] | None)
     _tell(
         f"remat            {record['choice']}\n"
         f"                 for {facts['asked']}: {format_bytes(plan.measured_bytes)} measured, "
-        f"{format_bytes(plan.plain[0])} without; {plan.recompute_share:+.1%} FLOPs; {plan.compilations} compilations in {plan.seconds:.0f} s"
+        f"{format_bytes(plan.plain[0])} without; {plan.recompute_share:+.1%} FLOPs; {plan.compilations} compilations "
+        f"in {plan.seconds:.0f} s"
     )
     return _with(config, record["choice"]), record
 
