@@ -26,7 +26,7 @@ import jax.numpy as jnp
 
 from hlat_jax.passes.calls import HANDLERS
 from hlat_jax.passes.casting import Cast
-from hlat_jax.passes.jaxpr import equations, op_name, stops_on_floats, tracing
+from hlat_jax.passes.jaxpr import COLLECTIVES, equations, op_name, stops_on_floats, tracing
 
 
 def _names(text: str) -> frozenset[str]:
@@ -51,10 +51,9 @@ INFER = _names(
     add sub add_any mul neg abs sign stop_gradient max min clamp select_n floor ceil round copy copy_p name
     optimization_barrier broadcast_in_dim reshape transpose squeeze slice dynamic_slice dynamic_update_slice pad
     rev concatenate split gather scatter reduce_max reduce_min reduce_window_max cummax cummin sort top_k
-    sharding_constraint reshard device_put convert_element_type psum psum_invariant psum2 pmax pmin all_gather
-    all_gather_invariant all_to_all ppermute reduce_scatter pvary pcast pbroadcast
+    sharding_constraint reshard device_put convert_element_type pvary pcast pbroadcast
     """
-)
+) | frozenset(COLLECTIVES)
 
 # Look inside; by primitive they can only be told `never`, by the name of their function also `always`.
 _CALLS = frozenset(HANDLERS)

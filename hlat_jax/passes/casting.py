@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from hlat_jax.passes.calls import HANDLERS
-from hlat_jax.passes.jaxpr import called, op_name, place_of, rebind
+from hlat_jax.passes.jaxpr import ALL_REDUCES, called, op_name, place_of, rebind
 from hlat_jax.passes.kinds import Kind, Value, is_fp32, kind_of_constant, mixed, saturated, value
 
 _ADDS = frozenset({"add", "sub", "add_any"})
@@ -39,10 +39,10 @@ _OPEN_CALLS = frozenset({"jit", "remat2", "closed_call", "core_call", "shard_map
 _BOUNDED = frozenset({"sin", "cos", "tanh", "logistic", "erf", "erfc", "exp"})
 
 # Result i is operand i, moved or combined with its like.
-_EACH = frozenset({"optimization_barrier", "psum", "psum_invariant", "psum2", "pmax", "pmin", "pvary", "pcast", "sort"})
+_EACH = ALL_REDUCES | {"optimization_barrier", "pvary", "pcast", "sort"}
 
 # Of constants that fp16 can hold, these make numbers that it may not hold: 300 * 300.
-_GROWING = _ADDS | {"mul", "psum", "psum_invariant", "psum2", "reduce_scatter"}
+_GROWING = _ADDS | {"mul", "psum", "psum_invariant", "reduce_scatter"}
 
 
 class Cast:

@@ -1,7 +1,4 @@
-"""Reading traced programs and writing their equations again: the walker that every pass and planner shares.
-
-Owns what differs between versions of JAX in a jaxpr. Refuses to decide anything about an equation.
-"""
+"""Reads the equations of traced programs and binds them again. Differences of jaxprs between JAX versions end here."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ import jax.numpy as jnp
 from jax.extend import core, source_info_util
 
 CHECKPOINT = "remat2"
-# Calls that do nothing beside calling.
+# Calls without any effect of their own.
 PLAIN_CALLS = {"jit", "closed_call", "core_call"}
 # Equations that call one function whose parameters and results are the equation's own, and where its jaxpr lies.
 _CALLED = {
@@ -27,7 +24,29 @@ _CALLED = {
     "custom_jvp_call": "call_jaxpr",
     "custom_vjp_call": "call_jaxpr",
 }
-# What a traced function raises that wants the value of an array.
+# Collectives, and what XLA calls each.
+COLLECTIVES = {
+    "psum": "all-reduce",
+    "psum_invariant": "all-reduce",
+    "pmax": "all-reduce",
+    "pmin": "all-reduce",
+    "all_gather": "all-gather",
+    "all_gather_invariant": "all-gather",
+    "reduce_scatter": "reduce-scatter",
+    "all_to_all": "all-to-all",
+    "ppermute": "collective-permute",
+}
+ALL_REDUCES = frozenset(name for name, kind in COLLECTIVES.items() if kind == "all-reduce")
+# Results with the elements of their operand, or made of none.
+SAME_ELEMENTS = frozenset(
+    {"name", "copy", "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "stop_gradient", "iota"}
+)
+# Elementwise operations that cost several times as much as an addition.
+TRANSCENDENTAL = frozenset(
+    {"exp", "exp2", "log", "log1p", "tanh", "logistic", "rsqrt", "sqrt", "cbrt", "pow", "sin", "cos", "div"}
+    | {"erf", "erfc", "erf_inv"}
+)
+# Raised by a traced function that needs the value of an array.
 _OF_TRACERS = (
     jax.errors.ConcretizationTypeError,
     jax.errors.TracerArrayConversionError,
@@ -70,6 +89,16 @@ def called(eqn: Any) -> Any:
     """Returns the open jaxpr of the one function that an equation calls with its own operands; None: it calls none."""
     key = _CALLED.get(eqn.primitive.name)
     return None if key is None else getattr(eqn.params[key], "jaxpr", eqn.params[key])
+
+
+def aval_bytes(aval: Any) -> int:
+    """Returns the bytes of an abstract value; 0 for one without a shape, such as a token."""
+    return math.prod(getattr(aval, "shape", ())) * getattr(getattr(aval, "dtype", None), "itemsize", 0)
+
+
+def is_transposed(eqn: Any) -> bool:
+    """Returns whether an equation belongs to the backward pass of a differentiated function."""
+    return "transpose(" in str(eqn.source_info.name_stack)
 
 
 def op_name(eqn: Any) -> str | None:

@@ -23,22 +23,20 @@ from typing import Any
 import jax
 from jax.extend.core import Literal
 
-_INLINED = {"pjit", "jit", "closed_call", "core_call", "remat", "remat2", "checkpoint", "shard_map"}
-_INLINED |= {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "custom_lin"}
+from hlat_jax.passes.jaxpr import COLLECTIVES, TRANSCENDENTAL, aval_bytes, called, is_transposed
+
 # Their operands are buffers, and so are their results.
 _OPAQUE = {"dot_general", "scan", "while", "cond", "gather", "scatter", "scatter-add", "sort", "top_k", "cumsum"}
-_OPAQUE |= {"psum", "psum_invariant", "pmax", "pmin", "all_gather", "reduce_scatter", "ppermute", "all_to_all"}
-_OPAQUE |= {"dynamic_update_slice", "optimization_barrier", "conv_general_dilated"}
+_OPAQUE |= {"dynamic_update_slice", "optimization_barrier", "conv_general_dilated", *COLLECTIVES}
 _REDUCTIONS = {"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "argmax", "argmin"}
 _VIEWS = {"reshape", "squeeze", "expand_dims", "copy", "name", "stop_gradient", "transpose", "sharding_constraint"}
-_COSTLY = {"exp", "exp2", "log", "log1p", "tanh", "logistic", "rsqrt", "sqrt", "pow", "sin", "cos", "erf", "div"}
 
 
 def temporaries(jaxpr: Any, arguments: Any) -> Peak:
     """Returns the temporaries that one device holds at the fullest moment of a program.
 
     Args:
-      jaxpr: of the whole program, `trace.live_jaxpr(jit(f).trace(*arguments))`.
+      jaxpr: of the whole program, `products.live_jaxpr(jit(f).trace(*arguments))`.
       arguments: their shapes and shardings.
     """
     program = _Program(jaxpr, [_share_of(leaf) for leaf in jax.tree.leaves(arguments)])
@@ -111,7 +109,7 @@ class _Program:
         self.root = self._block(jaxpr, env)
 
     def _new(self, aval: Any, share: float = 1.0) -> int:
-        self.sizes.append(round(_aval_bytes(aval) * share))
+        self.sizes.append(round(aval_bytes(aval) * share))
         self.shares.append(share)
         return len(self.sizes) - 1
 
@@ -125,11 +123,10 @@ class _Program:
 
     def _inline(self, jaxpr: Any, env: dict[Any, int], ops: list[_Op]) -> None:
         for eqn in jaxpr.eqns:
-            name = eqn.primitive.name
             ins = [self._read(var, env) for var in eqn.invars]
             outside, first = self.is_backward, len(ops)
-            self.is_backward |= "transpose(" in str(eqn.source_info.name_stack)
-            inner = _inner(eqn) if name in _INLINED else None
+            self.is_backward |= is_transposed(eqn)
+            inner = called(eqn)
             if inner is not None:
                 self._call(eqn, inner, ins, env=env, ops=ops)
             else:
@@ -158,7 +155,7 @@ class _Program:
         for var, out in zip(eqn.outvars, inner.outvars, strict=True):
             value = env[var] = self._read(out, inner_env)
             if is_region:
-                self.shares[value] = self.sizes[value] / max(1, _aval_bytes(var.aval))
+                self.shares[value] = self.sizes[value] / max(1, aval_bytes(var.aval))
 
     def _share(self, eqn: Any, ins: list[int]) -> float:
         """Returns the part of a result that one device has: as told, or as of the largest value it is made of."""
@@ -166,7 +163,7 @@ class _Program:
             return 1.0
         if eqn.primitive.name == "sharding_constraint":
             return _share_of(jax.ShapeDtypeStruct(eqn.outvars[0].aval.shape, bool, sharding=eqn.params["sharding"]))
-        sized = [(_aval_bytes(var.aval), value) for var, value in zip(eqn.invars, ins, strict=True)]
+        sized = [(aval_bytes(var.aval), value) for var, value in zip(eqn.invars, ins, strict=True)]
         return self.shares[max(sized)[1]] if sized else 1.0
 
     def _scan(self, eqn: Any, ins: list[int], outs: list[int]) -> _Op:
@@ -181,16 +178,6 @@ def _share_of(leaf: Any) -> float:
     if leaf.sharding is None:
         return 1.0
     return math.prod(leaf.sharding.shard_shape(leaf.shape)) / max(1, math.prod(leaf.shape))
-
-
-def _aval_bytes(aval: Any) -> int:
-    dtype = getattr(aval, "dtype", None)
-    return math.prod(getattr(aval, "shape", ())) * getattr(dtype, "itemsize", 0)
-
-
-def _inner(eqn: Any) -> Any:
-    closed = next((eqn.params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in eqn.params), None)
-    return getattr(closed, "jaxpr", closed)
 
 
 def _moved_operands(eqn: Any, ins: list[int]) -> set[int]:
@@ -313,7 +300,7 @@ def _sources(ops: list[_Op], outs: frozenset[int]) -> dict[int, tuple[int, ...]]
     costly: set[int] = set()  # what is computed where it is read, and costs
     for op in ops:
         below = tuple(dict.fromkeys(source for value in op.ins for source in sources.get(value, ())))
-        is_costly = op.name in _COSTLY or not costly.isdisjoint(op.ins)
+        is_costly = op.name in TRANSCENDENTAL or not costly.isdisjoint(op.ins)
         for out in op.outs:
             is_buffer = op.name not in _VIEWS and (op.name in _OPAQUE | _REDUCTIONS or out in outs)
             if op.name not in _VIEWS and not is_buffer:

@@ -20,10 +20,18 @@ from jax.ad_checkpoint import checkpoint_name, checkpoint_policies
 from jax.extend.core import Literal
 
 from hlat_jax.host.neuron_lowering import elide_idle_roundings
-from hlat_jax.passes.jaxpr import CHECKPOINT, PLAIN_CALLS, called, equations, function_name, place_of, rebind, vjp_of
+from hlat_jax.passes.jaxpr import (
+    CHECKPOINT,
+    PLAIN_CALLS,
+    SAME_ELEMENTS,
+    called,
+    equations,
+    function_name,
+    place_of,
+    rebind,
+    vjp_of,
+)
 
-# The same elements as their operand, or too cheap to be worth keeping beside it.
-_SAME = {"name", "copy", "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "stop_gradient", "iota"}
 _PREFIX, _HOST, _STOCK = "saved:", "|host:", "policy:"
 # Of `jax.checkpoint_policies`, by how much they save.
 STOCK_POLICIES = ("everything_saveable", "dots_saveable", "dots_with_no_batch_dims_saveable", "nothing_saveable")
@@ -177,7 +185,7 @@ class _Namer:
         key = prefix + eqn.primitive.name
         if eqn.primitive.name == "name":  # the function's own may be chosen too
             self.given.add(eqn.params["name"])
-        if eqn.primitive.name in _SAME or not jnp.issubdtype(getattr(var.aval, "dtype", bool), jnp.inexact):
+        if eqn.primitive.name in SAME_ELEMENTS or not jnp.issubdtype(getattr(var.aval, "dtype", bool), jnp.inexact):
             return None
         self.counts[key] = self.counts.get(key, -1) + 1
         name = f"{key}.{self.counts[key]}"

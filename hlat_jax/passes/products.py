@@ -8,7 +8,7 @@ from typing import Any
 
 from jax.interpreters import partial_eval
 
-from hlat_jax.passes.jaxpr import equations
+from hlat_jax.passes.jaxpr import aval_bytes, equations
 
 PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general", "scaled_dot"})
 
@@ -32,7 +32,7 @@ def products(jaxpr: Any, *, trips: int = 1) -> Iterator[tuple[float, int, int]]:
     for eqn, times in equations(jaxpr, trips=trips):
         if eqn.primitive.name in PRODUCTS:
             operands = [var.aval for var in (*eqn.invars, *eqn.outvars)]
-            yield product_flops(eqn), sum(math.prod(a.shape) * a.dtype.itemsize for a in operands), times
+            yield product_flops(eqn), sum(map(aval_bytes, operands)), times
 
 
 def product_flops(eqn: Any) -> float:
