@@ -55,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
             about[f"{name}.device"] = f"one device of {' x '.join(f'{axis} {size}' for axis, size in mesh.items())}"
         for stem, module in modules.items():
             (folder / f"{stem}.hlo").write_bytes(module)
-            size = sum(len(one.instructions) for one in hlo_proto.ids(module))
+            size = sum(len(one.instructions) for one in hlo_proto.parse(module).computations)
             print(f"{folder / stem}.hlo  {size:,} instructions, {about[stem]}")
         compiled.append(f"{list(modules)[-1]}.hlo")  # the compiler takes the program of one device
     script = folder / "compile.sh"

@@ -58,7 +58,7 @@ class Options:
       min_bytes: size from which on a value may be saved; smaller ones are computed again. It is the size on one device
         under `shard_map`, over all trips of the loops and all calls that keep the value at one time.
       rates: what work beside products costs.
-      solver: exact, greedy, or auto: exact where there is SciPy.
+      solver: of the choice: exact, or RAF's greedy rule.
       measure: (traced program) -> bytes that are held against the budget.
       offload: values may be kept in the host's memory, where the backend has `pinned_host`.
       max_compilations: of programs; more of them come nearer to the budget. Where nothing kept does not fit, the
@@ -68,7 +68,7 @@ class Options:
     region: str = "auto"
     min_bytes: int = 65536
     rates: Rates = Rates()  # noqa: RUF009, frozen
-    solver: str = "auto"
+    solver: str = "exact"
     measure: Callable[[Any], int] = temporaries
     offload: bool = False
     max_compilations: int = 8

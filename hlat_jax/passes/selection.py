@@ -1,13 +1,11 @@
-"""The cheapest set of values to save within a number of bytes, exact where SciPy is there, near it by a greedy rule.
+"""The cheapest set of values to save within a number of bytes: exactly, or nearly by a greedy rule.
 
-Owns the choice among the nodes of a `recompute.Graph`. Refuses to know what a program's memory is: its bytes are those
-of the saved values alone.
+The bytes are those of the saved values alone, not a program's memory.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib.util
 from collections.abc import Callable
 
 import numpy as np
@@ -19,24 +17,21 @@ Solver = Callable[[Graph, float], Choice]
 
 
 def solver(name: str, *, offloaded_byte: float | None = None) -> Solver:
-    """Returns `exact`, or `greedy` where `auto` finds no SciPy.
+    """Returns the solver of a name, `exact` or `greedy`.
 
     Args:
-      name: exact, greedy or auto.
+      name: exact or greedy.
       offloaded_byte: as for `exact`.
 
     Raises:
-      ValueError: another name, `exact` without SciPy, or `greedy` where values may go to the host.
+      ValueError: an unknown name, or `greedy` where values may go to the host.
     """
-    has_scipy = importlib.util.find_spec("scipy") is not None
-    if name not in ("auto", "exact", "greedy"):
-        raise ValueError(f"solver={name!r} must be auto, exact or greedy.")
-    if name == "exact" and not has_scipy:
-        raise ValueError("solver='exact' takes SciPy, which is not installed; install it or take 'greedy'.")
-    if name != "greedy" and has_scipy:
+    if name not in ("exact", "greedy"):
+        raise ValueError(f"solver={name!r} must be exact or greedy.")
+    if name == "exact":
         return functools.partial(exact, offloaded_byte=offloaded_byte)
     if offloaded_byte is not None:
-        raise ValueError("offload=True takes the exact solver, and with it SciPy; the greedy one keeps or drops.")
+        raise ValueError("offload=True needs solver='exact': the greedy solver only keeps or drops values.")
     return greedy
 
 
@@ -53,7 +48,7 @@ def exact(graph: Graph, budget_bytes: float, *, offloaded_byte: float | None = N
 
     Source: Jain et al. (Checkmate), arXiv 1910.02653, without the order of execution, which is the compiler's here.
     """
-    from scipy.optimize import Bounds, LinearConstraint, milp
+    from scipy.optimize import Bounds, LinearConstraint, milp  # not at the top: slow to import
     from scipy.sparse import coo_array
 
     names = sorted(graph.sizes)
