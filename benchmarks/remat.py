@@ -159,7 +159,7 @@ def batches(names, limit):
         most, _ = remat.max_batch(make_step, limit, step=sgd)
         batch = min(without * raf[1] // raf[0], most)
         fn, args = make_step(batch)
-        options = remat.Options(measure=remat.everything)
+        options = remat.Options(measure=remat.total_bytes)
         plan = remat.fit(fn, *args, budget_bytes=limit, step=sgd, options=options)
         print(
             f"{name:12}  {without:7}  {most:12}  {batch:15}  {format_bytes(plan.measured_bytes):>10}  "

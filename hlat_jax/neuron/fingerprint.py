@@ -1,4 +1,4 @@
-"""What a lowered program is, in a few numbers: its fingerprint, its size, its arguments.
+"""The fingerprint, size and arguments of a lowered program.
 
 A fingerprint is a hash of the StableHLO module without the Python lines it comes from. Equal fingerprints are equal
 programs for any compiler; what surrounds a program (flags, versions of compilers) is not in it.
@@ -12,13 +12,13 @@ from typing import Any
 
 from hlat_jax.neuron.module import Program, tensor
 
-# Operations that compute nothing: what holds others, or hands values on.
+# Operations that compute nothing.
 _SCAFFOLD = ("builtin.module", "func.func", "func.return", "stablehlo.return", "sdy.return", "sdy.mesh")
 
 
 @dataclasses.dataclass(frozen=True)
 class Fingerprint:
-    """A lowered program, told from others.
+    """Identity and size of a lowered program.
 
     Attributes:
       sha256: of its text, the first 16 hexadecimal digits.

@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
     if not values.out:
         raise ValueError("--out=DIR is missing: the folder for the modules and compile.sh.")
     folder = _made(values.out)
-    os.environ["JAX_PLATFORMS"] = "cpu"  # nothing is asked of an accelerator, also where there is one
+    os.environ["JAX_PLATFORMS"] = "cpu"  # no accelerator is needed; one that is there stays free
     from hlat_jax.neuron import hlo, hlo_proto, programs
     from hlat_jax.run.compilation import named_programs, traced_programs
 

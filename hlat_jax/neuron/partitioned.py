@@ -1,9 +1,8 @@
-"""What a program is once it is split over devices: who talks to whom, and the largest array of one device.
+"""A program split over devices: which collectives run where, and the largest array of one device.
 
-Collectives inside a `shard_map` stand in the program as they will run. What the partitioner adds, and what shapes it
-gives, is found by running Shardy, which jaxlib holds and Neuron uses since SDK 2.30, on a copy: at the program's own
-number of devices, in seconds, with nothing compiled. What XLA's SPMD pass makes of the few operations that Shardy
-leaves open is not seen.
+Collectives inside a `shard_map` are in the program already. Those that the partitioner adds, and the shapes it gives,
+come from running Shardy, which jaxlib holds and Neuron uses since SDK 2.30, on a copy: for the program's own number of
+devices, in seconds, with nothing compiled. Operations that Shardy leaves to XLA's SPMD pass are not seen.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ def _instance(target: str) -> cost.Instance:
 def split(root: Any) -> Program | None:
     """Returns the program with the shardings that Shardy gives every value and the collectives that it adds.
 
-    None where nothing is to be split, or this JAX's Shardy has no such pipeline.
+    None for a program of one device, or where this JAX's Shardy has no such pipeline.
     """
     if not Program(root).is_spread:
         return None
@@ -57,7 +56,7 @@ def split(root: Any) -> Program | None:
 def group_findings(program: Program, parted: Program | None, *, target: str) -> Iterator[tuple[str, str, Any]]:
     """Yields (rule, what, operation) of CC01 to CC03 over the collectives of a program and those that Shardy adds.
 
-    And of INT03 over the latter: those of the program's own are found where single operations are read.
+    Also INT03 over the latter; for the program's own, `operators` has it.
     """
     seen: dict[bytes, Any] = {}
     for op, groups in replica_groups(program, parted):
@@ -125,7 +124,7 @@ def _is_box(offsets: np.ndarray) -> bool:
 
 
 def permute_trouble(pairs: np.ndarray, *, target: str) -> str | None:
-    """Returns what keeps pairs [n, (source, target)] from being rings of neighbouring cores; None when they are.
+    """Returns why pairs [n, (source, target)] are not rings of neighbouring cores; None when they are.
 
     Chips of a node form a torus of 4 by 4, row by row; neighbours are on one chip or on linked ones.
     Source: AWS Neuron docs, Trn1 and Trn2 architecture.
@@ -150,7 +149,7 @@ def permute_trouble(pairs: np.ndarray, *, target: str) -> str | None:
 
 
 def argument_findings(program: Program, *, target: str) -> Iterator[tuple[str, str, Any]]:
-    """Yields (rule, what, operation) of SH03, DN01 and MEM1: what goes in and out of the program."""
+    """Yields (rule, what, operation) of SH03, DN01 and MEM1: over arguments and results."""
     main = program.main
     arguments = list(main.regions[0].blocks[0].arguments)
     if len(arguments) > MAX_ARGUMENTS:
@@ -177,7 +176,7 @@ def argument_findings(program: Program, *, target: str) -> Iterator[tuple[str, s
     total -= sum(local.num_bytes for local, is_donated in zip(held, donated, strict=True) if local and is_donated)
     device = cost.DEVICES[target]
     if max(taken, total) > device.memory_bytes - device.reserved_bytes:
-        yield "MEM1", f"arguments and results alone take {format_bytes(max(taken, total))} of a device", main
+        yield "MEM1", f"arguments and results alone need {format_bytes(max(taken, total))} of a device", main
 
 
 def size_findings(program: Program) -> Iterator[tuple[str, str, Any]]:

@@ -1,7 +1,4 @@
-"""The programs of a run on devices that need not exist: on how many, and what `lint` finds in them.
-
-Owns why a finding in one of them is accepted. Which programs they are is in `compilation`.
-"""
+"""The programs of a run on virtual devices: on how many, what `lint` finds in them, and which findings are accepted."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from hlat_jax.passes.products import live_jaxpr
 from hlat_jax.plan.memory import device_bytes
 from hlat_jax.step import step_arguments
 
-# Warnings that stand in shipped configs, by (program, rule), each with the reason why it may.
+# Warnings accepted in shipped configs: (program, rule) -> reason.
 EXPLAINED = {
     ("init", "RNG01"): "runs once, before the first step; drawing from rbg keys of its own for every layer takes a "
     "split, which JAX does by Threefry whatever the key. Neuron lists it as incomplete, and others have compiled it; "
@@ -30,7 +27,7 @@ EXPLAINED = {
 EXPLAINED[("init", "DT06")] = "the counters of that split, below 2^32: their upper word is 0, also where it is cut off"
 for _name in ("train", "eval"):
     EXPLAINED[(_name, "CG01")] = (
-        "no page gives the limit that this number is held against, and HLAT compiled layers of this size and degree "
+        "no page gives the limit for this number, and HLAT compiled layers of this size and degree "
         "of tensor parallelism; if the compiler refuses, see what to write instead"
     )
 EXPLAINED[("eval", "CC02")] = EXPLAINED[("train", "CC02")]
@@ -50,7 +47,7 @@ def num_devices(config: Config) -> int:
 def findings(
     name: str, traced: Any, *, config: Config, layout: Layout, target: str, operators: Collection[str]
 ) -> list[lint.Finding]:
-    """Returns the findings of one program, and of the training step also what the planner says of its memory.
+    """Returns the findings of one program, and for the training step also of its planned memory.
 
     Args:
       name: of the program, as `compilation.traced_programs` has it.
@@ -58,7 +55,7 @@ def findings(
       config: of the run.
       layout: over the devices that it was traced for.
       target: as for `lint.check`.
-      operators: likewise.
+      operators: as for `lint.check`.
     """
     found = lint.check_traced(traced, target=target, recurring=name != "init", operators=operators)
     if name != "train":
@@ -75,5 +72,5 @@ def findings(
 
 
 def layout_for_neuron(config: Config, count: int) -> Layout:
-    """Returns the layout of a config over `count` Neuron devices that need not exist."""
+    """Returns the layout of a config over `count` virtual Neuron devices."""
     return planned_layout(config, count, platform="neuron")

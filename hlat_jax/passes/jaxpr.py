@@ -118,7 +118,7 @@ def function_name(fn: Any) -> str:
 
 @contextlib.contextmanager
 def tracing(fn: Any, args: Any, *, by: str) -> Iterator[None]:
-    """What is run inside traces a user's function for a pass; errors that tracing has no part in pass unchanged.
+    """Context in which a pass traces a user's function: errors of tracing name the function, others are unchanged.
 
     Args:
       fn: the function.
@@ -126,27 +126,27 @@ def tracing(fn: Any, args: Any, *, by: str) -> Iterator[None]:
       by: the pass, for the error.
 
     Raises:
-      ValueError: the function wants the values of arrays, or takes or returns what is no array.
+      ValueError: the function needs the values of arrays, or takes or returns something else than arrays.
     """
     try:
         yield
     except (TypeError, IndexError) as error:
         what = str(error).partition("\n")[0]
         is_of_types = isinstance(error, TypeError)
-        stranger = _first_no_array(args) if is_of_types else None
+        stranger = _first_non_array_type(args) if is_of_types else None
         if stranger is not None:
-            said = f" with an argument of type {stranger}: arguments are arrays and pytrees of them;"
+            reason = f" with an argument of type {stranger}: arguments are arrays and pytrees of them;"
         elif isinstance(error, _OF_TRACERS) or (is_of_types and "concrete values" in what):
-            said = f": {what} Let jax.lax.cond or jnp.where branch on values of arrays, and"
+            reason = f": {what} Let jax.lax.cond or jnp.where branch on values of arrays, and"
         elif is_of_types and "a valid JAX" in what:
-            said = f": {what.rstrip('.')}. Return arrays and pytrees of them, and"
+            reason = f": {what.rstrip('.')}. Return arrays and pytrees of them, and"
         else:
             raise
-        said += " bind what is no array with functools.partial."
-        raise ValueError(f"{by} cannot trace {function_name(fn)}{said}") from error
+        reason += " bind other values with functools.partial."
+        raise ValueError(f"{by} cannot trace {function_name(fn)}{reason}") from error
 
 
-def _first_no_array(args: Any) -> str | None:
+def _first_non_array_type(args: Any) -> str | None:
     for leaf in jax.tree.leaves(args):
         try:
             jax.eval_shape(lambda x: x, leaf)
@@ -157,7 +157,7 @@ def _first_no_array(args: Any) -> str | None:
 
 @contextlib.contextmanager
 def place_of(eqn: Any) -> Iterator[None]:
-    """What is bound inside has the name stack, source line and context (mesh, generator, ...) of an equation."""
+    """Context that gives what is bound inside the name stack, source line and context of an equation."""
     source = eqn.source_info
     stack = source_info_util.current_name_stack() + source.name_stack
     with source_info_util.user_context(source.traceback, name_stack=stack), eqn.ctx.manager:

@@ -1,14 +1,13 @@
-"""How many bytes of temporaries a traced program holds at its fullest moment, by the life of every value in it.
+"""Peak bytes of temporaries of a traced program, estimated from the lifetime of every value in it.
 
-Owns a model of what a compiler keeps:
+The model of the buffers that a compiler allocates:
 - products, reductions, loops and collectives write buffers; what is elementwise is computed where it is read, unless
   that would compute an exponential or a quotient twice;
-- a loop writes its stacked results in place, and updates what it carries in place where the old value is read no more;
+- a loop writes its stacked results in place, and updates its carry in place where the old value is not read again;
 - a product copies an operand whose dims are not in its order, and runs when its result is first read: the gradients of
   weights last.
-Refuses to know what the program is: it takes the jaxpr of the very step that trains, whose shapes inside `shard_map`
-are those of one device. Arguments, and results that take the place of donated arguments, are no temporaries. How near
-it comes to XLA on CPU is in tests/plan/test_memory.py.
+Shapes inside `shard_map` are those of one device. Arguments, and results that reuse donated arguments, are not
+temporaries. tests/plan/test_memory.py compares the estimate with XLA's allocation on CPU.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _VIEWS = {"reshape", "squeeze", "expand_dims", "copy", "name", "stop_gradient", 
 
 
 def temporaries(jaxpr: Any, arguments: Any) -> Peak:
-    """Returns the temporaries that one device holds at the fullest moment of a program.
+    """Returns the peak of temporaries of a program on one device.
 
     Args:
       jaxpr: of the whole program, `products.live_jaxpr(jit(f).trace(*arguments))`.
@@ -45,12 +44,12 @@ def temporaries(jaxpr: Any, arguments: Any) -> Peak:
 
 @dataclasses.dataclass(frozen=True)
 class Peak:
-    """The fullest moment of a program.
+    """Peak memory of a program, in bytes on one device.
 
     Attributes:
-      total: bytes of temporaries on one device.
-      in_loops: that loops carry or stack at their own fullest moment: kept activations and sums of gradients.
-      kept: that forward passes leave to backward passes, at the fullest moment of those.
+      total: of temporaries.
+      in_loops: carried or stacked by loops, at their own peak: kept activations and sums of gradients.
+      kept: left by forward passes to backward passes, at the peak of those.
     """
 
     total: int
@@ -70,7 +69,7 @@ class _Op:
       body: of a scan, with how many of its inputs are constant or carried.
       num_consts: likewise.
       num_carry: likewise.
-      is_backward: of the backward pass of a differentiated function; what that computes again among it.
+      is_backward: of the backward pass of a differentiated function; its recomputation included.
     """
 
     name: str
@@ -158,7 +157,7 @@ class _Program:
                 self.shares[value] = self.sizes[value] / max(1, aval_bytes(var.aval))
 
     def _share(self, eqn: Any, ins: list[int]) -> float:
-        """Returns the part of a result that one device has: as told, or as of the largest value it is made of."""
+        """Returns the share of a result on one device: by its sharding constraint, or that of its largest operand."""
         if self.inside_a_region:
             return 1.0
         if eqn.primitive.name == "sharding_constraint":
@@ -211,7 +210,7 @@ def _peak(block: _Block, sizes: list[int], owned: frozenset[int]) -> Peak:
         made = {value: sizes[value] for value in op.outs if sources[value] == (value,) and value not in owned}
         passing, carried_on = Peak(sum(sizes[value] for value in op.moved), 0, 0), {}
         if op.body is not None:
-            passing = _turn_peak(op, sizes)
+            passing = _iteration_peak(op, sizes)
             starts = {source for value in op.carried for source in sources.get(value, ())}
             carried_on = {value: live[value] for value in starts.intersection(dying[place], live)}
             looped.update(op.outs)
@@ -251,8 +250,8 @@ def _dying(ops: list[_Op], sources: dict[int, tuple[int, ...]], *, leaving: set[
     return dying
 
 
-def _turn_peak(op: _Op, sizes: list[int]) -> Peak:
-    """Returns what one turn of a loop takes beside what the loop reads, carries and stacks."""
+def _iteration_peak(op: _Op, sizes: list[int]) -> Peak:
+    """Returns the peak of one iteration of a loop beside what the loop reads, carries and stacks."""
     body = op.body
     made_at = {value: place for place, inner in enumerate(body.ops) for value in inner.outs}
     last_read = {value: place for place, inner in enumerate(body.ops) for value in inner.ins}

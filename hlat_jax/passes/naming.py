@@ -4,8 +4,6 @@ A name is that of the primitive and its number in the function, `dot_general.3`:
 the same names. Nothing is marked by hand. Names go through calls (`jit`), which stay; the function's own
 `jax.checkpoint` stays too, and what is chosen inside it is kept all the same. Loops, `custom_vjp` and kernels are
 single values from outside; what the derivative rule of a `custom_vjp` names itself may be chosen too.
-
-Owns names and how a choice of them is applied. Refuses to know what a choice costs: see `recompute`.
 """
 
 from __future__ import annotations
@@ -38,11 +36,11 @@ STOCK_POLICIES = ("everything_saveable", "dots_saveable", "dots_with_no_batch_di
 
 
 class MissingValues(ValueError):
-    """A choice of values that a function does not have, or of a policy that does not exist."""
+    """Values chosen that a function does not have, or an unknown policy."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Choice:
+class RematChoice:
     """What the backward pass keeps; it computes everything else again.
 
     Attributes:
@@ -74,29 +72,29 @@ class Choice:
                 offload_src="device",
                 offload_dst="pinned_host",
             )
-        # By this `recompute` tells our checkpoints from those of the function. Up to jax 0.10.1 it is set on a closure;
+        # By this `recompute` tells our checkpoints from those of the function. Up to jax 0.10.1 it is set on a closure,
         # since then on a frozen dataclass, whose class JAX looks at: it can be neither wrapped nor assigned to.
         object.__setattr__(policy, "is_choice", True)
         return policy
 
 
 def is_choice(text: str) -> bool:
-    """Returns whether a text was written by `str` of a `Choice`."""
+    """Returns whether a text was written by `str` of a `RematChoice`."""
     return text.startswith((_PREFIX, _STOCK))
 
 
-def parse_choice(text: str) -> Choice:
-    """Returns the `Choice` that `str` of it wrote. Raises MissingValues for a policy that does not exist."""
+def parse_choice(text: str) -> RematChoice:
+    """Returns the `RematChoice` that `str` of it wrote. Raises MissingValues for a policy that does not exist."""
     if text.startswith(_STOCK):
         policy = text.removeprefix(_STOCK)
         if policy not in STOCK_POLICIES:
             raise MissingValues(f"{text} is not a policy that can be chosen: {', '.join(STOCK_POLICIES)}.")
-        return Choice(stock_policy=policy)
+        return RematChoice(stock_policy=policy)
     saved, _, offloaded = text.removeprefix(_PREFIX).partition(_HOST)
-    return Choice(*(tuple(name for name in names.split(",") if name) for names in (saved, offloaded)))
+    return RematChoice(*(tuple(name for name in names.split(",") if name) for names in (saved, offloaded)))
 
 
-def checkpointed(fn: Callable, choice: Choice, *, prevent_cse: bool = True) -> Callable:
+def checkpointed(fn: Callable, choice: RematChoice, *, prevent_cse: bool = True) -> Callable:
     """Returns `fn` whose backward pass keeps its arguments and what is chosen.
 
     Args:
@@ -112,7 +110,7 @@ def checkpointed(fn: Callable, choice: Choice, *, prevent_cse: bool = True) -> C
     return jax.checkpoint(inner, policy=choice.policy, prevent_cse=prevent_cse)
 
 
-def checkpointed_loops(fn: Callable, choice: Choice) -> Callable:
+def checkpointed_loops(fn: Callable, choice: RematChoice) -> Callable:
     """Returns `fn` with the body of each outermost `lax.scan` checkpointed; names begin with the scan's, `scan0.`.
 
     Raises:
@@ -134,7 +132,7 @@ def checkpointed_loops(fn: Callable, choice: Choice) -> Callable:
     return run
 
 
-def named(fn: Callable, choice: Choice) -> Callable:
+def named(fn: Callable, choice: RematChoice) -> Callable:
     """Returns `fn` with every float intermediate named. Raises MissingValues for a name in `choice` that it has not."""
 
     def run(*args: Any) -> Any:
@@ -165,7 +163,7 @@ def _traced(fn: Callable, args: tuple) -> tuple[Any, list, Callable]:
 class _Namer:
     """Numbers the values of one function. A plan has, for each equation, the names of its results, or another plan."""
 
-    def __init__(self, choice: Choice):
+    def __init__(self, choice: RematChoice):
         self.choice = choice
         self.given: set[str] = set()
         self.counts: dict[str, int] = {}
@@ -199,7 +197,7 @@ class _Namer:
         if missing:
             raise MissingValues(
                 f"{function_name(fn)} has no values {', '.join(sorted(missing))}: they were chosen for another "
-                "function, other shapes or another JAX. Let remat.fit choose again."
+                "function, other shapes or another JAX version. Run remat.fit again."
             )
 
 

@@ -1,4 +1,4 @@
-"""The products of a traced program: how many FLOPs they are, what they move, how often they run."""
+"""The products of a traced program: FLOPs, bytes moved, executions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general
 
 
 def live_jaxpr(traced: Any) -> Any:
-    """Returns what a trace computes, without what nothing reads, such as values that come with the gradients.
+    """Returns the jaxpr of a trace without dead code, such as values that come with the gradients.
 
     Every compiler drops the same, collectives among it.
     """

@@ -4,7 +4,7 @@ It is read from the trace of the whole differentiated program, in which every ch
 its backward pass computes again, and `naming` has named it. So the graph has the shapes of one device inside
 `shard_map`, the dtypes of autocast, the trips of every loop, and just the values that some gradient reads.
 
-Costs are in FLOPs of products, which a recomputed value would take the place of. Refuses to choose: see `selection`.
+Costs are in FLOPs of products.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ class _Region:
     sizes: dict[str, int] = dataclasses.field(default_factory=dict)
 
     def visit(self, jaxpr: Any, made_by: dict[Any, int], *, again: bool) -> None:
-        """Adds what a jaxpr computes again; `again`: all of it. `made_by` tells of its values by which node."""
+        """Adds what a jaxpr computes again; `again`: all of it. `made_by`: the node of each value."""
         for eqn in jaxpr.eqns:
             ins = [None if isinstance(var, Literal) else made_by.get(var) for var in eqn.invars]
             is_again = again or _is_computed_again(eqn)

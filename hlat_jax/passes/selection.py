@@ -10,10 +10,10 @@ from collections.abc import Callable
 
 import numpy as np
 
-from hlat_jax.passes.naming import Choice
+from hlat_jax.passes.naming import RematChoice
 from hlat_jax.passes.recompute import Graph
 
-Solver = Callable[[Graph, float], Choice]
+Solver = Callable[[Graph, float], RematChoice]
 
 
 def solver(name: str, *, offloaded_byte: float | None = None) -> Solver:
@@ -35,7 +35,7 @@ def solver(name: str, *, offloaded_byte: float | None = None) -> Solver:
     return greedy
 
 
-def exact(graph: Graph, budget_bytes: float, *, offloaded_byte: float | None = None) -> Choice:
+def exact(graph: Graph, budget_bytes: float, *, offloaded_byte: float | None = None) -> RematChoice:
     """Returns what to keep, names in order, for the cheapest recomputation within the bytes: a mixed-integer program.
 
     For each value s, 1: saved, and h, 1: offloaded; for each node c, 1: computed again. What gradients read is saved,
@@ -89,11 +89,13 @@ def exact(graph: Graph, budget_bytes: float, *, offloaded_byte: float | None = N
     if found.x is None:
         raise AssertionError(f"saving nothing is always a solution: {found.message}")
     offloaded = tuple(name for name in names if found.x[column[name] + len(names)] > 0.5)
-    return Choice(_without_idle(graph, [name for name in names if found.x[column[name]] > 0.5], offloaded), offloaded)
+    return RematChoice(
+        _without_idle(graph, [name for name in names if found.x[column[name]] > 0.5], offloaded), offloaded
+    )
 
 
 def _without_idle(graph: Graph, saved: list[str], offloaded: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns the saved names without those that make nothing cheaper: the solver's tolerance lets some through."""
+    """Returns the saved names without those that reduce no cost: the solver's tolerance lets some through."""
     cost = graph.cost({*saved, *offloaded})
     for name in sorted(saved, key=graph.sizes.get, reverse=True):
         rest = [other for other in saved if other != name]
@@ -102,7 +104,7 @@ def _without_idle(graph: Graph, saved: list[str], offloaded: tuple[str, ...]) ->
     return tuple(saved)
 
 
-def greedy(graph: Graph, budget_bytes: float) -> Choice:
+def greedy(graph: Graph, budget_bytes: float) -> RematChoice:
     """Returns what to save, names in order: all, less those that cost least per byte to do without, until they fit.
 
     Source: the score of RAF's rematerialization, awslabs/raf `src/pass/rematerialization.cc`.
@@ -116,4 +118,4 @@ def greedy(graph: Graph, budget_bytes: float) -> Choice:
             break
         saved.remove(name)
         cost += without[name]
-    return Choice(tuple(sorted(saved)))
+    return RematChoice(tuple(sorted(saved)))

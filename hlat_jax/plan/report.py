@@ -1,6 +1,6 @@
-"""A plan: everything that can be known of a run before a node is rented, as a dict of plain values and as text.
+"""A plan: memory, collectives and projected speed of a run, as a dict of plain values.
 
-Owns what a plan says and how. Sizes are bytes, times seconds; every speed is labelled a projection.
+Sizes are in bytes, times in seconds; every speed is labelled a projection.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ PROJECTION = "projection, not measured"
 
 @dataclasses.dataclass(frozen=True)
 class Site:
-    """Where a run is planned.
+    """The nodes that a run is planned for.
 
     Attributes:
       target: a name of `cost.target`.
       nodes: of that kind.
       disk_bytes_per_s: of one node, while it saves.
-      price_per_hour: of one node; 0: not known.
-      data_tokens: of the training data; 0: not known.
+      price_per_hour: of one node; 0: unknown.
+      data_tokens: of the training data; 0: unknown.
     """
 
     target: str
@@ -62,7 +62,7 @@ def site_layout(config: Config, site: Site) -> Layout:
         return planned_layout(config, site.num_devices, platform=target.platform)
     except ValueError as error:
         nodes = _nearest_nodes(config, site) if target.network_bytes_per_s else None
-        raise ValueError(f"{error} It passes as it is with --nodes={nodes}." if nodes else str(error)) from None
+        raise ValueError(f"{error} Unchanged, it is valid with --nodes={nodes}." if nodes else str(error)) from None
 
 
 def _nearest_nodes(config: Config, site: Site) -> int | None:
@@ -106,18 +106,18 @@ def make_plan(config: Config, site: Site) -> dict[str, Any]:
 
 
 def described(config: Config, layout: Layout) -> dict[str, Any]:
-    """Returns a layout as plans name it: degrees, devices, and what else is split."""
+    """Returns the degrees, the number of devices, and the other splits of a layout."""
     parallel = config.parallel
     splits = {"zero1": parallel.zero1, "sequence_parallel": parallel.sequence_parallel}
     return layout.degrees | {"devices": layout.mesh.size} | splits
 
 
 def short_plan(config: Config, layout: Layout, *, traced: Any, budget: int) -> list[str]:
-    """Returns what `train` says of its step before it compiles it.
+    """Returns the lines that `train` prints about its step before it compiles it.
 
     Args:
       config: of the run.
-      layout: over the devices that there are.
+      layout: of the devices.
       traced: the step's trace.
       budget: bytes of one device.
     """

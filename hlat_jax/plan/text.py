@@ -1,4 +1,4 @@
-"""A plan as text. Owns the words; every number comes from the plan's dict."""
+"""A plan as text; every number comes from the plan's dict."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def full(plan: dict[str, Any]) -> str:
 
 
 def partitioned(part: dict[str, Any]) -> str:
-    """Returns what compiling for virtual devices gave, beside what was planned for them."""
+    """Returns the compiled program for virtual devices beside its plan."""
     lines = [
         f"Compiled for {part['devices']} virtual CPU devices ({degrees(part['layout'])}), {part['seconds']:.0f} s",
         f"  arguments    {format_bytes(part['argument_bytes'])}, "
@@ -44,7 +44,7 @@ def partitioned(part: dict[str, Any]) -> str:
 
 
 def ranking(found: dict[str, Any], where: str) -> str:
-    """Returns what `search.ranked` found on nodes called `where`: a table of layouts, the best first, or why none."""
+    """Returns the table of layouts of `search.ranked` on nodes called `where`, the best first, or why there is none."""
     if not found["layouts"]:
         return (
             f"No layout of {where}: no degrees with tensor inside a node pass every check; change the batch or nodes."
@@ -53,7 +53,7 @@ def ranking(found: dict[str, Any], where: str) -> str:
         least = f"none of the {found['planned']} planned, of {found['layouts']:,}, and the least that one needs is "
         least += f"{format_bytes(found['smallest'])} before workspace"
         return f"No layout of {where} fits {format_bytes(found['budget'])} of a device: {least}. Take more nodes."
-    by = "projected step" if found["by"] == "step_s" else "memory, as the speed of the device is not known"
+    by = "projected step" if found["by"] == "step_s" else "memory, as the speed of the device is unknown"
     left = ""
     if found["rest"] is not None:
         least = f"{found['rest']:.3f} s" if found["by"] == "step_s" else format_bytes(found["rest"])
@@ -149,7 +149,7 @@ def _collective_lines(plan: dict[str, Any]) -> list[str]:
 def _projection_lines(plan: dict[str, Any]) -> list[str]:
     projection = plan.get("projection")
     if projection is None:
-        return ["no projection: the speed of this device is not in the table"]
+        return ["no projection: the speed of this device is unknown"]
     price = "" if projection["price"] is None else f", price {projection['price']:,.0f}"
     return [
         f"step             {projection['step_s']:.3f} s, {projection['tokens_per_s']:,.0f} tokens/s, "

@@ -22,7 +22,7 @@ from hlat_jax.host.distributed import exchange, is_first
 from hlat_jax.parallel.sharding import Layout
 from hlat_jax.passes import remat
 from hlat_jax.passes.liveness import temporaries
-from hlat_jax.passes.naming import Choice, MissingValues
+from hlat_jax.passes.naming import MissingValues, RematChoice
 from hlat_jax.passes.products import live_jaxpr
 from hlat_jax.step import step_arguments, traced_step
 
@@ -102,13 +102,13 @@ def is_asked(config: Config) -> bool:
 def _searched(config: Config, layout: Layout, measure: Any) -> remat.Plan:
     budget = parse_bytes(config.model.remat.removeprefix(REMAT_BUDGET), name="model.remat: the budget")
 
-    def traced(choice: Choice | None) -> Any:
+    def traced(choice: RematChoice | None) -> Any:
         return traced_step(_with(config, _written(choice)), layout)
 
     return remat.search(traced, budget_bytes=budget, options=remat.Options(measure=measure, min_bytes=1024))
 
 
-def _written(choice: Choice | None) -> str:
+def _written(choice: RematChoice | None) -> str:
     return "none" if choice is None else str(choice)
 
 

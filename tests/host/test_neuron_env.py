@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from hlat_jax import config as config_lib
 from hlat_jax.config import ParallelConfig, PrecisionConfig
 from hlat_jax.host import neuron_env, neuron_topology
-from hlat_jax.host.neuron_env import FIXED, REMOVED, ROUNDING, environment
+from hlat_jax.host.neuron_env import FIXED, REMOVED, STOCHASTIC, environment
 from hlat_jax.host.neuron_topology import INSTANCES, Topology
 from hlat_jax.neuron import env_command as command
 from hlat_jax.resolve import resolve
@@ -106,7 +106,7 @@ def runs(draw):
     )
     degrees = {axis: draw(st.sampled_from([1, 2, 4])) for axis in ("pipe", "fsdp", "tensor")}
     switches = {name: draw(st.booleans()) for name in ("zero1", "sequence_parallel")}
-    policy = draw(st.sampled_from(sorted(ROUNDING)))
+    policy = draw(st.sampled_from(["fp32", "autocast", "mixed", "bf16", *STOCHASTIC]))
     who = draw(st.sampled_from(["auto", "hardware", "software"])) if policy == "bf16_sr" else "auto"
     return PrecisionConfig(policy, who), ParallelConfig(data=-1, **degrees, **switches), place
 
@@ -166,7 +166,7 @@ def test_environment_differs_between_ranks_in_the_rank_alone(run):
 def test_device_rounds_where_the_program_leaves_it_to_the_device_and_never_both():
     from hlat_jax.precision import POLICIES, policy_on
 
-    assert {name: policy.rounding for name, policy in POLICIES.items()} == ROUNDING
+    assert tuple(name for name, policy in POLICIES.items() if policy.rounding == "stochastic") == STOCHASTIC
     for name in POLICIES:
         for who in ("auto", "hardware", "software") if name == "bf16_sr" else ("auto",):
             found = environment(PrecisionConfig(name, who), ParallelConfig(), PLACE, current={}).variables
@@ -213,8 +213,8 @@ def test_variables_of_the_user_win_with_a_line():
     assert found.variables["NEURON_RT_EXEC_TIMEOUT"] == "600"
     assert found.variables["MALLOC_ARENA_MAX"] == "64"
     assert found.notes == (
-        "NEURON_RT_EXEC_TIMEOUT: yours, 600, wins over 4000",
-        "FI_PROVIDER: yours, tcp, wins over efa",
+        "NEURON_RT_EXEC_TIMEOUT: your value 600 replaces 4000",
+        "FI_PROVIDER: your value tcp replaces efa",
     )
 
 
@@ -234,7 +234,7 @@ def test_compiler_flags_of_the_user_win_flag_by_flag(yours, gone):
     kept = [word for word in before.split() if not word.startswith(gone)]
     assert found.variables["NEURON_CC_FLAGS"] == f"{' '.join(kept)} {yours}"
     assert len(found.notes) == 1
-    assert found.notes[0].startswith(f"NEURON_CC_FLAGS: yours wins over {gone}")
+    assert found.notes[0].startswith(f"NEURON_CC_FLAGS: your value replaces {gone}")
 
 
 @pytest.mark.parametrize("yours", ["--dump=/x", "-lnc 1", "-lnc=1", "--auto-cast none", "--target trn1"])
@@ -251,7 +251,7 @@ CONTRADICTIONS = [
     ),
     ({"NEURON_LOGICAL_NC_CONFIG": "2"}, "contradicts --lnc, which gives 1"),
     ({"NEURON_CC_FLAGS": "-lnc=2"}, "--logical-nc-config=2, but the runtime runs with --lnc=1"),
-    ({"NEURON_CC_FLAGS": "--internal-num-neuroncores-per-sengine=1"}, "older name of --logical-nc-config=1"),
+    ({"NEURON_CC_FLAGS": "--internal-num-neuroncores-per-sengine=1"}, "older name; write --logical-nc-config=1"),
     ({"NEURON_CC_FLAGS": "--auto-cast=all"}, "set --auto-cast=none and choose another --config.precision.policy"),
     ({"NEURON_CC_FLAGS": "--auto-cast matmult"}, "--auto-cast=matmult rounds"),
     ({"NEURON_CC_FLAGS": "--target=trn2"}, "set --target=trn1"),
@@ -259,14 +259,14 @@ CONTRADICTIONS = [
     ({"NEURON_PJRT_PROCESS_INDEX": "3"}, "contradicts --rank or --process_id, which gives 1"),
     ({"NEURON_PJRT_PROCESSES_NUM_DEVICES": "32,32"}, "contradicts --nodes and --cores, which gives 32,32,32,32"),
     ({"NEURON_RT_VISIBLE_CORES": "0-15"}, "16 cores, but the run takes 32; unset it, or give --cores=16"),
-    ({"NEURON_RT_VISIBLE_CORES": "all"}, "no number of cores"),
+    ({"NEURON_RT_VISIBLE_CORES": "all"}, "not a list of cores"),
     ({"NEURON_RT_NUM_CORES": "8"}, "8 cores, but the run takes 32"),
     ({"NEURON_RT_ROOT_COMM_ID": "first:41001"}, "must end in a port that is not JAX's, 41001; use 41000"),
     ({"NEURON_RT_ROOT_COMM_ID": f"{'a' * 64}:41000"}, "has 64 characters; Neuron takes 63"),
     ({"NEURON_RT_ROOT_COMM_ID": "first"}, "HOST is missing"),
     ({"NEURON_RT_INSPECT_ENABLE": "1", "NEURON_RT_INSPECT_DEVICE_PROFILE": "1"}, "exclude each other"),
     ({"JAX_PLATFORMS": "cpu"}, "JAX_PLATFORMS=cpu keeps JAX off the devices of trn1.32xlarge"),
-    *(({name: "1"}, f"{name}=1 is set, and is {instead}") for name, instead in REMOVED.items()),
+    *(({name: "1"}, f"{name}=1 is set; it is {instead}") for name, instead in REMOVED.items()),
 ]
 
 
@@ -283,7 +283,9 @@ def test_variables_of_a_larger_job_are_refused_on_one_node():
         ("NEURON_PJRT_PROCESS_INDEX", "1", "0"),
     ):
         assert environment(MIXED, ParallelConfig(), alone, current={name: instead}).notes == ()
-        with pytest.raises(ValueError, match=f"{name}={value} is of a larger job than --nodes=1, which has {instead}"):
+        with pytest.raises(
+            ValueError, match=f"{name}={value} belongs to a larger job than --nodes=1, which has {instead}"
+        ):
             environment(MIXED, ParallelConfig(), alone, current={name: value})
 
 
@@ -302,7 +304,7 @@ def test_fewer_cores_than_the_node_has_are_made_visible():
 def test_misspelt_variables_are_named_with_the_nearest():
     found = with_current(NEURON_RT_STOCHASTIC_ROUNDIG_EN="1", NEURON_HLO_ANALYZER="1", NEURON_RT_LOG_LEVEL="INFO")
     assert found.notes == (
-        "NEURON_RT_STOCHASTIC_ROUNDIG_EN is not known here. Did you mean NEURON_RT_STOCHASTIC_ROUNDING_EN?",
+        "NEURON_RT_STOCHASTIC_ROUNDIG_EN is unknown. Did you mean NEURON_RT_STOCHASTIC_ROUNDING_EN?",
     )
 
 
@@ -317,7 +319,7 @@ def test_misspelt_variables_are_named_with_the_nearest():
         ({"coordinator": "a" * 64}, "has 64 characters; Neuron takes 63"),
         ({"coordinator": "first:41000"}, "without a port"),
         ({"coordinator": "a b"}, "must be a host name"),
-        ({"port": 41000}, "--port=41000 is that of Neuron's collectives"),
+        ({"port": 41000}, "--port=41000 is used by Neuron's collectives"),
         ({"port": 0}, "--port=0 must lie in 1 .. 65535"),
         ({"cores": 33}, "--cores=33: trn1.32xlarge has 32"),
     ],
@@ -359,9 +361,9 @@ def test_first_host_of_a_node_list(nodelist, first):
 
 
 def test_launchers_that_say_a_part_are_refused():
-    with pytest.raises(ValueError, match="SLURM_NODEID='' is no number: start this with srun"):
+    with pytest.raises(ValueError, match="SLURM_NODEID='' is not a number: start with srun"):
         neuron_topology.of_launcher({"SLURM_JOB_NODELIST": "a", "SLURM_NNODES": "2"})
-    with pytest.raises(ValueError, match="OMPI_COMM_WORLD_SIZE='' is no number: start this with mpirun"):
+    with pytest.raises(ValueError, match="OMPI_COMM_WORLD_SIZE='' is not a number: start with mpirun"):
         neuron_topology.of_launcher({"OMPI_COMM_WORLD_RANK": "2"})
 
 
@@ -378,7 +380,7 @@ def test_instance_of_a_machine_is_its_product_name_where_it_has_devices(tmp_path
     (tmp_path / "neuron0").touch()
     assert neuron_topology.detected_instance(here) == "trn1n.32xlarge"
     product.write_text("inf2.24xlarge\n")
-    with pytest.raises(ValueError, match=r"the instance type 'inf2.24xlarge' is not known here: give --instance=TYPE"):
+    with pytest.raises(ValueError, match=r"the instance type 'inf2.24xlarge' is unknown: give --instance=TYPE"):
         neuron_topology.detected_instance(here)
 
 
@@ -467,7 +469,7 @@ def test_training_sets_the_environment_before_jax_is_imported():
     assert "OMPI_MCA_orte_hnp_uri" not in found
     _, printed = environment_at_import("--instance=trn1.32xlarge", NEURON_RT_EXEC_TIMEOUT="600")
     assert printed.splitlines() == [
-        "environment      for 1 x trn1.32xlarge", "NEURON_RT_EXEC_TIMEOUT: yours, 600, wins over 4000",
+        "environment      for 1 x trn1.32xlarge", "NEURON_RT_EXEC_TIMEOUT: your value 600 replaces 4000",
     ]  # fmt: skip
 
 
@@ -549,7 +551,7 @@ def test_env_command_prints_lines_that_a_shell_takes(env_here, tmp_path):
     words = ["bash", "-c", 'eval "$1" && "$2" -c "$3"', "-", printed.out, sys.executable, show]
     done = subprocess.run(words, capture_output=True, text=True, env={}, check=True)
     assert json.loads(done.stdout) == expected.variables
-    assert printed.err == "MALLOC_ARENA_MAX: yours, a\n'b, wins over 64\n"
+    assert printed.err == "MALLOC_ARENA_MAX: your value a\n'b replaces 64\n"
 
 
 def test_env_command_prints_json(env_here):

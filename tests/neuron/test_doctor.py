@@ -102,7 +102,7 @@ def test_devices_of_an_instance_pass():
     ("found", "word"),
     [
         ([], "nothing"),
-        (cores(1, "cpu", "cpu"), "platform neuron was to be found"),
+        (cores(1, "cpu", "cpu"), "expected platform neuron"),
         (cores(31), "the instance has 32"),
         (cores(31) + cores(1, "NC_v3"), "several kinds"),
         (cores(32, "NC_v9"), "a kind that"),
@@ -128,7 +128,7 @@ def no_memory(num_bytes):
     ("limit", "fill", "word"),
     [
         (7 * GIB, lambda n: True, "7.0 GiB, of 16.0 GiB"),
-        (15 * GIB, lambda n: False, "come back changed"),
+        (15 * GIB, lambda n: False, "differ from those written"),
         (15 * GIB, no_memory, "RESOURCE_EXHAUSTED"),
     ],
 )
@@ -446,7 +446,7 @@ def test_cache_under_a_file_is_caught(tmp_path):
 
 
 def trained(eval_loss, *losses):
-    return lambda: short_training.Trained(losses or (7.0, 6.0), eval_loss, 1, 2.0, 3.0)
+    return lambda: short_training.TrainingResult(losses or (7.0, 6.0), eval_loss, 1, 2.0, 3.0)
 
 
 def test_training_inside_its_band_passes():
@@ -519,7 +519,7 @@ def test_report_ends_with_what_passed_failed_and_could_not_be_tested(monkeypatch
     assert "to do: mend it" in printed
     ends = [line.split() for line in printed.splitlines()[-4:]]
     assert ends[:3] == [["passed", "1", "a"], ["failed", "1", "b"], ["not", "testable", "here", "1", "c"]]
-    assert "No Trainium device took part." in printed
+    assert "No Trainium device was checked." in printed
     report = json.loads((tmp_path / "r.json").read_text())
     assert [(row["check"], row["verdict"]) for row in report["checks"]] == [
         ("a", PASSED),

@@ -334,7 +334,7 @@ def test_search_says_why_it_has_nothing_to_show(monkeypatch):
 
 def test_search_ranks_by_bytes_where_no_speed_is_known(plan_here):
     code, printed, _ = plan_here("--config=tiny", "--target=cpu", "--search")
-    table = printed.partition("Layouts that fit 1 x cpu, by memory, as the speed of the device is not known")[2]
+    table = printed.partition("Layouts that fit 1 x cpu, by memory, as the speed of the device is unknown")[2]
     assert code == 0
     assert table.splitlines()[2].split()[:9] == ["1", "1", "1", "1", "1", "no", "no", "4", "full"]
 
