@@ -15,7 +15,7 @@ import shlex
 import sys
 from collections.abc import Mapping, MutableMapping
 
-from hlat_jax.config import ParallelConfig, PrecisionConfig
+from hlat_jax.config import ParallelConfig, PrecisionConfig, check_choice
 from hlat_jax.host.neuron_compiler_flags import compiler_flags, joined
 from hlat_jax.host.neuron_topology import (
     COLLECTIVES_PORT,
@@ -98,10 +98,12 @@ def environment(
       current: the variables that are set already; a value of the user's takes precedence, see Environment.notes.
 
     Raises:
-      ValueError: an invalid topology, or a variable of `current` that was removed, or that contradicts
+      ValueError: an invalid topology or precision, or a variable of `current` that was removed, or that contradicts
         the config, the topology or another variable.
     """
     topology = checked(topology)
+    for field in dataclasses.fields(precision):
+        check_choice(f"precision.{field.name}", field, getattr(precision, field.name))
     for name, instead in REMOVED.items():
         if current.get(name):
             raise ValueError(f"{name}={current[name]} is set; it is {instead}.")

@@ -61,9 +61,9 @@ def golden_of(target):
     for nodes, rank in ((1, 0), (64, 63)):
         for name, variables in LAUNCHERS.items():
             current = variables(nodes, rank)
-            told = neuron_topology.of_launcher(current) if current else {"nodes": nodes, "rank": rank}
-            told = {"coordinator": "queue-dy-trn-1"} | told
-            place = Topology(instance, lnc=lnc, **told)
+            fields = neuron_topology.of_launcher(current) if current else {"nodes": nodes, "rank": rank}
+            fields = {"coordinator": "queue-dy-trn-1"} | fields
+            place = Topology(instance, lnc=lnc, **fields)
             one = environment(MIXED, HLAT, place, current=current)
             found[f"{name}, {nodes} nodes, rank {rank}"] = one.to_dict()
     place = Topology(instance, lnc=lnc)
@@ -368,8 +368,8 @@ def test_launchers_that_say_a_part_are_refused():
 
 
 def test_open_mpi_inside_slurm_is_open_mpi():
-    told = neuron_topology.of_launcher(LAUNCHERS["slurm"](64, 1) | LAUNCHERS["mpi"](4, 2))
-    assert told == {"launcher": "mpi", "nodes": 4, "rank": 2}
+    fields = neuron_topology.of_launcher(LAUNCHERS["slurm"](64, 1) | LAUNCHERS["mpi"](4, 2))
+    assert fields == {"launcher": "mpi", "nodes": 4, "rank": 2}
 
 
 def test_instance_of_a_machine_is_its_product_name_where_it_has_devices(tmp_path):

@@ -127,7 +127,7 @@ def no_memory(num_bytes):
 @pytest.mark.parametrize(
     ("limit", "fill", "word"),
     [
-        (7 * GIB, lambda n: True, "7.0 GiB, of 16.0 GiB"),
+        (7 * GIB, lambda n: True, "7.00 GiB, of 16.00 GiB"),
         (15 * GIB, lambda n: False, "differ from those written"),
         (15 * GIB, no_memory, "RESOURCE_EXHAUSTED"),
     ],
@@ -383,12 +383,12 @@ def test_devices_that_do_not_hear_each_other_are_caught(run):
     assert_caught(probes.collectives(run, size=4))
 
 
-def test_a_group_of_the_mesh_that_hears_something_else_makes_the_collective_wrong(monkeypatch):
+def test_a_group_of_the_mesh_that_gets_other_values_makes_the_collective_wrong(monkeypatch):
     layout = exercises.layout_along("tensor_kv", ParallelConfig(data=4, tensor=2), jax.devices(), num_kv_heads=2)
     assert layout.mesh.shape["tensor_kv"] == 2
     psum = jax.lax.psum
     monkeypatch.setattr(jax.lax, "psum", lambda x, axis: psum(x, axis) + (jax.lax.axis_index("data") == 3))
-    outcome = probes.collectives(lambda values: exercises.speak(layout, "tensor_kv", values), size=2)
+    outcome = probes.collectives(lambda values: exercises.exchange(layout, "tensor_kv", values), size=2)
     assert_caught(outcome, "sum of 2 devices")
 
 
@@ -544,7 +544,7 @@ def test_checks_of_this_cpu_pass_or_are_not_testable_here(policy, tmp_path):
     skipped = {"training", "compile cache"}  # tested above, and too long for here
     rows = {
         check.name: doctor.made(check)[0]
-        for check in doctor.checks(config, doctor.Place("", 0, tmp_path))
+        for check in doctor.checks(config, doctor.CheckedMachine("", 0, tmp_path))
         if check.name not in skipped
     }
     assert [name for name, outcome in rows.items() if outcome.verdict == FAILED] == []
@@ -590,7 +590,7 @@ def test_the_doctor_leaves_the_devices_to_the_processes_that_it_starts_first():
         "tiny = config.resolve(config.load('tiny'))\n"
         "held = []\n"
         "probes.cache = lambda *_: held.append(xla_bridge.backends_are_initialized())\n"
-        "for check in doctor.checks(tiny, doctor.Place('', 0, pathlib.Path('x'))):\n"
+        "for check in doctor.checks(tiny, doctor.CheckedMachine('', 0, pathlib.Path('x'))):\n"
         "    if check.name == 'devices': break\n"
         "    check.probe()\n"
         "assert held == [False]\n"
