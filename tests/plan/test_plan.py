@@ -224,7 +224,7 @@ def test_plan_command_on_this_cpu_makes_no_projection(plan_here):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--target=trn1.32xlrge",), "no such target. Did you mean 'trn1.32xlarge'?"),
+        (("--target=trn1.32xlrge",), "--target=trn1.32xlrge is not one of trn1.2xlarge, trn1.32xlarge,"),
         (("--target=h200", "--nodes=2"), "--target=h200 is a single machine; use --nodes=1"),
         (("--target=trn1.32xlarge",), "data.batch_size=4 does not divide into 32 data-parallel parts"),
         (("--target=trn1.2xlarge", "--config.parallel.tensor=3"), "parallel.tensor=3"),
