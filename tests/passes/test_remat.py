@@ -545,7 +545,7 @@ def test_a_stock_policy_changes_no_gradient_and_takes_keywords():
 
 @pytest.mark.parametrize("size", [12, "12", "12 GB/s", "-1GiB", 1.5e9, True, "12 gigs", "", None])
 def test_a_budget_in_another_unit_is_refused_with_the_forms_that_are_taken(size):
-    with pytest.raises(ValueError, match=r"is no size in bytes: give a size with its unit, such as '12GiB'.*an int"):
+    with pytest.raises(ValueError, match=r"is not a size in bytes: give a size with its unit, such as '12GiB'.*an int"):
         remat.fit(loss, *arguments(), budget_bytes=size)
 
 

@@ -184,7 +184,7 @@ def test_a_config_without_a_budget_is_left_as_it_is():
 def test_a_budget_without_a_unit_is_refused_when_the_config_is_read(size):
     c = config_lib.default()
     c.model.remat = f"budget:{size}"
-    message = rf"model.remat: the budget={size!r} is no size in bytes: give a size with its unit, such as '12GiB'"
+    message = rf"model.remat: the budget={size!r} is not a size in bytes: give a size with its unit, such as '12GiB'"
     with pytest.raises(ValueError, match=re.escape(message)):
         resolve(c)
 
