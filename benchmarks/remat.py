@@ -23,7 +23,7 @@ import jax.numpy as jnp
 
 from hlat_jax import config as config_lib
 from hlat_jax import stack
-from hlat_jax.byte_sizes import spoken
+from hlat_jax.byte_sizes import format_bytes
 from hlat_jax.parallel.degrees import layout_over
 from hlat_jax.passes import remat
 from hlat_jax.passes.products import live_jaxpr, total_flops
@@ -66,13 +66,15 @@ def goals(config, shares):
 
     most = measure(traced(None))
     flops = total_flops(live_jaxpr(traced(None)))
-    print(f"{config.name}: {spoken(most)} of temporaries and {flops:.4g} FLOP a step without rematerialization")
+    print(f"{config.name}: {format_bytes(most)} of temporaries and {flops:.4g} FLOP a step without rematerialization")
     print(f"{'':34}  {'of no remat':>11}  {'bytes':>12}  {'FLOPs more':>10}  met  programs  wall s  CPU s")
     rows = []
     for name in STOCK:
         program = stock_step(config, layout, name)
         rows.append((name, measure(program), total_flops(live_jaxpr(program)) / flops - 1))
-        print(f"{name:34}  {rows[-1][1] / most:11.1%}  {spoken(rows[-1][1]):>12}  {rows[-1][2]:10.2%}", flush=True)
+        print(
+            f"{name:34}  {rows[-1][1] / most:11.1%}  {format_bytes(rows[-1][1]):>12}  {rows[-1][2]:10.2%}", flush=True
+        )
     for share in shares:
         spent.clear()
         try:
@@ -83,7 +85,7 @@ def goals(config, shares):
         wall, cpu = map(sum, zip(*spent, strict=True))
         met = "yes" if plan.measured_bytes <= share * most else "NO"
         print(
-            f"{f'goal {share:.0%}':34}  {plan.measured_bytes / most:11.1%}  {spoken(plan.measured_bytes):>12}  "
+            f"{f'goal {share:.0%}':34}  {plan.measured_bytes / most:11.1%}  {format_bytes(plan.measured_bytes):>12}  "
             f"{plan.recompute_share:10.2%}  {met:>3}  {plan.compilations:8}  "
             f"{wall:6.0f} {cpu:6.0f}   {plan.choice}"
         )
@@ -158,10 +160,10 @@ def batches(names, limit):
         most, _ = remat.max_batch(make_step, limit, step=sgd)
         batch = min(without * raf[1] // raf[0], most)
         fn, args = make_step(batch)
-        options = remat.Options(measure=remat.everything)
+        options = remat.Options(measure=remat.total_bytes)
         plan = remat.fit(fn, *args, budget_bytes=limit, step=sgd, options=options)
         print(
-            f"{name:12}  {without:7}  {most:12}  {batch:15}  {spoken(plan.measured_bytes):>10}  "
+            f"{name:12}  {without:7}  {most:12}  {batch:15}  {format_bytes(plan.measured_bytes):>10}  "
             f"{1 / (1 + plan.recompute_share):19.1%}  {raf[0]} -> {raf[1]} at {raf[2]:.1%}; {plan.choice}",
             flush=True,
         )

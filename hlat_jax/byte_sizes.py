@@ -1,4 +1,4 @@
-"""Sizes in bytes, as people write and read them."""
+"""Parses and formats sizes in bytes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ UNITS = {
     "TiB": 2**40,
 }
 FORMS = f"a size with its unit, such as '12GiB' or '900MB' ({', '.join(UNITS)}), or an int of bytes of 4096 or more"
-_LEAST = 4096  # below, a bare number of bytes is a number of something else
+_LEAST = 4096  # a smaller bare number is more likely in another unit
 
 
 def parse_bytes(size: int | str, *, name: str) -> int:
@@ -28,17 +28,17 @@ def parse_bytes(size: int | str, *, name: str) -> int:
       name: of the setting, for the error.
 
     Raises:
-      ValueError: a number without a unit, another unit, or nothing positive.
+      ValueError: a number without a unit, an unknown unit, or a size that is not positive.
     """
     if isinstance(size, numbers.Integral) and not isinstance(size, bool) and size >= _LEAST:  # NumPy's too
         return int(size)
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", size) if isinstance(size, str) else None
     if found is None or found[2] not in UNITS or float(found[1]) * UNITS[found[2]] < 1:
-        raise ValueError(f"{name}={size!r} is no size in bytes: give {FORMS}.")
+        raise ValueError(f"{name}={size!r} is not a size in bytes: give {FORMS}.")
     return int(float(found[1]) * UNITS[found[2]])
 
 
-def spoken(num_bytes: float) -> str:
-    """Returns bytes as people read them: `1.25 GiB`."""
+def format_bytes(num_bytes: float) -> str:
+    """Returns bytes in the largest unit that fits: `1.25 GiB`."""
     unit = next((unit for unit in ("GiB", "MiB", "KiB") if num_bytes >= UNITS[unit]), "B")
     return f"{num_bytes:,.0f} B" if unit == "B" else f"{num_bytes / UNITS[unit]:,.2f} {unit}"

@@ -1,16 +1,14 @@
-"""Counts that need no program: parameters, FLOPs per token, bytes of state; and the tables of devices and nodes.
-
-Owns the arithmetic and the sources of hardware numbers. Refuses to measure anything and to import JAX.
-"""
+"""Counts that need no program: parameters, FLOPs per token, bytes of state; and the tables of devices and nodes."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
 
-from hlat_jax.config import POLICY_FACTS, ModelConfig, nearest
+from hlat_jax.byte_sizes import UNITS
+from hlat_jax.config import POLICY_FACTS, ModelConfig
 
-GIB = 2**30
+GIB = UNITS["GiB"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,15 +61,52 @@ DEVICES = {
 
 
 @dataclasses.dataclass(frozen=True)
+class Instance:
+    """One EC2 instance type with Neuron devices.
+
+    Attributes:
+      target: neuronx-cc's name of its device.
+      chips: of the instance, `/dev/neuron*`.
+      physical_cores: of one chip.
+      lncs: how many physical cores one JAX device may take (LNC), the default first.
+      num_efa: network interfaces with EFA; 0: none.
+    """
+
+    target: str
+    chips: int
+    physical_cores: int
+    lncs: tuple[int, ...]
+    num_efa: int
+
+    def devices_per_chip(self, lnc: int = 0) -> int:
+        """Returns the JAX devices of one chip; `lnc` 0: at the default LNC."""
+        return self.physical_cores // (lnc or self.lncs[0])
+
+    def num_devices(self, lnc: int = 0) -> int:
+        """Returns the JAX devices of the instance; `lnc` 0: at the default LNC."""
+        return self.chips * self.devices_per_chip(lnc)
+
+
+# Source: AWS Neuron docs, Trn1 and Trn2 architecture and "EC2 instance types with EFA".
+INSTANCES = {
+    "trn1.2xlarge": Instance("trn1", 1, 2, (1,), 0),
+    "trn1.32xlarge": Instance("trn1", 16, 2, (1,), 8),
+    "trn1n.32xlarge": Instance("trn1n", 16, 2, (1,), 16),
+    "trn2.48xlarge": Instance("trn2", 16, 8, (2, 1), 16),
+    "trn2u.48xlarge": Instance("trn2", 16, 8, (2, 1), 16),
+}
+
+
+@dataclasses.dataclass(frozen=True)
 class Target:
-    """A node that can be rented.
+    """A node that a run can be planned for.
 
     Attributes:
       device: one of its devices.
       num_devices: JAX devices of a node.
-      platform: JAX's word for them, by which kernels are chosen.
-      link_bytes_per_s: of one device to the others of its node; 0: there are none.
-      network_bytes_per_s: of one node to the others; 0: there are none.
+      platform: JAX's name of their platform, by which kernels are chosen.
+      link_bytes_per_s: from one device to the others of its node; 0: it has no links.
+      network_bytes_per_s: from one node to the others; 0: it has no network.
       host_bytes: memory of the node's host.
       source: where the node's numbers come from.
     """
@@ -88,11 +123,17 @@ class Target:
 _TRN1, _TRN2 = "AWS Neuron docs, Trn1 architecture", "AWS Neuron docs, Trn2 architecture"
 TARGETS = {
     "trn1.2xlarge": Target(
-        DEVICES["trn1"], 2, "neuron", 384e9 / 2, 25e9 / 8, 32 * GIB, f"{_TRN1}: one chip; up to 25 Gb/s, no EFA"
+        DEVICES["trn1"],
+        INSTANCES["trn1.2xlarge"].num_devices(),
+        "neuron",
+        384e9 / 2,
+        25e9 / 8,
+        32 * GIB,
+        f"{_TRN1}: one chip; up to 25 Gb/s, no EFA",
     ),
     "trn1.32xlarge": Target(
         DEVICES["trn1"],
-        32,
+        INSTANCES["trn1.32xlarge"].num_devices(),
         "neuron",
         384e9 / 2,
         800e9 / 8,
@@ -101,7 +142,7 @@ TARGETS = {
     ),
     "trn1n.32xlarge": Target(
         DEVICES["trn1"],
-        32,
+        INSTANCES["trn1n.32xlarge"].num_devices(),
         "neuron",
         768e9 / 2,
         1600e9 / 8,
@@ -110,7 +151,7 @@ TARGETS = {
     ),
     "trn2.48xlarge": Target(
         DEVICES["trn2"],
-        64,
+        INSTANCES["trn2.48xlarge"].num_devices(),
         "neuron",
         1024e9 / 4,
         3200e9 / 8,
@@ -119,29 +160,29 @@ TARGETS = {
     ),
     "trn2.48xlarge-lnc1": Target(
         DEVICES["trn2-lnc1"],
-        128,
+        INSTANCES["trn2.48xlarge"].num_devices(lnc=1),
         "neuron",
         1024e9 / 8,
         3200e9 / 8,
         2048 * GIB,
         f"{_TRN2}: 16 chips, LNC 1, NeuronLink-v3 1,024 GB/s per chip in the instance, by 8, EFAv3 3.2 Tb/s",
     ),
-    "h200": Target(DEVICES["h200"], 1, "gpu", 0.0, 0.0, 0, "one device, whatever host it is in"),
+    "h200": Target(DEVICES["h200"], 1, "gpu", 0.0, 0.0, 0, "one device; the host is not considered"),
 }
 
 
 def target(name: str) -> Target:
-    """Returns the row of `TARGETS`, or `cpu`: this machine as one device of unknown speed (peak 0).
+    """Returns the row of `TARGETS`; for `cpu` this machine, as one device of unknown speed (peak 0).
 
     Raises:
-      ValueError: another name.
+      ValueError: an unknown target.
     """
     if name == "cpu":
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         device = Device(0.0, memory, 0.0, 0, "memory: this operating system; speed: not known before it is measured")
         return Target(device, 1, "cpu", 0.0, 0.0, memory, "this machine")
     if name not in TARGETS:
-        raise ValueError(f"--target={name}: no such target. {nearest(name, [*TARGETS, 'cpu'])}")
+        raise ValueError(f"--target={name} is not one of {', '.join([*TARGETS, 'cpu'])}.")
     return TARGETS[name]
 
 

@@ -8,7 +8,7 @@
 #   launch/node.sh --dry-run --instance=trn1.32xlarge --num_nodes=64 --coordinator=HOST --config=7b   # on any machine
 #
 # Flags of its own; all others go to `python -m hlat_jax.train`:
-#   --coordinator=HOST   the first node, as the others reach it; Slurm's variables name it too
+#   --coordinator=HOST   the first node, reachable from the others; Slurm's variables name it too
 #   --num_nodes=N        nodes of the job
 #   --node=I             this one, 0 .. N - 1
 #   --port=P             where the processes of JAX meet on the first node; default 41001
@@ -72,7 +72,7 @@ from_slurm() {
   check_number SLURM_NNODES "$num_nodes" 1
   ((num_nodes == count)) || fail "SLURM_NNODES=$num_nodes, but SLURM_JOB_NODELIST names $count nodes."
   node=${SLURM_NODEID:-}
-  [[ -n $node ]] || fail "SLURM_NODEID is not set: start this script with srun, once a node."
+  [[ -n $node ]] || fail "SLURM_NODEID is not set: start this script with srun, once per node."
   check_number SLURM_NODEID "$node" 0
   [[ ${SLURM_PROCID:-$node} == "$node" ]] ||
     fail "SLURM_PROCID=$SLURM_PROCID on node $node: several tasks run on a node; use srun --ntasks-per-node=1."
@@ -86,7 +86,7 @@ from_open_mpi() {
   check_number OMPI_COMM_WORLD_SIZE "$num_nodes" 1
   check_number OMPI_COMM_WORLD_RANK "$node" 0
   [[ -n $coordinator ]] || ((num_nodes == 1)) ||
-    fail "Open MPI does not say where rank 0 runs: give --coordinator=HOST of the first node."
+    fail "Open MPI gives no host of rank 0: give --coordinator=HOST of the first node."
   unset OMPI_MCA_orte_hnp_uri # JAX and Neuron find each other without it
 }
 
@@ -109,15 +109,15 @@ check_number --node "$node" 0
 check_number --port "$port" 1
 [[ -z $cores ]] || check_number --cores "$cores" 1
 ((node < num_nodes)) || fail "--node=$node must lie in 0 .. $((num_nodes - 1)): --num_nodes - 1."
-((num_nodes == 1)) || [[ -n $coordinator ]] || fail "--coordinator=HOST is missing: the first node, as the others reach it."
-((${#coordinator} <= 63)) || fail "--coordinator=$coordinator has ${#coordinator} characters; Neuron takes 63: give its address."
+((num_nodes == 1)) || [[ -n $coordinator ]] || fail "--coordinator=HOST is missing: the host name of the first node, reachable from the others."
+((${#coordinator} <= 63)) || fail "--coordinator=$coordinator has ${#coordinator} characters; Neuron takes 63: use its address."
 
 has_neuron() { # DEV and SYS: other folders, for the tests
   [[ ",${JAX_PLATFORMS:-neuron}," == *,neuron,* ]] && compgen -G "${DEV:-/dev}/neuron[0-9]*" > /dev/null
 }
 if [[ -z $instance ]] && has_neuron; then
   instance=$(cat "${SYS:-/sys}/devices/virtual/dmi/id/product_name" 2> /dev/null || true)
-  [[ -n $instance ]] || fail "this machine has Neuron devices and does not say which it is: give --instance=TYPE."
+  [[ -n $instance ]] || fail "this machine has Neuron devices and an unknown instance type: give --instance=TYPE."
 fi
 
 exports="" # lines of `export NAME=VALUE` and `unset NAME`, of one node or of all

@@ -1,7 +1,4 @@
-"""One grammar for every command: `--config=NAME|PATH --config.section.key=VALUE`, plus the command's own flags.
-
-Owns how a command line becomes a ConfigDict. Refuses to import JAX: flags are read before it may be loaded.
-"""
+"""Command lines: `--config=NAME|PATH --config.section.key=VALUE` and a command's own flags; error and exit codes."""
 
 from __future__ import annotations
 
@@ -30,39 +27,43 @@ def parse(argv: Sequence[str], define: Callable[[flags.FlagValues], None] = lamb
     Raises:
       ValueError: no --config or two, an unknown config, key or flag (with the nearest valid one), or a value of a wrong
         type.
-      SystemExit: with code 0, after `--help` has printed what there is to set.
+      SystemExit: with code 0, after `--help`.
     """
     values = flags.FlagValues()
     define(values)
     if any(word in ("--help", "-h") for word in argv):
         print(usage(values))
         sys.exit(0)
-    known = {f"--{name}" for name in values} | {"--config", "--help"}
-    name, words = _take_config(list(argv))
-    mutable = config_lib.load(name)
+    named = flags.FlagValues()
+    flags.DEFINE_multi_string("config", [], "Name or path of the config.", flag_values=named)
+    words = _parsed(named, argv, known_only=True)
+    if not named.config:
+        raise ValueError("--config=NAME is missing; NAME is a shipped config such as tiny, or a path that ends in .py.")
+    if len(named.config) > 1:
+        raise ValueError(
+            f"--config is given {len(named.config)} times; a run has one config. Edit keys with --config.a.b=VALUE."
+        )
+    mutable = config_lib.load(named.config[0])
     for word in words:
-        _check_word(word, mutable, known)
+        _check_key(word, mutable)
     config_flags.DEFINE_config_dict("config", mutable, flag_values=values, sys_argv=["hlat_jax", *words])
-    try:
-        rest = values(["hlat_jax", *words])
-    except (flags.Error, TypeError, ValueError, SyntaxError) as error:
-        raise ValueError(str(error)) from None
-    if len(rest) > 1:
-        raise ValueError(f"unexpected argument {rest[1]!r}; every argument is --flag=value.")
+    rest = _parsed(values, words)
+    if rest:
+        raise ValueError(f"unexpected argument {rest[0]!r}; every argument is --flag=value.")
     return values.config, values
 
 
 def words(argv: Sequence[str], values: flags.FlagValues, *, usage: str, missing: str) -> list[str]:
-    """Returns the words of a command without a config that are no flags; `values` gets those that are.
+    """Returns the positional arguments of a command without a config, after `values` has parsed its flags.
 
     Args:
       argv: the command line without the program and its verb.
-      values: the flags that the command has declared; `out` is one of them, and must be given.
+      values: the flags that the command has declared; `out` is one of them, and required.
       usage: what `--help` prints before the flags.
-      missing: the error where there are no words.
+      missing: the error where there are no positional arguments.
 
     Raises:
-      ValueError: an unknown flag (with the nearest valid one), a value of a wrong type, no --out, or no words at all.
+      ValueError: an unknown flag (with the nearest valid one), a value of a wrong type, no --out, or no argument.
       SystemExit: with code 0, after `--help`.
     """
     found = _rest(argv, values, usage=usage)
@@ -74,7 +75,7 @@ def words(argv: Sequence[str], values: flags.FlagValues, *, usage: str, missing:
 
 
 def parse_own(argv: Sequence[str], define: Callable[[flags.FlagValues], None], *, usage: str) -> flags.FlagValues:
-    """Returns the flags of a command that takes no config.
+    """Returns the flags of a command without a config.
 
     Args:
       argv: the command line without the program.
@@ -82,7 +83,7 @@ def parse_own(argv: Sequence[str], define: Callable[[flags.FlagValues], None], *
       usage: the first lines of `--help`.
 
     Raises:
-      ValueError: an unknown flag (with the nearest valid one), a value of a wrong type, or a word that is no flag.
+      ValueError: an unknown flag (with the nearest valid one), a value of a wrong type, or a positional argument.
       SystemExit: with code 0, after `--help`.
     """
     values = flags.FlagValues()
@@ -94,24 +95,29 @@ def parse_own(argv: Sequence[str], define: Callable[[flags.FlagValues], None], *
 
 
 def _rest(argv: Sequence[str], values: flags.FlagValues, *, usage: str) -> list[str]:
-    """Returns the words that are no flags, after `values` has taken those that are; prints and ends for `--help`."""
-    known = {f"--{name}" for name in values}
-    for word in argv:
-        name = word.split("=", 1)[0]
-        if name != "--help" and name.startswith("--") and not {name, f"--{name.removeprefix('--no')}"} & known:
-            raise ValueError(f"unknown flag {name}. {nearest(name, known)}")
-    if any(word in ("--help", "-h") for word in argv):
+    """Returns the positional arguments after `values` has parsed the flags; for `--help` prints and exits."""
+    words = [word for word in argv if word not in ("--help", "-h")]
+    rest = _parsed(values, words)
+    if len(words) < len(argv):
         rows = [f"  --{name:<20} {values[name].help} Default: {values[name].default!r}." for name in values]
         print("\n".join((usage, "Flags:", *rows)))
         sys.exit(0)
+    return rest
+
+
+def _parsed(values: flags.FlagValues, argv: Sequence[str], *, known_only: bool = False) -> list[str]:
+    """Returns the arguments that are not flags of `values`. Raises ValueError, which names the nearest flag."""
     try:
-        return values(["hlat_jax", *argv])[1:]
-    except (flags.Error, ValueError) as error:
+        return values(["hlat_jax", *argv], known_only=known_only)[1:]
+    except (flags.Error, TypeError, ValueError, SyntaxError) as error:
         raise ValueError(str(error)) from None
 
 
 def main(command: Callable[[Sequence[str]], int]) -> None:
-    """Runs a command on sys.argv and exits; a user's error is one line on stderr and exit code 2, Ctrl-C 130."""
+    """Runs a command on sys.argv and exits: a ValueError is one line on stderr and code 2; Ctrl-C 130; closed pipe 141.
+
+    Not `absl.app.run`, which parses flags of its own, prints usage errors over several lines and exits with 1.
+    """
     try:
         try:
             code = command(sys.argv[1:])
@@ -121,7 +127,7 @@ def main(command: Callable[[Sequence[str]], int]) -> None:
         finally:
             if sys.stdout is not None:  # a process may have none
                 sys.stdout.flush()
-    except BrokenPipeError:  # nobody reads it any more, as after `... | head -1`
+    except BrokenPipeError:  # the reader is gone, as after `... | head -1`
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is left goes nowhere when Python ends
         code = 141
     except KeyboardInterrupt:
@@ -130,7 +136,7 @@ def main(command: Callable[[Sequence[str]], int]) -> None:
 
 
 def check_output(flag: str, path: str) -> None:
-    """Raises ValueError where `path` is no file that can be written, before the work whose result it would hold."""
+    """Raises ValueError where the file `path` cannot be written, before the work whose result it would hold."""
     file = pathlib.Path(path)
     if file.is_dir():
         raise ValueError(f"{flag}={path} is a folder; give a file in it, such as {file / 'report.json'}.")
@@ -162,26 +168,10 @@ def usage(values: flags.FlagValues) -> str:
     )
 
 
-def _take_config(words: list[str]) -> tuple[str, list[str]]:
-    """Returns (what --config names, the other words)."""
-    found = [i for i, word in enumerate(words) if word == "--config" or word.startswith("--config=")]
-    if not found:
-        raise ValueError("--config=NAME is missing; NAME is a shipped config such as tiny, or a path that ends in .py.")
-    if len(found) > 1:
-        raise ValueError(
-            f"--config is given {len(found)} times; a run has one config. Edit keys with --config.a.b=VALUE."
-        )
-    [index] = found
-    if words[index] != "--config":
-        return words[index].removeprefix("--config="), words[:index] + words[index + 1 :]
-    return "".join(words[index + 1 : index + 2]), words[:index] + words[index + 2 :]
-
-
-def _check_word(word: str, mutable: Any, known: set[str]) -> None:
+def _check_key(word: str, mutable: Any) -> None:
+    """Raises ValueError for `--config.a.b` that is not a key; ml_collections would not name the section."""
     name = word.split("=", 1)[0]
     if not name.startswith("--config."):
-        if name.startswith("--") and name not in known and f"--{name.removeprefix('--no')}" not in known:
-            raise ValueError(f"unknown flag {name}. {nearest(name, known)}")
         return
     node, path = mutable, name.removeprefix("--config.").split(".")
     for depth, key in enumerate(path):

@@ -1,6 +1,6 @@
-"""The flags of neuronx-cc: those a run needs, and how those of the user join them.
+"""NEURON_CC_FLAGS: the flags of neuronx-cc that a run needs, merged with the user's.
 
-Owns NEURON_CC_FLAGS. Only flags that the neuronx-cc CLI reference documents are set here; the user may append others.
+Only flags that the neuronx-cc CLI reference documents are set here; the user may append others.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ def compiler_flags(topology: Topology) -> Flags:
 
 
 def joined(flags: Flags, yours: str, topology: Topology) -> tuple[str, list[str]]:
-    """Returns (NEURON_CC_FLAGS, a line for each of `flags` that the user's words overrule).
+    """Returns (NEURON_CC_FLAGS, a line for each of `flags` that the user overrides).
 
-    The user's words stay as they are, after those of `flags` that they do not name.
+    The user's text is kept unchanged, after those of `flags` that it does not set.
 
     Raises:
-      ValueError: a flag that was renamed, or that contradicts the topology or the config.
+      ValueError: a renamed flag, or one that contradicts the topology or the config.
     """
     given: Flags = {}
     for name, value in _parsed(yours):
@@ -53,7 +53,7 @@ def joined(flags: Flags, yours: str, topology: Topology) -> tuple[str, list[str]
     for name, value in flags.items():
         subject = _subject(name)
         if name not in ours and not (given[subject] == value and (value or name in yours)):
-            notes.append(f"NEURON_CC_FLAGS: yours wins over {_word(name, value)}")
+            notes.append(f"NEURON_CC_FLAGS: your value replaces {_word(name, value)}")
     return " ".join([*(_word(name, value) for name, value in ours.items()), *([yours] if yours else [])]), notes
 
 
@@ -62,7 +62,7 @@ def _word(name: str, value: str | None) -> str:
 
 
 def _subject(name: str) -> str:
-    """Returns what a switch is about, so that `--disable-x` overrules `--enable-x`."""
+    """Returns the name of a switch without its sense, so that `--disable-x` overrides `--enable-x`."""
     return name.replace("--disable-", "--enable-")
 
 
@@ -86,19 +86,18 @@ def _parsed(text: str) -> Iterator[tuple[str, str | None]]:
 
 def _check(name: str, value: str | None, topology: Topology) -> None:
     if name == "--internal-num-neuroncores-per-sengine":
-        raise ValueError(f"NEURON_CC_FLAGS: {name} is an older name of --logical-nc-config={topology.lnc}; write that.")
+        raise ValueError(f"NEURON_CC_FLAGS: {name} is an older name; write --logical-nc-config={topology.lnc}.")
     if name == "--logical-nc-config" and value != str(topology.lnc):
         raise ValueError(
             f"NEURON_CC_FLAGS: {name}={value}, but the runtime runs with --lnc={topology.lnc} "
-            "(NEURON_LOGICAL_NC_CONFIG); leave the flag out, or set the variable to the same."
+            "(NEURON_LOGICAL_NC_CONFIG); leave the flag out, or set the variable to the same value."
         )
     if name == "--auto-cast" and value != "none":
         raise ValueError(
-            f"NEURON_CC_FLAGS: {name}={value} rounds what precision.policy says is kept; set {name}=none and choose "
+            f"NEURON_CC_FLAGS: {name}={value} rounds values that precision.policy keeps; set {name}=none and choose "
             "another --config.precision.policy."
         )
     if name == "--target" and (value or "")[:4] != topology.kind.target[:4]:
         raise ValueError(
-            f"NEURON_CC_FLAGS: {name}={value} compiles for another device than {topology.instance}; "
-            f"set {name}={topology.kind.target}."
+            f"NEURON_CC_FLAGS: {name}={value} does not match {topology.instance}; set {name}={topology.kind.target}."
         )

@@ -1,11 +1,8 @@
 """The environment variables of a run on Trainium, computed from its precision, its layout and its topology.
 
-Owns every variable that JAX, the Neuron plugin, runtime and compiler, libfabric and the C library read from the
-environment of a training process, and what becomes of those that the user has set. Refuses to import JAX, which reads
-some of them when it is imported. Sources: AWS Neuron docs (JAX environment variables, runtime configuration, neuronx-cc
-CLI reference, EFA set-up), HLAT's scripts where named. Undocumented variables are never set here; the user may.
-
-LD_PRELOAD, LD_LIBRARY_PATH and `ulimit` are of the host and its paths: launch/node.sh has them.
+They are set before JAX is imported, which reads some of them then. Undocumented variables are never set here; the user
+may. LD_PRELOAD, LD_LIBRARY_PATH and `ulimit` depend on the host: launch/node.sh sets them. Source: AWS Neuron docs (JAX
+environment variables, runtime configuration, neuronx-cc CLI reference, EFA set-up); HLAT's scripts where named.
 """
 
 from __future__ import annotations
@@ -18,7 +15,7 @@ import shlex
 import sys
 from collections.abc import Mapping, MutableMapping
 
-from hlat_jax.config import POLICY_FACTS, ParallelConfig, PrecisionConfig, nearest
+from hlat_jax.config import ParallelConfig, PrecisionConfig, check_choice
 from hlat_jax.host.neuron_compiler_flags import compiler_flags, joined
 from hlat_jax.host.neuron_topology import (
     COLLECTIVES_PORT,
@@ -36,18 +33,18 @@ from hlat_jax.host.neuron_topology import (
 REMOVED = {
     "NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS": "deprecated by runtime 2.30 and without effect since: unset it",
     "NEURON_RT_VIRTUAL_CORE_SIZE": "an older name: set NEURON_LOGICAL_NC_CONFIG",
-    "XLA_USE_BF16": "of PyTorch/XLA: set --config.precision.policy=bf16_sr, HLAT-7B's recipe",
-    "XLA_DOWNCAST_BF16": "of PyTorch/XLA: set --config.precision.policy=mixed, HLAT-70B's recipe",
-    "NEURON_EXTRACT_GRAPHS_ONLY": "of neuron_parallel_compile, which is PyTorch's: see launch/slurm/precompile.sbatch",
+    "XLA_USE_BF16": "a variable of PyTorch/XLA: set --config.precision.policy=bf16_sr, HLAT-7B's recipe",
+    "XLA_DOWNCAST_BF16": "a variable of PyTorch/XLA: set --config.precision.policy=mixed, HLAT-70B's recipe",
+    "NEURON_EXTRACT_GRAPHS_ONLY": "of neuron_parallel_compile, for PyTorch: see launch/slurm/precompile.sbatch",
 }
-# Variables that follow from the config and the place of a process alone, and what to change instead of them.
+# Variables that the config and the rank of a process determine, and the setting to change instead.
 FIXED = {
     "NEURON_RT_STOCHASTIC_ROUNDING_EN": "precision.policy and precision.stochastic_rounding",
     "NEURON_LOGICAL_NC_CONFIG": "--lnc",
     "NEURON_PJRT_PROCESS_INDEX": "--rank or --process_id",
     "NEURON_PJRT_PROCESSES_NUM_DEVICES": "--nodes and --cores",
 }
-# Documented ones that are the user's: known here only so that a misspelt one is seen.
+# Documented variables left to the user: listed so that a misspelt one is noticed.
 USERS = (
     "NEURON_COMPILE_CACHE_URL", "NEURON_FUSE_SOFTMAX", "NEURON_PLATFORM_TARGET_OVERRIDE",
     "NEURON_RT_DBG_CC_DMA_PACKET_SIZE", "NEURON_RT_DBG_DMA_PACKETIZATION_SIZE", "NEURON_RT_DBG_DUMP_INPUTS_ON_ERR",
@@ -63,12 +60,12 @@ _OF_OPEN_MPI = "OMPI_MCA_orte_hnp_uri"  # Neuron's and JAX's processes find each
 
 @dataclasses.dataclass(frozen=True)
 class Environment:
-    """What a process must have in its environment before JAX is imported.
+    """The environment of a process before JAX is imported.
 
     Attributes:
-      variables: to be set; the user's own values are among them where they won.
+      variables: to be set, the user's values among them where those take precedence.
       unset: to be removed.
-      notes: a line for each value of the user's that won, and for each name that looks misspelt.
+      notes: a line for each value of the user's that takes precedence, and for each name that looks misspelt.
     """
 
     variables: dict[str, str]
@@ -88,29 +85,31 @@ class Environment:
 def environment(
     precision: PrecisionConfig, parallel: ParallelConfig, topology: Topology, *, current: Mapping[str, str]
 ) -> Environment:
-    """Returns the environment of one process. Where it is set already, it changes nothing.
+    """Returns the environment of one process; computed again from itself it is the same.
 
     Args:
       precision: the policy, and who rounds under it.
       parallel: degrees of the mesh.
-      topology: where the process is.
-      current: the variables that are set already. A value of the user's wins; see Environment.notes.
+      topology: of the job, seen from this process.
+      current: the variables that are set already; a value of the user's takes precedence, see Environment.notes.
 
     Raises:
-      ValueError: a topology or policy that is none, or a variable of `current` that was removed, or that contradicts
+      ValueError: an invalid topology or precision, or a variable of `current` that was removed, or that contradicts
         the config, the topology or another variable.
     """
     topology = checked(topology)
+    for field in dataclasses.fields(precision):
+        check_choice(f"precision.{field.name}", field, getattr(precision, field.name))
     for name, instead in REMOVED.items():
         if current.get(name):
-            raise ValueError(f"{name}={current[name]} is set, and is {instead}.")
+            raise ValueError(f"{name}={current[name]} is set; it is {instead}.")
     ours = _computed(precision, parallel, topology)
     _check_contradictions(ours, topology, current)
     flags = compiler_flags(topology)
     ours["NEURON_CC_FLAGS"], notes = joined(flags, current.get("NEURON_CC_FLAGS", ""), topology)
     variables = {}
     for name, value in ours.items():
-        yours = current.get(name) or value  # an empty variable is none
+        yours = current.get(name) or value  # an empty variable counts as unset
         if name == "NEURON_CC_FLAGS" or yours == value:
             variables[name] = value
             continue
@@ -119,21 +118,21 @@ def environment(
                 f"{name}={yours} contradicts {FIXED[name]}, which gives {value}; unset it, or change that."
             )
         variables[name] = yours
-        notes.append(f"{name}: yours, {yours}, wins over {value}")
+        notes.append(f"{name}: your value {yours} replaces {value}")
     notes += _misspelt(current, set(variables))
     unset = tuple(name for name in (_OF_OPEN_MPI,) if topology.launcher == "mpi" and name in current)
     return Environment(variables, unset, tuple(notes))
 
 
 def apply(environ: MutableMapping[str, str], computed: Environment) -> None:
-    """Sets and unsets what `computed` says."""
+    """Sets and unsets the variables of `computed`."""
     environ.update(computed.variables)
     for name in computed.unset:
         environ.pop(name, None)
 
 
 def prepare(precision: PrecisionConfig, parallel: ParallelConfig, *, machine: Machine = HERE) -> str:
-    """Sets `environment` where this machine has Neuron devices, for a process of its own; returns what it did.
+    """Sets `environment` where this machine has Neuron devices, for a process of its own; returns a summary.
 
     For notebooks and code that imports the package: the commands do it themselves.
 
@@ -144,7 +143,7 @@ def prepare(precision: PrecisionConfig, parallel: ParallelConfig, *, machine: Ma
     if not instance:
         return "environment: nothing to set, as no Neuron device is used"
     if "jax" in sys.modules:
-        raise ValueError(f"{instance}: JAX is imported already; start Python again and call this before.")
+        raise ValueError(f"{instance}: JAX is imported already; start Python again and call this first.")
     place = Topology(instance, lnc=lnc_of(os.environ), launcher=launcher(os.environ))
     found = environment(precision, parallel, place, current=os.environ)
     apply(os.environ, found)
@@ -159,7 +158,7 @@ def recorded(environ: Mapping[str, str]) -> dict[str, str]:
 
 def _computed(precision: PrecisionConfig, parallel: ParallelConfig, topology: Topology) -> dict[str, str]:
     variables = {
-        "JAX_PLATFORMS": "neuron,cpu",  # the CPU stays for initialisation and work of the host
+        "JAX_PLATFORMS": "neuron,cpu",  # the CPU for initialisation and host work
         "JAX_DEFAULT_PRNG_IMPL": "rbg",  # threefry is incomplete on Neuron: JAX known issues
         "NEURON_FORCE_PJRT_PLUGIN_REGISTRATION": "1",
         "NEURON_LOGICAL_NC_CONFIG": str(topology.lnc),
@@ -181,21 +180,14 @@ def _computed(precision: PrecisionConfig, parallel: ParallelConfig, topology: To
 
 
 def _rounding(precision: PrecisionConfig) -> dict[str, str]:
-    """The device rounds every cast from fp32 one way: stochastically only where all that is stored is bf16.
-
-    The device or the program rounds stochastically, never both, see `precision.policy_on`.
-    """
-    if precision.policy not in POLICY_FACTS:
-        raise ValueError(
-            f"precision.policy={precision.policy!r} is unknown here. {nearest(precision.policy, POLICY_FACTS)}"
-        )
+    """The device rounds every cast from fp32 one way: stochastically only where all that is stored is bf16."""
     if POLICY_FACTS[precision.policy].rounding != "stochastic" or precision.stochastic_rounding == "software":
         return {"NEURON_RT_STOCHASTIC_ROUNDING_EN": "0"}
     return {"NEURON_RT_STOCHASTIC_ROUNDING_EN": "1", "NEURON_RT_STOCHASTIC_ROUNDING_SEED": "0"}
 
 
 def _has_listed_collectives(parallel: ParallelConfig, num_devices: int) -> bool:
-    """Returns whether the train step has a collective by which the plugin knows that it is no trivial computation.
+    """Returns whether the train step has a collective that the plugin does not take for a trivial computation.
 
     A program with none of the documented ones runs on the host's CPU when NEURON_RUN_TRIVIAL_COMPUTATION_ON_CPU=1. That
     list lacks the plain all-reduce, the only collective of pure data parallelism and of tensor parallelism without
@@ -256,7 +248,7 @@ def _check_contradictions(ours: Mapping[str, str], topology: Topology, current: 
 def _check_alone(name: str, value: str, topology: Topology) -> None:
     alone = {"NEURON_PJRT_PROCESSES_NUM_DEVICES": str(topology.devices_per_node), "NEURON_PJRT_PROCESS_INDEX": "0"}
     if value != alone[name]:
-        raise ValueError(f"{name}={value} is of a larger job than --nodes=1, which has {alone[name]}; unset it.")
+        raise ValueError(f"{name}={value} belongs to a larger job than --nodes=1, which has {alone[name]}; unset it.")
 
 
 def _check_visible(topology: Topology, current: Mapping[str, str]) -> None:
@@ -266,7 +258,7 @@ def _check_visible(topology: Topology, current: Mapping[str, str]) -> None:
     value = current[name]
     visible = _num_visible(value) if name == "NEURON_RT_VISIBLE_CORES" else int(value) if value.isdecimal() else None
     if visible != topology.devices_per_node:
-        found = "no number of cores" if visible is None else f"{visible} cores"
+        found = "not a list of cores" if visible is None else f"{visible} cores"
         change = f", or give --cores={visible}" if visible else ""
         raise ValueError(f"{name}={value}: {found}, but the run takes {topology.devices_per_node}; unset it{change}.")
 
@@ -300,5 +292,5 @@ def _misspelt(current: Mapping[str, str], known: set[str]) -> list[str]:
     for name in sorted(current):
         close = difflib.get_close_matches(name, known, n=1, cutoff=0.92) if name.startswith("NEURON_") else []
         if close and name not in known:
-            notes.append(f"{name} is not known here. Did you mean {close[0]}?")
+            notes.append(f"{name} is unknown. Did you mean {close[0]}?")
     return notes

@@ -1,4 +1,4 @@
-"""How primitives of JAX are lowered for Neuron where JAX's own way has something that Neuron does not take."""
+"""Lowering rules for Neuron of primitives whose own rule emits an operation that Neuron does not support."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hlat_jax.host.jax_compat import lower_with_sharding_in_types, mlir
 
 @functools.cache
 def elide_idle_roundings() -> None:
-    """Leaves out, in programs for Neuron alone, every `reduce_precision` to the very bits that its operand has.
+    """Drops, in programs for Neuron alone, every `reduce_precision` to the bits that its operand already has.
 
     `jax.checkpoint` with a policy that saves values puts one on each; it computes nothing, and Neuron's known issues
     name the operation as unsupported. Programs for other platforms are lowered as before. The rule stands for all

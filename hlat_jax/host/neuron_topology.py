@@ -1,8 +1,4 @@
-"""Which instances a job runs on, and which of them this one is: given, or read from a launcher's variables.
-
-Owns the instance types and what Slurm and Open MPI call a rank. Refuses to know what is trained, and to import JAX.
-Source of the hardware: AWS Neuron docs, Trn1 and Trn2 architecture and "EC2 instance types with EFA".
-"""
+"""The instances of a job and the rank of this one: given, or read from the variables of Slurm or Open MPI."""
 
 from __future__ import annotations
 
@@ -12,39 +8,12 @@ import re
 from collections.abc import Mapping
 
 from hlat_jax.config import nearest
+from hlat_jax.cost import INSTANCES, Instance
 
-JAX_PORT = 41001  # where the processes of JAX meet on rank 0
-COLLECTIVES_PORT = 41000  # where Neuron's collectives do: another one
+JAX_PORT = 41001  # of JAX's coordinator on rank 0
+COLLECTIVES_PORT = 41000  # of Neuron's collectives on rank 0; must differ
 LONGEST_HOST = 63  # characters that NEURON_RT_ROOT_COMM_ID takes as a host name
 CACHE = "/var/tmp/hlat-compile-cache"  # on the node's own disk: HLAT's ranks overran a shared one, see docs/trainium.md
-
-
-@dataclasses.dataclass(frozen=True)
-class Instance:
-    """One instance type.
-
-    Attributes:
-      target: neuronx-cc's name of its device.
-      chips: of the instance, `/dev/neuron*`.
-      physical_cores: of one chip.
-      lncs: how many physical cores one JAX device may take (LNC), the default first.
-      num_efa: network interfaces with EFA; 0: none.
-    """
-
-    target: str
-    chips: int
-    physical_cores: int
-    lncs: tuple[int, ...]
-    num_efa: int
-
-
-INSTANCES = {
-    "trn1.2xlarge": Instance("trn1", 1, 2, (1,), 0),
-    "trn1.32xlarge": Instance("trn1", 16, 2, (1,), 8),
-    "trn1n.32xlarge": Instance("trn1n", 16, 2, (1,), 16),
-    "trn2.48xlarge": Instance("trn2", 16, 8, (2, 1), 16),
-    "trn2u.48xlarge": Instance("trn2", 16, 8, (2, 1), 16),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,10 +24,10 @@ class Topology:
       instance: a key of INSTANCES.
       nodes: instances of the job.
       rank: which of them this one is, 0 .. nodes - 1.
-      coordinator: rank 0 as the others reach it, a host name or an address; may be empty for one node.
-      port: where JAX's processes meet on it.
+      coordinator: host name or address of rank 0; may be empty for one node.
+      port: of JAX's coordinator.
       lnc: physical cores that one JAX device takes; 0: the default of the instance.
-      cores: JAX devices that this process takes of its node; 0: all.
+      cores: JAX devices of its node that this process uses; 0: all.
       launcher: plain, slurm or mpi.
       cache: folder of compiled programs on the node's own disk.
     """
@@ -79,12 +48,12 @@ class Topology:
 
     @property
     def devices_per_node(self) -> int:
-        return self.cores or self.kind.chips * self.kind.physical_cores // self.lnc
+        return self.cores or self.kind.num_devices(self.lnc)
 
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """Where Linux says what machine this is.
+    """Paths by which Linux identifies the machine.
 
     Attributes:
       devices: the driver makes neuron0, neuron1, ... there, one a chip.
@@ -113,7 +82,7 @@ def checked(topology: Topology) -> Topology:
         allowed = " or ".join(map(str, sorted(kind.lncs)))  # trn1: the compiler's error NCC_EARG001
         raise ValueError(f"--lnc={t.lnc}: {t.instance} takes {allowed} physical cores for a JAX device.")
     t = dataclasses.replace(t, lnc=t.lnc or kind.lncs[0])
-    whole = kind.chips * kind.physical_cores // t.lnc
+    whole = kind.num_devices(t.lnc)
     if not 0 <= t.cores <= whole:
         raise ValueError(f"--cores={t.cores}: {t.instance} has {whole} at --lnc={t.lnc}; 0 takes all.")
     if t.nodes < 1:
@@ -125,33 +94,33 @@ def checked(topology: Topology) -> Topology:
     if not 0 < t.port < 65536:
         raise ValueError(f"--port={t.port} must lie in 1 .. 65535.")
     if t.port == COLLECTIVES_PORT:
-        raise ValueError(f"--port={t.port} is that of Neuron's collectives; take another, such as {JAX_PORT}.")
+        raise ValueError(f"--port={t.port} is used by Neuron's collectives; use another, such as {JAX_PORT}.")
     return t
 
 
 def check_host(host: str, name: str) -> None:
     """Raises ValueError unless `host` can stand before a port: a short name, IPv4, or IPv6 in brackets."""
     if not host:
-        raise ValueError(f"{name}=HOST is missing: rank 0, as the others reach it.")
+        raise ValueError(f"{name}=HOST is missing: the host name of rank 0, reachable from the others.")
     if len(host) > LONGEST_HOST:
-        raise ValueError(f"{name}={host} has {len(host)} characters; Neuron takes {LONGEST_HOST}: give its address.")
+        raise ValueError(f"{name}={host} has {len(host)} characters; Neuron takes {LONGEST_HOST}: use its address.")
     is_ipv6 = re.fullmatch(r"\[[0-9A-Fa-f:.%\w]+\]", host)
     if not is_ipv6 and not re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9])?", host):
-        raise ValueError(f"{name}={host} must be a host name, a.b.c.d or [v6], without a port: --port has that.")
+        raise ValueError(f"{name}={host} must be a host name, a.b.c.d or [v6], without a port: that is --port.")
 
 
 def launcher(environ: Mapping[str, str]) -> str:
-    """Returns plain, slurm or mpi: who set these variables. `mpirun` inside a Slurm job has both, and is mpi."""
+    """Returns the launcher that set these variables: plain, slurm or mpi. `mpirun` inside a Slurm job counts as mpi."""
     if "OMPI_COMM_WORLD_RANK" in environ:
         return "mpi"
     return "slurm" if "SLURM_JOB_NODELIST" in environ else "plain"
 
 
 def of_launcher(environ: Mapping[str, str]) -> dict[str, int | str]:
-    """Returns the fields of a Topology that Slurm's or Open MPI's variables say.
+    """Returns the fields of a Topology that Slurm's or Open MPI's variables give.
 
     Raises:
-      ValueError: a launcher that is there says only part of it.
+      ValueError: a launcher set only some of its variables.
     """
     name = launcher(environ)
     if name == "mpi":
@@ -169,7 +138,7 @@ def of_launcher(environ: Mapping[str, str]) -> dict[str, int | str]:
 
 
 def lnc_of(environ: Mapping[str, str]) -> int:
-    """Returns what NEURON_LOGICAL_NC_CONFIG says, 0 where it is not set."""
+    """Returns NEURON_LOGICAL_NC_CONFIG, 0 where it is not set."""
     text = environ.get("NEURON_LOGICAL_NC_CONFIG", "")
     if text and not text.isdecimal():
         raise ValueError(f"NEURON_LOGICAL_NC_CONFIG={text} must be a number: 1, or 2 on trn2.")
@@ -179,7 +148,7 @@ def lnc_of(environ: Mapping[str, str]) -> int:
 def _numbers(environ: Mapping[str, str], size: str, rank: str, command: str) -> tuple[int, int]:
     for name in (size, rank):
         if not environ.get(name, "").isdecimal():
-            raise ValueError(f"{name}={environ.get(name, '')!r} is no number: start this with {command}, once a node.")
+            raise ValueError(f"{name}={environ.get(name, '')!r} is not a number: start with {command}, once per node.")
     return int(environ[size]), int(environ[rank])
 
 
@@ -187,7 +156,7 @@ def first_host(nodelist: str) -> str:
     """Returns the first host of Slurm's short list: `trn[008-011,020],x` gives `trn008`."""
     match = re.match(r"([^,\[]+)(?:\[([^],-]+)[^]]*\]([^,\[]*))?", nodelist)
     if match is None:
-        raise ValueError(f"SLURM_JOB_NODELIST={nodelist} names no host; give --coordinator=HOST.")
+        raise ValueError(f"SLURM_JOB_NODELIST={nodelist} has no host name; give --coordinator=HOST.")
     return "".join(part or "" for part in match.groups())
 
 
@@ -200,7 +169,7 @@ def instance_to_serve(given: str, platforms: str, *, machine: Machine) -> str:
       machine: where the devices would be.
 
     Raises:
-      ValueError: JAX_PLATFORMS names neuron and there is no device, or the type of this machine is not known here.
+      ValueError: JAX_PLATFORMS names neuron and there is no device, or the type of this machine is unknown.
     """
     if given or (platforms and "neuron" not in platforms.split(",")):
         return given
@@ -217,7 +186,7 @@ def detected_instance(machine: Machine) -> str:
     """Returns the type of this machine, or "" where it has no Neuron device.
 
     Raises:
-      ValueError: Neuron devices, and an instance type that is not known here.
+      ValueError: Neuron devices, and an unknown instance type.
     """
     device, product_name = machine.devices / "neuron0", machine.product_name
     if not device.exists():
@@ -225,7 +194,7 @@ def detected_instance(machine: Machine) -> str:
     name = product_name.read_text().strip() if product_name.is_file() else ""
     if name not in INSTANCES:
         raise ValueError(
-            f"{device} is there, and the instance type {name!r} is not known here: give --instance=TYPE. "
+            f"{device} is there, and the instance type {name!r} is unknown: give --instance=TYPE. "
             f"{nearest(name, INSTANCES)}"
         )
     return name

@@ -1,7 +1,4 @@
-"""`python -m hlat_jax.neuron VERB --config=NAME ...`: what can be known about a run on Trainium before it is one.
-
-Owns the table of verbs. What each does, and its command line, is in its module.
-"""
+"""`python -m hlat_jax.neuron VERB --config=NAME ...`: checks for Trainium that need no device."""
 
 from __future__ import annotations
 
@@ -13,18 +10,24 @@ from hlat_jax.host import flags as flags_lib
 
 # verb -> (module with a `main`, what it does)
 VERBS = {
-    "lint": ("hlat_jax.neuron.lint_command", "the programs of a config against what Neuron documents it does not take"),
-    "programs": ("hlat_jax.neuron.programs_command", "what a run compiles, and what of it is new since the last run"),
-    "hlo": ("hlat_jax.neuron.hlo_command", "the programs of a config as files for neuronx-cc"),
-    "doctor": ("hlat_jax.neuron.doctor_command", "whether this machine is fit for a run, and what could not be tested"),
-    "env": ("hlat_jax.neuron.env_command", "the environment variables of each process of a run"),
+    "lint": (
+        "hlat_jax.neuron.lint_command",
+        "checks the programs of a config for what Neuron does not support",
+    ),
+    "programs": (
+        "hlat_jax.neuron.programs_command",
+        "lists the programs of a run, and which are new since the last one",
+    ),
+    "hlo": ("hlat_jax.neuron.hlo_command", "writes the programs of a config as files for neuronx-cc"),
+    "doctor": ("hlat_jax.neuron.doctor_command", "checks that this machine is fit for a run"),
+    "env": ("hlat_jax.neuron.env_command", "prints the environment variables of each process of a run"),
 }
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs one verb; returns its exit code."""
     if not argv or argv[0] in ("--help", "-h", "help"):
-        print("Usage: python -m hlat_jax.neuron VERB --config=NAME [flags]; VERB --help says more.\n")
+        print("Usage: python -m hlat_jax.neuron VERB --config=NAME [flags]; VERB --help lists its flags.\n")
         print("\n".join(f"  {verb:<10} {does}" for verb, (_, does) in VERBS.items()))
         return 0 if argv else 2
     if argv[0] not in VERBS:

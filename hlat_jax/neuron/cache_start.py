@@ -1,6 +1,6 @@
-"""`python -m hlat_jax.neuron.cache_start`: compiles and runs one program, and prints whether JAX's cache had it.
+"""`python -m hlat_jax.neuron.cache_start`: compiles and runs one program, and prints whether it came from JAX's cache.
 
-A process of its own, for `doctor`: within one process a second compilation is answered from memory.
+A process of its own, for `doctor`: within one process a second compilation is served from memory.
 """
 
 from __future__ import annotations

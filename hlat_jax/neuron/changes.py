@@ -1,7 +1,7 @@
-"""Why a program is another one than the last run compiled: found by lowering it again with one change at a time.
+"""Why a program differs from the one that the last run compiled: lowered again with one change at a time.
 
 A difference between two configs is a reason only if it alone changes the fingerprint, so a new learning rate is never
-blamed. What today's code does not make of the recorded config is the code's doing, or that of the libraries.
+blamed. Where today's code gives another program for the recorded config, the code or the libraries changed it.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from hlat_jax.run.fingerprint import Fingerprint, fingerprint
 from hlat_jax.step import make_program
 
 _BATCH = ("data.batch_size", "data.seq_len", "data.packing", "train.num_microbatches")
-_LOWERED_AS = {"gpu": "cuda"}  # what JAX calls the platform when it lowers for it
+_LOWERED_AS = {"gpu": "cuda"}  # JAX's name of the platform in lowering
 _MAX_FILES = 4
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
-    """Where a program is to run: a platform, and the degrees of the mesh by axis."""
+class Placement:
+    """The platform that a program runs on, and the degrees of its mesh by axis."""
 
     platform: str
     degrees: dict[str, int]
@@ -35,21 +35,21 @@ class Place:
         return " x ".join(f"{axis} {degree}" for axis, degree in self.degrees.items())
 
 
-def program(name: str, config: Config, place: Place) -> Fingerprint:
-    """Returns the fingerprint of a program of `compilation.traced_programs` on devices that need not exist.
+def program(name: str, config: Config, placement: Placement) -> Fingerprint:
+    """Returns the fingerprint of a program of `compilation.traced_programs` on virtual devices.
 
     Raises:
-      ValueError: a config that this mesh cannot hold.
+      ValueError: a config that does not fit this mesh.
     """
-    parallel = dataclasses.replace(config.parallel, **place.degrees)
+    parallel = dataclasses.replace(config.parallel, **placement.degrees)
     config = dataclasses.replace(config, parallel=parallel)
-    layout = planned_layout(config, math.prod(place.degrees.values()), platform=place.platform)
-    platform = _LOWERED_AS.get(place.platform, place.platform)
+    layout = planned_layout(config, math.prod(placement.degrees.values()), platform=placement.platform)
+    platform = _LOWERED_AS.get(placement.platform, placement.platform)
     return fingerprint(traced_programs(make_program(config, layout))[name]().lower(lowering_platforms=(platform,)))
 
 
 def reasons(name: str, *, now: dict[str, Any], before: dict[str, Any]) -> list[str]:
-    """Returns a line for each thing that made a program another one; empty where it is the same.
+    """Returns a line for each change that made a program differ; empty where it is the same.
 
     Args:
       name: of the program, in both.
@@ -60,12 +60,12 @@ def reasons(name: str, *, now: dict[str, Any], before: dict[str, Any]) -> list[s
         return []
     try:
         then = resolve(before["config"])
-        again = program(name, then, Place(before["platform"], before["mesh"])).sha256
+        again = program(name, then, Placement(before["platform"], before["mesh"])).sha256
     except (ValueError, KeyError) as error:
-        return [f"code: today's cannot make that program again ({error})", *_of_code(now, before)]
+        return [f"code: today's version cannot build that program ({error})", *_of_code(now, before)]
     found = []
     if again != before["sha256"]:
-        found = _of_code(now, before) or ["not known: the same code, libraries and config gave another program then"]
+        found = _of_code(now, before) or ["unknown: the same code, libraries and config gave another program then"]
     if again == now["sha256"]:
         return found
     changes = _changes(now, before)
@@ -73,22 +73,22 @@ def reasons(name: str, *, now: dict[str, Any], before: dict[str, Any]) -> list[s
     return found + (alone or [f"{line}, together with the others" for line, _ in changes])
 
 
-def _differs(name: str, made: Callable[[], tuple[Config, Place]], again: str) -> bool:
+def _differs(name: str, made: Callable[[], tuple[Config, Placement]], again: str) -> bool:
     try:
         return program(name, *made()).sha256 != again
-    except (ValueError, KeyError):  # it cannot be without the others
+    except (ValueError, KeyError):  # not valid without the other changes
         return True
 
 
-def _changes(now: dict[str, Any], before: dict[str, Any]) -> list[tuple[str, Callable[[], tuple[Config, Place]]]]:
-    """Returns each difference of the surroundings: its line, and the config and place of before with it alone."""
-    then, config = Place(before["platform"], before["mesh"]), resolve(before["config"])
+def _changes(now: dict[str, Any], before: dict[str, Any]) -> list[tuple[str, Callable[[], tuple[Config, Placement]]]]:
+    """Returns each difference between the two runs: its line, and the earlier config and placement with it alone."""
+    then, config = Placement(before["platform"], before["mesh"]), resolve(before["config"])
     found: list[tuple[str, Callable]] = []
     if now["platform"] != then.platform:
         line = f"platform: {then.platform} -> {now['platform']}"
         found.append((line, lambda: (config, dataclasses.replace(then, platform=now["platform"]))))
     if now["mesh"] != then.degrees:
-        line = f"mesh: {then} -> {Place('', now['mesh'])}"
+        line = f"mesh: {then} -> {Placement('', now['mesh'])}"
         found.append((line, lambda: (config, dataclasses.replace(then, degrees=now["mesh"]))))
     old = config.to_dict()
     for section in SECTIONS:
@@ -99,9 +99,9 @@ def _changes(now: dict[str, Any], before: dict[str, Any]) -> list[tuple[str, Cal
     return found
 
 
-def _with_one(tree: dict[str, Any], section: str, key: str, value: Any, place: Place) -> Callable:
+def _with_one(tree: dict[str, Any], section: str, key: str, value: Any, placement: Placement) -> Callable:
     changed = tree | {section: tree[section] | {key: value}}
-    return lambda: (resolve(changed), place)
+    return lambda: (resolve(changed), placement)
 
 
 def _line(section: str, key: str, old: Any, new: Any) -> str:

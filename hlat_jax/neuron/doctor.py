@@ -1,7 +1,4 @@
-"""Whether this machine computes, speaks and keeps as a run needs it: every probe with what it is given here.
-
-Owns which checks there are and their order. The judgements are in `probes`; what they judge is in `exercises`.
-"""
+"""The checks of `doctor` in order: each pairs a judgement of `probes` with a program of `exercises`."""
 
 from __future__ import annotations
 
@@ -22,12 +19,12 @@ from hlat_jax.precision import policy_on
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
-    """Where the checks are made.
+class CheckedMachine:
+    """The machine that is checked.
 
     Attributes:
       instance: type of the Trainium instance; "" for another machine.
-      num_devices: that JAX must find; 0: not known.
+      num_devices: number that JAX must find; 0: unknown.
       cache: folder of JAX's compiled programs.
     """
 
@@ -44,15 +41,15 @@ class Check:
     probe: Callable[[], Outcome]
 
 
-def checks(config: Config, place: Place) -> Iterator[Check]:
-    """Yields the checks of a config's run on this machine, to be made one after another.
+def checks(config: Config, machine: CheckedMachine) -> Iterator[Check]:
+    """Yields the checks of a config's run on this machine, to be run in order.
 
-    Those before `devices` start processes of their own and leave the devices to them: a core belongs to one process.
+    Those before `devices` start processes of their own, which need the devices: a core belongs to one process.
     """
     yield Check("versions", functools.partial(_versions, probes.SUPPORTED))
-    yield Check("versions for Neuron", functools.partial(_neuron_versions, place))
-    yield Check("compile cache", lambda: probes.cache(exercises.start, place.cache))
-    yield Check("devices", lambda: _devices(place))
+    yield Check("versions for Neuron", functools.partial(_neuron_versions, machine))
+    yield Check("compile cache", lambda: probes.cache(exercises.start, machine.cache))
+    yield Check("devices", lambda: _devices(machine))
     yield Check("memory", _memory)
     yield Check("random numbers", lambda: probes.random_numbers(exercises.draw))
     yield Check("bf16 products", lambda: probes.matmul_accumulation(exercises.multiply))
@@ -67,14 +64,14 @@ def checks(config: Config, place: Place) -> Iterator[Check]:
 
 
 def made(check: Check) -> tuple[Outcome, float]:
-    """Returns what a check says, and its seconds. A probe that cannot be made to its end has failed."""
+    """Returns the outcome of a check, and its seconds. A probe that raises has failed."""
     began = time.monotonic()
     try:
         outcome = check.probe()
-    except Exception as error:  # whatever the machine has to say: the checks after it are still to be made
+    except Exception as error:  # any error of the machine: the later checks still run
         lines = str(error).strip().splitlines()
-        found = f"{type(error).__name__}: {lines[0][:300] if lines else 'without a word'}"
-        outcome = Outcome(FAILED, found, "the first failure above may be the cause; else look for this message")
+        found = f"{type(error).__name__}: {lines[0][:300] if lines else 'no message'}"
+        outcome = Outcome(FAILED, found, "see the first failure above; else search for this message")
     return outcome, time.monotonic() - began
 
 
@@ -82,18 +79,18 @@ def _versions(supported: dict[str, tuple[str, str]]) -> Outcome:
     return probes.versions(exercises.installed(supported), supported)
 
 
-def _neuron_versions(place: Place) -> Outcome:
-    if not place.instance:
+def _neuron_versions(machine: CheckedMachine) -> Outcome:
+    if not machine.instance:
         return Outcome(NOT_HERE, "this machine has no Neuron device")
     return _versions(probes.SUPPORTED_BY_NEURON)
 
 
-def _devices(place: Place) -> Outcome:
-    return probes.devices(jax.local_devices(), platform="neuron" if place.instance else "", count=place.num_devices)
+def _devices(machine: CheckedMachine) -> Outcome:
+    return probes.devices(jax.local_devices(), platform="neuron" if machine.instance else "", count=machine.num_devices)
 
 
 def _memory() -> Outcome:
-    """Judges the memory of each device, one after another; the first that fails speaks for all."""
+    """Judges the memory of each device, in turn; returns the first failure."""
     outcome = None
     for device in jax.local_devices():
         row, limit = cost.device(device.device_kind), (device.memory_stats() or {}).get("bytes_limit", 0)
@@ -120,8 +117,8 @@ def _hardware_rounding(config: Config) -> Outcome:
     if jax.default_backend() != "neuron":
         return Outcome(NOT_HERE, f"devices of platform {jax.default_backend()} round to nearest")
     if not _rounds_in_hardware(config):
-        found = f"precision.policy={config.precision.policy} keeps it off in this process"
-        return Outcome(NOT_HERE, found, "again with --config.precision.policy=bf16_sr")
+        found = f"precision.policy={config.precision.policy} turns it off in this process"
+        return Outcome(NOT_HERE, found, "run again with --config.precision.policy=bf16_sr")
     return probes.rounding(exercises.cast, expected="stochastic")
 
 
@@ -129,7 +126,7 @@ def _collectives(axis: str, config: Config) -> Outcome:
     devices = jax.local_devices()
     heads = config.model.num_kv_heads
     layout = exercises.layout_along(axis, config.parallel, devices, num_kv_heads=heads)
-    outcome = probes.collectives(functools.partial(exercises.speak, layout, axis), size=layout.mesh.shape[axis])
+    outcome = probes.collectives(functools.partial(exercises.exchange, layout, axis), size=layout.mesh.shape[axis])
     if outcome.verdict == NOT_HERE:
         return outcome
     mesh = " x ".join(f"{name} {degree}" for name, degree in layout.degrees.items())

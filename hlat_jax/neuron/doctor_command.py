@@ -1,7 +1,4 @@
-"""`python -m hlat_jax.neuron doctor`: whether this machine is fit for a run, in a few minutes, before the run is.
-
-Owns the command line, the environment of the checks and the report. The checks are in `doctor`.
-"""
+"""`python -m hlat_jax.neuron doctor`: checks in a few minutes whether this machine is fit for a run."""
 
 from __future__ import annotations
 
@@ -24,28 +21,28 @@ _TRIVIAL = "NEURON_RUN_TRIVIAL_COMPUTATION_ON_CPU"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Makes every check and prints it, then how many passed; returns the exit code: 1 where one failed, else 0."""
+    """Runs and prints every check, then a summary; returns the exit code: 1 where one failed, else 0."""
     has_config = any(word.split("=")[0] in ("--config", "--help", "-h") for word in argv)
     mutable, values = flags_lib.parse(argv if has_config else ["--config=tiny", *argv], _define)
     config = resolve(mutable)
     if values.json:
         flags_lib.check_output("--json", values.json)
-    place = _prepared(config, values, os.environ, machine=neuron_topology.Machine())
+    checked = _prepared(config, values, os.environ, machine=neuron_topology.Machine())
     logging.set_verbosity(logging.ERROR)
     from hlat_jax.neuron import doctor  # imports JAX, which must see the environment as it is now
 
-    where = place["instance"] or "a machine without Neuron devices"
+    where = checked["instance"] or "a machine without Neuron devices"
     print(f"{config.name} ({config.precision.policy}) on {where}")
     rows = []
-    for check in doctor.checks(config, doctor.Place(**place)):
+    for check in doctor.checks(config, doctor.CheckedMachine(**checked)):
         outcome, seconds = doctor.made(check)
         rows.append({"check": check.name, **outcome._asdict(), "seconds": round(seconds, 2)})
-        print(_line(rows[-1]), flush=True)  # one that ends the process leaves those before it on the screen
+        print(_line(rows[-1]), flush=True)  # a check may end the process
     print(_table(rows))
-    if not place["instance"]:
-        print("No Trainium device took part.")
+    if not checked["instance"]:
+        print("No Trainium device was checked.")
     if values.json:
-        whole = {"config": config.name, "instance": place["instance"], "checks": rows}
+        whole = {"config": config.name, "instance": checked["instance"], "checks": rows}
         pathlib.Path(values.json).write_text(json.dumps(whole, indent=1) + "\n")
     return 1 if any(row["verdict"] == FAILED for row in rows) else 0
 
@@ -57,24 +54,24 @@ def _prepared(
     *,
     machine: neuron_topology.Machine,
 ) -> dict[str, Any]:
-    """Sets what a run of the config would have on this one machine; returns the fields of a `doctor.Place`."""
-    place = {"instance": "", "num_devices": 0}
-    place["instance"] = neuron_topology.instance_to_serve(
+    """Sets the environment of a run of the config on this machine; returns the fields of a `doctor.CheckedMachine`."""
+    checked = {"instance": "", "num_devices": 0}
+    checked["instance"] = neuron_topology.instance_to_serve(
         values.instance, environ.get("JAX_PLATFORMS", ""), machine=machine
     )
-    if values.cores and not place["instance"]:
+    if values.cores and not checked["instance"]:
         raise ValueError(f"--cores={values.cores}: this machine has no Neuron devices; leave it out.")
-    if place["instance"]:
-        wanted = neuron_topology.Topology(place["instance"], lnc=neuron_topology.lnc_of(environ), cores=values.cores)
+    if checked["instance"]:
+        wanted = neuron_topology.Topology(checked["instance"], lnc=neuron_topology.lnc_of(environ), cores=values.cores)
         found = neuron_env.environment(config.precision, config.parallel, wanted, current=environ)
         neuron_env.apply(environ, found)
         for note in found.notes:
             print(note)
-        # else every check on one device would be made by the host's CPU, and say nothing about the device
+        # else the host's CPU would run every check on one device
         environ.pop(_TRIVIAL, None)
-        place["num_devices"] = neuron_topology.checked(wanted).devices_per_node
-    place["cache"] = pathlib.Path(environ.get("JAX_COMPILATION_CACHE_DIR") or tempfile.gettempdir())
-    return place
+        checked["num_devices"] = neuron_topology.checked(wanted).devices_per_node
+    checked["cache"] = pathlib.Path(environ.get("JAX_COMPILATION_CACHE_DIR") or tempfile.gettempdir())
+    return checked
 
 
 def _line(row: dict[str, Any]) -> str:
@@ -93,5 +90,5 @@ def _table(rows: list[dict[str, Any]]) -> str:
 def _define(values: flags.FlagValues) -> None:
     options = {"flag_values": values}
     flags.DEFINE_string("json", "", "Also write the report to this file.", **options)
-    flags.DEFINE_string("instance", "", "Type of the Trainium instance; default: what this machine says.", **options)
+    flags.DEFINE_string("instance", "", "Type of the Trainium instance; default: detected.", **options)
     flags.DEFINE_integer("cores", 0, "NeuronCores of this instance to check, as JAX sees them; 0: all.", **options)

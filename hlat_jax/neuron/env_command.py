@@ -1,8 +1,6 @@
-"""`python -m hlat_jax.neuron env --config=NAME --instance=TYPE`: the environment of one process, or of all.
+"""`python -m hlat_jax.neuron env --config=NAME --instance=TYPE`: prints the environment of one process, or of all.
 
-    eval "$(python -m hlat_jax.neuron env --config=7b --instance=trn1.32xlarge --nodes=4 --rank=3 --coordinator=trn1)"
-
-Owns the command line. What is computed, and why, is in `env`.
+eval "$(python -m hlat_jax.neuron env --config=7b --instance=trn1.32xlarge --nodes=4 --rank=3 --coordinator=trn1)"
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from hlat_jax.resolve import resolve
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints the environment that the command line asks for; returns the exit code."""
+    """Prints the environment; returns the exit code."""
     mutable, values = flags_lib.parse(argv, _define)
     config = resolve(mutable)
     if values.format not in ("shell", "json"):
@@ -74,10 +72,10 @@ def _topology(values: flags.FlagValues) -> Topology:
 def _define(values: flags.FlagValues) -> None:
     options = {"flag_values": values}
     flags.DEFINE_string("instance", "", f"Instance type of every node: {', '.join(INSTANCES)}.", **options)
-    flags.DEFINE_integer("nodes", None, "Nodes of the job; default: what Slurm or Open MPI says, else 1.", **options)
-    flags.DEFINE_string("rank", "", "Which of them, from 0, or all; default: as of --nodes.", **options)
-    flags.DEFINE_string("coordinator", "", "Host of rank 0, as the others reach it.", **options)
-    flags.DEFINE_integer("port", JAX_PORT, "Where JAX's processes meet there.", **options)
+    flags.DEFINE_integer("nodes", None, "Nodes of the job; default: those of Slurm or Open MPI, else 1.", **options)
+    flags.DEFINE_string("rank", "", "Rank of this node, from 0, or all; default: as for --nodes.", **options)
+    flags.DEFINE_string("coordinator", "", "Host name of rank 0, reachable from the others.", **options)
+    flags.DEFINE_integer("port", JAX_PORT, "Port of JAX's coordinator there.", **options)
     flags.DEFINE_integer(
         "lnc", 0, "Physical cores of a JAX device; 0: NEURON_LOGICAL_NC_CONFIG, else 2 on trn2.", **options
     )

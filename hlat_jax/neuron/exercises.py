@@ -1,6 +1,6 @@
-"""What `probes` judges on a real machine: its packages, and small JAX programs on its devices.
+"""Small JAX programs on the devices of this machine, and its packages: the inputs of `probes`.
 
-Owns nothing but these programs. Each is compiled, so that none of it is an operation that the host does in its place.
+Each program is compiled, so that the host executes none of its operations.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def cast_by_hash(values: np.ndarray) -> np.ndarray:
 
 
 def look_up(table: np.ndarray, ids: np.ndarray, mode: str) -> np.ndarray:
-    """Returns rows of a table; `mode` says what becomes of ids outside it."""
+    """Returns rows of a table; `mode` decides about ids outside it."""
     return np.asarray(jax.jit(lambda table, ids: table.at[ids].get(mode=mode))(table, ids))
 
 
@@ -108,30 +108,29 @@ def layout_along(axis: str, parallel: ParallelConfig, devices: Sequence[Any], *,
     return make_layout(ParallelConfig(**degrees), devices, num_kv_heads=heads)
 
 
-def speak(layout: Layout, axis: str, values: np.ndarray) -> dict[str, np.ndarray]:
-    """Returns what `probes.collectives` asks for, along one axis of a mesh.
+def exchange(layout: Layout, axis: str, values: np.ndarray) -> dict[str, np.ndarray]:
+    """Returns the results of collectives along one axis of a mesh, as `probes.collectives` takes them.
 
-    Every device of the mesh takes part, in its own group; all groups must agree, and the first one's words come back.
+    Every device of the mesh takes part, in its own group. Returns the first group's results, NaN where another differs.
     """
     size, others = layout.mesh.shape[axis], tuple(name for name in layout.mesh.axis_names if name != axis)
 
-    def exchange(mine):
+    def on_device(mine):
         ring = [(i, (i + 1) % size) for i in range(size)]
         row = mine[0]
-        words = {
+        results = {
             "sum": jax.lax.psum(row, axis),
             "gather": jax.lax.all_gather(row, axis),
             "scatter": jax.lax.psum_scatter(row, axis, scatter_dimension=0, tiled=False),
             "forward": jax.lax.ppermute(row, axis, ring),
             "backward": jax.lax.ppermute(row, axis, [(b, a) for a, b in ring]),
         }
-        return jax.tree.map(lambda word: word[None, None], words)
+        return jax.tree.map(lambda result: result[None, None], results)
 
-    told = jax.shard_map(exchange, mesh=layout.mesh, in_specs=P(axis), out_specs=P(others, axis), check_vma=False)
+    mapped = jax.shard_map(on_device, mesh=layout.mesh, in_specs=P(axis), out_specs=P(others, axis), check_vma=False)
     placed = jax.device_put(values, NamedSharding(layout.mesh, P(axis)))
-    heard = jax.tree.map(np.asarray, jax.jit(told)(placed))
-    # a group that heard something else makes the whole wrong
-    return {name: np.where((all_ == all_[:1]).all(0), all_[0], np.nan) for name, all_ in heard.items()}
+    gathered = jax.tree.map(np.asarray, jax.jit(mapped)(placed))
+    return {name: np.where((all_ == all_[:1]).all(0), all_[0], np.nan) for name, all_ in gathered.items()}
 
 
 def start(folder: pathlib.Path) -> Mapping[str, Any]:
@@ -148,6 +147,6 @@ def start(folder: pathlib.Path) -> Mapping[str, Any]:
     words = [sys.executable, "-m", "hlat_jax.neuron.cache_start"]
     done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
-        last = done.stderr.strip().splitlines()[-1:] or ["nothing was said"]
+        last = done.stderr.strip().splitlines()[-1:] or ["no message"]
         raise RuntimeError(f"{' '.join(words[1:])} ended with code {done.returncode}: {last[0]}")
     return json.loads(done.stdout.splitlines()[-1])

@@ -2,7 +2,7 @@
 
 The module of one device is what XLA's partitioner makes of the program as it is lowered for Neuron, here on virtual CPU
 devices, in a process of its own: `python -m hlat_jax.neuron.hlo`, a JSON object on stdin. Its dtypes are still those of
-the program, since XLA's passes for CPUs come later. Neuron's own compiler and plugin are not asked.
+the program, since XLA's passes for CPUs come later. Neuron's own compiler and plugin are not involved.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def of_one_device(name: str, config: Config, num_devices: int, *, max_devices: i
 
     Raises:
       ValueError: one replica takes more than 2,048 devices.
-      RuntimeError: the partitioner failed; the message has its last words.
+      RuntimeError: the partitioner failed; the message ends with its last output.
     """
     from hlat_jax.neuron.programs import layout_for_neuron
 
@@ -69,7 +69,7 @@ def of_one_device(name: str, config: Config, num_devices: int, *, max_devices: i
 def partition(name: str, config: Config, num_devices: int) -> None:
     """Compiles a program, lowered for Neuron, for the CPU devices of this process; XLA dumps what it makes of it.
 
-    What a CPU cannot compile, such as a kernel of Neuron's, fails only after that.
+    Operations that a CPU cannot compile, such as kernels for Neuron, fail only after that.
     """
     import jax
     import numpy as np

@@ -10,10 +10,10 @@ from absl import flags
 
 from hlat_jax.host import flags as flags_lib
 from hlat_jax.host.neuron_compiler_flags import compiler_flags
-from hlat_jax.host.neuron_topology import Topology
+from hlat_jax.host.neuron_topology import Topology, checked
+from hlat_jax.neuron.rules import TARGETS
 from hlat_jax.resolve import resolve
 
-_INSTANCES = {"trn1": ("trn1.32xlarge", 1), "trn2": ("trn2.48xlarge", 2)}  # and its LNC
 _OF_THE_PLUGIN = ("--cache_dir", "--retry_failed_compilation")  # of what calls the compiler inside of JAX
 _SCRIPT = """#!/usr/bin/env bash
 # Compiles these programs of {config} with neuronx-cc, without a device. NOT YET RUN: no neuronx-cc was at hand.
@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
     if not values.out:
         raise ValueError("--out=DIR is missing: the folder for the modules and compile.sh.")
     folder = _made(values.out)
-    os.environ["JAX_PLATFORMS"] = "cpu"  # nothing is asked of an accelerator, also where there is one
+    os.environ["JAX_PLATFORMS"] = "cpu"  # no accelerator is needed; one that is there stays free
     from hlat_jax.neuron import hlo, hlo_proto, programs
     from hlat_jax.run.compilation import named_programs, traced_programs
     from hlat_jax.step import make_program
@@ -56,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
             about[f"{name}.device"] = f"one device of {' x '.join(f'{axis} {size}' for axis, size in mesh.items())}"
         for stem, module in modules.items():
             (folder / f"{stem}.hlo").write_bytes(module)
-            size = sum(len(one.instructions) for one in hlo_proto.ids(module))
+            size = sum(len(one.instructions) for one in hlo_proto.parse(module).computations)
             print(f"{folder / stem}.hlo  {size:,} instructions, {about[stem]}")
         compiled.append(f"{list(modules)[-1]}.hlo")  # the compiler takes the program of one device
     script = folder / "compile.sh"
@@ -79,8 +79,7 @@ def _made(path: str) -> pathlib.Path:
 
 
 def _flags(target: str) -> str:
-    instance, lnc = _INSTANCES[target]
-    flags_of = compiler_flags(Topology(instance, lnc=lnc)).items()
+    flags_of = compiler_flags(checked(Topology(TARGETS[target]))).items()
     kept = [key if value is None else f"{key}={value}" for key, value in flags_of if key not in _OF_THE_PLUGIN]
     return " \\\n    ".join(kept)
 
@@ -88,7 +87,7 @@ def _flags(target: str) -> str:
 def _define(values: flags.FlagValues) -> None:
     names = ["train", "eval", "init", "norms", "prefill", "decode", "generate", "all"]
     flags.DEFINE_string("out", "", "Folder for the modules and compile.sh.", flag_values=values)
-    flags.DEFINE_enum("target", "trn1", list(_INSTANCES), "Device that compile.sh compiles for.", flag_values=values)
+    flags.DEFINE_enum("target", "trn1", list(TARGETS), "Device that compile.sh compiles for.", flag_values=values)
     flags.DEFINE_enum("program", "all", names, "Program to write.", flag_values=values)
     flags.DEFINE_integer("devices", 0, "Devices of the mesh; 0: those of the recipe.", 0, flag_values=values)
     flags.DEFINE_integer("max_devices", 64, "Most to partition for, by fewer replicas.", 1, 2048, flag_values=values)

@@ -1,186 +1,119 @@
-"""Serialised HLO modules with small instruction ids, rewritten byte by byte: no class of that message is installed.
+"""Serialised HLO modules with small instruction ids.
 
 XLA numbers an instruction by its computation in the upper 32 bits and its place in the lower, so ids of a module from
-JAX 0.8.2 on lie around 2^37; Neuron's compiler stops at ids from 2^31. A way through HLO's text keeps them, so the
-fields themselves are rewritten. Everything else is copied as it stands.
-
-Owns the wire format and the numbers of the few fields that hold ids. Refuses to know what an instruction does.
-Source: xla/service/hlo.proto; protobuf's encoding page.
+JAX 0.8.2 on lie around 2^37; Neuron's compiler stops at ids from 2^31. jaxlib parses a module but keeps its ids, even
+by way of its text, and installs no class of the message; so the fields that hold ids are declared here, and protobuf
+carries every other field through unchanged. Source: xla/service/hlo.proto.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+import functools
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from google.protobuf import descriptor_pb2, descriptor_pool, message, message_factory
 
 ID_LIMIT = 2**31
 
-_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
-_PROTO_MODULE = 1  # of HloProto
-_MODULE_COMPUTATIONS, _MODULE_ID, _MODULE_ENTRY, _MODULE_SCHEDULE = 3, 5, 6, 7  # of HloModuleProto
-_COMPUTATION_INSTRUCTIONS, _COMPUTATION_ID, _COMPUTATION_ROOT = 2, 5, 6  # of HloComputationProto
-_ID, _OPERANDS, _PREDECESSORS, _CALLED = 35, 36, 37, 38  # of HloInstructionProto
-
-
-@dataclasses.dataclass(frozen=True)
-class Ids:
-    """The ids of one computation, as a module has them; `instructions` in their order."""
-
-    computation: int
-    root: int
-    instructions: tuple[int, ...]
-    operands: tuple[int, ...]
-    predecessors: tuple[int, ...]
-    called: tuple[int, ...]
+_FIELD = descriptor_pb2.FieldDescriptorProto
+# message -> field -> (number, type); a list type is a repeated field, another message is named.
+_MESSAGES = {
+    "HloInstructionProto": {
+        "id": (35, int),
+        "operand_ids": (36, [int]),
+        "control_predecessor_ids": (37, [int]),
+        "called_computation_ids": (38, [int]),
+    },
+    "HloComputationProto": {"instructions": (2, ["HloInstructionProto"]), "id": (5, int), "root_id": (6, int)},
+    "HloModuleProto": {
+        "computations": (3, ["HloComputationProto"]),
+        "id": (5, int),
+        "entry_computation_id": (6, int),
+        "schedule": (7, bytes),
+    },
+    "HloProto": {"hlo_module": (1, "HloModuleProto")},
+}
 
 
 def renumbered(module: bytes) -> bytes:
     """Returns a serialised HloModuleProto with its instructions and computations numbered from 1, in the same order.
 
     Raises:
-      ValueError: bytes that are no such message, a scheduled module, an id that nothing defines, or too many of them.
+      ValueError: bytes that are not such a message, a scheduled module, an undefined id, or too many instructions.
     """
-    found = ids(module)
-    computations = {one.computation: number for number, one in enumerate(found, 1)}
-    instructions, count = [], 0
-    for one in found:
+    parsed = parse(module)
+    computations = {one.id: number for number, one in enumerate(parsed.computations, 1)}
+    count = 0
+    for one in parsed.computations:
         # in the order of their ids, by which XLA lists the instructions of a computation that it reads
-        instructions.append({old: count + place for place, old in enumerate(sorted(one.instructions), 1)})
-        count += len(one.instructions)
+        ordered = sorted(instruction.id for instruction in one.instructions)
+        instructions = {old: count + place for place, old in enumerate(ordered, 1)}
+        count += len(ordered)
+        for instruction in one.instructions:
+            instruction.id = instructions[instruction.id]
+            instruction.operand_ids[:] = _mapped(instruction.operand_ids, instructions)
+            instruction.control_predecessor_ids[:] = _mapped(instruction.control_predecessor_ids, instructions)
+            instruction.called_computation_ids[:] = _mapped(instruction.called_computation_ids, computations)
+        one.id = computations[one.id]
+        [one.root_id] = _mapped([one.root_id], instructions)
     if count >= ID_LIMIT:
         raise ValueError(f"a module of {count:,} instructions; ids must stay below 2^31.")
-    numbered = iter(instructions)
-
-    def computation(body: bytes) -> bytes:
-        return _computation(body, computations=computations, instructions=next(numbered))
-
-    rules: dict[int, Callable] = {_MODULE_COMPUTATIONS: computation, _MODULE_ENTRY: _through(computations)}
-    rules[_MODULE_ID] = lambda _: 1
-    return _rewritten(module, rules)
+    [parsed.entry_computation_id] = _mapped([parsed.entry_computation_id], computations)
+    parsed.id = 1
+    return parsed.SerializeToString()
 
 
-def ids(module: bytes) -> list[Ids]:
-    """Returns the ids of every computation of a serialised HloModuleProto.
+def parse(module: bytes) -> Any:
+    """Returns the HloModuleProto of its serialised bytes, with the fields of `_MESSAGES`.
 
     Raises:
-      ValueError: bytes that are no such message, or a scheduled module, whose schedule names ids too.
+      ValueError: bytes that are not such a message, or a scheduled module, whose schedule holds ids too.
     """
-    found = []
-    for field, kind, value in _fields(module):
-        if field == _MODULE_SCHEDULE:
-            raise ValueError("this HLO module is scheduled; give one from before the scheduler.")
-        if field == _MODULE_COMPUTATIONS and kind == _BYTES:
-            found.append(_ids(value))
-    if not found:
-        raise ValueError(f"{len(module):,} bytes without a computation: no HloModuleProto.")
-    return found
+    parsed = _parsed("HloModuleProto", module)
+    if parsed.HasField("schedule"):
+        raise ValueError("this HLO module is scheduled; give one from before the scheduler.")
+    if not parsed.computations:
+        raise ValueError(f"{len(module):,} bytes without a computation: not an HloModuleProto.")
+    return parsed
 
 
 def module_of(proto: bytes) -> bytes:
     """Returns the HloModuleProto inside a serialised HloProto, which is what XLA dumps."""
-    return next(value for field, kind, value in _fields(proto) if (field, kind) == (_PROTO_MODULE, _BYTES))
+    return _parsed("HloProto", proto).hlo_module.SerializeToString()
 
 
-def _computation(body: bytes, *, computations: Mapping[int, int], instructions: Mapping[int, int]) -> bytes:
-    own = _through(instructions)
-    fields = {_ID: own, _OPERANDS: own, _PREDECESSORS: own, _CALLED: _through(computations)}
-
-    def instruction(inner: bytes) -> bytes:
-        return _rewritten(inner, fields, packed=(_OPERANDS, _PREDECESSORS, _CALLED))
-
-    rules = {_COMPUTATION_INSTRUCTIONS: instruction, _COMPUTATION_ID: _through(computations), _COMPUTATION_ROOT: own}
-    return _rewritten(body, rules)
-
-
-def _ids(body: bytes) -> Ids:
-    number = root = 0
-    many: dict[int, list[int]] = {_ID: [], _OPERANDS: [], _PREDECESSORS: [], _CALLED: []}
-    for field, kind, value in _fields(body):
-        if field == _COMPUTATION_ID:
-            number = value
-        elif field == _COMPUTATION_ROOT:
-            root = value
-        elif field == _COMPUTATION_INSTRUCTIONS and kind == _BYTES:
-            for key, inner_kind, inner in _fields(value):
-                if key in many:
-                    many[key] += [inner] if inner_kind == _VARINT else _unpacked(inner)
-    return Ids(number, root, *(tuple(many[key]) for key in (_ID, _OPERANDS, _PREDECESSORS, _CALLED)))
-
-
-def _through(table: Mapping[int, int]) -> Callable[[int], int]:
-    def mapped(old: int) -> int:
+def _mapped(ids: Iterable[int], table: Mapping[int, int]) -> list[int]:
+    for old in ids:
         if old not in table:
-            raise ValueError(f"HLO module refers to id {old}, which nothing in reach defines.")
-        return table[old]
-
-    return mapped
+            raise ValueError(f"HLO module refers to id {old}, which is not defined where it is used.")
+    return [table[old] for old in ids]
 
 
-def _rewritten(message: bytes, rules: Mapping[int, Callable], packed: tuple[int, ...] = ()) -> bytes:
-    """Returns a message with the fields of `rules` mapped: a number, each of packed numbers, or a message inside."""
-    out = bytearray()
-    for field, kind, value in _fields(message):
-        if field in rules:
-            rule = rules[field]
-            is_list = kind == _BYTES and field in packed
-            value = b"".join(_varint(rule(one)) for one in _unpacked(value)) if is_list else rule(value)
-        out += _varint(field << 3 | kind)
-        if kind == _VARINT:
-            out += _varint(value)
-        elif kind == _BYTES:
-            out += _varint(len(value)) + value
-        else:
-            out += value
-    return bytes(out)
+def _parsed(name: str, serialised: bytes) -> Any:
+    parsed = _classes()[name]()
+    try:
+        parsed.ParseFromString(serialised)
+    except message.DecodeError as error:
+        raise ValueError(f"{len(serialised):,} bytes that are not an {name}: {error}.") from None
+    return parsed
 
 
-def _fields(message: bytes) -> Iterator[tuple[int, int, int | bytes]]:
-    """Yields (field, wire type, value) of a message: the number of a varint, the bytes of everything else."""
-    at, end = 0, len(message)
-    while at < end:
-        key, at = _read_varint(message, at)
-        field, kind = key >> 3, key & 7
-        if kind == _VARINT:
-            value, at = _read_varint(message, at)
-            yield field, kind, value
-            continue
-        if kind == _BYTES:
-            size, at = _read_varint(message, at)
-        elif kind in (_FIXED32, _FIXED64):
-            size = 4 if kind == _FIXED32 else 8
-        else:
-            raise ValueError(f"wire type {kind} at byte {at}: no protobuf message.")
-        if at + size > end:
-            raise ValueError(f"field {field} is said to have {size:,} bytes, of which {end - at:,} are there.")
-        yield field, kind, message[at : at + size]
-        at += size
-
-
-def _unpacked(values: bytes) -> list[int]:
-    found, at = [], 0
-    while at < len(values):
-        value, at = _read_varint(values, at)
-        found.append(value)
-    return found
-
-
-def _read_varint(message: bytes, at: int) -> tuple[int, int]:
-    value = shift = 0
-    while True:
-        if at >= len(message) or shift > 63:
-            raise ValueError(f"no whole number at byte {at}: no protobuf message.")
-        byte = message[at]
-        at += 1
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value, at
-        shift += 7
-
-
-def _varint(value: int) -> bytes:
-    out = bytearray()
-    while value > 0x7F:
-        out.append(value & 0x7F | 0x80)
-        value >>= 7
-    out.append(value)
-    return bytes(out)
+@functools.cache
+def _classes() -> dict[str, Any]:
+    file = descriptor_pb2.FileDescriptorProto(name="hlo_ids.proto", package="hlat_jax", syntax="proto2")
+    for name, fields in _MESSAGES.items():
+        declared = file.message_type.add(name=name)
+        for key, (number, kind) in fields.items():
+            is_list = isinstance(kind, list)
+            item = kind[0] if is_list else kind
+            field = declared.field.add(name=key, number=number)
+            field.label = _FIELD.LABEL_REPEATED if is_list else _FIELD.LABEL_OPTIONAL
+            if isinstance(item, str):
+                field.type, field.type_name = _FIELD.TYPE_MESSAGE, f".hlat_jax.{item}"
+            else:
+                field.type = {int: _FIELD.TYPE_INT64, bytes: _FIELD.TYPE_BYTES}[item]
+                field.options.packed = is_list
+    pool = descriptor_pool.DescriptorPool()
+    pool.AddSerializedFile(file.SerializeToString())
+    return {name: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"hlat_jax.{name}")) for name in _MESSAGES}

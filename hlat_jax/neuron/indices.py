@@ -1,7 +1,7 @@
-"""Where a gather or a scatter reaches: the range of its indices, as far as the program itself determines it.
+"""The range of the indices of a gather or scatter, as far as the program itself determines it.
 
-Indices made of iotas and constants alone are computed. Those that depend on data have the range that a clip leaves
-them. A function that is called several times is judged at each call.
+Indices computed from iotas and constants alone are evaluated. Those that depend on data have the range that a clip
+leaves. A function that is called several times is judged at each call.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Values that a program determines by itself: what becomes of its iotas and constants, followed through its functions.
+"""Constant folding: the values that follow from the iotas and constants of a program, through its functions.
 
 A value is looked at from one call: `calls` are the `func.call` operations, outermost first, that lead to the function
 around it. Without them the arguments of a function are unknown.
@@ -20,9 +20,9 @@ from hlat_jax.neuron.module import Program, attribute, callee, constant, definin
 
 MAX_DEPTH = 100  # operations between a value and the iotas and constants that it is made of
 _MAX_ELEMENTS = 2**24
-_DTYPES = {f"{sign}i{bits}": np.dtype(f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64)}
-_DTYPES |= {"i1": np.dtype(bool), "bf16": jnp.dtype("bfloat16"), "f16": np.dtype("float16")}
-_DTYPES |= {"f32": np.dtype("float32"), "f64": np.dtype("float64")}
+DTYPES = {f"{sign}i{bits}": np.dtype(f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64)}
+DTYPES |= {"i1": np.dtype(bool), "bf16": jnp.dtype("bfloat16"), "f16": np.dtype("float16")}
+DTYPES |= {"f32": np.dtype("float32"), "f64": np.dtype("float64")}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,9 +74,9 @@ def known(value: Any, program: Program, calls: tuple, *, depth: int = 0) -> Know
 def _known(value: Any, program: Program, calls: tuple, depth: int) -> Known | None:
     value, calls = source(value, calls, program)
     op, kind = defining(value), tensor(value)
-    if op is None or kind is None or None in kind.dims or kind.dtype not in _DTYPES:
+    if op is None or kind is None or None in kind.dims or kind.dtype not in DTYPES:
         return None
-    dtype, word = _DTYPES[kind.dtype], op.name.partition(".")[2]
+    dtype, word = DTYPES[kind.dtype], op.name.partition(".")[2]
     if word == "constant":
         found = constant(value)
         if found is None:

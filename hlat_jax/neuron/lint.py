@@ -1,12 +1,11 @@
-"""Checks a JAX function against what Neuron documents that it does not take, on any machine.
+"""Checks a JAX function against what Neuron documents as unsupported, on any machine.
 
     from hlat_jax.neuron import lint
     for finding in lint.check(jax.jit(step), state, batch):
         print(finding)
 
-Owns findings: what was found, where, how grave. It lowers for platform `neuron`, so it sees the program that Neuron's
-compiler would be given, before that compiler's own passes; a program without findings is not one that was compiled.
-Knows no model, config or trainer of ours.
+The function is lowered for platform `neuron`, so this is the program that Neuron's compiler would be given, before its
+own passes; a program without findings may still fail to compile.
 """
 
 from __future__ import annotations
@@ -30,14 +29,14 @@ from hlat_jax.passes.jaxpr import inner_jaxprs
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One offence against one rule at one line.
+    """One violation of one rule at one line.
 
     Attributes:
       rule: its id in `rules.RULES`.
       severity: "error", "warning" or "info".
       op: operations of the lowered program, by name.
-      what: what of the first of them is meant, such as its type.
-      line: `file:line (function)` of the Python line that it comes from; "" where the program does not say.
+      what: detail of the first of them, such as its type.
+      line: `file:line (function)` of the Python line that it comes from; "" where unknown.
       frames: the Python frames, innermost first.
       count: operations from this line that break the rule.
       why: what happens on the device.
@@ -73,19 +72,18 @@ def check(
     operators: Collection[str] = (),
     **kwargs: Any,
 ) -> list[Finding]:
-    """Returns what a function breaks when it is lowered for Neuron with these arguments, the gravest first.
+    """Returns the rules that a function breaks when lowered for Neuron with these arguments, the most severe first.
 
     Args:
       fn: a function, jitted or not.
       *args: its arguments: arrays, or `jax.ShapeDtypeStruct`s.
       target: one of `rules.TARGETS`.
       recurring: it runs every step; False: once, as an initialisation does.
-      operators: names of operations, as `neuronx-cc list-operators` prints them, beside which none is allowed; empty:
-        no list.
+      operators: the only operations allowed, as `neuronx-cc list-operators` prints them; empty: not checked.
       **kwargs: further arguments of `fn`.
 
     Raises:
-      ValueError: another target.
+      ValueError: an unknown target.
     """
     jitted = fn if hasattr(fn, "trace") else jax.jit(fn)
     return check_traced(jitted.trace(*args, **kwargs), target=target, recurring=recurring, operators=operators)
@@ -99,7 +97,7 @@ def check_traced(
         lowered = traced.lower(lowering_platforms=("neuron",))
     except (NotImplementedError, ValueError) as error:
         if not isinstance(error, NotImplementedError) and "not supported on neuron" not in str(error):
-            raise  # a host callback says so by a ValueError; any other is of the user's own
+            raise  # a host callback raises this ValueError; any other comes from the user's function
         return [_not_lowered(traced, error)]
     module = lowered.compiler_ir("stablehlo")
     return check_module(module, target=target, recurring=recurring, operators=operators)
@@ -126,7 +124,7 @@ def check_module(
 
 
 def _hits(program: Program, parted: Program | None, *, target: str, listed: set[str]) -> Iterator[tuple]:
-    """Yields (rule, what, operation, its program), and the operation whose line is to blame, where it is another."""
+    """Yields (rule, what, operation, its program), and the operation whose line is to blame, where that differs."""
     for op in program.operations:
         for rule, what, *place in operators_lib.offences(op, program):
             yield rule, what, op, program, *place
@@ -150,16 +148,16 @@ def _finding(key: tuple[str, str], hits: list[tuple], *, target: str, recurring:
     rule, (what, _, frames) = RULES[rule_id], hits[0]
     severity = rule.severity_on(target, recurring=recurring)
     if rule_id == "INT01" and not all(hit[0].startswith(("i32", "ui32")) for hit in hits):
-        severity = rule.severity  # the milder one is for words of 32 bits
+        severity = rule.severity  # the milder severity is for 32 bits
     op = ", ".join(dict.fromkeys(hit[1] for hit in hits))
-    told = tuple(map(str, frames))
-    return Finding(rule_id, severity, op, what, line, told, len(hits), rule.why, rule.instead, rule.source)
+    places = tuple(map(str, frames))
+    return Finding(rule_id, severity, op, what, line, places, len(hits), rule.why, rule.instead, rule.source)
 
 
 def _not_lowered(traced: Any, error: Exception) -> Finding:
     """Returns the finding for a program that JAX could not lower, at the line that traced the equation to blame."""
-    told = traceback.extract_tb(error.__cause__.__traceback__) if error.__cause__ is not None else []
-    blamed = [Frame(place.filename, place.lineno or 0, place.name) for place in reversed(told)]
+    trace = traceback.extract_tb(error.__cause__.__traceback__) if error.__cause__ is not None else []
+    blamed = [Frame(place.filename, place.lineno or 0, place.name) for place in reversed(trace)]
     frames = _chain(traced.jaxpr.jaxpr, {(frame.path, frame.line) for frame in blamed}) or blamed
     named = re.search(r"(?:primitive '?|^`)(\w+)", str(error))
     rule, what = RULES["LW01"], str(error).split("\n")[0][:160]

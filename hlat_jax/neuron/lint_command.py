@@ -1,4 +1,4 @@
-"""`python -m hlat_jax.neuron lint`: the programs of a config against what Neuron does not take, before it is rented."""
+"""`python -m hlat_jax.neuron lint`: checks the programs of a config against what Neuron does not support."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 from absl import flags
 
 from hlat_jax.host import flags as flags_lib
+from hlat_jax.neuron.rules import TARGETS
 from hlat_jax.resolve import resolve
 
 _NAMES = ("train", "eval", "init", "norms", "prefill", "decode", "generate")
@@ -24,7 +25,7 @@ def main(argv: Sequence[str]) -> int:
     config = resolve(mutable)
     if values.json:
         flags_lib.check_output("--json", values.json)
-    os.environ["JAX_PLATFORMS"] = "cpu"  # nothing is asked of an accelerator, also where there is one
+    os.environ["JAX_PLATFORMS"] = "cpu"  # no accelerator is needed; one that is there stays free
     from hlat_jax.neuron import programs
     from hlat_jax.run.compilation import named_programs, traced_programs
     from hlat_jax.step import make_program
@@ -52,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _operators(path: str) -> list[str]:
-    """Returns the words of a file of operators; none where no file is named."""
+    """Returns the operators named in a file; none where no file is given."""
     if not path:
         return []
     again = "write it with `neuronx-cc list-operators --framework XLA`."
@@ -65,10 +66,10 @@ def _operators(path: str) -> list[str]:
 
 
 def _define(values: flags.FlagValues) -> None:
-    flags.DEFINE_enum("target", "trn1", ["trn1", "trn2"], "Device to check for.", flag_values=values)
+    flags.DEFINE_enum("target", "trn1", list(TARGETS), "Device to check for.", flag_values=values)
     flags.DEFINE_enum("program", "all", [*_NAMES, "all"], "Program to check.", flag_values=values)
     flags.DEFINE_integer("devices", 0, "Devices of the mesh; 0: those of the recipe.", 0, flag_values=values)
-    flags.DEFINE_string("operators", "", "Output of neuronx-cc list-operators: nothing else.", flag_values=values)
+    flags.DEFINE_string("operators", "", "File: neuronx-cc list-operators; others are errors.", flag_values=values)
     flags.DEFINE_string("json", "", "Also write the findings to this file.", flag_values=values)
 
 

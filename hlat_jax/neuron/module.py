@@ -15,10 +15,9 @@ from jax.extend.mlir import ir
 
 # "function"("path":line:column ...: how a location prints a Python frame, the innermost first
 _FRAME = re.compile(r'"((?:[^"\\]|\\.)*)"\("((?:[^"\\]|\\.)*)":(\d+):')
-# Libraries whose frames say less than the line that called them.
+# Libraries whose frames are less useful than the line that called them.
 _PLUMBING = re.compile(r"[/\\]site-packages[/\\](jax|jaxlib|flax|optax|orbax|chex|equinox|haiku)[/\\]")
 _LINT = str(pathlib.Path(__file__).with_name("lint.py"))  # where a function that is JAX's own is traced from
-_BITS = {"i1": 8, "pred": 8}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +45,7 @@ class Tensor:
 
 
 def tensor(value_or_type: Any) -> Tensor | None:
-    """Returns the type of a value as `Tensor`; None for tokens, tuples and what else is no ranked tensor."""
+    """Returns the type of a value as `Tensor`; None for tokens, tuples and other types that are not ranked tensors."""
     kind = getattr(value_or_type, "type", value_or_type)
     try:
         ranked = ir.RankedTensorType(kind)
@@ -69,14 +68,14 @@ class Frame:
 
 
 class Program:
-    """A module with its calls resolved.
+    """A StableHLO module with its calls resolved.
 
     Attributes:
       operations: all of them, an operation before those in its regions.
       functions: every `func.func` by its symbol.
-      ranges: of values, by `indices.bounds`, as far as they were asked for.
-      known: the same by `known_values.known`.
-      chains: of calls that reach a function, by `indices`.
+      ranges: cache of `indices.bounds`.
+      known: cache of `known_values.known`.
+      chains: cache of the chains of calls that reach a function, by `indices`.
     """
 
     def __init__(self, root: Any):
@@ -134,7 +133,7 @@ def line_of(frames: list[Frame]) -> str:
 
 
 def is_plumbing(frame: Frame) -> bool:
-    """Returns whether a frame is of a library whose lines say less than the line that called it."""
+    """Returns whether a frame belongs to a library, or to the linter itself."""
     return _PLUMBING.search(frame.path) is not None or frame.path == _LINT
 
 
@@ -211,8 +210,8 @@ def constant(value: Any) -> np.ndarray | None:
 
 
 def _bits(dtype: str) -> int:
-    if dtype in _BITS:
-        return _BITS[dtype]
+    if dtype == "i1":
+        return 8
     if dtype.startswith("complex"):
         return 2 * _bits(dtype[len("complex<") : -1])
     found = re.search(r"\d+", dtype)

@@ -1,7 +1,4 @@
-"""What single operations do that Neuron does not take: from an operation to the ids of the rules that it breaks.
-
-Owns the reading of operations. Refuses to say why or what instead, which `rules` does.
-"""
+"""The rules that single operations break, by id; `rules` has their meaning."""
 
 from __future__ import annotations
 
@@ -13,13 +10,15 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.mlir import ir
 
 from hlat_jax.neuron import indices
+from hlat_jax.neuron.known_values import DTYPES
 from hlat_jax.neuron.module import Program, Tensor, attribute, callee, constant, defining, inner, is_constant, tensor
 
-# The id of a rule, and what of the operation is meant; and the operation whose line is to blame, where it is another.
+# The id of a rule, a detail of the operation, and the operation whose line is to blame, where that differs.
 Hit = tuple[str, str] | tuple[str, str, Any]
 
 # Source: compiler/error-codes/EHCA005 and EVRF015
@@ -36,15 +35,14 @@ CUSTOM_CALLS = {f"AwsNeuron{word}" for word in _AWS.split()} | {
     "NeuronBoundaryMarker-Start",
     "NeuronBoundaryMarker-End",
 }
-# The partitioner takes these away before the compiler sees the program.
+# The partitioner removes these before the compiler runs.
 _MARKERS = re.compile(r"Sharding|SPMDFullToShardShape|SPMDShardToFullShape|(xla\.)?sdy\..*|LayoutConstraint")
 _LARGE_TABLE = 8192  # rows
-_FORMATS = {"f64": (11, 52), "f32": (8, 23), "bf16": (8, 7), "f16": (5, 10)}  # bits of exponent and mantissa
 _DYNAMIC = re.compile(r"stablehlo\.(real_)?dynamic_(reshape|broadcast_in_dim|iota|pad|gather|conv)|.*dimension_size")
 
 
 def offences(op: Any, program: Program) -> Iterator[Hit]:
-    """Yields the rules that an operation breaks, each with what of it is meant."""
+    """Yields the rules that an operation breaks, each with a detail."""
     yield from _types(op)
     for find in _FINDERS.get(op.name, ()):
         yield from find(op, program)
@@ -122,13 +120,13 @@ def _folds(value: Any) -> bool:
 
 def _loop(op: Any, program: Program) -> Iterator[Hit]:
     trips = static_limit(op, program)
-    yield ("CF03", "data decide its length") if trips is None else ("CF04", f"up to {trips}")
+    yield ("CF03", "its length depends on data") if trips is None else ("CF04", f"up to {trips}")
 
 
 def static_limit(loop: Any, program: Program) -> int | None:
     """Returns the constant that a `while` compares its counter with, which goes by constant steps from a constant.
 
-    None when that is not all its condition does, or when data decide where the counter starts or how it goes on.
+    None when that is not all its condition does, or when the counter's start or step depends on data.
     """
     members = inner(loop)
     compares = [op for op in members if op.name == "stablehlo.compare"]
@@ -184,8 +182,8 @@ def _generator(op: Any, _: Program) -> Iterator[Hit]:
 def _precision(op: Any, _: Program) -> Iterator[Hit]:
     bits = tuple(ir.IntegerAttr(op.attributes[key]).value for key in ("exponent_bits", "mantissa_bits"))
     dtype = tensor(op.operands[0]).dtype
-    own = _FORMATS.get(dtype, (0, 0))
-    narrower = bits[0] < own[0] or bits[1] < own[1]
+    info = jnp.finfo(DTYPES[dtype]) if dtype in DTYPES else None
+    narrower = info is not None and (bits[0] < info.nexp or bits[1] < info.nmant)
     yield ("RP01" if narrower else "RP02"), f"{dtype} to e{bits[0]}m{bits[1]}"
 
 

@@ -1,9 +1,8 @@
-"""What a program is once it is split over devices: who talks to whom, and the largest array of one device.
+"""A program split over devices: which collectives run where, and the largest array of one device.
 
-Collectives inside a `shard_map` stand in the program as they will run. What the partitioner adds, and what shapes it
-gives, is found by running Shardy, which jaxlib holds and Neuron uses since SDK 2.30, on a copy: at the program's own
-number of devices, in seconds, with nothing compiled. What XLA's SPMD pass makes of the few operations that Shardy
-leaves open is not seen.
+Collectives inside a `shard_map` are in the program already. Those that the partitioner adds, and the shapes it gives,
+come from running Shardy, which jaxlib holds and Neuron uses since SDK 2.30, on a copy: for the program's own number of
+devices, in seconds, with nothing compiled. Operations that Shardy leaves to XLA's SPMD pass are not seen.
 """
 
 from __future__ import annotations
@@ -18,13 +17,14 @@ import numpy as np
 from jax.extend.mlir import ir, passmanager
 
 from hlat_jax import cost
+from hlat_jax.byte_sizes import format_bytes
 from hlat_jax.neuron.module import Program, Tensor, around_of, attribute, defining, enclosing, name, numbers, tensor
+from hlat_jax.neuron.rules import TARGETS
 
 MAX_GROUP_SETS = 16  # 12 before SDK 2.32
 LARGE_BYTES = 4 * 10**9
 MAX_ARGUMENTS = 128
 DONATED_BYTES = 2**20
-_CORES = {"trn1": (2, 32), "trn2": (4, 64)}  # JAX devices of a chip and of a node, with LNC 2 on trn2
 _GROUPED = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "collective_broadcast")
 _SUMS_ADDED, _PERMUTE_ADDED = ("sdy.all_reduce", "sdy.reduce_scatter"), "sdy.collective_permute"
 _SHARDY = (
@@ -33,10 +33,14 @@ _SHARDY = (
 )
 
 
+def _instance(target: str) -> cost.Instance:
+    return cost.INSTANCES[TARGETS[target]]
+
+
 def split(root: Any) -> Program | None:
     """Returns the program with the shardings that Shardy gives every value and the collectives that it adds.
 
-    None where nothing is to be split, or this JAX's Shardy has no such pipeline.
+    None for a program of one device, or where this JAX's Shardy has no such pipeline.
     """
     if not Program(root).is_spread:
         return None
@@ -52,14 +56,14 @@ def split(root: Any) -> Program | None:
 def group_findings(program: Program, parted: Program | None, *, target: str) -> Iterator[tuple[str, str, Any]]:
     """Yields (rule, what, operation) of CC01 to CC03 over the collectives of a program and those that Shardy adds.
 
-    And of INT03 over the latter: those of the program's own are found where single operations are read.
+    Also INT03 over the latter; for the program's own, `operators` has it.
     """
     seen: dict[bytes, Any] = {}
     for op, groups in replica_groups(program, parted):
         key = np.asarray(groups, np.int32).tobytes() + str(groups.shape).encode()
         if groups.shape[1] > 1 and key not in seen:
             seen[key] = op
-            if not is_regular(groups, cores_per_chip=_CORES[target][0]):
+            if not is_regular(groups, cores_per_chip=_instance(target).devices_per_chip()):
                 yield "CC03", f"{groups.shape[0]} groups, the first {_short(groups[0])}", op
     if len(seen) > MAX_GROUP_SETS:
         yield "CC01", f"{len(seen)} sets of replica groups", list(seen.values())[-1]
@@ -120,12 +124,12 @@ def _is_box(offsets: np.ndarray) -> bool:
 
 
 def permute_trouble(pairs: np.ndarray, *, target: str) -> str | None:
-    """Returns what keeps pairs [n, (source, target)] from being rings of neighbouring cores; None when they are.
+    """Returns why pairs [n, (source, target)] are not rings of neighbouring cores; None when they are.
 
     Chips of a node form a torus of 4 by 4, row by row; neighbours are on one chip or on linked ones.
     Source: AWS Neuron docs, Trn1 and Trn2 architecture.
     """
-    cores_per_chip, devices_per_node = _CORES[target]
+    cores_per_chip, devices_per_node = _instance(target).devices_per_chip(), _instance(target).num_devices()
     target_of = dict(pairs.tolist())
     if len(target_of) != len(pairs) or set(target_of) != set(target_of.values()):
         return "not rings: a device sends or receives twice or not at all"
@@ -145,7 +149,7 @@ def permute_trouble(pairs: np.ndarray, *, target: str) -> str | None:
 
 
 def argument_findings(program: Program, *, target: str) -> Iterator[tuple[str, str, Any]]:
-    """Yields (rule, what, operation) of SH03, DN01 and MEM1: what goes in and out of the program."""
+    """Yields (rule, what, operation) of SH03, DN01 and MEM1: over arguments and results."""
     main = program.main
     arguments = list(main.regions[0].blocks[0].arguments)
     if len(arguments) > MAX_ARGUMENTS:
@@ -172,7 +176,7 @@ def argument_findings(program: Program, *, target: str) -> Iterator[tuple[str, s
     total -= sum(local.num_bytes for local, is_donated in zip(held, donated, strict=True) if local and is_donated)
     device = cost.DEVICES[target]
     if max(taken, total) > device.memory_bytes - device.reserved_bytes:
-        yield "MEM1", f"arguments and results alone take {max(taken, total) / cost.GIB:.1f} GiB of a device", main
+        yield "MEM1", f"arguments and results alone need {format_bytes(max(taken, total))} of a device", main
 
 
 def size_findings(program: Program) -> Iterator[tuple[str, str, Any]]:

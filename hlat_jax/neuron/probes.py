@@ -1,9 +1,7 @@
-"""What must be true of a machine before a run is paid for, each as one function that says whether it is.
+"""Requirements of a run on a machine, each as one function that returns an `Outcome`.
 
-Every probe is given what it probes (versions, devices, a function that draws, multiplies, sends, ...) and returns an
-`Outcome`. So a test can hand it a faulty one. What a real machine is given is in `exercises`; `doctor` joins the two.
-
-Owns the limits and the words. Refuses to import JAX.
+A probe takes what it judges (versions, devices, a function that draws, multiplies, sends, ...) as arguments, so a test
+can pass a faulty one. `exercises` has those of a real machine; `doctor` joins the two.
 """
 
 from __future__ import annotations
@@ -18,10 +16,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hlat_jax import cost
+from hlat_jax.byte_sizes import format_bytes
 
 PASSED, FAILED, NOT_HERE = "passed", "failed", "not testable here"
 
-# package -> (lowest, first that is too new; "" for none). A test holds it against pyproject.toml.
+# package -> (lowest, first that is too new; "" for none). A test compares it with pyproject.toml.
 SUPPORTED = {
     "python": ("3.11", ""),
     "jax": ("0.9.0.1", "0.12"),
@@ -43,7 +42,7 @@ _SIGMAS = 6.0  # of a bound on what is drawn: a sound device fails one of a hund
 
 
 class Outcome(NamedTuple):
-    """What a probe says: one of PASSED, FAILED, NOT_HERE; what was found; and what to do, unless it passed."""
+    """Result of a probe: PASSED, FAILED or NOT_HERE; what was found; and what to do, unless it passed."""
 
     verdict: str
     found: str
@@ -51,7 +50,7 @@ class Outcome(NamedTuple):
 
 
 def versions(installed: Mapping[str, str], supported: Mapping[str, tuple[str, str]]) -> Outcome:
-    """Judges whether every package is there, in a version that is supported; `installed` has those that are there."""
+    """Judges whether every package is installed in a supported version."""
     wrong = []
     for name, (low, high) in supported.items():
         have = installed.get(name, "")
@@ -61,7 +60,7 @@ def versions(installed: Mapping[str, str], supported: Mapping[str, tuple[str, st
         elif _numbers(have) < _numbers(low) or (high and _numbers(have) >= _numbers(high)):
             wrong.append(f"{name} {have} is not {wanted}")
     if wrong:
-        return Outcome(FAILED, "; ".join(wrong), "pip install -c constraints.txt '.[neuron]', or the image of Neuron")
+        return Outcome(FAILED, "; ".join(wrong), "pip install -c constraints.txt '.[neuron]', or use Neuron's image")
     return Outcome(PASSED, ", ".join(f"{name} {installed[name]}" for name in supported))
 
 
@@ -70,29 +69,29 @@ def devices(found: Sequence[Any], *, platform: str, count: int) -> Outcome:
 
     Args:
       found: each with `platform` and `device_kind`.
-      platform: what they must be; "" for whatever is there.
-      count: of the instance; 0: not known.
+      platform: required; "" for any.
+      count: of the instance; 0: unknown.
     """
     kinds = sorted({(one.platform, one.device_kind) for one in found})
-    said = ", ".join(f"{kind} ({platform})" for platform, kind in kinds)
-    said = f"{len(found)} x {said or 'nothing'}"
+    names = ", ".join(f"{kind} ({platform})" for platform, kind in kinds)
+    seen = f"{len(found)} x {names or 'nothing'}"
     start = "see neuron-ls, whether another process holds cores, and what `python -m hlat_jax.neuron env` prints"
     if not found or (platform and any(one.platform != platform for one in found)):
-        return Outcome(FAILED, f"{said}; platform {platform or 'of any kind'} was to be found", start)
+        return Outcome(FAILED, f"{seen}; expected platform {platform or 'of any kind'}", start)
     if len(kinds) > 1:
-        return Outcome(FAILED, f"{said}: of several kinds", "take devices of one kind")
+        return Outcome(FAILED, f"{seen}: of several kinds", "use devices of one kind")
     if count and len(found) != count:
-        return Outcome(FAILED, f"{said}; the instance has {count}", start)
+        return Outcome(FAILED, f"{seen}; the instance has {count}", start)
     if kinds[0][0] == "neuron" and cost.device(kinds[0][1]) is None:
-        return Outcome(FAILED, f"{said}: a kind that cost.DEVICES does not have", "add its memory and speed there")
-    return Outcome(PASSED, said)
+        return Outcome(FAILED, f"{seen}: a kind that is not in cost.DEVICES", "add its memory and speed there")
+    return Outcome(PASSED, seen)
 
 
 def random_numbers(draw: Callable[[int], tuple[np.ndarray, np.ndarray]]) -> Outcome:
     """Judges `draw(seed)`, which returns as many uniform numbers in [0, 1) as normal ones."""
     (uniform, normal), again, (other, other_normal) = draw(1), draw(1), draw(2)
     if not np.array_equal(uniform, again[0]) or not np.array_equal(normal, again[1]):
-        return Outcome(FAILED, "one seed gave two draws", "set JAX_DEFAULT_PRNG_IMPL=rbg; no run could be repeated")
+        return Outcome(FAILED, "one seed gave two draws", "set JAX_DEFAULT_PRNG_IMPL=rbg; no run is reproducible")
     n = uniform.size
     half = n // 2
     u, z = uniform.astype(np.float64), normal.astype(np.float64)
@@ -111,7 +110,7 @@ def random_numbers(draw: Callable[[int], tuple[np.ndarray, np.ndarray]]) -> Outc
     if not (u.min() >= 0 and u.max() < 1):
         wrong.append(f"uniform numbers from {u.min():.3g} to {u.max():.3g}")
     if wrong:
-        return Outcome(FAILED, "; ".join(wrong), "draw initial weights on the CPU, and tell the Neuron team")
+        return Outcome(FAILED, "; ".join(wrong), "draw initial weights on the CPU, and report it to the Neuron team")
     return Outcome(PASSED, f"mean, variance, fourth moment and correlations of {n:,} numbers within {_SIGMAS:g} sigma")
 
 
@@ -149,7 +148,7 @@ def rounding(cast: Callable[[np.ndarray], np.ndarray], *, expected: str) -> Outc
     specials = np.array([np.inf, -np.inf, np.nan, 1.0, -1.0 - step, 0.0], np.float32)
     kept = cast(np.tile(specials, 128))
     if not np.array_equal(kept, np.tile(specials, 128), equal_nan=True):
-        return Outcome(FAILED, "a cast changes values that bf16 has, or inf or NaN", "no training can be trusted here")
+        return Outcome(FAILED, "a cast changes values that bf16 has, inf or NaN", "do not train on this machine")
     shares = {}
     for fraction in (0.25, 0.75, -0.25, -0.75):
         sign = math.copysign(1.0, fraction)
@@ -157,34 +156,32 @@ def rounding(cast: Callable[[np.ndarray], np.ndarray], *, expected: str) -> Outc
         written = cast(np.full(n, value, np.float32)).astype(np.float64)
         farther = np.isclose(written, sign * (1.0 + step), rtol=0, atol=1e-6)
         if not (farther | (written == sign)).all():
-            return Outcome(
-                FAILED, f"{value} is not written as one of its neighbours", "no training can be trusted here"
-            )
+            return Outcome(FAILED, f"{value} is not written as one of its neighbours", "do not train on this machine")
         shares[fraction] = float(farther.mean())
     bound = _SIGMAS * math.sqrt(0.25 * 0.75 / n)
-    seen = "by a rule that is neither to nearest nor stochastic"
+    seen = "neither nearest nor stochastic"
     if all(share == round(abs(fraction)) for fraction, share in shares.items()):
         seen = "nearest"
     elif all(abs(share - abs(fraction)) <= bound for fraction, share in shares.items()):
         seen = "stochastic"
-    said = f"rounding is {seen}: {shares[0.25]:.2%} and {shares[0.75]:.2%} go up a quarter and three from below"
+    measured = f"rounding is {seen}: {shares[0.25]:.2%} and {shares[0.75]:.2%} go up from 1/4 and 3/4 of a step"
     if seen == expected:
-        return Outcome(PASSED, said)
-    advice = "NEURON_RT_STOCHASTIC_ROUNDING_EN must be as `python -m hlat_jax.neuron env` says before Python starts"
-    return Outcome(FAILED, f"{said}; {expected} is what the config asks for", advice)
+        return Outcome(PASSED, measured)
+    advice = "NEURON_RT_STOCHASTIC_ROUNDING_EN must be as `python -m hlat_jax.neuron env` prints before Python starts"
+    return Outcome(FAILED, f"{measured}; the config needs {expected}", advice)
 
 
 def collectives(run: Callable[[np.ndarray], Mapping[str, np.ndarray]], *, size: int) -> Outcome:
-    """Judges what `size` devices say to each other.
+    """Judges the collectives of `size` devices.
 
     Args:
       run: fp32 [size, size, n], an array of `size` parts for each device -> for each device, one after another: `sum`
         [size, n] of all arrays, `gather` [size, size, n] all arrays, `scatter` [n] its own part of the sum, `forward`
         and `backward` [size, n] the arrays of the device before and after it.
-      size: 1: there is nobody to speak to.
+      size: of the mesh axis; of 1 there are no collectives.
     """
     if size == 1:
-        return Outcome(NOT_HERE, "one device, which has nobody to speak to")
+        return Outcome(NOT_HERE, "one device, without collectives")
     n = max(2**16 // size**2, 8)  # all gather all: size^3 * n numbers
     values = np.random.default_rng(size).integers(-1000, 1000, (size, size, n)).astype(np.float32)  # sums are exact
     total = values.sum(0)
@@ -220,22 +217,22 @@ def out_of_bounds(look_up: Callable[[np.ndarray, np.ndarray, str], np.ndarray]) 
         got = look_up(table, ids, mode)
         if not np.array_equal(got, np.repeat(want[:, None], 8, axis=1), equal_nan=True):
             found = f"mode {mode}: rows {ids.tolist()} of {num_rows} give {got[:, 0].tolist()}"
-            return Outcome(FAILED, found, "text with ids beyond model.vocab_size would train on other rows unseen")
-    return Outcome(PASSED, f"ids beyond a table of {num_rows:,} rows are clipped or NaN, as asked; those within exact")
+            return Outcome(FAILED, found, "ids beyond model.vocab_size would silently train other rows")
+    return Outcome(PASSED, f"ids beyond a table of {num_rows:,} rows are clipped or NaN as requested, others exact")
 
 
 def donation(step: Callable[[Any], Any], state: Any) -> Outcome:
     """Judges `step(state)`, state + 1 of a state that it may overwrite; a JAX array on one device, or like one."""
     before, want = _address(state), np.asarray(state) + 1
     result = step(state)
-    advice = "a run would hold its state twice: halve what a device holds, and tell the Neuron team"
+    advice = "a run would hold its state twice: halve what a device holds, and report it to the Neuron team"
     if not np.array_equal(np.asarray(result), want):
         return Outcome(FAILED, "a step that overwrites its argument gives a wrong result", advice)
     if not state.is_deleted():
         return Outcome(FAILED, "a donated argument is still there after the step", advice)
     after = _address(result)
     if before is None or after is None:
-        return Outcome(PASSED, "a donated argument is gone after the step; this backend tells no addresses")
+        return Outcome(PASSED, "a donated argument is gone after the step; this backend gives no addresses")
     if before != after:
         return Outcome(FAILED, "the result of a step lies elsewhere than its donated argument", advice)
     return Outcome(PASSED, "the result of a step lies where its donated argument was")
@@ -245,28 +242,28 @@ def memory(limit_bytes: int, known_bytes: int, *, fill: Callable[[int], bool] | 
     """Judges the memory of a device.
 
     Args:
-      limit_bytes: what the backend says it may use; 0: it does not say.
-      known_bytes: of a device of this kind; 0: not known.
+      limit_bytes: reported by the backend; 0: not reported.
+      known_bytes: of a device of this kind; 0: unknown.
       fill: writes so many bytes, a quarter of the device and at most 4 GiB, and returns whether they are read back;
         None: the device is the host.
     """
     if fill is None:
         return Outcome(NOT_HERE, "the devices are this host's CPU", "")
-    said = f"the backend says {limit_bytes / cost.GIB:.1f} GiB" if limit_bytes else "the backend does not say how much"
+    limit = f"the backend reports {format_bytes(limit_bytes)}" if limit_bytes else "the backend reports no limit"
     if limit_bytes and limit_bytes < known_bytes / 2:
-        found = f"{said}, of {known_bytes / cost.GIB:.1f} GiB of such a device"
-        return Outcome(FAILED, found, "see which other process holds it: neuron-top, nvidia-smi")
+        found = f"{limit}, of {format_bytes(known_bytes)} of such a device"
+        return Outcome(FAILED, found, "find the process that holds it: neuron-top, nvidia-smi")
     num_bytes = min(min(known_bytes or limit_bytes, limit_bytes or known_bytes) // 4, 4 * cost.GIB)
     if not num_bytes:
-        return Outcome(NOT_HERE, f"{said}, and cost.DEVICES does not have it", "add the device to cost.DEVICES")
+        return Outcome(NOT_HERE, f"{limit}, and the device is not in cost.DEVICES", "add the device to cost.DEVICES")
     try:
         kept = fill(num_bytes)
-    except Exception as error:  # each backend has its own for no memory
-        found = f"{said}; {num_bytes / cost.GIB:.1f} GiB cannot be written: {str(error).splitlines()[0][:200]}"
-        return Outcome(FAILED, found, "see which other process holds it: neuron-top, nvidia-smi")
+    except Exception as error:  # each backend has its own class for out of memory
+        found = f"{limit}; {format_bytes(num_bytes)} cannot be written: {str(error).splitlines()[0][:200]}"
+        return Outcome(FAILED, found, "find the process that holds it: neuron-top, nvidia-smi")
     if not kept:
-        return Outcome(FAILED, f"{num_bytes / cost.GIB:.1f} GiB come back changed", "have the instance replaced")
-    return Outcome(PASSED, f"{said}; {num_bytes / cost.GIB:.1f} GiB written and read back")
+        return Outcome(FAILED, f"{format_bytes(num_bytes)} read back differ from those written", "replace the instance")
+    return Outcome(PASSED, f"{limit}; {format_bytes(num_bytes)} written and read back")
 
 
 def cache(start: Callable[[pathlib.Path], Mapping[str, Any]], folder: pathlib.Path) -> Outcome:
@@ -275,7 +272,7 @@ def cache(start: Callable[[pathlib.Path], Mapping[str, Any]], folder: pathlib.Pa
     Args:
       start: compiles and runs one program in a process of its own, with its cache in the folder that it is given, and
         returns `hits`, `compile_s` and the `value` that the program computed.
-      folder: what is written there is taken away again.
+      folder: left as it was.
     """
     advice = "set JAX_COMPILATION_CACHE_DIR to a folder on the node's own disk that you may write to"
     try:
@@ -293,27 +290,27 @@ def cache(start: Callable[[pathlib.Path], Mapping[str, Any]], folder: pathlib.Pa
         return Outcome(FAILED, f"{folder}: the second start compiled again what the first had left there", advice)
     if first["value"] != second["value"]:
         found = f"{folder}: a program out of the cache computes {second['value']}, compiled anew {first['value']}"
-        return Outcome(FAILED, found, "empty that folder; run on machines of one kind only")
+        return Outcome(FAILED, found, "empty that folder; share it among machines of one kind only")
     return Outcome(
         PASSED, f"{folder}: compiled in {first['compile_s']:.1f} s, the second start {second['compile_s']:.1f} s"
     )
 
 
 def training(train: Callable[[], Any], band: tuple[float, float]) -> Outcome:
-    """Judges a training with a known end; `train` returns what `short_training.Trained` has."""
+    """Judges a training with a known end; `train` returns a `short_training.TrainingResult`."""
     done = train()
     low, high = band
-    said = (
+    summary = (
         f"{len(done.losses)} steps on {done.num_devices} device(s) in {done.train_s:.0f} s after "
         f"{done.compile_s:.0f} s of starting: validation loss {done.eval_loss:.4f}, expected {low:g} to {high:g}"
     )
     advice = "run `python -m hlat_jax.train --config=tiny` here with JAX_PLATFORMS=cpu and compare metrics.jsonl"
     bad = [number for number, loss in enumerate(done.losses, 1) if not math.isfinite(loss)]
     if bad:
-        return Outcome(FAILED, f"{said}; the loss of step {bad[0]} is not finite", advice)
+        return Outcome(FAILED, f"{summary}; the loss of step {bad[0]} is not finite", advice)
     if not low <= done.eval_loss <= high:
-        return Outcome(FAILED, said, advice)
-    return Outcome(PASSED, said)
+        return Outcome(FAILED, summary, advice)
+    return Outcome(PASSED, summary)
 
 
 def _numbers(version: str) -> tuple[int, ...]:
@@ -322,7 +319,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def _correlation(a: np.ndarray, b: np.ndarray) -> float:
-    with np.errstate(invalid="ignore"):  # of a constant it is NaN, which no bound allows
+    with np.errstate(invalid="ignore"):  # NaN for a constant, which no bound allows
         return float(np.corrcoef(a, b)[0, 1])
 
 
@@ -334,5 +331,5 @@ def _truncated(values: np.ndarray) -> np.ndarray:
 def _address(array: Any) -> int | None:
     try:
         return array.unsafe_buffer_pointer()
-    except Exception:  # not every backend has it, and each says so in its own way
+    except Exception:  # not every backend has it, and each raises its own error
         return None

@@ -1,7 +1,4 @@
-"""The programs of a run on devices that need not exist: on how many, and what `lint` finds in them.
-
-Owns why a finding in one of them is accepted. Which programs they are is in `compilation`.
-"""
+"""The programs of a run on virtual devices: on how many, what `lint` finds in them, and which findings are accepted."""
 
 from __future__ import annotations
 
@@ -9,6 +6,7 @@ from collections.abc import Collection
 from typing import Any
 
 from hlat_jax import cost
+from hlat_jax.byte_sizes import format_bytes
 from hlat_jax.config import Config
 from hlat_jax.neuron import lint
 from hlat_jax.neuron.rules import RULES
@@ -18,7 +16,7 @@ from hlat_jax.passes.products import live_jaxpr
 from hlat_jax.plan.memory import device_bytes
 from hlat_jax.step import RunProgram
 
-# Warnings that stand in shipped configs, by (program, rule), each with the reason why it may.
+# Warnings accepted in shipped configs: (program, rule) -> reason.
 EXPLAINED = {
     ("init", "RNG01"): "runs once, before the first step; drawing from rbg keys of its own for every layer takes a "
     "split, which JAX does by Threefry whatever the key. Neuron lists it as incomplete, and others have compiled it; "
@@ -29,7 +27,7 @@ EXPLAINED = {
 EXPLAINED[("init", "DT06")] = "the counters of that split, below 2^32: their upper word is 0, also where it is cut off"
 for _name in ("train", "eval"):
     EXPLAINED[(_name, "CG01")] = (
-        "no page gives the limit that this number is held against, and HLAT compiled layers of this size and degree "
+        "no page gives the limit for this number, and HLAT compiled layers of this size and degree "
         "of tensor parallelism; if the compiler refuses, see what to write instead"
     )
 EXPLAINED[("eval", "CC02")] = EXPLAINED[("train", "CC02")]
@@ -49,14 +47,14 @@ def num_devices(config: Config) -> int:
 def findings(
     name: str, traced: Any, *, program: RunProgram, target: str, operators: Collection[str]
 ) -> list[lint.Finding]:
-    """Returns the findings of one program, and of the training step also what the planner says of its memory.
+    """Returns the findings of one program, and for the training step also of its planned memory.
 
     Args:
       name: of the program, as `compilation.traced_programs` has it.
       traced: its trace.
       program: of the run, over the devices that it was traced for.
       target: as for `lint.check`.
-      operators: likewise.
+      operators: as for `lint.check`.
     """
     found = lint.check_traced(traced, target=target, recurring=name != "init", operators=operators)
     if name != "train":
@@ -67,11 +65,11 @@ def findings(
     if memory.total <= budget:
         return found
     rule = RULES["MEM1"]
-    what = f"planned {memory.total / cost.GIB:.1f} GiB of a device's {budget / cost.GIB:.1f} GiB"
+    what = f"planned {format_bytes(memory.total)} of a device's {format_bytes(budget)}"
     over = lint.Finding("MEM1", rule.severity, "func.func", what, "", (), 1, rule.why, rule.instead, rule.source)
     return [over, *(finding for finding in found if finding.rule != "MEM1")]
 
 
 def layout_for_neuron(config: Config, count: int) -> Layout:
-    """Returns the layout of a config over `count` Neuron devices that need not exist."""
+    """Returns the layout of a config over `count` virtual Neuron devices."""
     return planned_layout(config, count, platform="neuron")

@@ -1,4 +1,4 @@
-"""`python -m hlat_jax.neuron programs`: what a run will compile, and what of it is new since the last one."""
+"""`python -m hlat_jax.neuron programs`: lists the programs of a run, and which are new since the last run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from absl import flags
 
-from hlat_jax import cost
+from hlat_jax.byte_sizes import format_bytes
 from hlat_jax.host import flags as flags_lib
 from hlat_jax.host.neuron_topology import CACHE
 from hlat_jax.resolve import resolve
@@ -23,33 +23,33 @@ def main(argv: Sequence[str]) -> int:
     config = resolve(mutable)
     if values.json:
         flags_lib.check_output("--json", values.json)
-    os.environ["JAX_PLATFORMS"] = "cpu"  # nothing is asked of an accelerator, also where there is one
+    os.environ["JAX_PLATFORMS"] = "cpu"  # no accelerator is needed; one that is there stays free
     from hlat_jax.neuron import changes, programs
     from hlat_jax.parallel.virtual_devices import planned_layout
     from hlat_jax.run.compilation import RECORD_FILE, programs_of_run, recorded, surroundings
 
     count = values.devices or programs.num_devices(config)
     layout = planned_layout(config, count, platform=values.platform)
-    place = changes.Place(values.platform, layout.degrees)
+    placement = changes.Placement(values.platform, layout.degrees)
     workdir = pathlib.Path(values.workdir or f"runs/{config.name}")
     last, around = recorded(workdir), surroundings(config, values.platform, layout.degrees)
-    print(f"{config.name} for {values.platform}, {count:,} devices: {place}")
+    print(f"{config.name} for {values.platform}, {count:,} devices: {placement}")
     known = f"the last run in {workdir}" if last else f"{workdir} has no {RECORD_FILE}"
     print(f"compared with    {known}\ncache            {values.cache or 'none'}\n")
     print(_row(("program", "fingerprint", "operations", "arguments", "of", "cache", "since the last run")))
     found = {}
     for name in programs_of_run(config):
-        now = dataclasses.asdict(changes.program(name, config, place)) | around
+        now = dataclasses.asdict(changes.program(name, config, placement)) | around
         before = last.get(name)
         why = changes.reasons(name, now=now, before=before) if before else []
-        since = "new" if why else "the same" if before else "not compiled then" if last else "no record"
+        since = "new" if why else "the same" if before else "not compiled" if last else "no record"
         cached = _cached(now, before, values.cache)
         found[name] = {key: now[key] for key in ("sha256", "module", "num_ops", "num_arguments", "argument_bytes")}
         found[name] |= {"cached": cached, "since": since, "why": why}
-        size = f"{now['argument_bytes'] / cost.GIB:,.3f} GiB"
+        size = format_bytes(now["argument_bytes"])
         print(_row((name, now["sha256"], f"{now['num_ops']:,}", f"{now['num_arguments']:,}", size, cached, since)))
         print("".join(f"  {line}\n" for line in why), end="")
-    print("\nData, files and curves are the host's work and compile nothing. Bytes are of the whole mesh.")
+    print("\nWork of the host (data, files, curves) compiles nothing. Bytes are totals over the mesh.")
     if values.json:
         whole = {"config": config.name, "platform": values.platform, "devices": count, "programs": found}
         pathlib.Path(values.json).write_text(json.dumps(whole, indent=1) + "\n")
@@ -60,7 +60,7 @@ def _cached(now: dict[str, Any], before: dict[str, Any] | None, folder: str) -> 
     """Returns whether JAX's cache has a program: yes, no, or not known.
 
     The key of an entry holds the version of the backend, its options and its devices, so it cannot be computed without
-    them. An entry of the program's name is there or not; that it is this program, the record of a run has to say.
+    them. An entry of the program's name exists or not; the record of a run shows whether it is this program.
     """
     names = [path.name for path in pathlib.Path(folder).glob(f"{now['module']}-*")] if folder else []
     if not names:
@@ -77,7 +77,7 @@ def _define(values: flags.FlagValues) -> None:
     cache = os.environ.get("JAX_COMPILATION_CACHE_DIR", CACHE)
     flags.DEFINE_string("workdir", "", "Run folder to compare with; default runs/NAME.", flag_values=values)
     platforms = ["neuron", "cpu", "gpu", "tpu"]
-    flags.DEFINE_enum("platform", "neuron", platforms, "What JAX calls the devices.", flag_values=values)
+    flags.DEFINE_enum("platform", "neuron", platforms, "JAX's name of the devices' platform.", flag_values=values)
     flags.DEFINE_integer("devices", 0, "Devices of the mesh; 0: those of the recipe.", 0, flag_values=values)
     flags.DEFINE_string("cache", cache, "JAX's cache of compiled programs.", flag_values=values)
     flags.DEFINE_string("json", "", "Also write what is printed to this file.", flag_values=values)

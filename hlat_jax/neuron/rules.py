@@ -1,7 +1,6 @@
-"""The rules of `neuron.lint`: what Neuron documents that it does not take, why it matters, what to write instead.
+"""The rules of `neuron.lint`: what Neuron documents as unsupported, why it matters, what to write instead.
 
-Owns the words and the severities. Refuses to read a program: what finds an offence names the rule by its id.
-Severities of programs that run once are apart, because such a program may run on the host's CPU.
+Programs that run once have severities of their own, because such a program may run on the host's CPU.
 """
 
 from __future__ import annotations
@@ -9,7 +8,8 @@ from __future__ import annotations
 import dataclasses
 
 SEVERITIES = ("error", "warning", "info")
-TARGETS = ("trn1", "trn2")
+# A device, and the instance whose nodes programs for it are checked for.
+TARGETS = {"trn1": "trn1.32xlarge", "trn2": "trn2.48xlarge"}
 
 _ISSUES = "frameworks/jax/setup/jax-neuronx-known-issues"
 _INF2 = "measured by others on inf2 (github.com/xbill9/tpu-jax)"
@@ -272,7 +272,7 @@ RULES: dict[str, Rule] = {
     "SH02": Rule(
         "warning",
         "an array of 4 GB or more on one device",
-        "before SDK 2.28 its size overflows; others saw a gather from 4.7 GB give zeros without a word",
+        "before SDK 2.28 its size overflows; others saw a gather from 4.7 GB return zeros silently",
         "shard it, or split the stack of layers",
         "release-notes/components/runtime (2.30.50; known issues of SDK 2.26); " + _INF2,
     ),
@@ -341,7 +341,7 @@ RULES: dict[str, Rule] = {
     ),
 }
 
-# In the table of limits, and not to be seen in a program: an attribute of the kernel, the kernel's own contract.
+# Limits that cannot be seen in a program: an attribute of the kernel, the kernel's own contract.
 UNSEEN = {
     "NK02": "kernel traced by an older NKI (compiler/error-codes/EVRF065): its version stands inside the artifact",
     "MLP1": "MLP kernel wider than 4,096 per core (compiler/error-codes/EBIR023): a limit of that kernel, checked "

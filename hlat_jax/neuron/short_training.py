@@ -1,6 +1,6 @@
-"""A training of about a minute whose final loss is known: `tiny` with fewer steps, without a run folder.
+"""A training run of about a minute whose final loss is known: `tiny` with fewer steps, without a run folder.
 
-Owns what is trained and the band that its loss must lie in. The steps are those that `train` runs.
+Not `loop.train`, which takes every device of the process: the batch of `tiny` divides over few of an instance's.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ BAND = (5.0, 5.4)
 
 
 @dataclasses.dataclass(frozen=True)
-class Trained:
-    """How a training went.
+class TrainingResult:
+    """Result of a training run.
 
     Attributes:
       losses: nats per token, of each step.
       eval_loss: of the held-out text at the end.
-      num_devices: that it was spread over.
-      compile_s: until the first step was done, compiling and reading included.
+      num_devices: trained on.
+      compile_s: until the end of the first step, compilation included.
       train_s: from there to the end of the last step.
     """
 
@@ -53,7 +53,7 @@ class Trained:
 
 
 def short_config(precision: PrecisionConfig) -> Config:
-    """Returns what is trained, under the precision of a run."""
+    """Returns the config that is trained, with the precision of a run."""
     mutable = config_lib.load("tiny")
     mutable.precision.policy = precision.policy
     mutable.precision.stochastic_rounding = precision.stochastic_rounding
@@ -62,7 +62,7 @@ def short_config(precision: PrecisionConfig) -> Config:
     return resolve(mutable)
 
 
-def train(config: Config, devices: Sequence[Any]) -> Trained:
+def train(config: Config, devices: Sequence[Any]) -> TrainingResult:
     """Trains on as many of `devices` as its batch divides over."""
     began = time.monotonic()
     count = next(n for n in range(min(len(devices), config.data.batch_size), 0, -1) if passes(config, n))
@@ -84,4 +84,4 @@ def train(config: Config, devices: Sequence[Any]) -> Trained:
             jax.block_until_ready(losses[-2:][0])  # one step ahead of the device, as the loop is
     losses = tuple(map(float, jax.device_get(losses)))
     train_s = time.monotonic() - began - compile_s
-    return Trained(losses, validation(state["params"])["eval_loss"], count, compile_s, train_s)
+    return TrainingResult(losses, validation(state["params"])["eval_loss"], count, compile_s, train_s)

@@ -1,4 +1,4 @@
-"""How large a program is for the tensor engine once every loop is written out, which the compiler may do."""
+"""The size of a program for the tensor engine with every loop unrolled, as the compiler may do."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def executions(op: Any, program: Program, times: dict[str, int]) -> int:
 
     Args:
       op: the operation.
-      program: it is of.
-      times: the same of functions, filled as they are asked for.
+      program: that contains it.
+      times: cache of the executions of functions.
     """
     count = math.prod(trips(parent, program) for parent in ancestors(op) if parent.name == "stablehlo.while")
     function = enclosing(op)

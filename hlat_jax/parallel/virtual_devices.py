@@ -1,8 +1,4 @@
-"""Devices that need not exist, and how a trace of the very step that trains is read: what the rest of the planner uses.
-
-Nothing is compiled and no accelerator is asked: 8,192 devices take a second.
-Shapes inside the region of `replica_sync.ReplicaSync` are those of one device, dtypes are those of the target.
-"""
+"""Virtual devices of any platform, to trace and lower for; nothing is compiled, 8,192 devices take a second."""
 
 from __future__ import annotations
 
@@ -15,7 +11,7 @@ from hlat_jax.parallel.sharding import Layout
 
 @dataclasses.dataclass(frozen=True)
 class PlannedClient:
-    """As much of the backend of devices as lowering a program for them asks for, JAX 0.9 more than 0.10."""
+    """The part of a backend client that lowering needs; JAX 0.9 needs more of it than 0.10."""
 
     platform: str
     num_devices: int
@@ -29,7 +25,7 @@ class PlannedClient:
 
 @dataclasses.dataclass(frozen=True)
 class PlannedDevice:
-    """As much of a JAX device as a mesh, and lowering for another platform than this machine's, ask for."""
+    """The part of a JAX device that a mesh, and lowering for another platform than this machine's, need."""
 
     id: int
     client: PlannedClient
@@ -42,7 +38,7 @@ class PlannedDevice:
 
 
 def planned_layout(config: Config, num_devices: int, *, platform: str) -> Layout:
-    """Returns the layout of a config over devices of a platform, which chooses implementations; none has to exist.
+    """Returns the layout of a config over virtual devices of a platform, which chooses implementations.
 
     Raises:
       ValueError: as `degrees.layout_over`.

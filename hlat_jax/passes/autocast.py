@@ -1,8 +1,7 @@
 """Automatic mixed precision: an fp32 function, run with its matrix work in bf16 or fp16.
 
-Owns the rules by primitive and the policy; `casting` applies them, `scaling` has the loss scale that fp16 needs.
-Refuses to know models and gradients: apply it to the forward function, before `jax.grad`, and the backward pass
-inherits the dtypes, while fp32 parameters receive fp32 gradients.
+Apply it to the forward function, before `jax.grad`: the backward pass inherits the dtypes, and fp32 parameters receive
+fp32 gradients. `casting` applies the rules given here; `scaling` has the loss scale that fp16 needs.
 
     loss = autocast(loss_fp32, "bf16")
     value, grads = jax.value_and_grad(loss)(params_fp32, batch)
@@ -26,17 +25,17 @@ import jax.numpy as jnp
 
 from hlat_jax.passes.calls import HANDLERS
 from hlat_jax.passes.casting import Cast
-from hlat_jax.passes.jaxpr import equations, op_name, stops_on_floats, tracing
+from hlat_jax.passes.jaxpr import COLLECTIVES, equations, op_name, stops_on_floats, tracing
 
 
 def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# Matrix work: operands are cast to the narrow dtype.
+# Matrix products: operands are cast to the narrow dtype.
 ALWAYS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general", "ragged_dot"})
 
-# fp32, whatever comes in: what bf16 is too coarse or fp16 too small for. So is every primitive in no list.
+# fp32, whatever the operands: bf16 is too coarse or fp16 too small. So is every primitive in none of the lists.
 NEVER = _names(
     """
     exp exp2 expm1 log log1p pow integer_pow square sqrt rsqrt cbrt div rem tanh logistic erf erfc erf_inv
@@ -51,12 +50,11 @@ INFER = _names(
     add sub add_any mul neg abs sign stop_gradient max min clamp select_n floor ceil round copy copy_p name
     optimization_barrier broadcast_in_dim reshape transpose squeeze slice dynamic_slice dynamic_update_slice pad
     rev concatenate split gather scatter reduce_max reduce_min reduce_window_max cummax cummin sort top_k
-    sharding_constraint reshard device_put convert_element_type psum psum_invariant psum2 pmax pmin all_gather
-    all_gather_invariant all_to_all ppermute reduce_scatter pvary pcast pbroadcast
+    sharding_constraint reshard device_put convert_element_type pvary pcast pbroadcast
     """
-)
+) | frozenset(COLLECTIVES)
 
-# Look inside; by primitive they can only be told `never`, by the name of their function also `always`.
+# Cast inside; a rule by primitive can only be `never`, one by the name of their function also `always`.
 _CALLS = frozenset(HANDLERS)
 _WORDS = ("always", "never", "infer")
 
@@ -106,11 +104,11 @@ _overrides = jax.make_user_context(())
 def overriding(rules: Mapping[str, str]) -> Iterator[None]:
     """Functions that are traced inside are cast by these rules, before those of their policy; blocks nest.
 
-    JAX knows of the block: a jitted function is traced again for it. A name counts where a function has it; that some
-    function has it is not asked.
+    The block is part of the cache key of `jax.jit`: a jitted function is traced again for it. A name that no function
+    has is ignored.
 
     Raises:
-      ValueError: a word other than always, never, infer, or a name that is a primitive's but for a slip.
+      ValueError: a word other than always, never, infer, or a misspelt name of a primitive.
     """
     _check_words(rules)
     known = _known_primitives()
@@ -118,8 +116,8 @@ def overriding(rules: Mapping[str, str]) -> Iterator[None]:
         near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.9)
         if near:
             raise ValueError(
-                f"autocast rule {name}={rules[name]!r}: no primitive has this name; do you mean {near[0]!r}? For an op "
-                "of your own that is called so give CastPolicy(rules=...), which knows the function."
+                f"autocast rule {name}={rules[name]!r}: no primitive has this name; did you mean {near[0]!r}? For an "
+                "op of your own with this name use CastPolicy(rules=...), which knows the function."
             )
     with _overrides(tuple({**dict(_overrides.value or ()), **rules}.items())):
         yield
@@ -223,5 +221,5 @@ def _check_names(rules: Mapping[str, str], jaxpr: Any, function: str) -> None:
         near = difflib.get_close_matches(name, sorted(known), n=1)
         raise ValueError(
             f"autocast rule {name}={rules[name]!r}: no primitive has this name, and {function} calls no such op; "
-            f"it calls {', '.join(sorted(ops)) or 'none'}." + (f" Do you mean {near[0]!r}?" if near else "")
+            f"it calls {', '.join(sorted(ops)) or 'none'}." + (f" Did you mean {near[0]!r}?" if near else "")
         )

@@ -1,7 +1,6 @@
-"""Equations that run other functions, under autocast: each is bound again with its functions traced at other dtypes.
+"""Equations that call functions (loops, branches, calls, derivative rules), bound again with those traced as cast.
 
-Owns loops, branches, calls and derivative rules. Refuses to know which primitive is narrow: that is `Cast`, which each
-function here is given first and which runs what is inside.
+Each handler is given the `Cast`, which runs the functions inside.
 """
 
 from __future__ import annotations
@@ -234,8 +233,8 @@ def _without_gradient(array: Any, eqn: Any) -> Any:
     @closed_over.defjvp
     def rule(primals, tangents):
         raise ValueError(
-            f"autocast: {op_name(eqn)} is a jax.custom_vjp that closes over an array by which gradients are asked for, "
-            "and its derivative tells nothing of that: give the array as an argument."
+            f"autocast: {op_name(eqn)} is a jax.custom_vjp that closes over an array by which you differentiate, "
+            "and its derivative rule has no gradient for it: pass the array as an argument."
         )
 
     return closed_over(array)

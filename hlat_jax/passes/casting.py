@@ -1,6 +1,6 @@
-"""What autocast does to a traced function: each equation bound again, at dtypes that the rules and its operands give.
+"""Autocast of a traced function: each equation bound again, at dtypes from the rules and its operands.
 
-Owns equations of values; `calls` owns those that run other functions. Refuses to own the rules.
+`calls` has the equations that call functions.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from hlat_jax.passes.calls import HANDLERS
-from hlat_jax.passes.jaxpr import called, op_name, place_of, rebind
+from hlat_jax.passes.jaxpr import ALL_REDUCES, called, op_name, place_of, rebind
 from hlat_jax.passes.kinds import Kind, Value, is_fp32, kind_of_constant, mixed, saturated, value
 
 _ADDS = frozenset({"add", "sub", "add_any"})
@@ -39,10 +39,10 @@ _OPEN_CALLS = frozenset({"jit", "remat2", "closed_call", "core_call", "shard_map
 _BOUNDED = frozenset({"sin", "cos", "tanh", "logistic", "erf", "erfc", "exp"})
 
 # Result i is operand i, moved or combined with its like.
-_EACH = frozenset({"optimization_barrier", "psum", "psum_invariant", "psum2", "pmax", "pmin", "pvary", "pcast", "sort"})
+_EACH = ALL_REDUCES | {"optimization_barrier", "pvary", "pcast", "sort"}
 
 # Of constants that fp16 can hold, these make numbers that it may not hold: 300 * 300.
-_GROWING = _ADDS | {"mul", "psum", "psum_invariant", "psum2", "reduce_scatter"}
+_GROWING = _ADDS | {"mul", "psum", "psum_invariant", "reduce_scatter"}
 
 
 class Cast:
@@ -129,7 +129,7 @@ class Cast:
         return [read(atom) for atom in jaxpr.outvars]
 
     def is_product(self, eqn: Any) -> bool:
-        """Returns whether an equation is told to run narrow."""
+        """Returns whether the rule of an equation is `always`."""
         return self.rule(eqn) == "always"
 
     def _narrow_read(self, jaxpr: Any, wide: Sequence[bool]) -> set[Any]:
@@ -187,7 +187,7 @@ class Cast:
         return self._inferred(eqn, operands)
 
     def _declared(self, eqn: Any, operands: list[Value], kind: Kind) -> list[Value]:
-        """Runs as the user wrote it; results of fp32 are of a kind."""
+        """Runs the equation as declared; fp32 results get the given kind."""
         outs = rebind(eqn, [operand.declared() for operand in operands])
         kinds = [kind if is_fp32(var.aval) else Kind.FIXED for var in eqn.outvars]
         return self._results(eqn, outs, kinds)

@@ -1,7 +1,4 @@
-"""Reading traced programs and writing their equations again: the walker that every pass and planner shares.
-
-Owns what differs between versions of JAX in a jaxpr. Refuses to decide anything about an equation.
-"""
+"""Reads the equations of traced programs and binds them again. Differences of jaxprs between JAX versions end here."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ import jax.numpy as jnp
 from jax.extend import core, source_info_util
 
 CHECKPOINT = "remat2"
-# Calls that do nothing beside calling.
+# Calls without any effect of their own.
 PLAIN_CALLS = {"jit", "closed_call", "core_call"}
 # Equations that call one function whose parameters and results are the equation's own, and where its jaxpr lies.
 _CALLED = {
@@ -27,7 +24,29 @@ _CALLED = {
     "custom_jvp_call": "call_jaxpr",
     "custom_vjp_call": "call_jaxpr",
 }
-# What a traced function raises that wants the value of an array.
+# Collectives, and what XLA calls each.
+COLLECTIVES = {
+    "psum": "all-reduce",
+    "psum_invariant": "all-reduce",
+    "pmax": "all-reduce",
+    "pmin": "all-reduce",
+    "all_gather": "all-gather",
+    "all_gather_invariant": "all-gather",
+    "reduce_scatter": "reduce-scatter",
+    "all_to_all": "all-to-all",
+    "ppermute": "collective-permute",
+}
+ALL_REDUCES = frozenset(name for name, kind in COLLECTIVES.items() if kind == "all-reduce")
+# Results with the elements of their operand, or made of none.
+SAME_ELEMENTS = frozenset(
+    {"name", "copy", "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "stop_gradient", "iota"}
+)
+# Elementwise operations that cost several times as much as an addition.
+TRANSCENDENTAL = frozenset(
+    {"exp", "exp2", "log", "log1p", "tanh", "logistic", "rsqrt", "sqrt", "cbrt", "pow", "sin", "cos", "div"}
+    | {"erf", "erfc", "erf_inv"}
+)
+# Raised by a traced function that needs the value of an array.
 _OF_TRACERS = (
     jax.errors.ConcretizationTypeError,
     jax.errors.TracerArrayConversionError,
@@ -72,6 +91,16 @@ def called(eqn: Any) -> Any:
     return None if key is None else getattr(eqn.params[key], "jaxpr", eqn.params[key])
 
 
+def aval_bytes(aval: Any) -> int:
+    """Returns the bytes of an abstract value; 0 for one without a shape, such as a token."""
+    return math.prod(getattr(aval, "shape", ())) * getattr(getattr(aval, "dtype", None), "itemsize", 0)
+
+
+def is_transposed(eqn: Any) -> bool:
+    """Returns whether an equation belongs to the backward pass of a differentiated function."""
+    return "transpose(" in str(eqn.source_info.name_stack)
+
+
 def op_name(eqn: Any) -> str | None:
     """Returns the name of the function that an equation calls, as its `def` has it; None where there is none."""
     if eqn.primitive.name == "jit":
@@ -89,7 +118,7 @@ def function_name(fn: Any) -> str:
 
 @contextlib.contextmanager
 def tracing(fn: Any, args: Any, *, by: str) -> Iterator[None]:
-    """What is run inside traces a user's function for a pass; errors that tracing has no part in pass unchanged.
+    """Context in which a pass traces a user's function: errors of tracing name the function, others are unchanged.
 
     Args:
       fn: the function.
@@ -97,27 +126,27 @@ def tracing(fn: Any, args: Any, *, by: str) -> Iterator[None]:
       by: the pass, for the error.
 
     Raises:
-      ValueError: the function wants the values of arrays, or takes or returns what is no array.
+      ValueError: the function needs the values of arrays, or takes or returns something else than arrays.
     """
     try:
         yield
     except (TypeError, IndexError) as error:
         what = str(error).partition("\n")[0]
         is_of_types = isinstance(error, TypeError)
-        stranger = _first_no_array(args) if is_of_types else None
+        stranger = _first_non_array_type(args) if is_of_types else None
         if stranger is not None:
-            said = f" with an argument of type {stranger}: arguments are arrays and pytrees of them;"
+            reason = f" with an argument of type {stranger}: arguments are arrays and pytrees of them;"
         elif isinstance(error, _OF_TRACERS) or (is_of_types and "concrete values" in what):
-            said = f": {what} Let jax.lax.cond or jnp.where branch on values of arrays, and"
+            reason = f": {what} Let jax.lax.cond or jnp.where branch on values of arrays, and"
         elif is_of_types and "a valid JAX" in what:
-            said = f": {what.rstrip('.')}. Return arrays and pytrees of them, and"
+            reason = f": {what.rstrip('.')}. Return arrays and pytrees of them, and"
         else:
             raise
-        said += " bind what is no array with functools.partial."
-        raise ValueError(f"{by} cannot trace {function_name(fn)}{said}") from error
+        reason += " bind other values with functools.partial."
+        raise ValueError(f"{by} cannot trace {function_name(fn)}{reason}") from error
 
 
-def _first_no_array(args: Any) -> str | None:
+def _first_non_array_type(args: Any) -> str | None:
     for leaf in jax.tree.leaves(args):
         try:
             jax.eval_shape(lambda x: x, leaf)
@@ -128,7 +157,7 @@ def _first_no_array(args: Any) -> str | None:
 
 @contextlib.contextmanager
 def place_of(eqn: Any) -> Iterator[None]:
-    """What is bound inside has the name stack, source line and context (mesh, generator, ...) of an equation."""
+    """Context that gives what is bound inside the name stack, source line and context of an equation."""
     source = eqn.source_info
     stack = source_info_util.current_name_stack() + source.name_stack
     with source_info_util.user_context(source.traceback, name_stack=stack), eqn.ctx.manager:

@@ -1,14 +1,13 @@
-"""How many bytes of temporaries a traced program holds at its fullest moment, by the life of every value in it.
+"""Peak bytes of temporaries of a traced program, estimated from the lifetime of every value in it.
 
-Owns a model of what a compiler keeps:
+The model of the buffers that a compiler allocates:
 - products, reductions, loops and collectives write buffers; what is elementwise is computed where it is read, unless
   that would compute an exponential or a quotient twice;
-- a loop writes its stacked results in place, and updates what it carries in place where the old value is read no more;
+- a loop writes its stacked results in place, and updates its carry in place where the old value is not read again;
 - a product copies an operand whose dims are not in its order, and runs when its result is first read: the gradients of
   weights last.
-Refuses to know what the program is: it takes the jaxpr of the very step that trains, whose shapes inside `shard_map`
-are those of one device. Arguments, and results that take the place of donated arguments, are no temporaries. How near
-it comes to XLA on CPU is in tests/plan/test_memory.py.
+Shapes inside `shard_map` are those of one device. Arguments, and results that reuse donated arguments, are not
+temporaries. tests/plan/test_memory.py compares the estimate with XLA's allocation on CPU.
 """
 
 from __future__ import annotations
@@ -23,22 +22,20 @@ from typing import Any
 import jax
 from jax.extend.core import Literal
 
-_INLINED = {"pjit", "jit", "closed_call", "core_call", "remat", "remat2", "checkpoint", "shard_map"}
-_INLINED |= {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "custom_lin"}
+from hlat_jax.passes.jaxpr import COLLECTIVES, TRANSCENDENTAL, aval_bytes, called, is_transposed
+
 # Their operands are buffers, and so are their results.
 _OPAQUE = {"dot_general", "scan", "while", "cond", "gather", "scatter", "scatter-add", "sort", "top_k", "cumsum"}
-_OPAQUE |= {"psum", "psum_invariant", "pmax", "pmin", "all_gather", "reduce_scatter", "ppermute", "all_to_all"}
-_OPAQUE |= {"dynamic_update_slice", "optimization_barrier", "conv_general_dilated"}
+_OPAQUE |= {"dynamic_update_slice", "optimization_barrier", "conv_general_dilated", *COLLECTIVES}
 _REDUCTIONS = {"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "argmax", "argmin"}
 _VIEWS = {"reshape", "squeeze", "expand_dims", "copy", "name", "stop_gradient", "transpose", "sharding_constraint"}
-_COSTLY = {"exp", "exp2", "log", "log1p", "tanh", "logistic", "rsqrt", "sqrt", "pow", "sin", "cos", "erf", "div"}
 
 
 def temporaries(jaxpr: Any, arguments: Any) -> Peak:
-    """Returns the temporaries that one device holds at the fullest moment of a program.
+    """Returns the peak of temporaries of a program on one device.
 
     Args:
-      jaxpr: of the whole program, `trace.live_jaxpr(jit(f).trace(*arguments))`.
+      jaxpr: of the whole program, `products.live_jaxpr(jit(f).trace(*arguments))`.
       arguments: their shapes and shardings.
     """
     program = _Program(jaxpr, [_share_of(leaf) for leaf in jax.tree.leaves(arguments)])
@@ -47,12 +44,12 @@ def temporaries(jaxpr: Any, arguments: Any) -> Peak:
 
 @dataclasses.dataclass(frozen=True)
 class Peak:
-    """The fullest moment of a program.
+    """Peak memory of a program, in bytes on one device.
 
     Attributes:
-      total: bytes of temporaries on one device.
-      in_loops: that loops carry or stack at their own fullest moment: kept activations and sums of gradients.
-      kept: that forward passes leave to backward passes, at the fullest moment of those.
+      total: of temporaries.
+      in_loops: carried or stacked by loops, at their own peak: kept activations and sums of gradients.
+      kept: left by forward passes to backward passes, at the peak of those.
     """
 
     total: int
@@ -72,7 +69,7 @@ class _Op:
       body: of a scan, with how many of its inputs are constant or carried.
       num_consts: likewise.
       num_carry: likewise.
-      is_backward: of the backward pass of a differentiated function; what that computes again among it.
+      is_backward: of the backward pass of a differentiated function; its recomputation included.
     """
 
     name: str
@@ -111,7 +108,7 @@ class _Program:
         self.root = self._block(jaxpr, env)
 
     def _new(self, aval: Any, share: float = 1.0) -> int:
-        self.sizes.append(round(_aval_bytes(aval) * share))
+        self.sizes.append(round(aval_bytes(aval) * share))
         self.shares.append(share)
         return len(self.sizes) - 1
 
@@ -125,11 +122,10 @@ class _Program:
 
     def _inline(self, jaxpr: Any, env: dict[Any, int], ops: list[_Op]) -> None:
         for eqn in jaxpr.eqns:
-            name = eqn.primitive.name
             ins = [self._read(var, env) for var in eqn.invars]
             outside, first = self.is_backward, len(ops)
-            self.is_backward |= "transpose(" in str(eqn.source_info.name_stack)
-            inner = _inner(eqn) if name in _INLINED else None
+            self.is_backward |= is_transposed(eqn)
+            inner = called(eqn)
             if inner is not None:
                 self._call(eqn, inner, ins, env=env, ops=ops)
             else:
@@ -158,15 +154,15 @@ class _Program:
         for var, out in zip(eqn.outvars, inner.outvars, strict=True):
             value = env[var] = self._read(out, inner_env)
             if is_region:
-                self.shares[value] = self.sizes[value] / max(1, _aval_bytes(var.aval))
+                self.shares[value] = self.sizes[value] / max(1, aval_bytes(var.aval))
 
     def _share(self, eqn: Any, ins: list[int]) -> float:
-        """Returns the part of a result that one device has: as told, or as of the largest value it is made of."""
+        """Returns the share of a result on one device: by its sharding constraint, or that of its largest operand."""
         if self.inside_a_region:
             return 1.0
         if eqn.primitive.name == "sharding_constraint":
             return _share_of(jax.ShapeDtypeStruct(eqn.outvars[0].aval.shape, bool, sharding=eqn.params["sharding"]))
-        sized = [(_aval_bytes(var.aval), value) for var, value in zip(eqn.invars, ins, strict=True)]
+        sized = [(aval_bytes(var.aval), value) for var, value in zip(eqn.invars, ins, strict=True)]
         return self.shares[max(sized)[1]] if sized else 1.0
 
     def _scan(self, eqn: Any, ins: list[int], outs: list[int]) -> _Op:
@@ -181,16 +177,6 @@ def _share_of(leaf: Any) -> float:
     if leaf.sharding is None:
         return 1.0
     return math.prod(leaf.sharding.shard_shape(leaf.shape)) / max(1, math.prod(leaf.shape))
-
-
-def _aval_bytes(aval: Any) -> int:
-    dtype = getattr(aval, "dtype", None)
-    return math.prod(getattr(aval, "shape", ())) * getattr(dtype, "itemsize", 0)
-
-
-def _inner(eqn: Any) -> Any:
-    closed = next((eqn.params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in eqn.params), None)
-    return getattr(closed, "jaxpr", closed)
 
 
 def _moved_operands(eqn: Any, ins: list[int]) -> set[int]:
@@ -224,7 +210,7 @@ def _peak(block: _Block, sizes: list[int], owned: frozenset[int]) -> Peak:
         made = {value: sizes[value] for value in op.outs if sources[value] == (value,) and value not in owned}
         passing, carried_on = Peak(sum(sizes[value] for value in op.moved), 0, 0), {}
         if op.body is not None:
-            passing = _turn_peak(op, sizes)
+            passing = _iteration_peak(op, sizes)
             starts = {source for value in op.carried for source in sources.get(value, ())}
             carried_on = {value: live[value] for value in starts.intersection(dying[place], live)}
             looped.update(op.outs)
@@ -264,8 +250,8 @@ def _dying(ops: list[_Op], sources: dict[int, tuple[int, ...]], *, leaving: set[
     return dying
 
 
-def _turn_peak(op: _Op, sizes: list[int]) -> Peak:
-    """Returns what one turn of a loop takes beside what the loop reads, carries and stacks."""
+def _iteration_peak(op: _Op, sizes: list[int]) -> Peak:
+    """Returns the peak of one iteration of a loop beside what the loop reads, carries and stacks."""
     body = op.body
     made_at = {value: place for place, inner in enumerate(body.ops) for value in inner.outs}
     last_read = {value: place for place, inner in enumerate(body.ops) for value in inner.ins}
@@ -313,7 +299,7 @@ def _sources(ops: list[_Op], outs: frozenset[int]) -> dict[int, tuple[int, ...]]
     costly: set[int] = set()  # what is computed where it is read, and costs
     for op in ops:
         below = tuple(dict.fromkeys(source for value in op.ins for source in sources.get(value, ())))
-        is_costly = op.name in _COSTLY or not costly.isdisjoint(op.ins)
+        is_costly = op.name in TRANSCENDENTAL or not costly.isdisjoint(op.ins)
         for out in op.outs:
             is_buffer = op.name not in _VIEWS and (op.name in _OPAQUE | _REDUCTIONS or out in outs)
             if op.name not in _VIEWS and not is_buffer:

@@ -4,8 +4,6 @@ A name is that of the primitive and its number in the function, `dot_general.3`:
 the same names. Nothing is marked by hand. Names go through calls (`jit`), which stay; the function's own
 `jax.checkpoint` stays too, and what is chosen inside it is kept all the same. Loops, `custom_vjp` and kernels are
 single values from outside; what the derivative rule of a `custom_vjp` names itself may be chosen too.
-
-Owns names and how a choice of them is applied. Refuses to know what a choice costs: see `recompute`.
 """
 
 from __future__ import annotations
@@ -20,21 +18,29 @@ from jax.ad_checkpoint import checkpoint_name, checkpoint_policies
 from jax.extend.core import Literal
 
 from hlat_jax.host.neuron_lowering import elide_idle_roundings
-from hlat_jax.passes.jaxpr import CHECKPOINT, PLAIN_CALLS, called, equations, function_name, place_of, rebind, vjp_of
+from hlat_jax.passes.jaxpr import (
+    CHECKPOINT,
+    PLAIN_CALLS,
+    SAME_ELEMENTS,
+    called,
+    equations,
+    function_name,
+    place_of,
+    rebind,
+    vjp_of,
+)
 
-# The same elements as their operand, or too cheap to be worth keeping beside it.
-_SAME = {"name", "copy", "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "stop_gradient", "iota"}
 _PREFIX, _HOST, _STOCK = "saved:", "|host:", "policy:"
 # Of `jax.checkpoint_policies`, by how much they save.
 STOCK_POLICIES = ("everything_saveable", "dots_saveable", "dots_with_no_batch_dims_saveable", "nothing_saveable")
 
 
 class MissingValues(ValueError):
-    """A choice of values that a function does not have, or of a policy that does not exist."""
+    """Values chosen that a function does not have, or an unknown policy."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Choice:
+class RematChoice:
     """What the backward pass keeps; it computes everything else again.
 
     Attributes:
@@ -66,29 +72,29 @@ class Choice:
                 offload_src="device",
                 offload_dst="pinned_host",
             )
-        # By this `recompute` tells our checkpoints from those of the function. Up to jax 0.10.1 it is set on a closure;
+        # By this `recompute` tells our checkpoints from those of the function. Up to jax 0.10.1 it is set on a closure,
         # since then on a frozen dataclass, whose class JAX looks at: it can be neither wrapped nor assigned to.
         object.__setattr__(policy, "is_choice", True)
         return policy
 
 
 def is_choice(text: str) -> bool:
-    """Returns whether a text was written by `str` of a `Choice`."""
+    """Returns whether a text was written by `str` of a `RematChoice`."""
     return text.startswith((_PREFIX, _STOCK))
 
 
-def parse_choice(text: str) -> Choice:
-    """Returns the `Choice` that `str` of it wrote. Raises MissingValues for a policy that does not exist."""
+def parse_choice(text: str) -> RematChoice:
+    """Returns the `RematChoice` that `str` of it wrote. Raises MissingValues for a policy that does not exist."""
     if text.startswith(_STOCK):
         policy = text.removeprefix(_STOCK)
         if policy not in STOCK_POLICIES:
             raise MissingValues(f"{text} is not a policy that can be chosen: {', '.join(STOCK_POLICIES)}.")
-        return Choice(stock_policy=policy)
+        return RematChoice(stock_policy=policy)
     saved, _, offloaded = text.removeprefix(_PREFIX).partition(_HOST)
-    return Choice(*(tuple(name for name in names.split(",") if name) for names in (saved, offloaded)))
+    return RematChoice(*(tuple(name for name in names.split(",") if name) for names in (saved, offloaded)))
 
 
-def checkpointed(fn: Callable, choice: Choice, *, prevent_cse: bool = True) -> Callable:
+def checkpointed(fn: Callable, choice: RematChoice, *, prevent_cse: bool = True) -> Callable:
     """Returns `fn` whose backward pass keeps its arguments and what is chosen.
 
     Args:
@@ -104,7 +110,7 @@ def checkpointed(fn: Callable, choice: Choice, *, prevent_cse: bool = True) -> C
     return jax.checkpoint(inner, policy=choice.policy, prevent_cse=prevent_cse)
 
 
-def checkpointed_loops(fn: Callable, choice: Choice) -> Callable:
+def checkpointed_loops(fn: Callable, choice: RematChoice) -> Callable:
     """Returns `fn` with the body of each outermost `lax.scan` checkpointed; names begin with the scan's, `scan0.`.
 
     Raises:
@@ -126,7 +132,7 @@ def checkpointed_loops(fn: Callable, choice: Choice) -> Callable:
     return run
 
 
-def named(fn: Callable, choice: Choice) -> Callable:
+def named(fn: Callable, choice: RematChoice) -> Callable:
     """Returns `fn` with every float intermediate named. Raises MissingValues for a name in `choice` that it has not."""
 
     def run(*args: Any) -> Any:
@@ -157,7 +163,7 @@ def _traced(fn: Callable, args: tuple) -> tuple[Any, list, Callable]:
 class _Namer:
     """Numbers the values of one function. A plan has, for each equation, the names of its results, or another plan."""
 
-    def __init__(self, choice: Choice):
+    def __init__(self, choice: RematChoice):
         self.choice = choice
         self.given: set[str] = set()
         self.counts: dict[str, int] = {}
@@ -177,7 +183,7 @@ class _Namer:
         key = prefix + eqn.primitive.name
         if eqn.primitive.name == "name":  # the function's own may be chosen too
             self.given.add(eqn.params["name"])
-        if eqn.primitive.name in _SAME or not jnp.issubdtype(getattr(var.aval, "dtype", bool), jnp.inexact):
+        if eqn.primitive.name in SAME_ELEMENTS or not jnp.issubdtype(getattr(var.aval, "dtype", bool), jnp.inexact):
             return None
         self.counts[key] = self.counts.get(key, -1) + 1
         name = f"{key}.{self.counts[key]}"
@@ -191,7 +197,7 @@ class _Namer:
         if missing:
             raise MissingValues(
                 f"{function_name(fn)} has no values {', '.join(sorted(missing))}: they were chosen for another "
-                "function, other shapes or another JAX. Let remat.fit choose again."
+                "function, other shapes or another JAX version. Run remat.fit again."
             )
 
 

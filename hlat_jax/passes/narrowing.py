@@ -1,8 +1,4 @@
-"""Which choice of values meets a budget of bytes: compiles one, measures it, and corrects what the next one keeps.
-
-Owns the order in which choices are tried. Refuses to know how a choice is made of bytes, see `selection`, or what is
-measured.
-"""
+"""The choice of values that meets a budget of bytes: compiles one, measures it, and corrects the next one."""
 
 from __future__ import annotations
 
@@ -10,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hlat_jax.passes import selection
-from hlat_jax.passes.naming import Choice
+from hlat_jax.passes.naming import RematChoice
 from hlat_jax.passes.products import live_jaxpr, total_flops
 from hlat_jax.passes.recompute import Graph
 
@@ -21,41 +17,41 @@ _CLOSE = 0.02
 class Trials:
     """Compiles the program of each choice once: (measured bytes, FLOPs of its products)."""
 
-    def __init__(self, traced: Callable[[Choice | None], Any], measure: Callable[[Any], int]):
+    def __init__(self, traced: Callable[[RematChoice | None], Any], measure: Callable[[Any], int]):
         self._traced, self._measure = traced, measure
-        self._traces: dict[Choice | None, Any] = {}
-        self._results: dict[Choice | None, tuple[int, float]] = {}
+        self._traces: dict[RematChoice | None, Any] = {}
+        self._results: dict[RematChoice | None, tuple[int, float]] = {}
 
     @property
     def count(self) -> int:
         return len(self._results)
 
-    def __call__(self, choice: Choice | None) -> tuple[int, float]:
+    def __call__(self, choice: RematChoice | None) -> tuple[int, float]:
         if choice not in self._results:
             self._results[choice] = self._measure(self.trace(choice)), self.flops(choice)
         return self._results[choice]
 
-    def flops(self, choice: Choice | None) -> float:
+    def flops(self, choice: RematChoice | None) -> float:
         """Returns the FLOPs of a program's products, for which it need not be compiled."""
         return total_flops(live_jaxpr(self.trace(choice)))
 
-    def trace(self, choice: Choice | None) -> Any:
+    def trace(self, choice: RematChoice | None) -> Any:
         if choice not in self._traces:
             self._traces[choice] = self._traced(choice)
         return self._traces[choice]
 
 
-def narrowed(trial: Trials, graph: Graph, solve: selection.Solver, *, budget_bytes: int, most: int) -> Choice:
+def narrowed(trial: Trials, graph: Graph, solve: selection.Solver, *, budget_bytes: int, most: int) -> RematChoice:
     """Returns the cheapest choice found that fits, keeping ever more of what fits: secants through what was measured.
 
     Near the budget the next choice is tried all the same: one that keeps more may need less memory to work in.
     """
-    fits, kept, measured = Choice(), 0, trial(Choice())[0]
+    fits, kept, measured = RematChoice(), 0, trial(RematChoice())[0]
     full = measured
     nothing = solve(graph, 0.0)  # on the device: values may be on the host
     if trial(nothing)[0] <= budget_bytes:
         fits, measured = nothing, trial(nothing)[0]
-    above = graph.num_bytes(solve(graph, float("inf")).saved) + 1  # of what does not fit, or is no use
+    above = graph.num_bytes(solve(graph, float("inf")).saved) + 1  # does not fit, or saves nothing more
     above_measured = None
     guess = budget_bytes - measured
     while trial.count < most:
@@ -83,7 +79,7 @@ def narrowed(trial: Trials, graph: Graph, solve: selection.Solver, *, budget_byt
     return fits
 
 
-def _between(graph: Graph, solve: selection.Solver, *, low: int, high: int, guess: float) -> Choice | None:
+def _between(graph: Graph, solve: selection.Solver, *, low: int, high: int, guess: float) -> RematChoice | None:
     """Returns the choice, among those tried near `guess`, that keeps more than `low` and fewer than `high` bytes."""
     guess = min(max(guess, low + 0.1 * (high - low)), high - 1)
     for _ in range(6):
@@ -94,7 +90,7 @@ def _between(graph: Graph, solve: selection.Solver, *, low: int, high: int, gues
     return None
 
 
-def _next(graph: Graph, solve: selection.Solver, *, low: int, high: int) -> Choice | None:
+def _next(graph: Graph, solve: selection.Solver, *, low: int, high: int) -> RematChoice | None:
     """Returns the choice that keeps least beyond `low` bytes, and fewer than `high`, or one near it."""
     short, found = low, None  # the most that is known to buy nothing
     for share in (0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 1.0):

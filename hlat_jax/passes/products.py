@@ -1,4 +1,4 @@
-"""The products of a traced program: how many FLOPs they are, what they move, how often they run."""
+"""The products of a traced program: FLOPs, bytes moved, executions."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from hlat_jax.host.jax_compat import partial_eval
-from hlat_jax.passes.jaxpr import equations
+from hlat_jax.passes.jaxpr import aval_bytes, equations
 
 PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general", "scaled_dot"})
 
 
 def live_jaxpr(traced: Any) -> Any:
-    """Returns what a trace computes, without what nothing reads, such as values that come with the gradients.
+    """Returns the jaxpr of a trace without dead code, such as values that come with the gradients.
 
     Every compiler drops the same, collectives among it.
     """
@@ -31,7 +31,7 @@ def products(jaxpr: Any, *, trips: int = 1) -> Iterator[tuple[float, int, int]]:
     for eqn, times in equations(jaxpr, trips=trips):
         if eqn.primitive.name in PRODUCTS:
             operands = [var.aval for var in (*eqn.invars, *eqn.outvars)]
-            yield product_flops(eqn), sum(math.prod(a.shape) * a.dtype.itemsize for a in operands), times
+            yield product_flops(eqn), sum(map(aval_bytes, operands)), times
 
 
 def product_flops(eqn: Any) -> float:

@@ -4,7 +4,7 @@ It is read from the trace of the whole differentiated program, in which every ch
 its backward pass computes again, and `naming` has named it. So the graph has the shapes of one device inside
 `shard_map`, the dtypes of autocast, the trips of every loop, and just the values that some gradient reads.
 
-Costs are in FLOPs of products, which a recomputed value would take the place of. Refuses to choose: see `selection`.
+Costs are in FLOPs of products.
 """
 
 from __future__ import annotations
@@ -16,13 +16,20 @@ from typing import Any
 
 from jax.extend.core import Literal
 
-from hlat_jax.passes.jaxpr import CHECKPOINT, called, inner_jaxprs, inner_trips
+from hlat_jax.passes.jaxpr import (
+    CHECKPOINT,
+    COLLECTIVES,
+    SAME_ELEMENTS,
+    TRANSCENDENTAL,
+    aval_bytes,
+    called,
+    inner_jaxprs,
+    inner_trips,
+    is_transposed,
+)
 from hlat_jax.passes.products import PRODUCTS, product_flops
 
-_FREE = {"name", "copy", "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "iota", "optimization_barrier"}
-_TRANSCENDENTAL = {"exp", "exp2", "log", "log1p", "tanh", "logistic", "rsqrt", "sqrt", "pow", "sin", "cos", "erf"}
-_TRANSCENDENTAL |= {"erf_inv", "erfc", "cbrt", "div"}
-_COLLECTIVES = {"psum", "psum_invariant", "all_gather", "reduce_scatter", "all_to_all", "ppermute", "pmax", "pmin"}
+_FREE = SAME_ELEMENTS | {"optimization_barrier"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,7 +151,7 @@ class _Region:
     sizes: dict[str, int] = dataclasses.field(default_factory=dict)
 
     def visit(self, jaxpr: Any, made_by: dict[Any, int], *, again: bool) -> None:
-        """Adds what a jaxpr computes again; `again`: all of it. `made_by` tells of its values by which node."""
+        """Adds what a jaxpr computes again; `again`: all of it. `made_by`: the node of each value."""
         for eqn in jaxpr.eqns:
             ins = [None if isinstance(var, Literal) else made_by.get(var) for var in eqn.invars]
             is_again = again or _is_computed_again(eqn)
@@ -158,7 +165,7 @@ class _Region:
                 self.nodes.append((eqn, {node for node in ins if node is not None}))
                 made_by.update(dict.fromkeys(eqn.outvars, len(self.nodes) - 1))
                 if eqn.primitive.name == "name":
-                    self.sizes[eqn.params["name"]] = _num_bytes(eqn.outvars[0].aval)
+                    self.sizes[eqn.params["name"]] = aval_bytes(eqn.outvars[0].aval)
             else:
                 self.read.update(node for node in ins if node is not None)
 
@@ -167,7 +174,7 @@ def _regions(jaxpr: Any, *, trips: int, copies: int, is_backward: bool = False) 
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
         # the name stacks inside a call or a loop begin anew
-        is_transposed = is_backward or "transpose(" in str(eqn.source_info.name_stack)
+        is_inside = is_backward or is_transposed(eqn)
         inner = next(inner_jaxprs(eqn), None)
         is_ours = name == CHECKPOINT and getattr(eqn.params["policy"], "is_choice", False)
         if is_ours and any(map(_is_computed_again, inner.eqns)):
@@ -178,9 +185,9 @@ def _regions(jaxpr: Any, *, trips: int, copies: int, is_backward: bool = False) 
             continue
         length = inner_trips(eqn)
         # the loop of a backward pass reads what its forward pass has stacked; a loop around both stacks nothing
-        stacked = length if is_transposed else 1
+        stacked = length if is_inside else 1
         for inner in inner_jaxprs(eqn):
-            yield from _regions(inner, trips=trips * length, copies=copies * stacked, is_backward=is_transposed)
+            yield from _regions(inner, trips=trips * length, copies=copies * stacked, is_backward=is_inside)
 
 
 def _is_computed_again(eqn: Any) -> bool:
@@ -209,11 +216,7 @@ def _work(eqn: Any, rates: Rates) -> tuple[float, float]:
         works = [_work(each, rates) for jaxpr in inner for each in jaxpr.eqns]
         return trips * sum(flops for flops, _ in works), trips * sum(cost for _, cost in works)
     avals = [var.aval for var in (*eqn.invars, *eqn.outvars)]
-    if name in _COLLECTIVES:
-        return 0.0, rates.sent_byte * max(map(_num_bytes, avals))
-    rate = rates.transcendental if name in _TRANSCENDENTAL else rates.element
+    if name in COLLECTIVES:
+        return 0.0, rates.sent_byte * max(map(aval_bytes, avals))
+    rate = rates.transcendental if name in TRANSCENDENTAL else rates.element
     return 0.0, rate * max(math.prod(getattr(aval, "shape", ())) for aval in avals)
-
-
-def _num_bytes(aval: Any) -> int:
-    return math.prod(getattr(aval, "shape", ())) * getattr(getattr(aval, "dtype", None), "itemsize", 0)

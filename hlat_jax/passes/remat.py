@@ -7,7 +7,7 @@
 Names come from `naming`, costs from `recompute`, the set from `selection`. How much memory a set takes is not guessed:
 `narrowing` compiles the program and corrects the bytes for saved values until what XLA allocates is within the budget.
 
-Owns what is asked and reported. Source: RAF, arXiv 2303.04759, whose budget is held against an estimate.
+Source: RAF, arXiv 2303.04759, which compares the budget with an estimate.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from hlat_jax.byte_sizes import parse_bytes, spoken
+from hlat_jax.byte_sizes import format_bytes, parse_bytes
 from hlat_jax.passes import naming, selection
 from hlat_jax.passes.jaxpr import function_name, tracing
-from hlat_jax.passes.naming import Choice
+from hlat_jax.passes.naming import RematChoice
 from hlat_jax.passes.narrowing import Trials, narrowed
 from hlat_jax.passes.products import live_jaxpr
 from hlat_jax.passes.recompute import Rates, recompute_graph
@@ -35,7 +35,7 @@ def temporaries(traced: Any) -> int:
     return _memory(traced).temp_size_in_bytes
 
 
-def everything(traced: Any) -> int:
+def total_bytes(traced: Any) -> int:
     """Returns all bytes of a traced program on one device: arguments, results that take no argument's place, and
     temporaries."""
     memory = _memory(traced)
@@ -58,7 +58,7 @@ class Options:
       min_bytes: size from which on a value may be saved; smaller ones are computed again. It is the size on one device
         under `shard_map`, over all trips of the loops and all calls that keep the value at one time.
       rates: what work beside products costs.
-      solver: exact, greedy, or auto: exact where there is SciPy.
+      solver: of the choice: exact, or RAF's greedy rule.
       measure: (traced program) -> bytes that are held against the budget.
       offload: values may be kept in the host's memory, where the backend has `pinned_host`.
       max_compilations: of programs; more of them come nearer to the budget. Where nothing kept does not fit, the
@@ -68,7 +68,7 @@ class Options:
     region: str = "auto"
     min_bytes: int = 65536
     rates: Rates = Rates()  # noqa: RUF009, frozen
-    solver: str = "auto"
+    solver: str = "exact"
     measure: Callable[[Any], int] = temporaries
     offload: bool = False
     max_compilations: int = 8
@@ -88,7 +88,7 @@ class Plan:
     Attributes:
       choice: names of what is kept, or the stock policy that keeps it; None: the program fits as it is, and nothing
         is computed again.
-      budget_bytes: asked for.
+      budget_bytes: given.
       measured_bytes: of the program, by `Options.measure`.
       predicted_bytes: of it, before it was compiled: those of full rematerialization and of what is kept.
       flops: products that the program executes on one device, counted in its trace.
@@ -100,7 +100,7 @@ class Plan:
       fn: the function with the choice applied.
     """
 
-    choice: Choice | None
+    choice: RematChoice | None
     budget_bytes: int
     measured_bytes: int
     predicted_bytes: int
@@ -120,12 +120,13 @@ class Plan:
     def report(self) -> str:
         """Returns the plan in a few lines."""
         kept = "everything: it fits as it is" if self.choice is None else self._kept()
-        full = "" if self.full is None else f", {spoken(self.full[0])} with nothing kept"
+        full = "" if self.full is None else f", {format_bytes(self.full[0])} with nothing kept"
         return "\n".join(
             (
                 f"kept       {kept}",
-                f"bytes      {spoken(self.measured_bytes)} measured, {spoken(self.predicted_bytes)} predicted, of "
-                f"{spoken(self.budget_bytes)}; {spoken(self.plain[0])} without rematerialization{full}",
+                f"bytes      {format_bytes(self.measured_bytes)} measured, "
+                f"{format_bytes(self.predicted_bytes)} predicted, of {format_bytes(self.budget_bytes)}; "
+                f"{format_bytes(self.plain[0])} without rematerialization{full}",
                 f"products   {self.flops:.4g} FLOP, {self.predicted_flops:.4g} predicted, {self.recompute_share:+.1%}",
                 f"search     {self.compilations} compilations, {self.seconds:.1f} s",
             )
@@ -179,8 +180,8 @@ def max_batch(
 
     Secants through what was measured, and bisection wherever they move little: a few programs where memory grows
     evenly, some 60 at most. With rematerialization it is the largest that fits with nothing kept, for which `fit` with
-    `Options(measure=everything)` then finds how much of the limit can keep values. Where another choice takes less than
-    nothing kept, as for blocks in a Python loop, a larger batch may fit.
+    `Options(measure=total_bytes)` then finds how much of the limit can keep values. Where another choice takes less
+    than nothing kept, as for blocks in a Python loop, a larger batch may fit.
 
     Args:
       make_step: batch -> (fn, args) as `fit` takes them; `jax.ShapeDtypeStruct`s will do.
@@ -190,7 +191,7 @@ def max_batch(
       most: larger ones are not tried.
 
     Raises:
-      ValueError: a limit that is no size, or too small for a batch of 1; `most` below 1.
+      ValueError: an invalid limit, or one too small for a batch of 1; `most` below 1.
     """
     limit = parse_bytes(limit_bytes, name="limit_bytes")
     if most < 1:
@@ -198,14 +199,14 @@ def max_batch(
 
     def measured(batch: int) -> int:
         fn, args = make_step(batch)
-        return everything(_tracer(fn, args, step=step, region="auto")(Choice() if rematerialize else None))
+        return total_bytes(_tracer(fn, args, step=step, region="auto")(RematChoice() if rematerialize else None))
 
     least = measured(1)
     if least > limit:
         raise ValueError(
-            f"limit_bytes={limit:,}: a batch of 1 takes {least:,} bytes ({spoken(least)}) "
-            f"{_spoken(Choice() if rematerialize else None)}; raise the limit, split the model over more devices or "
-            "shorten the rows."
+            f"limit_bytes={limit:,}: a batch of 1 takes {least:,} bytes ({format_bytes(least)}) "
+            f"{_kept_phrase(RematChoice() if rematerialize else None)}; raise the limit, split the model over more "
+            "devices or shorten the rows."
         )
     return _largest(measured, least, limit=limit, most=most)
 
@@ -233,14 +234,14 @@ def _largest(measured: Callable[[int], int], least: int, *, limit: int, most: in
     return fits, fits_bytes
 
 
-def _applied(fn: Callable, choice: Choice | None, *, region: str) -> Callable:
+def _applied(fn: Callable, choice: RematChoice | None, *, region: str) -> Callable:
     return fn if choice is None else regions(fn, choice, region=region)
 
 
-def _tracer(fn: Callable, args: tuple, *, step: Callable | None, region: str) -> Callable[[Choice | None], Any]:
+def _tracer(fn: Callable, args: tuple, *, step: Callable | None, region: str) -> Callable[[RematChoice | None], Any]:
     build = step or _gradients
 
-    def traced(choice: Choice | None) -> Any:
+    def traced(choice: RematChoice | None) -> Any:
         program = build(_applied(fn, choice, region=region))
         program = program if hasattr(program, "trace") else jax.jit(program)
         with tracing(fn, args, by="remat"):
@@ -249,7 +250,7 @@ def _tracer(fn: Callable, args: tuple, *, step: Callable | None, region: str) ->
     return traced
 
 
-def regions(fn: Callable, choice: Choice, *, region: str) -> Callable:
+def regions(fn: Callable, choice: RematChoice, *, region: str) -> Callable:
     """Returns `fn` with a choice applied to its `Options.region`, or a stock policy to the whole of it."""
     _check_region(region)
 
@@ -268,7 +269,7 @@ def regions(fn: Callable, choice: Choice, *, region: str) -> Callable:
     return run
 
 
-def search(traced: Callable[[Choice | None], Any], *, budget_bytes: int, options: Options = Options()) -> Plan:
+def search(traced: Callable[[RematChoice | None], Any], *, budget_bytes: int, options: Options = Options()) -> Plan:
     """Returns the plan of a program that can be traced under any choice; see `fit`.
 
     Args:
@@ -285,7 +286,7 @@ def search(traced: Callable[[Choice | None], Any], *, budget_bytes: int, options
     plain = trial(None)
     shared = {"budget_bytes": budget_bytes, "plain": plain}
 
-    def without_prediction(choice: Choice | None, *, full: tuple[int, float] | None) -> Plan:
+    def without_prediction(choice: RematChoice | None, *, full: tuple[int, float] | None) -> Plan:
         num_bytes, flops = trial(choice)
         found = {"measured_bytes": num_bytes, "predicted_bytes": num_bytes, "flops": flops, "predicted_flops": flops}
         cost = {"compilations": trial.count, "seconds": time.monotonic() - began}
@@ -293,12 +294,12 @@ def search(traced: Callable[[Choice | None], Any], *, budget_bytes: int, options
 
     if plain[0] <= budget_bytes:
         return without_prediction(None, full=None)
-    full = trial(Choice())
+    full = trial(RematChoice())
     if full[0] > budget_bytes:
         return without_prediction(_stock(trial, budget_bytes), full=full)
-    graph = recompute_graph(live_jaxpr(trial.trace(Choice())), rates=options.rates, min_bytes=options.min_bytes)
+    graph = recompute_graph(live_jaxpr(trial.trace(RematChoice())), rates=options.rates, min_bytes=options.min_bytes)
     if not graph.sizes:
-        return without_prediction(Choice(), full=full)
+        return without_prediction(RematChoice(), full=full)
     choice = narrowed(trial, graph, solve, budget_bytes=budget_bytes, most=options.max_compilations)
     measured, flops = trial(choice)
     kept = {*choice.saved, *choice.offloaded}
@@ -315,24 +316,24 @@ def search(traced: Callable[[Choice | None], Any], *, budget_bytes: int, options
     )
 
 
-def _stock(trial: Trials, budget_bytes: int) -> Choice:
+def _stock(trial: Trials, budget_bytes: int) -> RematChoice:
     """Returns the choice of the stock policy that fits with the fewest FLOPs. Raises BudgetNotMet where none fits."""
-    choices = [Choice(stock_policy=name) for name in naming.STOCK_POLICIES]
+    choices = [RematChoice(stock_policy=name) for name in naming.STOCK_POLICIES]
     for choice in sorted(choices, key=trial.flops):
         if trial(choice)[0] <= budget_bytes:
             return choice
-    tried = {choice: trial(choice)[0] for choice in (None, Choice(), *choices)}
+    tried = {choice: trial(choice)[0] for choice in (None, RematChoice(), *choices)}
     smallest = min(tried, key=tried.get)
-    measured = ", ".join(f"{spoken(num_bytes)} {_spoken(choice)}" for choice, num_bytes in tried.items())
+    measured = ", ".join(f"{format_bytes(num_bytes)} {_kept_phrase(choice)}" for choice, num_bytes in tried.items())
     raise BudgetNotMet(
-        f"a budget of {budget_bytes:,} bytes ({spoken(budget_bytes)}) is not met: the smallest program tried takes "
-        f"{tried[smallest]:,} bytes ({spoken(tried[smallest])}) {_spoken(smallest)}. Measured: {measured}. A program "
-        "that was not tried may take less: write blocks in a Python loop as a lax.scan, or put jax.checkpoint around "
-        "each. Or raise the budget, or make the batch, its microbatches or each device's share smaller."
+        f"a budget of {budget_bytes:,} bytes ({format_bytes(budget_bytes)}) is not met: the smallest program tried "
+        f"takes {tried[smallest]:,} bytes ({format_bytes(tried[smallest])}) {_kept_phrase(smallest)}. Measured: "
+        f"{measured}. A program that was not tried may take less: write blocks in a Python loop as a lax.scan, or put "
+        "jax.checkpoint around each. Or raise the budget, or reduce the batch, its microbatches or each device's share."
     )
 
 
-def _spoken(choice: Choice | None) -> str:
+def _kept_phrase(choice: RematChoice | None) -> str:
     if choice is None:
         return "without rematerialization"
     return f"under {choice.stock_policy}" if choice.stock_policy else "with nothing kept"
@@ -374,5 +375,5 @@ def _gradients(fn: Callable) -> Callable:
 def _memory(traced: Any) -> Any:
     memory = traced.lower().compile().memory_analysis()
     if memory is None:
-        raise ValueError("this backend tells nothing of a program's memory; give Options.measure.")
+        raise ValueError("this backend has no memory analysis of programs; give Options.measure.")
     return memory

@@ -1,7 +1,7 @@
 """Dynamic loss scaling, which fp16 needs: gradients below 6e-8 would be 0, so the loss is multiplied and they divided.
 
-Owns the scale and how it moves. Refuses to own a step: each function here is pure, and a step that is passed over is a
-`where`, never a `cond`, which Neuron does not take. bf16 has the range of fp32 and needs none of this.
+Each function is pure, and a step is skipped by `where`, never by `cond`, which Neuron does not support. bf16 has the
+range of fp32 and needs no loss scale.
 
     value, grads, finite = scaling.value_and_grad(autocast(loss, "fp16"))(scale, params, batch)
     params, scale = scaling.chosen(finite, params - rate * grads, params), scaling.adjusted(scale, finite)
@@ -55,7 +55,7 @@ def initial(*, scale: float = 2.0**15) -> LossScale:
     """Returns the state before the first step.
 
     Raises:
-      ValueError: a scale that is no power of two.
+      ValueError: a scale that is not a power of two.
     """
     if scale <= 0 or math.frexp(scale)[0] != 0.5:
         raise ValueError(f"loss scale {scale} must be a power of two, such as {2.0**15:.0f}.")

@@ -1,46 +1,41 @@
-"""The cheapest set of values to save within a number of bytes, exact where SciPy is there, near it by a greedy rule.
+"""The cheapest set of values to save within a number of bytes: exactly, or nearly by a greedy rule.
 
-Owns the choice among the nodes of a `recompute.Graph`. Refuses to know what a program's memory is: its bytes are those
-of the saved values alone.
+The bytes are those of the saved values alone, not a program's memory.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib.util
 from collections.abc import Callable
 
 import numpy as np
 
-from hlat_jax.passes.naming import Choice
+from hlat_jax.passes.naming import RematChoice
 from hlat_jax.passes.recompute import Graph
 
-Solver = Callable[[Graph, float], Choice]
+Solver = Callable[[Graph, float], RematChoice]
 
 
 def solver(name: str, *, offloaded_byte: float | None = None) -> Solver:
-    """Returns `exact`, or `greedy` where `auto` finds no SciPy.
+    """Returns the solver of a name, `exact` or `greedy`.
 
     Args:
-      name: exact, greedy or auto.
+      name: exact or greedy.
       offloaded_byte: as for `exact`.
 
     Raises:
-      ValueError: another name, `exact` without SciPy, or `greedy` where values may go to the host.
+      ValueError: an unknown name, or `greedy` where values may go to the host.
     """
-    has_scipy = importlib.util.find_spec("scipy") is not None
-    if name not in ("auto", "exact", "greedy"):
-        raise ValueError(f"solver={name!r} must be auto, exact or greedy.")
-    if name == "exact" and not has_scipy:
-        raise ValueError("solver='exact' takes SciPy, which is not installed; install it or take 'greedy'.")
-    if name != "greedy" and has_scipy:
+    if name not in ("exact", "greedy"):
+        raise ValueError(f"solver={name!r} must be exact or greedy.")
+    if name == "exact":
         return functools.partial(exact, offloaded_byte=offloaded_byte)
     if offloaded_byte is not None:
-        raise ValueError("offload=True takes the exact solver, and with it SciPy; the greedy one keeps or drops.")
+        raise ValueError("offload=True needs solver='exact': the greedy solver only keeps or drops values.")
     return greedy
 
 
-def exact(graph: Graph, budget_bytes: float, *, offloaded_byte: float | None = None) -> Choice:
+def exact(graph: Graph, budget_bytes: float, *, offloaded_byte: float | None = None) -> RematChoice:
     """Returns what to keep, names in order, for the cheapest recomputation within the bytes: a mixed-integer program.
 
     For each value s, 1: saved, and h, 1: offloaded; for each node c, 1: computed again. What gradients read is saved,
@@ -53,7 +48,7 @@ def exact(graph: Graph, budget_bytes: float, *, offloaded_byte: float | None = N
 
     Source: Jain et al. (Checkmate), arXiv 1910.02653, without the order of execution, which is the compiler's here.
     """
-    from scipy.optimize import Bounds, LinearConstraint, milp
+    from scipy.optimize import Bounds, LinearConstraint, milp  # not at the top: slow to import
     from scipy.sparse import coo_array
 
     names = sorted(graph.sizes)
@@ -94,11 +89,13 @@ def exact(graph: Graph, budget_bytes: float, *, offloaded_byte: float | None = N
     if found.x is None:
         raise AssertionError(f"saving nothing is always a solution: {found.message}")
     offloaded = tuple(name for name in names if found.x[column[name] + len(names)] > 0.5)
-    return Choice(_without_idle(graph, [name for name in names if found.x[column[name]] > 0.5], offloaded), offloaded)
+    return RematChoice(
+        _without_idle(graph, [name for name in names if found.x[column[name]] > 0.5], offloaded), offloaded
+    )
 
 
 def _without_idle(graph: Graph, saved: list[str], offloaded: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns the saved names without those that make nothing cheaper: the solver's tolerance lets some through."""
+    """Returns the saved names without those that reduce no cost: the solver's tolerance lets some through."""
     cost = graph.cost({*saved, *offloaded})
     for name in sorted(saved, key=graph.sizes.get, reverse=True):
         rest = [other for other in saved if other != name]
@@ -107,7 +104,7 @@ def _without_idle(graph: Graph, saved: list[str], offloaded: tuple[str, ...]) ->
     return tuple(saved)
 
 
-def greedy(graph: Graph, budget_bytes: float) -> Choice:
+def greedy(graph: Graph, budget_bytes: float) -> RematChoice:
     """Returns what to save, names in order: all, less those that cost least per byte to do without, until they fit.
 
     Source: the score of RAF's rematerialization, awslabs/raf `src/pass/rematerialization.cc`.
@@ -121,4 +118,4 @@ def greedy(graph: Graph, budget_bytes: float) -> Choice:
             break
         saved.remove(name)
         cost += without[name]
-    return Choice(tuple(sorted(saved)))
+    return RematChoice(tuple(sorted(saved)))

@@ -1,4 +1,4 @@
-"""`python -m hlat_jax.plan --config=NAME --target=trn1.32xlarge --nodes=64`: a run, before a node of it is rented.
+"""`python -m hlat_jax.plan --config=NAME --target=trn1.32xlarge --nodes=64`: memory, collectives and speed of a run.
 
 Needs no accelerator: it traces the step that trains for virtual devices. `plan tune` and `plan choices` are about the
 implementations of ops, see `plan.ops_command`.
@@ -31,7 +31,7 @@ def main(argv: Sequence[str]) -> int:
     mutable, values = flags_lib.parse(argv, _define)
     config = resolve(mutable)
     _check_flags(values)
-    os.environ["JAX_PLATFORMS"] = "cpu"  # a plan asks no accelerator, also where there is one
+    os.environ["JAX_PLATFORMS"] = "cpu"  # no accelerator is needed; one that is there stays free
     from hlat_jax.plan import aot, report, search, text
 
     site = report.Site(
@@ -65,9 +65,9 @@ def _check_flags(values: flags.FlagValues) -> None:
     if not 0 < values.disk_gb_per_s < math.inf:
         raise ValueError(f"--disk_gb_per_s={values.disk_gb_per_s} must be above 0.")
     if not 0 <= values.price_per_hour < math.inf:
-        raise ValueError(f"--price_per_hour={values.price_per_hour} must be at least 0; 0: not known.")
+        raise ValueError(f"--price_per_hour={values.price_per_hour} must be at least 0; 0: unknown.")
     if values.data_tokens < 0:
-        raise ValueError(f"--data_tokens={values.data_tokens} must be at least 0; 0: not known.")
+        raise ValueError(f"--data_tokens={values.data_tokens} must be at least 0; 0: unknown.")
     if values.json:
         flags_lib.check_output("--json", values.json)
 
@@ -75,13 +75,13 @@ def _check_flags(values: flags.FlagValues) -> None:
 def _define(values: flags.FlagValues) -> None:
     names = ", ".join([*cost.TARGETS, "cpu"])
     flags.DEFINE_string("target", "trn1.32xlarge", f"Node to plan for: {names}.", flag_values=values)
-    flags.DEFINE_integer("nodes", 1, "How many of them.", flag_values=values)
+    flags.DEFINE_integer("nodes", 1, "Number of nodes.", flag_values=values)
     flags.DEFINE_string("json", "", "Also write the plan to this file.", flag_values=values)
     flags.DEFINE_bool("search", False, "Try other layouts on the same nodes.", flag_values=values)
     flags.DEFINE_bool("partition", False, "Compile for virtual CPU devices and compare.", flag_values=values)
-    flags.DEFINE_float("price_per_hour", 0.0, "Price of one node; 0: not known.", flag_values=values)
+    flags.DEFINE_float("price_per_hour", 0.0, "Price of one node; 0: unknown.", flag_values=values)
     flags.DEFINE_float("disk_gb_per_s", 1.0, "Bandwidth of one node to the checkpoint's disk.", flag_values=values)
-    flags.DEFINE_integer("data_tokens", 0, "Tokens of the training data; 0: not known.", flag_values=values)
+    flags.DEFINE_integer("data_tokens", 0, "Tokens of the training data; 0: unknown.", flag_values=values)
 
 
 if __name__ == "__main__":

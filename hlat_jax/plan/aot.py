@@ -1,4 +1,4 @@
-"""The real step compiled for virtual CPU devices in a process of its own, beside what the plan says of that layout.
+"""The real step compiled for virtual CPU devices in a process of its own, compared with the plan of that layout.
 
 Virtual CPU devices end at 2,048, so the data degree is cut until the devices are few enough; the rows of one device
 stay what they are. On CPU a bf16 program computes products in fp32 and sends bf16 as fp32, so the program is compiled,
@@ -27,11 +27,11 @@ _POLICY = "fp32"
 
 
 def partition(config: Config, site: Site, *, max_devices: int = MAX_DEVICES) -> dict[str, Any]:
-    """Returns what compiling a smaller data degree gives, beside what is planned for it.
+    """Returns what compiling a smaller data degree gives, beside the plan of it.
 
     Raises:
       ValueError: a layout whose other degrees alone take more than 2,048 devices.
-      RuntimeError: the compiling process failed; the message has its last words.
+      RuntimeError: the compiling process failed; the message ends with its last output.
     """
     small, num_devices = reduced(config, site, max_devices=max_devices)
     platform = cost.target(site.target).platform
@@ -59,7 +59,9 @@ def fewer_replicas(config: Config, num_devices: int, *, max_devices: int) -> tup
     degrees = planned_layout(config, num_devices, platform="cpu").degrees
     inner = num_devices // degrees["data"]
     if inner > 2048:
-        raise ValueError(f"this layout takes {inner:,} devices for one replica; virtual CPU devices end at 2,048.")
+        raise ValueError(
+            f"this layout takes {inner:,} devices for one replica; virtual CPU devices are limited to 2,048."
+        )
     few = max(1, max_devices // inner)
     data = max(d for d in range(1, few + 1) if degrees["data"] % d == 0)  # a divisor: what divides now, divides then
     tree = config.to_dict()
@@ -69,7 +71,7 @@ def fewer_replicas(config: Config, num_devices: int, *, max_devices: int) -> tup
 
 
 def compiled(config: Config, num_devices: int, platform: str) -> dict[str, Any]:
-    """Returns what `partition` does; runs in a process that has `num_devices` CPU devices."""
+    """Returns the result of `partition`; runs in a process that has `num_devices` CPU devices."""
     import jax
 
     from hlat_jax.ops.choices import chosen_model

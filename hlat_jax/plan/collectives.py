@@ -1,7 +1,7 @@
-"""Reads the collectives of a partitioned program from its HLO text: what, over which mesh axes, how often, how large.
+"""Reads the collectives of a partitioned program from its HLO text: kind, mesh axes, executions and bytes.
 
-Owns the reading of that text. Refuses to import JAX and to compile anything: `compiled.as_text()` and a mesh, or any
-object with a `shape` of axis names and sizes, are all it takes. A loop's body counts once per trip.
+Needs no JAX: the input is `compiled.as_text()` and a mesh, or any object with a `shape` of axis names and sizes. The
+body of a loop counts once per trip.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Collective:
         what is scattered before it is, what is exchanged or sent.
       trips: executions in one run of the program: the product of the trip counts of the loops around it.
       dtypes: HLO names of the arrays' element types, each once, sorted.
-      op_name: where the compiler says it comes from.
+      op_name: its origin, from the metadata.
     """
 
     kind: str
@@ -130,7 +130,6 @@ _CALLEES = re.compile(
 _TRIPS = re.compile(r'known_trip_count":\{"n":"(\d+)"')
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _ARRAY = re.compile(r"\b([a-z]+\d*[a-z0-9]*)\[([\d,<=]*)\]")
-_ITEM_BYTES = {"pred": 1, "s4": 0.5, "u4": 0.5}
 
 
 def _computations(text: str) -> tuple[dict[str, list[str]], str]:
@@ -236,8 +235,8 @@ def _size(dims: str) -> int:
 
 
 def _item_bytes(dtype: str) -> float:
-    if dtype in _ITEM_BYTES:
-        return _ITEM_BYTES[dtype]
+    if dtype == "pred":
+        return 1
     bits = re.match(r"[a-z]+(\d+)", dtype)
     return int(bits[1]) / 8 if bits else 0  # tokens and opaque values have no size
 
@@ -264,7 +263,7 @@ def _groups_of(kind: str, text: str, mesh_shape: tuple) -> tuple[tuple[str, ...]
 
 
 def device_groups(text: str, num_devices: int) -> np.ndarray:
-    """Returns int [groups, members]: what HLO's text after `replica_groups=` or `source_target_pairs=` says.
+    """Returns int [groups, members]: the groups of HLO's text after `replica_groups=` or `source_target_pairs=`.
 
     Args:
       text: `{{0,1},{2,3}}`, `{}` (all), `[2,4]<=[4,2]T(1,0)`, or `mesh['a'=2,'b'=4], device_ids=([8]) {'b'}`.
@@ -283,7 +282,7 @@ def device_groups(text: str, num_devices: int) -> np.ndarray:
         return _iota(order).reshape(_ints(sizes))
     if text.startswith("mesh["):
         return _mesh_groups(text, num_devices)
-    raise ValueError(f"replica groups {text[:80]!r} are in a notation that is not known here.")
+    raise ValueError(f"replica groups {text[:80]!r} are in an unknown notation.")
 
 
 def _iota(text: str) -> np.ndarray:

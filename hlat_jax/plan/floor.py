@@ -1,8 +1,8 @@
-"""The least that a step can hold and take under a layout, by arithmetic: which layouts are worth tracing.
+"""Lower bounds of memory and time of a step under a layout, by arithmetic: which layouts are worth tracing.
 
-Every number is at or below that of the plan (tests hold the two against each other), so what does not fit here does not
-fit, and what is slower here than a planned layout is slower. State is exact. Left out: what elementwise work, norms,
-the loss and the smaller collectives take, and every buffer but the kept activations.
+Every number is at or below that of the plan (tests compare the two), so a layout that does not fit here does not fit,
+and one that is slower here than a planned layout is slower. State is exact. Left out: the time of elementwise work,
+norms, the loss and the smaller collectives, and every buffer but the kept activations.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Floor:
 
     Attributes:
       total: bytes of one device.
-      step_s: projected, with nothing overlapped; 0 where the speed of the target is not known.
+      step_s: projected, with nothing overlapped; 0 where the speed of the target is unknown.
     """
 
     total: int
@@ -39,7 +39,7 @@ class Floor:
 
 @dataclasses.dataclass(frozen=True)
 class Held:
-    """What one device holds of the state and the gradients, whatever the schedule.
+    """The state and gradients on one device, which do not depend on the schedule.
 
     Attributes:
       state_bytes: parameters, moments and masters.

@@ -1,6 +1,6 @@
-"""What one device and one host have to hold: state to the byte, temporaries as `liveness` estimates them.
+"""Memory of one device and one host: state to the byte, temporaries as `liveness` estimates them.
 
-State is exact: it is read from the shard shapes of the very state that trains. Everything else is an estimate.
+State is exact: its shard shapes are those of the state that trains. Temporaries are an estimate.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hlat_jax.step import RunProgram, state_bytes
 
 @dataclasses.dataclass(frozen=True)
 class DeviceBytes:
-    """Bytes of one device, the fullest, at its fullest moment.
+    """Bytes of the fullest device, at its peak.
 
     Attributes:
       params: what the forward pass reads; exact.

@@ -1,4 +1,4 @@
-"""Throughput that AWS has published for Llama models on trn1.32xlarge: reference points beside a projection.
+"""Throughput that AWS has published for Llama models on trn1.32xlarge, for comparison with a projection.
 
 None of it is HLAT itself, whose speed was never published. All rows have a global batch of 1,024 sequences.
 """

@@ -1,6 +1,6 @@
-"""A plan: everything that can be known of a run before a node is rented, as a dict of plain values and as text.
+"""A plan: memory, collectives and projected speed of a run, as a dict of plain values.
 
-Sizes are bytes, times seconds; every speed is labelled a projection.
+Sizes are in bytes, times in seconds; every speed is labelled a projection.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import math
 from typing import Any
 
 from hlat_jax import cost
+from hlat_jax.byte_sizes import format_bytes
 from hlat_jax.config import Config
 from hlat_jax.parallel.degrees import passes
 from hlat_jax.parallel.sharding import Layout
@@ -27,14 +28,14 @@ PROJECTION = "projection, not measured"
 
 @dataclasses.dataclass(frozen=True)
 class Site:
-    """Where a run is planned.
+    """The nodes that a run is planned for.
 
     Attributes:
       target: a name of `cost.target`.
       nodes: of that kind.
       disk_bytes_per_s: of one node, while it saves.
-      price_per_hour: of one node; 0: not known.
-      data_tokens: of the training data; 0: not known.
+      price_per_hour: of one node; 0: unknown.
+      data_tokens: of the training data; 0: unknown.
     """
 
     target: str
@@ -61,7 +62,7 @@ def site_layout(config: Config, site: Site) -> Layout:
         return planned_layout(config, site.num_devices, platform=target.platform)
     except ValueError as error:
         nodes = _nearest_nodes(config, site) if target.network_bytes_per_s else None
-        raise ValueError(f"{error} It passes as it is with --nodes={nodes}." if nodes else str(error)) from None
+        raise ValueError(f"{error} Unchanged, it is valid with --nodes={nodes}." if nodes else str(error)) from None
 
 
 def _nearest_nodes(config: Config, site: Site) -> int | None:
@@ -105,7 +106,7 @@ def make_plan(config: Config, site: Site) -> dict[str, Any]:
 
 
 def described(config: Config, layout: Layout) -> dict[str, Any]:
-    """Returns a layout as plans name it: degrees, devices, and what else is split."""
+    """Returns the degrees, the number of devices, and the other splits of a layout."""
     parallel = config.parallel
     splits = {"zero1": parallel.zero1, "sequence_parallel": parallel.sequence_parallel}
     return layout.degrees | {"devices": layout.mesh.size} | splits
@@ -119,7 +120,7 @@ def short_plan(program: RunProgram, *, budget: int) -> list[str]:
     counts = counted(traced_collectives(jaxpr, program.layout.mesh)).values()
     if counts:
         executions, sent = sum(count.executions for count in counts), sum(count.wire_bytes for count in counts)
-        lines.append(f"collectives      {executions:,} per step, {text.gib(sent)} sent by a device")
+        lines.append(f"collectives      {executions:,} per step, {format_bytes(sent)} sent by a device")
     return lines
 
 

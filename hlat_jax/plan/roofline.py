@@ -1,6 +1,6 @@
-"""How long a step takes at least, from its trace and the table of targets. Projection, not measured.
+"""Roofline of the time of a step, from its trace and the table of targets. Projection, not measured.
 
-What is assumed: every product runs at the device's peak or at the speed of its memory, whichever is slower, and reads
+Assumptions: every product runs at the device's peak or at the speed of its memory, whichever is slower, and reads
 its operands and writes its result once; elementwise work rides along with a product. The update reads and writes the
 state once. Collectives run one after another at the full speed of the slowest link on their way, with a delay per step
 of a binary tree. A real step is slower: no compiler reaches these speeds everywhere.

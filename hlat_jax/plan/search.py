@@ -1,7 +1,4 @@
-"""Other layouts for the same nodes: the nearest that fits, and all that fit, ranked by their projected step.
-
-Owns which layouts are tried. What each is worth is `report`'s plan of it.
-"""
+"""Other layouts for the same nodes: the nearest that fits, and all that fit, ranked by their projected step."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ REMATS = ("none", "selective", "full")
 
 
 def complete(plan: dict[str, Any], config: Config, site: Site) -> dict[str, Any]:
-    """Returns the plan; one that does not fit with what binds and, where there is one, the nearest change that fits."""
+    """Returns the plan; one that does not fit also has its largest part and the nearest change that fits, if any."""
     if plan["fits"]:
         return plan
     memory = plan["device_bytes"]
@@ -37,7 +34,7 @@ def ranked(config: Config, site: Site, *, most: int = 10, max_plans: int = 48) -
 
     Every choice of degrees, ZeRO-1, sequence parallelism, microbatches and rematerialization is weighed by the `floor`
     of its plan, the best first, and planned while it may still be among the best: by projected step, or by bytes where
-    the speed of the target is not known.
+    the speed of the target is unknown.
 
     Args:
       config: of the run.

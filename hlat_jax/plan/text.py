@@ -1,16 +1,18 @@
-"""A plan as text. Owns the words; every number comes from the plan's dict."""
+"""A plan as text; every number comes from the plan's dict."""
 
 from __future__ import annotations
 
 from typing import Any
+
+from hlat_jax.byte_sizes import format_bytes
 
 
 def memory_line(total: int, budget: int, *, state: int, temporaries: int) -> str:
     """Returns the line that `train` prints of the memory of a device."""
     verdict = "" if total <= budget else "; MORE THAN IT HAS: try python -m hlat_jax.plan --search"
     return (
-        f"memory planned   {gib(total)} of {gib(budget)} on the fullest device: {gib(state)} state, "
-        f"{gib(temporaries)} temporaries (estimated){verdict}"
+        f"memory planned   {format_bytes(total)} of {format_bytes(budget)} on the fullest device: "
+        f"{format_bytes(state)} state, {format_bytes(temporaries)} temporaries (estimated){verdict}"
     )
 
 
@@ -24,36 +26,37 @@ def full(plan: dict[str, Any]) -> str:
 
 
 def partitioned(part: dict[str, Any]) -> str:
-    """Returns what compiling for virtual devices gave, beside what was planned for them."""
+    """Returns the compiled program for virtual devices beside its plan."""
     lines = [
         f"Compiled for {part['devices']} virtual CPU devices ({degrees(part['layout'])}), {part['seconds']:.0f} s",
-        f"  arguments    {gib(part['argument_bytes'])}, planned {gib(part['planned_argument_bytes'])}",
-        f"  temporaries  {gib(part['temporary_bytes'])}, planned {gib(part['planned_temporary_bytes'])} "
-        f"({part['policy']} on both sides)",
+        f"  arguments    {format_bytes(part['argument_bytes'])}, "
+        f"planned {format_bytes(part['planned_argument_bytes'])}",
+        f"  temporaries  {format_bytes(part['temporary_bytes'])}, "
+        f"planned {format_bytes(part['planned_temporary_bytes'])} ({part['policy']} on both sides)",
         f"  {'collectives':<52} {'compiled':>10} {'planned':>10} {'compiled':>12} {'planned':>12}",
     ]
     lines += [
         f"  {row['kind']:<19} {' x '.join(row['axes']):<32} {row['count']:>10,} {row['planned_count']:>10,} "
-        f"{gib(row['payload_bytes']):>12} {gib(row['planned_payload_bytes']):>12}"
+        f"{format_bytes(row['payload_bytes']):>12} {format_bytes(row['planned_payload_bytes']):>12}"
         for row in part["collectives"]
     ]
     return "\n".join(lines)
 
 
 def ranking(found: dict[str, Any], where: str) -> str:
-    """Returns what `search.ranked` found on nodes called `where`: a table of layouts, the best first, or why none."""
+    """Returns the table of layouts of `search.ranked` on nodes called `where`, the best first, or why there is none."""
     if not found["layouts"]:
         return (
             f"No layout of {where}: no degrees with tensor inside a node pass every check; change the batch or nodes."
         )
     if not found["rows"]:
         least = f"none of the {found['planned']} planned, of {found['layouts']:,}, and the least that one needs is "
-        least += f"{gib(found['smallest'])} before workspace"
-        return f"No layout of {where} fits {gib(found['budget'])} of a device: {least}. Take more nodes."
-    by = "projected step" if found["by"] == "step_s" else "memory, as the speed of the device is not known"
+        least += f"{format_bytes(found['smallest'])} before workspace"
+        return f"No layout of {where} fits {format_bytes(found['budget'])} of a device: {least}. Take more nodes."
+    by = "projected step" if found["by"] == "step_s" else "memory, as the speed of the device is unknown"
     left = ""
     if found["rest"] is not None:
-        least = f"{found['rest']:.3f} s" if found["by"] == "step_s" else gib(found["rest"])
+        least = f"{found['rest']:.3f} s" if found["by"] == "step_s" else format_bytes(found["rest"])
         left = f"; one of the others would take at least {least}"
     lines = [
         f"Layouts that fit {where}, by {by}; {found['planned']} of {found['layouts']:,} planned{left}",
@@ -66,18 +69,13 @@ def ranking(found: dict[str, Any], where: str) -> str:
         lines.append(
             f"{rank:>4}  {layout['pipe']:>4}  {layout['data']:>4}  {layout['fsdp']:>4}  {layout['tensor']:>6}  "
             f"{_yes(layout['sequence_parallel']):<8}  {_yes(layout['zero1']):<5}  {row['num_microbatches']:>12}  "
-            f"{row['remat']:<9}  {gib(row['total']):>9} of {gib(row['budget'])}  {speed}"
+            f"{row['remat']:<9}  {format_bytes(row['total']):>9} of {format_bytes(row['budget'])}  {speed}"
         )
     return "\n".join(lines)
 
 
 def _yes(value: bool) -> str:
     return "yes" if value else "no"
-
-
-def gib(num_bytes: float) -> str:
-    """Returns bytes as GiB."""
-    return f"{num_bytes / 2**30:,.2f} GiB" if num_bytes >= 2**24 else f"{num_bytes / 2**20:,.3f} MiB"
 
 
 def degrees(layout: dict[str, Any]) -> str:
@@ -116,16 +114,19 @@ def _schedule_lines(schedule: dict[str, Any]) -> list[str]:
 
 def _memory_lines(plan: dict[str, Any]) -> list[str]:
     memory, m = plan["device_bytes"], plan["schedule"]["num_microbatches"]
+    logits = format_bytes(memory["logits"])
     notes = {
         "params": "exact",
         "opt_state": "exact",
         "batch": "exact",
         "gradients": "of the batch, exact" if m == 1 else f"sums over {m} microbatches, exact",
         "activations": "kept for the backward pass; estimated",
-        "workspace": f"the rest of the fullest moment; estimated. Logits of a microbatch {gib(memory['logits'])}",
+        "workspace": f"the rest of the fullest moment; estimated. Logits of a microbatch {logits}",
     }
-    lines = [f"  {name:<14} {gib(memory[name]):>12}  {note}" for name, note in notes.items()]
-    lines.append(f"  {'total':<14} {gib(memory['total']):>12}  of a budget of {gib(memory['budget'])}")
+    lines = [f"  {name:<14} {format_bytes(memory[name]):>12}  {note}" for name, note in notes.items()]
+    lines.append(
+        f"  {'total':<14} {format_bytes(memory['total']):>12}  of a budget of {format_bytes(memory['budget'])}"
+    )
     if plan["fits"]:
         return [*lines, "  fits"]
     lines.append(f"  DOES NOT FIT; most is {plan['binds']}")
@@ -139,8 +140,8 @@ def _collective_lines(plan: dict[str, Any]) -> list[str]:
     for row in plan["collectives"]:
         axes = " x ".join(row["axes"])
         lines.append(
-            f"  {row['kind']:<19} {axes:<32} {row['group']:>5} {row['count']:>7,} {gib(row['payload_bytes']):>12} "
-            f"{gib(row['sent_bytes']):>12}  {row['over']}"
+            f"  {row['kind']:<19} {axes:<32} {row['group']:>5} {row['count']:>7,} "
+            f"{format_bytes(row['payload_bytes']):>12} {format_bytes(row['sent_bytes']):>12}  {row['over']}"
         )
     return lines if plan["collectives"] else ["  none"]
 
@@ -148,7 +149,7 @@ def _collective_lines(plan: dict[str, Any]) -> list[str]:
 def _projection_lines(plan: dict[str, Any]) -> list[str]:
     projection = plan.get("projection")
     if projection is None:
-        return ["no projection: the speed of this device is not in the table"]
+        return ["no projection: the speed of this device is unknown"]
     price = "" if projection["price"] is None else f", price {projection['price']:,.0f}"
     return [
         f"step             {projection['step_s']:.3f} s, {projection['tokens_per_s']:,.0f} tokens/s, "
@@ -177,9 +178,9 @@ def _published_lines(plan: dict[str, Any]) -> list[str]:
 
 def _saving_lines(plan: dict[str, Any]) -> list[str]:
     saving = plan["saving"]
-    host = f" of {gib(saving['host_memory_bytes'])}" if saving["host_memory_bytes"] else ""
+    host = f" of {format_bytes(saving['host_memory_bytes'])}" if saving["host_memory_bytes"] else ""
     return [
-        f"  checkpoint {gib(saving['checkpoint_bytes'])}, {saving['seconds']:.1f} s at "
+        f"  checkpoint {format_bytes(saving['checkpoint_bytes'])}, {saving['seconds']:.1f} s at "
         f"{saving['disk_bytes_per_s'] / 1e9:g} GB/s per node",
-        f"  host memory at most {gib(saving['host_bytes'])}{host} per node while saving",
+        f"  host memory at most {format_bytes(saving['host_bytes'])}{host} per node while saving",
     ]

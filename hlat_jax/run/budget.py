@@ -15,12 +15,12 @@ from typing import Any
 
 import jax
 
-from hlat_jax.byte_sizes import parse_bytes, spoken
+from hlat_jax.byte_sizes import format_bytes, parse_bytes
 from hlat_jax.config import REMAT_BUDGET, Config
 from hlat_jax.host.distributed import exchange, is_first
 from hlat_jax.passes import remat
 from hlat_jax.passes.liveness import temporaries
-from hlat_jax.passes.naming import Choice, MissingValues
+from hlat_jax.passes.naming import MissingValues, RematChoice
 from hlat_jax.passes.products import live_jaxpr
 from hlat_jax.step import RunProgram, make_program
 
@@ -70,8 +70,9 @@ def resolved(program: RunProgram, *, recorded: dict[str, Any] | None) -> tuple[R
     record |= json.loads(json.dumps({key: getattr(plan, key) for key in keys}))
     _tell(
         f"remat            {record['choice']}\n"
-        f"                 for {facts['asked']}: {spoken(plan.measured_bytes)} measured, {spoken(plan.plain[0])} "
-        f"without; {plan.recompute_share:+.1%} FLOPs; {plan.compilations} compilations in {plan.seconds:.0f} s"
+        f"                 for {facts['asked']}: {format_bytes(plan.measured_bytes)} measured, "
+        f"{format_bytes(plan.plain[0])} without; {plan.recompute_share:+.1%} FLOPs; {plan.compilations} compilations "
+        f"in {plan.seconds:.0f} s"
     )
     return _with(program, record["choice"]), record
 
@@ -98,13 +99,13 @@ def is_asked(config: Config) -> bool:
 def _searched(program: RunProgram, measure: Any) -> remat.Plan:
     budget = parse_bytes(program.config.model.remat.removeprefix(REMAT_BUDGET), name="model.remat: the budget")
 
-    def traced(choice: Choice | None) -> Any:
+    def traced(choice: RematChoice | None) -> Any:
         return _with(program, _written(choice)).trace_step()
 
     return remat.search(traced, budget_bytes=budget, options=remat.Options(measure=measure, min_bytes=1024))
 
 
-def _written(choice: Choice | None) -> str:
+def _written(choice: RematChoice | None) -> str:
     return "none" if choice is None else str(choice)
 
 

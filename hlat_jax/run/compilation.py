@@ -18,7 +18,7 @@ from typing import Any
 
 import jax
 
-from hlat_jax import cost
+from hlat_jax.byte_sizes import format_bytes
 from hlat_jax.config import Config, with_renamed_keys
 from hlat_jax.generate.decoding import decode_arguments, make_decode, make_prefill, prefill_arguments
 from hlat_jax.generate.generator import Programs, sample_shape
@@ -118,8 +118,7 @@ def compiled_step(compilations: Compilations) -> Any:
     compiled = compilations.compiled("train")
     temporary = getattr(compiled.memory_analysis(), "temp_size_in_bytes", 0)
     print(
-        f"compiled         {time.monotonic() - began:.1f} s; "
-        f"the step needs {temporary / cost.GIB:.2f} GiB beside the state"
+        f"compiled         {time.monotonic() - began:.1f} s; the step needs {format_bytes(temporary)} beside the state"
     )
     return compiled
 

@@ -1,4 +1,4 @@
-"""The fingerprint and the size of a lowered program.
+"""The fingerprint, size and arguments of a lowered program.
 
 A fingerprint is a hash of the StableHLO module without the Python lines it comes from. Equal fingerprints are equal
 programs for any compiler; what surrounds a program (flags, versions of compilers) is not in it.
@@ -14,13 +14,13 @@ from typing import Any
 
 from jax.extend.mlir import ir
 
-# Operations that compute nothing: they hold others, or return values.
+# Operations that compute nothing.
 _SCAFFOLD = ("builtin.module", "func.func", "func.return", "stablehlo.return", "sdy.return", "sdy.mesh")
 
 
 @dataclasses.dataclass(frozen=True)
 class Fingerprint:
-    """What identifies a lowered program, and how large it is.
+    """Identity and size of a lowered program.
 
     Attributes:
       sha256: of its text, the first 16 hexadecimal digits.

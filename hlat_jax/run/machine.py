@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from hlat_jax import cost
+from hlat_jax.byte_sizes import format_bytes
 from hlat_jax.config import Config
 from hlat_jax.parallel.degrees import layout_over
 from hlat_jax.parallel.sharding import MESH_AXES
@@ -28,19 +29,19 @@ def fitting_program(config: Config, devices: Sequence[Any]) -> RunProgram:
     gradients = params * jnp.dtype(POLICIES[config.precision.policy].accumulate).itemsize
     needed = cost.state_bytes(config.model, config.precision.policy) + gradients
     degrees = ", ".join(f"{axis}={getattr(config.parallel, axis)}" for axis in MESH_AXES)
-    has = f"this machine has {len(devices)} {devices[0].device_kind} device(s) with {_gib(memory)} in all"
+    has = f"this machine has {len(devices)} {devices[0].device_kind} device(s) with {format_bytes(memory)} in all"
     if needed > memory:
         raise ValueError(
-            f"config {config.name}: {params:,} parameters need {_gib(needed)} for state and gradients before any "
-            f"activation (precision.policy={config.precision.policy}, parallel {degrees}), and {has}. "
+            f"config {config.name}: {params:,} parameters need {format_bytes(needed)} for state and gradients before "
+            f"any activation (precision.policy={config.precision.policy}, parallel {degrees}), and {has}. "
             "Take a smaller config, or more devices."
         )
     program = make_program(config, layout_over(config, devices))
     per_device = state_bytes(program.abstract_state)
     if per_device > device_memory(devices[0]):
         raise ValueError(
-            f"config {config.name}: the fullest device would hold {_gib(per_device)} of state (parallel {degrees}), "
-            f"and {has}. Raise parallel.tensor or parallel.fsdp, or set parallel.zero1=True."
+            f"config {config.name}: the fullest device would hold {format_bytes(per_device)} of state (parallel "
+            f"{degrees}), and {has}. Raise parallel.tensor or parallel.fsdp, or set parallel.zero1=True."
         )
     return program
 
@@ -56,7 +57,3 @@ def device_memory(device: Any) -> int:
     if row is not None:
         return row.memory_bytes
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // jax.local_device_count()
-
-
-def _gib(num_bytes: float) -> str:
-    return f"{num_bytes / cost.GIB:,.1f} GiB"

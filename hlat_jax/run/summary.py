@@ -6,6 +6,7 @@ import pathlib
 from collections.abc import Mapping
 
 from hlat_jax import cost
+from hlat_jax.byte_sizes import format_bytes
 from hlat_jax.config import Config
 from hlat_jax.data.held_out import HeldOut
 from hlat_jax.data.loader import TrainBatches
@@ -30,7 +31,7 @@ def describe(program: RunProgram) -> None:
     else:
         print(f"tokens per step  {step_tokens:,}, padding and ends of documents included")
     print(f"steps            {config.train.num_steps:,} of a horizon of {config.optimizer.horizon_steps:,}")
-    print(f"state            {state_bytes(program.abstract_state) / cost.GIB:.3f} GiB on the fullest device")
+    print(f"state            {format_bytes(state_bytes(program.abstract_state))} on the fullest device")
     chosen = [f"{key} {program.choices[key].name} ({program.choices[key].because})" for key in OPS]
     print(f"implementations  {', '.join([*chosen, f'remat {program.model.remat}'])}")
 

@@ -37,6 +37,7 @@ from hlat_jax import config as config_lib
 from hlat_jax import loop
 from hlat_jax.config import ParallelConfig
 from hlat_jax.data.tokenizer import Tokenizer
+from hlat_jax.evaluate import __main__ as evaluate_command
 from hlat_jax.evaluate import lm_eval_compat, suites, tasks
 from hlat_jax.evaluate.harness import HarnessModel
 from hlat_jax.evaluate.in_training import TasksInTraining
@@ -170,7 +171,7 @@ def test_the_harness_command_of_ours_knows_our_model_type(folder, monkeypatch, c
     words += f" --include_path {folder} --tasks local_choice"
     monkeypatch.setattr("sys.argv", [])
     monkeypatch.setattr("lm_eval.tasks.TaskManager", functools.partial(TaskManager, include_defaults=False))  # slow
-    assert evaluate.main(["lm_eval", *words.split()]) == 0
+    assert evaluate_command.main(["lm_eval", *words.split()]) == 0
     accuracy = of_hugging_face["results"]["local_choice"]["acc,none"]
     assert f"|acc|↑|{accuracy:g}|" in capsys.readouterr().out.replace(" ", "")
 

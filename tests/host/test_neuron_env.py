@@ -61,9 +61,9 @@ def golden_of(target):
     for nodes, rank in ((1, 0), (64, 63)):
         for name, variables in LAUNCHERS.items():
             current = variables(nodes, rank)
-            told = neuron_topology.of_launcher(current) if current else {"nodes": nodes, "rank": rank}
-            told = {"coordinator": "queue-dy-trn-1"} | told
-            place = Topology(instance, lnc=lnc, **told)
+            fields = neuron_topology.of_launcher(current) if current else {"nodes": nodes, "rank": rank}
+            fields = {"coordinator": "queue-dy-trn-1"} | fields
+            place = Topology(instance, lnc=lnc, **fields)
             one = environment(MIXED, HLAT, place, current=current)
             found[f"{name}, {nodes} nodes, rank {rank}"] = one.to_dict()
     place = Topology(instance, lnc=lnc)
@@ -215,8 +215,8 @@ def test_variables_of_the_user_win_with_a_line():
     assert found.variables["NEURON_RT_EXEC_TIMEOUT"] == "600"
     assert found.variables["MALLOC_ARENA_MAX"] == "64"
     assert found.notes == (
-        "NEURON_RT_EXEC_TIMEOUT: yours, 600, wins over 4000",
-        "FI_PROVIDER: yours, tcp, wins over efa",
+        "NEURON_RT_EXEC_TIMEOUT: your value 600 replaces 4000",
+        "FI_PROVIDER: your value tcp replaces efa",
     )
 
 
@@ -236,7 +236,7 @@ def test_compiler_flags_of_the_user_win_flag_by_flag(yours, gone):
     kept = [word for word in before.split() if not word.startswith(gone)]
     assert found.variables["NEURON_CC_FLAGS"] == f"{' '.join(kept)} {yours}"
     assert len(found.notes) == 1
-    assert found.notes[0].startswith(f"NEURON_CC_FLAGS: yours wins over {gone}")
+    assert found.notes[0].startswith(f"NEURON_CC_FLAGS: your value replaces {gone}")
 
 
 @pytest.mark.parametrize("yours", ["--dump=/x", "-lnc 1", "-lnc=1", "--auto-cast none", "--target trn1"])
@@ -253,7 +253,7 @@ CONTRADICTIONS = [
     ),
     ({"NEURON_LOGICAL_NC_CONFIG": "2"}, "contradicts --lnc, which gives 1"),
     ({"NEURON_CC_FLAGS": "-lnc=2"}, "--logical-nc-config=2, but the runtime runs with --lnc=1"),
-    ({"NEURON_CC_FLAGS": "--internal-num-neuroncores-per-sengine=1"}, "older name of --logical-nc-config=1"),
+    ({"NEURON_CC_FLAGS": "--internal-num-neuroncores-per-sengine=1"}, "older name; write --logical-nc-config=1"),
     ({"NEURON_CC_FLAGS": "--auto-cast=all"}, "set --auto-cast=none and choose another --config.precision.policy"),
     ({"NEURON_CC_FLAGS": "--auto-cast matmult"}, "--auto-cast=matmult rounds"),
     ({"NEURON_CC_FLAGS": "--target=trn2"}, "set --target=trn1"),
@@ -261,14 +261,14 @@ CONTRADICTIONS = [
     ({"NEURON_PJRT_PROCESS_INDEX": "3"}, "contradicts --rank or --process_id, which gives 1"),
     ({"NEURON_PJRT_PROCESSES_NUM_DEVICES": "32,32"}, "contradicts --nodes and --cores, which gives 32,32,32,32"),
     ({"NEURON_RT_VISIBLE_CORES": "0-15"}, "16 cores, but the run takes 32; unset it, or give --cores=16"),
-    ({"NEURON_RT_VISIBLE_CORES": "all"}, "no number of cores"),
+    ({"NEURON_RT_VISIBLE_CORES": "all"}, "not a list of cores"),
     ({"NEURON_RT_NUM_CORES": "8"}, "8 cores, but the run takes 32"),
     ({"NEURON_RT_ROOT_COMM_ID": "first:41001"}, "must end in a port that is not JAX's, 41001; use 41000"),
     ({"NEURON_RT_ROOT_COMM_ID": f"{'a' * 64}:41000"}, "has 64 characters; Neuron takes 63"),
     ({"NEURON_RT_ROOT_COMM_ID": "first"}, "HOST is missing"),
     ({"NEURON_RT_INSPECT_ENABLE": "1", "NEURON_RT_INSPECT_DEVICE_PROFILE": "1"}, "exclude each other"),
     ({"JAX_PLATFORMS": "cpu"}, "JAX_PLATFORMS=cpu keeps JAX off the devices of trn1.32xlarge"),
-    *(({name: "1"}, f"{name}=1 is set, and is {instead}") for name, instead in REMOVED.items()),
+    *(({name: "1"}, f"{name}=1 is set; it is {instead}") for name, instead in REMOVED.items()),
 ]
 
 
@@ -285,7 +285,9 @@ def test_variables_of_a_larger_job_are_refused_on_one_node():
         ("NEURON_PJRT_PROCESS_INDEX", "1", "0"),
     ):
         assert environment(MIXED, ParallelConfig(), alone, current={name: instead}).notes == ()
-        with pytest.raises(ValueError, match=f"{name}={value} is of a larger job than --nodes=1, which has {instead}"):
+        with pytest.raises(
+            ValueError, match=f"{name}={value} belongs to a larger job than --nodes=1, which has {instead}"
+        ):
             environment(MIXED, ParallelConfig(), alone, current={name: value})
 
 
@@ -304,7 +306,7 @@ def test_fewer_cores_than_the_node_has_are_made_visible():
 def test_misspelt_variables_are_named_with_the_nearest():
     found = with_current(NEURON_RT_STOCHASTIC_ROUNDIG_EN="1", NEURON_HLO_ANALYZER="1", NEURON_RT_LOG_LEVEL="INFO")
     assert found.notes == (
-        "NEURON_RT_STOCHASTIC_ROUNDIG_EN is not known here. Did you mean NEURON_RT_STOCHASTIC_ROUNDING_EN?",
+        "NEURON_RT_STOCHASTIC_ROUNDIG_EN is unknown. Did you mean NEURON_RT_STOCHASTIC_ROUNDING_EN?",
     )
 
 
@@ -319,7 +321,7 @@ def test_misspelt_variables_are_named_with_the_nearest():
         ({"coordinator": "a" * 64}, "has 64 characters; Neuron takes 63"),
         ({"coordinator": "first:41000"}, "without a port"),
         ({"coordinator": "a b"}, "must be a host name"),
-        ({"port": 41000}, "--port=41000 is that of Neuron's collectives"),
+        ({"port": 41000}, "--port=41000 is used by Neuron's collectives"),
         ({"port": 0}, "--port=0 must lie in 1 .. 65535"),
         ({"cores": 33}, "--cores=33: trn1.32xlarge has 32"),
     ],
@@ -361,15 +363,15 @@ def test_first_host_of_a_node_list(nodelist, first):
 
 
 def test_launchers_that_say_a_part_are_refused():
-    with pytest.raises(ValueError, match="SLURM_NODEID='' is no number: start this with srun"):
+    with pytest.raises(ValueError, match="SLURM_NODEID='' is not a number: start with srun"):
         neuron_topology.of_launcher({"SLURM_JOB_NODELIST": "a", "SLURM_NNODES": "2"})
-    with pytest.raises(ValueError, match="OMPI_COMM_WORLD_SIZE='' is no number: start this with mpirun"):
+    with pytest.raises(ValueError, match="OMPI_COMM_WORLD_SIZE='' is not a number: start with mpirun"):
         neuron_topology.of_launcher({"OMPI_COMM_WORLD_RANK": "2"})
 
 
 def test_open_mpi_inside_slurm_is_open_mpi():
-    told = neuron_topology.of_launcher(LAUNCHERS["slurm"](64, 1) | LAUNCHERS["mpi"](4, 2))
-    assert told == {"launcher": "mpi", "nodes": 4, "rank": 2}
+    fields = neuron_topology.of_launcher(LAUNCHERS["slurm"](64, 1) | LAUNCHERS["mpi"](4, 2))
+    assert fields == {"launcher": "mpi", "nodes": 4, "rank": 2}
 
 
 def test_instance_of_a_machine_is_its_product_name_where_it_has_devices(tmp_path):
@@ -380,7 +382,7 @@ def test_instance_of_a_machine_is_its_product_name_where_it_has_devices(tmp_path
     (tmp_path / "neuron0").touch()
     assert neuron_topology.detected_instance(here) == "trn1n.32xlarge"
     product.write_text("inf2.24xlarge\n")
-    with pytest.raises(ValueError, match=r"the instance type 'inf2.24xlarge' is not known here: give --instance=TYPE"):
+    with pytest.raises(ValueError, match=r"the instance type 'inf2.24xlarge' is unknown: give --instance=TYPE"):
         neuron_topology.detected_instance(here)
 
 
@@ -471,7 +473,7 @@ def test_training_sets_the_environment_before_jax_is_imported():
     assert "OMPI_MCA_orte_hnp_uri" not in found
     _, printed = environment_at_import("--instance=trn1.32xlarge", NEURON_RT_EXEC_TIMEOUT="600")
     assert printed.splitlines() == [
-        "environment      for 1 x trn1.32xlarge", "NEURON_RT_EXEC_TIMEOUT: yours, 600, wins over 4000",
+        "environment      for 1 x trn1.32xlarge", "NEURON_RT_EXEC_TIMEOUT: your value 600 replaces 4000",
     ]  # fmt: skip
 
 
@@ -553,7 +555,7 @@ def test_env_command_prints_lines_that_a_shell_takes(env_here, tmp_path):
     words = ["bash", "-c", 'eval "$1" && "$2" -c "$3"', "-", printed.out, sys.executable, show]
     done = subprocess.run(words, capture_output=True, text=True, env={}, check=True)
     assert json.loads(done.stdout) == expected.variables
-    assert printed.err == "MALLOC_ARENA_MAX: yours, a\n'b, wins over 64\n"
+    assert printed.err == "MALLOC_ARENA_MAX: your value a\n'b replaces 64\n"
 
 
 def test_env_command_prints_json(env_here):
@@ -584,7 +586,7 @@ def test_env_command_reads_the_launcher_and_the_lnc(env_here):
         (["env", "--config=7b", "--instance=trn1.32xlarge", "--rank=x"], "--rank=x must be a number from 0, or all"),
         (["env", "--config=7b", "--instance=trn1.32xlarge", "--nodes=4", "--coordinator=a"], "--rank is missing"),
         (["env", "--config=7b", "--instance=trn1.32xlarge", "--format=xml"], "--format=xml must be shell or json"),
-        (["env", "--config=7b", "--instnce=a"], "unknown flag --instnce. Did you mean '--instance'?"),
+        (["env", "--config=7b", "--instnce=a"], "Unknown command line flag 'instnce'. Did you mean: instance ?"),
         (["lint", "--config=tiny", "--json=/nowhere/a.json"], "--json=/nowhere/a.json: there is no folder /nowhere"),
         (["programs", "--config=tiny", "--json=/nowhere/a.json"], "there is no folder /nowhere"),
         (["programs", "--config=tiny", "--platform=nueron"], "neuron|cpu|gpu|tpu"),

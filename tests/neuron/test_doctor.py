@@ -102,7 +102,7 @@ def test_devices_of_an_instance_pass():
     ("found", "word"),
     [
         ([], "nothing"),
-        (cores(1, "cpu", "cpu"), "platform neuron was to be found"),
+        (cores(1, "cpu", "cpu"), "expected platform neuron"),
         (cores(31), "the instance has 32"),
         (cores(31) + cores(1, "NC_v3"), "several kinds"),
         (cores(32, "NC_v9"), "a kind that"),
@@ -127,8 +127,8 @@ def no_memory(num_bytes):
 @pytest.mark.parametrize(
     ("limit", "fill", "word"),
     [
-        (7 * GIB, lambda n: True, "7.0 GiB, of 16.0 GiB"),
-        (15 * GIB, lambda n: False, "come back changed"),
+        (7 * GIB, lambda n: True, "7.00 GiB, of 16.00 GiB"),
+        (15 * GIB, lambda n: False, "differ from those written"),
         (15 * GIB, no_memory, "RESOURCE_EXHAUSTED"),
     ],
 )
@@ -383,12 +383,12 @@ def test_devices_that_do_not_hear_each_other_are_caught(run):
     assert_caught(probes.collectives(run, size=4))
 
 
-def test_a_group_of_the_mesh_that_hears_something_else_makes_the_collective_wrong(monkeypatch):
+def test_a_group_of_the_mesh_that_gets_other_values_makes_the_collective_wrong(monkeypatch):
     layout = exercises.layout_along("tensor_kv", ParallelConfig(data=4, tensor=2), jax.devices(), num_kv_heads=2)
     assert layout.mesh.shape["tensor_kv"] == 2
     psum = jax.lax.psum
     monkeypatch.setattr(jax.lax, "psum", lambda x, axis: psum(x, axis) + (jax.lax.axis_index("data") == 3))
-    outcome = probes.collectives(lambda values: exercises.speak(layout, "tensor_kv", values), size=2)
+    outcome = probes.collectives(lambda values: exercises.exchange(layout, "tensor_kv", values), size=2)
     assert_caught(outcome, "sum of 2 devices")
 
 
@@ -446,7 +446,7 @@ def test_cache_under_a_file_is_caught(tmp_path):
 
 
 def trained(eval_loss, *losses):
-    return lambda: short_training.Trained(losses or (7.0, 6.0), eval_loss, 1, 2.0, 3.0)
+    return lambda: short_training.TrainingResult(losses or (7.0, 6.0), eval_loss, 1, 2.0, 3.0)
 
 
 def test_training_inside_its_band_passes():
@@ -519,7 +519,7 @@ def test_report_ends_with_what_passed_failed_and_could_not_be_tested(monkeypatch
     assert "to do: mend it" in printed
     ends = [line.split() for line in printed.splitlines()[-4:]]
     assert ends[:3] == [["passed", "1", "a"], ["failed", "1", "b"], ["not", "testable", "here", "1", "c"]]
-    assert "No Trainium device took part." in printed
+    assert "No Trainium device was checked." in printed
     report = json.loads((tmp_path / "r.json").read_text())
     assert [(row["check"], row["verdict"]) for row in report["checks"]] == [
         ("a", PASSED),
@@ -544,7 +544,7 @@ def test_checks_of_this_cpu_pass_or_are_not_testable_here(policy, tmp_path):
     skipped = {"training", "compile cache"}  # tested above, and too long for here
     rows = {
         check.name: doctor.made(check)[0]
-        for check in doctor.checks(config, doctor.Place("", 0, tmp_path))
+        for check in doctor.checks(config, doctor.CheckedMachine("", 0, tmp_path))
         if check.name not in skipped
     }
     assert [name for name, outcome in rows.items() if outcome.verdict == FAILED] == []
@@ -591,7 +591,7 @@ def test_the_doctor_leaves_the_devices_to_the_processes_that_it_starts_first():
         "tiny = resolve(config.load('tiny'))\n"
         "held = []\n"
         "probes.cache = lambda *_: held.append(xla_bridge.backends_are_initialized())\n"
-        "for check in doctor.checks(tiny, doctor.Place('', 0, pathlib.Path('x'))):\n"
+        "for check in doctor.checks(tiny, doctor.CheckedMachine('', 0, pathlib.Path('x'))):\n"
         "    if check.name == 'devices': break\n"
         "    check.probe()\n"
         "assert held == [False]\n"

@@ -36,20 +36,23 @@ def computation(lowered):
 
 
 def assert_ids_are_small_and_whole(module):
-    found = hlo_proto.ids(module)
-    instructions = [number for one in found for number in one.instructions]
+    found = hlo_proto.parse(module).computations
+    instructions = [instruction.id for one in found for instruction in one.instructions]
     assert sorted(instructions) == list(range(1, len(instructions) + 1))
     assert max(instructions) < hlo_proto.ID_LIMIT
-    computations = [one.computation for one in found]
+    computations = [one.id for one in found]
     assert computations == list(range(1, len(found) + 1))
     for one in found:
-        assert {one.root, *one.operands, *one.predecessors} <= set(one.instructions)
-        assert set(one.called) <= set(computations)
+        own = {instruction.id for instruction in one.instructions}
+        assert one.root_id in own
+        for instruction in one.instructions:
+            assert {*instruction.operand_ids, *instruction.control_predecessor_ids} <= own
+            assert set(instruction.called_computation_ids) <= set(computations)
 
 
 def test_ids_from_jax_are_too_large_for_the_compiler(lowered):
-    before = hlo_proto.ids(lowered.compiler_ir("hlo").as_serialized_hlo_module_proto())
-    assert max(number for one in before for number in one.instructions) >= hlo_proto.ID_LIMIT
+    before = hlo_proto.parse(lowered.compiler_ir("hlo").as_serialized_hlo_module_proto())
+    assert max(instruction.id for one in before.computations for instruction in one.instructions) >= hlo_proto.ID_LIMIT
 
 
 def test_a_renumbered_step_is_the_same_program(lowered, computation):
@@ -80,24 +83,35 @@ def test_a_renumbered_program_computes_the_same():
         np.testing.assert_array_equal(ours, theirs)
 
 
-def test_control_predecessors_and_unpacked_ids_are_renumbered():
-    def field(number, value):
-        body = value if isinstance(value, bytes) else None
-        key = hlo_proto._varint(number << 3 | (0 if body is None else 2))
-        return key + (hlo_proto._varint(value) if body is None else hlo_proto._varint(len(body)) + body)
+def varint(value):
+    low = value & 0x7F
+    return bytes([low]) if value == low else bytes([low | 0x80]) + varint(value >> 7)
 
+
+def field(number, value):
+    if isinstance(value, bytes):
+        return varint(number << 3 | 2) + varint(len(value)) + value
+    return varint(number << 3) + varint(value)
+
+
+def test_control_predecessors_and_unpacked_ids_are_renumbered_and_other_fields_kept():
     large = 2**33
-    packed = hlo_proto._varint(large + 7) + hlo_proto._varint(large + 9)
+    packed = varint(large + 7) + varint(large + 9)
     first = field(1, b"a") + field(35, large + 7)
     second = field(35, large + 9) + field(36, large + 7) + field(37, large + 7)
-    third = field(35, large + 1) + field(36, packed) + field(38, hlo_proto._varint(large))
+    third = field(35, large + 1) + field(36, packed) + field(38, varint(large))
     called = field(1, b"inner") + field(2, field(35, 5)) + field(5, large) + field(6, 5)
     entry = b"".join(field(2, one) for one in (first, second, third)) + field(5, large + 1) + field(6, large + 1)
     module = hlo_proto.renumbered(field(1, b"m") + field(3, called) + field(3, entry) + field(6, large + 1))
-    inner, outer = hlo_proto.ids(module)
-    assert inner == hlo_proto.Ids(1, 1, (1,), (), (), ())
-    assert outer == hlo_proto.Ids(2, 2, (3, 4, 2), (3, 3, 4), (3,), (1,))  # in the order of the ids before
-    assert module.endswith(field(6, 2))
+    parsed = hlo_proto.parse(module)
+    inner, outer = parsed.computations
+    assert (inner.id, inner.root_id, [one.id for one in inner.instructions]) == (1, 1, [1])
+    assert (outer.id, outer.root_id) == (2, 2)
+    assert [one.id for one in outer.instructions] == [3, 4, 2]  # in the order of the ids before
+    assert [list(one.operand_ids) for one in outer.instructions] == [[], [3], [3, 4]]
+    assert [list(one.control_predecessor_ids) for one in outer.instructions] == [[], [3], []]
+    assert [list(one.called_computation_ids) for one in outer.instructions] == [[], [], [1]]
+    assert parsed.entry_computation_id == 2
     assert field(1, b"m") in module
     assert field(1, b"a") in module
 
@@ -106,14 +120,14 @@ def test_control_predecessors_and_unpacked_ids_are_renumbered():
     ("module", "message"),
     [
         (b"", "0 bytes without a computation"),
-        (b"\x1a\x7f\x00", "said to have 127 bytes, of which 1 are there"),
-        (b"\x0b", "wire type 3"),
-        (b"\xff\xff", "no whole number"),
+        (b"\x1a\x7f\x00", "3 bytes that are not an HloModuleProto"),
+        (b"\x0b", "1 bytes that are not an HloModuleProto"),
+        (b"\xff\xff", "2 bytes that are not an HloModuleProto"),
         (b"\x3a\x00", "is scheduled"),
-        (b"\x1a\x02\x30\x05", "refers to id 5, which nothing"),
+        (b"\x1a\x02\x30\x05", "refers to id 5, which is not defined"),
     ],
 )
-def test_what_is_no_module_or_refers_to_nothing_is_refused(module, message):
+def test_bytes_that_are_not_a_module_or_refer_to_undefined_ids_are_refused(module, message):
     with pytest.raises(ValueError, match=message):
         hlo_proto.renumbered(module)
 

@@ -52,7 +52,7 @@ def typed(kind):
 
 
 def over_mesh(fn, *, sizes=(8,), dtype=jnp.float32):
-    """Returns the text of `fn` of one device's part, spread over a mesh of devices that need not exist."""
+    """Returns the text of `fn` of one device's part, spread over a mesh of virtual devices."""
     names = tuple("abcdefgh"[: len(sizes)])
     mesh = AbstractMesh(sizes, names, axis_types=(AxisType.Auto,) * len(sizes))
     spread = jax.shard_map(fn, mesh=mesh, in_specs=P(names), out_specs=P(names), check_vma=False)
@@ -620,7 +620,7 @@ def test_replica_groups_that_the_partitioner_adds_are_found():
 
 
 def sharded(*dims, dtype=jnp.float32, spec):
-    """An array over a mesh of 2 x 4 x 2 devices that need not exist."""
+    """An array over a mesh of 2 x 4 x 2 virtual devices."""
     mesh = AbstractMesh((2, 4, 2), ("a", "b", "c"), axis_types=(AxisType.Auto,) * 3)
     return jax.ShapeDtypeStruct(dims, dtype, sharding=NamedSharding(mesh, spec))
 
@@ -776,7 +776,7 @@ def test_lint_says_that_a_layout_does_not_fit(lint_here):
     )
     assert code == 1
     assert "MEM1" in printed
-    assert "GiB of a device's 15.9 GiB" in printed
+    assert "GiB of a device's 15.91 GiB" in printed
 
 
 def test_lint_takes_the_list_of_the_compiler(lint_here, tmp_path):

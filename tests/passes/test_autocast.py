@@ -370,7 +370,7 @@ def test_a_gradient_by_what_a_custom_vjp_closes_over_is_refused_and_not_0():
         return mixed(x).sum()
 
     assert distance(jax.grad(autocast(fn), argnums=1)(W, X), jnp.ones_like(X)) == 0.0
-    with pytest.raises(ValueError, match="closes over an array by which gradients are asked for"):
+    with pytest.raises(ValueError, match="closes over an array by which you differentiate"):
         jax.grad(autocast(fn))(W, X)
 
 
@@ -425,7 +425,7 @@ def test_rules_of_ops_count_in_a_planned_function_too(region):
     def routed(w, x):
         return router(w, lax.scan(lambda x, w: (router(w, x), None), x, jnp.stack([w, w.T]))[0])
 
-    planned = remat.regions(routed, remat.Choice(), region=region)
+    planned = remat.regions(routed, remat.RematChoice(), region=region)
     with overriding({"router": "never"}):
         assert set(products(autocast(planned), W, X)) == {"float32"}
     assert set(products(autocast(planned, CastPolicy(rules={"router": "never"})), W, X)) == {"float32"}
@@ -544,7 +544,7 @@ def test_bad_input_is_named_with_the_way_out(make, said):
 
 
 def test_a_name_that_is_a_primitive_but_for_a_slip_is_refused_in_a_context():
-    said = "autocast rule dot_generl='never': no primitive has this name; do you mean 'dot_general'.*CastPolicy"
+    said = "autocast rule dot_generl='never': no primitive has this name; did you mean 'dot_general'.*CastPolicy"
     with pytest.raises(ValueError, match=said), overriding({"dot_generl": "never"}):
         pass
 

@@ -203,7 +203,7 @@ def test_device_groups_reads_every_notation(text, groups):
 
 
 def test_device_groups_refuses_a_notation_that_it_does_not_know():
-    with pytest.raises(ValueError, match="replica groups 'ring of four' are in a notation"):
+    with pytest.raises(ValueError, match="replica groups 'ring of four' are in an unknown notation"):
         device_groups("ring of four", 4)
 
 

@@ -19,7 +19,7 @@ from hlat_jax.parallel import xla_options
 from hlat_jax.parallel.degrees import layout_over
 from hlat_jax.parallel.sharding import shard_batch
 from hlat_jax.passes import remat
-from hlat_jax.passes.naming import Choice, parse_choice
+from hlat_jax.passes.naming import RematChoice, parse_choice
 from hlat_jax.passes.products import live_jaxpr, total_flops
 from hlat_jax.plan.report import Site, make_plan
 from hlat_jax.resolve import resolve
@@ -92,7 +92,7 @@ def test_a_recorded_choice_is_taken_for_the_same_mesh_and_made_anew_for_another(
 
 def test_a_recorded_choice_of_values_that_the_step_no_longer_has_is_made_anew(monkeypatch, capsys):
     asked, _, record = resolved()
-    plan = remat.Plan(Choice(("gate",)), 1, 1, 1, 1.0, 1.0, (1, 1.0), None, 1, 0.0)
+    plan = remat.Plan(RematChoice(("gate",)), 1, 1, 1, 1.0, 1.0, (1, 1.0), None, 1, 0.0)
     monkeypatch.setattr(remat, "search", lambda *_, **options: plan)
     old = record | {"choice": "saved:dot_general.99,gate"}
     config, found = budget_resolved(config_with(f"budget:{asked}B"), recorded=old)
@@ -101,7 +101,7 @@ def test_a_recorded_choice_of_values_that_the_step_no_longer_has_is_made_anew(mo
 
 
 def test_a_stock_policy_is_recorded_and_taken_again_and_one_that_is_gone_is_made_anew(monkeypatch):
-    plan = remat.Plan(Choice(stock_policy="dots_saveable"), 1, 1, 1, 1.0, 1.0, (1, 1.0), None, 1, 0.0)
+    plan = remat.Plan(RematChoice(stock_policy="dots_saveable"), 1, 1, 1, 1.0, 1.0, (1, 1.0), None, 1, 0.0)
     searched = []
     monkeypatch.setattr(remat, "search", lambda *_, **options: searched.append(options) or plan)
     asked = config_with("budget:1GiB")
@@ -191,7 +191,7 @@ def test_a_program_without_a_budget_is_left_as_it_is():
 def test_a_budget_without_a_unit_is_refused_when_the_config_is_read(size):
     c = config_lib.default()
     c.model.remat = f"budget:{size}"
-    message = rf"model.remat: the budget={size!r} is no size in bytes: give a size with its unit, such as '12GiB'"
+    message = rf"model.remat: the budget={size!r} is not a size in bytes: give a size with its unit, such as '12GiB'"
     with pytest.raises(ValueError, match=re.escape(message)):
         resolve(c)
 

@@ -30,7 +30,7 @@ from hlat_jax.run.fingerprint import fingerprint
 from hlat_jax.step import make_program
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
-ONE = changes.Place("neuron", {"pipe": 1, "data": 1, "fsdp": 1, "tensor": 1})
+ONE = changes.Placement("neuron", {"pipe": 1, "data": 1, "fsdp": 1, "tensor": 1})
 PROGRAMS = ("train", "init", "norms", "eval", "prefill", "decode")
 # What changes between runs, of a seed, a schedule, a length or a folder: no program may depend on any of it.
 FREE = {
@@ -124,7 +124,7 @@ def test_a_key_changes_the_fingerprints_that_it_should_and_no_other(base, path, 
 )
 def test_platform_and_mesh_change_the_fingerprint_of_the_step(base, platform, degrees):
     config = config_with({"train.num_microbatches": 2})
-    place = changes.Place(platform, ONE.degrees | degrees)
+    place = changes.Placement(platform, ONE.degrees | degrees)
     assert changes.program("train", config, place).sha256 != changes.program("train", config, ONE).sha256
 
 
@@ -158,7 +158,7 @@ def test_devices_that_do_not_exist_give_the_fingerprints_of_those_that_do(num_de
     compilations = Compilations(make_program(config, real))
     for name in ("init", "eval"):
         compilations.compiled(name)
-    place = changes.Place("cpu", real.degrees)
+    place = changes.Placement("cpu", real.degrees)
     entries = compilations._entries
     assert {name: entry["sha256"] for name, entry in entries.items()} == {
         name: changes.program(name, config, place).sha256 for name in entries
@@ -215,7 +215,7 @@ def test_a_run_compiles_its_programs_once_each_and_nothing_else(run):
     compiled, config, workdir = run()
     names = ("decode", "eval_step", "initial", "prefill", "state_norms", "train_step")
     assert sorted(compiled) == [f"jit({name})" for name in names]
-    place = changes.Place("cpu", ONE.degrees)
+    place = changes.Placement("cpu", ONE.degrees)
     for name, entry in recorded(workdir).items():
         assert entry["sha256"] == changes.program(name, config, place).sha256, name
     assert set(recorded(workdir)) == set(PROGRAMS)

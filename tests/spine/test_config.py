@@ -366,7 +366,7 @@ def test_config_observations_do_not_change_by_themselves(observed, tmp_path):
         (["--config=tinny"], "--config=tinny: no such config. Did you mean 'tiny'?"),
         (["--config=nowhere.py"], "--config=nowhere.py: no such file. Shipped configs: 160m, 1b, 70b, 7b, node, tiny"),
         ([], "--config=NAME is missing"),
-        (["--config"], "--config=: no such config."),
+        (["--config"], "Missing value for flag --config"),
         (["--config=tiny", "--config", "7b"], "--config is given 2 times; a run has one config."),
         (["--config=tiny", "--config.optimizer.peek_lr=1"], "optimizer has no key 'peek_lr'. Did you mean 'peak_lr'?"),
         (["--config=tiny", "--config.optimiser.eps=1"], "config has no key 'optimiser'. Did you mean 'optimizer'?"),
@@ -377,7 +377,7 @@ def test_config_observations_do_not_change_by_themselves(observed, tmp_path):
         (["--config=tiny", "--config.data.batch_size=many"], "data.batch_size"),
         (["--config=tiny", "--config.data.batch_size=1.5"], "data.batch_size"),
         (["--config=tiny", "--config.train.num_steps=-1"], "train.num_steps=-1 must be at least 0."),
-        (["--config=tiny", "--workdri=x"], "unknown flag --workdri. Did you mean '--workdir'?"),
+        (["--config=tiny", "--workdri=x"], "Unknown command line flag 'workdri'. Did you mean: workdir ?"),
         (["--config=tiny", "more"], "unexpected argument 'more'"),
     ],
 )

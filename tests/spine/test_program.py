@@ -332,7 +332,7 @@ def test_a_batch_that_counts_nothing_leaves_the_loss_scale_where_it_is():
         ({"norm_in_blocks": 1}, r"norm_in_blocks=1 must be True or False"),
         ({"autocast": jnp.bfloat16}, r"autocast=.*bfloat16.* is neither .*: give 'bf16' or 'fp16'"),
         ({"autocast": "bf17"}, r"autocast='bf17' is neither .*: give 'bf16' or 'fp16'"),
-        ({"memory_budget": "12"}, r"ProgramOptions.memory_budget='12' is no size in bytes"),
+        ({"memory_budget": "12"}, r"ProgramOptions.memory_budget='12' is not a size in bytes"),
         ({"memory_budget": "1GiB", "remat": "full"}, r"remat='full' must be passes.remat.Options"),
         ({"remat": remat.Options()}, r"remat has options of a memory_budget; give memory_budget="),
         ({"kernels": ["einsum"]}, r"kernels=.* must be a dict"),

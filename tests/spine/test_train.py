@@ -173,7 +173,7 @@ def test_train_says_on_stdout_what_a_person_asks(finished):
     assert re.search(r"^micro: 1 x cpu \(cpu\), one device$", out, re.MULTILINE)
     for name in ("parameters       146,592", "tokens per step  128", "steps            24 of a horizon of 40"):
         assert name in out
-    assert re.search(r"^state +\d+\.\d{3} GiB", out, re.MULTILINE)
+    assert re.search(r"^state +\d+\.\d{2} MiB", out, re.MULTILINE)
     covered = r"13 of 13 documents, 12,288 of 46,\d{3} tokens, in 384 rows spread evenly"
     assert re.search(rf"^validation +{covered}$", out, re.MULTILINE)
     assert re.search(r"^compiled +\d+\.\d s", out, re.MULTILINE)

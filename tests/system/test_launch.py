@@ -134,7 +134,7 @@ def test_node_keeps_variables_of_the_caller_with_a_line_and_refuses_another_plac
     place = ("--num_nodes=2", "--node=1", "--coordinator=first")
     exports, _, said = dry_run(*place, neuron_devices=16, FI_LOG_LEVEL="info")
     assert exports["FI_LOG_LEVEL"] == "info"
-    assert said == "FI_LOG_LEVEL: yours, info, wins over warn\n"
+    assert said == "FI_LOG_LEVEL: your value info replaces warn\n"
     _, _, error = dry_run(*place, neuron_devices=16, NEURON_PJRT_PROCESS_INDEX="7")
     assert error.startswith("error: NEURON_PJRT_PROCESS_INDEX=7 contradicts --rank or --process_id, which gives 1")
 
@@ -180,7 +180,7 @@ def test_dry_run_anywhere_prints_every_node(num_nodes, instance):
         (["--coordinator=a"], {}, "needs --num_nodes and --node, or the variables of Slurm or Open MPI"),
         (["--process_id=0"], {}, "--process_id=0: give --num_nodes and --node"),
         ([], {"OMPI_COMM_WORLD_RANK": "0"}, "OMPI_COMM_WORLD_SIZE is not"),
-        ([], {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}, "does not say where rank 0 runs"),
+        ([], {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}, "gives no host of rank 0"),
         ([], {"SLURM_NODEID": ""}, "SLURM_NODEID is not set: start this script with srun"),
         ([], {"SLURM_PROCID": "5"}, "several tasks run on a node; use srun --ntasks-per-node=1"),
         ([], {"SLURM_NNODES": "3"}, "SLURM_NNODES=3, but SLURM_JOB_NODELIST names 2 nodes"),
@@ -229,6 +229,6 @@ def test_node_refuses_what_neuron_cannot_do(dry_run):
     _, _, error = dry_run(*place, neuron_devices=4, instance="inf2.24xlarge")
     assert "--instance=inf2.24xlarge: no such instance type" in error
     _, _, error = dry_run(*place, neuron_devices=4, instance="")
-    assert "does not say which it is: give --instance=TYPE" in error
-    assert "--port=41000 is that of Neuron's" in dry_run(*place, "--port=41000", neuron_devices=16)[2]
+    assert "an unknown instance type: give --instance=TYPE" in error
+    assert "--port=41000 is used by Neuron's" in dry_run(*place, "--port=41000", neuron_devices=16)[2]
     assert "--cores=33: trn1.32xlarge has 32" in dry_run("--cores=33", neuron_devices=16)[2]
