@@ -78,13 +78,13 @@ class Instance:
     lncs: tuple[int, ...]
     num_efa: int
 
-    def devices_per_chip(self, lnc: int = 0) -> int:
+    def devices_per_chip(self, *, lnc: int = 0) -> int:
         """Returns the JAX devices of one chip; `lnc` 0: at the default LNC."""
         return self.physical_cores // (lnc or self.lncs[0])
 
-    def num_devices(self, lnc: int = 0) -> int:
+    def num_devices(self, *, lnc: int = 0) -> int:
         """Returns the JAX devices of the instance; `lnc` 0: at the default LNC."""
-        return self.chips * self.devices_per_chip(lnc)
+        return self.chips * self.devices_per_chip(lnc=lnc)
 
 
 # Source: AWS Neuron docs, Trn1 and Trn2 architecture and "EC2 instance types with EFA".

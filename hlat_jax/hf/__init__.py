@@ -1,0 +1,15 @@
+"""Weights from Hugging Face and to it. `load` is for use from Python:
+
+model, params = hlat_jax.hf.load("SmolLM2-135M")
+logits_BTV = hlat_jax.model.apply(params, model, tokens_BT)
+"""
+
+from typing import Any
+
+
+def __getattr__(name: str) -> Any:
+    if name == "load":
+        from hlat_jax.hf.importing import load
+
+        return load
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,9 +1,4 @@
-"""`python -m hlat_jax.hf import|export|average`: weights from Hugging Face and to it; and `load`, for Python.
-
-model, params = load("SmolLM2-135M")
-logits_BTV = hlat_jax.model.apply(params, model, tokens_BT)
-
-"""
+"""`python -m hlat_jax.hf import|export|average`: weights from Hugging Face and to it, and the mean of checkpoints."""
 
 from __future__ import annotations
 
@@ -12,9 +7,7 @@ import os
 import pathlib
 import sys
 import time
-import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from absl import flags, logging
 
@@ -48,31 +41,6 @@ _AVERAGE = """Usage: python -m hlat_jax.hf average CKPT CKPT ... --out=CKPT
 
 Averages in fp32, one parameter at a time. The checkpoints must have the same model, dtype and tokenizer.
 """
-
-
-def load(
-    folder: str | os.PathLike, *, dtype: str = "", fuse_qkv: bool = True, strict: bool = False
-) -> tuple[ModelConfig, dict[str, Any]]:
-    """Returns the model in a Hugging Face folder and its parameters as nested dicts of jax arrays.
-
-    Unknown fields of config.json are named in a `UserWarning`.
-
-    Args:
-      folder: with config.json and safetensors.
-      dtype: of the parameters; "": the dtype of the files, with float16 as float32.
-      fuse_qkv: as ModelConfig's.
-      strict: raise for unknown fields of config.json.
-
-    Raises:
-      ValueError: see `weights.hf_reading.open_checkpoint`.
-    """
-    from hlat_jax.hf.importing import params_of
-    from hlat_jax.weights.hf_reading import open_checkpoint
-
-    found = open_checkpoint(pathlib.Path(folder).expanduser(), dtype=dtype, fuse_qkv=fuse_qkv, strict=strict)
-    if found.warning:
-        warnings.warn(found.warning, stacklevel=2)
-    return found.model, params_of(found)
 
 
 def main(argv: Sequence[str]) -> int:

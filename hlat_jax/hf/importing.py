@@ -2,20 +2,51 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
+import warnings
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
+from hlat_jax.config import ModelConfig
 from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.weights import hf_names
-from hlat_jax.weights.hf_reading import HFCheckpoint, added_tokens, begins_texts_with_bos, ids_that_end_a_text
+from hlat_jax.weights.hf_reading import (
+    HFCheckpoint,
+    added_tokens,
+    begins_texts_with_bos,
+    ids_that_end_a_text,
+    open_checkpoint,
+)
 from hlat_jax.weights.safetensors_file import bits
 from hlat_jax.weights.trained import nested
 from hlat_jax.weights.weights_folder import WeightsInfo, new_weights
 
 _NATIVE, _JSON = "tokenizer.model", "tokenizer.json"  # the native one is preferred: it needs no extra package
+
+
+def load(
+    folder: str | os.PathLike, *, dtype: str = "", fuse_qkv: bool = True, strict: bool = False
+) -> tuple[ModelConfig, dict[str, Any]]:
+    """Returns the model in a Hugging Face folder and its parameters as nested dicts of jax arrays.
+
+    Unknown fields of config.json are named in a `UserWarning`.
+
+    Args:
+      folder: with config.json and safetensors.
+      dtype: of the parameters; "": the dtype of the files, with float16 as float32.
+      fuse_qkv: as ModelConfig's.
+      strict: raise for unknown fields of config.json.
+
+    Raises:
+      ValueError: see `weights.hf_reading.open_checkpoint`.
+    """
+    found = open_checkpoint(pathlib.Path(folder).expanduser(), dtype=dtype, fuse_qkv=fuse_qkv, strict=strict)
+    if found.warning:
+        warnings.warn(found.warning, stacklevel=2)
+    return found.model, params_of(found)
 
 
 def import_checkpoint(found: HFCheckpoint, out: pathlib.Path) -> None:

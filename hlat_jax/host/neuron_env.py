@@ -15,7 +15,7 @@ import shlex
 import sys
 from collections.abc import Mapping, MutableMapping
 
-from hlat_jax.config import ParallelConfig, PrecisionConfig, check_choice
+from hlat_jax.config import POLICY_FACTS, ParallelConfig, PrecisionConfig, check_choice
 from hlat_jax.host.neuron_compiler_flags import compiler_flags, joined
 from hlat_jax.host.neuron_topology import (
     COLLECTIVES_PORT,

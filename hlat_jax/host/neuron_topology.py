@@ -48,7 +48,7 @@ class Topology:
 
     @property
     def devices_per_node(self) -> int:
-        return self.cores or self.kind.num_devices(self.lnc)
+        return self.cores or self.kind.num_devices(lnc=self.lnc)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +82,7 @@ def checked(topology: Topology) -> Topology:
         allowed = " or ".join(map(str, sorted(kind.lncs)))  # trn1: the compiler's error NCC_EARG001
         raise ValueError(f"--lnc={t.lnc}: {t.instance} takes {allowed} physical cores for a JAX device.")
     t = dataclasses.replace(t, lnc=t.lnc or kind.lncs[0])
-    whole = kind.num_devices(t.lnc)
+    whole = kind.num_devices(lnc=t.lnc)
     if not 0 <= t.cores <= whole:
         raise ValueError(f"--cores={t.cores}: {t.instance} has {whole} at --lnc={t.lnc}; 0 takes all.")
     if t.nodes < 1:

@@ -23,6 +23,7 @@ from hf_weights import hf_state_dict
 from safetensors.torch import load_file, save_file
 from tokenizer_files import train_model
 
+import hlat_jax.hf
 from hlat_jax.hf import __main__ as hf
 from hlat_jax.hf import exporting
 from hlat_jax.model import apply
@@ -74,7 +75,7 @@ def test_logits_of_a_loaded_model_equal_transformers(case, tmp_path):
     made = hf_models.model(hf_models.CONFIGS[case])
     with torch.no_grad():
         theirs = made(torch.from_numpy(TOKENS_BT).long()).logits.numpy()
-    cfg, params = hf.load(hf_models.save(made, tmp_path))
+    cfg, params = hlat_jax.hf.load(hf_models.save(made, tmp_path))
     ours = np.asarray(jax.jit(apply, static_argnums=1)(params, cfg, TOKENS_BT))
     assert 1 < np.abs(theirs).max() < 10
     assert np.abs(ours - theirs).max() <= 1e-4
@@ -84,7 +85,7 @@ def test_logits_of_a_loaded_model_equal_transformers(case, tmp_path):
 @pytest.mark.parametrize("case", hf_models.CONFIGS)
 def test_loaded_parameters_are_the_tensors_by_an_independent_map(case, fuse_qkv, tmp_path):
     folder = hf_models.save(hf_models.model(hf_models.CONFIGS[case]), tmp_path)
-    _, params = hf.load(folder, fuse_qkv=fuse_qkv)
+    _, params = hlat_jax.hf.load(folder, fuse_qkv=fuse_qkv)
     assert ("qkv" in params["layers"]["attention"]) == fuse_qkv
     same_bits(hf_state_dict(jax.tree.map(np.asarray, params)), tensors(folder))
 
@@ -117,7 +118,7 @@ def test_there_and_back_is_bitwise(case, dtype, options, flags, tmp_path, hf_her
 def test_stored_parameters_are_those_that_load_gives(gqa, tmp_path, hf_here):
     assert hf_here("import", gqa, f"--out={tmp_path / 'ours'}")[0] == 0
     weights = open_weights(tmp_path / "ours")
-    cfg, params = hf.load(gqa)
+    cfg, params = hlat_jax.hf.load(gqa)
     assert (weights.model, weights.step) == (cfg, 0)
     jax.tree.map(np.testing.assert_array_equal, weights.restore(None), params)
     np.testing.assert_array_equal(weights.read("layers.mlp.down"), params["layers"]["mlp"]["down"])
@@ -139,7 +140,7 @@ def test_weights_are_read_straight_into_shardings_and_rounded_as_they_are_read(g
     jax.tree.map(
         lambda ours, whole: np.testing.assert_array_equal(ours, np.asarray(whole).astype(jnp.bfloat16)),
         found,
-        hf.load(gqa)[1],
+        hlat_jax.hf.load(gqa)[1],
     )
 
 
@@ -334,7 +335,7 @@ def test_unknown_fields_are_named_in_one_line_carried_along_and_refused_by_stric
     assert f"{path}: _model_name_or_path='somewhere/else', trained_by={{'hours': 3}} are unknown" in err
     assert not (tmp_path / "strict").exists()
     with pytest.raises(ValueError, match=r"_model_name_or_path=.*trained_by="):
-        hf.load(folder, strict=True)
+        hlat_jax.hf.load(folder, strict=True)
 
     code, out, err = hf_here("import", folder, f"--out={tmp_path / 'ours'}")
     assert (code, err.count("\n")) == (0, 1), err
@@ -342,7 +343,7 @@ def test_unknown_fields_are_named_in_one_line_carried_along_and_refused_by_stric
     assert "unk_token_id" not in out + err
 
     with pytest.warns(UserWarning, match="_model_name_or_path, trained_by are unknown") as warned:
-        cfg, params = hf.load(folder)
+        cfg, params = hlat_jax.hf.load(folder)
     assert len(warned) == 1
     ours = np.asarray(jax.jit(apply, static_argnums=1)(params, cfg, TOKENS_BT))
     assert np.abs(ours - theirs).max() <= 1e-4
@@ -564,7 +565,7 @@ def test_an_index_that_names_another_file_than_the_one_with_the_tensor_is_refuse
 def test_float16_becomes_float32_which_holds_it(gqa, tmp_path):
     made = transformers.AutoModelForCausalLM.from_pretrained(gqa)
     folder = hf_models.save(made, tmp_path, dtype=torch.float16)
-    _, params = hf.load(folder)
+    _, params = hlat_jax.hf.load(folder)
     np.testing.assert_array_equal(params["embed"], load_file(folder / "model.safetensors")[hf_names.EMBEDDING].float())
     assert params["embed"].dtype == jnp.float32
 
