@@ -18,6 +18,25 @@ from hlat_jax.parallel.sharding import make_layout
 from hlat_jax.resolve import resolve
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest deselects by marks
+def pytest_collection_modifyitems(items):
+    """Marks as slow all cases of a test but those that `quick_cases` names."""
+    named: dict[tuple, set] = {}
+    for item in items:
+        marker = item.get_closest_marker("quick_cases")
+        if marker is None:
+            continue
+        left = named.setdefault((item.path, item.originalname), set(marker.args))
+        if item.callspec.id in marker.args:
+            left.discard(item.callspec.id)
+        else:
+            item.add_marker(pytest.mark.slow)
+    missing = [f"{path.name}: {name} has no case {left}" for (path, name), left in named.items() if left]
+    # a single case that is asked for by its id collects only itself
+    if missing and len({item.path for item in items}) > 1:
+        raise pytest.UsageError("; ".join(missing))
+
+
 @pytest.fixture
 def small():
     """A mutable config of a GQA model that compiles in a second: 3 layers of 32, vocabulary 64."""
