@@ -32,18 +32,18 @@ def learning_rate(step: int, config: OptimizerConfig) -> float:
     return config.peak_lr * max(config.min_lr_ratio, cosine)
 
 
-def global_norm(tree: Any, *, in_blocks: bool = False, spread: ReplicaSync | None = None) -> jax.Array:
+def global_norm(tree: Any, *, in_blocks: bool = False, replica_sync: ReplicaSync | None = None) -> jax.Array:
     """Returns the L2 norm over every element of every leaf, in fp32.
 
     Args:
       tree: arrays of any float dtype.
       in_blocks: sum blocks that stay in a cache, one after another. XLA on CPU otherwise writes every square to fresh
         memory and adds them up in one long sum: seven times slower, and wrong by 1e-5. For arrays on one device.
-      spread: the mesh and the shardings of the arrays; None: one device.
+      replica_sync: the mesh and the shardings of the arrays; None: one device.
     """
     of_leaf = _blockwise_sum_of_squares if in_blocks else _sum_of_squares
-    if spread is not None:
-        return jnp.sqrt(spread.global_sum(of_leaf, tree))
+    if replica_sync is not None:
+        return jnp.sqrt(replica_sync.global_sum(of_leaf, tree))
     return jnp.sqrt(sum(of_leaf(leaf) for leaf in jax.tree.leaves(tree)))
 
 

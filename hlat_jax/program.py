@@ -67,7 +67,7 @@ class TrainingProgram:
       init: (params, *, seed=0) -> state. The state is {"step", "params", "opt_state": {"inner"[, "master"][, "seed"]
         [, "loss_scale"]}}; the uint32 seed is that of stochastic rounding, where the policy has it.
       stages: name of a pass -> the jitted step after it; the last one is `step`.
-      options: it was built with; `zero` is replaced by the `spread` that it stands for.
+      options: it was built with; `zero` is replaced by the `replica_sync` that it stands for.
       shardings: of every leaf of the state; None: wherever the parameters are.
       plan: the choice that meets the memory budget; None without one.
     """
@@ -92,7 +92,7 @@ class TrainingProgram:
         def placed(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
-        rows = self.options.spread.layout.rows()
+        rows = self.options.replica_sync.layout.rows()
         return jax.tree.map(placed, state, self.shardings), jax.tree.map(lambda leaf: placed(leaf, rows), batch), rate
 
 
@@ -115,8 +115,8 @@ def training_program(
       optimizer: an Optax transformation. It gets the mean gradients in fp32, the weights, and the extra arguments
         `learning_rate`, `grad_norm` and `finite`; a transformation with a schedule of its own ignores them.
       options: precision, accumulation, devices, memory.
-      params: shapes of the parameters; needed with `options.zero` or `options.spread`, whose shardings follow from
-        them, and with `options.memory_budget`.
+      params: shapes of the parameters; needed with `options.zero` or `options.replica_sync`, whose shardings follow
+        from them, and with `options.memory_budget`.
       batch: shapes of a batch; needed with `options.memory_budget`. With those of the parameters, the step is traced
         here.
       has_aux: the loss function returns (loss, auxiliary values), as for `jax.value_and_grad`. The values, a pytree,
@@ -135,9 +135,9 @@ def training_program(
     if options.accumulate is None:
         loss_fn = checked_loss(loss_fn, has_aux=has_aux)
     optimizer, shardings = masked(optimizer), None
-    if options.spread is not None:
+    if options.replica_sync is not None:
         # of one device too: what reads the state is then compiled once, for before the first step and after it
-        shardings = options.spread.state_shardings(jax.eval_shape(_initial(optimizer, options), params))
+        shardings = options.replica_sync.state_shardings(jax.eval_shape(_initial(optimizer, options), params))
 
     def step_of(loss_fn: Callable) -> Any:
         return _jitted(_train_step(loss_fn, optimizer, options), options, shardings)
@@ -161,9 +161,9 @@ def training_program(
 
 def _train_step(loss_fn: Callable, optimizer: optax.GradientTransformation, options: ProgramOptions) -> Callable:
     """Returns (state, batch, learning_rate) -> (state, StepMetrics), the order of a training step."""
-    policy, spread = options.policy, options.active_spread
+    policy, replica_sync = options.policy, options.active_replica_sync
     value_and_grad = _value_and_grad(loss_fn, options)
-    num_parts = options.num_microbatches * (1 if spread is None else spread.layout.size(ROWS))
+    num_parts = options.num_microbatches * (1 if replica_sync is None else replica_sync.layout.size(ROWS))
 
     def train_step(state: State, batch: Any, learning_rate: jax.Array) -> tuple[State, StepMetrics]:
         rounding = NEAREST
@@ -172,14 +172,14 @@ def _train_step(loss_fn: Callable, optimizer: optax.GradientTransformation, opti
         loss_scale = state["opt_state"].get("loss_scale")
         scale = None if loss_scale is None else loss_scale.scale
         (loss_sum, beside), grads = value_and_grad(state["params"], batch, rounding, scale)
-        norm = functools.partial(global_norm, in_blocks=options.norm_in_blocks, spread=spread)
+        norm = functools.partial(global_norm, in_blocks=options.norm_in_blocks, replica_sync=replica_sync)
         # The norm of the sums, and a product instead of a division: XLA on CPU then scales each gradient where the
         # update reads it, and writes no scaled copy of them all.
         per_token = 1.0 / (beside.count if scale is None else beside.count * scale)
         grad_norm = norm(grads) * per_token
         grads = jax.tree.map(lambda g: g.astype(jnp.float32) * per_token, grads)
         weights = state["opt_state"].get("master", state["params"])
-        weights = weights if spread is None else spread.shard_like_state(weights)
+        weights = weights if replica_sync is None else replica_sync.shard_like_state(weights)
         param_norm = norm(weights)
         # Comparisons in fp32: a non-finite gradient anywhere makes the norm non-finite. That the weights' norm is asked
         # too orders it before the update, which XLA then makes in place; it copies all weights otherwise.
@@ -196,7 +196,7 @@ def _train_step(loss_fn: Callable, optimizer: optax.GradientTransformation, opti
             moved = scaling.adjusted(loss_scale, finite)
             opt_state["loss_scale"] = scaling.chosen(beside.count > 0, moved, loss_scale)
         params = cast_tree(weights, policy.param)
-        params = params if spread is None else spread.all_gather_params(params)
+        params = params if replica_sync is None else replica_sync.all_gather_params(params)
         new_state = {"step": state["step"] + 1, "params": params, "opt_state": opt_state}
         metrics = StepMetrics(
             loss=loss_sum * per_token if scale is not None else loss_sum / beside.count,
@@ -213,8 +213,8 @@ def _train_step(loss_fn: Callable, optimizer: optax.GradientTransformation, opti
 
 def _value_and_grad(loss_fn: Callable, options: ProgramOptions) -> Callable[..., tuple[tuple, Any]]:
     """Returns (params, batch, rounding, scale) -> ((loss sum, BesideLoss), gradients) of a batch over all devices."""
-    dtype, spread = options.policy.accumulate, options.active_spread
-    loss_fn = loss_fn if spread is None else spread.with_gathered_params(loss_fn)
+    dtype, replica_sync = options.policy.accumulate, options.active_replica_sync
+    loss_fn = loss_fn if replica_sync is None else replica_sync.with_gathered_params(loss_fn)
 
     def local(params: Any, batch: Any, rounding: Rounding, *, scale: Any, reduce: Any = None) -> tuple[tuple, Any]:
         def scaled(params: Any, part: Any) -> tuple[jax.Array, BesideLoss]:
@@ -230,8 +230,8 @@ def _value_and_grad(loss_fn: Callable, options: ProgramOptions) -> Callable[...,
         with scaling.applied():
             return accumulated(scaled, params, batch, sums=sums)
 
-    if spread is not None:
-        return spread.value_and_grad(local, dtype=dtype)
+    if replica_sync is not None:
+        return replica_sync.value_and_grad(local, dtype=dtype)
     return lambda params, batch, rounding, scale: local(params, batch, rounding, scale=scale)
 
 
@@ -304,7 +304,7 @@ def _initial(
 
 
 def _jitted(train_step: Callable, options: ProgramOptions, shardings: Any) -> Any:
-    if options.spread is None:
+    if options.replica_sync is None:
         return jax.jit(train_step, donate_argnums=0)
-    compiler_options = xla_options.compiler_options(options.spread.layout) or None
+    compiler_options = xla_options.compiler_options(options.replica_sync.layout) or None
     return jax.jit(train_step, donate_argnums=0, out_shardings=(shardings, None), compiler_options=compiler_options)

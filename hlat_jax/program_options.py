@@ -19,7 +19,7 @@ from hlat_jax.config import nearest
 from hlat_jax.ops.dialect import Choice
 from hlat_jax.ops.registry import OPS
 from hlat_jax.parallel.replica_sync import ReplicaSync
-from hlat_jax.parallel.zero import check_params, check_stage, replica_sync
+from hlat_jax.parallel.zero import check_params, check_stage, make_replica_sync
 from hlat_jax.passes import remat
 from hlat_jax.passes.autocast import POLICIES as CASTS
 from hlat_jax.passes.autocast import CastPolicy
@@ -35,10 +35,10 @@ class ProgramOptions:
       num_microbatches: static count of parts a batch is split into; with a mesh, the rows of each device are.
       accumulate: how gradients of the parts are made and summed, for pipeline stages; None: see `program.accumulated`.
       norm_in_blocks: see `optimizer.global_norm`.
-      zero: ZeRO stage, 0 to 3, at which parameters of any kind lie on `devices`, see `zero.replica_sync`.
+      zero: ZeRO stage, 0 to 3, at which parameters of any kind lie on `devices`, see `zero.make_replica_sync`.
       devices: for `zero`; None: all there are.
       bucket_bytes: for `zero`: arrays share collectives of up to so many bytes on a device; 0: one each.
-      spread: the mesh and what lies where, for a layout of your own in the place of `zero`. Neither: one device.
+      replica_sync: the mesh and what lies where, for a layout of your own in the place of `zero`. Neither: one device.
       autocast: how the loss function, fp32 throughout, is cast (see `passes.autocast`), for a policy that computes in
         fp32; None: it has the dtypes that it gives itself. float16 brings a loss scale, see `passes.scaling`.
       memory_budget: temporaries of the step on one device, "12GiB" or bytes; what the backward pass keeps is chosen to
@@ -60,7 +60,7 @@ class ProgramOptions:
     zero: int | None = None
     devices: Sequence[Any] | None = None
     bucket_bytes: int = 0
-    spread: ReplicaSync | None = None
+    replica_sync: ReplicaSync | None = None
     autocast: CastPolicy | str | None = None
     memory_budget: int | str | None = None
     remat: remat.Options | None = None
@@ -68,9 +68,9 @@ class ProgramOptions:
     kernels: Mapping[str, Choice] = dataclasses.field(default_factory=dict)
 
     @property
-    def active_spread(self) -> ReplicaSync | None:
-        """`spread` where it has several devices; on one, a program has no collectives."""
-        return self.spread if self.spread is not None and self.spread.layout.mesh.size > 1 else None
+    def active_replica_sync(self) -> ReplicaSync | None:
+        """`replica_sync` where it has several devices; on one, a program has no collectives."""
+        return self.replica_sync if self.replica_sync is not None and self.replica_sync.layout.mesh.size > 1 else None
 
     def __post_init__(self):
         self._check_each()
@@ -86,7 +86,11 @@ class ProgramOptions:
             ("num_microbatches", is_count, "must be an int of 1 or more"),
             ("accumulate", self.accumulate is None or callable(self.accumulate), "is not a function: leave it out"),
             ("norm_in_blocks", isinstance(self.norm_in_blocks, bool), "must be True or False"),
-            ("spread", _is_none_or(self.spread, ReplicaSync), "is not a ReplicaSync: give zero.replica_sync(...)"),
+            (
+                "replica_sync",
+                _is_none_or(self.replica_sync, ReplicaSync),
+                "is not a ReplicaSync: give zero.make_replica_sync(...)",
+            ),
             ("autocast", is_cast, f"is neither a policy's name nor a CastPolicy: give {named}"),
             ("remat", _is_none_or(self.remat, remat.Options), "must be passes.remat.Options(...)"),
             ("kernels", isinstance(self.kernels, Mapping), "must be a dict: op -> ops.dialect.Choice"),
@@ -101,12 +105,12 @@ class ProgramOptions:
             check_stage(self.zero, self.devices, bucket_bytes=self.bucket_bytes)
 
     def _check_together(self) -> None:
-        if self.zero is not None and self.spread is not None:
-            raise ValueError("ProgramOptions: zero and spread both shard the parameters; give one of them.")
+        if self.zero is not None and self.replica_sync is not None:
+            raise ValueError("ProgramOptions: zero and replica_sync both shard the parameters; give one of them.")
         if self.zero is None and (self.devices is not None or self.bucket_bytes):
             raise ValueError(
-                "ProgramOptions: devices and bucket_bytes are those of zero; give zero=0 to 3 too, or a spread, whose "
-                "layout has its own."
+                "ProgramOptions: devices and bucket_bytes are those of zero; give zero=0 to 3 too, or a replica_sync "
+                "with a layout of its own."
             )
         if self.remat is not None and self.memory_budget is None:
             raise ValueError("ProgramOptions: remat has options of a memory_budget; give memory_budget='12GiB' too.")
@@ -138,27 +142,27 @@ def check_arguments(loss_fn: Any, optimizer: Any, *, options: Any, params: Any, 
         raise ValueError("options.dialects go to the loss function: define it as loss(params, batch, *, dialects).")
     if params is not None:
         check_params(params)
-    elif options.zero is not None or options.spread is not None:
-        raise ValueError("options.zero and .spread shard the parameters: give their shapes as params=...")
+    elif options.zero is not None or options.replica_sync is not None:
+        raise ValueError("options.zero and .replica_sync shard the parameters: give their shapes as params=...")
     if options.memory_budget is not None and (params is None or batch is None):
         raise ValueError("options.memory_budget is compared with the compiled step: give params=... and batch=...")
 
 
 def resolved(options: ProgramOptions, params: Any) -> ProgramOptions:
-    """Returns the options with the policy's own autocast, and with the spread that `zero` stands for."""
+    """Returns the options with the policy's own autocast, and with the replica_sync that `zero` stands for."""
     changes: dict[str, Any] = {}
     if options.autocast is None:
         changes["autocast"] = options.policy.autocast
     if options.zero is not None:
         devices = jax.devices() if options.devices is None else options.devices
-        spread = replica_sync(params, devices, stage=options.zero, bucket_bytes=options.bucket_bytes)
-        changes |= {"spread": spread, "zero": None, "devices": None, "bucket_bytes": 0}
+        replica_sync = make_replica_sync(params, devices, stage=options.zero, bucket_bytes=options.bucket_bytes)
+        changes |= {"replica_sync": replica_sync, "zero": None, "devices": None, "bucket_bytes": 0}
     return dataclasses.replace(options, **changes)
 
 
 def with_dialects(loss_fn: Callable, options: ProgramOptions) -> tuple[Callable, ProgramOptions]:
     """Returns the loss function bound to the implementations chosen for its ops, and options that list them."""
-    platform = jax.default_backend() if options.spread is None else options.spread.layout.platform
+    platform = jax.default_backend() if options.replica_sync is None else options.replica_sync.layout.platform
     chosen = {key: OPS[key].choose(name, platform) for key, name in options.dialects.items()}
     names = {key: choice.name for key, choice in chosen.items()}
 

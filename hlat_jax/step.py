@@ -100,7 +100,7 @@ def make_program(config: Config, layout: Layout) -> RunProgram:
         accumulate=pipelined if layout.size(("pipe",)) > 1 else None,
         autocast=policy.autocast,
         norm_in_blocks=layout.mesh.size == 1 and layout.platform == "cpu",
-        spread=ReplicaSync(layout, param_axes(config.model)),
+        replica_sync=ReplicaSync(layout, param_axes(config.model)),
         kernels={f"model.{key}": choice for key, choice in chosen.items()},
     )
     loss = functools.partial(parts, model, layout, compute=policy.compute)
@@ -162,8 +162,8 @@ def _eval_step(loss: Any, options: ProgramOptions) -> Callable[..., Any]:
         loss = autocast(loss, options.autocast)
     if options.accumulate is pipelined:
         loss = functools.partial(pipelined_loss, loss, num_microbatches=options.num_microbatches)
-    if options.active_spread is not None:
-        loss = options.active_spread.loss(loss)
+    if options.active_replica_sync is not None:
+        loss = options.active_replica_sync.loss(loss)
 
     def eval_step(params: Any, batch: Batch) -> SumAndCount:
         return loss(params, batch)

@@ -25,7 +25,7 @@ STAGES = (0, 1, 2, 3)
 _SHARDED, _REPLICATED = "sharded", "replicated"
 
 
-def replica_sync(params: Any, devices: Sequence[Any], *, stage: int, bucket_bytes: int = 0) -> ReplicaSync:
+def make_replica_sync(params: Any, devices: Sequence[Any], *, stage: int, bucket_bytes: int = 0) -> ReplicaSync:
     """Returns the shardings and collectives of a program with these parameters, the rows of a batch split over devices.
 
     An array is sharded in its first dim that the number of devices divides; one without such a dim is replicated.

@@ -97,7 +97,7 @@ def report(program: TrainingProgram, state: Any, batch: Any) -> Report:
       state: arrays, or their shapes and shardings.
       batch: likewise.
     """
-    arguments, spread = (state, batch, jnp.float32(0.0)), program.options.active_spread
+    arguments, replica_sync = (state, batch, jnp.float32(0.0)), program.options.active_replica_sync
     traces = {name: step.trace(*arguments) for name, step in program.stages.items()}
     jaxprs = {name: live_jaxpr(traced) for name, traced in traces.items()}
     stages = tuple(Stage(name=name, jaxpr=jaxpr, products=_products(jaxpr)) for name, jaxpr in jaxprs.items())
@@ -105,7 +105,9 @@ def report(program: TrainingProgram, state: Any, batch: Any) -> Report:
     compiled = traces[stages[-1].name].lower().compile()
     seconds = time.monotonic() - began
     memory = compiled.memory_analysis()
-    found = [] if spread is None else [c for c in collectives(compiled.as_text(), spread.layout.mesh) if c.axes]
+    found = (
+        [] if replica_sync is None else [c for c in collectives(compiled.as_text(), replica_sync.layout.mesh) if c.axes]
+    )
     held = Bytes(
         arguments=memory.argument_size_in_bytes,
         reused=memory.alias_size_in_bytes,

@@ -10,7 +10,7 @@ import optax.contrib
 import pytest
 from foreign_models import batch, foreign, plain_loss, plain_params
 
-from hlat_jax.parallel.zero import replica_sync
+from hlat_jax.parallel.zero import make_replica_sync
 from hlat_jax.passes.products import live_jaxpr
 from hlat_jax.plan.collectives import collectives
 from hlat_jax.plan.traffic import traced_collectives
@@ -22,14 +22,14 @@ def trained(loss, params, *, stage=None, bucket_bytes=0, policy="fp32", steps=6)
     """Returns (losses and norms, final state, text of the compiled step)."""
     options = ProgramOptions(POLICIES[policy], num_microbatches=2, zero=stage, bucket_bytes=bucket_bytes)
     program = training_program(loss, optax.adam(1e-2), options=options, params=params)
-    state, spread = program.init(params), program.options.spread
-    put = (lambda x: x) if spread is None else lambda x: jax.device_put(x, spread.layout.rows())
+    state, replica_sync = program.init(params), program.options.replica_sync
+    put = (lambda x: x) if replica_sync is None else lambda x: jax.device_put(x, replica_sync.layout.rows())
     text = program.step.lower(state, put(batch(0)), 0.0).compile().as_text()
     rows = []
     for step in range(steps):
         state, metrics = program.step(state, put(batch(step)), 0.0)
         rows.append([float(metrics.loss), float(metrics.grad_norm), float(metrics.param_norm)])
-    return np.array(rows), state, (text, None if spread is None else spread.layout.mesh)
+    return np.array(rows), state, (text, None if replica_sync is None else replica_sync.layout.mesh)
 
 
 @pytest.mark.parametrize("kind", ["plain", "flax"])
@@ -66,7 +66,7 @@ def test_collectives_of_each_stage_are_those_it_needs():
         program = training_program(loss, optax.adam(1e-2), options=options, params=params)
         traced = program.step.trace(jax.eval_shape(program.init, params), batch(0), 0.0)
         found[stage] = collections.Counter()
-        for collective in traced_collectives(live_jaxpr(traced), program.options.spread.layout.mesh):
+        for collective in traced_collectives(live_jaxpr(traced), program.options.replica_sync.layout.mesh):
             found[stage][collective.kind] += collective.trips
     # stage 3 gathers for the loss, and for its backward pass again what that reads: the matrices behind the first;
     # loss and count, the scalar's gradient, and the norms of gradients and weights; of stage 0 the other gradients
@@ -121,33 +121,33 @@ def test_an_optimizer_that_keeps_the_weights_can_be_stepped():
 
 def test_stages_and_bytes_that_do_not_exist_are_refused():
     with pytest.raises(ValueError, match="params has an empty tuple"):
-        replica_sync([(np.zeros(8), ()), ()], jax.devices(), stage=1)
+        make_replica_sync([(np.zeros(8), ()), ()], jax.devices(), stage=1)
     with pytest.raises(ValueError, match=r"zero stage 4 is not one of 0, 1, 2, 3\."):
-        replica_sync({}, jax.devices(), stage=4)
+        make_replica_sync({}, jax.devices(), stage=4)
     with pytest.raises(ValueError, match="bucket_bytes=-1 must be 0"):
-        replica_sync({}, jax.devices(), stage=1, bucket_bytes=-1)
+        make_replica_sync({}, jax.devices(), stage=1, bucket_bytes=-1)
     with pytest.raises(ValueError, match=r"devices=\[\] must be a list of one or more devices: give"):
-        replica_sync({}, [], stage=1)
+        make_replica_sync({}, [], stage=1)
     with pytest.raises(ValueError, match=r"params\['w'\] is a float: give an array"):
-        replica_sync({"w": 1.0}, jax.devices(), stage=1)
+        make_replica_sync({"w": 1.0}, jax.devices(), stage=1)
     loss, params = foreign("plain")
-    spread = replica_sync(params, jax.devices(), stage=1)
-    for where in ({"zero": 1}, {"spread": spread}):
+    replica_sync = make_replica_sync(params, jax.devices(), stage=1)
+    for where in ({"zero": 1}, {"replica_sync": replica_sync}):
         with pytest.raises(ValueError, match=r"give their shapes as params=\.\.\."):
             training_program(loss, optax.adam(1e-2), options=ProgramOptions(POLICIES["fp32"], **where))
-    with pytest.raises(ValueError, match="zero and spread both shard the parameters; give one"):
-        ProgramOptions(POLICIES["fp32"], zero=1, spread=spread)
+    with pytest.raises(ValueError, match="zero and replica_sync both shard the parameters; give one"):
+        ProgramOptions(POLICIES["fp32"], zero=1, replica_sync=replica_sync)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_zero_lies_on_the_devices_given_as_the_replica_sync_over_them_does(stage):
     loss, params = foreign("plain")
     devices, laid_out = jax.devices()[:4], []
-    spread = replica_sync(params, devices, stage=stage, bucket_bytes=100)
-    for where in ({"spread": spread}, {"zero": stage, "devices": devices, "bucket_bytes": 100}):
+    replica_sync = make_replica_sync(params, devices, stage=stage, bucket_bytes=100)
+    for where in ({"replica_sync": replica_sync}, {"zero": stage, "devices": devices, "bucket_bytes": 100}):
         options = ProgramOptions(POLICIES["fp32"], **where)
         program = training_program(loss, optax.adam(1e-2), options=options, params=params)
-        laid_out.append((program.shardings, program.options.spread))
+        laid_out.append((program.shardings, program.options.replica_sync))
     assert laid_out[0] == laid_out[1]
     assert {device for leaf in jax.tree.leaves(laid_out[0][0]) for device in leaf.device_set} == set(devices)
 

@@ -340,7 +340,7 @@ def test_a_batch_that_counts_nothing_leaves_the_loss_scale_where_it_is():
         ({"dialects": {"swigl": "auto"}}, r"dialects has no op 'swigl'. Did you mean 'swiglu'"),
         ({"dialects": {"rope": "pairs"}}, r"dialects\['rope'\]='pairs' is not one of auto, reference, paired"),
         ({"accumulate": pipelined, "dialects": {}}, r"runs whole, not pipelined stages"),
-        ({"spread": 2}, r"spread=2 is not a ReplicaSync: give zero.replica_sync\(...\)"),
+        ({"replica_sync": 2}, r"replica_sync=2 is not a ReplicaSync: give zero.replica_sync\(...\)"),
         ({"zero": True}, r"zero stage True is not one of 0, 1, 2, 3"),
         ({"zero": 1, "devices": []}, r"devices=\[\] must be a list of one or more devices.*give jax.devices\(\)"),
         ({"zero": 1, "devices": "cpu"}, r"devices='cpu' must be a list of one or more devices"),
