@@ -82,7 +82,7 @@ def cases():
         for command in shown + inline(page):
             run = as_run(command)
             alone = re.search(
-                r"hlat_jax\.(plan|neuron)|--help|--print_config|--dry-run|parse_only|ops choices|^true$", run
+                r"hlat_jax\.(plan(?! tune)|neuron)|--help|--print_config|--dry-run|parse_only|^true$", run
             )
             marks = () if alone else pytest.mark.xdist_group("commands")
             found.setdefault(run, pytest.param(run, id=f"{page.stem}: {command}", marks=marks))
