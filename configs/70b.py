@@ -3,9 +3,9 @@
     python -m hlat_jax.train --config=70b --config.data.train='/fsx/redpajama/*.parquet' \
         --config.data.validation=/fsx/slimpajama/validation.parquet --config.data.tokenizer=/fsx/llama2/tokenizer.model
 
-Not yet run on Trainium; HLAT's run ended near a training loss of 1.18 after its change of data at 1.4 T tokens.
-Differs from 7b in size, layout, precision and learning rate only. Master weights start as drawn in fp32; HLAT-70B's
-started as bf16-rounded copies.
+Not yet run on Trainium. HLAT's run ended near a training loss of 1.18 after its change of data at 1.4 T tokens.
+Differs from 7b in size, layout, precision, learning rate, microbatches and checkpoints only. Master weights are
+initialized in fp32; HLAT-70B's were copies rounded to bf16.
 Source: arXiv 2404.10630, III-A, III-D, and the published scripts.
 """
 

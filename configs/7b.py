@@ -3,8 +3,8 @@
     python -m hlat_jax.train --config=7b --config.data.train='/fsx/redpajama/*.parquet' \
         --config.data.validation=/fsx/slimpajama/validation.parquet --config.data.tokenizer=/fsx/llama2/tokenizer.model
 
-Not yet run on Trainium. HLAT's run ended near a training loss of 1.60. Like it, this recipe stores everything in bf16
-with stochastic rounding; `mixed`, which the paper found equal in quality, fits too.
+Not yet run on Trainium. HLAT's run ended near a training loss of 1.60. As there, everything is stored in bf16 with
+stochastic rounding; `mixed`, which the paper found equal in quality, fits too.
 Source: arXiv 2404.10630, III-A, III-D, and the published scripts.
 """
 

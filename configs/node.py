@@ -1,9 +1,9 @@
-"""A 0.4M-parameter Llama that spreads over one trn1 node (2 or 32 cores) and trains in a notebook on a laptop.
+"""A 0.4M-parameter Llama that uses all cores of one trn1 node (2 or 32) and trains in a notebook on a laptop.
 
     python -m hlat_jax.train --config=node
 
-What notebooks/ use: tensor parallelism over all devices that there are, so it has 32 query heads and every width
-divides by 32. Text and tokenizer are those of `tiny`.
+The config of notebooks/. It has tensor parallelism over all devices, so 32 query heads and widths that are multiples of
+32. Text and tokenizer are those of `tiny`.
 """
 
 from hlat_jax.config import default

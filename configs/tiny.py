@@ -1,10 +1,10 @@
-"""A small Llama on the six novels of Jane Austen, for a laptop: the first thing to run, and the base of most tests.
+"""A small Llama on the six novels of Jane Austen, for a laptop: the config to run first, and the base of most tests.
 
     python -m hlat_jax.train --config=tiny
 
 Text and tokenizer ship with the package. On two CPU cores it takes about two minutes for 409,600 tokens. The validation
 loss on the whole held-out text ends near 4.49 nats per token of a 2,048-token vocabulary (1.84 bits per byte), inside
-the band below, which leaves room for another order of floating-point sums. Measured: 4.489; train.seed=1: 4.573;
+the range below, which allows for another order of floating-point sums. Measured: 4.489; train.seed=1: 4.573;
 train.seed=2 with data.seed=99: 4.484.
 """
 

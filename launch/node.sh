@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Starts the training process of this node: one process a node, however the nodes were started.
+# Starts the training process of this node, one process per node, under Slurm, Open MPI or by hand.
 #
 #   srun --ntasks-per-node=1 launch/node.sh --config=7b
 #   mpirun --map-by ppr:1:node launch/node.sh --coordinator=HOST --config=7b
@@ -8,20 +8,20 @@
 #   launch/node.sh --dry-run --instance=trn1.32xlarge --num_nodes=64 --coordinator=HOST --config=7b   # on any machine
 #
 # Flags of its own; all others go to `python -m hlat_jax.train`:
-#   --coordinator=HOST   the first node, reachable from the others; Slurm's variables name it too
+#   --coordinator=HOST   the first node, reachable from the others; default under Slurm: from its variables
 #   --num_nodes=N        nodes of the job
 #   --node=I             this one, 0 .. N - 1
-#   --port=P             where the processes of JAX meet on the first node; default 41001
-#   --instance=TYPE      the Trainium instance; default, where there are Neuron devices: what EC2 says this machine is
+#   --port=P             port of JAX's coordination service on the first node; default 41001
+#   --instance=TYPE      the Trainium instance; default, where there are Neuron devices: from DMI
 #   --cores=N            NeuronCores of a node to train on, as JAX sees them; default all
 #   --cache=DIR          copy the compiled programs of a shared folder to this node before the run
-#   --fill_cache=DIR     also copy those of this node there after it
-#   --dry-run            print what would be exported and run, and stop: for this node where it is known which, else for
-#                        every node
+#   --fill_cache=DIR     the same, and copy those of this node to the folder after the run
+#   --dry-run            print what would be exported and run, and stop: for this node if --node or the launcher names
+#                        it, else for every node
 #
 # PYTHON names the interpreter, by default `python`; LOCAL_CACHE the folder of compiled programs on the node's own disk.
-# It knows nodes and paths. What is trained, and how, is in the config; which variables that takes on Trainium, and what
-# becomes of those that are set already, is computed by `python -m hlat_jax.neuron env`.
+# This script handles nodes and paths only. The recipe is in the config; `python -m hlat_jax.neuron env` computes the
+# environment variables for Trainium from it, and merges them with those already set.
 set -euo pipefail
 
 python=${PYTHON:-python}
@@ -34,7 +34,7 @@ fail() {
   exit 2
 }
 
-# Bash evaluates what stands in (( )), also a command inside a subscript: no value gets there before it is checked here.
+# Bash evaluates the contents of (( )), even a command inside a subscript, so every value is checked here first.
 check_number() { # flag or variable, value, lowest
   if ! [[ $2 =~ ^(0|[1-9][0-9]{0,8})$ ]] || (($2 < $3)); then
     fail "$1=$2 must be a whole number of at least $3."
@@ -65,7 +65,7 @@ done
 
 from_slurm() {
   local nodes count
-  command -v scontrol > /dev/null || fail "SLURM_JOB_NODELIST is set, but there is no scontrol to read it with."
+  command -v scontrol > /dev/null || fail "SLURM_JOB_NODELIST is set, but scontrol, which reads it, is not installed."
   nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST") || fail "scontrol cannot read SLURM_JOB_NODELIST=$SLURM_JOB_NODELIST."
   count=$(wc -l <<< "$nodes")
   num_nodes=${SLURM_NNODES:-$count}
@@ -87,7 +87,7 @@ from_open_mpi() {
   check_number OMPI_COMM_WORLD_RANK "$node" 0
   [[ -n $coordinator ]] || ((num_nodes == 1)) ||
     fail "Open MPI gives no host of rank 0: give --coordinator=HOST of the first node."
-  unset OMPI_MCA_orte_hnp_uri # JAX and Neuron find each other without it
+  unset OMPI_MCA_orte_hnp_uri # not needed: JAX and Neuron get the coordinator's address
 }
 
 every_node=false
@@ -95,7 +95,7 @@ if [[ -n $num_nodes || -n $node ]]; then
   if $dry_run && [[ -n $num_nodes && -z $node ]]; then
     every_node=true node=0
   fi
-  [[ -n $num_nodes && -n $node ]] || fail "--num_nodes and --node belong together."
+  [[ -n $num_nodes && -n $node ]] || fail "give --num_nodes and --node together."
 elif [[ -n ${OMPI_COMM_WORLD_RANK:-} ]]; then # first: mpirun inside a Slurm job has both
   from_open_mpi
 elif [[ -n ${SLURM_JOB_NODELIST:-} ]]; then
@@ -133,7 +133,7 @@ fi
 host_exports() { # what the loader of this machine reads before Python starts
   local tcmalloc=/usr/lib/libtcmalloc.so efa=/opt/amazon/efa/lib
   [[ -n $instance ]] || return 0
-  # glibc's allocator was seen to let host memory grow without end in long runs
+  # with glibc's allocator host memory was seen to grow without bound in long runs
   [[ ! -e $tcmalloc || -n ${LD_PRELOAD:-} ]] || echo "export LD_PRELOAD=$tcmalloc"
   [[ ! -d $efa ]] || printf 'export LD_LIBRARY_PATH=%q\n' "$efa${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
 }
@@ -163,7 +163,7 @@ print_node() { # node
   echo
 }
 
-copy_cache() { # from to: what is there stays, and a file is there whole or not at all
+copy_cache() { # from to: existing files stay; each file is moved into place when complete
   local partial="$2/.partial.$node.$$" file
   [[ -d $1 ]] || return 0
   mkdir -p "$partial"

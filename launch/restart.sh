@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Runs a command again when it fails, from its last checkpoint, as long as it gets further:
+# Runs a command again when it fails; it resumes from its last checkpoint:
 #
 #   launch/restart.sh [--max_restarts=10] [--wait_s=10] srun launch/node.sh --config=7b --workdir=/fsx/runs/7b
 #
-# A failure is any exit code but 0 and 2: with 2 the command, the config or the data is wrong, and would be again. The
-# limit is on restarts in a row without a new checkpoint in the --workdir of the command. SIGTERM and SIGINT go to the
-# command, which saves and ends; it is not started again. Exits with the last code of the command.
+# A failure is any exit code but 0 and 2; with 2 the command, the config or the data is wrong, and a restart would fail
+# again. The limit is on restarts in a row without a new checkpoint in the --workdir of the command. SIGTERM and SIGINT
+# are passed to the command, which saves and ends and is not restarted. Exits with the last code of the command.
 set -uo pipefail
 
 max_restarts=10 wait_s=10
@@ -31,7 +31,7 @@ for word in "$@"; do
 done
 [[ -n $workdir ]] || fail "--workdir=DIR is missing in the command: a folder that all nodes share."
 
-newest_checkpoint() { # its step; those being written have other names
+newest_checkpoint() { # prints its step; unfinished checkpoints have other names
   local path step=0
   for path in "$workdir"/checkpoints/*; do
     path=${path##*/}
@@ -56,7 +56,7 @@ while true; do
   child=$!
   wait "$child"
   code=$?
-  while kill -0 "$child" 2> /dev/null; do # a signal of ours ended the wait, not the command
+  while kill -0 "$child" 2> /dev/null; do # a trapped signal ended the wait, not the command
     wait "$child"
     code=$?
   done

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# What a compute node needs of its kernel before a job; ParallelCluster runs it as root once a node, see cluster.yaml.
+# Kernel settings of a compute node; ParallelCluster runs it as root once on each node, see cluster.yaml.
 # Not yet run on a Trainium cluster.
 set -euo pipefail
 
-# the ports of Neuron's collectives and of JAX: nothing else may be given them
+# reserves the ports of Neuron's collectives and of JAX
 sysctl -w net.ipv4.ip_local_reserved_ports=41000,41001
 # many files of text and checkpoints are open at once
 printf '* soft nofile 65535\n* hard nofile 131071\n' > /etc/security/limits.d/90-hlat.conf
