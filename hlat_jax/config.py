@@ -294,7 +294,7 @@ SECTIONS: dict[str, type] = {
 
 
 # Keys that were renamed: an old name is an error in a config, and is read as the new one in what a run recorded.
-RENAMED = {"data.weights": "data.mixture", "model.ops_table": "model.ops_table"}
+RENAMED = {"data.weights": "data.mixture", "model.tuned": "model.ops_table"}
 
 
 def require_not_renamed(path: str) -> None:
