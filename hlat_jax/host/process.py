@@ -105,12 +105,12 @@ def only_process(workdir: pathlib.Path) -> Iterator[None]:
         workdir.mkdir(parents=True, exist_ok=True)
         lock = open(workdir / LOCK_FILE, "w")  # noqa: SIM115 - held until the run ends
     except OSError as error:
-        raise ValueError(f"cannot write to {workdir}: {error.strerror}; set another folder with --workdir.") from None
+        raise ValueError(f"cannot write to {workdir}: {error.strerror}; give another folder with --workdir.") from None
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise ValueError(f"another process is training in {workdir}; stop it, or set another --workdir.") from None
+            raise ValueError(f"another process is training in {workdir}; stop it, or give another --workdir.") from None
         try:
             yield
         except ValueError:
