@@ -110,10 +110,10 @@ def _evaluate(run: Run, progress: Progress) -> None:
 
 
 def _save(run: Run, progress: Progress, *, stopping: bool) -> None:
-    """Saves the state when due by steps or by the clock, when owed, and when the run is stopping."""
+    """Saves the state when due by steps or by the clock, when postponed, and when the run is stopping."""
     checkpoint = run.config.checkpoint
     due = _due(progress.step, checkpoint.every_steps) or _due(progress.step, checkpoint.keep_every_steps)
-    if progress.step > run.start_step and (stopping or due or progress.save_owed or progress.save_overdue):
+    if progress.step > run.start_step and (stopping or due or progress.save_postponed or progress.save_overdue):
         _start_saving(run, progress, stopping=stopping)
         progress.saved_at_s = progress.timed_from_s = time.monotonic()
 
@@ -130,15 +130,15 @@ def _start_saving(run: Run, progress: Progress, *, stopping: bool) -> None:
     _write_rows(run, progress)
     run.log.sync()
     if progress.num_nonfinite and not stopping:
-        if not progress.save_owed:
+        if not progress.save_postponed:
             print(f"checkpoint of step {progress.step} postponed to the next finite step: this one was not finite")
-        progress.save_owed = True
+        progress.save_postponed = True
         return
     norms = nonfinite.finite_norms(run, progress)
     moving = {"tokens": progress.tokens, "num_nonfinite": progress.num_nonfinite, "remat": run.remat}
     position = run.global_position(progress.position)
     run.checkpointer.save(progress.step, progress.state, position=position, metadata=run.settings | moving, norms=norms)
-    progress.saved_step, progress.save_owed = progress.step, False
+    progress.saved_step, progress.save_postponed = progress.step, False
 
 
 def _save_and_wait(run: Run, progress: Progress) -> None:
@@ -154,14 +154,14 @@ def _export(run: Run, progress: Progress) -> None:
     After a non-finite step, unless it is the last, the export is postponed. Raises as `_start_saving`.
     """
     last = _is_last(run, progress)
-    owed, progress.export_owed = progress.export_owed, False
-    if run.exporter is None or not run.exporter.due(progress.step, last=last, owed=owed):
+    postponed, progress.export_postponed = progress.export_postponed, False
+    if run.exporter is None or not run.exporter.due(progress.step, last=last, postponed=postponed):
         return
     _write_rows(run, progress)
     if progress.num_nonfinite and not last:
-        if not owed:
+        if not postponed:
             print(f"export of step {progress.step} postponed to the next finite step: this one was not finite")
-        progress.export_owed = True
+        progress.export_postponed = True
     else:
         nonfinite.finite_norms(run, progress)
         run.exporter.start(progress.step, progress.state)

@@ -90,8 +90,8 @@ class Progress:
       saved_step: of the newest checkpoint; 0: there is none.
       num_nonfinite: non-finite steps in a row, up to the last metrics row.
       nonfinite_rows: the metrics rows of these, as far as this process made them.
-      save_owed: a checkpoint was due after a non-finite step.
-      export_owed: an export was.
+      save_postponed: a checkpoint was due after a non-finite step.
+      export_postponed: an export was.
       save_overdue: a checkpoint is due by the clock.
       pending: dispatched steps whose metrics are still on the device, oldest first.
       saved_at_s: when the last save was started, by time.monotonic.
@@ -106,8 +106,8 @@ class Progress:
     saved_step: int
     num_nonfinite: int
     nonfinite_rows: list[dict[str, Any]] = dataclasses.field(default_factory=list)
-    save_owed: bool = False
-    export_owed: bool = False
+    save_postponed: bool = False
+    export_postponed: bool = False
     save_overdue: bool = False
     pending: list[Pending] = dataclasses.field(default_factory=list)
     saved_at_s: float = 0.0
