@@ -8,7 +8,7 @@ After c updates, one iteration
    at c implies that the rows up to c are on disk; a resumed run drops the rows above c and writes them again, and each
    step has exactly one row. After a non-finite step, a save or export that is due is postponed until a step is finite:
    the newest checkpoint is from before the trouble. Where the run ends (its last step, a signal, a batch that cannot be
-   read) the state is saved all the same, as non-finite updates are left out of it. A state with a norm that is not
+   read) the state is saved all the same, as non-finite updates are skipped. A state with a norm that is not
    finite is never saved or exported: it ends the run, which resumes from the newest checkpoint;
 3. exports, when due: it waits until the weights are in host memory, and a thread writes them;
 4. stops, when c is the last step or a signal has come: after the save, so that no step is lost;
@@ -122,7 +122,7 @@ def _start_saving(run: Run, progress: Progress, *, stopping: bool) -> None:
     """Writes every row up to this step to the disk, then starts to save the state.
 
     After a non-finite step the save is postponed until a step is finite. Where the run is `stopping` the state is saved
-    all the same: it is that of the finite step before, as the update was left out.
+    all the same: it is that of the finite step before, as the update was skipped.
 
     Raises:
       NonFiniteError: the state is not finite.
@@ -240,7 +240,7 @@ def _write_rows(run: Run, progress: Progress, *, in_flight: int = 0) -> None:
         progress.num_nonfinite = 0 if metrics.finite else progress.num_nonfinite + 1
         progress.nonfinite_rows = [] if metrics.finite else [*progress.nonfinite_rows, row]
         if not metrics.finite:
-            print(f"step {pending.step}: {nonfinite.describe([row])}; update left out")
+            print(f"step {pending.step}: {nonfinite.describe([row])}; update skipped")
         if progress.num_nonfinite >= run.config.train.max_nonfinite_steps:
             nonfinite.stop(run, progress, position=pending.position)
 
