@@ -1,4 +1,4 @@
-"""A batch of packed tokens, its abstract form, and partial means over it."""
+"""A batch of packed tokens, its shapes and dtypes, its microbatches, and partial means over it."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class Batch:
 
     Attributes:
       tokens: int32 token ids fed to the model.
-      targets: int32; `targets[b, t]` is what should follow `tokens[b, : t + 1]`.
+      targets: int32; `targets[b, t]` is the token after `tokens[b, : t + 1]`.
       positions: int32 position of each token for rotary embeddings.
       segment_ids: int32; a token attends only to earlier tokens of its own segment. None when every row is one
         segment (`concat` packing), which lets attention skip the comparison.
-      weights: float32; how much each target counts in the loss. 0 where there is no target.
+      weights: float32; weight of each target in the loss; 0 where there is no target.
     """
 
     tokens: Any
@@ -31,7 +31,7 @@ class Batch:
 
 
 class SumAndCount(NamedTuple):
-    """A mean before the division: those of several parts of a batch can be added, means cannot.
+    """A mean before the division: sums and counts of several parts of a batch can be added, means cannot.
 
     Attributes:
       total: weighted sum.
@@ -43,7 +43,7 @@ class SumAndCount(NamedTuple):
 
 
 def concat_batch(tokens_BT: np.ndarray) -> Batch:
-    """Returns HLAT's view of rows cut from one stream of tokens [B, T]: T - 1 predictions a row, one segment.
+    """Returns rows [B, T] cut from one stream of tokens, as in HLAT: T - 1 predictions per row, one segment.
 
     The label shift is HLAT's: the last token of a row predicts nothing, so its weight is 0 (and its target 0).
     Source: arXiv 2404.10630, published scripts, `logits[:-1]` against `labels[1:]`.
@@ -59,7 +59,7 @@ def concat_batch(tokens_BT: np.ndarray) -> Batch:
 
 
 def segmented_batch(tokens_BT: np.ndarray, segment_ids_BT: np.ndarray) -> Batch:
-    """Returns rows [B, T] of segments that do not attend to each other: ids count from 1, 0 is padding.
+    """Returns rows [B, T] of segments that do not attend to each other; ids start at 1, and 0 is padding.
 
     Positions restart at 0 in each segment. The last token of a segment predicts nothing: its weight and target are 0,
     as are those of padding.
@@ -86,13 +86,13 @@ def microbatches(batch: Any, num_microbatches: int) -> Any:
     """Returns fields [B, ...] as [M, B / M, ...]; part m has rows m, m + M, m + 2M, ...
 
     Raises:
-      ValueError: M does not divide the rows, or a field has none.
+      ValueError: M does not divide the number of rows, or a field is a scalar.
     """
     for path, field in jax.tree_util.tree_leaves_with_path(batch):
         if not field.shape or num_microbatches < 1 or field.shape[0] % num_microbatches:
             raise ValueError(
                 f"the batch's {jax.tree_util.keystr(path) or 'array'} of shape {field.shape} (on one device) does not "
-                f"divide into num_microbatches={num_microbatches}: every field has rows in front, a multiple of it."
+                f"divide into num_microbatches={num_microbatches}; make the leading axis of every field a multiple."
             )
     return jax.tree.map(lambda field: field.reshape(-1, num_microbatches, *field.shape[1:]).swapaxes(0, 1), batch)
 

@@ -1,7 +1,7 @@
-"""Every setting of a run: frozen dataclasses with names, types, units, meanings and defaults. Imports no JAX.
+"""All settings of a run: frozen dataclasses with the name, type, unit, meaning and default of each. Imports no JAX.
 
-`default()` gives an `ml_collections.ConfigDict` with every key; a config module edits and returns it; `resolve.resolve`
-checks it and turns it into a `Config`, which is the only form the rest of the package sees.
+`default()` returns an `ml_collections.ConfigDict` with every key; a config module edits and returns it, and
+`resolve.resolve` checks it and turns it into a `Config`, the only form that the rest of the package uses.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ REMAT_BUDGET = "budget:"
 
 
 def nearest(word: str, candidates: Any) -> str:
-    """Returns ` Did you mean 'x'?` for the closest candidate, or all of them when none is close."""
+    """Returns "Did you mean 'x'?" with the closest candidate, or the list of all when none is close."""
     candidates = sorted(candidates)
     close = difflib.get_close_matches(word, candidates, n=1, cutoff=0.5)
     return f"Did you mean {close[0]!r}?" if close else f"Known: {', '.join(candidates)}."
 
 
 def check_choice(path: str, field: dataclasses.Field, value: Any) -> None:
-    """Raises ValueError for a value that a key does not take; the message has the nearest."""
+    """Raises ValueError for a value outside the key's choices; the message names the nearest one."""
     choices = field.metadata["choices"]
     if choices and value not in choices:
         raise ValueError(f"{path}={value!r} is not one of {', '.join(choices)}. {nearest(str(value), choices)}")
 
 
 def at_least(lowest: float, **values: float) -> None:
-    """Raises ValueError for a value below the lowest; keywords are paths, with __ for the dot."""
+    """Raises ValueError for a value below `lowest`; keywords are paths of keys, with __ for the dot."""
     for path, value in values.items():
         if not value >= lowest:
             raise ValueError(f"{path.replace('__', '.')}={value} must be at least {lowest}.")
@@ -47,7 +47,7 @@ class PolicyFacts:
     """Facts of a precision policy that are needed without JAX; its dtypes are in `precision.POLICIES`.
 
     Attributes:
-      state_bytes_per_param: of parameters, two moments, and master weights where the policy keeps them.
+      state_bytes_per_param: parameter, two moments, and the master weight if the policy keeps one.
       rounding: how stored values are rounded: "nearest" or "stochastic".
     """
 
@@ -104,7 +104,7 @@ class ModelConfig:
     )
 
     def check(self) -> None:
-        """Raises ValueError when a model cannot be built as described; called by `resolve` and by `Decoder`."""
+        """Raises ValueError for a model that cannot be built; called by `resolve` and by `Decoder`."""
         for field in dataclasses.fields(self):
             check_choice(f"model.{field.name}", field, getattr(self, field.name))
         for name in ("rope_theta", "rope_factor", "rope_low_freq_factor"):
@@ -123,7 +123,7 @@ class ModelConfig:
                 f"use one of {divisors}."
             )
         if self.head_dim % 2:
-            raise ValueError(f"model.head_dim={self.head_dim} must be even: rotary embeddings turn pairs.")
+            raise ValueError(f"model.head_dim={self.head_dim} must be even: rotary embeddings rotate pairs.")
         if self.rope_high_freq_factor <= self.rope_low_freq_factor:
             raise ValueError(
                 f"model.rope_high_freq_factor={self.rope_high_freq_factor} must exceed "
@@ -140,7 +140,7 @@ class ModelConfig:
 
 
 def select_remat(remat: str, platform: str) -> str:
-    """Returns a value of `model.remat` with `auto` replaced by what serves on a platform."""
+    """Returns a value of `model.remat` with `auto` replaced by the default of a platform."""
     if remat != "auto":
         return remat
     return "products" if platform == "cpu" else "none"
@@ -264,7 +264,7 @@ class MetricsConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """A whole run. `name` is that of the config module; the rest are its sections."""
+    """All settings of a run. `name` is that of the config module; the others are sections."""
 
     name: str
     model: ModelConfig
@@ -277,7 +277,7 @@ class Config:
     metrics: MetricsConfig
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns nested plain dicts of scalars and strings, fit for JSON."""
+        """Returns nested plain dicts of scalars and strings, for JSON."""
         return dataclasses.asdict(self)
 
 
@@ -293,18 +293,18 @@ SECTIONS: dict[str, type] = {
 }
 
 
-# Keys that were renamed: an old name is an error in a config, and is read as the new one in what a run recorded.
+# Renamed keys: an old name is an error in a config, and is read as the new one in records of earlier runs.
 RENAMED = {"data.weights": "data.mixture", "model.tuned": "model.ops_table"}
 
 
 def require_not_renamed(path: str) -> None:
-    """Raises ValueError, which names the new key, where `path` is the old name of a key."""
+    """Raises ValueError if `path` is the old name of a key; the message has the new name."""
     if path in RENAMED:
         raise ValueError(f"{path} was renamed; set {RENAMED[path]} instead.")
 
 
 def with_renamed_keys(recorded: dict[str, Any]) -> dict[str, Any]:
-    """Returns a recorded config, or some sections of one, with every key under the name that it has now."""
+    """Returns a recorded config, or some of its sections, with renamed keys under their new names."""
     tree = {name: dict(values) if isinstance(values, dict) else values for name, values in recorded.items()}
     for old, new in RENAMED.items():
         (section, key), (_, new_key) = old.split("."), new.split(".")  # keys stay in their section
@@ -314,8 +314,8 @@ def with_renamed_keys(recorded: dict[str, Any]) -> dict[str, Any]:
 
 
 def default() -> Any:
-    """Returns an `ml_collections.ConfigDict` with every section and key at its default; `resolve` refuses new keys."""
-    import ml_collections  # here, so that importing a model needs none of it
+    """Returns an `ml_collections.ConfigDict` with every key at its default; `resolve` rejects other keys."""
+    import ml_collections  # here, so that models can be imported without it
 
     tree = {name: {f.name: f.default for f in dataclasses.fields(cls)} for name, cls in SECTIONS.items()}
     return ml_collections.ConfigDict({"name": "custom", **tree})
@@ -325,7 +325,7 @@ def load(name_or_path: str) -> Any:
     """Returns the ConfigDict of a shipped config (`tiny`) or of a file (`path/to/run.py`), its `name` filled in.
 
     Raises:
-      ValueError: no such name or file, or a file without `get_config`; the message has the nearest name.
+      ValueError: no such name or file (the message has the nearest name), or a file without `get_config`.
     """
     names = shipped()
     is_path = name_or_path.endswith(".py")
@@ -338,13 +338,15 @@ def load(name_or_path: str) -> Any:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     if not hasattr(module, "get_config"):
-        raise ValueError(f"{path} defines no get_config(); write one that edits and returns hlat_jax.config.default().")
+        raise ValueError(f"{path} defines no get_config(); add one that edits and returns hlat_jax.config.default().")
     try:
         config = module.get_config()
-    except (AttributeError, KeyError, TypeError) as error:  # what a ConfigDict says to an unknown key or a wrong type
-        said = " ".join(str(error.args[0] if error.args else error).split())
-        renamed = [f" {old} was renamed to {new}." for old, new in RENAMED.items() if repr(old.split(".")[1]) in said]
-        raise ValueError(f"{path}: {said}{''.join(renamed)}") from error
+    except (AttributeError, KeyError, TypeError) as error:  # ConfigDict: an unknown key or a wrong type
+        message = " ".join(str(error.args[0] if error.args else error).split())
+        renamed = [
+            f" {old} was renamed to {new}." for old, new in RENAMED.items() if repr(old.split(".")[1]) in message
+        ]
+        raise ValueError(f"{path}: {message}{''.join(renamed)}") from error
     config.name = path.stem
     return config
 
@@ -362,13 +364,13 @@ def config_folder() -> pathlib.Path:
 
 
 def typed(path: str, field: dataclasses.Field, value: Any) -> Any:
-    """Returns the value of a key in the key's type.
+    """Returns the value of a key converted to the type of its default.
 
     Raises:
       ValueError: a wrong type, or a value outside the key's choices; the message begins with `path`.
     """
     kind = type(field.default)
-    if kind is float and type(value) is int and abs(value) < 1 << 1023:  # as far as a float reaches
+    if kind is float and type(value) is int and abs(value) < 1 << 1023:  # within the range of float
         value = float(value)
     if type(value) is not kind:
         raise ValueError(f"{path}={repr(value)[:100]} is {type(value).__name__}; it must be {kind.__name__}.")

@@ -1,4 +1,4 @@
-"""Counts that need no program: parameters, FLOPs per token, bytes of state; and the tables of devices and nodes."""
+"""Parameters, FLOPs per token and bytes of state by formula, and tables of devices and instances."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class Device:
 
     Attributes:
       peak_flops: dense bf16, FLOP/s.
-      memory_bytes: of the device.
-      memory_bytes_per_s: to and from that memory.
-      reserved_bytes: of the memory, that a program cannot have.
+      memory_bytes: capacity of the device memory.
+      memory_bytes_per_s: bandwidth of the device memory.
+      reserved_bytes: part of the memory that programs cannot use.
       source: where the numbers come from.
     """
 
@@ -66,9 +66,9 @@ class Instance:
 
     Attributes:
       target: neuronx-cc's name of its device.
-      chips: of the instance, `/dev/neuron*`.
-      physical_cores: of one chip.
-      lncs: how many physical cores one JAX device may take (LNC), the default first.
+      chips: number of chips, `/dev/neuron*`.
+      physical_cores: number of cores of one chip.
+      lncs: numbers of physical cores that one JAX device may consist of (LNC), the default first.
       num_efa: network interfaces with EFA; 0: none.
     """
 
@@ -99,14 +99,14 @@ INSTANCES = {
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """A node that a run can be planned for.
+    """A node for which a run can be planned.
 
     Attributes:
       device: one of its devices.
       num_devices: JAX devices of a node.
-      platform: JAX's name of their platform, by which kernels are chosen.
-      link_bytes_per_s: from one device to the others of its node; 0: it has no links.
-      network_bytes_per_s: from one node to the others; 0: it has no network.
+      platform: JAX's name of the platform, by which kernels are chosen.
+      link_bytes_per_s: bandwidth from one device to the others of its node; 0: no links.
+      network_bytes_per_s: bandwidth from one node to the others; 0: no network.
       host_bytes: memory of the node's host.
       source: where the node's numbers come from.
     """
@@ -172,7 +172,7 @@ TARGETS = {
 
 
 def target(name: str) -> Target:
-    """Returns the row of `TARGETS`; for `cpu` this machine, as one device of unknown speed (peak 0).
+    """Returns an entry of `TARGETS`; for `cpu`, this machine as one device of unknown speed (peak 0).
 
     Raises:
       ValueError: an unknown target.
@@ -206,7 +206,7 @@ def num_params(m: ModelConfig) -> int:
 
 
 def flops_per_token_6n(m: ModelConfig) -> float:
-    """Returns training FLOPs per token by the 6N rule: 6 per parameter, attention scores left out.
+    """Returns training FLOPs per token by the 6N rule: 6 per parameter, without attention scores.
 
     Source: Kaplan et al., arXiv 2001.08361, section 2.1.
     """
@@ -216,12 +216,12 @@ def flops_per_token_6n(m: ModelConfig) -> float:
 def flops_per_token(m: ModelConfig, seq_len: int) -> float:
     """Returns 6N plus attention scores counted over the full square, 12 * layers * heads * head_dim * seq_len.
 
-    Source: Chowdhery et al. (PaLM), arXiv 2204.02311, appendix B. Recomputation never counts.
+    Source: Chowdhery et al. (PaLM), arXiv 2204.02311, appendix B. Recomputation does not count.
     """
     return flops_per_token_6n(m) + 12.0 * m.num_layers * m.num_heads * m.head_dim * seq_len
 
 
 def state_bytes(m: ModelConfig, policy: str) -> int:
-    """Returns the bytes of a whole training state, before sharding: per parameter, plus two counters and a seed."""
+    """Returns the bytes of the training state before sharding, with its two counters and, if kept, a seed."""
     facts = POLICY_FACTS[policy]
     return facts.state_bytes_per_param * num_params(m) + (12 if facts.rounding == "stochastic" else 8)

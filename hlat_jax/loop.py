@@ -8,7 +8,7 @@ After c updates, one iteration
    at c implies that the rows up to c are on disk; a resumed run drops the rows above c and writes them again, and each
    step has exactly one row. After a non-finite step, a save or export that is due is postponed until a step is finite:
    the newest checkpoint is from before the trouble. Where the run ends (its last step, a signal, a batch that cannot be
-   read) the state is saved all the same, as non-finite updates are left out of it. A state with a norm that is not
+   read) the state is saved all the same, as non-finite updates are skipped. A state with a norm that is not
    finite is never saved or exported: it ends the run, which resumes from the newest checkpoint;
 3. exports, when due: it waits until the weights are in host memory, and a thread writes them;
 4. stops, when c is the last step or a signal has come: after the save, so that no step is lost;
@@ -110,10 +110,10 @@ def _evaluate(run: Run, progress: Progress) -> None:
 
 
 def _save(run: Run, progress: Progress, *, stopping: bool) -> None:
-    """Saves the state when due by steps or by the clock, when owed, and when the run is stopping."""
+    """Saves the state when due by steps or by the clock, when postponed, and when the run is stopping."""
     checkpoint = run.config.checkpoint
     due = _due(progress.step, checkpoint.every_steps) or _due(progress.step, checkpoint.keep_every_steps)
-    if progress.step > run.start_step and (stopping or due or progress.save_owed or progress.save_overdue):
+    if progress.step > run.start_step and (stopping or due or progress.save_postponed or progress.save_overdue):
         _start_saving(run, progress, stopping=stopping)
         progress.saved_at_s = progress.timed_from_s = time.monotonic()
 
@@ -122,7 +122,7 @@ def _start_saving(run: Run, progress: Progress, *, stopping: bool) -> None:
     """Writes every row up to this step to the disk, then starts to save the state.
 
     After a non-finite step the save is postponed until a step is finite. Where the run is `stopping` the state is saved
-    all the same: it is that of the finite step before, as the update was left out.
+    all the same: it is that of the finite step before, as the update was skipped.
 
     Raises:
       NonFiniteError: the state is not finite.
@@ -130,15 +130,15 @@ def _start_saving(run: Run, progress: Progress, *, stopping: bool) -> None:
     _write_rows(run, progress)
     run.log.sync()
     if progress.num_nonfinite and not stopping:
-        if not progress.save_owed:
+        if not progress.save_postponed:
             print(f"checkpoint of step {progress.step} postponed to the next finite step: this one was not finite")
-        progress.save_owed = True
+        progress.save_postponed = True
         return
     norms = nonfinite.finite_norms(run, progress)
     moving = {"tokens": progress.tokens, "num_nonfinite": progress.num_nonfinite, "remat": run.remat}
     position = run.global_position(progress.position)
     run.checkpointer.save(progress.step, progress.state, position=position, metadata=run.settings | moving, norms=norms)
-    progress.saved_step, progress.save_owed = progress.step, False
+    progress.saved_step, progress.save_postponed = progress.step, False
 
 
 def _save_and_wait(run: Run, progress: Progress) -> None:
@@ -154,14 +154,14 @@ def _export(run: Run, progress: Progress) -> None:
     After a non-finite step, unless it is the last, the export is postponed. Raises as `_start_saving`.
     """
     last = _is_last(run, progress)
-    owed, progress.export_owed = progress.export_owed, False
-    if run.exporter is None or not run.exporter.due(progress.step, last=last, owed=owed):
+    postponed, progress.export_postponed = progress.export_postponed, False
+    if run.exporter is None or not run.exporter.due(progress.step, last=last, postponed=postponed):
         return
     _write_rows(run, progress)
     if progress.num_nonfinite and not last:
-        if not owed:
+        if not postponed:
             print(f"export of step {progress.step} postponed to the next finite step: this one was not finite")
-        progress.export_owed = True
+        progress.export_postponed = True
     else:
         nonfinite.finite_norms(run, progress)
         run.exporter.start(progress.step, progress.state)
@@ -240,7 +240,7 @@ def _write_rows(run: Run, progress: Progress, *, in_flight: int = 0) -> None:
         progress.num_nonfinite = 0 if metrics.finite else progress.num_nonfinite + 1
         progress.nonfinite_rows = [] if metrics.finite else [*progress.nonfinite_rows, row]
         if not metrics.finite:
-            print(f"step {pending.step}: {nonfinite.describe([row])}; update left out")
+            print(f"step {pending.step}: {nonfinite.describe([row])}; update skipped")
         if progress.num_nonfinite >= run.config.train.max_nonfinite_steps:
             nonfinite.stop(run, progress, position=pending.position)
 

@@ -1,6 +1,6 @@
 """AdamW with clipping as one Optax transformation, and the learning-rate schedule.
 
-The learning rate is computed on the host and passed in, so that a program does not depend on the horizon.
+The learning rate is computed on the host and passed in, so that the compiled step does not depend on the horizon.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _NORM_BLOCK = 1 << 20  # elements: 4 MiB of fp32
 
 
 def learning_rate(step: int, config: OptimizerConfig) -> float:
-    """Returns the learning rate of the update with index `step`, from 0; the first update is at 0.
+    """Returns the learning rate of update `step`, counted from 0; with warm-up, that of update 0 is 0.
 
     Linear warm-up, then a cosine that runs to zero at the horizon and is clipped below at `min_lr_ratio` of the peak.
     Source: HLAT's published scheduler (7b/scheduler.py), arXiv 2404.10630 III-A.
@@ -37,8 +37,8 @@ def global_norm(tree: Any, *, in_blocks: bool = False, replica_sync: ReplicaSync
 
     Args:
       tree: arrays of any float dtype.
-      in_blocks: sum blocks that stay in a cache, one after another. XLA on CPU otherwise writes every square to fresh
-        memory and adds them up in one long sum: seven times slower, and wrong by 1e-5. For arrays on one device.
+      in_blocks: sum cache-sized blocks one after another, for arrays on one device. XLA on CPU otherwise materializes
+        the squares and adds them in one long sum, which is seven times slower and has an error of 1e-5.
       replica_sync: the mesh and the shardings of the arrays; None: one device.
     """
     of_leaf = _blockwise_sum_of_squares if in_blocks else _sum_of_squares
@@ -54,7 +54,7 @@ def _sum_of_squares(x: jax.Array) -> jax.Array:
 def _blockwise_sum_of_squares(x: jax.Array) -> jax.Array:
     flat = x.reshape(-1)
     num_blocks = flat.size // _NORM_BLOCK
-    if not num_blocks or flat.size >= 2**31:  # int32 counts the blocks' starts
+    if not num_blocks or flat.size >= 2**31:  # block offsets are int32
         return _sum_of_squares(flat)
 
     def add(total, start):
@@ -65,11 +65,11 @@ def _blockwise_sum_of_squares(x: jax.Array) -> jax.Array:
 
 
 class MaskedTransformation(optax.GradientTransformationExtraArgs):
-    """A transformation that takes the extra argument `finite` and keeps its state as it is where that is False."""
+    """A transformation with the extra argument `finite`; its state is unchanged where that is False."""
 
 
 def adamw(config: OptimizerConfig, *, policy: Policy, decays: Any) -> MaskedTransformation:
-    """Returns clipping by the global norm and AdamW, in one pass over the parameters.
+    """Returns clipping by global norm and AdamW, fused into one pass over the parameters.
 
     The clip coefficient min(1, clip_norm / (norm + 1e-6)) scales each gradient where it is used: a separate clip
     would read and write every gradient once more. All arithmetic is fp32, moments are stored in `policy.moment`.
@@ -77,10 +77,10 @@ def adamw(config: OptimizerConfig, *, policy: Policy, decays: Any) -> MaskedTran
     Args:
       config: betas, eps, decay, clip.
       policy: dtype of the moments.
-      decays: tree of bools with the structure of the parameters: which of them decay.
+      decays: tree of bools with the structure of the parameters; True: weight decay applies.
 
     The update takes the extra arguments `learning_rate` (scalar), `grad_norm` (norm of the same gradients), `finite`
-    (bool scalar; False: the moments stay) and `rounding` (how moments are written; to nearest without it).
+    (bool scalar; False: the moments are unchanged) and `rounding` (of the moments; default: to nearest).
     Source: Loshchilov and Hutter, arXiv 1711.05101; decoupled decay as in torch.optim.AdamW.
     """
 
@@ -91,7 +91,7 @@ def adamw(config: OptimizerConfig, *, policy: Policy, decays: Any) -> MaskedTran
     def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         finite, rounding = extra["finite"], extra.get("rounding", NEAREST)
         count = jnp.where(finite, state["count"] + 1, state["count"])
-        # the first step may be a masked one: its corrections would be zero
+        # after a masked first step the count is 0, and the bias corrections would be 0
         steps = jnp.maximum(count, 1).astype(jnp.float32)
         scale = jnp.float32(1.0)
         if config.clip_norm:
@@ -109,10 +109,10 @@ def adamw(config: OptimizerConfig, *, policy: Policy, decays: Any) -> MaskedTran
                 decayed(mu, config.beta1, grad, name="mu" + place),
                 decayed(nu, config.beta2, jnp.square(grad), name="nu" + place),
             )
-            # XLA on CPU would fuse the old moments into the update of the weight, and copy them to do so
+            # otherwise XLA on CPU fuses the old moments into the weight update, and copies them for that
             return jax.lax.optimization_barrier(stored)
 
-        # 1 - beta^n through expm1: at n = 1 the plain form loses half the digits of fp32
+        # 1 - beta^n by expm1: at n = 1 the direct form loses half the digits of fp32
         corrections = _one_minus_power(config.beta1, steps), _one_minus_power(config.beta2, steps)
 
         def step(mu, nu, param, decay):
@@ -130,9 +130,9 @@ def adamw(config: OptimizerConfig, *, policy: Policy, decays: Any) -> MaskedTran
 
 
 def masked(optimizer: optax.GradientTransformation) -> MaskedTransformation:
-    """Returns the transformation with its state kept as it is where `finite` is False; ours is returned unchanged.
+    """Returns the transformation with its state unchanged where `finite` is False; `adamw` is returned as it is.
 
-    Chooses with `where`, where `optax.apply_if_finite` has a `cond`, which Neuron does not take.
+    Selects with `where`; `optax.apply_if_finite` uses `cond`, which Neuron does not support.
     """
     if isinstance(optimizer, MaskedTransformation):
         return optimizer
@@ -146,11 +146,11 @@ def masked(optimizer: optax.GradientTransformation) -> MaskedTransformation:
 
 
 def decay_mask(params: Any, decay: str) -> Any:
-    """Returns a tree of bools: which parameters decay. 'all' as HLAT did; 'matrices' spares the norms' scales.
+    """Returns a tree of bools: to which parameters weight decay applies.
 
     Args:
-      params: parameters or their shapes; a norm's scale sits under a key that ends in `norm`.
-      decay: 'all' or 'matrices'.
+      params: parameters or their shapes; the key of a norm's scale ends in `norm`.
+      decay: 'all', as in HLAT, or 'matrices', which excludes the norms' scales.
     """
 
     def decays(path, _):

@@ -1,9 +1,8 @@
-"""Precision policies: what is stored, computed, accumulated and rounded, by name; and how a stored value loses bits.
+"""Precision policies: dtypes of storage, compute and accumulation, by name; and stochastic rounding.
 
-Owns every dtype decision, every cast of parameters, and stochastic rounding. Refuses to know models: the fp32 islands
-(norm statistics, softmax, logits and loss) are part of each op's contract and do not depend on the policy. But for
-"autocast", which casts inside ops: logits, attention scores and what RoPE and norms' scales make are bf16 there;
-statistics, exponentials, logarithms and the loss stay fp32.
+The fp32 islands (norm statistics, softmax, logits and loss) are part of each op's contract and do not depend on the
+policy. The exception is "autocast", which casts inside ops: logits, attention scores and the outputs of RoPE and of the
+norms' scales are bf16 there; statistics, exponentials, logarithms and the loss stay fp32.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-_WORD = 1 << 32  # numbers that one word of an index can tell apart
+_WORD = 1 << 32  # values of one uint32 word of an index
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,9 +30,9 @@ class Policy:
       moment: dtype of the optimizer's moments.
       master: dtype of the weights that the optimizer updates, kept beside the parameters; None: it updates the
         parameters themselves.
-      rounding: how a value is written in a narrower dtype: "nearest"; "stochastic", by a hash of where and when; or
-        "hardware", by an accelerator that rounds every cast stochastically itself.
-      autocast: name of the `passes.autocast` policy that the forward pass runs under; None: it runs as it is written.
+      rounding: how a value is cast to a narrower dtype: "nearest"; "stochastic", in software, with hashed bits; or
+        "hardware", by an accelerator that rounds every cast stochastically.
+      autocast: name of the `passes.autocast` policy that the forward pass runs under; None: no autocast.
     """
 
     param: Any
@@ -51,30 +50,30 @@ class Policy:
 
 
 POLICIES = {
-    # Everything in single precision: the reference for every other policy.
+    # Single precision throughout: the reference for every other policy.
     "fp32": Policy(jnp.float32, jnp.float32, jnp.float32, jnp.float32, None),
-    # The forward pass of fp32, its products cast to bf16 one by one: what RAF makes of a model, arXiv 2303.04759.
+    # The fp32 forward pass with each matrix product cast to bf16, as RAF transforms a model, arXiv 2303.04759.
     "autocast": Policy(jnp.float32, jnp.float32, jnp.float32, jnp.float32, None, autocast="bf16"),
-    # HLAT-70B: bf16 weights and activations, everything that accumulates over steps in fp32.
+    # HLAT-70B: bf16 weights and activations, all state that accumulates over steps in fp32.
     "mixed": Policy(jnp.bfloat16, jnp.bfloat16, jnp.float32, jnp.float32, jnp.float32),
     # HLAT-7B: weights, sums of gradients and moments are stored in bf16 alone, rounded stochastically at every write,
-    # so that updates below half a step of bf16 happen in the mean.
+    # so that updates below half a bf16 step are applied in expectation.
     "bf16_sr": Policy(jnp.bfloat16, jnp.bfloat16, jnp.bfloat16, jnp.bfloat16, None, "stochastic"),
-    # Everything that is stored is bf16, rounded to nearest: small updates vanish, HLAT saw it diverge.
+    # All storage is bf16, rounded to nearest: small updates are lost, and HLAT saw training diverge.
     "bf16": Policy(jnp.bfloat16, jnp.bfloat16, jnp.bfloat16, jnp.bfloat16, None),
 }
 
 
 def policy_on(name: str, platform: str, *, stochastic_rounding: str = "auto") -> Policy:
-    """Returns a named policy as a platform carries it out: Neuron rounds stochastically itself, others by our hash.
+    """Returns a named policy for a platform: Neuron rounds stochastically in hardware, the others in software.
 
     Args:
       name: key of `POLICIES`.
       platform: of the devices.
-      stochastic_rounding: who does it, where the policy asks for it: "software", "hardware", or "auto".
+      stochastic_rounding: "software", "hardware" or "auto"; without effect for policies that round to nearest.
 
     Raises:
-      ValueError: hardware that does not round.
+      ValueError: "hardware" on a platform that only rounds to nearest.
     """
     policy = POLICIES[name]
     if policy.rounding == "nearest" or stochastic_rounding == "software":
@@ -92,32 +91,32 @@ def policy_on(name: str, platform: str, *, stochastic_rounding: str = "auto") ->
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Rounding:
-    """How the values of one step are written.
+    """How the values of one step are rounded when they are stored.
 
-    Stochastic rounding goes to one of the two neighbours, with probabilities that make it right in the mean. Its bits
-    are an integer hash of the words, the name of the array and the element's index in the whole array: they need no
-    communication, do not depend on the mesh, and each device computes those of its own shard. `jax.random` would not
-    do: under `rbg` every device draws the bits of the whole array.
+    Stochastic rounding goes to one of the two neighbours, with probabilities that make it unbiased. Its random bits are
+    an integer hash of the words, the name of the array and the element's index in the global array: they need no
+    communication, do not depend on the mesh, and each device computes those of its own shard. With `jax.random` under
+    `rbg`, every device would draw the bits of the global array.
 
     Attributes:
-      words: uint32 scalars, such as the run's seed and the step; None: to nearest.
+      words: uint32 scalars, such as the run's seed and the step; None: rounds to nearest.
     """
 
     words: tuple[jax.Array, ...] | None = None
 
     def at(self, *words: Any) -> Rounding:
-        """Returns the same with more words: for a value that is written several times in a step."""
+        """Returns the same with more words: for a value that is stored several times in a step."""
         if self.words is None:
             return self
         return Rounding((*self.words, *(jnp.asarray(word).astype(jnp.uint32) for word in words)))
 
     def write(self, value: jax.Array, dtype: Any, *, name: str) -> jax.Array:
-        """Returns `value` in `dtype`; the one place where a stored value loses bits.
+        """Returns `value` rounded to `dtype`. Every stored value is rounded here.
 
         Args:
-          value: of any float dtype; with words, its shape is that of the whole array.
-          dtype: what is stored.
-          name: of the array; two of one name and shape get the same bits.
+          value: of any float dtype; with words, its shape is that of the global array.
+          dtype: of the result.
+          name: of the array; arrays of the same name and shape get the same bits.
         """
         if self.words is None or jnp.dtype(dtype).itemsize >= value.dtype.itemsize:
             return value.astype(dtype)
@@ -154,9 +153,9 @@ class Accumulation:
 
     Attributes:
       num_microbatches: static count of parts of a batch.
-      dtype: of the sums of several parts.
-      rounding: how each of the sums is written.
-      reduce: what is done to the gradients of each part before they are added, such as ZeRO-2's reduce-scatter.
+      dtype: of the sums.
+      rounding: how each sum is rounded.
+      reduce: applied to the gradients of each microbatch before they are added, such as ZeRO-2's reduce-scatter.
     """
 
     num_microbatches: int
@@ -166,20 +165,20 @@ class Accumulation:
 
 
 def stochastic_round(value: jax.Array, dtype: Any, *, bits: jax.Array) -> jax.Array:
-    """Returns fp32 values in bf16: the neighbour towards zero, or the other one as often as the rest of 16 bits says.
+    """Returns fp32 values in bf16: rounds away from zero with a probability equal to the truncated fraction.
 
-    Values that bf16 can represent stay, and so do infinities and NaN.
+    Values that bf16 can represent are unchanged, as are infinities and NaN.
 
     Args:
       value: float32.
-      dtype: bfloat16, for any other is not a part of the bits of fp32.
-      bits: uint32 of the same shape, of which the upper half is read.
+      dtype: bfloat16, the only dtype whose bits are the upper bits of fp32.
+      bits: uint32 of the same shape; the upper half is used.
 
     Raises:
       ValueError: another dtype.
     """
     if jnp.dtype(dtype) != jnp.bfloat16:
-        raise ValueError(f"stochastic rounding writes bfloat16 and not {jnp.dtype(dtype).name}.")
+        raise ValueError(f"stochastic rounding to {jnp.dtype(dtype).name} is not supported; round to bfloat16.")
     raw = jax.lax.bitcast_convert_type(value, jnp.uint32)
     carried = (raw + (bits >> 16)) >> 16
     rounded = jax.lax.bitcast_convert_type(carried.astype(jnp.uint16), jnp.bfloat16)
@@ -187,9 +186,9 @@ def stochastic_round(value: jax.Array, dtype: Any, *, bits: jax.Array) -> jax.Ar
 
 
 def random_bits(words: tuple[jax.Array, ...], name: str, shape: tuple[int, ...]) -> jax.Array:
-    """Returns uint32 bits of a shape: a hash of the words, a name and each element's index, of 64 bits in two words.
+    """Returns uint32 random bits: a hash of the words, a name and each element's 64-bit index.
 
-    Words of a shape are broadcast against the bits, which are then those of each word.
+    Words may be arrays; they are broadcast against the shape.
     """
     key = jnp.uint32(zlib.crc32(name.encode()))
     for word in words:
@@ -197,12 +196,12 @@ def random_bits(words: tuple[jax.Array, ...], name: str, shape: tuple[int, ...])
     split = next(dim for dim in range(len(shape) + 1) if math.prod(shape[dim:]) <= _WORD)
     high = _mixed(_index(shape[:split] + (1,) * (len(shape) - split)) + key)
     low = _index((1,) * split + shape[split:])
-    # twice, and with another key: once would give every array the same values in another order
+    # two rounds with different keys: one would give every array the same values in another order
     return _mixed(_mixed(low ^ high) + _mixed(high ^ jnp.uint32(0x9E3779B9)))
 
 
 def _index(shape: tuple[int, ...]) -> jax.Array:
-    """Returns the row-major number of each element of a shape of at most 2^32."""
+    """Returns the row-major index of each element; at most 2^32 elements."""
     index = jnp.zeros(shape, jnp.uint32)
     for dim, size in enumerate(shape):
         if size > 1:

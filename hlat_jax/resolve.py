@@ -1,6 +1,6 @@
-"""`resolve`: a ConfigDict becomes a frozen Config after every check across fields that needs no file and no device.
+"""`resolve` turns a ConfigDict into a frozen Config, after all checks that need no files and no devices.
 
-What depends on the number of devices is checked in `parallel.degrees`.
+Checks that depend on the number of devices are in `parallel.degrees`.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from hlat_jax.config import SECTIONS, Config, ModelConfig, ParallelConfig, at_le
 
 
 def resolve(mutable: Any) -> Config:
-    """Returns the frozen Config of a ConfigDict (or of a nested dict) after every check that needs no file or device.
+    """Returns the frozen Config of a ConfigDict (or of a nested dict) after all checks that need no files or devices.
 
     Raises:
-      ValueError: an unknown or missing key, a wrong type, a value outside its choices, or values that do not fit
+      ValueError: an unknown or missing key, a wrong type, a value outside its choices, or values that contradict
         each other; the message has the path, the numbers and what to change.
     """
     tree = mutable if isinstance(mutable, dict) else mutable.to_dict()
@@ -44,7 +44,7 @@ def _section(name: str, cls: type, values: dict[str, Any]) -> Any:
 
 
 def check_run_name(name: Any) -> None:
-    """Raises ValueError unless `name` can be that of a folder in `runs/`."""
+    """Raises ValueError unless `name` can be the name of a folder in `runs/`."""
     is_plain = isinstance(name, str) and name.isprintable() and "/" not in name and 0 < len(name.encode()) <= 255
     if not is_plain or name.startswith((".", "-")):
         raise ValueError(
@@ -54,11 +54,11 @@ def check_run_name(name: Any) -> None:
 
 
 def check_parallel(parallel: ParallelConfig, model: ModelConfig) -> None:
-    """Raises ValueError for degrees that no number of devices allows; called again when a degree of -1 is known."""
+    """Raises ValueError for degrees that no number of devices allows; called again once a degree of -1 is resolved."""
     degrees = {name: getattr(parallel, name) for name in ("pipe", "data", "fsdp", "tensor")}
     for name, degree in degrees.items():
         if degree < 1 and degree != -1:
-            raise ValueError(f"parallel.{name}={degree} must be a positive degree, or -1 for the devices that remain.")
+            raise ValueError(f"parallel.{name}={degree} must be positive, or -1 for all remaining devices.")
     if sum(degree == -1 for degree in degrees.values()) > 1:
         raise ValueError(f"parallel={degrees}: at most one degree may be -1.")
     tensor, kv, heads = parallel.tensor, model.num_kv_heads, model.num_heads
@@ -80,34 +80,34 @@ def check_parallel(parallel: ParallelConfig, model: ModelConfig) -> None:
         )
     if parallel.pipe > 1 and parallel.reduce_gradients == "microbatch":
         raise ValueError(
-            f"parallel.pipe={parallel.pipe} with parallel.reduce_gradients='microbatch': the gradients of several "
-            "microbatches are made at a time; set it to 'step' or 'layer'."
+            f"parallel.pipe={parallel.pipe} with parallel.reduce_gradients='microbatch': stages hold the "
+            "gradients of several microbatches at a time; set it to 'step' or 'layer'."
         )
     if parallel.bucket_bytes < 0:
         raise ValueError(f"parallel.bucket_bytes={parallel.bucket_bytes} must be 0 or more.")
     if parallel.pipe > 1 and model.norm_eps == 0:
         raise ValueError(
-            f"parallel.pipe={parallel.pipe} with model.norm_eps=0: a stage without a microbatch runs on zeros, which "
-            "no norm can scale; set model.norm_eps above 0."
+            f"parallel.pipe={parallel.pipe} with model.norm_eps=0: a stage without a microbatch runs on zeros, "
+            "whose norm would divide by 0; set model.norm_eps above 0."
         )
 
 
 def check_policy(policy: str, *, pipe: int) -> None:
-    """Raises ValueError for a policy that stages cannot have; called again when a degree of -1 is known."""
+    """Raises ValueError for a policy that excludes pipeline stages; called again once a degree of -1 is resolved."""
     if policy == "autocast" and pipe > 1:
         raise ValueError(
-            f"precision.policy=autocast with parallel.pipe={pipe}: it casts a loss that runs whole, and stages run one "
-            "by one; use 'mixed', or other degrees than pipe."
+            f"precision.policy=autocast with parallel.pipe={pipe}: autocast transforms a whole loss function, not "
+            "pipeline stages; set precision.policy='mixed' or parallel.pipe=1."
         )
 
 
 def check_training(c: Config) -> None:
-    """Raises ValueError for settings of a run that do not fit each other."""
+    """Raises ValueError for settings outside their range, and for settings that contradict each other."""
     o, d, t = c.optimizer, c.data, c.train
     if c.precision.stochastic_rounding != "auto" and c.precision.policy != "bf16_sr":
         raise ValueError(
             f"precision.stochastic_rounding={c.precision.stochastic_rounding!r} with precision.policy="
-            f"{c.precision.policy!r}, which rounds to nearest; set the policy to 'bf16_sr' or leave 'auto'."
+            f"{c.precision.policy!r}, which rounds to nearest; set the policy to 'bf16_sr' or this key to 'auto'."
         )
     check_policy(c.precision.policy, pipe=c.parallel.pipe)
     at_least(1, data__batch_size=d.batch_size, train__num_microbatches=t.num_microbatches)
@@ -132,7 +132,7 @@ def check_training(c: Config) -> None:
     if d.seq_len > c.model.max_positions:
         raise ValueError(
             f"data.seq_len={d.seq_len} exceeds model.max_positions={c.model.max_positions}; "
-            "shorten the sequence or raise the positions."
+            "shorten the sequences or raise the positions."
         )
     if d.batch_size % t.num_microbatches:
         divisors = [n for n in range(1, d.batch_size + 1) if d.batch_size % n == 0]
@@ -149,6 +149,10 @@ def check_training(c: Config) -> None:
     for name in ("every_steps", "limit", "folder"):
         value = getattr(t, f"eval_tasks_{name}")
         if value and not t.eval_tasks:
-            raise ValueError(f"train.eval_tasks_{name}={value} without train.eval_tasks: name tasks, or leave it out.")
+            raise ValueError(
+                f"train.eval_tasks_{name}={value} has no effect without train.eval_tasks: set that, or unset this key."
+            )
     if t.eval_loss_high < t.eval_loss_low:
-        raise ValueError(f"train.eval_loss_high={t.eval_loss_high} is below train.eval_loss_low={t.eval_loss_low}.")
+        raise ValueError(
+            f"train.eval_loss_high={t.eval_loss_high} is below train.eval_loss_low={t.eval_loss_low}; set it above."
+        )

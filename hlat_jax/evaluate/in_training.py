@@ -1,4 +1,4 @@
-"""Tasks of the LM Evaluation Harness during training, on the parameters as they are sharded over its mesh.
+"""Tasks of the LM Evaluation Harness during training, on the sharded parameters.
 
     tasks = TasksInTraining(config, layout=layout, tokenizer=tokenizer)
     tasks.load()
@@ -24,10 +24,10 @@ from hlat_jax.parallel.sharding import Layout
 
 
 class TasksInTraining:
-    """The tasks of `train.eval_tasks`, evaluated repeatedly by the same programs on as many rows as a microbatch has.
+    """The tasks of `train.eval_tasks`, evaluated by the same programs each time, with the batch size of a microbatch.
 
     Raises:
-      ValueError: no harness, or no such task.
+      ValueError: the harness is not installed, or has no such task.
     """
 
     def __init__(self, config: Config, *, layout: Layout, tokenizer: Tokenizer):
@@ -46,14 +46,14 @@ class TasksInTraining:
         self._model: Any = None
 
     def load(self) -> None:
-        """Fetches the data of the tasks, before the first call."""
+        """Fetches the data of the tasks; call it once, before the first evaluation."""
         self._tasks.load()
 
     def __call__(self, params: Any) -> tuple[dict[str, float], list[str]]:
-        """Returns the figures by `tasks/NAME/FIGURE`, and the keys of those to print, see `shown`.
+        """Returns the results as `tasks/NAME/METRIC`, and the keys of those to print, see `shown`.
 
-        NAME is a task or a group of the harness. FIGURE is a metric, followed by `/FILTER` where there is one.
-        Where the harness cannot compute one (the perplexity of words, above e^709), both are empty and a line says so.
+        NAME is a task or a group of the harness. METRIC is followed by `/FILTER` if the harness applies one.
+        If the harness cannot compute a metric (word perplexity above e^709), prints that, and both are empty.
         """
         from hlat_jax.evaluate.harness import HarnessModel
 
@@ -66,20 +66,20 @@ class TasksInTraining:
         try:
             found = self._tasks(self._model)
         except ArithmeticError as error:
-            print(f"tasks: no figures this time; the harness cannot compute a metric: {error}")
+            print(f"tasks: no results for this step: the harness cannot compute a metric ({error})")
             return {}, []
         finally:
-            self._model.use(None)  # the next step donates them
+            self._model.use(None)  # the next step donates the parameters
         return figures(found), shown(found)
 
 
 def figures(found: dict[str, Any]) -> dict[str, float]:
-    """Returns the numbers in the harness's results, for tasks and groups, without standard errors."""
+    """Returns the metrics in the harness's results, for tasks and groups, without standard errors."""
     return {key: value for name in found["results"] for key, value in _figures_of(name, found).items()}
 
 
 def shown(found: dict[str, Any]) -> list[str]:
-    """Returns the keys of the figures to print: a group with figures of its own stands for its members."""
+    """Returns the keys of the metrics to print; members of a group that has metrics of its own are left out."""
     groups = found["group_subtasks"]
     inner = {member for group, members in groups.items() if _figures_of(group, found) for member in members}
     return [key for name in found["results"] if name not in inner for key in _figures_of(name, found)]

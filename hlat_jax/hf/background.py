@@ -51,14 +51,14 @@ class Exporter:
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="hlat-export")
         self._step, self._written = 0, None  # the export under way: a Future of the dtype that is in it
 
-    def due(self, step: int, *, last: bool, owed: bool = False) -> bool:
-        """Returns whether to export this step now: at the interval, the last, or `owed`, unless its export exists.
+    def due(self, step: int, *, last: bool, postponed: bool = False) -> bool:
+        """Returns whether to export this step now: at the interval, the last, or `postponed`, unless its export exists.
 
         One that is due while another is still being written is skipped, with a message: no step waits for the disk. The
         last one waits.
         """
         every = self._config.checkpoint.export_every_steps
-        if not (step and (last or owed or step % every == 0)):
+        if not (step and (last or postponed or step % every == 0)):
             return False
         mine = {
             "exists": (self.folder / str(step)).exists(),

@@ -41,7 +41,7 @@ def parse(argv: Sequence[str], define: Callable[[flags.FlagValues], None] = lamb
         raise ValueError("--config=NAME is missing; NAME is a shipped config such as tiny, or a path that ends in .py.")
     if len(named.config) > 1:
         raise ValueError(
-            f"--config is given {len(named.config)} times; a run has one config. Edit keys with --config.a.b=VALUE."
+            f"--config is given {len(named.config)} times; a run has one config. Change keys with --config.a.b=VALUE."
         )
     mutable = config_lib.load(named.config[0])
     for word in words:
@@ -70,7 +70,7 @@ def words(argv: Sequence[str], values: flags.FlagValues, *, usage: str, missing:
     if not found:
         raise ValueError(missing)
     if not values.out:
-        raise ValueError("--out is missing; say where to write.")
+        raise ValueError("--out is missing; give the path to write to.")
     return found
 
 
@@ -125,10 +125,10 @@ def main(command: Callable[[Sequence[str]], int]) -> None:
             print(f"error: {error}", file=sys.stderr)
             code = 2
         finally:
-            if sys.stdout is not None:  # a process may have none
+            if sys.stdout is not None:  # None in a process without a console
                 sys.stdout.flush()
     except BrokenPipeError:  # the reader is gone, as after `... | head -1`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is left goes nowhere when Python ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python discards the rest when it flushes at exit
         code = 141
     except KeyboardInterrupt:
         process.end_interrupted()
@@ -136,14 +136,14 @@ def main(command: Callable[[Sequence[str]], int]) -> None:
 
 
 def check_output(flag: str, path: str) -> None:
-    """Raises ValueError where the file `path` cannot be written, before the work whose result it would hold."""
+    """Raises ValueError where the file `path` cannot be written, before the work whose result goes there."""
     file = pathlib.Path(path)
     if file.is_dir():
         raise ValueError(f"{flag}={path} is a folder; give a file in it, such as {file / 'report.json'}.")
     if not file.parent.is_dir():
-        raise ValueError(f"{flag}={path}: there is no folder {file.parent}; make it first, or name another.")
+        raise ValueError(f"{flag}={path}: there is no folder {file.parent}; make it first, or give another path.")
     if not os.access(file if file.exists() else file.parent, os.W_OK):
-        raise ValueError(f"{flag}={path} cannot be written; name another file.")
+        raise ValueError(f"{flag}={path} cannot be written; give another path.")
 
 
 def usage(values: flags.FlagValues) -> str:

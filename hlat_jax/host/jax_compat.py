@@ -30,7 +30,7 @@ except ImportError:  # JAX 0.9: a lowering rule cannot set the sharding that exp
 def pallas_gpu_attention() -> ModuleType:
     """Returns JAX's Pallas attention module for GPUs, of which `_mha_forward` and `_mha_backward` are used.
 
-    Imported at the call, since it takes a second, which other platforms need not spend.
+    Imported on the first call, since the import takes a second.
     """
     from jax.experimental.pallas.ops.gpu import attention
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from hlat_jax.host.neuron_topology import Topology
 
 _SAME = {"-O": "--optlevel", "-lnc": "--logical-nc-config"}
-# With the value of Python's None: a switch. Source: AWS Neuron docs, neuronx-cc CLI reference, SDK 2.32.
+# A value of None: a switch. Source: AWS Neuron docs, neuronx-cc CLI reference, SDK 2.32.
 Flags = dict[str, str | None]
 
 
@@ -20,19 +20,19 @@ def compiler_flags(topology: Topology) -> Flags:
     flags: Flags = {
         "--target": topology.kind.target,
         "--model-type": "transformer",
-        "--optlevel": "1",  # the default is 2; every JAX launcher of large models that we read takes 1
+        "--optlevel": "1",  # the default is 2; every JAX launcher of large models that we read uses 1
         "--auto-cast": "none",  # precision.policy decides; matmult was the default before SDK 2.27
         "--enable-mixed-precision-accumulation": None,  # the default since SDK 2.27
         "--logical-nc-config": str(topology.lnc),  # must equal NEURON_LOGICAL_NC_CONFIG
-        "--implicit-integer-downcast": "all",  # today's default; the docs announce another for the next release
+        "--implicit-integer-downcast": "all",  # the default of this release; the docs announce another for the next
     }
     if topology.kind.target == "trn2":
-        flags["--native-int64"] = "disabled"  # of trn2 only: int64 as on trn1
+        flags["--native-int64"] = "disabled"  # trn2 only: int64 as on trn1
     else:
         flags["--distribution-strategy"] = "llm-training"  # HLAT's scripts, on trn1
-    # NEURON_COMPILE_CACHE_URL was seen to leave the folder empty under JAX; this flag, which beats it, worked
+    # with NEURON_COMPILE_CACHE_URL the folder stayed empty under JAX; this flag takes precedence over it, and worked
     flags["--cache_dir"] = f"{topology.cache}/neuronx-cc"
-    flags["--retry_failed_compilation"] = None  # else a failure in the cache is replayed on every restart
+    flags["--retry_failed_compilation"] = None  # otherwise a cached failure is raised again at every restart
     return flags
 
 

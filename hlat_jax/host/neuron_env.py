@@ -1,4 +1,4 @@
-"""The environment variables of a run on Trainium, computed from its precision, its layout and its topology.
+"""The environment variables of a run on Trainium, computed from its precision, mesh and topology.
 
 They are set before JAX is imported, which reads some of them then. Undocumented variables are never set here; the user
 may. LD_PRELOAD, LD_LIBRARY_PATH and `ulimit` depend on the host: launch/node.sh sets them. Source: AWS Neuron docs (JAX
@@ -29,13 +29,13 @@ from hlat_jax.host.neuron_topology import (
     lnc_of,
 )
 
-# Variables that do nothing any more, or never did under JAX, and what takes their place.
+# Variables without effect, in the current SDK or under JAX, and what replaces them.
 REMOVED = {
     "NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS": "deprecated by runtime 2.30 and without effect since: unset it",
     "NEURON_RT_VIRTUAL_CORE_SIZE": "an older name: set NEURON_LOGICAL_NC_CONFIG",
     "XLA_USE_BF16": "a variable of PyTorch/XLA: set --config.precision.policy=bf16_sr, HLAT-7B's recipe",
     "XLA_DOWNCAST_BF16": "a variable of PyTorch/XLA: set --config.precision.policy=mixed, HLAT-70B's recipe",
-    "NEURON_EXTRACT_GRAPHS_ONLY": "of neuron_parallel_compile, for PyTorch: see launch/slurm/precompile.sbatch",
+    "NEURON_EXTRACT_GRAPHS_ONLY": "for neuron_parallel_compile, a tool of PyTorch: use launch/slurm/precompile.sbatch",
 }
 # Variables that the config and the rank of a process determine, and the setting to change instead.
 FIXED = {
@@ -44,7 +44,7 @@ FIXED = {
     "NEURON_PJRT_PROCESS_INDEX": "--rank or --process_id",
     "NEURON_PJRT_PROCESSES_NUM_DEVICES": "--nodes and --cores",
 }
-# Documented variables left to the user: listed so that a misspelt one is noticed.
+# Documented variables left to the user: listed so that a misspelt one is reported.
 USERS = (
     "NEURON_COMPILE_CACHE_URL", "NEURON_FUSE_SOFTMAX", "NEURON_PLATFORM_TARGET_OVERRIDE",
     "NEURON_RT_DBG_CC_DMA_PACKET_SIZE", "NEURON_RT_DBG_DMA_PACKETIZATION_SIZE", "NEURON_RT_DBG_DUMP_INPUTS_ON_ERR",
@@ -55,7 +55,7 @@ USERS = (
     "NEURON_RT_RESET_CORES", "NEURON_RT_STOCHASTIC_ROUNDING_SEED", "NEURON_RT_VISIBLE_CORES",
     "NEURON_SCRATCHPAD_PAGE_SIZE",
 )  # fmt: skip
-_OF_OPEN_MPI = "OMPI_MCA_orte_hnp_uri"  # Neuron's and JAX's processes find each other without it
+_OPEN_MPI_DAEMON = "OMPI_MCA_orte_hnp_uri"  # not needed: processes find each other by the coordinator
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Environment:
     """The environment of a process before JAX is imported.
 
     Attributes:
-      variables: to be set, the user's values among them where those take precedence.
+      variables: to be set, with the user's values where those take precedence.
       unset: to be removed.
       notes: a line for each value of the user's that takes precedence, and for each name that looks misspelt.
     """
@@ -73,11 +73,11 @@ class Environment:
     notes: tuple[str, ...] = ()
 
     def to_dict(self) -> dict:
-        """Returns plain dicts and lists, fit for JSON."""
+        """Returns plain dicts and lists, for JSON."""
         return json.loads(json.dumps(dataclasses.asdict(self)))
 
     def shell(self) -> str:
-        """Returns the lines that set it in a shell: `eval "$(...)"`."""
+        """Returns the shell commands that set it: `eval "$(...)"`."""
         lines = [f"unset {name}" for name in self.unset]
         return "\n".join([*lines, *(f"export {name}={shlex.quote(value)}" for name, value in self.variables.items())])
 
@@ -85,12 +85,12 @@ class Environment:
 def environment(
     precision: PrecisionConfig, parallel: ParallelConfig, topology: Topology, *, current: Mapping[str, str]
 ) -> Environment:
-    """Returns the environment of one process; computed again from itself it is the same.
+    """Returns the environment of one process. Idempotent: applied to its own result it returns the same.
 
     Args:
-      precision: the policy, and who rounds under it.
+      precision: the policy, and whether hardware or software rounds.
       parallel: degrees of the mesh.
-      topology: of the job, seen from this process.
+      topology: of the job, as seen by this process.
       current: the variables that are set already; a value of the user's takes precedence, see Environment.notes.
 
     Raises:
@@ -115,12 +115,12 @@ def environment(
             continue
         if name in FIXED:
             raise ValueError(
-                f"{name}={yours} contradicts {FIXED[name]}, which gives {value}; unset it, or change that."
+                f"{name}={yours} contradicts {FIXED[name]}, which gives {value}; unset it, or change that setting."
             )
         variables[name] = yours
         notes.append(f"{name}: your value {yours} replaces {value}")
     notes += _misspelt(current, set(variables))
-    unset = tuple(name for name in (_OF_OPEN_MPI,) if topology.launcher == "mpi" and name in current)
+    unset = tuple(name for name in (_OPEN_MPI_DAEMON,) if topology.launcher == "mpi" and name in current)
     return Environment(variables, unset, tuple(notes))
 
 
@@ -132,12 +132,12 @@ def apply(environ: MutableMapping[str, str], computed: Environment) -> None:
 
 
 def prepare(precision: PrecisionConfig, parallel: ParallelConfig, *, machine: Machine = HERE) -> str:
-    """Sets `environment` where this machine has Neuron devices, for a process of its own; returns a summary.
+    """Sets the `environment` of a single process if this machine has Neuron devices; returns a summary.
 
-    For notebooks and code that imports the package: the commands do it themselves.
+    For notebooks and code that imports the package; the commands call it themselves.
 
     Raises:
-      ValueError: as `environment`; or there are devices, and JAX has read the environment already.
+      ValueError: as `environment`; or JAX, which reads the environment when imported, is imported already.
     """
     instance = instance_to_serve("", os.environ.get("JAX_PLATFORMS", ""), machine=machine)
     if not instance:
@@ -151,47 +151,47 @@ def prepare(precision: PrecisionConfig, parallel: ParallelConfig, *, machine: Ma
 
 
 def recorded(environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables that can change what a run does or how fast, for the record in its folder."""
+    """Returns the variables that can change what a run does or how fast, for the record in the run folder."""
     prefixes = ("FI_", "JAX_", "LD_", "MALLOC_", "NEURON_", "XLA_")
     return {name: environ[name] for name in sorted(environ) if name.startswith(prefixes)}
 
 
 def _computed(precision: PrecisionConfig, parallel: ParallelConfig, topology: Topology) -> dict[str, str]:
     variables = {
-        "JAX_PLATFORMS": "neuron,cpu",  # the CPU for initialisation and host work
+        "JAX_PLATFORMS": "neuron,cpu",  # the CPU for initialization and host work
         "JAX_DEFAULT_PRNG_IMPL": "rbg",  # threefry is incomplete on Neuron: JAX known issues
         "NEURON_FORCE_PJRT_PLUGIN_REGISTRATION": "1",
         "NEURON_LOGICAL_NC_CONFIG": str(topology.lnc),
         **_rounding(precision),
-        # seconds; the docs give 2, 30 and 600 as default. HLAT: 4000. A peer that still compiles must not end a run
+        # seconds; the docs give 2, 30 and 600 as default. HLAT: 4000. A run must not end while a peer still compiles
         "NEURON_RT_EXEC_TIMEOUT": "4000",
         "JAX_COMPILATION_CACHE_DIR": f"{topology.cache}/jax",
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",  # small programs too: each costs seconds on the device
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",  # small programs too: each takes seconds to compile
         "MALLOC_ARENA_MAX": "64",  # HLAT. Read when a process starts: export it before Python
     }
     if topology.cores:
         variables["NEURON_RT_NUM_CORES"] = str(topology.cores)
     num_devices = topology.nodes * topology.devices_per_node
-    if _has_listed_collectives(parallel, num_devices):
+    if _has_recognized_collectives(parallel, num_devices):
         variables["NEURON_RUN_TRIVIAL_COMPUTATION_ON_CPU"] = "1"
     if topology.nodes > 1:
-        variables |= _of_job(topology)
+        variables |= _job_variables(topology)
     return variables
 
 
 def _rounding(precision: PrecisionConfig) -> dict[str, str]:
-    """The device rounds every cast from fp32 one way: stochastically only where all that is stored is bf16."""
+    """Returns the rounding mode of the device, which applies to every cast: stochastic only if all storage is bf16."""
     if POLICY_FACTS[precision.policy].rounding != "stochastic" or precision.stochastic_rounding == "software":
         return {"NEURON_RT_STOCHASTIC_ROUNDING_EN": "0"}
     return {"NEURON_RT_STOCHASTIC_ROUNDING_EN": "1", "NEURON_RT_STOCHASTIC_ROUNDING_SEED": "0"}
 
 
-def _has_listed_collectives(parallel: ParallelConfig, num_devices: int) -> bool:
-    """Returns whether the train step has a collective that the plugin does not take for a trivial computation.
+def _has_recognized_collectives(parallel: ParallelConfig, num_devices: int) -> bool:
+    """Returns whether the train step has a collective by which the plugin sees that it is not trivial.
 
-    A program with none of the documented ones runs on the host's CPU when NEURON_RUN_TRIVIAL_COMPUTATION_ON_CPU=1. That
-    list lacks the plain all-reduce, the only collective of pure data parallelism and of tensor parallelism without
-    sequence parallelism. A step on the CPU is slower by thousands, so those run their small programs on the device.
+    With NEURON_RUN_TRIVIAL_COMPUTATION_ON_CPU=1, a program with none of the documented collectives runs on the host's
+    CPU. The list lacks the plain all-reduce, the only collective of pure data parallelism and of tensor parallelism
+    without sequence parallelism. A step is thousands of times slower on the CPU, so for these the variable is not set.
     """
     degrees = {axis: getattr(parallel, axis) for axis in ("pipe", "data", "fsdp", "tensor")}
     fixed = 1
@@ -206,7 +206,7 @@ def _has_listed_collectives(parallel: ParallelConfig, num_devices: int) -> bool:
     )
 
 
-def _of_job(topology: Topology) -> dict[str, str]:
+def _job_variables(topology: Topology) -> dict[str, str]:
     counts = [str(topology.devices_per_node)] * topology.nodes
     variables = {
         "NEURON_RT_ROOT_COMM_ID": f"{topology.coordinator}:{COLLECTIVES_PORT}",
@@ -229,14 +229,14 @@ def _check_contradictions(ours: Mapping[str, str], topology: Topology, current: 
         raise ValueError(f"JAX_PLATFORMS={platforms} keeps JAX off the devices of {topology.instance}; unset it.")
     if current.get("NEURON_RT_INSPECT_ENABLE", "0") != "0" and current.get("NEURON_RT_INSPECT_DEVICE_PROFILE") == "1":
         raise ValueError(
-            "NEURON_RT_INSPECT_ENABLE and NEURON_RT_INSPECT_DEVICE_PROFILE=1 exclude each other: for jax.profiler keep "
-            "the second, without it set NEURON_RT_INSPECT_DEVICE_PROFILE=session."
+            "NEURON_RT_INSPECT_ENABLE and NEURON_RT_INSPECT_DEVICE_PROFILE=1 exclude each other: for jax.profiler "
+            "unset the first; otherwise set NEURON_RT_INSPECT_DEVICE_PROFILE=session."
         )
     num_devices = topology.nodes * topology.devices_per_node
     if num_devices == 1 and current.get("NEURON_RUN_TRIVIAL_COMPUTATION_ON_CPU", "0") != "0":
         raise ValueError(
             "NEURON_RUN_TRIVIAL_COMPUTATION_ON_CPU=1 with one device would run the whole training step on the host's "
-            "CPU: it has no collective; unset it, or take more than --cores=1."
+            "CPU, as it has no collectives; unset it, or use more than --cores=1."
         )
     for name in ("NEURON_PJRT_PROCESSES_NUM_DEVICES", "NEURON_PJRT_PROCESS_INDEX"):
         if topology.nodes == 1 and current.get(name, "").strip("0") and name not in ours:
@@ -260,11 +260,11 @@ def _check_visible(topology: Topology, current: Mapping[str, str]) -> None:
     if visible != topology.devices_per_node:
         found = "not a list of cores" if visible is None else f"{visible} cores"
         change = f", or give --cores={visible}" if visible else ""
-        raise ValueError(f"{name}={value}: {found}, but the run takes {topology.devices_per_node}; unset it{change}.")
+        raise ValueError(f"{name}={value}: {found}, but the run uses {topology.devices_per_node}; unset it{change}.")
 
 
 def _num_visible(text: str) -> int | None:
-    """Returns how many cores `4`, `0-31` or `0,1,2` name; None when it is none of these."""
+    """Returns the number of cores in a list such as `4`, `0-31` or `0,1,2`; None for another form."""
     count = 0
     for part in text.split(","):
         first, is_range, last = part.partition("-")
@@ -281,7 +281,7 @@ def _check_root(topology: Topology, value: str) -> None:
     check_host(host, f"NEURON_RT_ROOT_COMM_ID={value}: host")
     if not port.isdecimal() or not 0 < int(port) < 65536 or int(port) == topology.port:
         raise ValueError(
-            f"NEURON_RT_ROOT_COMM_ID={value} must end in a port that is not JAX's, {topology.port}; "
+            f"NEURON_RT_ROOT_COMM_ID={value} must end in a port other than JAX's, {topology.port}; "
             f"use {COLLECTIVES_PORT}."
         )
 

@@ -15,8 +15,8 @@ def elide_idle_roundings() -> None:
     """Drops, in programs for Neuron alone, every `reduce_precision` to the bits that its operand already has.
 
     `jax.checkpoint` with a policy that saves values puts one on each; it computes nothing, and Neuron's known issues
-    name the operation as unsupported. Programs for other platforms are lowered as before. The rule stands for all
-    platforms and asks for which one it lowers: one of `neuron` alone could be registered only where its plugin is.
+    list the operation as unsupported. Programs for other platforms are lowered as before. The rule is registered for
+    all platforms and checks which one it lowers for: a rule for `neuron` alone needs Neuron's plugin.
     """
     mlir.register_lowering(jax.lax.reduce_precision_p, _reduce_precision)
 

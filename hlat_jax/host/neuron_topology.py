@@ -1,4 +1,4 @@
-"""The instances of a job and the rank of this one: given, or read from the variables of Slurm or Open MPI."""
+"""The topology of a job: its instances and the rank of this one, as flags or the variables of Slurm or Open MPI."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from collections.abc import Mapping
 from hlat_jax.config import nearest
 from hlat_jax.cost import INSTANCES, Instance
 
-JAX_PORT = 41001  # of JAX's coordinator on rank 0
-COLLECTIVES_PORT = 41000  # of Neuron's collectives on rank 0; must differ
-LONGEST_HOST = 63  # characters that NEURON_RT_ROOT_COMM_ID takes as a host name
+JAX_PORT = 41001  # JAX's coordinator on rank 0
+COLLECTIVES_PORT = 41000  # Neuron's collectives on rank 0; must differ
+LONGEST_HOST = 63  # characters of a host name in NEURON_RT_ROOT_COMM_ID
 CACHE = "/var/tmp/hlat-compile-cache"  # on the node's own disk: HLAT's ranks overran a shared one, see docs/trainium.md
 
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """A job of equal instances with one process on each, seen from one of them.
+    """A job of instances of one type with one process on each, as seen by one of the processes.
 
     Attributes:
       instance: a key of INSTANCES.
       nodes: instances of the job.
-      rank: which of them this one is, 0 .. nodes - 1.
+      rank: index of this instance, 0 .. nodes - 1.
       coordinator: host name or address of rank 0; may be empty for one node.
       port: of JAX's coordinator.
       lnc: physical cores that one JAX device takes; 0: the default of the instance.
@@ -56,8 +56,8 @@ class Machine:
     """Paths by which Linux identifies the machine.
 
     Attributes:
-      devices: the driver makes neuron0, neuron1, ... there, one a chip.
-      product_name: EC2 fills it with the instance type.
+      devices: folder in which the driver creates neuron0, neuron1, ..., one per chip.
+      product_name: file in which EC2 writes the instance type.
     """
 
     devices: pathlib.Path = pathlib.Path("/dev")
@@ -84,11 +84,11 @@ def checked(topology: Topology) -> Topology:
     t = dataclasses.replace(t, lnc=t.lnc or kind.lncs[0])
     whole = kind.num_devices(lnc=t.lnc)
     if not 0 <= t.cores <= whole:
-        raise ValueError(f"--cores={t.cores}: {t.instance} has {whole} at --lnc={t.lnc}; 0 takes all.")
+        raise ValueError(f"--cores={t.cores}: {t.instance} has {whole} at --lnc={t.lnc}; 0 uses all.")
     if t.nodes < 1:
         raise ValueError(f"--nodes={t.nodes} must be at least 1.")
     if not 0 <= t.rank < t.nodes:
-        raise ValueError(f"--rank={t.rank} must lie in 0 .. {t.nodes - 1}: --nodes - 1.")
+        raise ValueError(f"--rank={t.rank} must lie in 0 .. {t.nodes - 1}, which is --nodes - 1.")
     if t.nodes > 1:
         check_host(t.coordinator, "--coordinator")
     if not 0 < t.port < 65536:
@@ -99,14 +99,14 @@ def checked(topology: Topology) -> Topology:
 
 
 def check_host(host: str, name: str) -> None:
-    """Raises ValueError unless `host` can stand before a port: a short name, IPv4, or IPv6 in brackets."""
+    """Raises ValueError unless `host` is a short host name, an IPv4 address, or an IPv6 address in brackets."""
     if not host:
-        raise ValueError(f"{name}=HOST is missing: the host name of rank 0, reachable from the others.")
+        raise ValueError(f"{name}=HOST is missing: give the host name of rank 0, as the others reach it.")
     if len(host) > LONGEST_HOST:
-        raise ValueError(f"{name}={host} has {len(host)} characters; Neuron takes {LONGEST_HOST}: use its address.")
+        raise ValueError(f"{name}={host} has {len(host)} characters; Neuron takes {LONGEST_HOST}: use its IP address.")
     is_ipv6 = re.fullmatch(r"\[[0-9A-Fa-f:.%\w]+\]", host)
     if not is_ipv6 and not re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9])?", host):
-        raise ValueError(f"{name}={host} must be a host name, a.b.c.d or [v6], without a port: that is --port.")
+        raise ValueError(f"{name}={host} must be a host name, a.b.c.d or [v6], without a port; set --port for that.")
 
 
 def launcher(environ: Mapping[str, str]) -> str:
@@ -120,7 +120,7 @@ def of_launcher(environ: Mapping[str, str]) -> dict[str, int | str]:
     """Returns the fields of a Topology that Slurm's or Open MPI's variables give.
 
     Raises:
-      ValueError: a launcher set only some of its variables.
+      ValueError: some of the launcher's variables are missing.
     """
     name = launcher(environ)
     if name == "mpi":
@@ -161,12 +161,12 @@ def first_host(nodelist: str) -> str:
 
 
 def instance_to_serve(given: str, platforms: str, *, machine: Machine) -> str:
-    """Returns the type of the instance on whose Neuron devices this process is to run; "" for none.
+    """Returns the type of this instance if the process is to run on its Neuron devices; otherwise "".
 
     Args:
-      given: the type that the command names; it may be "". A JAX_PLATFORMS that contradicts it is refused later.
-      platforms: JAX_PLATFORMS. Where it is set it decides: `cpu` keeps a run off the devices of a Trainium node.
-      machine: where the devices would be.
+      given: the type given by a flag, or "". A JAX_PLATFORMS that contradicts it raises an error later.
+      platforms: JAX_PLATFORMS, which decides if set: with `cpu`, a run on a Trainium node does not use the devices.
+      machine: paths to look for devices at.
 
     Raises:
       ValueError: JAX_PLATFORMS names neuron and there is no device, or the type of this machine is unknown.
@@ -186,7 +186,7 @@ def detected_instance(machine: Machine) -> str:
     """Returns the type of this machine, or "" where it has no Neuron device.
 
     Raises:
-      ValueError: Neuron devices, and an unknown instance type.
+      ValueError: there are Neuron devices, but the instance type is unknown.
     """
     device, product_name = machine.devices / "neuron0", machine.product_name
     if not device.exists():
@@ -194,7 +194,7 @@ def detected_instance(machine: Machine) -> str:
     name = product_name.read_text().strip() if product_name.is_file() else ""
     if name not in INSTANCES:
         raise ValueError(
-            f"{device} is there, and the instance type {name!r} is unknown: give --instance=TYPE. "
+            f"{device} exists, but the instance type {name!r} is unknown: give --instance=TYPE. "
             f"{nearest(name, INSTANCES)}"
         )
     return name

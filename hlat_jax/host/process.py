@@ -11,12 +11,12 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # every command imports this first, and until then Ctrl-C is a traceback
+if TYPE_CHECKING:  # every command imports this first, and until then Ctrl-C gives a traceback
     import pathlib
     from collections.abc import Iterator
     from typing import Any
 
-INDEX_FOLDER = "index"  # of the run folder: where the lines of JSONL files lie; may be deleted at any time
+INDEX_FOLDER = "index"  # of the run folder: offsets of the lines of JSONL files; may be deleted at any time
 LOCK_FILE = ".lock"
 _OF_THE_START = {LOCK_FILE, INDEX_FOLDER, "checkpoints"}
 _STOPPING_S = 15.0
@@ -52,7 +52,7 @@ def _end(_number: int, _frame: Any) -> None:
 
 @contextlib.contextmanager
 def removed_on_interrupt(folder: pathlib.Path) -> Iterator[None]:
-    """Removes `folder` when Ctrl-C ends the command in the body, in which no `finally` runs then."""
+    """Removes `folder` when Ctrl-C ends the command in the body, whose `finally` clauses do not run then."""
     _partial.append(folder)
     try:
         yield
@@ -64,8 +64,8 @@ def removed_on_interrupt(folder: pathlib.Path) -> Iterator[None]:
 def raising_interrupts() -> Iterator[None]:
     """Makes Ctrl-C in its body a KeyboardInterrupt, once, for a command that has processes of its own to stop.
 
-    While it stops them, which takes them seconds, another Ctrl-C does nothing: to end at once would leave semaphores
-    behind. One that comes later ends the command nevertheless.
+    While they stop, which takes seconds, another Ctrl-C has no effect: ending at once would leave semaphores behind.
+    A later one ends the command nevertheless.
     """
     first_s = 0.0
 
@@ -98,7 +98,7 @@ def raising_interrupts() -> Iterator[None]:
 def only_process(workdir: pathlib.Path) -> Iterator[None]:
     """Locks the run folder: a second process in it would overwrite the rows and saves of the first.
 
-    A command that is refused before the run wrote anything of its own leaves no new folder behind.
+    A new folder is removed after a ValueError, unless the run has written files of its own into it.
     """
     is_new = not workdir.exists()
     try:
@@ -110,7 +110,7 @@ def only_process(workdir: pathlib.Path) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise ValueError(f"another process trains in {workdir}; stop it, or give another --workdir.") from None
+            raise ValueError(f"another process is training in {workdir}; stop it, or give another --workdir.") from None
         try:
             yield
         except ValueError:

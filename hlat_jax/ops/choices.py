@@ -1,4 +1,4 @@
-"""The implementation of each op that serves a run: the calls of its config on one device, and a choice for each."""
+"""The implementation of each op in a run: the specs of its calls on one device, and a choice for each."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from hlat_jax.precision import POLICIES
 
 
 def calls(config: Config, layout: Layout) -> dict[str, dict[str, Any]]:
-    """Returns key of ModelConfig -> what is known of the op's call in one microbatch of training, on one device.
+    """Returns key of ModelConfig -> CallSpec of the op in one microbatch of training, on one device.
 
-    RMSNorm's is that of a layer, and of the head as well; RoPE's that of the queries, where keys have no more heads.
+    RMSNorm's is that in a layer, which equals that before the head; RoPE's is that of the queries.
     """
     model, degrees = config.model, layout.degrees
     rows, seq_len = config.data.batch_size // (layout.row_degree * config.train.num_microbatches), config.data.seq_len
-    places_between = seq_len // degrees["tensor"] if layout.sequence_parallel else seq_len
+    seq_len_between_blocks = seq_len // degrees["tensor"] if layout.sequence_parallel else seq_len
     dtype = POLICIES[config.precision.policy].compute
     q_shape = rows, seq_len, model.num_heads // degrees["tensor"], model.head_dim
     return {
@@ -38,22 +38,22 @@ def calls(config: Config, layout: Layout) -> dict[str, dict[str, Any]]:
             model.vocab_size // (degrees["pipe"] * degrees["tensor"]),
             dtype=dtype,
         ),
-        "rms_norm": norm.describe_call((rows, places_between, model.embed_dim), dtype=dtype),
+        "rms_norm": norm.describe_call((rows, seq_len_between_blocks, model.embed_dim), dtype=dtype),
         "swiglu": swiglu.describe_call((rows, seq_len, model.mlp_dim // degrees["tensor"]), dtype=dtype),
         "rope": rope.describe_call(q_shape, dtype=dtype),
     }
 
 
 def choices(config: Config, layout: Layout, *, platform: str | None = None) -> dict[str, Choice]:
-    """Returns key of ModelConfig -> which implementation serves the run, and why the others do not.
+    """Returns key of ModelConfig -> the implementation that the run uses, with the reasons.
 
     Args:
       config: of the run.
-      layout: of its degrees, of devices or abstract.
-      platform: of the devices; None: as the layout has it.
+      layout: of its degrees, over devices or abstract.
+      platform: of the devices; None: that of the layout.
 
     Raises:
-      ValueError: a name that cannot serve the run's calls, or `model.ops_table` of another kind of device.
+      ValueError: an implementation that cannot serve the run's calls, or a `model.ops_table` of another kind of device.
     """
     times = None
     if config.model.ops_table:
@@ -74,6 +74,6 @@ def chosen_model(config: Config, layout: Layout, *, platform: str | None = None)
 
 
 def with_choices(model: ModelConfig, chosen: Mapping[str, Choice], *, platform: str) -> ModelConfig:
-    """Returns the model with every `auto` replaced by what `choices` gave for it."""
+    """Returns the model with every `auto` replaced by its entry of `choices`."""
     names = {key: choice.name for key, choice in chosen.items()}
     return dataclasses.replace(model, **names, remat=select_remat(model.remat, platform))

@@ -1,8 +1,8 @@
-"""Operator dialects: an op is a contract with several implementations, one of which is chosen, with reasons.
+"""Operator dialects: an op is a contract with several implementations, of which one is chosen, with the reasons.
 
-Nothing falls back silently: `auto` is resolved once, before anything is traced, from the platform and the specs of the
-calls (shapes, dtypes): by measured times where there are any, otherwise by level. An explicit name serves every call or
-raises with the reasons.
+Nothing falls back silently. `auto` is resolved once, before tracing, from the platform and the specs of the calls
+(shapes, dtypes): by measured times if there are any, otherwise by level. An explicit name serves every call or raises
+an error with the reasons.
 Source of the idea: RAF, arXiv 2303.04759; there the choice is by priority alone and a kernel that fails is skipped.
 """
 
@@ -25,16 +25,16 @@ class CallTimes(Protocol):
     """Times of the implementations for one call, such as a `table.Measurement`."""
 
     times: Mapping[str, float]  # implementation -> seconds
-    extent: str  # the part of the call that was timed, for a reason; "" for all of it
+    extent: str  # the part of the call that was timed, for messages; "" for all of it
 
 
 class MeasuredTimes(Protocol):
     """Measured calls, such as a `table.Table`."""
 
-    source: str  # their name in a reason
+    source: str  # their name in messages
 
     def entry(self, op_key: str, call: CallSpec) -> CallTimes | None:
-        """Returns the times of a call; None: it was not measured."""
+        """Returns the times of a call; None if it was not measured."""
 
 
 def _serves_every_call(**_: Any) -> list[str]:
@@ -48,8 +48,8 @@ class Implementation:
     Attributes:
       name: its name in a config.
       run: the function; takes the arguments of the op's contract.
-      levels: lowering platform -> preference; `auto` takes the highest. "*" stands for every platform not named. It
-        does not run on a platform without a level.
+      levels: lowering platform -> preference; `auto` takes the highest. "*" stands for all other platforms. Without
+        a level it does not run on a platform.
       unsupported_reasons: takes a CallSpec by keyword; returns why the call cannot be served, [] when it can.
     """
 
@@ -59,7 +59,7 @@ class Implementation:
     unsupported_reasons: Callable[..., list[str]] = _serves_every_call
 
     def level_on(self, platform: str) -> int | None:
-        """Returns the level on a platform; None: it does not run there."""
+        """Returns the level on a platform; None if it does not run there."""
         platform = _LOWERED_AS.get(platform, platform)
         return self.levels.get(platform, self.levels.get("*"))
 
@@ -70,8 +70,8 @@ class Choice:
 
     Attributes:
       name: of the implementation.
-      because: why this one.
-      passed_over: name -> why not, for each of the others.
+      because: the reason for it.
+      passed_over: name of each other implementation -> the reason against it.
     """
 
     name: str
@@ -115,14 +115,14 @@ class Op:
         """Returns the choice for a configured name on a platform.
 
         Args:
-          wanted: a name, or "auto": among those that can serve the call the fastest measured one; without measured
-            times the one with the highest level, the first of equals.
+          wanted: a name, or "auto": of those that can serve the call, the fastest measured one; without measured
+            times the one with the highest level, and of equal levels the one registered first.
           platform: JAX's name, such as "cpu" or "neuron".
-          call: None: not known, and `auto` takes only implementations that serve every call.
-          times: measured on such a device.
+          call: None if not known: `auto` then takes only implementations that serve every call.
+          times: measured on a device of this kind.
 
         Raises:
-          ValueError: an unknown name, one that does not run there or cannot serve the call, or no implementation can.
+          ValueError: an unknown name, one that does not run there or cannot serve the call, or none that can.
         """
         refusals = self.refusals(platform, call)
         able = [name for name, why in refusals.items() if not why]
@@ -131,8 +131,8 @@ class Op:
             others = {name: why or f"{self.key}={wanted!r} was requested" for name, why in refusals.items()}
             return Choice(wanted, "requested", {name: why for name, why in others.items() if name != wanted})
         if not able:
-            said = "; ".join(f"{name}: {why}" for name, why in refusals.items())
-            raise ValueError(f"{self.key} has no implementation that serves this call on {platform}: {said}.")
+            reasons = "; ".join(f"{name}: {why}" for name, why in refusals.items())
+            raise ValueError(f"{self.key} has no implementation that serves this call on {platform}: {reasons}.")
         timed = times.entry(self.key, call) if times and call is not None else None
         measured = [name for name in able if timed and name in timed.times]
         if measured:
@@ -150,15 +150,15 @@ class Op:
         return Choice(best, because, {name: refusals[name] or why_not[name] for name in refusals if name != best})
 
     def choose_each(self, wanted: str, platforms: Sequence[str], *, call: CallSpec | None = None) -> dict[str, Choice]:
-        """Returns `choose` for each of several platforms that one trace is lowered for."""
+        """Returns `choose` for each of several platforms for which one trace is lowered."""
         return {platform: self.choose(wanted, platform, call=call) for platform in platforms}
 
     def refusals(self, platform: str, call: CallSpec | None) -> dict[str, str]:
-        """Returns name -> why the implementation cannot serve a call on a platform; "" where it can.
+        """Returns name -> the reason why the implementation cannot serve a call on a platform; "" if it can.
 
         Args:
           platform: JAX's name.
-          call: None: not known, and a reason is given for an implementation that does not serve every call.
+          call: None if not known: only implementations that serve every call then have no reason.
         """
         return {name: self._refusal(one, platform, call) for name, one in self._implementations.items()}
 
@@ -166,10 +166,10 @@ class Op:
         """Returns the output of an implementation.
 
         Args:
-          name: as `choose` returns it; or platform -> name: one trace that lowers to the implementation of each
-            platform; lowering for another platform is an error. Where all names are equal, nothing is added to the
+          name: as `choose` returns it; or platform -> name, for one trace that lowers to the implementation of each
+            platform. Lowering for another platform is an error. If all names are equal, nothing is added to the
             program.
-          *args: of the op's contract.
+          *args: arguments of the op's contract.
           **call: its CallSpec.
 
         Raises:
@@ -180,7 +180,7 @@ class Op:
                 raise ValueError(f"{self.key}={name!r} names no platform; give platform -> name.")
             branches = {_LOWERED_AS.get(platform, platform): one for platform, one in name.items()}
             if len(set(branches.values())) > 1:
-                # arguments are bound here: platform_dependent would trace a number that must be static
+                # arguments are bound here: platform_dependent would trace numbers that must be static
                 runs = {where: functools.partial(self.run, one, *args, **call) for where, one in branches.items()}
                 return jax.lax.platform_dependent(**runs)
             (name,) = set(branches.values())

@@ -1,4 +1,4 @@
-"""Vocabulary-parallel lookup of token vectors."""
+"""Vocabulary-parallel embedding lookup."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hlat_jax.parallel.collectives import ParallelContext
 
 
 def lookup(table_VD: jax.Array, tokens_BT: jax.Array, *, ctx: ParallelContext) -> jax.Array:
-    """Returns the rows of a table at `tokens_BT` as [B, T, D], sharded as activations between blocks.
+    """Returns the rows of the embedding table at `tokens_BT` as [B, T, D], sharded as activations between blocks.
 
     Args:
       table_VD: this device's rows of the table; all of them without `ctx.vocab`.
@@ -22,7 +22,7 @@ def lookup(table_VD: jax.Array, tokens_BT: jax.Array, *, ctx: ParallelContext) -
     num_rows = table_VD.shape[0]
 
     def read(rows_BT):
-        # clipped here: mode="clip" leaves an index as it is to the gather, and on Neuron one outside ends the run
+        # clipped explicitly: mode="clip" leaves it to the gather, and on Neuron an index out of range ends the run
         return table_VD.at[jnp.clip(rows_BT, 0, num_rows - 1)].get(mode="clip")
 
     if not ctx.vocab:

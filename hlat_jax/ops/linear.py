@@ -1,4 +1,4 @@
-"""Products of activations with sharded matrices, without bias: column- and row-parallel, as Megatron has them."""
+"""Column- and row-parallel matrix products without bias, as in Megatron-LM."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def column_parallel(equation: str, x_BTD: jax.Array, param: Any, ctx: ParallelCo
 def column_parallel_products(
     equations: tuple[str, ...], x_BTD: jax.Array, params: tuple[Any, ...], *, ctx: ParallelContext
 ) -> tuple[jax.Array, ...]:
-    """Returns `column_parallel` of one `x_BTD` with several matrices, which share its entry into the region."""
+    """Returns `column_parallel` of one `x_BTD` with several matrices, which enters the tensor region once."""
     weights, axes = tuple(param[...] for param in params), tuple(map(_logical_axes, params))
     return _products(materialized(x_BTD), weights, equations, axes, ctx, True)
 
@@ -48,15 +48,16 @@ def row_parallel(equation: str, x: jax.Array, param: Any, ctx: ParallelContext) 
 
 
 def materialized(x: jax.Array) -> jax.Array:
-    """Returns `x`, kept by the compiler as one array.
+    """Returns `x` behind an optimization barrier, so that it is computed once.
 
-    XLA on CPU otherwise fuses the norm or activation before a product into several consumers and computes it in each.
+    XLA on CPU otherwise fuses the norm or activation before a product into each of its consumers.
     """
     return jax.lax.optimization_barrier(x)
 
 
-# The backward pass keeps each matrix as it is stored, and gathers it again where it is sharded: a reshaped or gathered
-# one is a new value, which a loop over layers would copy and stack for every layer. No product is computed again.
+# Under `jax.checkpoint` the residuals are the matrices as stored, which the backward pass gathers again if they are
+# sharded: reshaped or gathered ones would be new values, which a scan over layers would copy and stack for every layer.
+# No product is recomputed.
 @functools.partial(jax.checkpoint, static_argnums=(2, 3, 4, 5), prevent_cse=False)
 def _products(
     x: jax.Array,

@@ -1,4 +1,4 @@
-"""`python -m hlat_jax.plan tune|choices --config=NAME`: the implementation of each op in a run, and its time."""
+"""`python -m hlat_jax.plan tune|choices --config=NAME`: times the implementations of each op, or shows the choices."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ def _tune(argv: Sequence[str]) -> int:
         )
         print("\n".join(_entry_lines(entry)), flush=True)
         table.write(known := known.with_entries((entry,)))
-    print(f"wrote {values.out}; with --config.model.ops_table={values.out} `auto` chooses the fastest")
+    print(f"wrote {values.out}; with --config.model.ops_table={values.out}, `auto` chooses the fastest")
     return 0
 
 
 def _wanted(keys: str, calls: Collection[str]) -> Collection[str]:
-    """Returns the calls named by `--ops`; all of them when it is empty."""
+    """Returns the ops named by `--ops`; all of them if it is empty."""
     wanted = [key.strip() for key in keys.split(",") if key.strip()]
     for key in wanted:
         if key not in calls:
@@ -83,8 +83,8 @@ def _table(path: str, device: Any) -> Any:
     known = table.read(path)
     if (known.platform, known.device_kind, known.jax) != (device.platform, kind, jax.__version__):
         raise ValueError(
-            f"--out={path} was measured on {known.device_kind!r} ({known.platform}), JAX {known.jax}, and this is "
-            f"{kind!r} ({device.platform}), JAX {jax.__version__}; give another file, or remove this one."
+            f"--out={path} was measured on {known.device_kind!r} ({known.platform}), JAX {known.jax}; this machine has "
+            f"{kind!r} ({device.platform}), JAX {jax.__version__}. Give another file, or remove this one."
         )
     return known
 

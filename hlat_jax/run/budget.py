@@ -1,10 +1,9 @@
-"""What `model.remat="budget:12GiB"` stands for: chosen before the step is compiled, printed, and kept with the run.
+"""Resolves `model.remat="budget:12GiB"` to the values that are saved, before the step is compiled.
 
-The budget is for the temporaries of the whole step on one device, as the compiler counts them. It becomes a choice of
-names, `saved:NAME,...`, which is a value of `model.remat` like any other: so the step knows nothing of budgets, a
-printed choice can be set in a config, and a resumed run computes with the very choice of its checkpoint.
-
-A choice is made anew for another budget, mesh, device or JAX, or where the step no longer has values of its names.
+The budget is for the temporaries of the whole step on one device, as the compiler counts them. It is resolved to
+`saved:NAME,...`, an ordinary value of `model.remat`, which is printed, recorded in the run folder, and reused when the
+run resumes. It is chosen again for another budget, mesh, device or version of JAX, or if the step no longer has values
+of these names.
 """
 
 from __future__ import annotations
@@ -25,21 +24,21 @@ from hlat_jax.passes.products import live_jaxpr
 from hlat_jax.step import RunProgram, make_program
 
 RECORD_FILE = "remat.json"
-# What beside the mesh says how much of a step lies on a device.
+# Keys that, with the mesh, determine the bytes of a step on one device.
 _SHARED = ("zero1", "sequence_parallel", "reduce_gradients", "bucket_bytes")
 
 
 def resolved(program: RunProgram, *, recorded: dict[str, Any] | None) -> tuple[RunProgram, dict | None]:
-    """Returns the program with a choice in the place of a budget, and its record; (program, None) without a budget.
+    """Returns the program with its budget replaced by a choice, and the record of it; (program, None) without a budget.
 
-    Every process compiles the same trial programs, and the largest of their measurements counts.
+    Every process compiles the same trial programs; the largest measurement of all processes decides.
 
     Args:
-      program: of the run, over devices that exist.
-      recorded: what this returned for the checkpoint that the run resumes from; None: there is none.
+      program: of the run, over physical devices.
+      recorded: the record in the checkpoint that the run resumes from; None if there is none.
 
     Raises:
-      ValueError: none of the programs tried fits the budget.
+      ValueError: none of the trial programs fits the budget.
     """
     config, layout = program.config, program.layout
     if not is_asked(config):
@@ -56,9 +55,9 @@ def resolved(program: RunProgram, *, recorded: dict[str, Any] | None) -> tuple[R
             again = _with(program, recorded["choice"])
             again.trace_step()
         except MissingValues:
-            _tell("remat            chosen anew: the step no longer has values that the checkpoint's choice names")
+            _print_first("remat            chosen again: the step no longer has the values of the checkpoint's choice")
         else:
-            _tell(f"remat            {recorded['choice']}, as the checkpoint has it for {facts['asked']}")
+            _print_first(f"remat            {recorded['choice']}, from the checkpoint, for {facts['asked']}")
             return again, recorded
 
     def measured(traced: Any) -> int:
@@ -68,19 +67,19 @@ def resolved(program: RunProgram, *, recorded: dict[str, Any] | None) -> tuple[R
     record = facts | {"choice": _written(plan.choice)}
     keys = ("budget_bytes", "measured_bytes", "predicted_bytes", "flops", "predicted_flops", "plain", "full")
     record |= json.loads(json.dumps({key: getattr(plan, key) for key in keys}))
-    _tell(
+    _print_first(
         f"remat            {record['choice']}\n"
         f"                 for {facts['asked']}: {format_bytes(plan.measured_bytes)} measured, "
-        f"{format_bytes(plan.plain[0])} without; {plan.recompute_share:+.1%} FLOPs; {plan.compilations} compilations "
-        f"in {plan.seconds:.0f} s"
+        f"{format_bytes(plan.plain[0])} without remat; {plan.recompute_share:+.1%} FLOPs; {plan.compilations} "
+        f"compilations in {plan.seconds:.0f} s"
     )
     return _with(program, record["choice"]), record
 
 
 def estimated(program: RunProgram) -> RunProgram:
-    """Returns the program with the choice that the planner's estimate of memory makes; compiles nothing.
+    """Returns the program with the choice that fits the budget by the planner's estimate of memory; compiles nothing.
 
-    Where no choice tried fits the budget by that estimate, it is full rematerialization; the plan reports the excess.
+    If no choice fits by that estimate, it is full rematerialization; the plan reports the excess.
     """
     if not is_asked(program.config):
         return program
@@ -92,7 +91,7 @@ def estimated(program: RunProgram) -> RunProgram:
 
 
 def is_asked(config: Config) -> bool:
-    """Returns whether a config has a budget in the place of a choice."""
+    """Returns whether `model.remat` is a budget."""
     return config.model.remat.startswith(REMAT_BUDGET)
 
 
@@ -114,6 +113,6 @@ def _with(program: RunProgram, choice: str) -> RunProgram:
     return make_program(dataclasses.replace(program.config, model=model), program.layout)
 
 
-def _tell(line: str) -> None:
+def _print_first(line: str) -> None:
     if is_first():
         print(line)

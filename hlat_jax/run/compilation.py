@@ -1,7 +1,7 @@
-"""The programs of a run: which they are, how they are compiled, and the record of it in the run folder.
+"""Compiles the programs of a run ahead of time, and records them in the run folder.
 
-All of them are compiled ahead, for the shapes that the config gives: an argument of another shape is an error and does
-not compile another program. `neuron.changes` compares the record and explains differences.
+The shapes follow from the config: an argument of another shape is an error and does not compile another program.
+`neuron.changes` compares records and explains differences.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ RECORD_FILE = "programs.json"
 GENERATION = ("prefill", "decode")
 _PACKAGE = pathlib.Path(__file__).resolve().parents[1]
 _LIBRARIES = ("jax", "jaxlib", "flax", "optax")
-# What an entry of the record must have to be compared with.
+# Keys that an entry of the record must have.
 _COMPARED = {"sha256", "cache", "platform", "mesh", "config", "libraries", "code"}
 _CACHE_HITS = "/jax/compilation_cache/cache_hits"
 
@@ -41,7 +41,7 @@ _CACHE_HITS = "/jax/compilation_cache/cache_hits"
 def programs_of_run(config: Config) -> list[str]:
     """Returns the names of the programs that training compiles.
 
-    Reading data, writing files and drawing curves happen on the host and compile nothing.
+    Reading data, writing files and plotting happen on the host and compile nothing.
     """
     found = ["train", "init", "norms"]
     found += ["eval"] if config.data.validation else []
@@ -49,16 +49,16 @@ def programs_of_run(config: Config) -> list[str]:
 
 
 def named_programs(config: Config, word: str) -> list[str]:
-    """Returns the programs that a command means by a word: "all" those of a run, "generate" generation's, or a name."""
+    """Returns the names of programs: "all" stands for those of a run, "generate" for prefill and decode."""
     if word == "all":
         return programs_of_run(config)
     return list(GENERATION) if word == "generate" else [word]
 
 
 def traced_programs(program: RunProgram) -> dict[str, Callable[[], Any]]:
-    """Returns functions that trace each program, by name, whether a run of the config compiles it or not.
+    """Returns name -> function that traces the program, including those that this run does not compile.
 
-    The shape of generation is that of the run's samples.
+    The shapes of generation are those of the run's samples.
     """
     config, layout = program.config, program.layout
     state, batch, _ = program.step_arguments
@@ -83,7 +83,7 @@ def traced_programs(program: RunProgram) -> dict[str, Callable[[], Any]]:
 
 
 class Compilations:
-    """Compiles the programs of a run, and records what each of them is and what compiling it took."""
+    """Compiles the programs of a run, and records their fingerprints and compile times."""
 
     def __init__(self, program: RunProgram):
         self.program = program
@@ -105,13 +105,13 @@ class Compilations:
         return program
 
     def write(self, workdir: pathlib.Path) -> None:
-        """Brings the record in a run folder up to date; a program not compiled this time keeps its entry."""
+        """Updates the record in a run folder; programs that were not compiled this time keep their entries."""
         whole = recorded(workdir) | self._entries
         write_whole(workdir / RECORD_FILE, (json.dumps(whole, indent=1) + "\n").encode())
 
 
 def compiled_step(compilations: Compilations) -> Any:
-    """Returns the training step, and prints what it needs before and after it is compiled."""
+    """Returns the compiled training step; prints the estimated memory before and the actual memory afterwards."""
     began, program = time.monotonic(), compilations.program
     for line in short_plan(program, budget=device_memory(program.layout.mesh.local_devices[0])):
         print(line)
@@ -124,13 +124,13 @@ def compiled_step(compilations: Compilations) -> Any:
 
 
 def compiled_sampler(compilations: Compilations) -> Programs:
-    """Returns the two programs of a run's samples."""
+    """Returns the two compiled programs of the run's samples."""
     shape = sample_shape(compilations.program.config, compilations.program.layout)
     return Programs(prefill=compilations.compiled("prefill"), decode=compilations.compiled("decode"), shape=shape)
 
 
 def recorded(workdir: pathlib.Path) -> dict[str, dict[str, Any]]:
-    """Returns the record of a run folder by program; empty where none was compiled, or what is there is no record."""
+    """Returns the record of a run folder by program; empty if there is no valid one."""
     try:
         found = read_json(workdir / RECORD_FILE)
     except (OSError, ValueError):
@@ -144,7 +144,7 @@ def recorded(workdir: pathlib.Path) -> dict[str, dict[str, Any]]:
 
 
 def surroundings(config: Config, platform: str, degrees: dict[str, int]) -> dict[str, Any]:
-    """Returns all that a program follows from, as JSON: platform, mesh, config, libraries, and our code by file."""
+    """Returns all inputs of a program, as JSON: platform, mesh, config, libraries, and a hash of each of our files."""
     return {
         "platform": platform,
         "mesh": degrees,
@@ -159,15 +159,15 @@ def surroundings(config: Config, platform: str, degrees: dict[str, int]) -> dict
 
 @contextlib.contextmanager
 def _cache_hits() -> Iterator[list[str]]:
-    """Gives a list with an entry for each program that JAX's cache hands this process meanwhile."""
+    """Yields a list that gets an entry for each program that is read from JAX's cache in the block."""
     hits: list[str] = []
 
-    def heard(event: str, **_: Any) -> None:
+    def on_event(event: str, **_: Any) -> None:
         if event == _CACHE_HITS:
             hits.append(event)
 
-    jax.monitoring.register_event_listener(heard)
+    jax.monitoring.register_event_listener(on_event)
     try:
         yield hits
     finally:
-        jax.monitoring.unregister_event_listener(heard)
+        jax.monitoring.unregister_event_listener(on_event)

@@ -1,4 +1,4 @@
-"""The folder of a run's exports, `<run folder>/huggingface/<step>/`, kept in order whether or not the run exports."""
+"""Cleans the folder of a run's exports, `<run folder>/huggingface/<step>/`, when a run starts or resumes."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import pathlib
 import shutil
 
 FOLDER = "huggingface"
-SHARDS = ".shards"  # suffix of the folder in which processes leave the shards that they hold
+SHARDS = ".shards"  # suffix of the folder in which each process writes its shards
 _LEFTOVERS = (f"*{SHARDS}", "*.partial")
 
 
 def remove_leftovers(workdir: pathlib.Path) -> None:
-    """Removes what exports that were killed left behind."""
+    """Removes incomplete exports, which a kill leaves behind."""
     for pattern in _LEFTOVERS:
         for path in (workdir / FOLDER).glob(pattern):
             shutil.rmtree(path, ignore_errors=True)
 
 
 def rewind(workdir: pathlib.Path, step: int) -> None:
-    """Moves exports of steps after `step` aside, as `metrics.rewind` does rows: this run makes these steps anew."""
+    """Moves exports of steps after `step` aside, as `metrics.rewind` moves rows: the run repeats these steps."""
     for path in (workdir / FOLDER).glob("*"):
         if path.name.isdecimal() and int(path.name) > step:
             aside = path.with_name(f"{path.name}.discarded")

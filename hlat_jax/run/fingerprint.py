@@ -1,7 +1,7 @@
 """The fingerprint, size and arguments of a lowered program.
 
-A fingerprint is a hash of the StableHLO module without the Python lines it comes from. Equal fingerprints are equal
-programs for any compiler; what surrounds a program (flags, versions of compilers) is not in it.
+A fingerprint is a hash of the StableHLO module without source locations. Programs with equal fingerprints are equal for
+any compiler; compiler flags and versions are not part of it.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class Fingerprint:
 
     Attributes:
       sha256: of its text, the first 16 hexadecimal digits.
-      module: its name, under which JAX's cache files it.
-      num_ops: operations; those in the body of a loop count once.
-      num_arguments: arrays that it takes.
-      argument_bytes: of all arguments, before they are sharded over devices.
+      module: its name, by which JAX's cache names its files.
+      num_ops: number of operations; those in the body of a loop count once.
+      num_arguments: number of arrays that it takes.
+      argument_bytes: bytes of all arguments, before sharding.
     """
 
     sha256: str

@@ -1,4 +1,4 @@
-"""The weights of `train.init_from`: a new run starts from them at step 0, with a new optimizer state."""
+"""Starts a new run from the weights of `train.init_from`: at step 0, with a new optimizer state."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from hlat_jax.ops.registry import OPS
 from hlat_jax.store.config_diff import differences
 from hlat_jax.weights.trained import Weights, open_weights
 
-# Keys of a model that may differ from those of its weights: how it computes and was initialized, and its row length.
+# Keys that may differ from the model of the weights: implementations, initialization, and the sequence length.
 _FREE = ("max_positions", "init_std", "depth_scaled_init", "layer_loop", "remat", "ops_table", *OPS)
-_OF_SCALING = ("rope_factor", "rope_low_freq_factor", "rope_high_freq_factor", "rope_original_positions")
+_LLAMA3_SCALING = ("rope_factor", "rope_low_freq_factor", "rope_high_freq_factor", "rope_original_positions")
 _PROBES = ("It is a truth universally acknowledged", "def f(x):\n    return 2 * x\n", "naïve — 12,345.6 € 東京")
 
 
 def open_start(config: Config, tokenizer: Tokenizer) -> Weights:
-    """Returns the weights of `train.init_from`, fp32 masters where it has them; reads no arrays yet.
+    """Opens the weights of `train.init_from`, fp32 masters if it has them; reads no arrays yet.
 
     Raises:
-      ValueError: missing, damaged, or for another model or vocabulary; the message names what differs.
+      ValueError: missing, damaged, or of another model or vocabulary; the message lists the differences.
     """
     path = config.train.init_from
     try:
@@ -34,8 +34,8 @@ def open_start(config: Config, tokenizer: Tokenizer) -> Weights:
     if others:
         lines = "\n  ".join(others)
         raise ValueError(
-            f"train.init_from={path} holds the weights of another model:\n  {lines}\nSet these keys to what the "
-            "checkpoint has; an import takes model.fuse_qkv=False with --nofuse_qkv."
+            f"train.init_from={path} holds the weights of another model:\n  {lines}\nSet these keys to the values "
+            "in the checkpoint; for model.fuse_qkv=False, import the weights with --nofuse_qkv."
         )
     if weights.tokenizer:
         _require_same_vocabulary(weights, tokenizer)
@@ -43,16 +43,16 @@ def open_start(config: Config, tokenizer: Tokenizer) -> Weights:
 
 
 def begin(weights: Weights, state: Any) -> tuple[Any, dict[str, Any]]:
-    """Returns a new run's state with these weights in it, and the origin that the run records of them.
+    """Returns a new run's state with these weights, and the record of where they come from.
 
-    Dtypes and shardings are those of the initialized weights, which are deleted.
+    Dtypes and shardings are those of the randomly initialized weights, which are deleted.
     """
 
     def read(drawn: Any) -> Any:
         [dtype] = {leaf.dtype for leaf in jax.tree.leaves(drawn)}
         shardings = jax.tree.map(lambda leaf: leaf.sharding, drawn)
         for leaf in jax.tree.leaves(drawn):
-            leaf.delete()  # before those that replace them are read
+            leaf.delete()  # before the weights that replace them are read
         return weights.restore(shardings, dtype=dtype)
 
     state = state | {"params": read(state["params"])}
@@ -63,8 +63,8 @@ def begin(weights: Weights, state: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def settings_of_weights(model: ModelConfig) -> dict[str, Any]:
-    """Returns the settings of a model that its weights depend on, by path: not how it computes or was initialized."""
-    free = _FREE if model.rope_scaling == "llama3" else _FREE + _OF_SCALING
+    """Returns the settings on which the weights of a model depend, by path: all but those in `_FREE`."""
+    free = _FREE if model.rope_scaling == "llama3" else _FREE + _LLAMA3_SCALING
     return {f"model.{key}": value for key, value in vars(model).items() if key not in free}
 
 

@@ -1,4 +1,4 @@
-"""Whether a config fits this machine: its memory and its devices, checked before anything is compiled."""
+"""Checks that a config fits the memory and the devices of this machine, before anything is compiled."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hlat_jax.step import RunProgram, make_program, state_bytes
 
 
 def fitting_program(config: Config, devices: Sequence[Any]) -> RunProgram:
-    """Returns the program of the config over `devices`, on which its state and gradients fit and its batch divides.
+    """Returns the program of the config over `devices`, after checks of memory and batch size.
 
     Raises:
       ValueError: too little memory, degrees that do not fit the devices, or a batch that does not divide.
@@ -34,7 +34,7 @@ def fitting_program(config: Config, devices: Sequence[Any]) -> RunProgram:
         raise ValueError(
             f"config {config.name}: {params:,} parameters need {format_bytes(needed)} for state and gradients before "
             f"any activation (precision.policy={config.precision.policy}, parallel {degrees}), and {has}. "
-            "Take a smaller config, or more devices."
+            "Use a smaller config or more devices."
         )
     program = make_program(config, layout_over(config, devices))
     per_device = state_bytes(program.abstract_state)
@@ -47,8 +47,8 @@ def fitting_program(config: Config, devices: Sequence[Any]) -> RunProgram:
 
 
 def device_memory(device: Any) -> int:
-    """Returns the bytes one device may use: by the backend, the table of `cost`, or its share of host memory."""
-    if device.process_index != jax.process_index():  # another node's, readable by its own process only; all are alike
+    """Returns the memory of a device in bytes: from the backend, the table in `cost`, or its share of host memory."""
+    if device.process_index != jax.process_index():  # another node's: only its own process can read the statistics
         device = jax.local_devices(backend=device.platform)[0]
     stats = device.memory_stats() or {}
     if "bytes_limit" in stats:

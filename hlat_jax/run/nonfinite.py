@@ -1,4 +1,4 @@
-"""Non-finite steps and states: how they are described, and how they end a run."""
+"""Non-finite steps and states: their description in messages, and the end of a run."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _FIGURES = {"loss": "the loss", "grad_norm": "the gradient norm", "param_norm": 
 
 
 class NonFiniteError(RuntimeError):
-    """Too many non-finite steps in a row, or a state that is not finite when it was to be saved or exported."""
+    """Too many non-finite steps in a row, or a non-finite state that was due to be saved or exported."""
 
 
 def finite_norms(run: Run, progress: Progress) -> dict[str, float]:
-    """Returns the norms of the parts of the state. Raises NonFiniteError when one of them is not finite."""
+    """Returns the norms of the parts of the state. Raises NonFiniteError if one of them is not finite."""
     norms = {part: float(norm) for part, norm in jax.device_get(run.state_norms(progress.state)).items()}
     if why := not_finite(norms):
         raise NonFiniteError(
@@ -34,12 +34,12 @@ def finite_norms(run: Run, progress: Progress) -> dict[str, float]:
 
 
 def stop(run: Run, progress: Progress, *, position: np.ndarray) -> NoReturn:
-    """Writes the evidence on the last non-finite steps and raises NonFiniteError; every process calls it together.
+    """Writes EVIDENCE_FILE on the last non-finite steps and raises NonFiniteError; all processes call it together.
 
     Args:
-      run: that ends.
-      progress: whose `nonfinite_rows` are described.
-      position: of the data before the batch of the last of them.
+      run: the run to end.
+      progress: with the `nonfinite_rows` to describe.
+      position: data position before the batch of the last non-finite step.
     """
     run.log.sync()
     row, evidence = progress.nonfinite_rows[-1], run.workdir / EVIDENCE_FILE
@@ -56,13 +56,13 @@ def stop(run: Run, progress: Progress, *, position: np.ndarray) -> NoReturn:
         advice = f"The weights are damaged: run the same command again, which resumes from {_newest_saved(progress)}"
     raise NonFiniteError(
         f"{progress.num_nonfinite} steps in a row were not finite, the last one step {row['step']} (batch "
-        f"{row['batch_hash']}): {describe(progress.nonfinite_rows)}. Their updates were left out. Evidence: "
+        f"{row['batch_hash']}): {describe(progress.nonfinite_rows)}. Their updates were skipped. Evidence: "
         f"{evidence}. {advice}, or start again with a lower optimizer.peak_lr in another --workdir."
     )
 
 
 def describe(rows: list[dict[str, Any]]) -> str:
-    """Returns which figures of consecutive metrics rows were not finite, and at which steps."""
+    """Describes which metrics of consecutive rows were not finite, and at which steps."""
     parts, finite = [], []
     for key, name in _FIGURES.items():
         bad = [row for row in rows if not math.isfinite(row[key])]

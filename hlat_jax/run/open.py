@@ -1,4 +1,4 @@
-"""Opens a run: everything the loop needs, and where the run stands, new or resumed from its newest checkpoint."""
+"""Opens a run, new or resumed from its newest checkpoint: all parts that the loop uses, and the progress so far."""
 
 from __future__ import annotations
 
@@ -36,23 +36,23 @@ from hlat_jax.store.metrics import MetricsLog, SilentLog
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-    """What a run is, from its first step in this process to its last.
+    """The fixed parts of a run; what changes while it trains is in `Progress`.
 
     Attributes:
-      config, workdir, layout, tokenizer: what is trained, and where.
-      batches: of this process, in order.
-      sync: exchanges among processes before each step.
+      config, workdir, layout, tokenizer: settings, run folder, mesh and tokenizer.
+      batches: iterator over the batches of this process.
+      sync: synchronizes the processes before each step.
       checkpointer: saves in the background.
-      exporter: exports in the background; None: not asked for.
-      validation: on held-out text; None: there is none.
-      tasks: of the evaluation harness; None: not asked for.
+      exporter: exports in the background; None if not configured.
+      validation: loss on held-out text; None if there is none.
+      tasks: tasks of the evaluation harness; None if not configured.
       train_step: the compiled (state, batch, learning rate) -> (state, StepMetrics); donates the state.
       state_norms: the compiled state -> norms of its parts, see step.RunProgram.
-      sampler: the compiled programs of samples; None: no sample is asked for.
-      log: of metrics; silent in all processes but the first.
-      settings: what a checkpoint belongs to, see settings_of.
-      remat: the record of the choice made for a budget of bytes, see budget.resolved; None: no budget.
-      start_step: where this process began or resumed.
+      sampler: the compiled programs of samples; None if not configured.
+      log: metrics log; silent in all processes but process 0.
+      settings: recorded in every checkpoint, see `settings_of`.
+      remat: record of the choice for a memory budget, see `budget.resolved`; None without a budget.
+      start_step: step at which this process started or resumed.
     """
 
     config: Config
@@ -74,29 +74,29 @@ class Run:
     start_step: int
 
     def global_position(self, position: np.ndarray) -> np.ndarray:
-        """Returns the data position of all rows from that of this process's; every process calls it together."""
+        """Returns the data position of all rows, gathered from all processes, which call it together."""
         return gather_rows(position, self.batches.rows, self.config.data.batch_size)
 
 
 @dataclasses.dataclass(kw_only=True)
 class Progress:
-    """What moves while a run trains.
+    """The state of a run while it trains.
 
     Attributes:
       state: after `step` updates.
       step: updates dispatched so far.
-      position: of the data after batch `step`, for the rows of this process.
-      tokens: counted so far, up to the last metrics row.
-      saved_step: of the newest checkpoint; 0: there is none.
+      position: data position after batch `step`, for the rows of this process.
+      tokens: trained on, up to the last metrics row.
+      saved_step: step of the newest checkpoint; 0 if there is none.
       num_nonfinite: non-finite steps in a row, up to the last metrics row.
-      nonfinite_rows: the metrics rows of these, as far as this process made them.
-      save_owed: a checkpoint was due after a non-finite step.
-      export_owed: an export was.
+      nonfinite_rows: their metrics rows, without those from before a resume.
+      save_postponed: a checkpoint was due after a non-finite step.
+      export_postponed: an export was due after a non-finite step.
       save_overdue: a checkpoint is due by the clock.
       pending: dispatched steps whose metrics are still on the device, oldest first.
-      saved_at_s: when the last save was started, by time.monotonic.
-      timed_from_s: when the step that is timed began, likewise.
-      data_wait_s: waited for data since the last metrics row.
+      saved_at_s: time.monotonic() at the start of the last save.
+      timed_from_s: time.monotonic() from which the current step is timed.
+      data_wait_s: time spent waiting for data since the last metrics row.
     """
 
     state: Any
@@ -106,8 +106,8 @@ class Progress:
     saved_step: int
     num_nonfinite: int
     nonfinite_rows: list[dict[str, Any]] = dataclasses.field(default_factory=list)
-    save_owed: bool = False
-    export_owed: bool = False
+    save_postponed: bool = False
+    export_postponed: bool = False
     save_overdue: bool = False
     pending: list[Pending] = dataclasses.field(default_factory=list)
     saved_at_s: float = 0.0
@@ -117,7 +117,7 @@ class Progress:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NextBatch:
-    """The rows of this process, the data position after them, and the metrics entries that the global batch decides."""
+    """The rows of this process, the data position after them, and the metrics that describe the global batch."""
 
     batch: Batch
     position: np.ndarray
@@ -126,7 +126,7 @@ class NextBatch:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pending:
-    """A dispatched step with its metrics, still on the device, the `facts` of its batch, and the position before it."""
+    """A dispatched step: metrics, still on the device, the `facts` of its batch, and the data position before it."""
 
     step: int
     metrics: StepMetrics
@@ -138,13 +138,13 @@ class Pending:
 def open_run(
     config: Config, workdir: pathlib.Path, *, signals: StopSignals, stack: contextlib.ExitStack
 ) -> tuple[Run, Progress] | None:
-    """Returns a run ready to step and where it stands; None when it is already complete.
+    """Returns a run and its progress, ready for the next step; None if the run is complete.
 
     Args:
       config: of the run.
-      workdir: its folder; locked, and made when missing.
-      signals: that stop it.
-      stack: closes what is opened.
+      workdir: the run folder; locked, and created if missing.
+      signals: stop the run.
+      stack: closes the parts of the run.
 
     Raises:
       ValueError: a config, data, machine or folder that cannot be trained with; nothing was changed.
@@ -222,7 +222,7 @@ def open_run(
 
 
 def _resumed(config: Config, restored: Restored, *, batches: TrainBatches) -> Progress:
-    """Returns where a checkpoint stands, and moves `batches` there."""
+    """Returns the progress that a checkpoint records, and sets `batches` to its position."""
     position = restored.position[list(batches.rows)]
     batches.set_state(position)
     if config.train.init_from:
@@ -239,7 +239,7 @@ def _resumed(config: Config, restored: Restored, *, batches: TrainBatches) -> Pr
 
 
 def _finish(config: Config, workdir: pathlib.Path, *, exporter: optional.Exporter | None, restored: Restored) -> None:
-    """Does for a complete run what a kill between its last save and its end prevented."""
+    """Finishes a complete run that was killed after its last save: the last export, the plot and the summary."""
     print(f"complete: {workdir} is at step {restored.step} of train.num_steps={config.train.num_steps}.")
     if exporter is not None and exporter.due(restored.step, last=True):
         exporter.start(restored.step, restored.state)

@@ -1,4 +1,4 @@
-"""The parts of a run that training can do without: the only imports of them, each behind its config key."""
+"""Optional parts of a run: the only imports of the leaf folders from below, each behind its config key."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 def open_tasks(config: Config, *, layout: Layout, tokenizer: Tokenizer) -> TasksInTraining | None:
-    """Returns the tasks of `train.eval_tasks`; None where it is empty.
+    """Returns the tasks of `train.eval_tasks`; None if it is empty.
 
     Raises:
-      ValueError: no harness, no such task, or `hlat_jax.evaluate` is not installed.
+      ValueError: the harness or a task is missing, or `hlat_jax.evaluate` is not installed.
     """
     if not config.train.eval_tasks:
         return None
@@ -31,7 +31,7 @@ def open_tasks(config: Config, *, layout: Layout, tokenizer: Tokenizer) -> Tasks
 
 
 def open_exporter(config: Config, workdir: pathlib.Path, *, tokenizer: Tokenizer) -> Exporter | None:
-    """Returns what exports weights in the background; None where `checkpoint.export_every_steps` is 0.
+    """Returns the background exporter; None if `checkpoint.export_every_steps` is 0.
 
     Raises:
       ValueError: `hlat_jax.hf` is not installed.
@@ -45,9 +45,9 @@ def open_exporter(config: Config, workdir: pathlib.Path, *, tokenizer: Tokenizer
 
 
 def short_plan(program: RunProgram, *, budget: int) -> list[str]:
-    """Returns lines on the memory and collectives of a step; none where `hlat_jax.plan` is not installed.
+    """Returns lines on the memory and collectives of a step; none if `hlat_jax.plan` is not installed.
 
-    No key asks for them: they are printed before every compilation, and a run does not depend on them.
+    They have no config key: they are printed before every compilation, and a run does not depend on them.
     """
     try:
         from hlat_jax.plan.report import short_plan as lines_of
@@ -60,7 +60,7 @@ def short_plan(program: RunProgram, *, budget: int) -> list[str]:
 
 @contextlib.contextmanager
 def _required(part: str, *, key: str) -> Iterator[None]:
-    """Raises ValueError with the key that asks for a part of this package where the import of that part fails."""
+    """Raises ValueError with the key that needs a part of this package if the import of that part fails."""
     try:
         yield
     except ModuleNotFoundError as error:

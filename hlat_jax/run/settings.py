@@ -1,4 +1,4 @@
-"""The settings of a run, as its folder and its checkpoints record them; a run resumes only with the same settings."""
+"""The settings of a run that its folder and its checkpoints record; a run resumes only with the same settings."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hlat_jax.store.config_diff import config_drift
 
 
 def settings_of(program: RunProgram, *, tokenizer: Tokenizer, batches: TrainBatches) -> dict[str, Any]:
-    """Returns what a checkpoint belongs to: the config, and what it only points to, by hash or by choice."""
+    """Returns the settings that a checkpoint records: config, resolved implementations, and hashes of its inputs."""
     return {
         "config": program.config.to_dict(),
         "implementations": {key: getattr(program.model, key) for key in (*OPS, "remat")},
@@ -31,9 +31,9 @@ def settings_of(program: RunProgram, *, tokenizer: Tokenizer, batches: TrainBatc
 
 
 def refuse_drift(saved: dict[str, Any], current: dict[str, Any], *, step: int) -> None:
-    """Raises ValueError when the settings of a checkpoint of step `step` differ from those of the run.
+    """Raises ValueError if the settings of a checkpoint at `step` differ from those of the run.
 
-    A config key that is newer than the checkpoint is taken to have had its default, an op its implementation of now.
+    A config key that is newer than the checkpoint counts as its default, an op as its current implementation.
     """
     implementations = current["implementations"] | saved["implementations"]
     saved = saved | {"config": _completed(saved["config"]), "implementations": implementations}
@@ -43,12 +43,12 @@ def refuse_drift(saved: dict[str, Any], current: dict[str, Any], *, step: int) -
         lines = "\n  ".join(drift)
         raise ValueError(
             f"this run folder was trained with other settings:\n  {lines}\n"
-            "Set them back, or give the changed run a folder of its own with --workdir."
+            "Restore these settings, or give the changed run another folder with --workdir."
         )
 
 
 def saved_config(saved: dict[str, Any]) -> Config:
-    """Returns the config in the settings of a checkpoint; a key that is newer than the checkpoint has its default."""
+    """Returns the config in the settings of a checkpoint; keys newer than the checkpoint have their defaults."""
     return resolve(_completed(saved["config"]))
 
 
@@ -58,7 +58,7 @@ def _completed(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_settings(config: Config, workdir: pathlib.Path, *, remat: dict[str, Any] | None) -> None:
-    """Writes config, environment and, where `model.remat` is a budget, the choice made for it into the run folder."""
+    """Writes config, environment and, if `model.remat` is a budget, the choice made for it into the run folder."""
     atomic_files.write_json(workdir / "config.json", config.to_dict())
     atomic_files.write_json(workdir / "environment.json", recorded(os.environ))
     if remat is not None:

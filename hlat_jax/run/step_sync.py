@@ -1,8 +1,8 @@
-"""Synchronizes the processes of a run: their settings at the start, and what each of them knows before every step.
+"""Synchronizes the processes of a run: their settings at the start, and their status before every step.
 
-A step that one process does not join leaves the others waiting on their devices. So whatever one process alone knows
-(a signal, a record that cannot be read, its clock) is exchanged before the step that it would stop. With one process
-the same functions work without an exchange.
+If one process skipped a step, the others would wait for it on their devices. So events that only one process observes
+(a signal, an unreadable record, its clock) are exchanged before the step that they would stop. With one process the
+same functions work without an exchange.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from hlat_jax.store.config_diff import shared_settings
 
 @dataclasses.dataclass(frozen=True)
 class SyncedStep:
-    """What all processes know before a step.
+    """The status of all processes before a step.
 
     Attributes:
-      facts: entries of its metrics row that the global batch decides.
-      error: why there is no such batch; "" when there is one.
+      facts: entries of the step's metrics row that describe the global batch.
+      error: why there is no such batch; "" if there is one.
       save: a checkpoint is due by the clock of process 0.
     """
 
@@ -43,19 +43,19 @@ class SyncedStep:
 
 
 class StepSync:
-    """Exchanges among all processes, before each step, what each of them knows.
+    """Exchanges the status of all processes before each step.
 
     Attributes:
-      stop: the signal that ends the run at this step; "" when there is none. A single process sees it at once; several
-        have exchanged it before the step that was dispatched last.
+      stop: the signal that ends the run at this step; "" if there is none. A single process sees it at once; several
+        processes exchange it before the step that was dispatched last.
     """
 
     def __init__(self, config: Config, rows: Sequence[int], signals: StopSignals):
-        """Every process calls it at the same point; `rows` are those of the global batch that this one loads."""
+        """All processes call it at the same point; `rows` are the rows of the global batch that this process loads."""
         self._config, self._rows, self._signals = config, rows, signals
         self._stop = ""
         before = [json.loads(text) for text in distributed.exchange(json.dumps(list(rows)))][: jax.process_index()]
-        # processes that hold parts of the same model load the same rows: each row is counted by the first
+        # processes of one model replica load the same rows: each row is counted by the first of them
         self._counted = [index for index, row in enumerate(rows) if not any(row in others for others in before)]
 
     @property
@@ -63,12 +63,12 @@ class StepSync:
         return self._stop if jax.process_count() > 1 else self._signals.name
 
     def sync_step(self, batch: Batch | None, position: np.ndarray | None, *, error: str, save: bool) -> SyncedStep:
-        """Returns what all processes know about the next step.
+        """Returns the status of all processes for the next step.
 
         Args:
           batch: the rows of this process; None with an `error`.
-          position: of the data after these rows; None likewise.
-          error: why this process has no rows; "" when it has.
+          position: data position after these rows; None with an `error`.
+          error: why this process has no rows; "" if it has.
           save: a checkpoint is due by the clock of this process.
         """
         facts = {} if error else self._facts(batch, position)
@@ -92,7 +92,7 @@ class StepSync:
         return facts
 
     def _joined(self, parts: list[dict[str, Any]]) -> dict[str, Any]:
-        """Returns the facts of the global batch; its hash is the exclusive or of the hashes of its parts."""
+        """Returns the facts of the global batch; its hash is the XOR of the hashes of its parts."""
         whole = 0
         for part in parts:
             whole ^= int(part["batch_hash"], 16)
@@ -110,7 +110,7 @@ def only_job(workdir: pathlib.Path) -> Iterator[None]:
     """Locks the run folder for all processes of this job: process 0 locks it, and the others check that it has.
 
     Raises:
-      ValueError: another job has locked it, or this process sees another folder of that name than process 0.
+      ValueError: another job has locked it, or this process and process 0 do not share this folder.
     """
     with only_process(workdir) if distributed.is_first() else contextlib.nullcontext():
         if jax.process_count() > 1:
@@ -131,7 +131,7 @@ def _require_shared(workdir: pathlib.Path) -> None:
 
 
 def require_same_settings(settings: dict[str, Any]) -> None:
-    """Raises ValueError where this process has other settings than process 0; see drift.MAY_DIFFER.
+    """Raises ValueError if this process has other settings than process 0; see `config_diff.MAY_DIFFER`.
 
     Settings are steps, shapes, data and tokenizer; the message has both values.
     """

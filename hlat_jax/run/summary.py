@@ -1,4 +1,4 @@
-"""What a run prints before its first step and after its last."""
+"""The summaries that a run prints before its first step and after its last one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hlat_jax.store.metrics import ROWS_FILE, read_rows
 
 
 def describe(program: RunProgram) -> None:
-    """Prints what is trained, on which devices, with which implementations."""
+    """Prints the model, devices, steps, state and implementations."""
     config, layout = program.config, program.layout
     device = layout.mesh.devices.flat[0]
     degrees = " x ".join(f"{axis} {size}" for axis, size in layout.degrees.items() if size > 1) or "one device"
@@ -26,7 +26,7 @@ def describe(program: RunProgram) -> None:
     print(f"{config.name}: {layout.mesh.size} x {device.device_kind} ({device.platform}), {degrees}")
     print(f"parameters       {cost.num_params(config.model):,} ({config.precision.policy})")
     if config.data.packing == "concat":
-        counted = step_tokens - config.data.batch_size  # the last token of a row has nothing to predict
+        counted = step_tokens - config.data.batch_size  # the last token of a row has no target
         print(f"tokens per step  {step_tokens:,}, of which {counted:,} have a target")
     else:
         print(f"tokens per step  {step_tokens:,}, padding and ends of documents included")
@@ -39,7 +39,7 @@ def describe(program: RunProgram) -> None:
 def describe_data(
     batches: TrainBatches, held_out: Mapping[str, HeldOut], *, vocab_size: int, tokenizer: Tokenizer
 ) -> None:
-    """Prints what the run reads: its sources, their mixture, held-out text, and how much of the vocabulary is used."""
+    """Prints the data of the run: sources, mixture, held-out text, and padding rows of the vocabulary."""
     if padding_rows := vocab_size - tokenizer.vocab_size:
         print(f"vocabulary       model.vocab_size has {padding_rows:,} padding rows beyond the tokenizer's vocabulary")
     if len(batches.definition.sources) > 1:
@@ -52,7 +52,7 @@ def describe_data(
 
 
 def finish(config: Config, workdir: pathlib.Path, step: int) -> None:
-    """Plots the loss curve and prints how the run ended at `step`, from what is on disk."""
+    """Plots the loss curve and prints the results of the run at `step`, from its metrics file."""
     path = workdir / ROWS_FILE
     if config.metrics.plot and plot_loss(path, workdir / "loss.png", title=config.name):
         print(f"loss curve: {workdir / 'loss.png'}")

@@ -1,4 +1,4 @@
-"""Loss, perplexity and bits per byte on held-out text: the same batches every time."""
+"""Loss, perplexity and bits per byte on held-out text, always on the same batches."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Validation:
     """Fixed batches of every source of held-out text, and the function that sums their losses.
 
     Attributes:
-      sources: the batches of this process, by the name of their source.
+      sources: name of the source -> batches of this process.
       eval_step: (params, batch) -> (sum of losses in nats, counted tokens).
-      layout: over which batches are sharded.
+      layout: by which batches are sharded.
     """
 
     sources: Mapping[str, HeldOut]
@@ -30,7 +30,7 @@ class Validation:
     def __call__(self, params: Any) -> dict[str, float]:
         """Returns eval_loss (nats per token), perplexity, bits_per_byte and eval_tokens of the parameters.
 
-        They are over all text together; for each source that has a name, eval_loss/NAME and so on follow.
+        They are over all text; for each named source, eval_loss/NAME and so on are added.
         """
         nats, tokens, num_bytes = {}, {}, {}
         for name, held_out in self.sources.items():
@@ -46,10 +46,10 @@ class Validation:
         return row
 
     def _sums(self, params: Any, batch: Batch) -> tuple[float, float]:
-        """Returns (sum of losses, counted tokens) of one batch, once they are computed.
+        """Returns (sum of losses, counted tokens) of one batch; blocks until they are computed.
 
-        On CPUs, programs that do not depend on each other may overlap in another order in each process, and their
-        collectives then wait for each other forever.
+        On CPUs, independent programs may otherwise overlap in a different order in each process, so that their
+        collectives deadlock.
         """
         loss, count = self.eval_step(params, shard_batch(batch, self.layout))
         return float(loss), float(count)
@@ -60,7 +60,7 @@ def measures(nats: float, num_tokens: float, *, num_bytes: int) -> dict[str, flo
     loss = nats / num_tokens
     return {
         "eval_loss": loss,
-        # exp overflows a float above 709 nats: a diverged model still gets its row
+        # exp overflows above 709 nats; a diverged model still gets a row
         "perplexity": math.exp(loss) if loss < 700 else math.inf,
         "bits_per_byte": nats / math.log(2) / num_bytes,
         "eval_tokens": int(num_tokens),

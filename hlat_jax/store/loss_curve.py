@@ -1,4 +1,4 @@
-"""Plots of the loss of a run, finished or, in a notebook, live.
+"""Plots the loss of a run: as a file, or live in a notebook.
 
 Does not import pyplot, which would change a notebook's backend.
 """
@@ -34,10 +34,10 @@ def plot_loss(rows_path: str | os.PathLike, png_path: str | os.PathLike, *, titl
 
 @contextlib.contextmanager
 def live(workdir: str | os.PathLike, *, title: str, every_s: float = 1.0) -> Iterator[None]:
-    """Shows the loss of a run below a notebook's cell, while the block trains and when it is done.
+    """Shows the loss of a run below a notebook's cell, updated while the block trains.
 
     Args:
-      workdir: the run folder; need not exist yet.
+      workdir: the run folder; may not exist yet.
       title: of the plot.
       every_s: seconds between updates.
 
@@ -47,7 +47,7 @@ def live(workdir: str | os.PathLike, *, title: str, every_s: float = 1.0) -> Ite
     try:
         from IPython.display import Image, display
     except ImportError:
-        raise ValueError("a live loss curve needs IPython: pip install 'hlat_jax[notebooks]'.") from None
+        raise ValueError("the live loss curve needs IPython: pip install 'hlat_jax[notebooks]'.") from None
     rows_path, over = pathlib.Path(workdir) / ROWS_FILE, threading.Event()
     handle = display(Image(_png(rows_path, title), width=_WIDTH), display_id=True)
 
@@ -66,7 +66,7 @@ def live(workdir: str | os.PathLike, *, title: str, every_s: float = 1.0) -> Ite
     finally:
         over.set()
         follower.join()
-        # from this thread: its output belongs to the cell also when nbclient runs the notebook
+        # from the main thread, whose output nbclient assigns to the cell
         handle.update(Image(_png(rows_path, title), width=_WIDTH))
 
 

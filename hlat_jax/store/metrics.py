@@ -1,8 +1,8 @@
 """Metrics of a run: metrics.jsonl, progress lines, TensorBoard, Weights & Biases.
 
-`metrics.jsonl` is the record; the others are views of it. It has each step exactly once, however often the run was
-killed: on resume, rows beyond the checkpoint move to `metrics.discarded.jsonl` before the first new one. Values are
-Python numbers, not device arrays.
+`metrics.jsonl` is the record; the others are views of it. It has each step exactly once, even if the run was killed and
+resumed: on resume, rows beyond the checkpoint move to `metrics.discarded.jsonl`. Values are Python numbers, not device
+arrays.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class MetricsLog:
     """Writes one row per step and per validation to the files and the console.
 
     Training rows have `step, loss, tokens (so far), grad_norm, param_norm, learning_rate, step_s (wall, data wait
-    included), data_wait_s, batch_hash`, of some data `padding_share` and `skipped_records (so far)`, and get
-    `tokens_per_s` and, where the peak is known, `mfu_6n` and `mfu`.
+    included), data_wait_s, batch_hash`, depending on the data `padding_share` and `skipped_records (so far)`;
+    `tokens_per_s` is added and, if the peak is known, `mfu_6n` and `mfu`.
     """
 
     def __init__(
@@ -57,13 +57,13 @@ class MetricsLog:
         flops_per_token: tuple[float, float] = (0.0, 0.0),
         peak_flops: float | None = None,
     ):
-        """Opens the files of a run that begins or resumes after `start_step` updates.
+        """Opens the files of a run that starts or resumes after `start_step` updates.
 
         Args:
-          workdir: the run folder; made when missing.
+          workdir: the run folder; created if missing.
           config: which outputs are written.
           num_steps: last step of the run; for percentages and the remaining time.
-          start_step: 0 for a new run: all rows of an earlier attempt move aside.
+          start_step: 0 for a new run, which moves all rows of an earlier attempt aside.
           flops_per_token: by the 6N rule, and with attention.
           peak_flops: FLOP/s of all devices together; None when unknown.
 
@@ -231,15 +231,15 @@ def duration(seconds: float) -> str:
 
 
 def json_line(row: dict[str, Any]) -> str:
-    """Returns a row as a line of JSON: floats with every digit; NaN and Infinity as Python's json reads them."""
+    """Returns a row as a line of JSON, with floats at full precision, and NaN and Infinity as in Python's json."""
     return json.dumps(row, default=lambda scalar: scalar.item()) + "\n"
 
 
 def rewind(path: str | os.PathLike, step: int) -> dict[str, Any] | None:
     """Moves rows after `step`, and torn lines, to `metrics.discarded.jsonl`; returns the last training row.
 
-    Idempotent, also after a kill at any point: discarded rows are fsynced before they leave `path`, and are not
-    appended again if they are there already.
+    Idempotent, also after a kill at any point: discarded rows are fsynced before they are removed from `path`, and are
+    not appended a second time.
     """
     path = pathlib.Path(path)
     if not path.exists():
@@ -271,7 +271,7 @@ class _TensorBoard:
     """Event files, written in this thread: with a full disk tensorboardX's own writer thread would hang the run."""
 
     def __init__(self, folder: pathlib.Path, start_step: int):
-        no_torch = sys.modules.setdefault("torch", None) is None  # which tensorboardX would import unnecessarily
+        no_torch = sys.modules.setdefault("torch", None) is None  # tensorboardX would import it unnecessarily
         from tensorboardX import event_file_writer
         from tensorboardX.proto import event_pb2, summary_pb2
 
@@ -279,18 +279,18 @@ class _TensorBoard:
             del sys.modules["torch"]
         self._event, self._summary = event_pb2.Event, summary_pb2.Summary
         folder.mkdir(exist_ok=True)
-        # file names have a resolution of a second: the suffix keeps a quick restart from overwriting the file before
+        # file names have a resolution of a second: the suffix keeps a quick restart from overwriting the previous file
         self._writer = event_file_writer.EventsWriter(str(folder / "events"), f".{os.getpid()}.{start_step}")
         # hides the events of an earlier attempt from this step on from TensorBoard
         hidden_from = start_step + 1 if start_step > 0 else 0
         self._add(hidden_from, session_log=event_pb2.SessionLog(status=event_pb2.SessionLog.START))
 
     def write(self, group: str, row: dict[str, Any]) -> None:
-        # one event for the row: one for each number costs milliseconds
+        # one event per row: one per number takes milliseconds
         numbers = {key: float(value) for key, value in row.items() if isinstance(value, (int, float)) and key != "step"}
         values = [self._summary.Value(tag=f"{group}/{key}", simple_value=value) for key, value in numbers.items()]
         self._add(row["step"], summary=self._summary(value=values))
-        self._writer.flush()  # for live viewing; a kill loses what is not flushed
+        self._writer.flush()  # for live viewing, and so that a kill loses nothing
 
     def _add(self, step: int, **content: Any) -> None:
         self._writer.write_event(self._event(step=step, wall_time=time.time(), **content))
@@ -307,13 +307,13 @@ class _Wandb:
             import wandb
         except ImportError:
             raise ValueError(
-                f"metrics.wandb_project={project!r} needs Weights & Biases: pip install wandb, or set it to ''."
+                f"metrics.wandb_project={project!r} needs Weights & Biases: pip install wandb, or set the key to ''."
             ) from None
         id_path = workdir / "wandb_id.txt"
         run_id = id_path.read_text().strip() if id_path.exists() else secrets.token_hex(4)
         id_path.write_text(run_id + "\n")
         self._run = wandb.init(project=project, name=workdir.name, id=run_id, resume="allow", dir=str(workdir))
-        # W&B's own step only grows; ours goes back to the checkpoint on resume
+        # W&B's own step can only increase; ours returns to the checkpoint's on resume
         self._run.define_metric("*", step_metric="step")
 
     def write(self, group: str, row: dict[str, Any]) -> None:
@@ -335,7 +335,7 @@ def read_rows(path: str | os.PathLike) -> list[dict[str, Any]]:
 
 
 def _row(line: bytes) -> dict[str, Any] | None:
-    """Returns the row of a line; None for a line that a kill cut short."""
+    """Returns the row of a line; None for a line truncated by a kill."""
     if not line.endswith(b"\n"):
         return None
     with contextlib.suppress(ValueError, RecursionError):

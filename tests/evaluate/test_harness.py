@@ -336,7 +336,7 @@ def test_figures_that_cannot_be_computed_are_said_and_end_no_training(with_tasks
 
     monkeypatch.setattr("hlat_jax.evaluate.tasks.Tasks.__call__", overflow)
     workdir, _, printed = trained(eval_tasks="local_rolling", eval_tasks_every_steps=2)
-    assert printed.count("no figures this time; the harness cannot compute a metric: math range error") == 3
+    assert printed.count("no results for this step: the harness cannot compute a metric (math range error)") == 3
     assert len([row for row in micro.rows(workdir) if "loss" in row]) == 3
 
 

@@ -97,7 +97,7 @@ def test_a_recorded_choice_of_values_that_the_step_no_longer_has_is_made_anew(mo
     old = record | {"choice": "saved:dot_general.99,gate"}
     config, found = budget_resolved(config_with(f"budget:{asked}B"), recorded=old)
     assert config.model.remat == found["choice"] == "saved:gate"
-    assert "chosen anew: the step no longer has values that the checkpoint's choice names" in capsys.readouterr().out
+    assert "chosen again: the step no longer has the values of the checkpoint's choice" in capsys.readouterr().out
 
 
 def test_a_stock_policy_is_recorded_and_taken_again_and_one_that_is_gone_is_made_anew(monkeypatch):
@@ -229,4 +229,4 @@ def test_a_run_prints_and_records_its_choice_and_goes_on_with_it(tmp_path, train
     assert record["measured_bytes"] <= 2.7 * 2**20
     code, out, err = train_here(*words, "--config.train.num_steps=3")
     assert code == 0, err
-    assert f"{record['choice']}, as the checkpoint has it for budget:2.7MiB" in out
+    assert f"{record['choice']}, from the checkpoint, for budget:2.7MiB" in out

@@ -134,7 +134,7 @@ def test_permanent_checkpoints_are_saved_at_their_own_multiples(micro, train, tm
 
 
 def test_a_second_process_in_the_run_folder_is_refused(tmp_path):
-    with only_process(tmp_path / "run"), pytest.raises(ValueError, match="another process trains in"):
+    with only_process(tmp_path / "run"), pytest.raises(ValueError, match="another process is training in"):
         only_process(tmp_path / "run").__enter__()
     with only_process(tmp_path / "run"):
         pass  # free again

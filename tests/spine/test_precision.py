@@ -135,7 +135,7 @@ def test_sums_of_gradients_are_right_in_the_mean_over_the_microbatches():
 
 
 def test_stochastic_rounding_writes_bf16_alone():
-    with pytest.raises(ValueError, match="writes bfloat16 and not float16"):
+    with pytest.raises(ValueError, match="to float16 is not supported; round to bfloat16"):
         Rounding(WORDS).write(jnp.ones(3), jnp.float16, name="w")
 
 

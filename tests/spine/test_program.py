@@ -388,7 +388,7 @@ def squares(params, batch):
     ("batch", "said"),
     [
         ({"x": jnp.ones((4, 8))}, r"the batch's \['x'\] of shape \(4, 8\) .* into num_microbatches=3"),
-        ({"x": jnp.ones((3, 8)), "n": jnp.ones(())}, r"the batch's \['n'\] of shape \(\) .*rows in front"),
+        ({"x": jnp.ones((3, 8)), "n": jnp.ones(())}, r"the batch's \['n'\] of shape \(\) .*leading axis"),
     ],
 )
 def test_a_batch_that_cannot_be_accumulated_is_refused(batch, said, autocast):

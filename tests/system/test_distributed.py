@@ -186,7 +186,7 @@ def test_a_killed_process_ends_the_other_within_the_timeout(train_job, tmp_path)
         assert job.wait(30) == [1, -signal.SIGKILL]
     assert time.monotonic() - began < 15
     [line] = job.error_lines(0)
-    assert line.startswith("error: process 1 of 2 gave no sign of life for 4 s (--peer_timeout_s)")
+    assert line.startswith("error: process 1 of 2 sent no heartbeat for 4 s (--peer_timeout_s)")
 
 
 def test_a_bad_record_of_one_process_ends_both_and_keeps_the_steps_before_it(train_job, tmp_path):
@@ -334,7 +334,7 @@ def test_a_silent_process_ends_the_others_within_the_timeout(small_job, number):
     assert codes == [1, 1]
     assert time.monotonic() - began < 10
     for index in (0, 2):
-        assert "process 1 of 3 gave no sign of life for 2 s" in job.error_lines(index)[0]
+        assert "process 1 of 3 sent no heartbeat for 2 s" in job.error_lines(index)[0]
 
 
 def test_the_death_of_process_0_ends_the_others(small_job):
@@ -352,7 +352,7 @@ def test_processes_that_wait_in_vain_say_for_whom(small_job):
         assert job.wait(20) == [1]
     [line] = job.error_lines(0)
     assert "process 0 of 2" in line
-    assert "waited for the others to come to it at --coordinator=127.0.0.1:" in line
+    assert "waited in vain for the other processes at --coordinator=127.0.0.1:" in line
     assert "for 4 s (--join_timeout_s)" in line
 
 
