@@ -309,7 +309,8 @@ def with_renamed_keys(recorded: dict[str, Any]) -> dict[str, Any]:
     for old, new in RENAMED.items():
         (section, key), (_, new_key) = old.split("."), new.split(".")  # keys stay in their section
         if isinstance(tree.get(section), dict) and key in tree[section]:
-            tree[section][new_key] = tree[section].pop(key)
+            value = tree[section].pop(key)
+            tree[section].setdefault(new_key, value)
     return tree
 
 

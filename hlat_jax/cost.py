@@ -6,7 +6,7 @@ import dataclasses
 import os
 
 from hlat_jax.byte_sizes import UNITS
-from hlat_jax.config import POLICY_FACTS, ModelConfig
+from hlat_jax.config import POLICY_FACTS, ModelConfig, nearest
 
 GIB = UNITS["GiB"]
 
@@ -182,7 +182,7 @@ def target(name: str) -> Target:
         device = Device(0.0, memory, 0.0, 0, "memory: this operating system; speed: not known before it is measured")
         return Target(device, 1, "cpu", 0.0, 0.0, memory, "this machine")
     if name not in TARGETS:
-        raise ValueError(f"--target={name} is not one of {', '.join([*TARGETS, 'cpu'])}.")
+        raise ValueError(f"--target={name} is not a known target. {nearest(name, [*TARGETS, 'cpu'])}")
     return TARGETS[name]
 
 

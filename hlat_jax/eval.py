@@ -3,5 +3,6 @@
 import sys
 
 if __name__ == "__main__":
-    print("error: python -m hlat_jax.eval is now python -m hlat_jax.evaluate lm_eval", file=sys.stderr)
+    words = " ".join(sys.argv[1:])
+    print(f"error: python -m hlat_jax.eval is now python -m hlat_jax.evaluate lm_eval {words}", file=sys.stderr)
     sys.exit(2)

@@ -87,7 +87,7 @@ def _loop(run: Run, progress: Progress) -> None:
 
 
 def _evaluate(run: Run, progress: Progress) -> None:
-    """Evaluates the state on what is due, which counts into no step's time.
+    """Evaluates the state on what is due, which counts into no step's time; a run that is to stop is saved first.
 
     Where the run resumed, this was done before the checkpoint was written.
     """

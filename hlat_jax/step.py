@@ -77,7 +77,8 @@ class RunProgram:
 
     def trace_step(self) -> Any:
         """Returns the trace of `step`, which JAX keeps; its `.lower()` needs devices that exist."""
-        return self.step.trace(*self.step_arguments)
+        state, batch, learning_rate = self.step_arguments
+        return self.step.trace(state, batch, learning_rate)
 
     def init_state(self) -> State:
         """Returns the state before the first step, drawn on the devices that will hold it."""

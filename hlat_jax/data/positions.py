@@ -149,7 +149,7 @@ def _read(path: pathlib.Path, step: int) -> tuple[np.ndarray, str] | None:
             num_batches=step,
         )
         return np.asarray(run["position"], np.int64), found
-    except (OSError, EOFError, ValueError, LookupError, TypeError, ArithmeticError, RuntimeError):
+    except (OSError, EOFError, ValueError, LookupError, TypeError, ArithmeticError, AttributeError, RuntimeError):
         return None
     except (zipfile.BadZipFile, zlib.error):
         return None

@@ -58,7 +58,7 @@ class Exporter:
         last one waits.
         """
         every = self._config.checkpoint.export_every_steps
-        if not (step and (last or postponed or step % every == 0)):
+        if not (step and (last or postponed or (every and step % every == 0))):
             return False
         mine = {
             "exists": (self.folder / str(step)).exists(),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import pathlib
+import re
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -107,8 +108,14 @@ def _rest(argv: Sequence[str], values: flags.FlagValues, *, usage: str) -> list[
 
 def _parsed(values: flags.FlagValues, argv: Sequence[str], *, known_only: bool = False) -> list[str]:
     """Returns the arguments that are not flags of `values`. Raises ValueError, which names the nearest flag."""
+    for word in argv:  # absl obeys these two though nobody has declared them
+        if word.lstrip("-").split("=")[0] in ("undefok", "flagfile"):
+            raise ValueError(f"unknown flag {word.split('=')[0]}. {nearest(word, [f'--{name}' for name in values])}")
     try:
         return values(["hlat_jax", *argv], known_only=known_only)[1:]
+    except flags.UnrecognizedFlagError as error:
+        known = [f"--{name}" for name in values] + ["--help"]
+        raise ValueError(f"unknown flag --{error.flagname}. {nearest(f'--{error.flagname}', known)}") from None
     except (flags.Error, TypeError, ValueError, SyntaxError) as error:
         raise ValueError(str(error)) from None
 
@@ -170,16 +177,16 @@ def usage(values: flags.FlagValues) -> str:
 
 def _check_key(word: str, mutable: Any) -> None:
     """Raises ValueError for `--config.a.b` that is not a key; ml_collections would not name the section."""
-    name = word.split("=", 1)[0]
-    if not name.startswith("--config."):
+    found = re.match(r"--?(?:no)?config\.([^=]*)", word)  # absl takes all of these
+    if found is None:
         return
-    node, path = mutable, name.removeprefix("--config.").split(".")
+    node, path = mutable, found[1].split(".")
     for depth, key in enumerate(path):
         valid = list(node) if hasattr(node, "keys") else []
         if key not in valid:
-            config_lib.require_not_renamed(".".join(path))
+            config_lib.require_not_renamed(".".join(path[: depth + 1]))
             where = ".".join(path[:depth]) or "config"
             raise ValueError(f"{where} has no key {key!r}. {nearest(key, valid)}")
         node = node[key]
     if hasattr(node, "keys"):
-        raise ValueError(f"{name} is a section; set one of its keys: {', '.join(node)}.")
+        raise ValueError(f"--config.{found[1]} is a section; set one of its keys: {', '.join(node)}.")

@@ -71,6 +71,9 @@ def _products(
         weights = tuple(ctx.gather_weight(weight, names) for weight, names in zip(weights, axes, strict=True))
         x = ctx.enter_tensor_region(x) if enters else x
     [num_contracted] = set(map(_num_contracted, equations))
+    for equation, weight in zip(equations, weights, strict=True):
+        left, _, right = equation.partition("->")[0].partition(",")
+        assert (len(left), len(right)) == (x.ndim, weight.ndim), f"{equation} of {x.shape} and {weight.shape}"
     # One product of two matrices, tokens by contracted size, instead of `jnp.einsum`: XLA on CPU would otherwise run a
     # batch of small products, and the backward pass would need transposed copies.
     lead, contracted = x.shape[: x.ndim - num_contracted], x.shape[x.ndim - num_contracted :]

@@ -19,7 +19,7 @@ from hlat_jax.ops.registry import OPS
 from hlat_jax.store.atomic_files import read_json
 
 _COMMAND = "python -m hlat_jax.plan tune --config=NAME --out=FILE"
-PLANNED = "planned"  # device kind of virtual devices, as in planner.trace
+PLANNED = "planned"  # device kind of virtual devices, as parallel.virtual_devices has it
 
 
 @dataclasses.dataclass(frozen=True)

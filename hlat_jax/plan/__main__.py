@@ -26,8 +26,10 @@ def main(argv: Sequence[str]) -> int:
 
     Returns the exit code; of a plan that does not fit: 3.
     """
-    if argv and argv[0] in ops_command.VERBS:
+    if argv and not argv[0].startswith("-"):
         return ops_command.main(argv)
+    if any(word in ("--help", "-h") for word in argv):
+        print("Usage: plan --config=NAME [flags], or plan tune|choices --config=NAME: times and choices of each op.\n")
     mutable, values = flags_lib.parse(argv, _define)
     config = resolve(mutable)
     _check_flags(values)

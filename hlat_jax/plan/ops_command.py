@@ -21,6 +21,8 @@ _PLATFORMS = ("cpu", "cuda", "neuron")
 
 def main(argv: Sequence[str]) -> int:
     """Runs the verb `tune` or `choices`; returns its exit code."""
+    if argv[0] not in VERBS:
+        raise ValueError(f"unknown verb {argv[0]!r}. {nearest(argv[0], VERBS)}")
     return VERBS[argv[0]](argv[1:])
 
 

@@ -4,7 +4,8 @@ Orbax writes them in the background. A folder becomes a checkpoint by one rename
 and CRC-32 of every file, is already inside it then: a kill never leaves a folder that looks like a checkpoint and is
 not one. The sums are ours because Orbax returns flipped bytes of an array as if they were data.
 
-Only this module imports Orbax, and whatever depends on how Orbax works inside is here.
+Only this module imports Orbax; what depends on its internals is here, but for the name of an item's file, which is in
+`checkpoint_checks`.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from hlat_jax.store.checkpoint_checks import (
 from hlat_jax.store.config_diff import differences
 from hlat_jax.store.integrity import seal
 
+TESTED_VERSIONS = ("0.12.8",)
 STATE_ITEM = "state"
 _TMP_MARK = ".orbax-checkpoint-tmp"
 # Orbax writes these two after our sums are taken; a restore needs neither of them.

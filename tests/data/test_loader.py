@@ -313,7 +313,7 @@ def test_rows_position_and_seed_that_do_not_fit_are_refused(corpus):
         loader.TrainBatches(data, tokenizer=TOKENIZER, rows=range(4, 7))
     with pytest.raises(
         ValueError,
-        match=r"it must be \[6, 7\] of batches and \('epoch', 'document', 'token', 'skipped', 'emitted', 'owed'",
+        match=r"must have shape \[6, 7\], the number of batches and then \('epoch', 'document', 'token', 'skipped'",
     ):
         loader.TrainBatches(data, tokenizer=TOKENIZER, position=np.zeros((5, 7), np.int64))
     position = np.zeros((6, 7), np.int64)
@@ -527,5 +527,5 @@ def test_skip_passes_over_one_bad_record_whatever_row_it_falls_to(tmp_path, kind
     lines[:] = [json.dumps({"text": None})] * 8 + lines[:1]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     assert len(take(data_config(str(tmp_path / "a.jsonl"), **options), 3)) == 3  # one good document in nine
-    with pytest.raises(ValueError, match="the last 2 documents that one row met are bad records"):
+    with pytest.raises(ValueError, match="the last 2 documents of one row are bad records"):
         take(data_config(str(tmp_path / "a.jsonl"), **options, shuffle=False), 3)

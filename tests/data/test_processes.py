@@ -2,6 +2,7 @@
 
 import json
 import os
+import pathlib
 import socket
 import subprocess
 import sys
@@ -54,7 +55,8 @@ def test_two_processes_bring_the_rows_of_their_devices_and_save_one_position(tmp
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
     env = micro.environment(num_devices=2)
-    env["PYTHONPATH"] += os.pathsep + os.path.dirname(__file__)
+    tests = pathlib.Path(__file__).resolve().parents[1]
+    env["PYTHONPATH"] = os.pathsep.join([env["PYTHONPATH"], str(tests / "data"), str(tests / "support")])
     runs = [
         subprocess.Popen(
             [sys.executable, "-c", PROGRAM, address, str(rank), str(tmp_path / "found.json")],

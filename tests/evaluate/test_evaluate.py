@@ -327,7 +327,7 @@ def test_an_output_that_cannot_be_written_is_refused_before_any_work(words, eval
 def test_help_does_not_hide_a_flag_that_there_is_not(evaluate_here):
     code, _, error = evaluate_here("--checkpoint=x", "--taskz=hlat", "--help")
     assert code == 2
-    assert "Unknown command line flag 'taskz'" in error
+    assert "unknown flag --taskz. Did you mean '--tasks'?" in error
 
 
 @pytest.mark.parametrize(

@@ -626,7 +626,7 @@ def test_nothing_is_written_over_what_is_there(gqa, tmp_path, hf_here):
         (["import", "x", "y", "--out=z"], r"2 inputs"),
         (["export", "x", "--out=y"], r"x holds no weights .*runs/tiny/checkpoints/STEP"),
         (["export", "x", "--out=y", "--dtype=int8"], r"dtype"),
-        (["export", "x", "--outt=y"], "Unknown command line flag 'outt'. Did you mean: out"),
+        (["export", "x", "--outt=y"], "unknown flag --outt. Did you mean '--out'?"),
         (["average", "x", "--out=y"], r"1 checkpoint to average; give two or more"),
     ],
 )

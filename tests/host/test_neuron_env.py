@@ -586,7 +586,7 @@ def test_env_command_reads_the_launcher_and_the_lnc(env_here):
         (["env", "--config=7b", "--instance=trn1.32xlarge", "--rank=x"], "--rank=x must be a number from 0, or all"),
         (["env", "--config=7b", "--instance=trn1.32xlarge", "--nodes=4", "--coordinator=a"], "--rank is missing"),
         (["env", "--config=7b", "--instance=trn1.32xlarge", "--format=xml"], "--format=xml must be shell or json"),
-        (["env", "--config=7b", "--instnce=a"], "Unknown command line flag 'instnce'. Did you mean: instance ?"),
+        (["env", "--config=7b", "--instnce=a"], "unknown flag --instnce. Did you mean '--instance'?"),
         (["lint", "--config=tiny", "--json=/nowhere/a.json"], "--json=/nowhere/a.json: there is no folder /nowhere"),
         (["programs", "--config=tiny", "--json=/nowhere/a.json"], "there is no folder /nowhere"),
         (["programs", "--config=tiny", "--platform=nueron"], "neuron|cpu|gpu|tpu"),

@@ -377,7 +377,7 @@ def test_config_observations_do_not_change_by_themselves(observed, tmp_path):
         (["--config=tiny", "--config.data.batch_size=many"], "data.batch_size"),
         (["--config=tiny", "--config.data.batch_size=1.5"], "data.batch_size"),
         (["--config=tiny", "--config.train.num_steps=-1"], "train.num_steps=-1 must be at least 0."),
-        (["--config=tiny", "--workdri=x"], "Unknown command line flag 'workdri'. Did you mean: workdir ?"),
+        (["--config=tiny", "--workdri=x"], "unknown flag --workdri. Did you mean '--workdir'?"),
         (["--config=tiny", "more"], "unexpected argument 'more'"),
     ],
 )

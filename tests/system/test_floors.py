@@ -69,8 +69,8 @@ def imports_of(path: pathlib.Path) -> set[str]:
             found |= {f"{node.module}.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
-            found |= {word.value for word in ast.walk(node) if isinstance(word, ast.Constant)}
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found |= {node.value} & {f"hlat_jax.{name}" for name in MODULES}  # by name, as import_module takes it
     names = {str(name).removeprefix("hlat_jax.") for name in found if str(name).startswith("hlat_jax.")}
     return {name if name in MODULES else name.rpartition(".")[0] for name in names} - {""}
 

@@ -174,7 +174,9 @@ def test_resume_of_a_run_that_recorded_old_names_of_config_keys_continues_bit_fo
         with_old_keys(recorded)
     (ended_early / "config.json").write_text(json.dumps(settings))
     (ended_early / "programs.json").write_text(json.dumps(programs))
-    assert '"weights"' in (ended_early / f"checkpoints/{micro.NUM_STEPS // 2}/run/metadata").read_text()
+    recorded = (ended_early / f"checkpoints/{micro.NUM_STEPS // 2}/run/metadata").read_text()
+    assert '"weights"' in recorded
+    assert '"tuned"' in recorded
     more = micro.run(micro.command(config, ended_early), env)
     assert more.returncode == 0, more.stderr
     assert f"resuming from step {micro.NUM_STEPS // 2} of {micro.NUM_STEPS}" in more.stdout
