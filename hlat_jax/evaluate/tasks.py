@@ -40,7 +40,7 @@ class TaskOptions:
 
 
 def require_harness() -> None:
-    """Raises ValueError where the harness is not installed."""
+    """Raises ValueError if the harness is not installed."""
     if importlib.util.find_spec("lm_eval") is None:
         raise ValueError("tasks need the LM Evaluation Harness: pip install 'hlat_jax[eval]'.")
 
@@ -107,7 +107,7 @@ class Tasks:
             seen |= names
 
     def _loaded(self, names: list[str]) -> list[Any]:
-        """Returns the loaded tasks and groups of some names, which the harness takes in place of names."""
+        """Returns the loaded tasks and groups of some names, which the harness accepts instead of names."""
         found = self._manager.load(names)
         groups = list(found["groups"].values())
         inner = {task.task_name for group in groups for task in group.get_all_tasks()}
