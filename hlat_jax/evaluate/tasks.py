@@ -103,7 +103,7 @@ class Tasks:
             names = self._manager.load(found)["tasks"].keys()
             twice = sorted(seen & names)
             if twice:
-                raise ValueError(f"{self._options.key}: {twice[0]} is in two of the names; leave one out.")
+                raise ValueError(f"{self._options.key}: {twice[0]} is in two of the names; remove one of them.")
             seen |= names
 
     def _loaded(self, names: list[str]) -> list[Any]:
