@@ -24,7 +24,7 @@ def parse_bytes(size: int | str, *, name: str) -> int:
     """Returns the bytes of `12GiB`, `0.5 GB` or an int.
 
     Args:
-      size: as `FORMS` says.
+      size: one of `FORMS`.
       name: of the setting, for the error.
 
     Raises:

@@ -7,7 +7,7 @@ After c updates, one iteration
    are computed; the state, the data position after batch c and the token count go into one checkpoint. So a checkpoint
    at c implies that the rows up to c are on disk; a resumed run drops the rows above c and writes them again, and each
    step has exactly one row. After a non-finite step, a save or export that is due is postponed until a step is finite:
-   the newest checkpoint is from before the trouble. Where the run ends (its last step, a signal, a batch that cannot be
+   the newest checkpoint is from before these steps. Where the run ends (its last step, a signal, a batch that cannot be
    read) the state is saved all the same, as non-finite updates are skipped. A state with a norm that is not
    finite is never saved or exported: it ends the run, which resumes from the newest checkpoint;
 3. exports, when due: it waits until the weights are in host memory, and a thread writes them;

@@ -107,7 +107,7 @@ class Decoder(nnx.Module):
         segment_ids_BT: jax.Array | None = None,
         ctx: ParallelContext = SINGLE_DEVICE,
     ) -> jax.Array:
-        """Returns [B, T, D] after this device's layers; `positions_BT` and `segment_ids_BT` are of the whole rows."""
+        """Returns [B, T, D] after this device's layers; `positions_BT` and `segment_ids_BT` are unsharded."""
         apply_layer, stacked = self.split_layers(positions_BT, ctx=ctx)
         attend = causal_attention(self.cfg, segment_ids_BT)
 
@@ -258,7 +258,7 @@ def apply(params: dict[str, Any], cfg: ModelConfig, tokens_BT: jax.Array, **kwar
 
 
 def param_axes(cfg: ModelConfig) -> dict[str, Any]:
-    """Returns the logical axes of every parameter, a tuple of names in the place of each array."""
+    """Returns the logical axes of every parameter, with a tuple of names for each array."""
     return jax.tree.map(
         lambda param: param.get_metadata("axes"),
         nnx.to_pure_dict(_declaration(cfg)[1], extract_fn=lambda param: param),
@@ -274,8 +274,8 @@ def abstract_params(cfg: ModelConfig) -> dict[str, Any]:
 def select_implementations(cfg: ModelConfig, platform: str) -> ModelConfig:
     """Returns the config with every `auto` replaced by an implementation that serves any call on a platform.
 
-    An explicit name stays, though it may run elsewhere alone: a program may be lowered for devices that are not here.
-    `choices` knows the calls of a run, and chooses better.
+    An explicit name is kept even if it does not run on this machine: a program may be lowered for another platform. For
+    the calls of a run, `ops.choices` makes better choices.
     """
     chosen = {key: op.choose("auto", platform).name for key, op in OPS.items() if getattr(cfg, key) == "auto"}
     return dataclasses.replace(cfg, **chosen, remat=select_remat(cfg.remat, platform))

@@ -67,8 +67,8 @@ class TrainingProgram:
       init: (params, *, seed=0) -> state. The state is {"step", "params", "opt_state": {"inner"[, "master"][, "seed"]
         [, "loss_scale"]}}; the uint32 seed is that of stochastic rounding, where the policy has it.
       stages: name of a pass -> the jitted step after it; the last one is `step`.
-      options: it was built with; `zero` is replaced by the `replica_sync` that it stands for.
-      shardings: of every leaf of the state; None: wherever the parameters are.
+          options: those it was built with, with `zero` replaced by the `replica_sync` made from it.
+          shardings: of every leaf of the state; None: wherever the parameters are.
       plan: the choice that meets the memory budget; None without one.
     """
 
@@ -192,7 +192,7 @@ def _train_step(loss_fn: Callable, optimizer: optax.GradientTransformation, opti
         if policy.master is not None:
             opt_state["master"] = weights
         if loss_scale is not None:
-            # a batch without counted tokens says nothing about the scale
+            # a batch without counted tokens gives no information on the scale
             moved = scaling.adjusted(loss_scale, finite)
             opt_state["loss_scale"] = scaling.chosen(beside.count > 0, moved, loss_scale)
         params = cast_tree(weights, policy.param)

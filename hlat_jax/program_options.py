@@ -31,26 +31,26 @@ class ProgramOptions:
     """Options of a training program.
 
     Attributes:
-      policy: what is stored, accumulated and rounded.
-      num_microbatches: static count of parts a batch is split into; with a mesh, the rows of each device are.
-      accumulate: how gradients of the parts are made and summed, for pipeline stages; None: see `program.accumulated`.
+      policy: dtypes of storage and accumulation, and the rounding of stored values.
+      num_microbatches: static number of parts into which a batch, or its rows on each device, is split.
+      accumulate: computes and sums the gradients of the parts, for pipeline stages; None: `program.accumulated`.
       norm_in_blocks: see `optimizer.global_norm`.
-      zero: ZeRO stage, 0 to 3, at which parameters of any kind lie on `devices`, see `zero.make_replica_sync`.
-      devices: for `zero`; None: all there are.
-      bucket_bytes: for `zero`: arrays share collectives of up to so many bytes on a device; 0: one each.
-      replica_sync: the mesh and what lies where, for a layout of your own in the place of `zero`. Neither: one device.
-      autocast: how the loss function, fp32 throughout, is cast (see `passes.autocast`), for a policy that computes in
-        fp32; None: it has the dtypes that it gives itself. float16 brings a loss scale, see `passes.scaling`.
-      memory_budget: temporaries of the step on one device, "12GiB" or bytes; what the backward pass keeps is chosen to
-        fit, see `passes.remat`. None: the loss function decides.
-      remat: how that choice is made: its regions, solver, least bytes, offload; None: by the defaults.
+      zero: ZeRO stage, 0 to 3, for parameters of any structure on `devices`, see `zero.make_replica_sync`.
+      devices: for `zero`; None: all devices.
+      bucket_bytes: for `zero`: arrays share collectives of up to this many bytes per device; 0: one per array.
+      replica_sync: mesh, shardings and collectives of your own, instead of `zero`. With neither: one device.
+      autocast: cast policy for a loss function in fp32 and a `policy` that computes in fp32, see `passes.autocast`;
+        None: no casts. float16 adds a loss scale, see `passes.scaling`.
+      memory_budget: for the temporaries of the step on one device, "12GiB" or bytes; the values that are saved for the
+        backward pass are chosen to fit, see `passes.remat`. None: the loss function decides.
+      remat: options of that choice: regions, solver, least bytes, offload; None: the defaults.
       dialects: op of `ops.registry` -> name of an implementation, or "auto". Each is chosen for the platform of the
         devices, and the loss function is called with the choice, `loss_fn(params, microbatch, dialects={op: name})`.
-        None: it chooses for itself.
-      kernels: op -> implementation that the loss function was built with; for the report, where `dialects` join them.
+        None: it is called without.
+      kernels: op -> implementation with which the loss function was built; for the report, with those of `dialects`.
 
     Raises:
-      ValueError: a value that an option does not take, or options that exclude each other.
+      ValueError: an invalid value, or options that exclude each other.
     """
 
     policy: Policy
@@ -69,7 +69,7 @@ class ProgramOptions:
 
     @property
     def active_replica_sync(self) -> ReplicaSync | None:
-        """`replica_sync` where it has several devices; on one, a program has no collectives."""
+        """`replica_sync` if it has several devices, else None: on one device, a program has no collectives."""
         return self.replica_sync if self.replica_sync is not None and self.replica_sync.layout.mesh.size > 1 else None
 
     def __post_init__(self):
@@ -81,7 +81,7 @@ class ProgramOptions:
         is_count = isinstance(count, numbers.Integral) and not isinstance(count, bool) and count >= 1
         is_cast = cast in tuple(CASTS) if isinstance(cast, str) else _is_none_or(cast, CastPolicy)
         named = " or ".join(map(repr, CASTS))
-        for name, is_taken, said in (
+        for name, is_valid, problem in (
             ("policy", isinstance(self.policy, Policy), "is not a Policy: give precision.POLICIES['fp32']"),
             ("num_microbatches", is_count, "must be an int of 1 or more"),
             ("accumulate", self.accumulate is None or callable(self.accumulate), "is not a function: leave it out"),
@@ -95,8 +95,8 @@ class ProgramOptions:
             ("remat", _is_none_or(self.remat, remat.Options), "must be passes.remat.Options(...)"),
             ("kernels", isinstance(self.kernels, Mapping), "must be a dict: op -> ops.dialect.Choice"),
         ):
-            if not is_taken:
-                raise ValueError(f"ProgramOptions.{name}={getattr(self, name)!r} {said}.")
+            if not is_valid:
+                raise ValueError(f"ProgramOptions.{name}={getattr(self, name)!r} {problem}.")
         if self.dialects is not None:
             _check_dialects(self.dialects)
         if self.memory_budget is not None:
@@ -109,11 +109,11 @@ class ProgramOptions:
             raise ValueError("ProgramOptions: zero and replica_sync both shard the parameters; give one of them.")
         if self.zero is None and (self.devices is not None or self.bucket_bytes):
             raise ValueError(
-                "ProgramOptions: devices and bucket_bytes are those of zero; give zero=0 to 3 too, or a replica_sync "
-                "with a layout of its own."
+                "ProgramOptions: devices and bucket_bytes have no effect without zero; give zero=0 to 3 too, or leave "
+                "them out: a replica_sync has its own."
             )
         if self.remat is not None and self.memory_budget is None:
-            raise ValueError("ProgramOptions: remat has options of a memory_budget; give memory_budget='12GiB' too.")
+            raise ValueError("ProgramOptions: remat needs a memory budget; give memory_budget='12GiB' too.")
         if self.autocast is not None and self.policy.compute != jnp.float32:
             raise ValueError(
                 f"ProgramOptions: autocast is for a loss that computes in fp32, and this policy computes in "
@@ -121,8 +121,8 @@ class ProgramOptions:
             )
         if self.accumulate is not None and (self.autocast, self.memory_budget, self.dialects) != (None, None, None):
             raise ValueError(
-                "ProgramOptions: autocast, memory_budget and dialects take a loss function that runs whole, not "
-                "pipelined stages."
+                "ProgramOptions: autocast, memory_budget and dialects need a single loss function, not pipeline "
+                "stages; leave accumulate out."
             )
 
 
@@ -137,7 +137,7 @@ def check_arguments(loss_fn: Any, optimizer: Any, *, options: Any, params: Any, 
     if not isinstance(has_aux, bool):
         raise ValueError(f"has_aux={has_aux!r} must be True or False.")
     if has_aux and options.accumulate is not None:
-        raise ValueError("has_aux=True takes a loss function that runs whole; leave options.accumulate out.")
+        raise ValueError("has_aux=True needs a single loss function, not stages; leave options.accumulate out.")
     if options.dialects is not None and not _takes(loss_fn, "dialects"):
         raise ValueError("options.dialects go to the loss function: define it as loss(params, batch, *, dialects).")
     if params is not None:
@@ -275,7 +275,7 @@ def _refusal(returned: Any, *, has_aux: bool) -> str:
 
 
 def _described(returned: Any) -> str:
-    """Returns a pytree with dtype and shape in the place of each array."""
+    """Returns a pytree with each array replaced by its dtype and shape."""
 
     def described(leaf: Any) -> str:
         return f"{leaf.dtype}{list(leaf.shape)}" if hasattr(leaf, "dtype") else str(leaf)

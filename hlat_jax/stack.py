@@ -67,7 +67,7 @@ def collect_layers(
 
 
 def rematerialized(layer: Callable, remat: str, *, prevent_cse: bool) -> Callable:
-    """Returns the layer with the backward pass that a remat choice asks for.
+    """Returns the layer with its backward pass rematerialized by a remat choice.
 
     Args:
       layer: function of one layer.

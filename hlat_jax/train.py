@@ -18,7 +18,7 @@ from hlat_jax.resolve import resolve
 
 
 def main(argv: Sequence[str]) -> int:
-    """Trains as the command line says; returns the exit code."""
+    """Trains with the config and flags of a command line; returns the exit code."""
     mutable, values = flags_lib.parse(argv, _define)
     config = resolve(mutable)
     if values.print_config:
@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _set_environment(config: config_lib.Config, values: flags.FlagValues) -> None:
-    """Sets what Neuron's software reads, where this process is to train on its devices; elsewhere nothing."""
+    """Sets the environment variables of Neuron's software if this process trains on its devices."""
     platforms = os.environ.get("JAX_PLATFORMS", "")
     instance = neuron_topology.instance_to_serve(values.instance, platforms, machine=neuron_topology.Machine())
     if not instance:
@@ -68,7 +68,7 @@ def _set_environment(config: config_lib.Config, values: flags.FlagValues) -> Non
 
 
 def describe(config: config_lib.Config) -> str:
-    """Returns what a config asks for, by arithmetic alone: parameters, FLOPs, tokens, bytes of state."""
+    """Returns the costs of a config, by formula: parameters, FLOPs, tokens, bytes of state."""
     model, data, train = config.model, config.data, config.train
     step_tokens = data.batch_size * data.seq_len
     return "\n".join(
@@ -90,13 +90,13 @@ def _define(values: flags.FlagValues) -> None:
     options = {"flag_values": values}
     flags.DEFINE_string("workdir", "", "Run folder; default runs/NAME.", **options)
     flags.DEFINE_bool("print_config", False, "Print the resolved config and its costs, then stop.", **options)
-    flags.DEFINE_string("coordinator", "", "HOST:PORT of process 0, where several processes meet.", **options)
-    flags.DEFINE_integer("num_processes", None, "Processes that train together, one a node.", **options)
-    flags.DEFINE_integer("process_id", None, "Which of them this one is, from 0.", **options)
-    flags.DEFINE_string("instance", "", "Type of the Trainium instance; default: what this machine says.", **options)
+    flags.DEFINE_string("coordinator", "", "HOST:PORT of process 0; for several processes.", **options)
+    flags.DEFINE_integer("num_processes", None, "Number of processes of the job, one per node.", **options)
+    flags.DEFINE_integer("process_id", None, "Index of this process, from 0.", **options)
+    flags.DEFINE_string("instance", "", "Type of the Trainium instance; default: detected.", **options)
     flags.DEFINE_integer("cores", 0, "NeuronCores of this instance to train on, as JAX sees them; 0: all.", **options)
-    flags.DEFINE_integer("join_timeout_s", 300, "Longest wait for the others at the start.", **options)
-    flags.DEFINE_integer("peer_timeout_s", 60, "Longest silence of another process before all end.", **options)
+    flags.DEFINE_integer("join_timeout_s", 300, "Longest wait for the others at the start, in seconds.", **options)
+    flags.DEFINE_integer("peer_timeout_s", 60, "All processes end if one sends no heartbeat for this long.", **options)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ USAGE = """Usage: python -m hlat_jax.data VERB ...
 
 IN is a file, a folder or a glob of .jsonl, .parquet, .arrow, .array_record, .txt or .md, also .gz or .zst of JSONL and
 text.
-VERB --help says more.
+Run VERB --help for details.
 """
 
 _BUILD = """Usage: python -m hlat_jax.data build IN... --out=DIR [flags]

@@ -112,9 +112,9 @@ def _run_text(values: flags.FlagValues) -> None:
     rate = totals.num_tokens / (time.monotonic() - began)
     lengths = " and ".join(f"{length:,}" for length in totals.padded_lengths)
     print(
-        f"window           at most {window:,} tokens, moving on by {window - window // 2:,}; padded to {lengths}\n"
+        f"window           at most {window:,} tokens, stride {window - window // 2:,}; padded to {lengths}\n"
         f"text             {totals.num_documents:,} documents, {totals.num_bytes:,} bytes, "
-        f"{totals.num_tokens:,} tokens, {totals.num_windows:,} windows; {rate:,.0f} tokens/s, compiling counted"
+        f"{totals.num_tokens:,} tokens, {totals.num_windows:,} windows; {rate:,.0f} tokens/s, with compilation"
     )
     _report(values, trained, found, dataclasses.asdict(totals) | {"window": window})
 

@@ -1,6 +1,6 @@
 """The one module that imports the LM Evaluation Harness (the `eval` extra); most of what it uses is undocumented.
 
-Importing it also imports Hugging Face's `datasets`, so it is imported only where tasks are asked for.
+Importing it also imports Hugging Face's `datasets`, so it is imported only for tasks.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def register_model_type() -> None:
 
 
 def run_command(argv: Sequence[str]) -> None:
-    """Runs the harness's command line, which knows our model type; on its own, `lm_eval` loads none by entry points."""
+    """Runs the harness's command line with our model type, which `lm_eval` itself cannot load by entry points."""
     register_model_type()
     sys.argv = ["lm_eval", *argv]
     cli_evaluate()

@@ -40,7 +40,7 @@ class TaskOptions:
 
 
 def require_harness() -> None:
-    """Raises ValueError where the harness is not installed."""
+    """Raises ValueError if the harness is not installed."""
     if importlib.util.find_spec("lm_eval") is None:
         raise ValueError("tasks need the LM Evaluation Harness: pip install 'hlat_jax[eval]'.")
 
@@ -103,11 +103,11 @@ class Tasks:
             names = self._manager.load(found)["tasks"].keys()
             twice = sorted(seen & names)
             if twice:
-                raise ValueError(f"{self._options.key}: {twice[0]} is in two of the names; leave one out.")
+                raise ValueError(f"{self._options.key}: {twice[0]} is in two of the names; remove one of them.")
             seen |= names
 
     def _loaded(self, names: list[str]) -> list[Any]:
-        """Returns the loaded tasks and groups of some names, which the harness takes in place of names."""
+        """Returns the loaded tasks and groups of some names, which the harness accepts instead of names."""
         found = self._manager.load(names)
         groups = list(found["groups"].values())
         inner = {task.task_name for group in groups for task in group.get_all_tasks()}

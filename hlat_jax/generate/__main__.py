@@ -127,8 +127,10 @@ def _define(values: flags.FlagValues) -> None:
     flags.DEFINE_integer("max_tokens", 128, "Maximum of new tokens of a prompt.", 1, **options)
     flags.DEFINE_float("temperature", 0.0, "Divides the logits; 0: always the most likely token.", **options)
     flags.DEFINE_integer("top_k", 0, "Draw from the k most likely tokens; 0: from all.", **options)
-    flags.DEFINE_float("top_p", 1.0, "Draw from the most likely tokens of this probability together.", **options)
-    flags.DEFINE_integer("seed", 0, "Of the random draws; the same seed gives the same text, on any mesh.", **options)
+    flags.DEFINE_float("top_p", 1.0, "Draw from the most likely tokens with this total probability.", **options)
+    flags.DEFINE_integer(
+        "seed", 0, "Seed of the random draws; the same seed gives the same text on any mesh.", **options
+    )
     flags.DEFINE_integer("batch_size", 32, "Prompts of a batch.", 1, **options)
 
 

@@ -135,7 +135,7 @@ def make_decode(cfg: ModelConfig, layout: Layout) -> Callable[..., tuple[KVCache
 def serving(cfg: ModelConfig, platform: str) -> ModelConfig:
     """Returns the model with implementations that serve prompts of any length.
 
-    A kernel named for training's rows that refuses some others is replaced by what `auto` stands for.
+    An implementation that was chosen for training and does not serve every length is replaced by the choice of `auto`.
     """
     refused = {key: op.refusals(platform, None).get(getattr(cfg, key)) for key, op in OPS.items()}
     cfg = dataclasses.replace(cfg, **{key: "auto" for key, why in refused.items() if why})
@@ -153,7 +153,7 @@ def prefill_arguments(layout: Layout, shape: GenerationShape) -> tuple[Any, Prom
 def decode_arguments(
     cfg: ModelConfig, layout: Layout, *, dtype: Any, shape: GenerationShape
 ) -> tuple[KVCache, DecodeInput]:
-    """Returns the same of `decode`; `dtype` is that of the parameters."""
+    """Returns the same for `decode`; `dtype` is that of the parameters."""
     dims = (cfg.num_layers, shape.num_rows, shape.slots, cfg.num_kv_heads, cfg.head_dim)
     part = jax.ShapeDtypeStruct(dims, dtype, sharding=NamedSharding(layout.mesh, _CACHE_SPEC))
     given = DecodeInput(_int32(shape.num_rows), _int32(), _abstract_rows(shape))
@@ -167,7 +167,7 @@ _RESULT_SPECS = _CACHE_SPEC, P()
 
 @dataclasses.dataclass(frozen=True)
 class ShardedDecoder:
-    """A model under a layout, for programs without gradients: these two and that of `scoring`."""
+    """A model under a layout, for programs without gradients: these two, and the one in `scoring`."""
 
     cfg: ModelConfig
     layout: Layout
@@ -182,7 +182,7 @@ class ShardedDecoder:
         return NamedSharding(self.layout.mesh, _CACHE_SPEC), self.layout.replicated()
 
     def shard_map(self, local: Callable, in_specs: tuple, out_specs: Any) -> Callable:
-        """Returns (params, *args) over all devices from the same of one."""
+        """Returns `local`, a function of (params, *args) on one device, as a function over all devices."""
         if self.layout.mesh.size == 1:
             return local
         return ReplicaSync(self.layout, param_axes(self.cfg)).forward(local, in_specs, out_specs)

@@ -1,10 +1,10 @@
-"""Generation from prompts of token ids: for notebooks, for evaluation, for the samples of a training run.
+"""Generation from prompts of token ids, for notebooks, evaluation and the samples of a training run.
 
     generator = Generator(cfg, params)
     [ids] = generator([[1, 17, 5]], max_tokens=32, sampling=Sampling(temperature=0.8, seed=1), stop_ids=(eos_id,))
 
-This is the part on the host: the static shapes that prompts are padded to, when a row ends, and the dispatch of each
-step before the tokens of the last one are read. The programs on the device are in `decoding`.
+This is the host side: it pads prompts to static shapes, decides when a row ends, and dispatches each step before it
+reads the tokens of the previous one. The programs on the device are in `decoding`.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ def stream(
                 return
             tokens_B = following
     finally:
-        jax.block_until_ready(cache)  # another program of several processes may not run beside this one
+        jax.block_until_ready(cache)  # programs over several processes must not overlap
 
 
 def sample_text(programs: Programs, params: Any, tokenizer: Any, *, config: Config) -> str:

@@ -25,8 +25,8 @@ class TrainedModel:
       params: jax arrays sharded by `layout`, in the dtype that is stored.
       layout: of the devices.
       tokenizer: a `data.tokenizer.Tokenizer`, the one of the training run.
-      folder: that the parameters were read from.
-      described: a line about them.
+      folder: from which the parameters were read.
+      described: a line that describes them.
       begins_with_bos: texts begin with BOS, as set in an imported tokenizer; False for models trained here.
     """
 
@@ -67,7 +67,7 @@ def prepare(values: flags.FlagValues) -> None:
 
 
 def prepare_for(parallel: ParallelConfig) -> None:
-    """Sets and logs Neuron's environment variables, where its devices are used; before JAX is imported.
+    """Sets and logs Neuron's environment variables if its devices are used; call it before JAX is imported.
 
     Casts round to nearest, whatever the training run used: no weights are updated.
     """

@@ -1,4 +1,4 @@
-"""Weights from Hugging Face and to it. `load` is for use from Python:
+"""Import from Hugging Face and export to it. From Python, use `load`:
 
 model, params = hlat_jax.hf.load("SmolLM2-135M")
 logits_BTV = hlat_jax.model.apply(params, model, tokens_BT)

@@ -22,7 +22,7 @@ USAGE = """Usage: python -m hlat_jax.hf VERB ...
   average CKPT CKPT ... --out=CKPT  the mean of checkpoints of one model
 
 CKPT is a run folder (its newest checkpoint), one of its checkpoints (RUN/checkpoints/STEP), or what import and average
-wrote. VERB --help says more.
+wrote. Run VERB --help for details.
 """
 _IMPORT = """Usage: python -m hlat_jax.hf import DIR --out=CKPT [flags]
 

@@ -24,7 +24,7 @@ from hlat_jax.run.exports import FOLDER, SHARDS
 from hlat_jax.weights.safetensors_file import StoredTensor, Writer, read_header
 from hlat_jax.weights.trained import Weights, leaves_by_name, nested
 
-_FOR_EVER_MS = 2**31 - 1  # of a barrier: the watchdog of `distributed` ends processes whose peers have died
+_NO_TIMEOUT_MS = 2**31 - 1  # of a barrier: the watch of `distributed` ends processes whose peers have died
 
 
 class ExportError(OSError):
@@ -42,14 +42,14 @@ class Shard(NamedTuple):
 
 
 class Exporter:
-    """Exports the weights of one run, one step at a time; every process makes one and calls it at the same steps."""
+    """Exports the weights of one run, one step at a time; every process has one and calls it at the same steps."""
 
     def __init__(self, workdir: pathlib.Path, *, config: Config, tokenizer_sha256: str):
         """Starts the thread; writes nothing."""
         self.folder = workdir / FOLDER
         self._config, self._tokenizer_sha256 = config, tokenizer_sha256
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="hlat-export")
-        self._step, self._written = 0, None  # the export under way: a Future of the dtype that is in it
+        self._step, self._written = 0, None  # the running export, as a Future that returns its dtype
 
     def due(self, step: int, *, last: bool, postponed: bool = False) -> bool:
         """Returns whether to export this step now: at the interval, the last, or `postponed`, unless its export exists.
@@ -117,7 +117,7 @@ class Exporter:
         if not distributed.is_first():
             _hand_over(mine, shards / str(jax.process_index()))
         if jax.process_count() > 1:
-            distributed.barrier_of_threads(f"export/{step}", timeout_ms=_FOR_EVER_MS)
+            distributed.barrier_of_threads(f"export/{step}", timeout_ms=_NO_TIMEOUT_MS)
         dtype = jax.tree.leaves(arrays)[0].dtype.name
         if not distributed.is_first():
             return dtype

@@ -109,7 +109,7 @@ def _compare(weights: Weights, folder: pathlib.Path, *, dtype: np.dtype) -> None
 
 
 def _first_other(ours: np.ndarray, slabs: Iterable[np.ndarray], *, stacked: bool, dtype: np.dtype) -> int | None:
-    """Returns the first layer whose values differ; None: there is none."""
+    """Returns the first layer whose values differ; None if all are equal."""
     for layer, slab in enumerate(slabs):
         mine = as_dtype(ours[layer] if stacked else ours, dtype)
         if slab.dtype != dtype or not np.array_equal(bits(mine), bits(slab)):

@@ -69,7 +69,7 @@ def import_checkpoint(found: HFCheckpoint, out: pathlib.Path) -> None:
 
 
 def _tokenizer(found: HFCheckpoint) -> str:
-    """Returns the name of the tokenizer file; "": there is none.
+    """Returns the name of the tokenizer file; "" if there is none.
 
     Tokens that were added to a native one, and that the model has rows for, are only in tokenizer.json.
     """

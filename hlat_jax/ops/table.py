@@ -19,7 +19,7 @@ from hlat_jax.ops.registry import OPS
 from hlat_jax.store.atomic_files import read_json
 
 _COMMAND = "python -m hlat_jax.plan tune --config=NAME --out=FILE"
-PLANNED = "planned"  # device kind of virtual devices, as parallel.virtual_devices has it
+PLANNED = "planned"  # device kind of virtual devices, as in parallel.virtual_devices
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Measurement:
 
     @property
     def extent(self) -> str:
-        """The part of the call that was timed, for a reason; "" for all of it."""
+        """The part of the call that was timed, for messages; "" for all of it."""
         num_rows = next(value for name, value in self.call.items() if name.endswith("_shape"))[0]
         return "" if self.rows_measured == num_rows else f" (at {self.rows_measured} of its {num_rows} rows)"
 
@@ -69,11 +69,11 @@ class Table:
 
     @property
     def source(self) -> str:
-        """The table's name in a reason: its path, and its version of JAX where that is not the current one."""
+        """The table's name in messages: its path, and its version of JAX where that is not the current one."""
         return self.path if self.jax == jax.__version__ else f"{self.path}, made with JAX {self.jax}"
 
     def entry(self, op_key: str, call: CallSpec) -> Measurement | None:
-        """Returns the measurement of a call; None: it was not measured."""
+        """Returns the measurement of a call; None if it was not measured."""
         plain = as_json(call)
         return next((entry for entry in self.entries if entry.op == op_key and entry.call == plain), None)
 

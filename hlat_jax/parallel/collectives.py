@@ -1,8 +1,8 @@
 """Collectives for use inside `shard_map`, with explicit VJPs, and the parallel context of a model that uses them.
 
 The forward and backward pass of a step runs under `jax.shard_map` over all axes of the mesh: code inside has the shapes
-of one device, and only the collectives written here and in `spread` run. Both passes are therefore independent of what
-a partitioner would insert; a reduce-scatter is one, also where XLA would not form it.
+of one device, and only the collectives written here and in `replica_sync` run. No partitioner inserts others, and a
+reduce-scatter is always one, even where XLA would not form it.
 """
 
 from __future__ import annotations

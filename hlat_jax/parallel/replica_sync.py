@@ -38,7 +38,7 @@ class ReplicaSync:
 
     Attributes:
       layout: the mesh and its tables.
-      axes: the logical axes of every parameter, a tuple of names in the place of each array.
+      axes: the logical axes of every parameter, with a tuple of names for each array.
       gathers: the loss function takes unsharded parameters, so that those split over `fsdp` are gathered before it. A
         model that calls `ParallelContext.gather_weight` does so itself, a layer at a time.
     """

@@ -61,16 +61,16 @@ class Restored(NamedTuple):
 
 
 class Checkpointer:
-    """Saves and restores the checkpoints of one run folder; one save at a time is under way.
+    """Saves and restores the checkpoints of one run folder, one save at a time.
 
-    Every process of a job makes one and calls it at the same steps.
+    Every process of a job has one and calls it at the same steps.
     """
 
     def __init__(self, workdir: str | os.PathLike, *, config: CheckpointConfig, read_only: bool = False):
-        """Opens `workdir/checkpoints` and removes what dead saves left there.
+        """Opens `workdir/checkpoints` and removes what interrupted saves left there.
 
         Args:
-          workdir: the run folder; made when missing.
+          workdir: the run folder; created if missing.
           config: retention; see CheckpointConfig.
           read_only: change nothing, for commands that look at a run that may still be training.
 
@@ -96,7 +96,7 @@ class Checkpointer:
                     post_finalization_callback=self._seal,
                     barrier_sync_fn=_barrier_of_saves if jax.process_count() > 1 else None,
                 ),
-                # named, they meet in the coordination service; unnamed, on the devices, which are busy with steps
+                # with names, barriers use the coordination service; without, the devices, which are busy with steps
                 multiprocessing_options=ocp.options.MultiprocessingOptions(
                     active_processes=set(range(jax.process_count())) if jax.process_count() > 1 else None
                 ),
@@ -145,7 +145,7 @@ class Checkpointer:
         return True
 
     def check(self) -> None:
-        """Raises SaveError when a save in the background has failed; waits for nothing."""
+        """Raises SaveError if a save in the background has failed; does not wait."""
         if self._saving is not None and not self._manager.is_saving_in_progress():
             self.wait()
 
@@ -249,10 +249,10 @@ class Checkpointer:
         distributed.barrier()
 
     def _failed(self, error: Exception) -> SaveError:
-        """Returns what to raise, after giving back the disk space of the failed save."""
+        """Returns the error to raise, after freeing the disk space of the failed save."""
         step, self._saving = self._saving, None
         free_bytes = shutil.disk_usage(self.folder).free
-        if jax.process_count() == 1:  # several leave it to their next start: the others may still be writing there
+        if jax.process_count() == 1:  # with several, the next start does it: others may still be writing
             for path in self.folder.glob(f"{step}{_TMP_MARK}*"):
                 shutil.rmtree(path, ignore_errors=True)
             self._manager.reload()
@@ -269,19 +269,19 @@ class Checkpointer:
 
 
 def find_saved(path: str | os.PathLike) -> pathlib.Path | None:
-    """Returns the newest usable checkpoint of a run folder, or `path` where it is a checkpoint; None: neither.
+    """Returns the newest usable checkpoint of a run folder, or `path` if it is a checkpoint; None if it is neither.
 
     Changes nothing, so the run may still be training. A newer one that cannot be used is named on stderr.
 
     Raises:
-      ValueError: none of them can be used, or the one asked for cannot.
+      ValueError: no checkpoint can be used, or not the given one.
     """
     path = pathlib.Path(path).absolute()
     if (path / STATE_ITEM).is_dir():
-        path = path.resolve()  # a link has the step of the folder it leads to
+        path = path.resolve()  # the step is in the name of the folder that a link points to
         why = problem_on_disk(path, deep=True) or problem_of_arrays(path, read=read_arrays)
         if why:
-            raise ValueError(f"checkpoint {path} is damaged ({why}); take another one of {path.parent}.")
+            raise ValueError(f"checkpoint {path} is damaged ({why}); use another one in {path.parent}.")
         return path
     folder = path / "checkpoints"
     unusable: dict[int, str] = {}
@@ -320,7 +320,7 @@ def read_arrays(folder: pathlib.Path, abstract: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class _Retention:
-    """Orbax's PreservationPolicy: multiples of `every` stay for ever, and of the others the last few."""
+    """Orbax's PreservationPolicy: keeps all multiples of `every`, and the last few of the others."""
 
     last: int
     every: int
@@ -360,7 +360,7 @@ def _arrays(state: Any) -> dict[str, str]:
 
 
 def _reason(error: BaseException) -> str:
-    """Returns what the operating system said, which TensorStore buries under paths; else the first line."""
+    """Returns the operating system's message, without the paths that TensorStore adds; else the first line."""
     if code := re.search(r"os_error_code='(\d+)'", str(error)):
         return os.strerror(int(code[1]))
     if isinstance(error, OSError) and error.strerror:
@@ -378,7 +378,7 @@ def _not_orbax(record: logging.LogRecord) -> bool:
     return f"{os.sep}orbax{os.sep}" not in record.pathname
 
 
-@functools.cache  # once in a process: the hook wraps the one before it
+@functools.cache  # once per process: the hook wraps the previous one
 def silence_orbax_retry_logs() -> None:
     """Silences the tracebacks that Orbax and TensorStore print around the one error they raise for a failed save.
 

@@ -144,7 +144,7 @@ def newest_usable(folder: pathlib.Path, *, deep: bool, known: Mapping[int, str])
         return None
     lines = "".join(f"\n  {folder / str(step)}: {why}" for step, why in unusable.items())
     raise ValueError(
-        f"every checkpoint is damaged:{lines}\nBring one back from a copy, or move {folder} away to start again."
+        f"every checkpoint is damaged:{lines}\nRestore one from a backup, or move {folder} elsewhere to start again."
     )
 
 

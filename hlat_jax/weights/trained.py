@@ -128,7 +128,9 @@ def stored_model(values: dict[str, Any], *, where: str) -> ModelConfig:
     values = with_renamed_keys({"model": values})["model"]
     unknown = values.keys() - {field.name for field in dataclasses.fields(ModelConfig)}
     if unknown:
-        raise ValueError(f"{where} is from another hlat_jax version: its model has the unknown key {min(unknown)!r}.")
+        raise ValueError(
+            f"{where}: the model has the unknown key {min(unknown)!r}; use the version of hlat_jax that wrote it."
+        )
     fields = {field.name: field for field in dataclasses.fields(ModelConfig)}
     model = ModelConfig(
         **{name: typed(f"{where}: model.{name}", fields[name], value) for name, value in values.items()}

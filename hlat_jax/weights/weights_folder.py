@@ -114,7 +114,7 @@ def whole_folder(out: pathlib.Path) -> Iterator[pathlib.Path]:
     try:
         partial.mkdir(parents=True)
     except OSError as error:
-        raise ValueError(f"--out={out} cannot be made: {error.strerror}.") from None
+        raise ValueError(f"--out={out} cannot be created: {error.strerror}; give another folder.") from None
     try:
         with process.removed_on_interrupt(partial):
             yield partial
@@ -139,7 +139,7 @@ def read_about(folder: pathlib.Path) -> dict[str, Any]:
     """
     why = damage(folder, deep=True)
     if why:
-        raise ValueError(f"{folder} is damaged ({why}); make it again.")
+        raise ValueError(f"{folder} is damaged ({why}); import or average it again.")
     path = folder / WEIGHTS_FILE
     about = atomic_files.read_json(path)
     if about.get("format") != _FORMAT:
@@ -151,9 +151,11 @@ def read_about(folder: pathlib.Path) -> dict[str, Any]:
     for key, kind in kinds.items():
         if key not in about or not isinstance(about[key], kind):
             what = getattr(kind, "__name__", kind)
-            raise ValueError(f"{path}: {key}={repr(about.get(key))[:100]} must be {what}; make the folder again.")
+            raise ValueError(f"{path}: {key}={repr(about.get(key))[:100]} must be {what}; import or average it again.")
     if any(type(token) is not int for token in about["stop_ids"]):
-        raise ValueError(f"{path}: stop_ids={repr(about['stop_ids'])[:100]} must be token ids; make the folder again.")
+        raise ValueError(
+            f"{path}: stop_ids={repr(about['stop_ids'])[:100]} must be token ids; import or average it again."
+        )
     if about["tokenizer"]:
         atomic_files.check_name(about["tokenizer"], f"{path}: tokenizer")
     return about
@@ -166,7 +168,7 @@ def stored_leaves(folder: pathlib.Path) -> dict[str, Any]:
         for name, stored in read_header(path).items():
             if name in found or stored.code not in DTYPES:
                 fault = "twice" if name in found else f"in {stored.code}, which is not one of {', '.join(DTYPES)}"
-                raise ValueError(f"{path}: tensor {repr(name)[:100]} is there {fault}; make the folder again.")
+                raise ValueError(f"{path}: tensor {repr(name)[:100]} occurs {fault}; import or average it again.")
             found[name] = stored
     return found
 

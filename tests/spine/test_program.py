@@ -334,22 +334,22 @@ def test_a_batch_that_counts_nothing_leaves_the_loss_scale_where_it_is():
         ({"autocast": "bf17"}, r"autocast='bf17' is neither .*: give 'bf16' or 'fp16'"),
         ({"memory_budget": "12"}, r"ProgramOptions.memory_budget='12' is not a size in bytes"),
         ({"memory_budget": "1GiB", "remat": "full"}, r"remat='full' must be passes.remat.Options"),
-        ({"remat": remat.Options()}, r"remat has options of a memory_budget; give memory_budget="),
+        ({"remat": remat.Options()}, r"remat needs a memory budget; give memory_budget="),
         ({"kernels": ["einsum"]}, r"kernels=.* must be a dict"),
         ({"dialects": "einsum"}, r"dialects='einsum' must be a dict"),
         ({"dialects": {"swigl": "auto"}}, r"dialects has no op 'swigl'. Did you mean 'swiglu'"),
         ({"dialects": {"rope": "pairs"}}, r"dialects\['rope'\]='pairs' is not one of auto, reference, paired"),
-        ({"accumulate": pipelined, "dialects": {}}, r"runs whole, not pipelined stages"),
-        ({"replica_sync": 2}, r"replica_sync=2 is not a ReplicaSync: give zero.replica_sync\(...\)"),
+        ({"accumulate": pipelined, "dialects": {}}, r"a single loss function, not pipeline stages"),
+        ({"replica_sync": 2}, r"replica_sync=2 is not a ReplicaSync: give zero.make_replica_sync\(...\)"),
         ({"zero": True}, r"zero stage True is not one of 0, 1, 2, 3"),
         ({"zero": 1, "devices": []}, r"devices=\[\] must be a list of one or more devices.*give jax.devices\(\)"),
         ({"zero": 1, "devices": "cpu"}, r"devices='cpu' must be a list of one or more devices"),
         ({"zero": 1, "bucket_bytes": 0.5}, r"bucket_bytes=0.5 must be 0"),
-        ({"bucket_bytes": 1024}, r"devices and bucket_bytes are those of zero; give zero=0 to 3"),
-        ({"devices": jax.devices()}, r"devices and bucket_bytes are those of zero; give zero=0 to 3"),
+        ({"bucket_bytes": 1024}, r"devices and bucket_bytes have no effect without zero; give zero=0 to 3"),
+        ({"devices": jax.devices()}, r"devices and bucket_bytes have no effect without zero; give zero=0 to 3"),
         ({"policy": POLICIES["mixed"], "autocast": "fp16"}, r"policy computes in bfloat16; give policy=.*'fp32'"),
-        ({"accumulate": pipelined, "autocast": "bf16"}, r"runs whole, not pipelined stages"),
-        ({"accumulate": pipelined, "memory_budget": "1GiB"}, r"runs whole, not pipelined stages"),
+        ({"accumulate": pipelined, "autocast": "bf16"}, r"a single loss function, not pipeline stages"),
+        ({"accumulate": pipelined, "memory_budget": "1GiB"}, r"a single loss function, not pipeline stages"),
     ],
 )
 def test_what_options_do_not_take_is_refused_with_the_way_out(options, said):
@@ -591,7 +591,7 @@ def test_a_loss_that_returns_anything_else_is_refused_before_compiling(mistake, 
 def test_has_aux_is_for_a_loss_that_runs_whole():
     for more, said in (
         ({"has_aux": 1}, "has_aux=1 must be True or False"),
-        ({"has_aux": True, "accumulate": pipelined}, "has_aux=True takes a loss function that runs whole"),
+        ({"has_aux": True, "accumulate": pipelined}, "has_aux=True needs a single loss function"),
     ):
         options = ProgramOptions(POLICIES["fp32"], accumulate=more.pop("accumulate", None))
         with pytest.raises(ValueError, match=said):

@@ -75,7 +75,7 @@ def imports_of(path: pathlib.Path) -> set[str]:
     return {name if name in MODULES else name.rpartition(".")[0] for name in names} - {""}
 
 
-GRAPH = {name: imports_of(path) for name, path in MODULES.items()}
+GRAPH = {name: imports_of(path) - {name} for name, path in MODULES.items()}
 
 
 def room(module: str) -> str:

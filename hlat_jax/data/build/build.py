@@ -152,9 +152,9 @@ def _unfinished(out: pathlib.Path, plan: dict[str, Any]) -> Iterator[pathlib.Pat
     """Locks DIR/.building, new or of the same plan, removes partial files of a killed process, and yields it."""
     folder = out / _BUILDING
     if out.exists() and not out.is_dir():
-        raise ValueError(f"--out={out} is a file; name a folder.")
+        raise ValueError(f"--out={out} is a file; give a folder.")
     if not folder.exists() and out.exists() and any(out.iterdir()):
-        raise ValueError(f"--out={out} is not empty; a dataset needs a folder of its own.")
+        raise ValueError(f"--out={out} is not empty; give a new or empty folder.")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = open(folder / "lock", "w")  # noqa: SIM115 - held until the build ends

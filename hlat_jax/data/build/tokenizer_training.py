@@ -71,7 +71,7 @@ def train(
         )
     if options.vocab_size < MIN_VOCAB_SIZE:
         raise ValueError(
-            f"--vocab_size={options.vocab_size} must be at least {MIN_VOCAB_SIZE}: 256 bytes and 3 controls come first."
+            f"--vocab_size={options.vocab_size} must be at least {MIN_VOCAB_SIZE}: 256 bytes and 3 control tokens."
         )
     sample = Sample(options.sample_bytes)
     status = Status() if status is None else status
@@ -86,7 +86,7 @@ def train(
         out.parent.mkdir(parents=True, exist_ok=True)
         write_whole(out, serialized)
     except OSError as error:
-        raise OSError(f"cannot write --out={out}: {error.strerror or error}; choose another place.") from None
+        raise OSError(f"cannot write --out={out}: {error.strerror or error}; choose another path.") from None
     return Trained(
         vocab_size=options.vocab_size,
         sha256=hashlib.sha256(serialized).hexdigest(),
