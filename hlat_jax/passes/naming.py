@@ -72,8 +72,8 @@ class RematChoice:
                 offload_src="device",
                 offload_dst="pinned_host",
             )
-        # Marks our checkpoints, so that `recompute` can distinguish them from the function's. The policy is a closure in
-        # JAX up to 0.10.1, then a frozen dataclass whose class JAX checks: it cannot be wrapped or assigned to.
+        # Marks our checkpoints, for `recompute` to distinguish them from the function's. The policy is a closure up to
+        # JAX 0.10.1, then a frozen dataclass whose class JAX checks: it cannot be wrapped or assigned to.
         object.__setattr__(policy, "is_choice", True)
         return policy
 
