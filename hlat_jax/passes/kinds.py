@@ -1,4 +1,4 @@
-"""What autocast knows about a value: whether it is narrow, and if not, why not."""
+"""Kinds of values under autocast: narrow, or wide with the reason."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Value:
     is_saturated: bool = False
 
     def held(self, low: Any) -> Any:
-        """Returns the array in the dtype that its kind says."""
+        """Returns the array in the dtype of its kind."""
         return self.narrow(low) if self.kind is Kind.LOW else self.declared()
 
     def declared(self) -> Any:

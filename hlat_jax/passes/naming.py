@@ -41,12 +41,12 @@ class MissingValues(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class RematChoice:
-    """What the backward pass keeps; it computes everything else again.
+    """The values that are saved for the backward pass; all others are recomputed.
 
     Attributes:
       saved: names kept on the device.
       offloaded: names kept in the memory of the host.
-      stock_policy: one of `STOCK_POLICIES`, which decides in the place of names.
+      stock_policy: one of `STOCK_POLICIES`, used instead of names.
     """
 
     saved: tuple[str, ...] = ()
@@ -72,8 +72,8 @@ class RematChoice:
                 offload_src="device",
                 offload_dst="pinned_host",
             )
-        # By this `recompute` tells our checkpoints from those of the function. Up to jax 0.10.1 it is set on a closure,
-        # since then on a frozen dataclass, whose class JAX looks at: it can be neither wrapped nor assigned to.
+        # Marks our checkpoints, for `recompute` to distinguish them from the function's. The policy is a closure up to
+        # JAX 0.10.1, then a frozen dataclass whose class JAX checks: it cannot be wrapped or assigned to.
         object.__setattr__(policy, "is_choice", True)
         return policy
 

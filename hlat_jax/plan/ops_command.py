@@ -86,7 +86,7 @@ def _table(path: str, device: Any) -> Any:
     if (known.platform, known.device_kind, known.jax) != (device.platform, kind, jax.__version__):
         raise ValueError(
             f"--out={path} was measured on {known.device_kind!r} ({known.platform}), JAX {known.jax}; this machine has "
-            f"{kind!r} ({device.platform}), JAX {jax.__version__}. Give another file, or remove this one."
+            f"{kind!r} ({device.platform}), JAX {jax.__version__}; give another file, or remove this one."
         )
     return known
 
