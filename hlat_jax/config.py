@@ -68,7 +68,7 @@ _ATTENTION = ("auto", "einsum", "blocked", "chunked", "cudnn", "triton", "nki")
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """A Llama-architecture decoder. Complete in itself: `Decoder(ModelConfig(...))` needs nothing else of a run."""
+    """A Llama-architecture decoder; self-contained: `Decoder(ModelConfig(...))` needs no other section."""
 
     vocab_size: int = _key(32000, "Token ids run from 0 to vocab_size - 1.")
     num_layers: int = _key(2, "Decoder layers.")
@@ -77,30 +77,34 @@ class ModelConfig:
     num_heads: int = _key(4, "Query heads.")
     num_kv_heads: int = _key(4, "Key and value heads; divides num_heads.")
     head_dim: int = _key(16, "Width of one head; even.")
-    max_positions: int = _key(4096, "Longest sequence the rotary positions are meant for, in tokens.")
+    max_positions: int = _key(4096, "Longest sequence that the model supports, in tokens.")
     norm_eps: float = _key(1e-5, "Added to the mean square inside RMSNorm.")
     rope_theta: float = _key(10000.0, "Base of the rotary frequencies.")
-    rope_scaling: str = _key("none", "Stretching of the rotary frequencies.", choices=("none", "llama3"))
-    rope_factor: float = _key(8.0, "llama3 scaling: stretch of the low frequencies.")
-    rope_low_freq_factor: float = _key(1.0, "llama3 scaling: original positions / this = longest kept wavelength.")
-    rope_high_freq_factor: float = _key(4.0, "llama3 scaling: original positions / this = shortest stretched one.")
-    rope_original_positions: int = _key(8192, "llama3 scaling: positions before stretching.")
-    tie_embeddings: bool = _key(False, "The output head reuses the embedding table.")
-    fuse_qkv: bool = _key(True, "One QKV projection (HLAT-7B); False keeps Q apart from KV (HLAT-70B).")
+    rope_scaling: str = _key("none", "Scaling of the rotary frequencies.", choices=("none", "llama3"))
+    rope_factor: float = _key(8.0, "llama3 scaling: divisor of the low frequencies.")
+    rope_low_freq_factor: float = _key(
+        1.0, "llama3 scaling: original positions / this = wavelength above which scaling is full."
+    )
+    rope_high_freq_factor: float = _key(
+        4.0, "llama3 scaling: original positions / this = wavelength below which there is none."
+    )
+    rope_original_positions: int = _key(8192, "llama3 scaling: positions before scaling.")
+    tie_embeddings: bool = _key(False, "The output head shares the embedding table.")
+    fuse_qkv: bool = _key(True, "One QKV projection (HLAT-7B); False: Q and KV are separate (HLAT-70B).")
     init_std: float = _key(0.02, "Standard deviation of initial weights.")
     depth_scaled_init: bool = _key(True, "Output projections start at init_std / sqrt(2 * num_layers).")
-    layer_loop: str = _key("scan", "How the equal layers run.", choices=("scan", "unroll"))
+    layer_loop: str = _key("scan", "Layers run in a scan, or unrolled.", choices=("scan", "unroll"))
     remat: str = _key(
         "auto",
         "Recompute in backward: auto, none, full, selective (HLAT), products, names:A,B to save, budget:12GiB to fit.",
     )
     attention: str = _key("auto", "Attention implementation.", choices=_ATTENTION)
-    cross_entropy: str = _key("auto", "Loss from hidden states.", choices=("auto", "dense", "chunked"))
+    cross_entropy: str = _key("auto", "Cross-entropy implementation.", choices=("auto", "dense", "chunked"))
     rms_norm: str = _key("auto", "RMSNorm implementation.", choices=_FUSIBLE)
     swiglu: str = _key("auto", "SwiGLU implementation.", choices=_FUSIBLE)
-    rope: str = _key("auto", "Implementation of the rotary embeddings.", choices=("auto", "reference", "paired"))
+    rope: str = _key("auto", "Rotary embedding implementation.", choices=("auto", "reference", "paired"))
     ops_table: str = _key(
-        "", "Table of measured times that auto honours, see hlat_jax.plan tune; empty: levels decide."
+        "", "Table of measured times by which auto chooses, see hlat_jax.plan tune; empty: auto chooses by level."
     )
 
     def check(self) -> None:
@@ -148,7 +152,7 @@ def select_remat(remat: str, platform: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class ParallelConfig:
-    """Degrees of the device mesh, outermost first. At most one may be -1: whatever devices remain."""
+    """Degrees of the device mesh, outermost first. At most one may be -1: all remaining devices."""
 
     pipe: int = _key(1, "Pipeline stages.")
     data: int = _key(-1, "Replicas of the parameters.")
@@ -161,27 +165,27 @@ class ParallelConfig:
         "Sum gradients over data once, after each microbatch (with zero1 that is ZeRO-2), or in the loop over layers.",
         choices=("step", "microbatch", "layer"),
     )
-    bucket_bytes: int = _key(0, "Gradients share collectives of up to so many bytes on a device; 0: one each.")
+    bucket_bytes: int = _key(0, "Gradients share collectives of up to this many bytes per device; 0: one each.")
 
 
 @dataclasses.dataclass(frozen=True)
 class PrecisionConfig:
-    """What is stored, computed, accumulated and rounded."""
+    """Dtypes of storage, compute and accumulation, and how stored values are rounded."""
 
     policy: str = _key("fp32", "Named policy, see hlat_jax.precision.", choices=tuple(POLICY_FACTS))
     stochastic_rounding: str = _key(
         "auto",
-        "Who rounds, under bf16_sr: Neuron itself, others in software.",
+        "Stochastic rounding of bf16_sr; auto: hardware on Neuron, software elsewhere.",
         choices=("auto", "hardware", "software"),
     )
 
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW, its learning-rate schedule, clipping. Defaults are HLAT-7B's."""
+    """AdamW, its learning-rate schedule, and clipping. Defaults are HLAT-7B's."""
 
     peak_lr: float = _key(3e-4, "Learning rate at the end of warm-up.")
-    min_lr_ratio: float = _key(0.1, "The cosine runs to zero and is clipped below at this share of the peak.")
+    min_lr_ratio: float = _key(0.1, "The cosine decays to zero and is clipped below at this share of the peak.")
     warmup_steps: int = _key(2000, "Steps of linear warm-up from 0.")
     horizon_steps: int = _key(500_000, "Step at which the cosine would reach zero; not where the run stops.")
     beta1: float = _key(0.9, "Decay of the first moment.")
@@ -189,7 +193,7 @@ class OptimizerConfig:
     eps: float = _key(1e-8, "Added to the root of the second moment.")
     weight_decay: float = _key(0.1, "Decoupled weight decay, multiplied by the learning rate.")
     decay: str = _key("all", "Parameters that decay: all (HLAT) or matrices (no norms).", choices=("all", "matrices"))
-    clip_norm: float = _key(1.0, "Largest global gradient norm; 0 switches clipping off.")
+    clip_norm: float = _key(1.0, "Maximum global gradient norm; 0: no clipping.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,23 +208,23 @@ class DataConfig:
     batch_size: int = _key(8, "Sequences per step over the whole job.")
     seq_len: int = _key(256, "Tokens per sequence.")
     packing: str = _key("concat", "How documents fill rows.", choices=("concat", "documents"))
-    window_documents: int = _key(256, "Packing documents: so many documents of a row are packed at a time.")
+    window_documents: int = _key(256, "With documents packing: number of documents packed at a time for a row.")
     max_document_chars: int = _key(500_000, "Longer documents are cut into pieces of this many characters, in order.")
-    on_bad_record: str = _key("raise", "What a record without usable text does.", choices=("raise", "skip"))
+    on_bad_record: str = _key("raise", "What to do with a record without usable text.", choices=("raise", "skip"))
     shuffle: bool = _key(True, "Visit documents in a seeded order that is new in every epoch.")
     seed: int = _key(1234, "Seed of the document order.")
-    num_threads: int = _key(2, "Threads that read and tokenize ahead; 0: in the loop. No influence on the batches.")
-    prefetch_batches: int = _key(4, "Batches kept ready. No influence on the batches.")
+    num_threads: int = _key(2, "Threads that read and tokenize ahead; 0: none. Does not affect the batches.")
+    prefetch_batches: int = _key(4, "Batches prepared ahead. Does not affect the batches.")
     position_every_steps: int = _key(1000, "Keep the data position every so many steps, for peek; 0: never.")
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
-    """The loop."""
+    """The training loop: steps, initial weights, loss, evaluation and samples."""
 
     num_steps: int = _key(100, "The run stops after this many optimizer steps.")
     seed: int = _key(0, "Seed of the initial weights.")
-    init_from: str = _key("", "Weights to begin with: a run folder, a checkpoint or an import; empty: by train.seed.")
+    init_from: str = _key("", "Initial weights: a run folder, a checkpoint or an import; empty: random, by train.seed.")
     num_microbatches: int = _key(1, "Gradient accumulation: parts that a batch is split into, run one after another.")
     z_loss_weight: float = _key(0.0, "Weight of the squared log-normaliser in the loss.")
     eval_every_steps: int = _key(0, "Validate every so many steps and at the end; 0: at the end only.")
@@ -232,8 +236,10 @@ class TrainConfig:
         0, "Run them every so many steps, before the first and at the end; 0: these two."
     )
     eval_tasks_limit: int = _key(0, "Questions of each task, the first ones; 0: all.")
-    eval_tasks_folder: str = _key("", "Folder with tasks of one's own, as YAML; empty: none.")
-    max_nonfinite_steps: int = _key(3, "The run stops after this many steps in a row without a finite loss and norm.")
+    eval_tasks_folder: str = _key("", "Folder with your own tasks, as YAML; empty: none.")
+    max_nonfinite_steps: int = _key(
+        3, "The run stops after this many consecutive steps with a non-finite loss or norm."
+    )
     eval_loss_low: float = _key(0.0, "Lower end of the expected final validation loss in nats; see eval_loss_high.")
     eval_loss_high: float = _key(0.0, "Upper end of the expected final validation loss in nats; 0: no expectation.")
     sample_prompt: str = _key("", "Text continued before and after training; empty: no sample.")
@@ -242,18 +248,18 @@ class TrainConfig:
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointConfig:
-    """When the state is saved and how long it is kept."""
+    """When checkpoints and exports are written, and how many are kept."""
 
     every_steps: int = _key(0, "Save every so many steps; 0: by time and at the end only.")
     every_minutes: float = _key(0.0, "Save when this much time has passed since the last one; 0: never by time.")
     keep_last: int = _key(3, "Rolling checkpoints kept, newest first.")
-    keep_every_steps: int = _key(0, "Save at multiples of this too, and keep those for ever; 0: none.")
+    keep_every_steps: int = _key(0, "Also save at multiples of this, and keep these permanently; 0: none.")
     export_every_steps: int = _key(0, "Export for transformers every so many steps and at the end, kept; 0: never.")
 
 
 @dataclasses.dataclass(frozen=True)
 class MetricsConfig:
-    """What a person sees and what is written; nothing here touches the training."""
+    """Progress lines and records; without influence on training."""
 
     log_every_steps: int = _key(10, "Steps between lines on the console.")
     console: str = _key("auto", "Progress lines; auto: fewer when not a terminal.", choices=("auto", "on", "off"))

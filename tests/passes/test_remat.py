@@ -591,7 +591,7 @@ def test_a_function_without_a_value_that_is_large_enough_is_planned_with_nothing
 
 
 def test_a_budget_is_called_in_errors_as_its_setting_is():
-    with pytest.raises(ValueError, match=r"^memory_budget='12' is no size"):
+    with pytest.raises(ValueError, match=r"^memory_budget='12' is not a size"):
         remat.fit(loss, *arguments(), budget_bytes="12", name="memory_budget")
 
 
@@ -642,7 +642,7 @@ def test_the_largest_batch_is_found_with_few_programs(monkeypatch, measure, prog
         tried.append(traced.jaxpr.in_avals[-1].shape[0])
         return measure(tried[-1])
 
-    monkeypatch.setattr(remat, "everything", bytes_of)
+    monkeypatch.setattr(remat, "total_bytes", bytes_of)
 
     def make_step(batch):
         return (lambda x: jnp.sin(x) ** 2), (jax.ShapeDtypeStruct((batch, 4), jnp.float32),)
@@ -654,6 +654,6 @@ def test_the_largest_batch_is_found_with_few_programs(monkeypatch, measure, prog
     assert remat.max_batch(make_step, limit, most=1)[0] == 1
     with pytest.raises(ValueError, match="most=0 must be at least 1"):
         remat.max_batch(make_step, limit, most=0)
-    monkeypatch.setattr(remat, "everything", lambda _: limit + 1)
+    monkeypatch.setattr(remat, "total_bytes", lambda _: limit + 1)
     with pytest.raises(ValueError, match=f"limit_bytes={limit:,}: a batch of 1 takes {limit + 1:,} bytes"):
         remat.max_batch(make_step, limit)
