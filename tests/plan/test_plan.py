@@ -224,7 +224,7 @@ def test_plan_command_on_this_cpu_makes_no_projection(plan_here):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--target=trn1.32xlrge",), "--target=trn1.32xlrge is not one of trn1.2xlarge, trn1.32xlarge,"),
+        (("--target=trn1.32xlrge",), "--target=trn1.32xlrge is not a known target. Did you mean 'trn1.32xlarge'?"),
         (("--target=h200", "--nodes=2"), "--target=h200 is a single machine; use --nodes=1"),
         (("--target=trn1.32xlarge",), "data.batch_size=4 does not divide into 32 data-parallel parts"),
         (("--target=trn1.2xlarge", "--config.parallel.tensor=3"), "parallel.tensor=3"),
@@ -326,7 +326,7 @@ def test_search_says_why_it_has_nothing_to_show(monkeypatch):
     config, site = small_config(policy="mixed"), Site("trn1.2xlarge", 1)
     device = dataclasses.replace(cost.DEVICES["trn1"], memory_bytes=2**16, reserved_bytes=0)
     monkeypatch.setitem(cost.TARGETS, "trn1.2xlarge", dataclasses.replace(cost.target("trn1.2xlarge"), device=device))
-    assert "No layout of here fits 0.062 MiB of a device: none of" in text.ranking(search.ranked(config, site), "here")
+    assert "No layout of here fits 64.00 KiB of a device: none of" in text.ranking(search.ranked(config, site), "here")
     odd = dataclasses.replace(config, data=dataclasses.replace(config.data, batch_size=1, seq_len=15))
     odd = dataclasses.replace(odd, model=dataclasses.replace(odd.model, num_layers=3, vocab_size=63))
     assert "no degrees" in text.ranking(search.ranked(odd, site), "here")
