@@ -231,7 +231,7 @@ def test_a_run_builds_its_program_once_and_chooses_each_implementation_once(run,
         return training_program(*args, **options)
 
     def counted_choice(op, name, platform, **options):
-        chosen[op.key] += options.get("facts") is not None  # of the calls of a run; a model alone has none
+        chosen[op.key] += options.get("call") is not None  # of the calls of a run; a model alone has none
         return choose(op, name, platform, **options)
 
     monkeypatch.setattr(step, "training_program", counted_program)
