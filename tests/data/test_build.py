@@ -240,6 +240,7 @@ def children_of(pid):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not pathlib.Path("/proc/self/stat").exists(), reason="looks for processes in /proc")
 def test_build_goes_on_after_kill_9_and_ends_with_the_same_bytes(tmp_path):
     text = " ".join(f"word{i}" for i in range(30_000)) + "\n"

@@ -71,6 +71,7 @@ def of_jsonl(novels):
     return {packing: hashes(novels["JSONL"], packing) for packing in ("concat", "documents")}
 
 
+@pytest.mark.quick_cases("built ids-concat", "built ids-documents", "built texts-concat")
 @pytest.mark.parametrize("packing", ["concat", "documents"])
 @pytest.mark.parametrize("name", FORMATS)
 def test_novels_give_the_batches_of_jsonl_from_every_format(novels, of_jsonl, name, packing):

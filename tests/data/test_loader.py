@@ -122,6 +122,7 @@ def test_mixtures_agree_with_the_plain_python_packer_token_for_token(three, kind
     assert_batches_are([batch for batch, _ in take(data, 14)], expected)
 
 
+@pytest.mark.quick_cases("concat-a=1,b=1", "documents-a=1,b=1")
 @pytest.mark.parametrize(("kind", "stages"), [
     ("documents", "a=1,b=1"), ("documents", "a=1,b=9"), ("concat", "a=1,b=1"),
     ("documents", "a=1,b=0 until_tokens=100_000;a=1,b=2 until_step=150;a=0,b=1 until_step=170;a=2,b=1"),
@@ -516,6 +517,7 @@ def test_batch_hash_sees_tokens_weights_and_the_place_of_a_row(corpus):
     assert loader.batch_hash(batch, rows=swapped) != reference
 
 
+@pytest.mark.quick_cases("documents")
 @pytest.mark.parametrize("kind", ["concat", "documents"])
 def test_skip_passes_over_one_bad_record_whatever_row_it_falls_to(tmp_path, kind):
     lines = [json.dumps({"text": None if number == 4 else f"text {number} of nine"}) for number in range(9)]

@@ -284,6 +284,7 @@ def trained(config, tmp_path, monkeypatch):
     return train
 
 
+@pytest.mark.slow
 def test_run_of_two_sources_packed_by_documents_validates_each_and_can_be_peeked_at(trained, config, tmp_path, capsys):
     run = tmp_path / "run"
     with open(tmp_path / "code.jsonl", "a") as file:
@@ -326,6 +327,7 @@ def test_run_of_two_sources_packed_by_documents_validates_each_and_can_be_peeked
     assert shown(resolved, run, capsys, step=5)[0] == 1
 
 
+@pytest.mark.slow
 def test_stages_after_the_saved_step_may_change_and_the_batches_are_those_of_a_run_that_knew(trained, config, tmp_path):
     expected_weights = "web=3,code=1 until_step=5;web=1,code=1 until_step=9;web=0,code=1"
     trained(mixture=expected_weights)
@@ -344,6 +346,7 @@ def test_stages_after_the_saved_step_may_change_and_the_batches_are_those_of_a_r
     assert peek.peek(resolve(config), tmp_path / "run", step=5, row=None) == 0  # from a position of before
 
 
+@pytest.mark.slow
 def test_resumed_run_of_two_sources_has_the_rows_of_one_that_was_left_alone(trained, config, tmp_path):
     trained()
     expected = [exact(row) for row in rows(tmp_path / "run")]

@@ -5,6 +5,7 @@ import dataclasses
 import json
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -43,6 +44,7 @@ def taken(data, num_batches, **options):
     return found, batches.definition
 
 
+@pytest.mark.slow
 @settings(max_examples=12, deadline=None)
 @given(corpora(), st.data())
 def test_run_that_stops_anywhere_and_goes_on_with_any_processes_is_the_same_run(tmp_path_factory, corpus, choose):

@@ -85,6 +85,7 @@ def test_windows_predict_each_token_once_from_half_a_window_or_all_before(window
     assert predicted == list(range(1, length))
 
 
+@pytest.mark.quick_cases("odd")
 @pytest.mark.parametrize(
     ("words", "window"),
     [([], 32), (["--window=15", "--batch_size=3"], 15), (["--parallel.tensor=2", "--parallel.data=2"], 32)],
@@ -130,6 +131,7 @@ def validated(tmp_path_factory):
     return run
 
 
+@pytest.mark.quick_cases("concat on a mesh")
 @pytest.mark.parametrize(
     ("packing", "words"),
     [("concat", ["--parallel.tensor=2", "--parallel.data=2", "--batch_size=1"]), ("documents", ["--batch_size=5"])],
@@ -204,6 +206,7 @@ def test_a_validation_of_few_batches_is_near_that_of_all(trained_run, tmp_path):
     assert few == pytest.approx(whole, rel=0.02)
 
 
+@pytest.mark.slow
 def test_evaluate_refuses_a_held_out_text_that_changed(validated, evaluate_here):
     folder, _, _, text = validated("concat")
     kept = text.read_bytes()
@@ -242,6 +245,7 @@ def test_texts_run_in_the_shortest_of_few_windows_that_holds_them(lengths, num_r
     assert found.padded_lengths == tuple(sorted({length for _, length in shapes}))
 
 
+@pytest.mark.slow
 def test_a_short_text_has_the_loss_that_it_has_in_the_whole_window():
     """To 1e-6 of the sum: the same fp32 operations on the same tokens, in arrays of another size."""
     layout = make_layout(config_lib.ParallelConfig(), jax.devices()[:1])
@@ -255,6 +259,7 @@ def test_a_short_text_has_the_loss_that_it_has_in_the_whole_window():
     assert found.nats == pytest.approx(float(whole), rel=1e-6)
 
 
+@pytest.mark.slow
 def test_evaluate_reads_a_file_as_one_document_and_stored_ids_as_their_texts(
     trained_run, oracle, evaluate_here, data_here, tmp_path
 ):
@@ -330,6 +335,7 @@ def test_help_does_not_hide_a_flag_that_there_is_not(evaluate_here):
     assert "unknown flag --taskz. Did you mean '--tasks'?" in error
 
 
+@pytest.mark.quick_cases("{'rms_norm': 'recomputed'}")
 @pytest.mark.parametrize(
     "how",
     [{"ops_table": "nowhere.json"}, {"rms_norm": "recomputed"}, {"attention": "nki"}, {"remat": "saved:dot_general.6"}],

@@ -92,6 +92,7 @@ def answers(found, task):
     return [[answer for [answer] in row["resps"]] for row in rows]
 
 
+@pytest.mark.quick_cases("mesh")
 @pytest.mark.parametrize("degrees", [{}, {"tensor": 2, "data": 2}], ids=["one device", "mesh"])
 def test_harness_model_answers_as_the_backend_for_hugging_face(degrees, folder, of_hugging_face):
     found = results(ours(folder, **degrees), folder)
@@ -153,6 +154,7 @@ def test_model_arguments_are_checked_by_name(words, message):
         ModelType.create_from_arg_string(words)
 
 
+@pytest.mark.slow
 def test_neurons_environment_is_set_for_the_mesh_that_is_asked_for_before_jax_is_imported():
     code = """if True:
         import sys
@@ -166,6 +168,7 @@ def test_neurons_environment_is_set_for_the_mesh_that_is_asked_for_before_jax_is
     assert done.stderr.strip() == "4 8 False"
 
 
+@pytest.mark.slow
 def test_the_harness_command_of_ours_knows_our_model_type(folder, monkeypatch, capsys, of_hugging_face):
     words = f"--model hlat_jax --model_args checkpoint={folder / 'imported'},tensor=2 --batch_size 4"
     words += f" --include_path {folder} --tasks local_choice"
@@ -186,6 +189,7 @@ def local_suite(monkeypatch):
     monkeypatch.setitem(suites.SUITES, "local", suite)
 
 
+@pytest.mark.slow
 def test_evaluate_runs_a_suite_with_its_shot_counts_beside_the_paper(folder, local_suite, evaluate_here, tmp_path):
     out = tmp_path / "found.json"
     code, printed, error = evaluate_here(
@@ -203,6 +207,7 @@ def test_evaluate_runs_a_suite_with_its_shot_counts_beside_the_paper(folder, loc
     assert "a note" in printed
 
 
+@pytest.mark.quick_cases("words1---num_fewshot: the suite hlat has shot counts of its own")
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -276,6 +281,7 @@ def with_tasks(trained):
     return trained(eval_tasks="local_choice,local_rolling", eval_tasks_every_steps=2)
 
 
+@pytest.mark.slow
 def test_figures_in_training_are_those_of_evaluate_on_the_checkpoint_of_that_step(
     folder, with_tasks, evaluate_here, tmp_path
 ):
@@ -298,6 +304,7 @@ def test_figures_in_training_are_those_of_evaluate_on_the_checkpoint_of_that_ste
     assert f"local_rolling/bits_per_byte {rows[2]['tasks/local_rolling/bits_per_byte']:.4f}" in line
 
 
+@pytest.mark.slow
 def test_tasks_in_training_change_no_bit_of_it_and_compile_at_their_first_evaluation_alone(with_tasks, trained):
     workdir, compiled_in_each, _ = with_tasks
     assert "jit(score)" in compiled_in_each[0]
@@ -330,6 +337,7 @@ def test_a_complete_run_fetches_no_tasks(with_tasks, train_here, monkeypatch):
     assert "complete: " in out
 
 
+@pytest.mark.slow
 def test_figures_that_cannot_be_computed_are_said_and_end_no_training(with_tasks, trained, monkeypatch):
     def overflow(*_):
         raise OverflowError("math range error")
@@ -351,6 +359,7 @@ def test_data_that_cannot_be_fetched_are_told_by_what_asked_for_them(folder, mon
         tasks.load()
 
 
+@pytest.mark.slow
 def test_a_task_that_shuffles_has_the_same_figures_at_every_call_and_disturbs_no_other_random_numbers(folder, tmp_path):
     write_tasks(tmp_path)
     (tmp_path / "local_rolling.yaml").write_text(
@@ -400,6 +409,7 @@ def with_bos(folder, tmp_path):
     return tmp_path
 
 
+@pytest.mark.slow
 def test_a_tokenizer_that_begins_texts_with_bos_does_so_here_as_in_the_backend_for_hugging_face(folder, with_bos):
     theirs = results(HFLM(str(with_bos / "exported"), device="cpu", batch_size=3), folder)
     model = ours(with_bos)

@@ -75,6 +75,7 @@ def train(tmp_path, monkeypatch):
     return run
 
 
+@pytest.mark.slow
 def test_tasks_run_before_the_first_step_at_the_interval_and_at_the_end_and_once_in_a_resumed_run(train, capsys):
     found = train(3)
     assert [step for step, _ in found] == [0, 2, 3]

@@ -44,6 +44,7 @@ def texts(trained_run):
     return found
 
 
+@pytest.mark.slow
 def test_generate_writes_one_prompt_as_it_goes(trained_run, texts, generate_here):
     code, printed, told = generate_here(f"--checkpoint={trained_run}", f"--prompt={PROMPTS[0]}", *WORDS)
     assert (code, printed) == (0, texts[0] + "\n")
@@ -52,6 +53,7 @@ def test_generate_writes_one_prompt_as_it_goes(trained_run, texts, generate_here
     assert "20 tokens in " in told
 
 
+@pytest.mark.quick_cases("mesh")
 @pytest.mark.parametrize(
     "more",
     [["--batch_size=2"], ["--parallel.tensor=2", "--parallel.data=-1", "--parallel.fsdp=2"]],
@@ -126,6 +128,7 @@ def padded(tmp_path_factory):
     return source, folder / "imported"
 
 
+@pytest.mark.slow
 def test_ids_beyond_the_vocabulary_are_no_text(padded, generate_here):
     words = ["--prompt=the lazy", "--temperature=2", "--max_tokens=60", "--nobos"]
     code, printed, error = generate_here(f"--checkpoint={padded[1]}", *words)
@@ -137,6 +140,7 @@ def test_ids_beyond_the_vocabulary_are_no_text(padded, generate_here):
     assert max(drawn) >= 320
 
 
+@pytest.mark.slow
 def test_a_text_ends_at_each_token_at_which_transformers_ends_it(padded, generate_here):
     source, imported = padded
     ids = open_weights(imported).open_tokenizer().encode("the lazy").tolist()
@@ -190,6 +194,7 @@ def test_ctrl_c_while_a_text_is_generated_is_one_line_and_code_130(trained_run, 
     assert jobs.interrupted(words, after=", cpu", env=micro.environment()) == (130, ["interrupted"])
 
 
+@pytest.mark.quick_cases("---help", "1---help")
 @pytest.mark.parametrize("words", [["--help"], ["--prompt=It is"]], ids=" ".join)
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_text_that_nobody_reads_is_no_traceback(trained_run, words, unbuffered):

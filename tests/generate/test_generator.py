@@ -57,6 +57,7 @@ def rerun(cfg, params, prompt):
     return tokens[0, len(prompt) :].tolist()
 
 
+@pytest.mark.quick_cases("gqa")
 @pytest.mark.parametrize("name", ["mha", "gqa", "tied", "llama3_scaled"])
 def test_greedy_generation_equals_hugging_face(name):
     model = hugging_face(weights(name), CASES[name])
@@ -69,6 +70,7 @@ def test_greedy_generation_equals_hugging_face(name):
     assert ours == theirs
 
 
+@pytest.mark.quick_cases("scan")
 @pytest.mark.parametrize("loop", ["scan", "unroll"])
 def test_greedy_generation_equals_the_whole_forward_pass_again(loop):
     cfg = dataclasses.replace(GQA, layer_loop=loop)
@@ -88,6 +90,7 @@ MESHES = {
 }
 
 
+@pytest.mark.quick_cases("sequence-parallel")
 @pytest.mark.parametrize(("name", "parallel"), MESHES.values(), ids=MESHES)
 def test_generation_over_a_mesh_equals_that_on_one_device(name, parallel):
     num_devices = parallel.pipe * parallel.data * parallel.fsdp * parallel.tensor

@@ -61,6 +61,7 @@ def test_scorer_equals_a_float64_softmax_over_the_whole_forward_pass(model, alon
     assert [score.is_greedy for score in alone][-2:] == [False, True]
 
 
+@pytest.mark.quick_cases("pipe-fsdp")
 @pytest.mark.parametrize(
     "degrees", [{"tensor": 2, "data": 2}, {"pipe": 2, "fsdp": 2}], ids=["tensor-data", "pipe-fsdp"]
 )
@@ -72,6 +73,10 @@ def test_scores_on_a_mesh_are_those_of_one_device(degrees, model, alone):
     assert [score.is_greedy for score in found] == [score.is_greedy for score in alone]
 
 
+@pytest.mark.quick_cases(
+    "pair0-pair 1 has 0 tokens of context and 1 of continuation",
+    "pair1-pair 1 has 1 tokens of context and 0 of continuation",
+)
 @pytest.mark.parametrize(
     ("pair", "message"),
     [
@@ -124,6 +129,7 @@ with distributed.joined(job):
 """
 
 
+@pytest.mark.slow
 def test_scores_over_two_processes_are_those_of_one_device(tmp_path):
     address = jobs.free_address()
     commands = [[sys.executable, "-c", TWO_PROCESSES, address, str(index)] for index in range(2)]

@@ -79,6 +79,7 @@ def assert_is_export_of(folder, checkpoint, *, scratch):
         assert found[name] == wanted, name
 
 
+@pytest.mark.slow
 def test_exports_of_a_mesh_are_those_of_its_checkpoints_and_load_in_transformers(mutable, train, tmp_path, capsys):
     mutable.parallel.update(data=2, tensor=2, zero1=True)
     assert train(mutable, tmp_path / "run", num_devices=4) == 0
@@ -116,6 +117,7 @@ def export_checkpoint_content(checkpoint, out):
     return content(out)
 
 
+@pytest.mark.slow
 def test_no_step_waits_for_the_writer_and_the_weights_are_those_of_their_step(
     mutable, train, tmp_path, monkeypatch, capsys
 ):
@@ -145,6 +147,7 @@ def test_no_step_waits_for_the_writer_and_the_weights_are_those_of_their_step(
         assert_is_export_of(folder, tmp_path / f"run/checkpoints/{step}", scratch=tmp_path / "scratch")
 
 
+@pytest.mark.slow
 def test_a_failing_writer_ends_the_run_with_its_checkpoint_whole_and_the_next_attempt_exports(
     mutable, train, tmp_path, monkeypatch
 ):

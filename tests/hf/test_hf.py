@@ -70,6 +70,7 @@ def same_bits(found, expected):
         assert torch.equal(found[name].view(width), tensor.view(width)), name
 
 
+@pytest.mark.quick_cases("llama3", "tied")
 @pytest.mark.parametrize("case", hf_models.CONFIGS)
 def test_logits_of_a_loaded_model_equal_transformers(case, tmp_path):
     made = hf_models.model(hf_models.CONFIGS[case])

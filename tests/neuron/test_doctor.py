@@ -157,6 +157,7 @@ def test_fill_reads_back_what_it_wrote_and_sees_a_changed_bit(monkeypatch):
 # numbers
 
 
+@pytest.mark.slow
 def test_random_numbers_of_jax_pass():
     assert probes.random_numbers(exercises.draw).verdict == PASSED
 
@@ -466,6 +467,7 @@ def test_training_outside_its_band_is_caught(train, word):
     assert_caught(probes.training(train, (4.9, 5.1)), word)
 
 
+@pytest.mark.quick_cases("3")
 @pytest.mark.parametrize("num_devices", [1, 3, 8])
 def test_short_training_learns_on_the_devices_that_its_batch_divides_over(num_devices, small):
     small.data.train = "package:austen_train.jsonl"
@@ -538,6 +540,7 @@ def test_a_probe_that_raises_has_failed_and_those_after_it_are_made():
     assert seconds >= 0
 
 
+@pytest.mark.quick_cases("bf16_sr")
 @pytest.mark.parametrize("policy", ["fp32", "bf16_sr"])
 def test_checks_of_this_cpu_pass_or_are_not_testable_here(policy, tmp_path):
     config = dataclasses.replace(TINY, precision=PrecisionConfig(policy))

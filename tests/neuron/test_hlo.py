@@ -132,6 +132,7 @@ def test_bytes_that_are_not_a_module_or_refer_to_undefined_ids_are_refused(modul
         hlo_proto.renumbered(module)
 
 
+@pytest.mark.slow
 def test_the_module_of_one_device_has_its_shapes_and_collectives(computation):
     """What it takes is the shard of each argument that JAX's own shardings give; bf16 is sent as bf16."""
     config = small_config(data=4, tensor=2, policy="mixed")
@@ -153,6 +154,7 @@ def test_the_module_of_one_device_has_its_shapes_and_collectives(computation):
     assert not re.search(r'custom_call_target="(Sharding|SPMD\w+)"', text)
 
 
+@pytest.mark.slow
 def test_fewer_replicas_keep_the_rows_of_a_device(computation):
     config = small_config(data=8, policy="bf16_sr")
     module, degrees = hlo.of_one_device("train", config, 8, max_devices=2)

@@ -539,6 +539,20 @@ def test_lint_takes_indices_that_are_known_to_lie_inside(case):
     assert "GS01" not in rules_of((INSIDE[case], TABLE))
 
 
+@pytest.mark.quick_cases(
+    "from_the_end",
+    "nested",
+    "nested_second_call",
+    "part_of_a_longer_iota",
+    "plain",
+    "quotient_of_negatives",
+    "remainder_of_negatives",
+    "reversed",
+    "second_of_two_axes",
+    "set",
+    "take_clip",
+    "through_bfloat16",
+)
 @pytest.mark.parametrize("case", OUTSIDE)
 def test_lint_finds_an_iota_that_reaches_outside_through_private_functions(case):
     assert "GS01" in rules_of((OUTSIDE[case], TABLE))
@@ -554,6 +568,7 @@ def test_lint_says_what_a_constant_reaches_beyond():
     assert finding.what == "constant indices up to 32 into dimension 0 of f32[32,8]"
 
 
+@pytest.mark.slow
 def test_lint_judges_more_chains_of_calls_than_it_follows():
     """2^13 leaves, no two with the same indices, of which the last reaches row 2^13 - 1."""
     tree = call_tree(lambda i: (2 * i, 2 * i + 1), depth=13)
@@ -591,6 +606,7 @@ def groups_of(root):
     return {tuple(map(tuple, np.sort(groups, axis=1).tolist())) for _, groups in found if groups.shape[1] > 1}
 
 
+@pytest.mark.quick_cases("{'data': 2, 'fsdp': 2, 'tensor': 2}")
 @pytest.mark.parametrize(
     "degrees",
     [{"data": 2, "fsdp": 2, "tensor": 2}, {"data": 4, "tensor": 2, "zero1": True}, {"pipe": 2, "data": 2, "tensor": 2}],
@@ -707,6 +723,7 @@ def lint_here(monkeypatch, capsys):
     return run
 
 
+@pytest.mark.quick_cases("160m-trn2", "node-trn1")
 @pytest.mark.parametrize("target", ["trn1", "trn2"])
 @pytest.mark.parametrize("name", sorted(config_lib.shipped()))
 def test_lint_of_a_shipped_config_has_no_error_and_no_unexplained_warning(name, target, tmp_path, lint_here):
@@ -744,6 +761,7 @@ def test_lint_of_generation_has_no_finding_but_infos(name, tmp_path, lint_here):
     assert {row["severity"] for found in report["programs"].values() for row in found["findings"]} == {"info"}
 
 
+@pytest.mark.slow
 def test_lint_explains_no_warning_that_does_not_occur(lint_here, tmp_path):
     occurring = set()
     for name in ("tiny", "70b"):

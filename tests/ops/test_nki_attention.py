@@ -41,6 +41,7 @@ def einsum(q, k, v):
     return attention_op.attention(q, k_BSKH=k, v_BSKH=v, segment_ids_BT=None, implementation="einsum")
 
 
+@pytest.mark.quick_cases("mha")
 @pytest.mark.parametrize("shape", SHAPES)
 def test_value_and_gradients_are_those_of_the_xla_reference(shape):
     arrays = inputs(shape)

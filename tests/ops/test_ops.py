@@ -285,6 +285,16 @@ def loss_and_grads(hidden, head, targets, weights, z_loss_weight, implementation
     return jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(hidden, head)
 
 
+@pytest.mark.quick_cases(
+    "11-0.0-chunked",
+    "11-0.0-dense",
+    "11-0.1-chunked",
+    "11-0.1-dense",
+    "256-0.0-chunked",
+    "256-0.0-dense",
+    "256-0.1-chunked",
+    "3-0.1-dense",
+)
 @pytest.mark.parametrize("implementation", ["dense", "chunked"])
 @pytest.mark.parametrize("z_loss_weight", [0.0, 0.1])
 @pytest.mark.parametrize("chunk", [3, 11, 256])

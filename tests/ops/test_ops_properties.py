@@ -189,6 +189,19 @@ PROPERTIES = {
 }
 
 
+@pytest.mark.quick_cases(
+    "blocked-sharded is unsharded",
+    "chunked-long rows",
+    "einsum-float64, packed, window 65",
+    "einsum-float64, whole rows, window None",
+    "nki, its reference-float64, packed, window 65",
+    "nki, its reference-float64, packed, window None",
+    "nki, its reference-float64, whole rows, window 65",
+    "nki, its reference-long rows",
+    "nki, its reference-packed is each document alone",
+    "triton, interpreted-float64, packed, window 65",
+    "triton, interpreted-float64, whole rows, window 65",
+)
 @pytest.mark.parametrize("property_name", PROPERTIES)
 @pytest.mark.parametrize("name", SUBJECTS)
 def test_attention_has_the_property_or_refuses_the_call(name, property_name):
@@ -249,6 +262,9 @@ PERTURBED = {
 }
 
 
+@pytest.mark.quick_cases(
+    "a window of one more", "forgets the window", "gradient of the queries is off", "loses the tail of long rows"
+)
 @pytest.mark.parametrize("how", PERTURBED)
 def test_a_perturbed_kernel_fails(how):
     perturbed = Subject(functools.partial(broken, how=how), serves_all)
@@ -304,6 +320,7 @@ def test_loss_is_that_of_float64(name, z_loss_weight, axes):
     loss_is_float64(name, z_loss_weight=z_loss_weight, axes=axes)
 
 
+@pytest.mark.quick_cases("chunked")
 @pytest.mark.parametrize("name", cross_entropy.OP.names)
 def test_no_row_of_the_head_loses_its_gradient_in_fp16(name, monkeypatch):
     monkeypatch.setattr(cross_entropy, "CHUNK_POSITIONS", 24)

@@ -96,6 +96,7 @@ def test_advised_degrees_run(small, name):
         make_program(advised, layout).trace_step()
 
 
+@pytest.mark.slow
 def test_what_passes_is_what_can_be_traced(small):
     """Over every layout of 8 devices of a model whose sizes divide badly; JAX refuses what the check refuses."""
     small.model.num_layers, small.model.vocab_size, small.model.embed_dim = 4, 72, 36

@@ -257,6 +257,7 @@ def trained_alone(**changes):
     return trained(*alone(**changes), num_steps=20)
 
 
+@pytest.mark.quick_cases("pipe-fsdp", "tensor", "zero2")
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_layout_trains_as_one_device_does(name):
     changes = LAYOUTS[name]
@@ -274,6 +275,7 @@ def test_layout_trains_as_one_device_does(name):
     assert arrays == COLLECTIVES[name]
 
 
+@pytest.mark.quick_cases("fsdp-tensor-sequence")
 @pytest.mark.parametrize("name", ["fsdp-tensor-sequence", "pipe-all"])
 def test_evaluation_over_a_mesh_is_that_of_one_device(name):
     config = configured(**LAYOUTS[name])
@@ -321,6 +323,7 @@ MUTATED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MUTATED)
 def test_no_collective_can_be_left_out(name):
     changes = LAYOUTS[name] | {
@@ -363,6 +366,7 @@ SOONER = {
 }
 
 
+@pytest.mark.quick_cases("fsdp")
 @pytest.mark.parametrize("name", SOONER)
 def test_gradients_reduced_sooner_are_the_same_and_replicas_stay_equal(name):
     changes = SOONER[name]
@@ -406,6 +410,7 @@ def test_each_core_computes_and_differentiates_the_kv_heads_it_needs_and_no_more
     assert not {(tokens, 2 * key_and_value), (40, 2 * key_and_value), (2 * key_and_value, 40)} & products.keys()
 
 
+@pytest.mark.slow
 def test_gradients_of_pipeline_and_kv_copies_are_those_of_scan_and_unroll():
     moments = {}
     one = {"data": 1, "clip_norm": 0.0, "eps": 1.0}
@@ -458,6 +463,7 @@ def test_loss_over_a_split_vocabulary_is_that_of_float64(implementation):
     np.testing.assert_allclose(dhead, np.einsum("btv,btd->vd", dlogits, hidden), rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_pipeline_holds_no_more_for_more_microbatches():
     def temporary_bytes(num_microbatches):
         rows = 2 * num_microbatches
@@ -490,6 +496,7 @@ def test_step_over_a_mesh_lowered_for_neuron_holds_nothing_it_cannot_take(name):
     forbidden_in(lowered_for_neuron(config, layout_of(config)))
 
 
+@pytest.mark.quick_cases("fp32-degrees0")
 @pytest.mark.parametrize(
     ("policy", "degrees"),
     [("fp32", {}), ("mixed", {"data": 2, "tensor": 2, "zero1": True}), ("bf16_sr", {"pipe": 2, "data": 2, "fsdp": 2})],

@@ -32,6 +32,7 @@ def trained(loss, params, *, stage=None, bucket_bytes=0, policy="fp32", steps=6)
     return np.array(rows), state, (text, None if replica_sync is None else replica_sync.layout.mesh)
 
 
+@pytest.mark.quick_cases("0-1000-plain", "3-1000-flax")
 @pytest.mark.parametrize("kind", ["plain", "flax"])
 @pytest.mark.parametrize("bucket_bytes", [0, 1000])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -43,6 +44,7 @@ def test_every_stage_trains_as_one_device_does(kind, stage, bucket_bytes):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), alone["params"], state["params"])
 
 
+@pytest.mark.slow
 def test_stages_hold_a_part_of_the_state_and_the_rest_of_it_is_whole():
     loss, params = foreign("plain")
     held = {}
@@ -158,6 +160,7 @@ def rough(params, batch):
     return SumAndCount(loss * 1e-9, count)
 
 
+@pytest.mark.quick_cases("1", "3")
 @pytest.mark.parametrize("stage", [None, 1, 3])
 def test_fp16_scales_the_loss_and_passes_over_what_overflows(stage):
     params = jax.tree.map(jnp.asarray, plain_params())

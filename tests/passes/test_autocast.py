@@ -181,6 +181,7 @@ FUNCTIONS = {
 }
 
 
+@pytest.mark.quick_cases("concat", "conv", "embedding", "nnx", "pallas", "scatter", "vmap")
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_autocast_runs_every_product_narrow_and_returns_declared_dtypes(name):
     fn = FUNCTIONS[name]
@@ -474,6 +475,7 @@ def test_decoder_has_narrow_products_and_keeps_a_third_less(small, one_device, m
     assert kept_bytes(cast) <= 0.65 * kept_bytes(loss)
 
 
+@pytest.mark.slow
 def test_decoder_over_a_mesh_has_narrow_products_and_the_loss_of_one_device(small, one_device, make_batch):
     small.model.num_layers = 1
     wanted = None
@@ -836,6 +838,7 @@ SOLVERS = {
 }
 
 
+@pytest.mark.quick_cases("cg", "newton", "newton_by_flag", "newton_in_jit", "newton_in_scan", "sinkhorn")
 @pytest.mark.parametrize("name", SOLVERS)
 def test_loops_that_end_by_their_error_run_as_they_were_declared(name):
     fn, a = SOLVERS[name]
@@ -865,6 +868,7 @@ def test_odeint_takes_the_steps_of_fp32():
     np.testing.assert_allclose(found[1], found[0], atol=BF16_STEP * float(abs(found[0]).max()))
 
 
+@pytest.mark.quick_cases("fp16--1e+30")
 @pytest.mark.parametrize(("policy", "fill"), [("fp16", -1e30), ("bf16", float(np.finfo(np.float32).min))])
 def test_masks_that_are_arguments_do_not_become_infinite(policy, fill):
     mask = jnp.where(jnp.tril(jnp.ones((4, 4), bool)).at[1].set(False), 0.0, fill)  # row 1 sees nothing
@@ -935,6 +939,7 @@ def root(w, x, bias):
     return lax.custom_root(residual, x, solve, lambda linear, y: tangent_solve(linear, y).reshape(y.shape))
 
 
+@pytest.mark.quick_cases("dense-fp16", "gated-bf16", "gated-fp16")
 @pytest.mark.parametrize("policy", ["bf16", "fp16"])
 @pytest.mark.parametrize("fn", [dense, gated, root], ids=lambda fn: getattr(fn, "__name__", "fn"))
 def test_gradients_pass_where_a_tangent_adds_fp32_to_a_product(fn, policy):

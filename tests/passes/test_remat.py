@@ -335,6 +335,7 @@ def test_an_unknown_solver_is_refused():
 # The loop that measures
 
 
+@pytest.mark.quick_cases("greedy-shares1")
 @pytest.mark.parametrize(("solver", "shares"), [("exact", (0.7, 0.15)), ("greedy", (0.4,))])
 def test_fit_meets_every_budget_with_equal_gradients_and_recomputes_less_under_larger_ones(solver, shares):
     options = dataclasses.replace(SMALL, solver=solver, max_compilations=5)
@@ -411,6 +412,7 @@ def with_loops_in_layers(params, x):
     return jnp.mean(jax.lax.scan(looped, x, params)[0])
 
 
+@pytest.mark.quick_cases("with_a_checkpoint_of_its_own")
 @pytest.mark.parametrize("fn", [with_a_checkpoint_of_its_own, with_loops_in_layers])
 def test_a_function_with_checkpoints_or_loops_in_its_layers_meets_a_budget_too(fn):
     most, least = (remat.temporaries(traced(choice, fn)) for choice in (None, RematChoice()))
@@ -428,6 +430,7 @@ def attending_layer(params, x):
     return x + jnp.tanh(mixed.reshape(x.shape) @ params["out"])
 
 
+@pytest.mark.slow
 def test_layers_with_chunked_attention_meet_a_budget_by_what_its_derivative_rule_names():
     rng = np.random.default_rng(0)
     shapes = dict.fromkeys("qkv", (3, 16, 2, 8)) | {"out": (3, 16, 16)}
@@ -456,6 +459,7 @@ def test_a_planned_function_takes_the_keywords_of_the_function():
     np.testing.assert_allclose(planned(params, x=x), loss(params, x), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_budget_that_no_tried_program_fits_is_refused_with_the_smallest_measured():
     most, least = extremes()
     with pytest.raises(ValueError, match=f"smallest program tried takes {least:,} bytes .* with nothing kept"):
@@ -492,6 +496,7 @@ def fit_blocks(budget, fn=unrolled):
     return remat.fit(fn, *shapes_of_six_blocks(), budget_bytes=budget, step=step_for_memory)
 
 
+@pytest.mark.quick_cases("fp32")
 @pytest.mark.parametrize("fn", [unrolled, autocast(unrolled, "bf16")], ids=["fp32", "autocast"])
 def test_a_python_loop_of_blocks_is_fit_by_a_stock_policy_where_nothing_kept_does_not_fit(fn):
     nothing_kept = bytes_of_blocks(remat.regions(fn, RematChoice(), region="auto"))
@@ -518,6 +523,7 @@ def test_of_the_stock_policies_that_fit_the_one_with_the_fewest_flops_is_taken()
     assert remat._stock(Trials(), 5).stock_policy == "dots_saveable"
 
 
+@pytest.mark.slow
 def test_a_refusal_lists_every_program_tried_and_claims_no_floor():
     per_block = functools.partial(unrolled, wrapped=jax.checkpoint(mlp_block))
     with pytest.raises(remat.BudgetNotMet) as refused:
@@ -536,6 +542,7 @@ def test_a_refusal_lists_every_program_tried_and_claims_no_floor():
     assert fit_blocks(own, per_block).choice is None  # the function's own checkpoints count
 
 
+@pytest.mark.slow
 def test_a_stock_policy_changes_no_gradient_and_takes_keywords():
     planned = remat.regions(loss, RematChoice(stock_policy="dots_saveable"), region="auto")
     assert_same_gradients(planned)
@@ -580,6 +587,7 @@ def test_an_error_of_the_function_itself_is_not_said_to_be_one_of_tracing():
         remat.fit(lambda x: x @ x, jnp.ones((2, 3)), budget_bytes="1GiB")
 
 
+@pytest.mark.slow
 def test_a_function_without_a_value_that_is_large_enough_is_planned_with_nothing_kept_or_refused():
     most, least = extremes()
     fit = functools.partial(

@@ -49,6 +49,12 @@ def _floor(config, target):
     return floor(config, layout, target=cost.target(target), holds=held(config, layout))
 
 
+@pytest.mark.quick_cases(
+    "policybf16-data2-fsdp4-rematnone-large",
+    "policybf16-data2-fsdp4-rematnone-small",
+    "policymixed-tensor4-data2-zero1-sequence_parallel-rematfull-small",
+    "policymixed-tensor8-zero1-rematselective-m8-large",
+)
 @pytest.mark.parametrize("make", [small_config, planned_config], ids=["small", "large"])
 @pytest.mark.parametrize("changes", LAYOUTS, ids=name)
 def test_floor_is_at_or_below_the_plan(changes, make):

@@ -40,6 +40,7 @@ def _planned(config):
     return program, live_jaxpr(program.trace_step())
 
 
+@pytest.mark.quick_cases("policyfp32")
 @pytest.mark.parametrize("changes", LAYOUTS, ids=name)
 def test_planned_state_equals_the_bytes_of_real_arrays_on_every_layout(changes):
     config = small_config(**changes)
@@ -85,6 +86,7 @@ TEMPORARIES = [
 ]
 
 
+@pytest.mark.quick_cases("rematselective-data2-tensor4-sequence_parallel")
 @pytest.mark.parametrize("changes", TEMPORARIES, ids=name)
 def test_planned_temporaries_are_within_15_percent_of_what_xla_allocates(changes):
     config = planned_config(**changes)
@@ -98,6 +100,7 @@ def test_planned_temporaries_are_within_15_percent_of_what_xla_allocates(changes
     assert 0 <= planned.in_loops <= planned.total
 
 
+@pytest.mark.slow
 def test_planned_argument_bytes_are_what_the_compiled_step_takes():
     config = small_config(policy="mixed", data=2, tensor=4, zero1=True, sequence_parallel=True)
     program, jaxpr = _planned(config)
@@ -124,6 +127,7 @@ def test_planned_activations_do_not_grow_with_the_microbatches_of_a_pipeline():
     assert many.total - few.total < 1000  # the numbers of the ticks
 
 
+@pytest.mark.quick_cases("selective-1", "selective-4")
 @pytest.mark.parametrize("m", [1, 4])
 @pytest.mark.parametrize("remat", ["none", "selective"])
 def test_activations_of_unrolled_layers_are_those_of_a_loop(remat, m):

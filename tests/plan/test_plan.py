@@ -111,6 +111,7 @@ def test_memory_of_70b_is_the_sum_of_its_parts(plans):
     assert plan["device_bytes"]["total"] == sum(plan["device_bytes"][key] for key in ("state", "batch", "temporaries"))
 
 
+@pytest.mark.slow
 def test_plan_that_does_not_fit_names_what_binds_and_a_change_that_fits():
     config, site = small_config(rows=64, m=1), Site("trn1.32xlarge", 1)
     config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, data=32))
@@ -139,6 +140,7 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.quick_cases("tensor8-sequence_parallel-rematselective")
 @pytest.mark.parametrize("changes", LAYOUTS, ids=name)
 def test_traced_collectives_are_those_of_the_compiled_program(changes):
     """By kind and axes, above scalars: XLA merges equal ones, and adds the scalars of the norms, and no more."""
@@ -310,6 +312,7 @@ def test_search_finds_what_planning_every_layout_finds(monkeypatch):
     assert (few["planned"], few["rest"] > 0) == (3, True)
 
 
+@pytest.mark.slow
 def test_search_shows_layouts_that_fit_by_their_projected_step():
     config, site = small_config(rows=8, policy="mixed"), Site("trn1.2xlarge", 2)
     found = search.ranked(config, site, max_plans=6)
@@ -363,6 +366,7 @@ def test_reduced_takes_a_divisor_of_the_data_degree_so_that_all_still_divides():
     assert (devices, small.parallel.data, small.data.batch_size) == (3, 3, 3)
 
 
+@pytest.mark.slow
 def test_partition_compiles_the_planned_step_and_finds_its_arguments():
     config = small_config(policy="mixed", tensor=2, data=4, zero1=True, sequence_parallel=True)
     found = partition(config, Site("trn1.2xlarge", 4), max_devices=4)
@@ -371,6 +375,7 @@ def test_partition_compiles_the_planned_step_and_finds_its_arguments():
     assert {row["kind"] for row in found["collectives"]} >= {"all-gather", "reduce-scatter", "all-reduce"}
 
 
+@pytest.mark.slow
 def test_70b_over_256_devices_compiles_as_planned():
     """HLAT-70B's own degrees, TP 32 x PP 8, with the load of its replica."""
     found = layouts.compiled("70b-256")

@@ -63,6 +63,7 @@ def test_report_says_where_zero_3_gathers_and_scatters():
     assert "reduce-scatter over fsdp, backward: 5 times" in str(found)
 
 
+@pytest.mark.quick_cases("step-outside")
 @pytest.mark.parametrize(("when", "where"), [("step", "outside"), ("layer", "backward loop")])
 def test_gradients_are_reduced_where_the_layout_says(small, when, where):
     small.parallel.update(data=8, reduce_gradients=when)
@@ -99,6 +100,7 @@ def deep_arguments():
     return params, {"x": jnp.ones((2048, 8)), "y": jnp.zeros(2048)}
 
 
+@pytest.mark.quick_cases("None")
 @pytest.mark.parametrize("zero", [None, 1])
 def test_memory_budget_is_kept_and_changes_no_gradient(zero):
     params, rows = deep_arguments()

@@ -109,6 +109,7 @@ def test_a_call_that_was_not_measured_goes_by_level_and_says_so(tuned):
     assert choice.because == f"level 20 on cpu; {out} has no times for this call"
 
 
+@pytest.mark.slow
 def test_measuring_again_replaces_the_entries_of_the_same_calls_alone(tuned):
     path, out = tuned
     arguments = ["tune", EIGHT_ROWS, f"--out={out}", "--rounds=1"]

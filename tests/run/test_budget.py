@@ -65,6 +65,7 @@ def one_step(config):
     return program.step(program.init_state(), batch, np.float32(1e-3))
 
 
+@pytest.mark.slow
 def test_a_budget_becomes_a_choice_that_fits_one_device_and_recomputes_less_than_full():
     asked, config, record = resolved()
     assert step_bytes(config.model.remat) == record["measured_bytes"] <= asked < record["plain"][0]
@@ -72,6 +73,7 @@ def test_a_budget_becomes_a_choice_that_fits_one_device_and_recomputes_less_than
     assert record["plain"][1] < record["flops"] < record["full"][1]
 
 
+@pytest.mark.slow
 def test_a_step_under_a_budget_is_the_step_without_one():
     ours, plain = (one_step(config) for config in (resolved()[1], config_with("none")))
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(plain), strict=True):
@@ -129,6 +131,7 @@ def chunked(choice):
     return dataclasses.replace(config, data=data, model=model_config)
 
 
+@pytest.mark.slow
 def test_a_budget_is_met_with_chunked_attention_whose_derivative_rule_names_values():
     one = layout_over(chunked("none"), jax.devices()[:1])
     most, least = (remat.temporaries(make_program(chunked(choice), one).trace_step()) for choice in ("none", "saved:"))
@@ -196,6 +199,7 @@ def test_a_budget_without_a_unit_is_refused_when_the_config_is_read(size):
         resolve(c)
 
 
+@pytest.mark.slow
 def test_a_plan_estimates_the_choice_and_names_it():
     config = planned.planned_config(remat="budget:150MiB", m=2)
     plan = make_plan(config, Site("trn1.2xlarge", 1))
@@ -217,6 +221,7 @@ def test_a_forward_pass_needs_no_choice():
     np.testing.assert_allclose(model.apply(params, cfg, tokens_BT), plain, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_run_prints_and_records_its_choice_and_goes_on_with_it(tmp_path, train_here):
     path = micro.write_config(tmp_path)
     words = [f"--config={path}", f"--workdir={tmp_path / 'run'}", "--config.model.remat=budget:2.7MiB"]

@@ -103,6 +103,7 @@ def base():
     return fingerprints(config_with())
 
 
+@pytest.mark.slow
 def test_what_changes_from_run_to_run_changes_no_fingerprint(base):
     defaults = config_with().to_dict()
     for path, value in FREE.items():
@@ -111,12 +112,14 @@ def test_what_changes_from_run_to_run_changes_no_fingerprint(base):
     assert fingerprints(config_with(FREE)) == base
 
 
+@pytest.mark.quick_cases("optimizer.eps=1e-06", "optimizer.weight_decay=0.2")
 @pytest.mark.parametrize(("path", "value", "programs"), TABLE, ids=[f"{path}={value}" for path, value, _ in TABLE])
 def test_a_key_changes_the_fingerprints_that_it_should_and_no_other(base, path, value, programs):
     changed = fingerprints(config_with({path: value}))
     assert {name for name in PROGRAMS if changed[name] != base[name]} == set(programs)
 
 
+@pytest.mark.quick_cases("cpu-{}", "neuron-{'data': 2}")
 @pytest.mark.parametrize(
     ("platform", "degrees"),
     [("cpu", {}), ("neuron", {"data": 2}), ("neuron", {"tensor": 2}), ("neuron", {"fsdp": 2}), ("neuron", {"pipe": 2})],
@@ -128,6 +131,7 @@ def test_platform_and_mesh_change_the_fingerprint_of_the_step(base, platform, de
     assert changes.program("train", config, place).sha256 != changes.program("train", config, ONE).sha256
 
 
+@pytest.mark.slow
 def test_fingerprints_do_not_depend_on_hash_seeds_or_folders_or_lines(tmp_path):
     """A copy of the package elsewhere, its lines moved, in processes of other hash seeds, makes the same programs."""
     root = pathlib.Path(__file__).resolve().parents[2]
@@ -149,6 +153,7 @@ def test_fingerprints_do_not_depend_on_hash_seeds_or_folders_or_lines(tmp_path):
     assert found[0] == found[1]
 
 
+@pytest.mark.quick_cases("1")
 @pytest.mark.parametrize("num_devices", [1, 8])
 def test_devices_that_do_not_exist_give_the_fingerprints_of_those_that_do(num_devices):
     from hlat_jax.parallel.degrees import layout_over
@@ -210,6 +215,7 @@ def run(tmp_path, monkeypatch):
     return train
 
 
+@pytest.mark.slow
 def test_a_run_compiles_its_programs_once_each_and_nothing_else(run):
     jax.clear_caches()
     compiled, config, workdir = run()
@@ -221,6 +227,7 @@ def test_a_run_compiles_its_programs_once_each_and_nothing_else(run):
     assert set(recorded(workdir)) == set(PROGRAMS)
 
 
+@pytest.mark.slow
 def test_a_run_builds_its_program_once_and_chooses_each_implementation_once(run, monkeypatch):
     """New, then resumed: validation, samples, checkpoints and their norms all take the same program."""
     built, chosen = [], collections.Counter()
@@ -244,6 +251,7 @@ def test_a_run_builds_its_program_once_and_chooses_each_implementation_once(run,
         assert chosen == {op.key: 1 for op in OPS.values()}
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_compiles_no_other_program(run):
     _, _, workdir = run()
     before = {name: entry["sha256"] for name, entry in recorded(workdir).items()}
@@ -253,6 +261,7 @@ def test_a_run_that_goes_on_compiles_no_other_program(run):
     assert {name: entry["sha256"] for name, entry in recorded(workdir).items()} == before
 
 
+@pytest.mark.slow
 def test_a_batch_of_another_shape_is_an_error_and_no_new_program(run, monkeypatch):
     """Were the steps jitted and not compiled ahead, this would train on and compile one program more."""
     step = loop._step
@@ -289,6 +298,7 @@ def programs(monkeypatch, capsys):
     return command
 
 
+@pytest.mark.slow
 def test_the_command_says_what_is_the_same_and_what_is_new_and_why(run, programs, tmp_path):
     _, _, workdir = run()
     words = [f"--config={tmp_path / 'micro.py'}", "--platform=cpu", "--devices=1", f"--workdir={workdir}"]
@@ -329,6 +339,7 @@ def test_the_command_says_what_is_the_same_and_what_is_new_and_why(run, programs
     assert why[1].startswith("mesh: pipe 1 x data 1 x fsdp 1 x tensor 1 -> pipe 1 x data 2")
 
 
+@pytest.mark.quick_cases("[1]")
 @pytest.mark.parametrize("text", ['{"train": 1}', '{"train": {"sha256": "a"}}', "[1]", '{"train": {"sha'])
 def test_what_is_no_whole_record_is_none(text, programs, tmp_path):
     (tmp_path / RECORD_FILE).write_text(text)

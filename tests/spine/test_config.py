@@ -336,6 +336,20 @@ def _write_table(config, path):
     table.write(table.Table(path, "cpu", table.device_kind(device), jax.__version__, (entry,)))
 
 
+@pytest.mark.quick_cases(
+    "model.max_positions",
+    "optimizer.horizon_steps",
+    "optimizer.min_lr_ratio",
+    "parallel.fsdp",
+    "parallel.tensor",
+    "parallel.zero1",
+    "precision.stochastic_rounding",
+    "train.eval_loss_high",
+    "train.eval_tasks",
+    "train.eval_tasks_every_steps",
+    "train.eval_tasks_folder",
+    "train.eval_tasks_limit",
+)
 @pytest.mark.parametrize("path", FIELDS)
 def test_config_field_changes_something(path, observed):
     row = FIELDS[path]

@@ -55,6 +55,7 @@ def train(tmp_path, monkeypatch):
     return lambda c: loop.train(resolve(c), tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_a_signal_during_validation_loses_no_step(micro, train, tmp_path, monkeypatch, capsys):
     micro.checkpoint.every_steps = 0
     evaluate = Validation.__call__
@@ -94,6 +95,7 @@ def test_after_a_signal_the_state_is_saved_before_what_is_due_is_evaluated(micro
     assert len(saved_before[-1]) == 1
 
 
+@pytest.mark.slow
 def test_a_bad_record_is_named_and_the_steps_before_it_are_saved(micro, train, tmp_path):
     text = tmp_path / "text.jsonl"
     lines = [json.dumps({"text": f"{index} " + "word and word " * 40}) for index in range(40)]
@@ -114,7 +116,7 @@ def test_a_bad_record_is_named_and_the_steps_before_it_are_saved(micro, train, t
     ("text", "message"),
     [
         ("", r"data.validation=.*held_out.jsonl': none of 1 documents can be read.* row 1: 'text' is empty"),
-        ("\n", r"held_out.jsonl' holds no text to predict; give more, or ''"),
+        ("\n", r"held_out.jsonl' holds no text to predict; give more text, or ''"),
     ],
 )
 def test_held_out_text_that_gives_nothing_to_predict_is_refused(micro, train, tmp_path, text, message):
@@ -225,6 +227,7 @@ def end_of(workdir, micro):
     return rows, step, [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(state)], position.tolist(), metadata
 
 
+@pytest.mark.slow
 def test_a_run_whose_weight_was_flipped_goes_back_before_it_and_ends_with_the_bits_of_one_left_alone(
     micro, train, after_step, tmp_path, capsys
 ):
@@ -246,6 +249,7 @@ def test_a_run_whose_weight_was_flipped_goes_back_before_it_and_ends_with_the_bi
     assert end_of(tmp_path / "run", micro) == expected
 
 
+@pytest.mark.quick_cases("params.embed")
 @pytest.mark.parametrize("name", ["params.embed", "opt_state.inner.nu.embed"])
 def test_a_state_that_is_not_finite_is_not_saved_though_all_steps_were_finite(micro, train, after_step, tmp_path, name):
     short(micro, 4)
@@ -303,6 +307,7 @@ def stopped_at_6(change, stop, monkeypatch):
     return changed
 
 
+@pytest.mark.quick_cases("bad batch-0")
 @pytest.mark.parametrize("every", [0, 4])
 @pytest.mark.parametrize("stop", ["signal", "bad batch"])
 def test_a_run_that_stops_at_a_non_finite_step_saves_it_with_its_count_and_resumes_from_it(
@@ -363,6 +368,7 @@ def test_non_finite_steps_are_counted_across_a_resume(micro, train, after_step, 
     assert train(micro) == 0
 
 
+@pytest.mark.quick_cases("params.embed")
 @pytest.mark.parametrize("name", ["params.embed", "opt_state.inner.mu.embed"])
 def test_a_checkpoint_of_an_older_version_that_is_not_finite_is_put_aside(micro, train, tmp_path, capsys, name):
     short(micro, 4)
@@ -394,6 +400,7 @@ def test_a_checkpoint_of_an_older_version_that_is_not_finite_is_put_aside(micro,
     assert end_of(tmp_path / "run", micro) == expected
 
 
+@pytest.mark.slow
 def test_a_run_of_an_older_version_is_resumed(micro, train, tmp_path, capsys):
     short(micro, 4)
     assert train(micro) == 0
@@ -405,6 +412,7 @@ def test_a_run_of_an_older_version_is_resumed(micro, train, tmp_path, capsys):
     assert end_of(tmp_path / "run", micro) == expected
 
 
+@pytest.mark.quick_cases("as written now-copytree")
 @pytest.mark.parametrize("moved", [shutil.move, shutil.copytree])
 @pytest.mark.parametrize("record", [lambda run: None, as_before], ids=["as written now", "as written before"])
 def test_a_checkpoint_under_the_name_of_another_step_is_ignored(micro, train, tmp_path, capsys, moved, record):

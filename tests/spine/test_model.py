@@ -50,6 +50,7 @@ def assert_same_rank(param, axes):
     assert param.ndim == len(axes)
 
 
+@pytest.mark.slow
 def test_initial_weights_do_not_depend_on_loop_or_remat():
     wanted = init_params(CFG, jax.random.key(0, impl="rbg"))
     for changes in ({"layer_loop": "unroll"}, {"remat": "full"}, {"remat": "selective"}):
@@ -81,6 +82,7 @@ CHOICES = [
 ]
 
 
+@pytest.mark.quick_cases("scan-saved:dot_general.0,gate")
 @pytest.mark.parametrize("changes", CHOICES, ids=lambda c: f"{c['layer_loop']}-{c['remat']}")
 def test_scan_unroll_and_every_remat_choice_give_one_loss_and_gradient(changes):
     params = init_params(CFG, jax.random.key(0))
@@ -106,6 +108,7 @@ def dots_of(cfg):
     return compiled.cost_analysis()["flops"]
 
 
+@pytest.mark.slow
 def test_remat_choices_differ_in_what_they_recompute():
     flops = {
         remat: dots_of(dataclasses.replace(CFG, layer_loop="unroll", remat=remat, attention="einsum"))
@@ -135,6 +138,7 @@ def test_selective_remat_keeps_every_linears_input_and_drops_scores_and_product(
     assert "[2,2,2,12,12]" not in saved  # attention scores and probabilities
 
 
+@pytest.mark.slow
 def test_a_token_never_sees_the_future_nor_another_segment():
     params = init_params(CFG, jax.random.key(0))
     segment_ids = jnp.asarray([[0] * 5 + [1] * 7] * 2)
@@ -152,6 +156,7 @@ def test_a_token_never_sees_the_future_nor_another_segment():
     np.testing.assert_array_equal(seen_by(6, **masked), [5, 6])
 
 
+@pytest.mark.slow
 def test_packed_documents_equal_the_documents_apart():
     params = init_params(CFG, jax.random.key(0))
     row = tokens((1, 12))
@@ -166,6 +171,7 @@ def test_packed_documents_equal_the_documents_apart():
     np.testing.assert_allclose(packed, jnp.concatenate(apart, axis=1), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_foreign_code_trains_the_model_with_plain_optax():
     params = init_params(CFG, jax.random.key(0))
     optimizer = optax.adam(1e-2)

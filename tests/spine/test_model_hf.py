@@ -36,12 +36,14 @@ def logits_difference(cfg: ModelConfig, params: dict, model: torch.nn.Module) ->
     return float(np.abs(ours - theirs).max())
 
 
+@pytest.mark.quick_cases("gqa_with_q_apart_from_kv", "llama3_scaled")
 @pytest.mark.parametrize("cfg", CASES.values(), ids=CASES)
 def test_logits_equal_hugging_face(cfg):
     params = random_params(cfg)
     assert logits_difference(cfg, params, hugging_face(params, cfg)) <= 1e-4
 
 
+@pytest.mark.quick_cases("llama3_scaled")
 @pytest.mark.parametrize("cfg", CASES.values(), ids=CASES)
 def test_gradients_equal_hugging_face(cfg):
     params = random_params(cfg)
@@ -60,6 +62,7 @@ def test_gradients_equal_hugging_face(cfg):
     assert max(deviations.values()) <= 1e-4, deviations
 
 
+@pytest.mark.quick_cases("norm_eps", "rope_low_freq_factor")
 @pytest.mark.parametrize(
     "mistake",
     [

@@ -159,6 +159,7 @@ def trained(config, layout, make_batch, *, num_steps=3):
     return state, float(metrics.loss)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "parallel", [{"data": 8}, {"data": 2, "tensor": 4, "zero1": True}, {"pipe": 2, "fsdp": 4}], ids=str
 )
@@ -176,6 +177,7 @@ def test_bf16_sr_over_a_mesh_keeps_replicas_equal_and_follows_one_device(paralle
     assert loss == pytest.approx(wanted, rel=5e-3)  # bf16 activations
 
 
+@pytest.mark.slow
 def test_bf16_sr_repeats_itself_and_depends_on_the_seed_in_the_state(one_device, make_batch):
     config = resolve(small(data=1))
     (first, _), (again, _) = (trained(config, one_device, make_batch) for _ in range(2))

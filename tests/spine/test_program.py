@@ -37,6 +37,7 @@ def run(config, layout, batches, num_steps=4):
     return state, rows
 
 
+@pytest.mark.slow
 def test_accumulation_equals_one_batch_with_ragged_token_counts(small, one_device, make_batch):
     one, parts = resolve(small), None
     small.train.num_microbatches = 4
@@ -57,6 +58,7 @@ def test_accumulation_equals_one_batch_with_ragged_token_counts(small, one_devic
         np.testing.assert_allclose(a, b, rtol=0, atol=5e-6 * np.abs(a).max())
 
 
+@pytest.mark.slow
 def test_autocast_follows_fp32_with_every_product_in_bf16_on_one_device_and_on_a_mesh(small, one_device, make_batch):
     batch = make_batch(0, resolve(small))
     _, exact = run(resolve(small), one_device, [batch])
@@ -75,6 +77,7 @@ def test_autocast_follows_fp32_with_every_product_in_bf16_on_one_device_and_on_a
         assert cast[-1].loss != exact[-1].loss
 
 
+@pytest.mark.quick_cases("fp32")
 @pytest.mark.parametrize("policy", ["fp32", "autocast", "mixed", "bf16_sr", "bf16"])
 def test_first_update_has_learning_rate_zero_and_fills_the_moments(small, one_device, make_batch, policy):
     small.precision.policy = policy
@@ -85,6 +88,7 @@ def test_first_update_has_learning_rate_zero_and_fills_the_moments(small, one_de
     assert all(np.abs(np.asarray(m, np.float32)).max() > 0 for m in jax.tree.leaves(state["opt_state"]["inner"]["mu"]))
 
 
+@pytest.mark.slow
 def test_policies_store_what_they_say(small, one_device):
     for name, dtypes in {
         "fp32": (jnp.float32, jnp.float32, None),
@@ -105,6 +109,7 @@ def test_policies_store_what_they_say(small, one_device):
         assert state_bytes(program.init_state()) == state_bytes(state)
 
 
+@pytest.mark.slow
 def test_mixed_follows_fp32_and_keeps_updates_that_bf16_loses(small, one_device, make_batch):
     small.optimizer.peak_lr = 1e-4
     losses = {}
@@ -121,6 +126,7 @@ def test_mixed_follows_fp32_and_keeps_updates_that_bf16_loses(small, one_device,
     assert not (losses["fp32", "norms"] == 1).any()
 
 
+@pytest.mark.quick_cases("fp32-2")
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("policy", ["fp32", "mixed"])
 def test_a_non_finite_step_changes_nothing_but_the_count(small, one_device, make_batch, policy, microbatches):
@@ -143,6 +149,7 @@ def test_a_non_finite_step_changes_nothing_but_the_count(small, one_device, make
     assert not np.array_equal(state["params"]["embed"], before["params"]["embed"])
 
 
+@pytest.mark.slow
 def test_a_batch_without_a_single_target_is_a_masked_step(small, one_device, make_batch):
     config = resolve(small)
     batch = make_batch(0, config)
@@ -150,6 +157,7 @@ def test_a_batch_without_a_single_target_is_a_masked_step(small, one_device, mak
     assert not rows[0].finite
 
 
+@pytest.mark.slow
 def test_clipping_scales_the_update_and_reports_the_norm_before(small, one_device, make_batch):
     small.optimizer.beta1 = small.optimizer.beta2 = 0.0  # moments are then this gradient alone
     small.optimizer.eps = 1.0  # so that the update is not invariant to the gradient's scale
@@ -164,6 +172,7 @@ def test_clipping_scales_the_update_and_reports_the_norm_before(small, one_devic
     np.testing.assert_allclose(moments, [norms[0], 1e-3 * norms[0] / (norms[0] + 1e-6)], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_state_is_donated(small, one_device, make_batch):
     config = resolve(small)
     program = make_program(config, one_device)
@@ -172,6 +181,7 @@ def test_the_state_is_donated(small, one_device, make_batch):
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state))
 
 
+@pytest.mark.slow
 def test_eval_step_equals_the_loss_before_the_update(small, one_device, make_batch):
     config = resolve(small)
     batch = make_batch(0, config)
@@ -181,6 +191,7 @@ def test_eval_step_equals_the_loss_before_the_update(small, one_device, make_bat
     np.testing.assert_allclose(loss_sum / num_tokens, rows[0].loss, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_z_loss_enters_training_but_not_evaluation(small, one_device, make_batch):
     plain = resolve(small)
     small.train.z_loss_weight = 0.1
@@ -267,6 +278,7 @@ def from_hidden(params, batch):
     return cross_entropy(hidden, head_VD=params["head"], **fields, options=LossOptions("dense"))
 
 
+@pytest.mark.quick_cases("None")
 @pytest.mark.parametrize("zero", [None, 3])
 def test_products_that_a_loss_scale_comes_after_are_wide_in_fp16_alone(zero):
     params = {"w": jnp.ones((8, 16)), "head": jnp.ones((24, 16))}
@@ -445,6 +457,9 @@ def test_a_loss_of_mean_and_accuracy_is_no_sum_and_count():
     assert metrics.aux == accuracy
 
 
+@pytest.mark.quick_cases(
+    "{'autocast': 'fp16', 'zero': 3}", "{'num_microbatches': 4}", "{'zero': 2, 'num_microbatches': 2}"
+)
 @pytest.mark.parametrize("options", EVERY_PATH, ids=str)
 def test_a_mean_and_its_aux_are_those_of_the_whole_batch_however_it_is_split(options):
     params, batch = labelled()
@@ -460,6 +475,7 @@ def test_a_mean_and_its_aux_are_those_of_the_whole_batch_however_it_is_split(opt
     np.testing.assert_allclose(moved["w"], grads["w"], atol=2 * close * largest)
 
 
+@pytest.mark.quick_cases("{'autocast': 'fp16', 'zero': 3}", "{'zero': 0}", "{'zero': 2, 'num_microbatches': 2}")
 @pytest.mark.parametrize("options", EVERY_PATH, ids=str)
 def test_aux_of_sums_and_counts_is_divided_over_the_whole_batch(options):
     counted = np.arange(32) % 4 != 0  # with 4 microbatches on one device one of them counts nothing
@@ -604,6 +620,7 @@ def test_the_policy_autocast_casts_in_a_program_of_anyone():
     assert set(told.stages[-1].products) == {"bfloat16"}
 
 
+@pytest.mark.slow
 def test_mixed_precision_with_zero1_equals_one_device(small, one_device, make_batch):
     small.precision.policy = "mixed"
     config = resolve(small)
@@ -626,6 +643,13 @@ NEURON_CASES = [
 ]
 
 
+@pytest.mark.quick_cases(
+    "fp32-blocked-chunked-full",
+    "fp32-einsum-dense-none",
+    "fp32-einsum-dense-unroll",
+    "fp32-reference-reference-paired",
+    "mixed-reference-reference-paired",
+)
 @pytest.mark.parametrize("changes", NEURON_CASES, ids=lambda c: "-".join(c.values()))
 @pytest.mark.parametrize("policy", ["fp32", "mixed"])
 def test_step_lowered_for_neuron_holds_nothing_it_cannot_take(small, one_device, changes, policy):
@@ -676,6 +700,7 @@ def test_what_changes_between_runs_is_no_constant_of_the_program(small, one_devi
     assert lowered_for_neuron(resolve(small), one_device) == before
 
 
+@pytest.mark.slow
 def test_evaluation_is_compiled_once_for_the_state_before_and_after_a_step(small, one_device, make_batch):
     config = resolve(small)
     program = make_program(config, one_device)

@@ -95,6 +95,7 @@ def test_train_refuses_a_folder_that_cannot_be_written(train_here, tmp_path, kin
     assert line.endswith("give another folder with --workdir.")
 
 
+@pytest.mark.slow
 def test_train_loses_nothing_of_a_run_when_a_later_command_is_wrong(train_here, finished, tmp_path):
     _, workdir, _ = finished
     before = {path: path.read_bytes() for path in workdir.rglob("*") if path.is_file()}

@@ -150,6 +150,7 @@ def logged(case: str) -> tuple[Config, list[Batch], dict, dict[str, np.ndarray]]
     return config, batches, *our_log(config, batches)
 
 
+@pytest.mark.quick_cases("llama3_scaled_with_z_loss")
 @pytest.mark.parametrize("case", CASES)
 def test_trajectory_equals_the_pytorch_twin_over_50_steps(case):
     config, batches, params, ours = logged(case)

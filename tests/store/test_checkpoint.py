@@ -343,6 +343,16 @@ def test_tokens_must_be_those_of_the_step(tmp_path, checkpointer, packing, token
 DATA = {"batch_size": 2, "seq_len": 8, "packing": "concat"}
 
 
+@pytest.mark.quick_cases(
+    "<lambda>-data.batch_size=0 must be",
+    "<lambda>-metadata.num_nonfinite=None must be",
+    "<lambda>-metadata.tokens='x' must be an integer",
+    "<lambda>-metadata.tokens=None must be an integer",
+    "<lambda>-metadata=None must be",
+    "<lambda>-position=.* must be a list of integers",
+    "<lambda>-position=2 must be a list of integers",
+    "<lambda>-step='2' must be an integer",
+)
 @pytest.mark.parametrize(
     ("change", "field"),
     [

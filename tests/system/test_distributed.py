@@ -102,6 +102,7 @@ def assert_same_rows(found, expected):
             assert row[key] == (pytest.approx(value, rel=RELATIVE) if isinstance(value, float) else value), (row, key)
 
 
+@pytest.mark.slow
 def test_two_processes_train_and_validate_as_one_does(alone, stopped):
     workdir, _ = stopped
     rows, wanted = micro.rows(workdir), micro.rows(alone)
@@ -125,6 +126,7 @@ def test_only_process_0_prints(stopped):
     assert job.error_lines(0) == job.error_lines(1) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_processes", [1, 4])
 def test_a_checkpoint_of_two_processes_goes_on_in_another_number_and_mesh(
     alone, stopped, train_job, tmp_path, num_processes
@@ -164,6 +166,7 @@ def add_damaged_checkpoint(folder, step):
     largest.write_bytes(content)
 
 
+@pytest.mark.slow
 def test_a_save_that_fails_in_one_process_ends_both_at_once(train_job, tmp_path):
     small_files = ["bash", "-c", 'ulimit -f 64; exec "$0" "$@"']  # its part of a checkpoint has 900 kB
     with train_job(tmp_path / "run", 2, *SPLIT, "checkpoint.every_steps=2", before_last=small_files) as job:
@@ -176,6 +179,7 @@ def test_a_save_that_fails_in_one_process_ends_both_at_once(train_job, tmp_path)
     assert micro.saved_steps(tmp_path / "run") == []
 
 
+@pytest.mark.slow
 def test_a_killed_process_ends_the_other_within_the_timeout(train_job, tmp_path):
     workdir = tmp_path / "run"
     longer = f"train.num_steps={10 * NUM_STEPS}"
@@ -189,6 +193,7 @@ def test_a_killed_process_ends_the_other_within_the_timeout(train_job, tmp_path)
     assert line.startswith("error: process 1 of 2 sent no heartbeat for 4 s (--peer_timeout_s)")
 
 
+@pytest.mark.slow
 def test_a_bad_record_of_one_process_ends_both_and_keeps_the_steps_before_it(train_job, tmp_path):
     text, workdir = tmp_path / "text.jsonl", tmp_path / "run"
     lines = [json.dumps({"text": f"{index} " + "word and word " * 40}) for index in range(40)]
@@ -240,12 +245,14 @@ WAIT = "distributed.barrier()"  # for those who do not come
 SLEEP = "time.sleep(60)"
 
 
+@pytest.mark.slow
 def test_processes_that_all_reach_the_end_go_on(small_job):
     with small_job("pass", "time.sleep(1)") as job:
         assert job.wait(60) == [0, 0]
     assert all(job.err(index).splitlines()[-1] == "the end" for index in range(2))
 
 
+@pytest.mark.quick_cases("KeyError('a bug')-1-KeyError: 'a bug'")
 @pytest.mark.parametrize(
     ("error", "code", "line"),
     [
@@ -323,6 +330,7 @@ def test_an_error_that_all_meet_is_told_by_each_in_its_own_words(small_job):
     assert [job.error_lines(index) for index in range(2)] == [["error: of 0"], ["error: of 1"]]
 
 
+@pytest.mark.quick_cases("9")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_silent_process_ends_the_others_within_the_timeout(small_job, number):
     with small_job(WAIT, SLEEP, SLEEP) as job:
@@ -337,6 +345,7 @@ def test_a_silent_process_ends_the_others_within_the_timeout(small_job, number):
         assert "process 1 of 3 sent no heartbeat for 2 s" in job.error_lines(index)[0]
 
 
+@pytest.mark.slow
 def test_the_death_of_process_0_ends_the_others(small_job):
     with small_job(SLEEP, SLEEP) as job:
         while any("met" not in job.err(index) for index in range(2)):
@@ -347,6 +356,7 @@ def test_the_death_of_process_0_ends_the_others(small_job):
     assert "coordination service" in job.err(1) or "process 0 of 2" in job.err(1)
 
 
+@pytest.mark.slow
 def test_processes_that_wait_in_vain_say_for_whom(small_job):
     with small_job(SLEEP, num_processes=2) as job:
         assert job.wait(20) == [1]

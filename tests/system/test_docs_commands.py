@@ -108,6 +108,7 @@ def folder(tmp_path_factory):
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", cases())
 def test_command_of_a_page_runs(command, folder):
     path = f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}"
@@ -120,6 +121,7 @@ def test_command_of_a_page_runs(command, folder):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
 @pytest.mark.xdist_group("commands")
 def test_examples_of_a_page_run_as_they_stand(page, folder, monkeypatch, capsys):

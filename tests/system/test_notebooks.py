@@ -157,6 +157,7 @@ def printed_by(cell):
     return "".join(output.text for output in cell.outputs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_notebook_runs_and_shows_what_is_committed(name, ran):
     notebook, _ = ran(name)
@@ -185,6 +186,7 @@ def test_layouts_of_the_plan_are_what_their_labels_say_and_that_of_hlat_is_witho
     assert theirs == {**ours, "zero1": False}  # 7b.sh:61; tensor=8 with sequence parallelism
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_programs_of_a_notebook_fit_a_trn1_node_and_lint_clean(name, ran):
     _, probed = ran(name)

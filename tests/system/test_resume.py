@@ -38,6 +38,7 @@ def ended_early(uninterrupted, tmp_path):
     return tmp_path / "half"
 
 
+@pytest.mark.slow
 def test_resume_after_sigkill_at_random_moments_equals_the_uninterrupted_run(uninterrupted, tmp_path):
     config, env, expected = uninterrupted
     rng = random.Random()
@@ -63,6 +64,7 @@ def assert_failed_with_one_line(done, *parts):
         assert part in line
 
 
+@pytest.mark.slow
 def test_resume_after_a_disk_that_was_full_while_saving_equals_the_uninterrupted_run(uninterrupted, small_disk):
     config, env, expected = uninterrupted
     workdir = small_disk("3m") / "run"  # one or two checkpoints of 1.3 MB fit, keeping two needs room for three
@@ -84,6 +86,7 @@ def test_resume_after_a_disk_that_was_full_while_saving_equals_the_uninterrupted
     assert not kill_trials.differences(config, workdir, expected)
 
 
+@pytest.mark.slow
 def test_resume_after_a_disk_that_was_full_for_a_row_equals_the_uninterrupted_run(uninterrupted, small_disk):
     config, env, expected = uninterrupted
     pages = sum(-(-(expected / name).stat().st_size // 4096) for name in SETTINGS)
@@ -122,6 +125,7 @@ def test_sigterm_saves_and_exits_0_and_the_same_command_resumes(uninterrupted, t
     assert micro.final_checkpoint(config, workdir)[:3] == micro.final_checkpoint(config, expected)[:3]
 
 
+@pytest.mark.slow
 def test_sigterm_before_the_first_step_says_that_nothing_was_saved(uninterrupted, tmp_path):
     config, env, _ = uninterrupted
     words = micro.command(config, tmp_path / "run")
@@ -145,6 +149,7 @@ def test_resume_of_a_finished_run_says_that_it_is_complete(uninterrupted):
     assert {path: path.read_bytes() for path in workdir.rglob("*") if path.is_file()} == before
 
 
+@pytest.mark.slow
 def test_resume_with_more_steps_and_other_logging_resumes_bit_for_bit(uninterrupted, ended_early):
     config, env, expected = uninterrupted
     changed = ("checkpoint.every_steps=7", "checkpoint.keep_last=1", "metrics.console=on", "data.num_threads=0")
@@ -164,6 +169,7 @@ def with_old_keys(config: dict) -> None:
         config[section][key] = config[section].pop(new_key)
 
 
+@pytest.mark.slow
 def test_resume_of_a_run_that_recorded_old_names_of_config_keys_continues_bit_for_bit(uninterrupted, ended_early):
     config, env, expected = uninterrupted
     for folder in (ended_early / "checkpoints").iterdir():

@@ -40,6 +40,7 @@ def _installed(name):
         return False
 
 
+@pytest.mark.slow
 def test_wheel_holds_all_modules_configs_and_assets_and_no_tests(wheel):
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     package, configs = micro.REPOSITORY / "hlat_jax", micro.REPOSITORY / "configs"
@@ -52,6 +53,7 @@ def test_wheel_holds_all_modules_configs_and_assets_and_no_tests(wheel):
     assert licences == {"LICENSE", "NOTICE"}
 
 
+@pytest.mark.slow
 def test_wheel_trains_tiny_where_the_repository_is_not(wheel, tmp_path):
     target = tmp_path / "site"
     words = [sys.executable, "-m", "pip", "install", str(wheel), "--no-deps", "--target", str(target), "-q"]

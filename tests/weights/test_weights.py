@@ -86,6 +86,7 @@ def trained(tmp_path_factory):
     return folder, folder / "run", train(folder, folder / "run", **settings)
 
 
+@pytest.mark.slow
 def test_a_run_folder_and_each_of_its_checkpoints_open(trained):
     _, run, config = trained
     newest, older = open_weights(run), open_weights(run / "checkpoints/1")
@@ -106,6 +107,7 @@ def test_masters_are_the_weights_that_the_parameters_were_rounded_from(trained):
     jax.tree.map(np.testing.assert_array_equal, rounded, params.restore(None))
 
 
+@pytest.mark.slow
 def test_a_damaged_newest_checkpoint_is_passed_over_and_named(trained, tmp_path, capsys):
     run = shutil.copytree(trained[1], tmp_path / "run")
     path = max((run / "checkpoints/2/state").rglob("*"), key=lambda path: path.stat().st_size)
@@ -314,6 +316,7 @@ def test_checkpoints_of_a_run_are_averaged_by_their_masters_and_exported(trained
     assert (tmp_path / "hf/tokenizer.model").is_file()
 
 
+@pytest.mark.slow
 def test_a_tokenizer_that_adds_bos_in_transformers_adds_none_in_what_is_exported_of_a_run(tmp_path):
     path = write_tokenizer_json(tmp_path, tokenizer_class="PreTrainedTokenizerFast").rename(tmp_path / "mine.json")
     run, mean = tmp_path / "run", tmp_path / "mean"
@@ -356,6 +359,7 @@ def test_a_folder_of_before_bos_was_noted_goes_by_its_files(trained, tmp_path):
         assert open_model(str(tmp_path / "mean"), config_lib.ParallelConfig()).first_ids(None) == first
 
 
+@pytest.mark.slow
 def test_a_run_begins_with_an_import_of_more_rows_than_tokens(trained, tmp_path, capsys):
     folder, padded = trained[0], {"model__vocab_size": 4096}
     train(folder, tmp_path / "first", **padded)
@@ -405,6 +409,7 @@ def test_a_run_begins_with_weights_of_a_model_that_was_timed_and_ran_otherwise(t
     assert open_start(begun, Tokenizer(config.data.tokenizer)).model.ops_table == "a.json"
 
 
+@pytest.mark.quick_cases("bf16_sr", "fp32")
 @pytest.mark.parametrize("policy", ["fp32", "mixed", "bf16_sr"])
 def test_a_new_state_gets_the_weights_it_is_given_and_nothing_else_of_theirs(policy, trained):
     _, run, config = trained
@@ -424,6 +429,7 @@ def test_a_new_state_gets_the_weights_it_is_given_and_nothing_else_of_theirs(pol
         jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, np.asarray(b).astype(a.dtype)), mine, masters)
 
 
+@pytest.mark.slow
 def test_a_run_begins_with_init_from_and_passes_it_over_when_it_goes_on(trained, tmp_path, capsys):
     folder, run, _ = trained
     begun = tmp_path / "begun"
