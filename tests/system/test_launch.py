@@ -171,7 +171,7 @@ def test_dry_run_anywhere_prints_every_node(num_nodes, instance):
 @pytest.mark.parametrize(
     ("flags", "variables", "message"),
     [
-        (["--node=1"], {}, "--num_nodes and --node belong together"),
+        (["--node=1"], {}, "give --num_nodes and --node together"),
         (["--num_nodes=2", "--node=0"], {}, "--coordinator=HOST is missing"),
         (["--num_nodes=2", "--node=2", "--coordinator=a"], {}, "--node=2 must lie in 0 .. 1"),
         (["--num_nodes=2", "--node=-1", "--coordinator=a"], {}, "--node=-1 must be a whole number of at least 0"),
@@ -221,7 +221,7 @@ def test_node_refuses_what_is_no_number_by_name_and_evaluates_nothing(dry_run, t
 def test_node_refuses_slurm_without_scontrol(dry_run):
     if shutil.which("scontrol"):
         pytest.skip("this machine has Slurm")
-    assert "there is no scontrol" in dry_run(SLURM_JOB_NODELIST="node[0-1]")[2]
+    assert "scontrol, which reads it, is not installed" in dry_run(SLURM_JOB_NODELIST="node[0-1]")[2]
 
 
 def test_node_refuses_what_neuron_cannot_do(dry_run):
