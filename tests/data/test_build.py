@@ -160,6 +160,7 @@ def test_training_reads_what_was_built(tmp_path):
         np.testing.assert_array_equal(ids[index], want)
 
 
+@pytest.mark.slow
 def test_number_of_workers_leaves_no_trace(tmp_path):
     paths = [write_jsonl(tmp_path / f"{name}.jsonl", [f"{name} {i} " * 50 for i in range(100)]) for name in "abcde"]
     for tokenizer in ("", AUSTEN):

@@ -198,6 +198,17 @@ def test_any_split_of_the_rows_gives_the_same_global_batches(
         assert f"{combined:032x}" == loader.batch_hash(batch, rows=range(batch_size))
 
 
+@pytest.mark.quick_cases(
+    "1-concat",
+    "1-documents",
+    "1-mixed concat",
+    "1-mixed documents",
+    "3-concat",
+    "3-documents",
+    "6-concat",
+    "6-documents",
+    "6-mixed documents",
+)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("num_processes", [1, 3, 6])
 def test_state_of_eight_processes_goes_on_under_any_number(corpus, three, kind, num_processes):

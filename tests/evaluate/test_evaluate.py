@@ -189,6 +189,7 @@ def test_validation_is_the_loss_of_rows_cut_by_hand(validated):
     assert row["eval_loss"] == pytest.approx(losses.mean(), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_validation_of_few_batches_is_near_that_of_all(trained_run, tmp_path):
     """2 %, the noise of 32 rows; the first document is one word again and again, which the novels are not."""
     weights, layout = open_weights(trained_run), make_layout(config_lib.ParallelConfig(), jax.devices()[:1])

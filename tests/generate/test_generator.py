@@ -78,6 +78,7 @@ def test_greedy_generation_equals_the_whole_forward_pass_again(loop):
     assert found([PROMPTS[2]], max_tokens=NUM_TOKENS)[0] == rerun(cfg, weights("gqa"), PROMPTS[2])
 
 
+@pytest.mark.slow
 def test_prompts_of_a_batch_are_continued_as_they_are_alone():
     assert generator("gqa")(PROMPTS, max_tokens=NUM_TOKENS) == alone("gqa")
 
@@ -113,6 +114,7 @@ def test_draws_depend_on_the_seed_and_the_row_and_repeat():
     assert first[0] == generator("gqa")([PROMPTS[0]], max_tokens=NUM_TOKENS, sampling=CREATIVE)[0]
 
 
+@pytest.mark.slow
 def test_a_row_ends_at_its_stop_token_and_the_others_go_on():
     whole = alone("gqa")
     stop = whole[0][9]

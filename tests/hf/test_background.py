@@ -176,6 +176,7 @@ def test_a_failing_writer_ends_the_run_with_its_checkpoint_whole_and_the_next_at
     assert_is_export_of(workdir / "huggingface/4", workdir / "checkpoints/4", scratch=tmp_path / "scratch")
 
 
+@pytest.mark.slow
 def test_what_is_there_is_not_exported_again_and_a_complete_run_exports_what_is_not(mutable, train, tmp_path):
     workdir = tmp_path / "run"
     mutable.train.num_steps = EVERY
@@ -204,6 +205,7 @@ def test_a_failing_export_at_the_end_is_one_line_and_exit_code_1(train_here, tmp
     assert micro.saved_steps(tmp_path / "run") == [3]
 
 
+@pytest.mark.slow
 def test_an_export_above_the_step_that_a_run_resumes_from_is_made_again(mutable, train, tmp_path, capsys):
     workdir = tmp_path / "run"
     mutable.data.train = "a=package:austen_train.jsonl;b=package:austen_validation.jsonl"

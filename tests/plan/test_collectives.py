@@ -59,6 +59,20 @@ BODIES = {
 }
 
 
+@pytest.mark.quick_cases(
+    "all-gather-data",
+    "all-gather-fsdp",
+    "all-gather-tensor",
+    "all-reduce-data",
+    "all-reduce-tensor",
+    "collective-permute-fsdp",
+    "collective-permute-pipe",
+    "collective-permute-tensor",
+    "reduce-scatter-data",
+    "reduce-scatter-fsdp",
+    "reduce-scatter-pipe",
+    "reduce-scatter-tensor",
+)
 @pytest.mark.parametrize("axis", AXES)
 @pytest.mark.parametrize("kind", BODIES)
 def test_collectives_of_a_written_program_have_its_kind_axis_trips_and_bytes(kind, axis):

@@ -122,6 +122,7 @@ def test_memory_budget_is_kept_and_changes_no_gradient(zero):
     assert got.grad_norm == pytest.approx(float(wanted.grad_norm), rel=1e-6)
 
 
+@pytest.mark.slow
 def test_options_of_the_choice_under_a_budget_are_those_of_its_search():
     params, rows = deep_arguments()
     measured = []
@@ -160,6 +161,7 @@ def test_step_report_and_budget_compile_with_the_options_of_the_layout(monkeypat
             run()
 
 
+@pytest.mark.slow
 def test_memory_budget_without_shapes_or_below_everything_is_refused():
     params, rows = deep_arguments()
     with pytest.raises(ValueError, match=r"give params=\.\.\. and batch=\.\.\."):

@@ -160,6 +160,7 @@ def test_a_table_made_before_an_op_had_a_choice_is_read_and_its_other_calls_go_b
         assert (found[key].name, found[key].because) == (chosen, without)
 
 
+@pytest.mark.slow
 def test_a_table_of_another_kind_of_device_is_refused_with_both_kinds_and_the_way_out(tuned):
     path, out = tuned
     edited(out, device_kind="TPU v9")
@@ -172,6 +173,7 @@ def test_a_table_of_another_kind_of_device_is_refused_with_both_kinds_and_the_wa
         command.main(["tune", f"--config={path}", EIGHT_ROWS, f"--out={out}"])
 
 
+@pytest.mark.slow
 def test_a_plan_for_another_platform_refuses_the_table_and_one_for_its_own_takes_it(tuned):
     path, out = tuned
     one = resolved(path, ops_table=str(out))
@@ -193,6 +195,7 @@ def test_a_file_that_is_no_table_is_refused(text, message, tmp_path):
         table.read(str(file))
 
 
+@pytest.mark.slow
 def test_a_winner_that_is_not_the_fastest_is_refused(tuned):
     _, out = tuned
     tree = json.loads(out.read_text())
@@ -229,6 +232,7 @@ def test_an_entry_that_cannot_be_is_refused_with_the_file_the_entry_and_the_way_
     assert "write it again with python -m hlat_jax.plan tune" in message
 
 
+@pytest.mark.slow
 def test_a_table_of_another_version_of_jax_is_honoured_and_the_reason_says_so(tuned):
     path, out = tuned
     edited(out, jax="0.1.2")

@@ -213,6 +213,7 @@ def _remat(config, choice):
     return dataclasses.replace(config.model, remat=choice)
 
 
+@pytest.mark.slow
 def test_a_forward_pass_needs_no_choice():
     cfg = config_with("budget:1GiB").model
     params = model.init_params(cfg, jax.random.key(0))

@@ -275,6 +275,7 @@ def test_a_batch_of_another_shape_is_an_error_and_no_new_program(run, monkeypatc
         run()
 
 
+@pytest.mark.slow
 def test_the_weights_are_those_of_the_seeds_rbg_key(one_device):
     config = config_with({"train.seed": 2**31 + 5})
     key = jax.random.key(2**31 + 5, impl="rbg")

@@ -367,6 +367,7 @@ def test_config_table_covers_every_field_exactly():
     assert {f"{section}.{key}" for section in config_lib.SECTIONS for key in tree[section]} == fields
 
 
+@pytest.mark.slow
 def test_config_observations_do_not_change_by_themselves(observed, tmp_path):
     c = _base({}, tmp_path)
     for observer in (program, weights, batches, rates):

@@ -348,6 +348,7 @@ def test_a_run_that_stops_with_a_state_that_is_not_finite_says_so_and_resumes_fr
     assert saved_steps(tmp_path / "run") == [4]
 
 
+@pytest.mark.slow
 def test_non_finite_steps_are_counted_across_a_resume(micro, train, after_step, tmp_path):
     """The last step is saved with its count: only finite states are, and its update was left out."""
     short(micro, 0)

@@ -27,6 +27,7 @@ def test_decoder_in_a_notebook_gives_fp32_logits():
     assert logits_BTV.dtype == jnp.float32
 
 
+@pytest.mark.slow
 def test_module_and_pure_functions_are_one_model():
     params = init_params(CFG, jax.random.key(3))
     np.testing.assert_array_equal(apply(params, CFG, tokens()), bind(params, CFG)(tokens()))
@@ -34,6 +35,7 @@ def test_module_and_pure_functions_are_one_model():
     np.testing.assert_array_equal(apply(params, CFG, tokens()), module(tokens()))
 
 
+@pytest.mark.quick_cases("{'fuse_qkv': False}", "{'tie_embeddings': True}")
 @pytest.mark.parametrize(
     "changes", [{}, {"tie_embeddings": True}, {"fuse_qkv": False}, {"num_kv_heads": 4}], ids=lambda c: str(c)
 )
@@ -195,6 +197,7 @@ def test_foreign_code_trains_the_model_with_plain_optax():
     assert losses[-1] < 0.2 * losses[0]
 
 
+@pytest.mark.slow
 def test_foreign_code_trains_the_model_with_nnx_idioms():
     decoder = Decoder(CFG, rngs=nnx.Rngs(0))
     optimizer = nnx.Optimizer(decoder, optax.adam(1e-2), wrt=nnx.Param)

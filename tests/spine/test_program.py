@@ -586,6 +586,20 @@ MISTAKEN = {
 }
 
 
+@pytest.mark.quick_cases(
+    "bool aux-{'memory_budget': '1GiB'}",
+    "losses-{'memory_budget': '1GiB'}",
+    "none-{'memory_budget': '1GiB'}",
+    "none-{}",
+    "sum alone-{'memory_budget': '1GiB'}",
+    "sums-{'memory_budget': '1GiB'}",
+    "sums-{}",
+    "swapped-{'memory_budget': '1GiB'}",
+    "text aux-{'memory_budget': '1GiB'}",
+    "text-{'memory_budget': '1GiB'}",
+    "text-{}",
+    "triple-{'memory_budget': '1GiB'}",
+)
 @pytest.mark.parametrize(
     "options",
     [{}, {"zero": 3, "num_microbatches": 4}, {"zero": 1, "autocast": "fp16"}, {"memory_budget": "1GiB"}],

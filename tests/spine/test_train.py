@@ -197,6 +197,7 @@ def test_train_lines_have_one_width_and_blanks_between_columns(finished):
     assert progress[-1].split()[-1] == "0:00:00"
 
 
+@pytest.mark.quick_cases("70b-68976648192-1,156.")
 @pytest.mark.parametrize(("name", "num_params", "gib"), [("7b", 6738415616, "50.2"), ("70b", 68976648192, "1,156.")])
 def test_train_of_a_shipped_giant_stops_at_once_with_needs_and_haves(tmp_path, name, num_params, gib):
     if os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") > 100 * 2**30:

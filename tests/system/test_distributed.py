@@ -324,6 +324,7 @@ def test_an_error_of_process_0_reaches_the_others_before_it_leaves(small_job):
         assert "of mine" in line
 
 
+@pytest.mark.slow
 def test_an_error_that_all_meet_is_told_by_each_in_its_own_words(small_job):
     with small_job(*["raise ValueError(f'of {process_id}')"] * 2) as job:
         assert job.wait(20) == [2, 2]
