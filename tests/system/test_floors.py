@@ -214,3 +214,16 @@ def test_no_config_is_read_with_a_default_that_could_hide_a_missing_key():
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "get":
                 owner = ast.unparse(node.func.value)
                 assert "config" not in owner, f"{path.name}: {ast.unparse(node)}"
+
+
+@pytest.mark.parametrize(
+    ("words", "successor"),
+    [
+        (["hlat_jax.ops", "tune", "--config=tiny"], "python -m hlat_jax.plan tune --config=tiny"),
+        (["hlat_jax.eval", "--tasks", "a"], "python -m hlat_jax.evaluate lm_eval --tasks a"),
+    ],
+)
+def test_a_command_at_its_old_address_names_its_successor(words, successor):
+    done = subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.strip() == f"error: python -m {words[0]} is now {successor}"
