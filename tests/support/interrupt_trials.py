@@ -2,8 +2,8 @@
 
     PYTHONPATH=. python tests/support/interrupt_trials.py --trials 20 --seed 0
 
-prints one line per phase and ends with exit code 1 when a command did not acknowledge the signal, left another exit code
-than 130, or printed a traceback. `tests/system/test_interrupt.py` uses the same functions for the short form.
+prints one line per phase and ends with exit code 1 when a command did not acknowledge the signal, ended with another
+exit code than 130, or printed a traceback. `tests/system/test_interrupt.py` uses the same functions for the short form.
 """
 
 import argparse
@@ -142,7 +142,7 @@ def interrupt(words, env, workdir, *, begins, delay_s, second_s=None):
 
 
 def timed(words, env, workdir, events):
-    """Runs a command to its end; returns the seconds after its start at which each event was first seen, and the end."""
+    """Runs a command; returns the seconds from its start to the first sight of each event, and to its end."""
     out, found, began = workdir.with_suffix(".out"), [None] * len(events), time.monotonic()
     with open(out, "w") as file:
         process = subprocess.Popen(words, env=env, stdout=file, stderr=subprocess.DEVNULL)
@@ -169,8 +169,8 @@ def _report(name, found):
     ended = sorted(trial.ended_s for trial in valid) or [0.0]
     codes = sorted({trial.code for trial in valid})
     print(
-        f"{name:24}{len(valid):3} interrupts, codes {codes}, acknowledged after {statistics.median(times):.2f} s, at most "
-        f"{times[-1]:.2f} s; ended after {statistics.median(ended):.2f} s, at most {ended[-1]:.2f} s; "
+        f"{name:24}{len(valid):3} interrupts, codes {codes}, acknowledged after {statistics.median(times):.2f} s, "
+        f"at most {times[-1]:.2f} s; ended after {statistics.median(ended):.2f} s, at most {ended[-1]:.2f} s; "
         f"{len(problems)} wrong",
         flush=True,
     )
@@ -179,8 +179,8 @@ def _report(name, found):
     return len(problems)
 
 
-def _commands(folder, run):
-    """Returns the words of every other command that works for a while."""
+def commands(folder, run, *, config):
+    """Returns the words of other commands that work for a while; they write into `folder`."""
     text = folder / "text.txt"
     text.write_text("It is a truth universally acknowledged. " * 4000)
     inputs = folder / "in.jsonl"
@@ -196,7 +196,7 @@ def _commands(folder, run):
             f"--out={folder / 'own.model'}",
         ],
         "plan": [*module, "hlat_jax.plan", "--config=7b", "--nodes=4"],
-        "neuron lint": [*module, "hlat_jax.neuron", "lint", f"--config={folder / 'micro.py'}"],
+        "neuron lint": [*module, "hlat_jax.neuron", "lint", f"--config={config}"],
     }
 
 
@@ -239,7 +239,7 @@ def main() -> int:
         half = micro.command(config, folder / "half", "train.num_steps=12")
         assert micro.run(half, env).returncode == 0
         num_bad += trials("restoring", RESTORING, prepare=lambda: shutil.copytree(folder / "half", workdir))
-        for command, command_words in _commands(folder, reference).items():
+        for command, command_words in commands(folder, reference, config=config).items():
 
             def clean():
                 for path in ("exported", "built"):
