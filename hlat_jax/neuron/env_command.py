@@ -63,7 +63,7 @@ def _topology(values: flags.FlagValues) -> Topology:
     if values.rank.isdecimal():
         fields["rank"] = int(values.rank)
     elif values.rank not in ("", "all"):
-        raise ValueError(f"--rank={values.rank} must be an integer from 0, or all.")
+        raise ValueError(f"--rank={values.rank} must be an integer of at least 0, or all.")
     if values.coordinator:
         fields["coordinator"] = values.coordinator
     return Topology(values.instance, **fields)

@@ -72,7 +72,7 @@ def _make_folder(path: str) -> pathlib.Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ValueError(f"--out={path} cannot be created: {error.strerror}; name another folder.") from None
+        raise ValueError(f"--out={path} cannot be created as a folder: {error.strerror}; name another.") from None
     if not os.access(folder, os.W_OK):
         raise ValueError(f"--out={path} cannot be written to; name another folder.")
     return folder

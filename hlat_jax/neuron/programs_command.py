@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
     print(f"{config.name} for {values.platform}, {count:,} devices: {placement}")
     record = f"the last run in {workdir}" if last else f"nothing: {workdir} has no {RECORD_FILE}"
     print(f"compared with    {record}\ncache            {values.cache or 'none'}\n")
-    print(_row(("program", "fingerprint", "operations", "arguments", "of", "cache", "since the last run")))
+    print(_row(("program", "fingerprint", "operations", "arguments", "argument bytes", "cache", "since the last run")))
     found = {}
     for name in programs_of_run(config):
         now = dataclasses.asdict(changes.program_fingerprint(name, config, placement)) | around
