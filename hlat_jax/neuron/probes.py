@@ -148,7 +148,7 @@ def rounding(cast: Callable[[np.ndarray], np.ndarray], *, expected: str) -> Outc
     specials = np.array([np.inf, -np.inf, np.nan, 1.0, -1.0 - step, 0.0], np.float32)
     kept = cast(np.tile(specials, 128))
     if not np.array_equal(kept, np.tile(specials, 128), equal_nan=True):
-        return Outcome(FAILED, "a cast changes inf, NaN or representable values", "do not train on this machine")
+        return Outcome(FAILED, "a cast changes a bf16 value, inf or NaN", "do not train on this machine")
     shares = {}
     for fraction in (0.25, 0.75, -0.25, -0.75):
         sign = math.copysign(1.0, fraction)

@@ -271,7 +271,7 @@ def truncated(values):
         ),
         (lambda v: v, "nearest", "neighbors"),  # not rounded: the pair of casts was taken out
         (lambda v: np.nan_to_num(bf16(v), posinf=3e38), "nearest", "inf or NaN"),
-        (lambda v: bf16(v * 1.01), "nearest", "representable values"),
+        (lambda v: bf16(v * 1.01), "nearest", "a bf16 value"),
     ],
 )
 def test_rounding_other_than_asked_is_caught(cast, expected, word):
