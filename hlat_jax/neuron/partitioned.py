@@ -154,8 +154,8 @@ def permute_problem(pairs: np.ndarray, *, target: str) -> str | None:
         rows, columns = (a // 4 - b // 4) % 4, (a % 4 - b % 4) % 4
         return (rows, columns) in ((0, 0), (0, 1), (0, 3), (1, 0), (3, 0))
 
-    apart = sum(not are_linked(source, to) for source, to in target_of.items())
-    return f"{apart} of {len(pairs)} pairs are on chips without a link" if apart else None
+    unlinked = sum(not are_linked(source, to) for source, to in target_of.items())
+    return f"{unlinked} of {len(pairs)} pairs are on chips without a link" if unlinked else None
 
 
 def argument_findings(program: Program, *, target: str) -> Iterator[tuple[str, str, Any]]:

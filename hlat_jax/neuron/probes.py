@@ -75,13 +75,13 @@ def devices(found: Sequence[Any], *, platform: str, count: int) -> Outcome:
     kinds = sorted({(one.platform, one.device_kind) for one in found})
     names = ", ".join(f"{kind} ({platform})" for platform, kind in kinds)
     seen = f"{len(found)} x {names or 'nothing'}"
-    start = "run neuron-ls, look for another process that uses the cores, and compare `python -m hlat_jax.neuron env`"
+    advice = "run neuron-ls, look for another process that uses the cores, and compare `python -m hlat_jax.neuron env`"
     if not found or (platform and any(one.platform != platform for one in found)):
-        return Outcome(FAILED, f"{seen}; expected platform {platform or 'any'}", start)
+        return Outcome(FAILED, f"{seen}; expected platform {platform or 'any'}", advice)
     if len(kinds) > 1:
         return Outcome(FAILED, f"{seen}: several kinds", "use devices of one kind")
     if count and len(found) != count:
-        return Outcome(FAILED, f"{seen}; the instance has {count}", start)
+        return Outcome(FAILED, f"{seen}; the instance has {count}", advice)
     if kinds[0][0] == "neuron" and cost.device(kinds[0][1]) is None:
         return Outcome(FAILED, f"{seen}: a kind that is not in cost.DEVICES", "add its memory and speed there")
     return Outcome(PASSED, seen)
