@@ -25,11 +25,9 @@ from hlat_jax.program import ProgramOptions, SumAndCount, training_program
 from hlat_jax.resolve import resolve
 from hlat_jax.step import make_program, state_bytes
 
-program_of = functools.cache(make_program)  # tests of one config and layout compile its step once
-
 
 def run(config, layout, batches, num_steps=4):
-    program = program_of(config, layout)
+    program = make_program(config, layout)
     state, step = program.init_state(), program.step
     rows = []
     for index in range(num_steps):
@@ -135,7 +133,7 @@ def test_a_non_finite_step_changes_nothing_but_the_count(small, one_device, make
     small.precision.policy = policy
     small.train.num_microbatches = microbatches
     config = resolve(small)
-    step = program_of(config, one_device).step
+    step = make_program(config, one_device).step
     good = make_batch(0, config)
     weights = good.weights.copy()
     weights[1, 1] = np.inf
