@@ -154,7 +154,7 @@ def training_program(
     if options.memory_budget is None:
         program.step.trace(*arguments)  # raises for a loss function that returns anything else
         return program
-    search = {"options": options.remat or remat.Options(), "name": "ProgramOptions.memory_budget"}
+    search = {"options": options.remat or remat.RematOptions(), "name": "ProgramOptions.memory_budget"}
     plan = remat.fit(loss_fn, *arguments, budget_bytes=options.memory_budget, step=step_of, **search)
     return dataclasses.replace(program, stages=stages | {"remat": step_of(plan.fn)}, plan=plan)
 

@@ -63,7 +63,7 @@ class ProgramOptions:
     replica_sync: ReplicaSync | None = None
     autocast: CastPolicy | str | None = None
     memory_budget: int | str | None = None
-    remat: remat.Options | None = None
+    remat: remat.RematOptions | None = None
     dialects: Mapping[str, str] | None = None
     kernels: Mapping[str, Choice] = dataclasses.field(default_factory=dict)
 
@@ -92,7 +92,7 @@ class ProgramOptions:
                 "is not a ReplicaSync: give zero.make_replica_sync(...)",
             ),
             ("autocast", is_cast, f"is neither a policy's name nor a CastPolicy: give {named}"),
-            ("remat", _is_none_or(self.remat, remat.Options), "must be passes.remat.Options(...)"),
+            ("remat", _is_none_or(self.remat, remat.RematOptions), "must be passes.remat.RematOptions(...)"),
             ("kernels", isinstance(self.kernels, Mapping), "must be a dict: op -> ops.dialect.Choice"),
         ):
             if not is_valid:

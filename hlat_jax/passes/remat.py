@@ -49,7 +49,7 @@ def _check_region(region: str) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class RematOptions:
     """How a choice is made.
 
     Attributes:
@@ -89,7 +89,7 @@ class Plan:
       choice: names of what is kept, or the stock policy that keeps it; None: the program fits as it is, and nothing
         is computed again.
       budget_bytes: given.
-      measured_bytes: of the program, by `Options.measure`.
+      measured_bytes: of the program, by `RematOptions.measure`.
       predicted_bytes: of it, before it was compiled: those of full rematerialization and of what is kept.
       flops: products that the program executes on one device, counted in its trace.
       predicted_flops: likewise, from the recompute graph.
@@ -144,7 +144,7 @@ def fit(
     *args: Any,
     budget_bytes: int | str,
     step: Callable[[Callable], Callable] | None = None,
-    options: Options = Options(),
+    options: RematOptions = RematOptions(),
     name: str = "budget_bytes",
 ) -> Plan:
     """Returns the plan, with `fn` transformed, whose program takes at most `budget_bytes` of temporaries per device.
@@ -180,7 +180,7 @@ def max_batch(
 
     Secants through what was measured, and bisection wherever they move little: a few programs where memory grows
     evenly, some 60 at most. With rematerialization it is the largest that fits with nothing kept, for which `fit` with
-    `Options(measure=total_bytes)` then finds how much of the limit can keep values. Where another choice takes less
+    `RematOptions(measure=total_bytes)` then finds how much of the limit can keep values. Where another choice takes less
     than nothing kept, as for blocks in a Python loop, a larger batch may fit.
 
     Args:
@@ -251,7 +251,7 @@ def _tracer(fn: Callable, args: tuple, *, step: Callable | None, region: str) ->
 
 
 def regions(fn: Callable, choice: RematChoice, *, region: str) -> Callable:
-    """Returns `fn` with a choice applied to its `Options.region`, or a stock policy to the whole of it."""
+    """Returns `fn` with a choice applied to its `RematOptions.region`, or a stock policy to the whole of it."""
     _check_region(region)
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -269,7 +269,9 @@ def regions(fn: Callable, choice: RematChoice, *, region: str) -> Callable:
     return run
 
 
-def search(traced: Callable[[RematChoice | None], Any], *, budget_bytes: int, options: Options = Options()) -> Plan:
+def search(
+    traced: Callable[[RematChoice | None], Any], *, budget_bytes: int, options: RematOptions = RematOptions()
+) -> Plan:
     """Returns the plan of a program that can be traced under any choice; see `fit`.
 
     Args:
@@ -339,7 +341,7 @@ def _kept_phrase(choice: RematChoice | None) -> str:
     return f"under {choice.stock_policy}" if choice.stock_policy else "with nothing kept"
 
 
-def _offloaded_byte(options: Options) -> float | None:
+def _offloaded_byte(options: RematOptions) -> float | None:
     if not options.offload:
         return None
     device = jax.devices()[0]
@@ -375,5 +377,5 @@ def _gradients(fn: Callable) -> Callable:
 def _memory(traced: Any) -> Any:
     memory = traced.lower().compile().memory_analysis()
     if memory is None:
-        raise ValueError("this backend has no memory analysis of programs; give Options.measure.")
+        raise ValueError("this backend has no memory analysis of programs; give RematOptions.measure.")
     return memory

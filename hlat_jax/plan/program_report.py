@@ -24,7 +24,7 @@ from hlat_jax.program import TrainingProgram
 
 
 @dataclasses.dataclass(frozen=True)
-class Stage:
+class CompileStage:
     """The whole step after a pass.
 
     Attributes:
@@ -68,7 +68,7 @@ class Report:
       compile_s: seconds that lowering and compiling took.
     """
 
-    stages: tuple[Stage, ...]
+    stages: tuple[CompileStage, ...]
     kernels: Mapping[str, Choice]
     plan: Plan | None
     collectives: tuple[Collective, ...]
@@ -100,7 +100,7 @@ def report(program: TrainingProgram, state: Any, batch: Any) -> Report:
     arguments, replica_sync = (state, batch, jnp.float32(0.0)), program.options.active_replica_sync
     traces = {name: step.trace(*arguments) for name, step in program.stages.items()}
     jaxprs = {name: live_jaxpr(traced) for name, traced in traces.items()}
-    stages = tuple(Stage(name=name, jaxpr=jaxpr, products=_products(jaxpr)) for name, jaxpr in jaxprs.items())
+    stages = tuple(CompileStage(name=name, jaxpr=jaxpr, products=_products(jaxpr)) for name, jaxpr in jaxprs.items())
     began = time.monotonic()
     compiled = traces[stages[-1].name].lower().compile()
     seconds = time.monotonic() - began

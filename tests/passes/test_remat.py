@@ -21,7 +21,7 @@ from hlat_jax.passes.naming import RematChoice
 from hlat_jax.passes.products import live_jaxpr, total_flops
 
 L, D, F, ROWS = 6, 16, 64, 256  # layers, width, hidden width, rows: temporaries of some 4 MiB
-SMALL = remat.Options(min_bytes=1024)
+SMALL = remat.RematOptions(min_bytes=1024)
 
 
 def layer(params, x):
@@ -566,7 +566,7 @@ def test_sizes_are_read_in_both_kinds_of_unit():
 
 def test_an_unknown_region_is_refused_whether_the_program_fits_or_not():
     with pytest.raises(ValueError, match="region='loop' must be auto, loops or whole"):
-        remat.Options(region="loop")
+        remat.RematOptions(region="loop")
 
 
 def test_a_function_that_cannot_be_traced_is_refused_by_name():
@@ -591,7 +591,7 @@ def test_an_error_of_the_function_itself_is_not_said_to_be_one_of_tracing():
 def test_a_function_without_a_value_that_is_large_enough_is_planned_with_nothing_kept_or_refused():
     most, least = extremes()
     fit = functools.partial(
-        remat.fit, loss, *arguments(), step=jax.value_and_grad, options=remat.Options(min_bytes=65_536_000)
+        remat.fit, loss, *arguments(), step=jax.value_and_grad, options=remat.RematOptions(min_bytes=65_536_000)
     )
     assert fit(budget_bytes=(most + least) // 2).choice == RematChoice()
     with pytest.raises(remat.BudgetNotMet, match=f"4,096 bytes .* program tried takes {least:,} bytes"):
