@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from hlat_jax.passes.calls import HANDLERS
-from hlat_jax.passes.jaxpr import ALL_REDUCES, called, op_name, place_of, rebind
+from hlat_jax.passes.jaxpr import ALL_REDUCES, CALL_JAXPRS, SUM_COLLECTIVES, called, op_name, place_of, rebind
 from hlat_jax.passes.kinds import Kind, Value, is_fp32, kind_of_constant, mixed, saturated, value
 
 _ADDS = frozenset({"add", "sub", "add_any"})
@@ -33,7 +33,7 @@ _MOVES = (
 # ... of these, result i of which is operand i, ...
 _PASSES = frozenset({"optimization_barrier", "device_put", "pvary", "pcast"})
 # ... and of calls: what a custom_vjp reads its functions keep for the backward pass, so it is none.
-_OPEN_CALLS = frozenset({"jit", "remat2", "closed_call", "core_call", "shard_map", "custom_jvp_call"})
+_OPEN_CALLS = CALL_JAXPRS.keys() - {"custom_vjp_call"}
 
 # What these make of integers is exact enough when narrow: the tables of RoPE, a softmax of distances.
 _BOUNDED = frozenset({"sin", "cos", "tanh", "logistic", "erf", "erfc", "exp"})
@@ -42,7 +42,7 @@ _BOUNDED = frozenset({"sin", "cos", "tanh", "logistic", "erf", "erfc", "exp"})
 _EACH = ALL_REDUCES | {"optimization_barrier", "pvary", "pcast", "sort"}
 
 # Of constants that fp16 can hold, these make numbers that it may not hold: 300 * 300.
-_GROWING = _ADDS | {"mul", "psum", "psum_invariant", "reduce_scatter"}
+_GROWING = _ADDS | SUM_COLLECTIVES | {"mul"}
 
 
 class Cast:

@@ -15,7 +15,7 @@ CHECKPOINT = "remat2"
 # Calls without any effect of their own.
 PLAIN_CALLS = {"jit", "closed_call", "core_call"}
 # Equations that call one function whose parameters and results are the equation's own, and where its jaxpr lies.
-_CALLED = {
+CALL_JAXPRS = {
     "jit": "jaxpr",
     "closed_call": "call_jaxpr",
     "core_call": "call_jaxpr",
@@ -24,7 +24,7 @@ _CALLED = {
     "custom_jvp_call": "call_jaxpr",
     "custom_vjp_call": "call_jaxpr",
 }
-# Collectives, and what XLA calls each.
+# Collective primitives, and the XLA operation that each is lowered to.
 COLLECTIVES = {
     "psum": "all-reduce",
     "psum_invariant": "all-reduce",
@@ -37,6 +37,8 @@ COLLECTIVES = {
     "ppermute": "collective-permute",
 }
 ALL_REDUCES = frozenset(name for name, kind in COLLECTIVES.items() if kind == "all-reduce")
+# Collectives that sum over devices.
+SUM_COLLECTIVES = (ALL_REDUCES | {"reduce_scatter"}) - {"pmax", "pmin"}
 # Results with the elements of their operand, or made of none.
 SAME_ELEMENTS = frozenset(
     {"name", "copy", "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "stop_gradient", "iota"}
@@ -87,7 +89,7 @@ def inner_trips(eqn: Any) -> int:
 
 def called(eqn: Any) -> Any:
     """Returns the open jaxpr of the one function that an equation calls with its own operands; None: it calls none."""
-    key = _CALLED.get(eqn.primitive.name)
+    key = CALL_JAXPRS.get(eqn.primitive.name)
     return None if key is None else getattr(eqn.params[key], "jaxpr", eqn.params[key])
 
 

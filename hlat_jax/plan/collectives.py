@@ -1,7 +1,7 @@
 """Reads the collectives of a partitioned program from its HLO text: kind, mesh axes, executions and bytes.
 
-Needs no JAX: the input is `compiled.as_text()` and a mesh, or any object with a `shape` of axis names and sizes. The
-body of a loop counts once per trip.
+The input is `compiled.as_text()` and a mesh, or any object with a `shape` of axis names and sizes. The body of a loop
+counts once per trip.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from typing import Any
 
 import numpy as np
 
-KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+from hlat_jax.passes.jaxpr import COLLECTIVES
+
+KINDS = tuple(dict.fromkeys(COLLECTIVES.values()))
 
 
 @dataclasses.dataclass(frozen=True)

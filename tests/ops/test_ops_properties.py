@@ -668,7 +668,7 @@ def test_cudnn_is_asked_for_what_the_call_is(monkeypatch):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"window": 64}, "takes no window"),
+        ({"window": 64}, "does not support a window"),
         ({"q_shape": (1, 100, 4, 64)}, "100 is not a multiple of 128"),
         ({"q_shape": (1, 128, 4, 256)}, "model.head_dim=256 is above 128"),
         ({"dtype": "float64"}, "dtype float64 is not one of"),
