@@ -395,7 +395,7 @@ def test_of_the_choices_that_fit_the_cheapest_is_taken_though_another_keeps_more
 def test_a_program_that_fits_as_it_is_stays_as_it_is():
     plan = remat.fit(loss, *arguments(), budget_bytes="1GiB", options=SMALL)
     assert (plan.choice, plan.fn, plan.recompute_share, plan.compilations) == (None, loss, 0.0, 1)
-    assert "everything: it fits as it is" in plan.report()
+    assert "everything: it fits without rematerialization" in plan.report()
 
 
 def with_a_checkpoint_of_its_own(params, x):
@@ -574,11 +574,11 @@ def test_a_function_that_cannot_be_traced_is_refused_by_name():
         return x if x.sum() > 0 else -x
 
     for fn in (branching, lambda x: x[x > 0]):
-        with pytest.raises(ValueError, match=r"remat cannot trace .*(branching|<lambda>): .* Let jax.lax.cond or"):
+        with pytest.raises(ValueError, match=r"remat cannot trace .*(branching|<lambda>): .* Use jax.lax.cond or"):
             remat.fit(fn, jnp.ones(3), budget_bytes="1GiB")
     with pytest.raises(ValueError, match=r"remat cannot trace .* with an argument of type str: .*functools.partial"):
         remat.fit(lambda x, kind: x, jnp.ones(3), "text", budget_bytes="1GiB")
-    with pytest.raises(ValueError, match=r"<lambda> returns no float array to differentiate; give step="):
+    with pytest.raises(ValueError, match=r"<lambda> returns no float array to differentiate; pass step="):
         remat.fit(lambda x: x.astype(int), jnp.ones(3), budget_bytes="1GiB")
 
 
