@@ -51,7 +51,7 @@ def cross_entropy(
     weights_BT: jax.Array,
     options: LossOptions,
 ) -> SumAndCount:
-    """Returns the sum over tokens of weight * (nll + z_loss_weight * log_normaliser^2), and that of the weights, in fp32.
+    """Returns the sums over tokens of weight * (nll + z_loss_weight * log_normaliser^2) and of weight, in fp32.
 
     Logits, softmax and sums are fp32. The forward pass also computes the gradients of `hidden_BTD` and `head_VD`,
     while it has the logits, in the dtypes of these; the weights have no gradient. Reverse mode only. Under

@@ -25,10 +25,8 @@ def swiglu(gate: jax.Array, *, up: jax.Array, implementation: str | Mapping[str,
     Source: arXiv 2002.05202, equation 6, as Llama uses it.
     """
     if (gate.shape, gate.dtype) != (up.shape, up.dtype):
-        raise ValueError(
-            f"gate is {gate.dtype.name}{list(gate.shape)} and up {up.dtype.name}{list(up.shape)}; shape and dtype must be "
-            "the same."
-        )
+        found = f"gate is {gate.dtype.name}{list(gate.shape)} and up {up.dtype.name}{list(up.shape)}"
+        raise ValueError(f"{found}; they must have the same shape and dtype.")
     return OP.run(implementation, gate, up, **describe_call(gate.shape, dtype=gate.dtype))
 
 

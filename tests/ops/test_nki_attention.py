@@ -80,7 +80,7 @@ FITS = {"q_shape": (1, 4096, 32, 128), "num_kv_heads": 8, "dtype": jnp.bfloat16,
     ("change", "reason"),
     [
         ({"has_segments": True}, "does not support segment ids"),
-        ({"window": 1024}, r"supports a window \(window=1024\) only with a scale of 1"),
+        ({"window": 1024}, "supports a window (window=1024) only with a scale of 1"),
         ({"q_shape": (1, 4096, 32, 256)}, "model.head_dim=256 is above 128"),
         ({"q_shape": (1, 4000, 32, 128)}, "4000 is not a multiple of 512"),
         ({"q_shape": (1, 262144, 32, 128)}, "262144 is above 131072"),

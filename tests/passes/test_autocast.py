@@ -526,7 +526,10 @@ def branching(x):
         (lambda: autocast(jnp.sin, jnp.bfloat16), "policy .*bfloat16.*: give bf16 or fp16, or a CastPolicy"),
         (lambda: CastPolicy(carry="narrow"), "carry='narrow' must be infer or keep"),
         (lambda: CastPolicy(rules=["exp"]), r"rules \['exp'\] must map names to always, never, infer"),
-        (lambda: CastPolicy(rules={"exp": "sometimes"}), "rule exp='sometimes': a rule must be one of always, never, infer"),
+        (
+            lambda: CastPolicy(rules={"exp": "sometimes"}),
+            "rule exp='sometimes': a rule must be one of always, never, infer",
+        ),
         (
             lambda: autocast(jnp.sin, CastPolicy(rules={"dot_genral": "never"}))(X),
             "no primitive has this name.* mean 'dot_general'",
