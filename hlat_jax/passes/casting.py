@@ -38,7 +38,7 @@ _OPEN_CALLS = CALL_JAXPRS.keys() - {"custom_vjp_call"}
 # On integers, their results are accurate enough when narrow: the tables of RoPE, a softmax of distances.
 _BOUNDED = frozenset({"sin", "cos", "tanh", "logistic", "erf", "erfc", "exp"})
 
-# Result i has the kind of operand i, of which alone it is computed.
+# The kind of result i is that of operand i.
 _EACH = ALL_REDUCES | {"optimization_barrier", "pvary", "pcast", "sort"}
 
 # Results may overflow fp16 even if the operands are constants that it can represent: 300 * 300.
@@ -133,7 +133,7 @@ class Cast:
         return self.rule(eqn) == "always"
 
     def _narrow_read(self, jaxpr: Any, wide: Sequence[bool]) -> set[Any]:
-        """Returns the variables that not only `never` operations read; narrowing the others would only lose bits."""
+        """Returns the variables that operations other than `never` read; narrowing the rest would only lose bits."""
         key = id(jaxpr), tuple(wide)
         if key in self._read:
             return self._read[key][0]
@@ -278,7 +278,7 @@ class Cast:
 
 
 def is_dot_of_vectors(eqn: Any) -> bool:
-    """Returns whether a product has no matrix among its operands: vectors by vectors, with one result each."""
+    """Returns whether a product only contracts pairs of vectors, with one result each."""
     if eqn.primitive.name != "dot_general":
         return all(var.aval.size <= 1 for var in eqn.outvars)
     (_, (batch, _)), left = eqn.params["dimension_numbers"], eqn.invars[0].aval

@@ -39,7 +39,7 @@ COLLECTIVES = {
 ALL_REDUCES = frozenset(name for name, kind in COLLECTIVES.items() if kind == "all-reduce")
 # Collectives that sum over devices.
 SUM_COLLECTIVES = (ALL_REDUCES | {"reduce_scatter"}) - {"pmax", "pmin"}
-# Results have the elements of the operand, or there is no operand.
+# Primitives whose results have the elements of their operand, or that have no operand.
 SAME_ELEMENTS = frozenset(
     {"name", "copy", "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "stop_gradient", "iota"}
 )

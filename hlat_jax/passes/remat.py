@@ -331,7 +331,7 @@ def _stock(trial: Trials, budget_bytes: int) -> RematChoice:
         f"a budget of {budget_bytes:,} bytes ({format_bytes(budget_bytes)}) is not met: the smallest program tried "
         f"takes {tried[smallest]:,} bytes ({format_bytes(tried[smallest])}) {_kept_phrase(smallest)}. Measured: "
         f"{measured}. A program that was not tried may take less: write blocks in a Python loop as a lax.scan, or put "
-        "jax.checkpoint around each. Or raise the budget, or reduce the rows of a microbatch on one device."
+        "jax.checkpoint around each. Or raise the budget, or reduce the batch or microbatch of a device."
     )
 
 

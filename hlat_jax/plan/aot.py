@@ -63,7 +63,7 @@ def fewer_replicas(config: Config, num_devices: int, *, max_devices: int) -> tup
             f"this layout takes {inner:,} devices for one replica; virtual CPU devices are limited to 2,048."
         )
     few = max(1, max_devices // inner)
-    data = max(d for d in range(1, few + 1) if degrees["data"] % d == 0)  # a divisor: keeps every division exact
+    data = max(d for d in range(1, few + 1) if degrees["data"] % d == 0)  # a divisor, so that the config stays valid
     tree = config.to_dict()
     tree["data"]["batch_size"] = config.data.batch_size // degrees["data"] * data
     tree["parallel"]["data"] = data
