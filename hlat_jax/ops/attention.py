@@ -110,7 +110,8 @@ def _check(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT):
     described = f"queries {q_BTNH.shape} {q_BTNH.dtype}, keys {k_BSKH.shape} {k_BSKH.dtype}"
     if k_BSKH.shape != v_BSKH.shape or not q_BTNH.dtype == k_BSKH.dtype == v_BSKH.dtype:
         raise ValueError(
-            f"{described}, values {v_BSKH.shape} {v_BSKH.dtype}: keys and values must have one shape, all one dtype."
+            f"{described}, values {v_BSKH.shape} {v_BSKH.dtype}: keys and values must have the same shape, and all "
+            "three the same dtype."
         )
     if not q_BTNH.ndim == k_BSKH.ndim == 4 or _without_heads(q_BTNH) != _without_heads(k_BSKH):
         raise ValueError(f"{described}: shapes must be [B, T, N, H] and [B, T, K, H].")
