@@ -190,12 +190,17 @@ def local_suite(monkeypatch):
 
 
 @pytest.mark.slow
-def test_evaluate_runs_a_suite_with_its_shot_counts_beside_the_paper(folder, local_suite, evaluate_here, tmp_path):
+def test_evaluate_runs_a_suite_with_its_shot_counts_beside_the_paper(
+    folder, local_suite, evaluate_here, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(progress, "ProgressBar", functools.partial(progress.ProgressBar, line_s=0.001))
     out = tmp_path / "found.json"
     code, printed, error = evaluate_here(
         f"--checkpoint={folder / 'imported'}", "--tasks=local", f"--tasks_folder={folder}", f"--json={out}"
     )
     assert code == 0, error
+    assert re.search(r"^  0%  12 continuations  0:00:\d\d$", error, re.MULTILINE)
+    assert re.search(r"^ \d\d%  12 continuations  0:00:\d\d left$", error, re.MULTILINE)
     found = json.loads(out.read_text())
     assert found["n-shot"] == {"local_choice": 0, "local_generation": 0, "local_rolling": 2}
     results = found["results"]

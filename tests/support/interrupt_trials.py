@@ -136,6 +136,8 @@ def interrupt(words, env, workdir, *, begins, delay_s, second_s=None):
             process.kill()
             process.wait()
     lines = err.read_text()[before:].splitlines()
+    # Python gives SIGINT its default action back in its teardown, after the command has returned
+    too_late |= process.returncode == -signal.SIGINT and not lines
     if acknowledged_s is None and any("interrupted" in line for line in lines):
         acknowledged_s = ended_s
     return Interrupt(process.returncode, acknowledged_s, ended_s, lines, out.read_text(), too_late)
