@@ -51,7 +51,7 @@ def train(config: Config, workdir: pathlib.Path) -> int:
       NonFiniteError: see `train.max_nonfinite_steps`.
     """
     with contextlib.ExitStack() as stack:
-        signals = stack.enter_context(StopSignals(alone=jax.process_count() == 1))
+        signals = stack.enter_context(StopSignals(alone=not jax.distributed.is_initialized()))
         opened = open_run(config, workdir, signals=signals, stack=stack)
         if opened is None:
             return 130 if signals.name == "SIGINT" else 0

@@ -42,6 +42,7 @@ def exit_on_interrupt() -> None:
     for end in _pipe:
         os.set_blocking(end, False)
     signal.set_wakeup_fd(_pipe[1], warn_on_full_buffer=False)
+    os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))  # one line, ours
     threading.Thread(target=_watch, name="hlat-interrupts", daemon=True).start()
 
 
@@ -66,7 +67,8 @@ def _end(_number: int, _frame: Any) -> None:
 
 def _say(line: str) -> None:
     with contextlib.suppress(OSError):
-        os.write(2, f"{line}\n".encode())
+        erased = "\r\x1b[K" * os.isatty(2)  # a progress bar
+        os.write(2, f"{erased}{line}\n".encode())
 
 
 def _watch() -> None:
@@ -79,7 +81,7 @@ def _watch() -> None:
         select.select(_pipe[:1], [], [])
         time.sleep(_PATIENCE_S)  # the main thread comes first
         handler = signal.getsignal(signal.SIGINT)
-        if handler is _end or (handler == getattr(getattr(handler, "__self__", None), "_ask", None)):
+        if handler is _end or isinstance(getattr(handler, "__self__", None), StopSignals):
             threading.Thread(target=handler, args=(signal.SIGINT, None), daemon=True).start()
         else:
             _taken()

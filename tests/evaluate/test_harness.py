@@ -10,6 +10,7 @@ import io
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -36,6 +37,7 @@ from local_tasks import NAMES, write_tasks
 from hlat_jax import config as config_lib
 from hlat_jax import loop
 from hlat_jax.config import ParallelConfig
+from hlat_jax.data.build import progress
 from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.evaluate import __main__ as evaluate_command
 from hlat_jax.evaluate import lm_eval_compat, suites, tasks

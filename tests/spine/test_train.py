@@ -400,6 +400,7 @@ with process.StopSignals() as stop:
     mutex, lock = ctypes.create_string_buffer(64), ctypes.CDLL(None).pthread_mutex_lock
     lock(mutex)
     def send():
+        time.sleep(0.1)  # the main thread waits by then
         os.kill(os.getpid(), signal.SIGINT)
         while not stop.name:
             time.sleep(0.01)
