@@ -240,7 +240,7 @@ def _with_progress(
         nonlocal num_predicted
         loss, count = predict(batch)
         num_predicted += int(count)
-        status.share = num_predicted / num_tokens * num_read / num_documents
+        status.share = max(status.share, num_predicted / num_tokens * num_read / num_documents)
         status.text = f"{num_predicted:,} tokens"
         return loss, count
 

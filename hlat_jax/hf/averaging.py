@@ -20,9 +20,7 @@ from hlat_jax.weights.weights_folder import FILES, WeightsInfo, is_weights, new_
 _BLOCK = 1 << 22  # elements: 16 MiB of fp32
 
 
-def average(
-    paths: Sequence[str | os.PathLike], out: pathlib.Path, *, status: Status | None = None
-) -> list[Weights]:
+def average(paths: Sequence[str | os.PathLike], out: pathlib.Path, *, status: Status | None = None) -> list[Weights]:
     """Writes the mean of checkpoints as the weights folder `out`, in their dtype; returns its inputs.
 
     Master weights are averaged where a checkpoint has them. Means are fp32, and exact where all values of an element

@@ -46,7 +46,7 @@ def exit_on_interrupt() -> None:
     threading.Thread(target=_watch, name="hlat-interrupts", daemon=True).start()
 
 
-def end_interrupted(line: str = "interrupted") -> NoReturn:
+def end_interrupted(*, line: str = "interrupted") -> NoReturn:
     """Ends this process at once with code 130, after `line` on stderr; a second call does not wait for the first."""
     if _ending.is_set():  # which may wait for a pipe that nobody reads
         os._exit(130)
@@ -244,7 +244,7 @@ class StopSignals:
 
     def _stop(self, line: str) -> NoReturn:
         if self._is_in_a_command():
-            end_interrupted(line)
+            end_interrupted(line=line)
         raise KeyboardInterrupt
 
     def _is_in_a_command(self) -> bool:
