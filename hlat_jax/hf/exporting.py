@@ -119,6 +119,7 @@ def _compare(weights: Weights, folder: pathlib.Path, *, dtype: np.dtype, status:
         ours = weights.read(entry.leaf)
         layer = _first_other(ours, found.slabs(entry), stacked=entry.stacked, dtype=dtype)
         status.share += ours.size / cost.num_params(weights.model) / 2
+        del ours  # before the next one is read
         if layer is not None:
             raise ValueError(
                 f"{folder}: {', '.join(entry.names(layer))} have other values than {weights.folder} when read back; "
