@@ -9,7 +9,10 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import importlib.util
+import linecache
 import pathlib
+import re
+import traceback
 from typing import Any
 
 from hlat_jax.byte_sizes import parse_bytes
@@ -20,7 +23,7 @@ REMAT_BUDGET = "budget:"
 def nearest(word: str, candidates: Any) -> str:
     """Returns "Did you mean 'x'?" with the closest candidate, or the list of all when none is close."""
     candidates = sorted(candidates)
-    close = difflib.get_close_matches(word, candidates, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(word, candidates, n=1, cutoff=0.6)
     return f"Did you mean {close[0]!r}?" if close else f"Known: {', '.join(candidates)}."
 
 
@@ -332,30 +335,83 @@ def load(name_or_path: str) -> Any:
     """Returns the ConfigDict of a shipped config (`tiny`) or of a file (`path/to/run.py`), its `name` filled in.
 
     Raises:
-      ValueError: no such name or file (the message has the nearest name), or a file without `get_config`.
+      ValueError: no such name or file (the message has the nearest name), or a file that does not run, has no
+        `get_config`, or sets a value of a wrong type (the message has the line).
     """
     names = shipped()
     is_path = name_or_path.endswith(".py")
     path = pathlib.Path(name_or_path) if is_path else names.get(name_or_path)
     if path is None:
-        raise ValueError(f"--config={name_or_path}: no such config. {nearest(name_or_path, names)} Paths end in .py.")
+        raise ValueError(f"--config={name_or_path}: no such config. {_meant_by(name_or_path, names)}")
     if not path.is_file():
         raise ValueError(f"--config={name_or_path}: no such file. Shipped configs: {', '.join(names)}.")
     spec = importlib.util.spec_from_file_location(f"hlat_jax_config_{path.stem}", path)
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    if not hasattr(module, "get_config"):
-        raise ValueError(f"{path} defines no get_config(); add one that edits and returns hlat_jax.config.default().")
     try:
+        spec.loader.exec_module(module)
+        if not hasattr(module, "get_config"):
+            raise ValueError("defines no get_config(); add one that edits and returns hlat_jax.config.default().")
         config = module.get_config()
-    except (AttributeError, KeyError, TypeError) as error:  # ConfigDict: an unknown key or a wrong type
-        message = " ".join(str(error.args[0] if error.args else error).split())
-        renamed = [
-            f" {old} was renamed to {new}." for old, new in RENAMED.items() if repr(old.split(".")[1]) in message
-        ]
-        raise ValueError(f"{path}: {message}{''.join(renamed)}") from error
+        if not hasattr(config, "to_dict"):
+            raise ValueError(f"get_config() returns {config!r:.100}; end it with `return c`, the config it edits.")
+    except Exception as error:  # anything may go wrong in a user's file
+        raise ValueError(_file_error(path, error)) from error
+    _check_types(config, path)
     config.name = path.stem
     return config
+
+
+def _meant_by(word: str, names: dict[str, pathlib.Path]) -> str:
+    """Returns the rest of the error for a --config that is neither a shipped name nor a path that ends in .py."""
+    path = pathlib.Path(word)
+    is_path = path.suffix or "/" in word or path.exists()
+    hint = f"It is one of {', '.join(names)}, or a path that ends in .py." if is_path else nearest(word, names)
+    if path.is_dir():
+        return f"{hint} A folder is given as --workdir={word} beside the --config of its run."
+    if path.suffix in (".model", ".json"):
+        return f"{hint} A tokenizer is given as --config.data.tokenizer={word}."
+    if path.suffix in (".jsonl", ".txt", ".md", ".parquet", ".arrow"):
+        return f"{hint} Text is given as --config.data.train={word}."
+    return hint if is_path else f"{hint} Paths end in .py."
+
+
+def _file_error(path: pathlib.Path, error: Exception) -> str:
+    """Returns the file, the line and the fault of an error in a config file."""
+    where = str(path.absolute())
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == where]
+    if isinstance(error, SyntaxError) and error.filename == where:
+        lines, message = [error.lineno], f"SyntaxError: {error.msg}"
+    elif isinstance(error, ValueError):
+        message = str(error)
+    elif isinstance(error, (AttributeError, KeyError, TypeError)):  # of a ConfigDict: an unknown key or a wrong type
+        message = " ".join(str(error.args[0] if error.args else error).split())
+    else:
+        message = f"{type(error).__name__}: {error}"
+    if not lines:
+        return f"{path}: {message}"
+    source = linecache.getline(where, lines[-1]).strip()
+    kinds = re.search(r"field '(\w+)'.*\. (.*) is of original type <class '(\w+)'>.* to type <class '(\w+)'>", message)
+    if kinds:
+        message = f"{kinds[1]} must be {kinds[4]}, and {kinds[2]} is {kinds[3]}."
+    renamed = [f" {old} was renamed to {new}." for old, new in RENAMED.items() if repr(old.split(".")[1]) in message]
+    return f"{path}, line {lines[-1]}, `{source}`: {message}{''.join(renamed)}"
+
+
+def _check_types(config: Any, path: pathlib.Path) -> None:
+    """Raises ValueError for a value in a config file that its key does not take; the message has the line, if found."""
+    tree = config.to_dict()
+    for section, cls in SECTIONS.items():
+        values = tree[section] if isinstance(tree.get(section), dict) else {}
+        for field in dataclasses.fields(cls):
+            if field.name not in values or values[field.name] is None:  # left to `resolve`, or for the command line
+                continue
+            try:
+                typed(f"{section}.{field.name}", field, values[field.name])
+            except ValueError as error:
+                text = path.read_text(encoding="utf-8").splitlines()
+                pattern = rf"\b{field.name}\b[\"']?\]?\s*[=:][^=]"
+                lines = [number for number, line in enumerate(text, start=1) if re.search(pattern, line)]
+                raise ValueError(f"{path}{f', line {lines[-1]}' if lines else ''}: {error}") from None
 
 
 def shipped() -> dict[str, pathlib.Path]:

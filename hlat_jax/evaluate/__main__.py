@@ -54,7 +54,8 @@ def main(argv: Sequence[str]) -> int:
     values = flags_lib.parse_own(argv, _define, usage=_USAGE)
     kinds = [kind for kind in _KINDS if values[kind].value]
     if len(kinds) != 1:
-        raise ValueError("give one of --text=FILE, --data=SOURCE, --validation and --tasks=NAME,NAME.")
+        both = f"{' and '.join(f'--{kind}' for kind in kinds)} are given together; " if kinds else ""
+        raise ValueError(f"{both}give one of --text=FILE, --data=SOURCE, --validation and --tasks=NAME,NAME.")
     for name, allowed in _APPLIES_TO.items():
         if values[name].present and kinds[0] not in allowed:
             others = " and ".join(f"--{kind}" for kind in allowed)

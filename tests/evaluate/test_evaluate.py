@@ -281,7 +281,10 @@ def test_evaluate_reads_a_file_as_one_document_and_stored_ids_as_their_texts(
     ("words", "message"),
     [
         ([], "give one of --text=FILE, --data=SOURCE, --validation and --tasks"),
-        (["--text=a", "--data=b"], "give one of --text=FILE, --data=SOURCE, --validation and --tasks"),
+        (
+            ["--text=a", "--data=b"],
+            "error: --text and --data are given together; give one of --text=FILE, --data=SOURCE",
+        ),
         (["--text=a", "--tasks=b"], "give one of --text=FILE, --data=SOURCE, --validation and --tasks"),
         (["--text=/no/such/file"], "--text=/no/such/file: no such file"),
         (["--data=/no/such/file"], "/no/such/file"),

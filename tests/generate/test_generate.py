@@ -18,7 +18,7 @@ from tokenizer_files import train_model
 
 from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.generate import __main__ as generate
-from hlat_jax.generate.__main__ import StreamedText, _encoded
+from hlat_jax.generate.__main__ import StreamedText, _encoded, _log_shortened
 from hlat_jax.generate.generator import Generator, Sampling
 from hlat_jax.generate.inference import TrainedModel
 from hlat_jax.hf.importing import import_checkpoint
@@ -104,6 +104,7 @@ def test_parts_of_a_text_are_whole_characters_and_together_the_text():
         (["--checkpoint=RUN", "--prompt=a", "--parallel.tensor=16"], "needs 16 devices and there are 8"),
         (["--checkpoint=RUN", "--prompt=a", "--parallel.tensor=8"], "parallel.tensor=8 must divide"),
         (["--checkpoint=RUN", "a"], "unexpected argument 'a'"),
+        (["--checkpoint=RUN", "--prompt=a", "--max_tokens=4k"], "--max_tokens=4k must be a whole number in digits"),
     ],
 )
 def test_generate_refuses_what_it_cannot_do(words, message, trained_run, generate_here):
@@ -185,6 +186,14 @@ def test_prompts_begin_with_bos_where_it_is_asked_for_or_said_by_the_tokenizer_a
     tokenizer.bos_id = -1
     with pytest.raises(ValueError, match=r"bos: the tokenizer some.model has no BOS"):
         _encoded(trained, [5, 6], 0, bos=True)
+
+
+def test_more_tokens_than_the_context_has_room_for_are_named(capsys):
+    _log_shortened([[1] * 5, [1] * 20], 12, 32)
+    assert capsys.readouterr().err == ""
+    _log_shortened([[1] * 5, [1] * 20], 13, 32)
+    shortened = "prompt 1 has 20 tokens and the model 32 positions, so at most 12 tokens follow it"
+    assert capsys.readouterr().err == f"--max_tokens=13 is more than fits: {shortened}\n"
 
 
 def test_ctrl_c_while_a_text_is_generated_is_one_line_and_code_130(trained_run, tmp_path):

@@ -389,8 +389,35 @@ def test_config_observations_do_not_change_by_themselves(observed, tmp_path):
         (["--config=tiny", "--config.model.tuned=t.json"], "model.tuned was renamed; set model.ops_table instead."),
         (["--config=tiny", "--config.data=1"], "--config.data is a section; set one of its keys: "),
         (["--config=tiny", "--config.model.layer_loop=scam"], "is not one of scan, unroll. Did you mean 'scan'?"),
-        (["--config=tiny", "--config.data.batch_size=many"], "data.batch_size"),
-        (["--config=tiny", "--config.data.batch_size=1.5"], "data.batch_size"),
+        (["--config=tiny", "--config.data.batch_size=many"], "data.batch_size=many must be a whole number in digits."),
+        (["--config=tiny", "--config.data.batch_size=1.5"], "data.batch_size=1.5 must be a whole number in digits."),
+        (
+            ["--config=tiny", "--config.train.num_steps=1e3"],
+            "num_steps=1e3 must be a whole number in digits; write 1000",
+        ),
+        (
+            ["--config=tiny", "--config.train.num_steps=4k"],
+            "train.num_steps=4k must be a whole number in digits; write 4",
+        ),
+        (["--config=tiny", "--num_processes=two"], "--num_processes=two must be a whole number in digits."),
+        (["--config=tiny", "--config.optimizer.peak_lr=fast"], "peak_lr=fast must be a number, such as 0.1 or 3e-4."),
+        (["--config=tiny", "--config.metrics.plot=maybe"], "--config.metrics.plot=maybe must be true or false."),
+        (["--cofnig=tiny"], "unknown flag --cofnig. Did you mean '--config=tiny'?"),
+        (["my.py"], "unexpected argument 'my.py'. Did you mean '--config=my.py'?"),
+        (["tiny"], "unexpected argument 'tiny'. Did you mean '--config=tiny'?"),
+        (
+            ["--config=my.model"],
+            "or a path that ends in .py. A tokenizer is given as --config.data.tokenizer=my.model.",
+        ),
+        (["--config=a/book.txt"], "a path that ends in .py. Text is given as --config.data.train=a/book.txt."),
+        (["--config=tiny", "--lr=1e-3"], "unknown flag --lr. Did you mean '--config.optimizer.peak_lr=1e-3'"),
+        (["--config=tiny", "--optimizer.peak_lr=1"], "Did you mean '--config.optimizer.peak_lr=1'?"),
+        (["--config=tiny", "--parallel.tensor=2"], "Did you mean '--config.parallel.tensor=2'?"),
+        (["--config=tiny", "--learning_rate=1"], "Did you mean '--config.optimizer.peak_lr=1'"),
+        (["--config=tiny", "--seed=1"], "Did you mean '--config.data.seed=1' or '--config.train.seed=1'?"),
+        (["--config=tiny", "--steps=1"], "Did you mean '--config.train.num_steps=1'"),
+        (["--config=tiny", "--quux=1"], "unknown flag --quux. Known: --config, --coordinator, "),
+        (["--config=tiny", "--config.lr=1"], "config has no key 'lr'. Did you mean '--config.optimizer.peak_lr'?"),
         (["--config=tiny", "--config.train.num_steps=-1"], "train.num_steps=-1 must be at least 0."),
         (["--config=tiny", "--workdri=x"], "unknown flag --workdri. Did you mean '--workdir'?"),
         (["--config=tiny", "more"], "unexpected argument 'more'"),
@@ -418,12 +445,34 @@ def test_help_names_every_key_and_config(train_here):
         ("c.data.weights = 'a=1'", "data.weights was renamed; set data.mixture instead."),
         ("c.model.tuned += 'x'", "model.tuned was renamed to model.ops_table."),
         ("c.modle = 3", "config has no section 'modle'. Did you mean 'model'?"),
-        ("c.model.num_layers = c.model.num_layer + 1", "num_layer"),
-        ("c.model.num_layers = 'three'", "num_layers"),
-        ("c.model.num_layers = 2.5", "num_layers"),
+        (
+            "c.model.num_layers = c.model.num_layer + 1",
+            "mine.py, line 5, `c.model.num_layers = c.model.num_layer + 1`: ",
+        ),
+        (
+            "c.model.num_layers = 'three'",
+            "mine.py, line 5, `c.model.num_layers = 'three'`: num_layers must be int, and ",
+        ),
+        (
+            "c.model.num_layers = 2.5",
+            "mine.py, line 5, `c.model.num_layers = 2.5`: num_layers must be int, and 2.5 is fl",
+        ),
+        ("c.model.num_layers = True", "mine.py, line 5: model.num_layers=True is bool; it must be int."),
+        ("c.model.update(attention='flash')", "mine.py, line 5: model.attention='flash' is not one of auto, einsum"),
+        (
+            "c.model.num_layers = layers",
+            "line 5, `c.model.num_layers = layers`: NameError: name 'layers' is not defined",
+        ),
+        (
+            "import nowhere_at_all",
+            "line 5, `import nowhere_at_all`: ModuleNotFoundError: No module named 'nowhere_at_all'",
+        ),
+        ("c.model.num_layers = (3", "mine.py, line 5, `c.model.num_layers = (3`: SyntaxError: '(' was never closed"),
+        ("raise ValueError('not today')", "mine.py, line 5, `raise ValueError('not today')`: not today"),
+        ("return", "get_config() returns None; end it with `return c`, the config it edits."),
     ],
 )
-def test_config_file_with_an_unknown_key_or_type_is_an_error_of_one_line(train_here, tmp_path, edit, message):
+def test_config_file_with_an_error_is_an_error_of_one_line_with_its_line(train_here, tmp_path, edit, message):
     path = tmp_path / "mine.py"
     path.write_text(
         f"from hlat_jax.config import default\n\ndef get_config():\n    c = default()\n    {edit}\n    return c\n"

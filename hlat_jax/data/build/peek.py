@@ -29,8 +29,10 @@ def main(argv: Sequence[str]) -> int:
     mutable, values = flags_lib.parse(argv, _define)
     config = resolve(mutable)
     workdir = pathlib.Path(values.workdir or f"runs/{config.name}")
-    if values.step is None or values.step < 1:
+    if values.step is None:
         raise ValueError("--step=N is missing; give a step of at least 1: step N trains on batch N.")
+    if values.step < 1:
+        raise ValueError(f"--step={values.step} must be at least 1: step N trains on batch N.")
     if values.row is not None and not 0 <= values.row < config.data.batch_size:
         raise ValueError(f"--row={values.row} must be in 0 .. data.batch_size - 1 = {config.data.batch_size - 1}.")
     return peek(config, workdir, step=values.step, row=values.row)
