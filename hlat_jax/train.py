@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -25,6 +26,8 @@ def main(argv: Sequence[str]) -> int:
         print(json.dumps(config.to_dict(), indent=2))
         print(describe(config))
         return 0
+    workdir = pathlib.Path(values.workdir or f"runs/{config.name}")
+    _check_paths(config, workdir)
     logging.set_verbosity(logging.ERROR)  # silences the INFO logs of libraries; ours are printed
     _set_environment(config, values)
     from hlat_jax import loop  # imports JAX, which must see the environment as it is now
@@ -37,10 +40,28 @@ def main(argv: Sequence[str]) -> int:
     job = distributed.resolve_job(values.coordinator, values.num_processes, values.process_id, **timeouts)
     try:
         with distributed.joined(job):
-            return loop.train(config, pathlib.Path(values.workdir or f"runs/{config.name}"))
+            return loop.train(config, workdir)
     except (OSError, NonFiniteError) as error:  # the run failed, not the command: code 1
         print(f"error: {error}", file=sys.stderr)
         return 1
+
+
+def _check_paths(config: config_lib.Config, workdir: pathlib.Path) -> None:
+    """Raises ValueError for a path where there is nothing, before the seconds that importing JAX takes.
+
+    Not for the paths of a shipped config: where its data is missing, what the machine lacks may be said first.
+    """
+    from hlat_jax.data import path_checks  # not at the top: --help does not need it
+    from hlat_jax.weights.path_checks import check_checkpoint
+
+    data = dataclasses.asdict(config.data)
+    shipped = config_lib.load(config.name).data if config.name in config_lib.shipped() else config_lib.default().data
+    given = {key for key in ("train", "validation", "tokenizer") if data[key] != shipped[key]}
+    path_checks.check_text(config.data, keys=given & {"train", "validation"})
+    if "tokenizer" in given:
+        path_checks.check_tokenizer(config.data.tokenizer)
+    if config.train.init_from and not any(workdir.glob("checkpoints/*")):  # a run that resumes does not read it
+        check_checkpoint(config.train.init_from, key="train.init_from")
 
 
 def _set_environment(config: config_lib.Config, values: flags.FlagValues) -> None:

@@ -13,6 +13,7 @@ from absl import flags, logging
 
 from hlat_jax.config import ModelConfig, nearest
 from hlat_jax.host import flags as flags_lib
+from hlat_jax.weights.path_checks import check_checkpoint
 
 DTYPES = ("float32", "bfloat16")
 USAGE = """Usage: python -m hlat_jax.hf VERB ...
@@ -70,6 +71,9 @@ def _import(argv: Sequence[str]) -> None:
     flags.DEFINE_bool("fuse_qkv", True, "As model.fuse_qkv, for training from these weights.", flag_values=values)
     flags.DEFINE_bool("strict", False, "Fail on unknown fields of config.json.", flag_values=values)
     folder, out = _one(argv, values, usage=_IMPORT, what="a folder of Hugging Face"), _out(values)
+    if not (folder / "config.json").is_file():  # asked before JAX is imported
+        where = f"working directory {pathlib.Path.cwd()}"
+        raise ValueError(f"{folder} has no config.json ({where}); give the folder of a model.")
     from hlat_jax.hf.importing import import_checkpoint
     from hlat_jax.weights.hf_reading import open_checkpoint
 
@@ -90,6 +94,7 @@ def _export(argv: Sequence[str]) -> None:
     _define_out(values, "Folder to write.")
     _define_dtype(values, "of the tensors; empty: as stored, of the fp32 masters where there are any")
     path, out = _one(argv, values, usage=_EXPORT, what="a checkpoint"), _out(values)
+    check_checkpoint(str(path))
     from hlat_jax.hf.exporting import export_checkpoint
     from hlat_jax.weights.trained import open_weights
 
@@ -105,6 +110,8 @@ def _average(argv: Sequence[str]) -> None:
     _define_out(values, "Folder of weights to write.")
     paths = flags_lib.words(argv, values, usage=_AVERAGE, missing="no checkpoints; name two or more.")
     out = _out(values)
+    for path in paths:
+        check_checkpoint(path)
     from hlat_jax.hf.averaging import average
 
     for weights in average(paths, out):

@@ -202,8 +202,8 @@ def _wrong_value(message: str, values: flags.FlagValues) -> str:
     if found is None:
         return message
     name, value = found["name"], found["value"]
-    key = _config_keys().get(name)
-    kind = type(key.default).__name__ if key else values[name].flag_type()
+    keys = _config_keys()
+    kind = type(keys[name].default).__name__ if name in keys else values[name].flag_type()
     if kind == "bool":
         return f"--{name}={value} must be true or false."
     try:

@@ -258,16 +258,6 @@ def test_peek_of_stored_ids_replays_nothing_and_training_on_them_is_the_same(con
         TrainBatches(resolve(config).data, tokenizer=TOKENIZER)
 
 
-def test_peek_asks_for_a_step_and_a_row_that_exist(tmp_path):
-    path = write_config(tmp_path)
-    with pytest.raises(ValueError, match=r"^--step=-1 must be at least 1: step N trains on batch N\.$"):
-        peek.main(["--config=tiny", "--step=-1"])
-    with pytest.raises(ValueError, match=r"--step=N is missing; give a step of at least 1"):
-        peek.main([f"--config={path}"])
-    with pytest.raises(ValueError, match=r"--row=4 must be in 0 .. data.batch_size - 1 = 3"):
-        peek.main([f"--config={path}", "--step=1", "--row=4"])
-
-
 # A whole run of two sources: what it writes, and what peek says of it.
 
 

@@ -56,7 +56,7 @@ def test_generate_writes_one_prompt_as_it_goes(trained_run, texts, generate_here
 @pytest.mark.quick_cases("mesh")
 @pytest.mark.parametrize(
     "more",
-    [["--batch_size=2"], ["--parallel.tensor=2", "--parallel.data=-1", "--parallel.fsdp=2"]],
+    [["--batch_size=2"], ["--config.parallel.tensor=2", "--config.parallel.data=-1", "--config.parallel.fsdp=2"]],
     ids=["batches", "mesh"],
 )
 def test_generate_writes_the_same_texts_of_several_prompts_in_any_batch_on_any_mesh(
@@ -101,8 +101,9 @@ def test_parts_of_a_text_are_whole_characters_and_together_the_text():
         (["--checkpoint=RUN", "--prompts_file=/no/such/file"], "--prompts_file=/no/such/file: no such file"),
         (["--checkpoint=RUN", "--prompt=a", "--temperature=-1"], "temperature=-1.0 must be"),
         (["--checkpoint=RUN", "--prompt=a", "--temprature=1"], "Did you mean '--temperature'?"),
-        (["--checkpoint=RUN", "--prompt=a", "--parallel.tensor=16"], "needs 16 devices and there are 8"),
-        (["--checkpoint=RUN", "--prompt=a", "--parallel.tensor=8"], "parallel.tensor=8 must divide"),
+        (["--checkpoint=RUN", "--prompt=a", "--config.parallel.tensor=16"], "needs 16 devices and there are 8"),
+        (["--checkpoint=RUN", "--prompt=a", "--config.parallel.tensor=8"], "parallel.tensor=8 must divide"),
+        (["--checkpoint=RUN", "--parallel.tensor=2"], "Did you mean '--config.parallel.tensor=2'?"),
         (["--checkpoint=RUN", "a"], "unexpected argument 'a'"),
         (["--checkpoint=RUN", "--prompt=a", "--max_tokens=4k"], "--max_tokens=4k must be a whole number in digits"),
     ],
@@ -154,7 +155,7 @@ def test_a_text_ends_at_each_token_at_which_transformers_ends_it(padded, generat
 
 
 def test_an_import_of_fused_projections_names_the_flag_that_keeps_them_apart(padded, generate_here):
-    words = ["--prompt=a", "--parallel.tensor=6"]  # of 2 heads of keys and values
+    words = ["--prompt=a", "--config.parallel.tensor=6"]  # of 2 heads of keys and values
     code, _, error = generate_here(f"--checkpoint={padded[1]}", *words)
     assert code == 2
     assert "Import the model again with --nofuse_qkv" in error
