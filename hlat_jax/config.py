@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import glob
 import importlib.util
 import linecache
+import os
 import pathlib
 import re
 import traceback
@@ -323,6 +325,13 @@ def with_renamed_keys(recorded: dict[str, Any]) -> dict[str, Any]:
     return tree
 
 
+# Paths in a config file are relative to it, those in a shipped one to the working directory.
+PATH_KEYS = (
+    *("data.train", "data.validation", "data.tokenizer", "model.ops_table"),
+    *("train.init_from", "train.eval_tasks_folder"),
+)
+
+
 def default() -> Any:
     """Returns an `ml_collections.ConfigDict` with every key at its default; `resolve` rejects other keys."""
     import ml_collections  # here, so that models can be imported without it
@@ -357,6 +366,8 @@ def load(name_or_path: str) -> Any:
     except Exception as error:  # anything may go wrong in a user's file
         raise ValueError(_file_error(path, error)) from error
     _check_types(config, path)
+    if path.resolve().parent != config_folder().resolve():
+        _anchor_paths(config, path.absolute().parent)
     config.name = path.stem
     return config
 
@@ -412,6 +423,28 @@ def _check_types(config: Any, path: pathlib.Path) -> None:
                 pattern = rf"\b{field.name}\b[\"']?\]?\s*[=:][^=]"
                 lines = [number for number, line in enumerate(text, start=1) if re.search(pattern, line)]
                 raise ValueError(f"{path}{f', line {lines[-1]}' if lines else ''}: {error}") from None
+
+
+def _anchor_paths(config: Any, folder: pathlib.Path) -> None:
+    """Makes relative paths of a config file absolute: beside it, except where only the working directory has them."""
+
+    def anchored(path: str) -> str:
+        plain = path.strip()
+        if not plain or ":" in plain or plain.startswith("~") or os.path.isabs(plain):  # package:NAME, URLs
+            return path
+        there = f"{glob.escape(str(folder)) if glob.has_magic(plain) else folder}/{plain}"
+        beside, here = (os.path.exists(word) or any(glob.iglob(word, recursive=True)) for word in (there, plain))
+        return path if here and not beside else there
+
+    def anchored_text(spec: str) -> str:
+        parts = [re.fullmatch(r"(\s*[A-Za-z]\w*\s*=)?(.*)", part, re.DOTALL) for part in spec.split(";")]
+        return ";".join((part[1] or "") + ",".join(map(anchored, part[2].split(","))) for part in parts)
+
+    for section, key in (path.split(".") for path in PATH_KEYS):
+        value = config[section][key] if section in config and key in config[section] else ""
+        if isinstance(value, str) and not set(",;") & set(str(folder)):
+            is_text = (section, key) in (("data", "train"), ("data", "validation"))
+            config[section][key] = (anchored_text if is_text else anchored)(value)
 
 
 def shipped() -> dict[str, pathlib.Path]:

@@ -51,7 +51,7 @@ def _check_paths(config: config_lib.Config, workdir: pathlib.Path) -> None:
 
     Not for the paths of a shipped config: where its data is missing, what the machine lacks may be said first.
     """
-    from hlat_jax.data import path_checks  # not at the top: --help does not need it
+    from hlat_jax.data import kept_tokenizer, path_checks  # not at the top: --help does not need it
     from hlat_jax.weights.path_checks import check_checkpoint
 
     data = dataclasses.asdict(config.data)
@@ -59,7 +59,7 @@ def _check_paths(config: config_lib.Config, workdir: pathlib.Path) -> None:
     given = {key for key in ("train", "validation", "tokenizer") if data[key] != shipped[key]}
     path_checks.check_text(config.data, keys=given & {"train", "validation"})
     if "tokenizer" in given:
-        path_checks.check_tokenizer(config.data.tokenizer)
+        path_checks.check_tokenizer(kept_tokenizer.usable(config.data.tokenizer, workdir))
     if config.train.init_from and not any(workdir.glob("checkpoints/*")):  # a run that resumes does not read it
         check_checkpoint(config.train.init_from, key="train.init_from")
 

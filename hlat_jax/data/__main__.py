@@ -162,7 +162,7 @@ def _stats(argv: Sequence[str]) -> int:
 
     mutable, values = flags_lib.parse(argv, define)
     config = resolve(mutable)
-    _check_given(config)
+    _check_given(config, tokenizer=config.data.tokenizer)
     from hlat_jax.data.build import stats
     from hlat_jax.data.build.progress import Progress, Status
 
@@ -187,18 +187,21 @@ def _peek(argv: Sequence[str]) -> int:
         raise ValueError(f"--step={values.step} must be at least 1: step N trains on batch N.")
     if values.row is not None and not 0 <= values.row < config.data.batch_size:
         raise ValueError(f"--row={values.row} must be in 0 .. data.batch_size - 1 = {config.data.batch_size - 1}.")
-    _check_given(config)
+    from hlat_jax.data import kept_tokenizer
+
+    workdir = pathlib.Path(values.workdir or f"runs/{config.name}")
+    _check_given(config, tokenizer=kept_tokenizer.usable(config.data.tokenizer, workdir))
     from hlat_jax.data.build import peek
 
-    return peek.peek(config, pathlib.Path(values.workdir or f"runs/{config.name}"), step=values.step, row=values.row)
+    return peek.peek(config, workdir, step=values.step, row=values.row)
 
 
-def _check_given(config: Config) -> None:
+def _check_given(config: Config, *, tokenizer: str) -> None:
     """Raises ValueError where a path of the config has nothing, before JAX is imported."""
     from hlat_jax.data import path_checks
 
     path_checks.check_text(config.data)
-    path_checks.check_tokenizer(config.data.tokenizer)
+    path_checks.check_tokenizer(tokenizer)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import os
 import pathlib
@@ -93,6 +94,7 @@ def _export(argv: Sequence[str]) -> None:
     values = flags.FlagValues()
     _define_out(values, "Folder to write.")
     _define_dtype(values, "of the tensors; empty: as stored, of the fp32 masters where there are any")
+    flags.DEFINE_string("tokenizer", "", "Tokenizer of a run whose own is missing.", flag_values=values)
     path, out = _one(argv, values, usage=_EXPORT, what="a checkpoint"), _out(values)
     check_checkpoint(str(path))
     from hlat_jax.hf.exporting import export_checkpoint
@@ -100,6 +102,7 @@ def _export(argv: Sequence[str]) -> None:
 
     began = time.monotonic()
     weights = open_weights(path, masters=True)
+    weights = dataclasses.replace(weights, tokenizer=values.tokenizer or weights.tokenizer)
     dtype = export_checkpoint(weights, out, dtype=values.dtype)
     print(f"{_counted(weights.model)} in {dtype} from {weights.folder} (step {weights.step}), read back and compared")
     print(f"wrote {out} in {time.monotonic() - began:.1f} s")

@@ -14,7 +14,7 @@ import numpy as np
 from hlat_jax import cost
 from hlat_jax.batch import Batch
 from hlat_jax.config import Config
-from hlat_jax.data import positions
+from hlat_jax.data import kept_tokenizer, positions
 from hlat_jax.data.held_out import open_held_out
 from hlat_jax.data.loader import TrainBatches
 from hlat_jax.data.tokenizer import Tokenizer
@@ -151,7 +151,10 @@ def open_run(
     """
     program = fitting_program(config, jax.devices())
     layout = program.layout
-    tokenizer = Tokenizer(config.data.tokenizer, vocab_size=config.model.vocab_size)
+    path = kept_tokenizer.usable(config.data.tokenizer, workdir)
+    if path != config.data.tokenizer:
+        print(f"tokenizer        {path}: {config.data.tokenizer} is missing")
+    tokenizer = Tokenizer(path, vocab_size=config.model.vocab_size)
     tasks = optional.open_tasks(config, layout=layout, tokenizer=tokenizer)
     stack.enter_context(only_job(workdir))
     rows = process_rows(layout, config.data.batch_size)
@@ -194,6 +197,7 @@ def open_run(
         progress = Progress(state=state, step=0, position=position, tokens=0, saved_step=0, num_nonfinite=0)
     if distributed.is_first():
         write_settings(config, workdir, remat=remat)
+        kept_tokenizer.keep_tokenizer(tokenizer.path, workdir)
         positions.rewind(workdir, progress.step)
         exports.rewind(workdir, progress.step)
     log = stack.enter_context(closing_quietly(_open_log(config, workdir, layout=layout, start_step=progress.step)))

@@ -12,7 +12,7 @@ import pathlib
 import numpy as np
 
 from hlat_jax import config as config_lib
-from hlat_jax.data import packing, positions
+from hlat_jax.data import kept_tokenizer, packing, positions
 from hlat_jax.data.loader import TrainBatches, batch_hash, make_batch
 from hlat_jax.data.streams import Definition
 from hlat_jax.data.tokenizer import Tokenizer
@@ -27,7 +27,7 @@ def peek(config: config_lib.Config, workdir: pathlib.Path, *, step: int, row: in
       ValueError: data or tokenizer that cannot be opened, or a run folder that belongs to other data.
     """
     data = config.data
-    tokenizer = Tokenizer(data.tokenizer, vocab_size=config.model.vocab_size)
+    tokenizer = Tokenizer(kept_tokenizer.usable(data.tokenizer, workdir), vocab_size=config.model.vocab_size)
     rows = list(range(data.batch_size)) if row is None else [row]
     index = workdir / INDEX_FOLDER
     batches = TrainBatches(data, tokenizer=tokenizer, rows=rows, index_folder=index if index.is_dir() else None)
