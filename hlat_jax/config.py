@@ -367,7 +367,7 @@ def load(name_or_path: str) -> Any:
         raise ValueError(_file_error(path, error)) from error
     _check_types(config, path)
     if path.resolve().parent != config_folder().resolve():
-        _anchor_paths(config, path.absolute().parent)
+        _anchor_paths(config, path.parent.resolve())
     config.name = path.stem
     return config
 

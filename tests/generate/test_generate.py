@@ -114,6 +114,14 @@ def test_generate_refuses_what_it_cannot_do(words, message, trained_run, generat
     assert message in error
 
 
+def test_a_run_is_opened_with_the_tokenizer_in_its_folder(trained_run):
+    kept = trained_run / "tokenizer" / "tokenizer.model"
+    for path in (trained_run, trained_run / "checkpoints" / "24"):
+        weights = open_weights(path)
+        assert weights.tokenizer == str(kept)
+        assert weights.open_tokenizer().path == kept
+
+
 @pytest.fixture(scope="module")
 def padded(tmp_path_factory):
     """(folder of transformers, the import of it): 384 rows, 320 tokens, two of which end texts."""

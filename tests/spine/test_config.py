@@ -484,6 +484,42 @@ def test_config_file_with_an_error_is_an_error_of_one_line_with_its_line(train_h
     assert message in line
 
 
+PATHS = """
+from hlat_jax.config import load
+
+def get_config():
+    c = load("tiny")
+    c.data.train = "one.txt"
+    c.data.validation = "a=one.txt, here.txt ;b=*.txt,no.txt,/an/absolute.txt"
+    c.data.tokenizer = "package:austen_2k.model"
+    c.model.ops_table = "no.json"
+    c.train.init_from = "runs/a"
+    c.train.eval_tasks_folder = "~/tasks"
+    return c
+"""
+
+
+def test_paths_of_a_config_file_are_relative_to_it_and_else_to_the_working_directory(tmp_path, monkeypatch):
+    beside = tmp_path / "with [signs]"
+    beside.mkdir()
+    (beside / "paths.py").write_text(PATHS)
+    for path in (beside / "one.txt", tmp_path / "one.txt", tmp_path / "here.txt"):
+        path.write_text("text")
+    (tmp_path / "runs" / "a").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    c = config_lib.load("with [signs]/paths.py")
+    assert c.data.train == f"{beside}/one.txt"
+    pattern = str(beside).replace("[", "[[]") + "/*.txt"
+    assert c.data.validation == f"a={beside}/one.txt, here.txt ;b={pattern},{beside}/no.txt,/an/absolute.txt"
+    assert c.data.tokenizer == "package:austen_2k.model"
+    assert c.model.ops_table == f"{beside}/no.json"
+    assert c.train.init_from == "runs/a"
+    assert c.train.eval_tasks_folder == "~/tasks"
+    assert config_lib.load("160m").data.train == "data/corpus/train.jsonl"  # shipped ones have no place of their own
+    shipped = config_lib.load(str(config_lib.config_folder() / "160m.py"))
+    assert shipped.data.train == "data/corpus/train.jsonl"
+
+
 def with_old_keys(tree):
     """A config as a dict, with the names that its keys had before they were renamed."""
     tree = {name: dict(values) if isinstance(values, dict) else values for name, values in tree.items()}

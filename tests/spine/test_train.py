@@ -158,7 +158,7 @@ def test_train_leaves_config_rows_events_picture_and_checkpoints(finished):
     config, workdir, _ = finished
     assert {path.name for path in workdir.iterdir()} == {
         ".lock", "checkpoints", "config.json", "environment.json",
-        "programs.json", "index", "loss.png", "metrics.jsonl", "tensorboard",
+        "programs.json", "index", "loss.png", "metrics.jsonl", "tensorboard", "tokenizer",
     }  # fmt: skip
     assert json.loads((workdir / "config.json").read_text()) == config.to_dict()
     assert json.loads((workdir / "environment.json").read_text())["JAX_PLATFORMS"] == "cpu"
