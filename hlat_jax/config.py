@@ -430,7 +430,8 @@ def _anchor_paths(config: Any, folder: pathlib.Path) -> None:
 
     def anchored(path: str) -> str:
         plain = path.strip()
-        if not plain or ":" in plain or plain.startswith("~") or os.path.isabs(plain):  # package:NAME, URLs
+        # package:NAME, URLs, a share of data.train
+        if not plain or ":" in plain or plain.endswith("%") or plain.startswith("~") or os.path.isabs(plain):
             return path
         there = f"{glob.escape(str(folder)) if glob.has_magic(plain) else folder}/{plain}"
         beside, here = (os.path.exists(word) or any(glob.iglob(word, recursive=True)) for word in (there, plain))

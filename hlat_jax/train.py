@@ -26,9 +26,9 @@ def main(argv: Sequence[str]) -> int:
         print(json.dumps(config.to_dict(), indent=2))
         print(describe(config))
         return 0
+    logging.set_verbosity(logging.ERROR)  # silences the INFO logs of libraries; ours are printed
     workdir = pathlib.Path(values.workdir or f"runs/{config.name}")
     _check_paths(config, workdir)
-    logging.set_verbosity(logging.ERROR)  # silences the INFO logs of libraries; ours are printed
     _set_environment(config, values)
     from hlat_jax import loop  # imports JAX, which must see the environment as it is now
     from hlat_jax.host import distributed

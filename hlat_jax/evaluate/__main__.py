@@ -74,8 +74,7 @@ def _check_inputs(values: flags.FlagValues) -> None:
     """Raises ValueError for text that does not exist, before JAX is imported."""
     from hlat_jax.data.path_checks import check_text_path  # not at the top: --help does not need it
 
-    if values.text and not pathlib.Path(values.text).expanduser().is_file():
-        raise ValueError(f"--text={values.text}: no such file (working directory {pathlib.Path.cwd()}).")
+    check_text_path(values.text, key="--text")
     for part in values.data.split(","):
         check_text_path(part.strip(), key="--data")
 
@@ -220,7 +219,7 @@ def _predict(trained: inference.TrainedModel) -> Callable[[Any], tuple[Any, Any]
 
 
 def _documents(values: flags.FlagValues, trained: inference.TrainedModel) -> Iterator[Any]:
-    """Returns an iterator over documents; raises for a file that is not UTF-8 before it is iterated."""
+    """Returns an iterator over documents; raises for files that are missing or not UTF-8 before it is iterated."""
     from hlat_jax.data import sources
 
     tokenizer = trained.tokenizer
@@ -230,8 +229,11 @@ def _documents(values: flags.FlagValues, trained: inference.TrainedModel) -> Ite
             values.data, text_field=values.text_field, key="--data", tokenizer_sha256=tokenizer.sha256
         )
         return (_document(corpus[number], tokenizer, first=first) for number in range(len(corpus)))
+    path = pathlib.Path(values.text).expanduser()
+    if not path.is_file():
+        raise ValueError(f"--text={values.text}: no such file (working directory {pathlib.Path.cwd()}).")
     try:
-        text = pathlib.Path(values.text).expanduser().read_bytes().decode("utf-8")
+        text = path.read_bytes().decode("utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"--text={values.text} is not UTF-8: {error}.") from None
     return iter([_document(text, tokenizer, first=first)])

@@ -90,17 +90,6 @@ def _print(texts: Sequence[StreamedText], steps: Any, *, alone: bool, first: int
     _log(f"{num_tokens} tokens in {time.monotonic() - began:.1f} s")
 
 
-def _log_shortened(ids: Sequence[Sequence[int]], max_tokens: int, max_positions: int) -> None:
-    """Logs that --max_tokens is more than the context has room for, where it is."""
-    number, longest = max(enumerate(map(len, ids)), key=lambda pair: pair[1])
-    room = max_positions - longest
-    if 0 < room < max_tokens:
-        _log(
-            f"--max_tokens={max_tokens} is more than fits: prompt {number} has {longest} tokens and the model "
-            f"{max_positions} positions, so at most {room} tokens follow it"
-        )
-
-
 def _prompts(values: flags.FlagValues) -> list[str]:
     prompts = list(values.prompt or ())
     if values.prompts_file:
@@ -124,6 +113,17 @@ def _encoded(trained: inference.TrainedModel, prompt: str, number: int, *, bos: 
             f"prompt {number} is {prompt!r}, which encodes to no tokens; give a word, or --bos to start from BOS."
         )
     return ids
+
+
+def _log_shortened(ids: Sequence[Sequence[int]], max_tokens: int, max_positions: int) -> None:
+    """Logs that --max_tokens is more than the context has room for, where it is."""
+    number, longest = max(enumerate(map(len, ids)), key=lambda pair: pair[1])
+    room = max_positions - longest
+    if 0 < room < max_tokens:
+        _log(
+            f"--max_tokens={max_tokens} is more than fits: prompt {number} has {longest} tokens and the model "
+            f"{max_positions} positions, so at most {room} tokens follow it"
+        )
 
 
 def _log(line: str) -> None:

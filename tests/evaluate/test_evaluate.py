@@ -293,7 +293,7 @@ def test_evaluate_reads_a_file_as_one_document_and_stored_ids_as_their_texts(
             "error: --text and --data are given together; give one of --text=FILE, --data=SOURCE",
         ),
         (["--text=a", "--tasks=b"], "give one of --text=FILE, --data=SOURCE, --validation and --tasks"),
-        (["--text=/no/such/file"], "--text=/no/such/file: no such file"),
+        (["--text=/no/such/file"], "--text: /no/such/file does not exist"),
         (["--data=/no/such/file"], "/no/such/file"),
         (["--text=README.md", "--window=33"], "--window=33 must be from 2 to model.max_positions=32"),
         (["--text=EMPTY"], "no token to predict"),

@@ -212,7 +212,7 @@ for area, *words in (line.split() for line in sys.stdin):
         f"generate --checkpoint={ROOT}/docs --prompt=a": f"{ROOT}/docs holds no weights (working directory",
         "generate --prompt=a": "--checkpoint=FOLDER is missing",
         "evaluate --checkpoint=/no --tasks=a": "/no holds no weights",
-        "evaluate --checkpoint=/no --text=/no/a.txt": "--text=/no/a.txt: no such file",
+        "evaluate --checkpoint=/no --text=/no/a.txt": "--text: /no/a.txt does not exist",
         "evaluate --checkpoint=/no --data=/no/a.txt": "--data: /no/a.txt does not exist",
         "hf export /no --out=x": "/no holds no weights",
         "hf import /no --out=x": "/no has no config.json",
