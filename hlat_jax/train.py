@@ -47,9 +47,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _check_paths(config: config_lib.Config, workdir: pathlib.Path) -> None:
-    """Raises ValueError for a path where there is nothing, before the seconds that importing JAX takes.
+    """Raises ValueError for a path that does not exist, before the seconds that importing JAX takes.
 
-    Not for the paths of a shipped config: where its data is missing, what the machine lacks may be said first.
+    The paths that a shipped config sets are left to the run, which first checks that the model fits this machine.
     """
     from hlat_jax.data import kept_tokenizer, path_checks  # not at the top: --help does not need it
     from hlat_jax.weights.path_checks import check_checkpoint

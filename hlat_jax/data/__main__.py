@@ -197,7 +197,7 @@ def _peek(argv: Sequence[str]) -> int:
 
 
 def _check_given(config: Config, *, tokenizer: str) -> None:
-    """Raises ValueError where a path of the config has nothing, before JAX is imported."""
+    """Raises ValueError for a path of the config that does not exist, before JAX is imported."""
     from hlat_jax.data import path_checks
 
     path_checks.check_text(config.data)

@@ -1,4 +1,4 @@
-"""Whether the files that a config names exist, checked before JAX is imported; the readers check everything else."""
+"""Checks that the files of a config exist, before JAX is imported. The readers check everything else."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from hlat_jax.data.mixture import parse_sources
 
 
 def check_text(data: DataConfig, *, keys: Collection[str] = ("train", "validation")) -> None:
-    """Raises ValueError for a local path in `data.train` or `data.validation` where there is nothing.
+    """Raises ValueError for a local path in `data.train` or `data.validation` that does not exist.
 
-    Lists no folder and asks no other machine.
+    Lists no folders and makes no network requests.
     """
     for key in sorted(keys):
         spec = vars(data)[key]
@@ -24,7 +24,7 @@ def check_text(data: DataConfig, *, keys: Collection[str] = ("train", "validatio
 
 
 def check_text_path(path: str, *, key: str) -> None:
-    """Raises ValueError for a local file, folder or glob where there is nothing."""
+    """Raises ValueError for a local file or folder that does not exist, or a glob without a match."""
     if path.startswith("package:"):
         asset_path(path.removeprefix("package:"))
         return

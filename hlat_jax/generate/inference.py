@@ -66,7 +66,7 @@ def prepare(values: flags.FlagValues) -> None:
     """Checks that --checkpoint exists, then does as `prepare_for` for the degrees of a command line.
 
     Raises:
-      ValueError: no --checkpoint, or nothing there.
+      ValueError: no --checkpoint, or one that does not exist.
     """
     if not values.checkpoint:
         raise ValueError("--checkpoint=FOLDER is missing; give a run folder such as runs/tiny, or a checkpoint.")

@@ -1,15 +1,15 @@
-"""Whether there can be trained parameters at a path, checked before JAX is imported; `open_weights` checks the rest."""
+"""Checks that a path can hold trained parameters, before JAX is imported. `trained.open_weights` checks the rest."""
 
 from __future__ import annotations
 
 import pathlib
 
-# One of these is in a run folder, a checkpoint, a folder of weights and a folder of Hugging Face.
+# Each is in one of: a run folder, a checkpoint, a weights folder, a Hugging Face folder.
 _MARKS = ("checkpoints", "state", "weights.json", "config.json")
 
 
 def check_checkpoint(path: str, *, key: str = "") -> None:
-    """Raises ValueError if there are no trained parameters at a path; `key` names what it was given for."""
+    """Raises ValueError if a path holds no trained parameters; `key` is the config key that has it, if any."""
     folder = pathlib.Path(path).expanduser()
     if any((folder / mark).exists() for mark in _MARKS):
         return
