@@ -113,7 +113,7 @@ def _average(argv: Sequence[str]) -> None:
     _define_out(values, "Folder of weights to write.")
     paths = flags_lib.words(argv, values, usage=_AVERAGE, missing="no checkpoints; name two or more.")
     out = _out(values)
-    for path in paths:
+    for path in paths if len(paths) > 1 else ():  # that one is too few is the first thing to say
         check_checkpoint(path)
     from hlat_jax.hf.averaging import average
 

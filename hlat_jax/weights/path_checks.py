@@ -13,8 +13,9 @@ def check_checkpoint(path: str, *, key: str = "") -> None:
     folder = pathlib.Path(path).expanduser()
     if any((folder / mark).exists() for mark in _MARKS):
         return
-    fault = "holds no weights" if folder.is_dir() else "holds no weights: there is no such folder"
+    missing = "" if folder.is_dir() else "no such folder; "
     raise ValueError(
-        f"{key and f'{key}: '}{path} {fault} (working directory {pathlib.Path.cwd()}); give a run folder, such as "
-        "runs/tiny, one of its checkpoints, runs/tiny/checkpoints/STEP, or what `python -m hlat_jax.hf import` wrote."
+        f"{key and f'{key}: '}{path} holds no weights ({missing}working directory {pathlib.Path.cwd()}); give a run "
+        "folder, such as runs/tiny, one of its checkpoints, runs/tiny/checkpoints/STEP, or what `python -m hlat_jax.hf "
+        "import` wrote."
     )
