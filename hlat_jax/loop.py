@@ -39,9 +39,11 @@ from hlat_jax.parallel.sharding import shard_batch
 from hlat_jax.run import nonfinite, summary
 from hlat_jax.run.open import NextBatch, Pending, Progress, Run, open_run
 
+_STEP_AND_SAVE = "this step, then saving a checkpoint"
+
 
 def train(config: Config, workdir: pathlib.Path) -> int:
-    """Trains to `train.num_steps`, or resumes the run in `workdir`; returns the exit code.
+    """Trains to `train.num_steps`, or resumes the run in `workdir`; returns the exit code: 130 after a Ctrl-C, else 0.
 
     Raises:
       ValueError: a config, data, machine or folder that cannot be trained with; nothing was changed.
@@ -49,26 +51,30 @@ def train(config: Config, workdir: pathlib.Path) -> int:
       NonFiniteError: see `train.max_nonfinite_steps`.
     """
     with contextlib.ExitStack() as stack:
-        signals = stack.enter_context(StopSignals())
+        signals = stack.enter_context(StopSignals(alone=not jax.distributed.is_initialized()))
         opened = open_run(config, workdir, signals=signals, stack=stack)
         if opened is None:
-            return 0
+            return 130 if signals.name == "SIGINT" else 0
         run, progress = opened
+        signals.doing = "starting"
         if progress.step == 0:
             _sample(run, progress, "before training")
         _loop(run, progress)
-        run.checkpointer.wait()
-        if run.exporter is not None:
-            run.exporter.wait()
+        with signals.during("saving", unfinished=f"the checkpoint of step {progress.step}"):
+            run.checkpointer.wait()
+            if run.exporter is not None:
+                run.exporter.wait()
+        code = 130 if run.sync.stop == "SIGINT" else 0  # so that `train && evaluate` stops
         if progress.step < config.train.num_steps:
             saved, nothing = f"saved in {workdir}; run the same command to resume", "before anything was saved"
             print(f"stopped by {run.sync.stop} after step {progress.step}, {saved if progress.step else nothing}")
-            return 0
+            return code
+        signals.doing, signals.unfinished, signals.saved_step = "drawing the results", "", progress.step
         run.log.close()
         _sample(run, progress, "after training")
         if distributed.is_first():
             summary.finish(config, workdir, progress.step)
-    return 0
+    return code
 
 
 def _loop(run: Run, progress: Progress) -> None:
@@ -92,18 +98,22 @@ def _evaluate(run: Run, progress: Progress) -> None:
     Where the run resumed, this was done before the checkpoint was written.
     """
     train, step, last = run.config.train, progress.step, _is_last(run, progress)
+    unfinished = "this evaluation, then saving a checkpoint" if step > run.start_step else ""
     if run.sync.stop:  # tasks may take longer than the sender of the signal waits
         _save_and_wait(run, progress)
     if step == run.start_step > 0:
         return
     if run.validation is not None and (last or _due(step, train.eval_every_steps)):
         _write_rows(run, progress)
-        run.log.eval_row({"step": step, **run.validation(progress.state["params"])})
+        with run.sync.signals.during("evaluating", unfinished=unfinished):
+            figures = run.validation(progress.state["params"])
+        run.log.eval_row({"step": step, **figures})
         progress.timed_from_s = time.monotonic()
     # before the first step too: all programs are compiled then, and what fails has cost nothing
     if run.tasks is not None and (last or step == 0 or _due(step, train.eval_tasks_every_steps)):
         _write_rows(run, progress)
-        figures, shown = run.tasks(progress.state["params"])
+        with run.sync.signals.during("evaluating", unfinished=unfinished):
+            figures, shown = run.tasks(progress.state["params"])
         if figures:
             run.log.tasks_row({"step": step, **figures}, shown=shown)
         progress.timed_from_s = time.monotonic()
@@ -164,6 +174,7 @@ def _export(run: Run, progress: Progress) -> None:
         progress.export_postponed = True
     else:
         nonfinite.finite_norms(run, progress)
+        run.sync.signals.unfinished = _STEP_AND_SAVE
         run.exporter.start(progress.step, progress.state)
     progress.timed_from_s = time.monotonic()
 
@@ -194,6 +205,7 @@ def _step(run: Run, progress: Progress, batch: NextBatch) -> None:
     """Dispatches the next step and returns at once; its metrics stay on the device."""
     rate = learning_rate(progress.step, run.config.optimizer)
     progress.state, metrics = run.train_step(progress.state, shard_batch(batch.batch, run.layout), np.float32(rate))
+    run.sync.signals.doing, run.sync.signals.unfinished = "training", _STEP_AND_SAVE
     progress.step += 1
     begin, progress.position = progress.position, batch.position
     pending = Pending(step=progress.step, metrics=metrics, learning_rate=rate, facts=batch.facts, position=begin)

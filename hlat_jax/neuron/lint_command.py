@@ -12,6 +12,7 @@ from typing import Any
 
 from absl import flags
 
+from hlat_jax.data.build.progress import showing
 from hlat_jax.host import flags as flags_lib
 from hlat_jax.neuron.rules import TARGETS
 from hlat_jax.resolve import resolve
@@ -38,7 +39,8 @@ def main(argv: Sequence[str]) -> int:
     reports = {}
     for name in named_programs(config, values.program):
         began = time.monotonic()
-        found = programs.findings(name, traced[name](), program=program, target=values.target, operators=operators)
+        with showing(f"checking {name}"):
+            found = programs.findings(name, traced[name](), program=program, target=values.target, operators=operators)
         rows = [dataclasses.asdict(f) | {"explained": programs.EXPLAINED.get((name, f.rule), "")} for f in found]
         reports[name] = {"findings": rows, "seconds": time.monotonic() - began}
         print(_text(name, reports[name]))

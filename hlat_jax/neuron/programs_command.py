@@ -12,6 +12,7 @@ from typing import Any
 from absl import flags
 
 from hlat_jax.byte_sizes import format_bytes
+from hlat_jax.data.build.progress import showing
 from hlat_jax.host import flags as flags_lib
 from hlat_jax.host.neuron_topology import CACHE
 from hlat_jax.resolve import resolve
@@ -39,7 +40,8 @@ def main(argv: Sequence[str]) -> int:
     print(_row(("program", "fingerprint", "operations", "arguments", "argument bytes", "cache", "since the last run")))
     found = {}
     for name in programs_of_run(config):
-        now = dataclasses.asdict(changes.program_fingerprint(name, config, placement)) | around
+        with showing(f"lowering {name}"):
+            now = dataclasses.asdict(changes.program_fingerprint(name, config, placement)) | around
         before = last.get(name)
         why = changes.reasons(name, now=now, before=before) if before else []
         since = "new" if why else "the same" if before else "not compiled" if last else "no record"

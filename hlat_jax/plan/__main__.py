@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from absl import flags
 
 from hlat_jax import cost
+from hlat_jax.data.build.progress import showing
 from hlat_jax.host import flags as flags_lib
 from hlat_jax.plan import ops_command
 from hlat_jax.resolve import resolve
@@ -43,17 +44,20 @@ def main(argv: Sequence[str]) -> int:
         price_per_hour=values.price_per_hour,
         data_tokens=values.data_tokens,
     )
-    plan = search.complete(report.make_plan(config, site), config, site)
-    print(text.full(plan))
+    with showing("tracing the step"):
+        plan = search.complete(report.make_plan(config, site), config, site)
+    print(text.full(plan), flush=True)
     if values.partition:
         try:
-            plan["partition"] = aot.partition(config, site)
+            with showing("compiling for virtual devices"):
+                plan["partition"] = aot.partition(config, site)
         except RuntimeError as error:  # the compiler failed, not the command: code 1
             print(f"error: {error}", file=sys.stderr)
             return 1
         print("\n" + text.partitioned(plan["partition"]))
     if values.search:
-        plan["search"] = search.ranked(config, site)
+        with showing("weighing layouts") as status:
+            plan["search"] = search.ranked(config, site, status=status)
         print("\n" + text.ranking(plan["search"], f"{site.nodes} x {site.target}"))
     if values.json:
         pathlib.Path(values.json).write_text(json.dumps(plan, indent=1) + "\n")

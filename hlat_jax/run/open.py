@@ -177,12 +177,15 @@ def open_run(
     if tasks is not None and (saved is None or saved[0] < config.train.num_steps):
         tasks.load()
     if saved is not None:
+        signals.saved_step, signals.doing = saved[0], "restoring the checkpoint"
         refuse_drift(saved[1], settings, step=saved[0])
     restored = None if saved is None else checkpointer.restore(program.abstract_state, norms=program.norms)
     if restored is not None and restored.step >= config.train.num_steps:
-        _finish(config, workdir, exporter=exporter, restored=restored)
+        with signals.during("finishing a complete run", unfinished="the export and the summary"):
+            _finish(config, workdir, exporter=exporter, restored=restored)
         return None
 
+    signals.doing = "compiling"
     weights = open_start(config, tokenizer) if restored is None and config.train.init_from else None
     program, remat = budget.resolved(program, recorded=restored and restored.metadata.get("remat"))
     compilations = Compilations(program)

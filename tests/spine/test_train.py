@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -358,6 +359,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 if {in_a_command}:
     process.exit_on_interrupt()
 with process.StopSignals() as stop:
+    stop.unfinished = "this step, then saving a checkpoint"
     os.kill(os.getpid(), signal.SIGINT)
     assert stop.name == "SIGINT"
     try:
@@ -367,9 +369,78 @@ with process.StopSignals() as stop:
 """
     done = subprocess.run([sys.executable, "-c", code], env=micro.environment(), capture_output=True, text=True)
     first, *rest = done.stderr.splitlines()
-    assert first == "SIGINT: saving and stopping after this step; press Ctrl-C again to stop at once"
+    assert first == "interrupted: finishing this step, then saving a checkpoint; press Ctrl-C again to stop at once"
     if in_a_command:
         advice = "run the same command to resume from the last checkpoint, or to start again without one"
         assert (done.returncode, done.stdout, rest) == (130, "", [f"interrupted; {advice}"])
     else:
         assert (done.returncode, done.stdout, rest) == (0, "raised\n", [])
+
+
+@pytest.mark.parametrize(
+    ("set_up", "code", "said"),
+    [
+        ("", 130, "interrupted while opening the run: nothing to save; there is no checkpoint yet"),
+        ("stop.doing, stop.saved_step = 'a', 40", 130, "while a: nothing to save; the last checkpoint is step 40"),
+        ("stop.unfinished = 'this step'", 3, "interrupted: finishing this step; press Ctrl-C again to stop at once"),
+        ("stop._alone = False", 3, "interrupted while opening the run: all processes stop; press Ctrl-C again"),
+    ],
+    ids=["opening", "compiling", "unfinished", "several processes"],
+)
+@pytest.mark.parametrize("in_cpp", [False, True])
+def test_the_first_ctrl_c_ends_a_training_at_once_where_nothing_is_to_be_saved(set_up, code, said, in_cpp):
+    """In C++ code no handler of Python runs; a locked mutex stands for it."""
+    program = f"""
+import ctypes, os, signal, sys, threading, time
+from hlat_jax.host import process
+signal.signal(signal.SIGINT, signal.default_int_handler)
+process.exit_on_interrupt()
+with process.StopSignals() as stop:
+    {set_up}
+    mutex, lock = ctypes.create_string_buffer(64), ctypes.CDLL(None).pthread_mutex_lock
+    lock(mutex)
+    def send():
+        time.sleep(0.1)  # the main thread waits by then
+        os.kill(os.getpid(), signal.SIGINT)
+        while not stop.name:
+            time.sleep(0.01)
+        ctypes.CDLL(None).pthread_mutex_unlock(mutex)
+    sender = threading.Thread(target=send)
+    sender.start()
+    lock(mutex) if {in_cpp} else sender.join()
+sys.exit(3 if stop.name == "SIGINT" else 4)
+"""
+    done = subprocess.run([sys.executable, "-c", program], env=micro.environment(), capture_output=True, text=True)
+    assert done.returncode == code, done.stderr
+    [line] = done.stderr.splitlines()
+    assert said in line
+
+
+def test_ctrl_c_is_answered_while_a_library_takes_the_wakeups_of_signals():
+    code = """
+import os, signal
+from hlat_jax.host import process
+signal.signal(signal.SIGINT, signal.default_int_handler)
+process.exit_on_interrupt()
+signal.set_wakeup_fd(-1)  # as uvloop, which Orbax runs, has one of its own meanwhile
+os.kill(os.getpid(), signal.SIGINT)
+"""
+    done = subprocess.run([sys.executable, "-c", code], env=micro.environment(), capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (130, "interrupted\n")
+
+
+def test_a_second_ctrl_c_does_not_wait_for_a_pipe_that_nobody_reads():
+    code = """
+import os, signal, sys
+from hlat_jax.host import process
+signal.signal(signal.SIGINT, signal.default_int_handler)
+process.exit_on_interrupt()
+sys.stdout.write("x" * 1_000_000)
+"""
+    words = [sys.executable, "-c", code]
+    with subprocess.Popen(words, env=micro.environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout.read(1) == b"x"  # and no more
+        process.send_signal(signal.SIGINT)
+        assert process.stderr.readline() == b"interrupted\n"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 130
