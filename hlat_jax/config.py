@@ -261,8 +261,10 @@ class CheckpointConfig:
 class MetricsConfig:
     """Progress lines and records; without influence on training."""
 
-    log_every_steps: int = _key(10, "Steps between lines on the console.")
-    console: str = _key("auto", "Progress lines; auto: fewer when not a terminal.", choices=("auto", "on", "off"))
+    log_every_steps: int = _key(
+        0, "Steps between progress lines, with one a minute at least; 0: 10, and a tenth of a run without a terminal."
+    )
+    console: str = _key("auto", "Progress lines; on: as on a terminal, also in a file.", choices=("auto", "on", "off"))
     tensorboard: bool = _key(True, "Write TensorBoard event files into the run folder.")
     wandb_project: str = _key("", "Weights & Biases project; empty: not used.")
     plot: bool = _key(True, "Draw loss.png at the end.")

@@ -36,7 +36,7 @@ from hlat_jax.host import distributed
 from hlat_jax.host.process import StopSignals
 from hlat_jax.optimizer import learning_rate
 from hlat_jax.parallel.sharding import shard_batch
-from hlat_jax.run import nonfinite, summary
+from hlat_jax.run import machine, nonfinite, summary
 from hlat_jax.run.open import NextBatch, Pending, Progress, Run, open_run
 
 
@@ -232,6 +232,7 @@ def _write_rows(run: Run, progress: Progress, *, in_flight: int = 0) -> None:
             "learning_rate": pending.learning_rate,
             "step_s": now - progress.timed_from_s,
             "data_wait_s": progress.data_wait_s,  # part of step_s, which ends now: mostly for the next step's batch
+            "peak_memory_bytes": machine.peak_memory(run.layout),
             "nonfinite": int(not metrics.finite),
             **pending.facts,
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pathlib
@@ -25,6 +26,8 @@ def main(argv: Sequence[str]) -> int:
         print(json.dumps(config.to_dict(), indent=2))
         print(describe(config))
         return 0
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # so that each line is in a log file while the run compiles
     logging.set_verbosity(logging.ERROR)  # silences the INFO logs of libraries; ours are printed
     _set_environment(config, values)
     from hlat_jax import loop  # imports JAX, which must see the environment as it is now

@@ -18,24 +18,29 @@ import time
 from collections.abc import Collection
 from typing import Any
 
+from hlat_jax.byte_sizes import UNITS
 from hlat_jax.config import MetricsConfig
 from hlat_jax.store.atomic_files import sync_folder, to_disk, write_whole
 
 ROWS_FILE, DISCARDED_FILE = "metrics.jsonl", "metrics.discarded.jsonl"
 TESTED_VERSIONS = ("2.6.5",)  # of tensorboardX, whose writer of event files is undocumented
-# Without a terminal, `console=auto` prints about this many lines over a run.
-_QUIET_LINES = 10
+# With `log_every_steps=0`: steps between lines on a terminal, and lines over a run without one.
+_TERMINAL_STEPS, _BATCH_LINES = 10, 10
+_LONGEST_SILENCE_S = 60
 _COLUMNS = (
     ("step", 8),
-    ("done", 8),
+    ("done", 7),
     ("loss", 9),
     ("grad norm", 10),
     ("lr", 10),
+    ("s/step", 9),
     ("tokens/s", 11),
     ("MFU 6N", 8),
     ("MFU+attn", 10),
     ("data wait", 10),
-    ("ETA", 14),
+    ("mem GiB", 9),
+    ("elapsed", 13),
+    ("ETA", 13),
 )
 
 
@@ -43,8 +48,8 @@ class MetricsLog:
     """Writes one row per step and per validation to the files and the console.
 
     Training rows have `step, loss, tokens (so far), grad_norm, param_norm, learning_rate, step_s (wall, data wait
-    included), data_wait_s, batch_hash`, depending on the data `padding_share` and `skipped_records (so far)`;
-    `tokens_per_s` is added and, if the peak is known, `mfu_6n` and `mfu`.
+    included), data_wait_s, peak_memory_bytes, batch_hash`, depending on the data `padding_share` and `skipped_records
+    (so far)`; `tokens_per_s` is added and, if the peak is known, `mfu_6n` and `mfu`.
     """
 
     def __init__(
@@ -79,6 +84,7 @@ class MetricsLog:
         self._tokens = last["tokens"] if last else 0
         self._file = open(self._path, "a")  # noqa: SIM115 - closed by close()
         self._interval = Interval()
+        self._opened_s = self._printed_s = time.monotonic()
         self._header_due = True
         self._sinks = []
         if config.tensorboard:
@@ -95,12 +101,13 @@ class MetricsLog:
             row["mfu_6n"], row["mfu"] = (flops * tokens_per_s / self._peak_flops for flops in self._flops_per_token)
         self._record("train", row)
         self._interval.add(row)
-        if self._line_due(row["step"]):
+        now = time.monotonic()
+        if self._line_due(row, now):
             if self._header_due:
-                print(header())
+                print(header(mfu="mfu" in row))
                 self._header_due = False
-            print(train_line(row, self._interval, self._num_steps), flush=True)
-            self._interval = Interval()
+            print(train_line(row, self._interval, self._num_steps, elapsed_s=now - self._opened_s), flush=True)
+            self._interval, self._printed_s = Interval(), now
 
     def eval_row(self, row: dict[str, Any]) -> None:
         """Records one validation: `step, eval_loss, perplexity, bits_per_byte, eval_tokens`."""
@@ -136,15 +143,18 @@ class MetricsLog:
         except OSError as error:  # the error of a full disk does not name the file
             raise OSError(error.errno, f"a row cannot be written: {error.strerror}", str(self._path)) from None
 
-    def _line_due(self, step: int) -> bool:
+    def _line_due(self, row: dict[str, Any], now: float) -> bool:
         if self._config.console == "off":
             return False
-        every = self._config.log_every_steps
-        if self._config.console == "auto" and not sys.stdout.isatty():
-            every = max(every, math.ceil((self._num_steps - self._start_step) / _QUIET_LINES))
-        elif step == self._start_step + 1:
-            return True  # interactive: show progress at once
-        return step % every == 0 or step == self._num_steps
+        step, every = row["step"], self._config.log_every_steps
+        if every == 0 and (self._config.console == "on" or sys.stdout.isatty()):
+            every = _TERMINAL_STEPS
+        elif every == 0:
+            every = math.ceil((self._num_steps - self._start_step) / _BATCH_LINES)
+        if step in (self._start_step + 1, self._num_steps) or step % every == 0:
+            return True
+        # the next row comes about one step from now
+        return now - self._printed_s + row["step_s"] > _LONGEST_SILENCE_S
 
 
 class SilentLog:
@@ -177,33 +187,35 @@ class Interval:
             if key in row:
                 self._weighted[key] = self._weighted.get(key, 0.0) + row[key] * row["step_s"]
 
-    def rate(self, key: str) -> float | None:
-        """Returns `tokens_per_s`, `mfu_6n` or `mfu` over the interval; None when unknown."""
-        return self._weighted[key] / self.step_s if key in self._weighted and self.step_s > 0 else None
+    def rate(self, key: str) -> float:
+        """Returns `tokens_per_s`, `mfu_6n` or `mfu` over the interval."""
+        return self._weighted[key] / self.step_s if self.step_s > 0 else math.inf
 
 
-def header() -> str:
-    """Returns the header of the columns of `train_line`."""
-    return "".join(name.rjust(width) for name, width in _COLUMNS)
+def header(*, mfu: bool) -> str:
+    """Returns the header of the columns of `train_line`; those of the MFU only if it is known."""
+    return "".join(name.rjust(width) for name, width in _COLUMNS if mfu or not name.startswith("MFU"))
 
 
-def train_line(row: dict[str, Any], interval: Interval, num_steps: int) -> str:
-    """Returns a progress line: loss, gradient norm and learning rate of this step, speeds over the interval."""
-    tokens_per_s = interval.rate("tokens_per_s")
+def train_line(row: dict[str, Any], interval: Interval, num_steps: int, *, elapsed_s: float) -> str:
+    """Returns a progress line: loss, gradient norm and learning rate of this step, times and speeds of the interval."""
     step_s = interval.step_s / interval.num_steps
-    cells = (
-        f"{row['step']}",
-        f"{row['step'] / max(num_steps, 1):.1%}",
-        f"{row['loss']:.4f}",
-        f"{row['grad_norm']:.3g}",
-        f"{row['learning_rate']:.2e}",
-        "-" if tokens_per_s is None else f"{tokens_per_s:,.0f}",
-        _percent(interval.rate("mfu_6n")),
-        _percent(interval.rate("mfu")),
-        _percent(interval.data_wait_s / interval.step_s if interval.step_s > 0 else None),
-        duration((num_steps - row["step"]) * step_s),
-    )
-    return "".join(cell.rjust(width) for cell, (_, width) in zip(cells, _COLUMNS, strict=True))
+    cells = {
+        "step": f"{row['step']}",
+        "done": f"{row['step'] / max(num_steps, 1):.1%}",
+        "loss": f"{row['loss']:.4f}",
+        "grad norm": f"{row['grad_norm']:.3g}",
+        "lr": f"{row['learning_rate']:.2e}",
+        "s/step": f"{step_s:.3f}",
+        "tokens/s": f"{interval.rate('tokens_per_s'):,.0f}",
+        "data wait": f"{interval.data_wait_s / max(interval.step_s, 1e-9):.1%}",
+        "mem GiB": f"{row['peak_memory_bytes'] / UNITS['GiB']:.2f}",
+        "elapsed": duration(elapsed_s),
+        "ETA": duration((num_steps - row["step"]) * step_s),
+    }
+    if "mfu" in row:
+        cells |= {"MFU 6N": f"{interval.rate('mfu_6n'):.1%}", "MFU+attn": f"{interval.rate('mfu'):.1%}"}
+    return "".join(cells[name].rjust(width) for name, width in _COLUMNS if name in cells)
 
 
 def eval_line(row: dict[str, Any]) -> str:
@@ -322,10 +334,6 @@ class _Wandb:
 
     def close(self) -> None:
         self._run.finish()
-
-
-def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{share:.1%}"
 
 
 def read_rows(path: str | os.PathLike) -> list[dict[str, Any]]:

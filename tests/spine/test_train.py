@@ -13,6 +13,7 @@ import micro
 import pytest
 
 from hlat_jax import config as config_lib
+from hlat_jax import loop, train
 from hlat_jax.data.loader import TrainBatches, batch_hash
 from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.optimizer import learning_rate
@@ -21,7 +22,7 @@ from hlat_jax.resolve import resolve
 pytestmark = pytest.mark.xdist_group("train")  # its fixtures are costly: one process
 ROW_KEYS = {
     "step", "loss", "tokens", "grad_norm", "param_norm", "learning_rate", "step_s", "data_wait_s", "batch_hash",
-    "tokens_per_s", "nonfinite",
+    "tokens_per_s", "nonfinite", "peak_memory_bytes",
 }  # fmt: skip
 EVAL_KEYS = {"step", "eval_loss", "perplexity", "bits_per_byte", "eval_tokens"}
 
@@ -84,6 +85,15 @@ def test_train_refuses_a_batch_that_eight_devices_do_not_divide(train_here, tmp_
     assert "make data.batch_size a multiple of 8" in message
 
 
+def test_train_writes_each_line_to_a_log_file_at_once(monkeypatch, tmp_path):
+    log, seen = tmp_path / "log.txt", []
+    monkeypatch.setattr(loop, "train", lambda *_: print("compiling") or seen.append(log.read_text()) or 0)
+    with open(log, "w") as file:
+        monkeypatch.setattr(sys, "stdout", file)
+        assert train.main(["--config=tiny", f"--workdir={tmp_path / 'run'}"]) == 0
+    assert seen == ["compiling\n"]
+
+
 @pytest.mark.parametrize("kind", ["below a file", "in /proc"])  # root may write wherever a folder can be
 def test_train_refuses_a_folder_that_cannot_be_written(train_here, tmp_path, kind):
     config = micro.write_config(tmp_path)
@@ -137,6 +147,7 @@ def test_train_writes_a_whole_row_for_each_step(finished):
         assert row["learning_rate"] == learning_rate(row["step"] - 1, config.optimizer)
         assert row["step_s"] > 0
         assert 0 <= row["data_wait_s"] <= row["step_s"]
+        assert 2**26 < row["peak_memory_bytes"] < 2**34  # of a process with JAX and a model of a megabyte
     evals = [row for row in rows if "eval_loss" in row]
     assert [row["step"] for row in evals] == [0, 6, 12, 18, 24]
     assert all(set(row) == EVAL_KEYS for row in evals)
@@ -192,7 +203,7 @@ def test_train_lines_have_one_width_and_blanks_between_columns(finished):
     assert [int(line.split()[0]) for line in progress] == [1, 6, 12, 18, 24]
     assert {len(line) for line in progress} == {len(header)}
     for line in progress:
-        assert len(line.split()) == 10, line
+        assert len(line.split()) == 11, line
     assert progress[-1].split()[:2] == ["24", "100.0%"]
     assert progress[-1].split()[-1] == "0:00:00"
 

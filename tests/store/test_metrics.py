@@ -150,22 +150,28 @@ def test_speeds_follow_from_tokens_and_time_also_in_the_first_step_after_a_resum
 def test_a_line_is_as_wide_as_its_header_and_shows_the_interval():
     interval = Interval()
     interval.add(row(9, tokens_per_s=100.0, mfu_6n=0.1, mfu=0.2, step_s=1.0, data_wait_s=0.0))
-    interval.add(row(10, tokens_per_s=400.0, mfu_6n=0.4, mfu=0.8, step_s=2.0, data_wait_s=0.3))
-    line = train_line(row(10, loss=3.14159), interval, 100)
-    assert len(line) == len(header())
+    last = row(10, loss=3.14159, tokens_per_s=400.0, mfu_6n=0.4, mfu=0.8, step_s=2.0, data_wait_s=0.3)
+    interval.add(last)
+    line = train_line(last, interval, 100, elapsed_s=3725.0)
+    assert len(line) == len(header(mfu=True))
     # (1 s * 100 + 2 s * 400) / 3 s; 90 steps of 1.5 s remain
-    expected = ["10", "10.0%", "3.1416", "0.5", "1.00e-04", "300", "30.0%", "60.0%", "10.0%", "0:02:15"]
-    assert line.split() == expected
+    speeds = ["1.500", "300", "30.0%", "60.0%", "10.0%"]
+    assert line.split() == ["10", "10.0%", "3.1416", "0.5", "1.00e-04", *speeds, "3.00", "1:02:05", "0:02:15"]
 
 
-def test_a_line_keeps_its_width_with_unknown_peak_extreme_and_nonfinite_values():
+def test_a_line_keeps_its_width_with_extreme_and_nonfinite_values_and_has_no_columns_without_values():
     interval = Interval()
-    extreme = row(9_999_999, loss=math.nan, grad_norm=1.23456e-30, tokens_per_s=98_765_432.1, step_s=3.0)
+    extreme = row(
+        9_999_999, loss=math.nan, grad_norm=1.23456e-30, tokens_per_s=98_765_432.1, step_s=1234.5,
+        peak_memory_bytes=141 * 10**9,
+    )  # fmt: skip
     interval.add(extreme)
-    line = train_line(extreme, interval, 99_999_999)
-    assert len(line) == len(header())
-    assert line.split()[2] == "nan"
-    assert line.split()[6:8] == ["-", "-"]
+    line = train_line(extreme, interval, 10_000_999, elapsed_s=99 * 86400.0)
+    assert len(line) == len(header(mfu=False))
+    assert "MFU" not in header(mfu=False)
+    assert line.split()[2:4] == ["nan", "1.23e-30"]
+    expected = ["1234.500", "98,765,432", "0.0%", "131.32", "99d", "0:00:00", "14d", "6:55:00"]
+    assert line.split()[5:] == expected
 
 
 def test_durations_read_as_clock_time():
@@ -183,27 +189,46 @@ def test_the_validation_line_has_every_number():
     assert eval_line(eval_row(20)) == expected
 
 
+TENTHS = [1, 100, 200, 300, 400, 500, 600, 700, 800, 900, 1000]
+
+
 @pytest.mark.parametrize(
-    ("console", "is_tty", "expected"),
+    ("console", "is_tty", "every", "expected"),
     [
-        ("auto", False, [100, 200, 300, 400, 500, 600, 700, 800, 900, 1000]),
-        ("auto", True, [1, *range(10, 1001, 10)]),
-        ("on", False, [1, *range(10, 1001, 10)]),
-        ("off", True, []),
+        ("auto", False, 0, TENTHS),
+        ("auto", True, 0, [1, *range(10, 1001, 10)]),
+        ("on", False, 0, [1, *range(10, 1001, 10)]),
+        ("auto", False, 25, [1, *range(25, 1001, 25)]),
+        ("auto", True, 300, [1, 300, 600, 900, 1000]),
+        ("off", True, 10, []),
     ],
 )
-def test_lines_appear_when_the_console_setting_says(tmp_path, monkeypatch, capsys, console, is_tty, expected):
+def test_lines_appear_when_the_console_settings_say(tmp_path, monkeypatch, capsys, console, is_tty, every, expected):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: is_tty, raising=False)
-    log = run(tmp_path, range(1, 1001), config=quiet(console=console, log_every_steps=10))
+    log = run(tmp_path, range(1, 1001), config=quiet(console=console, log_every_steps=every))
     log.eval_row(eval_row(1000))
     log.close()
     lines = capsys.readouterr().out.splitlines()
     if not expected:
         assert lines == []
         return
-    assert lines[0] == header()
+    assert lines[0] == header(mfu=False)
     assert [int(line.split()[0]) for line in lines[1:-1]] == expected
     assert lines[-1] == eval_line(eval_row(1000))
+
+
+@pytest.mark.parametrize(("step_s", "expected"), [(15.0, 4), (25.0, 2), (50.0, 1), (300.0, 1)])
+def test_a_batch_job_prints_a_line_a_minute_or_one_a_step(tmp_path, monkeypatch, capsys, step_s, expected):
+    clock = types.SimpleNamespace(monotonic=lambda: now, time=lambda: now)
+    monkeypatch.setattr(metrics, "time", clock)
+    now = 0.0
+    log = MetricsLog(tmp_path, config=quiet(console="auto", log_every_steps=5000), num_steps=100_000)
+    for step in range(1, 41):
+        now += step_s
+        log.train_row(row(step, step_s=step_s))
+    log.close()
+    steps = [int(line.split()[0]) for line in capsys.readouterr().out.splitlines()[1:]]
+    assert steps == [1, *range(1 + expected, 41, expected)]
 
 
 def events(folder):
