@@ -244,6 +244,7 @@ class TrainConfig:
     eval_loss_high: float = _key(0.0, "Upper end of the expected final validation loss in nats; 0: no expectation.")
     sample_prompt: str = _key("", "Text continued before and after training; empty: no sample.")
     sample_tokens: int = _key(64, "Tokens of that sample.")
+    profile_steps: str = _key("", "Trace these steps, FIRST:LAST, such as 10:13 for four of them; empty: none.")
 
 
 @dataclasses.dataclass(frozen=True)

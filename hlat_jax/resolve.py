@@ -6,9 +6,20 @@ Checks that depend on the number of devices are in `parallel.degrees`.
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
-from hlat_jax.config import SECTIONS, Config, ModelConfig, ParallelConfig, at_least, nearest, require_not_renamed, typed
+from hlat_jax.config import (
+    SECTIONS,
+    Config,
+    ModelConfig,
+    ParallelConfig,
+    TrainConfig,
+    at_least,
+    nearest,
+    require_not_renamed,
+    typed,
+)
 
 
 def resolve(mutable: Any) -> Config:
@@ -101,6 +112,20 @@ def check_policy(policy: str, *, pipe: int) -> None:
         )
 
 
+def profiled_steps(train: TrainConfig) -> range:
+    """Returns the steps that `train.profile_steps` names. Raises ValueError if the run does not have such steps."""
+    if not train.profile_steps:
+        return range(0)
+    found = re.fullmatch("([0-9]{1,9}):([0-9]{1,9})", train.profile_steps)
+    first, last = map(int, found.groups()) if found else (0, 0)
+    if not 1 <= first <= last <= train.num_steps:
+        raise ValueError(
+            f"train.profile_steps={train.profile_steps!r} must be FIRST:LAST, the steps to trace, such as 10:13 for "
+            f"four, with 1 <= FIRST <= LAST <= train.num_steps={train.num_steps}; empty: none."
+        )
+    return range(first, last + 1)
+
+
 def check_training(c: Config) -> None:
     """Raises ValueError for settings outside their range, and for settings that contradict each other."""
     o, d, t = c.optimizer, c.data, c.train
@@ -145,6 +170,7 @@ def check_training(c: Config) -> None:
         raise ValueError(
             f"optimizer.horizon_steps={o.horizon_steps} must exceed optimizer.warmup_steps={o.warmup_steps}."
         )
+    profiled_steps(t)
     if t.eval_tasks and not all(t.eval_tasks.split(",")):
         raise ValueError(f"train.eval_tasks={t.eval_tasks!r} has an empty name; give NAME,NAME without spaces.")
     for name in ("every_steps", "limit", "folder"):

@@ -27,6 +27,7 @@ from hlat_jax.run import budget, exports, optional, summary
 from hlat_jax.run.compilation import Compilations, compiled_sampler, compiled_step
 from hlat_jax.run.init_from import begin, open_start
 from hlat_jax.run.machine import fitting_program
+from hlat_jax.run.profiling import StepTrace
 from hlat_jax.run.settings import refuse_drift, settings_of, write_settings
 from hlat_jax.run.step_sync import StepSync, only_job, require_same_settings
 from hlat_jax.run.validation import Validation
@@ -50,6 +51,7 @@ class Run:
       state_norms: the compiled state -> norms of its parts, see step.RunProgram.
       sampler: the compiled programs of samples; None if not configured.
       log: metrics log; silent in all processes but process 0.
+      step_trace: the trace of `train.profile_steps`.
       settings: recorded in every checkpoint, see `settings_of`.
       remat: record of the choice for a memory budget, see `budget.resolved`; None without a budget.
       start_step: step at which this process started or resumed.
@@ -69,6 +71,7 @@ class Run:
     state_norms: Callable[..., Any]
     sampler: Programs | None
     log: MetricsLog | SilentLog
+    step_trace: StepTrace
     settings: dict[str, Any]
     remat: dict[str, Any] | None
     start_step: int
@@ -197,6 +200,7 @@ def open_run(
         positions.rewind(workdir, progress.step)
         exports.rewind(workdir, progress.step)
     log = stack.enter_context(closing_quietly(_open_log(config, workdir, layout=layout, start_step=progress.step)))
+    step_trace = stack.enter_context(closing_quietly(StepTrace(config, workdir, start_step=progress.step)))
     run = Run(
         config=config,
         workdir=workdir,
@@ -212,6 +216,7 @@ def open_run(
         tasks=tasks,
         sampler=compiled_sampler(compilations) if config.train.sample_prompt else None,
         log=log,
+        step_trace=step_trace,
         settings=settings,
         remat=remat,
         start_step=progress.step,
@@ -257,6 +262,7 @@ def _open_log(config: Config, workdir: pathlib.Path, *, layout: Layout, start_st
         config=config.metrics,
         num_steps=config.train.num_steps,
         start_step=start_step,
+        hyperparameters=config.to_dict(),
         flops_per_token=(
             cost.flops_per_token_6n(config.model),
             cost.flops_per_token(config.model, config.data.seq_len),

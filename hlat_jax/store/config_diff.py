@@ -17,6 +17,7 @@ MAY_CHANGE = (
     "train.eval_loss_*",
     "train.eval_tasks*",
     "train.sample_*",
+    "train.profile_steps",
     "metrics.*",
     "checkpoint.*",
     "parallel.*",

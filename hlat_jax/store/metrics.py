@@ -15,7 +15,7 @@ import pathlib
 import secrets
 import sys
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from hlat_jax.byte_sizes import UNITS
@@ -23,6 +23,7 @@ from hlat_jax.config import MetricsConfig
 from hlat_jax.store.atomic_files import sync_folder, to_disk, write_whole
 
 ROWS_FILE, DISCARDED_FILE = "metrics.jsonl", "metrics.discarded.jsonl"
+TENSORBOARD_FOLDER = "tensorboard"
 TESTED_VERSIONS = ("2.6.5",)  # of tensorboardX, whose writer of event files is undocumented
 # With `log_every_steps=0`: steps between lines on a terminal, and lines over a run without one.
 _TERMINAL_STEPS, _BATCH_LINES = 10, 10
@@ -59,6 +60,7 @@ class MetricsLog:
         config: MetricsConfig,
         num_steps: int,
         start_step: int = 0,
+        hyperparameters: Mapping[str, Mapping[str, Any] | str] | None = None,
         flops_per_token: tuple[float, float] = (0.0, 0.0),
         peak_flops: float | None = None,
     ):
@@ -69,6 +71,7 @@ class MetricsLog:
           config: which outputs are written.
           num_steps: last step of the run; for percentages and the remaining time.
           start_step: 0 for a new run, which moves all rows of an earlier attempt aside.
+          hyperparameters: the config as nested dicts, for TensorBoard and Weights & Biases.
           flops_per_token: by the 6N rule, and with attention.
           peak_flops: FLOP/s of all devices together; None when unknown.
 
@@ -88,9 +91,9 @@ class MetricsLog:
         self._header_due = True
         self._sinks = []
         if config.tensorboard:
-            self._sinks.append(_TensorBoard(workdir / "tensorboard", start_step))
+            self._sinks.append(_TensorBoard(workdir / TENSORBOARD_FOLDER, start_step, hyperparameters or {}))
         if config.wandb_project:
-            self._sinks.append(_Wandb(workdir, config.wandb_project))
+            self._sinks.append(_Wandb(workdir, config.wandb_project, hyperparameters or {}))
 
     def train_row(self, row: dict[str, Any]) -> None:
         """Records one step, and prints a line when one is due."""
@@ -121,6 +124,12 @@ class MetricsLog:
         if self._config.console != "off":
             print(tasks_line(row, shown), flush=True)
 
+    def sample(self, step: int, text: str) -> None:
+        """Records a generated text in TensorBoard and Weights & Biases."""
+        with self._named_errors():
+            for sink in self._sinks:
+                sink.write_text("sample", step, text)
+
     def sync(self) -> None:
         """Flushes and fsyncs every row so far."""
         to_disk(self._file)
@@ -135,12 +144,18 @@ class MetricsLog:
             sink.close()
 
     def _record(self, group: str, row: dict[str, Any]) -> None:
-        try:
+        with self._named_errors():
             self._file.write(json_line(row))
             self._file.flush()
             for sink in self._sinks:
                 sink.write(group, row)
-        except OSError as error:  # the error of a full disk does not name the file
+
+    @contextlib.contextmanager
+    def _named_errors(self) -> Iterator[None]:
+        """Raises an OSError of the block with the name of the file, which that of a full disk does not have."""
+        try:
+            yield
+        except OSError as error:
             raise OSError(error.errno, f"a row cannot be written: {error.strerror}", str(self._path)) from None
 
     def _line_due(self, row: dict[str, Any], now: float) -> bool:
@@ -165,6 +180,8 @@ class SilentLog:
     def eval_row(self, row: dict[str, Any]) -> None: ...
 
     def tasks_row(self, row: dict[str, Any], *, shown: Collection[str]) -> None: ...
+
+    def sample(self, step: int, text: str) -> None: ...
 
     def sync(self) -> None: ...
 
@@ -282,20 +299,25 @@ def rewind(path: str | os.PathLike, step: int) -> dict[str, Any] | None:
 class _TensorBoard:
     """Event files, written in this thread: with a full disk tensorboardX's own writer thread would hang the run."""
 
-    def __init__(self, folder: pathlib.Path, start_step: int):
+    def __init__(self, folder: pathlib.Path, start_step: int, hyperparameters: Mapping[str, Any]):
         no_torch = sys.modules.setdefault("torch", None) is None  # tensorboardX would import it unnecessarily
-        from tensorboardX import event_file_writer
+        from tensorboardX import event_file_writer, summary
         from tensorboardX.proto import event_pb2, summary_pb2
 
         if no_torch:
             del sys.modules["torch"]
-        self._event, self._summary = event_pb2.Event, summary_pb2.Summary
+        self._event, self._summary, self._text = event_pb2.Event, summary_pb2.Summary, summary.text
         folder.mkdir(exist_ok=True)
         # file names have a resolution of a second: the suffix keeps a quick restart from overwriting the previous file
         self._writer = event_file_writer.EventsWriter(str(folder / "events"), f".{os.getpid()}.{start_step}")
         # hides the events of an earlier attempt from this step on from TensorBoard
         hidden_from = start_step + 1 if start_step > 0 else 0
         self._add(hidden_from, session_log=event_pb2.SessionLog(status=event_pb2.SessionLog.START))
+        if hyperparameters:
+            # without the experiment's own summary TensorBoard finds columns and metrics from all runs it shows
+            _, session, _ = summary.hparams(_flat(hyperparameters), {})
+            self._add(hidden_from, summary=session)
+            self.write_text("config", hidden_from, json.dumps(hyperparameters, indent=2))
 
     def write(self, group: str, row: dict[str, Any]) -> None:
         # one event per row: one per number takes milliseconds
@@ -303,6 +325,11 @@ class _TensorBoard:
         values = [self._summary.Value(tag=f"{group}/{key}", simple_value=value) for key, value in numbers.items()]
         self._add(row["step"], summary=self._summary(value=values))
         self._writer.flush()  # for live viewing, and so that a kill loses nothing
+
+    def write_text(self, tag: str, step: int, text: str) -> None:
+        block = "\n".join(f"    {line}" for line in text.splitlines())  # of code: the text is not Markdown
+        self._add(step, summary=self._text(tag, block))
+        self._writer.flush()
 
     def _add(self, step: int, **content: Any) -> None:
         self._writer.write_event(self._event(step=step, wall_time=time.time(), **content))
@@ -314,7 +341,7 @@ class _TensorBoard:
 class _Wandb:
     """Weights & Biases; a resumed run continues the same W&B run."""
 
-    def __init__(self, workdir: pathlib.Path, project: str):
+    def __init__(self, workdir: pathlib.Path, project: str, hyperparameters: Mapping[str, Any]):
         try:
             import wandb
         except ImportError:
@@ -324,7 +351,8 @@ class _Wandb:
         id_path = workdir / "wandb_id.txt"
         run_id = id_path.read_text().strip() if id_path.exists() else secrets.token_hex(4)
         id_path.write_text(run_id + "\n")
-        self._run = wandb.init(project=project, name=workdir.name, id=run_id, resume="allow", dir=str(workdir))
+        same_run = {"id": run_id, "resume": "allow", "config": dict(hyperparameters), "allow_val_change": True}
+        self._run = wandb.init(project=project, name=workdir.name, dir=str(workdir), **same_run)
         # W&B's own step can only increase; ours returns to the checkpoint's on resume
         self._run.define_metric("*", step_metric="step")
 
@@ -332,8 +360,17 @@ class _Wandb:
         numbers = {key: value for key, value in row.items() if isinstance(value, (int, float))}
         self._run.log({key if key == "step" else f"{group}/{key}": value for key, value in numbers.items()})
 
+    def write_text(self, tag: str, step: int, text: str) -> None:
+        self._run.log({"step": step, tag: text})
+
     def close(self) -> None:
         self._run.finish()
+
+
+def _flat(hyperparameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the values of nested dicts by their dotted paths."""
+    tree = {name: values if isinstance(values, Mapping) else {"": values} for name, values in hyperparameters.items()}
+    return {f"{name}.{key}".rstrip("."): value for name, values in tree.items() for key, value in values.items()}
 
 
 def read_rows(path: str | os.PathLike) -> list[dict[str, Any]]:

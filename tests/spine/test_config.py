@@ -263,6 +263,7 @@ FIELDS = {
     "train.eval_loss_high": Row(20.0, run, "printed"),
     "train.sample_prompt": Row("It is", run, "printed"),
     "train.sample_tokens": Row(3, run, "printed", {"train.sample_prompt": "It is"}),
+    "train.profile_steps": Row("2:3", run, "files"),
     "checkpoint.every_steps": Row(2, run, "checkpoints"),
     "checkpoint.every_minutes": Row(1e-9, run, "checkpoints", {"checkpoint.every_steps": 0}),
     "checkpoint.keep_last": Row(1, run, "checkpoints"),

@@ -1,5 +1,6 @@
 """The training command: what it refuses and how it says so, what it writes, and what a person sees."""
 
+import gzip
 import json
 import os
 import re
@@ -11,6 +12,7 @@ import time
 import jobs
 import micro
 import pytest
+from jax.profiler import ProfileData
 
 from hlat_jax import config as config_lib
 from hlat_jax import loop, train
@@ -34,12 +36,12 @@ def finished(tmp_path_factory):
     config = micro.write_config(folder)
     shows = ("console=on", "log_every_steps=6", "tensorboard=True", "plot=True")
     words = micro.command(config, folder / "run", *(f"metrics.{word}" for word in shows))
-    words += ["--config.train.sample_prompt=It is", "--config.train.sample_tokens=4"]
+    words += [f"--config.train.{word}" for word in ("sample_prompt=It is", "sample_tokens=4", "profile_steps=10:13")]
     done = micro.run(words, micro.environment())
     assert done.returncode == 0, done.stderr
     mutable = config_lib.load(str(config))
     mutable.metrics.update(console="on", log_every_steps=6, tensorboard=True, plot=True)
-    mutable.train.update(sample_prompt="It is", sample_tokens=4)
+    mutable.train.update(sample_prompt="It is", sample_tokens=4, profile_steps="10:13")
     return resolve(mutable), folder / "run", done.stdout
 
 
@@ -193,6 +195,23 @@ def test_train_says_on_stdout_what_a_person_asks(finished):
     loss = [row["eval_loss"] for row in micro.rows(workdir) if "eval_loss" in row][-1]
     assert f"validation loss {loss:.4f} nats per token" in out.splitlines()[-1]
     assert str(workdir / "loss.png") in out
+
+
+def test_train_traces_the_steps_that_are_asked_for_in_both_formats(finished):
+    _, workdir, out = finished
+    [folder] = (workdir / "tensorboard/plugins/profile").iterdir()
+    [perfetto] = folder.glob("*.trace.json.gz")
+    events = json.loads(gzip.decompress(perfetto.read_bytes()))["traceEvents"]
+    assert [event["args"]["step_num"] for event in events if event.get("name") == "train"] == ["10", "11", "12", "13"]
+    [tensorboard] = folder.glob("*.xplane.pb")
+    [host] = [plane for plane in ProfileData.from_file(str(tensorboard)).planes if plane.name == "/host:CPU"]
+    found = [event for line in host.lines for event in line.events if event.name == "train"]
+    assert [dict(event.stats)["step_num"] for event in found] == [10, 11, 12, 13]
+    executed = sum("Execute" in event.name for line in host.lines for event in line.events)
+    assert executed >= 4  # operations on the device, not the host alone
+    [line] = [line for line in out.splitlines() if line.startswith("trace ")]
+    assert str(perfetto) in line
+    assert f"tensorboard --logdir={workdir / 'tensorboard'}" in line
 
 
 def test_train_lines_have_one_width_and_blanks_between_columns(finished):

@@ -27,8 +27,8 @@ def read(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def run(folder, steps, *, start_step=0, num_steps=1000, config=None):
-    log = MetricsLog(folder, config=config or quiet(), num_steps=num_steps, start_step=start_step)
+def run(folder, steps, *, start_step=0, num_steps=1000, config=None, **options):
+    log = MetricsLog(folder, config=config or quiet(), num_steps=num_steps, start_step=start_step, **options)
     for step in steps:
         log.train_row(row(step))
     return log
@@ -232,7 +232,10 @@ def test_a_batch_job_prints_a_line_a_minute_or_one_a_step(tmp_path, monkeypatch,
 
 
 def events(folder):
-    """Returns the (step, tag, value) that TensorBoard shows: a restart hides what lies at its step or after."""
+    """Returns the (step, tag, value) that TensorBoard shows: a restart hides what lies at its step or after.
+
+    The value of a text is its string, that of hyperparameters a dict.
+    """
     from tensorboardX.proto import event_pb2
 
     shown = []
@@ -244,8 +247,19 @@ def events(folder):
             place += 16 + size
             if event.session_log.status == event_pb2.SessionLog.START:
                 shown = [e for e in shown if e[0] < event.step]
-            shown += [(event.step, value.tag, value.simple_value) for value in event.summary.value]
+            shown += [(event.step, value.tag, _shown_value(value)) for value in event.summary.value]
     return shown
+
+
+def _shown_value(value):
+    from google.protobuf.json_format import MessageToDict
+    from tensorboardX.proto import plugin_hparams_pb2
+
+    plugin = value.metadata.plugin_data
+    if plugin.plugin_name == "hparams":
+        session = plugin_hparams_pb2.HParamsPluginData.FromString(plugin.content).session_start_info
+        return MessageToDict(session)["hparams"]
+    return value.tensor.string_val[0].decode() if plugin.plugin_name == "text" else value.simple_value
 
 
 def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path):
@@ -262,6 +276,25 @@ def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path):
     assert next(value for _, tag, value in shown if tag == "train/loss") == pytest.approx(4.25)
     assert {"train/grad_norm", "train/learning_rate", "train/tokens_per_s"} <= {tag for _, tag, _ in shown}
     assert not any(tag.endswith(("step", "batch_hash")) for _, tag, _ in shown)
+
+
+def test_tensorboard_has_the_hyperparameters_and_each_sample_once_after_a_resume(tmp_path):
+    config = quiet(tensorboard=True)
+    tree = {"name": "mine", "model": {"num_layers": 2, "remat": "auto"}, "train": {"num_steps": 9}}
+    for start_step, sampled in ((0, (0, 5)), (3, (5, 9))):
+        changed = {"hyperparameters": tree | {"data": {"k": start_step}}}
+        log = run(tmp_path, (), start_step=start_step, config=config, **changed)
+        for step in sampled:
+            log.sample(step, f"It is {start_step} # truth\nat {step}")
+        log.close()
+    shown = events(tmp_path / "tensorboard")
+    samples = [(step, text) for step, tag, text in shown if tag.startswith("sample")]
+    assert samples == [(step, f"    It is {start} # truth\n    at {step}") for step, start in ((0, 0), (5, 3), (9, 3))]
+    first, second = [value for _, tag, value in shown if tag == "_hparams_/session_start_info"]
+    flat = {"name": "mine", "model.num_layers": 2.0, "model.remat": "auto", "train.num_steps": 9.0}
+    assert (first, second) == (flat | {"data.k": 0.0}, flat | {"data.k": 3.0})
+    configs = [json.loads(text) for _, tag, text in shown if tag.startswith("config")]
+    assert [each["data"]["k"] for each in configs] == [0, 3]
 
 
 def test_a_full_disk_raises_and_does_not_hang(small_disk):
@@ -303,9 +336,11 @@ def test_wandb_goes_on_in_the_same_run_after_a_resume(tmp_path, monkeypatch):
         sys.modules, "wandb", types.SimpleNamespace(init=lambda **options: calls.append(options) or fake)
     )
     for start_step in (0, 1):
-        run(tmp_path, [start_step + 1], start_step=start_step, config=quiet(wandb_project="p")).close()
+        options = {"config": quiet(wandb_project="p"), "hyperparameters": {"model": {"num_layers": 2}}}
+        run(tmp_path, [start_step + 1], start_step=start_step, **options).close()
     first, logged, second, _ = calls
     assert first["id"] == second["id"]
+    assert second["config"] == {"model": {"num_layers": 2}}
     assert (first["project"], second["resume"]) == ("p", "allow")
     assert (logged["step"], logged["train/tokens"]) == (1, 100)
 
