@@ -78,7 +78,7 @@ def goals(config, shares):
     for share in shares:
         spent.clear()
         try:
-            plan = remat.search(traced, budget_bytes=int(share * most), options=remat.Options(measure=measure))
+            plan = remat.search(traced, budget_bytes=int(share * most), options=remat.RematOptions(measure=measure))
         except ValueError as error:
             print(f"goal {share:.0%}: {error}", flush=True)
             continue
@@ -160,7 +160,7 @@ def batches(names, limit):
         most, _ = remat.max_batch(make_step, limit, step=sgd)
         batch = min(without * raf[1] // raf[0], most)
         fn, args = make_step(batch)
-        options = remat.Options(measure=remat.total_bytes)
+        options = remat.RematOptions(measure=remat.total_bytes)
         plan = remat.fit(fn, *args, budget_bytes=limit, step=sgd, options=options)
         print(
             f"{name:12}  {without:7}  {most:12}  {batch:15}  {format_bytes(plan.measured_bytes):>10}  "

@@ -1,15 +1,13 @@
-"""Is the training step the same before and after a change that should only move code? Run in each tree, then compare.
+"""Is the training step the same in two trees, of which one only moved code?
 
-    python benchmarks/unchanged.py record --out=before.json --runs=runs     # in the tree before the change
-    python benchmarks/unchanged.py record --out=after.json --runs=runs      # in the tree after it
-    python benchmarks/unchanged.py compare before.json after.json
+    git worktree add ../before COMMIT
+    python benchmarks/unchanged.py ../before [--rounds=5] [--dump=DIR]     # in the tree after the change
 
-For four layouts of a small model it trains 20 steps by `python -m hlat_jax.train` and records the hash of every array
-of the last checkpoint, the hash of the text of the lowered step without locations, the seconds of a step (median) and
-the peak memory of the process; beside them the seconds that `import hlat_jax.loop` takes and the first line of
-`--help`. With `--runs` the first tree leaves its run folders there, and both resume a copy of them up to step 24: a run
-written before the change continues after it. Only commands and files are used, so that trees with other module paths
-compare. `--dump=DIR` keeps the texts.
+For four layouts of a small model both trees train 20 steps by `python -m hlat_jax.train`, in turn. The hash of every
+array of the last checkpoint and the text of the lowered step without locations must be equal, the seconds of a step
+and the peak memory of the process at most 1.03 times as large (medians over the rounds of the ratio in one round), and
+so the seconds of `import hlat_jax.loop`. Both trees then resume a copy of the run folder of the tree before up to step
+24. Only commands and files are used, so that trees with other module paths compare. `--dump` keeps the texts.
 """
 
 from __future__ import annotations
@@ -25,6 +23,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 
 LAYOUTS = {
     "one device": {"devices": 1},
@@ -46,11 +45,11 @@ SMALL = {
     "precision.policy": "mixed",
     "data.validation": "",
 }
-MOST = 1.03  # of what was measured before; the shortest of several rounds, as timings here are noisy
+LARGEST_RATIO = 1.03
 
 
-def train(folder: pathlib.Path, layout: dict, *, num_steps: int = 20) -> tuple[dict, str]:
-    """Trains in `folder / "run"`, or resumes the run there; returns hashes, seconds and peak bytes, and the text."""
+def train(tree: pathlib.Path, folder: pathlib.Path, layout: dict, *, num_steps: int = 20) -> dict:
+    """Trains in `folder / "run"`, or resumes the run there; returns hashes, text, seconds and peak bytes."""
     options = SMALL | {key: value for key, value in layout.items() if key != "devices"}
     options["train.num_steps"] = num_steps
     env = {
@@ -59,30 +58,22 @@ def train(folder: pathlib.Path, layout: dict, *, num_steps: int = 20) -> tuple[d
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={layout['devices']}",
         "JAX_DUMP_IR_TO": str(folder / "ir"),
         "JAX_INCLUDE_DEBUG_INFO_IN_DUMPS": "0",
-        "PYTHONPATH": os.getcwd(),
+        "PYTHONPATH": str(tree),
     }
     words = [f"--config.{key}={value}" for key, value in options.items()]
     command = [sys.executable, "-m", "hlat_jax.train", "--config=tiny", f"--workdir={folder / 'run'}", *words]
-    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=tree)
     printed = process.stdout.read()
     _, status, used = os.wait4(process.pid, 0)
     if status:
         raise SystemExit(f"{' '.join(command)} failed:\n{printed}")
     rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
-    text = step_text(folder / "ir")
     return {
         "bits": state_hash(folder / "run"),
-        "text": hashlib.sha256(text.encode()).hexdigest(),
+        "text": step_text(folder / "ir"),
         "step_s": statistics.median(row["step_s"] for row in rows[4:]),
         "peak_bytes": used.ru_maxrss * 1024,
-    }, text
-
-
-def resumed(kept: pathlib.Path, layout: dict) -> dict[str, str]:
-    """Returns the hashes of the state after four steps more of a run that some tree has left in `kept`."""
-    with tempfile.TemporaryDirectory() as folder:
-        shutil.copytree(kept, pathlib.Path(folder) / "run")
-        return train(pathlib.Path(folder), layout, num_steps=24)[0]["bits"]
+    }
 
 
 def step_text(dumped: pathlib.Path) -> str:
@@ -119,78 +110,74 @@ def state_hash(workdir: pathlib.Path) -> dict[str, str]:
     return flat
 
 
-def import_s() -> float:
-    """Returns the shortest of five imports of the loop, in processes of their own."""
+def import_s(tree: pathlib.Path) -> float:
+    """Returns the seconds of an import of the loop in a process of its own."""
     code = "import time; t = time.perf_counter(); import hlat_jax.loop; print(time.perf_counter() - t)"
-    env = {**os.environ, "PYTHONPATH": os.getcwd()}
-    runs = [subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True) for _ in range(5)]
-    return min(float(run.stdout) for run in runs)
+    env = {**os.environ, "PYTHONPATH": str(tree)}
+    return float(subprocess.run([sys.executable, "-c", code], env=env, cwd=tree, capture_output=True, text=True).stdout)
 
 
-def record(out: pathlib.Path, *, rounds: int, runs: pathlib.Path | None, dump: pathlib.Path | None) -> None:
-    """Writes what is measured of the tree in the working folder."""
-    found: dict = {"layouts": {}}
-    for name, layout in LAYOUTS.items():
-        kept = runs / name.replace(" ", "_") if runs else None
-        rows = []
-        for _ in range(rounds):
-            with tempfile.TemporaryDirectory() as folder:
-                row, text = train(pathlib.Path(folder), layout)
-                if kept and not kept.exists():
-                    shutil.copytree(pathlib.Path(folder) / "run", kept)
-            rows.append(row)
-        if any((row["bits"], row["text"]) != (rows[0]["bits"], rows[0]["text"]) for row in rows):
-            raise SystemExit(f"{name}: two runs of one tree differ")
-        smallest = {key: min(row[key] for row in rows) for key in ("step_s", "peak_bytes")}
-        found["layouts"][name] = rows[0] | smallest | {"resumed": resumed(kept, layout) if kept else {}}
-        if dump is not None:
-            dump.mkdir(parents=True, exist_ok=True)
-            (dump / f"{name.replace(' ', '_')}.mlir").write_text(text)
-        print(f"{name:<16} step {smallest['step_s']:.4f} s, peak {smallest['peak_bytes'] / 2**20:.0f} MiB", flush=True)
-    found["import_s"] = import_s()
+def help_line(tree: pathlib.Path) -> str:
+    """Returns the first line of the help of the training command."""
     words = [sys.executable, "-m", "hlat_jax.train", "--help"]
-    helped = subprocess.run(words, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": os.getcwd()})
-    found["help"] = helped.stdout.strip().splitlines()[0]
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(found, indent=1) + "\n")
+    env = {**os.environ, "PYTHONPATH": str(tree)}
+    return subprocess.run(words, capture_output=True, text=True, env=env, cwd=tree).stdout.strip().splitlines()[0]
 
 
-def compare(before: dict, after: dict) -> int:
-    """Prints a table; returns 1 when bits or text differ or a ratio is above `MOST`."""
-    bad = 0
-    for name, old in before["layouts"].items():
-        new = after["layouts"][name]
-        same_bits, same_text = old["bits"] == new["bits"], old["text"] == new["text"]
-        step, memory = new["step_s"] / old["step_s"], new["peak_bytes"] / old["peak_bytes"]
-        same_end = old["resumed"] == new["resumed"]
-        bad |= not (same_bits and same_text and same_end) or max(step, memory) > MOST
-        print(
-            f"{name:<16} bits {'same' if same_bits else 'DIFFER'}, text {'same' if same_text else 'DIFFERS'}, resumed "
-            f"{'same' if same_end else 'DIFFERS'}, step x {step:.3f}, peak memory x {memory:.3f}"
-        )
-    ratio = after["import_s"] / before["import_s"]
-    bad |= ratio > MOST
-    print(f"import           {before['import_s']:.2f} s -> {after['import_s']:.2f} s, x {ratio:.3f}")
-    print(f"--help           {before['help']!r}\n              -> {after['help']!r}")
-    return int(bad)
+def ratio_in_turn(trees: list[pathlib.Path], rounds: int, measure: Callable[[pathlib.Path], dict]) -> dict[str, float]:
+    """Returns the median over the rounds of after / before, for each figure; every other round begins with `after`."""
+    ratios: dict[str, list[float]] = {}
+    for turn in range(rounds):
+        found = {tree: measure(tree) for tree in (trees if turn % 2 == 0 else trees[::-1])}
+        before, after = (found[tree] for tree in trees)
+        for name in before:
+            ratios.setdefault(name, []).append(after[name] / before[name])
+    return {name: statistics.median(of_rounds) for name, of_rounds in ratios.items()}
+
+
+def compare_layout(name: str, trees: list[pathlib.Path], *, rounds: int, dump: pathlib.Path | None) -> bool:
+    """Prints a line about a layout; returns whether bits and text are equal and no ratio is above the largest."""
+    layout = LAYOUTS[name]
+    with tempfile.TemporaryDirectory() as folder:
+        first = {tree: train(tree, pathlib.Path(folder) / str(i), layout) for i, tree in enumerate(trees)}
+        before, after = (first[tree] for tree in trees)
+        ends = []
+        for i, tree in enumerate(trees):
+            copy = pathlib.Path(folder) / f"resumed{i}"
+            shutil.copytree(pathlib.Path(folder) / "0" / "run", copy / "run")
+            ends.append(train(tree, copy, layout, num_steps=24)["bits"])
+
+    def measure(tree: pathlib.Path) -> dict:
+        with tempfile.TemporaryDirectory() as folder:
+            row = train(tree, pathlib.Path(folder), layout)
+        if (row["bits"], row["text"]) != (first[tree]["bits"], first[tree]["text"]):
+            raise SystemExit(f"{name}: two runs of {tree} differ")
+        return {"step": row["step_s"], "peak memory": row["peak_bytes"]}
+
+    ratios = ratio_in_turn(trees, rounds, measure)
+    equal = {"bits": before["bits"] == after["bits"], "text": before["text"] == after["text"]}
+    equal["resumed"] = ends[0] == ends[1]
+    words = [f"{what} {'same' if same else 'DIFFER'}" for what, same in equal.items()]
+    print(f"{name:<16}", ", ".join(words + [f"{what} x {r:.3f}" for what, r in ratios.items()]), flush=True)
+    if dump is not None:
+        dump.mkdir(parents=True, exist_ok=True)
+        for which, row in (("before", before), ("after", after)):
+            (dump / f"{name.replace(' ', '_')}.{which}.mlir").write_text(row["text"])
+    return all(equal.values()) and max(ratios.values()) <= LARGEST_RATIO
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    commands = parser.add_subparsers(dest="command", required=True)
-    recording = commands.add_parser("record")
-    recording.add_argument("--out", type=pathlib.Path, required=True)
-    recording.add_argument("--rounds", type=int, default=1)
-    recording.add_argument("--runs", type=pathlib.Path)
-    recording.add_argument("--dump", type=pathlib.Path)
-    comparing = commands.add_parser("compare")
-    comparing.add_argument("before", type=pathlib.Path)
-    comparing.add_argument("after", type=pathlib.Path)
+    parser.add_argument("before", type=pathlib.Path, help="the tree before the change; the other is the working folder")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--dump", type=pathlib.Path)
     args = parser.parse_args()
-    if args.command == "record":
-        record(args.out, rounds=args.rounds, runs=args.runs, dump=args.dump)
-        return 0
-    return compare(json.loads(args.before.read_text()), json.loads(args.after.read_text()))
+    trees = [args.before.resolve(), pathlib.Path.cwd()]
+    good = [compare_layout(name, trees, rounds=args.rounds, dump=args.dump) for name in LAYOUTS]
+    imports = ratio_in_turn(trees, args.rounds, lambda tree: {"import": import_s(tree)})["import"]
+    print(f"import           x {imports:.3f}")
+    print(f"--help           {help_line(trees[0])!r}\n              -> {help_line(trees[1])!r}")
+    return 0 if all(good) and imports <= LARGEST_RATIO else 1
 
 
 if __name__ == "__main__":

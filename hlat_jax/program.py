@@ -21,7 +21,7 @@ from hlat_jax.passes.autocast import autocast, is_fp16
 from hlat_jax.passes.remat import Plan
 from hlat_jax.precision import NEAREST, Accumulation, Rounding, cast_tree
 from hlat_jax.program_options import (
-    BesideLoss,
+    LossAux,
     ProgramOptions,
     averaged_aux,
     check_arguments,
@@ -32,7 +32,7 @@ from hlat_jax.program_options import (
 
 State = dict[str, Any]
 LossFn = Callable[[Any, Any], jax.Array | SumAndCount | tuple[jax.Array | SumAndCount, Any]]
-CheckedLossFn = Callable[[Any, Any], tuple[jax.Array, BesideLoss]]
+CheckedLossFn = Callable[[Any, Any], tuple[jax.Array, LossAux]]
 
 
 @jax.tree_util.register_dataclass
@@ -154,7 +154,7 @@ def training_program(
     if options.memory_budget is None:
         program.step.trace(*arguments)  # raises for a loss function that returns anything else
         return program
-    search = {"options": options.remat or remat.Options(), "name": "ProgramOptions.memory_budget"}
+    search = {"options": options.remat or remat.RematOptions(), "name": "ProgramOptions.memory_budget"}
     plan = remat.fit(loss_fn, *arguments, budget_bytes=options.memory_budget, step=step_of, **search)
     return dataclasses.replace(program, stages=stages | {"remat": step_of(plan.fn)}, plan=plan)
 
@@ -171,11 +171,11 @@ def _train_step(loss_fn: Callable, optimizer: optax.GradientTransformation, opti
             rounding = Rounding((state["opt_state"]["seed"], state["step"].astype(jnp.uint32)))
         loss_scale = state["opt_state"].get("loss_scale")
         scale = None if loss_scale is None else loss_scale.scale
-        (loss_sum, beside), grads = value_and_grad(state["params"], batch, rounding, scale)
+        (loss_sum, loss_aux), grads = value_and_grad(state["params"], batch, rounding, scale)
         norm = functools.partial(global_norm, in_blocks=options.norm_in_blocks, replica_sync=replica_sync)
         # The norm of the sums, and a product instead of a division: XLA on CPU then scales each gradient where the
         # update reads it, and writes no scaled copy of them all.
-        per_token = 1.0 / (beside.count if scale is None else beside.count * scale)
+        per_token = 1.0 / (loss_aux.count if scale is None else loss_aux.count * scale)
         grad_norm = norm(grads) * per_token
         grads = jax.tree.map(lambda g: g.astype(jnp.float32) * per_token, grads)
         weights = state["opt_state"].get("master", state["params"])
@@ -194,17 +194,17 @@ def _train_step(loss_fn: Callable, optimizer: optax.GradientTransformation, opti
         if loss_scale is not None:
             # a batch without counted tokens gives no information on the scale
             moved = scaling.adjusted(loss_scale, finite)
-            opt_state["loss_scale"] = scaling.chosen(beside.count > 0, moved, loss_scale)
+            opt_state["loss_scale"] = scaling.chosen(loss_aux.count > 0, moved, loss_scale)
         params = cast_tree(weights, policy.param)
         params = params if replica_sync is None else replica_sync.all_gather_params(params)
         new_state = {"step": state["step"] + 1, "params": params, "opt_state": opt_state}
         metrics = StepMetrics(
-            loss=loss_sum * per_token if scale is not None else loss_sum / beside.count,
-            num_tokens=None if beside.is_mean else beside.count,
+            loss=loss_sum * per_token if scale is not None else loss_sum / loss_aux.count,
+            num_tokens=None if loss_aux.is_mean else loss_aux.count,
             grad_norm=grad_norm,
             param_norm=param_norm,
             finite=finite,
-            aux=averaged_aux(beside.aux, num_parts=num_parts),
+            aux=averaged_aux(loss_aux.aux, num_parts=num_parts),
         )
         return new_state, metrics
 
@@ -212,19 +212,19 @@ def _train_step(loss_fn: Callable, optimizer: optax.GradientTransformation, opti
 
 
 def _value_and_grad(loss_fn: Callable, options: ProgramOptions) -> Callable[..., tuple[tuple, Any]]:
-    """Returns (params, batch, rounding, scale) -> ((loss sum, BesideLoss), gradients) of a batch over all devices."""
+    """Returns (params, batch, rounding, scale) -> ((loss sum, LossAux), gradients) of a batch over all devices."""
     dtype, replica_sync = options.policy.accumulate, options.active_replica_sync
     loss_fn = loss_fn if replica_sync is None else replica_sync.with_gathered_params(loss_fn)
 
     def local(params: Any, batch: Any, rounding: Rounding, *, scale: Any, reduce: Any = None) -> tuple[tuple, Any]:
-        def scaled(params: Any, part: Any) -> tuple[jax.Array, BesideLoss]:
-            loss_sum, beside = loss_fn(params, part)
-            return loss_sum * scale, beside
+        def scaled(params: Any, part: Any) -> tuple[jax.Array, LossAux]:
+            loss_sum, loss_aux = loss_fn(params, part)
+            return loss_sum * scale, loss_aux
 
         sums = Accumulation(options.num_microbatches, dtype, rounding, reduce)
         if options.accumulate is not None:
             (loss_sum, count), grads = options.accumulate(loss_fn, params, batch, sums=sums)
-            return (loss_sum, BesideLoss(count)), grads
+            return (loss_sum, LossAux(count)), grads
         if scale is None:
             return accumulated(loss_fn, params, batch, sums=sums)
         with scaling.applied():
@@ -236,7 +236,7 @@ def _value_and_grad(loss_fn: Callable, options: ProgramOptions) -> Callable[...,
 
 
 def accumulated(loss_fn: CheckedLossFn, params: Any, batch: Any, *, sums: Accumulation) -> tuple[tuple, Any]:
-    """Returns ((loss sum, BesideLoss), gradients) of a batch whose parts are run one after another.
+    """Returns ((loss sum, LossAux), gradients) of a batch whose parts are run one after another.
 
     Args:
       loss_fn: as `program_options.checked_loss` makes it.
@@ -255,17 +255,17 @@ def accumulated(loss_fn: CheckedLossFn, params: Any, batch: Any, *, sums: Accumu
 
     def add(totals, numbered):
         number, part = numbered
-        (loss, beside), grads = of_part(part)
-        totals = totals[0] + loss, totals[1] + beside.count, sums.rounding.at(number).added(totals[2], grads)
-        return totals, dataclasses.replace(beside, count=None)
+        (loss, loss_aux), grads = of_part(part)
+        totals = totals[0] + loss, totals[1] + loss_aux.count, sums.rounding.at(number).added(totals[2], grads)
+        return totals, dataclasses.replace(loss_aux, count=None)
 
     shapes = params if sums.reduce is None else jax.eval_shape(sums.reduce, params)
     zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, sums.dtype), shapes)
     start = (jnp.float32(0.0), jnp.float32(0.0), zeros)
     numbered = jnp.arange(sums.num_microbatches, dtype=jnp.uint32), microbatches(batch, sums.num_microbatches)
-    (loss_sum, count, grads), beside = jax.lax.scan(add, start, numbered)
-    beside = jax.tree.map(lambda values: values.sum(0), beside)
-    return (loss_sum, dataclasses.replace(beside, count=count)), grads
+    (loss_sum, count, grads), loss_aux = jax.lax.scan(add, start, numbered)
+    loss_aux = jax.tree.map(lambda values: values.sum(0), loss_aux)
+    return (loss_sum, dataclasses.replace(loss_aux, count=count)), grads
 
 
 def _moved(weights: Any, updates: Any, *, finite: jax.Array, rounding: Rounding) -> Any:

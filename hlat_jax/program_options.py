@@ -63,7 +63,7 @@ class ProgramOptions:
     replica_sync: ReplicaSync | None = None
     autocast: CastPolicy | str | None = None
     memory_budget: int | str | None = None
-    remat: remat.Options | None = None
+    remat: remat.RematOptions | None = None
     dialects: Mapping[str, str] | None = None
     kernels: Mapping[str, Choice] = dataclasses.field(default_factory=dict)
 
@@ -92,7 +92,7 @@ class ProgramOptions:
                 "is not a ReplicaSync: give zero.make_replica_sync(...)",
             ),
             ("autocast", is_cast, f"is neither a policy's name nor a CastPolicy: give {named}"),
-            ("remat", _is_none_or(self.remat, remat.Options), "must be passes.remat.Options(...)"),
+            ("remat", _is_none_or(self.remat, remat.RematOptions), "must be passes.remat.RematOptions(...)"),
             ("kernels", isinstance(self.kernels, Mapping), "must be a dict: op -> ops.dialect.Choice"),
         ):
             if not is_valid:
@@ -197,8 +197,8 @@ def _is_none_or(value: Any, wanted: type) -> bool:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class BesideLoss:
-    """Values beside the sum of the losses of some microbatches.
+class LossAux:
+    """What the loss of some microbatches returns besides its sum.
 
     Attributes:
       count: float32, the divisor of that sum; the number of microbatches where the loss is a plain mean.
@@ -212,14 +212,14 @@ class BesideLoss:
 
 
 def checked_loss(loss_fn: Callable, *, has_aux: bool) -> Callable:
-    """Returns (params, microbatch) -> (loss sum, BesideLoss) from a loss function as `training_program` takes it.
+    """Returns (params, microbatch) -> (loss sum, LossAux) from a loss function as `training_program` takes it.
 
     Raises:
       ValueError: when it is traced: the loss function returns anything else.
     """
 
     @functools.wraps(loss_fn)
-    def checked(params: Any, part: Any) -> tuple[jax.Array, BesideLoss]:
+    def checked(params: Any, part: Any) -> tuple[jax.Array, LossAux]:
         returned = loss_fn(params, part)
         is_pair = isinstance(returned, (tuple, list)) and not _is_sum(returned) and len(returned) == 2
         loss, aux = returned if has_aux and is_pair else (returned, None)
@@ -229,7 +229,7 @@ def checked_loss(loss_fn: Callable, *, has_aux: bool) -> Callable:
             raise ValueError(_refusal(returned, has_aux=has_aux))
         _check_aux(aux)
         total, count, aux = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), (total, count, aux))
-        return total, BesideLoss(count, aux, is_mean=not _is_sum(loss))
+        return total, LossAux(count, aux, is_mean=not _is_sum(loss))
 
     return checked
 

@@ -37,6 +37,15 @@ def pytest_collection_modifyitems(items):
         raise pytest.UsageError("; ".join(missing))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def compiled_once(tmp_path_factory):
+    """Compiled programs on disk, for all workers of this session: many tests compile the same ones."""
+    base = tmp_path_factory.getbasetemp()
+    folder = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    jax.config.update("jax_compilation_cache_dir", str(folder / "compiled"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+
+
 @pytest.fixture
 def small():
     """A mutable config of a GQA model that compiles in a second: 3 layers of 32, vocabulary 64."""

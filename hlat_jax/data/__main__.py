@@ -1,4 +1,4 @@
-"""`python -m hlat_jax.data build|tokenizer|stats|peek`: command lines of the commands for text."""
+"""`python -m hlat_jax.data build|tokenizer|stats|peek`: the commands for text."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ Run VERB --help for details.
 _BUILD = """Usage: python -m hlat_jax.data build IN... --out=DIR [flags]
 
 Writes the documents of IN, in order, as ArrayRecord shards with a manifest; data.train=DIR then trains on them. With
---tokenizer they are stored as token ids, which training need not tokenize again. After a kill, run the same command
-again to resume. The same inputs give the same bytes, whatever --workers is.
+--tokenizer they are stored as token ids, so that training does not tokenize them again. After a kill, run the same
+command again to resume. The same inputs give the same bytes with any number of --workers.
 """
 
 _TOKENIZER = """Usage: python -m hlat_jax.data tokenizer IN... --vocab_size=N --out=F.model [flags]
 
-Trains a SentencePiece model (BPE, byte fallback) on a sample of IN. It is lossless: decoding gives back the text that
-was encoded. Ids: unk 0, bos 1, eos 2.
+Trains a SentencePiece model (BPE, byte fallback) on a sample of IN. It is lossless: decoding returns the text that was
+encoded. Ids: unk 0, bos 1, eos 2.
 """
 
 
@@ -66,13 +66,13 @@ def main(argv: Sequence[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("interrupted; run the same command again to continue.", file=sys.stderr)
+        print("interrupted; run the same command again to resume.", file=sys.stderr)
         return 130
 
 
 @contextlib.contextmanager
 def _until_stdout_closes() -> Iterator[None]:
-    """Exits with code 0 when the reader of standard output has closed it, as after `... | head -1`."""
+    """Exits with code 0 when the reader of standard output closes it, as in `... | head -1`."""
     try:
         try:
             yield
@@ -110,10 +110,10 @@ def _build(argv: Sequence[str]) -> int:
     flags.DEFINE_integer("workers", 0, "Cores to use; 0: all of them.", 0, flag_values=values)
     _define_reading(values)
     words = _parse(argv, values, usage=_BUILD)
-    from hlat_jax.data.build import build  # not at the top: --help needs no readers
-    from hlat_jax.data.build.build_task import Options
+    from hlat_jax.data.build import build  # not at the top: --help does not need the readers
+    from hlat_jax.data.build.build_task import BuildOptions
 
-    options = Options(
+    options = BuildOptions(
         text_field=values.text_field,
         tokenizer=values.tokenizer,
         max_document_chars=values.max_document_chars,
@@ -139,7 +139,7 @@ def _tokenizer(argv: Sequence[str]) -> int:
     _define_reading(values)
     words = _parse(argv, values, usage=_TOKENIZER)
     from hlat_jax.data.build import tokenizer_training
-    from hlat_jax.data.build.progress import Progress, Status
+    from hlat_jax.data.build.progress import ProgressBar, Status
 
     options = tokenizer_training.TrainingOptions(
         vocab_size=values.vocab_size,
@@ -148,7 +148,7 @@ def _tokenizer(argv: Sequence[str]) -> int:
         on_bad_record=values.on_bad_record,
     )
     out, status = pathlib.Path(values.out).expanduser(), Status()
-    with Progress(status, stream=sys.stderr):
+    with ProgressBar(status, stream=sys.stderr):
         trained = tokenizer_training.train(words, out=out, options=options, status=status)
     print(tokenizer_training.summary(trained, out=out))
     return 0
@@ -163,10 +163,10 @@ def _stats(argv: Sequence[str]) -> int:
     mutable, values = flags_lib.parse(argv, define)
     config = resolve(mutable)
     from hlat_jax.data.build import stats
-    from hlat_jax.data.build.progress import Progress, Status
+    from hlat_jax.data.build.progress import ProgressBar, Status
 
     status = Status()
-    with Progress(status, stream=sys.stderr):
+    with ProgressBar(status, stream=sys.stderr):
         report = stats.report(config, sample_bytes=values.sample_mb * 1_000_000, status=status)
     print(report)
     return 0

@@ -1,6 +1,6 @@
 """Batches of held-out text for validation, packed as in training.
 
-They depend only on the text, the tokenizer, the packing and the number of rows: the same at every call and in every
+They depend only on the text, the tokenizer, the packing and the number of rows, so they are the same in every call and
 process.
 """
 
@@ -20,13 +20,13 @@ from hlat_jax.data import packing
 from hlat_jax.data.formats.records import BadRecord
 from hlat_jax.data.loader import make_batch
 from hlat_jax.data.mixture import UNNAMED
-from hlat_jax.data.order import scattered
+from hlat_jax.data.order import evenly_spread
 from hlat_jax.data.streams import Source, encoder, joint_manifest, open_sources, windows
 from hlat_jax.data.tokenizer import Tokenizer
 
-READ_TOKENS = 2_000_000  # rows are sampled from all documents, or from about this many tokens: seconds of work
+READ_TOKENS = 2_000_000  # rows are sampled from about this many tokens at most, which takes seconds
 _FIRST_DOCUMENTS = 16  # read before the length of the others is estimated
-_GROWTH = 8  # at most this many times more documents are read at a time, by the estimate from those read so far
+_GROWTH = 8  # limits the estimate of how many more documents to read
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,10 +34,10 @@ class Coverage:
     """How much of a source its held-out rows cover.
 
     Attributes:
-      documents, tokens: documents with a token in the rows, and these tokens, EOS counted.
-      all_documents, all_tokens: of the source.
+      documents, tokens: documents with tokens in the rows, and the number of these tokens, EOS counted.
+      all_documents, all_tokens: documents and tokens of the source.
       is_estimate: whether `all_tokens` is estimated from the documents that were read.
-      num_rows: of a sample; 0 if the rows are all of the text.
+      num_rows: rows of a sample; 0 if they are all of the text.
     """
 
     documents: int
@@ -72,7 +72,7 @@ class HeldOut:
     num_skipped: int
     coverage: Coverage
 
-    def described(self, name: str) -> str:
+    def describe(self, name: str) -> str:
         """Returns the coverage as text: '13 of 13 documents, 46,395 of 46,395 tokens'."""
         named = f"source {name}: " if name != UNNAMED else ""
         return f"{named}{self.coverage}" + (f"; {self.num_skipped:,} bad records skipped" if self.num_skipped else "")
@@ -91,7 +91,7 @@ def open_held_out(
 
     The documents of a source, in order, are packed into rows as in training, to the end of the text. All rows are used
     if `num_batches` is 0 or more than there are; else `num_batches` * `data.batch_size` evenly spaced ones, so that
-    each document has its share. If a source holds more than READ_TOKENS (or twice the sample), the rows come from
+    each document is represented. If a source holds more than READ_TOKENS (or twice the sample), the rows come from
     evenly spread documents that hold at least that many tokens.
 
     The last row and batch are filled with EOS of weight 0, so every batch has the same shape.
@@ -99,13 +99,13 @@ def open_held_out(
     Args:
       data: the config of the run.
       tokenizer: of the run.
-      num_batches: of each source, at most; 0: all.
-      rows: the rows of each batch that this process needs; None: all.
-      rows_per_batch: puts the same rows into batches of another size; None: `data.batch_size`.
+      num_batches: at most this many of each source; 0: all.
+      rows: the rows of each batch for this process; None: all.
+      rows_per_batch: batch size for the same rows; None: `data.batch_size`.
       index_folder: keeps the indices of JSONL files between runs.
 
     Raises:
-      ValueError: see streams.open_sources and the errors of single documents; a source with nothing to predict.
+      ValueError: see streams.open_sources; errors of single documents; a source without text to predict.
     """
     if not data.validation:
         return {}, None
@@ -122,7 +122,7 @@ def open_held_out(
             batches.append(batch_lib.take_rows(batch, list(own)))
         if not num_bytes:
             raise ValueError(
-                f"data.validation={data.validation!r} holds no text to predict; give more text, or '' for none"
+                f"data.validation={data.validation!r} holds no text to predict; give more text, or '' for no validation"
                 + (f" (source {source.name})." if len(opened) > 1 else ".")
             )
         found[source.name] = HeldOut(batches, num_bytes, num_skipped, coverage)
@@ -142,12 +142,12 @@ def _rows(
     limit = max(READ_TOKENS, 2 * num_rows * data.seq_len) if num_rows else None
     documents, num_documents = _read(source, data, tokenizer=tokenizer, limit=limit, skipped=skipped)
     if data.packing == "documents":
-        made = packing.packed_once(documents, encode=iter, windows=windows(data, tokenizer))
+        made = packing.documents_epoch(documents, encode=iter, windows=windows(data, tokenizer))
     else:
-        made = packing.cut_once(documents, encode=iter, seq_len=data.seq_len)
+        made = packing.concat_epoch(documents, encode=iter, seq_len=data.seq_len)
     made = list(made)
     is_sample = 0 < num_rows < len(made)
-    taken = [made[index] for index in _spread(len(made), num_rows)] if is_sample else made
+    taken = [made[index] for index in _evenly_spaced(len(made), num_rows)] if is_sample else made
     spans = [span for row in taken for span in row.spans]
     num_read = sum(span.stop - span.start for row in made for span in row.spans)
     coverage = Coverage(
@@ -161,7 +161,7 @@ def _rows(
     return taken, coverage, len(skipped)
 
 
-def _spread(total: int, count: int) -> Sequence[int]:
+def _evenly_spaced(total: int, count: int) -> Sequence[int]:
     """Returns `count` evenly spaced numbers below `total`, the outer ones half a spacing from the ends."""
     return range(total) if count >= total else ((2 * np.arange(count) + 1) * total // (2 * count)).tolist()
 
@@ -175,11 +175,11 @@ def _read(
       source: to read from.
       data: the config of the run.
       tokenizer: of the run.
-      limit: evenly spread documents are read until they hold this many tokens; None: all documents.
-      skipped: bad records that are skipped are appended to it.
+      limit: reads evenly spread documents until they hold this many tokens; None: all documents.
+      skipped: receives the bad records that are skipped.
     """
     encode, total = encoder(data, tokenizer), len(source.documents)
-    order, wanted = scattered(total), total if limit is None else min(total, _FIRST_DOCUMENTS)
+    order, wanted = evenly_spread(total), total if limit is None else min(total, _FIRST_DOCUMENTS)
     found: dict[int, list[np.ndarray]] = {}
     num_read = num_tokens = 0
     while num_read < wanted:

@@ -1,4 +1,4 @@
-"""The loader of a run: threads that read and tokenize batches ahead of the training step. streams defines batch k."""
+"""The loader of a run: threads read and tokenize batches ahead of the training step. See streams for batch k."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ from hlat_jax.data.tokenizer import Tokenizer
 class TrainBatches(grain.DatasetIterator):
     """An endless Grain iterator of (Batch, position) over `rows` of the global batch; None: all of them.
 
-    Batch: NumPy, [len(rows), seq_len]. position: int64[len(rows), 1 + 6 S] (see streams), that of those rows AFTER the
-    batch; a new TrainBatches that is given it continues with the next batch. Threads do not change the batches.
-    An error in a document is raised by `__next__` for the batch of that document, and by every later call.
+    Batch: NumPy, [len(rows), seq_len]. position: int64[len(rows), 1 + 6 S] (see streams), that of those rows after the
+    batch; a new TrainBatches with that position continues with the next batch. Batches do not depend on the
+    number of threads. An error in a document is raised by `__next__` for the batch of that document, and by each later
+    call.
 
     Attributes:
       definition: the opened sources and their mixture.
       manifest: identifies the documents (see streams.joint_manifest); saved in checkpoints.
       num_documents: over all sources and rows.
-      rows: the rows of the global batch that this loader makes.
+      rows: the rows of the global batch that this loader returns.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class TrainBatches(grain.DatasetIterator):
         index_folder: pathlib.Path | None = None,
     ):
         super().__init__()
-        self._workers: _RowsAhead | None = None  # first: Grain calls close() on collection, even if __init__ raised
+        self._workers: _RowPrefetcher | None = None  # first: Grain calls close() on collection, even if __init__ raised
         self._data = data
         self.rows = tuple(range(data.batch_size) if rows is None else rows)
         if not self.rows or min(self.rows) < 0 or max(self.rows) >= data.batch_size:
@@ -71,13 +72,13 @@ class TrainBatches(grain.DatasetIterator):
         return self._position.copy()
 
     def set_state(self, state: np.ndarray) -> None:
-        """Moves to a position; tokenizes again at most one document, or window, per row and source."""
+        """Moves to a position; tokenizes at most one document, or window, per row and source again."""
         position = self.definition.checked_position(state, num_rows=len(self.rows))
         if self._workers is not None:
             self._workers.close()
         self._position = position
         streams = [self.definition.row(row, position=place) for row, place in zip(self.rows, position, strict=True)]
-        self._workers = _RowsAhead(
+        self._workers = _RowPrefetcher(
             streams, num_threads=self._data.num_threads, max_rows_ahead=self._data.prefetch_batches
         )
 
@@ -97,8 +98,8 @@ def make_batch(rows: Sequence[packing.Row]) -> batch_lib.Batch:
     return batch_lib.segmented_batch(tokens_BT, np.stack([row.segment_ids for row in rows]))
 
 
-class _RowsAhead:
-    """Rows of several streams, made ahead by threads.
+class _RowPrefetcher:
+    """Threads that make rows of several streams ahead of time.
 
     Each stream has at most one task in the pool, which makes one row and then submits itself again until the stream is
     `max_rows_ahead` rows ahead: each stream stays in order, and no thread waits for another stream's long document.
@@ -128,7 +129,7 @@ class _RowsAhead:
                 self._changed.wait_for(lambda: all(self._ready))
         for ready in self._ready:
             if isinstance(ready[0], BaseException):
-                raise ready[0]  # stays in front, so that the next call raises it again
+                raise ready[0]  # it stays in front, so the next call raises it again
         rows = []
         with self._changed:
             for index, ready in enumerate(self._ready):
@@ -171,7 +172,7 @@ class _RowsAhead:
 
 
 def batch_hash(batch: batch_lib.Batch, *, rows: Sequence[int]) -> str:
-    """Returns 32 hex digits of tokens, targets, segments and weights; `rows` are the batch's rows in the global batch.
+    """Returns 32 hex digits for tokens, targets, segments and weights; `rows` numbers its rows in the global batch.
 
     It is the XOR of one digest per row, so the hash of a global batch is the XOR of those of its parts.
     """

@@ -1,13 +1,13 @@
-"""Which source fills which row: the grammar of data.train and data.mixture, and a choice by tokens owed to each source.
+"""Chooses the source of each row: the syntax of data.train and data.mixture, and accounts of tokens per source.
 
 Every row keeps its own account, so that no process needs the rows of another. For row r of batch k, the quasirandom
-point u = frac(r * a1 + k * a2) names the source whose share of [0, 1) contains it, where (a1, a2) = (1/p, 1/p^2) and p
-is the plastic number: the R2 sequence, which is even over every run of rows, of batches, and of both. That source is
+point u = frac(r * a1 + k * a2) selects the source whose share of [0, 1) contains it, where (a1, a2) = (1/p, 1/p^2) and
+p is the plastic number: the R2 sequence, which is even over every run of rows, of batches, and of both. That source is
 credited with the tokens of one full row. The row is then taken from the source that is owed most, which is debited with
-the tokens in it; padding is debited from all sources by their shares. What is owed stays within a few rows, so each
-source's share of the tokens, not of the rows, is its weight. Where every row is full, as under `concat`, the named
-source is always owed most, and batch k needs no account.
-Source: Roberts, "The Unreasonable Effectiveness of Quasirandom Sequences" (2018), for R2.
+the tokens in it; padding is debited from all sources by their shares. The balance stays within a few rows, so the
+weight of a source is its share of the tokens, not of the rows. Where every row is full, as under `concat`, the selected
+source is always owed most, and batch k needs no account. Source: Roberts, "The Unreasonable Effectiveness of
+Quasirandom Sequences" (2018), for R2.
 """
 
 from __future__ import annotations
@@ -64,14 +64,14 @@ def parse_sources(spec: str, *, key: str) -> dict[str, str]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Stage:
-    """A stage of the mixture: shares for the batches from the end of the previous stage to below `until_step`.
+class MixtureStage:
+    """A stage of the mixture: the shares of the batches from the end of the previous stage up to `until_step`.
 
     Attributes:
       until_step: the first batch of the next stage; None: the last stage.
       shares: exact, one per source, in the order of the sources; their sum is 1.
-      until_tokens: where rows hold padding, the tokens after which it ends; `until_step` is then the earliest possible
-        first batch of the next stage.
+      until_tokens: if rows hold padding, the number of tokens after which it ends; `until_step` is then the earliest
+        possible first batch of the next stage.
     """
 
     until_step: int | None
@@ -83,10 +83,12 @@ class Stage:
         return batch >= self.until_step if self.until_tokens is None else num_tokens >= self.until_tokens
 
 
-def parse_stages(spec: str, *, names: Sequence[str], batch_tokens: int, has_padding: bool = False) -> tuple[Stage, ...]:
+def parse_stages(
+    spec: str, *, names: Sequence[str], batch_tokens: int, has_padding: bool = False
+) -> tuple[MixtureStage, ...]:
     """Returns the stages of `NAME=W,NAME=W[ until_step=N| until_tokens=N];...`; "" is for a single source.
 
-    `batch_tokens` is what a batch holds at most; with `has_padding` it mostly holds less. A stage until N tokens ends
+    `batch_tokens` is the most that a batch holds; with `has_padding` it usually holds less. A stage until N tokens ends
     with the batch that reaches N.
 
     Raises:
@@ -99,7 +101,7 @@ def parse_stages(spec: str, *, names: Sequence[str], batch_tokens: int, has_padd
             raise ValueError(
                 f"data.mixture is empty, but data.train has {len(names)} sources; set it, for example to {example}"
             )
-        return (Stage(None, (fractions.Fraction(1),)),)
+        return (MixtureStage(None, (fractions.Fraction(1),)),)
     parts = [part for part in spec.split(";") if part.strip()]
     if not parts:
         raise ValueError(f"data.mixture={spec!r} holds no weights; leave it empty or give NAME=WEIGHT for each source.")
@@ -119,11 +121,11 @@ def parse_stages(spec: str, *, names: Sequence[str], batch_tokens: int, has_padd
             if until <= before:
                 raise ValueError(f"{where} ends with step {until}, but must end after step {before}.")
             before = until
-        stages.append(Stage(until, shares, tokens))
+        stages.append(MixtureStage(until, shares, tokens))
     return tuple(stages)
 
 
-def first_stages(stages: Sequence[Stage], *, num_batches: int) -> list[tuple[int, list[str]]]:
+def first_stages(stages: Sequence[MixtureStage], *, num_batches: int) -> list[tuple[int, list[str]]]:
     """Returns (end, exact shares) of the stages of the first `num_batches` batches, in a canonical form.
 
     Consecutive stages of equal shares are merged, and later stages are left out. A stage that ends by tokens has the
@@ -155,7 +157,7 @@ def _shares(text: str, *, names: Sequence[str], where: str) -> tuple[fractions.F
         if name in weights:
             raise ValueError(f"{where}: {name!r} has two weights; give it one.")
         try:
-            weights[name] = fractions.Fraction(number)  # exact: shares do not depend on a machine's rounding
+            weights[name] = fractions.Fraction(number)  # exact: shares do not depend on floating-point rounding
         except (ValueError, ZeroDivisionError):
             raise ValueError(f"{where}: the weight {number!r} of {name!r} is not a number.") from None
         if weights[name] < 0:
@@ -185,9 +187,9 @@ class SourceChoice:
     """The source of one row of one batch, and the account of that row before it.
 
     Attributes:
-      source: its number.
+      source: number of the source.
       row_tokens: tokens of a full row.
-      shares: of the stage.
+      shares: those of the stage.
       padding: padding tokens in this row of the batches before.
       emitted, owed: as for Mixture.choose; `owed` includes the credit for this row.
     """
@@ -222,9 +224,9 @@ class Mixture:
       num_rows: rows of a batch, among which the tokens of a stage are divided evenly.
     """
 
-    def __init__(self, names: Sequence[str], *, stages: Sequence[Stage], num_rows: int = 1):
+    def __init__(self, names: Sequence[str], *, stages: Sequence[MixtureStage], num_rows: int = 1):
         self.names, self.stages, self.num_rows = tuple(names), tuple(stages), num_rows
-        # source i has the points in [bound i - 1, bound i), which may be empty
+        # source i has the points from bound i - 1 to below bound i, perhaps none
         self._bounds = [[int(bound * _UNIT) for bound in itertools.accumulate(s.shares)] for s in self.stages]
 
     def choose(
@@ -242,7 +244,7 @@ class Mixture:
         num_tokens = sum(emitted)
         stage = self._stage(batch, num_tokens=num_tokens * self.num_rows)
         shares, owed = self.stages[stage].shares, list(owed)
-        owed[self._named(stage, row, batch)] += row_tokens
+        owed[self._selected(stage, row, batch)] += row_tokens
         weighted = (source for source, share in enumerate(shares) if share)
         most = max(weighted, key=lambda source: owed[source])  # the first of equals
         return SourceChoice(most, row_tokens, shares, batch * row_tokens - num_tokens, tuple(emitted), tuple(owed))
@@ -252,7 +254,7 @@ class Mixture:
         running = (number for number, stage in stages if not stage.is_over(batch, num_tokens=num_tokens))
         return next(running, len(self.stages) - 1)
 
-    def _named(self, stage: int, row: int, batch: int) -> int:
+    def _selected(self, stage: int, row: int, batch: int) -> int:
         point = (row * _STEP_ROW + batch * _STEP_BATCH) % _UNIT
         return bisect.bisect_right(self._bounds[stage], point)
 

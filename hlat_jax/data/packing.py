@@ -1,12 +1,13 @@
-"""Packing documents into rows of tokens: `concat` and `documents`, as streams with a position.
+"""Packs documents into rows of tokens, by `concat` or `documents`, in streams that can be resumed.
 
-`concat` is HLAT's: no BOS, EOS after each document, each row begins where the last one ended, nothing is dropped or
-padded, attention runs across documents. A document over the character limit is cut into pieces, EOS after each, in
-order (HLAT's script put the tail pieces first: a bug, not copied). Source: arXiv 2404.10630, published packing script.
+`concat` is HLAT's packing: no BOS, EOS after each document, each row begins where the previous one ended, nothing is
+dropped or padded, and attention crosses documents. A document over the character limit is cut into pieces, EOS after
+each, in order (HLAT's script put the tail pieces first: a bug, not copied). Source: arXiv 2404.10630, published packing
+script.
 
-`documents` has the same tokens of each document, cut every `seq_len`, and puts whole cuts into rows: a stream takes
-its documents in windows of a fixed number, which end with the epoch, and packs each window best-fit. Every cut is a
-segment: no attention and no target across its ends. The rest of a row is padding.
+`documents` cuts the same tokens of each document every `seq_len` and puts whole cuts into rows: a stream takes a fixed
+number of documents at a time, a window, which ends with the epoch, and packs it best-fit. Every cut is a segment: no
+attention and no target crosses its ends. The rest of a row is padding.
 
 A stream calls `read(epoch, document)` for its documents by number and `encode(document)` for int32 arrays of tokens.
 `read` returns None for a bad record to be skipped, which the stream counts.
@@ -32,11 +33,11 @@ Encode = Callable[[Any], Iterator[np.ndarray]]
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """Consecutive tokens of one document in a row.
+    """A range of consecutive tokens of one document in a row.
 
     Attributes:
-      epoch, document: the document, by its number in the stream's list.
-      token: index of the first of them in the document, EOS counted.
+      epoch, document: the document, by its number in the stream.
+      token: index of the first token in the document, EOS counted.
       start, stop: their range in the row.
     """
 
@@ -54,7 +55,7 @@ class Row:
     Attributes:
       tokens: int32 [T].
       segment_ids: int32 [T], from 1, 0 for padding; None: one segment fills the row.
-      spans: origins of the tokens, in order; padding has none.
+      spans: where the tokens come from, in order; padding has none.
     """
 
     tokens: np.ndarray
@@ -76,11 +77,11 @@ def document_tokens(text: str, *, tokenizer: Any, max_chars: int) -> Iterator[np
 
 
 class ConcatStream:
-    """Endless rows of `seq_len` tokens from the documents 0 .. `num_documents` - 1, epoch after epoch.
+    """An endless stream of rows of `seq_len` tokens from the documents 0 .. `num_documents` - 1, epoch after epoch.
 
     The state is `position`, int64[4]: the epoch, the document in it, the token of that document (EOS counted) at which
-    the next row begins, and the bad records skipped so far. It is in canonical form: after the end of a document it is
-    (epoch, document + 1, 0). Resuming from a position tokenizes at most that one document again.
+    the next row begins, and the bad records skipped so far. It is canonical: after the end of a document it is (epoch,
+    document + 1, 0). Resuming from a position tokenizes at most that document again.
     """
 
     def __init__(
@@ -127,7 +128,7 @@ class ConcatStream:
             if document is None and not self._skip:
                 self._skipped += 1
                 self._skipped_in_a_row += 1
-                _refuse_all_bad(self._skipped_in_a_row, self._max_bad)
+                _check_not_all_bad(self._skipped_in_a_row, self._max_bad)
             else:
                 self._skipped_in_a_row = 0
             self._pieces = iter(()) if document is None else self._encode(document)
@@ -160,18 +161,18 @@ def _joined(spans: Iterable[Span]) -> tuple[Span, ...]:
     return tuple(joined)
 
 
-def _refuse_all_bad(skipped: int, max_bad: int) -> None:
-    """Raises ValueError when so many bad records in a row mean that there is no good document."""
+def _check_not_all_bad(skipped: int, max_bad: int) -> None:
+    """Raises ValueError if so many consecutive records are bad that there seems to be no good document."""
     if skipped >= max_bad:
         raise ValueError(
-            f"the last {skipped} documents of one row are bad records; fix the data, or see what they are with "
-            'data.on_bad_record="raise".'
+            f"the last {skipped} documents of one row are bad records; fix the data, or set "
+            'data.on_bad_record="raise" to see the reasons.'
         )
 
 
 @dataclasses.dataclass(frozen=True)
-class Windows:
-    """Settings of `documents` packing: tokens of a row, documents of a window, and the token id of padding."""
+class DocumentWindows:
+    """The windows of `documents` packing: tokens of a row, documents of a window, and the token id of padding."""
 
     seq_len: int
     num_documents: int
@@ -179,24 +180,31 @@ class Windows:
 
 
 class DocumentsStream:
-    """Endless rows of whole documents, window after window, epoch after epoch.
+    """An endless stream of rows of whole documents, window after window, epoch after epoch.
 
     The state is `position`, int64[4]: the epoch, the first document of the window, the next row within it, and the bad
     records skipped so far (those of a window count with its first row). After the last row of a window it is row 0 of
-    the next window. Resuming from a position tokenizes the documents of that window again.
+    the next one. Resuming from a position tokenizes the documents of that window again.
 
-    With each row, a share of the next window is tokenized, so that only the first row waits for a whole window.
+    Each row tokenizes a share of the next window, so that only the first row waits for a whole window.
     """
 
     def __init__(
-        self, read: Read, *, num_documents: int, encode: Encode, windows: Windows, position: np.ndarray, max_bad: int
+        self,
+        read: Read,
+        *,
+        num_documents: int,
+        encode: Encode,
+        windows: DocumentWindows,
+        position: np.ndarray,
+        max_bad: int,
     ):
         self._read, self._encode, self._num_documents, self._windows = read, encode, num_documents, windows
         self._epoch, self._document, self._row, self._skipped = (int(value) for value in position)
         self._skipped_in_a_row, self._max_bad = 0, max_bad
         self._next_window = self._window(self._epoch, self._document)
         self._rows: list[list[tuple[Span, np.ndarray]]] | None = None
-        self._num_taken = 0  # rows taken from this window since it was opened here
+        self._num_taken = 0  # rows taken from this window since it was opened in this process
 
     @property
     def position(self) -> np.ndarray:
@@ -212,13 +220,13 @@ class DocumentsStream:
         """
         while self._rows is None:
             self._open_window()
-        placed, self._rows[self._row] = self._rows[self._row], []  # frees its tokens
+        placed, self._rows[self._row] = self._rows[self._row], []  # to free its tokens
         self._row += 1
         self._num_taken += 1
         self._next_window.read_ahead(self._num_taken / (self._num_taken + len(self._rows) - self._row))
         if self._row == len(self._rows):
             self._close_window()
-        return _row_of(placed, windows=self._windows)
+        return _make_row(placed, windows=self._windows)
 
     def _window(self, epoch: int, first: int) -> _Window:
         stop = min(first + self._windows.num_documents, self._num_documents)
@@ -233,7 +241,7 @@ class DocumentsStream:
         if self._row == 0:  # else they were counted with the first row
             self._skipped += window.num_bad
         self._skipped_in_a_row = 0 if found else self._skipped_in_a_row + window.num_bad
-        _refuse_all_bad(self._skipped_in_a_row, self._max_bad)
+        _check_not_all_bad(self._skipped_in_a_row, self._max_bad)
         rows = best_fit([len(tokens) for _, tokens in found], capacity=self._windows.seq_len)
         if self._row and self._row >= len(rows):
             raise ValueError(
@@ -264,7 +272,7 @@ class _Window:
         self.num_bad = 0
 
     def read_ahead(self, share: float) -> None:
-        """Tokenizes until about `share` of the documents are done; an error is left to `finish`, which raises it."""
+        """Tokenizes until about `share` of the documents are done; errors are left to `finish`, which raises them."""
         until = self._first + int((self._stop - self._first) * share)
         try:
             while self._next < until:
@@ -289,8 +297,8 @@ class _Window:
         self._next += 1
 
 
-def cut_once(documents: Iterable[Any], *, encode: Encode, seq_len: int) -> Iterator[Row]:
-    """Yields the rows that a ConcatStream makes of `documents` in one epoch; the last one may be shorter."""
+def concat_epoch(documents: Iterable[Any], *, encode: Encode, seq_len: int) -> Iterator[Row]:
+    """Yields the rows of one epoch of a ConcatStream of `documents`; the last one may be shorter."""
     parts, spans, filled = [], [], 0
     for number, document in enumerate(documents):
         token = 0
@@ -308,7 +316,7 @@ def cut_once(documents: Iterable[Any], *, encode: Encode, seq_len: int) -> Itera
 
 
 def cut(arrays: Iterable[np.ndarray], *, seq_len: int) -> Iterator[np.ndarray]:
-    """Yields consecutive cuts of `seq_len` tokens of the concatenation; the last one may be shorter, never empty."""
+    """Yields consecutive cuts of `seq_len` tokens of the concatenated arrays; the last one may be shorter."""
     rest = np.zeros(0, np.int32)
     for array in arrays:
         rest = np.concatenate([rest, array])
@@ -320,8 +328,11 @@ def cut(arrays: Iterable[np.ndarray], *, seq_len: int) -> Iterator[np.ndarray]:
 
 
 def best_fit(lengths: Sequence[int], *, capacity: int) -> list[list[int]]:
-    """Returns the rows of a best-fit decreasing packing as lists of piece numbers: each piece, the largest first, goes
-    into the row with the least room left for it, or a new one; ties go to the earlier piece and row."""
+    """Returns the rows of a best-fit decreasing packing as lists of piece numbers.
+
+    Each piece, largest first, goes to the fullest row with room for it, or to a new row; ties go to the earlier piece
+    and row.
+    """
     rows: list[list[int]] = []
     room: list[tuple[int, int]] = []  # sorted (free tokens, row) of rows that are not full
     for piece in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
@@ -338,7 +349,7 @@ def best_fit(lengths: Sequence[int], *, capacity: int) -> list[list[int]]:
     return rows
 
 
-def _row_of(placed: list[tuple[Span, np.ndarray]], *, windows: Windows) -> Row:
+def _make_row(placed: list[tuple[Span, np.ndarray]], *, windows: DocumentWindows) -> Row:
     tokens_T = np.full(windows.seq_len, windows.pad_id, np.int32)
     segment_ids_T, start, spans = np.zeros(windows.seq_len, np.int32), 0, []
     for segment, (span, tokens) in enumerate(placed, 1):
@@ -349,13 +360,13 @@ def _row_of(placed: list[tuple[Span, np.ndarray]], *, windows: Windows) -> Row:
     return Row(tokens_T, segment_ids_T, tuple(spans))
 
 
-def packed_once(documents: Iterable[Any], *, encode: Encode, windows: Windows) -> Iterator[Row]:
-    """Yields the rows that a DocumentsStream makes of `documents` in one epoch."""
+def documents_epoch(documents: Iterable[Any], *, encode: Encode, windows: DocumentWindows) -> Iterator[Row]:
+    """Yields the rows of one epoch of a DocumentsStream of `documents`."""
     window: list[tuple[Span, np.ndarray]] = []
 
     def rows() -> Iterator[Row]:
         for row in best_fit([len(tokens) for _, tokens in window], capacity=windows.seq_len):
-            yield _row_of([window[index] for index in row], windows=windows)
+            yield _make_row([window[index] for index in row], windows=windows)
 
     for number, document in enumerate(documents):
         if number and number % windows.num_documents == 0:

@@ -1,4 +1,4 @@
-"""Data positions by step: recorded beside the run, in its checkpoints, or computed from document lengths.
+"""Data positions by step: recorded in the run folder or its checkpoints, or computed from document lengths.
 
 `<run folder>/positions/<step>.npz` holds the position after that many batches and the identity of the data it belongs
 to, up to that step (see streams).
@@ -28,7 +28,7 @@ Identity = Callable[[int], str]  # of the data, up to a step
 
 
 def write(workdir: pathlib.Path, step: int, *, position: np.ndarray, data_identity: str) -> None:
-    """Records the position after `step` batches in an atomically written file."""
+    """Records the position after `step` batches; the file is written atomically."""
     (workdir / FOLDER).mkdir(exist_ok=True)
     content = io.BytesIO()
     np.savez(content, position=position, identity=np.asarray(data_identity))
@@ -36,7 +36,7 @@ def write(workdir: pathlib.Path, step: int, *, position: np.ndarray, data_identi
 
 
 def rewind(workdir: pathlib.Path, step: int) -> None:
-    """Removes positions after `step`, which may come from an attempt with other settings that saved no checkpoint."""
+    """Removes positions after `step`, which may come from an attempt with other settings that has no checkpoint."""
     for kept, path in _indexed(workdir):
         if kept > step:
             path.unlink()
@@ -58,7 +58,7 @@ def check_identity(workdir: pathlib.Path, step: int, *, data_identity: Identity)
     """Returns whether the run has recorded, at any step, which data it was trained on.
 
     Raises:
-      ValueError: the one nearest to `step` belongs to other data.
+      ValueError: the record nearest to `step` belongs to other data.
     """
     files = sorted([*_indexed(workdir), *_saved(workdir)], key=lambda item: abs(item[0] - step))
     return _first(files, workdir, data_identity=data_identity) is not None
@@ -133,7 +133,7 @@ def _first(
 
 
 def _read(path: pathlib.Path, step: int) -> tuple[np.ndarray, str] | None:
-    """Returns (position, identity of its data); None for a file that is damaged, gone or of another step."""
+    """Returns (position, identity of its data); None for a file that is damaged, missing or for another step."""
     try:
         if path.suffix == ".npz":
             with np.load(path) as kept:

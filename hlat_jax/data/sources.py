@@ -1,6 +1,6 @@
-"""Documents by number: all files that a config names as one sequence of documents, and the manifest that identifies it.
+"""Documents by number: the files of a config as one sequence of documents, and the manifest that identifies it.
 
-A document is its text, or its token ids where a dataset stores those. Files are read in place, not copied.
+A document is a text, or token ids where a dataset stores them. Files are read in place, not copied.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hlat_jax.data.formats.records import BadRecord
 
 
 class TextDocuments:
-    """Plain-text files as a sequence of texts, one document a file.
+    """Plain-text files as a sequence of documents, one per file.
 
     Attributes:
       snapshots: the files.
@@ -49,7 +49,7 @@ class TextDocuments:
         return records.utf8_text(snapshot.read(0, snapshot.size), where=where, row=None)
 
     def locate(self, index: int) -> str:
-        """Returns the file that document `index` is."""
+        """Returns the path of document `index`."""
         return self.snapshots[index].file.where
 
 
@@ -58,7 +58,7 @@ class Corpus:
 
     Attributes:
       manifest: see open_corpus.
-      ignored: describes the files in its folders that are not read, see paths.Found.
+      ignored: a description of the files in its folders that are not read, see paths.FoundFiles.
     """
 
     def __init__(self, parts: Sequence[Any], manifest: dict[str, Any]):
@@ -101,9 +101,9 @@ def open_corpus(
     """Returns the documents that `spec` names, by number, with their manifest.
 
     A document is a str, or int32[n] where a dataset stores token ids: those that packing.document_tokens would yield,
-    with the EOS of each piece. `files`: those of `spec` to open, as find_files gives them; None: all.
+    with the EOS of each piece. `files`: those of `spec` to open, from find_files; None: all.
     `index_folder` keeps the indices of JSONL files between runs. `tokenizer_sha256` is that of the config's tokenizer,
-    from which stored ids must come; None: not compared.
+    which must have made stored ids; None: not checked.
 
     The manifest identifies the documents, independent of their location: for each file (a run of plain-text files is
     one entry, and so is a dataset) `name, kind, bytes, documents, rows, fingerprint`, and for stored ids `tokens,
@@ -123,7 +123,7 @@ def open_corpus(
     options = {"text_field": text_field, "index_folder": index_folder, "tokenizer_sha256": tokenizer_sha256}
     corpus = _open(files, spec=spec, key=key, **options)
     corpus.ignored = ignored
-    _refuse_emptiness(corpus, what=f"{key}={spec!r}")
+    _check_not_empty(corpus, what=f"{key}={spec!r}")
     return corpus
 
 
@@ -155,14 +155,14 @@ def _open(
     num_documents = sum(len(part) for part in parts)
     if num_documents == 0:
         raise ValueError(f"{key}={spec!r}: {len(entries)} file(s) hold no documents.")
-    facts = [text_field] + [[entry[k] for k in ("bytes", "documents", "fingerprint")] for entry in entries]
-    digest = hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()
+    fields = [text_field] + [[entry[k] for k in ("bytes", "documents", "fingerprint")] for entry in entries]
+    digest = hashlib.blake2b(json.dumps(fields).encode(), digest_size=16).hexdigest()
     manifest = {"files": entries, "documents": num_documents, "text_field": text_field, "hash": digest}
     return Corpus(parts, manifest)
 
 
-def _refuse_emptiness(documents: Any, *, what: str) -> None:
-    """Raises ValueError if all documents are empty or bad; reads up to the first that is not."""
+def _check_not_empty(documents: Any, *, what: str) -> None:
+    """Raises ValueError if all documents are empty or bad; reads up to the first good one."""
     first_error = None
     for index in range(len(documents)):
         try:
@@ -174,7 +174,7 @@ def _refuse_emptiness(documents: Any, *, what: str) -> None:
             return
     if first_error is not None:
         raise ValueError(f"{what}: none of {len(documents)} documents can be read. The first error: {first_error}")
-    raise ValueError(f"{what}: all {len(documents)} documents are empty; build them again from texts.")
+    raise ValueError(f"{what}: all {len(documents)} documents are empty; give files with text.")
 
 
 def _runs(files: Sequence[DataFile]) -> list[tuple[str, list[DataFile]]]:
@@ -204,6 +204,6 @@ def _manifest_entry(kind: str, files: list[DataFile], part: Any) -> dict[str, An
         manifest = part.manifest
         entry["kind"] = manifest.kind
         entry["fingerprint"] = manifest_fingerprint(manifest, part.snapshots)
-        facts = ("tokens", "tokenizer_sha256", "vocab_size", "eos_id", "max_document_chars")
-        entry |= {name: getattr(manifest, name) for name in facts if manifest.kind == "tokens"}
+        fields = ("tokens", "tokenizer_sha256", "vocab_size", "eos_id", "max_document_chars")
+        entry |= {name: getattr(manifest, name) for name in fields if manifest.kind == "tokens"}
     return entry

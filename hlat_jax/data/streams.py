@@ -1,4 +1,4 @@
-"""The definition of batch k: which tokens of which documents are in every row.
+"""The definition of batch k: the tokens of each of its rows.
 
 A run has S named sources (see mixture.parse_sources) and R = data.batch_size rows. Each source has R streams. In epoch
 e, stream r of source s reads the documents order(s, e)[r], order(s, e)[r + R], ..., where order(s, e) is a permutation
@@ -9,9 +9,9 @@ data.window_documents at a time (see packing). Row r of batch k is the next row 
 data.mixture chooses from k and the tokens emitted into row r before (see mixture). So batch k is a pure function of
 (manifests, tokenizer, those settings, k), independent of which process computes which rows.
 
-The position of row r is int64[1 + 6 S]: the number of batches so far, then for every source the position of its stream
-r, the tokens it has emitted into this row, and the tokens it is owed. It is all that resuming needs. The position of a
-loader stacks one per row.
+The position of row r is int64[1 + 6 S]: the number of batches so far, then for each source the position of its stream
+r, the tokens it has emitted into this row, and the tokens it is owed. Resuming needs nothing else. The position of a
+loader stacks those of its rows.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ import numpy as np
 from hlat_jax.config import DataConfig
 from hlat_jax.data import packing, sources
 from hlat_jax.data.formats.records import BadRecord
-from hlat_jax.data.mixture import UNNAMED, Mixture, Stage, first_stages, parse_sources, parse_stages
+from hlat_jax.data.mixture import UNNAMED, Mixture, MixtureStage, first_stages, parse_sources, parse_stages
 from hlat_jax.data.order import Order, algorithm_hash
 from hlat_jax.data.tokenizer import Tokenizer
 
 NUM_FIELDS = 6  # per source in a position: four of its stream, see packing.POSITION_FIELDS, and the next two
 EMITTED, OWED = slice(5, None, NUM_FIELDS), slice(6, None, NUM_FIELDS)
 _SKIPPED = slice(4, None, NUM_FIELDS)
-_MANY_EPOCHS = 20  # if a single document is good, a stream misses it for this many epochs with probability exp(-20)
+_MANY_EPOCHS = 20  # a stream misses the only good document for this many epochs with probability exp(-20)
 
-# The settings that determine the batches, except data.mixture, of which only the stages so far count, and the paths,
-# for which the manifests stand.
+# The settings that determine the batches, without data.mixture, of which only the stages so far count, and without the
+# paths, which the manifests replace.
 _DEFINING = ("batch_size", "seq_len", "packing", "max_document_chars", "shuffle", "seed")
 
 
@@ -51,7 +51,7 @@ class Source:
     Attributes:
       name: "all" when data.train gives none.
       documents: a str each, or int32 token ids with EOS.
-      order: of each epoch; None: not shuffled.
+      order: permutation of each epoch; None: not shuffled.
     """
 
     name: str
@@ -83,18 +83,18 @@ def open_sources(
             index_folder=index_folder,
             tokenizer_sha256=None if tokenizer is None else tokenizer.sha256,
         )
-        _refuse_other_pieces(documents.manifest, data, key=where)
+        _check_pieces(documents.manifest, data, key=where)
         order = None
         if data.shuffle and key == "data.train":
-            # sources of equal length need different orders; an unnamed source has the seed itself
-            own = 0 if name == UNNAMED else zlib.crc32(name.encode())
-            order = Order(len(documents), seed=(data.seed + own) % 2**32)
+            # sources of equal length need different orders; an unnamed source uses the seed itself
+            offset = 0 if name == UNNAMED else zlib.crc32(name.encode())
+            order = Order(len(documents), seed=(data.seed + offset) % 2**32)
         opened.append(Source(name, documents, order))
     return opened
 
 
-def _refuse_other_pieces(manifest: dict[str, Any], data: DataConfig, *, key: str) -> None:
-    """Raises ValueError if stored ids were cut into other pieces, with EOS at other places, than the config cuts."""
+def _check_pieces(manifest: dict[str, Any], data: DataConfig, *, key: str) -> None:
+    """Raises ValueError if stored ids were cut into pieces of another length than data.max_document_chars."""
     for entry in manifest["files"]:
         stored = entry.get("max_document_chars", data.max_document_chars)
         if stored not in (None, data.max_document_chars):
@@ -108,12 +108,12 @@ def joint_manifest(opened: list[Source]) -> dict[str, Any]:
     """Returns one manifest for all sources: `files`, `sources` and a joint `hash`; an unnamed source's as it is."""
     if [source.name for source in opened] == [UNNAMED]:
         return opened[0].documents.manifest
-    facts = [[source.name, len(source.documents), source.documents.manifest["hash"]] for source in opened]
+    fields = [[source.name, len(source.documents), source.documents.manifest["hash"]] for source in opened]
     return {
         "files": [{"source": source.name} | entry for source in opened for entry in source.documents.manifest["files"]],
-        "sources": facts,
+        "sources": fields,
         "documents": sum(len(source.documents) for source in opened),
-        "hash": hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest(),
+        "hash": hashlib.blake2b(json.dumps(fields).encode(), digest_size=16).hexdigest(),
     }
 
 
@@ -123,15 +123,15 @@ def identity(data: Mapping[str, Any], *, manifest: Mapping[str, Any], tokenizer_
 
     `data` is a DataConfig as a dict, `manifest` that of a Definition.
     """
-    facts = [data[key] for key in _DEFINING] + [manifest["hash"], manifest["order"], tokenizer_sha256]
-    facts += [data["window_documents"]] if data["packing"] == "documents" else []
-    facts += [_first_stages(data, num_batches=num_batches)]
-    return hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()
+    fields = [data[key] for key in _DEFINING] + [manifest["hash"], manifest["order"], tokenizer_sha256]
+    fields += [data["window_documents"]] if data["packing"] == "documents" else []
+    fields += [_first_stages(data, num_batches=num_batches)]
+    return hashlib.blake2b(json.dumps(fields).encode(), digest_size=16).hexdigest()
 
 
 def data_drift(saved: Mapping[str, Any], current: Mapping[str, Any], *, num_batches: int) -> list[str]:
-    """Returns a line for each difference in data between two settings of a run with `num_batches` trained batches:
-    files with other content, and another data.mixture for those batches.
+    """Returns a line for each difference between the data of two settings of a run after `num_batches` batches: changed
+    files, and a changed data.mixture of those batches.
 
     Later stages may be added, changed or removed.
     """
@@ -171,7 +171,7 @@ def _first_stages(data: Mapping[str, Any], *, num_batches: int) -> list[tuple[in
     return first_stages(_stages(data, names), num_batches=num_batches)
 
 
-def _stages(data: Mapping[str, Any], names: Sequence[str]) -> tuple[Stage, ...]:
+def _stages(data: Mapping[str, Any], names: Sequence[str]) -> tuple[MixtureStage, ...]:
     batch_tokens, has_padding = data["batch_size"] * data["seq_len"], data["packing"] == "documents"
     return parse_stages(data["mixture"], names=names, batch_tokens=batch_tokens, has_padding=has_padding)
 
@@ -187,13 +187,13 @@ def encoder(data: DataConfig, tokenizer: Tokenizer) -> packing.Encode:
     return encode
 
 
-def windows(data: DataConfig, tokenizer: Tokenizer) -> packing.Windows:
+def windows(data: DataConfig, tokenizer: Tokenizer) -> packing.DocumentWindows:
     """Returns the settings of `documents` packing; padding is EOS, which every vocabulary has."""
-    return packing.Windows(data.seq_len, data.window_documents, tokenizer.eos_id)
+    return packing.DocumentWindows(data.seq_len, data.window_documents, tokenizer.eos_id)
 
 
 class Definition:
-    """All sources of training, opened, and the tokens of every row of every batch.
+    """The opened sources of training, and the tokens of every row of every batch.
 
     Attributes:
       sources: see open_sources.
@@ -207,7 +207,7 @@ class Definition:
         Raises:
           ValueError: see open_sources and mixture.parse_stages; fewer documents in a source than rows in a batch.
         """
-        # data.mixture is checked before any file is read
+        # check data.mixture before reading any file
         names = list(parse_sources(data.train, key="data.train"))
         stages = _stages(dataclasses.asdict(data), names)
         self.mixture = Mixture(names, stages=stages, num_rows=data.batch_size)
@@ -282,7 +282,7 @@ class Definition:
                     return None
                 raise
 
-        # shuffled, a stream reads other documents in every epoch, else the same ones
+        # with shuffling, a stream reads other documents in every epoch; without, the same ones
         max_bad = 2 * num_own if self.sources[source].order is None else _MANY_EPOCHS * len(documents)
         common = {"num_documents": num_own, "encode": encoder(data, self._tokenizer)}
         common |= {"position": position, "max_bad": max_bad}
@@ -301,14 +301,14 @@ class RowStream:
     def __init__(self, row: int, *, mixture: Mixture, stream: Any, position: np.ndarray, row_tokens: int):
         self._row, self._mixture, self._row_tokens = row, mixture, row_tokens
         self.position = np.array(position, np.int64)
-        # all at once, so that an invalid position is refused here
+        # all now, so that an invalid position raises here
         self._streams = [
             stream(source, position=self.position[_fields(source)]) for source in range(len(mixture.names))
         ]
 
     def next_row(self) -> tuple[int, packing.Row]:
-        """Returns (number of its source, the next row). Raises as the streams do, and then keeps the position."""
-        position = self.position.copy()  # earlier positions were handed out
+        """Returns (number of its source, the next row). Raises as the streams do, without moving the position."""
+        position = self.position.copy()  # callers hold earlier positions
         account = {"emitted": position[EMITTED].tolist(), "owed": position[OWED].tolist()}
         choice = self._mixture.choose(self._row, batch=int(position[0]), row_tokens=self._row_tokens, **account)
         stream = self._streams[choice.source]
@@ -321,7 +321,7 @@ class RowStream:
 
 
 def _fields(source: int) -> slice:
-    """Returns the slice of a row's position that holds the position of a source's stream."""
+    """Returns the slice of a row's position with the position of a source's stream."""
     return slice(1 + NUM_FIELDS * source, 5 + NUM_FIELDS * source)
 
 

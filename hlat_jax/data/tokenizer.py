@@ -22,8 +22,8 @@ class Tokenizer:
 
     Args:
       path: of the file.
-      vocab_size: of the model it is used with, which may be padded beyond the number of tokens; None: not compared.
-      stop_ids: tokens beside EOS that end a generated text, from the files of an imported model.
+      vocab_size: that of the model, which may exceed the number of tokens; None: not checked.
+      stop_ids: tokens besides EOS that end a generated text, from the files of an imported model.
 
     Raises:
       ValueError: no path, no such file, not a tokenizer, no EOS, or more tokens than the model's vocab_size.
@@ -57,15 +57,15 @@ class Tokenizer:
         return np.asarray(self._model.encode(text), np.int32)
 
     def decode(self, ids: np.ndarray) -> str:
-        """Returns the text of token ids; control tokens, and ids beyond the vocabulary, have none."""
+        """Returns the text of token ids, without control tokens and ids beyond the vocabulary."""
         return self._model.decode([int(token) for token in np.asarray(ids) if token < self.vocab_size])
 
-    def knows(self, tokens: Mapping[int, str]) -> bool:
+    def has_tokens(self, tokens: Mapping[int, str]) -> bool:
         """Returns whether each of these ids is a token with exactly this text."""
         return all(0 <= token < self.vocab_size and self._model.token(token) == text for token, text in tokens.items())
 
-    def described(self) -> dict[str, Any]:
-        """Returns the tokenizer_config.json with which transformers reads the SentencePiece model unchanged."""
+    def transformers_config(self) -> dict[str, Any]:
+        """Returns the tokenizer_config.json with which transformers tokenizes as this SentencePiece model does."""
         pieces = {f"{name}_token": self._model.special(name) for name in ("bos", "eos", "unk")}
         return {
             "tokenizer_class": "LlamaTokenizer",
@@ -81,12 +81,12 @@ class Tokenizer:
     def token_bytes(self) -> np.ndarray:
         """int32[V]: UTF-8 bytes of the text of each token; their sum over a text's tokens is its length.
 
-        '▁' is one space, a byte-fallback piece one byte, a control or unknown token none. A model that puts a space
-        before each text (add_dummy_prefix) counts one byte too many per encoded text, and one that normalizes counts
-        the normalized text.
+        '▁' counts as one space, a byte-fallback piece as one byte, a control or unknown token as none. With a model
+        that puts a space before each text (add_dummy_prefix) the sum is one byte too large per encoded text, and with
+        one that normalizes it is the length of the normalized text.
         """
         num_bytes = self._model.token_bytes()
-        num_bytes.flags.writeable = False  # it is cached and shared
+        num_bytes.flags.writeable = False  # cached and shared
         return num_bytes
 
 

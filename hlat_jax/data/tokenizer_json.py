@@ -1,4 +1,4 @@
-"""Hugging Face's tokenizer.json, read by their `tokenizers` library (the `hf` extra)."""
+"""Reads a Hugging Face tokenizer.json with the `tokenizers` library (the `hf` extra)."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import numpy as np
 
 from hlat_jax.store import atomic_files
 
-# Files beside it that name EOS, which tokenizer.json does not, in the order in which they are read.
-_NAMING = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "config.json")
+# Files beside tokenizer.json that name EOS, which it does not, in the order in which they are read.
+_EOS_FILES = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "config.json")
 
 
 class JsonModel:
-    """A tokenizer.json with the interface of _SentencePiece: adds no special token, and parses none from a text.
+    """A tokenizer.json with the interface of _SentencePiece: adds no special tokens and parses none in a text.
 
     Raises:
       ValueError: the extra is not installed, or the file is not a tokenizer.json.
@@ -46,7 +46,7 @@ class JsonModel:
         return self._model.decode(ids, skip_special_tokens=True)
 
     def token_bytes(self) -> np.ndarray:
-        """Returns int32[V]: bytes of text of each token, as `tokenizer.Tokenizer.token_bytes`."""
+        """Returns int32[V]: bytes of text of each token, see `tokenizer.Tokenizer.token_bytes`."""
         kinds = _kinds(self._content.get("decoder"))
         byte_level = "ByteLevel" in kinds
         if not byte_level and not kinds & {"Metaspace", "ByteFallback", "Replace"}:
@@ -67,8 +67,8 @@ class JsonModel:
         return num_bytes
 
     def _special(self, folder: pathlib.Path, name: str) -> int:
-        """Returns the id of EOS or BOS that the files beside it name; -1: none does."""
-        for file in _NAMING:
+        """Returns the id of EOS or BOS from the files beside it; -1: none names it."""
+        for file in _EOS_FILES:
             content = _object(folder / file)
             token, number = content.get(f"{name}_token"), content.get(f"{name}_token_id")
             token = token.get("content") if isinstance(token, dict) else token

@@ -149,7 +149,7 @@ def _run_validation(values: flags.FlagValues) -> None:
         raise ValueError("--validation: the held-out text differs from that of the run:\n  " + "\n  ".join(changed))
     print(trained.described)
     for name, source in held_out.items():
-        print(f"validation       {source.described(name)}")
+        print(f"validation       {source.describe(name)}")
     eval_step = _eval_step(trained, policy=run.precision.policy, packing=run.data.packing)
     found = Validation(held_out, eval_step, trained.layout)(trained.params)
     coverage = {name: dataclasses.asdict(source.coverage) for name, source in held_out.items()}

@@ -150,7 +150,7 @@ def _write_tokenizer(tokenizer: Tokenizer, folder: pathlib.Path) -> tuple[int | 
     if tokenizer.is_json:
         _add_no_tokens(folder)
     else:
-        atomic_files.write_json(folder / _SETTINGS, tokenizer.described())
+        atomic_files.write_json(folder / _SETTINGS, tokenizer.transformers_config())
     return tokenizer.bos_id if tokenizer.bos_id >= 0 else None, tokenizer.eos_id
 
 

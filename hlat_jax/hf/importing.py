@@ -78,7 +78,7 @@ def _tokenizer(found: HFCheckpoint) -> str:
         return "".join(present)
     added = added_tokens(found.folder)
     try:
-        known = Tokenizer(str(found.folder / _NATIVE)).knows(added)
+        known = Tokenizer(str(found.folder / _NATIVE)).has_tokens(added)
     except ValueError:  # of another kind than SentencePiece
         return _JSON
     return _NATIVE if known or max(added) >= found.model.vocab_size else _JSON

@@ -8,18 +8,18 @@ from collections.abc import Sequence
 from hlat_jax.config import nearest
 from hlat_jax.host import flags as flags_lib
 
-# verb -> (module with a `main`, what it does)
+# verb -> (module with a `main`, help text)
 VERBS = {
     "lint": (
         "hlat_jax.neuron.lint_command",
-        "checks the programs of a config for what Neuron does not support",
+        "checks the programs of a config against what Neuron supports",
     ),
     "programs": (
         "hlat_jax.neuron.programs_command",
-        "lists the programs of a run, and which are new since the last one",
+        "lists the programs of a run and which ones changed since the last run",
     ),
     "hlo": ("hlat_jax.neuron.hlo_command", "writes the programs of a config as files for neuronx-cc"),
-    "doctor": ("hlat_jax.neuron.doctor_command", "checks that this machine is fit for a run"),
+    "doctor": ("hlat_jax.neuron.doctor_command", "checks that this machine is ready for a run"),
     "env": ("hlat_jax.neuron.env_command", "prints the environment variables of each process of a run"),
 }
 
@@ -28,7 +28,7 @@ def main(argv: Sequence[str]) -> int:
     """Runs one verb; returns its exit code."""
     if not argv or argv[0] in ("--help", "-h", "help"):
         print("Usage: python -m hlat_jax.neuron VERB --config=NAME [flags]; VERB --help lists its flags.\n")
-        print("\n".join(f"  {verb:<10} {does}" for verb, (_, does) in VERBS.items()))
+        print("\n".join(f"  {verb:<10} {summary}" for verb, (_, summary) in VERBS.items()))
         return 0 if argv else 2
     if argv[0] not in VERBS:
         raise ValueError(f"unknown verb {argv[0]!r}. {nearest(argv[0], VERBS)}")

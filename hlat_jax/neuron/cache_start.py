@@ -1,6 +1,6 @@
-"""`python -m hlat_jax.neuron.cache_start`: compiles and runs one program, and prints whether it came from JAX's cache.
+"""`python -m hlat_jax.neuron.cache_start`: runs one program and reports whether JAX's cache had it.
 
-A process of its own, for `doctor`: within one process a second compilation is served from memory.
+Run by `doctor` in a separate process, because within one process the second compilation is served from memory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _HIT = "/jax/compilation_cache/cache_hits"
 
 
 def main() -> int:
-    """Prints one line of JSON: hits, seconds of compiling, and the value that the program computed."""
+    """Prints one line of JSON: cache hits, compile time in seconds and the value that the program computed."""
     events: collections.Counter[str] = collections.Counter()
     monitoring.register_event_listener(lambda event, **_: events.update([event]))
 

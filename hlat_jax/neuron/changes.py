@@ -1,7 +1,8 @@
-"""Why a program differs from the one that the last run compiled: lowered again with one change at a time.
+"""Explains why a program differs from the one that the last run compiled.
 
-A difference between two configs is a reason only if it alone changes the fingerprint, so a new learning rate is never
-blamed. Where today's code gives another program for the recorded config, the code or the libraries changed it.
+The recorded config is lowered again with one change at a time: a difference between the configs is reported only if it
+changes the fingerprint by itself, so a new learning rate is never reported. If the recorded config, unchanged, now
+lowers to another program, the code or the libraries have changed.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from hlat_jax.run.fingerprint import Fingerprint, fingerprint
 from hlat_jax.step import make_program
 
 _BATCH = ("data.batch_size", "data.seq_len", "data.packing", "train.num_microbatches")
-_LOWERED_AS = {"gpu": "cuda"}  # JAX's name of the platform in lowering
+_LOWERED_AS = {"gpu": "cuda"}  # JAX's platform name for lowering
 _MAX_FILES = 4
 
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """The platform that a program runs on, and the degrees of its mesh by axis."""
+    """The platform that a program runs on and the degree of each mesh axis."""
 
     platform: str
     degrees: dict[str, int]
@@ -35,11 +36,11 @@ class Placement:
         return " x ".join(f"{axis} {degree}" for axis, degree in self.degrees.items())
 
 
-def program(name: str, config: Config, placement: Placement) -> Fingerprint:
-    """Returns the fingerprint of a program of `compilation.traced_programs` on virtual devices.
+def program_fingerprint(name: str, config: Config, placement: Placement) -> Fingerprint:
+    """Returns the fingerprint of one of `compilation.traced_programs`, lowered for virtual devices.
 
     Raises:
-      ValueError: a config that does not fit this mesh.
+      ValueError: the config does not fit this mesh.
     """
     parallel = dataclasses.replace(config.parallel, **placement.degrees)
     config = dataclasses.replace(config, parallel=parallel)
@@ -49,39 +50,41 @@ def program(name: str, config: Config, placement: Placement) -> Fingerprint:
 
 
 def reasons(name: str, *, now: dict[str, Any], before: dict[str, Any]) -> list[str]:
-    """Returns a line for each change that made a program differ; empty where it is the same.
+    """Returns one line per change that made a program differ; an empty list if it is the same.
 
     Args:
-      name: of the program, in both.
-      now: its fingerprint under `sha256`, and what `compilation.surroundings` gives.
-      before: likewise, as a run recorded it.
+      name: name of the program.
+      now: its fingerprint under `sha256`, and the result of `compilation.surroundings`.
+      before: the same, as recorded by the last run.
     """
     if now["sha256"] == before["sha256"]:
         return []
     try:
-        then = resolve(before["config"])
-        again = program(name, then, Placement(before["platform"], before["mesh"])).sha256
+        old_config = resolve(before["config"])
+        relowered = program_fingerprint(name, old_config, Placement(before["platform"], before["mesh"])).sha256
     except (ValueError, KeyError) as error:
-        return [f"code: today's version cannot build that program ({error})", *_of_code(now, before)]
+        return [f"code: this version cannot build the recorded program ({error})", *_code_changes(now, before)]
     found = []
-    if again != before["sha256"]:
-        found = _of_code(now, before) or ["unknown: the same code, libraries and config gave another program then"]
-    if again == now["sha256"]:
+    if relowered != before["sha256"]:
+        found = _code_changes(now, before) or ["unknown: code, libraries and config are the same as recorded"]
+    if relowered == now["sha256"]:
         return found
-    changes = _changes(now, before)
-    alone = [line for line, made in changes if _differs(name, made, again)]
-    return found + (alone or [f"{line}, together with the others" for line, _ in changes])
+    changes = _run_changes(now, before)
+    sufficient = [line for line, build in changes if _differs(name, build, relowered)]
+    return found + (sufficient or [f"{line}, together with the other changes" for line, _ in changes])
 
 
-def _differs(name: str, made: Callable[[], tuple[Config, Placement]], again: str) -> bool:
+def _differs(name: str, build: Callable[[], tuple[Config, Placement]], sha256: str) -> bool:
     try:
-        return program(name, *made()).sha256 != again
-    except (ValueError, KeyError):  # not valid without the other changes
+        return program_fingerprint(name, *build()).sha256 != sha256
+    except (ValueError, KeyError):  # invalid without the other changes
         return True
 
 
-def _changes(now: dict[str, Any], before: dict[str, Any]) -> list[tuple[str, Callable[[], tuple[Config, Placement]]]]:
-    """Returns each difference between the two runs: its line, and the earlier config and placement with it alone."""
+def _run_changes(
+    now: dict[str, Any], before: dict[str, Any]
+) -> list[tuple[str, Callable[[], tuple[Config, Placement]]]]:
+    """Returns (line, function) per difference between the runs; the function applies only it to the earlier run."""
     then, config = Placement(before["platform"], before["mesh"]), resolve(before["config"])
     found: list[tuple[str, Callable]] = []
     if now["platform"] != then.platform:
@@ -95,11 +98,11 @@ def _changes(now: dict[str, Any], before: dict[str, Any]) -> list[tuple[str, Cal
         for key, value in now["config"][section].items():
             if old[section][key] != value and not (section == "parallel" and key in MESH_AXES):
                 line = _line(section, key, old[section][key], value)
-                found.append((line, _with_one(old, section, key, value, then)))
+                found.append((line, _with_one_change(old, section, key, value, then)))
     return found
 
 
-def _with_one(tree: dict[str, Any], section: str, key: str, value: Any, placement: Placement) -> Callable:
+def _with_one_change(tree: dict[str, Any], section: str, key: str, value: Any, placement: Placement) -> Callable:
     changed = tree | {section: tree[section] | {key: value}}
     return lambda: (resolve(changed), placement)
 
@@ -110,7 +113,7 @@ def _line(section: str, key: str, old: Any, new: Any) -> str:
     return f"{kind}: {path} {old!r} -> {new!r}"
 
 
-def _of_code(now: dict[str, Any], before: dict[str, Any]) -> list[str]:
+def _code_changes(now: dict[str, Any], before: dict[str, Any]) -> list[str]:
     found = []
     libraries = [f"{key} {before['libraries'].get(key)} -> {value}" for key, value in now["libraries"].items()
                  if before["libraries"].get(key) != value]  # fmt: skip

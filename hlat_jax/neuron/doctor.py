@@ -1,4 +1,4 @@
-"""The checks of `doctor` in order: each pairs a judgement of `probes` with a program of `exercises`."""
+"""The checks of `doctor`, in order: each pairs a probe of `probes` with a program of `exercises`."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from hlat_jax.precision import policy_on
 
 @dataclasses.dataclass(frozen=True)
 class CheckedMachine:
-    """The machine that is checked.
+    """The machine to check.
 
     Attributes:
-      instance: type of the Trainium instance; "" for another machine.
-      num_devices: number that JAX must find; 0: unknown.
-      cache: folder of JAX's compiled programs.
+      instance: type of the Trainium instance; "" for any other machine.
+      num_devices: number of devices that JAX must find; 0: unknown.
+      cache: folder of JAX's compilation cache.
     """
 
     instance: str
@@ -42,13 +42,13 @@ class Check:
 
 
 def checks(config: Config, machine: CheckedMachine) -> Iterator[Check]:
-    """Yields the checks of a config's run on this machine, to be run in order.
+    """Yields the checks for a run of a config on this machine, in the order to run them.
 
-    Those before `devices` start processes of their own, which need the devices: a core belongs to one process.
+    The checks before `devices` start subprocesses that need the devices, and a core can be held by one process only.
     """
     yield Check("versions", functools.partial(_versions, probes.SUPPORTED))
     yield Check("versions for Neuron", functools.partial(_neuron_versions, machine))
-    yield Check("compile cache", lambda: probes.cache(exercises.start, machine.cache))
+    yield Check("compile cache", lambda: probes.cache(exercises.run_in_new_process, machine.cache))
     yield Check("devices", lambda: _devices(machine))
     yield Check("memory", _memory)
     yield Check("random numbers", lambda: probes.random_numbers(exercises.draw))
@@ -63,20 +63,20 @@ def checks(config: Config, machine: CheckedMachine) -> Iterator[Check]:
     yield Check("training", lambda: _training(config))
 
 
-def made(check: Check) -> tuple[Outcome, float]:
-    """Returns the outcome of a check, and its seconds. A probe that raises has failed."""
+def run_check(check: Check) -> tuple[Outcome, float]:
+    """Returns the outcome of a check and its duration in seconds; a probe that raises counts as failed."""
     began = time.monotonic()
     try:
         outcome = check.probe()
-    except Exception as error:  # any error of the machine: the later checks still run
+    except Exception as error:  # whatever the error, the later checks still run
         lines = str(error).strip().splitlines()
         found = f"{type(error).__name__}: {lines[0][:300] if lines else 'no message'}"
-        outcome = Outcome(FAILED, found, "see the first failure above; else search for this message")
+        outcome = Outcome(FAILED, found, "fix the first failure above, or search for this message")
     return outcome, time.monotonic() - began
 
 
 def _versions(supported: dict[str, tuple[str, str]]) -> Outcome:
-    return probes.versions(exercises.installed(supported), supported)
+    return probes.versions(exercises.installed_versions(supported), supported)
 
 
 def _neuron_versions(machine: CheckedMachine) -> Outcome:
@@ -90,7 +90,7 @@ def _devices(machine: CheckedMachine) -> Outcome:
 
 
 def _memory() -> Outcome:
-    """Judges the memory of each device, in turn; returns the first failure."""
+    """Checks the memory of each device in turn; returns the first failure."""
     outcome = None
     for device in jax.local_devices():
         row, limit = cost.device(device.device_kind), (device.memory_stats() or {}).get("bytes_limit", 0)
@@ -115,10 +115,10 @@ def _rounds_in_hardware(config: Config) -> bool:
 
 def _hardware_rounding(config: Config) -> Outcome:
     if jax.default_backend() != "neuron":
-        return Outcome(NOT_HERE, f"devices of platform {jax.default_backend()} round to nearest")
+        return Outcome(NOT_HERE, f"devices of platform {jax.default_backend()} always round to nearest")
     if not _rounds_in_hardware(config):
-        found = f"precision.policy={config.precision.policy} turns it off in this process"
-        return Outcome(NOT_HERE, found, "run again with --config.precision.policy=bf16_sr")
+        found = f"precision.policy={config.precision.policy} turns stochastic rounding off in this process"
+        return Outcome(NOT_HERE, found, "rerun with --config.precision.policy=bf16_sr to check it")
     return probes.rounding(exercises.cast, expected="stochastic")
 
 
@@ -126,7 +126,8 @@ def _collectives(axis: str, config: Config) -> Outcome:
     devices = jax.local_devices()
     heads = config.model.num_kv_heads
     layout = exercises.layout_along(axis, config.parallel, devices, num_kv_heads=heads)
-    outcome = probes.collectives(functools.partial(exercises.exchange, layout, axis), size=layout.mesh.shape[axis])
+    run = functools.partial(exercises.run_collectives, layout, axis)
+    outcome = probes.collectives(run, size=layout.mesh.shape[axis])
     if outcome.verdict == NOT_HERE:
         return outcome
     mesh = " x ".join(f"{name} {degree}" for name, degree in layout.degrees.items())

@@ -1,4 +1,4 @@
-"""`python -m hlat_jax.neuron doctor`: checks in a few minutes whether this machine is fit for a run."""
+"""`python -m hlat_jax.neuron doctor`: checks in a few minutes that this machine is ready for a run."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ _TRIVIAL = "NEURON_RUN_TRIVIAL_COMPUTATION_ON_CPU"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs and prints every check, then a summary; returns the exit code: 1 where one failed, else 0."""
+    """Runs and prints every check, then a summary; returns 1 if a check failed, else 0."""
     has_config = any(word.split("=")[0] in ("--config", "--help", "-h") for word in argv)
     mutable, values = flags_lib.parse(argv if has_config else ["--config=tiny", *argv], _define)
     config = resolve(mutable)
     if values.json:
         flags_lib.check_output("--json", values.json)
-    checked = _prepared(config, values, os.environ, machine=neuron_topology.Machine())
+    checked = _prepare(config, values, os.environ, machine=neuron_topology.Machine())
     logging.set_verbosity(logging.ERROR)
-    from hlat_jax.neuron import doctor  # imports JAX, which must see the environment as it is now
+    from hlat_jax.neuron import doctor  # imports JAX, which reads the environment prepared above
 
     where = checked["instance"] or "a machine without Neuron devices"
     print(f"{config.name} ({config.precision.policy}) on {where}")
     rows = []
     for check in doctor.checks(config, doctor.CheckedMachine(**checked)):
-        outcome, seconds = doctor.made(check)
+        outcome, seconds = doctor.run_check(check)
         rows.append({"check": check.name, **outcome._asdict(), "seconds": round(seconds, 2)})
-        print(_line(rows[-1]), flush=True)  # a check may end the process
+        print(_line(rows[-1]), flush=True)  # a later check may crash the process
     print(_table(rows))
     if not checked["instance"]:
         print("No Trainium device was checked.")
@@ -47,27 +47,27 @@ def main(argv: Sequence[str]) -> int:
     return 1 if any(row["verdict"] == FAILED for row in rows) else 0
 
 
-def _prepared(
+def _prepare(
     config: config_lib.Config,
     values: flags.FlagValues,
     environ: MutableMapping[str, str],
     *,
     machine: neuron_topology.Machine,
 ) -> dict[str, Any]:
-    """Sets the environment of a run of the config on this machine; returns the fields of a `doctor.CheckedMachine`."""
+    """Sets the environment that a run of the config needs; returns the fields of a `doctor.CheckedMachine`."""
     checked = {"instance": "", "num_devices": 0}
     checked["instance"] = neuron_topology.instance_to_serve(
         values.instance, environ.get("JAX_PLATFORMS", ""), machine=machine
     )
     if values.cores and not checked["instance"]:
-        raise ValueError(f"--cores={values.cores}: this machine has no Neuron devices; leave it out.")
+        raise ValueError(f"--cores={values.cores}: this machine has no Neuron devices; remove the flag.")
     if checked["instance"]:
         wanted = neuron_topology.Topology(checked["instance"], lnc=neuron_topology.lnc_of(environ), cores=values.cores)
         found = neuron_env.environment(config.precision, config.parallel, wanted, current=environ)
         neuron_env.apply(environ, found)
         for note in found.notes:
             print(note)
-        # else the host's CPU would run every check on one device
+        # with it, checks that need one device would run on the host's CPU
         environ.pop(_TRIVIAL, None)
         checked["num_devices"] = neuron_topology.checked(wanted).devices_per_node
     checked["cache"] = pathlib.Path(environ.get("JAX_COMPILATION_CACHE_DIR") or tempfile.gettempdir())
@@ -90,5 +90,5 @@ def _table(rows: list[dict[str, Any]]) -> str:
 def _define(values: flags.FlagValues) -> None:
     options = {"flag_values": values}
     flags.DEFINE_string("json", "", "Also write the report to this file.", **options)
-    flags.DEFINE_string("instance", "", "Type of the Trainium instance; default: detected.", **options)
-    flags.DEFINE_integer("cores", 0, "NeuronCores of this instance to check, as JAX sees them; 0: all.", **options)
+    flags.DEFINE_string("instance", "", "Trainium instance type; default: detected.", **options)
+    flags.DEFINE_integer("cores", 0, "Number of JAX devices of this instance to check; 0: all.", **options)

@@ -1,4 +1,4 @@
-"""`python -m hlat_jax.neuron env --config=NAME --instance=TYPE`: prints the environment of one process, or of all.
+"""`python -m hlat_jax.neuron env --config=NAME --instance=TYPE`: prints the environment of one process or of all.
 
 eval "$(python -m hlat_jax.neuron env --config=7b --instance=trn1.32xlarge --nodes=4 --rank=3 --coordinator=trn1)"
 """
@@ -51,7 +51,7 @@ def _show(found: dict[int, Environment], form: str, nodes: int) -> None:
 
 def _topology(values: flags.FlagValues) -> Topology:
     if not values.instance:
-        raise ValueError("--instance=TYPE is missing, such as trn1.32xlarge.")
+        raise ValueError("--instance=TYPE is missing; for example --instance=trn1.32xlarge.")
     fields: dict[str, Any] = {"lnc": values.lnc or lnc_of(os.environ)}
     fields |= {name: getattr(values, name) for name in ("port", "cores", "cache")}
     if values.nodes is None:
@@ -59,11 +59,11 @@ def _topology(values: flags.FlagValues) -> Topology:
     else:
         fields |= {"launcher": launcher(os.environ), "nodes": values.nodes}
         if values.nodes > 1 and not values.rank:
-            raise ValueError(f"--rank is missing: each process has its own, in 0 .. {values.nodes - 1}; or all.")
+            raise ValueError(f"--rank is missing: give the rank of this process, 0 .. {values.nodes - 1}, or all.")
     if values.rank.isdecimal():
         fields["rank"] = int(values.rank)
     elif values.rank not in ("", "all"):
-        raise ValueError(f"--rank={values.rank} must be a number from 0, or all.")
+        raise ValueError(f"--rank={values.rank} must be an integer of at least 0, or all.")
     if values.coordinator:
         fields["coordinator"] = values.coordinator
     return Topology(values.instance, **fields)
@@ -72,13 +72,13 @@ def _topology(values: flags.FlagValues) -> Topology:
 def _define(values: flags.FlagValues) -> None:
     options = {"flag_values": values}
     flags.DEFINE_string("instance", "", f"Instance type of every node: {', '.join(INSTANCES)}.", **options)
-    flags.DEFINE_integer("nodes", None, "Nodes of the job; default: those of Slurm or Open MPI, else 1.", **options)
-    flags.DEFINE_string("rank", "", "Rank of this node, from 0, or all; default: as for --nodes.", **options)
-    flags.DEFINE_string("coordinator", "", "Host name of rank 0, reachable from the others.", **options)
-    flags.DEFINE_integer("port", JAX_PORT, "Port of JAX's coordinator there.", **options)
+    flags.DEFINE_integer("nodes", None, "Nodes of the job; default: from Slurm or Open MPI, else 1.", **options)
+    flags.DEFINE_string("rank", "", "Rank of this node, from 0, or all; default: as for --nodes, else 0.", **options)
+    flags.DEFINE_string("coordinator", "", "Host name of rank 0, reachable from the other nodes.", **options)
+    flags.DEFINE_integer("port", JAX_PORT, "Port of JAX's coordinator on rank 0.", **options)
     flags.DEFINE_integer(
-        "lnc", 0, "Physical cores of a JAX device; 0: NEURON_LOGICAL_NC_CONFIG, else 2 on trn2.", **options
+        "lnc", 0, "Physical cores per JAX device; 0: NEURON_LOGICAL_NC_CONFIG, else 2 on trn2.", **options
     )
-    flags.DEFINE_integer("cores", 0, "JAX devices of a node that the run takes; 0: all.", **options)
-    flags.DEFINE_string("cache", CACHE, "Folder of compiled programs on the node's own disk.", **options)
-    flags.DEFINE_string("format", "shell", "shell: lines for eval; json.", **options)
+    flags.DEFINE_integer("cores", 0, "JAX devices per node that the run uses; 0: all.", **options)
+    flags.DEFINE_string("cache", CACHE, "Folder for compiled programs on the node's local disk.", **options)
+    flags.DEFINE_string("format", "shell", "shell (lines for eval) or json.", **options)

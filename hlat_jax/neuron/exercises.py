@@ -1,6 +1,6 @@
-"""Small JAX programs on the devices of this machine, and its packages: the inputs of `probes`.
+"""Inputs of `probes`: small JAX programs for the devices of this machine, and its package versions.
 
-Each program is compiled, so that the host executes none of its operations.
+Each program is jitted, so that none of its operations runs on the host.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _NUM_DRAWN = 1 << 20
 _BLOCK_BYTES = 1 << 28
 
 
-def installed(names: Iterable[str]) -> dict[str, str]:
-    """Returns the versions of those packages that are there, and of Python under the name `python`."""
+def installed_versions(names: Iterable[str]) -> dict[str, str]:
+    """Returns the versions of the packages that are installed; `python` stands for the interpreter."""
     found = {}
     for name in names:
         try:
@@ -42,7 +42,7 @@ def installed(names: Iterable[str]) -> dict[str, str]:
 
 
 def draw(seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns (uniform, normal) of 2^20 numbers each, drawn as initial weights are: by `rbg`."""
+    """Returns (uniform, normal), 2^20 numbers each, from the `rbg` generator as for initial weights."""
 
     @jax.jit
     def drawn(key):
@@ -54,39 +54,39 @@ def draw(seed: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def multiply(a: np.ndarray, b: np.ndarray, dtype: str) -> np.ndarray:
-    """Returns a @ b of bf16 matrices, in fp32 as a result of that dtype holds it."""
+    """Returns a @ b of bf16 matrices with a result of the given dtype, converted to fp32."""
     product = jax.jit(functools.partial(jnp.matmul, preferred_element_type=jnp.dtype(dtype)))
     return np.asarray(product(*(x.astype(jnp.bfloat16) for x in (a, b)))).astype(np.float32)
 
 
 def cast(values: np.ndarray) -> np.ndarray:
-    """Returns fp32 values as a cast to bf16 leaves them."""
+    """Returns fp32 values after a cast to bf16."""
     return np.asarray(_cast(values)).astype(np.float32)
 
 
 @jax.jit
 def _cast(values):
-    return values.astype(jnp.bfloat16)  # the result is bf16: a cast back in the same program may undo both
+    return values.astype(jnp.bfloat16)  # not cast back here: the compiler could remove a pair of casts
 
 
 def cast_by_hash(values: np.ndarray) -> np.ndarray:
-    """Returns fp32 values as `precision.Rounding` writes them in bf16 in software."""
+    """Returns fp32 values after `precision.Rounding`, stochastic rounding to bf16 in software."""
     write = jax.jit(lambda x: Rounding((jnp.uint32(3), jnp.uint32(5))).write(x, jnp.bfloat16, name="doctor"))
     return np.asarray(write(values)).astype(np.float32)
 
 
 def look_up(table: np.ndarray, ids: np.ndarray, mode: str) -> np.ndarray:
-    """Returns rows of a table; `mode` decides about ids outside it."""
+    """Returns rows of a table; `mode` handles ids out of bounds."""
     return np.asarray(jax.jit(lambda table, ids: table.at[ids].get(mode=mode))(table, ids))
 
 
 def add_one(state: jax.Array) -> jax.Array:
-    """Returns state + 1 in the memory of `state`."""
+    """Returns state + 1, with `state` donated."""
     return jax.jit(lambda x: x + 1, donate_argnums=0)(state)
 
 
 def fill(device: Any, num_bytes: int) -> bool:
-    """Writes so many bytes to a device; returns whether they are read back as written."""
+    """Writes this many bytes to a device; returns whether they read back unchanged."""
     block = np.arange(min(num_bytes, _BLOCK_BYTES) // 4, dtype=np.uint32) * np.uint32(2654435761)
     count = max(num_bytes // block.nbytes, 1)
     written = [jax.device_put(np.roll(block, number), device) for number in range(count)]
@@ -95,7 +95,7 @@ def fill(device: Any, num_bytes: int) -> bool:
 
 
 def layout_along(axis: str, parallel: ParallelConfig, devices: Sequence[Any], *, num_kv_heads: int) -> Layout:
-    """Returns the config's layout where these devices can take it and it is wide along `axis`, else all along it."""
+    """Returns the config's layout if it fits the devices and splits `axis`, else one with all devices on `axis`."""
     try:
         layout = make_layout(parallel, devices, num_kv_heads=num_kv_heads)
     except ValueError:
@@ -108,10 +108,10 @@ def layout_along(axis: str, parallel: ParallelConfig, devices: Sequence[Any], *,
     return make_layout(ParallelConfig(**degrees), devices, num_kv_heads=heads)
 
 
-def exchange(layout: Layout, axis: str, values: np.ndarray) -> dict[str, np.ndarray]:
-    """Returns the results of collectives along one axis of a mesh, as `probes.collectives` takes them.
+def run_collectives(layout: Layout, axis: str, values: np.ndarray) -> dict[str, np.ndarray]:
+    """Returns the results of collectives along one mesh axis, as `probes.collectives` expects them.
 
-    Every device of the mesh takes part, in its own group. Returns the first group's results, NaN where another differs.
+    Every device of the mesh takes part in its own group. The results are the first group's, NaN where another differs.
     """
     size, others = layout.mesh.shape[axis], tuple(name for name in layout.mesh.axis_names if name != axis)
 
@@ -133,11 +133,11 @@ def exchange(layout: Layout, axis: str, values: np.ndarray) -> dict[str, np.ndar
     return {name: np.where((all_ == all_[:1]).all(0), all_[0], np.nan) for name, all_ in gathered.items()}
 
 
-def start(folder: pathlib.Path) -> Mapping[str, Any]:
-    """Compiles and runs a program in a process of its own with its cache in `folder`; see `probes.cache`.
+def run_in_new_process(folder: pathlib.Path) -> Mapping[str, Any]:
+    """Compiles and runs a program in a subprocess with the cache in `folder`; see `probes.cache`.
 
     Raises:
-      RuntimeError: that process failed.
+      RuntimeError: the subprocess failed.
     """
     environment = os.environ | {
         "JAX_COMPILATION_CACHE_DIR": str(folder),
@@ -148,5 +148,5 @@ def start(folder: pathlib.Path) -> Mapping[str, Any]:
     done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         last = done.stderr.strip().splitlines()[-1:] or ["no message"]
-        raise RuntimeError(f"{' '.join(words[1:])} ended with code {done.returncode}: {last[0]}")
+        raise RuntimeError(f"{' '.join(words[1:])} exited with code {done.returncode}: {last[0]}")
     return json.loads(done.stdout.splitlines()[-1])

@@ -1,8 +1,8 @@
-"""The programs of a run as HLO modules for Neuron's compiler: whole, and as one device of the mesh runs them.
+"""The programs of a run as HLO modules for neuronx-cc, before and after SPMD partitioning.
 
-The module of one device is what XLA's partitioner makes of the program as it is lowered for Neuron, here on virtual CPU
-devices, in a process of its own: `python -m hlat_jax.neuron.hlo`, a JSON object on stdin. Its dtypes are still those of
-the program, since XLA's passes for CPUs come later. Neuron's own compiler and plugin are not involved.
+The module of one device comes from XLA's SPMD partitioner, run on the program as lowered for Neuron, for virtual CPU
+devices, in a subprocess: `python -m hlat_jax.neuron.hlo` with a JSON object on stdin. Its dtypes are those of the
+program, because XLA's CPU passes run later. Neuron's compiler and plugin are not used.
 """
 
 from __future__ import annotations
@@ -24,34 +24,35 @@ from hlat_jax.resolve import resolve
 _AFTER = "*after_spmd-partitioning*.pb"
 
 
-def whole(lowered: Any) -> bytes:
-    """Returns the module of a lowered program before it is partitioned, serialised, with small ids."""
-    return hlo_proto.renumbered(lowered.compiler_ir("hlo").as_serialized_hlo_module_proto())
+def whole_module(lowered: Any) -> bytes:
+    """Returns the serialized module of a lowered program before partitioning, with small ids."""
+    return hlo_proto.renumber(lowered.compiler_ir("hlo").as_serialized_hlo_module_proto())
 
 
-def of_one_device(name: str, config: Config, num_devices: int, *, max_devices: int) -> tuple[bytes, dict[str, int]]:
-    """Returns (the module of one device of a program, serialised, with small ids; the degrees of its mesh).
+def device_module(name: str, config: Config, num_devices: int, *, max_devices: int) -> tuple[bytes, dict[str, int]]:
+    """Returns (serialized module of one device, with small ids; degrees of the mesh that it was partitioned for).
 
     Args:
-      name: of the program, as `compilation.traced_programs` has it.
-      config: of the run.
-      num_devices: of its mesh.
-      max_devices: at most as many are partitioned for: the data degree is cut, the rows of one device stay.
+      name: key of the program in `compilation.traced_programs`.
+      config: config of the run.
+      num_devices: size of its mesh.
+      max_devices: upper limit on the devices to partition for. The data degree is reduced to fit; the rows per device
+        stay the same.
 
     Raises:
-      ValueError: one replica takes more than 2,048 devices.
+      ValueError: one replica needs more than 2,048 devices.
       RuntimeError: the partitioner failed; the message ends with its last output.
     """
     from hlat_jax.neuron.programs import layout_for_neuron
 
     small, count = fewer_replicas(config, num_devices, max_devices=max_devices)
-    if count == 1:  # of which XLA partitions nothing
+    if count == 1:  # nothing to partition
         from hlat_jax.run.compilation import traced_programs
         from hlat_jax.step import make_program
 
         program = make_program(small, layout_for_neuron(small, count))
         lowered = traced_programs(program)[name]().lower(lowering_platforms=("neuron",))
-        return whole(lowered), program.layout.degrees
+        return whole_module(lowered), program.layout.degrees
     with tempfile.TemporaryDirectory() as folder:
         flags = [f"--xla_force_host_platform_device_count={count}", "--xla_backend_optimization_level=0"]
         flags += [f"--xla_dump_to={folder}", "--xla_dump_hlo_as_proto", "--xla_dump_hlo_pass_re=spmd-partitioning"]
@@ -62,14 +63,14 @@ def of_one_device(name: str, config: Config, num_devices: int, *, max_devices: i
         dumped = sorted(pathlib.Path(folder).glob(_AFTER))
         if not dumped:
             raise RuntimeError(f"partitioning {name} for {count} virtual devices failed: {done.stderr[-2000:]}")
-        module = hlo_proto.renumbered(hlo_proto.module_of(dumped[-1].read_bytes()))
+        module = hlo_proto.renumber(hlo_proto.module_from_dump(dumped[-1].read_bytes()))
     return module, layout_for_neuron(small, count).degrees
 
 
 def partition(name: str, config: Config, num_devices: int) -> None:
-    """Compiles a program, lowered for Neuron, for the CPU devices of this process; XLA dumps what it makes of it.
+    """Compiles a program lowered for Neuron on this process's CPU devices, so that XLA dumps the partitioned module.
 
-    Operations that a CPU cannot compile, such as kernels for Neuron, fail only after that.
+    Operations that a CPU cannot compile, such as Neuron kernels, fail only after the dump.
     """
     import jax
     import numpy as np

@@ -1,9 +1,9 @@
-"""Serialised HLO modules with small instruction ids.
+"""Renumbers the instructions of serialized HLO modules, because neuronx-cc fails on ids of 2^31 or more.
 
-XLA numbers an instruction by its computation in the upper 32 bits and its place in the lower, so ids of a module from
-JAX 0.8.2 on lie around 2^37; Neuron's compiler stops at ids from 2^31. jaxlib parses a module but keeps its ids, even
-by way of its text, and installs no class of the message; so the fields that hold ids are declared here, and protobuf
-carries every other field through unchanged. Source: xla/service/hlo.proto.
+XLA puts the computation of an instruction in the upper 32 bits of its id and its position in the lower bits, so ids are
+around 2^37 since JAX 0.8.2. jaxlib keeps the ids when it parses a module, even from text, and does not install the
+message classes; so the fields that hold ids are declared here, and protobuf preserves all other fields as unknown
+fields. Source: xla/service/hlo.proto.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message, message_fa
 ID_LIMIT = 2**31
 
 _FIELD = descriptor_pb2.FieldDescriptorProto
-# message -> field -> (number, type); a list type is a repeated field, another message is named.
+# message -> field -> (number, type); a list is a repeated field, a string the name of another message.
 _MESSAGES = {
     "HloInstructionProto": {
         "id": (35, int),
@@ -36,66 +36,67 @@ _MESSAGES = {
 }
 
 
-def renumbered(module: bytes) -> bytes:
-    """Returns a serialised HloModuleProto with its instructions and computations numbered from 1, in the same order.
+def renumber(module: bytes) -> bytes:
+    """Returns a serialized HloModuleProto with instructions and computations renumbered from 1 in the same order.
 
     Raises:
-      ValueError: bytes that are not such a message, a scheduled module, an undefined id, or too many instructions.
+      ValueError: the bytes are not an HloModuleProto, or the module is scheduled, refers to an undefined id or has too
+        many instructions.
     """
     parsed = parse(module)
     computations = {one.id: number for number, one in enumerate(parsed.computations, 1)}
     count = 0
     for one in parsed.computations:
-        # in the order of their ids, by which XLA lists the instructions of a computation that it reads
+        # by id, because XLA orders the instructions of a parsed computation by id
         ordered = sorted(instruction.id for instruction in one.instructions)
         instructions = {old: count + place for place, old in enumerate(ordered, 1)}
         count += len(ordered)
         for instruction in one.instructions:
             instruction.id = instructions[instruction.id]
-            instruction.operand_ids[:] = _mapped(instruction.operand_ids, instructions)
-            instruction.control_predecessor_ids[:] = _mapped(instruction.control_predecessor_ids, instructions)
-            instruction.called_computation_ids[:] = _mapped(instruction.called_computation_ids, computations)
+            instruction.operand_ids[:] = _map_ids(instruction.operand_ids, instructions)
+            instruction.control_predecessor_ids[:] = _map_ids(instruction.control_predecessor_ids, instructions)
+            instruction.called_computation_ids[:] = _map_ids(instruction.called_computation_ids, computations)
         one.id = computations[one.id]
-        [one.root_id] = _mapped([one.root_id], instructions)
+        [one.root_id] = _map_ids([one.root_id], instructions)
     if count >= ID_LIMIT:
-        raise ValueError(f"a module of {count:,} instructions; ids must stay below 2^31.")
-    [parsed.entry_computation_id] = _mapped([parsed.entry_computation_id], computations)
+        raise ValueError(f"this HLO module has {count:,} instructions; the limit is 2^31 - 1.")
+    [parsed.entry_computation_id] = _map_ids([parsed.entry_computation_id], computations)
     parsed.id = 1
     return parsed.SerializeToString()
 
 
 def parse(module: bytes) -> Any:
-    """Returns the HloModuleProto of its serialised bytes, with the fields of `_MESSAGES`.
+    """Returns a parsed HloModuleProto with the fields of `_MESSAGES`.
 
     Raises:
-      ValueError: bytes that are not such a message, or a scheduled module, whose schedule holds ids too.
+      ValueError: the bytes are not an HloModuleProto, or the module is scheduled (a schedule contains ids too).
     """
-    parsed = _parsed("HloModuleProto", module)
+    parsed = _parse("HloModuleProto", module)
     if parsed.HasField("schedule"):
-        raise ValueError("this HLO module is scheduled; give one from before the scheduler.")
+        raise ValueError("this HLO module is scheduled; pass a module from before scheduling.")
     if not parsed.computations:
-        raise ValueError(f"{len(module):,} bytes without a computation: not an HloModuleProto.")
+        raise ValueError(f"{len(module):,} bytes without a computation are not an HloModuleProto.")
     return parsed
 
 
-def module_of(proto: bytes) -> bytes:
-    """Returns the HloModuleProto inside a serialised HloProto, which is what XLA dumps."""
-    return _parsed("HloProto", proto).hlo_module.SerializeToString()
+def module_from_dump(proto: bytes) -> bytes:
+    """Returns the HloModuleProto inside a serialized HloProto, the message that XLA dumps."""
+    return _parse("HloProto", proto).hlo_module.SerializeToString()
 
 
-def _mapped(ids: Iterable[int], table: Mapping[int, int]) -> list[int]:
+def _map_ids(ids: Iterable[int], table: Mapping[int, int]) -> list[int]:
     for old in ids:
         if old not in table:
-            raise ValueError(f"HLO module refers to id {old}, which is not defined where it is used.")
+            raise ValueError(f"the HLO module refers to id {old}, which is not defined in that scope.")
     return [table[old] for old in ids]
 
 
-def _parsed(name: str, serialised: bytes) -> Any:
+def _parse(name: str, serialized: bytes) -> Any:
     parsed = _classes()[name]()
     try:
-        parsed.ParseFromString(serialised)
+        parsed.ParseFromString(serialized)
     except message.DecodeError as error:
-        raise ValueError(f"{len(serialised):,} bytes that are not an {name}: {error}.") from None
+        raise ValueError(f"{len(serialized):,} bytes are not a valid {name}: {error}.") from None
     return parsed
 
 

@@ -1,7 +1,7 @@
-"""The range of the indices of a gather or scatter, as far as the program itself determines it.
+"""Value ranges of the indices of gathers and scatters, as far as the program determines them.
 
-Indices computed from iotas and constants alone are evaluated. Those that depend on data have the range that a clip
-leaves. A function that is called several times is judged at each call.
+Indices computed from iotas and constants alone are evaluated. Indices that depend on data have the range of their clip,
+if any. A function that is called several times is checked at each call.
 """
 
 from __future__ import annotations
@@ -17,77 +17,78 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 
 from hlat_jax.neuron.known_values import MAX_DEPTH, direction, function_of, known, source
-from hlat_jax.neuron.module import Program, Tensor, defining, enclosing, name, tensor
+from hlat_jax.neuron.module import Program, Tensor, defining_op, enclosing_function, symbol_name, tensor
 
-_SAME = ("broadcast_in_dim", "reshape", "convert", "transpose", "slice", "reverse")
+_RANGE_PRESERVING = ("broadcast_in_dim", "reshape", "convert", "transpose", "slice", "reverse")
 _ARITHMETIC = ("clamp", "add", "subtract", "multiply", "maximum", "minimum", "concatenate")
-_MAX_CHAINS = 1024  # of a function, to follow each by itself
-_MAX_COMPARED = 2**16  # elements of an argument
-Found = tuple[str, str, Any]  # the id of a rule, what is meant, and the operation whose line is to blame
+_MAX_CHAINS = 1024  # call chains of a function that are followed one by one
+_MAX_COMPARED = 2**16  # elements of an argument compared by value
 
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-    """Least and greatest value."""
+    """Smallest and largest value."""
 
     low: float
     high: float
 
     def within(self, other: Range) -> Range:
-        """Returns this range where the other holds it, else the other: integers that overflow can be any."""
+        """Returns this range if `other` contains it, else `other`: after an overflow any value is possible."""
         return self if other.low <= self.low and self.high <= other.high else other
 
 
-def of_gather(op: Any, program: Program) -> Iterator[Found]:
-    """Yields GS01 or GS02 for a gather."""
+def gather_findings(op: Any, program: Program) -> Iterator[tuple[str, str, Any]]:
+    """Yields (rule, detail, operation) of GS01 or GS02 for a gather."""
     numbers = stablehlo.GatherDimensionNumbers(op.attributes["dimension_numbers"])
     sizes = list(ir.DenseI64ArrayAttr(op.attributes["slice_sizes"]))
-    yield from _reach(op, program, dims=list(numbers.start_index_map), at=(numbers.index_vector_dim, sizes))
+    yield from _out_of_range(op, program, dims=list(numbers.start_index_map), at=(numbers.index_vector_dim, sizes))
 
 
-def of_scatter(op: Any, program: Program) -> Iterator[Found]:
-    """Yields GS01 or GS02 for a scatter; windows count as one element, so a long window is taken to fit."""
+def scatter_findings(op: Any, program: Program) -> Iterator[tuple[str, str, Any]]:
+    """Yields (rule, detail, operation) of GS01 or GS02 for a scatter; windows are assumed to have one element."""
     numbers = stablehlo.ScatterDimensionNumbers(op.attributes["scatter_dimension_numbers"])
     sizes = [1] * len(tensor(op.operands[0]).dims)
     dims = list(numbers.scattered_dims_to_operand_dims)
-    yield from _reach(op, program, dims=dims, at=(numbers.index_vector_dim, sizes))
+    yield from _out_of_range(op, program, dims=dims, at=(numbers.index_vector_dim, sizes))
 
 
-def _reach(op: Any, program: Program, *, dims: list[int], at: tuple[int, list[int]]) -> Iterator[Found]:
+def _out_of_range(
+    op: Any, program: Program, *, dims: list[int], at: tuple[int, list[int]]
+) -> Iterator[tuple[str, str, Any]]:
     index_vector_dim, sizes = at
     operand = tensor(op.operands[0])
-    # a scatter of several arrays has its indices after all of them
+    # the indices of a variadic scatter follow all its operands
     indices = op.operands[len(op.results) if op.name == "stablehlo.scatter" else 1]
     if 0 in tensor(indices).dims:
         return
-    is_shared = len(program.callers(enclosing(op))) > 1
+    is_shared = len(program.callers(enclosing_function(op))) > 1
     found = {}
-    for calls in _chains_to_calls(enclosing(op), program):
+    for calls in _chains_to_calls(enclosing_function(op), program):
         for number, dim in enumerate(dims):
             if operand.dims[dim] is not None:
                 last = operand.dims[dim] - sizes[dim]
                 place = calls[-1] if is_shared else op
-                reach, from_iota = _column(indices, number, index_vector_dim, program, calls)
-                if reach.low >= 0 and reach.high <= last:
+                values, from_iota = _index_range(indices, number, index_vector_dim, program, calls)
+                if values.low >= 0 and values.high <= last:
                     continue
                 what = f"dimension {dim} of {operand}"
                 if from_iota is not None:
-                    limit = f"up to {reach.high}" if reach.high > last else f"down to {reach.low}"
+                    limit = f"up to {values.high}" if values.high > last else f"down to {values.low}"
                     what = f"{'' if from_iota else 'constant '}indices {limit} into {what}"
                 found["GS01" if from_iota else "GS02", dim, place] = what
     yield from ((rule, what, place) for (rule, _, place), what in found.items())
 
 
 def _chains_to_calls(function: str, program: Program) -> list[tuple]:
-    """Returns the chains of calls, outermost first, that end in a call of a function; (()) without any call."""
+    """Returns the call chains, outermost call first, that end in a call of a function; [()] if it is never called."""
     calls = program.callers(function)
-    return [(*outer, call) for call in calls for outer in _chains(enclosing(call), program)] or [()]
+    return [(*outer, call) for call in calls for outer in _chains(enclosing_function(call), program)] or [()]
 
 
 def _chains(function: str, program: Program) -> list[tuple]:
-    """Returns the chains of calls that reach a function; of many, one of those that give it the same arguments.
+    """Returns the call chains that reach a function; if there are many, one per set of arguments.
 
-    Where too many differ, () stands for the rest of them: the arguments have the range of all calls together.
+    If too many remain, () replaces the rest: the arguments then have the union of the ranges of all calls.
     """
     if function not in program.chains:
         chains = _chains_to_calls(function, program)
@@ -100,7 +101,7 @@ def _chains(function: str, program: Program) -> list[tuple]:
 
 
 def _arguments(calls: tuple, program: Program) -> tuple:
-    """Returns a key of the arguments of the last call: where two are equal, they decide the same indices."""
+    """Returns a key of the arguments of the last call; calls with equal keys have the same indices."""
     if not calls:
         return ()
     return tuple(_argument(value, program, calls[:-1]) for value in calls[-1].operands)
@@ -111,22 +112,23 @@ def _argument(value: Any, program: Program, calls: tuple) -> Any:
     if exact is not None and exact.numbers.size <= _MAX_COMPARED:
         return exact.numbers.shape, exact.numbers.tobytes(), exact.from_iota
     value, calls = source(value, calls, program)
-    op, kind = defining(value), tensor(value)
-    is_looked_into = exact is not None or (op is not None and op.name == "stablehlo.concatenate")
-    if is_looked_into or (kind is not None and kind.dtype == "i1"):  # `_column` and `_decided` do
+    op, kind = defining_op(value), tensor(value)
+    is_examined = exact is not None or (op is not None and op.name == "stablehlo.concatenate")
+    # `_index_range` and `_comparison_result` examine how these are computed
+    if is_examined or (kind is not None and kind.dtype == "i1"):
         return value, calls
     return bounds(value, program, calls)
 
 
-def _column(value: Any, number: int, dim: int, program: Program, calls: tuple) -> tuple[Range, bool | None]:
-    """Returns the range of one index of each index vector, and whether an iota is part of it; None: not known."""
+def _index_range(value: Any, number: int, dim: int, program: Program, calls: tuple) -> tuple[Range, bool | None]:
+    """Returns the range of one component of the index vectors, and whether it comes from an iota; None: unknown."""
     value, calls = source(value, calls, program)
-    op = defining(value)
+    op = defining_op(value)
     is_joined = op is not None and op.name == "stablehlo.concatenate"
     if is_joined and ir.IntegerAttr(op.attributes["dimension"]).value == dim:
         for operand in op.operands:
             if number < tensor(operand).dims[dim]:
-                return _column(operand, number, dim, program, calls)
+                return _index_range(operand, number, dim, program, calls)
             number -= tensor(operand).dims[dim]
     exact = known(value, program, calls)
     if exact is None:
@@ -138,15 +140,15 @@ def _column(value: Any, number: int, dim: int, program: Program, calls: tuple) -
 
 
 def bounds(value: Any, program: Program, calls: tuple, *, depth: int = 0) -> Range:
-    """Returns the range of the numbers of a value: all that its type has where the program does not determine it."""
+    """Returns the range of a value's elements; the range of its type if the program does not determine it."""
     key = (value, calls)
     if key not in program.ranges:
-        whole = _whole(tensor(value))
+        whole = _type_range(tensor(value))
         program.ranges[key] = _bounds(value, program, calls, depth).within(whole) if depth < MAX_DEPTH else whole
     return program.ranges[key]
 
 
-def _whole(kind: Tensor | None) -> Range:
+def _type_range(kind: Tensor | None) -> Range:
     integer = re.fullmatch(r"(u?)i(\d+)", kind.dtype) if kind is not None else None
     if integer is None:
         return Range(-math.inf, math.inf)
@@ -156,42 +158,42 @@ def _whole(kind: Tensor | None) -> Range:
 
 
 def _bounds(value: Any, program: Program, calls: tuple, depth: int) -> Range:
-    exact, whole = known(value, program, calls), _whole(tensor(value))
+    exact, whole = known(value, program, calls), _type_range(tensor(value))
     if exact is not None:
         is_finite = exact.numbers.size and np.isfinite(exact.numbers).all()
         return Range(exact.numbers.min().item(), exact.numbers.max().item()) if is_finite else whole
     value, calls = source(value, calls, program)
-    op = defining(value)
+    op = defining_op(value)
     if op is None:
-        return _of_argument(value, program, depth)
-    word = op.name.partition(".")[2]
-    if math.isinf(whole.high) or word not in ("select", *_SAME, *_ARITHMETIC):
+        return _argument_range(value, program, depth)
+    opcode = op.name.partition(".")[2]
+    if math.isinf(whole.high) or opcode not in ("select", *_RANGE_PRESERVING, *_ARITHMETIC):
         return whole
-    if word == "select":
-        decided = _decided(op.operands[0], program, calls, depth + 1)
+    if opcode == "select":
+        decided = _comparison_result(op.operands[0], program, calls, depth + 1)
         chosen = [op.operands[number] for number, taken in ((1, True), (2, False)) if decided in (taken, None)]
         return _union([bounds(one, program, calls, depth=depth + 1) for one in chosen])
-    return _of_arithmetic(word, [bounds(operand, program, calls, depth=depth + 1) for operand in op.operands])
+    return _arithmetic_range(opcode, [bounds(operand, program, calls, depth=depth + 1) for operand in op.operands])
 
 
-def _of_argument(value: Any, program: Program, depth: int) -> Range:
-    """Returns the range of an argument: of a function's over all calls of it, of a loop's whatever its type has."""
+def _argument_range(value: Any, program: Program, depth: int) -> Range:
+    """Returns the range of an argument: over all calls for a function, the range of its type for a loop."""
     function = function_of(value)
-    calls = program.callers(name(function)) if function is not None else []
+    calls = program.callers(symbol_name(function)) if function is not None else []
     number = ir.BlockArgument(value).arg_number
-    given = [bounds(call.operands[number], program, (), depth=depth + 1) for call in calls]
-    return _union(given) if given else _whole(tensor(value))
+    ranges = [bounds(call.operands[number], program, (), depth=depth + 1) for call in calls]
+    return _union(ranges) if ranges else _type_range(tensor(value))
 
 
-def _decided(condition: Any, program: Program, calls: tuple, depth: int) -> bool | None:
-    """Returns what a comparison is for all elements; None where it differs between them, or depends on data.
+def _comparison_result(condition: Any, program: Program, calls: tuple, depth: int) -> bool | None:
+    """Returns the result of a comparison if it is the same for all elements, else None.
 
-    JAX adds the number of rows to an index that is less than 0: so it writes the indices that count from the end.
+    JAX normalizes negative indices by a comparison with 0, and a select between the index and index + size.
     """
     condition, calls = source(condition, calls, program)
-    op = defining(condition)
+    op = defining_op(condition)
     if op is not None and op.name == "stablehlo.broadcast_in_dim":
-        return _decided(op.operands[0], program, calls, depth + 1)
+        return _comparison_result(op.operands[0], program, calls, depth + 1)
     if op is None or op.name != "stablehlo.compare" or direction(op) in ("EQ", "NE"):
         return None
     left, right = (bounds(operand, program, calls, depth=depth + 1) for operand in op.operands)
@@ -201,22 +203,22 @@ def _decided(condition: Any, program: Program, calls: tuple, depth: int) -> bool
     return is_less if is_less is None or direction(op) in ("LT", "GT") else not is_less
 
 
-def _of_arithmetic(word: str, given: Sequence[Range]) -> Range:
-    if word in (*_SAME, "concatenate"):
-        return _union(given)
-    if word == "clamp":
-        low, reach, high = given
-        return _of_arithmetic("minimum", [_of_arithmetic("maximum", [low, reach]), high])
-    a, b = given
+def _arithmetic_range(opcode: str, ranges: Sequence[Range]) -> Range:
+    if opcode in (*_RANGE_PRESERVING, "concatenate"):
+        return _union(ranges)
+    if opcode == "clamp":
+        low, x, high = ranges
+        return _arithmetic_range("minimum", [_arithmetic_range("maximum", [low, x]), high])
+    a, b = ranges
     ends = {
         "add": [a.low + b.low, a.high + b.high],
         "subtract": [a.low - b.high, a.high - b.low],
         "multiply": [x * y for x in (a.low, a.high) for y in (b.low, b.high)],
         "maximum": [max(a.low, b.low), max(a.high, b.high)],
         "minimum": [min(a.low, b.low), min(a.high, b.high)],
-    }[word]
+    }[opcode]
     return Range(min(ends), max(ends))
 
 
-def _union(given: Sequence[Range]) -> Range:
-    return Range(min(reach.low for reach in given), max(reach.high for reach in given))
+def _union(ranges: Sequence[Range]) -> Range:
+    return Range(min(one.low for one in ranges), max(one.high for one in ranges))

@@ -1,7 +1,7 @@
-"""Constant folding: the values that follow from the iotas and constants of a program, through its functions.
+"""Constant folding of values that are computed from iotas and constants, across function calls.
 
-A value is looked at from one call: `calls` are the `func.call` operations, outermost first, that lead to the function
-around it. Without them the arguments of a function are unknown.
+A value is evaluated in the context of one call: `calls` are the `func.call` operations, outermost first, that lead to
+its function. Without `calls` the arguments of the function are unknown.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.mlir import ir
 
-from hlat_jax.neuron.module import Program, attribute, callee, constant, defining, tensor
+from hlat_jax.neuron.module import Program, attribute, callee, constant, defining_op, tensor
 
-MAX_DEPTH = 100  # operations between a value and the iotas and constants that it is made of
+MAX_DEPTH = 100  # operations between a value and its iotas and constants
 _MAX_ELEMENTS = 2**24
 DTYPES = {f"{sign}i{bits}": np.dtype(f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64)}
 DTYPES |= {"i1": np.dtype(bool), "bf16": jnp.dtype("bfloat16"), "f16": np.dtype("float16")}
@@ -27,11 +27,11 @@ DTYPES |= {"f32": np.dtype("float32"), "f64": np.dtype("float64")}
 
 @dataclasses.dataclass(frozen=True)
 class Known:
-    """Values that no input changes.
+    """Values that do not depend on the inputs of the program.
 
     Attributes:
-      numbers: of the value's rank; a dim along which all are equal may have size 1 instead of its own.
-      from_iota: whether an iota is part of them.
+      numbers: array of the value's rank; a dim along which all elements are equal may have size 1.
+      from_iota: whether they are computed from an iota.
     """
 
     numbers: np.ndarray
@@ -39,9 +39,9 @@ class Known:
 
 
 def source(value: Any, calls: tuple, program: Program) -> tuple[Any, tuple]:
-    """Returns the value behind the arguments and results of functions, with the calls that lead to it."""
+    """Returns the value that a function argument or result stands for, and the calls that lead to it."""
     while True:
-        op = defining(value)
+        op = defining_op(value)
         if op is None:
             if not calls or function_of(value) is None:
                 return value, calls
@@ -57,14 +57,14 @@ def source(value: Any, calls: tuple, program: Program) -> tuple[Any, tuple]:
 
 
 def function_of(argument: Any) -> Any:
-    """Returns the function that an argument of a block belongs to; None for the block of another operation."""
+    """Returns the function that a block argument belongs to; None if the block belongs to another operation."""
     owner = ir.BlockArgument(argument).owner.owner
     owner = getattr(owner, "operation", owner)
     return owner if owner.name == "func.func" else None
 
 
 def known(value: Any, program: Program, calls: tuple, *, depth: int = 0) -> Known | None:
-    """Returns the values where iotas and constants alone decide them, else None."""
+    """Returns the elements of a value that is computed from iotas and constants alone, else None."""
     key = (value, calls)
     if key not in program.known:
         program.known[key] = _known(value, program, calls, depth) if depth < MAX_DEPTH else None
@@ -73,44 +73,44 @@ def known(value: Any, program: Program, calls: tuple, *, depth: int = 0) -> Know
 
 def _known(value: Any, program: Program, calls: tuple, depth: int) -> Known | None:
     value, calls = source(value, calls, program)
-    op, kind = defining(value), tensor(value)
+    op, kind = defining_op(value), tensor(value)
     if op is None or kind is None or None in kind.dims or kind.dtype not in DTYPES:
         return None
-    dtype, word = DTYPES[kind.dtype], op.name.partition(".")[2]
-    if word == "constant":
+    dtype, opcode = DTYPES[kind.dtype], op.name.partition(".")[2]
+    if opcode == "constant":
         found = constant(value)
         if found is None:
             return None
-        once = tuple(slice(1) if stride == 0 else slice(None) for stride in found.strides)
-        return Known(found[once].astype(dtype), False)
-    if word == "iota":
+        distinct = tuple(slice(1) if stride == 0 else slice(None) for stride in found.strides)
+        return Known(found[distinct].astype(dtype), False)
+    if opcode == "iota":
         dim = ir.IntegerAttr(op.attributes["iota_dimension"]).value
         if kind.dims[dim] > _MAX_ELEMENTS:
             return None
         shape = [-1 if number == dim else 1 for number in range(len(kind.dims))]
         return Known(np.arange(kind.dims[dim]).astype(dtype).reshape(shape), True)
-    if word not in _COMPUTED:
+    if opcode not in _COMPUTED:
         return None
-    given = [known(operand, program, calls, depth=depth + 1) for operand in op.operands]
-    if any(one is None for one in given):
+    operands = [known(operand, program, calls, depth=depth + 1) for operand in op.operands]
+    if any(operand is None for operand in operands):
         return None
     with np.errstate(all="ignore"):
-        result = _COMPUTED[word](op, *(one.numbers for one in given))
-    return None if result is None else Known(np.asarray(result).astype(dtype), any(one.from_iota for one in given))
+        result = _COMPUTED[opcode](op, *(operand.numbers for operand in operands))
+    return None if result is None else Known(np.asarray(result).astype(dtype), any(one.from_iota for one in operands))
 
 
 def _elementwise(fn: Callable) -> Callable:
-    def computed(_, *given):
-        fits = math.prod(np.broadcast_shapes(*(one.shape for one in given))) <= _MAX_ELEMENTS
-        return fn(*given) if fits else None
+    def compute(_, *operands):
+        fits = math.prod(np.broadcast_shapes(*(operand.shape for operand in operands))) <= _MAX_ELEMENTS
+        return fn(*operands) if fits else None
 
-    return computed
+    return compute
 
 
 def _divide(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     if jnp.issubdtype(a.dtype, jnp.floating):
         return a / b
-    return a // b + ((a % b != 0) & ((a < 0) != (b < 0)))  # towards zero
+    return a // b + ((a % b != 0) & ((a < 0) != (b < 0)))  # rounds toward zero
 
 
 def _compare(op: Any, a: np.ndarray, b: np.ndarray) -> np.ndarray | None:
@@ -118,7 +118,7 @@ def _compare(op: Any, a: np.ndarray, b: np.ndarray) -> np.ndarray | None:
 
 
 def direction(compare: Any) -> str:
-    """Returns EQ, NE, LT, LE, GT or GE of a comparison."""
+    """Returns the direction of a comparison: EQ, NE, LT, LE, GT or GE."""
     return re.search(r"\b(EQ|NE|LT|LE|GT|GE)\b", str(attribute(compare, "comparison_direction"))).group()
 
 
@@ -148,15 +148,15 @@ def _slice(op: Any, x: np.ndarray) -> np.ndarray:
     return x[tuple(slice(None) if size == 1 else slice(*part) for size, part in zip(x.shape, parts, strict=True))]
 
 
-def _concatenate(op: Any, *given: np.ndarray) -> np.ndarray | None:
+def _concatenate(op: Any, *arrays: np.ndarray) -> np.ndarray | None:
     dim = ir.IntegerAttr(op.attributes["dimension"]).value
-    shapes = [list(one.shape) for one in given]
+    shapes = [list(array.shape) for array in arrays]
     for shape, operand in zip(shapes, op.operands, strict=True):
-        shape[:] = np.max([one.shape for one in given], axis=0)
+        shape[:] = np.max([array.shape for array in arrays], axis=0)
         shape[dim] = tensor(operand).dims[dim]
     if sum(math.prod(shape) for shape in shapes) > _MAX_ELEMENTS:
         return None
-    return np.concatenate([np.broadcast_to(one, shape) for one, shape in zip(given, shapes, strict=True)], axis=dim)
+    return np.concatenate([np.broadcast_to(x, shape) for x, shape in zip(arrays, shapes, strict=True)], axis=dim)
 
 
 def _integers(op: Any, key: str) -> list[int]:
@@ -176,7 +176,7 @@ _ELEMENTWISE = {
     "subtract": np.subtract,
     "multiply": np.multiply,
     "divide": _divide,
-    "remainder": np.fmod,  # of the sign of the dividend
+    "remainder": np.fmod,  # with the sign of the dividend
     "maximum": np.maximum,
     "minimum": np.minimum,
     "negate": np.negative,
@@ -189,7 +189,7 @@ _ELEMENTWISE = {
     "select": np.where,
     "clamp": lambda low, x, high: np.minimum(np.maximum(x, low), high),
 }
-_COMPUTED: dict[str, Callable] = {word: _elementwise(fn) for word, fn in _ELEMENTWISE.items()} | {
+_COMPUTED: dict[str, Callable] = {opcode: _elementwise(fn) for opcode, fn in _ELEMENTWISE.items()} | {
     "compare": _compare,
     "convert": _convert,
     "broadcast_in_dim": _broadcast_in_dim,

@@ -4,8 +4,8 @@
     for finding in lint.check(jax.jit(step), state, batch):
         print(finding)
 
-The function is lowered for platform `neuron`, so this is the program that Neuron's compiler would be given, before its
-own passes; a program without findings may still fail to compile.
+The function is lowered for platform `neuron`, so the program checked is the input of Neuron's compiler. A program
+without findings may still fail to compile.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from hlat_jax.passes.jaxpr import inner_jaxprs
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One violation of one rule at one line.
+    """The violations of one rule at one Python line.
 
     Attributes:
-      rule: its id in `rules.RULES`.
+      rule: id of the rule in `rules.RULES`.
       severity: "error", "warning" or "info".
-      op: operations of the lowered program, by name.
-      what: detail of the first of them, such as its type.
-      line: `file:line (function)` of the Python line that it comes from; "" where unknown.
-      frames: the Python frames, innermost first.
-      count: operations from this line that break the rule.
+      op: names of the operations in the lowered program.
+      what: detail of the first operation, such as its type.
+      line: the Python line that they come from, `file:line (function)`; "" if unknown.
+      frames: Python frames of that line, innermost first.
+      count: number of operations from this line that break the rule.
       why: what happens on the device.
-      instead: what to write.
+      instead: what to write instead.
       source: page of the Neuron documentation.
     """
 
@@ -72,18 +72,18 @@ def check(
     operators: Collection[str] = (),
     **kwargs: Any,
 ) -> list[Finding]:
-    """Returns the rules that a function breaks when lowered for Neuron with these arguments, the most severe first.
+    """Returns the rules that a function breaks when lowered for Neuron with these arguments, most severe first.
 
     Args:
       fn: a function, jitted or not.
-      *args: its arguments: arrays, or `jax.ShapeDtypeStruct`s.
+      *args: arguments of `fn`: arrays or `jax.ShapeDtypeStruct`s.
       target: one of `rules.TARGETS`.
-      recurring: it runs every step; False: once, as an initialisation does.
-      operators: the only operations allowed, as `neuronx-cc list-operators` prints them; empty: not checked.
+      recurring: whether the program runs every step, or only once, such as an initialization.
+      operators: names of the allowed operations, as printed by `neuronx-cc list-operators`; empty: not checked.
       **kwargs: further arguments of `fn`.
 
     Raises:
-      ValueError: an unknown target.
+      ValueError: the target is unknown.
     """
     jitted = fn if hasattr(fn, "trace") else jax.jit(fn)
     return check_traced(jitted.trace(*args, **kwargs), target=target, recurring=recurring, operators=operators)
@@ -92,12 +92,12 @@ def check(
 def check_traced(
     traced: Any, *, target: str = "trn1", recurring: bool = True, operators: Collection[str] = ()
 ) -> list[Finding]:
-    """Returns `check` of what `jax.jit(fn).trace(...)` gave."""
+    """Returns the findings of `check` for the result of `jax.jit(fn).trace(...)`."""
     try:
         lowered = traced.lower(lowering_platforms=("neuron",))
     except (NotImplementedError, ValueError) as error:
         if not isinstance(error, NotImplementedError) and "not supported on neuron" not in str(error):
-            raise  # a host callback raises this ValueError; any other comes from the user's function
+            raise  # host callbacks raise this ValueError; any other comes from the user's function
         return [_not_lowered(traced, error)]
     module = lowered.compiler_ir("stablehlo")
     return check_module(module, target=target, recurring=recurring, operators=operators)
@@ -106,59 +106,59 @@ def check_traced(
 def check_module(
     module: Any, *, target: str = "trn1", recurring: bool = True, operators: Collection[str] = ()
 ) -> list[Finding]:
-    """Returns `check` of a StableHLO module that was lowered for Neuron: an `ir.Module`, or its text."""
+    """Returns the findings of `check` for a StableHLO module lowered for Neuron, an `ir.Module` or its text."""
     if target not in TARGETS:
         raise ValueError(f"target={target!r} is not one of {', '.join(TARGETS)}.")
     if isinstance(module, str):
         with mlir.make_ir_context():
             module = ir.Module.parse(module)
     program = Program(module.operation)
-    parted = partitioned.split(module.operation)
+    sharded = partitioned.run_shardy(module.operation)
     listed = {operators_lib.normalized(word) for word in operators}
     groups: dict[tuple[str, str], list[tuple]] = {}
-    for rule, what, op, owner, *place in _hits(program, parted, target=target, listed=listed):
+    for rule, what, op, owner, *place in _hits(program, sharded, target=target, listed=listed):
         frames = owner.frames(*place or [op])
         groups.setdefault((rule, line_of(frames)), []).append((what, op.name, frames))
     findings = [_finding(key, hits, target=target, recurring=recurring) for key, hits in groups.items()]
     return sorted(findings, key=lambda finding: (SEVERITIES.index(finding.severity), finding.rule))
 
 
-def _hits(program: Program, parted: Program | None, *, target: str, listed: set[str]) -> Iterator[tuple]:
-    """Yields (rule, what, operation, its program), and the operation whose line is to blame, where that differs."""
+def _hits(program: Program, sharded: Program | None, *, target: str, listed: set[str]) -> Iterator[tuple]:
+    """Yields (rule, what, operation, its program), and the operation whose line to report if it is another."""
     for op in program.operations:
-        for rule, what, *place in operators_lib.offences(op, program):
+        for rule, what, *place in operators_lib.violations(op, program):
             yield rule, what, op, program, *place
         if listed:
-            for rule, what in operators_lib.not_listed(op, listed):
+            for rule, what in operators_lib.unlisted(op, listed):
                 yield rule, what, op, program
-    split = parted or program
+    per_device = sharded or program
     for owner, found in (
         (program, partitioned.argument_findings(program, target=target)),
-        (program, partitioned.group_findings(program, parted, target=target)),
-        (split, partitioned.size_findings(split)),
-        (split, unrolled.findings(split)),
+        (program, partitioned.group_findings(program, sharded, target=target)),
+        (per_device, partitioned.size_findings(per_device)),
+        (per_device, unrolled.findings(per_device)),
     ):
         for rule, what, op in found:
             yield rule, what, op, owner
 
 
 def _finding(key: tuple[str, str], hits: list[tuple], *, target: str, recurring: bool) -> Finding:
-    """Returns what the hits (what, operation's name, frames) of one rule at one line come to."""
+    """Returns the finding for the hits (what, name of the operation, frames) of one rule at one line."""
     rule_id, line = key
     rule, (what, _, frames) = RULES[rule_id], hits[0]
     severity = rule.severity_on(target, recurring=recurring)
     if rule_id == "INT01" and not all(hit[0].startswith(("i32", "ui32")) for hit in hits):
-        severity = rule.severity  # the milder severity is for 32 bits
+        severity = rule.severity  # the milder severity applies to 32-bit integers only
     op = ", ".join(dict.fromkeys(hit[1] for hit in hits))
     places = tuple(map(str, frames))
     return Finding(rule_id, severity, op, what, line, places, len(hits), rule.why, rule.instead, rule.source)
 
 
 def _not_lowered(traced: Any, error: Exception) -> Finding:
-    """Returns the finding for a program that JAX could not lower, at the line that traced the equation to blame."""
+    """Returns the finding for a program that JAX could not lower, at the line of the equation that failed."""
     trace = traceback.extract_tb(error.__cause__.__traceback__) if error.__cause__ is not None else []
-    blamed = [Frame(place.filename, place.lineno or 0, place.name) for place in reversed(trace)]
-    frames = _chain(traced.jaxpr.jaxpr, {(frame.path, frame.line) for frame in blamed}) or blamed
+    failing = [Frame(place.filename, place.lineno or 0, place.name) for place in reversed(trace)]
+    frames = _frames_at(traced.jaxpr.jaxpr, {(frame.path, frame.line) for frame in failing}) or failing
     named = re.search(r"(?:primitive '?|^`)(\w+)", str(error))
     rule, what = RULES["LW01"], str(error).split("\n")[0][:160]
     op, line = named.group(1) if named else "unknown", line_of(frames)
@@ -166,13 +166,13 @@ def _not_lowered(traced: Any, error: Exception) -> Finding:
     return Finding("LW01", rule.severity, op, what, line, places, 1, rule.why, rule.instead, rule.source)
 
 
-def _chain(jaxpr: Any, places: set[tuple[str, int]]) -> list[Frame]:
-    """Returns the frames of the first equation traced at one of the places, then those of the calls around it."""
+def _frames_at(jaxpr: Any, places: set[tuple[str, int]]) -> list[Frame]:
+    """Returns the frames of the first equation traced at one of the places, followed by those of enclosing calls."""
     for equation in jaxpr.eqns:
         trace = equation.source_info.traceback
         own = [Frame(f.file_name, f.line_num, f.function_name) for f in (trace.frames if trace else ())]
         for inner in inner_jaxprs(equation):
-            found = _chain(inner, places)
+            found = _frames_at(inner, places)
             if found:
                 return found + own
         if any((frame.path, frame.line) in places for frame in own):

@@ -1,4 +1,4 @@
-"""`python -m hlat_jax.neuron lint`: checks the programs of a config against what Neuron does not support."""
+"""`python -m hlat_jax.neuron lint`: checks the programs of a config against what Neuron supports."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _NAMES = ("train", "eval", "init", "norms", "prefill", "decode", "generate")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints the findings of a config's programs; returns the exit code: 1 where there is an error, else 0."""
+    """Prints the findings for the programs of a config; returns 1 if one is an error, else 0."""
     mutable, values = flags_lib.parse(argv, _define)
     config = resolve(mutable)
     if values.json:
         flags_lib.check_output("--json", values.json)
-    os.environ["JAX_PLATFORMS"] = "cpu"  # no accelerator is needed; one that is there stays free
+    os.environ["JAX_PLATFORMS"] = "cpu"  # leave any accelerator to other processes
     from hlat_jax.neuron import programs
     from hlat_jax.run.compilation import named_programs, traced_programs
     from hlat_jax.step import make_program
@@ -47,29 +47,30 @@ def main(argv: Sequence[str]) -> int:
         pathlib.Path(values.json).write_text(json.dumps(whole, indent=1) + "\n")
     rows = [row for report in reports.values() for row in report["findings"]]
     print(
-        f"\n{config.name}: {_counts(rows)}. Checked as lowered for Neuron; not compiled by its compiler, not run on it."
+        f"\n{config.name}: {_counts(rows)}. Checked as lowered for Neuron; not compiled by neuronx-cc and not yet run."
     )
     return 1 if any(row["severity"] == "error" for row in rows) else 0
 
 
 def _operators(path: str) -> list[str]:
-    """Returns the operators named in a file; none where no file is given."""
+    """Returns the operators listed in a file; an empty list without a file."""
     if not path:
         return []
-    again = "write it with `neuronx-cc list-operators --framework XLA`."
+    hint = "write it with `neuronx-cc list-operators --framework XLA`."
     if not pathlib.Path(path).is_file():
-        raise ValueError(f"--operators={path}: no such file; {again}")
+        raise ValueError(f"--operators={path}: no such file; {hint}")
     words = pathlib.Path(path).read_text(errors="replace").split()
     if not any(word.isascii() for word in words):
-        raise ValueError(f"--operators={path} names no operator; {again}")
+        raise ValueError(f"--operators={path} contains no operator; {hint}")
     return words
 
 
 def _define(values: flags.FlagValues) -> None:
     flags.DEFINE_enum("target", "trn1", list(TARGETS), "Device to check for.", flag_values=values)
     flags.DEFINE_enum("program", "all", [*_NAMES, "all"], "Program to check.", flag_values=values)
-    flags.DEFINE_integer("devices", 0, "Devices of the mesh; 0: those of the recipe.", 0, flag_values=values)
-    flags.DEFINE_string("operators", "", "File: neuronx-cc list-operators; others are errors.", flag_values=values)
+    flags.DEFINE_integer("devices", 0, "Number of devices in the mesh; 0: the recipe's.", 0, flag_values=values)
+    about = "Output of neuronx-cc list-operators; other operations are errors."
+    flags.DEFINE_string("operators", "", about, flag_values=values)
     flags.DEFINE_string("json", "", "Also write the findings to this file.", flag_values=values)
 
 

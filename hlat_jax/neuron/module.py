@@ -1,4 +1,4 @@
-"""Reads StableHLO: the operations of a module, their types and attributes, and the Python lines they come from."""
+"""Reads StableHLO modules: operations, their types and attributes, and the Python lines that they come from."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from typing import Any
 import numpy as np
 from jax.extend.mlir import ir
 
-# "function"("path":line:column ...: how a location prints a Python frame, the innermost first
+# MLIR prints a Python frame of a location as "function"("path":line:column ..., innermost frame first
 _FRAME = re.compile(r'"((?:[^"\\]|\\.)*)"\("((?:[^"\\]|\\.)*)":(\d+):')
-# Libraries whose frames are less useful than the line that called them.
-_PLUMBING = re.compile(r"[/\\]site-packages[/\\](jax|jaxlib|flax|optax|orbax|chex|equinox|haiku)[/\\]")
-_LINT = str(pathlib.Path(__file__).with_name("lint.py"))  # where a function that is JAX's own is traced from
+# Frames of these libraries are less useful to report than the line that called them.
+_LIBRARY_PATH = re.compile(r"[/\\]site-packages[/\\](jax|jaxlib|flax|optax|orbax|chex|equinox|haiku)[/\\]")
+# `lint.check` traces the function, so lint.py is in the traceback too.
+_LINT = str(pathlib.Path(__file__).with_name("lint.py"))
 
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """The type of a ranked tensor: static dims, None where dynamic, and MLIR's name of the element type."""
+    """The type of a ranked tensor: its dims (None if dynamic) and MLIR's name of the element type."""
 
     dims: tuple[int | None, ...]
     dtype: str
@@ -37,7 +38,7 @@ class Tensor:
 
     @property
     def is_integer(self) -> bool:
-        """Whether it holds integers of more than one bit."""
+        """Whether the elements are integers of more than one bit."""
         return re.fullmatch(r"u?i\d+", self.dtype) is not None and self.dtype != "i1"
 
     def __str__(self) -> str:
@@ -45,7 +46,7 @@ class Tensor:
 
 
 def tensor(value_or_type: Any) -> Tensor | None:
-    """Returns the type of a value as `Tensor`; None for tokens, tuples and other types that are not ranked tensors."""
+    """Returns the type of a value as a `Tensor`; None for tokens, tuples and other types."""
     kind = getattr(value_or_type, "type", value_or_type)
     try:
         ranked = ir.RankedTensorType(kind)
@@ -57,7 +58,7 @@ def tensor(value_or_type: Any) -> Tensor | None:
 
 @dataclasses.dataclass(frozen=True)
 class Frame:
-    """A line of Python."""
+    """One frame of a Python traceback."""
 
     path: str
     line: int
@@ -71,16 +72,16 @@ class Program:
     """A StableHLO module with its calls resolved.
 
     Attributes:
-      operations: all of them, an operation before those in its regions.
+      operations: all operations, in pre-order: an operation precedes those in its regions.
       functions: every `func.func` by its symbol.
       ranges: cache of `indices.bounds`.
       known: cache of `known_values.known`.
-      chains: cache of the chains of calls that reach a function, by `indices`.
+      chains: cache of `indices` for the call chains that reach a function.
     """
 
     def __init__(self, root: Any):
         self.operations = list(_walk(root))
-        self.functions = {name(op): op for op in self.operations if op.name == "func.func"}
+        self.functions = {symbol_name(op): op for op in self.operations if op.name == "func.func"}
         self.ranges: dict[Any, Any] = {}
         self.known: dict[Any, Any] = {}
         self.chains: dict[str, list[tuple]] = {}
@@ -91,50 +92,50 @@ class Program:
 
     @property
     def main(self) -> Any:
-        """The function that is called from outside."""
+        """The entry function."""
         return self.functions.get("main") or next(iter(self.functions.values()))
 
     def callers(self, function: str) -> list[Any]:
-        """Returns the calls of a function of the module."""
+        """Returns the `func.call` operations that call a function."""
         return self._callers.get(function, [])
 
     def frames(self, op: Any) -> list[Frame]:
-        """Returns the Python frames of an operation, innermost first, with those of the calls around it."""
+        """Returns the Python frames of an operation and of the calls that lead to it, innermost first."""
         found, seen = list(_frames(str(op.location))), set()
-        function = enclosing(op)
+        function = enclosing_function(op)
         while function is not None and function not in seen:
             seen.add(function)
             calls = self.callers(function)
             if not calls:
                 break
             found += [frame for frame in _frames(str(calls[0].location)) if frame not in found]
-            function = enclosing(calls[0])
+            function = enclosing_function(calls[0])
         return found
 
     @functools.cached_property
     def meshes(self) -> dict[str, dict[str, int]]:
-        """The sizes of the axes of every `sdy.mesh`, outermost first, by its name."""
+        """Name of each `sdy.mesh` -> {axis: size}, outermost axis first."""
         found = {}
         for op in self.operations:
             if op.name == "sdy.mesh":
                 text = str(op.attributes["mesh"])
-                found[name(op)] = {axis: int(size) for axis, size in re.findall(r'"([^"]+)"=(\d+)', text)}
+                found[symbol_name(op)] = {axis: int(size) for axis, size in re.findall(r'"([^"]+)"=(\d+)', text)}
         return found
 
     @property
-    def is_spread(self) -> bool:
-        """Whether a mesh of it has more than one device."""
+    def has_many_devices(self) -> bool:
+        """Whether any mesh of the program has more than one device."""
         return any(size > 1 for mesh in self.meshes.values() for size in mesh.values())
 
 
 def line_of(frames: list[Frame]) -> str:
-    """Returns the line to change: the innermost one outside JAX, Flax and Optax, or the innermost; "" without any."""
-    return str(next((frame for frame in frames if not is_plumbing(frame)), frames[0])) if frames else ""
+    """Returns the innermost frame outside libraries such as JAX, else the innermost; "" without frames."""
+    return str(next((frame for frame in frames if not is_library_frame(frame)), frames[0])) if frames else ""
 
 
-def is_plumbing(frame: Frame) -> bool:
+def is_library_frame(frame: Frame) -> bool:
     """Returns whether a frame belongs to a library, or to the linter itself."""
-    return _PLUMBING.search(frame.path) is not None or frame.path == _LINT
+    return _LIBRARY_PATH.search(frame.path) is not None or frame.path == _LINT
 
 
 def attribute(op: Any, key: str) -> Any:
@@ -142,7 +143,7 @@ def attribute(op: Any, key: str) -> Any:
     return op.attributes[key] if key in op.attributes else None  # noqa: SIM401 - the mapping has no get
 
 
-def name(op: Any) -> str:
+def symbol_name(op: Any) -> str:
     """Returns the symbol that an operation defines."""
     return ir.StringAttr(op.attributes["sym_name"]).value
 
@@ -152,38 +153,38 @@ def callee(op: Any) -> str:
     return ir.FlatSymbolRefAttr(op.attributes["callee"]).value
 
 
-def enclosing(op: Any) -> str | None:
-    """Returns the symbol of the function around an operation, or None at the top."""
-    around = around_of(op, "func.func")
-    return None if around is None else name(around)
+def enclosing_function(op: Any) -> str | None:
+    """Returns the symbol of the function that contains an operation, or None at the top level."""
+    function = enclosing_op(op, "func.func")
+    return None if function is None else symbol_name(function)
 
 
-def around_of(op: Any, kind: str) -> Any:
-    """Returns the nearest operation of a kind around an operation, or None."""
+def enclosing_op(op: Any, kind: str) -> Any:
+    """Returns the nearest ancestor of an operation that is of a kind, such as `func.func`, or None."""
     return next((parent for parent in ancestors(op) if parent.name == kind), None)
 
 
 def ancestors(op: Any) -> Iterator[Any]:
-    """Yields the operations around an operation, the nearest first, the module last."""
-    while op.name != "builtin.module":  # a copied module has no parent to ask for
+    """Yields the operations that contain an operation, from the nearest to the module."""
+    while op.name != "builtin.module":  # a cloned module has no `parent`
         op = getattr(op.parent, "operation", op.parent)
         yield op
 
 
-def inner(op: Any) -> list[Any]:
-    """Returns the operations directly inside the first region of an operation, its terminator left out."""
+def body_ops(op: Any) -> list[Any]:
+    """Returns the operations at the top level of an operation's first region, except the terminator."""
     block = op.regions[0].blocks[0]
     return [o.operation for o in block if o.operation.name not in ("stablehlo.return", "sdy.return", "func.return")]
 
 
-def defining(value: Any) -> Any:
-    """Returns the operation whose result a value is; None for an argument of a block."""
+def defining_op(value: Any) -> Any:
+    """Returns the operation that produces a value; None for a block argument."""
     owner = value.owner
     return None if isinstance(owner, ir.Block) else getattr(owner, "operation", owner)
 
 
 def numbers(attr: Any) -> np.ndarray | None:
-    """Returns a dense attribute as an array; None for a notation that this JAX does not read as numbers."""
+    """Returns a dense attribute as an array; None if jaxlib cannot convert it."""
     try:
         dense = ir.DenseElementsAttr(attr)
         if dense.is_splat:
@@ -195,17 +196,17 @@ def numbers(attr: Any) -> np.ndarray | None:
 
 def is_constant(value: Any) -> bool:
     """Returns whether a value is a constant of the program."""
-    op = defining(value)
+    op = defining_op(value)
     return op is not None and op.name in ("stablehlo.constant", "sdy.constant")
 
 
 def constant(value: Any) -> np.ndarray | None:
-    """Returns a constant's numbers; None of any other value, and of a type that this JAX does not read as numbers."""
+    """Returns the elements of a constant; None for any other value and for types that jaxlib cannot convert."""
     if not is_constant(value):
         return None
     try:
-        return numbers(defining(value).attributes["value"])
-    except TypeError:  # the attribute itself cannot be had where it is complex
+        return numbers(defining_op(value).attributes["value"])
+    except TypeError:  # jaxlib cannot return a complex attribute
         return None
 
 

@@ -1,4 +1,4 @@
-"""The rules that single operations break, by id; `rules` has their meaning."""
+"""Checks single operations against the rules of `rules`."""
 
 from __future__ import annotations
 
@@ -16,9 +16,19 @@ from jax.extend.mlir import ir
 
 from hlat_jax.neuron import indices
 from hlat_jax.neuron.known_values import DTYPES
-from hlat_jax.neuron.module import Program, Tensor, attribute, callee, constant, defining, inner, is_constant, tensor
+from hlat_jax.neuron.module import (
+    Program,
+    Tensor,
+    attribute,
+    body_ops,
+    callee,
+    constant,
+    defining_op,
+    is_constant,
+    tensor,
+)
 
-# The id of a rule, a detail of the operation, and the operation whose line is to blame, where that differs.
+# Rule id, detail of the operation, and the operation whose line to report if it is another.
 Hit = tuple[str, str] | tuple[str, str, Any]
 
 # Source: compiler/error-codes/EHCA005 and EVRF015
@@ -41,7 +51,7 @@ _LARGE_TABLE = 8192  # rows
 _DYNAMIC = re.compile(r"stablehlo\.(real_)?dynamic_(reshape|broadcast_in_dim|iota|pad|gather|conv)|.*dimension_size")
 
 
-def offences(op: Any, program: Program) -> Iterator[Hit]:
+def violations(op: Any, program: Program) -> Iterator[Hit]:
     """Yields the rules that an operation breaks, each with a detail."""
     yield from _types(op)
     for find in _FINDERS.get(op.name, ()):
@@ -50,17 +60,17 @@ def offences(op: Any, program: Program) -> Iterator[Hit]:
         yield "OP06", op.name
 
 
-def not_listed(op: Any, listed: set[str]) -> Iterator[Hit]:
-    """Yields OP09 for an operation of StableHLO that a list of `normalized` names does not have."""
-    dialect, _, word = op.name.partition(".")
-    if dialect == "stablehlo" and word not in ("return",):
-        names = {normalized(word), normalized(_HLO_NAMES.get(word, word))}
+def unlisted(op: Any, listed: set[str]) -> Iterator[Hit]:
+    """Yields OP09 for a StableHLO operation whose `normalized` name is not in `listed`."""
+    dialect, _, opcode = op.name.partition(".")
+    if dialect == "stablehlo" and opcode != "return":
+        names = {normalized(opcode), normalized(_HLO_NAMES.get(opcode, opcode))}
         if not names & listed:
-            yield "OP09", word
+            yield "OP09", opcode
 
 
 def normalized(word: str) -> str:
-    """Returns the name of an operation in small letters and digits alone, without its dialect."""
+    """Returns the name of an operation without its dialect, as lower-case letters and digits only."""
     return re.sub(r"[^a-z0-9]", "", re.split(r"\.|::", word.lower())[-1])
 
 
@@ -106,53 +116,53 @@ def _type(kind: Tensor) -> Iterator[Hit]:
 
 
 def _branch(op: Any, _: Program) -> Iterator[Hit]:
-    yield ("CF02" if _folds(op.operands[0]) else "CF01"), op.name.partition(".")[2]
+    yield ("CF02" if _is_constant_index(op.operands[0]) else "CF01"), op.name.partition(".")[2]
 
 
-def _folds(value: Any) -> bool:
-    """Returns whether an index is a constant, or a choice by one among constants: how platform_dependent writes it."""
-    op = defining(value)
+def _is_constant_index(value: Any) -> bool:
+    """Returns whether an index is a constant or a `case` of constants, as emitted by platform_dependent."""
+    op = defining_op(value)
     if op is None or op.name not in _BRANCHES:
         return is_constant(value)
-    given = [list(region.blocks[0].operations)[-1].operation.operands for region in op.regions]
-    return _folds(op.operands[0]) and all(is_constant(one) for results in given for one in results)
+    branch_results = [list(region.blocks[0].operations)[-1].operation.operands for region in op.regions]
+    return _is_constant_index(op.operands[0]) and all(is_constant(one) for results in branch_results for one in results)
 
 
 def _loop(op: Any, program: Program) -> Iterator[Hit]:
-    trips = static_limit(op, program)
-    yield ("CF03", "its length depends on data") if trips is None else ("CF04", f"up to {trips}")
+    limit = static_limit(op, program)
+    yield ("CF03", "trip count depends on data") if limit is None else ("CF04", f"up to {limit}")
 
 
 def static_limit(loop: Any, program: Program) -> int | None:
-    """Returns the constant that a `while` compares its counter with, which goes by constant steps from a constant.
+    """Returns the constant with which the condition of a `while` compares the loop counter.
 
-    None when that is not all its condition does, or when the counter's start or step depends on data.
+    None if the condition is anything else, or if the start or step of the counter is not a constant.
     """
-    members = inner(loop)
+    members = body_ops(loop)
     compares = [op for op in members if op.name == "stablehlo.compare"]
     others = [op for op in members if op.name not in ("stablehlo.compare", "stablehlo.constant", "sdy.constant")]
     if len(compares) != 1 or others:
         return None
     [compare] = compares
     limits = [constant(operand) for operand in compare.operands]
-    counters = [operand for operand in compare.operands if defining(operand) is None]
+    counters = [operand for operand in compare.operands if defining_op(operand) is None]
     found = [limit for limit in limits if limit is not None]
-    is_static = len(found) == 1 and len(counters) == 1 and _steps_by_constants(loop, counters[0], program)
+    is_static = len(found) == 1 and len(counters) == 1 and _counts_by_constants(loop, counters[0], program)
     return int(found[0]) if is_static and np.isfinite(found[0]) else None
 
 
-def _steps_by_constants(loop: Any, counter: Any, program: Program) -> bool:
-    """Returns whether an argument of a loop's condition starts at a constant and has one added in each round."""
+def _counts_by_constants(loop: Any, counter: Any, program: Program) -> bool:
+    """Returns whether an argument of a loop starts at a constant and changes by a constant in each iteration."""
     number = ir.BlockArgument(counter).arg_number
     body = loop.regions[1].blocks[0]
-    step = defining(list(body.operations)[-1].operation.operands[number])
+    step = defining_op(list(body.operations)[-1].operation.operands[number])
     if step is None or step.name not in ("stablehlo.add", "stablehlo.subtract"):
         return False
     start = indices.bounds(loop.operands[number], program, ())
-    own, by = (step.operands[0], step.operands[1])
-    if step.name == "stablehlo.add" and is_constant(own):
-        own, by = by, own
-    return start.low == start.high and own == body.arguments[number] and is_constant(by)
+    previous, increment = (step.operands[0], step.operands[1])
+    if step.name == "stablehlo.add" and is_constant(previous):
+        previous, increment = increment, previous
+    return start.low == start.high and previous == body.arguments[number] and is_constant(increment)
 
 
 def _reduce(op: Any, _: Program) -> Iterator[Hit]:
@@ -198,7 +208,7 @@ def _custom_call(op: Any, _: Program) -> Iterator[Hit]:
 
 
 def artifacts(op: Any) -> list[str]:
-    """Returns the absolute paths in the configuration of a native kernel, a base64 of JSON or JSON itself."""
+    """Returns the absolute paths in the configuration of a native kernel, which is JSON or base64 of JSON."""
     config = attribute(op, "backend_config")
     text = ir.StringAttr(config).value if config is not None and isinstance(config, ir.StringAttr) else ""
     with contextlib.suppress(ValueError):
@@ -223,11 +233,11 @@ def _top_k(op: Any, _: Program) -> Iterator[Hit]:
 
 
 def _sort(op: Any, _: Program) -> Iterator[Hit]:
-    members = inner(op)
+    members = body_ops(op)
     if len(members) != 1 or members[0].name != "stablehlo.compare":
         yield "OP04", f"a comparator of {len(members)} operations"
     elif not re.search(r"\b(LT|LE|GT|GE)\b", str(attribute(members[0], "comparison_direction"))):
-        yield "OP04", "its comparison is none of LT, LE, GT, GE"
+        yield "OP04", "a comparison other than LT, LE, GT, GE"
 
 
 def _shift(op: Any, _: Program) -> Iterator[Hit]:
@@ -266,17 +276,17 @@ def _reduction(op: Any, _: Program) -> Iterator[Hit]:
 
 
 def _gather(op: Any, program: Program) -> Iterator[Hit]:
-    yield from indices.of_gather(op, program)
+    yield from indices.gather_findings(op, program)
 
 
 def _scatter(op: Any, program: Program) -> Iterator[Hit]:
     kind = tensor(op.operands[0])
-    if inner(op):
+    if body_ops(op):
         if kind.is_integer or kind.dtype == "i1":
             yield "INT02", str(kind)
         elif kind.dims and (kind.dims[0] or 0) >= _LARGE_TABLE:
             yield "GS03", str(kind)
-    yield from indices.of_scatter(op, program)
+    yield from indices.scatter_findings(op, program)
 
 
 _BRANCHES = ("stablehlo.case", "stablehlo.if")

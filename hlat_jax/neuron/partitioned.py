@@ -1,8 +1,8 @@
-"""A program split over devices: which collectives run where, and the largest array of one device.
+"""Checks of a program partitioned over devices: collectives, arguments, and the largest array of a device.
 
-Collectives inside a `shard_map` are in the program already. Those that the partitioner adds, and the shapes it gives,
-come from running Shardy, which jaxlib holds and Neuron uses since SDK 2.30, on a copy: for the program's own number of
-devices, in seconds, with nothing compiled. Operations that Shardy leaves to XLA's SPMD pass are not seen.
+Collectives inside a `shard_map` are already in the program. Those that the partitioner adds, and the local shapes, are
+found by running Shardy, which is part of jaxlib and Neuron's partitioner since SDK 2.30, on a copy: for the real number
+of devices, in seconds, without compiling. Collectives that Shardy leaves to XLA's SPMD pass are not found.
 """
 
 from __future__ import annotations
@@ -18,7 +18,17 @@ from jax.extend.mlir import ir, passmanager
 
 from hlat_jax import cost
 from hlat_jax.byte_sizes import format_bytes
-from hlat_jax.neuron.module import Program, Tensor, around_of, attribute, defining, enclosing, name, numbers, tensor
+from hlat_jax.neuron.module import (
+    Program,
+    Tensor,
+    attribute,
+    defining_op,
+    enclosing_function,
+    enclosing_op,
+    numbers,
+    symbol_name,
+    tensor,
+)
 from hlat_jax.neuron.rules import TARGETS
 
 MAX_GROUP_SETS = 16  # 12 before SDK 2.32
@@ -37,12 +47,12 @@ def _instance(target: str) -> cost.Instance:
     return cost.INSTANCES[TARGETS[target]]
 
 
-def split(root: Any) -> Program | None:
-    """Returns the program with the shardings that Shardy gives every value and the collectives that it adds.
+def run_shardy(root: Any) -> Program | None:
+    """Returns a copy of the program with the shardings and collectives that Shardy adds.
 
-    None for a program of one device, or where this JAX's Shardy has no such pipeline.
+    None for a program on one device, or if this jaxlib does not have these Shardy passes.
     """
-    if not Program(root).is_spread:
+    if not Program(root).has_many_devices:
         return None
     with root.context, ir.Location.unknown():
         copy = root.clone()
@@ -53,50 +63,50 @@ def split(root: Any) -> Program | None:
         return Program(copy.operation)
 
 
-def group_findings(program: Program, parted: Program | None, *, target: str) -> Iterator[tuple[str, str, Any]]:
-    """Yields (rule, what, operation) of CC01 to CC03 over the collectives of a program and those that Shardy adds.
+def group_findings(program: Program, sharded: Program | None, *, target: str) -> Iterator[tuple[str, str, Any]]:
+    """Yields (rule, what, operation) of CC01 to CC03 for the collectives of a program and those that Shardy adds.
 
-    Also INT03 over the latter; for the program's own, `operators` has it.
+    Also yields INT03 for added collectives; `operators` checks the program's own.
     """
     seen: dict[bytes, Any] = {}
-    for op, groups in replica_groups(program, parted):
+    for op, groups in replica_groups(program, sharded):
         key = np.asarray(groups, np.int32).tobytes() + str(groups.shape).encode()
         if groups.shape[1] > 1 and key not in seen:
             seen[key] = op
             if not is_regular(groups, cores_per_chip=_instance(target).devices_per_chip()):
-                yield "CC03", f"{groups.shape[0]} groups, the first {_short(groups[0])}", op
+                yield "CC03", f"{groups.shape[0]} groups, the first {_abbreviate(groups[0])}", op
     if len(seen) > MAX_GROUP_SETS:
         yield "CC01", f"{len(seen)} sets of replica groups", list(seen.values())[-1]
     for op in program.operations:
         if op.name == "stablehlo.collective_permute":
             pairs = numbers(op.attributes["source_target_pairs"])
-            why = None if pairs is None else permute_trouble(pairs, target=target)
-            if why:
-                yield "CC02", why, op
-    for op in parted.operations if parted else ():
+            problem = None if pairs is None else permute_problem(pairs, target=target)
+            if problem:
+                yield "CC02", problem, op
+    for op in sharded.operations if sharded else ():
         kind = tensor(op.results[0]) if op.name in (*_SUMS_ADDED, _PERMUTE_ADDED) else None
-        if op.name == _PERMUTE_ADDED:  # another order of axes: the first device keeps its part, others exchange theirs
-            yield "CC02", f"{kind}, added by the partitioner: a device sends to itself", _placed(op, parted)
+        if op.name == _PERMUTE_ADDED:  # a permutation of mesh axes, in which device 0 keeps its shard
+            yield "CC02", f"{kind}, added by the partitioner: a device sends to itself", _with_python_line(op, sharded)
         elif kind is not None and kind.is_integer:
             yield "INT03", f"{kind}, added by the partitioner", op
 
 
-def replica_groups(program: Program, parted: Program | None) -> Iterator[tuple[Any, np.ndarray]]:
-    """Yields every collective but permutes, the program's own and those that Shardy adds, with its groups [n, size]."""
-    yield from itertools.chain(_written(program), _added(parted))
+def replica_groups(program: Program, sharded: Program | None) -> Iterator[tuple[Any, np.ndarray]]:
+    """Yields (operation, replica groups [n, size]) of all collectives except permutes, including added ones."""
+    yield from itertools.chain(_program_groups(program), _added_groups(sharded))
 
 
-def _placed(op: Any, parted: Program) -> Any:
-    """Returns an operation that has a Python line: this one, what it reads, or what reads it."""
-    near = [op, defining(op.operands[0]), *(use.owner for use in op.results[0].uses)]
-    return next((one for one in near if one is not None and parted.frames(one)), op)
+def _with_python_line(op: Any, sharded: Program) -> Any:
+    """Returns the first operation with a Python line among this one, the producer of its operand and its users."""
+    near = [op, defining_op(op.operands[0]), *(use.owner for use in op.results[0].uses)]
+    return next((one for one in near if one is not None and sharded.frames(one)), op)
 
 
 def is_regular(groups: np.ndarray, *, cores_per_chip: int) -> bool:
-    """Returns whether groups [n, size] are one pattern of strides, laid alike on every chip that they touch."""
+    """Returns whether groups [n, size] share one strided pattern, with the same cores on each chip of a group."""
     ordered = np.sort(groups, axis=1)
     offsets = ordered - ordered[:, :1]
-    if (offsets != offsets[0]).any() or not _is_box(offsets[0]):
+    if (offsets != offsets[0]).any() or not _is_strided(offsets[0]):
         return False
     for group in ordered[: 4 * cores_per_chip]:
         places = {chip: set() for chip in group // cores_per_chip}
@@ -107,8 +117,8 @@ def is_regular(groups: np.ndarray, *, cores_per_chip: int) -> bool:
     return True
 
 
-def _is_box(offsets: np.ndarray) -> bool:
-    """Returns whether sorted offsets from 0 are all sums of one multiple of each of a few strides."""
+def _is_strided(offsets: np.ndarray) -> bool:
+    """Returns whether sorted offsets, starting at 0, are the index set of a strided box."""
     while offsets.size > 1:
         stride = offsets[1]
         run = 1
@@ -123,16 +133,16 @@ def _is_box(offsets: np.ndarray) -> bool:
     return True
 
 
-def permute_trouble(pairs: np.ndarray, *, target: str) -> str | None:
-    """Returns why pairs [n, (source, target)] are not rings of neighbouring cores; None when they are.
+def permute_problem(pairs: np.ndarray, *, target: str) -> str | None:
+    """Returns why pairs [n, (source, target)] are not rings of neighboring cores; None if they are.
 
-    Chips of a node form a torus of 4 by 4, row by row; neighbours are on one chip or on linked ones.
+    The chips of a node form a 4 x 4 torus in row-major order; neighbors are on the same chip or on linked chips.
     Source: AWS Neuron docs, Trn1 and Trn2 architecture.
     """
     cores_per_chip, devices_per_node = _instance(target).devices_per_chip(), _instance(target).num_devices()
     target_of = dict(pairs.tolist())
     if len(target_of) != len(pairs) or set(target_of) != set(target_of.values()):
-        return "not rings: a device sends or receives twice or not at all"
+        return "not rings: some device does not send and receive exactly once"
     if any(source == target for source, target in target_of.items()):
         return "a device sends to itself"
     across = sum(a // devices_per_node != b // devices_per_node for a, b in target_of.items())
@@ -144,12 +154,12 @@ def permute_trouble(pairs: np.ndarray, *, target: str) -> str | None:
         rows, columns = (a // 4 - b // 4) % 4, (a % 4 - b % 4) % 4
         return (rows, columns) in ((0, 0), (0, 1), (0, 3), (1, 0), (3, 0))
 
-    apart = sum(not are_linked(source, to) for source, to in target_of.items())
-    return f"{apart} of {len(pairs)} pairs are on chips without a link" if apart else None
+    unlinked = sum(not are_linked(source, to) for source, to in target_of.items())
+    return f"{unlinked} of {len(pairs)} pairs are on chips without a link" if unlinked else None
 
 
 def argument_findings(program: Program, *, target: str) -> Iterator[tuple[str, str, Any]]:
-    """Yields (rule, what, operation) of SH03, DN01 and MEM1: over arguments and results."""
+    """Yields (rule, what, operation) of SH03, DN01 and MEM1, the rules for arguments and results."""
     main = program.main
     arguments = list(main.regions[0].blocks[0].arguments)
     if len(arguments) > MAX_ARGUMENTS:
@@ -157,73 +167,80 @@ def argument_findings(program: Program, *, target: str) -> Iterator[tuple[str, s
     attributes = _attributes(main, "arg_attrs", len(arguments))
     results = [tensor(kind) for kind in ir.FunctionType(ir.TypeAttr(main.attributes["function_type"]).value).results]
     result_attributes = _attributes(main, "res_attrs", len(results))
-    held = [
-        _local(tensor(value), sharding_of(attrs), program) for value, attrs in zip(arguments, attributes, strict=True)
+    local_arguments = [
+        _local_type(tensor(value), sharding_of(attrs), program)
+        for value, attrs in zip(arguments, attributes, strict=True)
     ]
-    made = [_local(kind, sharding_of(attrs), program) for kind, attrs in zip(results, result_attributes, strict=True)]
+    local_results = [
+        _local_type(kind, sharding_of(attrs), program) for kind, attrs in zip(results, result_attributes, strict=True)
+    ]
     donated = ["tf.aliasing_output" in attrs or "jax.buffer_donor" in attrs for attrs in attributes]
-    free = list(map(str, results))
+    unaliased = list(map(str, results))  # results that no argument is donated for
     for value, is_donated in zip(arguments, donated, strict=True):
-        if is_donated and str(tensor(value)) in free:
-            free.remove(str(tensor(value)))
-    for value, is_donated, local in zip(arguments, donated, held, strict=True):
+        if is_donated and str(tensor(value)) in unaliased:
+            unaliased.remove(str(tensor(value)))
+    for value, is_donated, local in zip(arguments, donated, local_arguments, strict=True):
         kind = tensor(value)
-        if not is_donated and kind is not None and str(kind) in free and local.num_bytes >= DONATED_BYTES:
-            free.remove(str(kind))
+        if not is_donated and kind is not None and str(kind) in unaliased and local.num_bytes >= DONATED_BYTES:
+            unaliased.remove(str(kind))
             yield "DN01", f"argument {value_name(value)} {kind}", main
-    taken = sum(local.num_bytes for local in held if local is not None)
-    total = taken + sum(local.num_bytes for local in made if local is not None)
-    total -= sum(local.num_bytes for local, is_donated in zip(held, donated, strict=True) if local and is_donated)
+    argument_bytes = sum(local.num_bytes for local in local_arguments if local is not None)
+    total = argument_bytes + sum(local.num_bytes for local in local_results if local is not None)
+    total -= sum(
+        local.num_bytes for local, is_donated in zip(local_arguments, donated, strict=True) if local and is_donated
+    )
     device = cost.DEVICES[target]
-    if max(taken, total) > device.memory_bytes - device.reserved_bytes:
-        yield "MEM1", f"arguments and results alone need {format_bytes(max(taken, total))} of a device", main
+    if max(argument_bytes, total) > device.memory_bytes - device.reserved_bytes:
+        yield "MEM1", f"arguments and results alone need {format_bytes(max(argument_bytes, total))} per device", main
 
 
 def size_findings(program: Program) -> Iterator[tuple[str, str, Any]]:
-    """Yields SH02 for values of LARGE_BYTES or more on one device, by the shardings that Shardy gave.
+    """Yields (SH02, what, operation) for values of LARGE_BYTES or more per device under Shardy's shardings.
 
-    In a program for several devices the values of functions inside it are judged where they are called.
+    In a program for several devices, values inside private functions are skipped; their calls are checked.
     """
     for op in program.operations:
-        if program.is_spread and _function_around(op) not in (None, name(program.main)):
+        if program.has_many_devices and _function_around(op) not in (None, symbol_name(program.main)):
             continue
         if op.name == "func.func":
             values = list(op.regions[0].blocks[0].arguments) if op.regions[0].blocks else []
             shardings = [sharding_of(attrs) for attrs in _attributes(op, "arg_attrs", len(values))]
         else:
             values = list(op.results)
-            keys = ("sdy.sharding", "out_shardings", "out_sharding")  # of any operation, of a region, of a collective
+            keys = ("sdy.sharding", "out_shardings", "out_sharding")  # of an operation, a region, a collective
             per_value = next((str(op.attributes[key]) for key in keys if key in op.attributes), "")
             shardings = re.findall(r"<@\w+, \[.*?\](?:, replicated=\{.*?\})?>", per_value)
-        inside = around_of(op, "sdy.manual_computation") is not None
+        inside = enclosing_op(op, "sdy.manual_computation") is not None
         for number, value in enumerate(values):
             kind = tensor(value)
             if kind is None or kind.num_bytes < LARGE_BYTES:
                 continue
             sharding = shardings[number] if number < len(shardings) and not inside else ""
-            local = _local(kind, sharding, program)
+            local = _local_type(kind, sharding, program)
             if local.num_bytes >= LARGE_BYTES:
                 yield "SH02", f"{local}, {local.num_bytes / 1e9:.1f} GB", op
 
 
 def local_result(op: Any, program: Program) -> Tensor:
-    """Returns the type of an operation's first result as one device holds it, by the shardings that Shardy gave."""
-    inside = around_of(op, "sdy.manual_computation") is not None
-    return _local(tensor(op.results[0]), "" if inside else sharding_of(str(attribute(op, "sdy.sharding"))), program)
+    """Returns the per-device type of an operation's first result under Shardy's shardings."""
+    inside = enclosing_op(op, "sdy.manual_computation") is not None
+    return _local_type(
+        tensor(op.results[0]), "" if inside else sharding_of(str(attribute(op, "sdy.sharding"))), program
+    )
 
 
 def _function_around(op: Any) -> str | None:
-    return name(op) if op.name == "func.func" else enclosing(op)
+    return symbol_name(op) if op.name == "func.func" else enclosing_function(op)
 
 
 def value_name(argument: Any) -> str:
-    """Returns the name that JAX gave an argument of main, such as state['params']['embed']."""
+    """Returns JAX's name for an argument of main, such as state['params']['embed']."""
     found = re.match(r'loc\("(.*)"\)?$', str(argument.location))
     return found.group(1) if found else str(ir.BlockArgument(argument).arg_number)
 
 
 def sharding_of(attrs: str) -> str:
-    """Returns the first sharding in a printed dictionary of attributes, or ""."""
+    """Returns the first sharding in a printed attribute dictionary, or ""."""
     found = re.search(r"<@\w+, \[.*?\](?:, replicated=\{.*?\})?>", attrs)
     return found.group() if found else ""
 
@@ -233,8 +250,8 @@ def _attributes(function: Any, key: str, count: int) -> list[str]:
     return [str(attr) for attr in ir.ArrayAttr(attrs)] if attrs is not None else [""] * count
 
 
-def _local(kind: Tensor | None, sharding: str, program: Program) -> Tensor | None:
-    """Returns the part of a tensor that one device holds under a printed sharding."""
+def _local_type(kind: Tensor | None, sharding: str, program: Program) -> Tensor | None:
+    """Returns the per-device type of a tensor under a printed sharding."""
     if kind is None or not sharding:
         return kind
     mesh = program.meshes.get(re.match(r"<@(\w+)", sharding).group(1), {})
@@ -244,7 +261,7 @@ def _local(kind: Tensor | None, sharding: str, program: Program) -> Tensor | Non
     return Tensor(tuple(-(-(dim or 0) // n) for dim, n in zip(kind.dims, degrees, strict=True)), kind.dtype)
 
 
-def _written(program: Program) -> Iterator[tuple[Any, np.ndarray]]:
+def _program_groups(program: Program) -> Iterator[tuple[Any, np.ndarray]]:
     for op in program.operations:
         if op.name.partition(".")[2] in _GROUPED and op.name.startswith("stablehlo."):
             groups = numbers(op.attributes["replica_groups"])
@@ -252,11 +269,11 @@ def _written(program: Program) -> Iterator[tuple[Any, np.ndarray]]:
                 yield op, groups
 
 
-def _added(parted: Program | None) -> Iterator[tuple[Any, np.ndarray]]:
-    for op in parted.operations if parted else ():
+def _added_groups(sharded: Program | None) -> Iterator[tuple[Any, np.ndarray]]:
+    for op in sharded.operations if sharded else ():
         if op.name in ("sdy.all_gather", "sdy.all_reduce", "sdy.reduce_scatter", "sdy.all_to_all"):
             sharding = sharding_of(str(op.attributes["out_sharding"]))
-            mesh = parted.meshes[re.match(r"<@(\w+)", sharding).group(1)]
+            mesh = sharded.meshes[re.match(r"<@(\w+)", sharding).group(1)]
             keys = [key if isinstance(key, str) else key.name for key in op.attributes]
             named = " ".join(str(op.attributes[key]) for key in keys if "axes" in key or key == "params")
             axes = [axis for axis in mesh if f'"{axis}"' in named]
@@ -265,13 +282,13 @@ def _added(parted: Program | None) -> Iterator[tuple[Any, np.ndarray]]:
 
 
 def groups_along(mesh: dict[str, int], axes: list[str]) -> np.ndarray:
-    """Returns the groups [n, size] of the devices of a mesh, numbered row-major, that differ along some axes only."""
+    """Returns replica groups [n, size] along some axes of a mesh whose devices are numbered in row-major order."""
     numbered = np.arange(math.prod(mesh.values())).reshape(tuple(mesh.values()))
     names = list(mesh)
     order = [names.index(axis) for axis in names if axis not in axes] + [names.index(axis) for axis in axes]
     return numbered.transpose(order).reshape(-1, math.prod(mesh[axis] for axis in axes))
 
 
-def _short(group: np.ndarray) -> str:
+def _abbreviate(group: np.ndarray) -> str:
     words = [str(core) for core in group[:6]]
     return ", ".join(words + (["..."] if group.size > 6 else []))

@@ -1,7 +1,7 @@
-"""Requirements of a run on a machine, each as one function that returns an `Outcome`.
+"""Requirements of a run on a machine, one function each, which returns an `Outcome`.
 
-A probe takes what it judges (versions, devices, a function that draws, multiplies, sends, ...) as arguments, so a test
-can pass a faulty one. `exercises` has those of a real machine; `doctor` joins the two.
+A probe takes what it checks (versions, devices, a function that draws, multiplies, sends, ...) as arguments, so that a
+test can pass a faulty one. `exercises` has the arguments for a real machine; `doctor` combines the two.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hlat_jax.byte_sizes import format_bytes
 
 PASSED, FAILED, NOT_HERE = "passed", "failed", "not testable here"
 
-# package -> (lowest, first that is too new; "" for none). A test compares it with pyproject.toml.
+# package -> (lowest supported, first unsupported; "" for none). A test compares this with pyproject.toml.
 SUPPORTED = {
     "python": ("3.11", ""),
     "jax": ("0.9.0.1", "0.12"),
@@ -29,7 +29,7 @@ SUPPORTED = {
     "orbax-checkpoint": ("0.12.8", ""),
     "grain": ("0.2.18", ""),
 }
-# Source: AWS Neuron release notes, SDK 2.32. Lower bounds throughout: the public index has placeholders of these names.
+# Source: AWS Neuron release notes, SDK 2.32. Lower bounds: the public index has placeholders of these names.
 SUPPORTED_BY_NEURON = {
     "python": ("3.11", "3.14"),
     "jax": ("0.9.0.1", "0.10.1"),
@@ -38,11 +38,11 @@ SUPPORTED_BY_NEURON = {
     "libneuronxla": ("3", ""),
     "neuronx-cc": ("2.27", ""),
 }
-_SIGMAS = 6.0  # of a bound on what is drawn: a sound device fails one of a hundred million
+_SIGMAS = 6.0  # bound on random quantities: a correct device fails with a probability of about 1e-8
 
 
 class Outcome(NamedTuple):
-    """Result of a probe: PASSED, FAILED or NOT_HERE; what was found; and what to do, unless it passed."""
+    """Result of a probe: PASSED, FAILED or NOT_HERE, what was found, and what to do unless it passed."""
 
     verdict: str
     found: str
@@ -50,14 +50,14 @@ class Outcome(NamedTuple):
 
 
 def versions(installed: Mapping[str, str], supported: Mapping[str, tuple[str, str]]) -> Outcome:
-    """Judges whether every package is installed in a supported version."""
+    """Checks that every package is installed in a supported version."""
     wrong = []
     for name, (low, high) in supported.items():
         have = installed.get(name, "")
         wanted = f">={low}" + (f",<{high}" if high else "")
         if not have:
             wrong.append(f"{name} is missing ({wanted})")
-        elif _numbers(have) < _numbers(low) or (high and _numbers(have) >= _numbers(high)):
+        elif _version_tuple(have) < _version_tuple(low) or (high and _version_tuple(have) >= _version_tuple(high)):
             wrong.append(f"{name} {have} is not {wanted}")
     if wrong:
         return Outcome(FAILED, "; ".join(wrong), "pip install -c constraints.txt '.[neuron]', or use Neuron's image")
@@ -65,43 +65,43 @@ def versions(installed: Mapping[str, str], supported: Mapping[str, tuple[str, st
 
 
 def devices(found: Sequence[Any], *, platform: str, count: int) -> Outcome:
-    """Judges JAX's devices of this process.
+    """Checks the JAX devices of this process.
 
     Args:
-      found: each with `platform` and `device_kind`.
+      found: devices with `platform` and `device_kind`.
       platform: required; "" for any.
-      count: of the instance; 0: unknown.
+      count: number of devices of the instance; 0: unknown.
     """
     kinds = sorted({(one.platform, one.device_kind) for one in found})
     names = ", ".join(f"{kind} ({platform})" for platform, kind in kinds)
     seen = f"{len(found)} x {names or 'nothing'}"
-    start = "see neuron-ls, whether another process holds cores, and what `python -m hlat_jax.neuron env` prints"
+    advice = "run neuron-ls, look for another process that uses the cores, and compare `python -m hlat_jax.neuron env`"
     if not found or (platform and any(one.platform != platform for one in found)):
-        return Outcome(FAILED, f"{seen}; expected platform {platform or 'of any kind'}", start)
+        return Outcome(FAILED, f"{seen}; expected platform {platform or 'any'}", advice)
     if len(kinds) > 1:
-        return Outcome(FAILED, f"{seen}: of several kinds", "use devices of one kind")
+        return Outcome(FAILED, f"{seen}: several kinds", "use devices of one kind")
     if count and len(found) != count:
-        return Outcome(FAILED, f"{seen}; the instance has {count}", start)
+        return Outcome(FAILED, f"{seen}; the instance has {count}", advice)
     if kinds[0][0] == "neuron" and cost.device(kinds[0][1]) is None:
         return Outcome(FAILED, f"{seen}: a kind that is not in cost.DEVICES", "add its memory and speed there")
     return Outcome(PASSED, seen)
 
 
 def random_numbers(draw: Callable[[int], tuple[np.ndarray, np.ndarray]]) -> Outcome:
-    """Judges `draw(seed)`, which returns as many uniform numbers in [0, 1) as normal ones."""
+    """Checks `draw(seed)`, which returns (uniform numbers in [0, 1), normal numbers), arrays of one size."""
     (uniform, normal), again, (other, other_normal) = draw(1), draw(1), draw(2)
     if not np.array_equal(uniform, again[0]) or not np.array_equal(normal, again[1]):
-        return Outcome(FAILED, "one seed gave two draws", "set JAX_DEFAULT_PRNG_IMPL=rbg; no run is reproducible")
+        return Outcome(FAILED, "one seed gave two draws", "runs are not reproducible: set JAX_DEFAULT_PRNG_IMPL=rbg")
     n = uniform.size
     half = n // 2
     u, z = uniform.astype(np.float64), normal.astype(np.float64)
-    off = {  # name: (distance from what it should be, its standard deviation)
+    off = {  # name: (deviation from the expected value, its standard deviation)
         "mean of uniform": (u.mean() - 1 / 2, math.sqrt(1 / 12 / n)),
         "variance of uniform": (u.var() - 1 / 12, math.sqrt(1 / 180 / n)),
         "mean of normal": (z.mean(), math.sqrt(1 / n)),
         "variance of normal": (z.var() - 1, math.sqrt(2 / n)),
         "fourth moment of normal": ((z**4).mean() - 3, math.sqrt(96 / n)),
-        "correlation of neighbours": (_correlation(z[:-1], z[1:]), math.sqrt(1 / n)),
+        "correlation of neighbors": (_correlation(z[:-1], z[1:]), math.sqrt(1 / n)),
         "correlation of the halves": (_correlation(z[:half], z[half : 2 * half]), math.sqrt(1 / half)),
         "correlation of two seeds": (_correlation(z, other_normal), math.sqrt(1 / n)),
         "correlation of two uniform seeds": (_correlation(u, other), math.sqrt(1 / n)),
@@ -110,45 +110,45 @@ def random_numbers(draw: Callable[[int], tuple[np.ndarray, np.ndarray]]) -> Outc
     if not (u.min() >= 0 and u.max() < 1):
         wrong.append(f"uniform numbers from {u.min():.3g} to {u.max():.3g}")
     if wrong:
-        return Outcome(FAILED, "; ".join(wrong), "draw initial weights on the CPU, and report it to the Neuron team")
+        return Outcome(FAILED, "; ".join(wrong), "draw initial weights on the CPU, and report this to the Neuron team")
     return Outcome(PASSED, f"mean, variance, fourth moment and correlations of {n:,} numbers within {_SIGMAS:g} sigma")
 
 
 def matmul_accumulation(multiply: Callable[[np.ndarray, np.ndarray, str], np.ndarray]) -> Outcome:
-    """Judges the product of bf16 matrices: sums must be held in fp32, whatever the result is stored in.
+    """Checks that a product of bf16 matrices is accumulated in fp32, whatever the dtype of the result.
 
     Args:
       multiply: (a [M, K], b [K, N], dtype of the result) -> [M, N]; fp32 arrays whose values bf16 can hold.
     """
     k = 4096
     rng = np.random.default_rng(0)
-    a, b = (_truncated(rng.normal(size=shape)) for shape in ((64, k), (k, 64)))
+    a, b = (_truncate_to_bf16(rng.normal(size=shape)) for shape in ((64, k), (k, 64)))
     exact = a.astype(np.float64) @ b
-    # of fp32 sums in any order, 16 times the usual: a sum in bf16, also of blocks, is off by some hundred times more
+    # 16 times the usual error of fp32 sums in any order; bf16 sums, even of blocks, are off by some hundred times more
     bound = 16 * 2.0**-24 * math.sqrt(k) * np.sqrt((a.astype(np.float64) ** 2) @ (b.astype(np.float64) ** 2))
     wrong, shares = [], {}
-    for dtype, stored in (("float32", 0.0), ("bfloat16", 2.0**-7)):  # the last: one step of bf16, however it rounds
+    for dtype, stored in (("float32", 0.0), ("bfloat16", 2.0**-7)):  # 2^-7: one bf16 step, for either rounding
         shares[dtype] = float((np.abs(multiply(a, b, dtype) - exact) / (bound + stored * np.abs(exact))).max())
         if not shares[dtype] <= 1:
-            wrong.append(f"sums of {k:,} products are off {shares[dtype]:.1f} times as far as allowed in {dtype}")
+            wrong.append(f"the error of sums of {k:,} products in {dtype} is {shares[dtype]:.1f} times the bound")
     if wrong:
         advice = "keep --enable-mixed-precision-accumulation and --auto-cast=none in NEURON_CC_FLAGS"
         return Outcome(FAILED, "; ".join(wrong), advice)
-    return Outcome(PASSED, f"sums of {k:,} products are held in fp32; error {shares['float32']:.2f} of what is allowed")
+    return Outcome(PASSED, f"sums of {k:,} products accumulate in fp32; error {shares['float32']:.2f} of the bound")
 
 
 def rounding(cast: Callable[[np.ndarray], np.ndarray], *, expected: str) -> Outcome:
-    """Judges how fp32 becomes bf16.
+    """Checks how fp32 is rounded to bf16.
 
     Args:
-      cast: fp32 [n] -> the same as bf16 has it, in fp32.
+      cast: fp32 [n] -> its bf16 values, as fp32 [n].
       expected: "nearest" or "stochastic".
     """
-    n, step = 2**17, 2.0**-7  # from 1 the next bf16 is 1 + step
+    n, step = 2**17, 2.0**-7  # the next bf16 number after 1 is 1 + step
     specials = np.array([np.inf, -np.inf, np.nan, 1.0, -1.0 - step, 0.0], np.float32)
     kept = cast(np.tile(specials, 128))
     if not np.array_equal(kept, np.tile(specials, 128), equal_nan=True):
-        return Outcome(FAILED, "a cast changes values that bf16 has, inf or NaN", "do not train on this machine")
+        return Outcome(FAILED, "a cast changes a bf16 value, inf or NaN", "do not train on this machine")
     shares = {}
     for fraction in (0.25, 0.75, -0.25, -0.75):
         sign = math.copysign(1.0, fraction)
@@ -156,33 +156,33 @@ def rounding(cast: Callable[[np.ndarray], np.ndarray], *, expected: str) -> Outc
         written = cast(np.full(n, value, np.float32)).astype(np.float64)
         farther = np.isclose(written, sign * (1.0 + step), rtol=0, atol=1e-6)
         if not (farther | (written == sign)).all():
-            return Outcome(FAILED, f"{value} is not written as one of its neighbours", "do not train on this machine")
+            return Outcome(FAILED, f"{value} is not rounded to one of its neighbors", "do not train on this machine")
         shares[fraction] = float(farther.mean())
     bound = _SIGMAS * math.sqrt(0.25 * 0.75 / n)
-    seen = "neither nearest nor stochastic"
+    mode = "neither nearest nor stochastic"
     if all(share == round(abs(fraction)) for fraction, share in shares.items()):
-        seen = "nearest"
+        mode = "nearest"
     elif all(abs(share - abs(fraction)) <= bound for fraction, share in shares.items()):
-        seen = "stochastic"
-    measured = f"rounding is {seen}: {shares[0.25]:.2%} and {shares[0.75]:.2%} go up from 1/4 and 3/4 of a step"
-    if seen == expected:
+        mode = "stochastic"
+    measured = f"rounding is {mode}: {shares[0.25]:.2%} and {shares[0.75]:.2%} round up from 1/4 and 3/4 of a step"
+    if mode == expected:
         return Outcome(PASSED, measured)
-    advice = "NEURON_RT_STOCHASTIC_ROUNDING_EN must be as `python -m hlat_jax.neuron env` prints before Python starts"
+    advice = "before Python starts, set NEURON_RT_STOCHASTIC_ROUNDING_EN as printed by `python -m hlat_jax.neuron env`"
     return Outcome(FAILED, f"{measured}; the config needs {expected}", advice)
 
 
 def collectives(run: Callable[[np.ndarray], Mapping[str, np.ndarray]], *, size: int) -> Outcome:
-    """Judges the collectives of `size` devices.
+    """Checks collectives among `size` devices.
 
     Args:
-      run: fp32 [size, size, n], an array of `size` parts for each device -> for each device, one after another: `sum`
-        [size, n] of all arrays, `gather` [size, size, n] all arrays, `scatter` [n] its own part of the sum, `forward`
-        and `backward` [size, n] the arrays of the device before and after it.
-      size: of the mesh axis; of 1 there are no collectives.
+      run: fp32 [size, size, n], one array [size, n] per device -> results stacked over devices; per device, `sum`
+        [size, n] of all arrays, `gather` [size, size, n] all arrays, `scatter` [n] its own row of the sum, `forward`
+        and `backward` [size, n] the array of the previous and next device.
+      size: size of the mesh axis; with 1 there are no collectives.
     """
     if size == 1:
-        return Outcome(NOT_HERE, "one device, without collectives")
-    n = max(2**16 // size**2, 8)  # all gather all: size^3 * n numbers
+        return Outcome(NOT_HERE, "one device: no collectives")
+    n = max(2**16 // size**2, 8)  # all_gather returns size^3 * n numbers
     values = np.random.default_rng(size).integers(-1000, 1000, (size, size, n)).astype(np.float32)  # sums are exact
     total = values.sum(0)
     right = {
@@ -195,13 +195,13 @@ def collectives(run: Callable[[np.ndarray], Mapping[str, np.ndarray]], *, size: 
     got = run(values)
     wrong = [name for name, want in right.items() if not np.array_equal(got[name], want)]
     if wrong:
-        found = f"{', '.join(wrong)} of {size} devices: wrong values"
-        return Outcome(FAILED, found, "run nccom-test on these cores, and try other degrees of --config.parallel")
-    return Outcome(PASSED, f"{', '.join(right)} of {size} devices are exact")
+        found = f"{', '.join(wrong)} on {size} devices: wrong values"
+        return Outcome(FAILED, found, "run nccom-test on these cores, or try other degrees in --config.parallel")
+    return Outcome(PASSED, f"{', '.join(right)} on {size} devices are exact")
 
 
 def out_of_bounds(look_up: Callable[[np.ndarray, np.ndarray, str], np.ndarray]) -> Outcome:
-    """Judges lookups of rows that a table does not have.
+    """Checks lookups of rows out of bounds.
 
     Args:
       look_up: (table [V, D], ids [n], "clip" or "fill") -> [n, D] as `jax.Array.at[ids].get(mode=...)`.
@@ -217,64 +217,64 @@ def out_of_bounds(look_up: Callable[[np.ndarray, np.ndarray, str], np.ndarray]) 
         got = look_up(table, ids, mode)
         if not np.array_equal(got, np.repeat(want[:, None], 8, axis=1), equal_nan=True):
             found = f"mode {mode}: rows {ids.tolist()} of {num_rows} give {got[:, 0].tolist()}"
-            return Outcome(FAILED, found, "ids beyond model.vocab_size would silently train other rows")
-    return Outcome(PASSED, f"ids beyond a table of {num_rows:,} rows are clipped or NaN as requested, others exact")
+            return Outcome(FAILED, found, "keep ids below model.vocab_size: others would train wrong rows")
+    return Outcome(PASSED, f"ids beyond {num_rows:,} rows are clipped or NaN as requested; other rows are exact")
 
 
 def donation(step: Callable[[Any], Any], state: Any) -> Outcome:
-    """Judges `step(state)`, state + 1 of a state that it may overwrite; a JAX array on one device, or like one."""
+    """Checks buffer donation by `step(state)`, which returns state + 1; `state` is a donated array on one device."""
     before, want = _address(state), np.asarray(state) + 1
     result = step(state)
-    advice = "a run would hold its state twice: halve what a device holds, and report it to the Neuron team"
+    advice = "a run would hold its state twice: plan with half the memory, and report this to the Neuron team"
     if not np.array_equal(np.asarray(result), want):
-        return Outcome(FAILED, "a step that overwrites its argument gives a wrong result", advice)
+        return Outcome(FAILED, "a step with a donated argument gives a wrong result", advice)
     if not state.is_deleted():
-        return Outcome(FAILED, "a donated argument is still there after the step", advice)
+        return Outcome(FAILED, "a donated argument is not freed by the step", advice)
     after = _address(result)
     if before is None or after is None:
-        return Outcome(PASSED, "a donated argument is gone after the step; this backend gives no addresses")
+        return Outcome(PASSED, "a donated argument is freed by the step; this backend does not report addresses")
     if before != after:
-        return Outcome(FAILED, "the result of a step lies elsewhere than its donated argument", advice)
-    return Outcome(PASSED, "the result of a step lies where its donated argument was")
+        return Outcome(FAILED, "the result of a step is not in the buffer of its donated argument", advice)
+    return Outcome(PASSED, "the result of a step is in the buffer of its donated argument")
 
 
 def memory(limit_bytes: int, known_bytes: int, *, fill: Callable[[int], bool] | None) -> Outcome:
-    """Judges the memory of a device.
+    """Checks the memory of a device.
 
     Args:
-      limit_bytes: reported by the backend; 0: not reported.
-      known_bytes: of a device of this kind; 0: unknown.
-      fill: writes so many bytes, a quarter of the device and at most 4 GiB, and returns whether they are read back;
-        None: the device is the host.
+      limit_bytes: limit reported by the backend; 0: not reported.
+      known_bytes: memory of a device of this kind; 0: unknown.
+      fill: writes the given number of bytes (a quarter of the device, at most 4 GiB) and returns whether they read
+        back unchanged; None: the device is the host.
     """
     if fill is None:
         return Outcome(NOT_HERE, "the devices are this host's CPU", "")
     limit = f"the backend reports {format_bytes(limit_bytes)}" if limit_bytes else "the backend reports no limit"
     if limit_bytes and limit_bytes < known_bytes / 2:
-        found = f"{limit}, of {format_bytes(known_bytes)} of such a device"
+        found = f"{limit}; such a device has {format_bytes(known_bytes)}"
         return Outcome(FAILED, found, "find the process that holds it: neuron-top, nvidia-smi")
     num_bytes = min(min(known_bytes or limit_bytes, limit_bytes or known_bytes) // 4, 4 * cost.GIB)
     if not num_bytes:
-        return Outcome(NOT_HERE, f"{limit}, and the device is not in cost.DEVICES", "add the device to cost.DEVICES")
+        return Outcome(NOT_HERE, f"{limit}; the device is not in cost.DEVICES", "add the device to cost.DEVICES")
     try:
         kept = fill(num_bytes)
-    except Exception as error:  # each backend has its own class for out of memory
-        found = f"{limit}; {format_bytes(num_bytes)} cannot be written: {str(error).splitlines()[0][:200]}"
+    except Exception as error:  # backends raise different classes for out of memory
+        found = f"{limit}; writing {format_bytes(num_bytes)} failed: {str(error).splitlines()[0][:200]}"
         return Outcome(FAILED, found, "find the process that holds it: neuron-top, nvidia-smi")
     if not kept:
-        return Outcome(FAILED, f"{format_bytes(num_bytes)} read back differ from those written", "replace the instance")
+        return Outcome(FAILED, f"{format_bytes(num_bytes)} read back differently than written", "replace the instance")
     return Outcome(PASSED, f"{limit}; {format_bytes(num_bytes)} written and read back")
 
 
 def cache(start: Callable[[pathlib.Path], Mapping[str, Any]], folder: pathlib.Path) -> Outcome:
-    """Judges JAX's cache of compiled programs in `folder`: writable, and read by the second start of a program.
+    """Checks that JAX's compilation cache in `folder` is written by one process and read by the next.
 
     Args:
-      start: compiles and runs one program in a process of its own, with its cache in the folder that it is given, and
-        returns `hits`, `compile_s` and the `value` that the program computed.
-      folder: left as it was.
+      start: compiles and runs one program in a new process with its cache in the given folder; returns `hits`,
+        `compile_s` and the `value` that the program computed.
+      folder: the cache; unchanged afterwards.
     """
-    advice = "set JAX_COMPILATION_CACHE_DIR to a folder on the node's own disk that you may write to"
+    advice = "set JAX_COMPILATION_CACHE_DIR to a writable folder on the node's local disk"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix="doctor-", dir=folder) as inside:
@@ -284,52 +284,50 @@ def cache(start: Callable[[pathlib.Path], Mapping[str, Any]], folder: pathlib.Pa
     except OSError as error:
         return Outcome(FAILED, f"{folder}: {error.strerror or error}", advice)
     if first["hits"] or not num_files:
-        found = f"{folder}: the first start left {num_files} files, {first['hits']} programs came out of the cache"
+        found = f"{folder}: the first process wrote {num_files} files and loaded {first['hits']} programs"
         return Outcome(FAILED, found, advice)
     if not second["hits"]:
-        return Outcome(FAILED, f"{folder}: the second start compiled again what the first had left there", advice)
+        return Outcome(FAILED, f"{folder}: the second process compiled again what the first one had cached", advice)
     if first["value"] != second["value"]:
-        found = f"{folder}: a program out of the cache computes {second['value']}, compiled anew {first['value']}"
-        return Outcome(FAILED, found, "empty that folder; share it among machines of one kind only")
-    return Outcome(
-        PASSED, f"{folder}: compiled in {first['compile_s']:.1f} s, the second start {second['compile_s']:.1f} s"
-    )
+        found = f"{folder}: a cached program computes {second['value']}, a newly compiled one {first['value']}"
+        return Outcome(FAILED, found, "empty that folder; share it only between machines of one kind")
+    return Outcome(PASSED, f"{folder}: compiled in {first['compile_s']:.1f} s, loaded in {second['compile_s']:.1f} s")
 
 
 def training(train: Callable[[], Any], band: tuple[float, float]) -> Outcome:
-    """Judges a training with a known end; `train` returns a `short_training.TrainingResult`."""
+    """Checks that a short training ends within a known band of loss; `train` returns a `TrainingResult`."""
     done = train()
     low, high = band
     summary = (
         f"{len(done.losses)} steps on {done.num_devices} device(s) in {done.train_s:.0f} s after "
-        f"{done.compile_s:.0f} s of starting: validation loss {done.eval_loss:.4f}, expected {low:g} to {high:g}"
+        f"{done.compile_s:.0f} s of startup: validation loss {done.eval_loss:.4f}, expected {low:g} to {high:g}"
     )
-    advice = "run `python -m hlat_jax.train --config=tiny` here with JAX_PLATFORMS=cpu and compare metrics.jsonl"
+    advice = "train --config=tiny here with and without JAX_PLATFORMS=cpu and compare metrics.jsonl"
     bad = [number for number, loss in enumerate(done.losses, 1) if not math.isfinite(loss)]
     if bad:
-        return Outcome(FAILED, f"{summary}; the loss of step {bad[0]} is not finite", advice)
+        return Outcome(FAILED, f"{summary}; the loss is not finite at step {bad[0]}", advice)
     if not low <= done.eval_loss <= high:
         return Outcome(FAILED, summary, advice)
     return Outcome(PASSED, summary)
 
 
-def _numbers(version: str) -> tuple[int, ...]:
-    """Returns (0, 10, 0) of `0.10.0`, `0.10.0rc1` and `0.10.0+local`."""
+def _version_tuple(version: str) -> tuple[int, ...]:
+    """Returns (0, 10, 0) for `0.10.0`, `0.10.0rc1` and `0.10.0+local`."""
     return tuple(map(int, re.match(r"[\d.]*\d|", version)[0].split("."))) if version[:1].isdigit() else ()
 
 
 def _correlation(a: np.ndarray, b: np.ndarray) -> float:
-    with np.errstate(invalid="ignore"):  # NaN for a constant, which no bound allows
+    with np.errstate(invalid="ignore"):  # NaN for a constant, which fails every bound
         return float(np.corrcoef(a, b)[0, 1])
 
 
-def _truncated(values: np.ndarray) -> np.ndarray:
-    """Returns fp32 values of which bf16 has every bit."""
+def _truncate_to_bf16(values: np.ndarray) -> np.ndarray:
+    """Returns fp32 values truncated to the precision of bf16."""
     return (values.astype(np.float32).view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
 
 
 def _address(array: Any) -> int | None:
     try:
         return array.unsafe_buffer_pointer()
-    except Exception:  # not every backend has it, and each raises its own error
+    except Exception:  # not implemented by every backend; the errors differ
         return None

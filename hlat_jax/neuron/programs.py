@@ -1,4 +1,4 @@
-"""The programs of a run on virtual devices: on how many, what `lint` finds in them, and which findings are accepted."""
+"""Lint findings for the programs of a run on virtual devices, and the warnings accepted in shipped configs."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from hlat_jax.step import RunProgram
 
 # Warnings accepted in shipped configs: (program, rule) -> reason.
 EXPLAINED = {
-    ("init", "RNG01"): "runs once, before the first step; drawing from rbg keys of its own for every layer takes a "
-    "split, which JAX does by Threefry whatever the key. Neuron lists it as incomplete, and others have compiled it; "
-    "NEURON_RUN_TRIVIAL_COMPUTATION_ON_CPU=1 draws weights on the host where the program has no collective; 70b's has",
-    ("train", "CC02"): "the stages of this pipeline lie on different nodes, so their rings run over EFA; "
-    "NEURON_COLLECTIVE_PERMUTE_TO_ALL_GATHER=1 replaces them if the runtime refuses",
+    ("init", "RNG01"): "runs once, before the first step; drawing each layer with its own rbg key needs a split, which "
+    "JAX does by Threefry for every kind of key. Neuron lists Threefry as incomplete, but others have compiled it; "
+    "NEURON_RUN_TRIVIAL_COMPUTATION_ON_CPU=1 draws the weights on the host if init has no collective (70b's has)",
+    ("train", "CC02"): "the pipeline stages are on different nodes, so their permutes run over EFA; if the runtime "
+    "rejects them, NEURON_COLLECTIVE_PERMUTE_TO_ALL_GATHER=1 replaces them",
 }
-EXPLAINED[("init", "DT06")] = "the counters of that split, below 2^32: their upper word is 0, also where it is cut off"
+EXPLAINED[("init", "DT06")] = "the counters of the split are below 2^32, so a cast to 32 bits drops only zeros"
 for _name in ("train", "eval"):
     EXPLAINED[(_name, "CG01")] = (
-        "no page gives the limit for this number, and HLAT compiled layers of this size and degree "
-        "of tensor parallelism; if the compiler refuses, see what to write instead"
+        "the limit on this number is not documented, and HLAT compiled layers of this size with this "
+        "tensor parallelism; if compilation fails, follow the advice of the rule"
     )
 EXPLAINED[("eval", "CC02")] = EXPLAINED[("train", "CC02")]
 
 
 def num_devices(config: Config) -> int:
-    """Returns the devices of a config's mesh; an open one leaves each device one row at a time, or one query head."""
+    """Returns the number of devices of a config's mesh; for degrees of -1, one row or head per device."""
     pipe, data, fsdp, tensor = (getattr(config.parallel, axis) for axis in MESH_AXES)
     tensor = config.model.num_heads if tensor == -1 else tensor
     inner = max(pipe, 1) * tensor
@@ -47,12 +47,12 @@ def num_devices(config: Config) -> int:
 def findings(
     name: str, traced: Any, *, program: RunProgram, target: str, operators: Collection[str]
 ) -> list[lint.Finding]:
-    """Returns the findings of one program, and for the training step also of its planned memory.
+    """Returns the findings for one program; for the training step also for its planned memory.
 
     Args:
-      name: of the program, as `compilation.traced_programs` has it.
-      traced: its trace.
-      program: of the run, over the devices that it was traced for.
+      name: key of the program in `compilation.traced_programs`.
+      traced: the traced program.
+      program: the run's program, over the devices that it was traced for.
       target: as for `lint.check`.
       operators: as for `lint.check`.
     """

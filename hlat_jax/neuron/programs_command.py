@@ -1,4 +1,4 @@
-"""`python -m hlat_jax.neuron programs`: lists the programs of a run, and which are new since the last run."""
+"""`python -m hlat_jax.neuron programs`: lists the programs of a run and which ones changed since the last run."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from hlat_jax.resolve import resolve
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints the programs of a config and how they differ from those that a run folder records; returns 0."""
+    """Prints the programs of a config and how they differ from those recorded in a run folder; returns 0."""
     mutable, values = flags_lib.parse(argv, _define)
     config = resolve(mutable)
     if values.json:
         flags_lib.check_output("--json", values.json)
-    os.environ["JAX_PLATFORMS"] = "cpu"  # no accelerator is needed; one that is there stays free
+    os.environ["JAX_PLATFORMS"] = "cpu"  # leave any accelerator to other processes
     from hlat_jax.neuron import changes, programs
     from hlat_jax.parallel.virtual_devices import planned_layout
     from hlat_jax.run.compilation import RECORD_FILE, programs_of_run, recorded, surroundings
@@ -34,12 +34,12 @@ def main(argv: Sequence[str]) -> int:
     workdir = pathlib.Path(values.workdir or f"runs/{config.name}")
     last, around = recorded(workdir), surroundings(config, values.platform, layout.degrees)
     print(f"{config.name} for {values.platform}, {count:,} devices: {placement}")
-    known = f"the last run in {workdir}" if last else f"{workdir} has no {RECORD_FILE}"
-    print(f"compared with    {known}\ncache            {values.cache or 'none'}\n")
-    print(_row(("program", "fingerprint", "operations", "arguments", "of", "cache", "since the last run")))
+    record = f"the last run in {workdir}" if last else f"nothing: {workdir} has no {RECORD_FILE}"
+    print(f"compared with    {record}\ncache            {values.cache or 'none'}\n")
+    print(_row(("program", "fingerprint", "operations", "arguments", "argument bytes", "cache", "since the last run")))
     found = {}
     for name in programs_of_run(config):
-        now = dataclasses.asdict(changes.program(name, config, placement)) | around
+        now = dataclasses.asdict(changes.program_fingerprint(name, config, placement)) | around
         before = last.get(name)
         why = changes.reasons(name, now=now, before=before) if before else []
         since = "new" if why else "the same" if before else "not compiled" if last else "no record"
@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
         size = format_bytes(now["argument_bytes"])
         print(_row((name, now["sha256"], f"{now['num_ops']:,}", f"{now['num_arguments']:,}", size, cached, since)))
         print("".join(f"  {line}\n" for line in why), end="")
-    print("\nWork of the host (data, files, curves) compiles nothing. Bytes are totals over the mesh.")
+    print("\nHost work (data, files, plots) compiles nothing. Bytes are totals over the mesh.")
     if values.json:
         whole = {"config": config.name, "platform": values.platform, "devices": count, "programs": found}
         pathlib.Path(values.json).write_text(json.dumps(whole, indent=1) + "\n")
@@ -57,10 +57,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _cached(now: dict[str, Any], before: dict[str, Any] | None, folder: str) -> str:
-    """Returns whether JAX's cache has a program: yes, no, or not known.
+    """Returns whether JAX's cache contains a program: "yes", "no" or "not known".
 
-    The key of an entry holds the version of the backend, its options and its devices, so it cannot be computed without
-    them. An entry of the program's name exists or not; the record of a run shows whether it is this program.
+    The key of an entry depends on the backend's version, options and devices, so it cannot be computed without them.
+    Entries are found by the program's name; the record of a run shows whether the entry is this program.
     """
     names = [path.name for path in pathlib.Path(folder).glob(f"{now['module']}-*")] if folder else []
     if not names:
@@ -77,7 +77,7 @@ def _define(values: flags.FlagValues) -> None:
     cache = os.environ.get("JAX_COMPILATION_CACHE_DIR", CACHE)
     flags.DEFINE_string("workdir", "", "Run folder to compare with; default runs/NAME.", flag_values=values)
     platforms = ["neuron", "cpu", "gpu", "tpu"]
-    flags.DEFINE_enum("platform", "neuron", platforms, "JAX's name of the devices' platform.", flag_values=values)
-    flags.DEFINE_integer("devices", 0, "Devices of the mesh; 0: those of the recipe.", 0, flag_values=values)
-    flags.DEFINE_string("cache", cache, "JAX's cache of compiled programs.", flag_values=values)
-    flags.DEFINE_string("json", "", "Also write what is printed to this file.", flag_values=values)
+    flags.DEFINE_enum("platform", "neuron", platforms, "Platform of the devices, as named by JAX.", flag_values=values)
+    flags.DEFINE_integer("devices", 0, "Number of devices in the mesh; 0: the recipe's.", 0, flag_values=values)
+    flags.DEFINE_string("cache", cache, "Folder of JAX's compilation cache.", flag_values=values)
+    flags.DEFINE_string("json", "", "Also write the list to this file.", flag_values=values)

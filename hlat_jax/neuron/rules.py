@@ -1,6 +1,6 @@
 """The rules of `neuron.lint`: what Neuron documents as unsupported, why it matters, what to write instead.
 
-Programs that run once have severities of their own, because such a program may run on the host's CPU.
+A program that runs once can have another severity, because it may run on the host's CPU.
 """
 
 from __future__ import annotations
@@ -8,11 +8,11 @@ from __future__ import annotations
 import dataclasses
 
 SEVERITIES = ("error", "warning", "info")
-# A device, and the instance whose nodes programs for it are checked for.
+# device -> instance type whose nodes its programs are checked for
 TARGETS = {"trn1": "trn1.32xlarge", "trn2": "trn2.48xlarge"}
 
 _ISSUES = "frameworks/jax/setup/jax-neuronx-known-issues"
-_INF2 = "measured by others on inf2 (github.com/xbill9/tpu-jax)"
+_INF2 = "third-party measurement on inf2 (github.com/xbill9/tpu-jax)"
 _DTYPES = "about-neuron/arch/neuron-features/data-types"
 
 
@@ -25,18 +25,18 @@ class Rule:
     """One rule.
 
     Attributes:
-      severity: "error": Neuron documents that it refuses this or computes it wrongly; "warning": it may fail, or costs;
+      severity: "error": documented by Neuron as unsupported or computed wrongly; "warning": may fail or be slow;
         "info": worth knowing.
-      seen: what in the program the rule looks for.
-      why: what happens.
-      instead: what to write.
+      matches: the part of a program that breaks the rule.
+      why: what happens on the device.
+      instead: what to write instead.
       source: page of the Neuron documentation (awsdocs-neuron.readthedocs-hosted.com), or who found it.
-      once: severity in a program that runs once, such as the initial state's; None: the same.
-      trn1: severity there, where it differs from `severity`.
+      once: severity in a program that runs once, such as initialization; None: the same.
+      trn1: severity on trn1; None: the same.
     """
 
     severity: str
-    seen: str
+    matches: str
     why: str
     instead: str
     source: str
@@ -54,8 +54,8 @@ RULES: dict[str, Rule] = {
     "LW01": Rule(
         "error",
         "a primitive that JAX cannot lower for platform neuron",
-        "the program cannot be built; host callbacks and LAPACK decompositions end here",
-        "no debug.print, pure_callback, eigh or svd in it; do that on the host",
+        "the program cannot be lowered; usual causes are host callbacks and LAPACK decompositions",
+        "move debug.print, pure_callback, eigh and svd to the host",
         _ISSUES,
     ),
     "CF01": Rule(
@@ -68,27 +68,27 @@ RULES: dict[str, Rule] = {
     "CF02": Rule(
         "info",
         "`case` on a constant index",
-        "platform_dependent leaves one; it folds away",
-        "nothing; exporting for neuron alone removes it",
-        "seen in lowered programs; no page",
+        "emitted by platform_dependent; the compiler folds it",
+        "no change needed; exporting for neuron alone removes it",
+        "seen in lowered programs; not documented",
     ),
     "CF03": Rule(
         "error",
-        "`while` whose length is not a constant of the program",
-        "only loops of static length are supported",
+        "`while` whose trip count is not static",
+        "only static trip counts are supported",
         "lax.scan, or fori_loop with Python integers as bounds",
         _ISSUES,
     ),
     "CF04": Rule(
         "info",
-        "`while` of static length",
-        "supported; the compiler may unroll it, and then the program is as large as the loop is long",
-        "model.layer_loop=unroll where the compiler asks for it",
+        "`while` with a static trip count",
+        "supported, but the compiler may unroll it; the program then grows with the trip count",
+        "model.layer_loop=unroll if the compiler requires it",
         _ISSUES,
     ),
     "RED01": Rule(
         "error",
-        "`reduce` of several operands together",
+        "`reduce` with several operands",
         "argmax, argmin and categorical lower to it; variadic reductions are not supported",
         "max, compare, and min of an iota; or choose on the host",
         _ISSUES,
@@ -97,253 +97,256 @@ RULES: dict[str, Rule] = {
     "RED02": Rule(
         "warning",
         "`reduce_window`",
-        "cumsum and its like lower to it; slow, and little used",
-        "a product with a triangular mask, associative_scan, or the host",
+        "cumsum and similar functions lower to it; slow and rarely used",
+        "a matmul with a triangular mask, associative_scan, or the host",
         _code("EVRF017", "EVRF018", "EVRF019"),
     ),
     "RED03": Rule(
         "error",
         "`reduce_window` with dilation, or with several inputs",
-        "the compiler refuses it",
+        "the compiler rejects it",
         "a window without dilation, one input at a time",
         _code("EVRF017", "EVRF018", "EVRF019"),
     ),
     "RNG01": Rule(
         "error",
-        "a call of threefry2x32",
-        "Threefry is not completely supported; also the split and fold_in of rbg keys emit it",
-        'keys of impl="rbg"; in a step an integer hash of (seed, step, index)',
+        "a call to threefry2x32",
+        "Threefry is not fully supported; split and fold_in of rbg keys emit it too",
+        'jax.random.key(seed, impl="rbg"); in a step an integer hash of (seed, step, index)',
         _ISSUES,
         once="warning",
     ),
     "RNG02": Rule(
         "error",
-        "`rng_bit_generator` with another algorithm than DEFAULT",
-        "the compiler refuses it",
+        "`rng_bit_generator` with an algorithm other than DEFAULT",
+        "the compiler rejects it",
         'jax.random.key(seed, impl="rbg")',
         _code("EVRF006"),
     ),
     "RNG03": Rule(
         "error",
-        "the old `rng` operation",
+        "the legacy `rng` operation",
         "it is folded to a constant",
         "jax.random with an rbg key",
-        "third-party reading of the compiler; no page",
+        "third-party analysis of the compiler; not documented",
     ),
     "RNG04": Rule(
         "warning",
-        "a call of jax.random.randint",
+        "a call to jax.random.randint",
         "its values do not have the expected distribution",
         "NumPy on the host",
         _ISSUES,
     ),
     "RP01": Rule(
         "error",
-        "`reduce_precision` to fewer bits than its operand has",
+        "`reduce_precision` to less than the precision of its operand",
         "not supported",
         "astype",
         _ISSUES,
     ),
     "RP02": Rule(
         "warning",
-        "`reduce_precision` to the operand's own bits",
-        "not supported; remat policies that save values emit it, and it does nothing",
-        "hlat_jax.host.neuron_lowering.elide_idle_roundings() before the step is lowered",
+        "`reduce_precision` to the precision of its operand",
+        "not supported; emitted by remat policies that save values, and a no-op",
+        "call hlat_jax.host.neuron_lowering.elide_idle_roundings() before lowering",
         _ISSUES,
     ),
     "CB01": Rule(
         "error",
-        "a custom call that is not on Neuron's list; infeed, outfeed, send, recv",
-        "the compiler recognises 29 targets and no host transfer",
-        "plain JAX, or a kernel by AwsNeuronCustomNativeKernel",
+        "a custom call that Neuron does not list; infeed, outfeed, send, recv",
+        "the compiler supports 29 custom calls and no host transfers",
+        "plain JAX, or a kernel called by AwsNeuronCustomNativeKernel",
         _code("EHCA005", "EVRF015"),
     ),
     "OP01": Rule(
         "error",
         "`triangular_solve`, `cholesky`, `fft`",
         "not supported",
-        "the host, or a form of matrix products",
+        "the host, or an algorithm that uses matmuls",
         _code("EUOC002", "EVRF001"),
     ),
     "OP02": Rule("error", "`top_k`", "not supported", "repeated max, or the host", _code("EUOC002")),
     "OP03": Rule("error", "`top_k` of integers", "not supported", "float32, then repeated max", _code("EVRF013")),
     "OP04": Rule(
         "error",
-        "`sort` by more than one comparison LT, LE, GT or GE",
-        "other comparators are not supported; floats sort by total order, several keys by a chain",
-        "one integer key; or the host",
+        "`sort` whose comparator is not a single LT, LE, GT or GE",
+        "not supported; floats and several sort keys lower to longer comparators",
+        "one integer key, or the host",
         _ISSUES,
     ),
     "OP05": Rule(
-        "error", "`shift_right_arithmetic` of other than 32 bits", "the compiler refuses it", "int32", _code("EVRF022")
+        "error",
+        "`shift_right_arithmetic` of integers other than 32-bit",
+        "the compiler rejects it",
+        "int32",
+        _code("EVRF022"),
     ),
     "OP06": Rule(
         "info",
         "an operation of the `chlo` dialect",
-        "the plugin writes it out; erf_inv, of normal draws, is long",
-        "nothing; no truncated normal draws in a step",
-        "third-party reading of the plugin; no page",
+        "the plugin expands it; erf_inv (normal draws) becomes long",
+        "no change needed; avoid truncated normal draws in a step",
+        "third-party analysis of the plugin; not documented",
     ),
     "OP07": Rule(
         "info",
         "`optimization_barrier`",
-        "a pass of the compiler drops it, so it may hold nothing apart",
-        "nothing; do not rely on it for memory",
-        "third-party reading of the compiler; no page",
+        "a compiler pass removes it, so it may not separate operations",
+        "no change needed; do not rely on it to save memory",
+        "third-party analysis of the compiler; not documented",
     ),
     "OP08": Rule(
         "error",
-        "convolution with both dilations, or with stride and lhs dilation",
-        "the compiler refuses it",
-        "two convolutions, or products",
+        "convolution with lhs dilation and also rhs dilation or stride",
+        "the compiler rejects it",
+        "two convolutions, or matmuls",
         _code("EVRF010", "EVRF011"),
     ),
     "OP09": Rule(
         "error",
-        "an operation that the file of --operators does not name",
-        "`neuronx-cc list-operators --framework XLA` is the compiler's own list",
-        "operations of that list",
+        "an operation that is not in the --operators file",
+        "`neuronx-cc list-operators --framework XLA` does not list it",
+        "an operation from that file",
         _code("EVRF001"),
     ),
     "DT01": Rule(
         "error", "complex numbers", "not supported", "real arithmetic: cos and sin for RoPE", _code("EVRF004")
     ),
-    "DT02": Rule("error", "f8E4M3FN", "trn1 and trn2 have no such type", "jnp.float8_e4m3", _code("EVRF051")),
+    "DT02": Rule("error", "f8E4M3FN", "trn1 and trn2 do not have this type", "jnp.float8_e4m3", _code("EVRF051")),
     "DT03": Rule(
         "error", "an FNUZ float, f8E4M3B11FNUZ", "not supported", "jnp.float8_e4m3", _code("ESPP047", "EVRF005")
     ),
     "DT04": Rule("error", "floats of 4 or 6 bits", "not supported", "jnp.float8_e4m3", _code("ESPP004")),
-    "DT05": Rule("error", "float64", "in no table of types", "jax_enable_x64 off", _DTYPES),
+    "DT05": Rule("error", "float64", "not in the tables of supported types", "jax_enable_x64=False", _DTYPES),
     "DT06": Rule(
         "warning",
-        "64-bit integers beyond the state of a key",
-        "cast down to 32 bits, on trn2 unless --native-int64; the default of that cast is announced to change",
-        "int32, or two words of 32 bits",
+        "64-bit integers other than the state of a key",
+        "cast to 32 bits (on trn2 unless --native-int64 is set); this default is announced to change",
+        "int32, or two 32-bit words",
         _DTYPES,
     ),
     "DT07": Rule(
-        "error", "a uint64 constant of 2^32 or more", "it has no 32-bit form", "two uint32 words", _code("ESFH002")
+        "error", "a uint64 constant of 2^32 or more", "it does not fit in 32 bits", "two uint32 words", _code("ESFH002")
     ),
     "INT01": Rule(
         "error",
         "`dot_general` of integers",
-        "refused, or cast down; of int32 on trn1 with a warning today",
+        "rejected or cast; int32 on trn1 currently compiles with a warning",
         "cast to bfloat16 or float32",
         _code("EVRF035"),
         trn1="warning",
     ),
     "INT02": Rule(
         "error",
-        "scatter that computes on integers or booleans",
-        "the compiler refuses it",
+        "scatter with a computation on integers or booleans",
+        "the compiler rejects it",
         "a sum of one-hot float32 vectors",
         _code("EVRF016", "EVRF060"),
     ),
     "INT03": Rule(
         "error",
         "integer `all_reduce` or `reduce_scatter`",
-        "refused, or summed in float32, which is exact below 2^24 only",
-        "float32 counts whose every addend and total stay below 2^24, or counts in several words",
+        "rejected, or summed in float32, which is exact only below 2^24",
+        "float32 counts with all addends and totals below 2^24, or counts split into several words",
         _code("EVRF061", "EVRF063"),
     ),
-    "INT04": Rule("error", "`power` of 64-bit integers", "the compiler refuses it", "int32", _code("EVRF062")),
+    "INT04": Rule("error", "`power` of 64-bit integers", "the compiler rejects it", "int32", _code("EVRF062")),
     "GS01": Rule(
         "error",
-        "gather or scatter by an iota that reaches beyond the operand",
-        "the compiler refuses indices that it can see to lie outside",
-        "as many indices as rows; positions below model.max_positions",
+        "gather or scatter with iota indices out of bounds",
+        "the compiler rejects indices that are out of bounds at compile time",
+        "at most as many indices as rows; positions below model.max_positions",
         _code("EVRF031", "EVRF056"),
     ),
     "GS02": Rule(
         "info",
-        "gather or scatter by indices that are data, or a constant that reaches beyond the operand",
-        "one that lies outside ends the run with status 1006",
-        'jnp.clip of the indices: mode="clip" leaves it to the gather itself',
+        "gather or scatter with indices that depend on data, or constant indices out of bounds",
+        "an index out of bounds ends the run with status 1006",
+        'jnp.clip the indices; mode="clip" leaves clipping to the gather',
         "neuron-runtime/nrt-troubleshoot",
     ),
     "GS03": Rule(
         "info",
-        "scatter-add of floats into 8,192 rows or more",
-        "the gradient of a large lookup: slow",
-        "split the vocabulary over devices, or a one-hot product",
-        "performance; no page",
+        "float scatter-add into 8,192 rows or more",
+        "slow; the gradient of a large lookup lowers to it",
+        "shard the vocabulary over devices, or use a one-hot matmul",
+        "performance; not documented",
     ),
     "SH01": Rule("error", "a dynamic shape", "every dimension must be static", "fixed shapes", _code("EMOD025")),
     "SH02": Rule(
         "warning",
         "an array of 4 GB or more on one device",
-        "before SDK 2.28 its size overflows; others saw a gather from 4.7 GB return zeros silently",
-        "shard it, or split the stack of layers",
+        "before SDK 2.28 its size overflows; a gather from 4.7 GB has been seen to return zeros silently",
+        "shard it, or split the stacked layers",
         "release-notes/components/runtime (2.30.50; known issues of SDK 2.26); " + _INF2,
     ),
     "SH03": Rule(
         "warning",
         "more than 128 arguments",
-        "a call of 512 took 418 ms, of 128 took 8 ms",
-        "layers stacked into few arrays",
+        "a call with 512 took 418 ms, a call with 128 took 8 ms",
+        "stack the layers into fewer arrays",
         _INF2,
     ),
     "DN01": Rule(
         "warning",
-        "an argument of 1 MiB or more that could hold a result and is not donated",
-        "both live at once",
-        "donate_argnums, the result's sharding equal to the argument's",
-        "jax.jit's donate_argnums, which Neuron takes since JAX 0.4.34",
+        "an argument of 1 MiB or more that matches a result and is not donated",
+        "argument and result are in memory at the same time",
+        "donate_argnums, with the same sharding for argument and result",
+        "jax.jit's donate_argnums, supported by Neuron since JAX 0.4.34",
     ),
     "DA01": Rule(
         "warning",
         "`dot_general` with an algorithm",
         "not supported; jax.nn.dot_product_attention sets one",
-        "dtypes of the operands and preferred_element_type",
+        "operand dtypes and preferred_element_type",
         _ISSUES,
     ),
     "CC01": Rule(
         "error",
         "more than 16 different sets of replica groups",
-        "more are refused; 12 before SDK 2.32",
+        "the runtime rejects more; the limit was 12 before SDK 2.32",
         "fewer combinations of mesh axes",
         "release-notes/components/runtime",
     ),
     "CC02": Rule(
         "warning",
-        "`collective_permute` other than along rings of neighbouring cores of a node",
-        "other rings may crash or be slow",
-        "the axis inside a node, or NEURON_COLLECTIVE_PERMUTE_TO_ALL_GATHER=1",
+        "`collective_permute` other than in rings of neighboring cores of one node",
+        "other permutes may crash or be slow",
+        "keep the axis within a node, or set NEURON_COLLECTIVE_PERMUTE_TO_ALL_GATHER=1",
         "neuron-runtime/about/collectives; " + _ISSUES,
     ),
     "CC03": Rule(
         "warning",
-        "replica groups without one stride per axis, or with parts of chips that differ",
-        "meshes of cores that are not connected may crash",
-        "a mesh in device order, its tensor axis innermost and a divisor or multiple of the chip's cores",
+        "replica groups that are not strided, or that contain different cores of different chips",
+        "groups of cores that are not connected may crash",
+        "a mesh in device order, with tensor innermost and a divisor or multiple of the cores per chip",
         _ISSUES,
     ),
     "MEM1": Rule(
         "error",
-        "more bytes than a device has",
-        "the compiler or the load fails",
+        "more memory than a device has",
+        "compiling or loading the program fails",
         "more sharding or rematerialization, smaller microbatches",
         _code("EOOM001", "EOOM002", "EVRF009", "EXSP001"),
     ),
     "CG01": Rule(
         "warning",
-        "more than a million 128x128x512 products once loops are unrolled",
-        "instructions per program have a limit, of which the pages give no number",
-        "more tensor or pipeline parallelism, fewer microbatches in a step, -O1",
+        "more than a million 128x128x512 matmul tiles with all loops unrolled",
+        "the number of instructions per program is limited; the limit is not documented",
+        "more tensor or pipeline parallelism, fewer microbatches per step, -O1",
         _code("EBVF030", "EVRF007", "EXTP004"),
     ),
     "NK01": Rule(
         "error",
-        "a native kernel whose artifact file is not there",
-        "the custom call names it by absolute path",
+        "a native kernel whose artifact file is missing",
+        "the custom call refers to it by absolute path",
         "trace on the machine that compiles",
         _code("EVRF059"),
     ),
 }
 
-# Limits that cannot be seen in a program: an attribute of the kernel, the kernel's own contract.
-UNSEEN = {
-    "NK02": "kernel traced by an older NKI (compiler/error-codes/EVRF065): its version stands inside the artifact",
-    "MLP1": "MLP kernel wider than 4,096 per core (compiler/error-codes/EBIR023): a limit of that kernel, checked "
-    "where it is chosen",
+# Documented limits that cannot be detected in a lowered program.
+UNDETECTED = {
+    "NK02": "kernel traced by an older NKI (compiler/error-codes/EVRF065): only the artifact records the version",
+    "MLP1": "MLP kernel wider than 4,096 per core (compiler/error-codes/EBIR023): checked when it is chosen",
 }

@@ -1,6 +1,6 @@
-"""A training run of about a minute whose final loss is known: `tiny` with fewer steps, without a run folder.
+"""A training run of about a minute with a known final loss: `tiny` with fewer steps and without a run folder.
 
-Not `loop.train`, which takes every device of the process: the batch of `tiny` divides over few of an instance's.
+`loop.train` uses every device of the process, and the batch of `tiny` is too small for all devices of an instance.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from hlat_jax.run.validation import Validation
 from hlat_jax.step import make_program
 
 NUM_STEPS = 160
-# Nats per token of the whole held-out text at the end. Measured on CPU, JAX 0.10.0, with `train` below and data.seed
-# 1234: fp32 5.127 (train.seed 0), 5.185 (1); mixed 5.115 (2); bf16_sr 5.230 (3). Loss still falls fast there, so the
-# band leaves about as much room again on both sides. It begins at 7.65. benchmarks/doctor_band.py measures it again.
+# Final loss on the held-out text, in nats per token. Measured on CPU, JAX 0.10.0, by `train` below, data.seed 1234:
+# fp32 5.127 (train.seed 0), 5.185 (1); mixed 5.115 (2); bf16_sr 5.230 (3). The loss starts at 7.65 and still falls fast
+# at the end, so the band is over three times as wide as their spread. Measured by benchmarks/doctor_band.py.
 BAND = (5.0, 5.4)
 
 
@@ -38,11 +38,11 @@ class TrainingResult:
     """Result of a training run.
 
     Attributes:
-      losses: nats per token, of each step.
-      eval_loss: of the held-out text at the end.
-      num_devices: trained on.
-      compile_s: until the end of the first step, compilation included.
-      train_s: from there to the end of the last step.
+      losses: loss of each step, in nats per token.
+      eval_loss: loss on the held-out text at the end.
+      num_devices: number of devices used.
+      compile_s: seconds to the end of the first step, compilation included.
+      train_s: seconds of the remaining steps.
     """
 
     losses: tuple[float, ...]
@@ -53,7 +53,7 @@ class TrainingResult:
 
 
 def short_config(precision: PrecisionConfig) -> Config:
-    """Returns the config that is trained, with the precision of a run."""
+    """Returns the config of the short training, with the precision of a run."""
     mutable = config_lib.load("tiny")
     mutable.precision.policy = precision.policy
     mutable.precision.stochastic_rounding = precision.stochastic_rounding
@@ -63,7 +63,7 @@ def short_config(precision: PrecisionConfig) -> Config:
 
 
 def train(config: Config, devices: Sequence[Any]) -> TrainingResult:
-    """Trains on as many of `devices` as its batch divides over."""
+    """Trains on as many of `devices` as the batch can be split over."""
     began = time.monotonic()
     count = next(n for n in range(min(len(devices), config.data.batch_size), 0, -1) if passes(config, n))
     layout = layout_over(config, devices[:count])
@@ -81,7 +81,7 @@ def train(config: Config, devices: Sequence[Any]) -> TrainingResult:
             if number == 0:
                 jax.block_until_ready(metrics)
                 compile_s = time.monotonic() - began
-            jax.block_until_ready(losses[-2:][0])  # one step ahead of the device, as the loop is
+            jax.block_until_ready(losses[-2:][0])  # one step ahead of the device, as in `loop`
     losses = tuple(map(float, jax.device_get(losses)))
     train_s = time.monotonic() - began - compile_s
     return TrainingResult(losses, validation(state["params"])["eval_loss"], count, compile_s, train_s)

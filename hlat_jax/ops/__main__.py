@@ -1,4 +1,4 @@
-"""The address that the commands of ops had; prints where they are."""
+"""Former address of the ops commands; prints the new one."""
 
 import sys
 

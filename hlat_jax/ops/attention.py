@@ -39,7 +39,7 @@ def attention(
       v_BSKH: values.
       segment_ids_BT: int32, or None when every row is one segment.
       implementation: a name that `OP.choose` returns, or platform -> name, see `dialect.Op.run`.
-      window: keys that a query attends to, its own the last; None: all before it. Source: arXiv 2310.06825, section 2.
+      window: number of keys that a query attends to, its own included; None: all. Source: arXiv 2310.06825, section 2.
 
     Raises:
       ValueError: arguments of inconsistent shapes or dtypes, or that the implementation cannot serve.
@@ -68,7 +68,7 @@ def extended_attention(
       q_BTNH: query of the new token, already rotated.
       k_BTKH: its key.
       v_BTKH: its value.
-      past_BSKH: keys and values of S slots.
+      past_BSKH: cached keys and values, in S slots.
       visible_BS: bool, the slots that the query attends to.
     """
     b, t, n, h = q_BTNH.shape
@@ -94,7 +94,7 @@ def describe_call(
       q_shape: (B, T, N, H) of the queries on one device; S = T.
       num_kv_heads: on one device.
       dtype: of queries, keys and values.
-      has_segments: rows hold several documents, which must not attend to each other.
+      has_segments: whether rows hold several documents, which must not attend to each other.
       window: see `attention`.
     """
     return {
@@ -110,7 +110,8 @@ def _check(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT):
     described = f"queries {q_BTNH.shape} {q_BTNH.dtype}, keys {k_BSKH.shape} {k_BSKH.dtype}"
     if k_BSKH.shape != v_BSKH.shape or not q_BTNH.dtype == k_BSKH.dtype == v_BSKH.dtype:
         raise ValueError(
-            f"{described}, values {v_BSKH.shape} {v_BSKH.dtype}: keys and values must be alike, and all of one dtype."
+            f"{described}, values {v_BSKH.shape} {v_BSKH.dtype}: keys and values must have the same shape, and all "
+            "three the same dtype."
         )
     if not q_BTNH.ndim == k_BSKH.ndim == 4 or _without_heads(q_BTNH) != _without_heads(k_BSKH):
         raise ValueError(f"{described}: shapes must be [B, T, N, H] and [B, T, K, H].")
@@ -141,8 +142,8 @@ def _einsum(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, window):
 def _blocked(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, window):
     """Queries in static blocks, each against its unmasked keys, with batch and key-value heads merged.
 
-    The backward pass keeps queries, keys and values and recomputes the scores of each block: on cpu, the platform that
-    uses this, that costs less than storing them in fresh memory.
+    The backward pass keeps queries, keys and values and recomputes the scores of each block: on cpu, where this is
+    chosen, that costs less than storing them in newly allocated memory.
     """
     b, t, n, h = q_BTNH.shape
     k = k_BSKH.shape[2]
@@ -188,8 +189,8 @@ def _causal_mask(num_queries: int, num_keys: int, *, offset: int = 0, window: in
     return queries >= keys if window is None else (queries >= keys) & (queries - keys < window)
 
 
-# The kernels below are imported when they are run, or asked on their own platform: no other run has to load them. They
-# take no more than they say; `unsupported_reasons` refuses the rest.
+# The kernels below are imported only when they are run, or checked on their own platform. Arguments that a kernel does
+# not take are rejected by its `unsupported_reasons`.
 
 
 def _chunked(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, window):
@@ -236,9 +237,9 @@ def _triton_unsupported_reasons(**call):
 
 OP = Op("model.attention")
 OP.register(Implementation("einsum", _einsum, {"*": 10}))
-# XLA on cpu does not fuse attention: skipping the masked half of the scores pays there
+# XLA on cpu does not fuse attention: skipping the masked half of the scores is faster there
 OP.register(Implementation("blocked", _blocked, {"cpu": 20, "*": 5}))
-# for the memory of long rows; slower, so that only an explicit name or a measured table selects it
+# takes less memory for long rows but is slower: only an explicit name or a measured table selects it
 OP.register(Implementation("chunked", _chunked, {"*": 4}))
 # below the others: not yet run on a device
 OP.register(Implementation("nki", _nki, {"neuron": 1}, _nki_unsupported_reasons))

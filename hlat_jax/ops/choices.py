@@ -19,7 +19,7 @@ from hlat_jax.precision import POLICIES
 def calls(config: Config, layout: Layout) -> dict[str, dict[str, Any]]:
     """Returns key of ModelConfig -> CallSpec of the op in one microbatch of training, on one device.
 
-    RMSNorm's is that in a layer, which equals that before the head; RoPE's is that of the queries.
+    For RMSNorm the call in a layer, which equals that before the head; for RoPE the call on the queries.
     """
     model, degrees = config.model, layout.degrees
     rows, seq_len = config.data.batch_size // (layout.row_degree * config.train.num_microbatches), config.data.seq_len
@@ -53,7 +53,7 @@ def choices(config: Config, layout: Layout, *, platform: str | None = None) -> d
       platform: of the devices; None: that of the layout.
 
     Raises:
-      ValueError: an implementation that cannot serve the run's calls, or a `model.ops_table` of another kind of device.
+      ValueError: an implementation that cannot serve the run's calls, or a `model.ops_table` of another device kind.
     """
     times = None
     if config.model.ops_table:

@@ -1,4 +1,4 @@
-"""Attention whose memory is linear in T: an online softmax over blocks of keys, and its own backward pass.
+"""Attention in memory linear in T: an online softmax over blocks of keys, with a backward pass of its own.
 
 Queries and keys are cut into blocks, and one static loop visits every pair of blocks that is not fully masked: half of
 them under a causal mask, a band with a window. The forward pass keeps the output and the log-sum-exp of each query,
@@ -29,14 +29,14 @@ def attention(
     segment_ids_BT: jax.Array | None,
     window: int | None,
 ) -> jax.Array:
-    """Returns [B, T, N, H] as `ops.attention` has it. Reverse mode only."""
+    """Returns [B, T, N, H] as `ops.attention`. Reverse mode only."""
     return _attention(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, window)
 
 
 def block_pairs(num_blocks: int, *, block: int, window: int | None) -> np.ndarray:
     """Returns int32 [pairs, 2]: (query block, key block) that are not fully masked, each query's own block first."""
-    reach = num_blocks if window is None else -(-(window - 1) // block)  # key blocks before the query's own
-    pairs = [(i, j) for i in range(num_blocks) for j in range(i, max(-1, i - reach - 1), -1)]
+    num_previous = num_blocks if window is None else -(-(window - 1) // block)  # key blocks before the query's own
+    pairs = [(i, j) for i in range(num_blocks) for j in range(i, max(-1, i - num_previous - 1), -1)]
     return np.asarray(pairs, np.int32)
 
 
@@ -52,14 +52,14 @@ def _forward(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, window):
     def visit(sums, pair):
         i, j = pair
         top_XUG, total_XUG, out_XUGH = (_at(total, i) for total in sums)
-        scores_XUGS = _scores(_at(q_CXUGH, i), _at(k_CXSH, j), _seen(i, j, u, ids_CXS, window))
+        scores_XUGS = _scores(_at(q_CXUGH, i), _at(k_CXSH, j), _mask(i, j, u, ids_CXS, window))
         new_top_XUG = jnp.maximum(top_XUG, scores_XUGS.max(axis=-1))
         weights_XUGS = jnp.exp(scores_XUGS - new_top_XUG[..., None])
         shrink_XUG = jnp.exp(top_XUG - new_top_XUG)
         out_XUGH = out_XUGH * shrink_XUG[..., None] + _values(weights_XUGS.astype(v_CXSH.dtype), _at(v_CXSH, j))
         total_XUG = total_XUG * shrink_XUG + weights_XUGS.sum(axis=-1)
         parts = (new_top_XUG, total_XUG, out_XUGH)
-        return tuple(_with(total, i, part) for total, part in zip(sums, parts, strict=True)), None
+        return tuple(_updated(total, i, part) for total, part in zip(sums, parts, strict=True)), None
 
     start = (
         jnp.full((c, x, u, g), _MASKED, jnp.float32),
@@ -86,7 +86,7 @@ def _backward(window, residuals, dout_BTNH):
     def visit(grads, pair):
         i, j = pair
         dq_CXUGH, dk_CXSH, dv_CXSH = grads
-        scores_XUGS = _scores(_at(q_CXUGH, i), _at(k_CXSH, j), _seen(i, j, u, ids_CXS, window))
+        scores_XUGS = _scores(_at(q_CXUGH, i), _at(k_CXSH, j), _mask(i, j, u, ids_CXS, window))
         probs_XUGS = jnp.exp(scores_XUGS - _at(lse_CXUG, i)[..., None])
         dprobs_XUGS = _dot("XUGH,XSH->XUGS", _at(dout_CXUGH, i), _at(v_CXSH, j))
         dscores_XUGS = (probs_XUGS * (dprobs_XUGS - _at(inner_CXUG, i)[..., None]) * scale).astype(q_BTNH.dtype)
@@ -94,9 +94,9 @@ def _backward(window, residuals, dout_BTNH):
         dq_XUGH = _dot("XUGS,XSH->XUGH", dscores_XUGS, _at(k_CXSH, j))
         dk_XSH = _dot("XUGS,XUGH->XSH", dscores_XUGS, _at(q_CXUGH, i))
         dv_XSH = _dot("XUGS,XUGH->XSH", probs_XUGS, _at(dout_CXUGH, i))
-        dq_CXUGH = _with(dq_CXUGH, i, _at(dq_CXUGH, i) + dq_XUGH)
-        dk_CXSH = _with(dk_CXSH, j, _at(dk_CXSH, j) + dk_XSH)
-        dv_CXSH = _with(dv_CXSH, j, _at(dv_CXSH, j) + dv_XSH)
+        dq_CXUGH = _updated(dq_CXUGH, i, _at(dq_CXUGH, i) + dq_XUGH)
+        dk_CXSH = _updated(dk_CXSH, j, _at(dk_CXSH, j) + dk_XSH)
+        dv_CXSH = _updated(dv_CXSH, j, _at(dv_CXSH, j) + dv_XSH)
         return (dq_CXUGH, dk_CXSH, dv_CXSH), None
 
     start = tuple(jnp.zeros(operand.shape, jnp.float32) for operand in (q_CXUGH, k_CXSH, v_CXSH))
@@ -114,7 +114,7 @@ _attention.defvjp(_forward, _backward)
 
 
 def _cut(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT):
-    """Returns blocks [C, X, ...] of all operands, X = B * K, T padded by masked positions."""
+    """Returns blocks [C, X, ...] of all operands; X = B * K, and T is padded by masked positions."""
     kv_heads = k_BSKH.shape[2]
     k_CXSH, v_CXSH = (_cut_queries(x, kv_heads)[:, :, :, 0] for x in (k_BSKH, v_BSKH))
     ids_CXS = None
@@ -140,7 +140,7 @@ def _joined(x_CXUGH, shape):
     return x_BCUKGH.reshape(b, c * u, n, h)[:, :t]
 
 
-def _seen(i, j, block, ids_CXS, window):
+def _mask(i, j, block, ids_CXS, window):
     """Returns bool [1 or X, U, 1, S]: the keys of block j that the queries of block i attend to."""
     queries_U1 = i * block + jax.lax.broadcasted_iota(jnp.int32, (block, 1), 0)
     keys_1S = j * block + jax.lax.broadcasted_iota(jnp.int32, (1, block), 1)
@@ -165,7 +165,7 @@ def _at(blocks, index):
     return jax.lax.dynamic_index_in_dim(blocks, index, keepdims=False)
 
 
-def _with(blocks, index, block):
+def _updated(blocks, index, block):
     return jax.lax.dynamic_update_index_in_dim(blocks, block, index, 0)
 
 

@@ -16,7 +16,7 @@ from hlat_jax.parallel import collectives
 from hlat_jax.parallel.collectives import SINGLE_DEVICE, ParallelContext
 from hlat_jax.passes import scaling
 
-# Most positions of each row whose logits "chunked" holds at once, and fewest where rows are long.
+# Most positions of each row whose logits "chunked" holds at once, and fewest for long rows.
 CHUNK_POSITIONS = 256
 LEAST_POSITIONS = 128
 
@@ -51,14 +51,14 @@ def cross_entropy(
     weights_BT: jax.Array,
     options: LossOptions,
 ) -> SumAndCount:
-    """Returns the sum over tokens of weight * (nll + z_loss_weight * log_normaliser^2), and of the weights, in fp32.
+    """Returns the sums over tokens of weight * (nll + z_loss_weight * log_normaliser^2) and of weight, in fp32.
 
-    Logits, softmax and sums are fp32. The forward pass computes the gradients of `hidden_BTD` and `head_VD` too, while
-    it has the logits; they have the dtype of their primal, and the weights get none. Reverse mode only. Under
-    `passes.autocast` with a loss scale, the gradient products of an fp32 call stay fp32: they are not scaled yet.
+    Logits, softmax and sums are fp32. The forward pass also computes the gradients of `hidden_BTD` and `head_VD`,
+    while it has the logits, in the dtypes of these; the weights have no gradient. Reverse mode only. Under
+    `passes.autocast` with a loss scale, the gradient products of an fp32 call stay fp32: they are still unscaled.
 
     Args:
-      hidden_BTD: input of the head, fp32 or bf16; T sharded as `options.ctx` has it between layers.
+      hidden_BTD: input of the head, fp32 or bf16; T sharded as `options.ctx` shards it between layers.
       head_VD: this device's rows of the output projection, or of the embedding table when tied.
       targets_BT: int32 below V, also at positions of weight 0.
       weights_BT: fp32; weight of each target.
@@ -103,7 +103,7 @@ def _in_chunks(chunk_of: Callable[[int], int]) -> Callable[..., jax.Array]:
 OP = Op("model.cross_entropy")
 # one large product, no loop
 OP.register(Implementation("dense", _in_chunks(lambda seq_len: seq_len), {"*": 10}))
-# on cpu, fresh memory for the logits costs more than a second pass over the head's gradient
+# on cpu, newly allocated memory for the logits costs more than a second pass over the head's gradient
 OP.register(Implementation("chunked", _in_chunks(_chunk), {"cpu": 20, "*": 5}))
 
 
@@ -122,7 +122,7 @@ def _forward(hidden_BTD, head_VD, targets_BT, weights_BT, static):
     z_loss_weight, chunk, axes = static
     precision = None
     if scaling.is_applied() and hidden_BTD.dtype == jnp.float32:
-        precision = jax.lax.DotAlgorithmPreset.F32_F32_F32  # autocast does not change it
+        precision = jax.lax.DotAlgorithmPreset.F32_F32_F32  # which autocast does not change
 
     def add(sums, rows):
         hidden_RD, targets_R, weights_R = rows
@@ -131,7 +131,7 @@ def _forward(hidden_BTD, head_VD, targets_BT, weights_BT, static):
         dlogits_RV = dlogits_RV.astype(hidden_RD.dtype)
         dhidden_RD = _product(dlogits_RV, head_VD, (1, 0), precision=precision).astype(hidden_RD.dtype)
         grad_VD = _product(dlogits_RV, hidden_RD, (0, 0), precision=precision)
-        # the first chunk starts the sum: no array of zeros
+        # a single chunk needs no array of zeros to add to
         return (total + loss, grad_VD if dhead_VD is None else dhead_VD + grad_VD), dhidden_RD
 
     single = chunk == hidden_BTD.shape[1]
@@ -156,7 +156,7 @@ def _softmax_loss(logits_RV, targets_R, weights_R, z_loss_weight, axes) -> tuple
         targets_R = targets_R - collectives.axis_index(axes) * logits_RV.shape[1]
     exp_RV = jnp.exp(logits_RV - largest_R[:, None])
     sum_R = jnp.sum(exp_RV, axis=-1)
-    # clipped here: mode="clip" passes the index on to the gather, and on Neuron one out of bounds ends the run
+    # clipped explicitly: mode="clip" leaves it to the gather, and on Neuron an out-of-bounds index aborts the run
     rows_R = jnp.clip(targets_R, 0, logits_RV.shape[1] - 1)
     target_logit_R = jnp.take_along_axis(logits_RV, rows_R[:, None], axis=-1, mode="clip")[:, 0]
     if axes:

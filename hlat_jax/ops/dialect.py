@@ -1,9 +1,9 @@
-"""Operator dialects: an op is a contract with several implementations, of which one is chosen, with the reasons.
+"""Operator dialects: an op is a contract with several implementations, of which one is chosen, for stated reasons.
 
 Nothing falls back silently. `auto` is resolved once, before tracing, from the platform and the specs of the calls
-(shapes, dtypes): by measured times if there are any, otherwise by level. An explicit name serves every call or raises
-an error with the reasons.
-Source of the idea: RAF, arXiv 2303.04759; there the choice is by priority alone and a kernel that fails is skipped.
+(shapes, dtypes): by measured times if there are any, otherwise by level. An explicit name is used for every call,
+or raises an error with the reasons.
+Source: RAF, arXiv 2303.04759, where the choice is by priority alone and a kernel that fails is skipped.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import jax
 
 # The platform of a JAX device -> the name of its lowering platform, which is used here.
 _LOWERED_AS = {"gpu": "cuda"}
-# What is known of an op's call before it is traced, such as shapes and dtypes; see `describe_call` of each op.
+# Description of an op's call, known before tracing: shapes, dtypes. See `describe_call` of each op.
 CallSpec = Mapping[str, Any]
 
 
@@ -48,8 +48,8 @@ class Implementation:
     Attributes:
       name: its name in a config.
       run: the function; takes the arguments of the op's contract.
-      levels: lowering platform -> preference; `auto` takes the highest. "*" stands for all other platforms. Without
-        a level it does not run on a platform.
+      levels: lowering platform -> preference; `auto` takes the highest. "*" stands for all other platforms. It does
+        not run on platforms without a level.
       unsupported_reasons: takes a CallSpec by keyword; returns why the call cannot be served, [] when it can.
     """
 
@@ -106,7 +106,7 @@ class Op:
           ValueError: an implementation of that name exists.
         """
         if implementation.name in ("auto", *self.names):
-            raise ValueError(f"{self.key}: an implementation {implementation.name!r} is registered already.")
+            raise ValueError(f"{self.key}: an implementation {implementation.name!r} is already registered.")
         self._implementations[implementation.name] = implementation
 
     def choose(
@@ -115,14 +115,15 @@ class Op:
         """Returns the choice for a configured name on a platform.
 
         Args:
-          wanted: a name, or "auto": of those that can serve the call, the fastest measured one; without measured
-            times the one with the highest level, and of equal levels the one registered first.
+          wanted: a name, or "auto": of the implementations that can serve the call, the fastest measured one; without
+            measured times the one with the highest level; ties go to the one registered first.
           platform: JAX's name, such as "cpu" or "neuron".
           call: None if not known: `auto` then takes only implementations that serve every call.
           times: measured on a device of this kind.
 
         Raises:
-          ValueError: an unknown name, one that does not run there or cannot serve the call, or none that can.
+          ValueError: an unknown name, an implementation that does not run there or cannot serve the call, or no
+            implementation that can.
         """
         refusals = self.refusals(platform, call)
         able = [name for name, why in refusals.items() if not why]
@@ -158,7 +159,7 @@ class Op:
 
         Args:
           platform: JAX's name.
-          call: None if not known: only implementations that serve every call then have no reason.
+          call: None if not known: then only implementations that serve every call have an empty reason.
         """
         return {name: self._refusal(one, platform, call) for name, one in self._implementations.items()}
 
@@ -180,7 +181,7 @@ class Op:
                 raise ValueError(f"{self.key}={name!r} names no platform; give platform -> name.")
             branches = {_LOWERED_AS.get(platform, platform): one for platform, one in name.items()}
             if len(set(branches.values())) > 1:
-                # arguments are bound here: platform_dependent would trace numbers that must be static
+                # arguments are bound here, since platform_dependent would trace numbers that must be static
                 runs = {where: functools.partial(self.run, one, *args, **call) for where, one in branches.items()}
                 return jax.lax.platform_dependent(**runs)
             (name,) = set(branches.values())

@@ -15,14 +15,14 @@ def lookup(table_VD: jax.Array, tokens_BT: jax.Array, *, ctx: ParallelContext) -
     Args:
       table_VD: this device's rows of the table; all of them without `ctx.vocab`.
       tokens_BT: int32 ids of the whole vocabulary.
-      ctx: which devices hold the other rows. Each looks up its own; all but one of the terms of the sum are zero.
+      ctx: which devices hold the other rows. Each device looks up its own; all but one of the summed terms are zero.
 
     Source: Shoeybi et al. (Megatron-LM), arXiv 1909.08053, section 3.
     """
     num_rows = table_VD.shape[0]
 
     def read(rows_BT):
-        # clipped explicitly: mode="clip" leaves it to the gather, and on Neuron an index out of range ends the run
+        # clipped explicitly: mode="clip" leaves it to the gather, and on Neuron an out-of-bounds index aborts the run
         return table_VD.at[jnp.clip(rows_BT, 0, num_rows - 1)].get(mode="clip")
 
     if not ctx.vocab:

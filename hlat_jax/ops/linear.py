@@ -41,7 +41,7 @@ def column_parallel_products(
 def row_parallel(equation: str, x: jax.Array, param: Any, ctx: ParallelContext) -> jax.Array:
     """Returns the einsum of `x` and a matrix whose contracted axes are split over `tensor`: [B, T, D] between blocks.
 
-    Leaves the tensor region: the product is summed over `tensor`. Arguments as `column_parallel`.
+    Leaves the tensor region: the product is summed over `tensor`. Arguments as for `column_parallel`.
     """
     (y_BTD,) = _products(materialized(x), (param[...],), (equation,), (_logical_axes(param),), ctx, False)
     return ctx.leave_tensor_region(y_BTD)
@@ -56,7 +56,7 @@ def materialized(x: jax.Array) -> jax.Array:
 
 
 # Under `jax.checkpoint` the residuals are the matrices as stored, which the backward pass gathers again if they are
-# sharded: reshaped or gathered ones would be new values, which a scan over layers would copy and stack for every layer.
+# sharded. Reshaped or gathered ones would be new values, which a scan over layers would copy and stack for every layer.
 # No product is recomputed.
 @functools.partial(jax.checkpoint, static_argnums=(2, 3, 4, 5), prevent_cse=False)
 def _products(

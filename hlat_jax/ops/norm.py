@@ -15,7 +15,7 @@ def rms_norm(x: jax.Array, *, scale: jax.Array, eps: float, implementation: str 
     """Returns `x / rms(x) * scale` over the last axis, in the dtype of `x`.
 
     Statistics and normalisation are fp32; the quotient is rounded to `x.dtype` before the product with the
-    scale, so a bf16 model multiplies in bf16.
+    scale, so that a bf16 model multiplies in bf16.
 
     Args:
       x: [..., D], any float dtype.

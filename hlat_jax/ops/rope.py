@@ -37,7 +37,7 @@ class Llama3Scaling:
 def rope_frequencies(head_dim: int, *, theta: float, scaling: Llama3Scaling | None = None) -> np.ndarray:
     """Returns float32 [H/2]: radians per position of each rotated pair.
 
-    Computed on the host in float64 and rounded once: a constant of the program.
+    Computed on the host in float64 and rounded once, as a constant of the program.
 
     Source: arXiv 2104.09864, section 3.2.2; scaling as `rope_type="llama3"` of Hugging Face transformers.
     """
@@ -64,7 +64,7 @@ def apply_rope(
 ) -> jax.Array:
     """Returns `x_BTNH` with each pair (i, i + H/2) of a head rotated by its angle, in the dtype of `x_BTNH`.
 
-    The rotation is fp32 (the tables are) and rounded once.
+    The rotation is computed in fp32, the dtype of the tables, and rounded once.
 
     Args:
       x_BTNH: queries or keys.
@@ -79,7 +79,7 @@ def apply_rope(
     h = x_BTNH.shape[3]
     if not cos.shape[-1] == sin.shape[-1] == h // 2:
         widths = f"cos has width {cos.shape[-1]} and sin {sin.shape[-1]}"
-        raise ValueError(f"{widths}; head_dim={h} has {h // 2} pairs. Compute both by rope_tables for that head_dim.")
+        raise ValueError(f"{widths}; head_dim={h} has {h // 2} pairs. Compute both with rope_tables for that head_dim.")
     return OP.run(implementation, x_BTNH, cos, sin, **call)
 
 
@@ -99,20 +99,20 @@ def _reference(x_BTNH, cos_BTR, sin_BTR):
 
 
 def _paired(x_BTNH, cos_BTR, sin_BTR):
-    """The pair on an axis of its own: halves are concatenated along that axis, not inside a head's row."""
+    """Puts each pair on an axis of its own: halves are concatenated along that axis, not within a head."""
     x_BTN2R = x_BTNH.reshape(*x_BTNH.shape[:3], 2, -1).astype(jnp.float32)
     return _rotated(x_BTN2R, cos_BTR, sin_BTR, axis=-2).astype(x_BTNH.dtype).reshape(x_BTNH.shape)
 
 
 def _rotated(x, cos_BTR, sin_BTR, *, axis):
     first, second = jnp.split(x, 2, axis=axis)
-    heads = (slice(None), slice(None), *(None,) * (x.ndim - 3))  # and the axis of pairs
+    heads = (slice(None), slice(None), *(None,) * (x.ndim - 3))  # heads, and the axis of pairs
     cos, sin = cos_BTR[heads], sin_BTR[heads]
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=axis)
 
 
 OP = Op("model.rope")
 OP.register(Implementation("reference", _reference, {"*": 10}))
-# the same arithmetic: in large calls XLA on cpu writes the fp32 halves of "reference" to memory, never these; at a
-# lower level all the same, so that only an explicit name or a measured table changes the program of a run
+# the same arithmetic, but in large calls XLA on cpu does not write its fp32 halves to memory, as for "reference"; its
+# level is lower, so that only an explicit name or a measured table changes the program of a run
 OP.register(Implementation("paired", _paired, {"*": 5}))

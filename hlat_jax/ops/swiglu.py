@@ -16,7 +16,7 @@ def swiglu(gate: jax.Array, *, up: jax.Array, implementation: str | Mapping[str,
 
     Args:
       gate: any shape and float dtype.
-      up: of the same.
+      up: of the same shape and dtype.
       implementation: a name that `OP.choose` returns, or platform -> name, see `dialect.Op.run`.
 
     Raises:
@@ -25,9 +25,8 @@ def swiglu(gate: jax.Array, *, up: jax.Array, implementation: str | Mapping[str,
     Source: arXiv 2002.05202, equation 6, as Llama uses it.
     """
     if (gate.shape, gate.dtype) != (up.shape, up.dtype):
-        raise ValueError(
-            f"gate is {gate.dtype.name}{list(gate.shape)} and up {up.dtype.name}{list(up.shape)}; they must be equal."
-        )
+        found = f"gate is {gate.dtype.name}{list(gate.shape)} and up {up.dtype.name}{list(up.shape)}"
+        raise ValueError(f"{found}; they must have the same shape and dtype.")
     return OP.run(implementation, gate, up, **describe_call(gate.shape, dtype=gate.dtype))
 
 
@@ -42,5 +41,5 @@ def _reference(gate, up):
 
 OP = Op("model.swiglu")
 OP.register(Implementation("reference", _reference, {"*": 5}))
-# the backward pass keeps only the inputs, which are outputs of the products before
+# the backward pass keeps only the inputs, which are outputs of the preceding products
 OP.register(Implementation("recomputed", jax.checkpoint(_reference), {"*": 10}))

@@ -1,6 +1,6 @@
-"""A file of measured times of implementations, by which `auto` chooses in every run that names it.
+"""A file of measured times of implementations, by which `auto` chooses in every run whose config names the file.
 
-The file is committed, so numerics do not depend on a race at start-up: what was fastest when measured stays chosen.
+Numerics thus do not depend on timings at start-up: the implementation that was fastest when measured stays chosen.
 """
 
 from __future__ import annotations
@@ -105,10 +105,11 @@ def read(path: str) -> Table:
     """Returns the table in a file.
 
     Raises:
-      ValueError: no such file, not such a table, an unknown implementation, or a time that is not a positive float.
+      ValueError: the file is missing or not a table, or has an unknown implementation or a time that is not a positive
+        float.
     """
     try:
-        tree = read_json(pathlib.Path(path), allow_nan=True)  # `_check` refuses NaN, naming the entry
+        tree = read_json(pathlib.Path(path), allow_nan=True)  # `_check` rejects NaN, naming the entry
         entries = tuple(_measurement(entry) for entry in tree.pop("entries"))
         for number, entry in enumerate(entries):
             _check(entry, f"entry {number}, {entry.op} at {dict(entry.call)},")

@@ -1,7 +1,7 @@
-"""Automatic mixed precision: an fp32 function, run with its matrix work in bf16 or fp16.
+"""Automatic mixed precision: runs an fp32 function with its matrix products in bf16 or fp16.
 
 Apply it to the forward function, before `jax.grad`: the backward pass inherits the dtypes, and fp32 parameters receive
-fp32 gradients. `casting` applies the rules given here; `scaling` has the loss scale that fp16 needs.
+fp32 gradients. `casting` applies the rules given here; `scaling` is the loss scaling that fp16 needs.
 
     loss = autocast(loss_fp32, "bf16")
     value, grads = jax.value_and_grad(loss)(params_fp32, batch)
@@ -35,7 +35,7 @@ def _names(text: str) -> frozenset[str]:
 # Matrix products: operands are cast to the narrow dtype.
 ALWAYS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general", "ragged_dot"})
 
-# fp32, whatever the operands: bf16 is too coarse or fp16 too small. So is every primitive in none of the lists.
+# Always fp32: bf16 is too coarse, or the range of fp16 too small. So is every primitive that is in none of the lists.
 NEVER = _names(
     """
     exp exp2 expm1 log log1p pow integer_pow square sqrt rsqrt cbrt div rem tanh logistic erf erfc erf_inv
@@ -44,7 +44,7 @@ NEVER = _names(
     """
 )
 
-# Narrow where at least half of the fp32 operands already are, constants not counted.
+# Narrow if at least half of the operands declared fp32 are, not counting constants.
 INFER = _names(
     """
     add sub add_any mul neg abs sign stop_gradient max min clamp select_n floor ceil round copy copy_p name
@@ -54,21 +54,22 @@ INFER = _names(
     """
 ) | frozenset(COLLECTIVES)
 
-# Cast inside; a rule by primitive can only be `never`, one by the name of their function also `always`.
+# Calls are cast inside. A rule for the primitive can only be `never`; one for the called function also `always`.
 _CALLS = frozenset(HANDLERS)
-_WORDS = ("always", "never", "infer")
+_RULES = ("always", "never", "infer")
 
 
 @dataclasses.dataclass(frozen=True)
 class CastPolicy:
-    """How a function is cast.
+    """Dtype and rules by which a function is cast.
 
     Attributes:
-      compute: the narrow dtype, of matrix work and what follows it: bfloat16 or float16.
+      compute: the narrow dtype of matrix products and what follows them: bfloat16 or float16.
       rules: "always", "never" or "infer" by the name of a primitive, or of an op: a function under `jax.jit`,
-        `jax.custom_vjp` or `jax.custom_jvp`. An op that is `never` runs as it was declared, all of it; `always` gives
-        it narrow arguments; `infer` looks inside, which is what happens to an op without a rule.
-      carry: what loops carry. "infer": narrow where matrix work reads it and the body makes it so; "keep": fp32.
+        `jax.custom_vjp` or `jax.custom_jvp`. A `never` op runs entirely as declared; an `always` op gets narrow
+        arguments; an `infer` op, or one without a rule, is cast by the rules for the equations inside it.
+      carry: dtype of loop carries. "infer": narrow where matrix products read the carry and the body's result is
+        narrow; "keep": fp32.
     """
 
     compute: Any = jnp.bfloat16
@@ -84,15 +85,15 @@ class CastPolicy:
             raise ValueError(f"CastPolicy.compute={compute} must be bfloat16 or float16.")
         if self.carry not in ("infer", "keep"):
             raise ValueError(f"CastPolicy.carry={self.carry!r} must be infer or keep.")
-        _check_words(self.rules)
+        _check_rules(self.rules)
 
 
-def _check_words(rules: Mapping[str, str]) -> None:
+def _check_rules(rules: Mapping[str, str]) -> None:
     if not isinstance(rules, Mapping):
-        raise ValueError(f"autocast rules {rules!r} must map names to {', '.join(_WORDS)}.")
-    for name, word in rules.items():
-        if word not in _WORDS:
-            raise ValueError(f"autocast rule {name}={word!r}: a rule is {', '.join(_WORDS)}.")
+        raise ValueError(f"autocast rules {rules!r} must map names to {', '.join(_RULES)}.")
+    for name, rule in rules.items():
+        if rule not in _RULES:
+            raise ValueError(f"autocast rule {name}={rule!r}: a rule must be one of {', '.join(_RULES)}.")
 
 
 POLICIES = {"bf16": CastPolicy(jnp.bfloat16), "fp16": CastPolicy(jnp.float16)}
@@ -102,36 +103,36 @@ _overrides = jax.make_user_context(())
 
 @contextlib.contextmanager
 def overriding(rules: Mapping[str, str]) -> Iterator[None]:
-    """Functions that are traced inside are cast by these rules, before those of their policy; blocks nest.
+    """Context manager in which functions are cast by these rules before those of their policy. May be nested.
 
-    The block is part of the cache key of `jax.jit`: a jitted function is traced again for it. A name that no function
-    has is ignored.
+    The rules are part of the cache key of `jax.jit`: a jitted function is traced again under other rules. Names that no
+    function has are ignored.
 
     Raises:
-      ValueError: a word other than always, never, infer, or a misspelt name of a primitive.
+      ValueError: a rule other than always, never or infer, or a misspelt primitive name.
     """
-    _check_words(rules)
+    _check_rules(rules)
     known = _known_primitives()
     for name in set(rules) - known:
         near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.9)
         if near:
             raise ValueError(
                 f"autocast rule {name}={rules[name]!r}: no primitive has this name; did you mean {near[0]!r}? For an "
-                "op of your own with this name use CastPolicy(rules=...), which knows the function."
+                "op of your own with this name, use CastPolicy(rules=...)."
             )
     with _overrides(tuple({**dict(_overrides.value or ()), **rules}.items())):
         yield
 
 
 def autocast(fn: Callable, policy: CastPolicy | str) -> Callable:
-    """Returns a function of the same arguments and results, dtypes included, whose fp32 matrix work is narrow.
+    """Returns a function with the same arguments, results and their dtypes, whose fp32 matrix products are narrow.
 
-    Everything declared in another dtype than fp32 is left alone. It is traced anew at each call: `jax.jit` the result,
-    or what calls it.
+    Values declared in other dtypes than fp32 are unchanged. Each call traces `fn` again: wrap the result, or its
+    caller, in `jax.jit`.
 
     Args:
       fn: a function of arrays (pytrees of them) that JAX can trace.
-      policy: or its name in `POLICIES`.
+      policy: a policy, or the name of one in `POLICIES`.
 
     Raises:
       ValueError: an unknown policy; when called: a rule of the policy for a name that is neither a primitive of JAX
@@ -169,13 +170,13 @@ def autocast(fn: Callable, policy: CastPolicy | str) -> Callable:
 
 
 def is_fp16(policy: CastPolicy | str | None) -> bool:
-    """Returns whether gradients of a function cast so need a loss scale, see `scaling`."""
+    """Returns whether a policy casts to fp16, whose gradients need a loss scale; see `scaling`."""
     policy = POLICIES.get(policy) if isinstance(policy, str) else policy
     return policy is not None and jnp.dtype(policy.compute) == jnp.float16
 
 
 def _rule(rules: Mapping[str, str], eqn: Any) -> str:
-    """Returns the rule for an equation: by the name of its function or primitive, by what it computes, by the lists."""
+    """Returns the rule for an equation: that for its function or primitive, else by its operands, else by the lists."""
     name = eqn.primitive.name
     named = rules.get(op_name(eqn)) or rules.get(name)
     if named is not None:
@@ -189,7 +190,7 @@ def _rule(rules: Mapping[str, str], eqn: Any) -> str:
 
 
 def _product_rule(eqn: Any) -> str:
-    """Returns "always" for matrix work that may be narrow."""
+    """Returns the rule for a matrix product: "always" if it may be narrow."""
     precision = eqn.params["precision"]
     if jax.lax.Precision.HIGHEST in (precision if isinstance(precision, tuple) else (precision,)):
         return "never"
@@ -198,7 +199,7 @@ def _product_rule(eqn: Any) -> str:
         if not dims:
             return "never"
         if math.prod(left.shape[dim] for dim in dims) <= 1:
-            return "infer"  # as the multiplication of elements that it is
+            return "infer"  # an elementwise multiplication
     return "always"
 
 
@@ -209,14 +210,14 @@ def _known_primitives() -> set[str]:
 
 
 def _check_names(rules: Mapping[str, str], jaxpr: Any, function: str) -> None:
-    met, ops = set(), set()
+    used, ops = set(), set()
     if not set(rules) - _known_primitives():
         return
     for eqn, _ in equations(jaxpr):
-        met.add(eqn.primitive.name)
+        used.add(eqn.primitive.name)
         ops.add(op_name(eqn))
     ops.discard(None)
-    known = _known_primitives() | met | ops
+    known = _known_primitives() | used | ops
     for name in set(rules) - known:
         near = difflib.get_close_matches(name, sorted(known), n=1)
         raise ValueError(

@@ -1,6 +1,6 @@
-"""Equations that call functions (loops, branches, calls, derivative rules), bound again with those traced as cast.
+"""Autocast of the equations that call functions: loops, branches, calls, derivative rules.
 
-Each handler is given the `Cast`, which runs the functions inside.
+Each handler rebinds an equation with its functions retraced by the `Cast`.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _shard_map(cast: Any, eqn: Any, operands: list[Value], wide: Sequence[bool])
 
 
 def _cond(cast: Any, eqn: Any, operands: list[Value], wide: Sequence[bool]) -> list[Value]:
-    """Each result is narrow where every branch has it so, and otherwise as declared."""
+    """Each result is narrow if it is in every branch, and otherwise as declared."""
     index, *rest = operands
     traced = [cast.retraced(branch, _kinds(rest))[1] for branch in eqn.params["branches"]]
     kinds = [_joined(each) for each in zip(*traced, strict=True)]
@@ -96,10 +96,10 @@ def _scan(cast: Any, eqn: Any, operands: list[Value], wide: Sequence[bool]) -> l
 def _while(cast: Any, eqn: Any, operands: list[Value], wide: Sequence[bool]) -> list[Value]:
     num_cond, num_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     kinds = _kinds(operands)
-    of_body = kinds[num_cond:]
-    carry = _carry_kinds(cast, eqn.params["body_jaxpr"], of_body, slice(num_body, len(of_body)))
+    body_kinds = kinds[num_cond:]
+    carry = _carry_kinds(cast, eqn.params["body_jaxpr"], body_kinds, slice(num_body, len(body_kinds)))
     wide_carry = _stays_fp32(carry)
-    body, _ = cast.retraced(eqn.params["body_jaxpr"], [*of_body[:num_body], *carry], forced=carry, wide=wide_carry)
+    body, _ = cast.retraced(eqn.params["body_jaxpr"], [*body_kinds[:num_body], *carry], forced=carry, wide=wide_carry)
     condition, _ = cast.retraced(eqn.params["cond_jaxpr"], [*kinds[:num_cond], *carry])
     kinds = [*kinds[: num_cond + num_body], *carry]
     arrays = [_as_kind(cast, operand, kind) for operand, kind in zip(operands, kinds, strict=True)]
@@ -115,12 +115,12 @@ def _as_kind(cast: Any, operand: Value, kind: Kind) -> Any:
 
 
 def _carry_kinds(cast: Any, body: Any, kinds: Sequence[Kind], carried: slice) -> list[Kind]:
-    """Returns how the body of a loop holds what it carries.
+    """Returns the kinds in which the body of a loop holds its carry.
 
-    What matrix work reads goes narrow where the body's result does: the activations of layers. What it never reads, the
-    loop accumulates: it stays fp32, and so does the arithmetic on it. A carry only ever moves up in
-    SOFT < LOW < WIDE < KEPT < HUGE as the kinds of its results are found, so this ends. An INTEGER stays one while its
-    results are, and starts as what it would be otherwise when one is not.
+    A carry that matrix products read, such as the activations of layers, is narrow if the body's result is. One that
+    they never read is an accumulator: it stays fp32, and so does the arithmetic on it. The kinds are a fixed point:
+    each only moves up in SOFT < LOW < WIDE < KEPT < HUGE, so the iteration ends. An INTEGER stays one while the body's
+    result is INTEGER; otherwise it restarts from the kind that it would have had.
     """
     feeds = reaching(body.jaxpr, cast.is_product)[carried]
     order = [Kind.FIXED, Kind.SOFT, Kind.LOW, Kind.WIDE, Kind.KEPT, Kind.HUGE]
@@ -137,16 +137,16 @@ def _carry_kinds(cast: Any, body: Any, kinds: Sequence[Kind], carried: slice) ->
     while True:
         full = [*kinds[: carried.start], *carry, *kinds[carried.stop :]]
         outs = cast.retraced(body, full)[1][: len(carry)]
-        # narrow when it came in, fp32 when it goes out: fp32
+        # narrow on entry but fp32 on exit: fp32
         outs = [
             Kind.WIDE if old is Kind.LOW and new is not Kind.LOW else new for old, new in zip(carry, outs, strict=True)
         ]
         moved = []
-        for old, new, at_first in zip(carry, outs, first, strict=True):
+        for old, new, initial in zip(carry, outs, first, strict=True):
             if old is Kind.FIXED or new is Kind.FREE or old is new:
                 moved.append(old)
             elif old is Kind.INTEGER:
-                moved.append(at_first)
+                moved.append(initial)
             else:
                 moved.append(max(old, Kind.KEPT if new is Kind.INTEGER else new, key=order.index))
         if moved == carry:
@@ -178,10 +178,10 @@ def _custom_jvp(cast: Any, eqn: Any, operands: list[Value], wide: Sequence[bool]
 
 
 def _custom_vjp(cast: Any, eqn: Any, operands: list[Value], wide: Sequence[bool]) -> list[Value]:
-    """The user's two functions are traced at their declared dtypes and cast each by the rules, residuals among it."""
+    """The forward and backward rules are traced at their declared dtypes and cast, residuals included."""
     closed, kinds = cast.retraced(eqn.params["call_jaxpr"], _kinds(operands))
     in_avals, out_avals = closed_avals(eqn)
-    num_consts = eqn.params.get("num_consts", 0)  # operands that the function closes over: its rules know none of them
+    num_consts = eqn.params.get("num_consts", 0)  # closed-over operands, which its rules do not receive
     call = jax.custom_vjp(_named(core.jaxpr_as_fun(closed), eqn))
 
     @functools.cache
@@ -215,8 +215,8 @@ def _custom_vjp(cast: Any, eqn: Any, operands: list[Value], wide: Sequence[bool]
         wanted = _gradient_kinds(_kinds(operands[num_consts:]), in_avals[num_consts:])
         narrow, _ = cast.retraced(traced, in_kinds, forced=wanted)
         grads = iter(core.jaxpr_as_fun(narrow)(*residuals, *_inexact(cotangents, out_avals)))
-        of_operands = [next(grads) if _is_inexact(aval) else None for aval in in_avals[num_consts:]]
-        return (*[None] * num_consts, *of_operands)
+        operand_grads = [next(grads) if _is_inexact(aval) else None for aval in in_avals[num_consts:]]
+        return (*[None] * num_consts, *operand_grads)
 
     call.defvjp(forward_rule, backward_rule)
     arrays = _arrays(cast, operands)
@@ -225,7 +225,7 @@ def _custom_vjp(cast: Any, eqn: Any, operands: list[Value], wide: Sequence[bool]
 
 
 def _without_gradient(array: Any, eqn: Any) -> Any:
-    """Returns what a `custom_vjp` closes over; a gradient by it is an error, as it is without autocast, and not 0."""
+    """Returns a closed-over operand of a `custom_vjp`; a gradient by it raises, as it does without autocast."""
     if not (isinstance(array, jax.core.Tracer) and _is_inexact(array)):
         return array
     closed_over = jax.custom_jvp(lambda x: x)
@@ -233,15 +233,15 @@ def _without_gradient(array: Any, eqn: Any) -> Any:
     @closed_over.defjvp
     def rule(primals, tangents):
         raise ValueError(
-            f"autocast: {op_name(eqn)} is a jax.custom_vjp that closes over an array by which you differentiate, "
-            "and its derivative rule has no gradient for it: pass the array as an argument."
+            f"autocast: {op_name(eqn)} is a jax.custom_vjp that closes over an array that you differentiate with "
+            "respect to, and its derivative rule has no gradient for it: pass the array as an argument."
         )
 
     return closed_over(array)
 
 
 def closed_avals(eqn: Any) -> tuple[list[Any], list[Any]]:
-    """Returns what an equation takes and gives, as declared."""
+    """Returns the avals of an equation's operands and of its results, as declared."""
     return [var.aval for var in eqn.invars], [var.aval for var in eqn.outvars]
 
 
@@ -254,7 +254,7 @@ def _named(function: Any, eqn: Any) -> Any:
 
 
 def _gradient_kinds(kinds: Sequence[Kind], avals: Sequence[Any]) -> list[Kind]:
-    """Returns how tangents or cotangents of values are held: in the dtype of the values."""
+    """Returns the kinds of the tangents or cotangents of values: they have the dtypes of the values."""
     pairs = zip(kinds, avals, strict=True)
     return [kind if kind <= Kind.LOW and kind != Kind.FREE else Kind.SOFT for kind, aval in pairs if _is_inexact(aval)]
 
@@ -264,12 +264,12 @@ def _is_inexact(aval: Any) -> bool:
 
 
 def _inexact(items: Sequence[Any], avals: Sequence[Any]) -> list[Any]:
-    """Returns those items whose values have a derivative."""
+    """Returns the items of values that have a derivative."""
     return [item for item, aval in zip(items, avals, strict=True) if _is_inexact(aval)]
 
 
 def _with_zeros(items: Sequence[Any], avals: Sequence[Any]) -> list[Any]:
-    """Returns the items, with JAX's empty derivative for each value that has none."""
+    """Returns the items, with a float0 zero for each value that has no derivative."""
     items = iter(items)
     return [next(items) if _is_inexact(aval) else np.zeros(aval.shape, jax.dtypes.float0) for aval in avals]
 

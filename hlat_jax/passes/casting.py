@@ -1,6 +1,6 @@
-"""Autocast of a traced function: each equation bound again, at dtypes from the rules and its operands.
+"""Autocast of a traced function: rebinds each equation at dtypes that follow from the rules and its operands.
 
-`calls` has the equations that call functions.
+`calls` handles the equations that call functions.
 """
 
 from __future__ import annotations
@@ -13,36 +13,36 @@ import jax
 import jax.numpy as jnp
 
 from hlat_jax.passes.calls import HANDLERS
-from hlat_jax.passes.jaxpr import ALL_REDUCES, called, op_name, place_of, rebind
+from hlat_jax.passes.jaxpr import ALL_REDUCES, CALL_JAXPRS, SUM_COLLECTIVES, called, op_name, place_of, rebind
 from hlat_jax.passes.kinds import Kind, Value, is_fp32, kind_of_constant, mixed, saturated, value
 
 _ADDS = frozenset({"add", "sub", "add_any"})
 
-# A full-size operand that `never` made fp32 keeps these fp32: rounding a sum loses what rounding a factor does not.
+# fp32 if a full-size operand is fp32 because of `never`: rounding a sum loses more than rounding a factor.
 _SUMS = _ADDS | {"dynamic_update_slice", "scatter"}
 
-# In fp32 where `never` operations alone read the result, directly or by way of more of these, ...
+# fp32 if only `never` operations read the result, directly or through more of these, ...
 _ARITHMETIC = _SUMS | {"mul"}
-# ... of these, ...
+# ... through these, ...
 _MOVES = (
     frozenset({"neg", "abs", "max", "min", "clamp", "select_n", "reduce_max", "reduce_min", "stop_gradient", "copy"})
     | frozenset({"copy_p", "convert_element_type", "broadcast_in_dim", "reshape", "transpose", "squeeze", "slice"})
     | frozenset({"dynamic_slice", "pad", "rev", "concatenate", "split", "gather"})
     | frozenset({"name", "sharding_constraint", "reshard"})
 )
-# ... of these, result i of which is operand i, ...
+# ... through these, whose result i is operand i, ...
 _PASSES = frozenset({"optimization_barrier", "device_put", "pvary", "pcast"})
-# ... and of calls: what a custom_vjp reads its functions keep for the backward pass, so it is none.
-_OPEN_CALLS = frozenset({"jit", "remat2", "closed_call", "core_call", "shard_map", "custom_jvp_call"})
+# ... and through calls; not `custom_vjp`, which may keep its operands for the backward pass.
+_OPEN_CALLS = CALL_JAXPRS.keys() - {"custom_vjp_call"}
 
-# What these make of integers is exact enough when narrow: the tables of RoPE, a softmax of distances.
+# On integers, their results are accurate enough when narrow: the tables of RoPE, a softmax of distances.
 _BOUNDED = frozenset({"sin", "cos", "tanh", "logistic", "erf", "erfc", "exp"})
 
-# Result i is operand i, moved or combined with its like.
+# The kind of result i is that of operand i.
 _EACH = ALL_REDUCES | {"optimization_barrier", "pvary", "pcast", "sort"}
 
-# Of constants that fp16 can hold, these make numbers that it may not hold: 300 * 300.
-_GROWING = _ADDS | {"mul", "psum", "psum_invariant", "reduce_scatter"}
+# Results may overflow fp16 even if the operands are constants that it can represent: 300 * 300.
+_GROWING = _ADDS | SUM_COLLECTIVES | {"mul"}
 
 
 class Cast:
@@ -50,7 +50,7 @@ class Cast:
 
     Attributes:
       low: the narrow dtype.
-      rule: "always", "never" or "infer", of an equation.
+      rule: equation -> "always", "never" or "infer".
       narrow_carry: whether loops may carry narrow values.
     """
 
@@ -62,7 +62,7 @@ class Cast:
     def outputs(self, closed: Any, args: Sequence[Any]) -> list[Any]:
         """Returns the results of a jaxpr in their declared dtypes."""
         kinds = [_kind_of(var.aval) for var in closed.jaxpr.invars]
-        # their dtype is fp32 in any case: a weight after its update, a moment
+        # wide, because they are returned in fp32 in any case: an updated weight, a moment
         outs = self._run_closed(closed, args, kinds, wide=[True] * len(closed.out_avals))
         outs = [out.declared() for out in outs]
         return [out if isinstance(out, jax.Array) else jnp.asarray(out) for out in outs]  # a literal
@@ -70,13 +70,13 @@ class Cast:
     def retraced(
         self, closed: Any, kinds: Sequence[Kind], *, forced: Sequence[Kind | None] = (), wide: Sequence[bool] = ()
     ) -> tuple[Any, list]:
-        """Returns (the jaxpr for operands held as `kinds` say, the kinds of its results).
+        """Returns (the jaxpr for operands of the given kinds, the kinds of its results).
 
         Args:
           closed: as declared.
-          kinds: of its parameters.
-          forced: kinds that results shall have; None: any.
-          wide: of each result, whether `never` operations alone read it.
+          kinds: of its inputs.
+          forced: kinds that results must have; None: any.
+          wide: for each result, whether only `never` operations read it.
         """
         key = id(closed.jaxpr), tuple(map(id, closed.consts)), tuple(kinds), tuple(forced), tuple(wide)
         if key not in self._traced:
@@ -100,12 +100,12 @@ class Cast:
         return jaxpr, list(found)
 
     def run(self, jaxpr: Any, values: Sequence[Value], wide: Sequence[bool]) -> list[Value]:
-        """Returns the results of an open jaxpr, its equations bound again under the current trace.
+        """Returns the results of an open jaxpr, its equations rebound under the current trace.
 
         Args:
           jaxpr: open.
-          values: of its parameters.
-          wide: of each result, whether `never` operations alone read it; empty: of none.
+          values: of its inputs.
+          wide: for each result, whether only `never` operations read it; empty: False for all.
         """
         env = dict(zip([*jaxpr.constvars, *jaxpr.invars], values, strict=True))
 
@@ -129,11 +129,11 @@ class Cast:
         return [read(atom) for atom in jaxpr.outvars]
 
     def is_product(self, eqn: Any) -> bool:
-        """Returns whether the rule of an equation is `always`."""
+        """Returns whether the rule for an equation is `always`."""
         return self.rule(eqn) == "always"
 
     def _narrow_read(self, jaxpr: Any, wide: Sequence[bool]) -> set[Any]:
-        """Returns all but what `never` operations alone read: to narrow that and widen it again would lose its bits."""
+        """Returns the variables that operations other than `never` read; narrowing the rest would only lose bits."""
         key = id(jaxpr), tuple(wide)
         if key in self._read:
             return self._read[key][0]
@@ -146,7 +146,7 @@ class Cast:
         return found
 
     def _wide_operands(self, eqn: Any, wide: list[bool]) -> list[bool]:
-        """Returns for each operand whether it comes to `never` operations alone; `wide`: which results do."""
+        """Returns for each operand whether only `never` operations read it; `wide`: the same for each result."""
         name, rule = eqn.primitive.name, self.rule(eqn)
         if rule == "infer" and name in _OPEN_CALLS:
             found = self._narrow_read(called(eqn), wide)
@@ -172,8 +172,8 @@ class Cast:
         name, rule = eqn.primitive.name, self.rule(eqn)
         is_array = all(isinstance(var.aval, jax.core.ShapedArray) for var in [*eqn.invars, *eqn.outvars])
         if rule == "never" or not is_array:
-            is_of_integers = name == "iota" or mixed(operand.kind for operand in operands) is Kind.INTEGER
-            return self._declared(eqn, operands, Kind.INTEGER if is_of_integers and name not in _BOUNDED else Kind.WIDE)
+            are_integers = name == "iota" or mixed(operand.kind for operand in operands) is Kind.INTEGER
+            return self._declared(eqn, operands, Kind.INTEGER if are_integers and name not in _BOUNDED else Kind.WIDE)
         if name in HANDLERS:
             if rule == "always":
                 operands = [self._narrowed(operand) for operand in operands]
@@ -195,15 +195,15 @@ class Cast:
     def _product(self, eqn: Any, operands: list[Value]) -> list[Value]:
         fp32 = [operand for operand in operands if operand.kind is not Kind.FIXED]
         floats = [operand for operand in operands if jnp.issubdtype(operand.dtype, jnp.floating)]
-        is_told = isinstance(eqn.params.get("precision"), (jax.lax.DotAlgorithm, jax.lax.DotAlgorithmPreset))
-        # the user's own choice of dtypes, or of an algorithm for fp32
-        if not fp32 or is_told or any(o.dtype not in (jnp.float32, self.low) for o in floats):
+        is_user_choice = isinstance(eqn.params.get("precision"), (jax.lax.DotAlgorithm, jax.lax.DotAlgorithmPreset))
+        # the user has chosen the dtypes, or an algorithm for fp32
+        if not fp32 or is_user_choice or any(o.dtype not in (jnp.float32, self.low) for o in floats):
             return self._declared(eqn, operands, Kind.WIDE)
         kinds = {operand.kind for operand in fp32}
-        is_of_vectors = is_dot_of_vectors(eqn)
-        if Kind.INTEGER in kinds or (is_of_vectors and kinds != {Kind.LOW}):
+        is_vector_dot = is_dot_of_vectors(eqn)
+        if Kind.INTEGER in kinds or (is_vector_dot and kinds != {Kind.LOW}):
             return self._declared(eqn, operands, Kind.WIDE)
-        return self._narrow(eqn, operands, keep_result=is_of_vectors)
+        return self._narrow(eqn, operands, keep_result=is_vector_dot)
 
     def _narrow(
         self, eqn: Any, operands: list[Value], *, keep_result: bool = False, saturate: bool = False
@@ -229,7 +229,7 @@ class Cast:
         if kind is not Kind.LOW:
             return self._declared(eqn, operands, kind)
         if name in _ADDS and any(operand.kind > Kind.LOW for operand in operands):
-            # a mask of finfo(float32).min that is an argument, plus scores: finite, and absorbs them
+            # such as scores plus a mask of finfo(float32).min that is an argument: the sum must stay finite
             (out,) = rebind(eqn, [operand.declared() for operand in operands])
             return self._results(eqn, [saturated(out, self.low)], [Kind.LOW])
         return self._narrow(eqn, operands, saturate=True)
@@ -239,8 +239,8 @@ class Cast:
         highest = mixed(kinds)
         size = max((var.aval.size for var in eqn.outvars if is_fp32(var.aval)), default=0)
         if size > 1 and eqn.primitive.name == "mul" and set(kinds) == {Kind.INTEGER, Kind.LOW}:
-            return Kind.LOW  # a factor, such as a mask of integers: relative to the product its rounding is small
-        # a constant, or fp32 made of integers; a value that must stay
+            return Kind.LOW  # a factor, such as a mask of integers: its rounding error is small relative to the product
+        # constants alone, or a value that must stay fp32
         if highest <= Kind.FREE or highest >= Kind.KEPT:
             return Kind.SOFT if highest is Kind.FIXED else self._grown(eqn, highest)
         is_wide_sum = eqn.primitive.name in _SUMS and any(
@@ -252,7 +252,7 @@ class Cast:
         return max(highest, Kind.SOFT)
 
     def _grown(self, eqn: Any, kind: Kind) -> Kind:
-        """Returns the kind of what an equation makes of a kind; bf16 has the range of fp32."""
+        """Returns the kind of a result from that of its operands: bf16 has the range of fp32, fp16 may overflow."""
         may_overflow = kind is Kind.FREE and eqn.primitive.name in _GROWING and self.low == jnp.float16
         return Kind.HUGE if may_overflow else kind
 
@@ -260,7 +260,7 @@ class Cast:
         (operand,), new = operands, eqn.params["new_dtype"]
         if operand.kind is Kind.LOW and new in (self.low, jnp.float32):
             return self._results(eqn, [operand.narrow(self.low)], [Kind.FIXED if new == self.low else Kind.LOW])
-        if operand.kind is not Kind.FIXED and new == jnp.float32:  # from weakly typed, at most
+        if operand.kind is not Kind.FIXED and new == jnp.float32:  # only the weak type changes
             return self._declared(eqn, operands, operand.kind)
         if jnp.issubdtype(operand.dtype, jnp.floating):
             return self._declared(eqn, operands, Kind.WIDE)
@@ -278,7 +278,7 @@ class Cast:
 
 
 def is_dot_of_vectors(eqn: Any) -> bool:
-    """Returns whether a product is a sum of products of elements: vectors by vectors, one result each, no matrix."""
+    """Returns whether a product only contracts pairs of vectors, with one result each."""
     if eqn.primitive.name != "dot_general":
         return all(var.aval.size <= 1 for var in eqn.outvars)
     (_, (batch, _)), left = eqn.params["dimension_numbers"], eqn.invars[0].aval

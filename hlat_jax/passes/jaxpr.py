@@ -1,4 +1,4 @@
-"""Reads the equations of traced programs and binds them again. Differences of jaxprs between JAX versions end here."""
+"""Reads and rebinds the equations of traced programs; hides the differences of jaxprs between JAX versions."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import jax.numpy as jnp
 from jax.extend import core, source_info_util
 
 CHECKPOINT = "remat2"
-# Calls without any effect of their own.
+# Calls that do nothing but run their function.
 PLAIN_CALLS = {"jit", "closed_call", "core_call"}
-# Equations that call one function whose parameters and results are the equation's own, and where its jaxpr lies.
-_CALLED = {
+# Primitives that call one function on their operands and return its results -> the parameter that holds its jaxpr.
+CALL_JAXPRS = {
     "jit": "jaxpr",
     "closed_call": "call_jaxpr",
     "core_call": "call_jaxpr",
@@ -24,7 +24,7 @@ _CALLED = {
     "custom_jvp_call": "call_jaxpr",
     "custom_vjp_call": "call_jaxpr",
 }
-# Collectives, and what XLA calls each.
+# Collective primitives, and the XLA operation that each is lowered to.
 COLLECTIVES = {
     "psum": "all-reduce",
     "psum_invariant": "all-reduce",
@@ -37,7 +37,9 @@ COLLECTIVES = {
     "ppermute": "collective-permute",
 }
 ALL_REDUCES = frozenset(name for name, kind in COLLECTIVES.items() if kind == "all-reduce")
-# Results with the elements of their operand, or made of none.
+# Collectives that sum over devices.
+SUM_COLLECTIVES = (ALL_REDUCES | {"reduce_scatter"}) - {"pmax", "pmin"}
+# Primitives whose results have the elements of their operand, or that have no operand.
 SAME_ELEMENTS = frozenset(
     {"name", "copy", "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "stop_gradient", "iota"}
 )
@@ -47,7 +49,7 @@ TRANSCENDENTAL = frozenset(
     | {"erf", "erfc", "erf_inv"}
 )
 # Raised by a traced function that needs the value of an array.
-_OF_TRACERS = (
+_VALUE_ERRORS = (
     jax.errors.ConcretizationTypeError,
     jax.errors.TracerArrayConversionError,
     jax.errors.TracerIntegerConversionError,
@@ -65,10 +67,10 @@ def inner_jaxprs(eqn: Any) -> Iterator[Any]:
 
 
 def equations(jaxpr: Any, *, trips: int = 1) -> Iterator[tuple[Any, int]]:
-    """Yields (equation, how often it runs) for every equation of a jaxpr, each followed by those inside it.
+    """Yields (equation, number of executions) for every equation of a jaxpr, each followed by the equations inside it.
 
     A `while` counts as one trip, and every branch of a `cond` as taken. The derivative rules of `custom_vjp` are not
-    inside: they are in the trace of a gradient.
+    included: they appear in the trace of a gradient.
     """
     for eqn in jaxpr.eqns:
         yield eqn, trips
@@ -77,7 +79,7 @@ def equations(jaxpr: Any, *, trips: int = 1) -> Iterator[tuple[Any, int]]:
 
 
 def inner_trips(eqn: Any) -> int:
-    """Returns how often an equation runs the jaxprs inside it: the trips of a scan, the grid of a kernel, else once."""
+    """Returns how often an equation runs the jaxprs inside it: the length of a scan, the grid of a kernel, else 1."""
     if eqn.primitive.name == "scan":
         return eqn.params["length"]
     if eqn.primitive.name == "pallas_call":
@@ -86,13 +88,13 @@ def inner_trips(eqn: Any) -> int:
 
 
 def called(eqn: Any) -> Any:
-    """Returns the open jaxpr of the one function that an equation calls with its own operands; None: it calls none."""
-    key = _CALLED.get(eqn.primitive.name)
+    """Returns the open jaxpr of the one function that an equation calls with its operands; None if it calls none."""
+    key = CALL_JAXPRS.get(eqn.primitive.name)
     return None if key is None else getattr(eqn.params[key], "jaxpr", eqn.params[key])
 
 
 def aval_bytes(aval: Any) -> int:
-    """Returns the bytes of an abstract value; 0 for one without a shape, such as a token."""
+    """Returns the size in bytes of an abstract value; 0 for one without a shape, such as a token."""
     return math.prod(getattr(aval, "shape", ())) * getattr(getattr(aval, "dtype", None), "itemsize", 0)
 
 
@@ -102,7 +104,7 @@ def is_transposed(eqn: Any) -> bool:
 
 
 def op_name(eqn: Any) -> str | None:
-    """Returns the name of the function that an equation calls, as its `def` has it; None where there is none."""
+    """Returns the name of the function that an equation calls, as in its `def`; None if it calls none."""
     if eqn.primitive.name == "jit":
         return eqn.params["name"]
     if eqn.primitive.name == "pallas_call":
@@ -112,34 +114,34 @@ def op_name(eqn: Any) -> str | None:
 
 
 def function_name(fn: Any) -> str:
-    """Returns what errors call a function."""
+    """Returns the name of a function for error messages."""
     return getattr(fn, "__qualname__", type(fn).__name__)
 
 
 @contextlib.contextmanager
 def tracing(fn: Any, args: Any, *, by: str) -> Iterator[None]:
-    """Context in which a pass traces a user's function: errors of tracing name the function, others are unchanged.
+    """Context manager in which a pass traces a user's function: tracing errors are reraised with the function's name.
 
     Args:
       fn: the function.
-      args: pytree of what it is traced with.
-      by: the pass, for the error.
+      args: pytree of its arguments.
+      by: name of the pass, for the error.
 
     Raises:
-      ValueError: the function needs the values of arrays, or takes or returns something else than arrays.
+      ValueError: the function needs the values of arrays, or takes or returns values other than arrays.
     """
     try:
         yield
     except (TypeError, IndexError) as error:
         what = str(error).partition("\n")[0]
-        is_of_types = isinstance(error, TypeError)
-        stranger = _first_non_array_type(args) if is_of_types else None
-        if stranger is not None:
-            reason = f" with an argument of type {stranger}: arguments are arrays and pytrees of them;"
-        elif isinstance(error, _OF_TRACERS) or (is_of_types and "concrete values" in what):
-            reason = f": {what} Let jax.lax.cond or jnp.where branch on values of arrays, and"
-        elif is_of_types and "a valid JAX" in what:
-            reason = f": {what.rstrip('.')}. Return arrays and pytrees of them, and"
+        is_type_error = isinstance(error, TypeError)
+        non_array = _first_non_array_type(args) if is_type_error else None
+        if non_array is not None:
+            reason = f" with an argument of type {non_array}: arguments must be arrays or pytrees of arrays;"
+        elif isinstance(error, _VALUE_ERRORS) or (is_type_error and "concrete values" in what):
+            reason = f": {what} Use jax.lax.cond or jnp.where to branch on array values, and"
+        elif is_type_error and "a valid JAX" in what:
+            reason = f": {what.rstrip('.')}. Return arrays or pytrees of arrays, and"
         else:
             raise
         reason += " bind other values with functools.partial."
@@ -157,7 +159,7 @@ def _first_non_array_type(args: Any) -> str | None:
 
 @contextlib.contextmanager
 def place_of(eqn: Any) -> Iterator[None]:
-    """Context that gives what is bound inside the name stack, source line and context of an equation."""
+    """Context manager in which new equations get the name stack, source line and context of `eqn`."""
     source = eqn.source_info
     stack = source_info_util.current_name_stack() + source.name_stack
     with source_info_util.user_context(source.traceback, name_stack=stack), eqn.ctx.manager:
@@ -165,17 +167,17 @@ def place_of(eqn: Any) -> Iterator[None]:
 
 
 def rebind(eqn: Any, args: Sequence[Any], **changed: Any) -> list[Any]:
-    """Returns the results of an equation's primitive on other operands, with some of its parameters changed."""
+    """Returns the results of binding an equation's primitive to other operands, with some parameters changed."""
     bound = eqn.primitive.get_bind_params({**eqn.params, **changed})
-    functions, params = bound if isinstance(bound, tuple) else ((), bound)  # JAX 0.9 has the functions apart
+    functions, params = bound if isinstance(bound, tuple) else ((), bound)  # JAX 0.9 returns the functions separately
     results = eqn.primitive.bind(*functions, *args, **params)
     return list(results) if eqn.primitive.multiple_results else [results]
 
 
 def vjp_of(eqn: Any, args: Sequence[Any]) -> tuple[list[Any], Callable]:
-    """Returns (results, their pullback) of an equation that calls, by its own derivative rule.
+    """Returns (results, pullback) of a call equation, by its own derivative rule.
 
-    The pullback is by the operands of the function alone: arrays that it closes over come before them.
+    The pullback is with respect to the function's operands, not to the closed-over arrays that come before them.
     """
     num_consts = eqn.params.get("num_consts", 0)
     consts, operands = args[:num_consts], args[num_consts:]
@@ -188,7 +190,7 @@ def manual_axes(eqn: Any) -> frozenset[str]:
 
 
 def without_consts(closed: Any) -> tuple[Any, list[Any]]:
-    """Returns (open jaxpr, arrays that it takes before its operands) of a closed one."""
+    """Returns (open jaxpr, constants) of a closed jaxpr; the open one takes the constants before its operands."""
     if not closed.consts:
         return closed.jaxpr, []
     num_consts = len(closed.consts)
@@ -200,12 +202,12 @@ def without_consts(closed: Any) -> tuple[Any, list[Any]]:
 
 
 def reaching(jaxpr: Any, is_end: Callable[[Any], bool], *, wanted: Sequence[bool] | None = None) -> list[bool]:
-    """Returns for each parameter of a jaxpr whether something computed from it is an operand of an end.
+    """Returns for each input of a jaxpr whether a value computed from it is an operand of a selected equation.
 
     Args:
       jaxpr: open.
-      is_end: of an equation.
-      wanted: results that count as ends too; None: none.
+      is_end: selects equations.
+      wanted: for each result, whether reaching it counts too; None: no result does.
     """
     found = {var for var, want in zip(jaxpr.outvars, wanted or (), strict=False) if want and _is_var(var)}
     for eqn in reversed(jaxpr.eqns):
@@ -244,11 +246,11 @@ def _reached_in_loop(body: Any, is_end: Callable[[Any], bool], outs: list[bool],
 
 
 def stops_on_floats(eqn: Any) -> bool:
-    """Returns whether floats that a `while` carries decide when it ends, by themselves or by flags made of them.
+    """Returns whether a `while` ends on floats that it carries, directly or through flags computed from floats.
 
-    A flag is a boolean that the body computes from floats, `error < tol`, or an integer that flags choose:
-    `where(error < tol, 1, 0)`. What it computes from integers is none, wherever those come from: the end of a text
-    whose tokens are the `argmax` of logits.
+    A flag is a boolean that the body computes from floats, `error < tol`, or an integer that flags select:
+    `where(error < tol, 1, 0)`. A value computed from integers is not a flag, whatever the integers come from: the end
+    of a text whose tokens are the `argmax` of logits.
     """
     num_cond, num_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     body = eqn.params["body_jaxpr"].jaxpr
@@ -267,7 +269,7 @@ def stops_on_floats(eqn: Any) -> bool:
 
 
 def _flags_behind(jaxpr: Any, wanted: Sequence[bool]) -> list[bool] | None:
-    """Returns which parameters are flags that the wanted results are made of; None: floats are too."""
+    """Returns which inputs are flags that the wanted results are computed from; None if floats are among those."""
     found = {var for var, want in zip(jaxpr.outvars, wanted, strict=True) if want and _is_var(var)}
     for eqn in reversed(jaxpr.eqns):
         inner, chooses = called(eqn), eqn.primitive.name in ("select_n", "convert_element_type")

@@ -14,33 +14,33 @@ from jax.extend import core
 
 from hlat_jax.host.jax_compat import ad, batching, mlir
 
-# Elements of an array on a device that are fetched; of larger ones the largest is found where they are.
+# Most elements of a constant that are fetched from a device; the largest element of a larger one is found there.
 _MAX_FETCHED = 1 << 16
 
 
 class Kind(enum.IntEnum):
-    """How a value of a traced function is held; `mixed` has the kind of fp32 arithmetic on several."""
+    """How a value of a traced function is held; `mixed` gives the kind of fp32 arithmetic on several values."""
 
-    FIXED = 0  # not fp32 by declaration (integers, keys, bf16 of the user's own): autocast leaves its dtype alone
-    FREE = 1  # an fp32 constant that the narrow dtype can hold: takes the dtype of what it meets
+    FIXED = 0  # not declared fp32 (integers, keys, the user's own bf16): its dtype is unchanged
+    FREE = 1  # an fp32 constant that the narrow dtype can represent: takes the dtype of the other operands
     LOW = 2  # declared fp32, held in the narrow dtype
-    SOFT = 3  # fp32 for no reason but its declaration: an argument, a parameter
+    SOFT = 3  # fp32 only because it is declared so: an argument, a parameter
     WIDE = 4  # fp32 because a `never` operation made it so
-    KEPT = 5  # fp32 until a `never` or `always` operation reads it: what a loop accumulates
-    INTEGER = 6  # as KEPT, products included: made of integers and constants alone, exact in fp32 and not when narrow
-    HUGE = 7  # as KEPT, and with numbers that the narrow dtype cannot, or may not, hold: a mask of -1e30
+    KEPT = 5  # fp32 until a `never` or `always` operation reads it: a loop's accumulator
+    INTEGER = 6  # as KEPT, also in products: computed from integers and constants, exact in fp32 but not when narrow
+    HUGE = 7  # as KEPT: has, or may have, numbers that the narrow dtype cannot represent: a mask of -1e30
 
 
 @dataclasses.dataclass(eq=False)
 class Value:
-    """A value of the declared program, and the forms it has been given so far: one cast to each dtype.
+    """A value of the declared program, with its casts so far.
 
     Attributes:
       kind: see `Kind`.
       dtype: as declared.
       size: number of elements.
       forms: arrays by dtype.
-      is_saturated: whether finite numbers beyond the range of the narrow dtype are finite in its form.
+      is_saturated: whether finite numbers beyond the range of the narrow dtype are finite in the cast to it.
     """
 
     kind: Kind
@@ -58,11 +58,11 @@ class Value:
         return self._as(self.dtype)
 
     def narrow(self, low: Any, *, saturate: bool = False) -> Any:
-        """Returns the array in `low`; what is not declared fp32 stays as it is.
+        """Returns the array in `low`; values that are not declared fp32 are unchanged.
 
         Args:
           low: the narrow dtype.
-          saturate: finite numbers beyond the range of `low` become its largest. Those of HUGE values always do.
+          saturate: whether finite numbers beyond the range of `low` become its largest; in HUGE values they always do.
         """
         if self.kind is Kind.FIXED:
             return self.declared()
@@ -80,7 +80,7 @@ class Value:
 def saturated(array: jax.Array, low: Any) -> jax.Array:
     """Returns an fp32 array in `low`, where finite numbers stay finite; its derivative is that of a cast.
 
-    It is a primitive since it has to be transposed as a cast is: programs of tangents have it too.
+    It is a primitive so that it can be transposed like a cast: it occurs in tangent programs too.
     """
     return _saturated_p.bind(array, low=jnp.dtype(low))
 
@@ -107,7 +107,7 @@ mlir.register_lowering(_saturated_p, mlir.lower_fun(_saturated, multiple_results
 
 
 def mixed(kinds: Iterable[Kind]) -> Kind:
-    """Returns the kind of fp32 arithmetic on several: the highest, and INTEGER only without data in fp32 beside it."""
+    """Returns the kind of fp32 arithmetic on several: the highest. INTEGER with other fp32 data counts as KEPT."""
     kinds = set(kinds)
     if Kind.INTEGER in kinds and kinds - {Kind.FIXED, Kind.FREE, Kind.INTEGER}:
         kinds = {Kind.KEPT, *(kinds - {Kind.INTEGER})}
@@ -115,23 +115,23 @@ def mixed(kinds: Iterable[Kind]) -> Kind:
 
 
 def value(array: Any, *, kind: Kind, aval: Any, low: Any) -> Value:
-    """Returns the value of an array that is held as `kind` says; `aval` is what was declared."""
+    """Returns the `Value` of an array held as `kind`; `aval` is the declared type."""
     dtype = getattr(aval, "dtype", None)
     return Value(kind, dtype, getattr(aval, "size", 0), {low if kind is Kind.LOW else dtype: array})
 
 
 def is_fp32(aval: Any) -> bool:
-    """Returns whether a declared value is one that autocast may hold in another dtype."""
+    """Returns whether a value is declared fp32, so that autocast may hold it in another dtype."""
     return isinstance(aval, jax.core.ShapedArray) and aval.dtype == jnp.float32
 
 
 def kind_of_constant(array: Any, aval: Any, low: Any) -> Kind:
-    """Returns the kind of a constant: of a literal (FREE or HUGE), or of an array that a function closes over."""
+    """Returns the kind of a constant: a literal (FREE or HUGE), or an array that a function closes over."""
     if not is_fp32(aval):
         return Kind.FIXED
     if isinstance(array, jax.core.Tracer):
         return Kind.SOFT
-    if isinstance(array, jax.Array) and not array.is_fully_addressable:  # bf16 has the range of fp32 but for the last
+    if isinstance(array, jax.Array) and not array.is_fully_addressable:  # bf16 has almost the range of fp32
         return Kind.HUGE if low == jnp.float16 else Kind.SOFT
     if isinstance(array, jax.Array) and array.size > _MAX_FETCHED:
         with jax.ensure_compile_time_eval():
@@ -142,7 +142,7 @@ def kind_of_constant(array: Any, aval: Any, low: Any) -> Kind:
         return Kind.HUGE
     if aval.size > 1:
         return Kind.SOFT
-    # an epsilon that would become 0
+    # HUGE also for an epsilon that would become 0
     return Kind.HUGE if sizes.size and float(sizes.min()) < float(info.smallest_subnormal) else Kind.FREE
 
 

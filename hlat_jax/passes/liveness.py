@@ -1,11 +1,11 @@
-"""Peak bytes of temporaries of a traced program, estimated from the lifetime of every value in it.
+"""Estimates the peak bytes of temporaries of a traced program from the lifetime of every value in it.
 
 The model of the buffers that a compiler allocates:
-- products, reductions, loops and collectives write buffers; what is elementwise is computed where it is read, unless
+- products, reductions, loops and collectives write buffers; elementwise operations are fused into their readers, unless
   that would compute an exponential or a quotient twice;
-- a loop writes its stacked results in place, and updates its carry in place where the old value is not read again;
-- a product copies an operand whose dims are not in its order, and runs when its result is first read: the gradients of
-  weights last.
+- a loop writes its stacked results in place, and updates its carry in place if the old value is not read again;
+- a product copies an operand whose dims are in another order than it reads, and runs just before its result is first
+  read: the gradients of weights last.
 Shapes inside `shard_map` are those of one device. Arguments, and results that reuse donated arguments, are not
 temporaries. tests/plan/test_memory.py compares the estimate with XLA's allocation on CPU.
 """
@@ -24,7 +24,7 @@ from jax.extend.core import Literal
 
 from hlat_jax.passes.jaxpr import COLLECTIVES, TRANSCENDENTAL, aval_bytes, called, is_transposed
 
-# Their operands are buffers, and so are their results.
+# Operands and results of these are buffers.
 _OPAQUE = {"dot_general", "scan", "while", "cond", "gather", "scatter", "scatter-add", "sort", "top_k", "cumsum"}
 _OPAQUE |= {"dynamic_update_slice", "optimization_barrier", "conv_general_dilated", *COLLECTIVES}
 _REDUCTIONS = {"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "argmax", "argmin"}
@@ -47,9 +47,9 @@ class Peak:
     """Peak memory of a program, in bytes on one device.
 
     Attributes:
-      total: of temporaries.
-      in_loops: carried or stacked by loops, at their own peak: kept activations and sums of gradients.
-      kept: left by forward passes to backward passes, at the peak of those.
+      total: all temporaries.
+      in_loops: values that loops carry or stack, at their own peak: kept activations and sums of gradients.
+      kept: values that forward passes keep for backward passes, at their own peak.
     """
 
     total: int
@@ -59,17 +59,17 @@ class Peak:
 
 @dataclasses.dataclass
 class _Op:
-    """One operation on values, which are numbers.
+    """One operation; values are identified by numbers.
 
     Attributes:
       name: of the primitive.
       ins: values read.
-      outs: values made.
+      outs: values written.
       moved: those of `ins` that a product copies first.
-      body: of a scan, with how many of its inputs are constant or carried.
-      num_consts: likewise.
-      num_carry: likewise.
-      is_backward: of the backward pass of a differentiated function; its recomputation included.
+      body: of a scan.
+      num_consts: of a scan: number of constant inputs, the first.
+      num_carry: of a scan: number of carried inputs, the next.
+      is_backward: whether it belongs to a backward pass, recomputation included.
     """
 
     name: str
@@ -88,7 +88,7 @@ class _Op:
 
 @dataclasses.dataclass
 class _Block:
-    """Operations in order, the values that come from outside, and those that leave."""
+    """Operations in order, with the values that enter and leave."""
 
     ops: list[_Op]
     ins: list[int]
@@ -180,46 +180,46 @@ def _share_of(leaf: Any) -> float:
 
 
 def _moved_operands(eqn: Any, ins: list[int]) -> set[int]:
-    """Returns the operands of a product that are copied into its order: batch, free, summed by batch, summed, free.
+    """Returns the operands that a product copies: it reads [batch, free, contracted] by [batch, contracted, free].
 
-    A product without batch dims takes either order of the two.
+    Without batch dims, it reads free and contracted dims in either order.
     """
-    summed, batch = eqn.params["dimension_numbers"]
+    contracted, batch = eqn.params["dimension_numbers"]
     moved = set()
     for side, (value, var) in enumerate(zip(ins, eqn.invars, strict=True)):
         lead = tuple(range(len(batch[side])))
-        is_summed = [dim in summed[side] for dim in range(len(lead), var.aval.ndim)]
-        changes = sum(a != b for a, b in itertools.pairwise(is_summed))
-        turned = lead and changes and is_summed[0] != bool(side)
+        is_contracted = [dim in contracted[side] for dim in range(len(lead), var.aval.ndim)]
+        changes = sum(a != b for a, b in itertools.pairwise(is_contracted))
+        turned = lead and changes and is_contracted[0] != bool(side)
         if tuple(batch[side]) != lead or changes > 1 or turned:
             moved.add(value)
     return moved
 
 
 def _peak(block: _Block, sizes: list[int], owned: frozenset[int]) -> Peak:
-    """Returns the most that the values of a block take beside its inputs and those that its caller `owned`."""
-    ops = _in_order_of_need(_alive(block))
+    """Returns the peak of the values of a block, without its inputs and those that its caller owns (`owned`)."""
+    ops = _scheduled(_alive(block))
     sources = _sources(ops, frozenset(block.outs))
     dying = _dying(ops, sources, leaving=set(block.outs) - owned)
     used = {value for values in dying.values() for value in values}
     live: dict[int, int] = {}
     looped: set[int] = set()
-    kept = _left_to_backward(ops, dying)
+    kept = _kept_for_backward(ops, dying)
     most = Peak(0, 0, 0)
     for place, op in enumerate(ops):
         made = {value: sizes[value] for value in op.outs if sources[value] == (value,) and value not in owned}
-        passing, carried_on = Peak(sum(sizes[value] for value in op.moved), 0, 0), {}
+        transient, reused = Peak(sum(sizes[value] for value in op.moved), 0, 0), {}
         if op.body is not None:
-            passing = _iteration_peak(op, sizes)
+            transient = _iteration_peak(op, sizes)
             starts = {source for value in op.carried for source in sources.get(value, ())}
-            carried_on = {value: live[value] for value in starts.intersection(dying[place], live)}
+            reused = {value: live[value] for value in starts.intersection(dying[place], live)}
             looped.update(op.outs)
-        fresh = max(0, sum(made.values()) - sum(carried_on.values()))
-        loops = [size for value, size in (live | made).items() if value in looped - carried_on.keys()]
+        fresh = max(0, sum(made.values()) - sum(reused.values()))
+        loops = [size for value, size in (live | made).items() if value in looped - reused.keys()]
         most = Peak(
-            max(most.total, sum(live.values()) + fresh + passing.total),
-            max(most.in_loops, sum(loops) + passing.in_loops),
-            max(most.kept, sum(size for value, size in (live | made).items() if value in kept) + passing.kept),
+            max(most.total, sum(live.values()) + fresh + transient.total),
+            max(most.in_loops, sum(loops) + transient.in_loops),
+            max(most.kept, sum(size for value, size in (live | made).items() if value in kept) + transient.kept),
         )
         for value in dying[place]:
             live.pop(value, None)
@@ -227,8 +227,8 @@ def _peak(block: _Block, sizes: list[int], owned: frozenset[int]) -> Peak:
     return most
 
 
-def _left_to_backward(ops: list[_Op], dying: dict[int, list[int]]) -> set[int]:
-    """Returns the values that the forward pass makes and the backward pass reads last."""
+def _kept_for_backward(ops: list[_Op], dying: dict[int, list[int]]) -> set[int]:
+    """Returns the values that are written in the forward pass and last read in the backward pass."""
     forward = {value for op in ops if not op.is_backward for value in op.outs}
     return {
         value
@@ -240,7 +240,7 @@ def _left_to_backward(ops: list[_Op], dying: dict[int, list[int]]) -> set[int]:
 
 
 def _dying(ops: list[_Op], sources: dict[int, tuple[int, ...]], *, leaving: set[int]) -> dict[int, list[int]]:
-    """Returns the buffers that are read for the last time, by the number of the operation that does."""
+    """Returns number of an operation -> the buffers that it is the last to read."""
     last_use: dict[int, int] = {}
     for place, values in [(place, op.ins) for place, op in enumerate(ops)] + [(len(ops), leaving)]:
         last_use |= {source: place for value in values for source in sources.get(value, ())}
@@ -251,7 +251,7 @@ def _dying(ops: list[_Op], sources: dict[int, tuple[int, ...]], *, leaving: set[
 
 
 def _iteration_peak(op: _Op, sizes: list[int]) -> Peak:
-    """Returns the peak of one iteration of a loop beside what the loop reads, carries and stacks."""
+    """Returns the peak of one iteration of a loop, without what the loop reads, carries and stacks."""
     body = op.body
     made_at = {value: place for place, inner in enumerate(body.ops) for value in inner.outs}
     last_read = {value: place for place, inner in enumerate(body.ops) for value in inner.ins}
@@ -263,7 +263,7 @@ def _iteration_peak(op: _Op, sizes: list[int]) -> Peak:
 
 
 def _alive(block: _Block) -> list[_Op]:
-    """Returns the operations that something leaving the block is made of."""
+    """Returns the operations that the results of the block depend on."""
     needed, kept = set(block.outs), []
     for op in reversed(block.ops):
         if needed.intersection(op.outs):
@@ -272,8 +272,8 @@ def _alive(block: _Block) -> list[_Op]:
     return kept[::-1]
 
 
-def _in_order_of_need(ops: list[_Op]) -> list[_Op]:
-    """Returns the operations with products and elementwise ones just before the first that reads them."""
+def _scheduled(ops: list[_Op]) -> list[_Op]:
+    """Returns the operations with each product or elementwise one moved to just before its first reader."""
     needed_at: dict[int, float] = {}
     places = []
     for number, op in reversed(list(enumerate(ops))):
@@ -287,16 +287,16 @@ def _in_order_of_need(ops: list[_Op]) -> list[_Op]:
 
 
 def _sources(ops: list[_Op], outs: frozenset[int]) -> dict[int, tuple[int, ...]]:
-    """Returns, for each value made here, the buffers that it is read from: itself when it is one.
+    """Returns for each value computed here the buffers that it is read from: itself if it is a buffer.
 
-    Where a product moves an elementwise value, every product that reads it makes a copy of its own: `moved` grows.
+    If a product copies an elementwise value, all products that read it do: it is added to their `moved`.
     """
     readers: dict[int, list[_Op]] = collections.defaultdict(list)
     for op in ops:
         for value in op.ins:
             readers[value].append(op)
     sources: dict[int, tuple[int, ...]] = {}
-    costly: set[int] = set()  # what is computed where it is read, and costs
+    costly: set[int] = set()  # fused values that are costly to compute
     for op in ops:
         below = tuple(dict.fromkeys(source for value in op.ins for source in sources.get(value, ())))
         is_costly = op.name in TRANSCENDENTAL or not costly.isdisjoint(op.ins)
@@ -317,7 +317,7 @@ def _sources(ops: list[_Op], outs: frozenset[int]) -> dict[int, tuple[int, ...]]
 
 
 def _ends(value: int, readers: dict[int, list[_Op]]) -> Iterator[tuple[_Op, int]]:
-    """Yields who reads a value, past views of it, and as which value."""
+    """Yields (reader of a value, the value it reads), looking through views."""
     for op in readers[value]:
         if op.name in _VIEWS:
             yield from (end for out in op.outs for end in _ends(out, readers))

@@ -1,9 +1,9 @@
-"""Gives every float intermediate of a function a name, and makes functions whose backward pass keeps chosen ones.
+"""Names every float intermediate of a function, and makes functions whose backward pass saves chosen ones.
 
-A name is that of the primitive and its number in the function, `dot_general.3`: the same function, shapes and JAX give
-the same names. Nothing is marked by hand. Names go through calls (`jit`), which stay; the function's own
-`jax.checkpoint` stays too, and what is chosen inside it is kept all the same. Loops, `custom_vjp` and kernels are
-single values from outside; what the derivative rule of a `custom_vjp` names itself may be chosen too.
+A name is the primitive and its number in the function, `dot_general.3`: the same function, shapes and version of JAX
+give the same names. Values inside calls (`jit`) and inside the function's own `jax.checkpoint` are named too, and both
+remain in the function; values chosen inside a `jax.checkpoint` are saved. Loops, `custom_vjp` and kernels are not
+looked into, but names that the derivative rule of a `custom_vjp` gives itself can be chosen.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ STOCK_POLICIES = ("everything_saveable", "dots_saveable", "dots_with_no_batch_di
 
 
 class MissingValues(ValueError):
-    """Values chosen that a function does not have, or an unknown policy."""
+    """Chosen values that a function does not have, or an unknown policy."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +45,7 @@ class RematChoice:
 
     Attributes:
       saved: names kept on the device.
-      offloaded: names kept in the memory of the host.
+      offloaded: names kept in host memory.
       stock_policy: one of `STOCK_POLICIES`, used instead of names.
     """
 
@@ -60,7 +60,7 @@ class RematChoice:
 
     @property
     def policy(self) -> Callable:
-        """The policy of `jax.checkpoint` that keeps them."""
+        """The policy of `jax.checkpoint` that saves them."""
         if self.stock_policy:
             return getattr(checkpoint_policies, self.stock_policy)
         if not self.offloaded:
@@ -79,31 +79,31 @@ class RematChoice:
 
 
 def is_choice(text: str) -> bool:
-    """Returns whether a text was written by `str` of a `RematChoice`."""
+    """Returns whether a string is the `str` of a `RematChoice`."""
     return text.startswith((_PREFIX, _STOCK))
 
 
 def parse_choice(text: str) -> RematChoice:
-    """Returns the `RematChoice` that `str` of it wrote. Raises MissingValues for a policy that does not exist."""
+    """Returns the `RematChoice` with this `str`. Raises MissingValues for an unknown policy."""
     if text.startswith(_STOCK):
         policy = text.removeprefix(_STOCK)
         if policy not in STOCK_POLICIES:
-            raise MissingValues(f"{text} is not a policy that can be chosen: {', '.join(STOCK_POLICIES)}.")
+            raise MissingValues(f"{text}: the policy must be one of {', '.join(STOCK_POLICIES)}.")
         return RematChoice(stock_policy=policy)
     saved, _, offloaded = text.removeprefix(_PREFIX).partition(_HOST)
     return RematChoice(*(tuple(name for name in names.split(",") if name) for names in (saved, offloaded)))
 
 
 def checkpointed(fn: Callable, choice: RematChoice, *, prevent_cse: bool = True) -> Callable:
-    """Returns `fn` whose backward pass keeps its arguments and what is chosen.
+    """Returns `fn` with a backward pass that saves its arguments and the chosen values.
 
     Args:
-      fn: a function of arrays; what it closes over is kept too.
+      fn: a function of arrays; what it closes over is saved too.
       choice: of the names that `named` gives.
-      prevent_cse: as for `jax.checkpoint`; may be False where `fn` is all that a loop runs.
+      prevent_cse: as for `jax.checkpoint`; may be False if `fn` is the whole body of a loop.
 
     Raises:
-      MissingValues: when called: a choice of values that `fn` has not.
+      MissingValues: when called: a choice of values that `fn` does not have.
     """
     elide_idle_roundings()
     inner = fn if choice.stock_policy else named(fn, choice)
@@ -114,7 +114,7 @@ def checkpointed_loops(fn: Callable, choice: RematChoice) -> Callable:
     """Returns `fn` with the body of each outermost `lax.scan` checkpointed; names begin with the scan's, `scan0.`.
 
     Raises:
-      ValueError: when called: `fn` has no such loop, or (MissingValues) a choice of values that they have not.
+      ValueError: when called: `fn` has no such loop, or (MissingValues) a choice of values that they do not have.
     """
     elide_idle_roundings()
 
@@ -122,7 +122,7 @@ def checkpointed_loops(fn: Callable, choice: RematChoice) -> Callable:
         closed, leaves, rebuilt = _traced(fn, args)
         if not num_loops(closed.jaxpr):
             raise ValueError(
-                f"{function_name(fn)} has no lax.scan outside a call of another kind; give the layer itself."
+                f"{function_name(fn)} has no lax.scan at its top level or inside jit; give the layer itself."
             )
         namer = _Namer(choice)
         outs = _emit_loops(closed.jaxpr, closed.consts, leaves, namer)
@@ -133,7 +133,7 @@ def checkpointed_loops(fn: Callable, choice: RematChoice) -> Callable:
 
 
 def named(fn: Callable, choice: RematChoice) -> Callable:
-    """Returns `fn` with every float intermediate named. Raises MissingValues for a name in `choice` that it has not."""
+    """Returns `fn` with every float intermediate named. Raises MissingValues for an unknown name in `choice`."""
 
     def run(*args: Any) -> Any:
         closed, leaves, rebuilt = _traced(fn, args)
@@ -146,7 +146,7 @@ def named(fn: Callable, choice: RematChoice) -> Callable:
 
 
 def num_loops(jaxpr: Any) -> int:
-    """Returns the number of outermost scans, inside calls too."""
+    """Returns the number of outermost scans, including those inside calls."""
     found = 0
     for eqn in jaxpr.eqns:
         inner = _inlined(eqn)
@@ -161,7 +161,7 @@ def _traced(fn: Callable, args: tuple) -> tuple[Any, list, Callable]:
 
 
 class _Namer:
-    """Numbers the values of one function. A plan has, for each equation, the names of its results, or another plan."""
+    """Numbers the values of one function. A plan has, for each equation, its results' names or another plan."""
 
     def __init__(self, choice: RematChoice):
         self.choice = choice
@@ -181,7 +181,7 @@ class _Namer:
 
     def _name(self, eqn: Any, var: Any, prefix: str) -> str | None:
         key = prefix + eqn.primitive.name
-        if eqn.primitive.name == "name":  # the function's own may be chosen too
+        if eqn.primitive.name == "name":  # names that the function gives itself can be chosen too
             self.given.add(eqn.params["name"])
         if eqn.primitive.name in SAME_ELEMENTS or not jnp.issubdtype(getattr(var.aval, "dtype", bool), jnp.inexact):
             return None
@@ -202,13 +202,13 @@ class _Namer:
 
 
 def _given_by_rule(eqn: Any) -> set[str]:
-    """Returns the names that the derivative rule of an equation gives: what its backward pass reads."""
+    """Returns the names that the derivative rule of an equation gives to values its backward pass reads."""
     differentiated = jax.make_jaxpr(lambda *args: vjp_of(eqn, args)[0])(*[var.aval for var in eqn.invars])
     return {inner.params["name"] for inner, _ in equations(differentiated.jaxpr) if inner.primitive.name == "name"}
 
 
 def _inlined(eqn: Any, *, checkpoints: bool = False) -> Any:
-    """Returns the jaxpr of a call that names go through, or None."""
+    """Returns the jaxpr of a call whose inner values are named; None for other equations."""
     if eqn.primitive.name == CHECKPOINT:
         return called(eqn) if checkpoints else None
     if eqn.primitive.name not in PLAIN_CALLS:
@@ -240,7 +240,7 @@ def _emit(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], plan: list) ->
 
 
 def _called_again(eqn: Any, fn: Callable, ins: list) -> list:
-    """Returns the results of a call, whose function is an op of its name to other passes, with `fn` in its place."""
+    """Returns the results of a call with `fn` as its function, under the same name, by which other passes know ops."""
     if eqn.primitive.name != "jit":
         return fn(*ins)
     fn.__name__ = fn.__qualname__ = eqn.params["name"]
@@ -274,12 +274,12 @@ def _scanned(eqn: Any, ins: list, namer: _Namer) -> list:
     )
     consts, init, xs = ins[:num_consts], ins[num_consts : num_consts + num_carry], ins[num_consts + num_carry :]
 
-    def turn(carry, x):
+    def step(carry, x):
         outs = body(*consts, *carry, *x)
         return outs[:num_carry], outs[num_carry:]
 
     options = {key: eqn.params[key] for key in ("length", "reverse", "unroll")}
-    carry, ys = jax.lax.scan(turn, init, xs, **options)
+    carry, ys = jax.lax.scan(step, init, xs, **options)
     return [*carry, *ys]
 
 

@@ -1,4 +1,4 @@
-"""The choice of values that meets a budget of bytes: compiles one, measures it, and corrects the next one."""
+"""Searches for the values to save under a memory budget: compiles a choice, measures it, and corrects the next one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hlat_jax.passes.naming import RematChoice
 from hlat_jax.passes.products import live_jaxpr, total_flops
 from hlat_jax.passes.recompute import Graph
 
-# Of a choice that leaves less of the budget than this share, only the next one is tried.
+# After a choice that leaves less than this share of the budget unused, only the next larger one is tried.
 _CLOSE = 0.02
 
 
@@ -32,7 +32,7 @@ class Trials:
         return self._results[choice]
 
     def flops(self, choice: RematChoice | None) -> float:
-        """Returns the FLOPs of a program's products, for which it need not be compiled."""
+        """Returns the FLOPs of a program's products, without compiling it."""
         return total_flops(live_jaxpr(self.trace(choice)))
 
     def trace(self, choice: RematChoice | None) -> Any:
@@ -42,16 +42,16 @@ class Trials:
 
 
 def narrowed(trial: Trials, graph: Graph, solve: selection.Solver, *, budget_bytes: int, most: int) -> RematChoice:
-    """Returns the cheapest choice found that fits, keeping ever more of what fits: secants through what was measured.
+    """Returns the cheapest choice found that fits, by a secant search for the bytes to save.
 
-    Near the budget the next choice is tried all the same: one that keeps more may need less memory to work in.
+    Near the budget, one more choice is tried nevertheless: saving more may need less working memory.
     """
     fits, kept, measured = RematChoice(), 0, trial(RematChoice())[0]
     full = measured
-    nothing = solve(graph, 0.0)  # on the device: values may be on the host
+    nothing = solve(graph, 0.0)  # on the device; values may be offloaded
     if trial(nothing)[0] <= budget_bytes:
         fits, measured = nothing, trial(nothing)[0]
-    above = graph.num_bytes(solve(graph, float("inf")).saved) + 1  # does not fit, or saves nothing more
+    above = graph.num_bytes(solve(graph, float("inf")).saved) + 1  # does not fit, or nothing more can be saved
     above_measured = None
     guess = budget_bytes - measured
     while trial.count < most:
@@ -72,7 +72,7 @@ def narrowed(trial: Trials, graph: Graph, solve: selection.Solver, *, budget_byt
         else:
             above, above_measured = found_kept, found
         if above_measured is None:
-            slope = min(4.0, max(1.0, kept / max(measured - full, 1)))  # bytes kept for each byte more that it takes
+            slope = min(4.0, max(1.0, kept / max(measured - full, 1)))  # bytes saved per additional measured byte
         else:
             slope = (above - kept) / max(above_measured - measured, 1)
         guess = kept + slope * (budget_bytes - measured)
@@ -80,7 +80,7 @@ def narrowed(trial: Trials, graph: Graph, solve: selection.Solver, *, budget_byt
 
 
 def _between(graph: Graph, solve: selection.Solver, *, low: int, high: int, guess: float) -> RematChoice | None:
-    """Returns the choice, among those tried near `guess`, that keeps more than `low` and fewer than `high` bytes."""
+    """Returns a choice near `guess` that saves more than `low` and fewer than `high` bytes; None if none is found."""
     guess = min(max(guess, low + 0.1 * (high - low)), high - 1)
     for _ in range(6):
         choice = solve(graph, guess)
@@ -91,8 +91,8 @@ def _between(graph: Graph, solve: selection.Solver, *, low: int, high: int, gues
 
 
 def _next(graph: Graph, solve: selection.Solver, *, low: int, high: int) -> RematChoice | None:
-    """Returns the choice that keeps least beyond `low` bytes, and fewer than `high`, or one near it."""
-    short, found = low, None  # the most that is known to buy nothing
+    """Returns a choice that saves little more than `low`, and fewer than `high` bytes; None if none is found."""
+    short, found = low, None  # the largest budget known to save nothing more
     for share in (0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 1.0):
         limit = low + share * (high - 1 - low)
         choice = solve(graph, limit)

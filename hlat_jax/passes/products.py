@@ -1,4 +1,4 @@
-"""The products of a traced program: FLOPs, bytes moved, executions."""
+"""The matrix products of a traced program: FLOPs, bytes moved, executions."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general
 
 
 def live_jaxpr(traced: Any) -> Any:
-    """Returns the jaxpr of a trace without dead code, such as values that come with the gradients.
+    """Returns the jaxpr of a trace without dead code, such as values that only come with the gradients.
 
-    Every compiler drops the same, collectives among it.
+    Compilers remove the same code, collectives included.
     """
     jaxpr = traced.jaxpr.jaxpr
     return partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
 
 
 def total_flops(jaxpr: Any) -> float:
-    """Returns the FLOPs of all products of a program, on one device; a branch counts each of its sides."""
+    """Returns the FLOPs of all products of a program, on one device; every branch of a `cond` counts."""
     return sum(trips * count for count, _, trips in products(jaxpr))
 
 

@@ -1,10 +1,10 @@
-"""The recompute graph: what a backward pass computes again, what that costs, and which saved values would cut it.
+"""The recompute graph: what a backward pass recomputes, at what cost, and which saved values would avoid it.
 
-It is read from the trace of the whole differentiated program, in which every checkpoint saves nothing: JAX marks what
-its backward pass computes again, and `naming` has named it. So the graph has the shapes of one device inside
-`shard_map`, the dtypes of autocast, the trips of every loop, and just the values that some gradient reads.
+It is read from the trace of the whole differentiated program, in which every checkpoint saves nothing: JAX marks the
+recomputed equations, and `naming` has named their results. So the graph has the shapes of one device inside
+`shard_map`, the dtypes of autocast, the trips of every loop, and only the values that some gradient reads.
 
-Costs are in FLOPs of products.
+Costs are in FLOPs of matrix products.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ _FREE = SAME_ELEMENTS | {"optimization_barrier"}
 
 @dataclasses.dataclass(frozen=True)
 class Rates:
-    """What work beside products costs, in FLOPs of products that take as long. Only their proportions matter.
+    """Costs of work other than products, in FLOPs of products that take as long. Only their proportions matter.
 
     Attributes:
-      element: of an elementwise operation or a reduction, fused with its neighbours.
+      element: per element of an elementwise operation or a reduction, fused with its neighbours.
       transcendental: likewise, of exponentials, roots and quotients.
-      sent_byte: of a collective.
-      offloaded_byte: of a value kept on the host: there and back.
+      sent_byte: per byte of a collective.
+      offloaded_byte: per byte of a value kept on the host, for both transfers.
 
-    The defaults are of the order of an H100 whose products reach half of 989 TFLOP/s: 67 TFLOP/s elementwise in fp32
+    The defaults approximate an H100 whose products reach half of 989 TFLOP/s: 67 TFLOP/s elementwise in fp32
     and twice that in bf16, a sixteenth of the fp32 rate for exponentials, 450 GB/s of NVLink, 64 GB/s of PCIe each way.
     Source: its data sheet.
     """
@@ -55,14 +55,14 @@ class Rates:
 
 @dataclasses.dataclass(frozen=True)
 class Node:
-    """One operation of a backward pass that computes something again.
+    """One recomputed operation of a backward pass.
 
     Attributes:
-      flops: of products, over the whole program.
-      cost: of it, flops among it, over the whole program.
-      parents: the nodes it reads; what the checkpoint has as arguments is at hand.
-      name: by which its result can be saved; empty: it cannot.
-      is_read: by the gradients themselves.
+      flops: FLOPs of its products, over the whole program.
+      cost: total cost, `flops` included, over the whole program.
+      parents: the nodes it reads; the checkpoint's arguments are always available and not listed.
+      name: name by which its result can be saved; empty if it cannot.
+      is_read: whether gradients read it directly.
     """
 
     flops: float
@@ -74,7 +74,7 @@ class Node:
 
 @dataclasses.dataclass(frozen=True)
 class Graph:
-    """All that a program computes again where nothing is saved.
+    """Everything that a program recomputes if nothing is saved.
 
     Attributes:
       nodes: in order of computation.
@@ -84,8 +84,8 @@ class Graph:
     nodes: tuple[Node, ...]
     sizes: dict[str, int]
 
-    def computed_again(self, saved: Any) -> list[Node]:
-        """Returns the nodes that are computed again where the values of these names are saved."""
+    def recomputed(self, saved: Any) -> list[Node]:
+        """Returns the nodes that are recomputed if the values of these names are saved."""
         saved = set(saved)
         needed = [node.is_read and node.name not in saved for node in self.nodes]
         for number in range(len(self.nodes) - 1, -1, -1):
@@ -95,12 +95,12 @@ class Graph:
         return [node for node, is_needed in zip(self.nodes, needed, strict=True) if is_needed]
 
     def cost(self, saved: Any) -> float:
-        """Returns what recomputation costs where the values of these names are saved."""
-        return sum(node.cost for node in self.computed_again(saved))
+        """Returns the cost of recomputation if the values of these names are saved."""
+        return sum(node.cost for node in self.recomputed(saved))
 
     def flops(self, saved: Any) -> float:
-        """Returns its FLOPs in products."""
-        return sum(node.flops for node in self.computed_again(saved))
+        """Returns the FLOPs of the recomputed products if the values of these names are saved."""
+        return sum(node.flops for node in self.recomputed(saved))
 
     def num_bytes(self, saved: Any) -> int:
         """Returns the bytes of the values of these names."""
@@ -112,10 +112,10 @@ def recompute_graph(jaxpr: Any, *, rates: Rates, min_bytes: int) -> Graph:
 
     Args:
       jaxpr: of the whole program, with checkpoints of `naming` that save nothing.
-      rates: of work beside products.
-      min_bytes: size from which on a value can be saved, over all its copies, as in `Graph.sizes`.
+      rates: of work other than products.
+      min_bytes: smallest size of a value that can be saved, over all its copies, as in `Graph.sizes`.
 
-    Its `sizes` are empty where nothing can be saved: nothing is differentiated, or all that is, is too small.
+    Its `sizes` are empty if nothing can be saved: nothing is differentiated, or all values are too small.
     """
     regions: dict[tuple[str, ...], list[_Region]] = {}
     for region in _regions(jaxpr, trips=1, copies=1):
@@ -137,8 +137,8 @@ class _Region:
     """One differentiated checkpoint.
 
     Attributes:
-      trips: how often it runs in the program.
-      copies: how many of each saved value there are at one time: a loop that is differentiated stacks one of each trip.
+      trips: number of executions in the program.
+      copies: number of copies of each saved value at one time: a differentiated loop stacks one per trip.
       nodes: (equation, nodes that it reads).
       read: numbers of the nodes that gradients read.
       sizes: bytes of each named value.
@@ -151,17 +151,17 @@ class _Region:
     sizes: dict[str, int] = dataclasses.field(default_factory=dict)
 
     def visit(self, jaxpr: Any, made_by: dict[Any, int], *, again: bool) -> None:
-        """Adds what a jaxpr computes again; `again`: all of it. `made_by`: the node of each value."""
+        """Adds the recomputed equations of a jaxpr, all of them if `again`. `made_by`: value -> its node."""
         for eqn in jaxpr.eqns:
             ins = [None if isinstance(var, Literal) else made_by.get(var) for var in eqn.invars]
-            is_again = again or _is_computed_again(eqn)
+            is_recomputed = again or _is_recomputed(eqn)
             inner = None if eqn.primitive.name == "shard_map" else called(eqn)
             if inner is not None:
                 inside = {var: node for var, node in zip(inner.invars, ins, strict=False) if node is not None}
-                self.visit(inner, inside, again=is_again)
+                self.visit(inner, inside, again=is_recomputed)
                 outs = [None if isinstance(var, Literal) else inside.get(var) for var in inner.outvars]
                 made_by.update({var: node for var, node in zip(eqn.outvars, outs, strict=False) if node is not None})
-            elif is_again:
+            elif is_recomputed:
                 self.nodes.append((eqn, {node for node in ins if node is not None}))
                 made_by.update(dict.fromkeys(eqn.outvars, len(self.nodes) - 1))
                 if eqn.primitive.name == "name":
@@ -173,24 +173,24 @@ class _Region:
 def _regions(jaxpr: Any, *, trips: int, copies: int, is_backward: bool = False) -> Iterator[_Region]:
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
-        # the name stacks inside a call or a loop begin anew
+        # name stacks start empty inside a call or a loop
         is_inside = is_backward or is_transposed(eqn)
         inner = next(inner_jaxprs(eqn), None)
         is_ours = name == CHECKPOINT and getattr(eqn.params["policy"], "is_choice", False)
-        if is_ours and any(map(_is_computed_again, inner.eqns)):
+        if is_ours and any(map(_is_recomputed, inner.eqns)):
             region = _Region(trips, copies)
             region.visit(inner, {}, again=False)
             if region.sizes:
                 yield region
             continue
         length = inner_trips(eqn)
-        # the loop of a backward pass reads what its forward pass has stacked; a loop around both stacks nothing
+        # a loop in a backward pass reads what its forward pass has stacked; a loop around both stacks nothing
         stacked = length if is_inside else 1
         for inner in inner_jaxprs(eqn):
             yield from _regions(inner, trips=trips * length, copies=copies * stacked, is_backward=is_inside)
 
 
-def _is_computed_again(eqn: Any) -> bool:
+def _is_recomputed(eqn: Any) -> bool:
     return "rematted_computation" in str(eqn.source_info.name_stack)
 
 

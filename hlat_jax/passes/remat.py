@@ -1,11 +1,12 @@
-"""Rematerialization under a budget of bytes: chooses what a backward pass keeps, by the compiler's own accounting.
+"""Rematerialization under a memory budget: chooses what a backward pass saves, by the compiler's memory analysis.
 
-    plan = remat.fit(loss, params, batch, budget_bytes="12GiB")   # loops over layers by lax.scan: each is a region
+    plan = remat.fit(loss, params, batch, budget_bytes="12GiB")   # each lax.scan over layers is a region
     grads = jax.grad(plan.fn)(params, batch)
     plan = remat.fit(layer, state, batch, budget_bytes="12GiB", step=make_step)   # make_step(layer) -> what is compiled
 
-Names come from `naming`, costs from `recompute`, the set from `selection`. How much memory a set takes is not guessed:
-`narrowing` compiles the program and corrects the bytes for saved values until what XLA allocates is within the budget.
+`naming` names the values, `recompute` has their costs, `selection` selects a set of them. The memory of a set is
+measured: `narrowing` compiles the program and corrects the bytes for saved values until XLA's allocation is within
+the budget.
 
 Source: RAF, arXiv 2303.04759, which compares the budget with an estimate.
 """
@@ -36,7 +37,7 @@ def temporaries(traced: Any) -> int:
 
 
 def total_bytes(traced: Any) -> int:
-    """Returns all bytes of a traced program on one device: arguments, results that take no argument's place, and
+    """Returns all bytes of a traced program on one device: arguments, results that do not alias one, and
     temporaries."""
     memory = _memory(traced)
     results = memory.output_size_in_bytes - memory.alias_size_in_bytes
@@ -49,20 +50,20 @@ def _check_region(region: str) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
-    """How a choice is made.
+class RematOptions:
+    """Options of the search for a `RematChoice`.
 
     Attributes:
-      region: what one checkpoint holds: the body of every outermost `lax.scan` of the function (loops), the function
-        (whole), or loops where it has some (auto).
-      min_bytes: size from which on a value may be saved; smaller ones are computed again. It is the size on one device
-        under `shard_map`, over all trips of the loops and all calls that keep the value at one time.
-      rates: what work beside products costs.
-      solver: of the choice: exact, or RAF's greedy rule.
-      measure: (traced program) -> bytes that are held against the budget.
-      offload: values may be kept in the host's memory, where the backend has `pinned_host`.
-      max_compilations: of programs; more of them come nearer to the budget. Where nothing kept does not fit, the
-        policies of `naming.STOCK_POLICIES` are compiled beside them, four programs at most.
+      region: what one checkpoint covers: the body of every outermost `lax.scan` of the function (loops), the function
+        (whole), or the loops if it has any (auto).
+      min_bytes: smallest size of a value that may be saved: on one device under `shard_map`, over all trips of the
+        loops and all calls that keep the value at one time.
+      rates: costs of work other than products.
+      solver: exact, or RAF's greedy rule.
+      measure: traced program -> bytes, which are compared with the budget.
+      offload: whether values may be kept in host memory; the backend must have `pinned_host`.
+      max_compilations: most programs compiled; more of them come closer to the budget. If the program does not fit with
+        nothing kept, the policies of `naming.STOCK_POLICIES`, at most four, are compiled in addition.
     """
 
     region: str = "auto"
@@ -78,25 +79,24 @@ class Options:
 
 
 class BudgetNotMet(ValueError):
-    """No program that was tried fits the budget; others may."""
+    """None of the programs tried fits the budget; others may."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A choice, and what it was made from.
+    """A choice of values to save, and the figures behind it.
 
     Attributes:
-      choice: names of what is kept, or the stock policy that keeps it; None: the program fits as it is, and nothing
-        is computed again.
-      budget_bytes: given.
-      measured_bytes: of the program, by `Options.measure`.
-      predicted_bytes: of it, before it was compiled: those of full rematerialization and of what is kept.
-      flops: products that the program executes on one device, counted in its trace.
+      choice: names of the values, or a stock policy; None if the program fits without rematerialization.
+      budget_bytes: the budget.
+      measured_bytes: bytes of the program, by `RematOptions.measure`.
+      predicted_bytes: its bytes before it was compiled: those of full rematerialization plus those of the saved values.
+      flops: FLOPs of products that the program executes on one device, counted in its trace.
       predicted_flops: likewise, from the recompute graph.
       plain: (bytes, FLOPs) of the program without rematerialization.
-      full: (bytes, FLOPs) of the program that keeps nothing; None where that was not asked.
-      compilations: programs compiled.
-      seconds: that the search took.
+      full: (bytes, FLOPs) of the program that keeps nothing; None if it was not compiled.
+      compilations: number of programs compiled.
+      seconds: duration of the search.
       fn: the function with the choice applied.
     """
 
@@ -114,12 +114,12 @@ class Plan:
 
     @property
     def recompute_share(self) -> float:
-        """FLOPs of recomputation over those of the program without it."""
+        """FLOPs of recomputation, relative to those of the program without it."""
         return self.flops / self.plain[1] - 1 if self.plain[1] else 0.0
 
     def report(self) -> str:
-        """Returns the plan in a few lines."""
-        kept = "everything: it fits as it is" if self.choice is None else self._kept()
+        """Returns a summary in a few lines."""
+        kept = "everything: it fits without rematerialization" if self.choice is None else self._kept()
         full = "" if self.full is None else f", {format_bytes(self.full[0])} with nothing kept"
         return "\n".join(
             (
@@ -144,22 +144,22 @@ def fit(
     *args: Any,
     budget_bytes: int | str,
     step: Callable[[Callable], Callable] | None = None,
-    options: Options = Options(),
+    options: RematOptions = RematOptions(),
     name: str = "budget_bytes",
 ) -> Plan:
-    """Returns the plan, with `fn` transformed, whose program takes at most `budget_bytes` of temporaries per device.
+    """Returns a plan, with `fn` transformed, whose program takes at most `budget_bytes` of temporaries per device.
 
     Args:
-      fn: what is planned: a layer, or a forward function with loops over layers.
-      *args: arrays or shapes; of `step(fn)` where there is a step, else of `fn`.
+      fn: the function to rematerialize: a layer, or a forward function with loops over layers.
+      *args: arguments of `step(fn)` if there is a step, else of `fn`: arrays or shapes.
       budget_bytes: '12GiB' or an int.
-      step: fn -> the function of `args` whose program is to fit, jitted where it donates or shards. Default: gradients
-        of the sum of all float results by all float arguments.
-      options: of the search.
+      step: fn -> the function of `args` whose program must fit, jitted if it donates or shards. Default: gradients of
+        the sum of all float results with respect to all float arguments.
+      options: options of the search.
       name: of the budget's setting, for errors.
 
     Raises:
-      ValueError: a budget that is not a size or (BudgetNotMet) that no program tried fits, a function that cannot be
+      ValueError: a budget that is not a size, or (BudgetNotMet) that no program tried fits; a function that cannot be
         traced.
     """
     budget = parse_bytes(budget_bytes, name=name)
@@ -176,19 +176,19 @@ def max_batch(
     rematerialize: bool = True,
     most: int = 65536,
 ) -> tuple[int, int]:
-    """Returns (the largest batch whose program fits, its bytes on one device): all of them, arguments too.
+    """Returns (the largest batch whose program fits, the `total_bytes` of that program).
 
-    Secants through what was measured, and bisection wherever they move little: a few programs where memory grows
-    evenly, some 60 at most. With rematerialization it is the largest that fits with nothing kept, for which `fit` with
-    `Options(measure=total_bytes)` then finds how much of the limit can keep values. Where another choice takes less
-    than nothing kept, as for blocks in a Python loop, a larger batch may fit.
+    Searches by secants through the measured programs, and by bisection if these advance too slowly: compiles a few
+    programs if memory grows evenly, at most about 60. With rematerialization, the batch is the largest that fits with
+    nothing kept; `fit` with `RematOptions(measure=total_bytes)` then finds the values that can be saved within the
+    limit. A larger batch may fit if some choice takes less than nothing kept, as for blocks in a Python loop.
 
     Args:
       make_step: batch -> (fn, args) as `fit` takes them; `jax.ShapeDtypeStruct`s will do.
       limit_bytes: '16GiB' or an int.
       step: as for `fit`.
-      rematerialize: else the program as it is.
-      most: larger ones are not tried.
+      rematerialize: whether to keep nothing; otherwise the program without rematerialization is measured.
+      most: largest batch to try.
 
     Raises:
       ValueError: an invalid limit, or one too small for a batch of 1; `most` below 1.
@@ -206,7 +206,7 @@ def max_batch(
         raise ValueError(
             f"limit_bytes={limit:,}: a batch of 1 takes {least:,} bytes ({format_bytes(least)}) "
             f"{_kept_phrase(RematChoice() if rematerialize else None)}; raise the limit, split the model over more "
-            "devices or shorten the rows."
+            "devices or shorten the sequences."
         )
     return _largest(measured, least, limit=limit, most=most)
 
@@ -251,7 +251,7 @@ def _tracer(fn: Callable, args: tuple, *, step: Callable | None, region: str) ->
 
 
 def regions(fn: Callable, choice: RematChoice, *, region: str) -> Callable:
-    """Returns `fn` with a choice applied to its `Options.region`, or a stock policy to the whole of it."""
+    """Returns `fn` with a choice applied to each `RematOptions.region` of it, or a stock policy to all of it."""
     _check_region(region)
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -269,13 +269,15 @@ def regions(fn: Callable, choice: RematChoice, *, region: str) -> Callable:
     return run
 
 
-def search(traced: Callable[[RematChoice | None], Any], *, budget_bytes: int, options: Options = Options()) -> Plan:
+def search(
+    traced: Callable[[RematChoice | None], Any], *, budget_bytes: int, options: RematOptions = RematOptions()
+) -> Plan:
     """Returns the plan of a program that can be traced under any choice; see `fit`.
 
     Args:
-      traced: a choice -> the traced program, without rematerialization for None.
-      budget_bytes: for the measured bytes.
-      options: of the search.
+      traced: choice -> the traced program; None: without rematerialization.
+      budget_bytes: limit of the measured bytes.
+      options: options of the search.
 
     Raises:
       BudgetNotMet: no program tried fits.
@@ -317,7 +319,7 @@ def search(traced: Callable[[RematChoice | None], Any], *, budget_bytes: int, op
 
 
 def _stock(trial: Trials, budget_bytes: int) -> RematChoice:
-    """Returns the choice of the stock policy that fits with the fewest FLOPs. Raises BudgetNotMet where none fits."""
+    """Returns the choice of the stock policy that fits with the fewest FLOPs. Raises BudgetNotMet if none fits."""
     choices = [RematChoice(stock_policy=name) for name in naming.STOCK_POLICIES]
     for choice in sorted(choices, key=trial.flops):
         if trial(choice)[0] <= budget_bytes:
@@ -329,7 +331,7 @@ def _stock(trial: Trials, budget_bytes: int) -> RematChoice:
         f"a budget of {budget_bytes:,} bytes ({format_bytes(budget_bytes)}) is not met: the smallest program tried "
         f"takes {tried[smallest]:,} bytes ({format_bytes(tried[smallest])}) {_kept_phrase(smallest)}. Measured: "
         f"{measured}. A program that was not tried may take less: write blocks in a Python loop as a lax.scan, or put "
-        "jax.checkpoint around each. Or raise the budget, or reduce the batch, its microbatches or each device's share."
+        "jax.checkpoint around each. Or raise the budget, or reduce the batch or microbatch of a device."
     )
 
 
@@ -339,7 +341,7 @@ def _kept_phrase(choice: RematChoice | None) -> str:
     return f"under {choice.stock_policy}" if choice.stock_policy else "with nothing kept"
 
 
-def _offloaded_byte(options: Options) -> float | None:
+def _offloaded_byte(options: RematOptions) -> float | None:
     if not options.offload:
         return None
     device = jax.devices()[0]
@@ -361,7 +363,7 @@ def _gradients(fn: Callable) -> Callable:
         outs = map(jnp.asarray, jax.tree.leaves(fn(*jax.tree.unflatten(structure, leaves))))
         sums = [jnp.sum(out, dtype=jnp.float32) for out in outs if jnp.issubdtype(out.dtype, jnp.floating)]
         if not sums:
-            raise ValueError(f"{function_name(fn)} returns no float array to differentiate; give step=.")
+            raise ValueError(f"{function_name(fn)} returns no float array to differentiate; pass step=.")
         return sum(sums)
 
     def gradients(*args: Any) -> Any:
@@ -375,5 +377,5 @@ def _gradients(fn: Callable) -> Callable:
 def _memory(traced: Any) -> Any:
     memory = traced.lower().compile().memory_analysis()
     if memory is None:
-        raise ValueError("this backend has no memory analysis of programs; give Options.measure.")
+        raise ValueError("this backend has no memory analysis of programs; set RematOptions.measure.")
     return memory

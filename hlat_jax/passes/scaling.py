@@ -1,6 +1,6 @@
-"""Dynamic loss scaling, which fp16 needs: gradients below 6e-8 would be 0, so the loss is multiplied and they divided.
+"""Dynamic loss scaling for fp16, where gradients below 6e-8 are 0: multiplies the loss and divides the gradients.
 
-Each function is pure, and a step is skipped by `where`, never by `cond`, which Neuron does not support. bf16 has the
+All functions are pure. A step is skipped by `where`, never by `cond`, which Neuron does not support. bf16 has the
 range of fp32 and needs no loss scale.
 
     value, grads, finite = scaling.value_and_grad(autocast(loss, "fp16"))(scale, params, batch)
@@ -28,7 +28,7 @@ class LossScale:
 
     Attributes:
       scale: float32 scalar; a power of two, so that multiplying rounds nothing.
-      good_steps: int32 scalar; steps with finite gradients since the scale last moved.
+      good_steps: int32 scalar; steps with finite gradients since the scale last changed.
     """
 
     scale: jax.Array
@@ -37,13 +37,13 @@ class LossScale:
 
 @dataclasses.dataclass(frozen=True)
 class Adjustment:
-    """How the scale moves.
+    """How the scale changes.
 
     Attributes:
-      growth_steps: so many good steps in a row double it.
-      smallest: what halving stops at. Far below 1, because products in fp16 sum gradients over all tokens of a
+      growth_steps: number of consecutive good steps after which it doubles.
+      smallest: its lower limit. Far below 1, because products in fp16 sum gradients over all tokens of a
         microbatch: the sum over 2**24 of them, times 2**-24, is as large as their mean.
-      largest: what doubling stops at; the gradient of the scaled loss starts as this number, in fp32.
+      largest: its upper limit: the cotangent of the scaled loss, in fp32.
     """
 
     growth_steps: int = 2000
@@ -67,7 +67,7 @@ _is_applied = jax.make_user_context(False)
 
 @contextlib.contextmanager
 def applied() -> Iterator[None]:
-    """Losses that are differentiated inside are scaled."""
+    """Context manager that marks the losses differentiated inside it as scaled."""
     with _is_applied(True):
         yield
 
@@ -75,7 +75,7 @@ def applied() -> Iterator[None]:
 def is_applied() -> bool:
     """Returns whether the loss being traced is scaled.
 
-    An op that makes gradients before it has the cotangent has them without the scale: then it keeps them in fp32.
+    An op that computes gradients before it has the cotangent computes them unscaled, and then keeps them in fp32.
     """
     return _is_applied.value
 
@@ -83,7 +83,7 @@ def is_applied() -> bool:
 def value_and_grad(loss_fn: Callable) -> Callable[..., tuple[jax.Array, Any, jax.Array]]:
     """Returns (LossScale, params, *args) -> (loss, gradients with respect to params, whether all of them are finite).
 
-    Loss and gradients are those of `loss_fn`, which gives a scalar: the scale is out again, in fp32.
+    `loss_fn` returns a scalar. The loss and the gradients returned are unscaled; the gradients are fp32.
     """
 
     def scaled(params: Any, state: LossScale, *args: Any) -> tuple[jax.Array, jax.Array]:
@@ -100,20 +100,20 @@ def value_and_grad(loss_fn: Callable) -> Callable[..., tuple[jax.Array, Any, jax
 
 
 def all_finite(tree: Any) -> jax.Array:
-    """Returns whether no leaf has an infinity or a NaN, as a bool scalar."""
+    """Returns a bool scalar: whether all leaves are free of infinities and NaNs."""
     return jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree)]).all()
 
 
 def chosen(finite: jax.Array, new: Any, old: Any) -> Any:
-    """Returns the new tree of arrays, or after a step that was not finite the old one."""
+    """Returns the new tree of arrays, or the old one after a step that was not finite."""
     return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
 
 
 def adjusted(state: LossScale, finite: jax.Array, *, adjustment: Adjustment | None = None) -> LossScale:
     """Returns the state after a step: halved if it was not finite, doubled after enough that were."""
-    moves = adjustment or Adjustment()
+    limits = adjustment or Adjustment()
     good_steps = jnp.where(finite, state.good_steps + 1, 0)
-    is_due = good_steps >= moves.growth_steps
-    grown = jnp.where(is_due, jnp.minimum(state.scale * 2, moves.largest), state.scale)
-    scale = jnp.where(finite, grown, jnp.maximum(state.scale / 2, moves.smallest))
+    is_due = good_steps >= limits.growth_steps
+    grown = jnp.where(is_due, jnp.minimum(state.scale * 2, limits.largest), state.scale)
+    scale = jnp.where(finite, grown, jnp.maximum(state.scale / 2, limits.smallest))
     return LossScale(scale, jnp.where(is_due, 0, good_steps))

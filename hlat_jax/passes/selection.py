@@ -1,6 +1,6 @@
-"""The cheapest set of values to save within a number of bytes: exactly, or nearly by a greedy rule.
+"""Selects the cheapest set of values to save within a number of bytes: exactly, or approximately by a greedy rule.
 
-The bytes are those of the saved values alone, not a program's memory.
+The bytes are those of the saved values alone, not of the whole program.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Solver = Callable[[Graph, float], RematChoice]
 
 
 def solver(name: str, *, offloaded_byte: float | None = None) -> Solver:
-    """Returns the solver of a name, `exact` or `greedy`.
+    """Returns the solver with this name.
 
     Args:
       name: exact or greedy.
@@ -36,17 +36,17 @@ def solver(name: str, *, offloaded_byte: float | None = None) -> Solver:
 
 
 def exact(graph: Graph, budget_bytes: float, *, offloaded_byte: float | None = None) -> RematChoice:
-    """Returns what to keep, names in order, for the cheapest recomputation within the bytes: a mixed-integer program.
+    """Returns the choice with the cheapest recomputation within the bytes, by a mixed-integer program.
 
-    For each value s, 1: saved, and h, 1: offloaded; for each node c, 1: computed again. What gradients read is saved,
-    offloaded or computed again, and so is what a node that is computed again reads. With s and h whole the best c are.
+    Variables: for each value s = 1 if saved and h = 1 if offloaded; for each node c = 1 if recomputed. What gradients
+    and recomputed nodes read must be saved, offloaded or recomputed. If s and h are integers, so are the optimal c.
 
     Args:
-      graph: what can be kept.
+      graph: of the values that can be saved.
       budget_bytes: on the device.
       offloaded_byte: cost of keeping a byte on the host instead; None: not allowed.
 
-    Source: Jain et al. (Checkmate), arXiv 1910.02653, without the order of execution, which is the compiler's here.
+    Source: Jain et al. (Checkmate), arXiv 1910.02653, without the order of execution, which the compiler chooses.
     """
     from scipy.optimize import Bounds, LinearConstraint, milp  # not at the top: slow to import
     from scipy.sparse import coo_array
@@ -60,17 +60,17 @@ def exact(graph: Graph, budget_bytes: float, *, offloaded_byte: float | None = N
         entries.extend((len(lower), at, value) for at, value in terms.items())
         lower.append(least)
 
-    def at_hand(number: int) -> dict[int, float]:
+    def available(number: int) -> dict[int, float]:
         name = graph.nodes[number].name
         kept = {column[name]: 1.0, column[name] + len(names): 1.0} if name else {}
         return {number: 1.0} | kept
 
     for number, node in enumerate(graph.nodes):
         if node.is_read:
-            require(at_hand(number), 1.0)
+            require(available(number), 1.0)
         for parent in node.parents:
-            require(at_hand(parent) | {number: -1.0}, 0.0)
-    # scaled, so that the solver's tolerances are small parts of both
+            require(available(parent) | {number: -1.0}, 0.0)
+    # scaled, so that the solver's tolerances are small relative to both
     sizes = np.array([graph.sizes[name] for name in names], float)
     costs = np.array([node.cost for node in graph.nodes])
     unit = max(sizes.sum(), 1.0)
@@ -80,7 +80,7 @@ def exact(graph: Graph, budget_bytes: float, *, offloaded_byte: float | None = N
     shape = (len(lower), len(graph.nodes) + 2 * len(names))
     moved = sizes * (offloaded_byte or 0.0) / total
     found = milp(
-        np.concatenate((costs / total, 1e-6 * sizes / unit, moved)),  # of equal costs the fewest bytes
+        np.concatenate((costs / total, 1e-6 * sizes / unit, moved)),  # ties go to fewer bytes
         constraints=LinearConstraint(coo_array((values, (rows, columns)), shape=shape), lower, np.inf),
         bounds=Bounds(0, np.r_[np.ones(shape[1] - len(names)), np.full(len(names), offloaded_byte is not None)]),
         integrality=np.r_[np.zeros(len(graph.nodes)), np.ones(2 * len(names))],
@@ -95,7 +95,7 @@ def exact(graph: Graph, budget_bytes: float, *, offloaded_byte: float | None = N
 
 
 def _without_idle(graph: Graph, saved: list[str], offloaded: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns the saved names without those that reduce no cost: the solver's tolerance lets some through."""
+    """Returns the saved names without those that do not reduce the cost: the solver's tolerance admits some."""
     cost = graph.cost({*saved, *offloaded})
     for name in sorted(saved, key=graph.sizes.get, reverse=True):
         rest = [other for other in saved if other != name]
@@ -105,7 +105,7 @@ def _without_idle(graph: Graph, saved: list[str], offloaded: tuple[str, ...]) ->
 
 
 def greedy(graph: Graph, budget_bytes: float) -> RematChoice:
-    """Returns what to save, names in order: all, less those that cost least per byte to do without, until they fit.
+    """Returns the choice left after dropping values, the cheapest to recompute per byte first, until the rest fits.
 
     Source: the score of RAF's rematerialization, awslabs/raf `src/pass/rematerialization.cc`.
     """

@@ -1,6 +1,6 @@
 """`python -m hlat_jax.plan --config=NAME --target=trn1.32xlarge --nodes=64`: memory, collectives and speed of a run.
 
-Needs no accelerator: it traces the step that trains for virtual devices. `plan tune` and `plan choices` are about the
+Needs no accelerator: the training step is traced for virtual devices. `plan tune` and `plan choices` time and choose
 implementations of ops, see `plan.ops_command`.
 """
 
@@ -24,7 +24,7 @@ from hlat_jax.resolve import resolve
 def main(argv: Sequence[str]) -> int:
     """Prints the plan that the command line asks for, or runs the verb `tune` or `choices`.
 
-    Returns the exit code; of a plan that does not fit: 3.
+    Returns the exit code, which is 3 for a plan that does not fit.
     """
     if argv and not argv[0].startswith("-"):
         return ops_command.main(argv)
@@ -33,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
     mutable, values = flags_lib.parse(argv, _define)
     config = resolve(mutable)
     _check_flags(values)
-    os.environ["JAX_PLATFORMS"] = "cpu"  # no accelerator is needed; one that is there stays free
+    os.environ["JAX_PLATFORMS"] = "cpu"  # leaves an accelerator of this machine free
     from hlat_jax.plan import aot, report, search, text
 
     site = report.Site(

@@ -1,9 +1,9 @@
-"""The real step compiled for virtual CPU devices in a process of its own, compared with the plan of that layout.
+"""Compiles the training step for virtual CPU devices in a subprocess and compares it with the plan of that layout.
 
-Virtual CPU devices end at 2,048, so the data degree is cut until the devices are few enough; the rows of one device
-stay what they are. On CPU a bf16 program computes products in fp32 and sends bf16 as fp32, so the program is compiled,
-and planned, under the fp32 policy: same layers, layout and schedule. `python -m hlat_jax.plan.aot` is that process:
-a JSON object on stdin, one on stdout.
+There are at most 2,048 virtual CPU devices, so the data degree is reduced until they suffice; the rows per device are
+unchanged. On CPU a bf16 program computes products in fp32 and sends bf16 as fp32, so the program is compiled, and
+planned, under the fp32 policy, with the same layers, layout and schedule. `python -m hlat_jax.plan.aot` is the
+subprocess: it reads a JSON object from stdin and writes one to stdout.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _POLICY = "fp32"
 
 
 def partition(config: Config, site: Site, *, max_devices: int = MAX_DEVICES) -> dict[str, Any]:
-    """Returns what compiling a smaller data degree gives, beside the plan of it.
+    """Returns figures of the step compiled at a smaller data degree, with the planned ones.
 
     Raises:
       ValueError: a layout whose other degrees alone take more than 2,048 devices.
@@ -39,21 +39,21 @@ def partition(config: Config, site: Site, *, max_devices: int = MAX_DEVICES) -> 
     flags = f"--xla_force_host_platform_device_count={num_devices} --xla_backend_optimization_level=0"
     flags += " --xla_cpu_scheduler_type=CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"
     env = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
-    words = [sys.executable, "-m", "hlat_jax.plan.aot"]
-    done = subprocess.run(words, input=json.dumps(task), env=env, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "hlat_jax.plan.aot"]
+    done = subprocess.run(command, input=json.dumps(task), env=env, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"compiling for {num_devices} virtual CPU devices failed: {done.stderr[-2000:]}")
     return json.loads(done.stdout.splitlines()[-1])
 
 
 def reduced(config: Config, site: Site, *, max_devices: int) -> tuple[Config, int]:
-    """Returns what `fewer_replicas` does, under the policy that a CPU computes as it is written."""
+    """Returns `fewer_replicas` under a precision policy that CPUs compute as declared."""
     small, num_devices = fewer_replicas(config, site.num_devices, max_devices=max_devices)
     return dataclasses.replace(small, precision=PrecisionConfig(policy=_POLICY)), num_devices
 
 
 def fewer_replicas(config: Config, num_devices: int, *, max_devices: int) -> tuple[Config, int]:
-    """Returns the config with a data degree that `max_devices` hold, the rows per device kept, and its devices."""
+    """Returns (config with a data degree for at most `max_devices` and the same rows per device, number of devices)."""
     from hlat_jax.parallel.virtual_devices import planned_layout
 
     degrees = planned_layout(config, num_devices, platform="cpu").degrees
@@ -63,7 +63,7 @@ def fewer_replicas(config: Config, num_devices: int, *, max_devices: int) -> tup
             f"this layout takes {inner:,} devices for one replica; virtual CPU devices are limited to 2,048."
         )
     few = max(1, max_devices // inner)
-    data = max(d for d in range(1, few + 1) if degrees["data"] % d == 0)  # a divisor: what divides now, divides then
+    data = max(d for d in range(1, few + 1) if degrees["data"] % d == 0)  # a divisor, so that the config stays valid
     tree = config.to_dict()
     tree["data"]["batch_size"] = config.data.batch_size // degrees["data"] * data
     tree["parallel"]["data"] = data
@@ -98,11 +98,11 @@ def compiled(config: Config, num_devices: int, platform: str) -> dict[str, Any]:
         "planned_argument_bytes": state_bytes(arguments[0]) + state_bytes(arguments[1]) + 4,
         "temporary_bytes": memory.temp_size_in_bytes,
         "planned_temporary_bytes": temporaries(jaxpr, arguments).total,
-        "collectives": _beside(count_collectives(step.as_text(), layout.mesh), planned),
+        "collectives": _compared(count_collectives(step.as_text(), layout.mesh), planned),
     }
 
 
-def _beside(compiled: dict[Any, Count], planned: dict[Any, Count]) -> list[dict[str, Any]]:
+def _compared(compiled: dict[Any, Count], planned: dict[Any, Count]) -> list[dict[str, Any]]:
     none = Count(0, 0, 0, 0, 0.0)
     rows = []
     for kind, axes in sorted({*compiled, *planned}):

@@ -1,7 +1,7 @@
 """Reads the collectives of a partitioned program from its HLO text: kind, mesh axes, executions and bytes.
 
-Needs no JAX: the input is `compiled.as_text()` and a mesh, or any object with a `shape` of axis names and sizes. The
-body of a loop counts once per trip.
+The input is `compiled.as_text()` and a mesh, or any object with a `shape` of axis names and sizes. The body of a loop
+counts once per trip.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from typing import Any
 
 import numpy as np
 
-KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+from hlat_jax.passes.jaxpr import COLLECTIVES
+
+KINDS = tuple(dict.fromkeys(COLLECTIVES.values()))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,12 +28,12 @@ class Collective:
 
     Attributes:
       kind: one of `KINDS`; a `-start` counts as the collective, its `-done` is left out.
-      axes: mesh axes along which the devices of a group differ, outermost first; () when nothing leaves a device.
-      group_size: devices that take part together. Less than the product of `axes` where a group has part of an axis;
-        for a permute always that product.
-      num_arrays: arrays that one instruction carries; compilers merge small collectives.
-      payload_bytes: bytes of the whole arrays on one device, in one execution: what is reduced, the gathered result,
-        what is scattered before it is, what is exchanged or sent.
+      axes: mesh axes along which the devices of a group differ, outermost first; () if no data leaves a device.
+      group_size: number of devices in a group. Less than the product of `axes` if a group has part of an axis; for a
+        permute always that product.
+      num_arrays: number of arrays of the instruction; compilers merge small collectives.
+      payload_bytes: bytes of the full arrays on one device, in one execution: the operand of a reduction or a scatter,
+        the result of a gather, what is exchanged or sent.
       trips: executions in one run of the program: the product of the trip counts of the loops around it.
       dtypes: HLO names of the arrays' element types, each once, sorted.
       op_name: its origin, from the metadata.
@@ -57,10 +59,10 @@ class Count:
     """Sums over collectives of one kind and one set of axes.
 
     Attributes:
-      instructions: in the text.
-      arrays: that those carry; unlike `instructions`, not changed by merging.
+      instructions: number of instructions in the text.
+      arrays: number of their arrays; unlike `instructions`, not changed by merging.
       executions: instructions times trips.
-      payload_bytes: of all executions on one device.
+      payload_bytes: of all executions, on one device.
       wire_bytes: sent by one device in all executions.
     """
 
@@ -102,7 +104,7 @@ def collectives(hlo_text: str, mesh: Any) -> list[Collective]:
       mesh: its `shape` maps the axes to sizes, outermost first; device i of the program is the mesh's i-th, row-major.
 
     Raises:
-      ValueError: a loop around a collective whose trip count is unknown, or groups in a notation not known here.
+      ValueError: a loop that contains a collective has an unknown trip count, or groups are in an unknown notation.
     """
     mesh_shape = tuple(mesh.shape.items())
     computations, entry = _computations(hlo_text)
@@ -157,7 +159,7 @@ def _callees(line: str) -> Iterator[tuple[str, str]]:
 
 
 def _reaching_collectives(computations: dict[str, list[str]]) -> set[str]:
-    """Returns the computations that hold a collective, themselves or through what they call."""
+    """Returns the computations that contain a collective, directly or in a computation that they call."""
     callers, pending = collections.defaultdict(set), []
     for name, lines in computations.items():
         for line in lines:
@@ -180,7 +182,7 @@ def _walk(name: str, trips: int, **program: Any) -> Iterator[Collective]:
     for line in computations[name]:
         if match := _COLLECTIVE.search(line):
             yield _collective(line, match, trips=trips, mesh_shape=program["mesh_shape"])
-            continue  # its to_apply only adds two numbers
+            continue  # its to_apply only reduces two numbers
         for role, callee in _callees(line):
             if callee in holders:
                 inner = _trip_count(line, computations) if role in ("body", "condition") else 1
@@ -188,20 +190,20 @@ def _walk(name: str, trips: int, **program: Any) -> Iterator[Collective]:
 
 
 def _trip_count(line: str, computations: dict[str, list[str]]) -> int:
-    """Returns how often a while runs: as the compiler notes, or by the bound of a counter that starts at zero."""
+    """Returns the trips of a while: the compiler's annotation, or the bound of a counter that starts at zero."""
     if match := _TRIPS.search(line):
         return int(match[1])
     name = line.split(" = ")[0].strip()
     condition = computations[dict(_callees(line))["condition"]]
     bounds = [match[1] for test in condition if (match := re.search(r" s32\[\]\S* constant\((\d+)\)", test))]
     if len(bounds) != 1 or not any("direction=LT" in test for test in condition):
-        raise ValueError(f"loop {name} holds a collective, and its trip count is not in the text; use a static scan.")
+        raise ValueError(f"loop {name} has a collective, and its trip count is not in the text; use a static scan.")
     return int(bounds[0])
 
 
 def _collective(line: str, match: re.Match, *, trips: int, mesh_shape: tuple) -> Collective:
-    kind, started = match[1], match[2] is not None
-    arrays = _arrays(line[line.index(" = ") + 3 : match.start()], kind, started)
+    kind, is_start = match[1], match[2] is not None
+    arrays = _arrays(line[line.index(" = ") + 3 : match.start()], kind, is_start)
     axes, group_size = _groups(kind, line, mesh_shape)
     num_bytes = sum(size for _, size in arrays) * (group_size if kind == "reduce-scatter" else 1)
     op_name = _OP_NAME.search(line)
@@ -217,15 +219,15 @@ def _collective(line: str, match: re.Match, *, trips: int, mesh_shape: tuple) ->
     )
 
 
-def _arrays(result_type: str, kind: str, started: bool) -> list[tuple[str, float]]:
+def _arrays(result_type: str, kind: str, is_start: bool) -> list[tuple[str, float]]:
     """Returns (dtype, bytes) of each array of a result type."""
     arrays = [(dtype, _item_bytes(dtype) * _size(dims)) for dtype, dims in _ARRAY.findall(result_type)]
-    if started and kind != "all-reduce":
+    if is_start and kind != "all-reduce":
         # (operands, results, context...): the context is scalar, and there are as many results as operands
         arrays = [array for array, dims in zip(arrays, _ARRAY.findall(result_type), strict=True) if dims[1]]
         arrays = arrays[len(arrays) // 2 :]
     if kind == "all-to-all" and len(arrays) > 1:
-        # an exchange of R pieces prints each: together they are one array
+        # each piece of an exchange is printed; together they are one array
         return [(arrays[0][0], sum(size for _, size in arrays))]
     return arrays
 
@@ -286,16 +288,16 @@ def device_groups(text: str, num_devices: int) -> np.ndarray:
 
 
 def _iota(text: str) -> np.ndarray:
-    """Returns the devices that `[4,2]T(1,0)` lists: counted in that shape, then transposed."""
+    """Returns the devices that `[4,2]T(1,0)` lists: numbered in that shape, then transposed."""
     dims, *order = re.findall(r"[\[(]([\d,]+)[\])]", text)
     ids = np.arange(math.prod(_ints(dims))).reshape(_ints(dims))
     return ids.transpose(_ints(order[0])) if order else ids
 
 
 def _mesh_groups(text: str, num_devices: int) -> np.ndarray:
-    """Returns the groups of a mesh and some of its axes, or of parts of axes: `'a':(2)4` is 4 parts, each of 2 apart.
+    """Returns the groups over some axes of a mesh, or over parts of axes, such as `'a':(2)4`.
 
-    A part (m)k of an axis of size n splits it into m, k and n / (m k), outermost first, and takes the middle.
+    A part (m)k of an axis of size n splits it into m, k and n / (m k), outermost first, and takes the middle one.
     """
     declared, chosen = re.match(r"mesh\[(.*?)\](.*)$", text).groups()
     sizes = {axis: int(size) for axis, size in re.findall(r"'([^']+)'=(\d+)", declared)}

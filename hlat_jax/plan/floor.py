@@ -1,8 +1,8 @@
-"""Lower bounds of memory and time of a step under a layout, by arithmetic: which layouts are worth tracing.
+"""Lower bounds of memory and time of a step under a layout, by arithmetic; they show which layouts to trace.
 
-Every number is at or below that of the plan (tests compare the two), so a layout that does not fit here does not fit,
-and one that is slower here than a planned layout is slower. State is exact. Left out: the time of elementwise work,
-norms, the loss and the smaller collectives, and every buffer but the kept activations.
+Every number is at most that of the plan (tests compare the two), so a layout that does not fit by these bounds does not
+fit, and one that is slower by them than a planned layout is slower. State is exact. Left out: the time of elementwise
+work, norms, the loss and the smaller collectives, and every buffer but the kept activations.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Floor:
 
     Attributes:
       total: bytes of one device.
-      step_s: projected, with nothing overlapped; 0 where the speed of the target is unknown.
+      step_s: projected, with nothing overlapped; 0 if the speed of the target is unknown.
     """
 
     total: int
@@ -44,8 +44,8 @@ class Held:
     Attributes:
       state_bytes: parameters, moments and masters.
       params: parameters that the forward pass reads.
-      layer_params: of those, the ones of the layers.
-      gradient_bytes: gradients in the dtype in which devices sum them.
+      layer_params: those of them in the layers.
+      gradient_bytes: gradients, in the dtype of their sums.
     """
 
     state_bytes: int
@@ -55,7 +55,7 @@ class Held:
 
 
 def held(config: Config, layout: Layout) -> Held:
-    """Returns what one device holds under a layout, of devices or abstract."""
+    """Returns the state and gradients of one device under a layout, which may be abstract."""
     policy = POLICIES[config.precision.policy]
     axes, shapes = param_axes(config.model), abstract_params(config.model)
 
@@ -85,9 +85,9 @@ def floor(config: Config, layout: Layout, *, target: cost.Target, holds: Held) -
 
     Args:
       config: of the run.
-      layout: of its degrees, of devices or abstract.
-      target: whose speeds count.
-      holds: `held` of the same.
+      layout: of the config's degrees; may be abstract.
+      target: provides the speeds.
+      holds: `held(config, layout)`.
     """
     config = dataclasses.replace(config, model=chosen_model(config, layout, platform=target.platform))
     shape = _Shape(config, layout)
@@ -104,7 +104,7 @@ def floor(config: Config, layout: Layout, *, target: cost.Target, holds: Held) -
 
 
 class _Shape:
-    """The sizes of one device's share of a step."""
+    """Sizes of one device's share of a step."""
 
     def __init__(self, config: Config, layout: Layout):
         self.config, self.layout, self.model = config, layout, config.model
@@ -121,9 +121,9 @@ class _Shape:
         self.mlp_dim = config.model.mlp_dim // self.tensor
 
     def kept_bytes(self) -> int:
-        """Returns the bytes of what every layer keeps for its backward pass, in each slot of a pipeline's ring."""
+        """Returns the bytes that the layers keep for their backward pass, over all slots of a pipeline's ring."""
         model, between = self.model, self.tensor if self.layout.sequence_parallel else 1
-        layer = model.embed_dim // between  # what comes in, or its norm
+        layer = model.embed_dim // between  # the layer's input, or its norm
         if model.remat in ("none", "selective", "products"):
             layer += (2 * self.heads + 2 * self.kv_heads) * model.head_dim + 2 * self.mlp_dim
         if model.remat == "none" and model.attention == "einsum":
@@ -139,10 +139,10 @@ class _Shape:
         passes = 3 * self.ticks * self.num_layers + again
         columns = (self.heads + 2 * self.kv_heads) * head
         for n, k in ((columns, width), (width, self.heads * head), (2 * self.mlp_dim, width), (width, self.mlp_dim)):
-            # the last product of a layer is not made again: nothing reads it
+            # the last product of a layer is not recomputed: nothing reads it
             times = passes - again if (n, k) == (width, self.mlp_dim) else passes
             yield 2.0 * self.tokens * n * k, item * (self.tokens * (n + k) + n * k), times
-        if model.attention == "einsum":  # the blocked kind leaves out what the mask hides
+        if model.attention == "einsum":  # "blocked" skips masked scores
             scores = self.rows * self.heads * seq_len
             times = passes + self.ticks * self.num_layers * (model.remat == "selective") // 2
             elements = scores * seq_len + (scores + self.rows * self.kv_heads * seq_len) * head

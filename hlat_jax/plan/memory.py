@@ -1,7 +1,4 @@
-"""Memory of one device and one host: state to the byte, temporaries as `liveness` estimates them.
-
-State is exact: its shard shapes are those of the state that trains. Temporaries are an estimate.
-"""
+"""Memory of one device and of one host: the state exactly, temporaries as estimated by `passes.liveness`."""
 
 from __future__ import annotations
 
@@ -27,13 +24,13 @@ class DeviceBytes:
       params: what the forward pass reads; exact.
       opt_state: moments, master weights and counters; exact.
       batch: the rows of one step; exact.
-      gradients: their sums over microbatches, in the policy's dtype, whole over the replicas unless each microbatch's
-        are reduced; exact, within the temporaries.
-      activations: kept for the backward pass; estimated. Where the layers run in a loop, what loops keep beside the
-        sums at their own fullest moment, the gradients of one microbatch among it; where they are unrolled, what the
-        forward pass leaves to the backward pass at its fullest moment, the logits among it.
+      gradients: sums over microbatches, in the policy's dtype, not sharded over replicas unless the gradients of each
+        microbatch are reduced; exact, and part of the temporaries.
+      activations: kept for the backward pass; estimated. If the layers run in a loop: the peak of what loops keep
+        besides the sums, including the gradients of one microbatch. If they are unrolled: the peak of what the forward
+        pass keeps for the backward pass, including the logits.
       workspace: the rest of the temporaries; estimated.
-      logits: of one microbatch on this device, fp32; a part of the workspace where the loss is dense, for information.
+      logits: of one microbatch on this device, fp32, for information; part of the workspace if the loss is dense.
     """
 
     params: int
@@ -58,7 +55,7 @@ class DeviceBytes:
 
 
 def device_bytes(program: RunProgram, *, jaxpr: Any) -> DeviceBytes:
-    """Returns the bytes that one device holds; `jaxpr` is that of the traced step."""
+    """Returns the bytes on one device; `jaxpr` is that of the traced step."""
     config, layout, (state, batch, _) = program.config, program.layout, program.step_arguments
     peak = liveness.temporaries(jaxpr, program.step_arguments)
     itemsize = jnp.dtype(POLICIES[config.precision.policy].accumulate).itemsize
@@ -88,9 +85,9 @@ def checkpoint_bytes(state: Any) -> int:
 
 
 def host_bytes(state: Any, num_devices: int) -> int:
-    """Returns the most bytes of state that one node of `num_devices` copies to its host while it saves.
+    """Returns the most bytes of state that one node of `num_devices` devices copies to its host during a save.
 
-    Every shard that the first node holds, once, whichever node writes it.
+    These are the shards on the first node, each once, whichever node writes it.
     """
 
     def on_node(leaf):

@@ -65,7 +65,7 @@ def _wanted(keys: str, calls: Collection[str]) -> Collection[str]:
     wanted = [key.strip() for key in keys.split(",") if key.strip()]
     for key in wanted:
         if key not in calls:
-            raise ValueError(f"--ops={keys}: there is no op {key!r}. {nearest(key, calls)}")
+            raise ValueError(f"--ops={keys}: unknown op {key!r}. {nearest(key, calls)}")
     return wanted or calls
 
 

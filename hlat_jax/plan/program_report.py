@@ -1,6 +1,6 @@
-"""What a training program consists of: products after each pass, kernels, collectives, bytes, compile time.
+"""Report of a training program: products after each pass, kernels, collectives, bytes, compile time.
 
-All of it is read from the step that trains: its trace, and the program compiled from it for the devices at hand.
+It is read from the trace of the training step and from the step compiled for the devices of this process.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from hlat_jax.program import TrainingProgram
 
 
 @dataclasses.dataclass(frozen=True)
-class Stage:
-    """The whole step after a pass.
+class CompileStage:
+    """The training step after one pass.
 
     Attributes:
       name: of the pass; "loss" before any of them.
       jaxpr: of the step, without equations whose results nothing reads.
-      products: dtypes of the operands -> how many products of matrices one step executes in them.
+      products: dtypes of the operands -> number of matrix products in them that one step executes.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Bytes:
 
     Attributes:
       arguments: state and batch.
-      reused: of those, the bytes that results overwrite: the donated state.
+      reused: those of them that results overwrite: the donated state.
       temporaries: as the compiler allocates them.
       predicted: temporaries, as `liveness` estimates them from the trace alone.
     """
@@ -60,15 +60,15 @@ class Report:
     """Summary of a compiled training program.
 
     Attributes:
-      stages: the step after each pass, in their order.
-      kernels: op -> the implementation chosen, with the reasons against the others.
-      plan: of rematerialization, where there was a memory budget.
+      stages: the step after each pass, in order.
+      kernels: op -> the chosen implementation, with the reasons against the others.
+      plan: of rematerialization; None without a memory budget.
       collectives: of the compiled program.
       bytes: see `Bytes`.
       compile_s: seconds that lowering and compiling took.
     """
 
-    stages: tuple[Stage, ...]
+    stages: tuple[CompileStage, ...]
     kernels: Mapping[str, Choice]
     plan: Plan | None
     collectives: tuple[Collective, ...]
@@ -100,7 +100,7 @@ def report(program: TrainingProgram, state: Any, batch: Any) -> Report:
     arguments, replica_sync = (state, batch, jnp.float32(0.0)), program.options.active_replica_sync
     traces = {name: step.trace(*arguments) for name, step in program.stages.items()}
     jaxprs = {name: live_jaxpr(traced) for name, traced in traces.items()}
-    stages = tuple(Stage(name=name, jaxpr=jaxpr, products=_products(jaxpr)) for name, jaxpr in jaxprs.items())
+    stages = tuple(CompileStage(name=name, jaxpr=jaxpr, products=_products(jaxpr)) for name, jaxpr in jaxprs.items())
     began = time.monotonic()
     compiled = traces[stages[-1].name].lower().compile()
     seconds = time.monotonic() - began
@@ -125,7 +125,7 @@ def report(program: TrainingProgram, state: Any, batch: Any) -> Report:
 
 
 def place(collective: Collective) -> str:
-    """Returns where in a step a collective is: forward or backward pass or outside them, and whether in a loop."""
+    """Returns the place of a collective in a step: forward, backward or outside, and whether in a loop."""
     name = collective.op_name
     where = "backward" if "transpose(" in name else "forward" if "jvp(" in name else "outside"
     return where + (" loop" if collective.trips > 1 else "")

@@ -1,6 +1,6 @@
 """Throughput that AWS has published for Llama models on trn1.32xlarge, for comparison with a projection.
 
-None of it is HLAT itself, whose speed was never published. All rows have a global batch of 1,024 sequences.
+None of it was measured with HLAT itself, whose speed is not published. All rows have a global batch of 1,024 sequences.
 """
 
 from __future__ import annotations

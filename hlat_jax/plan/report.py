@@ -32,10 +32,10 @@ class Site:
 
     Attributes:
       target: a name of `cost.target`.
-      nodes: of that kind.
-      disk_bytes_per_s: of one node, while it saves.
+      nodes: number of nodes.
+      disk_bytes_per_s: bandwidth of one node to the checkpoint's disk.
       price_per_hour: of one node; 0: unknown.
-      data_tokens: of the training data; 0: unknown.
+      data_tokens: tokens of the training data; 0: unknown.
     """
 
     target: str
@@ -53,7 +53,7 @@ def site_layout(config: Config, site: Site) -> Layout:
     """Returns the layout of a config on a site.
 
     Raises:
-      ValueError: nodes without a network between them, or as `degrees.layout_over`, with the nearest number of nodes.
+      ValueError: several nodes of a single machine, or as `degrees.layout_over`, with the nearest number of nodes.
     """
     target = cost.target(site.target)
     if site.nodes > 1 and not target.network_bytes_per_s:
@@ -62,23 +62,23 @@ def site_layout(config: Config, site: Site) -> Layout:
         return planned_layout(config, site.num_devices, platform=target.platform)
     except ValueError as error:
         nodes = _nearest_nodes(config, site) if target.network_bytes_per_s else None
-        raise ValueError(f"{error} Unchanged, it is valid with --nodes={nodes}." if nodes else str(error)) from None
+        raise ValueError(f"{error} The config is valid with --nodes={nodes}." if nodes else str(error)) from None
 
 
 def _nearest_nodes(config: Config, site: Site) -> int | None:
-    """Returns the number of nodes nearest to the site's on which a config passes every check; of two the larger."""
+    """Returns the number of nodes nearest to the site's on which a config passes every check; ties go to the larger."""
     numbers = sorted(range(1, max(64, 2 * site.nodes) + 1), key=lambda nodes: (abs(nodes - site.nodes), -nodes))
     devices = site.num_devices // site.nodes
     return next((nodes for nodes in numbers if passes(config, nodes * devices)), None)
 
 
 def make_plan(config: Config, site: Site) -> dict[str, Any]:
-    """Returns the plan of a config on a site, fit for JSON.
+    """Returns the plan of a config on a site, JSON-serializable.
 
     Raises:
-      ValueError: degrees that do not fit the devices or the model, or a batch that does not divide.
+      ValueError: degrees that do not fit the devices or the model, or a batch that they do not divide.
     """
-    asked = config.model.remat
+    requested = config.model.remat
     program = budget_lib.estimated(make_program(config, site_layout(config, site)))
     config, layout = program.config, program.layout
     target = cost.target(site.target)
@@ -92,7 +92,7 @@ def make_plan(config: Config, site: Site) -> dict[str, Any]:
         "nodes": site.nodes,
         "layout": described(config, layout),
         "run": _run(config, site),
-        "schedule": _schedule(config, layout, asked),
+        "schedule": _schedule(config, layout, requested),
         "device_bytes": dataclasses.asdict(memory)
         | {"state": memory.state, "temporaries": memory.temporaries, "total": memory.total, "budget": budget},
         "fits": memory.total <= budget,
@@ -128,7 +128,7 @@ def _run(config: Config, site: Site) -> dict[str, Any]:
     model, data, train = config.model, config.data, config.train
     step_tokens = data.batch_size * data.seq_len
     tokens = step_tokens * train.num_steps
-    # init, step; the step of validation; the model that a sample runs through
+    # init and step; the validation step; the forward pass of samples
     programs = 2 + bool(data.validation) + bool(train.sample_prompt)
     return {
         "params": cost.num_params(model),
@@ -143,13 +143,13 @@ def _run(config: Config, site: Site) -> dict[str, Any]:
     }
 
 
-def _schedule(config: Config, layout: Layout, asked: str) -> dict[str, Any]:
+def _schedule(config: Config, layout: Layout, requested: str) -> dict[str, Any]:
     num_microbatches, num_stages = config.train.num_microbatches, layout.degrees["pipe"]
     return {
         "num_microbatches": num_microbatches,
         "rows": config.data.batch_size // (layout.row_degree * num_microbatches),
-        # a budget: what it comes to by this estimate; the run itself measures
-        "remat": asked if asked == config.model.remat else f"{asked}, estimated as {config.model.remat}",
+        # a budget is resolved by an estimate here; the run itself measures
+        "remat": requested if requested == config.model.remat else f"{requested}, estimated as {config.model.remat}",
         "num_stages": num_stages,
         "bubble": (num_stages - 1) / (num_microbatches + num_stages - 1),
     }

@@ -1,9 +1,9 @@
-"""Roofline of the time of a step, from its trace and the table of targets. Projection, not measured.
+"""Roofline projection of the time of a step, from its trace and the table of targets; nothing is measured.
 
 Assumptions: every product runs at the device's peak or at the speed of its memory, whichever is slower, and reads
-its operands and writes its result once; elementwise work rides along with a product. The update reads and writes the
-state once. Collectives run one after another at the full speed of the slowest link on their way, with a delay per step
-of a binary tree. A real step is slower: no compiler reaches these speeds everywhere.
+its operands and writes its result once; elementwise work is fused into products. The update reads and writes the
+state once. Collectives run one after another at the full speed of the slowest link on their path, with a latency per
+step of a binary tree. A real step is slower: no compiler reaches these speeds everywhere.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class Seconds:
 
     Attributes:
       products: forward, backward, recomputation and idle ticks of a pipeline.
-      update: of the optimizer.
+      update: optimizer update.
       link: collectives inside a node.
-      network: collectives that leave it.
-      flops: that one device executes in the products, recomputation and idle ticks among them.
+      network: collectives between nodes.
+      flops: FLOPs of the products on one device, including recomputation and idle ticks.
     """
 
     products: float
@@ -42,12 +42,12 @@ class Seconds:
 
     @property
     def step(self) -> float:
-        """With nothing overlapped."""
+        """Time of a step with nothing overlapped."""
         return self.products + self.update + self.link + self.network
 
     @property
     def overlapped(self) -> float:
-        """With all collectives behind the products."""
+        """Time of a step with all collectives overlapped by the products and the update."""
         return max(self.products + self.update, self.link + self.network)
 
 
@@ -57,7 +57,7 @@ def projected(jaxpr: Any, found: list[Collective], *, target: Target, mesh: Any,
     Args:
       jaxpr: of the whole step.
       found: its collectives.
-      target: whose speeds count.
+      target: provides the speeds.
       mesh: of the layout; `shape` maps axes to sizes.
       state_bytes: of one device.
     """
@@ -77,7 +77,7 @@ def projected(jaxpr: Any, found: list[Collective], *, target: Target, mesh: Any,
 def collective_seconds(collective: Collective, *, target: Target, mesh: Any) -> tuple[str, float]:
     """Returns ("link" or "network", seconds of one execution).
 
-    All groups run at one time, so the groups of a node share its network.
+    All groups run at the same time and share the network of their node.
     """
     nodes, members = spread_over_nodes(collective.axes, mesh=mesh, node_size=target.num_devices)
     steps = math.ceil(math.log2(max(2, collective.group_size)))
@@ -90,7 +90,7 @@ def collective_seconds(collective: Collective, *, target: Target, mesh: Any) -> 
 
 
 def spread_over_nodes(axes: tuple[str, ...], *, mesh: Any, node_size: int) -> tuple[int, int]:
-    """Returns (nodes that a group over mesh axes touches, its devices in one of them).
+    """Returns (number of nodes that a group over mesh axes spans, number of its devices in each).
 
     Devices are numbered row-major over the mesh and fill one node after another.
     """

@@ -1,4 +1,4 @@
-"""Other layouts for the same nodes: the nearest that fits, and all that fit, ranked by their projected step."""
+"""Other layouts for the same nodes: the nearest that fits, and all that fit, ranked by projected step time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ REMATS = ("none", "selective", "full")
 
 
 def complete(plan: dict[str, Any], config: Config, site: Site) -> dict[str, Any]:
-    """Returns the plan; one that does not fit also has its largest part and the nearest change that fits, if any."""
+    """Returns the plan; if it does not fit, with its largest part and the nearest change that fits, if any."""
     if plan["fits"]:
         return plan
     memory = plan["device_bytes"]
@@ -30,31 +30,31 @@ def complete(plan: dict[str, Any], config: Config, site: Site) -> dict[str, Any]
 
 
 def ranked(config: Config, site: Site, *, most: int = 10, max_plans: int = 48) -> dict[str, Any]:
-    """Returns the best layouts of these nodes that fit, and what was tried.
+    """Returns the best layouts for these nodes that fit, and counts of the search.
 
-    Every choice of degrees, ZeRO-1, sequence parallelism, microbatches and rematerialization is weighed by the `floor`
-    of its plan, the best first, and planned while it may still be among the best: by projected step, or by bytes where
-    the speed of the target is unknown.
+    Every combination of degrees, ZeRO-1, sequence parallelism, microbatches and rematerialization is scored by the
+    `floor` of its plan. In order of score, those that may be among the best are planned. The score is the projected
+    step time, or bytes if the speed of the target is unknown.
 
     Args:
       config: of the run.
       site: the nodes.
-      most: layouts returned, each with the best of its other choices.
-      max_plans: made at most.
+      most: number of layouts returned, each with its best schedule.
+      max_plans: most combinations planned.
 
     Returns:
-      {"rows": the best first, "by": "step_s" or "total", "layouts": choices weighed, "planned": of those, "smallest":
-      bytes that the least of them needs by its floor, "budget": bytes of a device, "rest": what the best choice left
-      out scores at least; None where nothing was left out that could be among the best}.
+      {"rows": the best first, "by": "step_s" or "total", "layouts": number of combinations, "planned": number of
+      those planned, "smallest": fewest bytes of a floor, "budget": bytes of a device, "rest": floor of the best
+      combination left out; None if none was left out that could be among the best}.
     """
     target = cost.target(site.target)
     budget = target.device.memory_bytes - target.device.reserved_bytes
     by = "step_s" if target.device.peak_flops else "total"
-    weighed = sorted(candidates(config, site), key=lambda pair: (getattr(pair[0], by), pair[0].total))
+    scored = sorted(candidates(config, site), key=lambda pair: (getattr(pair[0], by), pair[0].total))
     best: dict[tuple, dict[str, Any]] = {}  # row of every choice of degrees
     too_large: list[Config] = []
     planned, rest = 0, None
-    for least, candidate in weighed:
+    for least, candidate in scored:
         if least.total > budget or any(_holds_more(candidate, other) for other in too_large):
             continue
         bound, degrees = getattr(least, by), _degrees(candidate)
@@ -72,8 +72,8 @@ def ranked(config: Config, site: Site, *, most: int = 10, max_plans: int = 48) -
         elif degrees not in best or row[by] < best[degrees][by]:
             best[degrees] = row
     rows = sorted(best.values(), key=operator.itemgetter(by))[:most]
-    found = {"rows": rows, "by": by, "layouts": len(weighed), "planned": planned, "budget": budget, "rest": rest}
-    return found | {"smallest": min((least.total for least, _ in weighed), default=None)}
+    found = {"rows": rows, "by": by, "layouts": len(scored), "planned": planned, "budget": budget, "rest": rest}
+    return found | {"smallest": min((least.total for least, _ in scored), default=None)}
 
 
 def _degrees(config: Config) -> tuple[int, ...]:
@@ -81,7 +81,7 @@ def _degrees(config: Config) -> tuple[int, ...]:
 
 
 def _holds_more(candidate: Config, other: Config) -> bool:
-    """Returns whether a layout holds at least what another one does, of the same degrees."""
+    """Returns whether a candidate takes at least the memory of another one with the same degrees."""
     ours, theirs = candidate.parallel, other.parallel
     return (
         _degrees(candidate) == _degrees(other)
@@ -106,7 +106,7 @@ def _row(plan: dict[str, Any], config: Config) -> dict[str, Any]:
 
 
 def candidates(config: Config, site: Site) -> Iterator[tuple[Floor, Config]]:
-    """Yields every layout that passes all checks, with tensor inside a node, and the floor of its plan."""
+    """Yields (floor of its plan, config) for every layout that passes all checks, with tensor inside a node."""
     target = cost.target(site.target)
     for degrees in all_degrees(site.num_devices):
         replicas = degrees["data"] * degrees["fsdp"]
@@ -125,7 +125,7 @@ def _switch(degree: int) -> tuple[bool, ...]:
 
 
 def _schedules(config: Config, site: Site, *, rows: int) -> Iterator[tuple[Floor, Config]]:
-    """Yields a layout with every number of microbatches of its rows and every rematerialization."""
+    """Yields a layout with every number of microbatches that divides its rows and every rematerialization."""
     target = cost.target(site.target)
     layout = abstract_layout(config.parallel, site.num_devices, num_kv_heads=config.model.num_kv_heads)
     holds = held(config, layout)
@@ -138,7 +138,7 @@ def _schedules(config: Config, site: Site, *, rows: int) -> Iterator[tuple[Floor
 
 
 def _changed(config: Config, parallel: dict[str, Any], **sections: dict[str, Any]) -> Config | None:
-    """Returns a config with other values, or None where they do not fit each other."""
+    """Returns a config with other values, or None if these are invalid together."""
     tree = config.to_dict()
     for name, values in ({"parallel": parallel} | sections).items():
         tree[name] |= values
@@ -158,7 +158,7 @@ def _tried(config: Config, site: Site) -> dict[str, Any] | None:
 
 
 def _nearest_change(config: Config, site: Site) -> str | None:
-    """Returns the first change, from the mildest on, after which the plan fits."""
+    """Returns the mildest change with which the plan fits, or None."""
     degrees = {axis: getattr(config.parallel, axis) for axis in ("pipe", "fsdp", "tensor")}
     rows = config.data.batch_size // max(1, site.num_devices // math.prod(degrees.values()))
     changes = [({}, {}, {"num_microbatches": rows}), ({"zero1": True}, {}, {})]

@@ -8,8 +8,8 @@ from hlat_jax.byte_sizes import format_bytes
 
 
 def memory_line(total: int, budget: int, *, state: int, temporaries: int) -> str:
-    """Returns the line that `train` prints of the memory of a device."""
-    verdict = "" if total <= budget else "; MORE THAN IT HAS: try python -m hlat_jax.plan --search"
+    """Returns the line that `train` prints for the memory of a device."""
+    verdict = "" if total <= budget else "; DOES NOT FIT: try python -m hlat_jax.plan --search"
     return (
         f"memory planned   {format_bytes(total)} of {format_bytes(budget)} on the fullest device: "
         f"{format_bytes(state)} state, {format_bytes(temporaries)} temporaries (estimated){verdict}"
@@ -19,14 +19,14 @@ def memory_line(total: int, budget: int, *, state: int, temporaries: int) -> str
 def full(plan: dict[str, Any]) -> str:
     """Returns the whole plan."""
     lines = [_title(plan), *_run_lines(plan), "", "Bytes of one device", *_memory_lines(plan), ""]
-    lines += ["Collectives of one step, of one device", *_collective_lines(plan), ""]
+    lines += ["Collectives of one step, per device", *_collective_lines(plan), ""]
     lines += _projection_lines(plan) + _published_lines(plan)
     lines += ["", "Saving", *_saving_lines(plan)]
     return "\n".join(lines)
 
 
 def partitioned(part: dict[str, Any]) -> str:
-    """Returns the compiled program for virtual devices beside its plan."""
+    """Returns the figures of the program compiled for virtual devices, next to the planned ones."""
     lines = [
         f"Compiled for {part['devices']} virtual CPU devices ({degrees(part['layout'])}), {part['seconds']:.0f} s",
         f"  arguments    {format_bytes(part['argument_bytes'])}, "
@@ -47,17 +47,17 @@ def ranking(found: dict[str, Any], where: str) -> str:
     """Returns the table of layouts of `search.ranked` on nodes called `where`, the best first, or why there is none."""
     if not found["layouts"]:
         return (
-            f"No layout of {where}: no degrees with tensor inside a node pass every check; change the batch or nodes."
+            f"No layout for {where}: no degrees with tensor inside a node pass every check; change the batch or nodes."
         )
     if not found["rows"]:
-        least = f"none of the {found['planned']} planned, of {found['layouts']:,}, and the least that one needs is "
+        least = f"none of the {found['planned']} planned, of {found['layouts']:,}; the smallest needs "
         least += f"{format_bytes(found['smallest'])} before workspace"
-        return f"No layout of {where} fits {format_bytes(found['budget'])} of a device: {least}. Take more nodes."
+        return f"No layout for {where} fits {format_bytes(found['budget'])} per device: {least}. Use more nodes."
     by = "projected step" if found["by"] == "step_s" else "memory, as the speed of the device is unknown"
     left = ""
     if found["rest"] is not None:
         least = f"{found['rest']:.3f} s" if found["by"] == "step_s" else format_bytes(found["rest"])
-        left = f"; one of the others would take at least {least}"
+        left = f"; the others take at least {least}"
     lines = [
         f"Layouts that fit {where}, by {by}; {found['planned']} of {found['layouts']:,} planned{left}",
         "rank  pipe  data  fsdp  tensor  sequence  zero1  microbatches  remat      memory of a device    "
@@ -121,7 +121,7 @@ def _memory_lines(plan: dict[str, Any]) -> list[str]:
         "batch": "exact",
         "gradients": "of the batch, exact" if m == 1 else f"sums over {m} microbatches, exact",
         "activations": "kept for the backward pass; estimated",
-        "workspace": f"the rest of the fullest moment; estimated. Logits of a microbatch {logits}",
+        "workspace": f"the rest of the peak; estimated. Logits of a microbatch {logits}",
     }
     lines = [f"  {name:<14} {format_bytes(memory[name]):>12}  {note}" for name, note in notes.items()]
     lines.append(
@@ -129,7 +129,7 @@ def _memory_lines(plan: dict[str, Any]) -> list[str]:
     )
     if plan["fits"]:
         return [*lines, "  fits"]
-    lines.append(f"  DOES NOT FIT; most is {plan['binds']}")
+    lines.append(f"  DOES NOT FIT; the largest part is {plan['binds']}")
     change = plan.get("change")
     lines.append(f"  nearest change that fits: {change}" if change else "  no single change fits; try --search")
     return lines
@@ -155,7 +155,7 @@ def _projection_lines(plan: dict[str, Any]) -> list[str]:
         f"step             {projection['step_s']:.3f} s, {projection['tokens_per_s']:,.0f} tokens/s, "
         f"MFU {projection['mfu_6n']:.1%} (6N) ({projection['label']}: products at full speed, nothing overlapped)",
         f"  products {projection['products']:.3f} s, update {projection['update']:.3f} s, collectives in a node "
-        f"{projection['link']:.3f} s, between nodes {projection['network']:.3f} s; all collectives hidden: "
+        f"{projection['link']:.3f} s, between nodes {projection['network']:.3f} s; all collectives overlapped: "
         f"{projection['step_overlapped_s']:.3f} s",
         f"  executed FLOPs are {projection['executed_over_model_flops']:.2f} of the model's: recomputation, idle "
         "ticks, copies of KV heads",
@@ -168,7 +168,7 @@ def _published_lines(plan: dict[str, Any]) -> list[str]:
     if not projection or not projection["published"]:
         return []
     ours = projection["tokens_per_s_and_node"]
-    lines = [f"published on trn1.32xlarge, beside {ours:,.0f} tokens/s and node projected here:"]
+    lines = [f"published for trn1.32xlarge, in tokens/s per node; projected here: {ours:,.0f}"]
     return lines + [
         f"  {row['tokens_per_s_and_node']:>8,.0f}  {row['nodes']} nodes, {row['layout']}, sequences of "
         f"{row['seq_len']:,} ({row['source']})"

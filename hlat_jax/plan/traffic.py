@@ -1,4 +1,4 @@
-"""The collectives of a traced step: kind, axes, bytes and trips, at the dtypes of the target; nothing is compiled.
+"""The collectives of a traced step, without compiling it: kind, axes, bytes and trips, at the dtypes of the target.
 
 The collectives of forward, backward and ZeRO are written explicitly, inside `shard_map`, so the trace has all of them;
 a partitioner adds only the scalars of the two global norms. `plan.collectives` reads the same rows from a compiled
@@ -15,7 +15,7 @@ from hlat_jax.plan.collectives import Collective
 
 
 def traced_collectives(jaxpr: Any, mesh: Any) -> list[Collective]:
-    """Returns the collectives of a traced program, with the executions in loops as `trips`.
+    """Returns the collectives of a traced program between devices; `trips` are their executions in loops.
 
     Args:
       jaxpr: of the whole program, or of a part.

@@ -23,8 +23,8 @@ ForwardAndBackward = Callable[..., Any]
 def measured(op: Op, call: CallSpec, *, platform: str, num_rounds: int, num_rows: int) -> Measurement:
     """Returns the median seconds of each implementation that can serve a call, on this machine's first device.
 
-    All are compiled and run once; then each round runs every one of them, so that other load on the machine affects all
-    of them alike.
+    All are compiled and run once; then each round runs all of them, so that other load on the machine affects them
+    alike.
 
     Args:
       op: one of `CASES`.
@@ -108,7 +108,7 @@ def cross_entropy_case(call: CallSpec, num_rows: int) -> tuple[int, ForwardAndBa
 
 def rms_norm_case(call: CallSpec, num_rows: int) -> tuple[int, ForwardAndBackward, tuple]:
     """Returns (rows, timed function, its arrays) for a call of RMSNorm."""
-    rows, x, dout = _like_x(call, num_rows, 2)
+    rows, x, dout = _random_like_x(call, num_rows, 2)
 
     def forward(name, x, scale):
         return norm.rms_norm(x, scale=scale, eps=1e-5, implementation=name)
@@ -118,7 +118,7 @@ def rms_norm_case(call: CallSpec, num_rows: int) -> tuple[int, ForwardAndBackwar
 
 def swiglu_case(call: CallSpec, num_rows: int) -> tuple[int, ForwardAndBackward, tuple]:
     """Returns (rows, timed function, its arrays) for a call of SwiGLU."""
-    rows, *arrays = _like_x(call, num_rows, 3)
+    rows, *arrays = _random_like_x(call, num_rows, 3)
 
     def forward(name, gate, up):
         return swiglu.swiglu(gate, up=up, implementation=name)
@@ -128,7 +128,7 @@ def swiglu_case(call: CallSpec, num_rows: int) -> tuple[int, ForwardAndBackward,
 
 def rope_case(call: CallSpec, num_rows: int) -> tuple[int, ForwardAndBackward, tuple]:
     """Returns (rows, timed function, its arrays) for a call of RoPE; the cos and sin tables are not timed."""
-    rows, x, dout = _like_x(call, num_rows, 2)
+    rows, x, dout = _random_like_x(call, num_rows, 2)
     positions_BT = jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32), x.shape[:2])
     tables = rope.rope_tables(positions_BT, frequencies=rope.rope_frequencies(x.shape[3], theta=1e4))
 
@@ -163,7 +163,7 @@ def _with_gradients(forward: Callable[..., Any]) -> ForwardAndBackward:
     return both
 
 
-def _like_x(call: CallSpec, num_rows: int, count: int) -> tuple:
+def _random_like_x(call: CallSpec, num_rows: int, count: int) -> tuple:
     """Returns the number of timed rows, and `count` arrays of that many rows, in shape and dtype like the call's x."""
     b, *dims = call["x_shape"]
     rows = min(num_rows or b, b)

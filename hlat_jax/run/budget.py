@@ -101,7 +101,7 @@ def _searched(program: RunProgram, measure: Any) -> remat.Plan:
     def traced(choice: RematChoice | None) -> Any:
         return _with(program, _written(choice)).trace_step()
 
-    return remat.search(traced, budget_bytes=budget, options=remat.Options(measure=measure, min_bytes=1024))
+    return remat.search(traced, budget_bytes=budget, options=remat.RematOptions(measure=measure, min_bytes=1024))
 
 
 def _written(choice: RematChoice | None) -> str:

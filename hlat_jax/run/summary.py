@@ -48,7 +48,7 @@ def describe_data(
         if source.documents.ignored:
             print(f"data             source {source.name}: {source.documents.ignored}")
     for name, source in held_out.items():
-        print(f"validation       {source.described(name)}")
+        print(f"validation       {source.describe(name)}")
 
 
 def finish(config: Config, workdir: pathlib.Path, step: int) -> None:

@@ -2,28 +2,42 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import pathlib
-from typing import IO, Any
+import secrets
+from collections.abc import Iterator
+from typing import IO, Any, BinaryIO
 
 _MAX_DEPTH = 100  # of nested JSON: far below Python's recursion limit, what is left of which depends on the caller
 _MAX_NAME_BYTES = 255
 
 
-def write_whole(path: pathlib.Path, content: bytes) -> None:
-    """Writes or replaces a small file atomically; an error keeps the old content and leaves no partial file."""
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+@contextlib.contextmanager
+def atomic_writer(path: pathlib.Path) -> Iterator[BinaryIO]:
+    """Yields a new file that replaces `path` atomically at the end of the block; an error keeps the old content."""
+    # the token: processes on several hosts of a shared file system may have the same id
+    partial = path.with_name(f"{path.name}.{os.getpid()}-{secrets.token_hex(4)}.partial")
     try:
-        with open(partial, "wb") as file:
-            file.write(content)
+        with open(partial, "xb") as file:
+            yield file
             to_disk(file)
         os.replace(partial, path)
-    except OSError as error:  # the error of a full disk does not name the file
-        partial.unlink(missing_ok=True)
-        raise OSError(error.errno, error.strerror, str(path)) from None
+    except BaseException as error:
+        with contextlib.suppress(OSError):  # of a read-only file system
+            partial.unlink(missing_ok=True)
+        if isinstance(error, OSError):  # the error of a full disk does not name the file
+            raise OSError(error.errno, error.strerror, str(path)) from None
+        raise
     sync_folder(path.parent)
+
+
+def write_whole(path: pathlib.Path, content: bytes) -> None:
+    """Writes or replaces a small file atomically; an error keeps the old content and leaves no partial file."""
+    with atomic_writer(path) as file:
+        file.write(content)
 
 
 def write_json(path: pathlib.Path, value: Any) -> None:

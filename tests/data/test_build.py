@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from hlat_jax.data import packing, sources
 from hlat_jax.data.build import build as build_lib
 from hlat_jax.data.build import build_task, shards
-from hlat_jax.data.build.build_task import Options
+from hlat_jax.data.build.build_task import BuildOptions
 from hlat_jax.data.tokenizer import Tokenizer
 
 AUSTEN = "package:austen_2k.model"
@@ -45,7 +45,7 @@ def build(out, *words, num_workers=1, **options):
     return build_lib.build(
         [str(word) for word in words],
         out=out,
-        options=Options(**options),
+        options=BuildOptions(**options),
         num_workers=num_workers,
         watch=lambda *_: contextlib.nullcontext(),
     )
@@ -392,7 +392,7 @@ def test_facts_of_other_inputs_never_count(tmp_path, monkeypatch):
     assert [path.name for path in (out / ".building").glob("*.array_record*")] == ["task-00000.0000.array_record.json"]
     monkeypatch.setattr(build_task._OpenShard, "close", close)
     task = build_task.Task(0, (), "of another build")
-    assert build_task.finished_shards(task, folder=out / ".building", options=Options(on_bad_record="skip")) == []
+    assert build_task.finished_shards(task, folder=out / ".building", options=BuildOptions(on_bad_record="skip")) == []
     assert build(out, path, on_bad_record="skip").manifest["documents"] == len(TEXTS)
 
 

@@ -318,7 +318,7 @@ def shown_on(stream, **options):
         asked.append(0)
         return min(len(asked) / 4, 1.0), f"{len(asked)} documents"
 
-    with progress.Progress(ask, stream=stream, **options) as bar:
+    with progress.ProgressBar(ask, stream=stream, **options) as bar:
         while len(asked) < 3:
             bar._ended.wait(0.01)
     return stream.getvalue()
@@ -358,19 +358,14 @@ def test_tokenizer_and_stats_report_their_progress(tmp_path):
         assert 0 <= shares[0] < 0.5 < shares[-1] <= 1
         assert len(set(shares)) > 3
         texts = [value for name, value in status.values if name == "text"]
-        assert any("documents  " in text and text.endswith("MB") for text in texts)
+        assert any("documents  " in text and text.endswith("MiB") for text in texts)
 
 
 def test_short_work_prints_no_progress_where_no_terminal_is():
     stream = io.StringIO()
-    with progress.Progress(lambda: (0.5, ""), stream=stream):
+    with progress.ProgressBar(lambda: (0.5, ""), stream=stream):
         pass
     assert stream.getvalue() == ""
-
-
-@pytest.mark.parametrize(("num_bytes", "words"), [(999, "999 bytes"), (1_500, "1.5 kB"), (7.25e12, "7.2 TB")])
-def test_size_reads_in_decimal_units(num_bytes, words):
-    assert progress.size(num_bytes) == words
 
 
 def test_output_that_nobody_reads_to_its_end_is_no_error(tmp_path):

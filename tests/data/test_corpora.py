@@ -8,7 +8,7 @@ from data_files import write_arrow, write_compressed, write_jsonl, write_parquet
 
 from hlat_jax.config import DataConfig
 from hlat_jax.data.build import build
-from hlat_jax.data.build.build_task import Options
+from hlat_jax.data.build.build_task import BuildOptions
 from hlat_jax.data.formats.paths import asset_path
 from hlat_jax.data.loader import TrainBatches, batch_hash
 from hlat_jax.data.tokenizer import Tokenizer
@@ -35,7 +35,7 @@ def novels(tmp_path_factory):
         build.build(
             [str(source)],
             out=folder / name,
-            options=Options(tokenizer=tokenizer, shard_bytes=1 << 20),
+            options=BuildOptions(tokenizer=tokenizer, shard_bytes=1 << 20),
             num_workers=1,
             watch=lambda *_: contextlib.nullcontext(),
         )

@@ -9,7 +9,7 @@ import pytest
 from data_files import write_arrow, write_jsonl, write_parquet
 
 from hlat_jax.data.build import build
-from hlat_jax.data.build.build_task import Options
+from hlat_jax.data.build.build_task import BuildOptions
 
 pytestmark = [
     pytest.mark.skipif(not pathlib.Path("/proc/self/status").exists(), reason="peak memory is read from /proc"),
@@ -68,7 +68,7 @@ def folder(tmp_path_factory):
         build.build(
             [str(out / "a.jsonl")],
             out=out / "built",
-            options=Options(),
+            options=BuildOptions(),
             num_workers=1,
             watch=lambda *_: contextlib.nullcontext(),
         )

@@ -1,6 +1,7 @@
 """The index of lines: where they lie, kept between runs, and never used for another file."""
 
 import json
+import os
 
 import numpy as np
 import pytest
@@ -96,7 +97,7 @@ def test_index_of_a_folder_that_cannot_be_written_leaves_nothing_behind(tmp_path
     def full(descriptor):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(jsonl.os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space left"):
         read_all(path, folder)
     assert list(folder.iterdir()) == []
@@ -109,14 +110,14 @@ def test_folder_that_may_only_be_read_gives_its_index_or_none_is_kept_there(tmp_
     if has_kept:
         read_all(path, folder)
         monkeypatch.setattr(jsonl, "_scan", lambda *_: pytest.fail("built again"))
-    make = jsonl.tempfile.mkstemp
+    write = jsonl.atomic_files.atomic_writer
 
-    def read_only(*, dir, prefix):  # root may write everywhere
-        if dir == folder:
-            raise OSError(30, "Read-only file system", str(dir))
-        return make(dir=dir, prefix=prefix)
+    def read_only(path):  # root may write everywhere
+        if path.parent == folder:
+            raise OSError(30, "Read-only file system", str(path))
+        return write(path)
 
-    monkeypatch.setattr(jsonl.tempfile, "mkstemp", read_only)
+    monkeypatch.setattr(jsonl.atomic_files, "atomic_writer", read_only)
     assert read_all(path, folder) == ["a", "b"]
     assert len(list(folder.glob("*"))) == int(has_kept)
 

@@ -22,7 +22,7 @@ def test_permutation_of_few_documents_is_that_of_grain(num_documents, seed, choo
 
 @given(st.integers(1, 500))
 def test_scattered_numbers_come_once_each(total):
-    assert sorted(order.scattered(total)) == list(range(total))
+    assert sorted(order.evenly_spread(total)) == list(range(total))
 
 
 @pytest.mark.parametrize("num_documents", [1, 9, 1 << 16, (1 << 16) + 1])

@@ -54,7 +54,7 @@ def documents(texts, *, seq_len, num_window=3, max_chars=1000, position=(0, 0, 0
         order(texts),
         num_documents=len(texts),
         encode=encoder(max_chars),
-        windows=packing.Windows(seq_len, num_window, 2),
+        windows=packing.DocumentWindows(seq_len, num_window, 2),
         position=np.asarray(position),
         max_bad=2 * len(texts),
     )
@@ -166,7 +166,7 @@ def reading(read, *, make, position):
     options = {"num_documents": 1000, "encode": encoder(100), "position": np.asarray(position), "max_bad": 9}
     if make is concat:
         return packing.ConcatStream(note, seq_len=2, **options)
-    return packing.DocumentsStream(note, windows=packing.Windows(20, 6, 2), **options)
+    return packing.DocumentsStream(note, windows=packing.DocumentWindows(20, 6, 2), **options)
 
 
 def test_concat_resuming_reads_one_document():
@@ -198,7 +198,7 @@ def test_documents_error_ahead_is_raised_with_the_first_row_of_its_window():
         read,
         num_documents=50,
         encode=encoder(100),
-        windows=packing.Windows(20, 6, 2),
+        windows=packing.DocumentWindows(20, 6, 2),
         position=np.zeros(4, np.int64),
         max_bad=9,
     )
@@ -239,7 +239,7 @@ def test_documents_rows_are_windows_packed_best_fit():
         [1] * 7 + [0],  # the last window of the epoch is short
     ]
     assert stream.position.tolist() == [1, 0, 0, 0]
-    again = list(packing.packed_once(texts, encode=encoder(1000), windows=packing.Windows(8, 5, 2)))
+    again = list(packing.documents_epoch(texts, encode=encoder(1000), windows=packing.DocumentWindows(8, 5, 2)))
     assert [row.tokens.tolist() for row in again] == [row.tokens.tolist() for row in rows]
 
 

@@ -63,7 +63,7 @@ def folder(tmp_path_factory):
     sizes = {"vocab_size": tokenizer.vocab_size, "max_position_embeddings": 64, "eos_token_id": tokenizer.eos_id}
     hf_models.save(hf_models.model(transformers.LlamaConfig(**hf_models.SMALL | sizes)), source)
     shutil.copy(tokenizer.path, source / "tokenizer.model")
-    (source / "tokenizer_config.json").write_text(json.dumps(tokenizer.described()))
+    (source / "tokenizer_config.json").write_text(json.dumps(tokenizer.transformers_config()))
     import_checkpoint(open_checkpoint(source), folder / "imported")
     export_checkpoint(open_weights(folder / "imported"), folder / "exported")
     return folder

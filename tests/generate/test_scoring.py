@@ -32,11 +32,10 @@ def model():
     params = jax.tree.map(lambda leaf: 3 * leaf, init_params(cfg, jax.random.key(0, impl="rbg")))
     draw = np.random.default_rng(0).integers
     pairs = [(draw(0, 64, size).tolist(), draw(0, 64, more).tolist()) for size, more in SIZES]
-    greedy = list(pairs[1][0])
+    greedy, forward = list(pairs[1][0]), jax.jit(apply, static_argnums=1)
     for _ in range(4):
-        greedy.append(
-            int(np.argmax(apply(params, cfg, np.array([greedy + [0] * (10 - len(greedy))]))[0, len(greedy) - 1]))
-        )
+        logits_BTV = forward(params, cfg, np.array([greedy + [0] * (10 - len(greedy))]))
+        greedy.append(int(np.argmax(logits_BTV[0, len(greedy) - 1])))
     return cfg, params, [*pairs, (greedy[:5], greedy[5:])]
 
 
@@ -49,11 +48,12 @@ def alone(model):
 
 def test_scorer_equals_a_float64_softmax_over_the_whole_forward_pass(model, alone):
     cfg, params, pairs = model
-    for (context, continuation), score in zip(pairs, alone, strict=True):
-        ids = [*context, *continuation][-MAX_TOKENS - 1 :]
-        padded_TV = np.zeros((1, MAX_TOKENS), np.int32)
-        padded_TV[0, : len(ids) - 1] = ids[:-1]
-        logits_TV = np.asarray(apply(params, cfg, padded_TV)[0], np.float64)
+    kept = [[*context, *continuation][-MAX_TOKENS - 1 :] for context, continuation in pairs]
+    padded_BT = np.zeros((len(kept), MAX_TOKENS), np.int32)
+    for row, ids in zip(padded_BT, kept, strict=True):
+        row[: len(ids) - 1] = ids[:-1]
+    logits_BTV = np.asarray(jax.jit(apply, static_argnums=1)(params, cfg, padded_BT), np.float64)
+    for (_, continuation), ids, logits_TV, score in zip(pairs, kept, logits_BTV, alone, strict=True):
         places = range(len(ids) - 1 - len(continuation), len(ids) - 1)
         expected = sum(logits_TV[i, ids[i + 1]] - np.logaddexp.reduce(logits_TV[i]) for i in places)
         assert score.log_likelihood == pytest.approx(expected, abs=1e-4)

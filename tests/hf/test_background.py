@@ -10,7 +10,6 @@ import micro
 import numpy as np
 import pytest
 import transformers
-from jax.experimental.compilation_cache import compilation_cache
 
 from hlat_jax import config as config_lib
 from hlat_jax import loop
@@ -23,17 +22,6 @@ from hlat_jax.weights.safetensors_file import Writer
 from hlat_jax.weights.trained import open_weights
 
 EVERY, NUM_STEPS = 4, 8
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled_once(tmp_path_factory):
-    """Keeps compiled programs on disk: most runs here have the same."""
-    jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("cache")))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-    yield
-    jax.config.update("jax_compilation_cache_dir", None)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 1)
-    compilation_cache.reset_cache()
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The doctor: every probe passes on what is sound and catches a faulty fake; the command on CPU. No Trainium here."""
+"""The doctor: every probe passes on correct inputs and catches a faulty fake; the command on CPU."""
 
 import dataclasses
 import json
@@ -38,7 +38,7 @@ def assert_caught(outcome, *words):
 
 
 def requirements(words):
-    """Returns {package: (lowest, first too new)} of the requirements of pyproject.toml that have a lowest."""
+    """Returns {package: (lowest supported, first unsupported)} of requirements that have a lower bound."""
     found = {}
     for word in words:
         name, low, high = re.fullmatch(r"([\w-]+)(?:\[.*\])?(?:[>=]=([\d.]+))?(?:,<([\d.]+))?", word).groups()
@@ -60,7 +60,7 @@ def test_supported_versions_are_those_that_the_package_declares():
 
 
 def test_versions_of_this_environment_pass():
-    assert probes.versions(exercises.installed(probes.SUPPORTED), probes.SUPPORTED).verdict == PASSED
+    assert probes.versions(exercises.installed_versions(probes.SUPPORTED), probes.SUPPORTED).verdict == PASSED
 
 
 @pytest.mark.parametrize("version", ["0.9.0", "0.9.0.0", "0.12.0", "0.12", "1.0"])
@@ -112,7 +112,7 @@ def test_devices_that_are_missing_mixed_or_unknown_are_caught(found, word):
     assert_caught(probes.devices(found, platform="neuron", count=32), word)
 
 
-def test_memory_of_a_sound_device_passes_and_a_quarter_of_it_is_written():
+def test_memory_of_a_correct_device_passes_and_a_quarter_of_it_is_written():
     asked = []
     outcome = probes.memory(15 * GIB, 16 * GIB, fill=lambda n: asked.append(n) or True)
     assert outcome.verdict == PASSED
@@ -127,12 +127,12 @@ def no_memory(num_bytes):
 @pytest.mark.parametrize(
     ("limit", "fill", "word"),
     [
-        (7 * GIB, lambda n: True, "7.00 GiB, of 16.00 GiB"),
-        (15 * GIB, lambda n: False, "differ from those written"),
+        (7 * GIB, lambda n: True, "7.00 GiB; such a device has 16.00 GiB"),
+        (15 * GIB, lambda n: False, "read back differently"),
         (15 * GIB, no_memory, "RESOURCE_EXHAUSTED"),
     ],
 )
-def test_memory_that_is_taken_broken_or_not_there_is_caught(limit, fill, word):
+def test_memory_that_is_in_use_broken_or_missing_is_caught(limit, fill, word):
     assert_caught(probes.memory(limit, 16 * GIB, fill=fill), word)
 
 
@@ -190,7 +190,7 @@ def altered(uniform=lambda u: u, normal=lambda z: z):
             altered(normal=lambda z: np.random.default_rng(z.view(np.uint64)[0]).uniform(-(3**0.5), 3**0.5, z.size)),
             "fourth",
         ),
-        (altered(normal=lambda z: np.repeat(z[: z.size // 2], 2)), "neighbours"),
+        (altered(normal=lambda z: np.repeat(z[: z.size // 2], 2)), "neighbors"),
         (altered(normal=lambda z: np.tile(z[: z.size // 2], 2)), "halves"),  # every device draws the same
         (altered(normal=np.zeros_like), "correlation"),  # a generator that was folded to a constant
     ],
@@ -269,9 +269,9 @@ def truncated(values):
             "stochastic",
             "neither",
         ),
-        (lambda v: v, "nearest", "neighbours"),  # not rounded: the pair of casts was taken out
+        (lambda v: v, "nearest", "neighbors"),  # not rounded: the pair of casts was taken out
         (lambda v: np.nan_to_num(bf16(v), posinf=3e38), "nearest", "inf or NaN"),
-        (lambda v: bf16(v * 1.01), "nearest", "values that bf16 has"),
+        (lambda v: bf16(v * 1.01), "nearest", "a bf16 value"),
     ],
 )
 def test_rounding_other_than_asked_is_caught(cast, expected, word):
@@ -291,11 +291,11 @@ def test_rows_out_of_bounds_pass_as_jax_gathers_them():
         lambda table, ids, mode: exercises.look_up(table, np.minimum(ids, 4095), mode) + (ids == 7)[:, None],
     ],
 )
-def test_rows_that_a_table_does_not_have_and_silently_gives_are_caught(look_up):
+def test_wrong_rows_out_of_bounds_are_caught(look_up):
     assert_caught(probes.out_of_bounds(look_up), "mode")
 
 
-# memory that is handed on
+# donation
 
 
 def state():
@@ -305,7 +305,7 @@ def state():
 def test_donation_on_this_cpu_passes():
     outcome = probes.donation(exercises.add_one, state())
     assert outcome.verdict == PASSED
-    assert "lies where" in outcome.found
+    assert "is in the buffer" in outcome.found
 
 
 def deleting_but_elsewhere(x):
@@ -317,12 +317,12 @@ def deleting_but_elsewhere(x):
 @pytest.mark.parametrize(
     ("step", "word"),
     [
-        (jax.jit(lambda x: x + 1), "still there"),
-        (deleting_but_elsewhere, "elsewhere"),
+        (jax.jit(lambda x: x + 1), "not freed"),
+        (deleting_but_elsewhere, "not in the buffer"),
         (lambda x: exercises.add_one(exercises.add_one(x)), "wrong result"),
     ],
 )
-def test_donation_that_keeps_two_states_or_spoils_one_is_caught(step, word):
+def test_donation_that_keeps_two_states_or_corrupts_one_is_caught(step, word):
     assert_caught(probes.donation(step, state()), word)
 
 
@@ -330,7 +330,7 @@ def test_donation_that_keeps_two_states_or_spoils_one_is_caught(step, word):
 
 
 def by_numpy(values):
-    """Returns what sound devices hear."""
+    """Returns the results of correct devices."""
     size, total = len(values), values.sum(0)
     return {
         "sum": np.stack([total] * size),
@@ -345,10 +345,10 @@ def by_numpy(values):
 def test_collectives_along_every_axis_of_eight_devices_pass(axis):
     outcome = doctor._collectives(axis, TINY)
     assert outcome.verdict == PASSED
-    assert "of 8 devices are exact" in outcome.found
+    assert "on 8 devices are exact" in outcome.found
 
 
-def test_collectives_are_made_in_the_groups_of_the_config_where_it_fits_these_devices():
+def test_collectives_run_in_the_groups_of_the_config_where_it_fits_these_devices():
     parallel = ParallelConfig(data=2, fsdp=2, tensor=2)
     config = dataclasses.replace(TINY, parallel=parallel)
     for axis, size in {"data": 2, "fsdp": 2, "tensor_kv": 2, "pipe": 8}.items():
@@ -360,10 +360,10 @@ def test_collectives_are_made_in_the_groups_of_the_config_where_it_fits_these_de
 @pytest.mark.parametrize("name", ["sum", "gather", "scatter", "forward", "backward"])
 def test_a_wrong_collective_is_caught_by_name(name):
     def one_value_off(values):
-        heard = by_numpy(values)
-        heard[name] = heard[name].copy()
-        heard[name].flat[-1] += 1
-        return heard
+        results = by_numpy(values)
+        results[name] = results[name].copy()
+        results[name].flat[-1] += 1
+        return results
 
     assert probes.collectives(by_numpy, size=4).verdict == PASSED
     outcome = probes.collectives(one_value_off, size=4)
@@ -374,13 +374,13 @@ def test_a_wrong_collective_is_caught_by_name(name):
 @pytest.mark.parametrize(
     "run",
     [
-        lambda values: by_numpy(values) | {"sum": values},  # each device has only its own
+        lambda values: by_numpy(values) | {"sum": values},  # each device returns its own array
         lambda values: by_numpy(values) | {"forward": by_numpy(values)["backward"]},  # the ring turns the other way
-        lambda values: by_numpy(values[:1].repeat(len(values), 0)),  # all hear the first
+        lambda values: by_numpy(values[:1].repeat(len(values), 0)),  # all receive the first array
         lambda values: by_numpy(bf16(values)),  # sent in bf16
     ],
 )
-def test_devices_that_do_not_hear_each_other_are_caught(run):
+def test_collectives_that_mix_up_devices_are_caught(run):
     assert_caught(probes.collectives(run, size=4))
 
 
@@ -389,8 +389,8 @@ def test_a_group_of_the_mesh_that_gets_other_values_makes_the_collective_wrong(m
     assert layout.mesh.shape["tensor_kv"] == 2
     psum = jax.lax.psum
     monkeypatch.setattr(jax.lax, "psum", lambda x, axis: psum(x, axis) + (jax.lax.axis_index("data") == 3))
-    outcome = probes.collectives(lambda values: exercises.exchange(layout, "tensor_kv", values), size=2)
-    assert_caught(outcome, "sum of 2 devices")
+    outcome = probes.collectives(lambda values: exercises.run_collectives(layout, "tensor_kv", values), size=2)
+    assert_caught(outcome, "sum on 2 devices")
 
 
 def test_collectives_of_one_device_are_not_testable(monkeypatch):
@@ -403,7 +403,7 @@ def test_collectives_of_one_device_are_not_testable(monkeypatch):
 
 
 def test_cache_is_hit_by_the_second_start_of_a_real_process(tmp_path):
-    outcome = probes.cache(exercises.start, tmp_path / "new")
+    outcome = probes.cache(exercises.run_in_new_process, tmp_path / "new")
     assert outcome.verdict == PASSED, outcome
     assert list((tmp_path / "new").iterdir()) == []
 
@@ -427,8 +427,8 @@ def full_disk(folder):
 @pytest.mark.parametrize(
     ("start", "word"),
     [
-        (faulty_start(writes=False), "left 0 files"),
-        (faulty_start(hits=(1, 1)), "1 programs came out"),
+        (faulty_start(writes=False), "wrote 0 files"),
+        (faulty_start(hits=(1, 1)), "loaded 1 programs"),
         (faulty_start(hits=(0, 0)), "compiled again"),
         (faulty_start(values=(1.0, 1.5)), "computes 1.5"),
         (full_disk, "No space left"),
@@ -458,9 +458,9 @@ def test_training_inside_its_band_passes():
     ("train", "word"),
     [
         (trained(5.2), "expected 4.9 to 5.1"),
-        (trained(4.0), "expected 4.9 to 5.1"),  # too good: targets leak, or the data is another
+        (trained(4.0), "expected 4.9 to 5.1"),  # too low: targets leak, or the data differs
         (trained(float("nan")), "nan"),
-        (trained(5.0, 7.0, float("nan"), 6.0), "step 2 is not finite"),
+        (trained(5.0, 7.0, float("nan"), 6.0), "not finite at step 2"),
     ],
 )
 def test_training_outside_its_band_is_caught(train, word):
@@ -513,12 +513,12 @@ def run_command(monkeypatch, outcomes, *words):
 def test_report_ends_with_what_passed_failed_and_could_not_be_tested(monkeypatch, capsys, tmp_path):
     outcomes = {
         "a": Outcome(PASSED, "fine"),
-        "b": Outcome(FAILED, "bad", "mend it"),
+        "b": Outcome(FAILED, "bad", "fix it"),
         "c": Outcome(NOT_HERE, "no device"),
     }
     assert run_command(monkeypatch, outcomes, f"--json={tmp_path / 'r.json'}") == 1
     printed = capsys.readouterr().out
-    assert "to do: mend it" in printed
+    assert "to do: fix it" in printed
     ends = [line.split() for line in printed.splitlines()[-4:]]
     assert ends[:3] == [["passed", "1", "a"], ["failed", "1", "b"], ["not", "testable", "here", "1", "c"]]
     assert "No Trainium device was checked." in printed
@@ -534,8 +534,8 @@ def test_exit_code_is_0_where_nothing_failed(monkeypatch):
     assert run_command(monkeypatch, {"a": Outcome(PASSED, ""), "c": Outcome(NOT_HERE, "")}, "--config=7b") == 0
 
 
-def test_a_probe_that_raises_has_failed_and_those_after_it_are_made():
-    outcome, seconds = doctor.made(doctor.Check("a", lambda: no_memory(0)))
+def test_a_probe_that_raises_counts_as_failed():
+    outcome, seconds = doctor.run_check(doctor.Check("a", lambda: no_memory(0)))
     assert_caught(outcome, "RuntimeError: RESOURCE_EXHAUSTED")
     assert seconds >= 0
 
@@ -546,7 +546,7 @@ def test_checks_of_this_cpu_pass_or_are_not_testable_here(policy, tmp_path):
     config = dataclasses.replace(TINY, precision=PrecisionConfig(policy))
     skipped = {"training", "compile cache"}  # tested above, and too long for here
     rows = {
-        check.name: doctor.made(check)[0]
+        check.name: doctor.run_check(check)[0]
         for check in doctor.checks(config, doctor.CheckedMachine("", 0, tmp_path))
         if check.name not in skipped
     }
@@ -561,11 +561,11 @@ def fake_machine(folder, instance="trn1.32xlarge"):
     return Machine(folder, folder / "product")
 
 
-def test_environment_on_a_trainium_node_is_that_of_the_run_and_nothing_is_left_to_the_host(tmp_path):
+def test_environment_on_a_trainium_node_is_that_of_the_run_and_keeps_computations_off_the_host(tmp_path):
     values = types.SimpleNamespace(instance="", cores=0)
     config = resolve(config_lib.load("7b"))
     environ = {"NEURON_RUN_TRIVIAL_COMPUTATION_ON_CPU": "1"}
-    place = doctor_command._prepared(config, values, environ, machine=fake_machine(tmp_path))
+    place = doctor_command._prepare(config, values, environ, machine=fake_machine(tmp_path))
     assert place == {
         "instance": "trn1.32xlarge",
         "num_devices": 32,
@@ -576,10 +576,10 @@ def test_environment_on_a_trainium_node_is_that_of_the_run_and_nothing_is_left_t
     assert "NEURON_RUN_TRIVIAL_COMPUTATION_ON_CPU" not in environ
 
 
-def test_environment_elsewhere_is_left_as_it_is(tmp_path):
+def test_environment_without_neuron_devices_is_unchanged(tmp_path):
     environ = {}
     values = types.SimpleNamespace(instance="", cores=0)
-    place = doctor_command._prepared(TINY, values, environ, machine=Machine(tmp_path, tmp_path))
+    place = doctor_command._prepare(TINY, values, environ, machine=Machine(tmp_path, tmp_path))
     assert environ == {}
     assert place["instance"] == ""
 

@@ -31,7 +31,7 @@ def lowered():
 
 @pytest.fixture(scope="module")
 def computation(lowered):
-    """The class that parses a serialised module with XLA's own code."""
+    """The class that parses a serialized module with XLA's own code."""
     return type(lowered.compiler_ir("hlo"))
 
 
@@ -57,7 +57,7 @@ def test_ids_from_jax_are_too_large_for_the_compiler(lowered):
 
 def test_a_renumbered_step_is_the_same_program(lowered, computation):
     original = lowered.compiler_ir("hlo")
-    module = hlo.whole(lowered)
+    module = hlo.whole_module(lowered)
     assert_ids_are_small_and_whole(module)
     assert computation(module).as_hlo_text() == original.as_hlo_text()
     assert len(original.as_hlo_text().splitlines()) > 1000
@@ -72,7 +72,7 @@ def test_a_renumbered_program_computes_the_same():
 
     x = np.random.default_rng(0).normal(size=(4, 4)).astype(np.float32)
     jitted = jax.jit(fn)
-    module = hlo_proto.renumbered(jitted.lower(x).compiler_ir("hlo").as_serialized_hlo_module_proto())
+    module = hlo_proto.renumber(jitted.lower(x).compiler_ir("hlo").as_serialized_hlo_module_proto())
     device = jax.devices()[0]
     options = jax.extend.backend.get_compile_options(
         num_replicas=1, num_partitions=1, device_assignment=np.zeros((1, 1), int)
@@ -102,7 +102,7 @@ def test_control_predecessors_and_unpacked_ids_are_renumbered_and_other_fields_k
     third = field(35, large + 1) + field(36, packed) + field(38, varint(large))
     called = field(1, b"inner") + field(2, field(35, 5)) + field(5, large) + field(6, 5)
     entry = b"".join(field(2, one) for one in (first, second, third)) + field(5, large + 1) + field(6, large + 1)
-    module = hlo_proto.renumbered(field(1, b"m") + field(3, called) + field(3, entry) + field(6, large + 1))
+    module = hlo_proto.renumber(field(1, b"m") + field(3, called) + field(3, entry) + field(6, large + 1))
     parsed = hlo_proto.parse(module)
     inner, outer = parsed.computations
     assert (inner.id, inner.root_id, [one.id for one in inner.instructions]) == (1, 1, [1])
@@ -120,23 +120,23 @@ def test_control_predecessors_and_unpacked_ids_are_renumbered_and_other_fields_k
     ("module", "message"),
     [
         (b"", "0 bytes without a computation"),
-        (b"\x1a\x7f\x00", "3 bytes that are not an HloModuleProto"),
-        (b"\x0b", "1 bytes that are not an HloModuleProto"),
-        (b"\xff\xff", "2 bytes that are not an HloModuleProto"),
+        (b"\x1a\x7f\x00", "3 bytes are not a valid HloModuleProto"),
+        (b"\x0b", "1 bytes are not a valid HloModuleProto"),
+        (b"\xff\xff", "2 bytes are not a valid HloModuleProto"),
         (b"\x3a\x00", "is scheduled"),
         (b"\x1a\x02\x30\x05", "refers to id 5, which is not defined"),
     ],
 )
 def test_bytes_that_are_not_a_module_or_refer_to_undefined_ids_are_refused(module, message):
     with pytest.raises(ValueError, match=message):
-        hlo_proto.renumbered(module)
+        hlo_proto.renumber(module)
 
 
 @pytest.mark.slow
 def test_the_module_of_one_device_has_its_shapes_and_collectives(computation):
-    """What it takes is the shard of each argument that JAX's own shardings give; bf16 is sent as bf16."""
+    """Its parameters are the shards of JAX's own shardings; bf16 values are reduced as bf16."""
     config = small_config(data=4, tensor=2, policy="mixed")
-    module, degrees = hlo.of_one_device("train", config, 8, max_devices=8)
+    module, degrees = hlo.device_module("train", config, 8, max_devices=8)
     assert degrees == {"pipe": 1, "data": 4, "fsdp": 1, "tensor": 2}
     assert_ids_are_small_and_whole(module)
     text = computation(module).as_hlo_text()
@@ -157,7 +157,7 @@ def test_the_module_of_one_device_has_its_shapes_and_collectives(computation):
 @pytest.mark.slow
 def test_fewer_replicas_keep_the_rows_of_a_device(computation):
     config = small_config(data=8, policy="bf16_sr")
-    module, degrees = hlo.of_one_device("train", config, 8, max_devices=2)
+    module, degrees = hlo.device_module("train", config, 8, max_devices=2)
     assert degrees["data"] == 2
     tokens = re.findall(r"s32\[(\d+),16\]\S* parameter", computation(module).as_hlo_text().split("ENTRY")[1])
     assert set(tokens) == {"1"}
@@ -166,7 +166,7 @@ def test_fewer_replicas_keep_the_rows_of_a_device(computation):
 
 def test_one_device_that_holds_a_replica_has_the_whole_program(computation):
     config = small_config(data=4)
-    module, degrees = hlo.of_one_device("train", config, 4, max_devices=1)
+    module, degrees = hlo.device_module("train", config, 4, max_devices=1)
     assert set(degrees.values()) == {1}
     assert_ids_are_small_and_whole(module)
     assert "all-reduce" not in computation(module).as_hlo_text()

@@ -1,8 +1,8 @@
-"""The lint for Neuron: one bad program per rule and its clean twin, the shipped configs, and the lines it names.
+"""The lint for Neuron: a bad and a clean program per rule, the shipped configs, and the reported lines.
 
     PYTHONPATH=. python tests/neuron/test_lint.py
 
-writes the table of docs/neuron-lint.md anew after a change of the rules that is meant.
+rewrites the table of docs/neuron-lint.md after an intended change of the rules.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from planned import small_config
 from hlat_jax import config as config_lib
 from hlat_jax.neuron import lint, partitioned, programs
 from hlat_jax.neuron.module import Program
-from hlat_jax.neuron.rules import RULES, UNSEEN
+from hlat_jax.neuron.rules import RULES, UNDETECTED
 from hlat_jax.parallel.sharding import make_layout
 from hlat_jax.plan.collectives import count_collectives
 from hlat_jax.resolve import resolve
@@ -39,7 +39,7 @@ def shape(*dims, dtype=jnp.float32):
 
 
 def module(body, arguments="%x: tensor<4xf32>", result="tensor<4xf32>"):
-    """Returns StableHLO text of one function, for what JAX does not write itself."""
+    """Returns the StableHLO text of one function, for operations that JAX does not emit."""
     return f"module @m {{ func.func public @main({arguments}) -> {result} {{ {body} }} }}"
 
 
@@ -52,12 +52,12 @@ def typed(kind):
 
 
 def over_mesh(fn, *, sizes=(8,), dtype=jnp.float32):
-    """Returns the text of `fn` of one device's part, spread over a mesh of virtual devices."""
+    """Returns the text of a shard_map of `fn` over a mesh of virtual devices."""
     names = tuple("abcdefgh"[: len(sizes)])
     mesh = AbstractMesh(sizes, names, axis_types=(AxisType.Auto,) * len(sizes))
-    spread = jax.shard_map(fn, mesh=mesh, in_specs=P(names), out_specs=P(names), check_vma=False)
+    mapped = jax.shard_map(fn, mesh=mesh, in_specs=P(names), out_specs=P(names), check_vma=False)
     argument = shape(480, dtype=dtype)
-    lowered = jax.jit(spread).trace(argument).lower(lowering_platforms=("neuron",))
+    lowered = jax.jit(mapped).trace(argument).lower(lowering_platforms=("neuron",))
     return lowered.as_text(debug_info=True)
 
 
@@ -77,7 +77,7 @@ def convolution(**options):
 
 
 def doc_scatter(operand, count):
-    """The example of the page of EVRF031."""
+    """The example on the page of EVRF031."""
     numbers = jax.lax.ScatterDimensionNumbers((1,), (0,), (0,))
     indices = jax.lax.iota(jnp.int32, count).reshape(count, 1)
     return jax.lax.scatter(operand, indices, jnp.ones((count, 4)), numbers)
@@ -276,7 +276,7 @@ def test_lint_memory_is_that_of_the_target():
     assert "MEM1" not in rules_of(eighteen_gib, target="trn2")
 
 
-def loss_of_a_stranger(params, x):
+def loss_with_argmax(params, x):
     hidden = jnp.tanh(x @ params["in"])
     best = jnp.argmax(hidden @ params["out"], axis=-1)
     return best.sum()
@@ -284,10 +284,10 @@ def loss_of_a_stranger(params, x):
 
 def test_check_of_a_foreign_function_names_its_line():
     params = {"in": jnp.ones((4, 8)), "out": jnp.ones((8, 3))}
-    [finding] = [f for f in lint.check(jax.jit(loss_of_a_stranger), params, X) if f.severity == "error"]
-    line = loss_of_a_stranger.__code__.co_firstlineno + 2
+    [finding] = [f for f in lint.check(jax.jit(loss_with_argmax), params, X) if f.severity == "error"]
+    line = loss_with_argmax.__code__.co_firstlineno + 2
     assert finding.rule == "RED01"
-    assert finding.line == f"{__file__}:{line} (loss_of_a_stranger)"
+    assert finding.line == f"{__file__}:{line} (loss_with_argmax)"
     assert "max, compare, and min of an iota" in str(finding)
     assert "jax-neuronx-known-issues" in str(finding)
 
@@ -315,7 +315,7 @@ def test_check_names_the_line_of_what_cannot_be_lowered():
     ],
     ids=["start", "step", "convergence"],
 )
-def test_loops_whose_length_data_decide_are_caught_although_they_compare_with_a_constant(loop):
+def test_loops_whose_trip_count_depends_on_data_are_caught_although_they_compare_with_a_constant(loop):
     found = {finding.rule: finding.severity for finding in lint.check(loop, jnp.int32(3), X)}
     assert found == {"CF03": "error"}
 
@@ -329,7 +329,7 @@ def test_a_choice_by_platform_folds_away():
     assert {finding.rule for finding in nested} == {"CF01"}
 
 
-def test_check_names_host_callbacks_which_jax_refuses_by_another_error():
+def test_check_names_host_callbacks_for_which_jax_raises_another_error():
     def called_back(x):
         return jax.pure_callback(np.sin, shape(4, 4), x)
 
@@ -344,17 +344,17 @@ def refusing(x):
     raise ValueError("of the user's own")
 
 
-def test_check_of_a_function_of_jax_names_the_line_that_asks():
+def test_check_of_a_function_of_jax_names_the_calling_line():
     [finding] = lint.check(jnp.sort, X)
     assert finding.line.startswith(f"{__file__}:")
 
 
-def test_lint_counts_what_a_line_does_more_than_once():
+def test_lint_counts_repeated_operations_of_a_line():
     [finding] = lint.check(lambda x: [jnp.argmax(x, axis=axis) for axis in (0, 1)], X)
     assert finding.count == 2
 
 
-# Whatever the types and values, a valid program is judged.
+# A valid program of any types and values is checked.
 
 
 def complex_rope(x):
@@ -443,12 +443,12 @@ ODD = {
 
 
 @pytest.mark.parametrize("case", ODD)
-def test_lint_judges_a_program_of_any_type_and_value(case):
+def test_lint_checks_a_program_of_any_type_and_value(case):
     program, expected = ODD[case]
     assert {finding.rule for finding in findings_of(program) if finding.severity != "info"} == expected
 
 
-# Indices that the program itself determines.
+# Indices that the program determines.
 
 TABLE = shape(32, 8)
 
@@ -508,7 +508,7 @@ INSIDE = {
 OUTSIDE = {
     "take": lambda w: jnp.take(w, jnp.arange(40), axis=0),
     "take_gradient": jax.grad(lambda w: jnp.take(w, jnp.arange(40), axis=0).sum()),
-    "take_clip": lambda w: jnp.take(w, jnp.arange(40), axis=0, mode="clip"),  # the gather itself is given them all
+    "take_clip": lambda w: jnp.take(w, jnp.arange(40), axis=0, mode="clip"),  # the gather itself receives all indices
     "embed": embedded(lambda: jnp.arange(40)),
     "embed_of_a_batch": embedded(lambda: jnp.broadcast_to(jnp.arange(40), (4, 40))),
     "plain": lambda w: w[jnp.arange(33)],
@@ -535,7 +535,7 @@ OUTSIDE = {
 
 
 @pytest.mark.parametrize("case", INSIDE)
-def test_lint_takes_indices_that_are_known_to_lie_inside(case):
+def test_lint_accepts_indices_that_are_known_to_be_in_bounds(case):
     assert "GS01" not in rules_of((INSIDE[case], TABLE))
 
 
@@ -554,22 +554,22 @@ def test_lint_takes_indices_that_are_known_to_lie_inside(case):
     "through_bfloat16",
 )
 @pytest.mark.parametrize("case", OUTSIDE)
-def test_lint_finds_an_iota_that_reaches_outside_through_private_functions(case):
+def test_lint_finds_an_iota_out_of_bounds_through_private_functions(case):
     assert "GS01" in rules_of((OUTSIDE[case], TABLE))
 
 
 @pytest.mark.parametrize("case", sorted(INSIDE.keys() - {"offset_from_data"}))
-def test_lint_does_not_take_an_iota_for_data(case):
+def test_lint_does_not_report_an_iota_as_data(case):
     assert not {"GS01", "GS02"} & {finding.rule for finding in lint.check(INSIDE[case], TABLE)}
 
 
-def test_lint_says_what_a_constant_reaches_beyond():
+def test_lint_names_the_dimension_that_a_constant_exceeds():
     [finding] = [f for f in lint.check(lambda w: w[jnp.asarray(np.array([0, 5, 32]))], TABLE) if f.rule == "GS02"]
     assert finding.what == "constant indices up to 32 into dimension 0 of f32[32,8]"
 
 
 @pytest.mark.slow
-def test_lint_judges_more_chains_of_calls_than_it_follows():
+def test_lint_checks_more_call_chains_than_it_follows():
     """2^13 leaves, no two with the same indices, of which the last reaches row 2^13 - 1."""
     tree = call_tree(lambda i: (2 * i, 2 * i + 1), depth=13)
     for num_rows, rules in ((2**13, set()), (2**13 - 1, {"GS02"})):
@@ -577,7 +577,7 @@ def test_lint_judges_more_chains_of_calls_than_it_follows():
         assert {"GS01", "GS02"} & {finding.rule for finding in found} == rules
 
 
-def test_lint_judges_a_shared_function_at_each_call_of_it():
+def test_lint_checks_a_shared_function_at_each_call():
     def both(w, v):
         inside = jnp.take(w, jnp.arange(32), axis=0)
         outside = jnp.take(v, jnp.arange(32) + 9, axis=0)
@@ -602,7 +602,7 @@ def lowered_for_neuron(traced):
 
 def groups_of(root):
     program = Program(root)
-    found = partitioned.replica_groups(program, partitioned.split(root))
+    found = partitioned.replica_groups(program, partitioned.run_shardy(root))
     return {tuple(map(tuple, np.sort(groups, axis=1).tolist())) for _, groups in found if groups.shape[1] > 1}
 
 
@@ -620,7 +620,7 @@ def test_replica_groups_are_those_of_the_compiled_step(degrees):
     compiled = count_collectives(traced.lower().compile().as_text(), layout.mesh)
     kinds = {axes for kind, axes in compiled if kind != "collective-permute"}
     expected = {tuple(map(tuple, partitioned.groups_along(mesh, list(axes)).tolist())) for axes in kinds}
-    # XLA joins two sums into one and leaves none out: every group that it uses was foreseen
+    # XLA may merge two sums into one, but uses no group that was not predicted
     assert expected <= groups_of(lowered_for_neuron(traced))
     assert expected
 
@@ -663,7 +663,7 @@ def test_permutes_that_the_partitioner_adds_are_found():
     assert finding.line == f"{__file__}:{moved.__code__.co_firstlineno + 1} ({moved.__qualname__})"
 
 
-def test_sizes_are_of_one_device():
+def test_sizes_are_per_device():
     mesh = jax.make_mesh((8,), ("a",), axis_types=(AxisType.Auto,))
 
     def rules(spec):
@@ -676,7 +676,7 @@ def test_sizes_are_of_one_device():
     assert "MEM1" not in rules(P("a"))
 
 
-def test_groups_are_regular_when_every_chip_has_the_same_part_in_them():
+def test_groups_are_regular_if_they_contain_the_same_cores_of_every_chip():
     def regular(*groups):
         return partitioned.is_regular(np.asarray(groups), cores_per_chip=4)
 
@@ -690,7 +690,7 @@ def test_groups_are_regular_when_every_chip_has_the_same_part_in_them():
 
 def test_permutes_are_rings_of_linked_chips_of_a_node():
     def trouble(*pairs, target="trn1"):
-        return partitioned.permute_trouble(np.asarray(pairs), target=target)
+        return partitioned.permute_problem(np.asarray(pairs), target=target)
 
     assert trouble((0, 1), (1, 2), (2, 0)) is None
     assert trouble((0, 6), (6, 30), (30, 24), (24, 0)) is None  # the corners of the torus are neighbours
@@ -707,7 +707,7 @@ def test_permutes_are_rings_of_linked_chips_of_a_node():
 
 @pytest.fixture
 def lint_here(monkeypatch, capsys):
-    """A function of the words of a lint command that runs it in this process: (exit code, stdout, stderr)."""
+    """A function that runs a lint command in this process and returns (exit code, stdout, stderr)."""
     from hlat_jax.host import flags
     from hlat_jax.neuron import __main__ as commands
 
@@ -741,7 +741,7 @@ def test_lint_of_a_shipped_config_has_no_error_and_no_unexplained_warning(name, 
         assert all(row["line"] for row in rows)
     devices = {"tiny": 4, "node": 32, "160m": 8, "1b": 8, "7b": 2048, "70b": 8192}[name]
     assert f"{name} for {target}, {devices:,} devices" in printed
-    assert time.monotonic() - began < 120  # seconds alone; other tests run beside it
+    assert time.monotonic() - began < 120  # seconds if run alone; other tests run in parallel
 
 
 def test_lint_of_node_on_the_smaller_node_has_no_error_and_no_unexplained_warning(tmp_path, lint_here):
@@ -762,7 +762,7 @@ def test_lint_of_generation_has_no_finding_but_infos(name, tmp_path, lint_here):
 
 
 @pytest.mark.slow
-def test_lint_explains_no_warning_that_does_not_occur(lint_here, tmp_path):
+def test_every_explained_warning_occurs(lint_here, tmp_path):
     occurring = set()
     for name in ("tiny", "70b"):
         lint_here(f"--config={name}", f"--json={tmp_path / 'found.json'}")
@@ -771,13 +771,13 @@ def test_lint_explains_no_warning_that_does_not_occur(lint_here, tmp_path):
     assert set(programs.EXPLAINED) <= occurring
 
 
-def test_lint_exits_with_1_and_says_where_when_a_program_breaks_a_rule(monkeypatch, lint_here):
+def test_lint_exits_with_1_and_names_the_line_when_a_program_breaks_a_rule(monkeypatch, lint_here):
     from hlat_jax.ops import embedding
 
-    honest = embedding.lookup
+    original = embedding.lookup
 
     def with_argmax(table_VD, tokens_BT, *, ctx):
-        return honest(table_VD, tokens_BT + 0 * jnp.argmax(tokens_BT), ctx=ctx)
+        return original(table_VD, tokens_BT + 0 * jnp.argmax(tokens_BT), ctx=ctx)
 
     monkeypatch.setattr("hlat_jax.model.lookup", with_argmax)
     code, printed, _ = lint_here("--config=tiny", "--program=eval")
@@ -788,7 +788,7 @@ def test_lint_exits_with_1_and_says_where_when_a_program_breaks_a_rule(monkeypat
     assert "instead: max, compare, and min of an iota" in printed
 
 
-def test_lint_says_that_a_layout_does_not_fit(lint_here):
+def test_lint_reports_a_layout_that_does_not_fit(lint_here):
     code, printed, _ = lint_here(
         "--config=7b", "--program=train", "--config.parallel.zero1=False", "--config.precision.policy=mixed"
     )
@@ -797,7 +797,7 @@ def test_lint_says_that_a_layout_does_not_fit(lint_here):
     assert "GiB of a device's 15.91 GiB" in printed
 
 
-def test_lint_takes_the_list_of_the_compiler(lint_here, tmp_path):
+def test_lint_accepts_the_list_of_the_compiler(lint_here, tmp_path):
     (tmp_path / "operators").write_text("Add\nMultiply\n")
     code, printed, _ = lint_here("--config=tiny", "--program=eval", f"--operators={tmp_path / 'operators'}")
     assert code == 1
@@ -811,10 +811,10 @@ def test_lint_takes_the_list_of_the_compiler(lint_here, tmp_path):
         (["--config=tiny", "--programme=train"], "Did you mean '--program'?"),
         (["--config=7b", "--devices=12"], "need a multiple of 8 devices and there are 12"),
         (["--config=tiny", "--operators=/no/such/file"], "/no/such/file"),
-        (["--config=tiny", "--operators=EMPTY"], "EMPTY names no operator"),
+        (["--config=tiny", "--operators=EMPTY"], "EMPTY contains no operator"),
     ],
 )
-def test_lint_refuses_what_it_cannot_do(words, message, lint_here, tmp_path, monkeypatch):
+def test_lint_rejects_invalid_flags(words, message, lint_here, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     pathlib.Path("EMPTY").touch()
     code, _, error = lint_here(*words)
@@ -822,7 +822,7 @@ def test_lint_refuses_what_it_cannot_do(words, message, lint_here, tmp_path, mon
     assert message in error
 
 
-def test_saving_remat_policies_round_nothing_for_neuron_and_elsewhere_as_before():
+def test_saving_remat_policies_emit_reduce_precision_except_for_neuron():
     layer = rematerialized(lambda x: jax.ad_checkpoint.checkpoint_name(x * x, "q") @ x, "selective", prevent_cse=False)
     traced = jax.jit(jax.grad(lambda x: layer(x).sum())).trace(X.astype(jnp.bfloat16))
     count = {
@@ -839,7 +839,7 @@ def test_rounding_that_loses_bits_stays_in_a_program_for_neuron():
     np.testing.assert_array_equal(jax.lax.reduce_precision(jnp.float32(1.001), 8, 7), jnp.float32(1.0))
 
 
-def test_step_of_a_train_that_does_not_donate_is_warned_of():
+def test_a_step_that_does_not_donate_is_reported():
     config = resolve(config_lib.load("tiny"))
     layout = programs.layout_for_neuron(config, 1)
     program = make_program(config, layout)
@@ -858,20 +858,20 @@ def table():
         severity = rule.severity
         severity += f"; trn1: {rule.trn1}" if rule.trn1 else ""
         severity += f"; run once: {rule.once}" if rule.once else ""
-        rows.append(f"| {name} | {severity} | {rule.seen} | {rule.why} | {rule.instead} | {rule.source} |")
+        rows.append(f"| {name} | {severity} | {rule.matches} | {rule.why} | {rule.instead} | {rule.source} |")
     return rows
 
 
 def test_documentation_has_the_table_of_the_rules():
     text = DOCS.read_text()
-    again = "If that is meant: PYTHONPATH=. python tests/neuron/test_lint.py"
-    assert [line for line in text.splitlines() if line.startswith("| ")] == [r for r in table() if r[1] == " "], again
-    for name in UNSEEN:
+    hint = "If this is intended: PYTHONPATH=. python tests/neuron/test_lint.py"
+    assert [line for line in text.splitlines() if line.startswith("| ")] == [r for r in table() if r[1] == " "], hint
+    for name in UNDETECTED:
         assert name in text
     assert f"{len(RULES)} rules" in (DOCS.parent.parent / "README.md").read_text()
 
 
-def test_rules_are_complete_sentences_of_their_parts():
+def test_rules_have_all_their_parts():
     for name, rule in RULES.items():
         assert rule.severity in ("error", "warning", "info"), name
         assert all(

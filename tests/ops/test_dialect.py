@@ -192,7 +192,7 @@ def test_a_call_that_cannot_be_served_raises_with_the_reasons_and_never_falls_ba
 
 
 def test_a_name_is_registered_once(op):
-    with pytest.raises(ValueError, match="implementation 'sum' is registered already"):
+    with pytest.raises(ValueError, match="implementation 'sum' is already registered"):
         op.register(Implementation("sum", abs, {"*": 0}))
-    with pytest.raises(ValueError, match="'auto' is registered already"):
+    with pytest.raises(ValueError, match="'auto' is already registered"):
         op.register(Implementation("auto", abs, {"*": 0}))

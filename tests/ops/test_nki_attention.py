@@ -79,8 +79,8 @@ FITS = {"q_shape": (1, 4096, 32, 128), "num_kv_heads": 8, "dtype": jnp.bfloat16,
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"has_segments": True}, "takes no segment ids"),
-        ({"window": 1024}, "takes a window, here 1024, only with a scale of 1"),
+        ({"has_segments": True}, "does not support segment ids"),
+        ({"window": 1024}, "supports a window (window=1024) only with a scale of 1"),
         ({"q_shape": (1, 4096, 32, 256)}, "model.head_dim=256 is above 128"),
         ({"q_shape": (1, 4000, 32, 128)}, "4000 is not a multiple of 512"),
         ({"q_shape": (1, 262144, 32, 128)}, "262144 is above 131072"),
@@ -98,7 +98,7 @@ def test_what_the_kernels_cannot_honour_is_refused_with_the_reason(change, reaso
 def test_the_op_refuses_segments_instead_of_ignoring_them():
     q, k, v, _ = inputs("gqa")
     with pytest.raises(
-        ValueError, match=r"^model.attention='nki' cannot serve this call: the kernel takes no segment ids"
+        ValueError, match=r"^model.attention='nki' cannot serve this call: the kernel does not support segment ids"
     ):
         attention_op.attention(
             q, k_BSKH=k, v_BSKH=v, segment_ids_BT=jnp.ones(q.shape[:2], jnp.int32), implementation="nki"

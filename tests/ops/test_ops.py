@@ -176,7 +176,7 @@ def test_attention_equals_float64(shape, implementation):
             {"k": (1, 128, 2, 8), "v": (1, 128, 2, 8)},
             r"keys \(1, 128, 2, 8\) float32: shapes must be \[B, T, N, H\] and \[B, T, K",
         ),
-        ({"v": (1, 256, 4, 8)}, r"values \(1, 256, 4, 8\) float32: keys and values must be alike"),
+        ({"v": (1, 256, 4, 8)}, r"values \(1, 256, 4, 8\) float32: keys and values must have the same shape"),
         ({"k": (1, 256, 3, 8), "v": (1, 256, 3, 8)}, "must divide the number of query heads"),
         ({"ids": (1, 1)}, r"segment ids \(1, 1\): their shape must be"),
         ({"q": (256, 8, 8)}, r"queries \(256, 8, 8\) float32, keys"),

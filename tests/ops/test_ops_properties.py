@@ -213,7 +213,7 @@ def test_attention_has_the_property_or_refuses_the_call(name, property_name):
     if not why:
         holds(subject)
         return
-    assert (packed and "takes no segment ids" in why) or (window and "window" in why)
+    assert (packed and "does not support segment ids" in why) or (window and "window" in why)
     with pytest.raises(ValueError, match="cannot serve"):
         of_op(name.split(",")[0])(q, k, k, ids, window)
 
@@ -626,7 +626,7 @@ def test_operands_that_do_not_fit_each_other_are_refused_with_their_numbers():
         rope.apply_rope(x[..., :7], cos=cos, sin=cos, implementation="reference")
     with pytest.raises(ValueError, match=r"cos has width 1 and sin 4; head_dim=8 has 4 pairs"):
         rope.apply_rope(x, cos=cos[..., :1], sin=cos, implementation="reference")
-    with pytest.raises(ValueError, match=r"gate is float32\[1, 3, 4\] and up float32\[3, 4\]; they must be equal"):
+    with pytest.raises(ValueError, match=r"gate is float32\[1, 3, 4\] and up float32\[3, 4\]; they must have the same"):
         swiglu.swiglu(cos, up=cos[0], implementation="reference")
 
 
@@ -662,13 +662,13 @@ def test_cudnn_is_asked_for_what_the_call_is(monkeypatch):
     options = {"is_causal": True, "local_window_size": (31, 0), "implementation": "cudnn"}
     assert asked == [((2, 128, 4, 64), (2, 128, 2, 64), jnp.bfloat16, options)]
     [reason] = gpu.cudnn_unsupported_reasons(**call | {"has_segments": True})
-    assert "takes segment ids (data.packing=documents) only as a mask" in reason
+    assert "supports segment ids (data.packing=documents) only as a T x T mask" in reason
 
 
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"window": 64}, "takes no window"),
+        ({"window": 64}, "does not support a window"),
         ({"q_shape": (1, 100, 4, 64)}, "100 is not a multiple of 128"),
         ({"q_shape": (1, 128, 4, 256)}, "model.head_dim=256 is above 128"),
         ({"dtype": "float64"}, "dtype float64 is not one of"),

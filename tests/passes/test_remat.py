@@ -21,7 +21,7 @@ from hlat_jax.passes.naming import RematChoice
 from hlat_jax.passes.products import live_jaxpr, total_flops
 
 L, D, F, ROWS = 6, 16, 64, 256  # layers, width, hidden width, rows: temporaries of some 4 MiB
-SMALL = remat.Options(min_bytes=1024)
+SMALL = remat.RematOptions(min_bytes=1024)
 
 
 def layer(params, x):
@@ -395,7 +395,7 @@ def test_of_the_choices_that_fit_the_cheapest_is_taken_though_another_keeps_more
 def test_a_program_that_fits_as_it_is_stays_as_it_is():
     plan = remat.fit(loss, *arguments(), budget_bytes="1GiB", options=SMALL)
     assert (plan.choice, plan.fn, plan.recompute_share, plan.compilations) == (None, loss, 0.0, 1)
-    assert "everything: it fits as it is" in plan.report()
+    assert "everything: it fits without rematerialization" in plan.report()
 
 
 def with_a_checkpoint_of_its_own(params, x):
@@ -566,7 +566,7 @@ def test_sizes_are_read_in_both_kinds_of_unit():
 
 def test_an_unknown_region_is_refused_whether_the_program_fits_or_not():
     with pytest.raises(ValueError, match="region='loop' must be auto, loops or whole"):
-        remat.Options(region="loop")
+        remat.RematOptions(region="loop")
 
 
 def test_a_function_that_cannot_be_traced_is_refused_by_name():
@@ -574,11 +574,11 @@ def test_a_function_that_cannot_be_traced_is_refused_by_name():
         return x if x.sum() > 0 else -x
 
     for fn in (branching, lambda x: x[x > 0]):
-        with pytest.raises(ValueError, match=r"remat cannot trace .*(branching|<lambda>): .* Let jax.lax.cond or"):
+        with pytest.raises(ValueError, match=r"remat cannot trace .*(branching|<lambda>): .* Use jax.lax.cond or"):
             remat.fit(fn, jnp.ones(3), budget_bytes="1GiB")
     with pytest.raises(ValueError, match=r"remat cannot trace .* with an argument of type str: .*functools.partial"):
         remat.fit(lambda x, kind: x, jnp.ones(3), "text", budget_bytes="1GiB")
-    with pytest.raises(ValueError, match=r"<lambda> returns no float array to differentiate; give step="):
+    with pytest.raises(ValueError, match=r"<lambda> returns no float array to differentiate; pass step="):
         remat.fit(lambda x: x.astype(int), jnp.ones(3), budget_bytes="1GiB")
 
 
@@ -591,7 +591,7 @@ def test_an_error_of_the_function_itself_is_not_said_to_be_one_of_tracing():
 def test_a_function_without_a_value_that_is_large_enough_is_planned_with_nothing_kept_or_refused():
     most, least = extremes()
     fit = functools.partial(
-        remat.fit, loss, *arguments(), step=jax.value_and_grad, options=remat.Options(min_bytes=65_536_000)
+        remat.fit, loss, *arguments(), step=jax.value_and_grad, options=remat.RematOptions(min_bytes=65_536_000)
     )
     assert fit(budget_bytes=(most + least) // 2).choice == RematChoice()
     with pytest.raises(remat.BudgetNotMet, match=f"4,096 bytes .* program tried takes {least:,} bytes"):

@@ -133,7 +133,7 @@ def test_collectives_take_the_trips_from_the_condition_where_the_compiler_notes_
 
 
 def test_collectives_in_a_loop_of_unknown_length_raise():
-    with pytest.raises(ValueError, match="loop %loop holds a collective, and its trip count is not in the text"):
+    with pytest.raises(ValueError, match="loop %loop has a collective, and its trip count is not in the text"):
         collectives(WHILE.replace("constant(7)", "parameter(1)"), _shape(data=2, tensor=2))
     harmless = WHILE.replace("constant(7)", "parameter(1)").replace("all-reduce(", "negate(")
     assert collectives(harmless, _shape(data=2, tensor=2)) == []

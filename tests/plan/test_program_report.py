@@ -132,7 +132,7 @@ def test_options_of_the_choice_under_a_budget_are_those_of_its_search():
         return measured[-1]
 
     def planned(**choice):
-        options = ProgramOptions(POLICIES["fp32"], memory_budget="16MiB", remat=remat.Options(**choice))
+        options = ProgramOptions(POLICIES["fp32"], memory_budget="16MiB", remat=remat.RematOptions(**choice))
         return training_program(deep, optax.sgd(1e-3), options=options, params=params, batch=rows).plan
 
     assert planned(measure=measure).choice.saved

@@ -80,32 +80,40 @@ def test_a_step_under_a_budget_is_the_step_without_one():
         np.testing.assert_allclose(np.asarray(a, np.float64), np.asarray(b, np.float64), rtol=1e-5, atol=1e-6)
 
 
-def test_a_recorded_choice_is_taken_for_the_same_mesh_and_made_anew_for_another(monkeypatch):
-    asked, _, record = resolved()
-    kept = record | {"choice": "saved:gate"}
-    again = config_with(f"budget:{asked}B")
-    assert budget_resolved(again, recorded=kept)[0].model.remat == "saved:gate"
-    searched = []
-    monkeypatch.setattr(remat, "search", lambda *_, **options: searched.append(options) or _plan())
+@pytest.fixture
+def searched(monkeypatch):
+    """The budgets of the searches made; a search finds `gate` or, for a GiB, a stock policy."""
+    budgets = []
+
+    def search(*_, budget_bytes, **options):
+        budgets.append(budget_bytes)
+        choice = RematChoice(stock_policy="dots_saveable") if budget_bytes == 2**30 else RematChoice(("gate",))
+        return remat.Plan(choice, 1, 1, 1, 1.0, 1.0, (1, 1.0), None, 1, 0.0)
+
+    monkeypatch.setattr(remat, "search", search)
+    return budgets
+
+
+def test_a_recorded_choice_is_taken_for_the_same_mesh_and_made_anew_for_another(searched):
+    config, record = budget_resolved(config_with("budget:7MiB"), recorded=None)
+    assert config.model.remat == record["choice"] == "saved:gate"
+    again = config_with("budget:7MiB")
+    assert budget_resolved(again, recorded=record | {"choice": "saved:up"})[0].model.remat == "saved:up"
+    assert searched == [7 * 2**20]
     for changed in ({"mesh": {}}, {"device": "other"}, {"asked": "budget:1GiB"}, {"jax": "0.1"}):
-        budget_resolved(again, recorded=kept | changed)
-    assert [options["budget_bytes"] for options in searched] == [asked] * 4
+        budget_resolved(again, recorded=record | changed)
+    assert searched == [7 * 2**20] * 5
 
 
-def test_a_recorded_choice_of_values_that_the_step_no_longer_has_is_made_anew(monkeypatch, capsys):
-    asked, _, record = resolved()
-    plan = remat.Plan(RematChoice(("gate",)), 1, 1, 1, 1.0, 1.0, (1, 1.0), None, 1, 0.0)
-    monkeypatch.setattr(remat, "search", lambda *_, **options: plan)
+def test_a_recorded_choice_of_values_that_the_step_no_longer_has_is_made_anew(searched, capsys):
+    _, record = budget_resolved(config_with("budget:7MiB"), recorded=None)
     old = record | {"choice": "saved:dot_general.99,gate"}
-    config, found = budget_resolved(config_with(f"budget:{asked}B"), recorded=old)
+    config, found = budget_resolved(config_with("budget:7MiB"), recorded=old)
     assert config.model.remat == found["choice"] == "saved:gate"
     assert "chosen again: the step no longer has the values of the checkpoint's choice" in capsys.readouterr().out
 
 
-def test_a_stock_policy_is_recorded_and_taken_again_and_one_that_is_gone_is_made_anew(monkeypatch):
-    plan = remat.Plan(RematChoice(stock_policy="dots_saveable"), 1, 1, 1, 1.0, 1.0, (1, 1.0), None, 1, 0.0)
-    searched = []
-    monkeypatch.setattr(remat, "search", lambda *_, **options: searched.append(options) or plan)
+def test_a_stock_policy_is_recorded_and_taken_again_and_one_that_is_gone_is_made_anew(searched):
     asked = config_with("budget:1GiB")
     config, record = budget_resolved(asked, recorded=None)
     assert config.model.remat == record["choice"] == "policy:dots_saveable"
@@ -168,20 +176,14 @@ def test_a_budget_is_held_against_the_program_as_it_is_compiled_with_the_options
         budget_resolved(config_with("budget:1GiB"), recorded=None)
 
 
-def test_a_recorded_choice_is_not_taken_where_more_lies_on_a_device(monkeypatch):
-    asked, _, record = resolved()
-    again = config_with(f"budget:{asked}B")
+def test_a_recorded_choice_is_not_taken_where_more_lies_on_a_device(searched):
+    again = config_with("budget:7MiB")
     whole = dataclasses.replace(again, parallel=dataclasses.replace(again.parallel, sequence_parallel=False))
-    searched = []
-    monkeypatch.setattr(remat, "search", lambda *_, **options: searched.append(options) or _plan())
+    _, record = budget_resolved(again, recorded=None)
     budget_resolved(again, recorded=record)
-    assert not searched
-    budget_resolved(whole, recorded=record, where=layout_over(whole, jax.devices()))
     assert len(searched) == 1
-
-
-def _plan():
-    return remat.Plan(None, 1, 1, 1, 1.0, 1.0, (1, 1.0), None, 1, 0.0)
+    budget_resolved(whole, recorded=record, where=layout_over(whole, jax.devices()))
+    assert len(searched) == 2
 
 
 def test_a_program_without_a_budget_is_left_as_it_is():

@@ -96,7 +96,7 @@ def config_with(changed=()):
 
 
 def fingerprints(config, place=ONE):
-    return {name: changes.program(name, config, place).sha256 for name in PROGRAMS}
+    return {name: changes.program_fingerprint(name, config, place).sha256 for name in PROGRAMS}
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +129,10 @@ def test_a_key_changes_the_fingerprints_that_it_should_and_no_other(base, path, 
 def test_platform_and_mesh_change_the_fingerprint_of_the_step(base, platform, degrees):
     config = config_with({"train.num_microbatches": 2})
     place = changes.Placement(platform, ONE.degrees | degrees)
-    assert changes.program("train", config, place).sha256 != changes.program("train", config, ONE).sha256
+    assert (
+        changes.program_fingerprint("train", config, place).sha256
+        != changes.program_fingerprint("train", config, ONE).sha256
+    )
 
 
 @pytest.mark.slow
@@ -167,7 +170,7 @@ def test_devices_that_do_not_exist_give_the_fingerprints_of_those_that_do(num_de
     place = changes.Placement("cpu", real.degrees)
     entries = compilations._entries
     assert {name: entry["sha256"] for name, entry in entries.items()} == {
-        name: changes.program(name, config, place).sha256 for name in entries
+        name: changes.program_fingerprint(name, config, place).sha256 for name in entries
     }
 
 
@@ -224,7 +227,7 @@ def test_a_run_compiles_its_programs_once_each_and_nothing_else(run):
     assert sorted(compiled) == [f"jit({name})" for name in names]
     place = changes.Placement("cpu", ONE.degrees)
     for name, entry in recorded(workdir).items():
-        assert entry["sha256"] == changes.program(name, config, place).sha256, name
+        assert entry["sha256"] == changes.program_fingerprint(name, config, place).sha256, name
     assert set(recorded(workdir)) == set(PROGRAMS)
 
 

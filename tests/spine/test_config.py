@@ -21,7 +21,6 @@ import micro
 import numpy as np
 import pytest
 import sentencepiece
-from jax.experimental.compilation_cache import compilation_cache
 
 from hlat_jax import config as config_lib
 from hlat_jax import loop
@@ -279,7 +278,7 @@ FIELDS = {
 
 @pytest.fixture(scope="module")
 def observed(tmp_path_factory):
-    """A function (settings, observer) -> what is observed, remembered, with compiled programs kept on disk."""
+    """A function (settings, observer) -> what is observed, remembered."""
     folder = tmp_path_factory.mktemp("config")
     _write_inputs(folder)
     seen = {}
@@ -290,12 +289,7 @@ def observed(tmp_path_factory):
             seen[key] = observer(_base(settings, folder), folder / f"run{len(seen)}")
         return seen[key]
 
-    jax.config.update("jax_compilation_cache_dir", str(folder / "cache"))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-    yield observe
-    jax.config.update("jax_compilation_cache_dir", None)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 1)
-    compilation_cache.reset_cache()
+    return observe
 
 
 def _base(settings, folder):

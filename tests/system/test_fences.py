@@ -1,6 +1,7 @@
 """Undocumented parts of other libraries: one module imports them, and names the versions it was tested on."""
 
 import ast
+import functools
 import importlib
 import importlib.metadata
 import pathlib
@@ -21,13 +22,16 @@ FENCES = {
 }
 
 
+@functools.cache
 def imported(path):
     """Returns the modules and names that a file imports, those inside functions too."""
+    names = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and not node.level:
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            names += [f"{node.module}.{alias.name}" for alias in node.names]
+    return names
 
 
 @pytest.mark.parametrize("prefix", FENCES)

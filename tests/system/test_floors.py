@@ -1,6 +1,7 @@
 """The package's shape: who may import whom, what importing costs, and how functions take arguments."""
 
 import ast
+import functools
 import pathlib
 import subprocess
 import sys
@@ -59,10 +60,16 @@ def name_of(path: pathlib.Path) -> str:
 MODULES = {name_of(path): path for path in FILES}
 
 
+@functools.cache
+def nodes_of(path: pathlib.Path) -> list[ast.AST]:
+    """Returns all nodes of the syntax tree of a file."""
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
 def imports_of(path: pathlib.Path) -> set[str]:
     """Returns the modules of ours that a file imports: anywhere in it, for types alone, and by name in a string."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         if isinstance(node, ast.ImportFrom) and node.level:
             raise AssertionError(f"{path} imports relatively")
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "hlat_jax":
@@ -134,8 +141,7 @@ def test_top_level_of_the_package_is_at_most_sixteen_files():
 
 
 def functions() -> list[tuple[str, ast.FunctionDef]]:
-    trees = {module: ast.parse(path.read_text()) for module, path in MODULES.items()}
-    return [(m, node) for m, tree in trees.items() for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    return [(m, node) for m, path in MODULES.items() for node in nodes_of(path) if isinstance(node, ast.FunctionDef)]
 
 
 def test_options_of_public_functions_are_keyword_only_and_subjects_are_few():
@@ -151,7 +157,7 @@ def test_options_of_public_functions_are_keyword_only_and_subjects_are_few():
 def test_only_the_model_imports_nnx_and_only_to_declare():
     allowed = {"Module", "Param", "Rngs", "split", "merge", "to_pure_dict", "replace_by_pure_dict"}
     for module, path in MODULES.items():
-        nodes = list(ast.walk(ast.parse(path.read_text())))
+        nodes = nodes_of(path)
         uses_nnx = any(isinstance(node, ast.ImportFrom) and node.module == "flax" for node in nodes)
         assert uses_nnx == (module == "model"), module
         for node in nodes:
@@ -210,7 +216,7 @@ def test_importing_the_model_reaches_at_most_3000_lines_of_the_package():
 
 def test_no_config_is_read_with_a_default_that_could_hide_a_missing_key():
     for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes_of(path):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "get":
                 owner = ast.unparse(node.func.value)
                 assert "config" not in owner, f"{path.name}: {ast.unparse(node)}"

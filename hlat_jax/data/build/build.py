@@ -1,8 +1,8 @@
-"""`python -m hlat_jax.data build`: text of any format to one folder of ArrayRecord shards with a manifest.
+"""`python -m hlat_jax.data build`: converts text of any format to a folder of ArrayRecord shards with a manifest.
 
 The same inputs and options give the same shards, whatever the number of workers and however often the build was killed
-and resumed: inputs are grouped by size into tasks (see build_task), shards are cut by their bytes of text, and
-manifest.json is written last. Until then everything is in the hidden folder DIR/.building.
+and resumed: consecutive inputs form tasks of similar size (see build_task), a shard ends once it holds enough bytes of
+text, and manifest.json is written last. Until then everything is in the hidden folder DIR/.building.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TextIO
 
+from hlat_jax.byte_sizes import format_bytes
 from hlat_jax.data.build import build_task, inputs, shards
-from hlat_jax.data.build.build_task import Options, Task
-from hlat_jax.data.build.progress import Progress, size
-from hlat_jax.data.build.workers import COUNTS, Shared, start_worker
+from hlat_jax.data.build.build_task import BuildOptions, Task
+from hlat_jax.data.build.progress import ProgressBar
+from hlat_jax.data.build.workers import COUNTS, SharedState, start_worker
 from hlat_jax.data.formats.built import FORMAT, index_path
 from hlat_jax.data.formats.files import MANIFEST_NAME, SHARD_SUFFIX
 from hlat_jax.data.tokenizer import Tokenizer
@@ -42,9 +43,9 @@ class BuildResult:
 
     Attributes:
       manifest: as it is in manifest.json.
-      bad: messages of some of the skipped records.
-      was_complete: an earlier run of the command had finished it.
-      ignored: describes the files in input folders that are not read.
+      bad: errors of some of the skipped records.
+      was_complete: whether an earlier run of the command had finished it.
+      ignored: a description of the files in input folders that are not read.
     """
 
     manifest: dict[str, Any]
@@ -62,26 +63,26 @@ def build(
     words: Sequence[str],
     *,
     out: pathlib.Path,
-    options: Options,
+    options: BuildOptions,
     num_workers: int,
-    watch: Callable[[Shared, int], contextlib.AbstractContextManager],
+    watch: Callable[[SharedState, int], contextlib.AbstractContextManager],
 ) -> BuildResult:
     """Writes the documents that `words` name to the dataset `out`, and returns its manifest.
 
     Args:
-      words: files, folders, globs, as in data.train; .gz and .zst too.
+      words: files, folders and globs, as in data.train, also of .gz and .zst.
       out: a folder that is new, empty, or holds an unfinished build of the same inputs and options,
         which is resumed.
-      options: what is stored and how.
+      options: of the build.
       num_workers: cores to use; does not change what is written.
-      watch: given the shared counts and the bytes of the inputs, returns a context that shows the progress.
+      watch: from the shared state and the bytes of the inputs, returns a context manager that shows the progress.
 
     Raises:
-      ValueError: bad input (see sources), no documents or none with text, or `out` holds something else.
+      ValueError: bad input (see sources), no documents, none with text, or something else in `out`.
       OSError: the disk is full or broken, or a worker was killed. Finished shards are kept.
     """
     searched = inputs.find(words)
-    _refuse_inside(out, searched.folders)
+    _check_outside(out, searched.folders)
     found = inputs.open_inputs(searched)
     tokenizer = Tokenizer(options.tokenizer) if options.tokenizer else None
     plan = _plan(found, options=options, tokenizer=tokenizer)
@@ -92,28 +93,28 @@ def build(
         bad: tuple[str, ...] = ()
         if not (folder / MANIFEST_NAME).exists():
             tasks = _tasks(found, shard_bytes=options.shard_bytes, plan_hash=_plan_hash(plan))
-            facts = _run(tasks, folder=folder, options=options, num_workers=num_workers, watch=watch)
+            metadata = _run(tasks, folder=folder, options=options, num_workers=num_workers, watch=watch)
             try:
-                manifest = _manifest(facts, found=found, plan=plan, tokenizer=tokenizer, options=options)
+                manifest = _manifest(metadata, found=found, plan=plan, tokenizer=tokenizer, options=options)
             except ValueError:
                 shutil.rmtree(folder)
                 raise
-            _write_manifest(folder, manifest, facts=facts)
-            bad = tuple(message for shard in facts for message in shard["bad"])
+            _write_manifest(folder, manifest, metadata=metadata)
+            bad = tuple(message for shard in metadata for message in shard["bad"])
         return BuildResult(_put_in_place(out, folder), bad=bad, ignored=searched.describe_ignored())
 
 
-def _refuse_inside(out: pathlib.Path, folders: Sequence[pathlib.Path]) -> None:
+def _check_outside(out: pathlib.Path, folders: Sequence[pathlib.Path]) -> None:
     for folder in folders:
         if out.resolve().is_relative_to(folder.resolve()):
             raise ValueError(
-                f"--out={out} is inside the input {folder}: reading that folder later would give every document twice. "
+                f"--out={out} is inside the input {folder}: its documents would be read twice later. "
                 "Choose a folder outside it."
             )
 
 
-def _plan(found: Sequence[inputs.Input], *, options: Options, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """Returns all that determines the bytes of a build; `on_bad_record` may change when it is resumed."""
+def _plan(found: Sequence[inputs.Input], *, options: BuildOptions, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """Returns all settings that determine the bytes of a build; `on_bad_record` may change when it is resumed."""
     return {
         "format": FORMAT,
         "inputs": [[input_.file.name, input_.size, input_.fingerprint] for input_ in found],
@@ -149,7 +150,7 @@ def _complete(out: pathlib.Path, plan: dict[str, Any]) -> dict[str, Any] | None:
 
 @contextlib.contextmanager
 def _unfinished(out: pathlib.Path, plan: dict[str, Any]) -> Iterator[pathlib.Path]:
-    """Locks DIR/.building, new or of the same plan, removes partial files of a killed process, and yields it."""
+    """Yields DIR/.building, locked, of this plan, and without the partial files of a killed process."""
     folder = out / _BUILDING
     if out.exists() and not out.is_dir():
         raise ValueError(f"--out={out} is a file; give a folder.")
@@ -169,13 +170,15 @@ def _unfinished(out: pathlib.Path, plan: dict[str, Any]) -> Iterator[pathlib.Pat
             partial.unlink()
         before = read_json(folder / _PLAN) if (folder / _PLAN).exists() else {}
         differs = [key for key in plan if plan[key] != before.get(key)]
-        is_staged = any((folder / name).exists() for name in (MANIFEST_NAME, _RENAMES))  # shards may lie in `out` now
+        is_staged = any(
+            (folder / name).exists() for name in (MANIFEST_NAME, _RENAMES)
+        )  # shards may be in `out` already
         if differs and (is_staged or any(folder.glob(f"*{SHARD_SUFFIX}"))):
             raise ValueError(
                 f"--out={out} holds an unfinished build that differs in {', '.join(differs)}; run its command again "
                 f"to finish it, or remove {out if is_staged else folder} to start over."
             )
-        if differs:  # remove what an attempt without shards left, such as the facts of a task of bad records
+        if differs:  # remove what an attempt without shards left, such as the metadata of a task of bad records
             for path in folder.iterdir():
                 if path.name != "lock":
                     path.unlink()
@@ -184,7 +187,7 @@ def _unfinished(out: pathlib.Path, plan: dict[str, Any]) -> Iterator[pathlib.Pat
 
 
 def _tasks(found: Sequence[inputs.Input], *, shard_bytes: int, plan_hash: str) -> list[Task]:
-    """Returns neighbouring inputs in groups of about `shard_bytes`; a larger input is a task of several shards."""
+    """Returns tasks of consecutive inputs of about `shard_bytes`; a larger input is a task of several shards."""
     groups: list[list[inputs.Input]] = [[]]
     group_bytes = 0
     for input_ in found:
@@ -200,17 +203,19 @@ def _run(
     tasks: Sequence[Task],
     *,
     folder: pathlib.Path,
-    options: Options,
+    options: BuildOptions,
     num_workers: int,
-    watch: Callable[[Shared, int], contextlib.AbstractContextManager],
+    watch: Callable[[SharedState, int], contextlib.AbstractContextManager],
 ) -> list[dict[str, Any]]:
-    """Returns the facts of all shards in the order of the inputs; runs `num_workers` tasks at a time."""
+    """Returns the metadata of all shards in the order of the inputs; runs `num_workers` tasks at a time."""
     context = multiprocessing.get_context("spawn")  # a process that has imported JAX must not fork
-    shared = Shared(context, num_tasks=len(tasks), num_cores=num_workers)
+    shared = SharedState(context, num_tasks=len(tasks), num_cores=num_workers)
     with watch(shared, sum(task.size for task in tasks)):
         if min(num_workers, len(tasks)) == 1:
             return [
-                facts for task in tasks for facts in build_task.run(task, folder=folder, options=options, shared=shared)
+                metadata
+                for task in tasks
+                for metadata in build_task.run(task, folder=folder, options=options, shared=shared)
             ]
         pool = concurrent.futures.ProcessPoolExecutor(
             min(num_workers, len(tasks)),
@@ -223,12 +228,12 @@ def _run(
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
             try:
                 try:
-                    # largest first: the build waits for the last to end
+                    # largest first, because the build waits for the last one
                     futures = {
                         task.number: pool.submit(build_task.run_in_worker, task, folder, options)
                         for task in sorted(tasks, key=lambda task: -task.size)
                     }
-                finally:  # a Ctrl-C received meanwhile is raised here
+                finally:  # a Ctrl-C received in between is raised here
                     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
                 for future in concurrent.futures.as_completed(futures.values()):
                     future.result()
@@ -241,26 +246,26 @@ def _run(
                         "the same command again to resume, with fewer --workers if memory is short."
                     ) from None
                 raise
-        return [facts for task in tasks for facts in futures[task.number].result()]
+        return [metadata for task in tasks for metadata in futures[task.number].result()]
 
 
 def _manifest(
-    facts: Sequence[dict[str, Any]],
+    metadata: Sequence[dict[str, Any]],
     *,
     found: Sequence[inputs.Input],
     plan: dict[str, Any],
     tokenizer: Tokenizer | None,
-    options: Options,
+    options: BuildOptions,
 ) -> dict[str, Any]:
-    totals = {name: sum(shard[name] for shard in facts) for name in COUNTS}
+    totals = {name: sum(shard[name] for shard in metadata) for name in COUNTS}
     if totals["documents"] == 0:
         raise ValueError(f"the {len(found)} input file(s) hold no documents ({totals['bad_records']} bad records).")
     sources = [{"name": name} | dict.fromkeys(COUNTS, 0) for name in inputs.names(found)]
-    for shard in facts:
+    for shard in metadata:
         for number, counts in shard["sources"].items():
             for key in COUNTS:
                 sources[int(number)][key] += counts[key]
-    filled = [shard for shard in facts if shard["documents"]]
+    filled = [shard for shard in metadata if shard["documents"]]
     kept = ("documents", "bytes", "tokens", "long", "file_bytes", "blake2b")
     listed = [
         {"name": f"shard-{number:05d}-of-{len(filled):05d}{SHARD_SUFFIX}"} | {key: shard[key] for key in kept}
@@ -273,7 +278,7 @@ def _manifest(
         "format": FORMAT,
         "kind": "text" if tokenizer is None else "tokens",
         **totals,
-        "content_hash": shards.joined_hash((int(shard["content"], 16), shard["documents"]) for shard in facts),
+        "content_hash": shards.joined_hash((int(shard["content"], 16), shard["documents"]) for shard in metadata),
         "tokenizer_sha256": plan["tokenizer_sha256"],
         "vocab_size": None if tokenizer is None else tokenizer.vocab_size,
         "eos_id": None if tokenizer is None else tokenizer.eos_id,
@@ -284,16 +289,16 @@ def _manifest(
     }
 
 
-def _write_manifest(folder: pathlib.Path, manifest: dict[str, Any], *, facts: Sequence[dict[str, Any]]) -> None:
-    """Writes renames and manifest into DIR/.building, so that a kill during the renames loses nothing."""
-    filled = [shard["name"] for shard in facts if shard["documents"]]
+def _write_manifest(folder: pathlib.Path, manifest: dict[str, Any], *, metadata: Sequence[dict[str, Any]]) -> None:
+    """Writes the renames to be done and the manifest into DIR/.building, so that a kill in between loses nothing."""
+    filled = [shard["name"] for shard in metadata if shard["documents"]]
     renames = [[old, shard["name"]] for old, shard in zip(filled, manifest["shards"], strict=True)]
     shards.write_whole(folder / _RENAMES, json.dumps(renames).encode())
     shards.write_whole(folder / MANIFEST_NAME, json.dumps(manifest, indent=1).encode() + b"\n")
 
 
 def _put_in_place(out: pathlib.Path, folder: pathlib.Path) -> dict[str, Any]:
-    """Renames the shards into DIR and the manifest last, going on where a kill left off; returns the manifest."""
+    """Renames the shards and then the manifest into DIR, resuming after a kill; returns the manifest."""
     path = folder / _RENAMES
     renames = parse_json(path.read_bytes(), where=str(path), kind=list)
     if not all(isinstance(pair, list) and len(pair) == 2 for pair in renames):
@@ -314,18 +319,18 @@ def _put_in_place(out: pathlib.Path, folder: pathlib.Path) -> dict[str, Any]:
     return read_json(out / MANIFEST_NAME)
 
 
-def progress_on(stream: TextIO) -> Callable[[Shared, int], Progress]:
+def progress_on(stream: TextIO) -> Callable[[SharedState, int], ProgressBar]:
     """Returns the `watch` of `build` that shows its progress on `stream`."""
 
-    def watch(shared: Shared, input_bytes: int) -> Progress:
+    def watch(shared: SharedState, input_bytes: int) -> ProgressBar:
         def read() -> tuple[float, str]:
             counts = dict(zip(COUNTS, shared.counts[:], strict=True))
-            text = f"{counts['documents']:,} documents  {size(counts['bytes'])}"
+            text = f"{counts['documents']:,} documents  {format_bytes(counts['bytes'])}"
             text += f"  {counts['tokens'] / 1e6:,.1f} M tokens" if counts["tokens"] else ""
             text += f"  {counts['bad_records']:,} bad records" if counts["bad_records"] else ""
             return min(shared.input_bytes.value / max(input_bytes, 1), 1.0), text
 
-        return Progress(read, stream=stream)
+        return ProgressBar(read, stream=stream)
 
     return watch
 
@@ -333,7 +338,7 @@ def progress_on(stream: TextIO) -> Callable[[Shared, int], Progress]:
 def summary(result: BuildResult, *, out: pathlib.Path, elapsed_s: float) -> str:
     """Returns the lines that the command prints at the end."""
     manifest = result.manifest
-    what = f"{manifest['documents']:,} documents, {size(manifest['bytes'])} of text"
+    what = f"{manifest['documents']:,} documents, {format_bytes(manifest['bytes'])} of text"
     if manifest["tokens"] is not None:
         per_byte = manifest["tokens"] / manifest["bytes"]
         what += f", {manifest['tokens']:,} tokens ({per_byte:.3f} per byte)"

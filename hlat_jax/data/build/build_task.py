@@ -1,9 +1,9 @@
-"""One task of a build: converts neighbouring inputs to consecutive shards, and resumes where a killed one stopped.
+"""One task of a build: converts consecutive inputs to consecutive shards, and resumes where a killed run stopped.
 
 A task reads its inputs in order in the thread that also writes, and encodes in threads (SentencePiece releases the GIL)
 a bounded number of documents ahead. Beside each finished shard is NAME.json, written last: its counts, size and hash,
-the place in the inputs after it, and the plan of its build. Only a shard whose NAME.json agrees with it and with the
-plan is finished.
+the position in the inputs after it, and the hash of the build plan. A shard is finished only if its NAME.json matches
+both the shard and the plan.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hlat_jax.data.build import inputs, shards
-from hlat_jax.data.build.workers import COUNTS, Shared, Stopped, shared_of_worker
+from hlat_jax.data.build.workers import COUNTS, BuildStopped, SharedState, worker_state
 from hlat_jax.data.formats.files import SHARD_SUFFIX
 from hlat_jax.data.formats.records import BadRecord
 from hlat_jax.data.tokenizer import Tokenizer
@@ -32,8 +32,8 @@ _BAD_SHOWN = 10
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
-    """Options of a build; `tokenizer` is a path, or empty to store text, and `on_bad_record` is raise or skip."""
+class BuildOptions:
+    """How a dataset is built; `tokenizer` is a path, or empty to store text, `on_bad_record` is "raise" or "skip"."""
 
     text_field: str = "text"
     tokenizer: str = ""
@@ -44,11 +44,11 @@ class Options:
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """Neighbouring inputs that one process converts to the shards task-NNNNN.0000, task-NNNNN.0001, ..."""
+    """Consecutive inputs that one process converts to the shards task-NNNNN.0000, task-NNNNN.0001, ..."""
 
     number: int
     inputs: tuple[inputs.Input, ...]
-    plan_hash: str  # of the build, so that shards of another build are never taken for this task's
+    plan_hash: str  # so that shards of another build are never mistaken for those of this task
 
     @property
     def size(self) -> int:
@@ -56,59 +56,59 @@ class Task:
         return sum(input_.size for input_ in self.inputs)
 
     def shard_path(self, folder: pathlib.Path, shard: int) -> pathlib.Path:
-        """Returns the path of one shard until the build is complete."""
+        """Returns where one shard is while the build is incomplete."""
         return folder / f"task-{self.number:05d}.{shard:04d}{SHARD_SUFFIX}"
 
 
-def run(task: Task, *, folder: pathlib.Path, options: Options, shared: Shared) -> list[dict[str, Any]]:
-    """Returns the facts of every shard of the task, including those that an earlier run finished.
+def run(task: Task, *, folder: pathlib.Path, options: BuildOptions, shared: SharedState) -> list[dict[str, Any]]:
+    """Runs one task; returns the metadata of its shards, including those that an earlier run finished.
 
     Raises:
       ValueError: a bad record (on_bad_record="raise"), or an input that cannot be read.
       OSError: the disk is full or broken.
-      Stopped: another task failed.
+      BuildStopped: another task failed.
     """
     finished = finished_shards(task, folder=folder, options=options)
-    for facts in finished:
-        shared.add(facts)
+    for metadata in finished:
+        shared.add(metadata)
     if finished and finished[-1]["last"]:
         shared.add_input_bytes(task.size)
     else:
         finished += _write_shards(task, finished, folder=folder, options=options, shared=shared)
-    shared.task_ended()
+    shared.finish_task()
     return finished
 
 
-def run_in_worker(task: Task, folder: pathlib.Path, options: Options) -> list[dict[str, Any]]:
-    """Runs a task in a process that workers.start_worker has prepared."""
-    return run(task, folder=folder, options=options, shared=shared_of_worker())
+def run_in_worker(task: Task, folder: pathlib.Path, options: BuildOptions) -> list[dict[str, Any]]:
+    """Runs a task in a process that `workers.start_worker` initialized."""
+    return run(task, folder=folder, options=options, shared=worker_state())
 
 
-def finished_shards(task: Task, *, folder: pathlib.Path, options: Options) -> list[dict[str, Any]]:
-    """Returns the facts of the shards that an earlier run finished, up to the first that is missing or damaged.
+def finished_shards(task: Task, *, folder: pathlib.Path, options: BuildOptions) -> list[dict[str, Any]]:
+    """Returns the metadata of the shards that an earlier run finished, up to the first that is missing or damaged.
 
     With on_bad_record="raise", a shard for which a bad record was skipped is not finished.
     """
     found: list[dict[str, Any]] = []
     while not (found and found[-1]["last"]):
         path = task.shard_path(folder, len(found))
-        if not _facts_path(path).exists():
+        if not _metadata_path(path).exists():
             break
         try:
-            facts = read_json(_facts_path(path))
-            if facts["plan"] != task.plan_hash or not isinstance(facts["last"], bool):
+            metadata = read_json(_metadata_path(path))
+            if metadata["plan"] != task.plan_hash or not isinstance(metadata["last"], bool):
                 break
-            if facts["bad_records"] and options.on_bad_record == "raise":
+            if metadata["bad_records"] and options.on_bad_record == "raise":
                 break
-            if facts["documents"] and not shards.is_intact(path, facts):
+            if metadata["documents"] and not shards.is_intact(path, metadata):
                 break
         except (ValueError, KeyError, TypeError):
             break
-        found.append(facts)
+        found.append(metadata)
     return found
 
 
-def _facts_path(path: pathlib.Path) -> pathlib.Path:
+def _metadata_path(path: pathlib.Path) -> pathlib.Path:
     return path.with_name(f"{path.name}.json")
 
 
@@ -119,16 +119,16 @@ class _Item(NamedTuple):
     document: str | BadRecord
 
 
-class _Done(NamedTuple):
+class _EncodedItem(NamedTuple):
     """A record after encoding: a document as it is stored, or why it is bad."""
 
     place: tuple[int, int]
-    encoded: shards.Encoded | None
+    encoded: shards.EncodedDocument | None
     bad: str
 
 
 class _OpenShard:
-    """A shard being written, and its facts so far."""
+    """A shard that is being written, and its metadata so far."""
 
     def __init__(self, task: Task, number: int, *, folder: pathlib.Path, dtype: np.dtype | None):
         self._task, self._path, self._dtype = task, task.shard_path(folder, number), dtype
@@ -140,14 +140,14 @@ class _OpenShard:
         self._sources: dict[int, dict[str, int]] = {}
         self._bad: list[str] = []
 
-    def add(self, done: _Done) -> None:
+    def add(self, item: _EncodedItem) -> None:
         """Appends one document, or counts a bad record; raises OSError when the disk is full."""
-        source = self._task.inputs[done.place[0]].number
+        source = self._task.inputs[item.place[0]].number
         counts = self._sources.setdefault(source, dict.fromkeys(COUNTS, 0))
-        self._place, encoded = done.place, done.encoded
+        self._place, encoded = item.place, item.encoded
         if encoded is None:
             counts["bad_records"] += 1
-            self._bad += [done.bad] if len(self._bad) < _BAD_SHOWN else []
+            self._bad += [item.bad] if len(self._bad) < _BAD_SHOWN else []
             return
         if self._writer is None:
             self._writer = shards.ShardWriter(self._path, dtype=self._dtype)
@@ -159,15 +159,15 @@ class _OpenShard:
         self._content = shards.appended_hash(self._content, encoded.digest)
 
     def close(self, *, last: bool) -> dict[str, Any]:
-        """Puts the shard in place and then its facts, which are returned."""
+        """Renames the shard into place, writes its metadata beside it, and returns them."""
         written = {} if self._writer is None else self._writer.close()
         totals = {name: sum(counts[name] for counts in self._sources.values()) for name in COUNTS}
-        facts = {**totals, **written, "last": last, "position": list(self._place), "bad": self._bad}
-        facts["content"] = f"{self._content:032x}"
-        facts["sources"] = {str(source): counts for source, counts in self._sources.items()}
-        facts["name"], facts["plan"] = self._path.name, self._task.plan_hash
-        shards.write_whole(_facts_path(self._path), json.dumps(facts).encode())
-        return facts
+        metadata = {**totals, **written, "last": last, "position": list(self._place), "bad": self._bad}
+        metadata["content"] = f"{self._content:032x}"
+        metadata["sources"] = {str(source): counts for source, counts in self._sources.items()}
+        metadata["name"], metadata["plan"] = self._path.name, self._task.plan_hash
+        shards.write_whole(_metadata_path(self._path), json.dumps(metadata).encode())
+        return metadata
 
     def discard(self) -> None:
         """Removes a shard that was not closed."""
@@ -176,9 +176,9 @@ class _OpenShard:
 
 
 def _write_shards(
-    task: Task, finished: list[dict[str, Any]], *, folder: pathlib.Path, options: Options, shared: Shared
+    task: Task, finished: list[dict[str, Any]], *, folder: pathlib.Path, options: BuildOptions, shared: SharedState
 ) -> list[dict[str, Any]]:
-    """Writes the shards that were not finished before, and returns their facts."""
+    """Writes the unfinished shards; returns their metadata."""
     tokenizer = Tokenizer(options.tokenizer) if options.tokenizer else None
     dtype = None if tokenizer is None else shards.id_dtype(tokenizer.vocab_size)
     start = tuple(finished[-1]["position"]) if finished else (0, 0)
@@ -192,12 +192,12 @@ def _write_shards(
     try:
         with concurrent.futures.ThreadPoolExecutor(shared.num_cores, thread_name_prefix="hlat-build") as pool:
             for block in _encoded_ahead(items, _encoder(options, tokenizer=tokenizer), pool=pool, shared=shared):
-                for done in block:
+                for item in block:
                     # before the next record, so that the last shard of a task is known when it is closed
                     if shard.num_bytes >= options.shard_bytes:
                         new.append(shard.close(last=False))
                         shard = open_shard()
-                    shard.add(done)
+                    shard.add(item)
                 shared.add(_block_counts(block, dtype=dtype))
         new.append(shard.close(last=True))
     except BaseException:
@@ -206,7 +206,7 @@ def _write_shards(
     return new
 
 
-def _items(task: Task, *, start: tuple[int, int], options: Options, shared: Shared) -> Iterator[_Item]:
+def _items(task: Task, *, start: tuple[int, int], options: BuildOptions, shared: SharedState) -> Iterator[_Item]:
     """Yields the records of a task after `start`; raises at a bad one with on_bad_record="raise"."""
     shared.add_input_bytes(sum(input_.size for input_ in task.inputs[: start[0]]))
     for number, input_ in enumerate(task.inputs[start[0] :], start[0]):
@@ -218,7 +218,7 @@ def _items(task: Task, *, start: tuple[int, int], options: Options, shared: Shar
                 if options.on_bad_record == "raise":
                     raise document.for_command()
             else:
-                counted = min(len(document), uncounted)  # a file holds about as many bytes, fewer if compressed
+                counted = min(len(document), uncounted)  # a file holds about as many bytes, or fewer if compressed
                 uncounted -= counted
                 shared.add_input_bytes(counted)
             if number > start[0] or count > start[1]:
@@ -227,21 +227,21 @@ def _items(task: Task, *, start: tuple[int, int], options: Options, shared: Shar
         shared.add_input_bytes(uncounted)
 
 
-def _encoder(options: Options, *, tokenizer: Tokenizer | None) -> Callable[[str], shards.Encoded]:
+def _encoder(options: BuildOptions, *, tokenizer: Tokenizer | None) -> Callable[[str], shards.EncodedDocument]:
     if tokenizer is None:
         return shards.encode_text
     return functools.partial(shards.encode_tokens, tokenizer=tokenizer, max_chars=options.max_document_chars)
 
 
-_Block = list[_Done]
+_Block = list[_EncodedItem]
 
 
 def _encoded_ahead(
     items: Iterator[_Item],
-    encode: Callable[[str], shards.Encoded],
+    encode: Callable[[str], shards.EncodedDocument],
     *,
     pool: concurrent.futures.Executor,
-    shared: Shared,
+    shared: SharedState,
 ) -> Iterator[_Block]:
     """Yields blocks of items in order, each encoded by a thread; memory holds about one block per thread.
 
@@ -251,7 +251,7 @@ def _encoded_ahead(
     ahead_chars = 0
     for block, num_chars in _blocks(items):
         if shared.stop.is_set():
-            raise Stopped
+            raise BuildStopped
         pending.append((pool.submit(_encoded_block, block, encode), num_chars))
         ahead_chars += num_chars
         while pending and (len(pending) > max(shared.num_threads(), 1) or ahead_chars > _AHEAD_CHARS):
@@ -276,20 +276,20 @@ def _blocks(items: Iterator[_Item]) -> Iterator[tuple[list[_Item], int]]:
         yield block, num_chars
 
 
-def _encoded_block(block: list[_Item], encode: Callable[[str], shards.Encoded]) -> _Block:
+def _encoded_block(block: list[_Item], encode: Callable[[str], shards.EncodedDocument]) -> _Block:
     """Returns the items encoded, taking each out of `block` so that a long text is freed once it is encoded."""
-    done = []
+    encoded = []
     block.reverse()
     while block:
         place, document = block.pop()
         is_bad = isinstance(document, BadRecord)
-        done.append(_Done(place, None if is_bad else encode(document), document.problem if is_bad else ""))
+        encoded.append(_EncodedItem(place, None if is_bad else encode(document), document.problem if is_bad else ""))
         del document
-    return done
+    return encoded
 
 
 def _block_counts(block: _Block, *, dtype: np.dtype | None) -> dict[str, int]:
-    documents = [done.encoded for done in block if done.encoded is not None]
+    documents = [item.encoded for item in block if item.encoded is not None]
     return {
         "documents": len(documents),
         "bytes": sum(encoded.num_bytes for encoded in documents),

@@ -30,12 +30,12 @@ class Input:
     number: int
 
 
-def find(words: Sequence[str]) -> paths.Found:
-    """Returns the files that the words of a command name; raises as paths.find_files does."""
+def find(words: Sequence[str]) -> paths.FoundFiles:
+    """Returns the files that the arguments of a command name; raises as paths.find_files does."""
     return paths.find_files(words, key=KEY, allow_compressed=True)
 
 
-def open_inputs(found: paths.Found) -> list[Input]:
+def open_inputs(found: paths.FoundFiles) -> list[Input]:
     """Returns the inputs in the order in which training would read them.
 
     Raises:
@@ -43,8 +43,8 @@ def open_inputs(found: paths.Found) -> list[Input]:
     """
     inputs: list[Input] = []
     for file in found.files:
-        size, print_ = _built_facts(file) if file.is_built else _file_facts(file)
-        inputs.append(Input(file, size=size, fingerprint=print_, number=len(inputs)))
+        size, fingerprint = _built_identity(file) if file.is_built else _file_identity(file)
+        inputs.append(Input(file, size=size, fingerprint=fingerprint, number=len(inputs)))
     return inputs
 
 
@@ -55,24 +55,24 @@ def names(inputs: Sequence[Input]) -> list[str]:
 
 
 def read(input_: Input, *, text_field: str) -> Iterator[str | BadRecord]:
-    """Yields the documents of one input in order; for one that cannot be used, the BadRecord that says why.
+    """Yields the documents of one input in order, and for an unusable one the BadRecord with the reason.
 
-    Memory holds one document, and what the format decodes at a time.
+    Memory holds one document, and what the format decodes at once.
 
     Raises:
       ValueError: an error of the whole file, such as a missing column or a truncated end.
     """
     for text, _ in streaming.iter_documents(input_.file, text_field=text_field):
         yield text
-        del text  # not kept here while the next one is read
+        del text  # frees it before the next one is read
 
 
-def _file_facts(file: files.DataFile) -> tuple[int, str]:
+def _file_identity(file: files.DataFile) -> tuple[int, str]:
     snapshot = files.Snapshot(file)
     return snapshot.size, hashlib.blake2b(snapshot.state.encode(), digest_size=16).hexdigest()
 
 
-def _built_facts(file: files.DataFile) -> tuple[int, str]:
+def _built_identity(file: files.DataFile) -> tuple[int, str]:
     manifest = built.read_manifest(file)
     if manifest.kind != "text":
         raise ValueError(f"{KEY}: {file} holds token ids, not text; give the text it was built from.")

@@ -1,8 +1,8 @@
-"""`python -m hlat_jax.data peek --config=NAME --step=N [--row=R]`: prints the text that a step trains, or trained, on.
+"""`python -m hlat_jax.data peek --config=NAME --step=N [--row=R]`: prints the text that a step trains on.
 
 Starts at the nearest position that the run recorded and replays the batches in between, or computes the position where
-token ids are stored. Writes nothing in the run folder but the line index of a JSONL file that is new there or changed,
-if the run keeps such indices and the folder is writable.
+token ids are stored. Writes nothing to the run folder except the line index of a new or changed JSONL file, if the
+run keeps such indices and the folder is writable.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def peek(config: config_lib.Config, workdir: pathlib.Path, *, step: int, row: int | None) -> int:
-    """Prints the documents of row `row` (None: all) of the batch of `step`; returns 1 if the run trained on another.
+    """Prints row `row` (None: all rows) of the batch of `step`; returns 1 if the run trained on another batch.
 
     Raises:
       ValueError: data or tokenizer that cannot be opened, or a run folder that belongs to other data.
@@ -48,11 +48,11 @@ def peek(config: config_lib.Config, workdir: pathlib.Path, *, step: int, row: in
     index = workdir / INDEX_FOLDER
     batches = TrainBatches(data, tokenizer=tokenizer, rows=rows, index_folder=index if index.is_dir() else None)
     try:
-        is_known = positions.check_identity(workdir, step - 1, data_identity=batches.definition.identity)
+        is_recorded = positions.check_identity(workdir, step - 1, data_identity=batches.definition.identity)
         print(f"step {step} of {config.name}: {data.batch_size} rows of {data.seq_len} tokens, packing {data.packing}")
-        if not is_known:
+        if not is_recorded:
             print(f"run: {workdir} has no position or checkpoint, so there is no run to compare with")
-        replayed = _go_to(batches, workdir, step=step, data=data)
+        replayed = _seek(batches, workdir, step=step, data=data)
         for _ in range(replayed):
             batches.next_rows()
         made = batches.next_rows()
@@ -65,8 +65,8 @@ def peek(config: config_lib.Config, workdir: pathlib.Path, *, step: int, row: in
     return _compare(batch_hash(make_batch([packed for _, packed in made]), rows=rows), workdir, step)
 
 
-def _go_to(batches: TrainBatches, workdir: pathlib.Path, *, step: int, data: config_lib.DataConfig) -> int:
-    """Moves to the nearest known position before batch `step`; returns how many batches are to be replayed."""
+def _seek(batches: TrainBatches, workdir: pathlib.Path, *, step: int, data: config_lib.DataConfig) -> int:
+    """Moves to the nearest recorded position before the batch of `step`; returns how many batches must be replayed."""
     definition, before = batches.definition, step - 1
     lengths = [source.documents.token_lengths() for source in definition.sources]
     kept = positions.nearest(workdir, before, data_identity=definition.identity)
@@ -92,7 +92,7 @@ def _batches(count: int) -> str:
 
 
 def print_row(packed: packing.Row, *, row: int, source: int, definition: Definition, tokenizer: Tokenizer) -> None:
-    """Prints one row: for each document or part of one a line, then its text with EOS as </s>."""
+    """Prints one row: for each document, or part of one, a line about it and its text with EOS as </s>."""
     opened = definition.sources[source]
     used = sum(span.stop - span.start for span in packed.spans)
     padding = f", {len(packed.tokens) - used} tokens of padding" if used < len(packed.tokens) else ""
@@ -109,14 +109,14 @@ def print_row(packed: packing.Row, *, row: int, source: int, definition: Definit
 
 
 def text_of(ids: np.ndarray, *, tokenizer: Tokenizer, begins: bool) -> str:
-    """Returns the text of consecutive tokens of a document, </s> for each EOS; `begins`: the first begins the document.
+    """Returns the text of consecutive tokens of a document, </s> for each EOS; `begins`: they begin the document.
 
     A character of which only some bytes are in the row is shown as U+FFFD.
     """
     cuts = (np.flatnonzero(ids == tokenizer.eos_id) + 1).tolist()
     parts = np.split(ids, cuts)
     texts = []
-    # a model that adds a space before each text removes it when it decodes, but here that space may be in the text
+    # a model that adds a space before each text removes it in decoding, but inside a document it belongs to the text
     anchor = tokenizer.encode("a")
     taken = len(tokenizer.decode(anchor))
     for number, part in enumerate(parts):

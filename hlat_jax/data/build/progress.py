@@ -15,7 +15,7 @@ _LINE_S = 30.0
 
 
 class Status:
-    """What a command updates while it works and a Progress shows: the share done, in 0 .. 1, and a text."""
+    """Progress that a command updates and a ProgressBar shows: the share done, from 0 to 1, and a text."""
 
     def __init__(self):
         self.share, self.text = 0.0, ""
@@ -24,11 +24,11 @@ class Status:
         return self.share, self.text
 
 
-class Progress:
-    """A context that shows what `read` returns, (share done in 0 .. 1, text), from a thread of its own.
+class ProgressBar:
+    """A context manager whose thread shows what `read` returns: (share done from 0 to 1, text).
 
-    On a terminal the line is redrawn in place and erased at the end; elsewhere a line is printed every 30 s, so that
-    a short command prints nothing.
+    On a terminal the bar is redrawn in place and erased at the end; elsewhere a line is printed every 30 s, so a short
+    command prints nothing.
     """
 
     def __init__(self, read: Callable[[], tuple[float, str]], *, stream: TextIO, line_s: float = _LINE_S):
@@ -38,7 +38,7 @@ class Progress:
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._show, daemon=True)
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> ProgressBar:
         self._start_s = time.monotonic()
         self._thread.start()
         return self
@@ -60,17 +60,8 @@ class Progress:
 
 
 def _remaining(share: float, elapsed_s: float) -> str:
-    """Returns the time left at the speed so far; "" until there is one."""
+    """Returns the estimated time left, or "" while there is no estimate."""
     if share < 0.01 or share >= 1:
         return ""
     left_s = elapsed_s * (1 - share) / share
     return f"{duration(left_s)} left"
-
-
-def size(num_bytes: float) -> str:
-    """Returns a number of bytes in decimal units."""
-    for unit in ("bytes", "kB", "MB", "GB", "TB"):
-        if num_bytes < 1000 or unit == "TB":
-            return f"{num_bytes:,.0f} {unit}" if unit == "bytes" else f"{num_bytes:,.1f} {unit}"
-        num_bytes /= 1000
-    raise AssertionError(num_bytes)

@@ -1,9 +1,10 @@
-"""Writing shards of a built dataset: documents to ArrayRecord files, and the facts that identify a finished shard.
+"""Writes the shards of a built dataset, ArrayRecord files, and the metadata that identify a finished one.
 
 kind "text": a record is one document in UTF-8; a document of more than 4 Mi characters is cut into several, because
-writing or reading a record holds it several times. kind "tokens": a record is a block of whole consecutive documents of
-about 32,768 ids: little-endian uint32 (number of documents n, bytes per id 2 or 4, n lengths), then the ids. Which
-documents share a record depends on their lengths alone, so the bytes of a shard do not depend on the number of workers.
+writing or reading a record holds several copies of it. kind "tokens": a record is a block of whole consecutive
+documents of about 32,768 ids: little-endian uint32 (number of documents n, bytes per id 2 or 4, n lengths), then the
+ids. Which documents share a record depends on their lengths alone, so the bytes of a shard do not depend on the number
+of workers.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _HASH_CHARS = 1 << 20
 _PRIME, _BASE = (1 << 127) - 1, 0x2545F4914F6CDD1D9E3779B97F4A7C15
 
 
-class Encoded(NamedTuple):
+class EncodedDocument(NamedTuple):
     """One document as it is stored: `digest` of its text, and `data`, records of UTF-8 or ids as uint16 or uint32."""
 
     num_bytes: int
@@ -40,24 +41,24 @@ class Encoded(NamedTuple):
     data: Any
 
 
-def encode_text(text: str) -> Encoded:
-    """Returns a document of kind "text"."""
+def encode_text(text: str) -> EncodedDocument:
+    """Returns a document of a dataset of kind "text"."""
     starts = range(0, max(len(text), 1), RECORD_CHARS)
     raw = [text[start : start + RECORD_CHARS].encode("utf-8") for start in starts]
     digest = hashlib.blake2b(digest_size=16)
     for part in raw:
         digest.update(part)
-    return Encoded(sum(map(len, raw)), _number(digest), raw)
+    return EncodedDocument(sum(map(len, raw)), _digest_int(digest), raw)
 
 
-def encode_tokens(text: str, *, tokenizer: Any, max_chars: int) -> Encoded:
-    """Returns a document of kind "tokens": the ids that packing.document_tokens yields, with EOS.
+def encode_tokens(text: str, *, tokenizer: Any, max_chars: int) -> EncodedDocument:
+    """Returns a document of a dataset of kind "tokens": the ids that packing.document_tokens yields, with EOS.
 
     Raises:
       ValueError: an id outside the tokenizer's vocabulary.
     """
     digest, num_bytes = hashlib.blake2b(digest_size=16), 0
-    for start in range(0, len(text), _HASH_CHARS):  # in blocks: a copy of a long document would double it
+    for start in range(0, len(text), _HASH_CHARS):  # in blocks, to avoid a copy of a long document
         raw = text[start : start + _HASH_CHARS].encode("utf-8")
         digest.update(raw)
         num_bytes += len(raw)
@@ -68,25 +69,25 @@ def encode_tokens(text: str, *, tokenizer: Any, max_chars: int) -> Encoded:
                 f"token ids run from {ids.min()} to {ids.max()}, outside the vocabulary of {tokenizer.vocab_size}."
             )
         stored += ids.astype(dtype).data
-    return Encoded(num_bytes, _number(digest), np.frombuffer(stored, dtype))
+    return EncodedDocument(num_bytes, _digest_int(digest), np.frombuffer(stored, dtype))
 
 
 def id_dtype(vocab_size: int) -> np.dtype:
-    """Returns the little-endian dtype in which ids of a vocabulary are stored: two bytes where they suffice."""
+    """Returns the little-endian dtype in which ids of a vocabulary are stored: two bytes if they suffice."""
     return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
 
 
-def _number(digest: Any) -> int:
+def _digest_int(digest: Any) -> int:
     return int.from_bytes(digest.digest(), "little")
 
 
 def appended_hash(value: int, digest: int) -> int:
-    """Returns the content hash of documents whose hash is `value`, followed by one of `digest`; it starts at 0."""
+    """Returns the content hash of documents with the hash `value` (0: none) followed by a document with `digest`."""
     return (value * _BASE + digest) % _PRIME
 
 
 def joined_hash(parts: Iterable[tuple[int, int]]) -> str:
-    """Returns 32 hex digits for consecutive parts (hash, number of documents), however they were divided."""
+    """Returns the content hash, 32 hex digits, of consecutive parts (hash, number of documents), however divided."""
     total = 0
     for value, num_documents in parts:
         total = (total * pow(_BASE, num_documents, _PRIME) + value) % _PRIME
@@ -114,13 +115,13 @@ def write_whole(path: pathlib.Path, content: bytes) -> None:
         raise disk_error(path, error) from None
 
 
-def is_intact(path: pathlib.Path, facts: dict[str, Any]) -> bool:
+def is_intact(path: pathlib.Path, metadata: dict[str, Any]) -> bool:
     """Returns whether a shard and its index still have the hashes that `ShardWriter.close` returned."""
-    hashes = {path: facts["blake2b"]}
-    if facts["index_blake2b"] is not None:
-        hashes[index_path(path)] = facts["index_blake2b"]
+    hashes = {path: metadata["blake2b"]}
+    if metadata["index_blake2b"] is not None:
+        hashes[index_path(path)] = metadata["index_blake2b"]
     try:
-        if path.stat().st_size != facts["file_bytes"]:
+        if path.stat().st_size != metadata["file_bytes"]:
             return False
         return all(content_hash(DataFile(file)) == expected for file, expected in hashes.items())
     except FileNotFoundError:
@@ -130,7 +131,7 @@ def is_intact(path: pathlib.Path, facts: dict[str, Any]) -> bool:
 class ShardWriter:
     """One ArrayRecord file being written under a temporary name; `close` renames it and its index into place.
 
-    `dtype` is that of the ids, or None for text. A writer that is not closed must be discarded with `discard`.
+    `dtype` is that of the ids, or None for text. Call `discard` on a writer that is not closed.
 
     Raises:
       OSError: the disk is full or broken, from any method.
@@ -153,7 +154,7 @@ class ShardWriter:
             raise disk_error(path, error) from None
 
     def add(self, data: Any) -> None:
-        """Appends one document: records of bytes, or ids of this writer's type."""
+        """Appends one document: its records of bytes, or its ids with this writer's dtype."""
         self._num_documents += 1
         if self._dtype is None:
             if len(data) > 1:
@@ -167,7 +168,7 @@ class ShardWriter:
         self._block_ids += len(data)
 
     def close(self) -> dict[str, Any]:
-        """Puts the shard in place; returns its file_bytes, blake2b, index_blake2b (None for text) and long documents.
+        """Renames the shard into place; returns its file_bytes, blake2b, index_blake2b (text: None) and long documents.
 
         A reader never sees a partial shard: both files are fsynced before the data file is renamed.
         """
@@ -178,15 +179,15 @@ class ShardWriter:
             with self._partial.open("rb") as file:
                 os.fsync(file.fileno())
             self._check_complete()
-            facts = {"file_bytes": self._partial.stat().st_size, "blake2b": content_hash(DataFile(self._partial))}
-            facts["index_blake2b"] = None if self._dtype is None else self._write_index()
-            facts["long"] = self._long
+            metadata = {"file_bytes": self._partial.stat().st_size, "blake2b": content_hash(DataFile(self._partial))}
+            metadata["index_blake2b"] = None if self._dtype is None else self._write_index()
+            metadata["long"] = self._long
             os.replace(self._partial, self.path)
             atomic_files.sync_folder(self.path.parent)
         except (OSError, RuntimeError) as error:
             self.discard()
             raise disk_error(self.path, error) from None
-        return facts
+        return metadata
 
     def discard(self) -> None:
         """Removes what was written."""
@@ -208,13 +209,13 @@ class ShardWriter:
         self._write(b"".join([header.data, *(ids.data for ids in block)]))
 
     def _check_complete(self) -> None:
-        """Reads the footer back: the writer's own threads do not report every failure."""
+        """Reads the footer back, because the writer's threads do not report every failure."""
         num_records = array_record_module.ArrayRecordReader(str(self._partial)).num_records()
         if num_records != self._num_records:
             raise OSError(f"{num_records} of {self._num_records} records can be read back")
 
     def _write_index(self) -> str:
-        """Puts the index in place and returns its hash."""
+        """Writes the index and returns its hash."""
         longest, content = max(self._lengths, default=0), io.BytesIO()
         np.savez(
             content,

@@ -1,7 +1,7 @@
 """`python -m hlat_jax.data stats`: the text of a config in documents, bytes and tokens, and the epochs of its run.
 
-Counts of stored token ids are exact. Of text, documents are exact, and bytes and tokens are estimated from a sample
-unless the sample is all of the text.
+Counts of stored token ids are exact. Of text, the documents are exact, and bytes and tokens are estimated from a
+sample, unless the sample is all of the text.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from hlat_jax.byte_sizes import format_bytes
 from hlat_jax.config import Config
 from hlat_jax.data import mixture, packing, sources
-from hlat_jax.data.build.progress import Status, size
+from hlat_jax.data.build.progress import Status
 from hlat_jax.data.formats import built, paths
 from hlat_jax.data.formats.records import BadRecord
-from hlat_jax.data.order import scattered
+from hlat_jax.data.order import evenly_spread
 from hlat_jax.data.tokenizer import Tokenizer
 
 _BATCH_DOCUMENTS = 64
@@ -29,7 +30,7 @@ _BATCH_DOCUMENTS = 64
 class Counts:
     """Documents, UTF-8 bytes of text and tokens (EOS counted); `error` is the relative standard error of the tokens.
 
-    `num_bad` counts the sample; `ignored` describes the files in folders that are not read.
+    `num_bad` counts bad records in the sample; `ignored` describes the files in folders that are not read.
     """
 
     documents: int
@@ -56,7 +57,7 @@ def report(config: Config, *, sample_bytes: int, status: Status | None = None) -
     """Returns a table with a row for each source of training and validation text, and epochs for the former.
 
     Epochs are the tokens that the mixture takes from a source, up to train.num_steps and to optimizer.horizon_steps,
-    over the tokens it holds. `sample_bytes` of text are tokenized of each source; 0: all of it. `status` is updated
+    over the tokens it holds. Of each source, `sample_bytes` of text are tokenized; 0: all of it. `status` is updated
     meanwhile.
 
     Raises:
@@ -87,8 +88,8 @@ def report(config: Config, *, sample_bytes: int, status: Status | None = None) -
     return "\n".join([_aligned(lines), "", *_notes(config, totals)])
 
 
-def rows_of_steps(stages: Sequence[mixture.Stage], *, num_steps: int) -> list[float]:
-    """Returns, for each source, how many batches' worth of rows the first `num_steps` batches take from it."""
+def rows_of_steps(stages: Sequence[mixture.MixtureStage], *, num_steps: int) -> list[float]:
+    """Returns the rows that the first `num_steps` batches take from each source, as a number of batches."""
     taken, begin = [0.0] * len(stages[0].shares), 0
     for stage in stages:
         end = num_steps if stage.until_step is None else min(stage.until_step, num_steps)
@@ -119,7 +120,7 @@ def count(spec: str, *, config: Config, key: str, tokenizer: Tokenizer, sample_b
 def _sampled(
     documents: Sequence[str], *, config: Config, tokenizer: Tokenizer, sample_bytes: int, status: Status
 ) -> Counts:
-    """Returns the counts of texts, estimated from evenly spread ones that hold `sample_bytes`."""
+    """Returns the counts of texts, estimated from evenly spread documents of `sample_bytes` in all."""
 
     def measure(index: int) -> tuple[int, int] | None:
         try:
@@ -133,14 +134,14 @@ def _sampled(
 
     measured, num_bytes, num_seen = [], 0, 0
     with concurrent.futures.ThreadPoolExecutor(max(config.data.num_threads, 1)) as pool:
-        order = scattered(len(documents))
+        order = evenly_spread(len(documents))
         while indices := list(itertools.islice(order, _BATCH_DOCUMENTS)):
             found = list(pool.map(measure, indices))
             num_seen += len(found)
-            measured += [facts for facts in found if facts is not None]
-            num_bytes += sum(facts[0] for facts in found if facts is not None)
+            measured += [each for each in found if each is not None]
+            num_bytes += sum(each[0] for each in found if each is not None)
             status.share = max(num_seen / len(documents), min(num_bytes / sample_bytes, 1.0) if sample_bytes else 0.0)
-            status.text = f"tokenizing, {num_seen:,} documents  {size(num_bytes)}"
+            status.text = f"tokenizing, {num_seen:,} documents  {format_bytes(num_bytes)}"
             if sample_bytes and num_bytes >= sample_bytes:
                 break
     if not measured:

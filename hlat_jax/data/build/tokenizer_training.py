@@ -1,7 +1,7 @@
 """`python -m hlat_jax.data tokenizer`: trains a SentencePiece model on a sample of the text.
 
-The model is lossless, `decode(encode(text)) == text`, for every text without U+2581, with which SentencePiece itself
-writes a space.
+The model is lossless: `decode(encode(text)) == text` for every text without U+2581, which SentencePiece itself uses for
+a space.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import sentencepiece
 
+from hlat_jax.byte_sizes import format_bytes
 from hlat_jax.data.build import inputs
-from hlat_jax.data.build.progress import Status, size
+from hlat_jax.data.build.progress import Status
 from hlat_jax.data.formats.records import BadRecord
 from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.store.atomic_files import write_whole
@@ -30,7 +31,7 @@ _CHECK_CHARS = 1 << 20
 
 @dataclasses.dataclass(frozen=True)
 class TrainingOptions:
-    """Options of the training; `on_bad_record` is raise or skip."""
+    """How a tokenizer is trained; `on_bad_record` is "raise" or "skip"."""
 
     vocab_size: int
     text_field: str = "text"
@@ -39,8 +40,8 @@ class TrainingOptions:
 
 
 @dataclasses.dataclass(frozen=True)
-class Trained:
-    """A trained tokenizer, and the text it was trained on; tokens per byte are measured on the sample."""
+class TrainedTokenizer:
+    """A trained tokenizer and the text it was trained on; tokens per byte are those of the sample."""
 
     vocab_size: int
     sha256: str
@@ -53,11 +54,11 @@ class Trained:
 
 def train(
     words: Sequence[str], *, out: pathlib.Path, options: TrainingOptions, status: Status | None = None
-) -> Trained:
+) -> TrainedTokenizer:
     """Trains a SentencePiece BPE model on a sample of the inputs and writes it to `out`.
 
     The sample is uniform over pieces of about 4,096 characters; the same inputs give the same model. Memory holds the
-    sample, and the trainer's tables of its words. `status` is updated meanwhile.
+    sample and the trainer's tables of its words. `status` is updated meanwhile.
 
     Raises:
       ValueError: bad input (see sources), no text, `out` exists, or a vocabulary too small or too large for the text.
@@ -80,14 +81,14 @@ def train(
     if not any(piece.strip() for piece in pieces):
         field = options.text_field
         raise ValueError(f"the inputs hold no text ({num_documents} documents); check --text_field={field}.")
-    status.share, status.text = 1.0, f"training on {size(sample.num_bytes)}; SentencePiece reports no progress"
+    status.share, status.text = 1.0, f"training on {format_bytes(sample.num_bytes)}; SentencePiece reports no progress"
     serialized = train_model(pieces, vocab_size=options.vocab_size)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         write_whole(out, serialized)
     except OSError as error:
         raise OSError(f"cannot write --out={out}: {error.strerror or error}; choose another path.") from None
-    return Trained(
+    return TrainedTokenizer(
         vocab_size=options.vocab_size,
         sha256=hashlib.sha256(serialized).hexdigest(),
         documents=num_documents,
@@ -98,11 +99,12 @@ def train(
     )
 
 
-def summary(trained: Trained, *, out: pathlib.Path) -> str:
+def summary(trained: TrainedTokenizer, *, out: pathlib.Path) -> str:
     """Returns the lines that the command prints at the end."""
+    sampled, seen = format_bytes(trained.sampled_bytes), format_bytes(trained.bytes)
     lines = [
         f"{out}: {trained.vocab_size:,} tokens, {1 / trained.tokens_per_byte:.2f} bytes of the sample per token",
-        f"sampled {size(trained.sampled_bytes)} of {size(trained.bytes)} in {trained.documents:,} documents",
+        f"sampled {sampled} of {seen} in {trained.documents:,} documents",
         f"sha256 {trained.sha256}",
     ]
     if trained.bad_records:
@@ -111,7 +113,7 @@ def summary(trained: Trained, *, out: pathlib.Path) -> str:
 
 
 def _fill(sample: Sample, words: Sequence[str], *, options: TrainingOptions, status: Status) -> tuple[int, int]:
-    """Adds all documents to the sample; returns how many were good and bad."""
+    """Adds all documents to the sample; returns the numbers of good and bad ones."""
     num_documents = num_bad = 0
     found = inputs.open_inputs(inputs.find(words))
     total_bytes = max(sum(input_.size for input_ in found), 1)
@@ -125,21 +127,21 @@ def _fill(sample: Sample, words: Sequence[str], *, options: TrainingOptions, sta
             num_documents += 1
             sample.add(document)
             status.share = min(sample.seen_bytes / total_bytes, 1.0)  # compressed inputs reach 1 early
-            status.text = f"reading, {num_documents:,} documents  {size(sample.seen_bytes)}"
+            status.text = f"reading, {num_documents:,} documents  {format_bytes(sample.seen_bytes)}"
     return num_documents, num_bad
 
 
 class Sample:
     """A uniform sample of pieces of text within a budget of bytes, from any number of documents.
 
-    Each piece gets the hash of its index as a number, and those with the smallest are kept. So the sample depends on
-    the documents alone, and memory holds no more than the budget and one piece.
+    The pieces whose index has the smallest hash are kept. So the sample depends on the documents alone, and memory
+    holds no more than the budget and one piece.
     """
 
     def __init__(self, max_bytes: int):
         self.num_bytes = self.seen_bytes = 0
         self._max_bytes, self._seen = max_bytes, 0
-        self._heap: list[tuple[int, int, str, int]] = []  # (-number, place, piece, bytes): the largest number first
+        self._heap: list[tuple[int, int, str, int]] = []  # (-hash, index, piece, bytes): the largest hash first
 
     def add(self, document: str) -> None:
         """Adds the pieces of one document."""
@@ -154,12 +156,12 @@ class Sample:
                 self.num_bytes -= heapq.heappop(self._heap)[3]
 
     def pieces(self) -> list[str]:
-        """Returns the sample in the order of the documents."""
+        """Returns the sampled pieces in the order of the documents."""
         return [piece for _, _, piece, _ in sorted(self._heap, key=lambda entry: entry[1])]
 
 
 def _pieces(document: str) -> Iterator[str]:
-    """Yields a document in pieces that end at the end of a word, if there is one within a piece's length."""
+    """Yields a document in pieces that end at a word boundary, if there is one within the length of a piece."""
     start = 0
     while start < len(document):
         end = start + _PIECE_CHARS
@@ -173,10 +175,10 @@ def _pieces(document: str) -> Iterator[str]:
 def train_model(pieces: Iterable[str], *, vocab_size: int) -> bytes:
     """Returns a serialized SentencePiece BPE model of exactly `vocab_size` tokens.
 
-    Why these options: identity normalization, no dummy prefix and no removal of spaces keep every byte of the text, so
-    that bits per byte are exact and decode inverts encode; byte fallback leaves no unknown token; a line break is a
-    token of its own, so that no token crosses lines; digits are single, as Llama's; runs of spaces may be one token, as
-    Llama's, which code needs. Ids as Llama's: unk 0, bos 1, eos 2, no padding.
+    Reasons for the options: identity normalization, no dummy prefix and no removal of spaces keep every byte of the
+    text, so bits per byte are exact and decode inverts encode; with byte fallback there are no unknown tokens; a line
+    break is a token by itself, so no token spans lines. As in Llama, digits are split, runs of spaces may be one token
+    (which code needs), and the ids are unk 0, bos 1, eos 2, no padding.
 
     Raises:
       ValueError: the text has too few different words for so many tokens, or too many characters for so few.
@@ -197,8 +199,8 @@ def train_model(pieces: Iterable[str], *, vocab_size: int) -> bytes:
             allow_whitespace_only_pieces=True,
             split_digits=True,
             user_defined_symbols=["\n"],
-            max_sentence_length=1 << 20,  # bytes; the trainer would pass over longer lines
-            num_threads=1,  # the number is written into the model: the same bytes on every machine
+            max_sentence_length=1 << 20,  # bytes; the trainer skips longer lines
+            num_threads=1,  # it is stored in the model, which must have the same bytes on every machine
             unk_id=0,
             bos_id=1,
             eos_id=2,
@@ -206,11 +208,11 @@ def train_model(pieces: Iterable[str], *, vocab_size: int) -> bytes:
             minloglevel=2,
         )
     except RuntimeError as error:
-        raise ValueError(_trainer_reason(str(error), vocab_size=vocab_size)) from None
+        raise ValueError(_explain_failure(str(error), vocab_size=vocab_size)) from None
     return model.getvalue()
 
 
-def _trainer_reason(message: str, *, vocab_size: int) -> str:
+def _explain_failure(message: str, *, vocab_size: int) -> str:
     too_high = re.search(r"set it to a value <= (\d+)", message)
     if too_high:
         return f"--vocab_size={vocab_size} is too large for the sampled text; use at most {too_high[1]}, or more text."

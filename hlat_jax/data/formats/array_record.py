@@ -1,6 +1,6 @@
 """ArrayRecord files whose records are documents in UTF-8, read in place.
 
-Not the shards that `build` writes, which are read with their manifest: see built.
+The shards that `build` writes are read with their manifest instead: see built.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from hlat_jax.data.formats.files import Snapshot
 
 def open_reader(path: str | os.PathLike) -> array_record_module.ArrayRecordReader:
     """Returns a reader of single records; raises RuntimeError when the file is damaged."""
-    # without read-ahead a read of one record reads that record; threads for one record cost more than they give
+    # no read-ahead: only the requested record is read; threads cost more than they save for single records
     options = "readahead_buffer_size:0,max_parallelism:0"
     return array_record_module.ArrayRecordReader(os.fspath(path), options=options, file_reader_buffer_size=1 << 15)
 

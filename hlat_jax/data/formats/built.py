@@ -1,11 +1,11 @@
-"""Reading datasets that `python -m hlat_jax.data build` wrote: texts or token ids by document number.
+"""Reads datasets that `python -m hlat_jax.data build` wrote: texts or token ids by document number.
 
 A dataset is a folder: manifest.json and the ArrayRecord shards it names, in order. In a dataset of texts a record is
-one document in UTF-8; one of more than 4 Mi characters is cut into several, and the manifest has [document of the
-shard, records] for each of those. In one of token ids a record is a block of whole documents, little-endian: uint32
-[2 + n] of n, bytes per id (2 or 4) and the n lengths, then the ids as uint16 or uint32; beside each shard an .index.npz
-holds `first_document` (int64, the number within the shard of each record's first document) and `lengths` (ids of each
-document, EOS counted).
+one document in UTF-8; a document of more than 4 Mi characters is several records, and the manifest has [number in the
+shard, records] for each such document. In one of token ids a record is a block of whole documents, little-endian:
+uint32 [2 + n] of n, bytes per id (2 or 4) and the n lengths, then the ids as uint16 or uint32; beside each shard an
+.index.npz holds `first_document` (int64, the number within the shard of each record's first document) and `lengths`
+(ids of each document, EOS counted).
 """
 
 from __future__ import annotations
@@ -60,41 +60,41 @@ def read_manifest(folder: str | os.PathLike) -> BuiltManifest:
     """
     path = pathlib.Path(folder) / MANIFEST_NAME
     try:
-        facts = read_json(path)
+        fields = read_json(path)
     except (ValueError, OSError) as error:
         raise ValueError(f"{path} cannot be read ({error}); build the dataset again.") from None
     names = [field.name for field in dataclasses.fields(BuiltManifest)]
-    missing = [name for name in names if name not in facts]
+    missing = [name for name in names if name not in fields]
     if missing:
         raise ValueError(f"{path} lacks {', '.join(missing)}; build the dataset again.")
-    if facts["format"] != FORMAT or facts["kind"] not in ("text", "tokens"):
+    if fields["format"] != FORMAT or fields["kind"] not in ("text", "tokens"):
         raise ValueError(
-            f"{path} has format {facts['format']} and kind {facts['kind']!r}; this hlat_jax reads format {FORMAT}, "
+            f"{path} has format {fields['format']} and kind {fields['kind']!r}; this hlat_jax reads format {FORMAT}, "
             "text or tokens. Build the dataset again, or use the release that wrote it."
         )
     kinds = {"documents": int, "bytes": int}
-    kinds |= {"tokens": int, "vocab_size": int} if facts["kind"] == "tokens" else {}
+    kinds |= {"tokens": int, "vocab_size": int} if fields["kind"] == "tokens" else {}
     per_shard = {"name": str} | {key: kinds[key] for key in kinds if key != "vocab_size"}
-    per_shard |= {"long": list} if facts["kind"] == "text" else {}
+    per_shard |= {"long": list} if fields["kind"] == "text" else {}
     if not (
-        _has(facts, kinds)
-        and all(isinstance(facts[key], list) for key in ("shards", "sources"))
-        and all(_has(shard, per_shard) for shard in facts["shards"])
-        and all(_has(source, {"name": str, "documents": int}) for source in facts["sources"])
+        _has(fields, kinds)
+        and all(isinstance(fields[key], list) for key in ("shards", "sources"))
+        and all(_has(shard, per_shard) for shard in fields["shards"])
+        and all(_has(source, {"name": str, "documents": int}) for source in fields["sources"])
     ):
         raise ValueError(f"{path} is damaged: names or counts are missing; build the dataset again.")
-    return BuiltManifest(**{name: facts[name] for name in names})
+    return BuiltManifest(**{name: fields[name] for name in names})
 
 
-def _has(facts: Any, kinds: dict[str, type]) -> bool:
-    """Returns whether `facts` is a dict with values of these types, and no negative number among them."""
-    if not isinstance(facts, dict) or not all(isinstance(facts.get(key), kind) for key, kind in kinds.items()):
+def _has(fields: Any, kinds: dict[str, type]) -> bool:
+    """Returns whether `fields` is a dict with values of these types and without negative numbers."""
+    if not isinstance(fields, dict) or not all(isinstance(fields.get(key), kind) for key, kind in kinds.items()):
         return False
-    return all(0 <= facts[key] < 1 << 63 for key, kind in kinds.items() if kind is int)
+    return all(0 <= fields[key] < 1 << 63 for key, kind in kinds.items() if kind is int)
 
 
 class _Shards:
-    """The shards of a dataset: where a document is, and its records, from a bounded number of open files; thread-safe.
+    """The shards of a dataset: location and records of each document, with a bounded number of open files; thread-safe.
 
     Raises:
       ValueError: a shard is missing, or its name points outside the folder.
@@ -140,11 +140,11 @@ class _Shards:
             raise ValueError(f"{snapshot.file}, record {record + 1}: {error}; build the dataset again.") from None
         if len(raw) > _LARGE_RECORD_BYTES:
             with self._lock:
-                self._readers.pop(shard, None)  # it holds the record it decompressed last
+                self._readers.pop(shard, None)  # a reader keeps the last record it decompressed
         return raw
 
     def check_records(self, counts: Iterable[int]) -> None:
-        """Raises ValueError unless the shards hold these numbers of records; a truncated one holds none."""
+        """Raises ValueError unless the shards hold these numbers of records; a truncated shard reads as empty."""
         for shard, expected in enumerate(counts):
             file = self.snapshots[shard].file
             try:
@@ -163,7 +163,7 @@ class _Shards:
             if reader is None:
                 reader = self._readers[shard] = open_reader(self.snapshots[shard].file)
                 if len(self._readers) > _MAX_OPEN_SHARDS:
-                    self._readers.popitem(last=False)  # closed once no other thread reads from it
+                    self._readers.popitem(last=False)  # closed when no other thread uses it
             self._readers.move_to_end(shard)
             return reader
 
@@ -218,7 +218,7 @@ class _LongDocuments:
         except (ValueError, TypeError, OverflowError):
             pairs = np.asarray([[-1, 0]])
         self._documents = pairs[:, 0]
-        self._extra_records = records.starts(pairs[:, 1] - 1)  # before each of them, beyond one per document
+        self._extra_records = records.starts(pairs[:, 1] - 1)  # before each of them, in addition to one per document
         inside = (pairs >= [0, 2]).all() and (pairs[:, 0] < shard["documents"]).all()
         if not inside or (np.diff(self._documents) <= 0).any():
             raise ValueError(
@@ -226,7 +226,7 @@ class _LongDocuments:
             )
 
     def first_record(self, number: int) -> int:
-        """Returns the first record of document `number`; for the number of documents, the number of records."""
+        """Returns the first record of document `number`; for number = documents of the shard, its number of records."""
         return number + int(self._extra_records[np.searchsorted(self._documents, number, side="left")])
 
 
@@ -335,6 +335,6 @@ def open_built(folder: str | os.PathLike, *, key: str, tokenizer_sha256: str | N
 
 
 def manifest_fingerprint(manifest: BuiltManifest, snapshots: Iterable[Snapshot]) -> str:
-    """Returns 32 hex digits for the content of a dataset, independent of its location."""
-    facts = [manifest.kind, manifest.content_hash, manifest.tokenizer_sha256, *(s.fingerprint for s in snapshots)]
-    return hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()
+    """Returns 32 hex digits that identify the content of a dataset, independent of its location."""
+    fields = [manifest.kind, manifest.content_hash, manifest.tokenizer_sha256, *(s.fingerprint for s in snapshots)]
+    return hashlib.blake2b(json.dumps(fields).encode(), digest_size=16).hexdigest()

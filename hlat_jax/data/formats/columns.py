@@ -1,4 +1,4 @@
-"""Columns of text: a cache of decoded parts of files, bounded in bytes, and Parquet read in place by row group."""
+"""Columns of text: a cache of decoded parts of files, bounded in bytes, and Parquet read by row group."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _LARGE_DECODING = threading.Lock()
 class ColumnCache:
     """An LRU cache of decoded columns, at most `max_bytes` of them, shared by all files of a corpus; thread-safe.
 
-    Two threads that need the same column wait for one decoding; threads that need different ones do not wait.
+    Threads that need the same column wait while one of them decodes it; threads that need different ones do not wait.
     """
 
     def __init__(self, max_bytes: int = CACHE_BYTES):
@@ -43,7 +43,7 @@ class ColumnCache:
     def get(self, key: Hashable, load: Callable[[], tuple[Any, int]], *, num_bytes: int = 0) -> Any:
         """Returns the column under `key`; on a miss, `load` returns (column, bytes it holds).
 
-        `num_bytes`, the expected size, is made free before `load` is called.
+        Room for `num_bytes`, the expected size, is made before `load` is called.
         """
         with self._lock:
             future = self._futures.get(key)
@@ -71,7 +71,7 @@ class ColumnCache:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the columns held now."""
+        """Bytes of the cached columns."""
         return self._num_bytes
 
     def _evict(self, *, keep: Hashable, room: int = 0) -> None:
@@ -84,10 +84,10 @@ class ColumnCache:
 
 
 def text_column(schema: pyarrow.Schema, field: str, *, where: str, dictionaries: bool) -> int:
-    """Returns the number of the column `field` if it holds text.
+    """Returns the index of the column `field` if it holds text.
 
     Raises:
-      ValueError: no such column, or another type; a dictionary of text is accepted with `dictionaries`.
+      ValueError: no such column, or another type; with `dictionaries`, a dictionary of text is accepted.
     """
     try:
         names = schema.names
@@ -109,14 +109,14 @@ def text_column(schema: pyarrow.Schema, field: str, *, where: str, dictionaries:
 
 
 class _Strings:
-    """An array of strings; offsets outside it raise, where pyarrow would crash the process."""
+    """An array of strings; invalid offsets raise, where pyarrow would crash the process."""
 
     def __init__(self, texts: pyarrow.Array):
         texts.validate()
         _, offsets, self._values = texts.buffers()
         width = np.int64 if pyarrow.types.is_large_string(texts.type) else np.int32
         self._offsets = np.zeros(1, width)
-        if len(texts):  # an empty array may come without any
+        if len(texts):  # an empty array may have no offsets buffer
             whole = np.frombuffer(offsets, width, count=texts.offset + len(texts) + 1)
             self._offsets = whole[texts.offset :]
         self._texts, self._has_nulls = texts, texts.null_count > 0
@@ -128,7 +128,7 @@ class _Strings:
         start, end = int(self._offsets[index]), int(self._offsets[index + 1])
         if not 0 <= start <= end <= self._num_bytes:
             raise pyarrow.ArrowInvalid(f"a text lies at bytes {start} to {end} of {self._num_bytes}")
-        # pyarrow's scalar would copy the bytes, and a document may be long
+        # not pyarrow's scalar, which copies the bytes of what may be a long document
         return str(self._values.slice(start, end - start), "utf-8") if end > start else ""
 
 
@@ -144,13 +144,13 @@ class _Values:
 
 
 class TextColumn:
-    """str or None by row from an Arrow column of text, whose bytes need not be valid.
+    """The texts of an Arrow column by row: str or None. The bytes of the column need not be valid.
 
     Attributes:
       nbytes: bytes of the column.
 
     Raises:
-      pyarrow.ArrowException: the column contradicts itself; from an index, a text outside it.
+      pyarrow.ArrowException: the column is inconsistent; on access, a text outside it.
     """
 
     def __init__(self, column: pyarrow.Array | pyarrow.ChunkedArray):
@@ -183,7 +183,7 @@ def cell(column: TextColumn, index: int, *, field: str, where: str, row: int) ->
 
 
 def too_large(file: DataFile, part: str, *, field: str, num_bytes: int, limit: int) -> ValueError:
-    """Returns the error for a part that is too large to decode for one document."""
+    """Returns the error for a part that is too large to be decoded for one document."""
     return ValueError(
         f"{file}, {part}: {num_bytes >> 20} MiB are decoded to read any one document in it, more than "
         f"{limit >> 20} MiB. Convert it and train on that: {build_command(file, out='DIR', text_field=field)}"
@@ -191,16 +191,16 @@ def too_large(file: DataFile, part: str, *, field: str, num_bytes: int, limit: i
 
 
 class Part(NamedTuple):
-    """A row group or record batch: its rows, and roughly its bytes in memory."""
+    """A row group or record batch: its rows, and its approximate bytes in memory."""
 
     num_rows: int
     num_bytes: int
 
 
 class PartedDocuments:
-    """Texts by number in a file of parts: `load(part)` returns the column of one and the bytes it holds.
+    """The texts of a file in parts, by number: `load(part)` returns the column of a part and its bytes in memory.
 
-    Errors call a part `part_name`. Rows are counted from 1 over the whole file.
+    `part_name` names a part in errors. Rows are counted from 1 over the whole file.
 
     Attributes:
       snapshots: the file, once.
@@ -266,7 +266,7 @@ def parquet_documents(snapshot: Snapshot, *, field: str, cache: ColumnCache) -> 
         with open_parquet(snapshot.file) as file:
             metadata, schema = file.metadata, file.schema_arrow
         text_column(schema, field, where=where, dictionaries=True)
-        groups = [group_facts(metadata.row_group(number), field) for number in range(metadata.num_row_groups)]
+        groups = [group_size(metadata.row_group(number), field) for number in range(metadata.num_row_groups)]
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{where} is not a complete Parquet file ({error}); write it again.") from None
     for number, group in enumerate(groups, start=1):
@@ -288,15 +288,15 @@ def read_group(
 ) -> TextColumn:
     """Returns the column `field` of one row group of a file, whose `metadata` is read again if it is not given.
 
-    pyarrow decodes whole pages, and a dictionary twice, so for a moment it holds a text three times. Large groups are
-    read one at a time, and what pyarrow's pool keeps is then returned to the system.
+    pyarrow decodes whole pages, and a dictionary twice, so it briefly holds three copies of a text. Large groups are
+    read one at a time, and the unused memory of pyarrow's pool is then returned to the system.
     """
     with contextlib.ExitStack() as stack:
         opened = stack.enter_context(open_parquet(file, metadata=metadata, pre_buffer=False, buffer_size=BUFFER_BYTES))
-        num_rows, num_bytes = group_facts(opened.metadata.row_group(group), field)
+        num_rows, num_bytes = group_size(opened.metadata.row_group(group), field)
         if num_bytes > LARGE_BYTES:
             stack.enter_context(_LARGE_DECODING)
-        # in batches: a row group read at once is copied once more
+        # in batches, because reading a row group at once makes another copy
         batch_rows = min(_MAX_BATCH_ROWS, num_rows // 8 + 1)
         batches = opened.iter_batches(batch_size=batch_rows, row_groups=[group], columns=[field], use_threads=False)
         chunks = [batch.column(0) for batch in batches]
@@ -307,8 +307,8 @@ def read_group(
     return column
 
 
-def group_facts(group: Any, field: str) -> Part:
-    """Returns the rows of a row group and the decoded bytes of its column `field`."""
+def group_size(group: Any, field: str) -> Part:
+    """Returns the rows of a row group, and the decoded bytes of its column `field`."""
     chunks = [group.column(number) for number in range(group.num_columns)]
     num_bytes = sum(chunk.total_uncompressed_size for chunk in chunks if chunk.path_in_schema == field)
     return Part(group.num_rows, num_bytes)

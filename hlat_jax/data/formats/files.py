@@ -1,4 +1,4 @@
-"""Reading files by range, local or behind a URL (through fsspec), and detecting that one changed during a run."""
+"""Reads byte ranges of files, local or behind a URL (with fsspec), and detects files that change during a run."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _HASH_CHUNK_BYTES = 1 << 24
 class DataFile:
     """A file, or the folder of a built dataset, at a local path or behind a URL such as s3://bucket/a.jsonl.
 
-    `where` is its name in errors. A local one is path-like. Nothing is read before a method is called. What a client
-    library raises while it reads becomes an OSError.
+    `where` is its name in errors. A local file is path-like. Nothing is read before a method is called. Exceptions of a
+    client library become OSError.
     """
 
     __slots__ = ("_filesystem", "is_built", "where")
@@ -44,7 +44,7 @@ class DataFile:
 
     @property
     def is_remote(self) -> bool:
-        """Whether fsspec reads it."""
+        """Whether it is read with fsspec."""
         return self._filesystem is not None
 
     @property
@@ -59,7 +59,7 @@ class DataFile:
         return pathlib.PurePosixPath(self.name).suffix.lower()
 
     def open(self) -> BinaryIO:
-        """Returns the file opened for reading bytes in order."""
+        """Returns the file opened for sequential reading."""
         if not self.is_remote:
             return open(self.where, "rb")
         with client_errors():
@@ -68,14 +68,14 @@ class DataFile:
     def state(self) -> tuple[int, str, str]:
         """Returns (bytes, a version that changes when the file is rewritten, a version that cannot be set back)."""
         if not self.is_remote:
-            facts = os.stat(self.where)
-            return facts.st_size, str(facts.st_mtime_ns), str(facts.st_ctime_ns)
+            stat = os.stat(self.where)
+            return stat.st_size, str(stat.st_mtime_ns), str(stat.st_ctime_ns)
         with client_errors():
-            facts = self._filesystem.info(self.where)
-        if facts.get("size") is None:
+            info = self._filesystem.info(self.where)
+        if info.get("size") is None:
             raise OSError("its server does not report its size; copy it to a local disk")
         names = ("ETag", "etag", "generation", "mtime", "LastModified", "last_modified", "created")
-        return int(facts["size"]), next((str(facts[name]) for name in names if name in facts), ""), ""
+        return int(info["size"]), next((str(info[name]) for name in names if name in info), ""), ""
 
     def read_range(self, start: int, length: int) -> bytes:
         """Returns `length` bytes from `start`, fewer at the end of the file."""
@@ -91,7 +91,7 @@ class DataFile:
 
 @contextlib.contextmanager
 def client_errors() -> Iterator[None]:
-    """Converts whatever a client library raises to OSError."""
+    """Converts exceptions of a client library to OSError."""
     try:
         yield
     except OSError:
@@ -101,7 +101,7 @@ def client_errors() -> Iterator[None]:
 
 
 class _RemoteFile:
-    """A file opened by a client library, whose errors are converted to OSError."""
+    """A file opened by a client library, whose exceptions are converted to OSError."""
 
     def __init__(self, file: Any):
         self._file = file
@@ -137,16 +137,16 @@ def _pread(descriptor: int, *, length: int, start: int) -> bytes:
 
 
 class Snapshot:
-    """A file as it was when it was opened; reading through this raises once the file has changed.
+    """The state of a file when it was opened; reads raise once the file has changed.
 
-    A local file is checked before each read. Another size is a change. If only its times differ, it is the same if its
-    content hash is; without that hash, if its fingerprint is the same and either covers all of it or the file was not
-    written (links and permissions change a time too). A remote file is checked when it is opened, and a read that
-    returns too few bytes is a change.
+    A local file is checked before each read. Another size is a change. If only its times differ, it is unchanged if its
+    content hash is the same; without that hash, if its fingerprint is the same and either covers the whole file or the
+    file was not written (links and permissions change a time too). A remote file is checked when it is opened, and a
+    read that returns too few bytes is a change.
 
     Attributes:
-      content_hash: 32 hex digits of all bytes, set by whoever has read them all; None: not known.
-      has_checksums: its format detects changed bytes by itself.
+      content_hash: 32 hex digits of all bytes, set by a caller that has read them all; None: unknown.
+      has_checksums: whether its format detects changed bytes.
 
     Raises:
       ValueError: the file does not exist.
@@ -164,14 +164,14 @@ class Snapshot:
 
     @property
     def state(self) -> str:
-        """Changes when the file is rewritten, also between the blocks of the fingerprint."""
+        """A string that changes when the file is rewritten, also between the blocks of the fingerprint."""
         return f"{self.size}\n{self._times}\n{self.fingerprint}"
 
     @property
     def identity(self) -> str:
         """32 hex digits of the location of the file and its state."""
-        facts = f"{self.file.where}\n{self.state}"
-        return hashlib.blake2b(os.fsencode(facts), digest_size=16).hexdigest()
+        located = f"{self.file.where}\n{self.state}"
+        return hashlib.blake2b(os.fsencode(located), digest_size=16).hexdigest()
 
     def check(self) -> None:
         """Raises ValueError if a local file changed since it was opened."""
@@ -197,12 +197,12 @@ class Snapshot:
     def _is_same(self, *, was_written: bool) -> bool:
         if self.content_hash is not None:
             return content_hash(self.file) == self.content_hash
-        is_seen_whole = self.has_checksums or self.size <= _FINGERPRINT_BLOCKS * _FINGERPRINT_BLOCK_BYTES
-        return (is_seen_whole or not was_written) and fingerprint(self.file, size=self.size) == self.fingerprint
+        is_fully_covered = self.has_checksums or self.size <= _FINGERPRINT_BLOCKS * _FINGERPRINT_BLOCK_BYTES
+        return (is_fully_covered or not was_written) and fingerprint(self.file, size=self.size) == self.fingerprint
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[BinaryIO]:
-        """Yields the file opened for reading bytes in order; an OSError within becomes a ValueError that names it."""
+        """Yields the file opened for sequential reading; an OSError becomes a ValueError that names the file."""
         try:
             with self.file.open() as file:
                 yield file
@@ -229,6 +229,7 @@ class Snapshot:
 
 
 def reason(error: OSError) -> str:
+    """Returns the message of an error without its file name."""
     return error.strerror or str(error) or type(error).__name__
 
 
@@ -261,7 +262,7 @@ def content_hash(file: DataFile) -> str:
 
 
 def new_content_hash() -> Any:
-    """Returns the hash to be updated with all bytes of a file."""
+    """Returns a new hash object to update with all bytes of a file."""
     return hashlib.blake2b(digest_size=16)
 
 

@@ -1,12 +1,11 @@
-"""JSONL read in place: an index of its lines, and the text of any one of them.
+"""Random access to the texts of a JSONL file through an index of its lines.
 
-The index is built in one pass over the file in bounded memory, which hashes every byte too. It can be kept in a folder
-beside the run, where it is written atomically and memory-mapped when it is read back.
+The index is built in one pass over the file, which also hashes every byte, in bounded memory. It can be kept in the run
+folder: written atomically, and memory-mapped when read.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import hashlib
 import os
@@ -20,6 +19,7 @@ import pyarrow
 
 from hlat_jax.data.formats import records
 from hlat_jax.data.formats.files import Snapshot, new_content_hash
+from hlat_jax.store import atomic_files
 
 _CHUNK_BYTES = 1 << 24
 BLANK_BYTES = b" \t\r\n"
@@ -29,7 +29,7 @@ _MAGIC = b"hlatidx2"
 
 
 class LineIndex:
-    """Where the lines of a file are, without blank ones.
+    """The byte ranges of the lines of a file, without blank lines.
 
     Attributes:
       spans: int64[num_documents, 2], first byte of the line and the byte after its last, without the line end.
@@ -46,12 +46,12 @@ class LineIndex:
 
 
 def line_index(snapshot: Snapshot, *, folder: pathlib.Path | None = None) -> LineIndex:
-    """Returns the index of a file: the one kept in `folder` if it is of the same file state, else a new one.
+    """Returns the index of a file: the one in `folder` if the file has not changed since, else a new one.
 
-    If `folder` is not writable, a new one is kept in a temporary file as long as it is used.
+    If `folder` is not writable, a new index is kept in a temporary file while it is in use.
 
     Raises:
-      ValueError: the file changed meanwhile.
+      ValueError: the file changed while it was indexed.
       OSError: the disk of `folder` is full or broken.
     """
     if folder is None:
@@ -70,7 +70,7 @@ def line_index(snapshot: Snapshot, *, folder: pathlib.Path | None = None) -> Lin
     except OSError as error:
         if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
             raise
-        with tempfile.TemporaryDirectory() as temporary:  # stays mapped after it is unlinked
+        with tempfile.TemporaryDirectory() as temporary:  # it stays mapped after it is unlinked
             path = pathlib.Path(temporary) / path.name
             _write_index(path, snapshot=snapshot)
             kept = _read_index(path, snapshot=snapshot)
@@ -79,7 +79,7 @@ def line_index(snapshot: Snapshot, *, folder: pathlib.Path | None = None) -> Lin
 
 
 def _scan(snapshot: Snapshot, digest: Any) -> Any:
-    """Yields (spans, blanks) of the lines that end in each chunk of the file, blanks as in LineIndex; hashes it."""
+    """Yields (spans, blanks) of the lines that end in each chunk of the file, as in LineIndex; updates `digest`."""
     num_documents, start, offset, carried = 0, 0, 0, b""
     with snapshot.opened() as file:
         while offset <= snapshot.size:
@@ -113,20 +113,11 @@ def _scan(snapshot: Snapshot, digest: Any) -> Any:
 
 
 def _write_index(path: pathlib.Path, *, snapshot: Snapshot) -> None:
-    """Writes an index atomically, in pieces as it is made; a reader of the previous one keeps reading that."""
+    """Writes an index atomically, piece by piece; a process that has mapped the previous one keeps that."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            _write_parts(file, snapshot=snapshot)
-            file.flush()
-            os.fsync(file.fileno())
+    with atomic_files.atomic_writer(path) as file:
+        _write_parts(file, snapshot=snapshot)
         snapshot.check()
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
-        raise
 
 
 def _write_parts(file: BinaryIO, *, snapshot: Snapshot) -> None:
@@ -144,10 +135,10 @@ def _write_parts(file: BinaryIO, *, snapshot: Snapshot) -> None:
 
 
 def _read_index(path: pathlib.Path, *, snapshot: Snapshot) -> LineIndex | None:
-    """Returns the index at `path`; None if it is missing, incomplete or of another state of the file."""
+    """Returns the index at `path`; None if it is missing, incomplete or of a different version of the file."""
     try:
         with pyarrow.memory_map(os.fsencode(path)) as file:
-            buffer = file.read_buffer()  # stays mapped without a descriptor, so that many files can be open
+            buffer = file.read_buffer()  # it stays mapped after the file is closed, so many files can be open
     except FileNotFoundError:
         return None
     if buffer.size < _HEADER.size:

@@ -1,4 +1,4 @@
-"""Finding the files that a config or a command names: paths, folders, globs and URLs, by suffix and in order.
+"""Finds the files that a config or a command names: paths, folders, globs and URLs, by suffix and in order.
 
 A folder that `python -m hlat_jax.data build` wrote counts as one file.
 """
@@ -13,7 +13,7 @@ import pathlib
 import re
 import shlex
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import hlat_jax
 from hlat_jax.data.formats.files import MANIFEST_NAME, SHARD_SUFFIX, DataFile, client_errors, filesystem_of, reason
@@ -26,7 +26,7 @@ TEXT_SUFFIXES = (".txt", ".md")
 KNOWN_SUFFIXES = JSONL_SUFFIXES + PARQUET_SUFFIXES + ARROW_SUFFIXES + TEXT_SUFFIXES + (SHARD_SUFFIX,)
 COMPRESSED_SUFFIXES = (".gz", ".zst", ".xz", ".bz2")
 _OUR_SHARD = re.compile(r"(shard-\d+-of-\d+|task-\d+\.\d+)" + re.escape(SHARD_SUFFIX))  # see build
-STREAMED_SUFFIXES = (".gz", ".zst")  # of these, the ones that `build` reads
+STREAMED_SUFFIXES = (".gz", ".zst")  # those that `build` reads
 
 
 def asset_path(name: str) -> pathlib.Path:
@@ -44,12 +44,12 @@ def asset_path(name: str) -> pathlib.Path:
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
-    """The result of a search.
+class FoundFiles:
+    """The result of find_files.
 
     Attributes:
       files: in order.
-      ignored: files in folders with an unknown suffix, except those whose names begin with . or _.
+      ignored: files in folders with an unknown suffix, except names that begin with "." or "_".
       folders: local folders that were searched.
     """
 
@@ -58,7 +58,7 @@ class Found:
     folders: list[pathlib.Path]
 
     def describe_ignored(self) -> str:
-        """Returns a count of the ignored files, as in 'ignored 3 files: no suffix 2, .csv 1'; '' without any."""
+        """Returns a count of the ignored files, as in 'ignored 3 files: no suffix 2, .csv 1', or ''."""
         suffixes = sorted(pathlib.PurePosixPath(name).suffix.lower() or "no suffix" for name in self.ignored)
         counts = ", ".join(f"{suffix} {count:,}" for suffix, count in collections.Counter(suffixes).most_common())
         files = "1 file" if len(suffixes) == 1 else f"{len(suffixes):,} files"
@@ -67,7 +67,7 @@ class Found:
 
 def find_files(
     spec: str | Sequence[str], *, key: str, allow_compressed: bool = False, text_field: str = "text"
-) -> Found:
+) -> FoundFiles:
     """Returns the files that `spec` names, in order: as written, and by name within a folder or glob.
 
     `spec` is paths separated by commas, or a sequence of paths, in which a comma is part of a name. `key` is the config
@@ -81,7 +81,7 @@ def find_files(
     """
     parts = [part.strip() for part in spec.split(",")] if isinstance(spec, str) else list(spec)
     spec = spec if isinstance(spec, str) else " ".join(spec)
-    found = Found([], [], [])
+    found = FoundFiles([], [], [])
     for part in filter(None, parts):
         is_remote = "://" in part.removeprefix("file://")
         files = _remote_part(part, key=key, found=found) if is_remote else _local_part(part, key=key, found=found)
@@ -90,11 +90,11 @@ def find_files(
         found.files.extend(files)
     if not found.files:
         raise ValueError(f"{key}={spec!r} names no files; give files, folders or globs, separated by commas.")
-    _refuse_twice(found.files, what=f"{key}={spec!r}")
+    _check_no_duplicates(found.files, what=f"{key}={spec!r}")
     return found
 
 
-def _refuse_twice(files: Sequence[DataFile], *, what: str) -> None:
+def _check_no_duplicates(files: Sequence[DataFile], *, what: str) -> None:
     """Raises ValueError when a file is named twice, or beside a dataset that was built from it."""
     seen: set[str] = set()
     for file in files:
@@ -113,18 +113,18 @@ def _refuse_twice(files: Sequence[DataFile], *, what: str) -> None:
             )
 
 
-def _local_part(part: str, *, key: str, found: Found) -> list[DataFile]:
+def _local_part(part: str, *, key: str, found: FoundFiles) -> list[DataFile]:
     if part.startswith("package:"):
         return [DataFile(asset_path(part.removeprefix("package:")))]
     path = pathlib.Path(part.removeprefix("file://")).expanduser()
     if path.is_dir():
-        return _in_folder(path, key=key, found=found) or _nothing(part, key=key, found=found)
+        return _in_folder(path, key=key, found=found) or _raise_nothing_found(part, key=key, found=found)
     if path.is_file():
         return [DataFile(path)]
     files, searched = [], set()
     for name in sorted(glob.glob(str(path), recursive=True)):
         if any(os.fspath(parent) in searched for parent in pathlib.Path(name).parents):
-            continue  # `**` matches a folder and what is in it
+            continue  # `**` matches a folder and its files
         if os.path.isdir(name):
             searched.add(os.fspath(pathlib.Path(name)))
             files += _in_folder(pathlib.Path(name), key=key, found=found)
@@ -132,30 +132,30 @@ def _local_part(part: str, *, key: str, found: Found) -> list[DataFile]:
             files.append(DataFile(name))
     if not files:
         if searched:
-            _nothing(part, key=key, found=found)
+            _raise_nothing_found(part, key=key, found=found)
         what = "matches no file" if glob.has_magic(part) else "does not exist"
         raise ValueError(f"{key}: {part} {what} (looked from {pathlib.Path.cwd()}).")
     return files
 
 
-def _in_folder(folder: pathlib.Path, *, key: str, found: Found) -> list[DataFile]:
-    def refuse(error: OSError) -> None:
+def _in_folder(folder: pathlib.Path, *, key: str, found: FoundFiles) -> list[DataFile]:
+    def fail(error: OSError) -> None:
         raise ValueError(f"{key}: the folder {error.filename} cannot be listed: {reason(error)}.")
 
     files = []
     found.folders.append(folder)
-    for parent, folders, names in os.walk(folder, followlinks=True, onerror=refuse):
+    for parent, folders, names in os.walk(folder, followlinks=True, onerror=fail):
         if _is_built(parent):
             files.append(DataFile(parent, is_built=True))
             folders.clear()
             continue
         folders[:] = [name for name in folders if not name.startswith(".")]
         paths = [os.path.join(parent, name) for name in names]
-        files += [DataFile(path) for path in _data_of(paths, found=found)]
+        files += [DataFile(path) for path in _data_paths(paths, found=found)]
     return sorted(files, key=lambda file: pathlib.Path(file).relative_to(folder).as_posix())
 
 
-def _data_of(paths: Sequence[str], *, found: Found) -> list[str]:
+def _data_paths(paths: Sequence[str], *, found: FoundFiles) -> list[str]:
     """Returns the paths of data files; adds those that are neither data nor hidden to `found.ignored`."""
     data = []
     for path in paths:
@@ -175,7 +175,7 @@ def _is_built(folder: str | os.PathLike) -> bool:
 def _manifest(folder: str | os.PathLike) -> dict[str, Any]:
     """Returns `kind` and the names of `sources` of a folder's manifest; kind is '' if `build` did not write it.
 
-    If it is ours and damaged, its shards are refused as single files.
+    The shards of a dataset whose manifest is damaged are then an error, as single files.
     """
     nothing = {"kind": "", "sources": []}
     try:
@@ -188,7 +188,7 @@ def _manifest(folder: str | os.PathLike) -> dict[str, Any]:
 
 
 def _is_data(name: str) -> bool:
-    """Returns whether a name in a folder is data; a.jsonl.gz is, and is then refused rather than silently ignored."""
+    """Returns whether a file in a folder is data. a.jsonl.gz is, so that it is an error and not silently ignored."""
     if name.startswith("."):
         return False
     path = pathlib.PurePosixPath(name)
@@ -196,7 +196,7 @@ def _is_data(name: str) -> bool:
     return suffix in KNOWN_SUFFIXES or (suffix in COMPRESSED_SUFFIXES and inner in KNOWN_SUFFIXES)
 
 
-def _remote_part(part: str, *, key: str, found: Found) -> list[DataFile]:
+def _remote_part(part: str, *, key: str, found: FoundFiles) -> list[DataFile]:
     filesystem, path = filesystem_of(part)
 
     def data_file(name: str) -> DataFile:
@@ -205,22 +205,22 @@ def _remote_part(part: str, *, key: str, found: Found) -> list[DataFile]:
     def below(folder: str) -> list[str]:
         prefix = folder.rstrip("/")
         names = [(name, name.removeprefix(prefix).lstrip("/").split("/")) for name in filesystem.find(folder)]
-        return sorted(_data_of([name for name, parts in names if not _is_hidden(parts)], found=found))
+        return sorted(_data_paths([name for name, parts in names if not _is_hidden(parts)], found=found))
 
     def matched() -> list[str]:
-        names: dict[str, None] = {}  # in order, once: `**` matches a folder and what is in it
+        names: dict[str, None] = {}  # ordered, without duplicates: `**` matches a folder and its files
         searched: list[str] = []
-        for name, facts in sorted(filesystem.glob(path, detail=True).items()):
+        for name, info in sorted(filesystem.glob(path, detail=True).items()):
             if name.startswith(tuple(searched)):
                 continue
-            if facts["type"] == "directory":
+            if info["type"] == "directory":
                 searched.append(name.rstrip("/") + "/")
-            names |= dict.fromkeys(below(name) if facts["type"] == "directory" else [name])
+            names |= dict.fromkeys(below(name) if info["type"] == "directory" else [name])
         return list(names)
 
     try:
         with client_errors():
-            if any(sign in path for sign in "*["):  # `?` begins the query of a web address, such as its signature
+            if any(sign in path for sign in "*["):  # not `?`, which begins the query of a URL
                 names = matched()
             elif filesystem.isdir(path):
                 names = below(path)
@@ -230,7 +230,7 @@ def _remote_part(part: str, *, key: str, found: Found) -> list[DataFile]:
         if isinstance(error.__cause__, ImportError):
             raise ValueError(f"{key}: {part} cannot be reached: {error.__cause__}") from None
         raise ValueError(f"{key}: {part} cannot be listed: {reason(error)}.") from None
-    return [data_file(name) for name in names] or _nothing(part, key=key, found=found)
+    return [data_file(name) for name in names] or _raise_nothing_found(part, key=key, found=found)
 
 
 def _is_hidden(parts: list[str]) -> bool:
@@ -248,7 +248,7 @@ def file_format(file: DataFile) -> str:
     return next((known for known, suffixes in formats.items() if suffix in suffixes), "parquet")
 
 
-def _nothing(part: str, *, key: str, found: Found) -> list[DataFile]:
+def _raise_nothing_found(part: str, *, key: str, found: FoundFiles) -> NoReturn:
     ignored = f" ({found.describe_ignored()})" if found.ignored else ""
     raise ValueError(f"{key}: {part} holds or matches no files that end in {', '.join(KNOWN_SUFFIXES)}{ignored}.")
 

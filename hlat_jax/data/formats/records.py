@@ -1,4 +1,4 @@
-"""Records of every format: their numbers across files, their text, and the error for one without usable text."""
+"""Records in files of any format: their numbers across files, their text, and the error for one without usable text."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 MAX_RECORD_BYTES = 1 << 30
-_REMEDY = "Fix or remove it, set {field} if the text is elsewhere, or skip such records with {skip}."
+_REMEDY = "Fix or remove it, set {field} if the text is under another name, or skip such records with {skip}."
 _KEYS_SHOWN = 10
 _KEY_CHARS_SHOWN = 40
 
@@ -23,9 +23,7 @@ class BadRecord(ValueError):
 
     def __init__(self, problem: str):
         remedy = _REMEDY.format(field="data.text_field", skip='data.on_bad_record="skip"')
-        super().__init__(
-            f"{problem} {remedy} A run keeps the text it began with: a changed file needs another --workdir."
-        )
+        super().__init__(f"{problem} {remedy} After changing a file, start a new run in another --workdir.")
         self.problem = problem
 
     def for_command(self) -> ValueError:
@@ -35,14 +33,14 @@ class BadRecord(ValueError):
 
 
 def starts(counts: Iterable[int]) -> np.ndarray:
-    """Returns int64[n + 1]: the number of the first record of each of n neighbours, and of records in all."""
+    """Returns int64[n + 1]: the number of the first record of each of n consecutive parts, and the total."""
     return np.cumsum([0, *counts], dtype=np.int64)
 
 
 def place(starts: np.ndarray, index: int) -> tuple[int, int]:
-    """Returns (which of the neighbours record `index` is in, its number there)."""
-    neighbour = int(np.searchsorted(starts, index, side="right")) - 1
-    return neighbour, int(index) - int(starts[neighbour])
+    """Returns (the part that holds record `index`, the number of the record in that part)."""
+    part = int(np.searchsorted(starts, index, side="right")) - 1
+    return part, int(index) - int(starts[part])
 
 
 def bad_record(where: str, row: int | None, reason: str) -> BadRecord:
@@ -52,10 +50,10 @@ def bad_record(where: str, row: int | None, reason: str) -> BadRecord:
 
 
 def checked_text(text: Any, *, field: str, where: str, row: int) -> str:
-    """Returns `text` if it is a str that UTF-8 can encode.
+    """Returns `text` if it is a string that UTF-8 can encode.
 
     Raises:
-      BadRecord: it is null, empty, of another type, or holds half of a surrogate pair.
+      BadRecord: it is null, empty, of another type, or has a lone surrogate.
     """
     if text == "":
         raise bad_record(where, row, f"{field!r} is empty.")
@@ -63,9 +61,9 @@ def checked_text(text: Any, *, field: str, where: str, row: int) -> str:
         if text.isascii():
             return text
         try:
-            for start in range(0, len(text), 1 << 20):  # in blocks: a copy of a long document would double it
+            for start in range(0, len(text), 1 << 20):  # in blocks, to avoid a copy of a long document
                 text[start : start + (1 << 20)].encode("utf-8")
-        except UnicodeEncodeError as error:  # JSON can hold half of a surrogate pair
+        except UnicodeEncodeError as error:  # JSON can hold a lone surrogate
             reason = f"{field!r} is invalid UTF-8: {error.reason} at character {start + error.start}."
             raise bad_record(where, row, reason) from None
         return text
@@ -74,7 +72,7 @@ def checked_text(text: Any, *, field: str, where: str, row: int) -> str:
 
 
 def utf8_text(raw: bytes | bytearray, *, where: str, row: int | None) -> str:
-    """Returns the text of a record that holds UTF-8 and nothing else.
+    """Returns the text of a record of bare UTF-8.
 
     Raises:
       BadRecord: it is empty, or not UTF-8.
@@ -97,7 +95,7 @@ def json_text(line: bytes | bytearray, *, field: str, where: str, row: int) -> s
     num_bytes = len(line)
     try:
         decoded = line.decode("utf-8")
-        del line  # the caller holds none either: a document of 200 MB is not kept a third time while it is parsed
+        del line  # nor does the caller hold it: no third copy of a long document while it is parsed
         record = json.loads(decoded)
     except UnicodeDecodeError as error:
         reason = f"invalid UTF-8: {error.reason} at byte {error.start} of the row."
@@ -117,7 +115,7 @@ def json_text(line: bytes | bytearray, *, field: str, where: str, row: int) -> s
 
 
 def _no_key(record: dict[str, Any], *, field: str, where: str, row: int) -> BadRecord:
-    # repr: JSON keys may be unprintable, or hold half of a surrogate pair
+    # repr: JSON keys may be unprintable, or hold a lone surrogate
     keys = [repr(key if len(key) <= _KEY_CHARS_SHOWN else f"{key[:_KEY_CHARS_SHOWN]}...") for key in sorted(record)]
     more = f" and {len(keys) - _KEYS_SHOWN} more" if len(keys) > _KEYS_SHOWN else ""
     listed = f"{', '.join(keys[:_KEYS_SHOWN])}{more}" if keys else "none"

@@ -1,7 +1,7 @@
-"""Documents of a file in order, for commands that go through all text once: `build` and `tokenizer`.
+"""Sequential reading of documents, for commands that read all text once: `build` and `tokenizer`.
 
 Reads every format that training reads, and .gz and .zst, which cannot be read by number. Memory holds one record, or
-one small batch of a column, whatever the file's size. Texts and errors are those of the readers by number.
+one small batch of a column, whatever the size of the file. Texts and errors are the same as in random access.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ Item = tuple[str | records.BadRecord, int | None]
 
 
 def iter_documents(file: DataFile, *, text_field: str) -> Iterator[Item]:
-    """Yields (text, row) of every document of a file or built dataset; row counts from 1, None for plain text.
+    """Yields (text, row) of every document of a file or built dataset; rows count from 1; None for plain text.
 
-    A record that cannot be used is yielded as the BadRecord that says why, and the records after it follow.
+    For an unusable record the BadRecord with the reason is yielded, and reading continues with the next one.
 
     Raises:
       ValueError: a file that is damaged or truncated, has no such column, or holds token ids.
@@ -41,7 +41,7 @@ def iter_documents(file: DataFile, *, text_field: str) -> Iterator[Item]:
 
 @contextlib.contextmanager
 def _opened(file: DataFile) -> Iterator[BinaryIO]:
-    """Yields a file opened for reading in order, decompressed; read errors become ValueError."""
+    """Yields a file opened for sequential reading, decompressed; read errors become ValueError."""
     try:
         with contextlib.ExitStack() as stack:
             raw = stack.enter_context(file.open())
@@ -55,7 +55,7 @@ def _opened(file: DataFile) -> Iterator[BinaryIO]:
 def _lines(stream: BinaryIO) -> Iterator[list[bytes | bytearray] | None]:
     """Yields each line without its newline, alone in a list; None for one over the limit.
 
-    A caller that pops the line holds the only reference, so that a long one can be freed while it is decoded.
+    A caller that pops the line holds the only reference to it, so a long one can be freed while it is decoded.
     """
     line: bytes | bytearray | None = b""
     num_bytes = 0
@@ -92,7 +92,7 @@ def _jsonl(file: DataFile, field: str) -> Iterator[Item]:
                 except records.BadRecord as error:
                     text = error
                 yield text, row
-                del text  # not held while the next one is read
+                del text  # frees it before the next one is read
 
 
 def _text(file: DataFile, field: str) -> Iterator[Item]:
@@ -122,10 +122,10 @@ def _parquet(file: DataFile, field: str) -> Iterator[Item]:
 
 def _row_groups(file: DataFile, field: str, metadata: pyarrow.parquet.FileMetaData) -> Iterator[columns.TextColumn]:
     for group in range(metadata.num_row_groups):
-        if columns.group_facts(metadata.row_group(group), field).num_bytes <= columns.MAX_PART_BYTES:
+        if columns.group_size(metadata.row_group(group), field).num_bytes <= columns.MAX_PART_BYTES:
             yield columns.read_group(file, group, field=field, metadata=metadata)
             continue
-        # without pre-buffering, with a buffer: pages are decoded as they come, however large the row group
+        # buffered, not pre-buffered: pages are decoded one by one, however large the row group
         options = {"metadata": metadata, "pre_buffer": False, "buffer_size": columns.BUFFER_BYTES}
         with columns.open_parquet(file, **options) as opened:
             choice = {"row_groups": [group], "columns": [field], "use_threads": False}
@@ -154,7 +154,7 @@ def _cells(parts: Iterator[Any], *, file: DataFile, field: str) -> Iterator[Item
                 except records.BadRecord as error:
                     text = error
                 yield text, row
-                del text  # not held while the next one is read
+                del text  # frees it before the next one is read
     except (OSError, EOFError, pyarrow.ArrowException) as error:
         raise ValueError(f"{file}, near row {row + 1}: cannot be read ({error}); write it again.") from None
 

@@ -36,12 +36,12 @@ def cudnn(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, *, window: in
 def cudnn_unsupported_reasons(
     *, q_shape: tuple[int, ...], num_kv_heads: int, dtype: Any, has_segments: bool, window: int | None
 ) -> list[str]:
-    """Returns why cuDNN cannot serve a call, forward and backward: its error; see `ops.attention.describe_call`.
+    """Returns why cuDNN cannot serve a call, forward and backward; see `ops.attention.describe_call`.
 
-    The call is traced to find out: which dtypes and head sizes cuDNN takes depends on its version and on the device.
+    The call is traced and the error returned: supported dtypes and head sizes depend on cuDNN's version and the device.
     """
     if has_segments:
-        return ["cuDNN takes segment ids (data.packing=documents) only as a mask of T x T"]
+        return ["cuDNN supports segment ids (data.packing=documents) only as a T x T mask"]
     b, t, _, h = q_shape
     q = jax.ShapeDtypeStruct(q_shape, dtype)
     k = jax.ShapeDtypeStruct((b, t, num_kv_heads, h), dtype)
@@ -59,7 +59,7 @@ def triton_unsupported_reasons(
     seq_len, head_dim = q_shape[1], q_shape[3]
     reasons = []
     if window is not None:
-        reasons.append(f"the kernel takes no window, and window={window}")
+        reasons.append(f"the kernel does not support a window (window={window})")
     if seq_len % _TRITON_MULTIPLE:
         reasons.append(f"the sequence length {seq_len} is not a multiple of {_TRITON_MULTIPLE}")
     if head_dim > _TRITON_MAX_HEAD_DIM:
@@ -81,10 +81,10 @@ def triton(
 
     Args:
       q_BTNH: queries, already rotated.
-      k_BSKH: keys; repeated, since the kernel takes one key head per query head.
+      k_BSKH: keys, repeated here, since the kernel takes one key head per query head.
       v_BSKH: values, likewise.
       segment_ids_BT: int32, or None.
-      interpret: run the kernel's body as JAX operations, on any platform.
+      interpret: whether to run the kernel's body as JAX operations, which works on any platform.
     """
     group = q_BTNH.shape[2] // k_BSKH.shape[2]
     k_BSNH, v_BSNH = (jnp.repeat(x, group, axis=2) for x in (k_BSKH, v_BSKH))
@@ -98,21 +98,32 @@ def _mha(q_BTNH, k_BSNH, v_BSNH, segment_ids_BT, interpret):
 
 def _mha_forward(q_BTNH, k_BSNH, v_BSNH, segment_ids_BT, interpret):
     operands = q_BTNH, k_BSNH, v_BSNH, segment_ids_BT
-    out_BTNH, (*_, lse_BNT) = pallas_gpu_attention()._mha_forward(*operands, *_static(q_BTNH, interpret))
+    options = _kernel_options(q_BTNH.shape[3], interpret=interpret)
+    out_BTNH, (*_, lse_BNT) = pallas_gpu_attention()._mha_forward(*operands, **options)
     # named inside the VJP: a remat policy that saves both avoids a second forward pass
     out_BTNH, lse_BNT = checkpoint_name(out_BTNH, "attention_out"), checkpoint_name(lse_BNT, "attention_lse")
     return out_BTNH, (*operands, out_BTNH, lse_BNT)
 
 
 def _mha_backward(interpret, residuals, dout_BTNH):
-    return pallas_gpu_attention()._mha_backward(*_static(residuals[0], interpret), residuals, dout_BTNH)
+    options = _kernel_options(dout_BTNH.shape[3], interpret=interpret)
+    return pallas_gpu_attention()._mha_backward(**options, res=residuals, do=dout_BTNH)
 
 
 _mha.defvjp(_mha_forward, _mha_backward)
 
 
-def _static(q_BTNH, interpret):
-    """Returns the static arguments of both functions of the kernel, in order: scale, causal, block sizes, backward
-    implementation, warps, stages, grid, interpret, debug, return_residuals."""
-    sizes = pallas_gpu_attention().BlockSizes.get_default()
-    return 1 / math.sqrt(q_BTNH.shape[3]), True, sizes, "triton", None, 2, None, interpret, False, False
+def _kernel_options(head_dim: int, *, interpret: bool) -> dict[str, Any]:
+    """Returns the static arguments of `_mha_forward` and `_mha_backward`: JAX's defaults, for a causal mask."""
+    return {
+        "sm_scale": 1 / math.sqrt(head_dim),
+        "causal": True,
+        "block_sizes": pallas_gpu_attention().BlockSizes.get_default(),
+        "backward_pass_impl": "triton",
+        "num_warps": None,
+        "num_stages": 2,
+        "grid": None,
+        "interpret": interpret,
+        "debug": False,
+        "return_residuals": False,
+    }

@@ -2,7 +2,7 @@
 
 Each kernel is a JAX primitive. Its default lowering is the XLA reference in this file, in the kernel's layouts; its
 lowering for platform `neuron` calls the kernel. So values, gradients and layouts are tested on any platform, and the
-calls by lowering. The kernels themselves are not yet run.
+calls by lowering. The kernels themselves have not been run.
 
 Source of the contracts: nki-library d2ad3a5, nkilib.core.attention.attention_cte and attention_bwd.
 """
@@ -20,7 +20,7 @@ from jax.extend.core import Primitive
 
 from hlat_jax.host.jax_compat import mlir
 
-PARTITIONS = 128  # rows of on-chip memory, over which a kernel lays the positions of the sequence
+PARTITIONS = 128  # rows of on-chip memory, over which a kernel distributes the positions of the sequence
 _MAX_HEAD_DIM = 128
 _MAX_SEQ_LEN = 131_072
 _MAX_BATCH = 512  # rows times heads that the forward kernel takes
@@ -35,9 +35,9 @@ def unsupported_reasons(
     num_rows, seq_len, num_heads, head_dim = q_shape
     reasons = []
     if window is not None:
-        reasons.append(f"the kernel takes a window, here {window}, only with a scale of 1")
+        reasons.append(f"the kernel supports a window (window={window}) only with a scale of 1")
     if has_segments:
-        reasons.append("the kernel takes no segment ids (data.packing=documents)")
+        reasons.append("the kernel does not support segment ids (data.packing=documents)")
     if head_dim > _MAX_HEAD_DIM:
         reasons.append(f"model.head_dim={head_dim} is above {_MAX_HEAD_DIM}")
     if seq_len % _BACKWARD_MULTIPLE:
@@ -58,7 +58,7 @@ def attention(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array) -> jax.Ar
 
 
 def _forward(q_BTNH, k_BSKH, v_BSKH):
-    _serve_neuron()
+    _register_lowerings()
     b, t, n, h = q_BTNH.shape
     out_ZTH, neg_max, recip_sum = _forward_p.bind(
         _heads_in_rows(q_BTNH), _heads_in_rows(k_BSKH).swapaxes(1, 2), _heads_in_rows(v_BSKH), scale=1 / math.sqrt(h)
@@ -104,7 +104,7 @@ def _positions_last(x_BTNH):
     return x_BTNH.transpose(0, 2, 3, 1)
 
 
-# The references, in the layouts of the kernels. Z stands for B * N, Y for B * K, R for the N / K queries of a key.
+# The references, in the layouts of the kernels. Z stands for B * N, Y for B * K, R for the N / K queries per key head.
 
 
 def _reference_forward(q_ZTH, k_YHS, v_YSH, *, scale):
@@ -142,7 +142,7 @@ def _causal(t):
     return jax.lax.broadcasted_iota(jnp.int32, (t, t), 0) >= jax.lax.broadcasted_iota(jnp.int32, (t, t), 1)
 
 
-# The kernels; imported when a program is lowered for Neuron.
+# The kernels, imported when a program is lowered for Neuron.
 
 
 def _kernel_forward(q_ZTH, k_YHS, v_YSH, *, scale):
@@ -152,7 +152,7 @@ def _kernel_forward(q_ZTH, k_YHS, v_YSH, *, scale):
 
 def _kernel_backward(*operands, scale):
     kernel = importlib.import_module("nkilib.core.attention.attention_bwd").attention_bwd
-    # mixed_precision: sums and softmax in fp32, as the op's contract requires; the default is not
+    # mixed_precision: sums and softmax in fp32, as the op's contract requires; not the default
     return kernel(*operands, use_causal_mask=True, mixed_precision=True, softmax_scale=scale)
 
 
@@ -183,7 +183,7 @@ def _register_kernels() -> None:
         mlir.register_lowering(primitive, mlir.lower_fun(kernel, multiple_results=True), platform="neuron")
 
 
-def _serve_neuron() -> None:
+def _register_lowerings() -> None:
     """Registers the kernels' lowering for `neuron`; without the plugin, JAX has no such platform."""
     try:
         _register_kernels()
