@@ -225,6 +225,9 @@ class TrainConfig:
     num_steps: int = _key(100, "The run stops after this many optimizer steps.")
     seed: int = _key(0, "Seed of the initial weights.")
     init_from: str = _key("", "Initial weights: a run folder, a checkpoint or an import; empty: random, by train.seed.")
+    branch_from: str = _key(
+        "", "RUN@STEP: start from this checkpoint of another run, with its optimizer and data position; empty: no."
+    )
     num_microbatches: int = _key(1, "Gradient accumulation: parts that a batch is split into, run one after another.")
     z_loss_weight: float = _key(0.0, "Weight of the squared log-normaliser in the loss.")
     eval_every_steps: int = _key(0, "Validate every so many steps and at the end; 0: at the end only.")

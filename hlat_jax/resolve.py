@@ -112,6 +112,30 @@ def check_policy(policy: str, *, pipe: int) -> None:
         )
 
 
+def branch_source(train: TrainConfig) -> tuple[str, int] | None:
+    """Returns (run folder, step) of `train.branch_from`, None if it is empty. Raises ValueError for another form."""
+    if not train.branch_from:
+        return None
+    found = re.fullmatch("(.+)@([0-9]{1,9})", train.branch_from)
+    if not found or not int(found[2]):
+        raise ValueError(
+            f"train.branch_from={train.branch_from!r} must be RUN@STEP, a run folder and the step of one of its "
+            "checkpoints, such as runs/tiny@300."
+        )
+    step = int(found[2])
+    if train.init_from:
+        raise ValueError(
+            f"train.branch_from={train.branch_from} with train.init_from={train.init_from}: both give the initial "
+            "weights; unset one of them."
+        )
+    if step >= train.num_steps:
+        raise ValueError(
+            f"train.branch_from={train.branch_from} leaves no step to train: raise train.num_steps={train.num_steps} "
+            f"above {step}."
+        )
+    return found[1], step
+
+
 def profiled_steps(train: TrainConfig) -> range:
     """Returns the steps that `train.profile_steps` names. Raises ValueError if the run does not have such steps."""
     if not train.profile_steps:
@@ -171,6 +195,7 @@ def check_training(c: Config) -> None:
             f"optimizer.horizon_steps={o.horizon_steps} must exceed optimizer.warmup_steps={o.warmup_steps}."
         )
     profiled_steps(t)
+    branch_source(t)
     if t.eval_tasks and not all(t.eval_tasks.split(",")):
         raise ValueError(f"train.eval_tasks={t.eval_tasks!r} has an empty name; give NAME,NAME without spaces.")
     for name in ("every_steps", "limit", "folder"):

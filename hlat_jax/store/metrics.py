@@ -15,12 +15,13 @@ import pathlib
 import secrets
 import sys
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from hlat_jax.byte_sizes import UNITS
 from hlat_jax.config import MetricsConfig
 from hlat_jax.store.atomic_files import sync_folder, to_disk, write_whole
+from hlat_jax.store.config_diff import flat
 
 ROWS_FILE, DISCARDED_FILE = "metrics.jsonl", "metrics.discarded.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
@@ -60,7 +61,8 @@ class MetricsLog:
         config: MetricsConfig,
         num_steps: int,
         start_step: int = 0,
-        hyperparameters: Mapping[str, Mapping[str, Any] | str] | None = None,
+        start_tokens: int = 0,
+        hyperparameters: dict[str, Any] | None = None,
         flops_per_token: tuple[float, float] = (0.0, 0.0),
         peak_flops: float | None = None,
     ):
@@ -71,6 +73,7 @@ class MetricsLog:
           config: which outputs are written.
           num_steps: last step of the run; for percentages and the remaining time.
           start_step: 0 for a new run, which moves all rows of an earlier attempt aside.
+          start_tokens: tokens trained on so far, for a folder that has no rows of them.
           hyperparameters: the config as nested dicts, for TensorBoard and Weights & Biases.
           flops_per_token: by the 6N rule, and with attention.
           peak_flops: FLOP/s of all devices together; None when unknown.
@@ -84,7 +87,7 @@ class MetricsLog:
         self._flops_per_token, self._peak_flops = flops_per_token, peak_flops
         self._path = workdir / ROWS_FILE
         last = rewind(self._path, start_step if start_step > 0 else -1)
-        self._tokens = last["tokens"] if last else 0
+        self._tokens = last["tokens"] if last else start_tokens
         self._file = open(self._path, "a")  # noqa: SIM115 - closed by close()
         self._interval = Interval()
         self._opened_s = self._printed_s = time.monotonic()
@@ -264,6 +267,15 @@ def json_line(row: dict[str, Any]) -> str:
     return json.dumps(row, default=lambda scalar: scalar.item()) + "\n"
 
 
+def copy_rows(source: pathlib.Path, workdir: pathlib.Path, *, last_step: int) -> None:
+    """Copies the rows of a run up to `last_step` into another run folder; rows of an earlier attempt move aside."""
+    rewind(workdir / ROWS_FILE, -1)
+    if (source / ROWS_FILE).exists():  # a run may have been copied without it
+        lines = (source / ROWS_FILE).read_bytes().splitlines(keepends=True)
+        kept = [line for line in lines if (row := _row(line)) is not None and row["step"] <= last_step]
+        write_whole(workdir / ROWS_FILE, b"".join(kept))
+
+
 def rewind(path: str | os.PathLike, step: int) -> dict[str, Any] | None:
     """Moves rows after `step`, and torn lines, to `metrics.discarded.jsonl`; returns the last training row.
 
@@ -299,7 +311,7 @@ def rewind(path: str | os.PathLike, step: int) -> dict[str, Any] | None:
 class _TensorBoard:
     """Event files, written in this thread: with a full disk tensorboardX's own writer thread would hang the run."""
 
-    def __init__(self, folder: pathlib.Path, start_step: int, hyperparameters: Mapping[str, Any]):
+    def __init__(self, folder: pathlib.Path, start_step: int, hyperparameters: dict[str, Any]):
         no_torch = sys.modules.setdefault("torch", None) is None  # tensorboardX would import it unnecessarily
         from tensorboardX import event_file_writer, summary
         from tensorboardX.proto import event_pb2, summary_pb2
@@ -315,7 +327,7 @@ class _TensorBoard:
         self._add(hidden_from, session_log=event_pb2.SessionLog(status=event_pb2.SessionLog.START))
         if hyperparameters:
             # without the experiment's own summary TensorBoard finds columns and metrics from all runs it shows
-            _, session, _ = summary.hparams(_flat(hyperparameters), {})
+            _, session, _ = summary.hparams(flat(hyperparameters), {})
             self._add(hidden_from, summary=session)
             self.write_text("config", hidden_from, json.dumps(hyperparameters, indent=2))
 
@@ -341,7 +353,7 @@ class _TensorBoard:
 class _Wandb:
     """Weights & Biases; a resumed run continues the same W&B run."""
 
-    def __init__(self, workdir: pathlib.Path, project: str, hyperparameters: Mapping[str, Any]):
+    def __init__(self, workdir: pathlib.Path, project: str, hyperparameters: dict[str, Any]):
         try:
             import wandb
         except ImportError:
@@ -351,7 +363,7 @@ class _Wandb:
         id_path = workdir / "wandb_id.txt"
         run_id = id_path.read_text().strip() if id_path.exists() else secrets.token_hex(4)
         id_path.write_text(run_id + "\n")
-        same_run = {"id": run_id, "resume": "allow", "config": dict(hyperparameters), "allow_val_change": True}
+        same_run = {"id": run_id, "resume": "allow", "config": hyperparameters, "allow_val_change": True}
         self._run = wandb.init(project=project, name=workdir.name, dir=str(workdir), **same_run)
         # W&B's own step can only increase; ours returns to the checkpoint's on resume
         self._run.define_metric("*", step_metric="step")
@@ -365,12 +377,6 @@ class _Wandb:
 
     def close(self) -> None:
         self._run.finish()
-
-
-def _flat(hyperparameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the values of nested dicts by their dotted paths."""
-    tree = {name: values if isinstance(values, Mapping) else {"": values} for name, values in hyperparameters.items()}
-    return {f"{name}.{key}".rstrip("."): value for name, values in tree.items() for key, value in values.items()}
 
 
 def read_rows(path: str | os.PathLike) -> list[dict[str, Any]]:

@@ -247,6 +247,7 @@ FIELDS = {
     "train.num_steps": Row(5, run, "rows"),
     "train.seed": Row(1, weights),
     "train.init_from": Row("FOLDER/start", run, "rows"),
+    "train.branch_from": Row("FOLDER/start@2", run, "rows"),  # which has no checkpoints
     "train.num_microbatches": Row(2, program),
     "train.z_loss_weight": Row(1e-4, program),
     "train.eval_every_steps": Row(3, run, "rows"),
