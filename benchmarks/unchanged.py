@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import logging
 import os
 import pathlib
 import re
@@ -90,6 +91,7 @@ def state_hash(workdir: pathlib.Path) -> dict[str, str]:
     import numpy as np
     import orbax.checkpoint as ocp
 
+    logging.getLogger("absl").setLevel(logging.ERROR)  # orbax warns of its own missing file at each step
     newest = max(
         (path for path in (workdir / "checkpoints").iterdir() if path.name.isdigit()), key=lambda p: int(p.name)
     )

@@ -118,7 +118,7 @@ def number_of(primitive, choice):
 
 
 def test_an_unknown_stock_policy_is_refused_with_those_there_are():
-    with pytest.raises(naming.MissingValues, match=r"policy:dots is not a policy.*: everything_saveable, "):
+    with pytest.raises(naming.MissingValues, match=r"policy:dots: the policy must be one of everything_saveable, "):
         naming.parse_choice("policy:dots")
 
 

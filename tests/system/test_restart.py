@@ -140,6 +140,7 @@ def submit(tmp_path):
     return run
 
 
+@pytest.mark.slow
 def test_job_that_loses_a_node_resumes_from_its_last_checkpoint(submit, tmp_path):
     config, workdir = micro.write_config(tmp_path), tmp_path / "run"
     (tmp_path / "bin" / "lose").write_text(f"1 10 {workdir}")
@@ -180,6 +181,7 @@ def test_job_prints_every_node_in_a_dry_run(submit, num_nodes):
     assert ranks == ([str(rank) for rank in range(num_nodes)] if num_nodes > 1 else [])
 
 
+@pytest.mark.slow
 def test_precompiled_programs_come_to_the_node_before_the_run(submit, tmp_path):
     """The node's own folder has the same path in both jobs: JAX counts the path among what a program depends on."""
     config, workdir, shared, local = (tmp_path / name for name in ("micro.py", "run", "shared", "local"))
