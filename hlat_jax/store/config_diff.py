@@ -78,13 +78,13 @@ def _without(leaves: dict[str, Any], patterns: tuple[str, ...]) -> dict[str, Any
     }
 
 
-def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat(tree: dict[str, Any], *, prefix: str = "") -> dict[str, Any]:
     """Returns the values of nested dicts by their dotted paths, which leave out a first `config`."""
     leaves: dict[str, Any] = {}
     for key, value in tree.items():
         path = prefix if not prefix and key == "config" else f"{prefix}{key}"
         if isinstance(value, dict):
-            leaves |= flat(value, f"{path}." if path else "")
+            leaves |= flat(value, prefix=f"{path}." if path else "")
         else:
             leaves[path] = value
     return leaves
