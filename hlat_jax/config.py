@@ -230,6 +230,9 @@ class TrainConfig:
     num_steps: int = _key(100, "The run stops after this many optimizer steps.")
     seed: int = _key(0, "Seed of the initial weights.")
     init_from: str = _key("", "Initial weights: a run folder, a checkpoint or an import; empty: random, by train.seed.")
+    branch_from: str = _key(
+        "", "RUN@STEP: start from this checkpoint of another run, with its optimizer and data position; empty: no."
+    )
     num_microbatches: int = _key(1, "Gradient accumulation: parts that a batch is split into, run one after another.")
     z_loss_weight: float = _key(0.0, "Weight of the squared log-normaliser in the loss.")
     eval_every_steps: int = _key(0, "Validate every so many steps and at the end; 0: at the end only.")
@@ -249,6 +252,7 @@ class TrainConfig:
     eval_loss_high: float = _key(0.0, "Upper end of the expected final validation loss in nats; 0: no expectation.")
     sample_prompt: str = _key("", "Text continued before and after training; empty: no sample.")
     sample_tokens: int = _key(64, "Tokens of that sample.")
+    profile_steps: str = _key("", "Trace these steps, FIRST:LAST, such as 10:13 for four of them; empty: none.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -266,8 +270,10 @@ class CheckpointConfig:
 class MetricsConfig:
     """Progress lines and records; without influence on training."""
 
-    log_every_steps: int = _key(10, "Steps between lines on the console.")
-    console: str = _key("auto", "Progress lines; auto: fewer when not a terminal.", choices=("auto", "on", "off"))
+    log_every_steps: int = _key(
+        0, "Steps between progress lines, with one a minute at least; 0: 10, and a tenth of a run without a terminal."
+    )
+    console: str = _key("auto", "Progress lines; on: as on a terminal, also in a file.", choices=("auto", "on", "off"))
     tensorboard: bool = _key(True, "Write TensorBoard event files into the run folder.")
     wandb_project: str = _key("", "Weights & Biases project; empty: not used.")
     plot: bool = _key(True, "Draw loss.png at the end.")

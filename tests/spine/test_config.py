@@ -247,6 +247,7 @@ FIELDS = {
     "train.num_steps": Row(5, run, "rows"),
     "train.seed": Row(1, weights),
     "train.init_from": Row("FOLDER/start", run, "rows"),
+    "train.branch_from": Row("runs/micro@99", refusal),  # what it does is in test_branch
     "train.num_microbatches": Row(2, program),
     "train.z_loss_weight": Row(1e-4, program),
     "train.eval_every_steps": Row(3, run, "rows"),
@@ -262,6 +263,7 @@ FIELDS = {
     "train.eval_loss_high": Row(20.0, run, "printed"),
     "train.sample_prompt": Row("It is", run, "printed"),
     "train.sample_tokens": Row(3, run, "printed", {"train.sample_prompt": "It is"}),
+    "train.profile_steps": Row("2:3", run, "files"),
     "checkpoint.every_steps": Row(2, run, "checkpoints"),
     "checkpoint.every_minutes": Row(1e-9, run, "checkpoints", {"checkpoint.every_steps": 0}),
     "checkpoint.keep_last": Row(1, run, "checkpoints"),
@@ -338,6 +340,7 @@ def _write_table(config, path):
     "parallel.tensor",
     "parallel.zero1",
     "precision.stochastic_rounding",
+    "train.branch_from",
     "train.eval_loss_high",
     "train.eval_tasks",
     "train.eval_tasks_every_steps",
