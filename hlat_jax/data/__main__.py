@@ -161,11 +161,12 @@ def _stats(argv: Sequence[str]) -> int:
         )
 
     mutable, values = flags_lib.parse(argv, define)
-    config = resolve(mutable)
     from hlat_jax.data.build import stats
     from hlat_jax.data.build.progress import ProgressBar, Status
+    from hlat_jax.data.tokenizer import fill_vocab_size
 
-    status = Status()
+    fill_vocab_size(mutable)
+    config, status = resolve(mutable), Status()
     with ProgressBar(status, stream=sys.stderr):
         report = stats.report(config, sample_bytes=values.sample_mb * 1_000_000, status=status)
     print(report)

@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from hlat_jax.config import DataConfig
+from hlat_jax.config import DataConfig, held_out_share
 from hlat_jax.data import packing, sources
 from hlat_jax.data.formats.records import BadRecord
 from hlat_jax.data.mixture import UNNAMED, Mixture, MixtureStage, first_stages, parse_sources, parse_stages
@@ -55,12 +55,21 @@ class Source:
     """
 
     name: str
-    documents: sources.Corpus
+    documents: sources.Corpus | sources.SplitCorpus
     order: Order | None
 
     def number(self, epoch: int, entry: int) -> int:
         """Returns which document is entry `entry` of an epoch."""
         return entry if self.order is None else self.order.number(epoch, entry)
+
+    def describe(self) -> str:
+        """Returns what a user must know about the documents, such as ignored files; '' for nothing."""
+        documents, notes = self.documents, []
+        if documents.is_cut:
+            notes.append(f"cut at paragraphs into {len(documents) + documents.num_held_out:,} documents")
+        if documents.num_held_out:
+            notes.append(f"{documents.num_held_out:,} documents held out for validation")
+        return ", ".join([*notes, documents.ignored] if documents.ignored else notes)
 
 
 def open_sources(
@@ -68,29 +77,67 @@ def open_sources(
 ) -> list[Source]:
     """Opens the sources of `data.train` or `data.validation`; `key` is one of these two.
 
+    If data.validation is a share, it is held out of each source of data.train. Plain-text files of data.train are cut
+    into documents at paragraphs if there are otherwise too few documents for the rows of a batch.
+
     Raises:
-      ValueError: see mixture.parse_sources and sources.open_corpus; a seed that Grain cannot take.
+      ValueError: see mixture.parse_sources and sources.open_corpus; a seed that Grain cannot take; fewer documents in a
+        source of data.train than rows in a batch.
     """
     if not 0 <= data.seed < 2**32:
         raise ValueError(f"data.seed={data.seed} must be in 0 .. 2**32 - 1.")
-    opened = []
-    for name, paths in parse_sources(data.train if key == "data.train" else data.validation, key=key).items():
-        where = key if name == UNNAMED else f"{key} ({name})"
-        documents = sources.open_corpus(
-            paths,
-            text_field=data.text_field,
-            key=where,
-            index_folder=index_folder,
-            tokenizer_sha256=None if tokenizer is None else tokenizer.sha256,
-        )
+    opened, share, is_train = [], held_out_share(data.validation), key == "data.train"
+    from_key = "data.train" if share else key
+    for name, paths in parse_sources(getattr(data, from_key.removeprefix("data.")), key=from_key).items():
+        where = from_key if name == UNNAMED else f"{from_key} ({name})"
+        sha256 = None if tokenizer is None else tokenizer.sha256
+        documents = open_documents(paths, data, key=where, index_folder=index_folder, tokenizer_sha256=sha256)
         _check_pieces(documents.manifest, data, key=where)
+        if is_train:
+            _check_enough(
+                documents, data, where=f"data.train={data.train!r}" if name == UNNAMED else f"data.train: source {name}"
+            )
+        if share:
+            documents = sources.SplitCorpus(documents, share=share, held_out=not is_train)
         order = None
-        if data.shuffle and key == "data.train":
+        if data.shuffle and is_train:
             # sources of equal length need different orders; an unnamed source uses the seed itself
             offset = 0 if name == UNNAMED else zlib.crc32(name.encode())
             order = Order(len(documents), seed=(data.seed + offset) % 2**32)
         opened.append(Source(name, documents, order))
     return opened
+
+
+def open_documents(spec: str, data: DataConfig, *, key: str, **options: Any) -> sources.Corpus:
+    """Returns sources.open_corpus of one source, `key` beginning with the key of the config that names it.
+
+    Plain-text files of data.train are cut into documents at paragraphs if there would be too few documents.
+    """
+    documents = sources.open_corpus(spec, text_field=data.text_field, key=key, **options)
+    if key.startswith("data.train") and documents.can_cut and len(documents) < _min_documents(data):
+        documents = sources.open_corpus(spec, text_field=data.text_field, key=key, cut_text=True, **options)
+    return documents
+
+
+def _min_documents(data: DataConfig) -> int:
+    """Returns how many documents a source needs: one for each row of a batch, and one to hold out."""
+    return data.batch_size + bool(held_out_share(data.validation))
+
+
+def _check_enough(documents: sources.Corpus, data: DataConfig, *, where: str) -> None:
+    """Raises ValueError if a source has fewer documents than it needs."""
+    count = len(documents)
+    if count >= _min_documents(data):
+        return
+    share = held_out_share(data.validation)
+    held_out = f" and 1 to hold out (data.validation={data.validation})" if share else ""
+    most = count - bool(share)
+    fewer = f", or set data.batch_size to at most {most}" if most else ""
+    raise ValueError(
+        f"{where} holds {count} document{'' if count == 1 else 's'}, fewer than data.batch_size={data.batch_size}"
+        f"{held_out}; each row of a batch reads documents of its own. Give more text, with blank lines or line ends "
+        f"between the paragraphs of plain text{fewer}."
+    )
 
 
 def _check_pieces(manifest: dict[str, Any], data: DataConfig, *, key: str) -> None:
@@ -205,7 +252,7 @@ class Definition:
         """Opens `data.train`; `index_folder` keeps the indices of JSONL files between runs.
 
         Raises:
-          ValueError: see open_sources and mixture.parse_stages; fewer documents in a source than rows in a batch.
+          ValueError: see open_sources and mixture.parse_stages.
         """
         # check data.mixture before reading any file
         names = list(parse_sources(data.train, key="data.train"))
@@ -213,15 +260,6 @@ class Definition:
         self.mixture = Mixture(names, stages=stages, num_rows=data.batch_size)
         self.sources = open_sources(data, key="data.train", tokenizer=tokenizer, index_folder=index_folder)
         self._data, self._tokenizer = data, tokenizer
-        for source in self.sources:
-            num_documents = len(source.documents)
-            if num_documents < data.batch_size:
-                where = f"data.train={data.train!r}" if source.name == UNNAMED else f"data.train: source {source.name}"
-                raise ValueError(
-                    f"{where} holds {num_documents} documents, fewer than data.batch_size={data.batch_size}; each row "
-                    f"of a batch reads documents of its own. Set data.batch_size to at most {num_documents}, or split "
-                    "the text into more files or lines of JSONL: a .txt or .md file is one document."
-                )
         self.manifest = joint_manifest(self.sources) | {"order": algorithm_hash() if data.shuffle else None}
 
     def identity(self, num_batches: int) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 
 from absl import flags
 
+from hlat_jax.data.tokenizer import fill_vocab_size
 from hlat_jax.host import flags as flags_lib
 from hlat_jax.neuron.rules import TARGETS
 from hlat_jax.resolve import resolve
@@ -22,6 +23,7 @@ _NAMES = ("train", "eval", "init", "norms", "prefill", "decode", "generate")
 def main(argv: Sequence[str]) -> int:
     """Prints the findings of a config's programs; returns the exit code: 1 where there is an error, else 0."""
     mutable, values = flags_lib.parse(argv, _define)
+    fill_vocab_size(mutable)
     config = resolve(mutable)
     if values.json:
         flags_lib.check_output("--json", values.json)

@@ -17,7 +17,7 @@ from hlat_jax import config as config_lib
 from hlat_jax.data import packing, positions
 from hlat_jax.data.loader import TrainBatches, batch_hash, make_batch
 from hlat_jax.data.streams import Definition
-from hlat_jax.data.tokenizer import Tokenizer
+from hlat_jax.data.tokenizer import Tokenizer, fill_vocab_size
 from hlat_jax.host import flags as flags_lib
 from hlat_jax.host.process import INDEX_FOLDER
 from hlat_jax.resolve import resolve
@@ -27,6 +27,7 @@ from hlat_jax.store.metrics import ROWS_FILE, read_rows
 def main(argv: Sequence[str]) -> int:
     """Prints the batch of one step; returns the exit code."""
     mutable, values = flags_lib.parse(argv, _define)
+    fill_vocab_size(mutable)
     config = resolve(mutable)
     workdir = pathlib.Path(values.workdir or f"runs/{config.name}")
     if values.step is None or values.step < 1:
