@@ -113,6 +113,43 @@ class SplitCorpus:
         return index + int(np.searchsorted(before, index, side="right"))
 
 
+class TokenRows:
+    """Rows of `seq_len` tokens, by number, of the concatenated documents of a corpus of stored ids, as documents.
+
+    The last tokens, if they do not fill a row, are in none. Takes 8 bytes of memory for each document. The attributes
+    are those of the corpus.
+    """
+
+    def __init__(self, corpus: Corpus | SplitCorpus, lengths: np.ndarray, *, seq_len: int):
+        self._corpus, self.seq_len = corpus, seq_len
+        self._starts = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+        self.manifest, self.ignored, self.num_held_out = corpus.manifest, corpus.ignored, corpus.num_held_out
+        self.can_cut, self.is_cut = corpus.can_cut, corpus.is_cut
+
+    def __len__(self) -> int:
+        return int(self._starts[-1]) // self.seq_len
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        if not 0 <= index < len(self):
+            raise IndexError(f"row {index} of {len(self)}")
+        start, parts, filled = index * self.seq_len, [], 0
+        document, offset = records.place(self._starts, start)
+        while filled < self.seq_len:
+            part = self._corpus[document][offset : offset + self.seq_len - filled]
+            parts.append(part)
+            document, offset, filled = document + 1, 0, filled + len(part)
+        return np.concatenate(parts)
+
+    def locate(self, index: int) -> str:
+        """Returns the file and row of the document in which row `index` begins, and the token there."""
+        document, offset = records.place(self._starts, index * self.seq_len)
+        return f"{self._corpus.locate(document)}, from token {offset}"
+
+    def token_lengths(self) -> np.ndarray:
+        """Returns int64[rows]: `seq_len` for each, without taking memory for each."""
+        return np.broadcast_to(np.int64(self.seq_len), len(self))
+
+
 def open_corpus(
     spec: str,
     *,

@@ -9,6 +9,9 @@ data.window_documents at a time (see packing). Row r of batch k is the next row 
 data.mixture chooses from k and the tokens emitted into row r before (see mixture). So batch k is a pure function of
 (manifests, tokenizer, those settings, k), independent of which process computes which rows.
 
+With data.shuffle_by="row", a source of stored ids has the rows of seq_len tokens of its concatenated documents in place
+of documents, so that batch k needs no other batch; texts have their rows shuffled within a buffer of documents.
+
 The position of row r is int64[1 + 6 S]: the number of batches so far, then for each source the position of its stream
 r, the tokens it has emitted into this row, and the tokens it is owed. Resuming needs nothing else. The position of a
 loader stacks those of its rows.
@@ -55,7 +58,7 @@ class Source:
     """
 
     name: str
-    documents: sources.Corpus | sources.SplitCorpus
+    documents: sources.Corpus | sources.SplitCorpus | sources.TokenRows
     order: Order | None
 
     def number(self, epoch: int, entry: int) -> int:
@@ -93,12 +96,15 @@ def open_sources(
         sha256 = None if tokenizer is None else tokenizer.sha256
         documents = open_documents(paths, data, key=where, index_folder=index_folder, tokenizer_sha256=sha256)
         _check_pieces(documents.manifest, data, key=where)
-        if is_train:
-            _check_enough(
-                documents, data, where=f"data.train={data.train!r}" if name == UNNAMED else f"data.train: source {name}"
-            )
         if share:
             documents = sources.SplitCorpus(documents, share=share, held_out=not is_train)
+        if is_train and _shuffles_rows(data) and data.packing == "concat":
+            lengths = documents.token_lengths()
+            if lengths is not None:
+                documents = sources.TokenRows(documents, lengths, seq_len=data.seq_len)
+        if is_train:
+            where = f"data.train={data.train!r}" if name == UNNAMED else f"data.train: source {name}"
+            _check_enough(documents, data, where=where)
         order = None
         if data.shuffle and is_train:
             # sources of equal length need different orders; an unnamed source uses the seed itself
@@ -119,19 +125,23 @@ def open_documents(spec: str, data: DataConfig, *, key: str, **options: Any) -> 
     return documents
 
 
+def _shuffles_rows(data: DataConfig) -> bool:
+    return data.shuffle and data.shuffle_by == "row"
+
+
 def _min_documents(data: DataConfig) -> int:
     """Returns how many documents a source needs: one for each row of a batch, and one to hold out."""
     return data.batch_size + bool(held_out_share(data.validation))
 
 
-def _check_enough(documents: sources.Corpus, data: DataConfig, *, where: str) -> None:
-    """Raises ValueError if a source has fewer documents than it needs."""
-    count = len(documents)
-    if count >= _min_documents(data):
+def _check_enough(documents: Any, data: DataConfig, *, where: str) -> None:
+    """Raises ValueError if a source has fewer documents than rows in a batch, beside those held out."""
+    if len(documents) >= data.batch_size:
         return
-    share = held_out_share(data.validation)
-    held_out = f" and 1 to hold out (data.validation={data.validation})" if share else ""
-    most = count - bool(share)
+    count, most = len(documents) + documents.num_held_out, len(documents)
+    held_out = ""
+    if documents.num_held_out:
+        held_out = f" and {documents.num_held_out} to hold out (data.validation={data.validation})"
     fewer = f", or set data.batch_size to at most {most}" if most else ""
     raise ValueError(
         f"{where} holds {count} document{'' if count == 1 else 's'}, fewer than data.batch_size={data.batch_size}"
@@ -172,6 +182,7 @@ def identity(data: Mapping[str, Any], *, manifest: Mapping[str, Any], tokenizer_
     """
     fields = [data[key] for key in _DEFINING] + [manifest["hash"], manifest["order"], tokenizer_sha256]
     fields += [data["window_documents"]] if data["packing"] == "documents" else []
+    fields += ["row"] if data.get("shuffle_by") == "row" else []  # older runs did not record it
     fields += [_first_stages(data, num_batches=num_batches)]
     return hashlib.blake2b(json.dumps(fields).encode(), digest_size=16).hexdigest()
 
@@ -324,8 +335,11 @@ class Definition:
         max_bad = 2 * num_own if self.sources[source].order is None else _MANY_EPOCHS * len(documents)
         common = {"num_documents": num_own, "encode": encoder(data, self._tokenizer)}
         common |= {"position": position, "max_bad": max_bad}
+        seed = zlib.crc32(f"{data.seed} {self.sources[source].name} {row}".encode()) if _shuffles_rows(data) else None
         if data.packing == "documents":
-            return packing.DocumentsStream(read, windows=windows(data, self._tokenizer), **common)
+            return packing.DocumentsStream(read, windows=windows(data, self._tokenizer), seed=seed, **common)
+        if seed is not None and not isinstance(documents, sources.TokenRows):
+            return packing.ShuffledConcatStream(read, seq_len=data.seq_len, seed=seed, **common)
         return packing.ConcatStream(read, seq_len=data.seq_len, **common)
 
 

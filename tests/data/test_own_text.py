@@ -1,8 +1,7 @@
 """A user's own text: one file cut at paragraphs, a share held out, and no expectation that belongs to other text."""
 
-import dataclasses
-import io
 import contextlib
+import dataclasses
 
 import micro
 import numpy as np
@@ -10,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hlat_jax import config as config_lib
 from hlat_jax.config import DataConfig
 from hlat_jax.data import sources
 from hlat_jax.data.build import stats
@@ -30,7 +28,13 @@ def book(num_paragraphs, *, words=40):
 
 
 def data_config(path, **changes):
-    small = {"batch_size": 4, "seq_len": 16, "num_threads": 0, "validation": "5%", "tokenizer": "package:austen_2k.model"}
+    small = {
+        "batch_size": 4,
+        "seq_len": 16,
+        "num_threads": 0,
+        "validation": "5%",
+        "tokenizer": "package:austen_2k.model",
+    }
     return dataclasses.replace(DataConfig(), train=str(path), **(small | changes))
 
 
@@ -55,7 +59,11 @@ def parse(*words):
         (("data.train=package:austen_train.jsonl",), "package:austen_validation.jsonl", 4.6),
         (("data.train=my_book.txt",), "5%", 0.0),
         (("data.train=my_book.txt", "data.validation=held.txt"), "held.txt", 0.0),
-        (("data.train=a.txt", "data.validation=package:austen_validation.jsonl"), "package:austen_validation.jsonl", 0.0),
+        (
+            ("data.train=a.txt", "data.validation=package:austen_validation.jsonl"),
+            "package:austen_validation.jsonl",
+            0.0,
+        ),
         (("data.train=my_book.txt", "data.validation="), "", 0.0),
         (("data.train=my_book.txt", "train.eval_loss_high=9", "train.eval_loss_low=1"), "5%", 9.0),
         (("data.tokenizer=my.model",), "package:austen_validation.jsonl", 0.0),
@@ -82,7 +90,9 @@ def test_a_share_out_of_range_is_an_error_that_says_what_is_allowed(share):
 
 
 @settings(max_examples=25, deadline=None)
-@given(st.lists(st.integers(1, 3000), min_size=5, max_size=120), st.sampled_from(["\n\n", "\r\n\r\n", "\n \t\n\n", "\n"]))
+@given(
+    st.lists(st.integers(1, 3000), min_size=5, max_size=120), st.sampled_from(["\n\n", "\r\n\r\n", "\n \t\n\n", "\n"])
+)
 def test_a_file_is_cut_between_paragraphs_and_loses_nothing_else(tmp_path_factory, lengths, separator):
     paragraphs = [f"{number}" + "é" * length for number, length in enumerate(lengths)]
     path = tmp_path_factory.mktemp("book") / "book.txt"
@@ -103,9 +113,9 @@ def test_held_out_documents_are_spread_over_the_text_and_in_no_training_batch(tm
     assert max(np.diff([0, *numbers, 400])) < 2.5 * 400 / len(numbers)
     with contextlib.closing(TrainBatches(data, tokenizer=TOKENIZER)) as batches:
         assert batches.num_documents == len(train)
-        assert batches.definition.sources[0].describe() == (
-            f"cut at paragraphs into {len(train + held_out)} documents, {len(held_out)} documents held out for validation"
-        )
+        cut, out = len(train + held_out), len(held_out)
+        described = f"cut at paragraphs into {cut} documents, {out} documents held out for validation"
+        assert batches.definition.sources[0].describe() == described
     [found] = open_held_out(data, tokenizer=TOKENIZER, num_batches=0)[0].values()
     assert found.coverage.documents == found.coverage.all_documents == len(held_out)
 
@@ -140,16 +150,13 @@ def test_a_share_is_held_out_of_each_source_and_of_stored_ids(tmp_path):
         assert text.token_lengths() is None
 
 
-def test_files_that_are_as_many_as_the_rows_stay_whole_documents(tmp_path):
+@pytest.mark.parametrize("validation", ["5%", "{folder}/0.txt"])
+def test_files_that_are_as_many_as_the_rows_stay_whole_documents(tmp_path, validation):
     for number in range(5):
         (tmp_path / f"{number}.txt").write_text(book(30))
-    for validation, whole in (("", 5), ("5%", 5)):
-        train, held_out = documents(data_config(tmp_path, validation=validation, batch_size=4)) if validation else (
-            documents(data_config(tmp_path, validation=str(tmp_path / "0.txt"), batch_size=4))[0],
-            [],
-        )
-        assert len(train + held_out) == whole
-        assert {*train, *held_out} == {book(30)}
+    train, held_out = documents(data_config(tmp_path, validation=validation.format(folder=tmp_path)))
+    assert len(held_out) == 1
+    assert {*train, *held_out} == {book(30)}
 
 
 @pytest.mark.parametrize(
@@ -158,7 +165,10 @@ def test_files_that_are_as_many_as_the_rows_stay_whole_documents(tmp_path):
         (b"", "it is empty"),
         (b" \n\n \n", "holds 0 documents, fewer than data.batch_size=4 and 1 to hold out"),
         (b"one paragraph of text " * 500, "holds 1 document, fewer than data.batch_size=4 and 1 to hold out"),
-        (b"\x7fELF\x02\x01\xff\xfe\n\n" * 50, "invalid UTF-8: invalid start byte at byte 6; iconv -t UTF-8 converts it"),
+        (
+            b"\x7fELF\x02\x01\xff\xfe\n\n" * 50,
+            "invalid UTF-8: invalid start byte at byte 6; iconv -t UTF-8 converts it",
+        ),
         ("text\n\n".encode("utf-16-le") * 50, "holds NUL bytes, so it is not text in UTF-8"),
         (b"a\n\nb\n\nc\n", "holds 3 documents, .* or set data.batch_size to at most 2"),
     ],

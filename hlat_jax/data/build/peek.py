@@ -43,6 +43,7 @@ def peek(config: config_lib.Config, workdir: pathlib.Path, *, step: int, row: in
     Raises:
       ValueError: data or tokenizer that cannot be opened, or a run folder that belongs to other data.
     """
+    config = positions.with_order_of_run(config, workdir)
     data = config.data
     tokenizer = Tokenizer(data.tokenizer, vocab_size=config.model.vocab_size)
     rows = list(range(data.batch_size)) if row is None else [row]
