@@ -163,7 +163,7 @@ def test_files_that_are_as_many_as_the_rows_stay_whole_documents(tmp_path, valid
     ("content", "message"),
     [
         (b"", "it is empty"),
-        (b" \n\n \n", "holds 0 documents, fewer than data.batch_size=4 and 1 to hold out"),
+        (b" \n\n \n", "hold no documents"),
         (b"one paragraph of text " * 500, "holds 1 document, fewer than data.batch_size=4 and 1 to hold out"),
         (
             b"\x7fELF\x02\x01\xff\xfe\n\n" * 50,

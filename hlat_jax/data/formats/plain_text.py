@@ -93,7 +93,7 @@ def _parts(raw: bytes) -> Iterator[tuple[int, int]]:
     A part ends with the first paragraph that brings it to 4 KiB, or in a short text to a 64th of it.
     """
     least, start = min(_PART_BYTES, len(raw) // _MIN_PARTS), 0
-    breaks = list(re.finditer(rb"\n[ \t\r]*\n\s*", raw)) or re.finditer(rb"\n\s*", raw)
+    breaks = list(re.finditer(rb"\r?\n[ \t\r]*\n\s*", raw)) or re.finditer(rb"\r?\n\s*", raw)
     for found in breaks:
         if found.start() - start >= least and raw[start : found.start()].strip():
             yield start, found.start()
