@@ -91,22 +91,22 @@ def main() -> None:
     tokenizer = BuildOptions(tokenizer=str(asset_path("austen_2k.model")))
     build_lib.build([books], out=ids, options=tokenizer, num_workers=1, watch=lambda *_: contextlib.nullcontext())
     print(f"{'data':6}{'order':10}{'between steps':>15}{'wander':>9}{'validation':>12}  seeds", flush=True)
-    for kind, path in (("text", books), ("ids", str(ids))):
-        for order in ("document", "row"):
-            runs = [
-                losses(
-                    {"train": path, "validation": held_out},
-                    order=order,
-                    seed=seed,
-                    steps=options.steps,
-                    folder=options.workdir / f"{kind}-{order}-{seed}",
-                )
-                for seed in range(options.seeds)
-            ]
-            between, wander = np.mean([spread(found) for found, _ in runs], axis=0)
-            finals = [final for _, final in runs]
-            seeds = "  ".join(f"{final:.4f}" for final in finals)
-            print(f"{kind:6}{order:10}{between:15.4f}{wander:9.4f}{np.mean(finals):12.4f}  {seeds}", flush=True)
+    orders = (("text", books, "document"), ("text", books, "row"), ("ids", str(ids), "row"))  # ids, document: as text
+    for kind, path, order in orders:
+        runs = [
+            losses(
+                {"train": path, "validation": held_out},
+                order=order,
+                seed=seed,
+                steps=options.steps,
+                folder=options.workdir / f"{kind}-{order}-{seed}",
+            )
+            for seed in range(options.seeds)
+        ]
+        between, wander = np.mean([spread(found) for found, _ in runs], axis=0)
+        finals = [final for _, final in runs]
+        seeds = "  ".join(f"{final:.4f}" for final in finals)
+        print(f"{kind:6}{order:10}{between:15.4f}{wander:9.4f}{np.mean(finals):12.4f}  {seeds}", flush=True)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ attention and no target crosses its ends. The rest of a row is padding.
 
 Either stream can shuffle rows (data.shuffle_by="row"), so that consecutive rows come from different documents, however
 long these are: a DocumentsStream the rows of each window, a ShuffledConcatStream those of a buffer of consecutive
-documents with the tokens of at least BUFFER_ROWS rows.
+documents, see _Buffer.
 
 A stream calls `read(epoch, document)` for its documents by number and `encode(document)` for int32 arrays of tokens.
 `read` returns None for a bad record to be skipped, which the stream counts.
@@ -30,7 +30,7 @@ import numpy as np
 
 from hlat_jax.data.order import Order
 
-BUFFER_ROWS = 256
+BUFFER_ROWS, BUFFER_DOCUMENTS, BUFFER_TOKENS = 256, 16, 1 << 22
 
 POSITION_FIELDS = {
     "concat": ("epoch", "document", "token", "skipped"),
@@ -162,9 +162,8 @@ class ConcatStream:
 class ShuffledConcatStream:
     """An endless stream of rows of `seq_len` tokens, which shuffles the rows of one buffer of documents after another.
 
-    A buffer takes consecutive documents, across epochs, until they fill BUFFER_ROWS rows; the tokens that do not fill
-    the last row, fewer than `seq_len`, are dropped. The rows of a buffer come in an order that depends on `seed` and on
-    its first document.
+    The tokens of a buffer that do not fill its last row, fewer than `seq_len`, are dropped. The order of the rows of a
+    buffer depends on `seed` and on its first document.
 
     The state is `position`, int64[4]: the epoch and number of the first document of the buffer, the next row of the
     buffer, and the bad records skipped so far (those of a buffer count with its first row). Resuming from a position
@@ -184,7 +183,7 @@ class ShuffledConcatStream:
     ):
         self._seq_len, self._seed = seq_len, seed
         self._epoch, self._document, self._row, self._skipped = (int(value) for value in position)
-        options = {"num_documents": num_documents, "least_tokens": BUFFER_ROWS * seq_len, "max_bad": max_bad}
+        options = {"num_documents": num_documents, "seq_len": seq_len, "max_bad": max_bad}
         self._make = functools.partial(_Buffer, read=read, encode=encode, **options)
         self._next = self._make(self._epoch, self._document)
         self._buffer: _Buffer | None = None
@@ -203,7 +202,7 @@ class ShuffledConcatStream:
         """
         if self._buffer is None:
             self._open_buffer()
-        row = self._buffer.row(self._order.number(0, self._row), seq_len=self._seq_len)
+        row = self._buffer.row(self._order.number(0, self._row))
         self._row += 1
         self._next.read_ahead(self._row / self._num_rows)
         if self._row == self._num_rows:
@@ -226,7 +225,10 @@ class ShuffledConcatStream:
 
 
 class _Buffer:
-    """The tokens of consecutive documents from `document` of `epoch` on, until there are `least_tokens` of them.
+    """The tokens of consecutive documents from `document` of `epoch` on.
+
+    It is full with BUFFER_DOCUMENTS documents, BUFFER_TOKENS tokens, or the last document of the epoch, but not before
+    it has BUFFER_ROWS rows, for which it may take documents of later epochs.
 
     Attributes:
       end: (epoch, document) after the last document read.
@@ -241,11 +243,11 @@ class _Buffer:
         read: Read,
         encode: Encode,
         num_documents: int,
-        least_tokens: int,
+        seq_len: int,
         max_bad: int,
     ):
         self._read, self._encode, self._num_documents = read, encode, num_documents
-        self._least_tokens, self._max_bad = least_tokens, max_bad
+        self._seq_len, self._max_bad, self._first_epoch = seq_len, max_bad, epoch
         self._tokens: list[np.ndarray] = []
         self._documents: list[tuple[int, int]] = []  # (epoch, document)
         self._firsts: list[int] = []  # where their tokens begin
@@ -255,20 +257,20 @@ class _Buffer:
     def read_ahead(self, share: float) -> None:
         """Tokenizes about `share` of the buffer; errors are left to `finish`, which raises them."""
         try:
-            while self.num_tokens < min(share, 1.0) * self._least_tokens:
+            while self._filled() < min(share, 1.0):
                 self._tokenize_one()
         except Exception:  # raised by `finish`, for the first row of this buffer
             return
 
     def finish(self) -> None:
         """Tokenizes the rest of the buffer."""
-        while self.num_tokens < self._least_tokens:
+        while self._filled() < 1.0:
             self._tokenize_one()
         self._tokens = [np.concatenate(self._tokens)]
 
-    def row(self, index: int, *, seq_len: int) -> Row:
+    def row(self, index: int) -> Row:
         """Returns row `index` of a finished buffer."""
-        start, stop = index * seq_len, (index + 1) * seq_len
+        start, stop = index * self._seq_len, (index + 1) * self._seq_len
         numbers = range(bisect.bisect_right(self._firsts, start) - 1, bisect.bisect_left(self._firsts, stop))
         ends = [*self._firsts[numbers.start + 1 : numbers.stop], stop]
         spans = []
@@ -276,6 +278,11 @@ class _Buffer:
             first, (epoch, document) = self._firsts[number], self._documents[number]
             spans.append(Span(epoch, document, max(start - first, 0), max(first - start, 0), end - start))
         return Row(self._tokens[0][start:stop], None, tuple(spans))
+
+    def _filled(self) -> float:
+        """Returns the share of the buffer that is filled; 1 or more when it is full."""
+        documents = max(len(self._firsts) / BUFFER_DOCUMENTS, self.num_tokens / BUFFER_TOKENS)
+        return min(self.num_tokens / (BUFFER_ROWS * self._seq_len), max(documents, self.end[0] - self._first_epoch))
 
     def _tokenize_one(self) -> None:
         epoch, number = self.end

@@ -99,32 +99,37 @@ def test_a_dataset_of_one_long_document_fills_a_batch(tmp_path, texts):
         TrainBatches(data_config(tmp_path / "ids", shuffle_by="document"), tokenizer=TOKENIZER)
 
 
-def test_rows_of_texts_are_those_of_concat_in_another_order_within_a_buffer(folder, texts, monkeypatch):
-    monkeypatch.setattr(packing, "BUFFER_ROWS", 40)
+@pytest.mark.parametrize(("num_rows", "num_documents"), [(40, 1), (80, 1), (5, 2), (5, 100), (1, 1)])
+def test_rows_of_texts_are_those_of_a_buffer_of_whole_documents_permuted(
+    folder, texts, monkeypatch, num_rows, num_documents
+):
+    monkeypatch.setattr(packing, "BUFFER_ROWS", num_rows)
+    monkeypatch.setattr(packing, "BUFFER_DOCUMENTS", num_documents)
     data = data_config(folder / "text.jsonl")
-    plain, _ = take(dataclasses.replace(data, shuffle_by="document"), 40)
-    found, _ = take(data, 40)
-    for row in range(ROWS):  # the first buffer has at least 40 rows, and no other row comes before its last
-        before, now = ([tuple(batch[row]) for batch in made] for made in (plain, found))
-        assert before != now
-        own = packer.documents_of(None, texts, data, row=row, epoch=0)
-        tokens, epoch = [], 0
-        while len(tokens) < 40 * T:  # whole documents until the buffer is full, through as many epochs as that takes
-            for text in own:
-                if len(tokens) < 40 * T:
-                    tokens += flat([text])
-            epoch += 1
-            own = packer.documents_of(None, texts, data, row=row, epoch=epoch)
-        rows = {tuple(tokens[start : start + T]) for start in range(0, len(tokens) - T + 1, T)}
-        assert set(now) <= rows
-        if len(rows) == 40:
-            assert set(now) == rows
+    found, _ = take(data, 100)
+    for row in range(ROWS):
+        made, epoch, entry = [], 0, 0
+        while len(made) < 100:
+            tokens, taken, first_epoch = [], 0, epoch
+            while len(tokens) < num_rows * T or (taken < num_documents and epoch == first_epoch):
+                own = packer.documents_of(None, texts, data, row=row, epoch=epoch)
+                tokens += flat([own[entry]])
+                taken, entry = taken + 1, entry + 1
+                if entry == len(own):
+                    epoch, entry = epoch + 1, 0
+            buffer = sorted(tokens[start : start + T] for start in range(0, len(tokens) - T + 1, T))
+            now = [batch[row] for batch in found[len(made) : len(made) + len(buffer)]]
+            if len(now) == len(buffer):
+                assert sorted(now) == buffer
+                assert len(now) < 10 or now != [tokens[start : start + T] for start in range(0, len(tokens) - T + 1, T)]
+            made += buffer
 
 
 @pytest.mark.parametrize("kind", ["ids", "text.jsonl"])
 @pytest.mark.parametrize("kind_of_packing", ["concat", "documents"])
 def test_a_run_resumes_at_every_position_with_any_number_of_threads(folder, kind, kind_of_packing, monkeypatch):
     monkeypatch.setattr(packing, "BUFFER_ROWS", 7)
+    monkeypatch.setattr(packing, "BUFFER_DOCUMENTS", 2)
     data = data_config(folder / kind, packing=kind_of_packing, window_documents=2)
     expected, after = take(data, 60)
     for step in (0, 1, 6, 7, 8, 20, 41):
