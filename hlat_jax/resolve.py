@@ -16,6 +16,7 @@ from hlat_jax.config import (
     ParallelConfig,
     TrainConfig,
     at_least,
+    held_out_share,
     nearest,
     require_not_renamed,
     typed,
@@ -161,6 +162,7 @@ def check_training(c: Config) -> None:
     check_policy(c.precision.policy, pipe=c.parallel.pipe)
     at_least(1, data__batch_size=d.batch_size, train__num_microbatches=t.num_microbatches)
     at_least(2, data__seq_len=d.seq_len)
+    held_out_share(d.validation)  # raises for a share out of range
     at_least(1, data__max_document_chars=d.max_document_chars, data__prefetch_batches=d.prefetch_batches)
     at_least(1, train__max_nonfinite_steps=t.max_nonfinite_steps)
     at_least(0, train__num_eval_batches=t.num_eval_batches)

@@ -22,6 +22,9 @@ from hlat_jax.resolve import resolve
 def main(argv: Sequence[str]) -> int:
     """Trains with the config and flags of a command line; returns the exit code."""
     mutable, values = flags_lib.parse(argv, _define)
+    from hlat_jax.data.tokenizer import fill_vocab_size  # not at the top: --help does not need it
+
+    fill_vocab_size(mutable)
     config = resolve(mutable)
     if values.print_config:
         print(json.dumps(config.to_dict(), indent=2))

@@ -153,6 +153,7 @@ def open_run(
     Raises:
       ValueError: a config, data, machine or folder that cannot be trained with; nothing was changed.
     """
+    config = positions.with_order_of_run(config, workdir)
     program = fitting_program(config, jax.devices())
     layout = program.layout
     path = kept_tokenizer.usable(config.data.tokenizer, workdir)

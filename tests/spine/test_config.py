@@ -241,6 +241,7 @@ FIELDS = {
     "data.position_every_steps": Row(2, run, "files"),
     "data.max_document_chars": Row(100, batches),
     "data.shuffle": Row(False, batches),
+    "data.shuffle_by": Row("row", batches),
     "data.seed": Row(5, batches),
     "data.num_threads": Row(1, threads),
     "data.prefetch_batches": Row(2, rows_ahead),

@@ -100,6 +100,8 @@ def folder(tmp_path_factory):
     lines = (ROOT / "hlat_jax" / "assets" / "austen_train.jsonl").read_text().splitlines()
     for number, line in enumerate(lines[:60]):
         (path / "my_texts" / f"{number}.txt").write_text(json.loads(line)["text"])
+    book = "\n\n".join(json.loads(line)["text"] for line in lines[:9])
+    (path / "my_book.txt").write_text(book)
     (path / "my_tasks").mkdir()
     local_tasks.write_tasks(path / "my_tasks")
     (path / "prompts.txt").write_text("It is a truth\nEmma\n")

@@ -32,6 +32,7 @@ def peek(config: config_lib.Config, workdir: pathlib.Path, *, step: int, row: in
             f"--step={step} is beyond the last step of the run, train.num_steps={config.train.num_steps}; give a step "
             "of the run, or set that key."
         )
+    config = positions.with_order_of_run(config, workdir)
     data = config.data
     tokenizer = Tokenizer(kept_tokenizer.usable(data.tokenizer, workdir), vocab_size=config.model.vocab_size)
     rows = list(range(data.batch_size)) if row is None else [row]
