@@ -161,13 +161,15 @@ def _stats(argv: Sequence[str]) -> int:
         )
 
     mutable, values = flags_lib.parse(argv, define)
-    from hlat_jax.data.build import stats
-    from hlat_jax.data.build.progress import ProgressBar, Status
     from hlat_jax.data.tokenizer import fill_vocab_size
 
     fill_vocab_size(mutable)
-    config, status = resolve(mutable), Status()
+    config = resolve(mutable)
     _check_given(config, tokenizer=config.data.tokenizer)
+    from hlat_jax.data.build import stats
+    from hlat_jax.data.build.progress import ProgressBar, Status
+
+    status = Status()
     with ProgressBar(status, stream=sys.stderr):
         report = stats.report(config, sample_bytes=values.sample_mb * 1_000_000, status=status)
     print(report)
