@@ -8,19 +8,26 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import glob
 import importlib.util
+import linecache
+import os
 import pathlib
+import re
+import traceback
+from collections.abc import Collection
 from typing import Any
 
 from hlat_jax.byte_sizes import parse_bytes
 
 REMAT_BUDGET = "budget:"
+HELD_OUT = "5%"  # of a user's own text, where the config has validation text of another
 
 
 def nearest(word: str, candidates: Any) -> str:
     """Returns "Did you mean 'x'?" with the closest candidate, or the list of all when none is close."""
     candidates = sorted(candidates)
-    close = difflib.get_close_matches(word, candidates, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(word, candidates, n=1, cutoff=0.6)
     return f"Did you mean {close[0]!r}?" if close else f"Known: {', '.join(candidates)}."
 
 
@@ -70,7 +77,7 @@ _ATTENTION = ("auto", "einsum", "blocked", "chunked", "cudnn", "triton", "nki")
 class ModelConfig:
     """A Llama-architecture decoder; self-contained: `Decoder(ModelConfig(...))` needs no other section."""
 
-    vocab_size: int = _key(32000, "Token ids run from 0 to vocab_size - 1.")
+    vocab_size: int = _key(32000, "Token ids run from 0 to vocab_size - 1; 0: as many as data.tokenizer has.")
     num_layers: int = _key(2, "Decoder layers.")
     embed_dim: int = _key(64, "Width of the residual stream.")
     mlp_dim: int = _key(176, "Hidden width of the SwiGLU block.")
@@ -201,7 +208,7 @@ class DataConfig:
     """Where text comes from and how it becomes batches."""
 
     train: str = _key("", "Training text: PATHS or NAME=PATHS;NAME=PATHS. PATHS: files, folders or globs, by commas.")
-    validation: str = _key("", "The same for held-out text; empty: no validation.")
+    validation: str = _key("", "The same for held-out text, or a share of data.train to hold out: 5%; empty: none.")
     mixture: str = _key("", "Shares of the sources, by stages: 'A=3,B=1 until_step=9;A=1,B=1'. Also until_tokens=.")
     text_field: str = _key("text", "JSONL key or Parquet column that holds the text.")
     tokenizer: str = _key("", "SentencePiece .model, or tokenizer.json. 'package:NAME' ships with hlat_jax.")
@@ -212,6 +219,9 @@ class DataConfig:
     max_document_chars: int = _key(500_000, "Longer documents are cut into pieces of this many characters, in order.")
     on_bad_record: str = _key("raise", "What to do with a record without usable text.", choices=("raise", "skip"))
     shuffle: bool = _key(True, "Visit documents in a seeded order that is new in every epoch.")
+    shuffle_by: str = _key(
+        "document", "What is shuffled: documents, read end to end (HLAT), or rows of them.", choices=("document", "row")
+    )
     seed: int = _key(1234, "Seed of the document order.")
     num_threads: int = _key(2, "Threads that read and tokenize ahead; 0: none. Does not affect the batches.")
     prefetch_batches: int = _key(4, "Batches prepared ahead. Does not affect the batches.")
@@ -225,6 +235,9 @@ class TrainConfig:
     num_steps: int = _key(100, "The run stops after this many optimizer steps.")
     seed: int = _key(0, "Seed of the initial weights.")
     init_from: str = _key("", "Initial weights: a run folder, a checkpoint or an import; empty: random, by train.seed.")
+    branch_from: str = _key(
+        "", "RUN@STEP: start from this checkpoint of another run, with its optimizer and data position; empty: no."
+    )
     num_microbatches: int = _key(1, "Gradient accumulation: parts that a batch is split into, run one after another.")
     z_loss_weight: float = _key(0.0, "Weight of the squared log-normaliser in the loss.")
     eval_every_steps: int = _key(0, "Validate every so many steps and at the end; 0: at the end only.")
@@ -244,6 +257,7 @@ class TrainConfig:
     eval_loss_high: float = _key(0.0, "Upper end of the expected final validation loss in nats; 0: no expectation.")
     sample_prompt: str = _key("", "Text continued before and after training; empty: no sample.")
     sample_tokens: int = _key(64, "Tokens of that sample.")
+    profile_steps: str = _key("", "Trace these steps, FIRST:LAST, such as 10:13 for four of them; empty: none.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -261,8 +275,10 @@ class CheckpointConfig:
 class MetricsConfig:
     """Progress lines and records; without influence on training."""
 
-    log_every_steps: int = _key(10, "Steps between lines on the console.")
-    console: str = _key("auto", "Progress lines; auto: fewer when not a terminal.", choices=("auto", "on", "off"))
+    log_every_steps: int = _key(
+        0, "Steps between progress lines, with one a minute at least; 0: 10, and a tenth of a run without a terminal."
+    )
+    console: str = _key("auto", "Progress lines; on: as on a terminal, also in a file.", choices=("auto", "on", "off"))
     tensorboard: bool = _key(True, "Write TensorBoard event files into the run folder.")
     wandb_project: str = _key("", "Weights & Biases project; empty: not used.")
     plot: bool = _key(True, "Draw loss.png at the end.")
@@ -303,6 +319,42 @@ SECTIONS: dict[str, type] = {
 RENAMED = {"data.weights": "data.mixture", "model.tuned": "model.ops_table"}
 
 
+def held_out_share(validation: str) -> float:
+    """Returns the share of data.train that a data.validation such as "5%" holds out; 0 for any other value.
+
+    Raises:
+      ValueError: not above 0% and at most 50%.
+    """
+    found = re.fullmatch(r"\s*([0-9.+-]+)\s*%\s*", validation)
+    if not found:
+        return 0.0
+    try:
+        share = float(found[1]) / 100
+    except ValueError:
+        share = 0.0
+    if not 0 < share <= 0.5:
+        raise ValueError(f"data.validation={validation!r} must be above 0% and at most 50% of data.train.")
+    return share
+
+
+def drop_settings_of_replaced_text(mutable: Any, before: Any, *, given: Collection[str]) -> None:
+    """Changes settings that describe the text or tokenizer of a config whose command line replaces these.
+
+    If data.train is replaced and data.validation would remain text that ships with the package, a share of data.train
+    is held out instead. If text or tokenizer is replaced, no final validation loss is expected.
+
+    Args:
+      mutable: ConfigDict with the values of the command line, changed in place.
+      before: the same without them.
+      given: keys that the command line sets, which stay as they are: "data.train".
+    """
+    replaced = {key for key in ("train", "validation", "tokenizer") if mutable.data[key] != before.data[key]}
+    if "train" in replaced and "data.validation" not in given and mutable.data.validation.startswith("package:"):
+        mutable.data.validation = HELD_OUT
+    if replaced and not {"train.eval_loss_low", "train.eval_loss_high"} & set(given):
+        mutable.train.update(eval_loss_low=0.0, eval_loss_high=0.0)
+
+
 def require_not_renamed(path: str) -> None:
     """Raises ValueError if `path` is the old name of a key; the message has the new name."""
     if path in RENAMED:
@@ -320,6 +372,13 @@ def with_renamed_keys(recorded: dict[str, Any]) -> dict[str, Any]:
     return tree
 
 
+# Paths in a config file are relative to it, those in a shipped one to the working directory.
+PATH_KEYS = (
+    *("data.train", "data.validation", "data.tokenizer", "model.ops_table"),
+    *("train.init_from", "train.eval_tasks_folder"),
+)
+
+
 def default() -> Any:
     """Returns an `ml_collections.ConfigDict` with every key at its default; `resolve` rejects other keys."""
     import ml_collections  # here, so that models can be imported without it
@@ -332,30 +391,108 @@ def load(name_or_path: str) -> Any:
     """Returns the ConfigDict of a shipped config (`tiny`) or of a file (`path/to/run.py`), its `name` filled in.
 
     Raises:
-      ValueError: no such name or file (the message has the nearest name), or a file without `get_config`.
+      ValueError: no such name or file (the message has the nearest name), or a file that does not run, has no
+        `get_config`, or sets a value of a wrong type (the message has the line).
     """
     names = shipped()
     is_path = name_or_path.endswith(".py")
     path = pathlib.Path(name_or_path) if is_path else names.get(name_or_path)
     if path is None:
-        raise ValueError(f"--config={name_or_path}: no such config. {nearest(name_or_path, names)} Paths end in .py.")
+        raise ValueError(f"--config={name_or_path}: no such config. {_meant_by(name_or_path, names)}")
     if not path.is_file():
         raise ValueError(f"--config={name_or_path}: no such file. Shipped configs: {', '.join(names)}.")
     spec = importlib.util.spec_from_file_location(f"hlat_jax_config_{path.stem}", path)
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    if not hasattr(module, "get_config"):
-        raise ValueError(f"{path} defines no get_config(); add one that edits and returns hlat_jax.config.default().")
     try:
+        spec.loader.exec_module(module)
+        if not hasattr(module, "get_config"):
+            raise ValueError("defines no get_config(); add one that edits and returns hlat_jax.config.default().")
         config = module.get_config()
-    except (AttributeError, KeyError, TypeError) as error:  # ConfigDict: an unknown key or a wrong type
-        message = " ".join(str(error.args[0] if error.args else error).split())
-        renamed = [
-            f" {old} was renamed to {new}." for old, new in RENAMED.items() if repr(old.split(".")[1]) in message
-        ]
-        raise ValueError(f"{path}: {message}{''.join(renamed)}") from error
+        if not hasattr(config, "to_dict"):
+            raise ValueError(f"get_config() returns {config!r:.100}; end it with `return c`, the config it edits.")
+    except Exception as error:  # anything may go wrong in a user's file
+        raise ValueError(_file_error(path, error)) from error
+    _check_types(config, path)
+    if path.resolve().parent != config_folder().resolve():
+        _anchor_paths(config, path.parent.resolve())
     config.name = path.stem
     return config
+
+
+def _meant_by(word: str, names: dict[str, pathlib.Path]) -> str:
+    """Returns the rest of the error for a --config that is neither a shipped name nor a path that ends in .py."""
+    path = pathlib.Path(word)
+    is_path = path.suffix or "/" in word or path.exists()
+    hint = f"It is one of {', '.join(names)}, or a path that ends in .py." if is_path else nearest(word, names)
+    if path.is_dir():
+        return f"{hint} A folder is given as --workdir={word} beside the --config of its run."
+    if path.suffix in (".model", ".json"):
+        return f"{hint} A tokenizer is given as --config.data.tokenizer={word}."
+    if path.suffix in (".jsonl", ".txt", ".md", ".parquet", ".arrow"):
+        return f"{hint} Text is given as --config.data.train={word}."
+    return hint if is_path else f"{hint} Paths end in .py."
+
+
+def _file_error(path: pathlib.Path, error: Exception) -> str:
+    """Returns the file, the line and the fault of an error in a config file."""
+    where = str(path.absolute())
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == where]
+    if isinstance(error, SyntaxError) and error.filename == where:
+        lines, message = [error.lineno], f"SyntaxError: {error.msg}"
+    elif isinstance(error, ValueError):
+        message = str(error)
+    elif isinstance(error, (AttributeError, KeyError, TypeError)):  # of a ConfigDict: an unknown key or a wrong type
+        message = " ".join(str(error.args[0] if error.args else error).split())
+    else:
+        message = f"{type(error).__name__}: {error}"
+    if not lines:
+        return f"{path}: {message}"
+    source = linecache.getline(where, lines[-1]).strip()
+    kinds = re.search(r"field '(\w+)'.*\. (.*) is of original type <class '(\w+)'>.* to type <class '(\w+)'>", message)
+    if kinds:
+        message = f"{kinds[1]} must be {kinds[4]}, and {kinds[2]} is {kinds[3]}."
+    renamed = [f" {old} was renamed to {new}." for old, new in RENAMED.items() if repr(old.split(".")[1]) in message]
+    return f"{path}, line {lines[-1]}, `{source}`: {message}{''.join(renamed)}"
+
+
+def _check_types(config: Any, path: pathlib.Path) -> None:
+    """Raises ValueError for a value in a config file that its key does not take; the message has the line, if found."""
+    tree = config.to_dict()
+    for section, cls in SECTIONS.items():
+        values = tree[section] if isinstance(tree.get(section), dict) else {}
+        for field in dataclasses.fields(cls):
+            if field.name not in values or values[field.name] is None:  # left to `resolve`, or for the command line
+                continue
+            try:
+                typed(f"{section}.{field.name}", field, values[field.name])
+            except ValueError as error:
+                text = path.read_text(encoding="utf-8").splitlines()
+                pattern = rf"\b{field.name}\b[\"']?\]?\s*[=:][^=]"
+                lines = [number for number, line in enumerate(text, start=1) if re.search(pattern, line)]
+                raise ValueError(f"{path}{f', line {lines[-1]}' if lines else ''}: {error}") from None
+
+
+def _anchor_paths(config: Any, folder: pathlib.Path) -> None:
+    """Makes relative paths of a config file absolute: beside it, except where only the working directory has them."""
+
+    def anchored(path: str) -> str:
+        plain = path.strip()
+        # package:NAME, URLs, a share of data.train
+        if not plain or ":" in plain or plain.endswith("%") or plain.startswith("~") or os.path.isabs(plain):
+            return path
+        there = f"{glob.escape(str(folder)) if glob.has_magic(plain) else folder}/{plain}"
+        beside, here = (os.path.exists(word) or any(glob.iglob(word, recursive=True)) for word in (there, plain))
+        return path if here and not beside else there
+
+    def anchored_text(spec: str) -> str:
+        parts = [re.fullmatch(r"(\s*[A-Za-z]\w*\s*=)?(.*)", part, re.DOTALL) for part in spec.split(";")]
+        return ";".join((part[1] or "") + ",".join(map(anchored, part[2].split(","))) for part in parts)
+
+    for section, key in (path.split(".") for path in PATH_KEYS):
+        value = config[section][key] if section in config and key in config[section] else ""
+        if isinstance(value, str) and not set(",;") & set(str(folder)):
+            is_text = (section, key) in (("data", "train"), ("data", "validation"))
+            config[section][key] = (anchored_text if is_text else anchored)(value)
 
 
 def shipped() -> dict[str, pathlib.Path]:

@@ -17,6 +17,8 @@ After c updates, one iteration
 7. logs the metrics of step c: the device already has its next work and never waits for the host, nor for the
    synchronization on batch c + 1, which happens while it runs step c.
 
+Before 5 it starts, and after 7 it stops, the trace of `train.profile_steps`; both wait for the steps dispatched so far.
+
 All processes run this loop and take the same branches; process 0 alone prints and writes rows.
 """
 
@@ -36,7 +38,7 @@ from hlat_jax.host import distributed
 from hlat_jax.host.process import StopSignals
 from hlat_jax.optimizer import learning_rate
 from hlat_jax.parallel.sharding import shard_batch
-from hlat_jax.run import nonfinite, summary
+from hlat_jax.run import machine, nonfinite, summary
 from hlat_jax.run.open import NextBatch, Pending, Progress, Run, open_run
 
 _STEP_AND_SAVE = "this step, then saving a checkpoint"
@@ -70,8 +72,8 @@ def train(config: Config, workdir: pathlib.Path) -> int:
             print(f"stopped by {run.sync.stop} after step {progress.step}, {saved if progress.step else nothing}")
             return code
         signals.doing, signals.unfinished, signals.saved_step = "drawing the results", "", progress.step
-        run.log.close()
         _sample(run, progress, "after training")
+        run.log.close()
         if distributed.is_first():
             summary.finish(config, workdir, progress.step)
     return code
@@ -87,9 +89,11 @@ def _loop(run: Run, progress: Progress) -> None:
         _export(run, progress)
         if stopping:
             return
+        _start_trace(run, progress)
         batch = _next_batch(run, progress)
         _step(run, progress, batch)
         _log(run, progress)
+        _stop_trace(run, progress)
 
 
 def _evaluate(run: Run, progress: Progress) -> None:
@@ -179,6 +183,22 @@ def _export(run: Run, progress: Progress) -> None:
     progress.timed_from_s = time.monotonic()
 
 
+def _start_trace(run: Run, progress: Progress) -> None:
+    """Starts the trace where the next step is its first, once all steps so far are complete."""
+    if progress.step + 1 == run.step_trace.first:
+        _complete_steps(run, progress)
+        run.step_trace.start()
+        progress.timed_from_s = time.monotonic()
+
+
+def _stop_trace(run: Run, progress: Progress) -> None:
+    """Writes the trace where this step is its last, once that is complete."""
+    if progress.step == run.step_trace.last:
+        _complete_steps(run, progress)
+        run.step_trace.stop()
+        progress.timed_from_s = time.monotonic()
+
+
 def _next_batch(run: Run, progress: Progress) -> NextBatch:
     """Returns the next batch, once every process has its rows.
 
@@ -204,7 +224,8 @@ def _next_batch(run: Run, progress: Progress) -> NextBatch:
 def _step(run: Run, progress: Progress, batch: NextBatch) -> None:
     """Dispatches the next step and returns at once; its metrics stay on the device."""
     rate = learning_rate(progress.step, run.config.optimizer)
-    progress.state, metrics = run.train_step(progress.state, shard_batch(batch.batch, run.layout), np.float32(rate))
+    with jax.profiler.StepTraceAnnotation("train", step_num=progress.step + 1):
+        progress.state, metrics = run.train_step(progress.state, shard_batch(batch.batch, run.layout), np.float32(rate))
     run.sync.signals.doing, run.sync.signals.unfinished = "training", _STEP_AND_SAVE
     progress.step += 1
     begin, progress.position = progress.position, batch.position
@@ -244,6 +265,7 @@ def _write_rows(run: Run, progress: Progress, *, in_flight: int = 0) -> None:
             "learning_rate": pending.learning_rate,
             "step_s": now - progress.timed_from_s,
             "data_wait_s": progress.data_wait_s,  # part of step_s, which ends now: mostly for the next step's batch
+            "peak_memory_bytes": machine.peak_memory(run.layout),
             "nonfinite": int(not metrics.finite),
             **pending.facts,
         }
@@ -257,10 +279,17 @@ def _write_rows(run: Run, progress: Progress, *, in_flight: int = 0) -> None:
             nonfinite.stop(run, progress, position=pending.position)
 
 
+def _complete_steps(run: Run, progress: Progress) -> None:
+    """Writes the rows of all dispatched steps and waits for their state. Raises as `_write_rows`."""
+    _write_rows(run, progress)
+    jax.block_until_ready(progress.state)
+
+
 def _sample(run: Run, progress: Progress, when: str) -> None:
     if run.sampler is not None:
         text = sample_text(run.sampler, progress.state["params"], run.tokenizer, config=run.config)
         print(f"sample {when}: {text}")
+        run.log.sample(progress.step, text)
 
 
 def _is_last(run: Run, progress: Progress) -> bool:

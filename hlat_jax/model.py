@@ -88,7 +88,11 @@ class Decoder(nnx.Module):
           positions_BT: int32; None: 0..T-1 in every row.
           segment_ids_BT: int32; a token attends only within its segment; None: a row is one segment.
           ctx: how the parameters, and [B, T, D] between blocks, are sharded; see `collectives`.
+
+        Raises:
+          ValueError: T above cfg.max_positions; or an id outside the vocabulary, if `tokens_BT` is not traced.
         """
+        _check_tokens(tokens_BT, self.cfg)
         if positions_BT is None:
             positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1], dtype=jnp.int32), tokens_BT.shape)
         x_BTD = self.embed_tokens(tokens_BT, ctx=ctx)
@@ -318,6 +322,26 @@ def _stacked_layers(cfg: ModelConfig, key: jax.Array) -> DecoderLayer:
 
 def _normal(rngs: nnx.Rngs, shape: tuple[int, ...], std: float, *, axes: tuple[str, ...]) -> nnx.Param:
     return nnx.Param(std * jax.random.normal(rngs.params(), shape, jnp.float32), axes=axes)
+
+
+def _check_tokens(tokens_BT: jax.Array, cfg: ModelConfig) -> None:
+    """Raises ValueError for rows that are too long, and for ids outside the vocabulary where they are known."""
+    length = tokens_BT.shape[-1]
+    if length > cfg.max_positions:
+        raise ValueError(
+            f"tokens have {length} positions, more than model.max_positions={cfg.max_positions}; shorten the rows, or "
+            "raise max_positions in the ModelConfig."
+        )
+    if isinstance(tokens_BT, jax.core.Tracer) or not tokens_BT.size:
+        return
+    if isinstance(tokens_BT, jax.Array) and not tokens_BT.is_fully_addressable:
+        return
+    low, high = int(tokens_BT.min()), int(tokens_BT.max())
+    if low < 0 or high >= cfg.vocab_size:
+        raise ValueError(
+            f"tokens run from {low} to {high}, but model.vocab_size={cfg.vocab_size} has ids 0 to "
+            f"{cfg.vocab_size - 1}; encode the text with the model's own tokenizer."
+        )
 
 
 def _output_std(cfg: ModelConfig) -> float:

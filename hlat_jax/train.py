@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import io
 import json
 import os
 import pathlib
@@ -20,12 +22,19 @@ from hlat_jax.resolve import resolve
 def main(argv: Sequence[str]) -> int:
     """Trains with the config and flags of a command line; returns the exit code."""
     mutable, values = flags_lib.parse(argv, _define)
+    from hlat_jax.data.tokenizer import fill_vocab_size  # not at the top: --help does not need it
+
+    fill_vocab_size(mutable)
     config = resolve(mutable)
     if values.print_config:
         print(json.dumps(config.to_dict(), indent=2))
         print(describe(config))
         return 0
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # so that each line is in a log file while the run compiles
     logging.set_verbosity(logging.ERROR)  # silences the INFO logs of libraries; ours are printed
+    workdir = pathlib.Path(values.workdir or f"runs/{config.name}")
+    _check_paths(config, workdir)
     _set_environment(config, values)
     from hlat_jax import loop  # imports JAX, which must see the environment as it is now
     from hlat_jax.host import distributed
@@ -37,10 +46,28 @@ def main(argv: Sequence[str]) -> int:
     job = distributed.resolve_job(values.coordinator, values.num_processes, values.process_id, **timeouts)
     try:
         with distributed.joined(job):
-            return loop.train(config, pathlib.Path(values.workdir or f"runs/{config.name}"))
+            return loop.train(config, workdir)
     except (OSError, NonFiniteError) as error:  # the run failed, not the command: code 1
         print(f"error: {error}", file=sys.stderr)
         return 1
+
+
+def _check_paths(config: config_lib.Config, workdir: pathlib.Path) -> None:
+    """Raises ValueError for a path that does not exist, before the seconds that importing JAX takes.
+
+    The paths that a shipped config sets are left to the run, which first checks that the model fits this machine.
+    """
+    from hlat_jax.data import kept_tokenizer, path_checks  # not at the top: --help does not need it
+    from hlat_jax.weights.path_checks import check_checkpoint
+
+    data = dataclasses.asdict(config.data)
+    shipped = config_lib.load(config.name).data if config.name in config_lib.shipped() else config_lib.default().data
+    given = {key for key in ("train", "validation", "tokenizer") if data[key] != shipped[key]}
+    path_checks.check_text(config.data, keys=given & {"train", "validation"})
+    if "tokenizer" in given:
+        path_checks.check_tokenizer(kept_tokenizer.usable(config.data.tokenizer, workdir))
+    if config.train.init_from and not any(workdir.glob("checkpoints/*")):  # a run that resumes does not read it
+        check_checkpoint(config.train.init_from, key="train.init_from")
 
 
 def _set_environment(config: config_lib.Config, values: flags.FlagValues) -> None:

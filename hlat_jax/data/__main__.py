@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from absl import flags, logging
 
-from hlat_jax.config import nearest
+from hlat_jax.config import Config, nearest
 from hlat_jax.host import flags as flags_lib
 from hlat_jax.host import process
 from hlat_jax.resolve import resolve
@@ -161,7 +161,11 @@ def _stats(argv: Sequence[str]) -> int:
         )
 
     mutable, values = flags_lib.parse(argv, define)
+    from hlat_jax.data.tokenizer import fill_vocab_size
+
+    fill_vocab_size(mutable)
     config = resolve(mutable)
+    _check_given(config, tokenizer=config.data.tokenizer)
     from hlat_jax.data.build import stats
     from hlat_jax.data.build.progress import ProgressBar, Status
 
@@ -173,9 +177,36 @@ def _stats(argv: Sequence[str]) -> int:
 
 
 def _peek(argv: Sequence[str]) -> int:
+    def define(values: flags.FlagValues) -> None:
+        flags.DEFINE_integer("step", None, "The step, at least 1, whose batch is shown.", flag_values=values)
+        flags.DEFINE_integer("row", None, "Only this row of the batch.", flag_values=values)
+        flags.DEFINE_string("workdir", "", "Run folder; default runs/NAME.", flag_values=values)
+
+    mutable, values = flags_lib.parse(argv, define)
+    from hlat_jax.data import kept_tokenizer
+    from hlat_jax.data.tokenizer import fill_vocab_size
+
+    fill_vocab_size(mutable)
+    config = resolve(mutable)
+    if values.step is None:
+        raise ValueError("--step=N is missing; give a step of at least 1: step N trains on batch N.")
+    if values.step < 1:
+        raise ValueError(f"--step={values.step} must be at least 1: step N trains on batch N.")
+    if values.row is not None and not 0 <= values.row < config.data.batch_size:
+        raise ValueError(f"--row={values.row} must be in 0 .. data.batch_size - 1 = {config.data.batch_size - 1}.")
+    workdir = pathlib.Path(values.workdir or f"runs/{config.name}")
+    _check_given(config, tokenizer=kept_tokenizer.usable(config.data.tokenizer, workdir))
     from hlat_jax.data.build import peek
 
-    return peek.main(argv)
+    return peek.peek(config, workdir, step=values.step, row=values.row)
+
+
+def _check_given(config: Config, *, tokenizer: str) -> None:
+    """Raises ValueError for a path of the config that does not exist, before JAX is imported."""
+    from hlat_jax.data import path_checks
+
+    path_checks.check_text(config.data)
+    path_checks.check_tokenizer(tokenizer)
 
 
 if __name__ == "__main__":

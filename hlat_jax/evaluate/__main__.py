@@ -56,7 +56,8 @@ def main(argv: Sequence[str]) -> int:
     values = flags_lib.parse_own(argv, _define, usage=_USAGE)
     kinds = [kind for kind in _KINDS if values[kind].value]
     if len(kinds) != 1:
-        raise ValueError("give one of --text=FILE, --data=SOURCE, --validation and --tasks=NAME,NAME.")
+        both = f"{' and '.join(f'--{kind}' for kind in kinds)} are given together; " if kinds else ""
+        raise ValueError(f"{both}give one of --text=FILE, --data=SOURCE, --validation and --tasks=NAME,NAME.")
     for name, allowed in _APPLIES_TO.items():
         if values[name].present and kinds[0] not in allowed:
             others = " and ".join(f"--{kind}" for kind in allowed)
@@ -64,10 +65,20 @@ def main(argv: Sequence[str]) -> int:
     if values.json:
         flags_lib.check_output("--json", values.json)
     logging.set_verbosity(logging.ERROR)  # silence INFO logs of libraries
+    _check_inputs(values)
     inference.prepare(values)
     run = {"tasks": _run_tasks, "validation": _run_validation}.get(kinds[0], _run_text)
     run(values)
     return 0
+
+
+def _check_inputs(values: flags.FlagValues) -> None:
+    """Raises ValueError for text that does not exist, before JAX is imported."""
+    from hlat_jax.data.path_checks import check_text_path  # not at the top: --help does not need it
+
+    check_text_path(values.text, key="--text")
+    for part in values.data.split(","):
+        check_text_path(part.strip(), key="--data")
 
 
 def _run_tasks(values: flags.FlagValues) -> None:

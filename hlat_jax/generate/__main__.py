@@ -38,6 +38,7 @@ def main(argv: Sequence[str]) -> int:
     tokenizer = trained.tokenizer
     _log(trained.described)
     ids = [_encoded(trained, prompt, number, bos=values.bos) for number, prompt in enumerate(prompts)]
+    _log_shortened(ids, values.max_tokens, trained.model.max_positions)
     generator = Generator(trained.model, trained.params, layout=trained.layout, log=_log)
     options = {"max_tokens": values.max_tokens, "sampling": sampling, "stop_ids": tokenizer.stop_ids}
     for first in range(0, len(ids), values.batch_size):
@@ -126,6 +127,17 @@ def _encoded(trained: inference.TrainedModel, prompt: str, number: int, *, bos: 
             f"prompt {number} is {prompt!r}, which encodes to no tokens; give a word, or --bos to start from BOS."
         )
     return ids
+
+
+def _log_shortened(ids: Sequence[Sequence[int]], max_tokens: int, max_positions: int) -> None:
+    """Logs that --max_tokens is more than the context has room for, where it is."""
+    number, longest = max(enumerate(map(len, ids)), key=lambda pair: pair[1])
+    room = max_positions - longest
+    if 0 < room < max_tokens:
+        _log(
+            f"--max_tokens={max_tokens} is more than fits: prompt {number} has {longest} tokens and the model "
+            f"{max_positions} positions, so at most {room} tokens follow it"
+        )
 
 
 def _log(line: str) -> None:

@@ -12,6 +12,7 @@ from absl import flags
 
 from hlat_jax.config import ModelConfig, ParallelConfig, PrecisionConfig
 from hlat_jax.host import neuron_env, neuron_topology
+from hlat_jax.weights.path_checks import check_checkpoint
 
 DEGREES = {"pipe": "Pipeline stages", "data": "Replicas", "fsdp": "Shards of each matrix", "tensor": "Tensor degree"}
 
@@ -57,12 +58,19 @@ def define(values: flags.FlagValues) -> None:
     )
     for axis, what in DEGREES.items():
         flags.DEFINE_integer(
-            f"parallel.{axis}", 1, f"{what} of the mesh; -1: all devices that remain.", flag_values=values
+            f"config.parallel.{axis}", 1, f"{what} of the mesh; -1: all devices that remain.", flag_values=values
         )
 
 
 def prepare(values: flags.FlagValues) -> None:
-    """As `prepare_for`, for the degrees of a command line."""
+    """Checks that --checkpoint exists, then does as `prepare_for` for the degrees of a command line.
+
+    Raises:
+      ValueError: no --checkpoint, or one that does not exist.
+    """
+    if not values.checkpoint:
+        raise ValueError("--checkpoint=FOLDER is missing; give a run folder such as runs/tiny, or a checkpoint.")
+    check_checkpoint(values.checkpoint)
     prepare_for(_degrees(values))
 
 
@@ -79,15 +87,13 @@ def trained_model(values: flags.FlagValues) -> TrainedModel:
     """Returns the model of a command line, on its mesh; imports JAX.
 
     Raises:
-      ValueError: no --checkpoint, no complete one, or degrees that do not fit model and devices.
+      ValueError: no complete checkpoint, or degrees that do not fit model and devices.
     """
-    if not values.checkpoint:
-        raise ValueError("--checkpoint=FOLDER is missing; give a run folder such as runs/tiny, or a checkpoint.")
     return open_model(values.checkpoint, _degrees(values))
 
 
 def _degrees(values: flags.FlagValues) -> ParallelConfig:
-    return ParallelConfig(**{axis: values[f"parallel.{axis}"].value for axis in DEGREES})
+    return ParallelConfig(**{axis: values[f"config.parallel.{axis}"].value for axis in DEGREES})
 
 
 def open_model(checkpoint: str, parallel: ParallelConfig) -> TrainedModel:

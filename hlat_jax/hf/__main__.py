@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import os
 import pathlib
@@ -14,6 +15,7 @@ from absl import flags, logging
 from hlat_jax.config import ModelConfig, nearest
 from hlat_jax.data.build.progress import showing
 from hlat_jax.host import flags as flags_lib
+from hlat_jax.weights.path_checks import check_checkpoint
 
 DTYPES = ("float32", "bfloat16")
 USAGE = """Usage: python -m hlat_jax.hf VERB ...
@@ -71,6 +73,9 @@ def _import(argv: Sequence[str]) -> None:
     flags.DEFINE_bool("fuse_qkv", True, "As model.fuse_qkv, for training from these weights.", flag_values=values)
     flags.DEFINE_bool("strict", False, "Fail on unknown fields of config.json.", flag_values=values)
     folder, out = _one(argv, values, usage=_IMPORT, what="a folder of Hugging Face"), _out(values)
+    if not (folder / "config.json").is_file():  # asked before JAX is imported
+        where = f"working directory {pathlib.Path.cwd()}"
+        raise ValueError(f"{folder} has no config.json ({where}); give the folder of a model.")
     from hlat_jax.hf.importing import import_checkpoint
     from hlat_jax.weights.hf_reading import open_checkpoint
 
@@ -91,13 +96,16 @@ def _export(argv: Sequence[str]) -> None:
     values = flags.FlagValues()
     _define_out(values, "Folder to write.")
     _define_dtype(values, "of the tensors; empty: as stored, of the fp32 masters where there are any")
+    flags.DEFINE_string("tokenizer", "", "Tokenizer of a run whose own is missing.", flag_values=values)
     path, out = _one(argv, values, usage=_EXPORT, what="a checkpoint"), _out(values)
+    check_checkpoint(str(path))
     from hlat_jax.hf.exporting import export_checkpoint
     from hlat_jax.weights.trained import open_weights
 
     began = time.monotonic()
     with showing("opening the weights") as status:
         weights = open_weights(path, masters=True)
+        weights = dataclasses.replace(weights, tokenizer=values.tokenizer or weights.tokenizer)
         dtype = export_checkpoint(weights, out, dtype=values.dtype, status=status)
     print(f"{_counted(weights.model)} in {dtype} from {weights.folder} (step {weights.step}), read back and compared")
     print(f"wrote {out} in {time.monotonic() - began:.1f} s")
@@ -108,6 +116,8 @@ def _average(argv: Sequence[str]) -> None:
     _define_out(values, "Folder of weights to write.")
     paths = flags_lib.words(argv, values, usage=_AVERAGE, missing="no checkpoints; name two or more.")
     out = _out(values)
+    for path in paths if len(paths) > 1 else ():  # that one is too few is the first thing to say
+        check_checkpoint(path)
     from hlat_jax.hf.averaging import average
 
     with showing("averaging") as status:

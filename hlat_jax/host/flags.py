@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import os
 import pathlib
 import re
 import sys
-from collections.abc import Callable, Sequence
+import types
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from absl import flags
@@ -39,18 +41,21 @@ def parse(argv: Sequence[str], define: Callable[[flags.FlagValues], None] = lamb
     flags.DEFINE_multi_string("config", [], "Name or path of the config.", flag_values=named)
     words = _parsed(named, argv, known_only=True)
     if not named.config:
-        raise ValueError("--config=NAME is missing; NAME is a shipped config such as tiny, or a path that ends in .py.")
+        raise ValueError(_missing_config(words, values))
     if len(named.config) > 1:
         raise ValueError(
             f"--config is given {len(named.config)} times; a run has one config. Change keys with --config.a.b=VALUE."
         )
     mutable = config_lib.load(named.config[0])
+    before = mutable.copy_and_resolve_references()
     for word in words:
         _check_key(word, mutable)
     config_flags.DEFINE_config_dict("config", mutable, flag_values=values, sys_argv=["hlat_jax", *words])
-    rest = _parsed(values, words)
+    rest = _parsed(values, words, keys=_config_keys())
     if rest:
         raise ValueError(f"unexpected argument {rest[0]!r}; every argument is --flag=value.")
+    given = config_flags.get_override_values(values["config"])
+    config_lib.drop_settings_of_replaced_text(values.config, before, given=given)
     return values.config, values
 
 
@@ -106,18 +111,117 @@ def _rest(argv: Sequence[str], values: flags.FlagValues, *, usage: str) -> list[
     return rest
 
 
-def _parsed(values: flags.FlagValues, argv: Sequence[str], *, known_only: bool = False) -> list[str]:
-    """Returns the arguments that are not flags of `values`. Raises ValueError, which names the nearest flag."""
+def _missing_config(words: Sequence[str], values: flags.FlagValues) -> str:
+    """Returns the error for a command line without --config; names a word that was meant as one."""
+    for word in words:
+        name, _, value = word.lstrip("-").partition("=")
+        if not word.startswith("-"):
+            if word.endswith(".py") or word in config_lib.shipped():
+                return f"unexpected argument {word!r}. Did you mean '--config={word}'?"
+        elif name not in values and difflib.get_close_matches(name, ["config"]):
+            return f"unknown flag --{name}. Did you mean '--config={value}'?"
+    return "--config=NAME is missing; NAME is a shipped config such as tiny, or a path that ends in .py."
+
+
+def _parsed(
+    values: flags.FlagValues,
+    argv: Sequence[str],
+    *,
+    known_only: bool = False,
+    keys: Mapping[str, dataclasses.Field] = types.MappingProxyType({}),
+) -> list[str]:
+    """Returns the arguments that are not flags of `values`.
+
+    Args:
+      values: parses the flags.
+      argv: the command line.
+      known_only: other flags are arguments too.
+      keys: `_config_keys()` for a command with a config.
+
+    Raises:
+      ValueError: an unknown flag, with the nearest flag or key, or a value of a wrong type, with what is allowed.
+    """
     for word in argv:  # absl obeys these two though nobody has declared them
         if word.lstrip("-").split("=")[0] in ("undefok", "flagfile"):
-            raise ValueError(f"unknown flag {word.split('=')[0]}. {nearest(word, [f'--{name}' for name in values])}")
+            raise ValueError(_unknown_flag(word, list(values), keys))
     try:
         return values(["hlat_jax", *argv], known_only=known_only)[1:]
     except flags.UnrecognizedFlagError as error:
-        known = [f"--{name}" for name in values] + ["--help"]
-        raise ValueError(f"unknown flag --{error.flagname}. {nearest(f'--{error.flagname}', known)}") from None
+        given = (word for word in argv if word.lstrip("-").split("=")[0] == error.flagname)
+        word = next(given, f"--{error.flagname}")
+        raise ValueError(_unknown_flag(word, list(values), keys)) from None
     except (flags.Error, TypeError, ValueError, SyntaxError) as error:
-        raise ValueError(str(error)) from None
+        raise ValueError(_wrong_value(str(error), values)) from None
+
+
+def _unknown_flag(word: str, own: Sequence[str], keys: Mapping[str, dataclasses.Field]) -> str:
+    """Returns the error for an unknown flag, with flags of the command or keys of the config that are like it.
+
+    Args:
+      word: as it was given, such as --lr=0.1.
+      own: names of the command's flags.
+      keys: `_config_keys()` for a command with a config.
+    """
+    name, equals, value = word.lstrip("-").partition("=")
+    meant = _like(name, [*own, "help"], keys)
+    if not meant:
+        more = "; --config.SECTION.KEY=VALUE sets a key of the config" if keys else ""
+        return f"unknown flag --{name}. Known: {', '.join(f'--{known}' for known in sorted([*own, 'help']))}{more}."
+    shown = [f"'--{known}{equals + value if known.startswith('config.') else ''}'" for known in meant]
+    return f"unknown flag --{name}. Did you mean {' or '.join(shown)}?"
+
+
+def _like(name: str, own: Sequence[str], keys: Mapping[str, dataclasses.Field]) -> list[str]:
+    """Returns at most two flags or keys that `name` may stand for, the likeliest first."""
+    last = name.rpartition(".")[2]
+    by_last = {known.rpartition(".")[2]: known for known in (*keys, *own)}
+    words = set(re.findall(r"[a-z]+", name.lower()))
+
+    def near(cutoff: float) -> list[str]:
+        return [by_last[found] for found in difflib.get_close_matches(last, by_last, n=1, cutoff=cutoff)]
+
+    def has_words(text: str) -> bool:
+        return bool(words) and words <= set(re.findall(r"[a-z]+", text.lower()))
+
+    found = (
+        [known for known in (*own, *keys) if known.endswith(f".{name}")]
+        or near(0.8)
+        or sorted((key for key in keys if has_words(key)), key=len)
+        or near(0.6)
+        or [key for key, field in keys.items() if has_words(field.metadata["doc"])]
+    )
+    return found[:2]
+
+
+def _config_keys() -> dict[str, dataclasses.Field]:
+    """Returns config.SECTION.KEY -> its field, for every key."""
+    sections = config_lib.SECTIONS.items()
+    return {f"config.{name}.{field.name}": field for name, cls in sections for field in dataclasses.fields(cls)}
+
+
+def _wrong_value(message: str, values: flags.FlagValues) -> str:
+    """Returns absl's message, or for a value that is not of the flag's type one that has what is allowed."""
+    found = re.match(r"flag --(?P<name>[\w.]+)=(?P<value>.*?): ", message, re.DOTALL)
+    if found is None:
+        return message
+    name, value = found["name"], found["value"]
+    keys = _config_keys()
+    kind = type(keys[name].default).__name__ if name in keys else values[name].flag_type()
+    if kind == "bool":
+        return f"--{name}={value} must be true or false."
+    try:
+        number = float(value)
+    except ValueError:
+        number = None
+    if kind == "float" and number is None:
+        return f"--{name}={value} must be a number, such as 0.1 or 3e-4."
+    if kind != "int" or re.fullmatch(r"[+-]?\d+", value):
+        return message
+    if number is not None and number.is_integer():
+        return f"--{name}={value} must be a whole number in digits; write {int(number)}."
+    thousands = re.fullmatch(r"(\d+)[kK]", value)
+    example = f"; write {int(thousands[1]) * 1000} or {int(thousands[1]) * 1024}" if thousands else ""
+    return f"--{name}={value} must be a whole number in digits{example}."
 
 
 def main(command: Callable[[Sequence[str]], int]) -> None:
@@ -186,6 +290,9 @@ def _check_key(word: str, mutable: Any) -> None:
         if key not in valid:
             config_lib.require_not_renamed(".".join(path[: depth + 1]))
             where = ".".join(path[:depth]) or "config"
+            is_far = depth == 0 and not difflib.get_close_matches(key, valid)
+            if is_far and (meant := _like(found[1], (), _config_keys())):
+                raise ValueError(f"{where} has no key {key!r}. Did you mean '--{meant[0]}'?")
             raise ValueError(f"{where} has no key {key!r}. {nearest(key, valid)}")
         node = node[key]
     if hasattr(node, "keys"):

@@ -13,6 +13,7 @@ from absl import flags
 
 from hlat_jax.byte_sizes import format_bytes
 from hlat_jax.data.build.progress import showing
+from hlat_jax.data.tokenizer import fill_vocab_size
 from hlat_jax.host import flags as flags_lib
 from hlat_jax.host.neuron_topology import CACHE
 from hlat_jax.resolve import resolve
@@ -21,6 +22,7 @@ from hlat_jax.resolve import resolve
 def main(argv: Sequence[str]) -> int:
     """Prints the programs of a config and how they differ from those recorded in a run folder; returns 0."""
     mutable, values = flags_lib.parse(argv, _define)
+    fill_vocab_size(mutable)
     config = resolve(mutable)
     if values.json:
         flags_lib.check_output("--json", values.json)

@@ -17,6 +17,7 @@ from absl import flags
 
 from hlat_jax import cost
 from hlat_jax.data.build.progress import showing
+from hlat_jax.data.tokenizer import fill_vocab_size
 from hlat_jax.host import flags as flags_lib
 from hlat_jax.plan import ops_command
 from hlat_jax.resolve import resolve
@@ -32,6 +33,7 @@ def main(argv: Sequence[str]) -> int:
     if any(word in ("--help", "-h") for word in argv):
         print("Usage: plan --config=NAME [flags], or plan tune|choices --config=NAME: times and choices of each op.\n")
     mutable, values = flags_lib.parse(argv, _define)
+    fill_vocab_size(mutable)
     config = resolve(mutable)
     _check_flags(values)
     os.environ["JAX_PLATFORMS"] = "cpu"  # leaves an accelerator of this machine free

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hlat_jax.config import ModelConfig, typed, with_renamed_keys
+from hlat_jax.data.kept_tokenizer import find_kept
 from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.model import abstract_params
 from hlat_jax.store.checkpoint import find_saved, read_arrays
@@ -184,6 +185,8 @@ def _of_run(folder: pathlib.Path, *, masters: bool) -> Weights:
             found = found[key]
         return found
 
+    kept = find_kept(folder.parent.parent, sha256=tokenizer_sha256) if tokenizer_sha256 else None
+    tokenizer = tokenizer if kept is None else str(kept)
     return Weights(folder, model, saved_step(folder, run), tokenizer, tokenizer_sha256, arrays, read)
 
 

@@ -4,6 +4,7 @@ import io
 import itertools
 import json
 import os
+import pathlib
 import re
 import subprocess
 import sys
@@ -88,14 +89,30 @@ def test_work_that_fails_is_one_line_and_its_own_exit_code(data_here, tmp_path, 
     assert err.count("\n") == 1
 
 
-def test_peek_gets_its_words_untouched(data_here, monkeypatch):
+def test_peek_gets_the_config_the_run_folder_and_the_step(data_here, monkeypatch):
     received = []
     peek = types.ModuleType("hlat_jax.data.build.peek")
-    peek.main = lambda argv: received.append(list(argv)) or 7
+    peek.peek = lambda config, *words, **flags: received.append((config.name, *words, flags)) or 7
     monkeypatch.setitem(sys.modules, "hlat_jax.data.build.peek", peek)
     monkeypatch.setattr("hlat_jax.data.build.peek", peek, raising=False)
     assert data_here("peek", "--config=tiny", "--step=3")[0] == 7
-    assert received == [["--config=tiny", "--step=3"]]
+    assert received == [("tiny", pathlib.Path("runs/tiny"), {"step": 3, "row": None})]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "--step=N is missing; give a step of at least 1"),
+        (["--step=-1"], "error: --step=-1 must be at least 1: step N trains on batch N."),
+        (["--step=1", "--row=4"], "--row=4 must be in 0 .. data.batch_size - 1 = 3"),
+        (["--step=1", "--config.data.train=/nowhere"], "data.train: /nowhere does not exist"),
+        (["--step=1", "--config.data.validation=/no/*.txt"], "data.validation: /no/*.txt matches no file"),
+        (["--step=1", "--config.data.tokenizer=/no.model"], "data.tokenizer=/no.model: no such file"),
+    ],
+)
+def test_peek_asks_for_a_step_a_row_and_files_that_exist(data_here, words, message):
+    code, _, err = data_here("peek", "--config=tiny", *words)
+    assert (code, message in err) == (2, True), err
 
 
 @pytest.fixture(scope="module")

@@ -275,14 +275,6 @@ def test_peek_shows_the_progress_of_a_replay(config, tmp_path, capsys, monkeypat
     assert re.fullmatch(r" *\d+%  [\d,]+ batches  (0:00:\d\d left)?", shown_lines[-1])
 
 
-def test_peek_asks_for_a_step_and_a_row_that_exist(tmp_path):
-    path = write_config(tmp_path)
-    with pytest.raises(ValueError, match=r"--step=N is missing; give a step of at least 1"):
-        peek.main([f"--config={path}"])
-    with pytest.raises(ValueError, match=r"--row=4 must be in 0 .. data.batch_size - 1 = 3"):
-        peek.main([f"--config={path}", "--step=1", "--row=4"])
-
-
 # A whole run of two sources: what it writes, and what peek says of it.
 
 

@@ -90,7 +90,11 @@ def test_windows_predict_each_token_once_from_half_a_window_or_all_before(window
 @pytest.mark.quick_cases("odd")
 @pytest.mark.parametrize(
     ("words", "window"),
-    [([], 32), (["--window=15", "--batch_size=3"], 15), (["--parallel.tensor=2", "--parallel.data=2"], 32)],
+    [
+        ([], 32),
+        (["--window=15", "--batch_size=3"], 15),
+        (["--config.parallel.tensor=2", "--config.parallel.data=2"], 32),
+    ],
     ids=["whole", "odd", "mesh"],
 )
 def test_evaluate_equals_hugging_face_token_by_token(words, window, trained_run, oracle, evaluate_here, tmp_path):
@@ -136,7 +140,10 @@ def validated(tmp_path_factory):
 @pytest.mark.quick_cases("concat on a mesh")
 @pytest.mark.parametrize(
     ("packing", "words"),
-    [("concat", ["--parallel.tensor=2", "--parallel.data=2", "--batch_size=1"]), ("documents", ["--batch_size=5"])],
+    [
+        ("concat", ["--config.parallel.tensor=2", "--config.parallel.data=2", "--batch_size=1"]),
+        ("documents", ["--batch_size=5"]),
+    ],
     ids=["concat on a mesh", "documents"],
 )
 def test_evaluate_of_the_validation_rows_equals_the_validation_of_the_run(
@@ -297,9 +304,12 @@ def test_evaluate_reads_a_file_as_one_document_and_stored_ids_as_their_texts(
     ("words", "message"),
     [
         ([], "give one of --text=FILE, --data=SOURCE, --validation and --tasks"),
-        (["--text=a", "--data=b"], "give one of --text=FILE, --data=SOURCE, --validation and --tasks"),
+        (
+            ["--text=a", "--data=b"],
+            "error: --text and --data are given together; give one of --text=FILE, --data=SOURCE",
+        ),
         (["--text=a", "--tasks=b"], "give one of --text=FILE, --data=SOURCE, --validation and --tasks"),
-        (["--text=/no/such/file"], "--text=/no/such/file: no such file"),
+        (["--text=/no/such/file"], "--text: /no/such/file does not exist"),
         (["--data=/no/such/file"], "/no/such/file"),
         (["--text=README.md", "--window=33"], "--window=33 must be from 2 to model.max_positions=32"),
         (["--text=EMPTY"], "no token to predict"),
@@ -332,9 +342,10 @@ def test_a_figure_that_is_not_finite_is_null_in_the_file(trained_run, evaluate_h
     assert found["num_documents"] == 1
 
 
-def test_evaluate_says_what_tasks_need(evaluate_here, monkeypatch):
+def test_evaluate_says_what_tasks_need(evaluate_here, monkeypatch, tmp_path):
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    code, _, error = evaluate_here("--checkpoint=X", "--tasks=hlat")
+    (tmp_path / "checkpoints").mkdir()
+    code, _, error = evaluate_here(f"--checkpoint={tmp_path}", "--tasks=hlat")
     assert code == 2
     assert "pip install 'hlat_jax[eval]'" in error
 

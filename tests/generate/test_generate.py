@@ -18,7 +18,7 @@ from tokenizer_files import train_model
 
 from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.generate import __main__ as generate
-from hlat_jax.generate.__main__ import StreamedText, _encoded
+from hlat_jax.generate.__main__ import StreamedText, _encoded, _log_shortened
 from hlat_jax.generate.generator import Generator, Sampling
 from hlat_jax.generate.inference import TrainedModel
 from hlat_jax.hf.importing import import_checkpoint
@@ -56,7 +56,7 @@ def test_generate_writes_one_prompt_as_it_goes(trained_run, texts, generate_here
 @pytest.mark.quick_cases("mesh")
 @pytest.mark.parametrize(
     "more",
-    [["--batch_size=2"], ["--parallel.tensor=2", "--parallel.data=-1", "--parallel.fsdp=2"]],
+    [["--batch_size=2"], ["--config.parallel.tensor=2", "--config.parallel.data=-1", "--config.parallel.fsdp=2"]],
     ids=["batches", "mesh"],
 )
 def test_generate_writes_the_same_texts_of_several_prompts_in_any_batch_on_any_mesh(
@@ -101,15 +101,25 @@ def test_parts_of_a_text_are_whole_characters_and_together_the_text():
         (["--checkpoint=RUN", "--prompts_file=/no/such/file"], "--prompts_file=/no/such/file: no such file"),
         (["--checkpoint=RUN", "--prompt=a", "--temperature=-1"], "temperature=-1.0 must be"),
         (["--checkpoint=RUN", "--prompt=a", "--temprature=1"], "Did you mean '--temperature'?"),
-        (["--checkpoint=RUN", "--prompt=a", "--parallel.tensor=16"], "needs 16 devices and there are 8"),
-        (["--checkpoint=RUN", "--prompt=a", "--parallel.tensor=8"], "parallel.tensor=8 must divide"),
+        (["--checkpoint=RUN", "--prompt=a", "--config.parallel.tensor=16"], "needs 16 devices and there are 8"),
+        (["--checkpoint=RUN", "--prompt=a", "--config.parallel.tensor=8"], "parallel.tensor=8 must divide"),
+        (["--checkpoint=RUN", "--parallel.tensor=2"], "Did you mean '--config.parallel.tensor=2'?"),
         (["--checkpoint=RUN", "a"], "unexpected argument 'a'"),
+        (["--checkpoint=RUN", "--prompt=a", "--max_tokens=4k"], "--max_tokens=4k must be a whole number in digits"),
     ],
 )
 def test_generate_refuses_what_it_cannot_do(words, message, trained_run, generate_here):
     code, printed, error = generate_here(*(word.replace("RUN", str(trained_run)) for word in words))
     assert (code, printed) == (2, "")
     assert message in error
+
+
+def test_a_run_is_opened_with_the_tokenizer_in_its_folder(trained_run):
+    kept = trained_run / "tokenizer" / "tokenizer.model"
+    for path in (trained_run, trained_run / "checkpoints" / "24"):
+        weights = open_weights(path)
+        assert weights.tokenizer == str(kept)
+        assert weights.open_tokenizer().path == kept
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +163,7 @@ def test_a_text_ends_at_each_token_at_which_transformers_ends_it(padded, generat
 
 
 def test_an_import_of_fused_projections_names_the_flag_that_keeps_them_apart(padded, generate_here):
-    words = ["--prompt=a", "--parallel.tensor=6"]  # of 2 heads of keys and values
+    words = ["--prompt=a", "--config.parallel.tensor=6"]  # of 2 heads of keys and values
     code, _, error = generate_here(f"--checkpoint={padded[1]}", *words)
     assert code == 2
     assert "Import the model again with --nofuse_qkv" in error
@@ -185,6 +195,14 @@ def test_prompts_begin_with_bos_where_it_is_asked_for_or_said_by_the_tokenizer_a
     tokenizer.bos_id = -1
     with pytest.raises(ValueError, match=r"bos: the tokenizer some.model has no BOS"):
         _encoded(trained, [5, 6], 0, bos=True)
+
+
+def test_more_tokens_than_the_context_has_room_for_are_named(capsys):
+    _log_shortened([[1] * 5, [1] * 20], 12, 32)
+    assert capsys.readouterr().err == ""
+    _log_shortened([[1] * 5, [1] * 20], 13, 32)
+    shortened = "prompt 1 has 20 tokens and the model 32 positions, so at most 12 tokens follow it"
+    assert capsys.readouterr().err == f"--max_tokens=13 is more than fits: {shortened}\n"
 
 
 def test_ctrl_c_while_a_text_is_generated_is_one_line_and_code_130(trained_run, tmp_path):

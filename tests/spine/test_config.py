@@ -241,12 +241,14 @@ FIELDS = {
     "data.position_every_steps": Row(2, run, "files"),
     "data.max_document_chars": Row(100, batches),
     "data.shuffle": Row(False, batches),
+    "data.shuffle_by": Row("row", batches),
     "data.seed": Row(5, batches),
     "data.num_threads": Row(1, threads),
     "data.prefetch_batches": Row(2, rows_ahead),
     "train.num_steps": Row(5, run, "rows"),
     "train.seed": Row(1, weights),
     "train.init_from": Row("FOLDER/start", run, "rows"),
+    "train.branch_from": Row("runs/micro@99", refusal),  # what it does is in test_branch
     "train.num_microbatches": Row(2, program),
     "train.z_loss_weight": Row(1e-4, program),
     "train.eval_every_steps": Row(3, run, "rows"),
@@ -262,6 +264,7 @@ FIELDS = {
     "train.eval_loss_high": Row(20.0, run, "printed"),
     "train.sample_prompt": Row("It is", run, "printed"),
     "train.sample_tokens": Row(3, run, "printed", {"train.sample_prompt": "It is"}),
+    "train.profile_steps": Row("2:3", run, "files"),
     "checkpoint.every_steps": Row(2, run, "checkpoints"),
     "checkpoint.every_minutes": Row(1e-9, run, "checkpoints", {"checkpoint.every_steps": 0}),
     "checkpoint.keep_last": Row(1, run, "checkpoints"),
@@ -338,6 +341,7 @@ def _write_table(config, path):
     "parallel.tensor",
     "parallel.zero1",
     "precision.stochastic_rounding",
+    "train.branch_from",
     "train.eval_loss_high",
     "train.eval_tasks",
     "train.eval_tasks_every_steps",
@@ -383,8 +387,35 @@ def test_config_observations_do_not_change_by_themselves(observed, tmp_path):
         (["--config=tiny", "--config.model.tuned=t.json"], "model.tuned was renamed; set model.ops_table instead."),
         (["--config=tiny", "--config.data=1"], "--config.data is a section; set one of its keys: "),
         (["--config=tiny", "--config.model.layer_loop=scam"], "is not one of scan, unroll. Did you mean 'scan'?"),
-        (["--config=tiny", "--config.data.batch_size=many"], "data.batch_size"),
-        (["--config=tiny", "--config.data.batch_size=1.5"], "data.batch_size"),
+        (["--config=tiny", "--config.data.batch_size=many"], "data.batch_size=many must be a whole number in digits."),
+        (["--config=tiny", "--config.data.batch_size=1.5"], "data.batch_size=1.5 must be a whole number in digits."),
+        (
+            ["--config=tiny", "--config.train.num_steps=1e3"],
+            "num_steps=1e3 must be a whole number in digits; write 1000",
+        ),
+        (
+            ["--config=tiny", "--config.train.num_steps=4k"],
+            "train.num_steps=4k must be a whole number in digits; write 4",
+        ),
+        (["--config=tiny", "--num_processes=two"], "--num_processes=two must be a whole number in digits."),
+        (["--config=tiny", "--config.optimizer.peak_lr=fast"], "peak_lr=fast must be a number, such as 0.1 or 3e-4."),
+        (["--config=tiny", "--config.metrics.plot=maybe"], "--config.metrics.plot=maybe must be true or false."),
+        (["--cofnig=tiny"], "unknown flag --cofnig. Did you mean '--config=tiny'?"),
+        (["my.py"], "unexpected argument 'my.py'. Did you mean '--config=my.py'?"),
+        (["tiny"], "unexpected argument 'tiny'. Did you mean '--config=tiny'?"),
+        (
+            ["--config=my.model"],
+            "or a path that ends in .py. A tokenizer is given as --config.data.tokenizer=my.model.",
+        ),
+        (["--config=a/book.txt"], "a path that ends in .py. Text is given as --config.data.train=a/book.txt."),
+        (["--config=tiny", "--lr=1e-3"], "unknown flag --lr. Did you mean '--config.optimizer.peak_lr=1e-3'"),
+        (["--config=tiny", "--optimizer.peak_lr=1"], "Did you mean '--config.optimizer.peak_lr=1'?"),
+        (["--config=tiny", "--parallel.tensor=2"], "Did you mean '--config.parallel.tensor=2'?"),
+        (["--config=tiny", "--learning_rate=1"], "Did you mean '--config.optimizer.peak_lr=1'"),
+        (["--config=tiny", "--seed=1"], "Did you mean '--config.data.seed=1' or '--config.train.seed=1'?"),
+        (["--config=tiny", "--steps=1"], "Did you mean '--config.train.num_steps=1'"),
+        (["--config=tiny", "--quux=1"], "unknown flag --quux. Known: --config, --coordinator, "),
+        (["--config=tiny", "--config.lr=1"], "config has no key 'lr'. Did you mean '--config.optimizer.peak_lr'?"),
         (["--config=tiny", "--config.train.num_steps=-1"], "train.num_steps=-1 must be at least 0."),
         (["--config=tiny", "--workdri=x"], "unknown flag --workdri. Did you mean '--workdir'?"),
         (["--config=tiny", "more"], "unexpected argument 'more'"),
@@ -412,12 +443,34 @@ def test_help_names_every_key_and_config(train_here):
         ("c.data.weights = 'a=1'", "data.weights was renamed; set data.mixture instead."),
         ("c.model.tuned += 'x'", "model.tuned was renamed to model.ops_table."),
         ("c.modle = 3", "config has no section 'modle'. Did you mean 'model'?"),
-        ("c.model.num_layers = c.model.num_layer + 1", "num_layer"),
-        ("c.model.num_layers = 'three'", "num_layers"),
-        ("c.model.num_layers = 2.5", "num_layers"),
+        (
+            "c.model.num_layers = c.model.num_layer + 1",
+            "mine.py, line 5, `c.model.num_layers = c.model.num_layer + 1`: ",
+        ),
+        (
+            "c.model.num_layers = 'three'",
+            "mine.py, line 5, `c.model.num_layers = 'three'`: num_layers must be int, and ",
+        ),
+        (
+            "c.model.num_layers = 2.5",
+            "mine.py, line 5, `c.model.num_layers = 2.5`: num_layers must be int, and 2.5 is fl",
+        ),
+        ("c.model.num_layers = True", "mine.py, line 5: model.num_layers=True is bool; it must be int."),
+        ("c.model.update(attention='flash')", "mine.py, line 5: model.attention='flash' is not one of auto, einsum"),
+        (
+            "c.model.num_layers = layers",
+            "line 5, `c.model.num_layers = layers`: NameError: name 'layers' is not defined",
+        ),
+        (
+            "import nowhere_at_all",
+            "line 5, `import nowhere_at_all`: ModuleNotFoundError: No module named 'nowhere_at_all'",
+        ),
+        ("c.model.num_layers = (3", "mine.py, line 5, `c.model.num_layers = (3`: SyntaxError: '(' was never closed"),
+        ("raise ValueError('not today')", "mine.py, line 5, `raise ValueError('not today')`: not today"),
+        ("return", "get_config() returns None; end it with `return c`, the config it edits."),
     ],
 )
-def test_config_file_with_an_unknown_key_or_type_is_an_error_of_one_line(train_here, tmp_path, edit, message):
+def test_config_file_with_an_error_is_an_error_of_one_line_with_its_line(train_here, tmp_path, edit, message):
     path = tmp_path / "mine.py"
     path.write_text(
         f"from hlat_jax.config import default\n\ndef get_config():\n    c = default()\n    {edit}\n    return c\n"
@@ -427,6 +480,42 @@ def test_config_file_with_an_unknown_key_or_type_is_an_error_of_one_line(train_h
     [line] = err.splitlines()
     assert line.startswith("error: ")
     assert message in line
+
+
+PATHS = """
+from hlat_jax.config import load
+
+def get_config():
+    c = load("tiny")
+    c.data.train = "one.txt"
+    c.data.validation = "a=one.txt, here.txt ;b=*.txt,no.txt,/an/absolute.txt"
+    c.data.tokenizer = "package:austen_2k.model"
+    c.model.ops_table = "no.json"
+    c.train.init_from = "runs/a"
+    c.train.eval_tasks_folder = "~/tasks"
+    return c
+"""
+
+
+def test_paths_of_a_config_file_are_relative_to_it_and_else_to_the_working_directory(tmp_path, monkeypatch):
+    beside = tmp_path / "with [signs]"
+    beside.mkdir()
+    (beside / "paths.py").write_text(PATHS)
+    for path in (beside / "one.txt", tmp_path / "one.txt", tmp_path / "here.txt"):
+        path.write_text("text")
+    (tmp_path / "runs" / "a").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    c = config_lib.load("with [signs]/paths.py")
+    assert c.data.train == f"{beside}/one.txt"
+    pattern = str(beside).replace("[", "[[]") + "/*.txt"
+    assert c.data.validation == f"a={beside}/one.txt, here.txt ;b={pattern},{beside}/no.txt,/an/absolute.txt"
+    assert c.data.tokenizer == "package:austen_2k.model"
+    assert c.model.ops_table == f"{beside}/no.json"
+    assert c.train.init_from == "runs/a"
+    assert c.train.eval_tasks_folder == "~/tasks"
+    assert config_lib.load("160m").data.train == "data/corpus/train.jsonl"  # shipped ones have no place of their own
+    shipped = config_lib.load(str(config_lib.config_folder() / "160m.py"))
+    assert shipped.data.train == "data/corpus/train.jsonl"
 
 
 def with_old_keys(tree):

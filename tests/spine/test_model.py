@@ -239,3 +239,20 @@ def test_foreign_code_trains_the_model_with_nnx_idioms():
 def test_a_model_that_cannot_be_built_says_why(changes, message):
     with pytest.raises(ValueError, match=message):
         Decoder(dataclasses.replace(CFG, **changes), rngs=nnx.Rngs(0))(tokens())
+
+
+@pytest.mark.parametrize("kind", [np.asarray, jnp.asarray])
+def test_ids_outside_the_vocabulary_are_refused_where_they_are_known(kind):
+    decoder = bind(abstract_params(CFG), CFG)  # without values: nothing is computed before the check
+    for ids, message in (([[3, 64]], "tokens run from 3 to 64, "), ([[-1, 3]], "tokens run from -1 to 3, ")):
+        with pytest.raises(ValueError, match=message + r"but model.vocab_size=64 has ids 0 to 63; encode the text"):
+            decoder(kind(ids))
+
+
+def test_rows_longer_than_the_model_are_refused_even_where_ids_are_traced():
+    cfg = dataclasses.replace(CFG, max_positions=12)
+    shapes = [jax.ShapeDtypeStruct((2, length), jnp.int32) for length in (12, 13)]
+    logits = lambda params, tokens_BT: apply(params, cfg, tokens_BT)  # noqa: E731
+    assert jax.eval_shape(logits, abstract_params(cfg), shapes[0]).shape == (2, 12, 64)
+    with pytest.raises(ValueError, match=r"tokens have 13 positions, more than model.max_positions=12; shorten the"):
+        jax.eval_shape(logits, abstract_params(cfg), shapes[1])

@@ -1,5 +1,6 @@
 """The training command: what it refuses and how it says so, what it writes, and what a person sees."""
 
+import gzip
 import json
 import os
 import re
@@ -12,8 +13,10 @@ import time
 import jobs
 import micro
 import pytest
+from jax.profiler import ProfileData
 
 from hlat_jax import config as config_lib
+from hlat_jax import loop, train
 from hlat_jax.data.loader import TrainBatches, batch_hash
 from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.optimizer import learning_rate
@@ -22,7 +25,7 @@ from hlat_jax.resolve import resolve
 pytestmark = pytest.mark.xdist_group("train")  # its fixtures are costly: one process
 ROW_KEYS = {
     "step", "loss", "tokens", "grad_norm", "param_norm", "learning_rate", "step_s", "data_wait_s", "batch_hash",
-    "tokens_per_s", "nonfinite",
+    "tokens_per_s", "nonfinite", "peak_memory_bytes",
 }  # fmt: skip
 EVAL_KEYS = {"step", "eval_loss", "perplexity", "bits_per_byte", "eval_tokens"}
 
@@ -34,12 +37,12 @@ def finished(tmp_path_factory):
     config = micro.write_config(folder)
     shows = ("console=on", "log_every_steps=6", "tensorboard=True", "plot=True")
     words = micro.command(config, folder / "run", *(f"metrics.{word}" for word in shows))
-    words += ["--config.train.sample_prompt=It is", "--config.train.sample_tokens=4"]
+    words += [f"--config.train.{word}" for word in ("sample_prompt=It is", "sample_tokens=4", "profile_steps=10:13")]
     done = micro.run(words, micro.environment())
     assert done.returncode == 0, done.stderr
     mutable = config_lib.load(str(config))
     mutable.metrics.update(console="on", log_every_steps=6, tensorboard=True, plot=True)
-    mutable.train.update(sample_prompt="It is", sample_tokens=4)
+    mutable.train.update(sample_prompt="It is", sample_tokens=4, profile_steps="10:13")
     return resolve(mutable), folder / "run", done.stdout
 
 
@@ -83,6 +86,15 @@ def test_train_refuses_a_batch_that_eight_devices_do_not_divide(train_here, tmp_
     message = refused(train_here, micro.write_config(tmp_path), tmp_path / "run", num_devices=8)
     assert "data.batch_size=4 does not divide into 8 data-parallel parts x train.num_microbatches=1" in message
     assert "make data.batch_size a multiple of 8" in message
+
+
+def test_train_writes_each_line_to_a_log_file_at_once(monkeypatch, tmp_path):
+    log, seen = tmp_path / "log.txt", []
+    monkeypatch.setattr(loop, "train", lambda *_: print("compiling") or seen.append(log.read_text()) or 0)
+    with open(log, "w") as file:
+        monkeypatch.setattr(sys, "stdout", file)
+        assert train.main(["--config=tiny", f"--workdir={tmp_path / 'run'}"]) == 0
+    assert seen == ["compiling\n"]
 
 
 @pytest.mark.parametrize("kind", ["below a file", "in /proc"])  # root may write wherever a folder can be
@@ -138,6 +150,7 @@ def test_train_writes_a_whole_row_for_each_step(finished):
         assert row["learning_rate"] == learning_rate(row["step"] - 1, config.optimizer)
         assert row["step_s"] > 0
         assert 0 <= row["data_wait_s"] <= row["step_s"]
+        assert 2**26 < row["peak_memory_bytes"] < 2**34  # of a process with JAX and a model of a megabyte
     evals = [row for row in rows if "eval_loss" in row]
     assert [row["step"] for row in evals] == [0, 6, 12, 18, 24]
     assert all(set(row) == EVAL_KEYS for row in evals)
@@ -159,7 +172,7 @@ def test_train_leaves_config_rows_events_picture_and_checkpoints(finished):
     config, workdir, _ = finished
     assert {path.name for path in workdir.iterdir()} == {
         ".lock", "checkpoints", "config.json", "environment.json",
-        "programs.json", "index", "loss.png", "metrics.jsonl", "tensorboard",
+        "programs.json", "index", "loss.png", "metrics.jsonl", "tensorboard", "tokenizer",
     }  # fmt: skip
     assert json.loads((workdir / "config.json").read_text()) == config.to_dict()
     assert json.loads((workdir / "environment.json").read_text())["JAX_PLATFORMS"] == "cpu"
@@ -185,6 +198,23 @@ def test_train_says_on_stdout_what_a_person_asks(finished):
     assert str(workdir / "loss.png") in out
 
 
+def test_train_traces_the_steps_that_are_asked_for_in_both_formats(finished):
+    _, workdir, out = finished
+    [folder] = (workdir / "tensorboard/plugins/profile").iterdir()
+    [perfetto] = folder.glob("*.trace.json.gz")
+    events = json.loads(gzip.decompress(perfetto.read_bytes()))["traceEvents"]
+    assert [event["args"]["step_num"] for event in events if event.get("name") == "train"] == ["10", "11", "12", "13"]
+    [tensorboard] = folder.glob("*.xplane.pb")
+    [host] = [plane for plane in ProfileData.from_file(str(tensorboard)).planes if plane.name == "/host:CPU"]
+    found = [event for line in host.lines for event in line.events if event.name == "train"]
+    assert [dict(event.stats)["step_num"] for event in found] == [10, 11, 12, 13]
+    executed = sum("Execute" in event.name for line in host.lines for event in line.events)
+    assert executed >= 4  # operations on the device, not the host alone
+    [line] = [line for line in out.splitlines() if line.startswith("trace ")]
+    assert str(perfetto) in line
+    assert f"tensorboard --logdir={workdir / 'tensorboard'}" in line
+
+
 def test_train_lines_have_one_width_and_blanks_between_columns(finished):
     _, _, out = finished
     lines = out.splitlines()
@@ -193,7 +223,7 @@ def test_train_lines_have_one_width_and_blanks_between_columns(finished):
     assert [int(line.split()[0]) for line in progress] == [1, 6, 12, 18, 24]
     assert {len(line) for line in progress} == {len(header)}
     for line in progress:
-        assert len(line.split()) == 10, line
+        assert len(line.split()) == 11, line
     assert progress[-1].split()[:2] == ["24", "100.0%"]
     assert progress[-1].split()[-1] == "0:00:00"
 

@@ -190,6 +190,43 @@ def test_what_runs_before_the_environment_is_set_does_not_import_jax(module):
     assert "jax" not in loaded_after(f"import hlat_jax.{module}")
 
 
+def test_a_wrong_path_is_answered_before_jax_is_imported():
+    code = """
+import importlib, sys
+for area, *words in (line.split() for line in sys.stdin):
+    module = importlib.import_module(f"hlat_jax.{area}" if area == "train" else f"hlat_jax.{area}.__main__")
+    try:
+        module.main(words)
+    except ValueError as error:
+        print(error)
+    assert "jax" not in sys.modules, (area, words)
+"""
+    asked = {
+        "train --config=tiny --config.data.train=/no/a.txt,/no/b": "data.train: /no/a.txt does not exist",
+        "train --config=tiny --config.data.train=a=/no/*.txt": "data.train: /no/*.txt matches no file",
+        "train --config=tiny --config.data.validation=/no/b": "data.validation: /no/b does not exist",
+        "train --config=tiny --config.data.train=package:b": "package:b does not ship with hlat_jax",
+        "train --config=tiny --config.data.tokenizer=/no.model": "data.tokenizer=/no.model: no such file",
+        "train --config=tiny --config.train.init_from=/no": "train.init_from: /no holds no weights (no such folder",
+        "generate --checkpoint=/no --prompt=a": "/no holds no weights (no such folder; working directory",
+        f"generate --checkpoint={ROOT}/docs --prompt=a": f"{ROOT}/docs holds no weights (working directory",
+        "generate --prompt=a": "--checkpoint=FOLDER is missing",
+        "evaluate --checkpoint=/no --tasks=a": "/no holds no weights",
+        "evaluate --checkpoint=/no --text=/no/a.txt": "--text: /no/a.txt does not exist",
+        "evaluate --checkpoint=/no --data=/no/a.txt": "--data: /no/a.txt does not exist",
+        "hf export /no --out=x": "/no holds no weights",
+        "hf import /no --out=x": "/no has no config.json",
+        "hf average /no /no --out=x": "/no holds no weights",
+        "data stats --config=tiny --config.data.train=/no": "data.train: /no does not exist",
+        "data peek --config=tiny --step=1 --config.data.train=/no": "data.train: /no does not exist",
+    }
+    words = [sys.executable, "-c", code]
+    done = subprocess.run(words, input="\n".join(asked), capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr
+    for answer, message in zip(done.stdout.splitlines(), asked.values(), strict=True):
+        assert answer.startswith(message)
+
+
 def test_no_module_imports_torch_or_its_relatives():
     modules = [
         ".".join(("hlat_jax", *p.relative_to(PACKAGE).with_suffix("").parts)) for p in FILES if p.stem != "__init__"

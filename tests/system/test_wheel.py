@@ -68,6 +68,10 @@ def test_wheel_trains_tiny_where_the_repository_is_not(wheel, tmp_path):
     for path in found.stdout.split():
         assert os.path.commonpath([path, target]) == str(target)
 
+    script = [target / "bin" / "hlat", "plan", "choices", "--config=tiny", "--platform=cpu"]
+    done = subprocess.run(script, cwd=elsewhere, env=env, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+
     short = ("train.num_steps=2", "train.eval_every_steps=2", "train.num_eval_batches=1", "train.sample_prompt=")
     words = [sys.executable, "-m", "hlat_jax.train", "--config=tiny", *(f"--config.{word}" for word in short)]
     done = subprocess.run(words, cwd=elsewhere, env=env, capture_output=True, text=True, timeout=300, check=False)

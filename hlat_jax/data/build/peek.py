@@ -8,33 +8,17 @@ run keeps such indices and the folder is writable.
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Sequence
 
 import numpy as np
-from absl import flags
 
 from hlat_jax import config as config_lib
-from hlat_jax.data import packing, positions
+from hlat_jax.data import kept_tokenizer, packing, positions
 from hlat_jax.data.build.progress import showing
 from hlat_jax.data.loader import TrainBatches, batch_hash, make_batch
 from hlat_jax.data.streams import Definition
 from hlat_jax.data.tokenizer import Tokenizer
-from hlat_jax.host import flags as flags_lib
 from hlat_jax.host.process import INDEX_FOLDER
-from hlat_jax.resolve import resolve
 from hlat_jax.store.metrics import ROWS_FILE, read_rows
-
-
-def main(argv: Sequence[str]) -> int:
-    """Prints the batch of one step; returns the exit code."""
-    mutable, values = flags_lib.parse(argv, _define)
-    config = resolve(mutable)
-    workdir = pathlib.Path(values.workdir or f"runs/{config.name}")
-    if values.step is None or values.step < 1:
-        raise ValueError("--step=N is missing; give a step of at least 1: step N trains on batch N.")
-    if values.row is not None and not 0 <= values.row < config.data.batch_size:
-        raise ValueError(f"--row={values.row} must be in 0 .. data.batch_size - 1 = {config.data.batch_size - 1}.")
-    return peek(config, workdir, step=values.step, row=values.row)
 
 
 def peek(config: config_lib.Config, workdir: pathlib.Path, *, step: int, row: int | None) -> int:
@@ -48,8 +32,9 @@ def peek(config: config_lib.Config, workdir: pathlib.Path, *, step: int, row: in
             f"--step={step} is beyond the last step of the run, train.num_steps={config.train.num_steps}; give a step "
             "of the run, or set that key."
         )
+    config = positions.with_order_of_run(config, workdir)
     data = config.data
-    tokenizer = Tokenizer(data.tokenizer, vocab_size=config.model.vocab_size)
+    tokenizer = Tokenizer(kept_tokenizer.usable(data.tokenizer, workdir), vocab_size=config.model.vocab_size)
     rows = list(range(data.batch_size)) if row is None else [row]
     index = workdir / INDEX_FOLDER
     batches = TrainBatches(data, tokenizer=tokenizer, rows=rows, index_folder=index if index.is_dir() else None)
@@ -143,9 +128,3 @@ def _compare(found: str, workdir: pathlib.Path, step: int) -> int:
     same = rows[-1]["batch_hash"] == found
     print(f"\nbatch {found}: {'the same as' if same else 'NOT the same as'} in {path} for step {step}")
     return 0 if same else 1
-
-
-def _define(values: flags.FlagValues) -> None:
-    flags.DEFINE_integer("step", None, "The step, at least 1, whose batch is shown.", flag_values=values)
-    flags.DEFINE_integer("row", None, "Only this row of the batch.", flag_values=values)
-    flags.DEFINE_string("workdir", "", "Run folder; default runs/NAME.", flag_values=values)

@@ -1,0 +1,49 @@
+"""The copy of the tokenizer in a run folder, so that the folder can be moved: `<run folder>/tokenizer/`."""
+
+from __future__ import annotations
+
+import hashlib
+import pathlib
+
+from hlat_jax.store.atomic_files import write_whole
+
+FOLDER = "tokenizer"
+_NAMES = ("tokenizer.model", "tokenizer.json")
+# Files beside a tokenizer.json that name its control tokens.
+_BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "config.json")
+
+
+def keep_tokenizer(path: pathlib.Path, workdir: pathlib.Path) -> None:
+    """Copies the tokenizer at `path` into a run folder, unless the same one is there."""
+    content, is_json = path.read_bytes(), path.suffix == ".json"
+    if find_kept(workdir, sha256=hashlib.sha256(content).hexdigest()) is not None:
+        return
+    folder = workdir / FOLDER
+    folder.mkdir(exist_ok=True)
+    for name in (*_NAMES, *_BESIDE):
+        (folder / name).unlink(missing_ok=True)  # of another tokenizer, by a run that had no checkpoint
+    for beside in (path.with_name(name) for name in _BESIDE if is_json):
+        if beside.is_file():
+            write_whole(folder / beside.name, beside.read_bytes())
+    write_whole(folder / _NAMES[is_json], content)  # last: where it is, the others are
+
+
+def find_kept(workdir: pathlib.Path, *, sha256: str) -> pathlib.Path | None:
+    """Returns the tokenizer that a run folder keeps; None if it keeps none, or not the one with this checksum.
+
+    Args:
+      workdir: the run folder.
+      sha256: of the file; "": any.
+    """
+    for path in (workdir / FOLDER / name for name in _NAMES):
+        if path.is_file() and sha256 in ("", hashlib.sha256(path.read_bytes()).hexdigest()):
+            return path
+    return None
+
+
+def usable(tokenizer: str, workdir: pathlib.Path) -> str:
+    """Returns `data.tokenizer`, or, if there is no such file, the path of the one that the run folder keeps, if any."""
+    if not tokenizer or tokenizer.startswith("package:") or pathlib.Path(tokenizer).expanduser().is_file():
+        return tokenizer
+    kept = find_kept(workdir, sha256="")
+    return tokenizer if kept is None else str(kept)

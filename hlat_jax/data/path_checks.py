@@ -1,0 +1,45 @@
+"""Checks that the files of a config exist, before JAX is imported. The readers check everything else."""
+
+from __future__ import annotations
+
+import glob
+import pathlib
+from collections.abc import Collection
+
+from hlat_jax.config import DataConfig
+from hlat_jax.data.formats.paths import asset_path
+from hlat_jax.data.mixture import parse_sources
+
+
+def check_text(data: DataConfig, *, keys: Collection[str] = ("train", "validation")) -> None:
+    """Raises ValueError for a local path in `data.train` or `data.validation` that does not exist.
+
+    Lists no folders and makes no network requests.
+    """
+    for key in sorted(keys):
+        spec = vars(data)[key]
+        sources = parse_sources(spec, key=f"data.{key}") if spec else {}
+        for part in (part.strip() for paths in sources.values() for part in paths.split(",")):
+            check_text_path(part, key=f"data.{key}")
+
+
+def check_text_path(path: str, *, key: str) -> None:
+    """Raises ValueError for a local file or folder that does not exist, or a glob without a match."""
+    if path.startswith("package:"):
+        asset_path(path.removeprefix("package:"))
+        return
+    path = path.removeprefix("file://")
+    if not path or "://" in path or path.endswith("%"):  # a share of data.train
+        return
+    local = pathlib.Path(path).expanduser()
+    if not local.exists() and next(glob.iglob(str(local), recursive=True), None) is None:
+        what = "matches no file" if glob.has_magic(path) else "does not exist"
+        raise ValueError(f"{key}: {path} {what} (looked from {pathlib.Path.cwd()}).")
+
+
+def check_tokenizer(path: str) -> None:
+    """Raises ValueError if `data.tokenizer` is set and there is no such file."""
+    if path.startswith("package:"):
+        asset_path(path.removeprefix("package:"))
+    elif path and not pathlib.Path(path).expanduser().is_file():
+        raise ValueError(f"data.tokenizer={path}: no such file (looked from {pathlib.Path.cwd()}).")

@@ -1,0 +1,47 @@
+"""`hlat AREA ...`: the console command; `hlat train --config=tiny` is `python -m hlat_jax.train --config=tiny`."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+
+import hlat_jax
+from hlat_jax.config import nearest
+from hlat_jax.host import process
+
+AREAS = {
+    "train": "trains a model: hlat train --config=tiny",
+    "generate": "continues text with a trained model",
+    "evaluate": "perplexity and tasks of a trained model",
+    "data": "build, tokenizer, stats, peek: text for training",
+    "hf": "import, export, average: weights from Hugging Face and to it",
+    "plan": "memory, traffic and time of a run, before it is started",
+    "neuron": "lint, programs, hlo, doctor, env: checks for Trainium",
+}
+
+
+def main() -> None:
+    """Runs the area that sys.argv names as `python -m` does, and exits with its code; of an unknown area: 2."""
+    process.exit_on_interrupt()
+    name, *words = sys.argv[1:] or [""]
+    if name not in AREAS:
+        sys.exit(_without_area(name))
+    sys.argv = [f"hlat {name}", *words]
+    # by name, so that nothing but the area is imported
+    runpy.run_module(f"{hlat_jax.__name__}.{name}", run_name="__main__", alter_sys=True)
+
+
+def _without_area(word: str) -> int:
+    """Prints the areas or an error; returns the exit code."""
+    if word in ("", "--help", "-h", "help"):
+        lines = (f"  {name:<10} {does}" for name, does in AREAS.items())
+        print("Usage: hlat AREA ...; hlat AREA --help has more. AREA is one of:\n", *lines, sep="\n")
+        return 0 if word else 2
+    if word == "--version":
+        print(hlat_jax.__version__)
+        return 0
+    if word.startswith("-"):
+        print(f"error: {word} comes before an area; write `hlat train {word}`.", file=sys.stderr)
+    else:
+        print(f"error: unknown area {word!r}. {nearest(word, AREAS)}", file=sys.stderr)
+    return 2

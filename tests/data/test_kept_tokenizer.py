@@ -1,0 +1,79 @@
+"""The tokenizer that a run folder keeps, and which paths of a config are refused before JAX is imported."""
+
+import hashlib
+import json
+
+import pytest
+
+from hlat_jax.data import path_checks
+from hlat_jax.data.formats.paths import asset_path
+from hlat_jax.data.kept_tokenizer import find_kept, keep_tokenizer, usable
+
+AUSTEN = asset_path("austen_2k.model")
+
+
+def sha256(path):
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def test_a_model_is_kept_once_and_found_by_its_checksum(tmp_path):
+    assert find_kept(tmp_path, sha256="") is None
+    keep_tokenizer(AUSTEN, tmp_path)
+    kept = tmp_path / "tokenizer" / "tokenizer.model"
+    assert kept.read_bytes() == AUSTEN.read_bytes()
+    assert find_kept(tmp_path, sha256=sha256(AUSTEN)) == find_kept(tmp_path, sha256="") == kept
+    assert find_kept(tmp_path, sha256="0" * 64) is None
+    before = kept.stat().st_mtime_ns
+    keep_tokenizer(kept, tmp_path)  # of a run that was resumed with it
+    assert kept.stat().st_mtime_ns == before
+
+
+def test_a_tokenizer_json_is_kept_with_the_files_that_name_its_tokens(tmp_path):
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "mine.json").write_text("{}")
+    for name in ("tokenizer_config.json", "config.json", "other.json"):
+        (source / name).write_text(json.dumps({"in": name}))
+    keep_tokenizer(source / "mine.json", tmp_path)
+    files = {path.name: path.read_text() for path in (tmp_path / "tokenizer").iterdir()}
+    beside = {name: json.dumps({"in": name}) for name in ("tokenizer_config.json", "config.json")}
+    assert files == {"tokenizer.json": "{}"} | beside
+
+
+def test_another_tokenizer_replaces_the_one_that_was_kept(tmp_path):
+    (tmp_path / "t.json").write_text("{}")
+    (tmp_path / "config.json").write_text("{}")
+    keep_tokenizer(tmp_path / "t.json", tmp_path)
+    keep_tokenizer(AUSTEN, tmp_path)
+    assert [path.name for path in (tmp_path / "tokenizer").iterdir()] == ["tokenizer.model"]
+
+
+def test_the_kept_tokenizer_stands_in_for_one_that_is_missing_only(tmp_path):
+    keep_tokenizer(AUSTEN, tmp_path)
+    for there in (str(AUSTEN), "package:austen_2k.model", ""):
+        assert usable(there, tmp_path) == there
+    assert usable("/no.model", tmp_path) == str(tmp_path / "tokenizer" / "tokenizer.model")
+    assert usable("/no.model", tmp_path / "other") == "/no.model"
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["{tmp}/a.txt", "{tmp}/*.txt", "{tmp}", "file://{tmp}/a.txt", "s3://bucket/x", "package:austen_2k.model", ""],
+)
+def test_paths_that_are_there_or_on_another_machine_pass(tmp_path, path):
+    (tmp_path / "a.txt").write_text("a")
+    path_checks.check_text_path(path.format(tmp=tmp_path), key="data.train")
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("{tmp}/b.txt", r"data.train: .*/b.txt does not exist \(looked from "),
+        ("{tmp}/*.md", r"data.train: .*/\*.md matches no file"),
+        ("file://{tmp}/b.txt", "b.txt does not exist"),
+        ("package:b", "package:b does not ship with hlat_jax"),
+    ],
+)
+def test_paths_where_there_is_nothing_are_refused(tmp_path, path, message):
+    with pytest.raises(ValueError, match=message):
+        path_checks.check_text_path(path.format(tmp=tmp_path), key="data.train")

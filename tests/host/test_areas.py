@@ -1,0 +1,80 @@
+"""The console command: `hlat AREA` is `python -m hlat_jax.AREA`, and costs no more."""
+
+import importlib
+import pathlib
+import subprocess
+import sys
+import tomllib
+
+import micro
+import pytest
+
+from hlat_jax.host import areas, process
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+HLAT = [sys.executable, "-c", "import sys; from hlat_jax.host.areas import main; main()"]
+
+
+@pytest.fixture
+def hlat_here(monkeypatch, capsys):
+    """A function of the words after `hlat` that runs it in this process: (exit code, stdout, stderr)."""
+
+    def run(*words):
+        monkeypatch.setattr(process, "exit_on_interrupt", lambda: None)  # it would outlive the test
+        monkeypatch.setattr("sys.argv", ["hlat", *words])
+        with pytest.raises(SystemExit) as exit_:
+            areas.main()
+        return exit_.value.code, *capsys.readouterr()
+
+    return run
+
+
+def test_the_script_of_the_package_is_this_command():
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    assert list(scripts) == ["hlat"]
+    module, _, name = scripts["hlat"].partition(":")
+    assert getattr(importlib.import_module(module), name) is areas.main
+
+
+def test_every_command_of_the_package_is_an_area():
+    rooms = {path.parent.name for path in (ROOT / "hlat_jax").glob("*/__main__.py")}
+    assert set(areas.AREAS) == rooms - {"ops"} | {"train"}  # ops names its successor
+
+
+@pytest.mark.parametrize(("words", "code"), [(["--help"], 0), (["-h"], 0), ([], 2)])
+def test_help_has_a_line_for_each_area(hlat_here, words, code):
+    found, out, err = hlat_here(*words)
+    assert (found, err) == (code, "")
+    assert [line.split()[0] for line in out.splitlines() if line.startswith("  ")] == list(areas.AREAS)
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("trian", "unknown area 'trian'. Did you mean 'train'?"),
+        ("quux", "unknown area 'quux'. Known: data, evaluate, generate, hf, neuron, plan, train."),
+        ("--config=tiny", "--config=tiny comes before an area; write `hlat train --config=tiny`."),
+    ],
+)
+def test_a_word_that_is_no_area_is_answered_with_one_line(hlat_here, word, message):
+    assert hlat_here(word) == (2, "", f"error: {message}\n")
+
+
+def test_version_is_that_of_the_package(hlat_here):
+    assert hlat_here("--version") == (0, "0.1.0\n", "")
+
+
+def test_an_area_gets_its_words_and_nothing_else_is_imported():
+    code = HLAT[-1].replace("main()", "import atexit; atexit.register(lambda: print(*sys.modules)); main()")
+    words = [*HLAT[:-1], code, "train", "--config=tiny", "--print_config"]
+    done = subprocess.run(words, env=micro.environment(), capture_output=True, text=True, check=True)
+    *printed, modules = done.stdout.splitlines()
+    alone = [sys.executable, "-m", "hlat_jax.train", "--config=tiny", "--print_config"]
+    assert printed == subprocess.run(alone, env=micro.environment(), capture_output=True, text=True).stdout.splitlines()
+    assert not {"jax", "hlat_jax.plan", "hlat_jax.evaluate", "hlat_jax.neuron", "hlat_jax.hf"} & set(modules.split())
+
+
+def test_an_area_exits_with_its_own_code(hlat_here):
+    code, out, err = hlat_here("data", "statz")
+    assert (code, out) == (2, "")
+    assert err == "error: unknown verb 'statz'. Did you mean 'stats'?\n"
