@@ -15,11 +15,13 @@ import os
 import pathlib
 import re
 import traceback
+from collections.abc import Collection
 from typing import Any
 
 from hlat_jax.byte_sizes import parse_bytes
 
 REMAT_BUDGET = "budget:"
+HELD_OUT = "5%"  # of a user's own text, where the config has validation text of another
 
 
 def nearest(word: str, candidates: Any) -> str:
@@ -75,7 +77,7 @@ _ATTENTION = ("auto", "einsum", "blocked", "chunked", "cudnn", "triton", "nki")
 class ModelConfig:
     """A Llama-architecture decoder; self-contained: `Decoder(ModelConfig(...))` needs no other section."""
 
-    vocab_size: int = _key(32000, "Token ids run from 0 to vocab_size - 1.")
+    vocab_size: int = _key(32000, "Token ids run from 0 to vocab_size - 1; 0: as many as data.tokenizer has.")
     num_layers: int = _key(2, "Decoder layers.")
     embed_dim: int = _key(64, "Width of the residual stream.")
     mlp_dim: int = _key(176, "Hidden width of the SwiGLU block.")
@@ -206,7 +208,7 @@ class DataConfig:
     """Where text comes from and how it becomes batches."""
 
     train: str = _key("", "Training text: PATHS or NAME=PATHS;NAME=PATHS. PATHS: files, folders or globs, by commas.")
-    validation: str = _key("", "The same for held-out text; empty: no validation.")
+    validation: str = _key("", "The same for held-out text, or a share of data.train to hold out: 5%; empty: none.")
     mixture: str = _key("", "Shares of the sources, by stages: 'A=3,B=1 until_step=9;A=1,B=1'. Also until_tokens=.")
     text_field: str = _key("text", "JSONL key or Parquet column that holds the text.")
     tokenizer: str = _key("", "SentencePiece .model, or tokenizer.json. 'package:NAME' ships with hlat_jax.")
@@ -217,6 +219,9 @@ class DataConfig:
     max_document_chars: int = _key(500_000, "Longer documents are cut into pieces of this many characters, in order.")
     on_bad_record: str = _key("raise", "What to do with a record without usable text.", choices=("raise", "skip"))
     shuffle: bool = _key(True, "Visit documents in a seeded order that is new in every epoch.")
+    shuffle_by: str = _key(
+        "document", "What is shuffled: documents, read end to end (HLAT), or rows of them.", choices=("document", "row")
+    )
     seed: int = _key(1234, "Seed of the document order.")
     num_threads: int = _key(2, "Threads that read and tokenize ahead; 0: none. Does not affect the batches.")
     prefetch_batches: int = _key(4, "Batches prepared ahead. Does not affect the batches.")
@@ -230,6 +235,9 @@ class TrainConfig:
     num_steps: int = _key(100, "The run stops after this many optimizer steps.")
     seed: int = _key(0, "Seed of the initial weights.")
     init_from: str = _key("", "Initial weights: a run folder, a checkpoint or an import; empty: random, by train.seed.")
+    branch_from: str = _key(
+        "", "RUN@STEP: start from this checkpoint of another run, with its optimizer and data position; empty: no."
+    )
     num_microbatches: int = _key(1, "Gradient accumulation: parts that a batch is split into, run one after another.")
     z_loss_weight: float = _key(0.0, "Weight of the squared log-normaliser in the loss.")
     eval_every_steps: int = _key(0, "Validate every so many steps and at the end; 0: at the end only.")
@@ -249,6 +257,7 @@ class TrainConfig:
     eval_loss_high: float = _key(0.0, "Upper end of the expected final validation loss in nats; 0: no expectation.")
     sample_prompt: str = _key("", "Text continued before and after training; empty: no sample.")
     sample_tokens: int = _key(64, "Tokens of that sample.")
+    profile_steps: str = _key("", "Trace these steps, FIRST:LAST, such as 10:13 for four of them; empty: none.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -266,8 +275,10 @@ class CheckpointConfig:
 class MetricsConfig:
     """Progress lines and records; without influence on training."""
 
-    log_every_steps: int = _key(10, "Steps between lines on the console.")
-    console: str = _key("auto", "Progress lines; auto: fewer when not a terminal.", choices=("auto", "on", "off"))
+    log_every_steps: int = _key(
+        0, "Steps between progress lines, with one a minute at least; 0: 10, and a tenth of a run without a terminal."
+    )
+    console: str = _key("auto", "Progress lines; on: as on a terminal, also in a file.", choices=("auto", "on", "off"))
     tensorboard: bool = _key(True, "Write TensorBoard event files into the run folder.")
     wandb_project: str = _key("", "Weights & Biases project; empty: not used.")
     plot: bool = _key(True, "Draw loss.png at the end.")
@@ -306,6 +317,42 @@ SECTIONS: dict[str, type] = {
 
 # Renamed keys: an old name is an error in a config, and is read as the new one in records of earlier runs.
 RENAMED = {"data.weights": "data.mixture", "model.tuned": "model.ops_table"}
+
+
+def held_out_share(validation: str) -> float:
+    """Returns the share of data.train that a data.validation such as "5%" holds out; 0 for any other value.
+
+    Raises:
+      ValueError: not above 0% and at most 50%.
+    """
+    found = re.fullmatch(r"\s*([0-9.+-]+)\s*%\s*", validation)
+    if not found:
+        return 0.0
+    try:
+        share = float(found[1]) / 100
+    except ValueError:
+        share = 0.0
+    if not 0 < share <= 0.5:
+        raise ValueError(f"data.validation={validation!r} must be above 0% and at most 50% of data.train.")
+    return share
+
+
+def drop_settings_of_replaced_text(mutable: Any, before: Any, *, given: Collection[str]) -> None:
+    """Changes settings that describe the text or tokenizer of a config whose command line replaces these.
+
+    If data.train is replaced and data.validation would remain text that ships with the package, a share of data.train
+    is held out instead. If text or tokenizer is replaced, no final validation loss is expected.
+
+    Args:
+      mutable: ConfigDict with the values of the command line, changed in place.
+      before: the same without them.
+      given: keys that the command line sets, which stay as they are: "data.train".
+    """
+    replaced = {key for key in ("train", "validation", "tokenizer") if mutable.data[key] != before.data[key]}
+    if "train" in replaced and "data.validation" not in given and mutable.data.validation.startswith("package:"):
+        mutable.data.validation = HELD_OUT
+    if replaced and not {"train.eval_loss_low", "train.eval_loss_high"} & set(given):
+        mutable.train.update(eval_loss_low=0.0, eval_loss_high=0.0)
 
 
 def require_not_renamed(path: str) -> None:

@@ -17,6 +17,8 @@ After c updates, one iteration
 7. logs the metrics of step c: the device already has its next work and never waits for the host, nor for the
    synchronization on batch c + 1, which happens while it runs step c.
 
+Before 5 it starts, and after 7 it stops, the trace of `train.profile_steps`; both wait for the steps dispatched so far.
+
 All processes run this loop and take the same branches; process 0 alone prints and writes rows.
 """
 
@@ -36,12 +38,14 @@ from hlat_jax.host import distributed
 from hlat_jax.host.process import StopSignals
 from hlat_jax.optimizer import learning_rate
 from hlat_jax.parallel.sharding import shard_batch
-from hlat_jax.run import nonfinite, summary
+from hlat_jax.run import machine, nonfinite, summary
 from hlat_jax.run.open import NextBatch, Pending, Progress, Run, open_run
+
+_STEP_AND_SAVE = "this step, then saving a checkpoint"
 
 
 def train(config: Config, workdir: pathlib.Path) -> int:
-    """Trains to `train.num_steps`, or resumes the run in `workdir`; returns the exit code.
+    """Trains to `train.num_steps`, or resumes the run in `workdir`; returns the exit code: 130 after a Ctrl-C, else 0.
 
     Raises:
       ValueError: a config, data, machine or folder that cannot be trained with; nothing was changed.
@@ -49,26 +53,30 @@ def train(config: Config, workdir: pathlib.Path) -> int:
       NonFiniteError: see `train.max_nonfinite_steps`.
     """
     with contextlib.ExitStack() as stack:
-        signals = stack.enter_context(StopSignals())
+        signals = stack.enter_context(StopSignals(alone=not jax.distributed.is_initialized()))
         opened = open_run(config, workdir, signals=signals, stack=stack)
         if opened is None:
-            return 0
+            return 130 if signals.name == "SIGINT" else 0
         run, progress = opened
+        signals.doing = "starting"
         if progress.step == 0:
             _sample(run, progress, "before training")
         _loop(run, progress)
-        run.checkpointer.wait()
-        if run.exporter is not None:
-            run.exporter.wait()
+        with signals.during("saving", unfinished=f"the checkpoint of step {progress.step}"):
+            run.checkpointer.wait()
+            if run.exporter is not None:
+                run.exporter.wait()
+        code = 130 if run.sync.stop == "SIGINT" else 0  # so that `train && evaluate` stops
         if progress.step < config.train.num_steps:
             saved, nothing = f"saved in {workdir}; run the same command to resume", "before anything was saved"
             print(f"stopped by {run.sync.stop} after step {progress.step}, {saved if progress.step else nothing}")
-            return 0
-        run.log.close()
+            return code
+        signals.doing, signals.unfinished, signals.saved_step = "drawing the results", "", progress.step
         _sample(run, progress, "after training")
+        run.log.close()
         if distributed.is_first():
             summary.finish(config, workdir, progress.step)
-    return 0
+    return code
 
 
 def _loop(run: Run, progress: Progress) -> None:
@@ -81,9 +89,11 @@ def _loop(run: Run, progress: Progress) -> None:
         _export(run, progress)
         if stopping:
             return
+        _start_trace(run, progress)
         batch = _next_batch(run, progress)
         _step(run, progress, batch)
         _log(run, progress)
+        _stop_trace(run, progress)
 
 
 def _evaluate(run: Run, progress: Progress) -> None:
@@ -92,18 +102,22 @@ def _evaluate(run: Run, progress: Progress) -> None:
     Where the run resumed, this was done before the checkpoint was written.
     """
     train, step, last = run.config.train, progress.step, _is_last(run, progress)
+    unfinished = "this evaluation, then saving a checkpoint" if step > run.start_step else ""
     if run.sync.stop:  # tasks may take longer than the sender of the signal waits
         _save_and_wait(run, progress)
     if step == run.start_step > 0:
         return
     if run.validation is not None and (last or _due(step, train.eval_every_steps)):
         _write_rows(run, progress)
-        run.log.eval_row({"step": step, **run.validation(progress.state["params"])})
+        with run.sync.signals.during("evaluating", unfinished=unfinished):
+            figures = run.validation(progress.state["params"])
+        run.log.eval_row({"step": step, **figures})
         progress.timed_from_s = time.monotonic()
     # before the first step too: all programs are compiled then, and what fails has cost nothing
     if run.tasks is not None and (last or step == 0 or _due(step, train.eval_tasks_every_steps)):
         _write_rows(run, progress)
-        figures, shown = run.tasks(progress.state["params"])
+        with run.sync.signals.during("evaluating", unfinished=unfinished):
+            figures, shown = run.tasks(progress.state["params"])
         if figures:
             run.log.tasks_row({"step": step, **figures}, shown=shown)
         progress.timed_from_s = time.monotonic()
@@ -164,8 +178,25 @@ def _export(run: Run, progress: Progress) -> None:
         progress.export_postponed = True
     else:
         nonfinite.finite_norms(run, progress)
+        run.sync.signals.unfinished = _STEP_AND_SAVE
         run.exporter.start(progress.step, progress.state)
     progress.timed_from_s = time.monotonic()
+
+
+def _start_trace(run: Run, progress: Progress) -> None:
+    """Starts the trace where the next step is its first, once all steps so far are complete."""
+    if progress.step + 1 == run.step_trace.first:
+        _complete_steps(run, progress)
+        run.step_trace.start()
+        progress.timed_from_s = time.monotonic()
+
+
+def _stop_trace(run: Run, progress: Progress) -> None:
+    """Writes the trace where this step is its last, once that is complete."""
+    if progress.step == run.step_trace.last:
+        _complete_steps(run, progress)
+        run.step_trace.stop()
+        progress.timed_from_s = time.monotonic()
 
 
 def _next_batch(run: Run, progress: Progress) -> NextBatch:
@@ -193,7 +224,9 @@ def _next_batch(run: Run, progress: Progress) -> NextBatch:
 def _step(run: Run, progress: Progress, batch: NextBatch) -> None:
     """Dispatches the next step and returns at once; its metrics stay on the device."""
     rate = learning_rate(progress.step, run.config.optimizer)
-    progress.state, metrics = run.train_step(progress.state, shard_batch(batch.batch, run.layout), np.float32(rate))
+    with jax.profiler.StepTraceAnnotation("train", step_num=progress.step + 1):
+        progress.state, metrics = run.train_step(progress.state, shard_batch(batch.batch, run.layout), np.float32(rate))
+    run.sync.signals.doing, run.sync.signals.unfinished = "training", _STEP_AND_SAVE
     progress.step += 1
     begin, progress.position = progress.position, batch.position
     pending = Pending(step=progress.step, metrics=metrics, learning_rate=rate, facts=batch.facts, position=begin)
@@ -232,6 +265,7 @@ def _write_rows(run: Run, progress: Progress, *, in_flight: int = 0) -> None:
             "learning_rate": pending.learning_rate,
             "step_s": now - progress.timed_from_s,
             "data_wait_s": progress.data_wait_s,  # part of step_s, which ends now: mostly for the next step's batch
+            "peak_memory_bytes": machine.peak_memory(run.layout),
             "nonfinite": int(not metrics.finite),
             **pending.facts,
         }
@@ -245,10 +279,17 @@ def _write_rows(run: Run, progress: Progress, *, in_flight: int = 0) -> None:
             nonfinite.stop(run, progress, position=pending.position)
 
 
+def _complete_steps(run: Run, progress: Progress) -> None:
+    """Writes the rows of all dispatched steps and waits for their state. Raises as `_write_rows`."""
+    _write_rows(run, progress)
+    jax.block_until_ready(progress.state)
+
+
 def _sample(run: Run, progress: Progress, when: str) -> None:
     if run.sampler is not None:
         text = sample_text(run.sampler, progress.state["params"], run.tokenizer, config=run.config)
         print(f"sample {when}: {text}")
+        run.log.sample(progress.step, text)
 
 
 def _is_last(run: Run, progress: Progress) -> bool:

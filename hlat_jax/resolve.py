@@ -6,9 +6,21 @@ Checks that depend on the number of devices are in `parallel.degrees`.
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
-from hlat_jax.config import SECTIONS, Config, ModelConfig, ParallelConfig, at_least, nearest, require_not_renamed, typed
+from hlat_jax.config import (
+    SECTIONS,
+    Config,
+    ModelConfig,
+    ParallelConfig,
+    TrainConfig,
+    at_least,
+    held_out_share,
+    nearest,
+    require_not_renamed,
+    typed,
+)
 
 
 def resolve(mutable: Any) -> Config:
@@ -101,6 +113,44 @@ def check_policy(policy: str, *, pipe: int) -> None:
         )
 
 
+def branch_source(train: TrainConfig) -> tuple[str, int] | None:
+    """Returns (run folder, step) of `train.branch_from`, None if it is empty. Raises ValueError for another form."""
+    if not train.branch_from:
+        return None
+    found = re.fullmatch("(.+)@([0-9]{1,9})", train.branch_from)
+    if not found or not int(found[2]):
+        raise ValueError(
+            f"train.branch_from={train.branch_from!r} must be RUN@STEP, a run folder and the step of one of its "
+            "checkpoints, such as runs/tiny@300."
+        )
+    step = int(found[2])
+    if train.init_from:
+        raise ValueError(
+            f"train.branch_from={train.branch_from} with train.init_from={train.init_from}: both give the initial "
+            "weights; unset one of them."
+        )
+    if step >= train.num_steps:
+        raise ValueError(
+            f"train.branch_from={train.branch_from} leaves no step to train: raise train.num_steps={train.num_steps} "
+            f"above {step}."
+        )
+    return found[1], step
+
+
+def profiled_steps(train: TrainConfig) -> range:
+    """Returns the steps that `train.profile_steps` names. Raises ValueError if the run does not have such steps."""
+    if not train.profile_steps:
+        return range(0)
+    found = re.fullmatch("([0-9]{1,9}):([0-9]{1,9})", train.profile_steps)
+    first, last = map(int, found.groups()) if found else (0, 0)
+    if not 1 <= first <= last <= train.num_steps:
+        raise ValueError(
+            f"train.profile_steps={train.profile_steps!r} must be FIRST:LAST, the steps to trace, such as 10:13 for "
+            f"four, with 1 <= FIRST <= LAST <= train.num_steps={train.num_steps}; empty: none."
+        )
+    return range(first, last + 1)
+
+
 def check_training(c: Config) -> None:
     """Raises ValueError for settings outside their range, and for settings that contradict each other."""
     o, d, t = c.optimizer, c.data, c.train
@@ -112,10 +162,12 @@ def check_training(c: Config) -> None:
     check_policy(c.precision.policy, pipe=c.parallel.pipe)
     at_least(1, data__batch_size=d.batch_size, train__num_microbatches=t.num_microbatches)
     at_least(2, data__seq_len=d.seq_len)
+    held_out_share(d.validation)  # raises for a share out of range
     at_least(1, data__max_document_chars=d.max_document_chars, data__prefetch_batches=d.prefetch_batches)
     at_least(1, train__max_nonfinite_steps=t.max_nonfinite_steps)
     at_least(0, train__num_eval_batches=t.num_eval_batches)
-    at_least(1, checkpoint__keep_last=c.checkpoint.keep_last, metrics__log_every_steps=c.metrics.log_every_steps)
+    at_least(1, checkpoint__keep_last=c.checkpoint.keep_last)
+    at_least(0, metrics__log_every_steps=c.metrics.log_every_steps)
     at_least(0, train__num_steps=t.num_steps, train__eval_every_steps=t.eval_every_steps)
     at_least(0, data__num_threads=d.num_threads, data__position_every_steps=d.position_every_steps)
     at_least(1, data__window_documents=d.window_documents)
@@ -144,6 +196,8 @@ def check_training(c: Config) -> None:
         raise ValueError(
             f"optimizer.horizon_steps={o.horizon_steps} must exceed optimizer.warmup_steps={o.warmup_steps}."
         )
+    profiled_steps(t)
+    branch_source(t)
     if t.eval_tasks and not all(t.eval_tasks.split(",")):
         raise ValueError(f"train.eval_tasks={t.eval_tasks!r} has an empty name; give NAME,NAME without spaces.")
     for name in ("every_steps", "limit", "folder"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import os
 import pathlib
@@ -21,11 +22,16 @@ from hlat_jax.resolve import resolve
 def main(argv: Sequence[str]) -> int:
     """Trains with the config and flags of a command line; returns the exit code."""
     mutable, values = flags_lib.parse(argv, _define)
+    from hlat_jax.data.tokenizer import fill_vocab_size  # not at the top: --help does not need it
+
+    fill_vocab_size(mutable)
     config = resolve(mutable)
     if values.print_config:
         print(json.dumps(config.to_dict(), indent=2))
         print(describe(config))
         return 0
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # so that each line is in a log file while the run compiles
     logging.set_verbosity(logging.ERROR)  # silences the INFO logs of libraries; ours are printed
     workdir = pathlib.Path(values.workdir or f"runs/{config.name}")
     _check_paths(config, workdir)

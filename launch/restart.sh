@@ -3,9 +3,10 @@
 #
 #   launch/restart.sh [--max_restarts=10] [--wait_s=10] srun launch/node.sh --config=7b --workdir=/fsx/runs/7b
 #
-# A failure is any exit code but 0 and 2; with 2 the command, the config or the data is wrong, and a restart would fail
-# again. The limit is on restarts in a row without a new checkpoint in the --workdir of the command. SIGTERM and SIGINT
-# are passed to the command, which saves and ends and is not restarted. Exits with the last code of the command.
+# A failure is any exit code but 0, 2 and 130; with 2 the command, the config or the data is wrong, and a restart would
+# fail again; 130 follows SIGINT. The limit is on restarts in a row without a new checkpoint in the --workdir of the
+# command. SIGTERM and SIGINT are passed to the command, which saves and ends and is not restarted. Exits with the last
+# code of the command.
 set -uo pipefail
 
 max_restarts=10 wait_s=10
@@ -62,7 +63,7 @@ while true; do
   done
   child=""
   ! $stopped || exit "$code"
-  ((code != 0 && code != 2)) || exit "$code"
+  ((code != 0 && code != 2 && code != 130)) || exit "$code"
   now=$(newest_checkpoint)
   ((now <= step)) || restarts=0
   if ((restarts >= max_restarts)); then

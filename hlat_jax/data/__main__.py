@@ -161,6 +161,9 @@ def _stats(argv: Sequence[str]) -> int:
         )
 
     mutable, values = flags_lib.parse(argv, define)
+    from hlat_jax.data.tokenizer import fill_vocab_size
+
+    fill_vocab_size(mutable)
     config = resolve(mutable)
     _check_given(config, tokenizer=config.data.tokenizer)
     from hlat_jax.data.build import stats
@@ -180,6 +183,10 @@ def _peek(argv: Sequence[str]) -> int:
         flags.DEFINE_string("workdir", "", "Run folder; default runs/NAME.", flag_values=values)
 
     mutable, values = flags_lib.parse(argv, define)
+    from hlat_jax.data import kept_tokenizer
+    from hlat_jax.data.tokenizer import fill_vocab_size
+
+    fill_vocab_size(mutable)
     config = resolve(mutable)
     if values.step is None:
         raise ValueError("--step=N is missing; give a step of at least 1: step N trains on batch N.")
@@ -187,8 +194,6 @@ def _peek(argv: Sequence[str]) -> int:
         raise ValueError(f"--step={values.step} must be at least 1: step N trains on batch N.")
     if values.row is not None and not 0 <= values.row < config.data.batch_size:
         raise ValueError(f"--row={values.row} must be in 0 .. data.batch_size - 1 = {config.data.batch_size - 1}.")
-    from hlat_jax.data import kept_tokenizer
-
     workdir = pathlib.Path(values.workdir or f"runs/{config.name}")
     _check_given(config, tokenizer=kept_tokenizer.usable(config.data.tokenizer, workdir))
     from hlat_jax.data.build import peek

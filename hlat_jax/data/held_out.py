@@ -20,7 +20,7 @@ from hlat_jax.data import packing
 from hlat_jax.data.formats.records import BadRecord
 from hlat_jax.data.loader import make_batch
 from hlat_jax.data.mixture import UNNAMED
-from hlat_jax.data.order import evenly_spread
+from hlat_jax.data.order import evenly_spaced, evenly_spread
 from hlat_jax.data.streams import Source, encoder, joint_manifest, open_sources, windows
 from hlat_jax.data.tokenizer import Tokenizer
 
@@ -147,7 +147,7 @@ def _rows(
         made = packing.concat_epoch(documents, encode=iter, seq_len=data.seq_len)
     made = list(made)
     is_sample = 0 < num_rows < len(made)
-    taken = [made[index] for index in _evenly_spaced(len(made), num_rows)] if is_sample else made
+    taken = [made[index] for index in evenly_spaced(len(made), num_rows)] if is_sample else made
     spans = [span for row in taken for span in row.spans]
     num_read = sum(span.stop - span.start for row in made for span in row.spans)
     coverage = Coverage(
@@ -159,11 +159,6 @@ def _rows(
         num_rows=len(taken) if is_sample or num_documents < total else 0,
     )
     return taken, coverage, len(skipped)
-
-
-def _evenly_spaced(total: int, count: int) -> Sequence[int]:
-    """Returns `count` evenly spaced numbers below `total`, the outer ones half a spacing from the ends."""
-    return range(total) if count >= total else ((2 * np.arange(count) + 1) * total // (2 * count)).tolist()
 
 
 def _read(

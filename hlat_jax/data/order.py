@@ -13,7 +13,7 @@ import functools
 import hashlib
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import grain
 import numpy as np
@@ -55,6 +55,11 @@ def evenly_spread(total: int) -> Iterator[int]:
     while math.gcd(step, total) > 1:
         step += 1
     return (index * step % total for index in range(total))
+
+
+def evenly_spaced(total: int, count: int) -> Sequence[int]:
+    """Returns `count` evenly spaced numbers below `total`, the outer ones half a spacing from the ends."""
+    return range(total) if count >= total else ((2 * np.arange(count) + 1) * total // (2 * count)).tolist()
 
 
 def permutation(num_documents: int, *, seed: int) -> np.ndarray:

@@ -9,6 +9,10 @@ script.
 number of documents at a time, a window, which ends with the epoch, and packs it best-fit. Every cut is a segment: no
 attention and no target crosses its ends. The rest of a row is padding.
 
+Either stream can shuffle rows (data.shuffle_by="row"), so that consecutive rows come from different documents, however
+long these are: a DocumentsStream the rows of each window, a ShuffledConcatStream those of a buffer of consecutive
+documents, see _Buffer.
+
 A stream calls `read(epoch, document)` for its documents by number and `encode(document)` for int32 arrays of tokens.
 `read` returns None for a bad record to be skipped, which the stream counts.
 """
@@ -17,10 +21,16 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import functools
+import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
+
+from hlat_jax.data.order import Order
+
+BUFFER_ROWS, BUFFER_DOCUMENTS, BUFFER_TOKENS = 256, 16, 1 << 22
 
 POSITION_FIELDS = {
     "concat": ("epoch", "document", "token", "skipped"),
@@ -149,6 +159,153 @@ class ConcatStream:
             self._epoch, self._document = self._epoch + 1, 0
 
 
+class ShuffledConcatStream:
+    """An endless stream of rows of `seq_len` tokens, which shuffles the rows of one buffer of documents after another.
+
+    The tokens of a buffer that do not fill its last row, fewer than `seq_len`, are dropped. The order of the rows of a
+    buffer depends on `seed` and on its first document.
+
+    The state is `position`, int64[4]: the epoch and number of the first document of the buffer, the next row of the
+    buffer, and the bad records skipped so far (those of a buffer count with its first row). Resuming from a position
+    tokenizes the documents of that buffer again. Each row tokenizes a share of the next buffer.
+    """
+
+    def __init__(
+        self,
+        read: Read,
+        *,
+        num_documents: int,
+        encode: Encode,
+        seq_len: int,
+        position: np.ndarray,
+        max_bad: int,
+        seed: int,
+    ):
+        self._seq_len, self._seed = seq_len, seed
+        self._epoch, self._document, self._row, self._skipped = (int(value) for value in position)
+        options = {"num_documents": num_documents, "seq_len": seq_len, "max_bad": max_bad}
+        self._make = functools.partial(_Buffer, read=read, encode=encode, **options)
+        self._next = self._make(self._epoch, self._document)
+        self._buffer: _Buffer | None = None
+
+    @property
+    def position(self) -> np.ndarray:
+        """int64[4]: where the next row begins."""
+        return np.asarray([self._epoch, self._document, self._row, self._skipped], np.int64)
+
+    def next_row(self) -> Row:
+        """Returns the next row.
+
+        Raises:
+          ValueError: a document that cannot be read, a position beyond the last row of its buffer, or `max_bad` bad
+            records in a row.
+        """
+        if self._buffer is None:
+            self._open_buffer()
+        row = self._buffer.row(self._order.number(0, self._row))
+        self._row += 1
+        self._next.read_ahead(self._row / self._num_rows)
+        if self._row == self._num_rows:
+            (self._epoch, self._document), self._row, self._buffer = self._buffer.end, 0, None
+        return row
+
+    def _open_buffer(self) -> None:
+        self._next.finish()
+        num_rows = self._next.num_tokens // self._seq_len
+        if self._row >= num_rows:
+            raise ValueError(
+                f"position (epoch {self._epoch}, document {self._document}, row {self._row}) is beyond the {num_rows} "
+                "rows of its buffer; resume with the text and the tokenizer it was saved with."
+            )
+        self._buffer, self._num_rows = self._next, num_rows
+        if self._row == 0:  # else they were counted with the first row
+            self._skipped += self._buffer.num_bad
+        self._order = _row_order(num_rows, seed=self._seed, epoch=self._epoch, document=self._document)
+        self._next = self._make(*self._buffer.end)
+
+
+class _Buffer:
+    """The tokens of consecutive documents from `document` of `epoch` on.
+
+    It is full with BUFFER_DOCUMENTS documents, BUFFER_TOKENS tokens, or the last document of the epoch, but not before
+    it has BUFFER_ROWS rows, for which it may take documents of later epochs.
+
+    Attributes:
+      end: (epoch, document) after the last document read.
+      num_tokens, num_bad: tokens, and bad records skipped, so far.
+    """
+
+    def __init__(
+        self,
+        epoch: int,
+        document: int,
+        *,
+        read: Read,
+        encode: Encode,
+        num_documents: int,
+        seq_len: int,
+        max_bad: int,
+    ):
+        self._read, self._encode, self._num_documents = read, encode, num_documents
+        self._seq_len, self._max_bad, self._first_epoch = seq_len, max_bad, epoch
+        self._tokens: list[np.ndarray] = []
+        self._documents: list[tuple[int, int]] = []  # (epoch, document)
+        self._firsts: list[int] = []  # where their tokens begin
+        self._bad_in_a_row = 0
+        self.end, self.num_tokens, self.num_bad = (epoch, document), 0, 0
+
+    def read_ahead(self, share: float) -> None:
+        """Tokenizes about `share` of the buffer; errors are left to `finish`, which raises them."""
+        try:
+            while self._filled() < min(share, 1.0):
+                self._tokenize_one()
+        except Exception:  # raised by `finish`, for the first row of this buffer
+            return
+
+    def finish(self) -> None:
+        """Tokenizes the rest of the buffer."""
+        while self._filled() < 1.0:
+            self._tokenize_one()
+        self._tokens = [np.concatenate(self._tokens)]
+
+    def row(self, index: int) -> Row:
+        """Returns row `index` of a finished buffer."""
+        start, stop = index * self._seq_len, (index + 1) * self._seq_len
+        numbers = range(bisect.bisect_right(self._firsts, start) - 1, bisect.bisect_left(self._firsts, stop))
+        ends = [*self._firsts[numbers.start + 1 : numbers.stop], stop]
+        spans = []
+        for number, end in zip(numbers, ends, strict=True):
+            first, (epoch, document) = self._firsts[number], self._documents[number]
+            spans.append(Span(epoch, document, max(start - first, 0), max(first - start, 0), end - start))
+        return Row(self._tokens[0][start:stop], None, tuple(spans))
+
+    def _filled(self) -> float:
+        """Returns the share of the buffer that is filled; 1 or more when it is full."""
+        documents = max(len(self._firsts) / BUFFER_DOCUMENTS, self.num_tokens / BUFFER_TOKENS)
+        return min(self.num_tokens / (BUFFER_ROWS * self._seq_len), max(documents, self.end[0] - self._first_epoch))
+
+    def _tokenize_one(self) -> None:
+        epoch, number = self.end
+        document = self._read(epoch, number)
+        pieces = [] if document is None else list(self._encode(document))
+        if document is None:
+            _check_not_all_bad(self._bad_in_a_row + 1, self._max_bad)
+        self._bad_in_a_row = self._bad_in_a_row + 1 if document is None else 0
+        self.num_bad += document is None
+        if pieces:
+            self._documents.append((epoch, number))
+            self._firsts.append(self.num_tokens)
+            self._tokens += pieces
+            self.num_tokens += sum(map(len, pieces))
+        self.end = (epoch, number + 1) if number + 1 < self._num_documents else (epoch + 1, 0)
+
+
+def _row_order(num_rows: int, *, seed: int, epoch: int, document: int) -> Order:
+    """Returns the order of the rows of the window or buffer that begins with a document."""
+    digest = hashlib.blake2b(f"{seed} {epoch} {document}".encode(), digest_size=4).digest()
+    return Order(num_rows, seed=int.from_bytes(digest, "little"))
+
+
 def _joined(spans: Iterable[Span]) -> tuple[Span, ...]:
     """Returns the spans with consecutive spans of the same document merged."""
     joined: list[Span] = []
@@ -198,8 +355,10 @@ class DocumentsStream:
         windows: DocumentWindows,
         position: np.ndarray,
         max_bad: int,
+        seed: int | None = None,
     ):
         self._read, self._encode, self._num_documents, self._windows = read, encode, num_documents, windows
+        self._seed = seed  # of the order of the rows of each window; None: as packed
         self._epoch, self._document, self._row, self._skipped = (int(value) for value in position)
         self._skipped_in_a_row, self._max_bad = 0, max_bad
         self._next_window = self._window(self._epoch, self._document)
@@ -248,6 +407,9 @@ class DocumentsStream:
                 f"position (epoch {self._epoch}, document {self._document}, row {self._row}) is beyond the {len(rows)} "
                 "rows of its window; resume with the text and the tokenizer it was saved with."
             )
+        if rows and self._seed is not None:
+            order = _row_order(len(rows), seed=self._seed, epoch=self._epoch, document=self._document)
+            rows = [rows[order.number(0, row)] for row in range(len(rows))]
         self._rows = [[found[index] for index in row] for row in rows]
         self._next_window = self._window(*self._following())
         if not rows:

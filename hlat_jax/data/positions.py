@@ -6,6 +6,7 @@ to, up to that step (see streams).
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import pathlib
@@ -15,7 +16,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from hlat_jax.config import with_renamed_keys
+from hlat_jax.config import Config, with_renamed_keys
+from hlat_jax.data.sources import TokenRows
 from hlat_jax.data.streams import NUM_FIELDS, Definition, identity
 from hlat_jax.store.atomic_files import write_whole
 
@@ -64,6 +66,23 @@ def check_identity(workdir: pathlib.Path, step: int, *, data_identity: Identity)
     return _first(files, workdir, data_identity=data_identity) is not None
 
 
+def with_order_of_run(config: Config, workdir: pathlib.Path) -> Config:
+    """Returns the config with the data.shuffle_by of the run in `workdir`; prints that this key of `config` is ignored.
+
+    Runs that are older than the key have "document".
+    """
+    saved = max(_saved(workdir), default=None)
+    try:
+        data = None if saved is None else json.loads(saved[1].read_bytes())["metadata"]["config"]["data"]
+    except (OSError, ValueError, LookupError, TypeError):  # damaged; whoever restores it reports that
+        data = None
+    kept = config.data.shuffle_by if data is None else data.get("shuffle_by", "document")
+    if kept == config.data.shuffle_by:
+        return config
+    print(f"data.shuffle_by  {config.data.shuffle_by} is ignored: this run began with {kept}")
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, shuffle_by=kept))
+
+
 def compute(
     definition: Definition,
     row: int,
@@ -85,8 +104,12 @@ def compute(
     for source, num_rows in enumerate(counts):
         fields = position[1 + NUM_FIELDS * source :][:NUM_FIELDS]
         epoch, document, token, skipped, emitted, owed = (int(value) for value in fields)
-        place = token + int(num_rows) * seq_len  # from the beginning of `document`
         num_own = definition.num_entries(source, row=row)
+        if isinstance(definition.sources[source].documents, TokenRows):  # each is one row
+            epoch, document = divmod(epoch * num_own + document + int(num_rows), num_own)
+            fields[:] = (epoch, document, 0, skipped, emitted + int(num_rows) * seq_len, owed)
+            continue
+        place = token + int(num_rows) * seq_len  # from the beginning of `document`
         while True:
             entries = range(document, min(document + _DOCUMENTS_AT_ONCE, num_own))
             numbers = [definition.document(source, row=row, epoch=epoch, entry=entry) for entry in entries]

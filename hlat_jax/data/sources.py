@@ -21,36 +21,11 @@ from hlat_jax.data.formats.columns import ColumnCache, parquet_documents
 from hlat_jax.data.formats.files import DataFile, Snapshot
 from hlat_jax.data.formats.jsonl import JsonlDocuments
 from hlat_jax.data.formats.paths import file_format, find_files
+from hlat_jax.data.formats.plain_text import ParagraphDocuments, TextDocuments
 from hlat_jax.data.formats.records import BadRecord
+from hlat_jax.data.order import evenly_spaced
 
-
-class TextDocuments:
-    """Plain-text files as a sequence of documents, one per file.
-
-    Attributes:
-      snapshots: the files.
-      num_rows: None; documents are not rows.
-    """
-
-    num_rows = None
-
-    def __init__(self, files: Sequence[DataFile]):
-        self.snapshots = tuple(Snapshot(file) for file in files)
-
-    def __len__(self) -> int:
-        return len(self.snapshots)
-
-    def __getitem__(self, index: int) -> str:
-        snapshot = self.snapshots[index]
-        where = snapshot.file.where
-        if snapshot.size > records.MAX_RECORD_BYTES:
-            reason = f"{snapshot.size} bytes in one document, more than {records.MAX_RECORD_BYTES}; split it."
-            raise records.bad_record(where, None, reason)
-        return records.utf8_text(snapshot.read(0, snapshot.size), where=where, row=None)
-
-    def locate(self, index: int) -> str:
-        """Returns the path of document `index`."""
-        return self.snapshots[index].file.where
+MAX_HELD_OUT = 256  # documents held out of each source: about a megabyte of text that was cut at paragraphs
 
 
 class Corpus:
@@ -59,11 +34,16 @@ class Corpus:
     Attributes:
       manifest: see open_corpus.
       ignored: a description of the files in its folders that are not read, see paths.FoundFiles.
+      can_cut: whether it has plain-text files that open_corpus can cut at paragraphs.
+      is_cut: whether it has plain-text files that were cut.
+      num_held_out: documents that SplitCorpus holds out of it; 0.
     """
 
     def __init__(self, parts: Sequence[Any], manifest: dict[str, Any]):
-        self._parts, self.manifest, self.ignored = list(parts), manifest, ""
+        self._parts, self.manifest, self.ignored, self.num_held_out = list(parts), manifest, "", 0
         self._starts = records.starts(len(part) for part in self._parts)
+        self.can_cut = any(isinstance(part, TextDocuments) for part in parts)
+        self.is_cut = any(isinstance(part, ParagraphDocuments) for part in parts)
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -89,6 +69,87 @@ class Corpus:
         return records.place(self._starts, index)
 
 
+class SplitCorpus:
+    """The documents of a corpus without a held-out share of them, or these alone, with the attributes of Corpus.
+
+    Held out are evenly spaced documents: `share` of all, but at least one and at most MAX_HELD_OUT.
+    """
+
+    def __init__(self, corpus: Corpus, *, share: float, held_out: bool):
+        total = len(corpus)
+        count = min(max(1, round(share * total)), MAX_HELD_OUT)
+        self._corpus, self._held_out, self._is_held_out = corpus, np.asarray(evenly_spaced(total, count)), held_out
+        self.num_held_out, self._len = count, count if held_out else total - count
+        self.ignored, self.can_cut, self.is_cut = corpus.ignored, corpus.can_cut, corpus.is_cut
+        fields = [corpus.manifest["hash"], total, count, held_out]
+        digest = hashlib.blake2b(json.dumps(fields).encode(), digest_size=16).hexdigest()
+        self.manifest = corpus.manifest | {"documents": self._len, "hash": digest}
+
+    def __len__(self) -> int:
+        return self._len
+
+    def __getitem__(self, index: int) -> str | np.ndarray:
+        return self._corpus[self._number(index)]
+
+    def locate(self, index: int) -> str:
+        """Returns the file and row of a document, as Corpus does."""
+        return self._corpus.locate(self._number(index))
+
+    def token_lengths(self) -> np.ndarray | None:
+        """Returns int64[documents], tokens of each document, if all are stored as token ids; else None."""
+        lengths = self._corpus.token_lengths()
+        if lengths is None:
+            return None
+        return lengths[self._held_out] if self._is_held_out else np.delete(lengths, self._held_out)
+
+    def _number(self, index: int) -> int:
+        """Returns the number in the whole corpus of document `index` of this part."""
+        if not 0 <= index < self._len:
+            raise IndexError(f"document {index} of {self._len}")
+        if self._is_held_out:
+            return int(self._held_out[index])
+        # document n has n - i training documents before it if it is held-out document i
+        before = self._held_out - np.arange(len(self._held_out))
+        return index + int(np.searchsorted(before, index, side="right"))
+
+
+class TokenRows:
+    """Rows of `seq_len` tokens, by number, of the concatenated documents of a corpus of stored ids, as documents.
+
+    The last tokens, if they do not fill a row, are in none. Takes 8 bytes of memory for each document. The attributes
+    are those of the corpus.
+    """
+
+    def __init__(self, corpus: Corpus | SplitCorpus, lengths: np.ndarray, *, seq_len: int):
+        self._corpus, self.seq_len = corpus, seq_len
+        self._starts = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+        self.manifest, self.ignored, self.num_held_out = corpus.manifest, corpus.ignored, corpus.num_held_out
+        self.can_cut, self.is_cut = corpus.can_cut, corpus.is_cut
+
+    def __len__(self) -> int:
+        return int(self._starts[-1]) // self.seq_len
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        if not 0 <= index < len(self):
+            raise IndexError(f"row {index} of {len(self)}")
+        start, parts, filled = index * self.seq_len, [], 0
+        document, offset = records.place(self._starts, start)
+        while filled < self.seq_len:
+            part = self._corpus[document][offset : offset + self.seq_len - filled]
+            parts.append(part)
+            document, offset, filled = document + 1, 0, filled + len(part)
+        return np.concatenate(parts)
+
+    def locate(self, index: int) -> str:
+        """Returns the file and row of the document in which row `index` begins, and the token there."""
+        document, offset = records.place(self._starts, index * self.seq_len)
+        return f"{self._corpus.locate(document)}, from token {offset}"
+
+    def token_lengths(self) -> np.ndarray:
+        """Returns int64[rows]: `seq_len` for each, without taking memory for each."""
+        return np.broadcast_to(np.int64(self.seq_len), len(self))
+
+
 def open_corpus(
     spec: str,
     *,
@@ -97,13 +158,14 @@ def open_corpus(
     files: Sequence[DataFile] | None = None,
     index_folder: pathlib.Path | None = None,
     tokenizer_sha256: str | None = None,
+    cut_text: bool = False,
 ) -> Corpus:
     """Returns the documents that `spec` names, by number, with their manifest.
 
     A document is a str, or int32[n] where a dataset stores token ids: those that packing.document_tokens would yield,
     with the EOS of each piece. `files`: those of `spec` to open, from find_files; None: all.
     `index_folder` keeps the indices of JSONL files between runs. `tokenizer_sha256` is that of the config's tokenizer,
-    which must have made stored ids; None: not checked.
+    which must have made stored ids; None: not checked. `cut_text` cuts plain-text files into documents at paragraphs.
 
     The manifest identifies the documents, independent of their location: for each file (a run of plain-text files is
     one entry, and so is a dataset) `name, kind, bytes, documents, rows, fingerprint`, and for stored ids `tokens,
@@ -121,7 +183,7 @@ def open_corpus(
         found = find_files(spec, key=key, text_field=text_field)
         files, ignored = found.files, found.describe_ignored()
     options = {"text_field": text_field, "index_folder": index_folder, "tokenizer_sha256": tokenizer_sha256}
-    corpus = _open(files, spec=spec, key=key, **options)
+    corpus = _open(files, spec=spec, key=key, cut_text=cut_text, **options)
     corpus.ignored = ignored
     _check_not_empty(corpus, what=f"{key}={spec!r}")
     return corpus
@@ -135,11 +197,12 @@ def _open(
     text_field: str,
     index_folder: pathlib.Path | None,
     tokenizer_sha256: str | None,
+    cut_text: bool,
 ) -> Corpus:
     parts, entries, cache = [], [], ColumnCache()
     for kind, files in _runs(found):
         if kind == "text":
-            part = TextDocuments(files)
+            part = ParagraphDocuments(files) if cut_text else TextDocuments(files)
         elif kind == "built":
             part = open_built(files[0], key=key, tokenizer_sha256=tokenizer_sha256)
         elif kind == "array_record":
@@ -161,7 +224,7 @@ def _open(
     return Corpus(parts, manifest)
 
 
-def _check_not_empty(documents: Any, *, what: str) -> None:
+def _check_not_empty(documents: Corpus, *, what: str) -> None:
     """Raises ValueError if all documents are empty or bad; reads up to the first good one."""
     first_error = None
     for index in range(len(documents)):
@@ -172,6 +235,8 @@ def _check_not_empty(documents: Any, *, what: str) -> None:
             continue
         if isinstance(document, str) or len(document) > 1:  # the stored ids of an empty text are one EOS
             return
+    if first_error is not None and len(documents) == 1 and documents.can_cut:
+        raise ValueError(f"{what}: {first_error.problem}")
     if first_error is not None:
         raise ValueError(f"{what}: none of {len(documents)} documents can be read. The first error: {first_error}")
     raise ValueError(f"{what}: all {len(documents)} documents are empty; give files with text.")

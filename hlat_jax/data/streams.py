@@ -9,6 +9,9 @@ data.window_documents at a time (see packing). Row r of batch k is the next row 
 data.mixture chooses from k and the tokens emitted into row r before (see mixture). So batch k is a pure function of
 (manifests, tokenizer, those settings, k), independent of which process computes which rows.
 
+With data.shuffle_by="row", a source of stored ids has the rows of seq_len tokens of its concatenated documents in place
+of documents, so that batch k needs no other batch; texts have their rows shuffled within a buffer of documents.
+
 The position of row r is int64[1 + 6 S]: the number of batches so far, then for each source the position of its stream
 r, the tokens it has emitted into this row, and the tokens it is owed. Resuming needs nothing else. The position of a
 loader stacks those of its rows.
@@ -27,7 +30,7 @@ from typing import Any
 
 import numpy as np
 
-from hlat_jax.config import DataConfig
+from hlat_jax.config import DataConfig, held_out_share
 from hlat_jax.data import packing, sources
 from hlat_jax.data.formats.records import BadRecord
 from hlat_jax.data.mixture import UNNAMED, Mixture, MixtureStage, first_stages, parse_sources, parse_stages
@@ -55,12 +58,21 @@ class Source:
     """
 
     name: str
-    documents: sources.Corpus
+    documents: sources.Corpus | sources.SplitCorpus | sources.TokenRows
     order: Order | None
 
     def number(self, epoch: int, entry: int) -> int:
         """Returns which document is entry `entry` of an epoch."""
         return entry if self.order is None else self.order.number(epoch, entry)
+
+    def describe(self) -> str:
+        """Returns what a user must know about the documents, such as ignored files; '' for nothing."""
+        documents, notes = self.documents, []
+        if documents.is_cut:
+            notes.append(f"cut at paragraphs into {len(documents) + documents.num_held_out:,} documents")
+        if documents.num_held_out:
+            notes.append(f"{documents.num_held_out:,} documents held out for validation")
+        return ", ".join([*notes, documents.ignored] if documents.ignored else notes)
 
 
 def open_sources(
@@ -68,29 +80,74 @@ def open_sources(
 ) -> list[Source]:
     """Opens the sources of `data.train` or `data.validation`; `key` is one of these two.
 
+    If data.validation is a share, it is held out of each source of data.train. Plain-text files of data.train are cut
+    into documents at paragraphs if there are otherwise too few documents for the rows of a batch.
+
     Raises:
-      ValueError: see mixture.parse_sources and sources.open_corpus; a seed that Grain cannot take.
+      ValueError: see mixture.parse_sources and sources.open_corpus; a seed that Grain cannot take; fewer documents in a
+        source of data.train than rows in a batch.
     """
     if not 0 <= data.seed < 2**32:
         raise ValueError(f"data.seed={data.seed} must be in 0 .. 2**32 - 1.")
-    opened = []
-    for name, paths in parse_sources(data.train if key == "data.train" else data.validation, key=key).items():
-        where = key if name == UNNAMED else f"{key} ({name})"
-        documents = sources.open_corpus(
-            paths,
-            text_field=data.text_field,
-            key=where,
-            index_folder=index_folder,
-            tokenizer_sha256=None if tokenizer is None else tokenizer.sha256,
-        )
+    opened, share, is_train = [], held_out_share(data.validation), key == "data.train"
+    from_key = "data.train" if share else key
+    for name, paths in parse_sources(getattr(data, from_key.removeprefix("data.")), key=from_key).items():
+        where = from_key if name == UNNAMED else f"{from_key} ({name})"
+        sha256 = None if tokenizer is None else tokenizer.sha256
+        documents = open_documents(paths, data, key=where, index_folder=index_folder, tokenizer_sha256=sha256)
         _check_pieces(documents.manifest, data, key=where)
+        if share:
+            documents = sources.SplitCorpus(documents, share=share, held_out=not is_train)
+        if is_train and _shuffles_rows(data) and data.packing == "concat":
+            lengths = documents.token_lengths()
+            if lengths is not None:
+                documents = sources.TokenRows(documents, lengths, seq_len=data.seq_len)
+        if is_train:
+            where = f"data.train={data.train!r}" if name == UNNAMED else f"data.train: source {name}"
+            _check_enough(documents, data, where=where)
         order = None
-        if data.shuffle and key == "data.train":
+        if data.shuffle and is_train:
             # sources of equal length need different orders; an unnamed source uses the seed itself
             offset = 0 if name == UNNAMED else zlib.crc32(name.encode())
             order = Order(len(documents), seed=(data.seed + offset) % 2**32)
         opened.append(Source(name, documents, order))
     return opened
+
+
+def open_documents(spec: str, data: DataConfig, *, key: str, **options: Any) -> sources.Corpus:
+    """Returns sources.open_corpus of one source, `key` beginning with the key of the config that names it.
+
+    Plain-text files of data.train are cut into documents at paragraphs if there would be too few documents.
+    """
+    documents = sources.open_corpus(spec, text_field=data.text_field, key=key, **options)
+    if key.startswith("data.train") and documents.can_cut and len(documents) < _min_documents(data):
+        documents = sources.open_corpus(spec, text_field=data.text_field, key=key, cut_text=True, **options)
+    return documents
+
+
+def _shuffles_rows(data: DataConfig) -> bool:
+    return data.shuffle and data.shuffle_by == "row"
+
+
+def _min_documents(data: DataConfig) -> int:
+    """Returns how many documents a source needs: one for each row of a batch, and one to hold out."""
+    return data.batch_size + bool(held_out_share(data.validation))
+
+
+def _check_enough(documents: Any, data: DataConfig, *, where: str) -> None:
+    """Raises ValueError if a source has fewer documents than rows in a batch, beside those held out."""
+    if len(documents) >= data.batch_size:
+        return
+    count, most = len(documents) + documents.num_held_out, len(documents)
+    held_out = ""
+    if documents.num_held_out:
+        held_out = f" and {documents.num_held_out} to hold out (data.validation={data.validation})"
+    fewer = f", or set data.batch_size to at most {most}" if most else ""
+    raise ValueError(
+        f"{where} holds {count} document{'' if count == 1 else 's'}, fewer than data.batch_size={data.batch_size}"
+        f"{held_out}; each row of a batch reads documents of its own. Give more text, with blank lines or line ends "
+        f"between the paragraphs of plain text{fewer}."
+    )
 
 
 def _check_pieces(manifest: dict[str, Any], data: DataConfig, *, key: str) -> None:
@@ -125,6 +182,7 @@ def identity(data: Mapping[str, Any], *, manifest: Mapping[str, Any], tokenizer_
     """
     fields = [data[key] for key in _DEFINING] + [manifest["hash"], manifest["order"], tokenizer_sha256]
     fields += [data["window_documents"]] if data["packing"] == "documents" else []
+    fields += ["row"] if data.get("shuffle_by") == "row" else []  # older runs did not record it
     fields += [_first_stages(data, num_batches=num_batches)]
     return hashlib.blake2b(json.dumps(fields).encode(), digest_size=16).hexdigest()
 
@@ -205,7 +263,7 @@ class Definition:
         """Opens `data.train`; `index_folder` keeps the indices of JSONL files between runs.
 
         Raises:
-          ValueError: see open_sources and mixture.parse_stages; fewer documents in a source than rows in a batch.
+          ValueError: see open_sources and mixture.parse_stages.
         """
         # check data.mixture before reading any file
         names = list(parse_sources(data.train, key="data.train"))
@@ -213,15 +271,6 @@ class Definition:
         self.mixture = Mixture(names, stages=stages, num_rows=data.batch_size)
         self.sources = open_sources(data, key="data.train", tokenizer=tokenizer, index_folder=index_folder)
         self._data, self._tokenizer = data, tokenizer
-        for source in self.sources:
-            num_documents = len(source.documents)
-            if num_documents < data.batch_size:
-                where = f"data.train={data.train!r}" if source.name == UNNAMED else f"data.train: source {source.name}"
-                raise ValueError(
-                    f"{where} holds {num_documents} documents, fewer than data.batch_size={data.batch_size}; each row "
-                    f"of a batch reads documents of its own. Set data.batch_size to at most {num_documents}, or split "
-                    "the text into more files or lines of JSONL: a .txt or .md file is one document."
-                )
         self.manifest = joint_manifest(self.sources) | {"order": algorithm_hash() if data.shuffle else None}
 
     def identity(self, num_batches: int) -> str:
@@ -286,8 +335,11 @@ class Definition:
         max_bad = 2 * num_own if self.sources[source].order is None else _MANY_EPOCHS * len(documents)
         common = {"num_documents": num_own, "encode": encoder(data, self._tokenizer)}
         common |= {"position": position, "max_bad": max_bad}
+        seed = zlib.crc32(f"{data.seed} {self.sources[source].name} {row}".encode()) if _shuffles_rows(data) else None
         if data.packing == "documents":
-            return packing.DocumentsStream(read, windows=windows(data, self._tokenizer), **common)
+            return packing.DocumentsStream(read, windows=windows(data, self._tokenizer), seed=seed, **common)
+        if seed is not None and not isinstance(documents, sources.TokenRows):
+            return packing.ShuffledConcatStream(read, seq_len=data.seq_len, seed=seed, **common)
         return packing.ConcatStream(read, seq_len=data.seq_len, **common)
 
 

@@ -90,6 +90,12 @@ class Tokenizer:
         return num_bytes
 
 
+def fill_vocab_size(mutable: Any) -> None:
+    """Sets model.vocab_size of a ConfigDict to the number of tokens of data.tokenizer where it is 0."""
+    if mutable.model.vocab_size == 0:
+        mutable.model.vocab_size = Tokenizer(mutable.data.tokenizer).vocab_size
+
+
 class _SentencePiece:
     def __init__(self, path: pathlib.Path, serialized: bytes):
         try:

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import json
 import math
+import os
 import pathlib
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +16,7 @@ import numpy as np
 from absl import flags, logging
 
 from hlat_jax import config as config_lib
+from hlat_jax.data.build.progress import Status, showing
 from hlat_jax.generate import inference
 from hlat_jax.host import flags as flags_lib
 from hlat_jax.resolve import resolve
@@ -82,13 +84,16 @@ def _check_inputs(values: flags.FlagValues) -> None:
 def _run_tasks(values: flags.FlagValues) -> None:
     from hlat_jax.evaluate.tasks import TaskOptions, Tasks, report
 
+    os.environ.setdefault("TQDM_DISABLE", "1")  # read when tqdm is imported: one bar, which is ours
     tasks = Tasks(values.tasks, TaskOptions(values.num_fewshot, values.limit, values.tasks_folder))
     tasks.load()  # first, so that it fails before the model is loaded, which takes longer
-    trained = inference.trained_model(values)
+    with showing("opening the model"):
+        trained = inference.trained_model(values)
     from hlat_jax.evaluate.harness import HarnessModel
 
-    print(trained.described)
-    found = tasks(HarnessModel(trained, batch_size=values.batch_size, bos=values.bos))
+    print(trained.described, flush=True)
+    with showing("preparing the questions") as status:
+        found = tasks(HarnessModel(trained, batch_size=values.batch_size, bos=values.bos, status=status))
     if values.limit:
         print(f"Only {values.limit} questions of each task: for a quick try, not comparable with published figures.")
     print(report(found, tasks, name=str(values.checkpoint)))
@@ -109,16 +114,19 @@ def _run_lm_eval(argv: Sequence[str]) -> int:
 
 
 def _run_text(values: flags.FlagValues) -> None:
-    trained = inference.trained_model(values)
+    with showing("opening the model"):
+        trained = inference.trained_model(values)
     window = _window(values.window, trained.model)
-    documents = _documents(values, trained)
+    num_documents, documents = _documents(values, trained)
     from hlat_jax.evaluate import perplexity
     from hlat_jax.run.validation import measures
 
-    print(trained.described)
+    print(trained.described, flush=True)
     began, row_degree = time.monotonic(), trained.layout.row_degree
     sizes = {"num_rows": values.batch_size * row_degree, "row_degree": row_degree, "window": window}
-    totals = perplexity.total(documents, predict=_predict(trained), **sizes)
+    with showing("compiling") as status:
+        documents, predict = _with_progress(documents, _predict(trained), status, num_documents=num_documents)
+        totals = perplexity.total(documents, predict=predict, **sizes)
     found = measures(totals.nats, totals.num_tokens, num_bytes=totals.num_bytes)
     rate = totals.num_tokens / (time.monotonic() - began)
     lengths = " and ".join(f"{length:,}" for length in totals.padded_lengths)
@@ -139,7 +147,8 @@ def _run_validation(values: flags.FlagValues) -> None:
     from hlat_jax.store.checkpoint_checks import saved_run
     from hlat_jax.weights.weights_folder import is_weights
 
-    trained = inference.trained_model(values)
+    with showing("opening the model"):
+        trained = inference.trained_model(values)
     if is_weights(trained.folder):
         raise ValueError(
             f"--validation: {trained.folder} holds weights without a run, so it has no data.validation; give "
@@ -162,7 +171,15 @@ def _run_validation(values: flags.FlagValues) -> None:
     for name, source in held_out.items():
         print(f"validation       {source.describe(name)}")
     eval_step = _eval_step(trained, policy=run.precision.policy, packing=run.data.packing)
-    found = Validation(held_out, eval_step, trained.layout)(trained.params)
+    num_batches = sum(len(source.batches) for source in held_out.values())
+    with showing("compiling") as status:
+
+        def evaluate(params: Any, batch: Any) -> tuple[Any, Any]:
+            loss, count = eval_step(params, batch)
+            status.share, status.text = status.share + 1 / num_batches, "evaluating"
+            return loss, count
+
+        found = Validation(held_out, evaluate, trained.layout)(trained.params)
     coverage = {name: dataclasses.asdict(source.coverage) for name, source in held_out.items()}
     _report(values, trained, found, {"coverage": coverage})
 
@@ -218,8 +235,34 @@ def _predict(trained: inference.TrainedModel) -> Callable[[Any], tuple[Any, Any]
     return lambda batch: eval_step(trained.params, shard_batch(batch, trained.layout))
 
 
-def _documents(values: flags.FlagValues, trained: inference.TrainedModel) -> Iterator[Any]:
-    """Returns an iterator over documents; raises for files that are missing or not UTF-8 before it is iterated."""
+def _with_progress(
+    documents: Iterator[Any], predict: Callable[[Any], tuple[Any, Any]], status: Status, *, num_documents: int
+) -> tuple[Iterator[Any], Callable[[Any], tuple[Any, Any]]]:
+    """Returns both, such that they update `status`: its share is that of the tokens, as if documents were alike."""
+    num_read = num_tokens = num_predicted = 0
+
+    def read() -> Iterator[Any]:
+        nonlocal num_read, num_tokens
+        for document in documents:
+            num_read, num_tokens = num_read + 1, num_tokens + len(document.ids) - 1
+            yield document
+
+    def predict_batch(batch: Any) -> tuple[Any, Any]:
+        nonlocal num_predicted
+        loss, count = predict(batch)
+        num_predicted += int(count)
+        status.share = max(status.share, num_predicted / num_tokens * num_read / num_documents)
+        status.text = f"{num_predicted:,} tokens"
+        return loss, count
+
+    return read(), predict_batch
+
+
+def _documents(values: flags.FlagValues, trained: inference.TrainedModel) -> tuple[int, Iterator[Any]]:
+    """Returns the number of documents and an iterator over them.
+
+    Raises for files that are missing or not UTF-8 before it is iterated.
+    """
     from hlat_jax.data import sources
 
     tokenizer = trained.tokenizer
@@ -228,7 +271,7 @@ def _documents(values: flags.FlagValues, trained: inference.TrainedModel) -> Ite
         corpus = sources.open_corpus(
             values.data, text_field=values.text_field, key="--data", tokenizer_sha256=tokenizer.sha256
         )
-        return (_document(corpus[number], tokenizer, first=first) for number in range(len(corpus)))
+        return len(corpus), (_document(corpus[number], tokenizer, first=first) for number in range(len(corpus)))
     path = pathlib.Path(values.text).expanduser()
     if not path.is_file():
         raise ValueError(f"--text={values.text}: no such file (working directory {pathlib.Path.cwd()}).")
@@ -236,7 +279,7 @@ def _documents(values: flags.FlagValues, trained: inference.TrainedModel) -> Ite
         text = path.read_bytes().decode("utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"--text={values.text} is not UTF-8: {error}.") from None
-    return iter([_document(text, tokenizer, first=first)])
+    return 1, iter([_document(text, tokenizer, first=first)])
 
 
 def _document(record: str | np.ndarray, tokenizer: Any, *, first: int) -> Any:

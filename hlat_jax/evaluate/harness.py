@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from hlat_jax.data.build.progress import Status
 from hlat_jax.evaluate import lm_eval_compat
 from hlat_jax.generate.generator import Generator
 from hlat_jax.generate.inference import TrainedModel
@@ -28,18 +29,27 @@ _SAMPLING = ("temperature", "top_k", "top_p")
 class HarnessModel(lm_eval_compat.TemplateLM):
     """A trained model for the harness. Every process of a job is given all requests, and answers all of them."""
 
-    def __init__(self, trained: TrainedModel, *, batch_size: int = 8, bos: bool | None = None):
+    def __init__(
+        self,
+        trained: TrainedModel,
+        *,
+        batch_size: int = 8,
+        bos: bool | None = None,
+        status: Status | None = None,
+    ):
         """Wraps a model whose parameters are on its devices.
 
         Args:
           trained: model, parameters, mesh and tokenizer.
           batch_size: rows that run together, on each replica.
           bos: texts begin with BOS; otherwise an empty context is EOS. None: as the tokenizer's files say.
+          status: is kept up to date.
 
         Raises:
           ValueError: `bos` with a tokenizer that has no BOS.
         """
         super().__init__()
+        self._status = status or Status()
         self._tokenizer, self._first = trained.tokenizer, trained.first_ids(bos)
         self.max_length = trained.model.max_positions
         self._num_rows = batch_size * trained.layout.row_degree
@@ -75,7 +85,9 @@ class HarnessModel(lm_eval_compat.TemplateLM):
 
     def _loglikelihood_tokens(self, requests: Sequence[tuple], **_: Any) -> list[tuple[float, bool]]:
         """Returns (log-likelihood, whether greedy) of requests (texts, context ids, continuation ids)."""
-        scores = self._scorer([(context, continuation) for _, context, continuation in requests])
+        self._status.text = f"{len(requests):,} continuations"
+        pairs = [(context, continuation) for _, context, continuation in requests]
+        scores = self._scorer(pairs, status=self._status)
         for (texts, _, _), score in zip(requests, scores, strict=True):
             self.cache_hook.add_partial("loglikelihood", texts, tuple(score))
         return [tuple(score) for score in scores]
@@ -93,7 +105,8 @@ class HarnessModel(lm_eval_compat.TemplateLM):
             rolling = lm_eval_compat.get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, 1)
             pairs += map(lm_eval_compat.make_disjoint_window, rolling)
             ends.append(len(pairs))
-        scores, found = self._scorer(pairs), []
+        self._status.text = f"{len(pairs):,} windows of texts"
+        scores, found = self._scorer(pairs, status=self._status), []
         for request, start, end in zip(requests, [0, *ends], ends, strict=False):
             found.append(sum(score.log_likelihood for score in scores[start:end]))
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, found[-1])
@@ -105,6 +118,7 @@ class HarnessModel(lm_eval_compat.TemplateLM):
         for number, request in enumerate(requests):
             alike.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(number)
         found = [""] * len(requests)
+        self._status.share, self._status.text = 0.0, f"{len(requests):,} generated texts"
         for numbers in alike.values():
             ids = {number: self.tok_encode(requests[number].args[0]) for number in numbers}
             numbers = sorted(numbers, key=lambda number: -len(ids[number]))
@@ -115,6 +129,7 @@ class HarnessModel(lm_eval_compat.TemplateLM):
                 for number, text in zip(batch, texts, strict=True):
                     found[number] = text
                     self.cache_hook.add_partial("generate_until", requests[number].args, text)
+                self._status.share += len(batch) / len(requests)
         return found
 
     def _continued(self, prompts: list[list[int]], asked: dict[str, Any], *, first_number: int) -> list[str]:

@@ -6,11 +6,12 @@ import io
 import pathlib
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from absl import flags, logging
 
+from hlat_jax.data.build.progress import showing
 from hlat_jax.generate import inference
 from hlat_jax.host import flags as flags_lib
 
@@ -32,7 +33,8 @@ def main(argv: Sequence[str]) -> int:
 
     sampling = Sampling(values.temperature, values.top_k, values.top_p, values.seed)
     sampling.arguments()  # checked before anything is read
-    trained = inference.trained_model(values)
+    with showing("opening the model"):
+        trained = inference.trained_model(values)
     tokenizer = trained.tokenizer
     _log(trained.described)
     ids = [_encoded(trained, prompt, number, bos=values.bos) for number, prompt in enumerate(prompts)]
@@ -42,7 +44,10 @@ def main(argv: Sequence[str]) -> int:
     for first in range(0, len(ids), values.batch_size):
         batch = ids[first : first + values.batch_size]
         texts = [StreamedText(tokenizer, prompt) for prompt in batch]
-        _print(texts, generator.stream(batch, first_number=first, **options), alone=len(ids) == 1, first=first)
+        steps = generator.stream(batch, first_number=first, **options)
+        if len(ids) > 1:
+            steps = _with_progress(steps, most=values.max_tokens)
+        _print(texts, steps, alone=len(ids) == 1, first=first)
     return 0
 
 
@@ -88,6 +93,15 @@ def _print(texts: Sequence[StreamedText], steps: Any, *, alone: bool, first: int
         for number, text in enumerate(texts, first):
             print(f"[{number}] {text.whole()}", flush=True)
     _log(f"{num_tokens} tokens in {time.monotonic() - began:.1f} s")
+
+
+def _with_progress(steps: Iterator[Any], *, most: int) -> Iterator[Any]:
+    """Yields the steps of a batch, at most `most`, and shows how many there were; the first compiles and logs that."""
+    yield next(steps)
+    with showing("generating") as status:
+        for number, step in enumerate(steps, 2):
+            status.share = number / most
+            yield step
 
 
 def _prompts(values: flags.FlagValues) -> list[str]:

@@ -18,6 +18,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from hlat_jax.config import ModelConfig
+from hlat_jax.data.build.progress import Status
 from hlat_jax.generate.decoding import ShardedDecoder, serving
 from hlat_jax.generate.generator import padded_length, param_shardings
 from hlat_jax.model import bind
@@ -71,17 +72,19 @@ class Scorer:
         self._everywhere = functools.partial(jax.make_array_from_process_local_data, layout.replicated())
         self._score = make_score(cfg, layout)
 
-    def __call__(self, pairs: Sequence[Pair]) -> list[Score]:
+    def __call__(self, pairs: Sequence[Pair], *, status: Status | None = None) -> list[Score]:
         """Returns the score of each pair (context, continuation), the second given the first.
 
         Contexts are truncated from the left to `max_tokens` + 1 tokens in all. The longest pairs run first, so that one
-        that does not fit into memory fails at once.
+        that does not fit into memory fails at once. `status` is kept up to date.
 
         Raises:
           ValueError: an empty context or continuation, or a continuation longer than `max_tokens`.
         """
         rows = [self._row(number, *pair) for number, pair in enumerate(pairs)]
         found: list[Any] = [None] * len(rows)
+        status = status or Status()
+        status.share = 0.0
         longest_first = sorted(range(len(rows)), key=lambda number: -len(rows[number][0]))
         for start in range(0, len(rows), self._num_rows):
             numbers = longest_first[start : start + self._num_rows]
@@ -89,6 +92,7 @@ class Scorer:
             sums_B, greedy_B = jax.device_get(self._score(self.params, self._batch([rows[i] for i in numbers])))
             for row, number in enumerate(numbers):
                 found[number] = Score(float(sums_B[row]), bool(greedy_B[row]))
+            status.share += len(numbers) / len(rows)
         return found
 
     def _row(self, number: int, context: Sequence[int], continuation: Sequence[int]) -> tuple[np.ndarray, int]:

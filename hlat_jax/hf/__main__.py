@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from absl import flags, logging
 
 from hlat_jax.config import ModelConfig, nearest
+from hlat_jax.data.build.progress import showing
 from hlat_jax.host import flags as flags_lib
 from hlat_jax.weights.path_checks import check_checkpoint
 
@@ -82,7 +83,8 @@ def _import(argv: Sequence[str]) -> None:
     found = open_checkpoint(folder, dtype=values.dtype, fuse_qkv=values.fuse_qkv, strict=values.strict)
     if found.warning:
         print(f"warning: {found.warning} They are kept for an export; --strict makes them an error.", file=sys.stderr)
-    import_checkpoint(found, out)
+    with showing("importing") as status:
+        import_checkpoint(found, out, status=status)
     for note in found.notes:
         print(note)
     companions = ", ".join(path.name for path in found.companions())
@@ -101,9 +103,10 @@ def _export(argv: Sequence[str]) -> None:
     from hlat_jax.weights.trained import open_weights
 
     began = time.monotonic()
-    weights = open_weights(path, masters=True)
-    weights = dataclasses.replace(weights, tokenizer=values.tokenizer or weights.tokenizer)
-    dtype = export_checkpoint(weights, out, dtype=values.dtype)
+    with showing("opening the weights") as status:
+        weights = open_weights(path, masters=True)
+        weights = dataclasses.replace(weights, tokenizer=values.tokenizer or weights.tokenizer)
+        dtype = export_checkpoint(weights, out, dtype=values.dtype, status=status)
     print(f"{_counted(weights.model)} in {dtype} from {weights.folder} (step {weights.step}), read back and compared")
     print(f"wrote {out} in {time.monotonic() - began:.1f} s")
 
@@ -117,7 +120,9 @@ def _average(argv: Sequence[str]) -> None:
         check_checkpoint(path)
     from hlat_jax.hf.averaging import average
 
-    for weights in average(paths, out):
+    with showing("averaging") as status:
+        found = average(paths, out, status=status)
+    for weights in found:
         print(f"step {weights.step:>8,}  {weights.folder}")
     print(f"wrote their mean to {out}")
 

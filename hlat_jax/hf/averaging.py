@@ -9,6 +9,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from hlat_jax import cost
+from hlat_jax.data.build.progress import Status
 from hlat_jax.hf.exporting import files_of
 from hlat_jax.run.init_from import settings_of_weights
 from hlat_jax.store.config_diff import differences
@@ -18,11 +20,12 @@ from hlat_jax.weights.weights_folder import FILES, WeightsInfo, is_weights, new_
 _BLOCK = 1 << 22  # elements: 16 MiB of fp32
 
 
-def average(paths: Sequence[str | os.PathLike], out: pathlib.Path) -> list[Weights]:
+def average(paths: Sequence[str | os.PathLike], out: pathlib.Path, *, status: Status | None = None) -> list[Weights]:
     """Writes the mean of checkpoints as the weights folder `out`, in their dtype; returns its inputs.
 
     Master weights are averaged where a checkpoint has them. Means are fp32, and exact where all values of an element
     are equal: the mean of a checkpoint with itself is bitwise itself. Holds two stacked parameters at a time, in fp32.
+    `status` is kept up to date.
 
     Raises:
       ValueError: fewer than two checkpoints, or different models, dtypes or tokenizers; the message names which.
@@ -32,7 +35,7 @@ def average(paths: Sequence[str | os.PathLike], out: pathlib.Path) -> list[Weigh
     found = [open_weights(path, masters=True) for path in paths]
     for other in found[1:]:
         _require_alike(found[0], other)
-    first = found[0]
+    first, status = found[0], status or Status()
     files, tokenizer = _files(first)
     origin = {"average_of": [{"folder": str(each.folder), "step": each.step} for each in found]}
     step = max(each.step for each in found)
@@ -44,6 +47,7 @@ def average(paths: Sequence[str | os.PathLike], out: pathlib.Path) -> list[Weigh
                 _include(mean, other.read(name), count=count)
             with leaves.leaf(name, leaf.shape, leaf.dtype) as write:
                 write(mean.astype(leaf.dtype, copy=False))
+            status.share += leaf.size / cost.num_params(first.model)
     return found
 
 

@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from hlat_jax import cost
+from hlat_jax.data.build.progress import Status
 from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.store import atomic_files
 from hlat_jax.weights import hf_names
@@ -27,7 +29,14 @@ _TOKENIZER, _SETTINGS, _OF_JSON = "tokenizer.json", "tokenizer_config.json", "Pr
 SHARD_BYTES = 5_000_000_000  # of one file, where no tensor is larger
 
 
-def export_checkpoint(weights: Weights, out: pathlib.Path, *, dtype: str = "", shard_bytes: int = SHARD_BYTES) -> str:
+def export_checkpoint(
+    weights: Weights,
+    out: pathlib.Path,
+    *,
+    dtype: str = "",
+    shard_bytes: int = SHARD_BYTES,
+    status: Status | None = None,
+) -> str:
     """Writes the folder `out` and compares it with the weights, bit by bit; returns its dtype.
 
     Args:
@@ -35,20 +44,26 @@ def export_checkpoint(weights: Weights, out: pathlib.Path, *, dtype: str = "", s
       out: must not exist, or be empty.
       dtype: float32 or bfloat16; "": the stored one.
       shard_bytes: size of the largest file of weights.
+      status: is kept up to date.
 
     Raises:
       ValueError: `out` exists, or the written folder differs from the weights.
     """
     stored = {np.dtype(leaf.dtype) for leaf in jax.tree.leaves(weights.arrays)}
     written = np.dtype(jnp.dtype(dtype)) if dtype else max(stored, key=lambda each: each.itemsize)
+    status = status or Status()
     with whole_folder(out) as partial:
         _write_companions(weights, partial, dtype=written.name)
-        _write_tensors(weights, partial, dtype=written, shard_bytes=shard_bytes)
-        _compare(weights, partial, dtype=written)
+        status.text = "writing"
+        _write_tensors(weights, partial, dtype=written, shard_bytes=shard_bytes, status=status)
+        status.text = "comparing"
+        _compare(weights, partial, dtype=written, status=status)
     return written.name
 
 
-def _write_tensors(weights: Weights, folder: pathlib.Path, *, dtype: np.dtype, shard_bytes: int) -> None:
+def _write_tensors(
+    weights: Weights, folder: pathlib.Path, *, dtype: np.dtype, shard_bytes: int, status: Status
+) -> None:
     tensors = {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in hf_names.expected(weights.model).items()}
     shards = shards_of(tensors, shard_bytes)
     writers = {file: Writer(folder / file, tensors=part, metadata={"format": "pt"}) for file, part in shards.items()}
@@ -57,6 +72,7 @@ def _write_tensors(weights: Weights, folder: pathlib.Path, *, dtype: np.dtype, s
         for entry in hf_names.table(weights.model):
             for name, tensor in _tensors(weights, entry):
                 writers[where[name]].write(name, as_dtype(tensor, dtype))
+                status.share += tensor.size / cost.num_params(weights.model) / 2
             del tensor  # a view, which would keep the whole parameter while the next one is read
     finally:
         for writer in writers.values():
@@ -94,13 +110,15 @@ def shards_of(tensors: dict[str, Any], shard_bytes: int) -> dict[str, dict[str, 
     return {f"model-{i:05}-of-{len(parts):05}.safetensors": part for i, part in enumerate(parts, start=1)}
 
 
-def _compare(weights: Weights, folder: pathlib.Path, *, dtype: np.dtype) -> None:
+def _compare(weights: Weights, folder: pathlib.Path, *, dtype: np.dtype, status: Status) -> None:
     """Raises ValueError unless an import of the folder gives the weights, in `dtype`."""
     found = open_checkpoint(folder, fuse_qkv=weights.model.fuse_qkv)
     if architecture(found.model) != architecture(weights.model):
         raise ValueError(f"{folder}: config.json describes another model when read back; this is a bug in hlat_jax.")
     for entry in hf_names.table(weights.model):
-        layer = _first_other(weights.read(entry.leaf), found.slabs(entry), stacked=entry.stacked, dtype=dtype)
+        ours = weights.read(entry.leaf)
+        layer = _first_other(ours, found.slabs(entry), stacked=entry.stacked, dtype=dtype)
+        status.share += ours.size / cost.num_params(weights.model) / 2
         if layer is not None:
             raise ValueError(
                 f"{folder}: {', '.join(entry.names(layer))} have other values than {weights.folder} when read back; "

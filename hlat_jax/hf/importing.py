@@ -10,7 +10,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from hlat_jax import cost
 from hlat_jax.config import ModelConfig
+from hlat_jax.data.build.progress import Status
 from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.weights import hf_names
 from hlat_jax.weights.hf_reading import (
@@ -49,13 +51,13 @@ def load(
     return found.model, params_of(found)
 
 
-def import_checkpoint(found: HFCheckpoint, out: pathlib.Path) -> None:
-    """Writes the weights folder `out`, holding one layer of one parameter at a time.
+def import_checkpoint(found: HFCheckpoint, out: pathlib.Path, *, status: Status | None = None) -> None:
+    """Writes the weights folder `out`, holding one layer of one parameter at a time; keeps `status` up to date.
 
     Raises:
       ValueError: `out` exists already, or a file beside the weights is damaged.
     """
-    model = found.model
+    model, status = found.model, status or Status()
     files = {path.name: path for path in found.companions()}
     origin = {"imported_from": str(found.folder.absolute()), "dtypes": sorted({t.code for t in found.tensors.values()})}
     with_bos, stop_ids = begins_texts_with_bos(found.folder), ids_that_end_a_text(found.folder)
@@ -66,6 +68,7 @@ def import_checkpoint(found: HFCheckpoint, out: pathlib.Path) -> None:
             with leaves.leaf(entry.leaf, shape, found.dtype) as write:
                 for layer, slab in enumerate(found.slabs(entry)):
                     write(slab[None] if entry.stacked else slab, layer)
+                    status.share += slab.size / cost.num_params(model)
 
 
 def _tokenizer(found: HFCheckpoint) -> str:

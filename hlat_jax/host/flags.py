@@ -47,12 +47,15 @@ def parse(argv: Sequence[str], define: Callable[[flags.FlagValues], None] = lamb
             f"--config is given {len(named.config)} times; a run has one config. Change keys with --config.a.b=VALUE."
         )
     mutable = config_lib.load(named.config[0])
+    before = mutable.copy_and_resolve_references()
     for word in words:
         _check_key(word, mutable)
     config_flags.DEFINE_config_dict("config", mutable, flag_values=values, sys_argv=["hlat_jax", *words])
     rest = _parsed(values, words, keys=_config_keys())
     if rest:
         raise ValueError(f"unexpected argument {rest[0]!r}; every argument is --flag=value.")
+    given = config_flags.get_override_values(values["config"])
+    config_lib.drop_settings_of_replaced_text(values.config, before, given=given)
     return values.config, values
 
 

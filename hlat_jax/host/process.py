@@ -5,22 +5,27 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import select
 import shutil
 import signal
 import sys
+import threading
 import time
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # every command imports this first, and until then Ctrl-C gives a traceback
     import pathlib
     from collections.abc import Iterator
-    from typing import Any
+    from typing import Any, NoReturn
 
 INDEX_FOLDER = "index"  # of the run folder: offsets of the lines of JSONL files; may be deleted at any time
 LOCK_FILE = ".lock"
 _OF_THE_START = {LOCK_FILE, INDEX_FOLDER, "checkpoints"}
 _STOPPING_S = 15.0
+_PATIENCE_S = 0.2
 _partial: list[pathlib.Path] = []  # folders that an interrupt removes
+_pipe: tuple[int, int] | None = None  # gets a byte for each signal; None outside of commands
+_ending = threading.Event()
 
 
 def exit_on_interrupt() -> None:
@@ -29,15 +34,24 @@ def exit_on_interrupt() -> None:
     For commands. A KeyboardInterrupt would be lost wherever a library catches or cannot raise it, in imports and in
     callbacks of the garbage collector, and threads of XLA crash in the teardown after it.
     """
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # it stays ignored in a background job
-        signal.signal(signal.SIGINT, _end)
+    global _pipe
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # it stays ignored in a background job
+        return
+    signal.signal(signal.SIGINT, _end)
+    _pipe = os.pipe()
+    for end in _pipe:
+        os.set_blocking(end, False)
+    signal.set_wakeup_fd(_pipe[1], warn_on_full_buffer=False)
+    os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))  # one line, ours
+    threading.Thread(target=_watch, name="hlat-interrupts", daemon=True).start()
 
 
-def end_interrupted(*, advice: str = "") -> None:
-    """Ends this process at once as an interrupted command does; `advice` follows in the same line."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second one does not wait for a pipe that nobody reads
-    with contextlib.suppress(OSError):
-        os.write(2, f"interrupted{advice and f'; {advice}'}\n".encode())
+def end_interrupted(*, line: str = "interrupted") -> NoReturn:
+    """Ends this process at once with code 130, after `line` on stderr; a second call does not wait for the first."""
+    if _ending.is_set():  # which may wait for a pipe that nobody reads
+        os._exit(130)
+    _ending.set()
+    _say(line)
     for folder in _partial:
         shutil.rmtree(folder, ignore_errors=True)
     for stream in (sys.stdout, sys.stderr):
@@ -47,7 +61,47 @@ def end_interrupted(*, advice: str = "") -> None:
 
 
 def _end(_number: int, _frame: Any) -> None:
-    end_interrupted()
+    if _taken():
+        end_interrupted()
+
+
+def _say(line: str) -> None:
+    with contextlib.suppress(OSError):
+        erased = "\r\x1b[K" * os.isatty(2)  # a progress bar
+        os.write(2, f"{erased}{line}\n".encode())
+
+
+def _watch() -> None:
+    """Answers interrupts while the main thread is in C++ code, such as XLA's compiler: no handler of Python runs then.
+
+    Such a handler runs in the main thread only, but the signal is in the pipe at once. Each is answered once, by the
+    thread that takes it from the pipe.
+    """
+    while True:
+        select.select(_pipe[:1], [], [])
+        time.sleep(_PATIENCE_S)  # the main thread comes first
+        handler = signal.getsignal(signal.SIGINT)
+        if handler is _end or isinstance(getattr(handler, "__self__", None), StopSignals):
+            threading.Thread(target=handler, args=(signal.SIGINT, None), daemon=True).start()
+        else:
+            _taken()
+
+
+def _taken() -> bool:
+    """Returns whether there is an interrupt to answer, and takes it."""
+    if _pipe is None:
+        return True
+    with contextlib.suppress(BlockingIOError):
+        while number := os.read(_pipe[0], 1):
+            if number[0] == signal.SIGINT:
+                return True
+    if threading.current_thread() is not threading.main_thread():
+        return False
+    if _ending.is_set():
+        time.sleep(_STOPPING_S)  # another thread ends this process: write nothing more
+    at_present = signal.set_wakeup_fd(_pipe[1], warn_on_full_buffer=False)
+    signal.set_wakeup_fd(at_present, warn_on_full_buffer=False)
+    return at_present != _pipe[1]  # an event loop, such as Orbax's, takes all signals while it runs
 
 
 @contextlib.contextmanager
@@ -71,6 +125,7 @@ def raising_interrupts() -> Iterator[None]:
 
     def raise_once(_number: int, _frame: Any) -> None:
         nonlocal first_s
+        _taken()
         if signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ()):
             signal.raise_signal(signal.SIGINT)  # another thread took it; now it waits until this one unblocks it
             return
@@ -133,10 +188,22 @@ def closing_quietly(thing: Any) -> Iterator[Any]:
 
 
 class StopSignals:
-    """Turns SIGTERM and SIGINT into `name`, which the loop reads; a second SIGINT ends the process at once."""
+    """Turns SIGTERM and SIGINT into `name`, which the loop reads.
 
-    def __init__(self):
-        self.name = ""
+    SIGINT is acknowledged by a line on stderr. It ends the process at once while nothing is `unfinished`, and a second
+    one does always.
+
+    Attributes:
+      name: the signal that came first; "" before it.
+      doing: what the run is doing, as in "compiling".
+      unfinished: what it finishes before it stops; "" while an end at once loses nothing.
+      saved_step: of the newest checkpoint; 0 without one.
+    """
+
+    def __init__(self, *, alone: bool = True):
+        """`alone`: no other process would wait for this one, which else ends only where all of them do."""
+        self.name, self.doing, self.unfinished, self.saved_step = "", "opening the run", "", 0
+        self._alone = alone
 
     def __enter__(self):
         numbers = [signal.SIGTERM]
@@ -149,13 +216,36 @@ class StopSignals:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
+    @contextlib.contextmanager
+    def during(self, doing: str, *, unfinished: str) -> Iterator[None]:
+        """Sets both attributes for the length of the block."""
+        before = self.doing, self.unfinished
+        self.doing, self.unfinished = doing, unfinished
+        try:
+            yield
+        finally:
+            self.doing, self.unfinished = before
+
     def _ask(self, number, _frame):
-        if self.name and number == signal.SIGINT:
-            if self._before[number] is _end:
-                advice = "run the same command to resume from the last checkpoint, or to start again without one"
-                end_interrupted(advice=advice)
-            raise KeyboardInterrupt
-        self.name = signal.Signals(number).name
-        if number == signal.SIGINT:
-            with contextlib.suppress(OSError):
-                os.write(2, b"SIGINT: saving and stopping after this step; press Ctrl-C again to stop at once\n")
+        if number == signal.SIGTERM:
+            self.name = self.name or "SIGTERM"
+        elif self._is_in_a_command() and not _taken():
+            return
+        elif self.name:
+            last = "run the same command to resume from the last checkpoint, or to start again without one"
+            self._stop(f"interrupted; {last}")
+        elif self._alone and not self.unfinished:
+            last = f"the last checkpoint is step {self.saved_step}" if self.saved_step else "there is no checkpoint yet"
+            self._stop(f"interrupted while {self.doing}: nothing to save; {last}")
+        else:
+            self.name = "SIGINT"
+            what = f": finishing {self.unfinished}" if self.unfinished else f" while {self.doing}: all processes stop"
+            _say(f"interrupted{what}; press Ctrl-C again to stop at once")
+
+    def _stop(self, line: str) -> NoReturn:
+        if self._is_in_a_command():
+            end_interrupted(line=line)
+        raise KeyboardInterrupt
+
+    def _is_in_a_command(self) -> bool:
+        return self._before[signal.SIGINT] is _end

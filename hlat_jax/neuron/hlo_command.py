@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from absl import flags
 
+from hlat_jax.data.build.progress import showing
 from hlat_jax.host import flags as flags_lib
 from hlat_jax.host.neuron_compiler_flags import compiler_flags
 from hlat_jax.host.neuron_topology import Topology, checked
@@ -49,10 +50,12 @@ def main(argv: Sequence[str]) -> int:
     traced = traced_programs(make_program(config, programs.layout_for_neuron(config, count)))
     compiled = []
     for name in named_programs(config, values.program):
-        modules = {f"{name}.whole": hlo.whole_module(traced[name]().lower(lowering_platforms=("neuron",)))}
+        with showing(f"lowering {name}"):
+            modules = {f"{name}.whole": hlo.whole_module(traced[name]().lower(lowering_platforms=("neuron",)))}
         labels = {f"{name}.whole": f"the whole program, devices: {count:,}"}
         if count > 1:
-            modules[f"{name}.device"], mesh = hlo.device_module(name, config, count, max_devices=values.max_devices)
+            with showing(f"partitioning {name}"):
+                modules[f"{name}.device"], mesh = hlo.device_module(name, config, count, max_devices=values.max_devices)
             labels[f"{name}.device"] = f"one device of {' x '.join(f'{axis} {size}' for axis, size in mesh.items())}"
         for stem, module in modules.items():
             (folder / f"{stem}.hlo").write_bytes(module)

@@ -12,6 +12,8 @@ from typing import Any
 
 from absl import flags
 
+from hlat_jax.data.build.progress import showing
+from hlat_jax.data.tokenizer import fill_vocab_size
 from hlat_jax.host import flags as flags_lib
 from hlat_jax.neuron.rules import TARGETS
 from hlat_jax.resolve import resolve
@@ -22,6 +24,7 @@ _NAMES = ("train", "eval", "init", "norms", "prefill", "decode", "generate")
 def main(argv: Sequence[str]) -> int:
     """Prints the findings for the programs of a config; returns 1 if one is an error, else 0."""
     mutable, values = flags_lib.parse(argv, _define)
+    fill_vocab_size(mutable)
     config = resolve(mutable)
     if values.json:
         flags_lib.check_output("--json", values.json)
@@ -38,7 +41,8 @@ def main(argv: Sequence[str]) -> int:
     reports = {}
     for name in named_programs(config, values.program):
         began = time.monotonic()
-        found = programs.findings(name, traced[name](), program=program, target=values.target, operators=operators)
+        with showing(f"checking {name}"):
+            found = programs.findings(name, traced[name](), program=program, target=values.target, operators=operators)
         rows = [dataclasses.asdict(f) | {"explained": programs.EXPLAINED.get((name, f.rule), "")} for f in found]
         reports[name] = {"findings": rows, "seconds": time.monotonic() - began}
         print(_text(name, reports[name]))

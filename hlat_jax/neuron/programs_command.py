@@ -12,6 +12,8 @@ from typing import Any
 from absl import flags
 
 from hlat_jax.byte_sizes import format_bytes
+from hlat_jax.data.build.progress import showing
+from hlat_jax.data.tokenizer import fill_vocab_size
 from hlat_jax.host import flags as flags_lib
 from hlat_jax.host.neuron_topology import CACHE
 from hlat_jax.resolve import resolve
@@ -20,6 +22,7 @@ from hlat_jax.resolve import resolve
 def main(argv: Sequence[str]) -> int:
     """Prints the programs of a config and how they differ from those recorded in a run folder; returns 0."""
     mutable, values = flags_lib.parse(argv, _define)
+    fill_vocab_size(mutable)
     config = resolve(mutable)
     if values.json:
         flags_lib.check_output("--json", values.json)
@@ -39,7 +42,8 @@ def main(argv: Sequence[str]) -> int:
     print(_row(("program", "fingerprint", "operations", "arguments", "argument bytes", "cache", "since the last run")))
     found = {}
     for name in programs_of_run(config):
-        now = dataclasses.asdict(changes.program_fingerprint(name, config, placement)) | around
+        with showing(f"lowering {name}"):
+            now = dataclasses.asdict(changes.program_fingerprint(name, config, placement)) | around
         before = last.get(name)
         why = changes.reasons(name, now=now, before=before) if before else []
         since = "new" if why else "the same" if before else "not compiled" if last else "no record"

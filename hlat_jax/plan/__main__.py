@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from absl import flags
 
 from hlat_jax import cost
+from hlat_jax.data.build.progress import showing
+from hlat_jax.data.tokenizer import fill_vocab_size
 from hlat_jax.host import flags as flags_lib
 from hlat_jax.plan import ops_command
 from hlat_jax.resolve import resolve
@@ -31,6 +33,7 @@ def main(argv: Sequence[str]) -> int:
     if any(word in ("--help", "-h") for word in argv):
         print("Usage: plan --config=NAME [flags], or plan tune|choices --config=NAME: times and choices of each op.\n")
     mutable, values = flags_lib.parse(argv, _define)
+    fill_vocab_size(mutable)
     config = resolve(mutable)
     _check_flags(values)
     os.environ["JAX_PLATFORMS"] = "cpu"  # leaves an accelerator of this machine free
@@ -43,17 +46,20 @@ def main(argv: Sequence[str]) -> int:
         price_per_hour=values.price_per_hour,
         data_tokens=values.data_tokens,
     )
-    plan = search.complete(report.make_plan(config, site), config, site)
-    print(text.full(plan))
+    with showing("tracing the step"):
+        plan = search.complete(report.make_plan(config, site), config, site)
+    print(text.full(plan), flush=True)
     if values.partition:
         try:
-            plan["partition"] = aot.partition(config, site)
+            with showing("compiling for virtual devices"):
+                plan["partition"] = aot.partition(config, site)
         except RuntimeError as error:  # the compiler failed, not the command: code 1
             print(f"error: {error}", file=sys.stderr)
             return 1
         print("\n" + text.partitioned(plan["partition"]))
     if values.search:
-        plan["search"] = search.ranked(config, site)
+        with showing("weighing layouts") as status:
+            plan["search"] = search.ranked(config, site, status=status)
         print("\n" + text.ranking(plan["search"], f"{site.nodes} x {site.target}"))
     if values.json:
         pathlib.Path(values.json).write_text(json.dumps(plan, indent=1) + "\n")

@@ -11,6 +11,7 @@ from typing import Any
 
 from hlat_jax import cost
 from hlat_jax.config import Config
+from hlat_jax.data.build.progress import Status
 from hlat_jax.parallel.degrees import all_degrees, passes
 from hlat_jax.parallel.sharding import MESH_AXES, abstract_layout
 from hlat_jax.plan.floor import Floor, floor, held
@@ -29,7 +30,9 @@ def complete(plan: dict[str, Any], config: Config, site: Site) -> dict[str, Any]
     return plan | {"binds": binds, "change": _nearest_change(config, site)}
 
 
-def ranked(config: Config, site: Site, *, most: int = 10, max_plans: int = 48) -> dict[str, Any]:
+def ranked(
+    config: Config, site: Site, *, most: int = 10, max_plans: int = 48, status: Status | None = None
+) -> dict[str, Any]:
     """Returns the best layouts for these nodes that fit, and counts of the search.
 
     Every combination of degrees, ZeRO-1, sequence parallelism, microbatches and rematerialization is scored by the
@@ -41,6 +44,7 @@ def ranked(config: Config, site: Site, *, most: int = 10, max_plans: int = 48) -
       site: the nodes.
       most: number of layouts returned, each with its best schedule.
       max_plans: most combinations planned.
+      status: is kept up to date, as if all of these were.
 
     Returns:
       {"rows": the best first, "by": "step_s" or "total", "layouts": number of combinations, "planned": number of
@@ -53,7 +57,7 @@ def ranked(config: Config, site: Site, *, most: int = 10, max_plans: int = 48) -
     scored = sorted(candidates(config, site), key=lambda pair: (getattr(pair[0], by), pair[0].total))
     best: dict[tuple, dict[str, Any]] = {}  # row of every choice of degrees
     too_large: list[Config] = []
-    planned, rest = 0, None
+    planned, rest, status = 0, None, status or Status()
     for least, candidate in scored:
         if least.total > budget or any(_holds_more(candidate, other) for other in too_large):
             continue
@@ -67,6 +71,7 @@ def ranked(config: Config, site: Site, *, most: int = 10, max_plans: int = 48) -
             break
         planned += 1
         row = _row(make_plan(candidate, site), candidate)
+        status.share, status.text = planned / max_plans, f"{planned} of at most {max_plans} plans"
         if row["total"] > budget:
             too_large.append(candidate)
         elif degrees not in best or row[by] < best[degrees][by]:

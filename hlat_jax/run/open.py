@@ -24,9 +24,11 @@ from hlat_jax.host.process import INDEX_FOLDER, StopSignals, closing_quietly
 from hlat_jax.parallel.sharding import Layout, gather_rows, process_rows
 from hlat_jax.program import StepMetrics
 from hlat_jax.run import budget, exports, optional, summary
+from hlat_jax.run.branch import open_branch
 from hlat_jax.run.compilation import Compilations, compiled_sampler, compiled_step
 from hlat_jax.run.init_from import begin, open_start
 from hlat_jax.run.machine import fitting_program
+from hlat_jax.run.profiling import StepTrace
 from hlat_jax.run.settings import refuse_drift, settings_of, write_settings
 from hlat_jax.run.step_sync import StepSync, only_job, require_same_settings
 from hlat_jax.run.validation import Validation
@@ -50,6 +52,7 @@ class Run:
       state_norms: the compiled state -> norms of its parts, see step.RunProgram.
       sampler: the compiled programs of samples; None if not configured.
       log: metrics log; silent in all processes but process 0.
+      step_trace: the trace of `train.profile_steps`.
       settings: recorded in every checkpoint, see `settings_of`.
       remat: record of the choice for a memory budget, see `budget.resolved`; None without a budget.
       start_step: step at which this process started or resumed.
@@ -69,6 +72,7 @@ class Run:
     state_norms: Callable[..., Any]
     sampler: Programs | None
     log: MetricsLog | SilentLog
+    step_trace: StepTrace
     settings: dict[str, Any]
     remat: dict[str, Any] | None
     start_step: int
@@ -149,6 +153,7 @@ def open_run(
     Raises:
       ValueError: a config, data, machine or folder that cannot be trained with; nothing was changed.
     """
+    config = positions.with_order_of_run(config, workdir)
     program = fitting_program(config, jax.devices())
     layout = program.layout
     path = kept_tokenizer.usable(config.data.tokenizer, workdir)
@@ -177,18 +182,32 @@ def open_run(
     if tasks is not None and (saved is None or saved[0] < config.train.num_steps):
         tasks.load()
     if saved is not None:
-        refuse_drift(saved[1], settings, step=saved[0])
+        signals.saved_step, signals.doing = saved[0], "restoring the checkpoint"
+        refuse_drift(saved[1], settings, step=saved[0], workdir=workdir)
     restored = None if saved is None else checkpointer.restore(program.abstract_state, norms=program.norms)
     if restored is not None and restored.step >= config.train.num_steps:
-        _finish(config, workdir, exporter=exporter, restored=restored)
+        with signals.during("finishing a complete run", unfinished="the export and the summary"):
+            _finish(config, workdir, exporter=exporter, restored=restored)
         return None
 
+    branched = restored is None and bool(config.train.branch_from)
+    if branched:
+        signals.doing = "restoring the checkpoint"
+        restored = open_branch(program, workdir, settings=settings)
+        settings["branch_from"] = config.train.branch_from
+    signals.doing = "compiling"
     weights = open_start(config, tokenizer) if restored is None and config.train.init_from else None
     program, remat = budget.resolved(program, recorded=restored and restored.metadata.get("remat"))
     compilations = Compilations(program)
     if restored is not None:
-        settings |= {key: value for key, value in restored.metadata.items() if key == "init_from"}
-        progress = _resumed(config, restored, batches=batches)
+        origin = {key: restored.metadata[key] for key in ("init_from", "branch_from") if key in restored.metadata}
+        settings = origin | settings
+        progress = _resumed(restored, batches=batches, saved_step=0 if branched else restored.step)
+        if not branched:
+            for key in ("init_from", "branch_from"):
+                if getattr(config.train, key):
+                    print(f"train.{key}  ignored: resuming from this run's own checkpoint")
+            print(f"resuming from step {restored.step} of {config.train.num_steps}")
     else:
         state = compilations.compiled("init")(program.seed)
         if weights is not None:
@@ -200,7 +219,8 @@ def open_run(
         kept_tokenizer.keep_tokenizer(tokenizer.path, workdir)
         positions.rewind(workdir, progress.step)
         exports.rewind(workdir, progress.step)
-    log = stack.enter_context(closing_quietly(_open_log(config, workdir, layout=layout, start_step=progress.step)))
+    log = stack.enter_context(closing_quietly(_open_log(config, workdir, layout=layout, progress=progress)))
+    step_trace = stack.enter_context(closing_quietly(StepTrace(config, workdir, start_step=progress.step)))
     run = Run(
         config=config,
         workdir=workdir,
@@ -216,6 +236,7 @@ def open_run(
         tasks=tasks,
         sampler=compiled_sampler(compilations) if config.train.sample_prompt else None,
         log=log,
+        step_trace=step_trace,
         settings=settings,
         remat=remat,
         start_step=progress.step,
@@ -225,19 +246,16 @@ def open_run(
     return run, progress
 
 
-def _resumed(config: Config, restored: Restored, *, batches: TrainBatches) -> Progress:
+def _resumed(restored: Restored, *, batches: TrainBatches, saved_step: int) -> Progress:
     """Returns the progress that a checkpoint records, and sets `batches` to its position."""
     position = restored.position[list(batches.rows)]
     batches.set_state(position)
-    if config.train.init_from:
-        print("train.init_from  ignored: resuming from this run's own checkpoint")
-    print(f"resuming from step {restored.step} of {config.train.num_steps}")
     return Progress(
         state=restored.state,
         step=restored.step,
         position=position,
         tokens=restored.metadata["tokens"],
-        saved_step=restored.step,
+        saved_step=saved_step,
         num_nonfinite=restored.metadata["num_nonfinite"],
     )
 
@@ -252,7 +270,7 @@ def _finish(config: Config, workdir: pathlib.Path, *, exporter: optional.Exporte
         summary.finish(config, workdir, restored.step)
 
 
-def _open_log(config: Config, workdir: pathlib.Path, *, layout: Layout, start_step: int) -> MetricsLog | SilentLog:
+def _open_log(config: Config, workdir: pathlib.Path, *, layout: Layout, progress: Progress) -> MetricsLog | SilentLog:
     if not distributed.is_first():
         return SilentLog()
     device = cost.device(layout.mesh.devices.flat[0].device_kind)
@@ -260,7 +278,9 @@ def _open_log(config: Config, workdir: pathlib.Path, *, layout: Layout, start_st
         workdir,
         config=config.metrics,
         num_steps=config.train.num_steps,
-        start_step=start_step,
+        start_step=progress.step,
+        start_tokens=progress.tokens,
+        hyperparameters=config.to_dict(),
         flops_per_token=(
             cost.flops_per_token_6n(config.model),
             cost.flops_per_token(config.model, config.data.seq_len),

@@ -19,6 +19,14 @@ from hlat_jax.step import RunProgram
 from hlat_jax.store import atomic_files
 from hlat_jax.store.config_diff import config_drift
 
+# Settings that a branch may change: they affect neither the meaning of the state nor that of the data position.
+BRANCH_MAY_CHANGE = (
+    "optimizer.*",
+    "train.*",
+    "implementations.*",
+    *(f"model.{key}" for key in (*OPS, "remat", "layer_loop")),
+)
+
 
 def settings_of(program: RunProgram, *, tokenizer: Tokenizer, batches: TrainBatches) -> dict[str, Any]:
     """Returns the settings that a checkpoint records: config, resolved implementations, and hashes of its inputs."""
@@ -30,21 +38,43 @@ def settings_of(program: RunProgram, *, tokenizer: Tokenizer, batches: TrainBatc
     }
 
 
-def refuse_drift(saved: dict[str, Any], current: dict[str, Any], *, step: int) -> None:
-    """Raises ValueError if the settings of a checkpoint at `step` differ from those of the run.
+def refuse_drift(saved: dict[str, Any], current: dict[str, Any], *, step: int, workdir: pathlib.Path) -> None:
+    """Raises ValueError if the settings of the checkpoint at `step` in `workdir` differ from those of the run."""
+    drift = _drift(saved, current, step=step)
+    if drift:
+        lines = "\n  ".join(drift)
+        remedy = "give the changed run another folder with --workdir."
+        if not _drift(saved, current, step=step, branch=True):
+            remedy = (
+                "continue with the new ones in another folder: --workdir=NEW_FOLDER "
+                f"--config.train.branch_from={workdir}@{step}"
+            )
+        raise ValueError(
+            f"this run folder was trained with other settings:\n  {lines}\nRestore these settings, or {remedy}"
+        )
+
+
+def refuse_branch_drift(saved: dict[str, Any], current: dict[str, Any], *, step: int) -> None:
+    """Raises ValueError if a branch differs from the checkpoint at `step` in more than BRANCH_MAY_CHANGE."""
+    if drift := _drift(saved, current, step=step, branch=True):
+        lines = "\n  ".join(drift)
+        raise ValueError(
+            f"that run had settings that a branch must keep:\n  {lines}\nRestore these settings; a branch may change "
+            "optimizer, train, parallel, held-out text and implementations."
+        )
+
+
+def _drift(saved: dict[str, Any], current: dict[str, Any], *, step: int, branch: bool = False) -> list[str]:
+    """Returns a line for each setting that differs and must not.
 
     A config key that is newer than the checkpoint counts as its default, an op as its current implementation.
     """
     implementations = current["implementations"] | saved["implementations"]
     saved = saved | {"config": _completed(saved["config"]), "implementations": implementations}
-    drift = config_drift(saved, current)
-    drift += data_drift(saved, current, num_batches=step)
-    if drift:
-        lines = "\n  ".join(drift)
-        raise ValueError(
-            f"this run folder was trained with other settings:\n  {lines}\n"
-            "Restore these settings, or give the changed run another folder with --workdir."
-        )
+    if branch:
+        saved, current = (tree | {"validation_manifest": None} for tree in (saved, current))
+    drift = config_drift(saved, current, also=BRANCH_MAY_CHANGE if branch else ())
+    return drift + data_drift(saved, current, num_batches=step)
 
 
 def saved_config(saved: dict[str, Any]) -> Config:

@@ -46,13 +46,14 @@ class StepSync:
     """Exchanges the status of all processes before each step.
 
     Attributes:
+      signals: of this process.
       stop: the signal that ends the run at this step; "" if there is none. A single process sees it at once; several
         processes exchange it before the step that was dispatched last.
     """
 
     def __init__(self, config: Config, rows: Sequence[int], signals: StopSignals):
         """All processes call it at the same point; `rows` are the rows of the global batch that this process loads."""
-        self._config, self._rows, self._signals = config, rows, signals
+        self._config, self._rows, self.signals = config, rows, signals
         self._stop = ""
         before = [json.loads(text) for text in distributed.exchange(json.dumps(list(rows)))][: jax.process_index()]
         # processes of one model replica load the same rows: each row is counted by the first of them
@@ -60,7 +61,7 @@ class StepSync:
 
     @property
     def stop(self) -> str:
-        return self._stop if jax.process_count() > 1 else self._signals.name
+        return self._stop if jax.process_count() > 1 else self.signals.name
 
     def sync_step(self, batch: Batch | None, position: np.ndarray | None, *, error: str, save: bool) -> SyncedStep:
         """Returns the status of all processes for the next step.
@@ -72,7 +73,7 @@ class StepSync:
           save: a checkpoint is due by the clock of this process.
         """
         facts = {} if error else self._facts(batch, position)
-        mine = {"facts": facts, "error": error, "save": save, "stop": self._signals.name}
+        mine = {"facts": facts, "error": error, "save": save, "stop": self.signals.name}
         found = [json.loads(text) for text in distributed.exchange(json.dumps(mine))]
         self._stop = next((each["stop"] for each in found if each["stop"]), "")
         errors = [(index, each["error"]) for index, each in enumerate(found) if each["error"]]

@@ -45,8 +45,8 @@ def describe_data(
     if len(batches.definition.sources) > 1:
         print(f"sources          {batches.definition.mixture.describe()}")
     for source in batches.definition.sources:
-        if source.documents.ignored:
-            print(f"data             source {source.name}: {source.documents.ignored}")
+        if notes := source.describe():
+            print(f"data             source {source.name}: {notes}")
     for name, source in held_out.items():
         print(f"validation       {source.describe(name)}")
 

@@ -36,6 +36,7 @@ from hlat_jax.store.checkpoint_checks import (
     problem_of_state,
     problem_on_disk,
     saved_run,
+    saved_step,
 )
 from hlat_jax.store.config_diff import differences
 from hlat_jax.store.integrity import seal
@@ -214,10 +215,7 @@ class Checkpointer:
             self._manager.close()
 
     def _state(self, step: int, run: dict[str, Any], abstract_state: Any) -> Any:
-        others = differences(run["arrays"], _arrays(abstract_state))  # Orbax would cast another dtype in silence
-        if others:
-            lines = "\n  ".join(others)
-            raise ValueError(f"{self.folder / str(step)} belongs to another model or precision:\n  {lines}")
+        _require_same_arrays(self.folder / str(step), run, abstract_state)
         args = ocp.args.Composite(**{STATE_ITEM: ocp.args.StandardRestore(abstract_state)})
         return self._manager.restore(step, args=args)[STATE_ITEM]
 
@@ -298,6 +296,23 @@ def find_saved(path: str | os.PathLike) -> pathlib.Path | None:
     return folder / str(step)
 
 
+def read_checkpoint(
+    folder: pathlib.Path, abstract_state: Any, *, norms: Callable[[Any], Mapping[str, Any]]
+) -> Restored:
+    """Returns one checkpoint, from `find_saved`; arguments as of `Checkpointer.restore`.
+
+    Raises:
+      ValueError: it holds arrays of other shapes or dtypes, or a state that is not finite.
+    """
+    run = saved_run(folder)
+    _require_same_arrays(folder, run, abstract_state)
+    state = read_arrays(folder, abstract_state)
+    step = saved_step(folder, run)
+    if why := problem_of_state(folder.name, step, state, norms=None if "norms" in run else norms):
+        raise ValueError(f"checkpoint {folder} is damaged ({why}); use another one in {folder.parent}.")
+    return Restored(step, state, np.asarray(run["position"], np.int64), run["metadata"])
+
+
 def read_arrays(folder: pathlib.Path, abstract: Any) -> Any:
     """Returns the part of one checkpoint's state that `abstract` names, and reads no other.
 
@@ -357,6 +372,13 @@ def _barrier_of_saves(*, key: str, timeout_ms: int) -> None:
 def _arrays(state: Any) -> dict[str, str]:
     leaves = jax.tree_util.tree_leaves_with_path(state)
     return {jax.tree_util.keystr(path): f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in leaves}
+
+
+def _require_same_arrays(folder: pathlib.Path, run: Mapping[str, Any], abstract_state: Any) -> None:
+    others = differences(run["arrays"], _arrays(abstract_state))  # Orbax would cast another dtype in silence
+    if others:
+        lines = "\n  ".join(others)
+        raise ValueError(f"{folder} belongs to another model or precision:\n  {lines}")
 
 
 def _reason(error: BaseException) -> str:

@@ -13,10 +13,12 @@ MAY_CHANGE = (
     "model.ops_table",  # the choice itself is compared as `implementations`
     "train.num_steps",
     "train.init_from",  # read at step 0 alone
+    "train.branch_from",  # read at the first step alone
     "train.max_nonfinite_steps",
     "train.eval_loss_*",
     "train.eval_tasks*",
     "train.sample_*",
+    "train.profile_steps",
     "metrics.*",
     "checkpoint.*",
     "parallel.*",
@@ -42,20 +44,20 @@ MAY_DIFFER = (
 )
 
 
-def config_drift(saved: dict[str, Any], current: dict[str, Any]) -> list[str]:
-    """Returns a line for each setting that differs between two runs and must not; see MAY_CHANGE.
+def config_drift(saved: dict[str, Any], current: dict[str, Any], *, also: tuple[str, ...] = ()) -> list[str]:
+    """Returns a line for each setting that differs between two runs and must not; see MAY_CHANGE and those in `also`.
 
     Takes configs as nested dicts, or checkpoint metadata: such a dict under `config`, and beside it hashes of the files
     that the config names. Entries that only `saved` has, such as the number of tokens so far, are not compared.
     """
     current = json.loads(json.dumps(current))  # as it looks once it has been through a file
     before = {key: value for key, value in saved.items() if key in current}
-    return differences(*(_without(_flat(tree), MAY_CHANGE) for tree in (before, current)))
+    return differences(*(_without(flat(tree), MAY_CHANGE + also) for tree in (before, current)))
 
 
 def shared_settings(settings: dict[str, Any]) -> dict[str, str]:
     """Returns the settings that must be equal in all processes of a run, each as a short text or a hash."""
-    found = {key: json.dumps(value) for key, value in _without(_flat(settings), MAY_DIFFER).items()}
+    found = {key: json.dumps(value) for key, value in _without(flat(settings), MAY_DIFFER).items()}
     return {
         key: text if len(text) <= 60 else hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
         for key, text in found.items()
@@ -76,12 +78,13 @@ def _without(leaves: dict[str, Any], patterns: tuple[str, ...]) -> dict[str, Any
     }
 
 
-def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat(tree: dict[str, Any], *, prefix: str = "") -> dict[str, Any]:
+    """Returns the values of nested dicts by their dotted paths, which leave out a first `config`."""
     leaves: dict[str, Any] = {}
     for key, value in tree.items():
         path = prefix if not prefix and key == "config" else f"{prefix}{key}"
         if isinstance(value, dict):
-            leaves |= _flat(value, f"{path}." if path else "")
+            leaves |= flat(value, prefix=f"{path}." if path else "")
         else:
             leaves[path] = value
     return leaves

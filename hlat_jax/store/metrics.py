@@ -15,27 +15,34 @@ import pathlib
 import secrets
 import sys
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Any
 
+from hlat_jax.byte_sizes import UNITS
 from hlat_jax.config import MetricsConfig
 from hlat_jax.store.atomic_files import sync_folder, to_disk, write_whole
+from hlat_jax.store.config_diff import flat
 
 ROWS_FILE, DISCARDED_FILE = "metrics.jsonl", "metrics.discarded.jsonl"
+TENSORBOARD_FOLDER = "tensorboard"
 TESTED_VERSIONS = ("2.6.5",)  # of tensorboardX, whose writer of event files is undocumented
-# Without a terminal, `console=auto` prints about this many lines over a run.
-_QUIET_LINES = 10
+# With `log_every_steps=0`: steps between lines on a terminal, and lines over a run without one.
+_TERMINAL_STEPS, _BATCH_LINES = 10, 10
+_LONGEST_SILENCE_S = 60
 _COLUMNS = (
     ("step", 8),
-    ("done", 8),
+    ("done", 7),
     ("loss", 9),
     ("grad norm", 10),
     ("lr", 10),
+    ("s/step", 9),
     ("tokens/s", 11),
     ("MFU 6N", 8),
     ("MFU+attn", 10),
     ("data wait", 10),
-    ("ETA", 14),
+    ("mem GiB", 9),
+    ("elapsed", 13),
+    ("ETA", 13),
 )
 
 
@@ -43,8 +50,8 @@ class MetricsLog:
     """Writes one row per step and per validation to the files and the console.
 
     Training rows have `step, loss, tokens (so far), grad_norm, param_norm, learning_rate, step_s (wall, data wait
-    included), data_wait_s, batch_hash`, depending on the data `padding_share` and `skipped_records (so far)`;
-    `tokens_per_s` is added and, if the peak is known, `mfu_6n` and `mfu`.
+    included), data_wait_s, peak_memory_bytes, batch_hash`, depending on the data `padding_share` and `skipped_records
+    (so far)`; `tokens_per_s` is added and, if the peak is known, `mfu_6n` and `mfu`.
     """
 
     def __init__(
@@ -54,6 +61,8 @@ class MetricsLog:
         config: MetricsConfig,
         num_steps: int,
         start_step: int = 0,
+        start_tokens: int = 0,
+        hyperparameters: dict[str, Any] | None = None,
         flops_per_token: tuple[float, float] = (0.0, 0.0),
         peak_flops: float | None = None,
     ):
@@ -64,6 +73,8 @@ class MetricsLog:
           config: which outputs are written.
           num_steps: last step of the run; for percentages and the remaining time.
           start_step: 0 for a new run, which moves all rows of an earlier attempt aside.
+          start_tokens: tokens trained on so far, for a folder that has no rows of them.
+          hyperparameters: the config as nested dicts, for TensorBoard and Weights & Biases.
           flops_per_token: by the 6N rule, and with attention.
           peak_flops: FLOP/s of all devices together; None when unknown.
 
@@ -76,15 +87,16 @@ class MetricsLog:
         self._flops_per_token, self._peak_flops = flops_per_token, peak_flops
         self._path = workdir / ROWS_FILE
         last = rewind(self._path, start_step if start_step > 0 else -1)
-        self._tokens = last["tokens"] if last else 0
+        self._tokens = last["tokens"] if last else start_tokens
         self._file = open(self._path, "a")  # noqa: SIM115 - closed by close()
         self._interval = Interval()
+        self._opened_s = self._printed_s = time.monotonic()
         self._header_due = True
         self._sinks = []
         if config.tensorboard:
-            self._sinks.append(_TensorBoard(workdir / "tensorboard", start_step))
+            self._sinks.append(_TensorBoard(workdir / TENSORBOARD_FOLDER, start_step, hyperparameters or {}))
         if config.wandb_project:
-            self._sinks.append(_Wandb(workdir, config.wandb_project))
+            self._sinks.append(_Wandb(workdir, config.wandb_project, hyperparameters or {}))
 
     def train_row(self, row: dict[str, Any]) -> None:
         """Records one step, and prints a line when one is due."""
@@ -95,12 +107,13 @@ class MetricsLog:
             row["mfu_6n"], row["mfu"] = (flops * tokens_per_s / self._peak_flops for flops in self._flops_per_token)
         self._record("train", row)
         self._interval.add(row)
-        if self._line_due(row["step"]):
+        now = time.monotonic()
+        if self._line_due(row, now):
             if self._header_due:
-                print(header())
+                print(header(mfu="mfu" in row))
                 self._header_due = False
-            print(train_line(row, self._interval, self._num_steps), flush=True)
-            self._interval = Interval()
+            print(train_line(row, self._interval, self._num_steps, elapsed_s=now - self._opened_s), flush=True)
+            self._interval, self._printed_s = Interval(), now
 
     def eval_row(self, row: dict[str, Any]) -> None:
         """Records one validation: `step, eval_loss, perplexity, bits_per_byte, eval_tokens`."""
@@ -113,6 +126,12 @@ class MetricsLog:
         self._record("validation", row)
         if self._config.console != "off":
             print(tasks_line(row, shown), flush=True)
+
+    def sample(self, step: int, text: str) -> None:
+        """Records a generated text in TensorBoard and Weights & Biases."""
+        with self._named_errors():
+            for sink in self._sinks:
+                sink.write_text("sample", step, text)
 
     def sync(self) -> None:
         """Flushes and fsyncs every row so far."""
@@ -128,23 +147,32 @@ class MetricsLog:
             sink.close()
 
     def _record(self, group: str, row: dict[str, Any]) -> None:
-        try:
+        with self._named_errors():
             self._file.write(json_line(row))
             self._file.flush()
             for sink in self._sinks:
                 sink.write(group, row)
-        except OSError as error:  # the error of a full disk does not name the file
+
+    @contextlib.contextmanager
+    def _named_errors(self) -> Iterator[None]:
+        """Raises an OSError of the block with the name of the file, which that of a full disk does not have."""
+        try:
+            yield
+        except OSError as error:
             raise OSError(error.errno, f"a row cannot be written: {error.strerror}", str(self._path)) from None
 
-    def _line_due(self, step: int) -> bool:
+    def _line_due(self, row: dict[str, Any], now: float) -> bool:
         if self._config.console == "off":
             return False
-        every = self._config.log_every_steps
-        if self._config.console == "auto" and not sys.stdout.isatty():
-            every = max(every, math.ceil((self._num_steps - self._start_step) / _QUIET_LINES))
-        elif step == self._start_step + 1:
-            return True  # interactive: show progress at once
-        return step % every == 0 or step == self._num_steps
+        step, every = row["step"], self._config.log_every_steps
+        if every == 0 and (self._config.console == "on" or sys.stdout.isatty()):
+            every = _TERMINAL_STEPS
+        elif every == 0:
+            every = math.ceil((self._num_steps - self._start_step) / _BATCH_LINES)
+        if step in (self._start_step + 1, self._num_steps) or step % every == 0:
+            return True
+        # the next row comes about one step from now
+        return now - self._printed_s + row["step_s"] > _LONGEST_SILENCE_S
 
 
 class SilentLog:
@@ -155,6 +183,8 @@ class SilentLog:
     def eval_row(self, row: dict[str, Any]) -> None: ...
 
     def tasks_row(self, row: dict[str, Any], *, shown: Collection[str]) -> None: ...
+
+    def sample(self, step: int, text: str) -> None: ...
 
     def sync(self) -> None: ...
 
@@ -177,33 +207,35 @@ class Interval:
             if key in row:
                 self._weighted[key] = self._weighted.get(key, 0.0) + row[key] * row["step_s"]
 
-    def rate(self, key: str) -> float | None:
-        """Returns `tokens_per_s`, `mfu_6n` or `mfu` over the interval; None when unknown."""
-        return self._weighted[key] / self.step_s if key in self._weighted and self.step_s > 0 else None
+    def rate(self, key: str) -> float:
+        """Returns `tokens_per_s`, `mfu_6n` or `mfu` over the interval."""
+        return self._weighted[key] / self.step_s if self.step_s > 0 else math.inf
 
 
-def header() -> str:
-    """Returns the header of the columns of `train_line`."""
-    return "".join(name.rjust(width) for name, width in _COLUMNS)
+def header(*, mfu: bool) -> str:
+    """Returns the header of the columns of `train_line`; those of the MFU only if it is known."""
+    return "".join(name.rjust(width) for name, width in _COLUMNS if mfu or not name.startswith("MFU"))
 
 
-def train_line(row: dict[str, Any], interval: Interval, num_steps: int) -> str:
-    """Returns a progress line: loss, gradient norm and learning rate of this step, speeds over the interval."""
-    tokens_per_s = interval.rate("tokens_per_s")
+def train_line(row: dict[str, Any], interval: Interval, num_steps: int, *, elapsed_s: float) -> str:
+    """Returns a progress line: loss, gradient norm and learning rate of this step, times and speeds of the interval."""
     step_s = interval.step_s / interval.num_steps
-    cells = (
-        f"{row['step']}",
-        f"{row['step'] / max(num_steps, 1):.1%}",
-        f"{row['loss']:.4f}",
-        f"{row['grad_norm']:.3g}",
-        f"{row['learning_rate']:.2e}",
-        "-" if tokens_per_s is None else f"{tokens_per_s:,.0f}",
-        _percent(interval.rate("mfu_6n")),
-        _percent(interval.rate("mfu")),
-        _percent(interval.data_wait_s / interval.step_s if interval.step_s > 0 else None),
-        duration((num_steps - row["step"]) * step_s),
-    )
-    return "".join(cell.rjust(width) for cell, (_, width) in zip(cells, _COLUMNS, strict=True))
+    cells = {
+        "step": f"{row['step']}",
+        "done": f"{row['step'] / max(num_steps, 1):.1%}",
+        "loss": f"{row['loss']:.4f}",
+        "grad norm": f"{row['grad_norm']:.3g}",
+        "lr": f"{row['learning_rate']:.2e}",
+        "s/step": f"{step_s:.3f}",
+        "tokens/s": f"{interval.rate('tokens_per_s'):,.0f}",
+        "data wait": f"{interval.data_wait_s / max(interval.step_s, 1e-9):.1%}",
+        "mem GiB": f"{row['peak_memory_bytes'] / UNITS['GiB']:.2f}",
+        "elapsed": duration(elapsed_s),
+        "ETA": duration((num_steps - row["step"]) * step_s),
+    }
+    if "mfu" in row:
+        cells |= {"MFU 6N": f"{interval.rate('mfu_6n'):.1%}", "MFU+attn": f"{interval.rate('mfu'):.1%}"}
+    return "".join(cells[name].rjust(width) for name, width in _COLUMNS if name in cells)
 
 
 def eval_line(row: dict[str, Any]) -> str:
@@ -233,6 +265,15 @@ def duration(seconds: float) -> str:
 def json_line(row: dict[str, Any]) -> str:
     """Returns a row as a line of JSON, with floats at full precision, and NaN and Infinity as in Python's json."""
     return json.dumps(row, default=lambda scalar: scalar.item()) + "\n"
+
+
+def copy_rows(source: pathlib.Path, workdir: pathlib.Path, *, last_step: int) -> None:
+    """Copies the rows of a run up to `last_step` into another run folder; rows of an earlier attempt move aside."""
+    rewind(workdir / ROWS_FILE, -1)
+    if (source / ROWS_FILE).exists():  # a run may have been copied without it
+        lines = (source / ROWS_FILE).read_bytes().splitlines(keepends=True)
+        kept = [line for line in lines if (row := _row(line)) is not None and row["step"] <= last_step]
+        write_whole(workdir / ROWS_FILE, b"".join(kept))
 
 
 def rewind(path: str | os.PathLike, step: int) -> dict[str, Any] | None:
@@ -270,20 +311,25 @@ def rewind(path: str | os.PathLike, step: int) -> dict[str, Any] | None:
 class _TensorBoard:
     """Event files, written in this thread: with a full disk tensorboardX's own writer thread would hang the run."""
 
-    def __init__(self, folder: pathlib.Path, start_step: int):
+    def __init__(self, folder: pathlib.Path, start_step: int, hyperparameters: dict[str, Any]):
         no_torch = sys.modules.setdefault("torch", None) is None  # tensorboardX would import it unnecessarily
-        from tensorboardX import event_file_writer
+        from tensorboardX import event_file_writer, summary
         from tensorboardX.proto import event_pb2, summary_pb2
 
         if no_torch:
             del sys.modules["torch"]
-        self._event, self._summary = event_pb2.Event, summary_pb2.Summary
+        self._event, self._summary, self._text = event_pb2.Event, summary_pb2.Summary, summary.text
         folder.mkdir(exist_ok=True)
         # file names have a resolution of a second: the suffix keeps a quick restart from overwriting the previous file
         self._writer = event_file_writer.EventsWriter(str(folder / "events"), f".{os.getpid()}.{start_step}")
         # hides the events of an earlier attempt from this step on from TensorBoard
         hidden_from = start_step + 1 if start_step > 0 else 0
         self._add(hidden_from, session_log=event_pb2.SessionLog(status=event_pb2.SessionLog.START))
+        if hyperparameters:
+            # without the experiment's own summary TensorBoard finds columns and metrics from all runs it shows
+            _, session, _ = summary.hparams(flat(hyperparameters), {})
+            self._add(hidden_from, summary=session)
+            self.write_text("config", hidden_from, json.dumps(hyperparameters, indent=2))
 
     def write(self, group: str, row: dict[str, Any]) -> None:
         # one event per row: one per number takes milliseconds
@@ -291,6 +337,11 @@ class _TensorBoard:
         values = [self._summary.Value(tag=f"{group}/{key}", simple_value=value) for key, value in numbers.items()]
         self._add(row["step"], summary=self._summary(value=values))
         self._writer.flush()  # for live viewing, and so that a kill loses nothing
+
+    def write_text(self, tag: str, step: int, text: str) -> None:
+        block = "\n".join(f"    {line}" for line in text.splitlines())  # of code: the text is not Markdown
+        self._add(step, summary=self._text(tag, block))
+        self._writer.flush()
 
     def _add(self, step: int, **content: Any) -> None:
         self._writer.write_event(self._event(step=step, wall_time=time.time(), **content))
@@ -302,7 +353,7 @@ class _TensorBoard:
 class _Wandb:
     """Weights & Biases; a resumed run continues the same W&B run."""
 
-    def __init__(self, workdir: pathlib.Path, project: str):
+    def __init__(self, workdir: pathlib.Path, project: str, hyperparameters: dict[str, Any]):
         try:
             import wandb
         except ImportError:
@@ -312,7 +363,8 @@ class _Wandb:
         id_path = workdir / "wandb_id.txt"
         run_id = id_path.read_text().strip() if id_path.exists() else secrets.token_hex(4)
         id_path.write_text(run_id + "\n")
-        self._run = wandb.init(project=project, name=workdir.name, id=run_id, resume="allow", dir=str(workdir))
+        same_run = {"id": run_id, "resume": "allow", "config": hyperparameters, "allow_val_change": True}
+        self._run = wandb.init(project=project, name=workdir.name, dir=str(workdir), **same_run)
         # W&B's own step can only increase; ours returns to the checkpoint's on resume
         self._run.define_metric("*", step_metric="step")
 
@@ -320,12 +372,11 @@ class _Wandb:
         numbers = {key: value for key, value in row.items() if isinstance(value, (int, float))}
         self._run.log({key if key == "step" else f"{group}/{key}": value for key, value in numbers.items()})
 
+    def write_text(self, tag: str, step: int, text: str) -> None:
+        self._run.log({"step": step, tag: text})
+
     def close(self) -> None:
         self._run.finish()
-
-
-def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{share:.1%}"
 
 
 def read_rows(path: str | os.PathLike) -> list[dict[str, Any]]:

@@ -1,6 +1,7 @@
 """The commands of `python -m hlat_jax.data`: their words, the tokenizer they train, the table they print."""
 
 import io
+import itertools
 import json
 import os
 import pathlib
@@ -348,6 +349,27 @@ def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere():
     assert bar.endswith("\r\x1b[K")
     lines = shown_on(io.StringIO(), line_s=0.02).splitlines()
     assert [line.split()[:2] for line in lines[:3]] == [["25%", "1"], ["50%", "2"], ["75%", "3"]]
+
+
+def test_progress_of_a_new_phase_is_estimated_from_its_own_beginning(monkeypatch):
+    clock = itertools.chain([0, 1000, 1800, 2000, 2000, 2005], itertools.repeat(3000))
+    monkeypatch.setattr(progress, "time", types.SimpleNamespace(monotonic=lambda: next(clock)))
+    values = iter([(0.0, "opening"), (0.9, "reading"), (0.0, "writing"), (0.01, "writing")])
+    stream, asked = io.StringIO(), []
+
+    def ask():
+        asked.append(0)
+        return next(values, (1.0, ""))
+
+    with progress.ProgressBar(ask, stream=stream, line_s=0.01) as bar:
+        while len(asked) < 5:
+            bar._ended.wait(0.01)
+    assert stream.getvalue().splitlines()[:4] == [
+        "  0%  opening  0:16:40",
+        " 90%  reading  0:03:20 left",
+        "  0%  writing  0:00:00",
+        "  1%  writing  0:08:15 left",
+    ]
 
 
 class History(progress.Status):

@@ -1,8 +1,10 @@
 """What peek shows is what a step trains on, wherever it begins; and a run of several sources, packed and skipped."""
 
 import dataclasses
+import functools
 import io
 import json
+import re
 
 import jax
 import numpy as np
@@ -14,7 +16,7 @@ from micro import exact, rows, saved_steps, write_config
 from hlat_jax import config as config_lib
 from hlat_jax import loop
 from hlat_jax.data import packing, positions
-from hlat_jax.data.build import peek
+from hlat_jax.data.build import peek, progress
 from hlat_jax.data.formats.paths import asset_path
 from hlat_jax.data.loader import TrainBatches, batch_hash, make_batch
 from hlat_jax.data.streams import NUM_FIELDS, identity
@@ -232,6 +234,7 @@ def test_places_computed_from_lengths_are_those_of_the_streams(config, texts, mo
 
 
 def test_peek_of_stored_ids_replays_nothing_and_training_on_them_is_the_same(config, texts, tmp_path, capsys):
+    config.train.num_steps = 40
     resolved = resolve(config)
     facts = {"tokenizer_sha256": TOKENIZER.sha256, "vocab_size": 2048, "eos_id": 2, "max_document_chars": 300}
     for name, own in texts.items():
@@ -256,6 +259,20 @@ def test_peek_of_stored_ids_replays_nothing_and_training_on_them_is_the_same(con
     config.data.max_document_chars = 400
     with pytest.raises(ValueError, match=r"\(web\): the token ids in .* were built with pieces of at most 300 char"):
         TrainBatches(resolve(config).data, tokenizer=TOKENIZER)
+
+
+def test_peek_refuses_a_step_beyond_the_last_one_at_once(config, tmp_path):
+    config.data.train = "no_such_file.jsonl"
+    with pytest.raises(ValueError, match=r"--step=999999999 is beyond the last step of the run, train.num_steps=12; g"):
+        peek.peek(resolve(config), tmp_path, step=999_999_999, row=None)
+
+
+def test_peek_shows_the_progress_of_a_replay(config, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(progress, "ProgressBar", functools.partial(progress.ProgressBar, line_s=0.001))
+    config.train.num_steps = 300
+    peek.peek(resolve(config), tmp_path / "none", step=300, row=0)
+    shown_lines = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(r" *\d+%  [\d,]+ batches  (0:00:\d\d left)?", shown_lines[-1])
 
 
 # A whole run of two sources: what it writes, and what peek says of it.
@@ -310,7 +327,8 @@ def test_run_of_two_sources_packed_by_documents_validates_each_and_can_be_peeked
         assert code == 0
         assert begins in shown_text
         assert f": the same as in {run / 'metrics.jsonl'} for step {step}" in shown_text
-    code, ahead = shown(resolved, run, capsys, step=14)
+    longer = dataclasses.replace(resolved, train=dataclasses.replace(resolved.train, num_steps=14))
+    code, ahead = shown(longer, run, capsys, step=14)
     assert code == 0
     assert "after step 12" in ahead
     assert "has no row of step 14" in ahead

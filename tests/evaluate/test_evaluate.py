@@ -10,6 +10,7 @@ import io
 import json
 import math
 import pathlib
+import re
 import shutil
 import types
 
@@ -24,6 +25,7 @@ from hlat_jax import config as config_lib
 from hlat_jax import loop
 from hlat_jax.batch import concat_batch
 from hlat_jax.data import held_out
+from hlat_jax.data.build import progress
 from hlat_jax.data.formats.paths import asset_path
 from hlat_jax.evaluate import __main__ as evaluate
 from hlat_jax.evaluate import perplexity
@@ -158,6 +160,20 @@ def test_evaluate_of_the_validation_rows_equals_the_validation_of_the_run(
     for key in ("eval_loss", "bits_per_byte"):
         assert found[key] == pytest.approx(row[key], rel=1e-5)
     assert found["coverage"]["all"]["all_documents"] == 13
+
+
+def test_evaluate_shows_its_progress_and_the_time_left(trained_run, evaluate_here, monkeypatch, tmp_path):
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS * 8))
+    monkeypatch.setattr(progress, "ProgressBar", functools.partial(progress.ProgressBar, line_s=0.001))
+    words = [f"--checkpoint={trained_run}", f"--data={tmp_path / 'text.jsonl'}", "--window=15", "--batch_size=1"]
+    code, _, said = evaluate_here(*words)
+    lines = said.splitlines()
+    assert code == 0
+    assert re.fullmatch(r"  0%  opening the model  0:00:\d\d", lines[0])
+    assert any(re.fullmatch(r"  0%  compiling  0:00:\d\d", line) for line in lines)
+    shares = [int(found[1]) for line in lines if (found := re.fullmatch(r" *(\d+)%  [\d,]+ tokens  .* left", line))]
+    assert shares == sorted(shares)
+    assert len(set(shares)) > 3
 
 
 def test_evaluate_of_the_validation_rows_has_the_precision_policy_of_the_run(validated, monkeypatch, evaluate_here):

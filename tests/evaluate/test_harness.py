@@ -10,6 +10,7 @@ import io
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -36,6 +37,7 @@ from local_tasks import NAMES, write_tasks
 from hlat_jax import config as config_lib
 from hlat_jax import loop
 from hlat_jax.config import ParallelConfig
+from hlat_jax.data.build import progress
 from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.evaluate import __main__ as evaluate_command
 from hlat_jax.evaluate import lm_eval_compat, suites, tasks
@@ -190,12 +192,17 @@ def local_suite(monkeypatch):
 
 
 @pytest.mark.slow
-def test_evaluate_runs_a_suite_with_its_shot_counts_beside_the_paper(folder, local_suite, evaluate_here, tmp_path):
+def test_evaluate_runs_a_suite_with_its_shot_counts_beside_the_paper(
+    folder, local_suite, evaluate_here, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(progress, "ProgressBar", functools.partial(progress.ProgressBar, line_s=0.001))
     out = tmp_path / "found.json"
     code, printed, error = evaluate_here(
         f"--checkpoint={folder / 'imported'}", "--tasks=local", f"--tasks_folder={folder}", f"--json={out}"
     )
     assert code == 0, error
+    assert re.search(r"^  0%  12 continuations  0:00:\d\d$", error, re.MULTILINE)
+    assert re.search(r"^ \d\d%  12 continuations  0:00:\d\d left$", error, re.MULTILINE)
     found = json.loads(out.read_text())
     assert found["n-shot"] == {"local_choice": 0, "local_generation": 0, "local_rolling": 2}
     results = found["results"]

@@ -47,6 +47,8 @@ FREE = {
     "train.eval_tasks_limit": 3,
     "train.eval_tasks_folder": "/elsewhere/tasks",
     "train.max_nonfinite_steps": 9,
+    "train.profile_steps": "3:4",
+    "train.branch_from": "/elsewhere/run@3",
     "train.sample_tokens": 5,  # within the one shape of samples
     "data.seed": 17,
     "data.shuffle": False,

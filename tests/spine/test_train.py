@@ -1,9 +1,11 @@
 """The training command: what it refuses and how it says so, what it writes, and what a person sees."""
 
+import gzip
 import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -11,8 +13,10 @@ import time
 import jobs
 import micro
 import pytest
+from jax.profiler import ProfileData
 
 from hlat_jax import config as config_lib
+from hlat_jax import loop, train
 from hlat_jax.data.loader import TrainBatches, batch_hash
 from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.optimizer import learning_rate
@@ -21,7 +25,7 @@ from hlat_jax.resolve import resolve
 pytestmark = pytest.mark.xdist_group("train")  # its fixtures are costly: one process
 ROW_KEYS = {
     "step", "loss", "tokens", "grad_norm", "param_norm", "learning_rate", "step_s", "data_wait_s", "batch_hash",
-    "tokens_per_s", "nonfinite",
+    "tokens_per_s", "nonfinite", "peak_memory_bytes",
 }  # fmt: skip
 EVAL_KEYS = {"step", "eval_loss", "perplexity", "bits_per_byte", "eval_tokens"}
 
@@ -33,12 +37,12 @@ def finished(tmp_path_factory):
     config = micro.write_config(folder)
     shows = ("console=on", "log_every_steps=6", "tensorboard=True", "plot=True")
     words = micro.command(config, folder / "run", *(f"metrics.{word}" for word in shows))
-    words += ["--config.train.sample_prompt=It is", "--config.train.sample_tokens=4"]
+    words += [f"--config.train.{word}" for word in ("sample_prompt=It is", "sample_tokens=4", "profile_steps=10:13")]
     done = micro.run(words, micro.environment())
     assert done.returncode == 0, done.stderr
     mutable = config_lib.load(str(config))
     mutable.metrics.update(console="on", log_every_steps=6, tensorboard=True, plot=True)
-    mutable.train.update(sample_prompt="It is", sample_tokens=4)
+    mutable.train.update(sample_prompt="It is", sample_tokens=4, profile_steps="10:13")
     return resolve(mutable), folder / "run", done.stdout
 
 
@@ -82,6 +86,15 @@ def test_train_refuses_a_batch_that_eight_devices_do_not_divide(train_here, tmp_
     message = refused(train_here, micro.write_config(tmp_path), tmp_path / "run", num_devices=8)
     assert "data.batch_size=4 does not divide into 8 data-parallel parts x train.num_microbatches=1" in message
     assert "make data.batch_size a multiple of 8" in message
+
+
+def test_train_writes_each_line_to_a_log_file_at_once(monkeypatch, tmp_path):
+    log, seen = tmp_path / "log.txt", []
+    monkeypatch.setattr(loop, "train", lambda *_: print("compiling") or seen.append(log.read_text()) or 0)
+    with open(log, "w") as file:
+        monkeypatch.setattr(sys, "stdout", file)
+        assert train.main(["--config=tiny", f"--workdir={tmp_path / 'run'}"]) == 0
+    assert seen == ["compiling\n"]
 
 
 @pytest.mark.parametrize("kind", ["below a file", "in /proc"])  # root may write wherever a folder can be
@@ -137,6 +150,7 @@ def test_train_writes_a_whole_row_for_each_step(finished):
         assert row["learning_rate"] == learning_rate(row["step"] - 1, config.optimizer)
         assert row["step_s"] > 0
         assert 0 <= row["data_wait_s"] <= row["step_s"]
+        assert 2**26 < row["peak_memory_bytes"] < 2**34  # of a process with JAX and a model of a megabyte
     evals = [row for row in rows if "eval_loss" in row]
     assert [row["step"] for row in evals] == [0, 6, 12, 18, 24]
     assert all(set(row) == EVAL_KEYS for row in evals)
@@ -184,6 +198,23 @@ def test_train_says_on_stdout_what_a_person_asks(finished):
     assert str(workdir / "loss.png") in out
 
 
+def test_train_traces_the_steps_that_are_asked_for_in_both_formats(finished):
+    _, workdir, out = finished
+    [folder] = (workdir / "tensorboard/plugins/profile").iterdir()
+    [perfetto] = folder.glob("*.trace.json.gz")
+    events = json.loads(gzip.decompress(perfetto.read_bytes()))["traceEvents"]
+    assert [event["args"]["step_num"] for event in events if event.get("name") == "train"] == ["10", "11", "12", "13"]
+    [tensorboard] = folder.glob("*.xplane.pb")
+    [host] = [plane for plane in ProfileData.from_file(str(tensorboard)).planes if plane.name == "/host:CPU"]
+    found = [event for line in host.lines for event in line.events if event.name == "train"]
+    assert [dict(event.stats)["step_num"] for event in found] == [10, 11, 12, 13]
+    executed = sum("Execute" in event.name for line in host.lines for event in line.events)
+    assert executed >= 4  # operations on the device, not the host alone
+    [line] = [line for line in out.splitlines() if line.startswith("trace ")]
+    assert str(perfetto) in line
+    assert f"tensorboard --logdir={workdir / 'tensorboard'}" in line
+
+
 def test_train_lines_have_one_width_and_blanks_between_columns(finished):
     _, _, out = finished
     lines = out.splitlines()
@@ -192,7 +223,7 @@ def test_train_lines_have_one_width_and_blanks_between_columns(finished):
     assert [int(line.split()[0]) for line in progress] == [1, 6, 12, 18, 24]
     assert {len(line) for line in progress} == {len(header)}
     for line in progress:
-        assert len(line.split()) == 10, line
+        assert len(line.split()) == 11, line
     assert progress[-1].split()[:2] == ["24", "100.0%"]
     assert progress[-1].split()[-1] == "0:00:00"
 
@@ -358,6 +389,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 if {in_a_command}:
     process.exit_on_interrupt()
 with process.StopSignals() as stop:
+    stop.unfinished = "this step, then saving a checkpoint"
     os.kill(os.getpid(), signal.SIGINT)
     assert stop.name == "SIGINT"
     try:
@@ -367,9 +399,78 @@ with process.StopSignals() as stop:
 """
     done = subprocess.run([sys.executable, "-c", code], env=micro.environment(), capture_output=True, text=True)
     first, *rest = done.stderr.splitlines()
-    assert first == "SIGINT: saving and stopping after this step; press Ctrl-C again to stop at once"
+    assert first == "interrupted: finishing this step, then saving a checkpoint; press Ctrl-C again to stop at once"
     if in_a_command:
         advice = "run the same command to resume from the last checkpoint, or to start again without one"
         assert (done.returncode, done.stdout, rest) == (130, "", [f"interrupted; {advice}"])
     else:
         assert (done.returncode, done.stdout, rest) == (0, "raised\n", [])
+
+
+@pytest.mark.parametrize(
+    ("set_up", "code", "said"),
+    [
+        ("", 130, "interrupted while opening the run: nothing to save; there is no checkpoint yet"),
+        ("stop.doing, stop.saved_step = 'a', 40", 130, "while a: nothing to save; the last checkpoint is step 40"),
+        ("stop.unfinished = 'this step'", 3, "interrupted: finishing this step; press Ctrl-C again to stop at once"),
+        ("stop._alone = False", 3, "interrupted while opening the run: all processes stop; press Ctrl-C again"),
+    ],
+    ids=["opening", "compiling", "unfinished", "several processes"],
+)
+@pytest.mark.parametrize("in_cpp", [False, True])
+def test_the_first_ctrl_c_ends_a_training_at_once_where_nothing_is_to_be_saved(set_up, code, said, in_cpp):
+    """In C++ code no handler of Python runs; a locked mutex stands for it."""
+    program = f"""
+import ctypes, os, signal, sys, threading, time
+from hlat_jax.host import process
+signal.signal(signal.SIGINT, signal.default_int_handler)
+process.exit_on_interrupt()
+with process.StopSignals() as stop:
+    {set_up}
+    mutex, lock = ctypes.create_string_buffer(64), ctypes.CDLL(None).pthread_mutex_lock
+    lock(mutex)
+    def send():
+        time.sleep(0.1)  # the main thread waits by then
+        os.kill(os.getpid(), signal.SIGINT)
+        while not stop.name:
+            time.sleep(0.01)
+        ctypes.CDLL(None).pthread_mutex_unlock(mutex)
+    sender = threading.Thread(target=send)
+    sender.start()
+    lock(mutex) if {in_cpp} else sender.join()
+sys.exit(3 if stop.name == "SIGINT" else 4)
+"""
+    done = subprocess.run([sys.executable, "-c", program], env=micro.environment(), capture_output=True, text=True)
+    assert done.returncode == code, done.stderr
+    [line] = done.stderr.splitlines()
+    assert said in line
+
+
+def test_ctrl_c_is_answered_while_a_library_takes_the_wakeups_of_signals():
+    code = """
+import os, signal
+from hlat_jax.host import process
+signal.signal(signal.SIGINT, signal.default_int_handler)
+process.exit_on_interrupt()
+signal.set_wakeup_fd(-1)  # as uvloop, which Orbax runs, has one of its own meanwhile
+os.kill(os.getpid(), signal.SIGINT)
+"""
+    done = subprocess.run([sys.executable, "-c", code], env=micro.environment(), capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (130, "interrupted\n")
+
+
+def test_a_second_ctrl_c_does_not_wait_for_a_pipe_that_nobody_reads():
+    code = """
+import os, signal, sys
+from hlat_jax.host import process
+signal.signal(signal.SIGINT, signal.default_int_handler)
+process.exit_on_interrupt()
+sys.stdout.write("x" * 1_000_000)
+"""
+    words = [sys.executable, "-c", code]
+    with subprocess.Popen(words, env=micro.environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout.read(1) == b"x"  # and no more
+        process.send_signal(signal.SIGINT)
+        assert process.stderr.readline() == b"interrupted\n"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 130

@@ -631,7 +631,7 @@ def test_a_key_that_is_newer_than_a_checkpoint_had_its_default_then():
     del saved["config"]["model"]["rope"], saved["implementations"]["rope"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(settings, "data_drift", lambda *_, **__: [])
-        settings.refuse_drift(saved, current, step=1)
+        settings.refuse_drift(saved, current, step=1, workdir=pathlib.Path("runs/x"))
         current["config"]["model"]["rope"] = "reference"
         with pytest.raises(ValueError, match=r"model.rope: 'auto' in the checkpoint, 'reference' now"):
-            settings.refuse_drift(saved, current, step=1)
+            settings.refuse_drift(saved, current, step=1, workdir=pathlib.Path("runs/x"))

@@ -27,8 +27,8 @@ def read(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def run(folder, steps, *, start_step=0, num_steps=1000, config=None):
-    log = MetricsLog(folder, config=config or quiet(), num_steps=num_steps, start_step=start_step)
+def run(folder, steps, *, start_step=0, num_steps=1000, config=None, **options):
+    log = MetricsLog(folder, config=config or quiet(), num_steps=num_steps, start_step=start_step, **options)
     for step in steps:
         log.train_row(row(step))
     return log
@@ -150,22 +150,28 @@ def test_speeds_follow_from_tokens_and_time_also_in_the_first_step_after_a_resum
 def test_a_line_is_as_wide_as_its_header_and_shows_the_interval():
     interval = Interval()
     interval.add(row(9, tokens_per_s=100.0, mfu_6n=0.1, mfu=0.2, step_s=1.0, data_wait_s=0.0))
-    interval.add(row(10, tokens_per_s=400.0, mfu_6n=0.4, mfu=0.8, step_s=2.0, data_wait_s=0.3))
-    line = train_line(row(10, loss=3.14159), interval, 100)
-    assert len(line) == len(header())
+    last = row(10, loss=3.14159, tokens_per_s=400.0, mfu_6n=0.4, mfu=0.8, step_s=2.0, data_wait_s=0.3)
+    interval.add(last)
+    line = train_line(last, interval, 100, elapsed_s=3725.0)
+    assert len(line) == len(header(mfu=True))
     # (1 s * 100 + 2 s * 400) / 3 s; 90 steps of 1.5 s remain
-    expected = ["10", "10.0%", "3.1416", "0.5", "1.00e-04", "300", "30.0%", "60.0%", "10.0%", "0:02:15"]
-    assert line.split() == expected
+    speeds = ["1.500", "300", "30.0%", "60.0%", "10.0%"]
+    assert line.split() == ["10", "10.0%", "3.1416", "0.5", "1.00e-04", *speeds, "3.00", "1:02:05", "0:02:15"]
 
 
-def test_a_line_keeps_its_width_with_unknown_peak_extreme_and_nonfinite_values():
+def test_a_line_keeps_its_width_with_extreme_and_nonfinite_values_and_has_no_columns_without_values():
     interval = Interval()
-    extreme = row(9_999_999, loss=math.nan, grad_norm=1.23456e-30, tokens_per_s=98_765_432.1, step_s=3.0)
+    extreme = row(
+        9_999_999, loss=math.nan, grad_norm=1.23456e-30, tokens_per_s=98_765_432.1, step_s=1234.5,
+        peak_memory_bytes=141 * 10**9,
+    )  # fmt: skip
     interval.add(extreme)
-    line = train_line(extreme, interval, 99_999_999)
-    assert len(line) == len(header())
-    assert line.split()[2] == "nan"
-    assert line.split()[6:8] == ["-", "-"]
+    line = train_line(extreme, interval, 10_000_999, elapsed_s=99 * 86400.0)
+    assert len(line) == len(header(mfu=False))
+    assert "MFU" not in header(mfu=False)
+    assert line.split()[2:4] == ["nan", "1.23e-30"]
+    expected = ["1234.500", "98,765,432", "0.0%", "131.32", "99d", "0:00:00", "14d", "6:55:00"]
+    assert line.split()[5:] == expected
 
 
 def test_durations_read_as_clock_time():
@@ -183,31 +189,53 @@ def test_the_validation_line_has_every_number():
     assert eval_line(eval_row(20)) == expected
 
 
+TENTHS = [1, 100, 200, 300, 400, 500, 600, 700, 800, 900, 1000]
+
+
 @pytest.mark.parametrize(
-    ("console", "is_tty", "expected"),
+    ("console", "is_tty", "every", "expected"),
     [
-        ("auto", False, [100, 200, 300, 400, 500, 600, 700, 800, 900, 1000]),
-        ("auto", True, [1, *range(10, 1001, 10)]),
-        ("on", False, [1, *range(10, 1001, 10)]),
-        ("off", True, []),
+        ("auto", False, 0, TENTHS),
+        ("auto", True, 0, [1, *range(10, 1001, 10)]),
+        ("on", False, 0, [1, *range(10, 1001, 10)]),
+        ("auto", False, 25, [1, *range(25, 1001, 25)]),
+        ("auto", True, 300, [1, 300, 600, 900, 1000]),
+        ("off", True, 10, []),
     ],
 )
-def test_lines_appear_when_the_console_setting_says(tmp_path, monkeypatch, capsys, console, is_tty, expected):
+def test_lines_appear_when_the_console_settings_say(tmp_path, monkeypatch, capsys, console, is_tty, every, expected):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: is_tty, raising=False)
-    log = run(tmp_path, range(1, 1001), config=quiet(console=console, log_every_steps=10))
+    log = run(tmp_path, range(1, 1001), config=quiet(console=console, log_every_steps=every))
     log.eval_row(eval_row(1000))
     log.close()
     lines = capsys.readouterr().out.splitlines()
     if not expected:
         assert lines == []
         return
-    assert lines[0] == header()
+    assert lines[0] == header(mfu=False)
     assert [int(line.split()[0]) for line in lines[1:-1]] == expected
     assert lines[-1] == eval_line(eval_row(1000))
 
 
+@pytest.mark.parametrize(("step_s", "expected"), [(15.0, 4), (25.0, 2), (50.0, 1), (300.0, 1)])
+def test_a_batch_job_prints_a_line_a_minute_or_one_a_step(tmp_path, monkeypatch, capsys, step_s, expected):
+    clock = types.SimpleNamespace(monotonic=lambda: now, time=lambda: now)
+    monkeypatch.setattr(metrics, "time", clock)
+    now = 0.0
+    log = MetricsLog(tmp_path, config=quiet(console="auto", log_every_steps=5000), num_steps=100_000)
+    for step in range(1, 41):
+        now += step_s
+        log.train_row(row(step, step_s=step_s))
+    log.close()
+    steps = [int(line.split()[0]) for line in capsys.readouterr().out.splitlines()[1:]]
+    assert steps == [1, *range(1 + expected, 41, expected)]
+
+
 def events(folder):
-    """Returns the (step, tag, value) that TensorBoard shows: a restart hides what lies at its step or after."""
+    """Returns the (step, tag, value) that TensorBoard shows: a restart hides what lies at its step or after.
+
+    The value of a text is its string, that of hyperparameters a dict.
+    """
     from tensorboardX.proto import event_pb2
 
     shown = []
@@ -219,8 +247,19 @@ def events(folder):
             place += 16 + size
             if event.session_log.status == event_pb2.SessionLog.START:
                 shown = [e for e in shown if e[0] < event.step]
-            shown += [(event.step, value.tag, value.simple_value) for value in event.summary.value]
+            shown += [(event.step, value.tag, _shown_value(value)) for value in event.summary.value]
     return shown
+
+
+def _shown_value(value):
+    from google.protobuf.json_format import MessageToDict
+    from tensorboardX.proto import plugin_hparams_pb2
+
+    plugin = value.metadata.plugin_data
+    if plugin.plugin_name == "hparams":
+        session = plugin_hparams_pb2.HParamsPluginData.FromString(plugin.content).session_start_info
+        return MessageToDict(session)["hparams"]
+    return value.tensor.string_val[0].decode() if plugin.plugin_name == "text" else value.simple_value
 
 
 def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path):
@@ -237,6 +276,25 @@ def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path):
     assert next(value for _, tag, value in shown if tag == "train/loss") == pytest.approx(4.25)
     assert {"train/grad_norm", "train/learning_rate", "train/tokens_per_s"} <= {tag for _, tag, _ in shown}
     assert not any(tag.endswith(("step", "batch_hash")) for _, tag, _ in shown)
+
+
+def test_tensorboard_has_the_hyperparameters_and_each_sample_once_after_a_resume(tmp_path):
+    config = quiet(tensorboard=True)
+    tree = {"name": "mine", "model": {"num_layers": 2, "remat": "auto"}, "train": {"num_steps": 9}}
+    for start_step, sampled in ((0, (0, 5)), (3, (5, 9))):
+        changed = {"hyperparameters": tree | {"data": {"k": start_step}}}
+        log = run(tmp_path, (), start_step=start_step, config=config, **changed)
+        for step in sampled:
+            log.sample(step, f"It is {start_step} # truth\nat {step}")
+        log.close()
+    shown = events(tmp_path / "tensorboard")
+    samples = [(step, text) for step, tag, text in shown if tag.startswith("sample")]
+    assert samples == [(step, f"    It is {start} # truth\n    at {step}") for step, start in ((0, 0), (5, 3), (9, 3))]
+    first, second = [value for _, tag, value in shown if tag == "_hparams_/session_start_info"]
+    flat = {"name": "mine", "model.num_layers": 2.0, "model.remat": "auto", "train.num_steps": 9.0}
+    assert (first, second) == (flat | {"data.k": 0.0}, flat | {"data.k": 3.0})
+    configs = [json.loads(text) for _, tag, text in shown if tag.startswith("config")]
+    assert [each["data"]["k"] for each in configs] == [0, 3]
 
 
 def test_a_full_disk_raises_and_does_not_hang(small_disk):
@@ -278,9 +336,11 @@ def test_wandb_goes_on_in_the_same_run_after_a_resume(tmp_path, monkeypatch):
         sys.modules, "wandb", types.SimpleNamespace(init=lambda **options: calls.append(options) or fake)
     )
     for start_step in (0, 1):
-        run(tmp_path, [start_step + 1], start_step=start_step, config=quiet(wandb_project="p")).close()
+        options = {"config": quiet(wandb_project="p"), "hyperparameters": {"model": {"num_layers": 2}}}
+        run(tmp_path, [start_step + 1], start_step=start_step, **options).close()
     first, logged, second, _ = calls
     assert first["id"] == second["id"]
+    assert second["config"] == {"model": {"num_layers": 2}}
     assert (first["project"], second["resume"]) == ("p", "allow")
     assert (logged["step"], logged["train/tokens"]) == (1, 100)
 

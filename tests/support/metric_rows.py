@@ -15,6 +15,7 @@ def row(step, **changes):
         "learning_rate": 1e-4,
         "step_s": 0.5,
         "data_wait_s": 0.05,
+        "peak_memory_bytes": 3 * 2**30,
         "batch_hash": f"{step:08x}",
         "nonfinite": 0,
     } | changes

@@ -37,6 +37,7 @@ CHECKED = (
 SHORTER = (
     (rf"^({_TRAIN} --config=tiny .*)", r"\1 --config.train.num_steps=12 --config.checkpoint.every_steps=6"),
     (r"runs/tiny/checkpoints/300 runs/tiny/checkpoints/400", "runs/tiny/checkpoints/6 runs/tiny/checkpoints/12"),
+    (r"branch_from=runs/tiny@300 (.*)num_steps=800", r"branch_from=runs/tiny@6 \1num_steps=12"),
     (r"runs/70b/checkpoints/415000 runs/70b/checkpoints/429000", "runs/tiny/checkpoints/6 runs/tiny/checkpoints/12"),
 )
 # Other tasks and another model than those shown, which are fetched or trained for months.
@@ -99,6 +100,8 @@ def folder(tmp_path_factory):
     lines = (ROOT / "hlat_jax" / "assets" / "austen_train.jsonl").read_text().splitlines()
     for number, line in enumerate(lines[:60]):
         (path / "my_texts" / f"{number}.txt").write_text(json.loads(line)["text"])
+    book = "\n\n".join(json.loads(line)["text"] for line in lines[:9])
+    (path / "my_book.txt").write_text(book)
     (path / "my_tasks").mkdir()
     local_tasks.write_tasks(path / "my_tasks")
     (path / "prompts.txt").write_text("It is a truth\nEmma\n")

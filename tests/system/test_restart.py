@@ -50,6 +50,10 @@ def test_restart_does_not_repeat_an_error_of_the_user(restarted):
     assert restarted("2") == (2, 1, "")
 
 
+def test_restart_does_not_repeat_a_command_that_ctrl_c_ended(restarted):
+    assert restarted("130") == (130, 1, "")
+
+
 def test_restart_goes_on_after_failures_until_it_is_done(restarted):
     code, starts, said = restarted("1:5 137 1 0", "--max_restarts=3")
     assert (code, starts) == (0, 4)

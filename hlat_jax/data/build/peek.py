@@ -13,6 +13,7 @@ import numpy as np
 
 from hlat_jax import config as config_lib
 from hlat_jax.data import kept_tokenizer, packing, positions
+from hlat_jax.data.build.progress import showing
 from hlat_jax.data.loader import TrainBatches, batch_hash, make_batch
 from hlat_jax.data.streams import Definition
 from hlat_jax.data.tokenizer import Tokenizer
@@ -26,6 +27,12 @@ def peek(config: config_lib.Config, workdir: pathlib.Path, *, step: int, row: in
     Raises:
       ValueError: data or tokenizer that cannot be opened, or a run folder that belongs to other data.
     """
+    if step > config.train.num_steps:
+        raise ValueError(
+            f"--step={step} is beyond the last step of the run, train.num_steps={config.train.num_steps}; give a step "
+            "of the run, or set that key."
+        )
+    config = positions.with_order_of_run(config, workdir)
     data = config.data
     tokenizer = Tokenizer(kept_tokenizer.usable(data.tokenizer, workdir), vocab_size=config.model.vocab_size)
     rows = list(range(data.batch_size)) if row is None else [row]
@@ -37,8 +44,10 @@ def peek(config: config_lib.Config, workdir: pathlib.Path, *, step: int, row: in
         if not is_recorded:
             print(f"run: {workdir} has no position or checkpoint, so there is no run to compare with")
         replayed = _seek(batches, workdir, step=step, data=data)
-        for _ in range(replayed):
-            batches.next_rows()
+        with showing("replaying") as status:
+            for number in range(replayed):
+                batches.next_rows()
+                status.share, status.text = (number + 1) / replayed, f"{number + 1:,} batches"
         made = batches.next_rows()
     finally:
         batches.close()

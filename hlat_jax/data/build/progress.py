@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TextIO
 
 from hlat_jax.store.metrics import duration
@@ -17,18 +19,27 @@ _LINE_S = 30.0
 class Status:
     """Progress that a command updates and a ProgressBar shows: the share done, from 0 to 1, and a text."""
 
-    def __init__(self):
-        self.share, self.text = 0.0, ""
+    def __init__(self, text: str = ""):
+        self.share, self.text = 0.0, text
 
     def __call__(self) -> tuple[float, str]:
         return self.share, self.text
 
 
+@contextlib.contextmanager
+def showing(text: str) -> Iterator[Status]:
+    """Shows progress on stderr in the block, which updates the Status it is given; `text` is the first one."""
+    status = Status(text)
+    with ProgressBar(status, stream=sys.stderr):
+        yield status
+
+
 class ProgressBar:
     """A context manager whose thread shows what `read` returns: (share done from 0 to 1, text).
 
-    On a terminal the bar is redrawn in place and erased at the end; elsewhere a line is printed every 30 s, so a short
-    command prints nothing.
+    A share below the one before begins another phase, whose time is estimated anew. While it is 0, the time since the
+    beginning is shown. On a terminal the bar is redrawn in place and erased at the end; elsewhere a line is printed
+    every 30 s, so a short command prints nothing.
     """
 
     def __init__(self, read: Callable[[], tuple[float, str]], *, stream: TextIO, line_s: float = _LINE_S):
@@ -50,9 +61,12 @@ class ProgressBar:
             print("\r\x1b[K", end="", file=self._stream, flush=True)
 
     def _show(self) -> None:
+        shown, began_s = 0.0, self._start_s
         while not self._ended.wait(self._every_s):
             share, text = self._read()
-            line = f"{share:4.0%}  {text}  {_remaining(share, time.monotonic() - self._start_s)}"
+            began_s = time.monotonic() if share < shown else began_s
+            shown, elapsed_s = share, time.monotonic() - began_s
+            line = f"{share:4.0%}  {text}  {_remaining(share, elapsed_s) if share else duration(elapsed_s)}"
             if self._is_terminal:
                 filled = int(share * _BAR_CHARS)
                 line = f"\r[{'#' * filled}{'.' * (_BAR_CHARS - filled)}] {line}\x1b[K"

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from hlat_jax.byte_sizes import format_bytes
-from hlat_jax.config import Config
-from hlat_jax.data import mixture, packing, sources
+from hlat_jax.config import Config, held_out_share
+from hlat_jax.data import mixture, packing, sources, streams
 from hlat_jax.data.build.progress import Status
 from hlat_jax.data.formats import built, paths
 from hlat_jax.data.formats.records import BadRecord
@@ -80,7 +80,8 @@ def report(config: Config, *, sample_bytes: int, status: Status | None = None) -
     if len(specs) > 1:
         asked = [step_tokens * steps for steps in (config.train.num_steps, config.optimizer.horizon_steps)]
         lines.append(_row("total", totals, [_epochs(tokens, totals) for tokens in asked]))
-    held_out = mixture.parse_sources(data.validation, key="data.validation") if data.validation else {}
+    is_share = bool(held_out_share(data.validation))
+    held_out = {} if is_share or not data.validation else mixture.parse_sources(data.validation, key="data.validation")
     for name, spec in held_out.items():
         counts = count(spec, key="data.validation", **options)
         lines.append(_row(f"validation: {name}", counts, ["", ""]))
@@ -112,7 +113,7 @@ def count(spec: str, *, config: Config, key: str, tokenizer: Tokenizer, sample_b
         total += Counts(manifest.documents, bytes=manifest.bytes, tokens=manifest.tokens)
     if texts:
         status.share, status.text = 0.0, f"{key}: indexing documents in {len(texts):,} files"
-        documents = sources.open_corpus(spec, files=texts, text_field=config.data.text_field, key=key)
+        documents = streams.open_documents(spec, config.data, key=key, files=texts)
         total += _sampled(documents, config=config, tokenizer=tokenizer, sample_bytes=sample_bytes, status=status)
     return total
 
@@ -196,6 +197,10 @@ def _notes(config: Config, totals: Counts) -> list[str]:
         f"A step takes {step_tokens:,} tokens = {data.batch_size} x {data.seq_len}; train.num_steps={steps[0]:,} takes "
         f"{steps[0] * step_tokens:,}, optimizer.horizon_steps={steps[1]:,} takes {steps[1] * step_tokens:,}."
     ]
+    if held_out_share(data.validation):
+        notes.append(
+            f"{data.validation} of the documents of each source, at most {sources.MAX_HELD_OUT}, are held out."
+        )
     if totals.error:
         notes.append(
             f"~ marks estimates from a sample; the standard error of the tokens is {totals.error:.1%}. --sample_mb=0 "

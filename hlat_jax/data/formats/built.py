@@ -252,6 +252,7 @@ class BuiltTokens:
                     f"{folder / shard['name']}: its index disagrees with the manifest; build the dataset again."
                 )
         self._shards.check_records(len(first) for first in self._first_documents)
+        self._last = threading.local()  # (shard, record, block) that this thread read last: neighbours share a block
 
     def __len__(self) -> int:
         return self.manifest.documents
@@ -262,7 +263,10 @@ class BuiltTokens:
         record, number_in_record = records.place(first, number)
         end = first[record + 1] if record + 1 < len(first) else self.manifest.shards[shard]["documents"]
         where = f"{self.snapshots[shard].file}, record {record + 1}"
-        block = self._shards.read(shard, record)
+        last = getattr(self._last, "block", (None, None, b""))
+        block = last[2] if last[:2] == (shard, record) else self._shards.read(shard, record)
+        if len(block) <= _LARGE_RECORD_BYTES:
+            self._last.block = (shard, record, block)
         tokens = block_tokens(block, number_in_record, num_documents=int(end - first[record]), where=where)
         if len(tokens) and tokens.max() >= self.manifest.vocab_size:
             raise ValueError(

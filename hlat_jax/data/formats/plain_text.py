@@ -1,0 +1,102 @@
+"""Plain-text files, as one document each or cut into documents at paragraphs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from hlat_jax.data.formats import records
+from hlat_jax.data.formats.files import DataFile, Snapshot
+
+_PART_BYTES = 4096  # about 1,000 tokens
+_MIN_PARTS = 64  # of a short file, if its paragraphs are short enough
+
+
+class TextDocuments:
+    """Plain-text files as a sequence of documents, one per file.
+
+    Attributes:
+      snapshots: the files.
+      num_rows: None; documents are not rows.
+    """
+
+    num_rows = None
+
+    def __init__(self, files: Sequence[DataFile]):
+        self.snapshots = tuple(Snapshot(file) for file in files)
+
+    def __len__(self) -> int:
+        return len(self.snapshots)
+
+    def __getitem__(self, index: int) -> str:
+        snapshot = self.snapshots[index]
+        return records.utf8_text(_read_whole(snapshot), where=snapshot.file.where, row=None)
+
+    def locate(self, index: int) -> str:
+        """Returns the path of document `index`."""
+        return self.snapshots[index].file.where
+
+
+class ParagraphDocuments:
+    """Plain-text files as a sequence of documents of whole paragraphs, without the blank lines between documents.
+
+    Attributes: as those of TextDocuments.
+
+    Raises:
+      ValueError: a file that is empty or not UTF-8.
+    """
+
+    num_rows = None
+
+    def __init__(self, files: Sequence[DataFile]):
+        self.snapshots = tuple(Snapshot(file) for file in files)
+        self._spans = []
+        for snapshot in self.snapshots:
+            raw = _read_whole(snapshot)
+            records.utf8_text(raw, where=snapshot.file.where, row=None)
+            if b"\0" in raw:
+                raise ValueError(
+                    f"{snapshot.file} holds NUL bytes, so it is not text in UTF-8; give text, or convert it: "
+                    "iconv -f UTF-16 -t UTF-8"
+                )
+            self._spans.append(np.asarray(list(_parts(raw)), np.int64).reshape(-1, 2))
+        self._starts = records.starts(len(spans) for spans in self._spans)
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def __getitem__(self, index: int) -> str:
+        file, part = records.place(self._starts, index)
+        start, stop = (int(place) for place in self._spans[file][part])
+        raw = self.snapshots[file].read(start, stop - start)
+        return records.utf8_text(raw, where=self.locate(index), row=None)
+
+    def locate(self, index: int) -> str:
+        """Returns the path and the byte range of document `index`."""
+        file, part = records.place(self._starts, index)
+        start, stop = self._spans[file][part]
+        return f"{self.snapshots[file].file}, bytes {start} to {stop}"
+
+
+def _read_whole(snapshot: Snapshot) -> bytes:
+    if snapshot.size > records.MAX_RECORD_BYTES:
+        reason = f"{snapshot.size} bytes in one document, more than {records.MAX_RECORD_BYTES}; split it."
+        raise records.bad_record(snapshot.file.where, None, reason)
+    return snapshot.read(0, snapshot.size)
+
+
+def _parts(raw: bytes) -> Iterator[tuple[int, int]]:
+    """Yields (start, stop) of parts of whole paragraphs, or of whole lines if there are no blank lines.
+
+    A part ends with the first paragraph that brings it to 4 KiB, or in a short text to a 64th of it.
+    """
+    least, start = min(_PART_BYTES, len(raw) // _MIN_PARTS), 0
+    breaks = list(re.finditer(rb"\r?\n[ \t\r]*\n\s*", raw)) or re.finditer(rb"\r?\n\s*", raw)
+    for found in breaks:
+        if found.start() - start >= least and raw[start : found.start()].strip():
+            yield start, found.start()
+            start = found.end()
+    if raw[start:].strip():
+        yield start, len(raw)

@@ -1,0 +1,67 @@
+"""The trace of the steps in `train.profile_steps`, for TensorBoard and Perfetto."""
+
+from __future__ import annotations
+
+import pathlib
+
+import jax
+
+from hlat_jax.config import Config
+from hlat_jax.host import distributed
+from hlat_jax.resolve import profiled_steps
+from hlat_jax.store.metrics import TENSORBOARD_FOLDER
+
+
+class StepTrace:
+    """Traces process 0, its threads and its devices; does nothing in other processes.
+
+    A profiler that fails is reported and does not end the run.
+
+    Attributes:
+      first, last: steps at which the trace begins and ends; 0 if there is none to take.
+    """
+
+    def __init__(self, config: Config, workdir: pathlib.Path, *, start_step: int):
+        self._folder = workdir / TENSORBOARD_FOLDER
+        self._tracing = False
+        steps = profiled_steps(config.train)
+        left = steps[max(start_step + 1 - steps.start, 0) :]
+        self.first, self.last = (left[0], left[-1]) if left else (0, 0)
+        if steps and not left and distributed.is_first():
+            print(f"train.profile_steps={config.train.profile_steps} ignored: the run resumes after step {start_step}")
+
+    def start(self) -> None:
+        """Starts the trace; the steps before it are complete."""
+        if not distributed.is_first():
+            return
+        options = jax.profiler.ProfileOptions()
+        options.python_tracer_level = 0  # its events slow the loop and crowd out those of the devices
+        try:
+            jax.profiler.start_trace(self._folder, profiler_options=options)
+            self._tracing = True
+        except (OSError, RuntimeError) as error:
+            print(f"trace            not started: {error}")
+
+    def stop(self) -> None:
+        """Writes the trace and prints where it is and what opens it; does nothing if none was started."""
+        if not self._tracing:
+            return
+        self._tracing = False
+        before = self._traces()
+        try:
+            jax.profiler.stop_trace()
+            [*_, trace] = sorted(self._traces() - before)
+        except (OSError, RuntimeError, ValueError) as error:
+            print(f"trace            not written to {self._folder}: {error}")
+            return
+        print(
+            f"trace            from step {self.first}: {trace}; open that file in https://ui.perfetto.dev, or run "
+            f"tensorboard --logdir={self._folder} (pip install tensorboard xprof)"
+        )
+
+    def close(self) -> None:
+        """Writes the trace of a run that ends before the last of its steps."""
+        self.stop()
+
+    def _traces(self) -> set[pathlib.Path]:
+        return set(self._folder.glob("plugins/profile/*/*.trace.json.gz"))

@@ -1,0 +1,220 @@
+"""A user's own text: one file cut at paragraphs, a share held out, and no expectation that belongs to other text."""
+
+import contextlib
+import dataclasses
+
+import micro
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hlat_jax.config import DataConfig
+from hlat_jax.data import sources
+from hlat_jax.data.build import stats
+from hlat_jax.data.held_out import open_held_out
+from hlat_jax.data.loader import TrainBatches
+from hlat_jax.data.tokenizer import Tokenizer, fill_vocab_size
+from hlat_jax.host import flags as flags_lib
+from hlat_jax.resolve import resolve
+from hlat_jax.run import summary
+
+TOKENIZER = Tokenizer("package:austen_2k.model")
+
+
+def book(num_paragraphs, *, words=40):
+    """A text of numbered paragraphs of two lines."""
+    return "\n\n".join(f"{n} " + "some words\nand more " * (words // 4) for n in range(num_paragraphs)) + "\n"
+
+
+def data_config(path, **changes):
+    small = {
+        "batch_size": 4,
+        "seq_len": 16,
+        "num_threads": 0,
+        "validation": "5%",
+        "tokenizer": "package:austen_2k.model",
+    }
+    return dataclasses.replace(DataConfig(), train=str(path), **(small | changes))
+
+
+def documents(data):
+    """Returns (training documents, held-out documents) as their text."""
+    from hlat_jax.data.streams import open_sources
+
+    return tuple(
+        [source.documents[n] for source in open_sources(data, key=key) for n in range(len(source.documents))]
+        for key in ("data.train", "data.validation")
+    )
+
+
+def parse(*words):
+    return flags_lib.parse(["--config=tiny", *(f"--config.{word}" for word in words)])[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "validation", "high"),
+    [
+        ((), "package:austen_validation.jsonl", 4.6),
+        (("data.train=package:austen_train.jsonl",), "package:austen_validation.jsonl", 4.6),
+        (("data.train=my_book.txt",), "5%", 0.0),
+        (("data.train=my_book.txt", "data.validation=held.txt"), "held.txt", 0.0),
+        (
+            ("data.train=a.txt", "data.validation=package:austen_validation.jsonl"),
+            "package:austen_validation.jsonl",
+            0.0,
+        ),
+        (("data.train=my_book.txt", "data.validation="), "", 0.0),
+        (("data.train=my_book.txt", "train.eval_loss_high=9", "train.eval_loss_low=1"), "5%", 9.0),
+        (("data.tokenizer=my.model",), "package:austen_validation.jsonl", 0.0),
+        (("data.validation=held.txt",), "held.txt", 0.0),
+        (("data.batch_size=8",), "package:austen_validation.jsonl", 4.6),
+    ],
+)
+def test_settings_of_shipped_text_go_with_it_unless_they_are_given(words, validation, high):
+    mutable = parse(*words)
+    assert (mutable.data.validation, mutable.train.eval_loss_high) == (validation, high)
+    resolve(mutable)
+
+
+def test_validation_of_a_config_without_shipped_text_stays_when_its_train_text_is_replaced(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(micro.CONFIG.replace("return c", 'c.data.validation = "held/*.jsonl"\n    return c'))
+    assert flags_lib.parse([f"--config={path}", "--config.data.train=a.txt"])[0].data.validation == "held/*.jsonl"
+
+
+@pytest.mark.parametrize("share", ["0%", "51%", "-3%", "1.2.3%"])
+def test_a_share_out_of_range_is_an_error_that_says_what_is_allowed(share):
+    with pytest.raises(ValueError, match=r"data.validation='.*%' must be above 0% and at most 50% of data.train"):
+        resolve(parse(f"data.validation={share}"))
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.lists(st.integers(1, 3000), min_size=5, max_size=120), st.sampled_from(["\n\n", "\r\n\r\n", "\n \t\n\n", "\n"])
+)
+def test_a_file_is_cut_between_paragraphs_and_loses_nothing_else(tmp_path_factory, lengths, separator):
+    paragraphs = [f"{number}" + "é" * length for number, length in enumerate(lengths)]
+    path = tmp_path_factory.mktemp("book") / "book.txt"
+    path.write_bytes(separator.join(paragraphs).encode())
+    train, held_out = documents(data_config(path, batch_size=1))
+    assert sorted((p for text in train + held_out for p in text.split(separator)), key=paragraphs.index) == paragraphs
+    assert len(held_out) == min(max(1, round(0.05 * len(train + held_out))), sources.MAX_HELD_OUT)
+    longest, size = max(map(len, paragraphs)) * 2, path.stat().st_size
+    assert max(len(text.encode()) for text in train + held_out) <= longest + 2 * min(4096, size // 64) + 8
+
+
+def test_held_out_documents_are_spread_over_the_text_and_in_no_training_batch(tmp_path):
+    (tmp_path / "book.txt").write_text(book(400))
+    data = data_config(tmp_path / "book.txt", validation="10%")
+    train, held_out = documents(data)
+    numbers = [int(text.split()[0]) for text in held_out]
+    assert not set(train) & set(held_out)
+    assert max(np.diff([0, *numbers, 400])) < 2.5 * 400 / len(numbers)
+    with contextlib.closing(TrainBatches(data, tokenizer=TOKENIZER)) as batches:
+        assert batches.num_documents == len(train)
+        cut, out = len(train + held_out), len(held_out)
+        described = f"cut at paragraphs into {cut} documents, {out} documents held out for validation"
+        assert batches.definition.sources[0].describe() == described
+    [found] = open_held_out(data, tokenizer=TOKENIZER, num_batches=0)[0].values()
+    assert found.coverage.documents == found.coverage.all_documents == len(held_out)
+
+
+def test_the_share_is_part_of_the_identity_of_the_data(tmp_path):
+    (tmp_path / "book.txt").write_text(book(400))
+    found = set()
+    for share in ("", "5%", "10%"):
+        with contextlib.closing(
+            TrainBatches(data_config(tmp_path / "book.txt", validation=share), tokenizer=TOKENIZER)
+        ) as batches:
+            found.add(batches.definition.identity(3))
+    assert len(found) == 3
+
+
+def test_a_share_is_held_out_of_each_source_and_of_stored_ids(tmp_path):
+    from hlat_jax.data.build import build as build_lib
+    from hlat_jax.data.build.build_task import BuildOptions
+
+    (tmp_path / "a.jsonl").write_text("".join(f'{{"text": "text {n}"}}\n' for n in range(40)))
+    options = BuildOptions(tokenizer=str(TOKENIZER.path))
+    watch = lambda *_: contextlib.nullcontext()  # noqa: E731
+    build_lib.build([str(tmp_path / "a.jsonl")], out=tmp_path / "ids", options=options, num_workers=1, watch=watch)
+    data = data_config(f"ids={tmp_path / 'ids'};text={tmp_path / 'a.jsonl'}", mixture="ids=1,text=1")
+    held_out, _ = open_held_out(data, tokenizer=TOKENIZER, num_batches=0)
+    assert {name: source.coverage.documents for name, source in held_out.items()} == {"ids": 2, "text": 2}
+    with contextlib.closing(TrainBatches(data, tokenizer=TOKENIZER)) as batches:
+        ids, text = (source.documents for source in batches.definition.sources)
+        assert len(ids) == len(text) == 38
+        assert ids.token_lengths().tolist() == [len(ids[n]) for n in range(38)]
+        assert [TOKENIZER.decode(ids[n]) for n in range(38)] == [text[n] for n in range(38)]
+        assert text.token_lengths() is None
+
+
+@pytest.mark.parametrize("validation", ["5%", "{folder}/0.txt"])
+def test_files_that_are_as_many_as_the_rows_stay_whole_documents(tmp_path, validation):
+    for number in range(5):
+        (tmp_path / f"{number}.txt").write_text(book(30))
+    train, held_out = documents(data_config(tmp_path, validation=validation.format(folder=tmp_path)))
+    assert len(held_out) == 1
+    assert {*train, *held_out} == {book(30)}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "it is empty"),
+        (b" \n\n \n", "hold no documents"),
+        (b"one paragraph of text " * 500, "holds 1 document, fewer than data.batch_size=4 and 1 to hold out"),
+        (
+            b"\x7fELF\x02\x01\xff\xfe\n\n" * 50,
+            "invalid UTF-8: invalid start byte at byte 6; iconv -t UTF-8 converts it",
+        ),
+        ("text\n\n".encode("utf-16-le") * 50, "holds NUL bytes, so it is not text in UTF-8"),
+        (b"a\n\nb\n\nc\n", "holds 3 documents, .* or set data.batch_size to at most 2"),
+    ],
+)
+def test_text_that_cannot_be_trained_on_is_refused_in_one_line(tmp_path, content, message):
+    (tmp_path / "book.txt").write_bytes(content)
+    with pytest.raises(ValueError, match=message) as caught:
+        TrainBatches(data_config(tmp_path / "book.txt"), tokenizer=TOKENIZER)
+    assert "\n" not in str(caught.value)
+    assert "book.txt" in str(caught.value)
+
+
+def test_a_vocabulary_of_0_is_that_of_the_tokenizer():
+    mutable = parse("model.vocab_size=0")
+    fill_vocab_size(mutable)
+    assert resolve(mutable).model.vocab_size == TOKENIZER.vocab_size
+    given = parse("model.vocab_size=4096")
+    fill_vocab_size(given)
+    assert given.model.vocab_size == 4096
+
+
+def test_stats_count_the_documents_that_training_reads(tmp_path):
+    (tmp_path / "book.txt").write_text(book(400))
+    mutable = parse(f"data.train={tmp_path / 'book.txt'}")
+    report = stats.report(resolve(mutable), sample_bytes=0)
+    train, held_out = documents(resolve(mutable).data)
+    assert report.splitlines()[1].split()[:2] == ["all", str(len(train + held_out))]
+    assert "5% of the documents of each source" in report
+
+
+def test_no_verdict_is_printed_on_the_loss_of_own_text(tmp_path, capsys):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 3, "eval_loss": 3.0, "bits_per_byte": 2.0}\n')
+    for words, verdict in (((), ": OUTSIDE the expected 4.4 to 4.6"), (("data.train=my_book.txt",), "")):
+        summary.finish(resolve(parse("metrics.plot=False", *words)), tmp_path, 3)
+        assert capsys.readouterr().out == f"validation loss 3.0000 nats per token, 2.0000 bits per byte{verdict}\n"
+
+
+@pytest.mark.slow
+def test_a_book_is_trained_on_and_generated_from_with_its_name_alone(tmp_path):
+    (tmp_path / "my_book.txt").write_text(book(400))
+    config, env = micro.write_config(tmp_path), micro.environment()
+    done = micro.run(micro.command(config, tmp_path / "run", f"data.train={tmp_path / 'my_book.txt'}"), env)
+    assert done.returncode == 0, done.stderr
+    assert "data             source all: cut at paragraphs into" in done.stdout
+    assert "expected" not in done.stdout
+    words = ["-m", "hlat_jax.generate", f"--checkpoint={tmp_path / 'run'}", "--prompt=some words", "--max_tokens=4"]
+    said = micro.run([micro.sys.executable, *words], env)
+    assert said.returncode == 0, said.stderr
+    assert "some words" in said.stdout

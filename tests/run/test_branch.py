@@ -1,0 +1,104 @@
+"""A run that starts from a checkpoint of another one continues it bit for bit, or with another schedule."""
+
+import jax
+import micro
+import pytest
+
+from hlat_jax import config as config_lib
+from hlat_jax import loop
+from hlat_jax.optimizer import learning_rate
+from hlat_jax.resolve import resolve
+
+
+@pytest.fixture
+def train(trained_run, tmp_path, monkeypatch):
+    """A function of keys that trains the config of `trained_run` with them, in a folder of its own."""
+    one = jax.devices()[:1]
+    monkeypatch.setattr(loop.jax, "devices", lambda *_: one)
+
+    def run(workdir=tmp_path / "branch", **keys):
+        c = config_lib.load(str(micro.write_config(tmp_path)))
+        c.data.validation = ""
+        c.train.branch_from = f"{trained_run}@20"
+        for path, value in keys.items():
+            section, _, key = path.partition("__")
+            c[section][key] = value
+        config = resolve(c)
+        assert loop.train(config, workdir) == 0
+        return config, workdir
+
+    return run
+
+
+@pytest.mark.slow
+def test_a_branch_with_the_same_settings_is_the_run_itself(trained_run, train, tmp_path, capsys):
+    _, branch = train()
+    assert f"branch           from step 20 of {trained_run}: its state" in capsys.readouterr().out
+    assert [micro.exact(row) for row in micro.rows(branch)] == [micro.exact(row) for row in micro.rows(trained_run)]
+    assert micro.saved_steps(branch) == [24]
+    path = tmp_path / "micro.py"
+    step, state, position, metadata = micro.final_checkpoint(path, branch)
+    _, parent_state, parent_position, _ = micro.final_checkpoint(path, trained_run)
+    assert (step, state, position) == (24, parent_state, parent_position)
+    assert metadata["branch_from"] == f"{trained_run}@20"
+    assert 0 < micro.rows(branch)[20]["tokens_per_s"] < 1e7  # of one step, not of all tokens so far
+    train(train__num_steps=26)
+    out = capsys.readouterr().out
+    assert "train.branch_from  ignored: resuming from this run's own checkpoint\nresuming from step 24 of 26" in out
+    assert [row["step"] for row in micro.rows(branch)] == list(range(1, 27))
+
+
+def test_a_finished_schedule_is_extended_in_a_branch_and_the_refusal_says_how(trained_run, train):
+    longer = {"optimizer__horizon_steps": 80, "train__num_steps": 28}
+    before = {path: path.read_bytes() for path in trained_run.rglob("*") if path.is_file()}
+    with pytest.raises(ValueError, match=r"optimizer\.horizon_steps: 40 in the checkpoint, 80 now") as refused:
+        train(trained_run, train__branch_from="", **longer)
+    remedy = f"--workdir=NEW_FOLDER --config.train.branch_from={trained_run}@24"
+    assert str(refused.value).endswith(f"or continue with the new ones in another folder: {remedy}")
+    config, branch = train(train__branch_from=remedy.partition("branch_from=")[2], **longer)
+    rows = micro.rows(branch)
+    assert [row["step"] for row in rows] == list(range(1, 29))
+    assert [row["tokens"] for row in rows] == [step * 4 * 31 for step in range(1, 29)]
+    assert [row["learning_rate"] for row in rows[24:]] == [learning_rate(s, config.optimizer) for s in range(24, 28)]
+    assert rows[24]["learning_rate"] > rows[23]["learning_rate"]
+    after = {path: path.read_bytes() for path in trained_run.rglob("*") if path.is_file()}
+    assert after == before
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"train__branch_from": "{run}@19"}, r"has no checkpoint of step 19; it has those of 20, 24\.$"),
+        ({"train__branch_from": "/nowhere@19"}, r"/nowhere has no checkpoint of step 19; it has none\.$"),
+        ({"data__seq_len": 16}, r"a branch must keep:\n  data\.seq_len: 32 in the checkpoint, 16 now\nRestore these"),
+    ],
+)
+def test_a_branch_that_cannot_be_made_is_refused_and_leaves_no_folder(trained_run, train, tmp_path, keys, message):
+    keys = {key: value.format(run=trained_run) if isinstance(value, str) else value for key, value in keys.items()}
+    with pytest.raises(ValueError, match=message):
+        train(**keys)
+    assert not (tmp_path / "branch").exists()
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"branch_from": "runs/tiny"}, r"train\.branch_from='runs/tiny' must be RUN@STEP, .* such as runs/tiny@300\.$"),
+        ({"branch_from": "@3"}, r"must be RUN@STEP"),
+        ({"branch_from": "runs/tiny@0"}, r"must be RUN@STEP"),
+        ({"branch_from": "runs/tiny@100"}, r"leaves no step to train: raise train\.num_steps=100 above 100\.$"),
+        ({"branch_from": "runs/tiny@3", "init_from": "w"}, r"train\.init_from=w: both give the initial weights"),
+    ],
+)
+def test_values_that_name_no_checkpoint_are_refused(keys, message):
+    c = config_lib.default()
+    c.train.update(keys)
+    with pytest.raises(ValueError, match=message):
+        resolve(c)
+
+
+def test_a_branch_into_the_folder_that_it_comes_from_is_refused(trained_run, train, tmp_path):
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    with pytest.raises(ValueError, match="is the run folder itself; give the branch another one with --workdir"):
+        train(copy, train__branch_from=f"{copy}@20")

@@ -1,0 +1,63 @@
+"""The trace of `train.profile_steps`: which steps it has, and what happens where it cannot be taken or is cut short."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from hlat_jax import config as config_lib
+from hlat_jax.resolve import profiled_steps, resolve
+from hlat_jax.run.profiling import StepTrace
+
+
+def config(profile_steps, num_steps=20):
+    c = config_lib.default()
+    c.train.update(profile_steps=profile_steps, num_steps=num_steps)
+    return resolve(c)
+
+
+@pytest.mark.parametrize("value", ["10", "10:", ":13", "13:10", "0:3", "a:b", "1:2:3", "-1:3", "18:21", "1 : 2", "²:3"])
+def test_values_that_name_no_steps_of_the_run_are_refused_in_one_line(value):
+    with pytest.raises(ValueError, match=r"must be FIRST:LAST, .*1 <= FIRST <= LAST <= train\.num_steps=20") as caught:
+        config(value)
+    assert f"train.profile_steps={value!r}" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_first_and_last_are_both_traced():
+    assert list(profiled_steps(config("10:13").train)) == [10, 11, 12, 13]
+    assert list(profiled_steps(config("20:20").train)) == [20]
+    assert not profiled_steps(config("").train)
+
+
+@pytest.mark.parametrize(
+    ("start_step", "first", "last", "printed"),
+    [
+        (0, 10, 13, ""),
+        (9, 10, 13, ""),
+        (11, 12, 13, ""),
+        (13, 0, 0, "train.profile_steps=10:13 ignored: the run resumes after step 13\n"),
+    ],
+)
+def test_a_resumed_run_traces_the_steps_that_are_left(tmp_path, capsys, start_step, first, last, printed):
+    trace = StepTrace(config("10:13"), tmp_path, start_step=start_step)
+    assert (trace.first, trace.last) == (first, last)
+    assert capsys.readouterr().out == printed
+    trace.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_run_that_ends_early_writes_its_trace_and_a_profiler_in_use_does_not_end_a_run(tmp_path, capsys):
+    trace, other = (StepTrace(config("10:13"), tmp_path / name, start_step=0) for name in ("run", "other"))
+    trace.start()
+    other.start()
+    other.close()
+    jax.block_until_ready(jnp.ones(2) + 1)
+    trace.close()
+    not_started, written = capsys.readouterr().out.splitlines()
+    assert not_started.startswith("trace            not started: ")
+    path = re.fullmatch(r"trace            from step 10: (\S+);.*", written)[1]
+    assert path.startswith(str(tmp_path / "run/tensorboard/plugins/profile"))
+    assert (tmp_path / "run" / path).exists()
+    assert not (tmp_path / "other").exists()
