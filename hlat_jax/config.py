@@ -375,7 +375,7 @@ def with_renamed_keys(recorded: dict[str, Any]) -> dict[str, Any]:
 # Paths in a config file are relative to it, those in a shipped one to the working directory.
 PATH_KEYS = (
     *("data.train", "data.validation", "data.tokenizer", "model.ops_table"),
-    *("train.init_from", "train.eval_tasks_folder"),
+    *("train.init_from", "train.branch_from", "train.eval_tasks_folder"),
 )
 
 
@@ -484,6 +484,10 @@ def _anchor_paths(config: Any, folder: pathlib.Path) -> None:
         beside, here = (os.path.exists(word) or any(glob.iglob(word, recursive=True)) for word in (there, plain))
         return path if here and not beside else there
 
+    def anchored_step(spec: str) -> str:
+        run, sign, step = spec.rpartition("@")
+        return anchored(run) + sign + step
+
     def anchored_text(spec: str) -> str:
         parts = [re.fullmatch(r"(\s*[A-Za-z]\w*\s*=)?(.*)", part, re.DOTALL) for part in spec.split(";")]
         return ";".join((part[1] or "") + ",".join(map(anchored, part[2].split(","))) for part in parts)
@@ -491,8 +495,8 @@ def _anchor_paths(config: Any, folder: pathlib.Path) -> None:
     for section, key in (path.split(".") for path in PATH_KEYS):
         value = config[section][key] if section in config and key in config[section] else ""
         if isinstance(value, str) and not set(",;") & set(str(folder)):
-            is_text = (section, key) in (("data", "train"), ("data", "validation"))
-            config[section][key] = (anchored_text if is_text else anchored)(value)
+            own = {"train": anchored_text, "validation": anchored_text, "branch_from": anchored_step}
+            config[section][key] = own.get(key, anchored)(value)
 
 
 def shipped() -> dict[str, pathlib.Path]:

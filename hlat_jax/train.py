@@ -24,7 +24,8 @@ def main(argv: Sequence[str]) -> int:
     mutable, values = flags_lib.parse(argv, _define)
     from hlat_jax.data.tokenizer import fill_vocab_size  # not at the top: --help does not need it
 
-    fill_vocab_size(mutable)
+    workdir = pathlib.Path(values.workdir or f"runs/{mutable.name}")
+    fill_vocab_size(mutable, workdir=workdir)
     config = resolve(mutable)
     if values.print_config:
         print(json.dumps(config.to_dict(), indent=2))
@@ -33,7 +34,6 @@ def main(argv: Sequence[str]) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # so that each line is in a log file while the run compiles
     logging.set_verbosity(logging.ERROR)  # silences the INFO logs of libraries; ours are printed
-    workdir = pathlib.Path(values.workdir or f"runs/{config.name}")
     _check_paths(config, workdir)
     _set_environment(config, values)
     from hlat_jax import loop  # imports JAX, which must see the environment as it is now
@@ -66,8 +66,12 @@ def _check_paths(config: config_lib.Config, workdir: pathlib.Path) -> None:
     path_checks.check_text(config.data, keys=given & {"train", "validation"})
     if "tokenizer" in given:
         path_checks.check_tokenizer(kept_tokenizer.usable(config.data.tokenizer, workdir))
-    if config.train.init_from and not any(workdir.glob("checkpoints/*")):  # a run that resumes does not read it
-        check_checkpoint(config.train.init_from, key="train.init_from")
+    if any(workdir.glob("checkpoints/*")):
+        return  # a run that resumes does not read these
+    starts = {"init_from": config.train.init_from, "branch_from": config.train.branch_from.rpartition("@")[0]}
+    for key, path in starts.items():
+        if path:
+            check_checkpoint(path, key=f"train.{key}")
 
 
 def _set_environment(config: config_lib.Config, values: flags.FlagValues) -> None:

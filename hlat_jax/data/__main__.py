@@ -186,7 +186,8 @@ def _peek(argv: Sequence[str]) -> int:
     from hlat_jax.data import kept_tokenizer
     from hlat_jax.data.tokenizer import fill_vocab_size
 
-    fill_vocab_size(mutable)
+    workdir = pathlib.Path(values.workdir or f"runs/{mutable.name}")
+    fill_vocab_size(mutable, workdir=workdir)
     config = resolve(mutable)
     if values.step is None:
         raise ValueError("--step=N is missing; give a step of at least 1: step N trains on batch N.")
@@ -194,7 +195,6 @@ def _peek(argv: Sequence[str]) -> int:
         raise ValueError(f"--step={values.step} must be at least 1: step N trains on batch N.")
     if values.row is not None and not 0 <= values.row < config.data.batch_size:
         raise ValueError(f"--row={values.row} must be in 0 .. data.batch_size - 1 = {config.data.batch_size - 1}.")
-    workdir = pathlib.Path(values.workdir or f"runs/{config.name}")
     _check_given(config, tokenizer=kept_tokenizer.usable(config.data.tokenizer, workdir))
     from hlat_jax.data.build import peek
 

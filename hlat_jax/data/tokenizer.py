@@ -12,6 +12,7 @@ import numpy as np
 import sentencepiece
 
 from hlat_jax.data.formats.paths import asset_path
+from hlat_jax.data.kept_tokenizer import usable
 from hlat_jax.data.tokenizer_json import JsonModel
 
 
@@ -90,10 +91,14 @@ class Tokenizer:
         return num_bytes
 
 
-def fill_vocab_size(mutable: Any) -> None:
-    """Sets model.vocab_size of a ConfigDict to the number of tokens of data.tokenizer where it is 0."""
+def fill_vocab_size(mutable: Any, *, workdir: pathlib.Path | None = None) -> None:
+    """Sets model.vocab_size of a ConfigDict to the number of tokens of data.tokenizer where it is 0.
+
+    `workdir` is the run folder, which may keep the tokenizer where its file is missing; None: there is none.
+    """
     if mutable.model.vocab_size == 0:
-        mutable.model.vocab_size = Tokenizer(mutable.data.tokenizer).vocab_size
+        path = mutable.data.tokenizer if workdir is None else usable(mutable.data.tokenizer, workdir)
+        mutable.model.vocab_size = Tokenizer(path).vocab_size
 
 
 class _SentencePiece:

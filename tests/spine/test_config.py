@@ -492,6 +492,7 @@ def get_config():
     c.data.tokenizer = "package:austen_2k.model"
     c.model.ops_table = "no.json"
     c.train.init_from = "runs/a"
+    c.train.branch_from = "runs/b@300"
     c.train.eval_tasks_folder = "~/tasks"
     return c
 """
@@ -512,6 +513,7 @@ def test_paths_of_a_config_file_are_relative_to_it_and_else_to_the_working_direc
     assert c.data.tokenizer == "package:austen_2k.model"
     assert c.model.ops_table == f"{beside}/no.json"
     assert c.train.init_from == "runs/a"
+    assert c.train.branch_from == f"{beside}/runs/b@300"
     assert c.train.eval_tasks_folder == "~/tasks"
     assert config_lib.load("160m").data.train == "data/corpus/train.jsonl"  # shipped ones have no place of their own
     shipped = config_lib.load(str(config_lib.config_folder() / "160m.py"))

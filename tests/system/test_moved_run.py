@@ -12,6 +12,7 @@ PATHS = """
     c.data.train = "texts/train.jsonl"
     c.data.validation = "texts/train.jsonl"
     c.data.tokenizer = "texts/mine.model"
+    c.model.vocab_size = 0
     return c
 """
 
