@@ -31,7 +31,7 @@ from hlat_jax.ops.registry import OPS
 from hlat_jax.weights import hf_config as config_json
 from hlat_jax.weights import hf_names
 from hlat_jax.weights.hf_reading import open_checkpoint
-from hlat_jax.weights.safetensors_file import Writer
+from hlat_jax.weights.safetensors_file import StoredTensor, Writer
 from hlat_jax.weights.trained import Weights, open_weights
 
 TOKENS_BT = np.random.default_rng(7).integers(0, 384, (1, 1024), dtype=np.int32)
@@ -125,11 +125,14 @@ def test_stored_parameters_are_those_that_load_gives(gqa, tmp_path, hf_here):
     np.testing.assert_array_equal(weights.read("layers.mlp.down"), params["layers"]["mlp"]["down"])
 
 
-def test_weights_are_read_straight_into_shardings_and_rounded_as_they_are_read(gqa, tmp_path, hf_here):
-    assert hf_here("import", gqa, f"--out={tmp_path / 'ours'}")[0] == 0
-    weights = open_weights(tmp_path / "ours")
+@pytest.mark.parametrize("imported", [True, False])
+def test_weights_are_read_straight_into_shardings_and_rounded_as_they_are_read(imported, gqa, tmp_path, hf_here):
+    if imported:
+        assert hf_here("import", gqa, f"--out={tmp_path / 'ours'}")[0] == 0
+    weights = open_weights(tmp_path / "ours" if imported else gqa)
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("x",))
     axes = {"layers.mlp.down": (None, "x"), "embed": ("x",), "layers.mlp.gate_up": (None, None, None, "x")}
+    axes["layers.attention.qkv"] = ("x",)  # by layers, as stages of a pipeline
 
     def sharding(path, _):
         name = ".".join(entry.key for entry in path)
@@ -143,6 +146,35 @@ def test_weights_are_read_straight_into_shardings_and_rounded_as_they_are_read(g
         found,
         hlat_jax.hf.load(gqa)[1],
     )
+
+
+def test_a_folder_of_hugging_face_opens_as_its_import_does(gqa, tmp_path, hf_here, monkeypatch):
+    folder = shutil.copytree(gqa, tmp_path / "hf")
+    train_model(folder / "tokenizer.model", byte_fallback=True, vocab_size=320)
+    (folder / "tokenizer_config.json").write_text('{"add_bos_token": true}')
+    edit_json(folder / "generation_config.json", eos_token_id=[2, 7])
+    assert hf_here("import", folder, f"--out={tmp_path / 'ours'}")[0] == 0
+    direct, imported = open_weights(folder), open_weights(tmp_path / "ours")
+    for field in ("model", "step", "arrays", "begins_with_bos", "stop_ids"):
+        assert getattr(direct, field) == getattr(imported, field), field
+    assert direct.open_tokenizer().sha256 == imported.open_tokenizer().sha256
+    jax.tree.map(np.testing.assert_array_equal, direct.restore(None), imported.restore(None))
+    np.testing.assert_array_equal(direct.read("layers.mlp.down"), imported.read("layers.mlp.down"))
+    # an export and an average of it keep its files, as those of the import do
+    for verb in (("export", folder), ("average", folder, tmp_path / "ours")):
+        assert hf_here(*verb, f"--out={tmp_path / verb[0]}")[0] == 0
+    for name in ("generation_config.json", "tokenizer_config.json", "tokenizer.model"):
+        assert (tmp_path / "export" / name).read_bytes() == (folder / name).read_bytes()
+        assert (tmp_path / "average/files" / name).read_bytes() == (folder / name).read_bytes()
+
+
+def test_a_layer_is_read_once_whatever_the_number_of_its_shards(gqa, monkeypatch):
+    weights, reads = open_weights(gqa), []
+    read = StoredTensor.read
+    monkeypatch.setattr(StoredTensor, "read", lambda self: reads.append(self.name) or read(self))
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("x", "y"))
+    weights.restore(jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x")))
+    assert sorted(reads) == sorted(tensors(gqa))
 
 
 def test_both_spellings_of_llama3_rope_give_the_model_that_the_export_writes_back():
