@@ -8,7 +8,9 @@ import dataclasses
 import json
 import os
 import pathlib
+import re
 import shutil
+import sys
 import warnings
 import weakref
 
@@ -25,7 +27,7 @@ from tokenizer_files import train_model
 
 import hlat_jax.hf
 from hlat_jax.hf import __main__ as hf
-from hlat_jax.hf import exporting
+from hlat_jax.hf import exporting, verifying
 from hlat_jax.model import apply
 from hlat_jax.ops.registry import OPS
 from hlat_jax.weights import hf_config as config_json
@@ -484,6 +486,33 @@ def test_texts_end_where_transformers_ends_them_after_an_average_too(files, ids,
         weights = open_weights(tmp_path / name)
         assert weights.open_tokenizer().stop_ids == ids
         assert weights.begins_with_bos is True
+
+
+@pytest.mark.parametrize("flags", [[], ["--dtype=bfloat16"]], ids=str)
+def test_verify_tells_by_how_much_the_logits_differ_from_transformers(flags, tmp_path, hf_here, monkeypatch):
+    source = hf_models.save(hf_models.model(hf_models.CONFIGS["llama3"]), tmp_path / "hf")
+    train_model(source / "tokenizer.model", byte_fallback=True, vocab_size=320)
+    code, out, err = hf_here("import", source, f"--out={tmp_path / 'ours'}", "--verify", *flags)
+    assert (code, err) == (0, "")
+    told = re.search(r"\d+ tokens of a text: the largest .* is (.*) of the largest logit, .*; bound 1e-03\n", out)
+    assert 0 < float(told[1]) < 2e-5  # as in test_logits_of_a_loaded_model_equal_transformers
+    found, weights = open_checkpoint(source), open_weights(tmp_path / "ours")
+    other = dataclasses.replace(weights, model=dataclasses.replace(weights.model, rope_factor=7.0), tokenizer="")
+    with pytest.raises(ValueError, match=r"--verify: .* random ids, as there is no tokenizer: .*; do not use it"):
+        verifying.verify(found, other)
+    monkeypatch.setattr(verifying, "BOUND", 0.0)
+    code, _, err = hf_here("import", source, f"--out={tmp_path / 'again'}", "--verify", *flags)
+    assert (code, err.count("\n")) == (2, 1)
+
+
+def test_verify_without_transformers_says_what_to_install_before_it_imports(gqa, tmp_path, hf_here, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    code, _, err = hf_here("import", gqa, f"--out={tmp_path / 'ours'}", "--verify")
+    assert (code, err) == (
+        2,
+        "error: --verify needs transformers: pip install 'hlat_jax[verify]', or leave it out.\n",
+    )
+    assert not (tmp_path / "ours").exists()
 
 
 def without(name):
