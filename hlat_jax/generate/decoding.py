@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -108,11 +109,14 @@ def make_prefill(cfg: ModelConfig, layout: Layout, *, slots: int) -> Callable[..
 def make_decode(cfg: ModelConfig, layout: Layout) -> Callable[..., tuple[KVCache, jax.Array]]:
     """Returns the jitted (params, KVCache, DecodeInput) -> (KVCache with the new keys and values, the next tokens [B]).
 
-    The cache is donated. Arguments as `make_prefill`.
+    The cache is donated. Arguments as `make_prefill`. `params["layers"]` may also be a list with the parameters of each
+    layer, under `layer_loop="unroll"`; see `has_separate_layers`.
     """
     model = ShardedDecoder(serving(cfg, layout.platform), layout)
 
     def local(params: Any, cache: KVCache, given: DecodeInput) -> tuple[KVCache, jax.Array]:
+        if isinstance(params["layers"], list):  # an unrolled loop takes apart what this stacks: XLA does neither
+            params = params | {"layers": jax.tree.map(lambda *leaves: jnp.stack(leaves), *params["layers"])}
         decoder, rows = bind(params, model.cfg), given.rows
         slot_1S = jax.lax.broadcasted_iota(jnp.int32, (1, cache.keys.shape[2]), 1)
         generated_1S = (slot_1S >= rows.prompt_slots) & (slot_1S < given.slot)
@@ -130,6 +134,28 @@ def make_decode(cfg: ModelConfig, layout: Layout) -> Callable[..., tuple[KVCache
         return model.shard_map(local, specs, _RESULT_SPECS)(params, cache, given)
 
     return jax.jit(decode, out_shardings=model.out_shardings, donate_argnums=(1,))
+
+
+def has_separate_layers(layout: Layout) -> bool:
+    """Returns whether decoding is to be given the parameters of each layer as arrays of their own.
+
+    On CPU, XLA copies the slice of a stacked matrix that a layer needs, which for a single token takes longer than its
+    product.
+    """
+    return layout.platform == "cpu" and layout.mesh.size == 1
+
+
+def separate_layers(params: Any) -> Any:
+    """Returns parameters on CPU with `layers` as a list, of arrays in the same memory wherever that is aligned."""
+
+    def separate(stacked: jax.Array) -> list[jax.Array]:
+        # through an array of its own, which forgets the view: an array with a view cannot be donated without a copy
+        alias = jax.make_array_from_single_device_arrays(stacked.shape, stacked.sharding, [stacked])
+        return [jax.device_put(layer, stacked.sharding) for layer in np.asarray(alias)]
+
+    leaves, structure = jax.tree.flatten(params["layers"])
+    layers = [jax.tree.unflatten(structure, layer) for layer in zip(*map(separate, leaves), strict=True)]
+    return params | {"layers": layers}
 
 
 def serving(cfg: ModelConfig, platform: str) -> ModelConfig:
@@ -223,7 +249,8 @@ class ShardedDecoder:
         """Returns the tokens at `positions_B`, of the rows of all devices, on every device."""
         ctx = self.ctx
         head_VD = decoder.gather_head(ctx=ctx)
-        logits_BV = logits(decoder.apply_final_norm(x_B1D), head_VD)[:, 0]
+        # of two axes: with three, XLA on CPU transposes the head before each product
+        logits_BV = logits(decoder.apply_final_norm(x_B1D)[:, 0], head_VD)
         logits_BV = collectives.all_gather(logits_BV, ctx.vocab, 1)
         tokens_B = sample(logits_BV, rows.sampling, draws=(rows.numbers, positions_B))
         return collectives.all_gather(tokens_B, self.layout.wide(ROWS), 0)

@@ -17,7 +17,7 @@ from hlat_jax.model import abstract_params
 from hlat_jax.store.atomic_files import check_name, read_json
 from hlat_jax.weights import hf_names
 from hlat_jax.weights.hf_config import model_config, unknown_fields
-from hlat_jax.weights.safetensors_file import DTYPES, StoredTensor, bits, read_header
+from hlat_jax.weights.safetensors_file import DTYPES, StoredTensor, aligned_empty, bits, read_header
 
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 # Files that are copied along with the weights.
@@ -73,7 +73,7 @@ class HFCheckpoint:
         whole = (slice(None),) * len(shape)
         indices = [whole] if sharding is None else sharding.addressable_devices_indices_map(shape).values()
         parts = {
-            limits: np.empty([stop - start for start, stop in limits], abstract.dtype)
+            limits: aligned_empty(tuple(stop - start for start, stop in limits), np.dtype(abstract.dtype))
             for limits in map(bounds, indices)
         }
         for layer in range(self.model.num_layers if entry.stacked else 1):

@@ -8,6 +8,8 @@ logits_BTV = model.apply(params, weights.model, tokens_BT)
 from __future__ import annotations
 
 import dataclasses
+import functools
+import gc
 import os
 import pathlib
 import re
@@ -195,14 +197,13 @@ def _of_run(folder: pathlib.Path, *, masters: bool) -> Weights:
     saved = {name.removeprefix(prefix): text for name, text in written.items() if name.startswith(prefix)}
     arrays = _arrays(saved, model, folder=folder)
 
-    def read(abstract: Any) -> Any:
-        for key in reversed(where):
-            abstract = {key: abstract}
-        found = read_arrays(folder, abstract)
-        for key in where:
-            found = found[key]
+    def read_one(name: str, leaf: jax.ShapeDtypeStruct) -> Any:
+        path = ".".join((*where, name))
+        found = leaves_by_name(read_arrays(folder, nested({path: leaf})))[path]
+        gc.collect()  # Orbax's buffers, as large as the parameter, are in reference cycles
         return found
 
+    read = functools.partial(_read_each, read_one)
     return Weights(folder, model, saved_step(folder, run), tokenizer, tokenizer_sha256, arrays, read)
 
 
@@ -215,9 +216,7 @@ def _of_folder(folder: pathlib.Path) -> Weights:
         for name, leaf in stored.items()
     }
 
-    def read(abstract: Any) -> Any:
-        return nested({name: read_leaf(stored[name], leaf) for name, leaf in leaves_by_name(abstract).items()})
-
+    read = functools.partial(_read_each, lambda name, leaf: read_leaf(stored[name], leaf))
     tokenizer = about["tokenizer"] and str(folder / FILES / about["tokenizer"])
     arrays = _arrays(written, model, folder=folder)
     more = {"begins_with_bos": about["begins_with_bos"], "stop_ids": tuple(about["stop_ids"])}
@@ -230,12 +229,20 @@ def _of_hugging_face(folder: pathlib.Path) -> Weights:
         print(f"warning: {found.warning}", file=sys.stderr, flush=True)
     name = found.tokenizer_file()
 
-    def read(abstract: Any) -> Any:
-        return nested({name: found.read_param(name, leaf) for name, leaf in leaves_by_name(abstract).items()})
-
+    read = functools.partial(_read_each, found.read_param)
     with_bos, stop_ids = begins_texts_with_bos(folder), ids_that_end_a_text(folder)
     tokenizer = name and str(folder / name)
     return Weights(folder, found.model, 0, tokenizer, "", found.arrays(), read, with_bos, stop_ids, companions=folder)
+
+
+def _read_each(read: Callable[[str, jax.ShapeDtypeStruct], Any], abstract: Any) -> Any:
+    """Returns the parameters that `abstract` names, read one after another.
+
+    The largest first: a read takes host memory besides its result, and then least is in memory already.
+    """
+    leaves = leaves_by_name(abstract)
+    order = sorted(leaves, key=lambda name: -leaves[name].size * leaves[name].dtype.itemsize)
+    return nested({name: read(name, leaves[name]) for name in order})
 
 
 def _arrays(saved: dict[str, str], model: ModelConfig, *, folder: pathlib.Path) -> Any:
