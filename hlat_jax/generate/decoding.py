@@ -11,6 +11,7 @@ Shapes: B rows, T slots of a prompt, S slots in all, K kv heads, H head, L layer
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 from hlat_jax.config import ModelConfig
 from hlat_jax.generate.cache import KVCache, apply_layers_with_cache
 from hlat_jax.generate.sampling import abstract_sampling, sample
-from hlat_jax.model import Decoder, bind, param_axes, select_implementations
+from hlat_jax.model import Decoder, abstract_params, bind, param_axes, select_implementations
 from hlat_jax.ops.cross_entropy import logits
 from hlat_jax.ops.registry import OPS
 from hlat_jax.parallel import collectives
@@ -109,14 +110,14 @@ def make_prefill(cfg: ModelConfig, layout: Layout, *, slots: int) -> Callable[..
 def make_decode(cfg: ModelConfig, layout: Layout) -> Callable[..., tuple[KVCache, jax.Array]]:
     """Returns the jitted (params, KVCache, DecodeInput) -> (KVCache with the new keys and values, the next tokens [B]).
 
-    The cache is donated. Arguments as `make_prefill`. `params["layers"]` may also be a list with the parameters of each
-    layer, under `layer_loop="unroll"`; see `has_separate_layers`.
+    The cache is donated. Arguments as `make_prefill`. The parameters may also be those of `separate_layers`, for a
+    model with `layer_loop="unroll"`.
     """
     model = ShardedDecoder(serving(cfg, layout.platform), layout)
 
     def local(params: Any, cache: KVCache, given: DecodeInput) -> tuple[KVCache, jax.Array]:
-        if isinstance(params["layers"], list):  # an unrolled loop takes apart what this stacks: XLA does neither
-            params = params | {"layers": jax.tree.map(lambda *leaves: jnp.stack(leaves), *params["layers"])}
+        if isinstance(params["layers"], list):
+            params = params | {"layers": _stacked(params["layers"], model.cfg)}
         decoder, rows = bind(params, model.cfg), given.rows
         slot_1S = jax.lax.broadcasted_iota(jnp.int32, (1, cache.keys.shape[2]), 1)
         generated_1S = (slot_1S >= rows.prompt_slots) & (slot_1S < given.slot)
@@ -137,25 +138,42 @@ def make_decode(cfg: ModelConfig, layout: Layout) -> Callable[..., tuple[KVCache
 
 
 def has_separate_layers(layout: Layout) -> bool:
-    """Returns whether decoding is to be given the parameters of each layer as arrays of their own.
+    """Returns whether decoding is to be given the matrices of each layer as `separate_layers` returns them.
 
-    On CPU, XLA copies the slice of a stacked matrix that a layer needs, which for a single token takes longer than its
-    product.
+    XLA on CPU copies the slice of a stacked matrix that a layer needs, and fuses a reshape into a product with a single
+    row, which then reads the matrix column by column: 8 ms instead of 0.5 ms for 576 x 3,072.
     """
     return layout.platform == "cpu" and layout.mesh.size == 1
 
 
-def separate_layers(params: Any) -> Any:
-    """Returns parameters on CPU with `layers` as a list, of arrays in the same memory wherever that is aligned."""
+def separate_layers(params: Any, cfg: ModelConfig, layout: Layout) -> Any:
+    """Returns parameters on CPU with `layers` as a list, and their matrices [contracted, output].
 
-    def separate(stacked: jax.Array) -> list[jax.Array]:
+    In the same memory as the stacked ones, wherever a layer begins at a multiple of 64 bytes.
+    """
+
+    def separate(stacked: jax.Array, axes: tuple[str, ...]) -> list[jax.Array]:
         # through an array of its own, which forgets the view: an array with a view cannot be donated without a copy
         alias = jax.make_array_from_single_device_arrays(stacked.shape, stacked.sharding, [stacked])
-        return [jax.device_put(layer, stacked.sharding) for layer in np.asarray(alias)]
+        layers = np.asarray(alias)
+        if len(axes) > 2:
+            num_outputs = stacked.shape[-1] if axes[-1] == "embed" else math.prod(stacked.shape[2:])
+            layers = layers.reshape(len(layers), -1, num_outputs)
+        return [jax.device_put(layer, layout.replicated()) for layer in layers]
 
     leaves, structure = jax.tree.flatten(params["layers"])
-    layers = [jax.tree.unflatten(structure, layer) for layer in zip(*map(separate, leaves), strict=True)]
+    axes = structure.flatten_up_to(param_axes(cfg)["layers"])
+    layers = [jax.tree.unflatten(structure, layer) for layer in zip(*map(separate, leaves, axes), strict=True)]
     return params | {"layers": layers}
+
+
+def _stacked(layers: list[Any], cfg: ModelConfig) -> Any:
+    """Returns what `separate_layers` took apart. Under `layer_loop="unroll"` XLA neither stacks nor takes apart."""
+
+    def stack(declared: jax.ShapeDtypeStruct, *of_layers: jax.Array) -> jax.Array:
+        return jnp.stack([layer.reshape(declared.shape[1:]) for layer in of_layers])
+
+    return jax.tree.map(stack, abstract_params(cfg)["layers"], *layers)
 
 
 def serving(cfg: ModelConfig, platform: str) -> ModelConfig:
