@@ -25,18 +25,26 @@ class Tokenizer:
       path: of the file.
       vocab_size: that of the model, which may exceed the number of tokens; None: not checked.
       stop_ids: tokens besides EOS that end a generated text, from the files of an imported model.
+      key: what was given, for errors.
 
     Raises:
       ValueError: no path, no such file, not a tokenizer, no EOS, or more tokens than the model's vocab_size.
     """
 
-    def __init__(self, path: str, *, vocab_size: int | None = None, stop_ids: Sequence[int] = ()):
+    def __init__(
+        self,
+        path: str,
+        *,
+        vocab_size: int | None = None,
+        stop_ids: Sequence[int] = (),
+        key: str = "data.tokenizer",
+    ):
         if not path:
             raise ValueError("data.tokenizer is empty; give a SentencePiece .model file or 'package:austen_2k.model'.")
         is_asset = path.startswith("package:")
         self.path = asset_path(path.removeprefix("package:")) if is_asset else pathlib.Path(path).expanduser()
         if not self.path.is_file():
-            raise ValueError(f"data.tokenizer={path}: no such file (looked from {pathlib.Path.cwd()}).")
+            raise ValueError(f"{key}={path}: no such file (looked from {pathlib.Path.cwd()}).")
         serialized = self.path.read_bytes()
         self.is_json = self.path.suffix == ".json"
         self._model = (JsonModel if self.is_json else _SentencePiece)(self.path, serialized)
@@ -45,10 +53,10 @@ class Tokenizer:
         self.eos_id, self.bos_id = self._model.eos_id, self._model.bos_id
         if self.eos_id < 0:
             how = "put its tokenizer_config.json beside it" if self.is_json else "train it with eos_id=2"
-            raise ValueError(f"data.tokenizer={path} has no EOS, which ends every document; {how}.")
+            raise ValueError(f"{key}={path} has no EOS, which ends every document; {how}.")
         if vocab_size is not None and vocab_size < self.vocab_size:
             raise ValueError(
-                f"data.tokenizer={path} has {self.vocab_size} tokens but model.vocab_size={vocab_size}; set "
+                f"{key}={path} has {self.vocab_size} tokens but model.vocab_size={vocab_size}; set "
                 f"model.vocab_size={self.vocab_size} or more, or use a tokenizer of at most {vocab_size} tokens."
             )
         self.stop_ids = tuple(dict.fromkeys((self.eos_id, *stop_ids)))
@@ -110,7 +118,7 @@ class _SentencePiece:
             self.vocab_size = 0
         if self.vocab_size == 0:
             raise ValueError(
-                f"data.tokenizer={path} is not a SentencePiece model ({len(serialized)} bytes); the name of a Hugging "
+                f"{path} is not a SentencePiece model ({len(serialized)} bytes); the name of a Hugging "
                 "Face tokenizer.json must end in .json."
             )
         self.encode, self.decode = self._processor.encode, self._processor.decode

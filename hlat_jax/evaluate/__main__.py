@@ -144,12 +144,11 @@ def _run_validation(values: flags.FlagValues) -> None:
     from hlat_jax.data.streams import data_drift
     from hlat_jax.run.settings import saved_config
     from hlat_jax.run.validation import Validation
-    from hlat_jax.store.checkpoint_checks import saved_run
-    from hlat_jax.weights.weights_folder import is_weights
+    from hlat_jax.store.checkpoint_checks import RUN_ITEM, saved_run
 
     with showing("opening the model"):
         trained = inference.trained_model(values)
-    if is_weights(trained.folder):
+    if not (trained.folder / RUN_ITEM).exists():
         raise ValueError(
             f"--validation: {trained.folder} holds weights without a run, so it has no data.validation; give "
             "--data=SOURCE, or the checkpoint of a run."

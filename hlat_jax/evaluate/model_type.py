@@ -14,7 +14,7 @@ from hlat_jax.evaluate.lm_eval_compat import LM
 from hlat_jax.generate import inference
 from hlat_jax.generate.inference import DEGREES
 
-MODEL_ARGS = ("checkpoint", "batch_size", "bos", *DEGREES)
+MODEL_ARGS = ("checkpoint", "tokenizer", "batch_size", "bos", *DEGREES)
 _BOS = {"": None, "true": True, "1": True, "false": False, "0": False}
 
 
@@ -62,5 +62,6 @@ class ModelType(LM):
             inference.prepare_for(parallel)
         from hlat_jax.evaluate.harness import HarnessModel
 
-        trained = inference.open_model(str(arg_dict["checkpoint"]), parallel)
+        tokenizer = str(arg_dict.get("tokenizer", ""))
+        trained = inference.open_model(str(arg_dict["checkpoint"]), parallel, tokenizer=tokenizer)
         return HarnessModel(trained, batch_size=int(batch_size), bos=_BOS[bos])

@@ -9,6 +9,7 @@ reads the tokens of the previous one. The programs on the device are in `decodin
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -22,9 +23,11 @@ from hlat_jax.generate.decoding import (
     GenerationShape,
     PromptRows,
     decode_arguments,
+    has_separate_layers,
     make_decode,
     make_prefill,
     prefill_arguments,
+    separate_layers,
 )
 from hlat_jax.generate.sampling import Sampling
 from hlat_jax.model import param_axes
@@ -114,9 +117,12 @@ class Generator:
         limits = [self._limit(number, prompt, max_tokens) for number, prompt in enumerate(prompts)]
         if not limits:
             raise ValueError("prompts is empty; give at least one.")
-        programs = self._programs(self.shape(prompts, max_tokens=min(max_tokens, self.cfg.max_positions)))
+        separate = has_separate_layers(self.layout)
+        of_decode = separate_layers(self.params, self.cfg, self.layout) if separate else self.params
+        shape = self.shape(prompts, max_tokens=min(max_tokens, self.cfg.max_positions))
+        programs = self._programs(shape, of_decode, loop="unroll" if separate else self.cfg.layer_loop)
         request = Request(prompts, limits, range(first_number, first_number + len(prompts)))
-        return stream(programs, self.params, request, sampling=sampling, stop_ids=stop_ids)
+        return stream(programs, self.params, request, sampling=sampling, stop_ids=stop_ids, of_decode=of_decode)
 
     def shape(self, prompts: Sequence[Sequence[int]], *, max_tokens: int) -> GenerationShape:
         """Returns the shape that prompts are padded to: powers of two, so that few programs are compiled."""
@@ -144,22 +150,22 @@ class Generator:
             )
         return min(max_tokens, room)
 
-    def _programs(self, shape: GenerationShape) -> Programs:
+    def _programs(self, shape: GenerationShape, of_decode: Any, *, loop: str) -> Programs:
         dtype = self.params["embed"].dtype
         prefill = make_prefill(self.cfg, self.layout, slots=shape.slots)
-        decode = make_decode(self.cfg, self.layout)
+        decode = make_decode(dataclasses.replace(self.cfg, layer_loop=loop), self.layout)
         given = decode_arguments(self.cfg, self.layout, dtype=dtype, shape=shape)
         name = f"prefill of {shape.num_rows} x {shape.prompt_slots} tokens, {shape.slots} slots"
         return Programs(
-            self._compile(name, prefill, prefill_arguments(self.layout, shape)),
-            self._compile(f"decode of {shape.num_rows} x {shape.slots} slots", decode, given),
+            self._compile(name, prefill, (self.params, *prefill_arguments(self.layout, shape))),
+            self._compile(f"decode of {shape.num_rows} x {shape.slots} slots", decode, (of_decode, *given)),
             shape,
         )
 
     def _compile(self, name: str, fn: Any, arguments: tuple) -> Any:
         if name not in self._compiled:
             began = time.monotonic()
-            self._compiled[name] = fn.trace(self.params, *arguments).lower().compile()
+            self._compiled[name] = fn.trace(*arguments).lower().compile()
             self._log(f"compiled {name}, in {time.monotonic() - began:.1f} s")
         return self._compiled[name]
 
@@ -170,17 +176,25 @@ def param_shardings(cfg: ModelConfig, layout: Layout) -> Any:
 
 
 def stream(
-    programs: Programs, params: Any, request: Request, *, sampling: Sampling, stop_ids: Collection[int]
+    programs: Programs,
+    params: Any,
+    request: Request,
+    *,
+    sampling: Sampling,
+    stop_ids: Collection[int],
+    of_decode: Any = None,
 ) -> Iterator[list[int | None]]:
     """Yields the new token of every prompt, None where it has ended: `Generator.stream` with compiled programs.
 
     Args:
       programs: of a shape that the request fits.
-      params: as the programs take them.
+      params: as prefill takes them.
       request: what to continue.
       sampling: see `Sampling`; checked here.
       stop_ids: tokens that end a row.
+      of_decode: parameters as decode takes them; None: the same.
     """
+    of_decode = params if of_decode is None else of_decode
     first_slot, left = programs.shape.prompt_slots, list(request.limits)
     tokens_BT, rows = _rows(request, programs.shape, sampling)
     cache, tokens_B = programs.prefill(params, tokens_BT, rows)
@@ -188,7 +202,7 @@ def stream(
         for slot in range(first_slot, first_slot + max(left)):
             following = None
             if max(left) > 1:  # dispatched before this token is read
-                cache, following = programs.decode(params, cache, DecodeInput(tokens_B, np.int32(slot), rows))
+                cache, following = programs.decode(of_decode, cache, DecodeInput(tokens_B, np.int32(slot), rows))
             found = np.asarray(tokens_B)[: len(left)].tolist()
             yield [token if more else None for token, more in zip(found, left, strict=True)]
             left = [0 if token in stop_ids else max(more - 1, 0) for token, more in zip(found, left, strict=True)]

@@ -54,8 +54,9 @@ class TrainedModel:
 def define(values: flags.FlagValues) -> None:
     """Declares the flags that `trained_model` reads."""
     flags.DEFINE_string(
-        "checkpoint", "", "Run folder, one of its checkpoints, or an imported folder.", flag_values=values
+        "checkpoint", "", "Run folder, one of its checkpoints, Hugging Face or imported folder.", flag_values=values
     )
+    flags.DEFINE_string("tokenizer", "", "Tokenizer file, for a folder without one.", flag_values=values)
     for axis, what in DEGREES.items():
         flags.DEFINE_integer(
             f"config.parallel.{axis}", 1, f"{what} of the mesh; -1: all devices that remain.", flag_values=values
@@ -89,15 +90,20 @@ def trained_model(values: flags.FlagValues) -> TrainedModel:
     Raises:
       ValueError: no complete checkpoint, or degrees that do not fit model and devices.
     """
-    return open_model(values.checkpoint, _degrees(values))
+    return open_model(values.checkpoint, _degrees(values), tokenizer=values.tokenizer)
 
 
 def _degrees(values: flags.FlagValues) -> ParallelConfig:
     return ParallelConfig(**{axis: values[f"config.parallel.{axis}"].value for axis in DEGREES})
 
 
-def open_model(checkpoint: str, parallel: ParallelConfig) -> TrainedModel:
+def open_model(checkpoint: str, parallel: ParallelConfig, *, tokenizer: str = "") -> TrainedModel:
     """Returns the model of a checkpoint over a mesh of these degrees; imports JAX.
+
+    Args:
+      checkpoint: as `weights.trained.open_weights` takes it.
+      parallel: degrees of the mesh.
+      tokenizer: file, for weights without one; "": theirs.
 
     Raises:
       ValueError: as `trained_model`.
@@ -108,21 +114,21 @@ def open_model(checkpoint: str, parallel: ParallelConfig) -> TrainedModel:
     from hlat_jax.parallel.degrees import layout_of_model
     from hlat_jax.weights.hf_reading import begins_texts_with_bos
     from hlat_jax.weights.trained import open_weights
-    from hlat_jax.weights.weights_folder import FILES, is_weights
 
     weights = open_weights(checkpoint)
-    tokenizer = weights.open_tokenizer()
+    opened = weights.open_tokenizer(path=tokenizer)
     try:
         layout = layout_of_model(weights.model, parallel, jax.devices())
     except ValueError as error:
-        again = is_weights(weights.folder) and "model.fuse_qkv=False" in str(error)
-        raise ValueError(f"{error}{' Import the model again with --nofuse_qkv for the first.' * again}") from None
+        of_hugging_face = weights.companions is not None and "model.fuse_qkv=False" in str(error)
+        hint = " Import the model (`python -m hlat_jax.hf import`) with --nofuse_qkv for the first."
+        raise ValueError(f"{error}{hint * of_hugging_face}") from None
     params = weights.restore(param_shardings(weights.model, layout))
     mesh = " x ".join(f"{axis} {degree}" for axis, degree in layout.degrees.items())
     dtype = params["embed"].dtype
     described = f"weights          {weights.folder}, step {weights.step}, {dtype}; {mesh}, {layout.platform}"
     with_bos = weights.begins_with_bos
     if with_bos is None:
-        with_bos = begins_texts_with_bos(weights.folder / FILES)
+        with_bos = begins_texts_with_bos(weights.companions)
     described += "; texts begin with BOS" * with_bos
-    return TrainedModel(weights.model, params, layout, tokenizer, weights.folder, described, with_bos)
+    return TrainedModel(weights.model, params, layout, opened, weights.folder, described, with_bos)

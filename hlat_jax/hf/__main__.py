@@ -32,7 +32,8 @@ _IMPORT = """Usage: python -m hlat_jax.hf import DIR --out=CKPT [flags]
 Reads config.json and model.safetensors, or the files that model.safetensors.index.json names; checks every name,
 shape and dtype. Copies tokenizer and generation config. Supports Llama 1, 2 and 3, SmolLM2, TinyLlama, OpenLLaMA, and
 Mistral without a sliding window. A field of config.json that is known to change the computation must have a supported
-value; unknown fields are named in a warning and kept for an export.
+value; unknown fields are named in a warning and kept for an export. --verify then compares the logits of both models
+on a text, in float32, one model in memory at a time, and fails above 1e-3 of the largest logit.
 """
 _EXPORT = """Usage: python -m hlat_jax.hf export CKPT --out=DIR [flags]
 
@@ -72,13 +73,18 @@ def _import(argv: Sequence[str]) -> None:
     _define_dtype(values, "of the parameters; empty: as in the files, with float16 as float32")
     flags.DEFINE_bool("fuse_qkv", True, "As model.fuse_qkv, for training from these weights.", flag_values=values)
     flags.DEFINE_bool("strict", False, "Fail on unknown fields of config.json.", flag_values=values)
+    flags.DEFINE_bool("verify", False, "Compare logits with those of transformers.", flag_values=values)
     folder, out = _one(argv, values, usage=_IMPORT, what="a folder of Hugging Face"), _out(values)
     if not (folder / "config.json").is_file():  # asked before JAX is imported
         where = f"working directory {pathlib.Path.cwd()}"
         raise ValueError(f"{folder} has no config.json ({where}); give the folder of a model.")
+    from hlat_jax.hf import verifying
     from hlat_jax.hf.importing import import_checkpoint
     from hlat_jax.weights.hf_reading import open_checkpoint
+    from hlat_jax.weights.trained import open_weights
 
+    if values.verify:
+        verifying.require_transformers()  # before any work
     began = time.monotonic()
     found = open_checkpoint(folder, dtype=values.dtype, fuse_qkv=values.fuse_qkv, strict=values.strict)
     if found.warning:
@@ -89,7 +95,9 @@ def _import(argv: Sequence[str]) -> None:
         print(note)
     companions = ", ".join(path.name for path in found.companions())
     print(f"{_counted(found.model)} in {found.dtype.name} from {len(found.tensors)} tensors; with {companions}")
-    print(f"wrote {out} in {time.monotonic() - began:.1f} s")
+    print(f"wrote {out} in {time.monotonic() - began:.1f} s", flush=True)
+    if values.verify:
+        print(verifying.verify(found, open_weights(out)))
 
 
 def _export(argv: Sequence[str]) -> None:

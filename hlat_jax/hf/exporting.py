@@ -23,7 +23,7 @@ from hlat_jax.weights.hf_config import architecture, config_json
 from hlat_jax.weights.hf_reading import COMPANIONS, INDEX_FILE, SINGLE_FILE, as_dtype, open_checkpoint
 from hlat_jax.weights.safetensors_file import Writer, bits
 from hlat_jax.weights.trained import Weights
-from hlat_jax.weights.weights_folder import FILES, whole_folder
+from hlat_jax.weights.weights_folder import whole_folder
 
 _TOKENIZER, _SETTINGS, _OF_JSON = "tokenizer.json", "tokenizer_config.json", "PreTrainedTokenizerFast"
 SHARD_BYTES = 5_000_000_000  # of one file, where no tensor is larger
@@ -146,8 +146,8 @@ def files_of(tokenizer: Tokenizer) -> dict[str, pathlib.Path]:
 
 def _write_companions(weights: Weights, folder: pathlib.Path, *, dtype: str) -> None:
     """Writes config.json and the files copied at the import, or else those of a run's tokenizer."""
-    files = weights.folder / FILES
-    came_along = {name: files / name for name in COMPANIONS if (files / name).is_file()}
+    beside = weights.companions
+    came_along = {name: beside / name for name in COMPANIONS if beside and (beside / name).is_file()}
     if "config.json" in came_along:
         for name, path in came_along.items():
             shutil.copyfile(path, folder / name)

@@ -7,14 +7,17 @@ import pathlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from hlat_jax.config import ModelConfig
+from hlat_jax.data.tokenizer import Tokenizer
+from hlat_jax.model import abstract_params
 from hlat_jax.store.atomic_files import check_name, read_json
 from hlat_jax.weights import hf_names
 from hlat_jax.weights.hf_config import model_config, unknown_fields
-from hlat_jax.weights.safetensors_file import DTYPES, StoredTensor, bits, read_header
+from hlat_jax.weights.safetensors_file import DTYPES, StoredTensor, aligned_empty, bits, read_header
 
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 # Files that are copied along with the weights.
@@ -22,6 +25,7 @@ COMPANIONS = (
     *("config.json", "generation_config.json", "tokenizer.model", "tokenizer.json", "tokenizer_config.json"),
     *("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja"),
 )
+_NATIVE, _JSON = "tokenizer.model", "tokenizer.json"  # the native one is preferred: it needs no extra package
 _SHOWN = 8  # names in an error
 
 
@@ -49,8 +53,69 @@ class HFCheckpoint:
     def slabs(self, entry: hf_names.ParamMapping) -> Iterator[np.ndarray]:
         """Yields one of our parameters, layer by layer where it is stacked, in `dtype`."""
         for layer in range(self.model.num_layers if entry.stacked else 1):
-            tensors = [as_dtype(self.tensors[name].read(), self.dtype) for name in entry.names(layer)]
-            yield entry.join([bits(tensor) for tensor in tensors]).view(self.dtype)
+            yield self._slab(entry, layer)
+
+    def arrays(self) -> Any:
+        """Returns shape and dtype of our parameters, as nested dicts."""
+        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, self.dtype), abstract_params(self.model))
+
+    def read_param(self, name: str, abstract: jax.ShapeDtypeStruct) -> Any:
+        """Returns a parameter by its path as NumPy array, or, where `abstract` has a sharding, as a jax array.
+
+        Reads the layers that this process needs, each once, whatever the number of its devices.
+        """
+        [entry] = [entry for entry in hf_names.table(self.model) if entry.leaf == name]
+        shape, sharding = abstract.shape, abstract.sharding
+
+        def bounds(index: tuple[slice, ...]) -> tuple[tuple[int, int], ...]:
+            return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
+
+        whole = (slice(None),) * len(shape)
+        indices = [whole] if sharding is None else sharding.addressable_devices_indices_map(shape).values()
+        parts = {
+            limits: aligned_empty(tuple(stop - start for start, stop in limits), np.dtype(abstract.dtype))
+            for limits in map(bounds, indices)
+        }
+        for layer in range(self.model.num_layers if entry.stacked else 1):
+            wanted = {limits: part for limits, part in parts.items() if not entry.stacked or layer in range(*limits[0])}
+            if not wanted:
+                continue
+            slab = as_dtype(self._slab(entry, layer), abstract.dtype)
+            for limits, part in wanted.items():
+                rows = [slice(*limit) for limit in limits[entry.stacked :]]
+                bits(part[layer - limits[0][0]] if entry.stacked else part)[...] = bits(slab)[tuple(rows)]
+        if sharding is None:
+            return parts[bounds(whole)]
+        return jax.make_array_from_callback(shape, sharding, lambda index: parts[bounds(index)])
+
+    def _slab(self, entry: hf_names.ParamMapping, layer: int) -> np.ndarray:
+        tensors = [as_dtype(self.tensors[name].read(), self.dtype) for name in entry.names(layer)]
+        return entry.join([bits(tensor) for tensor in tensors]).view(self.dtype)
+
+    def tokenizer_file(self) -> str:
+        """Returns the name of the folder's tokenizer file; "" if there is none.
+
+        Tokens that were added to a native one, and that the model has rows for, are only in tokenizer.json.
+        """
+        present = [name for name in (_NATIVE, _JSON) if (self.folder / name).is_file()]
+        if len(present) < 2:
+            return "".join(present)
+        added = added_tokens(self.folder)
+        try:
+            known = Tokenizer(str(self.folder / _NATIVE)).knows(added)
+        except ValueError:  # of another kind than SentencePiece
+            return _JSON
+        return _NATIVE if known or max(added) >= self.model.vocab_size else _JSON
+
+
+def is_hugging_face(folder: pathlib.Path) -> bool:
+    """Returns whether a folder has weights of Hugging Face, or a config.json that describes a model of theirs."""
+    if (folder / INDEX_FILE).is_file() or any(folder.glob("*.safetensors")):
+        return True
+    try:  # a run folder has a config.json too
+        return not {"model_type", "architectures"}.isdisjoint(_json_if_there(folder / "config.json"))
+    except ValueError:  # damaged, and no weights beside it
+        return False
 
 
 def open_checkpoint(
@@ -166,7 +231,7 @@ def _dtype(tensors: dict[str, StoredTensor], asked: str, *, folder: pathlib.Path
         return np.dtype(jnp.dtype(asked))
     if len(by_code) > 1:
         kinds = ", ".join(f"{len(those)} {code} such as {those[0]}" for code, those in sorted(by_code.items()))
-        raise ValueError(f"{folder} mixes dtypes: {kinds}; convert to one with --dtype=float32 or --dtype=bfloat16.")
+        raise ValueError(f"{folder} mixes dtypes: {kinds}; import it with --dtype=float32 or --dtype=bfloat16.")
     [code] = by_code
     return DTYPES["F32"] if code == "F16" else DTYPES[code]
 

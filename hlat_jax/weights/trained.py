@@ -1,4 +1,4 @@
-"""Trained parameters in a run folder, one of its checkpoints, or a weights folder, opened for a model.
+"""Trained parameters in a run folder, a checkpoint, a weights folder or a Hugging Face folder, opened for a model.
 
 weights = open_weights("runs/tiny")
 params = weights.restore(None)
@@ -8,9 +8,12 @@ logits_BTV = model.apply(params, weights.model, tokens_BT)
 from __future__ import annotations
 
 import dataclasses
+import functools
+import gc
 import os
 import pathlib
 import re
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +28,12 @@ from hlat_jax.model import abstract_params
 from hlat_jax.store.checkpoint import find_saved, read_arrays
 from hlat_jax.store.checkpoint_checks import MASTERS, PARAMS, RUN_ITEM, saved_run, saved_step
 from hlat_jax.store.config_diff import differences
+from hlat_jax.weights.hf_reading import (
+    begins_texts_with_bos,
+    ids_that_end_a_text,
+    is_hugging_face,
+    open_checkpoint,
+)
 from hlat_jax.weights.weights_folder import FILES, is_weights, read_about, read_leaf, stored_leaves
 
 
@@ -41,6 +50,8 @@ class Weights:
       arrays: jax.ShapeDtypeStruct of every parameter, in the stored dtype.
       begins_with_bos: texts begin with BOS; False for runs. None: see `weights_folder.WeightsInfo`.
       stop_ids: tokens that end a generated text, besides the tokenizer's EOS.
+      companions: folder with the config.json, generation_config.json and tokenizer files that Hugging Face's weights
+        came with; None for runs.
     """
 
     folder: pathlib.Path
@@ -52,6 +63,7 @@ class Weights:
     _read: Callable[[Any], Any]
     begins_with_bos: bool | None = False
     stop_ids: tuple[int, ...] = ()
+    companions: pathlib.Path | None = None
 
     def restore(self, shardings: Any, *, dtype: Any = None) -> Any:
         """Returns the parameters as jax arrays; each process reads only the shards of its devices.
@@ -78,25 +90,30 @@ class Weights:
             found = found[key]
         return found
 
-    def open_tokenizer(self) -> Tokenizer:
+    def open_tokenizer(self, *, path: str = "") -> Tokenizer:
         """Returns the tokenizer that they were trained with.
+
+        Args:
+          path: of the file, where it lies elsewhere or the weights have none; "": the recorded one.
 
         Raises:
           ValueError: there is none, its file has changed, or it has more tokens than the model.
         """
-        if not self.tokenizer:
+        path = path or self.tokenizer
+        if not path:
             raise ValueError(
-                f"{self.folder} has no tokenizer; import the weights from a folder that has a tokenizer.model."
+                f"{self.folder} has no tokenizer; put the tokenizer.model or tokenizer.json of that model there before "
+                "an import, or give it to `generate` and `evaluate` with --tokenizer=FILE."
             )
-        tokenizer = Tokenizer(self.tokenizer, stop_ids=self.stop_ids)
+        tokenizer = Tokenizer(path, stop_ids=self.stop_ids, key="tokenizer")
         if self.tokenizer_sha256 not in ("", tokenizer.sha256):
             raise ValueError(
-                f"{self.tokenizer} has changed since {self.folder} was trained with it (sha256 "
+                f"{path} has changed since {self.folder} was trained with it (sha256 "
                 f"{self.tokenizer_sha256[:16]} then, {tokenizer.sha256[:16]} now); restore that file."
             )
         if tokenizer.vocab_size > self.model.vocab_size:
             raise ValueError(
-                f"{self.tokenizer} has {tokenizer.vocab_size} tokens, more than vocab_size={self.model.vocab_size} of "
+                f"{path} has {tokenizer.vocab_size} tokens, more than vocab_size={self.model.vocab_size} of "
                 f"{self.folder}; give the tokenizer of that model."
             )
         return tokenizer
@@ -106,7 +123,8 @@ def open_weights(path: str | os.PathLike, *, masters: bool = False) -> Weights:
     """Returns the parameters at a path, after comparing all files of the folder with their checksums.
 
     Args:
-      path: a run folder (its newest undamaged checkpoint is taken), one checkpoint of it, or a weights folder.
+      path: a run folder (its newest undamaged checkpoint is taken), one checkpoint of it, a weights folder, or a
+        Hugging Face folder, which has no checksums and is described by its config.json.
       masters: the optimizer's fp32 master weights, where the precision policy keeps them.
 
     Raises:
@@ -115,11 +133,14 @@ def open_weights(path: str | os.PathLike, *, masters: bool = False) -> Weights:
     path = pathlib.Path(path).expanduser()
     if is_weights(path):
         return _of_folder(path)
+    if is_hugging_face(path):
+        return _of_hugging_face(path)
     folder = find_saved(path)
     if folder is None:
         raise ValueError(
             f"{path} holds no weights (working directory {pathlib.Path.cwd()}); give a run folder, such as runs/tiny, "
-            "one of its checkpoints, runs/tiny/checkpoints/STEP, or what `python -m hlat_jax.hf import` wrote."
+            "one of its checkpoints, runs/tiny/checkpoints/STEP, a Hugging Face folder with config.json and "
+            "safetensors, or what `python -m hlat_jax.hf import` wrote."
         )
     return _of_run(folder, masters=masters)
 
@@ -177,14 +198,13 @@ def _of_run(folder: pathlib.Path, *, masters: bool) -> Weights:
     saved = {name.removeprefix(prefix): text for name, text in written.items() if name.startswith(prefix)}
     arrays = _arrays(saved, model, folder=folder)
 
-    def read(abstract: Any) -> Any:
-        for key in reversed(where):
-            abstract = {key: abstract}
-        found = read_arrays(folder, abstract)
-        for key in where:
-            found = found[key]
+    def read_one(name: str, leaf: jax.ShapeDtypeStruct) -> Any:
+        path = ".".join((*where, name))
+        found = leaves_by_name(read_arrays(folder, nested({path: leaf})))[path]
+        gc.collect()  # Orbax's buffers, as large as the parameter, are in reference cycles
         return found
 
+    read = functools.partial(_read_each, read_one)
     kept = find_kept(folder.parent.parent, sha256=tokenizer_sha256) if tokenizer_sha256 else None
     tokenizer = tokenizer if kept is None else str(kept)
     return Weights(folder, model, saved_step(folder, run), tokenizer, tokenizer_sha256, arrays, read)
@@ -199,13 +219,33 @@ def _of_folder(folder: pathlib.Path) -> Weights:
         for name, leaf in stored.items()
     }
 
-    def read(abstract: Any) -> Any:
-        return nested({name: read_leaf(stored[name], leaf) for name, leaf in leaves_by_name(abstract).items()})
-
+    read = functools.partial(_read_each, lambda name, leaf: read_leaf(stored[name], leaf))
     tokenizer = about["tokenizer"] and str(folder / FILES / about["tokenizer"])
     arrays = _arrays(written, model, folder=folder)
     more = {"begins_with_bos": about["begins_with_bos"], "stop_ids": tuple(about["stop_ids"])}
-    return Weights(folder, model, about["step"], tokenizer, "", arrays, read, **more)
+    return Weights(folder, model, about["step"], tokenizer, "", arrays, read, **more, companions=folder / FILES)
+
+
+def _of_hugging_face(folder: pathlib.Path) -> Weights:
+    found = open_checkpoint(folder)
+    if found.warning:
+        print(f"warning: {found.warning}", file=sys.stderr, flush=True)
+    name = found.tokenizer_file()
+
+    read = functools.partial(_read_each, found.read_param)
+    with_bos, stop_ids = begins_texts_with_bos(folder), ids_that_end_a_text(folder)
+    tokenizer = name and str(folder / name)
+    return Weights(folder, found.model, 0, tokenizer, "", found.arrays(), read, with_bos, stop_ids, companions=folder)
+
+
+def _read_each(read: Callable[[str, jax.ShapeDtypeStruct], Any], abstract: Any) -> Any:
+    """Returns the parameters that `abstract` names, read one after another.
+
+    The largest first: a read takes host memory besides its result, and then least is in memory already.
+    """
+    leaves = leaves_by_name(abstract)
+    order = sorted(leaves, key=lambda name: -leaves[name].size * leaves[name].dtype.itemsize)
+    return nested({name: read(name, leaves[name]) for name in order})
 
 
 def _arrays(saved: dict[str, str], model: ModelConfig, *, folder: pathlib.Path) -> Any:

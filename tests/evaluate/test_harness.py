@@ -71,8 +71,8 @@ def folder(tmp_path_factory):
     return folder
 
 
-def ours(folder, **degrees):
-    trained = open_model(str(folder / "imported"), ParallelConfig(**degrees))
+def ours(folder, *, name="imported", **degrees):
+    trained = open_model(str(folder / name), ParallelConfig(**degrees))
     return HarnessModel(trained, batch_size=2)
 
 
@@ -97,7 +97,7 @@ def answers(found, task):
 @pytest.mark.quick_cases("mesh")
 @pytest.mark.parametrize("degrees", [{}, {"tensor": 2, "data": 2}], ids=["one device", "mesh"])
 def test_harness_model_answers_as_the_backend_for_hugging_face(degrees, folder, of_hugging_face):
-    found = results(ours(folder, **degrees), folder)
+    found = results(ours(folder, name="source" if degrees else "imported", **degrees), folder)
     for one, other in zip(answers(found, NAMES[0]), answers(of_hugging_face, NAMES[0]), strict=True):
         assert [score[0] for score in one] == pytest.approx([score[0] for score in other], abs=1e-3)
         assert [score[1] for score in one] == [score[1] for score in other]
@@ -172,7 +172,8 @@ def test_neurons_environment_is_set_for_the_mesh_that_is_asked_for_before_jax_is
 
 @pytest.mark.slow
 def test_the_harness_command_of_ours_knows_our_model_type(folder, monkeypatch, capsys, of_hugging_face):
-    words = f"--model hlat_jax --model_args checkpoint={folder / 'imported'},tensor=2 --batch_size 4"
+    arguments = f"checkpoint={folder / 'source'},tokenizer={folder / 'source/tokenizer.model'},tensor=2"
+    words = f"--model hlat_jax --model_args {arguments} --batch_size 4"
     words += f" --include_path {folder} --tasks local_choice"
     monkeypatch.setattr("sys.argv", [])
     monkeypatch.setattr("lm_eval.tasks.TaskManager", functools.partial(TaskManager, include_defaults=False))  # slow

@@ -162,11 +162,64 @@ def test_a_text_ends_at_each_token_at_which_transformers_ends_it(padded, generat
     assert "4 tokens in " in told
 
 
+def test_a_folder_of_hugging_face_is_continued_as_its_import_is(padded, generate_here, evaluate_here, tmp_path):
+    words = ["--prompt=the lazy", "--max_tokens=8"]
+    (tmp_path / "text").write_text("the quick brown fox")
+    printed = []
+    for folder in padded:
+        code, text, told = generate_here(f"--checkpoint={folder}", *words)
+        assert code == 0, told
+        code, figures, error = evaluate_here(f"--checkpoint={folder}", f"--text={tmp_path / 'text'}")
+        assert code == 0, error
+        printed.append((text, figures[figures.index("loss") :]))
+        assert f"weights          {folder}, step 0, float32" in told
+    assert printed[0] == printed[1]
+
+
+@pytest.mark.parametrize(
+    ("names", "words", "message"),
+    [
+        (["config.json"], [], "has neither model.safetensors nor model.safetensors.index.json"),
+        (["model.safetensors"], [], "has no config.json"),
+        (["config.json", "model.safetensors"], [], "has no tokenizer; put the tokenizer.model or tokenizer.json"),
+        (["config.json", "model.safetensors"], ["--tokenizer=no.model"], "tokenizer=no.model: no such file"),
+        (["tokenizer.model"], [], "holds no weights"),
+    ],
+)
+def test_a_folder_of_hugging_face_without_one_of_its_files_is_refused_by_name(
+    names, words, message, padded, generate_here, tmp_path
+):
+    for name in names:
+        (tmp_path / name).symlink_to(padded[0] / name)
+    code, printed, error = generate_here(f"--checkpoint={tmp_path}", "--prompt=a", *words)
+    assert (code, printed, error.count("\n")) == (2, "", 1)
+    assert message in error
+    if message == "holds no weights":
+        assert "give a run folder, such as runs/tiny, " in error
+        assert "a Hugging Face folder with config.json and safetensors" in error
+
+
+def test_a_tokenizer_is_given_where_the_folder_has_none(padded, generate_here, evaluate_here, tmp_path):
+    folder = tmp_path / "without"
+    folder.mkdir()
+    for name in ("config.json", "generation_config.json", "model.safetensors"):
+        (folder / name).symlink_to(padded[0] / name)
+    words = ["--prompt=the lazy", "--max_tokens=8", "--nobos"]
+    given = f"--tokenizer={padded[0] / 'tokenizer.model'}"
+    assert (
+        generate_here(f"--checkpoint={folder}", given, *words)[:2]
+        == generate_here(f"--checkpoint={padded[0]}", *words)[:2]
+    )
+    code, _, error = evaluate_here(f"--checkpoint={folder}", given, "--validation")
+    assert code == 2
+    assert f"--validation: {folder} holds weights without a run" in error
+
+
 def test_an_import_of_fused_projections_names_the_flag_that_keeps_them_apart(padded, generate_here):
     words = ["--prompt=a", "--config.parallel.tensor=6"]  # of 2 heads of keys and values
     code, _, error = generate_here(f"--checkpoint={padded[1]}", *words)
     assert code == 2
-    assert "Import the model again with --nofuse_qkv" in error
+    assert "Import the model (`python -m hlat_jax.hf import`) with --nofuse_qkv" in error
 
 
 def test_prompts_that_are_not_utf8_are_refused_naming_the_file(trained_run, generate_here, tmp_path):

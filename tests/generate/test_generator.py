@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import re
 
 import jax
 import numpy as np
@@ -17,7 +18,13 @@ import torch
 from hf_cases import CASES, GQA, hugging_face, random_params
 
 from hlat_jax.config import ParallelConfig
-from hlat_jax.generate.decoding import make_prefill, prefill_arguments
+from hlat_jax.generate.decoding import (
+    decode_arguments,
+    make_decode,
+    make_prefill,
+    prefill_arguments,
+    separate_layers,
+)
 from hlat_jax.generate.generator import GenerationShape, Generator, Sampling
 from hlat_jax.model import apply
 from hlat_jax.parallel.sharding import make_layout
@@ -163,3 +170,33 @@ def test_the_cache_has_the_dtype_of_the_parameters(one_device):
 def test_generator_refuses_what_it_cannot_continue(prompts, max_tokens, message):
     with pytest.raises(ValueError, match=message):
         generator("gqa").stream(prompts, max_tokens=max_tokens)
+
+
+def test_layers_apart_are_in_the_memory_of_the_stacked_ones_and_hinder_no_donation(one_device):
+    stacked = jax.tree.map(jax.numpy.array, weights("gqa"))
+    for dtype in (jax.numpy.float32, jax.numpy.bfloat16):
+        params = jax.jit(lambda tree, dtype=dtype: jax.tree.map(lambda leaf: leaf.astype(dtype), tree))(stacked)
+        first, second = separate_layers(params, GQA, one_device)["layers"]
+        gate_up = params["layers"]["mlp"]["gate_up"]
+        assert first["mlp"]["gate_up"].shape == (96, 320)
+        assert first["attention"]["out"].shape == (96, 96)
+        addresses = [each["mlp"]["gate_up"].unsafe_buffer_pointer() for each in (first, second)]
+        assert addresses[0] == gate_up.unsafe_buffer_pointer()
+        assert addresses[1] - addresses[0] == gate_up.nbytes // 2
+        del first, second
+        doubled = jax.jit(lambda leaf: 2 * leaf, donate_argnums=0)(gate_up)
+        assert doubled.unsafe_buffer_pointer() == addresses[0]
+
+
+def test_decoding_reads_no_matrix_through_a_fusion(one_device):
+    shape = GenerationShape(1, 64, 128)
+    arguments = decode_arguments(GQA, one_device, dtype=jax.numpy.float32, shape=shape)
+    stacked = jax.device_put(weights("gqa"), jax.devices()[0])
+    unrolled = dataclasses.replace(GQA, layer_loop="unroll")
+    found = {}
+    for name, params in (("stacked", stacked), ("apart", separate_layers(stacked, GQA, one_device))):
+        text = make_decode(unrolled, one_device).trace(params, *arguments).lower().compile().as_text()
+        # the product is the result of a fused computation, with the reshape of its matrix inside
+        found[name] = set(re.findall(r"ROOT %\S+ = f32\[(\d+)\]\S* dot\(", text))
+    assert "320" in found["stacked"]  # gate and up
+    assert not found["apart"]

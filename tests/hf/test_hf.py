@@ -8,7 +8,9 @@ import dataclasses
 import json
 import os
 import pathlib
+import re
 import shutil
+import sys
 import warnings
 import weakref
 
@@ -25,13 +27,13 @@ from tokenizer_files import train_model
 
 import hlat_jax.hf
 from hlat_jax.hf import __main__ as hf
-from hlat_jax.hf import exporting
+from hlat_jax.hf import exporting, verifying
 from hlat_jax.model import apply
 from hlat_jax.ops.registry import OPS
 from hlat_jax.weights import hf_config as config_json
 from hlat_jax.weights import hf_names
 from hlat_jax.weights.hf_reading import open_checkpoint
-from hlat_jax.weights.safetensors_file import Writer
+from hlat_jax.weights.safetensors_file import StoredTensor, Writer
 from hlat_jax.weights.trained import Weights, open_weights
 
 TOKENS_BT = np.random.default_rng(7).integers(0, 384, (1, 1024), dtype=np.int32)
@@ -125,11 +127,14 @@ def test_stored_parameters_are_those_that_load_gives(gqa, tmp_path, hf_here):
     np.testing.assert_array_equal(weights.read("layers.mlp.down"), params["layers"]["mlp"]["down"])
 
 
-def test_weights_are_read_straight_into_shardings_and_rounded_as_they_are_read(gqa, tmp_path, hf_here):
-    assert hf_here("import", gqa, f"--out={tmp_path / 'ours'}")[0] == 0
-    weights = open_weights(tmp_path / "ours")
+@pytest.mark.parametrize("imported", [True, False])
+def test_weights_are_read_straight_into_shardings_and_rounded_as_they_are_read(imported, gqa, tmp_path, hf_here):
+    if imported:
+        assert hf_here("import", gqa, f"--out={tmp_path / 'ours'}")[0] == 0
+    weights = open_weights(tmp_path / "ours" if imported else gqa)
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("x",))
     axes = {"layers.mlp.down": (None, "x"), "embed": ("x",), "layers.mlp.gate_up": (None, None, None, "x")}
+    axes["layers.attention.qkv"] = ("x",)  # by layers, as stages of a pipeline
 
     def sharding(path, _):
         name = ".".join(entry.key for entry in path)
@@ -143,6 +148,35 @@ def test_weights_are_read_straight_into_shardings_and_rounded_as_they_are_read(g
         found,
         hlat_jax.hf.load(gqa)[1],
     )
+
+
+def test_a_folder_of_hugging_face_opens_as_its_import_does(gqa, tmp_path, hf_here, monkeypatch):
+    folder = shutil.copytree(gqa, tmp_path / "hf")
+    train_model(folder / "tokenizer.model", byte_fallback=True, vocab_size=320)
+    (folder / "tokenizer_config.json").write_text('{"add_bos_token": true}')
+    edit_json(folder / "generation_config.json", eos_token_id=[2, 7])
+    assert hf_here("import", folder, f"--out={tmp_path / 'ours'}")[0] == 0
+    direct, imported = open_weights(folder), open_weights(tmp_path / "ours")
+    for field in ("model", "step", "arrays", "begins_with_bos", "stop_ids"):
+        assert getattr(direct, field) == getattr(imported, field), field
+    assert direct.open_tokenizer().sha256 == imported.open_tokenizer().sha256
+    jax.tree.map(np.testing.assert_array_equal, direct.restore(None), imported.restore(None))
+    np.testing.assert_array_equal(direct.read("layers.mlp.down"), imported.read("layers.mlp.down"))
+    # an export and an average of it keep its files, as those of the import do
+    for verb in (("export", folder), ("average", folder, tmp_path / "ours")):
+        assert hf_here(*verb, f"--out={tmp_path / verb[0]}")[0] == 0
+    for name in ("generation_config.json", "tokenizer_config.json", "tokenizer.model"):
+        assert (tmp_path / "export" / name).read_bytes() == (folder / name).read_bytes()
+        assert (tmp_path / "average/files" / name).read_bytes() == (folder / name).read_bytes()
+
+
+def test_a_layer_is_read_once_whatever_the_number_of_its_shards(gqa, monkeypatch):
+    weights, reads = open_weights(gqa), []
+    read = StoredTensor.read
+    monkeypatch.setattr(StoredTensor, "read", lambda self: reads.append(self.name) or read(self))
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("x", "y"))
+    weights.restore(jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x")))
+    assert sorted(reads) == sorted(tensors(gqa))
 
 
 def test_both_spellings_of_llama3_rope_give_the_model_that_the_export_writes_back():
@@ -452,6 +486,33 @@ def test_texts_end_where_transformers_ends_them_after_an_average_too(files, ids,
         weights = open_weights(tmp_path / name)
         assert weights.open_tokenizer().stop_ids == ids
         assert weights.begins_with_bos is True
+
+
+@pytest.mark.parametrize("flags", [[], ["--dtype=bfloat16"]], ids=str)
+def test_verify_tells_by_how_much_the_logits_differ_from_transformers(flags, tmp_path, hf_here, monkeypatch):
+    source = hf_models.save(hf_models.model(hf_models.CONFIGS["llama3"]), tmp_path / "hf")
+    train_model(source / "tokenizer.model", byte_fallback=True, vocab_size=320)
+    code, out, err = hf_here("import", source, f"--out={tmp_path / 'ours'}", "--verify", *flags)
+    assert (code, err) == (0, "")
+    told = re.search(r"\d+ tokens of a text: the largest .* is (.*) of the largest logit, .*; bound 1e-03\n", out)
+    assert 0 < float(told[1]) < 2e-5  # as in test_logits_of_a_loaded_model_equal_transformers
+    found, weights = open_checkpoint(source), open_weights(tmp_path / "ours")
+    other = dataclasses.replace(weights, model=dataclasses.replace(weights.model, rope_factor=7.0), tokenizer="")
+    with pytest.raises(ValueError, match=r"--verify: .* random ids, as there is no tokenizer: .*; do not use it"):
+        verifying.verify(found, other)
+    monkeypatch.setattr(verifying, "BOUND", 0.0)
+    code, _, err = hf_here("import", source, f"--out={tmp_path / 'again'}", "--verify", *flags)
+    assert (code, err.count("\n")) == (2, 1)
+
+
+def test_verify_without_transformers_says_what_to_install_before_it_imports(gqa, tmp_path, hf_here, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    code, _, err = hf_here("import", gqa, f"--out={tmp_path / 'ours'}", "--verify")
+    assert (code, err) == (
+        2,
+        "error: --verify needs transformers: pip install 'hlat_jax[verify]', or leave it out.\n",
+    )
+    assert not (tmp_path / "ours").exists()
 
 
 def without(name):

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import micro
 import numpy as np
 import pytest
+import tensorstore
 import transformers
 from safetensors.numpy import load_file, save_file
 from tokenizer_files import write_tokenizer_json
@@ -29,6 +30,7 @@ from hlat_jax.store.checkpoint import Checkpointer
 from hlat_jax.store.checkpoint_checks import saved_run
 from hlat_jax.store.integrity import seal
 from hlat_jax.store.metrics import ROWS_FILE, read_rows
+from hlat_jax.weights import trained as trained_weights
 from hlat_jax.weights import weights_folder
 from hlat_jax.weights.safetensors_file import Writer, read_header
 from hlat_jax.weights.trained import leaves_by_name, nested, open_weights
@@ -266,6 +268,41 @@ def test_exported_run_loads_in_transformers_without_a_word(trained, tmp_path, ca
     with torch.no_grad():
         theirs = model(torch.from_numpy(tokens_BT).long()).logits.numpy()
     np.testing.assert_allclose(logits_BTV, theirs, atol=1e-5)  # fp32, sums in another order; measured 1e-6
+
+
+def test_of_a_run_the_weights_alone_are_read_one_at_a_time_the_largest_first(trained, monkeypatch):
+    """The state holds 14 bytes a parameter: fp32 masters and both moments, and the bf16 parameters that are read."""
+    weights, sizes = open_weights(trained[1]), []
+    read = trained_weights.read_arrays
+
+    def read_and_record(folder, abstract):
+        [(path, leaf)] = jax.tree_util.tree_leaves_with_path(abstract)
+        assert path[0].key == "params"
+        sizes.append(leaf.size)
+        return read(folder, abstract)
+
+    monkeypatch.setattr(trained_weights, "read_arrays", read_and_record)
+    before = bytes_read()
+    params = weights.restore(None)
+    num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype(jnp.bfloat16)}
+    assert 0.5 * num_bytes < bytes_read() - before < 1.5 * num_bytes
+    assert sizes == sorted(sizes, reverse=True)
+    assert len(sizes) == len(jax.tree.leaves(params))
+
+
+def bytes_read():
+    """Returns what TensorStore, through which Orbax reads, has read of files in this process."""
+    metrics = tensorstore.experimental_collect_matching_metrics("/tensorstore/kvstore/file/bytes_read")
+    return sum(value["value"] for metric in metrics for value in metric["values"])
+
+
+def test_memory_that_a_tensor_is_read_into_is_taken_over_by_jax_without_a_copy(tmp_path):
+    write_weights(tmp_path / "w")
+    for path in (tmp_path / "w/arrays").iterdir():
+        [stored] = read_header(path).values()
+        values = stored.read()
+        assert jax.device_put(values, jax.devices()[0]).unsafe_buffer_pointer() == values.ctypes.data
 
 
 def test_export_in_bfloat16_rounds_the_masters(trained, tmp_path):

@@ -1,0 +1,103 @@
+"""Peak host memory of opening a model for generate and evaluate, against its weights.
+
+    python benchmarks/open_memory.py [--layers 24] [--folder /tmp/open_memory]
+
+writes a model of width 768 as a run under `mixed` (bf16 parameters, and 12 bytes a parameter of fp32 masters and Adam
+moments, as one process on one device saves them), as a Hugging Face folder in bf16, and as the import of that. Opens
+each in a process of its own on this CPU, and prints the largest memory above that of the process before, what is read
+of the arrays, and the seconds, checksums included.
+"""
+
+import argparse
+import pathlib
+import resource
+import shutil
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+from hf_memory import write_synthetic
+
+from hlat_jax import config as config_lib
+from hlat_jax.config import ParallelConfig
+from hlat_jax.data.tokenizer import Tokenizer
+from hlat_jax.generate import inference
+from hlat_jax.parallel.sharding import make_layout
+from hlat_jax.resolve import resolve
+from hlat_jax.step import make_program
+from hlat_jax.store.checkpoint import Checkpointer
+
+MB = 1e6
+
+
+def write_run(folder: pathlib.Path, config: config_lib.Config) -> None:
+    """Writes a run folder with one checkpoint, of drawn values."""
+    program = make_program(config, make_layout(config.parallel, jax.devices()[:1]))
+    rng = np.random.default_rng(0)
+
+    def draw(leaf):
+        values = rng.standard_normal(leaf.shape, np.float32) if leaf.ndim else np.zeros(())
+        return jax.device_put(values.astype(leaf.dtype), leaf.sharding)
+
+    checkpointer = Checkpointer(folder, config=config.checkpoint)
+    digest = Tokenizer(config.data.tokenizer).sha256
+    metadata = {"config": config.to_dict(), "tokenizer_sha256": digest, "tokens": 0, "num_nonfinite": 0}
+    position = np.zeros((config.data.batch_size, 3), np.int64)
+    state = jax.tree.map(draw, program.abstract_state)
+    checkpointer.save(0, state, position=position, metadata=metadata, norms={"params": 1.0})
+    checkpointer.close()
+
+
+def open_here(folder: str) -> None:
+    """Opens a model and prints what that took."""
+    import tensorstore
+
+    jax.numpy.zeros(8).block_until_ready()  # starts the backend
+    before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, time.monotonic()
+    trained = inference.open_model(folder, ParallelConfig(), tokenizer="package:austen_2k.model")
+    jax.block_until_ready(trained.params)
+    seconds = time.monotonic() - began
+    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(trained.params))
+    largest = max(leaf.nbytes for leaf in jax.tree.leaves(trained.params))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
+    metrics = tensorstore.experimental_collect_matching_metrics("/tensorstore/kvstore/file/bytes_read")
+    read = sum(value["value"] for metric in metrics for value in metric["values"])
+    print(
+        f"weights {weights / MB:.0f} MB, the largest parameter {largest / MB:.0f}; peak {peak / MB:.0f} MB, "
+        f"{peak / weights:.2f} of the weights; TensorStore read {read / MB:.0f} MB; {seconds:.1f} s",
+        flush=True,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument(
+        "--folder", type=pathlib.Path, default=pathlib.Path("/tmp/open_memory"), help="made, and removed"
+    )
+    parser.add_argument("--open", default="", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.open:
+        open_here(args.open)
+        return
+    mutable = config_lib.load("tiny")
+    sizes = {"embed_dim": 768, "mlp_dim": 2048, "num_heads": 12, "num_kv_heads": 12, "head_dim": 64}
+    mutable.model.update(num_layers=args.layers, **sizes)
+    mutable.precision.policy = "mixed"
+    config = resolve(mutable)
+    run, source, imported = (args.folder / name for name in ("run", "hugging_face", "import"))
+    try:
+        write_run(run, config)
+        write_synthetic(source, config.model)
+        subprocess.run([sys.executable, "-m", "hlat_jax.hf", "import", source, f"--out={imported}"], check=True)
+        for folder in (run, source, imported):
+            print(f"{folder.name:<14}", end="", flush=True)
+            subprocess.run([sys.executable, __file__, f"--open={folder}"], check=True)
+    finally:
+        shutil.rmtree(args.folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""Comparison of imported weights with transformers: the logits of both on one text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from hlat_jax.model import apply
+from hlat_jax.weights.hf_reading import HFCheckpoint
+from hlat_jax.weights.trained import Weights
+
+# Of the largest logit. Sums of fp32 in another order differ by 1e-6 to 1e-5; another computation by far more.
+BOUND = 1e-3
+_TEXT = (
+    "It is a truth universally acknowledged, that a single man in possession of a good fortune, must be in want of a "
+    "wife. In 1813 it cost 18s., naïve as that sounds.\n\ndef area(radius):\n    return 3.14159 * radius**2\n"
+)
+_NUM_IDS = 128
+
+
+def require_transformers() -> Any:
+    """Returns (torch, transformers).
+
+    Raises:
+      ValueError: one of them is not installed.
+    """
+    try:
+        import torch
+        import transformers
+    except ImportError as error:
+        raise ValueError(f"--verify needs {error.name}: pip install 'hlat_jax[verify]', or leave it out.") from None
+    return torch, transformers
+
+
+def verify(found: HFCheckpoint, weights: Weights) -> str:
+    """Returns a line with the largest difference of the logits, relative to the largest logit.
+
+    Both models compute in fp32 with the weights rounded to the dtype of the import. One model at a time is in memory.
+
+    Args:
+      found: the source, for transformers.
+      weights: what was imported from it.
+
+    Raises:
+      ValueError: the difference is above `BOUND`, or transformers is not installed.
+    """
+    torch, transformers = require_transformers()
+    tokens_BT, described = _tokens(weights)
+    params = weights.restore(None, dtype=jnp.float32)
+    ours_BTV = np.asarray(jax.jit(apply, static_argnums=1)(params, weights.model, tokens_BT))
+    for leaf in jax.tree.leaves(params):
+        leaf.delete()
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    dtype = getattr(torch, found.dtype.name)
+    model = transformers.AutoModelForCausalLM.from_pretrained(found.folder, dtype=dtype).float().eval()
+    with torch.no_grad():
+        theirs_BTV = model(torch.from_numpy(tokens_BT).long()).logits.numpy()
+    largest = np.abs(theirs_BTV).max()
+    difference = np.abs(ours_BTV - theirs_BTV).max() / largest
+    line = (
+        f"logits of {described}: the largest difference from transformers is {difference:.1e} of the largest logit, "
+        f"{largest:.3g}; bound {BOUND:.0e}"
+    )
+    if not difference <= BOUND:  # NaN too
+        raise ValueError(f"--verify: {line}. {weights.folder} computes something else; do not use it.")
+    return line
+
+
+def _tokens(weights: Weights) -> tuple[np.ndarray, str]:
+    """Returns token ids [1, T] and what they are: those of a text, or drawn ones where no tokenizer opens."""
+    try:
+        ids, described = weights.open_tokenizer().encode(_TEXT), "a text"
+    except ValueError:
+        ids = np.random.default_rng(0).integers(0, weights.model.vocab_size, _NUM_IDS, np.int32)
+        described = "random ids, as there is no tokenizer"
+    ids = ids[: weights.model.max_positions]
+    return ids[None], f"{len(ids)} tokens of {described}"
