@@ -139,7 +139,7 @@ def _tokenizer(argv: Sequence[str]) -> int:
     _define_reading(values)
     words = _parse(argv, values, usage=_TOKENIZER)
     from hlat_jax.data.build import tokenizer_training
-    from hlat_jax.data.build.progress import ProgressBar, Status
+    from hlat_jax.store.progress import ProgressBar, Status
 
     options = tokenizer_training.TrainingOptions(
         vocab_size=values.vocab_size,
@@ -167,7 +167,7 @@ def _stats(argv: Sequence[str]) -> int:
     config = resolve(mutable)
     _check_given(config, tokenizer=config.data.tokenizer)
     from hlat_jax.data.build import stats
-    from hlat_jax.data.build.progress import ProgressBar, Status
+    from hlat_jax.store.progress import ProgressBar, Status
 
     status = Status()
     with ProgressBar(status, stream=sys.stderr):

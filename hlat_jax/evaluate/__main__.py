@@ -16,10 +16,10 @@ import numpy as np
 from absl import flags, logging
 
 from hlat_jax import config as config_lib
-from hlat_jax.data.build.progress import Status, showing
 from hlat_jax.generate import inference
 from hlat_jax.host import flags as flags_lib
 from hlat_jax.resolve import resolve
+from hlat_jax.store.progress import Status, showing
 
 _USAGE = """Usage: python -m hlat_jax.evaluate --checkpoint=FOLDER --text=FILE [--FLAG=VALUE ...]
        python -m hlat_jax.evaluate --checkpoint=FOLDER --data=SOURCE [--FLAG=VALUE ...]

@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from hlat_jax.data.build.progress import Status
 from hlat_jax.evaluate import lm_eval_compat
 from hlat_jax.generate.generator import Generator
 from hlat_jax.generate.inference import TrainedModel
 from hlat_jax.generate.sampling import Sampling
 from hlat_jax.generate.scoring import Pair, Scorer
+from hlat_jax.store.progress import Status
 
 MAX_NEW_TOKENS = 256  # where a task gives no number; the default of the harness's other models
 _SAMPLING = ("temperature", "top_k", "top_p")

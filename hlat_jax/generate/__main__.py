@@ -11,9 +11,9 @@ from typing import Any
 
 from absl import flags, logging
 
-from hlat_jax.data.build.progress import showing
 from hlat_jax.generate import inference
 from hlat_jax.host import flags as flags_lib
+from hlat_jax.store.progress import showing
 
 _USAGE = """Usage: python -m hlat_jax.generate --checkpoint=FOLDER --prompt=TEXT [--prompt=TEXT ...] [--FLAG=VALUE ...]
 

@@ -70,7 +70,10 @@ def prepare(values: flags.FlagValues) -> None:
       ValueError: no --checkpoint, or one that does not exist.
     """
     if not values.checkpoint:
-        raise ValueError("--checkpoint=FOLDER is missing; give a run folder such as runs/tiny, or a checkpoint.")
+        raise ValueError(
+            "--checkpoint=FOLDER is missing; give a run folder such as runs/tiny, one of its checkpoints, or a "
+            "Hugging Face folder."
+        )
     check_checkpoint(values.checkpoint)
     prepare_for(_degrees(values))
 

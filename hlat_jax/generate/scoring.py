@@ -18,13 +18,13 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from hlat_jax.config import ModelConfig
-from hlat_jax.data.build.progress import Status
 from hlat_jax.generate.decoding import ShardedDecoder, serving
 from hlat_jax.generate.generator import padded_length, param_shardings
 from hlat_jax.model import bind
 from hlat_jax.ops.cross_entropy import CHUNK_POSITIONS, logits
 from hlat_jax.parallel import collectives
 from hlat_jax.parallel.sharding import ROWS, Layout
+from hlat_jax.store.progress import Status
 
 Pair = tuple[Sequence[int], Sequence[int]]
 

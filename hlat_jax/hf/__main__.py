@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from absl import flags, logging
 
 from hlat_jax.config import ModelConfig, nearest
-from hlat_jax.data.build.progress import showing
 from hlat_jax.host import flags as flags_lib
+from hlat_jax.store.progress import showing
 from hlat_jax.weights.path_checks import check_checkpoint
 
 DTYPES = ("float32", "bfloat16")

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from hlat_jax import cost
-from hlat_jax.data.build.progress import Status
 from hlat_jax.hf.exporting import files_of
 from hlat_jax.run.init_from import settings_of_weights
 from hlat_jax.store.config_diff import differences
+from hlat_jax.store.progress import Status
 from hlat_jax.weights.hf_reading import COMPANIONS
 from hlat_jax.weights.trained import Weights, leaves_by_name, open_weights
 from hlat_jax.weights.weights_folder import WeightsInfo, new_weights

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from hlat_jax import cost
-from hlat_jax.data.build.progress import Status
 from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.store import atomic_files
+from hlat_jax.store.progress import Status
 from hlat_jax.weights import hf_names
 from hlat_jax.weights.hf_config import architecture, config_json
 from hlat_jax.weights.hf_reading import COMPANIONS, INDEX_FILE, SINGLE_FILE, as_dtype, open_checkpoint

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from hlat_jax import cost
 from hlat_jax.config import ModelConfig
-from hlat_jax.data.build.progress import Status
+from hlat_jax.store.progress import Status
 from hlat_jax.weights import hf_names
 from hlat_jax.weights.hf_reading import (
     HFCheckpoint,

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from hlat_jax.data.build.progress import showing
 from hlat_jax.host import flags as flags_lib
 from hlat_jax.host.neuron_compiler_flags import compiler_flags
 from hlat_jax.host.neuron_topology import Topology, checked
 from hlat_jax.neuron.rules import TARGETS
 from hlat_jax.resolve import resolve
+from hlat_jax.store.progress import showing
 
 _PLUGIN_FLAGS = ("--cache_dir", "--retry_failed_compilation")  # flags of JAX's Neuron plugin, not of the compiler
 _SCRIPT = """#!/usr/bin/env bash

@@ -12,11 +12,11 @@ from typing import Any
 from absl import flags
 
 from hlat_jax.byte_sizes import format_bytes
-from hlat_jax.data.build.progress import showing
 from hlat_jax.data.tokenizer import fill_vocab_size
 from hlat_jax.host import flags as flags_lib
 from hlat_jax.host.neuron_topology import CACHE
 from hlat_jax.resolve import resolve
+from hlat_jax.store.progress import showing
 
 
 def main(argv: Sequence[str]) -> int:

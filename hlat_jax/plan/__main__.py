@@ -16,11 +16,11 @@ from collections.abc import Sequence
 from absl import flags
 
 from hlat_jax import cost
-from hlat_jax.data.build.progress import showing
 from hlat_jax.data.tokenizer import fill_vocab_size
 from hlat_jax.host import flags as flags_lib
 from hlat_jax.plan import ops_command
 from hlat_jax.resolve import resolve
+from hlat_jax.store.progress import showing
 
 
 def main(argv: Sequence[str]) -> int:

@@ -11,12 +11,12 @@ from typing import Any
 
 from hlat_jax import cost
 from hlat_jax.config import Config
-from hlat_jax.data.build.progress import Status
 from hlat_jax.parallel.degrees import all_degrees, passes
 from hlat_jax.parallel.sharding import MESH_AXES, abstract_layout
 from hlat_jax.plan.floor import Floor, floor, held
 from hlat_jax.plan.report import Site, make_plan
 from hlat_jax.resolve import resolve
+from hlat_jax.store.progress import Status
 
 REMATS = ("none", "selective", "full")
 

@@ -16,6 +16,6 @@ def check_checkpoint(path: str, *, key: str = "") -> None:
     missing = "" if folder.is_dir() else "no such folder; "
     raise ValueError(
         f"{key and f'{key}: '}{path} holds no weights ({missing}working directory {pathlib.Path.cwd()}); give a run "
-        "folder, such as runs/tiny, one of its checkpoints, runs/tiny/checkpoints/STEP, or what `python -m hlat_jax.hf "
-        "import` wrote."
+        "folder, such as runs/tiny, one of its checkpoints, runs/tiny/checkpoints/STEP, a Hugging Face folder with "
+        "config.json and safetensors, or what `python -m hlat_jax.hf import` wrote."
     )

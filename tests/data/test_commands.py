@@ -18,9 +18,10 @@ from hypothesis import strategies as st
 
 from hlat_jax import config as config_lib
 from hlat_jax.data import mixture, packing, sources
-from hlat_jax.data.build import progress, stats, tokenizer_training
+from hlat_jax.data.build import stats, tokenizer_training
 from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.resolve import resolve
+from hlat_jax.store import progress
 
 AUSTEN = "package:austen_train.jsonl"
 

@@ -25,7 +25,6 @@ from hlat_jax import config as config_lib
 from hlat_jax import loop
 from hlat_jax.batch import concat_batch
 from hlat_jax.data import held_out
-from hlat_jax.data.build import progress
 from hlat_jax.data.formats.paths import asset_path
 from hlat_jax.evaluate import __main__ as evaluate
 from hlat_jax.evaluate import perplexity
@@ -36,6 +35,7 @@ from hlat_jax.parallel.sharding import make_layout
 from hlat_jax.resolve import resolve
 from hlat_jax.run.settings import saved_config
 from hlat_jax.run.validation import Validation
+from hlat_jax.store import progress
 from hlat_jax.store.metrics import ROWS_FILE, read_rows
 from hlat_jax.weights.trained import open_weights
 

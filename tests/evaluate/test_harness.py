@@ -37,7 +37,6 @@ from local_tasks import NAMES, write_tasks
 from hlat_jax import config as config_lib
 from hlat_jax import loop
 from hlat_jax.config import ParallelConfig
-from hlat_jax.data.build import progress
 from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.evaluate import __main__ as evaluate_command
 from hlat_jax.evaluate import lm_eval_compat, suites, tasks
@@ -49,6 +48,7 @@ from hlat_jax.generate.inference import open_model
 from hlat_jax.hf.exporting import export_checkpoint
 from hlat_jax.hf.importing import import_checkpoint
 from hlat_jax.resolve import resolve
+from hlat_jax.store import progress
 from hlat_jax.weights.hf_reading import begins_texts_with_bos, open_checkpoint
 from hlat_jax.weights.trained import open_weights
 

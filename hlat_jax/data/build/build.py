@@ -24,13 +24,13 @@ from typing import Any, TextIO
 from hlat_jax.byte_sizes import format_bytes
 from hlat_jax.data.build import build_task, inputs, shards
 from hlat_jax.data.build.build_task import BuildOptions, Task
-from hlat_jax.data.build.progress import ProgressBar
 from hlat_jax.data.build.workers import COUNTS, SharedState, start_worker
 from hlat_jax.data.formats.built import FORMAT, index_path
 from hlat_jax.data.formats.files import MANIFEST_NAME, SHARD_SUFFIX
 from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.store.atomic_files import check_name, parse_json, read_json, sync_folder
 from hlat_jax.store.metrics import duration
+from hlat_jax.store.progress import ProgressBar
 
 _BUILDING = ".building"
 _FEW_DOCUMENTS = 32  # batches of that many rows are common

@@ -13,12 +13,12 @@ import numpy as np
 
 from hlat_jax import config as config_lib
 from hlat_jax.data import kept_tokenizer, packing, positions
-from hlat_jax.data.build.progress import showing
 from hlat_jax.data.loader import TrainBatches, batch_hash, make_batch
 from hlat_jax.data.streams import Definition
 from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.host.process import INDEX_FOLDER
 from hlat_jax.store.metrics import ROWS_FILE, read_rows
+from hlat_jax.store.progress import showing
 
 
 def peek(config: config_lib.Config, workdir: pathlib.Path, *, step: int, row: int | None) -> int:

@@ -17,11 +17,11 @@ import numpy as np
 from hlat_jax.byte_sizes import format_bytes
 from hlat_jax.config import Config, held_out_share
 from hlat_jax.data import mixture, packing, sources, streams
-from hlat_jax.data.build.progress import Status
 from hlat_jax.data.formats import built, paths
 from hlat_jax.data.formats.records import BadRecord
 from hlat_jax.data.order import evenly_spread
 from hlat_jax.data.tokenizer import Tokenizer
+from hlat_jax.store.progress import Status
 
 _BATCH_DOCUMENTS = 64
 

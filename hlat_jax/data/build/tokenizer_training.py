@@ -18,10 +18,10 @@ import sentencepiece
 
 from hlat_jax.byte_sizes import format_bytes
 from hlat_jax.data.build import inputs
-from hlat_jax.data.build.progress import Status
 from hlat_jax.data.formats.records import BadRecord
 from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.store.atomic_files import write_whole
+from hlat_jax.store.progress import Status
 
 MIN_VOCAB_SIZE = 3 + 256 + 1  # unk, bos, eos; bytes; a letter
 
