@@ -16,12 +16,13 @@ from micro import exact, rows, saved_steps, write_config
 from hlat_jax import config as config_lib
 from hlat_jax import loop
 from hlat_jax.data import packing, positions
-from hlat_jax.data.build import peek, progress
+from hlat_jax.data.build import peek
 from hlat_jax.data.formats.paths import asset_path
 from hlat_jax.data.loader import TrainBatches, batch_hash, make_batch
 from hlat_jax.data.streams import NUM_FIELDS, identity
 from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.resolve import resolve
+from hlat_jax.store import progress
 
 pytestmark = pytest.mark.xdist_group("peek")  # its run is costly: one process
 TOKENIZER = Tokenizer("package:austen_2k.model")
