@@ -10,7 +10,6 @@ of the arrays, and the seconds, checksums included.
 
 import argparse
 import pathlib
-import resource
 import shutil
 import subprocess
 import sys
@@ -50,18 +49,25 @@ def write_run(folder: pathlib.Path, config: config_lib.Config) -> None:
     checkpointer.close()
 
 
+def resident(key: str) -> int:
+    """Returns the resident bytes of this process: VmRSS now, VmHWM at their peak."""
+    status = pathlib.Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in status if line.startswith(key))
+
+
 def open_here(folder: str) -> None:
     """Opens a model and prints what that took."""
     import tensorstore
 
     jax.numpy.zeros(8).block_until_ready()  # starts the backend
-    before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, time.monotonic()
+    before, began = resident("VmRSS"), time.monotonic()
+    pathlib.Path("/proc/self/clear_refs").write_text("5")  # the peak is that from here on
     trained = inference.open_model(folder, ParallelConfig(), tokenizer="package:austen_2k.model")
     jax.block_until_ready(trained.params)
     seconds = time.monotonic() - began
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(trained.params))
     largest = max(leaf.nbytes for leaf in jax.tree.leaves(trained.params))
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
+    peak = resident("VmHWM") - before
     metrics = tensorstore.experimental_collect_matching_metrics("/tensorstore/kvstore/file/bytes_read")
     read = sum(value["value"] for metric in metrics for value in metric["values"])
     print(
