@@ -23,6 +23,8 @@ import time
 import kill_trials
 import micro
 
+from hlat_jax.data.formats.paths import asset_path
+
 LONGEST_ACKNOWLEDGEMENT_S = 3.0  # a second where the machine does nothing else
 
 
@@ -194,7 +196,7 @@ def commands(folder, run, *, config):
         "hf export": [*module, "hlat_jax.hf", "export", str(run), f"--out={folder / 'exported'}"],
         "data build": [*module, "hlat_jax.data", "build", str(inputs), f"--out={folder / 'built'}", "--workers=2"],
         "data tokenizer": [
-            *[*module, "hlat_jax.data", "tokenizer", str(inputs), "--vocab_size=300"],
+            *[*module, "hlat_jax.data", "tokenizer", str(asset_path("austen_train.jsonl")), "--vocab_size=2000"],
             f"--out={folder / 'own.model'}",
         ],
         "plan": [*module, "hlat_jax.plan", "--config=7b", "--nodes=64"],
