@@ -23,6 +23,8 @@ import time
 import kill_trials
 import micro
 
+from hlat_jax.data.formats.paths import asset_path
+
 LONGEST_ACKNOWLEDGEMENT_S = 3.0  # a second where the machine does nothing else
 
 
@@ -191,13 +193,13 @@ def commands(folder, run, *, config):
     return {
         "evaluate --text": [*module, "hlat_jax.evaluate", f"--checkpoint={run}", f"--text={text}"],
         "generate": [*module, "hlat_jax.generate", f"--checkpoint={run}", "--prompt=It is", "--max_tokens=24"],
-        "hf export": [*module, "hlat_jax.hf", "export", f"--checkpoint={run}", f"--out={folder / 'exported'}"],
+        "hf export": [*module, "hlat_jax.hf", "export", str(run), f"--out={folder / 'exported'}"],
         "data build": [*module, "hlat_jax.data", "build", str(inputs), f"--out={folder / 'built'}", "--workers=2"],
         "data tokenizer": [
-            *[*module, "hlat_jax.data", "tokenizer", str(inputs), "--vocab_size=300"],
+            *[*module, "hlat_jax.data", "tokenizer", str(asset_path("austen_train.jsonl")), "--vocab_size=2000"],
             f"--out={folder / 'own.model'}",
         ],
-        "plan": [*module, "hlat_jax.plan", "--config=7b", "--nodes=4"],
+        "plan": [*module, "hlat_jax.plan", "--config=7b", "--nodes=64"],
         "neuron lint": [*module, "hlat_jax.neuron", "lint", f"--config={config}"],
     }
 
