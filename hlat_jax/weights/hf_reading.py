@@ -102,7 +102,7 @@ class HFCheckpoint:
             return "".join(present)
         added = added_tokens(self.folder)
         try:
-            known = Tokenizer(str(self.folder / _NATIVE)).knows(added)
+            known = Tokenizer(str(self.folder / _NATIVE)).has_tokens(added)
         except ValueError:  # of another kind than SentencePiece
             return _JSON
         return _NATIVE if known or max(added) >= self.model.vocab_size else _JSON

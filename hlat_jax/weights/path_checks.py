@@ -5,7 +5,7 @@ from __future__ import annotations
 import pathlib
 
 # Each is in one of: a run folder, a checkpoint, a weights folder, a Hugging Face folder.
-_MARKS = ("checkpoints", "state", "weights.json", "config.json")
+_MARKS = ("checkpoints", "state", "weights.json", "config.json", "model.safetensors", "model.safetensors.index.json")
 
 
 def check_checkpoint(path: str, *, key: str = "") -> None:
