@@ -1,12 +1,14 @@
 """What does the order of the data do to the loss? Documents read end to end beside shuffled rows, on long books.
 
-    python benchmarks/shuffle.py --workdir=FOLDER [--steps 400] [--seeds 2] [--books F.jsonl --held_out G.jsonl]
+    python benchmarks/shuffle.py --workdir=FOLDER [--steps 300] [--seeds 2] [--batch_size 4]
+        [--books F.jsonl --held_out G.jsonl]
 
-Without --books, the books are the six novels of Jane Austen and the longest modules of Python's standard library, of
-which the last 5% are held out. Trains a small model for each order (data.shuffle_by), seed and kind of data (texts, and
-token ids stored ahead) on the same number of tokens. Prints, over the second half of the steps: the standard deviation
-of the difference between the losses of neighbouring steps, that of the mean loss of 16 consecutive steps (how far the
-curve wanders, without its trend), and the final validation loss.
+Without --books, the books are parts of Jane Austen's novels and as many of the longest modules of Python's standard
+library, up to 60,000 characters each, of which the last 5% are held out. Trains a small model for each order
+(data.shuffle_by) and seed on the same number of tokens, by rows both from texts and from token ids stored ahead.
+Prints, over the second half of the steps: the standard deviation of the difference between the losses of neighbouring
+steps, that of the mean loss of 16 consecutive steps (how far the curve wanders, without its trend), and the final
+validation loss.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from hlat_jax.data.formats.paths import asset_path
 from hlat_jax.loop import train
 from hlat_jax.resolve import resolve
 
-_NUM_MODULES = 18
+_CHARS = 60_000
 _WINDOW_STEPS = 16
 
 
@@ -37,8 +39,9 @@ def write_books(train_path: pathlib.Path, held_out_path: pathlib.Path) -> None:
     for line in asset_path("austen_train.jsonl").read_text(encoding="utf-8").splitlines():
         chapter = json.loads(line)
         novels[chapter["title"]] = novels.get(chapter["title"], "") + chapter["text"] + "\n\n"
+    stories = [novel[start : start + _CHARS] for novel in novels.values() for start in range(0, len(novel), _CHARS)]
     modules = sorted(pathlib.Path(sysconfig.get_paths()["stdlib"]).glob("*.py"), key=lambda path: -path.stat().st_size)
-    books = [*novels.values(), *(path.read_text(encoding="utf-8") for path in modules[:_NUM_MODULES])]
+    books = [*stories, *(path.read_text(encoding="utf-8")[:_CHARS] for path in modules[: len(stories)])]
     for path, texts in (
         (train_path, [book[: len(book) * 19 // 20] for book in books]),
         (held_out_path, [book[len(book) * 19 // 20 :] for book in books]),
@@ -47,12 +50,12 @@ def write_books(train_path: pathlib.Path, held_out_path: pathlib.Path) -> None:
 
 
 def losses(
-    paths: dict[str, str], *, order: str, seed: int, steps: int, folder: pathlib.Path
+    paths: dict[str, str], *, order: str, seed: int, steps: int, batch_size: int, folder: pathlib.Path
 ) -> tuple[np.ndarray, float]:
     """Trains one run to its end, unless it is there; returns the training losses and the final validation loss."""
     c = config_lib.load("tiny")
     c.model.update(num_layers=2, embed_dim=96, mlp_dim=256, num_heads=3, num_kv_heads=3)
-    c.data.update(paths | {"shuffle_by": order, "seed": seed})
+    c.data.update(paths | {"shuffle_by": order, "seed": seed, "batch_size": batch_size})
     c.optimizer.horizon_steps = steps
     c.train.update(num_steps=steps, eval_every_steps=0, sample_prompt="", eval_loss_low=0.0, eval_loss_high=0.0)
     c.checkpoint.every_steps = steps
@@ -76,7 +79,8 @@ def spread(found: np.ndarray) -> tuple[float, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--workdir", type=pathlib.Path, required=True)
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--batch_size", type=int, default=4)
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--books", default="")
     parser.add_argument("--held_out", default="")
@@ -99,6 +103,7 @@ def main() -> None:
                 order=order,
                 seed=seed,
                 steps=options.steps,
+                batch_size=options.batch_size,
                 folder=options.workdir / f"{kind}-{order}-{seed}",
             )
             for seed in range(options.seeds)
