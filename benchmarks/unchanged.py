@@ -6,8 +6,9 @@
 For four layouts of a small model both trees train 20 steps by `python -m hlat_jax.train`, in turn. The hash of every
 array of the last checkpoint and the text of the lowered step without locations must be equal, the seconds of a step
 and the peak memory of the process at most 1.03 times as large (medians over the rounds of the ratio in one round), and
-so the seconds of `import hlat_jax.loop`. Both trees then resume a copy of the run folder of the tree before up to step
-24. Only commands and files are used, so that trees with other module paths compare. `--dump` keeps the texts.
+so the seconds of `import hlat_jax.loop`; the first lines of `--help` must be equal. Both trees then resume a copy of
+the run folder of the tree before up to step 24, and keep its rows: a run that begins again would write them anew. Only
+commands and files are used, so that trees with other module paths compare. `--dump` keeps the texts.
 """
 
 from __future__ import annotations
@@ -77,6 +78,11 @@ def train(tree: pathlib.Path, folder: pathlib.Path, layout: dict, *, num_steps: 
     }
 
 
+def step_rows(workdir: pathlib.Path) -> list[bytes]:
+    """Returns the lines of the steps in the metrics."""
+    return [line for line in (workdir / "metrics.jsonl").read_bytes().splitlines() if "step_s" in json.loads(line)]
+
+
 def step_text(dumped: pathlib.Path) -> str:
     """Returns the lowered step without locations and without the number of its dump."""
     files = sorted(dumped.glob("*train_step*"))
@@ -116,14 +122,16 @@ def import_s(tree: pathlib.Path) -> float:
     """Returns the seconds of an import of the loop in a process of its own."""
     code = "import time; t = time.perf_counter(); import hlat_jax.loop; print(time.perf_counter() - t)"
     env = {**os.environ, "PYTHONPATH": str(tree)}
-    return float(subprocess.run([sys.executable, "-c", code], env=env, cwd=tree, capture_output=True, text=True).stdout)
+    words = [sys.executable, "-c", code]
+    return float(subprocess.run(words, env=env, cwd=tree, capture_output=True, text=True, check=True).stdout)
 
 
 def help_line(tree: pathlib.Path) -> str:
     """Returns the first line of the help of the training command."""
     words = [sys.executable, "-m", "hlat_jax.train", "--help"]
     env = {**os.environ, "PYTHONPATH": str(tree)}
-    return subprocess.run(words, capture_output=True, text=True, env=env, cwd=tree).stdout.strip().splitlines()[0]
+    done = subprocess.run(words, capture_output=True, text=True, env=env, cwd=tree, check=True)
+    return done.stdout.strip().splitlines()[0]
 
 
 def ratio_in_turn(trees: list[pathlib.Path], rounds: int, measure: Callable[[pathlib.Path], dict]) -> dict[str, float]:
@@ -143,11 +151,12 @@ def compare_layout(name: str, trees: list[pathlib.Path], *, rounds: int, dump: p
     with tempfile.TemporaryDirectory() as folder:
         first = {tree: train(tree, pathlib.Path(folder) / str(i), layout) for i, tree in enumerate(trees)}
         before, after = (first[tree] for tree in trees)
-        ends = []
+        ends, kept = [], []
         for i, tree in enumerate(trees):
             copy = pathlib.Path(folder) / f"resumed{i}"
             shutil.copytree(pathlib.Path(folder) / "0" / "run", copy / "run")
             ends.append(train(tree, copy, layout, num_steps=24)["bits"])
+            kept.append(step_rows(copy / "run")[:20] == step_rows(pathlib.Path(folder) / "0" / "run"))
 
     def measure(tree: pathlib.Path) -> dict:
         with tempfile.TemporaryDirectory() as folder:
@@ -158,7 +167,7 @@ def compare_layout(name: str, trees: list[pathlib.Path], *, rounds: int, dump: p
 
     ratios = ratio_in_turn(trees, rounds, measure)
     equal = {"bits": before["bits"] == after["bits"], "text": before["text"] == after["text"]}
-    equal["resumed"] = ends[0] == ends[1]
+    equal["resumed"] = ends[0] == ends[1] and all(kept)
     words = [f"{what} {'same' if same else 'DIFFER'}" for what, same in equal.items()]
     print(f"{name:<16}", ", ".join(words + [f"{what} x {r:.3f}" for what, r in ratios.items()]), flush=True)
     if dump is not None:
@@ -178,8 +187,9 @@ def main() -> int:
     good = [compare_layout(name, trees, rounds=args.rounds, dump=args.dump) for name in LAYOUTS]
     imports = ratio_in_turn(trees, args.rounds, lambda tree: {"import": import_s(tree)})["import"]
     print(f"import           x {imports:.3f}")
-    print(f"--help           {help_line(trees[0])!r}\n              -> {help_line(trees[1])!r}")
-    return 0 if all(good) and imports <= LARGEST_RATIO else 1
+    helps = [help_line(tree) for tree in trees]
+    print(f"--help           {helps[0]!r}\n              -> {helps[1]!r}")
+    return 0 if all(good) and imports <= LARGEST_RATIO and helps[0] == helps[1] else 1
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import re
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ import planned
 import pytest
 
 from hlat_jax import config as config_lib
-from hlat_jax import model
+from hlat_jax import loop, model
 from hlat_jax.batch import concat_batch
 from hlat_jax.parallel import xla_options
 from hlat_jax.parallel.degrees import layout_over
@@ -26,6 +27,7 @@ from hlat_jax.resolve import resolve
 from hlat_jax.run import budget
 from hlat_jax.step import make_program
 
+GATE = RematChoice(("gate",))
 MESH = {"data": 2, "fsdp": 2, "tensor": 2, "zero1": True, "sequence_parallel": True}
 
 
@@ -80,6 +82,11 @@ def test_a_step_under_a_budget_is_the_step_without_one():
         np.testing.assert_allclose(np.asarray(a, np.float64), np.asarray(b, np.float64), rtol=1e-5, atol=1e-6)
 
 
+def plan_of(choice):
+    """What a search returns that found a choice."""
+    return remat.Plan(choice, 1, 1, 1, 1.0, 1.0, (1, 1.0), None, 1, 0.0)
+
+
 @pytest.fixture
 def searched(monkeypatch):
     """The budgets of the searches made; a search finds `gate` or, for a GiB, a stock policy."""
@@ -87,11 +94,50 @@ def searched(monkeypatch):
 
     def search(*_, budget_bytes, **options):
         budgets.append(budget_bytes)
-        choice = RematChoice(stock_policy="dots_saveable") if budget_bytes == 2**30 else RematChoice(("gate",))
-        return remat.Plan(choice, 1, 1, 1, 1.0, 1.0, (1, 1.0), None, 1, 0.0)
+        return plan_of(RematChoice(stock_policy="dots_saveable") if budget_bytes == 2**30 else GATE)
 
     monkeypatch.setattr(remat, "search", search)
     return budgets
+
+
+def test_a_search_traces_each_choice_and_the_largest_measurement_of_all_processes_counts(monkeypatch):
+    seen = []
+
+    def search(traced, *, options, **_):
+        seen.append([total_flops(live_jaxpr(traced(choice))) for choice in (None, GATE)])
+        seen.append((options.measure("traced"), options.min_bytes))
+        return plan_of(GATE)
+
+    monkeypatch.setattr(remat, "search", search)
+    monkeypatch.setattr(remat, "temporaries", {"traced": 9}.get)
+    monkeypatch.setattr(budget, "exchange", lambda own: [own, "10"])
+    budget_resolved(config_with("budget:7MiB"), recorded=None)
+    (without, with_gate), (measured, min_bytes) = seen
+    assert without < with_gate
+    assert (measured, min_bytes) == (10, 1024)
+
+
+def test_an_estimate_takes_what_the_search_finds(monkeypatch):
+    monkeypatch.setattr(remat, "narrowed", lambda *_, **__: GATE)  # its trials would take seconds
+    config = planned.small_config()
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, remat="budget:1MiB", num_layers=2))
+    program = make_program(config, layout_over(config, jax.devices()[:1]))
+    assert budget.estimated(program).config.model.remat == "saved:gate"
+
+
+def test_a_run_that_resumes_hands_over_the_choice_of_its_checkpoint(trained_run, tmp_path, monkeypatch):
+    def resolved(program, *, recorded):
+        raise ValueError(f"recorded: {recorded}")
+
+    workdir = shutil.copytree(trained_run, tmp_path / "run")
+    micro.reseal(workdir / "checkpoints/24", lambda run: run["metadata"].update(remat="what was chosen"))
+    one = jax.devices()[:1]
+    monkeypatch.setattr(jax, "devices", lambda *_: one)
+    monkeypatch.setattr(budget, "resolved", resolved)
+    c = config_lib.load(str(micro.write_config(tmp_path)))
+    c.data.validation, c.train.num_steps = "", 25
+    with pytest.raises(ValueError, match="recorded: what was chosen"):
+        loop.train(resolve(c), workdir)
 
 
 def test_a_recorded_choice_is_taken_for_the_same_mesh_and_made_anew_for_another(searched):

@@ -520,19 +520,10 @@ def test_paths_of_a_config_file_are_relative_to_it_and_else_to_the_working_direc
     assert shipped.data.train == "data/corpus/train.jsonl"
 
 
-def with_old_keys(tree):
-    """A config as a dict, with the names that its keys had before they were renamed."""
-    tree = {name: dict(values) if isinstance(values, dict) else values for name, values in tree.items()}
-    for old, new in config_lib.RENAMED.items():
-        (section, key), (_, new_key) = old.split("."), new.split(".")
-        tree[section][key] = tree[section].pop(new_key)
-    return tree
-
-
 def test_a_recorded_config_with_old_keys_is_read_as_todays():
     tree = config_lib.default().to_dict()
     tree["data"]["mixture"], tree["model"]["ops_table"] = "a=1", "t.json"
-    old = with_old_keys(tree)
+    old = micro.with_old_keys(tree)
     assert {"weights", "tuned"} <= {*old["data"], *old["model"]}
     assert config_lib.with_renamed_keys(old) == config_lib.with_renamed_keys(tree) == tree
     assert config_lib.with_renamed_keys({"data": {"weights": 1}}) == {"data": {"mixture": 1}}

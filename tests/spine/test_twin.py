@@ -161,6 +161,12 @@ def test_trajectory_equals_the_pytorch_twin_over_50_steps(case):
     assert max(deviations.values()) <= TOLERANCE, deviations
 
 
+def test_accumulation_over_ragged_microbatches_equals_the_pytorch_twin_from_the_first_steps():
+    config, batches, params, ours = logged("ragged_accumulation_4", num_steps=3)
+    deviations = worst_deviations(ours, twin_log(params, config, batches))
+    assert max(deviations.values()) <= TOLERANCE, deviations
+
+
 def test_trajectory_clips_some_steps_and_not_others():
     config, _, _, ours = logged("llama3_scaled_with_z_loss")
     num_clipped = (ours["grad_norm"] > config.optimizer.clip_norm).sum()

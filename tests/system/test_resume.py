@@ -10,7 +10,6 @@ import kill_trials
 import micro
 import pytest
 
-from hlat_jax.config import RENAMED
 from hlat_jax.data.formats.paths import asset_path
 
 pytestmark = pytest.mark.xdist_group("resume")  # its fixtures are costly: one process
@@ -162,28 +161,31 @@ def test_resume_with_more_steps_and_other_logging_resumes_bit_for_bit(uninterrup
     assert micro.saved_steps(ended_early) == [micro.NUM_STEPS]
 
 
-def with_old_keys(config: dict) -> None:
-    """Gives the renamed keys of a recorded config their old names."""
-    for old, new in RENAMED.items():
-        (section, key), (_, new_key) = old.split("."), new.split(".")
-        config[section][key] = config[section].pop(new_key)
+def with_old_config(run: dict) -> None:
+    """Gives the keys of the config in a checkpoint the names that they had before they were renamed."""
+    run["metadata"]["config"] = micro.with_old_keys(run["metadata"]["config"])
 
 
 @pytest.mark.slow
-def test_resume_of_a_run_that_recorded_old_names_of_config_keys_continues_bit_for_bit(uninterrupted, ended_early):
-    config, env, expected = uninterrupted
+def test_resume_of_a_run_that_recorded_old_names_of_config_keys_continues_bit_for_bit(uninterrupted, tmp_path):
+    config, env, _ = uninterrupted
+    two = ["data.train=a=package:austen_train.jsonl;b=package:austen_validation.jsonl", "data.mixture=a=1,b=3"]
+    expected, ended_early = tmp_path / "uninterrupted", tmp_path / "half"
+    for workdir, num_steps in ((expected, micro.NUM_STEPS), (ended_early, micro.NUM_STEPS // 2)):
+        done = micro.run(micro.command(config, workdir, *two, f"train.num_steps={num_steps}"), env)
+        assert done.returncode == 0, done.stderr
     for folder in (ended_early / "checkpoints").iterdir():
         if folder.name.isdecimal():
-            micro.reseal(folder, lambda run: with_old_keys(run["metadata"]["config"]))
+            micro.reseal(folder, with_old_config)
     settings, programs = (json.loads((ended_early / name).read_text()) for name in ("config.json", "programs.json"))
-    for recorded in (settings, *(entry["config"] for entry in programs.values())):
-        with_old_keys(recorded)
-    (ended_early / "config.json").write_text(json.dumps(settings))
+    for entry in programs.values():
+        entry["config"] = micro.with_old_keys(entry["config"])
+    (ended_early / "config.json").write_text(json.dumps(micro.with_old_keys(settings)))
     (ended_early / "programs.json").write_text(json.dumps(programs))
     recorded = (ended_early / f"checkpoints/{micro.NUM_STEPS // 2}/run/metadata").read_text()
-    assert '"weights"' in recorded
+    assert '"weights": "a=1,b=3"' in recorded
     assert '"tuned"' in recorded
-    more = micro.run(micro.command(config, ended_early), env)
+    more = micro.run(micro.command(config, ended_early, *two), env)
     assert more.returncode == 0, more.stderr
     assert f"resuming from step {micro.NUM_STEPS // 2} of {micro.NUM_STEPS}" in more.stdout
     assert not kill_trials.differences(config, ended_early, expected)
