@@ -414,6 +414,8 @@ def test_config_observations_do_not_change_by_themselves(observed, tmp_path):
         (["--config=tiny", "--learning_rate=1"], "Did you mean '--config.optimizer.peak_lr=1'"),
         (["--config=tiny", "--seed=1"], "Did you mean '--config.data.seed=1' or '--config.train.seed=1'?"),
         (["--config=tiny", "--steps=1"], "Did you mean '--config.train.num_steps=1'"),
+        (["--config=tiny", "--nosuch"], "unknown flag --nosuch. Known: --config, --coordinator, "),
+        (["--config=tiny", "--print_config=maybe"], "--print_config=maybe must be true or false."),
         (["--config=tiny", "--quux=1"], "unknown flag --quux. Known: --config, --coordinator, "),
         (["--config=tiny", "--config.lr=1"], "config has no key 'lr'. Did you mean '--config.optimizer.peak_lr'?"),
         (["--config=tiny", "--config.train.num_steps=-1"], "train.num_steps=-1 must be at least 0."),
