@@ -442,7 +442,9 @@ def _file_error(path: pathlib.Path, error: Exception) -> str:
     elif isinstance(error, ValueError):
         message = str(error)
     elif isinstance(error, (AttributeError, KeyError, TypeError)):  # of a ConfigDict: an unknown key or a wrong type
-        message = " ".join(str(error.args[0] if error.args else error).split())
+        cause = error.args[0] if error.args else error
+        cause = cause.args[0] if isinstance(cause, KeyError) else cause  # str(KeyError) puts quotes around its text
+        message = re.sub(r"^'\w+'(?=$| Did you)", r"there is no key \g<0>.", " ".join(str(cause).split()))
     else:
         message = f"{type(error).__name__}: {error}"
     if not lines:

@@ -443,7 +443,8 @@ def test_help_names_every_key_and_config(train_here):
     [
         ("c.model.num_layer = 3", "config has no key model.num_layer. Did you mean 'num_layers'?"),
         ("c.data.weights = 'a=1'", "data.weights was renamed; set data.mixture instead."),
-        ("c.model.tuned += 'x'", "model.tuned was renamed to model.ops_table."),
+        ("c.model.tuned += 'x'", "`c.model.tuned += 'x'`: there is no key 'tuned'. model.tuned was renamed to "),
+        ("print(c.data.trian)", "`print(c.data.trian)`: there is no key 'trian'. Did you mean "),
         ("c.modle = 3", "config has no section 'modle'. Did you mean 'model'?"),
         (
             "c.model.num_layers = c.model.num_layer + 1",
