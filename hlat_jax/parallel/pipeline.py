@@ -78,8 +78,8 @@ def pipelined(parts: Parts, params: Any, batch: Any, *, sums: Accumulation) -> t
         received, returned, ring, totals, grads = carry
         y, residuals = stage.forward(tick, received)
         ring = stage.stored(ring, tick, residuals)
-        loss, rest_grads, dy = stage.loss(tick, y)
-        totals = jax.tree.map(jnp.add, totals, loss)
+        (loss_sum, count), rest_grads, dy = stage.loss(tick, y)
+        totals = SumAndCount(totals.total + loss_sum, totals.count + count)
         grads = grads[0], rounding.at(tick, 0).added(grads[1], rest_grads)
         dx, grads = stage.backward(tick, jnp.where(stage.is_last, dy, returned), ring=ring, grads=grads)
         return (_to_next(y), _to_previous(dx), ring, totals, grads), None
