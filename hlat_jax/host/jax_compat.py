@@ -8,6 +8,7 @@ from jax._src.distributed import global_state
 from jax.interpreters import ad, batching, mlir, partial_eval
 
 __all__ = [
+    "CACHE_HIT_EVENT",
     "TESTED_VERSIONS",
     "ad",
     "batching",
@@ -18,6 +19,7 @@ __all__ = [
     "partial_eval",
 ]
 TESTED_VERSIONS = ("0.9.0.1", "0.10.0", "0.10.2")
+CACHE_HIT_EVENT = "/jax/compilation_cache/cache_hits"  # recorded for each program read from the persistent cache
 
 try:
     from jax.extend.mlir import lower_with_sharding_in_types
