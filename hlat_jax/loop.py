@@ -149,9 +149,9 @@ def _start_saving(run: Run, progress: Progress, *, stopping: bool) -> None:
         progress.save_postponed = True
         return
     norms = nonfinite.finite_norms(run, progress)
-    moving = {"tokens": progress.tokens, "num_nonfinite": progress.num_nonfinite, "remat": run.remat}
+    metadata = run.settings | {"tokens": progress.tokens, "num_nonfinite": progress.num_nonfinite, "remat": run.remat}
     position = run.global_position(progress.position)
-    run.checkpointer.save(progress.step, progress.state, position=position, metadata=run.settings | moving, norms=norms)
+    run.checkpointer.save(progress.step, progress.state, position=position, metadata=metadata, norms=norms)
     progress.saved_step, progress.save_postponed = progress.step, False
 
 
@@ -218,7 +218,7 @@ def _next_batch(run: Run, progress: Progress) -> NextBatch:
         _save_and_wait(run, progress)
         raise error or ValueError(synced.error)
     progress.save_overdue = synced.save
-    return NextBatch(batch=batch, position=position, facts=synced.facts)
+    return NextBatch(batch=batch, position=position, row_fields=synced.row_fields)
 
 
 def _step(run: Run, progress: Progress, batch: NextBatch) -> None:
@@ -229,7 +229,8 @@ def _step(run: Run, progress: Progress, batch: NextBatch) -> None:
     run.sync.signals.doing, run.sync.signals.unfinished = "training", _STEP_AND_SAVE
     progress.step += 1
     begin, progress.position = progress.position, batch.position
-    pending = Pending(step=progress.step, metrics=metrics, learning_rate=rate, facts=batch.facts, position=begin)
+    fields = batch.row_fields
+    pending = Pending(step=progress.step, metrics=metrics, learning_rate=rate, row_fields=fields, position=begin)
     progress.pending.append(pending)
 
 
@@ -267,7 +268,7 @@ def _write_rows(run: Run, progress: Progress, *, in_flight: int = 0) -> None:
             "data_wait_s": progress.data_wait_s,  # part of step_s, which ends now: mostly for the next step's batch
             "peak_memory_bytes": machine.peak_memory(run.layout),
             "nonfinite": int(not metrics.finite),
-            **pending.facts,
+            **pending.row_fields,
         }
         progress.timed_from_s, progress.data_wait_s = now, 0.0
         run.log.train_row(row)

@@ -187,7 +187,7 @@ def _train_step(loss_fn: Callable, optimizer: optax.GradientTransformation, opti
 
         extra = {"learning_rate": learning_rate, "grad_norm": grad_norm, "finite": finite, "rounding": rounding}
         updates, inner = optimizer.update(grads, state["opt_state"]["inner"], weights, **extra)
-        weights = _moved(weights, updates, finite=finite, rounding=rounding)
+        weights = _apply_updates(weights, updates, finite=finite, rounding=rounding)
         opt_state = state["opt_state"] | {"inner": inner}
         if policy.master is not None:
             opt_state["master"] = weights
@@ -268,15 +268,15 @@ def accumulated(loss_fn: CheckedLossFn, params: Any, batch: Any, *, sums: Accumu
     return (loss_sum, dataclasses.replace(loss_aux, count=count)), grads
 
 
-def _moved(weights: Any, updates: Any, *, finite: jax.Array, rounding: Rounding) -> Any:
+def _apply_updates(weights: Any, updates: Any, *, finite: jax.Array, rounding: Rounding) -> Any:
     """Returns weights + updates in the dtypes of the weights; the weights themselves where `finite` is False."""
     exact = jax.tree.map(lambda weight, update: weight.astype(jnp.float32) + update, weights, updates)
 
-    def move(path, weight, moved):
-        written = rounding.write(moved, weight.dtype, name="weights" + jax.tree_util.keystr(path))
+    def apply(path, weight, updated):
+        written = rounding.write(updated, weight.dtype, name="weights" + jax.tree_util.keystr(path))
         return jnp.where(finite, written, weight)
 
-    return jax.tree_util.tree_map_with_path(move, weights, exact)
+    return jax.tree_util.tree_map_with_path(apply, weights, exact)
 
 
 def _initial(
