@@ -181,8 +181,8 @@ def _train_step(loss_fn: Callable, optimizer: optax.GradientTransformation, opti
         weights = state["opt_state"].get("master", state["params"])
         weights = weights if replica_sync is None else replica_sync.shard_like_state(weights)
         param_norm = norm(weights)
-        # Comparisons in fp32: a non-finite gradient anywhere makes the norm non-finite. That the weights' norm is asked
-        # too orders it before the update, which XLA then makes in place; it copies all weights otherwise.
+        # Comparisons in fp32: a non-finite gradient anywhere makes the norm non-finite. Including the weights' norm
+        # also orders it before the update, which XLA then makes in place; it copies all weights otherwise.
         finite = jnp.isfinite(loss_sum) & jnp.isfinite(grad_norm) & jnp.isfinite(param_norm)
 
         extra = {"learning_rate": learning_rate, "grad_norm": grad_norm, "finite": finite, "rounding": rounding}
@@ -282,7 +282,7 @@ def _apply_updates(weights: Any, updates: Any, *, finite: jax.Array, rounding: R
 def _initial(
     optimizer: optax.GradientTransformation, options: ProgramOptions, *, shardings: Any = None
 ) -> Callable[..., State]:
-    """Returns (params, *, seed=0) -> the state before the first step; without shardings it lies where the params do."""
+    """Returns (params, *, seed=0) -> the state before the first step; without shardings, on the parameters' devices."""
     policy = options.policy
 
     def init(params: Any, *, seed: Any = 0) -> State:

@@ -117,9 +117,8 @@ def compiled_step(compilations: Compilations) -> Any:
         print(line)
     compiled = compilations.compiled("train")
     temporary = getattr(compiled.memory_analysis(), "temp_size_in_bytes", 0)
-    print(
-        f"compiled         {time.monotonic() - began:.1f} s; the step needs {format_bytes(temporary)} beside the state"
-    )
+    needs = f"the step needs {format_bytes(temporary)} in addition to the state"
+    print(f"compiled         {time.monotonic() - began:.1f} s; {needs}")
     return compiled
 
 
