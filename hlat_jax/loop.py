@@ -2,7 +2,8 @@
 
 After c updates, one iteration
 
-1. evaluates the state on held-out text and on tasks, when due: their rows describe exactly these parameters;
+1. evaluates the state on held-out text and on tasks, when due: their rows describe exactly these parameters. Where a
+   signal has come it saves first, as in 2, since an evaluation may take longer than the sender of the signal waits;
 2. saves, when due. First the metrics of every step up to c are fetched, written and synced, then the norms of the state
    are computed; the state, the data position after batch c and the token count go into one checkpoint. So a checkpoint
    at c implies that the rows up to c are on disk; a resumed run drops the rows above c and writes them again, and each
