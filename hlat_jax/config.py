@@ -11,6 +11,7 @@ import difflib
 import glob
 import importlib.util
 import linecache
+import math
 import os
 import pathlib
 import re
@@ -39,10 +40,11 @@ def check_choice(path: str, field: dataclasses.Field, value: Any) -> None:
 
 
 def at_least(lowest: float, **values: float) -> None:
-    """Raises ValueError for a value below `lowest`; keywords are paths of keys, with __ for the dot."""
+    """Raises ValueError for a value below `lowest` or not finite; keywords are paths of keys, with __ for the dot."""
     for path, value in values.items():
-        if not value >= lowest:
-            raise ValueError(f"{path.replace('__', '.')}={value} must be at least {lowest}.")
+        if not lowest <= value < math.inf:
+            bounds = "finite" if value == math.inf else f"at least {lowest}"
+            raise ValueError(f"{path.replace('__', '.')}={value} must be {bounds}.")
 
 
 def _key(default: Any, doc: str, *, choices: tuple = ()) -> Any:

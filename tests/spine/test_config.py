@@ -418,6 +418,7 @@ def test_config_observations_do_not_change_by_themselves(observed, tmp_path):
         (["--config=tiny", "--print_config=maybe"], "--print_config=maybe must be true or false."),
         (["--config=tiny", "--quux=1"], "unknown flag --quux. Known: --config, --coordinator, "),
         (["--config=tiny", "--config.lr=1"], "config has no key 'lr'. Did you mean '--config.optimizer.peak_lr'?"),
+        (["--config=tiny", "--config.train.z_loss_weight=inf"], "train.z_loss_weight=inf must be finite."),
         (["--config=tiny", "--config.train.num_steps=-1"], "train.num_steps=-1 must be at least 0."),
         (["--config=tiny", "--workdri=x"], "unknown flag --workdri. Did you mean '--workdir'?"),
         (["--config=tiny", "more"], "unexpected argument 'more'"),
