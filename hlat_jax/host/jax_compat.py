@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import io
 from types import ModuleType
+from typing import Any
 
+import jax
+import numpy as np
 from jax._src.distributed import global_state
+from jax.extend import backend
 from jax.interpreters import ad, batching, mlir, partial_eval
 
 __all__ = [
@@ -12,7 +17,9 @@ __all__ = [
     "TESTED_VERSIONS",
     "ad",
     "batching",
+    "compile_for_local_devices",
     "global_state",
+    "hlo_module",
     "lower_with_sharding_in_types",
     "mlir",
     "pallas_gpu_attention",
@@ -37,3 +44,19 @@ def pallas_gpu_attention() -> ModuleType:
     from jax.experimental.pallas.ops.gpu import attention
 
     return attention
+
+
+def hlo_module(lowered: Any) -> bytes:
+    """Returns the serialized HLO module of a lowered program, before partitioning."""
+    return lowered.compiler_ir("hlo").as_serialized_hlo_module_proto()
+
+
+def compile_for_local_devices(lowered: Any, num_partitions: int) -> None:
+    """Compiles a lowered program on this process's devices, whatever the platform that it was lowered for."""
+    module = io.BytesIO()
+    lowered.compiler_ir("stablehlo").operation.write_bytecode(file=module)
+    devices = jax.devices()
+    options = backend.get_compile_options(
+        num_replicas=1, num_partitions=num_partitions, device_assignment=np.arange(num_partitions)[None]
+    )
+    devices[0].client.compile_and_load(module.getvalue(), tuple(devices), options)
