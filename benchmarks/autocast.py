@@ -39,7 +39,7 @@ from hlat_jax.passes.autocast import autocast
 from hlat_jax.passes.jaxpr import equations
 from hlat_jax.precision import NEAREST, POLICIES, cast_tree
 from hlat_jax.resolve import resolve
-from hlat_jax.step import parts
+from hlat_jax.step import model_loss
 
 SPAN_STEPS = 20
 FP32 = REFERENCE, NUDGED = "fp32", "fp32'"
@@ -48,7 +48,7 @@ FP32 = REFERENCE, NUDGED = "fp32", "fp32'"
 def fp32_loss(config: config_lib.Config) -> Callable[[Any, Any], tuple[jax.Array, jax.Array]]:
     """Returns our loss in fp32, on one device."""
     layout = make_layout(config_lib.ParallelConfig(), jax.devices()[:1])
-    return parts(chosen_model(config, layout), layout, compute=jnp.float32, z_loss_weight=0.0)
+    return model_loss(chosen_model(config, layout), layout, compute=jnp.float32, z_loss_weight=0.0)
 
 
 def product_dtypes(fn: Callable, *args: Any) -> collections.Counter:

@@ -11,6 +11,7 @@ import difflib
 import glob
 import importlib.util
 import linecache
+import math
 import os
 import pathlib
 import re
@@ -39,10 +40,11 @@ def check_choice(path: str, field: dataclasses.Field, value: Any) -> None:
 
 
 def at_least(lowest: float, **values: float) -> None:
-    """Raises ValueError for a value below `lowest`; keywords are paths of keys, with __ for the dot."""
+    """Raises ValueError for a value below `lowest` or not finite; keywords are paths of keys, with __ for the dot."""
     for path, value in values.items():
-        if not value >= lowest:
-            raise ValueError(f"{path.replace('__', '.')}={value} must be at least {lowest}.")
+        if not lowest <= value < math.inf:
+            bounds = "finite" if value == math.inf else f"at least {lowest}"
+            raise ValueError(f"{path.replace('__', '.')}={value} must be {bounds}.")
 
 
 def _key(default: Any, doc: str, *, choices: tuple = ()) -> Any:
@@ -442,7 +444,9 @@ def _file_error(path: pathlib.Path, error: Exception) -> str:
     elif isinstance(error, ValueError):
         message = str(error)
     elif isinstance(error, (AttributeError, KeyError, TypeError)):  # of a ConfigDict: an unknown key or a wrong type
-        message = " ".join(str(error.args[0] if error.args else error).split())
+        cause = error.args[0] if error.args else error
+        cause = cause.args[0] if isinstance(cause, KeyError) else cause  # str(KeyError) puts quotes around its text
+        message = re.sub(r"^'\w+'(?=$| Did you)", r"there is no key \g<0>.", " ".join(str(cause).split()))
     else:
         message = f"{type(error).__name__}: {error}"
     if not lines:

@@ -2,7 +2,8 @@
 
 After c updates, one iteration
 
-1. evaluates the state on held-out text and on tasks, when due: their rows describe exactly these parameters;
+1. evaluates the state on held-out text and on tasks, when due: their rows describe exactly these parameters. Where a
+   signal has come it saves first, as in 2, since an evaluation may take longer than the sender of the signal waits;
 2. saves, when due. First the metrics of every step up to c are fetched, written and synced, then the norms of the state
    are computed; the state, the data position after batch c and the token count go into one checkpoint. So a checkpoint
    at c implies that the rows up to c are on disk; a resumed run drops the rows above c and writes them again, and each
@@ -149,9 +150,9 @@ def _start_saving(run: Run, progress: Progress, *, stopping: bool) -> None:
         progress.save_postponed = True
         return
     norms = nonfinite.finite_norms(run, progress)
-    moving = {"tokens": progress.tokens, "num_nonfinite": progress.num_nonfinite, "remat": run.remat}
+    metadata = run.settings | {"tokens": progress.tokens, "num_nonfinite": progress.num_nonfinite, "remat": run.remat}
     position = run.global_position(progress.position)
-    run.checkpointer.save(progress.step, progress.state, position=position, metadata=run.settings | moving, norms=norms)
+    run.checkpointer.save(progress.step, progress.state, position=position, metadata=metadata, norms=norms)
     progress.saved_step, progress.save_postponed = progress.step, False
 
 
@@ -218,7 +219,7 @@ def _next_batch(run: Run, progress: Progress) -> NextBatch:
         _save_and_wait(run, progress)
         raise error or ValueError(synced.error)
     progress.save_overdue = synced.save
-    return NextBatch(batch=batch, position=position, facts=synced.facts)
+    return NextBatch(batch=batch, position=position, row_fields=synced.row_fields)
 
 
 def _step(run: Run, progress: Progress, batch: NextBatch) -> None:
@@ -229,7 +230,8 @@ def _step(run: Run, progress: Progress, batch: NextBatch) -> None:
     run.sync.signals.doing, run.sync.signals.unfinished = "training", _STEP_AND_SAVE
     progress.step += 1
     begin, progress.position = progress.position, batch.position
-    pending = Pending(step=progress.step, metrics=metrics, learning_rate=rate, facts=batch.facts, position=begin)
+    fields = batch.row_fields
+    pending = Pending(step=progress.step, metrics=metrics, learning_rate=rate, row_fields=fields, position=begin)
     progress.pending.append(pending)
 
 
@@ -267,7 +269,7 @@ def _write_rows(run: Run, progress: Progress, *, in_flight: int = 0) -> None:
             "data_wait_s": progress.data_wait_s,  # part of step_s, which ends now: mostly for the next step's batch
             "peak_memory_bytes": machine.peak_memory(run.layout),
             "nonfinite": int(not metrics.finite),
-            **pending.facts,
+            **pending.row_fields,
         }
         progress.timed_from_s, progress.data_wait_s = now, 0.0
         run.log.train_row(row)

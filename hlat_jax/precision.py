@@ -192,12 +192,12 @@ def random_bits(words: tuple[jax.Array, ...], name: str, shape: tuple[int, ...])
     """
     key = jnp.uint32(zlib.crc32(name.encode()))
     for word in words:
-        key = _mixed(key ^ _mixed(word))
+        key = _mix_bits(key ^ _mix_bits(word))
     split = next(dim for dim in range(len(shape) + 1) if math.prod(shape[dim:]) <= _WORD)
-    high = _mixed(_index(shape[:split] + (1,) * (len(shape) - split)) + key)
+    high = _mix_bits(_index(shape[:split] + (1,) * (len(shape) - split)) + key)
     low = _index((1,) * split + shape[split:])
     # two rounds with different keys: one would give every array the same values in another order
-    return _mixed(_mixed(low ^ high) + _mixed(high ^ jnp.uint32(0x9E3779B9)))
+    return _mix_bits(_mix_bits(low ^ high) + _mix_bits(high ^ jnp.uint32(0x9E3779B9)))
 
 
 def _index(shape: tuple[int, ...]) -> jax.Array:
@@ -210,7 +210,7 @@ def _index(shape: tuple[int, ...]) -> jax.Array:
     return index
 
 
-def _mixed(x: jax.Array) -> jax.Array:
+def _mix_bits(x: jax.Array) -> jax.Array:
     """Returns a permutation of the 32-bit integers in which each bit of `x` flips about half of the bits.
 
     Source: the constants of lowbias32, C. Wellons, https://nullprogram.com/blog/2018/07/31/ (public domain).

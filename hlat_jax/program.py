@@ -67,8 +67,8 @@ class TrainingProgram:
       init: (params, *, seed=0) -> state. The state is {"step", "params", "opt_state": {"inner"[, "master"][, "seed"]
         [, "loss_scale"]}}; the uint32 seed is that of stochastic rounding, where the policy has it.
       stages: name of a pass -> the jitted step after it; the last one is `step`.
-          options: those it was built with, with `zero` replaced by the `replica_sync` made from it.
-          shardings: of every leaf of the state; None: wherever the parameters are.
+      options: those it was built with, with `zero` replaced by the `replica_sync` made from it.
+      shardings: of every leaf of the state; None: wherever the parameters are.
       plan: the choice that meets the memory budget; None without one.
     """
 
@@ -181,13 +181,13 @@ def _train_step(loss_fn: Callable, optimizer: optax.GradientTransformation, opti
         weights = state["opt_state"].get("master", state["params"])
         weights = weights if replica_sync is None else replica_sync.shard_like_state(weights)
         param_norm = norm(weights)
-        # Comparisons in fp32: a non-finite gradient anywhere makes the norm non-finite. That the weights' norm is asked
-        # too orders it before the update, which XLA then makes in place; it copies all weights otherwise.
+        # Comparisons in fp32: a non-finite gradient anywhere makes the norm non-finite. Including the weights' norm
+        # also orders it before the update, which XLA then makes in place; it copies all weights otherwise.
         finite = jnp.isfinite(loss_sum) & jnp.isfinite(grad_norm) & jnp.isfinite(param_norm)
 
         extra = {"learning_rate": learning_rate, "grad_norm": grad_norm, "finite": finite, "rounding": rounding}
         updates, inner = optimizer.update(grads, state["opt_state"]["inner"], weights, **extra)
-        weights = _moved(weights, updates, finite=finite, rounding=rounding)
+        weights = _apply_updates(weights, updates, finite=finite, rounding=rounding)
         opt_state = state["opt_state"] | {"inner": inner}
         if policy.master is not None:
             opt_state["master"] = weights
@@ -268,21 +268,21 @@ def accumulated(loss_fn: CheckedLossFn, params: Any, batch: Any, *, sums: Accumu
     return (loss_sum, dataclasses.replace(loss_aux, count=count)), grads
 
 
-def _moved(weights: Any, updates: Any, *, finite: jax.Array, rounding: Rounding) -> Any:
+def _apply_updates(weights: Any, updates: Any, *, finite: jax.Array, rounding: Rounding) -> Any:
     """Returns weights + updates in the dtypes of the weights; the weights themselves where `finite` is False."""
     exact = jax.tree.map(lambda weight, update: weight.astype(jnp.float32) + update, weights, updates)
 
-    def move(path, weight, moved):
-        written = rounding.write(moved, weight.dtype, name="weights" + jax.tree_util.keystr(path))
+    def apply(path, weight, updated):
+        written = rounding.write(updated, weight.dtype, name="weights" + jax.tree_util.keystr(path))
         return jnp.where(finite, written, weight)
 
-    return jax.tree_util.tree_map_with_path(move, weights, exact)
+    return jax.tree_util.tree_map_with_path(apply, weights, exact)
 
 
 def _initial(
     optimizer: optax.GradientTransformation, options: ProgramOptions, *, shardings: Any = None
 ) -> Callable[..., State]:
-    """Returns (params, *, seed=0) -> the state before the first step; without shardings it lies where the params do."""
+    """Returns (params, *, seed=0) -> the state before the first step; without shardings, on the parameters' devices."""
     policy = options.policy
 
     def init(params: Any, *, seed: Any = 0) -> State:

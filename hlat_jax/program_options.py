@@ -149,7 +149,7 @@ def check_arguments(loss_fn: Any, optimizer: Any, *, options: Any, params: Any, 
 
 
 def resolved(options: ProgramOptions, params: Any) -> ProgramOptions:
-    """Returns the options with the policy's own autocast, and with the replica_sync that `zero` stands for."""
+    """Returns the options with the policy's own autocast, and with the replica_sync made from `zero`."""
     changes: dict[str, Any] = {}
     if options.autocast is None:
         changes["autocast"] = options.policy.autocast

@@ -10,6 +10,7 @@ import re
 from typing import Any
 
 from hlat_jax.config import (
+    POLICY_FACTS,
     SECTIONS,
     Config,
     ModelConfig,
@@ -154,7 +155,7 @@ def profiled_steps(train: TrainConfig) -> range:
 def check_training(c: Config) -> None:
     """Raises ValueError for settings outside their range, and for settings that contradict each other."""
     o, d, t = c.optimizer, c.data, c.train
-    if c.precision.stochastic_rounding != "auto" and c.precision.policy != "bf16_sr":
+    if c.precision.stochastic_rounding != "auto" and POLICY_FACTS[c.precision.policy].rounding != "stochastic":
         raise ValueError(
             f"precision.stochastic_rounding={c.precision.stochastic_rounding!r} with precision.policy="
             f"{c.precision.policy!r}, which rounds to nearest; set the policy to 'bf16_sr' or this key to 'auto'."

@@ -21,7 +21,7 @@ from hlat_jax.ops.cross_entropy import LossOptions, cross_entropy
 from hlat_jax.ops.dialect import Choice
 from hlat_jax.optimizer import adamw, decay_mask, global_norm
 from hlat_jax.parallel import collectives
-from hlat_jax.parallel.pipeline import Parts, pipelined, pipelined_loss
+from hlat_jax.parallel.pipeline import StagedLoss, pipelined, pipelined_loss
 from hlat_jax.parallel.replica_sync import ReplicaSync
 from hlat_jax.parallel.sharding import Layout
 from hlat_jax.passes.autocast import autocast
@@ -104,7 +104,7 @@ def make_program(config: Config, layout: Layout) -> RunProgram:
         replica_sync=ReplicaSync(layout, param_axes(config.model)),
         kernels={f"model.{key}": choice for key, choice in chosen.items()},
     )
-    loss = functools.partial(parts, model, layout, compute=policy.compute)
+    loss = functools.partial(model_loss, model, layout, compute=policy.compute)
     training = training_program(
         loss(z_loss_weight=config.train.z_loss_weight),
         adamw(config.optimizer, policy=policy, decays=decay_mask(params, config.optimizer.decay)),
@@ -123,8 +123,8 @@ def make_program(config: Config, layout: Layout) -> RunProgram:
     )
 
 
-def parts(model: ModelConfig, layout: Layout, *, compute: Any, z_loss_weight: float) -> Parts:
-    """Returns (params, batch) -> sum of the losses of the counted targets and their number, fp32 scalars, in its parts.
+def model_loss(model: ModelConfig, layout: Layout, *, compute: Any, z_loss_weight: float) -> StagedLoss:
+    """Returns (params, batch) -> sum of the losses of the counted targets and their number, fp32 scalars, in stages.
 
     Over a mesh it is the loss of one device, for use inside the `shard_map` of `replica_sync.ReplicaSync`.
 
@@ -155,7 +155,7 @@ def parts(model: ModelConfig, layout: Layout, *, compute: Any, z_loss_weight: fl
             options=options,
         )
 
-    return Parts(bind=cast_and_bind, embed=embed, stage=stage, loss=loss)
+    return StagedLoss(bind=cast_and_bind, embed=embed, stage=stage, loss=loss)
 
 
 def _eval_step(loss: Any, options: ProgramOptions) -> Callable[..., Any]:

@@ -411,7 +411,8 @@ class DocumentsStream:
             order = _row_order(len(rows), seed=self._seed, epoch=self._epoch, document=self._document)
             rows = [rows[order.number(0, row)] for row in range(len(rows))]
         self._rows = [[found[index] for index in row] for row in rows]
-        self._next_window = self._window(*self._following())
+        epoch, document = self._following()
+        self._next_window = self._window(epoch, document)
         if not rows:
             self._close_window()
 

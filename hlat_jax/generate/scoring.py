@@ -81,7 +81,7 @@ class Scorer:
         Raises:
           ValueError: an empty context or continuation, or a continuation longer than `max_tokens`.
         """
-        rows = [self._row(number, *pair) for number, pair in enumerate(pairs)]
+        rows = [self._row(number, context, continuation) for number, (context, continuation) in enumerate(pairs)]
         found: list[Any] = [None] * len(rows)
         status = status or Status()
         status.share = 0.0

@@ -143,9 +143,9 @@ def barrier_of_threads(name: str, *, timeout_ms: int) -> None:
 def _initialize(job: Job) -> None:
     """Connects the processes, or ends this one with a line on which processes are missing."""
     where = f"process {job.process_id} of {job.num_processes} on {socket.gethostname()}"
-    what = "waited in vain for the other processes" if job.process_id == 0 else "did not reach process 0"
+    what = "gave up waiting for the other processes" if job.process_id == 0 else "did not reach process 0"
     line = (
-        f"error: {where} {what} at --coordinator={job.coordinator} for {job.join_timeout_s} s (--join_timeout_s). "
+        f"error: {where} {what} at --coordinator={job.coordinator} after {job.join_timeout_s} s (--join_timeout_s). "
         "Check that every node runs the same command, and that the port is free on the first and open to the others."
     )
     timer = threading.Timer(job.join_timeout_s, lambda: _exit(line, 1))  # JAX itself would abort with a C++ stack trace

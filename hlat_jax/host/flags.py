@@ -205,6 +205,8 @@ def _wrong_value(message: str, values: flags.FlagValues) -> str:
     if found is None:
         return message
     name, value = found["name"], found["value"]
+    if isinstance(values[name], flags.EnumFlag):
+        return f"--{name}={value}: no such value. {nearest(value, filter(None, values[name].parser.enum_values))}"
     keys = _config_keys()
     kind = type(keys[name].default).__name__ if name in keys else values[name].flag_type()
     if kind == "bool":

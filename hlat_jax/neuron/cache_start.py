@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import monitoring
 
-_HIT = "/jax/compilation_cache/cache_hits"
+from hlat_jax.host.jax_compat import CACHE_HIT_EVENT
 
 
 def main() -> int:
@@ -30,7 +30,7 @@ def main() -> int:
     compiled = traced.lower().compile()
     compile_s = time.monotonic() - began
     value = float(compiled(jnp.eye(128)))
-    print(json.dumps({"hits": events[_HIT], "compile_s": compile_s, "value": value}))
+    print(json.dumps({"hits": events[CACHE_HIT_EVENT], "compile_s": compile_s, "value": value}))
     return 0
 
 

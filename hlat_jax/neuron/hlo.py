@@ -7,7 +7,6 @@ program, because XLA's CPU passes run later. Neuron's compiler and plugin are no
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import pathlib
@@ -26,7 +25,9 @@ _AFTER = "*after_spmd-partitioning*.pb"
 
 def whole_module(lowered: Any) -> bytes:
     """Returns the serialized module of a lowered program before partitioning, with small ids."""
-    return hlo_proto.renumber(lowered.compiler_ir("hlo").as_serialized_hlo_module_proto())
+    from hlat_jax.host.jax_compat import hlo_module
+
+    return hlo_proto.renumber(hlo_module(lowered))
 
 
 def device_module(name: str, config: Config, num_devices: int, *, max_devices: int) -> tuple[bytes, dict[str, int]]:
@@ -72,23 +73,14 @@ def partition(name: str, config: Config, num_devices: int) -> None:
 
     Operations that a CPU cannot compile, such as Neuron kernels, fail only after the dump.
     """
-    import jax
-    import numpy as np
-    from jax.extend import backend
-
+    from hlat_jax.host.jax_compat import compile_for_local_devices
     from hlat_jax.neuron.programs import layout_for_neuron
     from hlat_jax.run.compilation import traced_programs
     from hlat_jax.step import make_program
 
     program = make_program(config, layout_for_neuron(config, num_devices))
     lowered = traced_programs(program)[name]().lower(lowering_platforms=("neuron",))
-    module = io.BytesIO()
-    lowered.compiler_ir("stablehlo").operation.write_bytecode(file=module)
-    devices = jax.devices()
-    options = backend.get_compile_options(
-        num_replicas=1, num_partitions=num_devices, device_assignment=np.arange(num_devices)[None]
-    )
-    devices[0].client.compile_and_load(module.getvalue(), tuple(devices), options)
+    compile_for_local_devices(lowered, num_devices)
 
 
 if __name__ == "__main__":

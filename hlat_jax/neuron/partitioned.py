@@ -218,7 +218,7 @@ def size_findings(program: Program) -> Iterator[tuple[str, str, Any]]:
             sharding = shardings[number] if number < len(shardings) and not inside else ""
             local = _local_type(kind, sharding, program)
             if local.num_bytes >= LARGE_BYTES:
-                yield "SH02", f"{local}, {local.num_bytes / 1e9:.1f} GB", op
+                yield "SH02", f"{local}, {format_bytes(local.num_bytes)}", op
 
 
 def local_result(op: Any, program: Program) -> Tensor:

@@ -344,9 +344,3 @@ RULES: dict[str, Rule] = {
         _code("EVRF059"),
     ),
 }
-
-# Documented limits that cannot be detected in a lowered program.
-UNDETECTED = {
-    "NK02": "kernel traced by an older NKI (compiler/error-codes/EVRF065): only the artifact records the version",
-    "MLP1": "MLP kernel wider than 4,096 per core (compiler/error-codes/EBIR023): checked when it is chosen",
-}

@@ -68,8 +68,9 @@ def cross_entropy(
     """
     ctx = options.ctx
     hidden_BTD = collectives.copy_to_tensor_region(ctx.enter_tensor_region(hidden_BTD), ctx.pipe)
-    arrays = hidden_BTD, head_VD, targets_BT, weights_BT
-    loss_sum = OP.run(options.implementation, *arrays, options.z_loss_weight, ctx.vocab)
+    loss_sum = OP.run(
+        options.implementation, hidden_BTD, head_VD, targets_BT, weights_BT, options.z_loss_weight, ctx.vocab
+    )
     return SumAndCount(loss_sum, jnp.sum(weights_BT))
 
 

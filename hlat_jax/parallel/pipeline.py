@@ -34,7 +34,7 @@ _PIPE = ("pipe",)
 
 
 @dataclasses.dataclass(frozen=True)
-class Parts:
+class StagedLoss:
     """A loss function in parts; called, it is their composition, with parameters cast and bound once.
 
     Attributes:
@@ -54,11 +54,11 @@ class Parts:
         return self.loss(model, self.stage(model, self.embed(model, batch), batch), batch)
 
 
-def pipelined(parts: Parts, params: Any, batch: Any, *, sums: Accumulation) -> tuple[SumAndCount, Any]:
+def pipelined(staged: StagedLoss, params: Any, batch: Any, *, sums: Accumulation) -> tuple[SumAndCount, Any]:
     """Returns (loss sum and count, gradients) of a batch, with layers split over `pipe`.
 
     Args:
-      parts: the loss function.
+      staged: the loss function.
       params: of this stage; every key but `layers` belongs to embed and loss.
       batch: the rows of this device, the same in every stage.
       sums: number m of microbatches, and how their gradients are summed; `reduce` has to be None, since the gradients
@@ -66,7 +66,7 @@ def pipelined(parts: Parts, params: Any, batch: Any, *, sums: Accumulation) -> t
     """
     assert sums.reduce is None
     m, rounding = sums.num_microbatches, sums.rounding
-    stage = _Stage(parts, params, microbatches(batch, m), m, rounding)
+    stage = _Stage(staged, params, microbatches(batch, m), m, rounding)
     p = stage.num_stages
 
     def warm_up(carry, tick):
@@ -78,8 +78,8 @@ def pipelined(parts: Parts, params: Any, batch: Any, *, sums: Accumulation) -> t
         received, returned, ring, totals, grads = carry
         y, residuals = stage.forward(tick, received)
         ring = stage.stored(ring, tick, residuals)
-        loss, rest_grads, dy = stage.loss(tick, y)
-        totals = SumAndCount(*map(jnp.add, totals, loss))
+        (loss_sum, count), rest_grads, dy = stage.loss(tick, y)
+        totals = SumAndCount(totals.total + loss_sum, totals.count + count)
         grads = grads[0], rounding.at(tick, 0).added(grads[1], rest_grads)
         dx, grads = stage.backward(tick, jnp.where(stage.is_last, dy, returned), ring=ring, grads=grads)
         return (_to_next(y), _to_previous(dx), ring, totals, grads), None
@@ -102,9 +102,9 @@ def pipelined(parts: Parts, params: Any, batch: Any, *, sums: Accumulation) -> t
     return totals, rest | {"layers": layers}
 
 
-def pipelined_loss(parts: Parts, params: Any, batch: Any, *, num_microbatches: int) -> SumAndCount:
+def pipelined_loss(staged: StagedLoss, params: Any, batch: Any, *, num_microbatches: int) -> SumAndCount:
     """Returns loss sum and count alone: m + p - 1 ticks forward."""
-    stage = _Stage(parts, params, microbatches(batch, num_microbatches), num_microbatches, NEAREST)
+    stage = _Stage(staged, params, microbatches(batch, num_microbatches), num_microbatches, NEAREST)
 
     def warm_up(received, tick):
         return _to_next(stage.forward(tick, received)[0]), None
@@ -112,7 +112,7 @@ def pipelined_loss(parts: Parts, params: Any, batch: Any, *, num_microbatches: i
     def steady(carry, tick):
         received, sums = carry
         y, _ = stage.forward(tick, received)
-        loss = parts.loss(stage.model(), stage.of_last(y), stage.microbatch(tick - (stage.num_stages - 1)))
+        loss = staged.loss(stage.model(), stage.of_last(y), stage.microbatch(tick - (stage.num_stages - 1)))
         return (_to_next(y), jax.tree.map(jnp.add, sums, loss)), None
 
     x, _ = stage.abstract_forward()
@@ -125,8 +125,8 @@ def pipelined_loss(parts: Parts, params: Any, batch: Any, *, num_microbatches: i
 class _Stage:
     """The work of one stage in a tick. Indices of microbatches and stages are int32 scalars on the device."""
 
-    def __init__(self, parts: Parts, params: Any, fields: Any, num_microbatches: int, rounding: Rounding):
-        self.parts, self.fields, self.num_microbatches, self.rounding = parts, fields, num_microbatches, rounding
+    def __init__(self, staged: StagedLoss, params: Any, fields: Any, num_microbatches: int, rounding: Rounding):
+        self.staged, self.fields, self.num_microbatches, self.rounding = staged, fields, num_microbatches, rounding
         self.layers = params["layers"]
         self.rest = {key: value for key, value in params.items() if key != "layers"}
         self.num_stages = jax.lax.axis_size("pipe")
@@ -140,7 +140,7 @@ class _Stage:
         Each derivative binds for itself: embedding, stage and loss of a microbatch are differentiated in other ticks.
         """
         rest = self.rest if rest is None else rest
-        return self.parts.bind(rest | {"layers": self.layers if layers is None else layers})
+        return self.staged.bind(rest | {"layers": self.layers if layers is None else layers})
 
     def microbatch(self, index: jax.Array) -> Any:
         """Returns a microbatch; the nearest one where the index is outside their range."""
@@ -149,7 +149,7 @@ class _Stage:
 
     def forward(self, tick: jax.Array, received: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
         """Returns this stage's output and the residuals of its backward pass, without parameters."""
-        first = self.parts.embed(self.model(), self.microbatch(tick))
+        first = self.staged.embed(self.model(), self.microbatch(tick))
         index = tick - self.stage
         x = jnp.where(self._exists(index), jnp.where(self.stage == 0, first, received), 0)
         return self._stage(self.layers, x, self.microbatch(index))
@@ -159,7 +159,7 @@ class _Stage:
         microbatch = self.microbatch(tick - (self.num_stages - 1))
 
         def loss(rest, y):
-            return self.parts.loss(self.model(rest=rest), y, microbatch)
+            return self.staged.loss(self.model(rest=rest), y, microbatch)
 
         grad_fn = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
         sums, (rest_grads, dy) = grad_fn(self.rest, self.of_last(y))
@@ -173,7 +173,7 @@ class _Stage:
         dlayers, dx = self._pulled(residuals, jnp.where(self._exists(index), dy, 0))
         dfirst = jax.lax.psum(jnp.where(self.stage == 0, dx, 0), "pipe")
         microbatch = self.microbatch(tick - 2 * (self.num_stages - 1))
-        pullback = jax.vjp(lambda rest: self.parts.embed(self.model(rest=rest), microbatch), self.rest)[1]
+        pullback = jax.vjp(lambda rest: self.staged.embed(self.model(rest=rest), microbatch), self.rest)[1]
         rounding = self.rounding.at(tick, 1)
         return dx, (rounding.added(grads[0], dlayers), rounding.added(grads[1], pullback(dfirst)[0]))
 
@@ -195,7 +195,7 @@ class _Stage:
         """Returns shapes and dtypes of the results of `forward`."""
 
         def run(layers, rest, microbatch):
-            x = self.parts.embed(self.model(layers=layers, rest=rest), microbatch)
+            x = self.staged.embed(self.model(layers=layers, rest=rest), microbatch)
             return self._stage(layers, x, microbatch)
 
         one = jax.tree.map(lambda field: jax.ShapeDtypeStruct(field.shape[1:], field.dtype), self.fields)
@@ -206,7 +206,7 @@ class _Stage:
 
     def _stage(self, layers: Any, x: jax.Array, microbatch: Any) -> tuple[jax.Array, list[jax.Array]]:
         def run(layers, x):
-            return self.parts.stage(self.model(layers=layers), x, microbatch)
+            return self.staged.stage(self.model(layers=layers), x, microbatch)
 
         y, pullback = jax.vjp(run, layers, x)
         # The pullback holds the stage's parameters beside its residuals. Parameters are arguments of this trace and the

@@ -10,11 +10,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from hlat_jax.passes.jaxpr import manual_axes, op_name, reaching, rebind, vjp_of, without_consts
+from hlat_jax.passes.jaxpr import is_inexact, manual_axes, op_name, reaching, rebind, vjp_of, without_consts
 from hlat_jax.passes.kinds import Kind, Value, mixed, value
 
 
@@ -215,7 +214,7 @@ def _custom_vjp(cast: Any, eqn: Any, operands: list[Value], wide: Sequence[bool]
         wanted = _gradient_kinds(_kinds(operands[num_consts:]), in_avals[num_consts:])
         narrow, _ = cast.retraced(traced, in_kinds, forced=wanted)
         grads = iter(core.jaxpr_as_fun(narrow)(*residuals, *_inexact(cotangents, out_avals)))
-        operand_grads = [next(grads) if _is_inexact(aval) else None for aval in in_avals[num_consts:]]
+        operand_grads = [next(grads) if is_inexact(aval) else None for aval in in_avals[num_consts:]]
         return (*[None] * num_consts, *operand_grads)
 
     call.defvjp(forward_rule, backward_rule)
@@ -226,7 +225,7 @@ def _custom_vjp(cast: Any, eqn: Any, operands: list[Value], wide: Sequence[bool]
 
 def _without_gradient(array: Any, eqn: Any) -> Any:
     """Returns a closed-over operand of a `custom_vjp`; a gradient by it raises, as it does without autocast."""
-    if not (isinstance(array, jax.core.Tracer) and _is_inexact(array)):
+    if not (isinstance(array, jax.core.Tracer) and is_inexact(array)):
         return array
     closed_over = jax.custom_jvp(lambda x: x)
 
@@ -256,22 +255,18 @@ def _named(function: Any, eqn: Any) -> Any:
 def _gradient_kinds(kinds: Sequence[Kind], avals: Sequence[Any]) -> list[Kind]:
     """Returns the kinds of the tangents or cotangents of values: they have the dtypes of the values."""
     pairs = zip(kinds, avals, strict=True)
-    return [kind if kind <= Kind.LOW and kind != Kind.FREE else Kind.SOFT for kind, aval in pairs if _is_inexact(aval)]
-
-
-def _is_inexact(aval: Any) -> bool:
-    return jnp.issubdtype(aval.dtype, jnp.inexact)
+    return [kind if kind <= Kind.LOW and kind != Kind.FREE else Kind.SOFT for kind, aval in pairs if is_inexact(aval)]
 
 
 def _inexact(items: Sequence[Any], avals: Sequence[Any]) -> list[Any]:
     """Returns the items of values that have a derivative."""
-    return [item for item, aval in zip(items, avals, strict=True) if _is_inexact(aval)]
+    return [item for item, aval in zip(items, avals, strict=True) if is_inexact(aval)]
 
 
 def _with_zeros(items: Sequence[Any], avals: Sequence[Any]) -> list[Any]:
     """Returns the items, with a float0 zero for each value that has no derivative."""
     items = iter(items)
-    return [next(items) if _is_inexact(aval) else np.zeros(aval.shape, jax.dtypes.float0) for aval in avals]
+    return [next(items) if is_inexact(aval) else np.zeros(aval.shape, jax.dtypes.float0) for aval in avals]
 
 
 HANDLERS = {

@@ -257,7 +257,7 @@ def stops_on_floats(eqn: Any) -> bool:
     avals = [var.aval for var in body.invars[num_body:]]
     read = reaching(eqn.params["cond_jaxpr"].jaxpr, lambda eqn: False, wanted=[True])[num_cond:]
     while True:
-        if any(is_read and _is_inexact(aval) for is_read, aval in zip(read, avals, strict=True)):
+        if any(is_read and is_inexact(aval) for is_read, aval in zip(read, avals, strict=True)):
             return True
         flags = _flags_behind(body, read)
         if flags is None:
@@ -278,7 +278,7 @@ def _flags_behind(jaxpr: Any, wanted: Sequence[bool]) -> list[bool] | None:
             continue
         if inner is not None:
             flags = _flags_behind(inner, outs)
-        elif any(_is_inexact(atom.aval) for atom in eqn.invars):
+        elif any(is_inexact(atom.aval) for atom in eqn.invars):
             flags = None
         else:
             flags = [chooses or atom.aval.dtype == bool for atom in eqn.invars]
@@ -288,7 +288,8 @@ def _flags_behind(jaxpr: Any, wanted: Sequence[bool]) -> list[bool] | None:
     return [var in found for var in jaxpr.invars]
 
 
-def _is_inexact(aval: Any) -> bool:
+def is_inexact(aval: Any) -> bool:
+    """Returns whether values of this type have a derivative: they are floating-point or complex."""
     return jnp.issubdtype(aval.dtype, jnp.inexact)
 
 

@@ -31,7 +31,7 @@ _REDUCTIONS = {"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_
 _VIEWS = {"reshape", "squeeze", "expand_dims", "copy", "name", "stop_gradient", "transpose", "sharding_constraint"}
 
 
-def temporaries(jaxpr: Any, arguments: Any) -> Peak:
+def estimated_temporaries(jaxpr: Any, arguments: Any) -> Peak:
     """Returns the peak of temporaries of a program on one device.
 
     Args:

@@ -78,11 +78,6 @@ class RematChoice:
         return policy
 
 
-def is_choice(text: str) -> bool:
-    """Returns whether a string is the `str` of a `RematChoice`."""
-    return text.startswith((_PREFIX, _STOCK))
-
-
 def parse_choice(text: str) -> RematChoice:
     """Returns the `RematChoice` with this `str`. Raises MissingValues for an unknown policy."""
     if text.startswith(_STOCK):

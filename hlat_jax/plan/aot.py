@@ -76,7 +76,7 @@ def compiled(config: Config, num_devices: int, platform: str) -> dict[str, Any]:
 
     from hlat_jax.ops.choices import chosen_model
     from hlat_jax.parallel.degrees import layout_over
-    from hlat_jax.passes.liveness import temporaries
+    from hlat_jax.passes.liveness import estimated_temporaries
     from hlat_jax.passes.products import live_jaxpr
     from hlat_jax.plan.traffic import traced_collectives
     from hlat_jax.step import make_program, state_bytes
@@ -97,7 +97,7 @@ def compiled(config: Config, num_devices: int, platform: str) -> dict[str, Any]:
         "argument_bytes": memory.argument_size_in_bytes,
         "planned_argument_bytes": state_bytes(arguments[0]) + state_bytes(arguments[1]) + 4,
         "temporary_bytes": memory.temp_size_in_bytes,
-        "planned_temporary_bytes": temporaries(jaxpr, arguments).total,
+        "planned_temporary_bytes": estimated_temporaries(jaxpr, arguments).total,
         "collectives": _compared(count_collectives(step.as_text(), layout.mesh), planned),
     }
 

@@ -57,7 +57,7 @@ class DeviceBytes:
 def device_bytes(program: RunProgram, *, jaxpr: Any) -> DeviceBytes:
     """Returns the bytes on one device; `jaxpr` is that of the traced step."""
     config, layout, (state, batch, _) = program.config, program.layout, program.step_arguments
-    peak = liveness.temporaries(jaxpr, program.step_arguments)
+    peak = liveness.estimated_temporaries(jaxpr, program.step_arguments)
     itemsize = jnp.dtype(POLICIES[config.precision.policy].accumulate).itemsize
     are_split = layout.reduce_gradients == "microbatch"
     like = state["opt_state"]["inner"]["mu"] if are_split else state["params"]

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from hlat_jax.ops.dialect import Choice
 from hlat_jax.passes.jaxpr import equations
-from hlat_jax.passes.liveness import temporaries
+from hlat_jax.passes.liveness import estimated_temporaries
 from hlat_jax.passes.products import PRODUCTS, live_jaxpr
 from hlat_jax.passes.remat import Plan
 from hlat_jax.plan.collectives import Collective, collectives
@@ -112,7 +112,7 @@ def report(program: TrainingProgram, state: Any, batch: Any) -> Report:
         arguments=memory.argument_size_in_bytes,
         reused=memory.alias_size_in_bytes,
         temporaries=memory.temp_size_in_bytes,
-        predicted=temporaries(stages[-1].jaxpr, jax.tree.map(_shape, arguments)).total,
+        predicted=estimated_temporaries(stages[-1].jaxpr, jax.tree.map(_shape, arguments)).total,
     )
     return Report(
         stages=stages,

@@ -18,7 +18,7 @@ from hlat_jax.byte_sizes import format_bytes, parse_bytes
 from hlat_jax.config import REMAT_BUDGET, Config
 from hlat_jax.host.distributed import exchange, is_first
 from hlat_jax.passes import remat
-from hlat_jax.passes.liveness import temporaries
+from hlat_jax.passes.liveness import estimated_temporaries
 from hlat_jax.passes.naming import MissingValues, RematChoice
 from hlat_jax.passes.products import live_jaxpr
 from hlat_jax.step import RunProgram, make_program
@@ -41,7 +41,7 @@ def resolved(program: RunProgram, *, recorded: dict[str, Any] | None) -> tuple[R
       ValueError: none of the trial programs fits the budget.
     """
     config, layout = program.config, program.layout
-    if not is_asked(config):
+    if not has_budget(config):
         return program, None
     facts = {
         "asked": config.model.remat,
@@ -81,16 +81,17 @@ def estimated(program: RunProgram) -> RunProgram:
 
     If no choice fits by that estimate, it is full rematerialization; the plan reports the excess.
     """
-    if not is_asked(program.config):
+    if not has_budget(program.config):
         return program
     try:
-        plan = _searched(program, lambda traced: temporaries(live_jaxpr(traced), program.step_arguments).total)
+        arguments = program.step_arguments
+        plan = _searched(program, lambda traced: estimated_temporaries(live_jaxpr(traced), arguments).total)
     except remat.BudgetNotMet:
         return _with(program, "full")
     return _with(program, _written(plan.choice))
 
 
-def is_asked(config: Config) -> bool:
+def has_budget(config: Config) -> bool:
     """Returns whether `model.remat` is a budget."""
     return config.model.remat.startswith(REMAT_BUDGET)
 

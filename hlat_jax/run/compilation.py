@@ -22,6 +22,7 @@ from hlat_jax.byte_sizes import format_bytes
 from hlat_jax.config import Config, with_renamed_keys
 from hlat_jax.generate.decoding import decode_arguments, make_decode, make_prefill, prefill_arguments
 from hlat_jax.generate.generator import Programs, sample_shape
+from hlat_jax.host.jax_compat import CACHE_HIT_EVENT
 from hlat_jax.parallel import xla_options
 from hlat_jax.run.fingerprint import fingerprint
 from hlat_jax.run.machine import device_memory
@@ -35,7 +36,6 @@ _PACKAGE = pathlib.Path(__file__).resolve().parents[1]
 _LIBRARIES = ("jax", "jaxlib", "flax", "optax")
 # Keys that an entry of the record must have.
 _COMPARED = {"sha256", "cache", "platform", "mesh", "config", "libraries", "code"}
-_CACHE_HITS = "/jax/compilation_cache/cache_hits"
 
 
 def programs_of_run(config: Config) -> list[str]:
@@ -117,9 +117,8 @@ def compiled_step(compilations: Compilations) -> Any:
         print(line)
     compiled = compilations.compiled("train")
     temporary = getattr(compiled.memory_analysis(), "temp_size_in_bytes", 0)
-    print(
-        f"compiled         {time.monotonic() - began:.1f} s; the step needs {format_bytes(temporary)} beside the state"
-    )
+    needs = f"the step needs {format_bytes(temporary)} in addition to the state"
+    print(f"compiled         {time.monotonic() - began:.1f} s; {needs}")
     return compiled
 
 
@@ -163,7 +162,7 @@ def _cache_hits() -> Iterator[list[str]]:
     hits: list[str] = []
 
     def on_event(event: str, **_: Any) -> None:
-        if event == _CACHE_HITS:
+        if event == CACHE_HIT_EVENT:
             hits.append(event)
 
     jax.monitoring.register_event_listener(on_event)

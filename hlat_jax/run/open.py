@@ -125,17 +125,17 @@ class NextBatch:
 
     batch: Batch
     position: np.ndarray
-    facts: dict[str, Any]
+    row_fields: dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pending:
-    """A dispatched step: metrics, still on the device, the `facts` of its batch, and the data position before it."""
+    """A dispatched step: metrics still on the device, `row_fields` of its batch, and the data position before it."""
 
     step: int
     metrics: StepMetrics
     learning_rate: float
-    facts: dict[str, Any]
+    row_fields: dict[str, Any]
     position: np.ndarray
 
 

@@ -32,12 +32,12 @@ class SyncedStep:
     """The status of all processes before a step.
 
     Attributes:
-      facts: entries of the step's metrics row that describe the global batch.
+      row_fields: entries of the step's metrics row that describe the global batch.
       error: why there is no such batch; "" if there is one.
       save: a checkpoint is due by the clock of process 0.
     """
 
-    facts: dict[str, Any]
+    row_fields: dict[str, Any]
     error: str
     save: bool
 

@@ -173,7 +173,7 @@ def test_column_cache_decodes_once_for_threads_that_want_one_column_and_again_af
 def test_parquet_row_group_too_large_to_decode_for_one_document_is_refused(tmp_path, monkeypatch):
     path = write_parquet(tmp_path / "a.parquet", ["x" * 600 + str(i) for i in range(9)], rows_in_group=3)
     monkeypatch.setattr(columns, "MAX_PART_BYTES", 100)
-    assert "row group 1: 0 MiB are decoded" in error_of(path)
+    assert "row group 1: 3.00 KiB are decoded to read any one document in it, more than 100 B." in error_of(path)
     assert f"python -m hlat_jax.data build {path} --out DIR" in error_of(path)
 
 

@@ -104,6 +104,7 @@ def test_parts_of_a_text_are_whole_characters_and_together_the_text():
         (["--checkpoint=RUN", "--prompt=a", "--config.parallel.tensor=16"], "needs 16 devices and there are 8"),
         (["--checkpoint=RUN", "--prompt=a", "--config.parallel.tensor=8"], "parallel.tensor=8 must divide"),
         (["--checkpoint=RUN", "--parallel.tensor=2"], "Did you mean '--config.parallel.tensor=2'?"),
+        (["--workdir=RUN"], "unknown flag --workdir. Known: --batch_size, "),
         (["--checkpoint=RUN", "a"], "unexpected argument 'a'"),
         (["--checkpoint=RUN", "--prompt=a", "--max_tokens=4k"], "--max_tokens=4k must be a whole number in digits"),
     ],

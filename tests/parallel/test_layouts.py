@@ -31,7 +31,7 @@ from hlat_jax.precision import NEAREST, Accumulation
 from hlat_jax.program import accumulated
 from hlat_jax.program_options import checked_loss
 from hlat_jax.resolve import resolve
-from hlat_jax.step import make_program, parts, state_bytes
+from hlat_jax.step import make_program, model_loss, state_bytes
 
 SEQUENCE, ZERO1 = {"sequence_parallel": True}, {"zero1": True}
 # name -> changes of parallel, model and train sections
@@ -393,7 +393,7 @@ def test_each_core_computes_and_differentiates_the_kv_heads_it_needs_and_no_more
 
     def local(params, batch, rounding, *, scale, reduce):
         assert scale is reduce is None
-        loss = parts(chosen_model(config, layout), layout, compute="float32", z_loss_weight=0.0)
+        loss = model_loss(chosen_model(config, layout), layout, compute="float32", z_loss_weight=0.0)
         loss_fn = checked_loss(loss, has_aux=False)
         return accumulated(loss_fn, params, batch, sums=Accumulation(1, "float32", rounding))
 

@@ -31,7 +31,7 @@ from hlat_jax.passes.kinds import saturated
 from hlat_jax.precision import POLICIES as PRECISIONS
 from hlat_jax.program import ProgramOptions, training_program
 from hlat_jax.resolve import resolve
-from hlat_jax.step import parts
+from hlat_jax.step import model_loss
 
 BF16_STEP = 2.0**-8
 
@@ -462,7 +462,7 @@ def test_decoder_has_narrow_products_and_keeps_a_third_less(small, one_device, m
     small.model.update(layer_loop=layer_loop, remat=remat, num_layers=2)
     config = resolve(small)
     model, batch = chosen_model(config, one_device), make_batch(0, config)
-    loss = parts(model, one_device, compute=jnp.float32, z_loss_weight=1e-4)
+    loss = model_loss(model, one_device, compute=jnp.float32, z_loss_weight=1e-4)
     params = init_params(config.model, jax.random.key(0))
 
     def kept_bytes(loss):
@@ -486,7 +486,7 @@ def test_decoder_over_a_mesh_has_narrow_products_and_the_loss_of_one_device(smal
         # large weights: at their first draw any model has the loss of one that knows nothing
         params = jax.tree.map(lambda param: 10 * param, init_params(config.model, jax.random.key(0)))
         batch = make_batch(0, config)
-        loss = autocast(parts(chosen_model(config, layout), layout, compute=jnp.float32, z_loss_weight=0.0))
+        loss = autocast(model_loss(chosen_model(config, layout), layout, compute=jnp.float32, z_loss_weight=0.0))
         if degrees:
             loss = ReplicaSync(layout, param_axes(config.model)).loss(loss)
             assert set(products(loss, params, batch)) == {"bfloat16"}

@@ -93,7 +93,7 @@ def test_planned_temporaries_are_within_15_percent_of_what_xla_allocates(changes
     layout = _on_devices(config)
     program = make_program(config, layout)
     traced = program.trace_step()
-    planned = liveness.temporaries(live_jaxpr(traced), program.step_arguments)
+    planned = liveness.estimated_temporaries(live_jaxpr(traced), program.step_arguments)
     scheduler = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
     memory = traced.lower().compile(compiler_options=scheduler).memory_analysis()
     assert planned.total / memory.temp_size_in_bytes == pytest.approx(1.0, abs=0.15)
@@ -120,7 +120,7 @@ def test_planned_gradients_are_whole_parameters_in_the_accumulation_dtype():
 def test_planned_activations_do_not_grow_with_the_microbatches_of_a_pipeline():
     def planned(m):
         program, jaxpr = _planned(planned_config(remat="selective", pipe=4, m=m, rows=m))
-        return liveness.temporaries(jaxpr, program.step_arguments)
+        return liveness.estimated_temporaries(jaxpr, program.step_arguments)
 
     few, many = planned(8), planned(32)
     assert many.in_loops == few.in_loops

@@ -414,8 +414,11 @@ def test_config_observations_do_not_change_by_themselves(observed, tmp_path):
         (["--config=tiny", "--learning_rate=1"], "Did you mean '--config.optimizer.peak_lr=1'"),
         (["--config=tiny", "--seed=1"], "Did you mean '--config.data.seed=1' or '--config.train.seed=1'?"),
         (["--config=tiny", "--steps=1"], "Did you mean '--config.train.num_steps=1'"),
+        (["--config=tiny", "--nosuch"], "unknown flag --nosuch. Known: --config, --coordinator, "),
+        (["--config=tiny", "--print_config=maybe"], "--print_config=maybe must be true or false."),
         (["--config=tiny", "--quux=1"], "unknown flag --quux. Known: --config, --coordinator, "),
         (["--config=tiny", "--config.lr=1"], "config has no key 'lr'. Did you mean '--config.optimizer.peak_lr'?"),
+        (["--config=tiny", "--config.train.z_loss_weight=inf"], "train.z_loss_weight=inf must be finite."),
         (["--config=tiny", "--config.train.num_steps=-1"], "train.num_steps=-1 must be at least 0."),
         (["--config=tiny", "--workdri=x"], "unknown flag --workdri. Did you mean '--workdir'?"),
         (["--config=tiny", "more"], "unexpected argument 'more'"),
@@ -441,7 +444,8 @@ def test_help_names_every_key_and_config(train_here):
     [
         ("c.model.num_layer = 3", "config has no key model.num_layer. Did you mean 'num_layers'?"),
         ("c.data.weights = 'a=1'", "data.weights was renamed; set data.mixture instead."),
-        ("c.model.tuned += 'x'", "model.tuned was renamed to model.ops_table."),
+        ("c.model.tuned += 'x'", "`c.model.tuned += 'x'`: there is no key 'tuned'. model.tuned was renamed to "),
+        ("print(c.data.trian)", "`print(c.data.trian)`: there is no key 'trian'. Did you mean "),
         ("c.modle = 3", "config has no section 'modle'. Did you mean 'model'?"),
         (
             "c.model.num_layers = c.model.num_layer + 1",

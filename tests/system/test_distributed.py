@@ -363,8 +363,8 @@ def test_processes_that_wait_in_vain_say_for_whom(small_job):
         assert job.wait(20) == [1]
     [line] = job.error_lines(0)
     assert "process 0 of 2" in line
-    assert "waited in vain for the other processes at --coordinator=127.0.0.1:" in line
-    assert "for 4 s (--join_timeout_s)" in line
+    assert "gave up waiting for the other processes at --coordinator=127.0.0.1:" in line
+    assert "after 4 s (--join_timeout_s)" in line
 
 
 RESOLVE = {"join_timeout_s": 300, "peer_timeout_s": 60}

@@ -22,11 +22,20 @@ FENCES = {
 }
 
 
+# Attributes of JAX's objects that it does not document.
+ATTRIBUTES = {"as_serialized_hlo_module_proto", "compile_and_load", "fun", "get_compile_options"}
+
+
+@functools.cache
+def tree_of(path):
+    return ast.parse(path.read_text())
+
+
 @functools.cache
 def imported(path):
     """Returns the modules and names that a file imports, those inside functions too."""
     names = []
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and not node.level:
@@ -43,6 +52,15 @@ def test_one_module_imports_what_a_library_does_not_document(prefix):
         if f"{name}.".startswith(f"{prefix}.")
     }
     assert found == {FENCES[prefix][1]}
+
+
+def test_one_module_reads_attributes_that_jax_does_not_document():
+    found = {
+        path.relative_to(PACKAGE).as_posix(): used
+        for path in PACKAGE.rglob("*.py")
+        if (used := ATTRIBUTES & {node.attr for node in ast.walk(tree_of(path)) if isinstance(node, ast.Attribute)})
+    }
+    assert found == {"host/jax_compat.py": ATTRIBUTES - {"fun"}}
 
 
 @pytest.mark.parametrize(("distribution", "module"), FENCES.values(), ids=FENCES)

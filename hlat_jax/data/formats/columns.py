@@ -14,6 +14,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 
+from hlat_jax.byte_sizes import format_bytes
 from hlat_jax.data.formats import records
 from hlat_jax.data.formats.files import DataFile, Snapshot
 from hlat_jax.data.formats.paths import build_command
@@ -185,8 +186,8 @@ def cell(column: TextColumn, index: int, *, field: str, where: str, row: int) ->
 def too_large(file: DataFile, part: str, *, field: str, num_bytes: int, limit: int) -> ValueError:
     """Returns the error for a part that is too large to be decoded for one document."""
     return ValueError(
-        f"{file}, {part}: {num_bytes >> 20} MiB are decoded to read any one document in it, more than "
-        f"{limit >> 20} MiB. Convert it and train on that: {build_command(file, out='DIR', text_field=field)}"
+        f"{file}, {part}: {format_bytes(num_bytes)} are decoded to read any one document in it, more than "
+        f"{format_bytes(limit)}. Convert it and train on that: {build_command(file, out='DIR', text_field=field)}"
     )
 
 
