@@ -93,7 +93,7 @@ def test_text_dataset_holds_the_documents_in_order(tmp_path):
     assert not (tmp_path / "out" / ".building").exists()
 
 
-def test_token_dataset_holds_what_packing_makes_of_the_documents(tmp_path):
+def test_token_dataset_stores_the_ids_that_packing_produces(tmp_path):
     texts = [*TEXTS, "word " * 70_000, "end"]  # one document over a record, and over the character limit
     options = {"tokenizer": AUSTEN, "max_document_chars": 1000, "shard_bytes": 5000}
     build(tmp_path / "out", write_jsonl(tmp_path / "a.jsonl", texts), **options)
@@ -119,7 +119,7 @@ def test_token_dataset_holds_what_packing_makes_of_the_documents(tmp_path):
     assert manifest["tokenizer_sha256"] == tokenizer.sha256
 
 
-def test_long_documents_have_several_records_and_come_back_whole(tmp_path, monkeypatch):
+def test_long_documents_span_several_records_and_are_reassembled(tmp_path, monkeypatch):
     monkeypatch.setattr(shards, "RECORD_CHARS", 7)
     texts = ["a", "äöü漢字😀" * 5, " ", "x" * 7, "y" * 8, "b", "z" * 70]
     build(tmp_path / "out", write_jsonl(tmp_path / "a.jsonl", texts), shard_bytes=60)
@@ -161,7 +161,7 @@ def test_training_reads_what_was_built(tmp_path):
 
 
 @pytest.mark.slow
-def test_number_of_workers_leaves_no_trace(tmp_path):
+def test_output_does_not_depend_on_num_workers(tmp_path):
     paths = [write_jsonl(tmp_path / f"{name}.jsonl", [f"{name} {i} " * 50 for i in range(100)]) for name in "abcde"]
     for tokenizer in ("", AUSTEN):
         built = []
@@ -173,7 +173,7 @@ def test_number_of_workers_leaves_no_trace(tmp_path):
         assert len(built[0]) > 5
 
 
-def test_content_hash_is_of_the_documents_and_their_order_alone(tmp_path):
+def test_content_hash_depends_only_on_documents_and_their_order(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", TEXTS)
     pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS}), tmp_path / "a.parquet", row_group_size=7)
     with pyarrow.ipc.new_stream(tmp_path / "a.arrow", pyarrow.schema([("text", pyarrow.string())])) as writer:
@@ -200,7 +200,7 @@ def test_content_hash_is_of_the_documents_and_their_order_alone(tmp_path):
 
 
 @given(st.lists(st.lists(st.integers(0, 2**128 - 1), max_size=4), max_size=5))
-def test_joined_hash_does_not_depend_on_the_division(parts):
+def test_joined_hash_does_not_depend_on_how_digests_are_grouped(parts):
     def chain(digests):
         value = 0
         for digest in digests:
@@ -243,7 +243,7 @@ def children_of(pid):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not pathlib.Path("/proc/self/stat").exists(), reason="looks for processes in /proc")
-def test_build_goes_on_after_kill_9_and_ends_with_the_same_bytes(tmp_path):
+def test_build_resumes_after_sigkill_with_identical_output(tmp_path):
     text = " ".join(f"word{i}" for i in range(30_000)) + "\n"
     paths = [write_jsonl(tmp_path / f"{name}.jsonl", [name + text] * 16) for name in "abc"]  # 3 tasks of 3 or 4 shards
     build(tmp_path / "whole", *paths, tokenizer=AUSTEN, shard_bytes=1_000_000)
@@ -287,7 +287,7 @@ def interrupted(tmp_path, monkeypatch, *, num_shards):
 
 
 @pytest.mark.parametrize("num_shards", [1, 2, 3])
-def test_finished_shards_are_kept_and_the_damaged_redone(tmp_path, monkeypatch, num_shards):
+def test_resumed_build_keeps_finished_shards_and_rebuilds_damaged_ones(tmp_path, monkeypatch, num_shards):
     words = interrupted(tmp_path, monkeypatch, num_shards=num_shards)
     building = tmp_path / "out" / ".building"
     finished = sorted(building.glob("*.array_record"))
@@ -314,7 +314,7 @@ def spy(writer, written):
 
 
 @pytest.mark.parametrize("num_renames", range(6))
-def test_kill_while_shards_are_put_in_place_loses_nothing(tmp_path, monkeypatch, num_renames):
+def test_kill_while_shards_are_moved_into_place_loses_nothing(tmp_path, monkeypatch, num_renames):
     path = write_jsonl(tmp_path / "a.jsonl", TEXTS)
     build(tmp_path / "whole", path, shard_bytes=2000, tokenizer=AUSTEN)
     replace, renamed = os.replace, []
@@ -346,7 +346,7 @@ def test_same_command_again_says_that_it_is_complete(tmp_path):
     assert contents(tmp_path / "out") == before
 
 
-def test_out_that_holds_something_else_is_refused(tmp_path, monkeypatch):
+def test_out_with_other_content_is_refused(tmp_path, monkeypatch):
     path, other = write_jsonl(tmp_path / "a.jsonl", TEXTS), write_jsonl(tmp_path / "b.jsonl", TEXTS)
     build(tmp_path / "done", path)
     assert "built from other inputs or options" in error_of(ValueError, tmp_path / "done", path, shard_bytes=7)
@@ -358,7 +358,7 @@ def test_out_that_holds_something_else_is_refused(tmp_path, monkeypatch):
     assert ".building" in message
 
 
-def test_build_killed_before_its_manifest_is_renamed_is_not_taken_for_another(tmp_path, monkeypatch):
+def test_build_killed_before_manifest_rename_is_recognized(tmp_path, monkeypatch):
     path, other = write_jsonl(tmp_path / "a.jsonl", TEXTS), write_jsonl(tmp_path / "b.jsonl", ["other"])
     out, replace = tmp_path / "out", os.replace
 
@@ -377,7 +377,7 @@ def test_build_killed_before_its_manifest_is_renamed_is_not_taken_for_another(tm
     assert build(out, path).manifest["documents"] == len(TEXTS)
 
 
-def test_facts_of_other_inputs_never_count(tmp_path, monkeypatch):
+def test_state_of_a_build_of_other_inputs_is_ignored(tmp_path, monkeypatch):
     (tmp_path / "bad.jsonl").write_text('{"text": 1}\n' * 9)
     path, out = write_jsonl(tmp_path / "a.jsonl", TEXTS), tmp_path / "out"
     close = build_task._OpenShard.close
@@ -402,7 +402,7 @@ def test_two_processes_do_not_build_in_one_folder(tmp_path):
         assert "another process is building" in error_of(ValueError, tmp_path / "out", path)
 
 
-def test_nothing_finished_is_nothing_to_keep(tmp_path):
+def test_failed_build_without_finished_shards_leaves_nothing_to_remove(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", TEXTS)
     assert "no key 'body'" in error_of(ValueError, tmp_path / "out", path, text_field="body")
     assert build(tmp_path / "out", path).manifest["documents"] == len(TEXTS)  # no folder to be removed by hand
@@ -412,7 +412,7 @@ BAD = b'{"text": "one"}\n{"text": null}\n{"text": "three"}\n{"tex\n{"text": "\xf
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])
-def test_bad_record_is_named_with_file_row_and_remedy(tmp_path, num_workers):
+def test_bad_record_error_names_file_row_and_fix(tmp_path, num_workers):
     (tmp_path / "a.jsonl").write_bytes(BAD)
     write_jsonl(tmp_path / "b.jsonl", TEXTS)
     words = (tmp_path / "a.jsonl", tmp_path / "b.jsonl")
@@ -421,7 +421,7 @@ def test_bad_record_is_named_with_file_row_and_remedy(tmp_path, num_workers):
     assert "--on_bad_record=skip" in message
 
 
-def test_skipped_records_are_counted_where_they_lie(tmp_path):
+def test_skipped_records_are_counted_per_input(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(BAD)
     write_jsonl(tmp_path / "b.jsonl", ["seven"])
     built = build(tmp_path / "out", tmp_path / "a.jsonl", tmp_path / "b.jsonl", on_bad_record="skip")
@@ -433,7 +433,7 @@ def test_skipped_records_are_counted_where_they_lie(tmp_path):
     assert ["row 2" in built.bad[0], "row 4" in built.bad[1], "row 5" in built.bad[2]] == [True] * 3
 
 
-def test_a_build_stopped_by_a_bad_record_goes_on_with_skip(tmp_path):
+def test_build_stopped_by_a_bad_record_resumes_with_skip(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(BAD)
     assert "row 2" in error_of(ValueError, tmp_path / "out", tmp_path / "a.jsonl", shard_bytes=1)
     build(tmp_path / "out", tmp_path / "a.jsonl", shard_bytes=1, on_bad_record="skip")
@@ -442,7 +442,7 @@ def test_a_build_stopped_by_a_bad_record_goes_on_with_skip(tmp_path):
     assert json.loads((tmp_path / "out" / "manifest.json").read_text())["bad_records"] == 3
 
 
-def test_skipped_shards_are_not_kept_when_bad_records_must_raise(tmp_path, monkeypatch):
+def test_shards_with_skipped_records_are_rebuilt_when_bad_records_raise(tmp_path, monkeypatch):
     (tmp_path / "a.jsonl").write_bytes(BAD)
     with monkeypatch.context() as patch:
         patch.setattr(build_lib, "_write_manifest", lambda *_, **__: 1 / 0)
@@ -468,7 +468,7 @@ def test_truncated_inputs_are_refused_and_never_skipped(tmp_path):
     assert "a.jsonl.gz" in message
 
 
-def test_token_ids_are_no_input(tmp_path):
+def test_token_dataset_is_refused_as_input(tmp_path):
     build(tmp_path / "ids", write_jsonl(tmp_path / "a.jsonl", TEXTS), tokenizer=AUSTEN)
     assert "token ids" in error_of(ValueError, tmp_path / "out", tmp_path / "ids")
 
@@ -499,7 +499,7 @@ def test_ids_outside_the_vocabulary_are_refused():
 
 
 @pytest.mark.parametrize(("vocab_size", "width"), [(1 << 16, 2), ((1 << 16) + 1, 4)])
-def test_ids_take_two_bytes_where_they_suffice(tmp_path, vocab_size, width):
+def test_ids_take_two_bytes_when_they_fit(tmp_path, vocab_size, width):
     encoded = shards.encode_tokens(f"1 {vocab_size - 1}", tokenizer=Numbers(vocab_size), max_chars=100)
     writer = shards.ShardWriter(tmp_path / "s.array_record", dtype=shards.id_dtype(vocab_size))
     writer.add(encoded.data)
@@ -509,7 +509,7 @@ def test_ids_take_two_bytes_where_they_suffice(tmp_path, vocab_size, width):
     assert ids_of(record) == [[1, vocab_size - 1, 0]]
 
 
-def test_a_shard_that_does_not_read_back_is_not_put_in_place(tmp_path, monkeypatch):
+def test_shard_that_fails_verification_is_not_moved_into_place(tmp_path, monkeypatch):
     class Forgetful(array_record_module.ArrayRecordWriter):
         def write(self, record):
             if record != b"lost":
@@ -525,7 +525,7 @@ def test_a_shard_that_does_not_read_back_is_not_put_in_place(tmp_path, monkeypat
 
 
 @pytest.mark.parametrize("tokenizer", ["", AUSTEN])
-def test_a_full_disk_is_a_clear_error_after_which_the_build_goes_on(small_disk, tmp_path, tokenizer):
+def test_full_disk_raises_a_clear_error_and_the_build_can_resume(small_disk, tmp_path, tokenizer):
     disk = small_disk("2m")
     generator = np.random.default_rng(0)
     texts = ["".join(map(chr, generator.integers(97, 123, 20_000))) for _ in range(150)]  # 3 MB that does not compress
@@ -566,12 +566,12 @@ def test_out_inside_an_input_is_refused(tmp_path):
     build(tmp_path / "texts/built", tmp_path / "texts/a.jsonl")  # a file is not the folder it lies in
 
 
-def test_inputs_are_named_as_they_are_with_commas_too(tmp_path):
+def test_input_paths_may_contain_commas(tmp_path):
     write_jsonl(tmp_path / "a, b.jsonl", ["one", "two"])
     assert build(tmp_path / "out", tmp_path / "a, b.jsonl").manifest["documents"] == 2
 
 
-def test_input_that_was_edited_in_its_size_where_no_fingerprint_looks_is_another_input(tmp_path, monkeypatch):
+def test_same_size_edit_outside_the_fingerprint_is_detected(tmp_path, monkeypatch):
     path, out = write_jsonl(tmp_path / "a.jsonl", ["x" * 3_000_000]), tmp_path / "out"
     build(out, path)
     assert build(out, path).was_complete
@@ -589,7 +589,7 @@ def edit(path):
         file.write(b"y")
 
 
-def test_build_says_what_it_ignored_and_when_documents_are_few(tmp_path):
+def test_build_reports_ignored_files_and_too_few_documents(tmp_path):
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts/book.txt").write_text("one long book")
     (tmp_path / "texts/book.csv").write_text("x")

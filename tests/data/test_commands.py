@@ -36,7 +36,7 @@ def austen_texts():
     return [documents[index] for index in range(len(documents))]
 
 
-def test_words_that_make_no_command_are_answered_with_the_nearest(data_here, tmp_path):
+def test_invalid_command_lines_suggest_the_nearest_match(data_here, tmp_path):
     code, _, err = data_here("biuld")
     assert (code, "Did you mean 'build'?" in err) == (2, True)
     code, _, err = data_here("build", AUSTEN, f"--out={tmp_path}/o", "--tokeniser=x")
@@ -50,7 +50,7 @@ def test_words_that_make_no_command_are_answered_with_the_nearest(data_here, tmp
 
 
 @pytest.mark.parametrize("verb", ["build", "tokenizer", "stats"])
-def test_help_says_what_there_is_to_set(data_here, verb):
+def test_help_lists_all_flags(data_here, verb):
     code, out, _ = data_here(verb, "--help")
     assert code == 0
     assert "--sample_mb" in out or "--shard_mb" in out
@@ -80,7 +80,7 @@ def test_build_command_counts_the_records_it_leaves_out(data_here, tmp_path):
 
 
 @pytest.mark.parametrize("error", [OSError("no disk"), KeyboardInterrupt()])
-def test_work_that_fails_is_one_line_and_its_own_exit_code(data_here, tmp_path, monkeypatch, error):
+def test_failure_prints_one_line_with_its_exit_code(data_here, tmp_path, monkeypatch, error):
     def fail(*_, **__):
         raise error
 
@@ -130,7 +130,7 @@ texts = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="▁
 
 @settings(max_examples=300, deadline=None)
 @given(texts=st.lists(st.one_of(texts, st.text(" \n\tab<s>/")), min_size=1))
-def test_trained_tokenizer_loses_nothing(trained, texts):
+def test_trained_tokenizer_round_trips(trained, texts):
     tokenizer = Tokenizer(str(trained[1]))
     for text in texts:
         ids = tokenizer.encode(text)
@@ -139,7 +139,7 @@ def test_trained_tokenizer_loses_nothing(trained, texts):
         assert not set(ids) & {0, 1, 2}
 
 
-def test_trained_tokenizer_has_the_ids_and_bytes_of_llama(trained):
+def test_trained_tokenizer_has_llama_special_ids_and_byte_tokens(trained):
     tokenizer = Tokenizer(str(trained[1]), vocab_size=500)
     assert (tokenizer.bos_id, tokenizer.eos_id) == (1, 2)
     processor = sentencepiece.SentencePieceProcessor(model_file=str(trained[1]))
@@ -169,7 +169,7 @@ def test_training_a_tokenizer_again_gives_the_same_model(trained, data_here, tmp
     assert said.splitlines()[1:] == again.splitlines()[1:]
 
 
-def test_vocabulary_that_does_not_fit_the_text_is_refused_with_one_that_does(data_here, tmp_path):
+def test_vocab_size_too_large_for_the_text_is_refused_with_one_that_fits(data_here, tmp_path):
     path, out = write_jsonl(tmp_path / "a.jsonl", ["the cat sat on the mat äöü " * 20]), tmp_path / "t.model"
     err = data_here("tokenizer", path, "--vocab_size=9999", f"--out={out}")[2]
     most = int(re.search(r"use at most (\d+)", err)[1])
@@ -183,7 +183,7 @@ def test_vocabulary_that_does_not_fit_the_text_is_refused_with_one_that_does(dat
     assert "at least 260" in data_here("tokenizer", path, "--vocab_size=259", f"--out={out}4.model")[2]
 
 
-def test_tokenizer_command_refuses_what_is_there_and_what_is_no_text(data_here, tmp_path):
+def test_tokenizer_command_refuses_existing_output_and_non_text_input(data_here, tmp_path):
     path, out = write_jsonl(tmp_path / "a.jsonl", [" ", " \n"]), tmp_path / "t.model"
     assert "hold no text (2 documents)" in data_here("tokenizer", path, "--vocab_size=300", f"--out={out}")[2]
     assert "must end in .model" in data_here("tokenizer", path, "--vocab_size=300", f"--out={tmp_path / 'x'}")[2]
@@ -200,7 +200,7 @@ def test_tokenizer_command_refuses_what_is_there_and_what_is_no_text(data_here, 
     assert "skipped 1 bad records" in data_here(*words, "--on_bad_record=skip")[1]
 
 
-def test_sample_is_bounded_uniform_and_of_whole_pieces():
+def test_sample_is_bounded_and_uniform_over_whole_pieces():
     texts = [f"{number:05d} " * 600 for number in range(400)]  # 3,600 bytes each: a piece
     sample = tokenizer_training.Sample(360_000)
     for text in texts:
@@ -216,7 +216,7 @@ def test_sample_is_bounded_uniform_and_of_whole_pieces():
     assert counts.min() > 8
 
 
-def test_pieces_of_a_document_end_where_words_do():
+def test_document_pieces_end_at_word_boundaries():
     text = "some words " * 2000 + "x" * 9000 + " end"
     pieces = list(tokenizer_training._pieces(text))
     assert "".join(pieces) == text
@@ -242,7 +242,7 @@ def exact_counts(texts):
     return len(texts), sum(len(text.encode()) for text in texts), num_tokens
 
 
-def test_stats_counts_everything_when_the_sample_holds_everything(data_here):
+def test_stats_are_exact_when_the_sample_covers_all_text(data_here):
     code, out, _ = data_here("stats", "--config=tiny", "--sample_mb=0", "--config.train.num_steps=1000")
     documents, num_bytes, num_tokens = exact_counts(austen_texts())
     assert code == 0
@@ -254,7 +254,7 @@ def test_stats_counts_everything_when_the_sample_holds_everything(data_here):
     assert "~" not in out
 
 
-def test_stats_of_a_sample_says_so_and_is_near():
+def test_stats_of_a_sample_are_marked_and_within_their_error():
     report = stats.report(tiny(), sample_bytes=1_000_000)
     documents, num_bytes, num_tokens = exact_counts(austen_texts())
     found = cells(report, "all")
@@ -266,7 +266,7 @@ def test_stats_of_a_sample_says_so_and_is_near():
     assert "~" in report
 
 
-def test_stats_of_stored_ids_are_exact_and_read_no_text(data_here, tmp_path):
+def test_stats_of_stored_ids_are_exact_without_reading_text(data_here, tmp_path):
     data_here("build", AUSTEN, f"--out={tmp_path}/ids", "--tokenizer=package:austen_2k.model")
     report = stats.report(tiny(train=f"{tmp_path}/ids", validation=""), sample_bytes=1)
     assert cells(report, "all")[:3] == list(exact_counts(austen_texts()))
@@ -276,12 +276,12 @@ def test_stats_of_stored_ids_are_exact_and_read_no_text(data_here, tmp_path):
         stats.report(tiny(train=f"{tmp_path}/ids", tokenizer=f"{tmp_path}/o.model"), sample_bytes=1)
 
 
-def test_stats_takes_names_with_a_comma(tmp_path):
+def test_stats_accepts_file_names_with_a_comma(tmp_path):
     write_jsonl(tmp_path / "a,b.jsonl", ["some words"] * 3)
     assert cells(stats.report(tiny(train=str(tmp_path / "*.jsonl"), validation=""), sample_bytes=0), "all")[0] == 3
 
 
-def test_stats_has_a_row_for_each_source_and_epochs_by_its_weight(tmp_path):
+def test_stats_have_a_row_per_source_with_epochs_by_weight(tmp_path):
     a, b = (
         write_jsonl(tmp_path / "a.jsonl", ["some words " * 100]),
         write_jsonl(tmp_path / "b.jsonl", ["more " * 500] * 2),
@@ -315,7 +315,7 @@ def test_rows_of_steps_add_up_to_the_steps(stages, num_steps):
     assert rows[0] == pytest.approx(wanted)
 
 
-def test_stats_leaves_out_bad_records_only_if_the_config_does(tmp_path):
+def test_stats_skip_bad_records_only_if_the_config_does(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "one"}\n{"text": null}\n{"text": "three"}\n')
     changes = {"train": str(tmp_path / "a.jsonl"), "validation": ""}
     with pytest.raises(ValueError, match="row 2"):
@@ -401,14 +401,14 @@ def test_tokenizer_and_stats_report_their_progress(tmp_path):
         assert any("documents  " in text and text.endswith("MiB") for text in texts)
 
 
-def test_short_work_prints_no_progress_where_no_terminal_is():
+def test_short_work_prints_no_progress_without_a_terminal():
     stream = io.StringIO()
     with progress.ProgressBar(lambda: (0.5, ""), stream=stream):
         pass
     assert stream.getvalue() == ""
 
 
-def test_output_that_nobody_reads_to_its_end_is_no_error(tmp_path):
+def test_closed_stdout_is_not_an_error(tmp_path):
     command = [sys.executable, "-m", "hlat_jax.data", "build", "--help"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         process.stdout.close()
@@ -416,7 +416,7 @@ def test_output_that_nobody_reads_to_its_end_is_no_error(tmp_path):
     assert process.returncode == 0
 
 
-def test_summary_prints_names_that_are_no_utf8(tmp_path):
+def test_summary_prints_file_names_that_are_not_utf8(tmp_path):
     name = os.fsdecode("caf\u00e9.jsonl".encode("latin-1"))
     (tmp_path / name).write_text('{"text": "one"}\n{"\\ud800": "x"}\n')
     command = [sys.executable, "-m", "hlat_jax.data", "build", str(tmp_path / name), f"--out={tmp_path}/out"]
@@ -424,7 +424,7 @@ def test_summary_prints_names_that_are_no_utf8(tmp_path):
     assert rb"caf\udce9.jsonl, row 2: no key 'text'" in done.stdout
 
 
-def test_stats_says_what_it_ignored(tmp_path):
+def test_stats_report_ignored_files(tmp_path):
     write_jsonl(tmp_path / "a.jsonl", ["some words"] * 3)
     (tmp_path / "b.csv").write_text("x")
     report = stats.report(tiny(train=str(tmp_path), validation=""), sample_bytes=0)
@@ -432,7 +432,7 @@ def test_stats_says_what_it_ignored(tmp_path):
 
 
 @pytest.mark.parametrize("verb", ["build", "tokenizer"])
-def test_wrong_text_field_is_answered_with_the_flag_and_the_keys_there_are(data_here, tmp_path, verb):
+def test_wrong_text_field_error_names_the_flag_and_existing_keys(data_here, tmp_path, verb):
     path = write_jsonl(tmp_path / "a.jsonl", ["x"])
     message = data_here(verb, path, "--text_field=body", f"--out={tmp_path}/t.model")[2]
     assert "row 1: no key 'body'; its keys are 'text'. Fix or remove it, set --text_field if" in message

@@ -74,6 +74,6 @@ def of_jsonl(novels):
 @pytest.mark.quick_cases("built ids-concat", "built ids-documents", "built texts-concat")
 @pytest.mark.parametrize("packing", ["concat", "documents"])
 @pytest.mark.parametrize("name", FORMATS)
-def test_novels_give_the_batches_of_jsonl_from_every_format(novels, of_jsonl, name, packing):
+def test_every_format_gives_the_same_batches_as_jsonl(novels, of_jsonl, name, packing):
     assert len(of_jsonl[packing][0]) > 150
     assert hashes(novels[name], packing) == of_jsonl[packing]

@@ -78,11 +78,11 @@ def folder(tmp_path_factory):
 # the text and the bytes it is made of; pyarrow decodes a dictionary into three
 @pytest.mark.quick_cases("t-2")
 @pytest.mark.parametrize(("name", "times"), [("a.jsonl", 2), ("t", 2), ("a.arrow", 2), ("a.parquet", 3), ("built", 2)])
-def test_reading_a_long_document_takes_a_small_multiple_of_it(folder, name, times):
+def test_reading_a_long_document_uses_a_small_multiple_of_its_size(folder, name, times):
     assert LONG < growth("read", name, folder) < (times + 0.7) * LONG
 
 
 @pytest.mark.quick_cases("built")
 @pytest.mark.parametrize("name", ["a.jsonl", "t", "a.arrow", "a.parquet", "built"])
-def test_building_from_a_long_document_takes_a_small_multiple_of_it(folder, tmp_path, name):
+def test_building_from_a_long_document_uses_a_small_multiple_of_its_size(folder, tmp_path, name):
     assert LONG < growth("build", name, folder, tmp_path) < 3.7 * LONG  # what is written is held beside what was read

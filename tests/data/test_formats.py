@@ -36,9 +36,7 @@ IDS = [[5, 6, 7, 2], [2], [9] * 30 + [2], [1, 2], [3, 2], [4, 4, 4, 4, 2], [2]]
 @pytest.mark.parametrize("compression", [None, "lz4", "zstd"])
 @pytest.mark.parametrize("rows_in_batch", [1, 3, 100])
 @pytest.mark.parametrize("kind", ["string", "large_string", "string_view"])
-def test_arrow_files_and_streams_hold_the_documents_they_were_given(
-    tmp_path, is_file, compression, rows_in_batch, kind
-):
+def test_arrow_files_and_streams_round_trip_documents(tmp_path, is_file, compression, rows_in_batch, kind):
     column = pyarrow.array(TEXTS, kind)
     options = {"is_file": is_file, "compression": compression, "rows_in_batch": rows_in_batch}
     documents = open_all(write_arrow(tmp_path / "a.arrow", column, **options))
@@ -46,7 +44,7 @@ def test_arrow_files_and_streams_hold_the_documents_they_were_given(
     assert [documents[index] for index in order] == [TEXTS[index] for index in order]
 
 
-def test_local_uncompressed_arrow_batch_of_any_size_is_mapped(tmp_path, monkeypatch):
+def test_uncompressed_local_arrow_batch_is_memory_mapped(tmp_path, monkeypatch):
     path = write_arrow(tmp_path / "a.arrow", TEXTS, rows_in_batch=100)
     packed = write_arrow(tmp_path / "b.arrow", TEXTS, rows_in_batch=100, compression="zstd")
     monkeypatch.setattr(arrow_ipc, "MAX_PART_BYTES", 1000)
@@ -59,7 +57,7 @@ def test_local_uncompressed_arrow_batch_of_any_size_is_mapped(tmp_path, monkeypa
     assert f"python -m hlat_jax.data build {packed} --out DIR" in error_of(packed)
 
 
-def test_arrow_from_the_bytes_before_its_end_is_refused_at_every_cut(tmp_path):
+def test_truncated_arrow_is_refused_at_every_cut(tmp_path):
     for is_file in (False, True):
         raw = write_arrow(tmp_path / "whole.arrow", TEXTS, is_file=is_file).read_bytes()
         for cut in range(1, len(raw), 37):
@@ -70,7 +68,7 @@ def test_arrow_from_the_bytes_before_its_end_is_refused_at_every_cut(tmp_path):
 
 @settings(max_examples=200, deadline=None)
 @given(st.integers(0, 10_000), st.integers(0, 255))
-def test_arrow_with_a_damaged_byte_in_its_messages_never_ends_the_process(tmp_path_factory, place, value):
+def test_damaged_arrow_metadata_never_crashes_the_process(tmp_path_factory, place, value):
     folder = tmp_path_factory.mktemp("damaged")
     raw = bytearray(write_arrow(folder / "a.arrow", TEXTS, rows_in_batch=100).read_bytes())
     body = raw.index(b"first") - 400
@@ -84,7 +82,7 @@ def test_arrow_with_a_damaged_byte_in_its_messages_never_ends_the_process(tmp_pa
     assert not message or "a.arrow" in message
 
 
-def test_arrow_with_offsets_outside_its_batch_is_a_damaged_file_and_no_bad_record(tmp_path):
+def test_arrow_offsets_outside_the_batch_are_file_damage_not_a_bad_record(tmp_path):
     path = write_arrow(tmp_path / "a.arrow", TEXTS, rows_in_batch=100)
     ends = np.cumsum([len(text.encode()) for text in TEXTS]).astype("<i4").tobytes()
     for damaged in (ends[:4] + b"\xff\xff\xff\x7f" + ends[8:], ends[:4] + b"\xff\xff\xff\xff" + ends[8:]):
@@ -97,7 +95,7 @@ def test_arrow_with_offsets_outside_its_batch_is_a_damaged_file_and_no_bad_recor
         ends = damaged
 
 
-def test_arrow_batch_that_disagrees_with_its_column_is_refused(tmp_path):
+def test_arrow_batch_inconsistent_with_its_column_is_refused(tmp_path):
     whole = write_arrow(tmp_path / "a.arrow", TEXTS, rows_in_batch=100).read_bytes()
     count, messages, place = struct.pack("<q", len(TEXTS)), [], 0
     while (place := whole.find(count, place) + 1) > 0 and place < whole.index(b"first"):
@@ -125,7 +123,7 @@ def test_bad_arrow_is_named_by_row_column_and_reason(tmp_path):
     assert f"python -m hlat_jax.data build {coded} --out DIR" in error_of(coded)
 
 
-def test_column_cache_holds_no_more_bytes_than_it_may(tmp_path):
+def test_column_cache_respects_its_byte_limit(tmp_path):
     texts = [f"document {index:04d}" for index in range(60)]
     cache = columns.ColumnCache(max_bytes=500)
     parts = [
@@ -141,7 +139,7 @@ def test_column_cache_holds_no_more_bytes_than_it_may(tmp_path):
         assert 0 < cache.num_bytes <= 500
 
 
-def test_column_cache_decodes_once_for_threads_that_want_one_column_and_again_after_an_error():
+def test_column_cache_decodes_once_across_threads_and_retries_after_an_error():
     cache, loads, gate = columns.ColumnCache(), [], threading.Event()
 
     def load():
@@ -170,14 +168,14 @@ def test_column_cache_decodes_once_for_threads_that_want_one_column_and_again_af
     assert len(loads) == 2
 
 
-def test_parquet_row_group_too_large_to_decode_for_one_document_is_refused(tmp_path, monkeypatch):
+def test_oversized_parquet_row_group_is_refused(tmp_path, monkeypatch):
     path = write_parquet(tmp_path / "a.parquet", ["x" * 600 + str(i) for i in range(9)], rows_in_group=3)
     monkeypatch.setattr(columns, "MAX_PART_BYTES", 100)
     assert "row group 1: 3.00 KiB are decoded to read any one document in it, more than 100 B." in error_of(path)
     assert f"python -m hlat_jax.data build {path} --out DIR" in error_of(path)
 
 
-def test_dataset_of_texts_is_one_source_in_any_order(tmp_path):
+def test_text_dataset_is_one_source_with_random_access(tmp_path):
     folder = write_built(tmp_path / "in" / "built", TEXTS, num_shards=3)
     write_jsonl(tmp_path / "in" / "a.jsonl", ["before"])
     write_jsonl(tmp_path / "in" / "c.jsonl", ["after"])
@@ -261,7 +259,7 @@ def test_incomplete_or_damaged_dataset_is_refused_by_name(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["text", "tokens"])
-def test_manifest_without_one_of_its_names_or_counts_is_refused(tmp_path, kind):
+def test_manifest_with_missing_names_or_counts_is_refused(tmp_path, kind):
     path = write_built(tmp_path / "x", IDS if kind == "tokens" else TEXTS, kind=kind) / "manifest.json"
     whole = path.read_text()
     for shard in path.parent.glob("shard*"):
@@ -282,7 +280,7 @@ def test_manifest_without_one_of_its_names_or_counts_is_refused(tmp_path, kind):
 
 
 @pytest.mark.parametrize("content", [b"[" * 100_000, b"[]", b'{"shards": {}}', b"\xff"])
-def test_manifest_that_is_no_object_of_ours_is_refused_by_name(tmp_path, content):
+def test_invalid_manifest_is_refused_by_file_name(tmp_path, content):
     path = write_built(tmp_path / "x", TEXTS) / "manifest.json"
     whole = path.read_text()
     path.write_bytes(content)
@@ -293,7 +291,7 @@ def test_manifest_that_is_no_object_of_ours_is_refused_by_name(tmp_path, content
         built.read_manifest(path.parent)
 
 
-def test_shard_with_damaged_bytes_is_named_and_never_skipped(tmp_path):
+def test_damaged_shard_is_named_and_never_skipped(tmp_path):
     ids = [[7] * 50_000 + [2], [8] * 50_000 + [2]]
     folder = write_built(tmp_path / "ids", ids, kind="tokens", num_shards=1)
     shard = folder / "shard-00000-of-00001.array_record"
@@ -312,7 +310,7 @@ def test_shard_with_damaged_bytes_is_named_and_never_skipped(tmp_path):
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.lists(st.integers(0, 65535), min_size=1, max_size=9), min_size=1, max_size=6), st.data())
-def test_damaged_block_header_is_refused_and_a_whole_one_gives_its_documents(documents, data):
+def test_block_round_trips_and_damaged_headers_are_refused(documents, data):
     header = np.asarray([len(documents), 2, *map(len, documents)], "<u4")
     block = header.tobytes() + np.concatenate(documents).astype("<u2").tobytes()
     options = {"num_documents": len(documents), "where": "here"}
@@ -325,7 +323,7 @@ def test_damaged_block_header_is_refused_and_a_whole_one_gives_its_documents(doc
         built.block_tokens(block, 0, num_documents=len(documents) + 1, where="here")
 
 
-def test_more_shards_than_are_kept_open_are_read_by_threads(tmp_path, monkeypatch):
+def test_threads_can_read_more_shards_than_are_kept_open(tmp_path, monkeypatch):
     monkeypatch.setattr(built, "_MAX_OPEN_SHARDS", 2)
     texts = [f"text {index}" for index in range(40)]
     documents, wrong = open_all(write_built(tmp_path / "many", texts, num_shards=20)), []
@@ -344,7 +342,7 @@ def test_more_shards_than_are_kept_open_are_read_by_threads(tmp_path, monkeypatc
     assert not wrong
 
 
-def test_manifest_json_of_another_program_does_not_hide_the_files_beside_it(tmp_path):
+def test_foreign_manifest_json_does_not_hide_sibling_files(tmp_path):
     for text in ('{"name": "web app"}', "[1]", "{broken", '{"shards": [], "kind": "photos"}'):
         (tmp_path / "manifest.json").write_text(text)
         write_jsonl(tmp_path / "a.jsonl", ["x"])
@@ -359,7 +357,7 @@ def write_array_record(path, records, *, options="group_size:3,zstd"):
     return path
 
 
-def test_array_record_of_another_program_holds_a_text_in_each_record(tmp_path):
+def test_foreign_array_record_has_one_text_per_record(tmp_path):
     path = write_array_record(tmp_path / "texts.array_record", [text.encode() for text in TEXTS])
     corpus = sources.open_corpus(str(tmp_path), text_field="any", key="data.train")
     assert [corpus[index] for index in (*range(len(TEXTS)), 2)] == [*TEXTS, TEXTS[2]]
@@ -368,7 +366,7 @@ def test_array_record_of_another_program_holds_a_text_in_each_record(tmp_path):
     assert corpus.manifest["files"][0]["kind"] == "array_record"
 
 
-def test_array_record_that_is_damaged_or_no_text_is_named(tmp_path):
+def test_damaged_or_non_text_array_record_is_named(tmp_path):
     path = write_array_record(tmp_path / "texts.array_record", [b"good", b"\xff", b""])
     corpus = sources.open_corpus(str(path), text_field="any", key="data.train")
     for index, reason in ((1, "row 2: invalid UTF-8"), (2, "row 3: it is empty")):

@@ -35,7 +35,7 @@ def lines_by_python(raw):
     st.booleans(),
     st.sampled_from([1, 7, 64, 100, 1 << 24]),
 )
-def test_index_is_that_of_splitting_the_whole_file_for_any_chunk(tmp_path_factory, lines, ended, chunk_bytes):
+def test_index_does_not_depend_on_chunk_size(tmp_path_factory, lines, ended, chunk_bytes):
     path = tmp_path_factory.mktemp("lines") / "a.jsonl"
     raw = b"\n".join(lines) + (b"\n" if ended else b"")
     path.write_bytes(raw)
@@ -50,7 +50,7 @@ def test_index_is_that_of_splitting_the_whole_file_for_any_chunk(tmp_path_factor
         assert rows == lines_by_python(raw)
 
 
-def test_kept_index_is_used_again_and_read_through_a_mapping(tmp_path, monkeypatch):
+def test_cached_index_is_reused_through_mmap(tmp_path, monkeypatch):
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps({"text": f"document {i}"}) + "\n" for i in range(100)))
     expected = read_all(path)
@@ -62,7 +62,7 @@ def test_kept_index_is_used_again_and_read_through_a_mapping(tmp_path, monkeypat
     assert not index.spans.flags.owndata
 
 
-def test_kept_index_of_another_state_of_the_file_is_built_again(tmp_path):
+def test_cached_index_is_rebuilt_when_the_file_changed(tmp_path):
     path, folder = tmp_path / "a.jsonl", tmp_path / "index"
     middle = 1 << 19  # of 8 MiB, where the fingerprint does not look
     texts = [b'{"text": "%s"}' % (b"a" * middle) for _ in range(16)]
@@ -79,7 +79,7 @@ def test_kept_index_of_another_state_of_the_file_is_built_again(tmp_path):
 
 
 @pytest.mark.parametrize("damage", [lambda raw: raw[:-8], lambda raw: raw[:20], lambda raw: b"", lambda raw: b"x" * 99])
-def test_damaged_kept_index_is_built_again(tmp_path, damage):
+def test_damaged_cached_index_is_rebuilt(tmp_path, damage):
     path, folder = tmp_path / "a.jsonl", tmp_path / "index"
     path.write_text('{"text": "a"}\n\n{"text": "b"}\n')
     read_all(path, folder)
@@ -90,7 +90,7 @@ def test_damaged_kept_index_is_built_again(tmp_path, damage):
     assert kept.read_bytes() == whole
 
 
-def test_index_of_a_folder_that_cannot_be_written_leaves_nothing_behind(tmp_path, monkeypatch):
+def test_failed_index_write_leaves_no_files(tmp_path, monkeypatch):
     path, folder = tmp_path / "a.jsonl", tmp_path / "index"
     path.write_text('{"text": "a"}\n')
 
@@ -104,7 +104,7 @@ def test_index_of_a_folder_that_cannot_be_written_leaves_nothing_behind(tmp_path
 
 
 @pytest.mark.parametrize("has_kept", [True, False])
-def test_folder_that_may_only_be_read_gives_its_index_or_none_is_kept_there(tmp_path, monkeypatch, has_kept):
+def test_read_only_index_folder_is_read_but_not_written(tmp_path, monkeypatch, has_kept):
     path, folder = tmp_path / "a.jsonl", tmp_path / "index"
     path.write_text('{"text": "a"}\n\n{"text": "b"}\n')
     if has_kept:
@@ -122,7 +122,7 @@ def test_folder_that_may_only_be_read_gives_its_index_or_none_is_kept_there(tmp_
     assert len(list(folder.glob("*"))) == int(has_kept)
 
 
-def test_files_of_one_name_keep_indices_of_their_own(tmp_path):
+def test_files_with_the_same_name_have_separate_indices(tmp_path):
     for name in ("x", "y"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "a.jsonl").write_text(json.dumps({"text": name}) + "\n")
@@ -132,7 +132,7 @@ def test_files_of_one_name_keep_indices_of_their_own(tmp_path):
     assert len(list((tmp_path / "index").iterdir())) == 2
 
 
-def test_line_over_the_limit_is_a_bad_record_and_is_not_read(tmp_path, monkeypatch):
+def test_line_over_the_limit_is_an_unread_bad_record(tmp_path, monkeypatch):
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps({"text": "x" * 5000}) + '\n{"text": "b"}\n')
     monkeypatch.setattr(records, "MAX_RECORD_BYTES", 1000)
@@ -142,6 +142,6 @@ def test_line_over_the_limit_is_a_bad_record_and_is_not_read(tmp_path, monkeypat
     assert documents[1] == "b"
 
 
-def test_row_numbers_are_those_of_a_file_with_many_blank_lines(tmp_path):
+def test_row_numbers_count_blank_lines(tmp_path):
     index = jsonl.LineIndex(np.zeros((4, 2), np.int64), np.asarray([0, 0, 2, 4]), content_hash="")
     assert [index.row(number) for number in range(4)] == [3, 4, 6, 7]

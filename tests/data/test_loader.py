@@ -100,7 +100,7 @@ def assert_batches_are(batches, expected):
 
 @pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize("kind", ["concat", "documents"])
-def test_batches_agree_with_the_plain_python_packer_token_for_token(corpus, kind, shuffle):
+def test_batches_match_the_reference_packer(corpus, kind, shuffle):
     path, texts = corpus
     data = data_config(path, shuffle=shuffle, packing=kind, window_documents=2)
     batches = [batch for batch, _ in take(data, 40)]
@@ -110,7 +110,7 @@ def test_batches_agree_with_the_plain_python_packer_token_for_token(corpus, kind
 
 @settings(max_examples=8, deadline=None)
 @given(st.sampled_from(["concat", "documents"]), st.integers(0, 2**32 - 1), st.integers(1, 7), st.integers(2, 40))
-def test_mixtures_agree_with_the_plain_python_packer_token_for_token(three, kind, seed, batch_size, seq_len):
+def test_mixtures_match_the_reference_packer(three, kind, seed, batch_size, seq_len):
     spec, texts = three
     until_tokens = batch_size * seq_len * 9
     weights = f"b=1,a=4,c=0 until_step=5;a=1,b=1,c=1 until_tokens={until_tokens};c=0.7,b=0.3,a=0"
@@ -127,7 +127,7 @@ def test_mixtures_agree_with_the_plain_python_packer_token_for_token(three, kind
     ("documents", "a=1,b=1"), ("documents", "a=1,b=9"), ("concat", "a=1,b=1"),
     ("documents", "a=1,b=0 until_tokens=100_000;a=1,b=2 until_step=150;a=0,b=1 until_step=170;a=2,b=1"),
 ])  # fmt: skip
-def test_tokens_of_each_source_have_the_share_of_its_weight_however_full_its_rows_are(tmp_path, kind, stages):
+def test_token_share_of_each_source_follows_its_weight_despite_padding(tmp_path, kind, stages):
     """Rows of `a` hold one document of 139 tokens and rows of `b` are full: by rows, a's share was 38.5 %."""
     for name, num_characters in {"a": 46, "b": 5}.items():  # of three tokens each
         line = json.dumps({"text": "\u6f22" * num_characters}) + "\n"
@@ -158,7 +158,7 @@ def test_tokens_of_each_source_have_the_share_of_its_weight_however_full_its_row
 
 
 @pytest.mark.parametrize("kind", ["concat", "documents"])
-def test_skipped_records_agree_with_the_plain_python_packer_and_are_counted(three, tmp_path, kind):
+def test_skipped_records_match_the_reference_packer_and_are_counted(three, tmp_path, kind):
     _, texts = three
     spec, some = [], {}
     for name, own in texts.items():
@@ -211,7 +211,7 @@ def test_any_split_of_the_rows_gives_the_same_global_batches(
 )
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("num_processes", [1, 3, 6])
-def test_state_of_eight_processes_goes_on_under_any_number(corpus, three, kind, num_processes):
+def test_state_of_eight_processes_resumes_on_any_number(corpus, three, kind, num_processes):
     data = kind_of(kind, corpus, three, batch_size=6)
     eight = [part for part in np.array_split(np.arange(6), 8) if len(part)]  # two of them have no row
     saved = np.concatenate([take(data, 5, rows=part.tolist())[-1][1] for part in eight])
@@ -239,7 +239,7 @@ def test_restart_from_every_position_gives_the_same_continuation(corpus, three, 
     resumed.close()
 
 
-def test_get_state_and_set_state_move_one_loader(corpus):
+def test_set_state_rewinds_the_loader(corpus):
     batches = loader.TrainBatches(data_config(corpus[0], num_threads=2), tokenizer=TOKENIZER)
     next(batches)
     state = batches.get_state()
@@ -262,7 +262,7 @@ def test_each_document_appears_exactly_once_in_every_epoch(corpus, batch_size, s
     assert sorted(seen) == list(range(len(texts)))
 
 
-def test_order_differs_by_epoch_and_by_seed_and_stays_that_of_this_release(corpus):
+def test_order_depends_on_epoch_and_seed_and_matches_golden_values(corpus):
     """The golden order: were Grain to change its shuffle, running jobs would lose or repeat text at an upgrade."""
     order = {}
     for seed, epoch in ((1234, 0), (1234, 1), (99, 0)):
@@ -284,7 +284,7 @@ def test_threads_and_prefetch_do_not_change_batches(corpus):
 
 
 @pytest.mark.parametrize("num_threads", [0, 2])
-def test_bad_record_raises_at_the_batch_where_it_belongs_and_again(tmp_path, num_threads):
+def test_bad_record_raises_at_its_own_batch_every_time(tmp_path, num_threads):
     rows = [json.dumps({"text": "word " * 30}) for _ in range(8)]
     rows[5] = '{"text": "broken'
     (tmp_path / "a.jsonl").write_text("\n".join(rows))
@@ -300,7 +300,7 @@ def test_bad_record_raises_at_the_batch_where_it_belongs_and_again(tmp_path, num
     batches.close()
 
 
-def test_close_ends_the_threads_and_refuses_more(corpus):
+def test_close_stops_threads_and_refuses_further_batches(corpus):
     before = threading.active_count()
     batches = loader.TrainBatches(data_config(corpus[0], num_threads=4), tokenizer=TOKENIZER)
     next(batches)
@@ -319,7 +319,7 @@ def test_fewer_documents_than_rows_is_refused(corpus, three):
         loader.TrainBatches(data_config(corpus[0], batch_size=24), tokenizer=TOKENIZER)
 
 
-def test_rows_position_and_seed_that_do_not_fit_are_refused(corpus):
+def test_invalid_rows_position_or_seed_is_refused(corpus):
     data = data_config(corpus[0])
     with pytest.raises(ValueError, match=r"must be a non-empty subset of 0 .. data.batch_size - 1 = 5"):
         loader.TrainBatches(data, tokenizer=TOKENIZER, rows=range(4, 7))
@@ -361,7 +361,7 @@ def test_validation_is_the_whole_text_once_in_order(corpus):
     assert len(counted) == num_rows * 15 + max(rest - 1, 0)
 
 
-def test_validation_of_documents_predicts_every_token_that_its_document_has_before_it(corpus):
+def test_document_validation_predicts_all_but_the_first_token_of_each_piece(corpus):
     path, texts = corpus
     data = data_config(path, batch_size=4, packing="documents", window_documents=5)
     batches = validation(data, num_batches=1000)
@@ -378,7 +378,7 @@ def test_validation_of_documents_predicts_every_token_that_its_document_has_befo
 
 
 @pytest.mark.parametrize("kind", ["concat", "documents"])
-def test_validation_is_the_same_at_every_call_and_for_every_split(corpus, kind):
+def test_validation_is_repeatable_and_independent_of_the_row_split(corpus, kind):
     data = data_config(corpus[0], batch_size=4, packing=kind)
     whole, again = (validation(data, num_batches=3) for _ in range(2))
     parts = [validation(data, num_batches=3, rows=[r]) for r in range(4)]
@@ -392,7 +392,7 @@ def test_validation_is_the_same_at_every_call_and_for_every_split(corpus, kind):
 
 
 @pytest.mark.parametrize("kind", ["concat", "documents"])
-def test_validation_of_fewer_rows_than_the_text_spreads_them_over_all_documents(tmp_path, kind):
+def test_limited_validation_samples_all_documents(tmp_path, kind):
     """20 documents of one letter each, told apart in what the rows decode to."""
     letters = "abcdefghijklmnopqrst"
     texts = [f" {letter}" * (150 + 10 * number) for number, letter in enumerate(letters)]
@@ -412,7 +412,7 @@ def test_validation_of_fewer_rows_than_the_text_spreads_them_over_all_documents(
     )
 
 
-def test_validation_of_0_batches_is_the_whole_text(corpus):
+def test_zero_eval_batches_means_the_whole_text(corpus):
     data = data_config(corpus[0], batch_size=4)
     for batch, same in zip(validation(data, num_batches=0), validation(data, num_batches=1000), strict=True):
         np.testing.assert_array_equal(batch.tokens, same.tokens)
@@ -420,7 +420,7 @@ def test_validation_of_0_batches_is_the_whole_text(corpus):
 
 
 @pytest.mark.parametrize("kind", ["concat", "documents"])
-def test_validation_of_a_large_text_reads_documents_that_are_spread_evenly(tmp_path, monkeypatch, kind):
+def test_validation_of_a_large_text_reads_evenly_spaced_documents(tmp_path, monkeypatch, kind):
     texts = [f"Document {number:04} ends here." for number in range(1000)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     num_each = len(TOKENIZER.encode(texts[0])) + 1
@@ -440,7 +440,7 @@ def test_validation_of_a_large_text_reads_documents_that_are_spread_evenly(tmp_p
 
 @pytest.mark.parametrize("kind", ["concat", "documents"])
 @pytest.mark.parametrize("long", [[39], range(5, 1000, 10), range(0, 1000, 2)])
-def test_validation_of_documents_of_unequal_length_has_as_many_rows_as_asked(tmp_path, monkeypatch, kind, long):
+def test_validation_has_the_requested_rows_for_unequal_documents(tmp_path, monkeypatch, kind, long):
     sizes = [300 if number in long else 2 for number in range(1000)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": "word " * size}) + "\n" for size in sizes))
     num_tokens = sum(len(TOKENIZER.encode("word " * size)) + 1 for size in sizes)
@@ -455,7 +455,7 @@ def test_validation_of_documents_of_unequal_length_has_as_many_rows_as_asked(tmp
         assert found.coverage.all_tokens == pytest.approx(num_tokens, rel=0.5)
 
 
-def test_validation_keeps_its_sources_apart_and_counts_the_bytes_of_all_rows(three):
+def test_validation_is_per_source_and_counts_bytes_of_all_rows(three):
     data = data_config(three[0], validation=three[0], batch_size=2)
     found, manifest = held_out.open_held_out(data, tokenizer=TOKENIZER, num_batches=5, rows=[1])
     assert [fact[0] for fact in manifest["sources"]] == list(found) == ["a", "b", "c"]
@@ -467,7 +467,7 @@ def test_validation_keeps_its_sources_apart_and_counts_the_bytes_of_all_rows(thr
             np.testing.assert_array_equal(mine.tokens, batch.tokens[1:])
 
 
-def test_validation_passes_over_bad_records_only_when_asked(tmp_path):
+def test_validation_skips_bad_records_only_when_configured(tmp_path):
     rows = [json.dumps({"text": text}) for text in ("first text", None, "second text")]
     (tmp_path / "a.jsonl").write_text("\n".join(rows))
     data = data_config(str(tmp_path / "a.jsonl"), batch_size=1)
@@ -480,7 +480,7 @@ def test_validation_passes_over_bad_records_only_when_asked(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["concat", "documents"])
-def test_rows_that_no_text_fills_hold_the_id_of_padding(tmp_path, kind):
+def test_empty_rows_hold_the_padding_id(tmp_path, kind):
     (tmp_path / "a.txt").write_text("short")
     data = data_config(str(tmp_path / "a.txt"), batch_size=3, packing=kind)
     [batch] = validation(data, num_batches=1)
@@ -498,7 +498,7 @@ def test_bits_per_byte_counts_the_bytes_of_the_counted_targets(tmp_path):
     assert found.num_bytes + first == len(text.encode())
 
 
-def test_batches_of_one_source_stay_those_of_the_first_release():
+def test_single_source_batches_match_golden_hashes():
     """Golden hashes of tiny's batches, recorded before there were mixtures and windows."""
     data = DataConfig(train="package:austen_train.jsonl", tokenizer="package:austen_2k.model", batch_size=4)
     hashes = [loader.batch_hash(batch, rows=range(4)) for batch, _ in take(data, 3)]
@@ -515,7 +515,7 @@ def test_batches_of_one_source_stay_those_of_the_first_release():
     assert loader.batch_hash(held[0], rows=range(6)) == "e300e5e613948fefc26d6238cc5c9891"
 
 
-def test_batch_hash_sees_tokens_weights_and_the_place_of_a_row(corpus):
+def test_batch_hash_depends_on_tokens_weights_and_row_order(corpus):
     (batch, _), *_ = take(data_config(corpus[0]), 1)
     reference = loader.batch_hash(batch, rows=range(6))
     tokens, weights = batch.tokens.copy(), batch.weights.copy()
@@ -530,7 +530,7 @@ def test_batch_hash_sees_tokens_weights_and_the_place_of_a_row(corpus):
 
 @pytest.mark.quick_cases("documents")
 @pytest.mark.parametrize("kind", ["concat", "documents"])
-def test_skip_passes_over_one_bad_record_whatever_row_it_falls_to(tmp_path, kind):
+def test_one_bad_record_is_skipped_in_any_row(tmp_path, kind):
     lines = [json.dumps({"text": None if number == 4 else f"text {number} of nine"}) for number in range(9)]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     for seed in range(6):

@@ -42,7 +42,7 @@ def test_sources_are_paths_or_names_with_paths():
         ("web=a;code= ", "source 'code' has no paths"),
     ],
 )
-def test_sources_without_name_or_paths_are_refused(spec, message):
+def test_malformed_sources_are_refused(spec, message):
     with pytest.raises(ValueError, match=message):
         parse_sources(spec, key="data.train")
 
@@ -88,7 +88,7 @@ def test_stages_hold_normalised_weights_until_their_step_or_tokens():
         ("web=1,code=1 until_stop=5;web=1,code=2", "is not a number"),
     ],
 )
-def test_weights_that_fit_no_source_or_do_not_grow_are_refused(weights, message):
+def test_invalid_mixture_specs_are_refused(weights, message):
     with pytest.raises(ValueError) as caught:  # noqa: PT011 - the message is compared below
         parse_stages(weights, names=["web", "code"], batch_tokens=100)
     assert message in str(caught.value)
@@ -106,7 +106,7 @@ def test_shares_are_within_one_percent_after_a_few_thousand_rows_from_any_batch_
     assert not set(found.ravel().tolist()) & {number for number, weight in enumerate(weights) if weight == 0}
 
 
-def test_every_stream_and_every_batch_has_its_share_of_every_source():
+def test_shares_hold_per_stream_and_per_batch():
     mixture = mixture_of("a=5,b=3,c=2")
     found = chosen(mixture, rows=range(64), batches=range(1000))
     expected = np.asarray([0.5, 0.3, 0.2])
@@ -125,14 +125,14 @@ def test_a_stage_changes_the_shares_from_its_step_on_and_nothing_before():
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 2000), st.integers(0, 300))
-def test_row_counts_are_those_of_the_choices_one_by_one(row, num_batches):
+def test_row_counts_match_individual_choices(row, num_batches):
     for weights in ("a=1,b=2,c=4", "a=1,b=1,c=0", "a=1,b=2,c=0 until_step=70;a=0,b=0,c=1 until_step=130;a=1,b=1,c=1"):
         mixture = mixture_of(weights)
         found = [source_of_full_rows(mixture, row, batch) for batch in range(num_batches)]
         assert mixture.row_counts(row, num_batches=num_batches).tolist() == [found.count(s) for s in range(3)]
 
 
-def test_choices_stay_those_of_this_release():
+def test_choices_match_golden_values():
     """The golden choice: were it to change, running jobs would lose or repeat text at an upgrade."""
     found = chosen(mixture_of("a=1,b=1,c=2"), rows=range(6), batches=(0, 1, 2, 123456789))
     assert found.tolist() == [
@@ -145,7 +145,7 @@ def test_choices_stay_those_of_this_release():
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(20, 100)), min_size=2, max_size=5), st.integers(0, 99))
-def test_account_of_a_row_stays_within_a_few_rows_and_full_rows_leave_none(sources, row):
+def test_token_debt_of_a_row_is_bounded_and_zero_for_full_rows(sources, row):
     """Sources of weights 1 to 9 whose rows hold 20 to 100 of 100 tokens."""
     weights, sizes = zip(*sources, strict=True)
     mixture = mixture_of(",".join(f"s{number}={weight}" for number, weight in enumerate(weights)))
@@ -162,7 +162,7 @@ def test_account_of_a_row_stays_within_a_few_rows_and_full_rows_leave_none(sourc
         np.testing.assert_allclose(shares, np.asarray(weights) / sum(weights), atol=0.01 * len(sizes))
 
 
-def test_stage_until_tokens_lasts_until_they_are_emitted_where_rows_hold_padding():
+def test_until_tokens_counts_emitted_tokens_when_rows_have_padding():
     spec = "a=1,b=1 until_tokens=1_000;a=0,b=1"
     stages = parse_stages(spec, names=["a", "b"], batch_tokens=100, has_padding=True)
     assert [(stage.until_step, stage.until_tokens) for stage in stages] == [(10, 1000), (None, None)]

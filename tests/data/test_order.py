@@ -13,7 +13,7 @@ from hlat_jax.data import order, streams
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(1, 1 << 16), st.integers(0, 2**32 - 1), st.data())
-def test_permutation_of_few_documents_is_that_of_grain(num_documents, seed, choose):
+def test_permutation_matches_grain(num_documents, seed, choose):
     found = order.permutation(num_documents, seed=seed)
     assert sorted(found.tolist()) == list(range(num_documents))
     for entry in choose.draw(st.lists(st.integers(0, num_documents - 1), max_size=5)):
@@ -21,12 +21,12 @@ def test_permutation_of_few_documents_is_that_of_grain(num_documents, seed, choo
 
 
 @given(st.integers(1, 500))
-def test_scattered_numbers_come_once_each(total):
+def test_scattered_is_a_permutation(total):
     assert sorted(order.evenly_spread(total)) == list(range(total))
 
 
 @pytest.mark.parametrize("num_documents", [1, 9, 1 << 16, (1 << 16) + 1])
-def test_order_is_the_permutation_of_its_seed_and_epoch_for_few_documents_and_many(num_documents):
+def test_order_is_the_permutation_of_seed_and_epoch(num_documents):
     seed = 2**32 - 2
     made = order.Order(num_documents, seed=seed)
     entries = np.linspace(0, num_documents - 1, 7).astype(int).tolist()
@@ -38,7 +38,7 @@ def test_order_is_the_permutation_of_its_seed_and_epoch_for_few_documents_and_ma
         assert number == expected
 
 
-def test_hash_of_the_algorithm_stays_that_of_this_release_and_sees_another(monkeypatch):
+def test_algorithm_hash_is_golden_and_changes_with_the_permutation(monkeypatch):
     """Golden: with another permutation, running jobs would lose or repeat text at an upgrade."""
     order.algorithm_hash.cache_clear()
     assert order.algorithm_hash() == "49685eeb"
@@ -48,7 +48,7 @@ def test_hash_of_the_algorithm_stays_that_of_this_release_and_sees_another(monke
     order.algorithm_hash.cache_clear()
 
 
-def test_run_of_another_permutation_is_refused_by_name():
+def test_run_with_another_permutation_is_refused_by_name():
     data = {"train": "a.jsonl", "mixture": "", "batch_size": 2, "seq_len": 8, "packing": "concat"}
     saved = {"config": {"data": data}, "manifest": {"files": [], "order": "old"}}
     [line] = streams.data_drift(saved, saved | {"manifest": {"files": [], "order": "new"}}, num_batches=3)

@@ -82,7 +82,7 @@ def test_concat_rows_are_exactly_the_concatenation(texts, seq_len, max_chars):
 @pytest.mark.parametrize("make", [concat, documents])
 @settings(max_examples=40, deadline=None)
 @given(SOME_BAD, st.integers(2, 9), st.integers(1, 12))
-def test_stream_goes_on_from_every_position(make, texts, seq_len, max_chars):
+def test_stream_resumes_from_every_position(make, texts, seq_len, max_chars):
     stream = make(texts, seq_len=seq_len, max_chars=max_chars)
     positions, rows = [stream.position], []
     for _ in range(12):
@@ -101,7 +101,7 @@ def test_stream_goes_on_from_every_position(make, texts, seq_len, max_chars):
 @pytest.mark.parametrize("make", [concat, documents])
 @settings(max_examples=40, deadline=None)
 @given(SOME_BAD, st.integers(2, 9), st.integers(1, 12))
-def test_spans_say_which_tokens_of_which_document_stand_where(make, texts, seq_len, max_chars):
+def test_spans_map_row_tokens_to_documents(make, texts, seq_len, max_chars):
     stream, read = make(texts, seq_len=seq_len, max_chars=max_chars), order(texts)
     for _ in range(12):
         row, covered = stream.next_row(), 0
@@ -116,7 +116,7 @@ def test_spans_say_which_tokens_of_which_document_stand_where(make, texts, seq_l
 @pytest.mark.parametrize("make", [concat, documents])
 @settings(max_examples=40, deadline=None)
 @given(SOME_BAD, st.integers(2, 9))
-def test_bad_records_are_skipped_and_counted_once_for_each_time_they_are_met(make, texts, seq_len):
+def test_bad_records_are_skipped_and_counted_at_each_occurrence(make, texts, seq_len):
     bad = make(texts, seq_len=seq_len)
     while bad.position[0] < 3:
         row = bad.next_row()
@@ -131,13 +131,13 @@ def test_bad_records_are_skipped_and_counted_once_for_each_time_they_are_met(mak
 
 
 @pytest.mark.parametrize("make", [concat, documents])
-def test_stream_of_bad_records_alone_is_refused(make):
+def test_stream_of_only_bad_records_is_refused(make):
     stream = make([None, None], seq_len=4)
     with pytest.raises(ValueError, match="the last 4 documents of one row are bad records"):
         stream.next_row()
 
 
-def test_concat_position_after_a_row_that_ends_with_its_document_is_the_next_document():
+def test_concat_position_after_a_document_end_is_the_next_document():
     stream = concat(["abc", "d"], seq_len=4)
     stream.next_row()
     assert stream.position.tolist() == [0, 1, 0, 0]
@@ -176,7 +176,7 @@ def test_concat_resuming_reads_one_document():
     assert read == [(7, 900)]
 
 
-def test_documents_resuming_reads_one_window_and_every_row_its_share_of_the_next():
+def test_documents_resuming_reads_one_window_and_spreads_reading_the_next():
     read = []
     stream = reading(read, make=documents, position=[7, 900, 0, 0])
     stream.next_row()  # 6 documents of 9 tokens make 3 rows of 20
@@ -217,7 +217,7 @@ def test_empty_document_is_one_eos():
     assert row.segment_ids.tolist() == [1, 1, 2, 3]
 
 
-def test_position_that_the_text_does_not_reach_is_refused():
+def test_position_beyond_the_text_is_refused():
     with pytest.raises(ValueError, match="is 6 tokens beyond the end"):
         concat(["abc"], seq_len=2, position=(0, 0, 10, 0)).next_row()
     with pytest.raises(ValueError, match=r"row 3.* is beyond the 2 rows of its window"):
@@ -245,7 +245,7 @@ def test_documents_rows_are_windows_packed_best_fit():
 
 @settings(max_examples=80, deadline=None)
 @given(TEXTS, st.integers(2, 9), st.integers(1, 4), st.integers(1, 12))
-def test_documents_every_token_of_an_epoch_appears_once_and_cuts_are_whole(texts, seq_len, num_window, max_chars):
+def test_documents_epoch_has_every_token_once_in_whole_pieces(texts, seq_len, num_window, max_chars):
     stream, found = documents(texts, seq_len=seq_len, num_window=num_window, max_chars=max_chars), {}
     while stream.position[0] == 0:
         row = stream.next_row()
@@ -259,7 +259,7 @@ def test_documents_every_token_of_an_epoch_appears_once_and_cuts_are_whole(texts
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.integers(1, 20), max_size=40))
-def test_best_fit_overfills_no_row_and_leaves_no_piece_and_opens_no_row_too_many(lengths):
+def test_best_fit_packs_every_piece_within_capacity_and_its_row_bound(lengths):
     rows = packing.best_fit(lengths, capacity=20)
     assert sorted(piece for row in rows for piece in row) == list(range(len(lengths)))
     fill = [sum(lengths[piece] for piece in row) for row in rows]
@@ -268,7 +268,7 @@ def test_best_fit_overfills_no_row_and_leaves_no_piece_and_opens_no_row_too_many
     assert len(rows) <= 11 / 9 * max(-(-sum(lengths) // 20), sum(length > 10 for length in lengths)) + 3
 
 
-def test_segmented_batch_keeps_positions_targets_and_weights_within_segments():
+def test_segmented_batch_restarts_positions_and_targets_per_segment():
     tokens = np.asarray([[5, 6, 2, 7, 2, 9, 2, 2], [2, 2, 2, 2, 2, 2, 2, 2]])
     segments = np.asarray([[1, 1, 1, 2, 2, 3, 0, 0], [0] * 8])
     batch = segmented_batch(tokens, segments)

@@ -94,7 +94,7 @@ def test_peek_prints_the_documents_and_the_text_of_every_row(config, texts, tmp_
     batches.close()
 
 
-def test_text_within_a_document_keeps_its_first_space_and_its_bytes(tmp_path):
+def test_decoding_inside_a_document_keeps_the_leading_space_and_bytes(tmp_path):
     model = io.BytesIO()  # with a space before each text, as Llama's has, which decoding takes away
     sentences = ["one two three four five six seven"] * 20
     sentencepiece.SentencePieceTrainer.train(
@@ -110,7 +110,7 @@ def test_text_within_a_document_keeps_its_first_space_and_its_bytes(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["concat", "documents"])
-def test_peek_begins_at_the_nearest_position_and_shows_the_same(config, tmp_path, capsys, kind):
+def test_peek_output_does_not_depend_on_the_saved_position_used(config, tmp_path, capsys, kind):
     config.data.packing = kind
     resolved = resolve(config)
     expected = shown(resolved, tmp_path / "none", capsys, step=9)[1].split("\n", 3)[3]
@@ -136,7 +136,7 @@ def test_peek_begins_at_the_nearest_position_and_shows_the_same(config, tmp_path
     assert "after step 3" in shown(resolved, tmp_path, capsys, step=9)[1]
 
 
-def test_peek_refuses_positions_of_other_data(config, tmp_path, capsys):
+def test_peek_refuses_positions_from_other_data(config, tmp_path, capsys):
     resolved = resolve(config)
     batches, position = batches_before(resolved.data, 3)
     positions.write(tmp_path, 2, position=position, data_identity=batches.definition.identity(2))
@@ -151,7 +151,7 @@ def test_peek_refuses_positions_of_other_data(config, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("content", [b"", b"PK", b"torn"])
-def test_damaged_position_counts_as_none(tmp_path, content):
+def test_damaged_position_is_ignored(tmp_path, content):
     positions.write(tmp_path, 2, position=np.arange(3), data_identity="a")
     assert positions.nearest(tmp_path, 5, data_identity=lambda step: "a")[0] == 2
     assert [path.name for path in (tmp_path / "positions").iterdir()] == ["2.npz"]
@@ -160,7 +160,7 @@ def test_damaged_position_counts_as_none(tmp_path, content):
     assert not positions.check_identity(tmp_path, 5, data_identity=lambda step: "b")
 
 
-def test_a_position_in_a_checkpoint_under_the_name_of_another_step_counts_as_none(tmp_path):
+def test_position_in_a_misnamed_checkpoint_is_ignored(tmp_path):
     data = dataclasses.asdict(resolve(config_lib.load("tiny")).data)
     recorded = dict(data)
     recorded["weights"] = recorded.pop("mixture")  # as a version wrote it in which the key had its old name
@@ -178,7 +178,7 @@ def test_a_position_in_a_checkpoint_under_the_name_of_another_step_counts_as_non
     assert nearest() is None
 
 
-def test_identity_knows_what_decides_batches_and_nothing_else(config):
+def test_identity_depends_only_on_what_determines_batches(config):
     data = dataclasses.asdict(resolve(config).data)
 
     def of(**changes):
@@ -209,7 +209,7 @@ def test_identity_knows_what_decides_batches_and_nothing_else(config):
                 of(tokenizer_sha256="u"), of(num_batches=13)}) == 5  # fmt: skip
 
 
-def test_places_computed_from_lengths_are_those_of_the_streams(config, texts, monkeypatch):
+def test_positions_computed_from_lengths_match_the_streams(config, texts, monkeypatch):
     monkeypatch.setattr(positions, "_DOCUMENTS_AT_ONCE", 3)
     data = resolve(config).data
     batches = TrainBatches(data, tokenizer=TOKENIZER)
@@ -234,7 +234,7 @@ def test_places_computed_from_lengths_are_those_of_the_streams(config, texts, mo
     batches.close()
 
 
-def test_peek_of_stored_ids_replays_nothing_and_training_on_them_is_the_same(config, texts, tmp_path, capsys):
+def test_stored_ids_give_the_same_batches_and_peek_without_replay(config, texts, tmp_path, capsys):
     config.train.num_steps = 40
     resolved = resolve(config)
     facts = {"tokenizer_sha256": TOKENIZER.sha256, "vocab_size": 2048, "eos_id": 2, "max_document_chars": 300}
@@ -295,7 +295,7 @@ def trained(config, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_run_of_two_sources_packed_by_documents_validates_each_and_can_be_peeked_at(trained, config, tmp_path, capsys):
+def test_two_source_run_validates_each_source_and_supports_peek(trained, config, tmp_path, capsys):
     run = tmp_path / "run"
     with open(tmp_path / "code.jsonl", "a") as file:
         file.write('{"text": null}\n' * 4)
@@ -339,7 +339,7 @@ def test_run_of_two_sources_packed_by_documents_validates_each_and_can_be_peeked
 
 
 @pytest.mark.slow
-def test_stages_after_the_saved_step_may_change_and_the_batches_are_those_of_a_run_that_knew(trained, config, tmp_path):
+def test_future_mixture_stages_may_change_on_resume(trained, config, tmp_path):
     expected_weights = "web=3,code=1 until_step=5;web=1,code=1 until_step=9;web=0,code=1"
     trained(mixture=expected_weights)
     expected = [row["batch_hash"] for row in rows(tmp_path / "run") if "loss" in row]
@@ -358,7 +358,7 @@ def test_stages_after_the_saved_step_may_change_and_the_batches_are_those_of_a_r
 
 
 @pytest.mark.slow
-def test_resumed_run_of_two_sources_has_the_rows_of_one_that_was_left_alone(trained, config, tmp_path):
+def test_resumed_two_source_run_equals_an_uninterrupted_one(trained, config, tmp_path):
     trained()
     expected = [exact(row) for row in rows(tmp_path / "run")]
     (tmp_path / "run").rename(tmp_path / "whole")

@@ -50,7 +50,7 @@ if jax.process_index() == 0:
 """
 
 
-def test_two_processes_bring_the_rows_of_their_devices_and_save_one_position(tmp_path):
+def test_two_processes_load_their_own_rows_and_save_one_position(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"

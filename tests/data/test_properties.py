@@ -47,7 +47,7 @@ def taken(data, num_batches, **options):
 @pytest.mark.slow
 @settings(max_examples=12, deadline=None)
 @given(corpora(), st.data())
-def test_run_that_stops_anywhere_and_goes_on_with_any_processes_is_the_same_run(tmp_path_factory, corpus, choose):
+def test_run_resumed_anywhere_on_any_number_of_processes_is_identical(tmp_path_factory, corpus, choose):
     texts, data = corpus
     path = tmp_path_factory.mktemp("any") / "a.jsonl"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))

@@ -22,7 +22,7 @@ def copied(memory, folder):
         memory.pipe(f"/bucket/in/{path.name}", path.read_bytes())
 
 
-def test_urls_give_the_documents_and_the_hash_of_local_files(tmp_path, memory):
+def test_urls_give_the_same_documents_and_hash_as_local_files(tmp_path, memory):
     local = tmp_path / "in"
     local.mkdir()
     write_jsonl(local / "a.jsonl", TEXTS)
@@ -60,7 +60,7 @@ def test_url_that_cannot_be_read_says_what_is_missing(memory):
     assert "build memory:///bucket/b.jsonl.gz --out b" in error_of("memory://bucket/b.jsonl.gz")
 
 
-def test_remote_file_that_shrinks_is_noticed_by_a_short_read(memory):
+def test_shrunk_remote_file_is_detected_by_a_short_read(memory):
     memory.pipe("/bucket/a.jsonl", b'{"text": "one"}\n{"text": "two"}\n')
     documents = open_all("memory://bucket/a.jsonl")
     memory.pipe("/bucket/a.jsonl", b'{"text": "one"}\n')
@@ -80,7 +80,7 @@ def test_glob_of_urls_searches_the_folders_it_matches(memory):
         assert read_all(f"memory://bucket/{pattern}") == ["0", "en/a", "en/deep/b"]
 
 
-def test_question_mark_in_a_url_is_no_glob(memory):
+def test_question_mark_in_a_url_is_not_a_glob(memory):
     memory.pipe("/bucket/a?b.jsonl", b'{"text": "one"}\n')
     memory.pipe("/bucket/axb.jsonl", b'{"text": "two"}\n')
     assert read_all("memory://bucket/a?b.jsonl") == ["one"]
@@ -93,7 +93,7 @@ class ClientError(Exception):
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "a.arrow"])
-def test_error_of_a_client_library_names_the_file(tmp_path, memory, monkeypatch, name):
+def test_client_library_error_names_the_file(tmp_path, memory, monkeypatch, name):
     write = {"a.jsonl": write_jsonl, "a.parquet": write_parquet, "a.arrow": write_arrow}[name]
     memory.pipe(f"/bucket/{name}", write(tmp_path / name, TEXTS).read_bytes())
     documents = open_all(f"memory://bucket/{name}")

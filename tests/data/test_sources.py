@@ -40,7 +40,7 @@ def test_jsonl_parquet_and_text_files_hold_the_same_documents(tmp_path):
     assert read_all(folder) == TEXTS
 
 
-def test_jsonl_reads_raw_utf8_blank_lines_and_a_last_line_without_end(tmp_path):
+def test_jsonl_reads_utf8_blank_lines_and_a_last_line_without_newline(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes('\n{"text": "漢"}\r\n   \n\n{"text": "b"}\n{"text": "c"}'.encode())
     assert read_all(path) == ["漢", "b", "c"]
@@ -51,12 +51,12 @@ def test_jsonl_index_is_exact_across_its_read_chunks(tmp_path):
     assert read_all(write_jsonl(tmp_path / "a.jsonl", texts)) == texts
 
 
-def test_text_field_names_the_key_and_the_column(tmp_path):
+def test_text_field_selects_the_json_key_or_column(tmp_path):
     assert read_all(write_jsonl(tmp_path / "a.jsonl", ["x"], field="body"), text_field="body") == ["x"]
     assert read_all(write_parquet(tmp_path / "a.parquet", ["x"], field="body"), text_field="body") == ["x"]
 
 
-def test_spec_takes_files_folders_and_globs_in_the_order_written(tmp_path):
+def test_spec_keeps_the_order_of_files_folders_and_globs(tmp_path):
     (tmp_path / "d" / "sub").mkdir(parents=True)
     (tmp_path / "d" / ".hidden").mkdir()
     for name in ("z.jsonl", "d/b.jsonl", "d/a.jsonl", "d/sub/0.jsonl", "d/.hidden/no.jsonl", "g1.jsonl", "g2.jsonl"):
@@ -97,7 +97,7 @@ def test_package_text_is_found_and_its_split_is_disjoint():
     assert not set(train) & set(validation)
 
 
-def test_manifest_depends_on_the_content_and_not_on_the_place(tmp_path):
+def test_manifest_depends_on_content_not_on_location(tmp_path):
     (tmp_path / "elsewhere").mkdir()
     one = write_jsonl(tmp_path / "a.jsonl", TEXTS)
     two = write_jsonl(tmp_path / "elsewhere" / "a.jsonl", TEXTS)
@@ -113,7 +113,7 @@ def test_manifest_depends_on_the_content_and_not_on_the_place(tmp_path):
     assert both[0] != both[1]
 
 
-def test_fingerprint_of_a_long_file_sees_its_ends_and_its_size(tmp_path):
+def test_fingerprint_of_a_long_file_covers_both_ends_and_size(tmp_path):
     path, prints = tmp_path / "a.txt", set()
     content = bytearray(b"a" * 5_000_000)
     for change in (None, 0, len(content) - 1):
@@ -134,7 +134,7 @@ def test_missing_files_are_named(tmp_path):
     assert "austen_train.jsonl" in error_of("package:nothing.jsonl")
 
 
-def test_compressed_and_unknown_files_are_refused_with_a_remedy(tmp_path):
+def test_compressed_and_unknown_files_are_refused_with_a_fix(tmp_path):
     for name, remedy in (
         ("a.jsonl.gz", f"python -m hlat_jax.data build {tmp_path}/a.jsonl.gz --out a"),
         ("a.txt.zst", f"python -m hlat_jax.data build {tmp_path}/a.txt.zst --out a"),
@@ -178,7 +178,7 @@ def test_bad_jsonl_record_is_named_by_file_and_row(tmp_path, line, reason):
 
 
 @pytest.mark.parametrize("write", [write_jsonl, write_parquet])
-def test_file_that_shrinks_grows_or_goes_under_a_run_is_noticed(tmp_path, write):
+def test_file_resized_or_removed_during_a_run_is_detected(tmp_path, write):
     path = write(tmp_path / ("a.jsonl" if write is write_jsonl else "a.parquet"), TEXTS)
     for change in (TEXTS[:2], [*TEXTS, "more"], None):
         write(path, TEXTS)
@@ -190,7 +190,7 @@ def test_file_that_shrinks_grows_or_goes_under_a_run_is_noticed(tmp_path, write)
             assert not isinstance(caught.value, BadRecord)  # never skipped
 
 
-def test_file_rewritten_in_its_size_is_noticed_and_a_touched_one_is_not(tmp_path):
+def test_same_size_rewrite_is_detected_but_touch_is_ignored(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", TEXTS)
     documents = sources.open_corpus(str(path), text_field="text", key="data.train")
     os.utime(path, ns=(1, 1))
@@ -200,7 +200,7 @@ def test_file_rewritten_in_its_size_is_noticed_and_a_touched_one_is_not(tmp_path
         documents[0]
 
 
-def edited_unseen(path):
+def edit_outside_fingerprint(path):
     """Changes a letter of a long file where no block of its fingerprint is, and sets its time of writing back."""
     before, raw = os.stat(path), bytearray(path.read_bytes())
     print_ = fingerprint(path)
@@ -211,12 +211,12 @@ def edited_unseen(path):
     assert (fingerprint(path), os.stat(path).st_mtime_ns) == (print_, before.st_mtime_ns)
 
 
-def test_jsonl_edited_between_the_blocks_of_its_fingerprint_with_its_time_set_back_is_noticed(tmp_path):
+def test_jsonl_edit_outside_the_fingerprint_with_mtime_restored_is_detected(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", ["a" * 500_000] * 8)
     documents = sources.open_corpus(str(path), text_field="text", key="data.train", index_folder=tmp_path / "index")
     os.chmod(path, 0o600)
     assert documents[7] == "a" * 500_000
-    edited_unseen(path)
+    edit_outside_fingerprint(path)
     with pytest.raises(ValueError, match="changed its content"):
         documents[7]
     again = sources.open_corpus(str(path), text_field="text", key="data.train", index_folder=tmp_path / "index")
@@ -224,7 +224,7 @@ def test_jsonl_edited_between_the_blocks_of_its_fingerprint_with_its_time_set_ba
 
 
 @pytest.mark.parametrize("name", ["a.parquet", "a.txt", "built"])
-def test_long_file_written_again_in_its_size_is_refused_unless_its_format_has_checksums(tmp_path, name):
+def test_same_size_edit_of_a_long_file_is_refused_unless_checksummed(tmp_path, name):
     path = changed = tmp_path / name
     if name == "built":
         changed = write_built(path, ["a" * 500_000, *(os.urandom(600_000).hex() for _ in range(3))], num_shards=1)
@@ -250,7 +250,7 @@ def test_long_file_written_again_in_its_size_is_refused_unless_its_format_has_ch
         documents[0]
 
 
-def test_text_file_that_changes_under_a_run_is_noticed(tmp_path):
+def test_text_file_changed_during_a_run_is_detected(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"before")
     documents = sources.open_corpus(str(tmp_path), text_field="text", key="data.train")
     (tmp_path / "a.txt").write_bytes(b"later")
@@ -278,7 +278,7 @@ def test_text_file_with_invalid_utf8_is_named(tmp_path):
     assert "a.txt: invalid UTF-8" in error_of(tmp_path / "a.txt")
 
 
-def test_records_that_cannot_be_used_are_bad_records_and_do_not_hide_the_others(tmp_path):
+def test_unusable_records_are_bad_records_and_others_stay_readable(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b'{"text": 1}\n{"text": "\xff"}\n{"text": "good"}\n{"text"')
     (tmp_path / "b.txt").write_bytes(b"\xff")
     pyarrow.parquet.write_table(pyarrow.table({"text": pyarrow.array([None, "fine"])}), tmp_path / "c.parquet")
@@ -322,7 +322,7 @@ def test_no_documents_and_only_empty_documents_are_refused(tmp_path):
     assert "a.jsonl, row 1: 'text' is empty" in message
 
 
-def test_empty_document_is_a_bad_record_in_every_format_and_blanks_are_text(tmp_path):
+def test_empty_document_is_a_bad_record_but_whitespace_is_text(tmp_path):
     texts = ["a", "", " "]
     (tmp_path / "t").mkdir()
     for number, text in enumerate(texts):
@@ -342,7 +342,7 @@ def test_empty_document_is_a_bad_record_in_every_format_and_blanks_are_text(tmp_
         assert 'data.on_bad_record="skip"' in str(caught.value)
 
 
-def test_json_that_python_does_not_read_is_a_bad_record_and_its_keys_can_be_printed(tmp_path):
+def test_json_rejected_by_python_is_a_bad_record_with_printable_keys(tmp_path):
     digits, half = '{"text": "a", "n": ' + "9" * 5000 + "}", '{"\\ud800": "x"}'
     many = json.dumps({f"{number:02d}{'k' * 60}": "x" for number in range(13)})
     (tmp_path / "a.jsonl").write_text("\n".join((digits, half, many, '{"text": "good"}')))
@@ -361,7 +361,7 @@ def test_json_that_python_does_not_read_is_a_bad_record_and_its_keys_can_be_prin
     assert corpus[3] == "good"
 
 
-def test_file_name_that_is_no_utf8_is_read_and_indexed_like_any_other(tmp_path):
+def test_file_name_that_is_not_utf8_is_read_and_indexed(tmp_path):
     name = os.fsdecode("caf\u00e9.jsonl".encode("latin-1"))
     (tmp_path / name).write_text('{"text": "one"}\n{"text": "two"}\n')
     for folder in (None, tmp_path / "index"):
@@ -389,7 +389,7 @@ def test_files_of_unknown_suffixes_in_a_folder_are_counted(tmp_path):
     assert sources.open_corpus(str(tmp_path / "a.jsonl"), text_field="text", key="k").ignored == ""
 
 
-def test_dataset_beside_the_text_it_was_built_from_is_refused(tmp_path):
+def test_dataset_next_to_its_own_source_text_is_refused(tmp_path):
     write_jsonl(tmp_path / "a.jsonl", ["one"])
     write_built(tmp_path / "built", ["one"], num_shards=1)
     manifest = json.loads((tmp_path / "built/manifest.json").read_text())
@@ -401,7 +401,7 @@ def test_dataset_beside_the_text_it_was_built_from_is_refused(tmp_path):
     assert read_all(tmp_path / "built") == ["one"]
 
 
-def test_remedy_of_a_compressed_file_can_be_pasted_into_a_shell(tmp_path):
+def test_fix_for_a_compressed_file_is_a_valid_shell_command(tmp_path):
     (tmp_path / "two words.jsonl.gz").write_bytes(b"x")
     command = error_of(tmp_path / "two words.jsonl.gz", text_field="my body").split("train on that: ")[1]
     assert shlex.split(command)[3:] == ["build", f"{tmp_path}/two words.jsonl.gz", "--out", "two words",

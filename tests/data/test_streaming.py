@@ -21,7 +21,7 @@ def stream(path, *, text_field="text"):
     return list(read_in_order(path, text_field=text_field))
 
 
-def test_every_format_gives_its_documents_in_order_with_their_rows(tmp_path):
+def test_every_format_streams_documents_in_order_with_row_numbers(tmp_path):
     rows = [(text, row) for row, text in enumerate(TEXTS, start=1)]
     raw = write_jsonl(tmp_path / "a.jsonl", TEXTS).read_bytes()
     assert stream(tmp_path / "a.jsonl") == rows
@@ -46,7 +46,7 @@ def test_every_format_gives_its_documents_in_order_with_their_rows(tmp_path):
     st.booleans(),
     st.sampled_from([1, 7, 64, 1 << 20]),
 )
-def test_jsonl_in_order_agrees_with_jsonl_by_number_for_any_chunk(tmp_path_factory, lines, ended, chunk_bytes):
+def test_jsonl_streaming_matches_random_access_for_any_chunk_size(tmp_path_factory, lines, ended, chunk_bytes):
     path = tmp_path_factory.mktemp("lines") / "a.jsonl"
     path.write_bytes(b'{"text": "head"}\n' + b"\n".join(lines) + (b"\n" if ended else b""))
     before, streaming._CHUNK_BYTES = streaming._CHUNK_BYTES, chunk_bytes
@@ -66,7 +66,7 @@ def test_jsonl_in_order_agrees_with_jsonl_by_number_for_any_chunk(tmp_path_facto
             assert corpus.locate(index).endswith(f"a.jsonl, row {row}")
 
 
-def test_bad_records_are_given_one_by_one_and_the_rest_follows(tmp_path):
+def test_bad_records_are_yielded_individually_and_streaming_continues(tmp_path):
     bad = b'{"text": "a"}\n\n{"text": null}\n{"text": "\xff"}\n{"text": "b"}\n{"te'
     (tmp_path / "a.jsonl").write_bytes(bad)
     kinds = [text if isinstance(text, str) else "bad" for text, _ in stream(tmp_path / "a.jsonl")]
@@ -83,7 +83,7 @@ def test_bad_records_are_given_one_by_one_and_the_rest_follows(tmp_path):
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])
-def test_truncated_compressed_file_gives_what_is_whole_and_then_raises(tmp_path, suffix):
+def test_truncated_compressed_file_yields_complete_records_then_raises(tmp_path, suffix):
     raw = "".join(json.dumps({"text": f"document {i}"}) + "\n" for i in range(500)).encode()
     path = write_compressed(tmp_path / f"a.jsonl{suffix}", raw)
     path.write_bytes(path.read_bytes()[:-9])

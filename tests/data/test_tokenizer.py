@@ -17,7 +17,7 @@ TOKENIZER = Tokenizer(ASSET, vocab_size=2048)
 ANY_TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="▁"), max_size=80)
 
 
-def test_ids_are_those_of_the_llama_layout():
+def test_special_ids_follow_the_llama_layout():
     assert (TOKENIZER.vocab_size, TOKENIZER.bos_id, TOKENIZER.eos_id) == (2048, 1, 2)
     ids = TOKENIZER.encode("Emma Woodhouse")
     assert ids.dtype == np.int32
@@ -28,7 +28,7 @@ def test_ids_are_those_of_the_llama_layout():
 
 @settings(max_examples=200, deadline=None)
 @given(ANY_TEXT)
-def test_decode_inverts_encode_and_token_bytes_sum_to_the_bytes_of_any_text(text):
+def test_encode_round_trips_and_token_bytes_sum_to_the_text_bytes(text):
     ids = TOKENIZER.encode(text)
     assert TOKENIZER.decode(ids) == text
     assert TOKENIZER.token_bytes[ids].sum() == len(text.encode("utf-8"))
@@ -43,38 +43,38 @@ def test_token_bytes_sum_to_the_bytes_of_every_validation_chapter():
         assert TOKENIZER.decode(ids) == text
 
 
-def test_control_tokens_stand_for_no_bytes_and_no_text():
+def test_control_tokens_have_no_bytes_and_no_text():
     assert TOKENIZER.token_bytes.dtype == np.int32
     assert TOKENIZER.token_bytes[:3].tolist() == [0, 0, 0]
     assert TOKENIZER.token_bytes[3:].min() >= 1
     assert TOKENIZER.decode(np.concatenate([TOKENIZER.encode("a b"), [2]])) == "a b"
 
 
-def test_dummy_prefix_counts_one_byte_a_text(tmp_path):
+def test_dummy_prefix_counts_one_byte_per_text(tmp_path):
     tokenizer = Tokenizer(train_model(tmp_path / "a.model", byte_fallback=True, vocab_size=320))
     text = "the lazy fox, äöü"
     assert tokenizer.token_bytes[tokenizer.encode(text)].sum() == len(text.encode()) + 1
 
 
-def test_sha256_tells_models_apart(tmp_path):
+def test_sha256_distinguishes_models(tmp_path):
     one, two = (Tokenizer(train_model(tmp_path / f"{n}.model", vocab_size=n)) for n in (60, 61))
     assert one.sha256 != two.sha256
     assert Tokenizer(ASSET).sha256 == TOKENIZER.sha256
 
 
-def test_more_tokens_than_the_model_has_rows_are_refused_with_both_remedies():
+def test_tokenizer_larger_than_the_model_is_refused_with_both_fixes():
     message = r"has 2048 tokens but model.vocab_size=2047; set model.vocab_size=2048 or more, or .* at most 2047 tokens"
     with pytest.raises(ValueError, match=message):
         Tokenizer(ASSET, vocab_size=2047)
 
 
-def test_a_model_may_have_rows_beyond_the_vocabulary_whose_ids_stand_for_no_text():
+def test_padding_rows_beyond_the_vocabulary_decode_to_no_text():
     tokenizer = Tokenizer(ASSET, vocab_size=4096)
     ids = tokenizer.encode("a b")
     assert tokenizer.decode([2048, *ids, 4095]) == "a b"
 
 
-def test_texts_end_with_eos_and_what_else_is_named_each_once():
+def test_stop_ids_are_eos_and_the_given_ids_without_duplicates():
     assert TOKENIZER.stop_ids == (2,)
     assert Tokenizer(ASSET, stop_ids=(7, 2, 9)).stop_ids == (2, 7, 9)
 

@@ -13,7 +13,7 @@ from hlat_jax.data.tokenizer import Tokenizer
 
 
 @pytest.mark.parametrize("kind", ["bytes", "pieces"])
-def test_ids_come_back_as_the_text_and_its_bytes_add_up(kind, tmp_path):
+def test_encode_round_trips_and_token_bytes_sum_to_the_text_bytes(kind, tmp_path):
     ours = Tokenizer(str(write_tokenizer_json(tmp_path, kind)))
     for text in TEXTS:
         ids = ours.encode(text)
@@ -24,7 +24,7 @@ def test_ids_come_back_as_the_text_and_its_bytes_add_up(kind, tmp_path):
     assert ours.token_bytes[[0, 1, 2]].tolist() == [0, 0, 0]
 
 
-def test_ids_are_those_of_transformers_where_no_control_token_is_written_in_the_text(tmp_path):
+def test_ids_match_transformers_without_control_tokens_in_the_text(tmp_path):
     path = write_tokenizer_json(tmp_path, tokenizer_class="PreTrainedTokenizerFast")
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     ours = Tokenizer(str(path))
@@ -34,7 +34,7 @@ def test_ids_are_those_of_transformers_where_no_control_token_is_written_in_the_
     assert ours.vocab_size == tokenizers.Tokenizer.from_file(str(path)).get_vocab_size()
 
 
-def test_a_control_token_written_in_a_text_is_text(tmp_path):
+def test_control_token_spelled_in_the_text_is_plain_text(tmp_path):
     ours = Tokenizer(str(write_tokenizer_json(tmp_path)))
     ids = ours.encode("a</s>b")
     assert ours.eos_id not in ids
@@ -50,7 +50,7 @@ def test_a_control_token_written_in_a_text_is_text(tmp_path):
         ({"tokenizer_config.json": {"eos_token": None}, "config.json": {"eos_token_id": 1}}, 1),
     ],
 )
-def test_eos_is_what_lies_beside_it_says(files, eos, tmp_path):
+def test_eos_comes_from_the_files_next_to_the_tokenizer(files, eos, tmp_path):
     path = write_tokenizer_json(tmp_path)
     (tmp_path / "tokenizer_config.json").unlink()
     for name, content in files.items():
@@ -58,7 +58,7 @@ def test_eos_is_what_lies_beside_it_says(files, eos, tmp_path):
     assert Tokenizer(str(path)).eos_id == eos
 
 
-def test_what_cannot_be_used_is_refused_by_name(tmp_path, monkeypatch):
+def test_unusable_files_are_refused_by_name(tmp_path, monkeypatch):
     path = write_tokenizer_json(tmp_path)
     with pytest.raises(ValueError, match=r"has \d+ tokens but model.vocab_size=7"):
         Tokenizer(str(path), vocab_size=7)

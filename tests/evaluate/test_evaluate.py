@@ -76,7 +76,7 @@ def oracle(trained_run):
 
 @pytest.mark.parametrize("length", range(2, 40))
 @pytest.mark.parametrize("window", [2, 5, 8])
-def test_windows_predict_each_token_once_from_half_a_window_or_all_before(window, length):
+def test_windows_predict_each_token_once_with_at_least_half_a_window_of_context(window, length):
     ids, predicted = np.arange(length), []
     for piece in windows(ids, window):
         assert len(piece.tokens) == len(piece.targets) <= window
@@ -176,7 +176,7 @@ def test_evaluate_shows_its_progress_and_the_time_left(trained_run, evaluate_her
     assert len(set(shares)) > 3
 
 
-def test_evaluate_of_the_validation_rows_has_the_precision_policy_of_the_run(validated, monkeypatch, evaluate_here):
+def test_evaluate_on_validation_rows_uses_the_precision_policy_of_the_run(validated, monkeypatch, evaluate_here):
     """Its parameters are float32, which alone would mean fp32."""
     folder, _, _, _ = validated("concat")
     policies = []
@@ -195,7 +195,7 @@ def test_evaluate_of_the_validation_rows_has_the_precision_policy_of_the_run(val
     assert set(policies) == {"mixed"}
 
 
-def test_validation_is_the_loss_of_rows_cut_by_hand(validated):
+def test_validation_matches_a_loss_computed_by_hand(validated):
     """Every sixth row, counted from the middle of the first six, by logits and log_softmax alone; rel 1e-5: fp32."""
     folder, row, _, text = validated("concat")
     weights = open_weights(folder)
@@ -213,7 +213,7 @@ def test_validation_is_the_loss_of_rows_cut_by_hand(validated):
 
 
 @pytest.mark.slow
-def test_a_validation_of_few_batches_is_near_that_of_all(trained_run, tmp_path):
+def test_few_validation_batches_approximate_full_validation(trained_run, tmp_path):
     """2 %, the noise of 32 rows; the first document is one word again and again, which the novels are not."""
     weights, layout = open_weights(trained_run), make_layout(config_lib.ParallelConfig(), jax.devices()[:1])
     lines = asset_path("austen_validation.jsonl").read_text(encoding="utf-8").splitlines()
@@ -231,7 +231,7 @@ def test_a_validation_of_few_batches_is_near_that_of_all(trained_run, tmp_path):
 
 
 @pytest.mark.slow
-def test_evaluate_refuses_a_held_out_text_that_changed(validated, evaluate_here):
+def test_evaluate_refuses_changed_held_out_text(validated, evaluate_here):
     folder, _, _, text = validated("concat")
     kept = text.read_bytes()
     try:
@@ -260,7 +260,7 @@ def _documents(*lengths):
     ],
     ids=str,
 )
-def test_texts_run_in_the_shortest_of_few_windows_that_holds_them(lengths, num_rows, shapes):
+def test_texts_are_padded_to_the_shortest_bucket_that_fits(lengths, num_rows, shapes):
     seen = []
     predict = lambda batch: (seen.append(batch.tokens.shape) or batch.weights.sum(), 0)  # noqa: E731
     found = perplexity.total(iter(_documents(*lengths)), predict=predict, num_rows=num_rows, window=8192)
@@ -270,7 +270,7 @@ def test_texts_run_in_the_shortest_of_few_windows_that_holds_them(lengths, num_r
 
 
 @pytest.mark.slow
-def test_a_short_text_has_the_loss_that_it_has_in_the_whole_window():
+def test_padding_to_a_short_bucket_does_not_change_the_loss():
     """To 1e-6 of the sum: the same fp32 operations on the same tokens, in arrays of another size."""
     layout = make_layout(config_lib.ParallelConfig(), jax.devices()[:1])
     predict = evaluate._predict(TrainedModel(MODEL, init_params(MODEL, jax.random.key(0)), layout, None, "", ""))
@@ -284,9 +284,7 @@ def test_a_short_text_has_the_loss_that_it_has_in_the_whole_window():
 
 
 @pytest.mark.slow
-def test_evaluate_reads_a_file_as_one_document_and_stored_ids_as_their_texts(
-    trained_run, oracle, evaluate_here, data_here, tmp_path
-):
+def test_evaluate_accepts_a_text_file_and_a_token_dataset(trained_run, oracle, evaluate_here, data_here, tmp_path):
     nats, tokenizer = oracle
     (tmp_path / "text.txt").write_text(TEXTS[0])
     built = [tmp_path / "text.txt", f"--out={tmp_path / 'built'}", f"--tokenizer={tokenizer.path}", "--workers=1"]
@@ -323,7 +321,7 @@ def test_evaluate_reads_a_file_as_one_document_and_stored_ids_as_their_texts(
         (["--validation"], "has no data.validation; give --data=SOURCE"),
     ],
 )
-def test_evaluate_refuses_what_it_cannot_do(words, message, trained_run, evaluate_here, tmp_path):
+def test_evaluate_refuses_invalid_flags(words, message, trained_run, evaluate_here, tmp_path):
     (tmp_path / "empty").touch()
     words = [word.replace("EMPTY", str(tmp_path / "empty")) for word in words]
     code, _, error = evaluate_here(f"--checkpoint={trained_run}", *words)
@@ -331,7 +329,7 @@ def test_evaluate_refuses_what_it_cannot_do(words, message, trained_run, evaluat
     assert message in error
 
 
-def test_a_figure_that_is_not_finite_is_null_in_the_file(trained_run, evaluate_here, monkeypatch, tmp_path):
+def test_non_finite_metrics_are_null_in_the_json(trained_run, evaluate_here, monkeypatch, tmp_path):
     (tmp_path / "text.txt").write_text(TEXTS[0])
     infinite = {"eval_loss": math.inf, "perplexity": math.inf, "bits_per_byte": math.nan}
     monkeypatch.setattr("hlat_jax.run.validation.measures", lambda *_, **__: infinite)
@@ -342,7 +340,7 @@ def test_a_figure_that_is_not_finite_is_null_in_the_file(trained_run, evaluate_h
     assert found["num_documents"] == 1
 
 
-def test_evaluate_says_what_tasks_need(evaluate_here, monkeypatch, tmp_path):
+def test_tasks_without_the_harness_print_the_install_command(evaluate_here, monkeypatch, tmp_path):
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     (tmp_path / "checkpoints").mkdir()
     code, _, error = evaluate_here(f"--checkpoint={tmp_path}", "--tasks=hlat")
@@ -357,7 +355,7 @@ def test_an_output_that_cannot_be_written_is_refused_before_any_work(words, eval
     assert "--json=/no/such/x.json: there is no folder" in error
 
 
-def test_help_does_not_hide_a_flag_that_there_is_not(evaluate_here):
+def test_help_does_not_hide_an_unknown_flag(evaluate_here):
     code, _, error = evaluate_here("--checkpoint=x", "--taskz=hlat", "--help")
     assert code == 2
     assert "unknown flag --taskz. Did you mean '--tasks'?" in error
@@ -369,7 +367,7 @@ def test_help_does_not_hide_a_flag_that_there_is_not(evaluate_here):
     [{"ops_table": "nowhere.json"}, {"rms_norm": "recomputed"}, {"attention": "nki"}, {"remat": "saved:dot_general.6"}],
     ids=str,
 )
-def test_a_text_is_evaluated_by_a_model_that_was_trained_elsewhere(how):
+def test_evaluation_does_not_depend_on_training_time_model_options(how):
     layout = make_layout(config_lib.ParallelConfig(), jax.devices()[:1])
     params = init_params(MODEL, jax.random.key(0))
 

@@ -96,7 +96,7 @@ def answers(found, task):
 
 @pytest.mark.quick_cases("mesh")
 @pytest.mark.parametrize("degrees", [{}, {"tensor": 2, "data": 2}], ids=["one device", "mesh"])
-def test_harness_model_answers_as_the_backend_for_hugging_face(degrees, folder, of_hugging_face):
+def test_harness_model_matches_the_hugging_face_backend(degrees, folder, of_hugging_face):
     found = results(ours(folder, name="source" if degrees else "imported", **degrees), folder)
     for one, other in zip(answers(found, NAMES[0]), answers(of_hugging_face, NAMES[0]), strict=True):
         assert [score[0] for score in one] == pytest.approx([score[0] for score in other], abs=1e-3)
@@ -135,7 +135,7 @@ def test_generation_ends_before_the_first_stop_sequence(folder):
         ({"until": [], "max_gen_toks": 8, "num_beams": 2}, "generation_kwargs has 'num_beams'"),
     ],
 )
-def test_generation_refuses_what_it_cannot_do(asked, message, folder):
+def test_generation_refuses_unsupported_arguments(asked, message, folder):
     with pytest.raises(ValueError, match=message):
         ours(folder)._continued([[5]], asked, first_number=0)
 
@@ -157,7 +157,7 @@ def test_model_arguments_are_checked_by_name(words, message):
 
 
 @pytest.mark.slow
-def test_neurons_environment_is_set_for_the_mesh_that_is_asked_for_before_jax_is_imported():
+def test_neuron_environment_for_the_requested_mesh_is_set_before_importing_jax():
     code = """if True:
         import sys
         from hlat_jax.generate import inference
@@ -171,7 +171,7 @@ def test_neurons_environment_is_set_for_the_mesh_that_is_asked_for_before_jax_is
 
 
 @pytest.mark.slow
-def test_the_harness_command_of_ours_knows_our_model_type(folder, monkeypatch, capsys, of_hugging_face):
+def test_lm_eval_command_accepts_our_model_type(folder, monkeypatch, capsys, of_hugging_face):
     arguments = f"checkpoint={folder / 'source'},tokenizer={folder / 'source/tokenizer.model'},tensor=2"
     words = f"--model hlat_jax --model_args {arguments} --batch_size 4"
     words += f" --include_path {folder} --tasks local_choice"
@@ -193,7 +193,7 @@ def local_suite(monkeypatch):
 
 
 @pytest.mark.slow
-def test_evaluate_runs_a_suite_with_its_shot_counts_beside_the_paper(
+def test_evaluate_runs_a_suite_and_prints_the_published_results(
     folder, local_suite, evaluate_here, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(progress, "ProgressBar", functools.partial(progress.ProgressBar, line_s=0.001))
@@ -229,7 +229,7 @@ def test_evaluate_refuses_tasks_it_cannot_run(words, message, folder, evaluate_h
     assert message in error
 
 
-def test_suites_name_tasks_and_figures_that_the_harness_has(folder):
+def test_suites_name_existing_tasks_and_metrics(folder):
     index = tasks.manager(str(folder)).task_index
     for suite in suites.SUITES.values():
         for column in suite.columns:
@@ -258,7 +258,7 @@ def trained(folder, tmp_path_factory):
         c.metrics.console = "on"
         compiled, compiled_in_each, printed, errors = [], [], io.StringIO(), io.StringIO()
 
-        def heard(event, _, **about):
+        def on_compile_event(event, _, **about):
             if event == "/jax/core/compile/backend_compile_duration":
                 compiled.append(about["fun_name"])
 
@@ -269,7 +269,7 @@ def trained(folder, tmp_path_factory):
             return found
 
         workdir = found / f"run{len(list(found.iterdir()))}"
-        jax.monitoring.register_event_duration_secs_listener(heard)
+        jax.monitoring.register_event_duration_secs_listener(on_compile_event)
         try:
             with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
                 patch.setattr(sys, "stderr", errors)
@@ -277,7 +277,7 @@ def trained(folder, tmp_path_factory):
                 patch.setattr(TasksInTraining, "__call__", evaluate)
                 assert loop.train(resolve(c), workdir) == 0
         finally:
-            jax.monitoring.unregister_event_duration_listener(heard)
+            jax.monitoring.unregister_event_duration_listener(on_compile_event)
         assert "Tokenizing" not in errors.getvalue()  # a bar between our own lines
         return workdir, compiled_in_each, printed.getvalue()
 
@@ -290,9 +290,7 @@ def with_tasks(trained):
 
 
 @pytest.mark.slow
-def test_figures_in_training_are_those_of_evaluate_on_the_checkpoint_of_that_step(
-    folder, with_tasks, evaluate_here, tmp_path
-):
+def test_metrics_in_training_match_evaluate_on_the_same_checkpoint(folder, with_tasks, evaluate_here, tmp_path):
     workdir, _, printed = with_tasks
     rows = {row["step"]: row for row in micro.rows(workdir) if "tasks/local_choice/acc" in row}
     assert list(rows) == [0, 2, 3]
@@ -313,7 +311,7 @@ def test_figures_in_training_are_those_of_evaluate_on_the_checkpoint_of_that_ste
 
 
 @pytest.mark.slow
-def test_tasks_in_training_change_no_bit_of_it_and_compile_at_their_first_evaluation_alone(with_tasks, trained):
+def test_tasks_in_training_leave_it_bitwise_unchanged_and_compile_once(with_tasks, trained):
     workdir, compiled_in_each, _ = with_tasks
     assert "jit(score)" in compiled_in_each[0]
     assert compiled_in_each[1:] == [[], []]
@@ -323,7 +321,7 @@ def test_tasks_in_training_change_no_bit_of_it_and_compile_at_their_first_evalua
     assert rows == [micro.exact(row) for row in micro.rows(plain)]
 
 
-def test_an_unknown_task_in_training_is_refused_before_there_is_a_run_folder(folder, train_here, tmp_path):
+def test_unknown_task_is_refused_before_creating_the_run_folder(folder, train_here, tmp_path):
     words = (f"--config={micro.write_config(tmp_path)}", f"--workdir={tmp_path / 'run'}")
     words += ("--config.train.eval_tasks=local_choise", f"--config.train.eval_tasks_folder={folder}")
     code, _, error = train_here(*words)
@@ -346,7 +344,7 @@ def test_a_complete_run_fetches_no_tasks(with_tasks, train_here, monkeypatch):
 
 
 @pytest.mark.slow
-def test_figures_that_cannot_be_computed_are_said_and_end_no_training(with_tasks, trained, monkeypatch):
+def test_metric_failure_is_reported_and_training_continues(with_tasks, trained, monkeypatch):
     def overflow(*_):
         raise OverflowError("math range error")
 
@@ -356,7 +354,7 @@ def test_figures_that_cannot_be_computed_are_said_and_end_no_training(with_tasks
     assert len([row for row in micro.rows(workdir) if "loss" in row]) == 3
 
 
-def test_data_that_cannot_be_fetched_are_told_by_what_asked_for_them(folder, monkeypatch):
+def test_failed_download_error_names_the_setting_and_tasks(folder, monkeypatch):
     def offline(*_):
         raise ConnectionError("Couldn't reach the hub\nand more")
 
@@ -368,7 +366,7 @@ def test_data_that_cannot_be_fetched_are_told_by_what_asked_for_them(folder, mon
 
 
 @pytest.mark.slow
-def test_a_task_that_shuffles_has_the_same_figures_at_every_call_and_disturbs_no_other_random_numbers(folder, tmp_path):
+def test_shuffling_task_is_repeatable_and_leaves_global_rng_state_unchanged(folder, tmp_path):
     write_tasks(tmp_path)
     (tmp_path / "local_rolling.yaml").write_text(
         (tmp_path / "local_rolling.yaml").read_text() + "process_docs: !function shuffled.shuffled\n"
@@ -390,18 +388,18 @@ def test_a_task_that_shuffles_has_the_same_figures_at_every_call_and_disturbs_no
     assert len(set(found)) == 1
 
 
-def test_a_task_of_a_suite_that_is_named_too_is_refused_before_anything_is_scored(folder, local_suite, monkeypatch):
+def test_task_named_twice_is_refused_before_scoring(folder, local_suite, monkeypatch):
     monkeypatch.setattr(lm_eval_compat, "evaluate", lambda **_: pytest.fail("scored"))
     with pytest.raises(ValueError, match="--tasks: local_choice is in two of the names"):
         Tasks(["local", "local_choice"], TaskOptions(folder=str(folder)))(None)
 
 
-def test_a_folder_of_tasks_that_there_is_not_is_named():
+def test_missing_tasks_folder_is_named():
     with pytest.raises(ValueError, match="--tasks_folder=/no/such: no such folder"):
         Tasks(["hellaswag"], TaskOptions(folder="/no/such"))
 
 
-def test_model_args_take_what_the_harness_adds_for_its_data():
+def test_model_args_accept_arguments_added_by_the_harness():
     with pytest.raises(ValueError, match="/no/such holds no weights"):
         ModelType.create_from_arg_obj({"checkpoint": "/no/such", "trust_remote_code": True})
 
@@ -418,7 +416,7 @@ def with_bos(folder, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_tokenizer_that_begins_texts_with_bos_does_so_here_as_in_the_backend_for_hugging_face(folder, with_bos):
+def test_bos_handling_matches_the_hugging_face_backend(folder, with_bos):
     theirs = results(HFLM(str(with_bos / "exported"), device="cpu", batch_size=3), folder)
     model = ours(with_bos)
     found = results(model, folder)
@@ -445,7 +443,7 @@ def test_a_tokenizer_that_begins_texts_with_bos_does_so_here_as_in_the_backend_f
         ({}, False),
     ],
 )
-def test_files_of_a_tokenizer_say_whether_texts_begin_with_bos(files, begins, tmp_path):
+def test_tokenizer_files_decide_whether_texts_begin_with_bos(files, begins, tmp_path):
     for name, content in files.items():
         (tmp_path / name).write_text(json.dumps(content))
     assert begins_texts_with_bos(tmp_path) is begins

@@ -25,7 +25,7 @@ FOUND = {
 }
 
 
-def test_figures_are_numbers_by_task_and_metric_and_filter():
+def test_metrics_are_keyed_by_task_metric_and_filter():
     assert in_training.figures(FOUND) == {
         "tasks/alone/acc": 0.5,
         "tasks/alone/exact_match/strict-match": 0.25,
@@ -35,7 +35,7 @@ def test_figures_are_numbers_by_task_and_metric_and_filter():
     }
 
 
-def test_what_a_group_with_a_figure_of_its_own_stands_for_is_not_printed():
+def test_members_of_a_group_with_its_own_metric_are_not_printed():
     shown = in_training.shown(FOUND)
     assert shown == ["tasks/alone/acc", "tasks/alone/exact_match/strict-match", "tasks/both/acc", "tasks/member/f1"]
     line = tasks_line({"step": 7, **in_training.figures(FOUND)}, shown)
@@ -76,7 +76,7 @@ def train(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_tasks_run_before_the_first_step_at_the_interval_and_at_the_end_and_once_in_a_resumed_run(train, capsys):
+def test_tasks_run_at_the_start_at_each_interval_and_at_the_end(train, capsys):
     found = train(3)
     assert [step for step, _ in found] == [0, 2, 3]
     assert len({figure for _, figure in found}) == 3
@@ -105,7 +105,7 @@ def test_tasks_without_the_harness_are_refused_with_the_command_that_installs_it
         ({"eval_tasks": "a", "eval_tasks_limit": -1}, "train.eval_tasks_limit=-1 must be at least 0"),
     ],
 )
-def test_settings_of_tasks_that_fit_nothing_are_refused(settings, message):
+def test_invalid_task_settings_are_refused(settings, message):
     c = config_lib.default()
     c.train.update(settings)
     with pytest.raises(ValueError, match=message):

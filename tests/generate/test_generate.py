@@ -45,7 +45,7 @@ def texts(trained_run):
 
 
 @pytest.mark.slow
-def test_generate_writes_one_prompt_as_it_goes(trained_run, texts, generate_here):
+def test_generate_streams_one_prompt(trained_run, texts, generate_here):
     code, printed, told = generate_here(f"--checkpoint={trained_run}", f"--prompt={PROMPTS[0]}", *WORDS)
     assert (code, printed) == (0, texts[0] + "\n")
     assert f"{trained_run}/checkpoints/24, step 24, float32; pipe 1 x data 1 x fsdp 1 x tensor 1, cpu" in told
@@ -59,9 +59,7 @@ def test_generate_writes_one_prompt_as_it_goes(trained_run, texts, generate_here
     [["--batch_size=2"], ["--config.parallel.tensor=2", "--config.parallel.data=-1", "--config.parallel.fsdp=2"]],
     ids=["batches", "mesh"],
 )
-def test_generate_writes_the_same_texts_of_several_prompts_in_any_batch_on_any_mesh(
-    more, trained_run, texts, generate_here, tmp_path
-):
+def test_generated_texts_do_not_depend_on_batching_or_mesh(more, trained_run, texts, generate_here, tmp_path):
     (tmp_path / "prompts.txt").write_text(f"{PROMPTS[1]}\n\n{PROMPTS[2]}\n")
     words = [f"--checkpoint={trained_run / 'checkpoints' / '24'}", f"--prompt={PROMPTS[0]}", *WORDS]
     code, printed, _ = generate_here(*words, f"--prompts_file={tmp_path / 'prompts.txt'}", *more)
@@ -76,7 +74,7 @@ class Bytes:
         return bytes(ids).decode("utf-8", errors="replace")
 
 
-def test_parts_of_a_text_are_whole_characters_and_together_the_text():
+def test_streamed_parts_are_whole_characters_that_join_to_the_text():
     text = "a é 漢字 🙂 b"
     continued, parts = StreamedText(Bytes(), text.encode()[:1]), []
     for byte in text.encode()[1:]:
@@ -109,7 +107,7 @@ def test_parts_of_a_text_are_whole_characters_and_together_the_text():
         (["--checkpoint=RUN", "--prompt=a", "--max_tokens=4k"], "--max_tokens=4k must be a whole number in digits"),
     ],
 )
-def test_generate_refuses_what_it_cannot_do(words, message, trained_run, generate_here):
+def test_generate_refuses_invalid_flags(words, message, trained_run, generate_here):
     code, printed, error = generate_here(*(word.replace("RUN", str(trained_run)) for word in words))
     assert (code, printed) == (2, "")
     assert message in error
@@ -140,7 +138,7 @@ def padded(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_ids_beyond_the_vocabulary_are_no_text(padded, generate_here):
+def test_ids_beyond_the_vocabulary_decode_to_no_text(padded, generate_here):
     words = ["--prompt=the lazy", "--temperature=2", "--max_tokens=60", "--nobos"]
     code, printed, error = generate_here(f"--checkpoint={padded[1]}", *words)
     assert code == 0, error
@@ -152,7 +150,7 @@ def test_ids_beyond_the_vocabulary_are_no_text(padded, generate_here):
 
 
 @pytest.mark.slow
-def test_a_text_ends_at_each_token_at_which_transformers_ends_it(padded, generate_here):
+def test_generation_stops_at_the_same_tokens_as_transformers(padded, generate_here):
     source, imported = padded
     ids = open_weights(imported).open_tokenizer().encode("the lazy").tolist()
     made = transformers.AutoModelForCausalLM.from_pretrained(source)
@@ -216,7 +214,7 @@ def test_a_tokenizer_is_given_where_the_folder_has_none(padded, generate_here, e
     assert f"--validation: {folder} holds weights without a run" in error
 
 
-def test_an_import_of_fused_projections_names_the_flag_that_keeps_them_apart(padded, generate_here):
+def test_fused_projection_error_names_the_import_flag(padded, generate_here):
     words = ["--prompt=a", "--config.parallel.tensor=6"]  # of 2 heads of keys and values
     code, _, error = generate_here(f"--checkpoint={padded[1]}", *words)
     assert code == 2
@@ -230,7 +228,7 @@ def test_prompts_that_are_not_utf8_are_refused_naming_the_file(trained_run, gene
     assert f"--prompts_file={tmp_path / 'prompts.txt'} is not UTF-8: " in error
 
 
-def test_a_terminal_that_cannot_show_a_character_is_shown_its_number(trained_run, monkeypatch):
+def test_unencodable_characters_are_escaped(trained_run, monkeypatch):
     shown = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr("sys.stdout", shown)
     assert generate.main([f"--checkpoint={trained_run}", "--prompt=café", "--max_tokens=1"]) == 0
@@ -238,7 +236,7 @@ def test_a_terminal_that_cannot_show_a_character_is_shown_its_number(trained_run
     assert shown.buffer.getvalue().startswith(b"caf\\xe9")
 
 
-def test_prompts_begin_with_bos_where_it_is_asked_for_or_said_by_the_tokenizer_and_there_is_one():
+def test_prompts_begin_with_bos_by_flag_or_tokenizer_default():
     tokenizer = types.SimpleNamespace(encode=np.array, bos_id=1, path="some.model")
     trained = TrainedModel(None, None, None, tokenizer, None, "")
     assert _encoded(trained, [5, 6], 0, bos=True) == [1, 5, 6]
@@ -259,17 +257,17 @@ def test_more_tokens_than_the_context_has_room_for_are_named(capsys):
     assert capsys.readouterr().err == f"--max_tokens=13 is more than fits: {shortened}\n"
 
 
-def test_ctrl_c_while_a_text_is_generated_is_one_line_and_code_130(trained_run, tmp_path):
+def test_ctrl_c_during_generation_prints_one_line_and_exits_130(trained_run, tmp_path):
     (tmp_path / "prompts").write_text("It is\n" * 10_000)  # work for many minutes
     words = [sys.executable, "-m", "hlat_jax.generate", f"--checkpoint={trained_run}", "--batch_size=1"]
     words.append(f"--prompts_file={tmp_path / 'prompts'}")
-    assert jobs.interrupted(words, after=", cpu", env=micro.environment()) == (130, ["interrupted"])
+    assert jobs.run_and_interrupt(words, after=", cpu", env=micro.environment()) == (130, ["interrupted"])
 
 
 @pytest.mark.quick_cases("---help", "1---help")
 @pytest.mark.parametrize("words", [["--help"], ["--prompt=It is"]], ids=" ".join)
 @pytest.mark.parametrize("unbuffered", ["", "1"])
-def test_text_that_nobody_reads_is_no_traceback(trained_run, words, unbuffered):
+def test_closed_stdout_exits_without_a_traceback(trained_run, words, unbuffered):
     command = [sys.executable, "-m", "hlat_jax.generate", f"--checkpoint={trained_run}", "--max_tokens=2", *words]
     env = micro.environment() | {"PYTHONUNBUFFERED": unbuffered}
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:

@@ -79,14 +79,14 @@ def test_greedy_generation_equals_hugging_face(name):
 
 @pytest.mark.quick_cases("scan")
 @pytest.mark.parametrize("loop", ["scan", "unroll"])
-def test_greedy_generation_equals_the_whole_forward_pass_again(loop):
+def test_greedy_generation_matches_uncached_forward_passes(loop):
     cfg = dataclasses.replace(GQA, layer_loop=loop)
     found = generator("gqa") if loop == "scan" else Generator(cfg, weights("gqa"))
     assert found([PROMPTS[2]], max_tokens=NUM_TOKENS)[0] == rerun(cfg, weights("gqa"), PROMPTS[2])
 
 
 @pytest.mark.slow
-def test_prompts_of_a_batch_are_continued_as_they_are_alone():
+def test_batched_prompts_give_the_same_text_as_single_prompts():
     assert generator("gqa")(PROMPTS, max_tokens=NUM_TOKENS) == alone("gqa")
 
 
@@ -100,7 +100,7 @@ MESHES = {
 
 @pytest.mark.quick_cases("sequence-parallel")
 @pytest.mark.parametrize(("name", "parallel"), MESHES.values(), ids=MESHES)
-def test_generation_over_a_mesh_equals_that_on_one_device(name, parallel):
+def test_generation_over_a_mesh_equals_one_device(name, parallel):
     num_devices = parallel.pipe * parallel.data * parallel.fsdp * parallel.tensor
     layout = make_layout(parallel, jax.devices()[:num_devices], num_kv_heads=MODELS[name].num_kv_heads)
     spread = Generator(MODELS[name], weights(name), layout=layout)
@@ -112,7 +112,7 @@ def test_generation_over_a_mesh_equals_that_on_one_device(name, parallel):
         assert found == wanted
 
 
-def test_draws_depend_on_the_seed_and_the_row_and_repeat():
+def test_sampling_is_reproducible_and_depends_on_seed_and_row():
     run = functools.partial(generator("gqa"), [PROMPTS[0]] * 4, max_tokens=NUM_TOKENS)
     first = run(sampling=CREATIVE)
     assert first == run(sampling=CREATIVE)
@@ -122,7 +122,7 @@ def test_draws_depend_on_the_seed_and_the_row_and_repeat():
 
 
 @pytest.mark.slow
-def test_a_row_ends_at_its_stop_token_and_the_others_go_on():
+def test_row_stops_at_its_stop_token_while_others_continue():
     whole = alone("gqa")
     stop = whole[0][9]
     ended = [ids[: ids.index(stop)] if stop in ids else ids for ids in whole]
@@ -134,7 +134,7 @@ def test_a_row_ends_at_its_stop_token_and_the_others_go_on():
     assert told == [[*ids, stop] if ids != full else ids for ids, full in zip(ended, whole, strict=True)]
 
 
-def test_a_row_ends_at_the_last_position_and_shapes_are_few_and_told():
+def test_row_stops_at_max_positions_and_few_shapes_are_compiled():
     lines = []
     short = Generator(dataclasses.replace(GQA, max_positions=70), weights("gqa"), log=lines.append)
     assert short.shape([[1] * n for n in (3, 65, 4)], max_tokens=70) == GenerationShape(4, 70, 198)
@@ -167,7 +167,7 @@ def test_the_cache_has_the_dtype_of_the_parameters(one_device):
         ([[1]], 0, "max_tokens=0 must be at least 1"),
     ],
 )
-def test_generator_refuses_what_it_cannot_continue(prompts, max_tokens, message):
+def test_generator_refuses_invalid_prompts(prompts, max_tokens, message):
     with pytest.raises(ValueError, match=message):
         generator("gqa").stream(prompts, max_tokens=max_tokens)
 

@@ -46,7 +46,7 @@ def probabilities(sampling):
 
 
 @pytest.mark.parametrize("sampling", CASES.values(), ids=CASES)
-def test_sample_draws_each_token_as_often_as_its_probability_says(sampling):
+def test_sample_frequencies_match_probabilities(sampling):
     expected = NUM_DRAWS * probabilities(sampling)
     counts = np.bincount(draw(np.tile(LOGITS_V, (NUM_DRAWS, 1)), sampling), minlength=VOCAB_SIZE)
     assert counts[expected == 0].sum() == 0
@@ -58,7 +58,7 @@ def test_sample_draws_each_token_as_often_as_its_probability_says(sampling):
 
 
 @pytest.mark.parametrize("vary", ["number", "place", "seed"])
-def test_sample_draws_independently_for_each_number_place_and_seed(vary):
+def test_samples_are_independent_across_number_position_and_seed(vary):
     logits = np.zeros((1000, 4), np.float32)
     if vary == "seed":
         tokens = np.array([draw(logits[:1], Sampling(1.0, seed=seed))[0] for seed in range(1000)])
@@ -68,7 +68,7 @@ def test_sample_draws_independently_for_each_number_place_and_seed(vary):
     assert np.sum((pairs - 999 / 16) ** 2 / (999 / 16)) < 15 + 7 * np.sqrt(30)
 
 
-def test_sample_repeats_itself_for_the_same_seed_number_and_place():
+def test_sample_is_deterministic_for_seed_number_and_position():
     logits = np.tile(LOGITS_V, (64, 1))
     np.testing.assert_array_equal(draw(logits, Sampling(1.0, seed=9)), draw(logits, Sampling(1.0, seed=9)))
     alone = draw(logits[:1], Sampling(1.0, seed=9), numbers=17)
@@ -77,7 +77,7 @@ def test_sample_repeats_itself_for_the_same_seed_number_and_place():
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(top_k=3, top_p=0.5, seed=8), Sampling(2.0, top_k=1)])
-def test_sample_without_choice_takes_the_first_of_the_most_likely(sampling):
+def test_greedy_sample_takes_the_first_most_likely_token(sampling):
     rng = np.random.default_rng(0)
     logits = rng.standard_normal((200, 1000)).astype(np.float32)
     np.testing.assert_array_equal(draw(logits, sampling), logits.argmax(axis=1))
@@ -86,19 +86,19 @@ def test_sample_without_choice_takes_the_first_of_the_most_likely(sampling):
         np.testing.assert_array_equal(draw(equal, sampling), equal.argmax(axis=1))
 
 
-def test_sample_cuts_by_the_exact_rank_also_where_logits_are_close_or_negative():
+def test_top_k_uses_exact_ranks_for_close_and_negative_logits():
     logits = np.float32(-1e4) + np.random.default_rng(1).permutation(512).astype(np.float32)[None] * np.float32(2**-9)
     tokens = draw(np.tile(logits, (500, 1)), Sampling(1e3, top_k=5))
     assert set(tokens) == set(np.argsort(-logits[0])[:5])
 
 
-def test_sample_keeps_tokens_that_are_as_likely_as_the_last_one_kept():
+def test_truncation_keeps_ties_of_the_last_token_kept():
     logits = np.tile(np.float32([3, 1, 1, 1, 0]), (2000, 1))
     assert set(draw(logits, Sampling(1.0, top_k=2))) == {0, 1, 2, 3}
     assert set(draw(logits, Sampling(1.0, top_p=0.75))) == {0, 1, 2, 3}  # the first alone has 0.70
 
 
-def test_sample_leaves_every_token_when_nothing_is_cut():
+def test_sample_keeps_every_token_without_truncation():
     """e^-17 is below half a step of fp32 at 1: the sum of the probabilities does not see the second token."""
     logits = jnp.float32([[0.0, -17.0]])
     assert _allowed(logits, Sampling(1.0).arguments()).all()

@@ -65,7 +65,7 @@ def test_scorer_equals_a_float64_softmax_over_the_whole_forward_pass(model, alon
 @pytest.mark.parametrize(
     "degrees", [{"tensor": 2, "data": 2}, {"pipe": 2, "fsdp": 2}], ids=["tensor-data", "pipe-fsdp"]
 )
-def test_scores_on_a_mesh_are_those_of_one_device(degrees, model, alone):
+def test_scores_on_a_mesh_equal_one_device(degrees, model, alone):
     cfg, params, pairs = model
     layout = layout_of_model(cfg, ParallelConfig(**degrees), jax.devices())
     found = Scorer(cfg, params, layout=layout, num_rows=2)(pairs)
@@ -85,14 +85,14 @@ def test_scores_on_a_mesh_are_those_of_one_device(degrees, model, alone):
         (([1], [1] * 301), "pair 1 has a continuation of 301 tokens and model.max_positions is 300"),
     ],
 )
-def test_scorer_refuses_what_has_no_probability(pair, message, model):
+def test_scorer_refuses_invalid_requests(pair, message, model):
     cfg, params, pairs = model
     layout = layout_of_model(cfg, ParallelConfig(), jax.devices()[:1])
     with pytest.raises(ValueError, match=message):
         Scorer(cfg, params, layout=layout, num_rows=1)([pairs[0], pair])
 
 
-def test_of_equally_likely_tokens_each_counts_as_greedy(model):
+def test_tied_tokens_all_count_as_greedy(model):
     cfg, params, pairs = model
     layout = layout_of_model(cfg, ParallelConfig(), jax.devices()[:1])
     flat = jax.tree.map(np.zeros_like, params)
@@ -130,9 +130,9 @@ with distributed.joined(job):
 
 
 @pytest.mark.slow
-def test_scores_over_two_processes_are_those_of_one_device(tmp_path):
+def test_scores_over_two_processes_equal_one_device(tmp_path):
     address = jobs.free_address()
     commands = [[sys.executable, "-c", TWO_PROCESSES, address, str(index)] for index in range(2)]
-    with jobs.started(commands, [micro.environment(num_devices=2)] * 2, tmp_path) as job:
+    with jobs.run_job(commands, [micro.environment(num_devices=2)] * 2, tmp_path) as job:
         assert job.wait(300) == [0, 0], job.err(0) + job.err(1)
     assert "the same" in job.err(0)

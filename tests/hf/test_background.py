@@ -68,7 +68,7 @@ def assert_is_export_of(folder, checkpoint, *, scratch):
 
 
 @pytest.mark.slow
-def test_exports_of_a_mesh_are_those_of_its_checkpoints_and_load_in_transformers(mutable, train, tmp_path, capsys):
+def test_exports_from_a_mesh_match_checkpoints_and_load_in_transformers(mutable, train, tmp_path, capsys):
     mutable.parallel.update(data=2, tensor=2, zero1=True)
     assert train(mutable, tmp_path / "run", num_devices=4) == 0
     printed = capsys.readouterr().out
@@ -86,7 +86,7 @@ def test_exports_of_a_mesh_are_those_of_its_checkpoints_and_load_in_transformers
     assert tokenizer.decode(tokenizer("It is a truth")["input_ids"], skip_special_tokens=True) == "It is a truth"
 
 
-def test_a_run_trains_to_the_same_bits_with_exports_and_without(mutable, train, tmp_path):
+def test_exports_do_not_change_training_bitwise(mutable, train, tmp_path):
     assert train(mutable, tmp_path / "with") == 0
     mutable.checkpoint.export_every_steps = 0
     assert train(mutable, tmp_path / "without") == 0
@@ -106,9 +106,7 @@ def export_checkpoint_content(checkpoint, out):
 
 
 @pytest.mark.slow
-def test_no_step_waits_for_the_writer_and_the_weights_are_those_of_their_step(
-    mutable, train, tmp_path, monkeypatch, capsys
-):
+def test_steps_do_not_wait_for_the_writer_and_weights_match_their_step(mutable, train, tmp_path, monkeypatch, capsys):
     """The writer of step 2 continues once step 7 is dispatched: a loop that waited for it would never get there."""
     mutable.checkpoint.update(every_steps=2, export_every_steps=2, keep_last=9)
     dispatched, in_time, dispatch = threading.Event(), [], loop._step
@@ -136,9 +134,7 @@ def test_no_step_waits_for_the_writer_and_the_weights_are_those_of_their_step(
 
 
 @pytest.mark.slow
-def test_a_failing_writer_ends_the_run_with_its_checkpoint_whole_and_the_next_attempt_exports(
-    mutable, train, tmp_path, monkeypatch
-):
+def test_failing_writer_ends_the_run_and_the_next_attempt_exports(mutable, train, tmp_path, monkeypatch):
     workdir, write = tmp_path / "run", Writer.write
 
     def full(self, name, values, **options):
@@ -165,7 +161,7 @@ def test_a_failing_writer_ends_the_run_with_its_checkpoint_whole_and_the_next_at
 
 
 @pytest.mark.slow
-def test_what_is_there_is_not_exported_again_and_a_complete_run_exports_what_is_not(mutable, train, tmp_path):
+def test_complete_run_exports_only_what_is_missing(mutable, train, tmp_path):
     workdir = tmp_path / "run"
     mutable.train.num_steps = EVERY
     assert train(mutable, workdir) == 0
@@ -178,7 +174,7 @@ def test_what_is_there_is_not_exported_again_and_a_complete_run_exports_what_is_
     assert_is_export_of(workdir / "huggingface/8", workdir / "checkpoints/8", scratch=tmp_path / "scratch")
 
 
-def test_a_failing_export_at_the_end_is_one_line_and_exit_code_1(train_here, tmp_path, monkeypatch):
+def test_failing_final_export_prints_one_line_and_exits_1(train_here, tmp_path, monkeypatch):
     def fail(weights, out):
         raise ValueError(f"{out.name} came back with other values")
 
@@ -194,7 +190,7 @@ def test_a_failing_export_at_the_end_is_one_line_and_exit_code_1(train_here, tmp
 
 
 @pytest.mark.slow
-def test_an_export_above_the_step_that_a_run_resumes_from_is_made_again(mutable, train, tmp_path, capsys):
+def test_export_beyond_the_resumed_step_is_redone(mutable, train, tmp_path, capsys):
     workdir = tmp_path / "run"
     mutable.data.train = "a=package:austen_train.jsonl;b=package:austen_validation.jsonl"
     mutable.data.mixture = "a=1,b=0"

@@ -86,7 +86,7 @@ def test_logits_of_a_loaded_model_equal_transformers(case, tmp_path):
 
 @pytest.mark.parametrize("fuse_qkv", [True, False])
 @pytest.mark.parametrize("case", hf_models.CONFIGS)
-def test_loaded_parameters_are_the_tensors_by_an_independent_map(case, fuse_qkv, tmp_path):
+def test_loaded_parameters_match_an_independent_mapping(case, fuse_qkv, tmp_path):
     folder = hf_models.save(hf_models.model(hf_models.CONFIGS[case]), tmp_path)
     _, params = hlat_jax.hf.load(folder, fuse_qkv=fuse_qkv)
     assert ("qkv" in params["layers"]["attention"]) == fuse_qkv
@@ -103,7 +103,7 @@ def test_loaded_parameters_are_the_tensors_by_an_independent_map(case, fuse_qkv,
         ("mistral", torch.float32, {}, []),
     ],
 )
-def test_there_and_back_is_bitwise(case, dtype, options, flags, tmp_path, hf_here):
+def test_import_then_export_is_bitwise_identical(case, dtype, options, flags, tmp_path, hf_here):
     source = hf_models.save(hf_models.model(hf_models.CONFIGS[case]), tmp_path / "hf", dtype=dtype, **options)
     (source / "tokenizer_config.json").write_text('{"chat_template": "of the source"}')
     assert (len(list(source.glob("*.safetensors"))) > 2) == bool(options)
@@ -118,7 +118,7 @@ def test_there_and_back_is_bitwise(case, dtype, options, flags, tmp_path, hf_her
     assert json.loads((tmp_path / "back/config.json").read_text()) == json.loads((source / "config.json").read_text())
 
 
-def test_stored_parameters_are_those_that_load_gives(gqa, tmp_path, hf_here):
+def test_imported_parameters_equal_load(gqa, tmp_path, hf_here):
     assert hf_here("import", gqa, f"--out={tmp_path / 'ours'}")[0] == 0
     weights = open_weights(tmp_path / "ours")
     cfg, params = hlat_jax.hf.load(gqa)
@@ -128,7 +128,7 @@ def test_stored_parameters_are_those_that_load_gives(gqa, tmp_path, hf_here):
 
 
 @pytest.mark.parametrize("imported", [True, False])
-def test_weights_are_read_straight_into_shardings_and_rounded_as_they_are_read(imported, gqa, tmp_path, hf_here):
+def test_weights_are_read_into_shardings_and_cast_while_reading(imported, gqa, tmp_path, hf_here):
     if imported:
         assert hf_here("import", gqa, f"--out={tmp_path / 'ours'}")[0] == 0
     weights = open_weights(tmp_path / "ours" if imported else gqa)
@@ -179,7 +179,7 @@ def test_a_layer_is_read_once_whatever_the_number_of_its_shards(gqa, monkeypatch
     assert sorted(reads) == sorted(tensors(gqa))
 
 
-def test_both_spellings_of_llama3_rope_give_the_model_that_the_export_writes_back():
+def test_both_spellings_of_llama3_rope_round_trip():
     new = hf_models.CONFIGS["llama3"].to_dict() | {"architectures": ["LlamaForCausalLM"]}
     old = {key: value for key, value in new.items() if key != "rope_parameters"}
     scaling = dict(hf_models.LLAMA3_ROPE)
@@ -191,7 +191,7 @@ def test_both_spellings_of_llama3_rope_give_the_model_that_the_export_writes_bac
     assert config_json.architecture(config_json.model_config(again, where="again")) == config_json.architecture(model)
 
 
-def test_what_a_config_leaves_out_is_what_transformers_takes():
+def test_config_defaults_match_transformers():
     short = {key: value for key, value in hf_models.SMALL.items() if key not in ("rms_norm_eps", "num_key_value_heads")}
     del short["max_position_embeddings"]
     theirs = transformers.LlamaConfig(**short)
@@ -308,7 +308,7 @@ def as_written_by_transformers_5(found):
 
 @pytest.mark.parametrize("spelling", [dict, as_written_by_transformers_5])
 @pytest.mark.parametrize("name", SUPPORTED)
-def test_config_files_as_repositories_have_them_are_understood(name, spelling):
+def test_published_config_files_are_understood(name, spelling):
     found = spelling(SAVED[name])
     m = config_json.model_config(found, where=name)
     sizes = (m.embed_dim, m.mlp_dim, m.num_layers, m.num_heads, m.num_kv_heads, m.head_dim, m.vocab_size)
@@ -321,7 +321,7 @@ def test_config_files_as_repositories_have_them_are_understood(name, spelling):
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_config_files_of_what_our_model_is_not_are_refused(name):
+def test_config_files_of_unsupported_models_are_refused(name):
     with pytest.raises(ValueError, match=REFUSED[name]):
         config_json.model_config(SAVED[name], where=name)
 
@@ -336,7 +336,7 @@ def test_config_files_of_what_our_model_is_not_are_refused(name):
     ],
     ids=str,
 )
-def test_fields_with_a_value_that_changes_nothing_are_taken(neutral):
+def test_fields_with_neutral_values_are_accepted(neutral):
     found = SAVED["SmolLM-135M"] | neutral
     assert config_json.model_config(found, where="a") == config_json.model_config(SAVED["SmolLM-135M"], where="b")
     assert config_json.unknown_fields(found) == config_json.unknown_fields(SAVED["SmolLM-135M"])
@@ -357,7 +357,7 @@ EXTRA = {
 }
 
 
-def test_unknown_fields_are_named_in_one_line_carried_along_and_refused_by_strict(tmp_path, hf_here):
+def test_unknown_fields_are_listed_preserved_and_refused_with_strict(tmp_path, hf_here):
     made = hf_models.model(hf_models.CONFIGS["gqa"])
     with torch.no_grad():
         theirs = made(torch.from_numpy(TOKENS_BT).long()).logits.numpy()
@@ -391,7 +391,7 @@ def test_unknown_fields_are_named_in_one_line_carried_along_and_refused_by_stric
     np.testing.assert_array_equal(again.logits.numpy(), theirs)
 
 
-def test_no_number_of_kv_heads_is_that_of_the_heads_for_both_kinds():
+def test_null_num_kv_heads_means_num_heads():
     for kind in ("llama", "mistral"):
         found = hf_models.SMALL | {"model_type": kind, "num_key_value_heads": None, "sliding_window": None}
         assert config_json.model_config(found, where=kind).num_kv_heads == found["num_attention_heads"]
@@ -416,7 +416,7 @@ def test_no_number_of_kv_heads_is_that_of_the_heads_for_both_kinds():
         ("added_tokens.json", '{"<|end|>": [7]}', r"added_tokens.json, or .* does not give each token an id"),
     ],
 )
-def test_a_damaged_file_beside_the_weights_is_refused_by_name(file, content, message, gqa, tmp_path, hf_here):
+def test_damaged_file_next_to_the_weights_is_refused_by_name(file, content, message, gqa, tmp_path, hf_here):
     folder = shutil.copytree(gqa, tmp_path / "hf")
     for name in ("tokenizer.model", "tokenizer.json"):
         (folder / name).write_text("{}")
@@ -428,7 +428,7 @@ def test_a_damaged_file_beside_the_weights_is_refused_by_name(file, content, mes
     assert not (tmp_path / "ours").exists()
 
 
-def test_a_tokenizer_class_that_is_null_says_nothing_of_bos(gqa, tmp_path, hf_here):
+def test_null_tokenizer_class_means_no_bos(gqa, tmp_path, hf_here):
     folder = shutil.copytree(gqa, tmp_path / "hf")
     (folder / "tokenizer_config.json").write_text('{"tokenizer_class": null}')
     code, _, err = hf_here("import", folder, f"--out={tmp_path / 'ours'}")
@@ -452,7 +452,7 @@ def of_ids(*added):
         ({"tokenizer.model": {"of": "another kind"}}, "tokenizer.json"),
     ],
 )
-def test_an_import_takes_the_tokenizer_that_knows_the_tokens_that_were_added(files, taken, gqa, tmp_path, hf_here):
+def test_import_picks_the_tokenizer_with_the_added_tokens(files, taken, gqa, tmp_path, hf_here):
     folder = shutil.copytree(gqa, tmp_path / "hf")
     train_model(folder / "tokenizer.model", byte_fallback=True, vocab_size=320)
     for name, content in ({"tokenizer.json": {}} | files).items():
@@ -471,7 +471,7 @@ def test_an_import_takes_the_tokenizer_that_knows_the_tokens_that_were_added(fil
         ({"generation_config.json": {"eos_token_id": ...}}, (2,)),
     ],
 )
-def test_texts_end_where_transformers_ends_them_after_an_average_too(files, ids, gqa, tmp_path, hf_here):
+def test_stop_ids_match_transformers_after_import_and_average(files, ids, gqa, tmp_path, hf_here):
     folder = shutil.copytree(gqa, tmp_path / "hf")
     train_model(folder / "tokenizer.model", byte_fallback=True, vocab_size=320)
     (folder / "tokenizer_config.json").write_text('{"add_bos_token": true}')
@@ -543,7 +543,7 @@ Q0 = "model.layers.0.self_attn.q_proj.weight"
     ],
     ids=["gap", "no_head", "left_over", "bias", "shape", "mixed", "float64"],
 )
-def test_tensors_that_do_not_fit_are_refused_by_name(change, message, gqa, tmp_path):
+def test_mismatched_tensors_are_refused_by_name(change, message, gqa, tmp_path):
     folder = shutil.copytree(gqa, tmp_path / "hf")
     found = load_file(folder / "model.safetensors")
     change(found)
@@ -614,7 +614,7 @@ def test_a_damaged_folder_is_refused_naming_the_file(damage, message, gqa, tmp_p
         open_checkpoint(folder)
 
 
-def test_an_index_that_names_another_file_than_the_one_with_the_tensor_is_refused(gqa, tmp_path):
+def test_index_naming_the_wrong_file_is_refused(gqa, tmp_path):
     made = transformers.AutoModelForCausalLM.from_pretrained(gqa)
     folder = hf_models.save(made, tmp_path / "hf", max_shard_size="200KB")
     path = folder / "model.safetensors.index.json"
@@ -624,7 +624,7 @@ def test_an_index_that_names_another_file_than_the_one_with_the_tensor_is_refuse
         open_checkpoint(folder)
 
 
-def test_float16_becomes_float32_which_holds_it(gqa, tmp_path):
+def test_float16_is_loaded_as_float32(gqa, tmp_path):
     made = transformers.AutoModelForCausalLM.from_pretrained(gqa)
     folder = hf_models.save(made, tmp_path, dtype=torch.float16)
     _, params = hlat_jax.hf.load(folder)
@@ -632,7 +632,7 @@ def test_float16_becomes_float32_which_holds_it(gqa, tmp_path):
     assert params["embed"].dtype == jnp.float32
 
 
-def test_tables_of_rotary_frequencies_are_passed_over_and_said(gqa, tmp_path, hf_here):
+def test_rotary_frequency_tables_are_ignored_with_a_message(gqa, tmp_path, hf_here):
     folder = shutil.copytree(gqa, tmp_path / "hf")
     found = load_file(folder / "model.safetensors")
     save_file(found | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}, folder / "model.safetensors")
@@ -641,7 +641,7 @@ def test_tables_of_rotary_frequencies_are_passed_over_and_said(gqa, tmp_path, hf
     assert "1 tables rotary_emb.inv_freq are ignored" in out
 
 
-def test_a_head_beside_a_tied_embedding_must_be_that_embedding(tmp_path):
+def test_head_must_equal_the_tied_embedding(tmp_path):
     folder = hf_models.save(hf_models.model(hf_models.CONFIGS["tied"]), tmp_path)
     found = load_file(folder / "model.safetensors")
     save_file(found | {hf_names.HEAD: found[hf_names.EMBEDDING].clone()}, folder / "model.safetensors")
@@ -653,7 +653,7 @@ def test_a_head_beside_a_tied_embedding_must_be_that_embedding(tmp_path):
         open_checkpoint(folder)
 
 
-def test_an_export_that_reads_back_other_bits_raises_and_leaves_nothing(gqa, tmp_path, hf_here, monkeypatch):
+def test_export_that_fails_verification_raises_and_leaves_nothing(gqa, tmp_path, hf_here, monkeypatch):
     assert hf_here("import", gqa, f"--out={tmp_path / 'ours'}")[0] == 0
     write = Writer.write
 
@@ -671,7 +671,7 @@ def test_an_export_that_reads_back_other_bits_raises_and_leaves_nothing(gqa, tmp
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ours"]
 
 
-def test_nothing_is_written_over_what_is_there(gqa, tmp_path, hf_here):
+def test_existing_output_is_not_overwritten(gqa, tmp_path, hf_here):
     assert hf_here("import", gqa, f"--out={tmp_path / 'ours'}")[0] == 0
     for words in (("import", gqa), ("export", tmp_path / "ours"), ("average", tmp_path / "ours", tmp_path / "ours")):
         code, _, err = hf_here(*words, f"--out={tmp_path / 'ours'}")
@@ -692,7 +692,7 @@ def test_nothing_is_written_over_what_is_there(gqa, tmp_path, hf_here):
         (["average", "x", "--out=y"], r"1 checkpoint to average; give two or more"),
     ],
 )
-def test_a_wrong_command_line_is_one_line(words, message, tmp_path, monkeypatch, hf_here):
+def test_wrong_command_line_prints_one_line(words, message, tmp_path, monkeypatch, hf_here):
     monkeypatch.chdir(tmp_path)
     code, _, err = hf_here(*words)
     assert code == 2
@@ -728,7 +728,7 @@ def test_an_export_holds_one_parameter_at_a_time(gqa, tmp_path, hf_here, monkeyp
     assert len(owners) == 2 * len(jax.tree.leaves(open_weights(tmp_path / "ours").arrays))  # written, and compared
 
 
-def test_every_field_of_the_model_that_config_json_tells_is_compared_after_an_export():
+def test_every_model_field_in_config_json_is_compared_after_export():
     told = config_json.architecture(dataclasses.replace(hf_config(), rope_scaling="llama3"))
     theirs_only = {"fuse_qkv", "depth_scaled_init", "layer_loop", "remat", "ops_table", *OPS}
     assert told.keys() | theirs_only == {field.name for field in dataclasses.fields(hf_config())}

@@ -72,7 +72,7 @@ def golden_of(target):
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_environment_of_a_launcher_on_an_instance_is_the_golden_one(target):
+def test_launcher_environment_matches_the_golden_file(target):
     again = "If that is meant: PYTHONPATH=. python tests/host/test_neuron_env.py"
     assert golden_of(target) == json.loads((GOLDEN / f"{target}.json").read_text()), again
 
@@ -113,7 +113,7 @@ def runs(draw):
 
 @given(runs())
 @settings(max_examples=200, deadline=None)
-def test_environment_is_whole_and_consistent_for_every_run(run):
+def test_environment_is_complete_and_consistent(run):
     precision, parallel, place = run
     found = environment(precision, parallel, place, current={})
     of = found.variables
@@ -143,7 +143,7 @@ def test_environment_is_whole_and_consistent_for_every_run(run):
 
 @given(runs(), st.dictionaries(st.sampled_from(["FI_PROVIDER", "MALLOC_ARENA_MAX", "NEURON_CC_FLAGS"]), st.just("-x")))
 @settings(max_examples=100, deadline=None)
-def test_environment_applied_twice_is_applied_once(run, yours):
+def test_environment_is_idempotent(run, yours):
     environ = dict(yours)
     neuron_env.apply(environ, environment(*run, current=environ))
     before = dict(environ)
@@ -154,7 +154,7 @@ def test_environment_applied_twice_is_applied_once(run, yours):
 
 @given(runs())
 @settings(max_examples=50, deadline=None)
-def test_environment_differs_between_ranks_in_the_rank_alone(run):
+def test_environment_differs_between_ranks_only_in_the_rank(run):
     precision, parallel, place = run
     first, last = (
         environment(precision, parallel, dataclasses.replace(place, rank=rank), current={}).variables
@@ -163,7 +163,7 @@ def test_environment_differs_between_ranks_in_the_rank_alone(run):
     assert {name for name in first if first[name] != last[name]} <= {"NEURON_PJRT_PROCESS_INDEX"}
 
 
-def test_device_rounds_where_the_program_leaves_it_to_the_device_and_never_both():
+def test_device_rounds_only_when_the_program_does_not():
     from hlat_jax.precision import POLICIES, policy_on
 
     assert {name: policy.rounding for name, policy in POLICIES.items()} == {
@@ -176,7 +176,7 @@ def test_device_rounds_where_the_program_leaves_it_to_the_device_and_never_both(
             assert found["NEURON_RT_STOCHASTIC_ROUNDING_EN"] == ("1" if in_hardware else "0")
 
 
-def test_instances_have_the_devices_that_the_planner_counts():
+def test_instance_devices_match_the_planner():
     from hlat_jax import cost
 
     for target, (instance, lnc) in TARGETS.items():
@@ -197,7 +197,7 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize(("degrees", "expected"), LAYOUTS, ids=[str(degrees) for degrees, _ in LAYOUTS])
-def test_small_programs_run_on_the_host_only_where_the_step_is_seen_to_be_none(degrees, expected):
+def test_host_runs_trivial_programs_only_when_the_step_is_not_trivial(degrees, expected):
     found = environment(MIXED, ParallelConfig(**degrees), Topology("trn1.32xlarge"), current={})
     assert ("NEURON_RUN_TRIVIAL_COMPUTATION_ON_CPU" in found.variables) == expected
 
@@ -209,7 +209,7 @@ def with_current(**current):
     return environment(MIXED, ParallelConfig(), PLACE, current=current)
 
 
-def test_variables_of_the_user_win_with_a_line():
+def test_user_variables_override_with_a_note():
     found = with_current(FI_PROVIDER="tcp", NEURON_RT_EXEC_TIMEOUT="600", FI_LOG_LEVEL="warn", MALLOC_ARENA_MAX="")
     assert found.variables["FI_PROVIDER"] == "tcp"
     assert found.variables["NEURON_RT_EXEC_TIMEOUT"] == "600"
@@ -230,7 +230,7 @@ def test_variables_of_the_user_win_with_a_line():
         ("--disable-mixed-precision-accumulation", "--enable-mixed-precision-accumulation"),
     ],
 )
-def test_compiler_flags_of_the_user_win_flag_by_flag(yours, gone):
+def test_user_compiler_flags_override_flag_by_flag(yours, gone):
     before = with_current().variables["NEURON_CC_FLAGS"]
     found = with_current(NEURON_CC_FLAGS=yours)
     kept = [word for word in before.split() if not word.startswith(gone)]
@@ -240,7 +240,7 @@ def test_compiler_flags_of_the_user_win_flag_by_flag(yours, gone):
 
 
 @pytest.mark.parametrize("yours", ["--dump=/x", "-lnc 1", "-lnc=1", "--auto-cast none", "--target trn1"])
-def test_compiler_flags_that_add_or_repeat_need_no_line(yours):
+def test_added_or_repeated_compiler_flags_need_no_note(yours):
     found = with_current(NEURON_CC_FLAGS=yours)
     assert found.notes == ()
     assert found.variables["NEURON_CC_FLAGS"].endswith(yours)
@@ -278,7 +278,7 @@ def test_contradictions_and_removed_variables_are_refused(current, message):
         with_current(**current)
 
 
-def test_variables_of_a_larger_job_are_refused_on_one_node():
+def test_multi_node_variables_are_refused_on_one_node():
     alone = Topology("trn1.32xlarge")
     for name, value, instead in (
         ("NEURON_PJRT_PROCESSES_NUM_DEVICES", "32,32", "32"),
@@ -291,19 +291,19 @@ def test_variables_of_a_larger_job_are_refused_on_one_node():
             environment(MIXED, ParallelConfig(), alone, current={name: value})
 
 
-def test_one_device_refuses_to_run_its_step_on_the_host():
+def test_running_the_step_on_the_host_is_refused_for_one_device():
     one = Topology("trn1.2xlarge", cores=1)
     with pytest.raises(ValueError, match="would run the whole training step on the host's CPU"):
         environment(MIXED, ParallelConfig(), one, current={"NEURON_RUN_TRIVIAL_COMPUTATION_ON_CPU": "1"})
 
 
-def test_fewer_cores_than_the_node_has_are_made_visible():
+def test_subset_of_cores_is_made_visible():
     some = Topology("trn1.32xlarge", cores=8)
     assert environment(MIXED, ParallelConfig(), some, current={}).variables["NEURON_RT_NUM_CORES"] == "8"
     assert not environment(MIXED, ParallelConfig(), some, current={"NEURON_RT_VISIBLE_CORES": "8-15"}).notes
 
 
-def test_misspelt_variables_are_named_with_the_nearest():
+def test_misspelt_variables_suggest_the_nearest():
     found = with_current(NEURON_RT_STOCHASTIC_ROUNDIG_EN="1", NEURON_HLO_ANALYZER="1", NEURON_RT_LOG_LEVEL="INFO")
     assert found.notes == (
         "NEURON_RT_STOCHASTIC_ROUNDIG_EN is unknown. Did you mean NEURON_RT_STOCHASTIC_ROUNDING_EN?",
@@ -326,7 +326,7 @@ def test_misspelt_variables_are_named_with_the_nearest():
         ({"cores": 33}, "--cores=33: trn1.32xlarge has 32"),
     ],
 )
-def test_topologies_that_cannot_be_are_refused(fields, message):
+def test_invalid_topologies_are_refused(fields, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         environment(MIXED, ParallelConfig(), dataclasses.replace(PLACE, **fields), current={})
 
@@ -336,7 +336,7 @@ def test_unknown_policy_is_refused():
         environment(PrecisionConfig("mixd"), ParallelConfig(), PLACE, current={})
 
 
-def test_addresses_may_stand_for_the_coordinator():
+def test_coordinator_may_be_an_ip_address():
     for host in ("10.0.0.1", "[fd00::1]", "ip-10-0-0-1.ec2.internal"):
         place = dataclasses.replace(PLACE, coordinator=host)
         found = environment(MIXED, ParallelConfig(), place, current={})
@@ -362,7 +362,7 @@ def test_first_host_of_a_node_list(nodelist, first):
     assert neuron_topology.first_host(nodelist) == first
 
 
-def test_launchers_that_say_a_part_are_refused():
+def test_incomplete_launcher_variables_are_refused():
     with pytest.raises(ValueError, match="SLURM_NODEID='' is not a number: start with srun"):
         neuron_topology.of_launcher({"SLURM_JOB_NODELIST": "a", "SLURM_NNODES": "2"})
     with pytest.raises(ValueError, match="OMPI_COMM_WORLD_SIZE='' is not a number: start with mpirun"):
@@ -374,7 +374,7 @@ def test_open_mpi_inside_slurm_is_open_mpi():
     assert fields == {"launcher": "mpi", "nodes": 4, "rank": 2}
 
 
-def test_instance_of_a_machine_is_its_product_name_where_it_has_devices(tmp_path):
+def test_instance_is_detected_from_the_product_name(tmp_path):
     product = tmp_path / "product_name"
     product.write_text("trn1n.32xlarge\n")
     here = neuron_topology.Machine(tmp_path, product)
@@ -386,7 +386,7 @@ def test_instance_of_a_machine_is_its_product_name_where_it_has_devices(tmp_path
         neuron_topology.detected_instance(here)
 
 
-def test_neuron_is_served_where_there_are_devices_unless_jax_platforms_says_otherwise(tmp_path):
+def test_neuron_is_used_if_devices_exist_unless_jax_platforms_differs(tmp_path):
     product = tmp_path / "product_name"
     product.write_text("trn1.2xlarge\n")
     here = neuron_topology.Machine(tmp_path, product)
@@ -410,7 +410,7 @@ def trn1_node(tmp_path, monkeypatch):
     return neuron_topology.Machine(tmp_path, tmp_path / "product_name")
 
 
-def test_prepare_sets_the_environment_of_the_node_before_jax_is_there(trn1_node, monkeypatch):
+def test_prepare_sets_the_node_environment_before_importing_jax(trn1_node, monkeypatch):
     monkeypatch.delitem(sys.modules, "jax", raising=False)
     precision, parallel = PrecisionConfig("bf16_sr"), ParallelConfig(data=1, tensor=-1)
     expected = environment(precision, parallel, Topology("trn1.32xlarge"), current={}).variables
@@ -419,7 +419,7 @@ def test_prepare_sets_the_environment_of_the_node_before_jax_is_there(trn1_node,
     assert os.environ["NEURON_RT_STOCHASTIC_ROUNDING_EN"] == "1"
 
 
-def test_prepare_refuses_where_jax_has_read_the_environment_and_leaves_other_machines_alone(trn1_node, tmp_path):
+def test_prepare_raises_after_jax_import_on_neuron_machines_only(trn1_node, tmp_path):
     before = dict(os.environ)
     with pytest.raises(ValueError, match=r"trn1\.32xlarge: JAX is imported already; start Python again"):
         neuron_env.prepare(PrecisionConfig(), ParallelConfig(), machine=trn1_node)
@@ -477,14 +477,14 @@ def test_training_sets_the_environment_before_jax_is_imported():
     ]  # fmt: skip
 
 
-def test_training_on_a_part_of_a_node_and_with_one_core_a_device():
+def test_training_on_part_of_a_node_and_with_one_core_per_device():
     found, _ = environment_at_import("--instance=trn1.32xlarge", "--cores=8")
     assert found["NEURON_RT_NUM_CORES"] == "8"
     found, _ = environment_at_import("--instance=trn2.48xlarge", NEURON_LOGICAL_NC_CONFIG="1")
     assert "--logical-nc-config=1" in found["NEURON_CC_FLAGS"].split()
 
 
-def test_training_elsewhere_leaves_the_environment_alone():
+def test_training_without_neuron_leaves_the_environment_unchanged():
     for variables in ({}, {"JAX_PLATFORMS": "cpu"}):
         found, printed = environment_at_import(**variables)
         assert not [name for name in found if name.startswith(("NEURON", "FI_", "MALLOC"))]
@@ -505,7 +505,7 @@ def test_training_refuses_a_contradiction_before_jax_is_imported():
 
 
 @pytest.mark.parametrize(("command", "words"), [("generate", ["--prompt=x"]), ("evaluate", ["--text=x"])])
-def test_inference_asks_for_the_devices_before_jax_is_imported(command, words):
+def test_inference_checks_for_devices_before_importing_jax(command, words):
     found, _ = at_import(command, "--checkpoint=x", *words)
     assert not [name for name in found if name.startswith(("NEURON", "FI_", "MALLOC", "JAX"))]
     found, error = at_import(command, "--checkpoint=x", *words, JAX_PLATFORMS="neuron")
@@ -513,7 +513,7 @@ def test_inference_asks_for_the_devices_before_jax_is_imported(command, words):
     assert "this machine has no /dev/neuron0" in error
 
 
-def test_record_holds_what_can_change_a_run_and_no_more():
+def test_recorded_environment_is_limited_to_relevant_variables():
     environ = {
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": "-x",
@@ -543,7 +543,7 @@ def env_here(monkeypatch, capsys):
 NODES = ("--instance=trn1.32xlarge", "--nodes=3", "--coordinator=first")
 
 
-def test_env_command_prints_lines_that_a_shell_takes(env_here, tmp_path):
+def test_env_command_prints_shell_exports(env_here, tmp_path):
     printed = env_here(*NODES, "--rank=2", NEURON_CC_FLAGS="--dump='/a b' --x=$HOME", MALLOC_ARENA_MAX="a\n'b")
     expected = environment(
         SEVEN_B.precision,
@@ -604,7 +604,7 @@ def test_neuron_command_refuses_in_one_line(words, message):
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_fixed_variables_are_computed_ones():
+def test_fixed_variables_are_a_subset_of_computed_ones():
     assert set(FIXED) <= set(with_current().variables)
 
 

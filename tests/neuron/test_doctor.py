@@ -27,7 +27,7 @@ TINY = resolve(config_lib.load("tiny"))
 GIB = 2**30
 
 
-def assert_caught(outcome, *words):
+def assert_failed(outcome, *words):
     assert outcome.verdict == FAILED
     assert outcome.advice
     for word in words:
@@ -47,7 +47,7 @@ def requirements(words):
     return found
 
 
-def test_supported_versions_are_those_that_the_package_declares():
+def test_supported_versions_match_the_package_metadata():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     declared = requirements(project["dependencies"])
     declared["python"] = requirements([f"python{project['requires-python']}"])["python"]
@@ -64,8 +64,8 @@ def test_versions_of_this_environment_pass():
 
 
 @pytest.mark.parametrize("version", ["0.9.0", "0.9.0.0", "0.12.0", "0.12", "1.0"])
-def test_versions_outside_the_range_are_caught(version):
-    assert_caught(probes.versions({"jax": version}, {"jax": ("0.9.0.1", "0.12")}), f"jax {version}", ">=0.9.0.1,<0.12")
+def test_versions_outside_the_range_fail(version):
+    assert_failed(probes.versions({"jax": version}, {"jax": ("0.9.0.1", "0.12")}), f"jax {version}", ">=0.9.0.1,<0.12")
 
 
 @pytest.mark.parametrize("version", ["0.9.0.1", "0.10.2", "0.11.0rc1", "0.10.0+local.7"])
@@ -73,7 +73,7 @@ def test_versions_within_the_range_pass(version):
     assert probes.versions({"jax": version}, {"jax": ("0.9.0.1", "0.12")}).verdict == PASSED
 
 
-def test_placeholders_of_the_public_index_and_missing_packages_are_caught():
+def test_placeholder_and_missing_packages_fail():
     installed = {
         "python": "3.12.1",
         "jax": "0.10.0",
@@ -82,7 +82,7 @@ def test_placeholders_of_the_public_index_and_missing_packages_are_caught():
         "neuronx-cc": "1.0.post1",
     }
     outcome = probes.versions(installed, probes.SUPPORTED_BY_NEURON)
-    assert_caught(outcome, "jax-neuronx 0.0.0", "neuronx-cc 1.0.post1", "libneuronxla is missing")
+    assert_failed(outcome, "jax-neuronx 0.0.0", "neuronx-cc 1.0.post1", "libneuronxla is missing")
     assert "numpy" not in outcome.found
 
 
@@ -108,8 +108,8 @@ def test_devices_of_an_instance_pass():
         (cores(32, "NC_v9"), "a kind that"),
     ],
 )
-def test_devices_that_are_missing_mixed_or_unknown_are_caught(found, word):
-    assert_caught(probes.devices(found, platform="neuron", count=32), word)
+def test_missing_mixed_or_unknown_devices_fail(found, word):
+    assert_failed(probes.devices(found, platform="neuron", count=32), word)
 
 
 def test_memory_of_a_correct_device_passes_and_a_quarter_of_it_is_written():
@@ -133,15 +133,15 @@ def no_memory(num_bytes):
     ],
 )
 def test_memory_that_is_in_use_broken_or_missing_is_caught(limit, fill, word):
-    assert_caught(probes.memory(limit, 16 * GIB, fill=fill), word)
+    assert_failed(probes.memory(limit, 16 * GIB, fill=fill), word)
 
 
-def test_memory_of_a_host_or_of_an_unknown_device_is_not_testable():
+def test_memory_of_the_host_or_an_unknown_device_is_not_testable():
     assert probes.memory(0, 0, fill=None).verdict == NOT_HERE
     assert probes.memory(0, 0, fill=lambda n: True).verdict == NOT_HERE
 
 
-def test_fill_reads_back_what_it_wrote_and_sees_a_changed_bit(monkeypatch):
+def test_fill_detects_a_flipped_bit(monkeypatch):
     monkeypatch.setattr(exercises, "_BLOCK_BYTES", 1 << 12)
     device = jax.devices()[0]
     assert exercises.fill(device, 1 << 14)
@@ -195,11 +195,11 @@ def altered(uniform=lambda u: u, normal=lambda z: z):
         (altered(normal=np.zeros_like), "correlation"),  # a generator that was folded to a constant
     ],
 )
-def test_random_numbers_that_are_off_are_caught(draw, word):
-    assert_caught(probes.random_numbers(draw), word)
+def test_biased_random_numbers_fail(draw, word):
+    assert_failed(probes.random_numbers(draw), word)
 
 
-def test_random_numbers_of_numpy_pass_so_the_fakes_fail_for_what_was_altered():
+def test_unaltered_numpy_random_numbers_pass():
     assert probes.random_numbers(sound).verdict == PASSED
 
 
@@ -219,7 +219,7 @@ def in_blocks(block, keep):
     return multiply
 
 
-def test_products_that_accumulate_in_fp32_pass():
+def test_fp32_accumulation_passes():
     assert probes.matmul_accumulation(exercises.multiply).verdict == PASSED
     assert probes.matmul_accumulation(in_blocks(128, lambda total: total)).verdict == PASSED
 
@@ -236,8 +236,8 @@ def test_products_that_accumulate_in_fp32_pass():
         lambda a, b, dtype: a[:, :-1] @ b[:-1],
     ],
 )
-def test_products_that_accumulate_in_less_than_fp32_are_caught(multiply):
-    assert_caught(probes.matmul_accumulation(multiply))
+def test_accumulation_below_fp32_fails(multiply):
+    assert_failed(probes.matmul_accumulation(multiply))
 
 
 def stochastic(values, seed=0):
@@ -248,7 +248,7 @@ def stochastic(values, seed=0):
     return np.where(np.isfinite(values), np.sign(values) * (low + up) * steps, values).astype(np.float32)
 
 
-def test_rounding_of_this_cpu_is_nearest_and_that_of_the_hash_stochastic():
+def test_cpu_rounding_is_nearest_and_hash_rounding_is_stochastic():
     assert probes.rounding(exercises.cast, expected="nearest").verdict == PASSED
     assert probes.rounding(exercises.cast_by_hash, expected="stochastic").verdict == PASSED
     assert probes.rounding(stochastic, expected="stochastic").verdict == PASSED
@@ -274,11 +274,11 @@ def truncated(values):
         (lambda v: bf16(v * 1.01), "nearest", "a bf16 value"),
     ],
 )
-def test_rounding_other_than_asked_is_caught(cast, expected, word):
-    assert_caught(probes.rounding(cast, expected=expected), word)
+def test_unexpected_rounding_fails(cast, expected, word):
+    assert_failed(probes.rounding(cast, expected=expected), word)
 
 
-def test_rows_out_of_bounds_pass_as_jax_gathers_them():
+def test_out_of_bounds_gather_follows_jax_semantics():
     assert probes.out_of_bounds(exercises.look_up).verdict == PASSED
 
 
@@ -292,7 +292,7 @@ def test_rows_out_of_bounds_pass_as_jax_gathers_them():
     ],
 )
 def test_wrong_rows_out_of_bounds_are_caught(look_up):
-    assert_caught(probes.out_of_bounds(look_up), "mode")
+    assert_failed(probes.out_of_bounds(look_up), "mode")
 
 
 # donation
@@ -308,7 +308,7 @@ def test_donation_on_this_cpu_passes():
     assert "is in the buffer" in outcome.found
 
 
-def deleting_but_elsewhere(x):
+def deleting_without_aliasing(x):
     result = jax.block_until_ready(x + 1)
     x.delete()
     return result
@@ -318,12 +318,12 @@ def deleting_but_elsewhere(x):
     ("step", "word"),
     [
         (jax.jit(lambda x: x + 1), "not freed"),
-        (deleting_but_elsewhere, "not in the buffer"),
+        (deleting_without_aliasing, "not in the buffer"),
         (lambda x: exercises.add_one(exercises.add_one(x)), "wrong result"),
     ],
 )
 def test_donation_that_keeps_two_states_or_corrupts_one_is_caught(step, word):
-    assert_caught(probes.donation(step, state()), word)
+    assert_failed(probes.donation(step, state()), word)
 
 
 # collectives
@@ -358,7 +358,7 @@ def test_collectives_run_in_the_groups_of_the_config_where_it_fits_these_devices
 
 
 @pytest.mark.parametrize("name", ["sum", "gather", "scatter", "forward", "backward"])
-def test_a_wrong_collective_is_caught_by_name(name):
+def test_wrong_collective_fails_by_name(name):
     def one_value_off(values):
         results = by_numpy(values)
         results[name] = results[name].copy()
@@ -367,7 +367,7 @@ def test_a_wrong_collective_is_caught_by_name(name):
 
     assert probes.collectives(by_numpy, size=4).verdict == PASSED
     outcome = probes.collectives(one_value_off, size=4)
-    assert_caught(outcome, name)
+    assert_failed(outcome, name)
     assert outcome.found.count(",") == 0
 
 
@@ -381,16 +381,16 @@ def test_a_wrong_collective_is_caught_by_name(name):
     ],
 )
 def test_collectives_that_mix_up_devices_are_caught(run):
-    assert_caught(probes.collectives(run, size=4))
+    assert_failed(probes.collectives(run, size=4))
 
 
-def test_a_group_of_the_mesh_that_gets_other_values_makes_the_collective_wrong(monkeypatch):
+def test_collective_wrong_in_one_mesh_group_fails(monkeypatch):
     layout = exercises.layout_along("tensor_kv", ParallelConfig(data=4, tensor=2), jax.devices(), num_kv_heads=2)
     assert layout.mesh.shape["tensor_kv"] == 2
     psum = jax.lax.psum
     monkeypatch.setattr(jax.lax, "psum", lambda x, axis: psum(x, axis) + (jax.lax.axis_index("data") == 3))
     outcome = probes.collectives(lambda values: exercises.run_collectives(layout, "tensor_kv", values), size=2)
-    assert_caught(outcome, "sum on 2 devices")
+    assert_failed(outcome, "sum on 2 devices")
 
 
 def test_collectives_of_one_device_are_not_testable(monkeypatch):
@@ -402,7 +402,7 @@ def test_collectives_of_one_device_are_not_testable(monkeypatch):
 # the cache of compiled programs
 
 
-def test_cache_is_hit_by_the_second_start_of_a_real_process(tmp_path):
+def test_cache_is_hit_by_the_second_process_start(tmp_path):
     outcome = probes.cache(exercises.run_in_new_process, tmp_path / "new")
     assert outcome.verdict == PASSED, outcome
     assert list((tmp_path / "new").iterdir()) == []
@@ -434,13 +434,13 @@ def full_disk(folder):
         (full_disk, "No space left"),
     ],
 )
-def test_cache_that_is_not_written_not_read_or_wrong_is_caught(start, word, tmp_path):
-    assert_caught(probes.cache(start, tmp_path), word)
+def test_broken_cache_fails(start, word, tmp_path):
+    assert_failed(probes.cache(start, tmp_path), word)
 
 
-def test_cache_under_a_file_is_caught(tmp_path):
+def test_cache_path_that_is_a_file_fails(tmp_path):
     (tmp_path / "file").write_text("")
-    assert_caught(probes.cache(faulty_start(), tmp_path / "file" / "cache"), "file")
+    assert_failed(probes.cache(faulty_start(), tmp_path / "file" / "cache"), "file")
 
 
 # training
@@ -450,7 +450,7 @@ def trained(eval_loss, *losses):
     return lambda: short_training.TrainingResult(losses or (7.0, 6.0), eval_loss, 1, 2.0, 3.0)
 
 
-def test_training_inside_its_band_passes():
+def test_training_within_tolerance_passes():
     assert probes.training(trained(5.0), (4.9, 5.1)).verdict == PASSED
 
 
@@ -463,13 +463,13 @@ def test_training_inside_its_band_passes():
         (trained(5.0, 7.0, float("nan"), 6.0), "not finite at step 2"),
     ],
 )
-def test_training_outside_its_band_is_caught(train, word):
-    assert_caught(probes.training(train, (4.9, 5.1)), word)
+def test_training_outside_tolerance_fails(train, word):
+    assert_failed(probes.training(train, (4.9, 5.1)), word)
 
 
 @pytest.mark.quick_cases("3")
 @pytest.mark.parametrize("num_devices", [1, 3, 8])
-def test_short_training_learns_on_the_devices_that_its_batch_divides_over(num_devices, small):
+def test_short_training_uses_as_many_devices_as_divide_the_batch(num_devices, small):
     small.data.train = "package:austen_train.jsonl"
     small.data.validation = "package:austen_validation.jsonl"
     small.data.tokenizer = "package:austen_2k.model"
@@ -484,7 +484,7 @@ def test_short_training_learns_on_the_devices_that_its_batch_divides_over(num_de
     assert done.eval_loss == pytest.approx(done.losses[-1], abs=0.5)
 
 
-def test_short_training_is_tiny_with_fewer_steps_and_the_precision_of_the_run():
+def test_short_training_config_is_tiny_with_the_precision_of_the_run():
     config = short_training.short_config(PrecisionConfig("bf16_sr", "software")).to_dict()
     changed = {
         f"{section}.{key}": config[section][key]
@@ -510,7 +510,7 @@ def run_command(monkeypatch, outcomes, *words):
     return doctor_command.main(list(words))
 
 
-def test_report_ends_with_what_passed_failed_and_could_not_be_tested(monkeypatch, capsys, tmp_path):
+def test_report_ends_with_counts_of_passed_failed_and_not_testable(monkeypatch, capsys, tmp_path):
     outcomes = {
         "a": Outcome(PASSED, "fine"),
         "b": Outcome(FAILED, "bad", "fix it"),
@@ -536,13 +536,13 @@ def test_exit_code_is_0_where_nothing_failed(monkeypatch):
 
 def test_a_probe_that_raises_counts_as_failed():
     outcome, seconds = doctor.run_check(doctor.Check("a", lambda: no_memory(0)))
-    assert_caught(outcome, "RuntimeError: RESOURCE_EXHAUSTED")
+    assert_failed(outcome, "RuntimeError: RESOURCE_EXHAUSTED")
     assert seconds >= 0
 
 
 @pytest.mark.quick_cases("bf16_sr")
 @pytest.mark.parametrize("policy", ["fp32", "bf16_sr"])
-def test_checks_of_this_cpu_pass_or_are_not_testable_here(policy, tmp_path):
+def test_checks_on_cpu_pass_or_are_not_testable(policy, tmp_path):
     config = dataclasses.replace(TINY, precision=PrecisionConfig(policy))
     skipped = {"training", "compile cache"}  # tested above, and too long for here
     rows = {
@@ -584,7 +584,7 @@ def test_environment_without_neuron_devices_is_unchanged(tmp_path):
     assert place["instance"] == ""
 
 
-def test_the_doctor_leaves_the_devices_to_the_processes_that_it_starts_first():
+def test_doctor_does_not_hold_devices_while_its_subprocesses_run():
     code = (
         "import pathlib, jax\n"
         "from jax._src import xla_bridge\n"
@@ -604,14 +604,14 @@ def test_the_doctor_leaves_the_devices_to_the_processes_that_it_starts_first():
     assert done.returncode == 0, done.stderr
 
 
-def test_on_a_device_that_rounds_itself_both_casts_are_judged_by_what_the_config_asks(monkeypatch):
+def test_hardware_rounding_is_checked_against_the_config(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "neuron")
     by_device = dataclasses.replace(TINY, precision=PrecisionConfig("bf16_sr"))
     monkeypatch.setattr(exercises, "cast", stochastic)
     assert doctor._hardware_rounding(by_device).verdict == PASSED
     assert doctor._expected_rounding(by_device) == "stochastic"
     monkeypatch.setattr(exercises, "cast", bf16)
-    assert_caught(doctor._hardware_rounding(by_device), "rounding is nearest")
+    assert_failed(doctor._hardware_rounding(by_device), "rounding is nearest")
     in_software = dataclasses.replace(TINY, precision=PrecisionConfig("bf16_sr", "software"))
     assert doctor._hardware_rounding(in_software).verdict == NOT_HERE
     assert doctor._expected_rounding(in_software) == "nearest"

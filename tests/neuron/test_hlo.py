@@ -63,7 +63,7 @@ def test_a_renumbered_step_is_the_same_program(lowered, computation):
     assert len(original.as_hlo_text().splitlines()) > 1000
 
 
-def test_a_renumbered_program_computes_the_same():
+def test_renumbered_program_computes_the_same_result():
     def fn(x):
         def body(carry, _):
             return jnp.where(carry > 0, jnp.sin(carry) @ carry, carry - 1), carry.sum()
@@ -127,13 +127,13 @@ def test_control_predecessors_and_unpacked_ids_are_renumbered_and_other_fields_k
         (b"\x1a\x02\x30\x05", "refers to id 5, which is not defined"),
     ],
 )
-def test_bytes_that_are_not_a_module_or_refer_to_undefined_ids_are_refused(module, message):
+def test_invalid_modules_are_refused(module, message):
     with pytest.raises(ValueError, match=message):
         hlo_proto.renumber(module)
 
 
 @pytest.mark.slow
-def test_the_module_of_one_device_has_its_shapes_and_collectives(computation):
+def test_single_device_module_has_per_device_shapes_and_collectives(computation):
     """Its parameters are the shards of JAX's own shardings; bf16 values are reduced as bf16."""
     config = small_config(data=4, tensor=2, policy="mixed")
     module, degrees = hlo.device_module("train", config, 8, max_devices=8)
@@ -164,7 +164,7 @@ def test_fewer_replicas_keep_the_rows_of_a_device(computation):
     assert b"jit_train_step" in module
 
 
-def test_one_device_that_holds_a_replica_has_the_whole_program(computation):
+def test_single_device_replica_has_the_full_program_without_collectives(computation):
     config = small_config(data=4)
     module, degrees = hlo.device_module("train", config, 4, max_devices=1)
     assert set(degrees.values()) == {1}
@@ -172,7 +172,7 @@ def test_one_device_that_holds_a_replica_has_the_whole_program(computation):
     assert "all-reduce" not in computation(module).as_hlo_text()
 
 
-def test_the_command_writes_modules_and_a_script_that_calls_the_compiler_on_them(tmp_path, monkeypatch, capsys):
+def test_command_writes_modules_and_a_compile_script(tmp_path, monkeypatch, capsys):
     out = tmp_path / "hlo"
     words = ["hlo", "--config=tiny", "--devices=2", "--program=eval", "--target=trn2", f"--out={out}"]
     monkeypatch.setattr("sys.argv", ["hlat_jax", *words])

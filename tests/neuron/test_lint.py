@@ -237,12 +237,12 @@ def findings_of(program, **options):
     return lint.check(*program, **options) if isinstance(program, tuple) else lint.check(program, X, **options)
 
 
-def test_lint_has_a_bad_program_and_a_clean_one_for_every_rule():
+def test_every_rule_has_a_bad_and_a_clean_program():
     assert set(CASES) | {"OP09"} == set(RULES)
 
 
 @pytest.mark.parametrize("rule", CASES)
-def test_lint_finds_the_bad_program_and_not_its_clean_twin(rule):
+def test_lint_flags_the_bad_program_but_not_the_clean_one(rule):
     bad, clean = CASES[rule]
     found = [finding for finding in findings_of(bad) if finding.rule == rule]
     assert found
@@ -251,14 +251,14 @@ def test_lint_finds_the_bad_program_and_not_its_clean_twin(rule):
     assert rule not in rules_of(clean)
 
 
-def test_lint_with_a_list_of_operators_allows_no_other():
+def test_operator_list_disallows_all_others():
     names = ["hlo::Add", "multiply", "Constant", "broadcast", "HLO.Dot"]
     assert rules_of(lambda x: (x @ x) * 2 + 1, operators=names) == set()
     [finding] = findings_of(lambda x: jnp.sin(x) * 2, operators=names)
     assert (finding.rule, finding.severity, finding.what) == ("OP09", "error", "sine")
 
 
-def test_lint_severities_differ_by_target_and_by_how_often_a_program_runs():
+def test_severity_depends_on_target_and_on_whether_a_program_recurs():
     product = (lambda i: i @ i, I)
     assert [f.severity for f in findings_of(product, target="trn1")] == ["warning"]
     assert [f.severity for f in findings_of(product, target="trn2")] == ["error"]
@@ -270,7 +270,7 @@ def test_lint_severities_differ_by_target_and_by_how_often_a_program_runs():
         findings_of(product, target="trn9")
 
 
-def test_lint_memory_is_that_of_the_target():
+def test_memory_limit_depends_on_the_target():
     eighteen_gib = (lambda x: x.sum(), shape(18 * 2**28))
     assert "MEM1" in rules_of(eighteen_gib, target="trn1")
     assert "MEM1" not in rules_of(eighteen_gib, target="trn2")
@@ -282,7 +282,7 @@ def loss_with_argmax(params, x):
     return best.sum()
 
 
-def test_check_of_a_foreign_function_names_its_line():
+def test_check_of_a_user_function_names_its_line():
     params = {"in": jnp.ones((4, 8)), "out": jnp.ones((8, 3))}
     [finding] = [f for f in lint.check(jax.jit(loss_with_argmax), params, X) if f.severity == "error"]
     line = loss_with_argmax.__code__.co_firstlineno + 2
@@ -320,7 +320,7 @@ def test_loops_whose_trip_count_depends_on_data_are_caught_although_they_compare
     assert found == {"CF03": "error"}
 
 
-def test_a_choice_by_platform_folds_away():
+def test_platform_dependent_branches_fold_away():
     chosen = lint.check(lambda x: jax.lax.platform_dependent(x, cpu=jnp.sin, default=jnp.cos), X)
     assert {finding.rule for finding in chosen} == {"CF02"}
     nested = lint.check(
@@ -612,7 +612,7 @@ def groups_of(root):
     [{"data": 2, "fsdp": 2, "tensor": 2}, {"data": 4, "tensor": 2, "zero1": True}, {"pipe": 2, "data": 2, "tensor": 2}],
     ids=str,
 )
-def test_replica_groups_are_those_of_the_compiled_step(degrees):
+def test_replica_groups_match_the_compiled_step(degrees):
     config = small_config(m=2, remat="none", **degrees)
     layout = cpu_layout(config)
     traced = make_program(config, layout).trace_step()
@@ -625,7 +625,7 @@ def test_replica_groups_are_those_of_the_compiled_step(degrees):
     assert expected
 
 
-def test_replica_groups_that_the_partitioner_adds_are_found():
+def test_replica_groups_added_by_the_partitioner_are_found():
     mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
     split = jax.device_put(jnp.ones((8, 8)), NamedSharding(mesh, P("a", "b")))
     traced = jax.jit(lambda x: x + 1, out_shardings=NamedSharding(mesh, P("a"))).trace(split)
@@ -641,7 +641,7 @@ def sharded(*dims, dtype=jnp.float32, spec):
     return jax.ShapeDtypeStruct(dims, dtype, sharding=NamedSharding(mesh, spec))
 
 
-def test_integer_sums_that_the_partitioner_adds_are_found():
+def test_integer_sums_added_by_the_partitioner_are_found():
     def total(x):
         return x.sum()
 
@@ -652,7 +652,7 @@ def test_integer_sums_that_the_partitioner_adds_are_found():
     assert rules_of((total, sharded(64, dtype=jnp.int32, spec=P()))) == set()
 
 
-def test_permutes_that_the_partitioner_adds_are_found():
+def test_permutes_added_by_the_partitioner_are_found():
     placed = sharded(64, spec=P("a"))
 
     def moved(x):
@@ -688,7 +688,7 @@ def test_groups_are_regular_if_they_contain_the_same_cores_of_every_chip():
     assert not regular([0, 1], [2, 4])  # of different strides
 
 
-def test_permutes_are_rings_of_linked_chips_of_a_node():
+def test_permutes_must_be_rings_of_linked_chips_in_a_node():
     def trouble(*pairs, target="trn1"):
         return partitioned.permute_problem(np.asarray(pairs), target=target)
 
@@ -753,7 +753,7 @@ def test_lint_of_node_on_the_smaller_node_has_no_error_and_no_unexplained_warnin
 
 
 @pytest.mark.parametrize("name", ["node", "7b", "70b"])
-def test_lint_of_generation_has_no_finding_but_infos(name, tmp_path, lint_here):
+def test_lint_of_generation_finds_only_infos(name, tmp_path, lint_here):
     code, _, error = lint_here(f"--config={name}", "--program=generate", f"--json={tmp_path / 'found.json'}")
     assert (code, error) == (0, "")
     report = json.loads((tmp_path / "found.json").read_text())
@@ -834,7 +834,7 @@ def test_saving_remat_policies_emit_reduce_precision_except_for_neuron():
     assert count == {"cpu": 1, "cuda": 1, "neuron": 0}
 
 
-def test_rounding_that_loses_bits_stays_in_a_program_for_neuron():
+def test_lossy_reduce_precision_is_kept_on_neuron():
     rematerialized(jnp.sin, "selective", prevent_cse=False)
     traced = jax.jit(lambda x: jax.lax.reduce_precision(x, 8, 7)).trace(X)
     assert "reduce_precision" in traced.lower(lowering_platforms=("neuron",)).as_text()

@@ -22,29 +22,29 @@ def op():
     return op
 
 
-def test_auto_takes_the_highest_level_and_of_equal_ones_the_first(op):
+def test_auto_picks_the_highest_level_and_the_first_of_ties(op):
     assert op.choose("auto", "cpu", call={"length": 2}).name == "shift"
     assert op.choose("auto", "cuda", call={"length": 2}).name == "sum"
 
 
-def test_auto_passes_over_what_cannot_serve_the_call_with_the_reason(op):
+def test_auto_skips_unsupported_implementations_with_the_reason(op):
     choice = op.choose("auto", "cpu", call={"length": 5})
     assert choice.name == "sum"
     assert choice.passed_over == {"shift": "5 is above 4", "chip": "does not run on cpu"}
 
 
-def test_auto_takes_nothing_that_may_refuse_where_the_call_is_not_known(op):
+def test_auto_skips_conditional_implementations_when_the_call_is_unknown(op):
     choice = op.choose("auto", "cpu")
     assert choice.name == "sum"
     assert choice.passed_over["shift"] == "may not serve the call, whose shapes are not known here"
 
 
-def test_a_name_serves_wherever_it_runs_whatever_its_level(op):
+def test_explicit_name_ignores_levels(op):
     assert op.choose("chip", "neuron").name == "chip"
     assert op.choose("sum", "cpu").name == "sum"
 
 
-def test_every_other_implementation_has_its_reason_and_the_choice_its_own(op):
+def test_choice_has_a_reason_for_itself_and_every_other_implementation(op):
     choice = op.choose("auto", "cpu", call={"length": 1})
     assert choice.because == "level 20 on cpu"
     assert choice.passed_over == {
@@ -69,7 +69,7 @@ class Measured:
         return self if (op_key, call) == ("model.doubling", {"length": 2}) else None
 
 
-def test_measured_times_come_before_levels_for_the_call_they_were_measured_at(op):
+def test_measured_times_override_levels_for_the_measured_call(op):
     times = Measured(sum=0.001, shift=0.0025)
     choice = op.choose("auto", "cpu", call={"length": 2}, times=times)
     assert (choice.name, choice.because) == ("sum", "1 ms, the fastest in times.json (at 1 of its 2 rows)")
@@ -79,17 +79,17 @@ def test_measured_times_come_before_levels_for_the_call_they_were_measured_at(op
     assert op.choose("shift", "cpu", call={"length": 2}, times=times).name == "shift"
 
 
-def test_an_implementation_without_a_time_is_passed_over_where_others_have_one(op):
+def test_unmeasured_implementation_is_skipped_when_others_are_measured(op):
     choice = op.choose("auto", "cpu", call={"length": 2}, times=Measured(sum=0.001))
     assert choice.name == "sum"
     assert choice.passed_over["shift"] == "not measured"
 
 
-def test_the_fastest_measured_is_not_taken_where_it_cannot_run(op):
+def test_fastest_measured_is_not_picked_where_it_cannot_run(op):
     assert op.choose("auto", "cpu", call={"length": 2}, times=Measured(chip=1e-6, sum=0.2)).name == "sum"
 
 
-def test_a_call_that_nothing_can_serve_is_an_error_with_every_reason():
+def test_call_without_any_implementation_raises_with_every_reason():
     op = Op("model.doubling")
     op.register(Implementation("shift", abs, {"cpu": 1}, short_only))
     op.register(Implementation("chip", abs, {"neuron": 1}))
@@ -98,14 +98,14 @@ def test_a_call_that_nothing_can_serve_is_an_error_with_every_reason():
         op.choose("auto", "cpu", call={"length": 5})
 
 
-def test_a_name_that_cannot_serve_the_call_is_refused_before_anything_is_traced(op):
+def test_unsupported_explicit_name_is_refused_before_tracing(op):
     with pytest.raises(
         ValueError, match=r"^model.doubling='shift' cannot serve this call: 5 is above 4. Use one of auto, sum, chip."
     ):
         op.choose("shift", "cpu", call={"length": 5})
 
 
-def test_devices_of_platform_gpu_take_what_is_lowered_for_cuda():
+def test_gpu_devices_use_the_cuda_lowering():
     op = Op("model.doubling")
     op.register(Implementation("sum", lambda x: x + x, {"*": 10}))
     op.register(Implementation("warp", lambda x: x * 2, {"cuda": 20}))
@@ -130,30 +130,30 @@ def wave_text(op, names, *platforms):
     return [traced.lower(lowering_platforms=(one,)).as_text() for one in platforms]
 
 
-def test_one_trace_for_several_platforms_lowers_to_each_ones_own(waves):
+def test_one_trace_lowers_to_the_implementation_of_each_platform(waves):
     names = {where: choice.name for where, choice in waves.choose_each("auto", ("cpu", "gpu", "neuron")).items()}
     assert names == {"cpu": "sin", "gpu": "cos", "neuron": "tanh"}
     for platform, text in zip(("cpu", "cuda", "neuron"), wave_text(waves, names, "cpu", "cuda", "neuron"), strict=True):
         assert [KERNELS[kernel] for kernel in KERNELS if f"stablehlo.{kernel}" in text] == [platform]
 
 
-def test_several_platforms_with_one_implementation_or_a_single_one_add_nothing_to_the_program(waves):
+def test_one_implementation_for_several_platforms_adds_no_branch(waves):
     [plain] = wave_text(waves, "sin", "cpu")
     assert wave_text(waves, {"cpu": "sin", "rocm": "sin"}, "cpu") == wave_text(waves, {"cpu": "sin"}, "cpu") == [plain]
     assert "stablehlo.case" not in plain
 
 
-def test_a_platform_that_was_not_named_is_an_error_and_gets_no_other_ones_kernel(waves):
+def test_lowering_for_an_unlisted_platform_raises(waves):
     with pytest.raises(NotImplementedError):
         wave_text(waves, {"cpu": "sin", "neuron": "tanh"}, "cuda")
 
 
-def test_no_platform_at_all_is_refused(waves):
+def test_empty_platform_mapping_is_refused(waves):
     with pytest.raises(ValueError, match=r"model.wave={} names no platform; give platform -> name"):
         waves.run({}, jnp.ones(3), None)
 
 
-def test_a_number_among_the_arguments_is_no_array_for_several_platforms_either():
+def test_python_scalars_stay_scalars_with_several_platforms():
     op, seen = Op("model.power"), []
     for name in ("square", "cube"):
         op.register(Implementation(name, lambda x, exponent: x ** (seen.append(exponent) or exponent), {"*": 1}))
@@ -171,14 +171,14 @@ def test_export_for_several_platforms_holds_all_their_kernels(waves):
     np.testing.assert_allclose(jax.jit(exported.call)(jnp.ones(3)), np.sin(np.ones(3)), rtol=1e-6)
 
 
-def test_a_name_that_is_unknown_or_runs_elsewhere_is_refused(op):
+def test_name_that_is_unknown_or_for_another_platform_is_refused(op):
     with pytest.raises(ValueError, match=r"^model.doubling='fast' is not one of auto, sum, shift\.$"):
         op.choose("fast", "cpu")
     with pytest.raises(ValueError, match=r"^model.doubling='chip' runs on neuron, not on cpu; use one of auto, sum, "):
         op.choose("chip", "cpu")
 
 
-def test_a_call_that_cannot_be_served_raises_with_the_reasons_and_never_falls_back(op):
+def test_unsupported_call_raises_instead_of_falling_back(op):
     assert op.run("shift", 21, length=2) == 42
     with pytest.raises(
         ValueError, match=r"^model.doubling='shift' cannot serve this call: 5 is above 4. Use one of auto, sum, chip."

@@ -43,7 +43,7 @@ def einsum(q, k, v):
 
 @pytest.mark.quick_cases("mha")
 @pytest.mark.parametrize("shape", SHAPES)
-def test_value_and_gradients_are_those_of_the_xla_reference(shape):
+def test_value_and_gradients_match_the_xla_reference(shape):
     arrays = inputs(shape)
     got = jax.jit(lambda *x: value_and_grads(nki.attention, *x))(*arrays)
     for mine, theirs in zip(got, value_and_grads(einsum, *arrays), strict=True):
@@ -51,21 +51,21 @@ def test_value_and_gradients_are_those_of_the_xla_reference(shape):
         np.testing.assert_allclose(mine, theirs, rtol=2e-5, atol=2e-5)  # fp32 sums in another order
 
 
-def test_bf16_differs_from_the_reference_by_roundings_alone():
+def test_bf16_matches_the_reference_up_to_rounding():
     arrays = inputs("gqa", jnp.bfloat16)
     for mine, theirs in zip(value_and_grads(nki.attention, *arrays), value_and_grads(einsum, *arrays), strict=True):
         assert mine.dtype == theirs.dtype == jnp.bfloat16
         np.testing.assert_allclose(np.asarray(mine, np.float32), np.asarray(theirs, np.float32), rtol=0.05, atol=0.05)
 
 
-def test_log_sum_exp_is_that_of_the_scores_whatever_their_largest_is():
+def test_log_sum_exp_is_stable_for_large_scores():
     scores = np.random.default_rng(0).normal(size=(3, 128)) * 30
     top = scores.max(axis=1)
     recip = 1 / np.exp(scores - top[:, None]).sum(axis=1)
     np.testing.assert_allclose(nki.log_sum_exp(-top, recip), np.log(np.exp(scores).sum(axis=1)), rtol=1e-6)
 
 
-def test_numbers_of_places_lie_by_partition_and_come_back():
+def test_tiling_by_partition_round_trips():
     numbers = jnp.arange(2 * 384).reshape(2, 384)
     tiles = nki.tiled(numbers)
     assert tiles.shape == (2, nki.PARTITIONS, 3)
@@ -89,7 +89,7 @@ FITS = {"q_shape": (1, 4096, 32, 128), "num_kv_heads": 8, "dtype": jnp.bfloat16,
     ],
     ids=["segments", "window", "head", "multiple", "length", "batch", "dtype"],
 )
-def test_what_the_kernels_cannot_honour_is_refused_with_the_reason(change, reason):
+def test_unsupported_calls_are_refused_with_the_reason(change, reason):
     assert nki.unsupported_reasons(**FITS) == []
     [found] = nki.unsupported_reasons(**(FITS | change))
     assert reason in found
@@ -107,7 +107,7 @@ def test_the_op_refuses_segments_instead_of_ignoring_them():
         attention_op.OP.choose("nki", "cpu")
 
 
-def test_a_model_that_names_the_kernel_lowers_for_neuron_and_refuses_to_run_on_cpu(small):
+def test_model_with_the_kernel_lowers_for_neuron_and_is_refused_on_cpu(small):
     small.model.attention, small.model.max_positions, small.data.seq_len = "nki", 512, 512
     config = resolve(small)
     calls = make_program(config, planned_layout(config, 8, platform="neuron")).trace_step().jaxpr
@@ -129,7 +129,7 @@ def lowered(*, with_kernels):
     return json.loads(result.stdout) if result.returncode == 0 else result.stderr
 
 
-def test_both_kernels_stand_in_the_program_that_is_lowered_for_a_known_neuron():
+def test_neuron_lowering_contains_both_kernels():
     found = lowered(with_kernels=True)
     assert found["partitions"] == 512
     # one row and 8 / 4 query heads of 512 places on a device, 4 / 4 of keys: operands and results of each call
@@ -139,11 +139,11 @@ def test_both_kernels_stand_in_the_program_that_is_lowered_for_a_known_neuron():
 
 
 @pytest.mark.skipif(importlib.util.find_spec("nkilib") is not None, reason="nkilib is installed")
-def test_a_known_neuron_without_the_kernels_is_an_error_and_no_silent_reference():
+def test_missing_kernels_on_neuron_raise_instead_of_using_the_reference():
     assert "No module named 'nkilib'" in lowered(with_kernels=False)
 
 
-def test_every_program_of_a_run_with_the_kernels_is_made_where_there_is_no_neuron():
+def test_programs_with_the_kernels_can_be_traced_without_neuron():
     tree = small_config().to_dict()
     tree["model"] |= {"attention": "nki", "max_positions": 512}
     tree["data"] |= {"seq_len": 512, "validation": "held_out.jsonl"}

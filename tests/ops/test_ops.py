@@ -44,7 +44,7 @@ def test_products_on_one_device_equal_their_einsum(product, equation, x_shape, s
 
 
 @pytest.mark.parametrize("equation", ["BTD,FD->BTF", "BTD,DF->BFT", "BTD,D", "BTD,DF->BTDF"])
-def test_a_product_of_another_form_than_activations_times_matrix_raises(equation):
+def test_unsupported_einsum_form_raises(equation):
     param = nnx.Param(normal(16, 16), axes=("embed", "mlp"))
     with pytest.raises(ValueError, match="must contract the last axes of its first operand"):
         linear.column_parallel(equation, normal(2, 5, 16), param, SINGLE_DEVICE)
@@ -144,7 +144,7 @@ def test_rope_frequencies_without_scaling_equal_their_formula():
     np.testing.assert_allclose(rope.rope_frequencies(64, theta=10000.0), expected, rtol=1e-7)
 
 
-def test_apply_rope_equals_transformers_and_its_gradient_turns_back():
+def test_apply_rope_matches_transformers_and_its_gradient_rotates_back():
     x_BTNH = normal(2, 7, 3, 16)
     positions_BT = np.stack([np.arange(7), np.arange(7) + 4000]).astype(np.int32)
     cos, sin = rope.rope_tables(positions_BT, frequencies=rope.rope_frequencies(16, theta=10000.0))
@@ -260,7 +260,7 @@ def test_attention_blocks_cover_every_query_once():
         (rope.OP, dict.fromkeys(("cpu", "cuda", "neuron"), "reference")),
     ],
 )
-def test_auto_stands_for_what_serves_a_platform_best(op, chosen):
+def test_auto_resolves_to_the_best_implementation_per_platform(op, chosen):
     assert {platform: op.choose("auto", platform).name for platform in chosen} == chosen
 
 
@@ -343,7 +343,7 @@ def test_chunks_of_the_loss_are_at_most_an_eighth_of_long_rows(seq_len):
     assert chunk == seq_len if seq_len <= 256 else 128 <= chunk <= max(128, seq_len / 8)
 
 
-def test_one_trace_of_the_loss_lowers_to_each_platforms_own_with_its_gradients():
+def test_one_trace_of_the_loss_lowers_to_the_kernel_of_each_platform():
     names = {where: choice.name for where, choice in cross_entropy.OP.choose_each("auto", ("cpu", "cuda")).items()}
     assert names == {"cpu": "chunked", "cuda": "dense"}
     inputs = loss_inputs(num_rows=1, seq_len=600)
@@ -376,7 +376,7 @@ def test_chunked_cross_entropy_never_holds_all_logits(monkeypatch):
 
 @pytest.mark.parametrize("attention_name", ["einsum", "blocked", "chunked"])
 @pytest.mark.parametrize("loss_name", ["dense", "chunked"])
-def test_ops_lower_for_neuron_without_what_it_refuses(attention_name, loss_name, monkeypatch):
+def test_ops_lower_for_neuron_without_forbidden_operations(attention_name, loss_name, monkeypatch):
     monkeypatch.setattr(cross_entropy, "CHUNK_POSITIONS", 100)
     cos, sin = rope.rope_tables(np.arange(300)[None], frequencies=rope.rope_frequencies(8, theta=1e4))
     norm_name, rope_name = {"dense": ("recomputed", "reference"), "chunked": ("reference", "paired")}[loss_name]

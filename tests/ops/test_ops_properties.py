@@ -204,7 +204,7 @@ PROPERTIES = {
 )
 @pytest.mark.parametrize("property_name", PROPERTIES)
 @pytest.mark.parametrize("name", SUBJECTS)
-def test_attention_has_the_property_or_refuses_the_call(name, property_name):
+def test_attention_satisfies_the_property_or_refuses_the_call(name, property_name):
     subject, (holds, packed, window) = SUBJECTS[name], PROPERTIES[property_name]
     q, k, *_ = inputs(1, 512)
     ids = np.ones(q.shape[:2], np.int32) if packed else None
@@ -218,7 +218,7 @@ def test_attention_has_the_property_or_refuses_the_call(name, property_name):
         of_op(name.split(",")[0])(q, k, k, ids, window)
 
 
-def test_every_implementation_of_attention_is_a_subject_or_is_cudnn():
+def test_every_attention_implementation_except_cudnn_is_tested():
     assert {name.split(",")[0] for name in SUBJECTS} | {"cudnn"} == set(attention.OP.names)
 
 
@@ -272,7 +272,7 @@ def test_a_perturbed_kernel_fails(how):
         PROPERTIES[PERTURBED[how]][0](perturbed)
 
 
-def test_forgotten_segments_are_seen_by_packing_too():
+def test_packing_property_detects_ignored_segments():
     with pytest.raises(AssertionError, match="Not equal to tolerance"):
         is_each_document_alone(Subject(functools.partial(broken, how="forgets segments"), serves_all))
 
@@ -316,13 +316,13 @@ def loss_is_float64(name, *, z_loss_weight, axes):
 @pytest.mark.parametrize("axes", [(), ("tensor",)], ids=["whole", "split vocabulary"])
 @pytest.mark.parametrize("z_loss_weight", [0.0, 0.1])
 @pytest.mark.parametrize("name", cross_entropy.OP.names)
-def test_loss_is_that_of_float64(name, z_loss_weight, axes):
+def test_loss_matches_float64(name, z_loss_weight, axes):
     loss_is_float64(name, z_loss_weight=z_loss_weight, axes=axes)
 
 
 @pytest.mark.quick_cases("chunked")
 @pytest.mark.parametrize("name", cross_entropy.OP.names)
-def test_no_row_of_the_head_loses_its_gradient_in_fp16(name, monkeypatch):
+def test_fp16_gradient_reaches_every_row_of_the_head(name, monkeypatch):
     monkeypatch.setattr(cross_entropy, "CHUNK_POSITIONS", 24)
     hidden, head = normal(1, 64, 16, seed=1), 4 * normal(512, 16, seed=2)
     targets = np.argmax(hidden @ head.T, -1).astype(np.int32)  # what is no target has a small probability
@@ -501,16 +501,16 @@ LAYER_SUBJECTS = [(key, name) for key, one in LAYER_OPS.items() for name in one.
 
 @pytest.mark.parametrize("property_name", LAYER_PROPERTIES)
 @pytest.mark.parametrize(("key", "name"), LAYER_SUBJECTS)
-def test_a_layer_op_has_the_property(key, name, property_name):
+def test_layer_op_satisfies_the_property(key, name, property_name):
     LAYER_PROPERTIES[property_name](LAYER_OPS[key], compiled(key, name))
 
 
-def test_every_op_of_the_registry_is_in_this_suite():
+def test_every_registered_op_is_tested():
     assert set(OPS) == {"attention", "cross_entropy", *LAYER_OPS}
 
 
 @pytest.mark.parametrize("name", rope.OP.names)
-def test_rope_is_right_at_positions_above_65536(name):
+def test_rope_is_accurate_at_positions_above_65536(name):
     """Against angles without any rounding; that of a product in fp32 is 2^-24 of it."""
     one = LAYER_OPS["rope"]
     arrays = one.arrays(one.shapes)
@@ -586,7 +586,7 @@ def test_a_perturbed_layer_op_fails(key, how):
 
 
 @pytest.mark.parametrize(("key", "name"), [one for one in LAYER_SUBJECTS if one[0] != "rope"])
-def test_the_backward_pass_of_a_layer_op_keeps_its_inputs_and_that_of_the_reference_more(key, name):
+def test_layer_op_saves_only_its_inputs_for_the_backward_pass(key, name):
     one = LAYER_OPS[key]
     operands = one.arrays(one.shapes_bf16, jnp.bfloat16)[:-1]
     kept = jax.eval_shape(lambda *x: jax.tree.leaves(jax.vjp(functools.partial(one.run, name), *x)[1]), *operands)
@@ -594,7 +594,7 @@ def test_the_backward_pass_of_a_layer_op_keeps_its_inputs_and_that_of_the_refere
     assert (kept_bytes > sum(x.nbytes for x in operands)) == (name == "reference")
 
 
-def test_rope_on_pairs_of_their_own_axis_writes_no_halves_of_a_large_call():
+def test_paired_rope_materializes_no_half_tensors():
     """XLA on cpu leaves a concatenation inside long rows by itself, with its fp32 operands in memory."""
     x = jax.ShapeDtypeStruct((1, 2048, 16, 128), jnp.bfloat16)
     table = jax.ShapeDtypeStruct((1, 2048, 64), jnp.float32)
@@ -620,7 +620,7 @@ def kernels_by_platform(traced):
     }
 
 
-def test_operands_that_do_not_fit_each_other_are_refused_with_their_numbers():
+def test_mismatched_operands_are_refused_with_their_shapes():
     x, cos = jnp.ones((1, 3, 2, 8)), jnp.ones((1, 3, 4))
     with pytest.raises(ValueError, match=r"model.head_dim=7 must be even: rotary embeddings rotate pairs"):
         rope.apply_rope(x[..., :7], cos=cos, sin=cos, implementation="reference")
@@ -631,7 +631,7 @@ def test_operands_that_do_not_fit_each_other_are_refused_with_their_numbers():
 
 
 @pytest.mark.parametrize("segments", [False, True])
-def test_triton_stands_in_the_program_for_cuda_forward_and_backward_and_nowhere_else(segments):
+def test_triton_kernels_appear_only_in_the_cuda_program(segments):
     arrays = inputs(1, 128)
     ids = documents(1, 128) if segments else None
     subject = Subject(of_op({"cuda": "triton", "cpu": "blocked", "neuron": "einsum"}), serves_all)
@@ -640,7 +640,7 @@ def test_triton_stands_in_the_program_for_cuda_forward_and_backward_and_nowhere_
     assert kernels_by_platform(traced) == {"cpu": 0, "cuda": 3, "neuron": 0}
 
 
-def test_cudnn_without_its_library_is_passed_over_with_its_own_words_and_a_name_says_them():
+def test_missing_cudnn_is_skipped_by_auto_and_refused_by_name():
     call = attention.describe_call((1, 128, 4, 64), 2, dtype=jnp.bfloat16, has_segments=False)
     choice = attention.OP.choose("auto", "cuda", call=call)
     assert choice.name == "einsum"
@@ -649,7 +649,7 @@ def test_cudnn_without_its_library_is_passed_over_with_its_own_words_and_a_name_
         attention.OP.choose("cudnn", "cuda", call=call)
 
 
-def test_cudnn_is_asked_for_what_the_call_is(monkeypatch):
+def test_cudnn_receives_the_arguments_of_the_call(monkeypatch):
     asked = []
 
     def fake(q, k, v, **options):
@@ -675,14 +675,14 @@ def test_cudnn_is_asked_for_what_the_call_is(monkeypatch):
     ],
     ids=["window", "multiple", "head", "dtype"],
 )
-def test_what_triton_cannot_honour_is_refused_with_the_reason(change, reason):
+def test_unsupported_triton_calls_are_refused_with_the_reason(change, reason):
     call = attention.describe_call((1, 128, 4, 64), 2, dtype=jnp.bfloat16, has_segments=True)
     assert gpu.triton_unsupported_reasons(**call) == []
     [found] = gpu.triton_unsupported_reasons(**call | change)
     assert reason in found
 
 
-def test_chunked_attention_holds_no_scores_of_whole_rows():
+def test_chunked_attention_never_materializes_full_scores():
     """Scores and probabilities of T x T are what `einsum` keeps for its backward pass; chunked has none of them."""
     b, t, n, h = 1, 1024, 4, 16
 
@@ -696,7 +696,7 @@ def test_chunked_attention_holds_no_scores_of_whole_rows():
     assert temp_bytes("chunked") < scores_bytes / 4
 
 
-def test_saving_the_residuals_by_name_spares_the_second_forward_pass():
+def test_saving_named_residuals_avoids_a_second_forward_pass():
     arrays = inputs(1, 150)
     policy = jax.checkpoint_policies.save_only_these_names
 
@@ -709,7 +709,7 @@ def test_saving_the_residuals_by_name_spares_the_second_forward_pass():
 
 
 @pytest.mark.parametrize("window", [1, 64, 65, 66, 200, None])
-def test_chunked_attention_visits_the_pairs_of_blocks_in_which_something_is_seen(window):
+def test_chunked_attention_visits_only_unmasked_block_pairs(window):
     places = np.arange(4 * 64)
     ahead = places[:, None] - places[None, :]
     seen = (ahead >= 0) & (ahead < (window or len(places)))

@@ -81,7 +81,7 @@ def test_layout_is_refused_by_train_and_plan_with_what_to_change(small, name):
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_advised_degrees_run(small, name):
+def test_suggested_degrees_train(small, name):
     config = changed(small, REFUSED[name][0])
     with pytest.raises(ValueError, match="pass every check") as refused:
         layout_over(config, jax.devices())
@@ -97,7 +97,7 @@ def test_advised_degrees_run(small, name):
 
 
 @pytest.mark.slow
-def test_what_passes_is_what_can_be_traced(small):
+def test_check_accepts_exactly_what_can_be_traced(small):
     """Over every layout of 8 devices of a model whose sizes divide badly; JAX refuses what the check refuses."""
     small.model.num_layers, small.model.vocab_size, small.model.embed_dim = 4, 72, 36
     small.data.batch_size, small.model.fuse_qkv, small.parallel.zero1 = 4, False, True
@@ -124,7 +124,7 @@ def _traces(config):
     return True
 
 
-def test_nearest_degrees_keep_what_was_asked_where_it_passes(small):
+def test_nearest_degrees_keep_valid_requested_degrees(small):
     small.parallel.tensor, small.parallel.data = 2, 8
     config = resolve(small)
     assert nearest_degrees(config, 8) == {"pipe": 1, "data": 4, "fsdp": 1, "tensor": 2}
@@ -140,7 +140,7 @@ def test_plan_names_the_nearest_number_of_nodes(name, nodes, advised):
     check_degrees(config, 32 * advised)
 
 
-def test_layout_is_refused_for_a_step_of_more_tokens_than_float32_counts():
+def test_step_with_more_tokens_than_float32_can_count_is_refused():
     c = config_lib.load("7b")
     c.train.num_microbatches = 1
     c.data.batch_size = 4096

@@ -10,8 +10,8 @@ import micro
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from lowered import forbidden_in, lowered_for_neuron
-from mutations import collectives_seen
+from lowered import assert_no_forbidden_operations, lowered_for_neuron
+from mutations import recorded_collectives
 
 from hlat_jax.batch import abstract_batch, segmented_batch
 from hlat_jax.config import ParallelConfig, default, load
@@ -259,7 +259,7 @@ def trained_alone(**changes):
 
 @pytest.mark.quick_cases("pipe-fsdp", "tensor", "zero2")
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_layout_trains_as_one_device_does(name):
+def test_layout_trains_like_one_device(name):
     changes = LAYOUTS[name]
     config = configured(**changes)
     layout = layout_of(config)
@@ -277,7 +277,7 @@ def test_layout_trains_as_one_device_does(name):
 
 @pytest.mark.quick_cases("fsdp-tensor-sequence")
 @pytest.mark.parametrize("name", ["fsdp-tensor-sequence", "pipe-all"])
-def test_evaluation_over_a_mesh_is_that_of_one_device(name):
+def test_evaluation_over_a_mesh_equals_one_device(name):
     config = configured(**LAYOUTS[name])
     for other, layout in ((config, layout_of(config)), alone()):
         program = make_program(other, layout)
@@ -305,7 +305,7 @@ def one_step(config, layout, state, *, unless=None):
     return jax.device_get((metrics, state["opt_state"]["inner"], state["params"])), text, table
 
 
-def furthest(got, wanted):
+def max_relative_error(got, wanted):
     """Returns the largest difference of a leaf from what is wanted, relative to the leaf's largest value."""
     return max(
         float(np.max(np.abs(np.subtract(a, b, dtype=np.float64))) / (np.max(np.abs(b)) + 1e-9))
@@ -325,7 +325,7 @@ MUTATED = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MUTATED)
-def test_no_collective_can_be_left_out(name):
+def test_every_collective_is_necessary(name):
     changes = LAYOUTS[name] | {
         "clip_norm": 0.0,
         "eps": 1.0,  # an update then follows its gradient, where Adam's sign would flip on rounding
@@ -336,18 +336,18 @@ def test_no_collective_can_be_left_out(name):
     initial = jax.device_get(make_program(one, layout_of(one, jax.devices()[:1])).init_state())
     wanted, _, _ = one_step(one, layout_of(one, jax.devices()[:1]), initial)
     layout = layout_of(config)
-    with collectives_seen() as places:
+    with recorded_collectives() as places:
         whole, program, table = one_step(config, layout, initial)
-    assert furthest(whole, wanted) < 1e-4
+    assert max_relative_error(whole, wanted) < 1e-4
     num_left_out, harmless = 0, []
     for place in places:
         jax.clear_caches()
-        with collectives_seen(without=place):
+        with recorded_collectives(without=place):
             got, _, other_table = one_step(config, layout, initial, unless=program)
         if got is not None:  # None: traced to know its shape, or for a value that nothing reads
             num_left_out += 1
             assert other_table != table
-            if furthest(got, wanted) < 1e-3:
+            if max_relative_error(got, wanted) < 1e-3:
                 harmless.append(place)
     assert num_left_out > 5
     assert not harmless
@@ -368,7 +368,7 @@ SOONER = {
 
 @pytest.mark.quick_cases("fsdp")
 @pytest.mark.parametrize("name", SOONER)
-def test_gradients_reduced_sooner_are_the_same_and_replicas_stay_equal(name):
+def test_early_gradient_reduction_gives_the_same_result_and_equal_replicas(name):
     changes = SOONER[name]
     config = configured(**changes)
     _, got, state, _ = trained(config, layout_of(config), num_steps=20)
@@ -382,7 +382,7 @@ def test_gradients_reduced_sooner_are_the_same_and_replicas_stay_equal(name):
             np.testing.assert_array_equal(first, np.asarray(shard.data))
 
 
-def test_each_core_computes_and_differentiates_the_kv_heads_it_needs_and_no_more():
+def test_each_core_computes_only_the_kv_heads_it_needs():
     config = configured(tensor=8, embed_dim=40)  # 2 KV heads on 8 cores, so 1 query head on each
     layout = layout_of(config)
     state = make_program(config, layout).abstract_state
@@ -411,7 +411,7 @@ def test_each_core_computes_and_differentiates_the_kv_heads_it_needs_and_no_more
 
 
 @pytest.mark.slow
-def test_gradients_of_pipeline_and_kv_copies_are_those_of_scan_and_unroll():
+def test_pipeline_and_kv_replication_gradients_match_scan_and_unroll():
     moments = {}
     one = {"data": 1, "clip_norm": 0.0, "eps": 1.0}
     initial = jax.device_get(make_program(*_with_layout(configured(**one), jax.devices()[:1])).init_state())
@@ -424,7 +424,7 @@ def test_gradients_of_pipeline_and_kv_copies_are_those_of_scan_and_unroll():
         config, layout = _with_layout(configured(**changes), jax.devices()[: 1 if changes.get("data") == 1 else 8])
         moments[name] = one_step(config, layout, initial)[0][1]["mu"]
     for name in ("unroll", "pipe", "kv-copies"):
-        assert furthest(moments[name], moments["scan"]) < 1e-5, name  # fp32 sums in another order
+        assert max_relative_error(moments[name], moments["scan"]) < 1e-5, name  # fp32 sums in another order
 
 
 def _with_layout(config, devices):
@@ -432,7 +432,7 @@ def _with_layout(config, devices):
 
 
 @pytest.mark.parametrize("implementation", ["dense", "chunked"])
-def test_loss_over_a_split_vocabulary_is_that_of_float64(implementation):
+def test_loss_over_a_sharded_vocabulary_matches_float64(implementation):
     layout = layout_of(configured(pipe=2, tensor=4))
     rng = np.random.default_rng(0)
     b, t, d, v = 2, 300, 16, 64
@@ -464,7 +464,7 @@ def test_loss_over_a_split_vocabulary_is_that_of_float64(implementation):
 
 
 @pytest.mark.slow
-def test_a_pipeline_holds_no_more_for_more_microbatches():
+def test_pipeline_memory_does_not_grow_with_microbatches():
     def temporary_bytes(num_microbatches):
         rows = 2 * num_microbatches
         config = configured(
@@ -484,16 +484,16 @@ def test_a_pipeline_holds_no_more_for_more_microbatches():
     assert many <= few * 1.01
 
 
-def test_degrees_that_do_not_multiply_to_the_devices_are_refused():
+def test_degrees_that_do_not_multiply_to_num_devices_are_refused():
     assert resolve_degrees(ParallelConfig(tensor=2), 8) == (1, 4, 1, 2)
     with pytest.raises(ValueError, match=r"parallel.tensor=3 need a multiple of 3 devices and there are 8"):
         resolve_degrees(ParallelConfig(tensor=3), 8)
 
 
 @pytest.mark.parametrize("name", ["kv-copies-8", "fsdp-tensor-sequence", "pipe-all"])
-def test_step_over_a_mesh_lowered_for_neuron_holds_nothing_it_cannot_take(name):
+def test_step_over_a_mesh_lowers_for_neuron_without_forbidden_operations(name):
     config = configured(attention="einsum", cross_entropy="dense", **LAYOUTS[name])
-    forbidden_in(lowered_for_neuron(config, layout_of(config)))
+    assert_no_forbidden_operations(lowered_for_neuron(config, layout_of(config)))
 
 
 @pytest.mark.quick_cases("fp32-degrees0")
@@ -501,7 +501,7 @@ def test_step_over_a_mesh_lowered_for_neuron_holds_nothing_it_cannot_take(name):
     ("policy", "degrees"),
     [("fp32", {}), ("mixed", {"data": 2, "tensor": 2, "zero1": True}), ("bf16_sr", {"pipe": 2, "data": 2, "fsdp": 2})],
 )
-def test_norms_of_a_state_are_those_of_numpy_finite_where_it_is_and_take_one_all_reduce(policy, degrees, tmp_path):
+def test_state_norms_match_numpy_and_use_one_all_reduce(policy, degrees, tmp_path):
     c = load(str(micro.write_config(tmp_path)))
     c.precision.policy = policy
     c.parallel.update(degrees)

@@ -13,7 +13,7 @@ def layout(**parallel):
     return make_layout(ParallelConfig(**parallel), jax.devices())
 
 
-def test_options_are_for_several_gpus_alone():
+def test_options_apply_only_to_several_gpus():
     assert compiler_options(layout()) == {}
     assert compiler_options(make_layout(ParallelConfig(), jax.devices()[:1]), platform="gpu") == {}
     assert compiler_options(layout(), platform="neuron") == {}

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import optax.contrib
 import pytest
-from foreign_models import batch, foreign, plain_loss, plain_params
+from foreign_models import batch, plain_loss, plain_params, user_model
 
 from hlat_jax.parallel.zero import make_replica_sync
 from hlat_jax.passes.products import live_jaxpr
@@ -36,8 +36,8 @@ def trained(loss, params, *, stage=None, bucket_bytes=0, policy="fp32", steps=6)
 @pytest.mark.parametrize("kind", ["plain", "flax"])
 @pytest.mark.parametrize("bucket_bytes", [0, 1000])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_every_stage_trains_as_one_device_does(kind, stage, bucket_bytes):
-    loss, params = foreign(kind)
+def test_every_stage_trains_like_one_device(kind, stage, bucket_bytes):
+    loss, params = user_model(kind)
     wanted, alone, _ = trained(loss, params)
     got, state, _ = trained(loss, params, stage=stage, bucket_bytes=bucket_bytes)
     np.testing.assert_allclose(got, wanted, rtol=5e-6)  # fp32 sums in another order
@@ -45,8 +45,8 @@ def test_every_stage_trains_as_one_device_does(kind, stage, bucket_bytes):
 
 
 @pytest.mark.slow
-def test_stages_hold_a_part_of_the_state_and_the_rest_of_it_is_whole():
-    loss, params = foreign("plain")
+def test_stages_shard_their_part_of_the_state():
+    loss, params = user_model("plain")
     held = {}
     for stage in range(4):
         _, state, _ = trained(loss, params, stage=stage, policy="mixed", steps=1)
@@ -60,8 +60,8 @@ def test_stages_hold_a_part_of_the_state_and_the_rest_of_it_is_whole():
     assert held == {0: (whole, whole), 1: (whole, part), 2: (whole, part), 3: (part, part)}
 
 
-def test_collectives_of_each_stage_are_those_it_needs():
-    loss, params = foreign("plain")  # five arrays that 8 divides, and a scalar; 2 microbatches
+def test_each_stage_uses_only_the_collectives_it_needs():
+    loss, params = user_model("plain")  # five arrays that 8 divides, and a scalar; 2 microbatches
     found = {}
     for stage in range(4):
         options = ProgramOptions(POLICIES["fp32"], num_microbatches=2, zero=stage)
@@ -80,8 +80,8 @@ def test_collectives_of_each_stage_are_those_it_needs():
     }
 
 
-def test_buckets_carry_several_arrays_and_no_more_than_their_bytes():
-    loss, params = foreign("plain")
+def test_buckets_group_arrays_up_to_bucket_bytes():
+    loss, params = user_model("plain")
     for bucket_bytes, wanted in ((0, 5), (1600, 3), (10**6, 1)):
         text, mesh = trained(loss, params, stage=1, bucket_bytes=bucket_bytes, steps=1)[2]
         scatters = [c for c in collectives(text, mesh) if c.kind == "reduce-scatter"]
@@ -89,15 +89,15 @@ def test_buckets_carry_several_arrays_and_no_more_than_their_bytes():
         assert all(c.payload_bytes <= max(bucket_bytes, 24 * 16 * 4) for c in scatters)
 
 
-def test_the_callers_parameters_outlive_the_donated_state():
-    loss, params = foreign("plain")
+def test_donation_does_not_delete_the_callers_parameters():
+    loss, params = user_model("plain")
     before = jax.tree.map(np.asarray, params)
     trained(loss, params, stage=0)
     trained(loss, params)
     jax.tree.map(np.testing.assert_array_equal, before, params)
 
 
-def test_replicas_of_what_no_device_divides_stay_equal_under_stochastic_rounding():
+def test_replicated_leaves_stay_equal_under_stochastic_rounding():
     def loss(params, batch):
         squares = jnp.square(batch["x"] * params["b"] - batch["y"])
         return SumAndCount(jnp.sum(squares.astype(jnp.float32)), squares.size)
@@ -114,14 +114,14 @@ def test_replicas_of_what_no_device_divides_stay_equal_under_stochastic_rounding
         np.testing.assert_array_equal(first, second)
 
 
-def test_an_optimizer_that_keeps_the_weights_can_be_stepped():
-    loss, params = foreign("plain")
+def test_optimizer_that_stores_the_weights_can_be_stepped():
+    loss, params = user_model("plain")
     program = training_program(loss, optax.contrib.prodigy(1.0), options=ProgramOptions(POLICIES["fp32"]))
     _, metrics = program.step(program.init(params), batch(0), 0.0)
     assert metrics.finite
 
 
-def test_stages_and_bytes_that_do_not_exist_are_refused():
+def test_invalid_stage_or_bucket_bytes_is_refused():
     with pytest.raises(ValueError, match="params has an empty tuple"):
         make_replica_sync([(np.zeros(8), ()), ()], jax.devices(), stage=1)
     with pytest.raises(ValueError, match=r"zero stage 4 is not one of 0, 1, 2, 3\."):
@@ -132,7 +132,7 @@ def test_stages_and_bytes_that_do_not_exist_are_refused():
         make_replica_sync({}, [], stage=1)
     with pytest.raises(ValueError, match=r"params\['w'\] is a float: give an array"):
         make_replica_sync({"w": 1.0}, jax.devices(), stage=1)
-    loss, params = foreign("plain")
+    loss, params = user_model("plain")
     replica_sync = make_replica_sync(params, jax.devices(), stage=1)
     for where in ({"zero": 1}, {"replica_sync": replica_sync}):
         with pytest.raises(ValueError, match=r"give their shapes as params=\.\.\."):
@@ -142,8 +142,8 @@ def test_stages_and_bytes_that_do_not_exist_are_refused():
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_zero_lies_on_the_devices_given_as_the_replica_sync_over_them_does(stage):
-    loss, params = foreign("plain")
+def test_zero_option_equals_an_explicit_replica_sync(stage):
+    loss, params = user_model("plain")
     devices, laid_out = jax.devices()[:4], []
     replica_sync = make_replica_sync(params, devices, stage=stage, bucket_bytes=100)
     for where in ({"replica_sync": replica_sync}, {"zero": stage, "devices": devices, "bucket_bytes": 100}):
@@ -162,7 +162,7 @@ def rough(params, batch):
 
 @pytest.mark.quick_cases("1", "3")
 @pytest.mark.parametrize("stage", [None, 1, 3])
-def test_fp16_scales_the_loss_and_passes_over_what_overflows(stage):
+def test_fp16_scales_the_loss_and_skips_overflowing_steps(stage):
     params = jax.tree.map(jnp.asarray, plain_params())
     options = ProgramOptions(POLICIES["fp32"], zero=stage, autocast="fp16")
     program = training_program(rough, optax.adam(1e-2), options=options, params=params)

@@ -183,7 +183,7 @@ FUNCTIONS = {
 
 @pytest.mark.quick_cases("concat", "conv", "embedding", "nnx", "pallas", "scatter", "vmap")
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_autocast_runs_every_product_narrow_and_returns_declared_dtypes(name):
+def test_autocast_runs_matmuls_narrow_and_keeps_output_dtypes(name):
     fn = FUNCTIONS[name]
     cast = autocast(fn, "bf16")
     assert set(products(cast, W, X)) <= {"bfloat16"}
@@ -226,7 +226,7 @@ def test_loop_carries_activations_narrow_and_accumulates_in_fp32():
     np.testing.assert_allclose(total, 600 * (x @ W), atol=600 * 2 * BF16_STEP)
 
 
-def test_carry_keep_leaves_loops_in_fp32():
+def test_carry_keep_leaves_loop_carries_in_fp32():
     cast = autocast(stream_and_sums, CastPolicy(carry="keep"))
     assert carries(cast, W, X) == ["float32"] * 4
     assert set(products(cast, W, X)) == {"bfloat16"}
@@ -237,13 +237,13 @@ def test_scalar_losses_stay_fp32():
     assert float(autocast(loss)(W, X)) != float(jnp.float32(autocast(loss)(W, X)).astype(jnp.bfloat16))
 
 
-def test_difference_under_an_exponential_is_taken_in_fp32():
+def test_softmax_subtracts_in_fp32():
     jaxpr = jax.make_jaxpr(autocast(lambda w, x: jax.nn.softmax(x @ w)))(W, X)
     (sub,) = (eqn for eqn, _ in equations(jaxpr.jaxpr) if eqn.primitive.name == "sub")
     assert sub.outvars[0].aval.dtype == jnp.float32
 
 
-def test_difference_from_an_fp32_result_is_taken_in_fp32():
+def test_subtraction_with_an_fp32_operand_is_fp32():
     loss = autocast(lambda w, x: jax.nn.logsumexp(x @ w, axis=-1) - (x @ w)[:, 0])
     rounded = loss(W, X).astype(jnp.bfloat16).astype(jnp.float32)
     assert (loss(W, X) != rounded).all()
@@ -259,7 +259,7 @@ def test_effects_are_kept_and_happen_once(capsys):
 
 
 @pytest.mark.parametrize(("policy", "fill"), [("fp16", -1e30), ("bf16", float(np.finfo(np.float32).min))])
-def test_masks_beyond_the_narrow_range_do_not_become_infinite(policy, fill):
+def test_masks_beyond_the_narrow_range_stay_finite(policy, fill):
     mask = jnp.tril(jnp.ones((4, 4), bool)).at[0, 0].set(False)  # the first row sees nothing
 
     def by_select(w, x):
@@ -275,7 +275,7 @@ def test_masks_beyond_the_narrow_range_do_not_become_infinite(policy, fill):
 
 
 @pytest.mark.parametrize(("policy", "fill"), [("fp16", -1e30), ("bf16", float(np.finfo(np.float32).min))])
-def test_a_large_mask_that_a_function_closes_over_does_not_become_infinite(policy, fill):
+def test_large_closed_over_mask_stays_finite(policy, fill):
     mask = jnp.where(jnp.tril(jnp.ones((300, 300), bool)).at[5].set(False), 0.0, fill)  # row 5 sees nothing
     x = draw(2, 300, 8)
     attend = lambda x: jax.nn.softmax(x @ x.T + mask) @ x  # noqa: E731
@@ -288,21 +288,21 @@ def test_epsilon_below_the_range_of_fp16_still_guards_a_division():
     np.testing.assert_array_equal(jax.jit(autocast(fn, "fp16"))(W, jnp.zeros_like(X)), 0.0)
 
 
-def test_constant_beyond_the_range_is_saturated_where_a_product_reads_it():
+def test_constant_beyond_the_range_is_saturated_in_a_matmul():
     table = np.full((8, 8), 1e30, np.float32)
     got = jax.jit(autocast(lambda x: x @ table, "fp16"))(jnp.eye(8))
     np.testing.assert_array_equal(got, np.float32(np.finfo(np.float16).max))
 
 
 @pytest.mark.parametrize("grow", [lambda c: c * 300.0, lambda c: 65000.0 + c * 2.0, lambda c: c - -65400.0])
-def test_constants_that_grow_beyond_fp16_do_not_become_infinite(grow):
+def test_constants_computed_beyond_the_fp16_range_stay_finite(grow):
     eye, product = jnp.eye(4), np.float32(np.finfo(np.float16).max)
     fn = lambda x: x @ x + grow(jnp.full((4, 4), 300.0))  # noqa: E731
     np.testing.assert_array_equal(autocast(fn, "fp16")(eye), fn(eye))
     np.testing.assert_array_equal(autocast(lambda x: x @ grow(jnp.full((4, 4), 300.0)), "fp16")(eye), product)
 
 
-def test_constants_that_devices_sum_beyond_fp16_do_not_become_infinite():
+def test_psum_of_constants_beyond_the_fp16_range_stays_finite():
     mesh = jax.make_mesh((2,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
 
     def local(x):
@@ -313,12 +313,12 @@ def test_constants_that_devices_sum_beyond_fp16_do_not_become_infinite():
     np.testing.assert_array_equal(jax.jit(autocast(fn, "fp16"))(x), fn(x))
 
 
-def test_names_of_checkpoints_scopes_and_lines_survive():
+def test_checkpoint_names_scopes_and_source_lines_are_preserved():
     def fn(w, x):
         with jax.named_scope("block"):
             return checkpointed(w, x) + scanned(w, x)
 
-    def told(fn):
+    def names_and_places(fn):
         found = [eqn for eqn, _ in equations(jax.make_jaxpr(fn)(W, X).jaxpr)]
         names = [eqn.params["name"] for eqn in found if eqn.primitive.name == "name"]
         places = [
@@ -328,8 +328,8 @@ def test_names_of_checkpoints_scopes_and_lines_survive():
         ]
         return names, places
 
-    assert told(autocast(fn)) == told(fn)
-    assert "block" in told(fn)[1][0][0]
+    assert names_and_places(autocast(fn)) == names_and_places(fn)
+    assert "block" in names_and_places(fn)[1][0][0]
 
 
 def test_checkpoint_policy_still_decides_what_is_kept():
@@ -364,7 +364,7 @@ def test_a_custom_vjp_may_close_over_an_array(table):
         assert distance(jax.grad(jax.jit(autocast(fn)))(W, X), wanted[1][0]) < 8 * BF16_STEP
 
 
-def test_a_gradient_by_what_a_custom_vjp_closes_over_is_refused_and_not_0():
+def test_gradient_of_a_custom_vjp_closure_is_refused_instead_of_zero():
     def fn(w, x):
         mixed = jax.custom_vjp(lambda x: x @ w)
         mixed.defvjp(lambda x: (jnp.sin(x), None), lambda _, g: (g,))
@@ -398,7 +398,7 @@ def test_rules_override_by_primitive_and_by_op():
     assert float(narrowed(jnp.full((2,), -1.001))[0]) == float(jnp.exp(-1.001).astype(jnp.bfloat16))
 
 
-def test_context_overrides_the_policy_also_of_a_jitted_function():
+def test_context_overrides_the_policy_of_jitted_functions():
     fn = jax.jit(autocast(lambda w, x: x @ w, CastPolicy(rules={"dot_general": "always"})))
     narrow = fn(W, X)
     with overriding({"exp": "infer"}), overriding({"dot_general": "never"}):
@@ -407,7 +407,7 @@ def test_context_overrides_the_policy_also_of_a_jitted_function():
     assert not np.array_equal(narrow, X @ W)
 
 
-def test_context_rules_of_an_op_leave_functions_without_it_alone():
+def test_context_rules_do_not_affect_functions_without_the_op():
     @jax.jit
     def head(w, x):
         return x @ w
@@ -418,7 +418,7 @@ def test_context_rules_of_an_op_leave_functions_without_it_alone():
 
 
 @pytest.mark.parametrize("region", ["loops", "whole"])
-def test_rules_of_ops_count_in_a_planned_function_too(region):
+def test_op_rules_apply_in_a_rematerialized_function(region):
     @jax.jit
     def router(w, x):
         return jnp.tanh(x @ w)
@@ -435,11 +435,11 @@ def test_rules_of_ops_count_in_a_planned_function_too(region):
         autocast(planned, CastPolicy(rules={"rooter": "never"}))(W, X)
 
 
-def test_a_rule_for_a_primitive_that_a_function_has_not_changes_nothing():
+def test_rule_for_an_unused_primitive_has_no_effect():
     assert products(autocast(lambda w, x: x @ w, CastPolicy(rules={"tanh": "infer"})), W, X) == ["bfloat16"] * 2
 
 
-def test_what_is_declared_in_another_dtype_is_left_alone():
+def test_non_fp32_inputs_are_unchanged():
     def fn(tree, *, scale):
         low = tree["low"] @ tree["low"]
         return {"low": low, "wide": low.astype(jnp.float32) * scale, "int": tree["int"] + 1, "text": None}
@@ -458,7 +458,7 @@ def test_gradients_reach_what_the_function_closes_over():
 
 
 @pytest.mark.parametrize(("layer_loop", "remat"), [("scan", "selective"), ("unroll", "none")])
-def test_decoder_has_narrow_products_and_keeps_a_third_less(small, one_device, make_batch, layer_loop, remat):
+def test_decoder_has_narrow_matmuls_and_saves_a_third_less(small, one_device, make_batch, layer_loop, remat):
     small.model.update(layer_loop=layer_loop, remat=remat, num_layers=2)
     config = resolve(small)
     model, batch = chosen_model(config, one_device), make_batch(0, config)
@@ -476,7 +476,7 @@ def test_decoder_has_narrow_products_and_keeps_a_third_less(small, one_device, m
 
 
 @pytest.mark.slow
-def test_decoder_over_a_mesh_has_narrow_products_and_the_loss_of_one_device(small, one_device, make_batch):
+def test_decoder_over_a_mesh_has_narrow_matmuls_and_the_loss_of_one_device(small, one_device, make_batch):
     small.model.num_layers = 1
     wanted = None
     for degrees in ({}, {"data": 2, "tensor": 2}):
@@ -543,35 +543,35 @@ def branching(x):
         ),
     ],
 )
-def test_bad_input_is_named_with_the_way_out(make, said):
+def test_invalid_input_error_names_the_fix(make, said):
     with pytest.raises(ValueError, match=said):
         make()
 
 
-def test_a_name_that_is_a_primitive_but_for_a_slip_is_refused_in_a_context():
+def test_misspelt_primitive_in_a_context_is_refused():
     said = "autocast rule dot_generl='never': no primitive has this name; did you mean 'dot_general'.*CastPolicy"
     with pytest.raises(ValueError, match=said), overriding({"dot_generl": "never"}):
         pass
 
 
-def test_an_error_of_the_function_itself_is_not_said_to_be_one_of_tracing():
+def test_user_function_errors_are_not_reported_as_tracing_errors():
     with pytest.raises(TypeError, match=r"^dot_general requires contracting dimensions to have the same shape"):
         autocast(lambda x: x @ x)(X)
 
 
 @pytest.mark.parametrize("fn", [lambda x: x[x > 0], lambda x: np.asarray(x), lambda x: range(x[0, 0].astype(int))])
-def test_what_wants_the_values_of_arrays_is_told_of_cond_and_where(fn):
+def test_concrete_value_errors_suggest_cond_and_where(fn):
     with pytest.raises(ValueError, match=r"autocast cannot trace .*<lambda>: .*jax.lax.cond or jnp.where"):
         autocast(fn)(X)
 
 
 @pytest.mark.parametrize("fn", [lambda x, n: x.reshape(n, -1), lambda x, n: (x @ x, "text")])
-def test_what_cannot_be_traced_is_named(fn):
+def test_untraceable_function_is_named(fn):
     with pytest.raises(ValueError, match="autocast cannot trace"):
         autocast(fn)(jnp.ones((4, 4)), 4)
 
 
-def test_walker_counts_trips_of_nested_loops_and_finds_what_products_read():
+def test_walker_counts_nested_loop_trips_and_finds_matmul_operands():
     def fn(w, read, unread, late):
         def body(carry, x):
             return (carry[0] @ w, carry[1] + x, jnp.sin(carry[2])), None
@@ -618,7 +618,7 @@ ANGLES = {
 
 @pytest.mark.parametrize("policy", ["bf16", "fp16"])
 @pytest.mark.parametrize("name", ANGLES)
-def test_angles_of_positions_stay_fp32(name, policy):
+def test_position_angles_stay_fp32(name, policy):
     fn = ANGLES[name]
     wanted = jax.jit(fn)(POSITIONS)
     # an angle of 2047 has the step 1.2e-4 in fp32, 8.0 in bf16; sums of 8 of them have 8 times as much
@@ -627,12 +627,12 @@ def test_angles_of_positions_stay_fp32(name, policy):
 
 @pytest.mark.parametrize("policy", ["bf16", "fp16"])
 @pytest.mark.parametrize("einsum", ["bi,bj->bij", "bi,bi->bi"])
-def test_products_without_a_contracted_dimension_are_fp32_also_of_narrow_operands(einsum, policy):
+def test_outer_products_run_in_fp32(einsum, policy):
     found = products(autocast(lambda x, w: jnp.einsum(einsum, x @ w, x @ w.T), policy), X, W)
     assert found == 4 * ["bfloat16" if policy == "bf16" else "float16"] + 2 * ["float32"]
 
 
-def test_products_of_highest_precision_run_narrow_where_a_rule_asks_for_it():
+def test_highest_precision_matmuls_run_narrow_only_by_rule():
     fn = lambda w, x: jnp.matmul(x, w, precision=("highest", "default"))  # noqa: E731
     assert products(autocast(fn), W, X) == ["float32"] * 2
     assert products(autocast(fn, CastPolicy(rules={"dot_general": "always"})), W, X) == ["bfloat16"] * 2
@@ -640,7 +640,7 @@ def test_products_of_highest_precision_run_narrow_where_a_rule_asks_for_it():
 
 
 @pytest.mark.parametrize("dtype", [jnp.int8, jnp.uint8, bool])
-def test_products_of_integers_that_are_exact_when_narrow_are_narrow(dtype):
+def test_matmuls_of_small_integers_run_narrow(dtype):
     pixels = jnp.eye(4, 8).astype(dtype)
     assert products(autocast(lambda w, x: x.astype(jnp.float32) @ w), W, pixels) == ["bfloat16"] * 2
     ids = jnp.array([1, 5])
@@ -649,7 +649,7 @@ def test_products_of_integers_that_are_exact_when_narrow_are_narrow(dtype):
     assert products(autocast(lambda w, x: x.astype(jnp.float32) @ w), W, wide) == ["float32"] * 2
 
 
-def test_activations_under_a_mask_of_integers_stay_narrow():
+def test_activations_times_an_integer_mask_stay_narrow():
     mask = jnp.array([1, 1, 1, 0])
     fn = lambda w, x: jnp.tanh(((x @ w) * mask.astype(jnp.float32)[:, None]) @ w)  # noqa: E731
     assert set(products(jax.grad(lambda w, x: autocast(fn)(w, x).sum()), W, X)) == {"bfloat16"}
@@ -657,7 +657,7 @@ def test_activations_under_a_mask_of_integers_stay_narrow():
     assert set(products(autocast(masked), W, X)) == {"bfloat16"}
 
 
-def test_biases_of_integers_are_added_in_fp32():
+def test_integer_biases_are_added_in_fp32():
     bias = jnp.arange(2040, 2048)
     fn = lambda w, x: lax.optimization_barrier((x @ w) + bias.astype(jnp.float32)) - 2040.0  # noqa: E731
     np.testing.assert_allclose(autocast(fn)(W, X), fn(W, X), atol=4 * BF16_STEP)
@@ -694,7 +694,7 @@ STATISTICS = {
 
 @pytest.mark.parametrize("policy", ["bf16", "fp16"])
 @pytest.mark.parametrize("name", STATISTICS)
-def test_squares_and_norms_of_large_values_are_finite_and_right(name, policy):
+def test_squares_and_norms_of_large_values_are_accurate(name, policy):
     x = 300 * jnp.sqrt(8.0) * X
     fn = lambda x: STATISTICS[name](x @ W)  # noqa: E731
     wanted, got = jax.jit(fn)(x), jax.jit(autocast(fn, policy))(x)
@@ -703,7 +703,7 @@ def test_squares_and_norms_of_large_values_are_finite_and_right(name, policy):
     assert products(autocast(fn, policy), x)[0] != "float32"
 
 
-def test_sums_of_squares_that_a_loop_accumulates_are_finite():
+def test_loop_accumulated_sums_of_squares_stay_finite():
     x = 1000 * jnp.sqrt(8.0) * X
     wanted = rotated_sums(x)
     np.testing.assert_allclose(autocast(rotated_sums, "fp16")(x), wanted, atol=BF16_STEP * float(wanted.max()))
@@ -729,7 +729,7 @@ PLACES = {
 @pytest.mark.parametrize("policy", ["bf16", "fp16"])
 @pytest.mark.parametrize("other", [lambda y: y, lambda y: y + jnp.tanh(y)])
 @pytest.mark.parametrize("place", PLACES)
-def test_variances_and_covariances_by_hand_are_those_of_fp32(place, other, policy):
+def test_handwritten_variances_and_covariances_match_fp32(place, other, policy):
     x, w = draw(3, 16, 256) * 16, draw(4, 256, 256)
 
     def moments(x):
@@ -741,7 +741,7 @@ def test_variances_and_covariances_by_hand_are_those_of_fp32(place, other, polic
     np.testing.assert_allclose(autocast(moments, policy)(x), wanted, rtol=2 * BF16_STEP)
 
 
-def test_norms_keep_fewer_bytes_for_the_backward_pass_than_in_fp32():
+def test_norms_save_fewer_residual_bytes_than_in_fp32():
     def layer(x, w):
         return x + jax.nn.silu(STATISTICS["rms_norm"](x) @ w) @ w
 
@@ -755,7 +755,7 @@ def test_norms_keep_fewer_bytes_for_the_backward_pass_than_in_fp32():
 
 
 @pytest.mark.parametrize("policy", ["bf16", "fp16"])
-def test_updates_that_a_function_returns_are_made_in_fp32(policy):
+def test_returned_updates_are_computed_in_fp32(policy):
     def step(w, moment, x):
         grad = jax.grad(lambda w: jnp.square(x @ w - x).sum())(w)
         moment = 0.999 * moment + 0.001 * grad * grad
@@ -768,7 +768,7 @@ def test_updates_that_a_function_returns_are_made_in_fp32(policy):
         assert distance(jax.tree.map(jnp.subtract, got, start), moved) < 8 * BF16_STEP
 
 
-def test_decoding_until_a_token_is_met_runs_narrow_and_in_fp32_by_rule():
+def test_decoding_loop_runs_narrow_unless_a_rule_asks_for_fp32():
     def decode(w, x):
         def body(carry):
             x, done, i = carry
@@ -843,14 +843,14 @@ SOLVERS = {
 
 @pytest.mark.quick_cases("cg", "newton", "newton_by_flag", "newton_in_jit", "newton_in_scan", "sinkhorn")
 @pytest.mark.parametrize("name", SOLVERS)
-def test_loops_that_end_by_their_error_run_as_they_were_declared(name):
+def test_loops_with_an_error_based_condition_keep_their_dtypes(name):
     fn, a = SOLVERS[name]
     got, wanted = jax.jit(autocast(fn))(a), jax.jit(fn)(a)
     for leaf, want in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(leaf, want, rtol=1e-5)  # as many iterations too
 
 
-def test_odeint_takes_the_steps_of_fp32():
+def test_odeint_takes_the_same_steps_as_fp32():
     counts = []
 
     def solve(w, y):
@@ -873,7 +873,7 @@ def test_odeint_takes_the_steps_of_fp32():
 
 @pytest.mark.quick_cases("fp16--1e+30")
 @pytest.mark.parametrize(("policy", "fill"), [("fp16", -1e30), ("bf16", float(np.finfo(np.float32).min))])
-def test_masks_that_are_arguments_do_not_become_infinite(policy, fill):
+def test_mask_arguments_stay_finite(policy, fill):
     mask = jnp.where(jnp.tril(jnp.ones((4, 4), bool)).at[1].set(False), 0.0, fill)  # row 1 sees nothing
     x = 4 * X
 
@@ -945,7 +945,7 @@ def root(w, x, bias):
 @pytest.mark.quick_cases("dense-fp16", "gated-bf16", "gated-fp16")
 @pytest.mark.parametrize("policy", ["bf16", "fp16"])
 @pytest.mark.parametrize("fn", [dense, gated, root], ids=lambda fn: getattr(fn, "__name__", "fn"))
-def test_gradients_pass_where_a_tangent_adds_fp32_to_a_product(fn, policy):
+def test_gradients_flow_when_a_tangent_adds_fp32_to_a_matmul(fn, policy):
     loss = lambda fn: lambda x, bias: jnp.square(fn(W, x, bias)).sum()  # noqa: E731
     cast = autocast(fn, policy)
     assert distance(results(loss(cast), X, X), results(loss(fn), X, X)) < 8 * BF16_STEP
@@ -963,7 +963,7 @@ def test_a_linear_function_is_transposed(fn):
     assert distance(got, wanted) < 4 * BF16_STEP
 
 
-def test_calls_of_calls_are_read_once_each(monkeypatch):
+def test_nested_calls_are_analyzed_once_each(monkeypatch):
     fn = lambda x: x @ W  # noqa: E731
     for _ in range(10):
         fn = jax.jit(lambda x, fn=fn: fn(x) + fn(jnp.sin(x)))
@@ -989,12 +989,12 @@ CONTRACTED_ANGLES = {
 
 
 @pytest.mark.parametrize("name", CONTRACTED_ANGLES)
-def test_angles_from_integers_stay_fp32_after_functions_that_are_never_narrow(name):
+def test_integer_angles_stay_fp32_after_fp32_functions(name):
     fn = lambda i: jnp.sin(CONTRACTED_ANGLES[name](i, draw(5, 2, 32)))  # noqa: E731
     np.testing.assert_allclose(autocast(fn)(jnp.arange(1024)), fn(jnp.arange(1024)), atol=1e-3)
 
 
-def test_tables_and_weights_made_of_integers_leave_products_narrow():
+def test_integer_derived_tables_and_weights_keep_matmuls_narrow():
     def fn(w, x, mask):
         angles = jnp.arange(4.0)[:, None] / 100.0 ** (jnp.arange(4.0) / 4)
         cos, sin = (jnp.concatenate([table(angles)] * 2, -1) for table in (jnp.cos, jnp.sin))
@@ -1015,7 +1015,7 @@ LEAST = float(np.finfo(np.float32).min)
 
 
 @pytest.mark.parametrize("policy", ["bf16", "fp16"])
-def test_the_least_number_stays_finite_as_a_factor_and_as_what_a_loop_starts_from(policy):
+def test_finfo_min_stays_finite_as_a_factor_and_as_an_initial_carry(policy):
     def factor(a, mask):
         return jax.nn.relu((1 - a @ jnp.ones_like(a)) * mask) @ a
 

@@ -97,7 +97,7 @@ def one_layer():
     return jax.tree.map(lambda leaf: leaf[0], params), x
 
 
-def test_a_choice_survives_being_written_and_read():
+def test_choice_round_trips_through_its_string():
     for choice in (
         RematChoice(),
         RematChoice(("a.0", "b.1")),
@@ -108,7 +108,7 @@ def test_a_choice_survives_being_written_and_read():
         assert naming.parse_choice(str(choice)) == choice
 
 
-def test_a_saved_value_inside_a_checkpoint_of_the_function_itself_is_not_computed_again():
+def test_saved_value_inside_a_user_checkpoint_is_not_recomputed():
     assert number_of("sin", RematChoice()) == number_of("sin", RematChoice(("scan0.sin.0",))) + 2
 
 
@@ -139,7 +139,7 @@ def sine_for_backward(x):
 squared_sine.defvjp(sine_for_backward, lambda sine, g: (g * sine,))  # not the derivative, but as much work
 
 
-def test_what_a_derivative_rule_names_can_be_chosen_and_a_slip_of_it_is_refused():
+def test_values_named_in_a_derivative_rule_can_be_saved():
     def fn(params, x):
         return jnp.mean(jax.lax.scan(lambda carry, one: (squared_sine(layer(one, carry)), None), x, params)[0])
 
@@ -152,14 +152,14 @@ def test_what_a_derivative_rule_names_can_be_chosen_and_a_slip_of_it_is_refused(
         naming.checkpointed_loops(fn, RematChoice(("sine", "sin")))(*arguments())
 
 
-def test_a_planned_function_has_the_name_of_the_function():
+def test_rematerialized_function_keeps_its_name():
     assert remat.regions(loss, RematChoice(), region="auto").__name__ == "loss"
 
 
 # The graph and the choice
 
 
-def test_the_graph_predicts_the_products_of_every_choice():
+def test_graph_predicts_the_matmul_flops_of_every_choice():
     plain = total_flops(live_jaxpr(traced(None)))
     for names in ((), ("scan0.dot_general.0",), ("scan0.mul.3",), tuple(graph().sizes)):
         assert total_flops(live_jaxpr(traced(RematChoice(names)))) - plain == graph().flops(names)
@@ -188,7 +188,7 @@ BATCHES_OF_GROUPS = ((((2,), (1,)), ((0,), (0,))), [0], [])
     ],
     ids=["rows", "terms", "batches"],
 )
-def test_a_ragged_product_counts_as_many_flops_as_the_dense_products_of_its_groups(mode, left, right, dense):
+def test_ragged_dot_flops_equal_its_dense_groups(mode, left, right, dense):
     args = [jnp.ones(left), jnp.ones(right), jnp.full((3,), left[mode[1][0]] // 3, jnp.int32)]
     assert flops(ragged(*mode), *args) == dense
 
@@ -215,7 +215,7 @@ def test_the_gradients_of_a_product_count_twice_its_own_flops(product, left, rig
     assert flops(jax.value_and_grad(lambda x, w: jnp.sum(product(x, w) ** 2), (0, 1)), x, w) == 3 * forward
 
 
-def test_a_product_in_a_pallas_kernel_counts_in_every_program_of_its_grid():
+def test_pallas_kernel_flops_count_every_grid_program():
     def kernel(x, w, out):
         out[...] = x[...] @ w[...]
 
@@ -261,7 +261,7 @@ def lstm(params, xs, reverse=False):
 
 
 @pytest.mark.parametrize("reverse", [False, True])
-def test_values_that_are_small_in_one_trip_of_a_loop_are_kept_by_their_bytes_over_all_trips(reverse):
+def test_loop_values_are_sized_over_all_trips(reverse):
     params = dict.fromkeys("wu", jax.ShapeDtypeStruct((256, 1024), jnp.float32))
     xs = jax.ShapeDtypeStruct((128, 8, 256), jnp.float32)  # 8 KiB in each trip
     fn = jax.jit(functools.partial(lstm, reverse=reverse))
@@ -307,7 +307,7 @@ def random_graph(seed):
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_the_exact_choice_is_the_cheapest_of_all_and_the_greedy_one_not_far(seed):
+def test_exact_solver_is_optimal_and_greedy_is_close(seed):
     g = random_graph(seed)
     sets = [c for n in range(len(g.sizes) + 1) for c in itertools.combinations(g.sizes, n)]
     none = g.cost(())
@@ -319,7 +319,7 @@ def test_the_exact_choice_is_the_cheapest_of_all_and_the_greedy_one_not_far(seed
             assert best <= g.cost(saved) <= best + excess * none
 
 
-def test_a_choice_keeps_nothing_that_saves_no_work():
+def test_choice_saves_only_values_that_reduce_recomputation():
     for solve in (selection.exact, selection.greedy):
         saved = solve(graph(), float("inf")).saved
         for name in saved:
@@ -352,7 +352,7 @@ def test_fit_meets_every_budget_with_equal_gradients_and_recomputes_less_under_l
     assert [*costs, graph().cost(())] == sorted({*costs, graph().cost(())})
 
 
-def test_near_the_budget_what_keeps_a_little_more_is_tried_as_it_may_need_less_to_work_in():
+def test_search_tries_slightly_larger_choices_near_the_budget():
     budget = budget_between(0.3)
     measured = iter((10 * budget, extremes()[1], budget - 1, budget - 2, budget + 1))
     options = dataclasses.replace(SMALL, measure=lambda traced: next(measured))
@@ -360,7 +360,7 @@ def test_near_the_budget_what_keeps_a_little_more_is_tried_as_it_may_need_less_t
     assert (plan.measured_bytes, plan.compilations) == (budget - 2, 5)
 
 
-def test_the_next_choice_keeps_little_more_though_others_keep_much_more():
+def test_next_choice_is_the_next_larger_one():
     sizes = {"a": 2353, "b": 2634, "c": 2915, "d": 15098}
     frontier = recompute.Graph((), sizes)
 
@@ -372,7 +372,7 @@ def test_the_next_choice_keeps_little_more_though_others_keep_much_more():
     assert narrowing._next(frontier, solve, low=2915, high=15098) is None
 
 
-def test_of_the_choices_that_fit_the_cheapest_is_taken_though_another_keeps_more():
+def test_cheapest_fitting_choice_is_picked_over_a_larger_one():
     sizes, costs = {(): 0, ("a",): 10, ("b",): 40}, {(): 9.0, ("a",): 1.0, ("b",): 5.0}
     graph = types.SimpleNamespace(num_bytes=sizes.get, cost=lambda kept: costs[tuple(kept)])
     tried = []
@@ -391,13 +391,13 @@ def test_of_the_choices_that_fit_the_cheapest_is_taken_though_another_keeps_more
     assert tried[-2:] == [("a",), ("b",)]
 
 
-def test_a_program_that_fits_as_it_is_stays_as_it_is():
+def test_program_that_fits_is_unchanged():
     plan = remat.fit(loss, *arguments(), budget_bytes="1GiB", options=SMALL)
     assert (plan.choice, plan.fn, plan.recompute_share, plan.compilations) == (None, loss, 0.0, 1)
     assert "everything: it fits without rematerialization" in plan.report()
 
 
-def with_a_checkpoint_of_its_own(params, x):
+def with_own_checkpoint(params, x):
     def head(y):
         return jnp.sum(jnp.sin(checkpoint_name(jnp.cos(y @ params["up"][0]) * 3, "logits")))
 
@@ -411,9 +411,9 @@ def with_loops_in_layers(params, x):
     return jnp.mean(jax.lax.scan(looped, x, params)[0])
 
 
-@pytest.mark.quick_cases("with_a_checkpoint_of_its_own")
-@pytest.mark.parametrize("fn", [with_a_checkpoint_of_its_own, with_loops_in_layers])
-def test_a_function_with_checkpoints_or_loops_in_its_layers_meets_a_budget_too(fn):
+@pytest.mark.quick_cases("with_own_checkpoint")
+@pytest.mark.parametrize("fn", [with_own_checkpoint, with_loops_in_layers])
+def test_function_with_checkpoints_or_loops_in_layers_meets_a_budget(fn):
     most, least = (remat.temporaries(traced(choice, fn)) for choice in (None, RematChoice()))
     options = dataclasses.replace(SMALL, max_compilations=4)
     half = (most + least) // 2
@@ -430,7 +430,7 @@ def attending_layer(params, x):
 
 
 @pytest.mark.slow
-def test_layers_with_chunked_attention_meet_a_budget_by_what_its_derivative_rule_names():
+def test_chunked_attention_layers_meet_a_budget_by_named_residuals():
     rng = np.random.default_rng(0)
     shapes = dict.fromkeys("qkv", (3, 16, 2, 8)) | {"out": (3, 16, 16)}
     params = {name: jnp.asarray(rng.standard_normal(shape) / 4, jnp.float32) for name, shape in shapes.items()}
@@ -452,14 +452,14 @@ def test_layers_with_chunked_attention_meet_a_budget_by_what_its_derivative_rule
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), wanted, got)
 
 
-def test_a_planned_function_takes_the_keywords_of_the_function():
+def test_rematerialized_function_accepts_keyword_arguments():
     params, x = arguments()
     planned = remat.regions(loss, RematChoice(("scan0.sin.0",)), region="auto")
     np.testing.assert_allclose(planned(params, x=x), loss(params, x), rtol=1e-6)
 
 
 @pytest.mark.slow
-def test_a_budget_that_no_tried_program_fits_is_refused_with_the_smallest_measured():
+def test_unmet_budget_is_refused_with_the_smallest_measured_size():
     most, least = extremes()
     with pytest.raises(ValueError, match=f"smallest program tried takes {least:,} bytes .* with nothing kept"):
         remat.fit(loss, *arguments(), budget_bytes=least - 1, step=jax.value_and_grad, options=SMALL)
@@ -497,7 +497,7 @@ def fit_blocks(budget, fn=unrolled):
 
 @pytest.mark.quick_cases("fp32")
 @pytest.mark.parametrize("fn", [unrolled, autocast(unrolled, "bf16")], ids=["fp32", "autocast"])
-def test_a_python_loop_of_blocks_is_fit_by_a_stock_policy_where_nothing_kept_does_not_fit(fn):
+def test_unrolled_blocks_fall_back_to_a_stock_policy(fn):
     nothing_kept = bytes_of_blocks(remat.regions(fn, RematChoice(), region="auto"))
     dots = bytes_of_blocks(jax.checkpoint(fn, policy=jax.checkpoint_policies.dots_saveable))
     assert dots < min(nothing_kept, bytes_of_blocks(fn))
@@ -509,7 +509,7 @@ def test_a_python_loop_of_blocks_is_fit_by_a_stock_policy_where_nothing_kept_doe
     assert plan.compilations <= 2 + len(naming.STOCK_POLICIES)
 
 
-def test_of_the_stock_policies_that_fit_the_one_with_the_fewest_flops_is_taken():
+def test_fitting_stock_policy_with_the_fewest_flops_is_picked():
     flops = dict(zip(naming.STOCK_POLICIES, (1.0, 2.0, 3.0, 4.0), strict=True))
 
     class Trials:
@@ -523,7 +523,7 @@ def test_of_the_stock_policies_that_fit_the_one_with_the_fewest_flops_is_taken()
 
 
 @pytest.mark.slow
-def test_a_refusal_lists_every_program_tried_and_claims_no_floor():
+def test_unmet_budget_error_lists_every_program_tried():
     per_block = functools.partial(unrolled, wrapped=jax.checkpoint(mlp_block))
     with pytest.raises(remat.BudgetNotMet) as refused:
         fit_blocks("20MiB")
@@ -581,13 +581,13 @@ def test_a_function_that_cannot_be_traced_is_refused_by_name():
         remat.fit(lambda x: x.astype(int), jnp.ones(3), budget_bytes="1GiB")
 
 
-def test_an_error_of_the_function_itself_is_not_said_to_be_one_of_tracing():
+def test_user_function_errors_are_not_reported_as_tracing_errors():
     with pytest.raises(TypeError, match=r"^dot_general requires contracting dimensions to have the same shape"):
         remat.fit(lambda x: x @ x, jnp.ones((2, 3)), budget_bytes="1GiB")
 
 
 @pytest.mark.slow
-def test_a_function_without_a_value_that_is_large_enough_is_planned_with_nothing_kept_or_refused():
+def test_function_without_large_values_saves_nothing_or_is_refused():
     most, least = extremes()
     fit = functools.partial(
         remat.fit, loss, *arguments(), step=jax.value_and_grad, options=remat.RematOptions(min_bytes=65_536_000)
@@ -597,7 +597,7 @@ def test_a_function_without_a_value_that_is_large_enough_is_planned_with_nothing
         fit(budget_bytes=4096)
 
 
-def test_a_budget_is_called_in_errors_as_its_setting_is():
+def test_budget_errors_use_the_name_of_the_setting():
     with pytest.raises(ValueError, match=r"^memory_budget='12' is not a size"):
         remat.fit(loss, *arguments(), budget_bytes="12", name="memory_budget")
 
@@ -605,7 +605,7 @@ def test_a_budget_is_called_in_errors_as_its_setting_is():
 # Offload, and the largest batch
 
 
-def test_values_go_to_the_host_where_that_is_cheaper_than_computing_them_again():
+def test_values_are_offloaded_when_cheaper_than_recomputing():
     g = graph()
     cheap, dear = (selection.exact(g, 0, offloaded_byte=rate) for rate in (1e-3, 1e9))
     assert dear == RematChoice()
@@ -642,7 +642,7 @@ def jumping(n):
         (lambda n: jumping(n) + n, 25),
     ],
 )
-def test_the_largest_batch_is_found_with_few_programs(monkeypatch, measure, programs):
+def test_largest_batch_is_found_with_few_compilations(monkeypatch, measure, programs):
     tried = []
 
     def bytes_of(traced):

@@ -18,7 +18,7 @@ def tiny_gradient(params, x):
 PARAMS, X = {"w": jnp.eye(4)}, jnp.arange(8.0).reshape(2, 4) / 8
 
 
-def test_scale_saves_gradients_that_fp16_would_lose():
+def test_scale_preserves_gradients_that_underflow_in_fp16():
     wanted = jax.grad(tiny_gradient)(PARAMS, X)["w"]
     value_and_grad = scaling.value_and_grad(autocast(tiny_gradient, "fp16"))
     lost = value_and_grad(scaling.initial(scale=1.0), PARAMS, X)[1]
@@ -31,7 +31,7 @@ def test_scale_saves_gradients_that_fp16_would_lose():
     np.testing.assert_allclose(loss, tiny_gradient(PARAMS, X), rtol=3e-3)
 
 
-def test_scale_moves_as_a_plain_loop_would():
+def test_scale_adjustment_matches_a_python_loop():
     limits = scaling.Adjustment(growth_steps=3, smallest=0.25, largest=16.0)
     finite = [1, 1, 1, 1, 1, 1, 1, 1, 1, 0, 1, 1, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1]
     state, scale, good = scaling.initial(scale=4.0), 4.0, 0
@@ -44,7 +44,7 @@ def test_scale_moves_as_a_plain_loop_would():
         assert (float(state.scale), int(state.good_steps)) == (scale, good)
 
 
-def test_step_that_overflows_changes_nothing_but_the_scale_and_has_no_cond():
+def test_overflowing_step_changes_only_the_scale_without_cond():
     loss = autocast(lambda params, x: jnp.square(x @ params["w"]).sum(), "fp16")
 
     def step(params, scale, x):
@@ -69,6 +69,6 @@ def test_any_leaf_that_is_not_finite_is_found():
 
 
 @pytest.mark.parametrize("scale", [0.0, -2.0, 3.0])
-def test_scale_that_would_round_gradients_is_refused(scale):
+def test_scale_that_is_not_a_power_of_two_is_refused(scale):
     with pytest.raises(ValueError, match="must be a power of two"):
         scaling.initial(scale=scale)

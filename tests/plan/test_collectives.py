@@ -75,7 +75,7 @@ BODIES = {
 )
 @pytest.mark.parametrize("axis", AXES)
 @pytest.mark.parametrize("kind", BODIES)
-def test_collectives_of_a_written_program_have_its_kind_axis_trips_and_bytes(kind, axis):
+def test_collectives_have_kind_axis_trips_and_bytes(kind, axis):
     degrees = [4 if name == axis else 1 for name in AXES]
     degrees[0 if axis != "pipe" else 3] = 2
     mesh = _mesh(*degrees)
@@ -127,7 +127,7 @@ ENTRY %main (x: f32[4]) -> f32[4] {
 """
 
 
-def test_collectives_take_the_trips_from_the_condition_where_the_compiler_notes_none():
+def test_trip_count_falls_back_to_the_loop_condition():
     [found] = collectives(WHILE, _shape(data=2, tensor=2))
     assert (found.axes, found.trips, found.payload_bytes) == (("tensor",), 7, 16)
 
@@ -181,17 +181,17 @@ def _entry(line):
         ),
     ],
 )
-def test_collectives_read_every_form_of_an_instruction(line, expected):
+def test_collectives_parse_every_instruction_form(line, expected):
     [c] = collectives(_entry(line), _shape(data=2, tensor=4))
     assert (c.kind, c.axes, c.group_size, c.num_arrays, c.payload_bytes, c.dtypes) == expected
 
 
-def test_collectives_leave_out_the_end_of_an_asynchronous_one():
+def test_done_of_an_async_collective_is_not_counted():
     done = "%a = f32[4]{0} all-reduce-done(%x)"
     assert collectives(_entry(done), _shape(data=2)) == []
 
 
-def test_count_collectives_leaves_out_what_stays_on_a_device():
+def test_count_collectives_skips_single_device_groups():
     line = "%a = f32[8]{0} collective-permute(%x), source_target_pairs={{0,0},{1,1}}"
     assert count_collectives(_entry(line), _shape(data=2)) == {}
 
@@ -216,11 +216,11 @@ def test_device_groups_reads_every_notation(text, groups):
     assert sorted(map(sorted, device_groups(text, 8).tolist())) == groups
 
 
-def test_device_groups_refuses_a_notation_that_it_does_not_know():
+def test_device_groups_refuses_unknown_notation():
     with pytest.raises(ValueError, match="replica groups 'ring of four' are in an unknown notation"):
         device_groups("ring of four", 4)
 
 
-def test_collectives_need_an_entry():
+def test_collectives_require_an_entry_computation():
     with pytest.raises(ValueError, match="no ENTRY"):
         collectives("stablehlo text", _shape(data=2))

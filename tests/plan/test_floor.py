@@ -74,14 +74,14 @@ def test_floor_is_at_or_below_the_plan(changes, make):
 
 
 @pytest.mark.parametrize("changes", LAYOUTS, ids=name)
-def test_held_state_is_that_of_the_arrays_but_for_the_counters(changes):
+def test_held_state_matches_the_arrays_except_counters(changes):
     config = _config(changes, small_config)
     layout = planned_layout(config, num_devices(config), platform="neuron")
     counters = 12 if config.precision.policy == "bf16_sr" else 8
     assert held(config, layout).state_bytes + counters == state_bytes(make_program(config, layout).abstract_state)
 
 
-def test_floor_without_a_known_speed_is_of_bytes_alone():
+def test_floor_without_a_known_speed_covers_only_bytes():
     config = _config({}, small_config)
     assert _floor(config, "cpu").step_s == 0
     assert _floor(config, "cpu").total > 0

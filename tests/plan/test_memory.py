@@ -109,7 +109,7 @@ def test_planned_argument_bytes_are_what_the_compiled_step_takes():
     assert compiled.memory_analysis().argument_size_in_bytes == memory.state + memory.batch + 4  # the learning rate
 
 
-def test_planned_gradients_are_whole_parameters_in_the_accumulation_dtype():
+def test_planned_gradients_are_unsharded_in_the_accumulation_dtype():
     config = small_config(policy="mixed", data=8, zero1=True)
     program, jaxpr = _planned(config)
     memory = device_bytes(program, jaxpr=jaxpr)
@@ -117,7 +117,7 @@ def test_planned_gradients_are_whole_parameters_in_the_accumulation_dtype():
     assert memory.total == memory.state + memory.batch + memory.temporaries
 
 
-def test_planned_activations_do_not_grow_with_the_microbatches_of_a_pipeline():
+def test_planned_pipeline_activations_do_not_grow_with_microbatches():
     def planned(m):
         program, jaxpr = _planned(planned_config(remat="selective", pipe=4, m=m, rows=m))
         return liveness.estimated_temporaries(jaxpr, program.step_arguments)
@@ -130,7 +130,7 @@ def test_planned_activations_do_not_grow_with_the_microbatches_of_a_pipeline():
 @pytest.mark.quick_cases("selective-1", "selective-4")
 @pytest.mark.parametrize("m", [1, 4])
 @pytest.mark.parametrize("remat", ["none", "selective"])
-def test_activations_of_unrolled_layers_are_those_of_a_loop(remat, m):
+def test_activations_of_unrolled_layers_match_scanned_layers(remat, m):
     """Within 10 percent: the logits are among the ones and the gradients of one microbatch among the others."""
 
     def planned(loop):
@@ -146,7 +146,7 @@ def test_activations_of_unrolled_layers_are_those_of_a_loop(remat, m):
 
 @pytest.mark.parametrize("changes", LAYOUTS[1:], ids=name)
 @pytest.mark.parametrize("node", [2, 4, 8])
-def test_host_bytes_are_the_distinct_shards_of_the_first_node(changes, node):
+def test_host_bytes_count_distinct_shards_of_the_first_node(changes, node):
     config = small_config(**changes)
     state = make_program(config, _on_devices(config)).abstract_state
 
@@ -158,7 +158,7 @@ def test_host_bytes_are_the_distinct_shards_of_the_first_node(changes, node):
     assert host_bytes(state, node) == sum(map(distinct, jax.tree.leaves(state)))
 
 
-def test_state_of_70b_at_8192_devices_is_planned_without_any():
+def test_state_of_70b_on_8192_devices_is_planned_without_devices():
     config = resolve(config_lib.load("70b"))
     layout = planned_layout(config, 8192, platform="neuron")
     state = make_program(config, layout).abstract_state

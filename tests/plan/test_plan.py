@@ -75,20 +75,20 @@ def _rounded(tree):
 
 
 @pytest.mark.parametrize("config_name", NODES)
-def test_plan_of_a_recipe_is_the_golden_one(plans, config_name):
+def test_recipe_plans_match_golden_files(plans, config_name):
     golden = json.loads((GOLDEN / f"{config_name}.json").read_text())
     again = "If that is meant: PYTHONPATH=. python tests/plan/test_plan.py"
     assert _rounded(json.loads(json.dumps(plans[config_name]))) == golden, again
 
 
 @pytest.mark.parametrize(("target", "tensor"), [("trn1.2xlarge", 2), ("trn1.32xlarge", 32)])
-def test_plan_of_node_fits_either_trn1_node_with_tensor_over_all_of_it(target, tensor):
+def test_plan_of_node_fits_both_trn1_sizes_with_full_tensor_parallelism(target, tensor):
     plan = make_plan(resolve(config_lib.load("node")), Site(target, 1))
     assert plan["fits"]
     assert (plan["layout"]["tensor"], plan["layout"]["devices"]) == (tensor, tensor)
 
 
-def test_plan_of_70b_fits_the_cores_that_hlat_ran_it_on(plans):
+def test_plan_of_70b_fits_the_published_cluster(plans):
     plan = plans["70b"]
     assert plan["fits"]
     degrees = {"pipe": 8, "data": 32, "fsdp": 1, "tensor": 32}
@@ -99,7 +99,7 @@ def test_plan_of_70b_fits_the_cores_that_hlat_ran_it_on(plans):
     assert "sums over 32 microbatches" in text.full(plan)
 
 
-def test_plan_of_one_microbatch_speaks_of_no_sums(plans):
+def test_plan_of_one_microbatch_mentions_no_accumulation(plans):
     plan = make_plan(small_config(m=1), Site("h200", 1))
     assert "gradients" in text.full(plan)
     assert "sums over" not in text.full(plan)
@@ -142,7 +142,7 @@ LAYOUTS = [
 
 @pytest.mark.quick_cases("tensor8-sequence_parallel-rematselective")
 @pytest.mark.parametrize("changes", LAYOUTS, ids=name)
-def test_traced_collectives_are_those_of_the_compiled_program(changes):
+def test_traced_collectives_match_the_compiled_program(changes):
     """By kind and axes, above scalars: XLA merges equal ones, and adds the scalars of the norms, and no more."""
     config = small_config(**changes)
     layout = make_layout(config.parallel, jax.devices()[: num_devices(config)], num_kv_heads=config.model.num_kv_heads)
@@ -157,7 +157,7 @@ def test_traced_collectives_are_those_of_the_compiled_program(changes):
         assert compiled[key].payload_bytes >= 0.7 * planned[key].payload_bytes
 
 
-def test_products_of_a_step_are_the_flops_of_the_formula():
+def test_matmul_flops_of_a_step_match_the_formula():
     config = small_config(remat="none", m=2)
     layout = planned_layout(config, 1, platform="neuron")
     jaxpr = live_jaxpr(make_program(config, layout).trace_step())
@@ -177,7 +177,7 @@ def test_spread_over_nodes_counts_nodes_and_devices_in_one(axes, expected):
     assert roofline.spread_over_nodes(axes, mesh=mesh, node_size=32) == expected
 
 
-def test_collective_seconds_shares_the_network_of_a_node_among_its_groups():
+def test_collective_time_shares_node_bandwidth_among_groups():
     target = cost.target("trn1.32xlarge")
     mesh = types.SimpleNamespace(shape={"data": 16, "tensor": 8})
     gradient = Collective("all-reduce", ("data",), 16, 1, 10**9, 1, ("f32",), "")
@@ -189,13 +189,13 @@ def test_collective_seconds_shares_the_network_of_a_node_among_its_groups():
     assert (place, seconds) == ("link", pytest.approx(0.875e9 / 192e9 + 3 * 2e-6))
 
 
-def test_published_rows_are_those_of_models_of_that_size():
+def test_published_results_are_matched_by_model_size():
     assert {row.layout for row in published.nearest(68_976_648_192)} == {"TP32 PP4 DP8", "TP32 PP8 DP4"}
     assert published.nearest(10**6) == []
     assert published.ROWS[0].tokens_per_s_and_node == 81 * 4096 / 16
 
 
-def test_targets_name_their_sources_and_agree_with_their_devices():
+def test_targets_cite_sources_and_match_their_devices():
     for target_name, target in cost.TARGETS.items():
         assert target.source, target_name
         assert target.device.source, target_name
@@ -248,7 +248,7 @@ def test_plan_command_refuses_in_one_line(plan_here, words, message):
     assert len(error.splitlines()) == 1
 
 
-def test_plan_command_ends_with_the_compilers_last_words_where_it_fails(plan_here, monkeypatch):
+def test_plan_command_prints_the_plan_and_the_compiler_error(plan_here, monkeypatch):
     monkeypatch.setattr("sys.executable", "false")  # the compiling process says nothing and fails
     code, printed, error = plan_here("--config=tiny", "--target=trn1.2xlarge", "--partition")
     assert (code, len(error.splitlines())) == (1, 1)
@@ -263,7 +263,7 @@ def test_plan_command_ends_with_the_compilers_last_words_where_it_fails(plan_her
         (("--json=/nowhere/x.json",), "there is no folder /nowhere"),
     ],
 )
-def test_benchmark_of_layouts_refuses_before_it_compiles(words, message):
+def test_layout_benchmark_refuses_bad_flags_before_compiling(words, message):
     words = [sys.executable, "benchmarks/layouts.py", *words]
     env = os.environ | {"PYTHONPATH": "."}
     done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=60)
@@ -283,7 +283,7 @@ def test_search_tries_every_dimension():
     assert len(set(tried)) == len(tried)
 
 
-def test_search_finds_what_planning_every_layout_finds(monkeypatch):
+def test_search_matches_exhaustive_planning(monkeypatch):
     """Plans here are made up, above their floors: what is asked is that nothing good is left out."""
     config, site = small_config(rows=8, policy="mixed"), Site("trn1.2xlarge", 2)
     tried = [(least, candidate) for least, candidate in search.candidates(config, site)]
@@ -326,7 +326,7 @@ def test_search_shows_layouts_that_fit_by_their_projected_step():
     assert "the others take at least" in text.ranking(found, "here")
 
 
-def test_search_says_why_it_has_nothing_to_show(monkeypatch):
+def test_search_without_results_prints_the_reason(monkeypatch):
     config, site = small_config(policy="mixed"), Site("trn1.2xlarge", 1)
     device = dataclasses.replace(cost.DEVICES["trn1"], memory_bytes=2**16, reserved_bytes=0)
     monkeypatch.setitem(cost.TARGETS, "trn1.2xlarge", dataclasses.replace(cost.target("trn1.2xlarge"), device=device))
@@ -343,7 +343,7 @@ def test_search_ranks_by_bytes_where_no_speed_is_known(plan_here):
     assert table.splitlines()[2].split()[:9] == ["1", "1", "1", "1", "1", "no", "no", "4", "full"]
 
 
-def test_short_plan_says_when_the_devices_have_less_than_the_step_needs():
+def test_short_plan_warns_when_memory_is_insufficient():
     config = small_config(data=2, tensor=2, zero1=True)
     layout = planned_layout(config, 4, platform="cpu")
     program = make_program(config, layout)
@@ -355,13 +355,13 @@ def test_short_plan_says_when_the_devices_have_less_than_the_step_needs():
     assert "DOES NOT FIT" in short_plan(program, budget=1000)[0]
 
 
-def test_reduced_keeps_the_rows_of_a_device():
+def test_reduced_config_keeps_the_rows_per_device():
     config = resolve(config_lib.load("70b"))
     small, devices = reduced(config, Site("trn1.32xlarge", 256), max_devices=512)
     assert (devices, small.parallel.data, small.data.batch_size) == (512, 2, 64)
 
 
-def test_reduced_takes_a_divisor_of_the_data_degree_so_that_all_still_divides():
+def test_reduced_config_uses_a_divisor_of_the_data_degree():
     config = small_config(rows=6)
     small, devices = reduced(config, Site("trn1.2xlarge", 3), max_devices=5)
     assert (devices, small.parallel.data, small.data.batch_size) == (3, 3, 3)

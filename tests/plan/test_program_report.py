@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from foreign_models import batch, foreign
+from foreign_models import batch, user_model
 
 from hlat_jax.batch import abstract_batch
 from hlat_jax.ops.dialect import Choice
@@ -20,8 +20,8 @@ from hlat_jax.resolve import resolve
 from hlat_jax.step import make_program
 
 
-def told(**options):
-    loss, params = foreign("plain")
+def report_of(**options):
+    loss, params = user_model("plain")
     options = ProgramOptions(POLICIES["fp32"], **options)
     program = training_program(loss, optax.adam(1e-2), options=options, params=params)
     state = program.init(params)
@@ -29,8 +29,8 @@ def told(**options):
     return report(program, state, batch(0)), compiled.memory_analysis()
 
 
-def test_report_counts_products_by_dtype_before_and_after_autocast():
-    found, _ = told(num_microbatches=2, autocast="bf16")
+def test_report_counts_matmuls_by_dtype_before_and_after_autocast():
+    found, _ = report_of(num_microbatches=2, autocast="bf16")
     # of two microbatches 3 products forward, and backward one less than twice that: the input needs no gradient
     assert {stage.name: stage.products for stage in found.stages} == {
         "loss": {"float32": 16},
@@ -39,8 +39,8 @@ def test_report_counts_products_by_dtype_before_and_after_autocast():
     assert "after autocast   products 16 in bfloat16" in str(found)
 
 
-def test_report_has_the_bytes_that_xla_has_and_one_device_sends_nothing():
-    found, memory = told()
+def test_report_matches_xla_bytes_and_has_no_collectives_on_one_device():
+    found, memory = report_of()
     assert found.bytes.temporaries == memory.temp_size_in_bytes
     assert found.bytes.arguments == memory.argument_size_in_bytes
     assert found.bytes.reused == memory.alias_size_in_bytes > 0
@@ -49,14 +49,14 @@ def test_report_has_the_bytes_that_xla_has_and_one_device_sends_nothing():
     assert "collectives      none" in str(found)
 
 
-def test_report_names_kernels_and_why_the_others_do_not_serve():
+def test_report_names_chosen_kernels_and_why_others_were_rejected():
     kernels = {"model.attention": Choice("einsum", "level 10 on cpu", {"nki": "does not run on cpu"})}
     line = "kernel           model.attention: einsum (level 10 on cpu); not nki: does not run on cpu"
-    assert line in str(told(kernels=kernels)[0])
+    assert line in str(report_of(kernels=kernels)[0])
 
 
-def test_report_says_where_zero_3_gathers_and_scatters():
-    found, _ = told(zero=3)
+def test_report_locates_zero_3_gathers_and_scatters():
+    found, _ = report_of(zero=3)
     places = collections.Counter((c.kind, place(c)) for c in found.collectives)
     assert places["all-gather", "forward"] == 5
     assert places["reduce-scatter", "backward"] == 5
@@ -65,7 +65,7 @@ def test_report_says_where_zero_3_gathers_and_scatters():
 
 @pytest.mark.quick_cases("step-outside")
 @pytest.mark.parametrize(("when", "where"), [("step", "outside"), ("layer", "backward loop")])
-def test_gradients_are_reduced_where_the_layout_says(small, when, where):
+def test_gradients_are_reduced_where_configured(small, when, where):
     small.parallel.update(data=8, reduce_gradients=when)
     small.data.batch_size = 8
     config = resolve(small)
@@ -102,7 +102,7 @@ def deep_arguments():
 
 @pytest.mark.quick_cases("None")
 @pytest.mark.parametrize("zero", [None, 1])
-def test_memory_budget_is_kept_and_changes_no_gradient(zero):
+def test_memory_budget_is_met_with_equal_gradients(zero):
     params, rows = deep_arguments()
 
     def made(**more):
@@ -123,7 +123,7 @@ def test_memory_budget_is_kept_and_changes_no_gradient(zero):
 
 
 @pytest.mark.slow
-def test_options_of_the_choice_under_a_budget_are_those_of_its_search():
+def test_budget_search_uses_the_given_options():
     params, rows = deep_arguments()
     measured = []
 
@@ -142,7 +142,7 @@ def test_options_of_the_choice_under_a_budget_are_those_of_its_search():
         planned(solver="best")
 
 
-def test_step_report_and_budget_compile_with_the_options_of_the_layout(monkeypatch):
+def test_step_report_and_budget_use_the_xla_options_of_the_layout(monkeypatch):
     monkeypatch.setattr(xla_options, "compiler_options", lambda layout: {"no_such_option": layout.mesh.size})
     params, rows = deep_arguments()
 
@@ -162,7 +162,7 @@ def test_step_report_and_budget_compile_with_the_options_of_the_layout(monkeypat
 
 
 @pytest.mark.slow
-def test_memory_budget_without_shapes_or_below_everything_is_refused():
+def test_memory_budget_without_shapes_or_too_small_is_refused():
     params, rows = deep_arguments()
     with pytest.raises(ValueError, match=r"give params=\.\.\. and batch=\.\.\."):
         training_program(deep, optax.sgd(1e-3), options=ProgramOptions(POLICIES["fp32"], memory_budget="1GiB"))

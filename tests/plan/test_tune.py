@@ -36,7 +36,7 @@ def here(one):
     return layout_over(one, jax.devices())
 
 
-def test_every_implementation_that_can_serve_is_measured_and_the_others_have_their_reason():
+def test_every_usable_implementation_is_measured_and_others_have_a_reason():
     entry = tune.measured(attention.OP, CALL, platform="cpu", num_rounds=2, num_rows=1)
     assert set(entry.times) == {"einsum", "blocked", "chunked"}
     assert all(seconds > 0 for seconds in entry.times.values())
@@ -57,7 +57,7 @@ def test_every_op_of_a_layer_is_measured_at_the_shapes_of_a_run(key, tmp_path):
     assert entry.passed_over == {}
 
 
-def test_rounds_run_every_implementation_in_turn_and_each_begins_with_another():
+def test_rounds_interleave_implementations_with_rotating_start():
     order = []
     runs = {name: (lambda name=name: order.append(name)) for name in "abc"}
     times = tune.interleaved(runs, (), 4)
@@ -80,7 +80,7 @@ def edited(out, **changes):
     return tree
 
 
-def test_the_table_of_a_run_is_honoured_whatever_the_levels_say(tuned, capsys):
+def test_ops_table_overrides_levels(tuned, capsys):
     path, out = tuned
     tree = json.loads(out.read_text())
     assert [entry["op"] for entry in tree["entries"]] == ["model.attention", "model.cross_entropy"]
@@ -100,7 +100,7 @@ def test_the_table_of_a_run_is_honoured_whatever_the_levels_say(tuned, capsys):
     assert "model.attention: einsum, 1 ms, the fastest in" in capsys.readouterr().out
 
 
-def test_a_call_that_was_not_measured_goes_by_level_and_says_so(tuned):
+def test_unmeasured_call_falls_back_to_levels_with_a_reason(tuned):
     path, out = tuned
     c = config.load(str(path))
     c.model.ops_table, c.data.batch_size = str(out), 16
@@ -110,7 +110,7 @@ def test_a_call_that_was_not_measured_goes_by_level_and_says_so(tuned):
 
 
 @pytest.mark.slow
-def test_measuring_again_replaces_the_entries_of_the_same_calls_alone(tuned):
+def test_remeasuring_replaces_only_entries_of_the_same_calls(tuned):
     path, out = tuned
     arguments = ["tune", EIGHT_ROWS, f"--out={out}", "--rounds=1"]
     assert command.main([*arguments, f"--config={path}", "--ops=cross_entropy"]) == 0
@@ -123,7 +123,7 @@ def test_measuring_again_replaces_the_entries_of_the_same_calls_alone(tuned):
         command.main([*shorter, "--ops=ropes"])
 
 
-def test_a_call_of_which_some_rows_were_timed_says_so_and_does_not_replace_all_of_them(tmp_path):
+def test_partially_timed_call_is_marked_and_does_not_replace_a_full_one(tmp_path):
     path, out = micro.write_config(tmp_path), tmp_path / "tuned.json"
     words = ["tune", f"--config={path}", "--config.data.batch_size=16", f"--out={out}", "--rounds=1", "--ops=rope"]
     c = config.load(str(path))
@@ -137,7 +137,7 @@ def test_a_call_of_which_some_rows_were_timed_says_so_and_does_not_replace_all_o
         command.main([*words, "--rows=1"])
 
 
-def test_the_calls_of_a_run_on_more_devices_are_timed_on_one(tmp_path):
+def test_multi_device_calls_are_timed_on_one_device(tmp_path):
     path, out = micro.write_config(tmp_path), tmp_path / "tuned.json"
     words = [f"--config={path}", "--config.data.batch_size=32", "--config.parallel.tensor=2", "--devices=64"]
     assert command.main(["tune", *words, f"--out={out}", "--rounds=1", "--ops=rope"]) == 0
@@ -150,7 +150,7 @@ def test_the_calls_of_a_run_on_more_devices_are_timed_on_one(tmp_path):
     assert command.main(["choices", *words, f"--config.model.ops_table={out}"]) == 0
 
 
-def test_a_table_made_before_an_op_had_a_choice_is_read_and_its_other_calls_go_by_level(tuned):
+def test_table_without_a_newer_op_is_accepted(tuned):
     path, out = tuned
     one = resolved(path, ops_table=str(out))
     found = choices.choices(one, here(one))
@@ -161,7 +161,7 @@ def test_a_table_made_before_an_op_had_a_choice_is_read_and_its_other_calls_go_b
 
 
 @pytest.mark.slow
-def test_a_table_of_another_kind_of_device_is_refused_with_both_kinds_and_the_way_out(tuned):
+def test_table_for_another_device_kind_is_refused_with_both_kinds(tuned):
     path, out = tuned
     edited(out, device_kind="TPU v9")
     one, kind = resolved(path, ops_table=str(out)), table.device_kind(jax.devices()[0])
@@ -174,7 +174,7 @@ def test_a_table_of_another_kind_of_device_is_refused_with_both_kinds_and_the_wa
 
 
 @pytest.mark.slow
-def test_a_plan_for_another_platform_refuses_the_table_and_one_for_its_own_takes_it(tuned):
+def test_plan_accepts_the_table_only_for_its_platform(tuned):
     path, out = tuned
     one = resolved(path, ops_table=str(out))
     winner = json.loads(out.read_text())["entries"][0]["winner"]
@@ -187,7 +187,7 @@ def test_a_plan_for_another_platform_refuses_the_table_and_one_for_its_own_takes
     ("text", "message"),
     [(None, "cannot be read"), ("[]", "is not a table"), ('{"entries": [{"op": "x"}]}', "is not a table")],
 )
-def test_a_file_that_is_no_table_is_refused(text, message, tmp_path):
+def test_invalid_table_file_is_refused(text, message, tmp_path):
     file = tmp_path / "tuned.json"
     if text is not None:
         file.write_text(text)
@@ -196,7 +196,7 @@ def test_a_file_that_is_no_table_is_refused(text, message, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_winner_that_is_not_the_fastest_is_refused(tuned):
+def test_entry_whose_winner_is_not_the_fastest_is_refused(tuned):
     _, out = tuned
     tree = json.loads(out.read_text())
     tree["entries"][0]["winner"] = max(tree["entries"][0]["times"], key=tree["entries"][0]["times"].get)
@@ -219,7 +219,7 @@ def test_a_winner_that_is_not_the_fastest_is_refused(tuned):
     ],
     ids=str,
 )
-def test_an_entry_that_cannot_be_is_refused_with_the_file_the_entry_and_the_way_out(changes, said, tmp_path):
+def test_invalid_entry_is_refused_with_file_entry_and_fix(changes, said, tmp_path):
     entry = {"op": "model.cross_entropy", "facts": {"vocab_rows": 8}, "times": {"dense": 0.1}, "winner": "dense"}
     entry |= {"passed_over": {}, "rows_measured": 1} | changes
     out = tmp_path / "tuned.json"
@@ -233,7 +233,7 @@ def test_an_entry_that_cannot_be_is_refused_with_the_file_the_entry_and_the_way_
 
 
 @pytest.mark.slow
-def test_a_table_of_another_version_of_jax_is_honoured_and_the_reason_says_so(tuned):
+def test_table_from_another_jax_version_is_used_and_noted(tuned):
     path, out = tuned
     edited(out, jax="0.1.2")
     one = resolved(path, ops_table=str(out))
@@ -242,7 +242,7 @@ def test_a_table_of_another_version_of_jax_is_honoured_and_the_reason_says_so(tu
     assert found["rope"].because.endswith(f"{out}, made with JAX 0.1.2 has no times for this call")
 
 
-def test_the_kind_of_a_cpu_is_its_model_and_of_others_what_jax_says():
+def test_device_kind_is_the_cpu_model_or_the_jax_device_kind():
     gpu = types.SimpleNamespace(platform="gpu", device_kind="NVIDIA H200")
     assert table.device_kind(gpu) == "NVIDIA H200"
     assert table.device_kind(jax.devices()[0]) in pathlib.Path("/proc/cpuinfo").read_text()
@@ -250,7 +250,7 @@ def test_the_kind_of_a_cpu_is_its_model_and_of_others_what_jax_says():
 
 @pytest.mark.parametrize("name", ["tiny", "160m", "1b"])
 @pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.stem)
-def test_the_committed_table_has_the_calls_of_a_config_and_their_fastest_is_chosen(path, name):
+def test_committed_tables_cover_their_config_and_decide_its_choices(path, name):
     known = table.read(str(path))
     c = config.load(name)
     c.model.ops_table = str(path)
@@ -276,13 +276,13 @@ def test_a_table_is_committed():
         (["tune", "--config=tiny", "--out=/no/such/folder/x.json"], "there is no folder /no/such/folder"),
     ],
 )
-def test_the_command_refuses_what_it_cannot_do(words, message):
+def test_tune_command_refuses_invalid_flags(words, message):
     with pytest.raises(ValueError) as caught:  # noqa: PT011 - compared below
         command.main(words)
     assert message in str(caught.value)
 
 
-def test_choices_for_devices_that_need_not_exist_say_why_each_other_does_not_serve(capsys, monkeypatch):
+def test_choices_for_virtual_devices_explain_every_rejection(capsys, monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     assert command.main(["choices", "--config=7b", "--platform=neuron", "--devices=2048"]) == 0
     said = capsys.readouterr().out

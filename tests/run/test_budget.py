@@ -68,7 +68,7 @@ def one_step(config):
 
 
 @pytest.mark.slow
-def test_a_budget_becomes_a_choice_that_fits_one_device_and_recomputes_less_than_full():
+def test_budget_gives_a_fitting_choice_that_recomputes_less_than_full():
     asked, config, record = resolved()
     assert step_bytes(config.model.remat) == record["measured_bytes"] <= asked < record["plain"][0]
     assert record["choice"] == config.model.remat
@@ -76,7 +76,7 @@ def test_a_budget_becomes_a_choice_that_fits_one_device_and_recomputes_less_than
 
 
 @pytest.mark.slow
-def test_a_step_under_a_budget_is_the_step_without_one():
+def test_step_under_a_budget_equals_the_step_without_one():
     ours, plain = (one_step(config) for config in (resolved()[1], config_with("none")))
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(plain), strict=True):
         np.testing.assert_allclose(np.asarray(a, np.float64), np.asarray(b, np.float64), rtol=1e-5, atol=1e-6)
@@ -140,7 +140,7 @@ def test_a_run_that_resumes_hands_over_the_choice_of_its_checkpoint(trained_run,
         loop.train(resolve(c), workdir)
 
 
-def test_a_recorded_choice_is_taken_for_the_same_mesh_and_made_anew_for_another(searched):
+def test_recorded_choice_is_reused_only_for_the_same_setup(searched):
     config, record = budget_resolved(config_with("budget:7MiB"), recorded=None)
     assert config.model.remat == record["choice"] == "saved:gate"
     again = config_with("budget:7MiB")
@@ -151,7 +151,7 @@ def test_a_recorded_choice_is_taken_for_the_same_mesh_and_made_anew_for_another(
     assert searched == [7 * 2**20] * 5
 
 
-def test_a_recorded_choice_of_values_that_the_step_no_longer_has_is_made_anew(searched, capsys):
+def test_recorded_choice_with_missing_values_is_searched_again(searched, capsys):
     _, record = budget_resolved(config_with("budget:7MiB"), recorded=None)
     old = record | {"choice": "saved:dot_general.99,gate"}
     config, found = budget_resolved(config_with("budget:7MiB"), recorded=old)
@@ -159,7 +159,7 @@ def test_a_recorded_choice_of_values_that_the_step_no_longer_has_is_made_anew(se
     assert "chosen again: the step no longer has the values of the checkpoint's choice" in capsys.readouterr().out
 
 
-def test_a_stock_policy_is_recorded_and_taken_again_and_one_that_is_gone_is_made_anew(searched):
+def test_recorded_stock_policy_is_reused_while_it_exists(searched):
     asked = config_with("budget:1GiB")
     config, record = budget_resolved(asked, recorded=None)
     assert config.model.remat == record["choice"] == "policy:dots_saveable"
@@ -169,7 +169,7 @@ def test_a_stock_policy_is_recorded_and_taken_again_and_one_that_is_gone_is_made
     assert len(searched) == 2
 
 
-def test_a_step_under_a_stock_policy_computes_fewer_products_again_than_with_nothing_kept():
+def test_stock_policy_recomputes_fewer_flops_than_nothing_saveable():
     none, dots, nothing = (
         total_flops(live_jaxpr(make_program(config_with(choice), layout()).trace_step()))
         for choice in ("none", "policy:dots_saveable", "policy:nothing_saveable")
@@ -186,7 +186,7 @@ def chunked(choice):
 
 
 @pytest.mark.slow
-def test_a_budget_is_met_with_chunked_attention_whose_derivative_rule_names_values():
+def test_budget_is_met_with_the_named_residuals_of_chunked_attention():
     one = layout_over(chunked("none"), jax.devices()[:1])
     most, least = (remat.temporaries(make_program(chunked(choice), one).trace_step()) for choice in ("none", "saved:"))
     asked = least + int(0.8 * (most - least))
@@ -196,7 +196,7 @@ def test_a_budget_is_met_with_chunked_attention_whose_derivative_rule_names_valu
     assert record["flops"] < record["full"][1]
 
 
-def test_both_values_that_chunked_attention_names_spare_a_second_forward_pass():
+def test_saving_both_chunked_attention_residuals_reduces_flops():
     one = layout_over(chunked("none"), jax.devices()[:1])
     none, both = (
         total_flops(live_jaxpr(make_program(chunked(f"saved:{names}"), one).trace_step()))
@@ -207,7 +207,7 @@ def test_both_values_that_chunked_attention_names_spare_a_second_forward_pass():
         make_program(chunked("saved:attention_out,attention_sum"), one).trace_step()
 
 
-def test_an_estimate_fails_where_a_plan_would_and_not_in_silence(monkeypatch):
+def test_estimate_propagates_search_errors(monkeypatch):
     def failing(*_, **__):
         raise ValueError("something else")
 
@@ -216,13 +216,13 @@ def test_an_estimate_fails_where_a_plan_would_and_not_in_silence(monkeypatch):
         budget.estimated(make_program(config_with("budget:1GiB"), layout()))
 
 
-def test_a_budget_is_held_against_the_program_as_it_is_compiled_with_the_options_of_the_step(monkeypatch):
+def test_budget_is_measured_with_the_xla_options_of_the_step(monkeypatch):
     monkeypatch.setattr(xla_options, "compiler_options", lambda layout: {"no_such_option": 1})
     with pytest.raises(Exception, match="no_such_option"):
         budget_resolved(config_with("budget:1GiB"), recorded=None)
 
 
-def test_a_recorded_choice_is_not_taken_where_more_lies_on_a_device(searched):
+def test_recorded_choice_is_not_reused_when_devices_hold_more(searched):
     again = config_with("budget:7MiB")
     whole = dataclasses.replace(again, parallel=dataclasses.replace(again.parallel, sequence_parallel=False))
     _, record = budget_resolved(again, recorded=None)
@@ -232,7 +232,7 @@ def test_a_recorded_choice_is_not_taken_where_more_lies_on_a_device(searched):
     assert len(searched) == 2
 
 
-def test_a_program_without_a_budget_is_left_as_it_is():
+def test_program_without_a_budget_is_unchanged():
     program = make_program(config_with("full"), layout())
     assert budget.resolved(program, recorded=None) == (program, None)
     assert budget.estimated(program) is program
@@ -262,7 +262,7 @@ def _remat(config, choice):
 
 
 @pytest.mark.slow
-def test_a_forward_pass_needs_no_choice():
+def test_forward_pass_works_with_an_unresolved_budget():
     cfg = config_with("budget:1GiB").model
     params = model.init_params(cfg, jax.random.key(0))
     tokens_BT = jnp.arange(32).reshape(2, 16)
@@ -271,7 +271,7 @@ def test_a_forward_pass_needs_no_choice():
 
 
 @pytest.mark.slow
-def test_a_run_prints_and_records_its_choice_and_goes_on_with_it(tmp_path, train_here):
+def test_run_prints_records_and_reuses_its_choice(tmp_path, train_here):
     path = micro.write_config(tmp_path)
     words = [f"--config={path}", f"--workdir={tmp_path / 'run'}", "--config.model.remat=budget:2.7MiB"]
     words += ["--config.model.attention=einsum", "--config.data.validation="]

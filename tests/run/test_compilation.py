@@ -106,7 +106,7 @@ def base():
 
 
 @pytest.mark.slow
-def test_what_changes_from_run_to_run_changes_no_fingerprint(base):
+def test_per_run_settings_do_not_change_fingerprints(base):
     defaults = config_with().to_dict()
     for path, value in FREE.items():
         section, _, key = path.partition(".")
@@ -116,7 +116,7 @@ def test_what_changes_from_run_to_run_changes_no_fingerprint(base):
 
 @pytest.mark.quick_cases("optimizer.eps=1e-06", "optimizer.weight_decay=0.2")
 @pytest.mark.parametrize(("path", "value", "programs"), TABLE, ids=[f"{path}={value}" for path, value, _ in TABLE])
-def test_a_key_changes_the_fingerprints_that_it_should_and_no_other(base, path, value, programs):
+def test_config_key_changes_exactly_the_expected_fingerprints(base, path, value, programs):
     changed = fingerprints(config_with({path: value}))
     assert {name for name in PROGRAMS if changed[name] != base[name]} == set(programs)
 
@@ -137,7 +137,7 @@ def test_platform_and_mesh_change_the_fingerprint_of_the_step(base, platform, de
 
 
 @pytest.mark.slow
-def test_fingerprints_do_not_depend_on_hash_seeds_or_folders_or_lines(tmp_path):
+def test_fingerprints_do_not_depend_on_hash_seed_folder_or_source_lines(tmp_path):
     """A copy of the package elsewhere, its lines moved, in processes of other hash seeds, makes the same programs."""
     root = pathlib.Path(__file__).resolve().parents[2]
     (tmp_path / "hlat_jax").mkdir()
@@ -160,7 +160,7 @@ def test_fingerprints_do_not_depend_on_hash_seeds_or_folders_or_lines(tmp_path):
 
 @pytest.mark.quick_cases("1")
 @pytest.mark.parametrize("num_devices", [1, 8])
-def test_devices_that_do_not_exist_give_the_fingerprints_of_those_that_do(num_devices):
+def test_virtual_devices_give_the_fingerprints_of_real_ones(num_devices):
     from hlat_jax.parallel.degrees import layout_over
 
     config = config_with()
@@ -206,15 +206,15 @@ def run(tmp_path, monkeypatch):
         c.update_from_flattened_dict({key.replace("__", "."): value for key, value in changed.items()})
         compiled = []
 
-        def heard(event, _, **about):
+        def on_compile_event(event, _, **about):
             if event == COMPILED:
                 compiled.append(about["fun_name"])
 
-        jax.monitoring.register_event_duration_secs_listener(heard)
+        jax.monitoring.register_event_duration_secs_listener(on_compile_event)
         try:
             assert loop.train(resolve(c), tmp_path / "run") == 0
         finally:
-            jax.monitoring.unregister_event_duration_listener(heard)
+            jax.monitoring.unregister_event_duration_listener(on_compile_event)
         return compiled, resolve(c), tmp_path / "run"
 
     return train
@@ -257,7 +257,7 @@ def test_a_run_builds_its_program_once_and_chooses_each_implementation_once(run,
 
 
 @pytest.mark.slow
-def test_a_run_that_goes_on_compiles_no_other_program(run):
+def test_resumed_run_compiles_no_other_program(run):
     _, _, workdir = run()
     before = {name: entry["sha256"] for name, entry in recorded(workdir).items()}
     compiled, _, _ = run(train__num_steps=7)
@@ -267,7 +267,7 @@ def test_a_run_that_goes_on_compiles_no_other_program(run):
 
 
 @pytest.mark.slow
-def test_a_batch_of_another_shape_is_an_error_and_no_new_program(run, monkeypatch):
+def test_batch_of_another_shape_raises_instead_of_recompiling(run, monkeypatch):
     """Were the steps jitted and not compiled ahead, this would train on and compile one program more."""
     step = loop._step
 
@@ -281,7 +281,7 @@ def test_a_batch_of_another_shape_is_an_error_and_no_new_program(run, monkeypatc
 
 
 @pytest.mark.slow
-def test_the_weights_are_those_of_the_seeds_rbg_key(one_device):
+def test_initial_weights_come_from_the_rbg_key_of_the_seed(one_device):
     config = config_with({"train.seed": 2**31 + 5})
     key = jax.random.key(2**31 + 5, impl="rbg")
     expected = jax.jit(lambda: init_params(config.model, key))()
@@ -305,7 +305,7 @@ def programs(monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_the_command_says_what_is_the_same_and_what_is_new_and_why(run, programs, tmp_path):
+def test_compile_command_reports_unchanged_and_new_programs(run, programs, tmp_path):
     _, _, workdir = run()
     words = [f"--config={tmp_path / 'micro.py'}", "--platform=cpu", "--devices=1", f"--workdir={workdir}"]
     words += ["--config.train.sample_prompt=It is", "--config.train.sample_tokens=4"]
@@ -347,7 +347,7 @@ def test_the_command_says_what_is_the_same_and_what_is_new_and_why(run, programs
 
 @pytest.mark.quick_cases("[1]")
 @pytest.mark.parametrize("text", ['{"train": 1}', '{"train": {"sha256": "a"}}', "[1]", '{"train": {"sha'])
-def test_what_is_no_whole_record_is_none(text, programs, tmp_path):
+def test_invalid_record_is_treated_as_missing(text, programs, tmp_path):
     (tmp_path / RECORD_FILE).write_text(text)
     assert recorded(tmp_path) == {}
     code, printed, _ = programs("--config=tiny", "--devices=1", f"--workdir={tmp_path}")
@@ -355,7 +355,7 @@ def test_what_is_no_whole_record_is_none(text, programs, tmp_path):
     assert "has no programs.json" in printed
 
 
-def test_the_cache_is_known_only_where_a_run_recorded_it(tmp_path):
+def test_cache_state_is_known_only_from_a_matching_record(tmp_path):
     now = {"sha256": "a", "libraries": {"jax": "1"}, "platform": "cpu", "module": "jit_step"}
     recorded_then = now | {"cache": str(tmp_path)}
     assert _cached(now, recorded_then, str(tmp_path)) == "no"

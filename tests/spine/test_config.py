@@ -349,7 +349,7 @@ def _write_table(config, path):
     "train.eval_tasks_limit",
 )
 @pytest.mark.parametrize("path", FIELDS)
-def test_config_field_changes_something(path, observed):
+def test_every_config_field_has_an_effect(path, observed):
     row = FIELDS[path]
     plain, changed = (observed(settings, row.seen_in) for settings in (row.given, row.given | {path: row.value}))
     if row.part:
@@ -366,7 +366,7 @@ def test_config_table_covers_every_field_exactly():
 
 
 @pytest.mark.slow
-def test_config_observations_do_not_change_by_themselves(observed, tmp_path):
+def test_config_observations_are_deterministic(observed, tmp_path):
     c = _base({}, tmp_path)
     for observer in (program, weights, batches, rates):
         assert observer(c, None) == observed({}, observer)
@@ -424,7 +424,7 @@ def test_config_observations_do_not_change_by_themselves(observed, tmp_path):
         (["--config=tiny", "more"], "unexpected argument 'more'"),
     ],
 )
-def test_config_command_line_with_an_error_names_the_nearest(train_here, words, message):
+def test_command_line_errors_suggest_the_nearest_key(train_here, words, message):
     code, _, err = train_here(*words)
     assert code == 2
     [line] = [line for line in err.splitlines() if line.startswith("error: ")]
@@ -524,7 +524,7 @@ def test_paths_of_a_config_file_are_relative_to_it_and_else_to_the_working_direc
     assert shipped.data.train == "data/corpus/train.jsonl"
 
 
-def test_a_recorded_config_with_old_keys_is_read_as_todays():
+def test_recorded_config_with_renamed_keys_is_upgraded():
     tree = config_lib.default().to_dict()
     tree["data"]["mixture"], tree["model"]["ops_table"] = "a=1", "t.json"
     old = micro.with_old_keys(tree)
@@ -559,7 +559,7 @@ def test_resolve_refuses_unknown_and_missing_keys_and_wrong_types():
 
 
 @pytest.mark.parametrize("name", ["../x", "/x", "a/b", "..", ".", "", ".x", "-x", "a\n", "a\0", "a" * 256])
-def test_a_name_that_is_no_folder_in_runs_is_refused(name, train_here, tmp_path, monkeypatch):
+def test_run_name_that_is_not_a_folder_name_is_refused(name, train_here, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     code, _, err = train_here("--config=tiny", f"--config.name={name}")
     assert code == 2
@@ -596,7 +596,7 @@ def test_config_shipped_resolves_to_its_golden_file(name):
     assert path.read_text() == golden_text(name), f"{path} is not written by this program. {again}"
 
 
-def test_config_golden_files_are_those_of_the_shipped_configs():
+def test_golden_files_and_shipped_configs_correspond():
     assert sorted(path.stem for path in GOLDEN.glob("*.json")) == SHIPPED
 
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from micro import as_before, exact, flip_exponent_bit, reseal, saved_steps, write_config
+from micro import drop_step_and_norms, exact, flip_exponent_bit, reseal, saved_steps, write_config
 
 from hlat_jax import config as config_lib
 from hlat_jax import loop
@@ -63,7 +63,7 @@ def test_a_signal_during_validation_loses_no_step(micro, train, tmp_path, monkey
     assert [row["step"] for row in read_rows(tmp_path / "run" / ROWS_FILE) if "loss" in row] == list(range(1, 7))
 
 
-def test_after_a_signal_the_state_is_saved_before_what_is_due_is_evaluated(micro, train, tmp_path, monkeypatch):
+def test_state_is_saved_before_a_due_evaluation_after_a_signal(micro, train, tmp_path, monkeypatch):
     micro.checkpoint.every_steps = 0
     step, evaluate, saved_before = loop._step, Validation.__call__, []
 
@@ -107,7 +107,7 @@ def test_a_bad_record_is_named_and_the_steps_before_it_are_saved(micro, train, t
         ("\n", r"held_out.jsonl' holds no text to predict; give more text, or ''"),
     ],
 )
-def test_held_out_text_that_gives_nothing_to_predict_is_refused(micro, train, tmp_path, text, message):
+def test_validation_text_without_targets_is_refused(micro, train, tmp_path, text, message):
     held_out = tmp_path / "held_out.jsonl"
     held_out.write_text(json.dumps({"text": text}) + "\n")
     micro.data.validation = str(held_out)
@@ -130,7 +130,7 @@ def test_a_second_process_in_the_run_folder_is_refused(tmp_path):
         pass  # free again
 
 
-def test_other_validation_text_is_refused_on_resume(micro, train, tmp_path):
+def test_changed_validation_text_is_refused_on_resume(micro, train, tmp_path):
     text = tmp_path / "held_out.jsonl"
     text.write_text(json.dumps({"text": "one text " * 200}) + "\n")
     micro.data.validation = str(text)
@@ -142,9 +142,7 @@ def test_other_validation_text_is_refused_on_resume(micro, train, tmp_path):
         train(micro)
 
 
-def test_a_finished_run_whose_checkpoint_is_damaged_goes_back_instead_of_claiming_completeness(
-    micro, train, tmp_path, capsys
-):
+def test_finished_run_with_a_damaged_checkpoint_resumes_from_the_previous_one(micro, train, tmp_path, capsys):
     micro.checkpoint.every_steps = 2
     micro.train.num_steps = 4
     assert train(micro) == 0
@@ -216,9 +214,7 @@ def end_of(workdir, micro):
 
 
 @pytest.mark.slow
-def test_a_run_whose_weight_was_flipped_goes_back_before_it_and_ends_with_the_bits_of_one_left_alone(
-    micro, train, after_step, tmp_path, capsys
-):
+def test_run_with_a_flipped_weight_recovers_bitwise(micro, train, after_step, tmp_path, capsys):
     """The flip makes steps 8 to 10 non-finite, among which a checkpoint is due at 8."""
     short(micro, 4)
     assert train(micro) == 0
@@ -239,7 +235,7 @@ def test_a_run_whose_weight_was_flipped_goes_back_before_it_and_ends_with_the_bi
 
 @pytest.mark.quick_cases("params.embed")
 @pytest.mark.parametrize("name", ["params.embed", "opt_state.inner.nu.embed"])
-def test_a_state_that_is_not_finite_is_not_saved_though_all_steps_were_finite(micro, train, after_step, tmp_path, name):
+def test_non_finite_state_is_not_saved_even_if_all_steps_were_finite(micro, train, after_step, tmp_path, name):
     short(micro, 4)
     micro.checkpoint.keep_last = 1
 
@@ -261,9 +257,7 @@ def test_a_state_that_is_not_finite_is_not_saved_though_all_steps_were_finite(mi
     assert saved_steps(tmp_path / "run") == [12]
 
 
-def test_a_checkpoint_and_an_export_due_in_a_non_finite_window_are_made_after_it(
-    micro, train, after_step, tmp_path, capsys
-):
+def test_checkpoint_and_export_due_in_a_non_finite_window_are_delayed(micro, train, after_step, tmp_path, capsys):
     short(micro, 5)
     micro.checkpoint.update(export_every_steps=5, keep_last=3)
     after_step(5, not_finite(1))
@@ -298,7 +292,7 @@ def stopped_at_6(change, stop, monkeypatch):
 @pytest.mark.quick_cases("bad batch-0")
 @pytest.mark.parametrize("every", [0, 4])
 @pytest.mark.parametrize("stop", ["signal", "bad batch"])
-def test_a_run_that_stops_at_a_non_finite_step_saves_it_with_its_count_and_resumes_from_it(
+def test_run_stopped_at_a_non_finite_step_saves_its_count_and_resumes(
     micro, train, after_step, tmp_path, monkeypatch, capsys, every, stop
 ):
     short(micro, every)
@@ -323,7 +317,7 @@ def test_a_run_that_stops_at_a_non_finite_step_saves_it_with_its_count_and_resum
 
 
 @pytest.mark.parametrize("stop", ["signal", "bad batch"])
-def test_a_run_that_stops_with_a_state_that_is_not_finite_says_so_and_resumes_from_before_it(
+def test_run_stopped_with_a_non_finite_state_resumes_from_an_earlier_step(
     micro, train, after_step, tmp_path, monkeypatch, stop
 ):
     short(micro, 4)
@@ -359,7 +353,7 @@ def test_non_finite_steps_are_counted_across_a_resume(micro, train, after_step, 
 
 @pytest.mark.quick_cases("params.embed")
 @pytest.mark.parametrize("name", ["params.embed", "opt_state.inner.mu.embed"])
-def test_a_checkpoint_of_an_older_version_that_is_not_finite_is_put_aside(micro, train, tmp_path, capsys, name):
+def test_non_finite_checkpoint_of_an_older_version_is_moved_aside(micro, train, tmp_path, capsys, name):
     short(micro, 4)
     assert train(micro) == 0
     expected = end_of(tmp_path / "run", micro)
@@ -376,7 +370,7 @@ def test_a_checkpoint_of_an_older_version_that_is_not_finite_is_put_aside(micro,
     checkpointer.save(step, state, position=position, metadata=metadata)
     checkpointer.close()
     for step in (8, 12):
-        reseal(tmp_path / f"run/checkpoints/{step}", as_before)
+        reseal(tmp_path / f"run/checkpoints/{step}", drop_step_and_norms)
     assert saved_steps(tmp_path / "run") == [8, 12]
     capsys.readouterr()
 
@@ -395,15 +389,15 @@ def test_a_run_of_an_older_version_is_resumed(micro, train, tmp_path, capsys):
     assert train(micro) == 0
     expected = end_of(tmp_path / "run", micro)
     shutil.rmtree(tmp_path / "run/checkpoints/12")
-    reseal(tmp_path / "run/checkpoints/8", as_before)
+    reseal(tmp_path / "run/checkpoints/8", drop_step_and_norms)
     assert train(micro) == 0
     assert "resuming from step 8 of 12" in capsys.readouterr().out
     assert end_of(tmp_path / "run", micro) == expected
 
 
-@pytest.mark.quick_cases("as written now-copytree")
+@pytest.mark.quick_cases("step and norms-copytree")
 @pytest.mark.parametrize("moved", [shutil.move, shutil.copytree])
-@pytest.mark.parametrize("record", [lambda run: None, as_before], ids=["as written now", "as written before"])
+@pytest.mark.parametrize("record", [lambda run: None, drop_step_and_norms], ids=["step and norms", "no step or norms"])
 def test_a_checkpoint_under_the_name_of_another_step_is_ignored(micro, train, tmp_path, capsys, moved, record):
     short(micro, 4)
     micro.checkpoint.keep_last = 3
@@ -438,7 +432,7 @@ def test_a_checkpoint_under_the_name_of_another_step_is_ignored(micro, train, tm
         ({"data.batch_size": 12}, "make data.batch_size a multiple of 8"),
     ],
 )
-def test_sizes_that_do_not_divide_over_the_devices_are_refused_by_name(micro, changes, message):
+def test_sizes_not_divisible_by_the_devices_are_refused_by_name(micro, changes, message):
     micro.update_from_flattened_dict(changes)
     with pytest.raises(ValueError, match=message):
         fitting_program(resolve(micro), jax.devices())

@@ -119,7 +119,7 @@ def test_remat_choices_differ_in_what_they_recompute():
     assert flops["none"] < flops["selective"] < flops["full"]
 
 
-def test_backward_of_the_layer_loop_stacks_no_matrix():
+def test_backward_pass_of_the_layer_loop_stacks_no_merged_weights():
     cfg = dataclasses.replace(CFG, layer_loop="scan", remat="none")
     params = init_params(cfg, jax.random.key(0))
     text = str(jax.make_jaxpr(jax.grad(lambda params: apply(params, cfg, tokens()).sum()))(params))
@@ -129,7 +129,7 @@ def test_backward_of_the_layer_loop_stacks_no_matrix():
     assert f"f32[{cfg.num_layers},{d},{cfg.num_kv_heads * (g + 2) * cfg.head_dim}]" not in text
 
 
-def test_selective_remat_keeps_every_linears_input_and_drops_scores_and_product(capsys):
+def test_selective_remat_saves_linear_inputs_but_not_scores(capsys):
     from jax.ad_checkpoint import print_saved_residuals
 
     cfg = dataclasses.replace(CFG, layer_loop="unroll", remat="selective", num_layers=1, attention="einsum")
@@ -141,7 +141,7 @@ def test_selective_remat_keeps_every_linears_input_and_drops_scores_and_product(
 
 
 @pytest.mark.slow
-def test_a_token_never_sees_the_future_nor_another_segment():
+def test_tokens_attend_only_to_the_past_of_their_segment():
     params = init_params(CFG, jax.random.key(0))
     segment_ids = jnp.asarray([[0] * 5 + [1] * 7] * 2)
     positions = jnp.asarray([list(range(5)) + list(range(7))] * 2)
@@ -159,7 +159,7 @@ def test_a_token_never_sees_the_future_nor_another_segment():
 
 
 @pytest.mark.slow
-def test_packed_documents_equal_the_documents_apart():
+def test_packed_documents_equal_separate_documents():
     params = init_params(CFG, jax.random.key(0))
     row = tokens((1, 12))
     packed = apply(
@@ -174,7 +174,7 @@ def test_packed_documents_equal_the_documents_apart():
 
 
 @pytest.mark.slow
-def test_foreign_code_trains_the_model_with_plain_optax():
+def test_model_trains_with_plain_optax():
     params = init_params(CFG, jax.random.key(0))
     optimizer = optax.adam(1e-2)
     opt_state = optimizer.init(params)
@@ -198,7 +198,7 @@ def test_foreign_code_trains_the_model_with_plain_optax():
 
 
 @pytest.mark.slow
-def test_foreign_code_trains_the_model_with_nnx_idioms():
+def test_model_trains_with_nnx_optimizer():
     decoder = Decoder(CFG, rngs=nnx.Rngs(0))
     optimizer = nnx.Optimizer(decoder, optax.adam(1e-2), wrt=nnx.Param)
     batch = tokens((4, 13))
@@ -236,7 +236,7 @@ def test_foreign_code_trains_the_model_with_nnx_idioms():
         ({"rope_theta": 0.0}, "rope_theta=0.0 must be above 0"),
     ],
 )
-def test_a_model_that_cannot_be_built_says_why(changes, message):
+def test_invalid_model_config_raises_with_the_reason(changes, message):
     with pytest.raises(ValueError, match=message):
         Decoder(dataclasses.replace(CFG, **changes), rngs=nnx.Rngs(0))(tokens())
 

@@ -76,7 +76,7 @@ def test_gradients_equal_hugging_face(cfg):
     ],
     ids=lambda mistake: next(iter(mistake)),
 )
-def test_logits_show_a_wrong_setting(mistake):
+def test_logits_detect_a_wrong_setting(mistake):
     cfg = CASES["llama3_scaled"]
     params = random_params(cfg)
     model = hugging_face(params, cfg)
@@ -102,7 +102,7 @@ def exchange_norms(params):
 
 
 @pytest.mark.parametrize("mistake", [swap_gate_and_up, swap_key_and_value, swap_two_query_heads, exchange_norms])
-def test_logits_show_weights_in_the_wrong_place(mistake):
+def test_logits_detect_misplaced_weights(mistake):
     params = random_params(GQA)
     model = hugging_face(params, GQA)
     mistake(params)

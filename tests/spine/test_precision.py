@@ -29,7 +29,7 @@ def rounded(value, *, name="w", words=WORDS, shape=(NUM_DRAWS,)):
 
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("share", [0.5, 0.25, 0.01, 0.999])
-def test_rounding_has_the_mean_of_the_value_and_the_variance_of_a_coin(share, sign):
+def test_stochastic_rounding_is_unbiased_with_bernoulli_variance(share, sign):
     value = sign * float(np.float32(1 + share * STEP))
     share = (abs(value) - 1) / STEP  # as fp32 has it
     draws = rounded(value)
@@ -39,7 +39,7 @@ def test_rounding_has_the_mean_of_the_value_and_the_variance_of_a_coin(share, si
     assert draws.var() == pytest.approx(deviation**2, rel=0.02)
 
 
-def test_rounding_keeps_what_bf16_can_represent_and_what_is_not_finite():
+def test_stochastic_rounding_keeps_bf16_and_non_finite_values():
     every = np.arange(1 << 16, dtype=np.uint16).view(jnp.bfloat16)
     bits = random_bits(WORDS, "w", every.shape)
     got = np.asarray(stochastic_round(jnp.asarray(every, jnp.float32), jnp.bfloat16, bits=bits))
@@ -48,13 +48,13 @@ def test_rounding_keeps_what_bf16_can_represent_and_what_is_not_finite():
     assert np.isnan(got[~numbers].astype(np.float32)).all()
 
 
-def test_rounding_beyond_the_largest_value_of_bf16_goes_to_it_or_to_infinity():
+def test_stochastic_rounding_above_bf16_max_gives_max_or_infinity():
     largest = float(jnp.finfo(jnp.bfloat16).max)
     draws = rounded(np.float32(largest) * np.float32(1 + 2.0**-10), shape=(10_000,))
     assert set(np.unique(draws)) == {largest, np.inf}
 
 
-def test_a_thousand_small_updates_arrive_in_the_mean_and_vanish_when_rounded_to_nearest():
+def test_small_updates_accumulate_in_the_mean_unlike_round_to_nearest():
     @functools.partial(jax.jit, static_argnums=0)
     def updated(stochastic):
         def update(step, weight):
@@ -79,7 +79,7 @@ def test_a_thousand_small_updates_arrive_in_the_mean_and_vanish_when_rounded_to_
     ],
     ids=["step", "seed", "name", "word", "next", "row"],
 )
-def test_bits_of_another_step_seed_name_or_place_are_independent(other):
+def test_random_bits_are_independent_across_step_seed_name_and_position(other):
     shape = (1024, 1024)
     ours, theirs = (np.asarray(bits).ravel() for bits in (random_bits(WORDS, "w", shape), other(shape)))
     for bit in (16, 20, 31):  # the upper half decides
@@ -88,12 +88,12 @@ def test_bits_of_another_step_seed_name_or_place_are_independent(other):
     assert abs(np.corrcoef(ours, theirs)[0, 1]) < 5 / 1024
 
 
-def test_bits_of_two_names_are_not_the_same_ones_in_another_order():
+def test_random_bits_of_two_names_are_not_permutations():
     ours, theirs = (np.asarray(random_bits(WORDS, name, (1 << 20,))) for name in "vw")
     assert len(np.intersect1d(ours, theirs)) < 400  # 256 by chance
 
 
-def test_bits_of_an_array_too_large_for_one_word_do_not_repeat(monkeypatch):
+def test_random_bits_of_large_arrays_do_not_repeat(monkeypatch):
     monkeypatch.setattr(precision, "_WORD", 1 << 8)
     bits = np.asarray(random_bits(WORDS, "w", (40, 10, 20)))
     assert len(np.unique(bits)) == bits.size
@@ -110,7 +110,7 @@ def test_rounding_is_the_same_on_every_mesh(place):
     np.testing.assert_array_equal(np.asarray(got), wanted)
 
 
-def test_operations_of_a_device_fall_with_its_shard():
+def test_rounding_cost_scales_with_the_local_shard():
     def flops(num_devices):
         mesh = jax.make_mesh((num_devices,), ("x",), devices=jax.devices()[:num_devices])
         value = jax.ShapeDtypeStruct((64, 1024), jnp.float32, sharding=NamedSharding(mesh, P("x")))
@@ -122,7 +122,7 @@ def test_operations_of_a_device_fall_with_its_shard():
     assert flops(8) == pytest.approx(flops(1) / 8, rel=0.05)
 
 
-def test_sums_of_gradients_are_right_in_the_mean_over_the_microbatches():
+def test_gradient_accumulation_over_microbatches_is_unbiased():
     def total(rounding):
         def add(sums, number):
             return rounding.at(number).added(sums, {"w": jnp.full(4096, 1e-3)}), None
@@ -134,7 +134,7 @@ def test_sums_of_gradients_are_right_in_the_mean_over_the_microbatches():
     assert (total(NEAREST) == 1).all()
 
 
-def test_stochastic_rounding_writes_bf16_alone():
+def test_stochastic_rounding_supports_only_bf16():
     with pytest.raises(ValueError, match="to float16 is not supported; round to bfloat16"):
         Rounding(WORDS).write(jnp.ones(3), jnp.float16, name="w")
 
@@ -178,7 +178,7 @@ def test_bf16_sr_over_a_mesh_keeps_replicas_equal_and_follows_one_device(paralle
 
 
 @pytest.mark.slow
-def test_bf16_sr_repeats_itself_and_depends_on_the_seed_in_the_state(one_device, make_batch):
+def test_bf16_sr_is_reproducible_and_depends_on_the_seed_in_the_state(one_device, make_batch):
     config = resolve(small(data=1))
     (first, _), (again, _) = (trained(config, one_device, make_batch) for _ in range(2))
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), first, again)
@@ -191,7 +191,7 @@ def test_bf16_sr_repeats_itself_and_depends_on_the_seed_in_the_state(one_device,
 
 
 @pytest.mark.parametrize(("who", "in_program"), [("auto", False), ("hardware", False), ("software", True)])
-def test_neuron_rounds_itself_unless_software_is_asked_for_and_never_both(who, in_program):
+def test_neuron_uses_hardware_rounding_unless_software_is_requested(who, in_program):
     c = small(data=2, tensor=2)
     c.precision.stochastic_rounding = who
     config = resolve(c)
@@ -199,7 +199,7 @@ def test_neuron_rounds_itself_unless_software_is_asked_for_and_never_both(who, i
     assert ("shift_right_logical" in str(make_program(config, layout).trace_step().jaxpr)) == in_program
 
 
-def test_hardware_that_does_not_round_is_refused():
+def test_hardware_without_stochastic_rounding_is_refused():
     with pytest.raises(ValueError, match=r"platform 'cpu' round to nearest; use 'auto' or 'software'"):
         policy_on("bf16_sr", "cpu", stochastic_rounding="hardware")
     c = default()

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from lowered import forbidden_in, lowered_for_neuron
+from lowered import assert_no_forbidden_operations, lowered_for_neuron
 
 from hlat_jax import cost
 from hlat_jax.config import ParallelConfig
@@ -59,7 +59,7 @@ def test_accumulation_equals_one_batch_with_ragged_token_counts(small, one_devic
 
 
 @pytest.mark.slow
-def test_autocast_follows_fp32_with_every_product_in_bf16_on_one_device_and_on_a_mesh(small, one_device, make_batch):
+def test_autocast_tracks_fp32_with_every_matmul_in_bf16(small, one_device, make_batch):
     batch = make_batch(0, resolve(small))
     _, exact = run(resolve(small), one_device, [batch])
     small.precision.policy = "autocast"
@@ -89,7 +89,7 @@ def test_first_update_has_learning_rate_zero_and_fills_the_moments(small, one_de
 
 
 @pytest.mark.slow
-def test_policies_store_what_they_say(small, one_device):
+def test_policies_store_their_declared_dtypes(small, one_device):
     for name, dtypes in {
         "fp32": (jnp.float32, jnp.float32, None),
         "autocast": (jnp.float32, jnp.float32, None),
@@ -150,7 +150,7 @@ def test_a_non_finite_step_changes_nothing_but_the_count(small, one_device, make
 
 
 @pytest.mark.slow
-def test_a_batch_without_a_single_target_is_a_masked_step(small, one_device, make_batch):
+def test_batch_without_targets_is_a_masked_step(small, one_device, make_batch):
     config = resolve(small)
     batch = make_batch(0, config)
     _, rows = run(config, one_device, [dataclasses.replace(batch, weights=0 * batch.weights)], num_steps=1)
@@ -158,7 +158,7 @@ def test_a_batch_without_a_single_target_is_a_masked_step(small, one_device, mak
 
 
 @pytest.mark.slow
-def test_clipping_scales_the_update_and_reports_the_norm_before(small, one_device, make_batch):
+def test_clipping_scales_the_update_and_reports_the_unclipped_norm(small, one_device, make_batch):
     small.optimizer.beta1 = small.optimizer.beta2 = 0.0  # moments are then this gradient alone
     small.optimizer.eps = 1.0  # so that the update is not invariant to the gradient's scale
     norms, moments = [], []
@@ -192,7 +192,7 @@ def test_eval_step_equals_the_loss_before_the_update(small, one_device, make_bat
 
 
 @pytest.mark.slow
-def test_z_loss_enters_training_but_not_evaluation(small, one_device, make_batch):
+def test_z_loss_applies_to_training_but_not_evaluation(small, one_device, make_batch):
     plain = resolve(small)
     small.train.z_loss_weight = 0.1
     config = resolve(small)
@@ -204,7 +204,7 @@ def test_z_loss_enters_training_but_not_evaluation(small, one_device, make_batch
 
 
 @pytest.mark.parametrize("shape", [(3,), (1 << 20,), (1031, 2053), (7, 300, 4, 257)])
-def test_norm_in_blocks_is_the_norm_to_the_last_digits(shape):
+def test_blockwise_norm_is_accurate_to_fp32_rounding(shape):
     x = np.random.default_rng(0).normal(size=shape).astype(np.float32) + 1
     tree = {"a": jnp.asarray(x), "b": jnp.full((5,), 2.0, jnp.bfloat16)}
     exact = np.sqrt(np.sum(np.square(x, dtype=np.float64)) + 20)
@@ -213,7 +213,7 @@ def test_norm_in_blocks_is_the_norm_to_the_last_digits(shape):
     assert float(jax.jit(global_norm)(tree)) == pytest.approx(exact, rel=1e-4)
 
 
-def test_norm_in_blocks_is_for_one_cpu_device_and_changes_no_program_for_others(small, one_device):
+def test_blockwise_norm_is_used_only_on_one_cpu_device(small, one_device):
     assert one_device.platform == "cpu"
     small.model.vocab_size = 1 << 16  # more elements than a block holds
     config = resolve(small)
@@ -225,7 +225,7 @@ def test_norm_in_blocks_is_for_one_cpu_device_and_changes_no_program_for_others(
     assert num_loops(one_device) == num_loops(layout) + 4  # embedding and head, gradients and weights
 
 
-def test_builder_trains_a_foreign_model_with_a_foreign_optimizer():
+def test_training_program_trains_a_user_model_with_a_user_optimizer():
     def loss(params, batch):
         error = batch["x"] @ params["w"] - batch["y"]
         return SumAndCount(jnp.sum(error**2), error.size)
@@ -246,7 +246,7 @@ def linear(params, batch):
 
 
 @pytest.mark.parametrize("counts", [(1, 1, 1, 1), (0, 1, 0.001, 0.5)], ids=["equal parts", "ragged parts"])
-def test_fp16_trains_on_a_sum_whose_gradients_overflow_unscaled(counts):
+def test_fp16_trains_a_sum_loss_whose_gradients_overflow_unscaled(counts):
     rng = np.random.default_rng(0)
     x = 10 * rng.normal(size=(8192, 16)).astype(np.float32)
     weight = np.resize(np.asarray(counts, np.float32), 8192)  # part m has the rows m, m + 4, ...
@@ -280,7 +280,7 @@ def from_hidden(params, batch):
 
 @pytest.mark.quick_cases("None")
 @pytest.mark.parametrize("zero", [None, 3])
-def test_products_that_a_loss_scale_comes_after_are_wide_in_fp16_alone(zero):
+def test_matmuls_before_the_loss_scale_are_fp32_only_under_fp16(zero):
     params = {"w": jnp.ones((8, 16)), "head": jnp.ones((24, 16))}
     batch = {"x": jnp.ones((16, 8)), "y": jnp.arange(16)}  # 2 rows on each of 8 devices: of one, gradients sum nothing
     found = {}
@@ -292,7 +292,7 @@ def test_products_that_a_loss_scale_comes_after_are_wide_in_fp16_alone(zero):
 
 
 @pytest.mark.parametrize("more", [{}, {"zero": 3, "autocast": "bf16", "memory_budget": "1GiB"}], ids=["alone", "all"])
-def test_the_loss_is_given_the_implementations_of_the_dialects_and_the_report_has_them(more):
+def test_loss_receives_the_chosen_dialects_and_the_report_lists_them(more):
     given = []
 
     def loss(params, batch, *, dialects):
@@ -312,7 +312,7 @@ def test_the_loss_is_given_the_implementations_of_the_dialects_and_the_report_ha
     assert "model.rms_norm: recomputed (level" in told
 
 
-def test_dialects_that_cannot_be_given_or_do_not_run_here_are_refused():
+def test_unsupported_dialects_are_refused():
     def loss(params, batch, *, dialects):
         return jnp.sum(params["w"])
 
@@ -323,7 +323,7 @@ def test_dialects_that_cannot_be_given_or_do_not_run_here_are_refused():
         training_program(linear, optax.sgd(0.1), options=options)
 
 
-def test_a_batch_that_counts_nothing_leaves_the_loss_scale_where_it_is():
+def test_batch_with_zero_count_leaves_the_loss_scale_unchanged():
     program = training_program(linear, optax.sgd(0.1), options=ProgramOptions(POLICIES["fp32"], autocast="fp16"))
     state = program.init({"w": jnp.zeros((16, 1))})
     batch = {"x": jnp.ones((4, 16)), "y": jnp.ones(4), "weight": jnp.zeros(4)}
@@ -364,7 +364,7 @@ def test_a_batch_that_counts_nothing_leaves_the_loss_scale_where_it_is():
         ({"accumulate": pipelined, "memory_budget": "1GiB"}, r"a single loss function, not pipeline stages"),
     ],
 )
-def test_what_options_do_not_take_is_refused_with_the_way_out(options, said):
+def test_invalid_program_options_are_refused_with_the_fix(options, said):
     with pytest.raises(ValueError, match=said):
         ProgramOptions(**{"policy": POLICIES["fp32"], **options})
 
@@ -379,13 +379,13 @@ def test_what_options_do_not_take_is_refused_with_the_way_out(options, said):
         ({"params": {"w": jnp.ones(3), "n": jnp.int32(3)}}, r"params\['n'\] is int32: .*functools.partial"),
     ],
 )
-def test_what_a_program_cannot_be_made_of_is_refused_with_the_way_out(arguments, said):
+def test_invalid_program_arguments_are_refused_with_the_fix(arguments, said):
     whole = {"loss_fn": linear, "optimizer": optax.sgd(0.1), "options": ProgramOptions(POLICIES["fp32"]), **arguments}
     with pytest.raises(ValueError, match=said):
         training_program(whole.pop("loss_fn"), whole.pop("optimizer"), **whole)
 
 
-def test_parameters_without_a_gradient_are_refused_at_the_start():
+def test_integer_parameters_are_refused_at_init():
     program = training_program(linear, optax.sgd(0.1), options=ProgramOptions(POLICIES["fp32"]))
     with pytest.raises(ValueError, match=r"params\['n'\] is int32"):
         program.init({"w": jnp.ones((16, 1)), "n": jnp.int32(3)})
@@ -444,7 +444,7 @@ EVERY_PATH = [
 ]
 
 
-def test_a_loss_of_mean_and_accuracy_is_no_sum_and_count():
+def test_loss_returning_mean_and_accuracy_without_has_aux_is_refused():
     params, batch = labelled()
     mean, accuracy = classified(params, batch)
     options = ProgramOptions(POLICIES["fp32"])
@@ -461,7 +461,7 @@ def test_a_loss_of_mean_and_accuracy_is_no_sum_and_count():
     "{'autocast': 'fp16', 'zero': 3}", "{'num_microbatches': 4}", "{'zero': 2, 'num_microbatches': 2}"
 )
 @pytest.mark.parametrize("options", EVERY_PATH, ids=str)
-def test_a_mean_and_its_aux_are_those_of_the_whole_batch_however_it_is_split(options):
+def test_mean_loss_and_aux_do_not_depend_on_microbatching(options):
     params, batch = labelled()
     (mean, accuracy), grads = jax.value_and_grad(classified, has_aux=True)(params, batch)
     metrics, after = first_step(classified, options, has_aux=True)
@@ -477,7 +477,7 @@ def test_a_mean_and_its_aux_are_those_of_the_whole_batch_however_it_is_split(opt
 
 @pytest.mark.quick_cases("{'autocast': 'fp16', 'zero': 3}", "{'zero': 0}", "{'zero': 2, 'num_microbatches': 2}")
 @pytest.mark.parametrize("options", EVERY_PATH, ids=str)
-def test_aux_of_sums_and_counts_is_divided_over_the_whole_batch(options):
+def test_sum_and_count_aux_is_averaged_over_the_whole_batch(options):
     counted = np.arange(32) % 4 != 0  # with 4 microbatches on one device one of them counts nothing
 
     def loss(params, batch):
@@ -502,7 +502,7 @@ def test_aux_of_sums_and_counts_is_divided_over_the_whole_batch(options):
     assert {leaf.dtype for leaf in jax.tree.leaves(metrics.aux)} == {jnp.dtype(jnp.float32)}
 
 
-def test_a_mean_weighs_microbatches_equally_and_a_sum_with_its_count_as_one_batch():
+def test_mean_loss_weighs_microbatches_equally_and_sum_and_count_by_count():
     """With masks: what `SumAndCount` is for."""
     params, batch = labelled()
     batch["mask"] = (np.arange(32) % 4 == 0) | (np.arange(32) == 1)  # counts in two microbatches: 8 rows, 1 row
@@ -618,7 +618,7 @@ def test_a_loss_that_returns_anything_else_is_refused_before_compiling(mistake, 
             program.step.trace(jax.eval_shape(program.init, params), batch, 0.0)
 
 
-def test_has_aux_is_for_a_loss_that_runs_whole():
+def test_has_aux_requires_a_single_loss_function():
     for more, said in (
         ({"has_aux": 1}, "has_aux=1 must be True or False"),
         ({"has_aux": True, "accumulate": pipelined}, "has_aux=True needs a single loss function"),
@@ -628,7 +628,7 @@ def test_has_aux_is_for_a_loss_that_runs_whole():
             training_program(classified, optax.sgd(1.0), options=options, **more)
 
 
-def test_the_policy_autocast_casts_in_a_program_of_anyone():
+def test_autocast_policy_applies_to_a_user_program():
     program = training_program(squares, optax.sgd(1e-2), options=ProgramOptions(POLICIES["autocast"]))
     told = report(program, program.init({"w": jnp.ones((8, 8))}), {"x": jnp.ones((4, 8))})
     assert set(told.stages[-1].products) == {"bfloat16"}
@@ -666,31 +666,31 @@ NEURON_CASES = [
 )
 @pytest.mark.parametrize("changes", NEURON_CASES, ids=lambda c: "-".join(c.values()))
 @pytest.mark.parametrize("policy", ["fp32", "mixed"])
-def test_step_lowered_for_neuron_holds_nothing_it_cannot_take(small, one_device, changes, policy):
+def test_step_lowers_for_neuron_without_forbidden_operations(small, one_device, changes, policy):
     small.model.update(changes)
     small.precision.policy = policy
     small.train.num_microbatches = 2
     text = lowered_for_neuron(resolve(small), one_device)
-    forbidden_in(text)
+    assert_no_forbidden_operations(text)
     if changes.get("layer_loop") != "unroll":
         assert "stablehlo.while" in text  # the check of loops below looks at something
 
 
-def test_step_with_segments_lowered_for_neuron_holds_nothing_it_cannot_take(small, one_device):
+def test_step_with_segments_lowers_for_neuron_without_forbidden_operations(small, one_device):
     small.model.update(NEURON_CASES[0])
     small.train.num_microbatches = 2
     small.data.packing = "documents"
-    forbidden_in(lowered_for_neuron(resolve(small), one_device))
+    assert_no_forbidden_operations(lowered_for_neuron(resolve(small), one_device))
 
 
-def test_step_on_one_cpu_device_copies_no_weight_to_update_it(small, one_device):
+def test_step_on_one_cpu_device_updates_weights_without_copies(small, one_device):
     config = resolve(small)
     text = make_program(config, one_device).trace_step().lower().compile().as_text()
     assert "%state__params____embed__" in text  # how XLA names the arguments that are looked for below
     assert not [line for line in text.splitlines() if " copy(%state__params" in line]
 
 
-def test_the_neuron_check_sees_what_it_forbids():
+def test_neuron_check_detects_forbidden_operations():
     for bad in (
         lambda x: jax.lax.cond(x.sum() > 0, jnp.sin, jnp.cos, x),
         lambda x: jnp.argmax(x),
@@ -700,10 +700,10 @@ def test_the_neuron_check_sees_what_it_forbids():
     ):
         text = jax.jit(bad).trace(jnp.ones(3)).lower(lowering_platforms=("neuron",)).as_text()
         with pytest.raises(AssertionError):
-            forbidden_in(text)
+            assert_no_forbidden_operations(text)
 
 
-def test_what_changes_between_runs_is_no_constant_of_the_program(small, one_device):
+def test_per_run_settings_are_not_constants_of_the_program(small, one_device):
     before = lowered_for_neuron(resolve(small), one_device)
     small.optimizer.peak_lr = 0.5
     small.optimizer.horizon_steps = 10_000
@@ -715,7 +715,7 @@ def test_what_changes_between_runs_is_no_constant_of_the_program(small, one_devi
 
 
 @pytest.mark.slow
-def test_evaluation_is_compiled_once_for_the_state_before_and_after_a_step(small, one_device, make_batch):
+def test_evaluation_compiles_once_for_initial_and_updated_state(small, one_device, make_batch):
     config = resolve(small)
     program = make_program(config, one_device)
     state, step, evaluate = program.init_state(), program.step, program.eval_step

@@ -53,7 +53,7 @@ def test_floor_is_reached_at_1_669_trillion_tokens():
     assert first * TOKENS_PER_STEP / 1e12 == pytest.approx(1.669, abs=5e-4)
 
 
-def test_learning_rate_of_70b_at_1400_billion_tokens_is_that_of_figure_1d():
+def test_learning_rate_of_70b_at_1400_billion_tokens_matches_figure_1d():
     # Half of the last digit that can be read off the figure.
     assert learning_rate(round(1.4e12 / TOKENS_PER_STEP), HLAT_70B) == pytest.approx(3.76e-5, abs=5e-8)
 
@@ -67,5 +67,5 @@ def test_learning_rate_without_warmup_starts_at_the_peak():
     assert learning_rate(0, dataclasses.replace(HLAT_7B, warmup_steps=0)) == 3e-4
 
 
-def test_learning_rate_is_a_python_float_so_that_programs_do_not_bake_it_in():
+def test_learning_rate_is_a_python_float():
     assert type(learning_rate(5, HLAT_7B)) is float

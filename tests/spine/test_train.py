@@ -109,7 +109,7 @@ def test_train_refuses_a_folder_that_cannot_be_written(train_here, tmp_path, kin
 
 
 @pytest.mark.slow
-def test_train_loses_nothing_of_a_run_when_a_later_command_is_wrong(train_here, finished, tmp_path):
+def test_invalid_command_leaves_an_existing_run_unchanged(train_here, finished, tmp_path):
     _, workdir, _ = finished
     before = {path: path.read_bytes() for path in workdir.rglob("*") if path.is_file()}
     config = micro.write_config(tmp_path)
@@ -118,7 +118,7 @@ def test_train_loses_nothing_of_a_run_when_a_later_command_is_wrong(train_here, 
     assert {path: path.read_bytes() for path in workdir.rglob("*") if path.is_file()} == before
 
 
-def test_train_stops_with_evidence_after_non_finite_steps_in_a_row(train_here, tmp_path):
+def test_train_stops_after_consecutive_non_finite_steps(train_here, tmp_path):
     config, workdir = micro.write_config(tmp_path), tmp_path / "run"
     words = ("--config.optimizer.peak_lr=1e30", "--config.train.max_nonfinite_steps=4")
     code, _, err = train_here(f"--config={config}", f"--workdir={workdir}", *words)
@@ -139,7 +139,7 @@ def test_train_stops_with_evidence_after_non_finite_steps_in_a_row(train_here, t
     assert len(evidence["data_position_before_that_batch"]) == 4
 
 
-def test_train_writes_a_whole_row_for_each_step(finished):
+def test_train_writes_a_complete_row_for_each_step(finished):
     config, workdir, _ = finished
     rows = micro.rows(workdir)
     steps = [row for row in rows if "loss" in row]
@@ -158,7 +158,7 @@ def test_train_writes_a_whole_row_for_each_step(finished):
     assert [row["step"] for row in rows] == sorted(row["step"] for row in rows)
 
 
-def test_train_rows_have_the_hashes_of_the_batches_of_the_loader(finished):
+def test_train_rows_have_the_batch_hashes_of_the_loader(finished):
     config, workdir, _ = finished
     tokenizer = Tokenizer(config.data.tokenizer, vocab_size=config.model.vocab_size)
     batches = TrainBatches(config.data, tokenizer=tokenizer)
@@ -168,7 +168,7 @@ def test_train_rows_have_the_hashes_of_the_batches_of_the_loader(finished):
     assert len(set(hashes)) == len(hashes)
 
 
-def test_train_leaves_config_rows_events_picture_and_checkpoints(finished):
+def test_train_writes_the_expected_run_files(finished):
     config, workdir, _ = finished
     assert {path.name for path in workdir.iterdir()} == {
         ".lock", "checkpoints", "config.json", "environment.json",
@@ -183,7 +183,7 @@ def test_train_leaves_config_rows_events_picture_and_checkpoints(finished):
     assert micro.saved_steps(workdir) == [20, 24]
 
 
-def test_train_says_on_stdout_what_a_person_asks(finished):
+def test_train_prints_a_summary_of_the_run(finished):
     _, workdir, out = finished
     assert re.search(r"^micro: 1 x cpu \(cpu\), one device$", out, re.MULTILINE)
     for name in ("parameters       146,592", "tokens per step  128", "steps            24 of a horizon of 40"):
@@ -215,7 +215,7 @@ def test_train_traces_the_steps_that_are_asked_for_in_both_formats(finished):
     assert f"tensorboard --logdir={workdir / 'tensorboard'}" in line
 
 
-def test_train_lines_have_one_width_and_blanks_between_columns(finished):
+def test_train_progress_lines_are_aligned(finished):
     _, _, out = finished
     lines = out.splitlines()
     [header] = [line for line in lines if "grad norm" in line]
@@ -230,7 +230,7 @@ def test_train_lines_have_one_width_and_blanks_between_columns(finished):
 
 @pytest.mark.quick_cases("70b-68976648192-1,156.")
 @pytest.mark.parametrize(("name", "num_params", "gib"), [("7b", 6738415616, "50.2"), ("70b", 68976648192, "1,156.")])
-def test_train_of_a_shipped_giant_stops_at_once_with_needs_and_haves(tmp_path, name, num_params, gib):
+def test_train_of_a_model_too_large_for_memory_fails_fast(tmp_path, name, num_params, gib):
     if os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") > 100 * 2**30:
         pytest.skip("this machine might hold it")
     began = time.monotonic()
@@ -248,7 +248,7 @@ def test_train_of_a_shipped_giant_stops_at_once_with_needs_and_haves(tmp_path, n
 @pytest.mark.parametrize(
     ("name", "num_params", "policy"), [("7b", 6738415616, "bf16_sr"), ("70b", 68976648192, "mixed")]
 )
-def test_print_config_describes_a_giant_on_any_machine(train_here, name, num_params, policy):
+def test_print_config_works_for_large_models_on_any_machine(train_here, name, num_params, policy):
     code, out, _ = train_here(f"--config={name}", "--print_config")
     assert code == 0
     assert f"parameters       {num_params:,}\n" in out
@@ -267,9 +267,9 @@ def test_print_config_describes_a_giant_on_any_machine(train_here, name, num_par
         (["hlat_jax.neuron", "lint", "--config=tiny"], "jax._src.util"),
     ],
 )
-def test_ctrl_c_while_a_command_imports_is_one_line_and_code_130(words, imported):
+def test_ctrl_c_during_imports_prints_one_line_and_exits_130(words, imported):
     env = micro.environment() | {"PYTHONPROFILEIMPORTTIME": "1"}
-    assert jobs.interrupted([sys.executable, "-m", *words], after=imported, env=env) == (130, ["interrupted"])
+    assert jobs.run_and_interrupt([sys.executable, "-m", *words], after=imported, env=env) == (130, ["interrupted"])
 
 
 PRINT_HANDLER = "import signal, sys, hlat_jax; print(getattr(signal.getsignal(signal.SIGINT), '__name__', 'ignored'))"
@@ -290,7 +290,7 @@ PRINT_HANDLER = "import signal, sys, hlat_jax; print(getattr(signal.getsignal(si
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(value),
 )
-def test_ctrl_c_is_handled_in_commands_of_the_package_and_in_no_program_that_imports_it(words, handler, tmp_path):
+def test_ctrl_c_handler_is_installed_only_in_package_commands(words, handler, tmp_path):
     package = tmp_path / "hlat_jax"
     package.mkdir()
     shutil.copy(micro.REPOSITORY / "hlat_jax" / "__init__.py", package)
@@ -321,7 +321,7 @@ with weights_folder.whole_folder(pathlib.Path("out")) as partial:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_more_ctrl_c_do_not_interrupt_a_command_that_stops_its_processes():
+def test_repeated_ctrl_c_does_not_interrupt_stopping_of_subprocesses():
     code = """
 import multiprocessing, os, signal, sys
 from hlat_jax.host import process
@@ -342,7 +342,7 @@ except KeyboardInterrupt:
     assert (done.returncode, done.stderr) == (1, "said by the command\n")
 
 
-def test_ctrl_c_that_another_thread_takes_waits_until_the_main_thread_no_longer_blocks_it():
+def test_ctrl_c_received_by_another_thread_waits_for_the_main_thread():
     code = """
 import os, signal, threading, time
 from hlat_jax.host import process
@@ -364,7 +364,7 @@ with process.raising_interrupts():
     assert (done.returncode, done.stdout, done.stderr) == (0, "blocked, interrupted\n", "")
 
 
-def test_ctrl_c_that_a_training_inherits_as_ignored_stays_ignored():
+def test_inherited_ignored_ctrl_c_stays_ignored():
     code = """
 import os, signal
 from hlat_jax.host import process

@@ -152,7 +152,7 @@ def logged(case: str, num_steps: int = NUM_STEPS) -> tuple[Config, list[Batch], 
 
 @pytest.mark.quick_cases("llama3_scaled_with_z_loss")
 @pytest.mark.parametrize("case", CASES)
-def test_trajectory_equals_the_pytorch_twin_over_50_steps(case):
+def test_trajectory_matches_pytorch_over_50_steps(case):
     config, batches, params, ours = logged(case)
     theirs = twin_log(params, config, batches)
     assert ours["loss"][-5:].mean() < 0.65 * ours["loss"][0], "the model did not learn: the comparison would be weak"
@@ -189,7 +189,7 @@ def test_trajectory_clips_some_steps_and_not_others():
         ("train.z_loss_weight", 0.0101),
     ],
 )
-def test_trajectory_shows_a_wrong_constant_within_24_steps(path, value):
+def test_trajectory_detects_a_wrong_constant_within_24_steps(path, value):
     config, batches, params, ours = logged("llama3_scaled_with_z_loss")
     section, key = path.split(".")
     wrong = dataclasses.replace(getattr(config, section), **{key: value})
@@ -198,7 +198,7 @@ def test_trajectory_shows_a_wrong_constant_within_24_steps(path, value):
     assert max(deviations.values()) > 3 * TOLERANCE, deviations
 
 
-def test_trajectory_shows_a_mean_of_microbatch_means():
+def test_trajectory_detects_averaging_of_microbatch_means():
     # The usual mistake in accumulation: every microbatch weighs the same, however few tokens it counts.
     config, batches, params, ours = logged("ragged_accumulation_4", num_steps=3)
     num_microbatches = config.train.num_microbatches

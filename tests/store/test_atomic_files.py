@@ -9,14 +9,14 @@ import pytest
 from hlat_jax.store import atomic_files
 
 
-def test_write_whole_makes_and_replaces_a_file_and_leaves_nothing_beside_it(tmp_path):
+def test_write_whole_creates_and_replaces_a_file_without_leftovers(tmp_path):
     for content in (b"first", b"second, longer"):
         atomic_files.write_whole(tmp_path / "a", content)
         assert (tmp_path / "a").read_bytes() == content
     assert os.listdir(tmp_path) == ["a"]
 
 
-def test_write_whole_that_fails_leaves_the_file_of_before_and_nothing_beside_it(tmp_path, monkeypatch):
+def test_failed_write_whole_keeps_the_old_file_without_leftovers(tmp_path, monkeypatch):
     atomic_files.write_whole(tmp_path / "a", b"before")
 
     def full(_):
@@ -55,7 +55,7 @@ def test_json_that_is_malformed_or_ambiguous_is_refused_naming_the_file(content,
     assert str(caught.value).startswith(str(path))
 
 
-def test_a_key_that_appears_twice_among_many_is_found_at_once():
+def test_duplicate_key_among_many_is_found_quickly():
     keys = ",".join(f'"{number}": 0' for number in [*range(40_000), 39_999])
     start_s = time.process_time()
     with pytest.raises(ValueError, match="key '39999' appears twice"):
@@ -63,13 +63,13 @@ def test_a_key_that_appears_twice_among_many_is_found_at_once():
     assert time.process_time() - start_s < 5
 
 
-def test_json_from_a_fifo_is_refused_and_does_not_wait_for_a_writer(tmp_path):
+def test_json_from_a_fifo_is_refused_without_blocking(tmp_path):
     os.mkfifo(tmp_path / "a.json")
     with pytest.raises(ValueError, match=r"a\.json is not a regular file"):
         atomic_files.read_json(tmp_path / "a.json")
 
 
-def test_json_of_one_hundred_levels_is_read(tmp_path):
+def test_json_with_100_levels_is_read(tmp_path):
     (tmp_path / "a.json").write_text('{"a": ' * 100 + "1" + "}" * 100)
     assert atomic_files.read_json(tmp_path / "a.json")
 
@@ -84,7 +84,7 @@ def test_names_that_lead_out_of_a_folder_are_refused(name):
             atomic_files.check_name(name, "f: field", allow_folders=allow_folders)
 
 
-def test_names_of_a_folder_are_taken_and_paths_where_they_are_allowed():
+def test_plain_names_are_accepted_and_paths_only_if_allowed():
     for name in ("a", "model-00001-of-00002.safetensors", ".hidden", "..a", "a b", "é"):
         assert atomic_files.check_name(name, "f") == name
     assert atomic_files.check_name("state/d/a..b", "f", allow_folders=True) == "state/d/a..b"

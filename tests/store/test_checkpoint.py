@@ -103,7 +103,7 @@ def test_a_new_run_has_nothing_to_restore(checkpointer):
     assert checkpointer.restore(abstract(make_state())) is None
 
 
-def test_state_position_and_metadata_come_back_bit_for_bit(checkpointer):
+def test_state_position_and_metadata_round_trip_bitwise(checkpointer):
     save(checkpointer, 1, 2)
     step, state, position, metadata = checkpointer.restore(abstract(make_state()))
     assert step == 2
@@ -114,7 +114,7 @@ def test_state_position_and_metadata_come_back_bit_for_bit(checkpointer):
     assert checkpointer.latest_metadata() == (2, METADATA)
 
 
-def test_another_process_of_other_settings_finds_the_checkpoint(tmp_path, checkpointer):
+def test_another_process_with_other_settings_finds_the_checkpoint(tmp_path, checkpointer):
     save(checkpointer, 4)
     other = Checkpointer(tmp_path, config=keep(1, 2), read_only=True)
     assert other.restore(abstract(make_state()))[0] == 4
@@ -147,7 +147,7 @@ def test_eight_devices_restore_onto_four_under_another_sharding(checkpointer):
     np.testing.assert_array_equal(np.asarray(restored["w"]), values)
 
 
-def test_restore_skips_a_flipped_bit_and_uses_the_one_before(tmp_path, checkpointer, capfd):
+def test_restore_skips_a_corrupted_checkpoint(tmp_path, checkpointer, capfd):
     save(checkpointer, 1, 2)
     flip_bit(largest_file(tmp_path, 2))
     step, state, position, _ = checkpointer.restore(abstract(make_state()))
@@ -161,7 +161,7 @@ def test_restore_skips_a_flipped_bit_and_uses_the_one_before(tmp_path, checkpoin
 
 
 @pytest.mark.parametrize("how", ["flipped", "truncated", "deleted"])
-def test_damage_of_any_file_is_noticed_or_harmless(tmp_path, checkpointer, how):
+def test_damage_to_any_file_is_detected_or_harmless(tmp_path, checkpointer, how):
     save(checkpointer, 1, 2)
     whole = tmp_path / "whole"
     shutil.copytree(tmp_path / "checkpoints" / "2", whole)
@@ -199,7 +199,7 @@ def test_damage_of_any_file_is_noticed_or_harmless(tmp_path, checkpointer, how):
         (lambda files: "[" * 100_000, "is nested deeper than 100 levels"),
     ],
 )
-def test_names_and_sums_that_cannot_be_are_damage_which_says_the_field(tmp_path, checkpointer, capfd, edit, message):
+def test_invalid_file_names_and_checksums_are_damage_naming_the_field(tmp_path, checkpointer, capfd, edit, message):
     save(checkpointer, 1, 2)
     folder = tmp_path / "checkpoints" / "2"
     (tmp_path / "outside").write_text("ab")
@@ -216,7 +216,7 @@ def test_names_and_sums_that_cannot_be_are_damage_which_says_the_field(tmp_path,
     assert message in warning
 
 
-def test_a_link_within_a_checkpoint_is_no_damage(tmp_path, checkpointer):
+def test_symlink_within_a_checkpoint_is_not_damage(tmp_path, checkpointer):
     save(checkpointer, 1)
     path = largest_file(tmp_path, 1)
     path.rename(path.with_name("moved"))
@@ -241,7 +241,7 @@ def test_all_damaged_raises_naming_each_and_leaves_them_in_place(tmp_path, check
     assert steps_on_disk(tmp_path) == [1, 2]
 
 
-def test_a_run_that_went_back_saves_the_damaged_step_again_and_keeps_what_it_needs(tmp_path):
+def test_damaged_step_is_saved_again_after_falling_back(tmp_path):
     first = Checkpointer(tmp_path, config=keep(2))
     save(first, 1, 2)
     first.close()
@@ -255,7 +255,7 @@ def test_a_run_that_went_back_saves_the_damaged_step_again_and_keeps_what_it_nee
 
 
 @pytest.mark.parametrize(("shape", "dtype"), [((16, 25), np.float32), ((16, 24), jnp.bfloat16)])
-def test_a_state_of_another_shape_or_dtype_raises_and_is_not_taken_for_damage(tmp_path, checkpointer, shape, dtype):
+def test_mismatched_shape_or_dtype_raises_and_is_not_damage(tmp_path, checkpointer, shape, dtype):
     save(checkpointer, 1, 2)
     wrong = abstract(make_state())
     wrong["params"]["w"] = jax.ShapeDtypeStruct(shape, dtype, sharding=wrong["params"]["w"].sharding)
@@ -264,7 +264,7 @@ def test_a_state_of_another_shape_or_dtype_raises_and_is_not_taken_for_damage(tm
     assert steps_on_disk(tmp_path) == [1, 2]
 
 
-def test_retention_keeps_the_last_ones_and_the_permanent_ones_beside_them(tmp_path):
+def test_retention_keeps_the_last_and_the_permanent_checkpoints(tmp_path):
     checkpointer = Checkpointer(tmp_path, config=keep(2, 4))
     save(checkpointer, *range(1, 11))
     assert steps_on_disk(tmp_path) == [4, 8, 9, 10]
@@ -287,7 +287,7 @@ def test_a_state_whose_norms_are_not_finite_is_refused_and_removes_nothing(tmp_p
     assert steps_on_disk(tmp_path) == [1]
 
 
-def test_restore_goes_back_to_the_newest_state_whose_recorded_or_computed_norms_are_finite(tmp_path, capfd):
+def test_restore_uses_the_newest_state_with_finite_norms(tmp_path, capfd):
     checkpointer = Checkpointer(tmp_path, config=keep(3))
     for step in (1, 2, 3):
         norms = {"params": 1.0} if step == 1 else None
@@ -309,7 +309,7 @@ def test_restore_goes_back_to_the_newest_state_whose_recorded_or_computed_norms_
     checkpointer.close()
 
 
-def test_a_state_of_another_step_than_its_folder_is_passed_over(tmp_path, checkpointer, capfd):
+def test_restore_skips_a_state_whose_step_differs_from_its_folder(tmp_path, checkpointer, capfd):
     save(checkpointer, 1, 2)
     checkpointer.save(3, make_state(2), position=POSITION, metadata=METADATA)
     checkpointer.wait()
@@ -328,7 +328,7 @@ def test_a_state_of_another_step_than_its_folder_is_passed_over(tmp_path, checkp
         ("documents", 4 * 16 + 1, "5 or later"),
     ],
 )
-def test_tokens_must_be_those_of_the_step(tmp_path, checkpointer, packing, tokens, step_found):
+def test_token_count_must_match_the_step(tmp_path, checkpointer, packing, tokens, step_found):
     data = {"batch_size": 2, "seq_len": 8, "packing": packing}
     metadata = {"config": {"data": data}, "tokens": tokens, "num_nonfinite": 0}
     checkpointer.save(4, make_state(4), position=np.array([[4, 0], [4, 0]]), metadata=metadata)
@@ -386,9 +386,7 @@ DATA = {"batch_size": 2, "seq_len": 8, "packing": "concat"}
         (lambda run: run["arrays"].update(x="float32[2,]"), r"arrays\['x'\]=.* must be dt"),
     ],
 )
-def test_a_sealed_record_of_values_that_no_run_writes_is_damage_which_says_file_and_field(
-    tmp_path, checkpointer, capfd, change, field
-):
+def test_invalid_metadata_values_are_damage_naming_file_and_field(tmp_path, checkpointer, capfd, change, field):
     for step in (1, 2):
         metadata = {"config": {"data": DATA}, "tokens": step * 14, "num_nonfinite": 0}
         position = np.array([[step, 0], [step, 0]])
@@ -406,8 +404,8 @@ def test_a_sealed_record_of_values_that_no_run_writes_is_damage_which_says_file_
     assert capfd.readouterr().err.count("run/metadata: ") == 2
 
 
-@pytest.mark.parametrize("has_step", [True, False], ids=["step recorded", "written before the step was"])
-def test_a_link_and_a_copy_under_a_name_that_is_no_step_have_the_recorded_step(tmp_path, checkpointer, has_step):
+@pytest.mark.parametrize("has_step", [True, False], ids=["step recorded", "step not recorded"])
+def test_symlink_or_copy_with_another_name_has_the_recorded_step(tmp_path, checkpointer, has_step):
     metadata = {"config": {"data": DATA}, "tokens": 24 * 14, "num_nonfinite": 0}
     checkpointer.save(24, make_state(24), position=np.array([[24, 0]] * 2), metadata=metadata, norms={"params": 1.0})
     checkpointer.wait()
@@ -427,7 +425,7 @@ def test_a_link_and_a_copy_under_a_name_that_is_no_step_have_the_recorded_step(t
 
 
 @pytest.mark.parametrize("name", ["0000024", "2\u0664", "\u0662\u0664", "+24"])
-def test_a_folder_whose_name_no_save_writes_is_not_listed(tmp_path, checkpointer, capfd, name):
+def test_folder_with_a_non_step_name_is_not_listed(tmp_path, checkpointer, capfd, name):
     save(checkpointer, 1)
     shutil.copytree(tmp_path / "checkpoints/1", tmp_path / "checkpoints" / name)
     again = Checkpointer(tmp_path, config=keep())
@@ -437,7 +435,7 @@ def test_a_folder_whose_name_no_save_writes_is_not_listed(tmp_path, checkpointer
     assert capfd.readouterr().err == ""
 
 
-def test_what_is_no_folder_under_the_name_of_a_step_is_damage_and_put_aside(tmp_path, checkpointer, capfd):
+def test_non_folder_with_a_step_name_is_damage_and_moved_aside(tmp_path, checkpointer, capfd):
     save(checkpointer, 1, 40)
     flip_bit(largest_file(tmp_path, 40))
     folder = tmp_path / "checkpoints"
@@ -488,7 +486,7 @@ KILLED_SAVE = """
 
 
 @pytest.mark.parametrize("moment", ["written", "sealed"])
-def test_a_save_killed_before_its_commit_leaves_the_one_before_and_can_be_repeated(tmp_path, moment):
+def test_save_killed_before_commit_keeps_the_previous_one_and_can_be_repeated(tmp_path, moment):
     environment = os.environ | {"XLA_FLAGS": "", "PYTHONPATH": str(pathlib.Path(__file__).resolve().parents[2])}
     command = [sys.executable, "-c", textwrap.dedent(KILLED_SAVE), str(tmp_path), moment]
     assert subprocess.run(command, env=environment, check=False).returncode == -signal.SIGKILL
@@ -507,7 +505,7 @@ def test_a_save_killed_before_its_commit_leaves_the_one_before_and_can_be_repeat
     checkpointer.close()
 
 
-def test_opening_read_only_leaves_a_save_under_way_alone(tmp_path, checkpointer):
+def test_opening_read_only_does_not_touch_a_save_in_progress(tmp_path, checkpointer):
     save(checkpointer, 1)
     under_way = tmp_path / "checkpoints" / "2.orbax-checkpoint-tmp"
     under_way.mkdir()
@@ -521,7 +519,7 @@ def test_a_folder_that_cannot_be_written_raises_before_training(tmp_path):
         Checkpointer(tmp_path / "file" / "run", config=keep())
 
 
-def test_a_full_disk_raises_a_clear_error_and_keeps_the_checkpoint_before(small_disk):
+def test_full_disk_raises_a_clear_error_and_keeps_the_previous_checkpoint(small_disk):
     disk = small_disk("2m")
 
     def state(seed):
@@ -544,7 +542,7 @@ def test_a_full_disk_raises_a_clear_error_and_keeps_the_checkpoint_before(small_
     assert steps_on_disk(disk) == [3]
 
 
-def test_check_raises_once_a_save_in_the_background_has_failed(tmp_path, checkpointer, monkeypatch):
+def test_check_raises_after_a_failed_background_save(tmp_path, checkpointer, monkeypatch):
     save(checkpointer, 1)
 
     def no_space(*_):
@@ -575,7 +573,7 @@ def config_dict():
     return resolve(config_lib.default()).to_dict()
 
 
-def test_no_drift_between_a_config_and_its_copy_in_a_file():
+def test_config_and_its_json_copy_have_no_drift():
     assert config_drift(json.loads(json.dumps(config_dict())), config_dict()) == []
 
 
@@ -598,7 +596,7 @@ def test_drift_names_the_key_and_both_values(key):
     assert config_drift(saved, current) == [f"{key}: {before!r} in the checkpoint, -7 now"]
 
 
-def test_every_key_that_may_change_exists_and_changes_without_drift():
+def test_changeable_keys_exist_and_cause_no_drift():
     saved, current = config_dict(), config_dict()
     current["name"] = "other"
     for section in ("metrics", "checkpoint", "parallel"):
@@ -612,7 +610,7 @@ def test_every_key_that_may_change_exists_and_changes_without_drift():
     assert config_drift(saved, current) == []
 
 
-def test_drift_of_metadata_sees_hashes_and_ignores_progress():
+def test_metadata_drift_compares_hashes_and_ignores_progress():
     current = {"config": config_dict(), "tokenizer_sha256": "a", "manifest": {"files": ["x"], "hash": "b"}}
     saved = json.loads(json.dumps(current)) | {"tokens": 12}
     assert config_drift(saved, current) == []
@@ -624,7 +622,7 @@ def test_drift_of_metadata_sees_hashes_and_ignores_progress():
     assert line == "manifest.hash: 'b' in the checkpoint, 'd' now"
 
 
-def test_a_key_that_is_newer_than_a_checkpoint_had_its_default_then():
+def test_key_missing_from_an_old_checkpoint_counts_as_its_default():
     current = {"config": config_dict(), "implementations": {"attention": "blocked", "rope": "paired"}}
     current |= {"tokenizer_sha256": "a", "manifest": {}}
     saved = json.loads(json.dumps(current))

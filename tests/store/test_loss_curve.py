@@ -21,7 +21,7 @@ def write(path, rows):
     path.write_text("".join(map(json_line, rows)))
 
 
-def test_the_picture_is_drawn_and_nothing_to_draw_is_no_error(tmp_path):
+def test_plot_is_drawn_and_empty_metrics_are_not_an_error(tmp_path):
     png, path = tmp_path / "loss.png", tmp_path / "metrics.jsonl"
     path.write_text("")
     assert not plot_loss(path, png, title="t")
@@ -31,7 +31,7 @@ def test_the_picture_is_drawn_and_nothing_to_draw_is_no_error(tmp_path):
     assert png.read_bytes().startswith(b"\x89PNG")
 
 
-def test_curves_stand_at_their_tokens_without_nonfinite_points(tmp_path):
+def test_curves_are_plotted_over_tokens_without_non_finite_points(tmp_path):
     path = tmp_path / "metrics.jsonl"
     write(path, [eval_row(0), row(1, loss=4.0), row(2, loss=math.nan), row(3, loss=3.0), eval_row(3)])
     assert loss_curve._curves(path) == ([(100, 4.0), (300, 3.0)], [(0, 4.5), (300, 4.5)])
@@ -46,7 +46,7 @@ def test_smoothing_keeps_a_constant_and_follows_a_step():
     assert loss_curve.smoothed([9.0, 4.0, 3.0])[0] == 9.0
 
 
-def test_the_picture_leaves_the_backend_of_a_notebook_alone(tmp_path):
+def test_plot_does_not_change_the_matplotlib_backend(tmp_path):
     write(tmp_path / "metrics.jsonl", [row(1)])
     code = (
         "import sys; from hlat_jax.store.loss_curve import plot_loss; "
@@ -75,7 +75,7 @@ def screen(monkeypatch):
     return shown
 
 
-def test_live_curve_follows_the_rows_and_ends_with_all_of_them(tmp_path, screen):
+def test_live_curve_updates_with_new_rows_and_ends_with_all_of_them(tmp_path, screen):
     path = tmp_path / "run" / "metrics.jsonl"
     with live(tmp_path / "run", title="t", every_s=0.01):
         assert screen.curves == [([], [])]
@@ -88,14 +88,14 @@ def test_live_curve_follows_the_rows_and_ends_with_all_of_them(tmp_path, screen)
     assert not [thread for thread in threading.enumerate() if thread.name == "loss-curve"]
 
 
-def test_live_curve_is_drawn_to_the_end_after_an_error_too(tmp_path, screen):
+def test_live_curve_is_completed_after_an_error(tmp_path, screen):
     with contextlib.suppress(ZeroDivisionError), live(tmp_path, title="t", every_s=60):
         write(tmp_path / "metrics.jsonl", [row(1, loss=4.0)])
         raise ZeroDivisionError
     assert screen.curves[-1] == ([(100, 4.0)], [])
 
 
-def test_live_curve_where_there_is_no_notebook_says_what_to_install(tmp_path, monkeypatch):
+def test_live_curve_without_ipython_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "IPython.display", None)
     with pytest.raises(ValueError, match=r"pip install 'hlat_jax\[notebooks\]'"), live(tmp_path, title="t"):
         pass

@@ -39,7 +39,7 @@ def python(code):
     return subprocess.check_output([sys.executable, "-c", code], env=environment, text=True)
 
 
-def test_rows_come_back_with_every_digit_and_in_order(tmp_path):
+def test_rows_round_trip_exactly_and_in_order(tmp_path):
     losses = [0.1 + 0.2, float(np.float32(1 / 3)), math.nan, math.inf, 5e-324]
     log = MetricsLog(tmp_path, config=quiet(), num_steps=5)
     for step, loss in enumerate(losses, 1):
@@ -60,7 +60,7 @@ def test_numpy_scalars_are_written_as_numbers():
     }
 
 
-def test_a_row_is_in_the_file_at_once_and_on_the_disk_after_sync(tmp_path, monkeypatch):
+def test_rows_are_written_immediately_and_fsynced_by_sync(tmp_path, monkeypatch):
     synced = []
     monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.fstat(descriptor).st_ino))
     log = run(tmp_path, [1])
@@ -71,7 +71,7 @@ def test_a_row_is_in_the_file_at_once_and_on_the_disk_after_sync(tmp_path, monke
     log.close()
 
 
-def test_resume_leaves_each_step_once_and_keeps_what_it_moved(tmp_path):
+def test_resume_has_each_step_once_and_keeps_discarded_rows(tmp_path):
     log = run(tmp_path, range(1, 6))
     log.eval_row(eval_row(3))
     log.close()
@@ -82,7 +82,7 @@ def test_resume_leaves_each_step_once_and_keeps_what_it_moved(tmp_path):
     assert [r["step"] for r in read(tmp_path / "metrics.discarded.jsonl")] == [4, 5]
 
 
-def test_a_run_that_begins_again_moves_all_rows_aside_step_0_too(tmp_path):
+def test_restarted_run_moves_all_rows_aside_including_step_0(tmp_path):
     log = MetricsLog(tmp_path, config=quiet(), num_steps=9)
     log.eval_row(eval_row(0))
     log.train_row(row(1))
@@ -93,7 +93,7 @@ def test_a_run_that_begins_again_moves_all_rows_aside_step_0_too(tmp_path):
 
 
 @pytest.mark.parametrize("torn", ['{"step": 2, "loss": 4.', '{"step": 2}', "", "\0\0\0"])
-def test_a_torn_last_line_is_moved_aside_even_when_it_parses(tmp_path, torn):
+def test_truncated_last_line_is_moved_aside_even_if_it_parses(tmp_path, torn):
     path = tmp_path / "metrics.jsonl"
     path.write_text(json_line(row(1)) + torn)
     assert rewind(path, 5)["step"] == 1
@@ -102,7 +102,7 @@ def test_a_torn_last_line_is_moved_aside_even_when_it_parses(tmp_path, torn):
     assert (aside.read_text() if aside.exists() else "") == (torn + "\n" if torn else "")
 
 
-def test_rewind_twice_is_rewind_once(tmp_path):
+def test_rewind_is_idempotent(tmp_path):
     path = tmp_path / "metrics.jsonl"
     run(tmp_path, range(1, 6)).close()
     rewind(path, 2)
@@ -113,17 +113,17 @@ def test_rewind_twice_is_rewind_once(tmp_path):
 
 
 @pytest.mark.parametrize("call", [0, 1])
-def test_rewind_killed_between_its_steps_loses_and_doubles_nothing(tmp_path, monkeypatch, call):
+def test_interrupted_rewind_loses_and_duplicates_nothing(tmp_path, monkeypatch, call):
     run(tmp_path, range(1, 6)).close()
     replace, calls = os.replace, []
 
-    def dies(old, new):
+    def interrupted_replace(old, new):
         if len(calls) == call:
             raise KeyboardInterrupt
         calls.append(new)
         replace(old, new)
 
-    monkeypatch.setattr(os, "replace", dies)
+    monkeypatch.setattr(os, "replace", interrupted_replace)
     with pytest.raises(KeyboardInterrupt):
         rewind(tmp_path / "metrics.jsonl", 2)
     assert [r["step"] for r in read(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4, 5]
@@ -133,7 +133,7 @@ def test_rewind_killed_between_its_steps_loses_and_doubles_nothing(tmp_path, mon
     assert [r["step"] for r in read(tmp_path / "metrics.discarded.jsonl")] == [3, 4, 5]
 
 
-def test_speeds_follow_from_tokens_and_time_also_in_the_first_step_after_a_resume(tmp_path):
+def test_throughput_is_tokens_over_time_also_right_after_a_resume(tmp_path):
     known = {"num_steps": 9, "flops_per_token": (10.0, 15.0), "peak_flops": 1e4}
     log = MetricsLog(tmp_path, config=quiet(), **known)
     log.train_row(row(1))
@@ -147,7 +147,7 @@ def test_speeds_follow_from_tokens_and_time_also_in_the_first_step_after_a_resum
         assert (r["tokens_per_s"], r["mfu_6n"], r["mfu"]) == (200.0, 0.2, 0.3)
 
 
-def test_a_line_is_as_wide_as_its_header_and_shows_the_interval():
+def test_train_line_matches_the_header_width_and_shows_the_interval():
     interval = Interval()
     interval.add(row(9, tokens_per_s=100.0, mfu_6n=0.1, mfu=0.2, step_s=1.0, data_wait_s=0.0))
     last = row(10, loss=3.14159, tokens_per_s=400.0, mfu_6n=0.4, mfu=0.8, step_s=2.0, data_wait_s=0.3)
@@ -174,7 +174,7 @@ def test_a_line_keeps_its_width_with_extreme_and_nonfinite_values_and_has_no_col
     assert line.split()[5:] == expected
 
 
-def test_durations_read_as_clock_time():
+def test_durations_are_formatted_as_clock_time():
     assert [duration(s) for s in (0, 59.6, 3661, 90061, -1)] == [
         "0:00:00",
         "0:01:00",
@@ -184,7 +184,7 @@ def test_durations_read_as_clock_time():
     ]
 
 
-def test_the_validation_line_has_every_number():
+def test_validation_line_has_every_metric():
     expected = "      20  validation: loss 4.5000, perplexity 90.017, 1.7500 bits per byte (4,096 tokens)"
     assert eval_line(eval_row(20)) == expected
 
@@ -327,7 +327,7 @@ def test_wandb_that_is_asked_for_and_missing_says_how_to_install_it(tmp_path, mo
         MetricsLog(tmp_path, config=quiet(wandb_project="p"), num_steps=1)
 
 
-def test_wandb_goes_on_in_the_same_run_after_a_resume(tmp_path, monkeypatch):
+def test_wandb_continues_the_same_run_after_a_resume(tmp_path, monkeypatch):
     calls = []
     fake = types.SimpleNamespace(
         define_metric=lambda *_, **__: None, log=lambda values: calls.append(values), finish=lambda: None
@@ -345,7 +345,7 @@ def test_wandb_goes_on_in_the_same_run_after_a_resume(tmp_path, monkeypatch):
     assert (logged["step"], logged["train/tokens"]) == (1, 100)
 
 
-def test_metrics_imports_neither_jax_nor_what_a_run_may_do_without():
+def test_metrics_imports_neither_jax_nor_optional_packages():
     names = ("jax", "matplotlib", "tensorboardX", "wandb")
     code = f"import sys, hlat_jax.store.metrics; print([name for name in {names} if name in sys.modules])"
     assert python(code) == "[]\n"

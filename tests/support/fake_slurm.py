@@ -62,7 +62,7 @@ def _srun(folder: pathlib.Path, words: list[str]) -> int:
     failed_at = None
     while any(task.poll() is None for task in tasks):
         time.sleep(0.05)
-        _lose(folder, tasks)
+        _kill_requested_task(folder, tasks)
         if "--kill-on-bad-exit=1" in flags and any(task.poll() for task in tasks):
             failed_at = failed_at or time.monotonic()
             for task in tasks if time.monotonic() - failed_at > 2 else ():
@@ -70,7 +70,7 @@ def _srun(folder: pathlib.Path, words: list[str]) -> int:
     return max(128 - task.returncode if task.returncode < 0 else task.returncode for task in tasks)
 
 
-def _lose(folder: pathlib.Path, tasks: list[subprocess.Popen]) -> None:
+def _kill_requested_task(folder: pathlib.Path, tasks: list[subprocess.Popen]) -> None:
     order = folder / "lose"
     if order.exists():
         rank, step, workdir = order.read_text().split()

@@ -33,7 +33,7 @@ def loss_of(found, batch):
     return SumAndCount(jnp.sum(batch["weight"] * jnp.square(found - batch["y"])), jnp.sum(batch["weight"]))
 
 
-def foreign(kind):
+def user_model(kind):
     """Returns (loss function, parameters) of a model in plain JAX, with tuples and a scalar, or of one in Flax."""
     if kind == "plain":
         return plain_loss, jax.tree.map(jnp.asarray, plain_params())

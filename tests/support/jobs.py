@@ -70,7 +70,7 @@ class Job:
 
 
 @contextlib.contextmanager
-def started(commands: list[list[str]], envs: list[dict[str, str]], folder: pathlib.Path):
+def run_job(commands: list[list[str]], envs: list[dict[str, str]], folder: pathlib.Path):
     """Yields the Job of commands started at once; none of them outlives the block."""
     folder.mkdir(parents=True, exist_ok=True)
     logs = [folder / f"process{index}" for index in range(len(commands))]
@@ -86,7 +86,7 @@ def started(commands: list[list[str]], envs: list[dict[str, str]], folder: pathl
             process.wait()
 
 
-def interrupted(words: list[str], *, after: str, env: dict[str, str]) -> tuple[int, list[str]]:
+def run_and_interrupt(words: list[str], *, after: str, env: dict[str, str]) -> tuple[int, list[str]]:
     """Sends Ctrl-C to a command and its children once stderr has a line that ends in `after`; returns (code, stderr).
 
     Lines of stderr are left out up to that one, and those by which Python tells what it imports. The pipe is small: a

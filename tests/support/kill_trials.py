@@ -67,7 +67,7 @@ def _saving(workdir, log):
 
 
 def _validating(workdir, log):
-    return _compiled(workdir, log) and hit(workdir) == "validation"
+    return _compiled(workdir, log) and interrupted_phase(workdir) == "validation"
 
 
 # name -> (event to wait for, longest further delay in seconds)
@@ -81,7 +81,7 @@ PLANS = {
 }
 
 
-def hit(workdir: pathlib.Path) -> str:
+def interrupted_phase(workdir: pathlib.Path) -> str:
     """Returns what a killed run was doing, by what it left: validation is between a due row and its evaluation."""
     if not (workdir / "checkpoints").is_dir():
         return "start"
@@ -109,10 +109,10 @@ def kill_once(words: list[str], env: dict[str, str], workdir: pathlib.Path, *, p
     if not killed and process.returncode != 0:
         raise AssertionError(f"the run failed by itself:\n{log.read_text()}")
     num_rows = _rows_text(workdir).count("\n")
-    return Kill(plan, delay_s, hit(workdir) if killed else "", num_rows, origin(log.read_text()))
+    return Kill(plan, delay_s, interrupted_phase(workdir) if killed else "", num_rows, resumed_step(log.read_text()))
 
 
-def origin(output: str) -> int:
+def resumed_step(output: str) -> int:
     """Returns the step that a run prints it resumes from, or is complete at; 0 when it begins anew."""
     said = re.search(r"resuming from step (\d+)|complete: .* is at step (\d+)", output)
     return int(said[1] or said[2]) if said else 0
@@ -159,7 +159,7 @@ def main() -> int:
         first = micro.run(micro.command(config, reference), micro.environment())
         if first.returncode:
             raise SystemExit(f"the uninterrupted run failed:\n{first.stdout}{first.stderr}")
-        print(f"{'trial':>5}  {'planned':28}{'delay':>8}  {'hit':28}{'rows then':>9}  {'went on from':>12}  result")
+        print(f"{'trial':>5}  {'planned':28}{'delay':>8}  {'hit':28}{'rows then':>9}  {'resumed from':>12}  result")
         for trial in range(args.first, args.first + args.trials):
             rng = random.Random(f"{args.seed}/{trial}")
             workdir = folder / f"trial{trial}"
@@ -174,8 +174,8 @@ def main() -> int:
             last = micro.run(words, env)
             found = differences(config, workdir, reference) if last.returncode == 0 else [last.stderr]
             num_bad += bool(found)
-            went_on_from = [kill.resumed_from for kill in kills[1:]] + [origin(last.stdout)]
-            for number, (kill, step) in enumerate(zip(kills, went_on_from, strict=True)):
+            resume_steps = [kill.resumed_from for kill in kills[1:]] + [resumed_step(last.stdout)]
+            for number, (kill, step) in enumerate(zip(kills, resume_steps, strict=True)):
                 verdict = "killed again" if number < len(kills) - 1 else "; ".join(found) or "bitwise equal"
                 print(
                     f"{trial:5}  {kill.plan:28}{kill.delay_s:7.3f}s  {kill.hit or '(had ended)':28}{kill.rows:9}  "

@@ -7,7 +7,7 @@ def lowered_for_neuron(config, layout):
     return make_program(config, layout).trace_step().lower(lowering_platforms=("neuron",)).as_text()
 
 
-def forbidden_in(text):
+def assert_no_forbidden_operations(text):
     for word in (
         "stablehlo.case",
         "stablehlo.if",

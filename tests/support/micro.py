@@ -132,7 +132,7 @@ def reseal(folder: pathlib.Path, change: Callable[[dict], None]) -> None:
     seal(folder, json.loads((folder / INTEGRITY_FILE).read_text())["files"])
 
 
-def as_before(run: dict) -> None:
+def drop_step_and_norms(run: dict) -> None:
     """Leaves of what a checkpoint holds beside its state what versions wrote that recorded neither step nor norms."""
     for key in ("step", "norms"):
         run.pop(key, None)

@@ -19,7 +19,7 @@ def _own_part(x, axes, dim, total):
     return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(axes) * size, size, dim)
 
 
-def _alone(name, x, axes, **options):
+def _without_communication(name, x, axes, **options):
     """Returns what a device has when the others say nothing, in the shape of the collective's result."""
     total = jax.lax.axis_size(axes)
     if name == "psum_scatter":
@@ -29,7 +29,7 @@ def _alone(name, x, axes, **options):
     return x
 
 
-def _place(name, x, axes):
+def _call_site(name, x, axes):
     """Returns what tells one collective of the source from another: its kind, axes, shape and callers."""
     frames, frame = [], sys._getframe(2)
     while frame is not None:
@@ -41,7 +41,7 @@ def _place(name, x, axes):
 
 
 @contextlib.contextmanager
-def collectives_seen(*, without: str = "") -> Iterator[dict[str, None]]:
+def recorded_collectives(*, without: str = "") -> Iterator[dict[str, None]]:
     """Gives the places of the collectives that are traced meanwhile, in order; the one called `without` is left out."""
     seen: dict[str, None] = {}
 
@@ -49,10 +49,10 @@ def collectives_seen(*, without: str = "") -> Iterator[dict[str, None]]:
         original = getattr(jax.lax, name)
 
         def collective(x, axes, *rest, **options):
-            place = _place(name, x, axes)
+            place = _call_site(name, x, axes)
             seen[place] = None
             if place == without:
-                return _alone(name, x, axes, **options)
+                return _without_communication(name, x, axes, **options)
             return original(x, axes, *rest, **options)
 
         return mock.patch.object(jax.lax, name, collective)

@@ -62,7 +62,7 @@ def train_job(folder):
             own = {} if launcher == "flags" else jobs.node_variables(launcher, num_processes, index, folder=logs)
             envs.append(env | own)
         commands[-1] = [*before_last, *commands[-1]]
-        return jobs.started(commands, envs, logs)
+        return jobs.run_job(commands, envs, logs)
 
     return start
 
@@ -128,7 +128,7 @@ def test_only_process_0_prints(stopped):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_processes", [1, 4])
-def test_a_checkpoint_of_two_processes_goes_on_in_another_number_and_mesh(
+def test_checkpoint_of_two_processes_resumes_on_another_number_and_mesh(
     alone, stopped, train_job, tmp_path, num_processes
 ):
     workdir = tmp_path / "run"
@@ -167,7 +167,7 @@ def add_damaged_checkpoint(folder, step):
 
 
 @pytest.mark.slow
-def test_a_save_that_fails_in_one_process_ends_both_at_once(train_job, tmp_path):
+def test_failed_save_in_one_process_ends_both(train_job, tmp_path):
     small_files = ["bash", "-c", 'ulimit -f 64; exec "$0" "$@"']  # its part of a checkpoint has 900 kB
     with train_job(tmp_path / "run", 2, *SPLIT, "checkpoint.every_steps=2", before_last=small_files) as job:
         # Orbax alone waits for the part that is missing for 20 minutes
@@ -194,7 +194,7 @@ def test_a_killed_process_ends_the_other_within_the_timeout(train_job, tmp_path)
 
 
 @pytest.mark.slow
-def test_a_bad_record_of_one_process_ends_both_and_keeps_the_steps_before_it(train_job, tmp_path):
+def test_bad_record_in_one_process_ends_both_and_keeps_earlier_steps(train_job, tmp_path):
     text, workdir = tmp_path / "text.jsonl", tmp_path / "run"
     lines = [json.dumps({"text": f"{index} " + "word and word " * 40}) for index in range(40)]
     lines[29] = json.dumps({"text": None})
@@ -236,7 +236,7 @@ def small_job(tmp_path):
             [sys.executable, "-c", PROGRAM, address, count, str(index), words, str(tmp_path)]
             for index, words in enumerate(last_words)
         ]
-        return jobs.started(commands, [micro.environment()] * len(last_words), tmp_path / "log")
+        return jobs.run_job(commands, [micro.environment()] * len(last_words), tmp_path / "log")
 
     return start
 
@@ -246,7 +246,7 @@ SLEEP = "time.sleep(60)"
 
 
 @pytest.mark.slow
-def test_processes_that_all_reach_the_end_go_on(small_job):
+def test_processes_may_finish_at_different_times(small_job):
     with small_job("pass", "time.sleep(1)") as job:
         assert job.wait(60) == [0, 0]
     assert all(job.err(index).splitlines()[-1] == "the end" for index in range(2))
@@ -261,7 +261,7 @@ def test_processes_that_all_reach_the_end_go_on(small_job):
         ("KeyError('a bug')", 1, "KeyError: 'a bug'"),
     ],
 )
-def test_an_error_of_one_process_ends_all_with_its_code_and_words(small_job, error, code, line):
+def test_error_in_one_process_ends_all_with_its_code_and_message(small_job, error, code, line):
     with small_job("pass" if code == 2 else SLEEP, f"time.sleep(1); raise {error}") as job:  # at its end, or busy
         assert job.wait(20) == [code] * 2
     assert job.error_lines(0)[0].startswith("error: process 1 of 2 on ")
@@ -299,7 +299,7 @@ with step_sync.only_job(pathlib.Path(sys.argv[5]) / "run"):
 """
 
 
-def test_a_process_that_would_train_something_else_or_elsewhere_is_refused(small_job, tmp_path):
+def test_process_with_other_settings_or_run_folder_is_refused(small_job, tmp_path):
     with small_job(DIFFERENT, DIFFERENT) as job:
         assert job.wait(60) == [0, 0], job.err(0) + job.err(1)
     for line in (
@@ -325,7 +325,7 @@ def test_an_error_of_process_0_reaches_the_others_before_it_leaves(small_job):
 
 
 @pytest.mark.slow
-def test_an_error_that_all_meet_is_told_by_each_in_its_own_words(small_job):
+def test_error_in_all_processes_is_printed_by_each(small_job):
     with small_job(*["raise ValueError(f'of {process_id}')"] * 2) as job:
         assert job.wait(20) == [2, 2]
     assert [job.error_lines(index) for index in range(2)] == [["error: of 0"], ["error: of 1"]]
@@ -333,7 +333,7 @@ def test_an_error_that_all_meet_is_told_by_each_in_its_own_words(small_job):
 
 @pytest.mark.quick_cases("9")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_silent_process_ends_the_others_within_the_timeout(small_job, number):
+def test_unresponsive_process_ends_the_others_within_the_timeout(small_job, number):
     with small_job(WAIT, SLEEP, SLEEP) as job:
         while any("met" not in job.err(index) for index in range(3)):
             time.sleep(0.05)
@@ -358,7 +358,7 @@ def test_the_death_of_process_0_ends_the_others(small_job):
 
 
 @pytest.mark.slow
-def test_processes_that_wait_in_vain_say_for_whom(small_job):
+def test_join_timeout_error_names_the_coordinator(small_job):
     with small_job(SLEEP, num_processes=2) as job:
         assert job.wait(20) == [1]
     [line] = job.error_lines(0)
@@ -370,7 +370,7 @@ def test_processes_that_wait_in_vain_say_for_whom(small_job):
 RESOLVE = {"join_timeout_s": 300, "peer_timeout_s": 60}
 
 
-def test_a_job_is_all_three_flags_or_none():
+def test_job_flags_are_all_given_or_none():
     assert distributed.resolve_job("", None, None, **RESOLVE) is None
     assert distributed.resolve_job("a:1", 1, 0, **RESOLVE) is None
     assert distributed.resolve_job("a:1", 2, 1, **RESOLVE) == distributed.Job("a:1", 2, 1, 300, 60)
@@ -389,11 +389,11 @@ def test_a_job_is_all_three_flags_or_none():
         (("a:1", 2, -1), r"--process_id=-1 must lie in 0 .. 1"),
     ],
 )
-def test_flags_of_a_job_that_fit_nothing_are_refused(given, message):
+def test_invalid_job_flags_are_refused(given, message):
     with pytest.raises(ValueError, match=message):
         distributed.resolve_job(*given, **RESOLVE)
 
 
-def test_timeouts_that_leave_no_time_are_refused():
+def test_too_short_timeouts_are_refused():
     with pytest.raises(ValueError, match="--peer_timeout_s=1 must be at least 2"):
         distributed.resolve_job("a:1", 2, 0, join_timeout_s=9, peer_timeout_s=1)

@@ -16,7 +16,7 @@ def test_config_reference_is_what_the_dataclasses_say():
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
-def test_page_links_to_what_is_there(page):
+def test_page_links_resolve(page):
     text = page.read_text()
     for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", text):
         file = page.parent / target if target else page

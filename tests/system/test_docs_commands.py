@@ -113,7 +113,7 @@ def folder(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", cases())
-def test_command_of_a_page_runs(command, folder):
+def test_commands_of_a_page_run(command, folder):
     path = f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}"
     env = micro.environment(folder / "cache") | {"PATH": path}
     if "--instance=" in command:
@@ -127,7 +127,7 @@ def test_command_of_a_page_runs(command, folder):
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
 @pytest.mark.xdist_group("commands")
-def test_examples_of_a_page_run_as_they_stand(page, folder, monkeypatch, capsys):
+def test_python_examples_of_a_page_run(page, folder, monkeypatch, capsys):
     monkeypatch.chdir(folder)
     for code in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):
         exec(compile(code, page.name, "exec"), {})
@@ -139,7 +139,7 @@ def test_examples_of_a_page_run_as_they_stand(page, folder, monkeypatch, capsys)
         assert any("all-gather over fsdp" in line for line in report)
 
 
-def test_commands_that_wait_for_a_machine_are_understood_by_bash_and_are_of_one_page():
+def test_unexecuted_commands_are_valid_bash_on_one_page():
     waiting = {page.name: [lines for lines, run in blocks(page) if not run] for page in PAGES}
     assert [name for name, found in waiting.items() if found] == ["trainium.md"]
     for lines in waiting["trainium.md"]:

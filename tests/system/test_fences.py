@@ -44,7 +44,7 @@ def imported(path):
 
 
 @pytest.mark.parametrize("prefix", FENCES)
-def test_one_module_imports_what_a_library_does_not_document(prefix):
+def test_private_apis_are_imported_by_one_module(prefix):
     found = {
         ".".join(("hlat_jax", *path.relative_to(PACKAGE).with_suffix("").parts))
         for path in PACKAGE.rglob("*.py")

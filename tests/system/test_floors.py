@@ -114,7 +114,7 @@ def test_modules_import_lower_floors_or_their_own_room(module):
         assert FLOOR_OF[room(imported)] < floor, f"{module} imports {imported}"
 
 
-def test_no_module_imports_itself_in_a_circle():
+def test_no_circular_imports():
     done: set[str] = set()
 
     def visit(module: str, path: tuple[str, ...]) -> None:
@@ -129,13 +129,13 @@ def test_no_module_imports_itself_in_a_circle():
         visit(module, ())
 
 
-def test_optional_imports_leaves_inside_functions_only():
+def test_optional_module_imports_leaves_only_inside_functions():
     tree = ast.parse(MODULES[OPTIONAL].read_text())
     at_top = [ast.unparse(node) for node in tree.body if isinstance(node, ast.ImportFrom | ast.Import)]
     assert not [line for line in at_top for leaf in LEAVES if f"hlat_jax.{leaf}" in line]
 
 
-def test_the_loop_reaches_no_leaf_and_nothing_that_builds_data():
+def test_loop_imports_no_leaf_and_no_data_build():
     found = reached_from("loop")
     assert not [module for module in found if room(module) in LEAVES or module.startswith("data.build")]
 
@@ -148,7 +148,7 @@ def functions() -> list[tuple[str, ast.FunctionDef]]:
     return [(m, node) for m, path in MODULES.items() for node in nodes_of(path) if isinstance(node, ast.FunctionDef)]
 
 
-def test_options_of_public_functions_are_keyword_only_and_subjects_are_few():
+def test_public_functions_have_few_positional_parameters():
     for module, node in functions():
         if node.name.startswith("_") or node.name in OF_OTHERS:
             continue
@@ -190,7 +190,7 @@ def loaded_after(statement: str) -> set[str]:
         "neuron.doctor_command",
     ],
 )
-def test_what_runs_before_the_environment_is_set_does_not_import_jax(module):
+def test_modules_used_before_environment_setup_do_not_import_jax(module):
     assert "jax" not in loaded_after(f"import hlat_jax.{module}")
 
 
@@ -232,7 +232,7 @@ for area, *words in (line.split() for line in sys.stdin):
         assert answer.startswith(message)
 
 
-def test_no_module_imports_torch_or_its_relatives():
+def test_no_module_imports_torch_or_similar():
     modules = [
         ".".join(("hlat_jax", *p.relative_to(PACKAGE).with_suffix("").parts)) for p in FILES if p.stem != "__init__"
     ]
@@ -240,7 +240,7 @@ def test_no_module_imports_torch_or_its_relatives():
     assert not loaded & {"lm_eval", "torch", "transformers", "tensorflow", "wandb", "datasets"}
 
 
-def test_importing_the_model_brings_no_trainer_config_system_or_data_library():
+def test_importing_the_model_imports_no_trainer_config_or_data_library():
     loaded = loaded_after("import hlat_jax.model")
     assert not loaded & {"ml_collections", "grain", "sentencepiece", "tensorboardX", "matplotlib"}
 
@@ -256,7 +256,7 @@ def test_importing_the_model_reaches_at_most_3000_lines_of_the_package():
     assert sum(lines.values()) <= 3000, lines
 
 
-def test_no_config_is_read_with_a_default_that_could_hide_a_missing_key():
+def test_configs_are_never_read_with_get_defaults():
     for path in FILES:
         for node in nodes_of(path):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "get":
@@ -273,7 +273,7 @@ def test_no_config_is_read_with_a_default_that_could_hide_a_missing_key():
         (["hlat_jax.eval"], "python -m hlat_jax.evaluate lm_eval"),
     ],
 )
-def test_a_command_at_its_old_address_names_its_successor(words, successor):
+def test_moved_command_names_its_successor(words, successor):
     done = subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True, cwd=ROOT, check=False)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == f"error: python -m {words[0]} is now {successor}\n"

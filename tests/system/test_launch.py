@@ -69,23 +69,23 @@ def of_job(coordinator, num_processes, process_id):
     return [f"--coordinator={coordinator}", f"--num_processes={num_processes}", f"--process_id={process_id}"]
 
 
-def test_node_alone_trains_without_a_job(dry_run):
+def test_single_node_trains_without_a_job(dry_run):
     assert dry_run() == ({}, TRAIN, "")
     assert dry_run("--num_nodes=1", "--node=0") == ({}, TRAIN, "")
 
 
-def test_node_takes_its_place_from_flags(dry_run):
+def test_node_reads_its_rank_from_flags(dry_run):
     exports, command, _ = dry_run("--num_nodes=4", "--node=3", "--coordinator=first", "--port=5000")
     assert (exports, command) == ({}, TRAIN + of_job("first:5000", 4, 3))
 
 
-def test_node_takes_its_place_from_slurm(dry_run, tmp_path):
+def test_node_reads_its_rank_from_slurm(dry_run, tmp_path):
     variables = jobs.node_variables("slurm", 4, 2, folder=tmp_path / "bin")
     assert dry_run(**variables)[1] == TRAIN + of_job("127.0.0.1:41001", 4, 2)
     assert dry_run("--coordinator=other", **variables)[1] == TRAIN + of_job("other:41001", 4, 2)
 
 
-def test_node_takes_its_place_from_open_mpi_also_inside_slurm(dry_run, tmp_path):
+def test_node_reads_its_rank_from_open_mpi_also_inside_slurm(dry_run, tmp_path):
     variables = jobs.node_variables("mpi", 4, 2, folder=tmp_path / "bin")
     assert dry_run("--coordinator=first", **variables)[1] == TRAIN + of_job("first:41001", 4, 2)
     inside = jobs.node_variables("slurm", 4, 0, folder=tmp_path / "bin") | variables
@@ -93,7 +93,7 @@ def test_node_takes_its_place_from_open_mpi_also_inside_slurm(dry_run, tmp_path)
     assert dry_run("--coordinator=a", "--num_nodes=2", "--node=1", **inside)[1] == TRAIN + of_job("a:41001", 2, 1)
 
 
-def test_node_with_neuron_devices_exports_what_is_computed_for_its_place(dry_run):
+def test_node_with_neuron_devices_exports_its_computed_environment(dry_run):
     exports, command, _ = dry_run("--num_nodes=3", "--node=1", "--coordinator=first", neuron_devices=16)
     assert exports == computed(nodes=3, rank=1, coordinator="first")
     assert command == [*TRAIN, "--instance=trn1.32xlarge", *of_job("first:41001", 3, 1)]
@@ -114,23 +114,23 @@ def test_node_counts_the_cores_of_its_instance(dry_run, instance, num_devices, v
     assert exports["NEURON_PJRT_PROCESSES_NUM_DEVICES"] == f"{cores},{cores}"
 
 
-def test_node_alone_with_neuron_devices_needs_no_network(dry_run):
+def test_single_node_with_neuron_devices_needs_no_network(dry_run):
     exports, command, _ = dry_run(neuron_devices=1, instance="trn1.2xlarge")
     assert exports == computed("trn1.2xlarge")
     assert command == [*TRAIN, "--instance=trn1.2xlarge"]
 
 
-def test_node_takes_a_part_of_its_cores(dry_run):
+def test_node_can_use_a_subset_of_its_cores(dry_run):
     exports, command, _ = dry_run("--cores=8", neuron_devices=16)
     assert exports == computed(cores=8)
     assert command == [*TRAIN, "--instance=trn1.32xlarge", "--cores=8"]
 
 
-def test_node_with_neuron_devices_and_jax_on_the_cpu_exports_nothing(dry_run):
+def test_node_with_neuron_devices_exports_nothing_for_jax_on_cpu(dry_run):
     assert dry_run(neuron_devices=16, JAX_PLATFORMS="cpu")[:2] == ({}, TRAIN)
 
 
-def test_node_keeps_variables_of_the_caller_with_a_line_and_refuses_another_place(dry_run):
+def test_node_keeps_caller_variables_and_refuses_a_contradicting_rank(dry_run):
     place = ("--num_nodes=2", "--node=1", "--coordinator=first")
     exports, _, said = dry_run(*place, neuron_devices=16, FI_LOG_LEVEL="info")
     assert exports["FI_LOG_LEVEL"] == "info"
@@ -139,7 +139,7 @@ def test_node_keeps_variables_of_the_caller_with_a_line_and_refuses_another_plac
     assert error.startswith("error: NEURON_PJRT_PROCESS_INDEX=7 contradicts --rank or --process_id, which gives 1")
 
 
-def test_node_reads_precision_and_layout_from_the_config_alone(dry_run):
+def test_node_reads_precision_and_layout_only_from_the_config(dry_run):
     words = ("--config.parallel.zero1=true", "--workdir=/w", "--config", "7b")
     done = subprocess.run(
         [str(jobs.NODE), "--dry-run", "--instance=trn1.2xlarge", *words],
@@ -187,7 +187,7 @@ def test_dry_run_anywhere_prints_every_node(num_nodes, instance):
         ([], {"SLURM_JOB_NODELIST": "?"}, "scontrol cannot read SLURM_JOB_NODELIST=?"),
     ],
 )
-def test_node_refuses_what_names_no_place(dry_run, tmp_path, flags, variables, message):
+def test_node_refuses_invalid_rank_settings(dry_run, tmp_path, flags, variables, message):
     if any(name.startswith("SLURM") for name in variables):
         variables = jobs.node_variables("slurm", 2, 1, folder=tmp_path / "bin") | variables
     _, _, error = dry_run(*flags, **variables)
@@ -209,7 +209,7 @@ def test_node_refuses_what_names_no_place(dry_run, tmp_path, flags, variables, m
         ("flags", "--cores"),
     ],
 )
-def test_node_refuses_what_is_no_number_by_name_and_evaluates_nothing(dry_run, tmp_path, launcher, name, value):
+def test_node_refuses_non_numbers_by_name_without_evaluating_them(dry_run, tmp_path, launcher, name, value):
     variables = {} if launcher == "flags" else jobs.node_variables(launcher, 2, 1, folder=tmp_path / "bin")
     flags = {"--num_nodes": "2", "--node": "1", "--coordinator": "a"} if launcher == "flags" else {}
     (flags if launcher == "flags" else variables)[name] = value
@@ -224,7 +224,7 @@ def test_node_refuses_slurm_without_scontrol(dry_run):
     assert "scontrol, which reads it, is not installed" in dry_run(SLURM_JOB_NODELIST="node[0-1]")[2]
 
 
-def test_node_refuses_what_neuron_cannot_do(dry_run):
+def test_node_refuses_invalid_neuron_settings(dry_run):
     place = ("--num_nodes=2", "--node=0", "--coordinator=first")
     _, _, error = dry_run(*place, neuron_devices=4, instance="inf2.24xlarge")
     assert "--instance=inf2.24xlarge: no such instance type" in error

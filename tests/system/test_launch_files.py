@@ -119,7 +119,7 @@ def test_manifests_follow_their_schemas(path):
     kubernetes_validate.validate(job, "1.32", strict=True)
 
 
-def test_schema_of_the_job_refuses_a_key_that_is_none():
+def test_job_schema_refuses_an_unknown_key():
     _, spec, _, _ = loaded(MANIFESTS[0])
     job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "x"}, "spec": spec | {"completion": 4}}
     with pytest.raises(kubernetes_validate.ValidationError, match="completion"):
@@ -127,7 +127,7 @@ def test_schema_of_the_job_refuses_a_key_that_is_none():
 
 
 @pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
-def test_manifests_agree_with_themselves_and_with_the_instance(path):
+def test_manifests_are_consistent_with_the_instance(path):
     job_set, spec, pods, container = loaded(path)
     name = job_set["metadata"]["name"]
     flags = dict(word.removeprefix("--").split("=", 1) for word in container["command"][1:])
@@ -144,7 +144,7 @@ def test_manifests_agree_with_themselves_and_with_the_instance(path):
     assert set(re.findall(r"\$\((\w+)\)", " ".join(container["command"]))) <= {one["name"] for one in container["env"]}
 
 
-def test_manifest_of_the_run_starts_what_the_package_understands():
+def test_run_manifest_starts_valid_commands():
     _, spec, _, container = loaded(LAUNCH / "eks" / "train.yaml")
     config = resolve(config_lib.load("7b"))
     for node in range(spec["completions"]):
@@ -159,7 +159,7 @@ def test_manifest_of_the_run_starts_what_the_package_understands():
         assert f"--process_id={node}" in words
 
 
-def test_manifest_of_the_programs_is_that_of_the_run_but_for_its_end():
+def test_precompile_manifest_matches_the_run_except_for_its_length():
     run, programs = (loaded(LAUNCH / "eks" / name)[3]["command"] for name in ("train.yaml", "precompile.yaml"))
     short = ("--config.train.num_steps", "--config.train.eval_every_steps", "--config.checkpoint")
     own = ("--cache", "--fill_cache", "--workdir", "--coordinator", *short)
@@ -170,14 +170,14 @@ def test_manifest_of_the_programs_is_that_of_the_run_but_for_its_end():
     assert all(word in sbatch for word in programs if word.startswith(short))
 
 
-def test_run_of_the_manifest_fits_its_nodes():
+def test_run_manifest_fits_its_nodes():
     words = loaded(LAUNCH / "eks" / "train.yaml")[3]["command"]
     overrides = [word for word in words if word.startswith("--config")]
     config = resolve(flags_lib.parse(overrides)[0])
     assert make_plan(config, Site("trn1.32xlarge", 4))["fits"]
 
 
-def test_cluster_has_the_network_of_its_instances():
+def test_cluster_enables_the_network_of_its_instances():
     cluster = yaml.safe_load((LAUNCH / "slurm" / "cluster.yaml").read_text())
     [queue] = cluster["Scheduling"]["SlurmQueues"]
     [resource] = queue["ComputeResources"]
@@ -190,7 +190,7 @@ def test_cluster_has_the_network_of_its_instances():
     assert cluster["SharedStorage"][0]["MountDir"] == "/fsx"
 
 
-def test_guide_names_commands_that_are_there():
+def test_guide_names_existing_commands():
     guide = (ROOT / "docs" / "trainium.md").read_text().replace("\\\n", " ")
     lines = [line for block in re.findall(r"```bash\n(.*?)```", guide, re.DOTALL) for line in block.splitlines()]
     for path in re.findall(r"launch/[\w/.]+\w", guide):
@@ -207,7 +207,7 @@ def test_guide_names_commands_that_are_there():
         resolve(flags_lib.parse(overrides)[0])
 
 
-def test_image_is_made_of_files_that_are_there_on_the_neuron_jax_image():
+def test_image_copies_existing_files_onto_the_neuron_jax_image():
     lines = (LAUNCH / "eks" / "Dockerfile").read_text().splitlines()
     assert "FROM public.ecr.aws/neuron/jax-training-neuronx:${TAG}" in lines
     sources = [word for line in lines if line.startswith("COPY ") for word in line.split()[1:-1]]
@@ -215,5 +215,5 @@ def test_image_is_made_of_files_that_are_there_on_the_neuron_jax_image():
     assert all((ROOT / source).exists() for source in sources)
 
 
-def test_launchers_and_the_package_name_the_same_cache_folder():
+def test_launchers_and_package_use_the_same_cache_folder():
     assert f"${{LOCAL_CACHE:-{neuron_topology.CACHE}}}" in jobs.NODE.read_text()

@@ -64,12 +64,12 @@ def printed(notebook):
     return "\n".join(output.get("text", "") + output.get("data", {}).get("text/plain", "") for output in outputs)
 
 
-def test_there_are_these_notebooks():
+def test_expected_notebooks_exist():
     assert sorted(path.stem for path in FOLDER.glob("*.ipynb")) == sorted(NAMES)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_notebook_is_valid_short_and_defines_nothing(name):
+def test_notebook_is_valid_short_and_without_definitions(name):
     notebook = read(name)
     nbformat.validate(notebook)
     assert len(notebook.cells) <= MOST_CELLS
@@ -80,7 +80,7 @@ def test_notebook_is_valid_short_and_defines_nothing(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_notebook_is_committed_as_it_ran_from_its_first_cell_to_its_last(name):
+def test_notebook_is_committed_after_a_clean_top_to_bottom_run(name):
     notebook, again = read(name), AGAIN.format(name)
     cells = code_cells(notebook)
     assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1)), again
@@ -103,17 +103,17 @@ def test_all_axes_of_a_notebook_have_a_title_and_labels(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_notebook_says_nothing_of_the_machine_it_ran_on(name):
+def test_notebook_has_no_machine_specific_paths(name):
     told = "\n".join([printed(read(name)), *(cell.source for cell in read(name).cells)])
     assert not re.findall(PATHS, told), AGAIN.format(name)
 
 
-def test_a_path_is_seen_where_one_is_shown():
+def test_path_pattern_matches_absolute_paths():
     assert re.findall(PATHS, "loss curve: /tmp/x/loss.png") == ["/tmp/x/loss.png"]
     assert not re.findall(PATHS, "runs/node/checkpoints 1/16 of tmp/x")
 
 
-def test_notebook_runs_in_this_interpreter_whatever_kernel_and_backend_a_user_has(tmp_path, monkeypatch):
+def test_notebook_runs_in_this_interpreter_despite_user_kernels_and_backends(tmp_path, monkeypatch):
     theirs = tmp_path / "kernels" / "python3" / "kernel.json"
     theirs.parent.mkdir(parents=True)
     theirs.write_text(json.dumps({"argv": ["false"], "display_name": "theirs", "language": "python"}))
@@ -125,7 +125,7 @@ def test_notebook_runs_in_this_interpreter_whatever_kernel_and_backend_a_user_ha
     assert printed_by(cell).split() == [sys.executable, "module://matplotlib_inline.backend_inline"]
 
 
-def test_tool_refuses_outputs_that_tell_of_this_machine_or_warn(tmp_path):
+def test_tool_refuses_outputs_with_local_paths_or_warnings(tmp_path):
     for stream, text in (("stdout", f"weights {tmp_path}/runs/node"), ("stderr", "UserWarning")):
         output = nbformat.v4.new_output("stream", name=stream, text=text)
         cell = nbformat.v4.new_code_cell("", outputs=[output])
@@ -159,7 +159,7 @@ def printed_by(cell):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_notebook_runs_and_shows_what_is_committed(name, ran):
+def test_notebook_run_reproduces_the_committed_figures(name, ran):
     notebook, _ = ran(name)
     for now, before in zip(code_cells(notebook), code_cells(read(name)), strict=True):
         assert now.source == before.source
@@ -167,12 +167,12 @@ def test_notebook_runs_and_shows_what_is_committed(name, ran):
         assert not [output.text for output in now.outputs if output.get("name") == "stderr"]
 
 
-def test_notebook_of_the_plan_prints_what_is_committed(ran):
+def test_plan_notebook_run_reproduces_the_committed_output(ran):
     notebook, _ = ran(PLAN)
     assert printed(notebook) == printed(read(PLAN)), AGAIN.format(PLAN)
 
 
-def test_layouts_of_the_plan_are_what_their_labels_say_and_that_of_hlat_is_without_zero1(ran):
+def test_plan_notebook_layouts_match_their_labels(ran):
     _, probed = ran(PLAN)
     labelled = dict(probed["layouts"])
     assert len(labelled) == 4
@@ -205,7 +205,7 @@ def test_programs_of_a_notebook_fit_a_trn1_node_and_lint_clean(name, ran):
                 assert not [f for f in found if f.severity == "error"]
 
 
-def test_programs_that_score_and_generate_lint_clean_on_a_trn1_node():
+def test_scoring_and_generation_programs_lint_clean_on_a_trn1_node():
     config = resolve(config_lib.load("node"))
     layout = programs.layout_for_neuron(config, 32)
     rows = (jax.ShapeDtypeStruct((46, config.model.max_positions), dtype) for dtype in (jnp.int32, jnp.int32, bool))

@@ -50,7 +50,7 @@ print(json.dumps([without, asked]))
 """
 
 
-def test_a_run_trains_without_each_leaf_and_a_key_that_asks_for_a_missing_one_is_refused(tmp_path):
+def test_run_trains_without_each_leaf_and_refuses_keys_that_need_it(tmp_path):
     words = [json.dumps(LEAVES), json.dumps(KEYS), str(micro.write_config(tmp_path)), str(tmp_path)]
     done = micro.run([sys.executable, "-c", SCRIPT, *words], micro.environment(tmp_path / "cache"), timeout_s=300)
     assert done.returncode == 0, done.stderr[-3000:]

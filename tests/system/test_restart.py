@@ -42,7 +42,7 @@ def restarted(tmp_path):
     return run
 
 
-def test_restart_leaves_success_and_errors_of_the_user_alone(restarted):
+def test_restart_does_not_repeat_a_successful_run(restarted):
     assert restarted("0") == (0, 1, "")
 
 
@@ -54,7 +54,7 @@ def test_restart_does_not_repeat_a_command_that_ctrl_c_ended(restarted):
     assert restarted("130") == (130, 1, "")
 
 
-def test_restart_goes_on_after_failures_until_it_is_done(restarted):
+def test_restart_repeats_after_failures_until_success(restarted):
     code, starts, said = restarted("1:5 137 1 0", "--max_restarts=3")
     assert (code, starts) == (0, 4)
     assert said.splitlines() == [
@@ -73,16 +73,16 @@ def test_restart_gives_up_after_the_limit(restarted):
     assert restarted("3", "--max_restarts=0")[:2] == (3, 4)  # the three starts of before, and one
 
 
-def test_restart_counts_anew_after_a_new_checkpoint(restarted):
+def test_restart_resets_its_count_after_a_new_checkpoint(restarted):
     assert restarted("1 1 1:10 1 1:020 1 0", "--max_restarts=2")[:2] == (0, 7)
 
 
-def test_restart_does_not_take_an_unfinished_or_older_checkpoint_for_progress(restarted):
+def test_restart_ignores_unfinished_and_older_checkpoints(restarted):
     unfinished = "1:9.orbax-checkpoint-tmp"
     assert restarted(f"1:10 1:7 {unfinished} 0", "--max_restarts=2")[:2] == (1, 3)
 
 
-def test_restart_passes_a_signal_on_and_does_not_start_again(tmp_path):
+def test_restart_forwards_a_signal_and_does_not_restart(tmp_path):
     saves = "trap 'sleep 0.3; echo saved; exit 5' TERM; echo ready; while true; do sleep 0.05; done"
     words = [str(LAUNCH / "restart.sh"), "--wait_s=0", "bash", "-c", saves, f"--workdir={tmp_path}"]
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
@@ -92,7 +92,7 @@ def test_restart_passes_a_signal_on_and_does_not_start_again(tmp_path):
         assert (process.stdout.read(), process.stderr.read()) == ("saved\n", "")
 
 
-def test_restart_ends_while_it_waits(tmp_path):
+def test_restart_can_be_stopped_while_waiting(tmp_path):
     words = [str(LAUNCH / "restart.sh"), "--wait_s=60", "bash", "-c", "exit 1", f"--workdir={tmp_path}"]
     with subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as process:
         assert "restart 1 of 10" in process.stderr.readline()
@@ -110,7 +110,7 @@ def test_restart_ends_while_it_waits(tmp_path):
         (["--max_restarts=08", "true", "--workdir=a"], "--max_restarts=08 must be a whole number"),
     ],
 )
-def test_restart_refuses_what_it_cannot_follow(words, message):
+def test_restart_refuses_invalid_flags(words, message):
     done = subprocess.run([str(LAUNCH / "restart.sh"), *words], capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert message in done.stderr
@@ -118,7 +118,7 @@ def test_restart_refuses_what_it_cannot_follow(words, message):
 
 @pytest.mark.parametrize("name", ["SLURM_RESTART_COUNT", "MAX_RESTARTS"])
 @pytest.mark.parametrize("value", ["PATH[$(touch x)]", "08"])
-def test_job_refuses_what_is_no_number_by_name_and_evaluates_nothing(tmp_path, name, value):
+def test_job_refuses_non_numbers_by_name_without_evaluating_them(tmp_path, name, value):
     env = {"PATH": os.environ["PATH"], "SLURM_SUBMIT_DIR": str(tmp_path), name: value}
     words = ["bash", str(LAUNCH / "slurm" / "train.sbatch")]
     done = subprocess.run(words, env=env, cwd=tmp_path, capture_output=True, text=True, check=False)
@@ -166,7 +166,7 @@ def test_job_with_a_wrong_config_is_not_tried_again(submit, tmp_path):
     assert len((tmp_path / "bin" / "srun.log").read_text().splitlines()) == 1
 
 
-def test_job_that_slurm_requeued_too_often_ends(submit, tmp_path):
+def test_job_requeued_too_often_ends(submit, tmp_path):
     words = ("--config=tiny", f"--workdir={tmp_path}")
     done = submit("--nodes=1", LAUNCH / "slurm/train.sbatch", *words, SLURM_RESTART_COUNT=3, MAX_RESTARTS=2)
     assert done.returncode == 1
@@ -186,7 +186,7 @@ def test_job_prints_every_node_in_a_dry_run(submit, num_nodes):
 
 
 @pytest.mark.slow
-def test_precompiled_programs_come_to_the_node_before_the_run(submit, tmp_path):
+def test_precompiled_programs_are_copied_to_the_node_before_the_run(submit, tmp_path):
     """The node's own folder has the same path in both jobs: JAX counts the path among what a program depends on."""
     config, workdir, shared, local = (tmp_path / name for name in ("micro.py", "run", "shared", "local"))
     micro.write_config(tmp_path)

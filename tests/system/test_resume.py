@@ -64,7 +64,7 @@ def assert_failed_with_one_line(done, *parts):
 
 
 @pytest.mark.slow
-def test_resume_after_a_disk_that_was_full_while_saving_equals_the_uninterrupted_run(uninterrupted, small_disk):
+def test_resume_after_a_full_disk_while_saving_equals_the_uninterrupted_run(uninterrupted, small_disk):
     config, env, expected = uninterrupted
     workdir = small_disk("3m") / "run"  # one or two checkpoints of 1.3 MB fit, keeping two needs room for three
     words = micro.command(config, workdir)
@@ -86,7 +86,7 @@ def test_resume_after_a_disk_that_was_full_while_saving_equals_the_uninterrupted
 
 
 @pytest.mark.slow
-def test_resume_after_a_disk_that_was_full_for_a_row_equals_the_uninterrupted_run(uninterrupted, small_disk):
+def test_resume_after_a_full_disk_while_logging_equals_the_uninterrupted_run(uninterrupted, small_disk):
     config, env, expected = uninterrupted
     pages = sum(-(-(expected / name).stat().st_size // 4096) for name in SETTINGS)
     workdir = small_disk(f"{4 * pages + 16}k") / "run"  # what stands in SETTINGS, the first rows and events fit
@@ -149,7 +149,7 @@ def test_resume_of_a_finished_run_says_that_it_is_complete(uninterrupted):
 
 
 @pytest.mark.slow
-def test_resume_with_more_steps_and_other_logging_resumes_bit_for_bit(uninterrupted, ended_early):
+def test_resume_with_more_steps_and_other_logging_is_bitwise_identical(uninterrupted, ended_early):
     config, env, expected = uninterrupted
     changed = ("checkpoint.every_steps=7", "checkpoint.keep_last=1", "metrics.console=on", "data.num_threads=0")
     more = micro.run(micro.command(config, ended_early, *changed), env)
@@ -167,7 +167,7 @@ def with_old_config(run: dict) -> None:
 
 
 @pytest.mark.slow
-def test_resume_of_a_run_that_recorded_old_names_of_config_keys_continues_bit_for_bit(uninterrupted, tmp_path):
+def test_resume_of_a_run_with_renamed_config_keys_is_bitwise_identical(uninterrupted, tmp_path):
     config, env, _ = uninterrupted
     two = ["data.train=a=package:austen_train.jsonl;b=package:austen_validation.jsonl", "data.mixture=a=1,b=3"]
     expected, ended_early = tmp_path / "uninterrupted", tmp_path / "half"
@@ -191,7 +191,7 @@ def test_resume_of_a_run_that_recorded_old_names_of_config_keys_continues_bit_fo
     assert not kill_trials.differences(config, ended_early, expected)
 
 
-def test_resume_with_other_settings_or_data_names_them_and_changes_nothing(uninterrupted, train_here, tmp_path):
+def test_resume_with_changed_settings_or_data_is_refused_and_names_them(uninterrupted, train_here, tmp_path):
     config, _, workdir = uninterrupted
     text = tmp_path / "other.jsonl"
     text.write_text("".join(json.dumps({"text": f"Text {number} of another corpus."}) + "\n" for number in range(9)))

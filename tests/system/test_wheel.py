@@ -54,7 +54,7 @@ def test_wheel_holds_all_modules_configs_and_assets_and_no_tests(wheel):
 
 
 @pytest.mark.slow
-def test_wheel_trains_tiny_where_the_repository_is_not(wheel, tmp_path):
+def test_installed_wheel_trains_tiny_outside_the_repository(wheel, tmp_path):
     target = tmp_path / "site"
     words = [sys.executable, "-m", "pip", "install", str(wheel), "--no-deps", "--target", str(target), "-q"]
     installed = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)

@@ -98,7 +98,7 @@ def test_a_run_folder_and_each_of_its_checkpoints_open(trained):
     assert {leaf.dtype for leaf in jax.tree.leaves(newest.restore(None))} == {jnp.dtype(jnp.bfloat16)}
 
 
-def test_masters_are_the_weights_that_the_parameters_were_rounded_from(trained):
+def test_parameters_are_the_rounded_master_weights(trained):
     _, run, _ = trained
     masters, params = open_weights(run, masters=True), open_weights(run)
     for name in leaves_by_name(params.arrays):
@@ -110,7 +110,7 @@ def test_masters_are_the_weights_that_the_parameters_were_rounded_from(trained):
 
 
 @pytest.mark.slow
-def test_a_damaged_newest_checkpoint_is_passed_over_and_named(trained, tmp_path, capsys):
+def test_damaged_newest_checkpoint_is_skipped_and_named(trained, tmp_path, capsys):
     run = shutil.copytree(trained[1], tmp_path / "run")
     path = max((run / "checkpoints/2/state").rglob("*"), key=lambda path: path.stat().st_size)
     content = bytearray(path.read_bytes())
@@ -132,7 +132,9 @@ COMMANDS = {  # each of them opens a checkpoint that was asked for by name
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-@pytest.mark.parametrize("record", [lambda run: None, micro.as_before], ids=["as written now", "as written before"])
+@pytest.mark.parametrize(
+    "record", [lambda run: None, micro.drop_step_and_norms], ids=["step and norms", "no step or norms"]
+)
 def test_a_checkpoint_under_the_name_of_another_step_is_refused(trained, tmp_path, command, record):
     run = shutil.copytree(trained[1], tmp_path / "run")
     shutil.copytree(run / "checkpoints/2", run / "checkpoints/5")
@@ -142,14 +144,14 @@ def test_a_checkpoint_under_the_name_of_another_step_is_refused(trained, tmp_pat
     assert not (tmp_path / "out").exists()
 
 
-def test_of_a_run_the_newest_checkpoint_under_its_own_name_is_taken(trained, tmp_path, capsys):
+def test_run_folder_opens_its_newest_correctly_named_checkpoint(trained, tmp_path, capsys):
     run = shutil.copytree(trained[1], tmp_path / "run")
     shutil.move(run / "checkpoints/2", run / "checkpoints/5")
     assert open_weights(run).step == 1
     assert "checkpoints/5 is damaged" in capsys.readouterr().err
 
 
-def test_a_state_of_another_step_than_all_beside_it_says_is_refused(trained, tmp_path):
+def test_state_whose_step_differs_from_its_metadata_is_refused(trained, tmp_path):
     run = shutil.copytree(trained[1], tmp_path / "run")
     shutil.rmtree(run / "checkpoints/2/state")
     shutil.copytree(run / "checkpoints/1/state", run / "checkpoints/2/state")
@@ -167,7 +169,7 @@ def test_a_checkpoint_whose_weights_are_not_finite_is_refused(not_finite, traine
     assert not (tmp_path / "out").exists()
 
 
-def test_of_a_run_the_newest_finite_checkpoint_is_taken(not_finite, tmp_path, capsys):
+def test_run_folder_opens_its_newest_finite_checkpoint(not_finite, tmp_path, capsys):
     assert open_weights(not_finite).step == 1
     assert "checkpoints/2 is damaged (its state is not finite: the norm of params is inf)" in capsys.readouterr().err
 
@@ -197,7 +199,7 @@ def save_with_large_weight(run, config, params_of):
     checkpointer.close()
 
 
-def test_masters_that_are_not_finite_are_not_exported_where_no_norms_are_recorded(trained, tmp_path):
+def test_non_finite_master_weights_without_recorded_norms_are_not_exported(trained, tmp_path):
     run = shutil.copytree(trained[1], tmp_path / "run")
     save_with_large_weight(run, trained[2], lambda state: state["opt_state"]["master"])
     with pytest.raises(ValueError, match=r"not finite: the norm of opt_state.master is inf"):
@@ -205,8 +207,10 @@ def test_masters_that_are_not_finite_are_not_exported_where_no_norms_are_recorde
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("record", [lambda run: None, micro.as_before], ids=["as written now", "as written before"])
-def test_a_link_to_a_checkpoint_and_a_copy_under_another_name_open_at_its_step(trained, tmp_path, record):
+@pytest.mark.parametrize(
+    "record", [lambda run: None, micro.drop_step_and_norms], ids=["step and norms", "no step or norms"]
+)
+def test_symlink_or_copy_of_a_checkpoint_opens_at_its_step(trained, tmp_path, record):
     run = shutil.copytree(trained[1], tmp_path / "run")
     micro.reseal(run / "checkpoints/1", record)
     (run / "checkpoints/latest").symlink_to("1")
@@ -225,7 +229,7 @@ def test_a_damaged_weights_folder_is_refused(tmp_path):
         open_weights(tmp_path / "w")
 
 
-def test_what_is_no_checkpoint_is_refused(tmp_path):
+def test_path_without_weights_is_refused(tmp_path):
     for path in (tmp_path, tmp_path / "gone"):
         with pytest.raises(ValueError, match=r"holds no weights .*working directory"):
             open_weights(path)
@@ -242,7 +246,7 @@ def test_a_failed_write_leaves_no_folder(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_exported_run_loads_in_transformers_without_a_word(trained, tmp_path, capsys, caplog, one_torch_thread):
+def test_exported_run_loads_in_transformers_without_warnings(trained, tmp_path, capsys, caplog, one_torch_thread):
     import torch
 
     _, run, config = trained
@@ -315,7 +319,7 @@ def test_export_in_bfloat16_rounds_the_masters(trained, tmp_path):
 
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
 @pytest.mark.parametrize("count", [2, 3, 7])
-def test_the_average_of_a_checkpoint_with_itself_is_itself_bitwise(dtype, count, tmp_path):
+def test_average_of_a_checkpoint_with_itself_is_bitwise_identical(dtype, count, tmp_path):
     def edit(name, values):
         values.reshape(-1)[:5] = np.array([-0.0, 1e-40, 3e38, 1 / 3, 0]).astype(dtype)
         return values
@@ -341,7 +345,7 @@ def test_the_average_is_the_mean_rounded_once(dtype, tmp_path):
     assert [each["step"] for each in origin["average_of"]] == [0, 1, 2]
 
 
-def test_checkpoints_of_a_run_are_averaged_by_their_masters_and_exported(trained, tmp_path):
+def test_averaging_checkpoints_of_a_run_uses_master_weights(trained, tmp_path):
     _, run, _ = trained
     steps = [str(run / f"checkpoints/{step}") for step in (1, 2)]
     assert hf.main(["average", *steps, f"--out={tmp_path / 'mean'}"]) == 0
@@ -354,7 +358,7 @@ def test_checkpoints_of_a_run_are_averaged_by_their_masters_and_exported(trained
 
 
 @pytest.mark.slow
-def test_a_tokenizer_that_adds_bos_in_transformers_adds_none_in_what_is_exported_of_a_run(tmp_path):
+def test_exported_tokenizer_adds_no_bos_for_a_run_trained_without_it(tmp_path):
     path = write_tokenizer_json(tmp_path, tokenizer_class="PreTrainedTokenizerFast").rename(tmp_path / "mine.json")
     run, mean = tmp_path / "run", tmp_path / "mean"
     train(tmp_path, run, data__tokenizer=str(path), checkpoint__every_steps=1)
@@ -374,7 +378,7 @@ def test_a_tokenizer_that_adds_bos_in_transformers_adds_none_in_what_is_exported
     assert sorted(path.name for path in (mean / "files").iterdir()) == ["tokenizer.json", "tokenizer_config.json"]
 
 
-def test_an_export_leaves_of_a_post_processor_what_adds_no_token():
+def test_export_keeps_only_post_processors_that_add_no_token():
     bytes_, adds = {"type": "ByteLevel", "trim_offsets": False}, {"type": "TemplateProcessing", "single": []}
     both = {"type": "Sequence", "processors": [bytes_, adds]}
     assert exporting._without_templates(both) == {"type": "Sequence", "processors": [bytes_]}
@@ -383,7 +387,7 @@ def test_an_export_leaves_of_a_post_processor_what_adds_no_token():
         assert exporting._without_templates(nothing) is None
 
 
-def test_a_folder_of_before_bos_was_noted_goes_by_its_files(trained, tmp_path):
+def test_weights_folder_without_a_bos_record_uses_its_tokenizer_files(trained, tmp_path):
     averaging.average([trained[1]] * 2, tmp_path / "mean")
     (tmp_path / "mean/files/tokenizer_config.json").write_text('{"add_bos_token": true}')
     path = tmp_path / "mean/weights.json"
@@ -397,7 +401,7 @@ def test_a_folder_of_before_bos_was_noted_goes_by_its_files(trained, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_begins_with_an_import_of_more_rows_than_tokens(trained, tmp_path, capsys):
+def test_run_starts_from_an_import_with_padded_vocabulary(trained, tmp_path, capsys):
     folder, padded = trained[0], {"model__vocab_size": 4096}
     train(folder, tmp_path / "first", **padded)
     assert "model.vocab_size has 2,048 padding rows beyond the tokenizer's vocabulary" in capsys.readouterr().out
@@ -419,7 +423,7 @@ def test_a_run_begins_with_an_import_of_more_rows_than_tokens(trained, tmp_path,
         ({"dtype": jnp.bfloat16}, r"dtype of embed: 'float32' in the first, 'bfloat16' there"),
     ],
 )
-def test_checkpoints_that_differ_are_not_averaged(other, message, tmp_path):
+def test_incompatible_checkpoints_are_not_averaged(other, message, tmp_path):
     write_weights(tmp_path / "a")
     write_weights(tmp_path / "b", **other)
     with pytest.raises(ValueError, match=message):
@@ -427,7 +431,7 @@ def test_checkpoints_that_differ_are_not_averaged(other, message, tmp_path):
     assert not (tmp_path / "mean").exists()
 
 
-def test_checkpoints_of_a_run_that_changed_how_it_runs_are_averaged(tmp_path):
+def test_checkpoints_differing_only_in_runtime_options_are_averaged(tmp_path):
     write_weights(tmp_path / "a")
     write_weights(
         tmp_path / "b", model=dataclasses.replace(MODEL, ops_table="b.json", rms_norm="reference", remat="full")
@@ -436,7 +440,7 @@ def test_checkpoints_of_a_run_that_changed_how_it_runs_are_averaged(tmp_path):
     assert open_weights(tmp_path / "mean").model == MODEL
 
 
-def test_a_run_begins_with_weights_of_a_model_that_was_timed_and_ran_otherwise(tmp_path):
+def test_init_from_ignores_runtime_options_of_the_source_model(tmp_path):
     write_weights(
         tmp_path / "a", model=dataclasses.replace(MODEL, ops_table="a.json", rms_norm="reference", remat="full")
     )
@@ -448,7 +452,7 @@ def test_a_run_begins_with_weights_of_a_model_that_was_timed_and_ran_otherwise(t
 
 @pytest.mark.quick_cases("bf16_sr", "fp32")
 @pytest.mark.parametrize("policy", ["fp32", "mixed", "bf16_sr"])
-def test_a_new_state_gets_the_weights_it_is_given_and_nothing_else_of_theirs(policy, trained):
+def test_init_from_copies_only_the_weights(policy, trained):
     _, run, config = trained
     train_config = dataclasses.replace(config.train, init_from=str(run), seed=5)
     config = dataclasses.replace(config, train=train_config, precision=config_lib.PrecisionConfig(policy))
@@ -467,7 +471,7 @@ def test_a_new_state_gets_the_weights_it_is_given_and_nothing_else_of_theirs(pol
 
 
 @pytest.mark.slow
-def test_a_run_begins_with_init_from_and_passes_it_over_when_it_goes_on(trained, tmp_path, capsys):
+def test_init_from_is_used_at_the_start_and_ignored_on_resume(trained, tmp_path, capsys):
     folder, run, _ = trained
     begun = tmp_path / "begun"
     settings = {"precision__policy": "mixed", "train__init_from": str(run)}
@@ -529,7 +533,7 @@ def write_tokenizer(path, vocab_size):
         )  # fmt: skip
 
 
-def test_safetensors_files_are_those_of_the_library(tmp_path):
+def test_safetensors_files_match_the_safetensors_library(tmp_path):
     rng = np.random.default_rng(0)
     expected = {
         "a": rng.standard_normal((5, 3)).astype(np.float32),
@@ -554,7 +558,7 @@ def test_safetensors_files_are_those_of_the_library(tmp_path):
     same_bits(load_file(tmp_path / "ours.safetensors"), expected)
 
 
-def test_names_of_leaves_and_trees_are_inverse():
+def test_leaf_names_round_trip_to_trees():
     tree = abstract_params(MODEL)
     assert nested(leaves_by_name(tree)) == tree
     assert "layers.attention.qkv" in leaves_by_name(tree)
@@ -616,14 +620,14 @@ def test_a_damaged_safetensors_file_is_refused_by_its_name(content, tmp_path):
     assert len(str(caught.value)) < len(str(path)) + 300
 
 
-def test_a_safetensors_header_with_a_tensor_twice_is_refused(tmp_path):
+def test_safetensors_header_with_a_duplicate_tensor_is_refused(tmp_path):
     entry = json.dumps(tensor(0, 8, shape=[2]))
     (tmp_path / "a.safetensors").write_bytes(header_bytes(f'{{"a": {entry}, "a": {entry}}}'.encode()))
     with pytest.raises(ValueError, match="key 'a' appears twice"):
         read_header(tmp_path / "a.safetensors")
 
 
-def test_empty_tensors_share_a_place_in_a_safetensors_file(tmp_path):
+def test_empty_safetensors_tensors_may_share_an_offset(tmp_path):
     header = {"b": tensor(0, 0, shape=[0, 3]), "a": tensor(0, 8, shape=[2]), "c": tensor(8, 8, shape=[0])}
     (tmp_path / "a.safetensors").write_bytes(header_bytes(header))
     assert read_header(tmp_path / "a.safetensors").keys() == header.keys()
@@ -646,7 +650,7 @@ def test_empty_tensors_share_a_place_in_a_safetensors_file(tmp_path):
         ({"model": {"norm_eps": 10**400}}, r"model.norm_eps=1000.* is int; it must be float"),
     ],
 )
-def test_a_field_of_a_weights_folder_that_cannot_be_is_refused_by_name(change, message, tmp_path):
+def test_invalid_field_of_a_weights_folder_is_refused_by_name(change, message, tmp_path):
     write_weights(tmp_path / "w")
     path = tmp_path / "w/weights.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
