@@ -39,7 +39,10 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session", autouse=True)
 def compiled_once(tmp_path_factory):
-    """Compiled programs on disk, for all workers of this session: many tests compile the same ones."""
+    """Compiled programs on disk, for all workers of this session: many tests compile the same ones.
+
+    An entry that another worker has half written is a warning, and the program is compiled again.
+    """
     base = tmp_path_factory.getbasetemp()
     folder = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
     jax.config.update("jax_compilation_cache_dir", str(folder / "compiled"))
