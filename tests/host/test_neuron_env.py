@@ -505,10 +505,11 @@ def test_training_refuses_a_contradiction_before_jax_is_imported():
 
 
 @pytest.mark.parametrize(("command", "words"), [("generate", ["--prompt=x"]), ("evaluate", ["--text=x"])])
-def test_inference_checks_for_devices_before_importing_jax(command, words):
-    found, _ = at_import(command, "--checkpoint=x", *words)
+def test_inference_checks_for_devices_before_importing_jax(command, words, tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    found, _ = at_import(command, f"--checkpoint={tmp_path}", *words)
     assert not [name for name in found if name.startswith(("NEURON", "FI_", "MALLOC", "JAX"))]
-    found, error = at_import(command, "--checkpoint=x", *words, JAX_PLATFORMS="neuron")
+    found, error = at_import(command, f"--checkpoint={tmp_path}", *words, JAX_PLATFORMS="neuron")
     assert found is None
     assert "this machine has no /dev/neuron0" in error
 

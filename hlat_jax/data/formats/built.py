@@ -264,7 +264,11 @@ class BuiltTokens:
         end = first[record + 1] if record + 1 < len(first) else self.manifest.shards[shard]["documents"]
         where = f"{self.snapshots[shard].file}, record {record + 1}"
         last = getattr(self._last, "block", (None, None, b""))
-        block = last[2] if last[:2] == (shard, record) else self._shards.read(shard, record)
+        if last[:2] == (shard, record):
+            block = last[2]
+            self._shards.snapshots[shard].check()  # as each read does
+        else:
+            block = self._shards.read(shard, record)
         if len(block) <= _LARGE_RECORD_BYTES:
             self._last.block = (shard, record, block)
         tokens = block_tokens(block, number_in_record, num_documents=int(end - first[record]), where=where)
