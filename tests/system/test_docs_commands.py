@@ -105,7 +105,7 @@ def folder(tmp_path_factory):
     (path / "my_tasks").mkdir()
     local_tasks.write_tasks(path / "my_tasks")
     (path / "prompts.txt").write_text("It is a truth\nEmma\n")
-    (path / "SmolLM2-135M").symlink_to("tiny-hf")  # which comes to be on the way
+    (path / "SmolLM2-135M").symlink_to("my_book-hf")  # which the README's commands export
     (path / "operators.txt").write_text("Add\nMultiply\n")
     (path / "mine.py").write_text((ROOT / "configs" / "tiny.py").read_text())
     return path
