@@ -22,6 +22,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
@@ -336,7 +337,8 @@ def _check_tokens(tokens_BT: jax.Array, cfg: ModelConfig) -> None:
         return
     if isinstance(tokens_BT, jax.Array) and not tokens_BT.is_fully_addressable:
         return
-    low, high = int(tokens_BT.min()), int(tokens_BT.max())
+    ids = np.asarray(tokens_BT)  # jax.numpy would be traced where a function closes over the tokens
+    low, high = ids.min(), ids.max()
     if low < 0 or high >= cfg.vocab_size:
         raise ValueError(
             f"tokens run from {low} to {high}, but model.vocab_size={cfg.vocab_size} has ids 0 to "

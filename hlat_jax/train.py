@@ -16,17 +16,15 @@ from hlat_jax import config as config_lib
 from hlat_jax import cost
 from hlat_jax.host import flags as flags_lib
 from hlat_jax.host import neuron_env, neuron_topology
-from hlat_jax.resolve import resolve
 
 
 def main(argv: Sequence[str]) -> int:
     """Trains with the config and flags of a command line; returns the exit code."""
     mutable, values = flags_lib.parse(argv, _define)
-    from hlat_jax.data.tokenizer import fill_vocab_size  # not at the top: --help does not need it
+    from hlat_jax.data.tokenizer import resolve_with_tokenizer  # not at the top: --help does not need it
 
     workdir = pathlib.Path(values.workdir or f"runs/{mutable.name}")
-    fill_vocab_size(mutable, workdir=workdir)
-    config = resolve(mutable)
+    config = resolve_with_tokenizer(mutable, workdir=workdir)
     if values.print_config:
         print(json.dumps(config.to_dict(), indent=2))
         print(describe(config))
@@ -34,7 +32,8 @@ def main(argv: Sequence[str]) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # so that each line is in a log file while the run compiles
     logging.set_verbosity(logging.ERROR)  # silences the INFO logs of libraries; ours are printed
-    _check_paths(config, workdir)
+    if not values.coordinator:  # of several processes all end alike, with the reason, once they have joined
+        _check_paths(config, workdir)
     _set_environment(config, values)
     from hlat_jax import loop  # imports JAX, which must see the environment as it is now
     from hlat_jax.host import distributed

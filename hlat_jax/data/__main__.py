@@ -15,7 +15,6 @@ from absl import flags, logging
 from hlat_jax.config import Config, nearest
 from hlat_jax.host import flags as flags_lib
 from hlat_jax.host import process
-from hlat_jax.resolve import resolve
 
 USAGE = """Usage: python -m hlat_jax.data VERB ...
 
@@ -161,10 +160,9 @@ def _stats(argv: Sequence[str]) -> int:
         )
 
     mutable, values = flags_lib.parse(argv, define)
-    from hlat_jax.data.tokenizer import fill_vocab_size
+    from hlat_jax.data.tokenizer import resolve_with_tokenizer
 
-    fill_vocab_size(mutable)
-    config = resolve(mutable)
+    config = resolve_with_tokenizer(mutable)
     _check_given(config, tokenizer=config.data.tokenizer)
     from hlat_jax.data.build import stats
     from hlat_jax.store.progress import ProgressBar, Status
@@ -184,11 +182,10 @@ def _peek(argv: Sequence[str]) -> int:
 
     mutable, values = flags_lib.parse(argv, define)
     from hlat_jax.data import kept_tokenizer
-    from hlat_jax.data.tokenizer import fill_vocab_size
+    from hlat_jax.data.tokenizer import resolve_with_tokenizer
 
     workdir = pathlib.Path(values.workdir or f"runs/{mutable.name}")
-    fill_vocab_size(mutable, workdir=workdir)
-    config = resolve(mutable)
+    config = resolve_with_tokenizer(mutable, workdir=workdir)
     if values.step is None:
         raise ValueError("--step=N is missing; give a step of at least 1: step N trains on batch N.")
     if values.step < 1:

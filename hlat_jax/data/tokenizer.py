@@ -11,9 +11,11 @@ from typing import Any
 import numpy as np
 import sentencepiece
 
+from hlat_jax.config import Config
 from hlat_jax.data.formats.paths import asset_path
 from hlat_jax.data.kept_tokenizer import usable
 from hlat_jax.data.tokenizer_json import JsonModel
+from hlat_jax.resolve import resolve
 
 
 class Tokenizer:
@@ -99,14 +101,15 @@ class Tokenizer:
         return num_bytes
 
 
-def fill_vocab_size(mutable: Any, *, workdir: pathlib.Path | None = None) -> None:
-    """Sets model.vocab_size of a ConfigDict to the number of tokens of data.tokenizer where it is 0.
+def resolve_with_tokenizer(mutable: Any, *, workdir: pathlib.Path | None = None) -> Config:
+    """Returns the resolved config of a ConfigDict; a model.vocab_size of 0 becomes that of data.tokenizer.
 
     `workdir` is the run folder, which may keep the tokenizer where its file is missing; None: there is none.
     """
     if mutable.model.vocab_size == 0:
         path = mutable.data.tokenizer if workdir is None else usable(mutable.data.tokenizer, workdir)
         mutable.model.vocab_size = Tokenizer(path).vocab_size
+    return resolve(mutable)
 
 
 class _SentencePiece:

@@ -56,7 +56,13 @@ def verify(found: HFCheckpoint, weights: Weights) -> str:
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     dtype = getattr(torch, found.dtype.name)
-    model = transformers.AutoModelForCausalLM.from_pretrained(found.folder, dtype=dtype).float().eval()
+    model = (
+        transformers.AutoModelForCausalLM.from_pretrained(
+            found.folder, dtype=dtype, trust_remote_code=False, local_files_only=True, use_safetensors=True
+        )
+        .float()
+        .eval()
+    )
     with torch.no_grad():
         theirs_BTV = model(torch.from_numpy(tokens_BT).long()).logits.numpy()
     largest = np.abs(theirs_BTV).max()

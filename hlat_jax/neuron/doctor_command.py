@@ -12,10 +12,10 @@ from typing import Any
 from absl import flags, logging
 
 from hlat_jax import config as config_lib
+from hlat_jax.data.tokenizer import resolve_with_tokenizer
 from hlat_jax.host import flags as flags_lib
 from hlat_jax.host import neuron_env, neuron_topology
 from hlat_jax.neuron.probes import FAILED, NOT_HERE, PASSED
-from hlat_jax.resolve import resolve
 
 _TRIVIAL = "NEURON_RUN_TRIVIAL_COMPUTATION_ON_CPU"
 
@@ -24,7 +24,7 @@ def main(argv: Sequence[str]) -> int:
     """Runs and prints every check, then a summary; returns 1 if a check failed, else 0."""
     has_config = any(word.split("=")[0] in ("--config", "--help", "-h") for word in argv)
     mutable, values = flags_lib.parse(argv if has_config else ["--config=tiny", *argv], _define)
-    config = resolve(mutable)
+    config = resolve_with_tokenizer(mutable)
     if values.json:
         flags_lib.check_output("--json", values.json)
     checked = _prepare(config, values, os.environ, machine=neuron_topology.Machine())

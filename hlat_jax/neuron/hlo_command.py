@@ -8,11 +8,11 @@ from collections.abc import Sequence
 
 from absl import flags
 
+from hlat_jax.data.tokenizer import resolve_with_tokenizer
 from hlat_jax.host import flags as flags_lib
 from hlat_jax.host.neuron_compiler_flags import compiler_flags
 from hlat_jax.host.neuron_topology import Topology, checked
 from hlat_jax.neuron.rules import TARGETS
-from hlat_jax.resolve import resolve
 from hlat_jax.store.progress import showing
 
 _PLUGIN_FLAGS = ("--cache_dir", "--retry_failed_compilation")  # flags of JAX's Neuron plugin, not of the compiler
@@ -37,7 +37,7 @@ done
 def main(argv: Sequence[str]) -> int:
     """Writes the modules of a config's programs and a script that compiles them; returns 0."""
     mutable, values = flags_lib.parse(argv, _define)
-    config = resolve(mutable)
+    config = resolve_with_tokenizer(mutable)
     if not values.out:
         raise ValueError("--out=DIR is missing; name a folder for the modules and compile.sh.")
     folder = _make_folder(values.out)

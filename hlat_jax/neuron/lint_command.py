@@ -12,10 +12,9 @@ from typing import Any
 
 from absl import flags
 
-from hlat_jax.data.tokenizer import fill_vocab_size
+from hlat_jax.data.tokenizer import resolve_with_tokenizer
 from hlat_jax.host import flags as flags_lib
 from hlat_jax.neuron.rules import TARGETS
-from hlat_jax.resolve import resolve
 from hlat_jax.store.progress import showing
 
 _NAMES = ("train", "eval", "init", "norms", "prefill", "decode", "generate")
@@ -24,8 +23,7 @@ _NAMES = ("train", "eval", "init", "norms", "prefill", "decode", "generate")
 def main(argv: Sequence[str]) -> int:
     """Prints the findings for the programs of a config; returns 1 if one is an error, else 0."""
     mutable, values = flags_lib.parse(argv, _define)
-    fill_vocab_size(mutable)
-    config = resolve(mutable)
+    config = resolve_with_tokenizer(mutable)
     if values.json:
         flags_lib.check_output("--json", values.json)
     os.environ["JAX_PLATFORMS"] = "cpu"  # leave any accelerator to other processes

@@ -12,18 +12,17 @@ from typing import Any
 from absl import flags
 
 from hlat_jax.byte_sizes import format_bytes
-from hlat_jax.data.tokenizer import fill_vocab_size
+from hlat_jax.data.tokenizer import resolve_with_tokenizer
 from hlat_jax.host import flags as flags_lib
 from hlat_jax.host.neuron_topology import CACHE
-from hlat_jax.resolve import resolve
 from hlat_jax.store.progress import showing
 
 
 def main(argv: Sequence[str]) -> int:
     """Prints the programs of a config and how they differ from those recorded in a run folder; returns 0."""
     mutable, values = flags_lib.parse(argv, _define)
-    fill_vocab_size(mutable)
-    config = resolve(mutable)
+    workdir = pathlib.Path(values.workdir or f"runs/{mutable.name}")
+    config = resolve_with_tokenizer(mutable, workdir=workdir)
     if values.json:
         flags_lib.check_output("--json", values.json)
     os.environ["JAX_PLATFORMS"] = "cpu"  # leave any accelerator to other processes
@@ -34,7 +33,6 @@ def main(argv: Sequence[str]) -> int:
     count = values.devices or programs.num_devices(config)
     layout = planned_layout(config, count, platform=values.platform)
     placement = changes.Placement(values.platform, layout.degrees)
-    workdir = pathlib.Path(values.workdir or f"runs/{config.name}")
     last, around = recorded(workdir), surroundings(config, values.platform, layout.degrees)
     print(f"{config.name} for {values.platform}, {count:,} devices: {placement}")
     record = f"the last run in {workdir}" if last else f"nothing: {workdir} has no {RECORD_FILE}"

@@ -16,10 +16,9 @@ from collections.abc import Sequence
 from absl import flags
 
 from hlat_jax import cost
-from hlat_jax.data.tokenizer import fill_vocab_size
+from hlat_jax.data.tokenizer import resolve_with_tokenizer
 from hlat_jax.host import flags as flags_lib
 from hlat_jax.plan import ops_command
-from hlat_jax.resolve import resolve
 from hlat_jax.store.progress import showing
 
 
@@ -33,8 +32,7 @@ def main(argv: Sequence[str]) -> int:
     if any(word in ("--help", "-h") for word in argv):
         print("Usage: plan --config=NAME [flags], or plan tune|choices --config=NAME: times and choices of each op.\n")
     mutable, values = flags_lib.parse(argv, _define)
-    fill_vocab_size(mutable)
-    config = resolve(mutable)
+    config = resolve_with_tokenizer(mutable)
     _check_flags(values)
     os.environ["JAX_PLATFORMS"] = "cpu"  # leaves an accelerator of this machine free
     from hlat_jax.plan import aot, report, search, text

@@ -13,8 +13,8 @@ from absl import flags
 
 from hlat_jax import config as config_lib
 from hlat_jax.config import nearest
+from hlat_jax.data.tokenizer import resolve_with_tokenizer
 from hlat_jax.host import flags as flags_lib
-from hlat_jax.resolve import resolve
 
 _PLATFORMS = ("cpu", "cuda", "neuron")
 
@@ -28,7 +28,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _tune(argv: Sequence[str]) -> int:
     mutable, values = flags_lib.parse(argv, _define_tune)
-    config = resolve(mutable)
+    config = resolve_with_tokenizer(mutable)
     if values.rounds < 1 or values.rows < 0:
         raise ValueError(f"--rounds={values.rounds} must be at least 1, and --rows={values.rows} at least 0.")
     flags_lib.check_output("--out", values.out)
@@ -102,7 +102,7 @@ def _entry_lines(entry: Any) -> list[str]:
 
 def _choices(argv: Sequence[str]) -> int:
     mutable, values = flags_lib.parse(argv, _define_choices)
-    config = resolve(mutable)
+    config = resolve_with_tokenizer(mutable)
     if values.platform and values.platform not in _PLATFORMS:
         raise ValueError(f"--platform={values.platform}: {nearest(values.platform, _PLATFORMS)}")
     if values.platform:

@@ -39,7 +39,7 @@ def open_branch(program: RunProgram, workdir: pathlib.Path, *, settings: dict[st
 
 def _checkpoint(config: Config, workdir: pathlib.Path) -> pathlib.Path:
     source, step = branch_source(config.train)
-    asked, folder = f"train.branch_from={config.train.branch_from}", pathlib.Path(source)
+    asked, folder = f"train.branch_from={config.train.branch_from}", pathlib.Path(source).expanduser()
     if folder.absolute().resolve() == workdir.absolute().resolve():
         raise ValueError(f"{asked} is the run folder itself; give the branch another one with --workdir.")
     names = [path.name for path in (folder / "checkpoints").glob("[0-9]*")]

@@ -99,7 +99,7 @@ class Weights:
         Raises:
           ValueError: there is none, its file has changed, or it has more tokens than the model.
         """
-        path = path or self.tokenizer
+        given, path = bool(path), path or self.tokenizer
         if not path:
             raise ValueError(
                 f"{self.folder} has no tokenizer; put the tokenizer.model or tokenizer.json of that model there before "
@@ -107,6 +107,8 @@ class Weights:
             )
         tokenizer = Tokenizer(path, stop_ids=self.stop_ids, key="tokenizer")
         if self.tokenizer_sha256 not in ("", tokenizer.sha256):
+            if given:
+                raise ValueError(f"--tokenizer={path} is not the tokenizer that {self.folder} was trained with.")
             raise ValueError(
                 f"{path} has changed since {self.folder} was trained with it (sha256 "
                 f"{self.tokenizer_sha256[:16]} then, {tokenizer.sha256[:16]} now); restore that file."

@@ -14,7 +14,7 @@ from hlat_jax.data import sources
 from hlat_jax.data.build import stats
 from hlat_jax.data.held_out import open_held_out
 from hlat_jax.data.loader import TrainBatches
-from hlat_jax.data.tokenizer import Tokenizer, fill_vocab_size
+from hlat_jax.data.tokenizer import Tokenizer, resolve_with_tokenizer
 from hlat_jax.host import flags as flags_lib
 from hlat_jax.resolve import resolve
 from hlat_jax.run import summary
@@ -106,6 +106,15 @@ def test_a_file_is_cut_between_paragraphs_and_loses_nothing_else(tmp_path_factor
     assert max(len(text.encode()) for text in train + held_out) <= longest + 2 * min(4096, size // 64) + 8
 
 
+def test_long_stretches_without_blank_lines_are_cut_at_line_ends(tmp_path):
+    lines = [f"line {n} of a poem" for n in range(20_000)]
+    (tmp_path / "book.txt").write_bytes(b"\xef\xbb\xbfTitle\n\n" + "\n".join(lines).encode())
+    train, held_out = documents(data_config(tmp_path / "book.txt"))
+    found = [line for text in train + held_out for line in text.split("\n") if line]
+    assert sorted(found) == sorted(["Title", *lines])
+    assert max(map(len, train)) < 2 * 4096
+
+
 def test_held_out_documents_are_spread_over_the_text_and_in_no_training_batch(tmp_path):
     (tmp_path / "book.txt").write_text(book(400))
     data = data_config(tmp_path / "book.txt", validation="10%")
@@ -185,11 +194,9 @@ def test_text_that_cannot_be_trained_on_is_refused_in_one_line(tmp_path, content
 
 def test_a_vocabulary_of_0_is_that_of_the_tokenizer():
     mutable = parse("model.vocab_size=0")
-    fill_vocab_size(mutable)
-    assert resolve(mutable).model.vocab_size == TOKENIZER.vocab_size
+    assert resolve_with_tokenizer(mutable).model.vocab_size == TOKENIZER.vocab_size
     given = parse("model.vocab_size=4096")
-    fill_vocab_size(given)
-    assert given.model.vocab_size == 4096
+    assert resolve_with_tokenizer(given).model.vocab_size == 4096
 
 
 def test_stats_count_the_documents_that_training_reads(tmp_path):

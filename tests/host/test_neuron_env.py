@@ -567,6 +567,11 @@ def test_env_command_prints_json(env_here):
     assert every["1"] == one
 
 
+def test_env_command_takes_the_vocabulary_of_the_tokenizer(env_here):
+    words = ("--config.data.tokenizer=package:austen_2k.model", "--config.model.vocab_size=0")
+    assert "NEURON_RT" in env_here("--instance=trn1.32xlarge", *words).out
+
+
 def test_env_command_reads_the_launcher_and_the_lnc(env_here):
     slurm = LAUNCHERS["slurm"](64, 5)
     one = json.loads(env_here("--instance=trn2.48xlarge", "--format=json", NEURON_LOGICAL_NC_CONFIG="1", **slurm).out)

@@ -249,6 +249,11 @@ def test_ids_outside_the_vocabulary_are_refused_where_they_are_known(kind):
             decoder(kind(ids))
 
 
+def test_a_traced_function_may_close_over_its_tokens():
+    ids = jnp.asarray(tokens())
+    assert jax.eval_shape(lambda params: apply(params, CFG, ids), abstract_params(CFG)).shape == (*ids.shape, 64)
+
+
 def test_rows_longer_than_the_model_are_refused_even_where_ids_are_traced():
     cfg = dataclasses.replace(CFG, max_positions=12)
     shapes = [jax.ShapeDtypeStruct((2, length), jnp.int32) for length in (12, 13)]

@@ -87,11 +87,11 @@ def _compiled(process, workdir, out):
 
 
 def _evaluating(process, workdir, out):
-    return _compiled(process, workdir, out) and kill_trials.hit(workdir) == "validation"
+    return _compiled(process, workdir, out) and kill_trials.interrupted_phase(workdir) == "validation"
 
 
 def _saving(process, workdir, out):
-    return _compiled(process, workdir, out) and kill_trials.hit(workdir) == "asynchronous save"
+    return _compiled(process, workdir, out) and kill_trials.interrupted_phase(workdir) == "asynchronous save"
 
 
 def _never(process, workdir, out):

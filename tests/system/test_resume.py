@@ -88,8 +88,9 @@ def test_resume_after_a_full_disk_while_saving_equals_the_uninterrupted_run(unin
 @pytest.mark.slow
 def test_resume_after_a_full_disk_while_logging_equals_the_uninterrupted_run(uninterrupted, small_disk):
     config, env, expected = uninterrupted
-    pages = sum(-(-(expected / name).stat().st_size // 4096) for name in SETTINGS)
-    workdir = small_disk(f"{4 * pages + 16}k") / "run"  # what stands in SETTINGS, the first rows and events fit
+    files = [*(expected / name for name in SETTINGS), *(expected / "tokenizer").iterdir()]
+    pages = sum(-(-file.stat().st_size // 4096) for file in files)
+    workdir = small_disk(f"{4 * pages + 24}k") / "run"  # these files, the first rows and events fit
     words = micro.command(config, workdir)
     full = micro.run([*words, "--config.checkpoint.every_steps=0"], env)
     assert_failed_with_one_line(full, "a row cannot be written: No space left on device", str(workdir))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import re
 from collections.abc import Iterator, Sequence
 
@@ -12,6 +13,8 @@ from hlat_jax.data.formats.files import DataFile, Snapshot
 
 _PART_BYTES = 4096  # about 1,000 tokens
 _MIN_PARTS = 64  # of a short file, if its paragraphs are short enough
+_LONGEST_IN_PARTS = 16
+_BLANK_LINES, _LINE_ENDS = re.compile(rb"\r?\n[ \t\r]*\n\s*"), re.compile(rb"\r?\n\s*")
 
 
 class TextDocuments:
@@ -88,15 +91,25 @@ def _read_whole(snapshot: Snapshot) -> bytes:
 
 
 def _parts(raw: bytes) -> Iterator[tuple[int, int]]:
-    """Yields (start, stop) of parts of whole paragraphs, or of whole lines if there are no blank lines.
+    """Yields (start, stop) of parts of whole paragraphs; a part of more than 64 KiB is cut at line ends.
 
-    A part ends with the first paragraph that brings it to 4 KiB, or in a short text to a 64th of it.
+    A part ends with the first paragraph, or line, that brings it to 4 KiB. In a text of less than 256 KiB, a 64th of
+    it takes the place of 4 KiB, and a quarter of it that of 64 KiB.
     """
-    least, start = min(_PART_BYTES, len(raw) // _MIN_PARTS), 0
-    breaks = list(re.finditer(rb"\r?\n[ \t\r]*\n\s*", raw)) or re.finditer(rb"\r?\n\s*", raw)
-    for found in breaks:
+    least = min(_PART_BYTES, len(raw) // _MIN_PARTS)
+    begin = len(codecs.BOM_UTF8) if raw.startswith(codecs.BOM_UTF8) else 0
+    for start, stop in _cut(raw, begin, len(raw), at=_BLANK_LINES, least=least):
+        if stop - start > _LONGEST_IN_PARTS * least:
+            yield from _cut(raw, start, stop, at=_LINE_ENDS, least=least)
+        else:
+            yield start, stop
+
+
+def _cut(raw: bytes, start: int, end: int, *, at: re.Pattern[bytes], least: int) -> Iterator[tuple[int, int]]:
+    """Yields (start, stop) of parts of raw[start:end] that end at matches of `at` and have at least `least` bytes."""
+    for found in at.finditer(raw, start, end):
         if found.start() - start >= least and raw[start : found.start()].strip():
             yield start, found.start()
             start = found.end()
-    if raw[start:].strip():
-        yield start, len(raw)
+    if raw[start:end].strip():
+        yield start, end
