@@ -1,6 +1,7 @@
 """`python parse_only.py SCRIPT WORDS ...` runs a script until it has read its command line, and no further."""
 
 import argparse
+import pathlib
 import runpy
 import sys
 
@@ -14,5 +15,6 @@ def parse_only(parser, *args, **kwargs):
 
 argparse.ArgumentParser.parse_args = parse_only
 del sys.argv[0]
+sys.path.insert(0, str(pathlib.Path(sys.argv[0]).parent))  # as Python does for a script
 runpy.run_path(sys.argv[0], run_name="__main__")
 sys.exit(f"{sys.argv[0]} read no command line")
