@@ -158,8 +158,9 @@ def test_token_debt_of_a_row_is_bounded_and_zero_for_full_rows(sources, row):
             emitted, owed = choice.account_after(tokens_of[choice.source])
             assert sum(owed) == 0
             assert max(map(abs, owed)) <= 200 * len(sizes)
-        shares = np.asarray(emitted) / sum(emitted)
-        np.testing.assert_allclose(shares, np.asarray(weights) / sum(weights), atol=0.01 * len(sizes))
+        # in tokens: what is owed, at most two rows per source, and what the sequence selects, at most one
+        expected = np.asarray(weights) / sum(weights) * sum(emitted)
+        np.testing.assert_allclose(emitted, expected, atol=300 * len(sizes))
 
 
 def test_until_tokens_counts_emitted_tokens_when_rows_have_padding():
