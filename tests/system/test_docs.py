@@ -7,14 +7,18 @@ import re
 import pytest
 
 from hlat_jax.config import SECTIONS
-from tools.config_reference import PAGE, reference
+from tools import command_reference, config_reference
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")), ROOT / "notebooks" / "README.md"]
 
 
 def test_config_reference_is_what_the_dataclasses_say():
-    assert PAGE.read_text() == reference(), "run python tools/config_reference.py"
+    assert config_reference.PAGE.read_text() == config_reference.reference(), "run python tools/config_reference.py"
+
+
+def test_command_reference_is_what_the_commands_print():
+    assert command_reference.PAGE.read_text() == command_reference.reference(), "run python tools/command_reference.py"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
