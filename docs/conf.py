@@ -30,8 +30,9 @@ myst_fence_as_directive = ["mermaid"]
 nb_execution_mode = "off"  # as stored: `python tools/run_notebooks.py` makes the outputs
 nb_merge_streams = True
 
+default_role = "code"  # docstrings have Markdown's backticks
 napoleon_numpy_docstring = False
-napoleon_use_ivar = True
+napoleon_custom_sections = [("Attributes", "params_style")]  # of dataclasses
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
 autodoc_typehints_format = "short"
@@ -58,20 +59,31 @@ class Mermaid(SphinxDirective):
         return [nodes.raw("", f'<pre class="mermaid">{diagram}</pre>', format="html")]
 
 
-def with_literals(app, what, name, obj, options, lines):
-    """Turns the single backticks of our docstrings into reStructuredText's literals."""
-    lines[:] = [re.sub(r"(?<!`)`([^`]+)`(?!`)", r"``\1``", line) for line in lines]
-    lines[:] = [re.sub(r"``(?=s\b)", r"``\\ ", line) for line in lines]  # the plural of a name, `Array`s
+def separate_plurals(app, what, name, obj, options, lines):
+    """Ends code before the s of a plural, `Array`s, as reStructuredText requires."""
+    lines[:] = [re.sub(r"(`[^`]+`)(?=s\b)", r"\1\\ ", line) for line in lines]
 
 
-def add_script(app, page, template, context, doctree):
-    """Loads the script on pages with a diagram alone."""
-    if 'class="mermaid"' in context.get("body", ""):
+def shorten_factories(app, what, name, obj, options, signature, returned):
+    """Writes a field's default that a function makes as `...`, which can be parsed."""
+    return signature and signature.replace("<factory>", "..."), returned
+
+
+def finish_page(app, page, template, context, doctree):
+    """Lets names in tables break after dots and underscores; loads the script on pages with a diagram alone."""
+    body = context.get("body", "")
+    if 'class="mermaid"' in body:
         app.add_js_file("mermaid.tiny.js")
         app.add_js_file("diagrams.js")
+
+    def with_breaks(cell):
+        return re.sub(r'(?<=<span class="pre">)[^<]+', lambda name: re.sub("([._]+)", r"\1<wbr>", name[0]), cell[0])
+
+    context["body"] = re.sub("<td>.*?</td>", with_breaks, body, flags=re.DOTALL)
 
 
 def setup(app):
     app.add_directive("mermaid", Mermaid)
-    app.connect("autodoc-process-docstring", with_literals)
-    app.connect("html-page-context", add_script)
+    app.connect("autodoc-process-docstring", separate_plurals)
+    app.connect("autodoc-process-signature", shorten_factories)
+    app.connect("html-page-context", finish_page)
