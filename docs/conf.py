@@ -24,6 +24,7 @@ root_doc = "docs/index"
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = [path.name for path in ROOT.iterdir() if path.name not in PAGES] + ["**/.*"]
 highlight_language = "none"
+smartquotes = False  # flags begin with two hyphens
 
 myst_heading_anchors = 4
 myst_fence_as_directive = ["mermaid"]
@@ -70,16 +71,17 @@ def shorten_factories(app, what, name, obj, options, signature, returned):
 
 
 def finish_page(app, page, template, context, doctree):
-    """Lets names in tables break after dots and underscores; loads the script on pages with a diagram alone."""
-    body = context.get("body", "")
-    if 'class="mermaid"' in body:
+    """Lets names in tables break after dots, underscores and slashes; loads the script on pages with a diagram."""
+    if "body" not in context:
+        return
+    if 'class="mermaid"' in context["body"]:
         app.add_js_file("mermaid.tiny.js")
         app.add_js_file("diagrams.js")
 
     def with_breaks(cell):
-        return re.sub(r'(?<=<span class="pre">)[^<]+', lambda name: re.sub("([._]+)", r"\1<wbr>", name[0]), cell[0])
+        return re.sub(r'(?<=<span class="pre">)[^<]+', lambda name: re.sub("([._/]+)", r"\1<wbr>", name[0]), cell[0])
 
-    context["body"] = re.sub("<td>.*?</td>", with_breaks, body, flags=re.DOTALL)
+    context["body"] = re.sub("<td>.*?</td>", with_breaks, context["body"], flags=re.DOTALL)
 
 
 def setup(app):
