@@ -41,7 +41,7 @@ def find_kept(workdir: pathlib.Path, *, sha256: str) -> pathlib.Path | None:
     return None
 
 
-def usable(tokenizer: str, workdir: pathlib.Path) -> str:
+def resolve_tokenizer_path(tokenizer: str, workdir: pathlib.Path) -> str:
     """Returns `data.tokenizer`, or, if there is no such file, the path of the one that the run folder keeps, if any."""
     if not tokenizer or tokenizer.startswith("package:") or pathlib.Path(tokenizer).expanduser().is_file():
         return tokenizer
