@@ -75,7 +75,8 @@ class HeldOut:
     def describe(self, name: str) -> str:
         """Returns the coverage as text: '13 of 13 documents, 46,395 of 46,395 tokens'."""
         named = f"source {name}: " if name != UNNAMED else ""
-        return f"{named}{self.coverage}" + (f"; {counted(self.num_skipped, 'bad record')} skipped" if self.num_skipped else "")
+        skipped = f"; {counted(self.num_skipped, 'bad record')} skipped" if self.num_skipped else ""
+        return f"{named}{self.coverage}{skipped}"
 
 
 def open_held_out(

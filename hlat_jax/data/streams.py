@@ -325,7 +325,8 @@ class Definition:
         if position[1] >= num_own:
             raise ValueError(
                 f"position of row {row} is document {position[1]}, but {counted(len(documents), 'document')} in "
-                f"{counted(data.batch_size, 'row')} leave it {num_own}; resume with the data.train and data.batch_size it was saved with."
+                f"{counted(data.batch_size, 'row')} leave it {num_own}; resume with the data.train and data.batch_size "
+                "it was saved with."
             )
 
         def read(epoch: int, entry: int) -> str | np.ndarray | None:

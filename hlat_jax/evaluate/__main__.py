@@ -139,7 +139,8 @@ def _run_text(values: flags.FlagValues) -> None:
     print(
         f"window           at most {window:,} tokens, stride {window - window // 2:,}; padded to {lengths}\n"
         f"text             {counted(totals.num_documents, 'document')}, {counted(totals.num_bytes, 'byte')}, "
-        f"{counted(totals.num_tokens, 'token')}, {counted(totals.num_windows, 'window')}; {rate:,.0f} tokens/s, with compilation"
+        f"{counted(totals.num_tokens, 'token')}, {counted(totals.num_windows, 'window')}; {rate:,.0f} tokens/s, with "
+        "compilation"
     )
     _report(values, trained, found, dataclasses.asdict(totals) | {"window": window})
 

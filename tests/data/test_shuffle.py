@@ -182,7 +182,8 @@ def test_peek_shows_each_document_in_a_shuffled_row_as_it_is_in_the_text(folder,
             inside += first > 0 and upto[len(before)] == " "
             end = "</s>" * (tokens[-1] == len(own[document]) - 1)
             place = f"epoch 0, tokens {first} to {tokens[-1]}, at {start} to {start + len(tokens) - 1} of the row"
-            name = f"--- document {document} ({folder}/ids, document {document + 1} (document {document + 1} of text.jsonl)"
+            name = f"--- document {document} ({folder}/ids, document {document + 1} (document {document + 1} of "
+            name += "text.jsonl)"
             assert f"{name}), {place}\n{upto[len(before) :]}{end}\n" in shown
     assert inside  # a leading space belongs to the text
 

@@ -449,7 +449,7 @@ def test_help_names_every_key_and_config(train_here):
         ("c.model.tuned += 'x'", "`c.model.tuned += 'x'`: there is no key 'tuned'. model.tuned was renamed to "),
         ("print(c.data.trian)", "`print(c.data.trian)`: there is no key 'trian'. Did you mean "),
         ("c.modle = 3", "mine.py, line 5: config has no section 'modle'. Did you mean 'model'?"),
-        ("c = type(c)(c.to_dict() | {'model': 3})", "mine.py: config.model=3 is a section; set its keys one by one."),
+        ("c = type(c)(c.to_dict() | {'model': 3})", "line 5: config.model=3 is a section; set its keys one by one."),
         (
             "c.model.num_layers = c.model.num_layer + 1",
             "mine.py, line 5, `c.model.num_layers = c.model.num_layer + 1`: ",

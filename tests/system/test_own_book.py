@@ -1,4 +1,4 @@
-"""A person's own book, from one text file to a model that other programs load; from another folder, and by an update."""
+"""A person's own book, from one text file to an exported model; from another folder, and after an update."""
 
 import json
 import re

@@ -260,7 +260,8 @@ def _manifest(
 ) -> dict[str, Any]:
     totals = {name: sum(shard[name] for shard in metadata) for name in COUNTS}
     if totals["documents"] == 0:
-        raise ValueError(f"the {len(found)} input file(s) hold no documents ({counted(totals['bad_records'], 'bad record')}).")
+        bad = counted(totals["bad_records"], "bad record")
+        raise ValueError(f"the {len(found)} input file(s) hold no documents ({bad}).")
     sources = [{"name": name} | dict.fromkeys(COUNTS, 0) for name in inputs.names(found)]
     for shard in metadata:
         for number, counts in shard["sources"].items():
@@ -344,9 +345,8 @@ def summary(result: BuildResult, *, out: pathlib.Path, elapsed_s: float) -> str:
         per_byte = manifest["tokens"] / manifest["bytes"]
         what += f", {counted(manifest['tokens'], 'token')} ({per_byte:.3f} per byte)"
     time = "" if result.was_complete else f" in {duration(elapsed_s)}"
-    lines = [
-        f"{out} {'is complete' if result.was_complete else 'built'}: {what}, {counted(len(manifest['shards']), 'shard')}{time}"
-    ]
+    what += f", {counted(len(manifest['shards']), 'shard')}"
+    lines = [f"{out} {'is complete' if result.was_complete else 'built'}: {what}{time}"]
     if manifest["bad_records"]:
         lines.append(f"skipped {counted(manifest['bad_records'], 'bad record')}{', such as' if result.bad else ''}")
         lines += [f"  {message}" for message in result.bad[:5]]

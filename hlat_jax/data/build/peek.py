@@ -75,7 +75,8 @@ def _seek(batches: TrainBatches, workdir: pathlib.Path, *, step: int, data: conf
         print(f"position: computed from the lengths of the stored ids{since}, nothing to replay")
         return 0
     if kept is None:
-        print(f"position: the beginning (none is recorded in {workdir}), replaying {counted(before, 'batch')}", flush=True)
+        replayed = counted(before, "batch")
+        print(f"position: the beginning (none is recorded in {workdir}), replaying {replayed}", flush=True)
         return before
     at, position, path = kept
     batches.set_state(position[list(batches.rows)])
