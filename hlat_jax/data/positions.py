@@ -74,9 +74,11 @@ def with_choices_of_run(config: Config, workdir: pathlib.Path) -> Config:
     training text.
     """
     saved = max(_saved(workdir), default=None)
+    if saved is None:
+        return config
     try:
-        data = {} if saved is None else json.loads(saved[1].read_bytes())["metadata"]["config"]["data"]
-        kept = {"shuffle_by": data.get("shuffle_by", "document")} if data else {}
+        data = json.loads(saved[1].read_bytes())["metadata"]["config"]["data"]
+        kept = {"shuffle_by": data.get("shuffle_by", "document")}
         if config.data.validation == HELD_OUT and data.get("validation", "").startswith("package:"):
             kept["validation"] = data["validation"]
     except (OSError, ValueError, LookupError, TypeError, AttributeError):  # damaged; whoever restores it reports that
