@@ -46,4 +46,4 @@ def resolve_tokenizer_path(tokenizer: str, workdir: pathlib.Path) -> str:
     if not tokenizer or tokenizer.startswith("package:") or pathlib.Path(tokenizer).expanduser().is_file():
         return tokenizer
     kept = find_kept(workdir, sha256="")
-    return tokenizer if kept is None else str(kept)
+    return tokenizer if kept is None else str(kept.absolute())

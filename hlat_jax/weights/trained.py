@@ -145,12 +145,11 @@ def open_weights(path: str | os.PathLike, *, masters: bool = False, tokenizer: s
 
 def _with_tokenizer(weights: Weights, path: str) -> Weights:
     """Returns the weights with the tokenizer at `path`, which must be theirs if they have one."""
-    own = pathlib.Path(weights.tokenizer)
-    theirs, has_own = weights.tokenizer_sha256, bool(weights.tokenizer) and own.is_file()
-    if not theirs and has_own:
-        theirs = hashlib.sha256(own.read_bytes()).hexdigest()
+    own, recorded = pathlib.Path(weights.tokenizer), weights.tokenizer_sha256
+    at_own = hashlib.sha256(own.read_bytes()).hexdigest() if own.is_file() else ""
+    theirs = recorded or at_own
     if theirs not in ("", Tokenizer(path, key="--tokenizer").sha256):
-        hint = f", {own}: leave the flag out" if has_own else "; give that one"
+        hint = f", {own}: leave the flag out" if theirs == at_own else "; give that one"
         raise ValueError(f"--tokenizer={path} is not the tokenizer of {weights.folder}{hint}.")
     return dataclasses.replace(weights, tokenizer=path)
 
