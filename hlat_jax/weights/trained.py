@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gc
-import hashlib
 import os
 import pathlib
 import re
@@ -23,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hlat_jax.config import ModelConfig, typed, with_renamed_keys
-from hlat_jax.data.kept_tokenizer import find_kept
+from hlat_jax.data.kept_tokenizer import file_sha256, find_kept
 from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.model import abstract_params
 from hlat_jax.store.checkpoint import find_saved, read_arrays
@@ -146,7 +145,7 @@ def open_weights(path: str | os.PathLike, *, masters: bool = False, tokenizer: s
 def _with_tokenizer(weights: Weights, path: str) -> Weights:
     """Returns the weights with the tokenizer at `path`, which must be theirs if they have one."""
     own, recorded = pathlib.Path(weights.tokenizer), weights.tokenizer_sha256
-    at_own = hashlib.sha256(own.read_bytes()).hexdigest() if own.is_file() else ""
+    at_own = file_sha256(own) if own.is_file() else ""
     theirs = recorded or at_own
     if theirs not in ("", Tokenizer(path, key="--tokenizer").sha256):
         hint = f", {own}: leave the flag out" if theirs == at_own else "; give that one"
