@@ -16,7 +16,7 @@ import os
 import pathlib
 import re
 import traceback
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from hlat_jax.byte_sizes import parse_bytes
@@ -30,6 +30,12 @@ def nearest(word: str, candidates: Any) -> str:
     candidates = sorted(candidates)
     close = difflib.get_close_matches(word, candidates, n=1, cutoff=0.6)
     return f"Did you mean {close[0]!r}?" if close else f"Known: {', '.join(candidates)}."
+
+
+def counted(count: int, noun: str) -> str:
+    """Returns "1 document", "0 documents" or "1,200 batches"."""
+    plural = "es" if noun.endswith("ch") else "s"
+    return f"{count:,} {noun}{'' if count == 1 else plural}"
 
 
 def check_choice(path: str, field: dataclasses.Field, value: Any) -> None:
@@ -375,10 +381,8 @@ def with_renamed_keys(recorded: dict[str, Any]) -> dict[str, Any]:
 
 
 # Paths in a config file are relative to it, those in a shipped one to the working directory.
-PATH_KEYS = (
-    *("data.train", "data.validation", "data.tokenizer", "model.ops_table"),
-    *("train.init_from", "train.branch_from", "train.eval_tasks_folder"),
-)
+_TEXT_KEYS = ("data.train", "data.validation", "data.tokenizer")
+PATH_KEYS = (*_TEXT_KEYS, "model.ops_table", "train.init_from", "train.branch_from", "train.eval_tasks_folder")
 
 
 def default() -> Any:
@@ -414,9 +418,9 @@ def load(name_or_path: str) -> Any:
             raise ValueError(f"get_config() returns {config!r:.100}; end it with `return c`, the config it edits.")
     except Exception as error:  # anything may go wrong in a user's file
         raise ValueError(_file_error(path, error)) from error
-    _check_types(config, path)
+    _check_values(config, path)
     if path.resolve().parent != config_folder().resolve():
-        _anchor_paths(config, path.parent.resolve())
+        _anchor_paths(config, path.parent.resolve(), keys=PATH_KEYS)
     config.name = path.stem
     return config
 
@@ -459,34 +463,52 @@ def _file_error(path: pathlib.Path, error: Exception) -> str:
     return f"{path}, line {lines[-1]}, `{source}`: {message}{''.join(renamed)}"
 
 
-def _check_types(config: Any, path: pathlib.Path) -> None:
-    """Raises ValueError for a value in a config file that its key does not take; the message has the line, if found."""
-    tree = config.to_dict()
-    for section, cls in SECTIONS.items():
-        values = tree[section] if isinstance(tree.get(section), dict) else {}
-        for field in dataclasses.fields(cls):
-            if field.name not in values or values[field.name] is None:  # left to `resolve`, or for the command line
-                continue
-            try:
-                typed(f"{section}.{field.name}", field, values[field.name])
-            except ValueError as error:
-                text = path.read_text(encoding="utf-8").splitlines()
-                pattern = rf"\b{field.name}\b[\"']?\]?\s*[=:][^=]"
-                lines = [number for number, line in enumerate(text, start=1) if re.search(pattern, line)]
-                raise ValueError(f"{path}{f', line {lines[-1]}' if lines else ''}: {error}") from None
+def _check_values(config: Any, path: pathlib.Path) -> None:
+    """Raises ValueError for a section, key or value in a config file that there is not; it has the line, if found."""
+    for section, values in config.to_dict().items():
+        key = ""
+        try:
+            if section != "name":
+                check_section(section, values)
+                for key, value in values.items():
+                    field = field_of(section, key)
+                    if value is not None:  # left to `resolve`, or for the command line
+                        typed(f"{section}.{key}", field, value)
+        except ValueError as error:
+            raise ValueError(f"{path}{_line_of(section, key, path)}: {error}") from None
 
 
-def _anchor_paths(config: Any, folder: pathlib.Path) -> None:
-    """Makes relative paths of a config file absolute: beside it, except where only the working directory has them."""
+def _line_of(section: str, key: str, path: pathlib.Path) -> str:
+    """Returns ", line 7", where a config file sets a key last; "" if no line is found."""
+    lines = list(enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), start=1))
+    named = rf"\b{re.escape(key or section)}\b[\"']?\]?\s*[+*/-]?[=:][^=]"
+    for pattern in (rf"\b{re.escape(section)}\b.*{named}", named):  # sections share names of keys, such as seed
+        found = [number for number, line in lines if re.search(pattern, line)]
+        if found:
+            return f", line {found[-1]}"
+    return ""
+
+
+def make_text_paths_absolute(mutable: Any) -> None:
+    """Makes relative paths of text and tokenizer in a ConfigDict absolute, from the working directory.
+
+    URLs, package:NAME and a share of data.train stay as they are.
+    """
+    _anchor_paths(mutable, pathlib.Path.cwd(), keys=_TEXT_KEYS)
+
+
+def _anchor_paths(config: Any, folder: pathlib.Path, *, keys: Sequence[str]) -> None:
+    """Makes relative paths absolute: from `folder`, or from the working directory where only that has them."""
+    places = [place for place in (str(folder), os.getcwd()) if not set(",;") & set(place)]  # which separate paths
 
     def anchored(path: str) -> str:
         plain = path.strip()
         # package:NAME, URLs, a share of data.train
         if not plain or ":" in plain or plain.endswith("%") or plain.startswith("~") or os.path.isabs(plain):
             return path
-        there = f"{glob.escape(str(folder)) if glob.has_magic(plain) else folder}/{plain}"
-        beside, here = (os.path.exists(word) or any(glob.iglob(word, recursive=True)) for word in (there, plain))
-        return path if here and not beside else there
+        words = [f"{glob.escape(place) if glob.has_magic(plain) else place}/{plain}" for place in places]
+        there = (word for word in words if os.path.exists(word) or any(glob.iglob(word, recursive=True)))
+        return next(there, words[0])
 
     def anchored_step(spec: str) -> str:
         run, sign, step = spec.rpartition("@")
@@ -496,9 +518,9 @@ def _anchor_paths(config: Any, folder: pathlib.Path) -> None:
         parts = [re.fullmatch(r"(\s*[A-Za-z]\w*\s*=)?(.*)", part, re.DOTALL) for part in spec.split(";")]
         return ";".join((part[1] or "") + ",".join(map(anchored, part[2].split(","))) for part in parts)
 
-    for section, key in (path.split(".") for path in PATH_KEYS):
+    for section, key in (path.split(".") for path in keys):
         value = config[section][key] if section in config and key in config[section] else ""
-        if isinstance(value, str) and not set(",;") & set(str(folder)):
+        if isinstance(value, str) and places:
             own = {"train": anchored_text, "validation": anchored_text, "branch_from": anchored_step}
             config[section][key] = own.get(key, anchored)(value)
 
@@ -513,6 +535,23 @@ def config_folder() -> pathlib.Path:
     package = pathlib.Path(__file__).resolve().parent
     installed = package / "configs"
     return installed if installed.is_dir() else package.parent / "configs"
+
+
+def check_section(name: str, values: Any) -> None:
+    """Raises ValueError unless `name` is a section and its values are a dict."""
+    if name not in SECTIONS:
+        raise ValueError(f"config has no section {name!r}. {nearest(name, SECTIONS)}")
+    if not isinstance(values, dict):
+        raise ValueError(f"config.{name}={values!r:.100} is a section; set its keys one by one.")
+
+
+def field_of(section: str, key: str) -> dataclasses.Field:
+    """Returns the field of a key. Raises ValueError with the new name of a renamed key, or the nearest one."""
+    fields = {field.name: field for field in dataclasses.fields(SECTIONS[section])}
+    if key not in fields:
+        require_not_renamed(f"{section}.{key}")
+        raise ValueError(f"config has no key {section}.{key}. {nearest(key, fields)}")
+    return fields[key]
 
 
 def typed(path: str, field: dataclasses.Field, value: Any) -> Any:

@@ -17,9 +17,9 @@ from hlat_jax.config import (
     ParallelConfig,
     TrainConfig,
     at_least,
+    check_section,
+    field_of,
     held_out_share,
-    nearest,
-    require_not_renamed,
     typed,
 )
 
@@ -32,9 +32,8 @@ def resolve(mutable: Any) -> Config:
         each other; the message has the path, the numbers and what to change.
     """
     tree = mutable if isinstance(mutable, dict) else mutable.to_dict()
-    unknown = set(tree) - set(SECTIONS) - {"name"}
-    if unknown:
-        raise ValueError(f"config has no section {min(unknown)!r}. {nearest(min(unknown), SECTIONS)}")
+    for name in sorted(set(tree) - {"name"}):
+        check_section(name, tree[name])
     sections = {name: _section(name, cls, tree.get(name, {})) for name, cls in SECTIONS.items()}
     config = Config(name=tree.get("name", "custom"), **sections)
     check_run_name(config.name)
@@ -45,12 +44,8 @@ def resolve(mutable: Any) -> Config:
 
 
 def _section(name: str, cls: type, values: dict[str, Any]) -> Any:
-    fields = {f.name: f for f in dataclasses.fields(cls)}
-    for key in values:
-        if key not in fields:
-            require_not_renamed(f"{name}.{key}")
-            raise ValueError(f"config has no key {name}.{key}. {nearest(key, fields)}")
-    missing = sorted(set(fields) - set(values))
+    fields = {key: field_of(name, key) for key in values}
+    missing = sorted({field.name for field in dataclasses.fields(cls)} - set(fields))
     if missing:
         raise ValueError(f"config lacks {name}.{missing[0]}; start from hlat_jax.config.default().")
     return cls(**{key: typed(f"{name}.{key}", fields[key], value) for key, value in values.items()})

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import json
 import os
 import pathlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from absl import flags, logging
 
@@ -16,6 +15,7 @@ from hlat_jax import config as config_lib
 from hlat_jax import cost
 from hlat_jax.host import flags as flags_lib
 from hlat_jax.host import neuron_env, neuron_topology
+from hlat_jax.host.path_checks import check_file, check_folder
 
 
 def main(argv: Sequence[str]) -> int:
@@ -24,6 +24,8 @@ def main(argv: Sequence[str]) -> int:
     from hlat_jax.data.tokenizer import resolve_with_tokenizer  # not at the top: --help does not need it
 
     workdir = pathlib.Path(values.workdir or f"runs/{mutable.name}")
+    config_lib.make_text_paths_absolute(mutable)  # the run records them
+    named_tokenizer = mutable.data.tokenizer
     config = resolve_with_tokenizer(mutable, workdir=workdir)
     if values.print_config:
         print(json.dumps(config.to_dict(), indent=2))
@@ -33,7 +35,10 @@ def main(argv: Sequence[str]) -> int:
         sys.stdout.reconfigure(line_buffering=True)  # so that each line is in a log file while the run compiles
     logging.set_verbosity(logging.ERROR)  # silences the INFO logs of libraries; ours are printed
     if not values.coordinator:  # of several processes all end alike, with the reason, once they have joined
-        _check_paths(config, workdir)
+        is_shipped = config.name in config_lib.shipped()
+        _check_paths(config, workdir, keys=flags_lib.given_keys(values) if is_shipped else config_lib.PATH_KEYS)
+    if config.data.tokenizer != named_tokenizer:
+        print(f"tokenizer        {config.data.tokenizer}: {named_tokenizer} is missing")
     _set_environment(config, values)
     from hlat_jax import loop  # imports JAX, which must see the environment as it is now
     from hlat_jax.host import distributed
@@ -51,20 +56,22 @@ def main(argv: Sequence[str]) -> int:
         return 1
 
 
-def _check_paths(config: config_lib.Config, workdir: pathlib.Path) -> None:
+def _check_paths(config: config_lib.Config, workdir: pathlib.Path, *, keys: Collection[str]) -> None:
     """Raises ValueError for a path that does not exist, before the seconds that importing JAX takes.
 
-    The paths that a shipped config sets are left to the run, which first checks that the model fits this machine.
+    Of text and tokenizer it checks those of `keys` alone: the ones that a shipped config sets are left to the run,
+    which first checks that the model fits this machine.
     """
-    from hlat_jax.data import kept_tokenizer, path_checks  # not at the top: --help does not need it
+    from hlat_jax.data import path_checks  # not at the top: --help does not need it
     from hlat_jax.weights.path_checks import check_checkpoint
 
-    data = dataclasses.asdict(config.data)
-    shipped = config_lib.load(config.name).data if config.name in config_lib.shipped() else config_lib.default().data
-    given = {key for key in ("train", "validation", "tokenizer") if data[key] != shipped[key]}
-    path_checks.check_text(config.data, keys=given & {"train", "validation"})
-    if "tokenizer" in given:
-        path_checks.check_tokenizer(kept_tokenizer.usable(config.data.tokenizer, workdir))
+    path_checks.check_text(config.data, keys=[key for key in ("train", "validation") if f"data.{key}" in keys])
+    if "data.tokenizer" in keys:
+        path_checks.check_tokenizer(config.data.tokenizer)
+    if config.model.ops_table:
+        check_file(config.model.ops_table, key="model.ops_table")
+    if config.train.eval_tasks_folder:
+        check_folder(config.train.eval_tasks_folder, key="train.eval_tasks_folder")
     if any(workdir.glob("checkpoints/*")):
         return  # a run that resumes does not read these
     starts = {"init_from": config.train.init_from, "branch_from": config.train.branch_from.rpartition("@")[0]}

@@ -84,7 +84,7 @@ def _until_stdout_closes() -> Iterator[None]:
 
 
 def _parse(argv: Sequence[str], values: flags.FlagValues, *, usage: str) -> list[str]:
-    return flags_lib.words(argv, values, usage=usage, missing="no inputs; name files, folders or globs of text.")
+    return flags_lib.parse_inputs(argv, values, usage=usage, missing="no inputs; name files, folders or globs of text.")
 
 
 def _define_reading(values: flags.FlagValues) -> None:
@@ -163,7 +163,7 @@ def _stats(argv: Sequence[str]) -> int:
     from hlat_jax.data.tokenizer import resolve_with_tokenizer
 
     config = resolve_with_tokenizer(mutable)
-    _check_given(config, tokenizer=config.data.tokenizer)
+    _check_given(config)
     from hlat_jax.data.build import stats
     from hlat_jax.store.progress import ProgressBar, Status
 
@@ -181,7 +181,6 @@ def _peek(argv: Sequence[str]) -> int:
         flags.DEFINE_string("workdir", "", "Run folder; default runs/NAME.", flag_values=values)
 
     mutable, values = flags_lib.parse(argv, define)
-    from hlat_jax.data import kept_tokenizer
     from hlat_jax.data.tokenizer import resolve_with_tokenizer
 
     workdir = pathlib.Path(values.workdir or f"runs/{mutable.name}")
@@ -192,18 +191,18 @@ def _peek(argv: Sequence[str]) -> int:
         raise ValueError(f"--step={values.step} must be at least 1: step N trains on batch N.")
     if values.row is not None and not 0 <= values.row < config.data.batch_size:
         raise ValueError(f"--row={values.row} must be in 0 .. data.batch_size - 1 = {config.data.batch_size - 1}.")
-    _check_given(config, tokenizer=kept_tokenizer.usable(config.data.tokenizer, workdir))
+    _check_given(config)
     from hlat_jax.data.build import peek
 
     return peek.peek(config, workdir, step=values.step, row=values.row)
 
 
-def _check_given(config: Config, *, tokenizer: str) -> None:
+def _check_given(config: Config) -> None:
     """Raises ValueError for a path of the config that does not exist, before JAX is imported."""
     from hlat_jax.data import path_checks
 
     path_checks.check_text(config.data)
-    path_checks.check_tokenizer(tokenizer)
+    path_checks.check_tokenizer(config.data.tokenizer)
 
 
 if __name__ == "__main__":

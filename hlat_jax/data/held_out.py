@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from hlat_jax import batch as batch_lib
-from hlat_jax.config import DataConfig
+from hlat_jax.config import DataConfig, counted
 from hlat_jax.data import packing
 from hlat_jax.data.formats.records import BadRecord
 from hlat_jax.data.loader import make_batch
@@ -49,10 +49,10 @@ class Coverage:
 
     def __str__(self) -> str:
         about = "about " if self.is_estimate else ""
-        how = f", in {self.num_rows:,} rows spread evenly" if self.num_rows else ""
+        how = f", in {counted(self.num_rows, 'row')} spread evenly" if self.num_rows else ""
         return (
-            f"{self.documents:,} of {self.all_documents:,} documents, {self.tokens:,} of {about}{self.all_tokens:,} "
-            f"tokens{how}"
+            f"{self.documents:,} of {counted(self.all_documents, 'document')}, {self.tokens:,} of "
+            f"{about}{counted(self.all_tokens, 'token')}{how}"
         )
 
 
@@ -75,7 +75,8 @@ class HeldOut:
     def describe(self, name: str) -> str:
         """Returns the coverage as text: '13 of 13 documents, 46,395 of 46,395 tokens'."""
         named = f"source {name}: " if name != UNNAMED else ""
-        return f"{named}{self.coverage}" + (f"; {self.num_skipped:,} bad records skipped" if self.num_skipped else "")
+        skipped = f"; {counted(self.num_skipped, 'bad record')} skipped" if self.num_skipped else ""
+        return f"{named}{self.coverage}{skipped}"
 
 
 def open_held_out(

@@ -15,9 +15,9 @@ _BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "generation_confi
 
 def keep_tokenizer(path: pathlib.Path, workdir: pathlib.Path) -> None:
     """Copies the tokenizer at `path` into a run folder, unless the same one is there."""
-    content, is_json = path.read_bytes(), path.suffix == ".json"
-    if find_kept(workdir, sha256=hashlib.sha256(content).hexdigest()) is not None:
+    if find_kept(workdir, sha256=file_sha256(path)) is not None:
         return
+    content, is_json = path.read_bytes(), path.suffix == ".json"  # read before a file of that name is removed
     folder = workdir / FOLDER
     folder.mkdir(exist_ok=True)
     for name in (*_NAMES, *_BESIDE):
@@ -28,6 +28,11 @@ def keep_tokenizer(path: pathlib.Path, workdir: pathlib.Path) -> None:
     write_whole(folder / _NAMES[is_json], content)  # last: where it is, the others are
 
 
+def file_sha256(path: pathlib.Path) -> str:
+    """Returns the checksum of a tokenizer by which runs tell it from others."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
 def find_kept(workdir: pathlib.Path, *, sha256: str) -> pathlib.Path | None:
     """Returns the tokenizer that a run folder keeps; None if it keeps none, or not the one with this checksum.
 
@@ -36,14 +41,14 @@ def find_kept(workdir: pathlib.Path, *, sha256: str) -> pathlib.Path | None:
       sha256: of the file; "": any.
     """
     for path in (workdir / FOLDER / name for name in _NAMES):
-        if path.is_file() and sha256 in ("", hashlib.sha256(path.read_bytes()).hexdigest()):
+        if path.is_file() and sha256 in ("", file_sha256(path)):
             return path
     return None
 
 
-def usable(tokenizer: str, workdir: pathlib.Path) -> str:
+def resolve_tokenizer_path(tokenizer: str, workdir: pathlib.Path) -> str:
     """Returns `data.tokenizer`, or, if there is no such file, the path of the one that the run folder keeps, if any."""
     if not tokenizer or tokenizer.startswith("package:") or pathlib.Path(tokenizer).expanduser().is_file():
         return tokenizer
     kept = find_kept(workdir, sha256="")
-    return tokenizer if kept is None else str(kept)
+    return tokenizer if kept is None else str(kept.absolute())

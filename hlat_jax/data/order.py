@@ -24,21 +24,19 @@ _MASK = (1 << 32) - 1
 
 
 class Order:
-    """A permutation of the documents 0 .. `num_documents` - 1 for every epoch; thread-safe.
-
-    Raises:
-      ValueError: a seed outside 0 .. 2**32 - 1.
-    """
+    """A permutation of the documents 0 .. `num_documents` - 1 for every epoch; thread-safe. `seed` is below 2**32."""
 
     def __init__(self, num_documents: int, *, seed: int):
         self._num_documents, self._seed = num_documents, seed
         self._lock, self._tables = threading.Lock(), collections.OrderedDict[int, np.ndarray]()
-        self._grain = grain.MapDataset.range(num_documents).shuffle(seed=seed)
-        self._grain[0]  # initializes Grain's statistics before threads read
+        self._grain = None
+        if num_documents > _MAX_TABLE:
+            self._grain = grain.MapDataset.range(num_documents).shuffle(seed=seed)
+            self._grain[0]  # initializes Grain's statistics before threads read
 
     def number(self, epoch: int, entry: int) -> int:
         """Returns which document is entry `entry` of an epoch."""
-        if self._num_documents > _MAX_TABLE:
+        if self._grain is not None:
             # Grain counts epochs in the index: entry e * n + i of an order is entry i of epoch e
             return int(self._grain[epoch * self._num_documents + entry])
         with self._lock:

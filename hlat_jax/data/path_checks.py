@@ -7,7 +7,7 @@ import pathlib
 from collections.abc import Collection
 
 from hlat_jax.config import DataConfig
-from hlat_jax.data.formats.paths import asset_path
+from hlat_jax.data.formats.paths import asset_path, nothing_at, tokenizer_file
 from hlat_jax.data.mixture import parse_sources
 
 
@@ -33,13 +33,10 @@ def check_text_path(path: str, *, key: str) -> None:
         return
     local = pathlib.Path(path).expanduser()
     if not local.exists() and next(glob.iglob(str(local), recursive=True), None) is None:
-        what = "matches no file" if glob.has_magic(path) else "does not exist"
-        raise ValueError(f"{key}: {path} {what} (looked from {pathlib.Path.cwd()}).")
+        raise nothing_at(path, key=key)
 
 
-def check_tokenizer(path: str) -> None:
-    """Raises ValueError if `data.tokenizer` is set and there is no such file."""
-    if path.startswith("package:"):
-        asset_path(path.removeprefix("package:"))
-    elif path and not pathlib.Path(path).expanduser().is_file():
-        raise ValueError(f"data.tokenizer={path}: no such file (looked from {pathlib.Path.cwd()}).")
+def check_tokenizer(path: str, *, key: str = "data.tokenizer") -> None:
+    """Raises ValueError if `path` is set and there is no such file."""
+    if path:
+        tokenizer_file(path, key=key)

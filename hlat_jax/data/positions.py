@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from hlat_jax.config import Config, with_renamed_keys
+from hlat_jax.config import HELD_OUT, Config, with_renamed_keys
 from hlat_jax.data.sources import TokenRows
 from hlat_jax.data.streams import NUM_FIELDS, Definition, identity
 from hlat_jax.store.atomic_files import write_whole
@@ -66,21 +66,27 @@ def check_identity(workdir: pathlib.Path, step: int, *, data_identity: Identity)
     return _first(files, workdir, data_identity=data_identity) is not None
 
 
-def with_order_of_run(config: Config, workdir: pathlib.Path) -> Config:
-    """Returns the config with the data.shuffle_by of the run in `workdir`; prints that this key of `config` is ignored.
+def with_choices_of_run(config: Config, workdir: pathlib.Path) -> Config:
+    """Returns the config with the choices of the run in `workdir`; prints which keys of `config` are ignored.
 
-    Runs that are older than the key have "document".
+    data.shuffle_by is that of the run, "document" if it is older than the key. So is data.validation if it would hold
+    out HELD_OUT of data.train and the run was validated on text of the package: older versions kept that beside other
+    training text.
     """
     saved = max(_saved(workdir), default=None)
-    try:
-        data = None if saved is None else json.loads(saved[1].read_bytes())["metadata"]["config"]["data"]
-    except (OSError, ValueError, LookupError, TypeError):  # damaged; whoever restores it reports that
-        data = None
-    kept = config.data.shuffle_by if data is None else data.get("shuffle_by", "document")
-    if kept == config.data.shuffle_by:
+    if saved is None:
         return config
-    print(f"data.shuffle_by  {config.data.shuffle_by} is ignored: this run began with {kept}")
-    return dataclasses.replace(config, data=dataclasses.replace(config.data, shuffle_by=kept))
+    try:
+        data = json.loads(saved[1].read_bytes())["metadata"]["config"]["data"]
+        kept = {"shuffle_by": data.get("shuffle_by", "document")}
+        if config.data.validation == HELD_OUT and data.get("validation", "").startswith("package:"):
+            kept["validation"] = data["validation"]
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):  # damaged; whoever restores it reports that
+        return config
+    for key, value in kept.items():
+        if value != (given := getattr(config.data, key)):
+            print(f"data.{key:<10}  {given} is ignored: this run began with {value}")
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, **kept))
 
 
 def compute(

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from hlat_jax.config import counted
 from hlat_jax.data.formats import records
 from hlat_jax.data.formats.array_record import ArrayRecordDocuments
 from hlat_jax.data.formats.arrow_ipc import arrow_documents
@@ -69,15 +70,20 @@ class Corpus:
         return records.place(self._starts, index)
 
 
+def num_held_out(total: int, *, share: float) -> int:
+    """Returns how many of `total` documents are held out: `share` of all, at least one and at most MAX_HELD_OUT."""
+    return min(max(1, round(share * total)), MAX_HELD_OUT)
+
+
 class SplitCorpus:
     """The documents of a corpus without a held-out share of them, or these alone, with the attributes of Corpus.
 
-    Held out are evenly spaced documents: `share` of all, but at least one and at most MAX_HELD_OUT.
+    Held out are `num_held_out` evenly spaced documents.
     """
 
     def __init__(self, corpus: Corpus, *, share: float, held_out: bool):
         total = len(corpus)
-        count = min(max(1, round(share * total)), MAX_HELD_OUT)
+        count = num_held_out(total, share=share)
         self._corpus, self._held_out, self._is_held_out = corpus, np.asarray(evenly_spaced(total, count)), held_out
         self.num_held_out, self._len = count, count if held_out else total - count
         self.ignored, self.can_cut, self.is_cut = corpus.ignored, corpus.can_cut, corpus.is_cut
@@ -116,12 +122,12 @@ class SplitCorpus:
 class TokenRows:
     """Rows of `seq_len` tokens, by number, of the concatenated documents of a corpus of stored ids, as documents.
 
-    The last tokens, if they do not fill a row, are in none. Takes 8 bytes of memory for each document. The attributes
-    are those of the corpus.
+    The last tokens, if they do not fill a row, are in none. Takes 8 bytes of memory for each document. Beside `corpus`,
+    the attributes are those of the corpus.
     """
 
     def __init__(self, corpus: Corpus | SplitCorpus, lengths: np.ndarray, *, seq_len: int):
-        self._corpus, self.seq_len = corpus, seq_len
+        self.corpus, self.seq_len = corpus, seq_len
         self._starts = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
         self.manifest, self.ignored, self.num_held_out = corpus.manifest, corpus.ignored, corpus.num_held_out
         self.can_cut, self.is_cut = corpus.can_cut, corpus.is_cut
@@ -130,20 +136,21 @@ class TokenRows:
         return int(self._starts[-1]) // self.seq_len
 
     def __getitem__(self, index: int) -> np.ndarray:
+        parts = self.parts(index)
+        return np.concatenate([self.corpus[document][token : token + count] for document, token, count in parts])
+
+    def parts(self, index: int) -> list[tuple[int, int, int]]:
+        """Returns (document, its first token there, number of tokens) of each document in row `index`, in order."""
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")
-        start, parts, filled = index * self.seq_len, [], 0
-        document, offset = records.place(self._starts, start)
+        found, filled = [], 0
+        document, token = records.place(self._starts, index * self.seq_len)
         while filled < self.seq_len:
-            part = self._corpus[document][offset : offset + self.seq_len - filled]
-            parts.append(part)
-            document, offset, filled = document + 1, 0, filled + len(part)
-        return np.concatenate(parts)
-
-    def locate(self, index: int) -> str:
-        """Returns the file and row of the document in which row `index` begins, and the token there."""
-        document, offset = records.place(self._starts, index * self.seq_len)
-        return f"{self._corpus.locate(document)}, from token {offset}"
+            length = int(self._starts[document + 1] - self._starts[document])
+            count = min(length - token, self.seq_len - filled)
+            found.append((document, token, count))
+            document, token, filled = document + 1, 0, filled + count
+        return found
 
     def token_lengths(self) -> np.ndarray:
         """Returns int64[rows]: `seq_len` for each, without taking memory for each."""
@@ -238,8 +245,9 @@ def _check_not_empty(documents: Corpus, *, what: str) -> None:
     if first_error is not None and len(documents) == 1 and documents.can_cut:
         raise ValueError(f"{what}: {first_error.problem}")
     if first_error is not None:
-        raise ValueError(f"{what}: none of {len(documents)} documents can be read. The first error: {first_error}")
-    raise ValueError(f"{what}: all {len(documents)} documents are empty; give files with text.")
+        total = counted(len(documents), "document")
+        raise ValueError(f"{what}: of {total}, none can be read. The first error: {first_error}")
+    raise ValueError(f"{what}: no text in {counted(len(documents), 'document')}; give files with text.")
 
 
 def _runs(files: Sequence[DataFile]) -> list[tuple[str, list[DataFile]]]:

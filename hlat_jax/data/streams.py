@@ -24,13 +24,14 @@ import functools
 import hashlib
 import json
 import pathlib
+import shlex
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from hlat_jax.config import DataConfig, held_out_share
+from hlat_jax.config import DataConfig, counted, held_out_share
 from hlat_jax.data import packing, sources
 from hlat_jax.data.formats.records import BadRecord
 from hlat_jax.data.mixture import UNNAMED, Mixture, MixtureStage, first_stages, parse_sources, parse_stages
@@ -69,9 +70,10 @@ class Source:
         """Returns what a user must know about the documents, such as ignored files; '' for nothing."""
         documents, notes = self.documents, []
         if documents.is_cut:
-            notes.append(f"cut at paragraphs into {len(documents) + documents.num_held_out:,} documents")
+            num_documents = len(documents) + documents.num_held_out
+            notes.append(f"cut at paragraphs into {counted(num_documents, 'document')}")
         if documents.num_held_out:
-            notes.append(f"{documents.num_held_out:,} documents held out for validation")
+            notes.append(f"{counted(documents.num_held_out, 'document')} held out for validation")
         return ", ".join([*notes, documents.ignored] if documents.ignored else notes)
 
 
@@ -120,18 +122,15 @@ def open_documents(spec: str, data: DataConfig, *, key: str, **options: Any) -> 
     Plain-text files of data.train are cut into documents at paragraphs if there would be too few documents.
     """
     documents = sources.open_corpus(spec, text_field=data.text_field, key=key, **options)
-    if key.startswith("data.train") and documents.can_cut and len(documents) < _min_documents(data):
+    share, total = held_out_share(data.validation), len(documents)
+    num_left = total - (sources.num_held_out(total, share=share) if share else 0)
+    if key.startswith("data.train") and documents.can_cut and num_left < data.batch_size:
         documents = sources.open_corpus(spec, text_field=data.text_field, key=key, cut_text=True, **options)
     return documents
 
 
 def _shuffles_rows(data: DataConfig) -> bool:
     return data.shuffle and data.shuffle_by == "row"
-
-
-def _min_documents(data: DataConfig) -> int:
-    """Returns how many documents a source needs: one for each row of a batch, and one to hold out."""
-    return data.batch_size + bool(held_out_share(data.validation))
 
 
 def _check_enough(documents: Any, data: DataConfig, *, where: str) -> None:
@@ -144,7 +143,7 @@ def _check_enough(documents: Any, data: DataConfig, *, where: str) -> None:
         held_out = f" and {documents.num_held_out} to hold out (data.validation={data.validation})"
     fewer = f", or set data.batch_size to at most {most}" if most else ""
     raise ValueError(
-        f"{where} holds {count} document{'' if count == 1 else 's'}, fewer than data.batch_size={data.batch_size}"
+        f"{where} holds {counted(count, 'document')}, fewer than data.batch_size={data.batch_size}"
         f"{held_out}; each row of a batch reads documents of its own. Give more text, with blank lines or line ends "
         f"between the paragraphs of plain text{fewer}."
     )
@@ -197,7 +196,7 @@ def data_drift(saved: Mapping[str, Any], current: Mapping[str, Any], *, num_batc
     for key in ("manifest", "validation_manifest"):
         before, now = ((settings.get(key) or {"files": []})["files"] for settings in (saved, current))
         if len(before) != len(now):
-            lines.append(f"{key}: {len(before)} files in the checkpoint, {len(now)} now")
+            lines.append(f"{key}: {counted(len(before), 'file')} in the checkpoint, {len(now):,} now")
             continue
         kept = ("bytes", "documents", "fingerprint")
         pairs = [(a, b) for a, b in zip(before, now, strict=True) if any(a[name] != b[name] for name in kept)]
@@ -208,6 +207,11 @@ def data_drift(saved: Mapping[str, Any], current: Mapping[str, Any], *, num_batc
             f"the order of documents: permutation {before} in the checkpoint, {now} with this release of Grain"
         )
     before, now = saved["config"]["data"], current["config"]["data"]
+    if held_out_share(before["validation"]) != held_out_share(now["validation"]):
+        lines.append(
+            f"data.validation: {before['validation']!r} in the checkpoint, {now['validation']!r} now, and a share is "
+            f"held out of data.train: give --config.data.validation={shlex.quote(before['validation'])}"
+        )
     if before["mixture"] == now["mixture"]:
         return lines
     if _first_stages(before, num_batches=num_batches) != _first_stages(now, num_batches=num_batches):
@@ -220,7 +224,8 @@ def data_drift(saved: Mapping[str, Any], current: Mapping[str, Any], *, num_batc
 
 def _describe(entry: Mapping[str, Any]) -> str:
     return (
-        f"{entry['name']} with {entry['bytes']:,} bytes, {entry['documents']:,} documents, {entry['fingerprint'][:8]}"
+        f"{entry['name']} with {counted(entry['bytes'], 'byte')}, {counted(entry['documents'], 'document')}, "
+        f"{entry['fingerprint'][:8]}"
     )
 
 
@@ -319,8 +324,9 @@ class Definition:
         num_own = self.num_entries(source, row=row)
         if position[1] >= num_own:
             raise ValueError(
-                f"position of row {row} is document {position[1]}, but {len(documents)} documents in {data.batch_size} "
-                f"rows leave it {num_own}; resume with the data.train and data.batch_size it was saved with."
+                f"position of row {row} is document {position[1]}, but {counted(len(documents), 'document')} in "
+                f"{counted(data.batch_size, 'row')} leave it {num_own}; resume with the data.train and data.batch_size "
+                "it was saved with."
             )
 
         def read(epoch: int, entry: int) -> str | np.ndarray | None:

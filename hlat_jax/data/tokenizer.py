@@ -12,8 +12,8 @@ import numpy as np
 import sentencepiece
 
 from hlat_jax.config import Config
-from hlat_jax.data.formats.paths import asset_path
-from hlat_jax.data.kept_tokenizer import usable
+from hlat_jax.data.formats.paths import tokenizer_file
+from hlat_jax.data.kept_tokenizer import resolve_tokenizer_path
 from hlat_jax.data.tokenizer_json import JsonModel
 from hlat_jax.resolve import resolve
 
@@ -43,10 +43,7 @@ class Tokenizer:
     ):
         if not path:
             raise ValueError("data.tokenizer is empty; give a SentencePiece .model file or 'package:austen_2k.model'.")
-        is_asset = path.startswith("package:")
-        self.path = asset_path(path.removeprefix("package:")) if is_asset else pathlib.Path(path).expanduser()
-        if not self.path.is_file():
-            raise ValueError(f"{key}={path}: no such file (looked from {pathlib.Path.cwd()}).")
+        self.path = tokenizer_file(path, key=key)
         serialized = self.path.read_bytes()
         self.is_json = self.path.suffix == ".json"
         self._model = (JsonModel if self.is_json else _SentencePiece)(self.path, serialized)
@@ -104,11 +101,13 @@ class Tokenizer:
 def resolve_with_tokenizer(mutable: Any, *, workdir: pathlib.Path | None = None) -> Config:
     """Returns the resolved config of a ConfigDict; a model.vocab_size of 0 becomes that of data.tokenizer.
 
-    `workdir` is the run folder, which may keep the tokenizer where its file is missing; None: there is none.
+    `workdir` is the run folder; where the file of data.tokenizer is missing, that key becomes the path of the copy that
+    the folder keeps. None: there is none.
     """
+    if workdir is not None:
+        mutable.data.tokenizer = resolve_tokenizer_path(mutable.data.tokenizer, workdir)
     if mutable.model.vocab_size == 0:
-        path = mutable.data.tokenizer if workdir is None else usable(mutable.data.tokenizer, workdir)
-        mutable.model.vocab_size = Tokenizer(path).vocab_size
+        mutable.model.vocab_size = Tokenizer(mutable.data.tokenizer).vocab_size
     return resolve(mutable)
 
 

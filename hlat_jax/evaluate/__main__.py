@@ -16,8 +16,10 @@ import numpy as np
 from absl import flags, logging
 
 from hlat_jax import config as config_lib
+from hlat_jax.config import counted
 from hlat_jax.generate import inference
 from hlat_jax.host import flags as flags_lib
+from hlat_jax.host.path_checks import check_file, check_folder
 from hlat_jax.resolve import resolve
 from hlat_jax.store.progress import Status, showing
 
@@ -73,10 +75,13 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _check_inputs(values: flags.FlagValues) -> None:
-    """Raises ValueError for text that does not exist, before JAX is imported."""
+    """Raises ValueError for text or tasks that do not exist, before JAX is imported."""
     from hlat_jax.data.path_checks import check_text_path  # not at the top: --help does not need it
 
-    check_text_path(values.text, key="--text")
+    if values.text:
+        check_file(values.text, key="--text")
+    if values.tasks_folder:
+        check_folder(values.tasks_folder, key="--tasks_folder")
     for part in values.data.split(","):
         check_text_path(part.strip(), key="--data")
 
@@ -95,7 +100,8 @@ def _run_tasks(values: flags.FlagValues) -> None:
     with showing("preparing the questions") as status:
         found = tasks(HarnessModel(trained, batch_size=values.batch_size, bos=values.bos, status=status))
     if values.limit:
-        print(f"Only {values.limit} questions of each task: for a quick try, not comparable with published figures.")
+        limit = counted(values.limit, "question")
+        print(f"Only {limit} of each task: for a quick try, not comparable with published figures.")
     print(report(found, tasks, name=str(values.checkpoint)))
     if values.json:
         kept = {key: found[key] for key in ("results", "n-shot", "n-samples", "versions")}
@@ -132,8 +138,9 @@ def _run_text(values: flags.FlagValues) -> None:
     lengths = " and ".join(f"{length:,}" for length in totals.padded_lengths)
     print(
         f"window           at most {window:,} tokens, stride {window - window // 2:,}; padded to {lengths}\n"
-        f"text             {totals.num_documents:,} documents, {totals.num_bytes:,} bytes, "
-        f"{totals.num_tokens:,} tokens, {totals.num_windows:,} windows; {rate:,.0f} tokens/s, with compilation"
+        f"text             {counted(totals.num_documents, 'document')}, {counted(totals.num_bytes, 'byte')}, "
+        f"{counted(totals.num_tokens, 'token')}, {counted(totals.num_windows, 'window')}; {rate:,.0f} tokens/s, with "
+        "compilation"
     )
     _report(values, trained, found, dataclasses.asdict(totals) | {"window": window})
 
@@ -271,11 +278,8 @@ def _documents(values: flags.FlagValues, trained: inference.TrainedModel) -> tup
             values.data, text_field=values.text_field, key="--data", tokenizer_sha256=tokenizer.sha256
         )
         return len(corpus), (_document(corpus[number], tokenizer, first=first) for number in range(len(corpus)))
-    path = pathlib.Path(values.text).expanduser()
-    if not path.is_file():
-        raise ValueError(f"--text={values.text}: no such file (working directory {pathlib.Path.cwd()}).")
     try:
-        text = path.read_bytes().decode("utf-8")
+        text = pathlib.Path(values.text).expanduser().read_bytes().decode("utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"--text={values.text} is not UTF-8: {error}.") from None
     return 1, iter([_document(text, tokenizer, first=first)])

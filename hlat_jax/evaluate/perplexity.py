@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from hlat_jax.batch import Batch
+from hlat_jax.config import counted
 from hlat_jax.generate.generator import padded_length, padded_rows
 
 
@@ -116,7 +117,7 @@ def total(
         run(length)
     num_tokens = sum(tokens for tokens, _ in sizes)
     if num_tokens == 0:
-        raise ValueError(f"{len(sizes)} documents have no token to predict; give text.")
+        raise ValueError(f"no token to predict in {counted(len(sizes), 'document')}; give text.")
     num_bytes = sum(num_bytes for _, num_bytes in sizes)
     return Totals(len(sizes), num_bytes, num_tokens, num_windows, math.fsum(losses), tuple(sorted(rows_of)))
 

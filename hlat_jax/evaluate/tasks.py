@@ -15,6 +15,7 @@ import numpy as np
 
 from hlat_jax.config import nearest
 from hlat_jax.evaluate.suites import SUITES
+from hlat_jax.host.path_checks import check_folder
 
 _BOOTSTRAP_SAMPLES = 100_000  # the harness's default
 _SEED, _PYTHON_SEED = 1234, 0  # likewise
@@ -62,13 +63,13 @@ class Tasks:
 
     def __init__(self, names: Sequence[str], options: TaskOptions):
         require_harness()
-        if options.folder and not pathlib.Path(options.folder).is_dir():
-            raise ValueError(f"{options.key}_folder={options.folder}: no such folder (from {pathlib.Path.cwd()}).")
+        if options.folder:
+            check_folder(options.folder, key=f"{options.key}_folder")
         self._names, self._options, self._loaded_already = list(names), options, False
         self.suites = {name: SUITES[name] for name in names if name in SUITES}
         if self.suites and options.num_fewshot >= 0:
             raise ValueError(f"--num_fewshot: the suite {min(self.suites)} has shot counts of its own; leave it out.")
-        self._manager = manager(options.folder)
+        self._manager = manager(options.folder and str(pathlib.Path(options.folder).expanduser()))
         known = {*self._manager.all_tasks, *SUITES}
         for name in names:
             if name not in known:

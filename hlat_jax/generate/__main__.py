@@ -11,8 +11,10 @@ from typing import Any
 
 from absl import flags, logging
 
+from hlat_jax.config import counted
 from hlat_jax.generate import inference
 from hlat_jax.host import flags as flags_lib
+from hlat_jax.host.path_checks import check_file
 from hlat_jax.store.progress import showing
 
 _USAGE = """Usage: python -m hlat_jax.generate --checkpoint=FOLDER --prompt=TEXT [--prompt=TEXT ...] [--FLAG=VALUE ...]
@@ -92,7 +94,7 @@ def _print(texts: Sequence[StreamedText], steps: Any, *, alone: bool, first: int
     else:
         for number, text in enumerate(texts, first):
             print(f"[{number}] {text.whole()}", flush=True)
-    _log(f"{num_tokens} tokens in {time.monotonic() - began:.1f} s")
+    _log(f"{counted(num_tokens, 'token')} in {time.monotonic() - began:.1f} s")
 
 
 def _with_progress(steps: Iterator[Any], *, most: int) -> Iterator[Any]:
@@ -107,11 +109,9 @@ def _with_progress(steps: Iterator[Any], *, most: int) -> Iterator[Any]:
 def _prompts(values: flags.FlagValues) -> list[str]:
     prompts = list(values.prompt or ())
     if values.prompts_file:
-        path = pathlib.Path(values.prompts_file).expanduser()
-        if not path.is_file():
-            raise ValueError(f"--prompts_file={values.prompts_file}: no such file (looked from {pathlib.Path.cwd()}).")
+        check_file(values.prompts_file, key="--prompts_file")
         try:
-            text = path.read_text(encoding="utf-8")
+            text = pathlib.Path(values.prompts_file).expanduser().read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
             raise ValueError(f"--prompts_file={values.prompts_file} is not UTF-8: {error}.") from None
         prompts += [line for line in text.splitlines() if line.strip()]

@@ -56,7 +56,7 @@ def define(values: flags.FlagValues) -> None:
     flags.DEFINE_string(
         "checkpoint", "", "Run folder, one of its checkpoints, Hugging Face or imported folder.", flag_values=values
     )
-    flags.DEFINE_string("tokenizer", "", "Tokenizer file, for a folder without one.", flag_values=values)
+    flags.DEFINE_string("tokenizer", "", "Tokenizer file, for a folder whose own is missing.", flag_values=values)
     for axis, what in DEGREES.items():
         flags.DEFINE_integer(
             f"config.parallel.{axis}", 1, f"{what} of the mesh; -1: all devices that remain.", flag_values=values
@@ -64,17 +64,20 @@ def define(values: flags.FlagValues) -> None:
 
 
 def prepare(values: flags.FlagValues) -> None:
-    """Checks that --checkpoint exists, then does as `prepare_for` for the degrees of a command line.
+    """Checks that --checkpoint and --tokenizer exist, then does as `prepare_for` for the degrees of a command line.
 
     Raises:
-      ValueError: no --checkpoint, or one that does not exist.
+      ValueError: no --checkpoint, or one of the two does not exist.
     """
+    from hlat_jax.data.path_checks import check_tokenizer  # not at the top: --help does not need it
+
     if not values.checkpoint:
         raise ValueError(
             "--checkpoint=FOLDER is missing; give a run folder such as runs/tiny, one of its checkpoints, or a "
             "Hugging Face folder."
         )
     check_checkpoint(values.checkpoint)
+    check_tokenizer(values.tokenizer, key="--tokenizer")
     prepare_for(_degrees(values))
 
 
@@ -118,8 +121,8 @@ def open_model(checkpoint: str, parallel: ParallelConfig, *, tokenizer: str = ""
     from hlat_jax.weights.hf_reading import begins_texts_with_bos
     from hlat_jax.weights.trained import open_weights
 
-    weights = open_weights(checkpoint)
-    opened = weights.open_tokenizer(path=tokenizer)
+    weights = open_weights(checkpoint, tokenizer=tokenizer)
+    opened = weights.open_tokenizer()
     try:
         layout = layout_of_model(weights.model, parallel, jax.devices())
     except ValueError as error:

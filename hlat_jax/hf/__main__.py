@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import os
 import pathlib
@@ -15,7 +14,7 @@ from absl import flags, logging
 from hlat_jax.config import ModelConfig, nearest
 from hlat_jax.host import flags as flags_lib
 from hlat_jax.store.progress import showing
-from hlat_jax.weights.path_checks import check_checkpoint
+from hlat_jax.weights.path_checks import check_checkpoint, check_hugging_face
 
 DTYPES = ("float32", "bfloat16")
 USAGE = """Usage: python -m hlat_jax.hf VERB ...
@@ -75,9 +74,7 @@ def _import(argv: Sequence[str]) -> None:
     flags.DEFINE_bool("strict", False, "Fail on unknown fields of config.json.", flag_values=values)
     flags.DEFINE_bool("verify", False, "Compare logits with those of transformers.", flag_values=values)
     folder, out = _one(argv, values, usage=_IMPORT, what="a folder of Hugging Face"), _out(values)
-    if not (folder / "config.json").is_file():  # asked before JAX is imported
-        where = f"working directory {pathlib.Path.cwd()}"
-        raise ValueError(f"{folder} has no config.json ({where}); give the folder of a model.")
+    check_hugging_face(folder)  # before JAX is imported
     from hlat_jax.hf import verifying
     from hlat_jax.hf.importing import import_checkpoint
     from hlat_jax.weights.hf_reading import open_checkpoint
@@ -104,16 +101,18 @@ def _export(argv: Sequence[str]) -> None:
     values = flags.FlagValues()
     _define_out(values, "Folder to write.")
     _define_dtype(values, "of the tensors; empty: as stored, of the fp32 masters where there are any")
-    flags.DEFINE_string("tokenizer", "", "Tokenizer of a run whose own is missing.", flag_values=values)
+    flags.DEFINE_string("tokenizer", "", "Tokenizer file, for a folder whose own is missing.", flag_values=values)
     path, out = _one(argv, values, usage=_EXPORT, what="a checkpoint"), _out(values)
+    from hlat_jax.data.path_checks import check_tokenizer  # not at the top: --help does not need it
+
     check_checkpoint(str(path))
+    check_tokenizer(values.tokenizer, key="--tokenizer")
     from hlat_jax.hf.exporting import export_checkpoint
     from hlat_jax.weights.trained import open_weights
 
     began = time.monotonic()
     with showing("opening the weights") as status:
-        weights = open_weights(path, masters=True)
-        weights = dataclasses.replace(weights, tokenizer=values.tokenizer or weights.tokenizer)
+        weights = open_weights(path, masters=True, tokenizer=values.tokenizer)
         dtype = export_checkpoint(weights, out, dtype=values.dtype, status=status)
     print(f"{_counted(weights.model)} in {dtype} from {weights.folder} (step {weights.step}), read back and compared")
     print(f"wrote {out} in {time.monotonic() - began:.1f} s")
@@ -122,7 +121,7 @@ def _export(argv: Sequence[str]) -> None:
 def _average(argv: Sequence[str]) -> None:
     values = flags.FlagValues()
     _define_out(values, "Folder of weights to write.")
-    paths = flags_lib.words(argv, values, usage=_AVERAGE, missing="no checkpoints; name two or more.")
+    paths = flags_lib.parse_inputs(argv, values, usage=_AVERAGE, missing="no checkpoints; name two or more.")
     out = _out(values)
     for path in paths if len(paths) > 1 else ():  # that one is too few is the first thing to say
         check_checkpoint(path)
@@ -148,7 +147,7 @@ def _out(values: flags.FlagValues) -> pathlib.Path:
 
 
 def _one(argv: Sequence[str], values: flags.FlagValues, *, usage: str, what: str) -> pathlib.Path:
-    words = flags_lib.words(argv, values, usage=usage, missing=f"no input; name {what}.")
+    words = flags_lib.parse_inputs(argv, values, usage=usage, missing=f"no input; name {what}.")
     if len(words) > 1:
         raise ValueError(f"{len(words)} inputs ({', '.join(words)}); name {what}, one.")
     return pathlib.Path(words[0]).expanduser()

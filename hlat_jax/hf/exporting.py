@@ -25,7 +25,8 @@ from hlat_jax.weights.safetensors_file import Writer, bits
 from hlat_jax.weights.trained import Weights
 from hlat_jax.weights.weights_folder import whole_folder
 
-_TOKENIZER, _SETTINGS, _OF_JSON = "tokenizer.json", "tokenizer_config.json", "PreTrainedTokenizerFast"
+_NATIVE, _TOKENIZER, _SETTINGS = "tokenizer.model", "tokenizer.json", "tokenizer_config.json"
+_OF_JSON = "PreTrainedTokenizerFast"
 SHARD_BYTES = 5_000_000_000  # of one file, where no tensor is larger
 
 
@@ -139,18 +140,24 @@ def _first_other(ours: np.ndarray, slabs: Iterable[np.ndarray], *, stacked: bool
 def files_of(tokenizer: Tokenizer) -> dict[str, pathlib.Path]:
     """Returns the files of a tokenizer by their names in transformers, the tokenizer itself first."""
     if not tokenizer.is_json:
-        return {"tokenizer.model": tokenizer.path}
+        return {_NATIVE: tokenizer.path}
     beside = {name: tokenizer.path.with_name(name) for name in (_SETTINGS, "special_tokens_map.json")}
     return {_TOKENIZER: tokenizer.path} | {name: path for name, path in beside.items() if path.is_file()}
 
 
 def _write_companions(weights: Weights, folder: pathlib.Path, *, dtype: str) -> None:
-    """Writes config.json and the files copied at the import, or else those of a run's tokenizer."""
+    """Writes config.json and the files copied at the import, with a tokenizer if it had none, or else a run's."""
     beside = weights.companions
     came_along = {name: beside / name for name in COMPANIONS if beside and (beside / name).is_file()}
     if "config.json" in came_along:
         for name, path in came_along.items():
             shutil.copyfile(path, folder / name)
+        if weights.tokenizer and {_NATIVE, _TOKENIZER}.isdisjoint(came_along):  # it was given for the export
+            tokenizer = weights.open_tokenizer()
+            if _SETTINGS in came_along:
+                shutil.copyfile(tokenizer.path, folder / next(iter(files_of(tokenizer))))
+            else:
+                _write_tokenizer(tokenizer, folder)
         content = atomic_files.read_json(came_along["config.json"])
         content["dtype" if "dtype" in content else "torch_dtype"] = dtype
     else:  # of a run, or an average of one

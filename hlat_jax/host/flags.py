@@ -54,12 +54,16 @@ def parse(argv: Sequence[str], define: Callable[[flags.FlagValues], None] = lamb
     rest = _parsed(values, words, keys=_config_keys())
     if rest:
         raise ValueError(f"unexpected argument {rest[0]!r}; every argument is --flag=value.")
-    given = config_flags.get_override_values(values["config"])
-    config_lib.drop_settings_of_replaced_text(values.config, before, given=given)
+    config_lib.drop_settings_of_replaced_text(values.config, before, given=given_keys(values))
     return values.config, values
 
 
-def words(argv: Sequence[str], values: flags.FlagValues, *, usage: str, missing: str) -> list[str]:
+def given_keys(values: flags.FlagValues) -> set[str]:
+    """Returns the keys, such as data.train, that a command line sets; `values` is what `parse` returned for it."""
+    return set(config_flags.get_override_values(values["config"]))
+
+
+def parse_inputs(argv: Sequence[str], values: flags.FlagValues, *, usage: str, missing: str) -> list[str]:
     """Returns the positional arguments of a command without a config, after `values` has parsed its flags.
 
     Args:

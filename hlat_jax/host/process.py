@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # every command imports this first, and until then Ctrl-C giv
 
 INDEX_FOLDER = "index"  # of the run folder: offsets of the lines of JSONL files; may be deleted at any time
 LOCK_FILE = ".lock"
-_OF_THE_START = {LOCK_FILE, INDEX_FOLDER, "checkpoints"}
+_CREATED_AT_START = {LOCK_FILE, INDEX_FOLDER, "checkpoints"}
 _STOPPING_S = 15.0
 _PATIENCE_S = 0.2
 _partial: list[pathlib.Path] = []  # folders that an interrupt removes
@@ -37,7 +37,7 @@ def exit_on_interrupt() -> None:
     global _pipe
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # it stays ignored in a background job
         return
-    signal.signal(signal.SIGINT, _end)
+    signal.signal(signal.SIGINT, _end_on_interrupt)
     _pipe = os.pipe()
     for end in _pipe:
         os.set_blocking(end, False)
@@ -60,8 +60,8 @@ def end_interrupted(*, line: str = "interrupted") -> NoReturn:
     os._exit(130)
 
 
-def _end(_number: int, _frame: Any) -> None:
-    if _taken():
+def _end_on_interrupt(_number: int, _frame: Any) -> None:
+    if _take_interrupt():
         end_interrupted()
 
 
@@ -81,13 +81,13 @@ def _watch() -> None:
         select.select(_pipe[:1], [], [])
         time.sleep(_PATIENCE_S)  # the main thread comes first
         handler = signal.getsignal(signal.SIGINT)
-        if handler is _end or isinstance(getattr(handler, "__self__", None), StopSignals):
+        if handler is _end_on_interrupt or isinstance(getattr(handler, "__self__", None), StopSignals):
             threading.Thread(target=handler, args=(signal.SIGINT, None), daemon=True).start()
         else:
-            _taken()
+            _take_interrupt()
 
 
-def _taken() -> bool:
+def _take_interrupt() -> bool:
     """Returns whether there is an interrupt to answer, and takes it."""
     if _pipe is None:
         return True
@@ -125,7 +125,7 @@ def raising_interrupts() -> Iterator[None]:
 
     def raise_once(_number: int, _frame: Any) -> None:
         nonlocal first_s
-        _taken()
+        _take_interrupt()
         if signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ()):
             signal.raise_signal(signal.SIGINT)  # another thread took it; now it waits until this one unblocks it
             return
@@ -135,7 +135,7 @@ def raising_interrupts() -> Iterator[None]:
         if time.monotonic() - first_s > _STOPPING_S:
             end_interrupted()
 
-    if signal.getsignal(signal.SIGINT) is not _end:
+    if signal.getsignal(signal.SIGINT) is not _end_on_interrupt:
         yield
         return
     signal.signal(signal.SIGINT, raise_once)
@@ -146,7 +146,7 @@ def raising_interrupts() -> Iterator[None]:
         raise
     finally:
         if signal.getsignal(signal.SIGINT) is raise_once:
-            signal.signal(signal.SIGINT, _end)
+            signal.signal(signal.SIGINT, _end_on_interrupt)
 
 
 @contextlib.contextmanager
@@ -170,7 +170,7 @@ def only_process(workdir: pathlib.Path) -> Iterator[None]:
             yield
         except ValueError:
             saved = any((workdir / "checkpoints").glob("*"))
-            if is_new and not saved and {path.name for path in workdir.iterdir()} <= _OF_THE_START:
+            if is_new and not saved and {path.name for path in workdir.iterdir()} <= _CREATED_AT_START:
                 shutil.rmtree(workdir)
             raise
 
@@ -229,7 +229,7 @@ class StopSignals:
     def _ask(self, number, _frame):
         if number == signal.SIGTERM:
             self.name = self.name or "SIGTERM"
-        elif self._is_in_a_command() and not _taken():
+        elif self._is_in_a_command() and not _take_interrupt():
             return
         elif self.name:
             last = "run the same command to resume from the last checkpoint, or to start again without one"
@@ -248,4 +248,4 @@ class StopSignals:
         raise KeyboardInterrupt
 
     def _is_in_a_command(self) -> bool:
-        return self._before[signal.SIGINT] is _end
+        return self._before[signal.SIGINT] is _end_on_interrupt

@@ -109,7 +109,7 @@ def read(path: str) -> Table:
         float.
     """
     try:
-        tree = read_json(pathlib.Path(path), allow_nan=True)  # `_check` rejects NaN, naming the entry
+        tree = read_json(pathlib.Path(path).expanduser(), allow_nan=True)  # `_check` rejects NaN, naming the entry
         entries = tuple(_measurement(entry) for entry in tree.pop("entries"))
         for number, entry in enumerate(entries):
             _check(entry, f"entry {number}, {entry.op} at {dict(entry.call)},")

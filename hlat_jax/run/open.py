@@ -153,13 +153,10 @@ def open_run(
     Raises:
       ValueError: a config, data, machine or folder that cannot be trained with; nothing was changed.
     """
-    config = positions.with_order_of_run(config, workdir)
+    config = positions.with_choices_of_run(config, workdir)
     program = fitting_program(config, jax.devices())
     layout = program.layout
-    path = kept_tokenizer.usable(config.data.tokenizer, workdir)
-    if path != config.data.tokenizer:
-        print(f"tokenizer        {path}: {config.data.tokenizer} is missing")
-    tokenizer = Tokenizer(path, vocab_size=config.model.vocab_size)
+    tokenizer = Tokenizer(config.data.tokenizer, vocab_size=config.model.vocab_size)
     tasks = optional.open_tasks(config, layout=layout, tokenizer=tokenizer)
     stack.enter_context(only_job(workdir))
     rows = process_rows(layout, config.data.batch_size)

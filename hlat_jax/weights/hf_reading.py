@@ -15,7 +15,7 @@ from hlat_jax.config import ModelConfig
 from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.model import abstract_params
 from hlat_jax.store.atomic_files import check_name, read_json
-from hlat_jax.weights import hf_names
+from hlat_jax.weights import hf_names, path_checks
 from hlat_jax.weights.hf_config import model_config, unknown_fields
 from hlat_jax.weights.safetensors_file import DTYPES, StoredTensor, aligned_empty, bits, read_header
 
@@ -133,10 +133,7 @@ def open_checkpoint(
       ValueError: a tensor that is missing, left over, or of another shape or dtype; an unsupported architecture.
     """
     path = folder / "config.json"
-    if not path.is_file():
-        raise ValueError(
-            f"{folder} has no config.json (working directory {pathlib.Path.cwd()}); give the folder of a model."
-        )
+    path_checks.check_hugging_face(folder)
     found = read_json(path)
     model = model_config(found, where=str(path), fuse_qkv=fuse_qkv)
     unknown = unknown_fields(found)

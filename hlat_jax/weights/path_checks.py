@@ -11,10 +11,22 @@ _MARKS = ("checkpoints", "state", "weights.json", "config.json", "model.safetens
 def check_checkpoint(path: str, *, key: str = "") -> None:
     """Raises ValueError if a path holds no trained parameters; `key` is the config key that has it, if any."""
     folder = pathlib.Path(path).expanduser()
-    if any((folder / mark).exists() for mark in _MARKS):
-        return
-    missing = "" if folder.is_dir() else "no such folder; "
-    raise ValueError(
+    if not any((folder / mark).exists() for mark in _MARKS):
+        raise no_weights(folder, key=key)
+
+
+def check_hugging_face(folder: pathlib.Path) -> None:
+    """Raises ValueError if a folder has no config.json."""
+    if not (folder / "config.json").is_file():
+        raise ValueError(
+            f"{folder} has no config.json (working directory {pathlib.Path.cwd()}); give the folder of a model."
+        )
+
+
+def no_weights(path: pathlib.Path, *, key: str = "") -> ValueError:
+    """Returns the error for a path that holds no trained parameters; `key` as for `check_checkpoint`."""
+    missing = "" if path.is_dir() else "no such folder; "
+    return ValueError(
         f"{key and f'{key}: '}{path} holds no weights ({missing}working directory {pathlib.Path.cwd()}); give a run "
         "folder, such as runs/tiny, one of its checkpoints, runs/tiny/checkpoints/STEP, a Hugging Face folder with "
         "config.json and safetensors, or what `python -m hlat_jax.hf import` wrote."

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hlat_jax.config import ModelConfig, typed, with_renamed_keys
-from hlat_jax.data.kept_tokenizer import find_kept
+from hlat_jax.data.kept_tokenizer import file_sha256, find_kept
 from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.model import abstract_params
 from hlat_jax.store.checkpoint import find_saved, read_arrays
@@ -34,6 +34,7 @@ from hlat_jax.weights.hf_reading import (
     is_hugging_face,
     open_checkpoint,
 )
+from hlat_jax.weights.path_checks import no_weights
 from hlat_jax.weights.weights_folder import FILES, is_weights, read_about, read_leaf, stored_leaves
 
 
@@ -90,25 +91,20 @@ class Weights:
             found = found[key]
         return found
 
-    def open_tokenizer(self, *, path: str = "") -> Tokenizer:
+    def open_tokenizer(self) -> Tokenizer:
         """Returns the tokenizer that they were trained with.
-
-        Args:
-          path: of the file, where it lies elsewhere or the weights have none; "": the recorded one.
 
         Raises:
           ValueError: there is none, its file has changed, or it has more tokens than the model.
         """
-        given, path = bool(path), path or self.tokenizer
+        path = self.tokenizer
         if not path:
             raise ValueError(
                 f"{self.folder} has no tokenizer; put the tokenizer.model or tokenizer.json of that model there before "
-                "an import, or give it to `generate` and `evaluate` with --tokenizer=FILE."
+                "an import, or give it to `generate`, `evaluate` and `hf export` with --tokenizer=FILE."
             )
         tokenizer = Tokenizer(path, stop_ids=self.stop_ids, key="tokenizer")
         if self.tokenizer_sha256 not in ("", tokenizer.sha256):
-            if given:
-                raise ValueError(f"--tokenizer={path} is not the tokenizer that {self.folder} was trained with.")
             raise ValueError(
                 f"{path} has changed since {self.folder} was trained with it (sha256 "
                 f"{self.tokenizer_sha256[:16]} then, {tokenizer.sha256[:16]} now); restore that file."
@@ -121,30 +117,40 @@ class Weights:
         return tokenizer
 
 
-def open_weights(path: str | os.PathLike, *, masters: bool = False) -> Weights:
+def open_weights(path: str | os.PathLike, *, masters: bool = False, tokenizer: str = "") -> Weights:
     """Returns the parameters at a path, after comparing all files of the folder with their checksums.
 
     Args:
       path: a run folder (its newest undamaged checkpoint is taken), one checkpoint of it, a weights folder, or a
         Hugging Face folder, which has no checksums and is described by its config.json.
       masters: the optimizer's fp32 master weights, where the precision policy keeps them.
+      tokenizer: its file, for weights without one; "": theirs.
 
     Raises:
-      ValueError: no weights there, damage, or arrays that do not match the model.
+      ValueError: no weights there, damage, arrays that do not match the model, or another tokenizer than theirs.
     """
     path = pathlib.Path(path).expanduser()
     if is_weights(path):
-        return _of_folder(path)
-    if is_hugging_face(path):
-        return _of_hugging_face(path)
-    folder = find_saved(path)
-    if folder is None:
-        raise ValueError(
-            f"{path} holds no weights (working directory {pathlib.Path.cwd()}); give a run folder, such as runs/tiny, "
-            "one of its checkpoints, runs/tiny/checkpoints/STEP, a Hugging Face folder with config.json and "
-            "safetensors, or what `python -m hlat_jax.hf import` wrote."
-        )
-    return _of_run(folder, masters=masters)
+        weights = _of_folder(path)
+    elif is_hugging_face(path):
+        weights = _of_hugging_face(path)
+    else:
+        folder = find_saved(path)
+        if folder is None:
+            raise no_weights(path)
+        weights = _of_run(folder, masters=masters)
+    return _with_tokenizer(weights, tokenizer) if tokenizer else weights
+
+
+def _with_tokenizer(weights: Weights, path: str) -> Weights:
+    """Returns the weights with the tokenizer at `path`, which must be theirs if they have one."""
+    own, recorded = pathlib.Path(weights.tokenizer), weights.tokenizer_sha256
+    at_own = file_sha256(own) if own.is_file() else ""
+    theirs = recorded or at_own
+    if theirs not in ("", Tokenizer(path, key="--tokenizer").sha256):
+        hint = f", {own}: leave the flag out" if theirs == at_own else "; give that one"
+        raise ValueError(f"--tokenizer={path} is not the tokenizer of {weights.folder}{hint}.")
+    return dataclasses.replace(weights, tokenizer=path)
 
 
 def stored_model(values: dict[str, Any], *, where: str) -> ModelConfig:

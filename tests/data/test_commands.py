@@ -75,7 +75,7 @@ def test_build_command_counts_the_records_it_leaves_out(data_here, tmp_path):
     assert (code, "row 2" in err) == (2, True)
     code, out, _ = data_here("build", tmp_path / "a.jsonl", f"--out={tmp_path}/o", "--on_bad_record=skip")
     assert code == 0
-    assert "skipped 1 bad records" in out
+    assert "skipped 1 bad record" in out
     assert "row 2" in out
 
 
@@ -197,7 +197,7 @@ def test_tokenizer_command_refuses_existing_output_and_non_text_input(data_here,
     assert nowhere[0] == 1
     assert "cannot write --out=/proc/t.model: " in nowhere[2]
     assert "shards" not in nowhere[2]
-    assert "skipped 1 bad records" in data_here(*words, "--on_bad_record=skip")[1]
+    assert "skipped 1 bad record" in data_here(*words, "--on_bad_record=skip")[1]
 
 
 def test_sample_is_bounded_and_uniform_over_whole_pieces():
@@ -322,7 +322,7 @@ def test_stats_skip_bad_records_only_if_the_config_does(tmp_path):
         stats.report(tiny(**changes), sample_bytes=0)
     report = stats.report(tiny(**changes, on_bad_record="skip"), sample_bytes=0)
     assert cells(report, "all")[:2] == [2, 8]
-    assert "1 bad records" in report
+    assert "1 bad record" in report
 
 
 class Terminal(io.StringIO):

@@ -7,7 +7,7 @@ import pytest
 
 from hlat_jax.data import path_checks
 from hlat_jax.data.formats.paths import asset_path
-from hlat_jax.data.kept_tokenizer import find_kept, keep_tokenizer, usable
+from hlat_jax.data.kept_tokenizer import find_kept, keep_tokenizer, resolve_tokenizer_path
 
 AUSTEN = asset_path("austen_2k.model")
 
@@ -51,9 +51,9 @@ def test_another_tokenizer_replaces_the_one_that_was_kept(tmp_path):
 def test_the_kept_tokenizer_stands_in_for_one_that_is_missing_only(tmp_path):
     keep_tokenizer(AUSTEN, tmp_path)
     for there in (str(AUSTEN), "package:austen_2k.model", ""):
-        assert usable(there, tmp_path) == there
-    assert usable("/no.model", tmp_path) == str(tmp_path / "tokenizer" / "tokenizer.model")
-    assert usable("/no.model", tmp_path / "other") == "/no.model"
+        assert resolve_tokenizer_path(there, tmp_path) == there
+    assert resolve_tokenizer_path("/no.model", tmp_path) == str(tmp_path / "tokenizer" / "tokenizer.model")
+    assert resolve_tokenizer_path("/no.model", tmp_path / "other") == "/no.model"
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ def test_algorithm_hash_is_golden_and_changes_with_the_permutation(monkeypatch):
 
 
 def test_run_with_another_permutation_is_refused_by_name():
-    data = {"train": "a.jsonl", "mixture": "", "batch_size": 2, "seq_len": 8, "packing": "concat"}
+    data = {"train": "a.jsonl", "validation": "", "mixture": "", "batch_size": 2, "seq_len": 8, "packing": "concat"}
     saved = {"config": {"data": data}, "manifest": {"files": [], "order": "old"}}
     [line] = streams.data_drift(saved, saved | {"manifest": {"files": [], "order": "new"}}, num_batches=3)
     assert line == "the order of documents: permutation old in the checkpoint, new with this release of Grain"

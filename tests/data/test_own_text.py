@@ -170,6 +170,22 @@ def test_files_that_are_as_many_as_the_rows_stay_whole_documents(tmp_path, valid
     assert {*train, *held_out} == {book(30)}
 
 
+def test_files_are_cut_if_a_large_share_of_them_would_leave_fewer_than_the_rows(tmp_path):
+    for number in range(6):
+        (tmp_path / f"{number}.txt").write_text(book(30))
+    train, held_out = documents(data_config(tmp_path, validation="50%"))
+    assert len(train) == len(held_out) > 6
+
+
+def test_one_document_is_not_named_in_the_plural(tmp_path):
+    (tmp_path / "book.txt").write_text(book(8, words=4))
+    with contextlib.closing(TrainBatches(data_config(tmp_path / "book.txt"), tokenizer=TOKENIZER)) as batches:
+        described = batches.definition.sources[0].describe()
+    assert described == "cut at paragraphs into 8 documents, 1 document held out for validation"
+    [found] = open_held_out(data_config(tmp_path / "book.txt"), tokenizer=TOKENIZER, num_batches=0)[0].values()
+    assert str(found.coverage).startswith("1 of 1 document, ")
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [

@@ -12,6 +12,7 @@ from hlat_jax import config as config_lib
 from hlat_jax.config import DataConfig
 from hlat_jax.data import packing, positions, sources, streams
 from hlat_jax.data.build import build as build_lib
+from hlat_jax.data.build import peek
 from hlat_jax.data.build.build_task import BuildOptions
 from hlat_jax.data.formats.paths import asset_path
 from hlat_jax.data.loader import TrainBatches
@@ -159,10 +160,32 @@ def test_spans_name_the_documents_and_tokens_of_a_row(folder, texts, kind, monke
                 assert packed.spans[-1].stop == T
                 for span in packed.spans:
                     number = definition.document(source, row=row, epoch=span.epoch, entry=span.document)
-                    document = definition.sources[source].documents[number]
-                    own = document.tolist() if kind == "ids" else flat([document])
-                    assert packed.tokens[span.start : span.stop].tolist() == own[span.token :][: span.stop - span.start]
-                    assert definition.sources[source].documents.locate(number)
+                    for part, place in peek._document_spans(span, number, definition.sources[source].documents):
+                        own = flat([texts[part.document]])[part.token :][: part.stop - part.start]
+                        assert packed.tokens[part.start : part.stop].tolist() == own
+                        assert place.endswith(f"(document {part.document + 1} of text.jsonl)") or kind != "ids"
+
+
+def test_peek_shows_each_document_in_a_shuffled_row_as_it_is_in_the_text(folder, texts, tmp_path, capsys):
+    c = config_lib.load("tiny")
+    c.data.update(dataclasses.asdict(data_config(folder / "ids", validation="")))
+    assert peek.peek(resolve(c), tmp_path / "none", step=1, row=None) == 0
+    shown, own = capsys.readouterr().out, [flat([text]) for text in texts]
+    places = [(document, token) for document, tokens in enumerate(own) for token in range(len(tokens))]
+    inside = 0
+    for number in packer.permutation(len(places) // T, c.data.seed)[:ROWS]:
+        row = places[number * T : (number + 1) * T]
+        for document in sorted({document for document, _ in row}):
+            tokens = [token for other, token in row if other == document]
+            first, start = tokens[0], row.index((document, tokens[0]))
+            before, upto = (TOKENIZER.decode(own[document][:end]) for end in (first, tokens[-1] + 1))
+            inside += first > 0 and upto[len(before)] == " "
+            end = "</s>" * (tokens[-1] == len(own[document]) - 1)
+            place = f"epoch 0, tokens {first} to {tokens[-1]}, at {start} to {start + len(tokens) - 1} of the row"
+            name = f"--- document {document} ({folder}/ids, document {document + 1} (document {document + 1} of "
+            name += "text.jsonl)"
+            assert f"{name}), {place}\n{upto[len(before) :]}{end}\n" in shown
+    assert inside  # a leading space belongs to the text
 
 
 def test_the_order_is_part_of_the_identity_and_older_runs_have_that_of_documents(folder):
@@ -175,6 +198,37 @@ def test_the_order_is_part_of_the_identity_and_older_runs_have_that_of_documents
     del older["shuffle_by"]
     options = {"manifest": manifest, "tokenizer_sha256": TOKENIZER.sha256, "num_batches": 5}
     assert streams.identity(older, **options) == found["document"] != found["row"]
+
+
+SHIPPED = "package:austen_validation.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("recorded", "asked", "kept"),
+    [(SHIPPED, "5%", SHIPPED), (SHIPPED, "10%", "10%"), (SHIPPED, "", ""), ("a.txt", "5%", "5%"), ("5%", "5%", "5%")],
+)
+def test_a_run_of_before_shares_keeps_the_validation_text_it_began_with(tmp_path, capsys, recorded, asked, kept):
+    c = config_lib.load("tiny")
+    c.data.update(train="mine.txt", validation=asked)
+    (tmp_path / "checkpoints" / "5" / "run").mkdir(parents=True)
+    saved = {"data": {"validation": recorded, "shuffle_by": c.data.shuffle_by}}
+    content = {"position": [[5]], "metadata": {"config": saved}}
+    (tmp_path / "checkpoints" / "5" / "run" / "metadata").write_text(json.dumps(content))
+    assert positions.with_choices_of_run(resolve(c), tmp_path).data.validation == kept
+    line = f"data.validation  {asked} is ignored: this run began with {kept}\n"
+    assert capsys.readouterr().out == ("" if kept == asked else line)
+
+
+def test_the_refusal_of_another_share_says_which_flag_to_give():
+    before, now = (
+        {"config": {"data": {"validation": text, "mixture": ""}}, "manifest": {"files": []}} for text in (SHIPPED, "5%")
+    )
+    [line] = streams.data_drift(before, now, num_batches=3)
+    assert line == (
+        f"data.validation: '{SHIPPED}' in the checkpoint, '5%' now, and a share is held out of data.train: give "
+        f"--config.data.validation={SHIPPED}"
+    )
+    assert streams.data_drift(now, now, num_batches=3) == []
 
 
 @pytest.mark.parametrize(
@@ -195,6 +249,6 @@ def test_a_run_keeps_the_order_it_began_with(tmp_path, capsys, recorded, asked, 
             (tmp_path / "checkpoints" / str(step) / "run").mkdir(parents=True)
             content = {"position": [[step]], "metadata": {"config": {"data": data}}}
             (tmp_path / "checkpoints" / str(step) / "run" / "metadata").write_text(json.dumps(content))
-    assert positions.with_order_of_run(resolve(c), tmp_path).data.shuffle_by == kept
+    assert positions.with_choices_of_run(resolve(c), tmp_path).data.shuffle_by == kept
     line = f"data.shuffle_by  {asked} is ignored: this run began with {kept}\n"
     assert capsys.readouterr().out == ("" if kept == asked else line)

@@ -307,7 +307,7 @@ def test_evaluate_accepts_a_text_file_and_a_token_dataset(trained_run, oracle, e
             "error: --text and --data are given together; give one of --text=FILE, --data=SOURCE",
         ),
         (["--text=a", "--tasks=b"], "give one of --text=FILE, --data=SOURCE, --validation and --tasks"),
-        (["--text=/no/such/file"], "--text: /no/such/file does not exist"),
+        (["--text=/no/such/file"], "--text=/no/such/file: no such file"),
         (["--data=/no/such/file"], "/no/such/file"),
         (["--text=README.md", "--window=33"], "--window=33 must be from 2 to model.max_positions=32"),
         (["--text=EMPTY"], "no token to predict"),

@@ -181,7 +181,12 @@ def test_a_folder_of_hugging_face_is_continued_as_its_import_is(padded, generate
         (["config.json"], [], "has neither model.safetensors nor model.safetensors.index.json"),
         (["model.safetensors"], [], "has no config.json"),
         (["config.json", "model.safetensors"], [], "has no tokenizer; put the tokenizer.model or tokenizer.json"),
-        (["config.json", "model.safetensors"], ["--tokenizer=no.model"], "tokenizer=no.model: no such file"),
+        (["config.json", "model.safetensors"], ["--tokenizer=no.model"], "--tokenizer=no.model: no such file"),
+        (
+            ["config.json", "model.safetensors", "tokenizer.model"],
+            ["--tokenizer=package:austen_2k.model"],
+            "--tokenizer=package:austen_2k.model is not the tokenizer of ",
+        ),
         (["tokenizer.model"], [], "holds no weights"),
     ],
 )

@@ -170,6 +170,32 @@ def test_a_folder_of_hugging_face_opens_as_its_import_does(gqa, tmp_path, hf_her
         assert (tmp_path / "average/files" / name).read_bytes() == (folder / name).read_bytes()
 
 
+@pytest.mark.parametrize("kind", ["hugging face", "import"])
+def test_an_export_takes_a_given_tokenizer_where_the_folder_has_none_and_refuses_another(gqa, kind, tmp_path, hf_here):
+    own, other = (
+        train_model(tmp_path / f"{n}.model", byte_fallback=True, vocab_size=n, hard_vocab_limit=False)
+        for n in (320, 310)
+    )
+    for has_own in (False, True):
+        folder = shutil.copytree(gqa, tmp_path / f"hf{has_own}")
+        if has_own:
+            shutil.copy(own, folder / "tokenizer.model")
+        if kind == "import":
+            assert hf_here("import", folder, f"--out={tmp_path / f'ours{has_own}'}")[0] == 0
+            folder = tmp_path / f"ours{has_own}"
+        out = tmp_path / f"back{has_own}"
+        code, _, err = hf_here("export", folder, f"--out={out}", f"--tokenizer={own}")
+        assert code == 0, err
+        assert (out / "tokenizer.model").read_bytes() == pathlib.Path(own).read_bytes()
+        assert (out / "tokenizer_config.json").exists() == (not has_own)  # files that came along stay as they are
+    code, _, err = hf_here("export", folder, f"--out={tmp_path / 'x'}", f"--tokenizer={other}")
+    place = folder / ("files/tokenizer.model" if kind == "import" else "tokenizer.model")
+    assert (code, err) == (
+        2,
+        f"error: --tokenizer={other} is not the tokenizer of {folder}, {place}: leave the flag out.\n",
+    )
+
+
 def test_a_layer_is_read_once_whatever_the_number_of_its_shards(gqa, monkeypatch):
     weights, reads = open_weights(gqa), []
     read = StoredTensor.read

@@ -442,11 +442,14 @@ def test_help_names_every_key_and_config(train_here):
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        ("c.model.num_layer = 3", "config has no key model.num_layer. Did you mean 'num_layers'?"),
-        ("c.data.weights = 'a=1'", "data.weights was renamed; set data.mixture instead."),
+        ("c.model.num_layer = 3", "mine.py, line 5: config has no key model.num_layer. Did you mean 'num_layers'?"),
+        ("c.data.update(batchsize=3)", "mine.py, line 5: config has no key data.batchsize. Did you mean 'batch_size'?"),
+        ("c.data.weights = 'a=1'", "mine.py, line 5: data.weights was renamed; set data.mixture instead."),
+        ("c.data.seed = True; c.train.num_steps = 3", "mine.py, line 5: data.seed=True is bool; it must be int."),
         ("c.model.tuned += 'x'", "`c.model.tuned += 'x'`: there is no key 'tuned'. model.tuned was renamed to "),
         ("print(c.data.trian)", "`print(c.data.trian)`: there is no key 'trian'. Did you mean "),
-        ("c.modle = 3", "config has no section 'modle'. Did you mean 'model'?"),
+        ("c.modle = 3", "mine.py, line 5: config has no section 'modle'. Did you mean 'model'?"),
+        ("c = type(c)(c.to_dict() | {'model': 3})", "line 5: config.model=3 is a section; set its keys one by one."),
         (
             "c.model.num_layers = c.model.num_layer + 1",
             "mine.py, line 5, `c.model.num_layers = c.model.num_layer + 1`: ",
@@ -511,17 +514,58 @@ def test_paths_of_a_config_file_are_relative_to_it_and_else_to_the_working_direc
     (tmp_path / "runs" / "a").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     c = config_lib.load("with [signs]/paths.py")
+    here = f"{tmp_path}/here.txt"
     assert c.data.train == f"{beside}/one.txt"
     pattern = str(beside).replace("[", "[[]") + "/*.txt"
-    assert c.data.validation == f"a={beside}/one.txt, here.txt ;b={pattern},{beside}/no.txt,/an/absolute.txt"
+    assert c.data.validation == f"a={beside}/one.txt,{here};b={pattern},{beside}/no.txt,/an/absolute.txt"
     assert c.data.tokenizer == "package:austen_2k.model"
     assert c.model.ops_table == f"{beside}/no.json"
-    assert c.train.init_from == "runs/a"
+    assert c.train.init_from == f"{tmp_path}/runs/a"
     assert c.train.branch_from == f"{beside}/runs/b@300"
     assert c.train.eval_tasks_folder == "~/tasks"
     assert config_lib.load("160m").data.train == "data/corpus/train.jsonl"  # shipped ones have no place of their own
     shipped = config_lib.load(str(config_lib.config_folder() / "160m.py"))
     assert shipped.data.train == "data/corpus/train.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("given", "absolute"),
+    [
+        ("my_book.txt", "HERE/my_book.txt"),
+        ("texts/*.txt,more", "ESCAPED/texts/*.txt,HERE/more"),
+        ("web=a.txt;code = b.txt, c.txt", "web=HERE/a.txt;code =HERE/b.txt,HERE/c.txt"),
+        ("s3://bucket/a.txt,package:austen_train.jsonl,/an/absolute.txt,~/a.txt",) * 2,
+        ("5%", "5%"),
+        ("", ""),
+    ],
+)
+def test_text_paths_of_a_command_line_become_absolute(given, absolute, tmp_path, monkeypatch):
+    here = tmp_path / "of [mine]"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    c = config_lib.load("tiny")
+    c.data.update(train=given, validation=given, tokenizer="package:austen_2k.model")
+    c.train.init_from = "runs/a"
+    config_lib.make_text_paths_absolute(c)
+    expected = absolute.replace("HERE", str(here)).replace("ESCAPED", f"{tmp_path}/of [[]mine]")
+    assert (c.data.train, c.data.validation, c.data.tokenizer) == (expected, expected, "package:austen_2k.model")
+    assert c.train.init_from == "runs/a"  # is not recorded with text: processes must agree on it
+
+
+def test_train_records_the_absolute_path_of_text_and_the_shipped_config_is_loaded_once(
+    train_here, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    loaded, load = [], config_lib.load
+    monkeypatch.setattr(config_lib, "load", lambda name: loaded.append(name) or load(name))
+    code, out, err = train_here("--config=160m", "--config.data.train=my_book.txt", "--print_config")
+    assert code == 0, err
+    data = json.loads(out[: out.index("\n}\n") + 2])["data"]
+    assert data["train"] == f"{tmp_path}/my_book.txt"
+    assert data["validation"] == f"{tmp_path}/data/corpus/validation.jsonl"
+    code, _, err = train_here("--config=tiny", "--config.data.train=my_book.txt")
+    assert (code, loaded) == (2, ["160m", "tiny"])
+    assert f"data.train: {tmp_path}/my_book.txt does not exist" in err
 
 
 def test_recorded_config_with_renamed_keys_is_upgraded():

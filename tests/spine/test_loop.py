@@ -103,7 +103,7 @@ def test_a_bad_record_is_named_and_the_steps_before_it_are_saved(micro, train, t
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", r"data.validation=.*held_out.jsonl': none of 1 documents can be read.* row 1: 'text' is empty"),
+        ("", r"data.validation=.*held_out.jsonl': of 1 document, none can be read.* row 1: 'text' is empty"),
         ("\n", r"held_out.jsonl' holds no text to predict; give more text, or ''"),
     ],
 )

@@ -194,7 +194,8 @@ def test_modules_used_before_environment_setup_do_not_import_jax(module):
     assert "jax" not in loaded_after(f"import hlat_jax.{module}")
 
 
-def test_a_wrong_path_is_answered_before_jax_is_imported():
+def test_a_wrong_path_is_answered_before_jax_is_imported(tmp_path):
+    (tmp_path / "config.json").touch()  # of a Hugging Face folder
     code = """
 import importlib, sys
 for area, *words in (line.split() for line in sys.stdin):
@@ -217,7 +218,15 @@ for area, *words in (line.split() for line in sys.stdin):
         f"generate --checkpoint={ROOT}/docs --prompt=a": f"{ROOT}/docs holds no weights (working directory",
         "generate --prompt=a": "--checkpoint=FOLDER is missing",
         "evaluate --checkpoint=/no --tasks=a": "/no holds no weights",
-        "evaluate --checkpoint=/no --text=/no/a.txt": "--text: /no/a.txt does not exist",
+        "train --config=tiny --config.model.ops_table=/no.json": "model.ops_table=/no.json: no such file",
+        "train --config=tiny --config.train.eval_tasks=a --config.train.eval_tasks_folder=/no": (
+            "train.eval_tasks_folder=/no: no such folder"
+        ),
+        f"generate --checkpoint={tmp_path} --prompt=a --tokenizer=/no.model": "--tokenizer=/no.model: no such file",
+        f"evaluate --checkpoint={tmp_path} --tasks=a --tokenizer=package:b": "package:b does not ship with hlat_jax",
+        f"hf export {tmp_path} --out=x --tokenizer=/no.model": "--tokenizer=/no.model: no such file",
+        "evaluate --checkpoint=/no --tasks=a --tasks_folder=/no": "--tasks_folder=/no: no such folder",
+        "evaluate --checkpoint=/no --text=/no/a.txt": "--text=/no/a.txt: no such file",
         "evaluate --checkpoint=/no --data=/no/a.txt": "--data: /no/a.txt does not exist",
         "hf export /no --out=x": "/no holds no weights",
         "hf import /no --out=x": "/no has no config.json",

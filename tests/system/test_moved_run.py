@@ -52,7 +52,7 @@ def test_a_moved_run_folder_generates_evaluates_exports_and_resumes(
     code, out, err = train_here(*again, "--config.train.num_steps=8")
     assert code == 0, err
     assert "resuming from step 6 of 8" in out
-    assert f"tokenizer        moved/tokenizer/tokenizer.model: {tokenizer} is missing" in out
+    assert f"tokenizer        {elsewhere}/moved/tokenizer/tokenizer.model: {tokenizer} is missing" in out
     assert [row["step"] for row in micro.rows(elsewhere / "moved") if "loss" in row] == list(range(1, 9))
     assert data_here("peek", "--config=../project/mine.py", "--workdir=moved", "--step=2")[0] == 0
 

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TextIO
 
 from hlat_jax.byte_sizes import format_bytes
+from hlat_jax.config import counted
 from hlat_jax.data.build import build_task, inputs, shards
 from hlat_jax.data.build.build_task import BuildOptions, Task
 from hlat_jax.data.build.workers import COUNTS, SharedState, start_worker
@@ -259,7 +260,8 @@ def _manifest(
 ) -> dict[str, Any]:
     totals = {name: sum(shard[name] for shard in metadata) for name in COUNTS}
     if totals["documents"] == 0:
-        raise ValueError(f"the {len(found)} input file(s) hold no documents ({totals['bad_records']} bad records).")
+        bad = counted(totals["bad_records"], "bad record")
+        raise ValueError(f"the {len(found)} input file(s) hold no documents ({bad}).")
     sources = [{"name": name} | dict.fromkeys(COUNTS, 0) for name in inputs.names(found)]
     for shard in metadata:
         for number, counts in shard["sources"].items():
@@ -338,16 +340,15 @@ def progress_on(stream: TextIO) -> Callable[[SharedState, int], ProgressBar]:
 def summary(result: BuildResult, *, out: pathlib.Path, elapsed_s: float) -> str:
     """Returns the lines that the command prints at the end."""
     manifest = result.manifest
-    what = f"{manifest['documents']:,} documents, {format_bytes(manifest['bytes'])} of text"
+    what = f"{counted(manifest['documents'], 'document')}, {format_bytes(manifest['bytes'])} of text"
     if manifest["tokens"] is not None:
         per_byte = manifest["tokens"] / manifest["bytes"]
-        what += f", {manifest['tokens']:,} tokens ({per_byte:.3f} per byte)"
+        what += f", {counted(manifest['tokens'], 'token')} ({per_byte:.3f} per byte)"
     time = "" if result.was_complete else f" in {duration(elapsed_s)}"
-    lines = [
-        f"{out} {'is complete' if result.was_complete else 'built'}: {what}, {len(manifest['shards'])} shards{time}"
-    ]
+    what += f", {counted(len(manifest['shards']), 'shard')}"
+    lines = [f"{out} {'is complete' if result.was_complete else 'built'}: {what}{time}"]
     if manifest["bad_records"]:
-        lines.append(f"skipped {manifest['bad_records']:,} bad records{', such as' if result.bad else ''}")
+        lines.append(f"skipped {counted(manifest['bad_records'], 'bad record')}{', such as' if result.bad else ''}")
         lines += [f"  {message}" for message in result.bad[:5]]
     lines += [result.ignored] if result.ignored else []
     if manifest["documents"] < _FEW_DOCUMENTS:

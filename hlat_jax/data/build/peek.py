@@ -7,12 +7,15 @@ run keeps such indices and the folder is writable.
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
+from typing import Any
 
 import numpy as np
 
 from hlat_jax import config as config_lib
-from hlat_jax.data import kept_tokenizer, packing, positions
+from hlat_jax.config import counted
+from hlat_jax.data import packing, positions, sources
 from hlat_jax.data.loader import TrainBatches, batch_hash, make_batch
 from hlat_jax.data.streams import Definition
 from hlat_jax.data.tokenizer import Tokenizer
@@ -32,9 +35,9 @@ def peek(config: config_lib.Config, workdir: pathlib.Path, *, step: int, row: in
             f"--step={step} is beyond the last step of the run, train.num_steps={config.train.num_steps}; give a step "
             "of the run, or set that key."
         )
-    config = positions.with_order_of_run(config, workdir)
+    config = positions.with_choices_of_run(config, workdir)
     data = config.data
-    tokenizer = Tokenizer(kept_tokenizer.usable(data.tokenizer, workdir), vocab_size=config.model.vocab_size)
+    tokenizer = Tokenizer(data.tokenizer, vocab_size=config.model.vocab_size)
     rows = list(range(data.batch_size)) if row is None else [row]
     index = workdir / INDEX_FOLDER
     batches = TrainBatches(data, tokenizer=tokenizer, rows=rows, index_folder=index if index.is_dir() else None)
@@ -72,33 +75,48 @@ def _seek(batches: TrainBatches, workdir: pathlib.Path, *, step: int, data: conf
         print(f"position: computed from the lengths of the stored ids{since}, nothing to replay")
         return 0
     if kept is None:
-        print(f"position: the beginning (none is recorded in {workdir}), replaying {_batches(before)}", flush=True)
+        replayed = counted(before, "batch")
+        print(f"position: the beginning (none is recorded in {workdir}), replaying {replayed}", flush=True)
         return before
     at, position, path = kept
     batches.set_state(position[list(batches.rows)])
-    print(f"position: after step {at} ({path}), replaying {_batches(before - at)}", flush=True)
+    print(f"position: after step {at} ({path}), replaying {counted(before - at, 'batch')}", flush=True)
     return before - at
-
-
-def _batches(count: int) -> str:
-    return f"{count} batch{'' if count == 1 else 'es'}"
 
 
 def print_row(packed: packing.Row, *, row: int, source: int, definition: Definition, tokenizer: Tokenizer) -> None:
     """Prints one row: for each document, or part of one, a line about it and its text with EOS as </s>."""
     opened = definition.sources[source]
-    used = sum(span.stop - span.start for span in packed.spans)
-    padding = f", {len(packed.tokens) - used} tokens of padding" if used < len(packed.tokens) else ""
-    print(f"\nrow {row}, source {opened.name}, documents or parts: {len(packed.spans)}{padding}")
+    padding = len(packed.tokens) - sum(span.stop - span.start for span in packed.spans)
+    spans = []
     for span in packed.spans:
         number = definition.document(source, row=row, epoch=span.epoch, entry=span.document)
+        spans += _document_spans(span, number, opened.documents)
+    padded = f", {counted(padding, 'token')} of padding" if padding else ""
+    print(f"\nrow {row}, source {opened.name}, documents or parts: {len(spans)}{padded}")
+    for span, place in spans:
         ids = packed.tokens[span.start : span.stop]
         last = span.token + len(ids) - 1
         print(
-            f"--- document {number} ({opened.documents.locate(number)}), epoch {span.epoch}, tokens {span.token} to "
+            f"--- document {span.document} ({place}), epoch {span.epoch}, tokens {span.token} to "
             f"{last}, at {span.start} to {span.stop - 1} of the row"
         )
         print(text_of(ids, tokenizer=tokenizer, begins=span.token == 0))
+
+
+def _document_spans(span: packing.Span, number: int, documents: Any) -> list[tuple[packing.Span, str]]:
+    """Returns (span of a document, its file and row) for each document in a span of entry `number` of a source.
+
+    Entries are documents, so there is one; or rows of tokens, in which documents begin and end.
+    """
+    if not isinstance(documents, sources.TokenRows):
+        return [(dataclasses.replace(span, document=number), documents.locate(number))]
+    found, start = [], span.start
+    for document, token, count in documents.parts(number):
+        part = packing.Span(span.epoch, document, token, start, start + count)
+        found.append((part, documents.corpus.locate(document)))
+        start = part.stop
+    return found
 
 
 def text_of(ids: np.ndarray, *, tokenizer: Tokenizer, begins: bool) -> str:

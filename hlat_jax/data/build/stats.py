@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from hlat_jax.byte_sizes import format_bytes
-from hlat_jax.config import Config, held_out_share
+from hlat_jax.config import Config, counted, held_out_share
 from hlat_jax.data import mixture, packing, sources, streams
 from hlat_jax.data.formats import built, paths
 from hlat_jax.data.formats.records import BadRecord
@@ -207,5 +207,5 @@ def _notes(config: Config, totals: Counts) -> list[str]:
             "counts everything."
         )
     if totals.num_bad:
-        notes.append(f"{totals.num_bad} bad records were skipped.")
+        notes.append(f"skipped {counted(totals.num_bad, 'bad record')}.")
     return [*notes, *totals.ignored]

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import sentencepiece
 
 from hlat_jax.byte_sizes import format_bytes
+from hlat_jax.config import counted
 from hlat_jax.data.build import inputs
 from hlat_jax.data.formats.records import BadRecord
 from hlat_jax.data.tokenizer import Tokenizer
@@ -80,7 +81,7 @@ def train(
     pieces = sample.pieces()
     if not any(piece.strip() for piece in pieces):
         field = options.text_field
-        raise ValueError(f"the inputs hold no text ({num_documents} documents); check --text_field={field}.")
+        raise ValueError(f"the inputs hold no text ({counted(num_documents, 'document')}); check --text_field={field}.")
     status.share, status.text = 1.0, f"training on {format_bytes(sample.num_bytes)}; SentencePiece reports no progress"
     serialized = train_model(pieces, vocab_size=options.vocab_size)
     try:
@@ -104,11 +105,11 @@ def summary(trained: TrainedTokenizer, *, out: pathlib.Path) -> str:
     sampled, seen = format_bytes(trained.sampled_bytes), format_bytes(trained.bytes)
     lines = [
         f"{out}: {trained.vocab_size:,} tokens, {1 / trained.tokens_per_byte:.2f} bytes of the sample per token",
-        f"sampled {sampled} of {seen} in {trained.documents:,} documents",
+        f"sampled {sampled} of {seen} in {counted(trained.documents, 'document')}",
         f"sha256 {trained.sha256}",
     ]
     if trained.bad_records:
-        lines.append(f"skipped {trained.bad_records:,} bad records")
+        lines.append(f"skipped {counted(trained.bad_records, 'bad record')}")
     return "\n".join(lines)
 
 

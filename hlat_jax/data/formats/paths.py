@@ -16,7 +16,9 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import hlat_jax
+from hlat_jax.config import counted
 from hlat_jax.data.formats.files import MANIFEST_NAME, SHARD_SUFFIX, DataFile, client_errors, filesystem_of, reason
+from hlat_jax.host.path_checks import check_file
 from hlat_jax.store.atomic_files import read_json
 
 JSONL_SUFFIXES = (".jsonl", ".ndjson")
@@ -43,6 +45,14 @@ def asset_path(name: str) -> pathlib.Path:
     return path
 
 
+def tokenizer_file(path: str, *, key: str) -> pathlib.Path:
+    """Returns the file of a tokenizer, which may be 'package:NAME'. Raises ValueError if there is none."""
+    if path.startswith("package:"):
+        return asset_path(path.removeprefix("package:"))
+    check_file(path, key=key)
+    return pathlib.Path(path).expanduser()
+
+
 @dataclasses.dataclass(frozen=True)
 class FoundFiles:
     """The result of find_files.
@@ -61,8 +71,7 @@ class FoundFiles:
         """Returns a count of the ignored files, as in 'ignored 3 files: no suffix 2, .csv 1', or ''."""
         suffixes = sorted(pathlib.PurePosixPath(name).suffix.lower() or "no suffix" for name in self.ignored)
         counts = ", ".join(f"{suffix} {count:,}" for suffix, count in collections.Counter(suffixes).most_common())
-        files = "1 file" if len(suffixes) == 1 else f"{len(suffixes):,} files"
-        return f"ignored {files}: {counts}" if counts else ""
+        return f"ignored {counted(len(suffixes), 'file')}: {counts}" if counts else ""
 
 
 def find_files(
@@ -133,9 +142,14 @@ def _local_part(part: str, *, key: str, found: FoundFiles) -> list[DataFile]:
     if not files:
         if searched:
             _raise_nothing_found(part, key=key, found=found)
-        what = "matches no file" if glob.has_magic(part) else "does not exist"
-        raise ValueError(f"{key}: {part} {what} (looked from {pathlib.Path.cwd()}).")
+        raise nothing_at(part, key=key)
     return files
+
+
+def nothing_at(path: str, *, key: str) -> ValueError:
+    """Returns the error for a local path of text that does not exist, or a glob without a match."""
+    what = "matches no file" if glob.has_magic(path) else "does not exist"
+    return ValueError(f"{key}: {path} {what} (looked from {pathlib.Path.cwd()}).")
 
 
 def _in_folder(folder: pathlib.Path, *, key: str, found: FoundFiles) -> list[DataFile]:
