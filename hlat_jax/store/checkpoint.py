@@ -375,7 +375,7 @@ def _arrays(state: Any) -> dict[str, str]:
 
 
 def _require_same_arrays(folder: pathlib.Path, run: Mapping[str, Any], abstract_state: Any) -> None:
-    others = differences(run["arrays"], _arrays(abstract_state))  # Orbax would cast another dtype in silence
+    others = differences(run["arrays"], _arrays(abstract_state))  # Orbax would cast another dtype silently
     if others:
         lines = "\n  ".join(others)
         raise ValueError(f"{folder} belongs to another model or precision:\n  {lines}")

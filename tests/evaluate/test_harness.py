@@ -202,7 +202,7 @@ def test_evaluate_runs_a_suite_and_prints_the_published_results(
         f"--checkpoint={folder / 'imported'}", "--tasks=local", f"--tasks_folder={folder}", f"--json={out}"
     )
     assert code == 0, error
-    assert re.search(r"^  0%  12 continuations  0:00:\d\d$", error, re.MULTILINE)
+    assert re.search(r"^      12 continuations  0:00:\d\d$", error, re.MULTILINE)
     assert re.search(r"^ \d\d%  12 continuations  0:00:\d\d left$", error, re.MULTILINE)
     found = json.loads(out.read_text())
     assert found["n-shot"] == {"local_choice": 0, "local_generation": 0, "local_rolling": 2}

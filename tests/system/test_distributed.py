@@ -69,7 +69,7 @@ def train_job(folder):
 
 @pytest.fixture(scope="module")
 def alone(folder, train_job):
-    """The run folder of one process, left alone."""
+    """The run folder of one process that was not interrupted."""
     with train_job(folder / "alone", 1, *SPLIT) as job:
         assert job.wait(120) == [0], job.err(0)
     return folder / "alone"
@@ -270,7 +270,7 @@ def test_error_in_one_process_ends_all_with_its_code_and_message(small_job, erro
     assert ("Traceback" in job.err(1)) == ("bug" in line)
 
 
-# Each difference is met by process 1 alone, while process 0 goes on to the next.
+# Process 1 alone raises at each difference; process 0 continues with the next one.
 DIFFERENT = """
 from hlat_jax import config
 from hlat_jax.resolve import resolve
