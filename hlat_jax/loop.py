@@ -29,7 +29,7 @@ import contextlib
 import pathlib
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import jax
 import numpy as np
@@ -43,7 +43,7 @@ from hlat_jax.optimizer import learning_rate
 from hlat_jax.parallel.sharding import shard_batch
 from hlat_jax.run import machine, nonfinite, summary
 from hlat_jax.run.open import NextBatch, Pending, Progress, Run, open_run
-from hlat_jax.store.progress import ProgressBar, Status, showing
+from hlat_jax.store.progress import ProgressBar, Status
 
 _STEP_AND_SAVE = "this step, then saving a checkpoint"
 
@@ -63,9 +63,9 @@ def train(config: Config, workdir: pathlib.Path) -> int:
 
 
 def _train(config: Config, workdir: pathlib.Path, *, signals: StopSignals) -> str:
-    """Does the work of `train`; returns the signal before which a step was left out, of any process, or ""."""
+    """Does the work of `train`; returns the signal that all processes know of, or ""."""
     with contextlib.ExitStack() as stack:
-        with ProgressBar(lambda: (0.0, signals.doing), stream=sys.stdout, in_place=False):
+        with _progress(config, lambda: (0.0, signals.doing), in_place=False):  # lines are printed meanwhile
             opened = open_run(config, workdir, signals=signals, stack=stack)
         if opened is None:
             return ""
@@ -75,7 +75,7 @@ def _train(config: Config, workdir: pathlib.Path, *, signals: StopSignals) -> st
             _sample(run, progress, "before training")
         _loop(run, progress)
         with signals.during("saving", unfinished=f"the checkpoint of step {progress.step}"):
-            with showing("saving", stream=sys.stdout):
+            with _progress(config, Status("saving")):
                 run.checkpointer.wait()
             if run.exporter is not None:
                 run.exporter.wait()
@@ -123,27 +123,20 @@ def _evaluate(run: Run, progress: Progress) -> None:
         return
     if run.validation is not None and (last or _due(step, train.eval_every_steps)):
         _write_rows(run, progress)
-        with _evaluating(run, run.validation.status, unfinished=unfinished):
+        during = run.sync.signals.during("evaluating", unfinished=unfinished)
+        with during, _progress(run.config, run.validation.status):
             figures = run.validation(progress.state["params"])
         run.log.eval_row({"step": step, **figures})
         progress.timed_from_s = time.monotonic()
     # before the first step too: all programs are compiled then, and what fails has cost nothing
     if run.tasks is not None and (last or step == 0 or _due(step, train.eval_tasks_every_steps)):
         _write_rows(run, progress)
-        with _evaluating(run, run.tasks.status, unfinished=unfinished):
+        during = run.sync.signals.during("evaluating", unfinished=unfinished)
+        with during, _progress(run.config, run.tasks.status):
             figures, shown = run.tasks(progress.state["params"])
         if figures:
             run.log.tasks_row({"step": step, **figures}, shown=shown)
         progress.timed_from_s = time.monotonic()
-
-
-@contextlib.contextmanager
-def _evaluating(run: Run, status: Status, *, unfinished: str) -> Iterator[None]:
-    """Shows the progress of an evaluation; Ctrl-C in it is answered with what is `unfinished`."""
-    is_shown = run.config.metrics.console != "off"
-    bar = ProgressBar(status, stream=sys.stdout) if is_shown else contextlib.nullcontext()
-    with run.sync.signals.during("evaluating", unfinished=unfinished), bar:
-        yield
 
 
 def _save(run: Run, progress: Progress, *, stopping: bool) -> None:
@@ -307,6 +300,15 @@ def _complete_steps(run: Run, progress: Progress) -> None:
     """Writes the rows of all dispatched steps and waits for their state. Raises as `_write_rows`."""
     _write_rows(run, progress)
     jax.block_until_ready(progress.state)
+
+
+def _progress(
+    config: Config, read: Callable[[], tuple[float, str]], *, in_place: bool = True
+) -> contextlib.AbstractContextManager:
+    """Returns a context that shows progress on stdout, so that it stands between the other lines, unless it is off."""
+    if config.metrics.console == "off":
+        return contextlib.nullcontext()
+    return ProgressBar(read, stream=sys.stdout, in_place=in_place)
 
 
 def _sample(run: Run, progress: Progress, when: str) -> None:

@@ -27,13 +27,10 @@ class Status:
 
 
 @contextlib.contextmanager
-def showing(text: str, *, stream: TextIO | None = None) -> Iterator[Status]:
-    """Shows progress on `stream` (None: stderr) in the block, which updates the Status it is given, of `text` at first.
-
-    On a terminal the block must print nothing: it would stand in the line of the bar.
-    """
+def showing(text: str) -> Iterator[Status]:
+    """Shows progress on stderr in the block, which updates the Status it is given; `text` is the first one."""
     status = Status(text)
-    with ProgressBar(status, stream=stream or sys.stderr):
+    with ProgressBar(status, stream=sys.stderr):
         yield status
 
 
@@ -54,7 +51,7 @@ class ProgressBar:
         in_place: bool = True,
     ):
         self._read, self._stream = read, stream
-        self._is_terminal = stream.isatty() and in_place
+        self._is_terminal = in_place and stream.isatty()
         self._every_s = _REDRAW_S if self._is_terminal else line_s
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._show, daemon=True)

@@ -5,6 +5,7 @@ import re
 
 import jax
 import micro
+import pytest
 
 from hlat_jax import config as config_lib
 from hlat_jax import loop
@@ -13,11 +14,14 @@ from hlat_jax.store.metrics import header
 from hlat_jax.store.progress import ProgressBar
 
 
+@pytest.mark.slow
 def test_a_batch_job_prints_lines_at_the_keys_cadence_and_in_every_phase(tmp_path, monkeypatch, capsys):
     devices = jax.devices()[:1]
     monkeypatch.setattr(loop.jax, "devices", lambda *_: devices)
-    monkeypatch.setattr(loop, "ProgressBar", functools.partial(ProgressBar, line_s=0.01))  # for 30 s
+    monkeypatch.setattr(loop, "ProgressBar", functools.partial(ProgressBar, line_s=0.03))  # for 30 s
     c = config_lib.load(str(micro.write_config(tmp_path)))
+    c.train.update(eval_every_steps=0, num_eval_batches=24)
+    c.checkpoint.every_steps = 0
     c.metrics.update(console="auto", log_every_steps=8, tensorboard=False)
     assert loop.train(resolve(c), tmp_path / "run") == 0
     lines = capsys.readouterr().out.splitlines()
