@@ -81,6 +81,6 @@ def _tokens(weights: Weights) -> tuple[np.ndarray, str]:
         ids, described = weights.open_tokenizer().encode(_TEXT), "a text"
     except ValueError:
         ids = np.random.default_rng(0).integers(0, weights.model.vocab_size, _NUM_IDS, np.int32)
-        described = "random ids, as there is no tokenizer"
+        described = "random ids (there is no tokenizer)"
     ids = ids[: weights.model.max_positions]
     return ids[None], f"{len(ids)} tokens of {described}"
