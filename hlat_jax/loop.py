@@ -58,8 +58,9 @@ def train(config: Config, workdir: pathlib.Path) -> int:
     """
     with StopSignals(alone=not jax.distributed.is_initialized()) as signals:
         stop = _train(config, workdir, signals=signals)
-    # a signal after the last step is not in `stop`; the code is 130 so that `train && evaluate` stops
-    return 130 if "SIGINT" in (stop, signals.name) else 0
+        distributed.barrier()  # the others wait here while process 0 draws the results
+        names = distributed.exchange(signals.name)  # of signals after the last step too
+    return 130 if "SIGINT" in (stop, *names, signals.name) else 0  # so that `train && evaluate` stops
 
 
 def _train(config: Config, workdir: pathlib.Path, *, signals: StopSignals) -> str:

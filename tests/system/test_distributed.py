@@ -127,6 +127,20 @@ def test_only_process_0_prints(stopped):
 
 
 @pytest.mark.slow
+def test_ctrl_c_after_the_last_step_ends_both_with_130_and_the_results_are_written(train_job, tmp_path):
+    """Process 1 waits there for process 0, whose import of matplotlib takes about a second."""
+    workdir, own = tmp_path / "run", ("metrics.plot=True", "train.num_steps=4", "data.validation=")
+    with train_job(workdir, 2, *SPLIT, *own, before_last=["env", "--default-signal=INT"]) as job:
+        while not (workdir / "checkpoints/4").is_dir():
+            assert all(process.poll() is None for process in job.processes), job.err(0) + job.err(1)
+            time.sleep(0.001)
+        job.processes[1].send_signal(signal.SIGINT)
+        assert job.wait(60) == [130, 130], job.err(0) + job.err(1)
+    assert "interrupted: finishing the " in job.err(1)
+    assert (workdir / "loss.png").exists()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("num_processes", [1, 4])
 def test_checkpoint_of_two_processes_resumes_on_another_number_and_mesh(
     alone, stopped, train_job, tmp_path, num_processes
