@@ -92,7 +92,7 @@ def print_trace(config: config_lib.Config, policies: list[str], remats: list[str
 def step_of(config: config_lib.Config, policy: str) -> tuple[Callable, Any]:
     """Returns (jitted (state, batch, rate) -> (state, loss), initial state) of fp32 weights and moments.
 
-    fp16 has a loss scale that moves, and steps whose gradients are not finite are passed over.
+    fp16 has a loss scale that moves, and steps whose gradients are not finite are skipped.
     """
     sums = fp32_loss(config)
     if policy not in FP32:

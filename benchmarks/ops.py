@@ -4,7 +4,7 @@
     python benchmarks/ops.py --table benchmarks/tuned/cpu-amd-epyc.json [--seq_len_at_most 1024]
 
 Forward and backward pass, fp32. Memory is what XLA allocates for temporaries; seconds are medians of rounds in which
-every variant runs in turn, and so are ratios: of each round, then their median. The loss is held to its bars at a
+every variant runs in turn, and so are ratios: of each round, then their median. The loss has limits, at a
 vocabulary of 32,000: against logits that are materialised and differentiated by JAX, "chunked" takes at most a quarter
 of the memory and 1.1 times the time. With --table every call of the table is timed again, as many rows as it was made
 with. Exit code 1 where a bar is missed, or a pick is more than 5 % behind.

@@ -7,7 +7,7 @@ For four layouts of a small model both trees train 20 steps by `python -m hlat_j
 array of the last checkpoint and the text of the lowered step without locations must be equal, the seconds of a step
 and the peak memory of the process at most 1.03 times as large (medians over the rounds of the ratio in one round), and
 so the seconds of `import hlat_jax.loop`; the first lines of `--help` must be equal. Both trees then resume a copy of
-the run folder of the tree before up to step 24, and keep its rows: a run that begins again would write them anew. Only
+the run folder of the tree before up to step 24, and keep its rows: a run that begins again would write them again. Only
 commands and files are used, so that trees with other module paths compare. `--dump` keeps the texts.
 """
 

@@ -27,7 +27,9 @@ from __future__ import annotations
 
 import contextlib
 import pathlib
+import sys
 import time
+from collections.abc import Callable
 
 import jax
 import numpy as np
@@ -41,6 +43,7 @@ from hlat_jax.optimizer import learning_rate
 from hlat_jax.parallel.sharding import shard_batch
 from hlat_jax.run import machine, nonfinite, summary
 from hlat_jax.run.open import NextBatch, Pending, Progress, Run, open_run
+from hlat_jax.store.progress import ProgressBar, Status
 
 _STEP_AND_SAVE = "this step, then saving a checkpoint"
 
@@ -53,31 +56,42 @@ def train(config: Config, workdir: pathlib.Path) -> int:
       OSError: the disk failed; the last complete checkpoint is intact.
       NonFiniteError: see `train.max_nonfinite_steps`.
     """
+    with StopSignals(alone=not jax.distributed.is_initialized()) as signals:
+        stop = _train(config, workdir, signals=signals)
+        distributed.barrier()  # the others wait here while process 0 draws the results
+        names = distributed.exchange(signals.name)  # of signals after the last step too
+    return 130 if "SIGINT" in (stop, *names, signals.name) else 0  # so that `train && evaluate` stops
+
+
+def _train(config: Config, workdir: pathlib.Path, *, signals: StopSignals) -> str:
+    """Does the work of `train`; returns the signal that all processes know of, or ""."""
     with contextlib.ExitStack() as stack:
-        signals = stack.enter_context(StopSignals(alone=not jax.distributed.is_initialized()))
-        opened = open_run(config, workdir, signals=signals, stack=stack)
+        with _progress(config, lambda: (0.0, signals.doing), in_place=False):  # lines are printed meanwhile
+            opened = open_run(config, workdir, signals=signals, stack=stack)
         if opened is None:
-            return 130 if signals.name == "SIGINT" else 0
+            return ""
         run, progress = opened
         signals.doing = "starting"
         if progress.step == 0:
             _sample(run, progress, "before training")
         _loop(run, progress)
         with signals.during("saving", unfinished=f"the checkpoint of step {progress.step}"):
-            run.checkpointer.wait()
+            with _progress(config, Status("saving")):
+                run.checkpointer.wait()
             if run.exporter is not None:
                 run.exporter.wait()
-        code = 130 if run.sync.stop == "SIGINT" else 0  # so that `train && evaluate` stops
         if progress.step < config.train.num_steps:
-            saved, nothing = f"saved in {workdir}; run the same command to resume", "before anything was saved"
-            print(f"stopped by {run.sync.stop} after step {progress.step}, {saved if progress.step else nothing}")
-            return code
-        signals.doing, signals.unfinished, signals.saved_step = "drawing the results", "", progress.step
+            saved = f"saved in {workdir}; run the same command to resume"
+            nothing = "before anything was saved; run the same command to start again"
+            print(f"stopped by {run.sync.stop} after step {progress.step}, {saved if progress.saved_step else nothing}")
+            return run.sync.stop
+        signals.doing, signals.saved_step = "drawing the results", progress.step
+        signals.unfinished = "the summary" if jax.distributed.is_initialized() else ""  # nobody waits for one alone
         _sample(run, progress, "after training")
         run.log.close()
         if distributed.is_first():
             summary.finish(config, workdir, progress.step)
-    return code
+    return run.sync.stop
 
 
 def _loop(run: Run, progress: Progress) -> None:
@@ -110,14 +124,16 @@ def _evaluate(run: Run, progress: Progress) -> None:
         return
     if run.validation is not None and (last or _due(step, train.eval_every_steps)):
         _write_rows(run, progress)
-        with run.sync.signals.during("evaluating", unfinished=unfinished):
+        during = run.sync.signals.during("evaluating", unfinished=unfinished)
+        with during, _progress(run.config, run.validation.status):
             figures = run.validation(progress.state["params"])
         run.log.eval_row({"step": step, **figures})
         progress.timed_from_s = time.monotonic()
     # before the first step too: all programs are compiled then, and what fails has cost nothing
     if run.tasks is not None and (last or step == 0 or _due(step, train.eval_tasks_every_steps)):
         _write_rows(run, progress)
-        with run.sync.signals.during("evaluating", unfinished=unfinished):
+        during = run.sync.signals.during("evaluating", unfinished=unfinished)
+        with during, _progress(run.config, run.tasks.status):
             figures, shown = run.tasks(progress.state["params"])
         if figures:
             run.log.tasks_row({"step": step, **figures}, shown=shown)
@@ -285,6 +301,15 @@ def _complete_steps(run: Run, progress: Progress) -> None:
     """Writes the rows of all dispatched steps and waits for their state. Raises as `_write_rows`."""
     _write_rows(run, progress)
     jax.block_until_ready(progress.state)
+
+
+def _progress(
+    config: Config, read: Callable[[], tuple[float, str]], *, in_place: bool = True
+) -> contextlib.AbstractContextManager:
+    """Returns a context that shows progress on stdout, so that it stands between the other lines, unless it is off."""
+    if config.metrics.console == "off":
+        return contextlib.nullcontext()
+    return ProgressBar(read, stream=sys.stdout, in_place=in_place)
 
 
 def _sample(run: Run, progress: Progress, when: str) -> None:

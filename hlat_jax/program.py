@@ -240,7 +240,7 @@ def accumulated(loss_fn: CheckedLossFn, params: Any, batch: Any, *, sums: Accumu
 
     Args:
       loss_fn: as `program_options.checked_loss` makes it.
-      params: what gradients are of.
+      params: with respect to which gradients are taken.
       batch: fields with rows in front.
       sums: number of parts, see `batch.microbatches`, and how their gradients are summed.
     """

@@ -25,7 +25,7 @@ FOLDER = ROOT / "notebooks"
 TIMEOUT_S = 1800  # of one cell, on a busy machine
 OURS = {
     "MPLBACKEND": "module://matplotlib_inline.backend_inline",  # plots below their cells, whatever a user has set
-    "TF_CPP_MIN_LOG_LEVEL": "3",  # on a busy machine XLA tells of slow compilation
+    "TF_CPP_MIN_LOG_LEVEL": "3",  # on a busy machine XLA warns of slow compilation
 }
 
 
@@ -59,7 +59,7 @@ def check(notebook: nbformat.NotebookNode, folder: pathlib.Path) -> None:
     shown = "\n".join(output.get("text", "") + output.get("data", {}).get("text/plain", "") for output in outputs)
     for word in (str(ROOT), str(folder), str(pathlib.Path.home()), socket.gethostname()):
         if re.search(rf"(?<!\w){re.escape(word)}(?!\w)", shown):
-            sys.exit(f"error: a cell shows {word!r}, which is of this machine; print less.")
+            sys.exit(f"error: a cell shows {word!r}, which describes this machine; print less.")
     for output in outputs:
         if output.get("name") == "stderr":
             sys.exit(f"error: a cell writes to stderr: {output.text}")

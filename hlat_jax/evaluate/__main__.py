@@ -177,15 +177,8 @@ def _run_validation(values: flags.FlagValues) -> None:
     for name, source in held_out.items():
         print(f"validation       {source.describe(name)}")
     eval_step = _eval_step(trained, policy=run.precision.policy, packing=run.data.packing)
-    num_batches = sum(len(source.batches) for source in held_out.values())
     with showing("compiling") as status:
-
-        def evaluate(params: Any, batch: Any) -> tuple[Any, Any]:
-            loss, count = eval_step(params, batch)
-            status.share, status.text = status.share + 1 / num_batches, "evaluating"
-            return loss, count
-
-        found = Validation(held_out, evaluate, trained.layout)(trained.params)
+        found = Validation(held_out, eval_step, trained.layout, status)(trained.params)
     coverage = {name: dataclasses.asdict(source.coverage) for name, source in held_out.items()}
     _report(values, trained, found, {"coverage": coverage})
 

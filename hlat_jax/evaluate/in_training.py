@@ -21,10 +21,14 @@ from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.evaluate.tasks import TaskOptions, Tasks, require_harness
 from hlat_jax.generate.inference import TrainedModel
 from hlat_jax.parallel.sharding import Layout
+from hlat_jax.store.progress import Status
 
 
 class TasksInTraining:
     """The tasks of `train.eval_tasks`, evaluated by the same programs each time, with the batch size of a microbatch.
+
+    Attributes:
+      status: is kept up to date.
 
     Raises:
       ValueError: the harness is not installed, or has no such task.
@@ -44,6 +48,7 @@ class TasksInTraining:
         self._tasks = Tasks(t.eval_tasks.split(","), options)
         self._config, self._layout, self._tokenizer = config, layout, tokenizer
         self._model: Any = None
+        self.status = Status()
 
     def load(self) -> None:
         """Fetches the data of the tasks; call it once, before the first evaluation."""
@@ -57,11 +62,12 @@ class TasksInTraining:
         """
         from hlat_jax.evaluate.harness import HarnessModel
 
+        self.status.share, self.status.text = 0.0, "preparing the questions"
         if self._model is None:
             c, layout = self._config, self._layout
             rows = max(c.data.batch_size // c.train.num_microbatches // layout.row_degree, 1)
             trained = TrainedModel(c.model, params, layout, self._tokenizer, pathlib.Path(), "")
-            self._model = HarnessModel(trained, batch_size=rows)
+            self._model = HarnessModel(trained, batch_size=rows, status=self.status)
         self._model.use(params)
         try:
             found = self._tasks(self._model)

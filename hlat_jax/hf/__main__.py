@@ -32,7 +32,8 @@ Reads config.json and model.safetensors, or the files that model.safetensors.ind
 shape and dtype. Copies tokenizer and generation config. Supports Llama 1, 2 and 3, SmolLM2, TinyLlama, OpenLLaMA, and
 Mistral without a sliding window. A field of config.json that is known to change the computation must have a supported
 value; unknown fields are named in a warning and kept for an export. --verify then compares the logits of both models
-on a text, in float32, one model in memory at a time, and fails above 1e-3 of the largest logit.
+on a text, in float32, one model in memory at a time. A difference above 1e-3 of the largest logit is an error, and
+nothing is left at --out.
 """
 _EXPORT = """Usage: python -m hlat_jax.hf export CKPT --out=DIR [flags]
 
@@ -79,6 +80,7 @@ def _import(argv: Sequence[str]) -> None:
     from hlat_jax.hf.importing import import_checkpoint
     from hlat_jax.weights.hf_reading import open_checkpoint
     from hlat_jax.weights.trained import open_weights
+    from hlat_jax.weights.weights_folder import whole_folder
 
     if values.verify:
         verifying.require_transformers()  # before any work
@@ -86,15 +88,21 @@ def _import(argv: Sequence[str]) -> None:
     found = open_checkpoint(folder, dtype=values.dtype, fuse_qkv=values.fuse_qkv, strict=values.strict)
     if found.warning:
         print(f"warning: {found.warning} They are kept for an export; --strict makes them an error.", file=sys.stderr)
-    with showing("importing") as status:
-        import_checkpoint(found, out, status=status)
+    with whole_folder(out) as partial:
+        with showing("importing") as status:
+            import_checkpoint(found, partial, status=status)
+        verified = ""
+        if values.verify:
+            try:
+                with showing("comparing the logits with those of transformers"):
+                    verified = verifying.verify(found, open_weights(partial)) + "\n"
+            except ValueError as error:
+                raise ValueError(f"{error} Removed {out}; an import without --verify is kept.") from None
     for note in found.notes:
         print(note)
     companions = ", ".join(path.name for path in found.companions())
     print(f"{_counted(found.model)} in {found.dtype.name} from {len(found.tensors)} tensors; with {companions}")
-    print(f"wrote {out} in {time.monotonic() - began:.1f} s", flush=True)
-    if values.verify:
-        print(verifying.verify(found, open_weights(out)))
+    print(f"{verified}wrote {out} in {time.monotonic() - began:.1f} s")
 
 
 def _export(argv: Sequence[str]) -> None:

@@ -36,7 +36,7 @@ def require_transformers() -> Any:
 
 
 def verify(found: HFCheckpoint, weights: Weights) -> str:
-    """Returns a line with the largest difference of the logits, relative to the largest logit.
+    """Returns a line with the largest difference between the logits, relative to the largest logit.
 
     Both models compute in fp32 with the weights rounded to the dtype of the import. One model at a time is in memory.
 
@@ -45,7 +45,7 @@ def verify(found: HFCheckpoint, weights: Weights) -> str:
       weights: what was imported from it.
 
     Raises:
-      ValueError: the difference is above `BOUND`, or transformers is not installed.
+      ValueError: the difference is above `BOUND`, transformers cannot load the source, or is not installed.
     """
     torch, transformers = require_transformers()
     tokens_BT, described = _tokens(weights)
@@ -56,24 +56,23 @@ def verify(found: HFCheckpoint, weights: Weights) -> str:
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     dtype = getattr(torch, found.dtype.name)
-    model = (
-        transformers.AutoModelForCausalLM.from_pretrained(
-            found.folder, dtype=dtype, trust_remote_code=False, local_files_only=True, use_safetensors=True
-        )
-        .float()
-        .eval()
-    )
+    options = {"dtype": dtype, "trust_remote_code": False, "local_files_only": True, "use_safetensors": True}
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(found.folder, **options).float().eval()
+    except Exception as error:  # of any type, by what is wrong with the folder or with this version
+        first = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+        raise ValueError(f"--verify: transformers cannot load {found.folder}: {first}.") from None
     with torch.no_grad():
         theirs_BTV = model(torch.from_numpy(tokens_BT).long()).logits.numpy()
     largest = np.abs(theirs_BTV).max()
     difference = np.abs(ours_BTV - theirs_BTV).max() / largest
-    line = (
-        f"logits of {described}: the largest difference from transformers is {difference:.1e} of the largest logit, "
-        f"{largest:.3g}; bound {BOUND:.0e}"
-    )
+    relative = f"{difference:.1e} of the largest logit, {largest:.3g}"
     if not difference <= BOUND:  # NaN too
-        raise ValueError(f"--verify: {line}. {weights.folder} computes something else; do not use it.")
-    return line
+        raise ValueError(
+            f"--verify: the logits of {described} differ from those of transformers by {relative}; at most {BOUND:.0e} "
+            "is allowed, so the import is not the model of the folder."
+        )
+    return f"verified         the logits of {described} differ from those of transformers by at most {relative}"
 
 
 def _tokens(weights: Weights) -> tuple[np.ndarray, str]:
@@ -82,6 +81,6 @@ def _tokens(weights: Weights) -> tuple[np.ndarray, str]:
         ids, described = weights.open_tokenizer().encode(_TEXT), "a text"
     except ValueError:
         ids = np.random.default_rng(0).integers(0, weights.model.vocab_size, _NUM_IDS, np.int32)
-        described = "random ids, as there is no tokenizer"
+        described = "random ids (there is no tokenizer)"
     ids = ids[: weights.model.max_positions]
     return ids[None], f"{len(ids)} tokens of {described}"

@@ -160,7 +160,7 @@ def enclosing_function(op: Any) -> str | None:
 
 
 def enclosing_op(op: Any, kind: str) -> Any:
-    """Returns the nearest ancestor of an operation that is of a kind, such as `func.func`, or None."""
+    """Returns the nearest ancestor of an operation that has a given type, such as `func.func`, or None."""
     return next((parent for parent in ancestors(op) if parent.name == kind), None)
 
 

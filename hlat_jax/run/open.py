@@ -177,7 +177,8 @@ def open_run(
 
     saved = checkpointer.latest_metadata()
     if tasks is not None and (saved is None or saved[0] < config.train.num_steps):
-        tasks.load()
+        with signals.during("fetching the data of the tasks", unfinished=""):
+            tasks.load()
     if saved is not None:
         signals.saved_step, signals.doing = saved[0], "restoring the checkpoint"
         refuse_drift(saved[1], settings, step=saved[0], workdir=workdir)
@@ -194,6 +195,7 @@ def open_run(
         settings["branch_from"] = config.train.branch_from
     signals.doing = "compiling"
     weights = open_start(config, tokenizer) if restored is None and config.train.init_from else None
+    print("compiling        the programs of this run")
     program, remat = budget.resolved(program, recorded=restored and restored.metadata.get("remat"))
     compilations = Compilations(program)
     if restored is not None:

@@ -24,6 +24,7 @@ from hlat_jax.data.loader import batch_hash
 from hlat_jax.data.streams import skipped_records
 from hlat_jax.host import distributed
 from hlat_jax.host.process import LOCK_FILE, StopSignals, only_process
+from hlat_jax.store.atomic_files import remove_partial
 from hlat_jax.store.config_diff import shared_settings
 
 
@@ -110,10 +111,14 @@ class StepSync:
 def only_job(workdir: pathlib.Path) -> Iterator[None]:
     """Locks the run folder for all processes of this job: process 0 locks it, and the others check that it has.
 
+    Files that a killed process had not finished are removed.
+
     Raises:
       ValueError: another job has locked it, or this process and process 0 do not share this folder.
     """
     with only_process(workdir) if distributed.is_first() else contextlib.nullcontext():
+        if distributed.is_first():
+            remove_partial(workdir)
         if jax.process_count() > 1:
             _require_shared(workdir)
         yield

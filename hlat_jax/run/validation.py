@@ -11,6 +11,7 @@ from hlat_jax.batch import Batch
 from hlat_jax.data.held_out import HeldOut
 from hlat_jax.data.mixture import UNNAMED
 from hlat_jax.parallel.sharding import Layout, shard_batch
+from hlat_jax.store.progress import Status
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,11 +22,13 @@ class Validation:
       sources: name of the source -> batches of this process.
       eval_step: (params, batch) -> (sum of losses in nats, counted tokens).
       layout: by which batches are sharded.
+      status: is kept up to date.
     """
 
     sources: Mapping[str, HeldOut]
     eval_step: Callable[..., Any]
     layout: Layout
+    status: Status = dataclasses.field(default_factory=lambda: Status("evaluating"))
 
     def __call__(self, params: Any) -> dict[str, float]:
         """Returns eval_loss (nats per token), perplexity, bits_per_byte and eval_tokens of the parameters.
@@ -33,6 +36,7 @@ class Validation:
         They are over all text; for each named source, eval_loss/NAME and so on are added.
         """
         nats, tokens, num_bytes = {}, {}, {}
+        self.status.share = 0.0
         for name, held_out in self.sources.items():
             sums = [self._sums(params, batch) for batch in held_out.batches]
             nats[name] = math.fsum(loss for loss, _ in sums)
@@ -52,7 +56,10 @@ class Validation:
         collectives deadlock.
         """
         loss, count = self.eval_step(params, shard_batch(batch, self.layout))
-        return float(loss), float(count)
+        sums = float(loss), float(count)
+        self.status.share += 1 / sum(len(held_out.batches) for held_out in self.sources.values())
+        self.status.text = "evaluating"
+        return sums
 
 
 def measures(nats: float, num_tokens: float, *, num_bytes: int) -> dict[str, float]:

@@ -34,6 +34,16 @@ def atomic_writer(path: pathlib.Path) -> Iterator[BinaryIO]:
     sync_folder(path.parent)
 
 
+def remove_partial(folder: pathlib.Path) -> None:
+    """Removes the unfinished files of writers that were killed, in `folder` and the folders in it.
+
+    No writer may be at work there.
+    """
+    name = f"*.*-{'[0-9a-f]' * 8}.partial"
+    for path in (*folder.glob(name), *folder.glob(f"*/{name}")):
+        path.unlink()
+
+
 def write_whole(path: pathlib.Path, content: bytes) -> None:
     """Writes or replaces a small file atomically; an error keeps the old content and leaves no partial file."""
     with atomic_writer(path) as file:

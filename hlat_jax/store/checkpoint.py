@@ -44,6 +44,7 @@ from hlat_jax.store.integrity import seal
 TESTED_VERSIONS = ("0.12.8",)
 STATE_ITEM = "state"
 _TMP_MARK = ".orbax-checkpoint-tmp"
+_PROBE = ".write-probe-"
 # Orbax writes these two after our sums are taken; a restore needs neither of them.
 _UNSUMMED = ("_CHECKPOINT_METADATA", "commit_success.txt")
 
@@ -244,6 +245,8 @@ class Checkpointer:
         if jax.process_index() == 0:
             for path in self.folder.glob(f"*{_TMP_MARK}*"):
                 shutil.rmtree(path, ignore_errors=True)
+            for path in self.folder.glob(f"{_PROBE}*"):
+                path.unlink(missing_ok=True)
         distributed.barrier()
 
     def _failed(self, error: Exception) -> SaveError:
@@ -348,11 +351,11 @@ class _Retention:
 
 
 def _require_writable(folder: pathlib.Path) -> None:
-    probe = folder / f".write-probe-{jax.process_index()}-{os.getpid()}"
+    probe = folder / f"{_PROBE}{jax.process_index()}-{os.getpid()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe.write_bytes(b"x")
-        probe.unlink()
+        probe.unlink(missing_ok=True)  # the first process removes those of earlier starts at the same time
     except OSError as error:
         raise ValueError(
             f"cannot write to {folder}: {error.strerror} ({error.filename}). Choose another run folder with --workdir."
@@ -375,7 +378,7 @@ def _arrays(state: Any) -> dict[str, str]:
 
 
 def _require_same_arrays(folder: pathlib.Path, run: Mapping[str, Any], abstract_state: Any) -> None:
-    others = differences(run["arrays"], _arrays(abstract_state))  # Orbax would cast another dtype in silence
+    others = differences(run["arrays"], _arrays(abstract_state))  # Orbax would cast another dtype silently
     if others:
         lines = "\n  ".join(others)
         raise ValueError(f"{folder} belongs to another model or precision:\n  {lines}")

@@ -361,8 +361,10 @@ class _Wandb:
                 f"metrics.wandb_project={project!r} needs Weights & Biases: pip install wandb, or set the key to ''."
             ) from None
         id_path = workdir / "wandb_id.txt"
-        run_id = id_path.read_text().strip() if id_path.exists() else secrets.token_hex(4)
-        id_path.write_text(run_id + "\n")
+        run_id = id_path.read_text().strip() if id_path.exists() else ""
+        if not run_id:
+            run_id = secrets.token_hex(4)
+            write_whole(id_path, f"{run_id}\n".encode())
         same_run = {"id": run_id, "resume": "allow", "config": hyperparameters, "allow_val_change": True}
         self._run = wandb.init(project=project, name=workdir.name, dir=str(workdir), **same_run)
         # W&B's own step can only increase; ours returns to the checkpoint's on resume

@@ -37,14 +37,21 @@ def showing(text: str) -> Iterator[Status]:
 class ProgressBar:
     """A context manager whose thread shows what `read` returns: (share done from 0 to 1, text).
 
-    A share below the one before begins another phase, whose time is estimated anew. While it is 0, the time since the
-    beginning is shown. On a terminal the bar is redrawn in place and erased at the end; elsewhere a line is printed
-    every 30 s, so a short command prints nothing.
+    A share below the one before begins another phase with an estimate of its own. While it is 0, the time since the
+    beginning is shown. On a terminal the bar is redrawn in place and erased at the end; elsewhere, or if not
+    `in_place`, a line is printed every 30 s, so a short command prints nothing.
     """
 
-    def __init__(self, read: Callable[[], tuple[float, str]], *, stream: TextIO, line_s: float = _LINE_S):
+    def __init__(
+        self,
+        read: Callable[[], tuple[float, str]],
+        *,
+        stream: TextIO,
+        line_s: float = _LINE_S,
+        in_place: bool = True,
+    ):
         self._read, self._stream = read, stream
-        self._is_terminal = stream.isatty()
+        self._is_terminal = in_place and stream.isatty()
         self._every_s = _REDRAW_S if self._is_terminal else line_s
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._show, daemon=True)
@@ -66,7 +73,8 @@ class ProgressBar:
             share, text = self._read()
             began_s = time.monotonic() if share < shown else began_s
             shown, elapsed_s = share, time.monotonic() - began_s
-            line = f"{share:4.0%}  {text}  {_remaining(share, elapsed_s) if share else duration(elapsed_s)}"
+            done, times = (f"{share:4.0%}", _remaining(share, elapsed_s)) if share else ("    ", duration(elapsed_s))
+            line = f"{done}  {text}  {times}"
             if self._is_terminal:
                 filled = int(share * _BAR_CHARS)
                 line = f"\r[{'#' * filled}{'.' * (_BAR_CHARS - filled)}] {line}\x1b[K"

@@ -109,7 +109,7 @@ class HFCheckpoint:
 
 
 def is_hugging_face(folder: pathlib.Path) -> bool:
-    """Returns whether a folder has weights of Hugging Face, or a config.json that describes a model of theirs."""
+    """Returns whether a folder has Hugging Face weights, or a config.json of one of their models."""
     if (folder / INDEX_FILE).is_file() or any(folder.glob("*.safetensors")):
         return True
     try:  # a run folder has a config.json too

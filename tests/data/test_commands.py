@@ -366,9 +366,9 @@ def test_progress_of_a_new_phase_is_estimated_from_its_own_beginning(monkeypatch
         while len(asked) < 5:
             bar._ended.wait(0.01)
     assert stream.getvalue().splitlines()[:4] == [
-        "  0%  opening  0:16:40",
+        "      opening  0:16:40",
         " 90%  reading  0:03:20 left",
-        "  0%  writing  0:00:00",
+        "      writing  0:00:00",
         "  1%  writing  0:08:15 left",
     ]
 
@@ -406,6 +406,13 @@ def test_short_work_prints_no_progress_without_a_terminal():
     with progress.ProgressBar(lambda: (0.5, ""), stream=stream):
         pass
     assert stream.getvalue() == ""
+
+
+def test_an_error_ends_the_thread_that_shows_progress():
+    bar = progress.ProgressBar(progress.Status(), stream=io.StringIO())
+    with pytest.raises(KeyError), bar:
+        raise KeyError
+    assert not bar._thread.is_alive()
 
 
 def test_closed_stdout_is_not_an_error(tmp_path):

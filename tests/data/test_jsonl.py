@@ -73,7 +73,7 @@ def test_cached_index_is_rebuilt_when_the_file_changed(tmp_path):
     before = Snapshot(DataFile(path))
     raw[place : place + 13] = b'"}\n{"text": "'
     path.write_bytes(raw)
-    assert Snapshot(DataFile(path)).fingerprint == before.fingerprint  # only the time of writing tells
+    assert Snapshot(DataFile(path)).fingerprint == before.fingerprint  # only the modification time differs
     assert len(read_all(path, folder)) == 17
     assert len(list(folder.iterdir())) == 1  # in the place of the old one
 

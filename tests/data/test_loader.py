@@ -393,7 +393,7 @@ def test_validation_is_repeatable_and_independent_of_the_row_split(corpus, kind)
 
 @pytest.mark.parametrize("kind", ["concat", "documents"])
 def test_limited_validation_samples_all_documents(tmp_path, kind):
-    """20 documents of one letter each, told apart in what the rows decode to."""
+    """20 documents of one letter each, recognizable in the decoded rows."""
     letters = "abcdefghijklmnopqrst"
     texts = [f" {letter}" * (150 + 10 * number) for number, letter in enumerate(letters)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))

@@ -1,4 +1,4 @@
-"""Rows of both packings against the definitions, and going on from every position."""
+"""Rows of both packings against the definitions, and resuming at every position."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""Whatever the documents, rows, seed and packing: a run may stop after any batch and go on with any processes."""
+"""Whatever the documents, rows, seed and packing: a run may stop after any batch and resume with any processes."""
 
 import contextlib
 import dataclasses

@@ -147,7 +147,7 @@ def test_compressed_and_unknown_files_are_refused_with_a_fix(tmp_path):
         (tmp_path / name).write_bytes(b"x")
         assert remedy in error_of(tmp_path / name)
     write_jsonl(tmp_path / "b.jsonl", ["x"])
-    assert "a.jsonl.gz is compressed" in error_of(tmp_path)  # a folder does not pass over text in silence
+    assert "a.jsonl.gz is compressed" in error_of(tmp_path)  # a folder does not skip text silently
 
 
 def test_file_named_twice_is_refused(tmp_path):

@@ -1,4 +1,4 @@
-"""Documents in order: those of the readers by number, compressed files too, going on after bad records."""
+"""Documents in order: those of the readers by number, compressed files too, continuing after bad records."""
 
 import gzip
 import json

@@ -169,8 +169,8 @@ def test_evaluate_shows_its_progress_and_the_time_left(trained_run, evaluate_her
     code, _, said = evaluate_here(*words)
     lines = said.splitlines()
     assert code == 0
-    assert re.fullmatch(r"  0%  opening the model  0:00:\d\d", lines[0])
-    assert any(re.fullmatch(r"  0%  compiling  0:00:\d\d", line) for line in lines)
+    assert re.fullmatch(r"      opening the model  0:00:\d\d", lines[0])
+    assert any(re.fullmatch(r"      compiling  0:00:\d\d", line) for line in lines)
     shares = [int(found[1]) for line in lines if (found := re.fullmatch(r" *(\d+)%  [\d,]+ tokens  .* left", line))]
     assert shares == sorted(shares)
     assert len(set(shares)) > 3

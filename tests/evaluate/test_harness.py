@@ -202,7 +202,7 @@ def test_evaluate_runs_a_suite_and_prints_the_published_results(
         f"--checkpoint={folder / 'imported'}", "--tasks=local", f"--tasks_folder={folder}", f"--json={out}"
     )
     assert code == 0, error
-    assert re.search(r"^  0%  12 continuations  0:00:\d\d$", error, re.MULTILINE)
+    assert re.search(r"^      12 continuations  0:00:\d\d$", error, re.MULTILINE)
     assert re.search(r"^ \d\d%  12 continuations  0:00:\d\d left$", error, re.MULTILINE)
     found = json.loads(out.read_text())
     assert found["n-shot"] == {"local_choice": 0, "local_generation": 0, "local_rolling": 2}
@@ -275,6 +275,7 @@ def trained(folder, tmp_path_factory):
                 patch.setattr(sys, "stderr", errors)
                 patch.setattr(jax, "devices", lambda *_: devices)
                 patch.setattr(TasksInTraining, "__call__", evaluate)
+                patch.setattr(loop, "ProgressBar", functools.partial(progress.ProgressBar, line_s=0.03))
                 assert loop.train(resolve(c), workdir) == 0
         finally:
             jax.monitoring.unregister_event_duration_listener(on_compile_event)
@@ -305,6 +306,7 @@ def test_metrics_in_training_match_evaluate_on_the_same_checkpoint(folder, with_
         wanted = pytest.approx(found["local_rolling"][f"{metric},none"], rel=1e-4)
         assert rows[2][f"tasks/local_rolling/{metric}"] == wanted
         assert rows[0][f"tasks/local_rolling/{metric}"] != wanted
+    assert re.search(r"^ +(\d+%  )?12 continuations  0:00:\d\d", printed, re.MULTILINE)  # the progress of a long one
     [line] = [line for line in printed.splitlines() if line.startswith("       2  tasks: ")]
     assert f"local_choice/acc {rows[2]['tasks/local_choice/acc']:.4f}, " in line
     assert f"local_rolling/bits_per_byte {rows[2]['tasks/local_rolling/bits_per_byte']:.4f}" in line

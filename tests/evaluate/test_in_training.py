@@ -1,4 +1,4 @@
-"""When a training runs tasks, and what it makes of their figures; with the harness itself: test_harness."""
+"""When a training runs tasks, and how it records and prints their results; with the harness itself: test_harness."""
 
 import importlib.util
 
@@ -12,6 +12,7 @@ from hlat_jax import loop
 from hlat_jax.evaluate import in_training, tasks
 from hlat_jax.resolve import resolve
 from hlat_jax.store.metrics import tasks_line
+from hlat_jax.store.progress import Status
 
 FOUND = {
     "results": {
@@ -46,13 +47,13 @@ def test_members_of_a_group_with_its_own_metric_are_not_printed():
 
 @pytest.fixture
 def train(tmp_path, monkeypatch):
-    """A function that trains the micro config for some steps with tasks that tell a digest of the parameters."""
+    """A function that trains the micro config for some steps with tasks whose result is a digest of the parameters."""
     devices = jax.devices("cpu")[:1]
     monkeypatch.setattr(jax, "devices", lambda *_: devices)
 
     class Digest:
         def __init__(self, config, *, layout, tokenizer):
-            self.is_loaded = False
+            self.is_loaded, self.status = False, Status()
 
         def load(self):
             self.is_loaded = True

@@ -1,4 +1,4 @@
-"""Exports in the background of a training: what `hf export` makes of its checkpoints, and no step waits for them."""
+"""Exports in the background of a training: as `hf export` writes them; no step waits for them."""
 
 import errno
 import shutil

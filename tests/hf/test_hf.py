@@ -515,20 +515,37 @@ def test_stop_ids_match_transformers_after_import_and_average(files, ids, gqa, t
 
 
 @pytest.mark.parametrize("flags", [[], ["--dtype=bfloat16"]], ids=str)
-def test_verify_tells_by_how_much_the_logits_differ_from_transformers(flags, tmp_path, hf_here, monkeypatch):
+def test_verify_prints_by_how_much_the_logits_differ_from_transformers(flags, tmp_path, hf_here, monkeypatch):
     source = hf_models.save(hf_models.model(hf_models.CONFIGS["llama3"]), tmp_path / "hf")
     train_model(source / "tokenizer.model", byte_fallback=True, vocab_size=320)
     code, out, err = hf_here("import", source, f"--out={tmp_path / 'ours'}", "--verify", *flags)
     assert (code, err) == (0, "")
-    told = re.search(r"\d+ tokens of a text: the largest .* is (.*) of the largest logit, .*; bound 1e-03\n", out)
-    assert 0 < float(told[1]) < 2e-5  # as in test_logits_of_a_loaded_model_equal_transformers
+    line = r"verified +the logits of \d+ tokens of a text differ .* by at most (.*) of the largest logit, .*\nwrote "
+    assert 0 < float(re.search(line, out)[1]) < 2e-5  # as in test_logits_of_a_loaded_model_equal_transformers
     found, weights = open_checkpoint(source), open_weights(tmp_path / "ours")
     other = dataclasses.replace(weights, model=dataclasses.replace(weights.model, rope_factor=7.0), tokenizer="")
-    with pytest.raises(ValueError, match=r"--verify: .* random ids, as there is no tokenizer: .*; do not use it"):
+    message = r"--verify: .* random ids \(there is no tokenizer\) differ .*; at most 1e-03 is allowed, so the import"
+    with pytest.raises(ValueError, match=message):
         verifying.verify(found, other)
+
+
+def test_an_import_that_verify_rejects_leaves_nothing(gqa, tmp_path, hf_here, monkeypatch):
+    out = tmp_path / "ours"
+
+    def not_loaded(*_, **__):
+        raise OSError("no such model\nA page of advice")
+
+    end = f"Removed {out}; an import without --verify is kept.\n"
+    with monkeypatch.context() as patch:
+        patch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", not_loaded)
+        code, _, err = hf_here("import", gqa, f"--out={out}", "--verify")
+    assert (code, err) == (2, f"error: --verify: transformers cannot load {gqa}: no such model. {end}")
+    assert list(tmp_path.iterdir()) == []
     monkeypatch.setattr(verifying, "BOUND", 0.0)
-    code, _, err = hf_here("import", source, f"--out={tmp_path / 'again'}", "--verify", *flags)
-    assert (code, err.count("\n")) == (2, 1)
+    code, printed, err = hf_here("import", gqa, f"--out={out}", "--verify")
+    assert (code, printed) == (2, "")
+    assert re.fullmatch(rf"error: --verify: the logits of .* at most 0e\+00 is allowed, .* folder\. {end}", err)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_verify_without_transformers_says_what_to_install_before_it_imports(gqa, tmp_path, hf_here, monkeypatch):

@@ -2,7 +2,7 @@
 
     PYTHONPATH=. python tests/host/test_neuron_env.py
 
-writes `tests/support/golden/env/*.json` anew after a change that is meant.
+writes `tests/support/golden/env/*.json` again after an intended change.
 """
 
 import dataclasses
@@ -401,7 +401,7 @@ def test_neuron_is_used_if_devices_exist_unless_jax_platforms_differs(tmp_path):
 
 @pytest.fixture
 def trn1_node(tmp_path, monkeypatch):
-    """A machine with Neuron devices, and an environment with nothing of theirs in it."""
+    """A machine with Neuron devices, and an environment without their variables."""
     (tmp_path / "neuron0").touch()
     (tmp_path / "product_name").write_text("trn1.32xlarge\n")
     for name in [name for name in os.environ if name.startswith(("JAX_", "NEURON_", "MALLOC_"))]:

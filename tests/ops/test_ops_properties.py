@@ -325,7 +325,7 @@ def test_loss_matches_float64(name, z_loss_weight, axes):
 def test_fp16_gradient_reaches_every_row_of_the_head(name, monkeypatch):
     monkeypatch.setattr(cross_entropy, "CHUNK_POSITIONS", 24)
     hidden, head = normal(1, 64, 16, seed=1), 4 * normal(512, 16, seed=2)
-    targets = np.argmax(hidden @ head.T, -1).astype(np.int32)  # what is no target has a small probability
+    targets = np.argmax(hidden @ head.T, -1).astype(np.int32)  # every other token has a small probability
 
     def mean(arrays):
         fields = {"targets_BT": targets, "weights_BT": np.ones((1, 64), np.float32)}
@@ -609,7 +609,7 @@ def test_paired_rope_materializes_no_half_tensors():
     assert temp_bytes("paired") == 0 < temp_bytes("reference")
 
 
-# What can be said of kernels that do not run here.
+# What can be checked of kernels that do not run here.
 
 
 def kernels_by_platform(traced):

@@ -1,4 +1,4 @@
-"""Compiler options for GPUs: known to XLA, and told to nobody else."""
+"""Compiler options for GPUs: known to XLA, and passed for GPUs only."""
 
 import jax
 import jax.numpy as jnp

@@ -2,7 +2,7 @@
 
     PYTHONPATH=. python tests/plan/test_plan.py
 
-writes `tests/support/golden/plans/*.json` anew after a change that is meant.
+writes `tests/support/golden/plans/*.json` again after an intended change.
 """
 
 import dataclasses
@@ -165,7 +165,7 @@ def test_matmul_flops_of_a_step_match_the_formula():
     m, tokens = config.model, config.data.batch_size * config.data.seq_len
     scales = (2 * m.num_layers + 1) * m.embed_dim
     per_token = cost.flops_per_token(m, config.data.seq_len) - 6 * (m.vocab_size * m.embed_dim + scales)
-    assert executed == per_token * tokens  # the embedding is looked up, the scales are no product
+    assert executed == per_token * tokens  # the embedding is looked up, scales are multiplied elementwise
 
 
 @pytest.mark.parametrize(
@@ -249,7 +249,7 @@ def test_plan_command_refuses_in_one_line(plan_here, words, message):
 
 
 def test_plan_command_prints_the_plan_and_the_compiler_error(plan_here, monkeypatch):
-    monkeypatch.setattr("sys.executable", "false")  # the compiling process says nothing and fails
+    monkeypatch.setattr("sys.executable", "false")  # the compiling process prints nothing and fails
     code, printed, error = plan_here("--config=tiny", "--target=trn1.2xlarge", "--partition")
     assert (code, len(error.splitlines())) == (1, 1)
     assert error.startswith("error: compiling for 2 virtual CPU devices failed")

@@ -1,5 +1,8 @@
 """A run that starts from a checkpoint of another one continues it bit for bit, or with another schedule."""
 
+import os
+import signal
+
 import jax
 import micro
 import pytest
@@ -8,6 +11,7 @@ from hlat_jax import config as config_lib
 from hlat_jax import loop
 from hlat_jax.optimizer import learning_rate
 from hlat_jax.resolve import resolve
+from hlat_jax.run import open as run_open
 
 
 @pytest.fixture
@@ -63,6 +67,21 @@ def test_a_finished_schedule_is_extended_in_a_branch_and_the_refusal_says_how(tr
     assert rows[24]["learning_rate"] > rows[23]["learning_rate"]
     after = {path: path.read_bytes() for path in trained_run.rglob("*") if path.is_file()}
     assert after == before
+
+
+def test_a_branch_stopped_before_a_step_of_its_own_says_that_nothing_was_saved(train, monkeypatch, capsys):
+    compiled_step = run_open.compiled_step
+
+    def signal_and_compile(*args):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return compiled_step(*args)
+
+    monkeypatch.setattr(run_open, "compiled_step", signal_and_compile)
+    _, branch = train()
+    last = capsys.readouterr().out.splitlines()[-1]
+    advice = "run the same command to start again"
+    assert last == f"stopped by SIGTERM after step 20, before anything was saved; {advice}"
+    assert micro.saved_steps(branch) == []
 
 
 @pytest.mark.parametrize(

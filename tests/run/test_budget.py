@@ -48,7 +48,7 @@ def step_bytes(choice):
 
 
 def budget_resolved(config, *, recorded, where=None):
-    """The config and the record that `budget.resolved` makes of a config."""
+    """The config and the record that `budget.resolved` returns for a config."""
     program, record = budget.resolved(make_program(config, where or layout()), recorded=recorded)
     return program.config, record
 

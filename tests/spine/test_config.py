@@ -2,7 +2,7 @@
 
     PYTHONPATH=. python tests/spine/test_config.py
 
-writes `tests/support/golden/*.json` anew after a change that is meant.
+writes `tests/support/golden/*.json` again after an intended change.
 """
 
 import contextlib

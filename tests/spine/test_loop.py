@@ -16,12 +16,14 @@ from micro import drop_step_and_norms, exact, flip_exponent_bit, reseal, saved_s
 from hlat_jax import config as config_lib
 from hlat_jax import loop
 from hlat_jax.data.loader import TrainBatches
-from hlat_jax.host.process import only_process
+from hlat_jax.host.process import LOCK_FILE, only_process
 from hlat_jax.resolve import resolve
 from hlat_jax.run import open as run_open
+from hlat_jax.run import step_sync
 from hlat_jax.run.machine import fitting_program
 from hlat_jax.run.nonfinite import NonFiniteError
 from hlat_jax.run.validation import Validation
+from hlat_jax.store import atomic_files
 from hlat_jax.store.checkpoint import Checkpointer
 from hlat_jax.store.checkpoint_checks import saved_run
 from hlat_jax.store.metrics import ROWS_FILE, read_rows
@@ -128,6 +130,36 @@ def test_a_second_process_in_the_run_folder_is_refused(tmp_path):
         only_process(tmp_path / "run").__enter__()
     with only_process(tmp_path / "run"):
         pass  # free again
+
+
+def test_opening_a_run_folder_removes_what_killed_writers_left(tmp_path):
+    folder, names = tmp_path / "run", ("config.json", "index/a.npz", "tokenizer/tokenizer.model")
+    writers = [atomic_files.atomic_writer(folder / name) for name in names]
+    for name, writer in zip(names, writers, strict=True):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        writer.__enter__().write(b"half")
+    (folder / "notes.partial").write_text("written by the user")
+    assert len(list(folder.rglob("*.partial"))) == 4
+    with step_sync.only_job(folder):
+        assert sorted(path.name for path in folder.rglob("*") if path.is_file()) == [LOCK_FILE, "notes.partial"]
+
+
+def test_ctrl_c_after_the_last_step_of_several_processes_ends_with_130(micro, train, monkeypatch, capfd):
+    """No step follows before which the processes could exchange it."""
+    finish, before = loop.summary.finish, signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def interrupted_finish(*args):
+        os.kill(os.getpid(), signal.SIGINT)
+        finish(*args)
+
+    monkeypatch.setattr(loop.summary, "finish", interrupted_finish)
+    monkeypatch.setattr(loop.jax.distributed, "is_initialized", lambda: True)
+    short(micro, 0).train.num_steps = 2
+    try:
+        assert train(micro) == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert "interrupted: finishing the summary; press Ctrl-C again to stop at once\n" in capfd.readouterr().err
 
 
 def test_changed_validation_text_is_refused_on_resume(micro, train, tmp_path):
@@ -344,7 +376,7 @@ def test_non_finite_steps_are_counted_across_a_resume(micro, train, after_step, 
     with pytest.raises(NonFiniteError, match=r"2 steps in a row were not finite.*the loss was nan at step 3"):
         train(micro)
     evidence = json.loads((tmp_path / "run/nonfinite.json").read_text())
-    # the batch of step 3 begins where the checkpoint of step 2 says that the data goes on
+    # the batch of step 3 begins where the checkpoint of step 2 says that the data continues
     run = saved_run(tmp_path / "run/checkpoints/2")
     assert evidence["data_position_before_that_batch"] == run["position"]
     assert run["metadata"]["num_nonfinite"] == 1

@@ -1,4 +1,4 @@
-"""Stochastic rounding: right in the mean, the same on every mesh, cheap by the shard; and who does it."""
+"""Stochastic rounding: unbiased, the same on every mesh, computed on each shard; and which policies use it."""
 
 import functools
 import math

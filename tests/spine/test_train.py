@@ -263,7 +263,7 @@ def test_print_config_works_for_large_models_on_any_machine(train_here, name, nu
 @pytest.mark.parametrize(
     ("words", "imported"),
     [
-        (["hlat_jax.train", "--config=tiny"], "| hlat_jax"),  # the package itself, the first thing of ours
+        (["hlat_jax.train", "--config=tiny"], "| hlat_jax"),  # the package itself, the first of our modules
         (["hlat_jax.train", "--config=tiny"], "jax._src.util"),
         (["hlat_jax.evaluate", "--checkpoint=runs/tiny", "--text=a"], "absl.flags"),
         (["hlat_jax.neuron", "lint", "--config=tiny"], "jax._src.util"),

@@ -531,7 +531,7 @@ def test_full_disk_raises_a_clear_error_and_keeps_the_previous_checkpoint(small_
     checkpointer.save(2, state(2), position=POSITION, metadata={})
     with pytest.raises(SaveError, match=r"step 2 .*No space left on device .1,200,000 bytes of state.*step 1 is un"):
         checkpointer.wait()
-    checkpointer.check()  # said once
+    checkpointer.check()  # raised once
     assert [path.name for path in (disk / "checkpoints").iterdir()] == ["1"]
     step, restored, _, _ = checkpointer.restore(abstract(state(1)))
     assert step == 1

@@ -345,6 +345,16 @@ def test_wandb_continues_the_same_run_after_a_resume(tmp_path, monkeypatch):
     assert (logged["step"], logged["train/tokens"]) == (1, 100)
 
 
+def test_wandb_run_id_that_a_kill_left_empty_is_replaced(tmp_path, monkeypatch):
+    ids, fake = [], types.SimpleNamespace(define_metric=lambda *_, **__: None, finish=lambda: None)
+    init = lambda **options: ids.append(options["id"]) or fake  # noqa: E731
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
+    (tmp_path / "wandb_id.txt").write_text("")
+    MetricsLog(tmp_path, config=quiet(wandb_project="p"), num_steps=1).close()
+    assert ids == [(tmp_path / "wandb_id.txt").read_text().strip()]
+    assert ids[0]
+
+
 def test_metrics_imports_neither_jax_nor_optional_packages():
     names = ("jax", "matplotlib", "tensorboardX", "wandb")
     code = f"import sys, hlat_jax.store.metrics; print([name for name in {names} if name in sys.modules])"

@@ -52,7 +52,7 @@ def _srun(folder: pathlib.Path, words: list[str]) -> int:
     flags = []
     while words[0].startswith("--"):
         flags.append(words.pop(0))
-    assert f"--cpus-per-task={os.environ['SLURM_CPUS_PER_TASK']}" in flags  # srun asks for it anew
+    assert f"--cpus-per-task={os.environ['SLURM_CPUS_PER_TASK']}" in flags  # srun needs it again
     with open(folder / "srun.log", "a") as log:
         log.write(shlex.join(words) + "\n")
     nodes = range(int(os.environ["SLURM_NNODES"]))

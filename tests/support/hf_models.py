@@ -46,6 +46,6 @@ def model(config, *, seed: int = 0) -> torch.nn.Module:
 
 
 def save(made: torch.nn.Module, folder: pathlib.Path, *, dtype=torch.float32, **options) -> pathlib.Path:
-    """Writes a model as transformers does and returns the folder; it is of `dtype` from then on."""
+    """Writes a model as transformers does and returns the folder; the model has `dtype` from then on."""
     made.to(dtype).save_pretrained(folder, **options)
     return folder

@@ -30,7 +30,7 @@ LONGEST_ACKNOWLEDGEMENT_S = 3.0  # a second where the machine does nothing else
 
 @dataclasses.dataclass(frozen=True)
 class Interrupt:
-    """What became of one interrupt.
+    """Result of one interrupt.
 
     Attributes:
       code: exit code of the command.

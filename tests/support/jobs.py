@@ -89,7 +89,7 @@ def run_job(commands: list[list[str]], envs: list[dict[str, str]], folder: pathl
 def run_and_interrupt(words: list[str], *, after: str, env: dict[str, str]) -> tuple[int, list[str]]:
     """Sends Ctrl-C to a command and its children once stderr has a line that ends in `after`; returns (code, stderr).
 
-    Lines of stderr are left out up to that one, and those by which Python tells what it imports. The pipe is small: a
+    Lines of stderr are left out up to that one, and those in which Python reports imports. The pipe is small: a
     command that writes on waits in a write before it is more than a few kilobytes ahead, however slow this process is.
     """
     process = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""Kills a training run with SIGKILL at random moments, runs the same command again, and compares with a run left alone.
+"""Kills a training run with SIGKILL at random moments, runs the command again, and compares with an uninterrupted run.
 
     PYTHONPATH=. python tests/support/kill_trials.py --trials 24 --seed 0
 
@@ -26,14 +26,14 @@ TMP_MARK = ".orbax-checkpoint-tmp"  # in the name of a checkpoint folder that is
 
 @dataclasses.dataclass(frozen=True)
 class Kill:
-    """What became of one kill.
+    """Result of one kill.
 
     Attributes:
       plan: a key of PLANS.
       delay_s: between the event seen and the signal.
       hit: what the run was doing, judged by what it left on the disk; "" when it had ended before the signal.
       rows: rows on the disk.
-      resumed_from: the step this process had gone on from; 0: it began anew.
+      resumed_from: the step this process had resumed from; 0: it started from scratch.
     """
 
     plan: str
@@ -113,7 +113,7 @@ def kill_once(words: list[str], env: dict[str, str], workdir: pathlib.Path, *, p
 
 
 def resumed_step(output: str) -> int:
-    """Returns the step that a run prints it resumes from, or is complete at; 0 when it begins anew."""
+    """Returns the step that a run prints it resumes from, or is complete at; 0 when it starts from scratch."""
     said = re.search(r"resuming from step (\d+)|complete: .* is at step (\d+)", output)
     return int(said[1] or said[2]) if said else 0
 

@@ -30,7 +30,7 @@ def _without_communication(name, x, axes, **options):
 
 
 def _call_site(name, x, axes):
-    """Returns what tells one collective of the source from another: its kind, axes, shape and callers."""
+    """Returns what distinguishes one collective of the source from another: its kind, axes, shape and callers."""
     frames, frame = [], sys._getframe(2)
     while frame is not None:
         if frame.f_code.co_filename.startswith(_PACKAGE):

@@ -69,7 +69,7 @@ def train_job(folder):
 
 @pytest.fixture(scope="module")
 def alone(folder, train_job):
-    """The run folder of one process, left alone."""
+    """The run folder of one process that was not interrupted."""
     with train_job(folder / "alone", 1, *SPLIT) as job:
         assert job.wait(120) == [0], job.err(0)
     return folder / "alone"
@@ -124,6 +124,20 @@ def test_only_process_0_prints(stopped):
     assert "micro: 4 x cpu" in job.out(0)
     assert [line for line in job.out(1).splitlines() if "[Gloo]" not in line] == []
     assert job.error_lines(0) == job.error_lines(1) == []
+
+
+@pytest.mark.slow
+def test_ctrl_c_after_the_last_step_ends_both_with_130_and_the_results_are_written(train_job, tmp_path):
+    """Process 1 waits there for process 0, whose import of matplotlib takes about a second."""
+    workdir, own = tmp_path / "run", ("metrics.plot=True", "train.num_steps=4", "data.validation=")
+    with train_job(workdir, 2, *SPLIT, *own, before_last=["env", "--default-signal=INT"]) as job:
+        while not (workdir / "checkpoints/4").is_dir():
+            assert all(process.poll() is None for process in job.processes), job.err(0) + job.err(1)
+            time.sleep(0.001)
+        job.processes[1].send_signal(signal.SIGINT)
+        assert job.wait(60) == [130, 130], job.err(0) + job.err(1)
+    assert "interrupted: finishing the " in job.err(1)
+    assert (workdir / "loss.png").exists()
 
 
 @pytest.mark.slow
@@ -270,7 +284,7 @@ def test_error_in_one_process_ends_all_with_its_code_and_message(small_job, erro
     assert ("Traceback" in job.err(1)) == ("bug" in line)
 
 
-# Each difference is met by process 1 alone, while process 0 goes on to the next.
+# Process 1 alone raises at each difference; process 0 continues with the next one.
 DIFFERENT = """
 from hlat_jax import config
 from hlat_jax.resolve import resolve

@@ -92,7 +92,7 @@ def cases():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """What a reader has: a checkout, and what the pages tell him to bring."""
+    """What a reader has: a checkout, and the files that the pages assume."""
     path = tmp_path_factory.mktemp("reader")
     for name in ("README.md", "benchmarks", "configs", "hlat_jax", "launch", "tools"):
         (path / name).symlink_to(ROOT / name)

@@ -70,7 +70,7 @@ def nodes_of(path: pathlib.Path) -> list[ast.AST]:
 
 
 def imports_of(path: pathlib.Path) -> set[str]:
-    """Returns the modules of ours that a file imports: anywhere in it, for types alone, and by name in a string."""
+    """Returns the modules of this package that a file imports: anywhere, for types only, and by name in a string."""
     found = set()
     for node in nodes_of(path):
         if isinstance(node, ast.ImportFrom) and node.level:

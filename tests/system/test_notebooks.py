@@ -22,7 +22,7 @@ from hlat_jax.run.compilation import traced_programs
 from hlat_jax.step import make_program
 from tools.run_notebooks import FOLDER, check, executed
 
-pytestmark = pytest.mark.xdist_group("notebooks")  # they run one after another: 05 goes on with the run of 01
+pytestmark = pytest.mark.xdist_group("notebooks")  # they run one after another: 05 uses the run of 01
 TRAIN, OWN_CODE, PLAN = "01_train_a_tiny_model", "02_model_in_your_own_jax_code", "03_sharding_and_memory_of_7b"
 NAMES = (TRAIN, OWN_CODE, PLAN, "04_precision_and_stochastic_rounding", "05_evaluate_and_generate")
 AGAIN = "run: python tools/run_notebooks.py notebooks/{}.ipynb"

@@ -1,4 +1,4 @@
-"""A run that is killed, stopped or given more steps ends with the bits of one that was left alone."""
+"""A run that is killed, stopped or given more steps ends with the bits of an uninterrupted one."""
 
 import json
 import random
@@ -19,7 +19,7 @@ SETTINGS = ("config.json", "environment.json", "programs.json")
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
-    """(config file, environment with a compile cache, folder of the run that was left alone)."""
+    """(config file, environment with a compile cache, folder of the uninterrupted run)."""
     folder = tmp_path_factory.mktemp("resume")
     config, env = micro.write_config(folder), micro.environment(folder / "cache")
     workdir = folder / "uninterrupted"
