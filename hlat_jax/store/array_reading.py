@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import functools
 import itertools
 import math
 import os
@@ -16,6 +15,7 @@ import tensorstore as ts
 
 Bounds = tuple[tuple[int, int], ...]  # of each axis, first and last + 1
 
+INDEX_CACHE = "cache_pool#index"
 _READ_BYTES = 1 << 22  # several small chunks are one read
 _NUM_READS = min(16, os.cpu_count() or 1)  # at a time; each holds a chunk as it is stored, and decoded
 
@@ -58,10 +58,12 @@ def read_chunked(spec: dict[str, Any], abstract: jax.ShapeDtypeStruct) -> Any:
     Besides the result this takes the memory of a few chunks, stored and decoded: three times the array if it is one.
 
     Args:
-      spec: TensorStore's, of a chunked array.
+      spec: TensorStore's, of a chunked array; INDEX_CACHE is the cache for the nodes of a database.
       abstract: shape, dtype and sharding.
     """
-    stored = ts.open(spec, open=True, read=True, context=_context()).result()
+    # a cache of its own: another checkpoint may be at the same path the next time
+    context = ts.Context({INDEX_CACHE: {"total_bytes_limit": 1 << 24}})
+    stored = ts.open(spec, open=True, read=True, context=context).result()
     chunk = stored.chunk_layout.read_chunk.shape or ()  # None of a scalar
     itemsize = stored.dtype.numpy_dtype.itemsize
     if stored.dtype.numpy_dtype != abstract.dtype:
@@ -93,8 +95,3 @@ def _boxes(limits: Bounds, chunk: tuple[int, ...], itemsize: int) -> Iterator[tu
             slice(max(first, start), min(first + size, stop))
             for first, size, (start, stop) in zip(firsts, sizes, limits, strict=True)
         )
-
-
-@functools.cache
-def _context() -> ts.Context:
-    return ts.Context({"cache_pool#index": {"total_bytes_limit": 1 << 24}})  # of the nodes of databases

@@ -29,7 +29,7 @@ import orbax.checkpoint as ocp
 
 from hlat_jax.config import CheckpointConfig
 from hlat_jax.host import distributed
-from hlat_jax.store.array_reading import read_chunked
+from hlat_jax.store.array_reading import INDEX_CACHE, read_chunked
 from hlat_jax.store.checkpoint_checks import (
     RUN_ITEM,
     newest_usable,
@@ -335,7 +335,7 @@ def read_arrays(folder: pathlib.Path, abstract: Any) -> Any:
 def _array_spec(folder: pathlib.Path, name: str) -> dict[str, Any]:
     """Returns TensorStore's spec of an array as Orbax saves it: in zarr, under its path in the state, in one OCDBT."""
     base = {"driver": "file", "path": f"{folder / STATE_ITEM}/"}
-    database = {"driver": "ocdbt", "base": base, "path": f"{name}/", "cache_pool": "cache_pool#index"}
+    database = {"driver": "ocdbt", "base": base, "path": f"{name}/", "cache_pool": INDEX_CACHE}
     return {"driver": "zarr", "kvstore": database, "fill_missing_data_reads": False}
 
 
