@@ -20,20 +20,26 @@ _READ_BYTES = 1 << 22  # several small chunks are one read
 _NUM_READS = min(16, os.cpu_count() or 1)  # at a time; each holds a chunk as it is stored, and decoded
 
 
-def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Returns an uninitialized array that JAX on CPU takes over without a copy, as its address is a multiple of 64."""
+def aligned_empty(shape: tuple[int, ...], dtype: np.dtype, *, offset: int = 0) -> np.ndarray:
+    """Returns an uninitialized array that JAX on CPU takes over without a copy, as its address is a multiple of 64.
+
+    With an `offset` in bytes from such an address JAX copies it.
+    """
     num_bytes = math.prod(shape) * dtype.itemsize
-    memory = np.empty(num_bytes + 64, np.uint8)
-    start = -memory.ctypes.data % 64
+    memory = np.empty(num_bytes + 64 + offset, np.uint8)
+    start = -memory.ctypes.data % 64 + offset
     return memory[start : start + num_bytes].view(dtype).reshape(shape)
 
 
-def read_parts(abstract: jax.ShapeDtypeStruct, fill: Callable[[dict[Bounds, np.ndarray]], None]) -> Any:
+def read_parts(
+    abstract: jax.ShapeDtypeStruct, fill: Callable[[dict[Bounds, np.ndarray]], None], *, donatable: bool = False
+) -> Any:
     """Returns a NumPy array, or, where `abstract` has a sharding, a jax array.
 
     Args:
       abstract: shape, dtype and sharding.
       fill: writes the values of the parts that the devices of this process need, each once.
+      donatable: a program can reuse its memory; on CPU that is a copy, as memory that was taken over cannot be reused.
     """
     shape, sharding = abstract.shape, abstract.sharding
 
@@ -43,7 +49,9 @@ def read_parts(abstract: jax.ShapeDtypeStruct, fill: Callable[[dict[Bounds, np.n
     whole = (slice(None),) * len(shape)
     indices = [whole] if sharding is None else sharding.addressable_devices_indices_map(shape).values()
     parts = {
-        limits: aligned_empty(tuple(stop - start for start, stop in limits), np.dtype(abstract.dtype))
+        limits: aligned_empty(
+            tuple(stop - start for start, stop in limits), np.dtype(abstract.dtype), offset=16 * donatable
+        )
         for limits in map(bounds, indices)
     }
     fill(parts)
@@ -52,7 +60,7 @@ def read_parts(abstract: jax.ShapeDtypeStruct, fill: Callable[[dict[Bounds, np.n
     return jax.make_array_from_callback(shape, sharding, lambda index: parts[bounds(index)])
 
 
-def read_chunked(spec: dict[str, Any], abstract: jax.ShapeDtypeStruct) -> Any:
+def read_chunked(spec: dict[str, Any], abstract: jax.ShapeDtypeStruct, *, donatable: bool = False) -> Any:
     """Returns an array that TensorStore opens, as `read_parts`; another dtype rounds to nearest.
 
     Besides the result this takes the memory of a few chunks, stored and decoded: three times the array if it is one.
@@ -60,8 +68,9 @@ def read_chunked(spec: dict[str, Any], abstract: jax.ShapeDtypeStruct) -> Any:
     Args:
       spec: TensorStore's, of a chunked array; INDEX_CACHE is the cache for the nodes of a database.
       abstract: shape, dtype and sharding.
+      donatable: as of `read_parts`.
     """
-    # a cache of its own: another checkpoint may be at the same path the next time
+    # a cache for this array alone: another checkpoint may be at the same path later
     context = ts.Context({INDEX_CACHE: {"total_bytes_limit": 1 << 24}})
     stored = ts.open(spec, open=True, read=True, context=context).result()
     chunk = stored.chunk_layout.read_chunk.shape or ()  # None of a scalar
@@ -80,7 +89,7 @@ def read_chunked(spec: dict[str, Any], abstract: jax.ShapeDtypeStruct) -> Any:
         for read in reads:
             read.result()
 
-    return read_parts(abstract, fill)
+    return read_parts(abstract, fill, donatable=donatable)
 
 
 def _boxes(limits: Bounds, chunk: tuple[int, ...], itemsize: int) -> Iterator[tuple[slice, ...]]:

@@ -221,7 +221,7 @@ class Checkpointer:
 
     def _state(self, step: int, run: dict[str, Any], abstract_state: Any) -> Any:
         _require_same_arrays(self.folder / str(step), run, abstract_state)
-        return read_arrays(self.folder / str(step), abstract_state)
+        return read_arrays(self.folder / str(step), abstract_state, donatable=True)
 
     def _seal(self) -> None:
         """Flushes and sums every file of the save under way; Orbax calls it just before the rename that commits."""
@@ -310,24 +310,26 @@ def read_checkpoint(
     """
     run = saved_run(folder)
     _require_same_arrays(folder, run, abstract_state)
-    state = read_arrays(folder, abstract_state)
+    state = read_arrays(folder, abstract_state, donatable=True)
     step = saved_step(folder, run)
     if why := problem_of_state(folder.name, step, state, norms=None if "norms" in run else norms):
         raise ValueError(f"checkpoint {folder} is damaged ({why}); use another one in {folder.parent}.")
     return Restored(step, state, np.asarray(run["position"], np.int64), run["metadata"])
 
 
-def read_arrays(folder: pathlib.Path, abstract: Any) -> Any:
+def read_arrays(folder: pathlib.Path, abstract: Any, *, donatable: bool = False) -> Any:
     """Returns the part of one checkpoint's state that `abstract` names, and reads no other.
 
     Args:
       folder: of the checkpoint, from `find_saved`.
       abstract: like the state, of jax.ShapeDtypeStruct: with a sharding, only the shards of this process are read;
         without, the array is NumPy. Another dtype than that of the checkpoint rounds to nearest.
+      donatable: a program can reuse the memory of the arrays, on CPU too.
     """
 
     def read(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> Any:
-        return read_chunked(_array_spec(folder, jax.tree_util.keystr(path, simple=True, separator=".")), leaf)
+        spec = _array_spec(folder, jax.tree_util.keystr(path, simple=True, separator="."))
+        return read_chunked(spec, leaf, donatable=donatable)
 
     return jax.tree_util.tree_map_with_path(read, abstract)
 

@@ -176,6 +176,13 @@ def test_a_checkpoint_saved_again_under_its_step_is_read_anew(checkpointer):
         checkpointer._manager.reload()
 
 
+def test_a_restored_state_is_donated_in_place(checkpointer):
+    save(checkpointer, 1)
+    w = checkpointer.restore(abstract(make_state()))[1]["params"]["w"]
+    address = w.unsafe_buffer_pointer()
+    assert jax.jit(lambda w: w + 1, donate_argnums=0)(w).unsafe_buffer_pointer() == address
+
+
 def test_restore_skips_a_corrupted_checkpoint(tmp_path, checkpointer, capfd):
     save(checkpointer, 1, 2)
     flip_bit(largest_file(tmp_path, 2))
