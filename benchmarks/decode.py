@@ -6,7 +6,8 @@ Both continue one prompt with the same weights: those of a Hugging Face folder, 
 SmolLM-135M. Each has a process of its own, and they run in turn: one continuation of the one, one of the other, of
 which every token is compared. Times hold the prefill and everything up to the token ids on the host, not the
 compilation. Ratios are medians over the pairs of (seconds of transformers / seconds of ours). A pair counts when other
-processes used less than 0.15 of a core during both; the last line says how many did.
+processes used less than 0.15 of a core during both; the line of the ratio says how many did. The last line is a bound
+of both: a token reads all weights once, and torch sums as many bytes with all cores.
 """
 
 from __future__ import annotations
@@ -103,6 +104,23 @@ def measured(process, prompt) -> dict:
     return found | {"foreign": (busy_seconds() - busy - found["cpu"]) / (time.monotonic() - began)}
 
 
+def seconds_to_read_weights(args) -> tuple[int, float]:
+    """Returns the bytes of the weights, and the seconds in which all cores read as many from memory."""
+    import jax
+    import torch
+
+    from hlat_jax.weights.trained import open_weights
+
+    num_weights = sum(leaf.size for leaf in jax.tree.leaves(open_weights(args.folder).arrays))
+    memory = torch.ones(num_weights * getattr(torch, args.dtype).itemsize // 4)
+    seconds = []
+    for _ in range(9):
+        began = time.monotonic()
+        memory.sum()
+        seconds.append(time.monotonic() - began)
+    return memory.nbytes, statistics.median(seconds)
+
+
 def compare(args) -> None:
     words = [sys.executable, __file__, f"--folder={args.folder}", f"--tokens={args.tokens}", f"--dtype={args.dtype}"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
@@ -129,6 +147,10 @@ def compare(args) -> None:
         print(f"{side:<14} {args.tokens / seconds:6.2f} tokens/s, {cores:.2f} cores")
     print(
         f"ratio {ratio:.2f}; {len(quiet)} of {len(pairs)} pairs were undisturbed{'' if quiet else ', all are counted'}"
+    )
+    num_bytes, seconds = seconds_to_read_weights(args)
+    print(
+        f"weights of {num_bytes / 1e6:.0f} MB, read at {num_bytes / seconds / 1e9:.1f} GB/s: {1 / seconds:.2f} tokens/s"
     )
 
 

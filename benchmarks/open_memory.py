@@ -4,8 +4,8 @@
 
 writes a model of width 768 as a run under `mixed` (bf16 parameters, and 12 bytes a parameter of fp32 masters and Adam
 moments, as one process on one device saves them), as a Hugging Face folder in bf16, and as the import of that. Opens
-each in a process of its own on this CPU, and prints the largest memory above that of the process before, what is read
-of the arrays, and the seconds, checksums included.
+each in a process of its own on this CPU, and restores the run's whole state, as training that resumes. Prints the
+largest memory above that of the process before, what is read of the arrays, and the seconds, checksums included.
 """
 
 import argparse
@@ -14,6 +14,8 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import numpy as np
@@ -55,26 +57,35 @@ def resident(key: str) -> int:
     return next(1024 * int(line.split()[1]) for line in status if line.startswith(key))
 
 
-def open_here(folder: str) -> None:
-    """Opens a model and prints what that took."""
+def measure(what: str, read: Callable[[], Any]) -> None:
+    """Reads arrays and prints what that took."""
     import tensorstore
 
     jax.numpy.zeros(8).block_until_ready()  # starts the backend
     before, began = resident("VmRSS"), time.monotonic()
     pathlib.Path("/proc/self/clear_refs").write_text("5")  # the peak is that from here on
-    trained = inference.open_model(folder, ParallelConfig(), tokenizer="package:austen_2k.model")
-    jax.block_until_ready(trained.params)
+    arrays = jax.tree.leaves(jax.block_until_ready(read()))
     seconds = time.monotonic() - began
-    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(trained.params))
-    largest = max(leaf.nbytes for leaf in jax.tree.leaves(trained.params))
+    total, largest = sum(leaf.nbytes for leaf in arrays), max(leaf.nbytes for leaf in arrays)
     peak = resident("VmHWM") - before
     metrics = tensorstore.experimental_collect_matching_metrics("/tensorstore/kvstore/file/bytes_read")
-    read = sum(value["value"] for metric in metrics for value in metric["values"])
+    bytes_read = sum(value["value"] for metric in metrics for value in metric["values"])
     print(
-        f"weights {weights / MB:.0f} MB, the largest parameter {largest / MB:.0f}; peak {peak / MB:.0f} MB, "
-        f"{peak / weights:.2f} of the weights; TensorStore read {read / MB:.0f} MB; {seconds:.1f} s",
+        f"{what} {total / MB:.0f} MB, the largest array {largest / MB:.0f}; peak {peak / MB:.0f} MB, "
+        f"{peak / total:.2f} of the {what}; TensorStore read {bytes_read / MB:.0f} MB; {seconds:.1f} s",
         flush=True,
     )
+
+
+def open_here(folder: str) -> None:
+    tokenizer = "package:austen_2k.model"
+    measure("weights", lambda: inference.open_model(folder, ParallelConfig(), tokenizer=tokenizer).params)
+
+
+def resume_here(folder: str, config: config_lib.Config) -> None:
+    program = make_program(config, make_layout(config.parallel, jax.devices()[:1]))
+    checkpointer = Checkpointer(folder, config=config.checkpoint, read_only=True)
+    measure("state", lambda: checkpointer.restore(program.abstract_state).state)
 
 
 def main() -> None:
@@ -84,6 +95,7 @@ def main() -> None:
         "--folder", type=pathlib.Path, default=pathlib.Path("/tmp/open_memory"), help="made, and removed"
     )
     parser.add_argument("--open", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--resume", default="", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.open:
         open_here(args.open)
@@ -93,14 +105,23 @@ def main() -> None:
     mutable.model.update(num_layers=args.layers, **sizes)
     mutable.precision.policy = "mixed"
     config = resolve(mutable)
+    if args.resume:
+        resume_here(args.resume, config)
+        return
     run, source, imported = (args.folder / name for name in ("run", "hugging_face", "import"))
     try:
         write_run(run, config)
         write_synthetic(source, config.model)
         subprocess.run([sys.executable, "-m", "hlat_jax.hf", "import", source, f"--out={imported}"], check=True)
-        for folder in (run, source, imported):
-            print(f"{folder.name:<14}", end="", flush=True)
-            subprocess.run([sys.executable, __file__, f"--open={folder}"], check=True)
+        for name, how, folder in (
+            ("run", "open", run),
+            ("hugging_face", "open", source),
+            ("import", "open", imported),
+            ("resumed run", "resume", run),
+        ):
+            print(f"{name:<14}", end="", flush=True)
+            words = [sys.executable, __file__, f"--layers={args.layers}", f"--{how}={folder}"]
+            subprocess.run(words, check=True)
     finally:
         shutil.rmtree(args.folder, ignore_errors=True)
 

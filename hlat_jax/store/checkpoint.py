@@ -1,8 +1,9 @@
-"""Saving and restoring checkpoints with Orbax: `<run folder>/checkpoints/<step>/`.
+"""Saving checkpoints with Orbax, and restoring them: `<run folder>/checkpoints/<step>/`.
 
 Orbax writes them in the background. A folder becomes a checkpoint by one rename, and `integrity.json`, with the size
 and CRC-32 of every file, is already inside it then: a kill never leaves a folder that looks like a checkpoint and is
-not one. The sums are ours because Orbax returns flipped bytes of an array as if they were data.
+not one. The sums are ours because flipped bytes of an array would be read as if they were data. Arrays are read
+without Orbax, which takes three times their memory.
 
 Only this module imports Orbax; what depends on its internals is here, but for the name of an item's file, which is in
 `checkpoint_checks`.
@@ -28,6 +29,7 @@ import orbax.checkpoint as ocp
 
 from hlat_jax.config import CheckpointConfig
 from hlat_jax.host import distributed
+from hlat_jax.store.array_reading import INDEX_CACHE, read_chunked
 from hlat_jax.store.checkpoint_checks import (
     RUN_ITEM,
     newest_usable,
@@ -43,6 +45,7 @@ from hlat_jax.store.integrity import seal
 
 TESTED_VERSIONS = ("0.12.8",)
 STATE_ITEM = "state"
+_CHUNK_BYTES = 1 << 22  # at most; a reader holds a few chunks besides the array
 _TMP_MARK = ".orbax-checkpoint-tmp"
 _PROBE = ".write-probe-"
 # Orbax writes these two after our sums are taken; a restore needs neither of them.
@@ -139,7 +142,9 @@ class Checkpointer:
         run |= {"metadata": metadata} | ({} if norms is None else {"norms": dict(norms)})
         run = json.loads(json.dumps(run))  # a copy: the caller's dict may change while it is written
         self._saving, self._saving_bytes = step, sum(leaf.nbytes for leaf in jax.tree.leaves(state))
-        args = ocp.args.Composite(**{STATE_ITEM: ocp.args.StandardSave(state), RUN_ITEM: ocp.args.JsonSave(run)})
+        chunked = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES), state)
+        saved_state = ocp.args.StandardSave(state, save_args=chunked)
+        args = ocp.args.Composite(**{STATE_ITEM: saved_state, RUN_ITEM: ocp.args.JsonSave(run)})
         try:
             self._manager.save(step, args=args, force=True)
         except Exception as error:
@@ -217,8 +222,7 @@ class Checkpointer:
 
     def _state(self, step: int, run: dict[str, Any], abstract_state: Any) -> Any:
         _require_same_arrays(self.folder / str(step), run, abstract_state)
-        args = ocp.args.Composite(**{STATE_ITEM: ocp.args.StandardRestore(abstract_state)})
-        return self._manager.restore(step, args=args)[STATE_ITEM]
+        return read_arrays(self.folder / str(step), abstract_state, donatable=True)
 
     def _seal(self) -> None:
         """Flushes and sums every file of the save under way; Orbax calls it just before the rename that commits."""
@@ -309,31 +313,35 @@ def read_checkpoint(
     """
     run = saved_run(folder)
     _require_same_arrays(folder, run, abstract_state)
-    state = read_arrays(folder, abstract_state)
+    state = read_arrays(folder, abstract_state, donatable=True)
     step = saved_step(folder, run)
     if why := problem_of_state(folder.name, step, state, norms=None if "norms" in run else norms):
         raise ValueError(f"checkpoint {folder} is damaged ({why}); use another one in {folder.parent}.")
     return Restored(step, state, np.asarray(run["position"], np.int64), run["metadata"])
 
 
-def read_arrays(folder: pathlib.Path, abstract: Any) -> Any:
+def read_arrays(folder: pathlib.Path, abstract: Any, *, donatable: bool = False) -> Any:
     """Returns the part of one checkpoint's state that `abstract` names, and reads no other.
 
     Args:
       folder: of the checkpoint, from `find_saved`.
-      abstract: nested dicts like the state, of jax.ShapeDtypeStruct: with a sharding, the array is read straight into
-        it; without, into NumPy on this host. Another dtype than that of the checkpoint casts it, to nearest.
+      abstract: like the state, of jax.ShapeDtypeStruct: with a sharding, only the shards of this process are read;
+        without, the array is NumPy. Another dtype than that of the checkpoint rounds to nearest.
+      donatable: a program can reuse the memory of the arrays, on CPU too.
     """
 
-    def how(leaf: jax.ShapeDtypeStruct) -> ocp.RestoreArgs:
-        if leaf.sharding is None:
-            return ocp.RestoreArgs(restore_type=np.ndarray)
-        return ocp.ArrayRestoreArgs(sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype)
+    def read(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> Any:
+        spec = _array_spec(folder, jax.tree_util.keystr(path, simple=True, separator="."))
+        return read_chunked(spec, leaf, donatable=donatable)
 
-    how_each = jax.tree.map(how, abstract)
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
-        args = ocp.args.PyTreeRestore(item=abstract, restore_args=how_each, partial_restore=True)
-        return reader.restore(folder / STATE_ITEM, args=args)
+    return jax.tree_util.tree_map_with_path(read, abstract)
+
+
+def _array_spec(folder: pathlib.Path, name: str) -> dict[str, Any]:
+    """Returns TensorStore's spec of an array as Orbax saves it: in zarr, under its path in the state, in one OCDBT."""
+    base = {"driver": "file", "path": f"{folder / STATE_ITEM}/"}
+    database = {"driver": "ocdbt", "base": base, "path": f"{name}/", "cache_pool": INDEX_CACHE}
+    return {"driver": "zarr", "kvstore": database, "fill_missing_data_reads": False}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,7 +19,7 @@ from hlat_jax.host import distributed
 from hlat_jax.store import atomic_files
 
 INTEGRITY_FILE = "integrity.json"
-_BLOCK_BYTES = 1 << 24
+_BLOCK_BYTES = 1 << 20
 _SMALL_FILE_BYTES = 1 << 20
 
 
@@ -55,12 +55,13 @@ def damage(folder: pathlib.Path, *, deep: bool) -> str:
 def size_and_crc(path: pathlib.Path, *, flush: bool = False) -> list[int]:
     """Returns the size in bytes and the CRC-32 of a file; with `flush` its data is fsynced first."""
     size = crc = 0
+    block = memoryview(bytearray(_BLOCK_BYTES))
     with open(path, "rb", buffering=0) as file:
         if flush:
             os.fsync(file.fileno())  # a rename must not reach the disk before the data it stands for
-        while block := file.read(_BLOCK_BYTES):
-            size += len(block)
-            crc = zlib.crc32(block, crc)
+        while count := file.readinto(block):
+            size += count
+            crc = zlib.crc32(block[:count], crc)
     return [size, crc]
 
 

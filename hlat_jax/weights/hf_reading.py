@@ -14,10 +14,11 @@ import numpy as np
 from hlat_jax.config import ModelConfig
 from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.model import abstract_params
+from hlat_jax.store.array_reading import Bounds, read_parts
 from hlat_jax.store.atomic_files import check_name, read_json
 from hlat_jax.weights import hf_names, path_checks
 from hlat_jax.weights.hf_config import model_config, unknown_fields
-from hlat_jax.weights.safetensors_file import DTYPES, StoredTensor, aligned_empty, bits, read_header
+from hlat_jax.weights.safetensors_file import DTYPES, StoredTensor, bits, read_header
 
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 # Files that are copied along with the weights.
@@ -65,28 +66,18 @@ class HFCheckpoint:
         Reads the layers that this process needs, each once, whatever the number of its devices.
         """
         [entry] = [entry for entry in hf_names.table(self.model) if entry.leaf == name]
-        shape, sharding = abstract.shape, abstract.sharding
 
-        def bounds(index: tuple[slice, ...]) -> tuple[tuple[int, int], ...]:
-            return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
+        def fill(parts: dict[Bounds, np.ndarray]) -> None:
+            for layer in range(self.model.num_layers if entry.stacked else 1):
+                wanted = {box: part for box, part in parts.items() if not entry.stacked or layer in range(*box[0])}
+                if not wanted:
+                    continue
+                slab = as_dtype(self._slab(entry, layer), abstract.dtype)
+                for limits, part in wanted.items():
+                    rows = [slice(*limit) for limit in limits[entry.stacked :]]
+                    bits(part[layer - limits[0][0]] if entry.stacked else part)[...] = bits(slab)[tuple(rows)]
 
-        whole = (slice(None),) * len(shape)
-        indices = [whole] if sharding is None else sharding.addressable_devices_indices_map(shape).values()
-        parts = {
-            limits: aligned_empty(tuple(stop - start for start, stop in limits), np.dtype(abstract.dtype))
-            for limits in map(bounds, indices)
-        }
-        for layer in range(self.model.num_layers if entry.stacked else 1):
-            wanted = {limits: part for limits, part in parts.items() if not entry.stacked or layer in range(*limits[0])}
-            if not wanted:
-                continue
-            slab = as_dtype(self._slab(entry, layer), abstract.dtype)
-            for limits, part in wanted.items():
-                rows = [slice(*limit) for limit in limits[entry.stacked :]]
-                bits(part[layer - limits[0][0]] if entry.stacked else part)[...] = bits(slab)[tuple(rows)]
-        if sharding is None:
-            return parts[bounds(whole)]
-        return jax.make_array_from_callback(shape, sharding, lambda index: parts[bounds(index)])
+        return read_parts(abstract, fill)
 
     def _slab(self, entry: hf_names.ParamMapping, layer: int) -> np.ndarray:
         tensors = [as_dtype(self.tensors[name].read(), self.dtype) for name in entry.names(layer)]

@@ -19,6 +19,7 @@ import numpy as np
 import safetensors
 
 from hlat_jax.store import atomic_files
+from hlat_jax.store.array_reading import aligned_empty
 
 DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(jnp.bfloat16)}
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
@@ -27,14 +28,6 @@ _CODES = {dtype: code for code, dtype in DTYPES.items()}
 def bits(values: np.ndarray) -> np.ndarray:
     """Returns the values as unsigned integers, which NumPy copies and compares fast, NaN and -0 included."""
     return values.view(np.dtype(f"u{values.dtype.itemsize}"))
-
-
-def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Returns an uninitialized array that JAX on CPU takes over without a copy, as its address is a multiple of 64."""
-    num_bytes = math.prod(shape) * dtype.itemsize
-    memory = np.empty(num_bytes + 64, np.uint8)
-    start = -memory.ctypes.data % 64
-    return memory[start : start + num_bytes].view(dtype).reshape(shape)
 
 
 @dataclasses.dataclass(frozen=True)

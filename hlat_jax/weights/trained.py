@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import gc
 import os
 import pathlib
 import re
@@ -208,9 +207,7 @@ def _of_run(folder: pathlib.Path, *, masters: bool) -> Weights:
 
     def read_one(name: str, leaf: jax.ShapeDtypeStruct) -> Any:
         path = ".".join((*where, name))
-        found = leaves_by_name(read_arrays(folder, nested({path: leaf})))[path]
-        gc.collect()  # Orbax's buffers, as large as the parameter, are in reference cycles
-        return found
+        return leaves_by_name(read_arrays(folder, nested({path: leaf})))[path]
 
     read = functools.partial(_read_each, read_one)
     kept = find_kept(folder.parent.parent, sha256=tokenizer_sha256) if tokenizer_sha256 else None

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import os
 import pathlib
 import shutil
@@ -16,12 +17,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import tensorstore
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from micro import reseal
 
 from hlat_jax import config as config_lib
 from hlat_jax.resolve import resolve
 from hlat_jax.run import settings
+from hlat_jax.store import array_reading, checkpoint
 from hlat_jax.store.checkpoint import Checkpointer, SaveError, find_saved
 from hlat_jax.store.checkpoint_checks import saved_run, saved_step
 from hlat_jax.store.config_diff import config_drift
@@ -145,6 +148,39 @@ def test_eight_devices_restore_onto_four_under_another_sharding(checkpointer):
     _, restored, _, _ = checkpointer.restore({"w": jax.ShapeDtypeStruct((64, 32), np.float32, sharding=target)})
     assert restored["w"].sharding == target
     np.testing.assert_array_equal(np.asarray(restored["w"]), values)
+
+
+@pytest.mark.parametrize("chunk_bytes", [None, 96])
+def test_arrays_restore_whatever_the_size_of_their_chunks(chunk_bytes, checkpointer, monkeypatch):
+    """None: one for each shard, as earlier versions saved them."""
+    monkeypatch.setattr(checkpoint, "_CHUNK_BYTES", chunk_bytes)
+    values = np.random.default_rng(0).standard_normal((8, 12, 10)).astype(np.float32)
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("x", "y"))
+    state = {"w": jax.device_put(values, NamedSharding(mesh, PartitionSpec("x", None, "y")))}
+    checkpointer.save(1, state, position=POSITION, metadata={})
+    for axes in ((), ("y", "x"), (None, None, "y")):
+        target = jax.ShapeDtypeStruct(values.shape, np.float32, sharding=NamedSharding(mesh, PartitionSpec(*axes)))
+        assert_bitwise(checkpointer.restore({"w": target})[1], {"w": values})
+    spec = checkpoint._array_spec(checkpointer.folder / "1", "w")
+    context = tensorstore.Context({array_reading.INDEX_CACHE: {}})
+    chunk = tensorstore.open(spec, context=context).result().chunk_layout.read_chunk.shape
+    assert math.prod(chunk) * 4 <= chunk_bytes if chunk_bytes else chunk == (2, 12, 5)
+
+
+def test_a_checkpoint_saved_again_under_its_step_is_read_anew(checkpointer):
+    for seed in (1, 2):
+        checkpointer.save(5, make_state(seed) | {"step": jnp.int32(5)}, position=POSITION, metadata={})
+        state = checkpointer.restore(abstract(make_state()))[1]
+        assert_bitwise(state, make_state(seed) | {"step": jnp.int32(5)})
+        shutil.rmtree(checkpointer.folder / "5")
+        checkpointer._manager.reload()
+
+
+def test_a_restored_state_is_donated_in_place(checkpointer):
+    save(checkpointer, 1)
+    w = checkpointer.restore(abstract(make_state()))[1]["params"]["w"]
+    address = w.unsafe_buffer_pointer()
+    assert jax.jit(lambda w: w + 1, donate_argnums=0)(w).unsafe_buffer_pointer() == address
 
 
 def test_restore_skips_a_corrupted_checkpoint(tmp_path, checkpointer, capfd):
