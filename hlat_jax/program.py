@@ -64,8 +64,8 @@ class TrainingProgram:
     """The functions of a training program, and the shardings of its state.
 
     Attributes:
-      init: (params, *, seed=0) -> state. The state is {"step", "params", "opt_state": {"inner"[, "master"][, "seed"]
-        [, "loss_scale"]}}; the uint32 seed is that of stochastic rounding, where the policy has it.
+      init: `(params, *, seed=0) -> state`. The state is {"step", "params", "opt_state": {"inner"[, "master"]
+        [, "seed"][, "loss_scale"]}}; the uint32 seed is that of stochastic rounding, where the policy has it.
       stages: name of a pass -> the jitted step after it; the last one is `step`.
       options: those it was built with, with `zero` replaced by the `replica_sync` made from it.
       shardings: of every leaf of the state; None: wherever the parameters are.
