@@ -258,7 +258,7 @@ def test_plan_notebook_run_reproduces_the_committed_output(ran):
 def test_plan_notebook_draws_each_core_and_bars_that_can_be_seen(ran):
     _, probed = ran(PLAN)
     drawn = {title: texts for title, texts, _ in probed["plots"] if title.endswith(("parameters", "optimizer state"))}
-    assert len(drawn) == 10
+    assert len(drawn) == 8
     for title, texts in drawn.items():
         replicas = [f"{core} {core + 8} {core + 16} {core + 24}" for core in range(8)]
         alone = [str(core) for core in range(32)]
