@@ -38,14 +38,17 @@ def normal(*shape, seed=0):
 )
 @pytest.mark.parametrize("product", [linear.column_parallel, linear.row_parallel])
 def test_products_on_one_device_equal_their_einsum(product, equation, x_shape, shape):
-    x, param = normal(*x_shape), nnx.Param(normal(*shape, seed=1), axes=("embed",) * len(shape))
+    x, param = (
+        normal(*x_shape),
+        nnx.Param(normal(*shape, seed=1), out_sharding=("embed",) * len(shape), eager_sharding=False),
+    )
     wanted = np.einsum(equation, x.astype(np.float64), np.asarray(param[...], np.float64))
     np.testing.assert_allclose(product(equation, x, param, SINGLE_DEVICE), wanted, **FP32)
 
 
 @pytest.mark.parametrize("equation", ["BTD,FD->BTF", "BTD,DF->BFT", "BTD,D", "BTD,DF->BTDF"])
 def test_unsupported_einsum_form_raises(equation):
-    param = nnx.Param(normal(16, 16), axes=("embed", "mlp"))
+    param = nnx.Param(normal(16, 16), out_sharding=("embed", "mlp"), eager_sharding=False)
     with pytest.raises(ValueError, match="must contract the last axes of its first operand"):
         linear.column_parallel(equation, normal(2, 5, 16), param, SINGLE_DEVICE)
 
