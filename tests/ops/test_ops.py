@@ -298,7 +298,7 @@ def loss_and_grads(hidden, head, targets, weights, z_loss_weight, implementation
     "256-0.1-chunked",
     "3-0.1-dense",
 )
-@pytest.mark.parametrize("implementation", ["dense", "chunked"])
+@pytest.mark.parametrize("implementation", ["dense", "chunked", "reference"])
 @pytest.mark.parametrize("z_loss_weight", [0.0, 0.1])
 @pytest.mark.parametrize("chunk", [3, 11, 256])
 def test_cross_entropy_equals_float64_torch_in_value_and_gradient(implementation, z_loss_weight, chunk, monkeypatch):
@@ -410,3 +410,42 @@ def test_ops_lower_for_neuron_without_forbidden_operations(attention_name, loss_
         body = condition.split("} do")[0]
         assert body.count("stablehlo.compare") == 1
         assert "stablehlo.constant" in body
+
+
+Q, SCALE = normal(1, 12, 4, 8), normal(8, seed=1)
+FORWARD_MODE = {
+    "attention einsum": lambda x: attend(Q * x, Q * x, Q, implementation="einsum"),
+    "attention blocked": lambda x: attend(Q * x, Q * x, Q, implementation="blocked"),
+    "rms_norm reference": lambda x: norm.rms_norm(x, scale=SCALE, eps=1e-5, implementation="reference"),
+    "rms_norm recomputed": lambda x: norm.rms_norm(x, scale=SCALE, eps=1e-5, implementation="recomputed"),
+    "swiglu reference": lambda x: swiglu.swiglu(x, up=Q, implementation="reference"),
+    "swiglu recomputed": lambda x: swiglu.swiglu(x, up=Q, implementation="recomputed"),
+    "rope reference": lambda x: rotated(x, "reference"),
+    "rope paired": lambda x: rotated(x, "paired"),
+    "row_parallel": lambda x: linear.row_parallel("BTNH,NHD->BTD", x, OUT, SINGLE_DEVICE),
+    "column_parallel": lambda x: linear.column_parallel("BTNH,HD->BTND", x, IN, SINGLE_DEVICE),
+    "cross_entropy reference": lambda x: cross_entropy.cross_entropy(
+        x[0].reshape(2, 6, 32),
+        head_VD=normal(50, 32, seed=6),
+        targets_BT=jnp.arange(12).reshape(2, 6),
+        weights_BT=jnp.ones((2, 6)),
+        options=cross_entropy.LossOptions("reference", 0.1),
+    )[0],
+}
+OUT, IN = (nnx.Param(normal(*s), out_sharding=("heads",) * len(s), eager_sharding=False) for s in ((4, 8, 16), (8, 16)))
+
+
+def rotated(x, implementation):
+    angles = normal(1, 12, 4, seed=9)
+    return rope.apply_rope(x, cos=np.cos(angles), sin=np.sin(angles), implementation=implementation)
+
+
+@pytest.mark.parametrize("name", FORWARD_MODE)
+def test_forward_mode_is_the_transpose_of_reverse_mode(name):
+    direction = normal(*Q.shape, seed=11)
+    out, tangent = jax.jvp(FORWARD_MODE[name], (Q,), (direction,))
+    cotangent = jnp.asarray(normal(*out.shape, seed=12))
+    (grad,) = jax.vjp(FORWARD_MODE[name], Q)[1](cotangent)
+    scale = np.linalg.norm(tangent) * np.linalg.norm(cotangent)
+    assert scale > 0
+    np.testing.assert_allclose(jnp.vdot(cotangent, tangent), jnp.vdot(grad, direction), atol=1e-5 * scale)
