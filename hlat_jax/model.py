@@ -335,8 +335,8 @@ def apply(
     params: dict[str, Any],
     cfg: ModelConfig,
     tokens_BT: Ids,
-    positions_BT: Ids | None = None,
     *,
+    positions_BT: Ids | None = None,
     segment_ids_BT: Ids | None = None,
     attention: AttentionFn | None = None,
 ) -> jax.Array:

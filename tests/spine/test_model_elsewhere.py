@@ -89,7 +89,7 @@ def test_rules_of_an_unknown_logical_axis_are_refused():
         param_specs(CFG, {"head": "tensor"})
 
 
-@pytest.mark.quick_cases("Explicit-fsdp", "Auto-data_tensor")
+@pytest.mark.quick_cases("Explicit-fsdp")
 @pytest.mark.parametrize("name", MESHES)
 @pytest.mark.parametrize("axis_type", ["Auto", "Explicit"])
 def test_loss_and_gradients_on_a_mesh_of_ones_own_equal_one_device(axis_type, name, params):
@@ -108,6 +108,7 @@ def test_loss_and_gradients_on_a_mesh_of_ones_own_equal_one_device(axis_type, na
     assert_close(actual, expected)
 
 
+@pytest.mark.slow
 def test_decoder_of_explicit_axes_takes_segments_and_needs_no_jit(params):
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Explicit,))
     segments = jnp.asarray([[0] * 5 + [1] * 8] * 4)
@@ -126,6 +127,7 @@ def test_declaration_made_under_a_mesh_is_that_of_any():
     assert all(leaf.sharding is None for leaf in jax.tree.leaves(inside))
 
 
+@pytest.mark.slow
 def test_forward_mode_equals_reverse_mode_and_finite_differences(params):
     rng = np.random.default_rng(1)
     direction = jax.tree.map(lambda p: jnp.asarray(rng.standard_normal(p.shape), jnp.float32), params)
@@ -150,10 +152,8 @@ def test_attention_of_ones_own_replaces_that_of_the_model(params):
         seen.append((q_BTNH.shape, k_BSKH.shape, v_BSKH.shape, segment_ids_BT))
         return jax.nn.dot_product_attention(q_BTNH, k_BSKH, v_BSKH, is_causal=True)
 
-    def own(params):
-        return loss(params, TOKENS, attention=attend)
-
-    assert_close(jax.value_and_grad(own)(params), jax.value_and_grad(loss)(params, TOKENS))
+    own = jax.jit(jax.value_and_grad(lambda params: loss(params, TOKENS, attention=attend)))
+    assert_close(own(params), jax.jit(jax.value_and_grad(loss))(params, TOKENS))
     assert set(seen) == {((4, 12, 4, 8), (4, 12, 2, 8), (4, 12, 2, 8), None)}
 
     def looks_ahead(q, k, v, segment_ids):
