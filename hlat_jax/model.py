@@ -104,11 +104,11 @@ class Decoder(nnx.Module):
         for key, op in OPS.items():
             op.choose(getattr(self.cfg, key), jax.default_backend())
 
-        def logits(decoder: Decoder, tokens_BT: Ids, positions_BT: Ids | None, segment_ids_BT: Ids | None) -> jax.Array:
-            x_BTD = decoder.hidden_states(tokens_BT, positions_BT, segment_ids_BT=segment_ids_BT, attention=attention)
-            return cross_entropy_op.logits(x_BTD, decoder.gather_head())
+        def logits(decoder: Decoder, fields: dict[str, Any]) -> jax.Array:
+            return cross_entropy_op.logits(decoder.hidden_states(**fields, attention=attention), decoder.gather_head())
 
-        return _with_auto_axes(logits, self, tokens_BT, positions_BT, segment_ids_BT)
+        fields = {"tokens_BT": tokens_BT, "positions_BT": positions_BT, "segment_ids_BT": segment_ids_BT}
+        return _with_auto_axes(logits, self, fields)
 
     def hidden_states(
         self,
@@ -274,17 +274,15 @@ class RMSNorm(nnx.Module):
         return rms_norm(x, scale=self.scale[...], eps=self.eps, implementation=self.implementation)
 
 
-def _with_auto_axes(
-    fn: Callable[..., jax.Array], decoder: Decoder, tokens_BT: Ids, *others_BT: Ids | None
-) -> jax.Array:
-    """Returns fn(decoder, tokens_BT, *others_BT), [B, T, ...], also under a mesh with explicit axes.
+def _with_auto_axes(fn: Callable[..., jax.Array], decoder: Decoder, fields: dict[str, Any]) -> jax.Array:
+    """Returns fn(decoder, fields), [B, T, ...], also under a mesh with explicit axes.
 
     Inside these are automatic: XLA chooses shardings. Those of B and T come out as the tokens have them.
     """
     if not jax.sharding.get_abstract_mesh().explicit_axes:
-        return fn(decoder, tokens_BT, *others_BT)
-    out = PartitionSpec(*jax.typeof(tokens_BT).sharding.spec, None)
-    return jax.sharding.auto_axes(fn, out_sharding=out)(decoder, tokens_BT, *others_BT)
+        return fn(decoder, fields)
+    out = PartitionSpec(*jax.typeof(fields["tokens_BT"]).sharding.spec, None)
+    return jax.sharding.auto_axes(fn, out_sharding=out)(decoder, fields)
 
 
 def causal_attention(cfg: ModelConfig, segment_ids_BT: jax.Array | None) -> Attend:
