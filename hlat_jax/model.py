@@ -469,7 +469,7 @@ def _output_std(cfg: ModelConfig) -> float:
     return cfg.init_std / math.sqrt(2 * cfg.num_layers) if cfg.depth_scaled_init else cfg.init_std
 
 
-def _frequencies(cfg: ModelConfig):
+def _frequencies(cfg: ModelConfig) -> np.ndarray:
     scaling = Llama3Scaling(
         cfg.rope_factor, cfg.rope_low_freq_factor, cfg.rope_high_freq_factor, cfg.rope_original_positions
     )

@@ -171,7 +171,9 @@ def _backward(static, grads, cotangent):
 _loss_sum.defvjp(_forward, _backward)
 
 
-def _softmax_loss(logits_RV, targets_R, weights_R, z_loss_weight, axes) -> tuple[jax.Array, jax.Array]:
+def _softmax_loss(
+    logits_RV: jax.Array, targets_R: jax.Array, weights_R: jax.Array, z_loss_weight: float, axes: tuple[str, ...]
+) -> tuple[jax.Array, jax.Array]:
     """Returns the weighted sum of the losses of R tokens, and its gradient with respect to this device's logits."""
     largest_R = jnp.max(logits_RV, axis=-1)
     if axes:
@@ -194,7 +196,7 @@ def _softmax_loss(logits_RV, targets_R, weights_R, z_loss_weight, axes) -> tuple
     return jnp.sum(weights_R * losses_R), dlogits_RV
 
 
-def _over_chunks(add, start, fields_BT: tuple, chunk: int) -> tuple[Any, jax.Array | None]:
+def _over_chunks(add: Callable, start: Any, fields_BT: tuple, chunk: int) -> tuple[Any, jax.Array | None]:
     """Returns the final sums and the stacked outputs [B, T, ...] of `add(sums, fields of R = B * chunk tokens)`.
 
     T is padded to whole chunks with zeros, which are weights of 0. Chunks are cut along T, so that every chunk stays

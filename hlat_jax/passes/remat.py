@@ -370,10 +370,10 @@ def _gradients(fn: Callable) -> Callable:
         for place, leaf in zip(places, floats, strict=True):
             leaves[place] = leaf
         outs = map(jnp.asarray, jax.tree.leaves(fn(*jax.tree.unflatten(structure, leaves))))
-        sums = [jnp.sum(out, dtype=jnp.float32) for out in outs if jnp.issubdtype(out.dtype, jnp.floating)]
+        sums: list[Any] = [jnp.sum(out, dtype=jnp.float32) for out in outs if jnp.issubdtype(out.dtype, jnp.floating)]
         if not sums:
             raise ValueError(f"{function_name(fn)} returns no float array to differentiate; pass step=.")
-        return sum(sums[1:], sums[0])
+        return sum(sums)
 
     def gradients(*args: Any) -> Any:
         leaves, structure = jax.tree.flatten(args)
