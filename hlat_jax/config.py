@@ -78,6 +78,7 @@ POLICY_FACTS = {
     "bf16": PolicyFacts(state_bytes_per_param=2 + 2 * 2),
 }
 _FUSIBLE = ("auto", "reference", "recomputed")
+_CROSS_ENTROPY = ("auto", "dense", "chunked", "reference")
 _ATTENTION = ("auto", "einsum", "blocked", "chunked", "cudnn", "triton", "nki")
 
 
@@ -114,7 +115,7 @@ class ModelConfig:
         "Recompute in backward: auto, none, full, selective (HLAT), products, names:A,B to save, budget:12GiB to fit.",
     )
     attention: str = _key("auto", "Attention implementation.", choices=_ATTENTION)
-    cross_entropy: str = _key("auto", "Cross-entropy implementation.", choices=("auto", "dense", "chunked"))
+    cross_entropy: str = _key("auto", "Cross-entropy implementation.", choices=_CROSS_ENTROPY)
     rms_norm: str = _key("auto", "RMSNorm implementation.", choices=_FUSIBLE)
     swiglu: str = _key("auto", "SwiGLU implementation.", choices=_FUSIBLE)
     rope: str = _key("auto", "Rotary embedding implementation.", choices=("auto", "reference", "paired"))
@@ -408,6 +409,8 @@ def load(name_or_path: str) -> Any:
     if not path.is_file():
         raise ValueError(f"--config={name_or_path}: no such file. Shipped configs: {', '.join(names)}.")
     spec = importlib.util.spec_from_file_location(f"hlat_jax_config_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
@@ -442,9 +445,9 @@ def _meant_by(word: str, names: dict[str, pathlib.Path]) -> str:
 def _file_error(path: pathlib.Path, error: Exception) -> str:
     """Returns the file, the line and the fault of an error in a config file."""
     where = str(path.absolute())
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == where]
+    lines = [frame.lineno or 0 for frame in traceback.extract_tb(error.__traceback__) if frame.filename == where]
     if isinstance(error, SyntaxError) and error.filename == where:
-        lines, message = [error.lineno], f"SyntaxError: {error.msg}"
+        lines, message = [error.lineno or 0], f"SyntaxError: {error.msg}"
     elif isinstance(error, ValueError):
         message = str(error)
     elif isinstance(error, (AttributeError, KeyError, TypeError)):  # of a ConfigDict: an unknown key or a wrong type
@@ -516,7 +519,7 @@ def _anchor_paths(config: Any, folder: pathlib.Path, *, keys: Sequence[str]) -> 
 
     def anchored_text(spec: str) -> str:
         parts = [re.fullmatch(r"(\s*[A-Za-z]\w*\s*=)?(.*)", part, re.DOTALL) for part in spec.split(";")]
-        return ";".join((part[1] or "") + ",".join(map(anchored, part[2].split(","))) for part in parts)
+        return ";".join((part[1] or "") + ",".join(map(anchored, part[2].split(","))) for part in parts if part)
 
     for section, key in (path.split(".") for path in keys):
         value = config[section][key] if section in config and key in config[section] else ""

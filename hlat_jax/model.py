@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -25,9 +26,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
 
 from hlat_jax import stack
-from hlat_jax.config import ModelConfig, select_remat
+from hlat_jax.config import ModelConfig, nearest, select_remat
 from hlat_jax.ops import attention as attention_op
 from hlat_jax.ops import cross_entropy as cross_entropy_op
 from hlat_jax.ops.embedding import lookup
@@ -37,16 +39,28 @@ from hlat_jax.ops.registry import OPS
 from hlat_jax.ops.rope import Llama3Scaling, apply_rope, rope_frequencies, rope_tables
 from hlat_jax.ops.swiglu import swiglu
 from hlat_jax.parallel.collectives import SINGLE_DEVICE, ParallelContext
+from hlat_jax.parallel.sharding import PARAM_RULES, spec
 
+# The names of axes of parameters; `parallel.sharding.PARAM_RULES` maps them to the mesh of a run.
+LOGICAL_AXES = tuple(PARAM_RULES)
+Ids = jax.Array | np.ndarray  # int32
 # x_BTNH -> queries or keys rotated to the positions of their tokens.
 Rotate = Callable[[jax.Array], jax.Array]
 # (q_BTNH, k_BTKH, v_BTKH) -> (attention [B, T, N, H], aux). The hook of generation: `cache` attends to cached keys and
 # values too, and returns the new ones as aux.
 Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
+# (q_BTNH, k_BSKH, v_BSKH, segment_ids_BT or None) -> [B, T, N, H]: a caller's own attention, see `Decoder.__call__`.
+AttentionFn = Callable[[jax.Array, jax.Array, jax.Array, jax.Array | None], jax.Array]
 
 
 class Decoder(nnx.Module):
     """A Llama-architecture language model. Layers are one `DecoderLayer` whose parameters carry a leading L axis.
+
+    Every parameter names its logical axes in the metadata that `nnx.get_partition_spec` reads; see `param_specs`.
+
+    Args:
+      cfg: dimensions, implementations of the ops, layer loop and rematerialization.
+      rngs: such as `nnx.Rngs(0)`; its stream `params` draws the initial weights, fp32.
 
     Raises:
       ValueError: dimensions that do not fit each other.
@@ -64,40 +78,64 @@ class Decoder(nnx.Module):
         if not cfg.tie_embeddings:
             self.head = _normal(rngs, (cfg.vocab_size, cfg.embed_dim), cfg.init_std, axes=("vocab", "embed"))
 
-    def __call__(self, tokens_BT: jax.Array, positions_BT: jax.Array | None = None, **kwargs: Any) -> jax.Array:
-        """Returns fp32 logits [B, T, V]. Arguments as `hidden_states`.
-
-        Raises:
-          ValueError: an implementation is named that does not run on the default backend.
-        """
-        for key, op in OPS.items():
-            op.choose(getattr(self.cfg, key), jax.default_backend())
-        return cross_entropy_op.logits(self.hidden_states(tokens_BT, positions_BT, **kwargs), self.gather_head())
-
-    def hidden_states(
+    def __call__(
         self,
-        tokens_BT: jax.Array,
-        positions_BT: jax.Array | None = None,
+        tokens_BT: Ids,
+        positions_BT: Ids | None = None,
         *,
-        segment_ids_BT: jax.Array | None = None,
-        ctx: ParallelContext = SINGLE_DEVICE,
+        segment_ids_BT: Ids | None = None,
+        attention: AttentionFn | None = None,
     ) -> jax.Array:
-        """Returns the input of the head [B, T, D], in the dtype of the parameters.
+        """Returns fp32 logits [B, T, V]: those at position t predict the token at t + 1.
 
         Args:
           tokens_BT: int32 ids below V.
           positions_BT: int32; None: 0..T-1 in every row.
           segment_ids_BT: int32; a token attends only within its segment; None: a row is one segment.
-          ctx: how the parameters, and [B, T, D] between blocks, are sharded; see `collectives`.
+          attention: called in every layer instead of `cfg.attention`, as attention(q_BTNH, k_BSKH, v_BSKH,
+            segment_ids_BT), with rotated queries and keys, S = T and N a multiple of K; returns [B, T, N, H] in the
+            dtype of the queries. It scales and masks by itself, the future too. None: `cfg.attention`.
 
         Raises:
-          ValueError: T above cfg.max_positions; or an id outside the vocabulary, if `tokens_BT` is not traced.
+          ValueError: T above cfg.max_positions; an id outside the vocabulary, if `tokens_BT` is not traced; an
+            implementation is named that does not run on the default backend; or `attention` returns another shape or
+            dtype.
+        """
+        for key, op in OPS.items():
+            op.choose(getattr(self.cfg, key), jax.default_backend())
+
+        def logits(decoder: Decoder, fields: dict[str, Any]) -> jax.Array:
+            return cross_entropy_op.logits(decoder.hidden_states(**fields, attention=attention), decoder.gather_head())
+
+        fields = {"tokens_BT": tokens_BT, "positions_BT": positions_BT, "segment_ids_BT": segment_ids_BT}
+        return _with_auto_axes(logits, self, fields)
+
+    def hidden_states(
+        self,
+        tokens_BT: Ids,
+        positions_BT: Ids | None = None,
+        *,
+        segment_ids_BT: Ids | None = None,
+        attention: AttentionFn | None = None,
+        ctx: ParallelContext = SINGLE_DEVICE,
+    ) -> jax.Array:
+        """Returns the input of the head [B, T, D], in the dtype of the parameters; arguments and errors as a call's.
+
+        Args:
+          tokens_BT: int32 ids below V.
+          positions_BT: int32; None: 0..T-1 in every row.
+          segment_ids_BT: int32; None: a row is one segment.
+          attention: None: `cfg.attention`.
+          ctx: how the parameters, and [B, T, D] between blocks, are sharded; see `collectives`.
         """
         _check_tokens(tokens_BT, self.cfg)
         if positions_BT is None:
             positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1], dtype=jnp.int32), tokens_BT.shape)
-        x_BTD = self.embed_tokens(tokens_BT, ctx=ctx)
-        x_BTD = self.apply_layers(x_BTD, positions_BT, segment_ids_BT=segment_ids_BT, ctx=ctx)
+        segment_ids_BT = None if segment_ids_BT is None else jnp.asarray(segment_ids_BT)
+        x_BTD = self.embed_tokens(jnp.asarray(tokens_BT), ctx=ctx)
+        x_BTD = self.apply_layers(
+            x_BTD, jnp.asarray(positions_BT), segment_ids_BT=segment_ids_BT, attention=attention, ctx=ctx
+        )
         return self.apply_final_norm(x_BTD)
 
     def embed_tokens(self, tokens_BT: jax.Array, *, ctx: ParallelContext = SINGLE_DEVICE) -> jax.Array:
@@ -110,11 +148,14 @@ class Decoder(nnx.Module):
         positions_BT: jax.Array,
         *,
         segment_ids_BT: jax.Array | None = None,
+        attention: AttentionFn | None = None,
         ctx: ParallelContext = SINGLE_DEVICE,
     ) -> jax.Array:
         """Returns [B, T, D] after this device's layers; `positions_BT` and `segment_ids_BT` are unsharded."""
         apply_layer, stacked = self.split_layers(positions_BT, ctx=ctx)
         attend = causal_attention(self.cfg, segment_ids_BT)
+        if attention is not None:
+            attend = _foreign_attention(attention, segment_ids_BT)
 
         def layer(params: Any, x_BTD: jax.Array) -> jax.Array:
             return apply_layer(params, x_BTD, attend)[0]
@@ -140,6 +181,10 @@ class Decoder(nnx.Module):
         """Returns this device's rows of the output projection [V, D]: those of the embedding table when tied."""
         table = self.embed if self.cfg.tie_embeddings else self.head
         return ctx.gather_weight(table[...], ("vocab", "embed"))
+
+
+# What `help` and editors show; the metaclass of NNX takes (*args, **kwargs).
+Decoder.__signature__ = inspect.signature(Decoder.__init__.__get__(Decoder))  # type: ignore[attr-defined]
 
 
 class DecoderLayer(nnx.Module):
@@ -223,10 +268,21 @@ class RMSNorm(nnx.Module):
 
     def __init__(self, cfg: ModelConfig):
         self.eps, self.implementation = cfg.norm_eps, cfg.rms_norm
-        self.scale = nnx.Param(jnp.ones((cfg.embed_dim,)), axes=("norm",))
+        self.scale = _param(jnp.ones((cfg.embed_dim,)), axes=("norm",))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return rms_norm(x, scale=self.scale[...], eps=self.eps, implementation=self.implementation)
+
+
+def _with_auto_axes(fn: Callable[..., jax.Array], decoder: Decoder, fields: dict[str, Any]) -> jax.Array:
+    """Returns fn(decoder, fields), [B, T, ...], also under a mesh with explicit axes.
+
+    Inside these are automatic: XLA chooses shardings. Those of B and T come out as the tokens have them.
+    """
+    if not jax.sharding.get_abstract_mesh().explicit_axes:
+        return fn(decoder, fields)
+    out = PartitionSpec(*jax.typeof(fields["tokens_BT"]).sharding.spec, None)
+    return jax.sharding.auto_axes(fn, out_sharding=out)(decoder, fields)
 
 
 def causal_attention(cfg: ModelConfig, segment_ids_BT: jax.Array | None) -> Attend:
@@ -236,6 +292,22 @@ def causal_attention(cfg: ModelConfig, segment_ids_BT: jax.Array | None) -> Atte
         attended_BTNH = attention_op.attention(
             q_BTNH, k_BSKH=k_BTKH, v_BSKH=v_BTKH, segment_ids_BT=segment_ids_BT, implementation=cfg.attention
         )
+        return attended_BTNH, None
+
+    return attend
+
+
+def _foreign_attention(attention: AttentionFn, segment_ids_BT: jax.Array | None) -> Attend:
+    """Returns a caller's attention, with aux None. It raises ValueError where the result is not like the queries."""
+
+    def attend(q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array) -> tuple[jax.Array, None]:
+        attended_BTNH = attention(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT)
+        wanted, returned = (f"{x.dtype.name}{list(x.shape)}" for x in (q_BTNH, attended_BTNH))
+        if wanted != returned:
+            raise ValueError(
+                f"attention returned {returned}; it must return {wanted}, the shape [B, T, N, H] and dtype of the "
+                "queries."
+            )
         return attended_BTNH, None
 
     return attend
@@ -257,17 +329,55 @@ def bind(params: dict[str, Any], cfg: ModelConfig) -> Decoder:
     return nnx.merge(graphdef, _with_values(state, params))
 
 
-def apply(params: dict[str, Any], cfg: ModelConfig, tokens_BT: jax.Array, **kwargs: Any) -> jax.Array:
-    """Returns fp32 logits [B, T, V] of pure parameters; further arguments as `Decoder.hidden_states`."""
-    return bind(params, cfg)(tokens_BT, **kwargs)
+def apply(
+    params: dict[str, Any],
+    cfg: ModelConfig,
+    tokens_BT: Ids,
+    *,
+    positions_BT: Ids | None = None,
+    segment_ids_BT: Ids | None = None,
+    attention: AttentionFn | None = None,
+) -> jax.Array:
+    """Returns fp32 logits [B, T, V] of pure parameters.
+
+    Args:
+      params: nested dicts as `init_params` returns them, of any float dtype.
+      cfg: the model.
+      tokens_BT: int32 ids below V.
+      positions_BT: int32; None: 0..T-1 in every row.
+      segment_ids_BT: int32; a token attends only within its segment; None: a row is one segment.
+      attention: an attention of the caller's own, see `Decoder.__call__`; None: `cfg.attention`.
+
+    Raises:
+      ValueError: as `Decoder` and a call of it.
+    """
+    return bind(params, cfg)(tokens_BT, positions_BT, segment_ids_BT=segment_ids_BT, attention=attention)
 
 
 def param_axes(cfg: ModelConfig) -> dict[str, Any]:
     """Returns the logical axes of every parameter, with a tuple of names for each array."""
     return jax.tree.map(
-        lambda param: param.get_metadata("axes"),
+        lambda param: param.get_metadata("out_sharding"),
         nnx.to_pure_dict(_declaration(cfg)[1], extract_fn=lambda param: param),
         is_leaf=lambda leaf: isinstance(leaf, nnx.Param),
+    )
+
+
+def param_specs(cfg: ModelConfig, rules: Mapping[str, str | tuple[str, ...] | None]) -> dict[str, Any]:
+    """Returns the `PartitionSpec` of every parameter on a mesh of the caller's own.
+
+    Args:
+      cfg: the model.
+      rules: logical axis -> the mesh axis, or axes, that split it. Those of `LOGICAL_AXES` it leaves out are not split.
+
+    Raises:
+      ValueError: another name than those of `LOGICAL_AXES`.
+    """
+    for axis in set(rules) - set(LOGICAL_AXES):
+        raise ValueError(f"rules name {axis!r}, which is no logical axis of a parameter. {nearest(axis, LOGICAL_AXES)}")
+    of_every_axis = {axis: rules.get(axis) for axis in LOGICAL_AXES}
+    return jax.tree.map(
+        lambda axes: spec(axes, of_every_axis), param_axes(cfg), is_leaf=lambda leaf: isinstance(leaf, tuple)
     )
 
 
@@ -282,7 +392,9 @@ def select_implementations(cfg: ModelConfig, platform: str) -> ModelConfig:
     An explicit name is kept even if it does not run on this machine: a program may be lowered for another platform. For
     the calls of a run, `ops.choices` makes better choices.
     """
-    chosen = {key: op.choose("auto", platform).name for key, op in OPS.items() if getattr(cfg, key) == "auto"}
+    chosen: dict[str, Any] = {
+        key: op.choose("auto", platform).name for key, op in OPS.items() if getattr(cfg, key) == "auto"
+    }
     return dataclasses.replace(cfg, **chosen, remat=select_remat(cfg.remat, platform))
 
 
@@ -297,7 +409,8 @@ def _declaration(cfg: ModelConfig) -> tuple[Any, Any]:
         return state
 
     state = jax.eval_shape(lambda: build(jax.random.key(0, impl="rbg")))  # inside, so that no key is made
-    return graphs[0], state
+    # without the mesh that is set here: the result is kept for calls under any
+    return graphs[0], jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state)
 
 
 def _with_values(state: Any, values: dict[str, Any]) -> Any:
@@ -317,15 +430,20 @@ def _stacked_layers(cfg: ModelConfig, key: jax.Array) -> DecoderLayer:
     # map, not vmap: under the rbg generator vmap draws every layer from the first key alone
     state = jax.lax.map(one_layer, jax.random.split(key, cfg.num_layers))
     for param in jax.tree.leaves(state, is_leaf=lambda leaf: isinstance(leaf, nnx.Param)):
-        param.set_metadata(axes=("layers", *param.get_metadata("axes")))
+        param.set_metadata(out_sharding=("layers", *param.get_metadata("out_sharding")))
     return nnx.merge(graphs[0], state)
 
 
 def _normal(rngs: nnx.Rngs, shape: tuple[int, ...], std: float, *, axes: tuple[str, ...]) -> nnx.Param:
-    return nnx.Param(std * jax.random.normal(rngs.params(), shape, jnp.float32), axes=axes)
+    return _param(std * jax.random.normal(rngs.params(), shape, jnp.float32), axes=axes)
 
 
-def _check_tokens(tokens_BT: jax.Array, cfg: ModelConfig) -> None:
+def _param(value: jax.Array, *, axes: tuple[str, ...]) -> nnx.Param:
+    """Returns a parameter that names its logical axes as Flax does; the caller's mesh need not have axes so named."""
+    return nnx.Param(value, out_sharding=axes, eager_sharding=False)
+
+
+def _check_tokens(tokens_BT: Ids, cfg: ModelConfig) -> None:
     """Raises ValueError for rows that are too long, and for ids outside the vocabulary where they are known."""
     length = tokens_BT.shape[-1]
     if length > cfg.max_positions:
@@ -351,7 +469,7 @@ def _output_std(cfg: ModelConfig) -> float:
     return cfg.init_std / math.sqrt(2 * cfg.num_layers) if cfg.depth_scaled_init else cfg.init_std
 
 
-def _frequencies(cfg: ModelConfig):
+def _frequencies(cfg: ModelConfig) -> np.ndarray:
     scaling = Llama3Scaling(
         cfg.rope_factor, cfg.rope_low_freq_factor, cfg.rope_high_freq_factor, cfg.rope_original_positions
     )

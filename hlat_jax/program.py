@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import ArrayLike
 
 from hlat_jax.batch import SumAndCount, microbatches
 from hlat_jax.optimizer import global_norm, masked
@@ -79,20 +80,21 @@ class TrainingProgram:
     plan: Plan | None = None
 
     @property
-    def step(self) -> Callable[[State, Any, jax.Array], tuple[State, StepMetrics]]:
+    def step(self) -> Callable[[State, Any, ArrayLike], tuple[State, StepMetrics]]:
         """The jitted (state, batch, learning_rate) -> (state, StepMetrics); donates the state."""
         return list(self.stages.values())[-1]
 
     def step_arguments(self, params: Any, batch: Any) -> tuple[Any, Any, Any]:
         """Returns the shapes, dtypes and shardings of what `step` takes, from the shapes of parameters and a batch."""
         state, rate = jax.eval_shape(self.init, params), jax.ShapeDtypeStruct((), jnp.float32)
-        if self.shardings is None:
+        replica_sync = self.options.replica_sync
+        if replica_sync is None:
             return state, batch, rate
 
         def placed(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
-        rows = self.options.replica_sync.layout.rows()
+        rows = replica_sync.layout.rows()
         return jax.tree.map(placed, state, self.shardings), jax.tree.map(lambda leaf: placed(leaf, rows), batch), rate
 
 
@@ -152,9 +154,9 @@ def training_program(
         return program
     arguments = program.step_arguments(params, batch)
     if options.memory_budget is None:
-        program.step.trace(*arguments)  # raises for a loss function that returns anything else
+        list(stages.values())[-1].trace(*arguments)  # raises for a loss function that returns anything else
         return program
-    search = {"options": options.remat or remat.RematOptions(), "name": "ProgramOptions.memory_budget"}
+    search: dict[str, Any] = {"options": options.remat or remat.RematOptions(), "name": "ProgramOptions.memory_budget"}
     plan = remat.fit(loss_fn, *arguments, budget_bytes=options.memory_budget, step=step_of, **search)
     return dataclasses.replace(program, stages=stages | {"remat": step_of(plan.fn)}, plan=plan)
 
@@ -290,7 +292,7 @@ def _initial(
         params = jax.tree.map(jnp.copy, params)  # the state is donated, the caller's parameters are not
         weights = cast_tree(params, policy.master or policy.param)
         # copies: what an optimizer keeps of the weights must not be the buffer that is donated as the weights
-        opt_state = {"inner": optimizer.init(jax.tree.map(jnp.copy, weights))}
+        opt_state: dict[str, Any] = {"inner": optimizer.init(jax.tree.map(jnp.copy, weights))}
         if policy.master is not None:
             opt_state["master"] = weights
         if policy.rounding != "nearest":

@@ -163,7 +163,7 @@ def resolved(options: ProgramOptions, params: Any) -> ProgramOptions:
 def with_dialects(loss_fn: Callable, options: ProgramOptions) -> tuple[Callable, ProgramOptions]:
     """Returns the loss function bound to the implementations chosen for its ops, and options that list them."""
     platform = jax.default_backend() if options.replica_sync is None else options.replica_sync.layout.platform
-    chosen = {key: OPS[key].choose(name, platform) for key, name in options.dialects.items()}
+    chosen = {key: OPS[key].choose(name, platform) for key, name in (options.dialects or {}).items()}
     names = {key: choice.name for key, choice in chosen.items()}
 
     @functools.wraps(loss_fn)

@@ -90,7 +90,7 @@ class Generator:
     ) -> list[list[int]]:
         """Returns the new tokens of each prompt, without the one of `stop_ids` that ended it; see `stream`."""
         found: list[list[int]] = [[] for _ in prompts]
-        options = {"sampling": sampling, "stop_ids": stop_ids, "first_number": first_number}
+        options: dict[str, Any] = {"sampling": sampling, "stop_ids": stop_ids, "first_number": first_number}
         for step in self.stream(prompts, max_tokens=max_tokens, **options):
             for ids, token in zip(found, step, strict=True):
                 if token is not None and token not in stop_ids:

@@ -100,7 +100,8 @@ def trained_model(values: flags.FlagValues) -> TrainedModel:
 
 
 def _degrees(values: flags.FlagValues) -> ParallelConfig:
-    return ParallelConfig(**{axis: values[f"config.parallel.{axis}"].value for axis in DEGREES})
+    degrees: dict[str, Any] = {axis: values[f"config.parallel.{axis}"].value for axis in DEGREES}
+    return ParallelConfig(**degrees)
 
 
 def open_model(checkpoint: str, parallel: ParallelConfig, *, tokenizer: str = "") -> TrainedModel:
@@ -135,6 +136,7 @@ def open_model(checkpoint: str, parallel: ParallelConfig, *, tokenizer: str = ""
     described = f"weights          {weights.folder}, step {weights.step}, {dtype}; {mesh}, {layout.platform}"
     with_bos = weights.begins_with_bos
     if with_bos is None:
+        assert weights.companions is not None  # of Hugging Face
         with_bos = begins_texts_with_bos(weights.companions)
     described += "; texts begin with BOS" * with_bos
     return TrainedModel(weights.model, params, layout, opened, weights.folder, described, with_bos)

@@ -4,7 +4,10 @@ model, params = hlat_jax.hf.load("SmolLM2-135M")
 logits_BTV = hlat_jax.model.apply(params, model, tokens_BT)
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hlat_jax.hf.importing import load as load
 
 
 def __getattr__(name: str) -> Any:

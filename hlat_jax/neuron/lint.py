@@ -70,23 +70,21 @@ def check(
     target: str = "trn1",
     recurring: bool = True,
     operators: Collection[str] = (),
-    **kwargs: Any,
 ) -> list[Finding]:
     """Returns the rules that a function breaks when lowered for Neuron with these arguments, most severe first.
 
     Args:
-      fn: a function, jitted or not.
+      fn: a function, jitted or not, of positional arguments; see `functools.partial` for others.
       *args: arguments of `fn`: arrays or `jax.ShapeDtypeStruct`s.
       target: one of `rules.TARGETS`.
       recurring: whether the program runs every step, or only once, such as an initialization.
       operators: names of the allowed operations, as printed by `neuronx-cc list-operators`; empty: not checked.
-      **kwargs: further arguments of `fn`.
 
     Raises:
       ValueError: the target is unknown.
     """
     jitted = fn if hasattr(fn, "trace") else jax.jit(fn)
-    return check_traced(jitted.trace(*args, **kwargs), target=target, recurring=recurring, operators=operators)
+    return check_traced(jitted.trace(*args), target=target, recurring=recurring, operators=operators)
 
 
 def check_traced(

@@ -29,7 +29,7 @@ from hlat_jax.neuron.module import (
 )
 
 # Rule id, detail of the operation, and the operation whose line to report if it is another.
-Hit = tuple[str, str] | tuple[str, str, Any]
+Hit = tuple[Any, ...]
 
 # Source: compiler/error-codes/EHCA005 and EVRF015
 _AWS = """

@@ -1,4 +1,4 @@
-"""Cross-entropy of hidden states against target tokens: contract and two XLA implementations."""
+"""Cross-entropy of hidden states against target tokens: contract and three XLA implementations."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ class LossOptions:
 
     Attributes:
       implementation: "dense" holds the logits of all tokens at once, "chunked" those of an eighth of every row, from
-        `LEAST_POSITIONS` to `CHUNK_POSITIONS` positions. Or platform -> name, see `dialect.Op.run`.
+        `LEAST_POSITIONS` to `CHUNK_POSITIONS` positions; "reference", which JAX differentiates, also keeps them. Or
+        platform -> name, see `dialect.Op.run`.
       z_loss_weight: of the squared log-normaliser; 0 is the plain cross-entropy.
       ctx: the axes that shard the rows of the head. Each device computes the logits of its own rows; their maximum,
         the sum of exponentials, the target's logit and the gradient of the hidden states are reduced over the axes.
@@ -54,8 +55,9 @@ def cross_entropy(
     """Returns the sums over tokens of weight * (nll + z_loss_weight * log_normaliser^2) and of weight, in fp32.
 
     Logits, softmax and sums are fp32. The forward pass also computes the gradients of `hidden_BTD` and `head_VD`,
-    while it has the logits, in the dtypes of these; the weights have no gradient. Reverse mode only. Under
-    `passes.autocast` with a loss scale, the gradient products of an fp32 call stay fp32: they are still unscaled.
+    while it has the logits, in the dtypes of these; the weights have no gradient. That is reverse mode only; forward
+    mode is "reference" on a single device. Under `passes.autocast` with a loss scale, the gradient products of an fp32
+    call stay fp32: they are still unscaled.
 
     Args:
       hidden_BTD: input of the head, fp32 or bf16; T sharded as `options.ctx` shards it between layers.
@@ -67,7 +69,8 @@ def cross_entropy(
     Source: for a split vocabulary Shoeybi et al. (Megatron-LM), arXiv 1909.08053, section 3.
     """
     ctx = options.ctx
-    hidden_BTD = collectives.copy_to_tensor_region(ctx.enter_tensor_region(hidden_BTD), ctx.pipe)
+    if ctx != SINGLE_DEVICE:
+        hidden_BTD = collectives.copy_to_tensor_region(ctx.enter_tensor_region(hidden_BTD), ctx.pipe)
     loss_sum = OP.run(
         options.implementation, hidden_BTD, head_VD, targets_BT, weights_BT, options.z_loss_weight, ctx.vocab
     )
@@ -101,11 +104,30 @@ def _in_chunks(chunk_of: Callable[[int], int]) -> Callable[..., jax.Array]:
     return _loss
 
 
+def _reference(hidden_BTD, head_VD, targets_BT, weights_BT, z_loss_weight, axes):
+    logits_BTV = logits(hidden_BTD, head_VD)
+    largest_BT1 = jax.lax.stop_gradient(logits_BTV).max(axis=-1, keepdims=True)
+    if axes:
+        largest_BT1 = jax.lax.pmax(largest_BT1, axes)
+        targets_BT = targets_BT - collectives.axis_index(axes) * logits_BTV.shape[-1]
+    shifted_BTV = logits_BTV - largest_BT1
+    is_target_BTV = jax.lax.broadcasted_iota(jnp.int32, logits_BTV.shape, 2) == targets_BT[..., None]
+    sum_BT = jnp.exp(shifted_BTV).sum(axis=-1)
+    target_logit_BT = jnp.where(is_target_BTV, shifted_BTV, 0.0).sum(axis=-1)
+    if axes:
+        sum_BT, target_logit_BT = collectives.psum(sum_BT, axes), collectives.psum(target_logit_BT, axes)
+    losses_BT = jnp.log(sum_BT) - target_logit_BT
+    log_normaliser_BT = jnp.log(sum_BT) + largest_BT1[..., 0]
+    return jnp.sum(jax.lax.stop_gradient(weights_BT) * (losses_BT + z_loss_weight * jnp.square(log_normaliser_BT)))
+
+
 OP = Op("model.cross_entropy")
 # one large product, no loop
 OP.register(Implementation("dense", _in_chunks(lambda seq_len: seq_len), {"*": 10}))
 # on cpu, newly allocated memory for the logits costs more than a second pass over the head's gradient
 OP.register(Implementation("chunked", _in_chunks(_chunk), {"cpu": 20, "*": 5}))
+# differentiated by JAX, in any mode and order; the backward pass keeps the probabilities of all tokens
+OP.register(Implementation("reference", _reference, {"*": 1}))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -149,7 +171,9 @@ def _backward(static, grads, cotangent):
 _loss_sum.defvjp(_forward, _backward)
 
 
-def _softmax_loss(logits_RV, targets_R, weights_R, z_loss_weight, axes) -> tuple[jax.Array, jax.Array]:
+def _softmax_loss(
+    logits_RV: jax.Array, targets_R: jax.Array, weights_R: jax.Array, z_loss_weight: float, axes: tuple[str, ...]
+) -> tuple[jax.Array, jax.Array]:
     """Returns the weighted sum of the losses of R tokens, and its gradient with respect to this device's logits."""
     largest_R = jnp.max(logits_RV, axis=-1)
     if axes:
@@ -172,7 +196,7 @@ def _softmax_loss(logits_RV, targets_R, weights_R, z_loss_weight, axes) -> tuple
     return jnp.sum(weights_R * losses_R), dlogits_RV
 
 
-def _over_chunks(add, start, fields_BT: tuple, chunk: int) -> tuple[Any, jax.Array | None]:
+def _over_chunks(add: Callable, start: Any, fields_BT: tuple, chunk: int) -> tuple[Any, jax.Array | None]:
     """Returns the final sums and the stacked outputs [B, T, ...] of `add(sums, fields of R = B * chunk tokens)`.
 
     T is padded to whole chunks with zeros, which are weights of 0. Chunks are cut along T, so that every chunk stays

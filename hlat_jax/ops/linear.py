@@ -22,7 +22,7 @@ def column_parallel(equation: str, x_BTD: jax.Array, param: Any, ctx: ParallelCo
       equation: such as "BTD,DKXH->BTKXH": the last axes of the first operand are contracted with the first of the
         second, in order.
       x_BTD: activations.
-      param: the matrix, an `nnx.Param` whose metadata `axes` names its logical axes.
+      param: the matrix, an `nnx.Param` whose metadata `out_sharding` names its logical axes.
       ctx: how the matrix and the activations are sharded.
 
     Source: Shoeybi et al. (Megatron-LM), arXiv 1909.08053, section 3.
@@ -44,7 +44,7 @@ def row_parallel(equation: str, x: jax.Array, param: Any, ctx: ParallelContext) 
     Leaves the tensor region: the product is summed over `tensor`. Arguments as for `column_parallel`.
     """
     (y_BTD,) = _products(materialized(x), (param[...],), (equation,), (_logical_axes(param),), ctx, False)
-    return ctx.leave_tensor_region(y_BTD)
+    return y_BTD if ctx == SINGLE_DEVICE else ctx.leave_tensor_region(y_BTD)  # whose VJP forward mode cannot use
 
 
 def materialized(x: jax.Array) -> jax.Array:
@@ -96,4 +96,5 @@ def _num_contracted(equation: str) -> int:
 
 
 def _logical_axes(param: Any) -> Axes:
-    return tuple(axis for axis in param.get_metadata("axes") if axis != "layers")  # one layer's slice has no such axis
+    # one layer's slice has no axis of layers
+    return tuple(axis for axis in param.get_metadata("out_sharding") if axis != "layers")

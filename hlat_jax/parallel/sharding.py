@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -175,7 +175,7 @@ def resolve_degrees(parallel: ParallelConfig, num_devices: int) -> tuple[int, ..
     return degrees
 
 
-def spec(axes: Sequence[str], rules: dict[str, tuple[str, ...]]) -> P:
+def spec(axes: Sequence[str], rules: Mapping[str, str | tuple[str, ...] | None]) -> P:
     """Returns the partition spec of an array with these logical axes.
 
     Raises:

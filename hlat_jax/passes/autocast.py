@@ -17,7 +17,7 @@ import difflib
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.extend.core.primitives
@@ -57,6 +57,8 @@ INFER = _names(
 # Calls are cast inside. A rule for the primitive can only be `never`; one for the called function also `always`.
 _CALLS = frozenset(HANDLERS)
 _RULES = ("always", "never", "infer")
+_Args = ParamSpec("_Args")
+_Result = TypeVar("_Result")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,7 +126,7 @@ def overriding(rules: Mapping[str, str]) -> Iterator[None]:
         yield
 
 
-def autocast(fn: Callable, policy: CastPolicy | str) -> Callable:
+def autocast(fn: Callable[_Args, _Result], policy: CastPolicy | str) -> Callable[_Args, _Result]:
     """Returns a function with the same arguments, results and their dtypes, whose fp32 matrix products are narrow.
 
     Values declared in other dtypes than fp32 are unchanged. Each call traces `fn` again: wrap the result, or its
@@ -147,7 +149,7 @@ def autocast(fn: Callable, policy: CastPolicy | str) -> Callable:
         raise ValueError(f"autocast policy {policy!r}: give {' or '.join(POLICIES)}, or a CastPolicy of your own.")
     name = getattr(fn, "__name__", type(fn).__name__)
 
-    def cast(*args: Any, **kwargs: Any) -> Any:
+    def cast(*args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
         leaves, structure = jax.tree.flatten((args, kwargs))
         trees = []
 
@@ -171,14 +173,14 @@ def autocast(fn: Callable, policy: CastPolicy | str) -> Callable:
 
 def is_fp16(policy: CastPolicy | str | None) -> bool:
     """Returns whether a policy casts to fp16, whose gradients need a loss scale; see `scaling`."""
-    policy = POLICIES.get(policy) if isinstance(policy, str) else policy
-    return policy is not None and jnp.dtype(policy.compute) == jnp.float16
+    found = POLICIES.get(policy) if isinstance(policy, str) else policy
+    return found is not None and jnp.dtype(found.compute) == jnp.float16
 
 
 def _rule(rules: Mapping[str, str], eqn: Any) -> str:
     """Returns the rule for an equation: that for its function or primitive, else by its operands, else by the lists."""
     name = eqn.primitive.name
-    named = rules.get(op_name(eqn)) or rules.get(name)
+    named = rules.get(op_name(eqn) or name) or rules.get(name)
     if named is not None:
         return named
     if name in ALWAYS:
@@ -210,13 +212,13 @@ def _known_primitives() -> set[str]:
 
 
 def _check_names(rules: Mapping[str, str], jaxpr: Any, function: str) -> None:
-    used, ops = set(), set()
+    used: set[str] = set()
+    ops: set[str] = set()
     if not set(rules) - _known_primitives():
         return
     for eqn, _ in equations(jaxpr):
         used.add(eqn.primitive.name)
-        ops.add(op_name(eqn))
-    ops.discard(None)
+        ops |= {name for name in [op_name(eqn)] if name is not None}
     known = _known_primitives() | used | ops
     for name in set(rules) - known:
         near = difflib.get_close_matches(name, sorted(known), n=1)

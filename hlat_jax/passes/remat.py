@@ -110,7 +110,7 @@ class Plan:
     full: tuple[int, float] | None
     compilations: int
     seconds: float
-    fn: Callable | None = None
+    fn: Any = None
 
     @property
     def recompute_share(self) -> float:
@@ -119,7 +119,7 @@ class Plan:
 
     def report(self) -> str:
         """Returns a summary in a few lines."""
-        kept = "everything: it fits without rematerialization" if self.choice is None else self._kept()
+        kept = "everything: it fits without rematerialization" if self.choice is None else self._kept(self.choice)
         full = "" if self.full is None else f", {format_bytes(self.full[0])} with nothing kept"
         return "\n".join(
             (
@@ -132,11 +132,12 @@ class Plan:
             )
         )
 
-    def _kept(self) -> str:
-        if self.choice.stock_policy:
-            return f"what jax.checkpoint_policies.{self.choice.stock_policy} saves"
-        moved = f"; on the host {', '.join(self.choice.offloaded)}" if self.choice.offloaded else ""
-        return (", ".join(self.choice.saved) or "nothing") + moved
+    @staticmethod
+    def _kept(choice: RematChoice) -> str:
+        if choice.stock_policy:
+            return f"what jax.checkpoint_policies.{choice.stock_policy} saves"
+        moved = f"; on the host {', '.join(choice.offloaded)}" if choice.offloaded else ""
+        return (", ".join(choice.saved) or "nothing") + moved
 
 
 def fit(
@@ -286,13 +287,21 @@ def search(
     solve = selection.solver(options.solver, offloaded_byte=_offloaded_byte(options))
     trial = Trials(traced, options.measure)
     plain = trial(None)
-    shared = {"budget_bytes": budget_bytes, "plain": plain}
+    shared: dict[str, Any] = {"budget_bytes": budget_bytes, "plain": plain}
 
     def without_prediction(choice: RematChoice | None, *, full: tuple[int, float] | None) -> Plan:
         num_bytes, flops = trial(choice)
-        found = {"measured_bytes": num_bytes, "predicted_bytes": num_bytes, "flops": flops, "predicted_flops": flops}
-        cost = {"compilations": trial.count, "seconds": time.monotonic() - began}
-        return Plan(choice, **found, **shared, full=full, **cost)
+        return Plan(
+            choice,
+            measured_bytes=num_bytes,
+            predicted_bytes=num_bytes,
+            flops=flops,
+            predicted_flops=flops,
+            full=full,
+            compilations=trial.count,
+            seconds=time.monotonic() - began,
+            **shared,
+        )
 
     if plain[0] <= budget_bytes:
         return without_prediction(None, full=None)
@@ -325,7 +334,7 @@ def _stock(trial: Trials, budget_bytes: int) -> RematChoice:
         if trial(choice)[0] <= budget_bytes:
             return choice
     tried = {choice: trial(choice)[0] for choice in (None, RematChoice(), *choices)}
-    smallest = min(tried, key=tried.get)
+    smallest = min(tried, key=lambda choice: tried[choice])
     measured = ", ".join(f"{format_bytes(num_bytes)} {_kept_phrase(choice)}" for choice, num_bytes in tried.items())
     raise BudgetNotMet(
         f"a budget of {budget_bytes:,} bytes ({format_bytes(budget_bytes)}) is not met: the smallest program tried "
@@ -361,7 +370,7 @@ def _gradients(fn: Callable) -> Callable:
         for place, leaf in zip(places, floats, strict=True):
             leaves[place] = leaf
         outs = map(jnp.asarray, jax.tree.leaves(fn(*jax.tree.unflatten(structure, leaves))))
-        sums = [jnp.sum(out, dtype=jnp.float32) for out in outs if jnp.issubdtype(out.dtype, jnp.floating)]
+        sums: list[Any] = [jnp.sum(out, dtype=jnp.float32) for out in outs if jnp.issubdtype(out.dtype, jnp.floating)]
         if not sums:
             raise ValueError(f"{function_name(fn)} returns no float array to differentiate; pass step=.")
         return sum(sums)

@@ -38,14 +38,17 @@ def normal(*shape, seed=0):
 )
 @pytest.mark.parametrize("product", [linear.column_parallel, linear.row_parallel])
 def test_products_on_one_device_equal_their_einsum(product, equation, x_shape, shape):
-    x, param = normal(*x_shape), nnx.Param(normal(*shape, seed=1), axes=("embed",) * len(shape))
+    x, param = (
+        normal(*x_shape),
+        nnx.Param(normal(*shape, seed=1), out_sharding=("embed",) * len(shape), eager_sharding=False),
+    )
     wanted = np.einsum(equation, x.astype(np.float64), np.asarray(param[...], np.float64))
     np.testing.assert_allclose(product(equation, x, param, SINGLE_DEVICE), wanted, **FP32)
 
 
 @pytest.mark.parametrize("equation", ["BTD,FD->BTF", "BTD,DF->BFT", "BTD,D", "BTD,DF->BTDF"])
 def test_unsupported_einsum_form_raises(equation):
-    param = nnx.Param(normal(16, 16), axes=("embed", "mlp"))
+    param = nnx.Param(normal(16, 16), out_sharding=("embed", "mlp"), eager_sharding=False)
     with pytest.raises(ValueError, match="must contract the last axes of its first operand"):
         linear.column_parallel(equation, normal(2, 5, 16), param, SINGLE_DEVICE)
 
@@ -295,7 +298,7 @@ def loss_and_grads(hidden, head, targets, weights, z_loss_weight, implementation
     "256-0.1-chunked",
     "3-0.1-dense",
 )
-@pytest.mark.parametrize("implementation", ["dense", "chunked"])
+@pytest.mark.parametrize("implementation", ["dense", "chunked", "reference"])
 @pytest.mark.parametrize("z_loss_weight", [0.0, 0.1])
 @pytest.mark.parametrize("chunk", [3, 11, 256])
 def test_cross_entropy_equals_float64_torch_in_value_and_gradient(implementation, z_loss_weight, chunk, monkeypatch):
@@ -407,3 +410,42 @@ def test_ops_lower_for_neuron_without_forbidden_operations(attention_name, loss_
         body = condition.split("} do")[0]
         assert body.count("stablehlo.compare") == 1
         assert "stablehlo.constant" in body
+
+
+Q, SCALE = normal(1, 12, 4, 8), normal(8, seed=1)
+FORWARD_MODE = {
+    "attention einsum": lambda x: attend(Q * x, Q * x, Q, implementation="einsum"),
+    "attention blocked": lambda x: attend(Q * x, Q * x, Q, implementation="blocked"),
+    "rms_norm reference": lambda x: norm.rms_norm(x, scale=SCALE, eps=1e-5, implementation="reference"),
+    "rms_norm recomputed": lambda x: norm.rms_norm(x, scale=SCALE, eps=1e-5, implementation="recomputed"),
+    "swiglu reference": lambda x: swiglu.swiglu(x, up=Q, implementation="reference"),
+    "swiglu recomputed": lambda x: swiglu.swiglu(x, up=Q, implementation="recomputed"),
+    "rope reference": lambda x: rotated(x, "reference"),
+    "rope paired": lambda x: rotated(x, "paired"),
+    "row_parallel": lambda x: linear.row_parallel("BTNH,NHD->BTD", x, OUT, SINGLE_DEVICE),
+    "column_parallel": lambda x: linear.column_parallel("BTNH,HD->BTND", x, IN, SINGLE_DEVICE),
+    "cross_entropy reference": lambda x: cross_entropy.cross_entropy(
+        x[0].reshape(2, 6, 32),
+        head_VD=normal(50, 32, seed=6),
+        targets_BT=jnp.arange(12).reshape(2, 6),
+        weights_BT=jnp.ones((2, 6)),
+        options=cross_entropy.LossOptions("reference", 0.1),
+    )[0],
+}
+OUT, IN = (nnx.Param(normal(*s), out_sharding=("heads",) * len(s), eager_sharding=False) for s in ((4, 8, 16), (8, 16)))
+
+
+def rotated(x, implementation):
+    angles = normal(1, 12, 4, seed=9)
+    return rope.apply_rope(x, cos=np.cos(angles), sin=np.sin(angles), implementation=implementation)
+
+
+@pytest.mark.parametrize("name", FORWARD_MODE)
+def test_forward_mode_is_the_transpose_of_reverse_mode(name):
+    direction = normal(*Q.shape, seed=11)
+    out, tangent = jax.jvp(FORWARD_MODE[name], (Q,), (direction,))
+    cotangent = jnp.asarray(normal(*out.shape, seed=12))
+    (grad,) = jax.vjp(FORWARD_MODE[name], Q)[1](cotangent)
+    scale = np.linalg.norm(tangent) * np.linalg.norm(cotangent)
+    assert scale > 0
+    np.testing.assert_allclose(jnp.vdot(cotangent, tangent), jnp.vdot(grad, direction), atol=1e-5 * scale)

@@ -129,8 +129,9 @@ def test_commands_of_a_page_run(command, folder):
 @pytest.mark.xdist_group("commands")
 def test_python_examples_of_a_page_run(page, folder, monkeypatch, capsys):
     monkeypatch.chdir(folder)
+    names: dict = {}  # the blocks of a page may continue one another
     for code in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):
-        exec(compile(code, page.name, "exec"), {})
+        exec(compile(code, page.name, "exec"), names)
     if page.name == "parallelism.md":
         loss, masked, *report = capsys.readouterr().out.splitlines()
         assert float(loss) == 1.0

@@ -48,7 +48,7 @@ def test_wheel_holds_all_modules_configs_and_assets_and_no_tests(wheel):
     expected |= {f"hlat_jax/configs/{path.name}" for path in configs.glob("*.py")}
     assets = [path for suffix in ("jsonl", "model", "mplstyle") for path in (package / "assets").glob(f"*.{suffix}")]
     expected |= {f"hlat_jax/assets/{path.name}" for path in assets}
-    assert names == expected
+    assert names == expected | {"hlat_jax/py.typed"}
     licences = {name.rsplit("/", 1)[-1] for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/licenses/" in name}
     assert licences == {"LICENSE", "NOTICE"}
 

@@ -1,0 +1,199 @@
+"""The model in other people's code: its signatures, their mesh, forward mode, an attention of theirs, LoRA."""
+
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import hlat_jax.hf
+from hlat_jax import batch, program
+from hlat_jax.config import ModelConfig
+from hlat_jax.generate import generator, inference, sampling
+from hlat_jax.model import LOGICAL_AXES, Decoder, abstract_params, apply, bind, init_params, param_axes, param_specs
+from hlat_jax.neuron import lint
+from hlat_jax.passes import autocast, remat
+
+CFG = ModelConfig(vocab_size=64, num_layers=2, embed_dim=32, mlp_dim=48, num_heads=4, num_kv_heads=2, head_dim=8)
+TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 64, (4, 13)), jnp.int32)
+PUBLIC = [
+    *(Decoder, Decoder.__call__, Decoder.hidden_states, init_params, apply, bind, param_specs, ModelConfig),
+    *(batch.Batch, batch.concat_batch, batch.segmented_batch, program.training_program, program.ProgramOptions),
+    *(autocast.autocast, autocast.CastPolicy, remat.fit, remat.max_batch, remat.RematOptions, hlat_jax.hf.load),
+    *(lint.check, lint.check_traced, lint.check_module, generator.Generator, generator.Generator.__call__),
+    *(generator.Generator.stream, sampling.Sampling, inference.open_model),
+]
+MESHES = {
+    "data": ({"data": 4}, {}),
+    "data_tensor": ({"data": 2, "tensor": 2}, dict.fromkeys(("vocab", "kv_heads", "heads", "mlp"), "tensor")),
+    "fsdp": ({"data": 2, "tensor": 2}, {"embed": "data", "vocab": "tensor", "kv_heads": "tensor", "mlp": "tensor"}),
+}
+
+
+@pytest.fixture(scope="module")
+def params():
+    return init_params(CFG, jax.random.key(0))
+
+
+def loss(params, tokens, **options):
+    logprobs = jax.nn.log_softmax(apply(params, CFG, tokens[:, :-1], **options))
+    return -(jax.nn.one_hot(tokens[:, 1:], CFG.vocab_size) * logprobs).sum(-1).mean()
+
+
+def assert_close(actual, expected, share=1e-5):
+    """fp32 sums in another order: `share` of each array's largest entry."""
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=share * np.abs(b).max()), actual, expected)
+
+
+@pytest.mark.parametrize("function", PUBLIC, ids=lambda function: function.__qualname__)
+def test_public_signature_names_every_argument_and_its_type(function):
+    for parameter in inspect.signature(function).parameters.values():
+        assert parameter.kind is not parameter.VAR_KEYWORD
+        assert parameter.annotation is not parameter.empty or parameter.name == "self"
+
+
+@pytest.mark.parametrize("function", [Decoder.__call__, apply, param_specs], ids=lambda function: function.__qualname__)
+def test_help_explains_every_argument_and_the_errors(function):
+    text = inspect.getdoc(function)
+    assert "Raises:\n  ValueError" in text
+    assert all(f"\n  {name}: " in text for name in inspect.signature(function).parameters if name != "self")
+
+
+def test_flax_reads_the_logical_axes_and_maps_them_to_a_mesh_of_ones_own():
+    state = nnx.state(Decoder(CFG, rngs=nnx.Rngs(0)))
+    specs = nnx.to_pure_dict(nnx.get_partition_spec(state))
+    is_axes = lambda leaf: isinstance(leaf, tuple)  # noqa: E731
+    assert specs == jax.tree.map(lambda axes: P(*axes), param_axes(CFG), is_leaf=is_axes)
+    rules = MESHES["fsdp"][1]
+    with nnx.logical_axis_rules(tuple((axis, rules.get(axis)) for axis in LOGICAL_AXES)):
+        mapped = nnx.to_pure_dict(nnx.get_partition_spec(state))
+    assert mapped == param_specs(CFG, rules)
+    assert mapped["layers"]["mlp"]["gate_up"] == P(None, "data", None, "tensor")
+    assert mapped["layers"]["mlp_norm"]["scale"] == P(None, None)
+
+
+def test_parameters_made_under_a_mesh_are_not_placed_by_their_names():
+    mesh = jax.make_mesh((8,), ("embed",), axis_types=(AxisType.Auto,))
+    with jax.set_mesh(mesh):
+        decoder = Decoder(CFG, rngs=nnx.Rngs(0))
+    assert decoder.embed[...].sharding.is_fully_replicated
+
+
+def test_rules_of_an_unknown_logical_axis_are_refused():
+    with pytest.raises(ValueError, match=r"rules name 'head', which .*\. Did you mean 'heads'\?"):
+        param_specs(CFG, {"head": "tensor"})
+
+
+@pytest.mark.quick_cases("Explicit-fsdp")
+@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize("axis_type", ["Auto", "Explicit"])
+def test_loss_and_gradients_on_a_mesh_of_ones_own_equal_one_device(axis_type, name, params):
+    sizes, rules = MESHES[name]
+    mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType[axis_type],) * len(sizes))
+    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), param_specs(CFG, rules))
+    sharded = jax.device_put(params, shardings)
+    rows = jax.device_put(TOKENS, NamedSharding(mesh, P("data")))
+    expected = jax.jit(jax.value_and_grad(loss))(params, TOKENS)
+    with jax.set_mesh(mesh):
+        actual = jax.jit(jax.value_and_grad(loss))(sharded, rows)
+        if axis_type == "Explicit":
+            assert jax.tree.map(lambda g: jax.typeof(g).sharding.spec, actual[1]) == jax.tree.map(
+                lambda p: jax.typeof(p).sharding.spec, sharded
+            )
+    assert_close(actual, expected)
+
+
+@pytest.mark.slow
+def test_decoder_of_explicit_axes_takes_segments_and_needs_no_jit(params):
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Explicit,))
+    segments = jnp.asarray([[0] * 5 + [1] * 8] * 4)
+    expected = apply(params, CFG, TOKENS, segment_ids_BT=segments)
+    with jax.set_mesh(mesh):
+        rows, ids = jax.device_put((TOKENS, segments), NamedSharding(mesh, P("data")))
+        actual = bind(jax.device_put(params, NamedSharding(mesh, P())), CFG)(rows, segment_ids_BT=ids)
+        assert jax.typeof(actual).sharding.spec == P("data", None, None)
+    assert_close(actual, expected)
+
+
+def test_declaration_made_under_a_mesh_is_that_of_any():
+    cfg = ModelConfig(vocab_size=67)  # which no other test declares
+    with jax.set_mesh(jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))):
+        inside = abstract_params(cfg)
+    assert all(leaf.sharding is None for leaf in jax.tree.leaves(inside))
+
+
+@pytest.mark.slow
+def test_forward_mode_equals_reverse_mode_and_finite_differences(params):
+    rng = np.random.default_rng(1)
+    direction = jax.tree.map(lambda p: jnp.asarray(rng.standard_normal(p.shape), jnp.float32), params)
+    scalar = lambda params: loss(params, TOKENS)  # noqa: E731
+    inner = lambda a, b: sum(jnp.vdot(x, y) for x, y in zip(*map(jax.tree.leaves, (a, b)), strict=True))  # noqa: E731
+    _, slope = jax.jit(lambda p, d: jax.jvp(scalar, (p,), (d,)))(params, direction)
+    gradient = jax.jit(jax.grad(scalar))
+    np.testing.assert_allclose(slope, inner(gradient(params), direction), rtol=1e-4)
+    product = jax.jit(lambda p, d: jax.jvp(jax.grad(scalar), (p,), (d,))[1])(params, direction)
+    twice = jax.jit(jax.grad(lambda p, d: inner(jax.grad(scalar)(p), d)))(params, direction)
+    assert_close(product, twice)
+    # central differences of the gradient: their error is of the step squared, and of rounding over the step
+    step = 1e-3
+    ahead, behind = (gradient(jax.tree.map(lambda p, d, by=by: p + by * d, params, direction)) for by in (step, -step))
+    assert_close(product, jax.tree.map(lambda a, b: (a - b) / (2 * step), ahead, behind), share=1e-2)
+
+
+def test_attention_of_ones_own_replaces_that_of_the_model(params):
+    seen = []
+
+    def attend(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT):
+        seen.append((q_BTNH.shape, k_BSKH.shape, v_BSKH.shape, segment_ids_BT))
+        return jax.nn.dot_product_attention(q_BTNH, k_BSKH, v_BSKH, is_causal=True)
+
+    own = jax.jit(jax.value_and_grad(lambda params: loss(params, TOKENS, attention=attend)))
+    assert_close(own(params), jax.jit(jax.value_and_grad(loss))(params, TOKENS))
+    assert set(seen) == {((4, 12, 4, 8), (4, 12, 2, 8), (4, 12, 2, 8), None)}
+
+    def looks_ahead(q, k, v, segment_ids):
+        return jax.nn.dot_product_attention(q, k, v)
+
+    assert np.abs(loss(params, TOKENS, attention=looks_ahead) - loss(params, TOKENS)) > 1e-4
+
+
+def test_attention_that_returns_another_shape_is_refused():
+    with pytest.raises(
+        ValueError, match=r"attention returned float32\[4, 13, 2, 8\]; it must return float32\[4, 13, 4, 8\]"
+    ):
+        jax.eval_shape(
+            lambda params: apply(params, CFG, TOKENS, attention=lambda q, k, v, ids: v), abstract_params(CFG)
+        )
+
+
+@pytest.mark.slow
+def test_lora_trains_what_it_adds(params):
+    rank, optimizer = 4, optax.adam(3e-2)
+
+    def adapted(params, lora):  # adds A @ B to the QKV matrices [L, D, K, G + 2, H]
+        attention = params["layers"]["attention"]
+        qkv = attention["qkv"] + jnp.einsum("LDR,LRKXH->LDKXH", lora["a"], lora["b"])
+        return params | {"layers": params["layers"] | {"attention": attention | {"qkv": qkv}}}
+
+    @jax.jit
+    def step(lora, opt_state):
+        value, grads = jax.value_and_grad(lambda lora: loss(adapted(params, lora), TOKENS))(lora)
+        updates, opt_state = optimizer.update(grads, opt_state)
+        return optax.apply_updates(lora, updates), opt_state, value
+
+    layers, width, *rest = params["layers"]["attention"]["qkv"].shape
+    lora = {
+        "a": jax.random.normal(jax.random.key(1), (layers, width, rank)) / rank,
+        "b": jnp.zeros((layers, rank, *rest)),
+    }
+    opt_state, losses = optimizer.init(lora), []
+    for _ in range(40):
+        lora, opt_state, value = step(lora, opt_state)
+        losses.append(float(value))
+    assert losses[0] == pytest.approx(float(loss(params, TOKENS)))  # B starts at zero
+    assert losses[-1] < losses[0] - 0.2
