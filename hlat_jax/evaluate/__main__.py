@@ -21,7 +21,7 @@ from hlat_jax.generate import inference
 from hlat_jax.host import flags as flags_lib
 from hlat_jax.host.path_checks import check_file, check_folder
 from hlat_jax.resolve import resolve
-from hlat_jax.store.progress import Status, showing
+from hlat_jax.store.progress import Status, show_progress
 
 _USAGE = """Usage: python -m hlat_jax.evaluate --checkpoint=FOLDER --text=FILE [--FLAG=VALUE ...]
        python -m hlat_jax.evaluate --checkpoint=FOLDER --data=SOURCE [--FLAG=VALUE ...]
@@ -92,12 +92,12 @@ def _run_tasks(values: flags.FlagValues) -> None:
     os.environ.setdefault("TQDM_DISABLE", "1")  # read when tqdm is imported: one bar, which is ours
     tasks = Tasks(values.tasks, TaskOptions(values.num_fewshot, values.limit, values.tasks_folder))
     tasks.load()  # first, so that it fails before the model is loaded, which takes longer
-    with showing("opening the model"):
+    with show_progress("opening the model"):
         trained = inference.trained_model(values)
     from hlat_jax.evaluate.harness import HarnessModel
 
     print(trained.described, flush=True)
-    with showing("preparing the questions") as status:
+    with show_progress("preparing the questions") as status:
         found = tasks(HarnessModel(trained, batch_size=values.batch_size, bos=values.bos, status=status))
     if values.limit:
         limit = counted(values.limit, "question")
@@ -120,7 +120,7 @@ def _run_lm_eval(argv: Sequence[str]) -> int:
 
 
 def _run_text(values: flags.FlagValues) -> None:
-    with showing("opening the model"):
+    with show_progress("opening the model"):
         trained = inference.trained_model(values)
     window = _window(values.window, trained.model)
     num_documents, documents = _documents(values, trained)
@@ -130,7 +130,7 @@ def _run_text(values: flags.FlagValues) -> None:
     print(trained.described, flush=True)
     began, row_degree = time.monotonic(), trained.layout.row_degree
     sizes = {"num_rows": values.batch_size * row_degree, "row_degree": row_degree, "window": window}
-    with showing("compiling") as status:
+    with show_progress("compiling") as status:
         documents, predict = _with_progress(documents, _predict(trained), status, num_documents=num_documents)
         totals = perplexity.total(documents, predict=predict, **sizes)
     found = measures(totals.nats, totals.num_tokens, num_bytes=totals.num_bytes)
@@ -153,7 +153,7 @@ def _run_validation(values: flags.FlagValues) -> None:
     from hlat_jax.run.validation import Validation
     from hlat_jax.store.checkpoint_checks import RUN_ITEM, saved_run
 
-    with showing("opening the model"):
+    with show_progress("opening the model"):
         trained = inference.trained_model(values)
     if not (trained.folder / RUN_ITEM).exists():
         raise ValueError(
@@ -177,7 +177,7 @@ def _run_validation(values: flags.FlagValues) -> None:
     for name, source in held_out.items():
         print(f"validation       {source.describe(name)}")
     eval_step = _eval_step(trained, policy=run.precision.policy, packing=run.data.packing)
-    with showing("compiling") as status:
+    with show_progress("compiling") as status:
         found = Validation(held_out, eval_step, trained.layout, status)(trained.params)
     coverage = {name: dataclasses.asdict(source.coverage) for name, source in held_out.items()}
     _report(values, trained, found, {"coverage": coverage})

@@ -15,7 +15,7 @@ from hlat_jax.config import counted
 from hlat_jax.generate import inference
 from hlat_jax.host import flags as flags_lib
 from hlat_jax.host.path_checks import check_file
-from hlat_jax.store.progress import showing
+from hlat_jax.store.progress import show_progress
 
 _USAGE = """Usage: python -m hlat_jax.generate --checkpoint=FOLDER --prompt=TEXT [--prompt=TEXT ...] [--FLAG=VALUE ...]
 
@@ -35,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
 
     sampling = Sampling(values.temperature, values.top_k, values.top_p, values.seed)
     sampling.arguments()  # checked before anything is read
-    with showing("opening the model"):
+    with show_progress("opening the model"):
         trained = inference.trained_model(values)
     tokenizer = trained.tokenizer
     _log(trained.described)
@@ -100,7 +100,7 @@ def _print(texts: Sequence[StreamedText], steps: Any, *, alone: bool, first: int
 def _with_progress(steps: Iterator[Any], *, most: int) -> Iterator[Any]:
     """Yields the steps of a batch, at most `most`, and shows how many there were; the first compiles and logs that."""
     yield next(steps)
-    with showing("generating") as status:
+    with show_progress("generating") as status:
         for number, step in enumerate(steps, 2):
             status.share = number / most
             yield step

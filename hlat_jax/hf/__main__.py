@@ -13,7 +13,7 @@ from absl import flags, logging
 
 from hlat_jax.config import ModelConfig, nearest
 from hlat_jax.host import flags as flags_lib
-from hlat_jax.store.progress import showing
+from hlat_jax.store.progress import show_progress
 from hlat_jax.weights.path_checks import check_checkpoint, check_hugging_face
 
 DTYPES = ("float32", "bfloat16")
@@ -89,12 +89,12 @@ def _import(argv: Sequence[str]) -> None:
     if found.warning:
         print(f"warning: {found.warning} They are kept for an export; --strict makes them an error.", file=sys.stderr)
     with whole_folder(out) as partial:
-        with showing("importing") as status:
+        with show_progress("importing") as status:
             import_checkpoint(found, partial, status=status)
         verified = ""
         if values.verify:
             try:
-                with showing("comparing the logits with those of transformers"):
+                with show_progress("comparing the logits with those of transformers"):
                     verified = verifying.verify(found, open_weights(partial)) + "\n"
             except ValueError as error:
                 raise ValueError(f"{error} Removed {out}; an import without --verify is kept.") from None
@@ -119,7 +119,7 @@ def _export(argv: Sequence[str]) -> None:
     from hlat_jax.weights.trained import open_weights
 
     began = time.monotonic()
-    with showing("opening the weights") as status:
+    with show_progress("opening the weights") as status:
         weights = open_weights(path, masters=True, tokenizer=values.tokenizer)
         dtype = export_checkpoint(weights, out, dtype=values.dtype, status=status)
     print(f"{_counted(weights.model)} in {dtype} from {weights.folder} (step {weights.step}), read back and compared")
@@ -135,7 +135,7 @@ def _average(argv: Sequence[str]) -> None:
         check_checkpoint(path)
     from hlat_jax.hf.averaging import average
 
-    with showing("averaging") as status:
+    with show_progress("averaging") as status:
         found = average(paths, out, status=status)
     for weights in found:
         print(f"step {weights.step:>8,}  {weights.folder}")

@@ -13,7 +13,7 @@ from hlat_jax.host import flags as flags_lib
 from hlat_jax.host.neuron_compiler_flags import compiler_flags
 from hlat_jax.host.neuron_topology import Topology, checked
 from hlat_jax.neuron.rules import TARGETS
-from hlat_jax.store.progress import showing
+from hlat_jax.store.progress import show_progress
 
 _PLUGIN_FLAGS = ("--cache_dir", "--retry_failed_compilation")  # flags of JAX's Neuron plugin, not of the compiler
 _SCRIPT = """#!/usr/bin/env bash
@@ -50,11 +50,11 @@ def main(argv: Sequence[str]) -> int:
     traced = traced_programs(make_program(config, programs.layout_for_neuron(config, count)))
     compiled = []
     for name in named_programs(config, values.program):
-        with showing(f"lowering {name}"):
+        with show_progress(f"lowering {name}"):
             modules = {f"{name}.whole": hlo.whole_module(traced[name]().lower(lowering_platforms=("neuron",)))}
         labels = {f"{name}.whole": f"the whole program, devices: {count:,}"}
         if count > 1:
-            with showing(f"partitioning {name}"):
+            with show_progress(f"partitioning {name}"):
                 modules[f"{name}.device"], mesh = hlo.device_module(name, config, count, max_devices=values.max_devices)
             labels[f"{name}.device"] = f"one device of {' x '.join(f'{axis} {size}' for axis, size in mesh.items())}"
         for stem, module in modules.items():

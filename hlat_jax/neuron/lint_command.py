@@ -15,7 +15,7 @@ from absl import flags
 from hlat_jax.data.tokenizer import resolve_with_tokenizer
 from hlat_jax.host import flags as flags_lib
 from hlat_jax.neuron.rules import TARGETS
-from hlat_jax.store.progress import showing
+from hlat_jax.store.progress import show_progress
 
 _NAMES = ("train", "eval", "init", "norms", "prefill", "decode", "generate")
 
@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
     reports = {}
     for name in named_programs(config, values.program):
         began = time.monotonic()
-        with showing(f"checking {name}"):
+        with show_progress(f"checking {name}"):
             found = programs.findings(name, traced[name](), program=program, target=values.target, operators=operators)
         rows = [dataclasses.asdict(f) | {"explained": programs.EXPLAINED.get((name, f.rule), "")} for f in found]
         reports[name] = {"findings": rows, "seconds": time.monotonic() - began}

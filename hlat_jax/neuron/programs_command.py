@@ -15,7 +15,7 @@ from hlat_jax.byte_sizes import format_bytes
 from hlat_jax.data.tokenizer import resolve_with_tokenizer
 from hlat_jax.host import flags as flags_lib
 from hlat_jax.host.neuron_topology import CACHE
-from hlat_jax.store.progress import showing
+from hlat_jax.store.progress import show_progress
 
 
 def main(argv: Sequence[str]) -> int:
@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
     print(_row(("program", "fingerprint", "operations", "arguments", "argument bytes", "cache", "since the last run")))
     found = {}
     for name in programs_of_run(config):
-        with showing(f"lowering {name}"):
+        with show_progress(f"lowering {name}"):
             now = dataclasses.asdict(changes.program_fingerprint(name, config, placement)) | around
         before = last.get(name)
         why = changes.reasons(name, now=now, before=before) if before else []

@@ -19,7 +19,7 @@ from hlat_jax import cost
 from hlat_jax.data.tokenizer import resolve_with_tokenizer
 from hlat_jax.host import flags as flags_lib
 from hlat_jax.plan import ops_command
-from hlat_jax.store.progress import showing
+from hlat_jax.store.progress import show_progress
 
 
 def main(argv: Sequence[str]) -> int:
@@ -44,19 +44,19 @@ def main(argv: Sequence[str]) -> int:
         price_per_hour=values.price_per_hour,
         data_tokens=values.data_tokens,
     )
-    with showing("tracing the step"):
+    with show_progress("tracing the step"):
         plan = search.complete(report.make_plan(config, site), config, site)
     print(text.full(plan), flush=True)
     if values.partition:
         try:
-            with showing("compiling for virtual devices"):
+            with show_progress("compiling for virtual devices"):
                 plan["partition"] = aot.partition(config, site)
         except RuntimeError as error:  # the compiler failed, not the command: code 1
             print(f"error: {error}", file=sys.stderr)
             return 1
         print("\n" + text.partitioned(plan["partition"]))
     if values.search:
-        with showing("weighing layouts") as status:
+        with show_progress("weighing layouts") as status:
             plan["search"] = search.ranked(config, site, status=status)
         print("\n" + text.ranking(plan["search"], f"{site.nodes} x {site.target}"))
     if values.json:

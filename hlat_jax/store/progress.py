@@ -27,7 +27,7 @@ class Status:
 
 
 @contextlib.contextmanager
-def showing(text: str) -> Iterator[Status]:
+def show_progress(text: str) -> Iterator[Status]:
     """Shows progress on stderr in the block, which updates the Status it is given; `text` is the first one."""
     status = Status(text)
     with ProgressBar(status, stream=sys.stderr):

@@ -21,7 +21,7 @@ from hlat_jax.data.streams import Definition
 from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.host.process import INDEX_FOLDER
 from hlat_jax.store.metrics import ROWS_FILE, read_rows
-from hlat_jax.store.progress import showing
+from hlat_jax.store.progress import show_progress
 
 
 def peek(config: config_lib.Config, workdir: pathlib.Path, *, step: int, row: int | None) -> int:
@@ -47,7 +47,7 @@ def peek(config: config_lib.Config, workdir: pathlib.Path, *, step: int, row: in
         if not is_recorded:
             print(f"run: {workdir} has no position or checkpoint, so there is no run to compare with")
         replayed = _seek(batches, workdir, step=step, data=data)
-        with showing("replaying") as status:
+        with show_progress("replaying") as status:
             for number in range(replayed):
                 batches.next_rows()
                 status.share, status.text = (number + 1) / replayed, f"{number + 1:,} batches"
