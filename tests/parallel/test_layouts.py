@@ -257,7 +257,7 @@ def trained_alone(**changes):
     return trained(*alone(**changes), num_steps=20)
 
 
-@pytest.mark.quick_cases("pipe-fsdp", "tensor", "zero2")
+@pytest.mark.quick_cases("pipe-fsdp", "tensor")
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_layout_trains_like_one_device(name):
     changes = LAYOUTS[name]
