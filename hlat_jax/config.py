@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import glob
 import importlib.util
 import linecache
@@ -16,7 +17,7 @@ import os
 import pathlib
 import re
 import traceback
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from hlat_jax.byte_sizes import parse_bytes
@@ -510,22 +511,47 @@ def _anchor_paths(config: Any, folder: pathlib.Path, *, keys: Sequence[str]) -> 
         if not plain or ":" in plain or plain.endswith("%") or plain.startswith("~") or os.path.isabs(plain):
             return path
         words = [f"{glob.escape(place) if glob.has_magic(plain) else place}/{plain}" for place in places]
-        there = (word for word in words if os.path.exists(word) or any(glob.iglob(word, recursive=True)))
-        return next(there, words[0])
+        return next(filter(_exists, words), words[0])
 
     def anchored_step(spec: str) -> str:
         run, sign, step = spec.rpartition("@")
         return anchored(run) + sign + step
 
-    def anchored_text(spec: str) -> str:
-        parts = [re.fullmatch(r"(\s*[A-Za-z]\w*\s*=)?(.*)", part, re.DOTALL) for part in spec.split(";")]
-        return ";".join((part[1] or "") + ",".join(map(anchored, part[2].split(","))) for part in parts if part)
-
     for section, key in (path.split(".") for path in keys):
         value = config[section][key] if section in config and key in config[section] else ""
         if isinstance(value, str) and places:
+            anchored_text = functools.partial(_map_paths, anchored)
             own = {"train": anchored_text, "validation": anchored_text, "branch_from": anchored_step}
             config[section][key] = own.get(key, anchored)(value)
+
+
+def _map_paths(change: Callable[[str], str], spec: str) -> str:
+    """Returns `PATHS` or `NAME=PATHS;NAME=PATHS` with each path changed."""
+    parts = [re.fullmatch(r"(\s*[A-Za-z]\w*\s*=)?(.*)", part, re.DOTALL) for part in spec.split(";")]
+    return ";".join((part[1] or "") + ",".join(map(change, part[2].split(","))) for part in parts if part)
+
+
+def with_moved_text(data: DataConfig) -> DataConfig:
+    """Returns the config with text that is not where it was taken from the working directory, if it is there.
+
+    Of an absolute path the longest end that exists there is taken: a project that moved keeps its folders.
+    """
+
+    def moved(path: str) -> str:
+        plain = path.strip()
+        if not os.path.isabs(plain) or _exists(plain):
+            return path
+        parts = pathlib.PurePath(plain).parts[1:]
+        ends = (os.path.join(os.getcwd(), *parts[first:]) for first in range(len(parts)))
+        return next(filter(_exists, ends), path)
+
+    texts = {key: _map_paths(moved, getattr(data, key)) for key in ("train", "validation")}
+    return dataclasses.replace(data, **texts)
+
+
+def _exists(path: str) -> bool:
+    """Returns whether there is a file or a folder, or a match of a glob."""
+    return os.path.exists(path) or any(glob.iglob(path, recursive=True))
 
 
 def shipped() -> dict[str, pathlib.Path]:

@@ -75,9 +75,9 @@ def _train(config: Config, workdir: pathlib.Path, *, signals: StopSignals) -> st
         if progress.step == 0:
             _sample(run, progress, "before training")
         _loop(run, progress)
-        with signals.during("saving", unfinished=f"the checkpoint of step {progress.step}"):
-            with _progress(config, Status("saving")):
-                run.checkpointer.wait()
+        during = signals.during("saving", unfinished=f"the checkpoint of step {progress.step}")
+        with during, _progress(config, Status("saving")):
+            run.checkpointer.wait()
             if run.exporter is not None:
                 run.exporter.wait()
         if progress.step < config.train.num_steps:

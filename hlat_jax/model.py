@@ -129,14 +129,19 @@ class Decoder(nnx.Module):
           ctx: how the parameters, and [B, T, D] between blocks, are sharded; see `collectives`.
         """
         _check_tokens(tokens_BT, self.cfg)
-        if positions_BT is None:
-            positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1], dtype=jnp.int32), tokens_BT.shape)
-        segment_ids_BT = None if segment_ids_BT is None else jnp.asarray(segment_ids_BT)
-        x_BTD = self.embed_tokens(jnp.asarray(tokens_BT), ctx=ctx)
-        x_BTD = self.apply_layers(
-            x_BTD, jnp.asarray(positions_BT), segment_ids_BT=segment_ids_BT, attention=attention, ctx=ctx
-        )
-        return self.apply_final_norm(x_BTD)
+
+        def hidden(decoder: Decoder, fields: dict[str, Any]) -> jax.Array:
+            fields = jax.tree.map(jnp.asarray, fields)
+            tokens_BT = fields.pop("tokens_BT")
+            if fields["positions_BT"] is None:
+                positions_T = jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)
+                fields["positions_BT"] = jnp.broadcast_to(positions_T, tokens_BT.shape)
+            x_BTD = decoder.embed_tokens(tokens_BT, ctx=ctx)
+            x_BTD = decoder.apply_layers(x_BTD, **fields, attention=attention, ctx=ctx)
+            return decoder.apply_final_norm(x_BTD)
+
+        fields = {"tokens_BT": tokens_BT, "positions_BT": positions_BT, "segment_ids_BT": segment_ids_BT}
+        return _with_auto_axes(hidden, self, fields)
 
     def embed_tokens(self, tokens_BT: jax.Array, *, ctx: ParallelContext = SINGLE_DEVICE) -> jax.Array:
         """Returns the token vectors [B, T, D]."""
@@ -183,8 +188,14 @@ class Decoder(nnx.Module):
         return ctx.gather_weight(table[...], ("vocab", "embed"))
 
 
-# What `help` and editors show; the metaclass of NNX takes (*args, **kwargs).
-Decoder.__signature__ = inspect.signature(Decoder.__init__.__get__(Decoder))  # type: ignore[attr-defined]
+class _Signature:
+    """What `help` and editors show of a class and its subclasses; the metaclass of NNX takes (*args, **kwargs)."""
+
+    def __get__(self, decoder: Decoder | None, cls: type) -> inspect.Signature:
+        return inspect.signature(cls.__init__.__get__(cls) if decoder is None else decoder.__call__)
+
+
+Decoder.__signature__ = _Signature()  # type: ignore[attr-defined]
 
 
 class DecoderLayer(nnx.Module):
@@ -277,12 +288,14 @@ class RMSNorm(nnx.Module):
 def _with_auto_axes(fn: Callable[..., jax.Array], decoder: Decoder, fields: dict[str, Any]) -> jax.Array:
     """Returns fn(decoder, fields), [B, T, ...], also under a mesh with explicit axes.
 
-    Inside these are automatic: XLA chooses shardings. Those of B and T come out as the tokens have them.
+    Inside these are automatic: XLA chooses shardings. Those of B and T come out as the tokens have them, and the last
+    axis unsharded.
     """
-    if not jax.sharding.get_abstract_mesh().explicit_axes:
+    explicit = jax.sharding.get_abstract_mesh().explicit_axes
+    if not explicit:
         return fn(decoder, fields)
     out = PartitionSpec(*jax.typeof(fields["tokens_BT"]).sharding.spec, None)
-    return jax.sharding.auto_axes(fn, out_sharding=out)(decoder, fields)
+    return jax.sharding.auto_axes(fn, axes=explicit, out_sharding=out)(decoder, fields)
 
 
 def causal_attention(cfg: ModelConfig, segment_ids_BT: jax.Array | None) -> Attend:
@@ -374,7 +387,7 @@ def param_specs(cfg: ModelConfig, rules: Mapping[str, str | tuple[str, ...] | No
       ValueError: another name than those of `LOGICAL_AXES`.
     """
     for axis in set(rules) - set(LOGICAL_AXES):
-        raise ValueError(f"rules name {axis!r}, which is no logical axis of a parameter. {nearest(axis, LOGICAL_AXES)}")
+        raise ValueError(f"rules name {axis!r}, not a logical axis of a parameter. {nearest(axis, LOGICAL_AXES)}")
     of_every_axis = {axis: rules.get(axis) for axis in LOGICAL_AXES}
     return jax.tree.map(
         lambda axes: spec(axes, of_every_axis), param_axes(cfg), is_leaf=lambda leaf: isinstance(leaf, tuple)

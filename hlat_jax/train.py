@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
     if not values.coordinator:  # of several processes all end alike, with the reason, once they have joined
         is_shipped = config.name in config_lib.shipped()
         _check_paths(config, workdir, keys=flags_lib.given_keys(values) if is_shipped else config_lib.PATH_KEYS)
-    if config.data.tokenizer != named_tokenizer:
+    if config.data.tokenizer != named_tokenizer and not values.process_id:
         print(f"tokenizer        {config.data.tokenizer}: {named_tokenizer} is missing")
     _set_environment(config, values)
     from hlat_jax import loop  # imports JAX, which must see the environment as it is now

@@ -163,7 +163,7 @@ def _run_validation(values: flags.FlagValues) -> None:
     settings = saved_run(trained.folder)["metadata"]
     run = saved_config(settings)
     held_out, manifest = open_held_out(
-        run.data,
+        config_lib.with_moved_text(run.data),
         tokenizer=trained.tokenizer,
         num_batches=run.train.num_eval_batches,
         rows_per_batch=values.batch_size * trained.layout.row_degree,

@@ -193,8 +193,9 @@ def open_run(
         signals.doing = "restoring the checkpoint"
         restored = open_branch(program, workdir, settings=settings)
         settings["branch_from"] = config.train.branch_from
-    signals.doing = "compiling"
+    signals.doing = "opening the initial weights"
     weights = open_start(config, tokenizer) if restored is None and config.train.init_from else None
+    signals.doing = "compiling"
     print("compiling        the programs of this run")
     program, remat = budget.resolved(program, recorded=restored and restored.metadata.get("remat"))
     compilations = Compilations(program)

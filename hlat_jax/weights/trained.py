@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hlat_jax.config import ModelConfig, typed, with_renamed_keys
-from hlat_jax.data.kept_tokenizer import file_sha256, find_kept
+from hlat_jax.data.kept_tokenizer import find_kept
 from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.model import abstract_params
 from hlat_jax.store.checkpoint import find_saved, read_arrays
@@ -143,13 +143,20 @@ def open_weights(path: str | os.PathLike, *, masters: bool = False, tokenizer: s
 
 def _with_tokenizer(weights: Weights, path: str) -> Weights:
     """Returns the weights with the tokenizer at `path`, which must be theirs if they have one."""
-    own, recorded = pathlib.Path(weights.tokenizer), weights.tokenizer_sha256
-    at_own = file_sha256(own) if own.is_file() else ""
-    theirs = recorded or at_own
+    at_own = _sha256_of_readable(weights.tokenizer)
+    theirs = weights.tokenizer_sha256 or at_own
     if theirs not in ("", Tokenizer(path, key="--tokenizer").sha256):
-        hint = f", {own}: leave the flag out" if theirs == at_own else "; give that one"
+        hint = f", {weights.tokenizer}: leave the flag out" if theirs == at_own else "; give that one"
         raise ValueError(f"--tokenizer={path} is not the tokenizer of {weights.folder}{hint}.")
     return dataclasses.replace(weights, tokenizer=path)
+
+
+def _sha256_of_readable(tokenizer: str) -> str:
+    """Returns the checksum of a tokenizer; "" if there is none, or if it cannot be read here."""
+    try:
+        return Tokenizer(tokenizer, key="tokenizer").sha256 if tokenizer else ""
+    except ValueError:
+        return ""
 
 
 def stored_model(values: dict[str, Any], *, where: str) -> ModelConfig:

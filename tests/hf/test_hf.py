@@ -196,6 +196,13 @@ def test_an_export_takes_a_given_tokenizer_where_the_folder_has_none_and_refuses
     )
 
 
+def test_tokenizer_flag_serves_a_folder_whose_own_tokenizer_cannot_be_read(gqa, tmp_path):
+    folder = shutil.copytree(gqa, tmp_path / "hf")
+    (folder / "tokenizer.model").write_bytes(b"damaged")
+    given = str(train_model(tmp_path / "given.model", byte_fallback=True, vocab_size=320, hard_vocab_limit=False))
+    assert open_weights(folder, tokenizer=given).tokenizer == given
+
+
 def test_a_layer_is_read_once_whatever_the_number_of_its_shards(gqa, monkeypatch):
     weights, reads = open_weights(gqa), []
     read = StoredTensor.read

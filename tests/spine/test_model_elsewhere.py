@@ -85,7 +85,7 @@ def test_parameters_made_under_a_mesh_are_not_placed_by_their_names():
 
 
 def test_rules_of_an_unknown_logical_axis_are_refused():
-    with pytest.raises(ValueError, match=r"rules name 'head', which .*\. Did you mean 'heads'\?"):
+    with pytest.raises(ValueError, match=r"rules name 'head', not .*\. Did you mean 'heads'\?"):
         param_specs(CFG, {"head": "tensor"})
 
 
@@ -106,6 +106,44 @@ def test_loss_and_gradients_on_a_mesh_of_ones_own_equal_one_device(axis_type, na
                 lambda p: jax.typeof(p).sharding.spec, sharded
             )
     assert_close(actual, expected)
+
+
+def test_hidden_states_are_those_of_one_device_on_explicit_axes(params):
+    sizes, rules = MESHES["fsdp"]
+    mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Explicit,) * len(sizes))
+    expected = bind(params, CFG).hidden_states(TOKENS)
+    with jax.set_mesh(mesh):
+        shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), param_specs(CFG, rules))
+        rows = jax.device_put(TOKENS, NamedSharding(mesh, P("data")))
+        decoder = bind(jax.device_put(params, shardings), CFG)
+        actual = jax.jit(lambda decoder, rows: decoder.hidden_states(rows))(decoder, rows)
+        assert jax.typeof(actual).sharding.spec == P("data", None, None)
+    assert_close(actual, expected)
+
+
+@pytest.mark.slow
+def test_apply_runs_where_some_explicit_axes_are_manual(params):
+    mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(AxisType.Explicit,) * 2)
+    expected = apply(params, CFG, TOKENS)
+    with jax.set_mesh(mesh):
+        whole = jax.device_put(params, NamedSharding(mesh, P()))
+        rows = jax.device_put(TOKENS, NamedSharding(mesh, P("data")))
+        over_data = jax.shard_map(
+            lambda params, rows: apply(params, CFG, rows), in_specs=(P(), P("data")), out_specs=P("data"),
+            axis_names={"data"},
+        )  # fmt: skip
+        assert_close(jax.jit(over_data)(whole, rows), expected)
+
+
+def test_signatures_are_those_of_the_class_of_a_subclass_and_of_a_call():
+    class Adapted(Decoder):
+        def __init__(self, cfg, rank, *, rngs):
+            super().__init__(cfg, rngs=rngs)
+            self.rank = rank
+
+    assert list(inspect.signature(Decoder).parameters) == ["cfg", "rngs"]
+    assert list(inspect.signature(Adapted).parameters) == ["cfg", "rank", "rngs"]
+    assert "tokens_BT" in inspect.signature(Adapted(CFG, 2, rngs=nnx.Rngs(0))).parameters
 
 
 @pytest.mark.slow

@@ -167,7 +167,7 @@ def test_arrays_restore_whatever_the_size_of_their_chunks(chunk_bytes, checkpoin
     assert math.prod(chunk) * 4 <= chunk_bytes if chunk_bytes else chunk == (2, 12, 5)
 
 
-def test_a_checkpoint_saved_again_under_its_step_is_read_anew(checkpointer):
+def test_a_checkpoint_saved_again_under_its_step_is_read_again(checkpointer):
     for seed in (1, 2):
         checkpointer.save(5, make_state(seed) | {"step": jnp.int32(5)}, position=POSITION, metadata={})
         state = checkpointer.restore(abstract(make_state()))[1]

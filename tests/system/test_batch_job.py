@@ -20,7 +20,7 @@ def test_a_batch_job_prints_lines_at_the_keys_cadence_and_in_every_phase(tmp_pat
     monkeypatch.setattr(loop.jax, "devices", lambda *_: devices)
     monkeypatch.setattr(loop, "ProgressBar", functools.partial(ProgressBar, line_s=0.03))  # for 30 s
     c = config_lib.load(str(micro.write_config(tmp_path)))
-    c.train.update(eval_every_steps=0, num_eval_batches=24)
+    c.train.update(eval_every_steps=0, num_eval_batches=96)
     c.checkpoint.every_steps = 0
     c.metrics.update(console="auto", log_every_steps=8, tensorboard=False)
     assert loop.train(resolve(c), tmp_path / "run") == 0

@@ -1,6 +1,7 @@
 """Several processes train as one: same batches, same losses, one run folder, one end."""
 
 import json
+import re
 import shutil
 import signal
 import sys
@@ -122,7 +123,9 @@ def test_only_process_0_prints(stopped):
     _, job = stopped
     assert "sample before training: It is" in job.out(0)
     assert "micro: 4 x cpu" in job.out(0)
-    assert [line for line in job.out(1).splitlines() if "[Gloo]" not in line] == []
+    # Gloo's threads print too, in pieces that may stand between one another
+    of_gloo = r"\[Gloo\] Rank |\d+ is connected to \d+ peer ranks\. Expected number of connected peer ranks is : \d+"
+    assert re.sub(of_gloo, "", job.out(1)).split() == []
     assert job.error_lines(0) == job.error_lines(1) == []
 
 

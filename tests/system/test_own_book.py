@@ -55,7 +55,12 @@ def test_an_own_book_is_trained_on_evaluated_exported_and_continued(
     assert figures(texts[0][1]) == figures(texts[1][1])
     assert "text             1 document, " in texts[0][1]
 
-    monkeypatch.chdir(home)
+    moved = home.rename(tmp_path / "moved")  # the project, with its text
+    monkeypatch.chdir(moved)
+    code, out, err = evaluate_here("--checkpoint=run", "--validation")
+    assert code == 0, err
+    assert float(re.search(r"loss +(\S+) nats", figures(out))[1]) == pytest.approx(loss, abs=1e-4)
+
     code, out, err = train_here(*words, "--workdir=run", "--config.train.num_steps=8")
     assert (code, "resuming from step 6 of 8" in out) == (0, True), err
 
