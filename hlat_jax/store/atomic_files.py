@@ -8,11 +8,13 @@ import math
 import os
 import pathlib
 import secrets
+import time
 from collections.abc import Iterator
 from typing import IO, Any, BinaryIO
 
 _MAX_DEPTH = 100  # of nested JSON: far below Python's recursion limit, what is left of which depends on the caller
 _MAX_NAME_BYTES = 255
+_KILLED_S = 60.0  # a file that was not written for so long has no writer
 
 
 @contextlib.contextmanager
@@ -37,11 +39,13 @@ def atomic_writer(path: pathlib.Path) -> Iterator[BinaryIO]:
 def remove_partial(folder: pathlib.Path) -> None:
     """Removes the unfinished files of writers that were killed, in `folder` and the folders in it.
 
-    No writer may be at work there.
+    A file written in the last minute stays: another command may be at work on it, such as one that indexes text.
     """
     name = f"*.*-{'[0-9a-f]' * 8}.partial"
     for path in (*folder.glob(name), *folder.glob(f"*/{name}")):
-        path.unlink()
+        with contextlib.suppress(FileNotFoundError):  # its writer has finished it
+            if path.is_file() and time.time() - path.stat().st_mtime > _KILLED_S:
+                path.unlink()
 
 
 def write_whole(path: pathlib.Path, content: bytes) -> None:

@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
 import logging
+import math
 import os
 import pathlib
 import re
@@ -45,7 +47,8 @@ from hlat_jax.store.integrity import seal
 
 TESTED_VERSIONS = ("0.12.8",)
 STATE_ITEM = "state"
-_CHUNK_BYTES = 1 << 22  # at most; a reader holds a few chunks besides the array
+_CHUNK_BYTES = 1 << 22  # at most, if the shape allows; a reader holds a few chunks besides the array
+_MIN_CHUNK_BYTES = 1 << 18  # of an array that is larger: each chunk costs time, whatever its size
 _TMP_MARK = ".orbax-checkpoint-tmp"
 _PROBE = ".write-probe-"
 # Orbax writes these two after our sums are taken; a restore needs neither of them.
@@ -90,8 +93,12 @@ class Checkpointer:
         if not read_only:
             _require_writable(self.folder)
             self._remove_leftovers()
+        handlers = ocp.DefaultCheckpointHandlerRegistry()
+        arrays = ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=False)  # as _array_spec reads them
+        handlers.add(STATE_ITEM, ocp.args.PyTreeSave, arrays)
         self._manager = ocp.CheckpointManager(
             self.folder,
+            handler_registry=handlers,
             options=ocp.CheckpointManagerOptions(
                 create=False,
                 read_only=read_only,
@@ -142,8 +149,8 @@ class Checkpointer:
         run |= {"metadata": metadata} | ({} if norms is None else {"norms": dict(norms)})
         run = json.loads(json.dumps(run))  # a copy: the caller's dict may change while it is written
         self._saving, self._saving_bytes = step, sum(leaf.nbytes for leaf in jax.tree.leaves(state))
-        chunked = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES), state)
-        saved_state = ocp.args.StandardSave(state, save_args=chunked)
+        chunked = jax.tree.map(lambda leaf: ocp.SaveArgs(chunk_byte_size=_chunk_bytes(leaf)), state)
+        saved_state = ocp.args.PyTreeSave(state, save_args=chunked)
         args = ocp.args.Composite(**{STATE_ITEM: saved_state, RUN_ITEM: ocp.args.JsonSave(run)})
         try:
             self._manager.save(step, args=args, force=True)
@@ -378,6 +385,29 @@ def _barrier_of_saves(*, key: str, timeout_ms: int) -> None:
     """
     if sys.exc_info()[0] is None:
         distributed.barrier_of_threads(key, timeout_ms=timeout_ms)
+
+
+def _chunk_bytes(array: jax.Array) -> int:
+    """Returns the limit to give Orbax for the chunks of an array: `_CHUNK_BYTES`, or more where that makes tiny ones.
+
+    Orbax reduces the longest axis, those that are sharded first, to its next divisor until a chunk is within the limit.
+    So a vocabulary with a large prime factor would make a chunk of each row.
+    """
+    part = list(array.sharding.shard_shape(array.shape))
+    replicas = len(array.sharding.device_set) * math.prod(part) // max(array.size, 1) or 1
+    shared = next((axis for axis, size in enumerate(part) if size % replicas == 0), None)
+    if shared is not None:
+        part[shared] //= replicas  # each replica writes its share
+    first = [size < whole for size, whole in zip(part, array.shape, strict=True)]
+    chunk, limit = list(part), _CHUNK_BYTES
+    while (num_bytes := math.prod(chunk) * array.dtype.itemsize) > _CHUNK_BYTES:
+        limit = num_bytes
+        if not any(size > 1 for size, is_first in zip(chunk, first, strict=True) if is_first):
+            first = [True] * len(chunk)
+        axis = max(range(len(chunk)), key=lambda axis: chunk[axis] * first[axis])
+        parts = itertools.count(part[axis] // chunk[axis] + 1)
+        chunk[axis] = part[axis] // next(n for n in parts if part[axis] % n == 0)
+    return _CHUNK_BYTES if num_bytes >= _MIN_CHUNK_BYTES else limit
 
 
 def _arrays(state: Any) -> dict[str, str]:

@@ -78,7 +78,8 @@ class ProgressBar:
             if self._is_terminal:
                 filled = int(share * _BAR_CHARS)
                 line = f"\r[{'#' * filled}{'.' * (_BAR_CHARS - filled)}] {line}\x1b[K"
-            print(line, end="" if self._is_terminal else "\n", file=self._stream, flush=True)
+            self._stream.write(line if self._is_terminal else f"{line}\n")  # one: other threads print there too
+            self._stream.flush()
 
 
 def _remaining(share: float, elapsed_s: float) -> str:

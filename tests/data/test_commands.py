@@ -352,6 +352,20 @@ def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere():
     assert [line.split()[:2] for line in lines[:3]] == [["25%", "1"], ["50%", "2"], ["75%", "3"]]
 
 
+def test_progress_is_written_with_its_end_at_once():
+    """Other threads print to the same stream."""
+
+    class Written(io.StringIO):
+        def write(self, text):
+            texts.append(text)
+            return super().write(text)
+
+    texts = []
+    shown_on(Written(), line_s=0.001)
+    assert texts
+    assert all(text.endswith("\n") and text.strip() for text in texts)
+
+
 def test_progress_of_a_new_phase_is_estimated_from_its_own_beginning(monkeypatch):
     clock = itertools.chain([0, 1000, 1800, 2000, 2000, 2005], itertools.repeat(3000))
     monkeypatch.setattr(progress, "time", types.SimpleNamespace(monotonic=lambda: next(clock)))

@@ -139,6 +139,8 @@ def test_opening_a_run_folder_removes_what_killed_writers_left(tmp_path):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         writer.__enter__().write(b"half")
     (folder / "notes.partial").write_text("written by the user")
+    for path in folder.rglob("*.partial"):
+        os.utime(path, (0, 0))  # long ago
     assert len(list(folder.rglob("*.partial"))) == 4
     with step_sync.only_job(folder):
         assert sorted(path.name for path in folder.rglob("*") if path.is_file()) == [LOCK_FILE, "notes.partial"]

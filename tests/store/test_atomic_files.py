@@ -2,6 +2,7 @@
 
 import errno
 import os
+import pathlib
 import time
 
 import pytest
@@ -14,6 +15,28 @@ def test_write_whole_creates_and_replaces_a_file_without_leftovers(tmp_path):
         atomic_files.write_whole(tmp_path / "a", content)
         assert (tmp_path / "a").read_bytes() == content
     assert os.listdir(tmp_path) == ["a"]
+
+
+def test_only_files_that_no_writer_can_be_at_work_on_are_removed_as_partial(tmp_path):
+    old, young, folder = (tmp_path / f"{name}.7-0123abcd.partial" for name in ("old", "young", "folder"))
+    for path in (old, young):
+        path.write_bytes(b"half")
+    folder.mkdir()
+    (tmp_path / "link.7-0123abcd.partial").symlink_to("nowhere")
+    for path in (old, folder):
+        os.utime(path, (0, time.time() - 120))
+    atomic_files.remove_partial(tmp_path)
+    assert sorted(path.name.partition(".")[0] for path in tmp_path.iterdir()) == ["folder", "link", "young"]
+
+
+def test_a_partial_file_that_its_writer_finishes_meanwhile_is_no_error(tmp_path, monkeypatch):
+    path = tmp_path / "a.7-0123abcd.partial"
+    path.write_bytes(b"half")
+    os.utime(path, (0, 0))
+    unlink = pathlib.Path.unlink
+    monkeypatch.setattr(pathlib.Path, "unlink", lambda self, **options: (unlink(self), unlink(self, **options)))
+    atomic_files.remove_partial(tmp_path)
+    assert not path.exists()
 
 
 def test_failed_write_whole_keeps_the_old_file_without_leftovers(tmp_path, monkeypatch):

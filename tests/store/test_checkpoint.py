@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 import tensorstore
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -150,10 +151,18 @@ def test_eight_devices_restore_onto_four_under_another_sharding(checkpointer):
     np.testing.assert_array_equal(np.asarray(restored["w"]), values)
 
 
-@pytest.mark.parametrize("chunk_bytes", [None, 96])
+def stored_chunk(checkpointer, name):
+    """Returns the shape of the chunks of an array of the state in the checkpoint of step 1."""
+    checkpointer.wait()
+    spec = checkpoint._array_spec(checkpointer.folder / "1", name)
+    context = tensorstore.Context({array_reading.INDEX_CACHE: {}})
+    return tensorstore.open(spec, context=context).result().chunk_layout.read_chunk.shape
+
+
+@pytest.mark.parametrize("chunk_bytes", [1 << 20, 96], ids=["one for each shard", "several for each shard"])
 def test_arrays_restore_whatever_the_size_of_their_chunks(chunk_bytes, checkpointer, monkeypatch):
-    """None: one for each shard, as earlier versions saved them."""
     monkeypatch.setattr(checkpoint, "_CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(checkpoint, "_MIN_CHUNK_BYTES", 4)
     values = np.random.default_rng(0).standard_normal((8, 12, 10)).astype(np.float32)
     mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("x", "y"))
     state = {"w": jax.device_put(values, NamedSharding(mesh, PartitionSpec("x", None, "y")))}
@@ -161,10 +170,44 @@ def test_arrays_restore_whatever_the_size_of_their_chunks(chunk_bytes, checkpoin
     for axes in ((), ("y", "x"), (None, None, "y")):
         target = jax.ShapeDtypeStruct(values.shape, np.float32, sharding=NamedSharding(mesh, PartitionSpec(*axes)))
         assert_bitwise(checkpointer.restore({"w": target})[1], {"w": values})
-    spec = checkpoint._array_spec(checkpointer.folder / "1", "w")
-    context = tensorstore.Context({array_reading.INDEX_CACHE: {}})
-    chunk = tensorstore.open(spec, context=context).result().chunk_layout.read_chunk.shape
-    assert math.prod(chunk) * 4 <= chunk_bytes if chunk_bytes else chunk == (2, 12, 5)
+    chunk = stored_chunk(checkpointer, "w")
+    assert math.prod(chunk) * 4 <= 96 if chunk_bytes == 96 else chunk == (2, 12, 5)
+
+
+def test_axes_with_a_large_prime_factor_are_not_stored_in_tiny_chunks(checkpointer, monkeypatch):
+    monkeypatch.setattr(checkpoint, "_CHUNK_BYTES", 4096)
+    monkeypatch.setattr(checkpoint, "_MIN_CHUNK_BYTES", 256)
+    mesh = Mesh(np.array(jax.devices()), ("x",))
+    expected = {
+        "prime": ((499, 20), None, (499, 20)),  # a row has 80 bytes
+        "twice_a_prime": ((998, 20), None, (499, 20)),
+        "large_enough": ((499, 64), None, (1, 64)),
+        "divisible": ((500, 20), None, (50, 20)),
+        "sharded": ((8 * 61, 48), PartitionSpec("x"), (61, 48)),
+        "replicated": ((8 * 61, 48), PartitionSpec(), (61, 48)),  # each device writes an eighth
+        "scalar": ((), PartitionSpec(), None),
+    }
+    state = {
+        name: jax.device_put(
+            np.zeros(shape, np.float32), jax.devices()[0] if spec is None else NamedSharding(mesh, spec)
+        )
+        for name, (shape, spec, _) in expected.items()
+    }
+    checkpointer.save(1, state, position=POSITION, metadata={})
+    assert {name: stored_chunk(checkpointer, name) for name in expected} == {
+        name: chunk for name, (*_, chunk) in expected.items()
+    }
+
+
+def test_the_format_on_disk_does_not_follow_the_defaults_of_orbax(tmp_path, monkeypatch):
+    for handler in (ocp.PyTreeCheckpointHandler, ocp.StandardCheckpointHandler):
+        for option, other in {"use_ocdbt": False, "use_zarr3": True}.items():
+            if option in handler.__init__.__kwdefaults__:
+                monkeypatch.setitem(handler.__init__.__kwdefaults__, option, other)
+    changed = Checkpointer(tmp_path, config=keep())
+    save(changed, 1)
+    assert_bitwise(changed.restore(abstract(make_state())).state, make_state(1))
+    changed.close()
 
 
 def test_a_checkpoint_saved_again_under_its_step_is_read_again(checkpointer):
