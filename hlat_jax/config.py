@@ -521,6 +521,7 @@ def _anchor_paths(config: Any, folder: pathlib.Path, *, keys: Sequence[str]) -> 
         value = config[section][key] if section in config and key in config[section] else ""
         if isinstance(value, str) and places:
             anchored_text = functools.partial(_map_paths, anchored)
+            own: dict[str, Callable[[str], str]]
             own = {"train": anchored_text, "validation": anchored_text, "branch_from": anchored_step}
             config[section][key] = own.get(key, anchored)(value)
 
@@ -545,8 +546,7 @@ def with_moved_text(data: DataConfig) -> DataConfig:
         ends = (os.path.join(os.getcwd(), *parts[first:]) for first in range(len(parts)))
         return next(filter(_exists, ends), path)
 
-    texts = {key: _map_paths(moved, getattr(data, key)) for key in ("train", "validation")}
-    return dataclasses.replace(data, **texts)
+    return dataclasses.replace(data, train=_map_paths(moved, data.train), validation=_map_paths(moved, data.validation))
 
 
 def _exists(path: str) -> bool:

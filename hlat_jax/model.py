@@ -192,7 +192,8 @@ class _Signature:
     """What `help` and editors show of a class and its subclasses; the metaclass of NNX takes (*args, **kwargs)."""
 
     def __get__(self, decoder: Decoder | None, cls: type) -> inspect.Signature:
-        return inspect.signature(cls.__init__.__get__(cls) if decoder is None else decoder.__call__)
+        create = cls.__init__.__get__(cls)  # type: ignore[misc]
+        return inspect.signature(create if decoder is None else decoder.__call__)
 
 
 Decoder.__signature__ = _Signature()  # type: ignore[attr-defined]

@@ -28,7 +28,7 @@ def test_ctrl_c_in_every_phase_ends_with_130_and_the_same_command_resumes_to_the
         ("importing", 1.0, "interrupted"),
         ("opening", 0.0, "interrupted while opening the run: nothing to save; there is no checkpoint yet"),
         ("compiling", 0.5, "interrupted while compiling: nothing to save; there is no checkpoint yet"),
-        ("training", 0.1, "interrupted: finishing this step, then saving a checkpoint; press Ctrl-C again to stop"),
+        ("training", 0.1, "interrupted: finishing this "),  # step, or evaluation
         ("evaluating", 0.0, "interrupted: finishing this "),
         ("saving", 0.0, "interrupted: finishing "),
         ("compiling", 0.5, "interrupted while "),  # or restoring
