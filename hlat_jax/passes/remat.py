@@ -1,12 +1,12 @@
 """Rematerialization under a memory budget: chooses what a backward pass saves, by the compiler's memory analysis.
 
-    plan = remat.fit(loss, params, batch, budget_bytes="12GiB")   # each lax.scan over layers, or each block, is a region
+    plan = remat.fit(loss, params, batch, budget_bytes="12GiB")   # regions: each lax.scan over layers, or each block
     grads = jax.grad(plan.fn)(params, batch)
     plan = remat.fit(layer, state, batch, budget_bytes="12GiB", step=make_step)   # make_step(layer) -> what is compiled
 
-`segments` finds the blocks of a function without a scan, `naming` names the values, `recompute` has their costs, `selection` selects a set of them. The memory of a set is
-measured: `narrowing` compiles the program and corrects the bytes for saved values until XLA's allocation is within
-the budget.
+`segments` finds the blocks of a function without a scan, `naming` names the values, `recompute` has their costs,
+`selection` selects a set of them. The memory of a set is measured: `narrowing` compiles the program and corrects the
+bytes for saved values until XLA's allocation is within the budget.
 
 Source: RAF, arXiv 2303.04759, which compares the budget with an estimate.
 """
