@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -243,3 +244,21 @@ def test_segments_run_inside_shard_map_and_under_autocast():
     planned = remat.regions(unrolled, NOTHING, region="segments")
     assert_same(mapped(unrolled)(params, x), mapped(planned)(params, x), rtol=1e-4)
     check_gradients(autocast(unrolled, "bf16"), params, x, rtol=2e-2)
+
+
+def test_the_order_is_a_loop_on_cpu_and_a_barrier_elsewhere():
+    planned = jax.jit(jax.grad(remat.regions(unrolled, NOTHING, region="segments"), argnums=(0, 1)))
+    for platform, loops, barriers in (("cpu", 2 * L, L), ("cuda", 0, 3 * L)):
+        text = planned.trace(*arguments()).lower(lowering_platforms=(platform,)).as_text()
+        counts = tuple(text.count(f"stablehlo.{op}") for op in ("while", "optimization_barrier"))
+        assert counts == (loops, barriers)
+
+
+def test_recomputed_products_are_computed_twice_on_cpu():
+    def products(fn):
+        compiled = jax.jit(jax.grad(fn)).trace(*arguments()).lower().compile()
+        return len(re.findall(r" dot\(", compiled.as_text()))
+
+    per_block = functools.partial(unrolled, block=jax.checkpoint(mlp_block))
+    assert products(per_block) == products(unrolled)  # XLA merges them; if it no longer does, the loop can go
+    assert products(remat.regions(unrolled, NOTHING, region="segments")) == products(unrolled) + L
