@@ -515,12 +515,13 @@ def test_unrolled_blocks_meet_the_budgets_of_their_scan_and_recompute_no_more(bu
 
 
 @pytest.mark.slow
-def test_unrolled_blocks_under_autocast_take_what_dots_saveable_takes():
+def test_unrolled_blocks_under_autocast_meet_a_budget():
     fn = autocast(unrolled, "bf16")
     budget = int(1.01 * bytes_of_blocks(jax.checkpoint(fn, policy=jax.checkpoint_policies.dots_saveable)))
     plan = fit_blocks(budget, fn)
     assert bytes_of_blocks(plan.fn) == plan.measured_bytes <= budget
-    assert (plan.region, plan.recompute_share) == ("segments", 0)
+    assert plan.region == "segments"
+    assert plan.flops < plan.full[1]
 
 
 @pytest.mark.slow
