@@ -77,7 +77,8 @@ def _as_structure(flags: Any) -> tuple:
 def _instantiated(cotangent: Any) -> Any:
     if not isinstance(cotangent, SymbolicZero):
         return cotangent
-    return jnp.zeros(cotangent.aval.shape, cotangent.aval.dtype)
+    aval: Any = cotangent.aval
+    return jnp.zeros(aval.shape, aval.dtype)
 
 
 @jax.custom_jvp

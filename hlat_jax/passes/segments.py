@@ -134,8 +134,8 @@ class _Level:
                 depths = (
                     d for d, name in enumerate(paths[at]) if len(siblings[paths[at][:d], _NUMBER.sub("", name)]) > 1
                 )
-                depth = next(depths, None)
-                scope = None if depth is None else paths[at][: depth + 1]
+                outermost = next(depths, None)
+                scope = None if outermost is None else paths[at][: outermost + 1]
             if blocks and blocks[-1][0] == scope:
                 blocks[-1][1].append(at)
             else:
@@ -176,7 +176,7 @@ class _Level:
         lasts = [self.cores[first + (block + 1) * period - 1] for block in range(count)]
         gaps = [(last + 1, start) for last, start in zip(lasts[:-1], firsts[1:], strict=True)]
         if len({tuple(self.labels[low:high]) for low, high in gaps}) == 1:
-            shift = _last_least(sum(self.crossing[low : high + 1] for low, high in gaps))
+            shift = _last_least(np.sum([self.crossing[low : high + 1] for low, high in gaps], axis=0))
             inner = [low + shift for low, _ in gaps]
         else:
             inner = [low + _last_least(self.crossing[low : high + 1]) for low, high in gaps]
