@@ -302,13 +302,20 @@ def _value_fn(value_and_grad: Callable, scale: jax.Array | None) -> Callable[[An
         return loss_sum * per_token, jax.tree.map(lambda g, w: (g * per_token).astype(w.dtype), grads, weights)
 
     @jax.custom_vjp
-    def value_fn(weights: Any) -> jax.Array:
+    def value(weights: Any) -> jax.Array:
         return of_weights(weights)[0]
 
     def backward(grads: Any, cotangent: jax.Array) -> tuple[Any]:
         return (jax.tree.map(lambda g: cotangent.astype(g.dtype) * g, grads),)
 
-    value_fn.defvjp(of_weights, backward)
+    value.defvjp(of_weights, backward)
+
+    # Optax's line searches refuse extra arguments that the function does not name.
+    def value_fn(
+        weights: Any, *, learning_rate: Any = None, grad_norm: Any = None, finite: Any = None, rounding: Any = None
+    ) -> jax.Array:
+        return value(weights)
+
     return value_fn
 
 
