@@ -340,14 +340,15 @@ def _value_and_grad(loss_fn: Callable, options: ProgramOptions) -> Callable[...,
         with scaling.applied():
             return accumulated(scaled, params, rows, sums=sums, model_state=model_state)
 
+    if replica_sync is None:
+        return lambda params, rows, rounding, scale, *more: local(params, rows, rounding, *more, scale=scale)
+    mean_shares = replica_sync.mean_shares
+
     def local_shares(*args: Any, **given: Any) -> tuple[tuple, Any]:
         (loss_sum, loss_aux), grads = local(*args, **given)
-        shares = replica_sync.mean_shares(loss_aux.model_state)
-        return (loss_sum, dataclasses.replace(loss_aux, model_state=shares)), grads
+        return (loss_sum, dataclasses.replace(loss_aux, model_state=mean_shares(loss_aux.model_state))), grads
 
-    if replica_sync is not None:
-        return replica_sync.value_and_grad(local_shares, dtype=dtype)
-    return lambda params, rows, rounding, scale, model_state: local(params, rows, rounding, model_state, scale=scale)
+    return replica_sync.value_and_grad(local_shares, dtype=dtype)
 
 
 def _eval_step(loss_fn: CheckedLossFn, options: ProgramOptions) -> Callable[[State, Any], EvalMetrics]:
@@ -444,7 +445,7 @@ def _initial(
         params = jax.tree.map(jnp.copy, params)  # the state is donated, the caller's parameters are not
         weights = cast_tree(params, policy.master or policy.param)
         # copies: what an optimizer keeps of the weights must not be the buffer that is donated as the weights
-        opt_state: dict[str, Any] = {"inner": optimizer.init(jax.tree.map(jnp.copy, weights))}
+        opt_state: dict[str, Any] = {"inner": _distinct(optimizer.init(jax.tree.map(jnp.copy, weights)))}
         if policy.master is not None:
             opt_state["master"] = weights
         if policy.rounding != "nearest" or "keys" in given:
@@ -457,6 +458,18 @@ def _initial(
         return state if shardings is None else jax.lax.with_sharding_constraint(state, shardings)
 
     return init
+
+
+def _distinct(tree: Any) -> Any:
+    """Returns the tree with a copy for each leaf that is in it twice, which could not be donated."""
+    seen: set[int] = set()
+
+    def copied(leaf: Any) -> Any:
+        is_first = id(leaf) not in seen
+        seen.add(id(leaf))
+        return leaf if is_first else jnp.copy(leaf)
+
+    return jax.tree.map(copied, tree)
 
 
 def _jitted(train_step: Callable, options: ProgramOptions, shardings: Any) -> Any:

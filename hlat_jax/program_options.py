@@ -269,7 +269,7 @@ class LossAux:
       is_mean: whether the loss is a plain mean.
     """
 
-    count: jax.Array | None
+    count: Any
     aux: Any = None
     model_state: Any = None
     is_mean: bool = dataclasses.field(default=False, metadata={"static": True})
@@ -292,23 +292,17 @@ def checked_loss(
       ValueError: when it is traced: the loss function returns anything else.
     """
     has_state, has_keys = "model_state" in given, "keys" in given
-    has_pair = has_aux or has_state
 
     @functools.wraps(loss_fn)
     def checked(params: Any, rows: Any, model_state: Any = None) -> tuple[jax.Array, LossAux]:
         part, keys = rows if has_keys and is_training else (rows, None)
         values = {"model_state": model_state, "keys": keys, "train": is_training}
         returned = loss_fn(params, part, **{name: values[name] for name in given})
-        is_pair = _is_pair(returned)
-        loss, aux = returned if has_pair and is_pair else (returned, None)
-        is_right = is_pair or not has_pair
-        new_state = None
-        if has_state and is_right:
-            is_right = _is_pair(aux) or not has_aux
-            new_state, aux = aux if has_aux and is_right else (aux, None)
+        unpacked = _unpacked(returned, has_aux=has_aux, has_state=has_state)
+        loss, new_state, aux = unpacked or (returned, None, None)
         total, count = loss if _is_sum(loss) else (loss, 1.0)
         are_numbers = _is_number(total, jnp.floating) and _is_number(count, jnp.floating, jnp.integer)
-        if not is_right or not are_numbers or jnp.shape(total) or jnp.shape(count):
+        if unpacked is None or not are_numbers or jnp.shape(total) or jnp.shape(count):
             raise ValueError(_refusal(returned, has_aux=has_aux, has_state=has_state))
         _check_aux(aux)
         if has_state:
@@ -390,8 +384,20 @@ def _check_aux(aux: Any) -> None:
             )
 
 
+def _unpacked(returned: Any, *, has_aux: bool, has_state: bool) -> tuple[Any, Any, Any] | None:
+    """Returns (loss, new model state, auxiliary values) from what a loss function returned; None if it is not that."""
+    if not has_aux and not has_state:
+        return returned, None, None
+    if not _is_pair(returned):
+        return None
+    loss, rest = returned
+    if has_aux and has_state:
+        return (loss, rest[0], rest[1]) if _is_pair(rest) else None
+    return (loss, rest, None) if has_state else (loss, None, rest)
+
+
 def _check_new_state(new: Any, old: Any) -> None:
-    if jax.tree.structure(new) != jax.tree.structure(old) or _described(new) != _described(old):
+    if _described(new) != _described(old):
         raise ValueError(
             f"loss_fn was given the model state {_described(old)} and returned {_described(new)}; return arrays of the "
             "same names, shapes and dtypes."

@@ -131,7 +131,7 @@ def test_model_state_and_auxiliary_values_are_returned_together():
 
     params, batch = {"w": jnp.ones((8, 1))}, rows()
     stats = {"mean": jnp.zeros(8, jnp.bfloat16).astype(jnp.float32), "seen": jnp.int32(3)}
-    for options in ({}, {"num_microbatches": 2}, {"zero": 1}):
+    for options in ({"num_microbatches": 2}, {"zero": 1}):
         given = {"params": params, "model_state": stats, "batch": batch}
         program = training_program(loss, optax.sgd(0.1), options=ProgramOptions(**options), has_aux=True, **given)
         state, metrics = program.step(program.init(params, model_state=stats), batch)
@@ -221,7 +221,7 @@ def quadratic(params, batch):
     return jnp.mean((batch["x"] @ params["w"] - batch["y"]) ** 2) + jnp.sum(jnp.cosh(params["w"]))
 
 
-@pytest.mark.quick_cases("{'num_microbatches': 4}")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [{}, {"num_microbatches": 4}, {"zero": 1, "num_microbatches": 2}, {"zero": 3}], ids=str
 )
@@ -247,6 +247,7 @@ def test_lbfgs_takes_the_steps_that_it_takes_outside_a_program(options):
     assert metrics.finite
 
 
+@pytest.mark.quick_cases("polyak_sgd")
 @pytest.mark.parametrize("name", ["polyak_sgd", "momo", "reduce_on_plateau"])
 def test_optimizers_that_need_the_value_are_given_it(name):
     made = {
