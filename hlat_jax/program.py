@@ -237,7 +237,7 @@ def _train_step(
         scale = None if loss_scale is None else loss_scale.scale
 
         def of_params(params: Any) -> tuple[tuple, Any]:
-            return value_and_grad(params, rows, rounding, scale, model_state)
+            return value_and_grad(params, rows, rounding, scale=scale, model_state=model_state)
 
         (loss_sum, loss_aux), grads = of_params(state["params"])
         norm = functools.partial(global_norm, in_blocks=options.norm_in_blocks, replica_sync=replica_sync)
@@ -320,12 +320,12 @@ def _value_fn(value_and_grad: Callable, scale: jax.Array | None) -> Callable[[An
 
 
 def _value_and_grad(loss_fn: Callable, options: ProgramOptions) -> Callable[..., tuple[tuple, Any]]:
-    """Returns (params, rows, rounding, scale, model_state) -> ((loss sum, LossAux), gradients) over all devices."""
+    """Returns (params, rows, rounding, *, scale, model_state) -> ((loss sum, LossAux), gradients) over all devices."""
     dtype, replica_sync = options.policy.accumulate, options.active_replica_sync
     loss_fn = loss_fn if replica_sync is None else replica_sync.with_gathered_params(loss_fn)
 
     def local(
-        params: Any, rows: Any, rounding: Rounding, model_state: Any, *, scale: Any, reduce: Any = None
+        params: Any, rows: Any, rounding: Rounding, *, scale: Any, model_state: Any, reduce: Any = None
     ) -> tuple[tuple, Any]:
         def scaled(params: Any, *args: Any) -> tuple[jax.Array, LossAux]:
             loss_sum, loss_aux = loss_fn(params, *args)
@@ -341,7 +341,7 @@ def _value_and_grad(loss_fn: Callable, options: ProgramOptions) -> Callable[...,
             return accumulated(scaled, params, rows, sums=sums, model_state=model_state)
 
     if replica_sync is None:
-        return lambda params, rows, rounding, scale, *more: local(params, rows, rounding, *more, scale=scale)
+        return local
     mean_shares = replica_sync.mean_shares
 
     def local_shares(*args: Any, **given: Any) -> tuple[tuple, Any]:

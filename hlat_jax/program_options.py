@@ -278,7 +278,7 @@ class LossAux:
 def checked_loss(
     loss_fn: Callable, *, has_aux: bool, given: Sequence[str] = (), is_training: bool = True
 ) -> Callable[..., tuple[jax.Array, LossAux]]:
-    """Returns (params, rows, model_state=None) -> (loss sum, LossAux) from a loss function of `training_program`.
+    """Returns (params, rows, model_state) -> (loss sum, LossAux) from a loss function of `training_program`.
 
     `rows` is a microbatch; for a loss function that takes keys in training, the pair of it and them.
 
@@ -294,7 +294,7 @@ def checked_loss(
     has_state, has_keys = "model_state" in given, "keys" in given
 
     @functools.wraps(loss_fn)
-    def checked(params: Any, rows: Any, model_state: Any = None) -> tuple[jax.Array, LossAux]:
+    def checked(params: Any, rows: Any, model_state: Any) -> tuple[jax.Array, LossAux]:
         part, keys = rows if has_keys and is_training else (rows, None)
         values = {"model_state": model_state, "keys": keys, "train": is_training}
         returned = loss_fn(params, part, **{name: values[name] for name in given})

@@ -49,13 +49,13 @@ class ReplicaSync:
     gathers: bool = False
 
     def value_and_grad(self, local: Callable, *, dtype: Any) -> Callable:
-        """Returns (params, batch, rounding, scale, *more) -> (sums, gradients) over all devices.
+        """Returns (params, batch, rounding, **replicated) -> (sums, gradients) over all devices.
 
         Args:
-          local: the same for the rows and the parameters of one device, (params, batch, rounding, *more, scale,
-            reduce); `more` is replicated. Its sums, a pytree, and its gradients are partial sums over the devices that
-            hold the same parameters. They are reduced here, once, unless `layout.reduce_gradients` asks for more:
-            `reduce`, where it is not None, reduces the gradients of a microbatch.
+          local: the same for the rows and the parameters of one device, (params, batch, rounding, *, reduce,
+            **replicated). Its sums, a pytree, and its gradients are partial sums over the devices that hold the same
+            parameters. They are reduced here, once, unless `layout.reduce_gradients` asks for more: `reduce`, where it
+            is not None, reduces the gradients of a microbatch.
           dtype: in which gradients are summed. The result is sharded like the optimizer's state.
         """
         reduce = functools.partial(self._reduce, dtype=dtype)
@@ -66,13 +66,13 @@ class ReplicaSync:
         own = [] if each else [axis for axis in self.layout.wide(ROWS) if axis not in reduced]
 
         def reduced_value_and_grad(params: Any, batch: Any, shared: tuple) -> tuple:
-            rounding, scale, *more = shared
+            rounding, replicated = shared
             rounding = rounding.at(collectives.axis_index(tuple(own)))
-            sums, grads = local(params, batch, rounding, *more, scale=scale, reduce=each)
+            sums, grads = local(params, batch, rounding, reduce=each, **replicated)
             return self._psum_over_rows(sums), grads if each else reduce(grads)
 
         run = self._shard_map(reduced_value_and_grad, (self._params, P(ROWS), P()), (P(), self._state))
-        return lambda params, batch, *shared: run(params, batch, shared)
+        return lambda params, batch, rounding, **replicated: run(params, batch, (rounding, replicated))
 
     def mean_shares(self, tree: Any) -> Any:
         """Returns what this device adds to the mean over the devices with other rows, for `value_and_grad`'s sums.
