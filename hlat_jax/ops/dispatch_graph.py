@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
+import itertools
 import pathlib
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -39,7 +40,7 @@ class Match:
         shapes and dtypes. It reads sizes from its arguments: the check may cut batch dimensions.
       source: "file:line" for the report; see `Graph.source`.
       facts: what was recognized, for the report: "causal, scale 0.125".
-      int_bounds: variable of `inputs` -> the exclusive upper bound of the integers with which it is checked. Default: 4.
+      int_bounds: variable of `inputs` -> exclusive upper bound of the integers with which it is checked; default 4.
     """
 
     op: str
@@ -384,7 +385,7 @@ def _ordered(steps: Sequence[_Step], numbers: Mapping[int, int]) -> list[_Step]:
     definers = {var: step for step in steps for var in step.defines}
     waiting = {id(step): {id(definers[var]) for var in step.reads if var in definers} for step in steps}
     with_effects = sorted((step for step in steps if step.has_effects), key=lambda step: numbers[id(step)])
-    for before, after in zip(with_effects, with_effects[1:], strict=False):
+    for before, after in itertools.pairwise(with_effects):
         waiting[id(after)].add(id(before))
     followers: dict[int, list[_Step]] = {}
     for step in steps:
