@@ -515,7 +515,7 @@ class _Loss:
     def _exp(self, value: _Value) -> _Value:
         wide = {term: c for term, c in value.terms.items() if term[0]}
         if value.is_exp or (wide and wide != {("z", "", ()): 1.0}):
-            raise _Unsupported("the exponential is of logits with a scale per token or with labels in them")
+            raise _Unsupported("logits with a scale per token, or with labels in them, are read")
         return dataclasses.replace(value, is_exp=True)
 
     def _with_initial(self, eqn: Any) -> _Value:
@@ -545,10 +545,10 @@ class _Loss:
         value = self._known(eqn, 0)
         axes = eqn.params["axes"]
         labels = [value.labels[axis] for axis in axes]
-        if V not in labels or value.is_exp or {k: c for k, c in value.terms.items() if k[0]} != {("z", "", ()): 1.0}:
-            raise _Unsupported("a maximum of logits over another axis, or with labels in them, is read")
-        if len(value.terms) > 1:
-            raise _Unsupported("a maximum of shifted logits is read")
+        if V not in labels:
+            raise _Unsupported("a maximum over another axis than the vocabulary is read")
+        if value.is_exp or value.terms != {("z", "", ()): 1.0}:
+            raise _Unsupported("logits with a scale per token, or with labels in them, are read")
         kept = tuple(label for axis, label in enumerate(value.labels) if axis not in axes)
         return _Value({("", f"max[{','.join(sorted(map(str, labels)))}]", ()): 1.0}, kept)
 

@@ -1,6 +1,5 @@
 """Cross-entropies of foreign functions: the spellings that are replaced, and what looks like one and is not."""
 
-import functools
 import re
 
 import jax
@@ -9,7 +8,6 @@ import numpy as np
 import optax
 import pytest
 
-from hlat_jax.ops import cross_entropy
 from hlat_jax.ops.dispatch import dispatch
 
 B, T, D, V = 2, 6, 8, 32
@@ -23,7 +21,13 @@ def integers(*shape, bound=V, seed=0):
     return jnp.asarray(np.random.default_rng((seed, *shape)).integers(0, bound, shape), jnp.int32)
 
 
-HIDDEN, HEAD, BIAS, WEIGHTS, TARGETS = normal(B, T, D), normal(D, V), normal(V, seed=1), jnp.abs(normal(B, T)), integers(B, T)
+HIDDEN, HEAD, BIAS, WEIGHTS, TARGETS = (
+    normal(B, T, D),
+    normal(D, V),
+    normal(V, seed=1),
+    jnp.abs(normal(B, T)),
+    integers(B, T),
+)
 PARAMS = {"hidden": HIDDEN, "head": HEAD, "bias": BIAS}
 integer_loss = optax.softmax_cross_entropy_with_integer_labels
 
@@ -48,7 +52,9 @@ def smoothed(z, t, w):
 
 
 def flax_smoothed(z, t, w):
-    labels = jax.lax.select(t[..., None] == jnp.arange(V).reshape(1, 1, V), jnp.full((B, T, V), 0.9), jnp.full((B, T, V), 0.01))
+    labels = jax.lax.select(
+        t[..., None] == jnp.arange(V).reshape(1, 1, V), jnp.full((B, T, V), 0.9), jnp.full((B, T, V), 0.01)
+    )
     return jnp.sum(-jnp.sum(labels * jax.nn.log_softmax(z), axis=-1) * w) / jnp.sum(w)
 
 
@@ -108,9 +114,7 @@ SPELLINGS = {
         lambda z, t, w: -jnp.sum(w * jax.vmap(jax.vmap(lambda row, t: jax.nn.log_softmax(row)[t]))(z, t))
     ),
     "arange index of flat logits": of_logits(
-        lambda z, t, w: -jnp.sum(
-            w.reshape(-1) * jax.nn.log_softmax(z.reshape(-1, V))[jnp.arange(B * T), t.reshape(-1)]
-        )
+        lambda z, t, w: -jnp.sum(w.reshape(-1) * jax.nn.log_softmax(z.reshape(-1, V))[jnp.arange(B * T), t.reshape(-1)])
     ),
     "log of softmax": of_logits(
         lambda z, t, w: -jnp.mean(w * jnp.log(jnp.take_along_axis(jax.nn.softmax(z), t[..., None], -1)[..., 0]))
@@ -152,3 +156,120 @@ def test_loss_in_any_spelling_is_replaced(name):
     assert [one.op for one in fn.report().replacements] == ["cross_entropy"], fn.report()
     assert not fn.report().refusals
     assert_close(found, gradients(SPELLINGS[name]))
+
+
+def accuracy_too(p, t, w):
+    z = logits_of(p)
+    return jnp.sum(w * integer_loss(z, t)) + jnp.sum(jnp.argmax(z, -1) == t)
+
+
+def returned_too(p, t, w):
+    z = logits_of(p)
+    return jnp.sum(w * integer_loss(z, t)), z
+
+
+def own_targets(p, t, w):
+    z = logits_of(p)
+    return jnp.sum(w * integer_loss(z, jnp.argmax(z, -1)))
+
+
+def entropy(z, t, w):
+    log_probs = jax.nn.log_softmax(z)
+    return jnp.sum(w * (integer_loss(z, t) - 0.1 * jnp.sum(jnp.exp(log_probs) * log_probs, -1)))
+
+
+def top_logit(z, t, w):
+    losses = integer_loss(z, t)
+    return jnp.sum(w * jnp.where(z.max(-1) > 1.0, losses, 0.0))
+
+
+def shifted_normaliser(z, t, w):
+    """Subtracts the largest logit and forgets to add it again."""
+    largest = z.max(-1, keepdims=True)
+    return jnp.sum(w * (jnp.log(jnp.exp(z - largest).sum(-1)) - jnp.take_along_axis(z, t[..., None], -1)[..., 0]))
+
+
+def soft_labels(z, t, w):
+    labels = jax.nn.softmax(jnp.sin(jnp.arange(V) * t[..., None].astype(jnp.float32)))
+    return jnp.sum(w * optax.softmax_cross_entropy(z, labels))
+
+
+def weighted_one_hot(z, t, w):
+    labels = jax.nn.one_hot(t, V) * jnp.linspace(0.5, 2.0, V)
+    return jnp.sum(w * optax.softmax_cross_entropy(z, labels))
+
+
+def two_hot(z, t, w):
+    labels = 0.7 * jax.nn.one_hot(t, V) + 0.3 * jax.nn.one_hot(V - 1 - t, V)
+    return jnp.sum(w * optax.softmax_cross_entropy(z, labels))
+
+
+def next_column(z, t, w):
+    labels = (t[..., None] == jnp.arange(1, V + 1)).astype(jnp.float32)
+    return jnp.sum(w * optax.softmax_cross_entropy(z, labels))
+
+
+def sampled_columns(z, t, w):
+    picked = jnp.take_along_axis(z, jnp.stack([t, V - 1 - t], -1), -1)
+    return jnp.sum(w * (jax.nn.logsumexp(z, -1) - picked.mean(-1)))
+
+
+def other_token(z, t, w):
+    flat = jax.nn.log_softmax(z.reshape(-1, V))
+    return -jnp.sum(w.reshape(-1) * flat[jnp.arange(B * T)[::-1], t.reshape(-1)])
+
+
+# name -> (function, the reason; None: nothing that looks like a loss)
+MUTATIONS = {
+    "logits returned": (returned_too, "the logits are returned"),
+    "logits read by an accuracy": (accuracy_too, r"also read by another operation \(argmax at"),
+    "targets computed from the logits": (own_targets, r"also read by another operation \(argmax at"),
+    "an entropy of the probabilities": (of_logits(entropy), "probabilities are multiplied"),
+    "the largest logit read": (of_logits(top_logit), r"also read by another operation \(gt at"),
+    "a maximum that does not cancel": (of_logits(shifted_normaliser), "log-normalisers are summed over tokens"),
+    "labels that are probabilities": (of_logits(soft_labels), "labels that are not one-hot of integers"),
+    "one-hot with weights of classes": (of_logits(weighted_one_hot), "labels that are not one-hot of integers"),
+    "two targets": (of_logits(two_hot), "more than one target"),
+    "one-hot of the next column": (of_logits(next_column), "labels that are not one-hot of integers"),
+    "several columns by index": (of_logits(sampled_columns), "several logits of a token are read by index"),
+    "the target of another token": (of_logits(other_token), "logits of other tokens are read by index"),
+    "a temperature per token": (
+        of_logits(lambda z, t, w: jnp.sum(w * integer_loss(z / (w[..., None] + 1), t))),
+        "logits with a scale per token",
+    ),
+    "softmax over tokens": (
+        of_logits(
+            lambda z, t, w: -jnp.sum(w * jnp.take_along_axis(jax.nn.log_softmax(z, 1), t[..., None], -1)[..., 0])
+        ),
+        None,
+    ),
+    "softmax over everything": (
+        of_logits(
+            lambda z, t, w: -jnp.sum(w * jnp.take_along_axis(jax.nn.log_softmax(z, (1, 2)), t[..., None], -1)[..., 0])
+        ),
+        "summed over tokens",
+    ),
+    "focal loss": (
+        of_logits(
+            lambda z, t, w: -jnp.sum(jax.nn.one_hot(t, V) * (1 - jax.nn.softmax(z)) ** 2 * jax.nn.log_softmax(z))
+        ),
+        "probabilities are added",
+    ),
+    "softmax without a loss": (of_logits(lambda z, t, w: jnp.sum(jax.nn.softmax(z) @ HEAD.T)), None),
+    "logits of every token and head": (
+        lambda p, t, w: jnp.sum(
+            integer_loss(jnp.einsum("btd,bdv->btv", p["hidden"], jnp.stack([p["head"]] * B)), t) * w
+        ),
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_what_is_no_loss_of_one_target_is_left_as_it_is(name):
+    function, reason = MUTATIONS[name]
+    fn = dispatch(function)
+    jax.eval_shape(fn, PARAMS, TARGETS, WEIGHTS)
+    report = fn.report()
+    assert not report.replacements
+    assert re.search(reason, str(report)) if reason else not report.refusals, report
