@@ -344,24 +344,19 @@ class _Selection:
                     blocked[first] += 1
                     blocked[then] -= 1
         blocked = np.cumsum(blocked)
-        last = {value: place for place, op in enumerate(self.ops) for value in op.operands}
-        last |= {value: len(self.ops) for value in self.outputs if not isinstance(value, core.Literal)}
-        regions, ops = [], []
-
-        def close() -> None:
-            if ops:
-                regions.append(_Region(self, list(ops), last, places))
-                ops.clear()
-
+        parts: list[list[_Op]] = [[]]
         for place, op in enumerate(self.ops):
             if op.kind == "opaque":
-                close()
-                regions.append(_Region(self, [op], last, places))
+                parts += [[op], []]
                 continue
-            ops.append(op)
+            parts[-1].append(op)
             if op.kind == "costly" and not blocked[place]:
-                close()
-        close()
+                parts.append([])
+        regions = [_Region(self, ops, places) for ops in parts if ops]
+        wanted = {value for value in self.outputs if not isinstance(value, core.Literal)}
+        for region in reversed(regions):
+            region.outs = [value for op in region.ops for value in op.outs if value in wanted]
+            wanted.update(region.inputs)
         return regions
 
     def _recomputed_for(self, op: _Op) -> set[int]:
@@ -386,9 +381,9 @@ class _Region:
       outs: values that are read after it.
     """
 
-    def __init__(self, program: _Selection, ops: list[_Op], last: dict[int, int], places: dict[_Op, int]):
+    def __init__(self, program: _Selection, ops: list[_Op], places: dict[_Op, int]):
         self.program, self.ops = program, ops
-        end = places[ops[-1]]
+        self.outs: list[int] = []
         made = {value for op in ops for value in op.outs}
         again = set().union(*map(program._recomputed_for, ops)) if ops[0].kind != "opaque" else set()
         self.is_checkpointed = bool(again)
@@ -400,7 +395,6 @@ class _Region:
         inputs = [value for value in read if value not in made]
         inputs += [value for op in self.chain for value in op.operands if value not in above]
         self.inputs = list(dict.fromkeys(inputs))
-        self.outs = [value for value in made if last.get(value, -1) > end]
         self.named = program.needed - program.recomputed if self.is_checkpointed else set()
 
     def results(self, env: dict[int, Any]) -> dict[int, Any]:
