@@ -39,8 +39,7 @@ class UNet(eqx.Module):
         self.bottom = Convolutions(widths[-1], bottom, key=next(keys))
         wider = [bottom, *widths[:0:-1]]
         self.widen = [
-            eqx.nn.ConvTranspose2d(a, b, 2, stride=2, key=next(keys))
-            for a, b in zip(wider, widths[::-1], strict=True)
+            eqx.nn.ConvTranspose2d(a, b, 2, stride=2, key=next(keys)) for a, b in zip(wider, widths[::-1], strict=True)
         ]
         self.up = [Convolutions(2 * width, width, key=next(keys)) for width in widths[::-1]]
         self.last = eqx.nn.Conv2d(widths[0], 3, 1, key=next(keys))

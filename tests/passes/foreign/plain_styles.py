@@ -34,11 +34,12 @@ def moe_block(layer, x, *, top_k):
 
 
 def moe(*, small=False):
-    layers, embed_dim, mlp_dim, experts, rows, vocab_size = (2, 16, 32, 4, 24, 31) if small else (3, 256, 512, 8, 512, 512)
+    sizes = (2, 16, 32, 4, 24, 31) if small else (3, 128, 256, 8, 4096, 512)
+    layers, embed_dim, mlp_dim, experts, rows, vocab_size = sizes
     rng = np.random.default_rng(0)
     params = {"embed": matrices(rng, vocab_size, embed_dim), "out": matrices(rng, embed_dim, vocab_size), "layers": []}
     for _ in range(layers):
-        layer = {"gain": jnp.ones(embed_dim), "router": 8 * matrices(rng, embed_dim, experts)}
+        layer = {"gain": jnp.ones(embed_dim), "router": matrices(rng, embed_dim, experts)}
         layer |= {name: matrices(rng, experts, embed_dim, mlp_dim) for name in ("gate", "up")}
         params["layers"].append(layer | {"down": matrices(rng, experts, mlp_dim, embed_dim)})
     tokens, targets = rng.integers(0, vocab_size, (2, rows), dtype=np.int32)
@@ -66,7 +67,7 @@ def mlp(layers, x, act):
 
 def gnn(*, small=False):
     """Encode, three rounds of messages along the edges, decode, with sums over the receivers."""
-    nodes, edges, width = (12, 40, 8) if small else (1024, 8192, 64)
+    nodes, edges, width = (12, 40, 16) if small else (1024, 8192, 64)
     rng = np.random.default_rng(0)
     params = {
         "nodes": mlp_params(rng, 5, width, width),

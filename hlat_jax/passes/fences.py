@@ -1,0 +1,121 @@
+"""A `jax.checkpoint` whose backward pass runs in the order in which it is written, outside of loops too.
+
+`jax.checkpoint` relies on optimization barriers. XLA for CPU removes these before it eliminates common subexpressions,
+so that outside of a loop it keeps the products that should be recomputed; and every compiler may put off the gradients
+of weights, with all that they read. Here the recomputation of a block waits for the gradients that enter it, and the
+gradients that leave it wait for those of its weights. On CPU the order is a dependency between the values.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
+
+from hlat_jax.passes.jaxpr import is_inexact
+
+
+def checkpointed(fn: Callable, *, policy: Callable, waiting: Sequence[bool]) -> Callable:
+    """Returns `fn` under `jax.checkpoint`, with a backward pass in order. It has no forward-mode derivative.
+
+    Args:
+      fn: arrays -> list of arrays; closes over no traced values.
+      policy: as for `jax.checkpoint`.
+      waiting: for each argument, whether recomputation from it waits: activations should, weights need not.
+    """
+    rematerialized = jax.checkpoint(fn, policy=policy)
+
+    @jax.custom_vjp
+    def run(*args: Any) -> list:
+        return fn(*args)
+
+    def forward(*primals: Any) -> tuple[list, Any]:
+        args = [primal.value for primal in primals]
+        places = [at for at, one in enumerate(primals) if one.perturbed and is_inexact(jax.typeof(one.value))]
+
+        def of_perturbed(*perturbed: Any) -> list:
+            merged = list(args)
+            for at, value in zip(places, perturbed, strict=True):
+                merged[at] = value
+            return rematerialized(*merged)
+
+        outs, pullback = jax.vjp(of_perturbed, *(args[at] for at in places))
+        waits = [any(leaf is arg for arg, wait in zip(args, waiting, strict=True) if wait) for leaf in jax.tree.leaves(pullback)]
+        return outs, (pullback, _as_structure(waits), _as_structure(at in places for at in range(len(args))))
+
+    def backward(residuals: Any, cotangents: list) -> tuple:
+        pullback, waits, is_perturbed = residuals
+        nonzero = [ct for ct in cotangents if not isinstance(ct, SymbolicZero)]
+        leaves, structure = jax.tree.flatten(pullback)
+        held = iter(_after([leaf for leaf, wait in zip(leaves, waits, strict=True) if wait == ()], nonzero)[0])
+        leaves = [next(held) if wait == () else leaf for leaf, wait in zip(leaves, waits, strict=True)]
+        grads = iter(jax.tree.unflatten(structure, leaves)([_instantiated(ct) for ct in cotangents]))
+        grads = [next(grads) if moves == () else None for moves in is_perturbed]
+        entering = [at for at, wait in enumerate(waiting) if wait and grads[at] is not None]
+        weights = [at for at, wait in enumerate(waiting) if not wait and grads[at] is not None]
+        ordered = _after([grads[at] for at in entering], [grads[at] for at in weights])
+        for at, grad in zip((*entering, *weights), (*ordered[0], *ordered[1]), strict=True):
+            grads[at] = grad
+        return tuple(grads)
+
+    run.defvjp(forward, backward, symbolic_zeros=True)
+    return run
+
+
+def _as_structure(flags: Any) -> tuple:
+    """Returns flags as a pytree without leaves, for residuals: () is true, None is false."""
+    return tuple(() if flag else None for flag in flags)
+
+
+def _instantiated(cotangent: Any) -> Any:
+    if not isinstance(cotangent, SymbolicZero):
+        return cotangent
+    return jnp.zeros(cotangent.aval.shape, cotangent.aval.dtype)
+
+
+@jax.custom_jvp
+def _after(values: list, others: list) -> tuple[list, list]:
+    """Returns the arguments; the values are available when the others are."""
+    if not values or not others:
+        return values, others
+    return jax.lax.platform_dependent(values, others, cpu=_dependent, default=_barrier)
+
+
+_after.defjvp(lambda primals, tangents: (_after(*primals), tuple(tangents)))
+
+
+def _barrier(values: list, others: list) -> tuple[list, list]:
+    return jax.lax.optimization_barrier((values, others))
+
+
+def _dependent(values: list, others: list) -> tuple[list, list]:
+    """Combines each value with a zero computed from one element of each of the others, which compilers do not fold."""
+    zeros = [(_varying(other), _zero_of(other)) for other in others if other.size]
+    return [_combined(value, [zero for axes, zero in zeros if axes <= _varying(value)]) for value in values], others
+
+
+def _zero_of(array: jax.Array) -> jax.Array:
+    first = jax.lax.slice(array, (0,) * array.ndim, (1,) * array.ndim).reshape(())
+    bits = _bits(jnp.real(first))
+    return jax.lax.population_count(bits).astype(jnp.uint32) >> 7  # a word has at most 64 bits set
+
+
+def _combined(value: jax.Array, zeros: list[jax.Array]) -> jax.Array:
+    if not zeros or not jnp.issubdtype(value.dtype, jnp.floating):
+        return value
+    bits = _bits(value)
+    zero = functools.reduce(jnp.bitwise_or, zeros).astype(bits.dtype)
+    return jax.lax.bitcast_convert_type(bits | zero, value.dtype)
+
+
+def _bits(array: jax.Array) -> jax.Array:
+    return jax.lax.bitcast_convert_type(array, f"uint{8 * array.dtype.itemsize}")
+
+
+def _varying(array: jax.Array) -> frozenset:
+    """Returns the manual mesh axes over which an array varies: the result must vary over no more."""
+    return getattr(jax.typeof(array), "vma", frozenset())
