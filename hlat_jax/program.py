@@ -13,6 +13,7 @@ import optax
 from jax.typing import ArrayLike
 
 from hlat_jax.batch import SumAndCount, microbatches
+from hlat_jax.ops.dispatch import Dispatched, dispatch
 from hlat_jax.optimizer import MaskedTransformation, global_norm, masked
 from hlat_jax.parallel import xla_options
 from hlat_jax.parallel.sharding import ROWS
@@ -20,6 +21,7 @@ from hlat_jax.parallel.zero import check_params
 from hlat_jax.passes import remat, scaling
 from hlat_jax.passes.autocast import autocast, is_fp16
 from hlat_jax.passes.remat import Plan
+from hlat_jax.passes.residuals import select_residuals
 from hlat_jax.precision import NEAREST, Accumulation, Rounding, cast_tree
 from hlat_jax.program_options import (
     LossAux,
@@ -97,6 +99,8 @@ class TrainingProgram:
       options: those it was built with, with `zero` replaced by the `replica_sync` made from it.
       shardings: of every leaf of the state; None: wherever the parameters are.
       plan: the choice that meets the memory budget; None without one.
+      dispatched: the loss after `dispatch`, whose `report()` lists what was replaced when it was last traced; None
+        without that pass.
     """
 
     init: Callable[..., State]
@@ -105,6 +109,7 @@ class TrainingProgram:
     options: ProgramOptions
     shardings: Any
     plan: Plan | None = None
+    dispatched: Dispatched | None = None
 
     @property
     def step(self) -> StepFn:
@@ -195,16 +200,18 @@ def training_program(
     def step_of(loss_fn: Callable) -> Any:
         return _jitted(_train_step(loss_fn, optimizer, options, has_keys="keys" in given), options, shardings)
 
-    stages = {"loss": step_of(loss_fn)}
-    if options.autocast is not None:
-        loss_fn, eval_loss = autocast(loss_fn, options.autocast), autocast(eval_loss, options.autocast)
-        stages["autocast"] = step_of(loss_fn)
+    stages, dispatched = {"loss": step_of(loss_fn)}, None
+    for name, apply in _passes(options).items():
+        loss_fn, eval_loss = apply(loss_fn), apply(eval_loss)
+        dispatched = loss_fn if name == "dispatch" else dispatched
+        stages[name] = step_of(loss_fn)
     program = TrainingProgram(
         init=_initial(optimizer, options, given, shardings=shardings),
         stages=stages,
         eval_step=_no_eval_step if options.accumulate is not None else _eval_step(eval_loss, options),
         options=options,
         shardings=shardings,
+        dispatched=dispatched,
     )
     if params is None or batch is None:
         return program
@@ -215,6 +222,21 @@ def training_program(
     search: dict[str, Any] = {"options": options.remat or remat.RematOptions(), "name": "ProgramOptions.memory_budget"}
     plan = remat.fit(loss_fn, *arguments, budget_bytes=options.memory_budget, step=step_of, **search)
     return dataclasses.replace(program, stages=stages | {"remat": step_of(plan.fn)}, plan=plan)
+
+
+def _passes(options: ProgramOptions) -> dict[str, Callable[[Callable], Any]]:
+    """Returns name -> transformation of the loss, in their order.
+
+    What is replaced has to be as the user wrote it; what autocast narrows decides which residuals are worth keeping.
+    """
+    passes: dict[str, Callable[[Callable], Any]] = {}
+    if options.dispatch:
+        passes["dispatch"] = functools.partial(dispatch, platform=options.platform)
+    if options.autocast is not None:
+        passes["autocast"] = functools.partial(autocast, policy=options.autocast)
+    if options.residuals:
+        passes["residuals"] = select_residuals
+    return passes
 
 
 def _train_step(

@@ -44,6 +44,10 @@ class ProgramOptions:
       replica_sync: mesh, shardings and collectives of your own, instead of `zero`. With neither: one device.
       autocast: cast policy for a loss function in fp32 and a `policy` that computes in fp32, see `passes.autocast`;
         None: no casts. float16 adds a loss scale, see `passes.scaling`.
+      dispatch: run our implementations of ops in place of what the loss function computes otherwise, such as attention
+        and cross-entropy, see `ops.dispatch`.
+      residuals: recompute cheap intermediates in the backward pass where that keeps fewer bytes, see
+        `passes.residuals`.
       memory_budget: for the temporaries of the step on one device, "12GiB" or bytes; the values that are saved for the
         backward pass are chosen to fit, see `passes.remat`. None: the loss function decides.
       remat: options of that choice: regions, solver, least bytes, offload; None: the defaults.
@@ -65,6 +69,8 @@ class ProgramOptions:
     bucket_bytes: int = 0
     replica_sync: ReplicaSync | None = None
     autocast: CastPolicy | str | None = None
+    dispatch: bool = False
+    residuals: bool = False
     memory_budget: int | str | None = None
     remat: remat.RematOptions | None = None
     dialects: Mapping[str, str] | None = None
@@ -74,6 +80,11 @@ class ProgramOptions:
     def active_replica_sync(self) -> ReplicaSync | None:
         """`replica_sync` if it has several devices, else None: on one device, a program has no collectives."""
         return self.replica_sync if self.replica_sync is not None and self.replica_sync.layout.mesh.size > 1 else None
+
+    @property
+    def platform(self) -> str:
+        """The platform of the devices."""
+        return jax.default_backend() if self.replica_sync is None else self.replica_sync.layout.platform
 
     @property
     def row_degree(self) -> int:
@@ -94,6 +105,8 @@ class ProgramOptions:
             ("num_microbatches", is_count, "must be an int of 1 or more"),
             ("accumulate", self.accumulate is None or callable(self.accumulate), "is not a function: leave it out"),
             ("norm_in_blocks", isinstance(self.norm_in_blocks, bool), "must be True or False"),
+            ("dispatch", isinstance(self.dispatch, bool), "must be True or False"),
+            ("residuals", isinstance(self.residuals, bool), "must be True or False"),
             (
                 "replica_sync",
                 _is_none_or(self.replica_sync, ReplicaSync),
@@ -127,10 +140,11 @@ class ProgramOptions:
                 f"ProgramOptions: autocast is for a loss that computes in fp32, and this policy computes in "
                 f"{jnp.dtype(self.policy.compute)}; give policy=precision.POLICIES['fp32'], or leave autocast out."
             )
-        if self.accumulate is not None and (self.autocast, self.memory_budget, self.dialects) != (None, None, None):
+        has_passes = self.dispatch or self.residuals or self.autocast is not None or self.memory_budget is not None
+        if self.accumulate is not None and (has_passes or self.dialects is not None):
             raise ValueError(
-                "ProgramOptions: autocast, memory_budget and dialects need a single loss function, not pipeline "
-                "stages; leave accumulate out."
+                "ProgramOptions: dispatch, autocast, residuals, memory_budget and dialects need a single loss function,"
+                " not pipeline stages; leave accumulate out."
             )
 
 
@@ -224,8 +238,7 @@ def resolved(options: ProgramOptions, params: Any) -> ProgramOptions:
 
 def with_dialects(loss_fn: Callable, options: ProgramOptions) -> tuple[Callable, ProgramOptions]:
     """Returns the loss function bound to the implementations chosen for its ops, and options that list them."""
-    platform = jax.default_backend() if options.replica_sync is None else options.replica_sync.layout.platform
-    chosen = {key: OPS[key].choose(name, platform) for key, name in (options.dialects or {}).items()}
+    chosen = {key: OPS[key].choose(name, options.platform) for key, name in (options.dialects or {}).items()}
     names = {key: choice.name for key, choice in chosen.items()}
 
     @functools.wraps(loss_fn)
