@@ -13,6 +13,7 @@ from jax.flatten_util import ravel_pytree
 from hlat_jax.config import OptimizerConfig
 from hlat_jax.optimizer import adamw
 from hlat_jax.parallel.pipeline import pipelined
+from hlat_jax.plan.program_report import report
 from hlat_jax.precision import POLICIES
 from hlat_jax.program import ProgramOptions, SumAndCount, training_program
 
@@ -397,3 +398,46 @@ def test_parameters_that_are_bound_or_have_a_default_are_left_alone():
 
     training_program(functools.partial(loss, keys=3), optax.sgd(1.0), params={"w": jnp.ones(2)}, batch=rows())
     assert set(map(str, seen)) == {"(3, None, {})"}
+
+
+def attended(params, batch, *, keys, train):
+    """Attention and a classifier in plain JAX, with dropout of the rows' features."""
+    x_BTD = jnp.tanh(batch["x"] @ params["in"])
+    if train:
+        x_BTD = jax.vmap(lambda x, key: x * jax.random.bernoulli(key, 0.9, x.shape))(x_BTD, keys)
+    q, k, v = jnp.split(x_BTD @ params["qkv"], 3, axis=-1)
+    scores = jnp.einsum("btd,bsd->bts", q, k) / 4.0
+    mask = jnp.tril(jnp.ones(scores.shape[-2:], bool))
+    y_BTD = x_BTD + jnp.einsum("bts,bsd->btd", jax.nn.softmax(jnp.where(mask, scores, -jnp.inf)), v)
+    logits = jax.nn.gelu(y_BTD) @ params["out"]
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean()
+
+
+@pytest.mark.slow
+def test_passes_change_the_loss_in_order_and_not_its_value():
+    rng = np.random.default_rng(0)
+    shapes = {"in": (8, 16), "qkv": (16, 48), "out": (16, 128)}
+    params = {name: jnp.asarray(0.3 * rng.normal(size=shape), jnp.float32) for name, shape in shapes.items()}
+    batch = {"x": rng.normal(size=(8, 32, 8)).astype(np.float32), "label": rng.integers(0, 128, (8, 32))}
+
+    def first(**options):
+        given = {"params": params, "batch": batch, "options": ProgramOptions(**options)}
+        program = training_program(attended, optax.sgd(1e-2), **given)
+        state = program.init(params)
+        summary = report(program, state, batch)
+        evaluated = program.eval_step(state, batch)
+        return program, summary, evaluated, program.step(state, batch)[1]
+
+    _, summary, evaluated, wanted = first()
+    assert summary.dispatch is None
+    program, summary, *found = first(dispatch=True, residuals=True, zero=3)
+    assert list(program.stages) == ["loss", "dispatch", "residuals"]
+    assert {one.op for one in summary.dispatch.replacements} >= {"attention", "cross_entropy"}
+    assert "dispatch         attention at test_program_state.py:" in str(summary)
+    np.testing.assert_allclose([one.loss for one in found], [evaluated.loss, wanted.loss], rtol=1e-5)
+    np.testing.assert_allclose(found[1].grad_norm, wanted.grad_norm, rtol=1e-5)
+    every = {"dispatch": True, "autocast": "bf16", "residuals": True, "memory_budget": "1GiB", "zero": 1}
+    program, summary, *found = first(**every)
+    assert list(program.stages) == ["loss", "dispatch", "autocast", "residuals", "remat"]
+    assert set(summary.stages[-1].products) == {"bfloat16"}
+    np.testing.assert_allclose([one.loss for one in found], [evaluated.loss, wanted.loss], rtol=1e-2)
