@@ -200,11 +200,13 @@ def training_program(
     def step_of(loss_fn: Callable) -> Any:
         return _jitted(_train_step(loss_fn, optimizer, options, has_keys="keys" in given), options, shardings)
 
-    stages, dispatched = {"loss": step_of(loss_fn)}, None
+    stages = {"loss": step_of(loss_fn)}
+    dispatched: Dispatched | None = None
     for name, apply in _passes(options).items():
         loss_fn, eval_loss = apply(loss_fn), apply(eval_loss)
-        dispatched = loss_fn if name == "dispatch" else dispatched
         stages[name] = step_of(loss_fn)
+        if isinstance(loss_fn, Dispatched):
+            dispatched = loss_fn
     program = TrainingProgram(
         init=_initial(optimizer, options, given, shardings=shardings),
         stages=stages,
