@@ -220,11 +220,13 @@ class _Cut:
             return
         (out,) = eqn.outvars
         shape = out.aval.shape
-        if name in _ELEMENTWISE and all(var.aval.shape in (shape, ()) for var in operands):
+        if name in _ELEMENTWISE and all(var.aval.ndim in (len(shape), 0) for var in operands):
             for var in operands:
-                self._join_dims(var, out, [(dim, dim) for dim in range(len(var.aval.shape))])
+                self._join_dims(var, out, [(dim, dim) for dim, size in enumerate(var.aval.shape) if size == shape[dim]])
         elif name == "dot_general":
             self._join_product(eqn)
+        elif name == "gather":
+            self._join_gather(eqn)
         elif name == "transpose":
             self._join_dims(operands[0], out, [(dim, new) for new, dim in enumerate(params["permutation"])])
         elif name == "broadcast_in_dim" and operands:
@@ -254,6 +256,22 @@ class _Cut:
                 if dim not in contracted[side] and dim not in batch[side]:
                     self._join_dims(var, out, [(dim, new)])
                     new += 1
+
+    def _join_gather(self, eqn: Any) -> None:
+        """Joins the dimensions of which each index of the operand is read by its own indices."""
+        (operand, indices), (out,) = eqn.invars, eqn.outvars
+        if is_literal(operand) or is_literal(indices):
+            self._fix(*(atom for atom in eqn.invars if not is_literal(atom)), out)
+            return
+        numbers = eqn.params["dimension_numbers"]
+        batch = [dim for dim in range(out.aval.ndim) if dim not in numbers.offset_dims]
+        joined = set()
+        for old, own in zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True):
+            self._join_dims(operand, out, [(old, batch[own])])
+            self._join_dims(indices, out, [(own, batch[own])])
+            joined |= {(operand, old), (indices, own), (out, batch[own])}
+        for one in (operand, indices, out):
+            self._fixed |= {(one, dim) for dim in range(one.aval.ndim)} - joined
 
     def _join_reshape(self, var: Any, out: Any) -> None:
         """Joins dimensions before which and after which both shapes have the same number of elements."""

@@ -302,7 +302,9 @@ def _evaluated(
     order = [label for label in value.labels if label is not None]
     total = total.transpose([left.index(label) for label in order])
     total = jnp.expand_dims(total, tuple(axis for axis, label in enumerate(value.labels) if label is None))
-    return jnp.broadcast_to(total, aval.shape).astype(aval.dtype)
+    # dimensions along which the variable is constant have its size, the others that of the tokens
+    shape = [aval.shape[k] if label is None else total.shape[k] for k, label in enumerate(value.labels)]
+    return jnp.broadcast_to(total, shape).astype(aval.dtype)
 
 
 def _by_token(array: Any, labels: tuple[Any, ...], rank: int) -> jax.Array:
