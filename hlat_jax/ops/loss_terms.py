@@ -297,8 +297,9 @@ class Symbolic:
         which, *cases = eqn.invars
         if len(cases) != 2:
             raise Unsupported("the logits are selected from")
-        if which in self._flags and cases[1] is self._flags[which]:
-            return self.values[cases[1]]
+        known = None if is_literal(cases[1]) else self.values.get(cases[1])
+        if not is_literal(which) and which in self._flags and known == self.values[self._flags[which]]:
+            return known  # the maximum, if it is finite
         if is_literal(which) or which in self.values or (not is_literal(cases[0]) and cases[0] in self.values):
             raise Unsupported("the logits are selected from by values")
         value = self._known(eqn, 2)
@@ -419,15 +420,14 @@ class Symbolic:
     def _contracted(self, eqn: Any) -> Value:
         left, right = self._operands_of_dot(eqn)
         (left_axes, right_axes), (left_batch, right_batch) = eqn.params["dimension_numbers"]
-        batch = [left.labels[axis] for axis in left_batch]
-        over = [left.labels[axis] for axis in left_axes]
-        is_elementwise = batch == [right.labels[axis] for axis in right_batch]
-        is_elementwise &= over == [right.labels[axis] for axis in right_axes] and over.count(V) == 1
-        if left.is_exp or right.is_exp or not is_elementwise or len(batch) + len(over) != len(left.labels):
+        labels = _joined(left, right)
+        over = [labels[axis] for axis in left_axes]
+        is_elementwise = (tuple(left_axes), tuple(left_batch)) == (tuple(right_axes), tuple(right_batch))
+        is_elementwise &= over.count(V) == 1 and len(left_batch) + len(over) == len(labels)
+        if left.is_exp or right.is_exp or not is_elementwise:
             raise Unsupported("the logits are read by a product")
-        value = Value(_times(left.terms, right.terms), left.labels)
         order = [*left_batch, *left_axes]
-        value = dataclasses.replace(value, labels=tuple(left.labels[axis] for axis in order))
+        value = Value(_times(left.terms, right.terms), tuple(labels[axis] for axis in order))
         shape = [eqn.invars[0].aval.shape[axis] for axis in order]
         return self._reduced_sum(value, range(len(left_batch), len(order)), shape)
 
