@@ -75,7 +75,8 @@ class _Product:
         self.eqns = [eqn]
         # the dimension of the vocabulary in the result of the product
         self.axis = hidden.aval.ndim - 1 if eqn.invars[0] is hidden else 0
-        self._moves: list[Callable[[Any], Any]] = [lambda x, to=self.axis: jnp.moveaxis(x, axis, to)]
+        to = self.axis
+        self._moves: list[Callable[[Any], Any]] = [lambda x: jnp.moveaxis(x, axis, to)]
         self.logits = eqn.outvars[0]
         while True:
             readers = [one for one in graph.readers(self.logits) if id(one) in live]
@@ -112,7 +113,7 @@ class _Product:
         if name == "reshape" and params.get("dimensions") is None:
             return self._reshaped(shape, new_shape)
         if name == "transpose":
-            self._moves.append(lambda x, order=params["permutation"]: jnp.transpose(x, order))
+            self._moves.append(lambda x: jnp.transpose(x, params["permutation"]))
             self.axis = tuple(params["permutation"]).index(self.axis)
             return True
         if name == "slice" and new_shape[self.axis] == shape[self.axis]:
@@ -274,7 +275,7 @@ class _Loss:
             between = dict.fromkeys(eqn.primitive.name for eqn, _ in product.elementwise)
             known.append(f"{', '.join(between)} after the product")
         bounds = {target.var: num_columns} if target else {}
-        return Match(OP, eqns, inputs, outputs, replacement, source, ", ".join(known), bounds)
+        return Match(OP, eqns, inputs, outputs, replacement, source, ", ".join(known), int_bounds=bounds)
 
 
 def _evaluated(

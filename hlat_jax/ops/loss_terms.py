@@ -408,13 +408,13 @@ class Symbolic:
     def _counted_dim(self, part: Any, label: Any, size: int) -> int:
         """Returns the dimension along which indices are 0, 1, 2, ... for every token of a dimension."""
         found = self.graph.constant(part)
-        for dim in range(part.aval.ndim - 1) if found is not None else ():
-            shape = [1] * part.aval.ndim
-            shape[dim] = -1
-            if found.shape[dim] == size and np.array_equal(
-                found, np.broadcast_to(np.arange(size).reshape(shape), found.shape)
-            ):
-                return dim
+        if found is not None:
+            for dim in range(part.aval.ndim - 1):
+                shape = [1] * part.aval.ndim
+                shape[dim] = found.shape[dim]
+                counted = np.broadcast_to(np.arange(found.shape[dim]).reshape(shape), found.shape)
+                if found.shape[dim] == size and np.array_equal(found, counted):
+                    return dim
         raise Unsupported("logits of other tokens are read by index")
 
     def _contracted(self, eqn: Any) -> Value:

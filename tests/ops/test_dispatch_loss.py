@@ -10,6 +10,7 @@ import pytest
 
 from hlat_jax.ops import cross_entropy
 from hlat_jax.ops.dispatch import dispatch
+from hlat_jax.passes.autocast import autocast
 
 B, T, D, V = 2, 6, 8, 32
 
@@ -195,12 +196,24 @@ def test_dispatched_loss_in_bf16_is_as_accurate_as_the_original():
     assert errors[1] <= 1.1 * errors[0]
 
 
+@pytest.mark.parametrize("first", ["autocast", "dispatch"])
+def test_loss_is_found_before_and_after_autocast(first):
+    loss = SPELLINGS["optax integers"]
+    fn = dispatch(autocast(loss, "bf16") if first == "autocast" else loss, check=False)
+    outer = fn if first == "autocast" else autocast(fn, "bf16")
+    exact, low = (jax.grad(one)(PARAMS, TARGETS, WEIGHTS)["head"] for one in (loss, outer))
+    assert len(fn.report().replacements) == 1
+    error = np.linalg.norm(low - exact) / np.linalg.norm(exact)
+    assert 1e-4 < error < 2e-2  # operands and gradients are rounded to bf16, 4e-3 of a value
+
+
 def normalised(z, t):
     """Float64: log-normaliser, the target's logit, the sum."""
     log_z = np.log(np.exp(z - z.max(-1, keepdims=True)).sum(-1)) + z.max(-1)
     return log_z, np.take_along_axis(z, t[..., None], -1)[..., 0], z.sum(-1)
 
 
+@pytest.mark.quick_cases("even blocks-VD", "uneven blocks-DV")
 @pytest.mark.parametrize("contracted", [1, 0], ids=["VD", "DV"])
 @pytest.mark.parametrize("num_columns", [96, 85], ids=["even blocks", "uneven blocks"])
 def test_token_statistics_match_float64(num_columns, contracted, monkeypatch):
