@@ -241,7 +241,7 @@ REFUSED = {
     "a softcap after the mask": (attend(lambda s: jnp.tanh(causal(s))), (), "mask comes before the softcap"),
     "a scale after the bias": (attend(lambda s, b: 2 * (s + b)), (normal(T, T),), "comes before a scale"),
     "one more in the sum": (one_more_in_the_sum, (), ""),
-    "heads that are summed": (heads_summed, (), "not over the dimensions that the product"),
+    "heads that are summed": (heads_summed, (), "summed with the keys"),
     "probabilities that are weighted": (weighted, (normal(T, T),), ""),
     "probabilities that are doubled": (lambda q, k: values_of(2 * softmax(scores_of(q, k)), V), (), "multiplied by 2"),
     "no gradient through the scores": (attend(jax.lax.stop_gradient), (), "the scores go through stop_gradient"),
