@@ -44,7 +44,7 @@ class _Static:
 def attention(
     q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, *, segment_ids_BT: Any, window: int | None, variant: Any
 ) -> jax.Array:
-    """Returns [B, T, N, H] as `ops.attention.general_attention`. Reverse mode only."""
+    """Returns [B, T, N, H] as `ops.general_attention`. Reverse mode only."""
     t, h = q_BTNH.shape[1], q_BTNH.shape[3]
     s, kv_heads = k_BSKH.shape[1:3]
     static = _Static(

@@ -146,7 +146,7 @@ class _Splicer:
         self.replacements: dict[Any, Replacement] = {}
         self.refusals: list[Refusal] = []
 
-    def spliced(self, closed: Any, known: Mapping[int, np.ndarray] | None = None) -> Any:
+    def spliced(self, closed: Any, *, known: Mapping[int, np.ndarray] | None = None) -> Any:
         """Returns the closed jaxpr with ops replaced, also in the jaxprs inside it; itself if there are none.
 
         Args:
@@ -245,20 +245,20 @@ class _Splicer:
             return self._replaced_body(graph, eqn, "jaxpr", eqn.invars)
         if name == CHECKPOINT:
             closed = core.ClosedJaxpr(params["jaxpr"], [])
-            new = self.spliced(closed, self._known(graph, eqn.invars))
+            new = self.spliced(closed, known=self._known(graph, eqn.invars))
             if new is closed:
                 return None
             opened, consts = without_consts(new)
             return Changed({"jaxpr": opened}, consts)
         if name == "cond":
             known = self._known(graph, eqn.invars[1:])
-            branches = tuple(self.spliced(branch, known) for branch in params["branches"])
+            branches = tuple(self.spliced(branch, known=known) for branch in params["branches"])
             is_changed = any(new is not old for new, old in zip(branches, params["branches"], strict=True))
             return Changed({"branches": branches}) if is_changed else None
         return None
 
     def _replaced_body(self, graph: Graph, eqn: Any, key: str, consts: Sequence[Any]) -> Changed | None:
-        new = self.spliced(eqn.params[key], self._known(graph, consts))
+        new = self.spliced(eqn.params[key], known=self._known(graph, consts))
         return None if new is eqn.params[key] else Changed({key: new})
 
     def _known(self, graph: Graph, atoms: Sequence[Any]) -> dict[int, np.ndarray]:

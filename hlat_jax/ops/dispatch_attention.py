@@ -14,7 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from hlat_jax.ops import attention
+from hlat_jax.ops import attention, general_attention
 from hlat_jax.ops.dispatch_graph import Choose, Graph, Match, Refusal, is_literal
 
 # A score with this or less added to it, or in its place, has no weight.
@@ -133,12 +133,11 @@ class _Reader:
             if eqn is None:
                 raise _NotAttention
             name = eqn.primitive.name
-            if name in ("mul", "div"):
-                number = self._scalar(eqn.invars[1])
-                if number is not None:
-                    factor = factor * number if name == "mul" else factor / number
-                    var, changed = eqn.invars[0], True
-                    continue
+            following = self._scaled(eqn)
+            if following is not None:
+                var, number = following
+                factor, changed = factor * number, True
+                continue
             if name == "mul" and self._is_exp(eqn.invars[0]) is self._is_exp(eqn.invars[1]):
                 first, second = (self._kept(atom, layout) for atom in eqn.invars)
                 found = second or first
@@ -673,7 +672,7 @@ class _Shape:
         best = [axis for axis in masked if axis in same_size] or masked or same_size or own
         return tuple(best[-1:])
 
-    def arranged(self, x: Any, layout: _Layout, groups: Sequence[Sequence[_Axis]], sizes: dict, *, full: bool) -> Any:
+    def arranged(self, x: Any, layout: _Layout, groups: Sequence[Sequence[_Axis]], *, sizes: dict, full: bool) -> Any:
         """Returns an array with one dimension for each group of axes, 1 where it has none of them.
 
         Args:
@@ -862,8 +861,8 @@ class _Terms:
         positions: dict[Any, int] = {}
         inputs: list[Any] = []
         indices: list[int | None] = []
-        for var, _ in arrays:
-            if is_literal(var) or (graph.is_constant(var) and graph.constant(var) is not None):
+        for number, (var, _) in enumerate(arrays):
+            if number >= plain and (is_literal(var) or (graph.is_constant(var) and graph.constant(var) is not None)):
                 indices.append(None)
                 continue
             if var not in positions:
@@ -873,8 +872,6 @@ class _Terms:
         constants = [
             None if index is not None else graph.constant(var) for (var, _), index in zip(arrays, indices, strict=True)
         ]
-        if any(index is None for index in indices[:3]):
-            raise _NotAttention
         has_segments, num_masks, num_biases = self.segments is not None, len(self.masks), len(self.biases)
         causal, window, softcap = self.causal, self.window, chain.softcap
         scale, keep = chain.scale, self.keep
@@ -896,15 +893,15 @@ class _Terms:
                 for axis in _all_leaves(layout):
                     sizes.setdefault(axis, axis.size)
             heads = (*shape.K, *shape.G)
-            q = shape.arranged(found[0], layouts[0], (shape.B, shape.T, heads, shape.H), sizes, full=True)
-            k = shape.arranged(found[1], layouts[1], (shape.B, shape.S, shape.K, shape.H), sizes, full=True)
-            v = shape.arranged(found[2], layouts[2], (shape.B, shape.S, shape.K, shape.V), sizes, full=True)
+            q = shape.arranged(found[0], layouts[0], (shape.B, shape.T, heads, shape.H), sizes=sizes, full=True)
+            k = shape.arranged(found[1], layouts[1], (shape.B, shape.S, shape.K, shape.H), sizes=sizes, full=True)
+            v = shape.arranged(found[2], layouts[2], (shape.B, shape.S, shape.K, shape.V), sizes=sizes, full=True)
             rest = list(zip(found[plain:], layouts[plain:], strict=True))
             ids = None
             if has_segments:
                 x, layout = rest.pop(0)
-                ids = shape.arranged(x, layout, (shape.B, shape.T), sizes, full=True).astype(jnp.int32)
-            arranged = [shape.arranged(x, layout, self.groups, sizes, full=False) for x, layout in rest]
+                ids = shape.arranged(x, layout, (shape.B, shape.T), sizes=sizes, full=True).astype(jnp.int32)
+            arranged = [shape.arranged(x, layout, self.groups, sizes=sizes, full=False) for x, layout in rest]
             masks = [
                 x != 0 if term.factor > 0 else x == 0
                 for x, term in zip(arranged[:num_masks], terms[:num_masks], strict=True)
@@ -915,7 +912,7 @@ class _Terms:
                 x.astype(jnp.float32) * term.factor if term.factor != 1 else x
                 for x, term in zip(arranged[num_masks : num_masks + num_biases], terms[num_masks:], strict=True)
             ]
-            variant = attention.Variant(
+            variant = general_attention.Variant(
                 causal=causal,
                 scale=scale_or_none,
                 softcap=softcap,
@@ -968,21 +965,23 @@ def _arranged_constant(
     return value.reshape([math.prod(target[start:stop]) for start, stop in _spans(groups)])
 
 
-def _attend(choose: Choose, q: Any, k: Any, v: Any, ids: Any, window: int | None, variant: attention.Variant) -> Any:
+def _attend(
+    choose: Choose, q: Any, k: Any, v: Any, ids: Any, window: int | None, variant: general_attention.Variant
+) -> Any:
     has_segments, features = ids is not None, variant.features
     if not features and k.shape[1] == q.shape[1]:
         call = attention.describe_call(q.shape, k.shape[2], dtype=q.dtype, has_segments=has_segments, window=window)
         name = choose(attention.OP, call)
         return attention.attention(q, k_BSKH=k, v_BSKH=v, segment_ids_BT=ids, implementation=name, window=window)
-    call = attention.describe_general_call(
+    call = general_attention.describe_call(
         q.shape, k.shape[1:3], dtype=q.dtype, has_segments=has_segments, window=window, features=features
     )
-    return attention.general_attention(
+    return general_attention.general_attention(
         q,
         k_BSKH=k,
         v_BSKH=v,
         segment_ids_BT=ids,
-        implementation=choose(attention.GENERAL, call),
+        implementation=choose(general_attention.OP, call),
         window=window,
         variant=variant,
     )

@@ -25,7 +25,7 @@ from hlat_jax.passes.jaxpr import op_name, place_of, rebind
 TOLERANCES = {"float64": 1e-5, "float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}
 CUT_ABOVE = 2**20  # elements of the largest intermediate, above which dimensions are cut
 _CUT_TO = 2
-# Elementwise, with operands of one shape or scalars.
+# Elementwise, with operands of one shape but for dimensions of size 1, or scalars.
 _ELEMENTWISE = {
     *("add", "sub", "mul", "div", "max", "min", "neg", "exp", "exp2", "expm1", "log", "log1p", "tanh", "logistic"),
     *("erf", "sqrt", "rsqrt", "square", "integer_pow", "pow", "abs", "sign", "select_n", "convert_element_type", "eq"),
@@ -220,11 +220,14 @@ class _Cut:
             return
         (out,) = eqn.outvars
         shape = out.aval.shape
-        if name in _ELEMENTWISE and all(var.aval.shape in (shape, ()) for var in operands):
-            for var in operands:
-                self._join_dims(var, out, [(dim, dim) for dim in range(len(var.aval.shape))])
+        if name in _ELEMENTWISE and all(var.aval.ndim in (len(shape), 0) for var in operands):
+            for var in operands:  # a dimension of size 1 is broadcast
+                same = [dim for dim, size in enumerate(var.aval.shape) if size == shape[dim]]
+                self._join_dims(var, out, [(dim, dim) for dim in same])
         elif name == "dot_general":
             self._join_product(eqn)
+        elif name == "gather":
+            self._join_gather(eqn)
         elif name == "transpose":
             self._join_dims(operands[0], out, [(dim, new) for new, dim in enumerate(params["permutation"])])
         elif name == "broadcast_in_dim" and operands:
@@ -254,6 +257,22 @@ class _Cut:
                 if dim not in contracted[side] and dim not in batch[side]:
                     self._join_dims(var, out, [(dim, new)])
                     new += 1
+
+    def _join_gather(self, eqn: Any) -> None:
+        """Joins the dimensions of which each index of the operand is read by its own indices."""
+        (operand, indices), (out,) = eqn.invars, eqn.outvars
+        if is_literal(operand) or is_literal(indices):
+            self._fix(*(atom for atom in eqn.invars if not is_literal(atom)), out)
+            return
+        numbers = eqn.params["dimension_numbers"]
+        batch = [dim for dim in range(out.aval.ndim) if dim not in numbers.offset_dims]
+        joined = set()
+        for old, own in zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True):
+            self._join_dims(operand, out, [(old, batch[own])])
+            self._join_dims(indices, out, [(own, batch[own])])
+            joined |= {(operand, old), (indices, own), (out, batch[own])}
+        for one in (operand, indices, out):
+            self._fixed |= {(one, dim) for dim in range(one.aval.ndim)} - joined
 
     def _join_reshape(self, var: Any, out: Any) -> None:
         """Joins dimensions before which and after which both shapes have the same number of elements."""
