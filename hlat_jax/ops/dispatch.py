@@ -272,8 +272,9 @@ def _matchers() -> list[Callable]:
     for name in MATCHERS:
         try:
             found.append(importlib.import_module(f"hlat_jax.ops.{name}").matches)
-        except ModuleNotFoundError:
-            continue
+        except ModuleNotFoundError as error:
+            if error.name != f"hlat_jax.ops.{name}":
+                raise
     return found
 
 
