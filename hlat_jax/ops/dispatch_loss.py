@@ -1,7 +1,7 @@
 """Finds cross-entropies in foreign functions: product, log-sum-exp, the logit of the target, in any spelling.
 
 The equations after a product are evaluated symbolically (`loss_terms`). Where nothing but the statistics of tokens
-leaves them, `cross_entropy.token_statistics` computes these, and the rest of the loss (z-loss, weights, mean) stays as
+leaves them, `token_statistics` computes these, and the rest of the loss (z-loss, weights, mean) stays as
 it is.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from hlat_jax.ops import cross_entropy
+from hlat_jax.ops import token_statistics
 from hlat_jax.ops.dispatch_graph import Choose, Graph, Match, Refusal, is_literal
 from hlat_jax.ops.loss_terms import IS_INSIDE, Symbolic, Unsupported, V, Value
 from hlat_jax.passes.jaxpr import rebind
@@ -93,7 +93,7 @@ class _Product:
             hidden = move(hidden)
         return jnp.moveaxis(hidden, self.axis, -1)
 
-    def form(self) -> cross_entropy.LogitsForm:
+    def form(self) -> token_statistics.LogitsForm:
         """Returns how the logits follow from the product."""
         dtype, steps = self.eqn.outvars[0].aval.dtype, self.elementwise
 
@@ -105,7 +105,7 @@ class _Product:
                 (x,) = rebind(eqn, args)
             return x
 
-        return cross_entropy.LogitsForm(self.contracted, from_product, self.eqn.params["precision"])
+        return token_statistics.LogitsForm(self.contracted, from_product, self.eqn.params["precision"])
 
     def _absorbs(self, eqn: Any) -> bool:
         name, shape, params = eqn.primitive.name, self.logits.aval.shape, eqn.params
@@ -251,8 +251,8 @@ class _Loss:
             is_inside = (targets >= 0) & (targets < num_columns)
             if target and target.outside == "clip":
                 targets = jnp.clip(targets, 0, num_columns - 1)
-            call = cross_entropy.describe_call(hidden.shape, num_columns, dtype=hidden.dtype)
-            found = cross_entropy.token_statistics(
+            call = token_statistics.describe_call(hidden.shape, num_columns, dtype=hidden.dtype)
+            found = token_statistics.token_statistics(
                 hidden,
                 head=head,
                 targets=targets,
@@ -260,7 +260,7 @@ class _Loss:
                     env[var].reshape(-1) if env[var].size > 1 else env[var].reshape(()) for var in product.params
                 ),
                 form=product.form(),
-                implementation=choose(cross_entropy.TOKEN_OP, call),
+                implementation=choose(token_statistics.OP, call),
             )
             target_logit = found.target_logit
             if target and target.outside == "nan":
