@@ -379,6 +379,4 @@ OP.register(Implementation("triton", _triton, {"cuda": 1}, _triton_unsupported_r
 
 GENERAL = Op("attention")
 GENERAL.register(Implementation("einsum", _einsum_variant, {"*": 10}))
-GENERAL.register(
-    Implementation("chunked", _chunked_variant, {"cpu": 20, "*": 5}, _chunked_variant_unsupported_reasons)
-)
+GENERAL.register(Implementation("chunked", _chunked_variant, {"cpu": 20, "*": 5}, _chunked_variant_unsupported_reasons))

@@ -194,8 +194,10 @@ def _part(x_BNTS, static, pair):
 
 def _with_part(total_BNTS, scores_XUGS, static, pair):
     """Returns the gradient of a bias with that of one pair of blocks added, summed where the bias is broadcast."""
-    x, u, g, s = scores_XUGS.shape
-    scores_BNUS = scores_XUGS.reshape(-1, static.kv_heads, u, g, s).swapaxes(2, 3).reshape(-1, static.kv_heads * g, u, s)
+    _, u, g, s = scores_XUGS.shape
+    scores_BNUS = (
+        scores_XUGS.reshape(-1, static.kv_heads, u, g, s).swapaxes(2, 3).reshape(-1, static.kv_heads * g, u, s)
+    )
     starts = [0, 0]
     for axis, index in zip((2, 3), pair, strict=True):
         starts.append(index * static.blocks[axis - 2] if total_BNTS.shape[axis] > 1 else 0)
@@ -208,7 +210,7 @@ def _with_part(total_BNTS, scores_XUGS, static, pair):
 def _scores(static, q_XUGH, k_XSH, biases, terms, ids, pair):
     """Returns (scores, the derivative of the softcap, bool mask or None) in one pair of blocks, as [X, U, G, S]."""
     i, j = pair
-    (x, u, g, _), s = q_XUGH.shape, k_XSH.shape[1]
+    (_, u, g, _), s = q_XUGH.shape, k_XSH.shape[1]
     scores_XUGS = chunked._dot("XUGH,XSH->XUGS", q_XUGH, k_XSH) * static.scale
     slope_XUGS = 1.0
     if static.softcap is not None:
@@ -241,6 +243,6 @@ def _kept(static, x_XUGS, terms, pair):
     """Returns the values that dropout keeps, scaled, and 0 for the others."""
     if terms["keep"] is None:
         return x_XUGS
-    x, u, g, s = x_XUGS.shape
+    _, u, g, s = x_XUGS.shape
     values = x_XUGS.reshape(-1, static.kv_heads, u, g, s)
     return jnp.where(_part(terms["keep"], static, pair), values * static.keep_factor, 0).reshape(x_XUGS.shape)
