@@ -1,0 +1,163 @@
+"""What do the passes make of models that are not ours? The twelve styles and the packages' models of the tests.
+
+    python benchmarks/foreign.py residuals [--models=nanodo,vit]   # bytes held for the backward pass, FLOPs, gradients
+    python benchmarks/foreign.py budget [--share=0.6]              # remat.fit at a share of what a step takes
+    python benchmarks/foreign.py dispatch                          # ops found, and those refused
+    python benchmarks/foreign.py speed [--models=nanodo,vit]       # dispatch at 1,024 positions, timed in alternation
+
+Each prints one table in Markdown, a row per model, as it goes. Bytes are those that XLA's memory analysis has for
+compiled programs, on CPU with the scheduler that minimizes memory; FLOPs of products are counted in the trace, all
+FLOPs by XLA's cost analysis, which counts the body of a loop once. Gradients are compared with those of fp32 in norm;
+beside them, what rounding weights and batch once to bf16 makes of them in fp32.
+"""
+
+import argparse
+import pathlib
+import statistics
+import sys
+import time
+
+import jax
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "tests" / "passes"))
+
+from foreign.measured import distance, product_flops, residual_bytes, rounded, step_for_memory
+from foreign.models import MODELS, TRANSFORMERS
+from foreign.unchanged import UNCHANGED, UNCHANGED_TRANSFORMERS
+
+from hlat_jax.byte_sizes import format_bytes
+from hlat_jax.ops.dispatch import dispatch
+from hlat_jax.passes import remat
+from hlat_jax.passes.autocast import autocast
+from hlat_jax.passes.residuals import select_residuals
+
+ALL = MODELS | UNCHANGED
+MIB = 2**20
+
+
+def print_row(*cells):
+    print("| " + " | ".join(map(str, cells)) + " |", flush=True)
+
+
+def print_head(*cells):
+    print_row(*cells)
+    print("|" + "---|" * len(cells), flush=True)
+
+
+def residuals(name, *, small):
+    """Prints the bytes held for the backward pass by fp32, autocast, and autocast with residual selection."""
+    loss, params, batch = ALL[name](small=small)
+    autocasted = autocast(loss, "bf16")
+    forms = loss, autocasted, select_residuals(autocasted)
+    held = [residual_bytes(form, params, batch, by_xla=True) for form in forms]
+    products = [product_flops(form, params, batch) for form in forms[1:]]
+    steps = [step_for_memory(form).lower(params, batch).compile() for form in forms]
+    flops = [step.cost_analysis()["flops"] for step in steps]
+    grads = [step(params, batch)[1] for step in steps]
+    once = distance(steps[0](rounded(params), rounded(batch))[1], grads[0])
+    print_row(
+        name,
+        f"{held[0] / MIB:.1f}",
+        *(f"{bytes_ / MIB:.1f} ({bytes_ / held[0] - 1:+.0%})" for bytes_ in held[1:]),
+        f"{products[1] / products[0] - 1:+.1%}",
+        f"{flops[2] / flops[1] - 1:+.1%}",
+        *(f"{distance(found, grads[0]):.4f}" for found in grads[1:]),
+        f"{once:.4f}",
+    )
+    return [bytes_ / held[0] - 1 for bytes_ in held[1:]]
+
+
+def budget(name, *, small, share):
+    """Prints what `remat.fit` finds for a share of the temporaries of an fp32 step."""
+    loss, params, batch = ALL[name](small=small)
+    plain = remat.temporaries(step_for_memory(loss).trace(params, batch))
+    began = time.monotonic()
+    try:
+        plan = remat.fit(loss, params, batch, budget_bytes=int(share * plain), step=step_for_memory)
+    except remat.BudgetNotMet as refused:
+        least = str(refused).split("smallest program tried takes ")[1].split(" bytes")[0].replace(",", "")
+        found = f"not met: {int(least) / plain:.0%}", "", "", f"{time.monotonic() - began:.0f}"
+    else:
+        regions = f"{sum(plan.segments)} segments" if plan.segments else plan.region
+        found = (
+            f"{plan.measured_bytes / plain:.0%}",
+            f"{plan.recompute_share:+.1%}",
+            plan.choice.stock_policy if plan.choice and plan.choice.stock_policy else regions,
+            f"{plan.seconds:.0f} ({plan.compilations})",
+        )
+    print_row(name, format_bytes(plain), *found)
+
+
+def dispatched(name, *, small):
+    """Prints which ops are found in a model, and which are refused and why."""
+    loss, params, batch = ALL[name](small=small)
+    began = time.monotonic()
+    found = dispatch(loss)
+    jax.eval_shape(found, params, batch)
+    report, seconds = found.report(), time.monotonic() - began
+    used = "; ".join(f"{one.op} x{one.count}: {one.facts}" for one in report.replacements)
+    refused = "; ".join(sorted({f"{one.op}: {one.reason}" for one in report.refusals}))
+    apart = max((one.difference for one in report.replacements if one.difference is not None), default=None)
+    print_row(name, used or "none", "" if apart is None else f"{apart:.0e}", refused, f"{seconds:.1f}")
+
+
+def speed(name, *, pairs, seq_len):
+    """Prints time and memory of the gradient as it is and dispatched, in fp32 under `jit`."""
+    loss, params, batch = ALL[name](seq_len=seq_len)
+    forms = [jax.jit(jax.value_and_grad(form)).lower(params, batch).compile() for form in (loss, dispatch(loss))]
+    grads = [jax.block_until_ready(form(params, batch)) for form in forms]
+    seconds = []
+    for _ in range(pairs):
+        for form in forms:
+            began = time.perf_counter()
+            jax.block_until_ready(form(params, batch))
+            seconds.append(time.perf_counter() - began)
+    held = [form.memory_analysis().temp_size_in_bytes for form in forms]
+    ratios = [before / after for before, after in zip(seconds[::2], seconds[1::2], strict=True)]
+    print_row(
+        name,
+        f"{statistics.median(seconds[::2]):.2f} s, {held[0] / MIB:.0f} MiB",
+        f"{statistics.median(seconds[1::2]):.2f} s, {held[1] / MIB:.0f} MiB",
+        f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})",
+        f"{held[0] / held[1]:.2f}",
+        f"{distance(grads[1][1], grads[0][1]):.0e}",
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("table", choices=("residuals", "budget", "dispatch", "speed"))
+    parser.add_argument("--models", help="default: all; for speed, those with attention")
+    parser.add_argument("--small", action="store_true", help="the sizes of the tests")
+    parser.add_argument("--share", type=float, default=0.6)
+    parser.add_argument("--pairs", type=int, default=7)
+    parser.add_argument("--seq_len", type=int, default=1024)
+    args = parser.parse_args()
+    transformers = (*TRANSFORMERS, *UNCHANGED_TRANSFORMERS)
+    names = args.models.split(",") if args.models else transformers if args.table == "speed" else list(ALL)
+    unknown = sorted({*names} - {*ALL})
+    if unknown:
+        parser.error(f"--models: {', '.join(unknown)}: there are {', '.join(ALL)}")
+    if args.table == "residuals":
+        print_head(
+            "model", "fp32, MiB", "autocast", "selection", "products", "all FLOPs", "autocast", "selection", "rounded"
+        )
+        shares = [residuals(name, small=args.small) for name in names]
+        medians = (f"{statistics.median(column):+.0%}" for column in zip(*shares, strict=True))
+        print_row("median", "", *medians, *[""] * 5)
+    elif args.table == "budget":
+        print_head("model", "fp32 step", "fit", "products", "regions", "s (programs)")
+        for name in names:
+            budget(name, small=args.small, share=args.share)
+    elif args.table == "dispatch":
+        print_head("model", "found", "apart", "refused", "s")
+        for name in names:
+            dispatched(name, small=args.small)
+    else:
+        print_head("model", "as it is", "dispatched", "times faster", "times less memory", "gradients apart")
+        for name in names:
+            speed(name, pairs=args.pairs, seq_len=args.seq_len)
+
+
+if __name__ == "__main__":
+    main()
