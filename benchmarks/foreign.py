@@ -1,14 +1,16 @@
 """What do the passes make of models that are not ours? The twelve styles and the packages' models of the tests.
 
-    python benchmarks/foreign.py residuals [--models=nanodo,vit]   # bytes held for the backward pass, FLOPs, gradients
+    python benchmarks/foreign.py residuals [--models=nanodo,vit] [--compile]   # bytes held for the backward pass, FLOPs, gradients
     python benchmarks/foreign.py budget [--share=0.6]              # remat.fit at a share of what a step takes
     python benchmarks/foreign.py dispatch                          # ops found, and those refused
     python benchmarks/foreign.py speed [--models=nanodo,vit]       # dispatch at 1,024 positions, timed in alternation
 
-Each prints one table in Markdown, a row per model, as it goes. Bytes are those that XLA's memory analysis has for
-compiled programs, on CPU with the scheduler that minimizes memory; FLOPs of products are counted in the trace, all
-FLOPs by XLA's cost analysis, which counts the body of a loop once. Gradients are compared with those of fp32 in norm;
-beside them, what rounding weights and batch once to bf16 makes of them in fp32.
+Each prints one table in Markdown, a row per model, as it goes. Bytes held for the backward pass and FLOPs of products
+are counted in the trace; with `--compile` the bytes are those that XLA allocates for the results of the forward pass,
+and gradients are compared with those of fp32 in norm: under autocast, with selection, and in fp32 from weights and
+batch that were rounded to bf16 once. All FLOPs are those of XLA's cost analysis of the program before it is optimized,
+which counts the body of a loop once. A step's bytes are XLA's temporaries on CPU, with the scheduler that minimizes
+memory, as on accelerators.
 """
 
 import argparse
@@ -21,7 +23,7 @@ import jax
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "tests" / "passes"))
 
-from foreign.measured import distance, product_flops, residual_bytes, rounded, step_for_memory
+from foreign.measured import distance, residual_bytes, rounded, step_for_memory, total_product_flops
 from foreign.models import MODELS, TRANSFORMERS
 from foreign.unchanged import UNCHANGED, UNCHANGED_TRANSFORMERS
 
@@ -44,25 +46,31 @@ def print_head(*cells):
     print("|" + "---|" * len(cells), flush=True)
 
 
-def residuals(name, *, small):
+def residuals(name, *, small, compiles):
     """Prints the bytes held for the backward pass by fp32, autocast, and autocast with residual selection."""
     loss, params, batch = ALL[name](small=small)
     autocasted = autocast(loss, "bf16")
     forms = loss, autocasted, select_residuals(autocasted)
-    held = [residual_bytes(form, params, batch, by_xla=True) for form in forms]
-    products = [product_flops(form, params, batch) for form in forms[1:]]
-    steps = [step_for_memory(form).lower(params, batch).compile() for form in forms]
-    flops = [step.cost_analysis()["flops"] for step in steps]
-    grads = [step(params, batch)[1] for step in steps]
-    once = distance(steps[0](rounded(params), rounded(batch))[1], grads[0])
+    began = time.monotonic()
+    held = [residual_bytes(form, params, batch, by_xla=compiles) for form in forms]
+    seconds = time.monotonic() - began
+    products = [total_product_flops(form, params, batch) for form in forms[1:]]
+    lowered = [step_for_memory(form).lower(params, batch) for form in forms]
+    flops = [step.cost_analysis()["flops"] for step in lowered]
+    cells = []
+    if compiles:
+        steps = [step.compile() for step in lowered]
+        grads = [step(params, batch)[1] for step in steps]
+        grads.append(steps[0](rounded(params), rounded(batch))[1])
+        cells = [f"{distance(found, grads[0]):.4f}" for found in grads[1:]]
     print_row(
         name,
         f"{held[0] / MIB:.1f}",
         *(f"{bytes_ / MIB:.1f} ({bytes_ / held[0] - 1:+.0%})" for bytes_ in held[1:]),
         f"{products[1] / products[0] - 1:+.1%}",
         f"{flops[2] / flops[1] - 1:+.1%}",
-        *(f"{distance(found, grads[0]):.4f}" for found in grads[1:]),
-        f"{once:.4f}",
+        f"{seconds:.1f}",
+        *cells,
     )
     return [bytes_ / held[0] - 1 for bytes_ in held[1:]]
 
@@ -129,6 +137,7 @@ def main() -> None:
     parser.add_argument("table", choices=("residuals", "budget", "dispatch", "speed"))
     parser.add_argument("--models", help="default: all; for speed, those with attention")
     parser.add_argument("--small", action="store_true", help="the sizes of the tests")
+    parser.add_argument("--compile", action="store_true", help="bytes by XLA, and gradients; minutes")
     parser.add_argument("--share", type=float, default=0.6)
     parser.add_argument("--pairs", type=int, default=7)
     parser.add_argument("--seq_len", type=int, default=1024)
@@ -139,12 +148,11 @@ def main() -> None:
     if unknown:
         parser.error(f"--models: {', '.join(unknown)}: there are {', '.join(ALL)}")
     if args.table == "residuals":
-        print_head(
-            "model", "fp32, MiB", "autocast", "selection", "products", "all FLOPs", "autocast", "selection", "rounded"
-        )
-        shares = [residuals(name, small=args.small) for name in names]
+        distances = ("autocast apart", "selection apart", "rounded apart") if args.compile else ()
+        print_head("model", "fp32, MiB", "autocast", "selection", "products", "all FLOPs", "s", *distances)
+        shares = [residuals(name, small=args.small, compiles=args.compile) for name in names]
         medians = (f"{statistics.median(column):+.0%}" for column in zip(*shares, strict=True))
-        print_row("median", "", *medians, *[""] * 5)
+        print_row("median", "", *medians, *[""] * (3 + len(distances)))
     elif args.table == "budget":
         print_head("model", "fp32 step", "fit", "products", "regions", "s (programs)")
         for name in names:
