@@ -1,6 +1,6 @@
 """What do the passes make of models that are not ours? The twelve styles and the packages' models of the tests.
 
-    python benchmarks/foreign.py residuals [--models=nanodo,vit] [--compile]   # bytes held for the backward pass, FLOPs, gradients
+    python benchmarks/foreign.py residuals [--models=nanodo,vit] [--compile]   # bytes for the backward pass
     python benchmarks/foreign.py budget [--share=0.6]              # remat.fit at a share of what a step takes
     python benchmarks/foreign.py dispatch                          # ops found, and those refused
     python benchmarks/foreign.py speed [--models=nanodo,vit]       # dispatch at 1,024 positions, timed in alternation

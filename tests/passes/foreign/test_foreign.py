@@ -42,6 +42,8 @@ KEPT = {
 }
 # Likewise with residual selection after autocast.
 SELECTED = dict.fromkeys(ALL, 0.75)
+# Budgets, as shares of what the fp32 step takes, where 0.8 is not met.
+BUDGET: dict[str, float] = {}
 # Attentions and cross-entropies that `dispatch` replaces.
 OPS = {
     "nanodo": (2, 1),
@@ -131,7 +133,7 @@ def test_selection_keeps_a_quarter_less_without_products_again(name):
 @pytest.mark.parametrize("name", ALL)
 def test_selection_changes_no_gradient_by_more_than_the_rounding_of_bf16(name):
     loss, params, batch = model(name)
-    wanted, grads = gradients(name)
+    _, grads = gradients(name)
     low = autocast(loss, "bf16")
     narrow, selected = (jax.jit(jax.value_and_grad(fn))(params, batch) for fn in (low, select_residuals(low)))
     np.testing.assert_allclose(selected[0], narrow[0], rtol=BF16_STEP)
@@ -152,3 +154,18 @@ def test_ops_of_foreign_models_are_found_and_change_no_gradient(name):
     wanted, wanted_grads = gradients(name)
     np.testing.assert_allclose(value, wanted, rtol=1e-5)
     assert distance(grads, wanted_grads) <= 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ALL)
+def test_a_budget_of_bytes_is_met_with_equal_gradients(name):
+    loss, params, batch = model(name)
+    plain = remat.temporaries(step_for_memory(loss).trace(params, batch))
+    budget = int(BUDGET.get(name, 0.8) * plain)
+    options = remat.RematOptions(min_bytes=1024)
+    plan = remat.fit(loss, params, batch, budget_bytes=budget, step=step_for_memory, options=options)
+    assert plan.measured_bytes <= budget
+    value, grads = step_for_memory(plan.fn)(params, batch)
+    wanted, wanted_grads = gradients(name)
+    np.testing.assert_allclose(value, wanted, rtol=1e-6)
+    assert distance(grads, wanted_grads) <= 1e-5  # fusions differ, so that sums round otherwise
