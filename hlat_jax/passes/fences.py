@@ -82,7 +82,7 @@ def _after(values: list, others: list) -> tuple[list, list]:
     """Returns the arguments; the values are available when the others are."""
     if not values or not others:
         return values, others
-    return jax.lax.platform_dependent(values, others, cpu=_dependent, default=_barrier)
+    return jax.lax.platform_dependent(values, others, cpu=_loop, default=_barrier)
 
 
 _after.defjvp(lambda primals, tangents: (_after(*primals), tuple(tangents)))
@@ -92,30 +92,28 @@ def _barrier(values: list, others: list) -> tuple[list, list]:
     return jax.lax.optimization_barrier((values, others))
 
 
-def _dependent(values: list, others: list) -> tuple[list, list]:
-    """Combines each value with a zero computed from one element of each of the others, which compilers do not fold."""
-    zeros = [(_varying(other), _zero_of(other)) for other in others if other.size]
-    return [_combined(value, [zero for axes, zero in zeros if axes <= _varying(value)]) for value in values], others
+def _loop(values: list, others: list) -> tuple[list, list]:
+    """Passes floats through a loop whose number of trips, zero, is computed from one element of each of the others.
+
+    No compiler sees that it is zero, so that the loop starts when all of these exist, and its results are buffers.
+    """
+    trips = functools.reduce(jnp.bitwise_or, [_zero_of(other) for other in others if other.size], jnp.uint32(0))
+    places = [at for at, value in enumerate(values) if jnp.issubdtype(value.dtype, jnp.inexact)]
+
+    def turn(state: tuple) -> tuple:
+        trip, floats = state
+        return trip + 1, [value + value for value in floats]
+
+    _, floats = jax.lax.while_loop(
+        lambda state: state[0] < trips, turn, (jnp.zeros_like(trips), [values[at] for at in places])
+    )
+    values = list(values)
+    for at, value in zip(places, floats, strict=True):
+        values[at] = value
+    return values, others
 
 
 def _zero_of(array: jax.Array) -> jax.Array:
-    first = jax.lax.slice(array, (0,) * array.ndim, (1,) * array.ndim).reshape(())
-    bits = _bits(jnp.real(first))
+    first = jnp.real(jax.lax.slice(array, (0,) * array.ndim, (1,) * array.ndim).reshape(()))
+    bits = jax.lax.bitcast_convert_type(first, f"uint{8 * first.dtype.itemsize}")
     return jax.lax.population_count(bits).astype(jnp.uint32) >> 7  # a word has at most 64 bits set
-
-
-def _combined(value: jax.Array, zeros: list[jax.Array]) -> jax.Array:
-    if not zeros or not jnp.issubdtype(value.dtype, jnp.floating):
-        return value
-    bits = _bits(value)
-    zero = functools.reduce(jnp.bitwise_or, zeros).astype(bits.dtype)
-    return jax.lax.bitcast_convert_type(bits | zero, value.dtype)
-
-
-def _bits(array: jax.Array) -> jax.Array:
-    return jax.lax.bitcast_convert_type(array, f"uint{8 * array.dtype.itemsize}")
-
-
-def _varying(array: jax.Array) -> frozenset:
-    """Returns the manual mesh axes over which an array varies: the result must vary over no more."""
-    return getattr(jax.typeof(array), "vma", frozenset())
