@@ -16,24 +16,21 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
+from hlat_jax.ops import dispatch_check
 from hlat_jax.ops.dialect import CallSpec, MeasuredTimes, Op
 from hlat_jax.ops.dispatch_graph import Changed, Choose, Graph, Match, Refusal
 from hlat_jax.passes.jaxpr import CHECKPOINT, tracing, without_consts
 
 # Modules with a `matches(graph)` that yields a Match or a Refusal for each place.
 MATCHERS = ("dispatch_attention", "dispatch_loss", "dispatch_norm")
-# Largest difference from the original, relative to the norm of the value, by the narrowest float among the operands.
-TOLERANCES = {"float64": 1e-5, "float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}
 
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
@@ -220,7 +217,7 @@ class _Splicer:
         if not self.check:
             return "", None, tuple(chosen)
         try:
-            difference, tolerance = _difference(graph, match)
+            difference, tolerance = dispatch_check.difference(graph, match)
         except ValueError as error:
             return " ".join(str(error).split()), None, ()
         if not difference <= tolerance:
@@ -295,83 +292,3 @@ def _read_elsewhere(graph: Graph, match: Match) -> str:
                     where = graph.source(reader)
                     return f"the result of {eqn.primitive.name} at {graph.source(eqn)} is also read at {where}"
     return ""
-
-
-_checked: dict[str, float] = {}  # digest of (original, replacement) -> difference, of this process
-
-
-def _difference(graph: Graph, match: Match) -> tuple[float, float]:
-    """Returns (the largest relative difference of a replacement from the original, the tolerance).
-
-    Both run on the CPU, in values and gradients; the replacement by the implementation chosen for a CPU.
-    """
-    avals = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in match.inputs]
-    names = [aval.dtype.name for aval in avals if jnp.issubdtype(aval.dtype, jnp.floating)]
-    tolerance = max((TOLERANCES.get(name, 1e-5) for name in names), default=1e-5)
-
-    def choose(op: Op, call: CallSpec) -> str:
-        return op.choose("auto", "cpu", call=call).name
-
-    with jax.ensure_compile_time_eval(), jax.default_device(jax.local_devices(backend="cpu")[0]):
-        bounds = [match.int_bounds.get(var, 4) for var in match.inputs]
-        inputs = [_random(aval, bound, seed) for seed, (aval, bound) in enumerate(zip(avals, bounds, strict=True))]
-        original = _with_gradients(lambda *args: graph.evaluate(match.inputs, args, match.outputs), inputs)
-        ours = _with_gradients(functools.partial(match.replacement, choose), inputs)
-        traced = [jax.make_jaxpr(one)(*inputs) for one in (original, ours)]
-        digest = _digest(traced)
-        if digest not in _checked:
-            expected, found = (jax.jit(core.jaxpr_as_fun(one))(*inputs) for one in traced)
-            _checked[digest] = max(_relative(a, b) for a, b in zip(expected, found, strict=True))
-    return _checked[digest], tolerance
-
-
-def _random(aval: Any, bound: int, seed: int) -> np.ndarray:
-    generator = np.random.default_rng(seed)
-    if aval.dtype == bool:
-        return generator.random(aval.shape) < 0.7
-    if jnp.issubdtype(aval.dtype, jnp.integer):
-        return generator.integers(0, bound, aval.shape).astype(aval.dtype)
-    if not jnp.issubdtype(aval.dtype, jnp.floating):
-        raise ValueError(f"an operand of dtype {aval.dtype} cannot be checked with random values")
-    return generator.standard_normal(aval.shape, np.float32).astype(aval.dtype)
-
-
-def _with_gradients(function: Callable, inputs: Sequence[Any]) -> Callable:
-    """Returns a function to the float results of another, and the gradients of their sum with random weights."""
-    is_float = [jnp.issubdtype(x.dtype, jnp.floating) for x in inputs]
-
-    def run(*args):
-        floats = [arg for arg, yes in zip(args, is_float, strict=True) if yes]
-
-        def of_floats(*floats):
-            left = iter(floats)
-            return [*function(*(next(left) if yes else arg for arg, yes in zip(args, is_float, strict=True)))]
-
-        outs, pull = jax.vjp(of_floats, *floats)
-        weights = [
-            _random(out, 0, 1000 + number)
-            if jnp.issubdtype(out.dtype, jnp.floating)
-            else np.zeros(out.shape, jax.dtypes.float0)
-            for number, out in enumerate(outs)
-        ]
-        return [*outs, *pull(weights)]
-
-    return run
-
-
-def _relative(expected: Any, found: Any) -> float:
-    expected, found = (np.asarray(x).astype(np.float64) for x in (expected, found))
-    if not np.array_equal(np.isfinite(expected), np.isfinite(found)):
-        return np.inf
-    expected, found = (np.where(np.isfinite(x), x, 0) for x in (expected, found))
-    norm = np.linalg.norm(expected)
-    return float(np.linalg.norm(found - expected) / norm) if norm else float(np.abs(found).max(initial=0))
-
-
-def _digest(traced: Sequence[Any]) -> str:
-    digest = hashlib.sha256()
-    for closed in traced:
-        digest.update(str(closed.jaxpr).encode())
-        for const in closed.consts:
-            digest.update(np.asarray(const).tobytes())
-    return digest.hexdigest()

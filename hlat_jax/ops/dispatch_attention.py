@@ -19,6 +19,8 @@ from hlat_jax.ops.dispatch_graph import Choose, Graph, Match, Refusal, is_litera
 
 # A score with this or less added to it, or in its place, has no weight.
 _MASKED = -1e4
+# Masked scores of at most this are below those that a mask which is added to them leaves.
+_LOWEST = -1e29
 _OP = "attention"
 
 
@@ -79,6 +81,9 @@ class _Chain:
     softcap: float | None = None
     biases: list[_Term] = dataclasses.field(default_factory=list)
     masks: list[_Term] = dataclasses.field(default_factory=list)
+    fills: set[float] = dataclasses.field(default_factory=set)  # what masked scores are set to
+    # biases of 0 and a large negative number, with the masks that they are if every query attends to a key
+    added: list[tuple[_Term, list[_Term]]] = dataclasses.field(default_factory=list)
     zeroed: list[_Term] = dataclasses.field(default_factory=list)  # masks with which the scores are multiplied
 
 
@@ -226,7 +231,9 @@ class _Reader:
             log = next((one for one in logs if one is not None and one.primitive.name == "log"), None)
         if not reduced or log is None or log.primitive.name != "log":
             raise _NotAttention
-        add = self.graph.producer(self._broadcast_source(log.invars[0], _new_layout(log.invars[0].aval.shape))[0])
+        add = self._source_of(log.invars[0])
+        if add is not None and add.primitive.name == "abs":
+            add = self._source_of(add.invars[0])
         if add is None or add.primitive.name != "reduce_sum":
             raise _NotAttention
         summed, _ = self._through(add.invars[0], _new_layout(add.invars[0].aval.shape))
@@ -238,6 +245,9 @@ class _Reader:
         if other is not scores:
             raise _NotAttention
         return scores, scores_layout, reduced
+
+    def _source_of(self, atom: Any) -> Any:
+        return self.graph.producer(self._broadcast_source(atom, _new_layout(atom.aval.shape))[0])
 
     def _reduced_axes(self, layout: _Layout, total: _Layout) -> tuple[_Axis, ...]:
         left = set(_all_leaves(total))
@@ -333,6 +343,7 @@ class _Reader:
                 if masked is not None and masked <= _MASKED:
                     terms = self._truths(which, layout, negated=number == 0)
                     chain.masks += terms
+                    chain.fills.add(masked)
                     return cases[number]
             return None
         if name in ("add", "sub"):
@@ -368,36 +379,52 @@ class _Reader:
         return False
 
     def _add_bias(self, term: _Term, chain: _Chain) -> None:
+        truths = self._added_masks(term)
+        value = self.graph.constant(term.var)
+        if value is not None and value.size == 1 and float(term.factor * value.ravel()[0]) > _MASKED:
+            return  # the softmax does not change
+        if truths is None:
+            chain.biases.append(term)
+        else:
+            chain.added.append((term, truths))
+
+    def _added_masks(self, term: _Term) -> list[_Term] | None:
+        """Returns the masks of a term that is 0 where they are True and large and negative elsewhere, else None."""
         value = self.graph.constant(term.var)
         if value is not None:
             value = term.factor * value
-            if value.size == 1 and value > _MASKED:
-                return  # the softmax does not change
-            if (
-                np.isin(value, (0, *value[value <= _MASKED].ravel()[:1])).all()
-                or ((value == 0) | (value <= _MASKED)).all()
-            ):
-                chain.masks.append(dataclasses.replace(term, is_truth=False, factor=term.factor))
-                return
+            return [term] if ((value == 0) | (value <= _MASKED)).all() and (value == 0).any() else None
         eqn = self.graph.producer(term.var)
-        if eqn is not None and eqn.primitive.name == "select_n" and len(eqn.invars) == 3 and term.factor == 1.0:
-            low, zero = (self._scalar(atom) for atom in eqn.invars[1:])
-            if low is not None and zero is not None and max(low, zero) == 0 and min(low, zero) <= _MASKED:
-                truths = self._truths(eqn.invars[0], term.layout, negated=low == 0)
-                if self._sees_itself(truths):
-                    chain.masks += truths
-                    return
-        chain.biases.append(term)
-
-    def _sees_itself(self, truths: Sequence[_Term]) -> bool:
-        """Returns whether masks are of the kinds for which `_Terms` can prove that every query attends to a key."""
-        return all(self.graph.is_constant(term.var) or _same_segments(self.graph, term) is not None for term in truths)
+        if eqn is None:
+            return None
+        name = eqn.primitive.name
+        if name == "select_n" and len(eqn.invars) == 3:
+            cases = [self._scalar(atom) for atom in eqn.invars[1:]]
+            if (
+                None not in cases
+                and max(c * term.factor for c in cases) == 0
+                and min(c * term.factor for c in cases) <= _MASKED
+            ):
+                return self._truths(eqn.invars[0], term.layout, negated=cases[0] == 0)
+        if name == "mul":
+            for one, other in (eqn.invars, tuple(reversed(eqn.invars))):
+                number = self._scalar(other)
+                if number is not None:
+                    var, layout = self._broadcast_source(one, term.layout)
+                    return self._added_masks(_Term(var, layout, factor=term.factor * number))
+        is_inverse = name == "sub" and self._scalar(eqn.invars[0]) == 1 and self._is_zero_or_one(eqn.invars[1])
+        if is_inverse and term.factor <= _MASKED:  # 1 - mask
+            return self._truths(eqn.invars[1], term.layout)
+        if name == "convert_element_type" and eqn.invars[0].aval.dtype == bool and term.factor <= _MASKED:
+            return self._truths(eqn.invars[0], term.layout, negated=True)
+        return None
 
     def _sums(self, var: Any, layout: _Layout, factor: float) -> list[_Term]:
         """Returns the terms of a sum that is added to the scores."""
         var, layout = self._broadcast_source(var, layout)
         eqn = self.graph.producer(var)
-        if eqn is not None and eqn.primitive.name in ("add", "sub") and self.graph.constant(var) is None:
+        is_sum = eqn is not None and eqn.primitive.name in ("add", "sub") and self.graph.constant(var) is None
+        if is_sum and self._added_masks(_Term(var, layout, factor=factor)) is None:
             first, second = eqn.invars
             sign = 1.0 if eqn.primitive.name == "add" else -1.0
             return self._sums(first, layout, factor) + self._sums(second, layout, sign * factor)
@@ -442,7 +469,7 @@ class _Reader:
         return name in ("mul", "min", "max") and all(self._is_zero_or_one(one) for one in eqn.invars)
 
     def _mask_axes(self, chain: _Chain) -> set[_Axis]:
-        terms = [*chain.masks, *chain.biases]
+        terms = [*chain.masks, *(truth for _, truths in chain.added for truth in truths), *chain.biases]
         return {axis for term in terms for axis in _all_leaves(term.layout)}
 
     # layouts
@@ -474,7 +501,7 @@ class _Reader:
             return var, tuple(() for _ in var.aval.shape)  # a scalar
         while not is_literal(var):
             eqn = self.graph.producer(var)
-            if eqn is None or eqn.primitive.name == "convert_element_type":
+            if eqn is None or (var.aval.dtype != eqn.invars[0].aval.dtype if eqn.invars else True):
                 break
             before = _layout_before(eqn, layout, may_broadcast=True)
             if before is None:
@@ -626,7 +653,10 @@ class _Shape:
             raise _Refused("a dimension of the scores is summed with the keys")
         shared = [axis for axis in free if axis in in_k or axis in in_v]
         own = [axis for axis in free if axis not in in_k and axis not in in_v]
-        self.B, self.K = tuple(shared[:1]), tuple(shared[1:])
+        first = _leaves(q_layout[0])
+        has_batch = (len(q_layout) > 3 or first) and set(first) <= set(shared)
+        self.B = first if has_batch else tuple(shared[:1])
+        self.K = tuple(axis for axis in shared if axis not in self.B)
         self.T = self._positions(own, mask_axes)
         self.G = tuple(axis for axis in own if axis not in self.T)
         if not self.T or not self.S or not self.H:
@@ -700,17 +730,51 @@ class _Terms:
     def __init__(self, reader: _Reader, shape: _Shape, chain: _Chain, keep: _Term | None):
         self.reader, self.graph, self.shape, self.chain, self.keep = reader, reader.graph, shape, chain, keep
         self.groups = (shape.B, (*shape.K, *shape.G), shape.T, shape.S)
+        self.biases = list(chain.biases)
+        added = [truth for _, truths in chain.added for truth in truths]
+        self._read_masks([*chain.masks, *added])
+        has_other_masks = any(self._may_mask(bias) for bias in self.biases)
+        if not self.every_query_sees or has_other_masks:
+            # added to the scores, so that queries that attend to no key get what the function gives them
+            self.biases += [term for term, _ in chain.added]
+            self._read_masks(chain.masks)
+        if not self.every_query_sees and len(chain.fills) > 1:
+            raise _Refused("masked scores are set to different numbers, and a query may attend to no key")
+        if (
+            chain.masks
+            and (has_other_masks or (chain.added and not self.every_query_sees))
+            and max(chain.fills) > _LOWEST
+        ):
+            raise _Refused("masks are set and added, and a query may attend to no key")
+        for term in chain.zeroed:
+            if not (self._folded(term) | ~self.constant).all():
+                raise _Refused("the scores are multiplied by a mask and not set to a large negative number there")
+
+    def _read_masks(self, terms: Sequence[_Term]) -> None:
         self.constant = np.ones((1, 1, 1, 1), bool)  # [B, N, T, S], the conjunction of constant masks
         self.segments: tuple[Any, _Layout] | None = None
         self.masks: list[_Term] = []
-        for term in chain.masks:
+        for term in terms:
             self._add_mask(term)
-        for term in chain.zeroed:
-            if (self._folded(term) | ~self.constant).all():
-                continue
-            raise _Refused("the scores are multiplied by a mask and not set to a large negative number there")
-        self.causal, self.window = False, None
         self._prove()
+
+    def _may_mask(self, bias: _Term) -> bool:
+        """Returns whether a bias may be large and negative: it is an input, or computed with such a number."""
+        todo, seen = [bias.var], 0
+        if self.graph.producer(bias.var) is None and not self.graph.is_constant(bias.var):
+            return True
+        while todo and seen < 64:
+            var, seen = todo.pop(), seen + 1
+            if is_literal(var) or self.graph.is_constant(var):
+                value = self.graph.constant(var)
+                if value is None or (
+                    value.dtype != bool and np.abs(value.astype(np.float64)).max(initial=0) >= -_MASKED
+                ):
+                    return True
+                continue
+            eqn = self.graph.producer(var)
+            todo += eqn.invars if eqn is not None else []
+        return False
 
     def _add_mask(self, term: _Term) -> None:
         if self.graph.constant(term.var) is not None:
@@ -720,7 +784,7 @@ class _Terms:
         if found is not None and self.segments is None:
             ids, one, other = found
             sides = [set(_all_leaves(layout)) for layout in (one, other)]
-            batch = {*self.shape.B}
+            batch = set(_all_leaves(one)) & {*self.shape.B, *self.shape.K}
             swapped = sides == [batch | {*self.shape.S}, batch | {*self.shape.T}]
             if (sides == [batch | {*self.shape.T}, batch | {*self.shape.S}] or swapped) and len(self.shape.T) == len(
                 self.shape.S
@@ -730,7 +794,7 @@ class _Terms:
                     tuple(self.shape.T[0] if axis is self.shape.S[0] else axis for axis in _leaves(axes))
                     for axes in keys
                 )
-                if renamed == tuple(_leaves(axes) for axes in queries):
+                if renamed == tuple(_leaves(axes) for axes in queries) and batch <= {*self.shape.B}:
                     self.segments = ids, queries
                     return
         self.masks.append(term)
@@ -756,6 +820,7 @@ class _Terms:
             if (self.constant == first).all():
                 self.constant = first
         num_queries, num_keys = _size(self.shape.T), _size(self.shape.S)
+        self.causal, self.window = False, None
         self.every_query_sees = self.constant.any(axis=-1).all() and not self.masks
         if (
             self.constant.shape[:2] == (1, 1)
@@ -784,7 +849,7 @@ class _Terms:
         for term in (
             *([_Term(*self.segments)] if self.segments else ()),
             *self.masks,
-            *chain.biases,
+            *self.biases,
             *([self.keep] if self.keep else ()),
         ):
             if set(_all_leaves(term.layout)) - known:
@@ -810,12 +875,12 @@ class _Terms:
         ]
         if any(index is None for index in indices[:3]):
             raise _NotAttention
-        has_segments, num_masks, num_biases = self.segments is not None, len(self.masks), len(chain.biases)
+        has_segments, num_masks, num_biases = self.segments is not None, len(self.masks), len(self.biases)
         causal, window, softcap = self.causal, self.window, chain.softcap
         scale, keep = chain.scale, self.keep
         default_scale = 1 / math.sqrt(_size(shape.H))
         scale_or_none = None if math.isclose(scale, default_scale, rel_tol=1e-6) else scale
-        terms = [*self.masks, *chain.biases]
+        terms = [*self.masks, *self.biases]
         out_dtype = self.reader.last.outvars[0].aval.dtype
 
         def replacement(choose: Choose, *values: Any) -> list[Any]:
@@ -869,6 +934,7 @@ class _Terms:
             outputs=[self.reader.last.outvars[0]],
             replacement=replacement,
             source=graph.source(self.reader.last),
+            uncut=[(shape.v, dim) for dim, axes in enumerate(shape.operands[2][1]) if {*_leaves(axes)} & {*shape.V}],
             facts=self._facts(scale, extra),
         )
 
@@ -880,7 +946,7 @@ class _Terms:
         facts += ["segments"] if self.segments else []
         facts += ["a constant mask"] if extra is not None else []
         facts += [f"{len(self.masks)} masks"] if self.masks else []
-        facts += [f"{len(self.chain.biases)} biases"] if self.chain.biases else []
+        facts += [f"{len(self.biases)} biases"] if self.biases else []
         facts += ["dropout"] if self.keep is not None else []
         sizes = (_size(one) for one in (shape.B, shape.T, shape.S, (*shape.K, *shape.G), shape.K, shape.H))
         return ", ".join(facts) + ", B {} T {} S {} N {} K {} H {}".format(*sizes)

@@ -40,6 +40,7 @@ class Match:
         shapes and dtypes. It reads sizes from its arguments: the check may cut batch dimensions.
       source: "file:line" for the report; see `Graph.source`.
       facts: what was recognized, for the report: "causal, scale 0.125".
+      uncut: (variable, dimension) that the check must leave at its size, although nothing is mixed along it.
       int_bounds: variable of `inputs` -> exclusive upper bound of the integers with which it is checked; default 4.
     """
 
@@ -50,6 +51,7 @@ class Match:
     replacement: Callable[..., Sequence[Any]]
     source: str
     facts: str = ""
+    uncut: Sequence[tuple[Any, int]] = ()
     int_bounds: Mapping[Any, int] = dataclasses.field(default_factory=dict)
 
 
@@ -126,7 +128,7 @@ class Graph:
         self._from_inputs: set[Any] = set()
         self.invars = [core.Var(aval) for aval in closed.in_avals]
         for number, array in (known or {}).items():
-            self._folded[self.invars[number]] = array
+            self._folded[self.invars[number]] = self.values[self.invars[number]] = array
         self._from_inputs |= {var for var in self.invars if var not in self._folded}
         self._items, self.outvars, _ = self._flattened(closed, self.invars, sealed=False)
         self._producers = {var: eqn for eqn in self.eqns for var in eqn.outvars}
@@ -183,6 +185,17 @@ class Graph:
             results = [np.asarray(out) for out in rebind(eqn, operands)]
         self._folded.update(zip(eqn.outvars, results, strict=True))
         return self._folded[atom]
+
+    def sealed_calls_of(self, eqns: Sequence[Any]) -> list[Any]:
+        """Returns the calls with a derivative rule that contain some of the equations."""
+        ids, found, todo = {id(eqn) for eqn in eqns}, [], [*self._items]
+        while todo:
+            item = todo.pop()
+            if isinstance(item, _Call):
+                todo += item.items
+                if item.sealed and any(id(eqn) in ids for eqn in _equations(item)):
+                    found.append(item.eqn)
+        return found
 
     def source(self, eqn: Any) -> str:
         """Returns "file.py:line (function)" of the user's line that an equation comes from."""
