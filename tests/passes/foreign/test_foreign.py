@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from foreign.measured import distance, residual_bytes, rounded, total_product_flops
+from foreign.measured import distance, residual_bytes, rounded, step_for_memory, total_product_flops
 from foreign.models import MODELS
 from foreign.unchanged import UNCHANGED
 from hlat_jax.ops.dispatch import dispatch
+from hlat_jax.passes import remat
 from hlat_jax.passes.autocast import autocast
 from hlat_jax.passes.jaxpr import equations
 from hlat_jax.passes.products import PRODUCTS, product_flops
