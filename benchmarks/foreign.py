@@ -3,7 +3,6 @@
     python benchmarks/foreign.py residuals [--models=nanodo,vit] [--compile]   # bytes for the backward pass
     python benchmarks/foreign.py budget [--share=0.6]              # remat.fit at a share of what a step takes
     python benchmarks/foreign.py dispatch                          # ops found, and those refused
-    python benchmarks/foreign.py speed [--models=nanodo,vit]       # dispatch at 1,024 positions, timed in alternation
 
 Each prints one table in Markdown, a row per model, as it goes. Bytes held for the backward pass and FLOPs of products
 are counted in the trace; with `--compile` the bytes are those that XLA allocates for the results of the forward pass,
@@ -21,11 +20,11 @@ import time
 
 import jax
 
-sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "tests" / "passes"))
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "tests" / "passes"))
 
 from foreign.measured import distance, residual_bytes, rounded, step_for_memory, total_product_flops
-from foreign.models import MODELS, TRANSFORMERS
-from foreign.unchanged import UNCHANGED, UNCHANGED_TRANSFORMERS
+from foreign.models import MODELS
+from foreign.unchanged import UNCHANGED
 
 from hlat_jax.byte_sizes import format_bytes
 from hlat_jax.ops.dispatch import dispatch
@@ -109,41 +108,15 @@ def dispatched(name, *, small):
     print_row(name, used or "none", "" if apart is None else f"{apart:.0e}", refused, f"{seconds:.1f}")
 
 
-def speed(name, *, pairs, seq_len):
-    """Prints time and memory of the gradient as it is and dispatched, in fp32 under `jit`."""
-    loss, params, batch = ALL[name](seq_len=seq_len)
-    forms = [jax.jit(jax.value_and_grad(form)).lower(params, batch).compile() for form in (loss, dispatch(loss))]
-    grads = [jax.block_until_ready(form(params, batch)) for form in forms]
-    seconds = []
-    for _ in range(pairs):
-        for form in forms:
-            began = time.perf_counter()
-            jax.block_until_ready(form(params, batch))
-            seconds.append(time.perf_counter() - began)
-    held = [form.memory_analysis().temp_size_in_bytes for form in forms]
-    ratios = [before / after for before, after in zip(seconds[::2], seconds[1::2], strict=True)]
-    print_row(
-        name,
-        f"{statistics.median(seconds[::2]):.2f} s, {held[0] / MIB:.0f} MiB",
-        f"{statistics.median(seconds[1::2]):.2f} s, {held[1] / MIB:.0f} MiB",
-        f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})",
-        f"{held[0] / held[1]:.2f}",
-        f"{distance(grads[1][1], grads[0][1]):.0e}",
-    )
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("table", choices=("residuals", "budget", "dispatch", "speed"))
-    parser.add_argument("--models", help="default: all; for speed, those with attention")
+    parser.add_argument("table", choices=("residuals", "budget", "dispatch"))
+    parser.add_argument("--models", help="names, with commas; default: all")
     parser.add_argument("--small", action="store_true", help="the sizes of the tests")
     parser.add_argument("--compile", action="store_true", help="bytes by XLA, and gradients; minutes")
     parser.add_argument("--share", type=float, default=0.6)
-    parser.add_argument("--pairs", type=int, default=7)
-    parser.add_argument("--seq_len", type=int, default=1024)
     args = parser.parse_args()
-    transformers = (*TRANSFORMERS, *UNCHANGED_TRANSFORMERS)
-    names = args.models.split(",") if args.models else transformers if args.table == "speed" else list(ALL)
+    names = args.models.split(",") if args.models else list(ALL)
     unknown = sorted({*names} - {*ALL})
     if unknown:
         parser.error(f"--models: {', '.join(unknown)}: there are {', '.join(ALL)}")
@@ -157,14 +130,10 @@ def main() -> None:
         print_head("model", "fp32 step", "fit", "products", "regions", "s (programs)")
         for name in names:
             budget(name, small=args.small, share=args.share)
-    elif args.table == "dispatch":
+    else:
         print_head("model", "found", "apart", "refused", "s")
         for name in names:
             dispatched(name, small=args.small)
-    else:
-        print_head("model", "as it is", "dispatched", "times faster", "times less memory", "gradients apart")
-        for name in names:
-            speed(name, pairs=args.pairs, seq_len=args.seq_len)
 
 
 if __name__ == "__main__":
