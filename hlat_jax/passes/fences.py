@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
-from hlat_jax.passes.jaxpr import is_inexact
+from hlat_jax.passes.jaxpr import is_inexact, varying_axes
 
 
 def checkpointed(fn: Callable, *, policy: Callable, waiting: Sequence[bool]) -> Callable:
@@ -44,7 +44,10 @@ def checkpointed(fn: Callable, *, policy: Callable, waiting: Sequence[bool]) -> 
             return rematerialized(*merged)
 
         outs, pullback = jax.vjp(of_perturbed, *(args[at] for at in places))
-        waits = [any(leaf is arg for arg, wait in zip(args, waiting, strict=True) if wait) for leaf in jax.tree.leaves(pullback)]
+        waits = [
+            any(leaf is arg for arg, wait in zip(args, waiting, strict=True) if wait)
+            for leaf in jax.tree.leaves(pullback)
+        ]
         return outs, (pullback, _as_structure(waits), _as_structure(at in places for at in range(len(args))))
 
     def backward(residuals: Any, cotangents: list) -> tuple:
@@ -80,7 +83,8 @@ def _instantiated(cotangent: Any) -> Any:
 @jax.custom_jvp
 def _after(values: list, others: list) -> tuple[list, list]:
     """Returns the arguments; the values are available when the others are."""
-    if not values or not others:
+    axes = {varying_axes(jax.typeof(array)) for array in (*values, *others)}
+    if not values or not others or len(axes) > 1:  # under shard_map, one that varies may not enter one that does not
         return values, others
     return jax.lax.platform_dependent(values, others, cpu=_loop, default=_barrier)
 

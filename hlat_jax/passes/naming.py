@@ -326,9 +326,15 @@ def _emit_segments(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], namer
         ins = [_read(env, var) for var in part.invars]
         inner = None if isinstance(part, Segment) else _inlined(part)
         if isinstance(part, Segment):
-            outs = _checkpointed_segment(part, ins, namer, waiting=[at in computed[part.kind] for at in range(len(ins))])
+            outs = _checkpointed_segment(
+                part, ins, namer, waiting=[at in computed[part.kind] for at in range(len(ins))]
+            )
         elif inner is not None:
-            passed = {own for own, var in zip(inner.invars, part.invars, strict=True) if isinstance(var, Literal) or var in weights}
+            passed = {
+                own
+                for own, var in zip(inner.invars, part.invars, strict=True)
+                if isinstance(var, Literal) or var in weights
+            }
             outs = _called_again(
                 part,
                 lambda *ins, inner=inner, passed=passed: _emit_segments(inner, (), ins, namer, weights=passed),

@@ -1,12 +1,12 @@
 """Rematerialization under a memory budget: chooses what a backward pass saves, by the compiler's memory analysis.
 
-    plan = remat.fit(loss, params, batch, budget_bytes="12GiB")   # each lax.scan over layers, or each block, is a region
+    plan = remat.fit(loss, params, batch, budget_bytes="12GiB")   # regions: each lax.scan over layers, or each block
     grads = jax.grad(plan.fn)(params, batch)
     plan = remat.fit(layer, state, batch, budget_bytes="12GiB", step=make_step)   # make_step(layer) -> what is compiled
 
-`segments` finds the blocks of a function without a scan, `naming` names the values, `recompute` has their costs, `selection` selects a set of them. The memory of a set is
-measured: `narrowing` compiles the program and corrects the bytes for saved values until XLA's allocation is within
-the budget.
+`segments` finds the blocks of a function without a scan, `naming` names the values, `recompute` has their costs,
+`selection` selects a set of them. The memory of a set is measured: `narrowing` compiles the program and corrects the
+bytes for saved values until XLA's allocation is within the budget.
 
 Source: RAF, arXiv 2303.04759, which compares the budget with an estimate.
 """
@@ -216,7 +216,7 @@ def _jaxpr(fn: Callable, args: tuple, kwargs: dict) -> Any:
 
 
 def _candidates(traces: list[Any], region: str) -> list[str]:
-    """Returns the regions to compare for a function with these traces, the first for want of a reason."""
+    """Returns the regions that serve a function with these traces; the first is used where they are not compared."""
     if region != "auto" or not traces:
         return ["whole" if region == "auto" else region]
     has_segments = bool(naming.segments(traces[-1]))
@@ -249,7 +249,7 @@ def max_batch(
     Searches by secants through the measured programs, and by bisection if these advance too slowly: compiles a few
     programs if memory grows evenly, at most about 60. With rematerialization, the batch is the largest that fits with
     nothing kept; `fit` with `RematOptions(measure=total_bytes)` then finds the values that can be saved within the
-    limit. A larger batch may fit if some choice takes less than nothing kept, as for blocks in a Python loop.
+    limit. A larger batch may fit if some choice takes less than nothing kept.
 
     Args:
       make_step: batch -> (fn, args) as `fit` takes them; `jax.ShapeDtypeStruct`s will do.

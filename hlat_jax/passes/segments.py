@@ -83,16 +83,14 @@ class _Level:
         self.core_labels = np.array([numbers.setdefault(products[at], len(numbers)) for at in self.cores], int)
         self.weights = np.cumsum([0.0, *map(_bytes, self.eqns)])
         self.made_at = {var: at for at, eqn in enumerate(self.eqns) for var in eqn.outvars}
-        reads = [(var, at) for at, eqn in enumerate(self.eqns) for var in _variables(eqn.invars)]
-        reads += [(var, len(self.eqns)) for var in _variables(jaxpr.outvars)]
-        self.last_read = dict(reads)
-        first_read = dict(reversed(reads))
+        self.last_read = {var: at for at, eqn in enumerate(self.eqns) for var in _variables(eqn.invars)}
+        self.last_read |= dict.fromkeys(_variables(jaxpr.outvars), len(self.eqns))
         changes = np.zeros(len(self.eqns) + 2)
-        for var, last in self.last_read.items():
-            # an argument crosses what lies between its readers, as the input of the first of blocks does
-            changes[self.made_at.get(var, first_read[var]) + 1] += aval_bytes(var.aval)
-            changes[last + 1] -= aval_bytes(var.aval)
-        self.crossing = np.cumsum(changes)  # bytes of what lies before each equation and is read by it or later
+        for var, at in self.made_at.items():
+            if var in self.last_read:
+                changes[at + 1] += aval_bytes(var.aval)
+                changes[self.last_read[var] + 1] -= aval_bytes(var.aval)
+        self.crossing = np.cumsum(changes)  # bytes computed before each equation and read by it or later
 
     def segment(self, start: int, stop: int) -> Segment:
         eqns = self.eqns[start:stop]
@@ -133,7 +131,9 @@ class _Level:
             if any(start <= at < stop for start, stop in taken):
                 scope = None
             else:
-                depths = (d for d, name in enumerate(paths[at]) if len(siblings[paths[at][:d], _NUMBER.sub("", name)]) > 1)
+                depths = (
+                    d for d, name in enumerate(paths[at]) if len(siblings[paths[at][:d], _NUMBER.sub("", name)]) > 1
+                )
                 depth = next(depths, None)
                 scope = None if depth is None else paths[at][: depth + 1]
             if blocks and blocks[-1][0] == scope:
@@ -176,23 +176,21 @@ class _Level:
         lasts = [self.cores[first + (block + 1) * period - 1] for block in range(count)]
         gaps = [(last + 1, start) for last, start in zip(lasts[:-1], firsts[1:], strict=True)]
         if len({tuple(self.labels[low:high]) for low, high in gaps}) == 1:
-            shift = int(np.argmin(sum(self.crossing[low : high + 1] for low, high in gaps)))
+            shift = _last_least(sum(self.crossing[low : high + 1] for low, high in gaps))
             inner = [low + shift for low, _ in gaps]
         else:
-            inner = [self._narrowest(low, high) for low, high in gaps]
+            inner = [low + _last_least(self.crossing[low : high + 1]) for low, high in gaps]
         lead, tail = firsts[1] - inner[0], inner[-1] - lasts[-2]
         low = self.cores[first - 1] + 1 if first else 0
         after = first + count * period
         high = self.cores[after] if after < len(self.cores) else len(self.eqns)
         start, stop = firsts[0] - lead, lasts[-1] + tail
         if start < low or self.labels[start : firsts[0]] != self.labels[inner[0] : firsts[1]]:
-            start = self._narrowest(max(low, start), firsts[0])
+            start = max(low, start)
+            start += int(np.argmin(self.crossing[start : firsts[0] + 1]))
         if stop > high or self.labels[lasts[-1] : stop] != self.labels[lasts[-2] : inner[-1]]:
-            stop = self._narrowest(lasts[-1] + 1, min(high, stop))
+            stop = lasts[-1] + 1 + _last_least(self.crossing[lasts[-1] + 1 : min(high, stop) + 1])
         return [start, *inner, stop]
-
-    def _narrowest(self, low: int, high: int) -> int:
-        return low + int(np.argmin(self.crossing[low : high + 1]))
 
     def _is_chain(self, bounds: Sequence[int]) -> bool:
         """Returns whether each block has a product that depends on what the block before it computes."""
@@ -210,6 +208,10 @@ class _Level:
 
 def _variables(atoms: Sequence[Any]) -> Iterator[Any]:
     return (atom for atom in atoms if not isinstance(atom, Literal))
+
+
+def _last_least(values: np.ndarray) -> int:
+    return len(values) - 1 - int(np.argmin(values[::-1]))
 
 
 def _runs(flags: np.ndarray) -> Iterator[tuple[int, int]]:
@@ -242,4 +244,6 @@ def _bytes(eqn: Any) -> float:
     inside = [computed_bytes(inner) for inner in inner_jaxprs(eqn)]
     if inside:
         return inner_trips(eqn) * sum(inside)
-    return float(sum(aval_bytes(var.aval) for var in eqn.outvars if hasattr(var.aval, "dtype") and is_inexact(var.aval)))
+    return float(
+        sum(aval_bytes(var.aval) for var in eqn.outvars if hasattr(var.aval, "dtype") and is_inexact(var.aval))
+    )
