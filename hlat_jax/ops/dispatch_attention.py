@@ -133,12 +133,11 @@ class _Reader:
             if eqn is None:
                 raise _NotAttention
             name = eqn.primitive.name
-            if name in ("mul", "div"):
-                number = self._scalar(eqn.invars[1])
-                if number is not None:
-                    factor = factor * number if name == "mul" else factor / number
-                    var, changed = eqn.invars[0], True
-                    continue
+            following = self._scaled(eqn)
+            if following is not None:
+                var, number = following
+                factor, changed = factor * number, True
+                continue
             if name == "mul" and self._is_exp(eqn.invars[0]) is self._is_exp(eqn.invars[1]):
                 first, second = (self._kept(atom, layout) for atom in eqn.invars)
                 found = second or first
@@ -862,8 +861,8 @@ class _Terms:
         positions: dict[Any, int] = {}
         inputs: list[Any] = []
         indices: list[int | None] = []
-        for var, _ in arrays:
-            if is_literal(var) or (graph.is_constant(var) and graph.constant(var) is not None):
+        for number, (var, _) in enumerate(arrays):
+            if number >= plain and (is_literal(var) or (graph.is_constant(var) and graph.constant(var) is not None)):
                 indices.append(None)
                 continue
             if var not in positions:
@@ -873,8 +872,6 @@ class _Terms:
         constants = [
             None if index is not None else graph.constant(var) for (var, _), index in zip(arrays, indices, strict=True)
         ]
-        if any(index is None for index in indices[:3]):
-            raise _NotAttention
         has_segments, num_masks, num_biases = self.segments is not None, len(self.masks), len(self.biases)
         causal, window, softcap = self.causal, self.window, chain.softcap
         scale, keep = chain.scale, self.keep

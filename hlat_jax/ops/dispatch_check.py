@@ -25,7 +25,7 @@ from hlat_jax.passes.jaxpr import op_name, place_of, rebind
 TOLERANCES = {"float64": 1e-5, "float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}
 CUT_ABOVE = 2**20  # elements of the largest intermediate, above which dimensions are cut
 _CUT_TO = 2
-# Elementwise, with operands of one shape or scalars.
+# Elementwise, with operands of one shape but for dimensions of size 1, or scalars.
 _ELEMENTWISE = {
     *("add", "sub", "mul", "div", "max", "min", "neg", "exp", "exp2", "expm1", "log", "log1p", "tanh", "logistic"),
     *("erf", "sqrt", "rsqrt", "square", "integer_pow", "pow", "abs", "sign", "select_n", "convert_element_type", "eq"),
@@ -220,9 +220,10 @@ class _Cut:
             return
         (out,) = eqn.outvars
         shape = out.aval.shape
-        if name in _ELEMENTWISE and all(var.aval.shape in (shape, ()) for var in operands):
-            for var in operands:
-                self._join_dims(var, out, [(dim, dim) for dim in range(len(var.aval.shape))])
+        if name in _ELEMENTWISE and all(var.aval.ndim in (len(shape), 0) for var in operands):
+            for var in operands:  # a dimension of size 1 is broadcast
+                same = [dim for dim, size in enumerate(var.aval.shape) if size == shape[dim]]
+                self._join_dims(var, out, [(dim, dim) for dim in same])
         elif name == "dot_general":
             self._join_product(eqn)
         elif name == "transpose":

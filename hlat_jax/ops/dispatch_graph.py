@@ -133,10 +133,11 @@ class Graph:
         self._items, self.outvars, _ = self._flattened(closed, self.invars, sealed=False)
         self._producers = {var: eqn for eqn in self.eqns for var in eqn.outvars}
         self._readers: dict[Any, list[Any]] = {}
+        for eqn in reversed(self.eqns):
+            is_read = eqn.effects or any(var in self._readers or self.is_output(var) for var in eqn.outvars)
+            for var in {atom for atom in eqn.invars if is_read and not is_literal(atom)}:
+                self._readers.setdefault(var, []).append(eqn)
         for eqn in self.eqns:
-            for atom in eqn.invars:
-                if not is_literal(atom) and not any(eqn is one for one in self._readers.get(atom, ())):
-                    self._readers.setdefault(atom, []).append(eqn)
             if any(not is_literal(atom) and atom in self._from_inputs for atom in eqn.invars) or eqn.effects:
                 self._from_inputs |= set(eqn.outvars)
 
@@ -145,7 +146,7 @@ class Graph:
         return None if is_literal(atom) else self._producers.get(atom)
 
     def readers(self, var: Any) -> list[Any]:
-        """Returns the equations that have the variable as an operand; see also `is_output`."""
+        """Returns the equations that have the variable as an operand and whose results are read; see `is_output`."""
         return self._readers.get(var, [])
 
     def is_output(self, var: Any) -> bool:
