@@ -20,7 +20,7 @@ from hlat_jax.passes.residuals import select_residuals
 
 BF16_STEP = 2.0**-8
 ALL = MODELS | UNCHANGED
-QUICK = ("nanodo", "moe", "gnn")  # little to initialize; the other cases are slow
+QUICK = ("moe", "gnn")  # little to initialize; the other cases are slow
 # Residual bytes under autocast, relative to fp32, at the small sizes: most of what each may keep. Where parameters are
 # as large as activations, their narrow copies count.
 KEPT = {
@@ -80,7 +80,7 @@ def narrow_share(fn, *args):
     return sum(map(product_flops, narrow)) / sum(map(product_flops, found))
 
 
-@pytest.mark.quick_cases("moe")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ALL)
 def test_gradients_under_autocast_are_within_the_rounding_of_bf16(name):
     loss, params, batch = model(name)
