@@ -43,8 +43,7 @@ KEPT = {
 }
 # Likewise with residual selection after autocast.
 SELECTED = dict.fromkeys(ALL, 0.75)
-# Budgets, as shares of what the fp32 step takes, where 0.8 is not met.
-BUDGET: dict[str, float] = {}
+BUDGETED = ("nanodo", "unet", "moe")  # blocks in loops, a network with a bottleneck, products of groups
 # Attentions and cross-entropies that `dispatch` replaces.
 OPS = {
     "nanodo": (2, 1),
@@ -158,12 +157,12 @@ def test_ops_of_foreign_models_are_found_and_change_no_gradient(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", BUDGETED)
 def test_a_budget_of_bytes_is_met_with_equal_gradients(name):
     loss, params, batch = model(name)
     plain = remat.temporaries(step_for_memory(loss).trace(params, batch))
-    budget = int(BUDGET.get(name, 0.8) * plain)
-    options = remat.RematOptions(min_bytes=1024, max_compilations=3)
+    budget = int(0.8 * plain)
+    options = remat.RematOptions(min_bytes=1024)
     plan = remat.fit(loss, params, batch, budget_bytes=budget, step=step_for_memory, options=options)
     assert plan.measured_bytes <= budget
     value, grads = step_for_memory(plan.fn)(params, batch)
