@@ -41,9 +41,7 @@ KEPT = {
     "equimo ViT": 0.78,
     "flax attention": 0.82,
 }
-# Likewise with residual selection after autocast.
-SELECTED = dict.fromkeys(ALL, 0.75)
-BUDGETED = ("nanodo", "unet", "moe")  # blocks in loops, a network with a bottleneck, products of groups
+BUDGETED = ("nanodo", "unet", "moe", "gnn")  # blocks in loops, a bottleneck, products of groups, a graph
 # Attentions and cross-entropies that `dispatch` replaces.
 OPS = {
     "nanodo": (2, 1),
@@ -120,12 +118,12 @@ def test_products_are_narrow_but_those_of_positions_labels_and_solvers(name):
 
 @pytest.mark.quick_cases("moe")
 @pytest.mark.parametrize("name", ALL)
-def test_selection_keeps_a_quarter_less_without_products_again(name):
+def test_selection_keeps_half_of_the_bytes_of_fp32_at_most_and_repeats_no_product(name):
     loss, params, batch = model(name)
     low = autocast(loss, "bf16")
     selected = select_residuals(low)
     kept = residual_bytes(selected, params, batch) / residual_bytes(loss, params, batch)
-    assert kept <= SELECTED[name]
+    assert kept <= 0.5
     assert total_product_flops(selected, params, batch) <= 1.001 * total_product_flops(low, params, batch)
 
 
