@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
@@ -67,7 +68,7 @@ _CHEAP = _MOVES | _ELEMENTWISE | _REDUCTIONS
 # Not executed again, but may stand between cheap operations in one checkpoint: their derivatives read operands alone.
 _COSTLY = (
     PRODUCTS
-    | frozenset(COLLECTIVES)
+    | (frozenset(COLLECTIVES) - {"pmax", "pmin"})
     | _names(
         """
         gather scatter scatter-add scatter_add scatter-mul dynamic_update_slice cumsum sharding_constraint
@@ -77,11 +78,15 @@ _COSTLY = (
     )
 )
 # Their derivatives read no operand, whichever operands have one.
-_LINEAR = (_MOVES - {"dynamic_slice"}) | _names("add sub add_any neg reduce_sum cumsum real imag conj")
+_LINEAR = (
+    (_MOVES - {"dynamic_slice"})
+    | (frozenset(COLLECTIVES) - {"pmax", "pmin"})
+    | _names("add sub add_any neg reduce_sum cumsum real imag conj")
+)
 _BILINEAR = PRODUCTS | {"mul"}
 # Bytes that are kept rather than one FLOP computed again: the first at which recomputation stays within its share of
-# the FLOPs of products, else the last. Half a byte to a FLOP is what accelerators move and compute in the same time.
-_RATES = (0.01, 0.03, 0.1, 0.2)
+# the FLOPs of products, else the last.
+_RATES = (0.01, 0.03, 0.1, 0.5)
 _SHARE = 0.04  # of forward products; a step has three times as many
 # A value that several operations read is recomputed for each group of them between which more products than these lie.
 _NEAR_PRODUCTS = 3
@@ -160,6 +165,13 @@ class _Op:
 class _Selection:
     """A closed jaxpr with the choice of what its derivative keeps; calling it emits the program.
 
+    Args:
+      closed: the jaxpr.
+      free: for each input, whether it is held in any case.
+      prevent_cse: as for `jax.checkpoint`.
+      num_invariants: of the body of a loop: first inputs that are the same in all trips.
+      trips: number of trips of that loop.
+
     Attributes:
       ops: in order.
       avals: of each value.
@@ -167,7 +179,15 @@ class _Selection:
       recomputed: those of `needed` that are computed again.
     """
 
-    def __init__(self, closed: Any, *, free: Sequence[bool], prevent_cse: bool = True, num_invariants: int = 0, trips: int = 1):
+    def __init__(
+        self,
+        closed: Any,
+        *,
+        free: Sequence[bool],
+        prevent_cse: bool = True,
+        num_invariants: int = 0,
+        trips: int = 1,
+    ):
         self.closed, self.prevent_cse, self.trips = closed, prevent_cse, trips
         self.avals: list[Any] = []
         self.ops: list[_Op] = []
@@ -257,8 +277,7 @@ class _Selection:
             branches = tuple(_retraced(branch, is_free[1:]) for branch in params["branches"])
             return lambda ins: rebind(eqn, ins, branches=branches)
         if eqn.primitive.name == "shard_map":
-            inner = _Selection(core.ClosedJaxpr(params["jaxpr"], []), free=is_free, prevent_cse=self.prevent_cse)
-            return lambda ins: _shard_mapped(eqn, inner, ins)
+            return lambda ins: _shard_mapped(eqn, ins, free=is_free, prevent_cse=self.prevent_cse)
         return op.bind
 
     def _cut(self, rate: float, far: set[int]) -> tuple[set[int], set[int]]:
@@ -341,7 +360,7 @@ class _Selection:
             for value in self._recomputed_for(op):
                 uses.setdefault(value, [places[self.producer[value]]]).append(place)
         for at in uses.values():
-            for first, then in zip(at, at[1:], strict=False):
+            for first, then in itertools.pairwise(at):
                 if num_products[then] - num_products[first] <= _NEAR_PRODUCTS:
                     blocked[first] += 1
                     blocked[then] -= 1
@@ -451,10 +470,11 @@ def _retraced(closed: Any, free: Sequence[bool], *, num_invariants: int = 0, tri
     return jax.make_jaxpr(selection)(*closed.in_avals)
 
 
-def _shard_mapped(eqn: Any, inner: _Selection, ins: Sequence[Any]) -> list[Any]:
+def _shard_mapped(eqn: Any, ins: Sequence[Any], **options: Any) -> list[Any]:
     params = eqn.params
+    closed = core.ClosedJaxpr(params["jaxpr"], [])
     mapped = jax.shard_map(
-        lambda *ins: tuple(inner(*ins)),
+        lambda *ins: tuple(_Selection(closed, **options)(*ins)),  # chosen where the mesh's axes are bound
         mesh=params["mesh"],
         in_specs=tuple(params["in_specs"]),
         out_specs=tuple(params["out_specs"]),
