@@ -147,6 +147,7 @@ TRANSFORMED = {
 }
 
 
+@pytest.mark.quick_cases("vmap", "jvp", "closure", "of shard_map")
 @pytest.mark.parametrize("case", TRANSFORMED)
 def test_it_composes_with(case):
     program = TRANSFORMED[case]
