@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
@@ -39,7 +40,7 @@ from hlat_jax.passes.jaxpr import (
     rebind,
     tracing,
 )
-from hlat_jax.passes.products import PRODUCTS
+from hlat_jax.passes.products import PRODUCTS, product_flops
 
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
@@ -67,7 +68,7 @@ _CHEAP = _MOVES | _ELEMENTWISE | _REDUCTIONS
 # Not executed again, but may stand between cheap operations in one checkpoint: their derivatives read operands alone.
 _COSTLY = (
     PRODUCTS
-    | frozenset(COLLECTIVES)
+    | (frozenset(COLLECTIVES) - {"pmax", "pmin"})
     | _names(
         """
         gather scatter scatter-add scatter_add scatter-mul dynamic_update_slice cumsum sharding_constraint
@@ -77,11 +78,17 @@ _COSTLY = (
     )
 )
 # Their derivatives read no operand, whichever operands have one.
-_LINEAR = (_MOVES - {"dynamic_slice"}) | _names("add sub add_any neg reduce_sum cumsum real imag conj")
+_LINEAR = (
+    (_MOVES - {"dynamic_slice"})
+    | (frozenset(COLLECTIVES) - {"pmax", "pmin"})
+    | _names("add sub add_any neg reduce_sum cumsum real imag conj")
+)
 _BILINEAR = PRODUCTS | {"mul"}
-# Cost of executing an operation again, in bytes kept per element that it reads or writes.
-_MOVED, _COMPUTED, _TRANSCENDED = 0.002, 0.02, 0.1
-# Values that are recomputed in two checkpoints are if more products than this lie between their readers.
+# Bytes that are kept rather than one FLOP computed again: the first at which recomputation stays within its share of
+# the FLOPs of products, else the last.
+_RATES = (0.01, 0.03, 0.1, 0.5)
+_SHARE = 0.04  # of forward products; a step has three times as many
+# A value that several operations read is recomputed for each group of them between which more products than these lie.
 _NEAR_PRODUCTS = 3
 
 
@@ -111,26 +118,11 @@ def select_residuals(fn: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
 
         with tracing(fn, leaves, by="select_residuals"):
             closed = jax.make_jaxpr(flat)(*leaves)
-        outs = _Selection(closed, free=[True] * len(leaves), prevent_cse=True)(*leaves)
+        outs = _Selection(closed, free=[True] * len(leaves))(*leaves)
         return jax.tree.unflatten(trees[0], outs)
 
     selected.__name__ = getattr(fn, "__name__", type(fn).__name__)
     return selected
-
-
-def residual_bytes(fn: Callable, *args: Any) -> int:
-    """Returns the bytes that `jax.vjp(fn, *args)` holds for the backward pass, without arguments and results."""
-
-    def differentiated(*args):
-        outs, pull = jax.vjp(fn, *args)
-        return outs, jax.tree.leaves(pull)
-
-    closed, (outs, _) = jax.make_jaxpr(differentiated, return_shape=True)(*args)
-    num_outs = len(jax.tree.leaves(outs))
-    jaxpr = closed.jaxpr
-    held = {var for var in jaxpr.outvars[num_outs:] if not isinstance(var, core.Literal)}
-    held -= {*jaxpr.invars, *jaxpr.constvars, *(v for v in jaxpr.outvars[:num_outs] if not isinstance(v, core.Literal))}
-    return sum(aval_bytes(var.aval) for var in held)
 
 
 @dataclasses.dataclass(eq=False)
@@ -144,7 +136,7 @@ class _Op:
       outs: values written.
       kind: cheap, costly, or opaque: outside every checkpoint.
       read: operands that its derivative reads.
-      cost: of executing it again.
+      flops: FLOPs, or as long as they take.
       bind: operands -> results.
     """
 
@@ -154,7 +146,7 @@ class _Op:
     outs: list[int]
     kind: str = "opaque"
     read: tuple[int, ...] = ()
-    cost: float = 0.0
+    flops: float = 0.0
     bind: Callable = None
 
     @property
@@ -173,6 +165,13 @@ class _Op:
 class _Selection:
     """A closed jaxpr with the choice of what its derivative keeps; calling it emits the program.
 
+    Args:
+      closed: the jaxpr.
+      free: for each input, whether it is held in any case.
+      prevent_cse: as for `jax.checkpoint`.
+      num_invariants: of the body of a loop: first inputs that are the same in all trips.
+      trips: number of trips of that loop.
+
     Attributes:
       ops: in order.
       avals: of each value.
@@ -180,8 +179,16 @@ class _Selection:
       recomputed: those of `needed` that are computed again.
     """
 
-    def __init__(self, closed: Any, *, free: Sequence[bool], prevent_cse: bool):
-        self.closed, self.prevent_cse = closed, prevent_cse
+    def __init__(
+        self,
+        closed: Any,
+        *,
+        free: Sequence[bool],
+        prevent_cse: bool = True,
+        num_invariants: int = 0,
+        trips: int = 1,
+    ):
+        self.closed, self.prevent_cse, self.trips = closed, prevent_cse, trips
         self.avals: list[Any] = []
         self.ops: list[_Op] = []
         jaxpr = closed.jaxpr
@@ -193,9 +200,15 @@ class _Selection:
         self.outputs = [var if isinstance(var, core.Literal) else env[var] for var in jaxpr.outvars]
         self.producer = {value: op for op in self.ops for value in op.outs}
         self.held: set[int] = set()  # by operations outside of all checkpoints
+        self.invariants = set(self.inputs[: len(jaxpr.constvars) + num_invariants]) if trips > 1 else set()
         self._classify()
-        self.needed, self.recomputed = self._cut()
-        self.regions = self._regions()
+        far = self._far()
+        products = sum(op.flops for op in self.ops if op.kind == "costly")
+        for rate in _RATES:
+            self.needed, self.recomputed = self._cut(rate, far)
+            self.regions = self._regions()
+            if sum(region.flops_again for region in self.regions) <= _SHARE * products:
+                break
 
     def __call__(self, *args: Any) -> list[Any]:
         env = dict(zip(self.inputs, (*self.closed.consts, *args), strict=True))
@@ -230,11 +243,13 @@ class _Selection:
             eqn = op.eqn
             op.bind = lambda ins, eqn=eqn: rebind(eqn, ins)
             op.kind = _kind(eqn)
+            op.flops = _flops(eqn)
+            if self.invariants.issuperset(op.operands):
+                self.invariants.update(op.outs)
             is_active = [not isinstance(value, core.Literal) and value in active for value in op.ins]
             if op.kind == "opaque":
                 op.bind = self._transformed(op)
             if not any(is_active) or eqn.primitive.name == "stop_gradient":
-                op.cost = _cost(eqn)
                 continue
             active |= {value for value in op.outs if is_inexact(self.avals[value])}
             if op.kind == "opaque":
@@ -242,7 +257,6 @@ class _Selection:
                 self.held |= {op.ins[i] for i in ins if not isinstance(op.ins[i], core.Literal)}
                 self.held |= {op.outs[i] for i in outs}
                 continue
-            op.cost = _cost(eqn)
             read = _read_by_derivative(eqn, is_active)
             if read is None:
                 op.kind = "opaque"
@@ -257,22 +271,24 @@ class _Selection:
         if eqn.primitive.name == "scan":
             num_consts, num_carry = params["num_consts"], params["num_carry"]
             free = [True] * num_consts + [False] * num_carry + is_free[num_consts + num_carry :]
-            body = _retraced(params["jaxpr"], free)
+            body = _retraced(params["jaxpr"], free, num_invariants=num_consts, trips=params["length"])
             return lambda ins: rebind(eqn, ins, jaxpr=body)
         if eqn.primitive.name == "cond":
             branches = tuple(_retraced(branch, is_free[1:]) for branch in params["branches"])
             return lambda ins: rebind(eqn, ins, branches=branches)
         if eqn.primitive.name == "shard_map":
-            inner = _Selection(core.ClosedJaxpr(params["jaxpr"], []), free=is_free, prevent_cse=self.prevent_cse)
-            return lambda ins: _shard_mapped(eqn, inner, ins)
+            return lambda ins: _shard_mapped(eqn, ins, free=is_free, prevent_cse=self.prevent_cse)
         return op.bind
 
-    def _cut(self) -> tuple[set[int], set[int]]:
+    def _cut(self, rate: float, far: set[int]) -> tuple[set[int], set[int]]:
         """Returns (values that the backward pass needs, those of them that are recomputed), by a minimum cut.
 
         A value has two nodes: `out` is on the source's side if the value is needed, `again` if it is recomputed too.
+
+        Args:
+          rate: bytes to keep rather than to compute a FLOP again.
+          far: values that are kept if they are needed.
         """
-        far = self._far()
         source, sink, num_values = 0, 1, len(self.avals)
         edges: dict[tuple[int, int], float] = {}
         infinite: set[tuple[int, int]] = set()
@@ -287,14 +303,18 @@ class _Selection:
             node = 2 + 2 * num_values + number
             infinite |= {(source, out(value)) for value in op.read if value not in self.free}
             for value in op.outs:
-                kept = 0.0 if value in self.held else max(1, self._bytes(value))
+                kept = 0.0 if value in self.held else max(1.0, self._bytes(value))
+                if value in self.invariants:
+                    kept /= self.trips
                 if op.kind == "cheap" and value not in far:
                     edges[out(value), again(value)] = kept
                     infinite.add((again(value), node))
                 elif kept:
                     edges[out(value), sink] = kept
             if op.kind == "cheap":
-                edges[node, sink] = op.cost
+                # a tiny cost for moves too, so that chains are short; work that a loop would repeat counts more
+                cost = rate * op.flops + 0.001 * sum(map(self._bytes, op.outs))
+                edges[node, sink] = 8 * cost if self.invariants.issuperset(op.outs) else cost
                 infinite |= {(node, out(value)) for value in op.operands if value not in self.free}
         for value in self.inputs:
             if value not in self.free and value not in self.held:
@@ -306,19 +326,21 @@ class _Selection:
     def _far(self) -> set[int]:
         """Returns cheap values that are kept if they are needed, so that no chain of recomputation is long.
 
-        Such chains pass products: a residual stream is a sum of results of products, and could be recomputed from these.
+        Such chains pass products: each state of a residual stream could be recomputed from all results added to it. A
+        value may be recomputed from one that was so before the products between them, but no further.
         """
-        level = dict.fromkeys(self.inputs, 0)
-        hops = dict.fromkeys(self.inputs, 0)
+        level = dict.fromkeys(self.inputs, 0)  # products before a value
+        hops = dict.fromkeys(self.inputs, 0)  # products that the chain to a value passes
         far = set()
         for op in self.ops:
-            operands = op.operands
-            top = max((level[value] for value in operands), default=0)
-            hop = max((hops[value] + (level[value] < top and value in self.producer
-                       and self.producer[value].kind == "cheap" and value not in far and hops[value] >= 0
-                       and self._bytes(value) * 8 >= max(map(self._bytes, op.outs), default=0)
-                       and len(operands) > 1)
-                       for value in operands), default=0)  # fmt: skip
+            top = max((level[value] for value in op.operands), default=0)
+            size = max(map(self._bytes, op.outs), default=0)
+            hop = 0
+            for value in op.operands:
+                before = self.producer.get(value)
+                is_chained = before is not None and before.kind == "cheap" and value not in far
+                is_passed = is_chained and level[value] < top and 8 * self._bytes(value) >= size
+                hop = max(hop, hops[value] + is_passed)
             if op.kind != "cheap":
                 top, hop = top + 1, 0
             elif hop > 1:
@@ -337,9 +359,8 @@ class _Selection:
         for place, op in enumerate(self.ops):
             for value in self._recomputed_for(op):
                 uses.setdefault(value, [places[self.producer[value]]]).append(place)
-        for value, at in uses.items():
-            del value
-            for first, then in zip(at, at[1:], strict=False):
+        for at in uses.values():
+            for first, then in itertools.pairwise(at):
                 if num_products[then] - num_products[first] <= _NEAR_PRODUCTS:
                     blocked[first] += 1
                     blocked[then] -= 1
@@ -387,6 +408,7 @@ class _Region:
         made = {value for op in ops for value in op.outs}
         again = set().union(*map(program._recomputed_for, ops)) if ops[0].kind != "opaque" else set()
         self.is_checkpointed = bool(again)
+        self.flops_again = sum(op.flops for op in {program.producer[value] for value in again})
         read = dict.fromkeys(value for op in ops for value in op.operands)
         self.foreign = [value for value in read if value in again - made]
         chain = sorted({program.producer[value] for value in again - made}, key=places.get)
@@ -440,18 +462,19 @@ def _recomputed_jvp(primals, tangents):
     return primals[0], tangents[1]
 
 
-def _retraced(closed: Any, free: Sequence[bool]) -> Any:
+def _retraced(closed: Any, free: Sequence[bool], *, num_invariants: int = 0, trips: int = 1) -> Any:
     """Returns the transformed jaxpr of the body of a loop or branch, which is compiled apart from its backward pass."""
-    selection = _Selection(closed, free=free, prevent_cse=False)
+    selection = _Selection(closed, free=free, prevent_cse=False, num_invariants=num_invariants, trips=trips)
     if not any(region.is_checkpointed for region in selection.regions):
         return closed
     return jax.make_jaxpr(selection)(*closed.in_avals)
 
 
-def _shard_mapped(eqn: Any, inner: _Selection, ins: Sequence[Any]) -> list[Any]:
+def _shard_mapped(eqn: Any, ins: Sequence[Any], **options: Any) -> list[Any]:
     params = eqn.params
+    closed = core.ClosedJaxpr(params["jaxpr"], [])
     mapped = jax.shard_map(
-        lambda *ins: tuple(inner(*ins)),
+        lambda *ins: tuple(_Selection(closed, **options)(*ins)),  # chosen where the mesh's axes are bound
         mesh=params["mesh"],
         in_specs=tuple(params["in_specs"]),
         out_specs=tuple(params["out_specs"]),
@@ -461,9 +484,14 @@ def _shard_mapped(eqn: Any, inner: _Selection, ins: Sequence[Any]) -> list[Any]:
     return list(mapped(*ins))
 
 
+def _has_effects(eqn: Any) -> bool:
+    """Returns whether an equation does more than compute its results; that it reads a mesh axis does not count."""
+    return any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
+
+
 def _plain_call(eqn: Any) -> Any:
     """Returns the jaxpr of a call that can be inlined; None for other equations."""
-    if eqn.primitive.name not in PLAIN_CALLS or eqn.effects:
+    if eqn.primitive.name not in PLAIN_CALLS or _has_effects(eqn):
         return None
     placed = [*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ())]
     if any(isinstance(sharding, jax.sharding.Sharding) for sharding in placed):
@@ -474,7 +502,7 @@ def _plain_call(eqn: Any) -> Any:
 
 def _kind(eqn: Any) -> str:
     name = eqn.primitive.name
-    if eqn.effects:
+    if _has_effects(eqn):
         return "opaque"
     if name in _CHEAP:
         return "cheap"
@@ -494,14 +522,19 @@ def _all_equations(jaxpr: Any):
                 yield from _all_equations(inner)
 
 
-def _cost(eqn: Any) -> float:
+def _flops(eqn: Any) -> float:
+    """Returns the FLOPs of an equation; an exponential counts as four, and moving elements as none."""
     name = eqn.primitive.name
+    if name in PRODUCTS:
+        return product_flops(eqn)
     inner = list(inner_jaxprs(eqn)) if name not in _CHEAP else []
     if inner:
-        return sum(_cost(one) for jaxpr in inner for one in jaxpr.eqns)
+        return sum(_flops(one) for jaxpr in inner for one in jaxpr.eqns)
+    if name in _MOVES - {"convert_element_type", "saturated_cast"}:
+        return 0.0
     size = max((getattr(var.aval, "size", 0) for var in (*eqn.invars, *eqn.outvars)), default=0)
-    rate = _MOVED if name in _MOVES else _TRANSCENDED if name in TRANSCENDENTAL - {"div"} else _COMPUTED
-    return rate * size
+    per_element = 5.0 if name == "saturated_cast" else 4.0 if name in TRANSCENDENTAL - {"div"} else 1.0
+    return per_element * size
 
 
 def _read_by_derivative(eqn: Any, is_active: Sequence[bool]) -> list[int] | None:

@@ -40,7 +40,7 @@ def step_for_memory(loss: Callable) -> Callable:
     return jax.jit(jax.value_and_grad(loss), compiler_options=options)
 
 
-def product_flops(loss: Callable, params: Any, batch: Any) -> float:
+def total_product_flops(loss: Callable, params: Any, batch: Any) -> float:
     """Returns the FLOPs of the products of a gradient."""
     return total_flops(live_jaxpr(jax.jit(jax.value_and_grad(loss)).trace(params, batch)))
 

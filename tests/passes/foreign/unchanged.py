@@ -95,3 +95,4 @@ UNCHANGED = {
     "equimo ViT": equimo_vit,
     "flax attention": flax_attention,
 }
+UNCHANGED_TRANSFORMERS = ("penzai Llama", "equimo ViT", "flax attention")
