@@ -6,6 +6,7 @@ import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
+
 from foreign.flax_styles import decoder_sizes, token_batch
 
 

@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from foreign.flax_styles import decoder_sizes, image_batch, initialized, token_batch
 from penzai import pz
 from penzai.models.transformer.variants import llamalike_common
+
+from foreign.flax_styles import decoder_sizes, image_batch, initialized, token_batch
 
 
 def haiku_resnet18(*, small=False):
