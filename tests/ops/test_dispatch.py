@@ -280,6 +280,7 @@ ALMOST = {
 }
 
 
+@pytest.mark.quick_cases("the next key")
 @pytest.mark.parametrize("name", ALMOST)
 def test_a_mask_that_is_almost_causal_stays_an_array(name):
     mask = ALMOST[name]
@@ -308,6 +309,7 @@ def test_a_replacement_that_is_wrong_is_not_used(monkeypatch):
     assert re.search(r"differs from it by \S+, more than 1e-05", report.refusals[0].reason)
 
 
+@pytest.mark.slow
 def test_attention_inside_loops_branches_and_checkpoints_is_replaced():
     mask = jnp.tril(jnp.ones((T, T), bool))
 

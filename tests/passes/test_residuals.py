@@ -82,6 +82,7 @@ def test_dropout_keeps_a_boolean_and_no_random_bits():
     )
 
 
+@pytest.mark.quick_cases("scanned")
 @pytest.mark.parametrize("loss", [unrolled, scanned])
 def test_gradients_in_fp32_are_those_of_the_function_and_no_product_runs_again(loss):
     found = select_residuals(loss)
@@ -90,12 +91,14 @@ def test_gradients_in_fp32_are_those_of_the_function_and_no_product_runs_again(l
     assert residual_bytes(found, *arguments()) < 0.6 * residual_bytes(loss, *arguments())
 
 
+@pytest.mark.slow
 def test_gradients_under_autocast_are_as_far_from_fp32_as_those_of_autocast_alone():
     cast = autocast(unrolled, "bf16")
     exact, alone, found = (jax.jit(jax.grad(fn))(*arguments()) for fn in (unrolled, cast, select_residuals(cast)))
     assert 0 < distance(found, exact) < 1.2 * distance(alone, exact)
 
 
+@pytest.mark.quick_cases("unrolled")
 @pytest.mark.parametrize("loss", [unrolled, scanned])
 def test_peak_memory_of_a_step_does_not_grow(loss):
     def temporaries(fn):
@@ -147,7 +150,7 @@ TRANSFORMED = {
 }
 
 
-@pytest.mark.quick_cases("vmap", "jvp", "closure", "of shard_map")
+@pytest.mark.quick_cases("jvp")
 @pytest.mark.parametrize("case", TRANSFORMED)
 def test_it_composes_with(case):
     program = TRANSFORMED[case]

@@ -67,7 +67,7 @@ def parts_of(batch, *, num_devices, num_microbatches):
     ]
 
 
-@pytest.mark.quick_cases("{'zero': 1, 'num_microbatches': 2}")
+@pytest.mark.slow
 @pytest.mark.parametrize("options", EVERY_PATH[:-1], ids=str)
 def test_batch_norm_statistics_are_carried_over_microbatches_and_averaged_over_devices(options):
     (params, stats), batch = variables(), rows()
@@ -124,6 +124,7 @@ def test_a_model_with_batch_norm_learns_and_is_evaluated_with_its_running_statis
     assert jax.tree.leaves(state)[0].is_deleted() is False  # an evaluation does not donate
 
 
+@pytest.mark.slow
 def test_model_state_and_auxiliary_values_are_returned_together():
     def loss(params, batch, *, model_state):
         new = {"mean": 0.5 * model_state["mean"] + 0.5 * batch["x"].mean(0), "seen": model_state["seen"] + 1}

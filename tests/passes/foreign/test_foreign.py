@@ -138,7 +138,7 @@ def test_selection_changes_no_gradient_by_more_than_the_rounding_of_bf16(name):
     assert distance(selected[1], grads) <= 1.1 * distance(narrow[1], grads) + BF16_STEP
 
 
-@pytest.mark.quick_cases("moe")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ALL)
 def test_ops_of_foreign_models_are_found_and_change_no_gradient(name):
     loss, params, batch = model(name)
