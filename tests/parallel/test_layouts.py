@@ -366,7 +366,7 @@ SOONER = {
 }
 
 
-@pytest.mark.quick_cases("fsdp")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SOONER)
 def test_early_gradient_reduction_gives_the_same_result_and_equal_replicas(name):
     changes = SOONER[name]
