@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, ParamSpec, TypeVar
 
@@ -24,13 +23,13 @@ import jax
 import numpy as np
 from jax.extend import core
 
-from hlat_jax.ops import dispatch_check
+from hlat_jax.ops import dispatch_attention, dispatch_check, dispatch_loss
 from hlat_jax.ops.dialect import CallSpec, MeasuredTimes, Op
 from hlat_jax.ops.dispatch_graph import Changed, Choose, Graph, Match, Refusal
 from hlat_jax.passes.jaxpr import CHECKPOINT, tracing, without_consts
 
-# Modules with a `matches(graph)` that yields a Match or a Refusal for each place.
-MATCHERS = ("dispatch_attention", "dispatch_loss", "dispatch_norm")
+# graph -> a Match or a Refusal for each place that looks like an op.
+MATCHERS = (dispatch_attention.matches, dispatch_loss.matches)
 
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
@@ -168,7 +167,7 @@ class _Splicer:
     def _used(self, graph: Graph) -> list[tuple[Match, Callable]]:
         used: list[tuple[Match, Callable]] = []
         taken: set[int] = set()
-        for matcher in _matchers():
+        for matcher in MATCHERS:
             for found in matcher(graph):
                 if isinstance(found, Refusal):
                     self.refusals.append(found)
@@ -265,17 +264,6 @@ class _Splicer:
         """Returns the values of the operands that are constant, by position."""
         values = {number: graph.constant(atom) for number, atom in enumerate(atoms) if graph.is_constant(atom)}
         return {number: value for number, value in values.items() if value is not None}
-
-
-def _matchers() -> list[Callable]:
-    found = []
-    for name in MATCHERS:
-        try:
-            found.append(importlib.import_module(f"hlat_jax.ops.{name}").matches)
-        except ModuleNotFoundError as error:
-            if error.name != f"hlat_jax.ops.{name}":
-                raise
-    return found
 
 
 def _read_elsewhere(graph: Graph, match: Match) -> str:
