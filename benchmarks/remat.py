@@ -2,8 +2,9 @@
 
     python benchmarks/remat.py goals [--config=160m] [--shares=80,60,45,35]   # the whole training step of a config
     python benchmarks/remat.py batch [--models=bert-base,bert-large,gpt2] [--limit=13GB]
+    python benchmarks/remat.py unrolled   # six blocks in a Python loop, beside the same blocks in a lax.scan
 
-Both compile and run nothing: bytes are XLA's own accounting, FLOPs those of the products that the program executes,
+All compile and run nothing: bytes are XLA's own accounting, FLOPs those of the products that the program executes,
 counted in its trace. On CPU the first flag below makes XLA order the program for memory, as it does on accelerators,
 and the second saves time; what XLA allocates on an accelerator may differ. A program that several goals tried was
 compiled once, and its seconds count for each of them. That gradients stay equal is in tests/passes/test_remat.py.
@@ -26,6 +27,7 @@ from hlat_jax import stack
 from hlat_jax.byte_sizes import format_bytes
 from hlat_jax.parallel.degrees import layout_over
 from hlat_jax.passes import remat
+from hlat_jax.passes.naming import RematChoice
 from hlat_jax.passes.products import live_jaxpr, total_flops
 from hlat_jax.resolve import resolve
 from hlat_jax.step import make_program
@@ -169,9 +171,78 @@ def batches(names, limit):
         )
 
 
+def mlp(p, x):
+    return x + jax.nn.gelu(x @ p["up"]) @ p["down"]
+
+
+def experts(p, x, num_chosen=2):
+    weights, chosen = jax.lax.top_k(jax.nn.softmax(x @ p["router"]), num_chosen)
+    order, sizes = jnp.argsort(chosen.reshape(-1)), jnp.bincount(chosen.reshape(-1), length=p["up"].shape[0])
+    hidden = jax.nn.gelu(jax.lax.ragged_dot(x[order // num_chosen], p["up"], sizes))
+    out = jax.lax.ragged_dot(hidden, p["down"], sizes)[jnp.argsort(order)]
+    return x + jnp.sum(out.reshape(*weights.shape, -1) * weights[..., None], 1)
+
+
+_DECODER = {
+    "norm1": (128,),
+    "qkv": (128, 384),
+    "out": (128, 128),
+    "norm2": (128,),
+    "up": (128, 512),
+    "down": (512, 128),
+}
+BLOCKS = {  # name: block, shapes of its parameters, shape of x
+    "MLP": (mlp, {"up": (256, 1024), "down": (1024, 256)}, (1024, 256)),
+    "decoder": (functools.partial(block, heads=4, causal=True), _DECODER, (4, 256, 128)),
+    "experts": (experts, {"router": (128, 4), "up": (4, 128, 512), "down": (4, 512, 128)}, (512, 128)),
+}
+
+
+def unrolled(num_blocks=6):
+    """Prints the bytes of blocks in a Python loop and in a scan, with nothing kept and under budgets."""
+    print(
+        "block    form    without  checkpoint per block  whole  nothing kept  budgets: bytes, FLOPs more, s of search"
+    )
+    for name, (one, shapes, x_shape) in BLOCKS.items():
+        x = jax.ShapeDtypeStruct(x_shape, jnp.float32)
+
+        def looped(params, x, one=one):
+            for layer in params:
+                x = one(layer, x)
+            return jnp.mean(x**2)
+
+        def rolled(params, x, one=one):
+            return jnp.mean(jax.lax.scan(lambda carry, layer: (one(layer, carry), None), x, params)[0] ** 2)
+
+        params = {key: jax.ShapeDtypeStruct(dims, jnp.float32) for key, dims in shapes.items()}
+        stacked = {key: jax.ShapeDtypeStruct((num_blocks, *dims), jnp.float32) for key, dims in shapes.items()}
+        forms = {"scan": (rolled, stacked), "loop": (looped, [params] * num_blocks)}
+        budgets = []
+        for form, (fn, arguments) in forms.items():
+
+            def taken(fn, arguments=arguments, x=x):
+                return remat.temporaries(jax.jit(jax.value_and_grad(fn)).trace(arguments, x))
+
+            own = functools.partial(looped, one=jax.checkpoint(one)) if form == "loop" else None
+            nothing = taken(remat.regions(fn, RematChoice(), region="auto"))
+            whole = taken(remat.regions(fn, RematChoice(), region="whole"))
+            budgets = budgets or [int(1.1 * nothing), 2 * nothing]
+            row = [taken(fn), *([taken(own)] if own else []), whole, nothing]
+            print(f"{name:8} {form:5}", *(f"{each / 2**20:10.2f}" for each in row), end="")
+            for budget in budgets:
+                plan = remat.fit(fn, arguments, x, budget_bytes=budget, step=jax.value_and_grad)
+                print(
+                    f"   {budget / 2**20:.1f}: {plan.measured_bytes / 2**20:.2f} {plan.recompute_share:+.1%} "
+                    f"{plan.seconds:.0f} s",
+                    end="",
+                    flush=True,
+                )
+            print()
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("goals", "batch"))
+    parser.add_argument("what", choices=("goals", "batch", "unrolled"))
     parser.add_argument("--config", default="160m")
     parser.add_argument("--attention", default="einsum", help="of the config's model")
     parser.add_argument("--shares", default="80,60,45,35")
@@ -180,6 +251,9 @@ def main():
     args = parser.parse_args()
     if args.what == "batch":
         batches(args.models.split(","), args.limit)
+        return
+    if args.what == "unrolled":
+        unrolled()
         return
     mutable = config_lib.load(args.config)
     mutable.model.attention = args.attention

@@ -89,6 +89,8 @@ def adamw(config: OptimizerConfig, *, policy: Policy, decays: Any) -> MaskedTran
         return {"count": jnp.zeros((), jnp.int32), "mu": zeros, "nu": jax.tree.map(jnp.copy, zeros)}
 
     def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        if "learning_rate" not in extra:
+            raise ValueError("this AdamW has no learning rate of its own: call step(state, batch, learning_rate).")
         finite, rounding = extra["finite"], extra.get("rounding", NEAREST)
         count = jnp.where(finite, state["count"] + 1, state["count"])
         # after a masked first step the count is 0, and the bias corrections would be 0
@@ -139,7 +141,13 @@ def masked(optimizer: optax.GradientTransformation) -> MaskedTransformation:
     inner = optax.with_extra_args_support(optimizer)
 
     def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
-        updates, new = inner.update(grads, state, params, **extra)
+        try:
+            updates, new = inner.update(grads, state, params, **extra)
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"the optimizer's update raised {type(error).__name__}: {error} It was given the extra arguments "
+                f"{', '.join(extra)}; use an optimizer that needs no others."
+            ) from error
         return updates, jax.tree.map(lambda a, b: jnp.where(extra["finite"], a, b), new, state)
 
     return MaskedTransformation(inner.init, update)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -13,27 +13,35 @@ import optax
 from jax.typing import ArrayLike
 
 from hlat_jax.batch import SumAndCount, microbatches
-from hlat_jax.optimizer import global_norm, masked
+from hlat_jax.ops.dispatch import Dispatched, dispatch
+from hlat_jax.optimizer import MaskedTransformation, global_norm, masked
 from hlat_jax.parallel import xla_options
 from hlat_jax.parallel.sharding import ROWS
 from hlat_jax.parallel.zero import check_params
 from hlat_jax.passes import remat, scaling
 from hlat_jax.passes.autocast import autocast, is_fp16
 from hlat_jax.passes.remat import Plan
+from hlat_jax.passes.residuals import select_residuals
 from hlat_jax.precision import NEAREST, Accumulation, Rounding, cast_tree
 from hlat_jax.program_options import (
     LossAux,
     ProgramOptions,
     averaged_aux,
     check_arguments,
+    check_divides,
+    check_model_state,
+    check_shapes,
     checked_loss,
+    given_names,
+    num_rows,
     resolved,
+    row_keys,
     with_dialects,
 )
 
 State = dict[str, Any]
-LossFn = Callable[[Any, Any], jax.Array | SumAndCount | tuple[jax.Array | SumAndCount, Any]]
-CheckedLossFn = Callable[[Any, Any], tuple[jax.Array, LossAux]]
+LossFn = Callable[..., jax.Array | SumAndCount | tuple[jax.Array | SumAndCount, Any]]
+CheckedLossFn = Callable[..., tuple[jax.Array, LossAux]]
 
 
 @jax.tree_util.register_dataclass
@@ -60,36 +68,66 @@ class StepMetrics:
     aux: Any = None
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class EvalMetrics:
+    """Metrics of one evaluated batch: `loss`, `num_tokens` and `aux` as in `StepMetrics`."""
+
+    loss: jax.Array
+    num_tokens: jax.Array | None
+    aux: Any = None
+
+
+class StepFn(Protocol):
+    """The type of a step: (state, batch[, learning_rate]) -> (state, StepMetrics)."""
+
+    def __call__(self, state: State, batch: Any, learning_rate: ArrayLike | None = None) -> tuple[State, StepMetrics]:
+        """Returns the state after the step, and its metrics."""
+
+
 @dataclasses.dataclass(frozen=True)
 class TrainingProgram:
     """The functions of a training program, and the shardings of its state.
 
     Attributes:
-      init: `(params, *, seed=0) -> state`. The state is {"step", "params", "opt_state": {"inner"[, "master"]
-        [, "seed"][, "loss_scale"]}}; the uint32 seed is that of stochastic rounding, where the policy has it.
+      init: `(params, *, model_state=None, seed=0) -> state`. The state is {"step", "params", "opt_state": {"inner"
+        [, "master"][, "seed"][, "loss_scale"]}[, "model_state"]}; the uint32 seed is that of the random keys and of
+        stochastic rounding, where there are any.
       stages: name of a pass -> the jitted step after it; the last one is `step`.
+      eval_step: jitted `(state, batch) -> EvalMetrics`: the loss with `train=False`, `keys=None` and the model state as
+        it is, over a batch that divides as those of `step` do. The state is not donated.
       options: those it was built with, with `zero` replaced by the `replica_sync` made from it.
       shardings: of every leaf of the state; None: wherever the parameters are.
       plan: the choice that meets the memory budget; None without one.
+      dispatched: the loss after `dispatch`, whose `report()` lists what was replaced when it was last traced; None
+        without that pass.
     """
 
     init: Callable[..., State]
     stages: Mapping[str, Callable]
+    eval_step: Callable[[State, Any], EvalMetrics]
     options: ProgramOptions
     shardings: Any
     plan: Plan | None = None
+    dispatched: Dispatched | None = None
 
     @property
-    def step(self) -> Callable[[State, Any, ArrayLike], tuple[State, StepMetrics]]:
-        """The jitted (state, batch, learning_rate) -> (state, StepMetrics); donates the state."""
+    def step(self) -> StepFn:
+        """The jitted (state, batch[, learning_rate]) -> (state, StepMetrics); donates the state.
+
+        The learning rate is for optimizers that take it as an extra argument; others have a rate or a schedule of their
+        own and ignore it.
+        """
         return list(self.stages.values())[-1]
 
-    def step_arguments(self, params: Any, batch: Any) -> tuple[Any, Any, Any]:
-        """Returns the shapes, dtypes and shardings of what `step` takes, from the shapes of parameters and a batch."""
-        state, rate = jax.eval_shape(self.init, params), jax.ShapeDtypeStruct((), jnp.float32)
+    def step_arguments(self, params: Any, batch: Any, *, model_state: Any = None) -> tuple[Any, Any, Any]:
+        """Returns the shapes, dtypes and shardings of what `step` takes, from the shapes of what it is made of."""
+        state = jax.eval_shape(self.init, params, model_state=model_state)
+        rate = jax.ShapeDtypeStruct((), jnp.float32)
         replica_sync = self.options.replica_sync
         if replica_sync is None:
             return state, batch, rate
+        check_divides(batch, num_devices=replica_sync.layout.size(ROWS), num_microbatches=self.options.num_microbatches)
 
         def placed(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
@@ -102,9 +140,10 @@ def training_program(
     loss_fn: LossFn,
     optimizer: optax.GradientTransformation,
     *,
-    options: ProgramOptions,
+    options: ProgramOptions | None = None,
     params: Any = None,
     batch: Any = None,
+    model_state: Any = None,
     has_aux: bool = False,
 ) -> TrainingProgram:
     """Returns the training program of a loss and an optimizer.
@@ -113,46 +152,72 @@ def training_program(
       loss_fn: (params, microbatch) -> loss. Either the mean over the microbatch, a floating-point scalar: microbatches
         and devices then weigh equally, however much each of them counts. Or `SumAndCount(sum of the losses of the
         counted tokens, count of them)`: the program divides by the count over the whole batch, so that unequal
-        microbatches weigh as one batch would. Both are accumulated in fp32.
+        microbatches weigh as one batch would. Both are accumulated in fp32. Further parameters without a default are
+        given by name:
+
+        - `model_state`: what the model updates itself, such as the statistics of batch norm, a pytree of arrays. The
+          function then returns (loss, new model state). Microbatches update it one after another, and devices each for
+          their own rows: of floats, the mean over devices is kept. A step that is not finite leaves it unchanged.
+        - `keys`: a random key for each row, made from the seed, the step and the index of the row in the batch over all
+          devices. What is drawn from it, with `jax.vmap` over rows and keys, is the same on any number of devices and
+          microbatches. None in `eval_step`.
+        - `train`: True in `step`, False in `eval_step`; a Python bool.
+        - `dialects`: see `ProgramOptions`.
       optimizer: an Optax transformation. It gets the mean gradients in fp32, the weights, and the extra arguments
-        `learning_rate`, `grad_norm` and `finite`; a transformation with a schedule of its own ignores them.
-      options: precision, accumulation, devices, memory.
+        `learning_rate` (where the step is given one), `grad_norm`, `finite`, and, as for a line search, `value`, `grad`
+        and `value_fn`: the loss, those gradients, and weights -> loss of this batch, differentiable.
+      options: precision, accumulation, devices, memory; None: fp32 on one device.
       params: shapes of the parameters; needed with `options.zero` or `options.replica_sync`, whose shardings follow
         from them, and with `options.memory_budget`.
       batch: shapes of a batch; needed with `options.memory_budget`. With those of the parameters, the step is traced
         here.
-      has_aux: the loss function returns (loss, auxiliary values), as for `jax.value_and_grad`. The values, a pytree,
-        come out in `StepMetrics.aux` in fp32: each array is the mean over microbatches and devices, each `SumAndCount`
-        becomes total / count over the whole batch.
+      model_state: shapes of the model state, where the loss function takes one; needed where `params` is.
+      has_aux: the loss function returns (loss, auxiliary values), as for `jax.value_and_grad`; with a model state,
+        (loss, (new model state, auxiliary values)). The values, a pytree, come out in `StepMetrics.aux` in fp32: each
+        array is the mean over microbatches and devices, each `SumAndCount` becomes total / count over the whole batch.
 
     Raises:
       ValueError: no function, no transformation, parameters that are not floating-point arrays, shapes that an option
         needs are missing, or no program tried fits the budget. The step, before it is compiled: the loss function
-        returns anything else.
+        returns anything else, the batch does not divide, or the optimizer needs other extra arguments.
     """
-    check_arguments(loss_fn, optimizer, options=options, params=params, batch=batch, has_aux=has_aux)
+    options = ProgramOptions() if options is None else options
+    check_arguments(loss_fn, optimizer, options=options, has_aux=has_aux)
+    given = given_names(loss_fn, options)
+    check_shapes(given, options=options, params=params, batch=batch, model_state=model_state)
     options = resolved(options, params)
     if options.dialects is not None:
         loss_fn, options = with_dialects(loss_fn, options)
     if options.accumulate is None:
-        loss_fn = checked_loss(loss_fn, has_aux=has_aux)
-    optimizer, shardings = masked(optimizer), None
+        eval_loss = checked_loss(loss_fn, has_aux=has_aux, given=given, is_training=False)
+        loss_fn = checked_loss(loss_fn, has_aux=has_aux, given=given)
+    initial, shardings = _initial(optimizer, options, given), None
     if options.replica_sync is not None:
         # of one device too: what reads the state is then compiled once, for before the first step and after it
-        shardings = options.replica_sync.state_shardings(jax.eval_shape(_initial(optimizer, options), params))
+        shapes = jax.eval_shape(initial, params, model_state=model_state)
+        shardings = options.replica_sync.state_shardings(shapes)
 
     def step_of(loss_fn: Callable) -> Any:
-        return _jitted(_train_step(loss_fn, optimizer, options), options, shardings)
+        return _jitted(_train_step(loss_fn, optimizer, options, has_keys="keys" in given), options, shardings)
 
     stages = {"loss": step_of(loss_fn)}
-    if options.autocast is not None:
-        loss_fn = autocast(loss_fn, options.autocast)
-        stages["autocast"] = step_of(loss_fn)
-    init = _initial(optimizer, options, shardings=shardings)
-    program = TrainingProgram(init=init, stages=stages, options=options, shardings=shardings)
+    dispatched: Dispatched | None = None
+    for name, apply in _passes(options).items():
+        loss_fn, eval_loss = apply(loss_fn), apply(eval_loss)
+        stages[name] = step_of(loss_fn)
+        if isinstance(loss_fn, Dispatched):
+            dispatched = loss_fn
+    program = TrainingProgram(
+        init=_initial(optimizer, options, given, shardings=shardings),
+        stages=stages,
+        eval_step=_no_eval_step if options.accumulate is not None else _eval_step(eval_loss, options),
+        options=options,
+        shardings=shardings,
+        dispatched=dispatched,
+    )
     if params is None or batch is None:
         return program
-    arguments = program.step_arguments(params, batch)
+    arguments = program.step_arguments(params, batch, model_state=model_state)
     if options.memory_budget is None:
         list(stages.values())[-1].trace(*arguments)  # raises for a loss function that returns anything else
         return program
@@ -161,19 +226,44 @@ def training_program(
     return dataclasses.replace(program, stages=stages | {"remat": step_of(plan.fn)}, plan=plan)
 
 
-def _train_step(loss_fn: Callable, optimizer: optax.GradientTransformation, options: ProgramOptions) -> Callable:
-    """Returns (state, batch, learning_rate) -> (state, StepMetrics), the order of a training step."""
-    policy, replica_sync = options.policy, options.active_replica_sync
-    value_and_grad = _value_and_grad(loss_fn, options)
-    num_parts = options.num_microbatches * (1 if replica_sync is None else replica_sync.layout.size(ROWS))
+def _passes(options: ProgramOptions) -> dict[str, Callable[[Callable], Any]]:
+    """Returns name -> transformation of the loss, in their order.
 
-    def train_step(state: State, batch: Any, learning_rate: jax.Array) -> tuple[State, StepMetrics]:
+    What is replaced has to be as the user wrote it; what autocast narrows decides which residuals are worth keeping.
+    """
+    passes: dict[str, Callable[[Callable], Any]] = {}
+    if options.dispatch:
+        passes["dispatch"] = functools.partial(dispatch, platform=options.platform)
+    if options.autocast is not None:
+        passes["autocast"] = functools.partial(autocast, policy=options.autocast)
+    if options.residuals:
+        passes["residuals"] = select_residuals
+    return passes
+
+
+def _train_step(
+    loss_fn: Callable, optimizer: optax.GradientTransformation, options: ProgramOptions, *, has_keys: bool
+) -> Callable:
+    """Returns (state, batch, learning_rate=None) -> (state, StepMetrics), the order of a training step."""
+    policy, replica_sync = options.policy, options.active_replica_sync
+    value_and_grad, update = _value_and_grad(loss_fn, options), masked(optimizer).update
+    is_given_value = not isinstance(optimizer, MaskedTransformation)
+
+    def train_step(state: State, batch: Any, learning_rate: jax.Array | None = None) -> tuple[State, StepMetrics]:
+        check_divides(batch, num_devices=options.row_degree, num_microbatches=options.num_microbatches)
+        rows, model_state = batch, state.get("model_state")
+        if has_keys:
+            rows = batch, row_keys(state["opt_state"]["seed"], state["step"], num_rows(batch))
         rounding = NEAREST
         if policy.rounding == "stochastic":
             rounding = Rounding((state["opt_state"]["seed"], state["step"].astype(jnp.uint32)))
         loss_scale = state["opt_state"].get("loss_scale")
         scale = None if loss_scale is None else loss_scale.scale
-        (loss_sum, loss_aux), grads = value_and_grad(state["params"], batch, rounding, scale)
+
+        def of_params(params: Any) -> tuple[tuple, Any]:
+            return value_and_grad(params, rows, rounding, scale=scale, model_state=model_state)
+
+        (loss_sum, loss_aux), grads = of_params(state["params"])
         norm = functools.partial(global_norm, in_blocks=options.norm_in_blocks, replica_sync=replica_sync)
         # The norm of the sums, and a product instead of a division: XLA on CPU then scales each gradient where the
         # update reads it, and writes no scaled copy of them all.
@@ -187,8 +277,13 @@ def _train_step(loss_fn: Callable, optimizer: optax.GradientTransformation, opti
         # also orders it before the update, which XLA then makes in place; it copies all weights otherwise.
         finite = jnp.isfinite(loss_sum) & jnp.isfinite(grad_norm) & jnp.isfinite(param_norm)
 
-        extra = {"learning_rate": learning_rate, "grad_norm": grad_norm, "finite": finite, "rounding": rounding}
-        updates, inner = optimizer.update(grads, state["opt_state"]["inner"], weights, **extra)
+        extra = {"grad_norm": grad_norm, "finite": finite, "rounding": rounding}
+        if learning_rate is not None:
+            extra["learning_rate"] = learning_rate
+        if is_given_value:
+            value_fn = _value_fn(lambda weights: of_params(_params_of(weights, options)), scale)
+            extra |= {"value": loss_sum * per_token, "grad": grads, "value_fn": value_fn}
+        updates, inner = update(grads, state["opt_state"]["inner"], weights, **extra)
         weights = _apply_updates(weights, updates, finite=finite, rounding=rounding)
         opt_state = state["opt_state"] | {"inner": inner}
         if policy.master is not None:
@@ -197,77 +292,151 @@ def _train_step(loss_fn: Callable, optimizer: optax.GradientTransformation, opti
             # a batch without counted tokens gives no information on the scale
             moved = scaling.adjusted(loss_scale, finite)
             opt_state["loss_scale"] = scaling.chosen(loss_aux.count > 0, moved, loss_scale)
-        params = cast_tree(weights, policy.param)
-        params = params if replica_sync is None else replica_sync.all_gather_params(params)
+        params = _params_of(weights, options)
         new_state = {"step": state["step"] + 1, "params": params, "opt_state": opt_state}
+        if model_state is not None:
+            new_state["model_state"] = jax.tree.map(
+                lambda new, old: jnp.where(finite, new.astype(old.dtype), old), loss_aux.model_state, model_state
+            )
         metrics = StepMetrics(
             loss=loss_sum * per_token if scale is not None else loss_sum / loss_aux.count,
             num_tokens=None if loss_aux.is_mean else loss_aux.count,
             grad_norm=grad_norm,
             param_norm=param_norm,
             finite=finite,
-            aux=averaged_aux(loss_aux.aux, num_parts=num_parts),
+            aux=averaged_aux(loss_aux.aux, num_parts=options.num_microbatches * options.row_degree),
         )
         return new_state, metrics
 
     return train_step
 
 
+def _params_of(weights: Any, options: ProgramOptions) -> Any:
+    """Returns the parameters that the forward pass reads, from the weights that the optimizer updates."""
+    params, replica_sync = cast_tree(weights, options.policy.param), options.active_replica_sync
+    return params if replica_sync is None else replica_sync.all_gather_params(params)
+
+
+def _value_fn(value_and_grad: Callable, scale: jax.Array | None) -> Callable[[Any], jax.Array]:
+    """Returns weights -> mean loss of a batch over microbatches and devices, with the program's own derivative."""
+
+    def of_weights(weights: Any) -> tuple[jax.Array, Any]:
+        (loss_sum, loss_aux), grads = value_and_grad(weights)
+        per_token = 1.0 / (loss_aux.count if scale is None else loss_aux.count * scale)
+        return loss_sum * per_token, jax.tree.map(lambda g, w: (g * per_token).astype(w.dtype), grads, weights)
+
+    @jax.custom_vjp
+    def value(weights: Any) -> jax.Array:
+        return of_weights(weights)[0]
+
+    def backward(grads: Any, cotangent: jax.Array) -> tuple[Any]:
+        return (jax.tree.map(lambda g: cotangent.astype(g.dtype) * g, grads),)
+
+    value.defvjp(of_weights, backward)
+
+    # Optax's line searches refuse extra arguments that the function does not name.
+    def value_fn(
+        weights: Any, *, learning_rate: Any = None, grad_norm: Any = None, finite: Any = None, rounding: Any = None
+    ) -> jax.Array:
+        return value(weights)
+
+    return value_fn
+
+
 def _value_and_grad(loss_fn: Callable, options: ProgramOptions) -> Callable[..., tuple[tuple, Any]]:
-    """Returns (params, batch, rounding, scale) -> ((loss sum, LossAux), gradients) of a batch over all devices."""
+    """Returns (params, rows, rounding, *, scale, model_state) -> ((loss sum, LossAux), gradients) over all devices."""
     dtype, replica_sync = options.policy.accumulate, options.active_replica_sync
     loss_fn = loss_fn if replica_sync is None else replica_sync.with_gathered_params(loss_fn)
 
-    def local(params: Any, batch: Any, rounding: Rounding, *, scale: Any, reduce: Any = None) -> tuple[tuple, Any]:
-        def scaled(params: Any, part: Any) -> tuple[jax.Array, LossAux]:
-            loss_sum, loss_aux = loss_fn(params, part)
+    def local(
+        params: Any, rows: Any, rounding: Rounding, *, scale: Any, model_state: Any, reduce: Any = None
+    ) -> tuple[tuple, Any]:
+        def scaled(params: Any, *args: Any) -> tuple[jax.Array, LossAux]:
+            loss_sum, loss_aux = loss_fn(params, *args)
             return loss_sum * scale, loss_aux
 
         sums = Accumulation(options.num_microbatches, dtype, rounding, reduce)
         if options.accumulate is not None:
-            (loss_sum, count), grads = options.accumulate(loss_fn, params, batch, sums=sums)
+            (loss_sum, count), grads = options.accumulate(loss_fn, params, rows, sums=sums)
             return (loss_sum, LossAux(count)), grads
         if scale is None:
-            return accumulated(loss_fn, params, batch, sums=sums)
+            return accumulated(loss_fn, params, rows, sums=sums, model_state=model_state)
         with scaling.applied():
-            return accumulated(scaled, params, batch, sums=sums)
+            return accumulated(scaled, params, rows, sums=sums, model_state=model_state)
 
-    if replica_sync is not None:
-        return replica_sync.value_and_grad(local, dtype=dtype)
-    return lambda params, batch, rounding, scale: local(params, batch, rounding, scale=scale)
+    if replica_sync is None:
+        return local
+    mean_shares = replica_sync.mean_shares
+
+    def local_shares(*args: Any, **given: Any) -> tuple[tuple, Any]:
+        (loss_sum, loss_aux), grads = local(*args, **given)
+        return (loss_sum, dataclasses.replace(loss_aux, model_state=mean_shares(loss_aux.model_state))), grads
+
+    return replica_sync.value_and_grad(local_shares, dtype=dtype)
 
 
-def accumulated(loss_fn: CheckedLossFn, params: Any, batch: Any, *, sums: Accumulation) -> tuple[tuple, Any]:
+def _eval_step(loss_fn: CheckedLossFn, options: ProgramOptions) -> Callable[[State, Any], EvalMetrics]:
+    replica_sync, num_microbatches = options.active_replica_sync, options.num_microbatches
+
+    def local(params: Any, batch: Any, model_state: Any) -> tuple[jax.Array, LossAux]:
+        if num_microbatches == 1:
+            return loss_fn(params, batch, model_state)
+        found = jax.lax.map(lambda part: loss_fn(params, part, model_state), microbatches(batch, num_microbatches))
+        return jax.tree.map(lambda values: values.sum(0), found)
+
+    loss = local if replica_sync is None else replica_sync.loss(replica_sync.with_gathered_params(local))
+
+    def eval_step(state: State, batch: Any) -> EvalMetrics:
+        check_divides(batch, num_devices=options.row_degree, num_microbatches=num_microbatches)
+        loss_sum, loss_aux = loss(state["params"], batch, state.get("model_state"))
+        return EvalMetrics(
+            loss=loss_sum / loss_aux.count,
+            num_tokens=None if loss_aux.is_mean else loss_aux.count,
+            aux=averaged_aux(loss_aux.aux, num_parts=num_microbatches * options.row_degree),
+        )
+
+    return jax.jit(eval_step)
+
+
+def _no_eval_step(state: State, batch: Any) -> EvalMetrics:
+    raise ValueError("a program of pipeline stages has no eval_step; evaluate with a single loss function.")
+
+
+def accumulated(
+    loss_fn: CheckedLossFn, params: Any, rows: Any, *, sums: Accumulation, model_state: Any = None
+) -> tuple[tuple, Any]:
     """Returns ((loss sum, LossAux), gradients) of a batch whose parts are run one after another.
 
     Args:
       loss_fn: as `program_options.checked_loss` makes it.
       params: with respect to which gradients are taken.
-      batch: fields with rows in front.
+      rows: fields with rows in front.
       sums: number of parts, see `batch.microbatches`, and how their gradients are summed.
+      model_state: of the first part; each returns that of the next.
     """
     value_and_grad = jax.value_and_grad(loss_fn, has_aux=True)
 
-    def of_part(part):
-        found, grads = value_and_grad(params, part)
+    def of_part(part, model_state):
+        found, grads = value_and_grad(params, part, model_state)
         return found, grads if sums.reduce is None else sums.reduce(grads)
 
     if sums.num_microbatches == 1:
-        return of_part(batch)
+        return of_part(rows, model_state)
 
     def add(totals, numbered):
         number, part = numbered
-        (loss, loss_aux), grads = of_part(part)
-        totals = totals[0] + loss, totals[1] + loss_aux.count, sums.rounding.at(number).added(totals[2], grads)
-        return totals, dataclasses.replace(loss_aux, count=None)
+        (loss, loss_aux), grads = of_part(part, totals[3])
+        loss_sum, count, summed, _ = totals
+        totals = loss_sum + loss, count + loss_aux.count, sums.rounding.at(number).added(summed, grads)
+        return (*totals, loss_aux.model_state), dataclasses.replace(loss_aux, count=None, model_state=None)
 
     shapes = params if sums.reduce is None else jax.eval_shape(sums.reduce, params)
     zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, sums.dtype), shapes)
-    start = (jnp.float32(0.0), jnp.float32(0.0), zeros)
-    numbered = jnp.arange(sums.num_microbatches, dtype=jnp.uint32), microbatches(batch, sums.num_microbatches)
-    (loss_sum, count, grads), loss_aux = jax.lax.scan(add, start, numbered)
+    start = (jnp.float32(0.0), jnp.float32(0.0), zeros, model_state)
+    numbered = jnp.arange(sums.num_microbatches, dtype=jnp.uint32), microbatches(rows, sums.num_microbatches)
+    (loss_sum, count, grads, model_state), loss_aux = jax.lax.scan(add, start, numbered)
     loss_aux = jax.tree.map(lambda values: values.sum(0), loss_aux)
-    return (loss_sum, dataclasses.replace(loss_aux, count=count)), grads
+    return (loss_sum, dataclasses.replace(loss_aux, count=count, model_state=model_state)), grads
 
 
 def _apply_updates(weights: Any, updates: Any, *, finite: jax.Array, rounding: Rounding) -> Any:
@@ -282,27 +451,49 @@ def _apply_updates(weights: Any, updates: Any, *, finite: jax.Array, rounding: R
 
 
 def _initial(
-    optimizer: optax.GradientTransformation, options: ProgramOptions, *, shardings: Any = None
+    optimizer: optax.GradientTransformation,
+    options: ProgramOptions,
+    given: Sequence[str],
+    *,
+    shardings: Any = None,
 ) -> Callable[..., State]:
-    """Returns (params, *, seed=0) -> the state before the first step; without shardings, on the parameters' devices."""
+    """Returns `TrainingProgram.init`; without shardings, its state is on the parameters' devices."""
     policy = options.policy
 
-    def init(params: Any, *, seed: Any = 0) -> State:
+    def init(params: Any, *, model_state: Any = None, seed: Any = 0) -> State:
         check_params(params)
+        if model_state is not None:
+            check_model_state(model_state, given)
+        elif "model_state" in given:
+            raise ValueError("loss_fn takes a model_state: give init(params, model_state=...) its first value.")
         params = jax.tree.map(jnp.copy, params)  # the state is donated, the caller's parameters are not
         weights = cast_tree(params, policy.master or policy.param)
         # copies: what an optimizer keeps of the weights must not be the buffer that is donated as the weights
-        opt_state: dict[str, Any] = {"inner": optimizer.init(jax.tree.map(jnp.copy, weights))}
+        opt_state: dict[str, Any] = {"inner": _distinct(optimizer.init(jax.tree.map(jnp.copy, weights)))}
         if policy.master is not None:
             opt_state["master"] = weights
-        if policy.rounding != "nearest":
+        if policy.rounding != "nearest" or "keys" in given:
             opt_state["seed"] = jnp.asarray(seed, jnp.uint32)
         if is_fp16(options.autocast):
             opt_state["loss_scale"] = scaling.initial()
         state = {"step": jnp.zeros((), jnp.int32), "params": cast_tree(params, policy.param), "opt_state": opt_state}
+        if model_state is not None:
+            state["model_state"] = jax.tree.map(jnp.copy, model_state)
         return state if shardings is None else jax.lax.with_sharding_constraint(state, shardings)
 
     return init
+
+
+def _distinct(tree: Any) -> Any:
+    """Returns the tree with a copy for each leaf that is in it twice, which could not be donated."""
+    seen: set[int] = set()
+
+    def copied(leaf: Any) -> Any:
+        is_first = id(leaf) not in seen
+        seen.add(id(leaf))
+        return leaf if is_first else jnp.copy(leaf)
+
+    return jax.tree.map(copied, tree)
 
 
 def _jitted(train_step: Callable, options: ProgramOptions, shardings: Any) -> Any:

@@ -23,7 +23,10 @@ from hlat_jax.parallel.zero import check_params, check_stage, make_replica_sync
 from hlat_jax.passes import remat
 from hlat_jax.passes.autocast import POLICIES as CASTS
 from hlat_jax.passes.autocast import CastPolicy
-from hlat_jax.precision import Policy
+from hlat_jax.precision import POLICIES, Policy
+
+# What a loss function is given by keyword, where its signature has a parameter of that name without a default.
+GIVEN = ("model_state", "keys", "train", "dialects")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +34,7 @@ class ProgramOptions:
     """Options of a training program.
 
     Attributes:
-      policy: dtypes of storage and accumulation, and the rounding of stored values.
+      policy: dtypes of storage and accumulation, and the rounding of stored values; fp32 by default.
       num_microbatches: static number of parts into which a batch, or its rows on each device, is split.
       accumulate: computes and sums the gradients of the parts, for pipeline stages; None: `program.accumulated`.
       norm_in_blocks: see `optimizer.global_norm`.
@@ -41,6 +44,10 @@ class ProgramOptions:
       replica_sync: mesh, shardings and collectives of your own, instead of `zero`. With neither: one device.
       autocast: cast policy for a loss function in fp32 and a `policy` that computes in fp32, see `passes.autocast`;
         None: no casts. float16 adds a loss scale, see `passes.scaling`.
+      dispatch: run our implementations of ops in place of what the loss function computes otherwise, such as attention
+        and cross-entropy, see `ops.dispatch`.
+      residuals: recompute cheap intermediates in the backward pass where that keeps fewer bytes, see
+        `passes.residuals`.
       memory_budget: for the temporaries of the step on one device, "12GiB" or bytes; the values that are saved for the
         backward pass are chosen to fit, see `passes.remat`. None: the loss function decides.
       remat: options of that choice: regions, solver, least bytes, offload; None: the defaults.
@@ -53,7 +60,7 @@ class ProgramOptions:
       ValueError: an invalid value, or options that exclude each other.
     """
 
-    policy: Policy
+    policy: Policy = POLICIES["fp32"]
     num_microbatches: int = 1
     accumulate: Callable | None = None
     norm_in_blocks: bool = False
@@ -62,6 +69,8 @@ class ProgramOptions:
     bucket_bytes: int = 0
     replica_sync: ReplicaSync | None = None
     autocast: CastPolicy | str | None = None
+    dispatch: bool = False
+    residuals: bool = False
     memory_budget: int | str | None = None
     remat: remat.RematOptions | None = None
     dialects: Mapping[str, str] | None = None
@@ -71,6 +80,16 @@ class ProgramOptions:
     def active_replica_sync(self) -> ReplicaSync | None:
         """`replica_sync` if it has several devices, else None: on one device, a program has no collectives."""
         return self.replica_sync if self.replica_sync is not None and self.replica_sync.layout.mesh.size > 1 else None
+
+    @property
+    def platform(self) -> str:
+        """The platform of the devices."""
+        return jax.default_backend() if self.replica_sync is None else self.replica_sync.layout.platform
+
+    @property
+    def row_degree(self) -> int:
+        """Over how many devices the rows of a batch are split."""
+        return 1 if self.active_replica_sync is None else self.active_replica_sync.layout.row_degree
 
     def __post_init__(self):
         self._check_each()
@@ -86,6 +105,8 @@ class ProgramOptions:
             ("num_microbatches", is_count, "must be an int of 1 or more"),
             ("accumulate", self.accumulate is None or callable(self.accumulate), "is not a function: leave it out"),
             ("norm_in_blocks", isinstance(self.norm_in_blocks, bool), "must be True or False"),
+            ("dispatch", isinstance(self.dispatch, bool), "must be True or False"),
+            ("residuals", isinstance(self.residuals, bool), "must be True or False"),
             (
                 "replica_sync",
                 _is_none_or(self.replica_sync, ReplicaSync),
@@ -119,33 +140,88 @@ class ProgramOptions:
                 f"ProgramOptions: autocast is for a loss that computes in fp32, and this policy computes in "
                 f"{jnp.dtype(self.policy.compute)}; give policy=precision.POLICIES['fp32'], or leave autocast out."
             )
-        if self.accumulate is not None and (self.autocast, self.memory_budget, self.dialects) != (None, None, None):
+        has_passes = self.dispatch or self.residuals or self.autocast is not None or self.memory_budget is not None
+        if self.accumulate is not None and (has_passes or self.dialects is not None):
             raise ValueError(
-                "ProgramOptions: autocast, memory_budget and dialects need a single loss function, not pipeline "
-                "stages; leave accumulate out."
+                "ProgramOptions: dispatch, autocast, residuals, memory_budget and dialects need a single loss function,"
+                " not pipeline stages; leave accumulate out."
             )
 
 
-def check_arguments(loss_fn: Any, optimizer: Any, *, options: Any, params: Any, batch: Any, has_aux: Any) -> None:
-    """Raises ValueError for arguments that `training_program` does not take."""
+def check_arguments(loss_fn: Any, optimizer: Any, *, options: Any, has_aux: Any) -> None:
+    """Raises ValueError for a loss function, optimizer or options that `training_program` does not take."""
     if not callable(loss_fn):
         raise ValueError(f"loss_fn={loss_fn!r} is not a function of (params, microbatch).")
     if not (callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None))):
         raise ValueError(f"optimizer={optimizer!r} is not an Optax transformation: give one, such as optax.adam(1e-3).")
     if not isinstance(options, ProgramOptions):
-        raise ValueError(f"options={options!r}: give ProgramOptions(precision.POLICIES['fp32']).")
+        raise ValueError(f"options={options!r}: give ProgramOptions(...), or leave it out: fp32 on one device.")
     if not isinstance(has_aux, bool):
         raise ValueError(f"has_aux={has_aux!r} must be True or False.")
     if has_aux and options.accumulate is not None:
         raise ValueError("has_aux=True needs a single loss function, not stages; leave options.accumulate out.")
-    if options.dialects is not None and not _takes(loss_fn, "dialects"):
-        raise ValueError("options.dialects go to the loss function: define it as loss(params, batch, *, dialects).")
+
+
+def check_shapes(given: Sequence[str], *, options: ProgramOptions, params: Any, batch: Any, model_state: Any) -> None:
+    """Raises ValueError if shapes that the options need are missing; `given`: see `given_names`."""
     if params is not None:
         check_params(params)
     elif options.zero is not None or options.replica_sync is not None:
         raise ValueError("options.zero and .replica_sync shard the parameters: give their shapes as params=...")
     if options.memory_budget is not None and (params is None or batch is None):
         raise ValueError("options.memory_budget is compared with the compiled step: give params=... and batch=...")
+    if "model_state" in given and params is not None and model_state is None:
+        raise ValueError("loss_fn takes a model_state: give its shapes as model_state=..., as those of the parameters.")
+    if model_state is not None:
+        check_model_state(model_state, given)
+
+
+def check_model_state(model_state: Any, given: Sequence[str]) -> None:
+    """Raises ValueError for a model state that the loss function does not take, or one that cannot be carried."""
+    if "model_state" not in given:
+        raise ValueError("loss_fn takes no model_state: define it as loss(params, batch, *, model_state).")
+    for path, leaf in jax.tree_util.tree_leaves_with_path(model_state):
+        dtype = getattr(leaf, "dtype", None)
+        if dtype is None or not (jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)):
+            found = type(leaf).__name__ if dtype is None else dtype
+            raise ValueError(
+                f"model_state{jax.tree_util.keystr(path)} is {found}: give floating-point or integer arrays, and bind "
+                "other values with functools.partial. Random keys come as `keys`, see `training_program`."
+            )
+
+
+def given_names(loss_fn: Callable, options: ProgramOptions) -> tuple[str, ...]:
+    """Returns which of `GIVEN` a loss function takes: its parameters without a default after (params, microbatch).
+
+    Raises:
+      ValueError: another parameter without a default, or one of these that the options do not provide for.
+    """
+    try:
+        parameters = list(inspect.signature(loss_fn).parameters.values())
+    except (TypeError, ValueError):  # some functions written in C have no signature
+        parameters = []
+    positional = [one for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
+    named = [
+        one.name
+        for one in parameters
+        if one not in positional[:2]
+        and one.default is one.empty
+        and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
+    ]
+    for name in named:
+        if name not in GIVEN:
+            raise ValueError(
+                f"loss_fn takes {name!r}: besides (params, microbatch), a training program gives {', '.join(GIVEN)} by "
+                f"name. {nearest(name, GIVEN)} Bind other values with functools.partial."
+            )
+    if "dialects" in named and options.dialects is None:
+        raise ValueError("loss_fn takes dialects: name its ops, ProgramOptions(dialects={'swiglu': 'auto'}).")
+    if options.dialects is not None and not _takes(loss_fn, "dialects"):
+        raise ValueError("options.dialects go to the loss function: define it as loss(params, batch, *, dialects).")
+    found = tuple(name for name in named if name != "dialects")
+    if found and options.accumulate is not None:
+        raise ValueError(f"{', '.join(found)} need a single loss function, not stages; leave options.accumulate out.")
+    return found
 
 
 def resolved(options: ProgramOptions, params: Any) -> ProgramOptions:
@@ -162,13 +238,12 @@ def resolved(options: ProgramOptions, params: Any) -> ProgramOptions:
 
 def with_dialects(loss_fn: Callable, options: ProgramOptions) -> tuple[Callable, ProgramOptions]:
     """Returns the loss function bound to the implementations chosen for its ops, and options that list them."""
-    platform = jax.default_backend() if options.replica_sync is None else options.replica_sync.layout.platform
-    chosen = {key: OPS[key].choose(name, platform) for key, name in (options.dialects or {}).items()}
+    chosen = {key: OPS[key].choose(name, options.platform) for key, name in (options.dialects or {}).items()}
     names = {key: choice.name for key, choice in chosen.items()}
 
     @functools.wraps(loss_fn)
-    def with_names(params: Any, batch: Any) -> Any:
-        return loss_fn(params, batch, dialects=names)
+    def with_names(params: Any, batch: Any, **given: Any) -> Any:
+        return loss_fn(params, batch, dialects=names, **given)
 
     reported = {OPS[key].key: choice for key, choice in chosen.items()}
     return with_names, dataclasses.replace(options, kernels={**options.kernels, **reported})
@@ -203,35 +278,95 @@ class LossAux:
     Attributes:
       count: float32, the divisor of that sum; the number of microbatches where the loss is a plain mean.
       aux: sums of the auxiliary values.
+      model_state: after the last of them.
       is_mean: whether the loss is a plain mean.
     """
 
-    count: jax.Array | None
+    count: Any
     aux: Any = None
+    model_state: Any = None
     is_mean: bool = dataclasses.field(default=False, metadata={"static": True})
 
 
-def checked_loss(loss_fn: Callable, *, has_aux: bool) -> Callable:
-    """Returns (params, microbatch) -> (loss sum, LossAux) from a loss function as `training_program` takes it.
+def checked_loss(
+    loss_fn: Callable, *, has_aux: bool, given: Sequence[str] = (), is_training: bool = True
+) -> Callable[..., tuple[jax.Array, LossAux]]:
+    """Returns (params, rows, model_state) -> (loss sum, LossAux) from a loss function of `training_program`.
+
+    `rows` is a microbatch; for a loss function that takes keys in training, the pair of it and them.
+
+    Args:
+      loss_fn: the loss function.
+      has_aux: whether it returns auxiliary values.
+      given: what it takes by name, see `given_names`.
+      is_training: whether it is called as in training; otherwise the model state that it returns is dropped.
 
     Raises:
       ValueError: when it is traced: the loss function returns anything else.
     """
+    has_state, has_keys = "model_state" in given, "keys" in given
 
     @functools.wraps(loss_fn)
-    def checked(params: Any, part: Any) -> tuple[jax.Array, LossAux]:
-        returned = loss_fn(params, part)
-        is_pair = isinstance(returned, (tuple, list)) and not _is_sum(returned) and len(returned) == 2
-        loss, aux = returned if has_aux and is_pair else (returned, None)
+    def checked(params: Any, rows: Any, model_state: Any) -> tuple[jax.Array, LossAux]:
+        part, keys = rows if has_keys and is_training else (rows, None)
+        values = {"model_state": model_state, "keys": keys, "train": is_training}
+        returned = loss_fn(params, part, **{name: values[name] for name in given})
+        unpacked = _unpacked(returned, has_aux=has_aux, has_state=has_state)
+        loss, new_state, aux = unpacked or (returned, None, None)
         total, count = loss if _is_sum(loss) else (loss, 1.0)
         are_numbers = _is_number(total, jnp.floating) and _is_number(count, jnp.floating, jnp.integer)
-        if (has_aux and not is_pair) or not are_numbers or jnp.shape(total) or jnp.shape(count):
-            raise ValueError(_refusal(returned, has_aux=has_aux))
+        if unpacked is None or not are_numbers or jnp.shape(total) or jnp.shape(count):
+            raise ValueError(_refusal(returned, has_aux=has_aux, has_state=has_state))
         _check_aux(aux)
+        if has_state:
+            _check_new_state(new_state, model_state)
         total, count, aux = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), (total, count, aux))
-        return total, LossAux(count, aux, is_mean=not _is_sum(loss))
+        return total, LossAux(count, aux, new_state if is_training else None, is_mean=not _is_sum(loss))
 
     return checked
+
+
+def row_keys(seed: jax.Array, step: jax.Array, num_rows: int) -> jax.Array:
+    """Returns a random key for each row of a batch, from (seed, step, index of the row in the batch over all devices).
+
+    The generator is named, because a function that is mapped over keys of `rbg` draws from the first of them alone.
+    """
+    key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), step)
+    return jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.arange(num_rows, dtype=jnp.uint32))
+
+
+def check_divides(batch: Any, *, num_devices: int, num_microbatches: int) -> None:
+    """Raises ValueError for a batch with a field that does not divide over the devices and into the microbatches."""
+    multiple = num_devices * num_microbatches
+    split = [f"over {num_devices} devices"] * (num_devices > 1)
+    split += [f"into num_microbatches={num_microbatches}"] * (num_microbatches > 1)
+    for path, field in jax.tree_util.tree_leaves_with_path(batch):
+        shape = field.shape
+        if multiple > 1 and (not shape or shape[0] % multiple):
+            below = shape[0] // multiple * multiple if shape else 0
+            counts = f"{below} or {below + multiple}" if below else multiple
+            raise ValueError(
+                f"the batch's {_name(path)} of shape {shape} does not divide {' and '.join(split)}; make the leading "
+                f"axis of every field a multiple of {multiple}, such as {counts}."
+            )
+
+
+def num_rows(batch: Any) -> int:
+    """Returns the number of rows of a batch.
+
+    Raises:
+      ValueError: its fields differ in that number.
+    """
+    fields = jax.tree_util.tree_leaves_with_path(batch)
+    sizes = {_name(path): jnp.shape(field)[:1] for path, field in fields}
+    if len(set(sizes.values())) != 1 or () in sizes.values():
+        found = ", ".join(f"{name} has {size[0] if size else 'no rows'}" for name, size in sizes.items())
+        raise ValueError(f"loss_fn takes a key for each row, and the batch's fields differ in rows: {found}.")
+    return next(iter(sizes.values()))[0]
+
+
+def _name(path: Any) -> str:
+    return jax.tree_util.keystr(path) or "array"
 
 
 def averaged_aux(aux: Any, *, num_parts: int) -> Any:
@@ -262,12 +397,35 @@ def _check_aux(aux: Any) -> None:
             )
 
 
-def _refusal(returned: Any, *, has_aux: bool) -> str:
+def _unpacked(returned: Any, *, has_aux: bool, has_state: bool) -> tuple[Any, Any, Any] | None:
+    """Returns (loss, new model state, auxiliary values) from what a loss function returned; None if it is not that."""
+    if not has_aux and not has_state:
+        return returned, None, None
+    if not _is_pair(returned):
+        return None
+    loss, rest = returned
+    if has_aux and has_state:
+        return (loss, rest[0], rest[1]) if _is_pair(rest) else None
+    return (loss, rest, None) if has_state else (loss, None, rest)
+
+
+def _check_new_state(new: Any, old: Any) -> None:
+    if _described(new) != _described(old):
+        raise ValueError(
+            f"loss_fn was given the model state {_described(old)} and returned {_described(new)}; return arrays of the "
+            "same names, shapes and dtypes."
+        )
+
+
+def _refusal(returned: Any, *, has_aux: bool, has_state: bool) -> str:
     loss = (
         "the mean loss of the microbatch, a floating-point scalar, or program.SumAndCount(sum of the losses, count), "
         "two scalars"
     )
-    if has_aux:
+    if has_state:
+        rest = "(new model state, auxiliary values)" if has_aux else "new model state"
+        wanted = f"a loss function that takes model_state returns (loss, {rest}), where loss is {loss}."
+    elif has_aux:
         wanted = f"with has_aux=True return (loss, auxiliary values), where loss is {loss}."
     else:
         wanted = f"return {loss}. For (loss, auxiliary values) give training_program(..., has_aux=True)."
@@ -281,6 +439,10 @@ def _described(returned: Any) -> str:
         return f"{leaf.dtype}{list(leaf.shape)}" if hasattr(leaf, "dtype") else str(leaf)
 
     return str(jax.tree.map(described, returned)).replace("'", "")
+
+
+def _is_pair(returned: Any) -> bool:
+    return isinstance(returned, (tuple, list)) and not _is_sum(returned) and len(returned) == 2
 
 
 def _is_sum(leaf: Any) -> bool:

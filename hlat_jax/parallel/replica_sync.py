@@ -12,12 +12,13 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from hlat_jax.parallel import buckets, collectives
 from hlat_jax.parallel.collectives import parallel_context
 from hlat_jax.parallel.sharding import ROWS, TENSOR, Layout, spec
-from hlat_jax.precision import Rounding, cast_tree
+from hlat_jax.precision import cast_tree
 
 # An all-gather and the layout operations after it, which a backward pass recomputes.
 _RECOMPUTED = ("all_gather", "reshape", "transpose", "slice", "squeeze", "convert_element_type", "copy")
@@ -48,13 +49,13 @@ class ReplicaSync:
     gathers: bool = False
 
     def value_and_grad(self, local: Callable, *, dtype: Any) -> Callable:
-        """Returns (params, batch, rounding, scale) -> (sums, gradients) over all devices.
+        """Returns (params, batch, rounding, **replicated) -> (sums, gradients) over all devices.
 
         Args:
-          local: the same for the rows and the parameters of one device, (params, batch, rounding, *, scale, reduce).
-            Its sums, a pytree, and its gradients are partial sums over the devices that hold the same parameters. They
-            are reduced here, once, unless `layout.reduce_gradients` asks for more: `reduce`, where it is not None,
-            reduces the gradients of a microbatch.
+          local: the same for the rows and the parameters of one device, (params, batch, rounding, *, reduce,
+            **replicated). Its sums, a pytree, and its gradients are partial sums over the devices that hold the same
+            parameters. They are reduced here, once, unless `layout.reduce_gradients` asks for more: `reduce`, where it
+            is not None, reduces the gradients of a microbatch.
           dtype: in which gradients are summed. The result is sharded like the optimizer's state.
         """
         reduce = functools.partial(self._reduce, dtype=dtype)
@@ -64,15 +65,28 @@ class ReplicaSync:
         reduced = parallel_context(self.layout).reduced
         own = [] if each else [axis for axis in self.layout.wide(ROWS) if axis not in reduced]
 
-        def reduced_value_and_grad(params: Any, batch: Any, shared: tuple[Rounding, Any]) -> tuple:
-            rounding, scale = shared
-            sums, grads = local(
-                params, batch, rounding.at(collectives.axis_index(tuple(own))), scale=scale, reduce=each
-            )
+        def reduced_value_and_grad(params: Any, batch: Any, shared: tuple) -> tuple:
+            rounding, replicated = shared
+            rounding = rounding.at(collectives.axis_index(tuple(own)))
+            sums, grads = local(params, batch, rounding, reduce=each, **replicated)
             return self._psum_over_rows(sums), grads if each else reduce(grads)
 
         run = self._shard_map(reduced_value_and_grad, (self._params, P(ROWS), P()), (P(), self._state))
-        return lambda params, batch, rounding, scale: run(params, batch, (rounding, scale))
+        return lambda params, batch, rounding, **replicated: run(params, batch, (rounding, replicated))
+
+    def mean_shares(self, tree: Any) -> Any:
+        """Returns what this device adds to the mean over the devices with other rows, for `value_and_grad`'s sums.
+
+        The mean of floats; of integers, which should not depend on the rows, the values of the first device.
+        """
+        axes = self.layout.wide(ROWS)
+
+        def share(value: jax.Array) -> jax.Array:
+            if jnp.issubdtype(value.dtype, jnp.floating):
+                return value.astype(jnp.float32) / self.layout.size(axes)
+            return jnp.where(collectives.axis_index(axes) == 0, value, 0)
+
+        return jax.tree.map(share, tree)
 
     def with_gathered_params(self, loss_fn: Callable) -> Callable:
         """Returns a loss function of this device's shards of the parameters, if `gathers`; else the same.
@@ -87,18 +101,19 @@ class ReplicaSync:
             dims = [dim for dim, axis in enumerate(axes) if axis in ctx.fsdp_axes]
             return (dims[0], ctx.fsdp) if dims else (0, ())
 
-        def loss(params: Any, batch: Any) -> Any:
-            return loss_fn(self._all_gather(params, gather_over), batch)
+        def loss(params: Any, *args: Any) -> Any:
+            return loss_fn(self._all_gather(params, gather_over), *args)
 
         return jax.checkpoint(loss, policy=lambda primitive, *_, **__: primitive.name not in _RECOMPUTED)
 
     def loss(self, local: Callable) -> Callable:
-        """Returns (params, batch) -> loss sum and count over all devices, from the same of one device."""
+        """Returns (params, batch, *more) -> sums over all devices, from those of one; `more` is replicated."""
 
-        def reduced_loss(params: Any, batch: Any) -> Any:
-            return self._psum_over_rows(local(params, batch))
+        def reduced_loss(params: Any, batch: Any, more: tuple) -> Any:
+            return self._psum_over_rows(local(params, batch, *more))
 
-        return self._shard_map(reduced_loss, (self._params, P(ROWS)), P())
+        run = self._shard_map(reduced_loss, (self._params, P(ROWS), P()), P())
+        return lambda params, batch, *more: run(params, batch, more)
 
     def forward(self, local: Callable, in_specs: tuple, out_specs: Any) -> Callable:
         """Returns (params, *args) -> `local` of each device's shards, with these specs of `args` and the result."""
@@ -108,8 +123,8 @@ class ReplicaSync:
         """Returns the sharding of every leaf of a program's state.
 
         Args:
-          state: {"step", "params", "opt_state"}, arrays or their shapes. Subtrees of the optimizer's state with the
-            structure of the parameters are sharded by their axes; all other leaves are replicated.
+          state: {"step", "params", "opt_state"[, "model_state"]}, arrays or their shapes. Subtrees of the optimizer's
+            state with the structure of the parameters are sharded by their axes; all other leaves are replicated.
         """
         mirrors = self._map(self.layout.state_sharding)
 
@@ -123,7 +138,8 @@ class ReplicaSync:
         opt_state = jax.tree.map(
             lambda subtree: mirrors if like_params(subtree) else replicated, state["opt_state"], is_leaf=like_params
         )
-        return {"step": replicated, "params": self._map(self.layout.param_sharding), "opt_state": opt_state}
+        others = jax.tree.map(lambda _: replicated, state)
+        return others | {"params": self._map(self.layout.param_sharding), "opt_state": opt_state}
 
     def shard_like_state(self, params: Any) -> Any:
         """Returns parameters sharded like the optimizer's state: with ZeRO-1, a part on every replica."""

@@ -133,7 +133,8 @@ def autocast(fn: Callable[_Args, _Result], policy: CastPolicy | str) -> Callable
     caller, in `jax.jit`.
 
     Args:
-      fn: a function of arrays (pytrees of them) that JAX can trace.
+      fn: a function that JAX can trace, of pytrees of arrays and of anything else: values without a dtype, such as
+        Python numbers, `train=True`, strings, and functions among the leaves of a module, are passed as they are.
       policy: a policy, or the name of one in `POLICIES`.
 
     Raises:
@@ -150,11 +151,14 @@ def autocast(fn: Callable[_Args, _Result], policy: CastPolicy | str) -> Callable
     name = getattr(fn, "__name__", type(fn).__name__)
 
     def cast(*args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
-        leaves, structure = jax.tree.flatten((args, kwargs))
+        found, structure = jax.tree.flatten((args, kwargs))
+        places = [place for place, leaf in enumerate(found) if _is_array(leaf)]
+        leaves = [found[place] for place in places]
         trees = []
 
         def flat(*leaves):
-            args, kwargs = jax.tree.unflatten(structure, leaves)
+            given = dict(zip(places, leaves, strict=True))
+            args, kwargs = jax.tree.unflatten(structure, [given.get(place, leaf) for place, leaf in enumerate(found)])
             outs, tree = jax.tree.flatten(fn(*args, **kwargs))
             trees.append(tree)
             return outs
@@ -175,6 +179,12 @@ def is_fp16(policy: CastPolicy | str | None) -> bool:
     """Returns whether a policy casts to fp16, whose gradients need a loss scale; see `scaling`."""
     found = POLICIES.get(policy) if isinstance(policy, str) else policy
     return found is not None and jnp.dtype(found.compute) == jnp.float16
+
+
+def _is_array(leaf: Any) -> bool:
+    if isinstance(leaf, type):  # `jnp.float32` has the attributes of its instances
+        return False
+    return hasattr(leaf, "__jax_array__") or (hasattr(leaf, "dtype") and hasattr(leaf, "shape"))
 
 
 def _rule(rules: Mapping[str, str], eqn: Any) -> str:

@@ -189,6 +189,12 @@ def manual_axes(eqn: Any) -> frozenset[str]:
     return eqn.params["newly_manual_axes" if "newly_manual_axes" in eqn.params else "manual_axes"]
 
 
+def varying_axes(aval: Any) -> frozenset[str]:
+    """Returns the manual mesh axes over which values of a type vary, as `shard_map` checks them."""
+    axes = getattr(aval, "manual_axis_type", None)
+    return getattr(aval, "vma", frozenset()) if axes is None else axes.varying  # JAX 0.9 has vma
+
+
 def without_consts(closed: Any) -> tuple[Any, list[Any]]:
     """Returns (open jaxpr, constants) of a closed jaxpr; the open one takes the constants before its operands."""
     if not closed.consts:

@@ -9,7 +9,7 @@ looked into, but names that the derivative rule of a `custom_vjp` gives itself c
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -18,6 +18,7 @@ from jax.ad_checkpoint import checkpoint_name, checkpoint_policies
 from jax.extend.core import Literal
 
 from hlat_jax.host.neuron_lowering import elide_idle_roundings
+from hlat_jax.passes import fences
 from hlat_jax.passes.jaxpr import (
     CHECKPOINT,
     PLAIN_CALLS,
@@ -29,7 +30,9 @@ from hlat_jax.passes.jaxpr import (
     rebind,
     vjp_of,
 )
+from hlat_jax.passes.segments import Segment, cut, is_worthwhile
 
+_SEGMENT = "segment"  # begins the names of values in segments
 _PREFIX, _HOST, _STOCK = "saved:", "|host:", "policy:"
 # Of `jax.checkpoint_policies`, by how much they save.
 STOCK_POLICIES = ("everything_saveable", "dots_saveable", "dots_with_no_batch_dims_saveable", "nothing_saveable")
@@ -127,6 +130,45 @@ def checkpointed_loops(fn: Callable, choice: RematChoice) -> Callable:
     return run
 
 
+def checkpointed_segments(fn: Callable, choice: RematChoice) -> Callable:
+    """Returns `fn` with each of its `segments` checkpointed; names begin with the number of its kind, `segment0.`.
+
+    Raises:
+      ValueError: when called: `fn` has no such segments, or (MissingValues) a choice of values that they do not have.
+    """
+    elide_idle_roundings()
+
+    def run(*args: Any) -> Any:
+        closed, leaves, rebuilt = _traced(fn, args)
+        if not segments(closed.jaxpr):
+            raise ValueError(f"{function_name(fn)} has no blocks that repeat; set region='whole'.")
+        namer = _Namer(choice)
+        outs = _emit_segments(closed.jaxpr, closed.consts, leaves, namer, weights={*closed.jaxpr.invars})
+        namer.check(fn)
+        return rebuilt(outs)
+
+    return run
+
+
+def is_of_segment(name: str) -> bool:
+    """Returns whether a name is one that `checkpointed_segments` gives."""
+    return name.startswith(_SEGMENT) and "." in name
+
+
+def segments(jaxpr: Any) -> list[Segment]:
+    """Returns the segments of a function, including those inside calls; none if they are not its layers."""
+    found = list(_segments(jaxpr))
+    return found if is_worthwhile(found, jaxpr) else []
+
+
+def _segments(jaxpr: Any) -> Iterator[Segment]:
+    for part in _parts(jaxpr):
+        if isinstance(part, Segment):
+            yield part
+        elif _inlined(part) is not None:
+            yield from _segments(_inlined(part))
+
+
 def named(fn: Callable, choice: RematChoice) -> Callable:
     """Returns `fn` with every float intermediate named. Raises MissingValues for an unknown name in `choice`."""
 
@@ -162,6 +204,7 @@ class _Namer:
         self.choice = choice
         self.given: set[str] = set()
         self.counts: dict[str, int] = {}
+        self.kinds: dict[tuple, int] = {}  # of segments
         self.with_rules: list[Any] = []  # equations of custom_jvp and custom_vjp
 
     def numbered(self, jaxpr: Any, *, prefix: str = "") -> list:
@@ -216,6 +259,7 @@ def _inlined(eqn: Any, *, checkpoints: bool = False) -> Any:
 
 
 def _emit(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], plan: list) -> list:
+    is_own = isinstance(jaxpr, Segment) and len(jaxpr.eqns) == 1  # ours replaces the function's around the same
     env = dict(zip(jaxpr.constvars, consts, strict=True)) | dict(zip(jaxpr.invars, args, strict=True))
     for eqn, names in zip(jaxpr.eqns, plan, strict=True):
         ins = [_read(env, var) for var in eqn.invars]
@@ -225,7 +269,7 @@ def _emit(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], plan: list) ->
                 out if name is None else checkpoint_name(out, name)
                 for out, name in zip(_bound(eqn, ins), names, strict=True)
             ]
-        elif eqn.primitive.name == CHECKPOINT:
+        elif eqn.primitive.name == CHECKPOINT and not (is_own and eqn.params["policy"] is None):
             options = {key: eqn.params[key] for key in ("policy", "prevent_cse")}
             outs = jax.checkpoint(lambda *ins, inner=inner, names=names: _emit(inner, (), ins, names), **options)(*ins)
         else:
@@ -256,6 +300,59 @@ def _emit_loops(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], namer: _
             outs = _bound(eqn, ins)
         env.update(zip(eqn.outvars, outs, strict=True))
     return [_read(env, var) for var in jaxpr.outvars]
+
+
+def _parts(jaxpr: Any) -> Iterator[Any]:
+    """Yields the segments of a jaxpr and the equations between them, in order."""
+    at = 0
+    for segment in cut(jaxpr):
+        yield from jaxpr.eqns[at : segment.start]
+        yield segment
+        at = segment.stop
+    yield from jaxpr.eqns[at:]
+
+
+def _emit_segments(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], namer: _Namer, *, weights: set) -> list:
+    """Returns the results of a jaxpr, its segments checkpointed; `weights`: inputs that are not computed."""
+    env = dict(zip(jaxpr.constvars, consts, strict=True)) | dict(zip(jaxpr.invars, args, strict=True))
+    weights = {*weights, *jaxpr.constvars}
+    parts = list(_parts(jaxpr))
+    computed: dict[tuple, set[int]] = {}  # kind of segment -> operands that are computed, in any segment of the kind
+    for part in parts:
+        if isinstance(part, Segment):
+            places = {place for place, var in enumerate(part.invars) if var not in weights}
+            computed[part.kind] = computed.get(part.kind, set()) | places
+    for part in parts:
+        ins = [_read(env, var) for var in part.invars]
+        inner = None if isinstance(part, Segment) else _inlined(part)
+        if isinstance(part, Segment):
+            outs = _checkpointed_segment(
+                part, ins, namer, waiting=[at in computed[part.kind] for at in range(len(ins))]
+            )
+        elif inner is not None:
+            passed = {
+                own
+                for own, var in zip(inner.invars, part.invars, strict=True)
+                if isinstance(var, Literal) or var in weights
+            }
+            outs = _called_again(
+                part,
+                lambda *ins, inner=inner, passed=passed: _emit_segments(inner, (), ins, namer, weights=passed),
+                ins,
+            )
+        else:
+            outs = _bound(part, ins)
+        env.update(zip(part.outvars, outs, strict=True))
+    return [_read(env, var) for var in jaxpr.outvars]
+
+
+def _checkpointed_segment(segment: Segment, ins: list, namer: _Namer, *, waiting: list[bool]) -> list:
+    prefix = f"{_SEGMENT}{namer.kinds.setdefault(segment.kind, len(namer.kinds))}."
+    # segments of one kind have the same names
+    namer.counts = {key: count for key, count in namer.counts.items() if not key.startswith(prefix)}
+    plan = namer.numbered(segment, prefix=prefix)
+    run = fences.checkpointed(lambda *args: _emit(segment, (), args, plan), policy=namer.choice.policy, waiting=waiting)
+    return run(*ins)
 
 
 def _scanned(eqn: Any, ins: list, namer: _Namer) -> list:

@@ -15,12 +15,23 @@ _CLOSE = 0.02
 
 
 class Trials:
-    """Compiles the program of each choice once: (measured bytes, FLOPs of its products)."""
+    """Compiles the program of each choice once: (measured bytes, FLOPs of its products).
 
-    def __init__(self, traced: Callable[[RematChoice | None], Any], measure: Callable[[Any], int]):
+    Args:
+      traced: choice -> the traced program.
+      measure: traced program -> bytes.
+      plain: result of the program without rematerialization, if it is known.
+    """
+
+    def __init__(
+        self,
+        traced: Callable[[RematChoice | None], Any],
+        measure: Callable[[Any], int],
+        plain: tuple[int, float] | None = None,
+    ):
         self._traced, self._measure = traced, measure
         self._traces: dict[RematChoice | None, Any] = {}
-        self._results: dict[RematChoice | None, tuple[int, float]] = {}
+        self._results: dict[RematChoice | None, tuple[int, float]] = {} if plain is None else {None: plain}
 
     @property
     def count(self) -> int:

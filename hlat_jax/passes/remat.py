@@ -1,19 +1,21 @@
 """Rematerialization under a memory budget: chooses what a backward pass saves, by the compiler's memory analysis.
 
-    plan = remat.fit(loss, params, batch, budget_bytes="12GiB")   # each lax.scan over layers is a region
+    plan = remat.fit(loss, params, batch, budget_bytes="12GiB")   # regions: each lax.scan over layers, or each block
     grads = jax.grad(plan.fn)(params, batch)
     plan = remat.fit(layer, state, batch, budget_bytes="12GiB", step=make_step)   # make_step(layer) -> what is compiled
 
-`naming` names the values, `recompute` has their costs, `selection` selects a set of them. The memory of a set is
-measured: `narrowing` compiles the program and corrects the bytes for saved values until XLA's allocation is within
-the budget.
+`segments` finds the blocks of a function without a scan, `naming` names the values, `recompute` has their costs,
+`selection` selects a set of them. The memory of a set is measured: `narrowing` compiles the program and corrects the
+bytes for saved values until XLA's allocation is within the budget.
 
 Source: RAF, arXiv 2303.04759, which compares the budget with an estimate.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import functools
 import math
 import time
 from collections.abc import Callable
@@ -27,7 +29,7 @@ from hlat_jax.passes import naming, selection
 from hlat_jax.passes.jaxpr import function_name, tracing
 from hlat_jax.passes.naming import RematChoice
 from hlat_jax.passes.narrowing import Trials, narrowed
-from hlat_jax.passes.products import live_jaxpr
+from hlat_jax.passes.products import live_jaxpr, total_flops
 from hlat_jax.passes.recompute import Rates, recompute_graph
 
 
@@ -45,8 +47,8 @@ def total_bytes(traced: Any) -> int:
 
 
 def _check_region(region: str) -> None:
-    if region not in ("auto", "loops", "whole"):
-        raise ValueError(f"region={region!r} must be auto, loops or whole.")
+    if region not in ("auto", "loops", "segments", "whole"):
+        raise ValueError(f"region={region!r} must be auto, loops, segments or whole.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,8 +56,9 @@ class RematOptions:
     """Options of the search for a `RematChoice`.
 
     Attributes:
-      region: what one checkpoint covers: the body of every outermost `lax.scan` of the function (loops), the function
-        (whole), or the loops if it has any (auto).
+      region: what one checkpoint covers: the body of every outermost `lax.scan` of the function (loops), each of the
+        blocks that repeat in it (segments), the function (whole), or what serves (auto): loops where there are any and
+        the program fits, else whichever of these takes fewer bytes with nothing kept.
       min_bytes: smallest size of a value that may be saved: on one device under `shard_map`, over all trips of the
         loops and all calls that keep the value at one time.
       rates: costs of work other than products.
@@ -63,7 +66,8 @@ class RematOptions:
       measure: traced program -> bytes, which are compared with the budget.
       offload: whether values may be kept in host memory; the backend must have `pinned_host`.
       max_compilations: most programs compiled; more of them come closer to the budget. If the program does not fit with
-        nothing kept, the policies of `naming.STOCK_POLICIES`, at most four, are compiled in addition.
+        nothing kept, the policies of `naming.STOCK_POLICIES`, at most four, are compiled in addition, as is one
+        program for the comparison of regions.
     """
 
     region: str = "auto"
@@ -98,6 +102,8 @@ class Plan:
       compilations: number of programs compiled.
       seconds: duration of the search.
       fn: the function with the choice applied.
+      region: what the choice is applied to, of those in `RematOptions`; auto if the caller of `search` knows.
+      segments: number of segments of each kind, if these are the regions.
     """
 
     choice: RematChoice | None
@@ -111,6 +117,8 @@ class Plan:
     compilations: int
     seconds: float
     fn: Any = None
+    region: str = "auto"
+    segments: tuple[int, ...] = ()
 
     @property
     def recompute_share(self) -> float:
@@ -121,6 +129,9 @@ class Plan:
         """Returns a summary in a few lines."""
         kept = "everything: it fits without rematerialization" if self.choice is None else self._kept(self.choice)
         full = "" if self.full is None else f", {format_bytes(self.full[0])} with nothing kept"
+        if self.segments:
+            kinds = "1 kind" if len(self.segments) == 1 else f"{len(self.segments)} kinds"
+            kept += f"\nsegments   {sum(self.segments)} of {kinds}, a checkpoint around each"
         return "\n".join(
             (
                 f"kept       {kept}",
@@ -164,9 +175,65 @@ def fit(
         traced.
     """
     budget = parse_bytes(budget_bytes, name=name)
-    traced = _tracer(fn, args, step=step, region=options.region)
-    plan = search(traced, budget_bytes=budget, options=options)
-    return dataclasses.replace(plan, fn=_applied(fn, plan.choice, region=options.region))
+    began = time.monotonic()
+    traces: list[Any] = []
+    tracer = functools.partial(_tracer, fn, args, step=step)
+    plain = tracer(region="whole", called=_observed(fn, traces))(None)
+    candidates = _candidates(traces, options.region)
+    shared = options.measure(plain), total_flops(live_jaxpr(plain))
+    trials = {region: Trials(tracer(region=region), options.measure, plain=shared) for region in candidates}
+    region = candidates[0] if shared[0] <= budget else _narrowest(trials, budget)
+    plan = _searched(trials[region], budget_bytes=budget, options=options)
+    if plan.choice is None or plan.choice.stock_policy:
+        region = "whole"
+    return dataclasses.replace(
+        plan,
+        fn=_applied(fn, plan.choice, region=region),
+        region=region,
+        segments=_num_segments(traces[-1]) if region == "segments" else (),
+        compilations=sum(trial.count for trial in trials.values()) - len(trials) + 1,
+        seconds=time.monotonic() - began,
+    )
+
+
+def _observed(fn: Callable, traces: list[Any]) -> Callable:
+    """Returns `fn`, which appends its jaxpr to `traces` when it is called."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        traces.append(_jaxpr(fn, args, kwargs))
+        return fn(*args, **kwargs)
+
+    run.__name__, run.__qualname__ = getattr(fn, "__name__", function_name(fn)), function_name(fn)
+    return run
+
+
+def _jaxpr(fn: Callable, args: tuple, kwargs: dict) -> Any:
+    def called(args: tuple, kwargs: dict) -> Any:
+        return fn(*args, **kwargs)
+
+    called.__qualname__ = function_name(fn)
+    return jax.make_jaxpr(called)(args, kwargs).jaxpr
+
+
+def _candidates(traces: list[Any], region: str) -> list[str]:
+    """Returns the regions that serve a function with these traces; the first is used where they are not compared."""
+    if region != "auto" or not traces:
+        return ["whole" if region == "auto" else region]
+    has_segments = bool(naming.segments(traces[-1]))
+    if naming.num_loops(traces[-1]):
+        return ["loops", "segments"] if has_segments else ["loops"]
+    return ["segments", "whole"] if has_segments else ["whole"]
+
+
+def _narrowest(trials: dict[str, Trials], budget_bytes: int) -> str:
+    """Returns the region to search: loops if they fit, else the one that takes the fewest bytes with nothing kept."""
+    if len(trials) == 1 or ("loops" in trials and trials["loops"](RematChoice())[0] <= budget_bytes):
+        return next(iter(trials))
+    return min(trials, key=lambda region: trials[region](RematChoice())[0])
+
+
+def _num_segments(jaxpr: Any) -> tuple[int, ...]:
+    return tuple(collections.Counter(segment.kind for segment in naming.segments(jaxpr)).values())
 
 
 def max_batch(
@@ -182,7 +249,7 @@ def max_batch(
     Searches by secants through the measured programs, and by bisection if these advance too slowly: compiles a few
     programs if memory grows evenly, at most about 60. With rematerialization, the batch is the largest that fits with
     nothing kept; `fit` with `RematOptions(measure=total_bytes)` then finds the values that can be saved within the
-    limit. A larger batch may fit if some choice takes less than nothing kept, as for blocks in a Python loop.
+    limit. A larger batch may fit if some choice takes less than nothing kept.
 
     Args:
       make_step: batch -> (fn, args) as `fit` takes them; `jax.ShapeDtypeStruct`s will do.
@@ -239,11 +306,14 @@ def _applied(fn: Callable, choice: RematChoice | None, *, region: str) -> Callab
     return fn if choice is None else regions(fn, choice, region=region)
 
 
-def _tracer(fn: Callable, args: tuple, *, step: Callable | None, region: str) -> Callable[[RematChoice | None], Any]:
+def _tracer(
+    fn: Callable, args: tuple, *, step: Callable | None, region: str, called: Callable | None = None
+) -> Callable[[RematChoice | None], Any]:
+    """Returns choice -> the traced program; `called`, if given, stands in for a function without a choice."""
     build = step or _gradients
 
     def traced(choice: RematChoice | None) -> Any:
-        program = build(_applied(fn, choice, region=region))
+        program = build(_applied(fn, choice, region=region) if called is None else called)
         program = program if hasattr(program, "trace") else jax.jit(program)
         with tracing(fn, args, by="remat"):
             return program.trace(*args)
@@ -252,7 +322,11 @@ def _tracer(fn: Callable, args: tuple, *, step: Callable | None, region: str) ->
 
 
 def regions(fn: Callable, choice: RematChoice, *, region: str) -> Callable:
-    """Returns `fn` with a choice applied to each `RematOptions.region` of it, or a stock policy to all of it."""
+    """Returns `fn` with a choice applied to each `RematOptions.region` of it, or a stock policy to all of it.
+
+    With auto, these are the regions that the names of the choice come from. For one without names: loops, or segments
+    where there are none, or all of it.
+    """
     _check_region(region)
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -260,14 +334,27 @@ def regions(fn: Callable, choice: RematChoice, *, region: str) -> Callable:
             return fn(*args, **kwargs)
 
         called.__qualname__ = function_name(fn)
-        is_loop = not choice.stock_policy and (
-            region == "loops" or (region == "auto" and naming.num_loops(jax.make_jaxpr(called)(args, kwargs).jaxpr) > 0)
-        )
-        checkpointed = naming.checkpointed_loops if is_loop else naming.checkpointed
-        return checkpointed(called, choice)(args, kwargs)
+        if choice.stock_policy:
+            found = "whole"
+        else:
+            found = _automatic(choice, _jaxpr(fn, args, kwargs)) if region == "auto" else region
+        return _CHECKPOINTED[found](called, choice)(args, kwargs)
 
     run.__name__, run.__qualname__ = getattr(fn, "__name__", function_name(fn)), function_name(fn)
     return run
+
+
+_CHECKPOINTED = {
+    "loops": naming.checkpointed_loops,
+    "segments": naming.checkpointed_segments,
+    "whole": naming.checkpointed,
+}
+
+
+def _automatic(choice: RematChoice, jaxpr: Any) -> str:
+    if any(naming.is_of_segment(name) for name in (*choice.saved, *choice.offloaded)):
+        return "segments"
+    return _candidates([jaxpr], "auto")[0]
 
 
 def search(
@@ -283,9 +370,12 @@ def search(
     Raises:
       BudgetNotMet: no program tried fits.
     """
+    return _searched(Trials(traced, options.measure), budget_bytes=budget_bytes, options=options)
+
+
+def _searched(trial: Trials, *, budget_bytes: int, options: RematOptions) -> Plan:
     began = time.monotonic()
     solve = selection.solver(options.solver, offloaded_byte=_offloaded_byte(options))
-    trial = Trials(traced, options.measure)
     plain = trial(None)
     shared: dict[str, Any] = {"budget_bytes": budget_bytes, "plain": plain}
 

@@ -356,6 +356,7 @@ def test_metric_failure_is_reported_and_training_continues(with_tasks, trained, 
     assert len([row for row in micro.rows(workdir) if "loss" in row]) == 3
 
 
+@pytest.mark.slow
 def test_failed_download_error_names_the_setting_and_tasks(folder, monkeypatch):
     def offline(*_):
         raise ConnectionError("Couldn't reach the hub\nand more")

@@ -86,6 +86,7 @@ def test_exports_from_a_mesh_match_checkpoints_and_load_in_transformers(mutable,
     assert tokenizer.decode(tokenizer("It is a truth")["input_ids"], skip_special_tokens=True) == "It is a truth"
 
 
+@pytest.mark.slow
 def test_exports_do_not_change_training_bitwise(mutable, train, tmp_path):
     assert train(mutable, tmp_path / "with") == 0
     mutable.checkpoint.export_every_steps = 0

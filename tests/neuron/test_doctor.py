@@ -467,7 +467,7 @@ def test_training_outside_tolerance_fails(train, word):
     assert_failed(probes.training(train, (4.9, 5.1)), word)
 
 
-@pytest.mark.quick_cases("3")
+@pytest.mark.slow
 @pytest.mark.parametrize("num_devices", [1, 3, 8])
 def test_short_training_uses_as_many_devices_as_divide_the_batch(num_devices, small):
     small.data.train = "package:austen_train.jsonl"

@@ -366,7 +366,7 @@ SOONER = {
 }
 
 
-@pytest.mark.quick_cases("fsdp")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SOONER)
 def test_early_gradient_reduction_gives_the_same_result_and_equal_replicas(name):
     changes = SOONER[name]
@@ -398,7 +398,9 @@ def test_each_core_computes_only_the_kv_heads_it_needs():
         return accumulated(loss_fn, params, batch, sums=Accumulation(1, "float32", rounding))
 
     everywhere = ReplicaSync(layout, param_axes(config.model)).value_and_grad(local, dtype="float32")
-    traced = jax.make_jaxpr(everywhere)(state["params"], abstract_batch(16, 16, with_segments=True), NEAREST, None)
+    traced = jax.make_jaxpr(everywhere)(
+        state["params"], abstract_batch(16, 16, with_segments=True), NEAREST, scale=None
+    )
     products = collections.Counter(
         equation.outvars[0].aval.shape
         for equation, _ in equations(traced.jaxpr)

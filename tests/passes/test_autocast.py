@@ -1,6 +1,8 @@
 """Autocast against the fp32 function that it is given: the same values within the step of bf16, narrow products."""
 
+import dataclasses
 import math
+from collections.abc import Callable
 
 import flax.linen as nn
 import jax
@@ -536,7 +538,7 @@ def branching(x):
         ),
         (lambda: autocast(scanned, CastPolicy(rules={"rellu": "never"}))(W, X), "calls no such op; it calls .*relu"),
         (lambda: autocast(branching)(X), "cannot trace branching.*jax.lax.cond or jnp.where"),
-        (lambda: autocast(branching)("x"), "an argument of type str: .*functools.partial"),
+        (lambda: autocast(branching)(np.array("x")), "an argument of type ndarray: .*functools.partial"),
         (
             lambda: autocast(doubled, CastPolicy(rules={"pallas_call": "always"}))(X),
             "a Pallas kernel runs in its declared dtypes only",
@@ -565,10 +567,49 @@ def test_concrete_value_errors_suggest_cond_and_where(fn):
         autocast(fn)(X)
 
 
-@pytest.mark.parametrize("fn", [lambda x, n: x.reshape(n, -1), lambda x, n: (x @ x, "text")])
-def test_untraceable_function_is_named(fn):
+def test_untraceable_function_is_named():
     with pytest.raises(ValueError, match="autocast cannot trace"):
-        autocast(fn)(jnp.ones((4, 4)), 4)
+        autocast(lambda x: (x @ x.T, "text"))(X)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Layer:
+    w: jax.Array
+    activation: Callable[[jax.Array], jax.Array]  # a leaf, as in Equinox's modules
+
+
+def layer_loss(layer, x, heads, *, train, reduce="mean", dtype=None, rate=None):
+    y = layer.activation((x @ layer.w).reshape(len(x), heads, -1))
+    y = y * rate if train and rate else y
+    return getattr(jnp, reduce)(y).astype(dtype)
+
+
+def test_values_that_are_not_arrays_are_passed_as_they_are():
+    layer, options = Layer(W, jnp.tanh), {"train": True, "reduce": "sum", "dtype": jnp.float32, "rate": 0.5}
+    loss = autocast(layer_loss)
+    assert set(products(lambda x: loss(layer, x, 2, **options), X)) == {"bfloat16"}
+    np.testing.assert_allclose(loss(layer, X, 2, **options), layer_loss(layer, X, 2, **options), rtol=1e-2)
+    assert loss(layer, X, 2, train=False) != loss(layer, X, 2, **options)
+    grads = jax.jit(jax.grad(lambda w: loss(Layer(w, jnp.tanh), X, 2, **options)))(W)
+    wanted = jax.grad(lambda w: layer_loss(Layer(w, jnp.tanh), X, 2, **options))(W)
+    np.testing.assert_allclose(grads, wanted, atol=2e-2 * np.abs(wanted).max())
+
+
+@pytest.mark.slow
+def test_equinox_modules_are_cast_without_wrapping():
+    eqx = pytest.importorskip("equinox")
+    model = eqx.nn.MLP(8, 4, 32, 2, activation=jax.nn.gelu, key=jax.random.key(0))
+
+    def loss(model, x, *, scale):
+        return scale * jnp.mean(jax.vmap(model)(x) ** 2)
+
+    assert set(products(lambda x: autocast(loss)(model, x, scale=2), X)) == {"bfloat16"}
+    value, grads = eqx.filter_jit(eqx.filter_value_and_grad(autocast(loss)))(model, X, scale=2)
+    wanted, wanted_grads = eqx.filter_value_and_grad(loss)(model, X, scale=2)
+    np.testing.assert_allclose(value, wanted, rtol=1e-2)
+    for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(wanted_grads), strict=True):
+        np.testing.assert_allclose(a, b, atol=3e-2 * np.abs(b).max())
 
 
 def test_walker_counts_nested_loop_trips_and_finds_matmul_operands():

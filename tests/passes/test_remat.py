@@ -491,20 +491,47 @@ def bytes_of_blocks(fn):
     return remat.temporaries(step_for_memory(fn).trace(*shapes_of_six_blocks()))
 
 
-def fit_blocks(budget, fn=unrolled):
-    return remat.fit(fn, *shapes_of_six_blocks(), budget_bytes=budget, step=step_for_memory)
+def fit_blocks(budget, fn=unrolled, region="auto"):
+    options = remat.RematOptions(region=region)
+    return remat.fit(fn, *shapes_of_six_blocks(), budget_bytes=budget, step=step_for_memory, options=options)
 
 
-@pytest.mark.quick_cases("fp32")
-@pytest.mark.parametrize("fn", [unrolled, autocast(unrolled, "bf16")], ids=["fp32", "autocast"])
-def test_unrolled_blocks_fall_back_to_a_stock_policy(fn):
-    nothing_kept = bytes_of_blocks(remat.regions(fn, RematChoice(), region="auto"))
-    dots = bytes_of_blocks(jax.checkpoint(fn, policy=jax.checkpoint_policies.dots_saveable))
-    assert dots < min(nothing_kept, bytes_of_blocks(fn))
-    plan = fit_blocks(dots, fn)
+@pytest.mark.quick_cases("43MiB")
+@pytest.mark.parametrize("budget", ["43MiB", "24MiB"])
+def test_unrolled_blocks_meet_the_budgets_of_their_scan_and_recompute_no_more(budget):
+    blocks, x = shapes_of_six_blocks()
+    stacked = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((6, *leaf.shape), leaf.dtype), blocks[0])
+
+    def rolled(params, x):
+        return jnp.mean(jax.lax.scan(lambda carry, one: (mlp_block(one, carry), None), x, params)[0] ** 2)
+
+    ours = fit_blocks(budget)
+    scanned = remat.fit(rolled, stacked, x, budget_bytes=budget, step=step_for_memory)
+    assert bytes_of_blocks(ours.fn) == ours.measured_bytes <= parse_bytes(budget, name="budget")
+    assert ours.full[0] <= 1.1 * scanned.full[0]
+    assert ours.flops <= scanned.flops
+    assert (ours.region, ours.segments, scanned.region) == ("segments", (6,), "loops")
+    assert "segments   6 of 1 kind, a checkpoint around each" in ours.report()
+
+
+@pytest.mark.slow
+def test_unrolled_blocks_under_autocast_meet_a_budget():
+    fn = autocast(unrolled, "bf16")
+    budget = int(1.01 * bytes_of_blocks(jax.checkpoint(fn, policy=jax.checkpoint_policies.dots_saveable)))
+    plan = fit_blocks(budget, fn)
+    assert bytes_of_blocks(plan.fn) == plan.measured_bytes <= budget
+    assert plan.region == "segments"
+    assert plan.flops < plan.full[1]
+
+
+@pytest.mark.slow
+def test_blocks_without_segments_fall_back_to_a_stock_policy():
+    nothing_kept = bytes_of_blocks(remat.regions(unrolled, RematChoice(), region="whole"))
+    dots = bytes_of_blocks(jax.checkpoint(unrolled, policy=jax.checkpoint_policies.dots_saveable))
+    assert dots < min(nothing_kept, bytes_of_blocks(unrolled))
+    plan = fit_blocks(dots, region="whole")
     assert bytes_of_blocks(plan.fn) == plan.measured_bytes <= dots
-    assert plan.recompute_share == 0
-    assert str(plan.choice) == "policy:dots_saveable"
+    assert (plan.region, plan.recompute_share, str(plan.choice)) == ("whole", 0, "policy:dots_saveable")
     assert "what jax.checkpoint_policies.dots_saveable saves" in plan.report()
     assert plan.compilations <= 2 + len(naming.STOCK_POLICIES)
 
@@ -526,15 +553,12 @@ def test_fitting_stock_policy_with_the_fewest_flops_is_picked():
 def test_unmet_budget_error_lists_every_program_tried():
     per_block = functools.partial(unrolled, wrapped=jax.checkpoint(mlp_block))
     with pytest.raises(remat.BudgetNotMet) as refused:
-        fit_blocks("20MiB")
+        fit_blocks("8MiB")
     message = str(refused.value)
     for tried in ("without rematerialization", "with nothing kept", *naming.STOCK_POLICIES):
         assert tried in message
     smallest = int(re.search(r"smallest program tried takes ([\d,]+) bytes", message)[1].replace(",", ""))
-    assert smallest == min(
-        bytes_of_blocks(jax.checkpoint(unrolled, policy=getattr(jax.checkpoint_policies, name)))
-        for name in naming.STOCK_POLICIES
-    )
+    assert smallest == bytes_of_blocks(remat.regions(unrolled, RematChoice(), region="segments"))
     assert "lax.scan" in message
     assert "jax.checkpoint" in message
     own = bytes_of_blocks(per_block)
@@ -564,7 +588,7 @@ def test_sizes_are_read_in_both_kinds_of_unit():
 
 
 def test_an_unknown_region_is_refused_whether_the_program_fits_or_not():
-    with pytest.raises(ValueError, match="region='loop' must be auto, loops or whole"):
+    with pytest.raises(ValueError, match="region='loop' must be auto, loops, segments or whole"):
         remat.RematOptions(region="loop")
 
 

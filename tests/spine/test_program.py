@@ -362,6 +362,10 @@ def test_batch_with_zero_count_leaves_the_loss_scale_unchanged():
         ({"policy": POLICIES["mixed"], "autocast": "fp16"}, r"policy computes in bfloat16; give policy=.*'fp32'"),
         ({"accumulate": pipelined, "autocast": "bf16"}, r"a single loss function, not pipeline stages"),
         ({"accumulate": pipelined, "memory_budget": "1GiB"}, r"a single loss function, not pipeline stages"),
+        ({"accumulate": pipelined, "dispatch": True}, r"a single loss function, not pipeline stages"),
+        ({"accumulate": pipelined, "residuals": True}, r"a single loss function, not pipeline stages"),
+        ({"dispatch": "attention"}, r"dispatch='attention' must be True or False"),
+        ({"residuals": 1}, r"residuals=1 must be True or False"),
     ],
 )
 def test_invalid_program_options_are_refused_with_the_fix(options, said):

@@ -250,6 +250,7 @@ def test_notebook_run_reproduces_the_committed_figures(name, ran):
         assert not [output.text for output in now.outputs if output.get("name") == "stderr"]
 
 
+@pytest.mark.slow
 def test_plan_notebook_run_reproduces_the_committed_output(ran):
     notebook, _ = ran(PLAN)
     assert printed(notebook) == printed(read(PLAN)), AGAIN.format(PLAN)

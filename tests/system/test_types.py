@@ -69,7 +69,18 @@ autocast(loss, "bf16")(params)  # call-arg
 program = training_program(loss, optax.adam(1e-3), options=ProgramOptions(POLICIES["mixed"]))
 training_program(loss, optax.adam(1e-3), options="mixed")  # arg-type
 state, metrics = program.step(program.init(params), batch, np.float32(1e-3))
+state, metrics = program.step(state, batch)
+program.step(state, batch, rate=1e-3)  # call-arg
 metrics.los  # attr-defined
+program.eval_step(state, batch).grad_norm  # attr-defined
+
+
+def stateful(params: Any, batch: Batch, *, model_state: Any, keys: Any, train: bool) -> tuple[jax.Array, Any]:
+    return loss(params, batch), model_state
+
+
+autocast(stateful, "bf16")(params, batch, model_state=None, keys=None, train=True)
+program = training_program(stateful, optax.adam(1e-3), params=params, model_state={})
 plan = remat.fit(loss, params, batch, budget_bytes="1GiB")
 plan.fn(params, batch)
 remat.fit(loss, params, batch, budget_bytes=1.5)  # arg-type

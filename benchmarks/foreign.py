@@ -1,0 +1,140 @@
+"""What do the passes make of models that are not ours? The twelve styles and the packages' models of the tests.
+
+    python benchmarks/foreign.py residuals [--models=nanodo,vit] [--compile]   # bytes for the backward pass
+    python benchmarks/foreign.py budget [--share=0.6]              # remat.fit at a share of what a step takes
+    python benchmarks/foreign.py dispatch                          # ops found, and those refused
+
+Each prints one table in Markdown, a row per model, as it goes. Bytes held for the backward pass and FLOPs of products
+are counted in the trace; with `--compile` the bytes are those that XLA allocates for the results of the forward pass,
+and gradients are compared with those of fp32 in norm: under autocast, with selection, and in fp32 from weights and
+batch that were rounded to bf16 once. All FLOPs are those of XLA's cost analysis of the program before it is optimized,
+which counts the body of a loop once. A step's bytes are XLA's temporaries on CPU, with the scheduler that minimizes
+memory, as on accelerators.
+"""
+
+import argparse
+import pathlib
+import statistics
+import sys
+import time
+
+import jax
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "tests" / "passes"))
+
+from foreign.measured import distance, residual_bytes, rounded, step_for_memory, total_product_flops
+from foreign.models import MODELS
+from foreign.unchanged import UNCHANGED
+
+from hlat_jax.byte_sizes import format_bytes
+from hlat_jax.ops.dispatch import dispatch
+from hlat_jax.passes import remat
+from hlat_jax.passes.autocast import autocast
+from hlat_jax.passes.residuals import select_residuals
+
+ALL = MODELS | UNCHANGED
+MIB = 2**20
+
+
+def print_row(*cells):
+    print("| " + " | ".join(map(str, cells)) + " |", flush=True)
+
+
+def print_head(*cells):
+    print_row(*cells)
+    print("|" + "---|" * len(cells), flush=True)
+
+
+def residuals(name, *, small, compiles):
+    """Prints the bytes held for the backward pass by fp32, autocast, and autocast with residual selection."""
+    loss, params, batch = ALL[name](small=small)
+    autocasted = autocast(loss, "bf16")
+    forms = loss, autocasted, select_residuals(autocasted)
+    began = time.monotonic()
+    held = [residual_bytes(form, params, batch, by_xla=compiles) for form in forms]
+    seconds = time.monotonic() - began
+    products = [total_product_flops(form, params, batch) for form in forms[1:]]
+    lowered = [step_for_memory(form).lower(params, batch) for form in forms]
+    flops = [step.cost_analysis()["flops"] for step in lowered]
+    cells = []
+    if compiles:
+        steps = [step.compile() for step in lowered]
+        grads = [step(params, batch)[1] for step in steps]
+        grads.append(steps[0](rounded(params), rounded(batch))[1])
+        cells = [f"{distance(found, grads[0]):.4f}" for found in grads[1:]]
+    print_row(
+        name,
+        f"{held[0] / MIB:.1f}",
+        *(f"{bytes_ / MIB:.1f} ({bytes_ / held[0] - 1:+.0%})" for bytes_ in held[1:]),
+        f"{products[1] / products[0] - 1:+.1%}",
+        f"{flops[2] / flops[1] - 1:+.1%}",
+        f"{seconds:.1f}",
+        *cells,
+    )
+    return [bytes_ / held[0] - 1 for bytes_ in held[1:]]
+
+
+def budget(name, *, small, share):
+    """Prints what `remat.fit` finds for a share of the temporaries of an fp32 step."""
+    loss, params, batch = ALL[name](small=small)
+    plain = remat.temporaries(step_for_memory(loss).trace(params, batch))
+    began = time.monotonic()
+    try:
+        plan = remat.fit(loss, params, batch, budget_bytes=int(share * plain), step=step_for_memory)
+    except remat.BudgetNotMet as refused:
+        least = str(refused).split("smallest program tried takes ")[1].split(" bytes")[0].replace(",", "")
+        found = f"not met: {int(least) / plain:.0%}", "", "", f"{time.monotonic() - began:.0f}"
+    else:
+        regions = f"{sum(plan.segments)} segments" if plan.segments else plan.region
+        found = (
+            f"{plan.measured_bytes / plain:.0%}",
+            f"{plan.recompute_share:+.1%}",
+            plan.choice.stock_policy if plan.choice and plan.choice.stock_policy else regions,
+            f"{plan.seconds:.0f} ({plan.compilations})",
+        )
+    print_row(name, format_bytes(plain), *found)
+
+
+def dispatched(name, *, small):
+    """Prints which ops are found in a model, and which are refused and why."""
+    loss, params, batch = ALL[name](small=small)
+    began = time.monotonic()
+    found = dispatch(loss)
+    jax.eval_shape(found, params, batch)
+    report, seconds = found.report(), time.monotonic() - began
+    used = "; ".join(f"{one.op} x{one.count}: {one.facts}" for one in report.replacements)
+    refused = "; ".join(sorted({f"{one.op}: {one.reason}" for one in report.refusals}))
+    apart = max((one.difference for one in report.replacements if one.difference is not None), default=None)
+    print_row(name, used or "none", "" if apart is None else f"{apart:.0e}", refused, f"{seconds:.1f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("table", choices=("residuals", "budget", "dispatch"))
+    parser.add_argument("--models", help="names, with commas; default: all")
+    parser.add_argument("--small", action="store_true", help="the sizes of the tests")
+    parser.add_argument("--compile", action="store_true", help="bytes by XLA, and gradients; minutes")
+    parser.add_argument("--share", type=float, default=0.6)
+    args = parser.parse_args()
+    names = args.models.split(",") if args.models else list(ALL)
+    unknown = sorted({*names} - {*ALL})
+    if unknown:
+        parser.error(f"--models: {', '.join(unknown)}: there are {', '.join(ALL)}")
+    if args.table == "residuals":
+        distances = ("autocast apart", "selection apart", "rounded apart") if args.compile else ()
+        print_head("model", "fp32, MiB", "autocast", "selection", "products", "all FLOPs", "s", *distances)
+        shares = [residuals(name, small=args.small, compiles=args.compile) for name in names]
+        medians = (f"{statistics.median(column):+.0%}" for column in zip(*shares, strict=True))
+        print_row("median", "", *medians, *[""] * (3 + len(distances)))
+    elif args.table == "budget":
+        print_head("model", "fp32 step", "fit", "products", "regions", "s (programs)")
+        for name in names:
+            budget(name, small=args.small, share=args.share)
+    else:
+        print_head("model", "found", "apart", "refused", "s")
+        for name in names:
+            dispatched(name, small=args.small)
+
+
+if __name__ == "__main__":
+    main()

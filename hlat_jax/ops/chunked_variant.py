@@ -1,0 +1,248 @@
+"""`chunked_attention` for a `Variant`: masks, biases, a softcap, dropout, any number of keys, in memory linear in T.
+
+Biases, masks and what dropout keeps are read block by block. Only the gradient of a bias can be as large as the scores.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+
+from hlat_jax.ops import chunked_attention as chunked
+
+_MASKED = -1e30
+_LOWEST = float(np.finfo(np.float32).min)  # of the maximum so far: finite, and not above any finite score
+
+
+@dataclasses.dataclass(frozen=True)
+class _Static:
+    causal: bool
+    window: int | None
+    scale: float
+    softcap: float | None
+    keep_factor: float
+    num_keys: int  # S, without padding
+    kv_heads: int
+    blocks: tuple[int, int]  # positions in a block of queries, of keys
+
+    def pairs(self, num_queries: int) -> np.ndarray:
+        """Returns int32 [pairs, 2]: (query block, key block)."""
+        num_blocks = -(-num_queries // self.blocks[0])
+        if self.causal:
+            return chunked.block_pairs(num_blocks, block=self.blocks[0], window=self.window)
+        num_key_blocks = -(-self.num_keys // self.blocks[1])
+        return np.asarray([(i, j) for i in range(num_blocks) for j in range(num_key_blocks)], np.int32)
+
+
+def attention(
+    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, *, segment_ids_BT: Any, window: int | None, variant: Any
+) -> jax.Array:
+    """Returns [B, T, N, H] as `ops.general_attention`. Reverse mode only."""
+    t, h = q_BTNH.shape[1], q_BTNH.shape[3]
+    s, kv_heads = k_BSKH.shape[1:3]
+    static = _Static(
+        causal=variant.causal,
+        window=window,
+        scale=1 / math.sqrt(h) if variant.scale is None else variant.scale,
+        softcap=variant.softcap,
+        keep_factor=variant.keep_factor,
+        num_keys=s,
+        kv_heads=kv_heads,
+        blocks=(min(chunked.BLOCK, t), min(chunked.BLOCK, s)),
+    )
+    terms = {
+        "biases": tuple(_padded(bias, static.blocks) for bias in variant.biases),
+        "masks": tuple(_padded(mask, static.blocks) for mask in variant.masks),
+        "keep": None if variant.keep is None else _padded(variant.keep, static.blocks),
+        "ids": segment_ids_BT,
+    }
+    return _attention(static, q_BTNH, k_BSKH, v_BSKH, terms.pop("biases"), terms)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(static, q_BTNH, k_BSKH, v_BSKH, biases, terms):
+    return _forward(static, q_BTNH, k_BSKH, v_BSKH, biases, terms)[0]
+
+
+def _forward(static, q_BTNH, k_BSKH, v_BSKH, biases, terms):
+    q_CXUGH, k_CXSH, v_CXSH, ids = _cut(static, q_BTNH, k_BSKH, v_BSKH, terms)
+    c, x, u, g, h = q_CXUGH.shape
+
+    def visit(sums, pair):
+        i, j = pair
+        top_XUG, total_XUG, out_XUGH = (chunked._at(total, i) for total in sums)
+        q_XUGH, k_XSH = chunked._at(q_CXUGH, i), chunked._at(k_CXSH, j)
+        scores_XUGS, _, _ = _scores(static, q_XUGH, k_XSH, biases, terms, ids, pair)
+        new_top_XUG = jnp.maximum(top_XUG, scores_XUGS.max(axis=-1))
+        weights_XUGS = jnp.exp(scores_XUGS - new_top_XUG[..., None])
+        shrink_XUG = jnp.exp(top_XUG - new_top_XUG)
+        kept_XUGS = _kept(static, weights_XUGS, terms, pair).astype(v_CXSH.dtype)
+        out_XUGH = out_XUGH * shrink_XUG[..., None] + chunked._values(kept_XUGS, chunked._at(v_CXSH, j))
+        total_XUG = total_XUG * shrink_XUG + weights_XUGS.sum(axis=-1)
+        parts = (new_top_XUG, total_XUG, out_XUGH)
+        return tuple(chunked._updated(total, i, part) for total, part in zip(sums, parts, strict=True)), None
+
+    start = (
+        jnp.full((c, x, u, g), _LOWEST, jnp.float32),
+        jnp.zeros((c, x, u, g), jnp.float32),
+        jnp.zeros((c, x, u, g, h), jnp.float32),
+    )
+    (top_CXUG, total_CXUG, out_CXUGH), _ = jax.lax.scan(visit, start, static.pairs(q_BTNH.shape[1]))
+    out_CXUGH = out_CXUGH / total_CXUG[..., None]
+    if _skips_masked_keys(static, terms):
+        is_empty_CXUG = top_CXUG == _MASKED
+        mean_XH = _rows(v_BSKH).astype(jnp.float32).mean(axis=1)
+        out_CXUGH = jnp.where(is_empty_CXUG[..., None], mean_XH[:, None, None], out_CXUGH)
+        total_CXUG = jnp.where(is_empty_CXUG, jnp.inf, total_CXUG)  # for the backward pass: no weight on scores
+    out_BTNH = chunked._joined(out_CXUGH, q_BTNH.shape).astype(q_BTNH.dtype)
+    # named inside the VJP: a remat policy that saves them avoids a second forward pass
+    out_BTNH = checkpoint_name(out_BTNH, "attention_out")
+    top_CXUG, total_CXUG = (checkpoint_name(one, "attention_lse") for one in (top_CXUG, total_CXUG))
+    return out_BTNH, (q_BTNH, k_BSKH, v_BSKH, biases, terms, out_BTNH, top_CXUG, total_CXUG)
+
+
+def _backward(static, residuals, dout_BTNH):
+    q_BTNH, k_BSKH, v_BSKH, biases, terms, out_BTNH, top_CXUG, total_CXUG = residuals
+    q_CXUGH, k_CXSH, v_CXSH, ids = _cut(static, q_BTNH, k_BSKH, v_BSKH, terms)
+    dout_CXUGH = chunked._cut_queries(dout_BTNH, static.kv_heads)
+    inner_BTN1 = (dout_BTNH.astype(jnp.float32) * out_BTNH.astype(jnp.float32)).sum(axis=-1, keepdims=True)
+    inner_CXUG = chunked._cut_queries(inner_BTN1, static.kv_heads)[..., 0]
+
+    def visit(grads, pair):
+        i, j = pair
+        dq_CXUGH, dk_CXSH, dv_CXSH, dbiases = grads
+        q_XUGH, k_XSH, v_XSH, dout_XUGH = (
+            chunked._at(*at) for at in ((q_CXUGH, i), (k_CXSH, j), (v_CXSH, j), (dout_CXUGH, i))
+        )
+        scores_XUGS, slope_XUGS, mask_XUGS = _scores(static, q_XUGH, k_XSH, biases, terms, ids, pair)
+        weights_XUGS = jnp.exp(scores_XUGS - chunked._at(top_CXUG, i)[..., None])
+        probs_XUGS = weights_XUGS / chunked._at(total_CXUG, i)[..., None]
+        dprobs_XUGS = _kept(static, chunked._dot("XUGH,XSH->XUGS", dout_XUGH, v_XSH), terms, pair)
+        dscores_XUGS = probs_XUGS * (dprobs_XUGS - chunked._at(inner_CXUG, i)[..., None])
+        if mask_XUGS is not None:
+            dscores_XUGS = jnp.where(mask_XUGS, dscores_XUGS, 0)
+        dbiases = tuple(_with_part(dbias, dscores_XUGS, static, pair) for dbias in dbiases)
+        dscores_XUGS = (dscores_XUGS * static.scale * slope_XUGS).astype(q_BTNH.dtype)
+        kept_XUGS = _kept(static, probs_XUGS, terms, pair).astype(v_BSKH.dtype)
+        dq_XUGH = chunked._dot("XUGS,XSH->XUGH", dscores_XUGS, k_XSH)
+        dk_XSH = chunked._dot("XUGS,XUGH->XSH", dscores_XUGS, q_XUGH)
+        dv_XSH = chunked._dot("XUGS,XUGH->XSH", kept_XUGS, dout_XUGH)
+        dq_CXUGH = chunked._updated(dq_CXUGH, i, chunked._at(dq_CXUGH, i) + dq_XUGH)
+        dk_CXSH = chunked._updated(dk_CXSH, j, chunked._at(dk_CXSH, j) + dk_XSH)
+        dv_CXSH = chunked._updated(dv_CXSH, j, chunked._at(dv_CXSH, j) + dv_XSH)
+        return (dq_CXUGH, dk_CXSH, dv_CXSH, dbiases), None
+
+    start = (
+        *(jnp.zeros(operand.shape, jnp.float32) for operand in (q_CXUGH, k_CXSH, v_CXSH)),
+        tuple(jnp.zeros(bias.shape, jnp.float32) for bias in biases),
+    )
+    (dq_CXUGH, dk_CXSH, dv_CXSH, dbiases), _ = jax.lax.scan(visit, start, static.pairs(q_BTNH.shape[1]))
+    if _skips_masked_keys(static, terms):
+        dout_XUGH = jnp.where(jnp.isinf(total_CXUG)[..., None], dout_CXUGH.astype(jnp.float32), 0)
+        dv_CXSH += (dout_XUGH.sum(axis=(0, 2, 3)) / static.num_keys)[:, None]
+    dq_BTNH = chunked._joined(dq_CXUGH, q_BTNH.shape).astype(q_BTNH.dtype)
+    dk_BSKH, dv_BSKH = (
+        chunked._joined(grad[:, :, :, None], like.shape).astype(like.dtype)
+        for grad, like in ((dk_CXSH, k_BSKH), (dv_CXSH, v_BSKH))
+    )
+    dbiases = tuple(dbias.astype(bias.dtype) for dbias, bias in zip(dbiases, biases, strict=True))
+    return dq_BTNH, dk_BSKH, dv_BSKH, dbiases, None
+
+
+_attention.defvjp(_forward, _backward)
+
+
+def _skips_masked_keys(static, terms):
+    """Returns whether a query that attends to no key may skip keys, over which its output is the mean."""
+    return static.causal and bool(terms["masks"])
+
+
+def _rows(x_BSKH):
+    b, s, k, h = x_BSKH.shape
+    return x_BSKH.transpose(0, 2, 1, 3).reshape(b * k, s, h)
+
+
+def _cut(static, q_BTNH, k_BSKH, v_BSKH, terms):
+    k_CXSH, v_CXSH = (chunked._cut_queries(x, static.kv_heads)[:, :, :, 0] for x in (k_BSKH, v_BSKH))
+    ids = None if terms["ids"] is None else _padded(terms["ids"][:, None, :, None], static.blocks)
+    return chunked._cut_queries(q_BTNH, static.kv_heads), k_CXSH, v_CXSH, ids
+
+
+def _padded(x_BNTS, blocks):
+    """Returns a term with T and S padded to whole blocks, where it has them."""
+    pads = [(0, 0), (0, 0)]
+    pads += [(0, -size % block if size > 1 else 0) for size, block in zip(x_BNTS.shape[2:], blocks, strict=True)]
+    return jnp.pad(x_BNTS, pads)
+
+
+def _part(x_BNTS, static, pair):
+    """Returns a term in one pair of blocks: [B or 1, K or 1, U or 1, G or 1, S or 1]."""
+    for axis, block, index in zip((2, 3), static.blocks, pair, strict=True):
+        if x_BNTS.shape[axis] > 1:
+            x_BNTS = jax.lax.dynamic_slice_in_dim(x_BNTS, index * block, block, axis)
+    b, n, u, s = x_BNTS.shape
+    x_BKGUS = x_BNTS.reshape(b, static.kv_heads if n > 1 else 1, -1, u, s)
+    return x_BKGUS.swapaxes(2, 3)
+
+
+def _with_part(total_BNTS, scores_XUGS, static, pair):
+    """Returns the gradient of a bias with that of one pair of blocks added, summed where the bias is broadcast."""
+    _, u, g, s = scores_XUGS.shape
+    scores_BNUS = (
+        scores_XUGS.reshape(-1, static.kv_heads, u, g, s).swapaxes(2, 3).reshape(-1, static.kv_heads * g, u, s)
+    )
+    starts = [0, 0]
+    for axis, index in zip((2, 3), pair, strict=True):
+        starts.append(index * static.blocks[axis - 2] if total_BNTS.shape[axis] > 1 else 0)
+    broadcast = tuple(axis for axis in range(4) if total_BNTS.shape[axis] == 1)
+    part = scores_BNUS.sum(axis=broadcast, keepdims=True)
+    before = jax.lax.dynamic_slice(total_BNTS, starts, part.shape)
+    return jax.lax.dynamic_update_slice(total_BNTS, before + part, starts)
+
+
+def _scores(static, q_XUGH, k_XSH, biases, terms, ids, pair):
+    """Returns (scores, the derivative of the softcap, bool mask or None) in one pair of blocks, as [X, U, G, S]."""
+    i, j = pair
+    (_, u, g, _), s = q_XUGH.shape, k_XSH.shape[1]
+    scores_XUGS = chunked._dot("XUGH,XSH->XUGS", q_XUGH, k_XSH) * static.scale
+    slope_XUGS = 1.0
+    if static.softcap is not None:
+        tanh_XUGS = jnp.tanh(scores_XUGS / static.softcap)
+        scores_XUGS, slope_XUGS = static.softcap * tanh_XUGS, 1 - jnp.square(tanh_XUGS)
+    scores = scores_XUGS.reshape(-1, static.kv_heads, u, g, s)
+    for bias in biases:
+        scores += _part(bias, static, pair).astype(jnp.float32)
+    queries = i * static.blocks[0] + jax.lax.broadcasted_iota(jnp.int32, (u, 1, 1), 0)
+    keys = j * static.blocks[1] + jax.lax.broadcasted_iota(jnp.int32, (1, 1, s), 2)
+    masks = [_part(mask, static, pair) for mask in terms["masks"]]
+    if static.causal:
+        masks.append(queries >= keys)
+        if static.window is not None:
+            masks.append(queries - keys < static.window)
+    if ids is not None:
+        queries_ids = jax.lax.dynamic_slice_in_dim(ids, i * u, u, 2)[:, :, :, None]
+        keys_ids = jax.lax.dynamic_slice_in_dim(ids, j * s, s, 2)[:, :, None, None, :, 0]
+        masks.append(queries_ids == keys_ids)
+    mask = functools.reduce(jnp.logical_and, masks) if masks else None
+    if mask is not None:
+        scores = jnp.where(mask, scores, _MASKED)
+    if static.num_keys % static.blocks[1]:
+        scores = jnp.where(keys < static.num_keys, scores, -jnp.inf)
+    mask = None if mask is None else jnp.broadcast_to(mask, scores.shape).reshape(scores_XUGS.shape)
+    return scores.reshape(scores_XUGS.shape), slope_XUGS, mask
+
+
+def _kept(static, x_XUGS, terms, pair):
+    """Returns the values that dropout keeps, scaled, and 0 for the others."""
+    if terms["keep"] is None:
+        return x_XUGS
+    _, u, g, s = x_XUGS.shape
+    values = x_XUGS.reshape(-1, static.kv_heads, u, g, s)
+    return jnp.where(_part(terms["keep"], static, pair), values * static.keep_factor, 0).reshape(x_XUGS.shape)

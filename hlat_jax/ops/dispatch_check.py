@@ -1,0 +1,300 @@
+"""Compares a replacement with the equations it replaces, by values and gradients on random inputs.
+
+Where the original is large, dimensions along which nothing is mixed are cut to 2: batch, and heads of which each is
+computed alike. Which those are follows from the equations, see `_Cut`.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+
+from hlat_jax.ops.dialect import CallSpec, Op
+from hlat_jax.ops.dispatch_graph import Graph, Match, is_literal
+from hlat_jax.passes.jaxpr import op_name, place_of, rebind
+
+# Largest difference from the original, relative to the norm of the value, by the narrowest float among the operands.
+TOLERANCES = {"float64": 1e-5, "float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}
+CUT_ABOVE = 2**20  # elements of the largest intermediate, above which dimensions are cut
+_CUT_TO = 2
+# Elementwise, with operands of one shape but for dimensions of size 1, or scalars.
+_ELEMENTWISE = {
+    *("add", "sub", "mul", "div", "max", "min", "neg", "exp", "exp2", "expm1", "log", "log1p", "tanh", "logistic"),
+    *("erf", "sqrt", "rsqrt", "square", "integer_pow", "pow", "abs", "sign", "select_n", "convert_element_type", "eq"),
+    *("ne", "lt", "le", "gt", "ge", "and", "or", "not", "xor", "is_finite", "stop_gradient", "copy", "copy_p", "name"),
+    *("clamp", "add_any"),
+}
+_REDUCTIONS = frozenset({"reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "argmax", "argmin"})
+# Functions of JAX with a derivative rule that is the derivative of their body.
+_KNOWN_RULES = frozenset({"softmax", "_softmax", "relu", "silu", "logsumexp", "log_softmax", "_log_softmax"})
+
+_checked: dict[str, float] = {}  # digest of (original, replacement) -> difference, of this process
+
+
+def difference(graph: Graph, match: Match) -> tuple[float, float]:
+    """Returns (the largest relative difference of a replacement from the original, the tolerance).
+
+    Both run on the CPU, in values and gradients; the replacement by the implementation chosen for a CPU.
+
+    Raises:
+      ValueError: the match lacks an input of the original, or the two cannot be run.
+    """
+    names = [var.aval.dtype.name for var in match.inputs if jnp.issubdtype(var.aval.dtype, jnp.floating)]
+    tolerance = max((TOLERANCES.get(name, 1e-5) for name in names), default=1e-5)
+    graph.steps([], given=match.inputs, wanted=match.outputs)  # raises if it depends on another input
+    cut = _Cut(graph, match)
+    if cut.sizes:
+        try:
+            shapes = [cut.shape(var) for var in match.inputs]
+            return _compared(match, cut.evaluate, shapes), tolerance
+        except (TypeError, ValueError, AssertionError):
+            pass  # the replacement reads sizes from the match: compared at the real ones
+    original = functools.partial(_at_real_sizes, graph, match)
+    return _compared(match, original, [var.aval.shape for var in match.inputs]), tolerance
+
+
+def _at_real_sizes(graph: Graph, match: Match, args: Sequence[Any]) -> list[Any]:
+    return graph.evaluate(match.inputs, args, match.outputs)
+
+
+def _compared(match: Match, original: Callable, shapes: Sequence[Sequence[int]]) -> float:
+    def choose(op: Op, call: CallSpec) -> str:
+        return op.choose("auto", "cpu", call=call).name
+
+    with jax.ensure_compile_time_eval(), jax.default_device(jax.local_devices(backend="cpu")[0]):
+        inputs = [
+            _random(shape, var.aval.dtype, bound=match.int_bounds.get(var, 4), seed=seed)
+            for seed, (shape, var) in enumerate(zip(shapes, match.inputs, strict=True))
+        ]
+        both = (
+            _with_gradients(lambda *args: original(args), inputs),
+            _with_gradients(functools.partial(match.replacement, choose), inputs),
+        )
+        traced = [jax.make_jaxpr(one)(*inputs) for one in both]
+        digest = _digest(traced)
+        if digest not in _checked:
+            expected, found = (jax.jit(core.jaxpr_as_fun(one))(*inputs) for one in traced)
+            _checked[digest] = max(_relative(a, b) for a, b in zip(expected, found, strict=True))
+    return _checked[digest]
+
+
+def _random(shape: Sequence[int], dtype: Any, *, bound: int, seed: int) -> np.ndarray:
+    generator = np.random.default_rng(seed)
+    if jnp.issubdtype(dtype, jnp.bool_):
+        return generator.random(shape) < 0.7
+    if jnp.issubdtype(dtype, jnp.integer):
+        return generator.integers(0, bound, shape).astype(dtype)
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(f"an operand of dtype {dtype} cannot be checked with random values")
+    return generator.standard_normal(shape, np.float32).astype(dtype)
+
+
+def _with_gradients(function: Callable, inputs: Sequence[Any]) -> Callable:
+    """Returns a function to the results of another, and the gradients of the floats' sum with random weights."""
+    is_float = [jnp.issubdtype(x.dtype, jnp.floating) for x in inputs]
+
+    def run(*args):
+        floats = [arg for arg, yes in zip(args, is_float, strict=True) if yes]
+
+        def of_floats(*floats):
+            left = iter(floats)
+            return [*function(*(next(left) if yes else arg for arg, yes in zip(args, is_float, strict=True)))]
+
+        outs, pull = jax.vjp(of_floats, *floats)
+        weights = [
+            jnp.asarray(_random(out.shape, out.dtype, bound=4, seed=1000 + number))
+            if jnp.issubdtype(out.dtype, jnp.floating)
+            else np.zeros(out.shape, jax.dtypes.float0)
+            for number, out in enumerate(outs)
+        ]
+        return [*outs, *pull(weights)]
+
+    return run
+
+
+def _relative(expected: Any, found: Any) -> float:
+    expected, found = (np.asarray(x).astype(np.float64) for x in (expected, found))
+    if expected.shape != found.shape or not np.array_equal(np.isfinite(expected), np.isfinite(found)):
+        return np.inf
+    expected, found = (np.where(np.isfinite(x), x, 0) for x in (expected, found))
+    norm = np.linalg.norm(expected)
+    # a gradient that is 0 but for rounding is compared with 1 per element
+    return float(np.linalg.norm(found - expected) / max(norm, 1e-3 * math.sqrt(expected.size) or 1.0))
+
+
+def _digest(traced: Sequence[Any]) -> str:
+    digest = hashlib.sha256()
+    for closed in traced:
+        digest.update(str(closed.jaxpr).encode())
+        for const in closed.consts:
+            digest.update(np.asarray(const).tobytes())
+    return digest.hexdigest()
+
+
+class _Cut:
+    """The original with the dimensions cut along which it computes every index alike, from the same index.
+
+    Dimensions of variables that correspond are one class. A class is not cut if it is contracted, reduced, split by a
+    reshape, if a constant differs along it, or if it meets a primitive that is not listed here.
+
+    Attributes:
+      sizes: class -> size, of those that are cut; {} if the original is small.
+    """
+
+    def __init__(self, graph: Graph, match: Match):
+        self.graph, self.match = graph, match
+        self.sizes: dict[Any, int] = {}
+        self._parents: dict[Any, Any] = {}
+        self._fixed: set[Any] = set()
+        self.eqns, self.constants, calls_are_known = self._original()
+        if not calls_are_known or max(var.aval.size for eqn in self.eqns for var in eqn.outvars) <= CUT_ABOVE:
+            return
+        for eqn in self.eqns:
+            self._join(eqn)
+        for var in self.constants:
+            value = graph.constant(var)
+            for dim, size in enumerate(var.aval.shape):
+                if size > 1 and (value is None or not (value == value.take([0], axis=dim)).all()):
+                    self._fixed.add((var, dim))
+        fixed = {self._root(one) for one in (*self._fixed, *match.uncut)}
+        for var in {*match.inputs, *(var for eqn in self.eqns for var in eqn.outvars)}:
+            for dim, size in enumerate(var.aval.shape):
+                if size > _CUT_TO and self._root((var, dim)) not in fixed:
+                    self.sizes[self._root((var, dim))] = _CUT_TO
+
+    def _original(self) -> tuple[list[Any], list[Any], bool]:
+        graph, stop = self.graph, set(self.match.inputs)
+        found: dict[int, Any] = {}
+        constants: dict[Any, None] = {}
+        todo = [graph.producer(var) for var in self.match.outputs]
+        while todo:
+            eqn = todo.pop()
+            if id(eqn) in found:
+                continue
+            found[id(eqn)] = eqn
+            for atom in eqn.invars:
+                if is_literal(atom) or atom in stop:
+                    continue
+                if graph.is_constant(atom):
+                    constants[atom] = None
+                else:
+                    todo.append(graph.producer(atom))
+        eqns = [eqn for eqn in graph.eqns if id(eqn) in found]
+        known = all(op_name(call) in _KNOWN_RULES for call in graph.sealed_calls_of(eqns))
+        return eqns, list(constants), known
+
+    def shape(self, var: Any) -> tuple[int, ...]:
+        """Returns the shape of a variable after the cut."""
+        return tuple(self.sizes.get(self._root((var, dim)), size) for dim, size in enumerate(var.aval.shape))
+
+    def evaluate(self, args: Sequence[Any]) -> list[Any]:
+        """Returns the values of the outputs for inputs of the shapes that are cut."""
+        env = dict(zip(self.match.inputs, args, strict=True))
+        for var in self.constants:
+            env[var] = self.graph.constant(var)[tuple(slice(size) for size in self.shape(var))]
+        for eqn in self.eqns:
+            (out,) = eqn.outvars
+            changed: dict[str, Any] = {}
+            if eqn.primitive.name == "broadcast_in_dim":
+                changed = {"shape": self.shape(out), "sharding": None}
+            elif eqn.primitive.name == "reshape":
+                changed = {"new_sizes": self.shape(out), "sharding": None}
+            with place_of(eqn):
+                operands = [atom.val if is_literal(atom) else env[atom] for atom in eqn.invars]
+                (env[out],) = rebind(eqn, operands, **changed)
+        return [env[var] for var in self.match.outputs]
+
+    def _join(self, eqn: Any) -> None:
+        name, params = eqn.primitive.name, eqn.params
+        operands = [atom for atom in eqn.invars if not is_literal(atom)]
+        if len(eqn.outvars) > 1:
+            self._fix(*operands, *eqn.outvars)
+            return
+        (out,) = eqn.outvars
+        shape = out.aval.shape
+        if name in _ELEMENTWISE and all(var.aval.ndim in (len(shape), 0) for var in operands):
+            for var in operands:  # a dimension of size 1 is broadcast
+                same = [dim for dim, size in enumerate(var.aval.shape) if size == shape[dim]]
+                self._join_dims(var, out, [(dim, dim) for dim in same])
+        elif name == "dot_general":
+            self._join_product(eqn)
+        elif name == "gather":
+            self._join_gather(eqn)
+        elif name == "transpose":
+            self._join_dims(operands[0], out, [(dim, new) for new, dim in enumerate(params["permutation"])])
+        elif name == "broadcast_in_dim" and operands:
+            pairs = list(enumerate(params["broadcast_dimensions"]))
+            old = operands[0].aval.shape
+            self._join_dims(operands[0], out, [(dim, new) for dim, new in pairs if old[dim] == shape[new]])
+        elif name == "squeeze":
+            left = [dim for dim in range(operands[0].aval.ndim) if dim not in params["dimensions"]]
+            self._join_dims(operands[0], out, [(dim, new) for new, dim in enumerate(left)])
+        elif name in _REDUCTIONS:
+            axes = params["axes"]
+            left = [dim for dim in range(operands[0].aval.ndim) if dim not in axes]
+            self._fixed |= {(operands[0], dim) for dim in axes}
+            self._join_dims(operands[0], out, [(dim, new) for new, dim in enumerate(left)])
+        elif name == "reshape" and operands and params["dimensions"] is None:
+            self._join_reshape(operands[0], out)
+        elif name != "broadcast_in_dim":
+            self._fix(*operands, out)
+
+    def _join_product(self, eqn: Any) -> None:
+        (contracted, batch), (out,) = eqn.params["dimension_numbers"], eqn.outvars
+        new = len(batch[0])
+        for side, var in enumerate(eqn.invars):
+            self._fixed |= {(var, dim) for dim in contracted[side]}
+            self._join_dims(var, out, [(dim, number) for number, dim in enumerate(batch[side])])
+            for dim in range(var.aval.ndim):
+                if dim not in contracted[side] and dim not in batch[side]:
+                    self._join_dims(var, out, [(dim, new)])
+                    new += 1
+
+    def _join_gather(self, eqn: Any) -> None:
+        """Joins the dimensions of which each index of the operand is read by its own indices."""
+        (operand, indices), (out,) = eqn.invars, eqn.outvars
+        if is_literal(operand) or is_literal(indices):
+            self._fix(*(atom for atom in eqn.invars if not is_literal(atom)), out)
+            return
+        numbers = eqn.params["dimension_numbers"]
+        batch = [dim for dim in range(out.aval.ndim) if dim not in numbers.offset_dims]
+        joined = set()
+        for old, own in zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True):
+            self._join_dims(operand, out, [(old, batch[own])])
+            self._join_dims(indices, out, [(own, batch[own])])
+            joined |= {(operand, old), (indices, own), (out, batch[own])}
+        for one in (operand, indices, out):
+            self._fixed |= {(one, dim) for dim in range(one.aval.ndim)} - joined
+
+    def _join_reshape(self, var: Any, out: Any) -> None:
+        """Joins dimensions before which and after which both shapes have the same number of elements."""
+        olds, news = var.aval.shape, out.aval.shape
+        starts = {math.prod(olds[:dim]): dim for dim in range(len(olds)) if olds[dim] > 1}
+        joined = set()
+        for new, size in enumerate(news):
+            old = starts.get(math.prod(news[:new]))
+            if size > 1 and old is not None and olds[old] == size:
+                self._join_dims(var, out, [(old, new)])
+                joined |= {(var, old), (out, new)}
+        for one in (var, out):
+            self._fixed |= {(one, dim) for dim in range(one.aval.ndim)} - joined
+
+    def _join_dims(self, var: Any, out: Any, pairs: Sequence[tuple[int, int]]) -> None:
+        for old, new in pairs:
+            self._parents[self._root((var, old))] = self._root((out, new))
+
+    def _fix(self, *variables: Any) -> None:
+        self._fixed |= {(var, dim) for var in variables for dim in range(len(var.aval.shape))}
+
+    def _root(self, one: Any) -> Any:
+        while self._parents.get(one, one) != one:
+            one = self._parents[one]
+        return one

@@ -1,0 +1,600 @@
+"""Selects what the backward pass keeps of cheap work: the fewest bytes from which the rest is recomputed.
+
+    loss = select_residuals(autocast(loss_fp32, "bf16"))
+    value, grads = jax.value_and_grad(loss)(params, batch)
+
+Automatic differentiation keeps every operand that a derivative reads: of `gelu(x @ w) @ v`, several arrays of one
+shape. Here the values to keep are a minimum cut of the graph of forward values, each value with its bytes, between the
+arguments, which are held in any case, and what derivatives read. Products, gathers, random bits, collectives, loops and
+`custom_vjp` are never executed again.
+
+Source: RAF's gradient input selection, arXiv 2303.04759; Jain et al. (Checkmate), arXiv 1910.02653, for recomputation
+as an optimization problem.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, TypeVar
+
+import jax
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend import core
+
+from hlat_jax.host.jax_compat import partial_eval
+from hlat_jax.host.neuron_lowering import elide_idle_roundings
+from hlat_jax.passes.jaxpr import (
+    COLLECTIVES,
+    PLAIN_CALLS,
+    TRANSCENDENTAL,
+    aval_bytes,
+    called,
+    inner_jaxprs,
+    is_inexact,
+    manual_axes,
+    place_of,
+    rebind,
+    tracing,
+)
+from hlat_jax.passes.products import PRODUCTS, product_flops
+
+_Args = ParamSpec("_Args")
+_Result = TypeVar("_Result")
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_MOVES = _names(
+    """
+    broadcast_in_dim reshape squeeze expand_dims transpose rev slice dynamic_slice pad concatenate split iota copy
+    copy_p name stop_gradient convert_element_type reduce_precision saturated_cast pvary pcast
+    """
+)
+_ELEMENTWISE = TRANSCENDENTAL | _names(
+    """
+    neg abs sign floor ceil round is_finite expm1 tan asin acos atan atan2 sinh cosh asinh acosh atanh square
+    integer_pow add sub mul add_any rem max min clamp select_n eq ne lt le gt ge and or xor not nextafter
+    shift_left shift_right_arithmetic shift_right_logical real imag conj complex population_count clz
+    """
+)
+_REDUCTIONS = _names("reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin")
+_CHEAP = _MOVES | _ELEMENTWISE | _REDUCTIONS
+# Not executed again, but may stand between cheap operations in one checkpoint: their derivatives read operands alone.
+_COSTLY = (
+    PRODUCTS
+    | (frozenset(COLLECTIVES) - {"pmax", "pmin"})
+    | _names(
+        """
+        gather scatter scatter-add scatter_add scatter-mul dynamic_update_slice cumsum sharding_constraint
+        reduce_window_sum reduce_window_max reduce_window_min select_and_scatter_add
+        random_bits random_seed random_wrap random_unwrap random_fold_in random_split threefry2x32
+        """
+    )
+)
+# Their derivatives read no operand, whichever operands have one.
+_LINEAR = (
+    (_MOVES - {"dynamic_slice"})
+    | (frozenset(COLLECTIVES) - {"pmax", "pmin"})
+    | _names("add sub add_any neg reduce_sum cumsum real imag conj")
+)
+_BILINEAR = PRODUCTS | {"mul"}
+# Bytes that are kept rather than one FLOP computed again: the first at which recomputation stays within its share of
+# the FLOPs of products, else the last.
+_RATES = (0.01, 0.03, 0.1, 0.5)
+_SHARE = 0.04  # of forward products; a step has three times as many
+# A value that several operations read is recomputed for each group of them between which more products than these lie.
+_NEAR_PRODUCTS = 3
+
+
+def select_residuals(fn: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
+    """Returns a function with the same results, whose backward pass keeps fewer bytes of cheap intermediates.
+
+    Derivatives are those of `fn`. Each call traces `fn`: wrap the result, or its caller, in `jax.jit`. Apply it after
+    `autocast`.
+
+    Args:
+      fn: a function of arrays (pytrees of them) that JAX can trace.
+
+    Raises:
+      ValueError: when called: a function that cannot be traced.
+    """
+
+    def selected(*args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
+        elide_idle_roundings()
+        leaves, structure = jax.tree.flatten((args, kwargs))
+        trees = []
+
+        def flat(*leaves):
+            args, kwargs = jax.tree.unflatten(structure, leaves)
+            outs, tree = jax.tree.flatten(fn(*args, **kwargs))
+            trees.append(tree)
+            return outs
+
+        with tracing(fn, leaves, by="select_residuals"):
+            closed = jax.make_jaxpr(flat)(*leaves)
+        outs = _Selection(closed, free=[True] * len(leaves))(*leaves)
+        return jax.tree.unflatten(trees[0], outs)
+
+    selected.__name__ = getattr(fn, "__name__", type(fn).__name__)
+    return selected
+
+
+@dataclasses.dataclass(eq=False)
+class _Op:
+    """One operation of a program whose calls are inlined; values are numbers, constants are `Literal`s.
+
+    Attributes:
+      eqn: its equation.
+      calls: the inlined calls that it stands in.
+      ins: values read.
+      outs: values written.
+      kind: cheap, costly, or opaque: outside every checkpoint.
+      read: operands that its derivative reads.
+      flops: FLOPs, or as long as they take.
+      bind: operands -> results.
+    """
+
+    eqn: Any
+    calls: tuple
+    ins: list
+    outs: list[int]
+    kind: str = "opaque"
+    read: tuple[int, ...] = ()
+    flops: float = 0.0
+    bind: Callable = None
+
+    @property
+    def operands(self) -> list[int]:
+        return [value for value in self.ins if not isinstance(value, core.Literal)]
+
+    def results(self, env: dict[int, Any]) -> list[Any]:
+        ins = [value.val if isinstance(value, core.Literal) else env[value] for value in self.ins]
+        with contextlib.ExitStack() as places:
+            for call in self.calls:
+                places.enter_context(place_of(call))
+            with place_of(self.eqn):
+                return self.bind(ins)
+
+
+class _Selection:
+    """A closed jaxpr with the choice of what its derivative keeps; calling it emits the program.
+
+    Args:
+      closed: the jaxpr.
+      free: for each input, whether it is held in any case.
+      prevent_cse: as for `jax.checkpoint`.
+      num_invariants: of the body of a loop: first inputs that are the same in all trips.
+      trips: number of trips of that loop.
+
+    Attributes:
+      ops: in order.
+      avals: of each value.
+      needed: values that derivatives read or that are recomputed from; the others are not kept.
+      recomputed: those of `needed` that are computed again.
+    """
+
+    def __init__(
+        self,
+        closed: Any,
+        *,
+        free: Sequence[bool],
+        prevent_cse: bool = True,
+        num_invariants: int = 0,
+        trips: int = 1,
+    ):
+        self.closed, self.prevent_cse, self.trips = closed, prevent_cse, trips
+        self.avals: list[Any] = []
+        self.ops: list[_Op] = []
+        jaxpr = closed.jaxpr
+        env = {var: self._new(var.aval) for var in (*jaxpr.constvars, *jaxpr.invars)}
+        self.inputs = list(env.values())
+        self.free = set(self.inputs[: len(jaxpr.constvars)])
+        self.free |= {env[var] for var, is_free in zip(jaxpr.invars, free, strict=True) if is_free}
+        self._inline(jaxpr, env, ())
+        self.outputs = [var if isinstance(var, core.Literal) else env[var] for var in jaxpr.outvars]
+        self.producer = {value: op for op in self.ops for value in op.outs}
+        self.held: set[int] = set()  # by operations outside of all checkpoints
+        self.invariants = set(self.inputs[: len(jaxpr.constvars) + num_invariants]) if trips > 1 else set()
+        self._classify()
+        far = self._far()
+        products = sum(op.flops for op in self.ops if op.kind == "costly")
+        for rate in _RATES:
+            self.needed, self.recomputed = self._cut(rate, far)
+            self.regions = self._regions()
+            if sum(region.flops_again for region in self.regions) <= _SHARE * products:
+                break
+
+    def __call__(self, *args: Any) -> list[Any]:
+        env = dict(zip(self.inputs, (*self.closed.consts, *args), strict=True))
+        for region in self.regions:
+            env.update(region.results(env))
+        return [value.val if isinstance(value, core.Literal) else env[value] for value in self.outputs]
+
+    def _new(self, aval: Any) -> int:
+        self.avals.append(aval)
+        return len(self.avals) - 1
+
+    def _inline(self, jaxpr: Any, env: dict[Any, Any], calls: tuple) -> None:
+        for eqn in jaxpr.eqns:
+            ins = [var if isinstance(var, core.Literal) else env[var] for var in eqn.invars]
+            inner = _plain_call(eqn)
+            if inner is None:
+                op = _Op(eqn, calls, ins, [self._new(var.aval) for var in eqn.outvars])
+                self.ops.append(op)
+                env.update(zip(eqn.outvars, op.outs, strict=True))
+            else:
+                inside = dict(zip(inner.invars, ins, strict=True))
+                self._inline(inner, inside, (*calls, eqn))
+                outs = [var if isinstance(var, core.Literal) else inside[var] for var in inner.outvars]
+                env.update(zip(eqn.outvars, outs, strict=True))
+
+    def _bytes(self, value: int) -> int:
+        return aval_bytes(self.avals[value])
+
+    def _classify(self) -> None:
+        active = {value for value in self.inputs if is_inexact(self.avals[value])}
+        for op in self.ops:
+            eqn = op.eqn
+            op.bind = lambda ins, eqn=eqn: rebind(eqn, ins)
+            op.kind = _kind(eqn)
+            op.flops = _flops(eqn)
+            if self.invariants.issuperset(op.operands):
+                self.invariants.update(op.outs)
+            is_active = [not isinstance(value, core.Literal) and value in active for value in op.ins]
+            if op.kind == "opaque":
+                op.bind = self._transformed(op)
+            if not any(is_active) or eqn.primitive.name == "stop_gradient":
+                continue
+            active |= {value for value in op.outs if is_inexact(self.avals[value])}
+            if op.kind == "opaque":
+                ins, outs = _held(op, is_active)
+                self.held |= {op.ins[i] for i in ins if not isinstance(op.ins[i], core.Literal)}
+                self.held |= {op.outs[i] for i in outs}
+                continue
+            read = _read_by_derivative(eqn, is_active)
+            if read is None:
+                op.kind = "opaque"
+                self.held |= set(op.operands)
+            else:
+                op.read = tuple({op.ins[i] for i in read if not isinstance(op.ins[i], core.Literal)})
+
+    def _transformed(self, op: _Op) -> Callable:
+        """Returns what binds an operation that stands outside of all checkpoints, with its functions transformed."""
+        eqn, params = op.eqn, op.eqn.params
+        is_free = [isinstance(value, core.Literal) or value in self.free for value in op.ins]
+        if eqn.primitive.name == "scan":
+            num_consts, num_carry = params["num_consts"], params["num_carry"]
+            free = [True] * num_consts + [False] * num_carry + is_free[num_consts + num_carry :]
+            body = _retraced(params["jaxpr"], free, num_invariants=num_consts, trips=params["length"])
+            return lambda ins: rebind(eqn, ins, jaxpr=body)
+        if eqn.primitive.name == "cond":
+            branches = tuple(_retraced(branch, is_free[1:]) for branch in params["branches"])
+            return lambda ins: rebind(eqn, ins, branches=branches)
+        if eqn.primitive.name == "shard_map":
+            return lambda ins: _shard_mapped(eqn, ins, free=is_free, prevent_cse=self.prevent_cse)
+        return op.bind
+
+    def _cut(self, rate: float, far: set[int]) -> tuple[set[int], set[int]]:
+        """Returns (values that the backward pass needs, those of them that are recomputed), by a minimum cut.
+
+        A value has two nodes: `out` is on the source's side if the value is needed, `again` if it is recomputed too.
+
+        Args:
+          rate: bytes to keep rather than to compute a FLOP again.
+          far: values that are kept if they are needed.
+        """
+        source, sink, num_values = 0, 1, len(self.avals)
+        edges: dict[tuple[int, int], float] = {}
+        infinite: set[tuple[int, int]] = set()
+
+        def out(value: int) -> int:
+            return 2 + value
+
+        def again(value: int) -> int:
+            return 2 + num_values + value
+
+        for number, op in enumerate(self.ops):
+            node = 2 + 2 * num_values + number
+            infinite |= {(source, out(value)) for value in op.read if value not in self.free}
+            for value in op.outs:
+                kept = 0.0 if value in self.held else max(1.0, self._bytes(value))
+                if value in self.invariants:
+                    kept /= self.trips
+                if op.kind == "cheap" and value not in far:
+                    edges[out(value), again(value)] = kept
+                    infinite.add((again(value), node))
+                elif kept:
+                    edges[out(value), sink] = kept
+            if op.kind == "cheap":
+                # a tiny cost for moves too, so that chains are short; work that a loop would repeat counts more
+                cost = rate * op.flops + 0.001 * sum(map(self._bytes, op.outs))
+                edges[node, sink] = 8 * cost if self.invariants.issuperset(op.outs) else cost
+                infinite |= {(node, out(value)) for value in op.operands if value not in self.free}
+        for value in self.inputs:
+            if value not in self.free and value not in self.held:
+                edges[out(value), sink] = max(1, self._bytes(value))
+        reached = _source_side(2 + 2 * num_values + len(self.ops), source, sink, edges, infinite)
+        needed = {value for value in range(num_values) if out(value) in reached}
+        return needed, {value for value in needed if again(value) in reached}
+
+    def _far(self) -> set[int]:
+        """Returns cheap values that are kept if they are needed, so that no chain of recomputation is long.
+
+        Such chains pass products: each state of a residual stream could be recomputed from all results added to it. A
+        value may be recomputed from one that was so before the products between them, but no further.
+        """
+        level = dict.fromkeys(self.inputs, 0)  # products before a value
+        hops = dict.fromkeys(self.inputs, 0)  # products that the chain to a value passes
+        far = set()
+        for op in self.ops:
+            top = max((level[value] for value in op.operands), default=0)
+            size = max(map(self._bytes, op.outs), default=0)
+            hop = 0
+            for value in op.operands:
+                before = self.producer.get(value)
+                is_chained = before is not None and before.kind == "cheap" and value not in far
+                is_passed = is_chained and level[value] < top and 8 * self._bytes(value) >= size
+                hop = max(hop, hops[value] + is_passed)
+            if op.kind != "cheap":
+                top, hop = top + 1, 0
+            elif hop > 1:
+                far |= set(op.outs)
+                hop = 0
+            level.update(dict.fromkeys(op.outs, top))
+            hops.update(dict.fromkeys(op.outs, hop))
+        return far
+
+    def _regions(self) -> list[_Region]:
+        """Returns the program as consecutive regions, each of which is checkpointed or needs no checkpoint."""
+        places = {op: place for place, op in enumerate(self.ops)}
+        num_products = np.cumsum([op.kind != "cheap" for op in self.ops])
+        blocked = np.zeros(len(self.ops) + 1, int)  # differences: no region may end after this operation
+        uses: dict[int, list[int]] = {}
+        for place, op in enumerate(self.ops):
+            for value in self._recomputed_for(op):
+                uses.setdefault(value, [places[self.producer[value]]]).append(place)
+        for at in uses.values():
+            for first, then in itertools.pairwise(at):
+                if num_products[then] - num_products[first] <= _NEAR_PRODUCTS:
+                    blocked[first] += 1
+                    blocked[then] -= 1
+        blocked = np.cumsum(blocked)
+        parts: list[list[_Op]] = [[]]
+        for place, op in enumerate(self.ops):
+            if op.kind == "opaque":
+                parts += [[op], []]
+                continue
+            parts[-1].append(op)
+            if op.kind == "costly" and not blocked[place]:
+                parts.append([])
+        regions = [_Region(self, ops, places) for ops in parts if ops]
+        wanted = {value for value in self.outputs if not isinstance(value, core.Literal)}
+        for region in reversed(regions):
+            region.outs = [value for op in region.ops for value in op.outs if value in wanted]
+            wanted.update(region.inputs)
+        return regions
+
+    def _recomputed_for(self, op: _Op) -> set[int]:
+        """Returns the values that are recomputed for the derivative of an operation."""
+        found, stack = set(), [value for value in op.read if value in self.recomputed]
+        while stack:
+            value = stack.pop()
+            if value not in found:
+                found.add(value)
+                stack.extend(one for one in self.producer[value].operands if one in self.recomputed)
+        return found
+
+
+class _Region:
+    """Consecutive operations of a program, in one checkpoint if its backward pass recomputes something.
+
+    Attributes:
+      ops: the operations.
+      foreign: values of earlier regions that are recomputed here.
+      chain: operations that recompute them, from values that are kept.
+      inputs: values that the region reads.
+      outs: values that are read after it.
+    """
+
+    def __init__(self, program: _Selection, ops: list[_Op], places: dict[_Op, int]):
+        self.program, self.ops = program, ops
+        self.outs: list[int] = []
+        made = {value for op in ops for value in op.outs}
+        again = set().union(*map(program._recomputed_for, ops)) if ops[0].kind != "opaque" else set()
+        self.is_checkpointed = bool(again)
+        self.flops_again = sum(op.flops for op in {program.producer[value] for value in again})
+        read = dict.fromkeys(value for op in ops for value in op.operands)
+        self.foreign = [value for value in read if value in again - made]
+        chain = sorted({program.producer[value] for value in again - made}, key=places.get)
+        self.chain = [op for op in chain if op.kind == "cheap"]
+        above = {value for op in self.chain for value in op.outs}
+        inputs = [value for value in read if value not in made]
+        inputs += [value for op in self.chain for value in op.operands if value not in above]
+        self.inputs = list(dict.fromkeys(inputs))
+        self.named = program.needed - program.recomputed if self.is_checkpointed else set()
+
+    def results(self, env: dict[int, Any]) -> dict[int, Any]:
+        """Returns value -> array for the values that are read after this region."""
+        ins = [env[value] for value in self.inputs]
+        run = self._run
+        if self.is_checkpointed:
+            policy = jax.checkpoint_policies.save_only_these_names(_KEPT)
+            run = jax.checkpoint(run, policy=policy, prevent_cse=self.program.prevent_cse)
+        return dict(zip(self.outs, run(*ins), strict=True))
+
+    def _run(self, *ins: Any) -> list[Any]:
+        env = dict(zip(self.inputs, ins, strict=True))
+        if self.chain:
+            constants = {value: jax.lax.stop_gradient(array) for value, array in env.items()}
+            for op in self.chain:
+                constants.update(zip(op.outs, op.results(constants), strict=True))
+            env |= {value: _as_recomputed(constants[value], env[value]) for value in self.foreign}
+        for op in self.ops:
+            outs = op.results(env)
+            env.update(
+                (value, checkpoint_name(out, _KEPT) if value in self.named else out)
+                for value, out in zip(op.outs, outs, strict=True)
+            )
+        return [env[value] for value in self.outs]
+
+
+_KEPT = "kept by select_residuals"
+
+
+def _as_recomputed(recomputed: Any, value: Any) -> Any:
+    """Returns `recomputed`, with the derivative of the equal `value`."""
+    return _recomputed(recomputed, value) if is_inexact(value) else recomputed
+
+
+@jax.custom_jvp
+def _recomputed(recomputed, value):
+    return recomputed
+
+
+@_recomputed.defjvp
+def _recomputed_jvp(primals, tangents):
+    return primals[0], tangents[1]
+
+
+def _retraced(closed: Any, free: Sequence[bool], *, num_invariants: int = 0, trips: int = 1) -> Any:
+    """Returns the transformed jaxpr of the body of a loop or branch, which is compiled apart from its backward pass."""
+    selection = _Selection(closed, free=free, prevent_cse=False, num_invariants=num_invariants, trips=trips)
+    if not any(region.is_checkpointed for region in selection.regions):
+        return closed
+    return jax.make_jaxpr(selection)(*closed.in_avals)
+
+
+def _shard_mapped(eqn: Any, ins: Sequence[Any], **options: Any) -> list[Any]:
+    params = eqn.params
+    closed = core.ClosedJaxpr(params["jaxpr"], [])
+    mapped = jax.shard_map(
+        lambda *ins: tuple(_Selection(closed, **options)(*ins)),  # chosen where the mesh's axes are bound
+        mesh=params["mesh"],
+        in_specs=tuple(params["in_specs"]),
+        out_specs=tuple(params["out_specs"]),
+        axis_names=set(manual_axes(eqn)),
+        check_vma=params["check_vma"],
+    )
+    return list(mapped(*ins))
+
+
+def _has_effects(eqn: Any) -> bool:
+    """Returns whether an equation does more than compute its results; that it reads a mesh axis does not count."""
+    return any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
+
+
+def _plain_call(eqn: Any) -> Any:
+    """Returns the jaxpr of a call that can be inlined; None for other equations."""
+    if eqn.primitive.name not in PLAIN_CALLS or _has_effects(eqn):
+        return None
+    placed = [*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ())]
+    if any(isinstance(sharding, jax.sharding.Sharding) for sharding in placed):
+        return None
+    inner = called(eqn)
+    return None if inner.constvars or getattr(eqn.params.get("jaxpr"), "consts", ()) else inner
+
+
+def _kind(eqn: Any) -> str:
+    name = eqn.primitive.name
+    if _has_effects(eqn):
+        return "opaque"
+    if name in _CHEAP:
+        return "cheap"
+    if name in _COSTLY:
+        return "costly"
+    if name == "custom_jvp_call" and all(_kind(inner) == "cheap" or _plain_call(inner) is not None
+                                         for inner in _all_equations(called(eqn))):  # fmt: skip
+        return "cheap"
+    return "opaque"
+
+
+def _all_equations(jaxpr: Any):
+    for eqn in jaxpr.eqns:
+        yield eqn
+        if eqn.primitive.name != "custom_jvp_call":
+            for inner in inner_jaxprs(eqn):
+                yield from _all_equations(inner)
+
+
+def _flops(eqn: Any) -> float:
+    """Returns the FLOPs of an equation; an exponential counts as four, and moving elements as none."""
+    name = eqn.primitive.name
+    if name in PRODUCTS:
+        return product_flops(eqn)
+    inner = list(inner_jaxprs(eqn)) if name not in _CHEAP else []
+    if inner:
+        return sum(_flops(one) for jaxpr in inner for one in jaxpr.eqns)
+    if name in _MOVES - {"convert_element_type", "saturated_cast"}:
+        return 0.0
+    size = max((getattr(var.aval, "size", 0) for var in (*eqn.invars, *eqn.outvars)), default=0)
+    per_element = 5.0 if name == "saturated_cast" else 4.0 if name in TRANSCENDENTAL - {"div"} else 1.0
+    return per_element * size
+
+
+def _read_by_derivative(eqn: Any, is_active: Sequence[bool]) -> list[int] | None:
+    """Returns the numbers of the operands that the derivative of an equation reads; None if that is costly."""
+    name = eqn.primitive.name
+    if name in _LINEAR:
+        return []
+    if name in _BILINEAR and len(eqn.invars) == 2:
+        return [1 - i for i, active in enumerate(is_active) if active]
+    jaxpr, _, held = _derivative(lambda ins: rebind(eqn, ins), eqn, is_active)
+    live, used = partial_eval.dce_jaxpr(jaxpr.replace(outvars=held), [True] * len(held))
+    if any(_kind(one) != "cheap" and _plain_call(one) is None for one in _all_equations(live)):
+        return None
+    return [i for i, is_used in enumerate(used) if is_used]
+
+
+def _held(op: _Op, is_active: Sequence[bool]) -> tuple[list[int], list[int]]:
+    """Returns the numbers of the operands and of the results that the derivative of an operation holds."""
+    if op.eqn.primitive.name in ("while", "pallas_call"):
+        return [], []
+    try:
+        jaxpr, outs, held = _derivative(op.bind, op.eqn, is_active)
+    except (NotImplementedError, TypeError, ValueError):  # not differentiable in reverse
+        return [], []
+    return [i for i, var in enumerate(jaxpr.invars) if var in held], [i for i, var in enumerate(outs) if var in held]
+
+
+def _derivative(bind: Callable, eqn: Any, is_active: Sequence[bool]) -> tuple[Any, list, list]:
+    """Returns (jaxpr of an equation and of what its derivative holds, variables of the former, of the latter)."""
+
+    def differentiated(*ins):
+        def of_active(*active):
+            active = iter(active)
+            return bind([next(active) if is_one else one for is_one, one in zip(is_active, ins, strict=True)])
+
+        outs, pull = jax.vjp(of_active, *[one for is_one, one in zip(is_active, ins, strict=True) if is_one])
+        return [*outs, *jax.tree.leaves(pull)]
+
+    jaxpr = jax.make_jaxpr(differentiated)(*[var.aval for var in eqn.invars]).jaxpr
+    num_outs = len(eqn.outvars)
+    held = [var for var in jaxpr.outvars[num_outs:] if not isinstance(var, core.Literal)]
+    return jaxpr, jaxpr.outvars[:num_outs], held
+
+
+def _source_side(num_nodes: int, source: int, sink: int, edges: dict, infinite: set) -> set[int]:
+    """Returns the nodes on the source's side of a minimum cut, as few as possible."""
+    from scipy.sparse import coo_array, csr_array  # not at the top: slow to import
+    from scipy.sparse.csgraph import breadth_first_order, maximum_flow
+
+    most = 1 << 29
+    total = sum(edges.values())
+    scale = min(16.0, most / max(total, 1.0))
+    pairs = [*edges, *infinite]
+    capacities = [max(0, round(scale * size)) for size in edges.values()] + [most * 2] * len(infinite)
+    if not pairs:
+        return set()
+    rows, columns = zip(*pairs, strict=True)
+    shape = (num_nodes, num_nodes)
+    graph = csr_array(coo_array((np.array(capacities, np.int32), (rows, columns)), shape=shape))
+    left = csr_array(graph - maximum_flow(graph, source, sink).flow)
+    left.data = np.maximum(left.data, 0)
+    left.eliminate_zeros()
+    return set(breadth_first_order(left, source, return_predecessors=False).tolist())

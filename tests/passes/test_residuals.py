@@ -1,0 +1,192 @@
+"""Residual selection: what backward passes keep of cheap work, and that nothing else changes."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from foreign.measured import distance, residual_bytes, step_for_memory, total_product_flops
+from foreign.models import MODELS
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec as P
+
+from hlat_jax.passes import remat
+from hlat_jax.passes.autocast import autocast
+from hlat_jax.passes.residuals import select_residuals
+
+ROWS, D, F = 256, 256, 512
+
+
+@functools.cache
+def arguments():
+    rng = np.random.default_rng(0)
+    shapes = {"up": (D, F), "down": (F, D), "gain": (D,)}
+    params = {name: jnp.asarray(rng.normal(size=shape) / shape[0] ** 0.5, "float32") for name, shape in shapes.items()}
+    return params, jnp.asarray(rng.normal(size=(ROWS, D)), "float32")
+
+
+def mlp(params, x, act=jax.nn.gelu):
+    return act(x @ params["up"]) @ params["down"]
+
+
+def norm(params, x):
+    x = x - x.mean(axis=-1, keepdims=True)
+    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6) * params["gain"]
+
+
+def unrolled(params, x, block=mlp):
+    for _ in range(3):
+        x = x + block(params, norm(params, x))
+    return jnp.mean(x**2)
+
+
+def scanned(params, x, block=mlp):
+    return jnp.mean(jax.lax.scan(lambda x, _: (x + block(params, norm(params, x)), None), x, length=3)[0] ** 2)
+
+
+def total(fn):
+    return lambda params, x: jnp.sum(fn(params, x))
+
+
+def close(fn, wanted, *args, rtol=2e-6):
+    for found, want in zip(jax.tree.leaves(fn(*args)), jax.tree.leaves(wanted(*args)), strict=True):
+        found, want = np.asarray(found), np.asarray(want)
+        np.testing.assert_allclose(found, want, rtol=0, atol=rtol * np.abs(want).max())
+
+
+@pytest.mark.parametrize("act", [jax.nn.gelu, jax.nn.relu, jax.nn.silu, jnp.tanh], ids=lambda act: act.__name__)
+def test_an_mlp_keeps_one_narrow_array_of_its_hidden_width(act):
+    fn = autocast(total(functools.partial(mlp, act=act)), "bf16")
+    assert residual_bytes(select_residuals(fn), *arguments()) == ROWS * F * 2 < residual_bytes(fn, *arguments()) / 2
+
+
+def test_attention_keeps_its_scores_once_and_layer_norm_its_input():
+    def attention(params, x):
+        return jax.nn.softmax(x @ x.T) @ norm(params, x) @ params["up"]
+
+    fn = select_residuals(autocast(total(attention), "bf16"))
+    mixed = ROWS * D  # what the last product reads
+    statistics = 8 * ROWS  # fp32
+    assert residual_bytes(fn, *arguments()) <= 2 * (ROWS * ROWS + mixed) + 2 * statistics
+
+
+def test_dropout_keeps_a_boolean_and_no_random_bits():
+    def dropped(params, x):
+        hidden = mlp(params, x)
+        return jnp.where(jax.random.bernoulli(jax.random.key(0), 0.9, hidden.shape), hidden / 0.9, 0) @ params["up"]
+
+    # hidden width, the mask, and the product that the mask selects from or what is selected
+    assert residual_bytes(select_residuals(autocast(total(dropped), "bf16")), *arguments()) == ROWS * (
+        2 * F + D + 2 * D
+    )
+
+
+@pytest.mark.quick_cases("scanned")
+@pytest.mark.parametrize("loss", [unrolled, scanned])
+def test_gradients_in_fp32_are_those_of_the_function_and_no_product_runs_again(loss):
+    found = select_residuals(loss)
+    close(jax.jit(jax.value_and_grad(found)), jax.jit(jax.value_and_grad(loss)), *arguments())
+    assert total_product_flops(found, *arguments()) == total_product_flops(loss, *arguments())
+    assert residual_bytes(found, *arguments()) < 0.6 * residual_bytes(loss, *arguments())
+
+
+@pytest.mark.slow
+def test_gradients_under_autocast_are_as_far_from_fp32_as_those_of_autocast_alone():
+    cast = autocast(unrolled, "bf16")
+    exact, alone, found = (jax.jit(jax.grad(fn))(*arguments()) for fn in (unrolled, cast, select_residuals(cast)))
+    assert 0 < distance(found, exact) < 1.2 * distance(alone, exact)
+
+
+@pytest.mark.quick_cases("unrolled")
+@pytest.mark.parametrize("loss", [unrolled, scanned])
+def test_peak_memory_of_a_step_does_not_grow(loss):
+    def temporaries(fn):
+        return step_for_memory(fn).lower(*arguments()).compile().memory_analysis().temp_size_in_bytes
+
+    assert temporaries(select_residuals(loss)) <= 1.02 * temporaries(loss)
+
+
+def test_a_function_that_is_not_differentiated_computes_no_more():
+    flops = [jax.jit(fn).lower(*arguments()).compile().cost_analysis()["flops"]
+             for fn in (unrolled, select_residuals(unrolled))]  # fmt: skip
+    assert flops[1] <= flops[0]
+
+
+@jax.custom_vjp
+def doubled(x):
+    return 2 * x
+
+
+doubled.defvjp(lambda x: (2 * x, jnp.sin(x)), lambda kept, g: (2 * g + 0 * kept,))
+
+
+def in_regions(params, x):
+    hidden = jax.checkpoint(mlp)(params, norm(params, doubled(x)))
+    hidden = jax.lax.cond(hidden[0, 0] > 0, lambda h: jnp.tanh(mlp(params, h)), jnp.sin, hidden)
+    return jnp.mean(hidden**2 + jax.lax.fori_loop(0, 2, lambda i, h: jnp.cos(h) * h, hidden))
+
+
+def mapped(fn):
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    return jax.shard_map(
+        lambda params, x: jax.lax.pmean(jax.jit(lambda x: fn(params, jax.lax.psum(x, "data") + x))(x), "data"),
+        mesh=mesh, in_specs=(P(), P("data")), out_specs=P(),
+    )  # fmt: skip
+
+
+TRANSFORMED = {
+    "regions of its own": lambda s: jax.grad(s(in_regions)),
+    "vmap": lambda s: lambda p, x: jax.vmap(jax.grad(s(unrolled)), (None, 0))(p, x.reshape(4, -1, D)),
+    "of vmap": lambda s: s(lambda p, x: jax.vmap(jax.grad(unrolled), (None, 0))(p, x.reshape(4, -1, D))),
+    "jvp": lambda s: lambda p, x: jax.jvp(s(unrolled), (p, x), (p, x)),
+    "hessian": lambda s: lambda p, x: jax.jvp(jax.grad(s(unrolled)), (p, x), (p, x)),
+    "grad of grad": lambda s: jax.grad(lambda p, x: sum(map(jnp.sum, jax.tree.leaves(jax.grad(s(scanned))(p, x))))),
+    "shard_map": lambda s: jax.grad(mapped(s(unrolled))),
+    "of shard_map": lambda s: jax.grad(s(mapped(unrolled))),
+    "remat": lambda s: lambda p, x: jax.grad(remat.fit(s(unrolled), p, x, budget_bytes="1GiB").fn)(p, x),
+    "closure": lambda s: jax.grad(lambda p, x: s(lambda x: unrolled(p, x))(x)),
+    "scan": lambda s: lambda p, x: jax.lax.scan(lambda c, _: (c, jax.grad(s(unrolled))(p, c)), x, length=2)[1],
+}
+
+
+@pytest.mark.quick_cases("jvp")
+@pytest.mark.parametrize("case", TRANSFORMED)
+def test_it_composes_with(case):
+    program = TRANSFORMED[case]
+    close(jax.jit(program(select_residuals)), jax.jit(program(lambda fn: fn)), *arguments(), rtol=1e-5)
+
+
+def test_a_checkpoint_of_the_function_keeps_its_policy():
+    policy = jax.checkpoint_policies.save_only_these_names("wide")
+    block = jax.checkpoint(
+        lambda params, x: jnp.sin(checkpoint_name(jnp.exp(x @ params["up"]), "wide")) @ params["down"], policy=policy
+    )
+    fn = total(block)
+    assert residual_bytes(select_residuals(fn), *arguments()) == residual_bytes(fn, *arguments()) == ROWS * F * 4
+
+
+def test_regions_inside_shard_map_and_loops_are_selected_too():
+    for fn in (mapped(unrolled), scanned):
+        assert residual_bytes(select_residuals(fn), *arguments()) < 0.6 * residual_bytes(fn, *arguments())
+
+
+def test_a_function_that_needs_values_is_named_in_the_error():
+    with pytest.raises(ValueError, match=r"select_residuals cannot trace .*branching.*jax\.lax\.cond"):
+        select_residuals(branching)(jnp.ones(3))
+
+
+def branching(x):
+    return x if x[0] > 0 else -x
+
+
+@pytest.mark.slow  # a trace of each model, twice
+def test_the_twelve_foreign_models_keep_a_third_less_in_the_median_and_a_quarter_at_least():
+    kept = {}
+    for name, build in MODELS.items():
+        loss, params, batch = build(small=True)
+        selected = select_residuals(autocast(loss, "bf16"))
+        kept[name] = residual_bytes(selected, params, batch) / residual_bytes(loss, params, batch)
+        assert total_product_flops(selected, params, batch) <= 1.0001 * total_product_flops(loss, params, batch)
+    assert max(kept.values()) <= 0.75, kept
+    assert np.median(list(kept.values())) <= 0.65, kept

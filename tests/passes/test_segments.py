@@ -1,0 +1,270 @@
+"""Segments of functions without a scan: where they are cut, what they save, and the order of their backward pass."""
+
+import functools
+import itertools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from hlat_jax.passes import naming, remat
+from hlat_jax.passes.autocast import autocast
+from hlat_jax.passes.naming import RematChoice
+from hlat_jax.passes.products import live_jaxpr, total_flops
+
+L, D, F, ROWS = 4, 16, 64, 32
+NOTHING = RematChoice()
+
+
+def mlp_block(params, x):
+    return x + jax.nn.gelu(x @ params["up"]) @ params["down"]
+
+
+def unrolled(params, x, block=mlp_block):
+    for one in params:
+        x = block(one, x)
+    return jnp.mean(x**2)
+
+
+def scanned(params, x, block=mlp_block):
+    return jnp.mean(jax.lax.scan(lambda carry, one: (block(one, carry), None), x, params)[0] ** 2)
+
+
+@functools.cache
+def arguments(dim=D, hidden=F, rows=ROWS):
+    rng = np.random.default_rng(0)
+    shapes = {"up": (dim, hidden), "down": (hidden, dim)}
+    params = [{name: rng.standard_normal(shape) / 8 for name, shape in shapes.items()} for _ in range(L)]
+    return jax.tree.map(lambda a: jnp.asarray(a, jnp.float32), (params, rng.standard_normal((rows, dim))))
+
+
+def found_in(fn, *args):
+    """The segments of a function: (kind, start, stop), kinds numbered in order."""
+    kinds = {}
+    jaxpr = jax.make_jaxpr(fn)(*args).jaxpr
+    return [(kinds.setdefault(one.kind, len(kinds)), one.start, one.stop) for one in naming.segments(jaxpr)]
+
+
+def kinds_in(fn, *args):
+    return [kind for kind, _, _ in found_in(fn, *args)]
+
+
+def assert_same(wanted, got, rtol=2e-5):
+    for a, b in zip(jax.tree.leaves(wanted), jax.tree.leaves(got), strict=True):
+        np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol * float(np.max(np.abs(a)) + 1e-12))
+
+
+# Where a function is cut
+
+
+def test_blocks_that_repeat_are_cut_where_one_array_crosses():
+    found = found_in(unrolled, *arguments())
+    assert [kind for kind, _, _ in found] == [0] * L
+    assert all(stop == start for (_, _, stop), (_, start, _) in itertools.pairwise(found))
+    for one in naming.segments(jax.make_jaxpr(unrolled)(*arguments()).jaxpr):
+        assert len(one.invars) == 3
+        assert [var.aval.shape for var in one.outvars] == [(ROWS, D)]
+
+
+def test_blocks_are_found_inside_jit_and_as_calls_of_jit():
+    def nested(params, x):
+        return jax.jit(lambda params, x: 2 * jax.jit(unrolled)(params, x))(params, x)
+
+    block = jax.jit(mlp_block)
+    assert kinds_in(nested, *arguments()) == kinds_in(functools.partial(unrolled, block=block), *arguments()) == [0] * L
+
+
+def test_blocks_of_other_widths_are_other_kinds_and_equal_ones_share_names():
+    narrow, x = arguments()
+    wide = arguments(hidden=2 * F)[0]
+    assert kinds_in(unrolled, [*narrow, *wide, *narrow], x) == [0] * L + [1] * L + [0] * L
+
+
+def test_literals_and_static_indices_leave_blocks_equal():
+    def indexed(stacked, x):
+        for at in range(L):
+            one = jax.tree.map(lambda leaf, at=at: leaf[at], stacked)
+            x = mlp_block(one, x) * (1 + at)
+        return jnp.mean(x)
+
+    params, x = arguments()
+    assert kinds_in(indexed, jax.tree.map(lambda *leaves: jnp.stack(leaves), *params), x) == [0] * L
+
+
+def layer(params, x):
+    """One layer: its projections are equal products, but not blocks one after another."""
+    q, k, v = (x @ params[name] for name in "qkv")
+    return x + jax.nn.softmax(q @ k.T) @ v @ params["out"]
+
+
+def test_parallel_products_of_one_layer_are_not_segments():
+    params = {name: jnp.ones((D, D)) for name in ("q", "k", "v", "out")}
+    assert found_in(layer, params, jnp.ones((ROWS, D))) == []
+
+
+def test_a_function_without_blocks_or_products_has_no_segments():
+    assert found_in(lambda x: jnp.sum(jnp.sin(jnp.cos(jnp.sin(jnp.cos(x))))), jnp.ones(8)) == []
+    with pytest.raises(ValueError, match=r"<lambda> has no blocks that repeat; set region='whole'"):
+        remat.regions(lambda x: jnp.sin(x), NOTHING, region="segments")(jnp.ones(8))
+
+
+def test_scopes_tell_blocks_whose_products_differ():
+    def pyramid(params, x, scope):
+        for at, (w, v) in enumerate(params):
+            with jax.named_scope(scope.format(at)):
+                x = jnp.tanh(jnp.tanh(x @ w) @ v)
+        return jnp.mean(x)
+
+    widths = [(D, 48, 24), (24, 12, 36), (36, 60, 20)]
+    params = [(jnp.ones((a, b)), jnp.ones((b, c))) for a, b, c in widths]
+    x = jnp.ones((ROWS, D))
+    for scope in ("block_{}", "net/stage{}"):
+        assert kinds_in(functools.partial(pyramid, scope=scope), params, x) == [0, 1, 2]
+    assert kinds_in(functools.partial(pyramid, scope="net"), params, x) == []
+
+
+def test_own_checkpoints_are_segments_and_are_not_nested():
+    own = functools.partial(unrolled, block=jax.checkpoint(mlp_block))
+    params, x = arguments()
+    assert kinds_in(own, params, x) == [0] * L
+
+    def flops(fn):
+        return total_flops(live_jaxpr(jax.jit(jax.value_and_grad(fn)).trace(params, x)))
+
+    assert flops(naming.checkpointed_segments(own, NOTHING)) == flops(own) > flops(unrolled)
+    # a policy of its own stays
+    dots = jax.checkpoint(mlp_block, policy=jax.checkpoint_policies.dots_saveable)
+    kept = naming.checkpointed_segments(functools.partial(unrolled, block=dots), NOTHING)
+    bare = naming.checkpointed_segments(own, NOTHING)
+    nested, single = (str(jax.make_jaxpr(jax.grad(fn))(params, x)).count("prevent_cse=") for fn in (kept, bare))
+    assert nested > single
+
+
+@pytest.mark.quick_cases("moe-kinds3", "gnn-kinds4")
+@pytest.mark.parametrize(
+    ("name", "kinds"),
+    [
+        ("nanodo", [0, 0]),
+        ("lm1b", [0, 0]),
+        ("vit", [0, 0]),
+        ("moe", [0, 0]),
+        ("gnn", [0, 0, 0]),
+        ("unet", []),
+        ("odeint", []),
+    ],
+)
+def test_blocks_of_models_in_public_styles_are_found(name, kinds):
+    pytest.importorskip("equinox")
+    from foreign.models import MODELS  # not at the top: Equinox is not installed everywhere
+
+    loss, params, batch = MODELS[name](small=True)
+    assert kinds_in(loss, params, batch) == kinds
+
+
+# What they compute
+
+
+def check_gradients(fn, *args, choice=NOTHING, rtol=2e-5, argnums=0):
+    planned = remat.regions(fn, choice, region="segments")
+    wanted, got = (jax.jit(jax.value_and_grad(one, argnums))(*args) for one in (fn, planned))
+    assert_same(wanted, got, rtol=rtol)
+
+
+def test_every_choice_of_names_leaves_the_gradients():
+    names = ("segment0.dot_general.0", "segment0.tanh.0", "segment0.mul.1")
+    for saved in ((), names[:1], names):
+        check_gradients(unrolled, *arguments(), choice=RematChoice(saved), argnums=(0, 1))
+
+
+def test_values_chosen_for_other_segments_are_refused():
+    for name in ("segment1.dot_general.0", "segment0.dot_general.9"):
+        with pytest.raises(naming.MissingValues, match=f"unrolled has no values {name}: they were chosen for another"):
+            remat.regions(unrolled, RematChoice((name,)), region="auto")(*arguments())
+
+
+def test_names_are_the_same_in_every_trace():
+    texts = {str(jax.make_jaxpr(naming.checkpointed_segments(unrolled, NOTHING))(*arguments())) for _ in range(2)}
+    names = {line.split("name=")[1].split("]")[0] for text in texts for line in text.splitlines() if "= name[" in line}
+    assert "segment0.dot_general.1" in names
+    assert all(name.startswith("segment0.") for name in names)
+
+
+def with_other_arguments(params, tokens, key, scale):
+    """Integers, a random key and a mask among the operands of the blocks; integers among their results."""
+    x = jnp.take(params["embed"], tokens, axis=0)
+    for one in params["blocks"]:
+        key, own = jax.random.split(key)
+        keep = jax.random.bernoulli(own, 0.9, x.shape)
+        x = mlp_block(one, x) * keep * scale
+        tokens = tokens + 1
+        x = x + jnp.where(tokens[:, None] % 2 == 0, 0.1, 0.0)
+    return jnp.mean(x**2)
+
+
+@pytest.mark.slow
+def test_blocks_with_integers_keys_and_frozen_weights_have_the_same_gradients():
+    blocks, x = arguments()
+    params = {"embed": x, "blocks": blocks}
+    for key in (jax.random.PRNGKey(0), jax.random.key(0)):
+        check_gradients(with_other_arguments, params, jnp.arange(ROWS), key, 0.5)
+
+    def only_first(first, rest, x):
+        return unrolled([first, *rest], x)
+
+    def frozen(planned):
+        return live_jaxpr(jax.jit(jax.grad(planned)).trace(blocks[0], blocks[1:], x))
+
+    check_gradients(only_first, blocks[0], blocks[1:], x)
+    more = total_flops(frozen(remat.regions(only_first, NOTHING, region="segments"))) - total_flops(frozen(only_first))
+    assert more == L * 2 * ROWS * D * F  # one product of each block, and no gradients of frozen weights
+
+
+@pytest.mark.slow
+def test_second_derivatives_and_vmap_pass_through_segments():
+    params, x = arguments(dim=4, hidden=6, rows=3)
+    planned = remat.regions(unrolled, NOTHING, region="segments")
+
+    def curvature(fn):
+        return jax.jit(jax.grad(lambda x: jnp.sum(jax.grad(fn, argnums=1)(params, x) ** 2)))(x)
+
+    assert_same(curvature(unrolled), curvature(planned), rtol=1e-4)
+    batched = jnp.stack([x, 2 * x])
+    wanted, got = (jax.jit(jax.vmap(jax.grad(fn), in_axes=(None, 0)))(params, batched) for fn in (unrolled, planned))
+    assert_same(wanted, got, rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_segments_run_inside_shard_map_and_under_autocast():
+    mesh = jax.make_mesh((min(2, jax.device_count()),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    params, x = arguments()
+
+    def mapped(fn):
+        def local(params, x):
+            return jax.lax.pmean(fn(params, x), "data")
+
+        specs = (jax.P(), jax.P("data"))
+        return jax.jit(jax.grad(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=jax.P())))
+
+    planned = remat.regions(unrolled, NOTHING, region="segments")
+    assert_same(mapped(unrolled)(params, x), mapped(planned)(params, x), rtol=1e-4)
+    check_gradients(autocast(unrolled, "bf16"), params, x, rtol=2e-2)
+
+
+def test_the_order_is_a_loop_on_cpu_and_a_barrier_elsewhere():
+    planned = jax.jit(jax.grad(remat.regions(unrolled, NOTHING, region="segments"), argnums=(0, 1)))
+    for platform, loops, barriers in (("cpu", 2 * L, L), ("cuda", 0, 3 * L)):
+        text = planned.trace(*arguments()).lower(lowering_platforms=(platform,)).as_text()
+        counts = tuple(text.count(f"stablehlo.{op}") for op in ("while", "optimization_barrier"))
+        assert counts == (loops, barriers)
+
+
+def test_recomputed_products_are_computed_twice_on_cpu():
+    def products(fn):
+        compiled = jax.jit(jax.grad(fn)).trace(*arguments()).lower().compile()
+        return len(re.findall(r" dot\(", compiled.as_text()))
+
+    per_block = functools.partial(unrolled, block=jax.checkpoint(mlp_block))
+    assert products(per_block) == products(unrolled)  # XLA merges them; if it no longer does, the loop can go
+    assert products(remat.regions(unrolled, NOTHING, region="segments")) == products(unrolled) + L

@@ -1,0 +1,444 @@
+"""Training programs of models with batch norm and dropout, evaluation, and optimizers that need the value."""
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.flatten_util import ravel_pytree
+
+from hlat_jax.config import OptimizerConfig
+from hlat_jax.optimizer import adamw
+from hlat_jax.parallel.pipeline import pipelined
+from hlat_jax.plan.program_report import report
+from hlat_jax.precision import POLICIES
+from hlat_jax.program import ProgramOptions, SumAndCount, training_program
+
+EVERY_PATH = [
+    {},
+    {"num_microbatches": 4},
+    {"zero": 0},
+    {"zero": 1, "num_microbatches": 2},
+    {"zero": 2, "num_microbatches": 2, "autocast": "bf16"},
+    {"zero": 3, "num_microbatches": 4},
+    {"zero": 3, "autocast": "fp16"},
+]
+
+
+def rows(seed=0, num=32):
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(num, 8)).astype(np.float32)
+    return {"x": x, "y": x[:, :1] ** 2}
+
+
+class Normalized(nn.Module):
+    """A Flax model with batch norm, whose statistics are in the collection `batch_stats`."""
+
+    @nn.compact
+    def __call__(self, x, *, train):
+        x = nn.BatchNorm(use_running_average=not train, momentum=0.5)(nn.Dense(8)(x))
+        return nn.Dense(1)(nn.relu(x))
+
+
+NORMALIZED = Normalized()
+
+
+def normalized_loss(params, batch, model_state, train):
+    variables = {"params": params, "batch_stats": model_state}
+    out, updated = NORMALIZED.apply(variables, batch["x"], train=train, mutable=["batch_stats"])
+    return jnp.mean((out - batch["y"]) ** 2), updated["batch_stats"]
+
+
+def variables():
+    found = NORMALIZED.init(jax.random.key(0), jnp.ones((1, 8)), train=True)
+    return found["params"], found["batch_stats"]
+
+
+def parts_of(batch, *, num_devices, num_microbatches):
+    """Returns the microbatches of every device, in the order in which it runs them."""
+    size = len(batch["x"]) // num_devices
+    ranges = [np.arange(device * size, (device + 1) * size) for device in range(num_devices)]
+    return [
+        [jax.tree.map(lambda f, r=r, m=m: f[r[m::num_microbatches]], batch) for m in range(num_microbatches)]
+        for r in ranges
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", EVERY_PATH[:-1], ids=str)
+def test_batch_norm_statistics_are_carried_over_microbatches_and_averaged_over_devices(options):
+    (params, stats), batch = variables(), rows()
+    program = training_program(
+        normalized_loss,
+        optax.adam(1e-2),
+        options=ProgramOptions(**options),
+        params=params,
+        batch=batch,
+        model_state=stats,
+    )
+    state, metrics = program.step(program.init(params, model_state=stats), batch)
+    wanted, losses = [], []
+    for device in parts_of(
+        batch,
+        num_devices=8 if "zero" in options else 1,
+        num_microbatches=options.get("num_microbatches", 1),
+    ):
+        carried = stats
+        for part in device:
+            loss, carried = normalized_loss(params, part, carried, True)
+            losses.append(loss)
+        wanted.append(carried)
+    mean = jax.tree.map(lambda *leaves: np.mean(leaves, axis=0), *wanted)
+    close = 2e-2 if "autocast" in options else 1e-5  # a product in bf16 has 8 bits
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=close, atol=close), state["model_state"], mean)
+    assert metrics.loss == pytest.approx(float(np.mean(losses)), rel=close)
+    assert np.abs(ravel_pytree(state["model_state"])[0] - ravel_pytree(stats)[0]).max() > 0.1
+
+
+def test_model_state_is_unchanged_by_a_step_that_is_not_finite():
+    (params, stats), batch = variables(), rows()
+    program = training_program(normalized_loss, optax.adam(1e-2))
+    state, _ = program.step(program.init(params, model_state=stats), batch)
+    before = jax.device_get(state)
+    state, metrics = program.step(state, batch | {"y": batch["y"] * np.inf})
+    assert not metrics.finite
+    assert state.pop("step") == before.pop("step") + 1
+    jax.tree.map(np.testing.assert_array_equal, before, jax.device_get(state))
+
+
+def test_a_model_with_batch_norm_learns_and_is_evaluated_with_its_running_statistics():
+    (params, stats), batch = variables(), rows()
+    program = training_program(normalized_loss, optax.adam(3e-2))
+    state = program.init(params, model_state=stats)
+    first = program.eval_step(state, batch)
+    for _ in range(60):
+        state, metrics = program.step(state, batch)
+    found = program.eval_step(state, batch)
+    wanted, _ = normalized_loss(state["params"], batch, state["model_state"], False)
+    np.testing.assert_allclose(found.loss, wanted, rtol=1e-5)
+    assert found.loss < 0.1 * first.loss
+    assert found.loss != metrics.loss
+    assert jax.tree.leaves(state)[0].is_deleted() is False  # an evaluation does not donate
+
+
+@pytest.mark.slow
+def test_model_state_and_auxiliary_values_are_returned_together():
+    def loss(params, batch, *, model_state):
+        new = {"mean": 0.5 * model_state["mean"] + 0.5 * batch["x"].mean(0), "seen": model_state["seen"] + 1}
+        error = (batch["x"] - new["mean"]) @ params["w"] - batch["y"]
+        return SumAndCount(jnp.sum(error**2), error.size), (new, {"error": jnp.mean(jnp.abs(error))})
+
+    params, batch = {"w": jnp.ones((8, 1))}, rows()
+    stats = {"mean": jnp.zeros(8, jnp.bfloat16).astype(jnp.float32), "seen": jnp.int32(3)}
+    for options in ({"num_microbatches": 2}, {"zero": 1}):
+        given = {"params": params, "model_state": stats, "batch": batch}
+        program = training_program(loss, optax.sgd(0.1), options=ProgramOptions(**options), has_aux=True, **given)
+        state, metrics = program.step(program.init(params, model_state=stats), batch)
+        assert state["model_state"]["seen"] == 3 + options.get("num_microbatches", 1)
+        assert metrics.num_tokens == 32
+        assert metrics.aux["error"].shape == ()
+        assert program.eval_step(state, batch).aux["error"] > 0
+
+
+def dropped_loss(params, batch, *, keys):
+    hidden = jax.vmap(lambda x, key: jnp.tanh(x @ params["w"]) * jax.random.bernoulli(key, 0.5, (16,)))
+    kept = jax.nn.tanh(batch["x"] @ params["w"]) if keys is None else hidden(batch["x"], keys)
+    error = kept @ params["v"] - batch["y"]
+    return jnp.mean(error**2)
+
+
+def dropped(num_steps=3, *, seed=0, **options):
+    rng = np.random.default_rng(1)
+    params = {"w": rng.normal(size=(8, 16)).astype(np.float32), "v": rng.normal(size=(16, 1)).astype(np.float32)}
+    params = jax.tree.map(jnp.asarray, params)
+    program = training_program(dropped_loss, optax.sgd(1e-2), options=ProgramOptions(**options), params=params)
+    state, losses = program.init(params, seed=seed), []
+    for step in range(num_steps):
+        state, metrics = program.step(state, rows(step % 2))
+        losses.append(float(metrics.loss))
+    return losses, jax.device_get(state["params"])
+
+
+@pytest.mark.quick_cases("{'zero': 3, 'num_microbatches': 4}")
+@pytest.mark.parametrize("options", EVERY_PATH[1:-1], ids=str)
+def test_dropout_is_the_same_on_any_number_of_devices_and_microbatches(options):
+    (wanted, params), (found, others) = dropped(autocast=options.get("autocast")), dropped(**options)
+    np.testing.assert_allclose(found, wanted, rtol=1e-3 if "autocast" in options else 1e-5)
+    if "autocast" not in options:
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), params, others)
+
+
+def test_dropout_differs_by_step_row_and_seed_and_is_repeated_by_the_same_seed():
+    def bits(params, batch, keys):
+        drawn = jax.vmap(lambda key: jax.random.bits(key, (), jnp.uint32))(keys)
+        return jnp.sum(params["w"]), (drawn[batch["row"]] >> 8).astype(jnp.float32)
+
+    batch, params = {"row": np.arange(8)}, {"w": jnp.ones(2)}
+
+    def drawn(seed, num_steps):
+        program = training_program(bits, optax.sgd(1.0), has_aux=True)
+        state, found = program.init(params, seed=seed), []
+        for _ in range(num_steps):
+            state, metrics = program.step(state, batch)
+            found.append(np.asarray(metrics.aux))
+        return np.stack(found)
+
+    first = drawn(0, 3)
+    np.testing.assert_array_equal(first, drawn(0, 3))
+    assert len(np.unique(np.concatenate([first, drawn(1, 3)]))) == 48  # of 2**24
+
+
+@pytest.mark.quick_cases("{}", "{'zero': 3, 'num_microbatches': 4}")
+@pytest.mark.parametrize("options", EVERY_PATH, ids=str)
+def test_evaluation_has_no_keys_and_does_not_depend_on_devices_or_microbatches(options):
+    params = {"w": jnp.eye(8, 16), "v": jnp.ones((16, 1))}
+    program = training_program(dropped_loss, optax.sgd(1e-2), options=ProgramOptions(**options), params=params)
+    metrics = program.eval_step(program.init(params), rows())
+    wanted = float(dropped_loss(params, rows(), keys=None))
+    assert metrics.loss == pytest.approx(wanted, rel=3e-2 if "autocast" in options else 1e-5)
+    assert metrics.num_tokens is None
+
+
+def test_optimizer_with_a_schedule_of_its_own_is_stepped_without_a_learning_rate():
+    def loss(params, batch):
+        return jnp.mean((batch["x"] @ params["w"] - batch["y"]) ** 2)
+
+    params, batch = {"w": jnp.ones((8, 1))}, rows()
+    optimizer = optax.adamw(optax.cosine_decay_schedule(1e-2, 10))
+    program = training_program(loss, optimizer)
+    state, wanted, opt_state = program.init(params), params, optimizer.init(params)
+    for _ in range(3):
+        state, metrics = program.step(state, batch)
+        grads = jax.grad(loss)(wanted, batch)
+        updates, opt_state = optimizer.update(grads, opt_state, wanted)
+        wanted = optax.apply_updates(wanted, updates)
+    np.testing.assert_allclose(state["params"]["w"], wanted["w"], rtol=1e-5)
+    assert metrics.finite
+
+
+def quadratic(params, batch):
+    return jnp.mean((batch["x"] @ params["w"] - batch["y"]) ** 2) + jnp.sum(jnp.cosh(params["w"]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options", [{}, {"num_microbatches": 4}, {"zero": 1, "num_microbatches": 2}, {"zero": 3}], ids=str
+)
+def test_lbfgs_takes_the_steps_that_it_takes_outside_a_program(options):
+    params, batch = {"w": 2 * jnp.ones((8, 1))}, rows()
+    optimizer = optax.lbfgs()
+    program = training_program(quadratic, optimizer, options=ProgramOptions(**options), params=params)
+    state, wanted, opt_state = program.init(params), params, optimizer.init(params)
+
+    @jax.jit
+    def step(params, opt_state):
+        def of_params(params):
+            return quadratic(params, batch)
+
+        value, grad = jax.value_and_grad(of_params)(params)
+        updates, opt_state = optimizer.update(grad, opt_state, params, value=value, grad=grad, value_fn=of_params)
+        return optax.apply_updates(params, updates), opt_state
+
+    for _ in range(3):
+        state, metrics = program.step(state, batch)
+        wanted, opt_state = step(wanted, opt_state)
+    np.testing.assert_allclose(state["params"]["w"], wanted["w"], atol=1e-4)
+    assert metrics.finite
+
+
+@pytest.mark.quick_cases("polyak_sgd")
+@pytest.mark.parametrize("name", ["polyak_sgd", "momo", "reduce_on_plateau"])
+def test_optimizers_that_need_the_value_are_given_it(name):
+    made = {
+        "polyak_sgd": optax.polyak_sgd,
+        "momo": optax.contrib.momo,
+        "reduce_on_plateau": lambda: optax.chain(optax.sgd(1e-2), optax.contrib.reduce_on_plateau()),
+    }
+    program = training_program(quadratic, made[name]())
+    _, metrics = program.step(program.init({"w": jnp.ones((8, 1))}), rows())
+    assert metrics.finite
+
+
+def needs_curvature():
+    def update(updates, state, params=None, *, curvature, **extra):
+        return updates, state
+
+    return optax.GradientTransformationExtraArgs(lambda params: (), update)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "said"),
+    [
+        (
+            needs_curvature(),
+            "update raised TypeError: .*'curvature'.* given .*learning_rate, value, grad, value_fn; use",
+        ),
+        (
+            optax.contrib.sophia(1e-3),
+            "update raised ValueError: obj_fn must be provided .* use an optimizer that needs no",
+        ),
+    ],
+    ids=["curvature", "sophia"],
+)
+def test_optimizers_that_need_other_arguments_are_refused_before_compiling(optimizer, said):
+    params, batch = {"w": jnp.ones((8, 1))}, rows()
+    with pytest.raises(ValueError, match=said):
+        training_program(quadratic, optimizer, params=params, batch=batch)
+    program = training_program(quadratic, optimizer)
+    with pytest.raises(ValueError, match=said):
+        program.step.trace(jax.eval_shape(program.init, params), batch, 0.1)
+
+
+def test_an_optimizer_without_a_rate_of_its_own_asks_for_one():
+    config = OptimizerConfig()
+    optimizer = adamw(config, policy=POLICIES["fp32"], decays={"w": True})
+    program = training_program(quadratic, optimizer)
+    state = program.init({"w": jnp.ones((8, 1))})
+    with pytest.raises(ValueError, match=r"no learning rate of its own: call step\(state, batch, learning_rate\)"):
+        program.step(state, rows())
+    assert program.step(state, rows(), 1e-2)[1].finite
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"zero": 1}, r"\['x'\] of shape \(30, 8\) does not divide over 8 devices; .* multiple of 8, such as 24 or 32"),
+        ({"zero": 3, "num_microbatches": 4}, "over 8 devices and into num_microbatches=4; .* of 32, such as 32"),
+        ({"num_microbatches": 4}, "does not divide into num_microbatches=4; .* multiple of 4, such as 28 or 32"),
+    ],
+    ids=str,
+)
+def test_a_batch_that_does_not_divide_is_refused_with_the_next_sizes(options, said):
+    params, batch = {"w": jnp.ones((8, 1))}, rows(num=30)
+    given = {"options": ProgramOptions(**options), "params": params}
+    with pytest.raises(ValueError, match=said):
+        training_program(quadratic, optax.sgd(1.0), batch=batch, **given)
+    program = training_program(quadratic, optax.sgd(1.0), **given)
+    state = jax.eval_shape(program.init, params)
+    for step in (program.step, program.eval_step):
+        with pytest.raises(ValueError, match=said):
+            step.trace(state, batch)
+
+
+STATS = {"mean": jnp.zeros(8)}
+
+
+def with_state(params, batch, model_state):
+    return jnp.sum(params["w"]), model_state
+
+
+@pytest.mark.parametrize(
+    ("loss", "arguments", "said"),
+    [
+        (
+            lambda params, batch, key: 0.0,
+            {},
+            "takes 'key': .*gives model_state, keys, train, dialects by .* mean 'keys'",
+        ),
+        (lambda params, batch, *, rng: 0.0, {}, "loss_fn takes 'rng': .*functools.partial"),
+        (lambda params, batch, dialects: 0.0, {}, "loss_fn takes dialects: name its ops, ProgramOptions"),
+        (with_state, {}, r"loss_fn takes a model_state: give its shapes as model_state="),
+        (quadratic, {"model_state": STATS}, r"takes no model_state: define it as loss\(params, batch, \*, model_state"),
+        (
+            with_state,
+            {"model_state": {"seed": jax.random.key(0)}},
+            r"model_state\['seed'\] is key<fry>: .*come as `keys`",
+        ),
+        (with_state, {"model_state": {"momentum": 0.9}}, r"model_state\['momentum'\] is float: give floating-point or"),
+        (with_state, {"model_state": STATS, "options": {"accumulate": pipelined}}, "model_state need a single loss"),
+        (
+            lambda params, batch, model_state: jnp.sum(params["w"]),
+            {"model_state": STATS},
+            r"returned float32\[\]; a loss function that takes model_state returns \(loss, new model state\)",
+        ),
+        (
+            lambda params, batch, model_state: (jnp.sum(params["w"]), model_state),
+            {"model_state": STATS, "has_aux": True},
+            r"returned .*takes model_state returns \(loss, \(new model state, auxiliary values\)\)",
+        ),
+        (
+            lambda params, batch, model_state: (jnp.sum(params["w"]), {"mean": jnp.zeros(4)}),
+            {"model_state": STATS},
+            r"was given the model state \{mean: float32\[8\]\} and returned \{mean: float32\[4\]\}; return arrays of",
+        ),
+        (
+            lambda params, batch, model_state: (jnp.sum(params["w"]), {"mean": model_state["mean"], "n": 1}),
+            {"model_state": STATS},
+            r"and returned \{mean: float32\[8\], n: 1\}; return arrays of the same names",
+        ),
+        (
+            lambda params, batch, keys: jnp.sum(params["w"]),
+            {"batch": {"x": jnp.ones((4, 8)), "y": jnp.ones(3)}},
+            r"takes a key for each row, and the batch's fields differ in rows: \['x'\] has 4, \['y'\] has 3",
+        ),
+    ],
+    ids=range(13),
+)
+def test_a_loss_function_that_asks_for_or_returns_something_else_is_refused(loss, arguments, said):
+    given = {"params": {"w": jnp.ones((8, 1))}, "batch": rows(), **arguments}
+    given["options"] = ProgramOptions(**given.get("options", {}))
+    with pytest.raises(ValueError, match=said):
+        training_program(loss, optax.sgd(1.0), **given)
+
+
+def test_init_asks_for_the_model_state():
+    program = training_program(with_state, optax.sgd(1.0))
+    with pytest.raises(ValueError, match=r"give init\(params, model_state=...\) its first value"):
+        program.init({"w": jnp.ones((8, 1))})
+
+
+def test_parameters_that_are_bound_or_have_a_default_are_left_alone():
+    seen = []
+
+    def loss(params, batch, *, keys, train=None, **more):
+        seen.append((keys, train, more))
+        return jnp.sum(params["w"])
+
+    training_program(functools.partial(loss, keys=3), optax.sgd(1.0), params={"w": jnp.ones(2)}, batch=rows())
+    assert set(map(str, seen)) == {"(3, None, {})"}
+
+
+def attended(params, batch, *, keys, train):
+    """Attention and a classifier in plain JAX, with dropout of the rows' features."""
+    x_BTD = jnp.tanh(batch["x"] @ params["in"])
+    if train:
+        x_BTD = jax.vmap(lambda x, key: x * jax.random.bernoulli(key, 0.9, x.shape))(x_BTD, keys)
+    q, k, v = jnp.split(x_BTD @ params["qkv"], 3, axis=-1)
+    scores = jnp.einsum("btd,bsd->bts", q, k) / 4.0
+    mask = jnp.tril(jnp.ones(scores.shape[-2:], bool))
+    y_BTD = x_BTD + jnp.einsum("bts,bsd->btd", jax.nn.softmax(jnp.where(mask, scores, -jnp.inf)), v)
+    logits = jax.nn.gelu(y_BTD) @ params["out"]
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean()
+
+
+@pytest.mark.slow
+def test_passes_change_the_loss_in_order_and_not_its_value():
+    rng = np.random.default_rng(0)
+    shapes = {"in": (8, 16), "qkv": (16, 48), "out": (16, 128)}
+    params = {name: jnp.asarray(0.3 * rng.normal(size=shape), jnp.float32) for name, shape in shapes.items()}
+    batch = {"x": rng.normal(size=(8, 32, 8)).astype(np.float32), "label": rng.integers(0, 128, (8, 32))}
+
+    def first(**options):
+        given = {"params": params, "batch": batch, "options": ProgramOptions(**options)}
+        program = training_program(attended, optax.sgd(1e-2), **given)
+        state = program.init(params)
+        summary = report(program, state, batch)
+        evaluated = program.eval_step(state, batch)
+        return program, summary, evaluated, program.step(state, batch)[1]
+
+    _, summary, evaluated, wanted = first()
+    assert summary.dispatch is None
+    program, summary, *found = first(dispatch=True, residuals=True, zero=3)
+    assert list(program.stages) == ["loss", "dispatch", "residuals"]
+    assert {one.op for one in summary.dispatch.replacements} >= {"attention", "cross_entropy"}
+    assert "dispatch         attention at test_program_state.py:" in str(summary)
+    np.testing.assert_allclose([one.loss for one in found], [evaluated.loss, wanted.loss], rtol=1e-5)
+    np.testing.assert_allclose(found[1].grad_norm, wanted.grad_norm, rtol=1e-5)
+    every = {"dispatch": True, "autocast": "bf16", "residuals": True, "memory_budget": "1GiB", "zero": 1}
+    program, summary, *found = first(**every)
+    assert list(program.stages) == ["loss", "dispatch", "autocast", "residuals", "remat"]
+    assert set(summary.stages[-1].products) == {"bfloat16"}
+    np.testing.assert_allclose([one.loss for one in found], [evaluated.loss, wanted.loss], rtol=1e-2)
