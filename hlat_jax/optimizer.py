@@ -145,8 +145,8 @@ def masked(optimizer: optax.GradientTransformation) -> MaskedTransformation:
             updates, new = inner.update(grads, state, params, **extra)
         except (TypeError, ValueError) as error:
             raise ValueError(
-                f"the optimizer's update raised {type(error).__name__}: {error} It was given the extra arguments "
-                f"{', '.join(extra)}; use an optimizer that needs no others."
+                f"the optimizer's update raised {type(error).__name__}: {error} A program gives it the extra "
+                f"arguments {', '.join(extra)}."
             ) from error
         return updates, jax.tree.map(lambda a, b: jnp.where(extra["finite"], a, b), new, state)
 

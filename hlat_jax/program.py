@@ -276,6 +276,8 @@ def _train_step(
         # Comparisons in fp32: a non-finite gradient anywhere makes the norm non-finite. Including the weights' norm
         # also orders it before the update, which XLA then makes in place; it copies all weights otherwise.
         finite = jnp.isfinite(loss_sum) & jnp.isfinite(grad_norm) & jnp.isfinite(param_norm)
+        for leaf in jax.tree.leaves(loss_aux.model_state):
+            finite &= jnp.isfinite(leaf).all()
 
         extra = {"grad_norm": grad_norm, "finite": finite, "rounding": rounding}
         if learning_rate is not None:

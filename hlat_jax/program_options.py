@@ -341,7 +341,7 @@ def check_divides(batch: Any, *, num_devices: int, num_microbatches: int) -> Non
     split = [f"over {num_devices} devices"] * (num_devices > 1)
     split += [f"into num_microbatches={num_microbatches}"] * (num_microbatches > 1)
     for path, field in jax.tree_util.tree_leaves_with_path(batch):
-        shape = field.shape
+        shape = jnp.shape(field)
         if multiple > 1 and (not shape or shape[0] % multiple):
             below = shape[0] // multiple * multiple if shape else 0
             counts = f"{below} or {below + multiple}" if below else multiple

@@ -122,7 +122,8 @@ def dispatch(
 ) -> Dispatched[_Args, _Result]:
     """Returns a function with the same arguments and results that runs our implementations of ops.
 
-    Apply it before `jax.grad`. Each call traces `fn` again: wrap the result, or its caller, in `jax.jit`.
+    Apply it before `jax.grad`. Each call traces `fn` again: wrap the result, or its caller, in `jax.jit`. Forward mode
+    is not supported where an implementation is a `custom_vjp`.
 
     Args:
       fn: a function of arrays (pytrees of them) that JAX can trace.

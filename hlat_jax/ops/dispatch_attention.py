@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -54,6 +55,29 @@ def _all_leaves(layout: _Layout) -> tuple[_Axis, ...]:
 
 def _new_layout(shape: Sequence[int]) -> _Layout:
     return tuple((_Axis(size),) if size > 1 else () for size in shape)
+
+
+def _is_sum(add: Any, own: _Layout, layouts: tuple[_Layout, _Layout], total: _Layout) -> bool:
+    """Returns whether a sum is over the axes that `total` lacks, with its results where `total` has them.
+
+    Args:
+      add: the sum.
+      own: layout of its operand, by axes of its own.
+      layouts: of one array by those axes, and by the axes of `total`.
+      total: layout of the result.
+    """
+    summed = {leaf for dim in add.params["axes"] for leaf in _leaves(own[dim])}
+    left = set(_all_leaves(total))
+    places = {leaf: dim for dim, axes in enumerate(layouts[0]) for leaf in _leaves(axes)}
+    for one, other in zip(*layouts, strict=True):
+        found = {leaf in summed for leaf in _leaves(one)} | {leaf not in left for leaf in _leaves(other)}
+        if len(found) > 1:
+            return False
+    kept = [places.get(leaf) for dim, axes in enumerate(own) if dim not in add.params["axes"] for leaf in _leaves(axes)]
+    dims = [dim for number, dim in enumerate(kept) if not number or kept[number - 1] != dim]
+    if None in dims or len(set(dims)) < len(dims):
+        return False
+    return tuple(leaf for dim in dims for leaf in _leaves(layouts[1][dim])) == _all_leaves(total)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,6 +143,7 @@ class _Reader:
         operands = self._operands(first, (q_layout, k_layout), (values, v_layout), set(_leaves(reduced)))
         shape = _Shape(operands, out_layout, set(_leaves(reduced)), last.outvars[0].aval, self._mask_axes(chain))
         terms = _Terms(self, shape, chain, keep)
+        _check_precision(first, last)
         return terms.match(first)
 
     # softmax
@@ -207,11 +232,10 @@ class _Reader:
         add = self.graph.producer(total)
         if add is None or add.primitive.name != "reduce_sum":
             return None
-        summed, _ = self._through(add.invars[0], _new_layout(add.invars[0].aval.shape))
-        if summed is not weights:
-            return None
+        own = _new_layout(add.invars[0].aval.shape)
+        summed, summed_layout = self._through(add.invars[0], own)
         reduced = self._reduced_axes(weights_layout, total_layout)
-        if not reduced:
+        if summed is not weights or not reduced or not _is_sum(add, own, (summed_layout, weights_layout), total_layout):
             return None
         scores, scores_layout = self._shifted(exp.invars[0], weights_layout, reduced)
         return scores, scores_layout, reduced
@@ -226,27 +250,31 @@ class _Reader:
         reduced = self._reduced_axes(layout, total_layout)
         log = self.graph.producer(total)
         if log is not None and log.primitive.name == "add":  # log-sum-exp: log(sum(exp(x - max))) + max
-            logs = [self.graph.producer(self._broadcast_source(atom, total_layout)[0]) for atom in log.invars]
-            log = next((one for one in logs if one is not None and one.primitive.name == "log"), None)
+            for atom in log.invars:
+                source, source_layout = self._broadcast_source(atom, total_layout)
+                one = self.graph.producer(source)
+                if one is not None and one.primitive.name == "log":
+                    log, total_layout = one, source_layout
+                    break
         if not reduced or log is None or log.primitive.name != "log":
             raise _NotAttention
-        add = self._source_of(log.invars[0])
+        source, total_layout = self._broadcast_source(log.invars[0], total_layout)
+        add = self.graph.producer(source)
         if add is not None and add.primitive.name == "abs":
-            add = self._source_of(add.invars[0])
+            source, total_layout = self._broadcast_source(add.invars[0], total_layout)
+            add = self.graph.producer(source)
         if add is None or add.primitive.name != "reduce_sum":
             raise _NotAttention
-        summed, _ = self._through(add.invars[0], _new_layout(add.invars[0].aval.shape))
+        own = _new_layout(add.invars[0].aval.shape)
+        summed, summed_layout = self._through(add.invars[0], own)
         inner = self.graph.producer(summed)
         if inner is None or inner.primitive.name != "exp":
             raise _NotAttention
         scores, scores_layout = self._shifted(sub.invars[0], layout, reduced)
-        other, _ = self._shifted(inner.invars[0], _new_layout(inner.invars[0].aval.shape), None)
-        if other is not scores:
+        other, other_layout = self._shifted(inner.invars[0], summed_layout, None)
+        if other is not scores or not _is_sum(add, own, (other_layout, scores_layout), total_layout):
             raise _NotAttention
         return scores, scores_layout, reduced
-
-    def _source_of(self, atom: Any) -> Any:
-        return self.graph.producer(self._broadcast_source(atom, _new_layout(atom.aval.shape))[0])
 
     def _reduced_axes(self, layout: _Layout, total: _Layout) -> tuple[_Axis, ...]:
         left = set(_all_leaves(total))
@@ -714,6 +742,20 @@ class _Shape:
         return out.reshape([math.prod(widths[axis] for axis in _leaves(axes)) for axes in self.out_layout])
 
 
+def _check_precision(*products: Any) -> None:
+    """Raises _Refused for products with a precision of their own, which ours do not have."""
+    for product in products:
+        precision = product.params["precision"]
+        each = precision if isinstance(precision, tuple) else (precision,)
+        if any(one not in (None, jax.lax.Precision.DEFAULT) for one in each):
+            raise _Refused(f"a product has precision={each[0]}")
+
+
+def _above_masked(bias: jax.Array) -> jax.Array:
+    """Returns a bias that is above the scores of masked keys: a query whose keys are all padding attends to those."""
+    return jnp.maximum(bias, _LOWEST) if jnp.finfo(bias.dtype).min < _LOWEST else bias
+
+
 def _size(axes: Sequence[_Axis]) -> int:
     return math.prod(axis.size for axis in axes)
 
@@ -772,8 +814,10 @@ class _Terms:
                     return True
                 continue
             eqn = self.graph.producer(var)
+            if eqn is None and jnp.issubdtype(var.aval.dtype, jnp.inexact):
+                return True
             todo += eqn.invars if eqn is not None else []
-        return False
+        return bool(todo)
 
     def _add_mask(self, term: _Term) -> None:
         if self.graph.constant(term.var) is not None:
@@ -909,7 +953,7 @@ class _Terms:
             if extra is not None:
                 masks.append(jnp.asarray(extra))
             biases = [
-                x.astype(jnp.float32) * term.factor if term.factor != 1 else x
+                _above_masked(x.astype(jnp.float32) * term.factor if term.factor != 1 else x)
                 for x, term in zip(arranged[num_masks : num_masks + num_biases], terms[num_masks:], strict=True)
             ]
             variant = general_attention.Variant(

@@ -182,7 +182,9 @@ class Graph:
         eqn = self._producers[atom]
         operands = [self._fold(operand) if _is_foldable(operand.aval) else None for operand in eqn.invars]
         results: Sequence[Any] = [None] * len(eqn.outvars)
-        if all(operand is not None for operand in operands) and all(_is_foldable(var.aval) for var in eqn.outvars):
+        if eqn.primitive.name in ("pvary", "pcast"):
+            results = operands
+        elif all(operand is not None for operand in operands) and all(_is_foldable(var.aval) for var in eqn.outvars):
             results = [np.asarray(out) for out in rebind(eqn, operands)]
         self._folded.update(zip(eqn.outvars, results, strict=True))
         return self._folded[atom]
@@ -333,7 +335,8 @@ def _inlined(eqn: Any) -> Any:
     """Returns the closed jaxpr of a call that is part of the view; None for any other equation."""
     name, params = eqn.primitive.name, eqn.params
     if name in SEALED_CALLS:
-        return params[SEALED_CALLS[name]]
+        body = params[SEALED_CALLS[name]]
+        return None if _forwards(body.jaxpr) else body
     if name not in PLAIN_CALLS:
         return None
     if name == "jit":
@@ -343,6 +346,20 @@ def _inlined(eqn: Any) -> Any:
         return params["jaxpr"]
     body = params["call_jaxpr"]
     return body if hasattr(body, "consts") else core.ClosedJaxpr(body, [])
+
+
+def _forwards(jaxpr: Any) -> bool:
+    """Returns whether a result is an operand or constant, through plain calls too: its rule would have no equation."""
+    same = {*jaxpr.invars, *jaxpr.constvars}
+    for eqn in jaxpr.eqns:
+        body = _inlined(eqn)
+        if body is not None:
+            own = dict(zip(body.jaxpr.invars, eqn.invars, strict=True))
+            for var, atom in zip(eqn.outvars, body.jaxpr.outvars, strict=True):
+                source = atom if is_literal(atom) else own.get(atom)
+                if source is not None and (is_literal(source) or source in same):
+                    same.add(var)
+    return any(is_literal(atom) or atom in same for atom in jaxpr.outvars)
 
 
 def _equations(call: _Call) -> list[Any]:

@@ -290,7 +290,10 @@ def _evaluated(
                 term = term * is_inside
             else:
                 array = _by_token(env[factor.var], factor.labels, rank)
-                term = term / array if factor.is_inverse else term * array
+                if array.dtype == bool:  # of a select: what is not selected may be NaN
+                    term = jnp.where(array, term, 0)
+                else:
+                    term = term / array if factor.is_inverse else term * array
         total = total + term
     total = jnp.exp(total) if value.is_exp else total
     total = jnp.broadcast_to(total, is_inside.shape).sum(axis=value.summed)

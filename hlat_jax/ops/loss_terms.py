@@ -208,12 +208,12 @@ class Symbolic:
                 if constant is not None:
                     return Value({("", "", ()): float(constant)}, labels)
             return Value({("", "", (Factor(atom, labels),)): 1.0}, labels)
-        if name in ("convert_element_type", "stop_gradient", "copy"):
+        if name in ("convert_element_type", "stop_gradient", "copy") and _keeps_values(eqn):
             return self._outside(eqn.invars[0], labels)
         if name in ("broadcast_in_dim", "reshape", "squeeze", "expand_dims"):
             inner = _moved_back(eqn, labels)
             return dataclasses.replace(self._outside(eqn.invars[0], inner), labels=labels)
-        if name in ("add", "sub", "mul", "div", "neg", "select_n", "eq"):
+        if name in ("add", "sub", "mul", "div", "neg", "eq") or (name == "select_n" and len(eqn.invars) == 3):
             of = [() if not one.aval.shape else _narrowed(labels, one.aval.shape) for one in eqn.invars]
             if name == "eq":
                 return self._one_hot(eqn, of, labels)
@@ -389,6 +389,9 @@ class Symbolic:
         if sorted(x for x in labels if x is not None) != sorted(x for x in value.labels if x not in (None, V)):
             raise Unsupported("some tokens are read by index")
         outside = "nan" if mode == "FILL_OR_DROP" else "clip"
+        fill = eqn.params["fill_value"]
+        if outside == "nan" and fill is not None and not np.isnan(fill):
+            raise Unsupported(f"an index outside the vocabulary means {fill}")
         self._set_target(Target(parts[mapped.index(axis)], (*batch, None), outside))
         terms: dict[Term, float] = {}
         for (column, token, factors), c in value.terms.items():
@@ -520,6 +523,13 @@ def _reshaped_labels(shape: Sequence[int], labels: Sequence[Any], new_shape: Seq
     if tuple(shape[: len(new_shape)]) == tuple(new_shape) and not any(label is not None for label in dropped):
         return tuple(kept)
     raise Unsupported("dimensions of one token are moved")
+
+
+def _keeps_values(eqn: Any) -> bool:
+    """Returns whether a cast, if it is one, only rounds: the result is floating-point."""
+    return (
+        jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.floating) or eqn.outvars[0].aval.dtype == eqn.invars[0].aval.dtype
+    )
 
 
 def _moved_back(eqn: Any, labels: Sequence[Any]) -> tuple[Any, ...]:

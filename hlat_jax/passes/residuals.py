@@ -459,7 +459,7 @@ def _recomputed(recomputed, value):
 
 @_recomputed.defjvp
 def _recomputed_jvp(primals, tangents):
-    return primals[0], tangents[1]
+    return _recomputed(*primals), tangents[1]
 
 
 def _retraced(closed: Any, free: Sequence[bool], *, num_invariants: int = 0, trips: int = 1) -> Any:

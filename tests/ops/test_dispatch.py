@@ -229,8 +229,13 @@ def rounded(q, k):
     return values_of(softmax(scores_of(q, k).astype(jnp.bfloat16).astype(jnp.float32)), V)
 
 
+def precise(q, k):
+    return values_of(softmax(scores_of(q, k, precision="highest")), V)
+
+
 # name -> (function, further arguments, the reason that the report gives; "" for none: it is not even alike)
 REFUSED = {
+    "a precision of its own": (precise, (), "a product has precision="),
     "scores that are read elsewhere": (several, (), "dot_general at .* is also read at"),
     "probabilities that are returned": (with_probabilities, (), "is returned"),
     "a softmax over queries": (over(2), (), "not over the dimensions"),
@@ -288,6 +293,62 @@ def test_a_mask_that_is_almost_causal_stays_an_array(name):
     assert one.facts.startswith("bidirectional")
     assert "a constant mask" in one.facts
     assert one.difference < 2e-6
+
+
+@jax.custom_vjp
+def reversed_gradient(x):
+    return x
+
+
+reversed_gradient.defvjp(lambda x: (x, None), lambda _, cotangent: (-cotangent,))
+
+
+@pytest.mark.parametrize("is_inside", [False, True], ids=["after it", "in it"])
+def test_a_rule_of_a_function_that_returns_its_operand_is_kept_with_attention(is_inside):
+    def loss(q):
+        probs = softmax(scores_of(q, K))
+        found = values_of(reversed_gradient(probs), V) if is_inside else reversed_gradient(values_of(probs, V))
+        return jnp.sum(jnp.sin(found))
+
+    np.testing.assert_allclose(jax.grad(dispatch(loss))(Q), jax.grad(loss)(Q), atol=2e-6)
+
+
+def test_queries_whose_keys_are_all_padding_do_not_attend_to_the_future():
+    def fn(q, k, is_token):
+        bias = (1.0 - is_token) * jnp.finfo(jnp.float32).min
+        return attend(lambda s: jnp.where(TRIL, s + bias[:, None, None], -jnp.inf))(q, k)
+
+    is_token = np.ones((B, T), np.int32)
+    is_token[0, :2] = 0
+    found = dispatch(fn)
+    np.testing.assert_allclose(found(Q, K, is_token), fn(Q, K, is_token), atol=2e-6)
+    assert found.report().replacements
+
+
+ALIKE = {  # where all dimensions have one size
+    "a sum over queries": lambda s: (e := jnp.exp(s)) / e.sum(2)[..., None],
+    "sums of other rows": lambda s: (e := jnp.exp(s)) / e.sum(3).transpose(1, 0, 2)[..., None],
+    "a normaliser over queries": lambda s: jnp.exp(s - jax.nn.logsumexp(s, axis=2)[..., None]),
+    "normalisers of other rows": lambda s: jnp.exp(s - jnp.log(jnp.exp(s).sum(-1)).transpose(0, 2, 1)[..., None]),
+}
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_a_softmax_is_recognized_by_the_axes_of_its_sum(name):
+    q = normal(4, 4, 4, 4)
+    assert not report_of(lambda q, k: values_of(ALIKE[name](scores_of(q, k)), q), q, q, check=False).replacements
+
+
+def test_a_function_with_the_name_of_one_of_jax_is_not_taken_for_it(monkeypatch):
+    @jax.custom_jvp
+    def softmax(x):
+        return jax.nn.softmax(x)
+
+    softmax.defjvp(lambda primals, tangents: (softmax(*primals), 10 * tangents[0]))
+    monkeypatch.setattr(dispatch_check, "CUT_ABOVE", 16)
+    report = report_of(lambda q, k: values_of(softmax(scores_of(q, k)), V), Q, K)
+    assert "differs from it by" in str(report)
+    assert not report.replacements
 
 
 def test_segments_of_queries_and_of_keys_are_a_mask():

@@ -247,6 +247,18 @@ def test_token_statistics_match_float64(num_columns, contracted, monkeypatch):
             np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5 * np.abs(other).max())
 
 
+def test_what_a_select_drops_may_be_nan():
+    def loss(h, t, keep):
+        kept = jnp.where(keep[..., None], jax.nn.log_softmax(h @ HEAD), 0.0)
+        return -jnp.take_along_axis(kept, t[..., None], -1).sum()
+
+    keep = jnp.arange(T) < jnp.full((B, 1), 4)
+    hidden = jnp.where(keep[..., None], HIDDEN, jnp.nan)
+    found = dispatch(loss)
+    np.testing.assert_allclose(found(hidden, TARGETS, keep), loss(hidden, TARGETS, keep), rtol=1e-6)
+    assert found.report().replacements
+
+
 def test_logits_of_all_tokens_are_never_held():
     columns, tokens = 16_384, 64
     p = {"hidden": jnp.ones((tokens, 8)), "head": jnp.ones((8, columns))}
@@ -323,8 +335,14 @@ def other_token(z, t, w):
     return -jnp.sum(w.reshape(-1) * flat[jnp.arange(B * T)[::-1], t.reshape(-1)])
 
 
+def filled(z, t, w):
+    picked = jnp.take_along_axis(jax.nn.log_softmax(z), t[..., None], -1, mode="fill", fill_value=0)
+    return -jnp.sum(w * picked[..., 0])
+
+
 # name -> (function, the reason; None: nothing that looks like a loss)
 MUTATIONS = {
+    "a value for targets outside": (of_logits(filled), "an index outside the vocabulary means 0"),
     "logits returned": (returned_too, "the logits are returned"),
     "logits read by an accuracy": (accuracy_too, r"also read by another operation \(argmax at"),
     "targets computed from the logits": (own_targets, r"also read by another operation \(argmax at"),

@@ -109,6 +109,19 @@ def test_model_state_is_unchanged_by_a_step_that_is_not_finite():
     jax.tree.map(np.testing.assert_array_equal, before, jax.device_get(state))
 
 
+def test_a_step_with_a_model_state_that_is_not_finite_is_masked():
+    def loss(params, batch, *, model_state):
+        mean = jnp.mean(batch["x"])
+        return jnp.mean((batch["x"] @ params["w"]) ** 2), {"mean": model_state["mean"] + jnp.log(mean - mean)}
+
+    params, before = {"w": jnp.ones((8, 1))}, {"mean": jnp.zeros(())}
+    program = training_program(loss, optax.sgd(0.1))
+    state, metrics = program.step(program.init(params, model_state=before), rows())
+    assert jnp.isfinite(metrics.loss)
+    assert not metrics.finite
+    np.testing.assert_array_equal(state["model_state"]["mean"], 0.0)
+
+
 def test_a_model_with_batch_norm_learns_and_is_evaluated_with_its_running_statistics():
     (params, stats), batch = variables(), rows()
     program = training_program(normalized_loss, optax.adam(3e-2))
@@ -274,11 +287,11 @@ def needs_curvature():
     [
         (
             needs_curvature(),
-            "update raised TypeError: .*'curvature'.* given .*learning_rate, value, grad, value_fn; use",
+            "update raised TypeError: .*'curvature'.* gives it .*learning_rate, value, grad, value_fn",
         ),
         (
             optax.contrib.sophia(1e-3),
-            "update raised ValueError: obj_fn must be provided .* use an optimizer that needs no",
+            "update raised ValueError: obj_fn must be provided .* gives it the extra arguments",
         ),
     ],
     ids=["curvature", "sophia"],
