@@ -431,10 +431,10 @@ class _Region:
     def _run(self, *ins: Any) -> list[Any]:
         env = dict(zip(self.inputs, ins, strict=True))
         if self.chain:
-            constants = {value: jax.lax.stop_gradient(array) for value, array in env.items()}
+            again = dict(env)
             for op in self.chain:
-                constants.update(zip(op.outs, op.results(constants), strict=True))
-            env |= {value: _as_recomputed(constants[value], env[value]) for value in self.foreign}
+                again.update(zip(op.outs, op.results(again), strict=True))
+            env |= {value: _as_recomputed(again[value], env[value]) for value in self.foreign}
         for op in self.ops:
             outs = op.results(env)
             env.update(
@@ -459,7 +459,7 @@ def _recomputed(recomputed, value):
 
 @_recomputed.defjvp
 def _recomputed_jvp(primals, tangents):
-    return _recomputed(*primals), tangents[1]
+    return primals[0], tangents[1]  # the former has its own derivative, which a second derivative reads
 
 
 def _retraced(closed: Any, free: Sequence[bool], *, num_invariants: int = 0, trips: int = 1) -> Any:
