@@ -26,7 +26,7 @@ from jax.extend import core
 from hlat_jax.ops import dispatch_attention, dispatch_check, dispatch_loss
 from hlat_jax.ops.dialect import CallSpec, MeasuredTimes, Op
 from hlat_jax.ops.dispatch_graph import Changed, Choose, Graph, Match, Refusal
-from hlat_jax.passes.jaxpr import CHECKPOINT, tracing, without_consts
+from hlat_jax.passes.jaxpr import CHECKPOINT, traced, without_consts
 
 # graph -> a Match or a Refusal for each place that looks like an op.
 MATCHERS = (dispatch_attention.matches, dispatch_loss.matches)
@@ -86,21 +86,11 @@ class Dispatched(Generic[_Args, _Result]):
         self._fn, self._splicer, self._report = fn, splicer, None
 
     def __call__(self, *args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
-        leaves, structure = jax.tree.flatten((args, kwargs))
-        trees = []
-
-        def flat(*leaves):
-            args, kwargs = jax.tree.unflatten(structure, leaves)
-            outs, tree = jax.tree.flatten(self._fn(*args, **kwargs))
-            trees.append(tree)
-            return outs
-
-        with tracing(self._fn, leaves, by="dispatch"):
-            closed = jax.make_jaxpr(flat)(*leaves)
+        closed, leaves, tree = traced(self._fn, args, kwargs, by="dispatch")
         splicer = self._splicer()
         outs = core.jaxpr_as_fun(splicer.spliced(closed))(*leaves)
         self._report = Report(tuple(splicer.replacements.values()), tuple(splicer.refusals))
-        return jax.tree.unflatten(trees[0], outs)
+        return jax.tree.unflatten(tree, outs)
 
     def report(self) -> Report:
         """Returns what the last trace replaced.
@@ -126,7 +116,7 @@ def dispatch(
     is not supported where an implementation is a `custom_vjp`.
 
     Args:
-      fn: a function of arrays (pytrees of them) that JAX can trace.
+      fn: a function that JAX can trace; arguments as for `autocast`.
       times: measured times, by which implementations are chosen as in `Op.choose`.
       platform: for which implementations are chosen; None: that of JAX's default device.
       check: whether each replacement is compared with the original before it is used, by values and gradients, on
