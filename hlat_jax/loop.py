@@ -38,6 +38,7 @@ from hlat_jax.config import Config
 from hlat_jax.data import positions
 from hlat_jax.generate.generator import sample_text
 from hlat_jax.host import distributed
+from hlat_jax.host.activity import WAITING, Activity
 from hlat_jax.host.process import StopSignals
 from hlat_jax.optimizer import learning_rate
 from hlat_jax.parallel.sharding import shard_batch
@@ -48,15 +49,17 @@ from hlat_jax.store.progress import ProgressBar, Status
 _STEP_AND_SAVE = "this step, then saving a checkpoint"
 
 
-def train(config: Config, workdir: pathlib.Path) -> int:
+def train(config: Config, workdir: pathlib.Path, *, activity: Activity | None = None) -> int:
     """Trains to `train.num_steps`, or resumes the run in `workdir`; returns the exit code: 130 after a Ctrl-C, else 0.
+
+    `activity` is kept up to date, for who watches it.
 
     Raises:
       ValueError: a config, data, machine or folder that cannot be trained with; nothing was changed.
       OSError: the disk failed; the last complete checkpoint is intact.
       NonFiniteError: see `train.max_nonfinite_steps`.
     """
-    with StopSignals(alone=not jax.distributed.is_initialized()) as signals:
+    with StopSignals(activity or Activity(), alone=not jax.distributed.is_initialized()) as signals:
         stop = _train(config, workdir, signals=signals)
         distributed.barrier()  # the others wait here while process 0 draws the results
         names = distributed.exchange(signals.name)  # of signals after the last step too
@@ -124,7 +127,7 @@ def _evaluate(run: Run, progress: Progress) -> None:
         return
     if run.validation is not None and (last or _due(step, train.eval_every_steps)):
         _write_rows(run, progress)
-        during = run.sync.signals.during("evaluating", unfinished=unfinished)
+        during = run.sync.signals.during("evaluating", unfinished=unfinished, status=run.validation.status)
         with during, _progress(run.config, run.validation.status):
             figures = run.validation(progress.state["params"])
         run.log.eval_row({"step": step, **figures})
@@ -132,7 +135,7 @@ def _evaluate(run: Run, progress: Progress) -> None:
     # before the first step too: all programs are compiled then, and what fails has cost nothing
     if run.tasks is not None and (last or step == 0 or _due(step, train.eval_tasks_every_steps)):
         _write_rows(run, progress)
-        during = run.sync.signals.during("evaluating", unfinished=unfinished)
+        during = run.sync.signals.during("evaluating on tasks", unfinished=unfinished, status=run.tasks.status)
         with during, _progress(run.config, run.tasks.status):
             figures, shown = run.tasks(progress.state["params"])
         if figures:
@@ -159,6 +162,7 @@ def _start_saving(run: Run, progress: Progress, *, stopping: bool) -> None:
       NonFiniteError: the state is not finite.
     """
     _write_rows(run, progress)
+    run.sync.signals.doing = "starting to save"
     run.log.sync()
     if progress.num_nonfinite and not stopping:
         if not progress.save_postponed:
@@ -225,11 +229,14 @@ def _next_batch(run: Run, progress: Progress) -> NextBatch:
     asked_at_s = time.monotonic()
     overdue = 0 < run.config.checkpoint.every_minutes <= (asked_at_s - progress.saved_at_s) / 60
     batch, position, error = None, None, None
+    activity = run.sync.signals.activity
+    activity.begin("waiting for data")
     try:
         batch, position = next(run.batches)
     except ValueError as caught:
         error = caught
     progress.data_wait_s += time.monotonic() - asked_at_s
+    activity.begin(WAITING)
     synced = run.sync.sync_step(batch, position, error=str(error or ""), save=overdue)
     if synced.error:
         _save_and_wait(run, progress)
@@ -245,6 +252,7 @@ def _step(run: Run, progress: Progress, batch: NextBatch) -> None:
         progress.state, metrics = run.train_step(progress.state, shard_batch(batch.batch, run.layout), np.float32(rate))
     run.sync.signals.doing, run.sync.signals.unfinished = "training", _STEP_AND_SAVE
     progress.step += 1
+    run.sync.signals.activity.step = progress.step
     begin, progress.position = progress.position, batch.position
     fields = batch.row_fields
     pending = Pending(step=progress.step, metrics=metrics, learning_rate=rate, row_fields=fields, position=begin)

@@ -42,6 +42,7 @@ def main(argv: Sequence[str]) -> int:
     _set_environment(config, values)
     from hlat_jax import loop  # imports JAX, which must see the environment as it is now
     from hlat_jax.host import distributed
+    from hlat_jax.host.activity import Activity
     from hlat_jax.run.nonfinite import NonFiniteError
     from hlat_jax.store import checkpoint
 
@@ -49,8 +50,9 @@ def main(argv: Sequence[str]) -> int:
     timeouts = {"join_timeout_s": values.join_timeout_s, "peer_timeout_s": values.peer_timeout_s}
     job = distributed.resolve_job(values.coordinator, values.num_processes, values.process_id, **timeouts)
     try:
-        with distributed.joined(job):
-            return loop.train(config, workdir)
+        activity = Activity(least_s=values.stuck_timeout_s)
+        with distributed.joined(job, activity=activity, stacks=workdir / "stuck"):
+            return loop.train(config, workdir, activity=activity)
     except (OSError, NonFiniteError) as error:  # the run failed, not the command: code 1
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -134,6 +136,13 @@ def _define(values: flags.FlagValues) -> None:
     flags.DEFINE_integer("cores", 0, "NeuronCores of this instance to train on, as JAX sees them; 0: all.", **options)
     flags.DEFINE_integer("join_timeout_s", 300, "Longest wait for the others at the start, in seconds.", **options)
     flags.DEFINE_integer("peer_timeout_s", 60, "All processes end if one sends no heartbeat for this long.", **options)
+    flags.DEFINE_integer(
+        "stuck_timeout_s",
+        300,
+        "The shortest time without progress after which all processes end, with code 124; 0: they never do.",
+        lower_bound=0,
+        **options,
+    )
 
 
 if __name__ == "__main__":

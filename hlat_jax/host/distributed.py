@@ -11,6 +11,7 @@ import dataclasses
 import itertools
 import json
 import os
+import pathlib
 import socket
 import sys
 import threading
@@ -21,10 +22,13 @@ from typing import Any, NoReturn
 
 import jax
 
+from hlat_jax.host.activity import STUCK_CODE, TERMINATED_CODE, Activity, exit_with, stuck_line, write_stacks
 from hlat_jax.host.jax_compat import global_state
+from hlat_jax.host.process import seconds_since_sigterm
 
 _EXCHANGE, _ALIVE, _FAILED, _LEFT = "hlat_jax/exchange", "hlat_jax/alive", "hlat_jax/failed", "hlat_jax/left"
 _NO_TIMEOUT_MS = 2**31 - 1  # of an exchange: the watch ends a process whose peers have died
+_TERM_S = 60.0  # from SIGTERM to the end of a process that makes no progress
 _GRACE_S = 1.0  # for a process to report an error of its own rather than that of another
 _OWN_ERRORS = ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "UNIMPLEMENTED")  # no other process can have caused these
 _exchange_numbers = itertools.count()
@@ -84,18 +88,30 @@ def resolve_job(
 
 
 @contextlib.contextmanager
-def joined(job: Job | None) -> Iterator[None]:
-    """Joins the job for the length of the block, which must enclose every other use of JAX; None: does nothing.
+def joined(job: Job | None, *, activity: Activity | None = None, stacks: pathlib.Path | None = None) -> Iterator[None]:
+    """Joins the job for the length of the block, which must enclose every other use of JAX; None: one process.
 
     All processes end alike. The block is left when every process has reached its end. An error in one block ends all
     processes at once, without returning: each prints one line with the reason and exits with code 2 for a ValueError, a
-    mistake of the user, otherwise with 1. A process that sends no heartbeat for `peer_timeout_s` has the same effect.
+    mistake of the user, otherwise with 1. A process that sends no heartbeat for `peer_timeout_s` has the same effect,
+    and one whose `activity` makes no progress within its limit, with code 124.
+
+    Args:
+      job: see `resolve_job`.
+      activity: of the main thread of this process; watched if it has limits.
+      stacks: folder for the stacks of all threads of a process that is stuck.
     """
+    activity = activity or Activity()
     if job is None:
-        yield
+        over = threading.Event()
+        threading.Thread(target=_watch_alone, args=(activity, stacks, over), name="hlat-watch", daemon=True).start()
+        try:
+            yield
+        finally:
+            over.set()
         return
     _initialize(job)
-    watch = _Watch(job)
+    watch = _Watch(job, activity=activity, stacks=stacks)
     if job.process_id != 0:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - for the rest of the process
     try:
@@ -148,7 +164,9 @@ def _initialize(job: Job) -> None:
         f"error: {where} {what} at --coordinator={job.coordinator} after {job.join_timeout_s} s (--join_timeout_s). "
         "Check that every node runs the same command, and that the port is free on the first and open to the others."
     )
-    timer = threading.Timer(job.join_timeout_s, lambda: _exit(line, 1))  # JAX itself would abort with a C++ stack trace
+    timer = threading.Timer(
+        job.join_timeout_s, lambda: exit_with(line, 1)
+    )  # JAX itself would abort with a C++ stack trace
     timer.daemon = True
     timer.start()
     jax.config.update("jax_enable_preemption_service", False)  # its SIGTERM handler would replace ours
@@ -163,16 +181,39 @@ def _initialize(job: Job) -> None:
     timer.cancel()
 
 
-class _Watch:
-    """A thread that sends heartbeats to the other processes, and ends this one when one of them died or failed."""
+def _watch_alone(activity: Activity, stacks: pathlib.Path | None, over: threading.Event) -> None:
+    """Ends the only process of a run when it makes no progress."""
+    while not over.wait(1.0):
+        line = stuck_line({0: activity.snapshot()}, hosts={0: socket.gethostname()}, where=stacks)
+        if line:
+            write_stacks(stacks, 0)
+            exit_with(f"error: {line}", STUCK_CODE)
+        _end_terminated(activity, stacks, 0)
 
-    def __init__(self, job: Job):
+
+def _end_terminated(activity: Activity, stacks: pathlib.Path | None, process: int) -> None:
+    """Ends this process if it got SIGTERM and has made no progress since."""
+    now = activity.snapshot()
+    if min(seconds_since_sigterm(), now["for_s"]) > _TERM_S:
+        write_stacks(stacks, process)
+        line = f"error: no progress for {_TERM_S:.0f} s after SIGTERM while {now['doing']}, after step {now['step']}."
+        exit_with(line if stacks is None else f"{line} Stacks of all threads: {stacks}.", TERMINATED_CODE)
+
+
+class _Watch:
+    """A thread that sends heartbeats to the other processes, and ends this one when one died, failed or is stuck."""
+
+    def __init__(self, job: Job, *, activity: Activity, stacks: pathlib.Path | None):
         self._job, self._client = job, global_state.client
+        self._activity, self._stacks = activity, stacks
+        self._answered_s = time.monotonic()
         self._period_s = min(1.0, job.peer_timeout_s / 8)
         self._over, self._ending = threading.Event(), threading.Event()
         self._me = f"process {job.process_id} of {job.num_processes} on {socket.gethostname()}"
         self._thread = threading.Thread(target=self._run, name="hlat-watch", daemon=True)
         self._thread.start()
+        if job.process_id != 0:
+            threading.Thread(target=self._watch_coordinator, name="hlat-watch-coordinator", daemon=True).start()
 
     def stop(self) -> None:
         """Stops the thread and waits for it."""
@@ -195,9 +236,11 @@ class _Watch:
         last_seen: dict[str, tuple[str, float]] = {}  # process -> (its last heartbeat, when it arrived)
         for count in itertools.count():
             try:
-                self._client.key_value_set(f"{_ALIVE}/{self._job.process_id}", str(count), allow_overwrite=True)
+                own = {"count": count, "host": socket.gethostname(), **self._activity.snapshot()}
+                self._client.key_value_set(f"{_ALIVE}/{self._job.process_id}", json.dumps(own), allow_overwrite=True)
                 heartbeats = self._client.key_value_dir_get(f"{_ALIVE}/")
                 failure = self._failure()
+                self._answered_s = time.monotonic()
             except Exception as error:
                 if not self._over.is_set():
                     self._lost_coordinator(error)
@@ -213,6 +256,26 @@ class _Watch:
                 self._end_after_peer(failure)
                 return
             self._check_heartbeats(last_seen, now)
+            self._check_progress({int(name): json.loads(text) for name, (text, _) in last_seen.items()})
+            if not self._ending.is_set():
+                _end_terminated(self._activity, self._stacks, self._job.process_id)
+
+    def _watch_coordinator(self) -> None:
+        """Ends this process when the service does not answer, as where process 0 is frozen: requests have no limit."""
+        limit_s = self._job.peer_timeout_s + self._period_s + _GRACE_S
+        while not self._over.wait(self._period_s):
+            if time.monotonic() - self._answered_s > limit_s:
+                self._lost_coordinator(TimeoutError(f"no answer for {limit_s:.0f} s (--peer_timeout_s)"))
+
+    def _check_progress(self, snapshots: dict[int, dict[str, Any]]) -> None:
+        if len(snapshots) < self._job.num_processes or self._ending.is_set():
+            return
+        hosts = {index: one["host"] for index, one in snapshots.items()}
+        line = stuck_line(snapshots, hosts=hosts, where=self._stacks)
+        if line:
+            self._report(STUCK_CODE, line)
+            write_stacks(self._stacks, self._job.process_id)
+            self._leave(f"error: {line}", STUCK_CODE)
 
     def _failure(self) -> dict[str, Any] | None:
         """Waits for one period; returns the failure that another process reported, or None."""
@@ -239,13 +302,15 @@ class _Watch:
     def _end_after_peer(self, failure: dict[str, Any]) -> None:
         """Ends this process with the reason of another, unless it is about to report its own."""
         if not self._ending.wait(_GRACE_S):
+            if failure["code"] == STUCK_CODE:
+                write_stacks(self._stacks, self._job.process_id)
             self._leave(f"error: {failure['line']}", failure["code"])
 
     def _lost_coordinator(self, error: Exception) -> None:
         if not self._ending.is_set():
             first = str(error).splitlines()[0]
             where = f"process 0 of {self._job.num_processes} at {self._job.coordinator}"
-            _exit(f"error: {where} does not answer: {first}", 1)
+            exit_with(f"error: {where} does not answer: {first}", 1)
 
     def _report(self, code: int, line: str) -> None:
         with contextlib.suppress(Exception):  # another process was first, or process 0 has ended
@@ -261,15 +326,7 @@ class _Watch:
                 if len(self._client.key_value_dir_get(f"{_LEFT}/")) >= others:
                     break
                 time.sleep(0.05)
-        _exit(line, code)
-
-
-def _exit(line: str, code: int) -> NoReturn:
-    """Ends the process without cleaning up, which might wait for processes that have ended."""
-    with contextlib.suppress(Exception):
-        sys.stdout.flush()
-        print(line, file=sys.stderr, flush=True)
-    os._exit(code)
+        exit_with(line, code)
 
 
 def _runtime_error(error: BaseException | None) -> str:

@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # every command imports this first, and until then Ctrl-C gives a traceback
     import pathlib
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from typing import Any, NoReturn
+
+    from hlat_jax.host.activity import Activity
 
 INDEX_FOLDER = "index"  # of the run folder: offsets of the lines of JSONL files; may be deleted at any time
 LOCK_FILE = ".lock"
@@ -26,6 +28,7 @@ _PATIENCE_S = 0.2
 _partial: list[pathlib.Path] = []  # folders that an interrupt removes
 _pipe: tuple[int, int] | None = None  # gets a byte for each signal; None outside of commands
 _ending = threading.Event()
+_terminated_s = 0.0  # time.monotonic() of the first SIGTERM, whether or not the main thread answered it
 
 
 def exit_on_interrupt() -> None:
@@ -35,14 +38,16 @@ def exit_on_interrupt() -> None:
     callbacks of the garbage collector, and threads of XLA crash in the teardown after it.
     """
     global _pipe
-    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # it stays ignored in a background job
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # it stays ignored in a background job
+        signal.signal(signal.SIGINT, _end_on_interrupt)
+    elif signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         return
-    signal.signal(signal.SIGINT, _end_on_interrupt)
     _pipe = os.pipe()
     for end in _pipe:
         os.set_blocking(end, False)
     signal.set_wakeup_fd(_pipe[1], warn_on_full_buffer=False)
-    os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))  # one line, ours
+    if signal.getsignal(signal.SIGINT) is _end_on_interrupt:
+        os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))  # one line, ours
     threading.Thread(target=_watch, name="hlat-interrupts", daemon=True).start()
 
 
@@ -87,14 +92,22 @@ def _watch() -> None:
             _take_interrupt()
 
 
+def seconds_since_sigterm() -> float:
+    """Returns the time since the first SIGTERM, also of one that the main thread does not handle; 0: there is none."""
+    return time.monotonic() - _terminated_s if _terminated_s else 0.0
+
+
 def _take_interrupt() -> bool:
     """Returns whether there is an interrupt to answer, and takes it."""
+    global _terminated_s
     if _pipe is None:
         return True
     with contextlib.suppress(BlockingIOError):
         while number := os.read(_pipe[0], 1):
             if number[0] == signal.SIGINT:
                 return True
+            if number[0] == signal.SIGTERM:
+                _terminated_s = _terminated_s or time.monotonic()
     if threading.current_thread() is not threading.main_thread():
         return False
     if _ending.is_set():
@@ -195,15 +208,24 @@ class StopSignals:
 
     Attributes:
       name: the signal that came first; "" before it.
-      doing: what the run is doing, as in "compiling".
+      activity: of the main thread.
       unfinished: what it finishes before it stops; "" while an end at once loses nothing.
       saved_step: of the newest checkpoint; 0 without one.
     """
 
-    def __init__(self, *, alone: bool = True):
+    def __init__(self, activity: Activity, *, alone: bool = True):
         """`alone`: no other process would wait for this one, which else ends only where all of them do."""
-        self.name, self.doing, self.unfinished, self.saved_step = "", "opening the run", "", 0
-        self._alone = alone
+        self.name, self.unfinished, self.saved_step = "", "", 0
+        self.activity, self._alone = activity, alone
+
+    @property
+    def doing(self) -> str:
+        """What the run is doing, as in "compiling"; to set it begins that phase, perhaps again."""
+        return self.activity.doing
+
+    @doing.setter
+    def doing(self, phase: str) -> None:
+        self.activity.begin(phase)
 
     def __enter__(self):
         numbers = [signal.SIGTERM]
@@ -217,10 +239,13 @@ class StopSignals:
             signal.signal(number, handler)
 
     @contextlib.contextmanager
-    def during(self, doing: str, *, unfinished: str) -> Iterator[None]:
-        """Sets both attributes for the length of the block."""
+    def during(
+        self, doing: str, *, unfinished: str, status: Callable[[], tuple[float, str]] | None = None
+    ) -> Iterator[None]:
+        """Sets both attributes for the length of the block, which makes progress while `status()` changes."""
         before = self.doing, self.unfinished
-        self.doing, self.unfinished = doing, unfinished
+        self.activity.begin(doing, status=status)
+        self.unfinished = unfinished
         try:
             yield
         finally:

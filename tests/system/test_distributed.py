@@ -230,10 +230,13 @@ def test_bad_record_in_one_process_ends_both_and_keeps_earlier_steps(train_job, 
 
 PROGRAM = """
 import pathlib, sys, time
-from hlat_jax.host import distributed
+from hlat_jax.host import distributed, process
+from hlat_jax.host.activity import WAITING, Activity
 address, num_processes, process_id, last_words = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 job = distributed.resolve_job(address, num_processes, process_id, join_timeout_s=4, peer_timeout_s=2)
-with distributed.joined(job):
+activity = Activity(least_s=0.2 if "activity" in last_words else 0)
+process.exit_on_interrupt()
+with distributed.joined(job, activity=activity, stacks=pathlib.Path(sys.argv[5]) / "stuck"):
     for turn in range(3):
         said = distributed.exchange(f"{turn}/{process_id}")
         assert said == [f"{turn}/{index}" for index in range(num_processes)], said
@@ -361,6 +364,49 @@ def test_unresponsive_process_ends_the_others_within_the_timeout(small_job, numb
     assert time.monotonic() - began < 10
     for index in (0, 2):
         assert "process 1 of 3 sent no heartbeat for 2 s" in job.error_lines(index)[0]
+
+
+def test_a_process_that_is_alive_but_stuck_ends_all_with_stacks_and_a_code_of_its_own(small_job, tmp_path):
+    late, others = "activity.begin('waiting for data'); time.sleep(60)", f"activity.begin(WAITING); {WAIT}"
+    with small_job(others, late, others) as job:
+        assert job.wait(20) == [124] * 3
+    for index in range(3):
+        [line] = job.error_lines(index)
+        assert re.search(r"process 1 of 3 on .* made no progress for \d+ s while waiting for data, after step 0", line)
+        assert "process 0" not in line
+        stack = (tmp_path / f"stuck/process-{index}.txt").read_text()
+        assert '"<string>", line 1' in stack, stack
+        assert "exchange" in stack or index == 1
+
+
+def test_sigterm_that_a_stuck_process_does_not_answer_ends_it(small_job):
+    """Signal handlers of Python do not run while the main thread waits for the other processes."""
+    stuck = f"""
+distributed._TERM_S = 1
+with process.StopSignals(activity, alone=False):
+    {WAIT}
+"""
+    with small_job(stuck, SLEEP) as job:
+        while any("met" not in job.err(index) for index in range(2)):
+            time.sleep(0.05)
+        job.processes[0].send_signal(signal.SIGTERM)
+        assert job.processes[0].wait(20) == 143
+    assert job.error_lines(0)[0].startswith("error: no progress for 1 s after SIGTERM while ")
+
+
+@pytest.mark.slow
+def test_a_frozen_process_0_ends_the_others_with_one_line(small_job):
+    with small_job(SLEEP, WAIT, WAIT) as job:
+        while any("met" not in job.err(index) for index in range(3)):
+            time.sleep(0.05)
+        began = time.monotonic()
+        job.processes[0].send_signal(signal.SIGSTOP)
+        assert [job.processes[index].wait(30) for index in (1, 2)] == [1, 1]
+        assert time.monotonic() - began < 10
+    for index in (1, 2):
+        [line] = job.err(index).splitlines()[1:]
+        assert "process 0 of 3 at 127.0.0.1" in line
+        assert "does not answer" in line
 
 
 @pytest.mark.slow

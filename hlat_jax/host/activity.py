@@ -1,0 +1,121 @@
+"""What the main thread of a run does, since when, and how long that may take: a run that is alive may be stuck.
+
+A hang is not an error: a process that waits for a file system or in a collective sends heartbeats for ever. So what is
+watched is the progress of the main thread, by another thread. See docs/reliability.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import pathlib
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+STUCK_CODE = 124  # exit code; launch/restart.sh starts the command again
+TERMINATED_CODE = 143  # of a process that SIGTERM ended, to the shell
+WAITING = "waiting for the other processes"
+_UNSEEN = 12  # limits of what was not yet seen three times, in shortest limits
+_FACTOR = 20  # of limits by the longest time seen
+_SEEN = 3
+_DUMP_S = 10.0
+
+
+class Activity:
+    """What the main thread does, and for how long.
+
+    The limit of a phase is 12 times `least_s` at first; once the phase was seen three times, 20 times the longest, but
+    not less than `least_s`. Other threads read it.
+
+    Attributes:
+      doing: the phase, as in "compiling".
+      step: the newest step.
+      least_s: the shortest limit, in seconds; 0: there are none.
+    """
+
+    def __init__(self, *, least_s: float = 0.0):
+        self.least_s, self.step = least_s, 0
+        self._phase = ("opening the run", time.monotonic(), None)  # replaced as one, for the other threads
+        self._seen: dict[str, tuple[int, float]] = {}  # phase -> (how often, the longest, in seconds)
+        self._moved: tuple[Any, float] = (None, 0.0)
+
+    @property
+    def doing(self) -> str:
+        return self._phase[0]
+
+    def begin(self, doing: str, *, status: Callable[[], Any] | None = None) -> None:
+        """Begins a phase, perhaps the same again; while `status()` changes, it makes progress."""
+        now = time.monotonic()
+        before, since, _ = self._phase
+        count, longest = self._seen.get(before, (0, 0.0))
+        self._seen[before] = count + 1, max(longest, now - since)
+        self._phase = doing, now, status
+
+    def snapshot(self) -> dict[str, Any]:
+        """Returns {"doing", "step", "for_s": seconds without progress, "limit_s"}."""
+        doing, since, status = self._phase
+        if status is not None:
+            found = status()
+            if self._moved[0] != found:
+                self._moved = found, time.monotonic()
+            since = max(since, self._moved[1])
+        return {
+            "doing": doing,
+            "step": self.step,
+            "for_s": round(time.monotonic() - since, 1),
+            "limit_s": round(self._limit_s(doing), 1),
+        }
+
+    def _limit_s(self, doing: str) -> float:
+        count, longest = self._seen.get(doing, (0, 0.0))
+        return self.least_s * _UNSEEN if count < _SEEN else max(self.least_s, _FACTOR * longest)
+
+
+def stuck_line(snapshots: dict[int, dict[str, Any]], *, hosts: dict[int, str], where: pathlib.Path | None) -> str:
+    """Returns a line that names the processes that are stuck, or "" if none is; see `Activity.snapshot`.
+
+    A process that waits for others is not, unless all do.
+    """
+    late = {index: one for index, one in snapshots.items() if 0 < one["limit_s"] < one["for_s"]}
+    busy = {index: one for index, one in late.items() if one["doing"] != WAITING}
+    if not busy and len(late) < len(snapshots):
+        return ""
+    if not late:
+        return ""
+    named = [
+        f"process {index} of {len(snapshots)} on {hosts.get(index, '?')} made no progress for {one['for_s']:.0f} s "
+        f"while {one['doing']}, after step {one['step']} (limit {one['limit_s']:.0f} s)"
+        for index, one in sorted((busy or late).items())
+    ]
+    stacks = f" Stacks of all threads: {where}." if where else ""
+    return f"stuck: {'; '.join(named)}.{stacks} Run the same command to resume from the last checkpoint."
+
+
+def write_stacks(folder: pathlib.Path | None, process: int) -> None:
+    """Writes the stacks of all threads to a file of the folder, or gives up after some seconds: a disk may hang too."""
+    if folder is None:
+        return
+
+    def write() -> None:
+        with contextlib.suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            with open(folder / f"process-{process}.txt", "a") as file:
+                print(time.strftime("%Y-%m-%d %H:%M:%S"), socket.gethostname(), os.getpid(), file=file, flush=True)
+                faulthandler.dump_traceback(file, all_threads=True)
+
+    thread = threading.Thread(target=write, daemon=True)
+    thread.start()
+    thread.join(_DUMP_S)
+
+
+def exit_with(line: str, code: int) -> NoReturn:
+    """Ends the process without cleaning up, which might wait for what hangs."""
+    with contextlib.suppress(Exception):
+        sys.stdout.flush()
+        print(line, file=sys.stderr, flush=True)
+    os._exit(code)

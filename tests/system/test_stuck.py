@@ -1,0 +1,63 @@
+"""A run that is alive but makes no progress ends by itself, says where it is stuck, and resumes to the same bits."""
+
+import jobs
+import micro
+import pytest
+
+# Trains as the command does, but process 1, or the only one, waits for ever for batch 9.
+WAITS_FOR_DATA = """
+import sys, time
+from hlat_jax.data import loader
+taken, original = [], loader.TrainBatches.__next__
+def next_or_wait(batches):
+    taken.append(None)
+    if len(taken) == 9 and "--process_id=0" not in sys.argv:
+        time.sleep(600)
+    return original(batches)
+loader.TrainBatches.__next__ = next_or_wait
+from hlat_jax import train
+from hlat_jax.host import flags
+flags.main(train.main)
+"""
+
+
+@pytest.fixture
+def train(tmp_path):
+    """A function that trains in a folder, some processes at once, with a program in place of the command; see Job."""
+    micro.write_config(tmp_path)
+
+    def start(workdir, *program, num_processes=1):
+        settings = ("train.num_steps=12", "checkpoint.every_steps=4", "data.validation=")
+        [python, _, _, *words] = micro.command(tmp_path / "micro.py", workdir, *settings)
+        address = jobs.free_address()
+        commands = [[python, *program, *words, "--stuck_timeout_s=3"] for _ in range(num_processes)]
+        if num_processes > 1:
+            for index, command in enumerate(commands):
+                command += [f"--coordinator={address}", f"--num_processes={num_processes}", f"--process_id={index}"]
+        env = micro.environment(tmp_path / "cache", num_devices=2 // num_processes)
+        return jobs.run_job(commands, [env] * num_processes, tmp_path / f"log-{address.rpartition(':')[2]}")
+
+    return start
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_a_run_that_waits_for_data_for_ever_ends_and_resumes_to_the_same_bits(train, tmp_path, num_processes):
+    module = ("-m", "hlat_jax.train")
+    with train(tmp_path / "whole", *module) as job:
+        assert job.wait(120) == [0], job.err(0)
+    workdir = tmp_path / "stuck"
+    with train(workdir, "-c", WAITS_FOR_DATA, num_processes=num_processes) as job:
+        assert job.wait(120) == [124] * num_processes, job.err(0)
+        late = num_processes - 1
+        for index in range(num_processes):
+            [line] = job.error_lines(index)
+            assert f"stuck: process {late} of {num_processes} on " in line
+            assert "while waiting for data, after step 8 (limit 3 s)" in line
+            assert "next_or_wait" in (workdir / f"stuck/process-{late}.txt").read_text()
+    with train(workdir, *module, num_processes=num_processes) as job:
+        assert job.wait(120) == [0] * num_processes, job.err(0)
+    found, wanted = micro.rows(workdir), micro.rows(tmp_path / "whole")
+    assert [row["batch_hash"] for row in found] == [row["batch_hash"] for row in wanted]
+    if num_processes == 1:
+        assert [row["loss"] for row in found] == [row["loss"] for row in wanted]
