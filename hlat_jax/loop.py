@@ -59,7 +59,7 @@ def train(config: Config, workdir: pathlib.Path, *, activity: Activity | None = 
       OSError: the disk failed; the last complete checkpoint is intact.
       NonFiniteError: see `train.max_nonfinite_steps`.
     """
-    with StopSignals(activity or Activity(), alone=not jax.distributed.is_initialized()) as signals:
+    with StopSignals(activity, alone=not jax.distributed.is_initialized()) as signals:
         stop = _train(config, workdir, signals=signals)
         distributed.barrier()  # the others wait here while process 0 draws the results
         names = distributed.exchange(signals.name)  # of signals after the last step too

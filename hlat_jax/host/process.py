@@ -201,7 +201,7 @@ def closing_quietly(thing: Any) -> Iterator[Any]:
 
 
 class StopSignals:
-    """Turns SIGTERM and SIGINT into `name`, which the loop reads.
+    """Turns SIGTERM, SIGUSR1, SIGHUP and SIGINT into `name`, which the loop reads.
 
     SIGINT is acknowledged by a line on stderr. It ends the process at once while nothing is `unfinished`, and a second
     one does always.
@@ -213,10 +213,12 @@ class StopSignals:
       saved_step: of the newest checkpoint; 0 without one.
     """
 
-    def __init__(self, activity: Activity, *, alone: bool = True):
+    def __init__(self, activity: Activity | None = None, *, alone: bool = True):
         """`alone`: no other process would wait for this one, which else ends only where all of them do."""
+        from hlat_jax.host.activity import Activity
+
         self.name, self.unfinished, self.saved_step = "", "", 0
-        self.activity, self._alone = activity, alone
+        self.activity, self._alone = activity or Activity(), alone
 
     @property
     def doing(self) -> str:
@@ -228,9 +230,10 @@ class StopSignals:
         self.activity.begin(phase)
 
     def __enter__(self):
-        numbers = [signal.SIGTERM]
-        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # it stays ignored in a background job
-            numbers.append(signal.SIGINT)
+        numbers = [signal.SIGTERM, signal.SIGUSR1]
+        for number in (signal.SIGINT, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:  # in a background job, or under nohup
+                numbers.append(number)
         self._before = {number: signal.signal(number, self._ask) for number in numbers}
         return self
 
@@ -252,8 +255,8 @@ class StopSignals:
             self.doing, self.unfinished = before
 
     def _ask(self, number, _frame):
-        if number == signal.SIGTERM:
-            self.name = self.name or "SIGTERM"
+        if number != signal.SIGINT:
+            self.name = self.name or signal.Signals(number).name
         elif self._is_in_a_command() and not _take_interrupt():
             return
         elif self.name:

@@ -90,7 +90,7 @@ def test_train_refuses_a_batch_that_eight_devices_do_not_divide(train_here, tmp_
 
 def test_train_writes_each_line_to_a_log_file_at_once(monkeypatch, tmp_path):
     log, seen = tmp_path / "log.txt", []
-    monkeypatch.setattr(loop, "train", lambda *_: print("compiling") or seen.append(log.read_text()) or 0)
+    monkeypatch.setattr(loop, "train", lambda *_, **__: print("compiling") or seen.append(log.read_text()) or 0)
     with open(log, "w") as file:
         monkeypatch.setattr(sys, "stdout", file)
         assert train.main(["--config=tiny", f"--workdir={tmp_path / 'run'}"]) == 0
@@ -366,7 +366,7 @@ with process.raising_interrupts():
     assert (done.returncode, done.stdout, done.stderr) == (0, "blocked, interrupted\n", "")
 
 
-def test_inherited_ignored_ctrl_c_stays_ignored():
+def test_signals_that_stop_a_run_and_those_that_are_ignored_from_the_start():
     code = """
 import os, signal
 from hlat_jax.host import process
@@ -377,6 +377,14 @@ with process.StopSignals() as stop:
     os.kill(os.getpid(), signal.SIGTERM)
     assert stop.name == "SIGTERM"
 assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+for number in (signal.SIGHUP, signal.SIGUSR1):
+    with process.StopSignals() as stop:
+        os.kill(os.getpid(), number)
+        assert stop.name == number.name
+signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+with process.StopSignals() as stop:
+    os.kill(os.getpid(), signal.SIGHUP)
+    assert stop.name == ""
 """
     done = subprocess.run([sys.executable, "-c", code], env=micro.environment(), capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")

@@ -1,0 +1,75 @@
+"""How long a phase may take without progress, and which process is named when it took longer."""
+
+import time
+
+import pytest
+
+from hlat_jax.host import activity
+from hlat_jax.host.activity import WAITING, Activity, stuck_line
+
+HOSTS = {0: "a", 1: "b"}
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A list with the time, in seconds."""
+    now = [100.0]
+    monkeypatch.setattr(activity.time, "monotonic", lambda: now[0])
+    return now
+
+
+def test_limits_are_generous_first_and_then_learned(clock):
+    found = Activity(least_s=10)
+    for seconds in (3.0, 1.0, 0.1):
+        found.begin("training")
+        assert found.snapshot()["limit_s"] == 120
+        clock[0] += seconds
+    found.begin("training")
+    clock[0] += 7
+    assert found.snapshot() == {"doing": "training", "step": 0, "for_s": 7.0, "limit_s": 60.0}
+    for _ in range(4):
+        found.begin("waiting for data")
+        clock[0] += 0.01
+    assert found.snapshot()["limit_s"] == 10
+
+
+def test_a_phase_whose_status_changes_makes_progress(clock):
+    found, share = Activity(least_s=10), [0.0]
+    found.begin("evaluating", status=lambda: share[0])
+    found.snapshot()
+    for _ in range(5):
+        clock[0] += 100
+        share[0] += 0.1
+        assert found.snapshot()["for_s"] == 0
+    clock[0] += 100
+    assert found.snapshot()["for_s"] == 100
+    found.begin("training")
+    assert found.snapshot()["for_s"] == 0
+
+
+def status(doing, for_s, limit_s=60.0):
+    return {"doing": doing, "step": 7, "for_s": for_s, "limit_s": limit_s}
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "named"),
+    [
+        (status("training", 59.0), status("training", 3.0), []),
+        (status(WAITING, 61.0), status("training", 3.0), []),
+        (status(WAITING, 61.0), status("waiting for data", 62.0), [1]),
+        (status(WAITING, 61.0), status(WAITING, 61.0), [0, 1]),
+        (status("training", 61.0), status("training", 61.0), [0, 1]),
+        (status("training", 61.0, 0.0), status("training", 61.0, 0.0), []),
+    ],
+)
+def test_the_processes_that_the_others_wait_for_are_named(first, second, named):
+    line = stuck_line({0: first, 1: second}, hosts=HOSTS, where=None)
+    assert [index for index in (0, 1) if f"process {index} of 2 on {HOSTS[index]} made no progress" in line] == named
+    assert ("after step 7 (limit 60 s)" in line) == bool(named)
+
+
+def test_stacks_of_a_folder_that_cannot_be_written_are_left_out(tmp_path):
+    (tmp_path / "file").touch()
+    began = time.monotonic()
+    activity.write_stacks(tmp_path / "file", 0)
+    assert time.monotonic() - began < 5
