@@ -20,17 +20,19 @@ from typing import Any, NoReturn
 STUCK_CODE = 124  # exit code; launch/restart.sh starts the command again
 TERMINATED_CODE = 143  # of a process that SIGTERM ended, to the shell
 WAITING = "waiting for the other processes"
-_UNSEEN = 12  # limits of what was not yet seen three times, in shortest limits
+_UNSEEN = {"compiling": 72.0}  # limits of what was not yet seen three times, in shortest limits: 6 h and 1 h of 300 s
+_UNSEEN_OTHER = 12.0
 _FACTOR = 20  # of limits by the longest time seen
 _SEEN = 3
 _DUMP_S = 10.0
+_GAP_S = 5.0  # of a time without a look, this much counts: the whole process may have been stopped, as by Ctrl-Z
 
 
 class Activity:
     """What the main thread does, and for how long.
 
-    The limit of a phase is 12 times `least_s` at first; once the phase was seen three times, 20 times the longest, but
-    not less than `least_s`. Other threads read it.
+    The limit of a phase is 12 times `least_s` at first, of compilation 72 times; once the phase was seen three times,
+    20 times the longest, but not less than `least_s`. One other thread looks at it, every second.
 
     Attributes:
       doing: the phase, as in "compiling".
@@ -42,7 +44,7 @@ class Activity:
         self.least_s, self.step = least_s, 0
         self._phase = ("opening the run", time.monotonic(), None)  # replaced as one, for the other threads
         self._seen: dict[str, tuple[int, float]] = {}  # phase -> (how often, the longest, in seconds)
-        self._moved: tuple[Any, float] = (None, 0.0)
+        self._looked: tuple[Any, Any, float, float] = (None, None, 0.0, 0.0)  # phase, its status, when, its idle time
 
     @property
     def doing(self) -> str:
@@ -58,22 +60,27 @@ class Activity:
 
     def snapshot(self) -> dict[str, Any]:
         """Returns {"doing", "step", "for_s": seconds without progress, "limit_s"}."""
-        doing, since, status = self._phase
-        if status is not None:
-            found = status()
-            if self._moved[0] != found:
-                self._moved = found, time.monotonic()
-            since = max(since, self._moved[1])
+        phase, now = self._phase, time.monotonic()
+        doing, since, read = phase
+        status = read() if read is not None else None
+        before, status_before, looked_s, idle_s = self._looked
+        if before is not phase:
+            idle_s = min(now - since, _GAP_S)
+        else:
+            idle_s = 0.0 if status != status_before else idle_s + min(now - looked_s, _GAP_S)
+        self._looked = phase, status, now, idle_s
         return {
             "doing": doing,
             "step": self.step,
-            "for_s": round(time.monotonic() - since, 1),
+            "for_s": round(idle_s, 1),
             "limit_s": round(self._limit_s(doing), 1),
         }
 
     def _limit_s(self, doing: str) -> float:
         count, longest = self._seen.get(doing, (0, 0.0))
-        return self.least_s * _UNSEEN if count < _SEEN else max(self.least_s, _FACTOR * longest)
+        if count < _SEEN:
+            return self.least_s * _UNSEEN.get(doing, _UNSEEN_OTHER)
+        return max(self.least_s, _FACTOR * longest)
 
 
 def stuck_line(snapshots: dict[int, dict[str, Any]], *, hosts: dict[int, str], where: pathlib.Path | None) -> str:
@@ -83,9 +90,7 @@ def stuck_line(snapshots: dict[int, dict[str, Any]], *, hosts: dict[int, str], w
     """
     late = {index: one for index, one in snapshots.items() if 0 < one["limit_s"] < one["for_s"]}
     busy = {index: one for index, one in late.items() if one["doing"] != WAITING}
-    if not busy and len(late) < len(snapshots):
-        return ""
-    if not late:
+    if not late or (not busy and len(late) < len(snapshots)):
         return ""
     named = [
         f"process {index} of {len(snapshots)} on {hosts.get(index, '?')} made no progress for {one['for_s']:.0f} s "
