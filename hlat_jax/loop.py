@@ -248,11 +248,12 @@ def _next_batch(run: Run, progress: Progress) -> NextBatch:
 def _step(run: Run, progress: Progress, batch: NextBatch) -> None:
     """Dispatches the next step and returns at once; its metrics stay on the device."""
     rate = learning_rate(progress.step, run.config.optimizer)
+    signals = run.sync.signals
+    signals.doing, signals.activity.step = "training", progress.step + 1
     with jax.profiler.StepTraceAnnotation("train", step_num=progress.step + 1):
         progress.state, metrics = run.train_step(progress.state, shard_batch(batch.batch, run.layout), np.float32(rate))
-    run.sync.signals.doing, run.sync.signals.unfinished = "training", _STEP_AND_SAVE
+    signals.unfinished = _STEP_AND_SAVE
     progress.step += 1
-    run.sync.signals.activity.step = progress.step
     begin, progress.position = progress.position, batch.position
     fields = batch.row_fields
     pending = Pending(step=progress.step, metrics=metrics, learning_rate=rate, row_fields=fields, position=begin)

@@ -37,11 +37,13 @@ class Activity:
     Attributes:
       doing: the phase, as in "compiling".
       step: the newest step.
+      again_until: the last step that an earlier process of the run has trained: up to it, training is done again.
       least_s: the shortest limit, in seconds; 0: there are none.
     """
 
     def __init__(self, *, least_s: float = 0.0):
-        self.least_s, self.step = least_s, 0
+        self.least_s, self.step, self.again_until = least_s, 0, 0
+        self._spent: dict[str, float] = {}  # account -> seconds
         self._phase = ("opening the run", time.monotonic(), None)  # replaced as one, for the other threads
         self._seen: dict[str, tuple[int, float]] = {}  # phase -> (how often, the longest, in seconds)
         self._looked: tuple[Any, Any, float, float] = (None, None, 0.0, 0.0)  # phase, its status, when, its idle time
@@ -56,6 +58,8 @@ class Activity:
         before, since, _ = self._phase
         count, longest = self._seen.get(before, (0, 0.0))
         self._seen[before] = count + 1, max(longest, now - since)
+        account = self._account(before)
+        self._spent = self._spent | {account: self._spent.get(account, 0.0) + now - since}
         self._phase = doing, now, status
 
     def snapshot(self) -> dict[str, Any]:
@@ -75,6 +79,19 @@ class Activity:
             "for_s": round(idle_s, 1),
             "limit_s": round(self._limit_s(doing), 1),
         }
+
+    def spent(self) -> dict[str, float]:
+        """Returns account -> seconds, up to now: a phase, "first step" or "training again"."""
+        spent, (doing, since, _) = self._spent, self._phase
+        account = self._account(doing)
+        return spent | {account: spent.get(account, 0.0) + time.monotonic() - since}
+
+    def _account(self, doing: str) -> str:
+        if doing != "training":
+            return doing
+        if "first step" not in self._spent:
+            return "first step"
+        return "training again" if self.step <= self.again_until else doing
 
     def _limit_s(self, doing: str) -> float:
         count, longest = self._seen.get(doing, (0, 0.0))
