@@ -208,6 +208,7 @@ def _start_trace(run: Run, progress: Progress) -> None:
     """Starts the trace where the next step is its first, once all steps so far are complete."""
     if progress.step + 1 == run.step_trace.first:
         _complete_steps(run, progress)
+        run.sync.signals.doing = "starting the trace"
         run.step_trace.start()
         progress.timed_from_s = time.monotonic()
 
@@ -216,6 +217,7 @@ def _stop_trace(run: Run, progress: Progress) -> None:
     """Writes the trace where this step is its last, once that is complete."""
     if progress.step == run.step_trace.last:
         _complete_steps(run, progress)
+        run.sync.signals.doing = "writing the trace"
         run.step_trace.stop()
         progress.timed_from_s = time.monotonic()
 

@@ -20,19 +20,21 @@ from typing import Any, NoReturn
 STUCK_CODE = 124  # exit code; launch/restart.sh starts the command again
 TERMINATED_CODE = 143  # of a process that SIGTERM ended, to the shell
 WAITING = "waiting for the other processes"
-_UNSEEN = {"compiling": 72.0}  # limits of what was not yet seen three times, in shortest limits: 6 h and 1 h of 300 s
-_UNSEEN_OTHER = 12.0
-_FACTOR = 20  # of limits by the longest time seen
-_SEEN = 3
-_DUMP_S = 10.0
-_GAP_S = 5.0  # of a time without a look, this much counts: the whole process may have been stopped, as by Ctrl-Z
+_LEARNED = ("training", "waiting for data")  # what every step does alike
+_FACTOR, _SEEN = 20, 3  # their limits, once seen so often, in the longest time seen
+_BRIEF = (*_LEARNED, WAITING, "evaluating", "starting to save", "saving")
+_BRIEF_LIMIT, _LONG_LIMIT = 12, 72  # in shortest limits: 1 h and 6 h of 300 s
+_TERM_S, _TERM_FACTOR = 60.0, 3  # after SIGTERM, which is followed by SIGKILL
+_DUMP_S, _SAY_S = 10.0, 2.0
+GAP_S = 5.0  # of a time without a look, this much counts: the whole process may have been stopped, as by Ctrl-Z
 
 
 class Activity:
     """What the main thread does, and for how long.
 
-    The limit of a phase is 12 times `least_s` at first, of compilation 72 times; once the phase was seen three times,
-    20 times the longest, but not less than `least_s`. One other thread looks at it, every second.
+    The limit of a step, and of the wait for its batch, is 20 times the longest that was seen, but not less than
+    `least_s`; until three were seen, and of evaluation and saves, 12 times `least_s`; of all else, such as opening,
+    compiling and tasks, 72 times. One other thread looks at it, every second.
 
     Attributes:
       doing: the phase, as in "compiling".
@@ -69,9 +71,9 @@ class Activity:
         status = read() if read is not None else None
         before, status_before, looked_s, idle_s = self._looked
         if before is not phase:
-            idle_s = min(now - since, _GAP_S)
+            idle_s = min(now - since, GAP_S)
         else:
-            idle_s = 0.0 if status != status_before else idle_s + min(now - looked_s, _GAP_S)
+            idle_s = 0.0 if status != status_before else idle_s + min(now - looked_s, GAP_S)
         self._looked = phase, status, now, idle_s
         return {
             "doing": doing,
@@ -95,9 +97,17 @@ class Activity:
 
     def _limit_s(self, doing: str) -> float:
         count, longest = self._seen.get(doing, (0, 0.0))
-        if count < _SEEN:
-            return self.least_s * _UNSEEN.get(doing, _UNSEEN_OTHER)
-        return max(self.least_s, _FACTOR * longest)
+        if doing in _LEARNED and count >= _SEEN:
+            return max(self.least_s, _FACTOR * longest)
+        return self.least_s * (_BRIEF_LIMIT if doing in _BRIEF else _LONG_LIMIT)
+
+    def unanswered_s(self, since_sigterm_s: float) -> float:
+        """Returns for how long a step makes no progress after SIGTERM, if that is too long; else 0."""
+        now = self.snapshot()
+        _, longest = self._seen.get(now["doing"], (0, 0.0))
+        idle_s = min(since_sigterm_s, now["for_s"])
+        is_late = now["doing"] in (*_LEARNED, WAITING) and idle_s > max(_TERM_S, _TERM_FACTOR * longest)
+        return idle_s if is_late and self.least_s else 0.0
 
 
 def stuck_line(snapshots: dict[int, dict[str, Any]], *, hosts: dict[int, str], where: pathlib.Path | None) -> str:
@@ -136,8 +146,14 @@ def write_stacks(folder: pathlib.Path | None, process: int) -> None:
 
 
 def exit_with(line: str, code: int) -> NoReturn:
-    """Ends the process without cleaning up, which might wait for what hangs."""
-    with contextlib.suppress(Exception):
-        sys.stdout.flush()
-        print(line, file=sys.stderr, flush=True)
+    """Ends the process without cleaning up, which might wait for what hangs, such as the reader of its output."""
+
+    def say() -> None:
+        with contextlib.suppress(Exception):
+            os.write(2, f"{line}\n".encode())
+            sys.stdout.flush()
+
+    thread = threading.Thread(target=say, daemon=True)
+    thread.start()
+    thread.join(_SAY_S)
     os._exit(code)

@@ -22,13 +22,12 @@ from typing import Any, NoReturn
 
 import jax
 
-from hlat_jax.host.activity import STUCK_CODE, TERMINATED_CODE, Activity, exit_with, stuck_line, write_stacks
+from hlat_jax.host.activity import GAP_S, STUCK_CODE, TERMINATED_CODE, Activity, exit_with, stuck_line, write_stacks
 from hlat_jax.host.jax_compat import global_state
 from hlat_jax.host.process import seconds_since_sigterm
 
 _EXCHANGE, _ALIVE, _FAILED, _LEFT = "hlat_jax/exchange", "hlat_jax/alive", "hlat_jax/failed", "hlat_jax/left"
 _NO_TIMEOUT_MS = 2**31 - 1  # of an exchange: the watch ends a process whose peers have died
-_TERM_S = 60.0  # from SIGTERM to the end of a process that makes no progress
 _GRACE_S = 1.0  # for a process to report an error of its own rather than that of another
 _OWN_ERRORS = ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "UNIMPLEMENTED")  # no other process can have caused these
 _exchange_numbers = itertools.count()
@@ -192,11 +191,13 @@ def _watch_alone(activity: Activity, stacks: pathlib.Path | None, over: threadin
 
 
 def _end_terminated(activity: Activity, stacks: pathlib.Path | None, process: int) -> None:
-    """Ends this process if it got SIGTERM and has made no progress since."""
-    now = activity.snapshot()
-    if min(seconds_since_sigterm(), now["for_s"]) > _TERM_S:
+    """Ends this process if it got SIGTERM and its step has made no progress since."""
+    idle_s = activity.unanswered_s(seconds_since_sigterm())
+    if idle_s:
         write_stacks(stacks, process)
-        line = f"error: no progress for {_TERM_S:.0f} s after SIGTERM while {now['doing']}, after step {now['step']}."
+        line = (
+            f"error: no progress for {idle_s:.0f} s after SIGTERM while {activity.doing}, after step {activity.step}."
+        )
         exit_with(line if stacks is None else f"{line} Stacks of all threads: {stacks}.", TERMINATED_CODE)
 
 
@@ -234,6 +235,7 @@ class _Watch:
 
     def _run(self) -> None:
         last_seen: dict[str, tuple[str, float]] = {}  # process -> (its last heartbeat, when it arrived)
+        looked_s = time.monotonic()
         for count in itertools.count():
             try:
                 own = {"count": count, "host": socket.gethostname(), **self._activity.snapshot()}
@@ -246,6 +248,9 @@ class _Watch:
                     self._lost_coordinator(error)
                 return
             now = time.monotonic()
+            if now - looked_s > GAP_S + self._period_s:  # this process was stopped: it has heard nobody
+                last_seen = {name: (text, since + now - looked_s) for name, (text, since) in last_seen.items()}
+            looked_s = now
             for key, heartbeat in heartbeats:
                 name = key.rpartition("/")[2]
                 if name not in last_seen or last_seen[name][0] != heartbeat:
@@ -263,8 +268,12 @@ class _Watch:
     def _watch_coordinator(self) -> None:
         """Ends this process when the service does not answer, as where process 0 is frozen: requests have no limit."""
         limit_s = self._job.peer_timeout_s + self._period_s + _GRACE_S
+        answered_s, looked_s, silent_s = self._answered_s, time.monotonic(), 0.0
         while not self._over.wait(self._period_s):
-            if time.monotonic() - self._answered_s > limit_s:
+            now = time.monotonic()
+            silent_s = silent_s + min(now - looked_s, GAP_S) if answered_s == self._answered_s else 0.0
+            answered_s, looked_s = self._answered_s, now
+            if silent_s > limit_s:
                 self._lost_coordinator(TimeoutError(f"no answer for {limit_s:.0f} s (--peer_timeout_s)"))
 
     def _check_progress(self, snapshots: dict[int, dict[str, Any]]) -> None:
@@ -273,6 +282,7 @@ class _Watch:
         hosts = {index: one["host"] for index, one in snapshots.items()}
         line = stuck_line(snapshots, hosts=hosts, where=self._stacks)
         if line:
+            self._ending.set()
             self._report(STUCK_CODE, line)
             write_stacks(self._stacks, self._job.process_id)
             self._leave(f"error: {line}", STUCK_CODE)

@@ -46,9 +46,16 @@ def exit_on_interrupt() -> None:
     for end in _pipe:
         os.set_blocking(end, False)
     signal.set_wakeup_fd(_pipe[1], warn_on_full_buffer=False)
-    if signal.getsignal(signal.SIGINT) is _end_on_interrupt:
-        os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))  # one line, ours
+    os.register_at_fork(after_in_child=_leave_signals_alone)  # one line, ours; and a child's SIGTERM is not ours
     threading.Thread(target=_watch, name="hlat-interrupts", daemon=True).start()
+
+
+def _leave_signals_alone() -> None:
+    signal.set_wakeup_fd(-1)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        handler = signal.getsignal(number)
+        if handler is _end_on_interrupt or isinstance(getattr(handler, "__self__", None), StopSignals):
+            signal.signal(number, signal.SIG_DFL)
 
 
 def end_interrupted(*, line: str = "interrupted") -> NoReturn:
@@ -235,6 +242,7 @@ class StopSignals:
             if signal.getsignal(number) is not signal.SIG_IGN:  # in a background job, or under nohup
                 numbers.append(number)
         self._before = {number: signal.signal(number, self._ask) for number in numbers}
+        self._terminals = [stream for stream in (1, 2) if os.isatty(stream)]
         return self
 
     def __exit__(self, *_):
@@ -257,6 +265,8 @@ class StopSignals:
     def _ask(self, number, _frame):
         if number != signal.SIGINT:
             self.name = self.name or signal.Signals(number).name
+            if number == signal.SIGHUP:
+                self._forget_terminals()
         elif self._is_in_a_command() and not _take_interrupt():
             return
         elif self.name:
@@ -269,6 +279,13 @@ class StopSignals:
             self.name = "SIGINT"
             what = f": finishing {self.unfinished}" if self.unfinished else f" while {self.doing}: all processes stop"
             _say(f"interrupted{what}; press Ctrl-C again to stop at once")
+
+    def _forget_terminals(self) -> None:
+        """Sends what is printed nowhere: the terminal was closed, and to write to it is an error."""
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for stream in self._terminals:
+            os.dup2(nowhere, stream)
+        os.close(nowhere)
 
     def _stop(self, line: str) -> NoReturn:
         if self._is_in_a_command():
