@@ -195,9 +195,8 @@ def _end_terminated(activity: Activity, stacks: pathlib.Path | None, process: in
     idle_s = activity.unanswered_s(seconds_since_sigterm())
     if idle_s:
         write_stacks(stacks, process)
-        line = (
-            f"error: no progress for {idle_s:.0f} s after SIGTERM while {activity.doing}, after step {activity.step}."
-        )
+        where = f"while {activity.doing}, after step {activity.step}"
+        line = f"error: no progress for {idle_s:.0f} s after SIGTERM {where}."
         exit_with(line if stacks is None else f"{line} Stacks of all threads: {stacks}.", TERMINATED_CODE)
 
 

@@ -1,8 +1,8 @@
 """The ledger of a run: what every second since its first start went to, over all restarts.
 
-Process 0 appends events to EVENTS_FILE and, each second, replaces ALIVE_FILE by what it has spent its time on. A process
-that was killed leaves that file behind, and the next one enters it. So what is not accounted for is what passed between
-the last second of a process and its death.
+Process 0 appends events to EVENTS_FILE and, each second, replaces ALIVE_FILE by what it has spent its time on. A
+process that was killed leaves that file behind, and the next one enters it. So what is not accounted for is what passed
+between the last second of a process and its death.
 """
 
 from __future__ import annotations
