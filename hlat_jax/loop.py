@@ -163,6 +163,7 @@ def _start_saving(run: Run, progress: Progress, *, stopping: bool) -> None:
     """
     _write_rows(run, progress)
     run.sync.signals.doing = "starting to save"
+    run.check_folder(now=True)
     run.log.sync()
     if progress.num_nonfinite and not stopping:
         if not progress.save_postponed:
@@ -269,6 +270,7 @@ def _log(run: Run, progress: Progress) -> None:
         position, identity = run.global_position(progress.position), run.batches.definition.identity(progress.step)
         if distributed.is_first():
             positions.write(run.workdir, progress.step, position=position, data_identity=identity)
+    run.check_folder()
     run.checkpointer.check()
     if run.exporter is not None:
         run.exporter.check()

@@ -30,7 +30,7 @@ from hlat_jax.run.init_from import begin, open_start
 from hlat_jax.run.machine import fitting_program
 from hlat_jax.run.profiling import StepTrace
 from hlat_jax.run.settings import refuse_drift, settings_of, write_settings
-from hlat_jax.run.step_sync import StepSync, only_job, require_same_settings
+from hlat_jax.run.step_sync import FolderCheck, StepSync, only_job, require_same_settings
 from hlat_jax.run.validation import Validation
 from hlat_jax.store.checkpoint import Checkpointer, Restored
 from hlat_jax.store.metrics import MetricsLog, SilentLog
@@ -42,6 +42,7 @@ class Run:
 
     Attributes:
       config, workdir, layout, tokenizer: settings, run folder, mesh and tokenizer.
+      check_folder: notices that the run folder is gone.
       batches: iterator over the batches of this process.
       sync: synchronizes the processes before each step.
       checkpointer: saves in the background.
@@ -60,6 +61,7 @@ class Run:
 
     config: Config
     workdir: pathlib.Path
+    check_folder: FolderCheck
     layout: Layout
     tokenizer: Tokenizer
     batches: TrainBatches
@@ -224,6 +226,7 @@ def open_run(
     run = Run(
         config=config,
         workdir=workdir,
+        check_folder=FolderCheck(workdir),
         layout=layout,
         tokenizer=tokenizer,
         batches=batches,

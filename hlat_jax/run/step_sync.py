@@ -12,6 +12,7 @@ import dataclasses
 import json
 import pathlib
 import secrets
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -122,6 +123,38 @@ def only_job(workdir: pathlib.Path) -> Iterator[None]:
         if jax.process_count() > 1:
             _require_shared(workdir)
         yield
+
+
+class FolderCheck:
+    """Notices that the run folder was removed or replaced while the run uses it: what is saved there is lost."""
+
+    _PERIOD_S = 60.0
+
+    def __init__(self, workdir: pathlib.Path):
+        self._workdir, self._identity, self._checked_s = workdir, _identity(workdir), time.monotonic()
+
+    def __call__(self, *, now: bool = False) -> None:
+        """Compares the folder once a minute, or `now`.
+
+        Raises:
+          ValueError: it is another one, or none.
+        """
+        if not now and time.monotonic() - self._checked_s < self._PERIOD_S:
+            return
+        self._checked_s = time.monotonic()
+        if _identity(self._workdir) != self._identity:
+            raise ValueError(
+                f"the run folder {self._workdir.absolute()} was removed or replaced while this run trained in it; what "
+                "came after its last checkpoint is lost. Put it back, and run the same command to resume."
+            )
+
+
+def _identity(folder: pathlib.Path) -> tuple[int, int] | None:
+    try:
+        found = folder.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def _require_shared(workdir: pathlib.Path) -> None:
