@@ -37,7 +37,7 @@ CHECKED = (
 SHORTER = (
     (
         rf"^({_TRAIN} --config=tiny .*)",
-        r"\1 --config.train.num_steps=12 --config.checkpoint.every_steps=6 --config.train.num_eval_batches=4"
+        r"\1 --config.train.num_steps=12 --config.checkpoint.every_steps=6 --config.train.num_eval_batches=2"
         r" --config.model.num_layers=1",
     ),
     (r"runs/tiny/checkpoints/300 runs/tiny/checkpoints/400", "runs/tiny/checkpoints/6 runs/tiny/checkpoints/12"),
