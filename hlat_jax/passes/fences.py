@@ -28,7 +28,8 @@ def checkpointed(fn: Callable, *, policy: Callable, waiting: Sequence[bool]) -> 
     Args:
       fn: arrays -> list of arrays; closes over no traced values.
       policy: as for `jax.checkpoint`.
-      waiting: for each argument, whether recomputation from it waits: activations should, weights need not.
+      waiting: for each argument, whether recomputation from it waits: activations should, weights need not. That from
+        saved values waits too.
     """
     rematerialized = jax.checkpoint(fn, policy=policy)
 
@@ -48,6 +49,7 @@ def checkpointed(fn: Callable, *, policy: Callable, waiting: Sequence[bool]) -> 
         outs, pushforward = jax.linearize(of_perturbed, *(primals[at] for at in places))
         held, structure = jax.tree.flatten(pushforward)
         floats = [is_inexact(jax.typeof(out)) for out in outs]
+        weights = [arg for arg, wait in zip(primals, waiting, strict=True) if not wait]
 
         def push(*args: Any) -> list:
             pushed = jax.tree.unflatten(structure, args[: len(held)])(*args[len(held) :])
@@ -58,7 +60,7 @@ def checkpointed(fn: Callable, *, policy: Callable, waiting: Sequence[bool]) -> 
                 *held,
                 *(tangents[at] for at in places),
                 push=push,
-                waits=tuple(any(one is arg for arg, wait in zip(primals, waiting, strict=True) if wait) for one in held),
+                waits=tuple(not any(one is weight for weight in weights) for one in held),
                 entering=tuple(waiting[at] for at in places),
             )
         )
@@ -82,7 +84,7 @@ mlir.register_lowering(_pushed, mlir.lower_fun(lambda *args, push, **_: push(*ar
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, push: Callable, **_: Any) -> tuple[list, list]:
-    return jax.jvp(push, primals, [ad.instantiate_zeros(tangent) for tangent in tangents])
+    return jax.jvp(push, tuple(primals), tuple(map(ad.instantiate_zeros, tangents)))
 
 
 def _transposed(cotangents: Sequence[Any], *args: Any, push: Callable, waits: tuple, entering: tuple) -> list:
@@ -102,7 +104,9 @@ def _transposed(cotangents: Sequence[Any], *args: Any, push: Callable, waits: tu
 
 
 def _batched(axis: Any, args: Sequence[Any], dims: Sequence[Any], *, push: Callable, **params: Any) -> tuple:
-    mapped = jax.vmap(push, in_axes=tuple(dims), axis_name=axis.name, axis_size=axis.size, spmd_axis_name=axis.spmd_name)
+    mapped = jax.vmap(
+        push, in_axes=tuple(dims), axis_name=axis.name, axis_size=axis.size, spmd_axis_name=axis.spmd_name
+    )
     outs = _pushed.bind(*args, push=mapped, **params)
     return outs, [0] * len(outs)
 
