@@ -23,7 +23,7 @@ import jax
 import numpy as np
 from jax.extend import core
 
-from hlat_jax.ops import dispatch_attention, dispatch_check, dispatch_loss, dispatch_norm
+from hlat_jax.ops import dispatch_attention, dispatch_check, dispatch_loss, dispatch_mlp, dispatch_norm
 from hlat_jax.ops.dialect import CallSpec, MeasuredTimes, Op
 from hlat_jax.ops.dispatch_graph import Changed, Choose, Graph, Match, Refusal
 from hlat_jax.passes.jaxpr import CHECKPOINT, tracing, without_consts
@@ -33,6 +33,7 @@ MATCHERS = {
     "attention": dispatch_attention.matches,
     "cross_entropy": dispatch_loss.matches,
     "norm": dispatch_norm.matches,
+    "mlp": dispatch_mlp.matches,
 }
 
 _Args = ParamSpec("_Args")

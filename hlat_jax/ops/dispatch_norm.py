@@ -15,7 +15,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 
 from hlat_jax.ops import general_norm
 from hlat_jax.ops.dispatch_graph import Choose, Graph, Match, Refusal, is_literal
@@ -86,7 +85,10 @@ def _root_power(graph: Graph, eqn: Any) -> int | None:
 
 
 def _candidates(graph: Graph, root: Any) -> Iterator[tuple[Any, int]]:
-    """Yields (variable, axis) of what may be normalized, from the sums under a root; the most that is replaced first."""
+    """Yields (variable, axis) of what may be normalized, from the sums under a root: the one with most after it first.
+
+    Under a root are sums of `x`, `x^2` or `(x - mean)^2`, and `x` may be a cast of another variable.
+    """
     todo, sums, seen = [root.invars[0]], [], set()
     while todo and len(seen) < _NEAR:
         eqn = graph.producer(todo.pop())
@@ -99,23 +101,16 @@ def _candidates(graph: Graph, root: Any) -> Iterator[tuple[Any, int]]:
             todo += [atom for atom in eqn.invars if not graph.is_constant(atom)]
     found: dict[tuple[Any, int], None] = {}
     for eqn in sums:
-        (axis,) = eqn.params["axes"]
         own = _uncast(graph, eqn.invars[0])
         squared = graph.producer(own[-1])
-        if squared is not None and (
-            squared.primitive.name == "square"
-            or (squared.primitive.name == "integer_pow" and squared.params["y"] == 2)
-            or (squared.primitive.name == "mul" and squared.invars[0] is squared.invars[1])
-        ):
+        if squared is not None and squared.primitive.name in ("square", "integer_pow", "mul"):
             own = _uncast(graph, squared.invars[0])
         difference = graph.producer(own[-1])
-        if difference is not None and difference.primitive.name == "sub" and not is_literal(difference.invars[0]):
-            found |= dict.fromkeys((var, axis) for var in reversed(_uncast(graph, difference.invars[0])))
-        found |= dict.fromkeys((var, axis) for var in reversed(own))
-    shape = None
-    for var, axis in sorted(found, key=lambda one: graph.is_constant(one[0])):
-        shape = var.aval.shape
-        if not graph.is_constant(var) and jnp.issubdtype(var.aval.dtype, jnp.floating) and shape[axis] > 1:
+        if difference is not None and difference.primitive.name == "sub":
+            own += _uncast(graph, difference.invars[0])
+        found |= dict.fromkeys((var, *eqn.params["axes"]) for var in reversed(own) if not is_literal(var))
+    for var, axis in found:
+        if not graph.is_constant(var) and jnp.issubdtype(var.aval.dtype, jnp.floating) and var.aval.shape[axis] > 1:
             yield var, axis
 
 
@@ -138,17 +133,16 @@ class _Region:
         self.graph, self.x, self.axis = graph, x, axis
         labels = tuple(dim if size > 1 else None for dim, size in enumerate(x.aval.shape))
         self.values: dict[Any, _Value] = {x: _Value({frozenset({(_X, 1)}): 1.0}, labels)}
-        waiting = [(numbers[id(eqn)], eqn) for eqn in graph.readers(x)]
-        heapq.heapify(waiting)
+        waiting = sorted(numbers[id(eqn)] for eqn in graph.readers(x))
         while waiting:
-            number, eqn = heapq.heappop(waiting)
+            eqn = graph.eqns[heapq.heappop(waiting)]
             if len(eqn.outvars) > 1 or eqn.outvars[0] in self.values or id(eqn) in graph.sealed:
                 continue
             value = self._evaluated(eqn)
             if value is not None and value.terms and len(value.terms) <= _MOST_TERMS:
                 self.values[eqn.outvars[0]] = value
                 for reader in graph.readers(eqn.outvars[0]):
-                    heapq.heappush(waiting, (numbers[id(reader)], reader))
+                    heapq.heappush(waiting, numbers[id(reader)])
 
     def match(self, root: Any) -> Match | Refusal | None:
         """Returns what stands around a root; None if there is no statistic of `x` under it."""
@@ -161,8 +155,8 @@ class _Region:
             if _ONE not in under.terms or share > 0.5:
                 return None  # the length of a vector
             return Refusal(OP, source, "under the root is not the mean of squares or the variance plus a number")
-        norms = {var: norm for var, value in self.values.items() if (norm := self._norm(var, value)) is not None}
-        norms = {var: norm for var, norm in norms.items() if self._reads(var, root)}
+        found = {var: self._norm(var, value) for var, value in self.values.items()}
+        norms = {var: norm for var, norm in found.items() if norm and any(eqn is root for eqn in self._before(var))}
         if not norms:
             return Refusal(OP, source, "its inverse root is not multiplied with the same array, a gain along its axis")
         out = next(iter(norms))
@@ -184,11 +178,10 @@ class _Region:
             eqn = self.graph.producer(todo.pop())
             if eqn is not None and id(eqn) not in found:
                 found[id(eqn)] = eqn
-                todo += [atom for atom in eqn.invars if not is_literal(atom) and atom in self.values and atom is not self.x]
+                todo += [
+                    atom for atom in eqn.invars if not is_literal(atom) and atom in self.values and atom is not self.x
+                ]
         return list(found.values())
-
-    def _reads(self, var: Any, root: Any) -> bool:
-        return any(eqn is root for eqn in self._before(var))
 
     def _norm(self, var: Any, value: _Value) -> tuple[_Root, _Terms, _Terms] | None:
         """Returns (root, gain, bias) of a variable that is a norm of `x`, else None."""
@@ -199,15 +192,12 @@ class _Region:
         parts: dict[Any, dict[_Monomial, float]] = {_X: {}, _MEAN: {}, None: {}}
         for monomial, coefficient in value.terms.items():
             own = {atom: power for atom, power in monomial if isinstance(atom, (str, _Root))}
-            rest = frozenset((atom, power) for atom, power in monomial if atom not in own)
-            which = next((atom for atom in own if atom != root), None)
-            if own and own != {which: 1, root: -1}:
+            of = next((atom for atom in own if atom != root), None)
+            if of not in parts or own not in ({}, {of: 1, root: -1}):
                 return None
-            if which not in parts:
-                return None
-            parts[which][rest] = coefficient
-        negative = {monomial: -coefficient for monomial, coefficient in parts[_X].items()} if root.is_centered else {}
-        return (root, parts[_X], parts[None]) if parts[_X] and _are_equal(parts[_MEAN], negative) else None
+            parts[of][frozenset((atom, power) for atom, power in monomial if atom not in own)] = coefficient
+        centering = _product({_ONE: -1.0}, parts[_X]) if root.is_centered else {}
+        return (root, parts[_X], parts[None]) if parts[_X] and _are_equal(parts[_MEAN], centering) else None
 
     def _match(self, out: Any, root: _Root, gain: _Terms, bias: _Terms) -> Match:
         axis, rank = self.axis, self.x.aval.ndim
@@ -223,8 +213,10 @@ class _Region:
             }
 
             def evaluated(terms: _Terms) -> Any:
-                factors = ([coefficient, *_factors(monomial, env)] for monomial, coefficient in terms.items())
-                return jnp.broadcast_to(jnp.asarray(sum(map(math.prod, factors)), wide), shape)
+                total: Any = 0.0
+                for monomial, coefficient in terms.items():
+                    total += coefficient * math.prod(env[atom] ** power for atom, power in monomial)
+                return jnp.broadcast_to(jnp.asarray(total, wide), shape)
 
             return [
                 general_norm.general_norm(
@@ -282,11 +274,12 @@ class _Region:
             if eqn is None or eqn.primitive.name != "broadcast_in_dim":
                 return None
             var, dims = eqn.invars[0], [dims[dim] for dim in eqn.params["broadcast_dimensions"]]
-        if atom.aval.ndim != self.x.aval.ndim and var.aval.size > 1:
+        is_along = var.aval.size > 1
+        if not jnp.issubdtype(var.aval.dtype, jnp.floating) or (
+            is_along and (atom.aval.ndim, var.aval.size) != (self.x.aval.ndim, self.x.aval.shape[self.axis])
+        ):
             return None
-        if not jnp.issubdtype(var.aval.dtype, jnp.floating) or var.aval.size not in (1, self.x.aval.shape[self.axis]):
-            return None
-        labels = tuple(self.axis if var.aval.size > 1 and dim == self.axis else None for dim in range(atom.aval.ndim))
+        labels = tuple(self.axis if is_along and dim == self.axis else None for dim in range(atom.aval.ndim))
         return _Value({frozenset({(var, 1)}): 1.0}, labels)
 
     def _number(self, atom: Any) -> float | None:
@@ -299,29 +292,19 @@ class _Region:
         name, shape, old = eqn.primitive.name, eqn.outvars[0].aval.shape, eqn.invars[0].aval.shape
         if name in _CASTS:
             return tuple(labels)
-        if name == "squeeze":
-            return tuple(label for dim, label in enumerate(labels) if dim not in eqn.params["dimensions"])
-        new: list[int | None] = [None] * len(shape)
         if name == "broadcast_in_dim":
-            for dim, place in enumerate(eqn.params["broadcast_dimensions"]):
-                new[place] = labels[dim]
-            return tuple(new)
-        places = [dim for dim, size in enumerate(shape) if size > 1]
-        dims = [dim for dim, size in enumerate(old) if size > 1]
-        if eqn.params["dimensions"] is not None or [shape[dim] for dim in places] != [old[dim] for dim in dims]:
-            return None
-        for place, dim in zip(places, dims, strict=True):
-            new[place] = labels[dim]
-        return tuple(new)
+            pairs = list(enumerate(eqn.params["broadcast_dimensions"]))
+        else:  # dimensions of size 1 come and go
+            dims, places = ([dim for dim, size in enumerate(one) if size > 1] for one in (old, shape))
+            if [old[dim] for dim in dims] != [shape[place] for place in places]:
+                return None
+            pairs = list(zip(dims, places, strict=True))
+        moved = {place: labels[dim] for dim, place in pairs}
+        return tuple(moved.get(place) for place in range(len(shape)))
 
     def _joined(self, all_labels: Sequence[Sequence[int | None]], rank: int) -> tuple[int | None, ...] | None:
-        labels: list[int | None] = [None] * rank
-        for own in all_labels:
-            for dim, label in enumerate(own):
-                if label is not None and labels[dim] not in (None, label):
-                    return None
-                labels[dim] = labels[dim] if label is None else label
-        return tuple(labels)
+        found = [{own[dim] for own in all_labels if dim < len(own)} - {None} for dim in range(rank)]
+        return tuple(next(iter(one), None) for one in found) if all(len(one) < 2 for one in found) else None
 
     def _summed(self, eqn: Any, value: _Value) -> tuple[_Terms | None, Any]:
         if len(eqn.params["axes"]) != 1 or value.labels[eqn.params["axes"][0]] != self.axis:
@@ -402,7 +385,3 @@ def _rooted(terms: _Terms, power: int) -> _Terms | None:
 
 def _are_equal(one: _Terms, other: _Terms) -> bool:
     return all(abs(one.get(key, 0.0) - other.get(key, 0.0)) <= _ROUNDING for key in {*one, *other})
-
-
-def _factors(monomial: _Monomial, env: Mapping[Any, Any]) -> list[Any]:
-    return [env[atom] ** power for atom, power in monomial]

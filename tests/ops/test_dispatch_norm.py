@@ -153,6 +153,7 @@ def test_what_stands_beside_a_norm_stays():
     assert [one.facts for one in fn.report().replacements] == [RMS]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_centered", [True, False], ids=["LayerNorm", "RMSNorm"])
 def test_norms_match_float64_and_keep_one_array(is_centered):
     variant = general_norm.Variant(2, EPS, is_centered, np.float32)
