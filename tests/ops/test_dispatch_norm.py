@@ -9,10 +9,13 @@ import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from hlat_jax.ops import general_norm
 from hlat_jax.ops.dispatch import dispatch
+from hlat_jax.program import training_program
+from hlat_jax.program_options import ProgramOptions
 
 B, T, D = 2, 3, 16
 EPS = 1e-5
@@ -176,3 +179,25 @@ def test_norms_match_float64_and_keep_one_array(is_centered):
             np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5 * np.abs(wanted).max())
         kept = sum(leaf.size for leaf in jax.tree.leaves(pullback) if leaf.size >= X.size)
         assert name == "reference" or kept == X.size
+
+
+def test_ops_that_are_looked_for_are_named():
+    fn = dispatch(SPELLINGS["1 + gain"][0], ops=("attention", "mlp"))
+    jax.eval_shape(fn, X, GAIN, BIAS)
+    assert str(fn.report()) == "dispatch: nothing replaced"
+    for ops in ("norm", ("norms",)):
+        with pytest.raises(ValueError, match="must be a sequence of names of attention, cross_entropy, norm, mlp"):
+            dispatch(fn, ops=ops)
+
+
+@pytest.mark.slow
+def test_norms_stay_where_a_program_selects_residuals():
+    for residuals in (False, True):
+        program = training_program(
+            lambda gain, x: jnp.mean(SPELLINGS["1 + gain"][0](x, gain, None) ** 2),
+            optax.sgd(1e-3),
+            options=ProgramOptions(dispatch=True, residuals=residuals),
+            params=GAIN,
+            batch=X,
+        )
+        assert [one.op for one in program.dispatched.report().replacements] == ([] if residuals else ["norm"])
