@@ -2,6 +2,7 @@
 
     python benchmarks/raf.py step [--models=bert-base,gpt2] [--rounds=5] [--batch=2] [--seq_len=256]
     python benchmarks/raf.py batch [--models=bert-base,bert-large,gpt2] [--rounds=5] [--shrink=2] [--seq_len=128]
+    python benchmarks/raf.py memory [--models=bert-base] [--batch=32] [--seq_len=128]
 
 `step`: a training step in fp32 (forward, backward, AdamW) of the masked language model and of GPT-2, written below in
 plain JAX, under `jax.jit` alone, with each pass, and with all; and of the same models of `transformers` in PyTorch,
@@ -9,6 +10,8 @@ with the same weights, eager and under `torch.compile`. `--layers`, `--width` an
 
 `batch`: RAF's table of largest batches. The limit is what the program takes without rematerialization at RAF's batch,
 or `--limit`. Widths, heads and vocabularies are divided by `--shrink`. SGD, as RAF had.
+
+`memory`: what a step with SGD takes by XLA's accounting, compiled and not run; RAF's wiki has one such figure.
 
 Every contender has a process of its own and is compiled first; then all make one step in turn. Ratios are medians over
 the rounds in which other processes took less than 0.15 of a core; the last line of a table says how many did. Peak
@@ -324,8 +327,7 @@ def jax_step(job: dict):
         loss = plan.fn
         kept = "fits as it is" if plan.choice is None else f"{plan.region}, products {plan.recompute_share:+.1%}"
         done.append(f"{budget / MIB:.0f} MiB in {plan.compilations} programs: {kept}")
-    traced = step_of(loss).trace(*args)
-    compiled = traced.lower().compile()
+    compiled = step_of(loss).trace(*args).lower().compile()
     memory = compiled.memory_analysis()
     taken = memory.argument_size_in_bytes + memory.temp_size_in_bytes
     taken += memory.output_size_in_bytes - memory.alias_size_in_bytes
@@ -386,7 +388,7 @@ def work(job: dict) -> None:
     load_libraries(job)
     model, libraries, began = Model(**job["model"]), resident("VmRSS"), time.monotonic()
     step, xla_bytes, done = (torch_step if job["name"] in TORCH else jax_step)(job)
-    losses = [step(*drawn_batch(model, job["batch"], job["seq_len"], 0))]
+    losses = [] if job["compile_only"] else [step(*drawn_batch(model, job["batch"], job["seq_len"], 0))]
     print(json.dumps({"bytes": xla_bytes, "done": done, "first_s": time.monotonic() - began}), flush=True)
     for number, _ in enumerate(sys.stdin, 1):
         batch = drawn_batch(model, job["batch"], job["seq_len"], number)
@@ -416,7 +418,7 @@ class Worker:
     """A process that makes a step when asked."""
 
     def __init__(self, name: str, model: Model, **job):
-        job = {"name": name, "model": dataclasses.asdict(model), "passes": PASSES.get(name, ()), **job}
+        job = {"name": name, "model": dataclasses.asdict(model), "passes": PASSES.get(name, ()), "compile_only": False, **job}
         root = str(pathlib.Path(__file__).resolve().parents[1])
         env = {**os.environ, "PYTHONPATH": os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])}
         env["TF_CPP_MIN_LOG_LEVEL"] = "3"
@@ -528,16 +530,27 @@ def compare_batches(name: str, model: Model, args: argparse.Namespace) -> bool:
     return True
 
 
+def print_memory(name: str, model: Model, args: argparse.Namespace) -> bool:
+    """Prints the bytes of a step of one model with each pass."""
+    job = {"optimizer": "sgd", "batch": args.batch, "seq_len": args.seq_len, "compilations": args.compilations}
+    for each in PASSES:
+        worker = Worker(each, model, budget=args.budget_share, compile_only=True, **job)
+        found = worker.ready or {"bytes": 0, "done": "failed"}
+        print(f"| {name}, {each} | {found['bytes'] / MIB:.0f} | {found['done']} |", flush=True)
+        worker.close()
+    return True
+
+
 def main() -> None:
     if sys.argv[1:2] == ["worker"]:
         work(json.loads(sys.argv[2]))
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("step", "batch"))
+    parser.add_argument("what", choices=("step", "batch", "memory"))
     parser.add_argument("--models", help="names, with commas")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--batch", type=int, default=2, help="rows of a step")
-    parser.add_argument("--seq_len", type=int, help="default: 256 for step, 128 for batch")
+    parser.add_argument("--batch", type=int, help="rows; default: 2 for step, 32 for memory")
+    parser.add_argument("--seq_len", type=int, help="default: 256 for step, else 128")
     parser.add_argument("--layers", type=int)
     parser.add_argument("--width", type=int, help="a multiple of 64, the width of a head")
     parser.add_argument("--vocab", type=int)
@@ -548,7 +561,9 @@ def main() -> None:
     parser.add_argument("--limit", default="", help="of batch, such as 1GiB")
     args = parser.parse_args()
     args.seq_len = args.seq_len or (256 if args.what == "step" else 128)
-    names = args.models.split(",") if args.models else ["bert-base", "gpt2"] if args.what == "step" else list(MODELS)
+    args.batch = args.batch or (2 if args.what == "step" else 32)
+    names = {"step": ["bert-base", "gpt2"], "batch": list(MODELS), "memory": ["bert-base"]}[args.what]
+    names = args.models.split(",") if args.models else names
     unknown = sorted({*names} - {*MODELS})
     if unknown:
         parser.error(f"--models: {', '.join(unknown)}: there are {', '.join(MODELS)}")
@@ -556,11 +571,15 @@ def main() -> None:
         print(f"fp32, SGD, {args.seq_len} tokens a row, {os.cpu_count()} cores; MiB")
         print("| | limit | batch | XLA's | peak | samples/s | throughput | | undisturbed |")
         print("|---|---|---|---|---|---|---|---|---|")
+    elif args.what == "memory":
+        print(f"fp32, SGD, {args.batch} x {args.seq_len} tokens, by XLA's accounting")
+        print("| | MiB | |")
+        print("|---|---|---|")
+    compare = {"step": compare_steps, "batch": compare_batches, "memory": print_memory}[args.what]
     all_well = True
     for name in names:
         model = MODELS[name].divided(args.shrink if args.what == "batch" else 1)
         sizes = {key: value for key in ("layers", "width", "vocab") if (value := getattr(args, key)) is not None}
-        compare = compare_batches if args.what == "batch" else compare_steps
         all_well &= compare(name, dataclasses.replace(model, **sizes), args)
     sys.exit(not all_well)
 
