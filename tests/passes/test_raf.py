@@ -1,4 +1,4 @@
-"""benchmarks/raf.py compares equal models, and its tables are printed."""
+"""benchmarks/raf.py compares equal models, and its table of steps is printed."""
 
 import dataclasses
 import os
@@ -38,16 +38,11 @@ def test_models_beside_pytorch_are_those_of_transformers(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "words",
-    [("step", "--models=bert-base", "--batch=2", "--only=plain JAX,all"), ("batch", "--models=gpt2")],
-    ids=lambda words: words[0],
-)
-def test_tables_are_printed(words):
-    command = [sys.executable, "benchmarks/raf.py", *words]
-    command += ["--seq_len=32", "--layers=2", "--width=64", "--vocab=128", "--rounds=1"]
+def test_table_of_steps_is_printed():
+    words = ["step", "--models=bert-base", "--only=plain JAX,residuals", "--batch=2", "--rounds=1"]
+    command = [sys.executable, "benchmarks/raf.py", *words, "--seq_len=32", "--layers=2", "--width=64", "--vocab=128"]
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
-    rows = [line for line in done.stdout.splitlines() if line.startswith(("| plain JAX", "| all |", "| gpt2"))]
-    assert len(rows) >= 2, done.stdout
+    rows = [line.split(" | ")[0] for line in done.stdout.splitlines()]
+    assert {"| plain JAX", "| residuals"} <= {*rows}, done.stdout
