@@ -1,6 +1,7 @@
 """What do the passes make of models that are not ours? The twelve styles and the packages' models of the tests.
 
     python benchmarks/foreign.py residuals [--models=nanodo,vit] [--compile]   # bytes for the backward pass
+    python benchmarks/foreign.py steps [--pairs=7]                 # a whole fp32 step with residual selection
     python benchmarks/foreign.py budget [--share=0.6]              # remat.fit at a share of what a step takes
     python benchmarks/foreign.py dispatch                          # ops found, and those refused
 
@@ -74,6 +75,32 @@ def residuals(name, *, small, compiles):
     return [bytes_ / held[0] - 1 for bytes_ in held[1:]]
 
 
+def steps(name, *, small, pairs):
+    """Prints time and temporaries of a jitted fp32 step without and with residual selection."""
+    loss, params, batch = ALL[name](small=small)
+    programs, compile_times = [], []
+    for form in (loss, select_residuals(loss)):
+        began = time.monotonic()
+        programs.append(jax.jit(jax.value_and_grad(form)).lower(params, batch).compile())
+        compile_times.append(time.monotonic() - began)
+    seconds = [[], []]
+    for number in range(pairs + 1):
+        for program, times in zip(programs, seconds, strict=True):
+            began = time.monotonic()
+            jax.block_until_ready(program(params, batch))
+            times += [time.monotonic() - began] if number else []  # the first is not timed
+    ratio = statistics.median(after / before for before, after in zip(*seconds, strict=True))
+    memory = [program.memory_analysis().temp_size_in_bytes / MIB for program in programs]
+    print_row(
+        name,
+        f"{1e3 * statistics.median(seconds[0]):.0f}",
+        f"{ratio:.2f}x",
+        f"{memory[0]:.1f}",
+        f"{memory[1]:.1f} ({memory[1] / memory[0] - 1:+.0%})",
+        f"{compile_times[1] / compile_times[0]:.1f}x",
+    )
+
+
 def budget(name, *, small, share):
     """Prints what `remat.fit` finds for a share of the temporaries of an fp32 step."""
     loss, params, batch = ALL[name](small=small)
@@ -110,11 +137,12 @@ def dispatched(name, *, small):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("table", choices=("residuals", "budget", "dispatch"))
+    parser.add_argument("table", choices=("residuals", "steps", "budget", "dispatch"))
     parser.add_argument("--models", help="names, with commas; default: all")
     parser.add_argument("--small", action="store_true", help="the sizes of the tests")
     parser.add_argument("--compile", action="store_true", help="bytes by XLA, and gradients; minutes")
     parser.add_argument("--share", type=float, default=0.6)
+    parser.add_argument("--pairs", type=int, default=7, help="alternating steps of each model")
     args = parser.parse_args()
     names = args.models.split(",") if args.models else list(ALL)
     unknown = sorted({*names} - {*ALL})
@@ -126,6 +154,10 @@ def main() -> None:
         shares = [residuals(name, small=args.small, compiles=args.compile) for name in names]
         medians = (f"{statistics.median(column):+.0%}" for column in zip(*shares, strict=True))
         print_row("median", "", *medians, *[""] * (3 + len(distances)))
+    elif args.table == "steps":
+        print_head("model", "ms", "with selection", "temporaries, MiB", "with selection", "compile time")
+        for name in names:
+            steps(name, small=args.small, pairs=args.pairs)
     elif args.table == "budget":
         print_head("model", "fp32 step", "fit", "products", "regions", "s (programs)")
         for name in names:

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 
 from hlat_jax.passes.calls import HANDLERS
 from hlat_jax.passes.casting import Cast
-from hlat_jax.passes.jaxpr import COLLECTIVES, equations, op_name, stops_on_floats, tracing
+from hlat_jax.passes.jaxpr import COLLECTIVES, equations, op_name, stops_on_floats, traced
 
 
 def _names(text: str) -> frozenset[str]:
@@ -151,25 +151,12 @@ def autocast(fn: Callable[_Args, _Result], policy: CastPolicy | str) -> Callable
     name = getattr(fn, "__name__", type(fn).__name__)
 
     def cast(*args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
-        found, structure = jax.tree.flatten((args, kwargs))
-        places = [place for place, leaf in enumerate(found) if _is_array(leaf)]
-        leaves = [found[place] for place in places]
-        trees = []
-
-        def flat(*leaves):
-            given = dict(zip(places, leaves, strict=True))
-            args, kwargs = jax.tree.unflatten(structure, [given.get(place, leaf) for place, leaf in enumerate(found)])
-            outs, tree = jax.tree.flatten(fn(*args, **kwargs))
-            trees.append(tree)
-            return outs
-
-        with tracing(fn, leaves, by="autocast"):
-            closed = jax.make_jaxpr(flat)(*leaves)
+        closed, leaves, tree = traced(fn, args, kwargs, by="autocast")
         rules = {**policy.rules, **dict(_overrides.value or ())}
         _check_names(policy.rules, closed.jaxpr, name)
         rule = functools.partial(_rule, rules)
         outs = Cast(jnp.dtype(policy.compute), rule, policy.carry == "infer").outputs(closed, leaves)
-        return jax.tree.unflatten(trees[0], outs)
+        return jax.tree.unflatten(tree, outs)
 
     cast.__name__ = name
     return cast
@@ -179,12 +166,6 @@ def is_fp16(policy: CastPolicy | str | None) -> bool:
     """Returns whether a policy casts to fp16, whose gradients need a loss scale; see `scaling`."""
     found = POLICIES.get(policy) if isinstance(policy, str) else policy
     return found is not None and jnp.dtype(found.compute) == jnp.float16
-
-
-def _is_array(leaf: Any) -> bool:
-    if isinstance(leaf, type):  # `jnp.float32` has the attributes of its instances
-        return False
-    return hasattr(leaf, "__jax_array__") or (hasattr(leaf, "dtype") and hasattr(leaf, "shape"))
 
 
 def _rule(rules: Mapping[str, str], eqn: Any) -> str:

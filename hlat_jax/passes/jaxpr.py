@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -116,6 +116,44 @@ def op_name(eqn: Any) -> str | None:
 def function_name(fn: Any) -> str:
     """Returns the name of a function for error messages."""
     return getattr(fn, "__qualname__", type(fn).__name__)
+
+
+def traced(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], *, by: str) -> tuple[Any, list, Any]:
+    """Returns (the jaxpr of a call of a user's function, its operands, the tree of its results).
+
+    Arguments without a dtype, such as Python numbers, strings, and functions among the leaves of a module, are passed
+    to the function as they are.
+
+    Args:
+      fn: the function.
+      args: positional arguments.
+      kwargs: keyword arguments.
+      by: name of the pass that traces, for errors.
+
+    Raises:
+      ValueError: the function needs the values of arrays, or takes or returns values other than arrays.
+    """
+    found, structure = jax.tree.flatten((args, kwargs))
+    places = [place for place, leaf in enumerate(found) if _is_array(leaf)]
+    leaves = [found[place] for place in places]
+    trees = []
+
+    def flat(*leaves):
+        given = dict(zip(places, leaves, strict=True))
+        args, kwargs = jax.tree.unflatten(structure, [given.get(place, leaf) for place, leaf in enumerate(found)])
+        outs, tree = jax.tree.flatten(fn(*args, **kwargs))
+        trees.append(tree)
+        return outs
+
+    with tracing(fn, leaves, by=by):
+        closed = jax.make_jaxpr(flat)(*leaves)
+    return closed, leaves, trees[0]
+
+
+def _is_array(leaf: Any) -> bool:
+    if isinstance(leaf, type):  # `jnp.float32` has the attributes of its instances
+        return False
+    return hasattr(leaf, "__jax_array__") or (hasattr(leaf, "dtype") and hasattr(leaf, "shape"))
 
 
 @contextlib.contextmanager

@@ -27,7 +27,7 @@ from jax.extend import core
 
 from hlat_jax.host.neuron_lowering import elide_idle_roundings
 from hlat_jax.passes import derivatives
-from hlat_jax.passes.jaxpr import aval_bytes, is_inexact, manual_axes, place_of, rebind, tracing
+from hlat_jax.passes.jaxpr import aval_bytes, is_inexact, manual_axes, place_of, rebind, traced
 
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
@@ -46,7 +46,7 @@ def select_residuals(fn: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
     `autocast`.
 
     Args:
-      fn: a function of arrays (pytrees of them) that JAX can trace.
+      fn: a function that JAX can trace; arguments as for `autocast`.
 
     Raises:
       ValueError: when called: a function that cannot be traced.
@@ -54,19 +54,9 @@ def select_residuals(fn: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
 
     def selected(*args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
         elide_idle_roundings()
-        leaves, structure = jax.tree.flatten((args, kwargs))
-        trees = []
-
-        def flat(*leaves):
-            args, kwargs = jax.tree.unflatten(structure, leaves)
-            outs, tree = jax.tree.flatten(fn(*args, **kwargs))
-            trees.append(tree)
-            return outs
-
-        with tracing(fn, leaves, by="select_residuals"):
-            closed = jax.make_jaxpr(flat)(*leaves)
+        closed, leaves, tree = traced(fn, args, kwargs, by="select_residuals")
         outs = _Selection(closed, free=[True] * len(leaves))(*leaves)
-        return jax.tree.unflatten(trees[0], outs)
+        return jax.tree.unflatten(tree, outs)
 
     selected.__name__ = getattr(fn, "__name__", type(fn).__name__)
     return selected

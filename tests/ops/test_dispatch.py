@@ -10,6 +10,8 @@ import pytest
 
 from hlat_jax.ops import attention, dispatch_check
 from hlat_jax.ops.dispatch import dispatch
+from hlat_jax.passes.autocast import autocast
+from hlat_jax.passes.residuals import select_residuals
 
 B, T, N, H = 2, 8, 4, 6
 TRIL = np.tril(np.ones((T, T), bool))
@@ -434,3 +436,15 @@ def test_large_originals_are_compared_at_two_rows_and_two_heads(monkeypatch):
     (one,) = report_of(lambda q, k, v: values_of(softmax(causal(scores_of(q, k))), v), q, k, k).replacements
     assert shapes == [[(2, T, 2, H)] * 3]
     assert one.difference < 2e-6
+
+
+def test_static_arguments_go_through_all_passes():
+    def loss(params, x, *, train, act):
+        return jnp.mean(act(x @ params["w"]) if train else x @ params["w"])
+
+    params, x = {"w": Q[0, 0]}, V[0, 0].T
+    fn = select_residuals(autocast(dispatch(loss), "bf16"))
+    for train in (True, False):
+        found = jax.grad(fn)(params, x, train=train, act=jnp.tanh)["w"]
+        wanted = jax.grad(loss)(params, x, train=train, act=jnp.tanh)["w"]
+        np.testing.assert_allclose(found, wanted, rtol=0, atol=0.02 * np.abs(wanted).max())
