@@ -17,7 +17,7 @@ _CHAIN = 8  # operations, which XLA fuses into one loop
 
 
 @functools.cache
-def measured_rates(dtype: str = "float32", *, width: int = 1024, num_elements: int = 1 << 22) -> Rates:
+def measured_rates(*, dtype: str = "float32", width: int = 1024, num_elements: int = 1 << 22) -> Rates:
     """Returns rates of which elementwise work is measured on JAX's default device, once in a process; some seconds.
 
     Collectives and transfers to the host keep the rates of `Rates`: one device sends nothing.
