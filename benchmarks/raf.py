@@ -546,7 +546,7 @@ def compare_batches(name: str, model: Model, args: argparse.Namespace) -> bool:
 def print_memory(name: str, model: Model, args: argparse.Namespace) -> bool:
     """Prints the bytes of a step of one model with each pass."""
     job = {"optimizer": "sgd", "batch": args.batch, "seq_len": args.seq_len, "compilations": args.compilations}
-    for each in PASSES:
+    for each in (each for each in PASSES if not args.only or each in args.only.split(",")):
         worker = Worker(each, model, budget=args.budget_share, compile_only=True, **job)
         found = worker.ready or {"bytes": 0, "done": "failed"}
         print(f"| {name}, {each} | {found['bytes'] / MIB:.0f} | {found['done']} |", flush=True)
@@ -567,7 +567,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int)
     parser.add_argument("--width", type=int, help="a multiple of 64, the width of a head")
     parser.add_argument("--vocab", type=int)
-    parser.add_argument("--only", default="", help="contenders of step, with commas")
+    parser.add_argument("--only", default="", help="contenders of step and memory, with commas")
     parser.add_argument("--budget_share", type=float, default=0.8, help="of the temporaries of plain JAX")
     parser.add_argument("--compilations", type=int, default=4, help="most programs of a search under a budget")
     parser.add_argument("--shrink", type=int, default=3, help="of batch: divides heads, widths, vocabularies")
