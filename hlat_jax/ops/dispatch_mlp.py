@@ -34,7 +34,7 @@ def matches(graph: Graph) -> Iterator[Match]:
     """Yields a match for each product of a known activation with weights."""
     numbers = {id(eqn): number for number, eqn in enumerate(graph.eqns)}
     for eqn in graph.eqns:
-        if eqn.primitive.name == "dot_general":
+        if eqn.primitive.name == "dot_general" and id(eqn) not in graph.sealed:  # with a derivative of its own
             for side, var in enumerate(eqn.invars):
                 found = None if is_literal(var) else _before(graph, numbers, var)
                 if found is not None:

@@ -108,7 +108,8 @@ def _candidates(graph: Graph, root: Any) -> Iterator[tuple[Any, int]]:
         difference = graph.producer(own[-1])
         if difference is not None and difference.primitive.name == "sub":
             own += _uncast(graph, difference.invars[0])
-        found |= dict.fromkeys((var, *eqn.params["axes"]) for var in reversed(own) if not is_literal(var))
+        own = [var for var in reversed(own) if not is_literal(var) and var.aval.shape == eqn.invars[0].aval.shape]
+        found |= dict.fromkeys((var, *eqn.params["axes"]) for var in own)
     for var, axis in found:
         if not graph.is_constant(var) and jnp.issubdtype(var.aval.dtype, jnp.floating) and var.aval.shape[axis] > 1:
             yield var, axis
@@ -136,7 +137,7 @@ class _Region:
         waiting = sorted(numbers[id(eqn)] for eqn in graph.readers(x))
         while waiting:
             eqn = graph.eqns[heapq.heappop(waiting)]
-            if len(eqn.outvars) > 1 or eqn.outvars[0] in self.values or id(eqn) in graph.sealed:
+            if len(eqn.outvars) != 1 or eqn.outvars[0] in self.values or id(eqn) in graph.sealed:
                 continue
             value = self._evaluated(eqn)
             if value is not None and value.terms and len(value.terms) <= _MOST_TERMS:
@@ -304,7 +305,9 @@ class _Region:
 
     def _joined(self, all_labels: Sequence[Sequence[int | None]], rank: int) -> tuple[int | None, ...] | None:
         found = [{own[dim] for own in all_labels if dim < len(own)} - {None} for dim in range(rank)]
-        return tuple(next(iter(one), None) for one in found) if all(len(one) < 2 for one in found) else None
+        labels = tuple(next(iter(one), None) for one in found)
+        named = [label for label in labels if label is not None]
+        return labels if all(len(one) < 2 for one in found) and len(set(named)) == len(named) else None
 
     def _summed(self, eqn: Any, value: _Value) -> tuple[_Terms | None, Any]:
         if len(eqn.params["axes"]) != 1 or value.labels[eqn.params["axes"][0]] != self.axis:
@@ -384,4 +387,5 @@ def _rooted(terms: _Terms, power: int) -> _Terms | None:
 
 
 def _are_equal(one: _Terms, other: _Terms) -> bool:
-    return all(abs(one.get(key, 0.0) - other.get(key, 0.0)) <= _ROUNDING for key in {*one, *other})
+    largest = max(map(abs, [*one.values(), *other.values()]), default=0.0)
+    return all(abs(one.get(key, 0.0) - other.get(key, 0.0)) <= _ROUNDING * largest for key in {*one, *other})

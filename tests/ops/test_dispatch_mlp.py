@@ -93,6 +93,17 @@ def gradient_stopped(h):
     return h * jax.lax.stop_gradient(jax.nn.sigmoid(h))
 
 
+@jax.custom_vjp
+def clipped_product(a, w):
+    return a @ w
+
+
+clipped_product.defvjp(
+    lambda a, w: (a @ w, (a, w)),
+    lambda kept, g: (jnp.clip(g @ kept[1].T, -50, 50), jnp.clip(kept[0].T @ g, -50, 50)),
+)
+
+
 # name -> (function, whether the report names it)
 MUTATIONS = {
     "hidden array returned": (hidden_too, True),
@@ -106,6 +117,10 @@ MUTATIONS = {
     "a sum in place of a product": (of_pair(lambda gate, up: jax.nn.silu(gate) + up), False),
     "a gate that is another array": (of_pair(lambda gate, up: gate * jax.nn.sigmoid(up)), False),
     "a scale of each column": (lambda p, x: jax.nn.gelu(x @ p["up"] * p["bias"]) * p["bias"] @ p["down"], False),
+    "a product with a derivative of its own": (
+        lambda p, x: clipped_product(jax.nn.gelu((x @ p["up"]).reshape(-1, F)), p["down"]),
+        False,
+    ),
     "softplus": (of(jax.nn.softplus), False),
 }
 

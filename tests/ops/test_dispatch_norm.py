@@ -128,6 +128,13 @@ MUTATIONS = {
     "half of the mean": (lambda x, g, b: (x - mean(x) / 2) * rsqrt(var(x) + EPS) * g, NO_GAIN),
     "a statistic without a gradient": (lambda x, g, b: x * rsqrt(jax.lax.stop_gradient(mean(x**2)) + EPS), None),
     "a statistic that is rounded": (rounded_statistic, None),
+    "an outer product": (
+        lambda x, g, b: x * rsqrt(jnp.sum(x[..., :, None] * x[..., None, :], -1) / D + EPS),
+        None,
+    ),
+    "small and not centered": (lambda x, g, b: 1e-7 * x * rsqrt(var(x) + EPS), NO_GAIN),
+    "the length of a difference from a number": (lambda x, g, b: jnp.sqrt(jnp.mean((g[0] - x) ** 2, -1)), NO_GAIN),
+    "a scaled length": (lambda x, g, b: jnp.sqrt(jnp.sum(g[0] * x**2, -1)), None),
     "a root twice": (lambda x, g, b: x * rsqrt(mean(x**2) + EPS) ** 2 * g, NO_GAIN),
     "fourth powers": (lambda x, g, b: x * rsqrt(mean(x**4) + EPS), None),
     "a mean over two axes": (lambda x, g, b: x * rsqrt(jnp.mean(x**2, (1, 2), keepdims=True) + EPS) * g, None),
@@ -141,6 +148,15 @@ def test_what_is_no_norm_of_one_array_is_left_as_it_is():
         report = fn.report()
         assert not report.replacements, name
         assert re.search(reason, str(report)) if reason else not report.refusals, (name, str(report))
+
+
+def test_a_norm_whose_arrays_are_printed_is_traced():
+    def printed(x):
+        jax.debug.print("{}", x[0, 0, 0])
+        jax.debug.callback(lambda x: None, x)
+        return x * rsqrt(mean(x**2) + EPS)
+
+    np.testing.assert_allclose(dispatch(printed)(X), printed(X), rtol=1e-5)
 
 
 def test_what_stands_beside_a_norm_stays():
