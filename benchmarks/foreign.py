@@ -1,16 +1,16 @@
 """What do the passes make of models that are not ours? The twelve styles and the packages' models of the tests.
 
-    python benchmarks/foreign.py residuals [--models=nanodo,vit] [--compile]   # bytes for the backward pass
+    python benchmarks/foreign.py residuals [--models=nanodo,vit] [--xla] [--compile]   # bytes for the backward pass
     python benchmarks/foreign.py steps [--pairs=7]                 # a whole fp32 step with residual selection
     python benchmarks/foreign.py budget [--share=0.6]              # remat.fit at a share of what a step takes
     python benchmarks/foreign.py dispatch                          # ops found, and those refused
 
 Each prints one table in Markdown, a row per model, as it goes. Bytes held for the backward pass and FLOPs of products
-are counted in the trace; with `--compile` the bytes are those that XLA allocates for the results of the forward pass,
-and gradients are compared with those of fp32 in norm: under autocast, with selection, and in fp32 from weights and
-batch that were rounded to bf16 once. All FLOPs are those of XLA's cost analysis of the program before it is optimized,
-which counts the body of a loop once. A step's bytes are XLA's temporaries on CPU, with the scheduler that minimizes
-memory, as on accelerators.
+are counted in the trace; with `--xla` the bytes are those that XLA allocates for the results of the forward pass; with
+`--compile` gradients are compared with those of fp32 in norm: under autocast, with selection, and in fp32 from weights
+and batch that were rounded to bf16 once. All FLOPs are those of XLA's cost analysis of the program before it is
+optimized, which counts the body of a loop once. A step's bytes are XLA's temporaries on CPU, with the scheduler that
+minimizes memory, as on accelerators.
 """
 
 import argparse
@@ -46,13 +46,13 @@ def print_head(*cells):
     print("|" + "---|" * len(cells), flush=True)
 
 
-def residuals(name, *, small, compiles):
+def residuals(name, *, small, by_xla, compiles):
     """Prints the bytes held for the backward pass by fp32, autocast, and autocast with residual selection."""
     loss, params, batch = ALL[name](small=small)
     autocasted = autocast(loss, "bf16")
     forms = loss, autocasted, select_residuals(autocasted)
     began = time.monotonic()
-    held = [residual_bytes(form, params, batch, by_xla=compiles) for form in forms]
+    held = [residual_bytes(form, params, batch, by_xla=by_xla) for form in forms]
     seconds = time.monotonic() - began
     products = [total_product_flops(form, params, batch) for form in forms[1:]]
     lowered = [step_for_memory(form).lower(params, batch) for form in forms]
@@ -140,7 +140,8 @@ def main() -> None:
     parser.add_argument("table", choices=("residuals", "steps", "budget", "dispatch"))
     parser.add_argument("--models", help="names, with commas; default: all")
     parser.add_argument("--small", action="store_true", help="the sizes of the tests")
-    parser.add_argument("--compile", action="store_true", help="bytes by XLA, and gradients; minutes")
+    parser.add_argument("--xla", action="store_true", help="bytes that XLA allocates")
+    parser.add_argument("--compile", action="store_true", help="compare gradients; minutes")
     parser.add_argument("--share", type=float, default=0.6)
     parser.add_argument("--pairs", type=int, default=7, help="alternating steps of each model")
     args = parser.parse_args()
@@ -151,7 +152,7 @@ def main() -> None:
     if args.table == "residuals":
         distances = ("autocast apart", "selection apart", "rounded apart") if args.compile else ()
         print_head("model", "fp32, MiB", "autocast", "selection", "products", "all FLOPs", "s", *distances)
-        shares = [residuals(name, small=args.small, compiles=args.compile) for name in names]
+        shares = [residuals(name, small=args.small, by_xla=args.xla, compiles=args.compile) for name in names]
         medians = (f"{statistics.median(column):+.0%}" for column in zip(*shares, strict=True))
         print_row("median", "", *medians, *[""] * (3 + len(distances)))
     elif args.table == "steps":

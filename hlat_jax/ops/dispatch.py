@@ -23,13 +23,18 @@ import jax
 import numpy as np
 from jax.extend import core
 
-from hlat_jax.ops import dispatch_attention, dispatch_check, dispatch_loss
+from hlat_jax.ops import dispatch_attention, dispatch_check, dispatch_loss, dispatch_mlp, dispatch_norm
 from hlat_jax.ops.dialect import CallSpec, MeasuredTimes, Op
 from hlat_jax.ops.dispatch_graph import Changed, Choose, Graph, Match, Refusal
 from hlat_jax.passes.jaxpr import CHECKPOINT, traced, without_consts
 
-# graph -> a Match or a Refusal for each place that looks like an op.
-MATCHERS = (dispatch_attention.matches, dispatch_loss.matches)
+# Name of an op -> graph -> a Match or a Refusal for each place that looks like it.
+MATCHERS = {
+    "attention": dispatch_attention.matches,
+    "cross_entropy": dispatch_loss.matches,
+    "norm": dispatch_norm.matches,
+    "mlp": dispatch_mlp.matches,
+}
 
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
@@ -109,6 +114,7 @@ def dispatch(
     times: MeasuredTimes | None = None,
     platform: str | None = None,
     check: bool = True,
+    ops: Sequence[str] = tuple(MATCHERS),
 ) -> Dispatched[_Args, _Result]:
     """Returns a function with the same arguments and results that runs our implementations of ops.
 
@@ -121,18 +127,22 @@ def dispatch(
       platform: for which implementations are chosen; None: that of JAX's default device.
       check: whether each replacement is compared with the original before it is used, by values and gradients, on
         this machine's CPU.
+      ops: names of those that are looked for, of `MATCHERS`.
 
     Raises:
-      ValueError: when called: a function that cannot be traced.
+      ValueError: an unknown op; when called: a function that cannot be traced.
     """
-    return Dispatched(fn, lambda: _Splicer(platform or jax.default_backend(), times, check=check))
+    if isinstance(ops, str) or not set(ops) <= set(MATCHERS):
+        raise ValueError(f"dispatch: ops={ops!r} must be a sequence of names of {', '.join(MATCHERS)}.")
+    return Dispatched(fn, lambda: _Splicer(platform or jax.default_backend(), times, check=check, ops=ops))
 
 
 class _Splicer:
     """Replaces ops in jaxprs, and records what it does."""
 
-    def __init__(self, platform: str, times: MeasuredTimes | None, *, check: bool):
+    def __init__(self, platform: str, times: MeasuredTimes | None, *, check: bool, ops: Sequence[str]):
         self.platform, self.times, self.check = platform, times, check
+        self.matchers = [matcher for op, matcher in MATCHERS.items() if op in ops]
         self.replacements: dict[Any, Replacement] = {}
         self.refusals: list[Refusal] = []
 
@@ -158,7 +168,7 @@ class _Splicer:
     def _used(self, graph: Graph) -> list[tuple[Match, Callable]]:
         used: list[tuple[Match, Callable]] = []
         taken: set[int] = set()
-        for matcher in MATCHERS:
+        for matcher in self.matchers:
             for found in matcher(graph):
                 if isinstance(found, Refusal):
                     self.refusals.append(found)

@@ -144,7 +144,7 @@ def reduced_axes(layout: Layout, total: Layout) -> tuple[Axis, ...]:
     return tuple(axis for axis in all_leaves(layout) if axis not in left)
 
 
-def is_sum_over(add: Any, own: Layout, layouts: tuple[Layout, Layout], total: Layout) -> bool:
+def is_sum_over(add: Any, own: Layout, *, layouts: tuple[Layout, Layout], total: Layout) -> bool:
     """Returns whether a sum is over the axes that `total` lacks, with its results where `total` has them.
 
     Args:

@@ -50,8 +50,8 @@ def difference(graph: Graph, match: Match) -> tuple[float, float]:
     Raises:
       ValueError: the match lacks an input of the original, or the two cannot be run.
     """
-    names = [var.aval.dtype.name for var in match.inputs if jnp.issubdtype(var.aval.dtype, jnp.floating)]
-    tolerance = max((TOLERANCES.get(name, 1e-5) for name in names), default=1e-5)
+    floats = [var.aval.dtype for var in (*match.inputs, *match.outputs) if jnp.issubdtype(var.aval.dtype, jnp.floating)]
+    tolerance = max((TOLERANCES.get(dtype.name, 1e-5) for dtype in floats), default=1e-5)
     graph.steps([], given=match.inputs, wanted=match.outputs)  # raises if it depends on another input
     cut = _Cut(graph, match)
     if cut.sizes:

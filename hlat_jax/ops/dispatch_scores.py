@@ -165,7 +165,7 @@ class Scores:
         if (
             summed is not weights
             or not reduced
-            or not is_sum_over(add, own, (summed_layout, weights_layout), total_layout)
+            or not is_sum_over(add, own, layouts=(summed_layout, weights_layout), total=total_layout)
         ):
             return None
         scores, scores_layout = self._shifted(exp.invars[0], weights_layout, reduced)
@@ -203,7 +203,7 @@ class Scores:
             raise NotAttention
         scores, scores_layout = self._shifted(sub.invars[0], layout, reduced)
         other, other_layout = self._shifted(inner.invars[0], summed_layout, None)
-        if other is not scores or not is_sum_over(add, own, (other_layout, scores_layout), total_layout):
+        if other is not scores or not is_sum_over(add, own, layouts=(other_layout, scores_layout), total=total_layout):
             raise NotAttention
         return scores, scores_layout, reduced
 

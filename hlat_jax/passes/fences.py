@@ -14,71 +14,106 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.custom_derivatives import SymbolicZero
+from jax.extend import core
 
+from hlat_jax.host.jax_compat import ad, batching, mlir
 from hlat_jax.passes.jaxpr import is_inexact, varying_axes
 
 
 def checkpointed(fn: Callable, *, policy: Callable, waiting: Sequence[bool]) -> Callable:
-    """Returns `fn` under `jax.checkpoint`, with a backward pass in order. It has no forward-mode derivative.
+    """Returns `fn` under `jax.checkpoint`, with a backward pass in order.
 
     Args:
       fn: arrays -> list of arrays; closes over no traced values.
       policy: as for `jax.checkpoint`.
-      waiting: for each argument, whether recomputation from it waits: activations should, weights need not.
+      waiting: for each argument, whether recomputation from it waits: activations should, weights need not. That from
+        saved values waits too.
     """
     rematerialized = jax.checkpoint(fn, policy=policy)
 
-    @jax.custom_vjp
+    @jax.custom_jvp
     def run(*args: Any) -> list:
         return fn(*args)
 
-    def forward(*primals: Any) -> tuple[list, Any]:
-        args = [primal.value for primal in primals]
-        places = [at for at, one in enumerate(primals) if one.perturbed and is_inexact(jax.typeof(one.value))]
+    def derivative(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list, list]:
+        places = [at for at, tangent in enumerate(tangents) if not isinstance(tangent, SymbolicZero)]
 
         def of_perturbed(*perturbed: Any) -> list:
-            merged = list(args)
+            merged = list(primals)
             for at, value in zip(places, perturbed, strict=True):
                 merged[at] = value
             return rematerialized(*merged)
 
-        outs, pullback = jax.vjp(of_perturbed, *(args[at] for at in places))
-        waits = [
-            any(leaf is arg for arg, wait in zip(args, waiting, strict=True) if wait)
-            for leaf in jax.tree.leaves(pullback)
+        outs, pushforward = jax.linearize(of_perturbed, *(primals[at] for at in places))
+        held, structure = jax.tree.flatten(pushforward)
+        floats = [is_inexact(jax.typeof(out)) for out in outs]
+        weights = [arg for arg, wait in zip(primals, waiting, strict=True) if not wait]
+
+        def push(*args: Any) -> list:
+            pushed = jax.tree.unflatten(structure, args[: len(held)])(*args[len(held) :])
+            return [tangent for tangent, is_float in zip(pushed, floats, strict=True) if is_float]
+
+        found = iter(
+            _pushed.bind(
+                *held,
+                *(tangents[at] for at in places),
+                push=push,
+                waits=tuple(not any(one is weight for weight in weights) for one in held),
+                entering=tuple(waiting[at] for at in places),
+            )
+        )
+        return outs, [
+            next(found) if is_float else np.zeros(out.shape, jax.dtypes.float0)
+            for out, is_float in zip(outs, floats, strict=True)
         ]
-        return outs, (pullback, _as_structure(waits), _as_structure(at in places for at in range(len(args))))
 
-    def backward(residuals: Any, cotangents: list) -> tuple:
-        pullback, waits, is_perturbed = residuals
-        nonzero = [ct for ct in cotangents if not isinstance(ct, SymbolicZero)]
-        leaves, structure = jax.tree.flatten(pullback)
-        held = iter(_after([leaf for leaf, wait in zip(leaves, waits, strict=True) if wait == ()], nonzero)[0])
-        leaves = [next(held) if wait == () else leaf for leaf, wait in zip(leaves, waits, strict=True)]
-        grads = iter(jax.tree.unflatten(structure, leaves)([_instantiated(ct) for ct in cotangents]))
-        grads = [next(grads) if moves == () else None for moves in is_perturbed]
-        entering = [at for at, wait in enumerate(waiting) if wait and grads[at] is not None]
-        weights = [at for at, wait in enumerate(waiting) if not wait and grads[at] is not None]
-        ordered = _after([grads[at] for at in entering], [grads[at] for at in weights])
-        for at, grad in zip((*entering, *weights), (*ordered[0], *ordered[1]), strict=True):
-            grads[at] = grad
-        return tuple(grads)
-
-    run.defvjp(forward, backward, symbolic_zeros=True)
+    run.defjvp(derivative, symbolic_zeros=True)
     return run
 
 
-def _as_structure(flags: Any) -> tuple:
-    """Returns flags as a pytree without leaves, for residuals: () is true, None is false."""
-    return tuple(() if flag else None for flag in flags)
+# The derivative of a block as one operation: what it holds and tangents -> tangents, with a transpose in order.
+# Parameters: push, the function; waits, for each array held whether recomputation from it waits; entering, for each
+# tangent whether its gradient waits for those of the others.
+_pushed = core.Primitive("ordered_pushforward")
+_pushed.multiple_results = True
+_pushed.def_impl(lambda *args, push, **_: push(*args))
+_pushed.def_abstract_eval(lambda *avals, push, **_: jax.make_jaxpr(push)(*avals).out_avals)
+mlir.register_lowering(_pushed, mlir.lower_fun(lambda *args, push, **_: push(*args), multiple_results=True))
 
 
-def _instantiated(cotangent: Any) -> Any:
-    if not isinstance(cotangent, SymbolicZero):
-        return cotangent
-    aval: Any = cotangent.aval
-    return jnp.zeros(aval.shape, aval.dtype)
+def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, push: Callable, **_: Any) -> tuple[list, list]:
+    return jax.jvp(push, tuple(primals), tuple(map(ad.instantiate_zeros, tangents)))
+
+
+def _transposed(cotangents: Sequence[Any], *args: Any, push: Callable, waits: tuple, entering: tuple) -> list:
+    held, tangents = list(args[: len(waits)]), args[len(waits) :]
+    nonzero = [cotangent for cotangent in cotangents if not isinstance(cotangent, ad.Zero)]
+    places = [at for at, wait in enumerate(waits) if wait]
+    for at, value in zip(places, _after([held[at] for at in places], nonzero)[0], strict=True):
+        held[at] = value
+    pull = jax.linear_transpose(functools.partial(push, *held), *(tangent.aval for tangent in tangents))
+    grads = list(pull([ad.instantiate_zeros(cotangent) for cotangent in cotangents]))
+    first = [at for at, enters in enumerate(entering) if enters]
+    last = [at for at, enters in enumerate(entering) if not enters]
+    ordered = _after([grads[at] for at in first], [grads[at] for at in last])
+    for at, grad in zip((*first, *last), (*ordered[0], *ordered[1]), strict=True):
+        grads[at] = grad
+    return [None] * len(held) + grads
+
+
+def _batched(axis: Any, args: Sequence[Any], dims: Sequence[Any], *, push: Callable, **params: Any) -> tuple:
+    mapped = jax.vmap(
+        push, in_axes=tuple(dims), axis_name=axis.name, axis_size=axis.size, spmd_axis_name=axis.spmd_name
+    )
+    outs = _pushed.bind(*args, push=mapped, **params)
+    return outs, [0] * len(outs)
+
+
+ad.primitive_jvps[_pushed] = _jvp
+ad.primitive_transposes[_pushed] = _transposed
+batching.fancy_primitive_batchers[_pushed] = _batched
 
 
 @jax.custom_jvp

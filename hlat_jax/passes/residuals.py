@@ -25,65 +25,12 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 
-from hlat_jax.host.jax_compat import partial_eval
 from hlat_jax.host.neuron_lowering import elide_idle_roundings
-from hlat_jax.passes.jaxpr import (
-    COLLECTIVES,
-    PLAIN_CALLS,
-    TRANSCENDENTAL,
-    aval_bytes,
-    called,
-    inner_jaxprs,
-    is_inexact,
-    manual_axes,
-    place_of,
-    rebind,
-    traced,
-)
-from hlat_jax.passes.products import PRODUCTS, product_flops
+from hlat_jax.passes import derivatives
+from hlat_jax.passes.jaxpr import aval_bytes, is_inexact, manual_axes, place_of, rebind, traced
 
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
-
-
-def _names(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
-_MOVES = _names(
-    """
-    broadcast_in_dim reshape squeeze expand_dims transpose rev slice dynamic_slice pad concatenate split iota copy
-    copy_p name stop_gradient convert_element_type reduce_precision saturated_cast pvary pcast
-    """
-)
-_ELEMENTWISE = TRANSCENDENTAL | _names(
-    """
-    neg abs sign floor ceil round is_finite expm1 tan asin acos atan atan2 sinh cosh asinh acosh atanh square
-    integer_pow add sub mul add_any rem max min clamp select_n eq ne lt le gt ge and or xor not nextafter
-    shift_left shift_right_arithmetic shift_right_logical real imag conj complex population_count clz
-    """
-)
-_REDUCTIONS = _names("reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin")
-_CHEAP = _MOVES | _ELEMENTWISE | _REDUCTIONS
-# Not executed again, but may stand between cheap operations in one checkpoint: their derivatives read operands alone.
-_COSTLY = (
-    PRODUCTS
-    | (frozenset(COLLECTIVES) - {"pmax", "pmin"})
-    | _names(
-        """
-        gather scatter scatter-add scatter_add scatter-mul dynamic_update_slice cumsum sharding_constraint
-        reduce_window_sum reduce_window_max reduce_window_min select_and_scatter_add
-        random_bits random_seed random_wrap random_unwrap random_fold_in random_split threefry2x32
-        """
-    )
-)
-# Their derivatives read no operand, whichever operands have one.
-_LINEAR = (
-    (_MOVES - {"dynamic_slice"})
-    | (frozenset(COLLECTIVES) - {"pmax", "pmin"})
-    | _names("add sub add_any neg reduce_sum cumsum real imag conj")
-)
-_BILINEAR = PRODUCTS | {"mul"}
 # Bytes that are kept rather than one FLOP computed again: the first at which recomputation stays within its share of
 # the FLOPs of products, else the last.
 _RATES = (0.01, 0.03, 0.1, 0.5)
@@ -213,7 +160,7 @@ class _Selection:
     def _inline(self, jaxpr: Any, env: dict[Any, Any], calls: tuple) -> None:
         for eqn in jaxpr.eqns:
             ins = [var if isinstance(var, core.Literal) else env[var] for var in eqn.invars]
-            inner = _plain_call(eqn)
+            inner = derivatives.plain_call(eqn)
             if inner is None:
                 op = _Op(eqn, calls, ins, [self._new(var.aval) for var in eqn.outvars])
                 self.ops.append(op)
@@ -232,8 +179,8 @@ class _Selection:
         for op in self.ops:
             eqn = op.eqn
             op.bind = lambda ins, eqn=eqn: rebind(eqn, ins)
-            op.kind = _kind(eqn)
-            op.flops = _flops(eqn)
+            op.kind = derivatives.kind_of(eqn)
+            op.flops = derivatives.flops_of(eqn)
             if self.invariants.issuperset(op.operands):
                 self.invariants.update(op.outs)
             is_active = [not isinstance(value, core.Literal) and value in active for value in op.ins]
@@ -243,11 +190,11 @@ class _Selection:
                 continue
             active |= {value for value in op.outs if is_inexact(self.avals[value])}
             if op.kind == "opaque":
-                ins, outs = _held(op, is_active)
+                ins, outs = derivatives.held_by_derivative(eqn, is_active, bind=op.bind)
                 self.held |= {op.ins[i] for i in ins if not isinstance(op.ins[i], core.Literal)}
                 self.held |= {op.outs[i] for i in outs}
                 continue
-            read = _read_by_derivative(eqn, is_active)
+            read = derivatives.read_by_derivative(eqn, is_active)
             if read is None:
                 op.kind = "opaque"
                 self.held |= set(op.operands)
@@ -472,101 +419,6 @@ def _shard_mapped(eqn: Any, ins: Sequence[Any], **options: Any) -> list[Any]:
         check_vma=params["check_vma"],
     )
     return list(mapped(*ins))
-
-
-def _has_effects(eqn: Any) -> bool:
-    """Returns whether an equation does more than compute its results; that it reads a mesh axis does not count."""
-    return any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
-
-
-def _plain_call(eqn: Any) -> Any:
-    """Returns the jaxpr of a call that can be inlined; None for other equations."""
-    if eqn.primitive.name not in PLAIN_CALLS or _has_effects(eqn):
-        return None
-    placed = [*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ())]
-    if any(isinstance(sharding, jax.sharding.Sharding) for sharding in placed):
-        return None
-    inner = called(eqn)
-    return None if inner.constvars or getattr(eqn.params.get("jaxpr"), "consts", ()) else inner
-
-
-def _kind(eqn: Any) -> str:
-    name = eqn.primitive.name
-    if _has_effects(eqn):
-        return "opaque"
-    if name in _CHEAP:
-        return "cheap"
-    if name in _COSTLY:
-        return "costly"
-    if name == "custom_jvp_call" and all(_kind(inner) == "cheap" or _plain_call(inner) is not None
-                                         for inner in _all_equations(called(eqn))):  # fmt: skip
-        return "cheap"
-    return "opaque"
-
-
-def _all_equations(jaxpr: Any):
-    for eqn in jaxpr.eqns:
-        yield eqn
-        if eqn.primitive.name != "custom_jvp_call":
-            for inner in inner_jaxprs(eqn):
-                yield from _all_equations(inner)
-
-
-def _flops(eqn: Any) -> float:
-    """Returns the FLOPs of an equation; an exponential counts as four, and moving elements as none."""
-    name = eqn.primitive.name
-    if name in PRODUCTS:
-        return product_flops(eqn)
-    inner = list(inner_jaxprs(eqn)) if name not in _CHEAP else []
-    if inner:
-        return sum(_flops(one) for jaxpr in inner for one in jaxpr.eqns)
-    if name in _MOVES - {"convert_element_type", "saturated_cast"}:
-        return 0.0
-    size = max((getattr(var.aval, "size", 0) for var in (*eqn.invars, *eqn.outvars)), default=0)
-    per_element = 5.0 if name == "saturated_cast" else 4.0 if name in TRANSCENDENTAL - {"div"} else 1.0
-    return per_element * size
-
-
-def _read_by_derivative(eqn: Any, is_active: Sequence[bool]) -> list[int] | None:
-    """Returns the numbers of the operands that the derivative of an equation reads; None if that is costly."""
-    name = eqn.primitive.name
-    if name in _LINEAR:
-        return []
-    if name in _BILINEAR and len(eqn.invars) == 2:
-        return [1 - i for i, active in enumerate(is_active) if active]
-    jaxpr, _, held = _derivative(lambda ins: rebind(eqn, ins), eqn, is_active)
-    live, used = partial_eval.dce_jaxpr(jaxpr.replace(outvars=held), [True] * len(held))
-    if any(_kind(one) != "cheap" and _plain_call(one) is None for one in _all_equations(live)):
-        return None
-    return [i for i, is_used in enumerate(used) if is_used]
-
-
-def _held(op: _Op, is_active: Sequence[bool]) -> tuple[list[int], list[int]]:
-    """Returns the numbers of the operands and of the results that the derivative of an operation holds."""
-    if op.eqn.primitive.name in ("while", "pallas_call"):
-        return [], []
-    try:
-        jaxpr, outs, held = _derivative(op.bind, op.eqn, is_active)
-    except (NotImplementedError, TypeError, ValueError):  # not differentiable in reverse
-        return [], []
-    return [i for i, var in enumerate(jaxpr.invars) if var in held], [i for i, var in enumerate(outs) if var in held]
-
-
-def _derivative(bind: Callable, eqn: Any, is_active: Sequence[bool]) -> tuple[Any, list, list]:
-    """Returns (jaxpr of an equation and of what its derivative holds, variables of the former, of the latter)."""
-
-    def differentiated(*ins):
-        def of_active(*active):
-            active = iter(active)
-            return bind([next(active) if is_one else one for is_one, one in zip(is_active, ins, strict=True)])
-
-        outs, pull = jax.vjp(of_active, *[one for is_one, one in zip(is_active, ins, strict=True) if is_one])
-        return [*outs, *jax.tree.leaves(pull)]
-
-    jaxpr = jax.make_jaxpr(differentiated)(*[var.aval for var in eqn.invars]).jaxpr
-    num_outs = len(eqn.outvars)
-    held = [var for var in jaxpr.outvars[num_outs:] if not isinstance(var, core.Literal)]
-    return jaxpr, jaxpr.outvars[:num_outs], held
 
 
 def _source_side(num_nodes: int, source: int, sink: int, edges: dict, infinite: set) -> set[int]:

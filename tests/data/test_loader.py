@@ -528,7 +528,7 @@ def test_batch_hash_depends_on_tokens_weights_and_row_order(corpus):
     assert loader.batch_hash(batch, rows=swapped) != reference
 
 
-@pytest.mark.quick_cases("documents")
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["concat", "documents"])
 def test_one_bad_record_is_skipped_in_any_row(tmp_path, kind):
     lines = [json.dumps({"text": None if number == 4 else f"text {number} of nine"}) for number in range(9)]

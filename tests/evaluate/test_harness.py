@@ -229,6 +229,7 @@ def test_evaluate_refuses_tasks_it_cannot_run(words, message, folder, evaluate_h
     assert message in error
 
 
+@pytest.mark.slow
 def test_suites_name_existing_tasks_and_metrics(folder):
     index = tasks.manager(str(folder)).task_index
     for suite in suites.SUITES.values():
@@ -332,6 +333,7 @@ def test_unknown_task_is_refused_before_creating_the_run_folder(folder, train_he
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_complete_run_fetches_no_tasks(with_tasks, train_here, monkeypatch):
     workdir, _, _ = with_tasks
     c = json.loads((workdir / "config.json").read_text())

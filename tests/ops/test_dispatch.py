@@ -168,6 +168,7 @@ def report_of(fn, *args, **options):
     return ours.report()
 
 
+@pytest.mark.quick_cases("jax.nn, causal", "flax.linen", "heads first", "repeated heads", "causal and key mask")
 @pytest.mark.parametrize("name", RECOGNIZED)
 def test_attention_is_recognized_in_the_form_of(name):
     fn, args, facts = RECOGNIZED[name]
@@ -438,6 +439,7 @@ def test_large_originals_are_compared_at_two_rows_and_two_heads(monkeypatch):
     assert one.difference < 2e-6
 
 
+@pytest.mark.slow
 def test_static_arguments_go_through_all_passes():
     def loss(params, x, *, train, act):
         return jnp.mean(act(x @ params["w"]) if train else x @ params["w"])

@@ -3,7 +3,6 @@
 import collections
 import functools
 import math
-import re
 
 import jax
 import micro
@@ -11,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 from lowered import assert_no_forbidden_operations, lowered_for_neuron
-from mutations import recorded_collectives
+from mutations import scope, traced_with_switches
 
 from hlat_jax.batch import abstract_batch, segmented_batch
 from hlat_jax.config import ParallelConfig, default, load
@@ -25,7 +24,7 @@ from hlat_jax.parallel.replica_sync import ReplicaSync
 from hlat_jax.parallel.sharding import make_layout, resolve_degrees, shard_batch
 from hlat_jax.passes.jaxpr import equations
 from hlat_jax.passes.products import live_jaxpr
-from hlat_jax.plan.collectives import collectives, counted
+from hlat_jax.plan.collectives import collectives
 from hlat_jax.plan.traffic import traced_collectives
 from hlat_jax.precision import NEAREST, Accumulation
 from hlat_jax.program import accumulated
@@ -288,21 +287,16 @@ def test_evaluation_over_a_mesh_equals_one_device(name):
     np.testing.assert_allclose(got, np.asarray(sums), rtol=1e-6)
 
 
-def one_step(config, layout, state, *, unless=None):
-    """Returns every number of a first step at full learning rate, what the program computes, and its collectives.
-
-    The numbers: sums, moments (so gradients), weights; None where the program is `unless`, for nothing has to run then.
-    """
+def first_step(config, layout, initial):
+    """Returns the step of a program and its arguments: the state, a batch, the full learning rate."""
     program = make_program(config, layout)
-    state = jax.tree.map(lambda whole, like: jax.device_put(whole, like.sharding), state, program.abstract_state)
-    batch = shard_batch(make_segments(0, config), layout)
-    traced = program.step.trace(state, batch, np.float32(1e-2))
-    jaxpr = live_jaxpr(traced)
-    text, table = re.sub("0x[0-9a-f]+", "", str(jaxpr)), counted(traced_collectives(jaxpr, layout.mesh))
-    if text == unless:
-        return None, text, table
-    state, metrics = traced.lower().compile()(state, batch, np.float32(1e-2))
-    return jax.device_get((metrics, state["opt_state"]["inner"], state["params"])), text, table
+    state = jax.tree.map(lambda whole, like: jax.device_put(whole, like.sharding), initial, program.abstract_state)
+    return program.step, (state, shard_batch(make_segments(0, config), layout), np.float32(1e-2))
+
+
+def numbers(state, metrics):
+    """Returns every number of a step: sums, moments (so gradients), weights."""
+    return jax.device_get((metrics, state["opt_state"]["inner"], state["params"]))
 
 
 def max_relative_error(got, wanted):
@@ -334,22 +328,26 @@ def test_every_collective_is_necessary(name):
     config = configured(**changes)
     one = configured(data=1, **{k: changes[k] for k in (*MODEL_ONLY, "clip_norm", "eps", "num_layers") if k in changes})
     initial = jax.device_get(make_program(one, layout_of(one, jax.devices()[:1])).init_state())
-    wanted, _, _ = one_step(one, layout_of(one, jax.devices()[:1]), initial)
+    step, arguments = first_step(one, layout_of(one, jax.devices()[:1]), initial)
+    wanted = numbers(*step(*arguments))
     layout = layout_of(config)
-    with recorded_collectives() as places:
-        whole, program, table = one_step(config, layout, initial)
-    assert max_relative_error(whole, wanted) < 1e-4
-    num_left_out, harmless = 0, []
-    for place in places:
-        jax.clear_caches()
-        with recorded_collectives(without=place):
-            got, _, other_table = one_step(config, layout, initial, unless=program)
-        if got is not None:  # None: traced to know its shape, or for a value that nothing reads
-            num_left_out += 1
-            assert other_table != table
-            if max_relative_error(got, wanted) < 1e-3:
-                harmless.append(place)
-    assert num_left_out > 5
+    step, arguments = first_step(config, layout, initial)
+    traced, places, is_on = traced_with_switches(lambda *args: step(*args), *arguments)
+    jaxpr = live_jaxpr(traced)
+    # the others were traced to know their shape, or for a value that nothing reads
+    switched = [str(eqn.source_info.name_stack) for eqn, _ in equations(jaxpr) if eqn.primitive.name == "select_n"]
+    live = [index for index in range(len(places)) if any(scope(index) in found for found in switched)]
+    assert len(live) > 5
+    counted = [found.op_name for found in traced_collectives(jaxpr, layout.mesh)]
+    assert [index for index in live if any(scope(index) in found for found in counted)] == live
+
+    run, harmless = traced.lower().compile(), []
+    assert max_relative_error(numbers(*run(*arguments)), wanted) < 1e-4
+    for index in live:
+        is_on[index] = False
+        if max_relative_error(numbers(*run(*arguments)), wanted) < 1e-3:
+            harmless.append(places[index])
+        is_on[index] = True
     assert not harmless
 
 
@@ -424,7 +422,8 @@ def test_pipeline_and_kv_replication_gradients_match_scan_and_unroll():
         "kv-copies": one | LAYOUTS["kv-copies"],
     }.items():
         config, layout = _with_layout(configured(**changes), jax.devices()[: 1 if changes.get("data") == 1 else 8])
-        moments[name] = one_step(config, layout, initial)[0][1]["mu"]
+        step, arguments = first_step(config, layout, initial)
+        moments[name] = numbers(*step(*arguments))[1]["mu"]
     for name in ("unroll", "pipe", "kv-copies"):
         assert max_relative_error(moments[name], moments["scan"]) < 1e-5, name  # fp32 sums in another order
 

@@ -55,12 +55,14 @@ def close(fn, wanted, *args, rtol=2e-6):
         np.testing.assert_allclose(found, want, rtol=0, atol=rtol * np.abs(want).max())
 
 
+@pytest.mark.quick_cases("gelu")
 @pytest.mark.parametrize("act", [jax.nn.gelu, jax.nn.relu, jax.nn.silu, jnp.tanh], ids=lambda act: act.__name__)
 def test_an_mlp_keeps_one_narrow_array_of_its_hidden_width(act):
     fn = autocast(total(functools.partial(mlp, act=act)), "bf16")
     assert residual_bytes(select_residuals(fn), *arguments()) == ROWS * F * 2 < residual_bytes(fn, *arguments()) / 2
 
 
+@pytest.mark.slow
 def test_attention_keeps_its_scores_once_and_layer_norm_its_input():
     def attention(params, x):
         return jax.nn.softmax(x @ x.T) @ norm(params, x) @ params["up"]
@@ -98,7 +100,7 @@ def test_gradients_under_autocast_are_as_far_from_fp32_as_those_of_autocast_alon
     assert 0 < distance(found, exact) < 1.2 * distance(alone, exact)
 
 
-@pytest.mark.quick_cases("unrolled")
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", [unrolled, scanned])
 def test_peak_memory_of_a_step_does_not_grow(loss):
     def temporaries(fn):
@@ -159,6 +161,7 @@ def far_readers(params, x):
     return jnp.sum(jnp.sin((first * last) @ params["down"]) ** 2)
 
 
+@pytest.mark.slow
 def test_second_derivatives_pass_through_what_is_recomputed_elsewhere():
     params = {name: arguments()[0][name][:32, :32] * 2 for name in ("up", "down")}
     x = arguments()[1][:16, :32]
@@ -176,6 +179,7 @@ def test_it_composes_with(case):
     close(jax.jit(program(select_residuals)), jax.jit(program(lambda fn: fn)), *arguments(), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_the_function_keeps_its_policy():
     policy = jax.checkpoint_policies.save_only_these_names("wide")
     block = jax.checkpoint(

@@ -236,6 +236,39 @@ def test_second_derivatives_and_vmap_pass_through_segments():
 
 
 @pytest.mark.slow
+def test_forward_mode_passes_through_segments():
+    params, x = arguments(dim=4, hidden=6, rows=3)
+    planned = remat.regions(unrolled, NOTHING, region="segments")
+
+    for transform in (
+        lambda fn: jax.jvp(fn, (params, x), (params, x)),
+        lambda fn: jax.hessian(fn, argnums=1)(params, x),
+        lambda fn: jax.jacfwd(jax.jacfwd(fn, argnums=1), argnums=1)(params, x),
+        lambda fn: jax.jacrev(jax.jacfwd(fn, argnums=1), argnums=1)(params, x),
+    ):
+        wanted, got = (jax.jit(functools.partial(transform, fn))() for fn in (unrolled, planned))
+        assert_same(wanted, got, rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_gradients_of_a_mapped_function_with_a_named_axis_pass_through_segments():
+    params, x = arguments(dim=4, hidden=6, rows=3)
+    averaged = functools.partial(unrolled, block=lambda one, x: mlp_block(one, jax.lax.pmean(x, "rows")))
+    planned = remat.regions(averaged, NOTHING, region="segments")
+
+    def mapped(fn):
+        return jax.vmap(fn, in_axes=(None, 0), axis_name="rows")
+
+    wanted, got = (
+        jax.jit(jax.grad(lambda params, x, fn=fn: jnp.sum(mapped(fn)(params, x)), argnums=(0, 1)))(
+            params, jnp.stack([x, 2 * x])
+        )
+        for fn in (averaged, planned)
+    )
+    assert_same(wanted, got, rtol=1e-4)
+
+
+@pytest.mark.slow
 def test_segments_run_inside_shard_map_and_under_autocast():
     mesh = jax.make_mesh((min(2, jax.device_count()),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     params, x = arguments()

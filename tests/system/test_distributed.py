@@ -112,6 +112,7 @@ def test_two_processes_train_and_validate_as_one_does(alone, stopped):
     assert_same_rows(rows, wanted[: len(rows)])
 
 
+@pytest.mark.slow
 def test_sigterm_on_one_of_two_processes_saves_all_and_exits_0(stopped):
     workdir, job = stopped
     [step] = micro.saved_steps(workdir)
@@ -119,6 +120,7 @@ def test_sigterm_on_one_of_two_processes_saves_all_and_exits_0(stopped):
     assert f"stopped by SIGTERM after step {step}, saved in {workdir}" in job.out(0)
 
 
+@pytest.mark.slow
 def test_only_process_0_prints(stopped):
     _, job = stopped
     assert "sample before training: It is" in job.out(0)

@@ -35,7 +35,11 @@ CHECKED = (
 )
 # What is run is shorter than what is shown.
 SHORTER = (
-    (rf"^({_TRAIN} --config=tiny .*)", r"\1 --config.train.num_steps=12 --config.checkpoint.every_steps=6"),
+    (
+        rf"^({_TRAIN} --config=tiny .*)",
+        r"\1 --config.train.num_steps=12 --config.checkpoint.every_steps=6 --config.train.num_eval_batches=2"
+        r" --config.model.num_layers=1",
+    ),
     (r"runs/tiny/checkpoints/300 runs/tiny/checkpoints/400", "runs/tiny/checkpoints/6 runs/tiny/checkpoints/12"),
     (r"branch_from=runs/tiny@300 (.*)num_steps=800", r"branch_from=runs/tiny@6 \1num_steps=12"),
     (r"runs/70b/checkpoints/415000 runs/70b/checkpoints/429000", "runs/tiny/checkpoints/6 runs/tiny/checkpoints/12"),

@@ -4,6 +4,7 @@ import json
 import sys
 
 import micro
+import pytest
 
 LEAVES = ("hf", "evaluate", "plan", "neuron")
 # The keys that ask for a leaf.
@@ -50,6 +51,7 @@ print(json.dumps([without, asked]))
 """
 
 
+@pytest.mark.slow
 def test_run_trains_without_each_leaf_and_refuses_keys_that_need_it(tmp_path):
     words = [json.dumps(LEAVES), json.dumps(KEYS), str(micro.write_config(tmp_path)), str(tmp_path)]
     done = micro.run([sys.executable, "-c", SCRIPT, *words], micro.environment(tmp_path / "cache"), timeout_s=300)

@@ -100,6 +100,7 @@ def test_resume_after_a_full_disk_while_logging_equals_the_uninterrupted_run(uni
     assert not kill_trials.differences(config, workdir, expected)
 
 
+@pytest.mark.slow
 def test_sigterm_saves_and_exits_0_and_the_same_command_resumes(uninterrupted, tmp_path):
     config, env, expected = uninterrupted
     words, workdir = micro.command(config, tmp_path / "stopped", "checkpoint.every_steps=0"), tmp_path / "stopped"

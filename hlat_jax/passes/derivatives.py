@@ -1,0 +1,159 @@
+"""What the equations of a program are to a backward pass: work that is cheap to do again, FLOPs, what derivatives read.
+
+A kind is cheap (elementwise work, moves, reductions: done again rather than kept), costly (products, gathers, random
+bits, collectives: never done again) or opaque (loops, `custom_vjp`, effects: outside of every checkpoint).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+from jax.extend import core
+
+from hlat_jax.host.jax_compat import partial_eval
+from hlat_jax.passes.jaxpr import COLLECTIVES, PLAIN_CALLS, TRANSCENDENTAL, called, inner_jaxprs, rebind
+from hlat_jax.passes.products import PRODUCTS, product_flops
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_MOVES = _names(
+    """
+    broadcast_in_dim reshape squeeze expand_dims transpose rev slice dynamic_slice pad concatenate split iota copy
+    copy_p name stop_gradient convert_element_type reduce_precision saturated_cast pvary pcast
+    """
+)
+_ELEMENTWISE = TRANSCENDENTAL | _names(
+    """
+    neg abs sign floor ceil round is_finite expm1 tan asin acos atan atan2 sinh cosh asinh acosh atanh square
+    integer_pow add sub mul add_any rem max min clamp select_n eq ne lt le gt ge and or xor not nextafter
+    shift_left shift_right_arithmetic shift_right_logical real imag conj complex population_count clz
+    """
+)
+_REDUCTIONS = _names("reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin")
+_CHEAP = _MOVES | _ELEMENTWISE | _REDUCTIONS
+# Not executed again, but may stand between cheap operations in one checkpoint: their derivatives read operands alone.
+_COSTLY = (
+    PRODUCTS
+    | (frozenset(COLLECTIVES) - {"pmax", "pmin"})
+    | _names(
+        """
+        gather scatter scatter-add scatter_add scatter-mul dynamic_update_slice cumsum sharding_constraint
+        reduce_window_sum reduce_window_max reduce_window_min select_and_scatter_add
+        random_bits random_seed random_wrap random_unwrap random_fold_in random_split threefry2x32
+        """
+    )
+)
+# Their derivatives read no operand, whichever operands have one.
+_LINEAR = (
+    (_MOVES - {"dynamic_slice"})
+    | (frozenset(COLLECTIVES) - {"pmax", "pmin"})
+    | _names("add sub add_any neg reduce_sum cumsum real imag conj")
+)
+_BILINEAR = PRODUCTS | {"mul"}
+
+
+def _has_effects(eqn: Any) -> bool:
+    """Returns whether an equation does more than compute its results; that it reads a mesh axis does not count."""
+    return any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
+
+
+def plain_call(eqn: Any) -> Any:
+    """Returns the jaxpr of a call that can be inlined; None for other equations."""
+    if eqn.primitive.name not in PLAIN_CALLS or _has_effects(eqn):
+        return None
+    placed = [*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ())]
+    if any(isinstance(sharding, jax.sharding.Sharding) for sharding in placed):
+        return None
+    inner = called(eqn)
+    return None if inner.constvars or getattr(eqn.params.get("jaxpr"), "consts", ()) else inner
+
+
+def kind_of(eqn: Any) -> str:
+    """Returns the kind of an equation: cheap, costly or opaque."""
+    name = eqn.primitive.name
+    if _has_effects(eqn):
+        return "opaque"
+    if name in _CHEAP:
+        return "cheap"
+    if name in _COSTLY:
+        return "costly"
+    if name == "custom_jvp_call" and all(kind_of(inner) == "cheap" or plain_call(inner) is not None
+                                         for inner in _all_equations(called(eqn))):  # fmt: skip
+        return "cheap"
+    return "opaque"
+
+
+def _all_equations(jaxpr: Any) -> Iterator[Any]:
+    for eqn in jaxpr.eqns:
+        yield eqn
+        if eqn.primitive.name != "custom_jvp_call":
+            for inner in inner_jaxprs(eqn):
+                yield from _all_equations(inner)
+
+
+def flops_of(eqn: Any) -> float:
+    """Returns the FLOPs of an equation; an exponential counts as four, and moving elements as none."""
+    name = eqn.primitive.name
+    if name in PRODUCTS:
+        return product_flops(eqn)
+    inner = list(inner_jaxprs(eqn)) if name not in _CHEAP else []
+    if inner:
+        return sum(flops_of(one) for jaxpr in inner for one in jaxpr.eqns)
+    if name in _MOVES - {"convert_element_type", "saturated_cast"}:
+        return 0.0
+    size = max((getattr(var.aval, "size", 0) for var in (*eqn.invars, *eqn.outvars)), default=0)
+    per_element = 5.0 if name == "saturated_cast" else 4.0 if name in TRANSCENDENTAL - {"div"} else 1.0
+    return per_element * size
+
+
+def read_by_derivative(eqn: Any, is_active: Sequence[bool]) -> list[int] | None:
+    """Returns the numbers of the operands that the derivative of an equation reads; None if that is costly."""
+    name = eqn.primitive.name
+    if name in _LINEAR:
+        return []
+    if name in _BILINEAR and len(eqn.invars) == 2:
+        return [1 - i for i, active in enumerate(is_active) if active]
+    jaxpr, _, held = _derivative(lambda ins: rebind(eqn, ins), eqn, is_active)
+    live, used = partial_eval.dce_jaxpr(jaxpr.replace(outvars=held), [True] * len(held))
+    if any(kind_of(one) != "cheap" and plain_call(one) is None for one in _all_equations(live)):
+        return None
+    return [i for i, is_used in enumerate(used) if is_used]
+
+
+def held_by_derivative(eqn: Any, is_active: Sequence[bool], *, bind: Callable) -> tuple[list[int], list[int]]:
+    """Returns the numbers of the operands and of the results that the derivative of an equation holds.
+
+    Args:
+      eqn: the equation.
+      is_active: for each operand, whether it is differentiated.
+      bind: operands -> results, in place of the equation's own.
+    """
+    if eqn.primitive.name in ("while", "pallas_call"):
+        return [], []
+    try:
+        jaxpr, outs, held = _derivative(bind, eqn, is_active)
+    except (NotImplementedError, TypeError, ValueError):  # not differentiable in reverse
+        return [], []
+    return [i for i, var in enumerate(jaxpr.invars) if var in held], [i for i, var in enumerate(outs) if var in held]
+
+
+def _derivative(bind: Callable, eqn: Any, is_active: Sequence[bool]) -> tuple[Any, list, list]:
+    """Returns (jaxpr of an equation and of what its derivative holds, variables of the former, of the latter)."""
+
+    def differentiated(*ins):
+        def of_active(*active):
+            active = iter(active)
+            return bind([next(active) if is_one else one for is_one, one in zip(is_active, ins, strict=True)])
+
+        outs, pull = jax.vjp(of_active, *[one for is_one, one in zip(is_active, ins, strict=True) if is_one])
+        return [*outs, *jax.tree.leaves(pull)]
+
+    jaxpr = jax.make_jaxpr(differentiated)(*[var.aval for var in eqn.invars]).jaxpr
+    num_outs = len(eqn.outvars)
+    held = [var for var in jaxpr.outvars[num_outs:] if not isinstance(var, core.Literal)]
+    return jaxpr, jaxpr.outvars[:num_outs], held

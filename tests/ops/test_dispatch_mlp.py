@@ -1,0 +1,154 @@
+"""MLPs of foreign functions: the spellings that are replaced, and what looks like one and is not."""
+
+import math
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from hlat_jax.ops.dispatch import dispatch
+
+B, T, D, F = 2, 3, 4, 8
+
+
+def normal(*shape, seed=0):
+    return jnp.asarray(np.random.default_rng((seed, *shape)).standard_normal(shape).astype(np.float32))
+
+
+X = normal(B, T, D)
+PARAMS = {"up": normal(D, F), "gate": normal(D, F, seed=1), "bias": normal(F), "down": normal(F, D)}
+PARAMS["pair"] = normal(2, D, F)
+
+
+def of(act):
+    """Returns a function of (params, x) with an activation between two products."""
+    return lambda p, x: act(x @ p["up"]) @ p["down"]
+
+
+def of_pair(act):
+    return lambda p, x: act(x @ p["gate"], x @ p["up"]) @ p["down"]
+
+
+def linen(p, x):
+    hidden = nn.Dense(F).apply({"params": {"kernel": p["up"], "bias": p["bias"]}}, x)
+    return nn.Dense(D, use_bias=False).apply({"params": {"kernel": p["down"]}}, nn.gelu(hidden))
+
+
+def paired_einsum(p, x):
+    gate, up = jnp.einsum("BTD,CDF->CBTF", x, p["pair"])
+    return jnp.einsum("BTF,FD->BTD", nn.gelu(gate) * up, p["down"])
+
+
+def tanh_by_hand(h):
+    return 0.5 * h * (1 + jnp.tanh(math.sqrt(2 / math.pi) * (h + 0.044715 * h * h * h)))
+
+
+def erf_by_hand(h):
+    return h * (1 + jax.lax.erf(h / math.sqrt(2))) / 2
+
+
+def broadcast_bias(p, x):
+    hidden = x @ p["up"] + jnp.broadcast_to(p["bias"], (B, T, F))
+    return jnp.einsum("fd,btf->btd", p["down"], jax.nn.gelu(hidden, approximate=False))
+
+
+SPELLINGS = {
+    "flax Dense": (linen, "GELU by tanh"),
+    "tanh by hand": (of(tanh_by_hand), "GELU by tanh"),
+    "erf": (of(lambda h: jax.nn.gelu(h, approximate=False)), "GELU"),
+    "erf by hand": (of(erf_by_hand), "GELU"),
+    "weights first, bias": (broadcast_bias, "GELU"),
+    "a scale before it": (of(lambda h: jax.nn.silu(h * 0.5)), "SiLU"),
+    "SiLU alone": (of(jax.nn.silu), "SiLU"),
+    "SwiGLU": (of_pair(lambda gate, up: jax.nn.silu(gate) * up), "SiLU of a gate"),
+    "SwiGLU by hand": (of_pair(lambda gate, up: up * (gate / (1 + jnp.exp(-gate)))), "SiLU of a gate"),
+    "GeGLU of one product": (paired_einsum, "GELU by tanh of a gate"),
+}
+
+
+@pytest.mark.quick_cases("SwiGLU")
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_mlp_in_any_spelling_is_replaced(name):
+    function, facts = SPELLINGS[name]
+    fn = dispatch(function)  # which compares values and gradients of what it replaces
+    jax.eval_shape(fn, PARAMS, X)
+    report = fn.report()
+    assert [(one.op, one.facts) for one in report.replacements] == [("mlp", f"{facts}, F {F}")], report
+    assert report.replacements[0].difference < 1e-6
+    assert not report.refusals
+
+
+def hidden_too(p, x):
+    hidden = jax.nn.gelu(x @ p["up"])
+    return hidden @ p["down"], hidden
+
+
+def dropped(p, x):
+    return jnp.where(p["pair"].sum() > jnp.sin(jnp.arange(F)), jax.nn.gelu(x @ p["up"]), 0) @ p["down"]
+
+
+def gradient_stopped(h):
+    return h * jax.lax.stop_gradient(jax.nn.sigmoid(h))
+
+
+@jax.custom_vjp
+def clipped_product(a, w):
+    return a @ w
+
+
+clipped_product.defvjp(
+    lambda a, w: (a @ w, (a, w)),
+    lambda kept, g: (jnp.clip(g @ kept[1].T, -50, 50), jnp.clip(kept[0].T @ g, -50, 50)),
+)
+
+
+# name -> (function, whether the report names it)
+MUTATIONS = {
+    "hidden array returned": (hidden_too, True),
+    "dropout after it": (dropped, False),
+    "ReLU": (of(jax.nn.relu), False),
+    "another slope": (of(lambda h: h * jax.nn.sigmoid(1.702 * h)), False),
+    "another factor": (of(lambda h: 1.001 * jax.nn.gelu(h)), False),
+    "another constant": (of(lambda h: 0.5 * h * (1 + jnp.tanh(0.8 * (h + 0.044715 * h**3)))), False),
+    "a gate without a gradient": (of(gradient_stopped), False),
+    "a gate twice": (of_pair(lambda gate, up: jax.nn.silu(gate) * up * gate), False),
+    "a sum in place of a product": (of_pair(lambda gate, up: jax.nn.silu(gate) + up), False),
+    "a gate that is another array": (of_pair(lambda gate, up: gate * jax.nn.sigmoid(up)), False),
+    "a scale of each column": (lambda p, x: jax.nn.gelu(x @ p["up"] * p["bias"]) * p["bias"] @ p["down"], False),
+    "a product with a derivative of its own": (
+        lambda p, x: clipped_product(jax.nn.gelu((x @ p["up"]).reshape(-1, F)), p["down"]),
+        False,
+    ),
+    "softplus": (of(jax.nn.softplus), False),
+}
+
+
+def test_what_is_no_known_mlp_is_left_as_it_is():
+    for name, (function, is_named) in MUTATIONS.items():
+        fn = dispatch(function, check=False)
+        jax.eval_shape(fn, PARAMS, X)
+        report = fn.report()
+        assert not report.replacements, name
+        assert bool(report.refusals) == is_named, (name, str(report))
+
+
+@pytest.mark.slow
+def test_backward_pass_holds_one_hidden_array():
+    """Also outside of a loop, where XLA on CPU keeps what a checkpoint computes again in the same way."""
+    tokens, hidden, blocks = 64, 512, 8
+
+    def loss(p, x):
+        for up, down in zip(*p, strict=True):
+            x = x + jax.nn.gelu(x @ up) @ down
+        return jnp.sum(x**2)
+
+    p, x = ([jnp.ones((8, hidden))] * blocks, [jnp.ones((hidden, 8))] * blocks), jnp.ones((tokens, 8))
+    sizes = [
+        jax.jit(jax.grad(fn)).lower(p, x).compile().memory_analysis().temp_size_in_bytes
+        for fn in (loss, dispatch(loss, check=False))
+    ]
+    arrays = [size / (4 * tokens * hidden) for size in sizes]
+    assert arrays[0] > 2 * blocks
+    assert arrays[1] < 1.5 * blocks
