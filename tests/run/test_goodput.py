@@ -124,6 +124,7 @@ def test_steps_that_an_earlier_life_had_trained_are_done_again(tmp_path):
 
 def test_what_a_watch_found_stuck_is_not_training(tmp_path):
     activity = Activity()
+    activity.step = 1
     with Ledger(tmp_path, activity, num_steps=10):
         for _ in range(2):
             activity.begin("training")
