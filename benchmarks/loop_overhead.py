@@ -85,7 +85,10 @@ def compare_watched(config, rounds: int) -> None:
     watched = dataclasses.replace(config, train=dataclasses.replace(config.train, spikes="skip"))
     ratios, shares = [], []
     for index in range(rounds):
-        with tempfile.TemporaryDirectory() as folder, mock.patch.object(open_lib, "_ledger", lambda *_: SilentLedger()):
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            mock.patch.object(open_lib, "_ledger", return_value=SilentLedger()),
+        ):
             plain_s = loop_step_s(config, pathlib.Path(folder))
         cpu: dict[str, float] = {}
         activity = Activity(least_s=300)
