@@ -22,7 +22,8 @@ T = TypeVar("T")
 class Retries:
     """Calls a function that reads again where it raises Unreadable, after each of WAITS_S; thread-safe.
 
-    A failure is a line on stderr, at most one a minute.
+    A failure is a line on stderr, at most one a minute. Once something was given up, all is tried only once until that
+    can be read: else every stream would wait for a minute in its turn, and one that reads ahead for each of its rows.
     """
 
     def __init__(self, interrupted: Callable[[], bool] = lambda: False):
@@ -45,11 +46,12 @@ class Retries:
 
     @contextlib.contextmanager
     def ended(self) -> Iterator[None]:
-        """Ends all waiting, for the length of the block."""
+        """Ends all waiting, for the length of the block, and forgets what was given up."""
         self._ended = True
         try:
             yield
         finally:
+            self._given_up.clear()
             self._ended = False
 
     def __call__(
@@ -59,7 +61,7 @@ class Retries:
 
         Args:
           read: may be called several times.
-          key: of what is read. Once given up, it is tried once a call: who reads ahead may have ignored the error.
+          key: of what is read.
           errors: after which it is called again.
         """
         for wait_s in (*WAITS_S, None):
@@ -72,7 +74,7 @@ class Retries:
                 return found
             if wait_s is None:
                 self._given_up.add(key)
-            if key in self._given_up or not self._wait(wait_s, error):
+            if self._given_up or not self._wait(wait_s, error):
                 break
         raise error if isinstance(error, Unreadable) else Unreadable(str(error))
 
