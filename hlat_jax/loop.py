@@ -113,6 +113,8 @@ def _loop(run: Run, progress: Progress) -> None:
             return
         _start_trace(run, progress)
         batch = _next_batch(run, progress)
+        if batch is None:
+            return
         _step(run, progress, batch)
         _log(run, progress)
         _stop_trace(run, progress)
@@ -229,27 +231,33 @@ def _stop_trace(run: Run, progress: Progress) -> None:
         progress.timed_from_s = time.monotonic()
 
 
-def _next_batch(run: Run, progress: Progress) -> NextBatch:
-    """Returns the next batch, once every process has its rows.
+def _next_batch(run: Run, progress: Progress) -> NextBatch | None:
+    """Returns the next batch, once every process has its rows; None if a signal ended the wait for a file that is away.
+
+    Without a batch, the steps so far are saved.
 
     Raises:
-      ValueError: a record cannot be read, in this process or another; the steps so far are saved.
+      ValueError: a record is bad, or data has changed, in this process or another.
+      OSError: data cannot be read now, in this process or another.
     """
     asked_at_s = time.monotonic()
     overdue = 0 < run.config.checkpoint.every_minutes <= (asked_at_s - progress.saved_at_s) / 60
     batch, position, error = None, None, None
     activity = run.sync.signals.activity
-    activity.begin("waiting for data")
+    retries = run.batches.retries
+    activity.begin("waiting for data", status=lambda: retries.progress)
     try:
         batch, position = next(run.batches)
-    except ValueError as caught:
+    except (ValueError, OSError) as caught:
         error = caught
     progress.data_wait_s += time.monotonic() - asked_at_s
     activity.begin(WAITING)
-    synced = run.sync.sync_step(batch, position, error=str(error or ""), save=overdue)
-    if synced.error:
+    synced = run.sync.sync_step(batch, position, error=error, save=overdue, num_retries=retries.take_count())
+    if synced.error is not None:
         _save_and_wait(run, progress)
-        raise error or ValueError(synced.error)
+        if run.sync.stop and isinstance(synced.error, OSError):
+            return None
+        raise synced.error
     progress.save_overdue = synced.save
     return NextBatch(batch=batch, position=position, row_fields=synced.row_fields)
 

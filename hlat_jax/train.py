@@ -67,7 +67,8 @@ def _check_paths(config: config_lib.Config, workdir: pathlib.Path, *, keys: Coll
     from hlat_jax.data import path_checks  # not at the top: --help does not need it
     from hlat_jax.weights.path_checks import check_checkpoint
 
-    path_checks.check_text(config.data, keys=[key for key in ("train", "validation") if f"data.{key}" in keys])
+    if not path_checks.was_opened(config.data, workdir):  # else the run waits for what is away
+        path_checks.check_text(config.data, keys=[key for key in ("train", "validation") if f"data.{key}" in keys])
     if "data.tokenizer" in keys:
         path_checks.check_tokenizer(config.data.tokenizer)
     if config.model.ops_table:

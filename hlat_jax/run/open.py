@@ -14,9 +14,11 @@ import numpy as np
 from hlat_jax import cost
 from hlat_jax.batch import Batch
 from hlat_jax.config import Config
-from hlat_jax.data import kept_tokenizer, positions
+from hlat_jax.data import kept_tokenizer, path_checks, positions
+from hlat_jax.data.formats.files import NotFound, Unreadable
 from hlat_jax.data.held_out import open_held_out
 from hlat_jax.data.loader import TrainBatches
+from hlat_jax.data.retries import Retries
 from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.generate.generator import Programs
 from hlat_jax.host import distributed
@@ -167,8 +169,14 @@ def open_run(
     ledger = stack.enter_context(_ledger(config, workdir, signals.activity))
     rows = process_rows(layout, config.data.batch_size)
     source = {"tokenizer": tokenizer, "rows": rows, "index_folder": workdir / INDEX_FOLDER}
-    batches = stack.enter_context(contextlib.closing(TrainBatches(config.data, **source)))
-    held_out, held_out_manifest = open_held_out(config.data, num_batches=config.train.num_eval_batches, **source)
+    retries = Retries(lambda: bool(signals.name))
+    # what an earlier process of the run has read was not mistyped
+    patiently = {"errors": (Unreadable, NotFound)} if path_checks.was_opened(config.data, workdir) else {}
+    opened = retries(lambda: TrainBatches(config.data, retries=retries, **source), **patiently)
+    batches = stack.enter_context(contextlib.closing(opened))
+    num_batches = config.train.num_eval_batches
+    opened = retries(lambda: open_held_out(config.data, num_batches=num_batches, **source), **patiently)
+    held_out, held_out_manifest = opened
     settings = settings_of(program, tokenizer=tokenizer, batches=batches)
     settings |= {"validation_manifest": held_out_manifest}
     require_same_settings(settings)
