@@ -1,7 +1,8 @@
 """The processes of a job meet before JAX joins them: one too many, or of another job, and JAX aborts all of them.
 
-Process 0 listens on the coordinator's port until the others have said who they are, and answers all at once. Then JAX's
-coordination service takes the port over. A process that comes later, or finds another program there, gets no such answer.
+Process 0 listens on the coordinator's port until the others have said who they are, and answers all at once. Then
+JAX's coordination service takes the port over. A process that comes later, or finds another program there, gets no such
+answer.
 """
 
 from __future__ import annotations
@@ -35,23 +36,22 @@ def meet(coordinator: str, num_processes: int, process_id: int, *, timeout_s: fl
     """
     host, _, port = coordinator.rpartition(":")
     who = f"process {process_id} of {num_processes} on {socket.gethostname()}"
+    late = (
+        f"at --coordinator={coordinator} after {timeout_s:g} s (--join_timeout_s). Check that every node runs the same "
+        "command, and that the port is free on the first and open to the others."
+    )
+    until = time.monotonic() + timeout_s
     try:
         if process_id == 0:
-            _gather(int(port), num_processes, until=time.monotonic() + timeout_s)
+            _gather(int(port), num_processes, until=until, late=f"{who} gave up waiting for the other processes {late}")
         else:
             hello = {"process": process_id, "of": num_processes, "host": socket.gethostname(), "pid": os.getpid()}
-            _join(host, int(port), hello, until=time.monotonic() + timeout_s)
-    except TimeoutError as error:
-        raise RendezvousError(
-            f"{who} {error} at --coordinator={coordinator} after {timeout_s:g} s (--join_timeout_s). Check that every "
-            "node runs the same command, and that the port is free on the first and open to the others.",
-            code=1,
-        ) from None
+            _join(host, int(port), hello, until=until, late=f"{who} did not reach process 0 {late}")
     except OSError as error:
         raise RendezvousError(f"{who} at --coordinator={coordinator}: {error.strerror or error}.", code=1) from None
 
 
-def _gather(port: int, num_processes: int, *, until: float) -> None:
+def _gather(port: int, num_processes: int, *, until: float, late: str) -> None:
     """Process 0: waits for the others."""
     met: dict[int, tuple[socket.socket, str]] = {}  # process -> its connection, and where it runs
     with contextlib.ExitStack() as stack:
@@ -66,7 +66,7 @@ def _gather(port: int, num_processes: int, *, until: float) -> None:
                 if time.monotonic() > until:
                     missing = [str(index) for index in range(1, num_processes) if index not in met]
                     named = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
-                    raise TimeoutError(f"gave up waiting for the other processes (missing: {named})")
+                    _refuse(f"{late} Missing: {named}.", [each for each, _ in met.values()], code=1)
         for connection, _ in met.values():  # nobody listens now: whom this reaches waits for JAX's service
             _say(connection, {})
 
@@ -115,19 +115,19 @@ def _listen(port: int) -> socket.socket:
         except OSError as error:
             if time.monotonic() > until:
                 line = f"cannot listen on port {port} of {socket.gethostname()}: {os.strerror(error.errno)}"
-                hint = "Another job or program has it: end that, or give another port in --coordinator (node.sh: --port)."
+                hint = "Another job or program has it: end that, or name another in --coordinator (node.sh: --port)."
                 raise RendezvousError(f"{line}. {hint}", code=1) from None
         time.sleep(_PERIOD_S)
 
 
-def _join(host: str, port: int, hello: dict[str, Any], *, until: float) -> None:
+def _join(host: str, port: int, hello: dict[str, Any], *, until: float, late: str) -> None:
     """Processes other than 0: says who it is, until it is answered."""
-    why, busy_s = "", 0.0
+    why, busy_s = "none", 0.0
     while (now := time.monotonic()) < until:
         try:
             with socket.create_connection((host, port), timeout=_CONNECT_S) as connection:
                 _say(connection, hello)
-                connection.settimeout(until - now)
+                connection.settimeout(until - now + _CONNECT_S)  # process 0 says who is missing
                 answer = _hear(connection)
         except OSError as error:
             why, busy_s = error.strerror or str(error), 0.0
@@ -146,7 +146,7 @@ def _join(host: str, port: int, hello: dict[str, Any], *, until: float) -> None:
                 code=1,
             )
         time.sleep(1.0)  # an earlier job may be about to end
-    raise TimeoutError(f"did not reach process 0{f' ({why})' if why else ''}")
+    raise RendezvousError(f"{late} The last error: {why}.", code=1)
 
 
 def _say(connection: socket.socket, what: dict[str, Any]) -> None:
