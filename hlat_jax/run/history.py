@@ -26,8 +26,9 @@ def begin(workdir: pathlib.Path, *, ledger: Ledger, begin_again: bool) -> None:
     step, told_by = newest_saved(events), EVENTS_FILE
     if not step and sum(event["event"] == "start" for event in events) <= 1:  # what trained it wrote no events
         step, told_by = _surely_saved(rows, workdir), f"{ROWS_FILE} and checkpoint.every_steps"
+        if step:
+            ledger.event("saved", step=step)  # for the next start, which is not the first to write events
     if step and not begin_again:
-        ledger.event("saved", step=step)
         raise ValueError(
             f"{workdir / 'checkpoints'} holds no checkpoint, but one of step {step} was saved ({told_by}), and the "
             f"rows reach step {last}. Put the checkpoints back; or give --begin_again to train from step 0, with the "
