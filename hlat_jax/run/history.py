@@ -9,12 +9,12 @@ import contextlib
 import pathlib
 from typing import Any
 
-from hlat_jax.run.goodput import EVENTS_FILE, Ledger, read_events
+from hlat_jax.run.goodput import EVENTS_FILE, Ledger, SilentLedger, read_events
 from hlat_jax.store.atomic_files import read_json
 from hlat_jax.store.metrics import DISCARDED_FILE, ROWS_FILE, missing_steps, read_rows
 
 
-def begin(workdir: pathlib.Path, *, ledger: Ledger, begin_again: bool) -> None:
+def begin(workdir: pathlib.Path, *, ledger: Ledger | SilentLedger, begin_again: bool) -> None:
     """Checks that a run without a checkpoint has never had one; process 0 calls it.
 
     Raises:
@@ -41,7 +41,7 @@ def begin(workdir: pathlib.Path, *, ledger: Ledger, begin_again: bool) -> None:
         print(f"beginning again  at step 0 ({why}): rows up to step {last} move to {DISCARDED_FILE}")
 
 
-def resume(workdir: pathlib.Path, step: int, *, ledger: Ledger) -> None:
+def resume(workdir: pathlib.Path, step: int, *, ledger: Ledger | SilentLedger) -> None:
     """Prints what the folder lacks of a run that resumes at the checkpoint of `step`; process 0 calls it."""
     events = read_events(workdir)
     newest = newest_saved(events)
