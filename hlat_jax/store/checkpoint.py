@@ -131,7 +131,7 @@ class Checkpointer:
         if disk.free < num_bytes:
             raise ValueError(
                 f"a checkpoint of this run needs {num_bytes:,} bytes, and {disk.free:,} are free in {self.folder}. "
-                "Free some, or choose another run folder with --workdir."
+                "Free some space, or choose another run folder with --workdir."
             )
         steps, keep = self._manager.all_steps(), self._config
         rolling = [step for step in steps if not (keep.keep_every_steps and step % keep.keep_every_steps == 0)]
