@@ -60,7 +60,11 @@ def _gather(port: int, num_processes: int, *, until: float, late: str) -> None:
             while len(met) < num_processes - 1:
                 with contextlib.suppress(TimeoutError, ConnectionError):
                     connection = stack.enter_context(server.accept()[0])
-                    _admit(connection, met, num_processes)
+                    try:
+                        _admit(connection, met, num_processes)
+                    except RendezvousError as error:
+                        _refuse_late(server, error, num_processes - 2 - len(met))
+                        raise
                 for index in [index for index, (connection, _) in met.items() if _has_left(connection)]:
                     del met[index]
                 if time.monotonic() > until:
@@ -99,6 +103,17 @@ def _refuse(line: str, connections: list[socket.socket], *, code: int) -> NoRetu
     for connection in connections:
         _say(connection, {"error": line, "code": code})
     raise RendezvousError(line, code=code)
+
+
+def _refuse_late(server: socket.socket, error: RendezvousError, count: int) -> None:
+    """Answers as many more processes in the same way, if they come soon; else they would wait for one that has left."""
+    until = time.monotonic() + _CONNECT_S
+    while count > 0 and time.monotonic() < until:
+        with contextlib.suppress(TimeoutError, ConnectionError), server.accept()[0] as connection:
+            connection.settimeout(_HELLO_S)
+            if _hear(connection) is not None:
+                _say(connection, {"error": str(error), "code": error.code})
+                count -= 1
 
 
 def _listen(port: int) -> socket.socket:
