@@ -50,10 +50,10 @@ from hlat_jax.store.progress import ProgressBar, Status
 _STEP_AND_SAVE = "this step, then saving a checkpoint"
 
 
-def train(config: Config, workdir: pathlib.Path, *, activity: Activity | None = None) -> int:
+def train(config: Config, workdir: pathlib.Path, *, activity: Activity | None = None, begin_again: bool = False) -> int:
     """Trains to `train.num_steps`, or resumes the run in `workdir`; returns the exit code: 130 after a Ctrl-C, else 0.
 
-    `activity` is kept up to date, for who watches it.
+    `activity` is kept up to date, for who watches it. `begin_again` trains from step 0 where the checkpoints are lost.
 
     Raises:
       ValueError: a config, data, machine or folder that cannot be trained with; nothing was changed.
@@ -61,17 +61,17 @@ def train(config: Config, workdir: pathlib.Path, *, activity: Activity | None = 
       NonFiniteError: see `train.max_nonfinite_steps`.
     """
     with StopSignals(activity, alone=not jax.distributed.is_initialized()) as signals:
-        stop = _train(config, workdir, signals=signals)
+        stop = _train(config, workdir, signals=signals, begin_again=begin_again)
         distributed.barrier()  # the others wait here while process 0 draws the results
         names = distributed.exchange(signals.name)  # of signals after the last step too
     return 130 if "SIGINT" in (stop, *names, signals.name) else 0  # so that `train && evaluate` stops
 
 
-def _train(config: Config, workdir: pathlib.Path, *, signals: StopSignals) -> str:
+def _train(config: Config, workdir: pathlib.Path, *, signals: StopSignals, begin_again: bool) -> str:
     """Does the work of `train`; returns the signal that all processes know of, or ""."""
     with contextlib.ExitStack() as stack:
         with _progress(config, lambda: (0.0, signals.doing), in_place=False):  # lines are printed meanwhile
-            opened = open_run(config, workdir, signals=signals, stack=stack)
+            opened = open_run(config, workdir, signals=signals, stack=stack, begin_again=begin_again)
         if opened is None:
             return ""
         run, progress = opened
@@ -81,7 +81,7 @@ def _train(config: Config, workdir: pathlib.Path, *, signals: StopSignals) -> st
         _loop(run, progress)
         during = signals.during("saving", unfinished=f"the checkpoint of step {progress.step}")
         with during, _progress(config, Status("saving")):
-            run.checkpointer.wait()
+            _wait_for_save(run)
             if run.exporter is not None:
                 run.exporter.wait()
         if progress.step < config.train.num_steps:
@@ -180,6 +180,7 @@ def _start_saving(run: Run, progress: Progress, *, stopping: bool) -> None:
     metadata = run.settings | {"tokens": progress.tokens, "num_nonfinite": progress.num_nonfinite, "remat": run.remat}
     position = run.global_position(progress.position)
     run.checkpointer.save(progress.step, progress.state, position=position, metadata=metadata, norms=norms)
+    _note_saved(run)  # the one before
     progress.saved_step, progress.save_postponed = progress.step, False
     if distributed.is_first():
         run.log.goodput_row(progress.step, run.ledger.goodput().shares)
@@ -189,7 +190,18 @@ def _save_and_wait(run: Run, progress: Progress) -> None:
     """Saves the state that the run stops with, unless it has made no step, and returns when that is on the disk."""
     if progress.step > run.start_step:
         _start_saving(run, progress, stopping=True)
-        run.checkpointer.wait()
+        _wait_for_save(run)
+
+
+def _wait_for_save(run: Run) -> None:
+    run.checkpointer.wait()
+    _note_saved(run)
+
+
+def _note_saved(run: Run) -> None:
+    """Records the checkpoint that was completed since the last call."""
+    if (step := run.checkpointer.finished()) is not None:
+        run.ledger.event("saved", step=step)
 
 
 def _export(run: Run, progress: Progress) -> None:
@@ -286,6 +298,7 @@ def _log(run: Run, progress: Progress) -> None:
             positions.write(run.workdir, progress.step, position=position, data_identity=identity)
     run.check_folder()
     run.checkpointer.check()
+    _note_saved(run)
     if run.exporter is not None:
         run.exporter.check()
 

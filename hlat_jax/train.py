@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         activity = Activity(least_s=values.stuck_timeout_s, began_s=process.began_s())
         with distributed.joined(job, activity=activity, stacks=workdir / "stuck"):
-            return loop.train(config, workdir, activity=activity)
+            return loop.train(config, workdir, activity=activity, begin_again=values.begin_again)
     except (OSError, NonFiniteError) as error:  # the run failed, not the command: code 1
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -130,6 +130,7 @@ def _define(values: flags.FlagValues) -> None:
     options = {"flag_values": values}
     flags.DEFINE_string("workdir", "", "Run folder; default runs/NAME.", **options)
     flags.DEFINE_bool("print_config", False, "Print the resolved config and its costs, then stop.", **options)
+    flags.DEFINE_bool("begin_again", False, "Train from step 0 where the checkpoints of the run are lost.", **options)
     flags.DEFINE_string("coordinator", "", "HOST:PORT of process 0; for several processes.", **options)
     flags.DEFINE_integer("num_processes", None, "Number of processes of the job, one per node.", **options)
     flags.DEFINE_integer("process_id", None, "Index of this process, from 0.", **options)

@@ -25,6 +25,7 @@ import jax
 from hlat_jax.host.activity import GAP_S, STUCK_CODE, TERMINATED_CODE, Activity, exit_with, record_stuck, stuck_line
 from hlat_jax.host.jax_compat import global_state
 from hlat_jax.host.process import seconds_since_sigterm
+from hlat_jax.host.rendezvous import RendezvousError, meet
 
 _EXCHANGE, _ALIVE, _FAILED, _LEFT = "hlat_jax/exchange", "hlat_jax/alive", "hlat_jax/failed", "hlat_jax/left"
 _NO_TIMEOUT_MS = 2**31 - 1  # of an exchange: the watch ends a process whose peers have died
@@ -156,12 +157,15 @@ def barrier_of_threads(name: str, *, timeout_ms: int) -> None:
 
 
 def _initialize(job: Job) -> None:
-    """Connects the processes, or ends this one with a line on which processes are missing."""
+    """Connects the processes, or ends this one with a line that says which are missing, or one too many."""
     where = f"process {job.process_id} of {job.num_processes} on {socket.gethostname()}"
-    what = "gave up waiting for the other processes" if job.process_id == 0 else "did not reach process 0"
+    try:
+        meet(job.coordinator, job.num_processes, job.process_id, timeout_s=job.join_timeout_s)
+    except RendezvousError as error:
+        exit_with(f"error: {error}", error.code)
     line = (
-        f"error: {where} {what} at --coordinator={job.coordinator} after {job.join_timeout_s} s (--join_timeout_s). "
-        "Check that every node runs the same command, and that the port is free on the first and open to the others."
+        f"error: {where} met the others at --coordinator={job.coordinator}, but JAX's service there did not connect "
+        f"them within {job.join_timeout_s} s (--join_timeout_s)."
     )
     timer = threading.Timer(
         job.join_timeout_s, lambda: exit_with(line, 1)
@@ -169,14 +173,17 @@ def _initialize(job: Job) -> None:
     timer.daemon = True
     timer.start()
     jax.config.update("jax_enable_preemption_service", False)  # its SIGTERM handler would replace ours
-    jax.distributed.initialize(
-        job.coordinator,
-        job.num_processes,
-        job.process_id,
-        cluster_detection_method="deactivate",  # variables of Slurm or Open MPI do not override the flags
-        initialization_timeout=job.join_timeout_s + 60,
-        heartbeat_timeout_seconds=2 * job.peer_timeout_s + 60,  # our watch is earlier, with a clearer message
-    )
+    try:
+        jax.distributed.initialize(
+            job.coordinator,
+            job.num_processes,
+            job.process_id,
+            cluster_detection_method="deactivate",  # variables of Slurm or Open MPI do not override the flags
+            initialization_timeout=job.join_timeout_s + 60,
+            heartbeat_timeout_seconds=2 * job.peer_timeout_s + 60,  # our watch is earlier, with a clearer message
+        )
+    except jax.errors.JaxRuntimeError as error:  # another program took the port in between
+        exit_with(f"error: {where} at --coordinator={job.coordinator}: {str(error).splitlines()[0]}", 1)
     timer.cancel()
 
 

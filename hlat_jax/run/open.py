@@ -26,7 +26,7 @@ from hlat_jax.host.activity import Activity
 from hlat_jax.host.process import INDEX_FOLDER, StopSignals, closing_quietly
 from hlat_jax.parallel.sharding import Layout, gather_rows, process_rows
 from hlat_jax.program import StepMetrics
-from hlat_jax.run import budget, exports, optional, summary
+from hlat_jax.run import budget, exports, history, optional, summary
 from hlat_jax.run.branch import open_branch
 from hlat_jax.run.compilation import Compilations, compiled_sampler, compiled_step
 from hlat_jax.run.goodput import Ledger, SilentLedger
@@ -147,7 +147,12 @@ class Pending:
 
 
 def open_run(
-    config: Config, workdir: pathlib.Path, *, signals: StopSignals, stack: contextlib.ExitStack
+    config: Config,
+    workdir: pathlib.Path,
+    *,
+    signals: StopSignals,
+    stack: contextlib.ExitStack,
+    begin_again: bool = False,
 ) -> tuple[Run, Progress] | None:
     """Returns a run and its progress, ready for the next step; None if the run is complete.
 
@@ -156,6 +161,7 @@ def open_run(
       workdir: the run folder; locked, and created if missing.
       signals: stop the run.
       stack: closes the parts of the run.
+      begin_again: train from step 0 where all checkpoints of the run are lost.
 
     Raises:
       ValueError: a config, data, machine or folder that cannot be trained with; nothing was changed.
@@ -190,6 +196,8 @@ def open_run(
     summary.describe_data(batches, held_out, vocab_size=config.model.vocab_size, tokenizer=tokenizer)
 
     saved = checkpointer.latest_metadata()
+    if saved is None and distributed.is_first():
+        history.begin(workdir, ledger=ledger, begin_again=begin_again)
     if tasks is not None and (saved is None or saved[0] < config.train.num_steps):
         with signals.during("fetching the data of the tasks", unfinished=""):
             tasks.load()
@@ -201,6 +209,8 @@ def open_run(
         with signals.during("finishing a complete run", unfinished="the export and the summary"):
             _finish(config, workdir, exporter=exporter, restored=restored)
         return None
+    if distributed.is_first():
+        checkpointer.require_space(program.abstract_state)
 
     branched = restored is None and bool(config.train.branch_from)
     if branched:
@@ -222,6 +232,10 @@ def open_run(
                 if getattr(config.train, key):
                     print(f"train.{key}  ignored: resuming from this run's own checkpoint")
             print(f"resuming from step {restored.step} of {config.train.num_steps}")
+            if begin_again:
+                print("--begin_again    ignored: resuming from this run's own checkpoint")
+            if distributed.is_first():
+                history.resume(workdir, restored.step, ledger=ledger)
     else:
         state = compilations.compiled("init")(program.seed)
         if weights is not None:

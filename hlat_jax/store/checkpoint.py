@@ -86,8 +86,9 @@ class Checkpointer:
           ValueError: the folder cannot be written.
         """
         self.folder = pathlib.Path(workdir).absolute() / "checkpoints"
-        self._read_only = read_only
+        self._config, self._read_only = config, read_only
         self._saving: int | None = None
+        self._finished: int | None = None
         self._saving_bytes = 0
         logging.getLogger("absl").addFilter(_not_orbax)  # drops its INFO logs; failures raise
         if not read_only:
@@ -114,6 +115,32 @@ class Checkpointer:
                 ),
             ),
         )
+
+    def require_space(self, abstract_state: Any) -> None:
+        """Checks that the disk can hold a checkpoint of such a state; a line says if not as many as are kept.
+
+        A save begins before the oldest checkpoint is removed, so there is one more than `keep_last` at that time.
+
+        Raises:
+          ValueError: it cannot hold one.
+        """
+        num_bytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(abstract_state))
+        disk = shutil.disk_usage(self.folder)
+        if not disk.total:  # some network file systems do not tell
+            return
+        if disk.free < num_bytes:
+            raise ValueError(
+                f"a checkpoint of this run needs {num_bytes:,} bytes, and {disk.free:,} are free in {self.folder}. "
+                "Free some space, or choose another run folder with --workdir."
+            )
+        steps, keep = self._manager.all_steps(), self._config
+        rolling = [step for step in steps if not (keep.keep_every_steps and step % keep.keep_every_steps == 0)]
+        more = keep.keep_last + 1 - min(len(rolling), keep.keep_last)
+        if disk.free < more * num_bytes:
+            print(
+                f"disk             {disk.free:,} bytes free in {self.folder}: room for {disk.free // num_bytes} more "
+                f"checkpoints of {num_bytes:,} bytes; checkpoint.keep_last={keep.keep_last} needs {more}"
+            )
 
     def save(
         self,
@@ -171,7 +198,12 @@ class Checkpointer:
             self._manager.wait_until_finished()
         except Exception as error:
             raise self._failed(error) from error
-        self._saving = None
+        self._saving, self._finished = None, self._saving
+
+    def finished(self) -> int | None:
+        """Returns the step of a save that is known to have ended since the last call; None: there is none."""
+        step, self._finished = self._finished, None
+        return step
 
     def latest_metadata(self) -> tuple[int, dict[str, Any]] | None:
         """Returns step and metadata of the newest checkpoint whose files have their sizes; None when there is none.

@@ -397,6 +397,19 @@ def read_rows(path: str | os.PathLike) -> list[dict[str, Any]]:
         return [row for line in lines if (row := _row(line)) is not None]
 
 
+def missing_steps(path: pathlib.Path, last_step: int) -> list[range]:
+    """Returns the steps of 1 .. last_step that have no training row, in order."""
+    rows = read_rows(path) if path.exists() else []
+    missing, first = [], 1
+    for step in sorted(
+        {row["step"] for row in rows if "loss" in row and 0 < row["step"] <= last_step} | {last_step + 1}
+    ):
+        if step > first:
+            missing.append(range(first, step))
+        first = step + 1
+    return missing
+
+
 def _row(line: bytes) -> dict[str, Any] | None:
     """Returns the row of a line; None for a line truncated by a kill."""
     if not line.endswith(b"\n"):

@@ -49,6 +49,26 @@ def train(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
+def test_lost_checkpoints_are_refused_and_a_rewind_is_said(micro, train, tmp_path, capsys):
+    workdir = tmp_path / "run"
+    micro.train.num_steps = 12  # saved at 5, 10 and 12; two are kept
+    micro.checkpoint.keep_last = 2
+    assert train(micro) == 0
+    whole = [exact(row) for row in read_rows(workdir / ROWS_FILE)]
+    shutil.rmtree(workdir / "checkpoints" / "12")
+    assert train(micro) == 0
+    assert "the checkpoint of step 12 is gone or damaged, and the rows reach step 12" in capsys.readouterr().out
+    shutil.rmtree(workdir / "checkpoints")
+    with pytest.raises(ValueError, match="holds no checkpoint, but one of step 12 was saved"):
+        train(micro)
+    assert [exact(row) for row in read_rows(workdir / ROWS_FILE)] == whole
+    assert loop.train(resolve(micro), workdir, begin_again=True) == 0
+    assert "beginning again  at step 0 (--begin_again)" in capsys.readouterr().out
+    assert [exact(row) for row in read_rows(workdir / ROWS_FILE)] == whole
+    assert saved_steps(workdir) == [10, 12]
+
+
+@pytest.mark.slow
 def test_a_signal_during_validation_loses_no_step(micro, train, tmp_path, monkeypatch, capsys):
     micro.checkpoint.every_steps = 0
     evaluate = Validation.__call__
