@@ -300,12 +300,18 @@ def _write_rows(run: Run, progress: Progress, *, in_flight: int = 0) -> None:
             "nonfinite": int(not metrics.finite),
             **pending.row_fields,
         }
+        if metrics.spike is not None:
+            row["spike"] = int(metrics.spike)
         progress.timed_from_s, progress.data_wait_s = now, 0.0
         run.log.train_row(row)
         progress.num_nonfinite = 0 if metrics.finite else progress.num_nonfinite + 1
         progress.nonfinite_rows = [] if metrics.finite else [*progress.nonfinite_rows, row]
         if not metrics.finite:
             print(f"step {pending.step}: {nonfinite.describe([row])}; update skipped")
+        if metrics.spike:
+            skipped = run.config.train.spikes == "skip"
+            values = f"loss {row['loss']:.4f}, gradient norm {row['grad_norm']:.3g}"
+            print(f"step {pending.step}: a spike, {values}; {'update skipped' if skipped else 'trained on'}")
         if progress.num_nonfinite >= run.config.train.max_nonfinite_steps:
             nonfinite.stop(run, progress, position=pending.position)
 

@@ -6,6 +6,7 @@ Checks that depend on the number of devices are in `parallel.degrees`.
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from typing import Any
 
@@ -161,6 +162,9 @@ def check_training(c: Config) -> None:
     held_out_share(d.validation)  # raises for a share out of range
     at_least(1, data__max_document_chars=d.max_document_chars, data__prefetch_batches=d.prefetch_batches)
     at_least(1, train__max_nonfinite_steps=t.max_nonfinite_steps)
+    at_least(2, train__spike_window=t.spike_window)
+    if not 0 < t.spike_sigmas < math.inf:
+        raise ValueError(f"train.spike_sigmas={t.spike_sigmas} must be above 0 and finite, such as 6.0.")
     at_least(0, train__num_eval_batches=t.num_eval_batches)
     at_least(1, checkpoint__keep_last=c.checkpoint.keep_last)
     at_least(0, metrics__log_every_steps=c.metrics.log_every_steps)

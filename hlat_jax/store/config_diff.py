@@ -15,6 +15,7 @@ MAY_CHANGE = (
     "train.init_from",  # read at step 0 alone
     "train.branch_from",  # read at the first step alone
     "train.max_nonfinite_steps",
+    "train.spike*",  # for the steps to come; a window that changes begins again, see store.checkpoint
     "train.eval_loss_*",
     "train.eval_tasks*",
     "train.sample_*",
