@@ -12,7 +12,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-_LEAST_SPREAD = 1e-6  # of the mean: a window of equal values would otherwise never take a new level
+_LEAST_SPREAD = 1e-4  # of the mean: a window of equal values would otherwise never take a new level
 
 
 @dataclasses.dataclass(frozen=True)
