@@ -41,6 +41,7 @@ from hlat_jax.store.checkpoint_checks import (
     problem_on_disk,
     saved_run,
     saved_step,
+    saved_steps,
 )
 from hlat_jax.store.config_diff import differences
 from hlat_jax.store.integrity import seal
@@ -237,6 +238,19 @@ class Checkpointer:
         names = [str(path.relative_to(folder)) for path in sorted(folder.rglob("*")) if path.is_file()]
         names = [name for name in names if pathlib.Path(name).name not in _UNSUMMED]
         seal(folder, names)
+
+    def set_aside_after(self, step: int) -> None:
+        """Renames all checkpoints after `step` to `<their step>.rewound-<n>`; all processes call it together.
+
+        Oldest first: while the newest one is there, a start after a kill sees that this is not complete.
+        """
+        distributed.barrier()  # all processes have read what is renamed
+        for newer in saved_steps(self.folder) if jax.process_index() == 0 else ():
+            if newer > step:
+                asides = (self.folder / f"{newer}.rewound-{number}" for number in itertools.count(1))
+                os.replace(self.folder / str(newer), next(path for path in asides if not path.exists()))
+        distributed.barrier()
+        self._manager.reload()
 
     def _put_aside(self, damaged: dict[int, str]) -> None:
         if self._read_only or not damaged:
