@@ -6,7 +6,7 @@ import pathlib
 from typing import Any
 
 from hlat_jax.config import Config
-from hlat_jax.run.settings import refuse_drift, skip_drift
+from hlat_jax.run.settings import refuse_drift, saved_config, skip_drift
 from hlat_jax.store.checkpoint import Checkpointer
 from hlat_jax.store.checkpoint_checks import problem_on_disk, saved_run, saved_steps
 
@@ -27,7 +27,7 @@ def rewound(
     if not target or (saved is not None and saved[0] == target):
         return saved
     asked, folder = f"train.rewind_to={target}", checkpointer.folder
-    if saved is not None and saved[0] > target and saved[1]["config"]["train"].get("rewind_to") == target:
+    if saved is not None and saved[0] > target and saved_config(saved[1]).train.rewind_to == target:
         step, metadata = saved
         if not skip_drift(metadata, settings, step=step):
             print(f"{asked}  ignored: it was done before the checkpoint of step {step} was saved")
