@@ -246,6 +246,7 @@ def _next_batch(run: Run, progress: Progress) -> NextBatch:
     if number > passed + 1:
         skipped = f"{counted(number - passed - 1, 'batch')} left out, {passed + 1}:{number - 1}"
         print(f"step {progress.step + 1}: {skipped} (train.skip_steps)")
+        run.ledger.event("skip_steps", step=progress.step + 1, first=passed + 1, last=number - 1)
     begin = progress.position
     try:
         for _ in range(passed, number):
@@ -329,6 +330,8 @@ def _write_rows(run: Run, progress: Progress, *, in_flight: int = 0) -> None:
         if metrics.spike:
             skipped = run.config.train.spikes == "skip"
             values = f"loss {row['loss']:.4f}, gradient norm {row['grad_norm']:.3g}"
+            found = {key: row[key] for key in ("step", "loss", "grad_norm")}
+            run.ledger.event("spike", **found, skipped=skipped)
             print(f"step {pending.step}: a spike, {values}; {'update skipped' if skipped else 'trained on'}")
         if progress.num_nonfinite >= run.config.train.max_nonfinite_steps:
             nonfinite.stop(run, progress, position=pending.position)

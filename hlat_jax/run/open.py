@@ -186,7 +186,7 @@ def open_run(
     summary.describe(program)
     summary.describe_data(batches, held_out, vocab_size=config.model.vocab_size, tokenizer=tokenizer)
 
-    saved = rewound(config, workdir, checkpointer, settings=settings)
+    saved = rewound(config, workdir, checkpointer, settings=settings, ledger=ledger)
     if tasks is not None and (saved is None or saved[0] < config.train.num_steps):
         with signals.during("fetching the data of the tasks", unfinished=""):
             tasks.load()

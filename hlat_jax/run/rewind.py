@@ -6,13 +6,19 @@ import pathlib
 from typing import Any
 
 from hlat_jax.config import Config
+from hlat_jax.run.goodput import Ledger, SilentLedger
 from hlat_jax.run.settings import refuse_drift, saved_config, skip_drift
 from hlat_jax.store.checkpoint import Checkpointer
 from hlat_jax.store.checkpoint_checks import problem_on_disk, saved_run, saved_steps
 
 
 def rewound(
-    config: Config, workdir: pathlib.Path, checkpointer: Checkpointer, *, settings: dict[str, Any]
+    config: Config,
+    workdir: pathlib.Path,
+    checkpointer: Checkpointer,
+    *,
+    settings: dict[str, Any],
+    ledger: Ledger | SilentLedger,
 ) -> tuple[int, dict[str, Any]] | None:
     """Returns as `Checkpointer.latest_metadata`, once no checkpoint is newer than `train.rewind_to`.
 
@@ -40,7 +46,9 @@ def rewound(
         raise ValueError(f"{asked}: that checkpoint is damaged ({why}); {there}. Set another one, or 0.")
     metadata = saved_run(folder / str(target))["metadata"]
     refuse_drift(metadata, settings, step=target, workdir=workdir)
+    newer = [step for step in steps if step > target]
+    ledger.event("rewind", step=saved[0], to=target, set_aside=newer)  # first: a kill must not leave it out
     checkpointer.set_aside_after(target)
-    newer = ", ".join(str(step) for step in steps if step > target)
-    print(f"{asked}  the checkpoints of steps {newer} are kept as *.rewound-*; later metrics rows move aside")
+    named = ", ".join(map(str, newer))
+    print(f"{asked}  the checkpoints of steps {named} are kept as *.rewound-*; later metrics rows move aside")
     return target, metadata

@@ -3,7 +3,6 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -12,13 +11,18 @@ from hlat_jax.passes import spikes
 POLICY = spikes.SpikePolicy(sigmas=6.0, window=16)
 
 
+@functools.cache
+def compiled(policy):
+    return jax.jit(functools.partial(spikes.observed, policy=policy))
+
+
 def decisions(losses, grad_norms, policy=POLICY):
     """Returns for each step whether it is a spike, and the last window."""
-    step = jax.jit(functools.partial(spikes.observed, policy=policy))
+    step = compiled(policy)
     state, found = spikes.initial(policy), []
     for loss, norm in zip(losses, grad_norms, strict=True):
-        finite = jnp.bool_(np.isfinite(loss) and np.isfinite(norm))
-        spike, state = step(state, loss=jnp.float32(loss), grad_norm=jnp.float32(norm), finite=finite)
+        finite = np.bool_(np.isfinite(loss) and np.isfinite(norm))
+        spike, state = step(state, loss=np.float32(loss), grad_norm=np.float32(norm), finite=finite)
         found.append(bool(spike))
     return found, state
 
@@ -73,7 +77,7 @@ def test_a_spike_is_caught_right_after_another_one(first):
 
 
 @pytest.mark.parametrize("spread", [1.0, 0.0], ids=["noisy", "equal values"])
-@pytest.mark.parametrize("window", [16, 128])
+@pytest.mark.parametrize("window", [16, pytest.param(128, marks=pytest.mark.slow)])
 def test_a_new_level_becomes_normal_within_two_windows(window, spread):
     policy = spikes.SpikePolicy(window=window)
     old, new = np.float32([4.0, 0.5]), np.float32([8.0, 5.0])

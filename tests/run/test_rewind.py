@@ -11,6 +11,7 @@ from hlat_jax import config as config_lib
 from hlat_jax import loop
 from hlat_jax.data.loader import TrainBatches
 from hlat_jax.resolve import batch_of_step, resolve, skipped_batches
+from hlat_jax.run.goodput import read_events
 from hlat_jax.store import checkpoint
 
 
@@ -55,6 +56,12 @@ def train(tmp_path, monkeypatch):
 def end_of(tmp_path, name):
     """Returns (step, bytes of the state, data position) of the last checkpoint of a run."""
     return micro.final_checkpoint(micro.write_config(tmp_path), tmp_path / name)[:3]
+
+
+def contents(workdir):
+    """Returns what a run has trained, without the ledger, which has every start."""
+    kept = [workdir / "metrics.jsonl", *(workdir / "checkpoints").rglob("*")]
+    return {path: path.read_bytes() for path in kept if path.is_file()}
 
 
 def batches_of(workdir):
@@ -122,6 +129,10 @@ def test_a_rewound_run_equals_one_that_stopped_there_and_is_not_rewound_again(tr
     keys = {"skip_steps": "7:9", "rewind_to": 4}
     train(killed_at=11, **keys)
     assert "are kept as *.rewound-*" in capsys.readouterr().out
+    events = [event for event in read_events(tmp_path / "run") if event["event"] in ("rewind", "skip_steps")]
+    [rewind, skip] = [{key: value for key, value in event.items() if key != "time"} for event in events]
+    assert rewind == {"event": "rewind", "step": 12, "to": 4, "set_aside": [8, 12]}
+    assert skip == {"event": "skip_steps", "step": 7, "first": 7, "last": 9}
     names = {path.name for path in (tmp_path / "run/checkpoints").iterdir()}
     assert names == {"4", "8", "8.rewound-1", "12.rewound-1"}
     assert train(**keys) == expected
@@ -172,7 +183,7 @@ def test_a_rewind_that_cannot_be_is_refused_and_changes_nothing(trained_run, tmp
     c = config_lib.load(str(micro.write_config(tmp_path)))
     c.data.validation = ""
     c.train.update(keys)
-    before = {path: path.read_bytes() for path in trained_run.rglob("*") if path.is_file()}
+    before = contents(trained_run)
     with pytest.raises(ValueError, match=message):
         loop.train(resolve(c), trained_run)
-    assert {path: path.read_bytes() for path in trained_run.rglob("*") if path.is_file()} == before
+    assert contents(trained_run) == before

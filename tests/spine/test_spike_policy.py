@@ -17,6 +17,7 @@ from hlat_jax.passes.spikes import SpikePolicy
 from hlat_jax.program import ProgramOptions, SumAndCount, training_program
 from hlat_jax.resolve import resolve
 from hlat_jax.run import open as run_open
+from hlat_jax.run.goodput import read_events
 from hlat_jax.step import make_program
 from hlat_jax.store.metrics import ROWS_FILE, read_rows
 
@@ -163,11 +164,13 @@ def spikes_of(rows):
 
 
 @pytest.mark.slow
-def test_a_spike_right_after_a_resume_is_skipped_as_without_one(micro, train, capsys):
+def test_a_spike_right_after_a_resume_is_skipped_as_without_one(micro, train, tmp_path, capsys):
     rows = train(micro)
     assert spikes_of(rows) == [7]
     line = f"step 7: a spike, loss {rows[6]['loss']:.4f}, gradient norm {rows[6]['grad_norm']:.3g}; update skipped"
     assert line in capsys.readouterr().out
+    [event] = [event for event in read_events(tmp_path / "run") if event["event"] == "spike"]
+    assert event.items() >= {"step": 7, "loss": rows[6]["loss"], "skipped": True}.items()
     assert rows[6]["param_norm"].hex() == rows[7]["param_norm"].hex()
     assert rows[7]["param_norm"].hex() != rows[8]["param_norm"].hex()
     train(micro, "again", num_steps=6)
@@ -180,8 +183,7 @@ def test_a_spike_right_after_a_resume_is_skipped_as_without_one(micro, train, ca
 def test_the_policy_may_be_turned_on_and_off_and_its_window_changed_at_a_resume(micro, train):
     train(micro, num_steps=2, spikes="off")
     train(micro, num_steps=4, spikes="warn")
-    train(micro, num_steps=6, spikes="skip", spike_sigmas=11.0)
-    rows = train(micro, num_steps=8)
-    assert [row.get("spike") for row in rows] == [None, None, 0, 0, 0, 0, 1, 0]  # a window of four, over two resumes
+    rows = train(micro, num_steps=8, spikes="skip", spike_sigmas=11.0)
+    assert [row.get("spike") for row in rows] == [None, None, 0, 0, 0, 0, 1, 0]  # a window of four, two from before
     train(micro, num_steps=9, spike_window=16)
     assert "spike" not in train(micro, num_steps=10, spikes="off")[-1]
