@@ -209,6 +209,7 @@ class _Watch:
         self._activity, self._stacks = activity, stacks
         self._answered_s = time.monotonic()
         self._period_s = min(1.0, job.peer_timeout_s / 8)
+        self._gap_s = min(GAP_S, job.peer_timeout_s / 4)
         self._over, self._ending = threading.Event(), threading.Event()
         self._me = f"process {job.process_id} of {job.num_processes} on {socket.gethostname()}"
         self._thread = threading.Thread(target=self._run, name="hlat-watch", daemon=True)
@@ -248,7 +249,7 @@ class _Watch:
                     self._lost_coordinator(error)
                 return
             now = time.monotonic()
-            if now - looked_s > GAP_S + self._period_s:  # this process was stopped: it has heard nobody
+            if now - looked_s > self._gap_s + self._period_s:  # this process was stopped: it has heard nobody
                 last_seen = {name: (text, since + now - looked_s) for name, (text, since) in last_seen.items()}
             looked_s = now
             for key, heartbeat in heartbeats:
@@ -271,7 +272,7 @@ class _Watch:
         answered_s, looked_s, silent_s = self._answered_s, time.monotonic(), 0.0
         while not self._over.wait(self._period_s):
             now = time.monotonic()
-            silent_s = silent_s + min(now - looked_s, GAP_S) if answered_s == self._answered_s else 0.0
+            silent_s = silent_s + min(now - looked_s, self._gap_s) if answered_s == self._answered_s else 0.0
             answered_s, looked_s = self._answered_s, now
             if silent_s > limit_s:
                 self._lost_coordinator(TimeoutError(f"no answer for {limit_s:.0f} s (--peer_timeout_s)"))
