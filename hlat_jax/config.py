@@ -273,6 +273,18 @@ class TrainConfig:
     max_nonfinite_steps: int = _key(
         3, "The run stops after this many consecutive steps with a non-finite loss or norm."
     )
+    spikes: str = _key(
+        "off",
+        "Steps whose loss or gradient norm is far above those before: warn prints them, skip masks their update.",
+        choices=("off", "warn", "skip"),
+    )
+    spike_sigmas: float = _key(6.0, "A spike is this many standard deviations above the mean of the steps before it.")
+    spike_window: int = _key(128, "Steps before it that count; there must be half of them.")
+    skip_steps: str = _key(
+        "",
+        "Batches to leave out, FIRST:LAST,FIRST:LAST, by the steps that would train them if none were; empty: none.",
+    )
+    rewind_to: int = _key(0, "Resume from the checkpoint of this step, once, and set the newer ones aside; 0: no.")
     eval_loss_low: float = _key(0.0, "Lower end of the expected final validation loss in nats; see eval_loss_high.")
     eval_loss_high: float = _key(0.0, "Upper end of the expected final validation loss in nats; 0: no expectation.")
     sample_prompt: str = _key("", "Text continued before and after training; empty: no sample.")

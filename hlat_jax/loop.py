@@ -34,7 +34,7 @@ from collections.abc import Callable
 import jax
 import numpy as np
 
-from hlat_jax.config import Config
+from hlat_jax.config import Config, counted
 from hlat_jax.data import positions
 from hlat_jax.generate.generator import sample_text
 from hlat_jax.host import distributed
@@ -42,6 +42,7 @@ from hlat_jax.host.activity import WAITING, Activity
 from hlat_jax.host.process import StopSignals
 from hlat_jax.optimizer import learning_rate
 from hlat_jax.parallel.sharding import shard_batch
+from hlat_jax.resolve import batch_of_step
 from hlat_jax.run import machine, nonfinite, summary
 from hlat_jax.run.goodput import PLOT_FILE, plot_goodput
 from hlat_jax.run.open import NextBatch, Pending, Progress, Run, open_run
@@ -178,6 +179,8 @@ def _start_saving(run: Run, progress: Progress, *, stopping: bool) -> None:
         return
     norms = nonfinite.finite_norms(run, progress)
     metadata = run.settings | {"tokens": progress.tokens, "num_nonfinite": progress.num_nonfinite, "remat": run.remat}
+    if skipped := batch_of_step(progress.step, run.skipped) - progress.step:
+        metadata["skipped_batches"] = skipped
     position = run.global_position(progress.position)
     run.checkpointer.save(progress.step, progress.state, position=position, metadata=metadata, norms=norms)
     _note_saved(run)  # the one before
@@ -257,9 +260,17 @@ def _next_batch(run: Run, progress: Progress) -> NextBatch | None:
     batch, position, error = None, None, None
     activity = run.sync.signals.activity
     retries = run.batches.retries
-    activity.begin("waiting for data", status=lambda: retries.progress)
+    passed, number = (batch_of_step(progress.step + ahead, run.skipped) for ahead in (0, 1))
+    if number > passed + 1:
+        skipped = f"{counted(number - passed - 1, 'batch')} left out, {passed + 1}:{number - 1}"
+        print(f"step {progress.step + 1}: {skipped} (train.skip_steps)")
+        run.ledger.event("skip_steps", step=progress.step + 1, first=passed + 1, last=number - 1)
+    begin = progress.position
     try:
-        batch, position = next(run.batches)
+        for _ in range(passed, number):
+            begin = begin if position is None else position
+            activity.begin("waiting for data", status=lambda: retries.progress)
+            batch, position = next(run.batches)
     except (ValueError, OSError) as caught:
         error = caught
     progress.data_wait_s += time.monotonic() - asked_at_s
@@ -271,7 +282,8 @@ def _next_batch(run: Run, progress: Progress) -> NextBatch | None:
             return None
         raise synced.error
     progress.save_overdue = synced.save
-    return NextBatch(batch=batch, position=position, row_fields=synced.row_fields)
+    row_fields = synced.row_fields | ({"batch": number} if run.skipped else {})
+    return NextBatch(batch=batch, begin=begin, position=position, row_fields=row_fields)
 
 
 def _step(run: Run, progress: Progress, batch: NextBatch) -> None:
@@ -283,19 +295,20 @@ def _step(run: Run, progress: Progress, batch: NextBatch) -> None:
         progress.state, metrics = run.train_step(progress.state, shard_batch(batch.batch, run.layout), np.float32(rate))
     signals.unfinished = _STEP_AND_SAVE
     progress.step += 1
-    begin, progress.position = progress.position, batch.position
-    fields = batch.row_fields
-    pending = Pending(step=progress.step, metrics=metrics, learning_rate=rate, row_fields=fields, position=begin)
-    progress.pending.append(pending)
+    progress.position = batch.position
+    fields = {"row_fields": batch.row_fields, "position": batch.begin}
+    progress.pending.append(Pending(step=progress.step, metrics=metrics, learning_rate=rate, **fields))
 
 
 def _log(run: Run, progress: Progress) -> None:
     """Writes the row of the step before, and the data position when due; raises what failed in the background."""
     _write_rows(run, progress, in_flight=1)
     if _due(progress.step, run.config.data.position_every_steps):
-        position, identity = run.global_position(progress.position), run.batches.definition.identity(progress.step)
+        position = run.global_position(progress.position)
+        passed = int(position[0, 0])
         if distributed.is_first():
-            positions.write(run.workdir, progress.step, position=position, data_identity=identity)
+            identity = run.batches.definition.identity(passed)
+            positions.write(run.workdir, passed, position=position, data_identity=identity)
     run.check_folder()
     run.checkpointer.check()
     _note_saved(run)
@@ -327,12 +340,20 @@ def _write_rows(run: Run, progress: Progress, *, in_flight: int = 0) -> None:
             "nonfinite": int(not metrics.finite),
             **pending.row_fields,
         }
+        if metrics.spike is not None:
+            row["spike"] = int(metrics.spike)
         progress.timed_from_s, progress.data_wait_s = now, 0.0
         run.log.train_row(row)
         progress.num_nonfinite = 0 if metrics.finite else progress.num_nonfinite + 1
         progress.nonfinite_rows = [] if metrics.finite else [*progress.nonfinite_rows, row]
         if not metrics.finite:
             print(f"step {pending.step}: {nonfinite.describe([row])}; update skipped")
+        if metrics.spike:
+            skipped = run.config.train.spikes == "skip"
+            values = f"loss {row['loss']:.4f}, gradient norm {row['grad_norm']:.3g}"
+            found = {key: row[key] for key in ("step", "loss", "grad_norm")}
+            run.ledger.event("spike", **found, skipped=skipped)
+            print(f"step {pending.step}: a spike, {values}; {'update skipped' if skipped else 'trained on'}")
         if progress.num_nonfinite >= run.config.train.max_nonfinite_steps:
             nonfinite.stop(run, progress, position=pending.position)
 

@@ -26,6 +26,7 @@ from hlat_jax.host.activity import Activity
 from hlat_jax.host.process import INDEX_FOLDER, StopSignals, closing_quietly
 from hlat_jax.parallel.sharding import Layout, gather_rows, process_rows
 from hlat_jax.program import StepMetrics
+from hlat_jax.resolve import skipped_batches
 from hlat_jax.run import budget, exports, history, optional, summary
 from hlat_jax.run.branch import open_branch
 from hlat_jax.run.compilation import Compilations, compiled_sampler, compiled_step
@@ -33,6 +34,7 @@ from hlat_jax.run.goodput import Ledger, SilentLedger
 from hlat_jax.run.init_from import begin, open_start
 from hlat_jax.run.machine import fitting_program
 from hlat_jax.run.profiling import StepTrace
+from hlat_jax.run.rewind import rewound
 from hlat_jax.run.settings import refuse_drift, settings_of, write_settings
 from hlat_jax.run.step_sync import FolderCheck, StepSync, only_job, require_same_settings
 from hlat_jax.run.validation import Validation
@@ -61,6 +63,7 @@ class Run:
       settings: recorded in every checkpoint, see `settings_of`.
       remat: record of the choice for a memory budget, see `budget.resolved`; None without a budget.
       start_step: step at which this process started or resumed.
+      skipped: the batches of `train.skip_steps`.
     """
 
     config: Config
@@ -83,6 +86,7 @@ class Run:
     settings: dict[str, Any]
     remat: dict[str, Any] | None
     start_step: int
+    skipped: tuple[range, ...]
 
     def global_position(self, position: np.ndarray) -> np.ndarray:
         """Returns the data position of all rows, gathered from all processes, which call it together."""
@@ -128,9 +132,10 @@ class Progress:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NextBatch:
-    """The rows of this process, the data position after them, and the metrics that describe the global batch."""
+    """The rows of this process, the data positions before and after, and the metrics that describe the global batch."""
 
     batch: Batch
+    begin: np.ndarray
     position: np.ndarray
     row_fields: dict[str, Any]
 
@@ -195,7 +200,7 @@ def open_run(
     summary.describe(program)
     summary.describe_data(batches, held_out, vocab_size=config.model.vocab_size, tokenizer=tokenizer)
 
-    saved = checkpointer.latest_metadata()
+    saved = rewound(config, workdir, checkpointer, settings=settings, ledger=ledger)
     if saved is None and distributed.is_first():
         history.begin(workdir, ledger=ledger, begin_again=begin_again)
     if tasks is not None and (saved is None or saved[0] < config.train.num_steps):
@@ -245,7 +250,7 @@ def open_run(
     if distributed.is_first():
         write_settings(config, workdir, remat=remat)
         kept_tokenizer.keep_tokenizer(tokenizer.path, workdir)
-        positions.rewind(workdir, progress.step)
+        positions.rewind(workdir, int(progress.position[0, 0]))
         exports.rewind(workdir, progress.step)
     log = stack.enter_context(closing_quietly(_open_log(config, workdir, layout=layout, progress=progress)))
     step_trace = stack.enter_context(closing_quietly(StepTrace(config, workdir, start_step=progress.step)))
@@ -270,6 +275,7 @@ def open_run(
         settings=settings,
         remat=remat,
         start_step=progress.step,
+        skipped=skipped_batches(config.train.skip_steps),
     )
     if distributed.is_first():
         compilations.write(workdir)
