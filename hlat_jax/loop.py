@@ -249,10 +249,11 @@ def _next_batch(run: Run, progress: Progress) -> NextBatch:
         run.ledger.event("skip_steps", step=progress.step + 1, first=passed + 1, last=number - 1)
     begin = progress.position
     try:
-        for _ in range(passed, number):
-            begin = begin if position is None else position
+        for _ in range(passed + 1, number):
             activity.begin("waiting for data")
-            batch, position = next(run.batches)
+            _, begin = next(run.batches)
+        activity.begin("waiting for data")
+        batch, position = next(run.batches)
     except ValueError as caught:
         error = caught
     progress.data_wait_s += time.monotonic() - asked_at_s
@@ -276,8 +277,9 @@ def _step(run: Run, progress: Progress, batch: NextBatch) -> None:
     signals.unfinished = _STEP_AND_SAVE
     progress.step += 1
     progress.position = batch.position
-    fields = {"row_fields": batch.row_fields, "position": batch.begin}
-    progress.pending.append(Pending(step=progress.step, metrics=metrics, learning_rate=rate, **fields))
+    fields, begin = batch.row_fields, batch.begin
+    pending = Pending(step=progress.step, metrics=metrics, learning_rate=rate, row_fields=fields, position=begin)
+    progress.pending.append(pending)
 
 
 def _log(run: Run, progress: Progress) -> None:
