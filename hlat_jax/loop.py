@@ -30,6 +30,7 @@ import pathlib
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import numpy as np
@@ -240,7 +241,9 @@ def _next_batch(run: Run, progress: Progress) -> NextBatch:
     """
     asked_at_s = time.monotonic()
     overdue = 0 < run.config.checkpoint.every_minutes <= (asked_at_s - progress.saved_at_s) / 60
-    batch, position, error = None, None, None
+    batch: Any = None
+    position: Any = None
+    error = None
     activity = run.sync.signals.activity
     passed, number = (batch_of_step(progress.step + ahead, run.skipped) for ahead in (0, 1))
     if number > passed + 1:
