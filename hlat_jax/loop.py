@@ -30,6 +30,7 @@ import pathlib
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import numpy as np
@@ -257,7 +258,9 @@ def _next_batch(run: Run, progress: Progress) -> NextBatch | None:
     """
     asked_at_s = time.monotonic()
     overdue = 0 < run.config.checkpoint.every_minutes <= (asked_at_s - progress.saved_at_s) / 60
-    batch, position, error = None, None, None
+    batch: Any = None
+    position: Any = None
+    error = None
     activity = run.sync.signals.activity
     retries = run.batches.retries
     passed, number = (batch_of_step(progress.step + ahead, run.skipped) for ahead in (0, 1))
@@ -267,10 +270,11 @@ def _next_batch(run: Run, progress: Progress) -> NextBatch | None:
         run.ledger.event("skip_steps", step=progress.step + 1, first=passed + 1, last=number - 1)
     begin = progress.position
     try:
-        for _ in range(passed, number):
-            begin = begin if position is None else position
+        for _ in range(passed + 1, number):
             activity.begin("waiting for data", status=lambda: retries.progress)
-            batch, position = next(run.batches)
+            _, begin = next(run.batches)
+        activity.begin("waiting for data", status=lambda: retries.progress)
+        batch, position = next(run.batches)
     except (ValueError, OSError) as caught:
         error = caught
     progress.data_wait_s += time.monotonic() - asked_at_s
@@ -296,8 +300,9 @@ def _step(run: Run, progress: Progress, batch: NextBatch) -> None:
     signals.unfinished = _STEP_AND_SAVE
     progress.step += 1
     progress.position = batch.position
-    fields = {"row_fields": batch.row_fields, "position": batch.begin}
-    progress.pending.append(Pending(step=progress.step, metrics=metrics, learning_rate=rate, **fields))
+    fields, begin = batch.row_fields, batch.begin
+    pending = Pending(step=progress.step, metrics=metrics, learning_rate=rate, row_fields=fields, position=begin)
+    progress.pending.append(pending)
 
 
 def _log(run: Run, progress: Progress) -> None:

@@ -74,6 +74,8 @@ end_when_frozen() { # pid of the command, alive.json before it began
       continue
     fi
     trap "" TERM # from here on the caller waits for this
+    # for the ledger of the run; in the background, as the file system may hang
+    printf '{"event": "killed", "time": %s}\n' "$(date +%s.%N)" 2> /dev/null >> "$workdir/events.jsonl" &
     echo "error: $workdir/alive.json has not changed for $idle s: the command is frozen, and is ended." >&2
     kill -TERM -- "-$1" 2> /dev/null
     for ((left = stale_s < 10 ? stale_s : 10; left > 0; left--)); do
