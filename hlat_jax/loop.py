@@ -87,10 +87,10 @@ def _train(config: Config, workdir: pathlib.Path, *, signals: StopSignals, begin
             if run.exporter is not None:
                 run.exporter.wait()
         if progress.step < config.train.num_steps:
+            _show_goodput(run, progress)
             saved = f"saved in {workdir}; run the same command to resume"
             nothing = "before anything was saved; run the same command to start again"
             print(f"stopped by {run.sync.stop} after step {progress.step}, {saved if progress.saved_step else nothing}")
-            _show_goodput(run, progress)
             return run.sync.stop
         signals.doing, signals.saved_step = "drawing the results", progress.step
         signals.unfinished = "the summary" if jax.distributed.is_initialized() else ""  # nobody waits for one alone

@@ -47,18 +47,14 @@ _JOIN_S = 5.0  # for an entry that a disk does not take
 
 
 class Ledger:
-    """The ledger of process 0, for the length of a `with` block."""
+    """The ledger of process 0, for the length of a `with` block; it begins with `begin` or the first event."""
 
     def __init__(self, workdir: pathlib.Path, activity: Activity, *, num_steps: int):
-        """Enters how the life before ended, if it could not; `num_steps` is the last step of the run."""
+        """Changes nothing; `num_steps` is the last step of the run."""
         self._workdir, self._activity = workdir, activity
         self._moved: dict[str, float] = {}  # account -> seconds of it in which the process was stopped
         self._beating, self._over = threading.Lock(), threading.Event()
-        self._thread = threading.Thread(target=self._run, name="hlat-ledger", daemon=True)
-        lives, left = _recorded_lives(workdir), _left(workdir)
-        if left is not None and not any("spent" in life for life in lives if _is_same(left, life)):
-            self.event("died", life=left)
-        activity.again_until = max([life.get("step", 0) for life in (*lives, left or {})])
+        self._thread: threading.Thread | None = None
         age_s = time.monotonic() - activity.began_s
         self._began = {
             "pid": os.getpid(),
@@ -70,13 +66,25 @@ class Ledger:
         }
 
     def __enter__(self):
+        return self
+
+    def begin(self) -> None:
+        """Enters this start, and how the life before ended if it could not."""
+        if self._thread is not None:
+            return
+        self._thread = threading.Thread(target=self._run, name="hlat-ledger", daemon=True)
+        lives, left = _recorded_lives(self._workdir), _left(self._workdir)
+        if left is not None and not any("spent" in life for life in lives if _is_same(left, life)):
+            self.event("died", life=left)
+        self._activity.again_until = max(life.get("step", 0) for life in (*lives, left or {}))
         self.event("start", **self._began)
         self.beat()
         self._activity.beat = self.beat
         self._thread.start()
-        return self
 
     def __exit__(self, _type, error, _traceback):
+        if self._thread is None:
+            return
         self._over.set()
         self._thread.join(_JOIN_S)
         self._activity.beat = None
@@ -86,12 +94,14 @@ class Ledger:
 
     def event(self, name: str, **fields: Any) -> None:
         """Appends an event to the file, and returns once it is on the disk."""
+        self.begin()
         with open(self._workdir / EVENTS_FILE, "a") as file:
             file.write(json.dumps({"event": name, "time": time.time(), **fields}) + "\n")
             to_disk(file)
 
     def goodput(self) -> Goodput:
         """Returns what the time of the run went to, up to now."""
+        self.begin()
         self.beat()
         return goodput(self._workdir)
 
@@ -144,6 +154,8 @@ class SilentLedger:
         return self
 
     def __exit__(self, *_): ...
+
+    def begin(self) -> None: ...
 
     def event(self, name: str, **fields: Any) -> None: ...
 

@@ -24,7 +24,7 @@ def begin(workdir: pathlib.Path, *, ledger: Ledger | SilentLedger, begin_again: 
     last = max((row["step"] for row in rows), default=0)
     events = read_events(workdir)
     step, told_by = newest_saved(events), EVENTS_FILE
-    if not step and sum(event["event"] == "start" for event in events) <= 1:  # what trained it wrote no events
+    if not step and not any(event["event"] == "start" for event in events):  # what trained it wrote no events
         step, told_by = _surely_saved(rows, workdir), f"{ROWS_FILE} and checkpoint.every_steps"
         if step:
             ledger.event("saved", step=step)  # for the next start, which is not the first to write events

@@ -209,6 +209,7 @@ def open_run(
     if saved is not None:
         signals.saved_step, signals.doing = saved[0], "restoring the checkpoint"
         refuse_drift(saved[1], settings, step=saved[0], workdir=workdir)
+    ledger.begin()  # after what refuses a start, which then changes nothing
     restored = None if saved is None else checkpointer.restore(program.abstract_state, norms=program.norms)
     if restored is not None and restored.step >= config.train.num_steps:
         with signals.during("finishing a complete run", unfinished="the export and the summary"):

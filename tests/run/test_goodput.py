@@ -109,6 +109,7 @@ def test_steps_that_an_earlier_life_had_trained_are_done_again(tmp_path):
     (tmp_path / ALIVE_FILE).write_text(json.dumps(died))
     activity = Activity()
     with Ledger(tmp_path, activity, num_steps=10) as opened:
+        opened.begin()
         for step in (5, 6, 7, 8):
             activity.begin("training")
             activity.step = step
@@ -125,7 +126,8 @@ def test_steps_that_an_earlier_life_had_trained_are_done_again(tmp_path):
 def test_what_a_watch_found_stuck_is_not_training(tmp_path):
     activity = Activity()
     activity.step = 1
-    with Ledger(tmp_path, activity, num_steps=10):
+    with Ledger(tmp_path, activity, num_steps=10) as opened:
+        opened.begin()
         for _ in range(2):
             activity.begin("training")
             time.sleep(0.05)
@@ -143,7 +145,8 @@ from hlat_jax.host.activity import Activity
 from hlat_jax.run import goodput
 goodput.GAP_S, goodput._PERIOD_S = 0.5, 0.1
 activity = Activity(began_s=process.began_s())
-with goodput.Ledger(pathlib.Path(sys.argv[1]), activity, num_steps=10):
+with goodput.Ledger(pathlib.Path(sys.argv[1]), activity, num_steps=10) as ledger:
+    ledger.begin()
     activity.begin("compiling")
     print("compiling", flush=True)
     time.sleep(float(sys.argv[2]))
@@ -201,6 +204,7 @@ def test_a_disk_that_is_full_does_not_end_the_thread(tmp_path, monkeypatch):
     monkeypatch.setattr(ledger, "_PERIOD_S", 0.01)
     activity = Activity()
     with Ledger(tmp_path, activity, num_steps=10) as opened:
+        opened.begin()
         beats = []
 
         def full():

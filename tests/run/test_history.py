@@ -29,7 +29,7 @@ def folder(tmp_path):
         (tmp_path / ROWS_FILE).write_text("".join(json.dumps(row) + "\n" for row in rows))
         (tmp_path / "config.json").write_text(json.dumps({"checkpoint": checkpoint}))
         ledger = Events(tmp_path)
-        for name, step in (*events, ("start", None)):
+        for name, step in events:
             ledger.event(name, step=step)
         return tmp_path, ledger
 
