@@ -94,10 +94,10 @@ KINDS = {
     "data error for a moment": Kind("inside", {GOES_ON: ""}, mild=True),
     "data error that stays": Kind("inside", {ENDS: _UNREADABLE}),
     "slow data": Kind("inside", {GOES_ON: ""}, mild=True),
-    "NaN in a batch": Kind("inside", {GOES_ON: ""}, mild=True, lasting=True),
+    "NaN for a step": Kind("inside", {GOES_ON: ""}, mild=True, lasting=True),
     "NaN in the weights": Kind("inside", {ENDS: "not finite"}),
     "spike": Kind("inside", {GOES_ON: ""}, mild=True, lasting=True),
-    "clock jump": Kind("inside", {GOES_ON: ""}, mild=True),
+    "clock jump": Kind("inside", {GOES_ON: "", ENDS: "timed out"}, mild=True),  # while saving: Orbax uses the clock
     "port taken": Kind("start", dict.fromkeys((ENDS, REFUSES), "port|in use"), least=2),
 }
 

@@ -6,7 +6,6 @@ FOLDER/faults.json lists the faults. FOLDER/process-<id>.jsonl gets a line for e
 waits for, and for each fault when it begins and ends, with the seconds of the system's monotonic clock.
 """
 
-import dataclasses
 import errno
 import json
 import os
@@ -62,6 +61,7 @@ class Faults:
 def install(faults: Faults) -> None:
     """Puts the faults into the functions of a run."""
     import jax
+    import jax.numpy as jnp
     import numpy as np
 
     from hlat_jax import loop
@@ -118,12 +118,15 @@ def install(faults: Faults) -> None:
         faults.stick("step")
         if fault := faults.due("clock jump"):
             time.time = lambda: clock() + fault["jump_s"]
-        if faults.due("NaN in a batch"):
-            weights = np.full_like(batch.batch.weights, np.nan)
-            batch = dataclasses.replace(batch, batch=dataclasses.replace(batch.batch, weights=weights))
         if faults.due("NaN in the weights"):
             progress.state["params"] = jax.tree.map(poisoned, progress.state["params"])
+        kept = None
+        if faults.due("NaN for a step"):
+            kept = jax.tree.map(jnp.copy, progress.state["params"])
+            progress.state["params"] = jax.tree.map(poisoned, progress.state["params"])
         step_of_loop(run, progress, batch)
+        if kept is not None:
+            progress.state["params"] = kept
 
     def poisoned(array):
         parts = [jax.device_put(np.full_like(shard.data, np.nan), shard.device) for shard in array.addressable_shards]

@@ -47,7 +47,7 @@ SETTINGS = {
     "checkpoint.every_steps": SAVE_EVERY,
     "metrics.tensorboard": False,
 }
-FLAGS = ("--stuck_timeout_s=4", "--peer_timeout_s=6", "--join_timeout_s=40")
+FLAGS = ("--stuck_timeout_s=4", "--peer_timeout_s=6", "--join_timeout_s=25")
 PROCESSES = (1, 1, 1, 1, 2, 2, 2, 3, 4)  # drawn from these
 TRIAL_LIMIT_S, LIFE_LIMIT_S = 900, 180
 MOMENT_S = 1.0
@@ -280,7 +280,7 @@ class Trial:
             return [f"later than its limit: {error}"]
         finally:
             self._heal()
-            for row in self.done:
+            for row in self._open:
                 self.campaign.record(**row)
             if self._mounted:
                 subprocess.run(["umount", "-l", str(self.workdir.parent)], check=False)
@@ -335,7 +335,7 @@ class Trial:
         elif kind == "clock jump":
             fault.more["jump_s"] = rng.choice((-86400.0, -61.0, 3600.0, 3e7))
         if rule.lasting:
-            fault.process, fault.more["exactly"] = 0, True
+            fault.process, fault.more["exactly"] = None, True
             fault.step = min(step for step in (20, 40, 64) if step >= fault.step)
             self.lasting.append(fault)
         return fault
@@ -603,20 +603,19 @@ class Trial:
         }
         self.done.append(row)
         if life.over():
-            self._open.append(row)
-        elif fault.rule.how == "damage":
-            row["again_s"] = round(life.first_step_at() - fault.at, 2)
-        elif fault.rule.mild:
-            row["again_s"] = round(time.monotonic() - fault.at, 2)
+            self._open.append(row)  # written when the run trains again
+            return
+        row["again_s"] = round((life.first_step_at() if fault.rule.how == "damage" else time.monotonic()) - fault.at, 2)
+        self.campaign.record(**row)
 
     def _trains_again(self, life: Life) -> None:
         """Notes when the run trained again, for the faults that had ended it."""
         first = life.first_step_at()
-        if first is None:
-            return
         for row in [row for row in self._open if row["at"] < life.began]:
-            row["again_s"] = round(first - row["at"], 2)
+            if first is not None:  # else another fault came first
+                row["again_s"] = round(first - row["at"], 2)
             self._open.remove(row)
+            self.campaign.record(**row)
 
     def _void(self, faults: list[Fault]) -> None:
         for fault in faults:
