@@ -151,6 +151,10 @@ class Life:
     def err(self) -> list[str]:
         return [self._job.err(index) for index in range(len(self.processes))]
 
+    def errors(self) -> list[str]:
+        """Returns the lines that say why processes ended."""
+        return [line for text in self.err() for line in text.splitlines() if line.startswith("error: ")]
+
     def out(self) -> str:
         return self._job.out(0)
 
@@ -266,7 +270,7 @@ class Trial:
                     if life.codes() == [0] * self.n and self._is_complete(life):
                         break
                     if not life.disturbed and any(life.codes()):
-                        return [f"ended with codes {life.codes()} without a fault: {life.err()[0][-500:]}"]
+                        return [f"ended with codes {life.codes()} without a fault: {life.errors()[:1]}"]
                 finally:
                     life.close()
                     if pending is None:
@@ -557,7 +561,7 @@ class Trial:
             )
             own = (-number, 130) if number == signal.SIGINT else (-number,)
         others = [code for index, code in enumerate(codes) if not (index in hit and code in own)]
-        lines = [line for text in errors for line in text.splitlines() if line.startswith("error: ")]
+        lines = life.errors()
         if fault.rule.how == "signal" and any("interrupted" in text for text in errors):
             lines += [line for text in errors for line in text.splitlines() if "interrupted" in line]
         stopped = next((line for line in life.out().splitlines() if line.startswith("stopped by")), "")

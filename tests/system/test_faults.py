@@ -1,4 +1,4 @@
-"""A run comes back from random faults with the bits of an undisturbed one, and the campaign that says so would notice."""
+"""A run comes back from random faults to the bits of an undisturbed one; the campaign would notice if it did not."""
 
 import subprocess
 import sys
@@ -28,7 +28,7 @@ def _rows(num_steps=6):
 
 def test_a_history_is_compared_in_every_row():
     assert fault_kinds.history_problems(_rows(), _rows()) == []
-    twice = _rows() + [_rows()[-2]]
+    twice = [*_rows(), _rows()[-2]]
     assert "trained more than once: steps [6]" in fault_kinds.history_problems(twice, _rows())
     other = [row | {"loss": 6.5} if row["step"] == 4 else row for row in _rows()]
     assert fault_kinds.history_problems(other, _rows()) == ["step 4 differs in loss"]
