@@ -30,6 +30,7 @@ NOTES = "notes a gap"  # resumes, and says which rows are lost
 CRASHES = "crashes"  # a Python or C++ stack
 SILENT = "ends silently"
 HANGS = "hangs"
+UNSAID = "loses rows and does not say so"
 
 _LOST = r"sent no heartbeat|does not answer|gave up waiting|did not reach"
 _UNREADABLE = "cannot be read|truncated"

@@ -539,7 +539,7 @@ class Trial:
         elif lost:
             self.lost |= set(lost)
             line = next((each for each in said.splitlines() if "missing" in each), "")
-            outcome = fault_kinds.NOTES if line else fault_kinds.SILENT
+            outcome = fault_kinds.NOTES if line else fault_kinds.UNSAID
         self._note(life, fault, outcome, line=line)
 
     def _ended(self, life: Life, fault: Fault) -> None:

@@ -47,7 +47,7 @@ def test_outcomes_that_the_table_does_not_name_are_not_allowed():
     )
     assert not fault_kinds.is_allowed("stuck in save", fault_kinds.STUCK, "error: something else")
     for kind in fault_kinds.KINDS:
-        for outcome in (fault_kinds.CRASHES, fault_kinds.SILENT, fault_kinds.HANGS):
+        for outcome in (fault_kinds.CRASHES, fault_kinds.SILENT, fault_kinds.HANGS, fault_kinds.UNSAID):
             assert not fault_kinds.is_allowed(kind, outcome, "stuck, damaged, port, written", at_start=True), kind
     assert fault_kinds.is_allowed("SIGTERM", fault_kinds.DIES, "", at_start=True)
     assert not fault_kinds.is_allowed("SIGTERM", fault_kinds.DIES, "")
