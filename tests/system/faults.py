@@ -49,6 +49,7 @@ SETTINGS = {
 }
 FLAGS = ("--stuck_timeout_s=4", "--peer_timeout_s=6", "--join_timeout_s=25")
 PROCESSES = (1, 1, 1, 1, 2, 2, 2, 3, 4)  # drawn from these
+LASTING_STEPS = (20, 40)  # few, as each asks for an undisturbed run of its own
 TRIAL_LIMIT_S, LIFE_LIMIT_S = 900, 180
 MOMENT_S = 1.0
 _RESTARTED = (1, 124, 143)
@@ -302,12 +303,13 @@ class Trial:
                     return first and at_start and (kind != "stuck in restore" or bool(self._saved()))
                 if kind == "stuck in compile":
                     return first and at_start
-                return not KINDS[kind].lasting or not self.lasting
+                return not KINDS[kind].lasting or (not self.lasting and step <= LASTING_STEPS[-1])
 
             kind = self.campaign.draw(self.n, fits=fits)
             if kind is None:
                 break
             plan.append(self._fault(kind, step, may_be_early=at_start and not plan))
+            step = max(step, plan[-1].step)
             if not KINDS[kind].mild:
                 break
         return plan
@@ -340,7 +342,7 @@ class Trial:
             fault.more["jump_s"] = rng.choice((-86400.0, -61.0, 3600.0, 3e7))
         if rule.lasting:
             fault.process, fault.more["exactly"] = None, True
-            fault.step = min(step for step in (20, 40, 64) if step >= fault.step)
+            fault.step = min(each for each in LASTING_STEPS if each >= step)
             self.lasting.append(fault)
         return fault
 
