@@ -43,6 +43,7 @@ from hlat_jax.host.process import StopSignals
 from hlat_jax.optimizer import learning_rate
 from hlat_jax.parallel.sharding import shard_batch
 from hlat_jax.run import machine, nonfinite, summary
+from hlat_jax.run.goodput import PLOT_FILE, plot_goodput
 from hlat_jax.run.open import NextBatch, Pending, Progress, Run, open_run
 from hlat_jax.store.progress import ProgressBar, Status
 
@@ -87,10 +88,12 @@ def _train(config: Config, workdir: pathlib.Path, *, signals: StopSignals) -> st
             saved = f"saved in {workdir}; run the same command to resume"
             nothing = "before anything was saved; run the same command to start again"
             print(f"stopped by {run.sync.stop} after step {progress.step}, {saved if progress.saved_step else nothing}")
+            _show_goodput(run, progress)
             return run.sync.stop
         signals.doing, signals.saved_step = "drawing the results", progress.step
         signals.unfinished = "the summary" if jax.distributed.is_initialized() else ""  # nobody waits for one alone
         _sample(run, progress, "after training")
+        _show_goodput(run, progress)
         run.log.close()
         if distributed.is_first():
             summary.finish(config, workdir, progress.step)
@@ -99,6 +102,7 @@ def _train(config: Config, workdir: pathlib.Path, *, signals: StopSignals) -> st
 
 def _loop(run: Run, progress: Progress) -> None:
     """Runs to the last step or a signal, and saves the state it ends with."""
+    run.sync.signals.activity.step = progress.step
     progress.saved_at_s = progress.timed_from_s = time.monotonic()
     while True:
         _evaluate(run, progress)
@@ -175,6 +179,8 @@ def _start_saving(run: Run, progress: Progress, *, stopping: bool) -> None:
     position = run.global_position(progress.position)
     run.checkpointer.save(progress.step, progress.state, position=position, metadata=metadata, norms=norms)
     progress.saved_step, progress.save_postponed = progress.step, False
+    if distributed.is_first():
+        run.log.goodput_row(progress.step, run.ledger.goodput().shares)
 
 
 def _save_and_wait(run: Run, progress: Progress) -> None:
@@ -323,6 +329,15 @@ def _progress(
     if config.metrics.console == "off":
         return contextlib.nullcontext()
     return ProgressBar(read, stream=sys.stdout, in_place=in_place)
+
+
+def _show_goodput(run: Run, progress: Progress) -> None:
+    if distributed.is_first():
+        found = run.ledger.goodput()
+        print(f"time             {found.line()}")
+        run.log.goodput_row(progress.step, found.shares)
+        if run.config.metrics.plot:
+            plot_goodput(found, run.workdir / PLOT_FILE, title=run.config.name)
 
 
 def _sample(run: Run, progress: Progress, when: str) -> None:

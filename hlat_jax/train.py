@@ -14,7 +14,7 @@ from absl import flags, logging
 from hlat_jax import config as config_lib
 from hlat_jax import cost
 from hlat_jax.host import flags as flags_lib
-from hlat_jax.host import neuron_env, neuron_topology
+from hlat_jax.host import neuron_env, neuron_topology, process
 from hlat_jax.host.path_checks import check_file, check_folder
 
 
@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
     timeouts = {"join_timeout_s": values.join_timeout_s, "peer_timeout_s": values.peer_timeout_s}
     job = distributed.resolve_job(values.coordinator, values.num_processes, values.process_id, **timeouts)
     try:
-        activity = Activity(least_s=values.stuck_timeout_s)
+        activity = Activity(least_s=values.stuck_timeout_s, began_s=process.began_s())
         with distributed.joined(job, activity=activity, stacks=workdir / "stuck"):
             return loop.train(config, workdir, activity=activity)
     except (OSError, NonFiniteError) as error:  # the run failed, not the command: code 1

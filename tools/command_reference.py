@@ -19,6 +19,7 @@ COMMANDS = (
     "data tokenizer",
     "data stats",
     "data peek",
+    "run goodput",
     "generate",
     "evaluate",
     "hf import",
@@ -33,7 +34,9 @@ COMMANDS = (
     "neuron doctor",
     "neuron env",
 )
-MODULES = {area: f"hlat_jax.{area}.__main__" for area in ("data", "generate", "evaluate", "hf", "plan", "neuron")}
+MODULES = {
+    area: f"hlat_jax.{area}.__main__" for area in ("data", "run", "generate", "evaluate", "hf", "plan", "neuron")
+}
 
 
 def reference() -> str:

@@ -41,12 +41,19 @@ class Activity:
       step: the newest step.
       again_until: the last step that an earlier process of the run has trained: up to it, training is done again.
       least_s: the shortest limit, in seconds; 0: there are none.
+      began_s: time.monotonic() of the start.
+      stuck_s: how long somebody made no progress when that was found; 0: it was not.
+      beat: enters the account of `spent` in the ledger; None: there is no ledger.
     """
 
-    def __init__(self, *, least_s: float = 0.0):
+    def __init__(self, *, least_s: float = 0.0, began_s: float | None = None):
+        """`began_s` is time.monotonic() of the start; None: now."""
         self.least_s, self.step, self.again_until = least_s, 0, 0
-        self._spent: dict[str, float] = {}  # account -> seconds
-        self._phase = ("opening the run", time.monotonic(), None)  # replaced as one, for the other threads
+        self.began_s = time.monotonic() if began_s is None else began_s
+        self.stuck_s = 0.0
+        self.beat: Callable[[], None] | None = None
+        # phase, since when, its status, and account -> seconds before it; replaced as one, for the other threads
+        self._phase: tuple[str, float, Any, dict[str, float]] = ("opening the run", self.began_s, None, {})
         self._seen: dict[str, tuple[int, float]] = {}  # phase -> (how often, the longest, in seconds)
         self._looked: tuple[Any, Any, float, float] = (None, None, 0.0, 0.0)  # phase, its status, when, its idle time
 
@@ -54,20 +61,24 @@ class Activity:
     def doing(self) -> str:
         return self._phase[0]
 
+    @property
+    def account(self) -> str:
+        """The key of `spent` to which the time is added at present."""
+        doing, _, _, spent = self._phase
+        return self._account(doing, spent)
+
     def begin(self, doing: str, *, status: Callable[[], Any] | None = None) -> None:
         """Begins a phase, perhaps the same again; while `status()` changes, it makes progress."""
         now = time.monotonic()
-        before, since, _ = self._phase
+        before, since, *_ = self._phase
         count, longest = self._seen.get(before, (0, 0.0))
         self._seen[before] = count + 1, max(longest, now - since)
-        account = self._account(before)
-        self._spent = self._spent | {account: self._spent.get(account, 0.0) + now - since}
-        self._phase = doing, now, status
+        self._phase = doing, now, status, self.spent(now_s=now)
 
     def snapshot(self) -> dict[str, Any]:
         """Returns {"doing", "step", "for_s": seconds without progress, "limit_s"}."""
         phase, now = self._phase, time.monotonic()
-        doing, since, read = phase
+        doing, since, read, _ = phase
         status = read() if read is not None else None
         before, status_before, looked_s, idle_s = self._looked
         if before is not phase:
@@ -82,16 +93,16 @@ class Activity:
             "limit_s": round(self._limit_s(doing), 1),
         }
 
-    def spent(self) -> dict[str, float]:
-        """Returns account -> seconds, up to now: a phase, "first step" or "training again"."""
-        spent, (doing, since, _) = self._spent, self._phase
-        account = self._account(doing)
-        return spent | {account: spent.get(account, 0.0) + time.monotonic() - since}
+    def spent(self, *, now_s: float | None = None) -> dict[str, float]:
+        """Returns account -> seconds, up to `now_s` or now: a phase, "first step" or "training again"."""
+        doing, since, _, spent = self._phase
+        account, now_s = self._account(doing, spent), now_s or time.monotonic()
+        return spent | {account: spent.get(account, 0.0) + now_s - since}
 
-    def _account(self, doing: str) -> str:
+    def _account(self, doing: str, spent: dict[str, float]) -> str:
         if doing != "training":
             return doing
-        if "first step" not in self._spent:
+        if "first step" not in spent:
             return "first step"
         return "training again" if self.step <= self.again_until else doing
 
@@ -128,15 +139,21 @@ def stuck_line(snapshots: dict[int, dict[str, Any]], *, hosts: dict[int, str], w
     return f"stuck: {'; '.join(named)}.{stacks} Run the same command to resume from the last checkpoint."
 
 
-def write_stacks(folder: pathlib.Path | None, process: int) -> None:
-    """Writes the stacks of all threads to a file of the folder, or gives up after some seconds: a disk may hang too."""
-    if folder is None:
-        return
+def record_stuck(activity: Activity, *, stuck_s: float, stacks: pathlib.Path | None, process: int) -> None:
+    """Enters the time without progress in the ledger, and writes the stacks of all threads to a file of a folder.
+
+    Gives up after some seconds: a disk may hang too.
+    """
+    activity.stuck_s = stuck_s
 
     def write() -> None:
         with contextlib.suppress(OSError):
-            folder.mkdir(parents=True, exist_ok=True)
-            with open(folder / f"process-{process}.txt", "a") as file:
+            if activity.beat is not None:
+                activity.beat()
+            if stacks is None:
+                return
+            stacks.mkdir(parents=True, exist_ok=True)
+            with open(stacks / f"process-{process}.txt", "a") as file:
                 print(time.strftime("%Y-%m-%d %H:%M:%S"), socket.gethostname(), os.getpid(), file=file, flush=True)
                 faulthandler.dump_traceback(file, all_threads=True)
 

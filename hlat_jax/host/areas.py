@@ -11,6 +11,7 @@ from hlat_jax.host import process
 
 AREAS = {
     "train": "trains a model: hlat train --config=tiny",
+    "run": "goodput: what the time of a run went to",
     "generate": "continues text with a trained model",
     "evaluate": "perplexity and tasks of a trained model",
     "data": "build, tokenizer, stats, peek: text for training",

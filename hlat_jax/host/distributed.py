@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 import jax
 
-from hlat_jax.host.activity import GAP_S, STUCK_CODE, TERMINATED_CODE, Activity, exit_with, stuck_line, write_stacks
+from hlat_jax.host.activity import GAP_S, STUCK_CODE, TERMINATED_CODE, Activity, exit_with, record_stuck, stuck_line
 from hlat_jax.host.jax_compat import global_state
 from hlat_jax.host.process import seconds_since_sigterm
 
@@ -183,9 +183,10 @@ def _initialize(job: Job) -> None:
 def _watch_alone(activity: Activity, stacks: pathlib.Path | None, over: threading.Event) -> None:
     """Ends the only process of a run when it makes no progress."""
     while not over.wait(1.0):
-        line = stuck_line({0: activity.snapshot()}, hosts={0: socket.gethostname()}, where=stacks)
+        now = activity.snapshot()
+        line = stuck_line({0: now}, hosts={0: socket.gethostname()}, where=stacks)
         if line:
-            write_stacks(stacks, 0)
+            record_stuck(activity, stuck_s=now["for_s"], stacks=stacks, process=0)
             exit_with(f"error: {line}", STUCK_CODE)
         _end_terminated(activity, stacks, 0)
 
@@ -194,7 +195,7 @@ def _end_terminated(activity: Activity, stacks: pathlib.Path | None, process: in
     """Ends this process if it got SIGTERM and its step has made no progress since."""
     idle_s = activity.unanswered_s(seconds_since_sigterm())
     if idle_s:
-        write_stacks(stacks, process)
+        record_stuck(activity, stuck_s=idle_s, stacks=stacks, process=process)
         where = f"while {activity.doing}, after step {activity.step}"
         line = f"error: no progress for {idle_s:.0f} s after SIGTERM {where}."
         exit_with(line if stacks is None else f"{line} Stacks of all threads: {stacks}.", TERMINATED_CODE)
@@ -282,8 +283,9 @@ class _Watch:
         line = stuck_line(snapshots, hosts=hosts, where=self._stacks)
         if line:
             self._ending.set()
-            self._report(STUCK_CODE, line)
-            write_stacks(self._stacks, self._job.process_id)
+            stuck_s = max(one["for_s"] for one in snapshots.values())
+            self._report(STUCK_CODE, line, stuck_s=stuck_s)
+            self._record_stuck(stuck_s, stacks=self._stacks)
             self._leave(f"error: {line}", STUCK_CODE)
 
     def _failure(self) -> dict[str, Any] | None:
@@ -305,14 +307,15 @@ class _Watch:
             f"{self._job.peer_timeout_s} s (--peer_timeout_s): killed, or without a network. All processes end; run "
             "the same command to resume from the last checkpoint."
         )
-        self._report(1, line)
+        silent_s = max(now - since for _, since in last_seen.values())
+        self._report(1, line, stuck_s=silent_s)
+        self._record_stuck(silent_s, stacks=None)
         self._leave(f"error: {line}", 1, absent=silent)
 
     def _end_after_peer(self, failure: dict[str, Any]) -> None:
         """Ends this process with the reason of another, unless it is about to report its own."""
         if not self._ending.wait(_GRACE_S):
-            if failure["code"] == STUCK_CODE:
-                write_stacks(self._stacks, self._job.process_id)
+            self._record_stuck(failure["stuck_s"], stacks=self._stacks if failure["code"] == STUCK_CODE else None)
             self._leave(f"error: {failure['line']}", failure["code"])
 
     def _lost_coordinator(self, error: Exception) -> None:
@@ -321,9 +324,12 @@ class _Watch:
             where = f"process 0 of {self._job.num_processes} at {self._job.coordinator}"
             exit_with(f"error: {where} does not answer: {first}", 1)
 
-    def _report(self, code: int, line: str) -> None:
+    def _report(self, code: int, line: str, *, stuck_s: float = 0.0) -> None:
         with contextlib.suppress(Exception):  # another process was first, or process 0 has ended
-            self._client.key_value_set(_FAILED, json.dumps({"code": code, "line": line}))
+            self._client.key_value_set(_FAILED, json.dumps({"code": code, "line": line, "stuck_s": stuck_s}))
+
+    def _record_stuck(self, stuck_s: float, *, stacks: pathlib.Path | None) -> None:
+        record_stuck(self._activity, stuck_s=stuck_s, stacks=stacks, process=self._job.process_id)
 
     def _leave(self, line: str, code: int, *, absent: list[int] | None = None) -> NoReturn:
         """Prints and exits; process 0, which runs the service, waits a few seconds for the others to leave."""

@@ -68,7 +68,7 @@ def parse_inputs(argv: Sequence[str], values: flags.FlagValues, *, usage: str, m
 
     Args:
       argv: the command line without the program and its verb.
-      values: the flags that the command has declared; `out` is one of them, and required.
+      values: the flags that the command has declared; `out` is required where it is one of them.
       usage: what `--help` prints before the flags.
       missing: the error where there are no positional arguments.
 
@@ -79,7 +79,7 @@ def parse_inputs(argv: Sequence[str], values: flags.FlagValues, *, usage: str, m
     found = _rest(argv, values, usage=usage)
     if not found:
         raise ValueError(missing)
-    if not values.out:
+    if "out" in values and not values.out:
         raise ValueError("--out is missing; give the path to write to.")
     return found
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # every command imports this first, and until then Ctrl-C giv
 
 INDEX_FOLDER = "index"  # of the run folder: offsets of the lines of JSONL files; may be deleted at any time
 LOCK_FILE = ".lock"
-_CREATED_AT_START = {LOCK_FILE, INDEX_FOLDER, "checkpoints"}
+_CREATED_AT_START = {LOCK_FILE, INDEX_FOLDER, "checkpoints", "events.jsonl"}
 _STOPPING_S = 15.0
 _PATIENCE_S = 0.2
 _partial: list[pathlib.Path] = []  # folders that an interrupt removes
@@ -97,6 +97,16 @@ def _watch() -> None:
             threading.Thread(target=handler, args=(signal.SIGINT, None), daemon=True).start()
         else:
             _take_interrupt()
+
+
+def began_s() -> float:
+    """Returns the start of this process as time.monotonic() counts, or now where the system does not tell."""
+    now_s = time.monotonic()
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        with open("/proc/self/stat") as file:
+            ticks = int(file.read().rpartition(")")[2].split()[19])
+        return now_s - max(time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"), 0.0)
+    return now_s
 
 
 def seconds_since_sigterm() -> float:

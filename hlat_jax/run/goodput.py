@@ -1,29 +1,35 @@
 """The ledger of a run: what every second since its first start went to, over all restarts.
 
-Process 0 appends events to EVENTS_FILE and, each second, replaces ALIVE_FILE by what it has spent its time on. A
-process that was killed leaves that file behind, and the next one enters it. So what is not accounted for is what passed
-between the last second of a process and its death.
+A life is one process 0 of the run, from its start to its end. It appends events to EVENTS_FILE, and a thread replaces
+ALIVE_FILE by its account each second; one that was killed leaves that file behind, and the next life enters it. So what
+a killed life did after its last entry, a second at most, counts as stopped. See docs/reliability.md.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import pathlib
+import socket
+import threading
 import time
 from typing import Any
 
-from hlat_jax.host.activity import WAITING, Activity
-from hlat_jax.store.atomic_files import read_json
+from hlat_jax.host.activity import GAP_S, WAITING, Activity
+from hlat_jax.store.atomic_files import read_json, to_disk
+from hlat_jax.store.metrics import duration
 
-EVENTS_FILE, ALIVE_FILE = "events.jsonl", "alive.json"
-# Account of `Activity.spent` -> category; all others are opening the run.
+EVENTS_FILE, ALIVE_FILE, PLOT_FILE = "events.jsonl", "alive.json", "goodput.png"
+_USEFUL, _UNKNOWN, _STUCK, _STOPPED, _OTHER = "training", "unknown", "stuck", "stopped", "opening and closing"
+# Account of `Activity.spent` -> category; all others are _OTHER.
 _CATEGORIES = {
-    "compiling": "compile",
-    "first step": "first step",
-    "training": "training",
+    "training": _USEFUL,
     "training again": "training again",
+    "first step": "first step",
+    "compiling": "compile",
     "evaluating": "evaluation",
     "evaluating on tasks": "evaluation",
     "starting to save": "blocked on save",
@@ -31,115 +37,258 @@ _CATEGORIES = {
     "restoring the checkpoint": "restore",
     "waiting for data": "data wait",
     WAITING: "data wait",
-    "stuck": "stuck",
-    "stopped": "stopped",
-    "unknown": "unknown",
+    _STUCK: _STUCK,
+    _STOPPED: _STOPPED,
 }
-CATEGORIES = tuple(dict.fromkeys([*_CATEGORIES.values()]))
+CATEGORIES = tuple(dict.fromkeys([*_CATEGORIES.values(), _OTHER, _UNKNOWN]))
+_UNITS = (("hours", 3600), ("minutes", 60), ("seconds", 1))
+_PERIOD_S = 1.0
+_JOIN_S = 5.0  # for an entry that a disk does not take
 
 
 class Ledger:
-    """The events of this process, the first of its job."""
+    """The ledger of process 0, for the length of a `with` block."""
 
-    def __init__(self, workdir: pathlib.Path, activity: Activity):
-        """Begins a life of the run; enters what is left of the one before, if it was killed."""
+    def __init__(self, workdir: pathlib.Path, activity: Activity, *, num_steps: int):
+        """Enters how the life before ended, if it could not; `num_steps` is the last step of the run."""
         self._workdir, self._activity = workdir, activity
-        left = _left(workdir)
-        if left is not None:
-            self.event("died", **left)
-        activity.again_until = max([event.get("step", 0) for event in read_events(workdir)], default=0)
-        self._began = {"pid": os.getpid(), "began": process_start()}
+        self._moved: dict[str, float] = {}  # account -> seconds of it in which the process was stopped
+        self._beating, self._over = threading.Lock(), threading.Event()
+        self._thread = threading.Thread(target=self._run, name="hlat-ledger", daemon=True)
+        lives, left = _recorded_lives(workdir), _left(workdir)
+        if left is not None and not any("spent" in life for life in lives if _is_same(left, life)):
+            self.event("died", life=left)
+        activity.again_until = max([life.get("step", 0) for life in (*lives, left or {})])
+        age_s = time.monotonic() - activity.began_s
+        self._began = {
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "began": time.time() - age_s,
+            "boot": _boot(),
+            "began_up": _uptime() - age_s,
+            "num_steps": num_steps,
+        }
+
+    def __enter__(self):
         self.event("start", **self._began)
+        self.beat()
+        self._activity.beat = self.beat
+        self._thread.start()
+        return self
+
+    def __exit__(self, _type, error, _traceback):
+        self._over.set()
+        self._thread.join(_JOIN_S)
+        self._activity.beat = None
+        with contextlib.suppress(OSError) if error is not None else contextlib.nullcontext():
+            self.event("end", life=self._life(), error=f"{type(error).__name__}: {error}" if error else "")
+            (self._workdir / ALIVE_FILE).unlink(missing_ok=True)
 
     def event(self, name: str, **fields: Any) -> None:
         """Appends an event to the file, and returns once it is on the disk."""
-        line = json.dumps({"event": name, "time": time.time(), **fields}) + "\n"
         with open(self._workdir / EVENTS_FILE, "a") as file:
-            file.write(line)
-            file.flush()
-            os.fsync(file.fileno())
+            file.write(json.dumps({"event": name, "time": time.time(), **fields}) + "\n")
+            to_disk(file)
+
+    def goodput(self) -> Goodput:
+        """Returns what the time of the run went to, up to now."""
+        self.beat()
+        return goodput(self._workdir)
 
     def beat(self) -> None:
-        """Replaces ALIVE_FILE; called each second, by a thread."""
+        """Replaces ALIVE_FILE."""
         path = self._workdir / ALIVE_FILE
-        partial = path.with_suffix(".tmp")
-        partial.write_text(json.dumps(self._account()))
-        os.replace(partial, path)
+        partial = path.with_suffix(".partial")
+        with self._beating:
+            partial.write_text(json.dumps(self._life()))
+            os.replace(partial, path)
 
-    def end(self, name: str = "end", **fields: Any) -> None:
-        """Ends this life."""
-        self.event(name, **self._account(), **fields)
-        (self._workdir / ALIVE_FILE).unlink(missing_ok=True)
+    def _life(self) -> dict[str, Any]:
+        activity, spent = self._activity, self._spent()
+        if stuck_s := min(activity.stuck_s, spent.get(activity.account, 0.0)):
+            spent[activity.account] -= stuck_s
+            spent[_STUCK] = stuck_s
+        return {
+            **self._began,
+            "at": time.time(),
+            "life_s": time.monotonic() - activity.began_s,
+            "step": activity.step,
+            "doing": activity.doing,
+            "spent": {account: round(seconds, 4) for account, seconds in spent.items()},
+        }
 
-    def _account(self) -> dict[str, Any]:
-        spent = {account: round(seconds, 3) for account, seconds in self._activity.spent().items()}
-        return {**self._began, "at": time.time(), "step": self._activity.step, "spent": spent}
+    def _spent(self) -> dict[str, float]:
+        spent = self._activity.spent()
+        for account, seconds in self._moved.items():
+            spent[account] = spent.get(account, 0.0) - seconds
+            spent[_STOPPED] = spent.get(_STOPPED, 0.0) + seconds
+        return spent
+
+    def _run(self) -> None:
+        looked_s, worked_s, spent = time.monotonic(), time.process_time(), self._spent()
+        while not self._over.wait(_PERIOD_S):
+            gap_s = time.monotonic() - looked_s - _PERIOD_S
+            if gap_s > GAP_S and time.process_time() - worked_s < _PERIOD_S:  # the process was stopped, as by Ctrl-Z
+                now = self._spent()
+                longest = max(now, key=lambda account: now[account] - spent.get(account, 0.0))
+                self._moved = self._moved | {longest: self._moved.get(longest, 0.0) + gap_s}
+            looked_s, worked_s, spent = time.monotonic(), time.process_time(), self._spent()
+            with contextlib.suppress(OSError):  # the disk is full, or the folder gone: the loop says so
+                self.beat()
 
 
-def _left(workdir: pathlib.Path) -> dict[str, Any] | None:
-    try:
-        return read_json(workdir / ALIVE_FILE)
-    except (OSError, ValueError):
-        return None
+class SilentLedger:
+    """The Ledger of processes other than the first: does nothing."""
 
+    def __enter__(self):
+        return self
 
-def read_events(workdir: pathlib.Path) -> list[dict[str, Any]]:
-    """Returns the events of a run, in order; a line that a kill has cut short is left out."""
-    path, found = workdir / EVENTS_FILE, []
-    for line in path.read_text().splitlines() if path.exists() else ():
-        try:
-            found.append(json.loads(line))
-        except ValueError:
-            continue
-    return found
+    def __exit__(self, *_): ...
+
+    def event(self, name: str, **fields: Any) -> None: ...
+
+    def goodput(self) -> Goodput:
+        """Returns an empty account."""
+        return Goodput({}, 0)
 
 
 @dataclasses.dataclass(frozen=True)
 class Goodput:
-    """Seconds by category, of `CATEGORIES`; they partition the time since the first start."""
+    """What the time of a run went to, from its first start to its last entry.
+
+    Attributes:
+      seconds: each of `CATEGORIES` -> seconds; they partition that time.
+      num_starts: lives of the run, but for those that found it complete.
+    """
 
     seconds: dict[str, float]
+    num_starts: int
 
     @property
     def total_s(self) -> float:
         return sum(self.seconds.values())
 
+    @property
+    def shares(self) -> dict[str, float]:
+        """Category -> share of the time."""
+        return {name: seconds / max(self.total_s, 1e-9) for name, seconds in self.seconds.items()}
+
+    def line(self) -> str:
+        """Returns one line with the shares of at least 0.1 %, the largest first."""
+        shares = sorted(self.shares.items(), key=lambda item: -item[1])
+        parts = ", ".join(f"{share:.1%} {name}" for name, share in shares if share >= 0.001)
+        return f"{parts}; {duration(self.total_s)} in {self.num_starts} start{'s' * (self.num_starts > 1)}"
+
     def __str__(self) -> str:
-        lines = [f"{name:<18} {spent:12.1f} s {spent / self.total_s:7.2%}" for name, spent in self.seconds.items()]
-        return "\n".join([*lines, f"{'total':<18} {self.total_s:12.1f} s"])
+        rows, total_s = [*self.seconds.items(), ("total", self.total_s)], max(self.total_s, 1e-9)
+        return "\n".join(f"{name:<20}{seconds:>14,.1f} s{seconds / total_s:>9.2%}" for name, seconds in rows)
 
 
 def goodput(workdir: pathlib.Path) -> Goodput:
-    """Returns what the time of a run went to, up to its end or, while it runs, its last second.
+    """Returns what the time of a run went to, up to its end or, while it runs, its last entry.
 
     Raises:
       ValueError: the folder has no ledger.
     """
-    lives = [event for event in read_events(workdir) if "spent" in event]
-    running = _left(workdir)
-    lives += [running] if running is not None else []
+    lives, left = _recorded_lives(workdir), _left(workdir)
+    for life in lives:
+        if left is not None and _is_same(life, left) and "spent" not in life:
+            life.update(left)
+    lives = [life for index, life in enumerate(lives) if index == 0 or not _found_it_complete(lives[index - 1], life)]
     if not lives:
         raise ValueError(f"{workdir} has no {EVENTS_FILE}: it is not a run folder, or of an older version.")
     seconds = dict.fromkeys(CATEGORIES, 0.0)
-    before: float | None = None
-    for life in lives:
-        if before is not None:
-            seconds["stopped"] += max(life["began"] - before, 0.0)
-        spent = dict(life["spent"])
-        if stuck_s := life.get("stuck_s", 0.0):
-            phase = life["doing"]
-            spent[phase] = max(spent.get(phase, 0.0) - stuck_s, 0.0)
-            spent["stuck"] = stuck_s
+    for life, later in itertools.zip_longest(lives, lives[1:]):
+        spent = life.get("spent", {})
         for account, each in spent.items():
-            seconds[_CATEGORIES.get(account, "restore")] += each
-        before = life["at"]
-        seconds["unknown"] += max(before - life["began"] - sum(spent.values()), 0.0)
-    return Goodput(seconds)
+            seconds[_CATEGORIES.get(account, _OTHER)] += each
+        seconds[_UNKNOWN] += life.get("life_s", 0.0) - sum(spent.values())
+        if later is not None:
+            between_s = _between_s(life, later)
+            if "spent" not in life:  # nothing is known but when it began
+                seconds[_UNKNOWN] += between_s
+                continue
+            ended = life["began"] + life["life_s"]
+            stuck_s = min(max(life.get("killed", ended) - ended, 0.0), between_s)
+            seconds[_STUCK] += stuck_s
+            seconds[_STOPPED] += between_s - stuck_s
+    return Goodput(seconds, len(lives))
 
 
-def process_start() -> float:
-    """Returns the time at which this process began, in seconds since 1970."""
-    fields = pathlib.Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    ticks = int(fields[19]) / os.sysconf("SC_CLK_TCK")
-    boot = time.time() - float(pathlib.Path("/proc/uptime").read_text().split()[0])
-    return boot + ticks
+def plot_goodput(found: Goodput, png_path: pathlib.Path, *, title: str) -> None:
+    """Plots the time by category as a file."""
+    from matplotlib import figure as figures  # imported here: training needs it only for the plot
+
+    shown = {name: seconds for name, seconds in found.seconds.items() if found.shares[name] >= 0.0005}
+    unit, unit_s = next(each for each in _UNITS if found.total_s > 2 * each[1] or each[1] == 1)
+    figure = figures.Figure(figsize=(8, 1.2 + 0.35 * len(shown)), layout="constrained")
+    axes = figure.subplots()
+    colors = {_USEFUL: "#08519c", _STUCK: "#d94801", _UNKNOWN: "#d94801"}
+    lengths = [seconds / unit_s for seconds in shown.values()]
+    bars = axes.barh(list(shown), lengths, color=[colors.get(name, "#9ecae1") for name in shown])
+    axes.bar_label(bars, [f"{found.shares[name]:.1%}" for name in shown], padding=4)
+    axes.invert_yaxis()
+    axes.margins(x=0.1)
+    axes.set_xlabel(unit)
+    axes.set_title(f"{title}: where the time went", loc="left")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(png_path, dpi=140)
+
+
+def read_events(workdir: pathlib.Path) -> list[dict[str, Any]]:
+    """Returns the events of a run, in order; a line that a kill has cut short is left out."""
+    path, found = workdir / EVENTS_FILE, []
+    for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
+        with contextlib.suppress(ValueError):
+            event = json.loads(line)
+            found += [event] if isinstance(event, dict) and "event" in event else []
+    return found
+
+
+def _recorded_lives(workdir: pathlib.Path) -> list[dict[str, Any]]:
+    """Returns the lives of the events; those that have ended have an account, and some the time of a kill."""
+    lives: list[dict[str, Any]] = []
+    for event in read_events(workdir):
+        if event["event"] == "start":
+            lives.append(event)
+        elif event["event"] == "killed" and lives:  # by launch/restart.sh
+            lives[-1]["killed"] = event["time"]
+        elif "life" in event:
+            for life in lives:
+                if _is_same(life, event["life"]):
+                    life.update(event["life"])
+    return lives
+
+
+def _left(workdir: pathlib.Path) -> dict[str, Any] | None:
+    """Returns the account that a life has left behind or, if it runs, still replaces; None: there is none."""
+    with contextlib.suppress(OSError, ValueError):
+        return read_json(workdir / ALIVE_FILE)
+    return None
+
+
+def _is_same(life: dict[str, Any], other: dict[str, Any]) -> bool:
+    return all(life[key] == other[key] for key in ("pid", "host", "began"))
+
+
+def _found_it_complete(before: dict[str, Any], life: dict[str, Any]) -> bool:
+    return before.get("step", 0) >= life["num_steps"] and "first step" not in life.get("spent", {})
+
+
+def _between_s(life: dict[str, Any], later: dict[str, Any]) -> float:
+    """Returns the time from the last entry of a life, or its start without one, to a later start.
+
+    On one machine it does not depend on the clock, which may be set meanwhile.
+    """
+    clock = "began_up" if life["boot"] == later["boot"] else "began"
+    return max(later[clock] - life[clock] - life.get("life_s", 0.0), 0.0)
+
+
+def _boot() -> str:
+    with contextlib.suppress(OSError):
+        return pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return ""
+
+
+def _uptime() -> float:
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))

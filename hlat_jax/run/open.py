@@ -20,12 +20,14 @@ from hlat_jax.data.loader import TrainBatches
 from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.generate.generator import Programs
 from hlat_jax.host import distributed
+from hlat_jax.host.activity import Activity
 from hlat_jax.host.process import INDEX_FOLDER, StopSignals, closing_quietly
 from hlat_jax.parallel.sharding import Layout, gather_rows, process_rows
 from hlat_jax.program import StepMetrics
 from hlat_jax.run import budget, exports, optional, summary
 from hlat_jax.run.branch import open_branch
 from hlat_jax.run.compilation import Compilations, compiled_sampler, compiled_step
+from hlat_jax.run.goodput import Ledger, SilentLedger
 from hlat_jax.run.init_from import begin, open_start
 from hlat_jax.run.machine import fitting_program
 from hlat_jax.run.profiling import StepTrace
@@ -52,7 +54,7 @@ class Run:
       train_step: the compiled (state, batch, learning rate) -> (state, StepMetrics); donates the state.
       state_norms: the compiled state -> norms of its parts, see step.RunProgram.
       sampler: the compiled programs of samples; None if not configured.
-      log: metrics log; silent in all processes but process 0.
+      log, ledger: metrics log and ledger; silent in all processes but process 0.
       step_trace: the trace of `train.profile_steps`.
       settings: recorded in every checkpoint, see `settings_of`.
       remat: record of the choice for a memory budget, see `budget.resolved`; None without a budget.
@@ -74,6 +76,7 @@ class Run:
     state_norms: Callable[..., Any]
     sampler: Programs | None
     log: MetricsLog | SilentLog
+    ledger: Ledger | SilentLedger
     step_trace: StepTrace
     settings: dict[str, Any]
     remat: dict[str, Any] | None
@@ -161,6 +164,7 @@ def open_run(
     tokenizer = Tokenizer(config.data.tokenizer, vocab_size=config.model.vocab_size)
     tasks = optional.open_tasks(config, layout=layout, tokenizer=tokenizer)
     stack.enter_context(only_job(workdir))
+    ledger = stack.enter_context(_ledger(config, workdir, signals.activity))
     rows = process_rows(layout, config.data.batch_size)
     source = {"tokenizer": tokenizer, "rows": rows, "index_folder": workdir / INDEX_FOLDER}
     batches = stack.enter_context(contextlib.closing(TrainBatches(config.data, **source)))
@@ -239,6 +243,7 @@ def open_run(
         tasks=tasks,
         sampler=compiled_sampler(compilations) if config.train.sample_prompt else None,
         log=log,
+        ledger=ledger,
         step_trace=step_trace,
         settings=settings,
         remat=remat,
@@ -261,6 +266,12 @@ def _resumed(restored: Restored, *, batches: TrainBatches, saved_step: int) -> P
         saved_step=saved_step,
         num_nonfinite=restored.metadata["num_nonfinite"],
     )
+
+
+def _ledger(config: Config, workdir: pathlib.Path, activity: Activity) -> Ledger | SilentLedger:
+    if not distributed.is_first():
+        return SilentLedger()
+    return Ledger(workdir, activity, num_steps=config.train.num_steps)
 
 
 def _finish(config: Config, workdir: pathlib.Path, *, exporter: optional.Exporter | None, restored: Restored) -> None:

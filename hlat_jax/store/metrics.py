@@ -127,6 +127,13 @@ class MetricsLog:
         if self._config.console != "off":
             print(tasks_line(row, shown), flush=True)
 
+    def goodput_row(self, step: int, shares: dict[str, float]) -> None:
+        """Records what the time went to so far in TensorBoard and Weights & Biases: category -> share."""
+        row = {"step": step, **{name.replace(" ", "_"): share for name, share in shares.items()}}
+        with self._named_errors():
+            for sink in self._sinks:
+                sink.write("goodput", row)
+
     def sample(self, step: int, text: str) -> None:
         """Records a generated text in TensorBoard and Weights & Biases."""
         with self._named_errors():
@@ -183,6 +190,8 @@ class SilentLog:
     def eval_row(self, row: dict[str, Any]) -> None: ...
 
     def tasks_row(self, row: dict[str, Any], *, shown: Collection[str]) -> None: ...
+
+    def goodput_row(self, step: int, shares: dict[str, float]) -> None: ...
 
     def sample(self, step: int, text: str) -> None: ...
 

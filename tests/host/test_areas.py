@@ -52,7 +52,7 @@ def test_help_has_a_line_for_each_area(hlat_here, words, code):
     ("word", "message"),
     [
         ("trian", "unknown area 'trian'. Did you mean 'train'?"),
-        ("quux", "unknown area 'quux'. Known: data, evaluate, generate, hf, neuron, plan, train."),
+        ("quux", "unknown area 'quux'. Known: data, evaluate, generate, hf, neuron, plan, run, train."),
         ("--config=tiny", "--config=tiny comes before an area; write `hlat train --config=tiny`."),
     ],
 )

@@ -1,0 +1,45 @@
+"""`python -m hlat_jax.run goodput RUN`: what the time of a run went to."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from collections.abc import Sequence
+
+from absl import flags
+
+from hlat_jax.config import nearest
+from hlat_jax.host import flags as flags_lib
+from hlat_jax.host.path_checks import check_folder
+from hlat_jax.run.goodput import goodput, plot_goodput
+
+USAGE = """Usage: python -m hlat_jax.run goodput RUN [flags]
+
+Prints what each second of a run went to, from its first start to now or its end, over all restarts: training that
+counts, training done again after a fault, compilation and so on. RUN is a run folder; the run may still train.
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the verb; returns the exit code."""
+    if not argv or argv[0] in ("--help", "-h", "help"):
+        print(USAGE)
+        return 0 if argv else 2
+    if argv[0] != "goodput":
+        raise ValueError(f"unknown verb {argv[0]!r}. {nearest(argv[0], ['goodput'])}")
+    values = flags.FlagValues()
+    flags.DEFINE_bool("json", False, "Print JSON: seconds by category.", flag_values=values)
+    flags.DEFINE_string("plot", "", "Also write a plot to this PNG file.", flag_values=values)
+    words = flags_lib.parse_inputs(argv[1:], values, usage=USAGE, missing="RUN is missing: the folder of a run.")
+    if len(words) != 1:
+        raise ValueError(f"goodput takes one run folder, not {len(words)}.")
+    check_folder(words[0], key="RUN")
+    found = goodput(pathlib.Path(words[0]))
+    print(json.dumps(found.seconds, indent=2) if values.json else found)
+    if values.plot:
+        plot_goodput(found, pathlib.Path(values.plot), title=pathlib.Path(words[0]).resolve().name)
+    return 0
+
+
+if __name__ == "__main__":
+    flags_lib.main(main)

@@ -1,0 +1,212 @@
+"""What the time of a run went to: a partition of the wall clock over kills, restarts, hangs and a clock that jumps."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from hlat_jax.host.activity import WAITING, Activity
+from hlat_jax.run import __main__ as command
+from hlat_jax.run import goodput as ledger
+from hlat_jax.run.goodput import ALIVE_FILE, EVENTS_FILE, Ledger, goodput, read_events
+
+
+def life(began, spent, *, pid=1, step=5, boot="a", up=None, **more):
+    """The account of a life that began at `began`, and spent all of its time as told."""
+    start = {"pid": pid, "host": "n", "began": began, "boot": boot, "began_up": began if up is None else up}
+    return {**start, "num_steps": 10, "life_s": sum(spent.values()), "step": step, "spent": spent, **more}
+
+
+def write(workdir, *events):
+    (workdir / EVENTS_FILE).write_text("".join(json.dumps(event) + "\n" for event in events))
+
+
+def start(of):
+    keys = ("pid", "host", "began", "boot", "began_up", "num_steps")
+    return {"event": "start", "time": of["began"], **{key: of[key] for key in keys}}
+
+
+def ended(of, name="end"):
+    return {"event": name, "time": 0.0, "life": of}
+
+
+def positive(found):
+    return {name: round(seconds, 3) for name, seconds in found.seconds.items() if abs(seconds) > 1e-6}
+
+
+FIRST = {"opening the run": 3.0, "compiling": 4.0, "first step": 1.0, "training": 20.0, WAITING: 2.0}
+SECOND = {"restoring the checkpoint": 2.0, "first step": 1.0, "training again": 5.0, "training": 8.0, "saving": 0.5}
+
+
+def test_two_lives_and_the_time_between_them_partition_the_wall_clock(tmp_path):
+    first, second = life(100.0, FIRST), life(140.0, SECOND, pid=2, step=10)
+    write(tmp_path, start(first), ended(first, "died"), start(second), ended(second))
+    found = goodput(tmp_path)
+    assert positive(found) == {
+        "training": 28.0,
+        "training again": 5.0,
+        "first step": 2.0,
+        "compile": 4.0,
+        "blocked on save": 0.5,
+        "restore": 2.0,
+        "data wait": 2.0,
+        "stopped": 10.0,
+        "opening and closing": 3.0,
+    }
+    assert found.total_s == pytest.approx(140 + 16.5 - 100)
+    assert "2 starts" in found.line()
+    assert "49.6% training" in found.line()
+
+
+def test_a_life_without_an_account_is_unknown(tmp_path):
+    first, second = life(100.0, FIRST), life(140.0, SECOND, pid=2)
+    write(tmp_path, start(first), start(second), ended(second))
+    assert goodput(tmp_path).seconds["unknown"] == 40.0
+    assert goodput(tmp_path).total_s == pytest.approx(56.5)
+
+
+def test_a_life_that_was_killed_from_outside_was_stuck_until_then(tmp_path):
+    first, second = life(100.0, FIRST), life(160.0, SECOND, pid=2)
+    killed = {"event": "killed", "time": 150.0}
+    write(tmp_path, start(first), killed, ended(first, "died"), start(second), ended(second))
+    found = goodput(tmp_path)
+    assert (found.seconds["stuck"], found.seconds["stopped"]) == (20.0, 10.0)
+
+
+def test_a_clock_that_was_set_does_not_matter_on_one_machine(tmp_path):
+    first, second = life(100.0, FIRST), life(7300.0, SECOND, pid=2, up=140.0)
+    write(tmp_path, start(first), ended(first), start(second), ended(second))
+    assert goodput(tmp_path).seconds["stopped"] == 10.0
+    second["boot"] = "b"  # on another machine there is only the clock
+    write(tmp_path, start(first), ended(first), start(second), ended(second))
+    assert goodput(tmp_path).seconds["stopped"] == 7170.0
+
+
+def test_an_account_that_was_entered_twice_and_a_torn_line_count_once(tmp_path):
+    first, second = life(100.0, FIRST), life(140.0, SECOND, pid=2)
+    write(tmp_path, start(first), ended(first, "died"), ended(first, "died"), start(second))
+    with open(tmp_path / EVENTS_FILE, "a") as file:
+        file.write('{"event": "end", "li')
+    (tmp_path / ALIVE_FILE).write_text(json.dumps(second))
+    assert goodput(tmp_path).total_s == pytest.approx(56.5)
+    assert goodput(tmp_path).seconds["training"] == 28.0
+
+
+def test_a_start_that_finds_the_run_complete_does_not_count(tmp_path):
+    first, again = life(100.0, FIRST, step=10), life(9000.0, {"opening the run": 3.0}, pid=2, step=0)
+    write(tmp_path, start(first), ended(first), start(again), ended(again))
+    assert goodput(tmp_path).total_s == 30.0
+    assert goodput(tmp_path).num_starts == 1
+
+
+def test_steps_that_an_earlier_life_had_trained_are_done_again(tmp_path):
+    died = life(100.0, FIRST, step=7)
+    write(tmp_path, start(died))
+    (tmp_path / ALIVE_FILE).write_text(json.dumps(died))
+    activity = Activity()
+    with Ledger(tmp_path, activity, num_steps=10) as opened:
+        for step in (5, 6, 7, 8):
+            activity.begin("training")
+            activity.step = step
+            time.sleep(0.01)
+        activity.begin("saving")
+        spent = activity.spent()
+        assert set(spent) == {"opening the run", "first step", "training again", "training", "saving"}
+        assert spent["training again"] > spent["training"] >= 0.01
+        opened.event("spike", step=8)
+    assert [event["event"] for event in read_events(tmp_path)] == ["start", "died", "start", "spike", "end"]
+    assert not (tmp_path / ALIVE_FILE).exists()
+
+
+def test_what_a_watch_found_stuck_is_not_training(tmp_path):
+    activity = Activity()
+    activity.step = 1
+    with Ledger(tmp_path, activity, num_steps=10):
+        for _ in range(2):
+            activity.begin("training")
+            time.sleep(0.05)
+        activity.stuck_s = 0.04
+        activity.beat()
+        left = json.loads((tmp_path / ALIVE_FILE).read_text())
+    assert left["spent"]["stuck"] == 0.04
+    assert 0.01 <= left["spent"]["training"] < 0.04
+
+
+LIVES_FOR = """
+import pathlib, sys, time
+from hlat_jax.host import process
+from hlat_jax.host.activity import Activity
+from hlat_jax.run import goodput
+goodput.GAP_S, goodput._PERIOD_S = 0.5, 0.1
+activity = Activity(began_s=process.began_s())
+with goodput.Ledger(pathlib.Path(sys.argv[1]), activity, num_steps=10):
+    activity.begin("compiling")
+    print("compiling", flush=True)
+    time.sleep(float(sys.argv[2]))
+"""
+
+
+def test_a_killed_process_and_one_that_was_stopped_for_a_while_are_accounted_for(tmp_path):
+    began_s = time.monotonic()
+    for seconds, number in ((60, signal.SIGKILL), (2.5, signal.SIGSTOP)):
+        words = [sys.executable, "-c", LIVES_FOR, str(tmp_path), str(seconds)]
+        with subprocess.Popen(words, stdout=subprocess.PIPE) as process:
+            process.stdout.readline()
+            time.sleep(0.5)
+            process.send_signal(number)
+            time.sleep(1.5)
+            os.kill(process.pid, signal.SIGCONT)
+        ended_s = time.monotonic()
+    found = goodput(tmp_path)
+    # from the start of the first interpreter to the end of the last, but for its closing
+    assert found.total_s == pytest.approx(ended_s - began_s, abs=0.7)
+    assert 1.2 < found.seconds["stopped"] - found.seconds["stuck"] < 4.5  # of both: 1.5 s each, one of them dead
+    assert 1.0 < found.seconds["compile"] < 2.2
+    assert found.seconds["unknown"] == pytest.approx(0.0, abs=0.01)
+
+
+def test_the_command_prints_a_partition_and_writes_a_plot(tmp_path, capsys):
+    first = life(100.0, FIRST)
+    write(tmp_path, start(first), ended(first))
+    assert command.main(["goodput", str(tmp_path), f"--plot={tmp_path / 'g.png'}"]) == 0
+    out = capsys.readouterr().out
+    assert "training                      20.0 s   66.67%" in out
+    assert "total                         30.0 s  100.00%" in out
+    assert (tmp_path / "g.png").stat().st_size > 5_000
+    assert command.main(["goodput", str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["compile"] == 4.0
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["goodput"], "RUN is missing"),
+        (["goodput", "nowhere"], "RUN=nowhere: no such folder"),
+        (["goodput", "."], f"has no {EVENTS_FILE}"),
+        (["goodput", ".", "."], "one run folder, not 2"),
+        (["godput", "."], "unknown verb 'godput'"),
+    ],
+)
+def test_bad_words_are_answered_by_one_line(tmp_path, monkeypatch, words, text):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=text.replace(".", r"\.")):
+        command.main(words)
+
+
+def test_a_disk_that_is_full_does_not_end_the_thread(tmp_path, monkeypatch):
+    monkeypatch.setattr(ledger, "_PERIOD_S", 0.01)
+    activity = Activity()
+    with Ledger(tmp_path, activity, num_steps=10) as opened:
+        beats = []
+
+        def full():
+            beats.append(None)
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(opened, "beat", full)
+        time.sleep(0.2)
+    assert len(beats) > 2
