@@ -78,6 +78,7 @@ KINDS = {
     "stuck in evaluation": Kind("inside", _STUCK),
     "stuck in compile": Kind("inside", _STUCK),
     "stuck in restore": Kind("inside", _STUCK),
+    "long compile": Kind("inside", {GOES_ON: ""}, mild=True, least=2),  # in one process; the others wait
     "disk full": Kind("around", dict.fromkeys((ENDS, REFUSES), "No space left|File too large|not enough space")),
     "torn checkpoint": Kind("damage", _DAMAGED),
     "flipped checkpoint": Kind("damage", _DAMAGED),

@@ -89,6 +89,11 @@ def install(faults: Faults) -> None:
         faults.report("save")
         faults.stick("save")
 
+    def on_compile(*_):
+        faults.stick("compile")
+        while faults.due("long compile"):
+            time.sleep(0.1)
+
     def on_read(*_):
         if faults.due("slow data"):
             time.sleep(SLOW_READ_S)
@@ -98,7 +103,7 @@ def install(faults: Faults) -> None:
 
     before(TrainBatches, "__next__", lambda *_: faults.stick("loader", step=faults.step + 1))
     before(Validation, "__call__", lambda *_: faults.stick("evaluation"))
-    before(Compilations, "compiled", lambda *_: faults.stick("compile"))
+    before(Compilations, "compiled", on_compile)
     before(Checkpointer, "restore", lambda *_: faults.stick("restore"))
     before(Checkpointer, "_seal", lambda *_: faults.stick("the thread that saves"))
     before(Checkpointer, "save", on_save)

@@ -47,7 +47,7 @@ SETTINGS = {
     "checkpoint.every_steps": SAVE_EVERY,
     "metrics.tensorboard": False,
 }
-FLAGS = ("--stuck_timeout_s=4", "--peer_timeout_s=6", "--join_timeout_s=25")
+FLAGS = ("--stuck_timeout_s=5", "--peer_timeout_s=6", "--join_timeout_s=25")
 PROCESSES = (1, 1, 1, 1, 2, 2, 2, 3, 4)  # drawn from these
 LASTING_STEPS = (20, 40)  # few, as each asks for an undisturbed run of its own
 TRIAL_LIMIT_S, LIFE_LIMIT_S = 900, 180
@@ -298,10 +298,10 @@ class Trial:
             if step > NUM_STEPS - 14:
                 break
 
-            def fits(kind, first=not plan):
+            def fits(kind, first=not plan, step=step):
                 if KINDS[kind].how == "start" or kind == "stuck in restore":
                     return first and at_start and (kind != "stuck in restore" or bool(self._saved()))
-                if kind == "stuck in compile":
+                if kind in ("stuck in compile", "long compile"):
                     return first and at_start
                 return not KINDS[kind].lasting or (not self.lasting and step <= LASTING_STEPS[-1])
 
@@ -328,10 +328,12 @@ class Trial:
             fault.process = None
         if rule.how == "signal" and not rule.mild and may_be_early and rng.random() < 0.25:
             fault.step, fault.delay_s = 0, rng.uniform(0.3, 3.0 + self.n)
-        if kind in ("stuck in compile", "stuck in restore"):
+        if kind in ("stuck in compile", "stuck in restore", "long compile"):
             fault.step = 0
         if kind == "SIGSTOP, soon SIGCONT":
             fault.more["lasts_s"] = rng.uniform(0.2, 2.5)
+        elif kind == "long compile":
+            fault.more["lasts_s"] = 11.0  # longer than an evaluation may take
         elif kind == "slow data":
             fault.more["lasts_s"] = 2 * MOMENT_S
         elif kind == "data error for a moment":
