@@ -25,6 +25,7 @@ DIES = "dies"  # of the signal
 REFUSES = "refuses"  # ends with one line and code 2: not restarted before somebody has removed the cause
 RESUMES = "resumes"  # from the newest checkpoint, after files were damaged
 GOES_BACK = "goes back"  # to an older checkpoint, and says so
+ABORTS = "ends, JAX with a C++ stack"  # of the process that is left, when the coordinator dies before the watch sees it
 NOTES = "notes a gap"  # resumes, and says which rows are lost
 # Outcomes that no kind allows
 CRASHES = "crashes"  # a Python or C++ stack
@@ -59,12 +60,12 @@ class Kind:
     least: int = 1
 
 
-_SIGNAL = {"at_start": {DIES: "", ENDS: f"{_LOST}|interrupted"}}
+_SIGNAL = {"at_start": {DIES: "", ENDS: f"{_LOST}|interrupted", ABORTS: ""}}
 _DAMAGED = {GOES_BACK: "damaged", REFUSES: "every checkpoint is damaged", RESUMES: ""}
 _STUCK = {STUCK: r"stuck: process \d of \d on "}
 KINDS = {
-    "SIGKILL": Kind("signal", {DIES: "", ENDS: _LOST}),
-    "lost coordinator": Kind("signal", {DIES: "", ENDS: _LOST}, least=2),
+    "SIGKILL": Kind("signal", {DIES: "", ENDS: _LOST, ABORTS: ""}),
+    "lost coordinator": Kind("signal", {DIES: "", ENDS: _LOST, ABORTS: ""}, least=2),
     "SIGSTOP, soon SIGCONT": Kind("signal", {GOES_ON: ""}, mild=True),
     "SIGSTOP for long": Kind("signal", {GOES_ON: "", ENDS: _LOST}, mild=True),
     "SIGTERM": Kind("signal", {STOPS: "stopped by SIGTERM"}, **_SIGNAL),

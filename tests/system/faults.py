@@ -52,7 +52,7 @@ PROCESSES = (1, 1, 1, 1, 2, 2, 2, 3, 4)  # drawn from these
 LASTING_STEPS = (20, 40)  # few, as each asks for an undisturbed run of its own
 TRIAL_LIMIT_S, LIFE_LIMIT_S = 900, 180
 MOMENT_S = 1.0
-_RESTARTED = (1, 124, 143)
+_RESTARTED = (1, 124, 143)  # by launch/restart.sh, as what a signal ended
 _SMALL_DISK = "64m"
 
 
@@ -571,7 +571,10 @@ class Trial:
         stopped = next((line for line in life.out().splitlines() if line.startswith("stopped by")), "")
         line = (lines or [""])[0]
         stacks = [text for text in errors if "Traceback (most recent call last)" in text or "Check failure" in text]
-        if stacks or any(code < 0 for code in others):
+        aborted = [text for text in stacks if "JAX distributed service detected fatal errors" in text]
+        if aborted and stacks == aborted and {code for code in others if code < 0} <= {-signal.SIGABRT}:
+            outcome = fault_kinds.ABORTS
+        elif stacks or any(code < 0 for code in others):
             outcome, line = fault_kinds.CRASHES, (stacks or [line])[0][-600:]
         elif stopped and all(code in (0, 130) for code in codes):
             outcome, line = fault_kinds.STOPS, stopped
