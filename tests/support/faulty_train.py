@@ -18,7 +18,6 @@ from hlat_jax.host import process
 # In shortest limits: evaluation and saves, all other phases. Those of a run (12 and 72) would take a trial hours.
 SHORT_LIMITS = {"_BRIEF_LIMIT": 2, "_LONG_LIMIT": 8}
 SLOW_READ_S = 0.4
-CLOCK_JUMPS_S = (-86400.0, -61.0, 3600.0, 86400.0 * 365)
 
 
 class Faults:
