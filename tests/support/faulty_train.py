@@ -107,7 +107,7 @@ def install(faults: Faults) -> None:
     before(Checkpointer, "_seal", lambda *_: faults.stick("the thread that saves"))
     before(Checkpointer, "save", on_save)
     before(files.DataFile, "read_range", on_read)
-    open_run, step_of_loop, clock = loop.open_run, loop._step, time.time
+    open_run, step_of_loop, shard_batch, clock = loop.open_run, loop._step, loop.shard_batch, time.time
 
     def open_and_report(*args, **options):
         opened = open_run(*args, **options)
@@ -119,7 +119,6 @@ def install(faults: Faults) -> None:
     def step(run, progress, batch):
         faults.step = progress.step + 1
         faults.report("step")
-        faults.stick("step")
         if fault := faults.due("clock jump"):
             time.time = lambda: clock() + fault["jump_s"]
         if faults.due("NaN in the weights"):
@@ -137,7 +136,11 @@ def install(faults: Faults) -> None:
         parts = [jax.device_put(np.full_like(shard.data, np.nan), shard.device) for shard in array.addressable_shards]
         return jax.make_array_from_single_device_arrays(array.shape, array.sharding, parts)
 
-    loop.open_run, loop._step = open_and_report, step
+    def shard_in_step(*args):
+        faults.stick("step")
+        return shard_batch(*args)
+
+    loop.open_run, loop._step, loop.shard_batch = open_and_report, step, shard_in_step
 
 
 def main(argv):
