@@ -720,6 +720,7 @@ def main() -> int:
     args = parser.parse_args()
     kinds = args.kinds.split(";") if args.kinds else list(KINDS)
     kinds = [kind for kind in kinds if kind not in args.without.split(";")]
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that nothing stays: processes, mounts
     if unknown := set(kinds) - KINDS.keys():
         parser.error(f"unknown kinds {unknown}")
     with contextlib.ExitStack() as stack:
