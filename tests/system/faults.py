@@ -254,6 +254,7 @@ class Trial:
         self.done: list[dict] = []  # faults that happened
         self._open: list[dict] = []  # of them, those after which the run does not train again yet
         self._ids, self._undo = 0, []
+        self._now: Fault | None = None  # done, and nothing has come of it yet
         self._mounted = False
 
     def run(self, num_faults: int) -> list[str]:
@@ -280,8 +281,8 @@ class Trial:
                     return ["does not come to its end"]
             return self._compare()
         except LateError as error:
-            for row in self._open:
-                row["outcome"], row["verdict"] = fault_kinds.HANGS, "not allowed"
+            if self._now is not None:
+                self._note(life, self._now, fault_kinds.HANGS, line=str(error))
             return [f"later than its limit: {error}"]
         finally:
             self._heal()
@@ -322,7 +323,7 @@ class Trial:
             fault.process = 0
         elif kind == "stuck in the thread that saves":
             fault.process = 0  # Orbax finishes a save there
-        elif rule.how == "signal" and not rule.mild and rng.random() < 0.4:
+        elif rule.how == "signal" and not rule.mild and self.n > 1 and rng.random() < 0.4:
             fault.process = None
         if kind.startswith("data ") or kind == "slow data":
             fault.process = None
@@ -371,7 +372,7 @@ class Trial:
                 life.wait()
                 self._void(plan[index:])
                 break
-            life.disturbed = True
+            life.disturbed, self._now = True, fault
             if fault.rule.how == "damage":
                 life.wait()
                 self._trains_again(life)
@@ -595,6 +596,7 @@ class Trial:
         self._note(life, fault, outcome, line=line)
 
     def _note(self, life: Life, fault: Fault, outcome: str, *, line: str = "") -> None:
+        self._now = None
         early = fault.step == 0 or life.first_step_at() is None or fault.at < life.first_step_at()
         allowed = fault_kinds.is_allowed(fault.kind, outcome, line, at_start=early)
         row = {
@@ -629,6 +631,7 @@ class Trial:
             self.campaign.record(**row)
 
     def _void(self, faults: list[Fault]) -> None:
+        self._now = None
         for fault in faults:
             self.campaign.give_back(fault.kind)
             if fault in self.lasting:
