@@ -613,6 +613,7 @@ class Trial:
             "detect_s": round(time.monotonic() - fault.at, 2) if life.over() else None,
             "again_s": None,
             "at": fault.at,
+            "seen_at": time.monotonic(),
         }
         self.done.append(row)
         if life.over():
@@ -624,7 +625,7 @@ class Trial:
     def _trains_again(self, life: Life) -> None:
         """Notes when the run trained again, for the faults that had ended it."""
         first = life.first_step_at()
-        for row in [row for row in self._open if row["at"] < life.began]:
+        for row in [row for row in self._open if row["seen_at"] < life.began]:
             if first is not None:  # else another fault came first
                 row["again_s"] = round(first - row["at"], 2)
             self._open.remove(row)
