@@ -78,6 +78,16 @@ POLICY_FACTS = {
     "bf16_sr": PolicyFacts(state_bytes_per_param=2 + 2 * 2, rounding="stochastic"),
     "bf16": PolicyFacts(state_bytes_per_param=2 + 2 * 2),
 }
+LARGEST = {  # far beyond any model; more is a mistake, or made to exhaust a machine
+    "vocab_size": 1 << 24,
+    "num_layers": 10_000,
+    "embed_dim": 1 << 20,
+    "mlp_dim": 1 << 22,
+    "num_heads": 1 << 16,
+    "num_kv_heads": 1 << 16,
+    "head_dim": 1 << 16,
+    "max_positions": 1 << 30,
+}
 _FUSIBLE = ("auto", "reference", "recomputed")
 _CROSS_ENTROPY = ("auto", "dense", "chunked", "reference")
 _ATTENTION = ("auto", "einsum", "blocked", "chunked", "cudnn", "triton", "nki")
@@ -132,11 +142,11 @@ class ModelConfig:
             if not getattr(self, name) > 0:
                 raise ValueError(f"model.{name}={getattr(self, name)} must be above 0.")
         at_least(0, model__norm_eps=self.norm_eps, model__init_std=self.init_std)
-        for name in ("vocab_size", "num_layers", "embed_dim", "mlp_dim", "num_heads", "num_kv_heads", "head_dim"):
+        for name, largest in LARGEST.items():
             at_least(1, **{f"model__{name}": getattr(self, name)})
-        at_least(
-            1, model__max_positions=self.max_positions, model__rope_original_positions=self.rope_original_positions
-        )
+            if getattr(self, name) > largest:
+                raise ValueError(f"model.{name}={getattr(self, name)} must be at most {largest}.")
+        at_least(1, model__rope_original_positions=self.rope_original_positions)
         if self.num_heads % self.num_kv_heads:
             divisors = [d for d in range(1, self.num_heads + 1) if self.num_heads % d == 0]
             raise ValueError(
@@ -263,6 +273,18 @@ class TrainConfig:
     max_nonfinite_steps: int = _key(
         3, "The run stops after this many consecutive steps with a non-finite loss or norm."
     )
+    spikes: str = _key(
+        "off",
+        "Steps whose loss or gradient norm is far above those before: warn prints them, skip masks their update.",
+        choices=("off", "warn", "skip"),
+    )
+    spike_sigmas: float = _key(6.0, "A spike is this many standard deviations above the mean of the steps before it.")
+    spike_window: int = _key(128, "Steps before it that count; there must be half of them.")
+    skip_steps: str = _key(
+        "",
+        "Batches to leave out, FIRST:LAST,FIRST:LAST, by the steps that would train them if none were; empty: none.",
+    )
+    rewind_to: int = _key(0, "Resume from the checkpoint of this step, once, and set the newer ones aside; 0: no.")
     eval_loss_low: float = _key(0.0, "Lower end of the expected final validation loss in nats; see eval_loss_high.")
     eval_loss_high: float = _key(0.0, "Upper end of the expected final validation loss in nats; 0: no expectation.")
     sample_prompt: str = _key("", "Text continued before and after training; empty: no sample.")

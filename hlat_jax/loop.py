@@ -34,7 +34,7 @@ from collections.abc import Callable
 import jax
 import numpy as np
 
-from hlat_jax.config import Config
+from hlat_jax.config import Config, counted
 from hlat_jax.data import positions
 from hlat_jax.generate.generator import sample_text
 from hlat_jax.host import distributed
@@ -42,6 +42,7 @@ from hlat_jax.host.activity import WAITING, Activity
 from hlat_jax.host.process import StopSignals
 from hlat_jax.optimizer import learning_rate
 from hlat_jax.parallel.sharding import shard_batch
+from hlat_jax.resolve import batch_of_step
 from hlat_jax.run import machine, nonfinite, summary
 from hlat_jax.run.goodput import PLOT_FILE, plot_goodput
 from hlat_jax.run.open import NextBatch, Pending, Progress, Run, open_run
@@ -50,10 +51,10 @@ from hlat_jax.store.progress import ProgressBar, Status
 _STEP_AND_SAVE = "this step, then saving a checkpoint"
 
 
-def train(config: Config, workdir: pathlib.Path, *, activity: Activity | None = None) -> int:
+def train(config: Config, workdir: pathlib.Path, *, activity: Activity | None = None, begin_again: bool = False) -> int:
     """Trains to `train.num_steps`, or resumes the run in `workdir`; returns the exit code: 130 after a Ctrl-C, else 0.
 
-    `activity` is kept up to date, for who watches it.
+    `activity` is kept up to date, for who watches it. `begin_again` trains from step 0 where the checkpoints are lost.
 
     Raises:
       ValueError: a config, data, machine or folder that cannot be trained with; nothing was changed.
@@ -61,17 +62,17 @@ def train(config: Config, workdir: pathlib.Path, *, activity: Activity | None = 
       NonFiniteError: see `train.max_nonfinite_steps`.
     """
     with StopSignals(activity, alone=not jax.distributed.is_initialized()) as signals:
-        stop = _train(config, workdir, signals=signals)
+        stop = _train(config, workdir, signals=signals, begin_again=begin_again)
         distributed.barrier()  # the others wait here while process 0 draws the results
         names = distributed.exchange(signals.name)  # of signals after the last step too
     return 130 if "SIGINT" in (stop, *names, signals.name) else 0  # so that `train && evaluate` stops
 
 
-def _train(config: Config, workdir: pathlib.Path, *, signals: StopSignals) -> str:
+def _train(config: Config, workdir: pathlib.Path, *, signals: StopSignals, begin_again: bool) -> str:
     """Does the work of `train`; returns the signal that all processes know of, or ""."""
     with contextlib.ExitStack() as stack:
         with _progress(config, lambda: (0.0, signals.doing), in_place=False):  # lines are printed meanwhile
-            opened = open_run(config, workdir, signals=signals, stack=stack)
+            opened = open_run(config, workdir, signals=signals, stack=stack, begin_again=begin_again)
         if opened is None:
             return ""
         run, progress = opened
@@ -83,7 +84,7 @@ def _train(config: Config, workdir: pathlib.Path, *, signals: StopSignals) -> st
         _loop(run, progress)
         during = signals.during("saving", unfinished=f"the checkpoint of step {progress.step}")
         with during, _progress(config, Status("saving")):
-            run.checkpointer.wait()
+            _wait_for_save(run)
             if run.exporter is not None:
                 run.exporter.wait()
         if progress.step < config.train.num_steps:
@@ -115,6 +116,8 @@ def _loop(run: Run, progress: Progress) -> None:
             return
         _start_trace(run, progress)
         batch = _next_batch(run, progress)
+        if batch is None:
+            return
         _step(run, progress, batch)
         _log(run, progress)
         _stop_trace(run, progress)
@@ -178,8 +181,11 @@ def _start_saving(run: Run, progress: Progress, *, stopping: bool) -> None:
         return
     norms = nonfinite.finite_norms(run, progress)
     metadata = run.settings | {"tokens": progress.tokens, "num_nonfinite": progress.num_nonfinite, "remat": run.remat}
+    if skipped := batch_of_step(progress.step, run.skipped) - progress.step:
+        metadata["skipped_batches"] = skipped
     position = run.global_position(progress.position)
     run.checkpointer.save(progress.step, progress.state, position=position, metadata=metadata, norms=norms)
+    _note_saved(run)  # the one before
     progress.saved_step, progress.save_postponed = progress.step, False
     if distributed.is_first():
         run.log.goodput_row(progress.step, run.ledger.goodput().shares)
@@ -189,7 +195,18 @@ def _save_and_wait(run: Run, progress: Progress) -> None:
     """Saves the state that the run stops with, unless it has made no step, and returns when that is on the disk."""
     if progress.step > run.start_step:
         _start_saving(run, progress, stopping=True)
-        run.checkpointer.wait()
+        _wait_for_save(run)
+
+
+def _wait_for_save(run: Run) -> None:
+    run.checkpointer.wait()
+    _note_saved(run)
+
+
+def _note_saved(run: Run) -> None:
+    """Records the checkpoint that was completed since the last call."""
+    if (step := run.checkpointer.finished()) is not None:
+        run.ledger.event("saved", step=step)
 
 
 def _export(run: Run, progress: Progress) -> None:
@@ -231,29 +248,44 @@ def _stop_trace(run: Run, progress: Progress) -> None:
         progress.timed_from_s = time.monotonic()
 
 
-def _next_batch(run: Run, progress: Progress) -> NextBatch:
-    """Returns the next batch, once every process has its rows.
+def _next_batch(run: Run, progress: Progress) -> NextBatch | None:
+    """Returns the next batch, once every process has its rows; None if a signal ended the wait for a file that is away.
+
+    Without a batch, the steps so far are saved.
 
     Raises:
-      ValueError: a record cannot be read, in this process or another; the steps so far are saved.
+      ValueError: a record is bad, or data has changed, in this process or another.
+      OSError: data cannot be read now, in this process or another.
     """
     asked_at_s = time.monotonic()
     overdue = 0 < run.config.checkpoint.every_minutes <= (asked_at_s - progress.saved_at_s) / 60
     batch, position, error = None, None, None
     activity = run.sync.signals.activity
-    activity.begin("waiting for data")
+    retries = run.batches.retries
+    passed, number = (batch_of_step(progress.step + ahead, run.skipped) for ahead in (0, 1))
+    if number > passed + 1:
+        skipped = f"{counted(number - passed - 1, 'batch')} left out, {passed + 1}:{number - 1}"
+        print(f"step {progress.step + 1}: {skipped} (train.skip_steps)")
+        run.ledger.event("skip_steps", step=progress.step + 1, first=passed + 1, last=number - 1)
+    begin = progress.position
     try:
-        batch, position = next(run.batches)
-    except ValueError as caught:
+        for _ in range(passed, number):
+            begin = begin if position is None else position
+            activity.begin("waiting for data", status=lambda: retries.progress)
+            batch, position = next(run.batches)
+    except (ValueError, OSError) as caught:
         error = caught
     progress.data_wait_s += time.monotonic() - asked_at_s
     activity.begin(WAITING)
-    synced = run.sync.sync_step(batch, position, error=str(error or ""), save=overdue)
-    if synced.error:
+    synced = run.sync.sync_step(batch, position, error=error, save=overdue, num_retries=retries.take_count())
+    if synced.error is not None:
         _save_and_wait(run, progress)
-        raise error or ValueError(synced.error)
+        if run.sync.stop and isinstance(synced.error, OSError):
+            return None
+        raise synced.error
     progress.save_overdue = synced.save
-    return NextBatch(batch=batch, position=position, row_fields=synced.row_fields)
+    row_fields = synced.row_fields | ({"batch": number} if run.skipped else {})
+    return NextBatch(batch=batch, begin=begin, position=position, row_fields=row_fields)
 
 
 def _step(run: Run, progress: Progress, batch: NextBatch) -> None:
@@ -265,21 +297,23 @@ def _step(run: Run, progress: Progress, batch: NextBatch) -> None:
         progress.state, metrics = run.train_step(progress.state, shard_batch(batch.batch, run.layout), np.float32(rate))
     signals.unfinished = _STEP_AND_SAVE
     progress.step += 1
-    begin, progress.position = progress.position, batch.position
-    fields = batch.row_fields
-    pending = Pending(step=progress.step, metrics=metrics, learning_rate=rate, row_fields=fields, position=begin)
-    progress.pending.append(pending)
+    progress.position = batch.position
+    fields = {"row_fields": batch.row_fields, "position": batch.begin}
+    progress.pending.append(Pending(step=progress.step, metrics=metrics, learning_rate=rate, **fields))
 
 
 def _log(run: Run, progress: Progress) -> None:
     """Writes the row of the step before, and the data position when due; raises what failed in the background."""
     _write_rows(run, progress, in_flight=1)
     if _due(progress.step, run.config.data.position_every_steps):
-        position, identity = run.global_position(progress.position), run.batches.definition.identity(progress.step)
+        position = run.global_position(progress.position)
+        passed = int(position[0, 0])
         if distributed.is_first():
-            positions.write(run.workdir, progress.step, position=position, data_identity=identity)
+            identity = run.batches.definition.identity(passed)
+            positions.write(run.workdir, passed, position=position, data_identity=identity)
     run.check_folder()
     run.checkpointer.check()
+    _note_saved(run)
     if run.exporter is not None:
         run.exporter.check()
 
@@ -308,12 +342,20 @@ def _write_rows(run: Run, progress: Progress, *, in_flight: int = 0) -> None:
             "nonfinite": int(not metrics.finite),
             **pending.row_fields,
         }
+        if metrics.spike is not None:
+            row["spike"] = int(metrics.spike)
         progress.timed_from_s, progress.data_wait_s = now, 0.0
         run.log.train_row(row)
         progress.num_nonfinite = 0 if metrics.finite else progress.num_nonfinite + 1
         progress.nonfinite_rows = [] if metrics.finite else [*progress.nonfinite_rows, row]
         if not metrics.finite:
             print(f"step {pending.step}: {nonfinite.describe([row])}; update skipped")
+        if metrics.spike:
+            skipped = run.config.train.spikes == "skip"
+            values = f"loss {row['loss']:.4f}, gradient norm {row['grad_norm']:.3g}"
+            found = {key: row[key] for key in ("step", "loss", "grad_norm")}
+            run.ledger.event("spike", **found, skipped=skipped)
+            print(f"step {pending.step}: a spike, {values}; {'update skipped' if skipped else 'trained on'}")
         if progress.num_nonfinite >= run.config.train.max_nonfinite_steps:
             nonfinite.stop(run, progress, position=pending.position)
 

@@ -18,7 +18,7 @@ from hlat_jax.optimizer import MaskedTransformation, global_norm, masked
 from hlat_jax.parallel import xla_options
 from hlat_jax.parallel.sharding import ROWS
 from hlat_jax.parallel.zero import check_params
-from hlat_jax.passes import remat, scaling
+from hlat_jax.passes import remat, scaling, spikes
 from hlat_jax.passes.autocast import autocast, is_fp16
 from hlat_jax.passes.remat import Plan
 from hlat_jax.passes.residuals import select_residuals
@@ -57,6 +57,8 @@ class StepMetrics:
       grad_norm: float32, L2 norm of the mean gradient before clipping.
       param_norm: float32, L2 norm of the weights before the update.
       finite: bool; False: loss, gradient or weights were not finite and the update was masked.
+      spike: bool; True: a finite loss or gradient norm far above those before, see `passes.spikes`. None without
+        `ProgramOptions.spikes`.
       aux: auxiliary values of the loss function, float32, see `training_program`; None without `has_aux`.
     """
 
@@ -66,6 +68,7 @@ class StepMetrics:
     param_norm: jax.Array
     finite: jax.Array
     aux: Any = None
+    spike: jax.Array | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -91,8 +94,8 @@ class TrainingProgram:
 
     Attributes:
       init: `(params, *, model_state=None, seed=0) -> state`. The state is {"step", "params", "opt_state": {"inner"
-        [, "master"][, "seed"][, "loss_scale"]}[, "model_state"]}; the uint32 seed is that of the random keys and of
-        stochastic rounding, where there are any.
+        [, "master"][, "seed"][, "loss_scale"]}[, "model_state"][, "spikes"]}; the uint32 seed is that of the random
+        keys and of stochastic rounding, where there are any.
       stages: name of a pass -> the jitted step after it; the last one is `step`.
       eval_step: jitted `(state, batch) -> EvalMetrics`: the loss with `train=False`, `keys=None` and the model state as
         it is, over a batch that divides as those of `step` do. The state is not donated.
@@ -282,14 +285,22 @@ def _train_step(
         for leaf in jax.tree.leaves(loss_aux.model_state):
             finite &= jnp.isfinite(leaf).all()
 
-        extra = {"grad_norm": grad_norm, "finite": finite, "rounding": rounding}
+        def mean_loss() -> jax.Array:
+            return loss_sum * per_token if scale is not None else loss_sum / loss_aux.count
+
+        applies, spike, window = finite, None, None
+        if options.spikes is not None:
+            reduced = {"loss": mean_loss(), "grad_norm": grad_norm, "finite": finite}
+            spike, window = spikes.observed(state["spikes"], **reduced, policy=options.spikes)
+            applies = finite & ~spike if options.spikes.skips else finite
+        extra = {"grad_norm": grad_norm, "finite": applies, "rounding": rounding}
         if learning_rate is not None:
             extra["learning_rate"] = learning_rate
         if is_given_value:
             value_fn = _value_fn(lambda weights: of_params(_params_of(weights, options)), scale)
             extra |= {"value": loss_sum * per_token, "grad": grads, "value_fn": value_fn}
         updates, inner = update(grads, state["opt_state"]["inner"], weights, **extra)
-        weights = _apply_updates(weights, updates, finite=finite, rounding=rounding)
+        weights = _apply_updates(weights, updates, applies=applies, rounding=rounding)
         opt_state = state["opt_state"] | {"inner": inner}
         if policy.master is not None:
             opt_state["master"] = weights
@@ -301,14 +312,17 @@ def _train_step(
         new_state = {"step": state["step"] + 1, "params": params, "opt_state": opt_state}
         if model_state is not None:
             new_state["model_state"] = jax.tree.map(
-                lambda new, old: jnp.where(finite, new.astype(old.dtype), old), loss_aux.model_state, model_state
+                lambda new, old: jnp.where(applies, new.astype(old.dtype), old), loss_aux.model_state, model_state
             )
+        if window is not None:
+            new_state["spikes"] = window
         metrics = StepMetrics(
-            loss=loss_sum * per_token if scale is not None else loss_sum / loss_aux.count,
+            loss=mean_loss(),
             num_tokens=None if loss_aux.is_mean else loss_aux.count,
             grad_norm=grad_norm,
             param_norm=param_norm,
             finite=finite,
+            spike=spike,
             aux=averaged_aux(loss_aux.aux, num_parts=options.num_microbatches * options.row_degree),
         )
         return new_state, metrics
@@ -444,13 +458,13 @@ def accumulated(
     return (loss_sum, dataclasses.replace(loss_aux, count=count, model_state=model_state)), grads
 
 
-def _apply_updates(weights: Any, updates: Any, *, finite: jax.Array, rounding: Rounding) -> Any:
-    """Returns weights + updates in the dtypes of the weights; the weights themselves where `finite` is False."""
+def _apply_updates(weights: Any, updates: Any, *, applies: jax.Array, rounding: Rounding) -> Any:
+    """Returns weights + updates in the dtypes of the weights; the weights themselves where `applies` is False."""
     exact = jax.tree.map(lambda weight, update: weight.astype(jnp.float32) + update, weights, updates)
 
     def apply(path, weight, updated):
         written = rounding.write(updated, weight.dtype, name="weights" + jax.tree_util.keystr(path))
-        return jnp.where(finite, written, weight)
+        return jnp.where(applies, written, weight)
 
     return jax.tree_util.tree_map_with_path(apply, weights, exact)
 
@@ -484,6 +498,8 @@ def _initial(
         state = {"step": jnp.zeros((), jnp.int32), "params": cast_tree(params, policy.param), "opt_state": opt_state}
         if model_state is not None:
             state["model_state"] = jax.tree.map(jnp.copy, model_state)
+        if options.spikes is not None:
+            state["spikes"] = spikes.initial(options.spikes)
         return state if shardings is None else jax.lax.with_sharding_constraint(state, shardings)
 
     return init

@@ -23,6 +23,7 @@ from hlat_jax.parallel.zero import check_params, check_stage, make_replica_sync
 from hlat_jax.passes import remat
 from hlat_jax.passes.autocast import POLICIES as CASTS
 from hlat_jax.passes.autocast import CastPolicy
+from hlat_jax.passes.spikes import SpikePolicy
 from hlat_jax.precision import POLICIES, Policy
 
 # What a loss function is given by keyword, where its signature has a parameter of that name without a default.
@@ -50,6 +51,7 @@ class ProgramOptions:
         `passes.residuals`.
       memory_budget: for the temporaries of the step on one device, "12GiB" or bytes; the values that are saved for the
         backward pass are chosen to fit, see `passes.remat`. None: the loss function decides.
+      spikes: skip or report steps whose loss or gradient norm is far above those before, see `passes.spikes`; None: no.
       remat: options of that choice: regions, solver, least bytes, offload; None: the defaults.
       dialects: op of `ops.registry` -> name of an implementation, or "auto". Each is chosen for the platform of the
         devices, and the loss function is called with the choice, `loss_fn(params, microbatch, dialects={op: name})`.
@@ -72,6 +74,7 @@ class ProgramOptions:
     dispatch: bool = False
     residuals: bool = False
     memory_budget: int | str | None = None
+    spikes: SpikePolicy | None = None
     remat: remat.RematOptions | None = None
     dialects: Mapping[str, str] | None = None
     kernels: Mapping[str, Choice] = dataclasses.field(default_factory=dict)
@@ -113,6 +116,7 @@ class ProgramOptions:
                 "is not a ReplicaSync: give zero.make_replica_sync(...)",
             ),
             ("autocast", is_cast, f"is neither a policy's name nor a CastPolicy: give {named}"),
+            ("spikes", _is_none_or(self.spikes, SpikePolicy), "must be passes.spikes.SpikePolicy(...)"),
             ("remat", _is_none_or(self.remat, remat.RematOptions), "must be passes.remat.RematOptions(...)"),
             ("kernels", isinstance(self.kernels, Mapping), "must be a dict: op -> ops.dialect.Choice"),
         ):

@@ -6,7 +6,9 @@ Checks that depend on the number of devices are in `parallel.degrees`.
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from hlat_jax.config import (
@@ -147,6 +149,34 @@ def profiled_steps(train: TrainConfig) -> range:
     return range(first, last + 1)
 
 
+def skipped_batches(skip_steps: str) -> tuple[range, ...]:
+    """Returns the numbers of the batches that a `train.skip_steps` leaves out, from 1, as ascending ranges with gaps.
+
+    Raises:
+      ValueError: another form, or ranges that are out of order or overlap.
+    """
+    found: list[range] = []
+    for part in skip_steps.split(",") if skip_steps else ():
+        match = re.fullmatch("([0-9]{1,9}):([0-9]{1,9})", part)
+        first, last = map(int, match.groups()) if match else (0, 0)
+        if not max(found[-1].stop if found else 1, 1) <= first <= last:
+            raise ValueError(
+                f"train.skip_steps={skip_steps!r}: {part!r} must be FIRST:LAST, such as 1200:1400 for 201 batches, "
+                "with 1 <= FIRST <= LAST, and after the range before it; empty: none."
+            )
+        joined = bool(found) and found[-1].stop == first
+        found[-1 if joined else len(found) :] = [range(found[-1].start if joined else first, last + 1)]
+    return tuple(found)
+
+
+def batch_of_step(step: int, skipped: Sequence[range]) -> int:
+    """Returns the number of the batch that a step trains, which is also how many batches were passed after it."""
+    batch = step
+    for part in skipped:
+        batch += len(part) if part.start <= batch else 0
+    return batch
+
+
 def check_training(c: Config) -> None:
     """Raises ValueError for settings outside their range, and for settings that contradict each other."""
     o, d, t = c.optimizer, c.data, c.train
@@ -161,6 +191,9 @@ def check_training(c: Config) -> None:
     held_out_share(d.validation)  # raises for a share out of range
     at_least(1, data__max_document_chars=d.max_document_chars, data__prefetch_batches=d.prefetch_batches)
     at_least(1, train__max_nonfinite_steps=t.max_nonfinite_steps)
+    at_least(2, train__spike_window=t.spike_window)
+    if not 0 < t.spike_sigmas < math.inf:
+        raise ValueError(f"train.spike_sigmas={t.spike_sigmas} must be above 0 and finite, such as 6.0.")
     at_least(0, train__num_eval_batches=t.num_eval_batches)
     at_least(1, checkpoint__keep_last=c.checkpoint.keep_last)
     at_least(0, metrics__log_every_steps=c.metrics.log_every_steps)
@@ -192,7 +225,14 @@ def check_training(c: Config) -> None:
         raise ValueError(
             f"optimizer.horizon_steps={o.horizon_steps} must exceed optimizer.warmup_steps={o.warmup_steps}."
         )
+    at_least(0, train__rewind_to=t.rewind_to)
+    if t.rewind_to >= t.num_steps > 0:
+        raise ValueError(
+            f"train.rewind_to={t.rewind_to} leaves no step to train: raise train.num_steps={t.num_steps} above it, or "
+            "set an earlier step."
+        )
     profiled_steps(t)
+    skipped_batches(t.skip_steps)
     branch_source(t)
     if t.eval_tasks and not all(t.eval_tasks.split(",")):
         raise ValueError(f"train.eval_tasks={t.eval_tasks!r} has an empty name; give NAME,NAME without spaces.")

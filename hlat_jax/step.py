@@ -25,6 +25,7 @@ from hlat_jax.parallel.pipeline import StagedLoss, pipelined, pipelined_loss
 from hlat_jax.parallel.replica_sync import ReplicaSync
 from hlat_jax.parallel.sharding import Layout
 from hlat_jax.passes.autocast import autocast
+from hlat_jax.passes.spikes import SpikePolicy
 from hlat_jax.precision import cast_tree, policy_on
 from hlat_jax.program import ProgramOptions, State, TrainingProgram, training_program
 
@@ -95,9 +96,13 @@ def make_program(config: Config, layout: Layout) -> RunProgram:
     model = with_choices(config.model, chosen, platform=layout.platform)
     precision, params = config.precision, abstract_params(config.model)
     policy = policy_on(precision.policy, layout.platform, stochastic_rounding=precision.stochastic_rounding)
+    train, spikes = config.train, None
+    if train.spikes != "off":
+        spikes = SpikePolicy(skips=train.spikes == "skip", sigmas=train.spike_sigmas, window=train.spike_window)
     options = ProgramOptions(
         policy=policy,
-        num_microbatches=config.train.num_microbatches,
+        num_microbatches=train.num_microbatches,
+        spikes=spikes,
         accumulate=pipelined if layout.size(("pipe",)) > 1 else None,
         autocast=policy.autocast,
         norm_in_blocks=layout.mesh.size == 1 and layout.platform == "cpu",
@@ -106,7 +111,7 @@ def make_program(config: Config, layout: Layout) -> RunProgram:
     )
     loss = functools.partial(model_loss, model, layout, compute=policy.compute)
     training = training_program(
-        loss(z_loss_weight=config.train.z_loss_weight),
+        loss(z_loss_weight=train.z_loss_weight),
         adamw(config.optimizer, policy=policy, decays=decay_mask(params, config.optimizer.decay)),
         options=options,
         params=params,

@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         activity = Activity(least_s=values.stuck_timeout_s, began_s=process.began_s())
         with distributed.joined(job, activity=activity, stacks=workdir / "stuck"):
-            return loop.train(config, workdir, activity=activity)
+            return loop.train(config, workdir, activity=activity, begin_again=values.begin_again)
     except (OSError, NonFiniteError) as error:  # the run failed, not the command: code 1
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -67,7 +67,8 @@ def _check_paths(config: config_lib.Config, workdir: pathlib.Path, *, keys: Coll
     from hlat_jax.data import path_checks  # not at the top: --help does not need it
     from hlat_jax.weights.path_checks import check_checkpoint
 
-    path_checks.check_text(config.data, keys=[key for key in ("train", "validation") if f"data.{key}" in keys])
+    if not path_checks.was_opened(config.data, workdir):  # else the run waits for what is away
+        path_checks.check_text(config.data, keys=[key for key in ("train", "validation") if f"data.{key}" in keys])
     if "data.tokenizer" in keys:
         path_checks.check_tokenizer(config.data.tokenizer)
     if config.model.ops_table:
@@ -129,6 +130,7 @@ def _define(values: flags.FlagValues) -> None:
     options = {"flag_values": values}
     flags.DEFINE_string("workdir", "", "Run folder; default runs/NAME.", **options)
     flags.DEFINE_bool("print_config", False, "Print the resolved config and its costs, then stop.", **options)
+    flags.DEFINE_bool("begin_again", False, "Train from step 0 where the checkpoints of the run are lost.", **options)
     flags.DEFINE_string("coordinator", "", "HOST:PORT of process 0; for several processes.", **options)
     flags.DEFINE_integer("num_processes", None, "Number of processes of the job, one per node.", **options)
     flags.DEFINE_integer("process_id", None, "Index of this process, from 0.", **options)

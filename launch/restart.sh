@@ -1,19 +1,24 @@
 #!/usr/bin/env bash
 # Runs a command again when it fails; it resumes from its last checkpoint:
 #
-#   launch/restart.sh [--max_restarts=10] [--wait_s=10] srun launch/node.sh --config=7b --workdir=/fsx/runs/7b
+#   launch/restart.sh [--max_restarts=10] [--wait_s=10] [--stale_s=600] \
+#     srun launch/node.sh --config=7b --workdir=/fsx/runs/7b
 #
 # A failure is any exit code but 0, 2 and 130; with 2 the command, the config or the data is wrong, and a restart would
 # fail again; 130 follows SIGINT. The limit is on restarts in a row without a new checkpoint in the --workdir of the
-# command. SIGTERM and SIGINT are passed to the command, which saves and ends and is not restarted. Exits with the last
-# code of the command.
+# command. SIGTERM, SIGINT, SIGHUP and SIGUSR1 are passed to the command as SIGTERM: it saves and ends, and is not
+# restarted. Exits with the last code of the command.
+#
+# The command replaces alive.json in its --workdir each second. Where it did and then does not for --stale_s seconds, it
+# is frozen and cannot end by itself: its process group is ended, which counts as exit code 124. 0: never.
 set -uo pipefail
 
-max_restarts=10 wait_s=10
+max_restarts=10 wait_s=10 stale_s=600
 while (($# > 0)); do
   case $1 in
     --max_restarts=*) max_restarts=${1#*=} ;;
     --wait_s=*) wait_s=${1#*=} ;;
+    --stale_s=*) stale_s=${1#*=} ;;
     *) break ;;
   esac
   shift
@@ -23,7 +28,7 @@ fail() {
   echo "error: $*" >&2
   exit 2
 }
-for pair in "--max_restarts=$max_restarts" "--wait_s=$wait_s"; do
+for pair in "--max_restarts=$max_restarts" "--wait_s=$wait_s" "--stale_s=$stale_s"; do
   [[ ${pair#*=} =~ ^(0|[1-9][0-9]{0,8})$ ]] || fail "$pair must be a whole number."
 done
 workdir=""
@@ -43,18 +48,63 @@ newest_checkpoint() { # prints its step; unfinished checkpoints have other names
   echo "$step"
 }
 
+# Prints which alive.json there is, every few seconds; this may hang, as a file system may.
+beats() { # period in seconds
+  exec 2> /dev/null # it lives a little longer than the command, whose reader must not wait for it
+  while sleep "$1"; do
+    stat --format="%i %y" "$workdir/alive.json" || echo none
+  done
+}
+
+# Ends the process group of the command, and exits with 124, when alive.json no longer changes. Only that counts, not
+# its time: the clocks of other machines and the one of this machine may be wrong, and this machine may have slept.
+end_when_frozen() { # pid of the command, alive.json before it began
+  local period=$((stale_s / 60)) before=$2 seen="" beat idle=0 left
+  ((period >= 1)) || period=1
+  ((period <= 10)) || period=10
+  while true; do
+    read -r -t $((2 * period)) beat || beat=$seen # the file system hangs
+    if [[ $beat == "$seen" ]]; then
+      ((idle += period))
+    else
+      seen=$beat idle=0
+    fi
+    # before the first beat it opens the run, and after the last it has ended by itself
+    if [[ -z $seen || $seen == none || $seen == "$before" ]] || ((idle < stale_s)); then
+      continue
+    fi
+    trap "" TERM # from here on the caller waits for this
+    echo "error: $workdir/alive.json has not changed for $idle s: the command is frozen, and is ended." >&2
+    kill -TERM -- "-$1" 2> /dev/null
+    for ((left = stale_s < 10 ? stale_s : 10; left > 0; left--)); do
+      sleep 1
+      kill -0 -- "-$1" 2> /dev/null || exit 124
+    done
+    kill -KILL -- "-$1" 2> /dev/null
+    exit 124
+  done < <(beats "$period")
+}
+
 stopped=false child=""
 stop() {
   stopped=true
   [[ -z $child ]] || kill -TERM "$child" 2> /dev/null
 }
-trap stop TERM INT
+trap stop TERM INT HUP USR1
 
 restarts=0 # since the last new checkpoint
 while true; do
   step=$(newest_checkpoint)
-  "$@" &
+  before=$(stat --format="%i %y" "$workdir/alive.json" 2> /dev/null)
+  set -m # a process group of its own
+  "$@" < /dev/null &
   child=$!
+  set +m
+  watch=""
+  if ((stale_s > 0)); then
+    end_when_frozen "$child" "$before" &
+    watch=$!
+  fi
   wait "$child"
   code=$?
   while kill -0 "$child" 2> /dev/null; do # a trapped signal ended the wait, not the command
@@ -62,6 +112,11 @@ while true; do
     code=$?
   done
   child=""
+  if [[ -n $watch ]]; then
+    kill -TERM "$watch" 2> /dev/null
+    wait "$watch"
+    (($? != 124)) || code=124
+  fi
   ! $stopped || exit "$code"
   ((code != 0 && code != 2 && code != 130)) || exit "$code"
   now=$(newest_checkpoint)

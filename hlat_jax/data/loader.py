@@ -16,6 +16,7 @@ import numpy as np
 from hlat_jax import batch as batch_lib
 from hlat_jax.config import DataConfig
 from hlat_jax.data import packing
+from hlat_jax.data.retries import Retries
 from hlat_jax.data.streams import Definition, RowStream
 from hlat_jax.data.tokenizer import Tokenizer
 
@@ -26,13 +27,14 @@ class TrainBatches(grain.DatasetIterator):
     Batch: NumPy, [len(rows), seq_len]. position: int64[len(rows), 1 + 6 S] (see streams), that of those rows after the
     batch; a new TrainBatches with that position continues with the next batch. Batches do not depend on the
     number of threads. An error in a document is raised by `__next__` for the batch of that document, and by each later
-    call.
+    call; what cannot be read for a while is tried again before.
 
     Attributes:
       definition: the opened sources and their mixture.
       manifest: identifies the documents (see streams.joint_manifest); saved in checkpoints.
       num_documents: over all sources and rows.
       rows: the rows of the global batch that this loader returns.
+      retries: of reads.
     """
 
     def __init__(
@@ -43,16 +45,17 @@ class TrainBatches(grain.DatasetIterator):
         rows: Sequence[int] | None = None,
         position: np.ndarray | None = None,
         index_folder: pathlib.Path | None = None,
+        retries: Retries | None = None,
     ):
         super().__init__()
         self._workers: _RowPrefetcher | None = None  # first: Grain calls close() on collection, even if __init__ raised
-        self._data = data
+        self._data, self.retries = data, retries or Retries()
         self.rows = tuple(range(data.batch_size) if rows is None else rows)
         if not self.rows or min(self.rows) < 0 or max(self.rows) >= data.batch_size:
             raise ValueError(
                 f"rows={self.rows} must be a non-empty subset of 0 .. data.batch_size - 1 = {data.batch_size - 1}."
             )
-        self.definition = Definition(data, tokenizer=tokenizer, index_folder=index_folder)
+        self.definition = Definition(data, tokenizer=tokenizer, index_folder=index_folder, retries=self.retries)
         self.manifest = self.definition.manifest
         self.num_documents = sum(len(source.documents) for source in self.definition.sources)
         self.set_state(self.definition.initial_position(len(self.rows)) if position is None else position)
@@ -74,8 +77,7 @@ class TrainBatches(grain.DatasetIterator):
     def set_state(self, state: np.ndarray) -> None:
         """Moves to a position; tokenizes at most one document, or window, per row and source again."""
         position = self.definition.checked_position(state, num_rows=len(self.rows))
-        if self._workers is not None:
-            self._workers.close()
+        self._close_workers()
         self._position = position
         streams = [self.definition.row(row, position=place) for row, place in zip(self.rows, position, strict=True)]
         self._workers = _RowPrefetcher(
@@ -85,8 +87,12 @@ class TrainBatches(grain.DatasetIterator):
     def close(self) -> None:
         """Stops the threads and waits for them to finish the document they are tokenizing."""
         super().close()
+        self._close_workers()
+
+    def _close_workers(self) -> None:
         if self._workers is not None:
-            self._workers.close()
+            with self.retries.ended():
+                self._workers.close()
             self._workers = None  # Grain closes again on collection, perhaps at interpreter exit
 
 

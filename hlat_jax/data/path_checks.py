@@ -9,6 +9,7 @@ from collections.abc import Collection
 from hlat_jax.config import DataConfig
 from hlat_jax.data.formats.paths import asset_path, nothing_at, tokenizer_file
 from hlat_jax.data.mixture import parse_sources
+from hlat_jax.store.atomic_files import read_json
 
 
 def check_text(data: DataConfig, *, keys: Collection[str] = ("train", "validation")) -> None:
@@ -34,6 +35,15 @@ def check_text_path(path: str, *, key: str) -> None:
     local = pathlib.Path(path).expanduser()
     if not local.exists() and next(glob.iglob(str(local), recursive=True), None) is None:
         raise nothing_at(path, key=key)
+
+
+def was_opened(data: DataConfig, workdir: pathlib.Path) -> bool:
+    """Returns whether the run in `workdir` has opened the paths of `data` before."""
+    try:
+        saved = read_json(workdir / "config.json")["data"]
+        return all(saved[key] == vars(data)[key] for key in ("train", "validation"))
+    except (OSError, ValueError, LookupError, TypeError):
+        return False
 
 
 def check_tokenizer(path: str, *, key: str = "data.tokenizer") -> None:

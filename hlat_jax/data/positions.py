@@ -1,7 +1,7 @@
-"""Data positions by step: recorded in the run folder or its checkpoints, or computed from document lengths.
+"""Data positions by batch: recorded in the run folder or its checkpoints, or computed from document lengths.
 
-`<run folder>/positions/<step>.npz` holds the position after that many batches and the identity of the data it belongs
-to, up to that step (see streams).
+`<run folder>/positions/<number>.npz` holds the position after that many batches and the identity of the data it belongs
+to, up to there (see streams). Step k trains batch k, or a later one where `train.skip_steps` has left out some.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import math
 import pathlib
 import zipfile
 import zlib
@@ -29,31 +30,32 @@ _RUN_FILE = pathlib.Path("run", "metadata")  # of a checkpoint, where Orbax's Js
 Identity = Callable[[int], str]  # of the data, up to a step
 
 
-def write(workdir: pathlib.Path, step: int, *, position: np.ndarray, data_identity: str) -> None:
-    """Records the position after `step` batches; the file is written atomically."""
+def write(workdir: pathlib.Path, num_batches: int, *, position: np.ndarray, data_identity: str) -> None:
+    """Records the position after `num_batches`; the file is written atomically."""
     (workdir / FOLDER).mkdir(exist_ok=True)
     content = io.BytesIO()
     np.savez(content, position=position, identity=np.asarray(data_identity))
-    write_whole(workdir / FOLDER / f"{step}.npz", content.getvalue())
+    write_whole(workdir / FOLDER / f"{num_batches}.npz", content.getvalue())
 
 
-def rewind(workdir: pathlib.Path, step: int) -> None:
-    """Removes positions after `step`, which may come from an attempt with other settings that has no checkpoint."""
+def rewind(workdir: pathlib.Path, num_batches: int) -> None:
+    """Removes positions after `num_batches`, perhaps of an attempt with other settings that has no checkpoint."""
     for kept, path in _indexed(workdir):
-        if kept > step:
+        if kept > num_batches:
             path.unlink()
 
 
 def nearest(
-    workdir: pathlib.Path, step: int, *, data_identity: Identity
+    workdir: pathlib.Path, num_batches: int, *, data_identity: Identity
 ) -> tuple[int, np.ndarray, pathlib.Path] | None:
-    """Returns (step, position, file) of the last position recorded at `step` or before; None if none is readable.
+    """Returns (batches, position, file) of the last position recorded after `num_batches` or fewer; None if none is.
 
     Raises:
       ValueError: it belongs to other data.
     """
-    files = [(kept, path) for kept, path in (*_indexed(workdir), *_saved(workdir)) if kept <= step]
-    return _first(sorted(files, key=lambda item: item[0], reverse=True), workdir, data_identity=data_identity)
+    files = [(kept, path) for kept, path in (*_indexed(workdir), *_saved(workdir)) if kept <= num_batches]
+    files.sort(key=lambda item: item[0], reverse=True)
+    return _first(files, workdir, data_identity=data_identity, most=num_batches)
 
 
 def check_identity(workdir: pathlib.Path, step: int, *, data_identity: Identity) -> bool:
@@ -144,14 +146,18 @@ def _saved(workdir: pathlib.Path) -> Iterator[tuple[int, pathlib.Path]]:
 
 
 def _first(
-    files: Sequence[tuple[int, pathlib.Path]], workdir: pathlib.Path, *, data_identity: Identity
+    files: Sequence[tuple[int, pathlib.Path]], workdir: pathlib.Path, *, data_identity: Identity, most: float = math.inf
 ) -> tuple[int, np.ndarray, pathlib.Path] | None:
-    """Returns (step, position, file) of the first readable file. Raises ValueError if it belongs to other data."""
-    for kept, path in files:
-        found = _read(path, kept)
-        if found is None:
+    """Returns (batches, position, file) of the first readable file that is after at most so many batches.
+
+    Raises:
+      ValueError: it belongs to other data.
+    """
+    for named, path in files:
+        found = _read(path, named)
+        if found is None or found[0] > most:
             continue
-        position, found_identity = found
+        kept, position, found_identity = found
         if found_identity != data_identity(kept):
             raise ValueError(
                 f"{path} belongs to a run on other data (another text, tokenizer, seed, mixture or packing); use the "
@@ -161,23 +167,23 @@ def _first(
     return None
 
 
-def _read(path: pathlib.Path, step: int) -> tuple[np.ndarray, str] | None:
-    """Returns (position, identity of its data); None for a file that is damaged, missing or for another step."""
+def _read(path: pathlib.Path, named: int) -> tuple[int, np.ndarray, str] | None:
+    """Returns (batches, position, identity of its data); None for a damaged, missing or renamed file."""
     try:
         if path.suffix == ".npz":
             with np.load(path) as kept:
-                return kept["position"], str(kept["identity"])
+                return named, kept["position"], str(kept["identity"])
         run = json.loads(path.read_bytes())
-        if run["position"][0][0] != step:  # a renamed checkpoint: every row begins with its number of batches
+        metadata, num_batches = run["metadata"], run["position"][0][0]  # every row begins with it
+        if num_batches - metadata.get("skipped_batches", 0) != named:  # a renamed checkpoint
             return None
-        metadata = run["metadata"]
         found = identity(
             with_renamed_keys(metadata["config"])["data"],
             manifest=metadata["manifest"],
             tokenizer_sha256=metadata["tokenizer_sha256"],
-            num_batches=step,
+            num_batches=num_batches,
         )
-        return np.asarray(run["position"], np.int64), found
+        return num_batches, np.asarray(run["position"], np.int64), found
     except (OSError, EOFError, ValueError, LookupError, TypeError, ArithmeticError, AttributeError, RuntimeError):
         return None
     except (zipfile.BadZipFile, zlib.error):

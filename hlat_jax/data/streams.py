@@ -36,6 +36,7 @@ from hlat_jax.data import packing, sources
 from hlat_jax.data.formats.records import BadRecord
 from hlat_jax.data.mixture import UNNAMED, Mixture, MixtureStage, first_stages, parse_sources, parse_stages
 from hlat_jax.data.order import Order, algorithm_hash
+from hlat_jax.data.retries import Retries
 from hlat_jax.data.tokenizer import Tokenizer
 
 NUM_FIELDS = 6  # per source in a position: four of its stream, see packing.POSITION_FIELDS, and the next two
@@ -264,8 +265,15 @@ class Definition:
       manifest: see joint_manifest; with `order`, the hash of the permutation algorithm, None without shuffling.
     """
 
-    def __init__(self, data: DataConfig, *, tokenizer: Tokenizer, index_folder: pathlib.Path | None = None):
-        """Opens `data.train`; `index_folder` keeps the indices of JSONL files between runs.
+    def __init__(
+        self,
+        data: DataConfig,
+        *,
+        tokenizer: Tokenizer,
+        index_folder: pathlib.Path | None = None,
+        retries: Retries | None = None,
+    ):
+        """Opens `data.train`; `index_folder` keeps the indices of JSONL files between runs; `retries`: of documents.
 
         Raises:
           ValueError: see open_sources and mixture.parse_stages.
@@ -275,7 +283,7 @@ class Definition:
         stages = _stages(dataclasses.asdict(data), names)
         self.mixture = Mixture(names, stages=stages, num_rows=data.batch_size)
         self.sources = open_sources(data, key="data.train", tokenizer=tokenizer, index_folder=index_folder)
-        self._data, self._tokenizer = data, tokenizer
+        self._data, self._tokenizer, self._retries = data, tokenizer, retries or Retries()
         self.manifest = joint_manifest(self.sources) | {"order": algorithm_hash() if data.shuffle else None}
 
     def identity(self, num_batches: int) -> str:
@@ -330,8 +338,9 @@ class Definition:
             )
 
         def read(epoch: int, entry: int) -> str | np.ndarray | None:
+            number = self.document(source, row=row, epoch=epoch, entry=entry)
             try:
-                return documents[self.document(source, row=row, epoch=epoch, entry=entry)]
+                return self._retries(lambda: documents[number], key=(source, number))
             except BadRecord:
                 if data.on_bad_record == "skip":
                     return None

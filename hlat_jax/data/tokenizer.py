@@ -17,6 +17,8 @@ from hlat_jax.data.kept_tokenizer import resolve_tokenizer_path
 from hlat_jax.data.tokenizer_json import JsonModel
 from hlat_jax.resolve import resolve
 
+_MAX_FILE_BYTES = 256 << 20  # of large vocabularies: 5 MB of SentencePiece, 35 MB of tokenizer.json
+
 
 class Tokenizer:
     """The tokenizer at `path`, which may be 'package:NAME'. Thread-safe; encoding releases the GIL.
@@ -44,6 +46,12 @@ class Tokenizer:
         if not path:
             raise ValueError("data.tokenizer is empty; give a SentencePiece .model file or 'package:austen_2k.model'.")
         self.path = tokenizer_file(path, key=key)
+        num_bytes = self.path.stat().st_size
+        if num_bytes > _MAX_FILE_BYTES:
+            raise ValueError(
+                f"{key}={path} is no tokenizer: it has {num_bytes:,} bytes, more than {_MAX_FILE_BYTES:,}; give a "
+                "SentencePiece .model file or a tokenizer.json."
+            )
         serialized = self.path.read_bytes()
         self.is_json = self.path.suffix == ".json"
         self._model = (JsonModel if self.is_json else _SentencePiece)(self.path, serialized)

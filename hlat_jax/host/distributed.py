@@ -25,6 +25,7 @@ import jax
 from hlat_jax.host.activity import GAP_S, STUCK_CODE, TERMINATED_CODE, Activity, exit_with, record_stuck, stuck_line
 from hlat_jax.host.jax_compat import global_state
 from hlat_jax.host.process import seconds_since_sigterm
+from hlat_jax.host.rendezvous import RendezvousError, meet
 
 _EXCHANGE, _ALIVE, _FAILED, _LEFT = "hlat_jax/exchange", "hlat_jax/alive", "hlat_jax/failed", "hlat_jax/left"
 _NO_TIMEOUT_MS = 2**31 - 1  # of an exchange: the watch ends a process whose peers have died
@@ -156,12 +157,15 @@ def barrier_of_threads(name: str, *, timeout_ms: int) -> None:
 
 
 def _initialize(job: Job) -> None:
-    """Connects the processes, or ends this one with a line on which processes are missing."""
+    """Connects the processes, or ends this one with a line that says which are missing, or one too many."""
     where = f"process {job.process_id} of {job.num_processes} on {socket.gethostname()}"
-    what = "gave up waiting for the other processes" if job.process_id == 0 else "did not reach process 0"
+    try:
+        meet(job.coordinator, job.num_processes, job.process_id, timeout_s=job.join_timeout_s)
+    except RendezvousError as error:
+        exit_with(f"error: {error}", error.code)
     line = (
-        f"error: {where} {what} at --coordinator={job.coordinator} after {job.join_timeout_s} s (--join_timeout_s). "
-        "Check that every node runs the same command, and that the port is free on the first and open to the others."
+        f"error: {where} met the others at --coordinator={job.coordinator}, but JAX's service there did not connect "
+        f"them within {job.join_timeout_s} s (--join_timeout_s)."
     )
     timer = threading.Timer(
         job.join_timeout_s, lambda: exit_with(line, 1)
@@ -169,14 +173,17 @@ def _initialize(job: Job) -> None:
     timer.daemon = True
     timer.start()
     jax.config.update("jax_enable_preemption_service", False)  # its SIGTERM handler would replace ours
-    jax.distributed.initialize(
-        job.coordinator,
-        job.num_processes,
-        job.process_id,
-        cluster_detection_method="deactivate",  # variables of Slurm or Open MPI do not override the flags
-        initialization_timeout=job.join_timeout_s + 60,
-        heartbeat_timeout_seconds=2 * job.peer_timeout_s + 60,  # our watch is earlier, with a clearer message
-    )
+    try:
+        jax.distributed.initialize(
+            job.coordinator,
+            job.num_processes,
+            job.process_id,
+            cluster_detection_method="deactivate",  # variables of Slurm or Open MPI do not override the flags
+            initialization_timeout=job.join_timeout_s + 60,
+            heartbeat_timeout_seconds=2 * job.peer_timeout_s + 60,  # our watch is earlier, with a clearer message
+        )
+    except jax.errors.JaxRuntimeError as error:  # another program took the port in between
+        exit_with(f"error: {where} at --coordinator={job.coordinator}: {str(error).splitlines()[0]}", 1)
     timer.cancel()
 
 
@@ -209,6 +216,7 @@ class _Watch:
         self._activity, self._stacks = activity, stacks
         self._answered_s = time.monotonic()
         self._period_s = min(1.0, job.peer_timeout_s / 8)
+        self._gap_s = min(GAP_S, job.peer_timeout_s / 4)
         self._over, self._ending = threading.Event(), threading.Event()
         self._me = f"process {job.process_id} of {job.num_processes} on {socket.gethostname()}"
         self._thread = threading.Thread(target=self._run, name="hlat-watch", daemon=True)
@@ -248,7 +256,7 @@ class _Watch:
                     self._lost_coordinator(error)
                 return
             now = time.monotonic()
-            if now - looked_s > GAP_S + self._period_s:  # this process was stopped: it has heard nobody
+            if now - looked_s > self._gap_s + self._period_s:  # this process was stopped: it has heard nobody
                 last_seen = {name: (text, since + now - looked_s) for name, (text, since) in last_seen.items()}
             looked_s = now
             for key, heartbeat in heartbeats:
@@ -271,7 +279,7 @@ class _Watch:
         answered_s, looked_s, silent_s = self._answered_s, time.monotonic(), 0.0
         while not self._over.wait(self._period_s):
             now = time.monotonic()
-            silent_s = silent_s + min(now - looked_s, GAP_S) if answered_s == self._answered_s else 0.0
+            silent_s = silent_s + min(now - looked_s, self._gap_s) if answered_s == self._answered_s else 0.0
             answered_s, looked_s = self._answered_s, now
             if silent_s > limit_s:
                 self._lost_coordinator(TimeoutError(f"no answer for {limit_s:.0f} s (--peer_timeout_s)"))

@@ -231,7 +231,9 @@ def _wrong_value(message: str, values: flags.FlagValues) -> str:
 
 
 def main(command: Callable[[Sequence[str]], int]) -> None:
-    """Runs a command on sys.argv and exits: a ValueError is one line on stderr and code 2; Ctrl-C 130; closed pipe 141.
+    """Runs a command on sys.argv and exits: a ValueError is one line on stderr and code 2, an OSError one and code 1.
+
+    Ctrl-C is code 130, a closed pipe 141.
 
     Not `absl.app.run`, which parses flags of its own, prints usage errors over several lines and exits with 1.
     """
@@ -241,6 +243,11 @@ def main(command: Callable[[Sequence[str]], int]) -> None:
         except ValueError as error:
             print(f"error: {error}", file=sys.stderr)
             code = 2
+        except BrokenPipeError:
+            raise
+        except OSError as error:  # such as text that cannot be read now
+            print(f"error: {error}", file=sys.stderr)
+            code = 1
         finally:
             if sys.stdout is not None:  # None in a process without a console
                 sys.stdout.flush()

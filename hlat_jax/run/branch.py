@@ -11,7 +11,7 @@ from hlat_jax.resolve import branch_source
 from hlat_jax.run.settings import refuse_branch_drift
 from hlat_jax.step import RunProgram
 from hlat_jax.store.checkpoint import Restored, find_saved, read_checkpoint
-from hlat_jax.store.checkpoint_checks import saved_run
+from hlat_jax.store.checkpoint_checks import saved_run, saved_steps
 from hlat_jax.store.metrics import copy_rows
 
 
@@ -42,8 +42,7 @@ def _checkpoint(config: Config, workdir: pathlib.Path) -> pathlib.Path:
     asked, folder = f"train.branch_from={config.train.branch_from}", pathlib.Path(source).expanduser()
     if folder.absolute().resolve() == workdir.absolute().resolve():
         raise ValueError(f"{asked} is the run folder itself; give the branch another one with --workdir.")
-    names = [path.name for path in (folder / "checkpoints").glob("[0-9]*")]
-    steps = sorted(int(name) for name in names if name.isdecimal() and name == str(int(name)))
+    steps = saved_steps(folder / "checkpoints")
     if step not in steps:
         there = f"it has those of {', '.join(map(str, steps))}" if steps else "it has none"
         raise ValueError(f"{asked}: {folder} has no checkpoint of step {step}; {there}.")

@@ -14,9 +14,11 @@ import numpy as np
 from hlat_jax import cost
 from hlat_jax.batch import Batch
 from hlat_jax.config import Config
-from hlat_jax.data import kept_tokenizer, positions
+from hlat_jax.data import kept_tokenizer, path_checks, positions
+from hlat_jax.data.formats.files import NotFound, Unreadable
 from hlat_jax.data.held_out import open_held_out
 from hlat_jax.data.loader import TrainBatches
+from hlat_jax.data.retries import Retries
 from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.generate.generator import Programs
 from hlat_jax.host import distributed
@@ -24,13 +26,15 @@ from hlat_jax.host.activity import Activity
 from hlat_jax.host.process import INDEX_FOLDER, StopSignals, closing_quietly
 from hlat_jax.parallel.sharding import Layout, gather_rows, process_rows
 from hlat_jax.program import StepMetrics
-from hlat_jax.run import budget, exports, optional, summary
+from hlat_jax.resolve import skipped_batches
+from hlat_jax.run import budget, exports, history, optional, summary
 from hlat_jax.run.branch import open_branch
 from hlat_jax.run.compilation import Compilations, compiled_sampler, compiled_step
 from hlat_jax.run.goodput import Ledger, SilentLedger
 from hlat_jax.run.init_from import begin, open_start
 from hlat_jax.run.machine import fitting_program
 from hlat_jax.run.profiling import StepTrace
+from hlat_jax.run.rewind import rewound
 from hlat_jax.run.settings import refuse_drift, settings_of, write_settings
 from hlat_jax.run.step_sync import FolderCheck, StepSync, only_job, require_same_settings
 from hlat_jax.run.validation import Validation
@@ -59,6 +63,7 @@ class Run:
       settings: recorded in every checkpoint, see `settings_of`.
       remat: record of the choice for a memory budget, see `budget.resolved`; None without a budget.
       start_step: step at which this process started or resumed.
+      skipped: the batches of `train.skip_steps`.
     """
 
     config: Config
@@ -81,6 +86,7 @@ class Run:
     settings: dict[str, Any]
     remat: dict[str, Any] | None
     start_step: int
+    skipped: tuple[range, ...]
 
     def global_position(self, position: np.ndarray) -> np.ndarray:
         """Returns the data position of all rows, gathered from all processes, which call it together."""
@@ -126,9 +132,10 @@ class Progress:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NextBatch:
-    """The rows of this process, the data position after them, and the metrics that describe the global batch."""
+    """The rows of this process, the data positions before and after, and the metrics that describe the global batch."""
 
     batch: Batch
+    begin: np.ndarray
     position: np.ndarray
     row_fields: dict[str, Any]
 
@@ -145,7 +152,12 @@ class Pending:
 
 
 def open_run(
-    config: Config, workdir: pathlib.Path, *, signals: StopSignals, stack: contextlib.ExitStack
+    config: Config,
+    workdir: pathlib.Path,
+    *,
+    signals: StopSignals,
+    stack: contextlib.ExitStack,
+    begin_again: bool = False,
 ) -> tuple[Run, Progress] | None:
     """Returns a run and its progress, ready for the next step; None if the run is complete.
 
@@ -154,6 +166,7 @@ def open_run(
       workdir: the run folder; locked, and created if missing.
       signals: stop the run.
       stack: closes the parts of the run.
+      begin_again: train from step 0 where all checkpoints of the run are lost.
 
     Raises:
       ValueError: a config, data, machine or folder that cannot be trained with; nothing was changed.
@@ -167,8 +180,14 @@ def open_run(
     ledger = stack.enter_context(_ledger(config, workdir, signals.activity))
     rows = process_rows(layout, config.data.batch_size)
     source = {"tokenizer": tokenizer, "rows": rows, "index_folder": workdir / INDEX_FOLDER}
-    batches = stack.enter_context(contextlib.closing(TrainBatches(config.data, **source)))
-    held_out, held_out_manifest = open_held_out(config.data, num_batches=config.train.num_eval_batches, **source)
+    retries = Retries(lambda: bool(signals.name))
+    # what an earlier process of the run has read was not mistyped
+    patiently = {"errors": (Unreadable, NotFound)} if path_checks.was_opened(config.data, workdir) else {}
+    opened = retries(lambda: TrainBatches(config.data, retries=retries, **source), **patiently)
+    batches = stack.enter_context(contextlib.closing(opened))
+    num_batches = config.train.num_eval_batches
+    opened = retries(lambda: open_held_out(config.data, num_batches=num_batches, **source), **patiently)
+    held_out, held_out_manifest = opened
     settings = settings_of(program, tokenizer=tokenizer, batches=batches)
     settings |= {"validation_manifest": held_out_manifest}
     require_same_settings(settings)
@@ -181,7 +200,9 @@ def open_run(
     summary.describe(program)
     summary.describe_data(batches, held_out, vocab_size=config.model.vocab_size, tokenizer=tokenizer)
 
-    saved = checkpointer.latest_metadata()
+    saved = rewound(config, workdir, checkpointer, settings=settings, ledger=ledger)
+    if saved is None and distributed.is_first():
+        history.begin(workdir, ledger=ledger, begin_again=begin_again)
     if tasks is not None and (saved is None or saved[0] < config.train.num_steps):
         with signals.during("fetching the data of the tasks", unfinished=""):
             tasks.load()
@@ -193,6 +214,8 @@ def open_run(
         with signals.during("finishing a complete run", unfinished="the export and the summary"):
             _finish(config, workdir, exporter=exporter, restored=restored)
         return None
+    if distributed.is_first():
+        checkpointer.require_space(program.abstract_state)
 
     branched = restored is None and bool(config.train.branch_from)
     if branched:
@@ -214,6 +237,10 @@ def open_run(
                 if getattr(config.train, key):
                     print(f"train.{key}  ignored: resuming from this run's own checkpoint")
             print(f"resuming from step {restored.step} of {config.train.num_steps}")
+            if begin_again:
+                print("--begin_again    ignored: resuming from this run's own checkpoint")
+            if distributed.is_first():
+                history.resume(workdir, restored.step, ledger=ledger)
     else:
         state = compilations.compiled("init")(program.seed)
         if weights is not None:
@@ -223,7 +250,7 @@ def open_run(
     if distributed.is_first():
         write_settings(config, workdir, remat=remat)
         kept_tokenizer.keep_tokenizer(tokenizer.path, workdir)
-        positions.rewind(workdir, progress.step)
+        positions.rewind(workdir, int(progress.position[0, 0]))
         exports.rewind(workdir, progress.step)
     log = stack.enter_context(closing_quietly(_open_log(config, workdir, layout=layout, progress=progress)))
     step_trace = stack.enter_context(closing_quietly(StepTrace(config, workdir, start_step=progress.step)))
@@ -248,6 +275,7 @@ def open_run(
         settings=settings,
         remat=remat,
         start_step=progress.step,
+        skipped=skipped_batches(config.train.skip_steps),
     )
     if distributed.is_first():
         compilations.write(workdir)

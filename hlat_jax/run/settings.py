@@ -13,7 +13,7 @@ from hlat_jax.data.streams import data_drift
 from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.host.neuron_env import recorded
 from hlat_jax.ops.registry import OPS
-from hlat_jax.resolve import resolve
+from hlat_jax.resolve import batch_of_step, resolve, skipped_batches
 from hlat_jax.run import budget
 from hlat_jax.step import RunProgram
 from hlat_jax.store import atomic_files
@@ -74,7 +74,24 @@ def _drift(saved: dict[str, Any], current: dict[str, Any], *, step: int, branch:
     if branch:
         saved, current = (tree | {"validation_manifest": None} for tree in (saved, current))
     drift = config_drift(saved, current, also=BRANCH_MAY_CHANGE if branch else ())
-    return drift + data_drift(saved, current, num_batches=step)
+    passed = batch_of_step(step, skipped_batches(saved["config"]["train"]["skip_steps"]))
+    return drift + skip_drift(saved, current, step=step) + data_drift(saved, current, num_batches=passed)
+
+
+def skip_drift(saved: dict[str, Any], current: dict[str, Any], *, step: int) -> list[str]:
+    """Returns a line if two settings of a run leave out other batches among those that it has passed after `step`."""
+    before, now = (tree["config"]["train"]["skip_steps"] for tree in (saved, current))
+    end = batch_of_step(step, skipped_batches(before)) + 1
+
+    def passed(skip_steps: str) -> list[range]:
+        return [range(part.start, min(part.stop, end)) for part in skipped_batches(skip_steps) if part.start < end]
+
+    if passed(before) == passed(now):
+        return []
+    return [
+        f"train.skip_steps: {before!r} in the checkpoint, {now!r} now, which differ before batch {end:,}; only later "
+        "batches may be added or removed, unless train.rewind_to is an earlier checkpoint"
+    ]
 
 
 def saved_config(saved: dict[str, Any]) -> Config:

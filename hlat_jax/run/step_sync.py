@@ -35,12 +35,13 @@ class SyncedStep:
 
     Attributes:
       row_fields: entries of the step's metrics row that describe the global batch.
-      error: why there is no such batch; "" if there is one.
+      error: why there is no such batch, to be raised: an OSError if it cannot be read now, else a ValueError; None if
+        there is one.
       save: a checkpoint is due by the clock of process 0.
     """
 
     row_fields: dict[str, Any]
-    error: str
+    error: Exception | None
     save: bool
 
 
@@ -65,25 +66,37 @@ class StepSync:
     def stop(self) -> str:
         return self._stop if jax.process_count() > 1 else self.signals.name
 
-    def sync_step(self, batch: Batch | None, position: np.ndarray | None, *, error: str, save: bool) -> SyncedStep:
+    def sync_step(
+        self,
+        batch: Batch | None,
+        position: np.ndarray | None,
+        *,
+        error: ValueError | OSError | None,
+        save: bool,
+        num_retries: int = 0,
+    ) -> SyncedStep:
         """Returns the status of all processes for the next step.
 
         Args:
           batch: the rows of this process; None with an `error`.
           position: data position after these rows; None with an `error`.
-          error: why this process has no rows; "" if it has.
+          error: why this process has no rows; None if it has.
           save: a checkpoint is due by the clock of this process.
+          num_retries: reads that this process tried again since the step before.
         """
-        facts = {} if error else self._facts(batch, position)
-        mine = {"facts": facts, "error": error, "save": save, "stop": self.signals.name}
+        facts = {} if error else self._facts(batch, position) | {"data_retries": num_retries}
+        failed = error and {"text": str(error), "unreadable": isinstance(error, OSError)}
+        mine = {"facts": facts, "failed": failed, "save": save, "stop": self.signals.name}
         found = [json.loads(text) for text in distributed.exchange(json.dumps(mine))]
         self._stop = next((each["stop"] for each in found if each["stop"]), "")
-        errors = [(index, each["error"]) for index, each in enumerate(found) if each["error"]]
-        if errors:
-            index, text = errors[0]
-            own = index == jax.process_index()
-            return SyncedStep({}, text if own else f"process {index} of {len(found)} stopped: {text}", False)
-        return SyncedStep(self._joined([each["facts"] for each in found]), "", found[0]["save"])
+        failures = [(each["failed"]["unreadable"], index) for index, each in enumerate(found) if each["failed"]]
+        if not failures:
+            return SyncedStep(self._joined([each["facts"] for each in found]), None, found[0]["save"])
+        unreadable, index = min(failures)  # all raise the same; data that changed will not be read later
+        if index != jax.process_index():
+            text = f"process {index} of {len(found)} stopped: {found[index]['failed']['text']}"
+            error = OSError(text) if unreadable else ValueError(text)
+        return SyncedStep({}, error, False)
 
     def _facts(self, batch: Batch, position: np.ndarray) -> dict[str, Any]:
         mine = take_rows(batch, self._counted)
@@ -105,6 +118,8 @@ class StepSync:
             facts["padding_share"] = sum(part["padding"] for part in parts) / num_tokens
         if "skipped_records" in parts[0]:
             facts["skipped_records"] = sum(part["skipped_records"] for part in parts)
+        if any(part["data_retries"] for part in parts):
+            facts["data_retries"] = sum(part["data_retries"] for part in parts)
         return facts
 
 

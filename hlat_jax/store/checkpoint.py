@@ -31,7 +31,7 @@ import orbax.checkpoint as ocp
 
 from hlat_jax.config import CheckpointConfig
 from hlat_jax.host import distributed
-from hlat_jax.store.array_reading import INDEX_CACHE, read_chunked
+from hlat_jax.store.array_reading import INDEX_CACHE, read_chunked, read_parts
 from hlat_jax.store.checkpoint_checks import (
     RUN_ITEM,
     newest_usable,
@@ -41,6 +41,7 @@ from hlat_jax.store.checkpoint_checks import (
     problem_on_disk,
     saved_run,
     saved_step,
+    saved_steps,
 )
 from hlat_jax.store.config_diff import differences
 from hlat_jax.store.integrity import seal
@@ -51,6 +52,7 @@ _CHUNK_BYTES = 1 << 22  # at most, if the shape allows; a reader holds a few chu
 _MIN_CHUNK_BYTES = 1 << 18  # of an array that is larger: each chunk costs time, whatever its size
 _TMP_MARK = ".orbax-checkpoint-tmp"
 _PROBE = ".write-probe-"
+_WINDOW = "['spikes']"  # `train.spikes` may be turned on or off, and the length of its window changed, at a resume
 # Orbax writes these two after our sums are taken; a restore needs neither of them.
 _UNSUMMED = ("_CHECKPOINT_METADATA", "commit_success.txt")
 
@@ -86,8 +88,9 @@ class Checkpointer:
           ValueError: the folder cannot be written.
         """
         self.folder = pathlib.Path(workdir).absolute() / "checkpoints"
-        self._read_only = read_only
+        self._config, self._read_only = config, read_only
         self._saving: int | None = None
+        self._finished: int | None = None
         self._saving_bytes = 0
         logging.getLogger("absl").addFilter(_not_orbax)  # drops its INFO logs; failures raise
         if not read_only:
@@ -114,6 +117,32 @@ class Checkpointer:
                 ),
             ),
         )
+
+    def require_space(self, abstract_state: Any) -> None:
+        """Checks that the disk can hold a checkpoint of such a state; a line says if not as many as are kept.
+
+        A save begins before the oldest checkpoint is removed, so there is one more than `keep_last` at that time.
+
+        Raises:
+          ValueError: it cannot hold one.
+        """
+        num_bytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(abstract_state))
+        disk = shutil.disk_usage(self.folder)
+        if not disk.total:  # some network file systems do not tell
+            return
+        if disk.free < num_bytes:
+            raise ValueError(
+                f"a checkpoint of this run needs {num_bytes:,} bytes, and {disk.free:,} are free in {self.folder}. "
+                "Free some space, or choose another run folder with --workdir."
+            )
+        steps, keep = self._manager.all_steps(), self._config
+        rolling = [step for step in steps if not (keep.keep_every_steps and step % keep.keep_every_steps == 0)]
+        more = keep.keep_last + 1 - min(len(rolling), keep.keep_last)
+        if disk.free < more * num_bytes:
+            print(
+                f"disk             {disk.free:,} bytes free in {self.folder}: room for {disk.free // num_bytes} more "
+                f"checkpoints of {num_bytes:,} bytes; checkpoint.keep_last={keep.keep_last} needs {more}"
+            )
 
     def save(
         self,
@@ -171,7 +200,12 @@ class Checkpointer:
             self._manager.wait_until_finished()
         except Exception as error:
             raise self._failed(error) from error
-        self._saving = None
+        self._saving, self._finished = None, self._saving
+
+    def finished(self) -> int | None:
+        """Returns the step of a save that is known to have ended since the last call; None: there is none."""
+        step, self._finished = self._finished, None
+        return step
 
     def latest_metadata(self) -> tuple[int, dict[str, Any]] | None:
         """Returns step and metadata of the newest checkpoint whose files have their sizes; None when there is none.
@@ -228,8 +262,7 @@ class Checkpointer:
             self._manager.close()
 
     def _state(self, step: int, run: dict[str, Any], abstract_state: Any) -> Any:
-        _require_same_arrays(self.folder / str(step), run, abstract_state)
-        return read_arrays(self.folder / str(step), abstract_state, donatable=True)
+        return _read_state(self.folder / str(step), run, abstract_state)
 
     def _seal(self) -> None:
         """Flushes and sums every file of the save under way; Orbax calls it just before the rename that commits."""
@@ -237,6 +270,19 @@ class Checkpointer:
         names = [str(path.relative_to(folder)) for path in sorted(folder.rglob("*")) if path.is_file()]
         names = [name for name in names if pathlib.Path(name).name not in _UNSUMMED]
         seal(folder, names)
+
+    def set_aside_after(self, step: int) -> None:
+        """Renames all checkpoints after `step` to `<their step>.rewound-<n>`; all processes call it together.
+
+        Oldest first: while the newest one is there, a start after a kill sees that this is not complete.
+        """
+        distributed.barrier()  # all processes have read what is renamed
+        for newer in saved_steps(self.folder) if jax.process_index() == 0 else ():
+            if newer > step:
+                asides = (self.folder / f"{newer}.rewound-{number}" for number in itertools.count(1))
+                os.replace(self.folder / str(newer), next(path for path in asides if not path.exists()))
+        distributed.barrier()
+        self._manager.reload()
 
     def _put_aside(self, damaged: dict[int, str]) -> None:
         if self._read_only or not damaged:
@@ -319,8 +365,7 @@ def read_checkpoint(
       ValueError: it holds arrays of other shapes or dtypes, or a state that is not finite.
     """
     run = saved_run(folder)
-    _require_same_arrays(folder, run, abstract_state)
-    state = read_arrays(folder, abstract_state, donatable=True)
+    state = _read_state(folder, run, abstract_state)
     step = saved_step(folder, run)
     if why := problem_of_state(folder.name, step, state, norms=None if "norms" in run else norms):
         raise ValueError(f"checkpoint {folder} is damaged ({why}); use another one in {folder.parent}.")
@@ -338,10 +383,14 @@ def read_arrays(folder: pathlib.Path, abstract: Any, *, donatable: bool = False)
     """
 
     def read(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> Any:
-        spec = _array_spec(folder, jax.tree_util.keystr(path, simple=True, separator="."))
-        return read_chunked(spec, leaf, donatable=donatable)
+        return _read_array(folder, path, leaf, donatable=donatable)
 
     return jax.tree_util.tree_map_with_path(read, abstract)
+
+
+def _read_array(folder: pathlib.Path, path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct, *, donatable: bool) -> Any:
+    spec = _array_spec(folder, jax.tree_util.keystr(path, simple=True, separator="."))
+    return read_chunked(spec, leaf, donatable=donatable)
 
 
 def _array_spec(folder: pathlib.Path, name: str) -> dict[str, Any]:
@@ -415,11 +464,29 @@ def _arrays(state: Any) -> dict[str, str]:
     return {jax.tree_util.keystr(path): f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in leaves}
 
 
-def _require_same_arrays(folder: pathlib.Path, run: Mapping[str, Any], abstract_state: Any) -> None:
-    others = differences(run["arrays"], _arrays(abstract_state))  # Orbax would cast another dtype silently
+def _read_state(folder: pathlib.Path, run: Mapping[str, Any], abstract_state: Any) -> Any:
+    """Returns the state of a checkpoint; its `_WINDOW` is all zeros unless it was saved with the same shapes.
+
+    Raises:
+      ValueError: arrays of other shapes or dtypes, which would be cast silently.
+    """
+    others = differences(run["arrays"], _arrays(abstract_state))
+    begins_again = any(line.startswith(_WINDOW) for line in others)
+    others = [line for line in others if not line.startswith(_WINDOW)]
     if others:
         lines = "\n  ".join(others)
         raise ValueError(f"{folder} belongs to another model or precision:\n  {lines}")
+
+    def zeros(parts: dict[Any, np.ndarray]) -> None:
+        for part in parts.values():
+            part.fill(0)
+
+    def read(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> Any:
+        if begins_again and jax.tree_util.keystr(path).startswith(_WINDOW):
+            return read_parts(leaf, zeros, donatable=True)
+        return _read_array(folder, path, leaf, donatable=True)
+
+    return jax.tree_util.tree_map_with_path(read, abstract_state)
 
 
 def _reason(error: BaseException) -> str:

@@ -96,8 +96,8 @@ def _fields(run: Mapping[str, Any]) -> Iterator[tuple[str, Any, bool, str]]:
         yield f"metadata.config.data.{key}", value, is_count(value, least=least), f"an integer of at least {least}"
     packing = data.get("packing")
     yield "metadata.config.data.packing", packing, packing in ("concat", "documents"), "'concat' or 'documents'"
-    for key in ("tokens", "num_nonfinite"):
-        value = metadata.get(key)
+    for key in ("tokens", "num_nonfinite", "skipped_batches"):
+        value = metadata.get(key, 0 if key == "skipped_batches" else None)
         yield f"metadata.{key}", value, is_count(value), "an integer of at least 0"
     has_rows = position.ndim == 2 and len(position) == data["batch_size"]
     yield "position", run["position"], has_rows, f"a list of {data['batch_size']} lists, one a row of a batch"
@@ -114,6 +114,11 @@ def _is_array(text: Any) -> bool:
 def _is_step(name: str) -> bool:
     """Returns whether a folder's name is a step as a save writes it: no padding, no digits of other scripts."""
     return name.isascii() and name.isdecimal() and name == str(int(name))
+
+
+def saved_steps(folder: pathlib.Path) -> list[int]:
+    """Returns the steps of the checkpoints in a folder, usable or not, in ascending order."""
+    return sorted(int(path.name) for path in folder.glob("*") if _is_step(path.name))
 
 
 def not_finite(norms: Mapping[str, Any]) -> str:
@@ -133,8 +138,7 @@ def newest_usable(folder: pathlib.Path, *, deep: bool, known: Mapping[int, str])
       known: steps that cannot be used, and why.
     """
     unusable: dict[int, str] = {}
-    steps = [int(path.name) for path in folder.glob("*") if _is_step(path.name)]
-    [steps, *_] = distributed.exchange(json.dumps(sorted(steps, reverse=True)))
+    [steps, *_] = distributed.exchange(json.dumps(saved_steps(folder)[::-1]))
     for step in json.loads(steps):
         why = known[step] if step in known else problem_on_disk(folder / str(step), deep=deep)
         if not why:
@@ -160,8 +164,8 @@ def problem_on_disk(folder: pathlib.Path, *, deep: bool) -> str:
     # the folder's name is not part of the sums; all of these are
     found = {"record": run["step"]} if "step" in run else {}
     position, metadata = np.asarray(run["position"]), run["metadata"]
-    if position.ndim == 2:  # of a run: every row begins with the number of batches
-        found["data position"] = int(position[0, 0])
+    if position.ndim == 2:  # of a run: every row begins with the number of batches, trained or skipped
+        found["data position"] = int(position[0, 0]) - metadata.get("skipped_batches", 0)
     if "data" in metadata.get("config", {}):
         found["token count"] = _step_of_tokens(metadata["tokens"], metadata["config"]["data"], step)
     others = {what: other for what, other in found.items() if str(other) != str(step)}

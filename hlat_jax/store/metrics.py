@@ -51,7 +51,8 @@ class MetricsLog:
 
     Training rows have `step, loss, tokens (so far), grad_norm, param_norm, learning_rate, step_s (wall, data wait
     included), data_wait_s, peak_memory_bytes, batch_hash`, depending on the data `padding_share` and `skipped_records
-    (so far)`; `tokens_per_s` is added and, if the peak is known, `mfu_6n` and `mfu`.
+    (so far)`, `data_retries` where reads were tried again, with `train.spikes` `spike`, with `train.skip_steps` `batch`
+    (its number); `tokens_per_s` is added and, if the peak is known, `mfu_6n` and `mfu`.
     """
 
     def __init__(
@@ -394,6 +395,19 @@ def read_rows(path: str | os.PathLike) -> list[dict[str, Any]]:
     """Returns every complete row of a `metrics.jsonl`, in order; a torn line is skipped."""
     with open(path, "rb") as lines:
         return [row for line in lines if (row := _row(line)) is not None]
+
+
+def missing_steps(path: pathlib.Path, last_step: int) -> list[range]:
+    """Returns the steps of 1 .. last_step that have no training row, in order."""
+    rows = read_rows(path) if path.exists() else []
+    missing, first = [], 1
+    for step in sorted(
+        {row["step"] for row in rows if "loss" in row and 0 < row["step"] <= last_step} | {last_step + 1}
+    ):
+        if step > first:
+            missing.append(range(first, step))
+        first = step + 1
+    return missing
 
 
 def _row(line: bytes) -> dict[str, Any] | None:

@@ -22,6 +22,7 @@ from hlat_jax.store import atomic_files
 from hlat_jax.store.array_reading import aligned_empty
 
 DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(jnp.bfloat16)}
+MAX_HEADER_BYTES = 32 << 20  # about 300,000 tensors; the library itself allows 100 MB
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
@@ -75,6 +76,13 @@ def read_header(path: pathlib.Path) -> dict[str, StoredTensor]:
     """
     if not path.is_file():  # to open a FIFO would block
         raise ValueError(f"{path} is not a regular file.")
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+    if length > MAX_HEADER_BYTES:
+        raise ValueError(
+            f"{path} is not a safetensors file, or is damaged: its header would have {length:,} bytes, more than "
+            f"{MAX_HEADER_BYTES:,}. Fetch that file again."
+        )
     try:
         with safetensors.safe_open(path, framework="np"):
             pass  # the header is checked: names, dtypes, shapes, and data without gaps up to the end of the file
@@ -82,7 +90,7 @@ def read_header(path: pathlib.Path) -> dict[str, StoredTensor]:
         reason = str(error).encode("unicode_escape").decode()[:200]
         raise ValueError(f"{path} is not a safetensors file, or is damaged: {reason}. Fetch that file again.") from None
     with open(path, "rb") as file:
-        length = int.from_bytes(file.read(8), "little")
+        file.seek(8)
         header = atomic_files.parse_json(file.read(length), where=f"{path}: the safetensors header")
     header.pop("__metadata__", None)
     return {

@@ -90,6 +90,21 @@ def test_damaged_cached_index_is_rebuilt(tmp_path, damage):
     assert kept.read_bytes() == whole
 
 
+def test_a_flipped_byte_anywhere_in_a_cached_index_is_noticed_and_said(tmp_path, capsys):
+    path, folder = tmp_path / "a.jsonl", tmp_path / "index"
+    path.write_text('{"text": "a"}\n\n{"text": "b"}\n')
+    read_all(path, folder)
+    (kept,) = folder.iterdir()
+    whole = kept.read_bytes()
+    capsys.readouterr()
+    for place in range(len(whole)):
+        kept.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
+        assert read_all(path, folder) == ["a", "b"]
+        assert kept.read_bytes() == whole
+        printed = capsys.readouterr().out
+        assert place < 8 or printed == f"index            {kept} is damaged: it is made again\n"
+
+
 def test_failed_index_write_leaves_no_files(tmp_path, monkeypatch):
     path, folder = tmp_path / "a.jsonl", tmp_path / "index"
     path.write_text('{"text": "a"}\n')

@@ -1,6 +1,8 @@
 """SentencePiece models: round trips, bytes per token, and what is refused."""
 
 import json
+import os
+import pathlib
 
 import numpy as np
 import pytest
@@ -90,6 +92,15 @@ def test_missing_or_foreign_file_is_refused(tmp_path):
         (tmp_path / "tokenizer.model").write_bytes(content)
         with pytest.raises(ValueError, match=r"is not a SentencePiece model"):
             Tokenizer(str(tmp_path / "tokenizer.model"))
+
+
+@pytest.mark.parametrize("name", ["tokenizer.model", "tokenizer.json"])
+def test_a_file_too_large_for_a_tokenizer_is_refused_without_reading_it(tmp_path, monkeypatch, name):
+    (tmp_path / name).touch()
+    os.truncate(tmp_path / name, 1 << 40)
+    monkeypatch.setattr(pathlib.Path, "read_bytes", lambda _: pytest.fail("was read"))
+    with pytest.raises(ValueError, match=rf"{name} is no tokenizer: it has 1,099,511,627,776 bytes, more than"):
+        Tokenizer(str(tmp_path / name))
 
 
 def test_model_without_eos_is_refused(tmp_path):

@@ -11,6 +11,7 @@ import pathlib
 import re
 import shutil
 import sys
+import time
 import warnings
 import weakref
 
@@ -422,6 +423,27 @@ def test_unknown_fields_are_listed_preserved_and_refused_with_strict(tmp_path, h
     with torch.no_grad():
         again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back")(torch.from_numpy(TOKENS_BT).long())
     np.testing.assert_array_equal(again.logits.numpy(), theirs)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("num_hidden_layers", 10**7),
+        ("hidden_size", 10**9),
+        ("intermediate_size", 10**12),
+        ("vocab_size", 10**10),
+        ("num_attention_heads", 10**9 + 7),
+        ("num_key_value_heads", 10**9),
+        ("head_dim", 10**8),
+        ("max_position_embeddings", 10**15),
+    ],
+)
+def test_absurd_sizes_in_config_json_are_refused_at_once(field, value):
+    found = hf_models.SMALL | {"model_type": "llama", "head_dim": 16, field: value}
+    began_s = time.monotonic()
+    with pytest.raises(ValueError, match=rf"^config.json: {field}={value} must be at most"):
+        config_json.model_config(found, where="config.json")
+    assert time.monotonic() - began_s < 1
 
 
 def test_null_num_kv_heads_means_num_heads():

@@ -37,6 +37,29 @@ def test_limits_are_generous_first_and_then_learned(clock):
     assert found.snapshot()["limit_s"] == 10
 
 
+def test_limits_of_saves_are_not_learned_a_disk_may_be_slow_for_once(clock):
+    found = Activity(least_s=300)
+    for _ in range(5):
+        found.begin("starting to save")
+        clock[0] += 2
+    assert found.snapshot()["limit_s"] == 3600
+
+
+def test_sigterm_that_a_step_does_not_answer_is_late_after_a_minute_and_a_save_may_take_longer(clock):
+    found = Activity(least_s=300)
+
+    def unanswered_s(doing, seconds):
+        found.begin(doing)
+        for _ in range(seconds):
+            found.snapshot()
+            clock[0] += 1
+        return found.unanswered_s(seconds)
+
+    assert unanswered_s("saving", 100) == 0
+    assert unanswered_s("training", 30) == 0
+    assert unanswered_s("training", 100) == 100
+
+
 def test_a_phase_whose_status_changes_makes_progress(clock):
     found, share = Activity(least_s=10), [0.0]
     found.begin("evaluating", status=lambda: share[0])

@@ -260,6 +260,11 @@ FIELDS = {
     "train.eval_tasks_folder": Row("FOLDER/tasks", refusal),
     # without a save, which ends a run at the first state that is not finite
     "train.max_nonfinite_steps": Row(2, run, "rows", DIVERGING | {"checkpoint.every_steps": 0}),
+    "train.spikes": Row("skip", program),
+    "train.spike_sigmas": Row(7.0, program, given={"train.spikes": "warn"}),
+    "train.spike_window": Row(64, program, given={"train.spikes": "warn"}),
+    "train.skip_steps": Row("2:3", run, "rows"),
+    "train.rewind_to": Row(3, refusal, given={"train.num_steps": 3}),  # what it does is in test_rewind
     "train.eval_loss_low": Row(19.0, run, "printed", {"train.eval_loss_high": 20.0}),
     "train.eval_loss_high": Row(20.0, run, "printed"),
     "train.sample_prompt": Row("It is", run, "printed"),

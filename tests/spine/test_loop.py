@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,8 @@ from micro import drop_step_and_norms, exact, flip_exponent_bit, reseal, saved_s
 
 from hlat_jax import config as config_lib
 from hlat_jax import loop
+from hlat_jax.data import retries
+from hlat_jax.data.formats.files import Snapshot, Unreadable
 from hlat_jax.data.loader import TrainBatches
 from hlat_jax.host.process import LOCK_FILE, only_process
 from hlat_jax.resolve import resolve
@@ -43,6 +46,26 @@ def train(tmp_path, monkeypatch):
     one = jax.devices()[:1]
     monkeypatch.setattr(loop.jax, "devices", lambda: one)
     return lambda c: loop.train(resolve(c), tmp_path / "run")
+
+
+@pytest.mark.slow
+def test_lost_checkpoints_are_refused_and_a_rewind_is_said(micro, train, tmp_path, capsys):
+    workdir = tmp_path / "run"
+    micro.train.num_steps = 12  # saved at 5, 10 and 12; two are kept
+    micro.checkpoint.keep_last = 2
+    assert train(micro) == 0
+    whole = [exact(row) for row in read_rows(workdir / ROWS_FILE)]
+    shutil.rmtree(workdir / "checkpoints" / "12")
+    assert train(micro) == 0
+    assert "the checkpoint of step 12 is gone or damaged, and the rows reach step 12" in capsys.readouterr().out
+    shutil.rmtree(workdir / "checkpoints")
+    with pytest.raises(ValueError, match="holds no checkpoint, but one of step 12 was saved"):
+        train(micro)
+    assert [exact(row) for row in read_rows(workdir / ROWS_FILE)] == whole
+    assert loop.train(resolve(micro), workdir, begin_again=True) == 0
+    assert "beginning again  at step 0 (--begin_again)" in capsys.readouterr().out
+    assert [exact(row) for row in read_rows(workdir / ROWS_FILE)] == whole
+    assert saved_steps(workdir) == [10, 12]
 
 
 @pytest.mark.slow
@@ -348,6 +371,49 @@ def test_run_stopped_at_a_non_finite_step_saves_its_count_and_resumes(
     rows, *end = end_of(tmp_path / "run", micro)
     assert end == list(expected[1:])
     assert [row["step"] for row in rows if row not in expected[0]] == [6]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stop", ["signal", "nothing"])
+def test_data_that_is_away_ends_a_run_after_a_save_at_once_by_a_signal(
+    micro, train, tmp_path, monkeypatch, capsys, stop
+):
+    short(micro, 4)
+    (tmp_path / "a.jsonl").write_text("".join(f'{{"text": "document {index}"}}\n' for index in range(300)))
+    own = {"train": str(tmp_path / "a.jsonl"), "mixture": "", "validation": ""}
+    micro.data.update(own, num_threads=0, prefetch_batches=1)
+    assert train(micro) == 0
+    expected = end_of(tmp_path / "run", micro)
+    (tmp_path / "run").rename(tmp_path / "left alone")
+    step, check, away = loop._step, Snapshot.check, threading.Event()
+
+    def step_and_move(run, progress, batch):
+        step(run, progress, batch)
+        if progress.step == 6:
+            away.set()
+            if stop == "signal":
+                threading.Timer(0.3, os.kill, [os.getpid(), signal.SIGTERM]).start()
+
+    def check_unless_away(self):
+        if away.is_set():
+            raise Unreadable("a.jsonl cannot be read any more.")
+        check(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "_step", step_and_move)
+        patch.setattr(Snapshot, "check", check_unless_away)
+        patch.setattr(retries, "WAITS_S", (30.0,) if stop == "signal" else (0.0,))
+        if stop == "signal":
+            assert train(micro) == 0
+        else:
+            with pytest.raises(Unreadable, match="cannot be read any more"):
+                train(micro)
+    last = saved_steps(tmp_path / "run")[-1]
+    assert 6 <= last < 12
+    assert (f"stopped by SIGTERM after step {last}, saved in" in capsys.readouterr().out) == (stop == "signal")
+    assert train(micro) == 0
+    rows, *end = end_of(tmp_path / "run", micro)
+    assert (rows, end) == (expected[0], list(expected[1:]))
 
 
 @pytest.mark.parametrize("stop", ["signal", "bad batch"])

@@ -234,6 +234,8 @@ def test_model_trains_with_nnx_optimizer():
         ({"rope_scaling": "Llama3"}, "rope_scaling='Llama3' is not one of none, llama3. Did you mean 'llama3'"),
         ({"layer_loop": "scna"}, "Did you mean 'scan'"),
         ({"rope_theta": 0.0}, "rope_theta=0.0 must be above 0"),
+        ({"num_layers": 10**7}, "model.num_layers=10000000 must be at most 10000"),
+        ({"num_heads": 10**9 + 7}, "model.num_heads=1000000007 must be at most 65536"),  # not its divisors
     ],
 )
 def test_invalid_model_config_raises_with_the_reason(changes, message):

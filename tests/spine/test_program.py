@@ -366,6 +366,7 @@ def test_batch_with_zero_count_leaves_the_loss_scale_unchanged():
         ({"accumulate": pipelined, "residuals": True}, r"a single loss function, not pipeline stages"),
         ({"dispatch": "attention"}, r"dispatch='attention' must be True or False"),
         ({"residuals": 1}, r"residuals=1 must be True or False"),
+        ({"spikes": "skip"}, r"spikes='skip' must be passes.spikes.SpikePolicy"),
     ],
 )
 def test_invalid_program_options_are_refused_with_the_fix(options, said):
@@ -687,7 +688,10 @@ def test_step_with_segments_lowers_for_neuron_without_forbidden_operations(small
     assert_no_forbidden_operations(lowered_for_neuron(resolve(small), one_device))
 
 
-def test_step_on_one_cpu_device_updates_weights_without_copies(small, one_device):
+@pytest.mark.quick_cases("off")
+@pytest.mark.parametrize("spikes", ["off", "skip"])
+def test_step_on_one_cpu_device_updates_weights_without_copies(small, one_device, spikes):
+    small.train.spikes = spikes
     config = resolve(small)
     text = make_program(config, one_device).trace_step().lower().compile().as_text()
     assert "%state__params____embed__" in text  # how XLA names the arguments that are looked for below

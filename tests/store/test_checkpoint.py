@@ -11,6 +11,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import types
 
 import jax
 import jax.numpy as jnp
@@ -619,6 +620,24 @@ def test_full_disk_raises_a_clear_error_and_keeps_the_previous_checkpoint(small_
     checkpointer.save(3, small, position=POSITION, metadata={})
     checkpointer.close()
     assert steps_on_disk(disk) == [3]
+
+
+def test_a_disk_that_cannot_hold_one_checkpoint_is_refused_and_one_that_cannot_hold_all_is_named(
+    tmp_path, checkpointer, monkeypatch, capsys
+):
+    """The fixture keeps three, and while the fourth is saved there are four."""
+    save(checkpointer, 1)
+    state, free = {"w": jax.ShapeDtypeStruct((250, 3), jnp.float32), "b": jax.ShapeDtypeStruct((), jnp.bfloat16)}, []
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: types.SimpleNamespace(total=10**6, free=free[0]))
+    free[:] = [3001]
+    with pytest.raises(ValueError, match=r"needs 3,002 bytes, and 3,001 are free in .*checkpoints\. .*--workdir"):
+        checkpointer.require_space(state)
+    free[:] = [3 * 3002 - 1]
+    checkpointer.require_space(state)
+    assert "room for 2 more checkpoints of 3,002 bytes; checkpoint.keep_last=3 needs 3" in capsys.readouterr().out
+    free[:] = [3 * 3002]
+    checkpointer.require_space(state)
+    assert capsys.readouterr().out == ""
 
 
 def test_check_raises_after_a_failed_background_save(tmp_path, checkpointer, monkeypatch):

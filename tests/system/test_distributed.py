@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import signal
+import subprocess
 import sys
 import time
 
@@ -432,6 +433,21 @@ def test_join_timeout_error_names_the_coordinator(small_job):
     assert "process 0 of 2" in line
     assert "gave up waiting for the other processes at --coordinator=127.0.0.1:" in line
     assert "after 4 s (--join_timeout_s)" in line
+
+
+@pytest.mark.slow
+def test_a_process_too_many_ends_with_one_line_and_the_job_goes_on(small_job, tmp_path):
+    with small_job("time.sleep(9)", "time.sleep(9)") as job:
+        while any("met" not in job.err(index) for index in range(2)):
+            time.sleep(0.05)
+        words = [*job.processes[1].args[:-2], "pass", str(tmp_path)]
+        late = subprocess.run(words, env=micro.environment(), capture_output=True, text=True, timeout=60, check=False)
+        assert late.returncode == 1
+        [line] = late.stderr.splitlines()
+        assert line.startswith("error: process 1 of 2 on ")
+        assert "another program listens there" in line
+        assert job.wait(30) == [0, 0]
+    assert [job.err(index) for index in range(2)] == ["met\nthe end\n"] * 2
 
 
 RESOLVE = {"join_timeout_s": 300, "peer_timeout_s": 60}

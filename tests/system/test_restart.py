@@ -1,6 +1,7 @@
 """launch/restart.sh and launch/slurm: what is started again, what is not, and whole jobs under a fake Slurm."""
 
 import os
+import pathlib
 import re
 import shutil
 import signal
@@ -62,6 +63,56 @@ def test_restart_repeats_after_failures_until_success(restarted):
         "exit code 137; restart 2 of 3, from step 5, in 0 s",
         "exit code 1; restart 3 of 3, from step 5, in 0 s",
     ]
+
+
+def test_restart_repeats_a_run_that_was_stuck_or_did_not_answer_sigterm(restarted):
+    assert restarted("124 143 0")[:2] == (0, 3)
+
+
+# The first start beats, then freezes with a child; the second ends. `alive.json` is left behind by a killed process.
+FREEZES = """
+import json, os, pathlib, signal, subprocess, sys, time
+folder = pathlib.Path(sys.argv[1].removeprefix("--workdir="))
+with open(folder / "starts", "a") as file:
+    file.write("x")
+if len((folder / "starts").read_text()) > 1:
+    sys.exit(0)
+child = subprocess.Popen(["sleep", "60"])
+(folder / "child").write_text(str(child.pid))
+(folder / "alive.json").write_text("{}")
+if "ends" in sys.argv:
+    (folder / "alive.json").unlink()
+    child.kill()
+    time.sleep(4)
+    sys.exit(0)
+os.kill(os.getpid(), signal.SIGSTOP)
+"""
+
+
+@pytest.mark.slow
+def test_restart_ends_a_frozen_command_and_what_it_started_and_repeats_it(tmp_path):
+    (tmp_path / "alive.json").write_text("of an earlier process")
+    words = [str(LAUNCH / "restart.sh"), "--wait_s=0", "--stale_s=2", sys.executable, "-c", FREEZES]
+    done = subprocess.run([*words, f"--workdir={tmp_path}"], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0
+    assert (tmp_path / "starts").read_text() == "xx"
+    frozen, again = [line for line in done.stderr.splitlines() if not line.startswith(str(LAUNCH))]
+    assert frozen == f"error: {tmp_path}/alive.json has not changed for 2 s: the command is frozen, and is ended."
+    assert again == "exit code 124; restart 1 of 10, from step 0, in 0 s"
+    status = pathlib.Path(f"/proc/{(tmp_path / 'child').read_text()}/status")
+    assert not status.exists() or "State:\tZ" in status.read_text()  # ended, though nobody may have asked
+
+
+@pytest.mark.slow
+def test_restart_leaves_a_command_alone_that_is_slow_to_begin_or_to_end(tmp_path):
+    slow_start = "import time; time.sleep(4)"
+    (tmp_path / "alive.json").write_text("of an earlier process")
+    words = [str(LAUNCH / "restart.sh"), "--wait_s=0", "--stale_s=1", sys.executable, "-c"]
+    for program in (slow_start, FREEZES):
+        done = subprocess.run(
+            [*words, program, f"--workdir={tmp_path}", "ends"], capture_output=True, text=True, timeout=60, check=False
+        )
+        assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_restart_gives_up_after_the_limit(restarted):

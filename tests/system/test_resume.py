@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 import signal
 import subprocess
 import time
@@ -90,9 +91,21 @@ def test_resume_after_a_full_disk_while_logging_equals_the_uninterrupted_run(uni
     config, env, expected = uninterrupted
     files = [*(expected / name for name in SETTINGS), *(expected / "tokenizer").iterdir()]
     pages = sum(-(-file.stat().st_size // 4096) for file in files)
-    workdir = small_disk(f"{4 * pages + 24}k") / "run"  # these files, the first rows and events fit
+    disk = small_disk("4m")
+    workdir = disk / "run"
     words = micro.command(config, workdir)
-    full = micro.run([*words, "--config.checkpoint.every_steps=0"], env)
+    process = subprocess.Popen(
+        [*words, "--config.checkpoint.every_steps=0"],
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    next(line for line in process.stdout if line.startswith("compiling"))  # it has seen that a checkpoint fits
+    free = shutil.disk_usage(disk).free
+    (disk / "filler").write_bytes(bytes(free - (4 * pages + 24) * 1024))  # these files, the first rows and events fit
+    out, err = process.communicate(timeout=120)
+    full = subprocess.CompletedProcess(words, process.returncode, out, err)
     assert_failed_with_one_line(full, "a row cannot be written: No space left on device", str(workdir))
     small_disk("64m")
     again = micro.run(words, env)

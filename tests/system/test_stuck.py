@@ -1,5 +1,10 @@
 """A run that is alive but makes no progress ends by itself, says where it is stuck, and resumes to the same bits."""
 
+import signal
+import subprocess
+import sys
+import time
+
 import jobs
 import micro
 import pytest
@@ -61,3 +66,60 @@ def test_a_run_that_waits_for_data_for_ever_ends_and_resumes_to_the_same_bits(tr
     assert [row["batch_hash"] for row in found] == [row["batch_hash"] for row in wanted]
     if num_processes == 1:
         assert [row["loss"] for row in found] == [row["loss"] for row in wanted]
+
+
+PRINTS_WITHOUT_END = """
+import sys
+from hlat_jax.host import distributed
+from hlat_jax.host.activity import Activity
+activity = Activity(least_s=0.1)
+with distributed.joined(None, activity=activity):
+    for _ in range(5):
+        activity.begin("training")
+    while True:
+        print("x" * 1000, flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_output_that_nobody_reads_does_not_keep_a_stuck_process_alive():
+    with subprocess.Popen(
+        [sys.executable, "-c", PRINTS_WITHOUT_END], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as p:
+        try:
+            assert p.wait(60) == 124
+        finally:
+            p.kill()
+        assert "while training" in p.stderr.read().decode()
+
+
+IS_STOPPED_FOR_A_WHILE = """
+import sys, time
+from hlat_jax.host import distributed
+job = distributed.resolve_job(sys.argv[1], 2, int(sys.argv[2]), join_timeout_s=60, peer_timeout_s=4)
+with distributed.joined(job):
+    distributed.exchange("-")
+    print("met", file=sys.stderr, flush=True)
+    for _ in range(60):
+        distributed.exchange("-")
+        time.sleep(0.1)
+"""
+
+
+@pytest.mark.slow
+def test_a_job_that_was_stopped_for_longer_than_the_peer_timeout_goes_on():
+    address = jobs.free_address()
+    words = [sys.executable, "-c", IS_STOPPED_FOR_A_WHILE, address]
+    processes = [subprocess.Popen([*words, str(index)], stderr=subprocess.PIPE) for index in range(2)]
+    try:
+        for process in processes:
+            assert b"met" in process.stderr.readline()
+        for number, seconds in ((signal.SIGSTOP, 7), (signal.SIGCONT, 0)):
+            for process in processes:
+                process.send_signal(number)
+            time.sleep(seconds)
+        assert [process.wait(60) for process in processes] == [0, 0]
+    finally:
+        for process in processes:
+            process.kill()
+            process.stderr.close()

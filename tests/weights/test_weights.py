@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import shutil
 import warnings
 
@@ -618,6 +619,14 @@ def test_a_damaged_safetensors_file_is_refused_by_its_name(content, tmp_path):
     assert str(path) in str(caught.value)
     assert str(caught.value).isprintable()
     assert len(str(caught.value)) < len(str(path)) + 300
+
+
+def test_a_safetensors_header_beyond_a_sane_size_is_refused_without_reading_it(tmp_path):
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(header_bytes({}, length=(32 << 20) + 1, data=b""))
+    os.truncate(path, 64 << 20)  # the library would read it: it allows 100 MB
+    with pytest.raises(ValueError, match=r"its header would have 33,554,433 bytes, more than 33,554,432\."):
+        read_header(path)
 
 
 def test_safetensors_header_with_a_duplicate_tensor_is_refused(tmp_path):

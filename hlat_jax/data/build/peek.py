@@ -20,6 +20,7 @@ from hlat_jax.data.loader import TrainBatches, batch_hash, make_batch
 from hlat_jax.data.streams import Definition
 from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.host.process import INDEX_FOLDER
+from hlat_jax.resolve import batch_of_step, skipped_batches
 from hlat_jax.store.metrics import ROWS_FILE, read_rows
 from hlat_jax.store.progress import show_progress
 
@@ -30,7 +31,7 @@ def peek(config: config_lib.Config, workdir: pathlib.Path, *, step: int, row: in
     Raises:
       ValueError: data or tokenizer that cannot be opened, or a run folder that belongs to other data.
     """
-    if step > config.train.num_steps:
+    if step > batch_of_step(config.train.num_steps, skipped_batches(config.train.skip_steps)):
         raise ValueError(
             f"--step={step} is beyond the last step of the run, train.num_steps={config.train.num_steps}; give a step "
             "of the run, or set that key."
@@ -139,7 +140,8 @@ def text_of(ids: np.ndarray, *, tokenizer: Tokenizer, begins: bool) -> str:
 def _compare(found: str, workdir: pathlib.Path, step: int) -> int:
     """Prints whether the run trained on this batch; returns the exit code."""
     path = workdir / ROWS_FILE
-    rows = [row for row in read_rows(path) if row["step"] == step and "batch_hash" in row] if path.exists() else []
+    rows = [row for row in read_rows(path) if "batch_hash" in row] if path.exists() else []
+    rows = [row for row in rows if row.get("batch", row["step"]) == step]  # `batch` where train.skip_steps is set
     if not rows:
         print(f"\nbatch {found}; {path} has no row of step {step} to compare it with")
         return 0

@@ -10,7 +10,7 @@ import os
 from array_record.python import array_record_module
 
 from hlat_jax.data.formats import records
-from hlat_jax.data.formats.files import Snapshot
+from hlat_jax.data.formats.files import Snapshot, format_error
 
 
 def open_reader(path: str | os.PathLike) -> array_record_module.ArrayRecordReader:
@@ -37,7 +37,8 @@ class ArrayRecordDocuments:
             self._reader = open_reader(snapshot.file)
             self.num_rows = self._reader.num_records()
         except RuntimeError as error:
-            raise ValueError(f"{snapshot.file} is not a complete ArrayRecord file ({error}); write it again.") from None
+            damaged = f"{snapshot.file} is not a complete ArrayRecord file ({error}); write it again."
+            raise format_error(snapshot.file, error, damaged=damaged) from None
         if not self.num_rows:  # a truncated file reads as empty
             raise ValueError(f"{snapshot.file} is not a complete ArrayRecord file, or empty; write it again.")
 
@@ -49,7 +50,9 @@ class ArrayRecordDocuments:
         try:
             raw = self._reader.read([index])[0]
         except (RuntimeError, IndexError) as error:
-            raise ValueError(f"{self.locate(index)}: {error}; write the file again.") from None
+            self._reader = open_reader(self._snapshot.file)  # one that has failed stays so
+            damaged = f"{self.locate(index)}: {error}; write the file again."
+            raise format_error(self._snapshot.file, error, damaged=damaged) from None
         return records.utf8_text(raw, where=self._snapshot.file.where, row=index + 1)
 
     def locate(self, index: int) -> str:

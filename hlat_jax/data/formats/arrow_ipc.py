@@ -26,7 +26,7 @@ from hlat_jax.data.formats.columns import (
     text_column,
     too_large,
 )
-from hlat_jax.data.formats.files import DataFile, Snapshot
+from hlat_jax.data.formats.files import DataFile, Snapshot, format_error
 from hlat_jax.data.formats.paths import build_command
 
 MAX_COMPRESSED_BYTES = 64 << 20  # its decompressed size is not known in advance
@@ -51,7 +51,8 @@ def arrow_documents(snapshot: Snapshot, *, field: str, cache: ColumnCache) -> Pa
     try:
         schema, batches = _index(snapshot, field=field)
     except (IncompleteArrow, pyarrow.ArrowException, OSError, struct.error, IndexError) as error:
-        raise ValueError(f"{file} is not a complete Arrow file or stream ({error}); write it again.") from None
+        damaged = f"{file} is not a complete Arrow file or stream ({error}); write it again."
+        raise format_error(file, error, damaged=damaged) from None
     column = text_column(schema, field, where=file.where, dictionaries=False)
     for number, batch in enumerate(batches):
         limit = MAX_COMPRESSED_BYTES if batch["compressed"] else MAX_PART_BYTES
@@ -163,4 +164,5 @@ def open_arrow(file: DataFile) -> pyarrow.RecordBatchReader | pyarrow.ipc.Record
         opened.seek(0)
         return pyarrow.ipc.open_file(opened) if is_file else pyarrow.ipc.open_stream(opened)
     except (pyarrow.ArrowException, OSError) as error:
-        raise ValueError(f"{file} is not a complete Arrow file or stream ({error}); write it again.") from None
+        damaged = f"{file} is not a complete Arrow file or stream ({error}); write it again."
+        raise format_error(file, error, damaged=damaged) from None

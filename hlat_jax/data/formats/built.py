@@ -26,7 +26,7 @@ import numpy as np
 
 from hlat_jax.data.formats import records
 from hlat_jax.data.formats.array_record import open_reader
-from hlat_jax.data.formats.files import MANIFEST_NAME, SHARD_SUFFIX, DataFile, Snapshot
+from hlat_jax.data.formats.files import MANIFEST_NAME, SHARD_SUFFIX, DataFile, NotFound, Snapshot, format_error
 from hlat_jax.store.atomic_files import check_name, read_json
 
 FORMAT = 2
@@ -62,7 +62,10 @@ def read_manifest(folder: str | os.PathLike) -> BuiltManifest:
     try:
         fields = read_json(path)
     except (ValueError, OSError) as error:
-        raise ValueError(f"{path} cannot be read ({error}); build the dataset again.") from None
+        damaged = f"{path} cannot be read ({error}); build the dataset again."
+        if isinstance(error, FileNotFoundError):
+            raise NotFound(damaged) from None
+        raise format_error(path, error, damaged=damaged) from None
     names = [field.name for field in dataclasses.fields(BuiltManifest)]
     missing = [name for name in names if name not in fields]
     if missing:
@@ -105,7 +108,7 @@ class _Shards:
         for shard in manifest.shards:
             path = folder / check_name(shard["name"], f"{folder / MANIFEST_NAME}: a shard's name")
             if path.suffix != SHARD_SUFFIX or not path.is_file():
-                raise ValueError(f"{path} is missing; restore it or build the dataset again.")
+                raise NotFound(f"{path} is missing; restore it or build the dataset again.")
         self.snapshots = tuple(
             Snapshot(DataFile(folder / shard["name"]), has_checksums=True) for shard in manifest.shards
         )
@@ -130,14 +133,18 @@ class _Shards:
         """Returns one record.
 
         Raises:
-          ValueError: the shard changed, was removed or is damaged.
+          ValueError: the shard changed or is damaged.
+          Unreadable: it cannot be read now.
         """
         snapshot = self.snapshots[shard]
         snapshot.check()
         try:
             raw = self._reader(shard).read([record])[0]
         except (RuntimeError, IndexError) as error:
-            raise ValueError(f"{snapshot.file}, record {record + 1}: {error}; build the dataset again.") from None
+            with self._lock:
+                self._readers.pop(shard, None)  # one that has failed stays so
+            damaged = f"{snapshot.file}, record {record + 1}: {error}; build the dataset again."
+            raise format_error(snapshot.file, error, damaged=damaged) from None
         if len(raw) > _LARGE_RECORD_BYTES:
             with self._lock:
                 self._readers.pop(shard, None)  # a reader keeps the last record it decompressed
@@ -150,7 +157,8 @@ class _Shards:
             try:
                 found = self._reader(shard).num_records()
             except RuntimeError as error:
-                raise ValueError(f"{file}: {error}; build the dataset again.") from None
+                damaged = f"{file}: {error}; build the dataset again."
+                raise format_error(file, error, damaged=damaged) from None
             if found != expected:
                 raise ValueError(
                     f"{file} holds {found} records instead of {expected}: it was truncated or replaced. Restore it or "
@@ -297,7 +305,10 @@ class BuiltTokens:
             with np.load(path, allow_pickle=False) as arrays:
                 return arrays[name]
         except (ValueError, KeyError, OSError, EOFError, NotImplementedError, zipfile.BadZipFile, zlib.error) as error:
-            raise ValueError(f"{path} cannot be read ({error}); build the dataset again.") from None
+            damaged = f"{path} cannot be read ({error}); build the dataset again."
+            if isinstance(error, FileNotFoundError):
+                raise NotFound(damaged) from None
+            raise format_error(path, error, damaged=damaged) from None
 
 
 def index_path(shard: str | os.PathLike) -> pathlib.Path:

@@ -16,7 +16,7 @@ import pyarrow.parquet
 
 from hlat_jax.byte_sizes import format_bytes
 from hlat_jax.data.formats import records
-from hlat_jax.data.formats.files import DataFile, Snapshot
+from hlat_jax.data.formats.files import DataFile, Snapshot, format_error
 from hlat_jax.data.formats.paths import build_command
 
 CACHE_BYTES = 256 << 20
@@ -235,7 +235,8 @@ class PartedDocuments:
             return cell(column, number, field=self._field, where=where, row=index + 1)
         except (pyarrow.ArrowException, OSError, EOFError) as error:
             what = f"{where}, {self._part_name} {part + 1}"
-            raise ValueError(f"{what}: cannot be read ({error}); write the file again.") from None
+            damaged = f"{what}: cannot be read ({error}); write the file again."
+            raise format_error(self._snapshot.file, error, damaged=damaged) from None
 
     def locate(self, index: int) -> str:
         """Returns the file and the row of document `index`."""
@@ -253,7 +254,8 @@ def open_parquet(file: DataFile, **options: Any) -> pyarrow.parquet.ParquetFile:
             file.open() if file.is_remote else pyarrow.OSFile(os.fsencode(file)), **options
         )
     except (pyarrow.ArrowException, OSError) as error:
-        raise ValueError(f"{file} is not a complete Parquet file ({error}); write it again.") from None
+        damaged = f"{file} is not a complete Parquet file ({error}); write it again."
+        raise format_error(file, error, damaged=damaged) from None
 
 
 def parquet_documents(snapshot: Snapshot, *, field: str, cache: ColumnCache) -> PartedDocuments:
@@ -269,7 +271,8 @@ def parquet_documents(snapshot: Snapshot, *, field: str, cache: ColumnCache) -> 
         text_column(schema, field, where=where, dictionaries=True)
         groups = [group_size(metadata.row_group(number), field) for number in range(metadata.num_row_groups)]
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{where} is not a complete Parquet file ({error}); write it again.") from None
+        damaged = f"{where} is not a complete Parquet file ({error}); write it again."
+        raise format_error(snapshot.file, error, damaged=damaged) from None
     for number, group in enumerate(groups, start=1):
         if group.num_rows < 0:
             raise ValueError(f"{where}, row group {number}: {group.num_rows} rows; write the file again.")

@@ -16,13 +16,22 @@ MANIFEST_NAME = "manifest.json"
 _FINGERPRINT_BLOCK_BYTES = 64 * 1024
 _FINGERPRINT_BLOCKS = 16
 _HASH_CHUNK_BYTES = 1 << 24
+_MISTAKES = (FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError)  # when a file is opened first
+
+
+class NotFound(ValueError):
+    """Data that does not exist or cannot be listed: a mistake, unless the run has read it before; see Retries."""
+
+
+class Unreadable(OSError):
+    """Data that is there, or was, and cannot be read now: a fault of the file system, which may pass; see Retries."""
 
 
 class DataFile:
     """A file, or the folder of a built dataset, at a local path or behind a URL such as s3://bucket/a.jsonl.
 
     `where` is its name in errors. A local file is path-like. Nothing is read before a method is called. Exceptions of a
-    client library become OSError.
+    client library become Unreadable, unless they are an OSError that says more.
     """
 
     __slots__ = ("_filesystem", "is_built", "where")
@@ -73,7 +82,7 @@ class DataFile:
         with client_errors():
             info = self._filesystem.info(self.where)
         if info.get("size") is None:
-            raise OSError("its server does not report its size; copy it to a local disk")
+            raise ValueError(f"{self.where}: its server does not report its size; copy it to a local disk.")
         names = ("ETag", "etag", "generation", "mtime", "LastModified", "last_modified", "created")
         return int(info["size"]), next((str(info[name]) for name in names if name in info), ""), ""
 
@@ -91,17 +100,18 @@ class DataFile:
 
 @contextlib.contextmanager
 def client_errors() -> Iterator[None]:
-    """Converts exceptions of a client library to OSError."""
+    """Converts exceptions of a client library to Unreadable, but a missing file or permission."""
     try:
         yield
-    except OSError:
+    except _MISTAKES:
         raise
     except Exception as error:
-        raise OSError(f"{type(error).__name__}: {error}") from error
+        text = reason(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+        raise Unreadable(text) from error
 
 
 class _RemoteFile:
-    """A file opened by a client library, whose exceptions are converted to OSError."""
+    """A file opened by a client library, whose exceptions are converted as `client_errors` does."""
 
     def __init__(self, file: Any):
         self._file = file
@@ -149,7 +159,8 @@ class Snapshot:
       has_checksums: whether its format detects changed bytes.
 
     Raises:
-      ValueError: the file does not exist.
+      NotFound: the file does not exist.
+      Unreadable: it cannot be read now.
     """
 
     __slots__ = ("_times", "content_hash", "file", "fingerprint", "has_checksums", "size")
@@ -160,7 +171,8 @@ class Snapshot:
             self.size, *self._times = file.state()
             self.fingerprint = fingerprint(file, size=self.size)
         except OSError as error:
-            raise ValueError(f"{file} cannot be read: {reason(error)}.") from None
+            kind = NotFound if isinstance(error, _MISTAKES) else Unreadable
+            raise kind(f"{file} cannot be read: {reason(error)}.") from None
 
     @property
     def state(self) -> str:
@@ -174,7 +186,7 @@ class Snapshot:
         return hashlib.blake2b(os.fsencode(located), digest_size=16).hexdigest()
 
     def check(self) -> None:
-        """Raises ValueError if a local file changed since it was opened."""
+        """Raises ValueError if a local file changed since it was opened, Unreadable if it is away."""
         if self.file.is_remote:
             return
         try:
@@ -189,7 +201,7 @@ class Snapshot:
             else:
                 what = "its content (or was rewritten with the same size, so that its content cannot be compared)"
         except OSError as error:
-            raise ValueError(f"{self.file} cannot be read any more: {reason(error)}. Restore it.") from None
+            raise unreadable(self.file, error) from None
         raise ValueError(
             f"{self.file} changed {what} since it was opened; restore it, or start a new run in another --workdir."
         )
@@ -202,24 +214,25 @@ class Snapshot:
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[BinaryIO]:
-        """Yields the file opened for sequential reading; an OSError becomes a ValueError that names the file."""
+        """Yields the file opened for sequential reading; an OSError becomes an Unreadable that names the file."""
         try:
             with self.file.open() as file:
                 yield file
         except OSError as error:
-            raise ValueError(f"{self.file} cannot be read to its end: {reason(error)}. Restore it.") from None
+            raise unreadable(self.file, error) from None
 
     def read(self, start: int, length: int) -> bytes:
         """Returns exactly `length` bytes from `start`.
 
         Raises:
-          ValueError: the file changed or was removed.
+          ValueError: the file changed.
+          Unreadable: it cannot be read now.
         """
         self.check()
         try:
             raw = self.file.read_range(start, length)
         except OSError as error:
-            raise ValueError(f"{self.file} cannot be read any more: {reason(error)}. Restore it.") from None
+            raise unreadable(self.file, error) from None
         if len(raw) != length:
             raise ValueError(
                 f"{self.file} ends {length - len(raw)} bytes before byte {start + length}: it was truncated after it "
@@ -228,9 +241,27 @@ class Snapshot:
         return raw
 
 
-def reason(error: OSError) -> str:
-    """Returns the message of an error without its file name."""
-    return error.strerror or str(error) or type(error).__name__
+def unreadable(file: DataFile | os.PathLike, error: Exception) -> Unreadable:
+    """Returns the error for a file that could be read before."""
+    return Unreadable(f"{file} cannot be read any more: {reason(error)}. Restore it.")
+
+
+def format_error(file: DataFile | os.PathLike, error: Exception, *, damaged: str) -> ValueError | Unreadable:
+    """Returns the error for what a library raises that decodes a file: ValueError(`damaged`), or Unreadable.
+
+    pyarrow raises a bare OSError for bytes that it cannot decode, one with a number, or of a subclass, for a read that
+    failed, and errors of Python's files as they are. array_record raises a RuntimeError that names the system call.
+    """
+    if isinstance(error, Unreadable) and str(file) in str(error):
+        return error
+    failed_read = isinstance(error, OSError) and (error.errno is not None or type(error) is not OSError)
+    failed_read = failed_read or (isinstance(error, RuntimeError) and "() failed: " in str(error))
+    return unreadable(file, error) if failed_read else ValueError(damaged)
+
+
+def reason(error: Exception) -> str:
+    """Returns the message of an error without its file name, in one line."""
+    return " ".join(str(getattr(error, "strerror", None) or error or type(error).__name__).split())
 
 
 def filesystem_of(url: str) -> tuple[Any, str]:

@@ -1,7 +1,7 @@
 """Random access to the texts of a JSONL file through an index of its lines.
 
 The index is built in one pass over the file, which also hashes every byte, in bounded memory. It can be kept in the run
-folder: written atomically, and memory-mapped when read.
+folder: written atomically with a checksum, and memory-mapped when read.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ _CHUNK_BYTES = 1 << 24
 BLANK_BYTES = b" \t\r\n"
 _MAX_BLANK_BYTES = 80  # a longer line of spaces fails as JSON, with its row
 _HEADER = struct.Struct("<8s32s32sQQ")  # magic, Snapshot.identity, hash of the content, documents, blank lines
-_MAGIC = b"hlatidx2"
+_CHECKSUM_BYTES = 16  # of the header and the numbers; it stands between the two
+_MAGIC = b"hlatidx3"
 
 
 class LineIndex:
@@ -121,34 +122,53 @@ def _write_index(path: pathlib.Path, *, snapshot: Snapshot) -> None:
 
 
 def _write_parts(file: BinaryIO, *, snapshot: Snapshot) -> None:
-    file.write(bytes(_HEADER.size))
-    num_documents, blanks, digest = 0, [], new_content_hash()
+    file.write(bytes(_HEADER.size + _CHECKSUM_BYTES))
+    num_documents, blanks, digest, checksum = 0, [], new_content_hash(), _checksum()
+
+    def write(numbers: np.ndarray) -> None:
+        raw = numbers.astype("<i8").tobytes()
+        checksum.update(raw)
+        file.write(raw)
+
     for spans, blank in _scan(snapshot, digest):
-        file.write(spans.astype("<i8").tobytes())
+        write(spans)
         num_documents += len(spans)
         blanks.append(blank)
     blanks = np.concatenate(blanks)
-    file.write(blanks.astype("<i8").tobytes())
+    write(blanks)
     file.seek(0)
     hashes = snapshot.identity.encode(), digest.hexdigest().encode()
-    file.write(_HEADER.pack(_MAGIC, *hashes, num_documents, len(blanks)))
+    header = _HEADER.pack(_MAGIC, *hashes, num_documents, len(blanks))
+    checksum.update(header)
+    file.write(header + checksum.digest())
+
+
+def _checksum() -> Any:
+    return hashlib.blake2b(digest_size=_CHECKSUM_BYTES)
 
 
 def _read_index(path: pathlib.Path, *, snapshot: Snapshot) -> LineIndex | None:
-    """Returns the index at `path`; None if it is missing, incomplete or of a different version of the file."""
+    """Returns the index at `path`; None if it is missing, damaged or of a different version of the file."""
     try:
         with pyarrow.memory_map(os.fsencode(path)) as file:
             buffer = file.read_buffer()  # it stays mapped after the file is closed, so many files can be open
     except FileNotFoundError:
         return None
-    if buffer.size < _HEADER.size:
+    begin = _HEADER.size + _CHECKSUM_BYTES
+    header, expected, raw = bytes(buffer[: _HEADER.size]), bytes(buffer[_HEADER.size : begin]), buffer[begin:]
+    if len(header) == _HEADER.size and header[:8] != _MAGIC:  # of another release
         return None
-    magic, identity, content_hash, num_documents, num_blanks = _HEADER.unpack(buffer[: _HEADER.size])
-    if magic != _MAGIC or identity != snapshot.identity.encode():
+    checksum = _checksum()
+    checksum.update(raw)
+    checksum.update(header)
+    if checksum.digest() != expected:
+        print(f"index            {path} is damaged: it is made again")
         return None
-    numbers = np.frombuffer(buffer, "<i8", offset=_HEADER.size)
-    if len(numbers) != 2 * num_documents + num_blanks:
+    _, identity, content_hash, num_documents, num_blanks = _HEADER.unpack(header)
+    if identity != snapshot.identity.encode():
         return None
+    numbers = np.frombuffer(raw, "<i8")
+    assert len(numbers) == 2 * num_documents + num_blanks
     spans, blanks = np.split(numbers, [2 * num_documents])
     return LineIndex(spans.reshape(-1, 2), blanks, content_hash=content_hash.decode("ascii"))
 

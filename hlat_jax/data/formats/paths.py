@@ -17,7 +17,15 @@ from typing import Any, NoReturn
 
 import hlat_jax
 from hlat_jax.config import counted
-from hlat_jax.data.formats.files import MANIFEST_NAME, SHARD_SUFFIX, DataFile, client_errors, filesystem_of, reason
+from hlat_jax.data.formats.files import (
+    MANIFEST_NAME,
+    SHARD_SUFFIX,
+    DataFile,
+    NotFound,
+    client_errors,
+    filesystem_of,
+    reason,
+)
 from hlat_jax.host.path_checks import check_file
 from hlat_jax.store.atomic_files import read_json
 
@@ -98,7 +106,7 @@ def find_files(
             _check_suffix(file, key=key, allow_compressed=allow_compressed, text_field=text_field)
         found.files.extend(files)
     if not found.files:
-        raise ValueError(f"{key}={spec!r} names no files; give files, folders or globs, separated by commas.")
+        raise NotFound(f"{key}={spec!r} names no files; give files, folders or globs, separated by commas.")
     _check_no_duplicates(found.files, what=f"{key}={spec!r}")
     return found
 
@@ -146,15 +154,15 @@ def _local_part(part: str, *, key: str, found: FoundFiles) -> list[DataFile]:
     return files
 
 
-def nothing_at(path: str, *, key: str) -> ValueError:
+def nothing_at(path: str, *, key: str) -> NotFound:
     """Returns the error for a local path of text that does not exist, or a glob without a match."""
     what = "matches no file" if glob.has_magic(path) else "does not exist"
-    return ValueError(f"{key}: {path} {what} (looked from {pathlib.Path.cwd()}).")
+    return NotFound(f"{key}: {path} {what} (looked from {pathlib.Path.cwd()}).")
 
 
 def _in_folder(folder: pathlib.Path, *, key: str, found: FoundFiles) -> list[DataFile]:
     def fail(error: OSError) -> None:
-        raise ValueError(f"{key}: the folder {error.filename} cannot be listed: {reason(error)}.")
+        raise NotFound(f"{key}: the folder {error.filename} cannot be listed: {reason(error)}.")
 
     files = []
     found.folders.append(folder)
@@ -243,7 +251,7 @@ def _remote_part(part: str, *, key: str, found: FoundFiles) -> list[DataFile]:
     except OSError as error:
         if isinstance(error.__cause__, ImportError):
             raise ValueError(f"{key}: {part} cannot be reached: {error.__cause__}") from None
-        raise ValueError(f"{key}: {part} cannot be listed: {reason(error)}.") from None
+        raise NotFound(f"{key}: {part} cannot be listed: {reason(error)}.") from None
     return [data_file(name) for name in names] or _raise_nothing_found(part, key=key, found=found)
 
 
@@ -264,7 +272,7 @@ def file_format(file: DataFile) -> str:
 
 def _raise_nothing_found(part: str, *, key: str, found: FoundFiles) -> NoReturn:
     ignored = f" ({found.describe_ignored()})" if found.ignored else ""
-    raise ValueError(f"{key}: {part} holds or matches no files that end in {', '.join(KNOWN_SUFFIXES)}{ignored}.")
+    raise NotFound(f"{key}: {part} holds or matches no files that end in {', '.join(KNOWN_SUFFIXES)}{ignored}.")
 
 
 def _check_suffix(file: DataFile, *, key: str, allow_compressed: bool, text_field: str) -> None:

@@ -17,7 +17,7 @@ import pyarrow.parquet
 from hlat_jax.data.formats import arrow_ipc, columns, records
 from hlat_jax.data.formats.array_record import ArrayRecordDocuments
 from hlat_jax.data.formats.built import BuiltTexts, open_built
-from hlat_jax.data.formats.files import DataFile, Snapshot
+from hlat_jax.data.formats.files import DataFile, Snapshot, format_error
 from hlat_jax.data.formats.jsonl import BLANK_BYTES
 from hlat_jax.data.formats.paths import STREAMED_SUFFIXES, file_format
 
@@ -41,7 +41,7 @@ def iter_documents(file: DataFile, *, text_field: str) -> Iterator[Item]:
 
 @contextlib.contextmanager
 def _opened(file: DataFile) -> Iterator[BinaryIO]:
-    """Yields a file opened for sequential reading, decompressed; read errors become ValueError."""
+    """Yields a file opened for sequential reading, decompressed; errors become those of `format_error`."""
     try:
         with contextlib.ExitStack() as stack:
             raw = stack.enter_context(file.open())
@@ -49,7 +49,8 @@ def _opened(file: DataFile) -> Iterator[BinaryIO]:
                 raw = stack.enter_context(pyarrow.CompressedInputStream(raw, _CODECS[file.suffix]))
             yield raw
     except (OSError, pyarrow.ArrowException) as error:
-        raise ValueError(f"{file} cannot be read to its end ({error}); restore it.") from None
+        damaged = f"{file} cannot be read to its end ({error}); restore it."
+        raise format_error(file, error, damaged=damaged) from None
 
 
 def _lines(stream: BinaryIO) -> Iterator[list[bytes | bytearray] | None]:
@@ -156,7 +157,8 @@ def _cells(parts: Iterator[Any], *, file: DataFile, field: str) -> Iterator[Item
                 yield text, row
                 del text  # frees it before the next one is read
     except (OSError, EOFError, pyarrow.ArrowException) as error:
-        raise ValueError(f"{file}, near row {row + 1}: cannot be read ({error}); write it again.") from None
+        damaged = f"{file}, near row {row + 1}: cannot be read ({error}); write it again."
+        raise format_error(file, error, damaged=damaged) from None
 
 
 def _array_record(file: DataFile, field: str) -> Iterator[Item]:

@@ -1,0 +1,102 @@
+"""What a run folder tells of the run so far, beside its checkpoints, by rows and events: which of them were lost.
+
+The events "saved" and "rewound" have a `step`; after "rewound" the checkpoints of later steps no longer count.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pathlib
+from typing import Any
+
+from hlat_jax.run.goodput import EVENTS_FILE, Ledger, SilentLedger, read_events
+from hlat_jax.store.atomic_files import read_json
+from hlat_jax.store.metrics import DISCARDED_FILE, ROWS_FILE, missing_steps, read_rows
+
+
+def begin(workdir: pathlib.Path, *, ledger: Ledger | SilentLedger, begin_again: bool) -> None:
+    """Checks that a run without a checkpoint has never had one; process 0 calls it.
+
+    Raises:
+      ValueError: it had one, and `begin_again` is false.
+    """
+    rows = _training_rows(workdir)
+    last = max((row["step"] for row in rows), default=0)
+    events = read_events(workdir)
+    step, told_by = newest_saved(events), EVENTS_FILE
+    if not step and sum(event["event"] == "start" for event in events) <= 1:  # what trained it wrote no events
+        step, told_by = _surely_saved(rows, workdir), f"{ROWS_FILE} and checkpoint.every_steps"
+        if step:
+            ledger.event("saved", step=step)  # for the next start, which is not the first to write events
+    if step and not begin_again:
+        raise ValueError(
+            f"{workdir / 'checkpoints'} holds no checkpoint, but one of step {step} was saved ({told_by}), and the "
+            f"rows reach step {last}. Put the checkpoints back; or give --begin_again to train from step 0, with the "
+            f"rows moved to {DISCARDED_FILE}; or give another --workdir."
+        )
+    if step:
+        ledger.event("rewound", step=0)
+    if last:
+        why = "--begin_again" if step else "no checkpoint was saved"
+        print(f"beginning again  at step 0 ({why}): rows up to step {last} move to {DISCARDED_FILE}")
+
+
+def resume(workdir: pathlib.Path, step: int, *, ledger: Ledger | SilentLedger) -> None:
+    """Prints what the folder lacks of a run that resumes at the checkpoint of `step`; process 0 calls it."""
+    events = read_events(workdir)
+    newest = newest_saved(events)
+    if newest > step:
+        last = max((row["step"] for row in _training_rows(workdir)), default=0)
+        print(
+            f"the checkpoint of step {newest} is gone or damaged, and the rows reach step {last}: the newest one is of "
+            f"step {step}, and what follows is trained again"
+        )
+        ledger.event("rewound", step=step)
+    if newest != step:
+        ledger.event("saved", step=step)
+    missing = missing_steps(workdir / ROWS_FILE, step)
+    if missing:
+        named = ", ".join(f"{part[0]}-{part[-1]}" if len(part) > 1 else f"{part[0]}" for part in missing[:4])
+        more = f" and {len(missing) - 4} more gaps" if len(missing) > 4 else ""
+        print(
+            f"{ROWS_FILE} lacks the rows of {sum(map(len, missing)):,} of the {step:,} steps up to the checkpoint "
+            f"({named}{more}); they stay missing"
+        )
+
+
+def newest_saved(events: list[dict[str, Any]]) -> int:
+    """Returns the step of the newest checkpoint that the events tell of; 0 if there was none."""
+    saved: set[int] = set()
+    for event in events:
+        if event["event"] == "saved":
+            saved.add(event["step"])
+        elif event["event"] == "rewound":
+            saved = {step for step in saved if step <= event["step"]}
+    return max(saved, default=0)
+
+
+def _training_rows(workdir: pathlib.Path) -> list[dict[str, Any]]:
+    path = workdir / ROWS_FILE
+    return [row for row in read_rows(path) if "loss" in row] if path.exists() else []
+
+
+def _surely_saved(rows: list[dict[str, Any]], workdir: pathlib.Path) -> int:
+    """Returns the step of a checkpoint that these rows could not go beyond without; 0: there may have been none.
+
+    It is complete when the save after it starts, and that one has started when there is a later row. A branch begins
+    with the rows of its parent.
+    """
+    settings: dict[str, Any] = {}
+    with contextlib.suppress(OSError, ValueError):
+        settings = read_json(workdir / "config.json")
+    checkpoint, train = settings.get("checkpoint", {}), settings.get("train", {})
+    every = [checkpoint[key] for key in ("every_steps", "keep_every_steps") if checkpoint.get(key)]
+    started, is_due = [], False
+    for row in rows if not train.get("branch_from") else ():
+        is_due = is_due or any(row["step"] % each == 0 for each in every)
+        if is_due and not row.get("nonfinite"):
+            started.append(row["step"])
+            is_due = False
+    if len(started) > 1 and rows[-1]["step"] == started[-1]:
+        started.pop()
+    return started[-2] if len(started) > 1 else 0

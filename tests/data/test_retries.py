@@ -1,0 +1,270 @@
+"""Faults of the file system that pass: the batches are those without them, and what lasts is an OSError."""
+
+import contextlib
+import errno
+import os
+import threading
+import time
+
+import numpy as np
+import pytest
+from data_files import TEXTS, open_all, read_all, write_arrow, write_built, write_jsonl, write_parquet
+
+from hlat_jax.config import DataConfig
+from hlat_jax.data import held_out, retries
+from hlat_jax.data.formats import files
+from hlat_jax.data.formats.files import DataFile, Unreadable
+from hlat_jax.data.loader import TrainBatches, batch_hash
+from hlat_jax.data.tokenizer import Tokenizer
+
+TOKENIZER = Tokenizer("package:austen_2k.model")
+
+
+@pytest.fixture
+def data(tmp_path):
+    """A DataConfig of 30 documents of very different lengths."""
+    texts = [f"document {i} " * (1 + i * i % 29) for i in range(30)]
+    path = write_jsonl(tmp_path / "a.jsonl", texts)
+    return DataConfig(train=str(path), validation=str(path), batch_size=2, seq_len=32, num_threads=0)
+
+
+def hashes(batches, count=40):
+    """Returns the hashes of the first batches, and the position after them."""
+    with contextlib.closing(batches):
+        taken = [next(batches) for _ in range(count)]
+        return [batch_hash(batch, rows=batches.rows) for batch, _ in taken], taken[-1][1].tolist()
+
+
+@pytest.fixture
+def faulty(monkeypatch):
+    """A function that makes the reading of files fail: a share of the reads, drawn by a seed."""
+    monkeypatch.setattr(retries, "WAITS_S", (0.0,) * 30)
+
+    def begin(share):
+        read, random = DataFile.read_range, np.random.default_rng(0)
+
+        def sometimes(self, start, length):
+            if random.random() < share:
+                raise OSError(random.choice([errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOENT]), "a fault")
+            return read(self, start, length)
+
+        monkeypatch.setattr(DataFile, "read_range", sometimes)
+
+    return begin
+
+
+@pytest.mark.parametrize("shuffle_by", ["document", "row"])
+@pytest.mark.parametrize("packing", ["concat", "documents"])
+@pytest.mark.parametrize("num_threads", [0, 3])
+def test_batches_after_faults_are_those_of_an_undisturbed_run(data, faulty, capsys, packing, shuffle_by, num_threads):
+    changes = {"packing": packing, "shuffle_by": shuffle_by, "num_threads": num_threads, "window_documents": 4}
+    data = DataConfig(**{**vars(data), **changes})
+    expected = hashes(TrainBatches(data, tokenizer=TOKENIZER))
+    faulty(0.3)
+    counted = retries.Retries()
+    assert hashes(counted(lambda: TrainBatches(data, tokenizer=TOKENIZER, retries=counted))) == expected
+    assert counted.take_count() > 5
+    assert counted.take_count() == 0
+    assert "a.jsonl cannot be read any more: a fault. Restore it. Trying again for up to" in capsys.readouterr().err
+
+
+def test_held_out_text_is_read_again_as_a_whole(data, faulty):
+    def open_held_out():
+        return held_out.open_held_out(data, tokenizer=TOKENIZER, num_batches=2)[0]["all"]
+
+    expected = open_held_out()
+    faulty(0.05)
+    again = retries.Retries()
+    found = again(open_held_out)
+    assert again.take_count() > 0
+    for ours, theirs in zip(found.batches, expected.batches, strict=True):
+        np.testing.assert_array_equal(ours.tokens, theirs.tokens)
+
+
+def test_a_fault_that_lasts_is_an_oserror_in_each_call_and_one_line(data, monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(retries, "WAITS_S", (0.01,) * 3)
+    path, away = tmp_path / "a.jsonl", tmp_path / "away"
+    data = DataConfig(**{**vars(data), "num_threads": 2})
+    expected = hashes(TrainBatches(data, tokenizer=TOKENIZER), 1)
+    with contextlib.closing(TrainBatches(data, tokenizer=TOKENIZER)) as batches:
+        while "a.jsonl" not in capsys.readouterr().err:
+            if path.exists():
+                path.rename(away)
+            with contextlib.suppress(Unreadable):
+                next(batches)
+        for _ in range(2):
+            with pytest.raises(OSError, match=r"a\.jsonl cannot be read any more: No such file or directory\. Restore"):
+                next(batches)
+    away.rename(path)
+    assert hashes(TrainBatches(data, tokenizer=TOKENIZER), 1) == expected
+
+
+def test_a_fault_of_all_threads_is_one_line(capsys, monkeypatch):
+    monkeypatch.setattr(retries, "WAITS_S", (0.0, 0.01))
+    again = retries.Retries()
+
+    def fail():
+        raise Unreadable("x cannot be read.")
+
+    def read():
+        with contextlib.suppress(Unreadable):
+            again(fail, key=threading.get_ident())
+
+    threads = [threading.Thread(target=read) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert capsys.readouterr().err == "warning: x cannot be read. Trying again for up to 0 s.\n"
+    assert again.take_count() >= 2
+
+
+def test_what_was_given_up_is_tried_once_until_it_can_be_read(monkeypatch):
+    """Packing ignores the errors of what it reads ahead: otherwise each row of a window would wait for a minute."""
+    monkeypatch.setattr(retries, "WAITS_S", (0.0,) * 3)
+    again, tries, readable = retries.Retries(), [], []
+
+    def read():
+        tries.append(True)
+        if not readable:
+            raise Unreadable("x cannot be read.")
+        return "text"
+
+    for key, expected in ((1, 4), (1, 5), (2, 6), (1, 7)):
+        with pytest.raises(Unreadable):
+            again(read, key=key)
+        assert len(tries) == expected
+    readable.append(True)
+    assert again(read, key=1) == "text"
+    readable.clear()
+    with pytest.raises(Unreadable):
+        again(read, key=2)
+    assert len(tries) == 8 + 4
+
+
+def test_streams_that_share_a_thread_do_not_wait_one_after_the_other(data, monkeypatch, tmp_path):
+    monkeypatch.setattr(retries, "WAITS_S", (0.01,) * 3)
+    data = DataConfig(**{**vars(data), "num_threads": 1, "batch_size": 8, "packing": "documents"})
+    batches = TrainBatches(data, tokenizer=TOKENIZER)
+    (tmp_path / "a.jsonl").unlink()
+    with pytest.raises(Unreadable):
+        hashes(batches)
+    assert batches.retries.take_count() == 3
+
+
+@pytest.mark.parametrize("num_threads", [0, 2])
+def test_waiting_ends_at_once_by_a_signal_and_by_close(data, monkeypatch, tmp_path, capsys, num_threads):
+    monkeypatch.setattr(retries, "WAITS_S", (30.0,))
+    data = DataConfig(**{**vars(data), "num_threads": num_threads, "prefetch_batches": 1})
+    began_s, stopped = time.monotonic(), threading.Event()
+    interrupted = retries.Retries(stopped.is_set)
+    batches = TrainBatches(data, tokenizer=TOKENIZER, retries=interrupted)
+    path = (tmp_path / "a.jsonl").rename(tmp_path / "away")
+    timer = threading.Timer(0.3, stopped.set)
+    timer.start()
+    with pytest.raises(Unreadable):
+        hashes(batches, 1000)
+    timer.join()
+    batches.close()
+    stopped.clear()
+    path.rename(tmp_path / "a.jsonl")
+    if num_threads:
+        batches = TrainBatches(data, tokenizer=TOKENIZER, retries=interrupted)
+        path = (tmp_path / "a.jsonl").rename(tmp_path / "away")
+        batches.set_state(batches.get_state())
+        while not interrupted.take_count():
+            time.sleep(0.01)
+        first = interrupted.progress
+        time.sleep(0.01)
+        assert interrupted.progress > first  # not stuck
+        batches.close()
+    assert time.monotonic() - began_s < 10
+
+
+def test_progress_stands_still_where_nothing_waits():
+    again = retries.Retries()
+    before = again.progress
+    time.sleep(0.002)
+    assert again.progress == before
+
+
+WRITERS = {
+    "a.jsonl": write_jsonl,
+    "a.parquet": write_parquet,
+    "a.arrow": write_arrow,
+    "a.txt": lambda path, texts: path.write_text(texts[0]),
+    "texts": write_built,
+    "ids": lambda path, texts: write_built(path, [[i, 7] for i in range(len(texts))], kind="tokens", num_shards=1),
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_file_that_is_away_for_a_while_is_unreadable_and_then_the_same(tmp_path, name):
+    path = tmp_path / name
+    WRITERS[name](path, TEXTS)
+    documents = open_all(path)
+    expected = [np.asarray(documents[index]).tolist() for index in range(len(documents))]
+    path.rename(tmp_path / "away")
+    for _ in range(2):
+        with pytest.raises(Unreadable, match=f"{name}.* cannot be read any more: "):
+            documents[0]
+    (tmp_path / "away").rename(path)
+    assert [np.asarray(documents[index]).tolist() for index in range(len(documents))] == expected
+
+
+def break_open_files(folder):
+    """Makes the descriptors of this process that are of files in `folder` such that reading from them fails."""
+    unreadable = os.open(os.devnull, os.O_WRONLY)
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{name}").startswith(str(folder)):
+                os.dup2(unreadable, int(name))
+    os.close(unreadable)
+
+
+@pytest.mark.parametrize("name", ["built", "plain"])
+def test_a_failed_read_of_an_array_record_is_no_damage_and_the_file_is_opened_again(tmp_path, name):
+    folder = write_built(tmp_path / "in", [f"{i} " * 50_000 for i in range(20)], num_shards=1)
+    if name == "plain":
+        [shard] = folder.glob("*.array_record")
+        folder = shard.rename(tmp_path / "in" / "a.array_record")
+    documents = open_all(folder)
+    break_open_files(tmp_path / "in")
+    with pytest.raises(Unreadable, match=r"array_record cannot be read any more: pread\(\) failed: Bad file"):
+        documents[15]
+    assert documents[15] == "15 " * 50_000
+
+
+def test_a_damaged_page_of_a_parquet_file_is_no_fault_that_passes(tmp_path):
+    path = write_parquet(tmp_path / "a.parquet", ["abc" * 1000] * 10, rows_in_group=10)
+    raw = bytearray(path.read_bytes())
+    raw[4:40] = b"\xff" * 36
+    path.write_bytes(raw)
+    with pytest.raises(ValueError, match=r"(?s)cannot be read .*; write the file again"):
+        read_all(path)
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.ETIMEDOUT])
+def test_a_fault_while_a_file_is_opened_is_no_mistake_and_a_missing_file_is(tmp_path, monkeypatch, number):
+    path = write_jsonl(tmp_path / "a.jsonl", TEXTS)
+
+    def fail(*_):
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files.os, "pread", fail)
+        with pytest.raises(Unreadable, match=f"a.jsonl cannot be read: {os.strerror(number)}"):
+            open_all(path)
+    path.unlink()
+    with pytest.raises(files.NotFound, match="does not exist"):
+        open_all(path)
+
+
+def test_content_that_changed_meanwhile_is_refused_and_not_tried_again(data, monkeypatch, tmp_path):
+    monkeypatch.setattr(retries, "WAITS_S", (0.3, 0.3))
+    path = tmp_path / "a.jsonl"
+    batches, whole = TrainBatches(data, tokenizer=TOKENIZER), path.read_bytes()
+    path.unlink()
+    threading.Timer(0.2, lambda: path.write_bytes(whole[: len(whole) // 2])).start()
+    with pytest.raises(ValueError, match=r"a\.jsonl changed its size"):
+        hashes(batches)

@@ -1,0 +1,189 @@
+"""Batches that are left out, and a run that goes back to a checkpoint of its own: exact, and resumable at any point."""
+
+import itertools
+import os
+
+import jax
+import micro
+import pytest
+
+from hlat_jax import config as config_lib
+from hlat_jax import loop
+from hlat_jax.data.loader import TrainBatches
+from hlat_jax.resolve import batch_of_step, resolve, skipped_batches
+from hlat_jax.run.goodput import read_events
+from hlat_jax.store import checkpoint
+
+
+class Killed(BaseException):
+    """Stands for a SIGKILL: nothing of ours catches it."""
+
+
+@pytest.fixture
+def train(tmp_path, monkeypatch):
+    """A function that trains the micro config with keys of `train` in `tmp_path/NAME`; returns its rows as they repeat.
+
+    `killed_at` is a step that is never dispatched.
+    """
+    one = jax.devices()[:1]
+    monkeypatch.setattr(loop.jax, "devices", lambda *_: one)
+    step = loop._step
+
+    def run(name="run", killed_at=0, **keys):
+        c = config_lib.load(str(micro.write_config(tmp_path)))
+        c.data.update(validation="", position_every_steps=2)
+        c.checkpoint.update(every_steps=4, keep_last=9)
+        c.train.update({"num_steps": 12, **keys})
+
+        def step_or_end(run, progress, batch):
+            if progress.step + 1 == killed_at:
+                run.checkpointer.wait()
+                raise Killed
+            step(run, progress, batch)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(loop, "_step", step_or_end)
+            if killed_at:
+                with pytest.raises(Killed):
+                    loop.train(resolve(c), tmp_path / name)
+            else:
+                assert loop.train(resolve(c), tmp_path / name) == 0
+        return [micro.exact(row) for row in micro.rows(tmp_path / name)]
+
+    return run
+
+
+def end_of(tmp_path, name):
+    """Returns (step, bytes of the state, data position) of the last checkpoint of a run."""
+    return micro.final_checkpoint(micro.write_config(tmp_path), tmp_path / name)[:3]
+
+
+def contents(workdir):
+    """Returns what a run has trained, without the ledger, which has every start."""
+    kept = [workdir / "metrics.jsonl", *(workdir / "checkpoints").rglob("*")]
+    return {path: path.read_bytes() for path in kept if path.is_file()}
+
+
+def batches_of(workdir):
+    return [row.get("batch") for row in micro.rows(workdir)]
+
+
+@pytest.mark.parametrize("text", ["3", "3:2", "0:2", "3:4,4:5", "7:8,3:4", "3:4,", "a:b", "1:2 ,3:4", "-1:3"])
+def test_ranges_of_another_form_are_refused(text):
+    with pytest.raises(ValueError, match=r"train.skip_steps=.* must be FIRST:LAST.*1 <= FIRST <= LAST"):
+        skipped_batches(text)
+
+
+def test_each_step_trains_the_next_batch_that_is_not_left_out():
+    skipped = skipped_batches("1:1,5:7,8:8,12:13")
+    left = [batch for batch in range(1, 40) if batch not in (1, 5, 6, 7, 8, 12, 13)]
+    assert [batch_of_step(step, skipped) for step in range(1, 20)] == left[:19]
+    assert batch_of_step(0, skipped) == 0
+
+
+@pytest.mark.slow
+def test_a_run_that_leaves_out_batches_equals_one_that_is_fed_the_others(train, tmp_path, monkeypatch, capsys):
+    rows = train("skipped", skip_steps="1:2,6:8")
+    assert "step 4: 3 batches left out, 6:8 (train.skip_steps)" in capsys.readouterr().out
+    assert batches_of(tmp_path / "skipped") == [3, 4, 5, *range(9, 18)]
+    with monkeypatch.context() as patch:
+        next_batch, numbers = TrainBatches.__next__, itertools.count(1)
+
+        def next_but_some(self):
+            made = next_batch(self)
+            return next_but_some(self) if next(numbers) in (1, 2, 6, 7, 8) else made
+
+        patch.setattr(TrainBatches, "__next__", next_but_some)
+        patch.setattr(loop, "batch_of_step", lambda step, _: step + 5)  # what its last checkpoint must record
+        assert train("fed") == rows
+    assert end_of(tmp_path, "skipped") == end_of(tmp_path, "fed")
+
+    for killed_at in (4, 9, 0):  # before batches are passed over again, and after
+        again = train("killed", killed_at=killed_at, skip_steps="1:2,6:8")
+    assert again == rows
+    assert end_of(tmp_path, "killed") == end_of(tmp_path, "skipped")
+
+
+@pytest.mark.slow
+def test_batches_that_are_not_passed_may_be_left_out_at_a_resume(train, tmp_path):
+    train(num_steps=4)
+    whole = train("whole", num_steps=8, skip_steps="6:6")
+    with pytest.raises(
+        ValueError, match=r"skip_steps: '' in the checkpoint, '4:6' now, which differ before batch 5; only"
+    ):
+        train(num_steps=8, skip_steps="4:6")
+    assert train(num_steps=8, skip_steps="6:6") == whole
+    with pytest.raises(ValueError, match=r"'6:6' in the checkpoint, '' now, which differ before batch 10;"):
+        train()
+    train(skip_steps="6:6,10:12")
+    assert batches_of(tmp_path / "run") == [None] * 4 + [5, 7, 8, 9, *range(13, 17)]
+    files = sorted(int(path.stem) for path in (tmp_path / "run/positions").iterdir())
+    assert files == [2, 4, 7, 9, 14, 16]  # after the batch of every second step
+
+
+@pytest.mark.slow
+def test_a_rewound_run_equals_one_that_stopped_there_and_is_not_rewound_again(train, tmp_path, capsys):
+    train()
+    train("expected", num_steps=4)
+    expected = train("expected", skip_steps="7:9")
+    keys = {"skip_steps": "7:9", "rewind_to": 4}
+    train(killed_at=11, **keys)
+    assert "are kept as *.rewound-*" in capsys.readouterr().out
+    events = [event for event in read_events(tmp_path / "run") if event["event"] in ("rewound", "skip_steps")]
+    [rewind, skip] = [{key: value for key, value in event.items() if key != "time"} for event in events]
+    assert rewind == {"event": "rewound", "step": 4, "newest": 12, "set_aside": [8, 12]}
+    assert skip == {"event": "skip_steps", "step": 7, "first": 7, "last": 9}
+    names = {path.name for path in (tmp_path / "run/checkpoints").iterdir()}
+    assert names == {"4", "8", "8.rewound-1", "12.rewound-1"}
+    assert train(**keys) == expected
+    said = capsys.readouterr().out
+    assert "train.rewind_to=4  ignored: it was done before the checkpoint of step 8 was saved" in said
+    assert "resuming from step 8 of 12" in said
+    assert end_of(tmp_path, "run") == end_of(tmp_path, "expected")
+    other = train(skip_steps="6:6", rewind_to=4)  # which only a rewind can leave out
+    assert (tmp_path / "run/checkpoints/12.rewound-2").is_dir()
+    assert batches_of(tmp_path / "run")[4:] == [5, *range(7, 14)]
+    assert train(skip_steps="6:6", rewind_to=4) == other
+
+
+@pytest.mark.slow
+def test_a_rewind_that_is_killed_is_completed_by_the_next_start(train, tmp_path, monkeypatch):
+    train()
+    replace = os.replace
+
+    def replace_or_end(source, target):
+        if str(source).endswith("checkpoints/12"):
+            raise Killed
+        replace(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint.os, "replace", replace_or_end)
+        with pytest.raises(Killed):
+            train(rewind_to=4, num_steps=8)
+    assert micro.saved_steps(tmp_path / "run") == [4, 12]
+    rows = train(rewind_to=4, num_steps=8)
+    assert [row["step"] for row in rows] == list(range(1, 9))
+    assert micro.saved_steps(tmp_path / "run") == [4, 8]
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (
+            {"rewind_to": 19},
+            r"^train.rewind_to=19: .*run has no checkpoint of step 19; it has those of 20, 24\. Set one",
+        ),
+        ({"rewind_to": 20, "skip_steps": "3:4"}, r"'' in the checkpoint, '3:4' now, which differ before batch 21;"),
+        ({"rewind_to": 24}, r"^train.rewind_to=24 leaves no step to train: raise train.num_steps=24 above it"),
+    ],
+)
+def test_a_rewind_that_cannot_be_is_refused_and_changes_nothing(trained_run, tmp_path, monkeypatch, keys, message):
+    one = jax.devices()[:1]
+    monkeypatch.setattr(loop.jax, "devices", lambda *_: one)
+    c = config_lib.load(str(micro.write_config(tmp_path)))
+    c.data.validation = ""
+    c.train.update(keys)
+    before = contents(trained_run)
+    with pytest.raises(ValueError, match=message):
+        loop.train(resolve(c), trained_run)
+    assert contents(trained_run) == before

@@ -1,0 +1,49 @@
+"""The status of several processes before a step, as each of them sees it."""
+
+import json
+
+import pytest
+
+from hlat_jax.config import default
+from hlat_jax.data.formats.files import Unreadable
+from hlat_jax.host.process import StopSignals
+from hlat_jax.run import step_sync
+
+AWAY, CHANGED = Unreadable("a.jsonl cannot be read."), ValueError("b.jsonl changed.")
+
+
+@pytest.mark.parametrize(
+    ("errors", "kind", "text"),
+    [
+        ([AWAY, None], OSError, "a.jsonl cannot be read."),
+        ([None, None, AWAY], OSError, "process 2 of 3 stopped: a.jsonl cannot be read."),
+        ([CHANGED, None], ValueError, "b.jsonl changed."),
+        ([AWAY, CHANGED], ValueError, "process 1 of 2 stopped: b.jsonl changed."),
+    ],
+)
+def test_all_processes_raise_the_same_kind_and_changed_data_comes_before_data_that_is_away(
+    monkeypatch, errors, kind, text
+):
+    sent = []
+    monkeypatch.setattr(step_sync.distributed, "exchange", lambda message: sent.append(message) or [message])
+    sync = step_sync.StepSync(default(), [0], StopSignals())
+    monkeypatch.setattr(sync, "_facts", lambda *_: {"batch_hash": "0"})
+    for error in errors:
+        sync.sync_step(None, None, error=error, save=False)
+    monkeypatch.setattr(step_sync.distributed, "exchange", lambda _: sent[1:])
+    found = sync.sync_step(None, None, error=errors[0], save=False).error
+    assert isinstance(found, kind)
+    assert str(found) == text
+
+
+def test_retries_of_all_processes_are_counted_only_where_there_are_any(monkeypatch):
+    sync = step_sync.StepSync(default(), [0], StopSignals())
+    for counts, expected in (([0, 0], {}), ([2, 3], {"data_retries": 5})):
+        found = [
+            json.dumps({"facts": {"batch_hash": "0", "data_retries": count}, "failed": None, "save": False, "stop": ""})
+            for count in counts
+        ]
+        monkeypatch.setattr(step_sync.distributed, "exchange", lambda _, found=found: found)
+        monkeypatch.setattr(sync, "_facts", lambda *_: {"batch_hash": "0"})
+        fields = sync.sync_step(None, None, error=None, save=False).row_fields
+        assert fields == {"batch_hash": "0" * 32} | expected

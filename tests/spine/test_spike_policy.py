@@ -1,0 +1,189 @@
+"""A planted spike: skipped without a trace, or trained on; found right after a resume; and the window over resumes."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from lowered import assert_no_forbidden_operations, lowered_for_neuron
+from micro import exact, write_config
+
+from hlat_jax import config as config_lib
+from hlat_jax import loop
+from hlat_jax.parallel.sharding import make_layout, shard_batch
+from hlat_jax.passes.spikes import SpikePolicy
+from hlat_jax.program import ProgramOptions, SumAndCount, training_program
+from hlat_jax.resolve import resolve
+from hlat_jax.run import open as run_open
+from hlat_jax.run.goodput import read_events
+from hlat_jax.step import make_program
+from hlat_jax.store.metrics import ROWS_FILE, read_rows
+
+POLICY = SpikePolicy(window=4)
+
+
+def linear(params, batch):
+    error = (batch["x"] @ params["w"])[:, 0] - batch["y"]
+    return SumAndCount(jnp.sum(jnp.square(error)), 1.0 * error.size)
+
+
+def program_and_batch(policy, **options):
+    x = np.random.default_rng(0).normal(size=(16, 16)).astype(np.float32)
+    program = training_program(
+        linear, optax.adam(1e-3), options=ProgramOptions(spikes=policy, **options), params={"w": jnp.zeros((16, 1))}
+    )
+    return program, {"x": x, "y": 0.0002 * x.sum(1)}
+
+
+def after_four_steps(program, batch):
+    state = program.init({"w": jnp.zeros((16, 1))})
+    for _ in range(4):
+        state, metrics = program.step(state, batch)
+        assert not metrics.spike
+    return state
+
+
+@pytest.mark.quick_cases("one")
+@pytest.mark.parametrize(
+    "options", [{}, {"num_microbatches": 2, "zero": 1}, {"autocast": "fp16"}], ids=["one", "zero1", "fp16"]
+)
+def test_a_skipped_spike_changes_nothing_but_step_and_window(options):
+    program, batch = program_and_batch(POLICY, **options)
+    state = after_four_steps(program, batch)
+    before = jax.device_get(state)
+    spike = {"x": batch["x"], "y": 20 * batch["y"]}
+    for _ in range(2):
+        state, metrics = program.step(state, spike)
+        assert metrics.finite
+        assert metrics.spike
+    after = jax.device_get(state)
+    assert after.pop("step") == before.pop("step") + 2
+    assert not np.array_equal(before.pop("spikes")["values"], after.pop("spikes")["values"])
+    if options == {"autocast": "fp16"}:  # two more steps with finite gradients say the same of the scale as any others
+        scale = after["opt_state"].pop("loss_scale")
+        assert scale.good_steps == before["opt_state"].pop("loss_scale").good_steps + 2
+    jax.tree.map(np.testing.assert_array_equal, before, after)
+    state, metrics = program.step(state, batch)
+    assert not metrics.spike
+    assert not np.array_equal(state["params"]["w"], before["params"]["w"])
+
+
+def test_a_spike_that_is_warned_of_is_trained_on_as_without_a_policy():
+    warned, batch = program_and_batch(dataclasses.replace(POLICY, skips=False))
+    plain, _ = program_and_batch(None)
+    spike = {"x": batch["x"], "y": 20 * batch["y"]}
+    states = []
+    for program in (warned, plain):
+        state = program.init({"w": jnp.zeros((16, 1))})
+        for each in [batch] * 4 + [spike]:
+            state, metrics = program.step(state, each)
+        states.append(jax.device_get(state))
+    assert metrics.spike is None
+    assert "spikes" not in states[1]
+    assert states[0].pop("spikes")["count"] == 4
+    jax.tree.map(np.testing.assert_array_equal, *states)
+
+
+def test_a_step_that_is_not_finite_is_no_spike_and_hides_none():
+    program, batch = program_and_batch(POLICY)
+    state = after_four_steps(program, batch)
+    state, metrics = program.step(state, {"x": batch["x"], "y": batch["y"] * np.nan})
+    assert not metrics.finite
+    assert not metrics.spike
+    _, metrics = program.step(state, {"x": batch["x"], "y": 20 * batch["y"]})
+    assert metrics.spike
+
+
+@pytest.mark.slow
+def test_a_spike_is_skipped_on_all_stages_and_replicas(small, make_batch):
+    small.model.num_layers = 4
+    small.parallel.update(pipe=2, data=2, zero1=True)
+    small.train.update(num_microbatches=2, spikes="skip", spike_window=4)
+    config = resolve(small)
+    layout = make_layout(config.parallel, jax.devices()[:4])
+    program, batch = make_program(config, layout), make_batch(0, config)
+    state = program.init_state()
+    for _ in range(4):
+        state, metrics = program.step(state, shard_batch(batch, layout), np.float32(1e-6))
+        assert not metrics.spike
+    before = jax.device_get(state)
+    worse = dataclasses.replace(batch, targets=np.full_like(batch.targets, 5))
+    state, metrics = program.step(state, shard_batch(worse, layout), np.float32(1e-6))
+    assert metrics.spike
+    windows = [np.asarray(shard.data) for shard in state["spikes"]["values"].addressable_shards]
+    assert len(windows) == 4
+    assert all((window == windows[0]).all() for window in windows)
+    after = jax.device_get(state)
+    for name in ("params", "opt_state"):
+        jax.tree.map(np.testing.assert_array_equal, before[name], after[name])
+
+
+@pytest.mark.slow
+def test_a_step_that_skips_spikes_lowers_for_neuron(micro, one_device):
+    assert_no_forbidden_operations(lowered_for_neuron(resolve(micro), one_device))
+
+
+@pytest.fixture
+def micro(tmp_path):
+    """A mutable config of 12 steps at one loss, whose window decides from its fourth step on."""
+    c = config_lib.load(str(write_config(tmp_path)))
+    c.data.validation = ""
+    c.optimizer.update(peak_lr=1e-5, warmup_steps=0)
+    c.train.update(num_steps=12, spikes="skip", spike_window=8, spike_sigmas=12.0)
+    c.checkpoint.update(every_steps=0)
+    return c
+
+
+@pytest.fixture
+def train(tmp_path, monkeypatch):
+    """A function that trains a config in `tmp_path/NAME` on one device; the targets of batch 7 are all one token."""
+    one = jax.devices()[:1]
+    monkeypatch.setattr(loop.jax, "devices", lambda: one)
+    next_batch = run_open.TrainBatches.__next__
+
+    def with_spike(self):
+        batch, position = next_batch(self)
+        if position[0, 0] == 7:
+            batch = dataclasses.replace(batch, targets=np.full_like(batch.targets, 7))
+        return batch, position
+
+    monkeypatch.setattr(run_open.TrainBatches, "__next__", with_spike)
+
+    def run(c, name="run", **keys):
+        c.train.update(keys)
+        assert loop.train(resolve(c), tmp_path / name) == 0
+        return read_rows(tmp_path / name / ROWS_FILE)
+
+    return run
+
+
+def spikes_of(rows):
+    return [row["step"] for row in rows if row["spike"]]
+
+
+@pytest.mark.slow
+def test_a_spike_right_after_a_resume_is_skipped_as_without_one(micro, train, tmp_path, capsys):
+    rows = train(micro)
+    assert spikes_of(rows) == [7]
+    line = f"step 7: a spike, loss {rows[6]['loss']:.4f}, gradient norm {rows[6]['grad_norm']:.3g}; update skipped"
+    assert line in capsys.readouterr().out
+    [event] = [event for event in read_events(tmp_path / "run") if event["event"] == "spike"]
+    assert event.items() >= {"step": 7, "loss": rows[6]["loss"], "skipped": True}.items()
+    assert rows[6]["param_norm"].hex() == rows[7]["param_norm"].hex()
+    assert rows[7]["param_norm"].hex() != rows[8]["param_norm"].hex()
+    train(micro, "again", num_steps=6)
+    again = train(micro, "again", num_steps=12)
+    assert spikes_of(again) == [7]
+    assert [exact(row) for row in again] == [exact(row) for row in rows]
+
+
+@pytest.mark.slow
+def test_the_policy_may_be_turned_on_and_off_and_its_window_changed_at_a_resume(micro, train):
+    train(micro, num_steps=2, spikes="off")
+    train(micro, num_steps=4, spikes="warn")
+    rows = train(micro, num_steps=8, spikes="skip", spike_sigmas=11.0)
+    assert [row.get("spike") for row in rows] == [None, None, 0, 0, 0, 0, 1, 0]  # a window of four, two from before
+    train(micro, num_steps=9, spike_window=16)
+    assert "spike" not in train(micro, num_steps=10, spikes="off")[-1]
