@@ -17,6 +17,7 @@ from hlat_jax.host import process
 
 # In shortest limits: evaluation and saves, all other phases. Those of a run (12 and 72) would take a trial hours.
 SHORT_LIMITS = {"_BRIEF_LIMIT": 2, "_LONG_LIMIT": 8}
+SHORT_WAITS_S = (0.5, 1.0, 2.0)  # instead of a minute
 SLOW_READ_S = 0.4
 
 
@@ -64,6 +65,7 @@ def install(faults: Faults) -> None:
     import numpy as np
 
     from hlat_jax import loop
+    from hlat_jax.data import retries
     from hlat_jax.data.formats import files
     from hlat_jax.data.loader import TrainBatches
     from hlat_jax.host import activity
@@ -74,6 +76,8 @@ def install(faults: Faults) -> None:
     for name, factor in SHORT_LIMITS.items():
         assert hasattr(activity, name), name
         setattr(activity, name, factor)
+
+    retries.WAITS_S = SHORT_WAITS_S
 
     def before(cls, name, action):
         original = getattr(cls, name)

@@ -42,6 +42,8 @@ SETTINGS = {
     "data.batch_size": 12,  # rows for one to four processes
     "optimizer.horizon_steps": 100,
     "train.num_steps": NUM_STEPS,
+    "train.spikes": "skip",
+    "train.spike_window": 12,
     "train.eval_every_steps": 6,
     "train.num_eval_batches": 1,
     "checkpoint.every_steps": SAVE_EVERY,
