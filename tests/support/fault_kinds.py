@@ -20,6 +20,7 @@ from hlat_jax.store.metrics import read_rows
 GOES_ON = "goes on"
 ENDS = "ends"  # by itself, with one line that says why, and a code that launch/restart.sh restarts
 STUCK = "ends as stuck"  # so, with code 124
+MISNAMED = "ends as stuck, naming another process"  # one that waited for it in a collective
 STOPS = "stops"  # after saving, as a signal asked it to
 DIES = "dies"  # of the signal
 REFUSES = "refuses"  # ends with one line and code 2: not restarted before somebody has removed the cause
@@ -73,10 +74,10 @@ KINDS = {
     "SIGUSR1": Kind("signal", {STOPS: "stopped by SIGUSR1"}, **_SIGNAL),
     "SIGINT": Kind("signal", {STOPS: "stopped by SIGINT|interrupted"}, **_SIGNAL),
     "stuck in loader": Kind("inside", _STUCK),
-    "stuck in step": Kind("inside", _STUCK),
+    "stuck in step": Kind("inside", _STUCK | {MISNAMED: "while training"}),
     "stuck in save": Kind("inside", _STUCK),
     "stuck in the thread that saves": Kind("inside", _STUCK),
-    "stuck in evaluation": Kind("inside", _STUCK),
+    "stuck in evaluation": Kind("inside", _STUCK | {MISNAMED: "while evaluating"}),
     "stuck in compile": Kind("inside", _STUCK),
     "stuck in restore": Kind("inside", _STUCK),
     "long compile": Kind("inside", {GOES_ON: ""}, mild=True, least=2),  # in one process; the others wait

@@ -590,7 +590,8 @@ class Trial:
         elif 2 in others:
             outcome = fault_kinds.REFUSES
         elif all(code == 124 for code in others):
-            outcome = fault_kinds.STUCK
+            is_named = fault.process is None or f"process {fault.process} of" in line
+            outcome = fault_kinds.STUCK if is_named else fault_kinds.MISNAMED
         elif all(code in _RESTARTED for code in others):
             outcome = fault_kinds.ENDS
         else:
