@@ -68,7 +68,7 @@ KINDS = {
     "SIGKILL": Kind("signal", {DIES: "", ENDS: _LOST, ABORTS: ""}),
     "lost coordinator": Kind("signal", {DIES: "", ENDS: _LOST, ABORTS: ""}, least=2),
     "SIGSTOP, soon SIGCONT": Kind("signal", {GOES_ON: ""}, mild=True),
-    "SIGSTOP for long": Kind("signal", {GOES_ON: "", ENDS: _LOST}, mild=True),
+    "SIGSTOP for long": Kind("signal", {GOES_ON: "", ENDS: f"{_LOST}|stuck: ", STUCK: "stuck: "}, mild=True),
     "SIGTERM": Kind("signal", {STOPS: "stopped by SIGTERM"}, **_SIGNAL),
     "SIGHUP": Kind("signal", {STOPS: "stopped by SIGHUP"}, **_SIGNAL),
     "SIGUSR1": Kind("signal", {STOPS: "stopped by SIGUSR1"}, **_SIGNAL),

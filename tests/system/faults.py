@@ -49,7 +49,7 @@ SETTINGS = {
     "checkpoint.every_steps": SAVE_EVERY,
     "metrics.tensorboard": False,
 }
-FLAGS = ("--stuck_timeout_s=5", "--peer_timeout_s=6", "--join_timeout_s=25")
+FLAGS = ("--stuck_timeout_s=5", "--peer_timeout_s=6", "--join_timeout_s=15")
 PROCESSES = (1, 1, 1, 1, 2, 2, 2, 3, 4)  # drawn from these
 LASTING_STEPS = (20, 40)  # few, as each asks for an undisturbed run of its own
 TRIAL_LIMIT_S, LIFE_LIMIT_S = 900, 180
@@ -590,7 +590,7 @@ class Trial:
         elif 2 in others:
             outcome = fault_kinds.REFUSES
         elif all(code == 124 for code in others):
-            is_named = fault.process is None or f"process {fault.process} of" in line
+            is_named = not fault.kind.startswith("stuck") or f"process {fault.process} of" in line
             outcome = fault_kinds.STUCK if is_named else fault_kinds.MISNAMED
         elif all(code in _RESTARTED for code in others):
             outcome = fault_kinds.ENDS
