@@ -90,7 +90,11 @@ KINDS = {
     "flipped rows": Kind("damage", {RESUMES: "", NOTES: "missing"}),
     "torn file of the run": Kind("damage", {RESUMES: "", REFUSES: ""}),
     "flipped file of the run": Kind("damage", {RESUMES: "", REFUSES: ""}),
-    "run folder renamed": Kind("around", {REFUSES: "removed or replaced", ENDS: "removed or replaced|written"}),
+    "run folder renamed": Kind(
+        "around",
+        # several processes with limits as short as here are stuck in the save before they say why it failed
+        {REFUSES: "removed or replaced", ENDS: "removed or replaced|written", STUCK: "while starting to save|saving"},
+    ),
     "torn data": Kind("around", {REFUSES: "changed|truncated"}),
     "flipped data": Kind("around", {REFUSES: "changed"}),
     "renamed data": Kind("around", {ENDS: _UNREADABLE}),
