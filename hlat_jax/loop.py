@@ -77,6 +77,8 @@ def _train(config: Config, workdir: pathlib.Path, *, signals: StopSignals, begin
         if opened is None:
             return ""
         run, progress = opened
+        signals.activity.begin(WAITING)  # not in a collective of the evaluation: others may compile for much longer
+        distributed.barrier()
         signals.doing = "starting"
         if progress.step == 0:
             _sample(run, progress, "before training")

@@ -306,9 +306,17 @@ class Checkpointer:
                 path.unlink(missing_ok=True)
         distributed.barrier()
 
-    def _failed(self, error: Exception) -> SaveError:
-        """Returns the error to raise, after freeing the disk space of the failed save."""
+    def _failed(self, error: Exception) -> SaveError | ValueError:
+        """Returns the error to raise, after freeing the disk space of the failed save; ValueError: no folder is left.
+
+        A restart by itself would begin a new run where the folder was.
+        """
         step, self._saving = self._saving, None
+        if not self.folder.is_dir():
+            return ValueError(
+                f"the checkpoint of step {step} could not be written: {self.folder} was removed or replaced. Put it "
+                "back, and run the same command to resume."
+            )
         free_bytes = shutil.disk_usage(self.folder).free
         if jax.process_count() == 1:  # with several, the next start does it: others may still be writing
             for path in self.folder.glob(f"{step}{_TMP_MARK}*"):

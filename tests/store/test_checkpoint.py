@@ -119,6 +119,15 @@ def test_state_position_and_metadata_round_trip_bitwise(checkpointer):
     assert checkpointer.latest_metadata() == (2, METADATA)
 
 
+def test_a_save_whose_folder_vanishes_is_not_an_error_that_is_restarted(tmp_path, monkeypatch):
+    monkeypatch.setattr(Checkpointer, "_seal", lambda _: (tmp_path / "run").rename(tmp_path / "away"))
+    checkpointer = Checkpointer(tmp_path / "run", config=keep())
+    checkpointer.save(5, make_state(), position=POSITION, metadata=METADATA)
+    with pytest.raises(ValueError, match=r"step 5 could not be written: .* was removed or replaced"):
+        checkpointer.wait()
+    checkpointer.close()
+
+
 def test_another_process_with_other_settings_finds_the_checkpoint(tmp_path, checkpointer):
     save(checkpointer, 4)
     other = Checkpointer(tmp_path, config=keep(1, 2), read_only=True)

@@ -1,0 +1,171 @@
+"""Trains as `python -m hlat_jax.train` does, and does to itself what `system/faults.py` cannot do from outside.
+
+    python tests/support/faulty_train.py FOLDER --config=... --workdir=...
+
+FOLDER/faults.json lists the faults. FOLDER/process-<id>.jsonl gets a line for each step, for the phases that a harness
+waits for, and for each fault when it begins and ends, with the seconds of the system's monotonic clock.
+"""
+
+import errno
+import json
+import os
+import pathlib
+import sys
+import time
+
+from hlat_jax.host import process
+
+# In shortest limits: evaluation and saves, all other phases. Those of a run (12 and 72) would take a trial hours.
+SHORT_LIMITS = {"_BRIEF_LIMIT": 2, "_LONG_LIMIT": 8}
+SHORT_WAITS_S = (0.5, 1.0, 2.0)  # instead of a minute
+SLOW_READ_S = 0.4
+
+
+class Faults:
+    """The faults of one process, and where it is."""
+
+    def __init__(self, folder: pathlib.Path, index: int):
+        found = json.loads((folder / "faults.json").read_text())
+        self._faults = [fault for fault in found if fault["process"] in (index, None)]
+        self._log = os.open(folder / f"process-{index}.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        self.step = 0  # the newest that was begun
+
+    def report(self, event: str, **fields) -> None:
+        line = json.dumps({"event": event, "at": time.monotonic(), "step": self.step, **fields}) + "\n"
+        os.write(self._log, line.encode())
+
+    def due(self, kind: str, *, step: int | None = None) -> dict | None:
+        """Returns a fault of this kind that is to happen now, or None; says when it happens for the first time."""
+        step = self.step if step is None else step
+        for fault in self._faults:
+            is_now = step == fault["step"] if fault.get("exactly") else step >= fault["step"]
+            if fault["kind"] != kind or not is_now:
+                continue
+            now = time.monotonic()
+            if "began" not in fault:
+                fault["began"] = now
+                self.report("fault", id=fault["id"])
+            if now - fault["began"] <= fault.get("lasts_s", 1e9):
+                return fault
+            if "over" not in fault:
+                fault["over"] = True
+                self.report("fault over", id=fault["id"])
+        return None
+
+    def stick(self, where: str, *, step: int | None = None) -> None:
+        """Waits for ever if a fault says so."""
+        while self.due(f"stuck in {where}", step=step):
+            time.sleep(0.1)
+
+
+def install(faults: Faults) -> None:
+    """Puts the faults into the functions of a run."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    from hlat_jax import loop
+    from hlat_jax.data import retries
+    from hlat_jax.data.formats import files
+    from hlat_jax.data.loader import TrainBatches
+    from hlat_jax.host import activity
+    from hlat_jax.run.compilation import Compilations
+    from hlat_jax.run.validation import Validation
+    from hlat_jax.store.checkpoint import Checkpointer
+
+    for name, factor in SHORT_LIMITS.items():
+        assert hasattr(activity, name), name
+        setattr(activity, name, factor)
+
+    retries.WAITS_S = SHORT_WAITS_S
+
+    def before(cls, name, action):
+        original = getattr(cls, name)
+
+        def call(self, *args, **options):
+            action(self, *args)
+            return original(self, *args, **options)
+
+        setattr(cls, name, call)
+
+    def on_save(_, step, *args):
+        faults.report("save")
+        faults.stick("save")
+
+    def on_compile(*_):
+        faults.stick("compile")
+        while faults.due("long compile"):
+            time.sleep(0.1)
+
+    def on_read(*_):
+        if faults.due("slow data"):
+            time.sleep(SLOW_READ_S)
+        for kind in ("data error for a moment", "data error that stays"):
+            if fault := faults.due(kind):
+                raise OSError(getattr(errno, fault["errno"]), os.strerror(getattr(errno, fault["errno"])))
+
+    before(TrainBatches, "__next__", lambda *_: faults.stick("loader", step=faults.step + 1))
+    before(Validation, "__call__", lambda *_: faults.stick("evaluation"))
+    before(Compilations, "compiled", on_compile)
+    before(Checkpointer, "restore", lambda *_: faults.stick("restore"))
+    before(Checkpointer, "_seal", lambda *_: faults.stick("the thread that saves"))
+    before(Checkpointer, "save", on_save)
+    before(files.DataFile, "read_range", on_read)
+    open_run, step_of_loop, shard_batch, clock = loop.open_run, loop._step, loop.shard_batch, time.time
+
+    def open_and_report(*args, **options):
+        opened = open_run(*args, **options)
+        if opened is not None:
+            faults.step = opened[1].step
+            faults.report("opened")
+        return opened
+
+    def step(run, progress, batch):
+        faults.step = progress.step + 1
+        faults.report("step")
+        if fault := faults.due("clock jump"):
+            time.time = lambda: clock() + fault["jump_s"]
+        if faults.due("NaN in the weights"):
+            progress.state["params"] = jax.tree.map(poisoned, progress.state["params"])
+        kept = None
+        if faults.due("NaN for a step") or faults.due("spike"):  # as if a device computed wrongly, for this step alone
+            change = poisoned if faults.due("NaN for a step") else (lambda array: array * 8)
+            kept = jax.tree.map(jnp.copy, progress.state["params"])
+            progress.state["params"] = jax.tree.map(change, progress.state["params"])
+        step_of_loop(run, progress, batch)
+        if kept is not None:
+            progress.state["params"] = kept
+
+    def poisoned(array):
+        parts = [jax.device_put(np.full_like(shard.data, np.nan), shard.device) for shard in array.addressable_shards]
+        return jax.make_array_from_single_device_arrays(array.shape, array.sharding, parts)
+
+    def shard_in_step(*args):
+        faults.stick("step")
+        return shard_batch(*args)
+
+    loop.open_run, loop._step, loop.shard_batch = open_and_report, step, shard_in_step
+
+
+def main(argv):
+    """Trains as train.main does, once the faults are in place."""
+    from hlat_jax import train
+
+    index = next((int(word.partition("=")[2]) for word in argv if word.startswith("--process_id=")), 0)
+    faults = Faults(folder, index)
+    set_environment = train._set_environment
+
+    def set_and_install(*args):  # where train.main imports JAX, so that signals before that find nothing new
+        set_environment(*args)
+        install(faults)
+
+    train._set_environment = set_and_install
+    return train.main(argv)
+
+
+if __name__ == "__main__":
+    process.exit_on_interrupt()  # before the imports that take time, as for `python -m hlat_jax.train`
+    from hlat_jax.host import flags
+
+    folder = pathlib.Path(sys.argv.pop(1))
+    flags.main(main)
