@@ -87,7 +87,7 @@ def compare_watched(config, rounds: int) -> None:
     for index in range(rounds):
         with (
             tempfile.TemporaryDirectory() as folder,
-            mock.patch.object(open_lib, "_ledger", return_value=SilentLedger()),
+            mock.patch.object(open_lib, "Ledger", return_value=SilentLedger()),
         ):
             plain_s = loop_step_s(config, pathlib.Path(folder))
         cpu: dict[str, float] = {}

@@ -16,6 +16,7 @@ import pathlib
 import socket
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from hlat_jax.host.activity import GAP_S, WAITING, Activity
@@ -42,6 +43,8 @@ _CATEGORIES = {
 }
 CATEGORIES = tuple(dict.fromkeys([*_CATEGORIES.values(), _OTHER, _UNKNOWN]))
 _UNITS = (("hours", 3600), ("minutes", 60), ("seconds", 1))
+_STARTED = {"pid", "host", "began", "boot", "began_up"}
+_ENDED = {*_STARTED, "life_s", "step", "spent"}
 _PERIOD_S = 1.0
 _JOIN_S = 5.0  # for an entry that a disk does not take
 
@@ -49,12 +52,13 @@ _JOIN_S = 5.0  # for an entry that a disk does not take
 class Ledger:
     """The ledger of process 0, for the length of a `with` block; it begins with `begin` or the first event."""
 
-    def __init__(self, workdir: pathlib.Path, activity: Activity, *, num_steps: int):
-        """Changes nothing; `num_steps` is the last step of the run."""
+    def __init__(self, workdir: pathlib.Path, activity: Activity):
+        """Changes nothing."""
         self._workdir, self._activity = workdir, activity
         self._moved: dict[str, float] = {}  # account -> seconds of it in which the process was stopped
         self._beating, self._over = threading.Lock(), threading.Event()
         self._thread: threading.Thread | None = None
+        self._earlier: list[dict[str, Any]] = []
         age_s = time.monotonic() - activity.began_s
         self._began = {
             "pid": os.getpid(),
@@ -62,7 +66,6 @@ class Ledger:
             "began": time.time() - age_s,
             "boot": _boot(),
             "began_up": _uptime() - age_s,
-            "num_steps": num_steps,
         }
 
     def __enter__(self):
@@ -73,10 +76,12 @@ class Ledger:
         if self._thread is not None:
             return
         self._thread = threading.Thread(target=self._run, name="hlat-ledger", daemon=True)
-        lives, left = _recorded_lives(self._workdir), _left(self._workdir)
-        if left is not None and not any("spent" in life for life in lives if _is_same(left, life)):
+        left = _left(self._workdir)
+        lives = _recorded_lives(self._workdir)
+        if left is not None and not any(_is_same(left, life) and "spent" in life for life in lives):
             self.event("died", life=left)
-        self._activity.again_until = max(life.get("step", 0) for life in (*lives, left or {}))
+        self._earlier = _recorded_lives(self._workdir)
+        self._activity.again_until = max((life.get("step", 0) for life in self._earlier), default=0)
         self.event("start", **self._began)
         self.beat()
         self._activity.beat = self.beat
@@ -102,8 +107,7 @@ class Ledger:
     def goodput(self) -> Goodput:
         """Returns what the time of the run went to, up to now."""
         self.begin()
-        self.beat()
-        return goodput(self._workdir)
+        return _partition([*self._earlier, self._life()])
 
     def beat(self) -> None:
         """Replaces ALIVE_FILE."""
@@ -170,7 +174,7 @@ class Goodput:
 
     Attributes:
       seconds: each of `CATEGORIES` -> seconds; they partition that time.
-      num_starts: lives of the run, but for those that found it complete.
+      num_starts: lives of the run.
     """
 
     seconds: dict[str, float]
@@ -203,12 +207,14 @@ def goodput(workdir: pathlib.Path) -> Goodput:
       ValueError: the folder has no ledger.
     """
     lives, left = _recorded_lives(workdir), _left(workdir)
-    for life in lives:
-        if left is not None and _is_same(life, left) and "spent" not in life:
-            life.update(left)
-    lives = [life for index, life in enumerate(lives) if index == 0 or not _found_it_complete(lives[index - 1], life)]
     if not lives:
         raise ValueError(f"{workdir} has no {EVENTS_FILE}: it is not a run folder, or of an older version.")
+    if left is not None and _is_same(left, lives[-1]) and "spent" not in lives[-1]:
+        lives[-1].update(left)
+    return _partition(lives)
+
+
+def _partition(lives: Sequence[dict[str, Any]]) -> Goodput:
     seconds = dict.fromkeys(CATEGORIES, 0.0)
     for life, later in itertools.zip_longest(lives, lives[1:]):
         spent = life.get("spent", {})
@@ -261,11 +267,11 @@ def _recorded_lives(workdir: pathlib.Path) -> list[dict[str, Any]]:
     """Returns the lives of the events; those that have ended have an account, and some the time of a kill."""
     lives: list[dict[str, Any]] = []
     for event in read_events(workdir):
-        if event["event"] == "start":
+        if event["event"] == "start" and event.keys() >= _STARTED:
             lives.append(event)
         elif event["event"] == "killed" and lives:  # by launch/restart.sh
             lives[-1]["killed"] = event["time"]
-        elif "life" in event:
+        elif isinstance(event.get("life"), dict) and event["life"].keys() >= _ENDED:
             for life in lives:
                 if _is_same(life, event["life"]):
                     life.update(event["life"])
@@ -275,16 +281,13 @@ def _recorded_lives(workdir: pathlib.Path) -> list[dict[str, Any]]:
 def _left(workdir: pathlib.Path) -> dict[str, Any] | None:
     """Returns the account that a life has left behind or, if it runs, still replaces; None: there is none."""
     with contextlib.suppress(OSError, ValueError):
-        return read_json(workdir / ALIVE_FILE)
+        left = read_json(workdir / ALIVE_FILE)
+        return left if isinstance(left, dict) and left.keys() >= _ENDED else None
     return None
 
 
 def _is_same(life: dict[str, Any], other: dict[str, Any]) -> bool:
     return all(life[key] == other[key] for key in ("pid", "host", "began"))
-
-
-def _found_it_complete(before: dict[str, Any], life: dict[str, Any]) -> bool:
-    return before.get("step", 0) >= life["num_steps"] and "first step" not in life.get("spent", {})
 
 
 def _between_s(life: dict[str, Any], later: dict[str, Any]) -> float:

@@ -22,7 +22,6 @@ from hlat_jax.data.retries import Retries
 from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.generate.generator import Programs
 from hlat_jax.host import distributed
-from hlat_jax.host.activity import Activity
 from hlat_jax.host.process import INDEX_FOLDER, StopSignals, closing_quietly
 from hlat_jax.parallel.sharding import Layout, gather_rows, process_rows
 from hlat_jax.program import StepMetrics
@@ -177,7 +176,7 @@ def open_run(
     tokenizer = Tokenizer(config.data.tokenizer, vocab_size=config.model.vocab_size)
     tasks = optional.open_tasks(config, layout=layout, tokenizer=tokenizer)
     stack.enter_context(only_job(workdir))
-    ledger = stack.enter_context(_ledger(config, workdir, signals.activity))
+    ledger = stack.enter_context(Ledger(workdir, signals.activity) if distributed.is_first() else SilentLedger())
     rows = process_rows(layout, config.data.batch_size)
     source = {"tokenizer": tokenizer, "rows": rows, "index_folder": workdir / INDEX_FOLDER}
     retries = Retries(lambda: bool(signals.name))
@@ -209,7 +208,8 @@ def open_run(
     if saved is not None:
         signals.saved_step, signals.doing = saved[0], "restoring the checkpoint"
         refuse_drift(saved[1], settings, step=saved[0], workdir=workdir)
-    ledger.begin()  # after what refuses a start, which then changes nothing
+    if saved is None or saved[0] < config.train.num_steps:
+        ledger.begin()  # a start that is refused, or finds the run complete, changes nothing
     restored = None if saved is None else checkpointer.restore(program.abstract_state, norms=program.norms)
     if restored is not None and restored.step >= config.train.num_steps:
         with signals.during("finishing a complete run", unfinished="the export and the summary"):
@@ -295,12 +295,6 @@ def _resumed(restored: Restored, *, batches: TrainBatches, saved_step: int) -> P
         saved_step=saved_step,
         num_nonfinite=restored.metadata["num_nonfinite"],
     )
-
-
-def _ledger(config: Config, workdir: pathlib.Path, activity: Activity) -> Ledger | SilentLedger:
-    if not distributed.is_first():
-        return SilentLedger()
-    return Ledger(workdir, activity, num_steps=config.train.num_steps)
 
 
 def _finish(config: Config, workdir: pathlib.Path, *, exporter: optional.Exporter | None, restored: Restored) -> None:

@@ -18,7 +18,7 @@ from hlat_jax.run.goodput import ALIVE_FILE, EVENTS_FILE, Ledger, goodput, read_
 def life(began, spent, *, pid=1, step=5, boot="a", up=None, **more):
     """The account of a life that began at `began`, and spent all of its time as told."""
     start = {"pid": pid, "host": "n", "began": began, "boot": boot, "began_up": began if up is None else up}
-    return {**start, "num_steps": 10, "life_s": sum(spent.values()), "step": step, "spent": spent, **more}
+    return {**start, "life_s": sum(spent.values()), "step": step, "spent": spent, **more}
 
 
 def write(workdir, *events):
@@ -26,7 +26,7 @@ def write(workdir, *events):
 
 
 def start(of):
-    keys = ("pid", "host", "began", "boot", "began_up", "num_steps")
+    keys = ("pid", "host", "began", "boot", "began_up")
     return {"event": "start", "time": of["began"], **{key: of[key] for key in keys}}
 
 
@@ -96,19 +96,12 @@ def test_an_account_that_was_entered_twice_and_a_torn_line_count_once(tmp_path):
     assert goodput(tmp_path).seconds["training"] == 28.0
 
 
-def test_a_start_that_finds_the_run_complete_does_not_count(tmp_path):
-    first, again = life(100.0, FIRST, step=10), life(9000.0, {"opening the run": 3.0}, pid=2, step=0)
-    write(tmp_path, start(first), ended(first), start(again), ended(again))
-    assert goodput(tmp_path).total_s == 30.0
-    assert goodput(tmp_path).num_starts == 1
-
-
 def test_steps_that_an_earlier_life_had_trained_are_done_again(tmp_path):
     died = life(100.0, FIRST, step=7)
     write(tmp_path, start(died))
     (tmp_path / ALIVE_FILE).write_text(json.dumps(died))
     activity = Activity()
-    with Ledger(tmp_path, activity, num_steps=10) as opened:
+    with Ledger(tmp_path, activity) as opened:
         opened.begin()
         for step in (5, 6, 7, 8):
             activity.begin("training")
@@ -126,7 +119,7 @@ def test_steps_that_an_earlier_life_had_trained_are_done_again(tmp_path):
 def test_what_a_watch_found_stuck_is_not_training(tmp_path):
     activity = Activity()
     activity.step = 1
-    with Ledger(tmp_path, activity, num_steps=10) as opened:
+    with Ledger(tmp_path, activity) as opened:
         opened.begin()
         for _ in range(2):
             activity.begin("training")
@@ -145,7 +138,7 @@ from hlat_jax.host.activity import Activity
 from hlat_jax.run import goodput
 goodput.GAP_S, goodput._PERIOD_S = 0.5, 0.1
 activity = Activity(began_s=process.began_s())
-with goodput.Ledger(pathlib.Path(sys.argv[1]), activity, num_steps=10) as ledger:
+with goodput.Ledger(pathlib.Path(sys.argv[1]), activity) as ledger:
     ledger.begin()
     activity.begin("compiling")
     print("compiling", flush=True)
@@ -203,7 +196,7 @@ def test_bad_words_are_answered_by_one_line(tmp_path, monkeypatch, words, text):
 def test_a_disk_that_is_full_does_not_end_the_thread(tmp_path, monkeypatch):
     monkeypatch.setattr(ledger, "_PERIOD_S", 0.01)
     activity = Activity()
-    with Ledger(tmp_path, activity, num_steps=10) as opened:
+    with Ledger(tmp_path, activity) as opened:
         opened.begin()
         beats = []
 

@@ -172,7 +172,8 @@ def test_train_writes_the_expected_run_files(finished):
     config, workdir, _ = finished
     assert {path.name for path in workdir.iterdir()} == {
         ".lock", "checkpoints", "config.json", "environment.json",
-        "programs.json", "index", "loss.png", "metrics.jsonl", "tensorboard", "tokenizer",
+        "programs.json", "index", "loss.png", "metrics.jsonl", "events.jsonl", "goodput.png",
+        "tensorboard", "tokenizer",
     }  # fmt: skip
     assert json.loads((workdir / "config.json").read_text()) == config.to_dict()
     assert json.loads((workdir / "environment.json").read_text())["JAX_PLATFORMS"] == "cpu"
