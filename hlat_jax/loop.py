@@ -219,6 +219,7 @@ def _export(run: Run, progress: Progress) -> None:
     postponed, progress.export_postponed = progress.export_postponed, False
     if run.exporter is None or not run.exporter.due(progress.step, last=last, postponed=postponed):
         return
+    run.sync.signals.doing = "starting to export"
     _write_rows(run, progress)
     if progress.num_nonfinite and not last:
         if not postponed:
@@ -275,6 +276,8 @@ def _next_batch(run: Run, progress: Progress) -> NextBatch | None:
         for _ in range(passed + 1, number):
             activity.begin("waiting for data", status=lambda: retries.progress)
             _, begin = next(run.batches)
+            if run.sync.signals.name:
+                raise InterruptedError("stopped while batches were left out")
         activity.begin("waiting for data", status=lambda: retries.progress)
         batch, position = next(run.batches)
     except (ValueError, OSError) as caught:
@@ -351,6 +354,7 @@ def _write_rows(run: Run, progress: Progress, *, in_flight: int = 0) -> None:
             row["spike"] = int(metrics.spike)
         progress.timed_from_s, progress.data_wait_s = now, 0.0
         run.log.train_row(row)
+        run.sync.signals.activity.end_first_step()
         progress.num_nonfinite = 0 if metrics.finite else progress.num_nonfinite + 1
         progress.nonfinite_rows = [] if metrics.finite else [*progress.nonfinite_rows, row]
         if not metrics.finite:

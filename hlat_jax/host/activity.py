@@ -22,7 +22,8 @@ TERMINATED_CODE = 143  # of a process that SIGTERM ended, to the shell
 WAITING = "waiting for the other processes"
 _LEARNED = ("training", "waiting for data")  # what every step does alike
 _FACTOR, _SEEN = 20, 3  # their limits, once seen so often, in the longest time seen
-_BRIEF = (*_LEARNED, WAITING, "evaluating", "starting to save", "saving")
+_SLOWER = 3  # of all else: at least so many times the longest seen
+_BRIEF = (*_LEARNED, WAITING, "evaluating", "starting to save", "starting to export", "saving")
 _BRIEF_LIMIT, _LONG_LIMIT = 12, 72  # in shortest limits: 1 h and 6 h of 300 s
 _TERM_S, _TERM_FACTOR = 60.0, 3  # after SIGTERM, which is followed by SIGKILL
 _DUMP_S, _SAY_S = 10.0, 2.0
@@ -34,7 +35,8 @@ class Activity:
 
     The limit of a step, and of the wait for its batch, is 20 times the longest that was seen, but not less than
     `least_s`; until three were seen, and of evaluation and saves, 12 times `least_s`; of all else, such as opening,
-    compiling and tasks, 72 times. One other thread looks at it, every second.
+    compiling and tasks, 72 times; but none is less than 3 times the longest seen. One other thread looks at it,
+    every second.
 
     Attributes:
       doing: the phase, as in "compiling".
@@ -50,7 +52,7 @@ class Activity:
         """`began_s` is time.monotonic() of the start; None: now."""
         self.least_s, self.step, self.again_until = least_s, 0, 0
         self.began_s = time.monotonic() if began_s is None else began_s
-        self.stuck_s = 0.0
+        self.stuck_s, self._has_stepped = 0.0, False
         self.beat: Callable[[], None] | None = None
         # phase, since when, its status, and account -> seconds before it; replaced as one, for the other threads
         self._phase: tuple[str, float, Any, dict[str, float]] = ("opening the run", self.began_s, None, {})
@@ -64,8 +66,7 @@ class Activity:
     @property
     def account(self) -> str:
         """The key of `spent` to which the time is added at present."""
-        doing, _, _, spent = self._phase
-        return self._account(doing, spent)
+        return self._account(self.doing)
 
     def begin(self, doing: str, *, status: Callable[[], Any] | None = None) -> None:
         """Begins a phase, perhaps the same again; while `status()` changes, it makes progress."""
@@ -96,13 +97,19 @@ class Activity:
     def spent(self, *, now_s: float | None = None) -> dict[str, float]:
         """Returns account -> seconds, up to `now_s` or now: a phase, "first step" or "training again"."""
         doing, since, _, spent = self._phase
-        account, now_s = self._account(doing, spent), now_s or time.monotonic()
+        account, now_s = self._account(doing), now_s or time.monotonic()
         return spent | {account: spent.get(account, 0.0) + now_s - since}
 
-    def _account(self, doing: str, spent: dict[str, float]) -> str:
+    def end_first_step(self) -> None:
+        """Ends the first step of this process, whose metrics have arrived: it is dispatched long before."""
+        if not self._has_stepped:
+            self.begin(self.doing)
+            self._has_stepped = True
+
+    def _account(self, doing: str) -> str:
         if doing != "training":
             return doing
-        if "first step" not in spent:
+        if not self._has_stepped:
             return "first step"
         return "training again" if self.step <= self.again_until else doing
 
@@ -110,14 +117,14 @@ class Activity:
         count, longest = self._seen.get(doing, (0, 0.0))
         if doing in _LEARNED and count >= _SEEN:
             return max(self.least_s, _FACTOR * longest)
-        return self.least_s * (_BRIEF_LIMIT if doing in _BRIEF else _LONG_LIMIT)
+        return max(self.least_s * (_BRIEF_LIMIT if doing in _BRIEF else _LONG_LIMIT), _SLOWER * longest)
 
     def unanswered_s(self, since_sigterm_s: float) -> float:
         """Returns for how long a step makes no progress after SIGTERM, if that is too long; else 0."""
         now = self.snapshot()
         _, longest = self._seen.get(now["doing"], (0, 0.0))
         idle_s = min(since_sigterm_s, now["for_s"])
-        is_late = now["doing"] in (*_LEARNED, WAITING) and idle_s > max(_TERM_S, _TERM_FACTOR * longest)
+        is_late = now["doing"] in _LEARNED and idle_s > max(_TERM_S, _TERM_FACTOR * longest)
         return idle_s if is_late and self.least_s else 0.0
 
 

@@ -160,7 +160,8 @@ def _initialize(job: Job) -> None:
     """Connects the processes, or ends this one with a line that says which are missing, or one too many."""
     where = f"process {job.process_id} of {job.num_processes} on {socket.gethostname()}"
     try:
-        meet(job.coordinator, job.num_processes, job.process_id, timeout_s=job.join_timeout_s)
+        timeouts = {"timeout_s": job.join_timeout_s, "busy_s": 2 * job.peer_timeout_s}  # until an earlier job ends
+        meet(job.coordinator, job.num_processes, job.process_id, **timeouts)
     except RendezvousError as error:
         exit_with(f"error: {error}", error.code)
     line = (

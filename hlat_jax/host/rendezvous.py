@@ -27,8 +27,10 @@ class RendezvousError(Exception):
         self.code = code
 
 
-def meet(coordinator: str, num_processes: int, process_id: int, *, timeout_s: float) -> None:
+def meet(coordinator: str, num_processes: int, process_id: int, *, timeout_s: float, busy_s: float = _BUSY_S) -> None:
     """Returns once all processes of the job have called it, with the same coordinator (HOST:PORT) and number.
+
+    A process that finds another job there waits `busy_s` for its end, or `timeout_s` if that is less.
 
     Raises:
       RendezvousError: another program or job has the port, two processes have the same id or different numbers, or not
@@ -46,7 +48,14 @@ def meet(coordinator: str, num_processes: int, process_id: int, *, timeout_s: fl
             _gather(int(port), num_processes, until=until, late=f"{who} gave up waiting for the other processes {late}")
         else:
             hello = {"process": process_id, "of": num_processes, "host": socket.gethostname(), "pid": os.getpid()}
-            _join(host, int(port), hello, until=until, late=f"{who} did not reach process 0 {late}")
+            _join(
+                host.strip("[]"),
+                int(port),
+                hello,
+                busy_s=busy_s,
+                until=until,
+                late=f"{who} did not reach process 0 {late}",
+            )
     except OSError as error:
         raise RendezvousError(f"{who} at --coordinator={coordinator}: {error.strerror or error}.", code=1) from None
 
@@ -135,9 +144,9 @@ def _listen(port: int) -> socket.socket:
         time.sleep(_PERIOD_S)
 
 
-def _join(host: str, port: int, hello: dict[str, Any], *, until: float, late: str) -> None:
+def _join(host: str, port: int, hello: dict[str, Any], *, busy_s: float, until: float, late: str) -> None:
     """Processes other than 0: says who it is, until it is answered."""
-    why, busy_s = "none", 0.0
+    why, busy_since_s = "none", 0.0
     while (now := time.monotonic()) < until:
         try:
             with socket.create_connection((host, port), timeout=_CONNECT_S) as connection:
@@ -145,15 +154,15 @@ def _join(host: str, port: int, hello: dict[str, Any], *, until: float, late: st
                 connection.settimeout(until - now + _CONNECT_S)  # process 0 says who is missing
                 answer = _hear(connection)
         except OSError as error:
-            why, busy_s = error.strerror or str(error), 0.0
+            why, busy_since_s = error.strerror or str(error), 0.0
             time.sleep(_PERIOD_S)
             continue
         if answer is not None and "error" not in answer:
             return
         if answer is not None:
             raise RendezvousError(answer["error"], code=answer["code"])
-        why, busy_s = "another program listens there", busy_s or now
-        if now - busy_s > _BUSY_S:
+        why, busy_since_s = "another program listens there", busy_since_s or now
+        if now - busy_since_s > busy_s:
             raise RendezvousError(
                 f"process {hello['process']} of {hello['of']} on {hello['host']} found no job to join at "
                 f"--coordinator={host}:{port}: another program listens there, or a job that has all its processes. "

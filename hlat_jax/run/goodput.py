@@ -34,6 +34,7 @@ _CATEGORIES = {
     "evaluating": "evaluation",
     "evaluating on tasks": "evaluation",
     "starting to save": "blocked on save",
+    "starting to export": "blocked on save",
     "saving": "blocked on save",
     "restoring the checkpoint": "restore",
     "waiting for data": "data wait",
@@ -44,6 +45,7 @@ _CATEGORIES = {
 CATEGORIES = tuple(dict.fromkeys([*_CATEGORIES.values(), _OTHER, _UNKNOWN]))
 _UNITS = (("hours", 3600), ("minutes", 60), ("seconds", 1))
 _STARTED = {"pid", "host", "began", "boot", "began_up"}
+_KEYS = {"start": _STARTED, "saved": {"step"}, "rewound": {"step"}}  # that an event must have
 _ENDED = {*_STARTED, "life_s", "step", "spent"}
 _PERIOD_S = 1.0
 _JOIN_S = 5.0  # for an entry that a disk does not take
@@ -57,7 +59,8 @@ class Ledger:
         self._workdir, self._activity = workdir, activity
         self._moved: dict[str, float] = {}  # account -> seconds of it in which the process was stopped
         self._beating, self._over = threading.Lock(), threading.Event()
-        self._thread: threading.Thread | None = None
+        self._has_begun = False
+        self._thread = threading.Thread(target=self._run, name="hlat-ledger", daemon=True)
         self._earlier: list[dict[str, Any]] = []
         age_s = time.monotonic() - activity.began_s
         self._began = {
@@ -73,9 +76,9 @@ class Ledger:
 
     def begin(self) -> None:
         """Enters this start, and how the life before ended if it could not."""
-        if self._thread is not None:
+        if self._has_begun:
             return
-        self._thread = threading.Thread(target=self._run, name="hlat-ledger", daemon=True)
+        self._has_begun = True
         left = _left(self._workdir)
         lives = _recorded_lives(self._workdir)
         if left is not None and not any(_is_same(left, life) and "spent" in life for life in lives):
@@ -88,7 +91,7 @@ class Ledger:
         self._thread.start()
 
     def __exit__(self, _type, error, _traceback):
-        if self._thread is None:
+        if not self._thread.is_alive():
             return
         self._over.set()
         self._thread.join(_JOIN_S)
@@ -100,8 +103,12 @@ class Ledger:
     def event(self, name: str, **fields: Any) -> None:
         """Appends an event to the file, and returns once it is on the disk."""
         self.begin()
-        with open(self._workdir / EVENTS_FILE, "a") as file:
-            file.write(json.dumps({"event": name, "time": time.time(), **fields}) + "\n")
+        line = json.dumps({"event": name, "time": time.time(), **fields}).encode() + b"\n"
+        with open(self._workdir / EVENTS_FILE, "ab+") as file:
+            if file.tell() > 0:
+                file.seek(-1, os.SEEK_END)
+                line = line if file.read(1) == b"\n" else b"\n" + line  # a kill has cut the line before short
+            file.write(line)
             to_disk(file)
 
     def goodput(self) -> Goodput:
@@ -146,9 +153,9 @@ class Ledger:
                 now = self._spent()
                 longest = max(now, key=lambda account: now[account] - spent.get(account, 0.0))
                 self._moved = self._moved | {longest: self._moved.get(longest, 0.0) + gap_s}
-            looked_s, worked_s, spent = time.monotonic(), time.process_time(), self._spent()
             with contextlib.suppress(OSError):  # the disk is full, or the folder gone: the loop says so
                 self.beat()
+            looked_s, worked_s, spent = time.monotonic(), time.process_time(), self._spent()  # a beat may take long
 
 
 class SilentLedger:
@@ -257,9 +264,11 @@ def read_events(workdir: pathlib.Path) -> list[dict[str, Any]]:
     """Returns the events of a run, in order; a line that a kill has cut short is left out."""
     path, found = workdir / EVENTS_FILE, []
     for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, RecursionError):
             event = json.loads(line)
-            found += [event] if isinstance(event, dict) and "event" in event else []
+            name = event.get("event") if isinstance(event, dict) else None
+            if isinstance(name, str) and event.keys() >= {"time", *_KEYS.get(name, ())}:
+                found.append(event)
     return found
 
 
@@ -267,11 +276,11 @@ def _recorded_lives(workdir: pathlib.Path) -> list[dict[str, Any]]:
     """Returns the lives of the events; those that have ended have an account, and some the time of a kill."""
     lives: list[dict[str, Any]] = []
     for event in read_events(workdir):
-        if event["event"] == "start" and event.keys() >= _STARTED:
+        if event["event"] == "start":
             lives.append(event)
         elif event["event"] == "killed" and lives:  # by launch/restart.sh
             lives[-1]["killed"] = event["time"]
-        elif isinstance(event.get("life"), dict) and event["life"].keys() >= _ENDED:
+        elif _is_account(event.get("life")):
             for life in lives:
                 if _is_same(life, event["life"]):
                     life.update(event["life"])
@@ -282,8 +291,12 @@ def _left(workdir: pathlib.Path) -> dict[str, Any] | None:
     """Returns the account that a life has left behind or, if it runs, still replaces; None: there is none."""
     with contextlib.suppress(OSError, ValueError):
         left = read_json(workdir / ALIVE_FILE)
-        return left if isinstance(left, dict) and left.keys() >= _ENDED else None
+        return left if _is_account(left) else None
     return None
+
+
+def _is_account(life: Any) -> bool:
+    return isinstance(life, dict) and life.keys() >= _ENDED and isinstance(life["spent"], dict)
 
 
 def _is_same(life: dict[str, Any], other: dict[str, Any]) -> bool:

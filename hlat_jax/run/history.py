@@ -26,8 +26,6 @@ def begin(workdir: pathlib.Path, *, ledger: Ledger | SilentLedger, begin_again: 
     step, told_by = newest_saved(events), EVENTS_FILE
     if not step and not any(event["event"] == "start" for event in events):  # what trained it wrote no events
         step, told_by = _surely_saved(rows, workdir), f"{ROWS_FILE} and checkpoint.every_steps"
-        if step:
-            ledger.event("saved", step=step)  # for the next start, which is not the first to write events
     if step and not begin_again:
         raise ValueError(
             f"{workdir / 'checkpoints'} holds no checkpoint, but one of step {step} was saved ({told_by}), and the "

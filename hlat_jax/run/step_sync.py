@@ -141,9 +141,12 @@ def only_job(workdir: pathlib.Path) -> Iterator[None]:
 
 
 class FolderCheck:
-    """Notices that the run folder was removed or replaced while the run uses it: what is saved there is lost."""
+    """Notices that the run folder was removed or replaced while the run uses it: what is saved there is lost.
 
-    _PERIOD_S = 60.0
+    Process 0 looks. A file system that does not answer for once, or is wrong for once, ends no run.
+    """
+
+    _PERIOD_S, _AGAIN_S = 60.0, 2.0
 
     def __init__(self, workdir: pathlib.Path):
         self._workdir, self._identity, self._checked_s = workdir, _identity(workdir), time.monotonic()
@@ -154,14 +157,23 @@ class FolderCheck:
         Raises:
           ValueError: it is another one, or none.
         """
-        if not now and time.monotonic() - self._checked_s < self._PERIOD_S:
+        if not distributed.is_first() or (not now and time.monotonic() - self._checked_s < self._PERIOD_S):
             return
         self._checked_s = time.monotonic()
-        if _identity(self._workdir) != self._identity:
-            raise ValueError(
-                f"the run folder {self._workdir.absolute()} was removed or replaced while this run trained in it; what "
-                "came after its last checkpoint is lost. Put it back, and run the same command to resume."
-            )
+        for wait_s in (0.0, self._AGAIN_S):
+            time.sleep(wait_s)
+            if not self._is_another():
+                return
+        raise ValueError(
+            f"the run folder {self._workdir.absolute()} was removed or replaced while this run trained in it; what "
+            "came after its last checkpoint is lost. Put it back, and run the same command to resume."
+        )
+
+    def _is_another(self) -> bool:
+        try:
+            return _identity(self._workdir) != self._identity
+        except OSError:  # not known
+            return False
 
 
 def _identity(folder: pathlib.Path) -> tuple[int, int] | None:

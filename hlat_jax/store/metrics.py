@@ -399,11 +399,13 @@ def read_rows(path: str | os.PathLike) -> list[dict[str, Any]]:
 
 def missing_steps(path: pathlib.Path, last_step: int) -> list[range]:
     """Returns the steps of 1 .. last_step that have no training row, in order."""
-    rows = read_rows(path) if path.exists() else []
+    steps = {last_step + 1}
+    if path.exists():
+        with open(path, "rb") as lines:
+            rows = (row for line in lines if (row := _row(line)) is not None)
+            steps |= {row["step"] for row in rows if "loss" in row and 0 < row["step"] <= last_step}
     missing, first = [], 1
-    for step in sorted(
-        {row["step"] for row in rows if "loss" in row and 0 < row["step"] <= last_step} | {last_step + 1}
-    ):
+    for step in sorted(steps):
         if step > first:
             missing.append(range(first, step))
         first = step + 1

@@ -37,12 +37,29 @@ def test_limits_are_generous_first_and_then_learned(clock):
     assert found.snapshot()["limit_s"] == 10
 
 
-def test_limits_of_saves_are_not_learned_a_disk_may_be_slow_for_once(clock):
+def test_limits_of_saves_only_grow_a_disk_may_be_slow_for_once(clock):
     found = Activity(least_s=300)
     for _ in range(5):
         found.begin("starting to save")
         clock[0] += 2
     assert found.snapshot()["limit_s"] == 3600
+    clock[0] += 3000
+    found.begin("starting to save")
+    assert found.snapshot()["limit_s"] == 3 * 3002
+
+
+def test_the_first_step_lasts_until_its_metrics_arrive(clock):
+    found = Activity()
+    found.step = 1
+    for seconds in (1, 30, 2):  # dispatched; waited for while the second one is dispatched; the second
+        found.begin("training")
+        clock[0] += seconds
+        if seconds == 30:
+            found.end_first_step()
+            clock[0] += 3
+    found.begin("saving")
+    spent = found.spent()
+    assert (spent["first step"], spent["training"]) == (31, 5)
 
 
 def test_sigterm_that_a_step_does_not_answer_is_late_after_a_minute_and_a_save_may_take_longer(clock):
@@ -58,6 +75,7 @@ def test_sigterm_that_a_step_does_not_answer_is_late_after_a_minute_and_a_save_m
     assert unanswered_s("saving", 100) == 0
     assert unanswered_s("training", 30) == 0
     assert unanswered_s("training", 100) == 100
+    assert unanswered_s(WAITING, 100) == 0  # for a process that does not answer
 
 
 def test_a_phase_whose_status_changes_makes_progress(clock):

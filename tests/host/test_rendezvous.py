@@ -21,7 +21,7 @@ def met(monkeypatch):
 
         def one(place):
             try:
-                return rendezvous.meet(address, *place, timeout_s=timeout_s)
+                return rendezvous.meet(address, *place, timeout_s=timeout_s, busy_s=0.3)
             except rendezvous.RendezvousError as error:
                 return str(error), error.code
 
@@ -50,8 +50,11 @@ def other_program(*, says=b""):
         thread.join()
 
 
-def test_processes_meet_in_any_order_and_again_on_the_same_port(met):
-    address = jobs.free_address()
+@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]", "localhost"])
+def test_processes_meet_in_any_order_and_again_on_the_same_port(met, host):
+    if host == "[::1]" and not socket.has_dualstack_ipv6():
+        pytest.skip("this machine has no IPv6")
+    address = f"{host}:{jobs.free_address().rpartition(':')[2]}"
     for _ in range(2):
         assert met((3, 2), (3, 0), (3, 1), address=address) == [None] * 3
 

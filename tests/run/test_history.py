@@ -8,6 +8,8 @@ from hlat_jax.run import history
 from hlat_jax.run.goodput import EVENTS_FILE, read_events
 from hlat_jax.store.metrics import ROWS_FILE
 
+START = {"pid": 1, "host": "n", "began": 0.0, "boot": "", "began_up": 0.0}
+
 
 class Events:
     """The part of a ledger that the history needs."""
@@ -30,7 +32,7 @@ def folder(tmp_path):
         (tmp_path / "config.json").write_text(json.dumps({"checkpoint": checkpoint}))
         ledger = Events(tmp_path)
         for name, step in events:
-            ledger.event(name, step=step)
+            ledger.event(name, **(START if name == "start" else {"step": step}))
         return tmp_path, ledger
 
     return make
