@@ -383,11 +383,11 @@ def test_a_process_that_is_alive_but_stuck_ends_all_with_stacks_and_a_code_of_it
 
 
 def test_sigterm_that_a_stuck_process_does_not_answer_ends_it(small_job):
-    """Signal handlers of Python do not run while the main thread waits for the other processes."""
+    """Signal handlers of Python do not run while the main thread is in C++ code."""
     stuck = f"""
 import hlat_jax.host.activity
 hlat_jax.host.activity._TERM_S = 1
-activity.begin(WAITING)
+activity.begin("training")
 with process.StopSignals(activity, alone=False):
     {WAIT}
 """
