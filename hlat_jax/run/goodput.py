@@ -281,9 +281,10 @@ def _recorded_lives(workdir: pathlib.Path) -> list[dict[str, Any]]:
         elif event["event"] == "killed" and lives:  # by launch/restart.sh
             lives[-1]["killed"] = event["time"]
         elif _is_account(event.get("life")):
-            for life in lives:
-                if _is_same(life, event["life"]):
-                    life.update(event["life"])
+            same = next((life for life in lives if _is_same(life, event["life"])), None)
+            if same is None:  # the line of its start is damaged
+                lives.append(same := {})
+            same.update(event["life"])
     return lives
 
 

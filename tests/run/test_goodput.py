@@ -70,6 +70,13 @@ def test_a_life_without_an_account_is_unknown(tmp_path):
     assert goodput(tmp_path).total_s == pytest.approx(56.5)
 
 
+def test_a_life_whose_start_is_damaged_is_known_by_its_account(tmp_path):
+    first, second = life(100.0, FIRST), life(140.0, SECOND, pid=2)
+    write(tmp_path, ended(first, "died"), start(second), ended(second))
+    assert goodput(tmp_path).total_s == pytest.approx(56.5)
+    assert goodput(tmp_path).seconds["unknown"] == 0.0
+
+
 def test_a_life_that_was_killed_from_outside_was_stuck_until_then(tmp_path):
     first, second = life(100.0, FIRST), life(160.0, SECOND, pid=2)
     killed = {"event": "killed", "time": 150.0}

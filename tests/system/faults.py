@@ -5,9 +5,10 @@
 A trial is one run folder, trained by one to four processes to a fixed number of steps. Its faults, of the kinds in
 `fault_kinds.KINDS`, come one after another; when the job has ended, it is started again, as launch/restart.sh would,
 after the harness has removed the cause where the run said that somebody must. In the end the run must be complete, and
-every row and every bit of its last checkpoint as without faults. Each fault is a line of faults.jsonl as soon as it is
-over. One that did not really happen, such as a signal to a process that had ended, is void and does not count. The
-exit code is 1 if an outcome is not one that the table of kinds allows, or a trial ends with other bits.
+every row and every bit of its last checkpoint as without faults, and its ledger must agree with the harness's clock.
+Each fault is a line of faults.jsonl as soon as it is over. One that did not really happen, such as a signal to a
+process that had ended, is void and does not count. The exit code is 1 if an outcome is not one that the table of kinds
+allows, or a trial does not end as it must.
 
 Some kinds are done by the processes to themselves, see support/faulty_train.py; all else of the command is a user's.
 """
@@ -36,6 +37,7 @@ import micro
 from fault_kinds import KINDS
 
 from hlat_jax.data.formats.paths import asset_path
+from hlat_jax.run.goodput import goodput, read_events
 
 NUM_STEPS, SAVE_EVERY = 72, 4
 SETTINGS = {
@@ -56,6 +58,8 @@ TRIAL_LIMIT_S, LIFE_LIMIT_S = 900, 180
 MOMENT_S = 1.0
 _RESTARTED = (1, 124, 143)  # by launch/restart.sh, as what a signal ended
 _SMALL_DISK = "64m"
+# Of a trial: the interpreter's start and end, which its ledger cannot see; share of the time without an account.
+LEDGER_LIMIT_S, UNKNOWN_LIMIT = 3.0, 0.01
 
 
 class LateError(Exception):
@@ -256,6 +260,8 @@ class Trial:
         self.done: list[dict] = []  # faults that happened
         self._open: list[dict] = []  # of them, those after which the run does not train again yet
         self._ids, self._undo = 0, []
+        self._ledger_from: float | None = None  # the first start that it counts
+        self.ledger: dict[str, float] = {}
         self._now: Fault | None = None  # done, and nothing has come of it yet
         self._mounted = False
 
@@ -271,6 +277,8 @@ class Trial:
                 life = self._start(lives, plan)
                 try:
                     pending = self._live(life, plan, pending)
+                    if self._ledger_from is None and read_events(self.workdir):
+                        self._ledger_from = life.began
                     if life.codes() == [0] * self.n and self._is_complete(life):
                         break
                     if not life.disturbed and any(life.codes()):
@@ -281,7 +289,7 @@ class Trial:
                         self._heal()
                 if lives > 6 * num_faults + 12:
                     return ["does not come to its end"]
-            return self._compare()
+            return self._ledger_problems() + self._compare()
         except LateError as error:
             if self._now is not None:
                 self._note(life, self._now, fault_kinds.HANGS, line=str(error))
@@ -649,6 +657,16 @@ class Trial:
     def _is_complete(self, life: Life) -> bool:
         return NUM_STEPS in self._saved()
 
+    def _ledger_problems(self) -> list[str]:
+        if any("events.jsonl" in row["what"] for row in self.done):
+            return []
+        wall_s, found = time.monotonic() - self._ledger_from, goodput(self.workdir)
+        unknown_s = found.seconds["unknown"]
+        self.ledger = {"wall_s": wall_s, "ledger_s": found.total_s, "unknown_s": unknown_s}
+        if abs(wall_s - found.total_s) > LEDGER_LIMIT_S or unknown_s > UNKNOWN_LIMIT * wall_s:
+            return [f"the ledger has {found.total_s:.1f} s, {unknown_s:.1f} unknown, the clock {wall_s:.1f} s"]
+        return []
+
     def _compare(self) -> list[str]:
         reference = self.campaign.reference(self.n, self.lasting)
         problems = fault_kinds.history_problems(micro.rows(self.workdir), micro.rows(reference), lost=self.lost)
@@ -704,7 +722,9 @@ def run(campaign: Campaign, *, faults: int, minutes: float, first: int = 0) -> b
         bad += bool(problems or wrong)
         verdict = "; ".join(problems) or "bitwise equal"
         took_s = round(time.monotonic() - began, 1)
-        campaign.record(trial=number, processes=trial.n, faults=len(trial.done), end=verdict, seconds=took_s)
+        campaign.record(
+            trial=number, processes=trial.n, faults=len(trial.done), end=verdict, seconds=took_s, **trial.ledger
+        )
         if not problems and not wrong:
             shutil.rmtree(trial.folder, ignore_errors=True)
         number += 1
@@ -749,6 +769,11 @@ def main() -> int:
     equal = sum(record["end"] == "bitwise equal" for record in trials)
     wrong = sum(record.get("verdict") == "not allowed" for record in records)
     spent_s = time.monotonic() - began
+    wall_s, ledger_s, unknown_s = (sum(t.get(key, 0) for t in trials) for key in ("wall_s", "ledger_s", "unknown_s"))
+    print(
+        f"ledgers: {ledger_s:.1f} s of {wall_s:.1f} s by the harness's clock ({ledger_s / max(wall_s, 1) - 1:+.2%}), "
+        f"{unknown_s / max(ledger_s, 1):.2%} unknown"
+    )
     print(
         f"{num_faults} faults of {num_kinds} kinds in {len(trials)} trials, {campaign.voids} void; {equal} trials "
         f"bitwise equal, {len(trials) - equal} not; {wrong} outcomes not allowed; {spent_s:.0f} s, "
