@@ -63,13 +63,13 @@ def bare_step_s(program) -> float:
 
 @contextlib.contextmanager
 def cpu_of_threads(found: dict[str, float]) -> Iterator[None]:
-    """Sets `found` to the CPU seconds of each thread whose name begins with "hlat-", by its name."""
+    """Sets `found` to the CPU seconds of each thread that looks after the run, by its name."""
     over = threading.Event()
 
     def look() -> None:
         while not over.wait(0.2):
             for thread in threading.enumerate():
-                if thread.name.startswith("hlat-"):
+                if thread.name in ("hlat-watch", "hlat-ledger"):
                     with contextlib.suppress(OSError):  # it has just ended
                         found[thread.name] = time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
 
