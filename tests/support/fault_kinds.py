@@ -1,7 +1,7 @@
 """The kinds of fault of `system/faults.py`, what each may lead to, and the checks of a run that has met some.
 
-The table was tried in small campaigns and then fixed, before the one of 300 faults. Each outcome is only part of a verdict: in every case the run must
-afterwards reach its last step with the bits of a run without faults.
+The table was tried in small campaigns and then fixed, before the one of 300 faults. Each outcome is only part of a
+verdict: in every case the run must afterwards reach its last step with the bits of a run without faults.
 """
 
 import dataclasses
