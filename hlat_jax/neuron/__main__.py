@@ -21,6 +21,10 @@ VERBS = {
     "hlo": ("hlat_jax.neuron.hlo_command", "writes the programs of a config as files for neuronx-cc"),
     "doctor": ("hlat_jax.neuron.doctor_command", "checks that this machine is ready for a run"),
     "env": ("hlat_jax.neuron.env_command", "prints the environment variables of each process of a run"),
+    "sdk-diff": (
+        "hlat_jax.neuron.sdk_diff_command",
+        "says what another Neuron SDK changes for a config: sdk-diff 2.32 2.33",
+    ),
 }
 
 

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 
 from hlat_jax import cost
 from hlat_jax.config import Config
-from hlat_jax.neuron import exercises, probes, short_training
+from hlat_jax.host import neuron_sdk
+from hlat_jax.neuron import exercises, installation, probes, short_training
 from hlat_jax.neuron.probes import FAILED, NOT_HERE, Outcome
 from hlat_jax.precision import policy_on
 
@@ -82,7 +83,8 @@ def _versions(supported: dict[str, tuple[str, str]]) -> Outcome:
 def _neuron_versions(machine: CheckedMachine) -> Outcome:
     if not machine.instance:
         return Outcome(NOT_HERE, "this machine has no Neuron device")
-    return _versions(probes.SUPPORTED_BY_NEURON)
+    python = exercises.installed_versions(("python", "jax", "numpy", *neuron_sdk.PYTHON_PACKAGES))
+    return installation.one_release(python | installation.system_versions())
 
 
 def _devices(machine: CheckedMachine) -> Outcome:

@@ -29,15 +29,6 @@ SUPPORTED = {
     "orbax-checkpoint": ("0.12.8", ""),
     "grain": ("0.2.18", ""),
 }
-# Source: AWS Neuron release notes, SDK 2.32. Lower bounds: the public index has placeholders of these names.
-SUPPORTED_BY_NEURON = {
-    "python": ("3.11", "3.14"),
-    "jax": ("0.9.0.1", "0.10.1"),
-    "numpy": ("2.2", "2.4"),
-    "jax-neuronx": ("0.10", ""),
-    "libneuronxla": ("3", ""),
-    "neuronx-cc": ("2.27", ""),
-}
 _SIGMAS = 6.0  # bound on random quantities: a correct device fails with a probability of about 1e-8
 
 

@@ -52,11 +52,6 @@ def test_supported_versions_match_the_package_metadata():
     declared = requirements(project["dependencies"])
     declared["python"] = requirements([f"python{project['requires-python']}"])["python"]
     assert {name: declared[name] for name in probes.SUPPORTED} == probes.SUPPORTED
-    neuron = requirements(project["optional-dependencies"]["neuron"])
-    for name in set(neuron) - {"jax"}:
-        assert probes.SUPPORTED_BY_NEURON[name] == neuron[name]
-    pinned = {"jax": neuron["jax"][0]}
-    assert probes.versions(pinned, {"jax": probes.SUPPORTED_BY_NEURON["jax"]}).verdict == PASSED
 
 
 def test_versions_of_this_environment_pass():
@@ -73,17 +68,15 @@ def test_versions_within_the_range_pass(version):
     assert probes.versions({"jax": version}, {"jax": ("0.9.0.1", "0.12")}).verdict == PASSED
 
 
-def test_placeholder_and_missing_packages_fail():
-    installed = {
-        "python": "3.12.1",
-        "jax": "0.10.0",
-        "numpy": "2.3.5",
-        "jax-neuronx": "0.0.0",
-        "neuronx-cc": "1.0.post1",
-    }
-    outcome = probes.versions(installed, probes.SUPPORTED_BY_NEURON)
-    assert_failed(outcome, "jax-neuronx 0.0.0", "neuronx-cc 1.0.post1", "libneuronxla is missing")
-    assert "numpy" not in outcome.found
+def test_missing_packages_fail():
+    assert_failed(probes.versions({"jax": "0.10.0"}, {"jax": ("0.9", ""), "flax": ("0.12", "")}), "flax is missing")
+
+
+def test_packages_for_neuron_are_checked_where_the_machine_has_its_devices(monkeypatch, tmp_path):
+    machine = doctor.CheckedMachine("trn1.32xlarge", 32, tmp_path)
+    monkeypatch.setattr(doctor.installation, "system_versions", lambda: {"aws-neuronx-dkms": "2.31.8.0"})
+    assert_failed(doctor._neuron_versions(machine), "missing: jax-neuronx, libneuronxla, neuronx-cc")
+    assert doctor._neuron_versions(doctor.CheckedMachine("", 0, tmp_path)).verdict == NOT_HERE
 
 
 # devices and memory

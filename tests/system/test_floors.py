@@ -188,7 +188,9 @@ def loaded_after(statement: str) -> set[str]:
         "host.flags",
         "host.neuron_env",
         "host.neuron_topology",
+        "host.neuron_sdk",
         "neuron.env_command",
+        "neuron.sdk_diff_command",
         "neuron.doctor_command",
     ],
 )

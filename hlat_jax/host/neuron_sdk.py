@@ -1,0 +1,292 @@
+"""Releases of the AWS Neuron SDK: the packages, defaults and faults of each.
+
+The one table of Neuron's versions: the doctor and `neuron sdk-diff` read it, and tests compare `pyproject.toml`,
+docs/trainium.md and launch/ with it. A new release is a new row here. Source: AWS Neuron docs of each version,
+release-notes/releasecontent, release-notes/components, release-notes/2.33.1 and setup/jax; issues of aws-neuron-sdk.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+
+from hlat_jax.config import nearest
+
+# Distributions of Python, and packages of the operating system: these belong to one release together.
+PYTHON_PACKAGES = ("jax-neuronx", "libneuronxla", "neuronx-cc", "nki")
+SYSTEM_PACKAGES = ("aws-neuronx-dkms", "aws-neuronx-runtime-lib", "aws-neuronx-collectives")
+
+
+@dataclasses.dataclass(frozen=True)
+class Release:
+    """One release of the SDK.
+
+    Attributes:
+      version: such as "2.33.1".
+      date: of the release, ISO.
+      packages: package -> its version. Where the release notes give no number: ">V" for a package that is newer than V,
+        ">=V" for one rebuilt from V without functional changes.
+      jax: the version of JAX to use with it.
+      numpy: (lowest supported, first unsupported).
+      python: (lowest supported, first unsupported).
+      systems: operating systems that its JAX set-up page names.
+      container_os: end of the tags of its container images.
+      flag_defaults: flag of neuronx-cc -> what it does where it is not given; only flags that moved in some release.
+      reserved_bytes_per_core: device memory that its runtime takes by default, beyond that of 2.32.
+      open_questions: what the notes that could be read leave open.
+      avoid: why not to train with it; "" for a sound release.
+    """
+
+    version: str
+    date: str
+    packages: Mapping[str, str]
+    jax: str
+    numpy: tuple[str, str]
+    python: tuple[str, str]
+    systems: tuple[str, ...]
+    container_os: str
+    flag_defaults: Mapping[str, str]
+    reserved_bytes_per_core: int = 0
+    open_questions: tuple[str, ...] = ()
+    avoid: str = ""
+
+    @property
+    def series(self) -> str:
+        """The first two numbers, such as "2.33"."""
+        return ".".join(self.version.split(".")[:2])
+
+
+_UNREAD_2_33 = (
+    "the compiler notes of 2.33.0 could not be read: its defaults are those that the notes of 2.32.0 announce",
+    "the runtime notes of 2.33.0 could be read in part only: variables that it removes are not known",
+    "the image pages of 2.33 could not be read: the full tags of its containers are not known",
+)
+_PROFILING_BUFFER = 64 * 10**6  # for profiling copies between host and device; runtime notes of 2.33.0
+_DEFAULTS_2_33 = {
+    "--native-int64": "enabled: 64-bit integers are computed as such on trn2 and later",
+    "--implicit-integer-downcast": "none: integer dot, scatter, all_reduce, reduce_scatter and pow are errors",
+}
+# Oldest first.
+RELEASES = (
+    Release(
+        version="2.32.0",
+        date="2026-08-17",
+        packages={
+            "jax-neuronx": "0.10.0.1.0.11459",
+            "libneuronxla": "3.0.5356.0",
+            "neuronx-cc": "2.27.5334.0",
+            "nki": "0.6.0",
+            "aws-neuronx-dkms": "2.30.2.0",
+            "aws-neuronx-runtime-lib": "2.34.10.0",
+            "aws-neuronx-collectives": "2.34.10.0",
+        },
+        jax="0.10.0",
+        numpy=("2.2", "2.4"),
+        python=("3.11", "3.14"),
+        systems=("Ubuntu 24.04", "Amazon Linux 2023"),
+        container_os="ubuntu24.04",
+        flag_defaults={
+            "--native-int64": "disabled: 64-bit integers are computed in 32 bits",
+            "--implicit-integer-downcast": "all: unsupported integer operations are converted, with a warning",
+        },
+    ),
+    Release(
+        version="2.33.0",
+        date="2026-10-19",
+        packages={
+            "jax-neuronx": "0.10.0.1.0.14198",
+            "libneuronxla": "3.0.10135.0",
+            "neuronx-cc": "2.28.7631.0",
+            "nki": "0.7.0",
+            "aws-neuronx-dkms": "2.31.7.0",
+            "aws-neuronx-runtime-lib": "2.35.30.0",
+            "aws-neuronx-collectives": "2.35.43.0",
+        },
+        jax="0.10.0",
+        numpy=("2.2", "2.4"),
+        python=("3.11", "3.15"),
+        systems=("Ubuntu 26.04", "Ubuntu 24.04", "Amazon Linux 2023"),
+        container_os="ubuntu26.04",
+        flag_defaults=_DEFAULTS_2_33,
+        reserved_bytes_per_core=_PROFILING_BUFFER,
+        open_questions=_UNREAD_2_33,
+        avoid="DMA that transposes can hang the chip beside collectives; mended in 2.33.1",
+    ),
+    Release(
+        version="2.33.1",
+        date="2026-11-11",
+        packages={
+            "jax-neuronx": ">=0.10.0.1.0.14198",
+            "libneuronxla": ">=3.0.10135.0",
+            "neuronx-cc": "2.28.7631.0",
+            "nki": "0.7.0",
+            "aws-neuronx-dkms": "2.31.8.0",
+            "aws-neuronx-runtime-lib": ">2.35.30.0",
+            "aws-neuronx-collectives": "2.35.49.0",
+        },
+        jax="0.10.0",
+        numpy=("2.2", "2.4"),
+        python=("3.11", "3.15"),
+        systems=("Ubuntu 26.04", "Ubuntu 24.04", "Amazon Linux 2023"),
+        container_os="ubuntu26.04",
+        flag_defaults=_DEFAULTS_2_33,
+        reserved_bytes_per_core=_PROFILING_BUFFER,
+        open_questions=_UNREAD_2_33,
+    ),
+)
+RECOMMENDED = RELEASES[-1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """A known fault of the SDK.
+
+    Attributes:
+      name: short, unique.
+      since: first release with it that is known; older than the table where that is how it was reported.
+      fixed: release that mends it; "" if none is known to.
+      what: the program or the flag, and what it does.
+      instead: what to do.
+      source: page or issue.
+    """
+
+    name: str
+    since: str
+    fixed: str
+    what: str
+    instead: str
+    source: str
+
+
+FAULTS = (
+    Fault(
+        "dma-transpose",
+        "2.33.0",
+        "2.33.1",
+        "DMA that transposes (HWDGE) beside another such DMA, such as that of a collective, can hang the chip",
+        "do not train on several devices with 2.33.0; whether older releases have it is not stated",
+        "release-notes/2.33.1",
+    ),
+    Fault(
+        "ccop-overlap",
+        "2.31.0",
+        "",
+        "--enable-ccop-compute-overlap ends the compiler with an assertion (F134), seen on inf2",
+        "leave the flag out; this package never sets it",
+        "aws-neuron-sdk#1365",
+    ),
+    Fault(
+        "boolean-mask",
+        "2.31.0",
+        "",
+        "assignment through a boolean mask gives finite but wrong values on trn2, seen with PyTorch",
+        "jnp.where over the whole array",
+        "aws-neuron-sdk#1381",
+    ),
+    Fault(
+        "gather-two-cores",
+        "2.29.0",
+        "",
+        "a gather over a mesh of two cores ends in the XLA check permutation.size() == data.size()",
+        "the doctor and one step on the real mesh show whether a config is concerned",
+        "aws-neuron-sdk#1309",
+    ),
+)
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    """Returns (2, 35, 30, 0) for `2.35.30.0-1a2b3c`, `2.35.30.0+1a2b3c` and the like; () if no number leads it."""
+    found = re.match(r"\d+(\.\d+)*", version)
+    return tuple(map(int, found[0].split("."))) if found else ()
+
+
+def find(name: str) -> Release:
+    """Returns the release of a name such as `2.33.1`; of `2.33` the newest of that series.
+
+    Raises:
+      ValueError: the table has no such release.
+    """
+    found = [release for release in RELEASES if name in (release.version, release.series)]
+    if not found:
+        names = [release.version for release in RELEASES]
+        raise ValueError(
+            f"{name}: no such Neuron SDK in the table, which has {', '.join(names)}. {nearest(name, names)} For "
+            "another, add a row to hlat_jax/host/neuron_sdk.py from its release notes."
+        )
+    return found[-1]
+
+
+def bounds(package: str, release: Release) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Returns (lowest, first too high) version of a package of a release, as `numbers`.
+
+    A build between two rows counts as one of the older row: AWS rebuilds packages within a release.
+    """
+    low = _lowest(package, release)
+    later = [_lowest(package, other) for other in RELEASES]
+    return low, min((other for other in later if other > low), default=(low[0], low[1] + 1))
+
+
+def releases_of(package: str, version: str) -> tuple[str, ...]:
+    """Returns the releases that a version of a package belongs to; () if none."""
+    have = numbers(version)
+    return tuple(one.version for one in RELEASES if (low_high := bounds(package, one))[0] <= have < low_high[1])
+
+
+def described(version: str) -> tuple[str, str]:
+    """Returns (">", "2.35.30.0") of ">2.35.30.0", and ("", version) of a plain one; see `Release.packages`."""
+    relation, number = re.fullmatch(r"(>?=?)(.*)", version).groups()
+    return relation, number
+
+
+def supports_python(release: Release, version: str) -> bool:
+    """Returns whether a release supports a version of Python."""
+    low, high = release.python
+    return numbers(low) <= numbers(version) < numbers(high)
+
+
+def pythons(release: Release) -> str:
+    """Returns "3.11 to 3.14"."""
+    low, high = release.python
+    return f"{low} to 3.{numbers(high)[1] - 1}"
+
+
+def _lowest(package: str, release: Release) -> tuple[int, ...]:
+    relation, version = described(release.packages[package])
+    return (*numbers(version), 0) if relation == ">" else numbers(version)
+
+
+def requirements(series: str) -> list[str]:
+    """Returns the requirements of pip for the releases of a series such as "2.33", in the order of `pyproject.toml`.
+
+    Lower bounds, because PyPI has placeholders of these names; upper bounds, because the next release has other ones.
+    """
+    rows = [release for release in RELEASES if release.series == series]
+    wanted = [f"jax=={rows[-1].jax}", "numpy>={},<{}".format(*rows[-1].numpy)]
+    for package in PYTHON_PACKAGES:
+        low, high = bounds(package, rows[0])[0], bounds(package, rows[-1])[1]
+        wanted.append(f"{package}>={'.'.join(map(str, low))},<{'.'.join(map(str, high))}")
+    return wanted
+
+
+def readable(version: str) -> str:
+    """Returns a version of `Release.packages` for a reader."""
+    words = {"": "{}", ">": "newer than {}", ">=": "rebuilt from {}"}
+    relation, number = described(version)
+    return words[relation].format(number)
+
+
+def markdown() -> str:
+    """Returns the table for docs/trainium.md."""
+    names = ("JAX", "Python", *PYTHON_PACKAGES, *SYSTEM_PACKAGES, "systems", "container tags end in")
+    rows = {name: [] for name in names}
+    for one in RELEASES:
+        cells = [one.jax, pythons(one)]
+        for package in (*PYTHON_PACKAGES, *SYSTEM_PACKAGES):
+            cells.append(readable(one.packages[package]))
+        cells += [", ".join(one.systems), f"`-{one.container_os}`"]
+        for name, cell in zip(names, cells, strict=True):
+            rows[name].append(cell)
+    head = ["", *(f"{one.version} ({one.date})" + (", avoid" if one.avoid else "") for one in RELEASES)]
+    lines = [head, ["---"] * len(head), *([name, *cells] for name, cells in rows.items())]
+    return "\n".join(f"| {' | '.join(line)} |".replace("|  |", "| |") for line in lines)

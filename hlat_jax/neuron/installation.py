@@ -1,0 +1,99 @@
+"""The Neuron software of this machine, and whether it all belongs to one release of the SDK."""
+
+from __future__ import annotations
+
+import pathlib
+import subprocess
+from collections.abc import Mapping
+
+from hlat_jax.host import neuron_sdk
+from hlat_jax.host.neuron_sdk import PYTHON_PACKAGES, RECOMMENDED, RELEASES, SYSTEM_PACKAGES, Release
+from hlat_jax.neuron.probes import FAILED, NOT_HERE, PASSED, Outcome
+
+# Of these one release cannot be without; nki is needed by model.attention=nki only.
+_REQUIRED = ("jax", "numpy", "jax-neuronx", "libneuronxla", "neuronx-cc")
+# Their first two numbers stay from release to release, so that they do not show a newer one.
+_SLOW = ("jax-neuronx", "libneuronxla")
+# the driver that is loaded: in a container the host's, and after an upgrade the old one until the next restart
+DRIVER_VERSION = pathlib.Path("/sys/module/neuron/version")
+_QUERIES = (
+    ("dpkg-query", "-W", "-f", "${Package} ${Version}\n", *SYSTEM_PACKAGES),
+    ("rpm", "-q", "--qf", "%{NAME} %{VERSION}\n", *SYSTEM_PACKAGES),
+)
+_ADVICE = (
+    f"use an image of SDK {RECOMMENDED.version}, or install all of one release: pip install -c constraints.txt "
+    "'.[neuron]' with Neuron's package index, and the aws-neuronx packages of that release"
+)
+
+
+def system_versions(*, driver: pathlib.Path = DRIVER_VERSION) -> dict[str, str]:
+    """Returns the versions of Neuron's driver, runtime and collectives that are found here: package -> version."""
+    found: dict[str, str] = {}
+    for query in _QUERIES:
+        try:
+            done = subprocess.run(query, capture_output=True, text=True, check=False, timeout=60)
+        except (OSError, subprocess.TimeoutExpired):  # no such package manager
+            continue
+        pairs = (line.split() for line in done.stdout.splitlines())  # packages that are missing are lines of stderr
+        found |= {pair[0]: pair[1] for pair in pairs if len(pair) == 2 and pair[0] in SYSTEM_PACKAGES}
+    if driver.is_file():
+        found["aws-neuronx-dkms"] = driver.read_text().strip()
+    return found
+
+
+def one_release(installed: Mapping[str, str]) -> Outcome:
+    """Checks that everything installed belongs to one row of `neuron_sdk.RELEASES`, and not to one to avoid.
+
+    Args:
+      installed: package -> version of what is found of `python`, `jax`, `numpy`, PYTHON_PACKAGES and SYSTEM_PACKAGES.
+    """
+    missing = [name for name in _REQUIRED if name not in installed]
+    if missing:
+        return Outcome(FAILED, f"missing: {', '.join(missing)}", _ADVICE)
+    packages = [name for name in (*PYTHON_PACKAGES, *SYSTEM_PACKAGES) if name in installed]
+    rows = {name: neuron_sdk.releases_of(name, installed[name]) for name in packages}
+    if all(_is_newer(name, installed[name]) for name in packages if name not in _SLOW):
+        found = f"neuronx-cc {installed['neuronx-cc']} is newer than SDK {RECOMMENDED.version}, the newest in the table"
+        return Outcome(NOT_HERE, found, "add its row to hlat_jax/host/neuron_sdk.py from AWS's release notes")
+    release = max(RELEASES, key=lambda one: (_num_of(one, rows), one.date))
+    alien = [_alien(name, installed[name], rows[name]) for name in packages if release.version not in rows[name]]
+    alien += _unsupported(release, installed)
+    if alien:
+        return Outcome(FAILED, f"most of it is SDK {release.version}, but {'; '.join(alien)}", _ADVICE)
+    names = [one.version for one in RELEASES if all(one.version in row for row in rows.values())]
+    absent = [name for name in (*PYTHON_PACKAGES, *SYSTEM_PACKAGES) if name not in installed]
+    found = f"SDK {' or '.join(names)}: {', '.join(f'{name} {installed[name]}' for name in ('jax', *packages))}"
+    found += f"; not found, so not checked: {', '.join(absent)}" if absent else ""
+    if release.avoid and names == [release.version]:
+        return Outcome(FAILED, f"{found}. Not to be trained with: {release.avoid}", f"install {RECOMMENDED.version}")
+    return Outcome(PASSED, found)
+
+
+def _num_of(release: Release, rows: Mapping[str, tuple[str, ...]]) -> int:
+    return sum(release.version in row for row in rows.values())
+
+
+def _is_newer(package: str, version: str) -> bool:
+    return neuron_sdk.numbers(version) >= neuron_sdk.bounds(package, RELEASES[-1])[1]
+
+
+def _alien(package: str, version: str, row: tuple[str, ...]) -> str:
+    """Returns what a package belongs to instead."""
+    if row:
+        return f"{package} {version} belongs to SDK {' and '.join(row)}"
+    if _is_newer(package, version):
+        return f"{package} {version} is newer than SDK {RELEASES[-1].version}"
+    return f"{package} {version} is older than SDK {RELEASES[0].version}, or a placeholder of the public package index"
+
+
+def _unsupported(release: Release, installed: Mapping[str, str]) -> list[str]:
+    """Returns what the release does not support of Python, JAX and NumPy."""
+    found = []
+    if not neuron_sdk.supports_python(release, installed["python"]):
+        found.append(f"Python {installed['python']} is not one of {neuron_sdk.pythons(release)}")
+    if neuron_sdk.numbers(installed["jax"]) != neuron_sdk.numbers(release.jax):
+        found.append(f"jax {installed['jax']} is not {release.jax}")
+    low, high = release.numpy
+    if not neuron_sdk.numbers(low) <= neuron_sdk.numbers(installed["numpy"]) < neuron_sdk.numbers(high):
+        found.append(f"numpy {installed['numpy']} is not >={low},<{high}")
+    return found

@@ -1,0 +1,125 @@
+"""`python -m hlat_jax.neuron sdk-diff OLD NEW --config=NAME`: what another Neuron SDK changes for a run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+
+from absl import flags
+
+from hlat_jax import cost
+from hlat_jax.byte_sizes import format_bytes
+from hlat_jax.config import Config
+from hlat_jax.data.tokenizer import resolve_with_tokenizer
+from hlat_jax.host import flags as flags_lib
+from hlat_jax.host import neuron_sdk
+from hlat_jax.host.neuron_compiler_flags import Flags, compiler_flags
+from hlat_jax.host.neuron_env import REMOVED
+from hlat_jax.host.neuron_sdk import PYTHON_PACKAGES, SYSTEM_PACKAGES, Release
+from hlat_jax.host.neuron_topology import Topology, checked
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints what changes from one release to another; returns 0."""
+    if any(word in ("--help", "-h") for word in argv):
+        flags_lib.parse(argv, _define)  # prints and exits
+    if len([word for word in argv[:2] if not word.startswith("-")]) != 2:
+        known = ", ".join(release.version for release in neuron_sdk.RELEASES)
+        raise ValueError(f"sdk-diff takes two releases, such as `sdk-diff 2.32 2.33 --config=7b`; known are {known}.")
+    old, new = map(neuron_sdk.find, argv[:2])
+    mutable, values = flags_lib.parse(argv[2:], _define)
+    config = resolve_with_tokenizer(mutable)
+    topology = checked(Topology(values.instance))
+    os.environ["JAX_PLATFORMS"] = "cpu"  # leave any accelerator to other processes
+    print(f"{config.name} on {topology.instance}: SDK {old.version} ({old.date}) to {new.version} ({new.date})")
+    sections = {
+        "packages": _packages(old, new),
+        "compiler flags whose default moves": _flags(old, new, compiler_flags(topology)),
+        "environment variables": _variables(new, os.environ),
+        "device memory": _memory(old, new, config=config, topology=topology),
+        "faults": _faults(old, new),
+        "kernels": _kernels(old, new, config),
+        "not known": iter(new.open_questions if new != old else ()),
+    }
+    for title, lines in sections.items():
+        print("\n".join([f"\n{title}", *(f"  {line}" for line in list(lines) or ["no change known"])]))
+    print("\nFrom the release notes and issues of AWS Neuron; nothing here has been run on a device.")
+    return 0
+
+
+def _packages(old: Release, new: Release) -> Iterator[str]:
+    for name in (*PYTHON_PACKAGES, *SYSTEM_PACKAGES):
+        if old.packages[name] != new.packages[name]:
+            yield f"{name:<24}{neuron_sdk.readable(old.packages[name])} -> {neuron_sdk.readable(new.packages[name])}"
+    rows = {"JAX": (old.jax, new.jax), "Python": (neuron_sdk.pythons(old), neuron_sdk.pythons(new))}
+    rows |= {"operating systems": (", ".join(old.systems), ", ".join(new.systems))}
+    rows |= {"container images": (old.container_os, new.container_os)}
+    for name, (before, after) in rows.items():
+        if before != after:
+            yield f"{name:<24}{before} -> {after}"
+
+
+def _flags(old: Release, new: Release, ours: Flags) -> Iterator[str]:
+    for name, before in old.flag_defaults.items():
+        after = new.flag_defaults[name]
+        if before != after:
+            yield f"{name}: {before} -> {after}"
+            passes = f"passes {name}={ours[name]}: nothing changes" if name in ours else f"does not pass {name}"
+            yield f"    this run {passes}" + ("" if name in ours else ", which is for trn2 and later only")
+
+
+def _variables(new: Release, environ: Mapping[str, str]) -> Iterator[str]:
+    for name, instead in REMOVED.items():
+        if environ.get(name):
+            yield f"{name} is set here and has no effect in {new.version}: it is {instead}"
+
+
+def _memory(old: Release, new: Release, *, config: Config, topology: Topology) -> Iterator[str]:
+    more = (new.reserved_bytes_per_core - old.reserved_bytes_per_core) * topology.lnc
+    if not more:
+        return
+    device = cost.DEVICES[topology.kind.target]
+    free = device.memory_bytes - device.reserved_bytes - more
+    planned = _planned_bytes(config)
+    yield f"the runtime takes {format_bytes(abs(more))} {'more' if more > 0 else 'less'} of each device"
+    fits = "fits" if planned <= free else "DOES NOT FIT: more microbatches or a larger degree, see `hlat_jax.plan`"
+    yield f"{config.name} is planned with {format_bytes(planned)} of {format_bytes(free)}: {fits}"
+
+
+def _planned_bytes(config: Config) -> int:
+    from hlat_jax.neuron import programs
+    from hlat_jax.passes.products import live_jaxpr
+    from hlat_jax.plan.memory import device_bytes
+    from hlat_jax.run.compilation import traced_programs
+    from hlat_jax.step import make_program
+
+    program = make_program(config, programs.layout_for_neuron(config, programs.num_devices(config)))
+    return device_bytes(program, jaxpr=live_jaxpr(traced_programs(program)["train"]())).total
+
+
+def _faults(old: Release, new: Release) -> Iterator[str]:
+    def has(fault: neuron_sdk.Fault, release: Release) -> bool:
+        at = neuron_sdk.numbers(release.version)
+        return neuron_sdk.numbers(fault.since) <= at and (not fault.fixed or at < neuron_sdk.numbers(fault.fixed))
+
+    words = {(False, True): "NEW", (True, False): "fixed", (True, True): "in both"}
+    for fault in neuron_sdk.FAULTS:
+        word = words.get((has(fault, old), has(fault, new)))
+        if word is None:
+            between = [one for one in neuron_sdk.RELEASES if old.date < one.date < new.date and has(fault, one)]
+            if not between:
+                continue
+            word = f"only in {between[0].version}, which is between them"
+        yield f"{word}: {fault.what} ({fault.source})"
+        if word != "fixed":
+            yield f"    {fault.instead}"
+
+
+def _kernels(old: Release, new: Release, config: Config) -> Iterator[str]:
+    if config.model.attention == "nki" and old.packages["nki"] != new.packages["nki"]:
+        yield f"model.attention=nki: the kernels are compiled by nki {new.packages['nki']}; run the doctor again"
+
+
+def _define(values: flags.FlagValues) -> None:
+    about = "Instance type of the run."
+    flags.DEFINE_string("instance", "trn1.32xlarge", about, flag_values=values)

@@ -1,0 +1,140 @@
+"""The table of SDK releases: what it says of a version, and every other place that names one."""
+
+import pathlib
+import re
+import tomllib
+
+import pytest
+
+from hlat_jax.host import neuron_compiler_flags, neuron_sdk
+from hlat_jax.host.neuron_sdk import PYTHON_PACKAGES, RECOMMENDED, RELEASES, SYSTEM_PACKAGES
+from hlat_jax.host.neuron_topology import INSTANCES, Topology, checked
+from hlat_jax.neuron import probes
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def test_rows_are_in_order_and_whole():
+    assert list(RELEASES) == sorted(RELEASES, key=lambda one: one.date)
+    assert list(RELEASES) == sorted(RELEASES, key=lambda one: neuron_sdk.numbers(one.version))
+    for one in RELEASES:
+        assert set(one.packages) == {*PYTHON_PACKAGES, *SYSTEM_PACKAGES}
+        assert set(one.flag_defaults) == set(RELEASES[0].flag_defaults)
+        for package, version in one.packages.items():
+            assert len(neuron_sdk.numbers(neuron_sdk.described(version)[1])) >= 3, package
+
+
+def test_numbers_of_a_package_never_fall_from_release_to_release():
+    for package in (*PYTHON_PACKAGES, *SYSTEM_PACKAGES):
+        lows = [neuron_sdk.bounds(package, one)[0] for one in RELEASES]
+        assert lows == sorted(lows), package
+
+
+@pytest.mark.parametrize(
+    ("package", "version", "releases"),
+    [
+        ("neuronx-cc", "2.27.5334.0+1a2b3c4d", ["2.32.0"]),
+        ("neuronx-cc", "2.28.7631.0", ["2.33.0", "2.33.1"]),
+        ("neuronx-cc", "2.26.6360.0", []),
+        ("neuronx-cc", "2.29.0", []),
+        ("neuronx-cc", "1.0.post1", []),
+        ("aws-neuronx-dkms", "2.31.7.0", ["2.33.0"]),
+        ("aws-neuronx-dkms", "2.31.8.0", ["2.33.1"]),
+        ("aws-neuronx-runtime-lib", "2.35.30.0-1b3ca6425", ["2.33.0"]),
+        (
+            "aws-neuronx-runtime-lib",
+            "2.35.31.0-1b3ca6425",
+            ["2.33.1"],
+        ),  # only known to be newer
+        ("libneuronxla", "3.0.10135.0", ["2.33.0", "2.33.1"]),  # rebuilt without functional changes
+        ("libneuronxla", "3.0.5400.0", ["2.32.0"]),  # rebuilt within 2.32
+        ("nki", "unknown", []),
+    ],
+)
+def test_version_of_a_package_gives_its_releases(package, version, releases):
+    assert list(neuron_sdk.releases_of(package, version)) == releases
+
+
+def test_name_of_a_series_is_its_newest_release():
+    assert neuron_sdk.find("2.33") is RECOMMENDED
+    assert neuron_sdk.find("2.33.0").avoid
+    assert not RECOMMENDED.avoid
+
+
+@pytest.mark.parametrize("name", ["2.3", "2.34", "2.33.2", "33", ""])
+def test_unknown_release_is_an_error_that_lists_the_known_ones(name):
+    message = f"{name}: no such Neuron SDK in the table, which has 2.32.0, 2.33.0, 2.33.1. "
+    with pytest.raises(ValueError, match=re.escape(message)):
+        neuron_sdk.find(name)
+
+
+def test_extras_of_the_package_have_the_bounds_of_their_releases():
+    extras = {name: words for name, words in PROJECT["optional-dependencies"].items() if name.startswith("neuron")}
+    series = list(dict.fromkeys(one.series for one in RELEASES))
+    older = {f"neuron-{name.replace('.', '-')}": neuron_sdk.requirements(name) for name in series[:-1]}
+    assert extras == older | {"neuron": neuron_sdk.requirements(series[-1])}
+
+
+def test_extras_of_two_series_have_no_build_in_common():
+    def upper(words, package):
+        return next(word.partition(",<")[2] for word in words if word.startswith(f"{package}>="))
+
+    old, new = (neuron_sdk.requirements(name) for name in ("2.32", "2.33"))
+    for package in PYTHON_PACKAGES:
+        assert f"{package}>={upper(old, package)}," in next(word + "," for word in new if word.startswith(package))
+
+
+def test_jax_and_numpy_of_every_release_are_those_that_this_package_is_tested_with():
+    pinned = dict(re.findall(r"^([\w-]+)==([\d.]+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+    for one in RELEASES:
+        assert pinned["jax"] == one.jax
+        assert (
+            neuron_sdk.numbers(one.numpy[0]) <= neuron_sdk.numbers(pinned["numpy"]) < neuron_sdk.numbers(one.numpy[1])
+        )
+        assert neuron_sdk.supports_python(one, "3.11.9")
+        assert neuron_sdk.numbers(one.python[0]) >= neuron_sdk.numbers(probes.SUPPORTED["python"][0])
+        assert not neuron_sdk.supports_python(one, one.python[1])
+
+
+def test_guide_has_the_table():
+    assert neuron_sdk.markdown() in (ROOT / "docs" / "trainium.md").read_text(), (
+        "paste hlat_jax.host.neuron_sdk.markdown() into docs/trainium.md"
+    )
+
+
+@pytest.mark.parametrize("path", ["docs/trainium.md", "launch/slurm/cluster.yaml", "launch/eks/Dockerfile"])
+def test_launch_files_and_guide_name_the_recommended_release_and_no_other_as_such(path):
+    text = (ROOT / path).read_text()
+    text = text.replace(neuron_sdk.markdown(), "")
+    assert f"SDK {RECOMMENDED.version}" in text
+    named = set(re.findall(r"SDK (2\.\d+(?:\.\d+)?)", text))
+    assert named <= {one.version for one in RELEASES} | {one.series for one in RELEASES}, named
+    jax = set(re.findall(r"JAX (0\.\d+\.\d+)", text))
+    assert jax <= {RECOMMENDED.jax}
+
+
+def test_image_of_the_cluster_is_a_system_of_the_recommended_release():
+    systems = {name.lower().replace(" ", "").replace(".", "") for name in RECOMMENDED.systems}
+    found = re.search(r"^  Os: (\w+)$", (ROOT / "launch" / "slurm" / "cluster.yaml").read_text(), re.MULTILINE)
+    assert found[1] in systems
+    for named in re.findall(r"/dlami/jax-([\d.]+)/ubuntu-([\d.]+)", (ROOT / "docs" / "trainium.md").read_text()):
+        assert RECOMMENDED.jax.startswith(named[0])
+        assert f"Ubuntu {named[1]}" in RECOMMENDED.systems
+
+
+def test_container_tag_in_the_dockerfile_is_of_the_recommended_release():
+    text = (ROOT / "launch" / "eks" / "Dockerfile").read_text()
+    assert f"-{RECOMMENDED.container_os}" in text
+    assert not re.findall(rf"-ubuntu(?!{RECOMMENDED.container_os.removeprefix('ubuntu')})[\d.]+", text)
+
+
+@pytest.mark.parametrize("instance", INSTANCES)
+def test_a_run_sets_every_flag_whose_default_differs_between_releases(instance):
+    topology = checked(Topology(instance))
+    ours = neuron_compiler_flags.compiler_flags(topology)
+    moved = [flag for flag in RELEASES[0].flag_defaults if len({one.flag_defaults[flag] for one in RELEASES}) > 1]
+    assert moved
+    for flag in moved:
+        # trn1 computes 64-bit integers in 32 bits in every release, and its compiler has no flag for it
+        assert flag in ours or (flag == "--native-int64" and topology.kind.target.startswith("trn1"))

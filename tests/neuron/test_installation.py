@@ -1,0 +1,193 @@
+"""The doctor's check that the Neuron software is one release, and `neuron sdk-diff`."""
+
+import pathlib
+import stat
+
+import pytest
+
+from hlat_jax.host import neuron_sdk
+from hlat_jax.host.neuron_sdk import RELEASES, SYSTEM_PACKAGES
+from hlat_jax.neuron import installation, sdk_diff_command
+from hlat_jax.neuron.probes import FAILED, NOT_HERE, PASSED
+
+
+def of_release(name, **changed):
+    """Returns what is installed where all of one release is; None leaves a package out."""
+    one = neuron_sdk.find(name)
+    found = {"python": "3.12.4", "jax": one.jax, "numpy": "2.3.5"}
+    for package, version in one.packages.items():
+        relation, number = neuron_sdk.described(version)
+        found[package] = f"{number[:-1]}7" if relation == ">" else number
+    found |= {package.replace("_", "-"): version for package, version in changed.items()}
+    return {package: version for package, version in found.items() if version is not None}
+
+
+@pytest.mark.parametrize("name", ["2.32.0", "2.33.1"])
+def test_all_of_one_release_passes_and_is_named(name):
+    outcome = installation.one_release(of_release(name))
+    assert outcome.verdict == PASSED, outcome
+    assert outcome.found.startswith(f"SDK {name}: jax 0.10.0, ")
+    assert not outcome.advice
+
+
+def test_release_to_avoid_fails_with_the_reason_and_the_release_to_install():
+    outcome = installation.one_release(of_release("2.33.0"))
+    assert outcome.verdict == FAILED
+    assert "SDK 2.33.0" in outcome.found
+    assert "can hang the chip" in outcome.found
+    assert outcome.advice == "install 2.33.1"
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        (
+            {"neuronx_cc": "2.27.5334.0+aa"},
+            "most of it is SDK 2.33.1, but neuronx-cc 2.27.5334.0+aa belongs to SDK 2.32.0",
+        ),
+        ({"libneuronxla": "3.0.5356.0"}, "libneuronxla 3.0.5356.0 belongs to SDK 2.32.0"),
+        ({"aws_neuronx_dkms": "2.31.7.0"}, "aws-neuronx-dkms 2.31.7.0 belongs to SDK 2.33.0"),  # not restarted
+        ({"aws_neuronx_runtime_lib": "2.35.30.0"}, "aws-neuronx-runtime-lib 2.35.30.0 belongs to SDK 2.33.0"),
+        ({"aws_neuronx_collectives": "2.34.10.0"}, "aws-neuronx-collectives 2.34.10.0 belongs to SDK 2.32.0"),
+        ({"neuronx_cc": "2.29.1.0"}, "neuronx-cc 2.29.1.0 is newer than SDK 2.33.1"),
+        ({"nki": "0.5.0"}, "nki 0.5.0 is older than SDK 2.32.0, or a placeholder of the public package index"),
+        ({"jax_neuronx": "0.0.0"}, "jax-neuronx 0.0.0 is older than SDK 2.32.0, or a placeholder"),
+        ({"jax": "0.10.2"}, "jax 0.10.2 is not 0.10.0"),
+        ({"numpy": "2.4.0"}, "numpy 2.4.0 is not >=2.2,<2.4"),
+        ({"python": "3.15.0"}, "Python 3.15.0 is not one of 3.11 to 3.14"),
+        ({"libneuronxla": None}, "missing: libneuronxla"),
+    ],
+)
+def test_mixed_installation_names_the_part_that_does_not_belong(changed, words):
+    outcome = installation.one_release(of_release("2.33.1", **changed))
+    assert outcome.verdict == FAILED
+    assert words in outcome.found
+    assert outcome.found.count(";") == 0, "only what was changed is named"
+    assert "SDK 2.33.1" in outcome.advice
+
+
+def test_python_that_only_the_newer_release_takes_is_refused_by_the_older():
+    assert installation.one_release(of_release("2.33.1", python="3.14.1")).verdict == PASSED
+    assert (
+        "Python 3.14.1 is not one of 3.11 to 3.13"
+        in installation.one_release(of_release("2.32", python="3.14.1")).found
+    )
+
+
+def test_system_packages_that_are_not_found_are_said_not_to_be_checked():
+    unseen = {package.replace("-", "_"): None for package in (*SYSTEM_PACKAGES, "nki")}
+    outcome = installation.one_release(of_release("2.33.1", **unseen))
+    assert outcome.verdict == PASSED
+    assert outcome.found.startswith("SDK 2.33.0 or 2.33.1: ")
+    assert "not found, so not checked: nki, aws-neuronx-dkms, aws-neuronx-runtime-lib" in outcome.found
+
+
+def test_release_newer_than_the_table_is_not_judged():
+    newer = {"neuronx_cc": "2.29.1.0", "nki": "0.8.0", "aws_neuronx_dkms": "2.32.1.0"}
+    newer |= {"aws_neuronx_runtime_lib": "2.36.1.0", "aws_neuronx_collectives": "2.36.2.0"}
+    outcome = installation.one_release(of_release("2.33.1", **newer))
+    assert outcome.verdict == NOT_HERE
+    assert "newer than SDK 2.33.1" in outcome.found
+
+
+def fake_command(folder, name, lines, *, code=0):
+    path = folder / name
+    path.write_text(f"#!/bin/sh\nprintf '{lines}'\necho problem >&2\nexit {code}\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+
+
+def test_system_versions_are_those_of_the_package_manager_and_of_the_loaded_driver(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert installation.system_versions(driver=tmp_path / "no") == {}
+    fake_command(tmp_path, "dpkg-query", "aws-neuronx-dkms 2.31.8.0\\naws-neuronx-runtime-lib 2.35.44.0-ab1\\n", code=1)
+    found = {"aws-neuronx-dkms": "2.31.8.0", "aws-neuronx-runtime-lib": "2.35.44.0-ab1"}
+    assert installation.system_versions(driver=tmp_path / "no") == found
+    (tmp_path / "version").write_text("2.31.7.0\n")  # the old one until the next restart
+    loaded = installation.system_versions(driver=tmp_path / "version")
+    assert loaded == found | {"aws-neuronx-dkms": "2.31.7.0"}
+
+
+def test_system_versions_are_found_by_rpm_too(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    fake_command(tmp_path, "rpm", "aws-neuronx-collectives 2.35.49.0_ab\\npackage aws-neuronx-dkms is not installed\\n")
+    assert installation.system_versions(driver=pathlib.Path("no")) == {"aws-neuronx-collectives": "2.35.49.0_ab"}
+    assert neuron_sdk.releases_of("aws-neuronx-collectives", "2.35.49.0_ab") == ("2.33.1",)
+
+
+# sdk-diff
+
+
+def diff(capsys, *words):
+    assert sdk_diff_command.main(words) == 0
+    sections = capsys.readouterr().out.split("\n\n")
+    return sections[0], {section.splitlines()[0]: section.splitlines()[1:] for section in sections[1:]}
+
+
+@pytest.fixture
+def without_plan(monkeypatch):
+    monkeypatch.setattr(sdk_diff_command, "_planned_bytes", lambda config: 15 * 2**30)
+
+
+def test_sdk_diff_says_what_moves_and_what_the_run_pins(capsys, without_plan):
+    title, found = diff(capsys, "2.32", "2.33", "--config=7b")
+    assert title == "7b on trn1.32xlarge: SDK 2.32.0 (2026-08-17) to 2.33.1 (2026-11-11)"
+    assert "  neuronx-cc              2.27.5334.0 -> 2.28.7631.0" in found["packages"]
+    assert "  Python                  3.11 to 3.13 -> 3.11 to 3.14" in found["packages"]
+    flags = "\n".join(found["compiler flags whose default moves"])
+    assert "this run passes --implicit-integer-downcast=all: nothing changes" in flags
+    assert "this run does not pass --native-int64, which is for trn2 and later only" in flags
+    assert "the runtime takes 61.04 MiB more of each device" in found["device memory"][0]
+    assert found["device memory"][1].endswith(": fits")
+    [only] = [line for line in found["faults"] if "only in" in line]
+    assert "only in 2.33.0, which is between them: DMA" in only
+    assert found["environment variables"] == ["  no change known"]
+    assert len(found["not known"]) == 3
+
+
+def test_sdk_diff_names_faults_that_come_and_go(capsys, without_plan):
+    assert any(line.startswith("  NEW: DMA") for line in diff(capsys, "2.32", "2.33.0", "--config=tiny")[1]["faults"])
+    _, found = diff(capsys, "2.33.0", "2.33.1", "--config=tiny", "--instance=trn2.48xlarge")
+    assert any(line.startswith("  fixed: DMA") for line in found["faults"])
+    assert found["device memory"] == found["compiler flags whose default moves"] == ["  no change known"]
+    same = diff(capsys, "2.33", "2.33.1", "--config=tiny")[1]
+    assert same["packages"] == same["not known"] == ["  no change known"]
+    assert not [line for line in same["faults"] if line.startswith(("  NEW", "  fixed", "  only"))]
+
+
+def test_sdk_diff_uses_the_plan_of_the_config_and_both_cores_of_a_trn2_device(capsys, monkeypatch):
+    assert "tiny is planned with" in diff(capsys, "2.32", "2.33", "--config=tiny")[1]["device memory"][1]
+    monkeypatch.setattr(sdk_diff_command, "_planned_bytes", lambda config: 24 * 2**30 - 250 * 10**6)
+    found = diff(capsys, "2.32", "2.33", "--config=tiny", "--instance=trn2.48xlarge")[1]
+    assert "122.07 MiB more" in found["device memory"][0]
+    assert "DOES NOT FIT" in found["device memory"][1]
+    assert "this run passes --native-int64=disabled" in "\n".join(found["compiler flags whose default moves"])
+
+
+def test_sdk_diff_reports_variables_without_effect_and_kernels(capsys, without_plan, monkeypatch):
+    monkeypatch.setenv("NEURON_RT_VIRTUAL_CORE_SIZE", "2")
+    found = diff(capsys, "2.32", "2.33", "--config=tiny", "--config.model.attention=nki")[1]
+    assert "NEURON_RT_VIRTUAL_CORE_SIZE is set here" in found["environment variables"][0]
+    assert "compiled by nki 0.7.0" in found["kernels"][0]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["2.32", "2.34", "--config=tiny"], "2.34: no such Neuron SDK in the table"),
+        (["2.32", "--config=tiny"], "sdk-diff takes two releases"),
+        (["--config=tiny"], "sdk-diff takes two releases"),
+        (["2.32", "2.33", "--config=tiny", "--instance=trn9"], "--instance=trn9: no such instance type"),
+    ],
+)
+def test_sdk_diff_refuses_what_it_does_not_know(words, message):
+    with pytest.raises(ValueError, match=message):
+        sdk_diff_command.main(words)
+
+
+def test_every_fault_has_what_to_do_and_a_source():
+    names = [fault.name for fault in neuron_sdk.FAULTS]
+    assert len(names) == len(set(names))
+    for fault in neuron_sdk.FAULTS:
+        assert fault.instead
+        assert fault.source
+        assert not fault.fixed or fault.fixed in [one.version for one in RELEASES]
