@@ -3,13 +3,14 @@
 #
 #   srun --ntasks-per-node=1 launch/node.sh --config=7b
 #   mpirun --map-by ppr:1:node launch/node.sh --coordinator=HOST --config=7b
-#   launch/node.sh --num_nodes=2 --node=0 --coordinator=HOST --config=7b   # anywhere else, once on each node
+#   launch/node.sh --nodes=2 --node=0 --coordinator=HOST --config=7b   # anywhere else, once on each node
 #   launch/node.sh --config=tiny                                           # one node
-#   launch/node.sh --dry-run --instance=trn1.32xlarge --num_nodes=64 --coordinator=HOST --config=7b   # on any machine
+#   launch/node.sh --dry-run --instance=trn1.32xlarge --nodes=64 --coordinator=HOST --config=7b   # on any machine
 #
-# Flags of its own; all others go to `python -m hlat_jax.train`:
-#   --coordinator=HOST   the first node, reachable from the others; default under Slurm: from its variables
-#   --num_nodes=N        nodes of the job
+# Flags of its own; all others go to `python -m hlat_jax.train`. --num_nodes, --rank and --target are other spellings:
+#   --coordinator=HOST   the first node, reachable from the others; default under Slurm: the address that its controller
+#                        has of the first node, the same on all nodes whatever their /etc/hosts say
+#   --nodes=N            nodes of the job
 #   --node=I             this one, 0 .. N - 1
 #   --port=P             port of JAX's coordination service on the first node; default 41001
 #   --instance=TYPE      the Trainium instance; default, where there are Neuron devices: from DMI
@@ -19,7 +20,8 @@
 #   --dry-run            print what would be exported and run, and stop: for this node if --node or the launcher names
 #                        it, else for every node
 #
-# PYTHON names the interpreter, by default `python`; LOCAL_CACHE the folder of compiled programs on the node's own disk.
+# PYTHON names the interpreter, by default `python`; LOCAL_CACHE the folder of compiled programs on the node's own disk;
+# IMAGE_ROOT another place to look for the libraries of the image, for tests.
 # This script handles nodes and paths only. The recipe is in the config; `python -m hlat_jax.neuron env` computes the
 # environment variables for Trainium from it, and merges them with those already set.
 set -euo pipefail
@@ -45,15 +47,15 @@ previous=""
 for word in "$@"; do
   case $word in
     --coordinator=*) coordinator=${word#*=} ;;
-    --num_nodes=*) num_nodes=${word#*=} ;;
-    --node=*) node=${word#*=} ;;
+    --nodes=* | --num_nodes=*) num_nodes=${word#*=} ;;
+    --node=* | --rank=*) node=${word#*=} ;;
     --port=*) port=${word#*=} ;;
     --cores=*) cores=${word#*=} ;;
-    --instance=*) instance=${word#*=} ;;
+    --instance=* | --target=*) instance=${word#*=} ;;
     --cache=*) shared_cache=${word#*=} ;;
     --fill_cache=*) fill_cache=${word#*=} ;;
     --dry-run | --dry_run) dry_run=true ;;
-    --num_processes=* | --process_id=*) fail "$word: give --num_nodes and --node; one process runs on each node." ;;
+    --num_processes=* | --process_id=*) fail "$word: give --nodes and --node; one process runs on each node." ;;
     *)
       passed+=("$word")
       [[ $word != --config=* && $word != --config.* && $word != --config && $previous != --config ]] ||
@@ -62,6 +64,18 @@ for word in "$@"; do
   esac
   previous=$word
 done
+
+is_address() {
+  [[ $1 =~ ^[0-9]+\.[0-9]+\.[0-9]+\.[0-9]+$ ]]
+}
+
+slurm_address() { # node: its address, or its name where Slurm has none
+  local address=""
+  if ! is_address "$1"; then
+    address=$(scontrol --oneliner show node "$1" 2> /dev/null | tr ' ' '\n' | sed -n 's/^NodeAddr=//p' || true)
+  fi
+  if is_address "$address"; then echo "$address"; else echo "$1"; fi
+}
 
 from_slurm() {
   local nodes count
@@ -76,7 +90,7 @@ from_slurm() {
   check_number SLURM_NODEID "$node" 0
   [[ ${SLURM_PROCID:-$node} == "$node" ]] ||
     fail "SLURM_PROCID=$SLURM_PROCID on node $node: several tasks run on a node; use srun --ntasks-per-node=1."
-  coordinator=${coordinator:-${nodes%%$'\n'*}}
+  [[ -n $coordinator ]] || coordinator=$(slurm_address "${nodes%%$'\n'*}")
 }
 
 from_open_mpi() {
@@ -95,20 +109,20 @@ if [[ -n $num_nodes || -n $node ]]; then
   if $dry_run && [[ -n $num_nodes && -z $node ]]; then
     every_node=true node=0
   fi
-  [[ -n $num_nodes && -n $node ]] || fail "give --num_nodes and --node together."
+  [[ -n $num_nodes && -n $node ]] || fail "give --nodes and --node together."
 elif [[ -n ${OMPI_COMM_WORLD_RANK:-} ]]; then # first: mpirun inside a Slurm job has both
   from_open_mpi
 elif [[ -n ${SLURM_JOB_NODELIST:-} ]]; then
   from_slurm
 else
-  [[ -z $coordinator ]] || fail "--coordinator=$coordinator needs --num_nodes and --node, or the variables of Slurm or Open MPI."
+  [[ -z $coordinator ]] || fail "--coordinator=$coordinator needs --nodes and --node, or the variables of Slurm or Open MPI."
   num_nodes=1 node=0
 fi
-check_number --num_nodes "$num_nodes" 1
+check_number --nodes "$num_nodes" 1
 check_number --node "$node" 0
 check_number --port "$port" 1
 [[ -z $cores ]] || check_number --cores "$cores" 1
-((node < num_nodes)) || fail "--node=$node must lie in 0 .. $((num_nodes - 1)): --num_nodes - 1."
+((node < num_nodes)) || fail "--node=$node must lie in 0 .. $((num_nodes - 1)): --nodes - 1."
 ((num_nodes == 1)) || [[ -n $coordinator ]] || fail "--coordinator=HOST is missing: the host name of the first node, reachable from the others."
 ((${#coordinator} <= 63)) || fail "--coordinator=$coordinator has ${#coordinator} characters; Neuron takes 63: use its address."
 
@@ -125,17 +139,25 @@ if [[ -n $instance ]]; then
   rank=$node
   ! $every_node || rank=all
   exports=$("$python" -m hlat_jax.neuron env "${config_words[@]}" "--instance=$instance" "--nodes=$num_nodes" \
-    "--rank=$rank" "--coordinator=$coordinator" "--port=$port" "--cores=${cores:-0}" "--cache=$local_cache")
+    "--node=$rank" "--coordinator=$coordinator" "--port=$port" "--cores=${cores:-0}" "--cache=$local_cache")
 elif [[ -n $shared_cache || -n $fill_cache ]]; then
   exports="export JAX_COMPILATION_CACHE_DIR=$(printf %q "${JAX_COMPILATION_CACHE_DIR:-$local_cache/jax}")"
 fi
 
 host_exports() { # what the loader of this machine reads before Python starts
-  local tcmalloc=/usr/lib/libtcmalloc.so efa=/opt/amazon/efa/lib
+  local base library folder found="" root=${IMAGE_ROOT:-} efa=${LD_LIBRARY_PATH:-}
   [[ -n $instance ]] || return 0
   # with glibc's allocator host memory was seen to grow without bound in long runs
-  [[ ! -e $tcmalloc || -n ${LD_PRELOAD:-} ]] || echo "export LD_PRELOAD=$tcmalloc"
-  [[ ! -d $efa ]] || printf 'export LD_LIBRARY_PATH=%q\n' "$efa${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
+  for base in lib lib/x86_64-linux-gnu lib64; do # a link of the user's; Ubuntu; Amazon Linux
+    for library in "$root/usr/$base"/libtcmalloc{,_minimal}.so{,.4}; do
+      [[ -n $found || ! -e $library ]] || found=$library
+    done
+  done
+  [[ -z $found || -n ${LD_PRELOAD:-} ]] || printf 'export LD_PRELOAD=%q\n' "$found"
+  for folder in "$root"/opt/amazon/efa/lib64 "$root"/opt/amazon/efa/lib; do # Amazon Linux; Ubuntu
+    [[ ! -d $folder || ":$efa:" == *":$folder:"* ]] || efa=$folder${efa:+:$efa}
+  done
+  [[ $efa == "${LD_LIBRARY_PATH:-}" ]] || printf 'export LD_LIBRARY_PATH=%q\n' "$efa"
 }
 
 exports_of() { # node

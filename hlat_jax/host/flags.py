@@ -19,6 +19,9 @@ from hlat_jax import config as config_lib
 from hlat_jax.config import nearest
 from hlat_jax.host import process
 
+# Other spelling -> the one that --help and the pages have. A command that defines one of them takes both.
+SPELLINGS = {"target": "instance", "num_nodes": "nodes", "rank": "node"}
+
 
 def parse(argv: Sequence[str], define: Callable[[flags.FlagValues], None] = lambda _: None) -> tuple[Any, Any]:
     """Returns (ConfigDict with every override applied, the command's own flags).
@@ -34,6 +37,7 @@ def parse(argv: Sequence[str], define: Callable[[flags.FlagValues], None] = lamb
     """
     values = flags.FlagValues()
     define(values)
+    _define_spellings(values)
     if any(word in ("--help", "-h") for word in argv):
         print(usage(values))
         sys.exit(0)
@@ -98,10 +102,24 @@ def parse_own(argv: Sequence[str], define: Callable[[flags.FlagValues], None], *
     """
     values = flags.FlagValues()
     define(values)
+    _define_spellings(values)
     rest = _rest(argv, values, usage=usage)
     if rest:
         raise ValueError(f"unexpected argument {rest[0]!r}; every argument is --flag=value.")
     return values
+
+
+def _define_spellings(values: flags.FlagValues) -> None:
+    """Lets a command that has a flag of SPELLINGS take its other spelling too."""
+    for other, name in SPELLINGS.items():
+        for ours, alias in ((other, name), (name, other)):
+            if ours in values and alias not in values:
+                values[alias] = values[ours]
+
+
+def _shown(values: flags.FlagValues) -> list[str]:
+    """Returns the names of a command's flags for `--help`: one spelling of each."""
+    return [name for name in values if name not in SPELLINGS]
 
 
 def _rest(argv: Sequence[str], values: flags.FlagValues, *, usage: str) -> list[str]:
@@ -109,7 +127,7 @@ def _rest(argv: Sequence[str], values: flags.FlagValues, *, usage: str) -> list[
     words = [word for word in argv if word not in ("--help", "-h")]
     rest = _parsed(values, words)
     if len(words) < len(argv):
-        rows = [f"  --{name:<20} {values[name].help} Default: {values[name].default!r}." for name in values]
+        rows = [f"  --{name:<20} {values[name].help} Default: {values[name].default!r}." for name in _shown(values)]
         print("\n".join((usage, "Flags:", *rows)))
         sys.exit(0)
     return rest
@@ -147,13 +165,13 @@ def _parsed(
     """
     for word in argv:  # absl obeys these two though nobody has declared them
         if word.lstrip("-").split("=")[0] in ("undefok", "flagfile"):
-            raise ValueError(_unknown_flag(word, list(values), keys))
+            raise ValueError(_unknown_flag(word, _shown(values), keys))
     try:
         return values(["hlat_jax", *argv], known_only=known_only)[1:]
     except flags.UnrecognizedFlagError as error:
         given = (word for word in argv if word.lstrip("-").split("=")[0] == error.flagname)
         word = next(given, f"--{error.flagname}")
-        raise ValueError(_unknown_flag(word, list(values), keys)) from None
+        raise ValueError(_unknown_flag(word, _shown(values), keys)) from None
     except (flags.Error, TypeError, ValueError, SyntaxError) as error:
         raise ValueError(_wrong_value(str(error), values)) from None
 
@@ -208,7 +226,7 @@ def _wrong_value(message: str, values: flags.FlagValues) -> str:
     found = re.match(r"flag --(?P<name>[\w.]+)=(?P<value>.*?): ", message, re.DOTALL)
     if found is None:
         return message
-    name, value = found["name"], found["value"]
+    name, value = SPELLINGS.get(found["name"], found["name"]), found["value"]
     if isinstance(values[name], flags.EnumFlag):
         return f"--{name}={value}: no such value. {nearest(value, filter(None, values[name].parser.enum_values))}"
     keys = _config_keys()
@@ -272,7 +290,7 @@ def check_output(flag: str, path: str) -> None:
 
 def usage(values: flags.FlagValues) -> str:
     """Returns what `--help` prints: the grammar, a command's own flags, the shipped configs and every key."""
-    own = [f"  --{name:<24} {values[name].help}" for name in values]
+    own = [f"  --{name:<24} {values[name].help}" for name in _shown(values)]
     keys = [
         f"  --config.{f'{section}.{key.name}={key.default}':<40} {key.metadata['doc']}"
         + (f" One of {', '.join(key.metadata['choices'])}." if key.metadata["choices"] else "")

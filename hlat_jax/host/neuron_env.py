@@ -41,7 +41,7 @@ REMOVED = {
 FIXED = {
     "NEURON_RT_STOCHASTIC_ROUNDING_EN": "precision.policy and precision.stochastic_rounding",
     "NEURON_LOGICAL_NC_CONFIG": "--lnc",
-    "NEURON_PJRT_PROCESS_INDEX": "--rank or --process_id",
+    "NEURON_PJRT_PROCESS_INDEX": "--node or --process_id",
     "NEURON_PJRT_PROCESSES_NUM_DEVICES": "--nodes and --cores",
 }
 # Documented variables left to the user: listed so that a misspelt one is reported.
@@ -167,6 +167,8 @@ def _computed(precision: PrecisionConfig, parallel: ParallelConfig, topology: To
         "NEURON_RT_EXEC_TIMEOUT": "4000",
         "JAX_COMPILATION_CACHE_DIR": f"{topology.cache}/jax",
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",  # small programs too: each takes seconds to compile
+        # else the options of a program contain a path inside the cache's folder, and with it the key of its entry
+        "JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES": "none",
         "MALLOC_ARENA_MAX": "64",  # HLAT. Read when a process starts: export it before Python
     }
     if topology.cores:

@@ -88,7 +88,7 @@ def checked(topology: Topology) -> Topology:
     if t.nodes < 1:
         raise ValueError(f"--nodes={t.nodes} must be at least 1.")
     if not 0 <= t.rank < t.nodes:
-        raise ValueError(f"--rank={t.rank} must lie in 0 .. {t.nodes - 1}, which is --nodes - 1.")
+        raise ValueError(f"--node={t.rank} must lie in 0 .. {t.nodes - 1}, which is --nodes - 1.")
     if t.nodes > 1:
         check_host(t.coordinator, "--coordinator")
     if not 0 < t.port < 65536:

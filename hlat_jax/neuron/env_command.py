@@ -1,6 +1,6 @@
 """`python -m hlat_jax.neuron env --config=NAME --instance=TYPE`: prints the environment of one process or of all.
 
-eval "$(python -m hlat_jax.neuron env --config=7b --instance=trn1.32xlarge --nodes=4 --rank=3 --coordinator=trn1)"
+eval "$(python -m hlat_jax.neuron env --config=7b --instance=trn1.32xlarge --nodes=4 --node=3 --coordinator=trn1)"
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def main(argv: Sequence[str]) -> int:
     if values.format not in ("shell", "json"):
         raise ValueError(f"--format={values.format} must be shell or json.")
     topology = _topology(values)
-    ranks = range(topology.nodes) if values.rank == "all" else [topology.rank]
+    ranks = range(topology.nodes) if values.node == "all" else [topology.rank]
     found = {}
     for rank in ranks:
         place = dataclasses.replace(topology, rank=rank)
@@ -58,12 +58,12 @@ def _topology(values: flags.FlagValues) -> Topology:
         fields |= of_launcher(os.environ)
     else:
         fields |= {"launcher": launcher(os.environ), "nodes": values.nodes}
-        if values.nodes > 1 and not values.rank:
-            raise ValueError(f"--rank is missing: give the rank of this process, 0 .. {values.nodes - 1}, or all.")
-    if values.rank.isdecimal():
-        fields["rank"] = int(values.rank)
-    elif values.rank not in ("", "all"):
-        raise ValueError(f"--rank={values.rank} must be an integer of at least 0, or all.")
+        if values.nodes > 1 and not values.node:
+            raise ValueError(f"--node is missing: give the index of this node, 0 .. {values.nodes - 1}, or all.")
+    if values.node.isdecimal():
+        fields["rank"] = int(values.node)
+    elif values.node not in ("", "all"):
+        raise ValueError(f"--node={values.node} must be an integer of at least 0, or all.")
     if values.coordinator:
         fields["coordinator"] = values.coordinator
     return Topology(values.instance, **fields)
@@ -73,7 +73,7 @@ def _define(values: flags.FlagValues) -> None:
     options = {"flag_values": values}
     flags.DEFINE_string("instance", "", f"Instance type of every node: {', '.join(INSTANCES)}.", **options)
     flags.DEFINE_integer("nodes", None, "Nodes of the job; default: from Slurm or Open MPI, else 1.", **options)
-    flags.DEFINE_string("rank", "", "Rank of this node, from 0, or all; default: as for --nodes, else 0.", **options)
+    flags.DEFINE_string("node", "", "Index of this node, from 0, or all; default: as for --nodes, else 0.", **options)
     flags.DEFINE_string("coordinator", "", "Host name of rank 0, reachable from the other nodes.", **options)
     flags.DEFINE_integer("port", JAX_PORT, "Port of JAX's coordinator on rank 0.", **options)
     flags.DEFINE_integer(

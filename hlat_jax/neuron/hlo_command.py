@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from absl import flags
 
+from hlat_jax.cost import INSTANCES
 from hlat_jax.data.tokenizer import resolve_with_tokenizer
 from hlat_jax.host import flags as flags_lib
 from hlat_jax.host.neuron_compiler_flags import compiler_flags
@@ -82,7 +83,7 @@ def _make_folder(path: str) -> pathlib.Path:
 
 
 def _flags(target: str) -> str:
-    flags_of = compiler_flags(checked(Topology(TARGETS[target]))).items()
+    flags_of = compiler_flags(checked(Topology(TARGETS.get(target, target)))).items()
     kept = [key if value is None else f"{key}={value}" for key, value in flags_of if key not in _PLUGIN_FLAGS]
     return " \\\n    ".join(kept)
 
@@ -90,7 +91,9 @@ def _flags(target: str) -> str:
 def _define(values: flags.FlagValues) -> None:
     names = ["train", "eval", "init", "norms", "prefill", "decode", "generate", "all"]
     flags.DEFINE_string("out", "", "Folder for the modules and compile.sh.", flag_values=values)
-    flags.DEFINE_enum("target", "trn1", list(TARGETS), "Device for compile.sh to compile for.", flag_values=values)
+    flags.DEFINE_enum(
+        "target", "trn1", [*TARGETS, *INSTANCES], "Device for compile.sh to compile for.", flag_values=values
+    )
     flags.DEFINE_enum("program", "all", names, "Program to write.", flag_values=values)
     flags.DEFINE_integer("devices", 0, "Number of devices in the mesh; 0: the recipe's.", 0, flag_values=values)
     flags.DEFINE_integer("max_devices", 64, "Most devices to partition for.", 1, 2048, flag_values=values)

@@ -12,9 +12,10 @@ from typing import Any
 
 from absl import flags
 
+from hlat_jax.cost import INSTANCES
 from hlat_jax.data.tokenizer import resolve_with_tokenizer
 from hlat_jax.host import flags as flags_lib
-from hlat_jax.neuron.rules import TARGETS
+from hlat_jax.neuron.rules import TARGETS, target_of
 from hlat_jax.store.progress import show_progress
 
 _NAMES = ("train", "eval", "init", "norms", "prefill", "decode", "generate")
@@ -23,6 +24,7 @@ _NAMES = ("train", "eval", "init", "norms", "prefill", "decode", "generate")
 def main(argv: Sequence[str]) -> int:
     """Prints the findings for the programs of a config; returns 1 if one is an error, else 0."""
     mutable, values = flags_lib.parse(argv, _define)
+    values.target = target_of(values.target)
     config = resolve_with_tokenizer(mutable)
     if values.json:
         flags_lib.check_output("--json", values.json)
@@ -68,7 +70,7 @@ def _operators(path: str) -> list[str]:
 
 
 def _define(values: flags.FlagValues) -> None:
-    flags.DEFINE_enum("target", "trn1", list(TARGETS), "Device to check for.", flag_values=values)
+    flags.DEFINE_enum("target", "trn1", [*TARGETS, *INSTANCES], "Device to check for.", flag_values=values)
     flags.DEFINE_enum("program", "all", [*_NAMES, "all"], "Program to check.", flag_values=values)
     flags.DEFINE_integer("devices", 0, "Number of devices in the mesh; 0: the recipe's.", 0, flag_values=values)
     about = "Output of neuronx-cc list-operators; other operations are errors."

@@ -7,9 +7,17 @@ from __future__ import annotations
 
 import dataclasses
 
+from hlat_jax.cost import INSTANCES
+
 SEVERITIES = ("error", "warning", "info")
 # device -> instance type whose nodes its programs are checked for
 TARGETS = {"trn1": "trn1.32xlarge", "trn2": "trn2.48xlarge"}
+
+
+def target_of(name: str) -> str:
+    """Returns the key of TARGETS for an instance type or for one of its own keys."""
+    return name if name in TARGETS else next(key for key in TARGETS if INSTANCES[name].target.startswith(key))
+
 
 _ISSUES = "frameworks/jax/setup/jax-neuronx-known-issues"
 _INF2 = "third-party measurement on inf2 (github.com/xbill9/tpu-jax)"

@@ -15,15 +15,20 @@ import subprocess
 import sys
 
 import pytest
+from absl import flags as absl_flags
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hlat_jax import config as config_lib
 from hlat_jax.config import POLICY_FACTS, ParallelConfig, PrecisionConfig
+from hlat_jax.host import flags as flags_lib
 from hlat_jax.host import neuron_env, neuron_topology
 from hlat_jax.host.neuron_env import FIXED, REMOVED, environment
 from hlat_jax.host.neuron_topology import INSTANCES, Topology
 from hlat_jax.neuron import env_command as command
+from hlat_jax.neuron import lint_command
+from hlat_jax.neuron.rules import target_of
+from hlat_jax.plan import __main__ as plan_command
 from hlat_jax.resolve import resolve
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -83,6 +88,38 @@ def test_golden_environments_of_slurm_and_plain_are_the_same():
         for place in ("1 nodes, rank 0", "64 nodes, rank 63"):
             assert golden[f"plain, {place}"] == golden[f"slurm, {place}"]
             assert golden[f"plain, {place}"]["variables"] == golden[f"mpi, {place}"]["variables"]
+
+
+# Compiles one function with the persistent cache in a/jax, then in b/jax; prints the names of both entries.
+TWO_FOLDERS = """
+import pathlib, sys
+import jax
+from jax.experimental.compilation_cache import compilation_cache
+for setting in (None, "xla_gpu_per_fusion_autotune_cache_dir"):
+    if setting:
+        jax.config.update("jax_persistent_cache_enable_xla_caches", setting)  # JAX's default
+    for folder in "ab":
+        path = pathlib.Path(sys.argv[1], f"{setting}", folder)
+        jax.config.update("jax_compilation_cache_dir", str(path))
+        compilation_cache.reset_cache()
+        jax.clear_caches()
+        jax.jit(lambda x: x * 2).lower(1.0).compile()
+        print(*sorted(file.name for file in path.glob("*-cache")))
+"""
+
+
+def test_environment_keeps_the_path_of_the_folder_out_of_jax_cache_keys(tmp_path):
+    ours = environment(MIXED, HLAT, PLACE, current={}).variables
+    ours = {name: value for name, value in ours.items() if name.startswith("JAX_PERSISTENT")}
+    words = [sys.executable, "-c", TWO_FOLDERS, str(tmp_path)]
+    env = {name: value for name, value in os.environ.items() if not name.startswith("JAX_")}
+    done = subprocess.run(
+        words, env=env | ours | {"JAX_PLATFORMS": "cpu"}, capture_output=True, text=True, timeout=60, check=True
+    )
+    first, second, default_first, default_second = done.stdout.splitlines()
+    assert first == second
+    assert len(first.split()) == 1
+    assert default_first != default_second  # so the variable is needed
 
 
 # What must hold for every run: reference/neuron.md, 8.2(1)
@@ -258,7 +295,7 @@ CONTRADICTIONS = [
     ({"NEURON_CC_FLAGS": "--auto-cast matmult"}, "--auto-cast=matmult rounds"),
     ({"NEURON_CC_FLAGS": "--target=trn2"}, "set --target=trn1"),
     ({"NEURON_CC_FLAGS": "--dump='x"}, "No closing quotation"),
-    ({"NEURON_PJRT_PROCESS_INDEX": "3"}, "contradicts --rank or --process_id, which gives 1"),
+    ({"NEURON_PJRT_PROCESS_INDEX": "3"}, "contradicts --node or --process_id, which gives 1"),
     ({"NEURON_PJRT_PROCESSES_NUM_DEVICES": "32,32"}, "contradicts --nodes and --cores, which gives 32,32,32,32"),
     ({"NEURON_RT_VISIBLE_CORES": "0-15"}, "16 cores, but the run uses 32; unset it, or give --cores=16"),
     ({"NEURON_RT_VISIBLE_CORES": "all"}, "not a list of cores"),
@@ -316,7 +353,7 @@ def test_misspelt_variables_suggest_the_nearest():
         ({"instance": "trn1.32xlrge"}, "no such instance type. Did you mean 'trn1.32xlarge'?"),
         ({"lnc": 2}, "--lnc=2: trn1.32xlarge takes 1"),
         ({"nodes": 0}, "--nodes=0"),
-        ({"rank": 4}, "--rank=4 must lie in 0 .. 3"),
+        ({"rank": 4}, "--node=4 must lie in 0 .. 3"),
         ({"coordinator": ""}, "--coordinator=HOST is missing"),
         ({"coordinator": "a" * 64}, "has 64 characters; Neuron takes 63"),
         ({"coordinator": "first:41000"}, "without a port"),
@@ -545,7 +582,7 @@ NODES = ("--instance=trn1.32xlarge", "--nodes=3", "--coordinator=first")
 
 
 def test_env_command_prints_shell_exports(env_here, tmp_path):
-    printed = env_here(*NODES, "--rank=2", NEURON_CC_FLAGS="--dump='/a b' --x=$HOME", MALLOC_ARENA_MAX="a\n'b")
+    printed = env_here(*NODES, "--node=2", NEURON_CC_FLAGS="--dump='/a b' --x=$HOME", MALLOC_ARENA_MAX="a\n'b")
     expected = environment(
         SEVEN_B.precision,
         SEVEN_B.parallel,
@@ -560,9 +597,9 @@ def test_env_command_prints_shell_exports(env_here, tmp_path):
 
 
 def test_env_command_prints_json(env_here):
-    one = json.loads(env_here(*NODES, "--rank=1", "--format=json").out)
+    one = json.loads(env_here(*NODES, "--node=1", "--format=json").out)
     assert one["variables"]["NEURON_PJRT_PROCESS_INDEX"] == "1"
-    every = json.loads(env_here(*NODES, "--rank=all", "--format=json").out)
+    every = json.loads(env_here(*NODES, "--node=all", "--format=json").out)
     assert [one["variables"]["NEURON_PJRT_PROCESS_INDEX"] for one in every.values()] == ["0", "1", "2"]
     assert every["1"] == one
 
@@ -589,8 +626,8 @@ def test_env_command_reads_the_launcher_and_the_lnc(env_here):
     [
         (["env"], "--config=NAME is missing"),
         (["env", "--config=7b"], "--instance=TYPE is missing"),
-        (["env", "--config=7b", "--instance=trn1.32xlarge", "--rank=x"], "--rank=x must be an integer"),
-        (["env", "--config=7b", "--instance=trn1.32xlarge", "--nodes=4", "--coordinator=a"], "--rank is missing"),
+        (["env", "--config=7b", "--instance=trn1.32xlarge", "--node=x"], "--node=x must be an integer"),
+        (["env", "--config=7b", "--instance=trn1.32xlarge", "--nodes=4", "--coordinator=a"], "--node is missing"),
         (["env", "--config=7b", "--instance=trn1.32xlarge", "--format=xml"], "--format=xml must be shell or json"),
         (["env", "--config=7b", "--instnce=a"], "unknown flag --instnce. Did you mean '--instance'?"),
         (["lint", "--config=tiny", "--json=/nowhere/a.json"], "--json=/nowhere/a.json: there is no folder /nowhere"),
@@ -608,6 +645,26 @@ def test_neuron_command_refuses_in_one_line(words, message):
     assert done.returncode == 2
     assert message in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("define", [lint_command._define, command._define, plan_command._define])
+def test_commands_take_each_spelling_of_a_flag_and_list_one(define, capsys):
+    defined = absl_flags.FlagValues()
+    define(defined)
+    given = {"instance": "trn2.48xlarge", "nodes": "3", "node": "2"}
+    for other, name in flags_lib.SPELLINGS.items():
+        for spelling in (other, name) if {other, name} & set(defined) else ():
+            _, values = flags_lib.parse(["--config=tiny", f"--{spelling}={given[name]}"], define)
+            assert str(values[name].value) == str(values[other].value) == given[name]
+    with pytest.raises(SystemExit):
+        flags_lib.parse(["--help"], define)
+    shown = re.findall(r"^  --(\w+)", capsys.readouterr().out, re.MULTILINE)
+    assert "instance" in shown
+    assert not set(shown) & set(flags_lib.SPELLINGS)
+
+
+def test_lint_takes_an_instance_type_for_its_chip():
+    assert [target_of(name) for name in ("trn1", "trn1n.32xlarge", "trn2u.48xlarge")] == ["trn1", "trn1", "trn2"]
 
 
 def test_fixed_variables_are_a_subset_of_computed_ones():

@@ -43,7 +43,7 @@ def node_command(launcher: str, address: str, num_nodes: int, node: int) -> list
     flags = {
         "slurm": [],
         "mpi": [f"--coordinator={host}"],
-        "flags": [f"--coordinator={host}", f"--num_nodes={num_nodes}", f"--node={node}"],
+        "flags": [f"--coordinator={host}", f"--nodes={num_nodes}", f"--node={node}"],
     }
     return ["env", f"PYTHON={sys.executable}", str(NODE), f"--port={port}", *flags[launcher]]
 

@@ -71,11 +71,11 @@ def of_job(coordinator, num_processes, process_id):
 
 def test_single_node_trains_without_a_job(dry_run):
     assert dry_run() == ({}, TRAIN, "")
-    assert dry_run("--num_nodes=1", "--node=0") == ({}, TRAIN, "")
+    assert dry_run("--nodes=1", "--node=0") == ({}, TRAIN, "")
 
 
 def test_node_reads_its_rank_from_flags(dry_run):
-    exports, command, _ = dry_run("--num_nodes=4", "--node=3", "--coordinator=first", "--port=5000")
+    exports, command, _ = dry_run("--nodes=4", "--node=3", "--coordinator=first", "--port=5000")
     assert (exports, command) == ({}, TRAIN + of_job("first:5000", 4, 3))
 
 
@@ -85,16 +85,37 @@ def test_node_reads_its_rank_from_slurm(dry_run, tmp_path):
     assert dry_run("--coordinator=other", **variables)[1] == TRAIN + of_job("other:41001", 4, 2)
 
 
+@pytest.mark.parametrize(
+    ("shown", "coordinator"),
+    [
+        ("NodeName=trn1-dy-1 Arch=x86_64 NodeAddr=10.0.3.17 NodeHostName=trn1-dy-1", "10.0.3.17"),
+        ("NodeName=trn1-dy-1 NodeAddr=trn1-dy-1 NodeHostName=trn1-dy-1", "trn1-dy-1"),
+        ("", "trn1-dy-1"),
+    ],
+    ids=["address", "name", "unknown"],
+)
+def test_every_node_takes_the_address_that_slurms_controller_has_of_the_first(dry_run, tmp_path, shown, coordinator):
+    for node in range(2):
+        variables = jobs.node_variables("slurm", 2, node, folder=tmp_path / "bin")
+        script = tmp_path / "bin" / "scontrol"
+        names = "trn1-dy-1\\ntrn1-dy-2\\n"
+        known = f"'--oneliner show node trn1-dy-1') echo '{shown}' ;;" if shown else ""
+        script.write_text(f"#!/bin/sh\ncase $* in 'show hostnames '*) printf '{names}' ;; {known} *) exit 1 ;; esac\n")
+        exports, command, _ = dry_run(neuron_devices=16, **variables)
+        assert command == [*TRAIN, "--instance=trn1.32xlarge", *of_job(f"{coordinator}:41001", 2, node)]
+        assert exports["NEURON_RT_ROOT_COMM_ID"] == f"{coordinator}:41000"
+
+
 def test_node_reads_its_rank_from_open_mpi_also_inside_slurm(dry_run, tmp_path):
     variables = jobs.node_variables("mpi", 4, 2, folder=tmp_path / "bin")
     assert dry_run("--coordinator=first", **variables)[1] == TRAIN + of_job("first:41001", 4, 2)
     inside = jobs.node_variables("slurm", 4, 0, folder=tmp_path / "bin") | variables
     assert dry_run("--coordinator=first", **inside)[1] == TRAIN + of_job("first:41001", 4, 2)
-    assert dry_run("--coordinator=a", "--num_nodes=2", "--node=1", **inside)[1] == TRAIN + of_job("a:41001", 2, 1)
+    assert dry_run("--coordinator=a", "--nodes=2", "--node=1", **inside)[1] == TRAIN + of_job("a:41001", 2, 1)
 
 
 def test_node_with_neuron_devices_exports_its_computed_environment(dry_run):
-    exports, command, _ = dry_run("--num_nodes=3", "--node=1", "--coordinator=first", neuron_devices=16)
+    exports, command, _ = dry_run("--nodes=3", "--node=1", "--coordinator=first", neuron_devices=16)
     assert exports == computed(nodes=3, rank=1, coordinator="first")
     assert command == [*TRAIN, "--instance=trn1.32xlarge", *of_job("first:41001", 3, 1)]
 
@@ -109,7 +130,7 @@ def test_node_with_neuron_devices_exports_its_computed_environment(dry_run):
     ],
 )
 def test_node_counts_the_cores_of_its_instance(dry_run, instance, num_devices, variables, cores):
-    place = ("--num_nodes=2", "--node=0", "--coordinator=first")
+    place = ("--nodes=2", "--node=0", "--coordinator=first")
     exports, _, _ = dry_run(*place, neuron_devices=num_devices, instance=instance, **variables)
     assert exports["NEURON_PJRT_PROCESSES_NUM_DEVICES"] == f"{cores},{cores}"
 
@@ -126,17 +147,46 @@ def test_node_can_use_a_subset_of_its_cores(dry_run):
     assert command == [*TRAIN, "--instance=trn1.32xlarge", "--cores=8"]
 
 
+@pytest.mark.parametrize(
+    ("there", "has_tcmalloc", "folder"),
+    [
+        ((), False, None),
+        (("usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4",), True, None),
+        (("usr/lib64/libtcmalloc.so.4", "opt/amazon/efa/lib64/x"), True, "opt/amazon/efa/lib64"),
+        (("usr/lib/libtcmalloc.so", "usr/lib64/libtcmalloc.so.4", "opt/amazon/efa/lib/x"), True, "opt/amazon/efa/lib"),
+    ],
+    ids=["none", "ubuntu without efa", "amazon linux", "ubuntu"],
+)
+def test_node_finds_tcmalloc_and_the_efa_libraries_of_its_image(dry_run, tmp_path, there, has_tcmalloc, folder):
+    for path in there:
+        (tmp_path / "image" / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "image" / path).touch()
+    exports, _, _ = dry_run(neuron_devices=16, IMAGE_ROOT=str(tmp_path / "image"), LD_LIBRARY_PATH="/opt/mine")
+    preload = str(tmp_path / "image" / there[0]) if has_tcmalloc else None
+    libraries = folder and f"{tmp_path / 'image' / folder}:/opt/mine"
+    assert (exports.get("LD_PRELOAD"), exports.get("LD_LIBRARY_PATH")) == (preload, libraries)
+    exports, _, _ = dry_run(neuron_devices=16, IMAGE_ROOT=str(tmp_path / "image"), LD_PRELOAD="/mine.so")
+    assert "LD_PRELOAD" not in exports
+
+
+def test_node_takes_each_spelling_of_its_flags(dry_run):
+    words = ("--nodes=2", "--node=1", "--coordinator=a", "--instance=trn1.2xlarge")
+    others = ("--num_nodes=2", "--rank=1", "--coordinator=a", "--target=trn1.2xlarge")
+    assert dry_run(*words) == dry_run(*others)
+    assert dry_run(*words)[0]["NEURON_PJRT_PROCESS_INDEX"] == "1"
+
+
 def test_node_with_neuron_devices_exports_nothing_for_jax_on_cpu(dry_run):
     assert dry_run(neuron_devices=16, JAX_PLATFORMS="cpu")[:2] == ({}, TRAIN)
 
 
 def test_node_keeps_caller_variables_and_refuses_a_contradicting_rank(dry_run):
-    place = ("--num_nodes=2", "--node=1", "--coordinator=first")
+    place = ("--nodes=2", "--node=1", "--coordinator=first")
     exports, _, said = dry_run(*place, neuron_devices=16, FI_LOG_LEVEL="info")
     assert exports["FI_LOG_LEVEL"] == "info"
     assert said == "FI_LOG_LEVEL: your value info replaces warn\n"
     _, _, error = dry_run(*place, neuron_devices=16, NEURON_PJRT_PROCESS_INDEX="7")
-    assert error.startswith("error: NEURON_PJRT_PROCESS_INDEX=7 contradicts --rank or --process_id, which gives 1")
+    assert error.startswith("error: NEURON_PJRT_PROCESS_INDEX=7 contradicts --node or --process_id, which gives 1")
 
 
 def test_node_reads_precision_and_layout_only_from_the_config(dry_run):
@@ -154,7 +204,7 @@ def test_node_reads_precision_and_layout_only_from_the_config(dry_run):
 @pytest.mark.parametrize("num_nodes", [1, 4, 64])
 @pytest.mark.parametrize("instance", ["trn1.32xlarge", "trn2.48xlarge"])
 def test_dry_run_anywhere_prints_every_node(num_nodes, instance):
-    place = [f"--num_nodes={num_nodes}", f"--instance={instance}", "--coordinator=first"]
+    place = [f"--nodes={num_nodes}", f"--instance={instance}", "--coordinator=first"]
     env = {"PATH": os.environ["PATH"], "PYTHON": sys.executable}
     words = [str(jobs.NODE), "--dry-run", *place, "--port=5000", *TRAIN[3:]]
     done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60, check=True)
@@ -171,14 +221,14 @@ def test_dry_run_anywhere_prints_every_node(num_nodes, instance):
 @pytest.mark.parametrize(
     ("flags", "variables", "message"),
     [
-        (["--node=1"], {}, "give --num_nodes and --node together"),
-        (["--num_nodes=2", "--node=0"], {}, "--coordinator=HOST is missing"),
-        (["--num_nodes=2", "--node=2", "--coordinator=a"], {}, "--node=2 must lie in 0 .. 1"),
-        (["--num_nodes=2", "--node=-1", "--coordinator=a"], {}, "--node=-1 must be a whole number of at least 0"),
-        (["--num_nodes=two", "--node=0", "--coordinator=a"], {}, "--num_nodes=two must be a whole number"),
-        (["--num_nodes=2", "--node=0", f"--coordinator={'a' * 64}"], {}, "has 64 characters; Neuron takes 63"),
-        (["--coordinator=a"], {}, "needs --num_nodes and --node, or the variables of Slurm or Open MPI"),
-        (["--process_id=0"], {}, "--process_id=0: give --num_nodes and --node"),
+        (["--node=1"], {}, "give --nodes and --node together"),
+        (["--nodes=2", "--node=0"], {}, "--coordinator=HOST is missing"),
+        (["--nodes=2", "--node=2", "--coordinator=a"], {}, "--node=2 must lie in 0 .. 1"),
+        (["--nodes=2", "--node=-1", "--coordinator=a"], {}, "--node=-1 must be a whole number of at least 0"),
+        (["--nodes=two", "--node=0", "--coordinator=a"], {}, "--nodes=two must be a whole number"),
+        (["--nodes=2", "--node=0", f"--coordinator={'a' * 64}"], {}, "has 64 characters; Neuron takes 63"),
+        (["--coordinator=a"], {}, "needs --nodes and --node, or the variables of Slurm or Open MPI"),
+        (["--process_id=0"], {}, "--process_id=0: give --nodes and --node"),
         ([], {"OMPI_COMM_WORLD_RANK": "0"}, "OMPI_COMM_WORLD_SIZE is not"),
         ([], {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}, "gives no host of rank 0"),
         ([], {"SLURM_NODEID": ""}, "SLURM_NODEID is not set: start this script with srun"),
@@ -203,7 +253,7 @@ def test_node_refuses_invalid_rank_settings(dry_run, tmp_path, flags, variables,
         ("slurm", "SLURM_NODEID"),
         ("mpi", "OMPI_COMM_WORLD_SIZE"),
         ("mpi", "OMPI_COMM_WORLD_RANK"),
-        ("flags", "--num_nodes"),
+        ("flags", "--nodes"),
         ("flags", "--node"),
         ("flags", "--port"),
         ("flags", "--cores"),
@@ -211,7 +261,7 @@ def test_node_refuses_invalid_rank_settings(dry_run, tmp_path, flags, variables,
 )
 def test_node_refuses_non_numbers_by_name_without_evaluating_them(dry_run, tmp_path, launcher, name, value):
     variables = {} if launcher == "flags" else jobs.node_variables(launcher, 2, 1, folder=tmp_path / "bin")
-    flags = {"--num_nodes": "2", "--node": "1", "--coordinator": "a"} if launcher == "flags" else {}
+    flags = {"--nodes": "2", "--node": "1", "--coordinator": "a"} if launcher == "flags" else {}
     (flags if launcher == "flags" else variables)[name] = value
     _, _, error = dry_run(*(f"{flag}={word}" for flag, word in flags.items()), **variables)
     assert error.startswith(f"error: {name}={value} must be a whole number of at least ")
@@ -225,7 +275,7 @@ def test_node_refuses_slurm_without_scontrol(dry_run):
 
 
 def test_node_refuses_invalid_neuron_settings(dry_run):
-    place = ("--num_nodes=2", "--node=0", "--coordinator=first")
+    place = ("--nodes=2", "--node=0", "--coordinator=first")
     _, _, error = dry_run(*place, neuron_devices=4, instance="inf2.24xlarge")
     assert "--instance=inf2.24xlarge: no such instance type" in error
     _, _, error = dry_run(*place, neuron_devices=4, instance="")

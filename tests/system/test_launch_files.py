@@ -133,7 +133,7 @@ def test_manifests_are_consistent_with_the_instance(path):
     flags = dict(word.removeprefix("--").split("=", 1) for word in container["command"][1:])
     kind = INSTANCES[flags["instance"]]
     limits = container["resources"]["limits"]
-    assert spec["completions"] == spec["parallelism"] == int(flags["num_nodes"])
+    assert spec["completions"] == spec["parallelism"] == int(flags["nodes"])
     assert flags["coordinator"] == f"{name}-node-0-0.{name}"
     assert pods["nodeSelector"]["node.kubernetes.io/instance-type"] == flags["instance"]
     assert (limits["aws.amazon.com/neuron"], limits["vpc.amazonaws.com/efa"]) == (kind.chips, kind.num_efa)
