@@ -134,7 +134,7 @@ def _hits(program: Program, sharded: Program | None, *, target: str, listed: set
         (program, partitioned.argument_findings(program, target=target)),
         (program, partitioned.group_findings(program, sharded, target=target)),
         (per_device, partitioned.size_findings(per_device)),
-        (per_device, unrolled.findings(per_device)),
+        (per_device, unrolled.findings(per_device, target=target)),
     ):
         for rule, what, op in found:
             yield rule, what, op, owner

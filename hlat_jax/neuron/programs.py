@@ -27,8 +27,8 @@ EXPLAINED = {
 EXPLAINED[("init", "DT06")] = "the counters of the split are below 2^32, so a cast to 32 bits drops only zeros"
 for _name in ("train", "eval"):
     EXPLAINED[(_name, "CG01")] = (
-        "the limit on this number is not documented, and HLAT compiled layers of this size with this "
-        "tensor parallelism; if compilation fails, follow the advice of the rule"
+        "an estimate that nothing calibrates, with loops unrolled that the compiler may keep; begin with the smallest "
+        "rung of `python -m hlat_jax.neuron ladder`, and if compilation fails, follow the advice of the rule"
     )
 EXPLAINED[("eval", "CC02")] = EXPLAINED[("train", "CC02")]
 

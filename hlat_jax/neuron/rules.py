@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 
 from hlat_jax.cost import INSTANCES
+from hlat_jax.plan.instructions import OPERATION_ADVICE, PROGRAM_ADVICE
 
 SEVERITIES = ("error", "warning", "info")
 # device -> instance type whose nodes its programs are checked for
@@ -339,10 +340,17 @@ RULES: dict[str, Rule] = {
     ),
     "CG01": Rule(
         "warning",
-        "more than a million 128x128x512 matmul tiles with all loops unrolled",
-        "the number of instructions per program is limited; the limit is not documented",
-        "more tensor or pipeline parallelism, fewer microbatches per step, -O1",
-        _code("EBVF030", "EVRF007", "EXTP004"),
+        "more than 5,000,000 instructions in a program with all loops unrolled, estimated from tiles",
+        "the compiler stops at 5,000,000 instructions per program in public logs, and has unrolled loops",
+        PROGRAM_ADVICE,
+        _code("EBVF030", "EVRF007", "EXTP004") + "; github.com/aws-neuron/aws-neuron-sdk/issues/987, 1003",
+    ),
+    "CG02": Rule(
+        "warning",
+        "an operation of more than 300,000 instructions, on trn1 150,000, estimated from tiles",
+        "the compiler stops at 300,000 instructions per operation in public logs, on trn1 at 150,000",
+        OPERATION_ADVICE,
+        "NCC_EXTP003 in third-party reports; not documented",
     ),
     "NK01": Rule(
         "error",

@@ -9,6 +9,8 @@ import dataclasses
 import math
 from typing import Any
 
+import jax
+
 from hlat_jax import cost
 from hlat_jax.byte_sizes import format_bytes
 from hlat_jax.config import Config
@@ -16,12 +18,12 @@ from hlat_jax.parallel.degrees import passes
 from hlat_jax.parallel.sharding import Layout
 from hlat_jax.parallel.virtual_devices import planned_layout
 from hlat_jax.passes.products import live_jaxpr
-from hlat_jax.plan import published, roofline, text
+from hlat_jax.plan import instructions, published, roofline, text
 from hlat_jax.plan.collectives import counted
 from hlat_jax.plan.memory import checkpoint_bytes, device_bytes, host_bytes
 from hlat_jax.plan.traffic import traced_collectives
 from hlat_jax.run import budget as budget_lib
-from hlat_jax.step import RunProgram, make_program
+from hlat_jax.step import RunProgram, make_program, state_bytes
 
 PROJECTION = "projection, not measured"
 
@@ -99,6 +101,9 @@ def make_plan(config: Config, site: Site) -> dict[str, Any]:
         "collectives": _collectives(found, target=target, mesh=layout.mesh),
         "saving": _saving(program.abstract_state, site),
     }
+    if target.platform == "neuron":
+        limits = {"limit": instructions.PROGRAM_LIMIT, "operation_limit": instructions.operation_limit(site.target)}
+        plan["instructions"] = dataclasses.asdict(step_instructions(jaxpr, program)) | limits
     if target.device.peak_flops:
         seconds = roofline.projected(jaxpr, found, target=target, mesh=layout.mesh, state_bytes=memory.state)
         plan["projection"] = _projection(config, site, seconds)
@@ -153,6 +158,13 @@ def _schedule(config: Config, layout: Layout, requested: str) -> dict[str, Any]:
         "num_stages": num_stages,
         "bubble": (num_stages - 1) / (num_microbatches + num_stages - 1),
     }
+
+
+def step_instructions(jaxpr: Any, program: RunProgram) -> instructions.Instructions:
+    """Returns the estimated instructions of a traced step; what is outside `shard_map` is split as the moments are."""
+    updated = program.abstract_state["opt_state"]
+    whole = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(updated))
+    return instructions.estimated(jaxpr, num_shards=whole / state_bytes(updated))
 
 
 def _collectives(found: list, *, target: cost.Target, mesh: Any) -> list[dict[str, Any]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hlat_jax.byte_sizes import format_bytes
+from hlat_jax.plan.instructions import NOTE, OPERATION_ADVICE, PROGRAM_ADVICE, rounded
 
 
 def memory_line(total: int, budget: int, *, state: int, temporaries: int) -> str:
@@ -100,7 +101,21 @@ def _run_lines(plan: dict[str, Any]) -> list[str]:
         f"{run['flops']:.3g} FLOPs",
         *_schedule_lines(plan["schedule"]),
         f"programs         {run['programs']} to compile",
+        *(instruction_lines(plan["instructions"]) if "instructions" in plan else []),
     ]
+
+
+def instruction_lines(found: dict[str, int]) -> list[str]:
+    """Returns the estimated instructions of a step, and a warning with what to change if a public limit is below."""
+    line = f"instructions     about {rounded(found['unrolled'])} in the step's program with every loop unrolled, "
+    line += f"{rounded(found['looped'])} with none; {rounded(found['largest'])} in its largest operation ({NOTE})"
+    limits = f"public logs show {found['limit']:,} per program and {found['operation_limit']:,} per operation"
+    advice = []
+    if found["unrolled"] > found["limit"]:
+        advice.append(f"  WARNING: {limits}; {PROGRAM_ADVICE}")
+    if found["largest"] > found["operation_limit"]:
+        advice.append(f"  WARNING: {limits}; {OPERATION_ADVICE}")
+    return [line, *(advice or [f"  below the limits: {limits}"])]
 
 
 def _schedule_lines(schedule: dict[str, Any]) -> list[str]:

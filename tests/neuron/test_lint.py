@@ -222,7 +222,14 @@ CASES = {
         over_mesh(lambda x: jax.lax.psum(x, "b"), sizes=(2, 4)),
     ),
     "MEM1": ((lambda x: x.sum(), shape(5 * 10**9)), (lambda x: x.sum(), shape(10**8))),
-    "CG01": ((lambda x, y: x @ y, shape(2**14, 2**13), shape(2**13, 2**16)), lambda x: x @ x),
+    "CG01": (
+        (lambda x: jax.lax.scan(lambda c, _: (c @ c, None), x, length=128)[0], shape(2**13, 2**13)),
+        (lambda x: x @ x, shape(2**13, 2**13)),
+    ),
+    "CG02": (
+        (lambda x, y: x @ y, shape(2**13, 2**12), shape(2**12, 2**16)),
+        (lambda x, y: x @ y, shape(2**13, 2**12), shape(2**12, 2**14)),
+    ),
     "NK01": (native_kernel("/no/such/kernel.klir"), native_kernel(__file__)),
 }
 

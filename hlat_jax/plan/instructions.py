@@ -1,0 +1,112 @@
+"""Estimates how many instructions neuronx-cc makes of a program, from the tiles of its operations.
+
+An order of magnitude, not calibrated: no program has been compiled. A product is counted as the tensor engine's
+instructions, any other operation as one instruction of another engine per tile of its elements; broadcasts and reshapes
+count nothing, and neither does the fusion of elementwise operations. `neuron.unrolled` counts the same of StableHLO.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from hlat_jax.passes.jaxpr import CALL_JAXPRS, SAME_ELEMENTS, inner_jaxprs, inner_trips
+
+NOTE = "an order of magnitude, not calibrated"
+# Numbers in the errors of public logs; the documentation gives none.
+# Source: github.com/aws-neuron/aws-neuron-sdk/issues/987, 1003 (a program); reports of NCC_EXTP003 (an operation).
+PROGRAM_LIMIT = 5_000_000
+OPERATION_LIMIT, OPERATION_LIMIT_TRN1 = 300_000, 150_000
+PROGRAM_ADVICE = (
+    "train.accumulate=dispatch (a program holds one microbatch), fewer rows in a microbatch, more parallel.tensor or "
+    "parallel.pipe; --tiled-inst-limit moves the limit (undocumented)"
+)
+OPERATION_ADVICE = (
+    "fewer rows in a microbatch, a shorter data.seq_len, more parallel.tensor; for the loss model.cross_entropy=chunked"
+)
+_ROWS, _COLUMNS, _DEPTH = 128, 512, 128  # one product of the tensor engine. Source: NKI docs, nki.isa.nc_matmul
+_TILE = 128 * 512  # partitions by a bank of PSUM, of the other engines. Source: NKI docs, architecture guide
+_LOOPS = {"scan", "while", "cond", "shard_map", "pallas_call", *CALL_JAXPRS}
+_VIEWS = SAME_ELEMENTS | {"optimization_barrier", "sharding_constraint"}
+# Operations that read or write a part of a large array -> the operand that has the size of that part.
+_UPDATES = {"dynamic_update_slice": 1, "scatter": 2, "scatter-add": 2}
+_READ = ("reduce_", "argm", "cumsum", "sort")  # operations whose operand is larger than their result
+
+
+@dataclasses.dataclass(frozen=True)
+class Instructions:
+    """Estimated instructions of one program on one device.
+
+    Attributes:
+      unrolled: of the program with every loop unrolled, as the compiler may do.
+      looped: of the program with every loop kept.
+      largest: of one execution of its largest operation.
+    """
+
+    unrolled: int
+    looped: int
+    largest: int
+
+
+def operation_limit(target: str) -> int:
+    """Returns the instructions of one operation above which public logs show errors, by chip or instance type."""
+    return OPERATION_LIMIT_TRN1 if target.startswith("trn1") else OPERATION_LIMIT
+
+
+def rounded(number: int) -> str:
+    """Returns a number with its first two digits, all that an estimate has."""
+    step = 10 ** max(0, len(str(number)) - 2)
+    return f"{round(number / step) * step:,}"
+
+
+def product_tiles(rows: int, columns: int, depth: int) -> int:
+    """Returns the instructions of a product [rows, depth] x [depth, columns]; either operand may be the stationary."""
+    small, large = sorted((rows, columns))
+    return math.ceil(small / _ROWS) * math.ceil(large / _COLUMNS) * math.ceil(depth / _DEPTH)
+
+
+def element_tiles(num_elements: float) -> int:
+    """Returns the instructions of an operation that handles each of its elements once."""
+    return math.ceil(num_elements / _TILE)
+
+
+def estimated(jaxpr: Any, *, num_shards: float) -> Instructions:
+    """Returns the instructions of a traced program.
+
+    Args:
+      jaxpr: of the whole program; shapes inside `shard_map` are those of one device.
+      num_shards: number of devices that an array outside `shard_map` is split over.
+    """
+    counts = list(_counted(jaxpr, num_shards, 1))
+    unrolled, looped = sum(trips * tiles for tiles, trips in counts), sum(tiles for tiles, _ in counts)
+    return Instructions(unrolled, looped, max((tiles for tiles, _ in counts), default=0))
+
+
+def _counted(jaxpr: Any, num_shards: float, trips: int) -> Iterator[tuple[int, int]]:
+    """Yields (instructions of one execution, number of executions) for the operations of a jaxpr."""
+    for eqn in jaxpr.eqns:
+        name = eqn.primitive.name
+        if name in _LOOPS:
+            for inner in inner_jaxprs(eqn):
+                yield from _counted(inner, 1 if name == "shard_map" else num_shards, trips * inner_trips(eqn))
+        elif name not in _VIEWS:
+            yield _tiles(eqn, num_shards), trips
+
+
+def _tiles(eqn: Any, num_shards: float) -> int:
+    name = eqn.primitive.name
+    if name == "dot_general":
+        (contracted, _), (batch, _) = eqn.params["dimension_numbers"]
+        left, result = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+        rows = len(left) - len(contracted) - len(batch)
+        depth = math.prod(left[dim] for dim in contracted)
+        free = result[len(batch) :]
+        tiles = product_tiles(math.prod(free[:rows]), math.prod(free[rows:]), depth)
+        return math.ceil(math.prod(result[: len(batch)]) * tiles / num_shards)
+    if name in _UPDATES:
+        handled = eqn.invars[_UPDATES[name]]
+    else:
+        handled = eqn.invars[0] if name.startswith(_READ) else eqn.outvars[0]
+    return element_tiles(math.prod(getattr(handled.aval, "shape", ())) / num_shards)

@@ -1,0 +1,125 @@
+"""Instructions estimated from tiles: by hand, against the same count of the lowered program, and what they warn of."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from planned import planned_config
+
+from hlat_jax.neuron import partitioned, programs, unrolled
+from hlat_jax.neuron.module import Program
+from hlat_jax.passes.products import live_jaxpr
+from hlat_jax.plan import instructions, report, text
+from hlat_jax.plan.instructions import Instructions
+from hlat_jax.step import make_program
+
+
+def shape(*dims, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(dims, dtype)
+
+
+def traced(fn, *arguments):
+    return jax.jit(fn).trace(*arguments)
+
+
+def of_jaxpr(fn, *arguments, num_shards=1):
+    return instructions.estimated(live_jaxpr(traced(fn, *arguments)), num_shards=num_shards)
+
+
+def of_lowered(found):
+    module = found.lower(lowering_platforms=("neuron",)).compiler_ir("stablehlo").operation
+    return unrolled.estimated(partitioned.run_shardy(module) or Program(module))
+
+
+def product(x, y):
+    return x @ y
+
+
+def repeated(x):
+    return jax.lax.scan(lambda c, _: (jnp.tanh(c @ c), None), x, length=5)[0]
+
+
+@pytest.mark.parametrize(
+    ("fn", "arguments", "expected"),
+    [
+        (product, (shape(256, 128), shape(128, 512)), Instructions(2, 2, 2)),
+        (product, (shape(512, 128), shape(128, 256)), Instructions(2, 2, 2)),  # either operand may be the stationary
+        (product, (shape(1, 4096), shape(4096, 4096)), Instructions(8 * 32, 8 * 32, 8 * 32)),
+        (product, (shape(3, 129, 128), shape(3, 128, 513)), Instructions(12, 12, 12)),
+        (lambda x: x.reshape(-1)[None] + 1.0, (shape(256, 512),), Instructions(2, 2, 2)),
+        (lambda x: x.sum(), (shape(256, 512),), Instructions(2, 2, 2)),
+        (repeated, (shape(512, 512),), Instructions(5 * (16 + 4), 16 + 4, 16)),
+    ],
+    ids=["product", "swapped", "row", "batched", "elements", "sum", "loop"],
+)
+def test_instructions_are_those_counted_by_hand(fn, arguments, expected):
+    assert of_jaxpr(fn, *arguments) == expected
+    lowered = of_lowered(traced(fn, *arguments))
+    # the counter of a loop is an operation of the lowered program only
+    loop_counters = 2 * 5 if fn is repeated else 0
+    assert lowered.largest == expected.largest
+    assert expected.unrolled <= lowered.unrolled <= expected.unrolled + loop_counters
+
+
+def test_an_update_counts_what_it_writes():
+    def updated(x, y):
+        return jax.lax.dynamic_update_slice(x, y, (0, 0))
+
+    assert of_jaxpr(updated, shape(4096, 4096), shape(128, 512)).largest == 1
+    assert of_lowered(traced(updated, shape(4096, 4096), shape(128, 512))).largest == 1
+
+
+@pytest.mark.quick_cases("{'tensor': 2, 'data': 4, 'zero1': True, 'm': 2}")
+@pytest.mark.parametrize(
+    "degrees",
+    [
+        {"tensor": 2, "data": 4, "zero1": True, "m": 2},
+        {"fsdp": 8, "m": 1},
+        {"pipe": 2, "data": 2, "tensor": 2, "m": 2},
+        {"data": 8, "loop": "unroll", "m": 1},
+    ],
+    ids=str,
+)
+def test_the_planner_and_the_lint_count_the_same(degrees):
+    config = planned_config(**degrees)
+    program = make_program(config, programs.layout_for_neuron(config, 8))
+    step = program.trace_step()
+    planned = report.step_instructions(live_jaxpr(step), program)
+    lowered = of_lowered(step)
+    assert planned.largest == lowered.largest
+    # the lowered program has operations that a trace does not show, such as those of indices
+    assert planned.unrolled == pytest.approx(lowered.unrolled, rel=0.2)
+    assert planned.looped == pytest.approx(lowered.looped, rel=0.25)
+
+
+def test_microbatches_multiply_the_unrolled_program_only():
+    def of(m):
+        program = make_program(config := planned_config(m=m), programs.layout_for_neuron(config, 1))
+        return report.step_instructions(live_jaxpr(program.trace_step()), program)
+
+    one, eight = of(2), of(8)  # 4 rows of 512 tokens, and 1
+    assert eight.looped < one.looped
+    assert eight.unrolled == pytest.approx(one.unrolled, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("unrolled_count", "largest", "expected"),
+    [(5_000_001, 9, "train.accumulate=dispatch"), (9, 150_001, "model.cross_entropy=chunked"), (9, 9, "below")],
+)
+def test_plan_prints_the_estimate_the_limits_and_what_to_change(unrolled_count, largest, expected):
+    found = {"unrolled": unrolled_count, "looped": 9, "largest": largest}
+    limits = {"limit": instructions.PROGRAM_LIMIT, "operation_limit": instructions.operation_limit("trn1n.32xlarge")}
+    first, second = text.instruction_lines(found | limits)
+    assert "an order of magnitude, not calibrated" in first
+    assert "5,000,000 per program and 150,000 per operation" in second
+    assert expected in second
+    assert ("WARNING" in second) == (expected != "below")
+
+
+def test_limits_depend_on_the_chip():
+    limits = {name: instructions.operation_limit(name) for name in ("trn1", "trn1.32xlarge", "trn2")}
+    assert limits == {"trn1": 150_000, "trn1.32xlarge": 150_000, "trn2": 300_000}
+
+
+@pytest.mark.parametrize(("number", "printed"), [(0, "0"), (99, "99"), (104, "100"), (5_832_704, "5,800,000")])
+def test_an_estimate_is_printed_with_two_digits(number, printed):
+    assert instructions.rounded(number) == printed
