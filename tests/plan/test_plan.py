@@ -189,6 +189,16 @@ def test_collective_time_shares_node_bandwidth_among_groups():
     assert (place, seconds) == ("link", pytest.approx(0.875e9 / 192e9 + 3 * 2e-6))
 
 
+def test_ultraserver_sends_between_its_servers_over_their_links():
+    target = cost.target("trn2-ultraserver")
+    mesh = types.SimpleNamespace(shape={"data": 4, "fsdp": 16, "tensor": 4})
+    inside = Collective("all-gather", ("fsdp",), 16, 1, 10**9, 1, ("bf16",), "")
+    assert roofline.collective_seconds(inside, target=target, mesh=mesh)[1] == pytest.approx(0.9375e9 / 256e9 + 8e-6)
+    between = dataclasses.replace(inside, axes=("data",), group_size=4)
+    place, seconds = roofline.collective_seconds(between, target=target, mesh=mesh)
+    assert (place, seconds) == ("link", pytest.approx(0.75e9 / 64e9 + 4e-6))
+
+
 def test_published_results_are_matched_by_model_size():
     assert {row.layout for row in published.nearest(68_976_648_192)} == {"TP32 PP4 DP8", "TP32 PP8 DP4"}
     assert published.nearest(10**6) == []
@@ -203,6 +213,22 @@ def test_targets_cite_sources_and_match_their_devices():
     assert cost.target("trn2.48xlarge").device.memory_bytes * 64 == 1536 * 2**30
     one, two = cost.target("trn2.48xlarge-lnc1"), cost.target("trn2.48xlarge")
     assert one.device.peak_flops * one.num_devices == two.device.peak_flops * two.num_devices
+    for target_name, petaflops, gib in (
+        ("trn2-ultraserver", 42.7, 6144),
+        ("trn3-gen1", 42.9, 9216),
+        ("trn3-gen2", 96.6, 20736),
+    ):
+        node = cost.target(target_name)
+        assert node.device.peak_flops * node.num_devices == pytest.approx(petaflops * 1e15, rel=2e-3)
+        assert node.device.memory_bytes * node.num_devices == gib * 2**30
+    assert "derived" in cost.target("trn2.3xlarge").source
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [("NC_v2", "trn1"), ("NC_v3", "trn2-lnc1"), ("NC_v3d", "trn2"), ("NVIDIA H200", "h200")]
+)
+def test_device_kinds_tell_the_logical_cores_of_trn2_apart(kind, name):
+    assert cost.device(kind) == cost.DEVICES[name]
 
 
 def test_plan_command_writes_json_and_prints_every_part(plan_here, tmp_path):
