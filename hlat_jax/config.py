@@ -177,6 +177,13 @@ def select_remat(remat: str, platform: str) -> str:
     return "products" if platform == "cpu" else "none"
 
 
+def select_accumulate(accumulate: str, platform: str, *, pipe: int) -> str:
+    """Returns a value of `train.accumulate` with `auto` replaced: dispatch on Neuron but for pipeline stages."""
+    if accumulate != "auto":
+        return accumulate
+    return "dispatch" if platform == "neuron" and pipe == 1 else "scan"
+
+
 @dataclasses.dataclass(frozen=True)
 class ParallelConfig:
     """Degrees of the device mesh, outermost first. At most one may be -1: all remaining devices."""
@@ -259,6 +266,11 @@ class TrainConfig:
         "", "RUN@STEP: start from this checkpoint of another run, with its optimizer and data position; empty: no."
     )
     num_microbatches: int = _key(1, "Gradient accumulation: parts that a batch is split into, run one after another.")
+    accumulate: str = _key(
+        "auto",
+        "Microbatches run in a loop of one program, or are dispatched as one program each; auto: dispatch on Neuron.",
+        choices=("auto", "scan", "dispatch"),
+    )
     z_loss_weight: float = _key(0.0, "Weight of the squared log-normaliser in the loss.")
     eval_every_steps: int = _key(0, "Validate every so many steps and at the end; 0: at the end only.")
     num_eval_batches: int = _key(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -22,7 +22,7 @@ from hlat_jax.passes import remat, scaling, spikes
 from hlat_jax.passes.autocast import autocast, is_fp16
 from hlat_jax.passes.remat import Plan
 from hlat_jax.passes.residuals import select_residuals
-from hlat_jax.precision import NEAREST, Accumulation, Rounding, cast_tree
+from hlat_jax.precision import NEAREST, Accumulation, Policy, Rounding, cast_tree
 from hlat_jax.program_options import (
     LossAux,
     ProgramOptions,
@@ -89,6 +89,38 @@ class StepFn(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
+class MicrobatchStep:
+    """A step in programs that do not depend on the number of microbatches; equal bit for bit to the step in one.
+
+    Each microbatch is dispatched as a program of its own, without waiting for the one before.
+
+    Attributes:
+      start: jitted () -> buffer of zeros: the sums of losses, of counted tokens and of gradients, of each device.
+      add: jitted (buffer, inputs, microbatch) -> buffer with the sums of the microbatch; donates the buffer.
+      update: jitted (state, buffer[, learning_rate]) -> (state, StepMetrics); donates the state.
+    """
+
+    start: Callable[..., Any]
+    add: Callable[..., Any]
+    update: Callable[..., Any]
+
+    def __call__(
+        self, state: State, microbatches: Iterable[Any], learning_rate: ArrayLike | None = None
+    ) -> tuple[State, StepMetrics]:
+        """Returns the state after the step, and its metrics. Rows of microbatch m: see `batch.microbatches`."""
+        buffer, inputs = self.start(), self.inputs(state)
+        for microbatch in microbatches:
+            buffer = self.add(buffer, inputs, microbatch)
+        return self.update(state, buffer, learning_rate)
+
+    @staticmethod
+    def inputs(state: State) -> dict[str, Any]:
+        """Returns the parts of a state that `add` reads."""
+        opt_state = {key: value for key, value in state["opt_state"].items() if key in ("seed", "loss_scale")}
+        return {"params": state["params"], "step": state["step"], "opt_state": opt_state}
+
+
+@dataclasses.dataclass(frozen=True)
 class TrainingProgram:
     """The functions of a training program, and the shardings of its state.
 
@@ -101,6 +133,8 @@ class TrainingProgram:
         it is, over a batch that divides as those of `step` do. The state is not donated.
       options: those it was built with, with `zero` replaced by the `replica_sync` made from it.
       shardings: of every leaf of the state; None: wherever the parameters are.
+      microbatch_step: `step` in programs of one microbatch; None for pipeline stages, for a loss function that has
+        auxiliary values or takes more than (params, microbatch), and without the shapes of the parameters.
       plan: the choice that meets the memory budget; None without one.
       dispatched: the loss after `dispatch`, whose `report()` lists what was replaced when it was last traced; None
         without that pass.
@@ -111,6 +145,7 @@ class TrainingProgram:
     eval_step: Callable[[State, Any], EvalMetrics]
     options: ProgramOptions
     shardings: Any
+    microbatch_step: MicrobatchStep | None = None
     plan: Plan | None = None
     dispatched: Dispatched | None = None
 
@@ -201,7 +236,13 @@ def training_program(
         shardings = options.replica_sync.state_shardings(shapes)
 
     def step_of(loss_fn: Callable) -> Any:
-        return _jitted(_train_step(loss_fn, optimizer, options, has_keys="keys" in given), options, shardings)
+        step = _train_step(loss_fn, optimizer, options, has_keys="keys" in given)
+        return _jitted(step, options, None if shardings is None else (shardings, None))
+
+    def microbatch_step_of(loss_fn: Callable) -> MicrobatchStep | None:
+        if params is None or given or has_aux or options.accumulate is not None:
+            return None
+        return _microbatch_step(loss_fn, optimizer, options=options, params=params, shardings=shardings)
 
     stages = {"loss": step_of(loss_fn)}
     dispatched: Dispatched | None = None
@@ -216,6 +257,7 @@ def training_program(
         eval_step=_no_eval_step if options.accumulate is not None else _eval_step(eval_loss, options),
         options=options,
         shardings=shardings,
+        microbatch_step=microbatch_step_of(loss_fn),
         dispatched=dispatched,
     )
     if params is None or batch is None:
@@ -226,7 +268,8 @@ def training_program(
         return program
     search: dict[str, Any] = {"options": options.remat or remat.RematOptions(), "name": "ProgramOptions.memory_budget"}
     plan = remat.fit(loss_fn, *arguments, budget_bytes=options.memory_budget, step=step_of, **search)
-    return dataclasses.replace(program, stages=stages | {"remat": step_of(plan.fn)}, plan=plan)
+    stages |= {"remat": step_of(plan.fn)}
+    return dataclasses.replace(program, stages=stages, microbatch_step=microbatch_step_of(plan.fn), plan=plan)
 
 
 def _passes(options: ProgramOptions) -> dict[str, Callable[[Callable], Any]]:
@@ -251,25 +294,48 @@ def _train_step(
     loss_fn: Callable, optimizer: optax.GradientTransformation, options: ProgramOptions, *, has_keys: bool
 ) -> Callable:
     """Returns (state, batch, learning_rate=None) -> (state, StepMetrics), the order of a training step."""
-    policy, replica_sync = options.policy, options.active_replica_sync
-    value_and_grad, update = _value_and_grad(loss_fn, options), masked(optimizer).update
-    is_given_value = not isinstance(optimizer, MaskedTransformation)
+    value_and_grad, updated = _value_and_grad(loss_fn, options), _updated(optimizer, options)
 
     def train_step(state: State, batch: Any, learning_rate: jax.Array | None = None) -> tuple[State, StepMetrics]:
         check_divides(batch, num_devices=options.row_degree, num_microbatches=options.num_microbatches)
         rows, model_state = batch, state.get("model_state")
         if has_keys:
             rows = batch, row_keys(state["opt_state"]["seed"], state["step"], num_rows(batch))
-        rounding = NEAREST
-        if policy.rounding == "stochastic":
-            rounding = Rounding((state["opt_state"]["seed"], state["step"].astype(jnp.uint32)))
-        loss_scale = state["opt_state"].get("loss_scale")
-        scale = None if loss_scale is None else loss_scale.scale
+        rounding, scale = _rounding(state, options.policy), _scale(state)
 
         def of_params(params: Any) -> tuple[tuple, Any]:
             return value_and_grad(params, rows, rounding, scale=scale, model_state=model_state)
 
-        (loss_sum, loss_aux), grads = of_params(state["params"])
+        return updated(state, of_params(state["params"]), learning_rate=learning_rate, of_params=of_params)
+
+    return train_step
+
+
+def _rounding(state: State, policy: Policy) -> Rounding:
+    """Returns how the values that a step stores are rounded."""
+    if policy.rounding != "stochastic":
+        return NEAREST
+    return Rounding((state["opt_state"]["seed"], state["step"].astype(jnp.uint32)))
+
+
+def _scale(state: State) -> jax.Array | None:
+    loss_scale = state["opt_state"].get("loss_scale")
+    return None if loss_scale is None else loss_scale.scale
+
+
+def _updated(optimizer: optax.GradientTransformation, options: ProgramOptions) -> Callable:
+    """Returns (state, ((loss sum, LossAux), gradients), *, learning_rate, of_params) -> (state, StepMetrics).
+
+    The gradients are those of `_value_and_grad`, which `of_params` computes at other parameters.
+    """
+    policy, replica_sync, update = options.policy, options.active_replica_sync, masked(optimizer).update
+    is_given_value = not isinstance(optimizer, MaskedTransformation)
+
+    def updated(
+        state: State, found: tuple[tuple, Any], *, learning_rate: Any, of_params: Callable
+    ) -> tuple[State, StepMetrics]:
+        (loss_sum, loss_aux), grads = found
+        model_state, rounding, scale = state.get("model_state"), _rounding(state, policy), _scale(state)
         norm = functools.partial(global_norm, in_blocks=options.norm_in_blocks, replica_sync=replica_sync)
         # The norm of the sums, and a product instead of a division: XLA on CPU then scales each gradient where the
         # update reads it, and writes no scaled copy of them all.
@@ -304,7 +370,7 @@ def _train_step(
         opt_state = state["opt_state"] | {"inner": inner}
         if policy.master is not None:
             opt_state["master"] = weights
-        if loss_scale is not None:
+        if (loss_scale := opt_state.get("loss_scale")) is not None:
             # a batch without counted tokens gives no information on the scale
             moved = scaling.adjusted(loss_scale, finite)
             opt_state["loss_scale"] = scaling.chosen(loss_aux.count > 0, moved, loss_scale)
@@ -327,13 +393,73 @@ def _train_step(
         )
         return new_state, metrics
 
-    return train_step
+    return updated
 
 
 def _params_of(weights: Any, options: ProgramOptions) -> Any:
     """Returns the parameters that the forward pass reads, from the weights that the optimizer updates."""
     params, replica_sync = cast_tree(weights, options.policy.param), options.active_replica_sync
     return params if replica_sync is None else replica_sync.all_gather_params(params)
+
+
+def _microbatch_step(
+    loss_fn: CheckedLossFn,
+    optimizer: optax.GradientTransformation,
+    *,
+    options: ProgramOptions,
+    params: Any,
+    shardings: Any,
+) -> MicrobatchStep:
+    """Returns the step in programs for one microbatch; `params`: their shapes."""
+    replica_sync, dtype = options.active_replica_sync, options.policy.accumulate
+    value_and_grad = _local_value_and_grad(loss_fn, options, num_microbatches=1)
+    updated = _updated(optimizer, options)
+    scalar = jax.ShapeDtypeStruct((), jnp.float32)
+    grads = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, dtype), params)
+    if replica_sync is not None:
+        scalar, grads = replica_sync.partial_sums(params, dtype=dtype)
+    shapes = {"number": jax.ShapeDtypeStruct((), jnp.uint32), "sums": ((scalar, scalar), grads)}
+
+    def local(
+        sums: tuple[tuple, Any], params: Any, rows: Any, rounding: Rounding, *, number: Any, scale: Any, reduce: Any = None
+    ) -> tuple[tuple, Any]:
+        (loss_sum, loss_aux), grads = value_and_grad(
+            params, rows, rounding, scale=scale, model_state=None, reduce=reduce
+        )
+        if loss_aux.is_mean:
+            raise ValueError("the steps of single microbatches need a loss function that returns SumAndCount.")
+        totals = sums[0][0] + loss_sum, sums[0][1] + loss_aux.count
+        return totals, rounding.at(number).added(sums[1], grads)
+
+    add_to_sums = local if replica_sync is None else replica_sync.add_to_sums(local, dtype=dtype)
+
+    def start_accumulation() -> Any:
+        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+
+    def add_microbatch(buffer: Any, inputs: dict[str, Any], batch: Any) -> Any:
+        check_divides(batch, num_devices=options.row_degree, num_microbatches=1)
+        rounding, more = _rounding(inputs, options.policy), {"number": buffer["number"], "scale": _scale(inputs)}
+        sums = add_to_sums(buffer["sums"], inputs["params"], batch, rounding, **more)
+        return {"number": buffer["number"] + 1, "sums": sums}
+
+    def no_value(_: Any) -> Any:
+        raise ValueError("an optimizer that evaluates the loss again needs the whole batch in one program.")
+
+    def update_step(state: State, buffer: Any, learning_rate: Any = None) -> tuple[State, StepMetrics]:
+        sums = buffer["sums"]
+        (loss_sum, count), grads = sums if replica_sync is None else replica_sync.reduced_sums(sums, dtype=dtype)
+        found = (loss_sum, LossAux(count)), grads
+        return updated(state, found, learning_rate=learning_rate, of_params=no_value)
+
+    placed = None
+    if options.replica_sync is not None:
+        replicated = options.replica_sync.layout.replicated()
+        placed = jax.tree.map(lambda leaf: getattr(leaf, "sharding", None) or replicated, shapes)
+    return MicrobatchStep(
+        start=jax.jit(start_accumulation, out_shardings=placed),
+        add=_jitted(add_microbatch, options, placed),
+        update=_jitted(update_step, options, None if shardings is None else (shardings, None)),
+    )
 
 
 def _value_fn(value_and_grad: Callable, scale: jax.Array | None) -> Callable[[Any], jax.Array]:
@@ -364,7 +490,24 @@ def _value_fn(value_and_grad: Callable, scale: jax.Array | None) -> Callable[[An
 
 def _value_and_grad(loss_fn: Callable, options: ProgramOptions) -> Callable[..., tuple[tuple, Any]]:
     """Returns (params, rows, rounding, *, scale, model_state) -> ((loss sum, LossAux), gradients) over all devices."""
+    replica_sync, local = options.active_replica_sync, _local_value_and_grad(loss_fn, options)
+    if replica_sync is None:
+        return local
+    mean_shares = replica_sync.mean_shares
+
+    def local_shares(*args: Any, **given: Any) -> tuple[tuple, Any]:
+        (loss_sum, loss_aux), grads = local(*args, **given)
+        return (loss_sum, dataclasses.replace(loss_aux, model_state=mean_shares(loss_aux.model_state))), grads
+
+    return replica_sync.value_and_grad(local_shares, dtype=options.policy.accumulate)
+
+
+def _local_value_and_grad(
+    loss_fn: Callable, options: ProgramOptions, *, num_microbatches: int | None = None
+) -> Callable[..., tuple[tuple, Any]]:
+    """Returns the same on one device; `num_microbatches`: of the rows, None: those of the options."""
     dtype, replica_sync = options.policy.accumulate, options.active_replica_sync
+    num_microbatches = options.num_microbatches if num_microbatches is None else num_microbatches
     loss_fn = loss_fn if replica_sync is None else replica_sync.with_gathered_params(loss_fn)
 
     def local(
@@ -374,7 +517,7 @@ def _value_and_grad(loss_fn: Callable, options: ProgramOptions) -> Callable[...,
             loss_sum, loss_aux = loss_fn(params, *args)
             return loss_sum * scale, loss_aux
 
-        sums = Accumulation(options.num_microbatches, dtype, rounding, reduce)
+        sums = Accumulation(num_microbatches, dtype, rounding, reduce)
         if options.accumulate is not None:
             (loss_sum, count), grads = options.accumulate(loss_fn, params, rows, sums=sums)
             return (loss_sum, LossAux(count)), grads
@@ -383,15 +526,7 @@ def _value_and_grad(loss_fn: Callable, options: ProgramOptions) -> Callable[...,
         with scaling.applied():
             return accumulated(scaled, params, rows, sums=sums, model_state=model_state)
 
-    if replica_sync is None:
-        return local
-    mean_shares = replica_sync.mean_shares
-
-    def local_shares(*args: Any, **given: Any) -> tuple[tuple, Any]:
-        (loss_sum, loss_aux), grads = local(*args, **given)
-        return (loss_sum, dataclasses.replace(loss_aux, model_state=mean_shares(loss_aux.model_state))), grads
-
-    return replica_sync.value_and_grad(local_shares, dtype=dtype)
+    return local
 
 
 def _eval_step(loss_fn: CheckedLossFn, options: ProgramOptions) -> Callable[[State, Any], EvalMetrics]:
@@ -517,8 +652,9 @@ def _distinct(tree: Any) -> Any:
     return jax.tree.map(copied, tree)
 
 
-def _jitted(train_step: Callable, options: ProgramOptions, shardings: Any) -> Any:
+def _jitted(step: Callable, options: ProgramOptions, shardings: Any) -> Any:
+    """Returns the step compiled for the devices of the options; donates its first argument."""
     if options.replica_sync is None:
-        return jax.jit(train_step, donate_argnums=0)
+        return jax.jit(step, donate_argnums=0)
     compiler_options = xla_options.compiler_options(options.replica_sync.layout) or None
-    return jax.jit(train_step, donate_argnums=0, out_shardings=(shardings, None), compiler_options=compiler_options)
+    return jax.jit(step, donate_argnums=0, out_shardings=shardings, compiler_options=compiler_options)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from hlat_jax.batch import Batch, SumAndCount, abstract_batch
-from hlat_jax.config import Config, ModelConfig
+from hlat_jax.config import Config, ModelConfig, select_accumulate
 from hlat_jax.model import Decoder, abstract_params, bind, init_params, param_axes
 from hlat_jax.ops.choices import choices, with_choices
 from hlat_jax.ops.cross_entropy import LossOptions, cross_entropy
@@ -23,7 +23,7 @@ from hlat_jax.optimizer import adamw, decay_mask, global_norm
 from hlat_jax.parallel import collectives
 from hlat_jax.parallel.pipeline import StagedLoss, pipelined, pipelined_loss
 from hlat_jax.parallel.replica_sync import ReplicaSync
-from hlat_jax.parallel.sharding import Layout
+from hlat_jax.parallel.sharding import Layout, shard_batch, shard_microbatches
 from hlat_jax.passes.autocast import autocast
 from hlat_jax.passes.spikes import SpikePolicy
 from hlat_jax.precision import cast_tree, policy_on
@@ -39,6 +39,7 @@ class RunProgram:
       layout: the mesh, of devices or planned ones.
       choices: key of ModelConfig -> the implementation that serves, and why the others do not.
       model: `config.model` with every `auto` replaced by its choice.
+      accumulate: `config.train.accumulate`, likewise.
       training: init and step for given parameters, pass by pass; see `program.TrainingProgram`.
       init: jitted uint32 seed -> state before the first step, with the weights of that seed's rbg key.
       eval_step: jitted (params, batch) -> sum of the losses in nats and counted tokens, without z-loss.
@@ -49,6 +50,7 @@ class RunProgram:
     layout: Layout
     choices: Mapping[str, Choice]
     model: ModelConfig
+    accumulate: str
     training: TrainingProgram
     init: Callable[..., Any]
     eval_step: Callable[..., Any]
@@ -56,8 +58,19 @@ class RunProgram:
 
     @property
     def step(self) -> Any:
-        """The jitted (state, batch, learning_rate) -> (state, StepMetrics). The state is donated."""
+        """The jitted (state, batch, learning_rate) -> (state, StepMetrics), one program. The state is donated."""
         return self.training.step
+
+    @property
+    def run_step(self) -> Callable[..., Any]:
+        """The step of the run: (state, what `shard` returns, learning_rate) -> (state, StepMetrics)."""
+        return self.training.microbatch_step if self.accumulate == "dispatch" else self.training.step
+
+    def shard(self, batch: Batch) -> Batch | Iterator[Batch]:
+        """Returns what `run_step` takes of this process's rows: the batch on devices, or its microbatches in turn."""
+        if self.accumulate == "dispatch":
+            return shard_microbatches(batch, self.layout, num_microbatches=self.config.train.num_microbatches)
+        return shard_batch(batch, self.layout)
 
     @property
     def seed(self) -> np.uint32:
@@ -80,6 +93,19 @@ class RunProgram:
         """Returns the trace of `step`, which JAX keeps; its `.lower()` needs devices that exist."""
         state, batch, learning_rate = self.step_arguments
         return self.step.trace(state, batch, learning_rate)
+
+    @functools.cached_property
+    def microbatch_arguments(self) -> dict[str, tuple]:
+        """The shapes, dtypes and shardings of what the programs of `training.microbatch_step` take, by their names."""
+        state, batch, learning_rate = self.step_arguments
+        step, num_microbatches = self.training.microbatch_step, self.config.train.num_microbatches
+        part = jax.tree.map(lambda field: field.update(shape=(field.shape[0] // num_microbatches, *field.shape[1:])), batch)
+        buffer = step.start.trace().out_info
+        return {"start": (), "add": (buffer, step.inputs(state), part), "update": (state, buffer, learning_rate)}
+
+    def trace_microbatch_step(self, name: str) -> Any:
+        """Returns the trace of a program of `training.microbatch_step`: start, add or update."""
+        return getattr(self.training.microbatch_step, name).trace(*self.microbatch_arguments[name])
 
     def init_state(self) -> State:
         """Returns the state before the first step, drawn on the devices that will hold it."""
@@ -121,6 +147,7 @@ def make_program(config: Config, layout: Layout) -> RunProgram:
         layout=layout,
         choices=chosen,
         model=model,
+        accumulate=select_accumulate(train.accumulate, layout.platform, pipe=layout.size(("pipe",))),
         training=training,
         init=_init(config, training),
         eval_step=_eval_step(loss(z_loss_weight=0.0), training.options),

@@ -13,12 +13,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from hlat_jax.parallel import buckets, collectives
 from hlat_jax.parallel.collectives import parallel_context
 from hlat_jax.parallel.sharding import ROWS, TENSOR, Layout, spec
-from hlat_jax.precision import cast_tree
+from hlat_jax.precision import Rounding, cast_tree
 
 # An all-gather and the layout operations after it, which a backward pass recomputes.
 _RECOMPUTED = ("all_gather", "reshape", "transpose", "slice", "squeeze", "convert_element_type", "copy")
@@ -59,20 +60,57 @@ class ReplicaSync:
           dtype: in which gradients are summed. The result is sharded like the optimizer's state.
         """
         reduce = functools.partial(self._reduce, dtype=dtype)
-        each = reduce if self.layout.reduce_gradients == "microbatch" else None
-        # Devices with other rows have gradients of their own, and round them by other bits. Gradients that are equal on
-        # all devices, along the other axes or because they are reduced by then, have to stay so.
-        reduced = parallel_context(self.layout).reduced
-        own = [] if each else [axis for axis in self.layout.wide(ROWS) if axis not in reduced]
+        each = reduce if self._reduces_each else None
 
         def reduced_value_and_grad(params: Any, batch: Any, shared: tuple) -> tuple:
             rounding, replicated = shared
-            rounding = rounding.at(collectives.axis_index(tuple(own)))
-            sums, grads = local(params, batch, rounding, reduce=each, **replicated)
+            sums, grads = local(params, batch, self._own_rounding(rounding), reduce=each, **replicated)
             return self._psum_over_rows(sums), grads if each else reduce(grads)
 
         run = self._shard_map(reduced_value_and_grad, (self._params, P(ROWS), P()), (P(), self._state))
         return lambda params, batch, rounding, **replicated: run(params, batch, (rounding, replicated))
+
+    def partial_sums(self, params: Any, *, dtype: Any) -> tuple[jax.ShapeDtypeStruct, Any]:
+        """Returns shape and sharding of what every device keeps of a step whose microbatches are programs of their own.
+
+        The first is that of a scalar, with one for each device that has other rows: [ROWS]. The second, a pytree, those
+        of the gradients: [devices whose gradients differ, *shape of the parameter].
+        """
+        rows = self.layout.wide(ROWS)
+        scalar = jax.ShapeDtypeStruct((self.layout.size(rows),), jnp.float32, sharding=self.layout.rows())
+
+        def grad(axes: tuple[str, ...], param: Any) -> jax.ShapeDtypeStruct:
+            shape = (self.layout.size(self._partial_axes(axes)), *param.shape)
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(self.layout.mesh, self._partial_spec(axes)))
+
+        return scalar, self._map(grad, params)
+
+    def add_to_sums(self, local: Callable, *, dtype: Any) -> Callable:
+        """Returns (partial sums, params, batch, rounding, **replicated) -> partial sums with those of the batch.
+
+        Args:
+          local: the same for one device, (sums, params, batch, rounding, *, reduce, **replicated) -> sums; the sums are
+            (pytree of scalars, gradients), see `partial_sums`.
+          dtype: as for `value_and_grad`.
+        """
+        each = functools.partial(self._reduce, dtype=dtype) if self._reduces_each else None
+
+        def added(sums: Any, params: Any, batch: Any, shared: tuple) -> Any:
+            rounding, replicated = shared
+            own, rounding = jax.tree.map(lambda leaf: leaf[0], sums), self._own_rounding(rounding)
+            return jax.tree.map(lambda leaf: leaf[None], local(own, params, batch, rounding, reduce=each, **replicated))
+
+        run = self._shard_map(added, (self._partial, self._params, P(ROWS), P()), self._partial)
+        return lambda sums, params, batch, rounding, **replicated: run(sums, params, batch, (rounding, replicated))
+
+    def reduced_sums(self, sums: Any, *, dtype: Any) -> tuple[Any, Any]:
+        """Returns (scalars, gradients) over all devices from partial sums, as `value_and_grad` returns them."""
+
+        def reduced(sums: Any) -> tuple[Any, Any]:
+            scalars, grads = jax.tree.map(lambda leaf: leaf[0], sums)
+            return self._psum_over_rows(scalars), grads if self._reduces_each else self._reduce(grads, dtype)
+
+        return self._shard_map(reduced, (self._partial,), (P(), self._state))(sums)
 
     def mean_shares(self, tree: Any) -> Any:
         """Returns what this device adds to the mean over the devices with other rows, for `value_and_grad`'s sums.
@@ -231,6 +269,34 @@ class ReplicaSync:
             if self.layout.wide(more):
                 return dim, self.layout.wide(more)
         return 0, ()
+
+    @property
+    def _reduces_each(self) -> bool:
+        """Whether the gradients of each microbatch are reduced."""
+        return self.layout.reduce_gradients == "microbatch"
+
+    def _own_rounding(self, rounding: Rounding) -> Rounding:
+        """Returns how this device rounds sums of gradients.
+
+        Devices with other rows have gradients of their own, and round them by other bits. Gradients that are equal on
+        all devices, along the other axes or because they are reduced by then, have to stay so.
+        """
+        reduced = parallel_context(self.layout).reduced
+        own = [] if self._reduces_each else [axis for axis in self.layout.wide(ROWS) if axis not in reduced]
+        return rounding.at(collectives.axis_index(tuple(own)))
+
+    @property
+    def _partial(self) -> Any:
+        return P(ROWS), self._map(self._partial_spec)
+
+    def _partial_axes(self, axes: tuple[str, ...]) -> tuple[str, ...]:
+        """Returns the mesh axes over which the gradients of microbatches are still to be reduced."""
+        reduction = self._reduction(axes)
+        return () if self._reduces_each else reduction.axes + reduction.sums
+
+    def _partial_spec(self, axes: tuple[str, ...]) -> P:
+        rules = self.layout.state_rules if self._reduces_each else self.layout.param_rules
+        return P(self._partial_axes(axes) or None, *spec(axes, rules))
 
     def _psum_over_rows(self, sums: Any) -> Any:
         return jax.tree.map(lambda value: collectives.psum(value, self.layout.wide(ROWS)), sums)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -191,6 +192,22 @@ def shard_batch(batch: Batch, layout: Layout) -> Batch:
     """Returns the global batch on devices, from this process's rows (NumPy, [B / num_processes, T])."""
     sharding = layout.rows()
     return jax.tree.map(lambda rows: jax.make_array_from_process_local_data(sharding, rows), batch)
+
+
+def shard_microbatches(batch: Batch, layout: Layout, *, num_microbatches: int) -> Iterator[Batch]:
+    """Yields global microbatches on devices, from this process's rows as for `shard_batch`.
+
+    Their rows are those of `batch.microbatches` on each device.
+    """
+    parts = layout.rows().addressable_devices_indices_map((layout.row_degree,)).values()
+    num_parts = len({str(part) for part in parts})
+
+    def rows_of(field: np.ndarray, number: int) -> np.ndarray:
+        rows = field.reshape(num_parts, -1, *field.shape[1:])[:, number::num_microbatches]
+        return rows.reshape(-1, *field.shape[1:])
+
+    for number in range(num_microbatches):
+        yield shard_batch(jax.tree.map(functools.partial(rows_of, number=number), batch), layout)
 
 
 def process_rows(layout: Layout, num_rows: int) -> list[int]:
