@@ -199,10 +199,18 @@ def only_process(workdir: pathlib.Path) -> Iterator[None]:
         try:
             yield
         except ValueError:
-            saved = any((workdir / "checkpoints").glob("*"))
-            if is_new and not saved and {path.name for path in workdir.iterdir()} <= _CREATED_AT_START:
-                shutil.rmtree(workdir)
+            if is_new and _is_same_file(lock.fileno(), workdir / LOCK_FILE):  # else the folder is away, or another
+                saved = any((workdir / "checkpoints").glob("*"))
+                if not saved and {path.name for path in workdir.iterdir()} <= _CREATED_AT_START:
+                    shutil.rmtree(workdir)
             raise
+
+
+def _is_same_file(descriptor: int, path: pathlib.Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except OSError:
+        return False
 
 
 @contextlib.contextmanager

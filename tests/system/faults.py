@@ -277,7 +277,8 @@ class Trial:
                 life = self._start(lives, plan)
                 try:
                     pending = self._live(life, plan, pending)
-                    if self._ledger_from is None and read_events(self.workdir):
+                    places = (self.workdir, self.workdir.with_name("away"))  # as the fault may have renamed it
+                    if self._ledger_from is None and any(map(read_events, places)):
                         self._ledger_from = life.began
                     if life.codes() == [0] * self.n and self._is_complete(life):
                         break
