@@ -21,11 +21,15 @@ from planned import small_config
 
 from hlat_jax.host import neuron_sdk
 from hlat_jax.model import Decoder
-from hlat_jax.neuron import lint
+from hlat_jax.neuron import lint, lint_command
 from hlat_jax.neuron.programs import layout_for_neuron
 from hlat_jax.ops import attention as attention_op
+from hlat_jax.ops import choices, table
 from hlat_jax.ops.nki import attention as nki
+from hlat_jax.ops.nki.chips import excluded
 from hlat_jax.parallel.virtual_devices import planned_layout
+from hlat_jax.plan import tune
+from hlat_jax.plan.report import Site, make_plan
 from hlat_jax.resolve import resolve
 from hlat_jax.run.compilation import traced_programs
 from hlat_jax.step import make_program
@@ -105,7 +109,7 @@ def test_bounds_are_those_of_the_kernels_documentation():
 def test_bounds_of_any_packing_are_the_ends_of_its_runs():
     rng = np.random.default_rng(3)
     ids = np.cumsum(rng.random((5, 640)) < 0.02, axis=1).astype(np.int32)
-    first, end = jax.jit(nki.segment_bounds)(ids)
+    first, end = map(np.asarray, jax.jit(nki.segment_bounds)(ids))
     for row in range(5):
         for position in range(640):
             same = np.flatnonzero(ids[row] == ids[row, position])
@@ -245,19 +249,14 @@ def lowered(*arguments):
 def test_neuron_lowering_contains_both_kernels_over_both_cores_of_a_device():
     found = lowered("kernels")
     assert found["partitions"] == 512
-    assert found["grids"] == [2, 2]
+    assert found["grids"] == [2] * 4
     # one row and 8 / 4 query heads of 512 places on a device, 4 / 4 of keys: operands and results of each call
     q, k, lse = "1x2x16x512xbf16", "1x1x16x512xbf16", "1x2x128x4xf32"
     forward = ["2x512x16xbf16", "1x16x512xbf16", "1x512x16xbf16", "2x512x16xbf16", "2x128x4xf32", "2x128x4xf32"]
     assert sorted(found["calls"]) == sorted([forward, [q, k, k, q, q, lse, q, k, k]])
-
-
-def test_neuron_lowering_gives_the_kernels_the_bounds_of_documents():
-    q, k, lse, bounds = "1x2x16x512xbf16", "1x1x16x512xbf16", "1x2x128x4xf32", ["1x512xf32"] * 2
-    forward = ["2x512x16xbf16", "1x16x512xbf16", "1x512x16xbf16", *["2x512x1xf32"] * 2]
-    forward += ["2x512x16xbf16", "2x128x4xf32", "2x128x4xf32"]
-    found = lowered("kernels", "segments")
-    assert sorted(found["calls"]) == sorted([forward, [q, k, k, q, q, lse, *bounds, q, k, k]])
+    of_heads, of_rows = ["2x512x1xf32"] * 2, ["1x512xf32"] * 2  # the bounds of documents
+    forward = [*forward[:3], *of_heads, *forward[3:]]
+    assert sorted(found["documents"]) == sorted([forward, [q, k, k, q, q, lse, *of_rows, q, k, k]])
 
 
 @pytest.mark.skipif(importlib.util.find_spec("nkilib") is not None, reason="nkilib is installed")
@@ -265,11 +264,85 @@ def test_missing_kernels_on_neuron_raise_instead_of_using_the_reference():
     assert "No module named 'nkilib'" in lowered()
 
 
-def test_programs_with_the_kernels_can_be_traced_without_neuron():
+def with_nki(**model):
     tree = small_config().to_dict()
-    tree["model"] |= {"attention": "nki", "max_positions": 512}
+    tree["model"] |= {"attention": "nki", "max_positions": 512} | model
     tree["data"] |= {"seq_len": 512, "validation": "held_out.jsonl"}
-    config = resolve(tree)
+    return resolve(tree)
+
+
+REFUSED = (
+    r"^model.attention='nki' cannot serve this call: since SDK 2.29 AWS documents NKI for trn2 and trn3 only, not "
+)
+REFUSED += r"for trn1 \(nki/nki_faq\); to run it all the same, set model.allow_nki_on_trn1=True. Use one of auto, "
+
+
+@pytest.mark.parametrize("chip", ["trn1", "trn1.32xlarge", "trn1n.32xlarge"])
+def test_trn1_refuses_the_kernels_with_the_page_unless_the_user_insists(chip):
+    one, insisted = with_nki(), with_nki(allow_nki_on_trn1=True)
+    with pytest.raises(ValueError, match=REFUSED):
+        make_program(one, layout_for_neuron(one, 1, chip=chip))
+    assert choices.choices(insisted, layout_for_neuron(insisted, 1, chip=chip))["attention"].name == "nki"
+    either = with_nki(attention="auto", allow_nki_on_trn1=True)
+    choice = choices.choices(either, layout_for_neuron(either, 1, chip=chip))["attention"]
+    assert choice.name == "einsum"
+    assert "AWS documents NKI for trn2 and trn3 only" in choice.passed_over["nki"]
+
+
+@pytest.mark.parametrize("chip", ["trn2", "trn2.48xlarge", "trn2-ultraserver", "trn3-gen1", ""])
+def test_trn2_and_trn3_take_the_kernels(chip):
+    one = with_nki()
+    assert choices.choices(one, layout_for_neuron(one, 1, chip=chip))["attention"].name == "nki"
+
+
+@pytest.mark.parametrize(("kind", "is_refused"), [("NC_v2", True), ("NC_v3", False), ("NC_v3d", False), ("", False)])
+def test_kind_of_a_real_device_decides(kind, is_refused):
+    assert bool(excluded(with_nki().model, kind)) == is_refused
+
+
+def test_table_in_which_the_kernel_is_fastest_does_not_make_auto_choose_it_on_trn1(tmp_path):
+    one = with_nki(attention="auto", ops_table=str(tmp_path / "t.json"))
+    for kind, winner in (("NC_v2", "einsum"), ("NC_v3d", "nki")):
+        call = table.as_json(choices.calls(one, layout_for_neuron(one, 1))["attention"])
+        entry = table.Measurement("model.attention", call, {"einsum": 2.0, "nki": 1.0}, "nki", {}, 1)
+        table.write(table.Table(one.model.ops_table, "neuron", kind, jax.__version__, (entry,)))
+        assert choices.choices(one, layout_for_neuron(one, 1))["attention"].name == winner
+
+
+def test_tune_does_not_run_what_is_excluded(monkeypatch):
+    ran = []
+    monkeypatch.setitem(
+        tune.CASES, "model.attention", lambda call, rows: (1, lambda name, x: ran.append(name) or x, (0,))
+    )
+    call = choices.calls(with_nki(), layout_for_neuron(with_nki(), 1))["attention"]
+    refused = excluded(with_nki().model, "NC_v2")["attention"]
+    options = {"platform": "neuron", "num_rounds": 1, "num_rows": 1}
+    entry = tune.measured(attention_op.OP, call, **options, excluded=refused)
+    assert "nki" not in ran
+    assert entry.passed_over["nki"] == refused["nki"]
+    tune.measured(attention_op.OP, call, **options)
+    assert "nki" in ran
+
+
+def test_a_bare_decoder_on_trn1_refuses_the_kernels(monkeypatch):
+    decoder = Decoder(with_nki().model, rngs=nnx.Rngs(0))
+    monkeypatch.setattr(jax, "default_backend", lambda: "neuron")
+    monkeypatch.setattr(jax, "devices", lambda: [types.SimpleNamespace(device_kind="NC_v2")])
+    with pytest.raises(ValueError, match=r"^model.attention='nki' cannot serve this call: since SDK 2.29"):
+        decoder(np.zeros((1, 512), np.int32))
+
+
+def test_lint_and_plan_refuse_the_kernels_on_trn1(monkeypatch):
+    words = ["--config=tiny", "--config.model.attention=nki", "--config.model.max_positions=512"]
+    words += ["--config.data.seq_len=512"]
+    with pytest.raises(ValueError, match=REFUSED):
+        lint_command.main([*words, "--target=trn1"])
+    with pytest.raises(ValueError, match=REFUSED):
+        make_plan(with_nki(), Site("trn1.2xlarge", 1))
+
+
+def test_programs_with_the_kernels_can_be_traced_without_neuron():
+    config = with_nki()
     programs = traced_programs(make_program(config, layout_for_neuron(config, 1)))
     made = {name: str(trace().jaxpr) for name, trace in programs.items()}
     assert "nki_attention_backward" in made["train"]
