@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from hlat_jax.host.neuron_topology import Topology
 
 _SAME = {"-O": "--optlevel", "-lnc": "--logical-nc-config"}
-# A value of None: a switch. Source: AWS Neuron docs, neuronx-cc CLI reference, SDK 2.32; `neuron_sdk` has the defaults that move.
+# A value of None: a switch. Source: AWS Neuron docs, neuronx-cc CLI reference, SDK 2.32; a test compares them with
+# the defaults of each release in `neuron_sdk`.
 Flags = dict[str, str | None]
 
 

@@ -30,7 +30,7 @@ def excluded(model: ModelConfig, device: str) -> dict[str, dict[str, str]]:
     if not chip or chip in DOCUMENTED or (model.attention == "nki" and model.allow_nki_on_trn1):
         return {}
     why = (
-        f"since SDK 2.29 AWS documents NKI for {' and '.join(DOCUMENTED)} only, not for {chip} (nki/nki_faq); to run it "
-        "all the same, set model.allow_nki_on_trn1=True"
+        f"since SDK 2.29 AWS documents NKI for {' and '.join(DOCUMENTED)} only, not for {chip} (nki/nki_faq); to run "
+        "it all the same, set model.allow_nki_on_trn1=True"
     )
     return {"attention": {"nki": why}}
