@@ -126,6 +126,9 @@ class ModelConfig:
         "Recompute in backward: auto, none, full, selective (HLAT), products, names:A,B to save, budget:12GiB to fit.",
     )
     attention: str = _key("auto", "Attention implementation.", choices=_ATTENTION)
+    allow_nki_on_trn1: bool = _key(
+        False, "attention=nki on trn1 too, which AWS documents up to SDK 2.28 only; auto never chooses it there."
+    )
     cross_entropy: str = _key("auto", "Cross-entropy implementation.", choices=_CROSS_ENTROPY)
     rms_norm: str = _key("auto", "RMSNorm implementation.", choices=_FUSIBLE)
     swiglu: str = _key("auto", "SwiGLU implementation.", choices=_FUSIBLE)

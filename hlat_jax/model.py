@@ -101,8 +101,11 @@ class Decoder(nnx.Module):
             implementation is named that does not run on the default backend; or `attention` returns another shape or
             dtype.
         """
+        from hlat_jax.ops.nki.chips import excluded
+
+        refused = excluded(self.cfg, jax.devices()[0].device_kind)
         for key, op in OPS.items():
-            op.choose(getattr(self.cfg, key), jax.default_backend())
+            op.choose(getattr(self.cfg, key), jax.default_backend(), excluded=refused.get(key))
 
         def logits(decoder: Decoder, fields: dict[str, Any]) -> jax.Array:
             return cross_entropy_op.logits(decoder.hidden_states(**fields, attention=attention), decoder.gather_head())

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from hlat_jax.host.neuron_topology import Topology
 
 _SAME = {"-O": "--optlevel", "-lnc": "--logical-nc-config"}
-# A value of None: a switch. Source: AWS Neuron docs, neuronx-cc CLI reference, SDK 2.32.
+# A value of None: a switch. Source: AWS Neuron docs, neuronx-cc CLI reference, SDK 2.32; a test compares them with
+# the defaults of each release in `neuron_sdk`.
 Flags = dict[str, str | None]
 
 
@@ -24,7 +25,7 @@ def compiler_flags(topology: Topology) -> Flags:
         "--auto-cast": "none",  # precision.policy decides; matmult was the default before SDK 2.27
         "--enable-mixed-precision-accumulation": None,  # the default since SDK 2.27
         "--logical-nc-config": str(topology.lnc),  # must equal NEURON_LOGICAL_NC_CONFIG
-        "--implicit-integer-downcast": "all",  # the default of this release; the docs announce another for the next
+        "--implicit-integer-downcast": "all",  # of 2.32; another default is announced for 2.33
     }
     if topology.kind.target == "trn2":
         flags["--native-int64"] = "disabled"  # trn2 only: int64 as on trn1

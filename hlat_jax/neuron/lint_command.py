@@ -35,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
 
     operators = _operators(values.operators)
     count = values.devices or programs.num_devices(config)
-    program = make_program(config, programs.layout_for_neuron(config, count))
+    program = make_program(config, programs.layout_for_neuron(config, count, chip=values.target))
     traced = traced_programs(program)
     print(f"{config.name} for {values.target}, {count:,} devices: {_shape(program.layout)}")
     reports = {}

@@ -70,6 +70,6 @@ def findings(
     return [over, *(finding for finding in found if finding.rule != "MEM1")]
 
 
-def layout_for_neuron(config: Config, count: int) -> Layout:
-    """Returns the layout of a config over `count` virtual Neuron devices."""
-    return planned_layout(config, count, platform="neuron")
+def layout_for_neuron(config: Config, count: int, *, chip: str = "") -> Layout:
+    """Returns the layout of a config over `count` virtual Neuron devices; `chip` as for `planned_layout`."""
+    return planned_layout(config, count, platform="neuron", chip=chip)

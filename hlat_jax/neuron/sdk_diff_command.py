@@ -80,20 +80,20 @@ def _memory(old: Release, new: Release, *, config: Config, topology: Topology) -
         return
     device = cost.DEVICES[topology.kind.target]
     free = device.memory_bytes - device.reserved_bytes - more
-    planned = _planned_bytes(config)
+    planned = _planned_bytes(config, topology.kind.target)
     yield f"the runtime takes {format_bytes(abs(more))} {'more' if more > 0 else 'less'} of each device"
     fits = "fits" if planned <= free else "DOES NOT FIT: more microbatches or a larger degree, see `hlat_jax.plan`"
     yield f"{config.name} is planned with {format_bytes(planned)} of {format_bytes(free)}: {fits}"
 
 
-def _planned_bytes(config: Config) -> int:
+def _planned_bytes(config: Config, chip: str) -> int:
     from hlat_jax.neuron import programs
     from hlat_jax.passes.products import live_jaxpr
     from hlat_jax.plan.memory import device_bytes
     from hlat_jax.run.compilation import traced_programs
     from hlat_jax.step import make_program
 
-    program = make_program(config, programs.layout_for_neuron(config, programs.num_devices(config)))
+    program = make_program(config, programs.layout_for_neuron(config, programs.num_devices(config), chip=chip))
     return device_bytes(program, jaxpr=live_jaxpr(traced_programs(program)["train"]())).total
 
 

@@ -199,10 +199,10 @@ def _chunked(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, window):
     return chunked.attention(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT=segment_ids_BT, window=window)
 
 
-def _nki(q_BTNH, k_BSKH, v_BSKH, *_):
+def _nki(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, _):
     from hlat_jax.ops.nki import attention as nki
 
-    return nki.attention(q_BTNH, k_BSKH, v_BSKH)
+    return nki.attention(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT=segment_ids_BT)
 
 
 def _nki_unsupported_reasons(**call):

@@ -11,8 +11,10 @@ from jax.sharding import AbstractMesh
 from hlat_jax.config import Config, ModelConfig, select_remat
 from hlat_jax.ops import attention, cross_entropy, norm, rope, swiglu, table
 from hlat_jax.ops.dialect import Choice
+from hlat_jax.ops.nki.chips import excluded
 from hlat_jax.ops.registry import OPS
 from hlat_jax.parallel.sharding import Layout
+from hlat_jax.parallel.virtual_devices import PlannedDevice
 from hlat_jax.precision import POLICIES
 
 
@@ -53,18 +55,31 @@ def choices(config: Config, layout: Layout, *, platform: str | None = None) -> d
       platform: of the devices; None: that of the layout.
 
     Raises:
-      ValueError: an implementation that cannot serve the run's calls, or a `model.ops_table` of another device kind.
+      ValueError: an implementation that cannot serve the run's calls or is excluded on these devices, or a
+        `model.ops_table` of another device kind.
     """
-    times = None
+    device = None if platform is not None or isinstance(layout.mesh, AbstractMesh) else layout.mesh.devices.flat[0]
+    times, kind = None, "" if device is None else _kind(device)
     if config.model.ops_table:
-        abstract = platform is not None or isinstance(layout.mesh, AbstractMesh)
-        kind = table.PLANNED if abstract else table.device_kind(layout.mesh.devices.flat[0])
-        times = table.read_for(config.model.ops_table, platform=platform or layout.platform, kind=kind)
-    known = calls(config, layout)
+        known_kind = table.PLANNED if device is None else table.device_kind(device)
+        times = table.read_for(config.model.ops_table, platform=platform or layout.platform, kind=known_kind)
+        kind = kind or times.device_kind
+    known, refused = calls(config, layout), excluded(config.model, kind)
     return {
-        key: op.choose(getattr(config.model, key), platform or layout.platform, call=known[key], times=times)
+        key: op.choose(
+            getattr(config.model, key),
+            platform or layout.platform,
+            call=known[key],
+            times=times,
+            excluded=refused.get(key),
+        )
         for key, op in OPS.items()
     }
+
+
+def _kind(device: Any) -> str:
+    """Returns what names the chip of a device, see `chips.chip_of`; "" of a virtual device of no known chip."""
+    return device.chip if isinstance(device, PlannedDevice) else device.device_kind
 
 
 def chosen_model(config: Config, layout: Layout, *, platform: str | None = None) -> ModelConfig:

@@ -110,7 +110,13 @@ class Op:
         self._implementations[implementation.name] = implementation
 
     def choose(
-        self, wanted: str, platform: str, *, call: CallSpec | None = None, times: MeasuredTimes | None = None
+        self,
+        wanted: str,
+        platform: str,
+        *,
+        call: CallSpec | None = None,
+        times: MeasuredTimes | None = None,
+        excluded: Mapping[str, str] | None = None,
     ) -> Choice:
         """Returns the choice for a configured name on a platform.
 
@@ -120,15 +126,16 @@ class Op:
           platform: JAX's name, such as "cpu" or "neuron".
           call: None if not known: `auto` then takes only implementations that serve every call.
           times: measured on a device of this kind.
+          excluded: as for `refusals`.
 
         Raises:
           ValueError: an unknown name, an implementation that does not run there or cannot serve the call, or no
             implementation that can.
         """
-        refusals = self.refusals(platform, call)
+        refusals = self.refusals(platform, call, excluded=excluded)
         able = [name for name, why in refusals.items() if not why]
         if wanted != "auto":
-            self._check(wanted, platform, call)
+            self._check(wanted, platform, call, excluded or {})
             others = {name: why or f"{self.key}={wanted!r} was requested" for name, why in refusals.items()}
             return Choice(wanted, "requested", {name: why for name, why in others.items() if name != wanted})
         if not able:
@@ -154,14 +161,21 @@ class Op:
         """Returns `choose` for each of several platforms for which one trace is lowered."""
         return {platform: self.choose(wanted, platform, call=call) for platform in platforms}
 
-    def refusals(self, platform: str, call: CallSpec | None) -> dict[str, str]:
+    def refusals(
+        self, platform: str, call: CallSpec | None, *, excluded: Mapping[str, str] | None = None
+    ) -> dict[str, str]:
         """Returns name -> the reason why the implementation cannot serve a call on a platform; "" if it can.
 
         Args:
           platform: JAX's name.
           call: None if not known: then only implementations that serve every call have an empty reason.
+          excluded: name -> why it is not to be used on this device, whatever the call.
         """
-        return {name: self._refusal(one, platform, call) for name, one in self._implementations.items()}
+        excluded = excluded or {}
+        return {
+            name: self._refusal(one, platform, call) or excluded.get(name, "")
+            for name, one in self._implementations.items()
+        }
 
     def run(self, name: str | Mapping[str, str], *args: Any, **call: Any) -> Any:
         """Returns the output of an implementation.
@@ -204,7 +218,7 @@ class Op:
             )
         return "; ".join(one.unsupported_reasons(**call))
 
-    def _check(self, wanted: str, platform: str, call: CallSpec | None) -> None:
+    def _check(self, wanted: str, platform: str, call: CallSpec | None, excluded: Mapping[str, str]) -> None:
         there = [name for name, one in self._implementations.items() if one.level_on(platform) is not None]
         if wanted not in there:
             known = ", ".join(("auto", *there))
@@ -213,6 +227,7 @@ class Op:
             served = " and ".join(self._implementations[wanted].levels)
             raise ValueError(f"{self.key}={wanted!r} runs on {served}, not on {platform}; use one of {known}.")
         reasons = self._implementations[wanted].unsupported_reasons(**call) if call is not None else []
+        reasons = [*reasons, *([excluded[wanted]] if wanted in excluded else [])]
         if reasons:
             raise ValueError(self._cannot_serve(wanted, reasons))
 

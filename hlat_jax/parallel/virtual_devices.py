@@ -19,12 +19,13 @@ class PlannedClient:
 
     platform: str
     num_devices: int
+    chip: str = ""
 
     def device_count(self) -> int:
         return self.num_devices
 
     def devices(self) -> list[PlannedDevice]:
-        return [PlannedDevice(number, self) for number in range(self.num_devices)]
+        return [PlannedDevice(number, self, self.chip) for number in range(self.num_devices)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +34,7 @@ class PlannedDevice:
 
     id: int
     client: PlannedClient
+    chip: str = ""  # such as trn2; "" where the program is for any chip of its platform
     device_kind: str = "planned"
     process_index: int = 0
 
@@ -41,10 +43,16 @@ class PlannedDevice:
         return self.client.platform
 
 
-def planned_layout(config: Config, num_devices: int, *, platform: str) -> Layout:
+def planned_layout(config: Config, num_devices: int, *, platform: str, chip: str = "") -> Layout:
     """Returns the layout of a config over virtual devices of a platform, which chooses implementations.
+
+    Args:
+      config: of the run.
+      num_devices: in the mesh.
+      platform: JAX's name.
+      chip: its name, an instance type or a target; "": not known, so that implementations are not refused for their chip.
 
     Raises:
       ValueError: as `degrees.layout_over`.
     """
-    return layout_over(config, PlannedClient(platform, num_devices).devices())
+    return layout_over(config, PlannedClient(platform, num_devices, chip).devices())

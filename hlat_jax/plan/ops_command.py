@@ -35,13 +35,14 @@ def _tune(argv: Sequence[str]) -> int:
     import jax
 
     from hlat_jax.ops import choices, table
+    from hlat_jax.ops.nki.chips import excluded
     from hlat_jax.ops.registry import OPS
     from hlat_jax.plan import tune
 
     device = jax.devices()[0]
     known = _table(values.out, device)
     calls = choices.calls(config, _layout(config, values.devices, platform=""))
-    wanted = _wanted(values.ops, calls)
+    wanted, refused = _wanted(values.ops, calls), excluded(config.model, device.device_kind)
     for key in wanted:
         before = known.entry(OPS[key].key, calls[key])
         if before and 0 < values.rows < before.rows_measured:
@@ -52,7 +53,12 @@ def _tune(argv: Sequence[str]) -> int:
     print(f"{config.name} on {known.device_kind} ({known.platform}), forward and backward pass, milliseconds")
     for key in wanted:
         entry = tune.measured(
-            OPS[key], calls[key], platform=device.platform, num_rounds=values.rounds, num_rows=values.rows
+            OPS[key],
+            calls[key],
+            platform=device.platform,
+            num_rounds=values.rounds,
+            num_rows=values.rows,
+            excluded=refused.get(key),
         )
         print("\n".join(_entry_lines(entry)), flush=True)
         table.write(known := known.with_entries((entry,)))

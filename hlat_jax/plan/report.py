@@ -61,7 +61,7 @@ def site_layout(config: Config, site: Site) -> Layout:
     if site.nodes > 1 and not target.network_bytes_per_s:
         raise ValueError(f"--nodes={site.nodes}: --target={site.target} is a single machine; use --nodes=1.")
     try:
-        return planned_layout(config, site.num_devices, platform=target.platform)
+        return planned_layout(config, site.num_devices, platform=target.platform, chip=site.target)
     except ValueError as error:
         nodes = _nearest_nodes(config, site) if target.network_bytes_per_s else None
         raise ValueError(f"{error} The config is valid with --nodes={nodes}." if nodes else str(error)) from None

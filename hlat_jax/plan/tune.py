@@ -20,7 +20,15 @@ from hlat_jax.ops.table import Measurement, as_json
 ForwardAndBackward = Callable[..., Any]
 
 
-def measured(op: Op, call: CallSpec, *, platform: str, num_rounds: int, num_rows: int) -> Measurement:
+def measured(
+    op: Op,
+    call: CallSpec,
+    *,
+    platform: str,
+    num_rounds: int,
+    num_rows: int,
+    excluded: Mapping[str, str] | None = None,
+) -> Measurement:
     """Returns the median seconds of each implementation that can serve a call, on this machine's first device.
 
     All are compiled and run once; then each round runs all of them, so that other load on the machine affects them
@@ -32,14 +40,15 @@ def measured(op: Op, call: CallSpec, *, platform: str, num_rounds: int, num_rows
       platform: of the device.
       num_rounds: at least 1.
       num_rows: rows of the batch to time; 0, or more than the call has: all.
+      excluded: as for `Op.refusals`.
 
     Raises:
       ValueError: no implementation can serve the call.
     """
-    refusals = op.refusals(platform, call)
+    refusals = op.refusals(platform, call, excluded=excluded)
     names = [name for name, why in refusals.items() if not why]
     if not names:
-        op.choose("auto", platform, call=call)  # raises with the reasons
+        op.choose("auto", platform, call=call, excluded=excluded)  # raises with the reasons
     rows, both, arrays = CASES[op.key](call, num_rows)
     runs = {}
     for name in names:

@@ -14,7 +14,10 @@ from hlat_jax.store.config_diff import differences
 from hlat_jax.weights.trained import Weights, open_weights
 
 # Keys that may differ from the model of the weights: implementations, initialization, and the sequence length.
-_FREE = ("max_positions", "init_std", "depth_scaled_init", "layer_loop", "remat", "ops_table", *OPS)
+_FREE = (
+    *("max_positions", "init_std", "depth_scaled_init", "layer_loop", "remat", "ops_table", "allow_nki_on_trn1"),
+    *OPS,
+)
 _LLAMA3_SCALING = ("rope_factor", "rope_low_freq_factor", "rope_high_freq_factor", "rope_original_positions")
 _PROBES = ("It is a truth universally acknowledged", "def f(x):\n    return 2 * x\n", "naïve — 12,345.6 € 東京")
 

@@ -11,6 +11,7 @@ from typing import Any
 MAY_CHANGE = (
     "name",
     "model.ops_table",  # the choice itself is compared as `implementations`
+    "model.allow_nki_on_trn1",
     "train.num_steps",
     "train.init_from",  # read at step 0 alone
     "train.branch_from",  # read at the first step alone

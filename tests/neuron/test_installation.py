@@ -125,7 +125,7 @@ def diff(capsys, *words):
 
 @pytest.fixture
 def without_plan(monkeypatch):
-    monkeypatch.setattr(sdk_diff_command, "_planned_bytes", lambda config: 15 * 2**30)
+    monkeypatch.setattr(sdk_diff_command, "_planned_bytes", lambda config, chip: 15 * 2**30)
 
 
 def test_sdk_diff_says_what_moves_and_what_the_run_pins(capsys, without_plan):
@@ -156,7 +156,7 @@ def test_sdk_diff_names_faults_that_come_and_go(capsys, without_plan):
 
 def test_sdk_diff_uses_the_plan_of_the_config_and_both_cores_of_a_trn2_device(capsys, monkeypatch):
     assert "tiny is planned with" in diff(capsys, "2.32", "2.33", "--config=tiny")[1]["device memory"][1]
-    monkeypatch.setattr(sdk_diff_command, "_planned_bytes", lambda config: 24 * 2**30 - 250 * 10**6)
+    monkeypatch.setattr(sdk_diff_command, "_planned_bytes", lambda config, chip: 24 * 2**30 - 250 * 10**6)
     found = diff(capsys, "2.32", "2.33", "--config=tiny", "--instance=trn2.48xlarge")[1]
     assert "122.07 MiB more" in found["device memory"][0]
     assert "DOES NOT FIT" in found["device memory"][1]
@@ -165,7 +165,7 @@ def test_sdk_diff_uses_the_plan_of_the_config_and_both_cores_of_a_trn2_device(ca
 
 def test_sdk_diff_reports_variables_without_effect_and_kernels(capsys, without_plan, monkeypatch):
     monkeypatch.setenv("NEURON_RT_VIRTUAL_CORE_SIZE", "2")
-    found = diff(capsys, "2.32", "2.33", "--config=tiny", "--config.model.attention=nki")[1]
+    found = diff(capsys, "2.32", "2.33", "--config=tiny", "--config.model.attention=nki", "--instance=trn2.48xlarge")[1]
     assert "NEURON_RT_VIRTUAL_CORE_SIZE is set here" in found["environment variables"][0]
     assert "compiled by nki 0.7.0" in found["kernels"][0]
 

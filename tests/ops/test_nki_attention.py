@@ -1,24 +1,35 @@
 """NKI attention without a device: its values and layouts, what it refuses, and its place in a program for Neuron."""
 
+import functools
 import importlib.util
+import itertools
 import json
 import os
 import pathlib
 import subprocess
 import sys
+import types
 
 import jax
+import jax.extend
 import jax.numpy as jnp
+import nki_contracts
 import numpy as np
 import pytest
 from flax import nnx
 from planned import small_config
 
+from hlat_jax.host import neuron_sdk
 from hlat_jax.model import Decoder
+from hlat_jax.neuron import lint, lint_command
 from hlat_jax.neuron.programs import layout_for_neuron
 from hlat_jax.ops import attention as attention_op
+from hlat_jax.ops import choices, table
 from hlat_jax.ops.nki import attention as nki
+from hlat_jax.ops.nki.chips import excluded
 from hlat_jax.parallel.virtual_devices import planned_layout
+from hlat_jax.plan import tune
+from hlat_jax.plan.report import Site, make_plan
 from hlat_jax.resolve import resolve
 from hlat_jax.run.compilation import traced_programs
 from hlat_jax.step import make_program
@@ -37,8 +48,26 @@ def value_and_grads(attend, q, k, v, dout):
     return out, *pullback(dout)
 
 
-def einsum(q, k, v):
-    return attention_op.attention(q, k_BSKH=k, v_BSKH=v, segment_ids_BT=None, implementation="einsum")
+def by_op(q, k, v, segment_ids_BT=None, implementation="nki"):
+    arrays = {"k_BSKH": k, "v_BSKH": v, "segment_ids_BT": segment_ids_BT}
+    return attention_op.attention(q, **arrays, implementation=implementation)
+
+
+def einsum(q, k, v, segment_ids_BT=None):
+    return by_op(q, k, v, segment_ids_BT, "einsum")
+
+
+def packed(shape, *lengths):
+    """Returns segment ids [B, T] of rows with documents of these lengths; the rest is padding, 0. Rows differ."""
+    b, t = SHAPES[shape][:2]
+    rows = []
+    for row in range(b):
+        ids = np.zeros(t, np.int32)
+        ends = np.minimum(np.cumsum(lengths) + 7 * row, t)
+        for number, (start, end) in enumerate(itertools.pairwise([0, *ends]), 1):
+            ids[start:end] = number
+        rows.append(ids)
+    return jnp.asarray(np.stack(rows))
 
 
 @pytest.mark.quick_cases("mha")
@@ -56,6 +85,40 @@ def test_bf16_matches_the_reference_up_to_rounding():
     for mine, theirs in zip(value_and_grads(nki.attention, *arrays), value_and_grads(einsum, *arrays), strict=True):
         assert mine.dtype == theirs.dtype == jnp.bfloat16
         np.testing.assert_allclose(np.asarray(mine, np.float32), np.asarray(theirs, np.float32), rtol=0.05, atol=0.05)
+
+
+@pytest.mark.quick_cases("gqa")
+@pytest.mark.parametrize("shape", SHAPES)
+def test_documents_of_a_row_do_not_attend_to_each_other(shape):
+    arrays, ids = inputs(shape), packed(shape, 100, 1, 27, 250)
+    got = jax.jit(lambda *x: value_and_grads(functools.partial(by_op, segment_ids_BT=ids), *x))(*arrays)
+    want = value_and_grads(functools.partial(einsum, segment_ids_BT=ids), *arrays)
+    whole = value_and_grads(einsum, *arrays)
+    for mine, theirs, unmasked in zip(got, want, whole, strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=2e-5, atol=2e-5)  # fp32 sums in another order
+        assert np.abs(np.asarray(mine - unmasked)).max() > 0.1
+
+
+def test_bounds_are_those_of_the_kernels_documentation():
+    first, end = nki.segment_bounds(jnp.asarray([[1, 1, 2, 2, 2, 3, 3], [4, 4, 4, 4, 4, 4, 4], [1, 2, 3, 3, 0, 0, 0]]))
+    assert first.dtype == end.dtype == jnp.float32
+    assert first.tolist() == [[0, 0, 2, 2, 2, 5, 5], [0] * 7, [0, 1, 2, 2, 4, 4, 4]]
+    assert end.tolist() == [[2, 2, 5, 5, 5, 7, 7], [7] * 7, [1, 2, 4, 4, 7, 7, 7]]
+
+
+def test_bounds_of_any_packing_are_the_ends_of_its_runs():
+    rng = np.random.default_rng(3)
+    ids = np.cumsum(rng.random((5, 640)) < 0.02, axis=1).astype(np.int32)
+    first, end = map(np.asarray, jax.jit(nki.segment_bounds)(ids))
+    for row in range(5):
+        for position in range(640):
+            same = np.flatnonzero(ids[row] == ids[row, position])
+            assert (first[row, position], end[row, position]) == (same[0], same[-1] + 1)
+
+
+def test_bounds_lower_to_operations_that_neuron_takes():
+    found = lint.check(nki.segment_bounds, jax.ShapeDtypeStruct((2, 4096), jnp.int32), target="trn2")
+    assert [finding.rule for finding in found if finding.severity in ("error", "warning")] == []
 
 
 def test_log_sum_exp_is_stable_for_large_scores():
@@ -79,7 +142,6 @@ FITS = {"q_shape": (1, 4096, 32, 128), "num_kv_heads": 8, "dtype": jnp.bfloat16,
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"has_segments": True}, "does not support segment ids"),
         ({"window": 1024}, "supports a window (window=1024) only with a scale of 1"),
         ({"q_shape": (1, 4096, 32, 256)}, "model.head_dim=256 is above 128"),
         ({"q_shape": (1, 4000, 32, 128)}, "4000 is not a multiple of 512"),
@@ -87,7 +149,7 @@ FITS = {"q_shape": (1, 4096, 32, 128), "num_kv_heads": 8, "dtype": jnp.bfloat16,
         ({"q_shape": (17, 4096, 32, 128)}, "17 rows x 32 heads on one device are above 512"),
         ({"dtype": jnp.float64}, "dtype float64 is not one of"),
     ],
-    ids=["segments", "window", "head", "multiple", "length", "batch", "dtype"],
+    ids=["window", "head", "multiple", "length", "batch", "dtype"],
 )
 def test_unsupported_calls_are_refused_with_the_reason(change, reason):
     assert nki.unsupported_reasons(**FITS) == []
@@ -95,14 +157,8 @@ def test_unsupported_calls_are_refused_with_the_reason(change, reason):
     assert reason in found
 
 
-def test_the_op_refuses_segments_instead_of_ignoring_them():
-    q, k, v, _ = inputs("gqa")
-    with pytest.raises(
-        ValueError, match=r"^model.attention='nki' cannot serve this call: the kernel does not support segment ids"
-    ):
-        attention_op.attention(
-            q, k_BSKH=k, v_BSKH=v, segment_ids_BT=jnp.ones(q.shape[:2], jnp.int32), implementation="nki"
-        )
+def test_documents_are_served_and_a_machine_without_neuron_is_refused():
+    assert nki.unsupported_reasons(**(FITS | {"has_segments": True})) == []
     with pytest.raises(ValueError, match=r"^model.attention='nki' runs on neuron, not on cpu"):
         attention_op.OP.choose("nki", "cpu")
 
@@ -120,34 +176,173 @@ def test_model_with_the_kernel_lowers_for_neuron_and_is_refused_on_cpu(small):
         decoder(np.zeros((1, 512), np.int32))
 
 
-def lowered(*, with_kernels):
+def kernel_calls(monkeypatch, shape, ids, contracts):
+    """Calls the kernels with what forward and backward pass give them; returns (result shapes, expected, grids)."""
+    arrays, grids = inputs(shape, jnp.bfloat16), []
+    for name, module in nki_contracts.fake_modules(contracts, grids).items():
+        monkeypatch.setitem(sys.modules, name, module)
+    attend = functools.partial(nki.attention, segment_ids_BT=ids)
+    jaxpr = jax.make_jaxpr(lambda *x: value_and_grads(attend, *x))(*arrays)
+    kernels = {nki._forward_p: nki._kernel_forward, nki._backward_p: nki._kernel_backward}
+    calls = [(eqn, kernels[eqn.primitive]) for eqn in equations(jaxpr.jaxpr) if eqn.primitive in kernels]
+    got, wanted = [], []
+    for eqn, kernel in calls:
+        operands = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in eqn.invars]
+        outs = jax.eval_shape(functools.partial(kernel, **eqn.params), *operands)
+        got.append([(out.shape, out.dtype) for out in outs])
+        wanted.append([(var.aval.shape, var.aval.dtype) for var in eqn.outvars])
+    return got, wanted, grids
+
+
+def equations(jaxpr):
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in jax.extend.core.jaxprs_in_params(eqn.params):
+            yield from equations(inner)
+
+
+def test_every_release_has_a_recorded_contract():
+    assert set(nki_contracts.CONTRACTS) == {release.version for release in neuron_sdk.RELEASES}
+
+
+@pytest.mark.parametrize("lnc", ["1", "2"])
+@pytest.mark.parametrize("release", nki_contracts.CONTRACTS)
+def test_calls_follow_the_kernels_signatures_in_every_release(release, lnc, monkeypatch):
+    monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", lnc)
+    for shape in SHAPES:
+        for ids in (None, packed(shape, 100, 200)):
+            got, wanted, grids = kernel_calls(monkeypatch, shape, ids, nki_contracts.CONTRACTS[release])
+            assert len(got) == 2
+            assert got == wanted, "the results of a kernel are not what the program goes on with"
+            assert grids == [int(lnc)] * 2
+
+
+def test_calls_with_documents_do_not_follow_the_library_of_sdk_2_28(monkeypatch):
+    monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", "1")
+    assert kernel_calls(monkeypatch, "gqa", None, nki_contracts.OLD)[2] == [1, 1]
+    with pytest.raises(TypeError, match="unexpected keyword argument 'bound_min'"):
+        kernel_calls(monkeypatch, "gqa", packed("gqa", 100, 200), nki_contracts.OLD)
+
+
+@pytest.mark.parametrize(("kind", "cores"), [("NC_v3d", 2), ("NC_v3", 1), ("NC_v2", 1)])
+def test_grid_without_the_variable_is_that_of_the_device(kind, cores, monkeypatch):
+    monkeypatch.delenv("NEURON_LOGICAL_NC_CONFIG", raising=False)
+    monkeypatch.setattr(jax, "devices", lambda platform: [types.SimpleNamespace(device_kind=kind)])
+    assert nki._num_cores() == cores
+
+
+def test_grid_without_variable_and_device_is_an_error_that_says_what_to_set(monkeypatch):
+    monkeypatch.delenv("NEURON_LOGICAL_NC_CONFIG", raising=False)
+    with pytest.raises(ValueError, match="set NEURON_LOGICAL_NC_CONFIG to the number: 2 on trn2"):
+        nki._num_cores()
+
+
+def lowered(*arguments):
     """Returns what the fixture says of forward and backward pass over 128 x 4 devices, lowered for Neuron."""
     script = pathlib.Path(__file__).resolve().parents[1] / "support" / "fake_neuron.py"
-    command = [sys.executable, str(script), *(["kernels"] if with_kernels else [])]
-    env = os.environ | {"PYTHONPATH": str(script.parents[2])}
+    command = [sys.executable, str(script), *arguments]
+    env = os.environ | {"PYTHONPATH": str(script.parents[2]), "NEURON_LOGICAL_NC_CONFIG": "2"}
     result = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
     return json.loads(result.stdout) if result.returncode == 0 else result.stderr
 
 
-def test_neuron_lowering_contains_both_kernels():
-    found = lowered(with_kernels=True)
+def test_neuron_lowering_contains_both_kernels_over_both_cores_of_a_device():
+    found = lowered("kernels")
     assert found["partitions"] == 512
+    assert found["grids"] == [2] * 4
     # one row and 8 / 4 query heads of 512 places on a device, 4 / 4 of keys: operands and results of each call
     q, k, lse = "1x2x16x512xbf16", "1x1x16x512xbf16", "1x2x128x4xf32"
     forward = ["2x512x16xbf16", "1x16x512xbf16", "1x512x16xbf16", "2x512x16xbf16", "2x128x4xf32", "2x128x4xf32"]
     assert sorted(found["calls"]) == sorted([forward, [q, k, k, q, q, lse, q, k, k]])
+    of_heads, of_rows = ["2x512x1xf32"] * 2, ["1x512xf32"] * 2  # the bounds of documents
+    forward = [*forward[:3], *of_heads, *forward[3:]]
+    assert sorted(found["documents"]) == sorted([forward, [q, k, k, q, q, lse, *of_rows, q, k, k]])
 
 
 @pytest.mark.skipif(importlib.util.find_spec("nkilib") is not None, reason="nkilib is installed")
 def test_missing_kernels_on_neuron_raise_instead_of_using_the_reference():
-    assert "No module named 'nkilib'" in lowered(with_kernels=False)
+    assert "No module named 'nkilib'" in lowered()
+
+
+def with_nki(**model):
+    tree = small_config().to_dict()
+    tree["model"] |= {"attention": "nki", "max_positions": 512} | model
+    tree["data"] |= {"seq_len": 512, "validation": "held_out.jsonl"}
+    return resolve(tree)
+
+
+REFUSED = (
+    r"^model.attention='nki' cannot serve this call: since SDK 2.29 AWS documents NKI for trn2 and trn3 only, not "
+)
+REFUSED += r"for trn1 \(nki/nki_faq\); to run it all the same, set model.allow_nki_on_trn1=True. Use one of auto, "
+
+
+@pytest.mark.parametrize("chip", ["trn1", "trn1.32xlarge", "trn1n.32xlarge"])
+def test_trn1_refuses_the_kernels_with_the_page_unless_the_user_insists(chip):
+    one, insisted = with_nki(), with_nki(allow_nki_on_trn1=True)
+    with pytest.raises(ValueError, match=REFUSED):
+        make_program(one, layout_for_neuron(one, 1, chip=chip))
+    assert choices.choices(insisted, layout_for_neuron(insisted, 1, chip=chip))["attention"].name == "nki"
+    either = with_nki(attention="auto", allow_nki_on_trn1=True)
+    choice = choices.choices(either, layout_for_neuron(either, 1, chip=chip))["attention"]
+    assert choice.name == "einsum"
+    assert "AWS documents NKI for trn2 and trn3 only" in choice.passed_over["nki"]
+
+
+@pytest.mark.parametrize("chip", ["trn2", "trn2.48xlarge", "trn2-ultraserver", "trn3-gen1", ""])
+def test_trn2_and_trn3_take_the_kernels(chip):
+    one = with_nki()
+    assert choices.choices(one, layout_for_neuron(one, 1, chip=chip))["attention"].name == "nki"
+
+
+@pytest.mark.parametrize(("kind", "is_refused"), [("NC_v2", True), ("NC_v3", False), ("NC_v3d", False), ("", False)])
+def test_kind_of_a_real_device_decides(kind, is_refused):
+    assert bool(excluded(with_nki().model, kind)) == is_refused
+
+
+def test_table_in_which_the_kernel_is_fastest_does_not_make_auto_choose_it_on_trn1(tmp_path):
+    one = with_nki(attention="auto", ops_table=str(tmp_path / "t.json"))
+    for kind, winner in (("NC_v2", "einsum"), ("NC_v3d", "nki")):
+        call = table.as_json(choices.calls(one, layout_for_neuron(one, 1))["attention"])
+        entry = table.Measurement("model.attention", call, {"einsum": 2.0, "nki": 1.0}, "nki", {}, 1)
+        table.write(table.Table(one.model.ops_table, "neuron", kind, jax.__version__, (entry,)))
+        assert choices.choices(one, layout_for_neuron(one, 1))["attention"].name == winner
+
+
+def test_tune_does_not_run_what_is_excluded(monkeypatch):
+    ran = []
+    monkeypatch.setitem(
+        tune.CASES, "model.attention", lambda call, rows: (1, lambda name, x: ran.append(name) or x, (0,))
+    )
+    call = choices.calls(with_nki(), layout_for_neuron(with_nki(), 1))["attention"]
+    refused = excluded(with_nki().model, "NC_v2")["attention"]
+    options = {"platform": "neuron", "num_rounds": 1, "num_rows": 1}
+    entry = tune.measured(attention_op.OP, call, **options, excluded=refused)
+    assert "nki" not in ran
+    assert entry.passed_over["nki"] == refused["nki"]
+    tune.measured(attention_op.OP, call, **options)
+    assert "nki" in ran
+
+
+def test_a_bare_decoder_on_trn1_refuses_the_kernels(monkeypatch):
+    decoder = Decoder(with_nki().model, rngs=nnx.Rngs(0))
+    monkeypatch.setattr(jax, "default_backend", lambda: "neuron")
+    monkeypatch.setattr(jax, "devices", lambda: [types.SimpleNamespace(device_kind="NC_v2")])
+    with pytest.raises(ValueError, match=r"^model.attention='nki' cannot serve this call: since SDK 2.29"):
+        decoder(np.zeros((1, 512), np.int32))
+
+
+def test_lint_and_plan_refuse_the_kernels_on_trn1(monkeypatch):
+    words = ["--config=tiny", "--config.model.attention=nki", "--config.model.max_positions=512"]
+    words += ["--config.data.seq_len=512"]
+    with pytest.raises(ValueError, match=REFUSED):
+        lint_command.main([*words, "--target=trn1"])
+    with pytest.raises(ValueError, match=REFUSED):
+        make_plan(with_nki(), Site("trn1.2xlarge", 1))
 
 
 def test_programs_with_the_kernels_can_be_traced_without_neuron():
-    tree = small_config().to_dict()
-    tree["model"] |= {"attention": "nki", "max_positions": 512}
-    tree["data"] |= {"seq_len": 512, "validation": "held_out.jsonl"}
-    config = resolve(tree)
+    config = with_nki()
     programs = traced_programs(make_program(config, layout_for_neuron(config, 1)))
     made = {name: str(trace().jaxpr) for name, trace in programs.items()}
     assert "nki_attention_backward" in made["train"]

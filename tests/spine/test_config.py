@@ -30,9 +30,10 @@ from hlat_jax.data.loader import TrainBatches
 from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.model import abstract_params
 from hlat_jax.ops import table
-from hlat_jax.ops.choices import calls
+from hlat_jax.ops.choices import calls, choices
 from hlat_jax.optimizer import learning_rate
 from hlat_jax.parallel.sharding import make_layout
+from hlat_jax.parallel.virtual_devices import planned_layout
 from hlat_jax.resolve import resolve
 from hlat_jax.run.machine import fitting_program
 from hlat_jax.run.nonfinite import NonFiniteError
@@ -135,6 +136,16 @@ def refusal(c, _):
     return ""
 
 
+def refusal_on_trn1(c, _):
+    """What is said against the implementations of a run on one device of trn1; "" when nothing."""
+    config = resolve(c)
+    try:
+        choices(config, planned_layout(config, 1, platform="neuron", chip="trn1"))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 def run(c, folder):
     """What a whole run leaves and prints, timings apart: a dict of rows, printed lines, checkpoints and files."""
     config = resolve(c)
@@ -207,6 +218,7 @@ FIELDS = {
     "model.rms_norm": Row("reference", program),
     "model.swiglu": Row("reference", program),
     "model.rope": Row("paired", program),
+    "model.allow_nki_on_trn1": Row(True, refusal_on_trn1, given=LONG_ROWS | {"model.attention": "nki"}),
     "model.ops_table": Row("FOLDER/tuned.json", program),
     "parallel.pipe": Row(2, placement),
     "parallel.data": Row(2, placement, given={"parallel.data": 1, "parallel.fsdp": -1}),
