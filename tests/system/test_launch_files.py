@@ -26,7 +26,10 @@ from hlat_jax.resolve import resolve
 LAUNCH = jobs.NODE.parent
 ROOT = LAUNCH.parent
 SCRIPTS = sorted([*LAUNCH.rglob("*.sh"), *LAUNCH.rglob("*.sbatch"), ROOT / ".ci" / "run"])
-MANIFESTS = sorted((LAUNCH / "eks").glob("*.yaml"))
+MANIFESTS = [LAUNCH / "eks" / "precompile.yaml", LAUNCH / "eks" / "train.yaml"]
+
+# vCPUs and GiB of host memory. Source: AWS Neuron docs, Trn1 and Trn2 architecture
+HOSTS = {"trn1.32xlarge": (128, 512), "trn1n.32xlarge": (128, 512), "trn2.48xlarge": (192, 2048)}
 
 # Of jobset.x-k8s.io/v1alpha2, what our manifests use; the Job inside is held against Kubernetes' own schema.
 JOB_SET = {
@@ -145,6 +148,37 @@ def test_manifests_are_consistent_with_the_instance(path):
     assert set(re.findall(r"\$\((\w+)\)", " ".join(container["command"]))) <= {one["name"] for one in container["env"]}
 
 
+class Template(yaml.SafeLoader):
+    """Reads CloudFormation's short functions as [name, argument]."""
+
+
+Template.add_multi_constructor("!", lambda loader, name, node: [name, loader.construct_scalar(node)])
+
+
+def test_manifests_get_the_nodes_that_the_template_makes():
+    """Every interface of the instance with EFA, one placement group, and the huge pages and memory of the pods."""
+    resources = yaml.load((LAUNCH / "eks" / "nodes.yaml").read_text(), Loader=Template)["Resources"]
+    data = resources["Template"]["Properties"]["LaunchTemplateData"]
+    cards = [(card["NetworkCardIndex"], card["DeviceIndex"]) for card in data["NetworkInterfaces"]]
+    assert cards == [(index, min(index, 1)) for index in range(INSTANCES[data["InstanceType"]].num_efa)]
+    assert {card["InterfaceType"] for card in data["NetworkInterfaces"]} == {"efa"}
+    assert all(["Ref", "Efa"] in card["Groups"] for card in data["NetworkInterfaces"])
+    assert resources[data["Placement"]["GroupName"][1]]["Properties"] == {"Strategy": "cluster"}
+    assert data["BlockDeviceMappings"][0]["Ebs"]["VolumeSize"] >= 512
+    pages = int(re.search(r"pages=(\d+)", data["UserData"]["Fn::Base64"])[1])
+    vcpus, host_gib = HOSTS[data["InstanceType"]]
+    for path in MANIFESTS:
+        _, spec, pods, container = loaded(path)
+        resource = container["resources"]
+        assert pods["nodeSelector"]["node.kubernetes.io/instance-type"] == data["InstanceType"]
+        assert spec["completions"] <= resources["Nodes"]["Properties"]["ScalingConfig"]["MaxSize"]
+        assert resource["limits"]["hugepages-2Mi"] == f"{2 * pages}Mi"
+        memory_gib = int(resource["limits"]["memory"].removesuffix("Gi"))
+        assert memory_gib + 2 * pages / 1024 < 0.95 * host_gib
+        assert resource["requests"]["memory"] == resource["limits"]["memory"]
+        assert int(resource["requests"]["cpu"]) < vcpus
+
+
 def test_run_manifest_starts_valid_commands():
     _, spec, _, container = loaded(LAUNCH / "eks" / "train.yaml")
     config = resolve(config_lib.load("7b"))
@@ -176,10 +210,6 @@ def test_run_manifest_fits_its_nodes():
     overrides = [word for word in words if word.startswith("--config")]
     config = resolve(flags_lib.parse(overrides)[0])
     assert make_plan(config, Site("trn1.32xlarge", 4))["fits"]
-
-
-# vCPUs and GiB of host memory. Source: AWS Neuron docs, Trn1 and Trn2 architecture
-HOSTS = {"trn1.32xlarge": (128, 512), "trn1n.32xlarge": (128, 512), "trn2.48xlarge": (192, 2048)}
 
 
 def cluster_queue():
