@@ -33,6 +33,7 @@ COMMANDS = (
     "neuron hlo",
     "neuron doctor",
     "neuron env",
+    "neuron preflight",
     "neuron report",
 )
 MODULES = {

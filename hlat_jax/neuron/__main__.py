@@ -21,6 +21,10 @@ VERBS = {
     "hlo": ("hlat_jax.neuron.hlo_command", "writes the programs of a config as files for neuronx-cc"),
     "doctor": ("hlat_jax.neuron.doctor_command", "checks that this machine is ready for a run"),
     "env": ("hlat_jax.neuron.env_command", "prints the environment variables of each process of a run"),
+    "preflight": (
+        "hlat_jax.neuron.preflight_command",
+        "writes the collectives of a step as input for nccom-test, and reads its results",
+    ),
     "report": (
         "hlat_jax.neuron.report_command",
         "writes an archive of reports, versions, environment and logs, without secrets, for an issue",
