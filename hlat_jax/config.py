@@ -329,6 +329,11 @@ class MetricsConfig:
     tensorboard: bool = _key(True, "Write TensorBoard event files into the run folder.")
     wandb_project: str = _key("", "Weights & Biases project; empty: not used.")
     plot: bool = _key(True, "Draw loss.png at the end.")
+    neuron_monitor: str = _key(
+        "auto",
+        "Utilization and memory of the devices from neuron-monitor; auto: on Neuron.",
+        choices=("auto", "on", "off"),
+    )
 
 
 @dataclasses.dataclass(frozen=True)

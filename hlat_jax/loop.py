@@ -347,6 +347,7 @@ def _write_rows(run: Run, progress: Progress, *, in_flight: int = 0) -> None:
             "step_s": now - progress.timed_from_s,
             "data_wait_s": progress.data_wait_s,  # part of step_s, which ends now: mostly for the next step's batch
             "peak_memory_bytes": machine.peak_memory(run.layout),
+            **run.monitor.row_fields(),
             "nonfinite": int(not metrics.finite),
             **pending.row_fields,
         }

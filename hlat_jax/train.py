@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
         _check_paths(config, workdir, keys=flags_lib.given_keys(values) if is_shipped else config_lib.PATH_KEYS)
     if config.data.tokenizer != named_tokenizer and not values.process_id:
         print(f"tokenizer        {config.data.tokenizer}: {named_tokenizer} is missing")
-    _set_environment(config, values)
+    _set_environment(config, values, workdir=workdir)
     from hlat_jax import loop  # imports JAX, which must see the environment as it is now
     from hlat_jax.host import distributed
     from hlat_jax.host.activity import Activity
@@ -83,7 +83,7 @@ def _check_paths(config: config_lib.Config, workdir: pathlib.Path, *, keys: Coll
             check_checkpoint(path, key=f"train.{key}")
 
 
-def _set_environment(config: config_lib.Config, values: flags.FlagValues) -> None:
+def _set_environment(config: config_lib.Config, values: flags.FlagValues, *, workdir: pathlib.Path) -> None:
     """Sets the environment variables of Neuron's software if this process trains on its devices."""
     platforms = os.environ.get("JAX_PLATFORMS", "")
     instance = neuron_topology.instance_to_serve(values.instance, platforms, machine=neuron_topology.Machine())
@@ -101,7 +101,9 @@ def _set_environment(config: config_lib.Config, values: flags.FlagValues) -> Non
         cores=values.cores,
         launcher=neuron_topology.launcher(os.environ),
     )
-    found = neuron_env.environment(config.precision, config.parallel, place, current=os.environ)
+    # process 0 alone takes the trace
+    profile = str((workdir / neuron_env.PROFILE_FOLDER).absolute()) if config.train.profile_steps and not rank else ""
+    found = neuron_env.environment(config.precision, config.parallel, place, current=os.environ, profile=profile)
     neuron_env.apply(os.environ, found)
     if rank == 0:
         print("\n".join((f"environment      for {nodes} x {instance}", *found.notes)))

@@ -141,7 +141,8 @@ if [[ -n $instance ]]; then
   exports=$("$python" -m hlat_jax.neuron env "${config_words[@]}" "--instance=$instance" "--nodes=$num_nodes" \
     "--node=$rank" "--coordinator=$coordinator" "--port=$port" "--cores=${cores:-0}" "--cache=$local_cache")
 elif [[ -n $shared_cache || -n $fill_cache ]]; then
-  exports="export JAX_COMPILATION_CACHE_DIR=$(printf %q "${JAX_COMPILATION_CACHE_DIR:-$local_cache/jax}")"
+  exports="export JAX_COMPILATION_CACHE_DIR=$(printf %q "${JAX_COMPILATION_CACHE_DIR:-$local_cache/jax}")
+export JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES=none" # else the folder's path is in the keys of its entries
 fi
 
 host_exports() { # what the loader of this machine reads before Python starts

@@ -34,6 +34,8 @@ COMMANDS = (
     "neuron doctor",
     "neuron env",
     "neuron sdk-diff",
+    "neuron preflight",
+    "neuron report",
 )
 MODULES = {
     area: f"hlat_jax.{area}.__main__" for area in ("data", "run", "generate", "evaluate", "hf", "plan", "neuron")

@@ -153,7 +153,10 @@ def _shares(text: str, *, names: Sequence[str], where: str) -> tuple[fractions.F
             raise ValueError(f"{where}: {item.strip()!r} is not NAME=WEIGHT.")
         name, number = match[1], match[2].strip()
         if name not in names:
-            raise ValueError(f"{where}: data.train has no source {name!r}. {nearest(name, names)}")
+            meant = nearest(name, names)
+            if list(names) == [UNNAMED]:
+                meant = "It has one source without a name: name them, NAME=PATHS;NAME=PATHS, or empty data.mixture."
+            raise ValueError(f"{where}: data.train has no source {name!r}. {meant}")
         if name in weights:
             raise ValueError(f"{where}: {name!r} has two weights; give it one.")
         try:

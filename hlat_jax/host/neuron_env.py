@@ -55,6 +55,7 @@ USERS = (
     "NEURON_RT_RESET_CORES", "NEURON_RT_STOCHASTIC_ROUNDING_SEED", "NEURON_RT_VISIBLE_CORES",
     "NEURON_SCRATCHPAD_PAGE_SIZE",
 )  # fmt: skip
+PROFILE_FOLDER = "neuron_profile"  # in a run folder
 _OPEN_MPI_DAEMON = "OMPI_MCA_orte_hnp_uri"  # not needed: processes find each other by the coordinator
 
 
@@ -83,7 +84,12 @@ class Environment:
 
 
 def environment(
-    precision: PrecisionConfig, parallel: ParallelConfig, topology: Topology, *, current: Mapping[str, str]
+    precision: PrecisionConfig,
+    parallel: ParallelConfig,
+    topology: Topology,
+    *,
+    current: Mapping[str, str],
+    profile: str = "",
 ) -> Environment:
     """Returns the environment of one process. Idempotent: applied to its own result it returns the same.
 
@@ -92,6 +98,8 @@ def environment(
       parallel: degrees of the mesh.
       topology: of the job, as seen by this process.
       current: the variables that are set already; a value of the user's takes precedence, see Environment.notes.
+      profile: folder for what JAX's profiler records of the devices (`train.profile_steps`); empty: they are not
+        recorded, which takes memory of theirs.
 
     Raises:
       ValueError: an invalid topology or precision, or a variable of `current` that was removed, or that contradicts
@@ -104,6 +112,9 @@ def environment(
         if current.get(name):
             raise ValueError(f"{name}={current[name]} is set; it is {instead}.")
     ours = _computed(precision, parallel, topology)
+    if profile:
+        _check_profile(current)
+        ours |= {"NEURON_RT_INSPECT_DEVICE_PROFILE": "1", "NEURON_RT_INSPECT_OUTPUT_DIR": profile}
     _check_contradictions(ours, topology, current)
     flags = compiler_flags(topology)
     ours["NEURON_CC_FLAGS"], notes = joined(flags, current.get("NEURON_CC_FLAGS", ""), topology)
@@ -229,11 +240,8 @@ def _check_contradictions(ours: Mapping[str, str], topology: Topology, current: 
     platforms = current.get("JAX_PLATFORMS", "")
     if platforms and "neuron" not in platforms.split(","):
         raise ValueError(f"JAX_PLATFORMS={platforms} keeps JAX off the devices of {topology.instance}; unset it.")
-    if current.get("NEURON_RT_INSPECT_ENABLE", "0") != "0" and current.get("NEURON_RT_INSPECT_DEVICE_PROFILE") == "1":
-        raise ValueError(
-            "NEURON_RT_INSPECT_ENABLE and NEURON_RT_INSPECT_DEVICE_PROFILE=1 exclude each other: for jax.profiler "
-            "unset the first; otherwise set NEURON_RT_INSPECT_DEVICE_PROFILE=session."
-        )
+    if current.get("NEURON_RT_INSPECT_DEVICE_PROFILE") == "1":
+        _check_profile(current)
     num_devices = topology.nodes * topology.devices_per_node
     if num_devices == 1 and current.get("NEURON_RUN_TRIVIAL_COMPUTATION_ON_CPU", "0") != "0":
         raise ValueError(
@@ -245,6 +253,15 @@ def _check_contradictions(ours: Mapping[str, str], topology: Topology, current: 
             _check_alone(name, current[name], topology)
     _check_visible(topology, current)
     _check_root(topology, current.get("NEURON_RT_ROOT_COMM_ID", ""))
+
+
+def _check_profile(current: Mapping[str, str]) -> None:
+    """Raises ValueError where the runtime would record by itself what JAX's profiler is to record."""
+    if current.get("NEURON_RT_INSPECT_ENABLE", "0") != "0":
+        raise ValueError(
+            "NEURON_RT_INSPECT_ENABLE and NEURON_RT_INSPECT_DEVICE_PROFILE=1 exclude each other: for jax.profiler, and "
+            "so for train.profile_steps, unset the first; otherwise set NEURON_RT_INSPECT_DEVICE_PROFILE=session."
+        )
 
 
 def _check_alone(name: str, value: str, topology: Topology) -> None:

@@ -25,6 +25,14 @@ VERBS = {
         "hlat_jax.neuron.sdk_diff_command",
         "says what another Neuron SDK changes for a config: sdk-diff 2.32 2.33",
     ),
+    "preflight": (
+        "hlat_jax.neuron.preflight_command",
+        "writes the collectives of a step as input for nccom-test, and reads its results",
+    ),
+    "report": (
+        "hlat_jax.neuron.report_command",
+        "writes an archive of reports, versions, environment and logs, without secrets, for an issue",
+    ),
 }
 
 

@@ -31,7 +31,7 @@ def main(argv: Sequence[str]) -> int:
     found = {}
     for rank in ranks:
         place = dataclasses.replace(topology, rank=rank)
-        found[rank] = environment(config.precision, config.parallel, place, current=os.environ)
+        found[rank] = environment(config.precision, config.parallel, place, current=os.environ, profile=values.profile)
     for note in found[ranks[0]].notes:
         print(note, file=sys.stderr)
     _show(found, values.format, topology.nodes)
@@ -81,4 +81,5 @@ def _define(values: flags.FlagValues) -> None:
     )
     flags.DEFINE_integer("cores", 0, "JAX devices per node that the run uses; 0: all.", **options)
     flags.DEFINE_string("cache", CACHE, "Folder for compiled programs on the node's local disk.", **options)
+    flags.DEFINE_string("profile", "", "Folder for JAX's profile of the devices; empty: none is taken.", **options)
     flags.DEFINE_string("format", "shell", "shell (lines for eval) or json.", **options)

@@ -32,6 +32,7 @@ from hlat_jax.run.compilation import Compilations, compiled_sampler, compiled_st
 from hlat_jax.run.goodput import Ledger, SilentLedger
 from hlat_jax.run.init_from import begin, open_start
 from hlat_jax.run.machine import fitting_program
+from hlat_jax.run.neuron_monitor import NeuronMonitor
 from hlat_jax.run.profiling import StepTrace
 from hlat_jax.run.rewind import rewound
 from hlat_jax.run.settings import refuse_drift, settings_of, write_settings
@@ -58,6 +59,7 @@ class Run:
       state_norms: the compiled state -> norms of its parts, see step.RunProgram.
       sampler: the compiled programs of samples; None if not configured.
       log, ledger: metrics log and ledger; silent in all processes but process 0.
+      monitor: utilization of the devices of this node; of process 0 alone, whose rows are written.
       step_trace: the trace of `train.profile_steps`.
       settings: recorded in every checkpoint, see `settings_of`.
       remat: record of the choice for a memory budget, see `budget.resolved`; None without a budget.
@@ -81,6 +83,7 @@ class Run:
     sampler: Programs | None
     log: MetricsLog | SilentLog
     ledger: Ledger | SilentLedger
+    monitor: NeuronMonitor
     step_trace: StepTrace
     settings: dict[str, Any]
     remat: dict[str, Any] | None
@@ -254,6 +257,9 @@ def open_run(
         positions.rewind(workdir, int(progress.position[0, 0]))
         exports.rewind(workdir, progress.step)
     log = stack.enter_context(closing_quietly(_open_log(config, workdir, layout=layout, progress=progress)))
+    monitored = config.metrics.neuron_monitor if distributed.is_first() else "off"
+    monitor = NeuronMonitor(monitored, platform=layout.mesh.devices.flat[0].platform)
+    stack.enter_context(contextlib.closing(monitor))
     step_trace = stack.enter_context(closing_quietly(StepTrace(config, workdir, start_step=progress.step)))
     run = Run(
         config=config,
@@ -272,6 +278,7 @@ def open_run(
         sampler=compiled_sampler(compilations) if config.train.sample_prompt else None,
         log=log,
         ledger=ledger,
+        monitor=monitor,
         step_trace=step_trace,
         settings=settings,
         remat=remat,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
 
 import jax
@@ -58,6 +59,8 @@ class StepTrace:
             f"trace            from step {self.first}: {trace}; open that file in https://ui.perfetto.dev, or run "
             f"tensorboard --logdir={self._folder} (pip install tensorboard xprof)"
         )
+        if profile := os.environ.get("NEURON_RT_INSPECT_OUTPUT_DIR"):
+            print(f"profile          of the devices: neuron-explorer view -d {profile}")
 
     def close(self) -> None:
         """Writes the trace of a run that ends before the last of its steps."""

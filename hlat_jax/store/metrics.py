@@ -52,7 +52,8 @@ class MetricsLog:
     Training rows have `step, loss, tokens (so far), grad_norm, param_norm, learning_rate, step_s (wall, data wait
     included), data_wait_s, peak_memory_bytes, batch_hash`, depending on the data `padding_share` and `skipped_records
     (so far)`, `data_retries` where reads were tried again, with `train.spikes` `spike`, with `train.skip_steps` `batch`
-    (its number); `tokens_per_s` is added and, if the peak is known, `mfu_6n` and `mfu`.
+    (its number), on Neuron those that `run/neuron_monitor.py` reads; `tokens_per_s` is added and, if the peak is
+    known, `mfu_6n` and `mfu`.
     """
 
     def __init__(

@@ -7,7 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hlat_jax import config as config_lib
 from hlat_jax.data.mixture import Mixture, first_stages, parse_sources, parse_stages
+from hlat_jax.resolve import resolve
 
 
 def source_of_full_rows(mixture, row, batch):
@@ -176,3 +178,28 @@ def test_until_tokens_counts_emitted_tokens_when_rows_have_padding():
     later = parse_stages(spec.replace("1_000", "2_000"), names=["a", "b"], batch_tokens=100, has_padding=True)
     assert first_stages(stages, num_batches=10) == first_stages(later, num_batches=10) == [(10, ["1/2", "1/2"])]
     assert first_stages(stages, num_batches=11) == [(10, ["1/2", "1/2", "1000 tokens"]), (11, ["0", "1"])]
+
+
+def test_mixture_of_a_source_without_a_name_is_refused_with_what_to_do():
+    with pytest.raises(ValueError, match=r"no source 'a'\. It has one source without a name: name them"):
+        parse_stages("a=1,b=1", names=["all"], batch_tokens=100)
+
+
+def test_70b_changes_at_1400_billion_tokens_to_the_shares_of_hlats_table_iii():
+    data = resolve(config_lib.load("70b")).data
+    sources = parse_sources(data.train, key="data.train")
+    batch_tokens = data.batch_size * data.seq_len
+    before, after = parse_stages(data.mixture, names=list(sources), batch_tokens=batch_tokens)
+    assert (before.until_step - 1) * batch_tokens < 1.4e12 <= before.until_step * batch_tokens
+    shares = {name: float(share) for name, share in zip(sources, after.shares, strict=True)}
+    groups = {
+        35.47: ("wikipedia", "c4"),
+        41.27: ("stackexchange", "arxiv", "open_web_math", "pes2o"),
+        23.26: ("github",),
+    }
+    for percent, names in groups.items():
+        assert 100 * sum(shares.pop(name) for name in names) == pytest.approx(percent, abs=0.006)
+    assert set(shares.values()) == {0.0}
+    first = dict(zip(sources, before.shares, strict=True))
+    assert first["open_web_math"] == first["pes2o"] == 0
+    assert float(first["common_crawl"]) == pytest.approx(878 / 1210)

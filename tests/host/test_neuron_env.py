@@ -20,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hlat_jax import config as config_lib
+from hlat_jax import train
 from hlat_jax.config import POLICY_FACTS, ParallelConfig, PrecisionConfig
 from hlat_jax.host import flags as flags_lib
 from hlat_jax.host import neuron_env, neuron_topology
@@ -645,6 +646,30 @@ def test_neuron_command_refuses_in_one_line(words, message):
     assert done.returncode == 2
     assert message in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_profile_of_the_devices_is_recorded_by_jax_profiler_alone():
+    recorded = environment(MIXED, HLAT, PLACE, current={}, profile="/run/p").variables
+    plain = environment(MIXED, HLAT, PLACE, current={}).variables
+    added = {"NEURON_RT_INSPECT_DEVICE_PROFILE": "1", "NEURON_RT_INSPECT_OUTPUT_DIR": "/run/p"}
+    assert recorded == plain | added
+    assert environment(MIXED, HLAT, PLACE, current=recorded, profile="/run/p").variables == recorded
+    with pytest.raises(ValueError, match=r"exclude each other: for jax\.profiler, and so for train\.profile_steps"):
+        environment(MIXED, HLAT, PLACE, current={"NEURON_RT_INSPECT_ENABLE": "1"}, profile="/run/p")
+
+
+@pytest.mark.parametrize(("steps", "process_id", "recorded"), [("2:3", 0, True), ("2:3", 1, False), ("", 0, False)])
+def test_train_records_the_devices_of_process_0_where_steps_are_profiled(
+    monkeypatch, tmp_path, steps, process_id, recorded
+):
+    environ = {}
+    monkeypatch.setattr(os, "environ", environ)
+    job = ["--coordinator=a:41001", "--num_processes=2", f"--process_id={process_id}", "--instance=trn1.32xlarge"]
+    mutable, values = flags_lib.parse(["--config=tiny", f"--config.train.profile_steps={steps}", *job], train._define)
+    train._set_environment(resolve(mutable), values, workdir=tmp_path)
+    assert environ["NEURON_PJRT_PROCESS_INDEX"] == str(process_id)
+    folder = environ.get("NEURON_RT_INSPECT_OUTPUT_DIR")
+    assert folder == (str(tmp_path / "neuron_profile") if recorded else None)
 
 
 @pytest.mark.parametrize("define", [lint_command._define, command._define, plan_command._define])

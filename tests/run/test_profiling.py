@@ -48,14 +48,16 @@ def test_a_resumed_run_traces_the_steps_that_are_left(tmp_path, capsys, start_st
     assert not list(tmp_path.iterdir())
 
 
-def test_a_run_that_ends_early_writes_its_trace_and_a_profiler_in_use_does_not_end_a_run(tmp_path, capsys):
+def test_a_run_that_ends_early_writes_its_trace_and_a_profiler_in_use_does_not_end_a_run(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("NEURON_RT_INSPECT_OUTPUT_DIR", "/run/p")
     trace, other = (StepTrace(config("10:13"), tmp_path / name, start_step=0) for name in ("run", "other"))
     trace.start()
     other.start()
     other.close()
     jax.block_until_ready(jnp.ones(2) + 1)
     trace.close()
-    not_started, written = capsys.readouterr().out.splitlines()
+    not_started, written, profile = capsys.readouterr().out.splitlines()
+    assert profile == "profile          of the devices: neuron-explorer view -d /run/p"
     assert not_started.startswith("trace            not started: ")
     path = re.fullmatch(r"trace            from step 10: (\S+);.*", written)[1]
     assert path.startswith(str(tmp_path / "run/tensorboard/plugins/profile"))

@@ -292,6 +292,7 @@ FIELDS = {
     "metrics.tensorboard": Row(True, run, "files"),
     "metrics.wandb_project": Row("novels", run, "rows"),
     "metrics.plot": Row(True, run, "files"),
+    "metrics.neuron_monitor": Row("on", run, "printed"),
 }
 
 

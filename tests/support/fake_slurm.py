@@ -3,7 +3,8 @@
 `sbatch` runs a batch script at once, from a spool folder as Slurm does, with what its #SBATCH lines and its own flags
 ask for. `srun` starts the command once for each node, all of them here, and ends the others when one fails. A file
 `lose` in the folder, with `RANK STEP RUN_FOLDER`, makes it kill that rank when a checkpoint of that step is there: a
-lost node.
+lost node. As in Slurm, a job whose --time is nearly over gets the signal of `--signal=TERM@SECONDS`, in its steps and
+not in the batch script, and one without --time never does.
 """
 
 import os
@@ -26,16 +27,15 @@ def install(folder: pathlib.Path) -> dict[str, str]:
 
 
 def _sbatch(folder: pathlib.Path, words: list[str]) -> int:
-    nodes = 1
+    given = []
     while words[0].startswith("--"):
-        flag, _, value = words.pop(0).partition("=")
-        assert flag == "--nodes", flag
-        nodes = int(value)
+        given.append(words.pop(0))
     script, *rest = words
     text = pathlib.Path(script).read_text()
     asked = [line.split()[1] for line in text.splitlines() if line.startswith("#SBATCH")]
-    options = dict(word.removeprefix("--").partition("=")[::2] for word in asked)
+    options = dict(word.removeprefix("--").partition("=")[::2] for word in [*asked, *given])
     assert options["ntasks-per-node"] == "1"
+    nodes = int(options["nodes"])
     spool = folder / "slurm_script"
     spool.write_text(text)
     variables = {
@@ -45,7 +45,23 @@ def _sbatch(folder: pathlib.Path, words: list[str]) -> int:
         "SLURM_CPUS_PER_TASK": options["cpus-per-task"],
         "SLURM_SUBMIT_DIR": os.getcwd(),
     }
-    return subprocess.run(["bash", str(spool), *rest], env=os.environ | variables, cwd="/", check=False).returncode
+    batch = subprocess.Popen(["bash", str(spool), *rest], env=os.environ | variables, cwd="/")
+    if "time" in options and "signal" in options:
+        name, _, lead = options["signal"].partition("@")
+        assert name == "TERM"
+        try:
+            return batch.wait(seconds(options["time"]) - int(lead))
+        except subprocess.TimeoutExpired:
+            (folder / "signal").touch()  # for srun
+    return batch.wait()
+
+
+def seconds(limit: str) -> int:
+    """Returns the seconds of one of Slurm's limits: MINUTES, MINUTES:SECONDS, HOURS:MINUTES:SECONDS, DAYS-HOURS:..."""
+    days, is_days, clock = limit.rpartition("-")
+    numbers = [int(part) for part in clock.split(":")]
+    units = (3600, 60, 1) if is_days or len(numbers) == 3 else (60, 1)
+    return int(days or 0) * 86400 + sum(number * unit for number, unit in zip(numbers, units, strict=False))
 
 
 def _srun(folder: pathlib.Path, words: list[str]) -> int:
@@ -63,6 +79,10 @@ def _srun(folder: pathlib.Path, words: list[str]) -> int:
     while any(task.poll() is None for task in tasks):
         time.sleep(0.05)
         _kill_requested_task(folder, tasks)
+        if (folder / "signal").exists():
+            (folder / "signal").unlink()
+            for task in tasks:
+                task.terminate()
         if "--kill-on-bad-exit=1" in flags and any(task.poll() for task in tasks):
             failed_at = failed_at or time.monotonic()
             for task in tasks if time.monotonic() - failed_at > 2 else ():

@@ -155,8 +155,8 @@ def main(argv):
     faults = Faults(folder, index)
     set_environment = train._set_environment
 
-    def set_and_install(*args):  # where train.main imports JAX, so that signals before that find nothing new
-        set_environment(*args)
+    def set_and_install(*args, **options):  # where train.main imports JAX, so that signals before that find nothing new
+        set_environment(*args, **options)
         install(faults)
 
     train._set_environment = set_and_install

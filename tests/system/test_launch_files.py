@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 
+import fake_slurm
 import jobs
 import jsonschema
 import kubernetes_validate
@@ -25,7 +26,10 @@ from hlat_jax.resolve import resolve
 LAUNCH = jobs.NODE.parent
 ROOT = LAUNCH.parent
 SCRIPTS = sorted([*LAUNCH.rglob("*.sh"), *LAUNCH.rglob("*.sbatch"), ROOT / ".ci" / "run"])
-MANIFESTS = sorted((LAUNCH / "eks").glob("*.yaml"))
+MANIFESTS = [LAUNCH / "eks" / "precompile.yaml", LAUNCH / "eks" / "train.yaml"]
+
+# vCPUs and GiB of host memory. Source: AWS Neuron docs, Trn1 and Trn2 architecture
+HOSTS = {"trn1.32xlarge": (128, 512), "trn1n.32xlarge": (128, 512), "trn2.48xlarge": (192, 2048)}
 
 # Of jobset.x-k8s.io/v1alpha2, what our manifests use; the Job inside is held against Kubernetes' own schema.
 JOB_SET = {
@@ -144,6 +148,37 @@ def test_manifests_are_consistent_with_the_instance(path):
     assert set(re.findall(r"\$\((\w+)\)", " ".join(container["command"]))) <= {one["name"] for one in container["env"]}
 
 
+class Template(yaml.SafeLoader):
+    """Reads CloudFormation's short functions as [name, argument]."""
+
+
+Template.add_multi_constructor("!", lambda loader, name, node: [name, loader.construct_scalar(node)])
+
+
+def test_manifests_get_the_nodes_that_the_template_makes():
+    """Every interface of the instance with EFA, one placement group, and the huge pages and memory of the pods."""
+    resources = yaml.load((LAUNCH / "eks" / "nodes.yaml").read_text(), Loader=Template)["Resources"]
+    data = resources["Template"]["Properties"]["LaunchTemplateData"]
+    cards = [(card["NetworkCardIndex"], card["DeviceIndex"]) for card in data["NetworkInterfaces"]]
+    assert cards == [(index, min(index, 1)) for index in range(INSTANCES[data["InstanceType"]].num_efa)]
+    assert {card["InterfaceType"] for card in data["NetworkInterfaces"]} == {"efa"}
+    assert all(["Ref", "Efa"] in card["Groups"] for card in data["NetworkInterfaces"])
+    assert resources[data["Placement"]["GroupName"][1]]["Properties"] == {"Strategy": "cluster"}
+    assert data["BlockDeviceMappings"][0]["Ebs"]["VolumeSize"] >= 512
+    pages = int(re.search(r"pages=(\d+)", data["UserData"]["Fn::Base64"])[1])
+    vcpus, host_gib = HOSTS[data["InstanceType"]]
+    for path in MANIFESTS:
+        _, spec, pods, container = loaded(path)
+        resource = container["resources"]
+        assert pods["nodeSelector"]["node.kubernetes.io/instance-type"] == data["InstanceType"]
+        assert spec["completions"] <= resources["Nodes"]["Properties"]["ScalingConfig"]["MaxSize"]
+        assert resource["limits"]["hugepages-2Mi"] == f"{2 * pages}Mi"
+        memory_gib = int(resource["limits"]["memory"].removesuffix("Gi"))
+        assert memory_gib + 2 * pages / 1024 < 0.95 * host_gib
+        assert resource["requests"]["memory"] == resource["limits"]["memory"]
+        assert int(resource["requests"]["cpu"]) < vcpus
+
+
 def test_run_manifest_starts_valid_commands():
     _, spec, _, container = loaded(LAUNCH / "eks" / "train.yaml")
     config = resolve(config_lib.load("7b"))
@@ -177,17 +212,68 @@ def test_run_manifest_fits_its_nodes():
     assert make_plan(config, Site("trn1.32xlarge", 4))["fits"]
 
 
-def test_cluster_enables_the_network_of_its_instances():
+def cluster_queue():
+    """Returns (the cluster, its queue, its compute resource)."""
     cluster = yaml.safe_load((LAUNCH / "slurm" / "cluster.yaml").read_text())
     [queue] = cluster["Scheduling"]["SlurmQueues"]
     [resource] = queue["ComputeResources"]
+    return cluster, queue, resource
+
+
+def test_cluster_enables_the_network_of_its_instances():
+    cluster, queue, resource = cluster_queue()
     assert INSTANCES[resource["InstanceType"]].num_efa > 0
     assert resource["Efa"]["Enabled"]
     assert queue["Networking"]["PlacementGroup"]["Enabled"]
-    script = queue["CustomActions"]["OnNodeConfigured"]["Script"]
-    reserved = (LAUNCH / "slurm" / script.rpartition("/")[2]).read_text()
-    assert f"ip_local_reserved_ports={neuron_topology.COLLECTIVES_PORT},{neuron_topology.JAX_PORT}" in reserved
     assert cluster["SharedStorage"][0]["MountDir"] == "/fsx"
+
+
+def test_cluster_nodes_can_read_their_script_and_hold_the_image():
+    cluster, queue, _ = cluster_queue()
+    bucket, _, script = queue["CustomActions"]["OnNodeConfigured"]["Script"].removeprefix("s3://").partition("/")
+    assert bucket in [rule["BucketName"] for rule in queue["Iam"]["S3Access"]]
+    reserved = (LAUNCH / "slurm" / script).read_text()
+    assert f"ip_local_reserved_ports={neuron_topology.COLLECTIVES_PORT},{neuron_topology.JAX_PORT}" in reserved
+    storage = queue["ComputeSettings"]["LocalStorage"]
+    assert storage["RootVolume"]["Size"] >= 512  # GiB: Neuron's docs, for every image
+    assert cluster["HeadNode"]["LocalStorage"]["RootVolume"]["Size"] >= 512
+    assert storage["EphemeralVolume"]["MountDir"].startswith("/")
+    assert not neuron_topology.CACHE.startswith(storage["EphemeralVolume"]["MountDir"])  # not mounted on other nodes
+
+
+@pytest.mark.parametrize("name", ["train", "precompile"])
+def test_batch_jobs_take_the_nodes_of_the_cluster_and_get_their_signal_in_time(name):
+    lines = (LAUNCH / "slurm" / f"{name}.sbatch").read_text().splitlines()
+    options = dict(line.removeprefix("#SBATCH --").partition("=")[::2] for line in lines if line.startswith("#SBATCH"))
+    *_, resource = cluster_queue()
+    assert int(options["cpus-per-task"]) == HOSTS[resource["InstanceType"]][0]
+    assert options["ntasks-per-node"] == "1"
+    if name == "train":
+        signal, _, lead_s = options["signal"].partition("@")
+        assert signal == "TERM"
+        assert int(lead_s) >= 300  # to save; Slurm may send it a minute early
+    assert fake_slurm.seconds(options["time"]) > 3600  # without --time Slurm sends no signal
+
+
+def test_configured_node_loses_its_own_name_and_no_other(tmp_path):
+    """Runs the script with fakes of the commands that need root or a network."""
+    for name in ("sysctl", "apt-get", "dnf"):
+        (tmp_path / name).write_text(f'#!/bin/sh\necho {name} "$@"\n')
+    (tmp_path / "hostname").write_text("#!/bin/sh\n[ $1 = -s ] && echo trn1-dy-1\n")
+    for path in tmp_path.iterdir():
+        path.chmod(0o755)
+    hosts = tmp_path / "hosts"
+    hosts.write_text(
+        "127.0.0.1 localhost trn1-dy-1\n127.0.1.1\ttrn1-dy-1.hlat.pcluster trn1-dy-1\n10.0.0.9 trn1-dy-1\n"
+        "10.0.0.12 trn1-dy-12.hlat.pcluster trn1-dy-12\n::1 ip6-localhost\n"
+    )
+    env = {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "HOSTS": str(hosts), "LIMITS": str(tmp_path)}
+    words = [str(LAUNCH / "slurm" / "node_configured.sh")]
+    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=20, check=True)
+    left = "127.0.0.1 localhost\n10.0.0.12 trn1-dy-12.hlat.pcluster trn1-dy-12\n::1 ip6-localhost\n"
+    assert hosts.read_text() == left
+    assert "sysctl -w net.ipv4.ip_local_reserved_ports=41000,41001" in done.stdout
+    assert "nofile" in (tmp_path / "90-hlat.conf").read_text()
 
 
 def test_guide_names_existing_commands():

@@ -209,6 +209,21 @@ def test_job_that_loses_a_node_resumes_from_its_last_checkpoint(submit, tmp_path
     assert len((tmp_path / "bin" / "srun.log").read_text().splitlines()) == 2
 
 
+@pytest.mark.slow
+def test_job_saves_before_its_time_is_over_and_the_same_command_continues_it(submit, tmp_path):
+    config, workdir = micro.write_config(tmp_path), tmp_path / "run"
+    words = (f"--config={config}", f"--workdir={workdir}", "--config.train.eval_every_steps=0")
+    endless = (*words, "--config.train.num_steps=1000000", "--config.checkpoint.every_steps=100000")
+    first = submit("--nodes=1", "--time=10:12", LAUNCH / "slurm/train.sbatch", *endless)  # the signal comes after 12 s
+    assert first.returncode == 0, first.stderr
+    assert "restart" not in first.stderr
+    [saved] = [int(path.name) for path in (workdir / "checkpoints").iterdir() if path.name.isdecimal()]
+    assert 0 < saved < 100000
+    second = submit("--nodes=1", LAUNCH / "slurm/train.sbatch", *words, f"--config.train.num_steps={saved + 1}")
+    assert second.returncode == 0, second.stderr
+    assert f"resuming from step {saved} of {saved + 1}" in second.stdout
+
+
 def test_job_with_a_wrong_config_is_not_tried_again(submit, tmp_path):
     words = (f"--config={micro.write_config(tmp_path)}", f"--workdir={tmp_path / 'run'}", "--config.data.batch_size=0")
     done = submit("--nodes=2", LAUNCH / "slurm/train.sbatch", *words)
@@ -238,7 +253,6 @@ def test_job_prints_every_node_in_a_dry_run(submit, num_nodes):
 
 @pytest.mark.slow
 def test_precompiled_programs_are_copied_to_the_node_before_the_run(submit, tmp_path):
-    """The node's own folder has the same path in both jobs: JAX counts the path among what a program depends on."""
     config, workdir, shared, local = (tmp_path / name for name in ("micro.py", "run", "shared", "local"))
     micro.write_config(tmp_path)
     variables = {"CACHE": shared, "LOCAL_CACHE": local, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": 0}
@@ -249,7 +263,8 @@ def test_precompiled_programs_are_copied_to_the_node_before_the_run(submit, tmp_
     programs = compiled(shared)
     assert {name.split("-")[0] for name in programs} >= {"jit_train_step", "jit_eval_step", "jit_initial"}
 
-    shutil.rmtree(local)  # another node
+    shutil.rmtree(local)  # another node, whose folder has another path
+    variables["LOCAL_CACHE"] = local = tmp_path / "other"
     run = submit("--nodes=1", LAUNCH / "slurm/train.sbatch", *words, f"--workdir={workdir}", **variables)
     assert run.returncode == 0, run.stderr
     assert compiled(local) == programs

@@ -1,0 +1,185 @@
+"""`python -m hlat_jax.neuron report --out=FILE`: one archive of what a first hour on a machine has shown, for an issue.
+
+It has what the doctor, the ladder, runs and logs have written, the versions and the environment of this machine, and no
+secrets as far as they can be recognized; it lists its files, so that a person can look before it is attached.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import io
+import json
+import os
+import pathlib
+import platform
+import re
+import shutil
+import subprocess
+import tarfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+
+from absl import flags
+
+from hlat_jax.host import flags as flags_lib
+from hlat_jax.host.neuron_env import recorded
+from hlat_jax.host.neuron_topology import HERE
+
+# What is taken from a folder, with its subfolders: reports, logs and the small files of run folders. Text and weights
+# have other names.
+PATTERNS = (
+    "doctor*.json", "ladder*.json", "ladder*.sh", "plan*.json", "lint*.json", "programs.json", "environment.json",
+    "config.json", "metrics.jsonl", "events.jsonl", "nonfinite.json", "remat.json", "alive.json", "*.log", "*.err",
+    "*.out", "compile.sh", "stuck/*.txt",
+)  # fmt: skip
+# Logs of the runtime when a device runs out of memory. Source: AWS Neuron docs, runtime configuration
+SYSTEM_LOGS = "/tmp/neuron_mem_table_device_*.log"
+COMMANDS = (
+    "uname -a", "neuron-ls", "neuron-ls --topology", "neuronx-cc --version", "modinfo neuron", "fi_info -p efa",
+    "nproc", "free -g", "df -h", "dpkg-query --show *neuron*", "rpm -qa *neuron*",
+)  # fmt: skip
+LARGEST_BYTES = 4 * 2**20  # of a file: its end is kept
+MOST_FILES = 500
+_SECRET_NAME = (
+    r"[\w.-]*(?:secret|passw(?:or)?d|api[_-]?key|access[_-]?key|[_-]token\b|credential|private[_-]?key|authorization)"
+)
+# Each match is replaced, up to its first group if it has one.
+_SECRETS = (
+    re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)", re.DOTALL),
+    re.compile(rf"""(?i)({_SECRET_NAME}[\w-]*["']?\s*[:=]\s*["'])[^"'\n]+"""),
+    re.compile(rf"""(?i)({_SECRET_NAME}[\w-]*["']?\s*[:=]\s*)(?:bearer\s+|basic\s+)?[^\s&"']+"""),
+    re.compile(r"(?i)(\bbearer\s+)[\w.~+/=-]{8,}"),
+    re.compile(r"(://)[^/\s:@]+:[^/\s@]+(?=@)"),
+    re.compile(r"(?i)([?&](?:x-amz-[\w-]+|signature|sig|token|awsaccesskeyid)=)[^\s&\"']+"),
+    re.compile(r"\b(?:AKIA|ASIA|AROA|AIDA)[0-9A-Z]{16}\b"),
+    re.compile(r"\b(?:hf_|gh[pousr]_|github_pat_|glpat-|sk-|xox[abp]-)[\w-]{16,}"),
+    re.compile(r"\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]+"),
+    re.compile(r"(\barn:[\w-]+:[\w-]*:[\w-]*:)\d{12}"),
+)
+REMOVED = "[removed]"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Writes the archive and lists it; returns 0."""
+    usage = "Usage: python -m hlat_jax.neuron report --out=FILE.tar.gz [--paths=FOLDER,FILE]\n"
+    values = flags_lib.parse_own(argv, _define, usage=usage)
+    if not values.out:
+        raise ValueError("--out=FILE is missing; name the archive, such as --out=report.tar.gz.")
+    flags_lib.check_output("--out", values.out)
+    roots = [pathlib.Path(word) for word in values.paths.split(",") if word]
+    for root in roots:
+        if not root.exists():
+            raise ValueError(f"--paths={values.paths}: there is no {root}; name files and folders, by commas.")
+    secrets = secret_values(os.environ)
+    files = {name: cleaned(text, secrets=secrets) for name, text in _members(roots, pathlib.Path(values.out))}
+    write_archive(pathlib.Path(values.out), files)
+    for name, text in files.items():
+        print(f"{len(text.encode()):>10,}  {name}")
+    for wanted, command in (("doctor", "doctor --json=doctor.json"), ("ladder", "ladder --json=ladder.json")):
+        if not any(pathlib.Path(name).match(f"{wanted}*.json") for name in files):
+            print(f"without {wanted}*.json: python -m hlat_jax.neuron {command} --config=NAME writes one")
+    removed = sum(text.count(REMOVED) for text in files.values())
+    print(f"{values.out}: {len(files)} files, {removed} values removed as secrets. Look at them before you attach it.")
+    return 0
+
+
+def secret_values(environ: Mapping[str, str]) -> list[str]:
+    """Returns the values of variables whose names are those of secrets, to be removed wherever they occur."""
+    names = [name for name in environ if re.search(_SECRET_NAME, name, re.IGNORECASE)]
+    return sorted({environ[name] for name in names if len(environ[name]) >= 8}, key=len, reverse=True)
+
+
+def cleaned(text: str, *, secrets: Sequence[str]) -> str:
+    """Returns the text without `secrets` and without what looks like one: keys, tokens, passwords, signed URLs."""
+    for secret in secrets:
+        text = text.replace(secret, REMOVED)
+    for pattern in _SECRETS:
+        text = pattern.sub(lambda found: (found[1] if found.re.groups else "") + REMOVED, text)
+    return text
+
+
+def write_archive(path: pathlib.Path, files: Mapping[str, str]) -> None:
+    """Writes files as FILE.tar.gz, without names of users and machines."""
+    with tarfile.open(path, "w:gz") as archive:
+        for name, text in files.items():
+            content = text.encode()
+            member = tarfile.TarInfo(f"report/{name}")
+            member.size, member.mtime = len(content), int(time.time())
+            archive.addfile(member, io.BytesIO(content))
+
+
+def _members(roots: Sequence[pathlib.Path], out: pathlib.Path) -> Iterator[tuple[str, str]]:
+    """Yields (name in the archive, text) of everything that goes into it."""
+    yield "versions.json", json.dumps(_versions(), indent=1) + "\n"
+    yield "environment.json", json.dumps(recorded(os.environ), indent=1) + "\n"
+    for command in COMMANDS:
+        if (printed := _printed(command.split())) is not None:
+            yield f"commands/{re.sub(r'[^A-Za-z0-9]+', '_', command).strip('_')}.txt", printed
+    seen: set[pathlib.Path] = set()
+    for root in roots:
+        for path in sorted([root] if root.is_file() else _matching(root)):
+            if path.resolve() in seen or path.resolve() == out.resolve() or len(seen) >= MOST_FILES:
+                continue
+            seen.add(path.resolve())
+            inside = path.relative_to(root) if path != root else pathlib.Path(path.name)
+            prefix = root.resolve().name if path != root and len(roots) > 1 else ""
+            yield str(pathlib.Path("files", prefix, inside)), _end_of(path)
+    for path in sorted(pathlib.Path("/").glob(SYSTEM_LOGS.lstrip("/"))):
+        yield f"logs/{path.name}", _end_of(path)
+
+
+def _matching(folder: pathlib.Path) -> Iterator[pathlib.Path]:
+    """Yields the files of a folder and its subfolders that PATTERNS name; no links, hidden folders or checkpoints."""
+    for place, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".") and name not in ("checkpoints", "data")]
+        for name in names:
+            path = pathlib.Path(place, name)
+            if any(path.match(pattern) for pattern in PATTERNS) and not path.is_symlink() and path.is_file():
+                yield path
+
+
+def _end_of(path: pathlib.Path) -> str:
+    """Returns the text of a file, of a larger one its last LARGEST_BYTES from the next line on."""
+    try:
+        with open(path, "rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - LARGEST_BYTES))
+            content = file.read(LARGEST_BYTES)
+    except OSError as error:
+        return f"not readable: {error.strerror}\n"
+    if size > LARGEST_BYTES:
+        content = f"[the last {LARGEST_BYTES:,} of {size:,} bytes]\n".encode() + content.partition(b"\n")[2]
+    return content.decode(errors="replace")
+
+
+def _versions() -> dict[str, object]:
+    packages = {one.metadata["Name"]: one.version for one in importlib.metadata.distributions() if one.metadata["Name"]}
+    instance = HERE.product_name.read_text().strip() if HERE.product_name.is_file() else ""
+    release = pathlib.Path("/etc/os-release")
+    return {
+        "python": platform.python_version(),
+        "kernel": platform.release(),
+        "os": release.read_text().splitlines()[:2] if release.is_file() else [platform.system()],
+        "instance": instance,
+        "devices": len(list(HERE.devices.glob("neuron[0-9]*"))),
+        "packages": dict(sorted(packages.items(), key=lambda item: item[0].lower())),
+    }
+
+
+def _printed(words: Sequence[str]) -> str | None:
+    """Returns what a command prints; None where it is not installed."""
+    path = shutil.which(words[0]) or shutil.which(words[0], path="/opt/aws/neuron/bin:/opt/amazon/efa/bin:/sbin")
+    if path is None:
+        return None
+    try:
+        done = subprocess.run([path, *words[1:]], capture_output=True, text=True, timeout=30, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"{error}\n"
+    return done.stdout + done.stderr + (f"[exit code {done.returncode}]\n" if done.returncode else "")
+
+
+def _define(values: flags.FlagValues) -> None:
+    flags.DEFINE_string("out", "", "The archive to write, FILE.tar.gz.", flag_values=values)
+    flags.DEFINE_string(
+        "paths", ".", "Files, and folders to take reports, logs and run folders from, by commas.", flag_values=values
+    )
