@@ -158,7 +158,7 @@ def _ring(machine: CheckedMachine) -> Outcome:
     order = partitioned.linked_ring(len(devices), target=machine.target)
     if order is None:
         return Outcome(NOT_HERE, f"no ring of linked chips has {len(devices)} devices of {machine.instance}")
-    return probes.ring_permute(functools.partial(exercises.run_permute, devices, order), order)
+    return probes.ring_permute(functools.partial(exercises.run_permute, devices), order)
 
 
 def _operations(config: Config, machine: CheckedMachine, limits: Limits) -> Outcome:
@@ -207,8 +207,8 @@ def _operations(config: Config, machine: CheckedMachine, limits: Limits) -> Outc
 def _permute_problem(operation: Operation, mesh: jax.sharding.Mesh, target: str) -> str | None:
     if operation.name != "ppermute" or not target:
         return None
-    axes = operation.params["axis_name"]
-    groups = partitioned.groups_along(dict(mesh.shape), [axes] if isinstance(axes, str) else list(axes))
+    [names] = operation.axes().values()
+    groups = partitioned.groups_along(dict(mesh.shape), list(names))
     pairs = [(group[a], group[b]) for group in groups for a, b in operation.params["perm"]]
     return partitioned.permute_problem(np.array(pairs), target=target)
 

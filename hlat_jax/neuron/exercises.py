@@ -23,6 +23,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from hlat_jax.config import ParallelConfig
+from hlat_jax.neuron import partitioned
 from hlat_jax.neuron.step_operations import Operation
 from hlat_jax.parallel.sharding import Layout, make_layout
 from hlat_jax.precision import Rounding
@@ -197,15 +198,18 @@ def operations_on_cpu(
     Raises:
       NotImplementedError: an operation cannot run on a CPU.
     """
-    sizes = tuple(axes.values())
 
     def across_devices(one: Operation, given: list[jax.Array]) -> list[list[jax.Array]]:
-        run = lambda _, *mine: one.run(*mine)  # noqa: E731 - `vmap` needs an argument, and there may be no operand
-        for axis in reversed(axes):
-            run = jax.vmap(run, axis_name=axis)
-        stacked = [x.reshape(sizes + x.shape[1:]) for x in given]
-        results = run(jnp.zeros(sizes), *stacked)
-        return [list(x.reshape(-1, *x.shape[len(sizes) :])) for x in results]
+        [(key, names)] = one.axes().items()
+        groups = partitioned.groups_along(dict(axes), list(names))  # each in the order of `names`
+        place = np.argsort(groups.reshape(-1))
+
+        def in_group(_, *mine):  # `vmap` needs an argument, and there may be no operand
+            return one.run(*mine, **{key: ("group",)})
+
+        run = jax.vmap(jax.vmap(in_group, axis_name="group"))
+        results = run(jnp.zeros(groups.shape), *(x[groups] for x in given))
+        return [list(x.reshape(-1, *x.shape[2:])[place]) for x in results]
 
     def on_one_device(operands):
         return [

@@ -42,7 +42,7 @@ class Operation:
       name: of the JAX primitive.
       operands: shapes and dtypes.
       params: of the primitive.
-      run: (*operands) -> list of results.
+      run: (*operands, **changed) -> list of results; `changed` replaces parameters of a collective.
       num_bytes: of operands and results on one device.
       line: the Python line that it comes from, `file:line (function)`.
       position: among the operations of the step.
@@ -61,6 +61,12 @@ class Operation:
         """Whether devices exchange values, or compute with their coordinates."""
         return self.name in ACROSS_DEVICES
 
+    def axes(self) -> dict[str, tuple[str, ...]]:
+        """Returns the parameter of a collective that names mesh axes, with its value."""
+        key = "axes" if "axes" in self.params else "axis_name"
+        named = self.params[key]
+        return {key: (named,) if isinstance(named, str) else tuple(named)}
+
     def __str__(self) -> str:
         shapes = ", ".join(f"{one.dtype.name}{list(one.shape)}" for one in self.operands)
         return f"{self.name} of {shapes}" + (f" at {self.line}" if self.line else "")
@@ -72,8 +78,18 @@ def step_operations(program: RunProgram) -> list[Operation]:
     for part in (program.abstract_state["params"], program.abstract_state["opt_state"]):
         for leaf in jax.tree.leaves(part):
             shards[leaf.shape] = leaf.sharding.shard_shape(leaf.shape) if leaf.sharding else leaf.shape
+    return operations(live_jaxpr(program.trace_step()), shards)
+
+
+def operations(jaxpr: Any, shards: Mapping[tuple[int, ...], tuple[int, ...]]) -> list[Operation]:
+    """Returns the operations of a jaxpr in its order, equal ones once.
+
+    Args:
+      jaxpr: open.
+      shards: shape of an array -> that of its shard, for operations outside `shard_map`.
+    """
     found: dict[Any, Operation] = {}
-    for eqn, is_local in _leaves(live_jaxpr(program.trace_step()), False):
+    for eqn, is_local in _leaves(jaxpr, False):
         for name, avals, results, params, run in _parts(eqn):
             if any(not isinstance(aval.dtype, np.dtype) for aval in avals):
                 continue  # random keys: drawn numbers differ between backends, `probes.random_numbers` checks them
@@ -136,7 +152,7 @@ def _parts(eqn: Any) -> Iterator[tuple[str, list[Any], list[Any], Mapping[str, A
         # shardings name the mesh of the trace
         unsharded = {key: None for key in ("sharding", "out_sharding") if key in eqn.params}
         params = {**eqn.params, **unsharded}
-        yield eqn.primitive.name, *avals, params, lambda *args: rebind(eqn, args, **unsharded)
+        yield eqn.primitive.name, *avals, params, lambda *args, **changed: rebind(eqn, args, **unsharded, **changed)
         return
     index = jax.ShapeDtypeStruct((), jnp.int32)
 
