@@ -24,6 +24,7 @@ from hlat_jax.parallel.sharding import Layout
 from hlat_jax.parallel.virtual_devices import planned_layout
 from hlat_jax.plan.aot import fewer_replicas
 from hlat_jax.precision import policy_on
+from hlat_jax.resolve import resolve
 from hlat_jax.step import make_program
 from hlat_jax.store.progress import show_progress
 
@@ -144,7 +145,7 @@ def _hardware_rounding(config: Config) -> Outcome:
 
 
 def _collectives(layout: Layout, axis: str) -> Outcome:
-    run = functools.partial(exercises.run_collective, layout, axis)
+    run = functools.partial(exercises.run_collective, layout=layout, axis=axis)
     outcome = probes.collectives(run, size=layout.mesh.shape[axis])
     if outcome.verdict == NOT_HERE:
         return outcome
@@ -165,7 +166,8 @@ def _operations(config: Config, machine: CheckedMachine, limits: Limits) -> Outc
     """Compares the operations of the config's step with the CPU's.
 
     Those of one device have the shapes of the recipe's mesh. Collectives run over a mesh of this node's devices with a
-    smaller data degree; permutes only between linked devices.
+    smaller data degree, and without pipeline stages if one replica is larger than the node. Permutes run only between
+    linked devices.
     """
     devices = jax.local_devices()
     platform = devices[0].platform
@@ -179,7 +181,7 @@ def _operations(config: Config, machine: CheckedMachine, limits: Limits) -> Outc
     count = programs.num_devices(config)
     whole = make_program(config, planned_layout(config, count, platform=platform))
     found = [one for one in step_operations(whole) if not one.is_collective]
-    small, fewer = fewer_replicas(config, count, max_devices=len(devices))
+    small, fewer = _reduced(config, count, max_devices=len(devices))
     notes, mesh = [], None
     if fewer <= len(devices):
         program = make_program(small, layout_over(small, devices[:fewer]))
@@ -193,8 +195,8 @@ def _operations(config: Config, machine: CheckedMachine, limits: Limits) -> Outc
     with show_progress("comparing the step's operations") as status:
         outcome = sweep(
             found,
-            run=functools.partial(exercises.run_operations, mesh, devices),
-            reference=functools.partial(exercises.operations_on_cpu, {} if mesh is None else dict(mesh.shape)),
+            run=functools.partial(exercises.run_operations, mesh=mesh, devices=devices),
+            reference=functools.partial(exercises.operations_on_cpu, axes={} if mesh is None else dict(mesh.shape)),
             num_devices=len(devices),
             num_in_mesh=1 if mesh is None else mesh.size,
             share_memory=platform == "cpu",
@@ -202,6 +204,18 @@ def _operations(config: Config, machine: CheckedMachine, limits: Limits) -> Outc
             status=status,
         )
     return outcome._replace(found="; ".join([outcome.found, *notes]))
+
+
+def _reduced(config: Config, count: int, *, max_devices: int) -> tuple[Config, int]:
+    """Returns (config of fewer devices with the same shapes on each, number of devices); it may be above the limit."""
+    small, fewer = fewer_replicas(config, count, max_devices=max_devices)
+    pipe = config.parallel.pipe
+    if fewer <= max_devices or pipe == 1:
+        return small, fewer
+    tree = config.to_dict()
+    tree["model"]["num_layers"] //= pipe
+    tree["parallel"]["pipe"] = 1
+    return fewer_replicas(resolve(tree), count // pipe, max_devices=max_devices)
 
 
 def _permute_problem(operation: Operation, mesh: jax.sharding.Mesh, target: str) -> str | None:

@@ -113,7 +113,7 @@ def layouts_to_check(
         yield make_layout(ParallelConfig(data=len(devices)), devices, num_kv_heads=1), "data"
 
 
-def run_collective(layout: Layout, axis: str, name: str, values: np.ndarray) -> np.ndarray:
+def run_collective(name: str, values: np.ndarray, *, layout: Layout, axis: str) -> np.ndarray:
     """Returns the result of one collective along one mesh axis, as `probes.collectives` expects it.
 
     Every device of the mesh takes part in its own group. The result is the first group's, NaN where another differs.
@@ -143,18 +143,15 @@ def run_permute(devices: Sequence[Any], pairs: Sequence[tuple[int, int]], values
 
 
 def run_operations(
-    mesh: Mesh | None,
-    devices: Sequence[Any],
-    operations: Sequence[Operation],
-    operands: Sequence[list[np.ndarray]],
+    operations: Sequence[Operation], operands: Sequence[list[np.ndarray]], *, mesh: Mesh | None, devices: Sequence[Any]
 ) -> list[list[list[jax.Array]]]:
     """Returns the results of operations of one kind on each device, from one program; see `sweep.sweep`.
 
     Args:
-      mesh: for operations across devices.
-      devices: for all others.
       operations: as for `sweep.sweep`.
       operands: as for `sweep.sweep`.
+      mesh: for operations across devices.
+      devices: for all others.
     """
     if not operations[0].is_collective:
         mesh = Mesh(np.array(devices), ("device",))
@@ -186,14 +183,14 @@ def run_operations(
 
 
 def operations_on_cpu(
-    axes: Mapping[str, int], operations: Sequence[Operation], operands: Sequence[list[np.ndarray]]
+    operations: Sequence[Operation], operands: Sequence[list[np.ndarray]], *, axes: Mapping[str, int]
 ) -> list[list[list[jax.Array]]]:
     """Returns the results of operations from a program for one CPU device; see `sweep.sweep`.
 
     Args:
-      axes: names and sizes of the axes of the mesh; for operations across devices, the devices are dims of arrays.
       operations: as for `run_operations`.
       operands: as for `run_operations`.
+      axes: names and sizes of the axes of the mesh; for operations across devices, the devices are dims of arrays.
 
     Raises:
       NotImplementedError: an operation cannot run on a CPU.

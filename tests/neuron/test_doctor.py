@@ -411,7 +411,7 @@ def test_collective_wrong_in_one_mesh_group_fails(monkeypatch):
     )
     psum = jax.lax.psum
     monkeypatch.setattr(jax.lax, "psum", lambda x, axis: psum(x, axis) + (jax.lax.axis_index("data") == 3))
-    outcome = probes.collectives(functools.partial(exercises.run_collective, layout, "tensor_kv"), size=2)
+    outcome = probes.collectives(functools.partial(exercises.run_collective, layout=layout, axis="tensor_kv"), size=2)
     assert_failed(outcome, "on 2 devices sum: wrong values")
 
 

@@ -47,11 +47,11 @@ def mixed_operations():
 
 
 def on_devices(operations, operands):
-    return exercises.run_operations(mesh(), jax.devices(), operations, operands)
+    return exercises.run_operations(operations, operands, mesh=mesh(), devices=jax.devices())
 
 
 def on_cpu(operations, operands):
-    return exercises.operations_on_cpu(dict(mesh().shape), operations, operands)
+    return exercises.operations_on_cpu(operations, operands, axes=dict(mesh().shape))
 
 
 def swept(operations, *, run=on_devices, reference=on_cpu, limits=sweep.DEFAULT_LIMITS, **options):
@@ -320,8 +320,8 @@ def test_operations_of_a_step_have_the_shapes_of_one_device_and_the_slices_of_it
 def test_doctor_names_a_planted_operation_of_the_step_at_its_line(monkeypatch, tmp_path):
     run = exercises.run_operations
 
-    def wrong_lookup(mesh, devices, operations, operands):
-        found = run(mesh, devices, operations, operands)
+    def wrong_lookup(operations, operands, **devices):
+        found = run(operations, operands, **devices)
         for one, results in zip(operations, found, strict=True):
             if one.name == "gather":
                 results[0][3] = np.roll(np.asarray(results[0][3]), 1)
@@ -336,6 +336,23 @@ def test_doctor_names_a_planted_operation_of_the_step_at_its_line(monkeypatch, t
     assert outcome.found.startswith("gather of ")
     assert "hlat_jax/" in outcome.found
     assert "on device 3 " in outcome.found
+
+
+def test_collectives_of_a_replica_larger_than_the_node_are_those_of_one_stage():
+    config = small_config(pipe=2)
+    assert doctor._reduced(config, 8, max_devices=4)[1] == 4  # two stages, tensor 2
+    staged, count = doctor._reduced(config, 8, max_devices=2)
+    assert count == 2
+    assert staged.parallel.pipe == staged.parallel.data == 1
+
+    def summed_along_tensor(config, count):
+        program = make_program(config, planned_layout(config, count, platform="cpu"))
+        found = step_operations.step_operations(program)
+        return {one.operands for one in found if one.name == "psum" and "tensor_kv" in str(one.axes())}
+
+    shared = summed_along_tensor(config, 8) & summed_along_tensor(staged, count)
+    assert any(len(kinds[0].shape) == 3 for kinds in shared)  # activations [B, T, D]
+    assert doctor._reduced(small_config(), 4, max_devices=1)[1] == 2  # tensor alone is larger
 
 
 def test_sweep_needs_more_than_the_cpu_it_compares_with(monkeypatch, tmp_path):
