@@ -96,5 +96,5 @@ def _define(values: flags.FlagValues) -> None:
     about = "Seconds in which to compare operations of the step with the CPU's; 0: not at all."
     flags.DEFINE_float("sweep_s", 600.0, about, 0.0, **options)
     about = "Largest operation to compare, in GiB on one device; of devices of one host, and of collectives, on all."
-    flags.DEFINE_float("sweep_gib", 1.0, about, 0.001, **options)
+    flags.DEFINE_float("sweep_gib", 2.5, about, 0.001, **options)
     flags.DEFINE_integer("cores", 0, "Number of JAX devices of this instance to check; 0: all.", **options)

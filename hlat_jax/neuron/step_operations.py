@@ -34,7 +34,7 @@ _MAX_ANGLE = 4096.0  # of RoPE: the last positions of a long sequence
 _DRAWN = 1_048_573  # prime, so that repeated numbers do not line up with any dim
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Operation:
     """One operation of a step.
 

@@ -165,7 +165,18 @@ def test_operations_that_the_cpu_cannot_run_are_counted():
     operations = [one for one in mixed_operations() if one.name in ("sort", "gather")]
     outcome = swept(operations, reference=reference)
     assert outcome.verdict == PASSED
-    assert "not compared: 1 that the CPU cannot run; no sort at all" in outcome.found
+    reason = "NotImplementedError: no lowering for cpu"
+    assert f"not compared: 1 that the CPU cannot run ({reason}); no sort at all" in outcome.found
+
+
+def test_an_operation_without_a_lowering_for_the_devices_fails():
+    def run(operations, operands):
+        raise NotImplementedError("no lowering for neuron")
+
+    (gather,) = (one for one in mixed_operations() if one.name == "gather")
+    outcome = swept([gather], run=run)
+    assert outcome.verdict == FAILED
+    assert "does not run: NotImplementedError: no lowering for neuron" in outcome.found
 
 
 def test_limits_of_memory_and_time_leave_operations_out_and_say_so():
