@@ -10,13 +10,26 @@ from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from hlat_jax import cost
 from hlat_jax.config import Config
 from hlat_jax.host import neuron_sdk
-from hlat_jax.neuron import exercises, installation, probes, short_training
+from hlat_jax.neuron import exercises, installation, partitioned, probes, programs, short_training
 from hlat_jax.neuron.probes import FAILED, NOT_HERE, Outcome
+from hlat_jax.neuron.rules import TARGETS
+from hlat_jax.neuron.step_operations import Operation, step_operations
+from hlat_jax.neuron.sweep import DEFAULT_LIMITS, Limits, sweep
+from hlat_jax.parallel.degrees import layout_over
+from hlat_jax.parallel.sharding import Layout
+from hlat_jax.parallel.virtual_devices import planned_layout
+from hlat_jax.plan.aot import fewer_replicas
 from hlat_jax.precision import policy_on
+from hlat_jax.resolve import resolve
+from hlat_jax.step import make_program
+from hlat_jax.store.progress import show_progress
+
+_AXES = ("pipe", "data", "fsdp", "tensor_kv", "tensor_rep")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +46,11 @@ class CheckedMachine:
     num_devices: int
     cache: pathlib.Path
 
+    @property
+    def target(self) -> str:
+        """Key of `rules.TARGETS`; "" for a machine or an instance that is not there."""
+        return max((name for name in TARGETS if self.instance.startswith(name)), key=len, default="")
+
 
 @dataclasses.dataclass(frozen=True)
 class Check:
@@ -42,10 +60,12 @@ class Check:
     probe: Callable[[], Outcome]
 
 
-def checks(config: Config, machine: CheckedMachine) -> Iterator[Check]:
+def checks(config: Config, machine: CheckedMachine, *, limits: Limits = DEFAULT_LIMITS) -> Iterator[Check]:
     """Yields the checks for a run of a config on this machine, in the order to run them.
 
     The checks before `devices` start subprocesses that need the devices, and a core can be held by one process only.
+    Those that a faulty compiler or runtime is most likely to end the process with come last: collectives, then the
+    operations of the step, and rows out of bounds after everything else.
     """
     yield Check("versions", functools.partial(_versions, probes.SUPPORTED))
     yield Check("versions for Neuron", functools.partial(_neuron_versions, machine))
@@ -57,11 +77,13 @@ def checks(config: Config, machine: CheckedMachine) -> Iterator[Check]:
     yield Check("casts to bf16", lambda: probes.rounding(exercises.cast, expected=_expected_rounding(config)))
     yield Check("device's rounding", lambda: _hardware_rounding(config))
     yield Check("rounding by hash", lambda: probes.rounding(exercises.cast_by_hash, expected="stochastic"))
-    yield Check("rows out of bounds", lambda: probes.out_of_bounds(exercises.look_up))
     yield Check("donation", lambda: probes.donation(exercises.add_one, jax.jit(lambda: jnp.zeros(1 << 20))()))
-    for axis in ("pipe", "data", "fsdp", "tensor_kv", "tensor_rep"):
-        yield Check(f"along {axis}", functools.partial(_collectives, axis, config))
+    for layout, axis in exercises.layouts_to_check(config.parallel, jax.local_devices(), config.model.num_kv_heads):
+        yield Check(f"along {axis}", functools.partial(_collectives, layout, axis))
+    yield Check("ring permute", lambda: _ring(machine))
     yield Check("training", lambda: _training(config))
+    yield Check("step's operations", lambda: _operations(config, machine, limits))
+    yield Check("rows out of bounds", lambda: probes.out_of_bounds(exercises.look_up))
 
 
 def run_check(check: Check) -> tuple[Outcome, float]:
@@ -124,16 +146,87 @@ def _hardware_rounding(config: Config) -> Outcome:
     return probes.rounding(exercises.cast, expected="stochastic")
 
 
-def _collectives(axis: str, config: Config) -> Outcome:
-    devices = jax.local_devices()
-    heads = config.model.num_kv_heads
-    layout = exercises.layout_along(axis, config.parallel, devices, num_kv_heads=heads)
-    run = functools.partial(exercises.run_collectives, layout, axis)
+def _collectives(layout: Layout, axis: str) -> Outcome:
+    run = functools.partial(exercises.run_collective, layout=layout, axis=axis)
     outcome = probes.collectives(run, size=layout.mesh.shape[axis])
     if outcome.verdict == NOT_HERE:
         return outcome
     mesh = " x ".join(f"{name} {degree}" for name, degree in layout.degrees.items())
     return outcome._replace(found=f"{outcome.found}; {mesh}")
+
+
+def _ring(machine: CheckedMachine) -> Outcome:
+    """Checks a permute around all devices of the node, each of which sends to a linked one."""
+    devices = jax.local_devices()
+    order = partitioned.linked_ring(len(devices), target=machine.target)
+    if order is None:
+        return Outcome(NOT_HERE, f"no ring of linked chips has {len(devices)} devices of {machine.instance}")
+    return probes.ring_permute(functools.partial(exercises.run_permute, devices), order)
+
+
+def _operations(config: Config, machine: CheckedMachine, limits: Limits) -> Outcome:
+    """Compares the operations of the config's step with the CPU's.
+
+    Those of one device have the shapes of the recipe's mesh. Collectives run over a mesh of this node's devices with a
+    smaller data degree, and without pipeline stages if one replica is larger than the node. Permutes run only between
+    linked devices.
+    """
+    devices = jax.local_devices()
+    platform = devices[0].platform
+    if not limits.seconds:
+        return Outcome(NOT_HERE, "--sweep_s=0", "")
+    if platform == "cpu" and len(devices) == 1:
+        found = "the only device is the CPU that others are compared with"
+        return Outcome(
+            NOT_HERE, found, "give the CPU several devices: XLA_FLAGS=--xla_force_host_platform_device_count=8"
+        )
+    count = programs.num_devices(config)
+    whole = make_program(config, planned_layout(config, count, platform=platform))
+    found = [one for one in step_operations(whole) if not one.is_collective]
+    small, fewer = _reduced(config, count, max_devices=len(devices))
+    notes, mesh = [], None
+    if fewer <= len(devices):
+        program = make_program(small, layout_over(small, devices[:fewer]))
+        mesh = program.layout.mesh
+        across = [one for one in step_operations(program) if one.is_collective]
+        linked = [one for one in across if not _permute_problem(one, mesh, machine.target)]
+        notes += ["permutes between devices without a link were left out"] if len(linked) < len(across) else []
+        found += linked
+    else:
+        notes.append(f"no collectives: one replica takes {fewer} devices")
+    with show_progress("comparing the step's operations") as status:
+        outcome = sweep(
+            found,
+            run=functools.partial(exercises.run_operations, mesh=mesh, devices=devices),
+            reference=functools.partial(exercises.operations_on_cpu, axes={} if mesh is None else dict(mesh.shape)),
+            num_devices=len(devices),
+            num_in_mesh=1 if mesh is None else mesh.size,
+            share_memory=platform == "cpu",
+            limits=limits,
+            status=status,
+        )
+    return outcome._replace(found="; ".join([outcome.found, *notes]))
+
+
+def _reduced(config: Config, count: int, *, max_devices: int) -> tuple[Config, int]:
+    """Returns (config of fewer devices with the same shapes on each, number of devices); it may be above the limit."""
+    small, fewer = fewer_replicas(config, count, max_devices=max_devices)
+    pipe = config.parallel.pipe
+    if fewer <= max_devices or pipe == 1:
+        return small, fewer
+    tree = config.to_dict()
+    tree["model"]["num_layers"] //= pipe
+    tree["parallel"]["pipe"] = 1
+    return fewer_replicas(resolve(tree), count // pipe, max_devices=max_devices)
+
+
+def _permute_problem(operation: Operation, mesh: jax.sharding.Mesh, target: str) -> str | None:
+    if operation.name != "ppermute" or not target:
+        return None
+    [names] = operation.axes().values()
+    groups = partitioned.groups_along(dict(mesh.shape), list(names))
+    pairs = [(group[a], group[b]) for group in groups for a, b in operation.params["perm"]]
+    return partitioned.permute_problem(np.array(pairs), target=target)
 
 
 def _training(config: Config) -> Outcome:

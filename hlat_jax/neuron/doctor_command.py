@@ -12,6 +12,7 @@ from typing import Any
 from absl import flags, logging
 
 from hlat_jax import config as config_lib
+from hlat_jax.byte_sizes import UNITS
 from hlat_jax.data.tokenizer import resolve_with_tokenizer
 from hlat_jax.host import flags as flags_lib
 from hlat_jax.host import neuron_env, neuron_topology
@@ -34,7 +35,8 @@ def main(argv: Sequence[str]) -> int:
     where = checked["instance"] or "a machine without Neuron devices"
     print(f"{config.name} ({config.precision.policy}) on {where}")
     rows = []
-    for check in doctor.checks(config, doctor.CheckedMachine(**checked)):
+    limits = doctor.Limits(values.sweep_s, int(values.sweep_gib * UNITS["GiB"]))
+    for check in doctor.checks(config, doctor.CheckedMachine(**checked), limits=limits):
         outcome, seconds = doctor.run_check(check)
         rows.append({"check": check.name, **outcome._asdict(), "seconds": round(seconds, 2)})
         print(_line(rows[-1]), flush=True)  # a later check may crash the process
@@ -91,4 +93,8 @@ def _define(values: flags.FlagValues) -> None:
     options = {"flag_values": values}
     flags.DEFINE_string("json", "", "Also write the report to this file.", **options)
     flags.DEFINE_string("instance", "", "Trainium instance type; default: detected.", **options)
+    about = "Seconds in which to compare operations of the step with the CPU's; 0: not at all."
+    flags.DEFINE_float("sweep_s", 600.0, about, 0.0, **options)
+    about = "Largest operation to compare, in GiB on one device; of devices of one host, and of collectives, on all."
+    flags.DEFINE_float("sweep_gib", 2.5, about, 0.001, **options)
     flags.DEFINE_integer("cores", 0, "Number of JAX devices of this instance to check; 0: all.", **options)

@@ -13,17 +13,19 @@ import pathlib
 import platform
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from hlat_jax.config import ParallelConfig
-from hlat_jax.parallel.sharding import TENSOR, Layout, make_layout
+from hlat_jax.neuron import partitioned
+from hlat_jax.neuron.step_operations import Operation
+from hlat_jax.parallel.sharding import Layout, make_layout
 from hlat_jax.precision import Rounding
 
 _NUM_DRAWN = 1 << 20
@@ -94,43 +96,122 @@ def fill(device: Any, num_bytes: int) -> bool:
     return all(np.array_equal(np.asarray(one), np.roll(block, number)) for number, one in enumerate(written))
 
 
-def layout_along(axis: str, parallel: ParallelConfig, devices: Sequence[Any], *, num_kv_heads: int) -> Layout:
-    """Returns the config's layout if it fits the devices and splits `axis`, else one with all devices on `axis`."""
+def layouts_to_check(
+    parallel: ParallelConfig, devices: Sequence[Any], num_kv_heads: int
+) -> Iterator[tuple[Layout, str]]:
+    """Yields (layout, axis) for every set of groups that collectives of a run on these devices may use.
+
+    The axes that the config's layout splits, if it fits the devices; and all devices, unless they are one of those.
+    """
     try:
         layout = make_layout(parallel, devices, num_kv_heads=num_kv_heads)
     except ValueError:
         layout = None
-    if layout is not None and layout.mesh.shape[axis] > 1:
-        return layout
-    degrees = dict.fromkeys(("pipe", "data", "fsdp", "tensor"), 1)
-    degrees["tensor" if axis in TENSOR else axis] = len(devices)
-    heads = 1 if axis == "tensor_rep" else len(devices)
-    return make_layout(ParallelConfig(**degrees), devices, num_kv_heads=heads)
+    split = [axis for axis, size in layout.mesh.shape.items() if size > 1] if layout is not None else []
+    yield from ((layout, axis) for axis in split)
+    if not any(layout.mesh.shape[axis] == len(devices) for axis in split):
+        yield make_layout(ParallelConfig(data=len(devices)), devices, num_kv_heads=1), "data"
 
 
-def run_collectives(layout: Layout, axis: str, values: np.ndarray) -> dict[str, np.ndarray]:
-    """Returns the results of collectives along one mesh axis, as `probes.collectives` expects them.
+def run_collective(name: str, values: np.ndarray, *, layout: Layout, axis: str) -> np.ndarray:
+    """Returns the result of one collective along one mesh axis, as `probes.collectives` expects it.
 
-    Every device of the mesh takes part in its own group. The results are the first group's, NaN where another differs.
+    Every device of the mesh takes part in its own group. The result is the first group's, NaN where another differs.
     """
-    size, others = layout.mesh.shape[axis], tuple(name for name in layout.mesh.axis_names if name != axis)
+    others = tuple(other for other in layout.mesh.axis_names if other != axis)
+    collective = {
+        "sum": lambda row: jax.lax.psum(row, axis),
+        "gather": lambda row: jax.lax.all_gather(row, axis),
+        "scatter": lambda row: jax.lax.psum_scatter(row, axis, scatter_dimension=0, tiled=False),
+    }[name]
 
     def on_device(mine):
-        ring = [(i, (i + 1) % size) for i in range(size)]
-        row = mine[0]
-        results = {
-            "sum": jax.lax.psum(row, axis),
-            "gather": jax.lax.all_gather(row, axis),
-            "scatter": jax.lax.psum_scatter(row, axis, scatter_dimension=0, tiled=False),
-            "forward": jax.lax.ppermute(row, axis, ring),
-            "backward": jax.lax.ppermute(row, axis, [(b, a) for a, b in ring]),
-        }
-        return jax.tree.map(lambda result: result[None, None], results)
+        return collective(mine[0])[None, None]
 
     mapped = jax.shard_map(on_device, mesh=layout.mesh, in_specs=P(axis), out_specs=P(others, axis), check_vma=False)
-    placed = jax.device_put(values, NamedSharding(layout.mesh, P(axis)))
-    gathered = jax.tree.map(np.asarray, jax.jit(mapped)(placed))
-    return {name: np.where((all_ == all_[:1]).all(0), all_[0], np.nan) for name, all_ in gathered.items()}
+    groups = np.asarray(jax.jit(mapped)(jax.device_put(values, NamedSharding(layout.mesh, P(axis)))))
+    return np.where((groups == groups[:1]).all(0), groups[0], np.nan)
+
+
+def run_permute(devices: Sequence[Any], pairs: Sequence[tuple[int, int]], values: np.ndarray) -> np.ndarray:
+    """Returns what each device receives when `pairs` of (source, target) send their row of `values` [size, n]."""
+    mesh = Mesh(np.array(devices), ("ring",))
+    mapped = jax.shard_map(
+        lambda mine: jax.lax.ppermute(mine, "ring", pairs), mesh=mesh, in_specs=P("ring"), out_specs=P("ring")
+    )
+    return np.asarray(jax.jit(mapped)(jax.device_put(values, NamedSharding(mesh, P("ring")))))
+
+
+def run_operations(
+    operations: Sequence[Operation], operands: Sequence[list[np.ndarray]], *, mesh: Mesh | None, devices: Sequence[Any]
+) -> list[list[list[jax.Array]]]:
+    """Returns the results of operations of one kind on each device, from one program; see `sweep.sweep`.
+
+    Args:
+      operations: as for `sweep.sweep`.
+      operands: as for `sweep.sweep`.
+      mesh: for operations across devices.
+      devices: for all others.
+    """
+    if not operations[0].is_collective:
+        mesh = Mesh(np.array(devices), ("device",))
+    axes = tuple(mesh.axis_names)
+    specs = [P(axes) if one.is_collective else P() for one in operations]
+
+    def on_device(operands):
+        results = []
+        for one, mine in zip(operations, operands, strict=True):
+            if one.is_collective:
+                results.append([result[None] for result in one.run(*(x[0] for x in mine))])
+            else:
+                results.append(list(one.run(*mine)))
+        return results
+
+    given = list(operands)
+    mapped = jax.shard_map(on_device, mesh=mesh, in_specs=(specs,), out_specs=specs, check_vma=False)
+    placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(given, specs, strict=True)]
+    results = jax.jit(mapped)(placed)
+
+    def by_device(result: jax.Array, *, is_collective: bool) -> list[jax.Array]:
+        held = {shard.device: shard.data[0] if is_collective else shard.data for shard in result.addressable_shards}
+        return [held[device] for device in mesh.devices.flat]
+
+    return [
+        [by_device(result, is_collective=one.is_collective) for result in each]
+        for one, each in zip(operations, results, strict=True)
+    ]
+
+
+def operations_on_cpu(
+    operations: Sequence[Operation], operands: Sequence[list[np.ndarray]], *, axes: Mapping[str, int]
+) -> list[list[list[jax.Array]]]:
+    """Returns the results of operations from a program for one CPU device; see `sweep.sweep`.
+
+    Args:
+      operations: as for `run_operations`.
+      operands: as for `run_operations`.
+      axes: names and sizes of the axes of the mesh; for operations across devices, the devices are dims of arrays.
+    """
+
+    def across_devices(one: Operation, given: list[jax.Array]) -> list[list[jax.Array]]:
+        [(key, names)] = one.axes().items()
+        groups = partitioned.groups_along(dict(axes), list(names))  # each in the order of `names`
+        place = np.argsort(groups.reshape(-1))
+
+        def in_group(_, *mine):  # `vmap` needs an argument, and there may be no operand
+            return one.run(*mine, **{key: ("group",)})
+
+        run = jax.vmap(jax.vmap(in_group, axis_name="group"))
+        results = run(jnp.zeros(groups.shape), *(x[groups] for x in given))
+        return [list(x.reshape(-1, *x.shape[2:])[place]) for x in results]
+
+    def on_one_device(operands):
+        return [
+            across_devices(one, given) if one.is_collective else [[result] for result in one.run(*given)]
+            for one, given in zip(operations, operands, strict=True)
+        ]
+
+    return jax.jit(on_one_device)(jax.device_put(list(operands), jax.devices("cpu")[0]))
 
 
 def run_in_new_process(folder: pathlib.Path) -> Mapping[str, Any]:

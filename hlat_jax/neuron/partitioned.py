@@ -158,6 +158,30 @@ def permute_problem(pairs: np.ndarray, *, target: str) -> str | None:
     return f"{unlinked} of {len(pairs)} pairs are on chips without a link" if unlinked else None
 
 
+def linked_ring(num_devices: int, *, target: str) -> list[int] | None:
+    """Returns an order of the devices of a node in which each is linked with the next, and the last with the first.
+
+    None: there is none along the rows of the chips, back and forth.
+
+    Args:
+      num_devices: in use, from device 0.
+      target: one of `rules.TARGETS`; "": every device is linked with every other.
+    """
+    order = list(range(num_devices))
+    if not target or num_devices == 1:
+        return order
+    per_row = 4 * _instance(target).devices_per_chip()
+    per_chip = per_row // 4
+
+    def place(core: int) -> tuple[int, int, int]:
+        row, column = core // per_row, core % per_row // per_chip
+        return row, -column if row % 2 else column, core
+
+    order.sort(key=place)
+    pairs = np.stack([order, np.roll(order, -1)], axis=1)
+    return None if permute_problem(pairs, target=target) else order
+
+
 def argument_findings(program: Program, *, target: str) -> Iterator[tuple[str, str, Any]]:
     """Yields (rule, what, operation) of SH03, DN01 and MEM1, the rules for arguments and results."""
     main = program.main

@@ -162,13 +162,12 @@ def rounding(cast: Callable[[np.ndarray], np.ndarray], *, expected: str) -> Outc
     return Outcome(FAILED, f"{measured}; the config needs {expected}", advice)
 
 
-def collectives(run: Callable[[np.ndarray], Mapping[str, np.ndarray]], *, size: int) -> Outcome:
-    """Checks collectives among `size` devices.
+def collectives(run: Callable[[str, np.ndarray], np.ndarray], *, size: int) -> Outcome:
+    """Checks the collectives among `size` devices, each in a program of its own.
 
     Args:
-      run: fp32 [size, size, n], one array [size, n] per device -> results stacked over devices; per device, `sum`
-        [size, n] of all arrays, `gather` [size, size, n] all arrays, `scatter` [n] its own row of the sum, `forward`
-        and `backward` [size, n] the array of the previous and next device.
+      run: (name, fp32 [size, size, n], one array [size, n] per device) -> results stacked over devices; per device,
+        for `sum` [size, n] of all arrays, `gather` [size, size, n] all arrays, `scatter` [n] its own row of the sum.
       size: size of the mesh axis; with 1 there are no collectives.
     """
     if size == 1:
@@ -180,15 +179,44 @@ def collectives(run: Callable[[np.ndarray], Mapping[str, np.ndarray]], *, size: 
         "sum": np.broadcast_to(total, values.shape),
         "gather": np.broadcast_to(values, (size, *values.shape)),
         "scatter": total,
-        "forward": np.roll(values, 1, axis=0),
-        "backward": np.roll(values, -1, axis=0),
     }
-    got = run(values)
-    wrong = [name for name, want in right.items() if not np.array_equal(got[name], want)]
+    wrong = []
+    for name, want in right.items():
+        try:
+            wrong += [] if np.array_equal(run(name, values), want) else [f"{name}: wrong values"]
+        except Exception as error:  # of the compiler or the runtime; the next collective still runs
+            wrong.append(f"{name}: {first_line(error)}")
     if wrong:
-        found = f"{', '.join(wrong)} on {size} devices: wrong values"
+        found = f"on {size} devices {'; '.join(wrong)}"
         return Outcome(FAILED, found, "run nccom-test on these cores, or try other degrees in --config.parallel")
     return Outcome(PASSED, f"{', '.join(right)} on {size} devices are exact")
+
+
+def ring_permute(run: Callable[[list[tuple[int, int]], np.ndarray], np.ndarray], order: Sequence[int]) -> Outcome:
+    """Checks a permute around a ring of devices, in both directions, each in a program of its own.
+
+    Args:
+      run: (pairs of source and target, fp32 [size, n], one row per device) -> [size, n], what each device received.
+      order: the devices around the ring; each neighbor of another is linked with it.
+    """
+    size = len(order)
+    if size == 1:
+        return Outcome(NOT_HERE, "one device: no permute")
+    values = np.random.default_rng(size).standard_normal((size, 2**14)).astype(np.float32)
+    wrong = []
+    for name, after in (("forward", np.roll(order, -1)), ("backward", np.roll(order, 1))):
+        pairs = [(int(source), int(target)) for source, target in zip(order, after, strict=True)]
+        want = np.empty_like(values)
+        want[after] = values[np.asarray(order)]
+        try:
+            wrong += [] if np.array_equal(run(pairs, values), want) else [f"{name}: wrong values"]
+        except Exception as error:  # of the compiler or the runtime
+            wrong.append(f"{name}: {first_line(error)}")
+    around = ", ".join(map(str, order[:8])) + (", ..." if size > 8 else "")
+    if wrong:
+        advice = "run nccom-test on these cores; with pipelining, set NEURON_COLLECTIVE_PERMUTE_TO_ALL_GATHER=1"
+        return Outcome(FAILED, f"ring of devices {around}: {'; '.join(wrong)}", advice)
+    return Outcome(PASSED, f"forward and backward around devices {around} are exact")
 
 
 def out_of_bounds(look_up: Callable[[np.ndarray, np.ndarray, str], np.ndarray]) -> Outcome:
@@ -300,6 +328,12 @@ def training(train: Callable[[], Any], band: tuple[float, float]) -> Outcome:
     if not low <= done.eval_loss <= high:
         return Outcome(FAILED, summary, advice)
     return Outcome(PASSED, summary)
+
+
+def first_line(error: Exception) -> str:
+    """Returns the class and the first line of an error."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:200] if lines else 'no message'}"
 
 
 def _version_tuple(version: str) -> tuple[int, ...]:

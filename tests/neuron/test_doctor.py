@@ -1,6 +1,7 @@
 """The doctor: every probe passes on correct inputs and catches a faulty fake; the command on CPU."""
 
 import dataclasses
+import functools
 import json
 import os
 import pathlib
@@ -18,7 +19,7 @@ import pytest
 from hlat_jax import config as config_lib
 from hlat_jax.config import ParallelConfig, PrecisionConfig
 from hlat_jax.host.neuron_topology import Machine
-from hlat_jax.neuron import doctor, doctor_command, exercises, probes, short_training
+from hlat_jax.neuron import doctor, doctor_command, exercises, partitioned, probes, short_training
 from hlat_jax.neuron.probes import FAILED, NOT_HERE, PASSED, Outcome
 from hlat_jax.resolve import resolve
 
@@ -322,55 +323,74 @@ def test_donation_that_keeps_two_states_or_corrupts_one_is_caught(step, word):
 # collectives
 
 
-def by_numpy(values):
-    """Returns the results of correct devices."""
+def by_numpy(name, values):
+    """Returns the result of correct devices."""
     size, total = len(values), values.sum(0)
+    return {"sum": np.stack([total] * size), "gather": np.stack([values] * size), "scatter": total}[name]
+
+
+def collectives_of(parallel, devices, *, num_kv_heads=8):
     return {
-        "sum": np.stack([total] * size),
-        "gather": np.stack([values] * size),
-        "scatter": total,
-        "forward": np.roll(values, 1, axis=0),
-        "backward": np.roll(values, -1, axis=0),
+        axis: doctor._collectives(layout, axis)
+        for layout, axis in exercises.layouts_to_check(parallel, devices, num_kv_heads)
     }
 
 
-@pytest.mark.parametrize("axis", ["pipe", "data", "fsdp", "tensor_kv", "tensor_rep"])
+@pytest.mark.parametrize("axis", ["pipe", "data", "fsdp", "tensor_kv"])
 def test_collectives_along_every_axis_of_eight_devices_pass(axis):
-    outcome = doctor._collectives(axis, TINY)
-    assert outcome.verdict == PASSED
-    assert "on 8 devices are exact" in outcome.found
+    degrees = {"data": 1} | {axis.removesuffix("_kv"): 8}
+    found = collectives_of(ParallelConfig(**degrees), jax.devices())
+    assert list(found) == [axis]
+    assert found[axis].verdict == PASSED
+    assert "sum, gather, scatter on 8 devices are exact" in found[axis].found
 
 
-def test_collectives_run_in_the_groups_of_the_config_where_it_fits_these_devices():
+def test_collectives_run_in_the_groups_of_the_config_and_over_all_devices():
     parallel = ParallelConfig(data=2, fsdp=2, tensor=2)
-    config = dataclasses.replace(TINY, parallel=parallel)
-    for axis, size in {"data": 2, "fsdp": 2, "tensor_kv": 2, "pipe": 8}.items():
-        layout = exercises.layout_along(axis, parallel, jax.devices(), num_kv_heads=2)
-        assert layout.mesh.shape[axis] == size
-        assert doctor._collectives(axis, config).verdict == PASSED
+    layouts = list(exercises.layouts_to_check(parallel, jax.devices(), 1))
+    sizes = [(axis, layout.mesh.shape[axis]) for layout, axis in layouts]
+    assert sizes == [("data", 2), ("fsdp", 2), ("tensor_rep", 2), ("data", 8)]
+    found = [doctor._collectives(layout, axis) for layout, axis in layouts]
+    assert [one.verdict for one in found] == [PASSED] * 4
 
 
-@pytest.mark.parametrize("name", ["sum", "gather", "scatter", "forward", "backward"])
+def test_config_that_does_not_fit_these_devices_is_checked_over_all_of_them():
+    layouts = exercises.layouts_to_check(ParallelConfig(data=1, tensor=16), jax.devices(), 16)
+    assert [(axis, layout.mesh.shape[axis]) for layout, axis in layouts] == [("data", 8)]
+
+
+@pytest.mark.parametrize("name", ["sum", "gather", "scatter"])
 def test_wrong_collective_fails_by_name(name):
-    def one_value_off(values):
-        results = by_numpy(values)
-        results[name] = results[name].copy()
-        results[name].flat[-1] += 1
-        return results
+    def one_value_off(kind, values):
+        result = by_numpy(kind, values).copy()
+        result.flat[-1] += kind == name
+        return result
 
     assert probes.collectives(by_numpy, size=4).verdict == PASSED
     outcome = probes.collectives(one_value_off, size=4)
-    assert_failed(outcome, name)
-    assert outcome.found.count(",") == 0
+    assert_failed(outcome, f"{name}: wrong values")
+    assert outcome.found.count(":") == 1
+
+
+def test_collective_that_does_not_compile_fails_by_name_and_the_others_still_run():
+    ran = []
+
+    def no_gather(name, values):
+        ran.append(name)
+        if name == "gather":
+            raise RuntimeError("NCC_EXCL001: replica groups\nmore")
+        return by_numpy(name, values)
+
+    assert_failed(probes.collectives(no_gather, size=4), "gather: RuntimeError: NCC_EXCL001: replica groups")
+    assert ran == ["sum", "gather", "scatter"]
 
 
 @pytest.mark.parametrize(
     "run",
     [
-        lambda values: by_numpy(values) | {"sum": values},  # each device returns its own array
-        lambda values: by_numpy(values) | {"forward": by_numpy(values)["backward"]},  # the ring turns the other way
-        lambda values: by_numpy(values[:1].repeat(len(values), 0)),  # all receive the first array
-        lambda values: by_numpy(bf16(values)),  # sent in bf16
+        lambda name, values: values if name == "sum" else by_numpy(name, values),  # each returns its own array
+        lambda name, values: by_numpy(name, values[:1].repeat(len(values), 0)),  # all receive the first array
+        lambda name, values: by_numpy(name, bf16(values)),  # sent in bf16
     ],
 )
 def test_collectives_that_mix_up_devices_are_caught(run):
@@ -378,18 +398,61 @@ def test_collectives_that_mix_up_devices_are_caught(run):
 
 
 def test_collective_wrong_in_one_mesh_group_fails(monkeypatch):
-    layout = exercises.layout_along("tensor_kv", ParallelConfig(data=4, tensor=2), jax.devices(), num_kv_heads=2)
-    assert layout.mesh.shape["tensor_kv"] == 2
+    parallel = ParallelConfig(data=4, tensor=2)
+    layout = next(
+        layout for layout, axis in exercises.layouts_to_check(parallel, jax.devices(), 2) if axis == "tensor_kv"
+    )
     psum = jax.lax.psum
     monkeypatch.setattr(jax.lax, "psum", lambda x, axis: psum(x, axis) + (jax.lax.axis_index("data") == 3))
-    outcome = probes.collectives(lambda values: exercises.run_collectives(layout, "tensor_kv", values), size=2)
-    assert_failed(outcome, "sum on 2 devices")
+    outcome = probes.collectives(functools.partial(exercises.run_collective, layout=layout, axis="tensor_kv"), size=2)
+    assert_failed(outcome, "on 2 devices sum: wrong values")
 
 
-def test_collectives_of_one_device_are_not_testable(monkeypatch):
-    first = jax.devices()[:1]
-    monkeypatch.setattr(jax, "local_devices", lambda: first)
-    assert doctor._collectives("data", TINY).verdict == NOT_HERE
+def test_collectives_of_one_device_are_not_testable():
+    found = collectives_of(ParallelConfig(data=1), jax.devices()[:1])
+    assert [one.verdict for one in found.values()] == [NOT_HERE]
+
+
+@pytest.mark.parametrize(
+    ("count", "target"), [(1, "trn1"), (2, "trn1"), (8, "trn1"), (16, "trn1"), (32, "trn1"), (64, "trn2"), (5, "")]
+)
+def test_ring_takes_only_links_between_neighboring_chips(count, target):
+    order = partitioned.linked_ring(count, target=target)
+    assert sorted(order) == list(range(count))
+    if target and count > 1:
+        pairs = np.stack([order, np.roll(order, -1)], axis=1)
+        assert partitioned.permute_problem(pairs, target=target) is None
+    if target == "trn1" and count == 32:  # in the order of their numbers, chip 3 would send to chip 4
+        pairs = np.stack([np.arange(32), np.roll(np.arange(32), -1)], axis=1)
+        assert "without a link" in partitioned.permute_problem(pairs, target=target)
+
+
+def test_ring_that_the_chips_do_not_have_is_not_tested(monkeypatch, tmp_path):
+    assert partitioned.linked_ring(24, target="trn1") is None
+    monkeypatch.setattr(jax, "local_devices", lambda: jax.devices()[:1] * 24)
+    outcome = doctor._ring(doctor.CheckedMachine("trn1n.32xlarge", 24, tmp_path))
+    assert outcome.verdict == NOT_HERE
+    assert "24 devices of trn1n.32xlarge" in outcome.found
+
+
+def test_ring_permute_of_these_devices_passes_in_any_order():
+    order = [0, 3, 1, 2, 7, 6, 4, 5]
+    outcome = probes.ring_permute(functools.partial(exercises.run_permute, jax.devices()), order)
+    assert outcome.verdict == PASSED, outcome
+
+
+@pytest.mark.parametrize(
+    ("run", "words"),
+    [
+        (lambda pairs, values: np.roll(values, 1, 0), ["backward: wrong values"]),  # one direction only
+        (lambda pairs, values: values, ["forward", "backward"]),
+        (lambda pairs, values: no_memory(0), ["forward: RuntimeError: RESOURCE_EXHAUSTED"]),
+    ],
+)
+def test_wrong_permutes_are_caught(run, words):
+    outcome = probes.ring_permute(run, range(4))
+    assert_failed(outcome, *words)
+    assert ("forward" in outcome.found) == ("forward" in " ".join(words))
 
 
 # the cache of compiled programs
@@ -499,7 +562,7 @@ def test_short_training_config_is_tiny_with_the_precision_of_the_run():
 
 def run_command(monkeypatch, outcomes, *words):
     rows = [doctor.Check(name, lambda outcome=outcome: outcome) for name, outcome in outcomes.items()]
-    monkeypatch.setattr(doctor, "checks", lambda config, place: iter(rows))
+    monkeypatch.setattr(doctor, "checks", lambda config, place, **_: iter(rows))
     return doctor_command.main(list(words))
 
 
@@ -537,7 +600,8 @@ def test_a_probe_that_raises_counts_as_failed():
 @pytest.mark.parametrize("policy", ["fp32", "bf16_sr"])
 def test_checks_on_cpu_pass_or_are_not_testable(policy, tmp_path):
     config = dataclasses.replace(TINY, precision=PrecisionConfig(policy))
-    skipped = {"training", "compile cache"}  # tested above, and too long for here
+    # tested above and in test_sweep.py, and too long for here
+    skipped = {"training", "compile cache", "step's operations"}
     rows = {
         check.name: doctor.run_check(check)[0]
         for check in doctor.checks(config, doctor.CheckedMachine("", 0, tmp_path))
@@ -546,6 +610,11 @@ def test_checks_on_cpu_pass_or_are_not_testable(policy, tmp_path):
     assert [name for name, outcome in rows.items() if outcome.verdict == FAILED] == []
     not_here = [name for name, outcome in rows.items() if outcome.verdict == NOT_HERE]
     assert not_here == ["versions for Neuron", "memory", "device's rounding"]
+
+
+def test_collectives_and_the_step_come_late_and_rows_out_of_bounds_last(tmp_path):
+    names = [check.name for check in doctor.checks(TINY, doctor.CheckedMachine("", 0, tmp_path))]
+    assert names[-5:] == ["along data", "ring permute", "training", "step's operations", "rows out of bounds"]
 
 
 def fake_machine(folder, instance="trn1.32xlarge"):
