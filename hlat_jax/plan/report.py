@@ -94,8 +94,10 @@ def make_plan(config: Config, site: Site) -> dict[str, Any]:
         "run": _run(config, site),
         "schedule": _schedule(config, layout, requested),
         "device_bytes": dataclasses.asdict(memory)
-        | {"state": memory.state, "temporaries": memory.temporaries, "total": memory.total, "budget": budget},
+        | {"state": memory.state, "temporaries": memory.temporaries, "total": memory.total}
+        | {"upper": memory.upper, "budget": budget},
         "fits": memory.total <= budget,
+        "fits_surely": memory.upper <= budget,
         "collectives": _collectives(found, target=target, mesh=layout.mesh),
         "saving": _saving(program.abstract_state, site),
     }
@@ -178,6 +180,16 @@ def _saving(state: Any, site: Site) -> dict[str, Any]:
     }
 
 
+def _calibration(site: Site, seconds: roofline.Seconds) -> dict[str, Any] | None:
+    """Returns the held-out errors of the projection and the range of the step that they give; None: not calibrated."""
+    if seconds.efficiency == 1.0:
+        return None
+    found = roofline.CALIBRATION
+    low, high = (factor * seconds.step for factor in found.step_range)
+    is_extrapolated = cost.target(site.target).device != cost.DEVICES[found.device]
+    return dataclasses.asdict(found) | {"step_low_s": low, "step_high_s": high, "is_extrapolated": is_extrapolated}
+
+
 def _projection(config: Config, site: Site, seconds: roofline.Seconds) -> dict[str, Any]:
     target = cost.target(site.target)
     tokens = config.data.batch_size * config.data.seq_len
@@ -188,7 +200,9 @@ def _projection(config: Config, site: Site, seconds: roofline.Seconds) -> dict[s
         "label": PROJECTION,
         **dataclasses.asdict(seconds),
         "step_s": seconds.step,
+        "step_roofline_s": seconds.roofline,
         "step_overlapped_s": seconds.overlapped,
+        "calibration": _calibration(site, seconds),
         "tokens_per_s": tokens / seconds.step,
         "tokens_per_s_and_node": tokens / seconds.step / site.nodes,
         "mfu_6n": cost.flops_per_token_6n(config.model) * tokens / seconds.step / peak,
