@@ -12,7 +12,8 @@ from typing import Any
 from hlat_jax import cost
 from hlat_jax.byte_sizes import format_bytes
 from hlat_jax.config import Config
-from hlat_jax.parallel.degrees import passes
+from hlat_jax.host.neuron_groups import DISPUTED, Server, server_of_target
+from hlat_jax.parallel.degrees import passes, verdicts
 from hlat_jax.parallel.sharding import Layout
 from hlat_jax.parallel.virtual_devices import planned_layout
 from hlat_jax.passes.products import live_jaxpr
@@ -48,6 +49,11 @@ class Site:
     def num_devices(self) -> int:
         return self.nodes * cost.target(self.target).num_devices
 
+    @property
+    def server(self) -> Server | None:
+        """The Neuron servers of the nodes."""
+        return server_of_target(self.target, num_devices=self.num_devices)
+
 
 def site_layout(config: Config, site: Site) -> Layout:
     """Returns the layout of a config on a site.
@@ -59,7 +65,7 @@ def site_layout(config: Config, site: Site) -> Layout:
     if site.nodes > 1 and not target.network_bytes_per_s:
         raise ValueError(f"--nodes={site.nodes}: --target={site.target} is a single machine; use --nodes=1.")
     try:
-        return planned_layout(config, site.num_devices, platform=target.platform)
+        return planned_layout(config, site.num_devices, platform=target.platform, server=site.server)
     except ValueError as error:
         nodes = _nearest_nodes(config, site) if target.network_bytes_per_s else None
         raise ValueError(f"{error} The config is valid with --nodes={nodes}." if nodes else str(error)) from None
@@ -69,7 +75,7 @@ def _nearest_nodes(config: Config, site: Site) -> int | None:
     """Returns the number of nodes nearest to the site's on which a config passes every check; ties go to the larger."""
     numbers = sorted(range(1, max(64, 2 * site.nodes) + 1), key=lambda nodes: (abs(nodes - site.nodes), -nodes))
     devices = site.num_devices // site.nodes
-    return next((nodes for nodes in numbers if passes(config, nodes * devices)), None)
+    return next((nodes for nodes in numbers if passes(config, nodes * devices, server=site.server)), None)
 
 
 def make_plan(config: Config, site: Site) -> dict[str, Any]:
@@ -99,6 +105,7 @@ def make_plan(config: Config, site: Site) -> dict[str, Any]:
         "fits": memory.total <= budget,
         "fits_surely": memory.upper <= budget,
         "collectives": _collectives(found, target=target, mesh=layout.mesh),
+        "disputed_groups": verdicts(config, site.num_devices, site.server)[DISPUTED] if site.server else [],
         "saving": _saving(program.abstract_state, site),
     }
     if target.device.peak_flops:

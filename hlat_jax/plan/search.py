@@ -80,6 +80,7 @@ def ranked(
         elif degrees not in best or row[by] < best[degrees][by]:
             best[degrees] = row
     rows = sorted(best.values(), key=operator.itemgetter(by))[:most]
+    rows.sort(key=lambda row: bool(row["disputed_groups"]))
     found = {"rows": rows, "by": by, "layouts": len(scored), "planned": planned, "budget": budget, "rest": rest}
     return found | {"tight": tight} | {"smallest": min((least.total for least, _ in scored), default=None)}
 
@@ -106,6 +107,7 @@ def _row(plan: dict[str, Any], config: Config) -> dict[str, Any]:
         "layout": plan["layout"],
         "num_microbatches": config.train.num_microbatches,
         "remat": config.model.remat,
+        "disputed_groups": plan["disputed_groups"],
         "total": plan["device_bytes"]["total"],
         "upper": plan["device_bytes"]["upper"],
         "budget": plan["device_bytes"]["budget"],
@@ -115,8 +117,11 @@ def _row(plan: dict[str, Any], config: Config) -> dict[str, Any]:
 
 
 def candidates(config: Config, site: Site) -> Iterator[tuple[Floor, Config]]:
-    """Yields (floor of its plan, config) for every layout that passes all checks, with tensor inside a node."""
-    target = cost.target(site.target)
+    """Yields (floor of its plan, config) for every layout that passes all checks, with tensor inside a node.
+
+    On Neuron these include the groups of cores that collectives support, see `neuron_groups`.
+    """
+    target, server = cost.target(site.target), site.server
     for degrees in all_degrees(site.num_devices):
         replicas = degrees["data"] * degrees["fsdp"]
         if degrees["tensor"] > target.num_devices or config.data.batch_size % replicas:
@@ -125,7 +130,7 @@ def candidates(config: Config, site: Site) -> Iterator[tuple[Floor, Config]]:
         for zero1, sequence_parallel in itertools.product(_switch(degrees["data"]), _switch(degrees["tensor"])):
             parallel = degrees | {"zero1": zero1, "sequence_parallel": sequence_parallel}
             one = _changed(config, parallel, train={"num_microbatches": rows})
-            if one is not None and passes(one, site.num_devices):
+            if one is not None and passes(one, site.num_devices, server=server):
                 yield from _schedules(one, site, rows=rows)
 
 

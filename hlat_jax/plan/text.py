@@ -63,6 +63,7 @@ def ranking(found: dict[str, Any], where: str) -> str:
         least = f"{found['rest']:.3f} s" if found["by"] == "step_s" else format_bytes(found["rest"])
         left = f"; the others take at least {least}"
     left += f"; {_tight(found)}" if found["tight"] else ""
+    by += _doubtful(found)
     lines = [
         f"Layouts that fit {where}, by {by}; {found['planned']} of {found['layouts']:,} planned{left}",
         "rank  pipe  data  fsdp  tensor  sequence  zero1  microbatches  remat      memory of a device    "
@@ -75,8 +76,15 @@ def ranking(found: dict[str, Any], where: str) -> str:
             f"{rank:>4}  {layout['pipe']:>4}  {layout['data']:>4}  {layout['fsdp']:>4}  {layout['tensor']:>6}  "
             f"{_yes(layout['sequence_parallel']):<8}  {_yes(layout['zero1']):<5}  {row['num_microbatches']:>12}  "
             f"{row['remat']:<9}  {format_bytes(row['total']):>9} of {format_bytes(row['budget'])}  {speed}"
+            + ("  ?" if row["disputed_groups"] else "")
         )
     return "\n".join(lines)
+
+
+def _doubtful(found: dict[str, Any]) -> str:
+    if not any(row["disputed_groups"] for row in found["rows"]):
+        return ""
+    return ", then those marked ?, whose groups of cores pages contradict each other on or do not name"
 
 
 def _tight(found: dict[str, Any]) -> str:
@@ -159,6 +167,7 @@ def _collective_lines(plan: dict[str, Any]) -> list[str]:
             f"  {row['kind']:<19} {axes:<32} {row['group']:>5} {row['count']:>7,} "
             f"{format_bytes(row['payload_bytes']):>12} {format_bytes(row['sent_bytes']):>12}  {row['over']}"
         )
+    lines += [f"  disputed: {words}" for words in plan["disputed_groups"]]
     return lines if plan["collectives"] else ["  none"]
 
 

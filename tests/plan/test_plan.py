@@ -325,6 +325,7 @@ def test_search_matches_exhaustive_planning(monkeypatch):
             "layout": degrees | {"zero1": p.zero1, "sequence_parallel": p.sequence_parallel},
             "device_bytes": dict.fromkeys(("total", "upper"), round(1.5 * least.total)) | {"budget": 250_000},
             "projection": {"step_s": above * least.step_s, "tokens_per_s": 1.0},
+            "disputed_groups": [],
         }
     monkeypatch.setattr(search, "make_plan", lambda c, _: made_up[c])
     best = {}
