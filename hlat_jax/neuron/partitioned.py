@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,8 @@ from jax.extend.mlir import ir, passmanager
 
 from hlat_jax import cost
 from hlat_jax.byte_sizes import format_bytes
+from hlat_jax.host import neuron_groups
+from hlat_jax.host.neuron_groups import DISPUTED, FINE, REFUSED, Server
 from hlat_jax.neuron.module import (
     Program,
     Tensor,
@@ -78,13 +80,11 @@ def group_findings(
         if groups.shape[1] > 1 and key not in seen:
             seen[key] = op
             groups = groups if placed is None else placed[groups]
-            server = Server(target, min(groups.size, RULES_OF_GROUPS[target].server))
-            level, why = verdict(groups, server)
+            server = Server(target, min(groups.size, neuron_groups.RULES[target].server))  # all devices are in a group
+            level, why = neuron_groups.verdict(groups, server)
             if level != FINE:
                 yield {REFUSED: "CC04", DISPUTED: "CC05"}[level], why, op
-            elif groups.size % server.size == 0 or server.rules.is_switched:
-                continue  # documented: CC03 is for the others
-            if not is_regular(groups, cores_per_chip=_chip(target)):
+            if level == REFUSED and not is_regular(groups, cores_per_chip=_instance(target).devices_per_chip()):
                 yield "CC03", f"{groups.shape[0]} groups, the first {_abbreviate(groups[0])}", op
     if len(seen) > MAX_GROUP_SETS:
         yield "CC01", f"{len(seen)} sets of replica groups", list(seen.values())[-1]

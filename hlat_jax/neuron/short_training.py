@@ -19,8 +19,8 @@ from hlat_jax.config import Config, PrecisionConfig
 from hlat_jax.data.held_out import open_held_out
 from hlat_jax.data.loader import TrainBatches
 from hlat_jax.data.tokenizer import Tokenizer
-from hlat_jax.optimizer import learning_rate
 from hlat_jax.host.neuron_groups import server_of
+from hlat_jax.optimizer import learning_rate
 from hlat_jax.parallel.degrees import layout_over, passes
 from hlat_jax.parallel.sharding import shard_batch
 from hlat_jax.resolve import resolve

@@ -57,7 +57,7 @@ def placement(num_devices: int, *, tensor: int, server: Server | None) -> np.nda
 
 
 @functools.lru_cache(maxsize=4096)
-def group_verdicts(degrees: tuple[int, ...], num_kv_heads: int, zero1: bool, server: Server) -> dict[str, list[str]]:
+def group_verdicts(degrees: tuple[int, ...], *, num_kv_heads: int, zero1: bool, server: Server) -> dict[str, list[str]]:
     """Returns DISPUTED and REFUSED -> what is, for the groups of the collectives of a step under degrees of MESH_AXES.
 
     Source: `neuron_groups.RULES`.
@@ -104,7 +104,8 @@ def verdicts(config: Config, num_devices: int, server: Server) -> dict[str, list
     """Returns `group_verdicts` of a config."""
     parallel = config.parallel
     degrees = resolve_degrees(parallel, num_devices)
-    return group_verdicts(degrees, config.model.num_kv_heads, parallel.zero1, server)
+    heads = config.model.num_kv_heads
+    return group_verdicts(degrees, num_kv_heads=heads, zero1=parallel.zero1, server=server)
 
 
 def layout_of_model(model: ModelConfig, parallel: ParallelConfig, devices: Sequence[Any]) -> Layout:
