@@ -11,7 +11,7 @@ from hlat_jax.config import ParallelConfig
 from hlat_jax.host import neuron_groups
 from hlat_jax.host.neuron_groups import DISPUTED, FINE, REFUSED, RULES, Server, groups_along, verdict
 from hlat_jax.host.neuron_topology import Topology, checked
-from hlat_jax.parallel.degrees import check_degrees, group_verdicts, layout_over, placement
+from hlat_jax.parallel.degrees import check_degrees, group_verdicts, layout_over, placement, verdicts
 from hlat_jax.parallel.virtual_devices import PlannedClient, PlannedDevice, planned_layout
 from hlat_jax.plan import search, text
 from hlat_jax.plan.report import Site, make_plan
@@ -124,7 +124,7 @@ def test_degree_that_no_group_supports_is_refused():
 
 def test_copies_of_kv_heads_of_70b_are_in_the_groups_of_4_that_work():
     """TP 32 with 8 KV heads: cores 0, 8, 16, 24 have the same KV head."""
-    assert group_verdicts((8, 32, 1, 32), 8, True, TRN1) == {DISPUTED: [], REFUSED: []}
+    assert group_verdicts((8, 32, 1, 32), num_kv_heads=8, zero1=True, server=TRN1) == {DISPUTED: [], REFUSED: []}
     config = small_config(tensor=8, fuse=False)
     layout = planned_layout(config, 8, platform="neuron")
     assert layout.mesh.shape["tensor_rep"] == 2
@@ -135,8 +135,7 @@ def test_search_leaves_out_refused_layouts_and_ranks_disputed_ones_last():
     config, site = small_config(rows=32, policy="mixed"), Site("trn1.32xlarge", 1)
     tried = [candidate for _, candidate in search.candidates(config, site)]
     for c in tried:
-        p = c.parallel
-        assert not group_verdicts((p.pipe, p.data, p.fsdp, p.tensor), 4, p.zero1, site.server)[REFUSED]
+        assert not verdicts(c, 32, site.server)[REFUSED]
     assert {c.parallel.tensor for c in tried} == {1, 2, 4, 8}
     rows = [{"disputed_groups": disputed, "step_s": step, "layout": {}} for disputed, step in ((["x"], 1.0), ([], 2.0))]
     assert "then those marked ?" in text._doubtful({"rows": rows})
