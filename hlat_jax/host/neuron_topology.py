@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 from hlat_jax.config import nearest
 from hlat_jax.cost import INSTANCES, Instance
+from hlat_jax.host import neuron_groups
 
 JAX_PORT = 41001  # JAX's coordinator on rank 0
 COLLECTIVES_PORT = 41000  # Neuron's collectives on rank 0; must differ
@@ -85,6 +86,9 @@ def checked(topology: Topology) -> Topology:
     whole = kind.num_devices(lnc=t.lnc)
     if not 0 <= t.cores <= whole:
         raise ValueError(f"--cores={t.cores}: {t.instance} has {whole} at --lnc={t.lnc}; 0 uses all.")
+    level, why = neuron_groups.verdict_of_first(t.cores or whole, instance=t.instance, lnc=t.lnc)
+    if level == neuron_groups.REFUSED:
+        raise ValueError(f"--cores={t.cores}: {why}.")
     if t.nodes < 1:
         raise ValueError(f"--nodes={t.nodes} must be at least 1.")
     if not 0 <= t.rank < t.nodes:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import traceback
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -88,9 +88,14 @@ def check(
 
 
 def check_traced(
-    traced: Any, *, target: str = "trn1", recurring: bool = True, operators: Collection[str] = ()
+    traced: Any,
+    *,
+    target: str = "trn1",
+    recurring: bool = True,
+    operators: Collection[str] = (),
+    placement: Sequence[int] = (),
 ) -> list[Finding]:
-    """Returns the findings of `check` for the result of `jax.jit(fn).trace(...)`."""
+    """Returns the findings of `check` for the result of `jax.jit(fn).trace(...)`; `placement` as for `check_module`."""
     try:
         lowered = traced.lower(lowering_platforms=("neuron",))
     except (NotImplementedError, ValueError) as error:
@@ -98,13 +103,21 @@ def check_traced(
             raise  # host callbacks raise this ValueError; any other comes from the user's function
         return [_not_lowered(traced, error)]
     module = lowered.compiler_ir("stablehlo")
-    return check_module(module, target=target, recurring=recurring, operators=operators)
+    return check_module(module, target=target, recurring=recurring, operators=operators, placement=placement)
 
 
 def check_module(
-    module: Any, *, target: str = "trn1", recurring: bool = True, operators: Collection[str] = ()
+    module: Any,
+    *,
+    target: str = "trn1",
+    recurring: bool = True,
+    operators: Collection[str] = (),
+    placement: Sequence[int] = (),
 ) -> list[Finding]:
-    """Returns the findings of `check` for a StableHLO module lowered for Neuron, an `ir.Module` or its text."""
+    """Returns the findings of `check` for a StableHLO module lowered for Neuron, an `ir.Module` or its text.
+
+    `placement`: the device at each place of the mesh; empty: in their order.
+    """
     if target not in TARGETS:
         raise ValueError(f"target={target!r} is not one of {', '.join(TARGETS)}.")
     if isinstance(module, str):
@@ -114,14 +127,16 @@ def check_module(
     sharded = partitioned.run_shardy(module.operation)
     listed = {operators_lib.normalized(word) for word in operators}
     groups: dict[tuple[str, str], list[tuple]] = {}
-    for rule, what, op, owner, *place in _hits(program, sharded, target=target, listed=listed):
+    for rule, what, op, owner, *place in _hits(program, sharded, target=target, listed=listed, placement=placement):
         frames = owner.frames(*place or [op])
         groups.setdefault((rule, line_of(frames)), []).append((what, op.name, frames))
     findings = [_finding(key, hits, target=target, recurring=recurring) for key, hits in groups.items()]
     return sorted(findings, key=lambda finding: (SEVERITIES.index(finding.severity), finding.rule))
 
 
-def _hits(program: Program, sharded: Program | None, *, target: str, listed: set[str]) -> Iterator[tuple]:
+def _hits(
+    program: Program, sharded: Program | None, *, target: str, listed: set[str], placement: Sequence[int]
+) -> Iterator[tuple]:
     """Yields (rule, what, operation, its program), and the operation whose line to report if it is another."""
     for op in program.operations:
         for rule, what, *place in operators_lib.violations(op, program):
@@ -132,7 +147,7 @@ def _hits(program: Program, sharded: Program | None, *, target: str, listed: set
     per_device = sharded or program
     for owner, found in (
         (program, partitioned.argument_findings(program, target=target)),
-        (program, partitioned.group_findings(program, sharded, target=target)),
+        (program, partitioned.group_findings(program, sharded, target=target, placement=placement)),
         (per_device, partitioned.size_findings(per_device)),
         (per_device, unrolled.findings(per_device, target=target)),
     ):

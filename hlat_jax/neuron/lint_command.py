@@ -34,8 +34,8 @@ def main(argv: Sequence[str]) -> int:
     from hlat_jax.step import make_program
 
     operators = _operators(values.operators)
-    count = values.devices or programs.num_devices(config)
-    program = make_program(config, programs.layout_for_neuron(config, count, chip=values.target))
+    count = values.devices or programs.num_devices(config, target=values.target)
+    program = make_program(config, programs.layout_for_neuron(config, count, target=values.target))
     traced = traced_programs(program)
     print(f"{config.name} for {values.target}, {count:,} devices: {_shape(program.layout)}")
     reports = {}

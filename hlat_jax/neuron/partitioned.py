@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,8 @@ from jax.extend.mlir import ir, passmanager
 
 from hlat_jax import cost
 from hlat_jax.byte_sizes import format_bytes
+from hlat_jax.host import neuron_groups
+from hlat_jax.host.neuron_groups import DISPUTED, FINE, REFUSED, Server
 from hlat_jax.neuron.module import (
     Program,
     Tensor,
@@ -63,23 +65,34 @@ def run_shardy(root: Any) -> Program | None:
         return Program(copy.operation)
 
 
-def group_findings(program: Program, sharded: Program | None, *, target: str) -> Iterator[tuple[str, str, Any]]:
-    """Yields (rule, what, operation) of CC01 to CC03 for the collectives of a program and those that Shardy adds.
+def group_findings(
+    program: Program, sharded: Program | None, *, target: str, placement: Sequence[int] = ()
+) -> Iterator[tuple[str, str, Any]]:
+    """Yields (rule, what, operation) of CC01 to CC05 for the collectives of a program and those that Shardy adds.
 
-    Also yields INT03 for added collectives; `operators` checks the program's own.
+    Also yields INT03 for added collectives; `operators` checks the program's own. `placement`: the device at each place
+    of the mesh; empty: in their order.
     """
     seen: dict[bytes, Any] = {}
+    placed = np.asarray(placement, np.int64) if len(placement) else None
     for op, groups in replica_groups(program, sharded):
         key = np.asarray(groups, np.int32).tobytes() + str(groups.shape).encode()
         if groups.shape[1] > 1 and key not in seen:
             seen[key] = op
-            if not is_regular(groups, cores_per_chip=_instance(target).devices_per_chip()):
+            groups = groups if placed is None else placed[groups]
+            server = Server(target, min(groups.size, neuron_groups.RULES[target].server))  # all devices are in a group
+            level, why = neuron_groups.verdict(groups, server)
+            if level != FINE:
+                yield {REFUSED: "CC04", DISPUTED: "CC05"}[level], why, op
+            if level == REFUSED and not is_regular(groups, cores_per_chip=_instance(target).devices_per_chip()):
                 yield "CC03", f"{groups.shape[0]} groups, the first {_abbreviate(groups[0])}", op
     if len(seen) > MAX_GROUP_SETS:
         yield "CC01", f"{len(seen)} sets of replica groups", list(seen.values())[-1]
     for op in program.operations:
         if op.name == "stablehlo.collective_permute":
             pairs = numbers(op.attributes["source_target_pairs"])
+            if pairs is not None and placed is not None:
+                pairs = placed[pairs]
             problem = None if pairs is None else permute_problem(pairs, target=target)
             if problem:
                 yield "CC02", problem, op
@@ -307,10 +320,7 @@ def _added_groups(sharded: Program | None) -> Iterator[tuple[Any, np.ndarray]]:
 
 def groups_along(mesh: dict[str, int], axes: list[str]) -> np.ndarray:
     """Returns replica groups [n, size] along some axes of a mesh whose devices are numbered in row-major order."""
-    numbered = np.arange(math.prod(mesh.values())).reshape(tuple(mesh.values()))
-    names = list(mesh)
-    order = [names.index(axis) for axis in names if axis not in axes] + [names.index(axis) for axis in axes]
-    return numbered.transpose(order).reshape(-1, math.prod(mesh[axis] for axis in axes))
+    return neuron_groups.groups_along(mesh, axes, devices=np.arange(math.prod(mesh.values())))
 
 
 def _abbreviate(group: np.ndarray) -> str:

@@ -8,8 +8,11 @@ from typing import Any
 from hlat_jax import cost
 from hlat_jax.byte_sizes import format_bytes
 from hlat_jax.config import Config
+from hlat_jax.host.neuron_groups import DISPUTED, Server
+from hlat_jax.host.neuron_groups import RULES as RULES_OF_GROUPS
 from hlat_jax.neuron import lint
 from hlat_jax.neuron.rules import RULES
+from hlat_jax.parallel.degrees import passes, verdicts
 from hlat_jax.parallel.sharding import MESH_AXES, Layout
 from hlat_jax.parallel.virtual_devices import planned_layout
 from hlat_jax.passes.products import live_jaxpr
@@ -30,18 +33,33 @@ for _name in ("train", "eval"):
         "an estimate that nothing calibrates, with loops unrolled that the compiler may keep; begin with the smallest "
         "rung of `python -m hlat_jax.neuron ladder`, and if compilation fails, follow the advice of the rule"
     )
+for _name in ("train", "eval", "init", "norms", "prefill", "decode"):
+    EXPLAINED[(_name, "CC05")] = (
+        "the recipe has HLAT's degrees, whose groups are listed on trn1; on trn2 take parallel.tensor=4 or 16"
+    )
 EXPLAINED[("eval", "CC02")] = EXPLAINED[("train", "CC02")]
 
 
-def num_devices(config: Config) -> int:
-    """Returns the number of devices of a config's mesh; for degrees of -1, one row or head per device."""
+def num_devices(config: Config, *, target: str = "") -> int:
+    """Returns the number of devices of a config's mesh; for degrees of -1, one row or head per device.
+
+    With a target, these are at most so many, and as many as its groups of cores allow.
+    """
     pipe, data, fsdp, tensor = (getattr(config.parallel, axis) for axis in MESH_AXES)
-    tensor = config.model.num_heads if tensor == -1 else tensor
-    inner = max(pipe, 1) * tensor
-    if -1 not in (data, fsdp):
-        return inner * data * fsdp
+    is_free = -1 in (pipe, data, fsdp, tensor)
+    inner = max(pipe, 1) * (config.model.num_heads if tensor == -1 else tensor)
     rows = config.data.batch_size // config.train.num_microbatches
-    return inner * max(rows, data, fsdp)
+    most = inner * (max(rows, data, fsdp) if -1 in (data, fsdp) else data * fsdp)
+    if not target or not is_free:
+        return most
+    allowed = [n for n in range(most, 0, -1) if passes(config, n, server=server_for(target, n))]
+    listed = (n for n in allowed if not verdicts(config, n, server_for(target, n))[DISPUTED])
+    return next(listed, allowed[0] if allowed else most)
+
+
+def server_for(target: str, count: int) -> Server:
+    """Returns the servers of a target of `rules.TARGETS` in a run of so many devices."""
+    return Server(target, min(count, RULES_OF_GROUPS[target].server))
 
 
 def findings(
@@ -56,7 +74,8 @@ def findings(
       target: as for `lint.check`.
       operators: as for `lint.check`.
     """
-    found = lint.check_traced(traced, target=target, recurring=name != "init", operators=operators)
+    placement = [device.id for device in program.layout.mesh.devices.flat]
+    found = lint.check_traced(traced, target=target, recurring=name != "init", operators=operators, placement=placement)
     if name != "train":
         return found
     memory = device_bytes(program, jaxpr=live_jaxpr(traced))
@@ -70,6 +89,7 @@ def findings(
     return [over, *(finding for finding in found if finding.rule != "MEM1")]
 
 
-def layout_for_neuron(config: Config, count: int, *, chip: str = "") -> Layout:
-    """Returns the layout of a config over `count` virtual Neuron devices; `chip` as for `planned_layout`."""
-    return planned_layout(config, count, platform="neuron", chip=chip)
+def layout_for_neuron(config: Config, count: int, *, target: str = "") -> Layout:
+    """Returns the layout of a config over `count` virtual Neuron devices, placed as the target needs."""
+    server = server_for(target, count) if target else None
+    return planned_layout(config, count, platform="neuron", server=server, chip=target)

@@ -331,6 +331,21 @@ RULES: dict[str, Rule] = {
         "a mesh in device order, with tensor innermost and a divisor or multiple of the cores per chip",
         _ISSUES,
     ),
+    "CC04": Rule(
+        "error",
+        "replica groups of a size or in an order for which Neuron lists no group of cores",
+        "NxD's groups of this size have another order, or no page lists the size: it may crash or hang",
+        "degrees whose groups are listed, see docs/parallelism.md; plan --search ranks only those",
+        "nxd-inference feature guide; NxD's parallel_layers/parallel_state.py; "
+        "neuron-runtime/explore/internode-collective-comm",
+    ),
+    "CC05": Rule(
+        "warning",
+        "replica groups on which pages contradict each other, or in a pattern that none names",
+        "it may work; nothing documents it",
+        "degrees whose groups are listed, see docs/parallelism.md; plan --search ranks them first",
+        "nxd-inference feature guide; NxD's parallel_layers/parallel_state.py",
+    ),
     "MEM1": Rule(
         "error",
         "more memory than a device has",

@@ -19,6 +19,7 @@ from hlat_jax.config import Config, PrecisionConfig
 from hlat_jax.data.held_out import open_held_out
 from hlat_jax.data.loader import TrainBatches
 from hlat_jax.data.tokenizer import Tokenizer
+from hlat_jax.host.neuron_groups import server_of
 from hlat_jax.optimizer import learning_rate
 from hlat_jax.parallel.degrees import layout_over, passes
 from hlat_jax.parallel.sharding import shard_batch
@@ -65,7 +66,8 @@ def short_config(precision: PrecisionConfig) -> Config:
 def train(config: Config, devices: Sequence[Any]) -> TrainingResult:
     """Trains on as many of `devices` as the batch can be split over."""
     began = time.monotonic()
-    count = next(n for n in range(min(len(devices), config.data.batch_size), 0, -1) if passes(config, n))
+    counts = range(min(len(devices), config.data.batch_size), 0, -1)
+    count = next(n for n in counts if passes(config, n, server=server_of(devices[:n])))
     layout = layout_over(config, devices[:count])
     tokenizer = Tokenizer(config.data.tokenizer, vocab_size=config.model.vocab_size)
     held_out, _ = open_held_out(config.data, tokenizer=tokenizer, num_batches=config.train.num_eval_batches)

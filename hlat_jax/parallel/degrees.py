@@ -6,34 +6,84 @@ They need no devices: a laptop can check a layout of 8,192.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
+
 from hlat_jax.config import Config, ModelConfig, ParallelConfig
-from hlat_jax.parallel.sharding import MESH_AXES, TENSOR, Layout, abstract_layout, make_layout, resolve_degrees
+from hlat_jax.host import neuron_groups
+from hlat_jax.host.neuron_groups import DISPUTED, REFUSED, Server
+from hlat_jax.parallel.sharding import MESH_AXES, ROWS, TENSOR, Layout, abstract_layout, make_layout, resolve_degrees
 from hlat_jax.resolve import check_accumulate, check_parallel, check_policy
 
 
-def layout_over(config: Config, devices: Sequence[Any]) -> Layout:
+def layout_over(config: Config, devices: Sequence[Any], *, server: Server | None = None) -> Layout:
     """Returns the layout of a config over `devices`.
 
+    On Neuron, devices are placed in the order that groups of the tensor degree need, see `neuron_groups.order`.
+
+    Args:
+      config: of the run.
+      devices: all of them, the nearest next to each other.
+      server: the Neuron servers that they belong to; None: those that the devices name.
+
     Raises:
-      ValueError: degrees that do not multiply to the number of devices, or do not divide a size of the model or the
-        batch; the message has the nearest degrees that pass every check on these devices. Or more tokens in a step than
-        are counted exactly.
+      ValueError: degrees that do not multiply to the number of devices, do not divide a size of the model or the
+        batch, or give groups of cores that Neuron does not support; the message has the nearest degrees that pass every
+        check on these devices. Or more tokens in a step than are counted exactly.
     """
     _check_count(config)
+    server = server or neuron_groups.server_of(devices)
     try:
-        check_degrees(config, len(devices))
+        check_degrees(config, len(devices), server=server)
     except ValueError as error:
-        raise ValueError(f"{error} {_advice(config, len(devices))}") from None
-    return make_layout(config.parallel, devices, num_kv_heads=config.model.num_kv_heads)
+        raise ValueError(f"{error} {_advice(config, len(devices), server)}") from None
+    degrees = dict(zip(MESH_AXES, resolve_degrees(config.parallel, len(devices)), strict=True))
+    placed = [devices[number] for number in placement(len(devices), tensor=degrees["tensor"], server=server)]
+    return make_layout(config.parallel, placed, num_kv_heads=config.model.num_kv_heads)
 
 
-def check_degrees(config: Config, num_devices: int) -> None:
-    """Raises ValueError for the first size that a degree does not divide; the message has the key to change."""
+def placement(num_devices: int, *, tensor: int, server: Server | None) -> np.ndarray:
+    """Returns the number of the device at each place of a mesh, int64[num_devices]; `tensor` is innermost."""
+    order = neuron_groups.order(server, tensor) if server else None
+    numbers = np.arange(num_devices)
+    if order is None or num_devices % server.size:
+        return numbers
+    return (numbers.reshape(-1, server.size)[:, order]).reshape(-1)
+
+
+@functools.lru_cache(maxsize=4096)
+def group_verdicts(degrees: tuple[int, ...], *, num_kv_heads: int, zero1: bool, server: Server) -> dict[str, list[str]]:
+    """Returns DISPUTED and REFUSED -> what is, for the groups of the collectives of a step under degrees of MESH_AXES.
+
+    Source: `neuron_groups.RULES`.
+    """
+    num_devices = math.prod(degrees)
+    parallel = ParallelConfig(**dict(zip(MESH_AXES, degrees, strict=True)))
+    shape = dict(abstract_layout(parallel, num_devices, num_kv_heads=num_kv_heads).mesh.shape)
+    devices = placement(num_devices, tensor=degrees[-1], server=server)
+    # what the step sends along: stages, replicas, shards, tensor with the vocabulary over stages, copies of a KV head
+    sent = [("pipe",), ("data",), ("fsdp",), ROWS, TENSOR, ("pipe", *TENSOR), (*ROWS, "tensor_rep")]
+    sent += [("data", "tensor_rep")] * zero1
+    found: dict[str, list[str]] = {DISPUTED: [], REFUSED: []}
+    for axes in dict.fromkeys(tuple(axis for axis in some if shape[axis] > 1) for some in sent):
+        level, why = neuron_groups.verdict(neuron_groups.groups_along(shape, axes, devices=devices), server)
+        if level in found:
+            names = dict.fromkeys("tensor" if axis in TENSOR else axis for axis in axes)
+            wide = dict(zip(MESH_AXES, degrees, strict=True))
+            found[level].append(f"{' x '.join(f'parallel.{name}={wide[name]}' for name in names)}: {why}")
+    return found
+
+
+def check_degrees(config: Config, num_devices: int, *, server: Server | None = None) -> None:
+    """Raises ValueError for the first size that a degree does not divide, or group of cores that Neuron refuses.
+
+    The message has the key to change. `server`: the Neuron servers of the devices; None: groups are not checked.
+    """
     parallel = config.parallel
     degrees = dict(zip(MESH_AXES, resolve_degrees(parallel, num_devices), strict=True))
     parallel = dataclasses.replace(parallel, **degrees)
@@ -45,6 +95,18 @@ def check_degrees(config: Config, num_devices: int) -> None:
     if layout.sequence_parallel:
         _check_divisor("data.seq_len", config.data.seq_len, layout, TENSOR)
     _check_rows(config, layout.row_degree)
+    if server:
+        refused = verdicts(config, num_devices, server)[REFUSED]
+        if refused:
+            raise ValueError(f"{refused[0]} on {server.kind}. Source: {server.rules.source}.")
+
+
+def verdicts(config: Config, num_devices: int, server: Server) -> dict[str, list[str]]:
+    """Returns `group_verdicts` of a config."""
+    parallel = config.parallel
+    degrees = resolve_degrees(parallel, num_devices)
+    heads = config.model.num_kv_heads
+    return group_verdicts(degrees, num_kv_heads=heads, zero1=parallel.zero1, server=server)
 
 
 def layout_of_model(model: ModelConfig, parallel: ParallelConfig, devices: Sequence[Any]) -> Layout:
@@ -66,16 +128,16 @@ def layout_of_model(model: ModelConfig, parallel: ParallelConfig, devices: Seque
     return layout
 
 
-def passes(config: Config, num_devices: int) -> bool:
+def passes(config: Config, num_devices: int, *, server: Server | None = None) -> bool:
     """Returns whether `check_degrees` raises nothing."""
     try:
-        check_degrees(config, num_devices)
+        check_degrees(config, num_devices, server=server)
     except ValueError:
         return False
     return True
 
 
-def nearest_degrees(config: Config, num_devices: int) -> dict[str, int] | None:
+def nearest_degrees(config: Config, num_devices: int, *, server: Server | None = None) -> dict[str, int] | None:
     """Returns the degrees over `num_devices` that pass every check and are the fewest doublings from the config's.
 
     A degree of -1 is not compared. None: no degrees pass.
@@ -87,9 +149,8 @@ def nearest_degrees(config: Config, num_devices: int) -> dict[str, int] | None:
         return round(sum(steps), 6), sum(map(bool, steps)), degrees["pipe"], degrees["fsdp"]
 
     def allowed(degrees: dict[str, int]) -> bool:
-        return passes(
-            dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, **degrees)), num_devices
-        )
+        parallel = dataclasses.replace(config.parallel, **degrees)
+        return passes(dataclasses.replace(config, parallel=parallel), num_devices, server=server)
 
     return next(filter(allowed, sorted(all_degrees(num_devices), key=distance)), None)
 
@@ -102,10 +163,10 @@ def all_degrees(num_devices: int) -> Iterator[dict[str, int]]:
             yield dict(zip(MESH_AXES, (*outer, num_devices // math.prod(outer)), strict=True))
 
 
-def _advice(config: Config, num_devices: int) -> str:
+def _advice(config: Config, num_devices: int, server: Server | None) -> str:
     remains = [axis for axis in MESH_AXES if getattr(config.parallel, axis) == -1]
     note = f" (parallel.{remains[0]}=-1 is the rest)" if remains else ""
-    found = nearest_degrees(config, num_devices)
+    found = nearest_degrees(config, num_devices, server=server)
     if found is None:
         return f"No degrees pass every check on {num_devices} device(s)."
     changed = [f"parallel.{axis}={d}" for axis, d in found.items() if getattr(config.parallel, axis) not in (d, -1)]

@@ -18,9 +18,10 @@ from hlat_jax.batch import Batch
 from hlat_jax.config import ParallelConfig
 
 MESH_AXES = ("pipe", "data", "fsdp", "tensor")
-# `tensor` is two axes of the mesh: KV heads are split over the first, and replicated over the second when there are
-# more tensor-parallel devices than KV heads.
-TENSOR = ("tensor_kv", "tensor_rep")
+# `tensor` is two axes of the mesh: KV heads are split over the second, and replicated over the first when there are
+# more tensor-parallel devices than KV heads. The copies of a KV head are then far apart, as Neuron's groups of 4 on
+# trn1 are: with TP 32 and 8 KV heads cores 0, 8, 16 and 24, and not four neighbors, see `host.neuron_groups`.
+TENSOR = ("tensor_rep", "tensor_kv")
 ROWS = ("data", "fsdp")
 
 # Logical axis of a parameter -> mesh axes. Megatron column and row splits, embedding table and head also split over
@@ -32,7 +33,7 @@ PARAM_RULES: dict[str, tuple[str, ...]] = {
     "kv_embed": ("fsdp",),
     "kv_heads": ("tensor_kv",),
     "q_per_kv": ("tensor_rep",),
-    "heads": TENSOR,
+    "heads": ("tensor_kv", "tensor_rep"),  # query heads of one KV head are neighbors in the parameter
     "mlp": TENSOR,
     "qkv": (),
     "head_dim": (),
@@ -52,7 +53,7 @@ class Layout:
     """A mesh with its rule tables.
 
     Attributes:
-      mesh: axes pipe, data, fsdp, tensor_kv, tensor_rep; of devices, or abstract.
+      mesh: axes pipe, data, fsdp, tensor_rep, tensor_kv; of devices, or abstract.
       param_rules: logical axis -> mesh axes, for the parameters that the forward pass reads.
       state_rules: likewise, for optimizer state and master weights.
       partial_gradients: logical axis -> mesh axes, beside ROWS, over which gradients are partial sums.
@@ -144,7 +145,7 @@ def abstract_layout(parallel: ParallelConfig, num_devices: int, *, num_kv_heads:
 
 def _tensor_split(tensor: int, num_kv_heads: int | None) -> tuple[int, int]:
     tensor_kv = tensor if num_kv_heads is None else min(tensor, num_kv_heads)
-    return tensor_kv, tensor // tensor_kv
+    return tensor // tensor_kv, tensor_kv
 
 
 def _with_rules(mesh: Any, parallel: ParallelConfig) -> Layout:

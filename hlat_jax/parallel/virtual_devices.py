@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 
 from hlat_jax.config import Config
+from hlat_jax.host.neuron_groups import Server
 from hlat_jax.parallel.degrees import layout_over
 from hlat_jax.parallel.sharding import Layout
 
@@ -43,16 +44,19 @@ class PlannedDevice:
         return self.client.platform
 
 
-def planned_layout(config: Config, num_devices: int, *, platform: str, chip: str = "") -> Layout:
+def planned_layout(
+    config: Config, num_devices: int, *, platform: str, server: Server | None = None, chip: str = ""
+) -> Layout:
     """Returns the layout of a config over virtual devices of a platform, which chooses implementations.
 
     Args:
       config: of the run.
       num_devices: in the mesh.
       platform: JAX's name.
+      server: the Neuron servers that the devices stand for, as for `degrees.layout_over`; None: no groups are checked.
       chip: its name, an instance type or a target; "": not known, so that implementations are not refused for their chip.
 
     Raises:
       ValueError: as `degrees.layout_over`.
     """
-    return layout_over(config, PlannedClient(platform, num_devices, chip).devices())
+    return layout_over(config, PlannedClient(platform, num_devices, chip).devices(), server=server)

@@ -98,6 +98,7 @@ def floor(config: Config, layout: Layout, *, target: cost.Target, holds: Held) -
     seconds = 2 * holds.state_bytes / target.device.memory_bytes_per_s
     for count, moved, times in shape.products():
         seconds += times * max(count / target.device.peak_flops, moved / target.device.memory_bytes_per_s)
+    seconds /= roofline.efficiency(target)
     for collective in shape.collectives(holds):
         seconds += collective.trips * roofline.collective_seconds(collective, target=target, mesh=layout.mesh)[1]
     return Floor(total, seconds)

@@ -14,7 +14,8 @@ import jax
 from hlat_jax import cost
 from hlat_jax.byte_sizes import format_bytes
 from hlat_jax.config import Config
-from hlat_jax.parallel.degrees import passes
+from hlat_jax.host.neuron_groups import DISPUTED, Server, server_of_target
+from hlat_jax.parallel.degrees import passes, verdicts
 from hlat_jax.parallel.sharding import Layout
 from hlat_jax.parallel.virtual_devices import planned_layout
 from hlat_jax.passes.products import live_jaxpr
@@ -50,6 +51,11 @@ class Site:
     def num_devices(self) -> int:
         return self.nodes * cost.target(self.target).num_devices
 
+    @property
+    def server(self) -> Server | None:
+        """The Neuron servers of the nodes."""
+        return server_of_target(self.target, num_devices=self.num_devices)
+
 
 def site_layout(config: Config, site: Site) -> Layout:
     """Returns the layout of a config on a site.
@@ -61,7 +67,8 @@ def site_layout(config: Config, site: Site) -> Layout:
     if site.nodes > 1 and not target.network_bytes_per_s:
         raise ValueError(f"--nodes={site.nodes}: --target={site.target} is a single machine; use --nodes=1.")
     try:
-        return planned_layout(config, site.num_devices, platform=target.platform, chip=site.target)
+        server, chip = site.server, site.target
+        return planned_layout(config, site.num_devices, platform=target.platform, server=server, chip=chip)
     except ValueError as error:
         nodes = _nearest_nodes(config, site) if target.network_bytes_per_s else None
         raise ValueError(f"{error} The config is valid with --nodes={nodes}." if nodes else str(error)) from None
@@ -71,7 +78,7 @@ def _nearest_nodes(config: Config, site: Site) -> int | None:
     """Returns the number of nodes nearest to the site's on which a config passes every check; ties go to the larger."""
     numbers = sorted(range(1, max(64, 2 * site.nodes) + 1), key=lambda nodes: (abs(nodes - site.nodes), -nodes))
     devices = site.num_devices // site.nodes
-    return next((nodes for nodes in numbers if passes(config, nodes * devices)), None)
+    return next((nodes for nodes in numbers if passes(config, nodes * devices, server=site.server)), None)
 
 
 def make_plan(config: Config, site: Site) -> dict[str, Any]:
@@ -96,9 +103,12 @@ def make_plan(config: Config, site: Site) -> dict[str, Any]:
         "run": _run(config, site),
         "schedule": _schedule(config, layout, requested),
         "device_bytes": dataclasses.asdict(memory)
-        | {"state": memory.state, "temporaries": memory.temporaries, "total": memory.total, "budget": budget},
+        | {"state": memory.state, "temporaries": memory.temporaries, "total": memory.total}
+        | {"upper": memory.upper, "budget": budget},
         "fits": memory.total <= budget,
+        "fits_surely": memory.upper <= budget,
         "collectives": _collectives(found, target=target, mesh=layout.mesh),
+        "disputed_groups": verdicts(config, site.num_devices, site.server)[DISPUTED] if site.server else [],
         "saving": _saving(program.abstract_state, site),
     }
     if target.platform == "neuron":
@@ -190,6 +200,16 @@ def _saving(state: Any, site: Site) -> dict[str, Any]:
     }
 
 
+def _calibration(site: Site, seconds: roofline.Seconds) -> dict[str, Any] | None:
+    """Returns the held-out errors of the projection and the range of the step that they give; None: not calibrated."""
+    if seconds.efficiency == 1.0:
+        return None
+    found = roofline.CALIBRATION
+    low, high = (factor * seconds.step for factor in found.step_range)
+    is_extrapolated = cost.target(site.target).device != cost.DEVICES[found.device]
+    return dataclasses.asdict(found) | {"step_low_s": low, "step_high_s": high, "is_extrapolated": is_extrapolated}
+
+
 def _projection(config: Config, site: Site, seconds: roofline.Seconds) -> dict[str, Any]:
     target = cost.target(site.target)
     tokens = config.data.batch_size * config.data.seq_len
@@ -200,7 +220,9 @@ def _projection(config: Config, site: Site, seconds: roofline.Seconds) -> dict[s
         "label": PROJECTION,
         **dataclasses.asdict(seconds),
         "step_s": seconds.step,
+        "step_roofline_s": seconds.roofline,
         "step_overlapped_s": seconds.overlapped,
+        "calibration": _calibration(site, seconds),
         "tokens_per_s": tokens / seconds.step,
         "tokens_per_s_and_node": tokens / seconds.step / site.nodes,
         "mfu_6n": cost.flops_per_token_6n(config.model) * tokens / seconds.step / peak,

@@ -22,8 +22,8 @@ REMATS = ("none", "selective", "full")
 
 
 def complete(plan: dict[str, Any], config: Config, site: Site) -> dict[str, Any]:
-    """Returns the plan; if it does not fit, with its largest part and the nearest change that fits, if any."""
-    if plan["fits"]:
+    """Returns the plan; if it may not fit, with the nearest change that surely does, and with what is largest."""
+    if plan["fits_surely"]:
         return plan
     memory = plan["device_bytes"]
     binds = max(("params", "opt_state", "gradients", "activations", "workspace"), key=memory.get)
@@ -33,7 +33,7 @@ def complete(plan: dict[str, Any], config: Config, site: Site) -> dict[str, Any]
 def ranked(
     config: Config, site: Site, *, most: int = 10, max_plans: int = 48, status: Status | None = None
 ) -> dict[str, Any]:
-    """Returns the best layouts for these nodes that fit, and counts of the search.
+    """Returns the best layouts for these nodes that surely fit, and counts of the search.
 
     Every combination of degrees, ZeRO-1, sequence parallelism, microbatches and rematerialization is scored by the
     `floor` of its plan. In order of score, those that may be among the best are planned. The score is the projected
@@ -48,7 +48,8 @@ def ranked(
 
     Returns:
       {"rows": the best first, "by": "step_s" or "total", "layouts": number of combinations, "planned": number of
-      those planned, "smallest": fewest bytes of a floor, "budget": bytes of a device, "rest": floor of the best
+      those planned, "tight": number of these that fit only by the estimate of temporaries, which may be too low,
+      "smallest": fewest bytes of a floor, "budget": bytes of a device, "rest": floor of the best
       combination left out; None if none was left out that could be among the best}.
     """
     target = cost.target(site.target)
@@ -57,6 +58,7 @@ def ranked(
     scored = sorted(candidates(config, site), key=lambda pair: (getattr(pair[0], by), pair[0].total))
     best: dict[tuple, dict[str, Any]] = {}  # row of every choice of degrees
     too_large: list[Config] = []
+    tight = 0
     planned, rest, status = 0, None, status or Status()
     for least, candidate in scored:
         if least.total > budget or any(_holds_more(candidate, other) for other in too_large):
@@ -72,13 +74,15 @@ def ranked(
         planned += 1
         row = _row(make_plan(candidate, site), candidate)
         status.share, status.text = planned / max_plans, f"{planned} of at most {max_plans} plans"
-        if row["total"] > budget:
+        if row["upper"] > budget:
             too_large.append(candidate)
+            tight += row["total"] <= budget
         elif degrees not in best or row[by] < best[degrees][by]:
             best[degrees] = row
     rows = sorted(best.values(), key=operator.itemgetter(by))[:most]
+    rows.sort(key=lambda row: bool(row["disputed_groups"]))
     found = {"rows": rows, "by": by, "layouts": len(scored), "planned": planned, "budget": budget, "rest": rest}
-    return found | {"smallest": min((least.total for least, _ in scored), default=None)}
+    return found | {"tight": tight} | {"smallest": min((least.total for least, _ in scored), default=None)}
 
 
 def _degrees(config: Config) -> tuple[int, ...]:
@@ -103,7 +107,9 @@ def _row(plan: dict[str, Any], config: Config) -> dict[str, Any]:
         "layout": plan["layout"],
         "num_microbatches": config.train.num_microbatches,
         "remat": config.model.remat,
+        "disputed_groups": plan["disputed_groups"],
         "total": plan["device_bytes"]["total"],
+        "upper": plan["device_bytes"]["upper"],
         "budget": plan["device_bytes"]["budget"],
         "step_s": projection.get("step_s"),
         "tokens_per_s": projection.get("tokens_per_s"),
@@ -111,8 +117,11 @@ def _row(plan: dict[str, Any], config: Config) -> dict[str, Any]:
 
 
 def candidates(config: Config, site: Site) -> Iterator[tuple[Floor, Config]]:
-    """Yields (floor of its plan, config) for every layout that passes all checks, with tensor inside a node."""
-    target = cost.target(site.target)
+    """Yields (floor of its plan, config) for every layout that passes all checks, with tensor inside a node.
+
+    On Neuron these include the groups of cores that collectives support, see `neuron_groups`.
+    """
+    target, server = cost.target(site.target), site.server
     for degrees in all_degrees(site.num_devices):
         replicas = degrees["data"] * degrees["fsdp"]
         if degrees["tensor"] > target.num_devices or config.data.batch_size % replicas:
@@ -121,7 +130,7 @@ def candidates(config: Config, site: Site) -> Iterator[tuple[Floor, Config]]:
         for zero1, sequence_parallel in itertools.product(_switch(degrees["data"]), _switch(degrees["tensor"])):
             parallel = degrees | {"zero1": zero1, "sequence_parallel": sequence_parallel}
             one = _changed(config, parallel, train={"num_microbatches": rows})
-            if one is not None and passes(one, site.num_devices):
+            if one is not None and passes(one, site.num_devices, server=server):
                 yield from _schedules(one, site, rows=rows)
 
 
@@ -163,7 +172,7 @@ def _tried(config: Config, site: Site) -> dict[str, Any] | None:
 
 
 def _nearest_change(config: Config, site: Site) -> str | None:
-    """Returns the mildest change with which the plan fits, or None."""
+    """Returns the mildest change with which the plan surely fits, or None."""
     degrees = {axis: getattr(config.parallel, axis) for axis in ("pipe", "fsdp", "tensor")}
     rows = config.data.batch_size // max(1, site.num_devices // math.prod(degrees.values()))
     changes = [({}, {}, {"num_microbatches": rows}), ({"zero1": True}, {}, {})]
@@ -175,9 +184,8 @@ def _nearest_change(config: Config, site: Site) -> str | None:
     for parallel, model, train in changes:
         candidate = _changed(config, {"data": -1} | parallel, model=model, train=train)
         plan = None if candidate is None or candidate == config else _tried(candidate, site)
-        if plan is not None and plan["fits"]:
+        if plan is not None and plan["fits_surely"]:
             named = {"parallel": parallel, "model": model, "train": train}
             return ", ".join(f"{name}.{key}={value}" for name, part in named.items() for key, value in part.items())
-    if site.nodes < 4096 and (plan := _tried(config, dataclasses.replace(site, nodes=2 * site.nodes))) and plan["fits"]:
-        return f"--nodes={2 * site.nodes}"
-    return None
+    more = _tried(config, dataclasses.replace(site, nodes=2 * site.nodes)) if site.nodes < 4096 else None
+    return f"--nodes={2 * site.nodes}" if more and more["fits_surely"] else None

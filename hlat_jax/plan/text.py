@@ -6,11 +6,14 @@ from typing import Any
 
 from hlat_jax.byte_sizes import format_bytes
 from hlat_jax.plan.instructions import NOTE, OPERATION_ADVICE, PROGRAM_ADVICE, rounded
+from hlat_jax.plan.memory import TEMPORARIES_ERROR
 
 
 def memory_line(total: int, budget: int, *, state: int, temporaries: int) -> str:
     """Returns the line that `train` prints for the memory of a device."""
-    verdict = "" if total <= budget else "; DOES NOT FIT: try python -m hlat_jax.plan --search"
+    upper = total - temporaries + temporaries / (1 - TEMPORARIES_ERROR)
+    verdict = "" if upper <= budget else "; MAY NOT FIT" if total <= budget else "; DOES NOT FIT"
+    verdict += ": try python -m hlat_jax.plan --search" if verdict else ""
     return (
         f"memory planned   {format_bytes(total)} of {format_bytes(budget)} on the fullest device: "
         f"{format_bytes(state)} state, {format_bytes(temporaries)} temporaries (estimated){verdict}"
@@ -53,12 +56,15 @@ def ranking(found: dict[str, Any], where: str) -> str:
     if not found["rows"]:
         least = f"none of the {found['planned']} planned, of {found['layouts']:,}; the smallest needs "
         least += f"{format_bytes(found['smallest'])} before workspace"
-        return f"No layout for {where} fits {format_bytes(found['budget'])} per device: {least}. Use more nodes."
+        tight = f" {_tight(found)}." if found["tight"] else ""
+        return f"No layout for {where} fits {format_bytes(found['budget'])} per device: {least}.{tight} Use more nodes."
     by = "projected step" if found["by"] == "step_s" else "memory, as the speed of the device is unknown"
     left = ""
     if found["rest"] is not None:
         least = f"{found['rest']:.3f} s" if found["by"] == "step_s" else format_bytes(found["rest"])
         left = f"; the others take at least {least}"
+    left += f"; {_tight(found)}" if found["tight"] else ""
+    by += _doubtful(found)
     lines = [
         f"Layouts that fit {where}, by {by}; {found['planned']} of {found['layouts']:,} planned{left}",
         "rank  pipe  data  fsdp  tensor  sequence  zero1  microbatches  remat      memory of a device    "
@@ -71,8 +77,22 @@ def ranking(found: dict[str, Any], where: str) -> str:
             f"{rank:>4}  {layout['pipe']:>4}  {layout['data']:>4}  {layout['fsdp']:>4}  {layout['tensor']:>6}  "
             f"{_yes(layout['sequence_parallel']):<8}  {_yes(layout['zero1']):<5}  {row['num_microbatches']:>12}  "
             f"{row['remat']:<9}  {format_bytes(row['total']):>9} of {format_bytes(row['budget'])}  {speed}"
+            + ("  ?" if row["disputed_groups"] else "")
         )
     return "\n".join(lines)
+
+
+def _doubtful(found: dict[str, Any]) -> str:
+    if not any(row["disputed_groups"] for row in found["rows"]):
+        return ""
+    return ", then those marked ?, whose groups of cores pages contradict each other on or do not name"
+
+
+def _tight(found: dict[str, Any]) -> str:
+    return (
+        f"{found['tight']} not ranked: they fit only if temporaries, which are estimated within "
+        f"{TEMPORARIES_ERROR:.0%}, take no more than the estimate"
+    )
 
 
 def _yes(value: bool) -> str:
@@ -142,11 +162,15 @@ def _memory_lines(plan: dict[str, Any]) -> list[str]:
     lines.append(
         f"  {'total':<14} {format_bytes(memory['total']):>12}  of a budget of {format_bytes(memory['budget'])}"
     )
-    if plan["fits"]:
+    if plan["fits_surely"]:
         return [*lines, "  fits"]
-    lines.append(f"  DOES NOT FIT; the largest part is {plan['binds']}")
+    if plan["fits"]:
+        upper = format_bytes(memory["upper"])
+        lines.append(f"  MAY NOT FIT: temporaries are estimated within {TEMPORARIES_ERROR:.0%}, so it may take {upper}")
+    else:
+        lines.append(f"  DOES NOT FIT; the largest part is {plan['binds']}")
     change = plan.get("change")
-    lines.append(f"  nearest change that fits: {change}" if change else "  no single change fits; try --search")
+    lines.append(f"  nearest change that surely fits: {change}" if change else "  no single change fits; try --search")
     return lines
 
 
@@ -158,6 +182,7 @@ def _collective_lines(plan: dict[str, Any]) -> list[str]:
             f"  {row['kind']:<19} {axes:<32} {row['group']:>5} {row['count']:>7,} "
             f"{format_bytes(row['payload_bytes']):>12} {format_bytes(row['sent_bytes']):>12}  {row['over']}"
         )
+    lines += [f"  disputed: {words}" for words in plan["disputed_groups"]]
     return lines if plan["collectives"] else ["  none"]
 
 
@@ -168,13 +193,33 @@ def _projection_lines(plan: dict[str, Any]) -> list[str]:
     price = "" if projection["price"] is None else f", price {projection['price']:,.0f}"
     return [
         f"step             {projection['step_s']:.3f} s, {projection['tokens_per_s']:,.0f} tokens/s, "
-        f"MFU {projection['mfu_6n']:.1%} (6N) ({projection['label']}: products at full speed, nothing overlapped)",
-        f"  products {projection['products']:.3f} s, update {projection['update']:.3f} s, collectives in a node "
-        f"{projection['link']:.3f} s, between nodes {projection['network']:.3f} s; all collectives overlapped: "
-        f"{projection['step_overlapped_s']:.3f} s",
+        f"MFU {projection['mfu_6n']:.1%} (6N) ({projection['label']}: {_basis(projection)}, nothing overlapped)",
+        *_calibration_lines(projection),
+        f"  at full speed products {projection['products']:.3f} s, update {projection['update']:.3f} s, collectives in "
+        f"a node {projection['link']:.3f} s, between nodes {projection['network']:.3f} s; the step with all "
+        f"collectives overlapped {projection['step_overlapped_s']:.3f} s",
         f"  executed FLOPs are {projection['executed_over_model_flops']:.2f} of the model's: recomputation, idle "
         "ticks, copies of KV heads",
         f"  whole run {projection['days']:.1f} days, {projection['instance_hours']:,.0f} instance hours{price}",
+    ]
+
+
+def _basis(projection: dict[str, Any]) -> str:
+    found = projection["calibration"]
+    return f"products at {found['efficiency']:.0%} of full speed" if found else "products at full speed"
+
+
+def _calibration_lines(projection: dict[str, Any]) -> list[str]:
+    found = projection["calibration"]
+    if found is None:
+        return ["  not calibrated: no published rows for this kind of device; a real step is slower"]
+    where = f"published rows of {found['device']}"
+    if found["is_extrapolated"]:
+        where += ", extrapolated to this device, for which none are published"
+    return [
+        f"  range {found['step_low_s']:.3f} to {found['step_high_s']:.3f} s: that of models held out of the fit to "
+        f"{where}; error on them: median {found['median_error']:.0%}, worst {found['worst_error']:.0%}; at full speed "
+        f"{projection['step_roofline_s']:.3f} s",
     ]
 
 

@@ -123,24 +123,24 @@ COLLECTIVES = {
     "kv-copies": {
         "all-reduce data": 11,
         "all-reduce data*tensor_rep": 1,
-        "all-reduce tensor_kv*tensor_rep": 22,
+        "all-reduce tensor_rep*tensor_kv": 22,
     },
     "kv-copies-sequence-zero1": {
         "all-gather data": 6,
         "all-gather data*tensor_rep": 1,
-        "all-gather tensor_kv*tensor_rep": 104,
+        "all-gather tensor_rep*tensor_kv": 104,
         "all-reduce data": 2,
-        "all-reduce data*tensor_kv*tensor_rep": 5,
-        "all-reduce tensor_kv*tensor_rep": 8,
+        "all-reduce data*tensor_rep*tensor_kv": 5,
+        "all-reduce tensor_rep*tensor_kv": 8,
         "reduce-scatter data": 6,
         "reduce-scatter data*tensor_rep": 1,
-        "reduce-scatter tensor_kv*tensor_rep": 72,
+        "reduce-scatter tensor_rep*tensor_kv": 72,
     },
     "kv-copies-8": {
-        "all-gather tensor_kv*tensor_rep": 26,
-        "all-reduce tensor_kv*tensor_rep": 7,
+        "all-gather tensor_rep*tensor_kv": 26,
+        "all-reduce tensor_rep*tensor_kv": 7,
         "all-reduce tensor_rep": 1,
-        "reduce-scatter tensor_kv*tensor_rep": 18,
+        "reduce-scatter tensor_rep*tensor_kv": 18,
     },
     "fsdp-tensor-sequence": {
         "all-gather data": 7,
@@ -172,13 +172,13 @@ COLLECTIVES = {
         "reduce-scatter fsdp": 35,
     },
     "pipe-kv-copies": {
-        "all-gather tensor_kv*tensor_rep": 125,
+        "all-gather tensor_rep*tensor_kv": 125,
         "all-gather tensor_rep": 1,
         "all-reduce pipe": 34,
-        "all-reduce pipe*tensor_kv*tensor_rep": 18,
-        "all-reduce tensor_kv*tensor_rep": 3,
+        "all-reduce pipe*tensor_rep*tensor_kv": 18,
+        "all-reduce tensor_rep*tensor_kv": 3,
         "collective-permute pipe": 17,
-        "reduce-scatter tensor_kv*tensor_rep": 89,
+        "reduce-scatter tensor_rep*tensor_kv": 89,
         "reduce-scatter tensor_rep": 1,
     },
     "pipe-tensor-sequence": {
@@ -448,7 +448,7 @@ def test_loss_over_a_sharded_vocabulary_matches_float64(implementation):
 
         return jax.value_and_grad(loss, argnums=(0, 1))(hidden, head)
 
-    split = P(("pipe", "tensor_kv", "tensor_rep"))
+    split = P(("pipe", "tensor_rep", "tensor_kv"))
     everywhere = jax.shard_map(
         local, mesh=layout.mesh, in_specs=(P(), split), out_specs=(P(), (P(), split)), check_vma=False
     )

@@ -1,0 +1,210 @@
+"""Which groups of cores Neuron's collectives are documented to support inside a server, and in which order.
+
+One table, for the layout of a run, the search over layouts, the lint and `--cores`. Nothing here ran on a device: where
+pages contradict each other, both sides are kept, and the group is disputed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from hlat_jax import cost
+
+FINE, DISPUTED, REFUSED = VERDICTS = ("fine", "disputed", "refused")
+Orders = tuple[tuple[int, ...], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Rules:
+    """Groups of JAX devices inside one server of a kind.
+
+    Attributes:
+      server: number of devices of the largest server of this kind.
+      sizes: of groups of consecutive devices that pages list without contradiction.
+      orders: size -> all groups of that size, for sizes that work only in an order of their own.
+      strides: (size, stride) of other groups that a page has.
+      disputed: size -> what pages say.
+      refused: size -> why, for sizes that a page excludes.
+      is_switched: every group is as good as another.
+      source: pages.
+    """
+
+    server: int
+    sizes: tuple[int, ...]
+    orders: Mapping[int, Orders] = dataclasses.field(default_factory=dict)
+    strides: tuple[tuple[int, int], ...] = ()
+    disputed: Mapping[int, str] = dataclasses.field(default_factory=dict)
+    refused: Mapping[int, str] = dataclasses.field(default_factory=dict)
+    is_switched: bool = False
+    source: str = ""
+
+    @property
+    def listed(self) -> list[int]:
+        """The sizes for which there is a group."""
+        return sorted({*self.sizes, *self.orders, *self.disputed})
+
+
+def _folded(quarter: int) -> Orders:
+    """Returns two groups of half a server: its first and last quarter, and the two between, each there and back."""
+    first, second, third, fourth = (list(range(k * quarter, (k + 1) * quarter)) for k in range(4))
+    return tuple(first + fourth[::-1]), tuple(second + third[::-1])
+
+
+_FEATURES = "nxd-inference feature guide (tensor parallel degrees)"
+_STATE = "NxD's parallel_layers/parallel_state.py (order of the groups)"
+# Keys of cost.DEVICES.
+RULES = {
+    "trn1": Rules(
+        server=32,
+        sizes=(1, 2, 8, 16, 32),
+        orders={4: tuple(tuple(range(first, 32, 8)) for first in range(8))},
+        source=f"{_FEATURES}; {_STATE}; archive/nxd-training/mlp lists 1, 2, 8 and 32 cores of an instance, without 16",
+    ),
+    "trn2": Rules(
+        server=64,
+        sizes=(1, 2, 4, 16, 64),
+        orders={32: _folded(16)},
+        strides=((4, 4),),
+        disputed={
+            8: "the NxD Inference guide lists degree 8 on trn2, NxD's parallel_state.py has no groups of 8 there"
+        },
+        source=f"{_FEATURES}; {_STATE}; archive/nxd-training/mlp lists 1, 4, 16 and 64 cores of an instance",
+    ),
+    "trn2-lnc1": Rules(
+        server=128,
+        sizes=(1, 4, 8, 32, 128),
+        orders={64: _folded(32)},
+        disputed={2: "no page lists degree 2 on trn2 at LNC 1"},
+        refused={16: "NxD's parallel_state.py excludes groups of 16 on trn2 at LNC 1"},
+        source=_STATE,
+    ),
+    "trn3": Rules(server=16, sizes=(), is_switched=True, source="Trn3 architecture: PCIe switches, no torus"),
+    "trn3-lnc1": Rules(server=32, sizes=(), is_switched=True, source="Trn3 architecture: PCIe switches, no torus"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Server:
+    """The devices of each server that a run uses: the first ones of a kind.
+
+    Attributes:
+      kind: a key of RULES.
+      size: number of devices; at most those of the largest server.
+    """
+
+    kind: str
+    size: int
+
+    @property
+    def rules(self) -> Rules:
+        return RULES[self.kind]
+
+
+def server_of(devices: Sequence[object]) -> Server | None:
+    """Returns the servers of JAX's Neuron devices by kind and process; None for others, and for unknown kinds."""
+    first = devices[0]
+    kind = cost.NEURON_KINDS.get(first.device_kind.lower())
+    if first.platform != "neuron" or kind is None:
+        return None
+    near = sum(device.process_index == first.process_index for device in devices)
+    return Server(kind, min(near, RULES[kind].server))
+
+
+def server_of_target(target: str, *, num_devices: int) -> Server | None:
+    """Returns the servers of a target of `cost.TARGETS` in a run of so many devices; None: not of Neuron."""
+    found = cost.target(target)
+    kind = next((name for name in RULES if cost.DEVICES[name] == found.device), None)
+    return kind and Server(kind, min(num_devices, found.num_devices // found.servers, RULES[kind].server))
+
+
+def verdict_of_first(count: int, *, instance: str, lnc: int) -> tuple[str, str]:
+    """Returns the `verdict` on the first devices of an instance, as a job of its own."""
+    kind = cost.INSTANCES[instance]
+    name = kind.target.removesuffix("n") + ("" if lnc == kind.lncs[0] else f"-lnc{lnc}")
+    return verdict(np.arange(count)[None], Server(name, kind.num_devices(lnc=lnc)))
+
+
+def order(server: Server | None, tensor: int) -> list[int] | None:
+    """Returns, for each place of a server, the device that serves it, for a degree that needs an order of its own.
+
+    Places are numbered with `tensor` innermost. None: as they are numbered.
+    """
+    groups = server.rules.orders.get(tensor) if server else None
+    if groups is None or server.size != server.rules.server:
+        return None
+    return [device for group in groups for device in group]
+
+
+def verdict(groups: np.ndarray, server: Server) -> tuple[str, str]:
+    """Returns (FINE, DISPUTED or REFUSED; why) for the groups [n, size] of one collective, the worst of them.
+
+    Devices are numbered over all servers. Each server's part of a group is judged, and has to be the same in all.
+    """
+    if groups.shape[1] == 1 or server.rules.is_switched:
+        return FINE, ""
+    ordered = np.sort(groups, axis=1)
+    servers, places = ordered // server.size, ordered % server.size
+    spanned = len(np.unique(servers[0]))
+    found = []
+    if groups.shape[1] % spanned == 0:
+        parts = places.reshape(len(groups), spanned, -1)
+        is_even = (servers.reshape(parts.shape) == servers.reshape(parts.shape)[:, :, :1]).all()
+        if is_even and (parts == parts[:, :1]).all():
+            found = [_judged(tuple(map(int, part)), server) for part in np.unique(parts[:, 0], axis=0)]
+    if not found:
+        why = "its groups do not have the same cores of every server (internode-collective-comm)"
+        return REFUSED, why
+    return max(found, key=lambda one: VERDICTS.index(one[0]))
+
+
+@functools.lru_cache(maxsize=4096)
+def _judged(part: tuple[int, ...], server: Server) -> tuple[str, str]:
+    """Returns the verdict on the sorted devices of one server."""
+    rules, size = server.rules, len(part)
+    if size == 1:
+        return FINE, ""
+    named = f"{size} cores {_abbreviated(part)}"
+    steps = {b - a for a, b in itertools.pairwise(part)}
+    stride = steps.pop() if len(steps) == 1 else 0
+    if part in _ordered(rules) or (size, stride) in rules.strides:
+        return FINE, ""
+    if stride in rules.sizes and stride > 1 and stride * size == rules.server == server.size:
+        return FINE, ""  # the replicas beside a listed degree
+    if size not in rules.listed:
+        why = rules.refused.get(size) or f"no page lists groups of {size}"
+        return REFUSED, f"{named}: {why}; sizes with a group: {_words(rules.listed)}"
+    if stride == 1 and part[0] % size == 0:
+        if size in rules.sizes:
+            return FINE, ""
+        if size in rules.disputed:
+            return DISPUTED, f"{named}: {rules.disputed[size]}"
+        works = " and ".join(_abbreviated(sorted(group)) for group in rules.orders[size][:2])
+        return REFUSED, f"{named}: groups of {size} work in an order of their own, such as {works}"
+    return DISPUTED, f"{named}: no page documents groups of {size} in this pattern"
+
+
+def _ordered(rules: Rules) -> set[tuple[int, ...]]:
+    """Returns the sorted groups that have an order of their own, and those of the replicas beside them."""
+    return {tuple(sorted(group)) for own in rules.orders.values() for group in (*own, *zip(*own, strict=True))}
+
+
+def _abbreviated(part: Sequence[int]) -> str:
+    words = [str(device) for device in part]
+    return f"[{', '.join(words if len(words) <= 8 else [*words[:4], '...', *words[-2:]])}]"
+
+
+def _words(numbers: Sequence[int]) -> str:
+    return f"{', '.join(map(str, numbers[:-1]))} and {numbers[-1]}"
+
+
+def groups_along(shape: Mapping[str, int], axes: Sequence[str], *, devices: np.ndarray) -> np.ndarray:
+    """Returns the groups [n, size] of devices along some axes of a mesh of this shape, outermost first."""
+    numbered, names = devices.reshape(tuple(shape.values())), list(shape)
+    last = [names.index(axis) for axis in names if axis not in axes] + [names.index(axis) for axis in axes]
+    return numbered.transpose(last).reshape(-1, math.prod(shape[axis] for axis in axes))

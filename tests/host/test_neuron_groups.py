@@ -1,0 +1,179 @@
+"""Groups of cores that Neuron lists: the table against the pages, placements, layouts, the search and `--cores`."""
+
+import itertools
+
+import numpy as np
+import pytest
+from planned import small_config
+
+from hlat_jax import cost
+from hlat_jax.config import ParallelConfig
+from hlat_jax.host import neuron_groups
+from hlat_jax.host.neuron_groups import DISPUTED, FINE, REFUSED, RULES, Server, groups_along, verdict
+from hlat_jax.host.neuron_topology import Topology, checked
+from hlat_jax.parallel.degrees import check_degrees, group_verdicts, layout_over, placement, verdicts
+from hlat_jax.parallel.virtual_devices import PlannedClient, PlannedDevice, planned_layout
+from hlat_jax.plan import search, text
+from hlat_jax.plan.report import Site, make_plan
+
+TRN1, TRN2, LNC1 = Server("trn1", 32), Server("trn2", 64), Server("trn2-lnc1", 128)
+
+
+def level(server, *groups):
+    return verdict(np.asarray(groups), server)[0]
+
+
+def consecutive(server, size):
+    return level(server, *np.arange(server.size).reshape(-1, size))
+
+
+# Source: reference page, section 4: nxd-inference feature guide, NxD's parallel_state.py, archive/nxd-training/mlp.
+CONSECUTIVE = {
+    TRN1: {1: FINE, 2: FINE, 4: REFUSED, 8: FINE, 16: FINE, 32: FINE},
+    TRN2: {1: FINE, 2: FINE, 4: FINE, 8: DISPUTED, 16: FINE, 32: REFUSED, 64: FINE},
+    LNC1: {1: FINE, 2: DISPUTED, 4: FINE, 8: FINE, 16: REFUSED, 32: FINE, 64: REFUSED, 128: FINE},
+}
+
+
+@pytest.mark.parametrize("server", CONSECUTIVE, ids=lambda server: server.kind)
+def test_consecutive_groups_are_judged_as_the_pages_say(server):
+    assert {size: consecutive(server, size) for size in CONSECUTIVE[server]} == CONSECUTIVE[server]
+
+
+def test_groups_of_special_order_are_listed():
+    assert level(TRN1, [0, 8, 16, 24], [1, 9, 17, 25]) == FINE
+    assert level(TRN1, [0, 2, 4, 6]) == DISPUTED
+    assert level(TRN2, [*range(16), *range(63, 47, -1)], [*range(16, 32), *range(47, 31, -1)]) == FINE
+    assert level(TRN2, [0, 4, 8, 12]) == level(TRN2, [0, 16, 32, 48]) == FINE  # 4 x 4 x 4 in parallel_state.py
+
+
+@pytest.mark.parametrize(
+    ("server", "group"),
+    [(TRN1, [0, 1, 2]), (TRN1, list(range(24))), (TRN2, list(range(6))), (TRN2, list(range(48)))],
+)
+def test_a_size_that_no_page_lists_is_refused_with_those_that_are(server, group):
+    found, why = verdict(np.asarray([group]), server)
+    assert found == REFUSED
+    assert f"no page lists groups of {len(group)}; sizes with a group: 1, 2, 4, 8, 16" in why
+
+
+def test_groups_between_servers_need_the_same_cores_of_each():
+    assert level(TRN1, [0, 32], [1, 33]) == FINE
+    assert level(TRN1, [0, 33]) == REFUSED
+    assert level(TRN1, [0, 1, 32]) == REFUSED
+    assert level(TRN1, [0, 8, 16, 24, 32, 40, 48, 56]) == FINE
+    assert level(TRN1, [0, 1, 2, 3, 32, 33, 34, 35]) == REFUSED
+
+
+def test_switched_servers_have_no_rule():
+    assert level(Server("trn3", 16), [0, 1, 2]) == FINE
+
+
+def test_every_neuron_device_has_rules_of_groups():
+    assert set(RULES) == set(cost.NEURON_KINDS.values())
+    for name, server in (("trn1", 32), ("trn2", 64), ("trn2-lnc1", 128)):
+        assert RULES[name].server == server
+        for own in RULES[name].orders.values():
+            assert sorted(itertools.chain.from_iterable(own)) == list(range(server))
+
+
+@pytest.mark.parametrize(("server", "tensor"), [(TRN1, 4), (TRN2, 32), (LNC1, 64), (TRN1, 8)])
+def test_placement_gives_listed_groups_to_tensor_and_to_its_replicas(server, tensor):
+    devices = placement(2 * server.size, tensor=tensor, server=server)
+    assert sorted(devices) == list(range(2 * server.size))
+    shape = {"data": 2 * server.size // tensor, "tensor": tensor}
+    for axis in shape:
+        assert verdict(groups_along(shape, [axis], devices=devices), server) == (FINE, "")
+
+
+def test_layout_over_neuron_devices_is_placed_and_one_over_others_is_not():
+    def devices(kind, platform):
+        client = PlannedClient(platform, 64)
+        return [PlannedDevice(n, client, device_kind=kind, process_index=n // 32) for n in range(64)]
+
+    config = small_config(tensor=4, data=16, rows=16)
+    mesh = layout_over(config, devices("NC_v2", "neuron")).mesh
+    assert [device.id for device in mesh.devices.reshape(16, 4)[0]] == [0, 8, 16, 24]
+    assert [device.id for device in mesh.devices.reshape(16, 4)[8]] == [32, 40, 48, 56]
+    for kind, platform in (("NC_v2", "cpu"), ("NC_v9", "neuron"), ("planned", "neuron")):
+        mesh = layout_over(config, devices(kind, platform)).mesh
+        assert [device.id for device in mesh.devices.reshape(16, 4)[0]] == [0, 1, 2, 3]
+
+
+def test_layout_whose_groups_are_not_listed_is_refused_with_the_nearest_that_is():
+    config = small_config(tensor=1, data=4)
+    message = (
+        r"parallel.data=4: 4 cores \[0, 1, 2, 3\]: groups of 4 work in an order of their own, such as \[0, 8, 16, 24\]"
+        r".* on trn1. Source: nxd-inference feature guide"
+    )
+    with pytest.raises(ValueError, match=message):
+        planned_layout(config, 4, platform="neuron", server=Server("trn1", 4))
+    assert planned_layout(config, 4, platform="neuron").degrees["data"] == 4
+    assert planned_layout(config, 4, platform="neuron", server=Server("trn2", 4)).degrees["data"] == 4
+
+
+def test_degree_that_no_group_supports_is_refused():
+    check_degrees(small_config(tensor=8, data=12, rows=12), 96, server=TRN1)  # 4 in each of 3 nodes
+    config = small_config(data=3, rows=3)
+    check_degrees(config, 3)
+    with pytest.raises(
+        ValueError, match=r"parallel.data=3: 3 cores \[0, 1, 2\]: no page lists groups of 3; sizes with"
+    ):
+        check_degrees(config, 3, server=Server("trn1", 3))
+
+
+def test_copies_of_kv_heads_of_70b_are_in_the_groups_of_4_that_work():
+    """TP 32 with 8 KV heads: cores 0, 8, 16, 24 have the same KV head."""
+    assert group_verdicts((8, 32, 1, 32), num_kv_heads=8, zero1=True, server=TRN1) == {DISPUTED: [], REFUSED: []}
+    config = small_config(tensor=8, fuse=False)
+    layout = planned_layout(config, 8, platform="neuron")
+    assert layout.mesh.shape["tensor_rep"] == 2
+    assert [device.id for device in layout.mesh.devices.reshape(2, 4)[:, 0]] == [0, 4]
+
+
+def test_search_leaves_out_refused_layouts_and_ranks_disputed_ones_last():
+    config, site = small_config(rows=32, policy="mixed"), Site("trn1.32xlarge", 1)
+    tried = [candidate for _, candidate in search.candidates(config, site)]
+    for c in tried:
+        assert not verdicts(c, 32, site.server)[REFUSED]
+    assert {c.parallel.tensor for c in tried} == {1, 2, 4, 8}
+    rows = [{"disputed_groups": disputed, "step_s": step, "layout": {}} for disputed, step in ((["x"], 1.0), ([], 2.0))]
+    assert "then those marked ?" in text._doubtful({"rows": rows})
+    assert text._doubtful({"rows": rows[1:]}) == ""
+
+
+def test_plan_names_disputed_groups():
+    config = small_config(tensor=8, data=8, fuse=False)
+    plan = make_plan(config, Site("trn2.48xlarge", 1))
+    assert any(words.startswith("parallel.tensor=8: 8 cores") for words in plan["disputed_groups"])
+    assert "disputed: parallel.tensor=8: 8 cores" in text.full(plan)
+
+
+CORES = {
+    ("trn1.32xlarge", 1): (1, 2, 8, 16, 32),
+    ("trn1.2xlarge", 1): (1, 2),
+    ("trn2.3xlarge", 2): (1, 2, 4),
+    ("trn2.48xlarge", 2): (1, 2, 4, 8, 16, 64),
+    ("trn2.48xlarge", 1): (1, 2, 4, 8, 32, 128),
+}
+
+
+@pytest.mark.parametrize(("instance", "lnc"), CORES)
+def test_cores_are_those_of_a_listed_group(instance, lnc):
+    for count in range(1, cost.INSTANCES[instance].num_devices(lnc=lnc) + 1):
+        topology = Topology(instance, cores=count, lnc=lnc)
+        if count in CORES[instance, lnc]:
+            assert checked(topology).cores == count
+        else:
+            with pytest.raises(ValueError, match=rf"--cores={count}: {count} cores \[0, 1"):
+                checked(topology)
+
+
+def test_abstract_degrees_and_devices_agree_on_the_groups():
+    """The check by degrees judges the groups of the mesh that the layout builds."""
+    config = small_config(tensor=4, data=8, rows=8)
+    layout = planned_layout(config, 32, platform="neuron", server=TRN1)
+    ids = np.vectorize(lambda device: device.id)(layout.mesh.devices)
+    assert (ids.reshape(-1) == placement(32, tensor=4, server=TRN1)).all()
+    assert ParallelConfig().zero1 is False
+    assert neuron_groups.server_of(list(layout.mesh.devices.flat)) is None  # virtual: no kind of their own
