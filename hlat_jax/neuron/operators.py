@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import json
+import math
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import stablehlo
 
 from hlat_jax.neuron import indices
 from hlat_jax.neuron.known_values import DTYPES
@@ -48,6 +50,8 @@ CUSTOM_CALLS = {f"AwsNeuron{word}" for word in _AWS.split()} | {
 # The partitioner removes these before the compiler runs.
 _MARKERS = re.compile(r"Sharding|SPMDFullToShardShape|SPMDShardToFullShape|(xla\.)?sdy\..*|LayoutConstraint")
 _LARGE_TABLE = 8192  # rows
+_LARGE_OPERAND = 2**20  # elements of a right-hand side
+_IDENTITY = 128  # columns of the identity by which the tensor engine transposes
 _DYNAMIC = re.compile(r"stablehlo\.(real_)?dynamic_(reshape|broadcast_in_dim|iota|pad|gather|conv)|.*dimension_size")
 
 
@@ -261,6 +265,28 @@ def _dot(op: Any, _: Program) -> Iterator[Hit]:
         yield "INT01", str(kind)
     if attribute(op, "algorithm") is not None:
         yield "DA01", str(attribute(op, "algorithm"))
+    yield from _transposed(op)
+
+
+def _transposed(dot: Any) -> Iterator[Hit]:
+    """Yields DG01 or DG02 for a product whose right-hand side is large and contracted after a dimension that it keeps.
+
+    The tensor engine then transposes it, as a product with an identity of 128 columns. For `rows` of the left-hand side
+    that is 128 / rows of the product's work: this gives both numbers of the issue that the rules cite. The issue is
+    about products without batch dimensions; in the others, such as attention, another order transposes as much.
+    """
+    left, right = tensor(dot.operands[0]), tensor(dot.operands[1])
+    numbers = stablehlo.DotDimensionNumbers(dot.attributes["dot_dimension_numbers"])
+    contracted, batch = list(numbers.rhs_contracting_dimensions), list(numbers.rhs_batching_dimensions)
+    kept = [dim for dim, size in enumerate(right.dims) if dim not in (*contracted, *batch) and size != 1]
+    is_first = not kept or max((dim for dim in contracted if right.dims[dim] != 1), default=-1) < min(kept)
+    if is_first or right.num_elements < _LARGE_OPERAND:
+        return
+    of_left = {*numbers.lhs_contracting_dimensions, *numbers.lhs_batching_dimensions}
+    rows = math.prod(size or 1 for dim, size in enumerate(left.dims) if dim not in of_left)
+    what = f"{right} contracted over dimension {', '.join(map(str, contracted))} for {rows:,} row{'s'[: rows - 1]}: "
+    what += f"transposing it adds {_IDENTITY / rows:.0%} to the product"
+    yield ("DG01" if rows < _IDENTITY and not batch else "DG02"), what
 
 
 def _power(op: Any, _: Program) -> Iterator[Hit]:

@@ -37,6 +37,7 @@ MAX_ARGUMENTS = 128
 DONATED_BYTES = 2**20
 _GROUPED = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "collective_broadcast")
 _SUMS_ADDED, _PERMUTE_ADDED = ("sdy.all_reduce", "sdy.reduce_scatter"), "sdy.collective_permute"
+_SHARDINGS = ("sdy.sharding", "out_shardings", "out_sharding")  # of an operation, a region, a collective
 _SHARDY = (
     "sdy-propagation-pipeline,func.func(sdy-insert-explicit-reshards{enable-full-version=true}),"
     "func.func(sdy-reshard-to-collectives)"
@@ -207,8 +208,7 @@ def size_findings(program: Program) -> Iterator[tuple[str, str, Any]]:
             shardings = [sharding_of(attrs) for attrs in _attributes(op, "arg_attrs", len(values))]
         else:
             values = list(op.results)
-            keys = ("sdy.sharding", "out_shardings", "out_sharding")  # of an operation, a region, a collective
-            per_value = next((str(op.attributes[key]) for key in keys if key in op.attributes), "")
+            per_value = next((str(op.attributes[key]) for key in _SHARDINGS if key in op.attributes), "")
             shardings = re.findall(r"<@\w+, \[.*?\](?:, replicated=\{.*?\})?>", per_value)
         inside = enclosing_op(op, "sdy.manual_computation") is not None
         for number, value in enumerate(values):
@@ -223,10 +223,10 @@ def size_findings(program: Program) -> Iterator[tuple[str, str, Any]]:
 
 def local_result(op: Any, program: Program) -> Tensor:
     """Returns the per-device type of an operation's first result under Shardy's shardings."""
-    inside = enclosing_op(op, "sdy.manual_computation") is not None
-    return _local_type(
-        tensor(op.results[0]), "" if inside else sharding_of(str(attribute(op, "sdy.sharding"))), program
-    )
+    if enclosing_op(op, "sdy.manual_computation") is not None:
+        return tensor(op.results[0])
+    sharding = next((str(op.attributes[key]) for key in _SHARDINGS if key in op.attributes), "")
+    return _local_type(tensor(op.results[0]), sharding_of(sharding), program)
 
 
 def _function_around(op: Any) -> str | None:

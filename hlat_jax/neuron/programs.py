@@ -25,10 +25,16 @@ EXPLAINED = {
     "rejects them, NEURON_COLLECTIVE_PERMUTE_TO_ALL_GATHER=1 replaces them",
 }
 EXPLAINED[("init", "DT06")] = "the counters of the split are below 2^32, so a cast to 32 bits drops only zeros"
-for _name in ("train", "eval"):
+for _name in ("train", "eval", "init"):
     EXPLAINED[(_name, "CG01")] = (
         "an estimate that nothing calibrates, with loops unrolled that the compiler may keep; begin with the smallest "
         "rung of `python -m hlat_jax.neuron ladder`, and if compilation fails, follow the advice of the rule"
+    )
+for _name in ("prefill", "decode"):
+    EXPLAINED[(_name, "DG01")] = (
+        "the head is stored [V, D], as the embedding that it may share; one row of logits is computed for samples "
+        "only, and by arithmetic reading the matrix takes longer than transposing it: on trn1 2 bytes at 410 GB/s, and 256 "
+        "FLOPs at 95 TFLOP/s, for each element"
     )
 EXPLAINED[("eval", "CC02")] = EXPLAINED[("train", "CC02")]
 

@@ -303,6 +303,21 @@ RULES: dict[str, Rule] = {
         "operand dtypes and preferred_element_type",
         _ISSUES,
     ),
+    "DG01": Rule(
+        "warning",
+        "`dot_general` of fewer than 128 rows that contracts the second dimension of a large right-hand side",
+        "the tensor engine transposes the right-hand side, which is more work than the product: 125 times as much for "
+        "one row of 4,096",
+        "a matrix stored with the contracted dimension first, [in, out]: lhs[t, k] x rhs[k, n]",
+        "github.com/aws-neuron/aws-neuron-sdk/issues/1336",
+    ),
+    "DG02": Rule(
+        "info",
+        "such a `dot_general` of 128 rows or more, or with batch dimensions",
+        "the tensor engine transposes the right-hand side: 128 / rows of the product's work",
+        "no change needed: a matrix that a step uses both ways is transposed in one of them",
+        "github.com/aws-neuron/aws-neuron-sdk/issues/1336; the share is derived from its numbers, not measured",
+    ),
     "CC01": Rule(
         "error",
         "more than 16 different sets of replica groups",

@@ -141,6 +141,11 @@ def algorithm(name):
     return lambda x: jax.lax.dot(x, x, precision=name)
 
 
+def contracted(dims, rows):
+    """A product of some rows with a matrix [n, k] or [k, n]."""
+    return (lambda x, w: jnp.einsum(f"tk,{dims}->tn", x, w)), shape(rows, 1024), shape(1024, 1024)
+
+
 # rule: (bad program, its clean twin); a program is StableHLO text, a function of X, or a function and its arguments
 CASES = {
     "LW01": (lambda x: jnp.linalg.svd(x)[1], lambda x: x * 2),
@@ -215,6 +220,8 @@ CASES = {
         (jax.jit(lambda x: x * 2, donate_argnums=0), shape(2**18)),
     ),
     "DA01": (algorithm("BF16_BF16_F32"), lambda x: x @ x),
+    "DG01": (contracted("nk", rows=1), contracted("kn", rows=1)),
+    "DG02": (contracted("nk", rows=2048), contracted("kn", rows=2048)),
     "CC01": (summed_over(17), summed_over(16)),
     "CC02": (ring(32, 10), ring(8, 1)),
     "CC03": (
@@ -760,22 +767,58 @@ def test_lint_of_node_on_the_smaller_node_has_no_error_and_no_unexplained_warnin
 
 
 @pytest.mark.parametrize("name", ["node", "7b", "70b"])
-def test_lint_of_generation_finds_only_infos(name, tmp_path, lint_here):
+def test_lint_of_generation_finds_infos_and_the_layout_of_the_head(name, tmp_path, lint_here):
     code, _, error = lint_here(f"--config={name}", "--program=generate", f"--json={tmp_path / 'found.json'}")
     assert (code, error) == (0, "")
     report = json.loads((tmp_path / "found.json").read_text())
     assert list(report["programs"]) == ["prefill", "decode"]
-    assert {row["severity"] for found in report["programs"].values() for row in found["findings"]} == {"info"}
+    rows = [row for found in report["programs"].values() for row in found["findings"]]
+    assert {row["rule"] for row in rows if row["severity"] != "info"} <= {"DG01"}
+    assert all(row["explained"] for row in rows if row["severity"] != "info")
 
 
 @pytest.mark.slow
 def test_every_explained_warning_occurs(lint_here, tmp_path):
     occurring = set()
-    for name in ("tiny", "70b"):
-        lint_here(f"--config={name}", f"--json={tmp_path / 'found.json'}")
+    for words in (["--config=tiny"], ["--config=70b"], ["--config=7b", "--program=generate"]):
+        lint_here(*words, f"--json={tmp_path / 'found.json'}")
         for program, found in json.loads((tmp_path / "found.json").read_text())["programs"].items():
             occurring |= {(program, row["rule"]) for row in found["findings"]}
     assert set(programs.EXPLAINED) <= occurring
+
+
+def test_lint_prints_the_infos_of_a_rule_together(lint_here):
+    _, printed, _ = lint_here("--config=tiny", "--program=train")
+    infos = [line.split()[1] for line in printed.splitlines() if line.startswith("  info ")]
+    assert sorted(infos) == sorted(set(infos))
+    assert {"OP06", "CF04"} <= set(infos)
+    squares = printed.split("chlo.square x")[1]
+    assert int(squares.split(":")[0]) > 20  # of all lines
+    assert ", and 3 other lines" in squares.splitlines()[1]
+
+
+def transposed(lhs, rhs, equation):
+    found = lint.check(lambda x, w: jnp.einsum(equation, x, w), shape(*lhs), shape(*rhs))
+    return [(finding.rule, finding.what.partition(": ")[2]) for finding in found if finding.rule.startswith("DG")]
+
+
+def test_a_transposed_right_hand_side_costs_128_rows_of_work():
+    """The issue counts 34.60 MFLOP of a row by [k, n] and 4.33 GFLOP by [n, k], with k = n = 4,096."""
+    one_row, transposing = 2 * 4096**2, 2 * 128 * 4096**2
+    assert (one_row + transposing) / 1e9 == pytest.approx(4.33, abs=0.005)
+    assert transposed((1, 4096), (4096, 4096), "tk,nk->tn") == [("DG01", "transposing it adds 12800% to the product")]
+    assert transposed((4096, 4096), (4096, 4096), "tk,nk->tn") == [("DG02", "transposing it adds 3% to the product")]
+    assert transposed((1, 4096), (4096, 4096), "tk,kn->tn") == []
+    assert transposed((1, 64), (64, 64), "tk,nk->tn") == []  # too small to matter
+    assert [rule for rule, _ in transposed((4, 8, 512), (4, 1024, 512), "btk,bnk->btn")] == ["DG02"]
+
+
+def test_the_backward_pass_of_a_product_contracts_the_second_dimension_of_its_matrix():
+    def loss(x, w):
+        return (x @ w).astype(jnp.float32).sum()
+
+    found = lint.check(jax.grad(loss, (0, 1)), shape(256, 1024), shape(1024, 1024))
+    assert [(f.rule, f.count) for f in found if f.rule.startswith("DG")] == [("DG02", 1)]
 
 
 def test_lint_exits_with_1_and_names_the_line_when_a_program_breaks_a_rule(monkeypatch, lint_here):
