@@ -17,7 +17,7 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 
 from hlat_jax.neuron import indices
-from hlat_jax.neuron.known_values import DTYPES
+from hlat_jax.neuron.known_values import DTYPES, source
 from hlat_jax.neuron.module import (
     Program,
     Tensor,
@@ -47,6 +47,8 @@ CUSTOM_CALLS = {f"AwsNeuron{word}" for word in _AWS.split()} | {
     "NeuronBoundaryMarker-Start",
     "NeuronBoundaryMarker-End",
 }
+_OVERLAP = "--enable-ccop-compute-overlap"
+_NATIVE_KERNEL = "AwsNeuronCustomNativeKernel"
 # The partitioner removes these before the compiler runs.
 _MARKERS = re.compile(r"Sharding|SPMDFullToShardShape|SPMDShardToFullShape|(xla\.)?sdy\..*|LayoutConstraint")
 _LARGE_TABLE = 8192  # rows
@@ -135,6 +137,20 @@ def _is_constant_index(value: Any) -> bool:
 def _loop(op: Any, program: Program) -> Iterator[Hit]:
     limit = static_limit(op, program)
     yield ("CF03", "trip count depends on data") if limit is None else ("CF04", f"up to {limit}")
+    yield from _unsigned_sums(op, program)
+
+
+def _unsigned_sums(loop: Any, program: Program) -> Iterator[Hit]:
+    """Yields KB03 for each unsigned integer that a loop carries and adds to, other than a counter."""
+    body = loop.regions[1].blocks[0]
+    for carried, returned in zip(body.arguments, list(body.operations)[-1].operation.operands, strict=True):
+        kind, (value, calls) = tensor(carried), source(returned, (), program)
+        step = defining_op(value)
+        if step is None or step.name != "stablehlo.add" or not kind.dtype.startswith("ui"):
+            continue
+        added = [one for one in step.operands if source(one, calls, program) != (carried, ())]
+        if len(added) == 1 and not is_constant(added[0]):
+            yield "KB03", str(kind), step
 
 
 def static_limit(loop: Any, program: Program) -> int | None:
@@ -203,7 +219,7 @@ def _precision(op: Any, _: Program) -> Iterator[Hit]:
 
 def _custom_call(op: Any, _: Program) -> Iterator[Hit]:
     target = ir.StringAttr(op.attributes["call_target_name"]).value
-    if target == "AwsNeuronCustomNativeKernel":
+    if target == _NATIVE_KERNEL:
         yield from (("NK01", path) for path in artifacts(op) if not os.path.exists(path))
     elif target in ("mhlo.topk", "TopK"):
         yield from _top_k(op, _)
@@ -229,6 +245,18 @@ def _paths(tree: Any) -> set[str]:
     if isinstance(tree, list):
         return set().union(*map(_paths, tree))
     return {tree} if isinstance(tree, str) and tree.startswith("/") else set()
+
+
+def flag_findings(program: Program, compiler_flags: str) -> Iterator[Hit]:
+    """Yields (KB06, detail, operation) at the first native kernel of a program compiled with a flag known to fail."""
+    kernels = (
+        op
+        for op in program.operations
+        if op.name == "stablehlo.custom_call"
+        and ir.StringAttr(op.attributes["call_target_name"]).value == _NATIVE_KERNEL
+    )
+    if _OVERLAP in compiler_flags and (kernel := next(kernels, None)) is not None:
+        yield "KB06", _OVERLAP, kernel
 
 
 def _top_k(op: Any, _: Program) -> Iterator[Hit]:
@@ -303,6 +331,16 @@ def _reduction(op: Any, _: Program) -> Iterator[Hit]:
 
 def _gather(op: Any, program: Program) -> Iterator[Hit]:
     yield from indices.gather_findings(op, program)
+    yield from _wide_indices(op.operands[1])
+
+
+def _wide_indices(value: Any) -> Iterator[Hit]:
+    if tensor(value).dtype in ("i64", "ui64"):
+        yield "KB05", f"indices {tensor(value)}"
+
+
+def _dynamic_slice(op: Any, program: Program) -> Iterator[Hit]:
+    yield from indices.slice_findings(op, program)
 
 
 def _scatter(op: Any, program: Program) -> Iterator[Hit]:
@@ -313,6 +351,8 @@ def _scatter(op: Any, program: Program) -> Iterator[Hit]:
         elif kind.dims and (kind.dims[0] or 0) >= _LARGE_TABLE:
             yield "GS03", str(kind)
     yield from indices.scatter_findings(op, program)
+    yield from indices.assignment_findings(op, program)
+    yield from _wide_indices(op.operands[len(op.results)])
 
 
 _BRANCHES = ("stablehlo.case", "stablehlo.if")
@@ -344,6 +384,8 @@ _FINDERS: dict[str, tuple[Callable[[Any, Program], Iterator[Hit]], ...]] = {
     "stablehlo.reduce_scatter": (_reduction,),
     "stablehlo.gather": (_gather,),
     "stablehlo.scatter": (_scatter,),
+    "stablehlo.dynamic_slice": (_dynamic_slice,),
+    "stablehlo.dynamic_update_slice": (_dynamic_slice,),
     "stablehlo.optimization_barrier": (_always("OP07"),),
     "chlo.top_k": (_top_k,),
     "func.call": (_call,),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection
 from typing import Any
 
@@ -33,8 +34,8 @@ for _name in ("train", "eval", "init"):
 for _name in ("prefill", "decode"):
     EXPLAINED[(_name, "DG01")] = (
         "the head is stored [V, D], as the embedding that it may share; one row of logits is computed for samples "
-        "only, and by arithmetic reading the matrix takes longer than transposing it: on trn1 2 bytes at 410 GB/s, and 256 "
-        "FLOPs at 95 TFLOP/s, for each element"
+        "only, and by arithmetic reading the matrix takes longer than transposing it: on trn1 2 bytes at 410 GB/s, and "
+        "256 FLOPs at 95 TFLOP/s, for each element"
     )
 EXPLAINED[("eval", "CC02")] = EXPLAINED[("train", "CC02")]
 
@@ -62,7 +63,8 @@ def findings(
       target: as for `lint.check`.
       operators: as for `lint.check`.
     """
-    found = lint.check_traced(traced, target=target, recurring=name != "init", operators=operators)
+    options = {"operators": operators, "compiler_flags": os.environ.get("NEURON_CC_FLAGS", "")}
+    found = lint.check_traced(traced, target=target, recurring=name != "init", **options)
     if name != "train":
         return found
     memory = device_bytes(program, jaxpr=live_jaxpr(traced))
