@@ -30,6 +30,7 @@ COMMANDS = (
     "plan tune",
     "neuron lint",
     "neuron programs",
+    "neuron ladder",
     "neuron hlo",
     "neuron doctor",
     "neuron env",

@@ -18,6 +18,10 @@ VERBS = {
         "hlat_jax.neuron.programs_command",
         "lists the programs of a run and which ones changed since the last run",
     ),
+    "ladder": (
+        "hlat_jax.neuron.ladder_command",
+        "lists programs from one layer to the whole config, as commands for a device",
+    ),
     "hlo": ("hlat_jax.neuron.hlo_command", "writes the programs of a config as files for neuronx-cc"),
     "doctor": ("hlat_jax.neuron.doctor_command", "checks that this machine is ready for a run"),
     "env": ("hlat_jax.neuron.env_command", "prints the environment variables of each process of a run"),

@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
     from hlat_jax.step import make_program
 
     count = values.devices or programs.num_devices(config)
-    traced = traced_programs(make_program(config, programs.layout_for_neuron(config, count, chip=values.target)))
+    traced = traced_programs(make_program(config, programs.layout_for_neuron(config, count, target=values.target)))
     compiled = []
     for name in named_programs(config, values.program):
         with show_progress(f"lowering {name}"):

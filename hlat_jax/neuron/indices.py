@@ -22,6 +22,7 @@ from hlat_jax.neuron.module import Program, Tensor, defining_op, enclosing_funct
 _RANGE_PRESERVING = ("broadcast_in_dim", "reshape", "convert", "transpose", "slice", "reverse")
 _ARITHMETIC = ("clamp", "add", "subtract", "multiply", "maximum", "minimum", "concatenate")
 _MAX_CHAINS = 1024  # call chains of a function that are followed one by one
+_MAX_ASSIGNED = 8  # operations between a gather and the scatter of what is computed from it
 _MAX_COMPARED = 2**16  # elements of an argument compared by value
 
 
@@ -52,6 +53,40 @@ def scatter_findings(op: Any, program: Program) -> Iterator[tuple[str, str, Any]
     yield from _out_of_range(op, program, dims=dims, at=(numbers.index_vector_dim, sizes))
 
 
+def slice_findings(op: Any, program: Program) -> Iterator[tuple[str, str, Any]]:
+    """Yields (rule, detail, operation) of GS01 for a dynamic slice, or update, whose constant start is out of bounds.
+
+    Starts that depend on data are clamped by definition, and not reported.
+    """
+    operand = tensor(op.operands[0])
+    is_update = op.name == "stablehlo.dynamic_update_slice"
+    sizes = tensor(op.operands[1] if is_update else op.results[0]).dims
+    for dim, start in enumerate(op.operands[2 if is_update else 1 :]):
+        exact = known(start, program, ())
+        if exact is None or None in (operand.dims[dim], sizes[dim]):
+            continue
+        first, last = exact.numbers.item(), operand.dims[dim] - sizes[dim]
+        if not 0 <= first <= last:
+            yield "GS01", f"start {first} of {sizes[dim]} elements in dimension {dim} of {operand}", op
+
+
+def assignment_findings(op: Any, program: Program) -> Iterator[tuple[str, str]]:
+    """Yields KB04 for a scatter whose updates are computed from a gather of the same array at indices from data."""
+    operand = source(op.operands[0], (), program)
+    if len(op.results) == 1 and _is_gathered_from(op.operands[2], operand, program, ()):
+        yield "KB04", f"into {tensor(op.operands[0])}"
+
+
+def _is_gathered_from(value: Any, operand: tuple, program: Program, calls: tuple, *, depth: int = 0) -> bool:
+    value, calls = source(value, calls, program)
+    op = defining_op(value)
+    if op is None or depth > _MAX_ASSIGNED or op.regions:
+        return False
+    if op.name == "stablehlo.gather":
+        return source(op.operands[0], calls, program) == operand and known(op.operands[1], program, calls) is None
+    return any(_is_gathered_from(one, operand, program, calls, depth=depth + 1) for one in op.operands)
+
+
 def _out_of_range(
     op: Any, program: Program, *, dims: list[int], at: tuple[int, list[int]]
 ) -> Iterator[tuple[str, str, Any]]:
@@ -75,7 +110,7 @@ def _out_of_range(
                 if from_iota is not None:
                     limit = f"up to {values.high}" if values.high > last else f"down to {values.low}"
                     what = f"{'' if from_iota else 'constant '}indices {limit} into {what}"
-                found["GS01" if from_iota else "GS02", dim, place] = what
+                found["GS02" if from_iota is None else "GS01", dim, place] = what
     yield from ((rule, what, place) for (rule, _, place), what in found.items())
 
 

@@ -70,6 +70,7 @@ def check(
     target: str = "trn1",
     recurring: bool = True,
     operators: Collection[str] = (),
+    compiler_flags: str = "",
 ) -> list[Finding]:
     """Returns the rules that a function breaks when lowered for Neuron with these arguments, most severe first.
 
@@ -79,23 +80,18 @@ def check(
       target: one of `rules.TARGETS`.
       recurring: whether the program runs every step, or only once, such as an initialization.
       operators: names of the allowed operations, as printed by `neuronx-cc list-operators`; empty: not checked.
+      compiler_flags: NEURON_CC_FLAGS of the run; some are known to fail with some programs.
 
     Raises:
       ValueError: the target is unknown.
     """
     jitted = fn if hasattr(fn, "trace") else jax.jit(fn)
-    return check_traced(jitted.trace(*args), target=target, recurring=recurring, operators=operators)
+    options = {"recurring": recurring, "operators": operators, "compiler_flags": compiler_flags}
+    return check_traced(jitted.trace(*args), target=target, **options)
 
 
-def check_traced(
-    traced: Any,
-    *,
-    target: str = "trn1",
-    recurring: bool = True,
-    operators: Collection[str] = (),
-    placement: Sequence[int] = (),
-) -> list[Finding]:
-    """Returns the findings of `check` for the result of `jax.jit(fn).trace(...)`; `placement` as for `check_module`."""
+def check_traced(traced: Any, **options: Any) -> list[Finding]:
+    """Returns the findings of `check` for the result of `jax.jit(fn).trace(...)`; `options` as for `check`."""
     try:
         lowered = traced.lower(lowering_platforms=("neuron",))
     except (NotImplementedError, ValueError) as error:
@@ -103,7 +99,7 @@ def check_traced(
             raise  # host callbacks raise this ValueError; any other comes from the user's function
         return [_not_lowered(traced, error)]
     module = lowered.compiler_ir("stablehlo")
-    return check_module(module, target=target, recurring=recurring, operators=operators, placement=placement)
+    return check_module(module, **options)
 
 
 def check_module(
@@ -113,6 +109,7 @@ def check_module(
     recurring: bool = True,
     operators: Collection[str] = (),
     placement: Sequence[int] = (),
+    compiler_flags: str = "",
 ) -> list[Finding]:
     """Returns the findings of `check` for a StableHLO module lowered for Neuron, an `ir.Module` or its text.
 
@@ -127,15 +124,23 @@ def check_module(
     sharded = partitioned.run_shardy(module.operation)
     listed = {operators_lib.normalized(word) for word in operators}
     groups: dict[tuple[str, str], list[tuple]] = {}
-    for rule, what, op, owner, *place in _hits(program, sharded, target=target, listed=listed, placement=placement):
+    options = {"target": target, "listed": listed, "placement": placement, "compiler_flags": compiler_flags}
+    for rule, what, op, owner, *place in _hits(program, sharded, **options):
         frames = owner.frames(*place or [op])
         groups.setdefault((rule, line_of(frames)), []).append((what, op.name, frames))
-    findings = [_finding(key, hits, target=target, recurring=recurring) for key, hits in groups.items()]
+    conditions = {"recurring": recurring, "many_devices": program.has_many_devices}
+    findings = [_finding(key, hits, conditions) for key, hits in groups.items()]
     return sorted(findings, key=lambda finding: (SEVERITIES.index(finding.severity), finding.rule))
 
 
 def _hits(
-    program: Program, sharded: Program | None, *, target: str, listed: set[str], placement: Sequence[int]
+    program: Program,
+    sharded: Program | None,
+    *,
+    target: str,
+    listed: set[str],
+    placement: Sequence[int],
+    compiler_flags: str,
 ) -> Iterator[tuple]:
     """Yields (rule, what, operation, its program), and the operation whose line to report if it is another."""
     for op in program.operations:
@@ -146,22 +151,26 @@ def _hits(
                 yield rule, what, op, program
     per_device = sharded or program
     for owner, found in (
+        (program, operators_lib.flag_findings(program, compiler_flags)),
         (program, partitioned.argument_findings(program, target=target)),
         (program, partitioned.group_findings(program, sharded, target=target, placement=placement)),
         (per_device, partitioned.size_findings(per_device)),
+        (per_device, partitioned.shift_findings(per_device)),
+        (per_device, partitioned.lookup_findings(per_device)),
         (per_device, unrolled.findings(per_device, target=target)),
     ):
         for rule, what, op in found:
             yield rule, what, op, owner
 
 
-def _finding(key: tuple[str, str], hits: list[tuple], *, target: str, recurring: bool) -> Finding:
-    """Returns the finding for the hits (what, name of the operation, frames) of one rule at one line."""
+def _finding(key: tuple[str, str], hits: list[tuple], conditions: dict[str, bool]) -> Finding:
+    """Returns the finding for the hits (what, name of the operation, frames) of one rule at one line.
+
+    `conditions` are the arguments of `Rule.severity_in`.
+    """
     rule_id, line = key
     rule, (what, _, frames) = RULES[rule_id], hits[0]
-    severity = rule.severity_on(target, recurring=recurring)
-    if rule_id == "INT01" and not all(hit[0].startswith(("i32", "ui32")) for hit in hits):
-        severity = rule.severity  # the milder severity applies to 32-bit integers only
+    severity = rule.severity_in(**conditions)
     op = ", ".join(dict.fromkeys(hit[1] for hit in hits))
     places = tuple(map(str, frames))
     return Finding(rule_id, severity, op, what, line, places, len(hits), rule.why, rule.instead, rule.source)

@@ -81,14 +81,28 @@ def _define(values: flags.FlagValues) -> None:
 def _text(name: str, report: dict[str, Any]) -> str:
     lines = [f"\n{name}: {_counts(report['findings'])} ({report['seconds']:.1f} s)"]
     for row in report["findings"]:
+        if row["severity"] == "info":
+            continue
         times = f" x{row['count']}" if row["count"] > 1 else ""
         lines.append(f"  {row['severity']:<8}{row['rule']:<6}{row['op']}{times}: {row['what']}")
         lines += [f"      at {row['line']}"] if row["line"] else []
-        if row["severity"] != "info":
-            lines += [f"      {key}: {row[key]}" for key in ("why", "instead", "source")]
+        lines += [f"      {key}: {row[key]}" for key in ("why", "instead", "source")]
         if row["explained"] and row["severity"] == "warning":
             lines.append(f"      accepted here: {row['explained']}")
+    infos = [row for row in report["findings"] if row["severity"] == "info"]
+    for rule in dict.fromkeys(row["rule"] for row in infos):
+        lines += _info_lines([row for row in infos if row["rule"] == rule])
     return "\n".join(lines)
+
+
+def _info_lines(rows: list[dict[str, Any]]) -> list[str]:
+    """Returns the lines for all infos of one rule: its operations, and the Python line with the most of them."""
+    most, count = max(rows, key=lambda row: row["count"]), sum(row["count"] for row in rows)
+    ops = ", ".join(dict.fromkeys(op for row in rows for op in row["op"].split(", ")))
+    others = f", and {len(rows) - 1} other line{'s' if len(rows) > 2 else ''}" if len(rows) > 1 else ""
+    times = f" x{count}" if count > 1 else ""
+    lines = [f"  {'info':<8}{most['rule']:<6}{ops}{times}: {most['what']}"]
+    return lines + ([f"      at {most['line']}{others}"] if most["line"] else [])
 
 
 def _counts(rows: list[dict[str, Any]]) -> str:

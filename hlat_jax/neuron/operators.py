@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import json
+import math
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -13,9 +14,10 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import stablehlo
 
 from hlat_jax.neuron import indices
-from hlat_jax.neuron.known_values import DTYPES
+from hlat_jax.neuron.known_values import DTYPES, source
 from hlat_jax.neuron.module import (
     Program,
     Tensor,
@@ -45,9 +47,13 @@ CUSTOM_CALLS = {f"AwsNeuron{word}" for word in _AWS.split()} | {
     "NeuronBoundaryMarker-Start",
     "NeuronBoundaryMarker-End",
 }
+_OVERLAP = "--enable-ccop-compute-overlap"
+_NATIVE_KERNEL = "AwsNeuronCustomNativeKernel"
 # The partitioner removes these before the compiler runs.
 _MARKERS = re.compile(r"Sharding|SPMDFullToShardShape|SPMDShardToFullShape|(xla\.)?sdy\..*|LayoutConstraint")
 _LARGE_TABLE = 8192  # rows
+_LARGE_OPERAND = 2**20  # elements of a right-hand side
+_IDENTITY = 128  # columns of the identity by which the tensor engine transposes
 _DYNAMIC = re.compile(r"stablehlo\.(real_)?dynamic_(reshape|broadcast_in_dim|iota|pad|gather|conv)|.*dimension_size")
 
 
@@ -131,6 +137,20 @@ def _is_constant_index(value: Any) -> bool:
 def _loop(op: Any, program: Program) -> Iterator[Hit]:
     limit = static_limit(op, program)
     yield ("CF03", "trip count depends on data") if limit is None else ("CF04", f"up to {limit}")
+    yield from _unsigned_sums(op, program)
+
+
+def _unsigned_sums(loop: Any, program: Program) -> Iterator[Hit]:
+    """Yields KB03 for each unsigned integer that a loop carries and adds to, other than a counter."""
+    body = loop.regions[1].blocks[0]
+    for carried, returned in zip(body.arguments, list(body.operations)[-1].operation.operands, strict=True):
+        kind, (value, calls) = tensor(carried), source(returned, (), program)
+        step = defining_op(value)
+        if step is None or step.name != "stablehlo.add" or not kind.dtype.startswith("ui"):
+            continue
+        added = [one for one in step.operands if source(one, calls, program) != (carried, ())]
+        if len(added) == 1 and not is_constant(added[0]):
+            yield "KB03", str(kind), step
 
 
 def static_limit(loop: Any, program: Program) -> int | None:
@@ -199,7 +219,7 @@ def _precision(op: Any, _: Program) -> Iterator[Hit]:
 
 def _custom_call(op: Any, _: Program) -> Iterator[Hit]:
     target = ir.StringAttr(op.attributes["call_target_name"]).value
-    if target == "AwsNeuronCustomNativeKernel":
+    if target == _NATIVE_KERNEL:
         yield from (("NK01", path) for path in artifacts(op) if not os.path.exists(path))
     elif target in ("mhlo.topk", "TopK"):
         yield from _top_k(op, _)
@@ -225,6 +245,18 @@ def _paths(tree: Any) -> set[str]:
     if isinstance(tree, list):
         return set().union(*map(_paths, tree))
     return {tree} if isinstance(tree, str) and tree.startswith("/") else set()
+
+
+def flag_findings(program: Program, compiler_flags: str) -> Iterator[Hit]:
+    """Yields (KB06, detail, operation) at the first native kernel of a program compiled with a flag known to fail."""
+    kernels = (
+        op
+        for op in program.operations
+        if op.name == "stablehlo.custom_call"
+        and ir.StringAttr(op.attributes["call_target_name"]).value == _NATIVE_KERNEL
+    )
+    if _OVERLAP in compiler_flags and (kernel := next(kernels, None)) is not None:
+        yield "KB06", _OVERLAP, kernel
 
 
 def _top_k(op: Any, _: Program) -> Iterator[Hit]:
@@ -261,6 +293,28 @@ def _dot(op: Any, _: Program) -> Iterator[Hit]:
         yield "INT01", str(kind)
     if attribute(op, "algorithm") is not None:
         yield "DA01", str(attribute(op, "algorithm"))
+    yield from _transposed(op)
+
+
+def _transposed(dot: Any) -> Iterator[Hit]:
+    """Yields DG01 or DG02 for a product whose right-hand side is large and contracted after a dimension that it keeps.
+
+    The tensor engine then transposes it, as a product with an identity of 128 columns. For `rows` of the left-hand side
+    that is 128 / rows of the product's work: this gives both numbers of the issue that the rules cite. The issue is
+    about products without batch dimensions; in the others, such as attention, another order transposes as much.
+    """
+    left, right = tensor(dot.operands[0]), tensor(dot.operands[1])
+    numbers = stablehlo.DotDimensionNumbers(dot.attributes["dot_dimension_numbers"])
+    contracted, batch = list(numbers.rhs_contracting_dimensions), list(numbers.rhs_batching_dimensions)
+    kept = [dim for dim, size in enumerate(right.dims) if dim not in (*contracted, *batch) and size != 1]
+    is_first = not kept or max((dim for dim in contracted if right.dims[dim] != 1), default=-1) < min(kept)
+    if is_first or right.num_elements < _LARGE_OPERAND:
+        return
+    of_left = {*numbers.lhs_contracting_dimensions, *numbers.lhs_batching_dimensions}
+    rows = math.prod(size or 1 for dim, size in enumerate(left.dims) if dim not in of_left)
+    what = f"{right} contracted over dimension {', '.join(map(str, contracted))} for {rows:,} row{'s'[: rows - 1]}: "
+    what += f"transposing it adds {_IDENTITY / rows:.0%} to the product"
+    yield ("DG01" if rows < _IDENTITY and not batch else "DG02"), what
 
 
 def _power(op: Any, _: Program) -> Iterator[Hit]:
@@ -277,6 +331,16 @@ def _reduction(op: Any, _: Program) -> Iterator[Hit]:
 
 def _gather(op: Any, program: Program) -> Iterator[Hit]:
     yield from indices.gather_findings(op, program)
+    yield from _wide_indices(op.operands[1])
+
+
+def _wide_indices(value: Any) -> Iterator[Hit]:
+    if tensor(value).dtype in ("i64", "ui64"):
+        yield "KB05", f"indices {tensor(value)}"
+
+
+def _dynamic_slice(op: Any, program: Program) -> Iterator[Hit]:
+    yield from indices.slice_findings(op, program)
 
 
 def _scatter(op: Any, program: Program) -> Iterator[Hit]:
@@ -287,6 +351,8 @@ def _scatter(op: Any, program: Program) -> Iterator[Hit]:
         elif kind.dims and (kind.dims[0] or 0) >= _LARGE_TABLE:
             yield "GS03", str(kind)
     yield from indices.scatter_findings(op, program)
+    yield from indices.assignment_findings(op, program)
+    yield from _wide_indices(op.operands[len(op.results)])
 
 
 _BRANCHES = ("stablehlo.case", "stablehlo.if")
@@ -318,6 +384,8 @@ _FINDERS: dict[str, tuple[Callable[[Any, Program], Iterator[Hit]], ...]] = {
     "stablehlo.reduce_scatter": (_reduction,),
     "stablehlo.gather": (_gather,),
     "stablehlo.scatter": (_scatter,),
+    "stablehlo.dynamic_slice": (_dynamic_slice,),
+    "stablehlo.dynamic_update_slice": (_dynamic_slice,),
     "stablehlo.optimization_barrier": (_always("OP07"),),
     "chlo.top_k": (_top_k,),
     "func.call": (_call,),

@@ -2,7 +2,8 @@
 
 Collectives inside a `shard_map` are already in the program. Those that the partitioner adds, and the local shapes, are
 found by running Shardy, which is part of jaxlib and Neuron's partitioner since SDK 2.30, on a copy: for the real number
-of devices, in seconds, without compiling. Collectives that Shardy leaves to XLA's SPMD pass are not found.
+of devices, in seconds, without compiling. Collectives that Shardy leaves to XLA's SPMD pass are not in that copy; the
+operations for which it adds permutes are found by the shardings of their values (CC06).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from hlat_jax.neuron.module import (
     Program,
     Tensor,
     attribute,
+    body_ops,
     defining_op,
     enclosing_function,
     enclosing_op,
@@ -39,6 +41,8 @@ MAX_ARGUMENTS = 128
 DONATED_BYTES = 2**20
 _GROUPED = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "collective_broadcast")
 _SUMS_ADDED, _PERMUTE_ADDED = ("sdy.all_reduce", "sdy.reduce_scatter"), "sdy.collective_permute"
+_SHARDING = re.compile(r"<@\w+, \[.*?\](?:, replicated=\{.*?\})?>")
+_SHARDINGS = ("sdy.sharding", "out_shardings", "out_sharding")  # of an operation, a region, a collective
 _SHARDY = (
     "sdy-propagation-pipeline,func.func(sdy-insert-explicit-reshards{enable-full-version=true}),"
     "func.func(sdy-reshard-to-collectives)"
@@ -244,9 +248,8 @@ def size_findings(program: Program) -> Iterator[tuple[str, str, Any]]:
             shardings = [sharding_of(attrs) for attrs in _attributes(op, "arg_attrs", len(values))]
         else:
             values = list(op.results)
-            keys = ("sdy.sharding", "out_shardings", "out_sharding")  # of an operation, a region, a collective
-            per_value = next((str(op.attributes[key]) for key in keys if key in op.attributes), "")
-            shardings = re.findall(r"<@\w+, \[.*?\](?:, replicated=\{.*?\})?>", per_value)
+            per_value = next((str(op.attributes[key]) for key in _SHARDINGS if key in op.attributes), "")
+            shardings = _SHARDING.findall(per_value)
         inside = enclosing_op(op, "sdy.manual_computation") is not None
         for number, value in enumerate(values):
             kind = tensor(value)
@@ -260,10 +263,80 @@ def size_findings(program: Program) -> Iterator[tuple[str, str, Any]]:
 
 def local_result(op: Any, program: Program) -> Tensor:
     """Returns the per-device type of an operation's first result under Shardy's shardings."""
-    inside = enclosing_op(op, "sdy.manual_computation") is not None
-    return _local_type(
-        tensor(op.results[0]), "" if inside else sharding_of(str(attribute(op, "sdy.sharding"))), program
-    )
+    return _local_value(op.results[0], program)
+
+
+def _local_value(value: Any, program: Program) -> Tensor:
+    """Returns the per-device type of a value; inside a manual computation, and without a sharding, its own."""
+    op = defining_op(value)
+    if op is None:
+        argument = ir.BlockArgument(value)
+        function = getattr(argument.owner.owner, "operation", argument.owner.owner)
+        is_function = function.name == "func.func"
+        count = len(argument.owner.arguments)
+        printed = _attributes(function, "arg_attrs", count)[argument.arg_number] if is_function else ""
+        return _local_type(tensor(value), sharding_of(printed), program)
+    if enclosing_op(op, "sdy.manual_computation") is not None:
+        return tensor(value)
+    printed = next((str(op.attributes[key]) for key in _SHARDINGS if key in op.attributes), "")
+    shardings, number = _SHARDING.findall(printed), ir.OpResult(value).result_number
+    return _local_type(tensor(value), shardings[number] if number < len(shardings) else "", program)
+
+
+def split_dims(value: Any, program: Program) -> set[int]:
+    """Returns the dimensions of a value that shardings split over devices."""
+    whole, local = tensor(value), _local_value(value, program)
+    if whole is None:
+        return set()
+    return {dim for dim, (size, part) in enumerate(zip(whole.dims, local.dims, strict=True)) if size != part}
+
+
+def shift_findings(sharded: Program) -> Iterator[tuple[str, str, Any]]:
+    """Yields (CC06, what, operation) for operations that move elements along a dimension that Shardy splits.
+
+    Shardy leaves them to XLA's SPMD partitioner, which then adds permutes that are not in the program.
+    """
+    for op in sharded.operations:
+        moved = _moved_dims(op)
+        dims = moved & split_dims(op.results[0], sharded) if moved else set()
+        if dims:
+            what = f"{tensor(op.results[0])} along dimension {min(dims)}, of which a device has "
+            what += f"{local_result(op, sharded).dims[min(dims)]}"
+            yield "CC06", what, _with_python_line(op, sharded)
+
+
+def _moved_dims(op: Any) -> set[int]:
+    """Returns the dimensions along which an operation moves elements to other indices."""
+
+    def numbers_of(key: str) -> list[int]:
+        return list(ir.DenseI64ArrayAttr(op.attributes[key])) if key in op.attributes else []
+
+    opcode = op.name.removeprefix("stablehlo.")
+    if opcode == "slice":
+        parts = zip(*(numbers_of(key) for key in ("start_indices", "limit_indices", "strides")), strict=True)
+        sizes = tensor(op.operands[0]).dims
+        return {dim for dim, part in enumerate(parts) if part != (0, sizes[dim], 1)}
+    if opcode == "pad":
+        keys = ("edge_padding_low", "edge_padding_high", "interior_padding")
+        return {dim for dim, part in enumerate(zip(*map(numbers_of, keys), strict=True)) if any(part)}
+    if opcode == "reverse":
+        return set(numbers_of("dimensions"))
+    if opcode == "concatenate" and len(op.operands) > 1:
+        return {ir.IntegerAttr(op.attributes["dimension"]).value}
+    if opcode == "reduce_window":
+        return {dim for dim, size in enumerate(numbers_of("window_dimensions")) if size > 1}
+    return set()
+
+
+def lookup_findings(sharded: Program) -> Iterator[tuple[str, str, Any]]:
+    """Yields (rule, what, operation) of KB01 and KB02 for gathers and scatters that shardings split over devices."""
+    for op in sharded.operations:
+        if op.name == "stablehlo.gather" or (op.name == "stablehlo.scatter" and body_ops(op)):
+            split = [value for value in (*op.operands, *op.results) if split_dims(value, sharded)]
+            if split:
+                rule = "KB01" if op.name == "stablehlo.gather" else "KB02"
+                whole, local = tensor(split[0]), _local_value(split[0], sharded)
+                yield rule, f"{whole}, of which a device has {local}", _with_python_line(op, sharded)
 
 
 def _function_around(op: Any) -> str | None:
@@ -278,7 +351,7 @@ def value_name(argument: Any) -> str:
 
 def sharding_of(attrs: str) -> str:
     """Returns the first sharding in a printed attribute dictionary, or ""."""
-    found = re.search(r"<@\w+, \[.*?\](?:, replicated=\{.*?\})?>", attrs)
+    found = _SHARDING.search(attrs)
     return found.group() if found else ""
 
 

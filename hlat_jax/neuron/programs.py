@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection
 from typing import Any
 
@@ -28,7 +29,7 @@ EXPLAINED = {
     "rejects them, NEURON_COLLECTIVE_PERMUTE_TO_ALL_GATHER=1 replaces them",
 }
 EXPLAINED[("init", "DT06")] = "the counters of the split are below 2^32, so a cast to 32 bits drops only zeros"
-for _name in ("train", "eval"):
+for _name in ("train", "eval", "init"):
     EXPLAINED[(_name, "CG01")] = (
         "an estimate that nothing calibrates, with loops unrolled that the compiler may keep; begin with the smallest "
         "rung of `python -m hlat_jax.neuron ladder`, and if compilation fails, follow the advice of the rule"
@@ -36,6 +37,12 @@ for _name in ("train", "eval"):
 for _name in ("train", "eval", "init", "norms", "prefill", "decode"):
     EXPLAINED[(_name, "CC05")] = (
         "the recipe has HLAT's degrees, whose groups are listed on trn1; on trn2 take parallel.tensor=4 or 16"
+    )
+for _name in ("prefill", "decode"):
+    EXPLAINED[(_name, "DG01")] = (
+        "the head is stored [V, D], as the embedding that it may share; one row of logits is computed for samples "
+        "only, and by arithmetic reading the matrix takes longer than transposing it: on trn1 2 bytes at 410 GB/s, and "
+        "256 FLOPs at 95 TFLOP/s, for each element"
     )
 EXPLAINED[("eval", "CC02")] = EXPLAINED[("train", "CC02")]
 
@@ -74,8 +81,9 @@ def findings(
       target: as for `lint.check`.
       operators: as for `lint.check`.
     """
-    placement = [device.id for device in program.layout.mesh.devices.flat]
-    found = lint.check_traced(traced, target=target, recurring=name != "init", operators=operators, placement=placement)
+    options = {"operators": operators, "compiler_flags": os.environ.get("NEURON_CC_FLAGS", "")}
+    options["placement"] = [device.id for device in program.layout.mesh.devices.flat]
+    found = lint.check_traced(traced, target=target, recurring=name != "init", **options)
     if name != "train":
         return found
     memory = device_bytes(program, jaxpr=live_jaxpr(traced))

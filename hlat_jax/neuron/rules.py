@@ -21,7 +21,9 @@ def target_of(name: str) -> str:
 
 
 _ISSUES = "frameworks/jax/setup/jax-neuronx-known-issues"
+_COMPILER_NOTES = "release-notes/components/compiler (2.32)"
 _INF2 = "third-party measurement on inf2 (github.com/xbill9/tpu-jax)"
+_THREAD = "github.com/aws-neuron/aws-neuron-sdk/issues/"
 _DTYPES = "about-neuron/arch/neuron-features/data-types"
 
 
@@ -41,7 +43,8 @@ class Rule:
       instead: what to write instead.
       source: page of the Neuron documentation (awsdocs-neuron.readthedocs-hosted.com), or who found it.
       once: severity in a program that runs once, such as initialization; None: the same.
-      trn1: severity on trn1; None: the same.
+      many: severity in a program for several devices; None: the same.
+      seen: versions that crash or compute wrongly, and whether that is mended; "" for what Neuron documents.
     """
 
     severity: str
@@ -50,13 +53,14 @@ class Rule:
     instead: str
     source: str
     once: str | None = None
-    trn1: str | None = None
+    many: str | None = None
+    seen: str = ""
 
-    def severity_on(self, target: str, *, recurring: bool) -> str:
-        """Returns the severity for a target of `TARGETS`, in a program that runs every step or once."""
-        if not recurring and self.once is not None:
-            return self.once
-        return self.trn1 if target == "trn1" and self.trn1 is not None else self.severity
+    def severity_in(self, *, recurring: bool, many_devices: bool = False) -> str:
+        """Returns the severity in a program that runs every step or once, on several devices or one."""
+        if many_devices and self.many is not None:
+            return self.many
+        return self.once if not recurring and self.once is not None else self.severity
 
 
 RULES: dict[str, Rule] = {
@@ -230,9 +234,10 @@ RULES: dict[str, Rule] = {
     "DT06": Rule(
         "warning",
         "64-bit integers other than the state of a key",
-        "cast to 32 bits (on trn2 unless --native-int64 is set); this default is announced to change",
+        "cast to 32 bits on trn1, and on trn2 with --native-int64=disabled, which a run sets; `enabled` is announced "
+        "as the default after SDK 2.32 (the compiler notes of 2.33 could not be read)",
         "int32, or two 32-bit words",
-        _DTYPES,
+        _DTYPES + "; " + _COMPILER_NOTES,
     ),
     "DT07": Rule(
         "error", "a uint64 constant of 2^32 or more", "it does not fit in 32 bits", "two uint32 words", _code("ESFH002")
@@ -240,10 +245,10 @@ RULES: dict[str, Rule] = {
     "INT01": Rule(
         "error",
         "`dot_general` of integers",
-        "rejected or cast; int32 on trn1 currently compiles with a warning",
+        "an error with --implicit-integer-downcast=none, announced as the default after SDK 2.32; cast with `all`, "
+        "which a run sets",
         "cast to bfloat16 or float32",
-        _code("EVRF035"),
-        trn1="warning",
+        _code("EVRF035") + "; " + _COMPILER_NOTES,
     ),
     "INT02": Rule(
         "error",
@@ -255,24 +260,26 @@ RULES: dict[str, Rule] = {
     "INT03": Rule(
         "error",
         "integer `all_reduce` or `reduce_scatter`",
-        "rejected, or summed in float32, which is exact only below 2^24",
+        "an error with --implicit-integer-downcast=none, announced as the default after SDK 2.32; with `all` summed in "
+        "float32, which is exact only below 2^24",
         "float32 counts with all addends and totals below 2^24, or counts split into several words",
-        _code("EVRF061", "EVRF063"),
+        _code("EVRF061", "EVRF063") + "; " + _COMPILER_NOTES,
     ),
     "INT04": Rule("error", "`power` of 64-bit integers", "the compiler rejects it", "int32", _code("EVRF062")),
     "GS01": Rule(
         "error",
-        "gather or scatter with iota indices out of bounds",
-        "the compiler rejects indices that are out of bounds at compile time",
-        "at most as many indices as rows; positions below model.max_positions",
-        _code("EVRF031", "EVRF056"),
+        "gather, scatter or slice whose indices are known, as an iota or a constant, and out of bounds",
+        "the compiler rejects iotas that are out of bounds; a constant ends the run with status 1006, or is clamped",
+        "at most as many indices as rows; positions below model.max_positions; the index that was meant",
+        _code("EVRF031", "EVRF056") + "; neuron-runtime/nrt-troubleshoot",
     ),
     "GS02": Rule(
         "info",
-        "gather or scatter with indices that depend on data, or constant indices out of bounds",
-        "an index out of bounds ends the run with status 1006",
+        "gather or scatter with indices that depend on data and are not clipped",
+        "an index out of bounds ends the run with status 1006, of all devices of a program over several",
         'jnp.clip the indices; mode="clip" leaves clipping to the gather',
         "neuron-runtime/nrt-troubleshoot",
+        many="warning",
     ),
     "GS03": Rule(
         "info",
@@ -310,6 +317,21 @@ RULES: dict[str, Rule] = {
         "operand dtypes and preferred_element_type",
         _ISSUES,
     ),
+    "DG01": Rule(
+        "warning",
+        "`dot_general` of fewer than 128 rows that contracts the second dimension of a large right-hand side",
+        "the tensor engine transposes the right-hand side, which is more work than the product: 125 times as much for "
+        "one row of 4,096",
+        "a matrix stored with the contracted dimension first, [in, out]: lhs[t, k] x rhs[k, n]",
+        _THREAD + "1336",
+    ),
+    "DG02": Rule(
+        "info",
+        "such a `dot_general` of 128 rows or more, or with batch dimensions",
+        "the tensor engine transposes the right-hand side: 128 / rows of the product's work",
+        "no change needed: a matrix that a step uses both ways is transposed in one of them",
+        _THREAD + "1336; the share is derived from its numbers, not measured",
+    ),
     "CC01": Rule(
         "error",
         "more than 16 different sets of replica groups",
@@ -346,6 +368,63 @@ RULES: dict[str, Rule] = {
         "degrees whose groups are listed, see docs/parallelism.md; plan --search ranks them first",
         "nxd-inference feature guide; NxD's parallel_layers/parallel_state.py",
     ),
+    "CC06": Rule(
+        "warning",
+        "a slice, concatenation, padding, reversal or window along a dimension that is split over devices by shardings",
+        "the SPMD partitioner exchanges borders by permutes that are no rings, which may crash or be slow; a matrix "
+        "split in two along its sharded columns has crashed the compiler",
+        "shard another dimension, or write it in a shard_map with ppermute in rings",
+        "neuron-runtime/about/collectives; " + _ISSUES + f"; {_THREAD}1030",
+        seen="the crash: November 2024, open",
+    ),
+    "KB01": Rule(
+        "warning",
+        "gather of values that shardings split over devices",
+        "the compiler has stopped at `permutation.size() == data.size()` for a mesh of two cores",
+        "the gather in a shard_map, on what a device holds",
+        _THREAD + "1309",
+        seen="libneuronxla 2.2, neuronx-cc 2.23 and 2.24, open",
+    ),
+    "KB02": Rule(
+        "warning",
+        "scatter with a computation on values that shardings split over devices",
+        "where Shardy falls back to GSPMD, sums of a sharded gradient have been taken in the wrong order",
+        "the scatter in a shard_map, followed by psum",
+        "github.com/openxla/xla/issues/42481",
+        seen="jaxlib up to 0.10.2",
+    ),
+    "KB03": Rule(
+        "warning",
+        "`while` that adds to an unsigned integer",
+        'the compiler has stopped at "Output dtype must match input"',
+        "int32 in the loop, or a sum without a loop",
+        _THREAD + "1077",
+        seen="trn1, January 2025, open",
+    ),
+    "KB04": Rule(
+        "warning",
+        "scatter into an array of values gathered from it at indices that depend on data: assignment through a mask",
+        "a masked assignment has returned finite but wrong values on trn2 (PyTorch)",
+        "jnp.where over the whole array",
+        _THREAD + "1381",
+        seen="neuronx-cc 2.26, open",
+    ),
+    "KB05": Rule(
+        "warning",
+        "gather or scatter with 64-bit indices",
+        "a lookup has returned wrong rows on trn1 (PyTorch)",
+        "int32 indices",
+        _THREAD + "937",
+        seen="July 2024, closed",
+    ),
+    "KB06": Rule(
+        "warning",
+        "--enable-ccop-compute-overlap in NEURON_CC_FLAGS, and a native kernel in the program",
+        "the compiler has ended with the assertion F134 (inf2)",
+        "leave the flag out",
+        _THREAD + "1365",
+        seen="SDK 2.31, not known to be mended",
+    ),
     "MEM1": Rule(
         "error",
         "more memory than a device has",
@@ -358,7 +437,7 @@ RULES: dict[str, Rule] = {
         "more than 5,000,000 instructions in a program with all loops unrolled, estimated from tiles",
         "the compiler stops at 5,000,000 instructions per program in public logs, and has unrolled loops",
         PROGRAM_ADVICE,
-        _code("EBVF030", "EVRF007", "EXTP004") + "; github.com/aws-neuron/aws-neuron-sdk/issues/987, 1003",
+        _code("EBVF030", "EVRF007", "EXTP004") + f"; {_THREAD}987, 1003",
     ),
     "CG02": Rule(
         "warning",

@@ -93,7 +93,7 @@ def _planned_bytes(config: Config, chip: str) -> int:
     from hlat_jax.run.compilation import traced_programs
     from hlat_jax.step import make_program
 
-    program = make_program(config, programs.layout_for_neuron(config, programs.num_devices(config), chip=chip))
+    program = make_program(config, programs.layout_for_neuron(config, programs.num_devices(config), target=chip))
     return device_bytes(program, jaxpr=live_jaxpr(traced_programs(program)["train"]())).total
 
 

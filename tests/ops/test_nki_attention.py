@@ -281,10 +281,12 @@ REFUSED += r"for trn1 \(nki/nki_faq\); to run it all the same, set model.allow_n
 def test_trn1_refuses_the_kernels_with_the_page_unless_the_user_insists(chip):
     one, insisted = with_nki(), with_nki(allow_nki_on_trn1=True)
     with pytest.raises(ValueError, match=REFUSED):
-        make_program(one, layout_for_neuron(one, 1, chip=chip))
-    assert choices.choices(insisted, layout_for_neuron(insisted, 1, chip=chip))["attention"].name == "nki"
+        make_program(one, planned_layout(one, 1, platform="neuron", chip=chip))
+    assert (
+        choices.choices(insisted, planned_layout(insisted, 1, platform="neuron", chip=chip))["attention"].name == "nki"
+    )
     either = with_nki(attention="auto", allow_nki_on_trn1=True)
-    choice = choices.choices(either, layout_for_neuron(either, 1, chip=chip))["attention"]
+    choice = choices.choices(either, planned_layout(either, 1, platform="neuron", chip=chip))["attention"]
     assert choice.name == "einsum"
     assert "AWS documents NKI for trn2 and trn3 only" in choice.passed_over["nki"]
 
@@ -292,7 +294,7 @@ def test_trn1_refuses_the_kernels_with_the_page_unless_the_user_insists(chip):
 @pytest.mark.parametrize("chip", ["trn2", "trn2.48xlarge", "trn2-ultraserver", "trn3-gen1", ""])
 def test_trn2_and_trn3_take_the_kernels(chip):
     one = with_nki()
-    assert choices.choices(one, layout_for_neuron(one, 1, chip=chip))["attention"].name == "nki"
+    assert choices.choices(one, planned_layout(one, 1, platform="neuron", chip=chip))["attention"].name == "nki"
 
 
 @pytest.mark.parametrize(("kind", "is_refused"), [("NC_v2", True), ("NC_v3", False), ("NC_v3d", False), ("", False)])

@@ -1,0 +1,228 @@
+"""Programs of a config from one layer, one microbatch and one row to the whole, each the next one's smaller neighbour.
+
+Each rung is the config with some keys changed. Its programs are lowered and linted here; the first one that fails on a
+device is the smallest program with whatever it adds to the rung before.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import shlex
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from hlat_jax.config import Config
+from hlat_jax.cost import Instance
+from hlat_jax.neuron import partitioned, programs, unrolled
+from hlat_jax.neuron.lint import Finding
+from hlat_jax.neuron.module import Program
+from hlat_jax.parallel.degrees import passes
+from hlat_jax.parallel.sharding import MESH_AXES
+from hlat_jax.plan.instructions import Instructions
+from hlat_jax.resolve import resolve
+from hlat_jax.run.compilation import named_programs, traced_programs
+from hlat_jax.run.fingerprint import fingerprint
+from hlat_jax.step import RunProgram, make_program
+
+_MICROBATCH_FACTOR = 4  # from one rung to the next
+_STEPS = {"train.num_steps": 2, "checkpoint.every_steps": 0}
+# Text and tokenizer that ship with the package, so that the first rungs need no data. Each row of a batch reads
+# documents of its own, and the text has 257.
+_TEXT = {"data.train": "package:austen_train.jsonl", "data.tokenizer": "package:austen_2k.model"}
+_VALIDATION = {"data.validation": "package:austen_validation.jsonl"}
+_MOST_ROWS = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class Rung:
+    """A config with some keys changed, and the devices that it runs on.
+
+    Attributes:
+      what: sizes of the rung, for people.
+      changes: config path -> value that differs from the recipe's.
+      num_devices: devices of the mesh.
+      config: the resolved config.
+    """
+
+    what: str
+    changes: dict[str, Any]
+    num_devices: int
+    config: Config
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckedProgram:
+    """One program of a rung, lowered for Neuron.
+
+    Attributes:
+      name: key of `compilation.traced_programs`.
+      sha256: fingerprint of the lowered program.
+      instructions: estimate; None if it cannot be lowered.
+      findings: of the lint.
+    """
+
+    name: str
+    sha256: str
+    instructions: Instructions | None
+    findings: list[Finding]
+
+
+def rungs(config: Config, *, num_devices: int, node_devices: int) -> list[Rung]:
+    """Returns the rungs of a config, the smallest first; the last is the whole over `num_devices`.
+
+    The first rungs run on as few nodes as a replica without pipeline stages takes, the whole on all. The batch of a
+    rung has as many rows as its replicas and microbatches take; microbatches of the whole have the recipe's rows.
+
+    Args:
+      config: the recipe.
+      num_devices: devices of the whole.
+      node_devices: devices of one node.
+
+    Raises:
+      ValueError: the config does not fit `num_devices`.
+    """
+    degrees = programs.layout_for_neuron(config, num_devices).degrees
+    num_stages, num_layers = degrees["pipe"], config.model.num_layers
+    rows = _rows(config, num_devices)
+    last = config.data.batch_size // (num_devices // (degrees["pipe"] * degrees["tensor"]) * rows)  # microbatches
+    sizes = [(1, 1, 1, 1), (1, 1, 1, rows)]  # layers, stages, microbatches, rows of one
+    sizes += [(layers, 1, 1, rows) for layers in _powers(2, num_layers // num_stages)]
+    sizes += [(layers, num_stages, 1, rows) for layers in (num_stages, num_layers)]
+    sizes += [(num_layers, num_stages, microbatches, rows) for microbatches in _powers(_MICROBATCH_FACTOR, last)]
+    placed = [(size, _fewest_devices(config, size[1], num_devices, node_devices)) for size in sizes]
+    placed.append(((num_layers, num_stages, last, rows), num_devices))
+    found = [_rung(config, size, devices, whole=(num_devices, degrees)) for size, devices in dict.fromkeys(placed)]
+    return [rung for rung in found if passes(rung.config, rung.num_devices)]
+
+
+def _rung(
+    config: Config, size: tuple[int, int, int, int], num_devices: int, *, whole: tuple[int, dict[str, int]]
+) -> Rung:
+    """Returns the rung of (layers, stages, microbatches of one replica, rows of one); `whole`: devices and degrees."""
+    layers, stages, microbatches, rows = size
+    changes = {"model.num_layers": layers, "parallel.pipe": stages, "train.num_microbatches": microbatches}
+    replicas = max(1, num_devices // (stages * whole[1]["tensor"]))  # one where parallel.tensor takes all devices
+    changes["data.batch_size"] = replicas * microbatches * rows
+    if num_devices != whole[0] and -1 not in [getattr(config.parallel, axis) for axis in MESH_AXES]:
+        changes["parallel.data"] = -1
+    what = f"{_of(layers, 'layer')} x {_of(microbatches, 'microbatch')} x {_of(rows, 'row')}"
+    what += f", pipe {stages}" if stages > 1 else ""
+    kept = {path: value for path, value in changes.items() if value != _value(config, path)}
+    return Rung(what, kept, num_devices, _with(config, changes))
+
+
+def checked(program: RunProgram, *, target: str) -> Iterator[CheckedProgram]:
+    """Yields the programs of a run, lowered and linted for a target of `rules.TARGETS`."""
+    traced = traced_programs(program)
+    for name in named_programs(program.config, "all"):
+        found = programs.findings(name, traced[name](), program=program, target=target, operators=())
+        if any(finding.rule == "LW01" for finding in found):
+            yield CheckedProgram(name, "", None, found)
+            continue
+        lowered = traced[name]().lower(lowering_platforms=("neuron",))
+        root = lowered.compiler_ir("stablehlo").operation
+        instructions = unrolled.estimated(partitioned.run_shardy(root) or Program(root))
+        yield CheckedProgram(name, fingerprint(lowered).sha256, instructions, found)
+
+
+def program_of(rung: Rung) -> RunProgram:
+    """Returns the program of a rung over virtual devices."""
+    return make_program(rung.config, programs.layout_for_neuron(rung.config, rung.num_devices))
+
+
+def command(rung: Rung, config_words: Sequence[str], *, instance: Instance, workdir: str) -> str:
+    """Returns the command that trains two steps of a rung.
+
+    Args:
+      rung: the rung.
+      config_words: `--config=NAME` and the user's overrides. The data is the shipped text, unless they set data.train
+        or the batch has more rows than that text has documents.
+      instance: of the nodes.
+      workdir: run folder.
+    """
+    has_data = any(word.startswith("--config.data.train=") for word in config_words)
+    changes = rung.changes | _STEPS
+    if not has_data and rung.config.data.batch_size <= _MOST_ROWS:
+        changes |= _TEXT | (_VALIDATION if rung.config.data.validation else {})
+    nodes = math.ceil(rung.num_devices / instance.num_devices())
+    # a job of several nodes ends before the command does
+    words = [f"sbatch --wait --nodes={nodes} launch/slurm/train.sbatch" if nodes > 1 else "launch/node.sh"]
+    words += [f"--cores={rung.num_devices}"] if rung.num_devices < instance.num_devices() else []
+    words += [*map(shlex.quote, config_words), f"--workdir={shlex.quote(workdir)}"]
+    return " ".join(words + [f"--config.{path}={shlex.quote(str(value))}" for path, value in changes.items()])
+
+
+def script(name: str, commands: Sequence[tuple[str, str]], *, folder: str) -> str:
+    """Returns a Bash script that runs (sizes, command) of each rung in turn and stops at the first one that fails.
+
+    Output goes to FOLDER/rung-NN.log, results to FOLDER/ladder.jsonl.
+    """
+    total = len(commands)
+    lines = [
+        "#!/usr/bin/env bash",
+        f"# The ladder of {name}: {total} runs of two steps, from the smallest program to the whole. It stops at the",
+        f"# first rung that fails and names it. FROM=N begins at rung N. Logs and ladder.jsonl: {folder}",
+        "set -uo pipefail",
+        f"folder={shlex.quote(folder)} from=${{FROM:-1}}",
+        '[[ $from =~ ^[1-9][0-9]{0,3}$ ]] || { echo "error: FROM=$from must be the number of a rung." >&2; exit 2; }',
+        'mkdir -p "$folder"',
+        "rung() { # number, sizes, command ...",
+        "  local number=$1 sizes=$2 code=0 began=$SECONDS log",
+        "  shift 2",
+        "  ((number >= from)) || return 0",
+        '  log=$(printf "%s/rung-%02d.log" "$folder" "$number")',
+        f'  echo "rung $number of {total}: $sizes"',
+        '  "$@" > "$log" 2>&1 || code=$?',
+        '  printf \'{"rung": %d, "what": "%s", "code": %d, "seconds": %d}\\n\' \\',
+        '    "$number" "$sizes" "$code" "$((SECONDS - began))" >> "$folder/ladder.jsonl"',
+        "  ((code == 0)) || {",
+        '    tail -n 20 "$log" >&2',
+        f'    echo "error: rung $number of {total} ($sizes) ended with code $code; its output is in $log" >&2',
+        "    exit 1",
+        "  }",
+        "}",
+    ]
+    lines += [f"rung {number} {shlex.quote(sizes)} {words}" for number, (sizes, words) in enumerate(commands, 1)]
+    return "\n".join([*lines, f'echo "all {total} rungs ran"']) + "\n"
+
+
+def _fewest_devices(config: Config, num_stages: int, most: int, node_devices: int) -> int:
+    """Returns the devices of the fewest whole nodes that hold a replica, at most `most`."""
+    inner = num_stages * math.prod(max(1, getattr(config.parallel, axis)) for axis in ("fsdp", "tensor"))
+    return min(most, math.ceil(inner / node_devices) * node_devices)
+
+
+def _rows(config: Config, num_devices: int) -> int:
+    """Returns the rows of a microbatch of one replica: the recipe's, or fewer if the devices are too many for those."""
+    recipe = programs.num_devices(config)
+
+    def batches(count: int) -> int:
+        degrees = programs.layout_for_neuron(config, count).degrees
+        return config.data.batch_size // (count // (degrees["pipe"] * degrees["tensor"]))
+
+    return math.gcd(max(1, batches(recipe) // config.train.num_microbatches), batches(num_devices))
+
+
+def _powers(factor: int, last: int) -> list[int]:
+    """Returns the powers of a factor below `last`, from the first, and `last`."""
+    powers = [factor**exponent for exponent in range(1, 64) if factor**exponent < last]
+    return [*powers, last]
+
+
+def _with(config: Config, changes: dict[str, Any]) -> Config:
+    tree = config.to_dict()
+    for path, value in changes.items():
+        section, key = path.split(".")
+        tree[section][key] = value
+    return resolve(tree)
+
+
+def _value(config: Config, path: str) -> Any:
+    section, key = path.split(".")
+    return getattr(getattr(config, section), key)
+
+
+def _of(count: int, noun: str) -> str:
+    plural = noun + ("es" if noun.endswith("ch") else "s")
+    return f"{count:,} {noun if count == 1 else plural}"

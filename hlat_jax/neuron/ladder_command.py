@@ -1,0 +1,117 @@
+"""`python -m hlat_jax.neuron ladder`: lists programs from one layer to the whole config, as commands for a device."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+from absl import flags
+
+from hlat_jax.config import Config, nearest
+from hlat_jax.cost import INSTANCES, Instance
+from hlat_jax.data.tokenizer import resolve_with_tokenizer
+from hlat_jax.host import flags as flags_lib
+from hlat_jax.parallel.degrees import passes
+from hlat_jax.plan.instructions import NOTE, OPERATION_ADVICE, PROGRAM_ADVICE, PROGRAM_LIMIT, operation_limit, rounded
+from hlat_jax.store.progress import show_progress
+
+# Numbers of cores that one job may take of a node. Source: AWS Neuron docs, training pages on trn1.32xlarge and
+# trn2.48xlarge at LNC 2.
+_JOB_CORES = {"trn1": (1, 2, 8, 32), "trn2": (1, 4, 16, 64)}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints the rungs of a config with their estimates and commands; returns 1 if the lint finds an error, else 0."""
+    mutable, values = flags_lib.parse(argv, _define)
+    config = resolve_with_tokenizer(mutable)
+    if values.instance not in INSTANCES:
+        raise ValueError(f"--instance={values.instance}: no such instance type. {nearest(values.instance, INSTANCES)}")
+    for flag in ("json", "script"):
+        if values[flag].value:
+            flags_lib.check_output(f"--{flag}", values[flag].value)
+    os.environ["JAX_PLATFORMS"] = "cpu"  # leave any accelerator to other processes
+    from hlat_jax.neuron import ladder
+
+    instance, target = INSTANCES[values.instance], values.instance[:4]
+    count = _devices(config, instance, values.nodes)
+    found = ladder.rungs(config, num_devices=count, node_devices=instance.num_devices())
+    limits = f"{PROGRAM_LIMIT:,} in a program and {operation_limit(target):,} in an operation"
+    print(f"{config.name} on {values.instance}: {len(found)} rungs, up to {count:,} devices")
+    print(f"Instructions are {NOTE}; public logs show errors above {limits}.")
+    config_words = [word for word in argv if word.startswith(("--config=", "--config."))]
+    folder, rows, seen = f"runs/ladder/{config.name}", [], {}
+    for number, rung in enumerate(found, 1):
+        with show_progress(f"lowering rung {number} of {len(found)}"):
+            checked = list(ladder.checked(ladder.program_of(rung), target=target))
+        workdir = f"{folder}/rung-{number:02}"
+        words = ladder.command(rung, config_words, instance=instance, workdir=workdir)
+        programs = {one.name: _row(one, seen, number) for one in checked}
+        rows.append({"what": rung.what, "devices": rung.num_devices, "changes": rung.changes, "command": words})
+        rows[-1]["programs"] = programs
+        print(_text(number, rows[-1], target, math.ceil(rung.num_devices / instance.num_devices())))
+    if values.json:
+        whole = {"config": config.name, "instance": values.instance, "rungs": rows}
+        pathlib.Path(values.json).write_text(json.dumps(whole, indent=1) + "\n")
+    if values.script:
+        commands = [(row["what"], row["command"]) for row in rows]
+        pathlib.Path(values.script).write_text(ladder.script(config.name, commands, folder=folder))
+        pathlib.Path(values.script).chmod(0o755)
+    print("\nLowered for Neuron and linted here; not compiled by neuronx-cc and not yet run.")
+    return 1 if any(program["errors"] for row in rows for program in row["programs"].values()) else 0
+
+
+def _devices(config: Config, instance: Instance, nodes: int) -> int:
+    """Returns the devices of the whole: of the nodes asked for, or of the recipe, as one job may take them."""
+    from hlat_jax.neuron import programs
+
+    whole = instance.num_devices()
+    if nodes:
+        return nodes * whole
+    count = programs.num_devices(config)
+    if count >= whole:
+        return math.ceil(count / whole) * whole
+    cores = [one for one in _JOB_CORES[instance.target[:4]] if one <= count and passes(config, one)]
+    return max(cores, default=count)
+
+
+def _row(one: Any, seen: dict[str, int], number: int) -> dict[str, Any]:
+    row = {"sha256": one.sha256, "same_as_rung": seen.setdefault(one.sha256, number) if one.sha256 else number}
+    row |= {"unrolled": None, "looped": None, "largest": None}
+    row |= dataclasses.asdict(one.instructions) if one.instructions else {}
+    row |= {
+        f"{severity}s": sorted({finding.rule for finding in one.findings if finding.severity == severity})
+        for severity in ("error", "warning")
+    }
+    return row
+
+
+def _text(number: int, row: dict[str, Any], target: str, nodes: int) -> str:
+    places = f"{row['devices']:,} devices of {nodes:,} node{'s' if nodes > 1 else ''}"
+    lines = [f"\nrung {number}: {row['what']}, {places}"]
+    lines.append(f"  {'program':<12}{'unrolled':>14}{'loops kept':>14}{'largest op':>12}  lint")
+    advice = set()
+    for name, program in row["programs"].items():
+        if program["unrolled"] is None:
+            lines.append(f"  {name:<12}{'cannot be lowered':>40}  {', '.join(program['errors'])}")
+            continue
+        numbers = [rounded(program[key]) for key in ("unrolled", "looped", "largest")]
+        rules = ", ".join([f"{rule} (error)" for rule in program["errors"]] + program["warnings"]) or "no warning"
+        since = f"; the program of rung {program['same_as_rung']}" if program["same_as_rung"] != number else ""
+        lines.append(f"  {name:<12}{numbers[0]:>14}{numbers[1]:>14}{numbers[2]:>12}  {rules}{since}")
+        advice |= {PROGRAM_ADVICE} if program["unrolled"] > PROGRAM_LIMIT else set()
+        advice |= {OPERATION_ADVICE} if program["largest"] > operation_limit(target) else set()
+    lines += [f"  above a limit: {line}" for line in sorted(advice)]
+    return "\n".join([*lines, f"  {row['command']}"])
+
+
+def _define(values: flags.FlagValues) -> None:
+    kinds = ", ".join(INSTANCES)
+    flags.DEFINE_string("instance", "trn1.32xlarge", f"Instance type of every node: {kinds}.", flag_values=values)
+    flags.DEFINE_integer("nodes", 0, "Nodes of the whole; 0: the recipe's.", 0, flag_values=values)
+    flags.DEFINE_string("script", "", "Write a script that runs the rungs in turn to this file.", flag_values=values)
+    flags.DEFINE_string("json", "", "Also write the rungs to this file.", flag_values=values)

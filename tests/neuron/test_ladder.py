@@ -1,0 +1,218 @@
+"""The ladder: rungs from one layer to the whole, the commands that run them, and the script that stops at a failure."""
+
+import itertools
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from hlat_jax import config as config_lib
+from hlat_jax.cost import INSTANCES
+from hlat_jax.data.tokenizer import resolve_with_tokenizer
+from hlat_jax.host import flags
+from hlat_jax.neuron import ladder, programs
+from hlat_jax.parallel.degrees import passes
+from hlat_jax.resolve import resolve
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+TRN1 = INSTANCES["trn1.32xlarge"]
+
+
+def rungs_of(name, num_devices=0, **options):
+    config = resolve(config_lib.load(name))
+    num_devices = num_devices or programs.num_devices(config)
+    return config, ladder.rungs(config, num_devices=num_devices, **({"node_devices": 32} | options))
+
+
+def sizes(rung):
+    c, degrees = rung.config, programs.layout_for_neuron(rung.config, rung.num_devices).degrees
+    replicas = rung.num_devices // (degrees["pipe"] * degrees["tensor"])
+    rows = c.data.batch_size // replicas // c.train.num_microbatches
+    return c.model.num_layers, degrees["pipe"], c.train.num_microbatches, rows, rung.num_devices
+
+
+@pytest.mark.parametrize("name", sorted(config_lib.shipped()))
+def test_rungs_lead_from_one_layer_to_the_recipe(name):
+    config, found = rungs_of(name)
+    assert sizes(found[0])[:4] == (1, 1, 1, 1)
+    assert found[-1].config == config
+    assert found[-1].changes == {}
+    assert all(passes(rung.config, rung.num_devices) for rung in found)
+    steps = [tuple(map(int, sizes(rung))) for rung in found]
+    assert len(set(steps)) == len(steps) <= 12
+    # each rung has more of something than the one before; 70b's first rung with stages has fewer layers than a stage
+    assert all(any(new > old for new, old in zip(b, a, strict=True)) for a, b in itertools.pairwise(steps))
+
+
+def test_rungs_of_7b_are_on_one_node_up_to_the_last():
+    _, found = rungs_of("7b")
+    assert [sizes(rung)[0] for rung in found[:-2]] == [1, 2, 4, 8, 16, 32]
+    assert [rung.num_devices for rung in found] == [32] * 7 + [2048]
+
+
+def test_rungs_on_one_node_end_with_the_global_batch_in_more_microbatches():
+    config, found = rungs_of("7b", 32)
+    assert [sizes(rung)[2] for rung in found[5:]] == [1, 4, 16, 64, 256]
+    assert found[-1].config.data.batch_size == config.data.batch_size
+    assert {sizes(rung)[3] for rung in found} == {1}
+
+
+def test_rungs_of_70b_fill_one_stage_before_there_are_stages():
+    _, found = rungs_of("70b")
+    assert [sizes(rung)[:2] for rung in found[:7]] == [(1, 1), (2, 1), (4, 1), (8, 1), (10, 1), (8, 8), (80, 8)]
+    assert [rung.num_devices for rung in found] == [32] * 5 + [256] * 5 + [8192]
+
+
+def test_a_fixed_data_degree_becomes_the_rest():
+    mutable = config_lib.load("7b")
+    mutable.parallel.data = 256
+    found = ladder.rungs(resolve(mutable), num_devices=2048, node_devices=32)
+    assert [rung.changes.get("parallel.data") for rung in found] == [-1] * (len(found) - 1) + [None]
+
+
+def command(rung, *words, folder="runs/x", instance=TRN1):
+    return ladder.command(rung, words, instance=instance, workdir=folder)
+
+
+def test_a_command_sets_what_its_rung_has():
+    _, found = rungs_of("7b")
+    for rung in found[:-1]:
+        program, *words = command(rung, "--config=7b").split()
+        assert program == "launch/node.sh"
+        mutable, values = flags.parse([word for word in words if not word.startswith("--workdir")], lambda own: None)
+        config = resolve_with_tokenizer(mutable)
+        assert (config.model, config.parallel) == (rung.config.model, rung.config.parallel)
+        assert config.data.batch_size == rung.config.data.batch_size
+        assert (config.train.num_microbatches, config.train.num_steps) == (rung.config.train.num_microbatches, 2)
+        assert config.data.train.startswith("package:")
+        assert values
+
+
+def test_a_command_takes_the_users_data_where_the_shipped_text_has_too_few_documents():
+    _, found = rungs_of("7b", 32)
+    documents = len((ROOT / "hlat_jax" / "assets" / "austen_train.jsonl").read_text().splitlines())
+    for rung in found:
+        shipped = "data.train=package:" in command(rung, "--config=7b")
+        assert shipped == (rung.config.data.batch_size <= documents)
+    given = command(found[0], "--config=7b", "--config.data.train=my texts/*.jsonl")
+    assert "package:" not in given
+    assert "'--config.data.train=my texts/*.jsonl'" in given
+
+
+def test_a_command_names_cores_of_a_part_of_a_node_and_submits_a_job_of_several():
+    _, [first, *_] = rungs_of("tiny", 2)
+    assert command(first, "--config=tiny").startswith("launch/node.sh --cores=2 --config=tiny --workdir=runs/x ")
+    _, [*_, last] = rungs_of("7b")
+    assert command(last, "--config=7b").startswith("sbatch --wait --nodes=64 launch/slurm/train.sbatch --config=7b ")
+
+
+def test_script_stops_at_the_first_rung_that_fails_and_names_it(tmp_path):
+    (tmp_path / "launch").mkdir()
+    node = tmp_path / "launch" / "node.sh"
+    node.write_text(
+        '#!/usr/bin/env bash\necho "ran $*"\n[[ $* != *num_layers=4* ]] || { echo NCC_EXTP003; exit 70; }\n'
+    )
+    node.chmod(0o755)
+    _, found = rungs_of("7b")
+    commands = [(rung.what, command(rung, "--config=7b")) for rung in found]
+    (tmp_path / "ladder.sh").write_text(ladder.script("7b", commands, folder="runs/ladder/7b"))
+
+    def run(**variables):
+        words = ["bash", "ladder.sh"]
+        return subprocess.run(
+            words, cwd=tmp_path, env=os.environ | variables, capture_output=True, text=True, check=False
+        )
+
+    done = run()
+    assert done.returncode == 1
+    assert "NCC_EXTP003" in done.stderr
+    assert "error: rung 3 of 8 (4 layers x 1 microbatch x 1 row) ended with code 70" in done.stderr
+    rows = [json.loads(line) for line in (tmp_path / "runs/ladder/7b/ladder.jsonl").read_text().splitlines()]
+    assert [(row["rung"], row["code"]) for row in rows] == [(1, 0), (2, 0), (3, 70)]
+    assert "ran --config=7b" in (tmp_path / "runs/ladder/7b/rung-01.log").read_text()
+    assert "sbatch" in run(FROM="4").stderr  # which this machine does not have
+    assert "FROM=x must be the number of a rung" in run(FROM="x").stderr
+
+
+@pytest.fixture
+def ladder_here(monkeypatch, capsys):
+    """A function that runs a ladder command in this process and returns (exit code, stdout, stderr)."""
+    from hlat_jax.neuron import __main__ as commands
+
+    def run(*words):
+        monkeypatch.setattr("sys.argv", ["neuron", "ladder", *map(str, words)])
+        monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as exit_:
+            flags.main(commands.main)
+        printed = capsys.readouterr()
+        return exit_.value.code, printed.out, printed.err
+
+    return run
+
+
+def test_ladder_lowers_and_lints_every_rung(ladder_here, tmp_path):
+    words = ("--config.model.num_layers=1", "--config.data.batch_size=8", "--config.train.num_microbatches=4")
+    quiet = ("--config.train.sample_prompt=", "--config.data.validation=")
+    code, printed, error = ladder_here("--config=tiny", *words, *quiet, f"--json={tmp_path / 'found.json'}")
+    assert (code, error) == (0, "")
+    found = json.loads((tmp_path / "found.json").read_text())["rungs"]
+    assert [row["what"] for row in found] == ["1 layer x 1 microbatch x 1 row", "1 layer x 4 microbatches x 1 row"]
+    for row in found:
+        assert row["command"] in printed
+        assert all(word in row["command"] for word in (*words, *quiet))
+        assert list(row["programs"]) == ["train", "init", "norms"]
+        assert all(program["errors"] == [] and program["unrolled"] > 0 for program in row["programs"].values())
+    one, four = (row["programs"] for row in found)
+    assert one["train"]["unrolled"] < four["train"]["unrolled"]
+    assert four["train"]["same_as_rung"] == 2
+    assert four["norms"]["same_as_rung"] == 1  # microbatches change the step only
+    assert "an order of magnitude, not calibrated" in printed
+    assert "not yet run" in printed
+
+
+def test_ladder_exits_with_1_where_the_lint_finds_an_error(ladder_here, monkeypatch):
+    import jax.numpy as jnp
+
+    from hlat_jax.ops import embedding
+
+    original = embedding.lookup
+
+    def with_argmax(table_VD, tokens_BT, *, ctx):
+        return original(table_VD, tokens_BT + 0 * jnp.argmax(tokens_BT), ctx=ctx)
+
+    monkeypatch.setattr("hlat_jax.model.lookup", with_argmax)
+    quiet = ("--config.train.sample_prompt=", "--config.data.batch_size=1")
+    code, printed, _ = ladder_here("--config=tiny", "--config.model.num_layers=1", *quiet)
+    assert code == 1
+    assert "RED01 (error)" in printed
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--config=7b", "--instance=trn1.33xlarge"], "no such instance type. Did you mean 'trn1.32xlarge'?"),
+        (["--config=7b", "--nodes=-1"], "--nodes"),
+        (["--config=7b", "--nodes=3"], "No degrees pass every check on 96 device(s)"),
+        (["--config=7b", "--scripts=x"], "Did you mean '--script'?"),
+    ],
+)
+def test_ladder_rejects_invalid_flags(words, message, ladder_here):
+    code, _, error = ladder_here(*words)
+    assert code == 2
+    assert message in error
+
+
+@pytest.mark.slow
+def test_the_first_rung_trains(tmp_path):
+    _, [first, *_] = rungs_of("tiny", 1)
+    words = command(first, "--config=tiny", "--config.data.seq_len=32", folder=str(tmp_path / "run"))
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHON": sys.executable, "XLA_FLAGS": ""}
+    words = words.replace("--cores=1 ", "")  # this machine has no Neuron cores
+    done = subprocess.run(["bash", "-c", words], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert {json.loads(row)["step"] for row in rows} >= {1, 2}
