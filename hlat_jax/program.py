@@ -96,13 +96,15 @@ class MicrobatchStep:
 
     Attributes:
       start: jitted () -> buffer of zeros: the sums of losses, of counted tokens and of gradients, of each device.
-      add: jitted (buffer, inputs, microbatch) -> buffer with the sums of the microbatch; donates the buffer.
+      microbatch: jitted (buffer, inputs, microbatch) -> buffer with what it computes added; donates the buffer.
       update: jitted (state, buffer[, learning_rate]) -> (state, StepMetrics); donates the state.
+      buffer: the shapes, dtypes and shardings of the buffer.
     """
 
-    start: Callable[..., Any]
-    add: Callable[..., Any]
-    update: Callable[..., Any]
+    start: Any
+    microbatch: Any
+    update: Any
+    buffer: Any
 
     def __call__(
         self, state: State, microbatches: Iterable[Any], learning_rate: ArrayLike | None = None
@@ -110,12 +112,12 @@ class MicrobatchStep:
         """Returns the state after the step, and its metrics. Rows of microbatch m: see `batch.microbatches`."""
         buffer, inputs = self.start(), self.inputs(state)
         for microbatch in microbatches:
-            buffer = self.add(buffer, inputs, microbatch)
+            buffer = self.microbatch(buffer, inputs, microbatch)
         return self.update(state, buffer, learning_rate)
 
     @staticmethod
     def inputs(state: State) -> dict[str, Any]:
-        """Returns the parts of a state that `add` reads."""
+        """Returns the parts of a state that `microbatch` reads."""
         opt_state = {key: value for key, value in state["opt_state"].items() if key in ("seed", "loss_scale")}
         return {"params": state["params"], "step": state["step"], "opt_state": opt_state}
 
@@ -421,11 +423,10 @@ def _microbatch_step(
     shapes = {"number": jax.ShapeDtypeStruct((), jnp.uint32), "sums": ((scalar, scalar), grads)}
 
     def local(
-        sums: tuple[tuple, Any], params: Any, rows: Any, rounding: Rounding, *, number: Any, scale: Any, reduce: Any = None
+        sums: tuple, params: Any, rows: Any, rounding: Rounding, *, number: Any, scale: Any, reduce: Any = None
     ) -> tuple[tuple, Any]:
-        (loss_sum, loss_aux), grads = value_and_grad(
-            params, rows, rounding, scale=scale, model_state=None, reduce=reduce
-        )
+        given = {"scale": scale, "model_state": None, "reduce": reduce}
+        (loss_sum, loss_aux), grads = value_and_grad(params, rows, rounding, **given)
         if loss_aux.is_mean:
             raise ValueError("the steps of single microbatches need a loss function that returns SumAndCount.")
         totals = sums[0][0] + loss_sum, sums[0][1] + loss_aux.count
@@ -454,11 +455,13 @@ def _microbatch_step(
     placed = None
     if options.replica_sync is not None:
         replicated = options.replica_sync.layout.replicated()
-        placed = jax.tree.map(lambda leaf: getattr(leaf, "sharding", None) or replicated, shapes)
+        shapes = jax.tree.map(lambda leaf: leaf.update(sharding=leaf.sharding or replicated), shapes)
+        placed = jax.tree.map(lambda leaf: leaf.sharding, shapes)
     return MicrobatchStep(
         start=jax.jit(start_accumulation, out_shardings=placed),
-        add=_jitted(add_microbatch, options, placed),
+        microbatch=_jitted(add_microbatch, options, placed),
         update=_jitted(update_step, options, None if shardings is None else (shardings, None)),
+        buffer=shapes,
     )
 
 

@@ -47,9 +47,10 @@ def main(argv: Sequence[str]) -> int:
     from hlat_jax.step import make_program
 
     count = values.devices or programs.num_devices(config)
-    traced = traced_programs(make_program(config, programs.layout_for_neuron(config, count)))
+    program = make_program(config, programs.layout_for_neuron(config, count))
+    traced = traced_programs(program)
     compiled = []
-    for name in named_programs(config, values.program):
+    for name in named_programs(program, values.program):
         with show_progress(f"lowering {name}"):
             modules = {f"{name}.whole": hlo.whole_module(traced[name]().lower(lowering_platforms=("neuron",)))}
         labels = {f"{name}.whole": f"the whole program, devices: {count:,}"}
@@ -88,7 +89,7 @@ def _flags(target: str) -> str:
 
 
 def _define(values: flags.FlagValues) -> None:
-    names = ["train", "eval", "init", "norms", "prefill", "decode", "generate", "all"]
+    names = ["train", "start", "microbatch", "update", "eval", "init", "norms", "prefill", "decode", "generate", "all"]
     flags.DEFINE_string("out", "", "Folder for the modules and compile.sh.", flag_values=values)
     flags.DEFINE_enum("target", "trn1", list(TARGETS), "Device for compile.sh to compile for.", flag_values=values)
     flags.DEFINE_enum("program", "all", names, "Program to write.", flag_values=values)

@@ -25,7 +25,7 @@ EXPLAINED = {
     "rejects them, NEURON_COLLECTIVE_PERMUTE_TO_ALL_GATHER=1 replaces them",
 }
 EXPLAINED[("init", "DT06")] = "the counters of the split are below 2^32, so a cast to 32 bits drops only zeros"
-for _name in ("train", "eval"):
+for _name in ("train", "microbatch", "eval"):
     EXPLAINED[(_name, "CG01")] = (
         "the limit on this number is not documented, and HLAT compiled layers of this size with this "
         "tensor parallelism; if compilation fails, follow the advice of the rule"
@@ -47,7 +47,7 @@ def num_devices(config: Config) -> int:
 def findings(
     name: str, traced: Any, *, program: RunProgram, target: str, operators: Collection[str]
 ) -> list[lint.Finding]:
-    """Returns the findings for one program; for the training step also for its planned memory.
+    """Returns the findings for one program; for the training step, or its microbatch, also for its planned memory.
 
     Args:
       name: key of the program in `compilation.traced_programs`.
@@ -57,7 +57,7 @@ def findings(
       operators: as for `lint.check`.
     """
     found = lint.check_traced(traced, target=target, recurring=name != "init", operators=operators)
-    if name != "train":
+    if name not in ("train", "microbatch"):
         return found
     memory = device_bytes(program, jaxpr=live_jaxpr(traced))
     device = cost.DEVICES[target]
