@@ -92,12 +92,13 @@ class StepFn(Protocol):
 class MicrobatchStep:
     """A step in programs that do not depend on the number of microbatches; equal bit for bit to the step in one.
 
-    Each microbatch is dispatched as a program of its own, without waiting for the one before.
+    Each microbatch is dispatched as a program of its own, without waiting for the one before. The buffer of sums stays
+    on the devices between steps.
 
     Attributes:
       start: jitted () -> buffer of zeros: the sums of losses, of counted tokens and of gradients, of each device.
       microbatch: jitted (buffer, inputs, microbatch) -> buffer with what it computes added; donates the buffer.
-      update: jitted (state, buffer[, learning_rate]) -> (state, StepMetrics); donates the state.
+      update: jitted (state, buffer[, learning_rate]) -> (state, StepMetrics, buffer of zeros); donates the first two.
       buffer: the shapes, dtypes and shardings of the buffer.
     """
 
@@ -105,15 +106,19 @@ class MicrobatchStep:
     microbatch: Any
     update: Any
     buffer: Any
+    _held: list[Any] = dataclasses.field(default_factory=list, init=False)
 
     def __call__(
         self, state: State, microbatches: Iterable[Any], learning_rate: ArrayLike | None = None
     ) -> tuple[State, StepMetrics]:
         """Returns the state after the step, and its metrics. Rows of microbatch m: see `batch.microbatches`."""
-        buffer, inputs = self.start(), self.inputs(state)
+        # popped: where a microbatch fails, the next step starts from a new one
+        buffer, inputs = self._held.pop() if self._held else self.start(), self.inputs(state)
         for microbatch in microbatches:
             buffer = self.microbatch(buffer, inputs, microbatch)
-        return self.update(state, buffer, learning_rate)
+        state, metrics, buffer = self.update(state, buffer, learning_rate)
+        self._held.append(buffer)
+        return state, metrics
 
     @staticmethod
     def inputs(state: State) -> dict[str, Any]:
@@ -446,11 +451,12 @@ def _microbatch_step(
     def no_value(_: Any) -> Any:
         raise ValueError("an optimizer that evaluates the loss again needs the whole batch in one program.")
 
-    def update_step(state: State, buffer: Any, learning_rate: Any = None) -> tuple[State, StepMetrics]:
+    def update_step(state: State, buffer: Any, learning_rate: Any = None) -> tuple[State, StepMetrics, Any]:
         sums = buffer["sums"]
         (loss_sum, count), grads = sums if replica_sync is None else replica_sync.reduced_sums(sums, dtype=dtype)
         found = (loss_sum, LossAux(count)), grads
-        return updated(state, found, learning_rate=learning_rate, of_params=no_value)
+        # not by `start`: Neuron may run a program without collectives on the host
+        return *updated(state, found, learning_rate=learning_rate, of_params=no_value), start_accumulation()
 
     placed = None
     if options.replica_sync is not None:
@@ -460,7 +466,7 @@ def _microbatch_step(
     return MicrobatchStep(
         start=jax.jit(start_accumulation, out_shardings=placed),
         microbatch=_jitted(add_microbatch, options, placed),
-        update=_jitted(update_step, options, None if shardings is None else (shardings, None)),
+        update=_jitted(update_step, options, None if shardings is None else (shardings, None, placed), donated=(0, 1)),
         buffer=shapes,
     )
 
@@ -655,9 +661,9 @@ def _distinct(tree: Any) -> Any:
     return jax.tree.map(copied, tree)
 
 
-def _jitted(step: Callable, options: ProgramOptions, shardings: Any) -> Any:
-    """Returns the step compiled for the devices of the options; donates its first argument."""
+def _jitted(step: Callable, options: ProgramOptions, shardings: Any, *, donated: tuple[int, ...] = (0,)) -> Any:
+    """Returns the jitted step, with the compiler options of its devices."""
     if options.replica_sync is None:
-        return jax.jit(step, donate_argnums=0)
+        return jax.jit(step, donate_argnums=donated)
     compiler_options = xla_options.compiler_options(options.replica_sync.layout) or None
-    return jax.jit(step, donate_argnums=0, out_shardings=shardings, compiler_options=compiler_options)
+    return jax.jit(step, donate_argnums=donated, out_shardings=shardings, compiler_options=compiler_options)

@@ -192,7 +192,7 @@ def model_loss(model: ModelConfig, layout: Layout, *, compute: Any, z_loss_weigh
             options=options,
         )
 
-    return StagedLoss(bind=cast_and_bind, embed=embed, stage=stage, loss=loss)
+    return StagedLoss(bind=cast_and_bind, embed=embed, stage=stage, loss=loss, exchange=layout.pipe_exchange)
 
 
 def _eval_step(loss: Any, options: ProgramOptions) -> Callable[..., Any]:

@@ -147,6 +147,8 @@ def _finding(key: tuple[str, str], hits: list[tuple], *, target: str, recurring:
     severity = rule.severity_on(target, recurring=recurring)
     if rule_id == "INT01" and not all(hit[0].startswith(("i32", "ui32")) for hit in hits):
         severity = rule.severity  # the milder severity applies to 32-bit integers only
+    if rule_id == "CC02" and any(hit[0].endswith(partitioned.OF_A_NODE) for hit in hits):
+        severity = "error"  # nothing documents permutes between nodes
     op = ", ".join(dict.fromkeys(hit[1] for hit in hits))
     places = tuple(map(str, frames))
     return Finding(rule_id, severity, op, what, line, places, len(hits), rule.why, rule.instead, rule.source)

@@ -21,8 +21,6 @@ EXPLAINED = {
     ("init", "RNG01"): "runs once, before the first step; drawing each layer with its own rbg key needs a split, which "
     "JAX does by Threefry for every kind of key. Neuron lists Threefry as incomplete, but others have compiled it; "
     "NEURON_RUN_TRIVIAL_COMPUTATION_ON_CPU=1 draws the weights on the host if init has no collective (70b's has)",
-    ("train", "CC02"): "the pipeline stages are on different nodes, so their permutes run over EFA; if the runtime "
-    "rejects them, NEURON_COLLECTIVE_PERMUTE_TO_ALL_GATHER=1 replaces them",
 }
 EXPLAINED[("init", "DT06")] = "the counters of the split are below 2^32, so a cast to 32 bits drops only zeros"
 for _name in ("train", "microbatch", "eval"):
@@ -30,7 +28,6 @@ for _name in ("train", "microbatch", "eval"):
         "the limit on this number is not documented, and HLAT compiled layers of this size with this "
         "tensor parallelism; if compilation fails, follow the advice of the rule"
     )
-EXPLAINED[("eval", "CC02")] = EXPLAINED[("train", "CC02")]
 
 
 def num_devices(config: Config) -> int:
