@@ -24,13 +24,15 @@ Source: Narayanan et al. (PipeDream-Flush, 1F1B), arXiv 2104.04473, section 2.2;
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend import core
 
 from hlat_jax.batch import SumAndCount, microbatches
+from hlat_jax.host.jax_compat import partial_eval
 from hlat_jax.parallel import collectives
 from hlat_jax.precision import NEAREST, Accumulation, Rounding
 
@@ -138,7 +140,8 @@ class _Stage:
         self.num_stages = jax.lax.axis_size("pipe")
         self.stage = collectives.axis_index(_PIPE)
         self.is_last = self.stage == self.num_stages - 1
-        self._pullback = None  # of the forward pass: its structure, and which of its leaves are parameters
+        # of the pullback of the stage: its structure, which of its leaves are kept, and the others from the parameters
+        self._structure, self._is_kept, self._of_layers = None, None, None
 
     def model(self, *, layers: Any = None, rest: Any = None) -> Any:
         """Returns the model bound to this stage's parameters, or to what is differentiated in their place.
@@ -229,17 +232,34 @@ class _Stage:
         def run(layers, x):
             return self.staged.stage(self.model(layers=layers), x, microbatch)
 
-        y, pullback = jax.vjp(run, layers, x)
-        # The pullback holds the stage's parameters beside its residuals. Parameters are arguments of this trace and the
-        # same in every tick: they are passed again, and only the other leaves are kept.
-        leaves, structure = jax.tree.flatten(pullback)
-        arguments = {id(leaf): number for number, leaf in enumerate(jax.tree.leaves(layers))}
-        sources = [arguments.get(id(leaf)) for leaf in leaves]
-        self._pullback = structure, sources
-        return y, [leaf for leaf, source in zip(leaves, sources, strict=True) if source is None]
+        def residuals(layers, x):
+            y, pullback = jax.vjp(run, layers, x)
+            leaves, self._structure = jax.tree.flatten(pullback)
+            return y, leaves
+
+        # The pullback holds the stage's parameters beside its residuals, and slices of them where the layers are
+        # unrolled. They are the same in every tick, and computed again: only the other leaves are kept.
+        traced = jax.make_jaxpr(residuals)(layers, x)
+        y, *leaves = core.jaxpr_as_fun(traced)(*jax.tree.leaves(layers), x)
+        num_layers = len(jax.tree.leaves(layers))
+        self._is_kept = _depends(traced.jaxpr, traced.jaxpr.invars[num_layers:])[1:]
+        unkept = [False, *(not is_kept for is_kept in self._is_kept)]
+        self._of_layers = partial_eval.dce_jaxpr(traced.jaxpr, unkept, instantiate=True)[0]
+        return y, [leaf for leaf, is_kept in zip(leaves, self._is_kept, strict=True) if is_kept]
 
     def _pulled(self, residuals: list[jax.Array], dy: jax.Array) -> tuple[Any, jax.Array]:
-        structure, sources = self._pullback
-        arguments, rest = jax.tree.leaves(self.layers), iter(residuals)
-        leaves = [next(rest) if source is None else arguments[source] for source in sources]
-        return jax.tree.unflatten(structure, leaves)(dy)
+        jaxpr = self._of_layers
+        unused = [None] * (len(jaxpr.invars) - len(jax.tree.leaves(self.layers)))
+        closed = core.ClosedJaxpr(jaxpr, [None] * len(jaxpr.constvars))
+        computed, kept = iter(core.jaxpr_as_fun(closed)(*jax.tree.leaves(self.layers), *unused)), iter(residuals)
+        leaves = [next(kept if is_kept else computed) for is_kept in self._is_kept]
+        return jax.tree.unflatten(self._structure, leaves)(dy)
+
+
+def _depends(jaxpr: Any, inputs: Sequence[Any]) -> list[bool]:
+    """Returns for each result of a jaxpr whether it depends on one of these inputs, or on what it closes over."""
+    found = {*inputs, *jaxpr.constvars}
+    for eqn in jaxpr.eqns:
+        if any(not isinstance(var, core.Literal) and var in found for var in eqn.invars):
+            found.update(eqn.outvars)
+    return [not isinstance(var, core.Literal) and var in found for var in jaxpr.outvars]

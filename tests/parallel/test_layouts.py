@@ -58,6 +58,7 @@ LAYOUTS = {
     "pipe-kv-copies": {"pipe": 2, "tensor": 4, "num_microbatches": 8} | SEQUENCE | ZERO1,
     "pipe-tensor-sequence": {"pipe": 4, "tensor": 2, "num_microbatches": 4} | SEQUENCE | ZERO1,
     "pipe-gather": {"pipe": 4, "data": 2, "num_microbatches": 4, "pipe_exchange": "all_gather"},
+    "pipe-unroll": {"pipe": 2, "data": 4, "num_microbatches": 2, "layer_loop": "unroll", "remat": "none"},
     "pipe-all": {"pipe": 2, "data": 2, "tensor": 2, "num_microbatches": 4, "remat": "full"} | SEQUENCE | ZERO1,
 }
 # Arrays that collectives carry in one step, by kind and mesh axes, loops counted once per trip. With L layers (4, over
@@ -166,6 +167,11 @@ COLLECTIVES = {
         "all-gather pipe": 14,
         "all-reduce data": 12,
         "all-reduce pipe": 32,
+    },
+    "pipe-unroll": {
+        "all-reduce data": 12,
+        "all-reduce pipe": 16,
+        "collective-permute pipe": 5,
     },
     "pipe-tied": {
         "all-reduce data": 11,
@@ -328,6 +334,8 @@ def test_stages_that_gather_and_stages_that_permute_equal_one_device(num_stages)
         out = (P(), specs, P())
         mapped = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(specs, P()), out_specs=out, check_vma=False))
         traced = str(mapped.trace(params, batch).jaxpr)
+        slots = 2 * num_stages - 1  # of residuals: activations of two rows, and no weights of an unrolled layer
+        assert (f"f32[{slots},2,4]" in traced, f"f32[{slots},4,4]" in traced) == (True, False)
         assert ("ppermute" in traced, "all_gather" in traced) == (exchange == "permute", exchange == "all_gather")
         return jax.device_get(mapped(params, batch))
 
