@@ -54,6 +54,7 @@ def get_config():
 
     c.parallel.tensor = 32
     c.parallel.pipe = 8
+    c.parallel.pipe_exchange = "all_gather"  # the stages are on different nodes, between which no permute is documented
     c.precision.policy = "mixed"
 
     c.optimizer.peak_lr = 1.5e-4

@@ -202,6 +202,11 @@ class ParallelConfig:
         "Sum gradients over data once, after each microbatch (with zero1 that is ZeRO-2), or in the loop over layers.",
         choices=("step", "microbatch", "layer"),
     )
+    pipe_exchange: str = _key(
+        "permute",
+        "Stages send to their neighbors by a permute, or gather the values of all stages and take the one they need.",
+        choices=("permute", "all_gather"),
+    )
     bucket_bytes: int = _key(0, "Gradients share collectives of up to this many bytes per device; 0: one each.")
 
 

@@ -42,7 +42,6 @@ from hlat_jax.host import distributed
 from hlat_jax.host.activity import WAITING, Activity
 from hlat_jax.host.process import StopSignals
 from hlat_jax.optimizer import learning_rate
-from hlat_jax.parallel.sharding import shard_batch
 from hlat_jax.resolve import batch_of_step
 from hlat_jax.run import machine, nonfinite, summary
 from hlat_jax.run.goodput import PLOT_FILE, plot_goodput
@@ -301,7 +300,7 @@ def _step(run: Run, progress: Progress, batch: NextBatch) -> None:
     signals = run.sync.signals
     signals.doing, signals.activity.step = "training", progress.step + 1
     with jax.profiler.StepTraceAnnotation("train", step_num=progress.step + 1):
-        progress.state, metrics = run.train_step(progress.state, shard_batch(batch.batch, run.layout), np.float32(rate))
+        progress.state, metrics = run.train_step(progress.state, run.shard(batch.batch), np.float32(rate))
     signals.unfinished = _STEP_AND_SAVE
     progress.step += 1
     progress.position = batch.position

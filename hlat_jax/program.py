@@ -92,30 +92,37 @@ class StepFn(Protocol):
 class MicrobatchStep:
     """A step in programs that do not depend on the number of microbatches; equal bit for bit to the step in one.
 
-    Each microbatch is dispatched as a program of its own, without waiting for the one before.
+    Each microbatch is dispatched as a program of its own, without waiting for the one before. The buffer of sums stays
+    on the devices between steps.
 
     Attributes:
       start: jitted () -> buffer of zeros: the sums of losses, of counted tokens and of gradients, of each device.
-      add: jitted (buffer, inputs, microbatch) -> buffer with the sums of the microbatch; donates the buffer.
-      update: jitted (state, buffer[, learning_rate]) -> (state, StepMetrics); donates the state.
+      microbatch: jitted (buffer, inputs, microbatch) -> buffer with what it computes added; donates the buffer.
+      update: jitted (state, buffer[, learning_rate]) -> (state, StepMetrics, buffer of zeros); donates the first two.
+      buffer: the shapes, dtypes and shardings of the buffer.
     """
 
-    start: Callable[..., Any]
-    add: Callable[..., Any]
-    update: Callable[..., Any]
+    start: Any
+    microbatch: Any
+    update: Any
+    buffer: Any
+    _held: list[Any] = dataclasses.field(default_factory=list, init=False)
 
     def __call__(
         self, state: State, microbatches: Iterable[Any], learning_rate: ArrayLike | None = None
     ) -> tuple[State, StepMetrics]:
         """Returns the state after the step, and its metrics. Rows of microbatch m: see `batch.microbatches`."""
-        buffer, inputs = self.start(), self.inputs(state)
+        # popped: where a microbatch fails, the next step starts from a new one
+        buffer, inputs = self._held.pop() if self._held else self.start(), self.inputs(state)
         for microbatch in microbatches:
-            buffer = self.add(buffer, inputs, microbatch)
-        return self.update(state, buffer, learning_rate)
+            buffer = self.microbatch(buffer, inputs, microbatch)
+        state, metrics, buffer = self.update(state, buffer, learning_rate)
+        self._held.append(buffer)
+        return state, metrics
 
     @staticmethod
     def inputs(state: State) -> dict[str, Any]:
-        """Returns the parts of a state that `add` reads."""
+        """Returns the parts of a state that `microbatch` reads."""
         opt_state = {key: value for key, value in state["opt_state"].items() if key in ("seed", "loss_scale")}
         return {"params": state["params"], "step": state["step"], "opt_state": opt_state}
 
@@ -421,11 +428,10 @@ def _microbatch_step(
     shapes = {"number": jax.ShapeDtypeStruct((), jnp.uint32), "sums": ((scalar, scalar), grads)}
 
     def local(
-        sums: tuple[tuple, Any], params: Any, rows: Any, rounding: Rounding, *, number: Any, scale: Any, reduce: Any = None
+        sums: tuple, params: Any, rows: Any, rounding: Rounding, *, number: Any, scale: Any, reduce: Any = None
     ) -> tuple[tuple, Any]:
-        (loss_sum, loss_aux), grads = value_and_grad(
-            params, rows, rounding, scale=scale, model_state=None, reduce=reduce
-        )
+        given = {"scale": scale, "model_state": None, "reduce": reduce}
+        (loss_sum, loss_aux), grads = value_and_grad(params, rows, rounding, **given)
         if loss_aux.is_mean:
             raise ValueError("the steps of single microbatches need a loss function that returns SumAndCount.")
         totals = sums[0][0] + loss_sum, sums[0][1] + loss_aux.count
@@ -445,20 +451,23 @@ def _microbatch_step(
     def no_value(_: Any) -> Any:
         raise ValueError("an optimizer that evaluates the loss again needs the whole batch in one program.")
 
-    def update_step(state: State, buffer: Any, learning_rate: Any = None) -> tuple[State, StepMetrics]:
+    def update_step(state: State, buffer: Any, learning_rate: Any = None) -> tuple[State, StepMetrics, Any]:
         sums = buffer["sums"]
         (loss_sum, count), grads = sums if replica_sync is None else replica_sync.reduced_sums(sums, dtype=dtype)
         found = (loss_sum, LossAux(count)), grads
-        return updated(state, found, learning_rate=learning_rate, of_params=no_value)
+        # not by `start`: Neuron may run a program without collectives on the host
+        return *updated(state, found, learning_rate=learning_rate, of_params=no_value), start_accumulation()
 
     placed = None
     if options.replica_sync is not None:
         replicated = options.replica_sync.layout.replicated()
-        placed = jax.tree.map(lambda leaf: getattr(leaf, "sharding", None) or replicated, shapes)
+        shapes = jax.tree.map(lambda leaf: leaf.update(sharding=leaf.sharding or replicated), shapes)
+        placed = jax.tree.map(lambda leaf: leaf.sharding, shapes)
     return MicrobatchStep(
         start=jax.jit(start_accumulation, out_shardings=placed),
-        add=_jitted(add_microbatch, options, placed),
-        update=_jitted(update_step, options, None if shardings is None else (shardings, None)),
+        microbatch=_jitted(add_microbatch, options, placed),
+        update=_jitted(update_step, options, None if shardings is None else (shardings, None, placed), donated=(0, 1)),
+        buffer=shapes,
     )
 
 
@@ -652,9 +661,9 @@ def _distinct(tree: Any) -> Any:
     return jax.tree.map(copied, tree)
 
 
-def _jitted(step: Callable, options: ProgramOptions, shardings: Any) -> Any:
-    """Returns the step compiled for the devices of the options; donates its first argument."""
+def _jitted(step: Callable, options: ProgramOptions, shardings: Any, *, donated: tuple[int, ...] = (0,)) -> Any:
+    """Returns the jitted step, with the compiler options of its devices."""
     if options.replica_sync is None:
-        return jax.jit(step, donate_argnums=0)
+        return jax.jit(step, donate_argnums=donated)
     compiler_options = xla_options.compiler_options(options.replica_sync.layout) or None
-    return jax.jit(step, donate_argnums=0, out_shardings=shardings, compiler_options=compiler_options)
+    return jax.jit(step, donate_argnums=donated, out_shardings=shardings, compiler_options=compiler_options)

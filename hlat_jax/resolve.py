@@ -83,11 +83,6 @@ def check_parallel(parallel: ParallelConfig, model: ModelConfig) -> None:
         raise ValueError(
             f"parallel.pipe={parallel.pipe} must divide model.num_layers={model.num_layers}; use one of {divisors}."
         )
-    if parallel.pipe > 1 and model.layer_loop == "unroll":
-        raise ValueError(
-            f"parallel.pipe={parallel.pipe} with model.layer_loop='unroll' would keep a copy of a stage's weights "
-            "for every microbatch in flight; set model.layer_loop='scan'."
-        )
     if parallel.pipe > 1 and parallel.reduce_gradients == "microbatch":
         raise ValueError(
             f"parallel.pipe={parallel.pipe} with parallel.reduce_gradients='microbatch': stages hold the "

@@ -99,12 +99,17 @@ class RunProgram:
         """The shapes, dtypes and shardings of what the programs of `training.microbatch_step` take, by their names."""
         state, batch, learning_rate = self.step_arguments
         step, num_microbatches = self.training.microbatch_step, self.config.train.num_microbatches
-        part = jax.tree.map(lambda field: field.update(shape=(field.shape[0] // num_microbatches, *field.shape[1:])), batch)
-        buffer = step.start.trace().out_info
-        return {"start": (), "add": (buffer, step.inputs(state), part), "update": (state, buffer, learning_rate)}
+        part = jax.tree.map(
+            lambda field: field.update(shape=(field.shape[0] // num_microbatches, *field.shape[1:])), batch
+        )
+        return {
+            "start": (),
+            "microbatch": (step.buffer, step.inputs(state), part),
+            "update": (state, step.buffer, learning_rate),
+        }
 
     def trace_microbatch_step(self, name: str) -> Any:
-        """Returns the trace of a program of `training.microbatch_step`: start, add or update."""
+        """Returns the trace of a program of `training.microbatch_step`: start, microbatch or update."""
         return getattr(self.training.microbatch_step, name).trace(*self.microbatch_arguments[name])
 
     def init_state(self) -> State:
@@ -187,7 +192,7 @@ def model_loss(model: ModelConfig, layout: Layout, *, compute: Any, z_loss_weigh
             options=options,
         )
 
-    return StagedLoss(bind=cast_and_bind, embed=embed, stage=stage, loss=loss)
+    return StagedLoss(bind=cast_and_bind, embed=embed, stage=stage, loss=loss, exchange=layout.pipe_exchange)
 
 
 def _eval_step(loss: Any, options: ProgramOptions) -> Callable[..., Any]:

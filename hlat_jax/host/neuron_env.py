@@ -200,23 +200,27 @@ def _rounding(precision: PrecisionConfig) -> dict[str, str]:
 
 
 def _has_recognized_collectives(parallel: ParallelConfig, num_devices: int) -> bool:
-    """Returns whether the train step has a collective by which the plugin sees that it is not trivial.
+    """Returns whether each program of a step has a collective by which the plugin sees that it is not trivial.
 
     With NEURON_RUN_TRIVIAL_COMPUTATION_ON_CPU=1, a program with none of the documented collectives runs on the host's
     CPU. The list lacks the plain all-reduce, the only collective of pure data parallelism and of tensor parallelism
     without sequence parallelism. A step is thousands of times slower on the CPU, so for these the variable is not set.
+    Without stages, a microbatch and the update may be programs of their own (train.accumulate=dispatch).
     """
     degrees = {axis: getattr(parallel, axis) for axis in ("pipe", "data", "fsdp", "tensor")}
     fixed = 1
     for degree in degrees.values():
         fixed *= max(degree, 1)
     degrees = {axis: max(num_devices // fixed, 1) if degree == -1 else degree for axis, degree in degrees.items()}
-    return num_devices > 1 and (
-        degrees["pipe"] > 1  # collective-permute
-        or degrees["fsdp"] > 1  # all-gather, reduce-scatter
-        or (parallel.zero1 and degrees["data"] > 1)
+    if degrees["pipe"] > 1:  # collective-permute or all-gather, in the one program of a step
+        return True
+    update = parallel.zero1 and degrees["data"] > 1  # reduce-scatter, all-gather
+    microbatch = (
+        degrees["fsdp"] > 1
         or (parallel.sequence_parallel and degrees["tensor"] > 1)
+        or (update and parallel.reduce_gradients == "microbatch")
     )
+    return num_devices > 1 and update and microbatch
 
 
 def _job_variables(topology: Topology) -> dict[str, str]:

@@ -13,7 +13,7 @@ from hlat_jax.data.tokenizer import resolve_with_tokenizer
 from hlat_jax.host import flags as flags_lib
 from hlat_jax.host.neuron_compiler_flags import compiler_flags
 from hlat_jax.host.neuron_topology import Topology, checked
-from hlat_jax.neuron.rules import TARGETS
+from hlat_jax.neuron.rules import TARGETS, target_of
 from hlat_jax.store.progress import show_progress
 
 _PLUGIN_FLAGS = ("--cache_dir", "--retry_failed_compilation")  # flags of JAX's Neuron plugin, not of the compiler
@@ -48,9 +48,10 @@ def main(argv: Sequence[str]) -> int:
     from hlat_jax.step import make_program
 
     count = values.devices or programs.num_devices(config)
-    traced = traced_programs(make_program(config, programs.layout_for_neuron(config, count, target=values.target)))
+    program = make_program(config, programs.layout_for_neuron(config, count, target=target_of(values.target)))
+    traced = traced_programs(program)
     compiled = []
-    for name in named_programs(config, values.program):
+    for name in named_programs(program, values.program):
         with show_progress(f"lowering {name}"):
             modules = {f"{name}.whole": hlo.whole_module(traced[name]().lower(lowering_platforms=("neuron",)))}
         labels = {f"{name}.whole": f"the whole program, devices: {count:,}"}
@@ -89,7 +90,7 @@ def _flags(target: str) -> str:
 
 
 def _define(values: flags.FlagValues) -> None:
-    names = ["train", "eval", "init", "norms", "prefill", "decode", "generate", "all"]
+    names = ["train", "start", "microbatch", "update", "eval", "init", "norms", "prefill", "decode", "generate", "all"]
     flags.DEFINE_string("out", "", "Folder for the modules and compile.sh.", flag_values=values)
     flags.DEFINE_enum(
         "target", "trn1", [*TARGETS, *INSTANCES], "Device for compile.sh to compile for.", flag_values=values

@@ -171,6 +171,8 @@ def _finding(key: tuple[str, str], hits: list[tuple], conditions: dict[str, bool
     rule_id, line = key
     rule, (what, _, frames) = RULES[rule_id], hits[0]
     severity = rule.severity_in(**conditions)
+    if rule_id == "CC02" and any(hit[0].endswith(partitioned.OF_A_NODE) for hit in hits):
+        severity = "error"  # nothing documents permutes between nodes
     op = ", ".join(dict.fromkeys(hit[1] for hit in hits))
     places = tuple(map(str, frames))
     return Finding(rule_id, severity, op, what, line, places, len(hits), rule.why, rule.instead, rule.source)

@@ -18,7 +18,7 @@ from hlat_jax.host import flags as flags_lib
 from hlat_jax.neuron.rules import TARGETS, target_of
 from hlat_jax.store.progress import show_progress
 
-_NAMES = ("train", "eval", "init", "norms", "prefill", "decode", "generate")
+_NAMES = ("train", "start", "microbatch", "update", "eval", "init", "norms", "prefill", "decode", "generate")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
     traced = traced_programs(program)
     print(f"{config.name} for {values.target}, {count:,} devices: {_shape(program.layout)}")
     reports = {}
-    for name in named_programs(config, values.program):
+    for name in named_programs(program, values.program):
         began = time.monotonic()
         with show_progress(f"checking {name}"):
             found = programs.findings(name, traced[name](), program=program, target=values.target, operators=operators)

@@ -39,6 +39,7 @@ MAX_GROUP_SETS = 16  # 12 before SDK 2.32
 LARGE_BYTES = 4 * 10**9
 MAX_ARGUMENTS = 128
 DONATED_BYTES = 2**20
+OF_A_NODE = "leave their node"  # of a permute
 _GROUPED = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "collective_broadcast")
 _SUMS_ADDED, _PERMUTE_ADDED = ("sdy.all_reduce", "sdy.reduce_scatter"), "sdy.collective_permute"
 _SHARDING = re.compile(r"<@\w+, \[.*?\](?:, replicated=\{.*?\})?>")
@@ -164,7 +165,7 @@ def permute_problem(pairs: np.ndarray, *, target: str) -> str | None:
         return "a device sends to itself"
     across = sum(a // devices_per_node != b // devices_per_node for a, b in target_of.items())
     if across:
-        return f"{across} of {len(pairs)} pairs leave a node of {devices_per_node} devices"
+        return f"{across} of {len(pairs)} pairs {OF_A_NODE}"
 
     def are_linked(source: int, to: int) -> bool:
         a, b = (core % devices_per_node // cores_per_chip for core in (source, to))

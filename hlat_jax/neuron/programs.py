@@ -25,16 +25,14 @@ EXPLAINED = {
     ("init", "RNG01"): "runs once, before the first step; drawing each layer with its own rbg key needs a split, which "
     "JAX does by Threefry for every kind of key. Neuron lists Threefry as incomplete, but others have compiled it; "
     "NEURON_RUN_TRIVIAL_COMPUTATION_ON_CPU=1 draws the weights on the host if init has no collective (70b's has)",
-    ("train", "CC02"): "the pipeline stages are on different nodes, so their permutes run over EFA; if the runtime "
-    "rejects them, NEURON_COLLECTIVE_PERMUTE_TO_ALL_GATHER=1 replaces them",
 }
 EXPLAINED[("init", "DT06")] = "the counters of the split are below 2^32, so a cast to 32 bits drops only zeros"
-for _name in ("train", "eval", "init"):
+for _name in ("train", "microbatch", "eval", "init"):
     EXPLAINED[(_name, "CG01")] = (
         "an estimate that nothing calibrates, with loops unrolled that the compiler may keep; begin with the smallest "
         "rung of `python -m hlat_jax.neuron ladder`, and if compilation fails, follow the advice of the rule"
     )
-for _name in ("train", "eval", "init", "norms", "prefill", "decode"):
+for _name in ("train", "start", "microbatch", "update", "eval", "init", "norms", "prefill", "decode"):
     EXPLAINED[(_name, "CC05")] = (
         "the recipe has HLAT's degrees, whose groups are listed on trn1; on trn2 take parallel.tensor=4 or 16"
     )
@@ -44,7 +42,6 @@ for _name in ("prefill", "decode"):
         "only, and by arithmetic reading the matrix takes longer than transposing it: on trn1 2 bytes at 410 GB/s, and "
         "256 FLOPs at 95 TFLOP/s, for each element"
     )
-EXPLAINED[("eval", "CC02")] = EXPLAINED[("train", "CC02")]
 
 
 def num_devices(config: Config, *, target: str = "") -> int:
@@ -72,7 +69,7 @@ def server_for(target: str, count: int) -> Server:
 def findings(
     name: str, traced: Any, *, program: RunProgram, target: str, operators: Collection[str]
 ) -> list[lint.Finding]:
-    """Returns the findings for one program; for the training step also for its planned memory.
+    """Returns the findings for one program; for the training step, or its microbatch, also for its planned memory.
 
     Args:
       name: key of the program in `compilation.traced_programs`.
@@ -84,7 +81,7 @@ def findings(
     options = {"operators": operators, "compiler_flags": os.environ.get("NEURON_CC_FLAGS", "")}
     options["placement"] = [device.id for device in program.layout.mesh.devices.flat]
     found = lint.check_traced(traced, target=target, recurring=name != "init", **options)
-    if name != "train":
+    if name not in ("train", "microbatch"):
         return found
     memory = device_bytes(program, jaxpr=live_jaxpr(traced))
     device = cost.DEVICES[target]

@@ -12,6 +12,7 @@ from typing import Any
 from absl import flags
 
 from hlat_jax.byte_sizes import format_bytes
+from hlat_jax.config import select_accumulate
 from hlat_jax.data.tokenizer import resolve_with_tokenizer
 from hlat_jax.host import flags as flags_lib
 from hlat_jax.host.neuron_topology import CACHE
@@ -32,6 +33,7 @@ def main(argv: Sequence[str]) -> int:
 
     count = values.devices or programs.num_devices(config)
     layout = planned_layout(config, count, platform=values.platform)
+    accumulate = select_accumulate(config.train.accumulate, values.platform, pipe=layout.degrees["pipe"])
     placement = changes.Placement(values.platform, layout.degrees)
     last, around = recorded(workdir), surroundings(config, values.platform, layout.degrees)
     print(f"{config.name} for {values.platform}, {count:,} devices: {placement}")
@@ -39,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
     print(f"compared with    {record}\ncache            {values.cache or 'none'}\n")
     print(_row(("program", "fingerprint", "operations", "arguments", "argument bytes", "cache", "since the last run")))
     found = {}
-    for name in programs_of_run(config):
+    for name in programs_of_run(config, accumulate):
         with show_progress(f"lowering {name}"):
             now = dataclasses.asdict(changes.program_fingerprint(name, config, placement)) | around
         before = last.get(name)
@@ -72,7 +74,7 @@ def _cached(now: dict[str, Any], before: dict[str, Any] | None, folder: str) -> 
 
 
 def _row(cells: Sequence[str]) -> str:
-    return "{:<10}{:<18}{:>10}{:>11}{:>16}  {:<11}{}".format(*cells)
+    return "{:<11}{:<18}{:>10}{:>11}{:>16}  {:<11}{}".format(*cells)
 
 
 def _define(values: flags.FlagValues) -> None:

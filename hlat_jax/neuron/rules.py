@@ -341,9 +341,9 @@ RULES: dict[str, Rule] = {
     ),
     "CC02": Rule(
         "warning",
-        "`collective_permute` other than in rings of neighboring cores of one node",
-        "other permutes may crash or be slow",
-        "keep the axis within a node, or set NEURON_COLLECTIVE_PERMUTE_TO_ALL_GATHER=1",
+        "`collective_permute` other than in rings of neighboring cores of one node; between nodes it is an error",
+        "only rings of linked cores are documented; other permutes may crash or be slow",
+        "parallel.pipe_exchange=all_gather for pipeline stages; else keep the axis within a node",
         "neuron-runtime/about/collectives; " + _ISSUES,
     ),
     "CC03": Rule(

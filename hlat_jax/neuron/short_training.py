@@ -22,7 +22,6 @@ from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.host.neuron_groups import server_of
 from hlat_jax.optimizer import learning_rate
 from hlat_jax.parallel.degrees import layout_over, passes
-from hlat_jax.parallel.sharding import shard_batch
 from hlat_jax.resolve import resolve
 from hlat_jax.run.validation import Validation
 from hlat_jax.step import make_program
@@ -78,7 +77,7 @@ def train(config: Config, devices: Sequence[Any]) -> TrainingResult:
         for number in range(config.train.num_steps):
             batch, _ = next(batches)
             rate = np.float32(learning_rate(number, config.optimizer))
-            state, metrics = program.step(state, shard_batch(batch, layout), rate)
+            state, metrics = program.run_step(state, program.shard(batch), rate)
             losses.append(metrics.loss)
             if number == 0:
                 jax.block_until_ready(metrics)

@@ -13,6 +13,10 @@ passes need is kept in a ring of so many slots.
 The embedding table and the head are split over the stages too: each tick broadcasts the output of the last stage, and
 every stage computes its part of the logits.
 
+A value goes to the neighboring stage by a permute, or by an all-gather over the stages, of which each takes its
+neighbor's: Neuron documents permutes between linked cores only, and stages lie on different nodes. Both are equal bit
+for bit.
+
 Runs inside the `shard_map` of `replica_sync.ReplicaSync`.
 Source: Narayanan et al. (PipeDream-Flush, 1F1B), arXiv 2104.04473, section 2.2; the schedule in lockstep is ours.
 """
@@ -20,13 +24,15 @@ Source: Narayanan et al. (PipeDream-Flush, 1F1B), arXiv 2104.04473, section 2.2;
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend import core
 
 from hlat_jax.batch import SumAndCount, microbatches
+from hlat_jax.host.jax_compat import partial_eval
 from hlat_jax.parallel import collectives
 from hlat_jax.precision import NEAREST, Accumulation, Rounding
 
@@ -42,12 +48,14 @@ class StagedLoss:
       embed: (model, microbatch) -> x.
       stage: (model, x, microbatch) -> x of the same shape and dtype; reads the layers.
       loss: (model, x, microbatch) -> sum of the losses and count, fp32 scalars.
+      exchange: how a value goes to the neighboring stage: "permute" or "all_gather".
     """
 
     bind: Callable[[Any], Any]
     embed: Callable[[Any, Any], jax.Array]
     stage: Callable[[Any, jax.Array, Any], jax.Array]
     loss: Callable[[Any, jax.Array, Any], SumAndCount]
+    exchange: str = "permute"
 
     def __call__(self, params: Any, batch: Any) -> SumAndCount:
         model = self.bind(params)
@@ -72,7 +80,7 @@ def pipelined(staged: StagedLoss, params: Any, batch: Any, *, sums: Accumulation
     def warm_up(carry, tick):
         received, ring = carry
         y, residuals = stage.forward(tick, received)
-        return (_to_next(y), stage.stored(ring, tick, residuals)), None
+        return (stage.to_next(y), stage.stored(ring, tick, residuals)), None
 
     def steady(carry, tick):
         received, returned, ring, totals, grads = carry
@@ -82,12 +90,12 @@ def pipelined(staged: StagedLoss, params: Any, batch: Any, *, sums: Accumulation
         totals = SumAndCount(totals.total + loss_sum, totals.count + count)
         grads = grads[0], rounding.at(tick, 0).added(grads[1], rest_grads)
         dx, grads = stage.backward(tick, jnp.where(stage.is_last, dy, returned), ring=ring, grads=grads)
-        return (_to_next(y), _to_previous(dx), ring, totals, grads), None
+        return (stage.to_next(y), stage.to_previous(dx), ring, totals, grads), None
 
     def cool_down(carry, tick):
         returned, ring, grads = carry
         dx, grads = stage.backward(tick, returned, ring=ring, grads=grads)
-        return (_to_previous(dx), ring, grads), None
+        return (stage.to_previous(dx), ring, grads), None
 
     x, residuals = stage.abstract_forward()
     nothing = jnp.zeros(x.shape, x.dtype)
@@ -107,13 +115,13 @@ def pipelined_loss(staged: StagedLoss, params: Any, batch: Any, *, num_microbatc
     stage = _Stage(staged, params, microbatches(batch, num_microbatches), num_microbatches, NEAREST)
 
     def warm_up(received, tick):
-        return _to_next(stage.forward(tick, received)[0]), None
+        return stage.to_next(stage.forward(tick, received)[0]), None
 
     def steady(carry, tick):
         received, sums = carry
         y, _ = stage.forward(tick, received)
         loss = staged.loss(stage.model(), stage.of_last(y), stage.microbatch(tick - (stage.num_stages - 1)))
-        return (_to_next(y), jax.tree.map(jnp.add, sums, loss)), None
+        return (stage.to_next(y), jax.tree.map(jnp.add, sums, loss)), None
 
     x, _ = stage.abstract_forward()
     ticks = jnp.arange(num_microbatches + stage.num_stages - 1, dtype=jnp.int32)
@@ -132,7 +140,8 @@ class _Stage:
         self.num_stages = jax.lax.axis_size("pipe")
         self.stage = collectives.axis_index(_PIPE)
         self.is_last = self.stage == self.num_stages - 1
-        self._pullback = None  # of the forward pass: its structure, and which of its leaves are parameters
+        # of the pullback of the stage: its structure, which of its leaves are kept, and the others from the parameters
+        self._structure, self._is_kept, self._of_layers = None, None, None
 
     def model(self, *, layers: Any = None, rest: Any = None) -> Any:
         """Returns the model bound to this stage's parameters, or to what is differentiated in their place.
@@ -191,6 +200,21 @@ class _Stage:
         """Returns the value of the last stage on every stage."""
         return jax.lax.psum(jnp.where(self.is_last, y, 0), "pipe")
 
+    def to_next(self, y: jax.Array) -> jax.Array:
+        """Returns the value of the stage before; in the first stage that of the last."""
+        return self._shifted(y, 1)
+
+    def to_previous(self, dx: jax.Array) -> jax.Array:
+        """Returns the value of the stage behind; in the last stage that of the first."""
+        return self._shifted(dx, -1)
+
+    def _shifted(self, x: jax.Array, shift: int) -> jax.Array:
+        if self.staged.exchange == "all_gather":
+            whole = jax.lax.all_gather(x, "pipe")
+            return jax.lax.dynamic_index_in_dim(whole, (self.stage - shift) % self.num_stages, keepdims=False)
+        pairs = [(s, (s + shift) % self.num_stages) for s in range(self.num_stages)]
+        return jax.lax.ppermute(x, "pipe", pairs)
+
     def abstract_forward(self) -> tuple[jax.ShapeDtypeStruct, list[jax.ShapeDtypeStruct]]:
         """Returns shapes and dtypes of the results of `forward`."""
 
@@ -208,27 +232,34 @@ class _Stage:
         def run(layers, x):
             return self.staged.stage(self.model(layers=layers), x, microbatch)
 
-        y, pullback = jax.vjp(run, layers, x)
-        # The pullback holds the stage's parameters beside its residuals. Parameters are arguments of this trace and the
-        # same in every tick: they are passed again, and only the other leaves are kept.
-        leaves, structure = jax.tree.flatten(pullback)
-        arguments = {id(leaf): number for number, leaf in enumerate(jax.tree.leaves(layers))}
-        sources = [arguments.get(id(leaf)) for leaf in leaves]
-        self._pullback = structure, sources
-        return y, [leaf for leaf, source in zip(leaves, sources, strict=True) if source is None]
+        def residuals(layers, x):
+            y, pullback = jax.vjp(run, layers, x)
+            leaves, self._structure = jax.tree.flatten(pullback)
+            return y, leaves
+
+        # The pullback holds the stage's parameters beside its residuals, and slices of them where the layers are
+        # unrolled. They are the same in every tick, and computed again: only the other leaves are kept.
+        traced = jax.make_jaxpr(residuals)(layers, x)
+        y, *leaves = core.jaxpr_as_fun(traced)(*jax.tree.leaves(layers), x)
+        num_layers = len(jax.tree.leaves(layers))
+        self._is_kept = _depends(traced.jaxpr, traced.jaxpr.invars[num_layers:])[1:]
+        unkept = [False, *(not is_kept for is_kept in self._is_kept)]
+        self._of_layers = partial_eval.dce_jaxpr(traced.jaxpr, unkept, instantiate=True)[0]
+        return y, [leaf for leaf, is_kept in zip(leaves, self._is_kept, strict=True) if is_kept]
 
     def _pulled(self, residuals: list[jax.Array], dy: jax.Array) -> tuple[Any, jax.Array]:
-        structure, sources = self._pullback
-        arguments, rest = jax.tree.leaves(self.layers), iter(residuals)
-        leaves = [next(rest) if source is None else arguments[source] for source in sources]
-        return jax.tree.unflatten(structure, leaves)(dy)
+        jaxpr = self._of_layers
+        unused = [None] * (len(jaxpr.invars) - len(jax.tree.leaves(self.layers)))
+        closed = core.ClosedJaxpr(jaxpr, [None] * len(jaxpr.constvars))
+        computed, kept = iter(core.jaxpr_as_fun(closed)(*jax.tree.leaves(self.layers), *unused)), iter(residuals)
+        leaves = [next(kept if is_kept else computed) for is_kept in self._is_kept]
+        return jax.tree.unflatten(self._structure, leaves)(dy)
 
 
-def _to_next(y: jax.Array) -> jax.Array:
-    count = jax.lax.axis_size("pipe")
-    return jax.lax.ppermute(y, "pipe", [(s, (s + 1) % count) for s in range(count)])
-
-
-def _to_previous(dx: jax.Array) -> jax.Array:
-    count = jax.lax.axis_size("pipe")
-    return jax.lax.ppermute(dx, "pipe", [(s, (s - 1) % count) for s in range(count)])
+def _depends(jaxpr: Any, inputs: Sequence[Any]) -> list[bool]:
+    """Returns for each result of a jaxpr whether it depends on one of these inputs, or on what it closes over."""
+    found = {*inputs, *jaxpr.constvars}
+    for eqn in jaxpr.eqns:
+        if any(not isinstance(var, core.Literal) and var in found for var in eqn.invars):
+            found.update(eqn.outvars)
+    return [not isinstance(var, core.Literal) and var in found for var in jaxpr.outvars]

@@ -81,7 +81,9 @@ class ReplicaSync:
 
         def grad(axes: tuple[str, ...], param: Any) -> jax.ShapeDtypeStruct:
             shape = (self.layout.size(self._partial_axes(axes)), *param.shape)
-            return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(self.layout.mesh, self._partial_spec(axes)))
+            return jax.ShapeDtypeStruct(
+                shape, dtype, sharding=NamedSharding(self.layout.mesh, self._partial_spec(axes))
+            )
 
         return scalar, self._map(grad, params)
 

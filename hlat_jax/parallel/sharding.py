@@ -59,6 +59,7 @@ class Layout:
       partial_gradients: logical axis -> mesh axes, beside ROWS, over which gradients are partial sums.
       sequence_parallel: activations between blocks are split over `tensor` along the sequence.
       reduce_gradients: when gradients are summed over replicas, one of `REDUCE_GRADIENTS`.
+      pipe_exchange: how pipeline stages exchange values, "permute" or "all_gather".
       bucket_bytes: capacity, on a device, of the buckets of gradients or of parameters that share a collective; 0: one
         array each.
     """
@@ -70,6 +71,7 @@ class Layout:
     sequence_parallel: bool = False
     reduce_gradients: str = "step"
     bucket_bytes: int = 0
+    pipe_exchange: str = "permute"
 
     @property
     def platform(self) -> str:
@@ -158,6 +160,7 @@ def _with_rules(mesh: Any, parallel: ParallelConfig) -> Layout:
         sequence_parallel,
         parallel.reduce_gradients,
         parallel.bucket_bytes,
+        parallel.pipe_exchange,
     )
 
 

@@ -54,7 +54,7 @@ def planned_layout(
       num_devices: in the mesh.
       platform: JAX's name.
       server: the Neuron servers that the devices stand for, as for `degrees.layout_over`; None: no groups are checked.
-      chip: its name, an instance type or a target; "": not known, so that implementations are not refused for their chip.
+      chip: its name, an instance type or a target; "": not known, and no implementation is refused for it.
 
     Raises:
       ValueError: as `degrees.layout_over`.

@@ -174,7 +174,9 @@ class _Shape:
             yield from self._over(("data",), "all-reduce", holds.gradient_bytes, 1)
         between = self.x_bytes // (self.tensor if layout.sequence_parallel else 1)
         yield from self._over(("pipe",), "all-reduce", between, 2 * self.num_microbatches)
-        yield from self._over(("pipe",), "collective-permute", between, 2 * self.num_microbatches)
+        gathers = layout.pipe_exchange == "all_gather"
+        kind, num_bytes = ("all-gather", between * self.pipe) if gathers else ("collective-permute", between)
+        yield from self._over(("pipe",), kind, num_bytes, 2 * self.num_microbatches)
 
     def _over(self, axes: tuple[str, ...], kind: str, num_bytes: int, trips: int) -> Iterator[Collective]:
         wide = self.layout.wide(axes)

@@ -12,6 +12,7 @@ import numpy as np
 
 from hlat_jax.parallel.sharding import TENSOR
 from hlat_jax.passes import liveness
+from hlat_jax.passes.products import live_jaxpr
 from hlat_jax.precision import POLICIES
 from hlat_jax.step import RunProgram, state_bytes
 
@@ -62,9 +63,15 @@ class DeviceBytes:
 
 
 def device_bytes(program: RunProgram, *, jaxpr: Any) -> DeviceBytes:
-    """Returns the bytes on one device; `jaxpr` is that of the traced step."""
+    """Returns the bytes on one device; `jaxpr` is that of the step traced as one program.
+
+    Where microbatches are dispatched, the programs of a microbatch and of the update are traced here: the temporaries
+    are those of the larger one, and the sums, which both take.
+    """
     config, layout, (state, batch, _) = program.config, program.layout, program.step_arguments
-    peak = liveness.estimated_temporaries(jaxpr, program.step_arguments)
+    peak = _dispatched_peak(program) if program.accumulate == "dispatch" else None
+    if peak is None:
+        peak = liveness.estimated_temporaries(jaxpr, program.step_arguments)
     itemsize = jnp.dtype(POLICIES[config.precision.policy].accumulate).itemsize
     are_split = layout.reduce_gradients == "microbatch"
     like = state["opt_state"]["inner"]["mu"] if are_split else state["params"]
@@ -84,6 +91,19 @@ def device_bytes(program: RunProgram, *, jaxpr: Any) -> DeviceBytes:
         workspace=peak.total - gradients - activations,
         logits=4 * rows * config.data.seq_len * vocab,
     )
+
+
+def _dispatched_peak(program: RunProgram) -> liveness.Peak:
+    sums = state_bytes(program.training.microbatch_step.buffer)
+    peaks = {
+        name: liveness.estimated_temporaries(
+            live_jaxpr(program.trace_microbatch_step(name)), program.microbatch_arguments[name]
+        )
+        for name in ("microbatch", "update")
+    }
+    most = peaks["microbatch"]
+    total = sums + max(peak.total for peak in peaks.values())
+    return liveness.Peak(total, in_loops=sums + most.in_loops, kept=most.kept)
 
 
 def checkpoint_bytes(state: Any) -> int:

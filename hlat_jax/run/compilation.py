@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
 import pathlib
@@ -27,31 +28,32 @@ from hlat_jax.parallel import xla_options
 from hlat_jax.run.fingerprint import fingerprint
 from hlat_jax.run.machine import device_memory
 from hlat_jax.run.optional import short_plan
-from hlat_jax.step import RunProgram
+from hlat_jax.step import RunProgram, state_bytes
 from hlat_jax.store.atomic_files import read_json, write_whole
 
 RECORD_FILE = "programs.json"
 GENERATION = ("prefill", "decode")
+MICROBATCH_STEP = ("start", "microbatch", "update")
 _PACKAGE = pathlib.Path(__file__).resolve().parents[1]
 _LIBRARIES = ("jax", "jaxlib", "flax", "optax")
 # Keys that an entry of the record must have.
 _COMPARED = {"sha256", "cache", "platform", "mesh", "config", "libraries", "code"}
 
 
-def programs_of_run(config: Config) -> list[str]:
-    """Returns the names of the programs that training compiles.
+def programs_of_run(config: Config, accumulate: str) -> list[str]:
+    """Returns the names of the programs that training compiles; `accumulate` is "scan" or "dispatch".
 
     Reading data, writing files and plotting happen on the host and compile nothing.
     """
-    found = ["train", "init", "norms"]
+    found = [*(MICROBATCH_STEP if accumulate == "dispatch" else ["train"]), "init", "norms"]
     found += ["eval"] if config.data.validation else []
     return found + (list(GENERATION) if config.train.sample_prompt else [])
 
 
-def named_programs(config: Config, word: str) -> list[str]:
+def named_programs(program: RunProgram, word: str) -> list[str]:
     """Returns the names of programs: "all" stands for those of a run, "generate" for prefill and decode."""
     if word == "all":
-        return programs_of_run(config)
+        return programs_of_run(program.config, program.accumulate)
     return list(GENERATION) if word == "generate" else [word]
 
 
@@ -74,6 +76,7 @@ def traced_programs(program: RunProgram) -> dict[str, Callable[[], Any]]:
 
     return {
         "train": program.trace_step,
+        **{name: functools.partial(program.trace_microbatch_step, name) for name in MICROBATCH_STEP},
         "init": lambda: program.init.trace(program.seed),
         "norms": lambda: program.norms.trace(state),
         "eval": lambda: program.eval_step.trace(params, batch),
@@ -115,8 +118,15 @@ def compiled_step(compilations: Compilations) -> Any:
     began, program = time.monotonic(), compilations.program
     for line in short_plan(program, budget=device_memory(program.layout.mesh.local_devices[0])):
         print(line)
-    compiled = compilations.compiled("train")
-    temporary = getattr(compiled.memory_analysis(), "temp_size_in_bytes", 0)
+    temporary = 0
+    if program.accumulate == "dispatch":
+        parts = {name: compilations.compiled(name) for name in MICROBATCH_STEP}
+        compiled = dataclasses.replace(program.training.microbatch_step, **parts)
+        temporary = state_bytes(compiled.buffer)
+    else:
+        compiled = compilations.compiled("train")
+        parts = {"train": compiled}
+    temporary += max(getattr(part.memory_analysis(), "temp_size_in_bytes", 0) for part in parts.values())
     needs = f"the step needs {format_bytes(temporary)} in addition to the state"
     print(f"compiled         {time.monotonic() - began:.1f} s; {needs}")
     return compiled

@@ -55,6 +55,7 @@ class Run:
       exporter: exports in the background; None if not configured.
       validation: loss on held-out text; None if there is none.
       tasks: tasks of the evaluation harness; None if not configured.
+      shard: this process's rows of a batch -> what `train_step` takes, on devices.
       train_step: the compiled (state, batch, learning rate) -> (state, StepMetrics); donates the state.
       state_norms: the compiled state -> norms of its parts, see step.RunProgram.
       sampler: the compiled programs of samples; None if not configured.
@@ -78,6 +79,7 @@ class Run:
     exporter: optional.Exporter | None
     validation: Validation | None
     tasks: optional.TasksInTraining | None
+    shard: Callable[[Batch], Any]
     train_step: Callable[..., Any]
     state_norms: Callable[..., Any]
     sampler: Programs | None
@@ -271,6 +273,7 @@ def open_run(
         sync=StepSync(config, batches.rows, signals),
         checkpointer=checkpointer,
         exporter=exporter,
+        shard=program.shard,
         train_step=compiled_step(compilations),
         state_norms=compilations.compiled("norms"),
         validation=Validation(held_out, compilations.compiled("eval"), layout) if held_out else None,

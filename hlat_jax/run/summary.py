@@ -31,6 +31,8 @@ def describe(program: RunProgram) -> None:
     else:
         print(f"tokens per step  {step_tokens:,}, padding and ends of documents included")
     print(f"steps            {config.train.num_steps:,} of a horizon of {config.optimizer.horizon_steps:,}")
+    if program.accumulate == "dispatch":
+        print(f"microbatches     {config.train.num_microbatches:,}, each a program of its own (train.accumulate)")
     print(f"state            {format_bytes(state_bytes(program.abstract_state))} on the fullest device")
     chosen = [f"{key} {program.choices[key].name} ({program.choices[key].because})" for key in OPS]
     print(f"implementations  {', '.join([*chosen, f'remat {program.model.remat}'])}")

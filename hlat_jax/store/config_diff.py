@@ -13,6 +13,7 @@ MAY_CHANGE = (
     "model.ops_table",  # the choice itself is compared as `implementations`
     "model.allow_nki_on_trn1",
     "train.num_steps",
+    "train.accumulate",  # equal bit for bit
     "train.init_from",  # read at step 0 alone
     "train.branch_from",  # read at the first step alone
     "train.max_nonfinite_steps",

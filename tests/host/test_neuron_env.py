@@ -224,12 +224,17 @@ def test_instance_devices_match_the_planner():
 LAYOUTS = [
     ({"data": 32}, False),  # all-reduce alone: the plugin would take the step for a trivial program
     ({"tensor": 32}, False),
-    ({"data": 32, "zero1": True}, True),
-    ({"data": -1, "zero1": True}, True),
+    # a microbatch may be a program of its own, and has none of the collectives of ZeRO-1
+    ({"data": 32, "zero1": True}, False),
+    ({"data": 32, "zero1": True, "reduce_gradients": "microbatch"}, True),
+    ({"data": 4, "tensor": 8, "zero1": True, "sequence_parallel": True}, True),
+    ({"data": -1, "tensor": 8, "zero1": True, "sequence_parallel": True}, True),
     ({"data": 1, "tensor": 32, "zero1": True}, False),
     ({"data": -1, "tensor": 32, "zero1": True}, False),
-    ({"tensor": 32, "sequence_parallel": True}, True),
-    ({"fsdp": -1, "data": 1}, True),
+    # as may be the update
+    ({"tensor": 32, "sequence_parallel": True}, False),
+    ({"fsdp": -1, "data": 1}, False),
+    ({"fsdp": -1, "data": 2, "zero1": True}, True),
     ({"pipe": 2}, True),
 ]
 

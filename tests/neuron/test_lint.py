@@ -855,6 +855,12 @@ def test_groups_are_regular_if_they_contain_the_same_cores_of_every_chip():
     assert not regular([0, 1], [2, 4])  # of different strides
 
 
+def test_a_permute_between_nodes_is_an_error():
+    over_nodes, inside = (lint.check_module(ring(count, hops)) for count, hops in ((96, 32), (32, 10)))
+    assert [(f.rule, f.severity) for f in over_nodes if f.rule == "CC02"] == [("CC02", "error")]
+    assert [(f.rule, f.severity) for f in inside if f.rule == "CC02"] == [("CC02", "warning")]
+
+
 def test_permutes_must_be_rings_of_linked_chips_in_a_node():
     def trouble(*pairs, target="trn1"):
         return partitioned.permute_problem(np.asarray(pairs), target=target)
@@ -864,7 +870,7 @@ def test_permutes_must_be_rings_of_linked_chips_in_a_node():
     assert "2 of 2 pairs are on chips without a link" in trouble((0, 10), (10, 0))
     assert trouble((0, 10), (10, 0), target="trn2") == "2 of 2 pairs are on chips without a link"
     assert trouble((0, 7), (7, 0), target="trn2") is None
-    assert "2 of 2 pairs leave a node of 32 devices" in trouble((0, 32), (32, 0))
+    assert "2 of 2 pairs leave their node" in trouble((0, 32), (32, 0))
     assert "not rings" in trouble((0, 1), (1, 2))
     assert "to itself" in trouble((0, 0), (1, 1))
 

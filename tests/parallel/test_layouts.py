@@ -5,14 +5,16 @@ import functools
 import math
 
 import jax
+import jax.numpy as jnp
 import micro
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from lowered import assert_no_forbidden_operations, lowered_for_neuron
 from mutations import scope, traced_with_switches
 
-from hlat_jax.batch import abstract_batch, segmented_batch
+from hlat_jax.batch import SumAndCount, abstract_batch, segmented_batch
 from hlat_jax.config import ParallelConfig, default, load
 from hlat_jax.model import param_axes
 from hlat_jax.ops.choices import chosen_model
@@ -20,6 +22,7 @@ from hlat_jax.ops.cross_entropy import LossOptions, cross_entropy
 from hlat_jax.optimizer import learning_rate
 from hlat_jax.parallel.collectives import parallel_context
 from hlat_jax.parallel.degrees import layout_over
+from hlat_jax.parallel.pipeline import StagedLoss, pipelined, pipelined_loss
 from hlat_jax.parallel.replica_sync import ReplicaSync
 from hlat_jax.parallel.sharding import make_layout, resolve_degrees, shard_batch
 from hlat_jax.passes.jaxpr import equations
@@ -54,6 +57,8 @@ LAYOUTS = {
     "pipe-fsdp": {"pipe": 2, "fsdp": 4, "num_microbatches": 2, "remat": "selective"},
     "pipe-kv-copies": {"pipe": 2, "tensor": 4, "num_microbatches": 8} | SEQUENCE | ZERO1,
     "pipe-tensor-sequence": {"pipe": 4, "tensor": 2, "num_microbatches": 4} | SEQUENCE | ZERO1,
+    "pipe-gather": {"pipe": 4, "data": 2, "num_microbatches": 4, "pipe_exchange": "all_gather"},
+    "pipe-unroll": {"pipe": 2, "data": 4, "num_microbatches": 2, "layer_loop": "unroll", "remat": "none"},
     "pipe-all": {"pipe": 2, "data": 2, "tensor": 2, "num_microbatches": 4, "remat": "full"} | SEQUENCE | ZERO1,
 }
 # Arrays that collectives carry in one step, by kind and mesh axes, loops counted once per trip. With L layers (4, over
@@ -65,8 +70,8 @@ LAYOUTS = {
 #   head's input and the embedding's gradient) and 4 L M + 2 M reduce-scatters.
 # - fsdp: (2 (W - 2) L + 2) M all-gathers of weights, half as many reduce-scatters plus M; full remat gathers once more.
 # - data: every gradient once, whatever M is, and loss and count; zero1 scatters those of matrices and gathers weights.
-# - pipe, p stages: 2 (M + p - 1) permutes; as many sums of embeddings and of their gradients, and 4 M more: the last
-#   stage's output, the largest logit, sum and target, the gradient of the head's input.
+# - pipe, p stages: 2 (M + p - 1) permutes, or all-gathers; as many sums of embeddings and of their gradients, and 4 M
+#   more: the last stage's output, the largest logit, sum and target, the gradient of the head's input.
 # - two scalars for the norms of gradients and weights, over the axes that split the state.
 COLLECTIVES = {
     "data": {
@@ -157,6 +162,16 @@ COLLECTIVES = {
         "all-reduce data": 12,
         "all-reduce pipe": 32,
         "collective-permute pipe": 14,
+    },
+    "pipe-gather": {
+        "all-gather pipe": 14,
+        "all-reduce data": 12,
+        "all-reduce pipe": 32,
+    },
+    "pipe-unroll": {
+        "all-reduce data": 12,
+        "all-reduce pipe": 16,
+        "collective-permute pipe": 5,
     },
     "pipe-tied": {
         "all-reduce data": 11,
@@ -285,6 +300,58 @@ def test_evaluation_over_a_mesh_equals_one_device(name):
         if layout.mesh.size > 1:
             got = np.asarray(sums)
     np.testing.assert_allclose(got, np.asarray(sums), rtol=1e-6)
+
+
+@pytest.mark.parametrize("num_stages", [2, 3])
+def test_stages_that_gather_and_stages_that_permute_equal_one_device(num_stages):
+    """A model of one product per stage, with small integers: every sum is exact, whatever its order."""
+    rng = np.random.default_rng(0)
+    layers, head = rng.integers(-1, 2, (num_stages, 4, 4)), rng.integers(-1, 2, (4, 4))
+    params = {"layers": layers.astype(np.float32), "head": head.astype(np.float32)}
+    batch = rng.integers(-2, 3, (5 * 2, 4)).astype(np.float32)
+    mesh = jax.make_mesh((num_stages,), ("pipe",), axis_types=(AxisType.Auto,), devices=jax.devices()[:num_stages])
+    specs = {"layers": P("pipe"), "head": P()}
+
+    def stage(model, x, rows):
+        for layer in model["layers"]:
+            x = x @ layer + rows
+        return x
+
+    def staged(exchange):
+        return StagedLoss(
+            bind=lambda params: params,
+            embed=lambda model, rows: rows @ model["head"],
+            stage=stage,
+            loss=lambda model, x, rows: SumAndCount(jnp.sum((x @ model["head"]) ** 2), jnp.float32(rows.size)),
+            exchange=exchange,
+        )
+
+    def run(exchange):
+        def local(params, batch):
+            sums, grads = pipelined(staged(exchange), params, batch, sums=Accumulation(5, "float32"))
+            return sums, grads, pipelined_loss(staged(exchange), params, batch, num_microbatches=5)
+
+        out = (P(), specs, P())
+        mapped = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(specs, P()), out_specs=out, check_vma=False))
+        traced = str(mapped.trace(params, batch).jaxpr)
+        slots = 2 * num_stages - 1  # of residuals: activations of two rows, and no weights of an unrolled layer
+        assert (f"f32[{slots},2,4]" in traced, f"f32[{slots},4,4]" in traced) == (True, False)
+        assert ("ppermute" in traced, "all_gather" in traced) == (exchange == "permute", exchange == "all_gather")
+        return jax.device_get(mapped(params, batch))
+
+    sums, grads = jax.device_get(jax.value_and_grad(staged("permute"), has_aux=True)(params, batch))
+    for exchange in ("permute", "all_gather"):
+        jax.tree.map(np.testing.assert_array_equal, run(exchange), (SumAndCount(*sums), grads, SumAndCount(*sums)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["pipe", "pipe-all"])
+def test_training_by_all_gathers_equals_training_by_permutes_bit_for_bit(name):
+    found = []
+    for exchange in ("permute", "all_gather"):
+        config = configured(**LAYOUTS[name] | {"pipe_exchange": exchange})
+        found.append(jax.device_get(trained(config, layout_of(config), num_steps=3)[:3]))
+    jax.tree.map(np.testing.assert_array_equal, *found)
 
 
 def first_step(config, layout, initial):

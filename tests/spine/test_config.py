@@ -227,6 +227,7 @@ FIELDS = {
     "parallel.zero1": Row(True, placement),
     "parallel.reduce_gradients": Row("layer", program_8),
     "parallel.bucket_bytes": Row(4096, program_8),
+    "parallel.pipe_exchange": Row("all_gather", program_8, given={"parallel.pipe": 2}),
     "parallel.sequence_parallel": Row(True, program_8, given={"parallel.tensor": 2}),
     "precision.policy": Row("mixed", program),
     "precision.stochastic_rounding": Row("software", refusal),
@@ -262,6 +263,7 @@ FIELDS = {
     "train.init_from": Row("FOLDER/start", run, "rows"),
     "train.branch_from": Row("runs/micro@99", refusal),  # what it does is in test_branch
     "train.num_microbatches": Row(2, program),
+    "train.accumulate": Row("dispatch", run, "printed"),
     "train.z_loss_weight": Row(1e-4, program),
     "train.eval_every_steps": Row(3, run, "rows"),
     "train.num_eval_batches": Row(3, run, "rows"),

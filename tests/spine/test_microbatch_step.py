@@ -1,0 +1,206 @@
+"""The step in programs of one microbatch: equal bit for bit to the step in one program, whatever their number."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from hlat_jax.batch import concat_batch, microbatches
+from hlat_jax.config import select_accumulate
+from hlat_jax.neuron import programs
+from hlat_jax.ops.cross_entropy import SumAndCount
+from hlat_jax.parallel.degrees import layout_over
+from hlat_jax.parallel.sharding import make_layout, shard_microbatches
+from hlat_jax.parallel.virtual_devices import planned_layout
+from hlat_jax.program import training_program
+from hlat_jax.resolve import resolve
+from hlat_jax.run.compilation import programs_of_run, traced_programs
+from hlat_jax.run.fingerprint import fingerprint
+from hlat_jax.step import make_program
+
+COMPILED = "/jax/core/compile/backend_compile_duration"
+SHARDED = {"data": 2, "fsdp": 2, "tensor": 2, "sequence_parallel": True}
+# name -> (parallel section, precision.policy)
+CASES = {
+    "fp32": ({}, "fp32"),
+    "stochastic": ({}, "bf16_sr"),
+    "mixed": ({}, "mixed"),
+    "autocast": ({}, "autocast"),
+    "zero1-stochastic": ({"data": 8, "zero1": True}, "bf16_sr"),
+    "sharded": (SHARDED | {"zero1": True}, "fp32"),
+    "sharded-stochastic": (SHARDED, "bf16_sr"),
+    "kv-copies": ({"data": 2, "tensor": 4, "zero1": True, "sequence_parallel": True}, "bf16_sr"),
+    "zero2-stochastic": ({"data": 4, "tensor": 2, "zero1": True, "reduce_gradients": "microbatch"}, "bf16_sr"),
+    "layer-stochastic": ({"data": 4, "tensor": 2, "zero1": True, "reduce_gradients": "layer"}, "bf16_sr"),
+    "buckets": ({"data": 8, "zero1": True, "bucket_bytes": 4096}, "mixed"),
+}
+
+
+def config_of(small, accumulate, *, parallel=None, policy="fp32", num_microbatches=2, **train):
+    small.data.batch_size = 16
+    small.model.update(fuse_qkv=False, vocab_size=64)
+    small.parallel.update(parallel or {"data": 1})
+    small.precision.policy = policy
+    small.train.update(accumulate=accumulate, num_microbatches=num_microbatches, **train)
+    return resolve(small)
+
+
+def ragged(make_batch, config, *, number=0):
+    """Returns a batch of which every row counts another share: microbatches and devices then weigh differently."""
+    batch = make_batch(number, config)
+    shares = np.linspace(0.1, 1.0, len(batch.weights))[:, None]
+    counted = np.random.default_rng(number).random(batch.weights.shape) < shares
+    return dataclasses.replace(batch, weights=batch.weights * counted.astype(np.float32))
+
+
+def trained(config, batches):
+    """Returns (state, metrics of every step) after the run's own step on these batches, as NumPy."""
+    degrees = config.parallel
+    count = degrees.pipe * degrees.data * degrees.fsdp * degrees.tensor
+    program = make_program(config, layout_over(config, jax.devices()[:count]))
+    state, rows = program.init_state(), []
+    for batch in batches:
+        state, metrics = program.run_step(state, program.shard(batch), np.float32(1e-2))
+        rows.append(metrics)
+    return jax.device_get((state, rows))
+
+
+def assert_same_bits(a, b):
+    same = jax.tree.map(lambda x, y: np.asarray(x).tobytes() == np.asarray(y).tobytes(), a, b)
+    assert [jax.tree_util.keystr(path) for path, leaf in jax.tree_util.tree_leaves_with_path(same) if not leaf] == []
+
+
+@pytest.mark.quick_cases("sharded")
+@pytest.mark.parametrize("name", CASES)
+def test_dispatched_step_equals_the_scanned_step_bit_for_bit(small, make_batch, name):
+    parallel, policy = CASES[name]
+    found = {}
+    for accumulate in ("scan", "dispatch"):
+        config = config_of(small, accumulate, parallel=parallel, policy=policy, spikes="skip")
+        found[accumulate] = trained(config, [ragged(make_batch, config, number=number) for number in range(2)])
+    state, rows = found["dispatch"]
+    assert int(state["step"]) == 2
+    assert all(row.finite for row in rows)
+    assert_same_bits(found["scan"], found["dispatch"])
+
+
+def test_a_microbatch_that_is_not_finite_or_a_spike_masks_the_whole_update_as_in_one_program(small, make_batch):
+    found = {}
+    for accumulate in ("scan", "dispatch"):
+        config = config_of(small, accumulate, policy="bf16_sr", num_microbatches=4, spikes="skip", spike_window=4)
+        usual = ragged(make_batch, config)
+        bad, high = usual.weights.copy(), usual.weights.copy()
+        bad[1, 0], high[1, 0] = np.nan, 1e4  # a row of the second microbatch
+        weights = [usual.weights, usual.weights, usual.weights, bad, high]
+        found[accumulate] = trained(config, [dataclasses.replace(usual, weights=each) for each in weights])
+    assert [bool(row.finite) for row in found["dispatch"][1]] == [True, True, True, False, True]
+    assert_same_bits(found["scan"], found["dispatch"])
+
+
+def test_another_number_of_microbatches_compiles_nothing(small, make_batch, one_device):
+    compiled = []
+
+    def on_event(event, _, **about):
+        if event == COMPILED:
+            compiled.append(about["fun_name"])
+
+    config = config_of(small, "dispatch")
+    program = make_program(config, one_device)
+    state, step = program.init_state(), program.training.microbatch_step
+    rows = make_batch(0, config)
+    state, _ = step(state, shard_microbatches(rows, one_device, num_microbatches=2), np.float32(1e-2))
+    jax.monitoring.register_event_duration_secs_listener(on_event)
+    try:
+        for num_microbatches in (1, 4):
+            more = jax.tree.map(lambda field, num=num_microbatches: np.concatenate([field[:8]] * num), rows)
+            parts = shard_microbatches(more, one_device, num_microbatches=num_microbatches)
+            state, metrics = step(state, parts, np.float32(1e-2))
+            assert float(metrics.num_tokens) == more.weights.sum()
+    finally:
+        jax.monitoring.unregister_event_duration_listener(on_event)
+    assert compiled == []
+
+
+def test_the_programs_of_a_run_do_not_depend_on_the_number_of_microbatches(small):
+    """Were one of them to, a run with more of them would compile it again."""
+
+    def fingerprints(num_microbatches):
+        small.data.batch_size = 4 * num_microbatches
+        small.train.update(num_microbatches=num_microbatches)
+        small.parallel.update(data=2, tensor=2)
+        config = resolve(small)
+        traced = traced_programs(make_program(config, planned_layout(config, 4, platform="neuron")))
+        names = programs_of_run(config, "dispatch")[:3]
+        assert names == ["start", "microbatch", "update"]
+        return [fingerprint(traced[name]().lower(lowering_platforms=("neuron",))).sha256 for name in names]
+
+    assert fingerprints(1) == fingerprints(2) == fingerprints(64)
+
+
+def test_microbatches_have_the_rows_that_each_device_takes_in_one_program(small):
+    layout = make_layout(dataclasses.replace(resolve(small).parallel, data=4), jax.devices()[:4])
+    batch = concat_batch(np.arange(16 * 16).reshape(16, 16))
+    parts = list(shard_microbatches(batch, layout, num_microbatches=2))
+    for device, rows in enumerate(np.split(batch.tokens, 4)):
+        expected = microbatches(rows, 2)
+        for number, part in enumerate(parts):
+            (shard,) = (s for s in part.tokens.addressable_shards if s.device == jax.devices()[device])
+            np.testing.assert_array_equal(shard.data, expected[number])
+
+
+def test_the_buffer_of_sums_is_updated_in_place(small, one_device):
+    config = config_of(small, "dispatch")
+    program = make_program(config, one_device)
+    compiled = program.trace_microbatch_step("microbatch").lower().compile()
+    held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(program.training.microbatch_step.buffer))
+    assert compiled.memory_analysis().alias_size_in_bytes == held
+
+
+@pytest.mark.parametrize(
+    ("asked", "platform", "pipe", "taken"),
+    [
+        ("auto", "neuron", 1, "dispatch"),
+        ("auto", "neuron", 2, "scan"),
+        ("auto", "cpu", 1, "scan"),
+        ("scan", "neuron", 1, "scan"),
+        ("dispatch", "cpu", 1, "dispatch"),
+    ],
+)
+def test_auto_dispatches_microbatches_on_neuron(asked, platform, pipe, taken):
+    assert select_accumulate(asked, platform, pipe=pipe) == taken
+
+
+def test_dispatch_with_pipeline_stages_is_refused(small):
+    with pytest.raises(ValueError, match=r"train.accumulate=dispatch with parallel.pipe=3: .* set train.accumulate='s"):
+        config_of(small, "dispatch", parallel={"pipe": 3})
+    config = config_of(small, "dispatch", parallel={"pipe": -1, "data": 1})
+    with pytest.raises(ValueError, match=r"train.accumulate=dispatch with parallel.pipe=3"):
+        layout_over(config, jax.devices()[:3])
+
+
+def test_the_programs_of_a_microbatch_and_of_the_update_are_lowered_for_neuron_without_errors(small):
+    config = config_of(small, "auto", parallel={"data": 2, "tensor": 2, "zero1": True, "sequence_parallel": True})
+    program = make_program(config, planned_layout(config, 4, platform="neuron"))
+    traced = traced_programs(program)
+    for name in programs_of_run(config, program.accumulate)[:3]:
+        found = programs.findings(name, traced[name](), program=program, target="trn1", operators=())
+        assert {finding.rule for finding in found if finding.severity == "error"} == set(), name
+        assert {finding.rule for finding in found} & {"DN01", "MEM1"} == set(), name
+
+
+def test_a_plain_mean_has_no_step_of_single_microbatches():
+    def mean(params, batch):
+        return (params["w"] * batch["x"]).mean()
+
+    def of_sums(params, batch):
+        return SumAndCount((params["w"] * batch["x"]).sum(), batch["x"].size)
+
+    params, batch = {"w": np.float32(2.0)}, {"x": np.ones((4, 2), np.float32)}
+    program = training_program(of_sums, optax.sgd(0.1), params=params)
+    _, metrics = program.microbatch_step(program.init(params), [batch, batch])
+    assert (metrics.loss, metrics.num_tokens) == (2.0, 16)
+    program = training_program(mean, optax.sgd(0.1), params=params)
+    with pytest.raises(ValueError, match="a loss function that returns SumAndCount"):
+        program.microbatch_step(program.init(params), [batch])
