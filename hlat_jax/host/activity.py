@@ -27,6 +27,7 @@ _BRIEF = (*_LEARNED, WAITING, "evaluating", "starting to save", "starting to exp
 _BRIEF_LIMIT, _LONG_LIMIT = 12, 72  # in shortest limits: 1 h and 6 h of 300 s
 _TERM_S, _TERM_FACTOR = 60.0, 3  # after SIGTERM, which is followed by SIGKILL
 _DUMP_S, _SAY_S = 10.0, 2.0
+_NAMED = 4  # at most so many processes in a line
 GAP_S = 5.0  # of a time without a look, this much counts: the whole process may have been stopped, as by Ctrl-Z
 
 
@@ -131,17 +132,26 @@ class Activity:
 def stuck_line(snapshots: dict[int, dict[str, Any]], *, hosts: dict[int, str], where: pathlib.Path | None) -> str:
     """Returns a line that names the processes that are stuck, or "" if none is; see `Activity.snapshot`.
 
-    A process that waits for others is not, unless all do.
+    A process that waits for others is not, unless all do. Those that are about to exceed the same limit at the same step
+    are named too: one may wait for another inside of a phase. Those that stopped first come first.
     """
     late = {index: one for index, one in snapshots.items() if 0 < one["limit_s"] < one["for_s"]}
     busy = {index: one for index, one in late.items() if one["doing"] != WAITING}
     if not late or (not busy and len(late) < len(snapshots)):
         return ""
+    found = busy or late
+    places = {(one["doing"], one["step"]) for one in found.values()}
+    found |= {
+        index: one
+        for index, one in snapshots.items()
+        if (one["doing"], one["step"]) in places and one["for_s"] > one["limit_s"] / 2
+    }
     named = [
         f"process {index} of {len(snapshots)} on {hosts.get(index, '?')} made no progress for {one['for_s']:.0f} s "
         f"while {one['doing']}, after step {one['step']} (limit {one['limit_s']:.0f} s)"
-        for index, one in sorted((busy or late).items())
+        for index, one in sorted(found.items(), key=lambda item: (-item[1]["for_s"], item[0]))
     ]
+    named = [*named[:_NAMED], *([f"and {len(named) - _NAMED} more"] if len(named) > _NAMED else [])]
     stacks = f" Stacks of all threads: {where}." if where else ""
     return f"stuck: {'; '.join(named)}.{stacks} Run the same command to resume from the last checkpoint."
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from hlat_jax.run.goodput import EVENTS_FILE, Ledger, SilentLedger, read_events
 from hlat_jax.store.atomic_files import read_json
-from hlat_jax.store.metrics import DISCARDED_FILE, ROWS_FILE, missing_steps, read_rows
+from hlat_jax.store.metrics import DISCARDED_FILE, ROWS_FILE, missing_steps, num_damaged, read_rows
 
 
 def begin(workdir: pathlib.Path, *, ledger: Ledger | SilentLedger, begin_again: bool) -> None:
@@ -60,6 +60,8 @@ def resume(workdir: pathlib.Path, step: int, *, ledger: Ledger | SilentLedger) -
             f"{ROWS_FILE} lacks the rows of {sum(map(len, missing)):,} of the {step:,} steps up to the checkpoint "
             f"({named}{more}); they stay missing"
         )
+    if damaged := num_damaged(workdir / ROWS_FILE):
+        print(f"{ROWS_FILE} has {damaged:,} damaged lines, which move to {DISCARDED_FILE}: their rows are missing")
 
 
 def newest_saved(events: list[dict[str, Any]]) -> int:

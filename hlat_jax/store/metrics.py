@@ -413,6 +413,14 @@ def missing_steps(path: pathlib.Path, last_step: int) -> list[range]:
     return missing
 
 
+def num_damaged(path: pathlib.Path) -> int:
+    """Returns the number of lines that end, so that no kill has cut them short, and are no rows."""
+    if not path.exists():
+        return 0
+    with open(path, "rb") as lines:
+        return sum(line.endswith(b"\n") and _row(line) is None for line in lines)
+
+
 def _row(line: bytes) -> dict[str, Any] | None:
     """Returns the row of a line; None for a line truncated by a kill."""
     if not line.endswith(b"\n"):

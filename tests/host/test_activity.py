@@ -113,12 +113,21 @@ def status(doing, for_s, limit_s=60.0):
         (status(WAITING, 61.0), status(WAITING, 61.0), [0, 1]),
         (status("training", 61.0), status("training", 61.0), [0, 1]),
         (status("training", 61.0, 0.0), status("training", 61.0, 0.0), []),
+        (status("starting to save", 59.0), status("starting to save", 61.0), [0, 1]),  # one waits in there
+        (status("starting to save", 20.0), status("starting to save", 61.0), [1]),
     ],
 )
 def test_the_processes_that_the_others_wait_for_are_named(first, second, named):
     line = stuck_line({0: first, 1: second}, hosts=HOSTS, where=None)
     assert [index for index in (0, 1) if f"process {index} of 2 on {HOSTS[index]} made no progress" in line] == named
     assert ("after step 7 (limit 60 s)" in line) == bool(named)
+
+
+def test_of_many_processes_those_that_stopped_first_are_named():
+    line = stuck_line({index: status("training", 60.0 + index) for index in range(9)}, hosts=HOSTS, where=None)
+    assert line.startswith("stuck: process 8 of 9 on ? made no progress for 68 s while training, after step 7")
+    assert line.count("made no progress") == 4
+    assert "; and 5 more. Run the same command" in line
 
 
 def test_stacks_of_a_folder_that_cannot_be_written_are_left_out(tmp_path):

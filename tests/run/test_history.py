@@ -106,3 +106,12 @@ def test_missing_rows_are_counted_when_a_run_resumes(folder, capsys):
     (workdir / ROWS_FILE).unlink()
     history.resume(workdir, 12, ledger=ledger)
     assert "of 12 of the 12 steps up to the checkpoint (1-12)" in capsys.readouterr().out
+
+
+def test_damaged_rows_are_said_also_those_of_a_validation(folder, capsys):
+    workdir, ledger = folder([*range(1, 15)])
+    with open(workdir / ROWS_FILE, "ab") as rows:
+        rows.write(b'{"step": 10, "eval_loss\xa2: 5.0}\n{"step": 15, "lo')  # the last one was cut short by a kill
+    history.resume(workdir, 12, ledger=ledger)
+    said = "metrics.jsonl has 1 damaged lines, which move to metrics.discarded.jsonl: their rows are missing\n"
+    assert capsys.readouterr().out == said
