@@ -132,8 +132,8 @@ class Activity:
 def stuck_line(snapshots: dict[int, dict[str, Any]], *, hosts: dict[int, str], where: pathlib.Path | None) -> str:
     """Returns a line that names the processes that are stuck, or "" if none is; see `Activity.snapshot`.
 
-    A process that waits for others is not, unless all do. Those that are about to exceed the same limit at the same step
-    are named too: one may wait for another inside of a phase. Those that stopped first come first.
+    A process that waits for others is not, unless all do. Those that are about to exceed the same limit at the same
+    step are named too: one may wait for another inside of a phase. Those that stopped first come first.
     """
     late = {index: one for index, one in snapshots.items() if 0 < one["limit_s"] < one["for_s"]}
     busy = {index: one for index, one in late.items() if one["doing"] != WAITING}
