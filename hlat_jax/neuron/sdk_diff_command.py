@@ -79,7 +79,8 @@ def _memory(old: Release, new: Release, *, config: Config, topology: Topology) -
     if not more:
         return
     device = cost.DEVICES[topology.kind.target]
-    free = device.memory_bytes - device.reserved_bytes - more
+    counted = neuron_sdk.RECOMMENDED.reserved_bytes_per_core  # in the table of devices already
+    free = device.memory_bytes - device.reserved_bytes - (new.reserved_bytes_per_core - counted) * topology.lnc
     planned = _planned_bytes(config, topology.kind.target)
     yield f"the runtime takes {format_bytes(abs(more))} {'more' if more > 0 else 'less'} of each device"
     fits = "fits" if planned <= free else "DOES NOT FIT: more microbatches or a larger degree, see `hlat_jax.plan`"
