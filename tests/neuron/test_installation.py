@@ -96,10 +96,16 @@ def fake_command(folder, name, lines, *, code=0):
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
 
 
+DPKG = (
+    "aws-neuronx-dkms 2.31.8.0 installed\\naws-neuronx-runtime-lib 2.35.44.0-ab1 installed\\n"
+    "aws-neuronx-collectives 2.34.10.0-c2 config-files\\n"
+)
+
+
 def test_system_versions_are_those_of_the_package_manager_and_of_the_loaded_driver(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert installation.system_versions(driver=tmp_path / "no") == {}
-    fake_command(tmp_path, "dpkg-query", "aws-neuronx-dkms 2.31.8.0\\naws-neuronx-runtime-lib 2.35.44.0-ab1\\n", code=1)
+    fake_command(tmp_path, "dpkg-query", DPKG, code=1)
     found = {"aws-neuronx-dkms": "2.31.8.0", "aws-neuronx-runtime-lib": "2.35.44.0-ab1"}
     assert installation.system_versions(driver=tmp_path / "no") == found
     (tmp_path / "version").write_text("2.31.7.0\n")  # the old one until the next restart
@@ -109,7 +115,9 @@ def test_system_versions_are_those_of_the_package_manager_and_of_the_loaded_driv
 
 def test_system_versions_are_found_by_rpm_too(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    fake_command(tmp_path, "rpm", "aws-neuronx-collectives 2.35.49.0_ab\\npackage aws-neuronx-dkms is not installed\\n")
+    fake_command(
+        tmp_path, "rpm", "aws-neuronx-collectives 2.35.49.0_ab installed\\npackage aws-neuronx-dkms is not installed\\n"
+    )
     assert installation.system_versions(driver=pathlib.Path("no")) == {"aws-neuronx-collectives": "2.35.49.0_ab"}
     assert neuron_sdk.releases_of("aws-neuronx-collectives", "2.35.49.0_ab") == ("2.33.1",)
 
