@@ -78,23 +78,27 @@ def _memory(old: Release, new: Release, *, config: Config, topology: Topology) -
     more = (new.reserved_bytes_per_core - old.reserved_bytes_per_core) * topology.lnc
     if not more:
         return
-    device = cost.DEVICES[topology.kind.target]
+    from hlat_jax.neuron.rules import target_of  # imports JAX
+
+    target = target_of(topology.instance)
+    device = cost.DEVICES[target]
     counted = neuron_sdk.RECOMMENDED.reserved_bytes_per_core  # in the table of devices already
     free = device.memory_bytes - device.reserved_bytes - (new.reserved_bytes_per_core - counted) * topology.lnc
-    planned = _planned_bytes(config, topology.kind.target)
+    planned = _planned_bytes(config, target)
     yield f"the runtime takes {format_bytes(abs(more))} {'more' if more > 0 else 'less'} of each device"
     fits = "fits" if planned <= free else "DOES NOT FIT: more microbatches or a larger degree, see `hlat_jax.plan`"
     yield f"{config.name} is planned with {format_bytes(planned)} of {format_bytes(free)}: {fits}"
 
 
-def _planned_bytes(config: Config, chip: str) -> int:
+def _planned_bytes(config: Config, target: str) -> int:
     from hlat_jax.neuron import programs
     from hlat_jax.passes.products import live_jaxpr
     from hlat_jax.plan.memory import device_bytes
     from hlat_jax.run.compilation import traced_programs
     from hlat_jax.step import make_program
 
-    program = make_program(config, programs.layout_for_neuron(config, programs.num_devices(config), target=chip))
+    count = programs.num_devices(config, target=target)
+    program = make_program(config, programs.layout_for_neuron(config, count, target=target))
     return device_bytes(program, jaxpr=live_jaxpr(traced_programs(program)["train"]())).total
 
 

@@ -5,6 +5,7 @@ import stat
 
 import pytest
 
+from hlat_jax.cost import INSTANCES
 from hlat_jax.host import neuron_sdk
 from hlat_jax.host.neuron_sdk import RELEASES, SYSTEM_PACKAGES
 from hlat_jax.neuron import installation, sdk_diff_command
@@ -133,7 +134,7 @@ def diff(capsys, *words):
 
 @pytest.fixture
 def without_plan(monkeypatch):
-    monkeypatch.setattr(sdk_diff_command, "_planned_bytes", lambda config, chip: 15 * 2**30)
+    monkeypatch.setattr(sdk_diff_command, "_planned_bytes", lambda config, target: 15 * 2**30)
 
 
 def test_sdk_diff_says_what_moves_and_what_the_run_pins(capsys, without_plan):
@@ -164,11 +165,18 @@ def test_sdk_diff_names_faults_that_come_and_go(capsys, without_plan):
 
 def test_sdk_diff_uses_the_plan_of_the_config_and_both_cores_of_a_trn2_device(capsys, monkeypatch):
     assert "tiny is planned with" in diff(capsys, "2.32", "2.33", "--config=tiny")[1]["device memory"][1]
-    monkeypatch.setattr(sdk_diff_command, "_planned_bytes", lambda config, chip: 24 * 2**30 - 250 * 10**6)
+    monkeypatch.setattr(sdk_diff_command, "_planned_bytes", lambda config, target: 24 * 2**30 - 250 * 10**6)
     found = diff(capsys, "2.32", "2.33", "--config=tiny", "--instance=trn2.48xlarge")[1]
     assert "122.07 MiB more" in found["device memory"][0]
     assert "DOES NOT FIT" in found["device memory"][1]
     assert "this run passes --native-int64=disabled" in "\n".join(found["compiler flags whose default moves"])
+
+
+@pytest.mark.parametrize("instance", INSTANCES)
+def test_sdk_diff_knows_every_instance(instance, capsys, without_plan):
+    assert diff(capsys, "2.32", "2.33", "--config=tiny", f"--instance={instance}")[0].startswith(
+        f"tiny on {instance}: "
+    )
 
 
 def test_sdk_diff_reports_variables_without_effect_and_kernels(capsys, without_plan, monkeypatch):
