@@ -30,41 +30,43 @@ class Device:
     source: str
 
 
-_MICROCODE = 96 * 10**6  # per physical core; Source: AWS Neuron docs, runtime memory: about 96 MB
+# Per physical core: about 96 MB of microcode, and since SDK 2.33 64 MB for profiling copies, on by default. Source: AWS
+# Neuron docs, runtime memory and the runtime notes of 2.33.0.
+_RESERVED = (96 + 64) * 10**6
 DEVICES = {
     "trn1": Device(
         95e12,
         16 * GIB,
         820e9 / 2,
-        _MICROCODE,
+        _RESERVED,
         "AWS Neuron docs, Trainium architecture: 190 TFLOP/s, 32 GiB and 820 GB/s per chip of 2 cores",
     ),
     "trn2": Device(
         667e12 / 4,
         24 * GIB,
         2.9e12 / 4,
-        2 * _MICROCODE,
+        2 * _RESERVED,
         "AWS Neuron docs, Trainium2 architecture, LNC 2: a chip's 667 TFLOP/s, 96 GiB and 2.9 TB/s by 4",
     ),
     "trn2-lnc1": Device(
         667e12 / 8,
         12 * GIB,
         2.9e12 / 8,
-        _MICROCODE,
+        _RESERVED,
         "AWS Neuron docs, Trainium2 architecture, LNC 1: a chip's 667 TFLOP/s, 96 GiB and 2.9 TB/s by 8",
     ),
     "trn3": Device(
         671e12 / 4,
         36 * GIB,
         4.9e12 / 4,
-        2 * _MICROCODE,
+        2 * _RESERVED,
         "AWS Neuron docs, Trainium3, LNC 2: a chip's 671 TFLOP/s, 144 GiB and 4.9 TB/s by 4",
     ),
     "trn3-lnc1": Device(
         671e12 / 8,
         18 * GIB,
         4.9e12 / 8,
-        _MICROCODE,
+        _RESERVED,
         "AWS Neuron docs, Trainium3, LNC 1: a chip's 671 TFLOP/s, 144 GiB and 4.9 TB/s by 8",
     ),
     "h200": Device(989e12, 141 * 10**9, 4.8e12, 0, "NVIDIA H200 data sheet: 989 TFLOP/s bf16 dense, 141 GB, 4.8 TB/s"),

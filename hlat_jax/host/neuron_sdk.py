@@ -140,13 +140,13 @@ RECOMMENDED = RELEASES[-1]
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """A known fault of the SDK.
+    """A fault that release notes give to releases. Those of programs, from public threads, are rules of the lint.
 
     Attributes:
       name: short, unique.
-      since: first release with it that is known; older than the table where that is how it was reported.
+      since: first release with it that is known.
       fixed: release that mends it; "" if none is known to.
-      what: the program or the flag, and what it does.
+      what: what happens, and where.
       instead: what to do.
       source: page or issue.
     """
@@ -167,30 +167,6 @@ FAULTS = (
         "DMA that transposes (HWDGE) beside another such DMA, such as that of a collective, can hang the chip",
         "do not train on several devices with 2.33.0; whether older releases have it is not stated",
         "release-notes/2.33.1",
-    ),
-    Fault(
-        "ccop-overlap",
-        "2.31.0",
-        "",
-        "--enable-ccop-compute-overlap ends the compiler with an assertion (F134), seen on inf2",
-        "leave the flag out; this package never sets it",
-        "aws-neuron-sdk#1365",
-    ),
-    Fault(
-        "boolean-mask",
-        "2.31.0",
-        "",
-        "assignment through a boolean mask gives finite but wrong values on trn2, seen with PyTorch",
-        "jnp.where over the whole array",
-        "aws-neuron-sdk#1381",
-    ),
-    Fault(
-        "gather-two-cores",
-        "2.29.0",
-        "",
-        "a gather over a mesh of two cores ends in the XLA check permutation.size() == data.size()",
-        "the doctor and one step on the real mesh show whether a config is concerned",
-        "aws-neuron-sdk#1309",
     ),
 )
 

@@ -17,8 +17,8 @@ _SLOW = ("jax-neuronx", "libneuronxla")
 # the driver that is loaded: in a container the host's, and after an upgrade the old one until the next restart
 DRIVER_VERSION = pathlib.Path("/sys/module/neuron/version")
 _QUERIES = (
-    ("dpkg-query", "-W", "-f", "${Package} ${Version}\n", *SYSTEM_PACKAGES),
-    ("rpm", "-q", "--qf", "%{NAME} %{VERSION}\n", *SYSTEM_PACKAGES),
+    ("dpkg-query", "-W", "-f", "${Package} ${Version} ${db:Status-Status}\n", *SYSTEM_PACKAGES),
+    ("rpm", "-q", "--qf", "%{NAME} %{VERSION} installed\n", *SYSTEM_PACKAGES),
 )
 _ADVICE = (
     f"use an image of SDK {RECOMMENDED.version}, or install all of one release: pip install -c constraints.txt "
@@ -34,8 +34,9 @@ def system_versions(*, driver: pathlib.Path = DRIVER_VERSION) -> dict[str, str]:
             done = subprocess.run(query, capture_output=True, text=True, check=False, timeout=60)
         except (OSError, subprocess.TimeoutExpired):  # no such package manager
             continue
-        pairs = (line.split() for line in done.stdout.splitlines())  # packages that are missing are lines of stderr
-        found |= {pair[0]: pair[1] for pair in pairs if len(pair) == 2 and pair[0] in SYSTEM_PACKAGES}
+        # dpkg lists packages that were removed too; rpm has lines of other words for those that are missing
+        rows = (line.split() for line in done.stdout.splitlines())
+        found |= {row[0]: row[1] for row in rows if row[:1] and row[0] in SYSTEM_PACKAGES and row[2:] == ["installed"]}
     if driver.is_file():
         found["aws-neuronx-dkms"] = driver.read_text().strip()
     return found

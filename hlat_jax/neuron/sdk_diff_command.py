@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from absl import flags
 
@@ -31,13 +34,17 @@ def main(argv: Sequence[str]) -> int:
     config = resolve_with_tokenizer(mutable)
     topology = checked(Topology(values.instance))
     os.environ["JAX_PLATFORMS"] = "cpu"  # leave any accelerator to other processes
+    from hlat_jax.neuron.rules import target_of
+
+    target = target_of(topology.instance)
+    device, step = cost.DEVICES[target], _training_step(config, target)
     print(f"{config.name} on {topology.instance}: SDK {old.version} ({old.date}) to {new.version} ({new.date})")
     sections = {
         "packages": _packages(old, new),
         "compiler flags whose default moves": _flags(old, new, compiler_flags(topology)),
         "environment variables": _variables(new, os.environ),
-        "device memory": _memory(old, new, config=config, topology=topology),
-        "faults": _faults(old, new),
+        "device memory": _memory(old, new, step=step, device=device, lnc=topology.lnc),
+        "faults": itertools.chain(_faults(old, new), _open_faults(config, step)),
         "kernels": _kernels(old, new, config),
         "not known": iter(new.open_questions if new != old else ()),
     }
@@ -74,27 +81,37 @@ def _variables(new: Release, environ: Mapping[str, str]) -> Iterator[str]:
             yield f"{name} is set here and has no effect in {new.version}: it is {instead}"
 
 
-def _memory(old: Release, new: Release, *, config: Config, topology: Topology) -> Iterator[str]:
-    more = (new.reserved_bytes_per_core - old.reserved_bytes_per_core) * topology.lnc
+def _memory(old: Release, new: Release, *, step: _TrainingStep, device: cost.Device, lnc: int) -> Iterator[str]:
+    more = (new.reserved_bytes_per_core - old.reserved_bytes_per_core) * lnc
     if not more:
         return
-    device = cost.DEVICES[topology.kind.target]
-    free = device.memory_bytes - device.reserved_bytes - more
-    planned = _planned_bytes(config, topology.kind.target)
+    counted = neuron_sdk.RECOMMENDED.reserved_bytes_per_core  # in the table of devices already
+    free = device.memory_bytes - device.reserved_bytes - (new.reserved_bytes_per_core - counted) * lnc
     yield f"the runtime takes {format_bytes(abs(more))} {'more' if more > 0 else 'less'} of each device"
-    fits = "fits" if planned <= free else "DOES NOT FIT: more microbatches or a larger degree, see `hlat_jax.plan`"
-    yield f"{config.name} is planned with {format_bytes(planned)} of {format_bytes(free)}: {fits}"
+    fits = "fits" if step.planned_bytes <= free else "DOES NOT FIT: see `python -m hlat_jax.plan` for other degrees"
+    yield f"the step is planned with {format_bytes(step.planned_bytes)} of {format_bytes(free)}: {fits}"
 
 
-def _planned_bytes(config: Config, chip: str) -> int:
+@dataclasses.dataclass(frozen=True)
+class _TrainingStep:
+    """What is known of a config's step: the planned bytes of a device, and the lint's findings."""
+
+    planned_bytes: int
+    findings: Sequence[Any]
+
+
+def _training_step(config: Config, target: str) -> _TrainingStep:
     from hlat_jax.neuron import programs
     from hlat_jax.passes.products import live_jaxpr
     from hlat_jax.plan.memory import device_bytes
     from hlat_jax.run.compilation import traced_programs
     from hlat_jax.step import make_program
 
-    program = make_program(config, programs.layout_for_neuron(config, programs.num_devices(config), target=chip))
-    return device_bytes(program, jaxpr=live_jaxpr(traced_programs(program)["train"]())).total
+    count = programs.num_devices(config, target=target)
+    program = make_program(config, programs.layout_for_neuron(config, count, target=target))
+    traced = traced_programs(program)["train"]()
+    found = programs.findings("train", traced, program=program, target=target, operators=[])
+    return _TrainingStep(device_bytes(program, jaxpr=live_jaxpr(traced)).total, found)
 
 
 def _faults(old: Release, new: Release) -> Iterator[str]:
@@ -113,6 +130,19 @@ def _faults(old: Release, new: Release) -> Iterator[str]:
         yield f"{word}: {fault.what} ({fault.source})"
         if word != "fixed":
             yield f"    {fault.instead}"
+
+
+def _open_faults(config: Config, step: _TrainingStep) -> Iterator[str]:
+    """Yields the faults of programs that public threads report for some version, as far as the step has their form."""
+    from hlat_jax.neuron.rules import RULES
+
+    known = [rule for rule, one in RULES.items() if one.seen]
+    found = {finding.rule: finding for finding in step.findings if finding.rule in known}
+    for rule, finding in found.items():
+        yield f"possible in both ({RULES[rule].seen}): {rule}, {finding.what} ({finding.source})"
+        yield f"    {finding.instead}"
+    absent = ", ".join(rule for rule in known if rule not in found)
+    yield f"not in the step of {config.name}: the reported patterns {absent} of docs/neuron-lint.md"
 
 
 def _kernels(old: Release, new: Release, config: Config) -> Iterator[str]:

@@ -1,13 +1,17 @@
 """The doctor's check that the Neuron software is one release, and `neuron sdk-diff`."""
 
 import pathlib
+import re
 import stat
 
+import jax
+import jax.numpy as jnp
 import pytest
 
+from hlat_jax.cost import INSTANCES
 from hlat_jax.host import neuron_sdk
 from hlat_jax.host.neuron_sdk import RELEASES, SYSTEM_PACKAGES
-from hlat_jax.neuron import installation, sdk_diff_command
+from hlat_jax.neuron import installation, lint, sdk_diff_command
 from hlat_jax.neuron.probes import FAILED, NOT_HERE, PASSED
 
 
@@ -96,10 +100,16 @@ def fake_command(folder, name, lines, *, code=0):
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
 
 
+DPKG = (
+    "aws-neuronx-dkms 2.31.8.0 installed\\naws-neuronx-runtime-lib 2.35.44.0-ab1 installed\\n"
+    "aws-neuronx-collectives 2.34.10.0-c2 config-files\\n"
+)
+
+
 def test_system_versions_are_those_of_the_package_manager_and_of_the_loaded_driver(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert installation.system_versions(driver=tmp_path / "no") == {}
-    fake_command(tmp_path, "dpkg-query", "aws-neuronx-dkms 2.31.8.0\\naws-neuronx-runtime-lib 2.35.44.0-ab1\\n", code=1)
+    fake_command(tmp_path, "dpkg-query", DPKG, code=1)
     found = {"aws-neuronx-dkms": "2.31.8.0", "aws-neuronx-runtime-lib": "2.35.44.0-ab1"}
     assert installation.system_versions(driver=tmp_path / "no") == found
     (tmp_path / "version").write_text("2.31.7.0\n")  # the old one until the next restart
@@ -109,7 +119,9 @@ def test_system_versions_are_those_of_the_package_manager_and_of_the_loaded_driv
 
 def test_system_versions_are_found_by_rpm_too(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    fake_command(tmp_path, "rpm", "aws-neuronx-collectives 2.35.49.0_ab\\npackage aws-neuronx-dkms is not installed\\n")
+    fake_command(
+        tmp_path, "rpm", "aws-neuronx-collectives 2.35.49.0_ab installed\\npackage aws-neuronx-dkms is not installed\\n"
+    )
     assert installation.system_versions(driver=pathlib.Path("no")) == {"aws-neuronx-collectives": "2.35.49.0_ab"}
     assert neuron_sdk.releases_of("aws-neuronx-collectives", "2.35.49.0_ab") == ("2.33.1",)
 
@@ -125,7 +137,8 @@ def diff(capsys, *words):
 
 @pytest.fixture
 def without_plan(monkeypatch):
-    monkeypatch.setattr(sdk_diff_command, "_planned_bytes", lambda config, chip: 15 * 2**30)
+    step = sdk_diff_command._TrainingStep(15 * 2**30, ())
+    monkeypatch.setattr(sdk_diff_command, "_training_step", lambda config, target: step)
 
 
 def test_sdk_diff_says_what_moves_and_what_the_run_pins(capsys, without_plan):
@@ -155,12 +168,37 @@ def test_sdk_diff_names_faults_that_come_and_go(capsys, without_plan):
 
 
 def test_sdk_diff_uses_the_plan_of_the_config_and_both_cores_of_a_trn2_device(capsys, monkeypatch):
-    assert "tiny is planned with" in diff(capsys, "2.32", "2.33", "--config=tiny")[1]["device memory"][1]
-    monkeypatch.setattr(sdk_diff_command, "_planned_bytes", lambda config, chip: 24 * 2**30 - 250 * 10**6)
+    small = "--config.model.num_layers=1", "--config.model.vocab_size=2048", "--config.data.seq_len=32"
+    found = diff(capsys, "2.32", "2.33", "--config=tiny", *small)[1]
+    assert re.fullmatch(r"  the step is planned with [\d.]+ MiB of 15.85 GiB: fits", found["device memory"][1])
+    assert found["faults"][-1].startswith("  not in the step of tiny: the reported patterns CC06, KB01, KB02, ")
+    step = sdk_diff_command._TrainingStep(24 * 2**30 - 250 * 10**6, ())
+    monkeypatch.setattr(sdk_diff_command, "_training_step", lambda config, target: step)
     found = diff(capsys, "2.32", "2.33", "--config=tiny", "--instance=trn2.48xlarge")[1]
     assert "122.07 MiB more" in found["device memory"][0]
     assert "DOES NOT FIT" in found["device memory"][1]
     assert "this run passes --native-int64=disabled" in "\n".join(found["compiler flags whose default moves"])
+
+
+def test_sdk_diff_names_the_reported_faults_whose_pattern_the_step_has(capsys, monkeypatch):
+    rows = jax.ShapeDtypeStruct((8, 4), jnp.float32)
+    masked = lint.check(
+        lambda x, at: x.at[at].set(x[at] * 2), rows, jax.ShapeDtypeStruct((3,), jnp.int32), target="trn2"
+    )
+    assert "KB04" in {finding.rule for finding in masked}
+    step = sdk_diff_command._TrainingStep(0, masked)
+    monkeypatch.setattr(sdk_diff_command, "_training_step", lambda config, target: step)
+    faults = "\n".join(diff(capsys, "2.32", "2.33", "--config=tiny")[1]["faults"])
+    assert "possible in both (neuronx-cc 2.26, open): KB04, " in faults
+    assert "1381" in faults
+    assert "KB04" not in faults.splitlines()[-1]
+
+
+@pytest.mark.parametrize("instance", INSTANCES)
+def test_sdk_diff_knows_every_instance(instance, capsys, without_plan):
+    assert diff(capsys, "2.32", "2.33", "--config=tiny", f"--instance={instance}")[0].startswith(
+        f"tiny on {instance}: "
+    )
 
 
 def test_sdk_diff_reports_variables_without_effect_and_kernels(capsys, without_plan, monkeypatch):

@@ -1007,7 +1007,7 @@ def test_lint_reports_a_layout_that_does_not_fit(lint_here):
     )
     assert code == 1
     assert "MEM1" in printed
-    assert "GiB of a device's 15.91 GiB" in printed
+    assert "GiB of a device's 15.85 GiB" in printed
 
 
 def test_lint_accepts_the_list_of_the_compiler(lint_here, tmp_path):

@@ -4,10 +4,10 @@ Each kernel is a JAX primitive. Its default lowering is the XLA reference in thi
 lowering for platform `neuron` calls the kernel. So values, gradients and layouts are tested on any platform, and the
 calls by lowering. The kernels themselves have not been run.
 
-AWS documents NKI for trn2 and trn3 only since SDK 2.29: see `ops.choices`, which refuses these kernels on trn1.
+Since SDK 2.29 AWS documents NKI for trn2 and trn3 only: `chips` says where these kernels are refused.
 
 Source of the contracts: nki-library e9ef98f (attention_cte) and 092a49d (attention_bwd), nkilib.core.attention; a test
-holds the calls against them.
+compares the calls with them.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def log_sum_exp(neg_max: jax.Array, recip_sum: jax.Array) -> jax.Array:
 def segment_bounds(segment_ids_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns the first position of each token's segment, and the first position after it: fp32 [B, T] each.
 
-    Static slices and maxima only: cumulative operations lower to `reduce_window`, which Neuron takes badly.
+    Static slices and maxima only: cumulative operations lower to `reduce_window`, which the lint warns of.
     """
     t = segment_ids_BT.shape[1]
     is_first = jnp.pad(segment_ids_BT[:, 1:] != segment_ids_BT[:, :-1], ((0, 0), (1, 0)), constant_values=True)
