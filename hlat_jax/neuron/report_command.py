@@ -38,8 +38,8 @@ COMMANDS = (
     "uname -a", "neuron-ls", "neuron-ls --topology", "neuronx-cc --version", "modinfo neuron", "fi_info -p efa",
     "nproc", "free -g", "df -h", "dpkg-query --show *neuron*", "rpm -qa *neuron*",
 )  # fmt: skip
-LARGEST_BYTES = 4 * 2**20  # of a file: its end is kept
-MOST_FILES = 500
+LARGEST_BYTES = 2 * 2**20  # of a file: its end is kept
+MOST_FILES = 200
 _SECRET_NAME = (
     r"[\w.-]*(?:secret|passw(?:or)?d|api[_-]?key|access[_-]?key|[_-]token\b|credential|private[_-]?key|authorization)"
 )

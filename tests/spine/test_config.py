@@ -158,7 +158,7 @@ def run(c, folder):
         except (ValueError, NonFiniteError) as caught:
             error = str(caught)
     printed = stdout.getvalue().splitlines()
-    kept = [line for line in printed if line.startswith(("sample", "validation loss"))]
+    kept = [line for line in printed if line.startswith(("sample", "validation loss", "neuron-monitor"))]
     lines = [line.split()[0] for line in printed if "%" in line]  # the steps of progress lines
     return {
         "rows": [micro.exact(row) for row in micro.rows(folder)] if not error or "steps in a row" in error else error,

@@ -16,6 +16,7 @@ import yaml
 from test_launch import nodes_of
 
 from hlat_jax import config as config_lib
+from hlat_jax import cost
 from hlat_jax.host import flags as flags_lib
 from hlat_jax.host import neuron_topology
 from hlat_jax.host.neuron_env import environment
@@ -167,6 +168,7 @@ def test_manifests_get_the_nodes_that_the_template_makes():
     assert data["BlockDeviceMappings"][0]["Ebs"]["VolumeSize"] >= 512
     pages = int(re.search(r"pages=(\d+)", data["UserData"]["Fn::Base64"])[1])
     vcpus, host_gib = HOSTS[data["InstanceType"]]
+    assert cost.target(data["InstanceType"]).host_bytes == host_gib * 2**30
     for path in MANIFESTS:
         _, spec, pods, container = loaded(path)
         resource = container["resources"]
