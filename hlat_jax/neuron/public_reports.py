@@ -1,8 +1,8 @@
 """Small programs that other users reported as crashing the Neuron compiler or as silently wrong, with known values.
 
 A failure is a fault of the compiler in use, not of the machine, and does not mean that the training step is wrong, but
-that code written the same way is. Dims are smaller than in some reports. Reports are from several SDK releases; which of
-them still hold is not known. Source: the threads named below.
+that code written the same way is. Dims are smaller than in some reports. Reports are from several SDK releases; which
+still hold is not known. Source: the threads named below.
 """
 
 from __future__ import annotations
