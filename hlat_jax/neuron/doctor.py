@@ -15,7 +15,7 @@ import numpy as np
 from hlat_jax import cost
 from hlat_jax.config import Config
 from hlat_jax.host import neuron_sdk
-from hlat_jax.neuron import exercises, installation, partitioned, probes, programs, short_training
+from hlat_jax.neuron import exercises, installation, partitioned, probes, programs, public_reports, short_training
 from hlat_jax.neuron.probes import FAILED, NOT_HERE, Outcome
 from hlat_jax.neuron.rules import TARGETS
 from hlat_jax.neuron.step_operations import Operation, step_operations
@@ -84,6 +84,13 @@ def checks(config: Config, machine: CheckedMachine, *, limits: Limits = DEFAULT_
     yield Check("training", lambda: _training(config))
     yield Check("step's operations", lambda: _operations(config, machine, limits))
     yield Check("rows out of bounds", lambda: probes.out_of_bounds(exercises.look_up))
+
+
+def report_checks() -> Iterator[Check]:
+    """Yields a check for each program of `public_reports`; one of them may end the process."""
+    devices = jax.local_devices()
+    for report in public_reports.reports(len(devices)):
+        yield Check(report.name, functools.partial(public_reports.check, report, devices))
 
 
 def run_check(check: Check) -> tuple[Outcome, float]:

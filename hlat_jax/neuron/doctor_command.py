@@ -36,7 +36,8 @@ def main(argv: Sequence[str]) -> int:
     print(f"{config.name} ({config.precision.policy}) on {where}")
     rows = []
     limits = doctor.Limits(values.sweep_s, int(values.sweep_gib * UNITS["GiB"]))
-    for check in doctor.checks(config, doctor.CheckedMachine(**checked), limits=limits):
+    checks = doctor.checks(config, doctor.CheckedMachine(**checked), limits=limits)
+    for check in doctor.report_checks() if values.public_reports else checks:
         outcome, seconds = doctor.run_check(check)
         rows.append({"check": check.name, **outcome._asdict(), "seconds": round(seconds, 2)})
         print(_line(rows[-1]), flush=True)  # a later check may crash the process
@@ -97,4 +98,6 @@ def _define(values: flags.FlagValues) -> None:
     flags.DEFINE_float("sweep_s", 600.0, about, 0.0, **options)
     about = "Largest operation to compare, in GiB on one device; of devices of one host, and of collectives, on all."
     flags.DEFINE_float("sweep_gib", 2.5, about, 0.001, **options)
+    about = "Instead, run programs that others reported as crashing Neuron's compiler or as wrong."
+    flags.DEFINE_bool("public_reports", False, about, **options)
     flags.DEFINE_integer("cores", 0, "Number of JAX devices of this instance to check; 0: all.", **options)

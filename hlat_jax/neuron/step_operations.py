@@ -202,6 +202,9 @@ def _floats(operation: Operation, number: int, rng: np.random.Generator, *, size
     if name in ("scatter-mul", "scatter_mul", "reduce_prod", "cumprod"):
         return rng.choice([-1.0, 1.0], size)
     normal = rng.standard_normal(size, np.float32)
+    if name == "is_finite":
+        normal[::2] = rng.choice([np.inf, -np.inf, np.nan], normal[::2].size)
+        return normal
     if name in _POSITIVE:
         return np.exp(normal)
     if name in ("div", "rem") and number == 1:
