@@ -32,6 +32,7 @@ TARGETS = {
     "trn1.2xlarge": ("trn1.2xlarge", 1),
     "trn1.32xlarge": ("trn1.32xlarge", 1),
     "trn1n.32xlarge": ("trn1n.32xlarge", 1),
+    "trn2.3xlarge": ("trn2.3xlarge", 2),
     "trn2.48xlarge": ("trn2.48xlarge", 2),
     "trn2.48xlarge-lnc1": ("trn2.48xlarge", 1),
 }
