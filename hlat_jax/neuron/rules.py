@@ -10,6 +10,8 @@ import dataclasses
 SEVERITIES = ("error", "warning", "info")
 # device -> instance type whose nodes its programs are checked for
 TARGETS = {"trn1": "trn1.32xlarge", "trn2": "trn2.48xlarge"}
+# what programs are checked for: these, trn2 at LNC 1, and a server of trn3, for which no page names an instance type
+LINTED = (*TARGETS, "trn2-lnc1", "trn3")
 
 _ISSUES = "frameworks/jax/setup/jax-neuronx-known-issues"
 _INF2 = "third-party measurement on inf2 (github.com/xbill9/tpu-jax)"
@@ -44,7 +46,7 @@ class Rule:
     trn1: str | None = None
 
     def severity_on(self, target: str, *, recurring: bool) -> str:
-        """Returns the severity for a target of `TARGETS`, in a program that runs every step or once."""
+        """Returns the severity for a target of `LINTED`, in a program that runs every step or once."""
         if not recurring and self.once is not None:
             return self.once
         return self.trn1 if target == "trn1" and self.trn1 is not None else self.severity
