@@ -77,7 +77,10 @@ def checked(topology: Topology) -> Topology:
     """
     t = topology
     if t.instance not in INSTANCES:
-        raise ValueError(f"--instance={t.instance}: no such instance type. {nearest(t.instance, INSTANCES)}")
+        advice = nearest(t.instance, INSTANCES)
+        if t.instance.startswith("trn3"):
+            advice = "No page names an EC2 instance type with trn3: it can be planned (plan --target=trn3-gen1) only."
+        raise ValueError(f"--instance={t.instance}: no such instance type. {advice}")
     kind = t.kind
     if t.lnc and t.lnc not in kind.lncs:
         allowed = " or ".join(map(str, sorted(kind.lncs)))  # trn1: the compiler's error NCC_EARG001

@@ -23,7 +23,7 @@ from hlat_jax.host.jax_compat import mlir
 from hlat_jax.neuron import operators as operators_lib
 from hlat_jax.neuron import partitioned, unrolled
 from hlat_jax.neuron.module import Frame, Program, line_of
-from hlat_jax.neuron.rules import RULES, SEVERITIES, TARGETS
+from hlat_jax.neuron.rules import LINTED, RULES, SEVERITIES
 from hlat_jax.passes.jaxpr import inner_jaxprs
 
 
@@ -77,7 +77,7 @@ def check(
     Args:
       fn: a function, jitted or not, of positional arguments; see `functools.partial` for others.
       *args: arguments of `fn`: arrays or `jax.ShapeDtypeStruct`s.
-      target: one of `rules.TARGETS`.
+      target: one of `rules.LINTED`.
       recurring: whether the program runs every step, or only once, such as an initialization.
       operators: names of the allowed operations, as printed by `neuronx-cc list-operators`; empty: not checked.
       compiler_flags: NEURON_CC_FLAGS of the run; some are known to fail with some programs.
@@ -115,8 +115,8 @@ def check_module(
 
     `placement`: the device at each place of the mesh; empty: in their order.
     """
-    if target not in TARGETS:
-        raise ValueError(f"target={target!r} is not one of {', '.join(TARGETS)}.")
+    if target not in LINTED:
+        raise ValueError(f"target={target!r} is not one of {', '.join(LINTED)}.")
     if isinstance(module, str):
         with mlir.make_ir_context():
             module = ir.Module.parse(module)

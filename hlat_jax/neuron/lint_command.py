@@ -15,7 +15,7 @@ from absl import flags
 from hlat_jax.cost import INSTANCES
 from hlat_jax.data.tokenizer import resolve_with_tokenizer
 from hlat_jax.host import flags as flags_lib
-from hlat_jax.neuron.rules import TARGETS, target_of
+from hlat_jax.neuron.rules import LINTED, target_of
 from hlat_jax.store.progress import show_progress
 
 _NAMES = ("train", "start", "microbatch", "update", "eval", "init", "norms", "prefill", "decode", "generate")
@@ -70,7 +70,7 @@ def _operators(path: str) -> list[str]:
 
 
 def _define(values: flags.FlagValues) -> None:
-    flags.DEFINE_enum("target", "trn1", [*TARGETS, *INSTANCES], "Device to check for.", flag_values=values)
+    flags.DEFINE_enum("target", "trn1", [*LINTED, *INSTANCES], "Device to check for.", flag_values=values)
     flags.DEFINE_enum("program", "all", [*_NAMES, "all"], "Program to check.", flag_values=values)
     flags.DEFINE_integer("devices", 0, "Number of devices in the mesh; 0: the recipe's.", 0, flag_values=values)
     about = "Output of neuronx-cc list-operators; other operations are errors."

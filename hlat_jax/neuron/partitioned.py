@@ -8,6 +8,7 @@ operations for which it adds permutes are found by the shardings of their values
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import re
@@ -51,7 +52,12 @@ _SHARDY = (
 
 
 def _instance(target: str) -> cost.Instance:
-    return cost.INSTANCES[TARGETS[target]]
+    """Returns the instance, or server, for which programs of a target of `rules.LINTED` are checked."""
+    if target in TARGETS:
+        return cost.INSTANCES[TARGETS[target]]
+    if target == "trn2-lnc1":
+        return dataclasses.replace(cost.INSTANCES[TARGETS["trn2"]], lncs=(1,))
+    return cost.Instance("trn3", 4, 8, (2,), 0)
 
 
 def run_shardy(root: Any) -> Program | None:
@@ -154,7 +160,8 @@ def _is_strided(offsets: np.ndarray) -> bool:
 def permute_problem(pairs: np.ndarray, *, target: str) -> str | None:
     """Returns why pairs [n, (source, target)] are not rings of neighboring cores; None if they are.
 
-    The chips of a node form a 4 x 4 torus in row-major order; neighbors are on the same chip or on linked chips.
+    The chips of a node form a 4 x 4 torus in row-major order; neighbors are on the same chip or on linked chips. trn3
+    is switched: any ring will do.
     Source: AWS Neuron docs, Trn1 and Trn2 architecture.
     """
     cores_per_chip, devices_per_node = _instance(target).devices_per_chip(), _instance(target).num_devices()
@@ -163,6 +170,8 @@ def permute_problem(pairs: np.ndarray, *, target: str) -> str | None:
         return "not rings: some device does not send and receive exactly once"
     if any(source == target for source, target in target_of.items()):
         return "a device sends to itself"
+    if neuron_groups.RULES[target].is_switched:
+        return None
     across = sum(a // devices_per_node != b // devices_per_node for a, b in target_of.items())
     if across:
         return f"{across} of {len(pairs)} pairs {OF_A_NODE}"

@@ -62,7 +62,7 @@ def num_devices(config: Config, *, target: str = "") -> int:
 
 
 def server_for(target: str, count: int) -> Server:
-    """Returns the servers of a target of `rules.TARGETS` in a run of so many devices."""
+    """Returns the servers of a target of `rules.LINTED` in a run of so many devices."""
     return Server(target, min(count, RULES_OF_GROUPS[target].server))
 
 

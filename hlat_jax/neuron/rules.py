@@ -13,11 +13,13 @@ from hlat_jax.plan.instructions import OPERATION_ADVICE, PROGRAM_ADVICE
 SEVERITIES = ("error", "warning", "info")
 # device -> instance type whose nodes its programs are checked for
 TARGETS = {"trn1": "trn1.32xlarge", "trn2": "trn2.48xlarge"}
+# what programs are checked for: these, trn2 at LNC 1, and a server of trn3, for which no page names an instance type
+LINTED = (*TARGETS, "trn2-lnc1", "trn3")
 
 
 def target_of(name: str) -> str:
-    """Returns the key of TARGETS for an instance type or for one of its own keys."""
-    return name if name in TARGETS else next(key for key in TARGETS if INSTANCES[name].target.startswith(key))
+    """Returns the target of LINTED for an instance type or for one of its own."""
+    return name if name in LINTED else next(key for key in TARGETS if INSTANCES[name].target.startswith(key))
 
 
 _ISSUES = "frameworks/jax/setup/jax-neuronx-known-issues"

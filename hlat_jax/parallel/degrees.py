@@ -96,9 +96,14 @@ def check_degrees(config: Config, num_devices: int, *, server: Server | None = N
         _check_divisor("data.seq_len", config.data.seq_len, layout, TENSOR)
     _check_rows(config, layout.row_degree)
     if server:
-        refused = verdicts(config, num_devices, server)[REFUSED]
-        if refused:
-            raise ValueError(f"{refused[0]} on {server.kind}. Source: {server.rules.source}.")
+        heads = config.model.num_kv_heads
+        _check_groups(tuple(degrees.values()), num_kv_heads=heads, zero1=parallel.zero1, server=server)
+
+
+def _check_groups(degrees: tuple[int, ...], *, num_kv_heads: int, zero1: bool, server: Server) -> None:
+    refused = group_verdicts(degrees, num_kv_heads=num_kv_heads, zero1=zero1, server=server)[REFUSED]
+    if refused:
+        raise ValueError(f"{refused[0]} on {server.kind}. Source: {server.rules.source}.")
 
 
 def verdicts(config: Config, num_devices: int, server: Server) -> dict[str, list[str]]:
@@ -113,7 +118,8 @@ def layout_of_model(model: ModelConfig, parallel: ParallelConfig, devices: Seque
     """Returns the layout of a model without a batch, over the first of `devices` that the degrees multiply to.
 
     Raises:
-      ValueError: too few devices, or a size of the model that a degree does not divide.
+      ValueError: too few devices, a size of the model that a degree does not divide, or groups of cores that Neuron
+        does not support.
     """
     wanted = [getattr(parallel, axis) for axis in MESH_AXES]
     count = len(devices) if -1 in wanted else math.prod(wanted)
@@ -123,8 +129,12 @@ def layout_of_model(model: ModelConfig, parallel: ParallelConfig, devices: Seque
     degrees = dict(zip(MESH_AXES, resolve_degrees(parallel, count), strict=True))
     parallel = dataclasses.replace(parallel, **degrees)
     check_parallel(parallel, model)
-    layout = make_layout(parallel, devices[:count], num_kv_heads=model.num_kv_heads)
+    server = neuron_groups.server_of(devices[:count])
+    placed = [devices[number] for number in placement(count, tensor=parallel.tensor, server=server)]
+    layout = make_layout(parallel, placed, num_kv_heads=model.num_kv_heads)
     _check_model(model, layout)
+    if server:
+        _check_groups(tuple(degrees.values()), num_kv_heads=model.num_kv_heads, zero1=False, server=server)
     return layout
 
 

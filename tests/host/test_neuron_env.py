@@ -38,6 +38,7 @@ TARGETS = {
     "trn1.2xlarge": ("trn1.2xlarge", 1),
     "trn1.32xlarge": ("trn1.32xlarge", 1),
     "trn1n.32xlarge": ("trn1n.32xlarge", 1),
+    "trn2.3xlarge": ("trn2.3xlarge", 2),
     "trn2.48xlarge": ("trn2.48xlarge", 2),
     "trn2.48xlarge-lnc1": ("trn2.48xlarge", 1),
 }
@@ -357,6 +358,9 @@ def test_misspelt_variables_suggest_the_nearest():
     ("fields", "message"),
     [
         ({"instance": "trn1.32xlrge"}, "no such instance type. Did you mean 'trn1.32xlarge'?"),
+        ({"instance": "trn3.48xlarge"}, "no such instance type. No page names an EC2 instance type with trn3"),
+        ({"cores": 4}, "--cores=4: 4 cores [0, 1, 2, 3]: groups of 4 work in an order of their own"),
+        ({"cores": 12}, "no page lists groups of 12; sizes with a group: 1, 2, 4, 8, 16 and 32"),
         ({"lnc": 2}, "--lnc=2: trn1.32xlarge takes 1"),
         ({"nodes": 0}, "--nodes=0"),
         ({"rank": 4}, "--node=4 must lie in 0 .. 3"),

@@ -22,7 +22,7 @@ from planned import small_config
 from hlat_jax import config as config_lib
 from hlat_jax.neuron import lint, partitioned, programs
 from hlat_jax.neuron.module import Program
-from hlat_jax.neuron.rules import RULES
+from hlat_jax.neuron.rules import LINTED, RULES
 from hlat_jax.parallel.sharding import make_layout
 from hlat_jax.plan.collectives import count_collectives
 from hlat_jax.resolve import resolve
@@ -861,6 +861,21 @@ def test_a_permute_between_nodes_is_an_error():
     assert [(f.rule, f.severity) for f in inside if f.rule == "CC02"] == [("CC02", "warning")]
 
 
+def test_groups_and_permutes_depend_on_the_wiring_of_the_target():
+    eight = over_mesh(lambda x: jax.lax.psum(x, "b"), sizes=(2, 8))
+    found = {target: rules_of(eight, target=target) & {"CC03", "CC04", "CC05"} for target in LINTED}
+    assert found == {"trn1": set(), "trn2": {"CC05"}, "trn2-lnc1": set(), "trn3": set()}
+    far = ring(32, 10)
+    assert {target for target in LINTED if "CC02" in rules_of(far, target=target)} == {"trn1", "trn2", "trn2-lnc1"}
+
+
+def test_groups_are_those_of_the_devices_at_their_places():
+    text = over_mesh(lambda x: jax.lax.psum(x, "b"), sizes=(8, 4))
+    placed = [first + step for first in range(8) for step in (0, 8, 16, 24)]
+    assert "CC04" in rules_of(text)
+    assert not rules_of(text, placement=placed) & {"CC03", "CC04", "CC05"}
+
+
 def test_permutes_must_be_rings_of_linked_chips_in_a_node():
     def trouble(*pairs, target="trn1"):
         return partitioned.permute_problem(np.asarray(pairs), target=target)
@@ -916,7 +931,7 @@ def test_lint_of_a_shipped_config_has_no_error_and_no_unexplained_warning(name, 
         assert not [row for row in rows if row["severity"] == "warning" and not row["explained"]]
         assert {row["rule"] for row in rows if row["rule"] in ("RP02", "GS02", "RED01")} == set(), program
         assert all(row["line"] for row in rows)
-    devices = {"tiny": 4, "node": 32, "160m": 8, "1b": 8, "7b": 2048, "70b": 8192}[name]
+    devices = {"tiny": 4, "node": 32, "160m": 8, "1b": 8, "7b": 2048, "70b": 8192, "llama3_8b": 1024}[name]
     # the largest number at most this with listed groups of cores
     devices = {("tiny", "trn1"): 2, ("node", "trn2"): 4, ("160m", "trn2"): 4, ("1b", "trn2"): 4}.get(
         (name, target), devices
@@ -1024,7 +1039,7 @@ def test_lint_accepts_the_list_of_the_compiler(lint_here, tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--config=tiny", "--target=trn3"], "trn3"),
+        (["--config=tiny", "--target=trn9"], "trn9"),
         (["--config=tiny", "--programme=train"], "Did you mean '--program'?"),
         (["--config=tiny", "--program=trian"], "error: --program=trian: no such value. Did you mean 'train'?"),
         (["--config=tiny", "--program=x"], "--program=x: no such value. Known: all, decode, eval, generate, init, "),

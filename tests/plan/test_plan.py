@@ -100,6 +100,31 @@ def test_plan_of_70b_fits_the_published_cluster(plans):
     assert "sums over 32 microbatches" in text.full(plan)
 
 
+def test_plan_of_llama3_8b_fits_trn2_with_listed_groups():
+    config = resolve(config_lib.load("llama3_8b"))
+    plan = make_plan(config, Site("trn2.48xlarge", 16))
+    assert plan["fits_surely"]
+    assert plan["run"]["params"] == 8_030_261_248  # of meta-llama/Meta-Llama-3-8B
+    assert plan["layout"] | {"fsdp": 256, "tensor": 4, "data": 1, "pipe": 1} == plan["layout"]
+    assert plan["disputed_groups"] == []
+    inside = {row["over"] for row in plan["collectives"] if row["axes"] == ["tensor_kv"]}
+    assert inside == {"inside a node"}
+
+
+@pytest.mark.slow
+def test_llama3_8b_over_two_nodes_of_trn2_compiles_as_planned():
+    """Its own degrees, tensor 4 x fsdp, with the rows of each chip, over 128 virtual devices."""
+    c = config_lib.load("llama3_8b")
+    c.data.batch_size = 64
+    found = partition(resolve(c), Site("trn2.48xlarge", 2))
+    assert (found["devices"], found["layout"]["fsdp"], found["layout"]["tensor"]) == (128, 32, 4)
+    assert found["argument_bytes"] == found["planned_argument_bytes"]
+    large = [row for row in found["collectives"] if row["planned_payload_bytes"] > 10**6]
+    assert {row["kind"] for row in large} >= {"all-gather", "reduce-scatter"}
+    for row in large:
+        assert 0.7 * row["planned_payload_bytes"] <= row["payload_bytes"] <= row["planned_payload_bytes"] + 200
+
+
 def test_plan_of_one_microbatch_mentions_no_accumulation(plans):
     plan = make_plan(small_config(m=1), Site("h200", 1))
     assert "gradients" in text.full(plan)

@@ -80,7 +80,7 @@ def test_installed_wheel_trains_tiny_outside_the_repository(wheel, tmp_path):
     workdir = elsewhere / "runs" / "tiny"
     assert [row["step"] for row in micro.rows(workdir) if "loss" in row] == [1, 2]
     assert micro.saved_steps(workdir) == [2]
-    for config in ("node", "160m", "1b", "7b", "70b"):
+    for config in ("node", "160m", "1b", "7b", "70b", "llama3_8b"):
         words = [sys.executable, "-m", "hlat_jax.train", f"--config={config}", "--print_config"]
         told = subprocess.run(words, cwd=elsewhere, env=env, capture_output=True, text=True, timeout=60, check=False)
         assert told.returncode == 0, told.stderr

@@ -1,0 +1,53 @@
+"""Llama-3-8B on 16 trn2.48xlarge nodes at LNC 2: tensor parallelism within a chip of 4 devices, FSDP over all chips.
+
+    python -m hlat_jax.train --config=llama3_8b --config.data.train='/fsx/text/*.parquet' \
+        --config.data.validation=/fsx/text/validation.parquet --config.data.tokenizer=/fsx/llama3/tokenizer.model
+    python -m hlat_jax.plan --config=llama3_8b --target=trn2.48xlarge --nodes=16
+
+Not yet run on Trainium: planned, linted and partitioned for virtual devices. The model, the sequences and the learning
+rate are those of Llama 3 8B; its data is not public, so the horizon is ours: 1 T tokens. The degrees are those of
+AXLearn's rule for trn2, tensor 4 x fsdp; the replica groups are a chip, and one core of every chip.
+Source: arXiv 2407.21783, table 3 and section 3.4; AXLearn, mesh rule neuron-trn2.48xlarge-64.
+"""
+
+from hlat_jax.config import default
+
+
+def get_config():
+    c = default()
+    c.model.vocab_size = 128256
+    c.model.num_layers = 32
+    c.model.embed_dim = 4096
+    c.model.mlp_dim = 14336
+    c.model.num_heads = 32
+    c.model.num_kv_heads = 8
+    c.model.head_dim = 128
+    c.model.max_positions = 8192
+    c.model.rope_theta = 500_000.0
+    c.model.remat = "selective"
+
+    c.parallel.fsdp = -1
+    c.parallel.data = 1
+    c.parallel.tensor = 4  # the JAX devices of a chip at LNC 2
+    c.parallel.sequence_parallel = True
+    c.precision.policy = "mixed"
+
+    c.optimizer.peak_lr = 3e-4
+    c.optimizer.warmup_steps = 8000
+    c.optimizer.horizon_steps = 238_419
+
+    c.data.train = "data/train/*.parquet"
+    c.data.validation = "data/validation/*.parquet"
+    c.data.tokenizer = "data/tokenizer.model"
+    c.data.batch_size = 512  # x 8,192 tokens = 4,194,304 tokens per step
+    c.data.seq_len = 8192
+
+    c.train.num_steps = 238_419  # 1 T tokens
+    c.train.num_microbatches = 2  # one sequence per chip at 256 chips
+    c.train.eval_every_steps = 1000
+    c.train.num_eval_batches = 1
+
+    c.checkpoint.every_steps = 1000
+    c.checkpoint.keep_last = 5
+    c.checkpoint.keep_every_steps = 24_000
+    return c
