@@ -70,7 +70,7 @@ def test_a_fixed_data_degree_becomes_the_rest():
     mutable = config_lib.load("7b")
     mutable.parallel.data = 256
     found = ladder.rungs(resolve(mutable), num_devices=2048, node_devices=32)
-    assert [rung.changes.get("parallel.data") for rung in found] == [-1] * (len(found) - 1) + [None]
+    assert [rung.changes.get("parallel.data") for rung in found] == [-1] * 7 + [None]
 
 
 def command(rung, *words, folder="runs/x", instance=TRN1):
