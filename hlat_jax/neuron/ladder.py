@@ -68,7 +68,7 @@ class CheckedProgram:
     findings: list[Finding]
 
 
-def rungs(config: Config, *, num_devices: int, node_devices: int) -> list[Rung]:
+def rungs(config: Config, *, num_devices: int, node_devices: int, target: str = "") -> list[Rung]:
     """Returns the rungs of a config, the smallest first; the last is the whole over `num_devices`.
 
     The first rungs run on as few nodes as a replica without pipeline stages takes, the whole on all. The batch of a
@@ -78,11 +78,12 @@ def rungs(config: Config, *, num_devices: int, node_devices: int) -> list[Rung]:
       config: the recipe.
       num_devices: devices of the whole.
       node_devices: devices of one node.
+      target: of `rules.TARGETS`, whose groups of cores a rung must have; "": not checked.
 
     Raises:
       ValueError: the config does not fit `num_devices`.
     """
-    degrees = programs.layout_for_neuron(config, num_devices).degrees
+    degrees = programs.layout_for_neuron(config, num_devices, target=target).degrees
     num_stages, num_layers = degrees["pipe"], config.model.num_layers
     rows = _rows(config, num_devices)
     last = config.data.batch_size // (num_devices // (degrees["pipe"] * degrees["tensor"]) * rows)  # microbatches
@@ -93,7 +94,12 @@ def rungs(config: Config, *, num_devices: int, node_devices: int) -> list[Rung]:
     placed = [(size, _fewest_devices(config, size[1], num_devices, node_devices)) for size in sizes]
     placed.append(((num_layers, num_stages, last, rows), num_devices))
     found = [_rung(config, size, devices, whole=(num_devices, degrees)) for size, devices in dict.fromkeys(placed)]
-    return [rung for rung in found if passes(rung.config, rung.num_devices)]
+
+    def is_valid(rung: Rung) -> bool:
+        server = programs.server_for(target, rung.num_devices) if target else None
+        return passes(rung.config, rung.num_devices, server=server)
+
+    return list(filter(is_valid, found))
 
 
 def _rung(
@@ -115,7 +121,7 @@ def _rung(
 def checked(program: RunProgram, *, target: str) -> Iterator[CheckedProgram]:
     """Yields the programs of a run, lowered and linted for a target of `rules.TARGETS`."""
     traced = traced_programs(program)
-    for name in named_programs(program.config, "all"):
+    for name in named_programs(program, "all"):
         found = programs.findings(name, traced[name](), program=program, target=target, operators=())
         if any(finding.rule == "LW01" for finding in found):
             yield CheckedProgram(name, "", None, found)
@@ -126,9 +132,9 @@ def checked(program: RunProgram, *, target: str) -> Iterator[CheckedProgram]:
         yield CheckedProgram(name, fingerprint(lowered).sha256, instructions, found)
 
 
-def program_of(rung: Rung) -> RunProgram:
-    """Returns the program of a rung over virtual devices."""
-    return make_program(rung.config, programs.layout_for_neuron(rung.config, rung.num_devices))
+def program_of(rung: Rung, *, target: str) -> RunProgram:
+    """Returns the program of a rung over virtual devices of a target."""
+    return make_program(rung.config, programs.layout_for_neuron(rung.config, rung.num_devices, target=target))
 
 
 def command(rung: Rung, config_words: Sequence[str], *, instance: Instance, workdir: str) -> str:

@@ -13,16 +13,14 @@ from typing import Any
 from absl import flags
 
 from hlat_jax.config import Config, nearest
-from hlat_jax.cost import INSTANCES, Instance
+from hlat_jax.cost import INSTANCES
 from hlat_jax.data.tokenizer import resolve_with_tokenizer
 from hlat_jax.host import flags as flags_lib
+from hlat_jax.host.neuron_groups import FINE, verdict_of_first
+from hlat_jax.neuron.rules import target_of
 from hlat_jax.parallel.degrees import passes
 from hlat_jax.plan.instructions import NOTE, OPERATION_ADVICE, PROGRAM_ADVICE, PROGRAM_LIMIT, operation_limit, rounded
 from hlat_jax.store.progress import show_progress
-
-# Numbers of cores that one job may take of a node. Source: AWS Neuron docs, training pages on trn1.32xlarge and
-# trn2.48xlarge at LNC 2.
-_JOB_CORES = {"trn1": (1, 2, 8, 32), "trn2": (1, 4, 16, 64)}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -37,9 +35,9 @@ def main(argv: Sequence[str]) -> int:
     os.environ["JAX_PLATFORMS"] = "cpu"  # leave any accelerator to other processes
     from hlat_jax.neuron import ladder
 
-    instance, target = INSTANCES[values.instance], values.instance[:4]
-    count = _devices(config, instance, values.nodes)
-    found = ladder.rungs(config, num_devices=count, node_devices=instance.num_devices())
+    instance, target = INSTANCES[values.instance], target_of(values.instance)
+    count = _devices(config, values.instance, values.nodes)
+    found = ladder.rungs(config, num_devices=count, node_devices=instance.num_devices(), target=target)
     limits = f"{PROGRAM_LIMIT:,} in a program and {operation_limit(target):,} in an operation"
     print(f"{config.name} on {values.instance}: {len(found)} rungs, up to {count:,} devices")
     print(f"Instructions are {NOTE}; public logs show errors above {limits}.")
@@ -47,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
     folder, rows, seen = f"runs/ladder/{config.name}", [], {}
     for number, rung in enumerate(found, 1):
         with show_progress(f"lowering rung {number} of {len(found)}"):
-            checked = list(ladder.checked(ladder.program_of(rung), target=target))
+            checked = list(ladder.checked(ladder.program_of(rung, target=target), target=target))
         workdir = f"{folder}/rung-{number:02}"
         words = ladder.command(rung, config_words, instance=instance, workdir=workdir)
         programs = {one.name: _row(one, seen, number) for one in checked}
@@ -65,18 +63,21 @@ def main(argv: Sequence[str]) -> int:
     return 1 if any(program["errors"] for row in rows for program in row["programs"].values()) else 0
 
 
-def _devices(config: Config, instance: Instance, nodes: int) -> int:
+def _devices(config: Config, name: str, nodes: int) -> int:
     """Returns the devices of the whole: of the nodes asked for, or of the recipe, as one job may take them."""
     from hlat_jax.neuron import programs
 
-    whole = instance.num_devices()
+    instance, target = INSTANCES[name], target_of(name)
     if nodes:
-        return nodes * whole
-    count = programs.num_devices(config)
-    if count >= whole:
-        return math.ceil(count / whole) * whole
-    cores = [one for one in _JOB_CORES[instance.target[:4]] if one <= count and passes(config, one)]
-    return max(cores, default=count)
+        return nodes * instance.num_devices()
+    count = programs.num_devices(config, target=target)
+    if count >= instance.num_devices():
+        return math.ceil(count / instance.num_devices()) * instance.num_devices()
+    for cores in range(count, 0, -1):
+        level, _ = verdict_of_first(cores, instance=name, lnc=instance.lncs[0])
+        if level == FINE and passes(config, cores, server=programs.server_for(target, cores)):
+            return cores
+    return count
 
 
 def _row(one: Any, seen: dict[str, int], number: int) -> dict[str, Any]:

@@ -75,12 +75,18 @@ def _counted(program: Program) -> list[tuple[Any, int, int]]:
     for op in program.operations:
         dialect, _, opcode = op.name.partition(".")
         is_collective = dialect == "sdy" and opcode in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
-        if (dialect in ("stablehlo", "chlo") and opcode not in _FREE) or is_collective:
+        is_free = opcode in _FREE and not (opcode == "broadcast_in_dim" and _is_result(op))
+        if (dialect in ("stablehlo", "chlo") and not is_free) or is_collective:
             if op.parent is not None and getattr(op.parent, "operation", op.parent).name in _BODIES:
                 continue  # the body of a reduction, not an operation on arrays
             tiles = num_tiles(op, program)
             found += [(op, tiles, execution_count(op, program, times))] if tiles else []
     return found
+
+
+def _is_result(op: Any) -> bool:
+    """Returns whether a program returns what an operation makes, so that it is written to memory."""
+    return any(use.owner.name == "func.return" for use in op.results[0].uses)
 
 
 def num_tiles(op: Any, program: Program) -> int:

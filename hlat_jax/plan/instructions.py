@@ -20,8 +20,8 @@ NOTE = "an order of magnitude, not calibrated"
 PROGRAM_LIMIT = 5_000_000
 OPERATION_LIMIT, OPERATION_LIMIT_TRN1 = 300_000, 150_000
 PROGRAM_ADVICE = (
-    "train.accumulate=dispatch (a program holds one microbatch), fewer rows in a microbatch, more parallel.tensor or "
-    "parallel.pipe; --tiled-inst-limit moves the limit (undocumented)"
+    "train.accumulate=dispatch where there are no pipeline stages (a program holds one microbatch), fewer rows in a "
+    "microbatch, more parallel.tensor or parallel.pipe; --tiled-inst-limit moves the limit (undocumented)"
 )
 OPERATION_ADVICE = (
     "fewer rows in a microbatch, a shorter data.seq_len, more parallel.tensor; for the loss model.cross_entropy=chunked"

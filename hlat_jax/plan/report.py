@@ -6,6 +6,7 @@ Sizes are in bytes, times in seconds; every speed is labelled a projection.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -113,7 +114,8 @@ def make_plan(config: Config, site: Site) -> dict[str, Any]:
     }
     if target.platform == "neuron":
         limits = {"limit": instructions.PROGRAM_LIMIT, "operation_limit": instructions.operation_limit(site.target)}
-        plan["instructions"] = dataclasses.asdict(step_instructions(jaxpr, program)) | limits
+        estimates = {name: dataclasses.asdict(one) for name, one in step_instructions(program).items()}
+        plan["instructions"] = {"programs": estimates} | limits
     if target.device.peak_flops:
         seconds = roofline.projected(jaxpr, found, target=target, mesh=layout.mesh, state_bytes=memory.state)
         plan["projection"] = _projection(config, site, seconds)
@@ -170,11 +172,15 @@ def _schedule(config: Config, layout: Layout, requested: str) -> dict[str, Any]:
     }
 
 
-def step_instructions(jaxpr: Any, program: RunProgram) -> instructions.Instructions:
-    """Returns the estimated instructions of a traced step; what is outside `shard_map` is split as the moments are."""
+def step_instructions(program: RunProgram) -> dict[str, instructions.Instructions]:
+    """Returns program -> estimated instructions for a step; what is outside `shard_map` is split as the moments are."""
     updated = program.abstract_state["opt_state"]
     whole = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(updated))
-    return instructions.estimated(jaxpr, num_shards=whole / state_bytes(updated))
+    traced = {"train": program.trace_step}
+    if program.accumulate == "dispatch":
+        traced = {name: functools.partial(program.trace_microbatch_step, name) for name in ("microbatch", "update")}
+    num_shards = whole / state_bytes(updated)
+    return {name: instructions.estimated(live_jaxpr(trace()), num_shards=num_shards) for name, trace in traced.items()}
 
 
 def _collectives(found: list, *, target: cost.Target, mesh: Any) -> list[dict[str, Any]]:

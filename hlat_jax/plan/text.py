@@ -125,15 +125,17 @@ def _run_lines(plan: dict[str, Any]) -> list[str]:
     ]
 
 
-def instruction_lines(found: dict[str, int]) -> list[str]:
+def instruction_lines(found: dict[str, Any]) -> list[str]:
     """Returns the estimated instructions of a step, and a warning with what to change if a public limit is below."""
-    line = f"instructions     about {rounded(found['unrolled'])} in the step's program with every loop unrolled, "
-    line += f"{rounded(found['looped'])} with none; {rounded(found['largest'])} in its largest operation ({NOTE})"
+    name, program = max(found["programs"].items(), key=lambda item: item[1]["unrolled"])
+    largest = max(one["largest"] for one in found["programs"].values())
+    line = f"instructions     about {rounded(program['unrolled'])} in program {name} with every loop unrolled, "
+    line += f"{rounded(program['looped'])} with none; {rounded(largest)} in the largest operation ({NOTE})"
     limits = f"public logs show {found['limit']:,} per program and {found['operation_limit']:,} per operation"
     advice = []
-    if found["unrolled"] > found["limit"]:
+    if program["unrolled"] > found["limit"]:
         advice.append(f"  WARNING: {limits}; {PROGRAM_ADVICE}")
-    if found["largest"] > found["operation_limit"]:
+    if largest > found["operation_limit"]:
         advice.append(f"  WARNING: {limits}; {OPERATION_ADVICE}")
     return [line, *(advice or [f"  below the limits: {limits}"])]
 

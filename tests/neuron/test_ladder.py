@@ -70,7 +70,7 @@ def test_a_fixed_data_degree_becomes_the_rest():
     mutable = config_lib.load("7b")
     mutable.parallel.data = 256
     found = ladder.rungs(resolve(mutable), num_devices=2048, node_devices=32)
-    assert [rung.changes.get("parallel.data") for rung in found] == [-1] * (len(found) - 1) + [None]
+    assert [rung.changes.get("parallel.data") for rung in found] == [-1] * 7 + [None]
 
 
 def command(rung, *words, folder="runs/x", instance=TRN1):
@@ -164,12 +164,11 @@ def test_ladder_lowers_and_lints_every_rung(ladder_here, tmp_path):
     for row in found:
         assert row["command"] in printed
         assert all(word in row["command"] for word in (*words, *quiet))
-        assert list(row["programs"]) == ["train", "init", "norms"]
+        assert list(row["programs"]) == ["start", "microbatch", "update", "init", "norms"]
         assert all(program["errors"] == [] and program["unrolled"] > 0 for program in row["programs"].values())
     one, four = (row["programs"] for row in found)
-    assert one["train"]["unrolled"] < four["train"]["unrolled"]
-    assert four["train"]["same_as_rung"] == 2
-    assert four["norms"]["same_as_rung"] == 1  # microbatches change the step only
+    assert one["microbatch"]["unrolled"] > one["update"]["unrolled"]
+    assert {four[name]["same_as_rung"] for name in four} == {1}  # each microbatch is dispatched by itself
     assert "an order of magnitude, not calibrated" in printed
     assert "not yet run" in printed
 

@@ -10,6 +10,7 @@ from hlat_jax.neuron.module import Program
 from hlat_jax.passes.products import live_jaxpr
 from hlat_jax.plan import instructions, report, text
 from hlat_jax.plan.instructions import Instructions
+from hlat_jax.run.compilation import traced_programs
 from hlat_jax.step import make_program
 
 
@@ -68,6 +69,16 @@ def test_an_update_counts_what_it_writes():
     assert of_lowered(traced(updated, shape(4096, 4096), shape(128, 512))).largest == 1
 
 
+def test_an_array_of_equal_numbers_that_is_returned_is_written():
+    assert of_lowered(traced(lambda: jnp.zeros((256, 512)))).unrolled == 2
+    assert of_lowered(traced(lambda x: x + jnp.zeros((256, 512)), shape(256, 512))).unrolled == 2  # the sum alone
+
+
+def program_of(**changes):
+    config = planned_config(**changes)
+    return make_program(config, programs.layout_for_neuron(config, 8))
+
+
 @pytest.mark.quick_cases("{'tensor': 2, 'data': 4, 'zero1': True, 'm': 2}")
 @pytest.mark.parametrize(
     "degrees",
@@ -80,25 +91,38 @@ def test_an_update_counts_what_it_writes():
     ids=str,
 )
 def test_the_planner_and_the_lint_count_the_same(degrees):
-    config = planned_config(**degrees)
-    program = make_program(config, programs.layout_for_neuron(config, 8))
-    step = program.trace_step()
-    planned = report.step_instructions(live_jaxpr(step), program)
-    lowered = of_lowered(step)
-    assert planned.largest == lowered.largest
-    # the lowered program has operations that a trace does not show, such as those of indices
-    assert planned.unrolled == pytest.approx(lowered.unrolled, rel=0.2)
-    assert planned.looped == pytest.approx(lowered.looped, rel=0.25)
+    program = program_of(**degrees)
+    found = report.step_instructions(program)
+    assert list(found) == (["train"] if "pipe" in degrees else ["microbatch", "update"])
+    for name, planned in found.items():
+        lowered = of_lowered(traced_programs(program)[name]())
+        # the lowered program has operations that a trace does not show, such as those of indices: in so small a model
+        # up to a quarter of all, in 7b 5%
+        assert planned.largest == pytest.approx(lowered.largest, rel=0.01)
+        assert planned.unrolled == pytest.approx(lowered.unrolled, rel=0.3)
+        assert planned.looped == pytest.approx(lowered.looped, rel=0.3)
 
 
-def test_microbatches_multiply_the_unrolled_program_only():
+def test_dispatched_microbatches_make_no_program_larger():
+    two, eight = (report.step_instructions(program_of(m=m, data=1, tensor=4, fsdp=2)) for m in (2, 4))
+    assert two["update"] == eight["update"]
+    assert eight["microbatch"].unrolled < 0.6 * two["microbatch"].unrolled  # of half as many rows
+
+
+def test_a_loop_over_microbatches_multiplies_the_unrolled_program_only():
     def of(m):
-        program = make_program(config := planned_config(m=m), programs.layout_for_neuron(config, 1))
-        return report.step_instructions(live_jaxpr(program.trace_step()), program)
+        return report.step_instructions(program_of(m=m, rows=2 * m, pipe=2, data=1, tensor=4))["train"]
 
-    one, eight = of(2), of(8)  # 4 rows of 512 tokens, and 1
-    assert eight.looped < one.looped
-    assert eight.unrolled == pytest.approx(one.unrolled, rel=0.1)
+    one, four = of(1), of(4)  # 2 stages: 2 ticks, and 5
+    assert four.looped == pytest.approx(one.looped, rel=0.02)
+    assert four.unrolled > 1.8 * one.unrolled
+
+
+def plan_found(unrolled_count, largest):
+    program = {"unrolled": unrolled_count, "looped": 9, "largest": largest}
+    small = {"unrolled": 1, "looped": 1, "largest": 1}
+    limits = {"limit": instructions.PROGRAM_LIMIT, "operation_limit": instructions.operation_limit("trn1n.32xlarge")}
+    return {"programs": {"update": small, "microbatch": program}} | limits
 
 
 @pytest.mark.parametrize(
@@ -106,9 +130,8 @@ def test_microbatches_multiply_the_unrolled_program_only():
     [(5_000_001, 9, "train.accumulate=dispatch"), (9, 150_001, "model.cross_entropy=chunked"), (9, 9, "below")],
 )
 def test_plan_prints_the_estimate_the_limits_and_what_to_change(unrolled_count, largest, expected):
-    found = {"unrolled": unrolled_count, "looped": 9, "largest": largest}
-    limits = {"limit": instructions.PROGRAM_LIMIT, "operation_limit": instructions.operation_limit("trn1n.32xlarge")}
-    first, second = text.instruction_lines(found | limits)
+    first, second = text.instruction_lines(plan_found(unrolled_count, largest))
+    assert "in program microbatch with every loop unrolled" in first
     assert "an order of magnitude, not calibrated" in first
     assert "5,000,000 per program and 150,000 per operation" in second
     assert expected in second
