@@ -428,10 +428,10 @@ def _microbatch_step(
     shapes = {"number": jax.ShapeDtypeStruct((), jnp.uint32), "sums": ((scalar, scalar), grads)}
 
     def local(
-        sums: tuple, params: Any, rows: Any, rounding: Rounding, *, number: Any, scale: Any, reduce: Any = None
+        sums: tuple, of_device: tuple, rounding: Rounding, *, number: Any, scale: Any, reduce: Any = None
     ) -> tuple[tuple, Any]:
         given = {"scale": scale, "model_state": None, "reduce": reduce}
-        (loss_sum, loss_aux), grads = value_and_grad(params, rows, rounding, **given)
+        (loss_sum, loss_aux), grads = value_and_grad(*of_device, rounding, **given)
         if loss_aux.is_mean:
             raise ValueError("the steps of single microbatches need a loss function that returns SumAndCount.")
         totals = sums[0][0] + loss_sum, sums[0][1] + loss_aux.count
@@ -445,7 +445,7 @@ def _microbatch_step(
     def add_microbatch(buffer: Any, inputs: dict[str, Any], batch: Any) -> Any:
         check_divides(batch, num_devices=options.row_degree, num_microbatches=1)
         rounding, more = _rounding(inputs, options.policy), {"number": buffer["number"], "scale": _scale(inputs)}
-        sums = add_to_sums(buffer["sums"], inputs["params"], batch, rounding, **more)
+        sums = add_to_sums(buffer["sums"], (inputs["params"], batch), rounding, **more)
         return {"number": buffer["number"] + 1, "sums": sums}
 
     def no_value(_: Any) -> Any:

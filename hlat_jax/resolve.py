@@ -106,6 +106,13 @@ def check_policy(policy: str, *, pipe: int) -> None:
         )
 
 
+def select_accumulate(accumulate: str, platform: str, *, pipe: int) -> str:
+    """Returns a value of `train.accumulate` with `auto` replaced: dispatch on Neuron but for pipeline stages."""
+    if accumulate != "auto":
+        return accumulate
+    return "dispatch" if platform == "neuron" and pipe == 1 else "scan"
+
+
 def check_accumulate(accumulate: str, *, pipe: int) -> None:
     """Raises ValueError for microbatches of pipeline stages as programs; called again once a degree is resolved."""
     if accumulate == "dispatch" and pipe > 1:

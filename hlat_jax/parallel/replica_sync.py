@@ -88,22 +88,22 @@ class ReplicaSync:
         return scalar, self._map(grad, params)
 
     def add_to_sums(self, local: Callable, *, dtype: Any) -> Callable:
-        """Returns (partial sums, params, batch, rounding, **replicated) -> partial sums with those of the batch.
+        """Returns (partial sums, (params, batch), rounding, **replicated) -> partial sums with those of the batch.
 
         Args:
-          local: the same for one device, (sums, params, batch, rounding, *, reduce, **replicated) -> sums; the sums are
-            (pytree of scalars, gradients), see `partial_sums`.
+          local: the same for one device, (sums, (params, batch), rounding, *, reduce, **replicated) -> sums; the sums
+            are (pytree of scalars, gradients), see `partial_sums`.
           dtype: as for `value_and_grad`.
         """
         each = functools.partial(self._reduce, dtype=dtype) if self._reduces_each else None
 
-        def added(sums: Any, params: Any, batch: Any, shared: tuple) -> Any:
-            rounding, replicated = shared
-            own, rounding = jax.tree.map(lambda leaf: leaf[0], sums), self._own_rounding(rounding)
-            return jax.tree.map(lambda leaf: leaf[None], local(own, params, batch, rounding, reduce=each, **replicated))
+        def added(sums: Any, of_device: tuple, shared: tuple) -> Any:
+            rounding, replicated = self._own_rounding(shared[0]), shared[1]
+            own = jax.tree.map(lambda leaf: leaf[0], sums)
+            return jax.tree.map(lambda leaf: leaf[None], local(own, of_device, rounding, reduce=each, **replicated))
 
-        run = self._shard_map(added, (self._partial, self._params, P(ROWS), P()), self._partial)
-        return lambda sums, params, batch, rounding, **replicated: run(sums, params, batch, (rounding, replicated))
+        run = self._shard_map(added, (self._partial, (self._params, P(ROWS)), P()), self._partial)
+        return lambda sums, of_device, rounding, **replicated: run(sums, of_device, (rounding, replicated))
 
     def reduced_sums(self, sums: Any, *, dtype: Any) -> tuple[Any, Any]:
         """Returns (scalars, gradients) over all devices from partial sums, as `value_and_grad` returns them."""

@@ -70,7 +70,7 @@ def device_bytes(program: RunProgram, *, jaxpr: Any) -> DeviceBytes:
     like = state["opt_state"]["inner"]["mu"] if are_split else state["params"]
     num_params = sum(math.prod(p.sharding.shard_shape(p.shape)) for p in jax.tree.leaves(like))
     gradients = min(num_params * itemsize, peak.total)
-    kept = peak.kept if config.model.layer_loop == "unroll" else max(0, peak.in_loops - gradients)
+    kept = peak.kept if program.model.layer_loop == "unroll" else max(0, peak.in_loops - gradients)
     activations = min(kept, peak.total - gradients)
     params = state_bytes(state["params"])
     rows = config.data.batch_size // (config.train.num_microbatches * layout.row_degree)

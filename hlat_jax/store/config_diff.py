@@ -11,6 +11,7 @@ from typing import Any
 MAY_CHANGE = (
     "name",
     "model.ops_table",  # the choice itself is compared as `implementations`
+    "model.layer_loop",  # likewise
     "train.num_steps",
     "train.accumulate",  # equal bit for bit
     "train.init_from",  # read at step 0 alone

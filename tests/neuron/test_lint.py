@@ -737,7 +737,8 @@ def test_lint_of_a_shipped_config_has_no_error_and_no_unexplained_warning(name, 
     code, printed, error = lint_here(f"--config={name}", f"--target={target}", f"--json={tmp_path / 'found.json'}")
     assert (code, error) == (0, "")
     report = json.loads((tmp_path / "found.json").read_text())
-    expected = ["train", "init", "norms", "eval"] + (["prefill", "decode"] if name == "tiny" else [])
+    expected = ["train"] if name == "70b" else ["start", "microbatch", "update"]
+    expected += ["init", "norms", "eval"] + (["prefill", "decode"] if name == "tiny" else [])
     assert list(report["programs"]) == expected
     for program, found in report["programs"].items():
         rows = found["findings"]

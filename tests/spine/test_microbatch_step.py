@@ -8,14 +8,14 @@ import optax
 import pytest
 
 from hlat_jax.batch import concat_batch, microbatches
-from hlat_jax.config import select_accumulate
 from hlat_jax.neuron import programs
 from hlat_jax.ops.cross_entropy import SumAndCount
 from hlat_jax.parallel.degrees import layout_over
-from hlat_jax.parallel.sharding import make_layout, shard_microbatches
+from hlat_jax.parallel.rows import shard_microbatches
+from hlat_jax.parallel.sharding import make_layout
 from hlat_jax.parallel.virtual_devices import planned_layout
 from hlat_jax.program import training_program
-from hlat_jax.resolve import resolve
+from hlat_jax.resolve import resolve, select_accumulate
 from hlat_jax.run.compilation import programs_of_run, traced_programs
 from hlat_jax.run.fingerprint import fingerprint
 from hlat_jax.step import make_program
