@@ -771,7 +771,7 @@ def test_lint_of_generation_finds_only_infos(name, tmp_path, lint_here):
 @pytest.mark.slow
 def test_every_explained_warning_occurs(lint_here, tmp_path):
     occurring = set()
-    for name in ("tiny", "70b"):
+    for name in ("tiny", "7b", "70b"):
         lint_here(f"--config={name}", f"--json={tmp_path / 'found.json'}")
         for program, found in json.loads((tmp_path / "found.json").read_text())["programs"].items():
             occurring |= {(program, row["rule"]) for row in found["findings"]}
