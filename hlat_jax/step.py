@@ -104,15 +104,14 @@ class RunProgram:
         part = jax.tree.map(
             lambda field: field.update(shape=(field.shape[0] // num_microbatches, *field.shape[1:])), batch
         )
-        return {
-            "start": (),
-            "microbatch": (step.buffer, step.inputs(state), part),
-            "update": (state, step.buffer, learning_rate),
-        }
+        inputs = step.inputs(state, num_microbatches=jax.ShapeDtypeStruct((), jnp.int32))
+        buffer = step.abstract_buffer(inputs, part)
+        ticks = dict.fromkeys(step.ticks, (buffer, inputs, part))
+        return {"start": (inputs, part), **ticks, "update": (state, buffer, learning_rate)}
 
     def trace_microbatch_step(self, name: str) -> Any:
-        """Returns the trace of a program of `training.microbatch_step`: start, microbatch or update."""
-        return getattr(self.training.microbatch_step, name).trace(*self.microbatch_arguments[name])
+        """Returns the trace of one of `training.microbatch_step.programs`."""
+        return self.training.microbatch_step.programs[name].trace(*self.microbatch_arguments[name])
 
     def init_state(self) -> State:
         """Returns the state before the first step, drawn on the devices that will hold it."""
@@ -154,7 +153,7 @@ def make_program(config: Config, layout: Layout) -> RunProgram:
         layout=layout,
         choices=chosen,
         model=model,
-        accumulate=select_accumulate(train.accumulate, layout.platform, pipe=layout.size(("pipe",))),
+        accumulate=select_accumulate(train.accumulate, layout.platform),
         training=training,
         init=_init(config, training),
         eval_step=_eval_step(loss(z_loss_weight=0.0), training.options),

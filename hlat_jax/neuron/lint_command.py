@@ -17,7 +17,21 @@ from hlat_jax.host import flags as flags_lib
 from hlat_jax.neuron.rules import TARGETS
 from hlat_jax.store.progress import show_progress
 
-_NAMES = ("train", "start", "microbatch", "update", "eval", "init", "norms", "prefill", "decode", "generate")
+_NAMES = (
+    "train",
+    "start",
+    "microbatch",
+    "warm_up",
+    "steady",
+    "cool_down",
+    "update",
+    "eval",
+    "init",
+    "norms",
+    "prefill",
+    "decode",
+    "generate",
+)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -69,7 +83,7 @@ def _operators(path: str) -> list[str]:
 
 def _define(values: flags.FlagValues) -> None:
     flags.DEFINE_enum("target", "trn1", list(TARGETS), "Device to check for.", flag_values=values)
-    flags.DEFINE_enum("program", "all", [*_NAMES, "all"], "Program to check.", flag_values=values)
+    flags.DEFINE_enum("program", "all", [*PROGRAMS, "all"], "Program to check.", flag_values=values)
     flags.DEFINE_integer("devices", 0, "Number of devices in the mesh; 0: the recipe's.", 0, flag_values=values)
     about = "Output of neuronx-cc list-operators; other operations are errors."
     flags.DEFINE_string("operators", "", about, flag_values=values)

@@ -23,7 +23,7 @@ EXPLAINED = {
     "NEURON_RUN_TRIVIAL_COMPUTATION_ON_CPU=1 draws the weights on the host if init has no collective (70b's has)",
 }
 EXPLAINED[("init", "DT06")] = "the counters of the split are below 2^32, so a cast to 32 bits drops only zeros"
-for _name in ("train", "microbatch", "eval"):
+for _name in ("train", "microbatch", "steady", "eval"):
     EXPLAINED[(_name, "CG01")] = (
         "the limit on this number is not documented, and HLAT compiled layers of this size with this "
         "tensor parallelism; if compilation fails, follow the advice of the rule"
@@ -54,7 +54,7 @@ def findings(
       operators: as for `lint.check`.
     """
     found = lint.check_traced(traced, target=target, recurring=name != "init", operators=operators)
-    if name not in ("train", "microbatch"):
+    if name not in ("train", "microbatch", "steady"):
         return found
     memory = device_bytes(program, jaxpr=live_jaxpr(traced))
     device = cost.DEVICES[target]

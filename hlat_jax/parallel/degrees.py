@@ -13,7 +13,7 @@ from typing import Any
 
 from hlat_jax.config import Config, ModelConfig, ParallelConfig
 from hlat_jax.parallel.sharding import MESH_AXES, TENSOR, Layout, abstract_layout, make_layout, resolve_degrees
-from hlat_jax.resolve import check_accumulate, check_parallel, check_policy
+from hlat_jax.resolve import check_parallel, check_policy
 
 
 def layout_over(config: Config, devices: Sequence[Any]) -> Layout:
@@ -39,7 +39,6 @@ def check_degrees(config: Config, num_devices: int) -> None:
     parallel = dataclasses.replace(parallel, **degrees)
     check_parallel(parallel, config.model)
     check_policy(config.precision.policy, pipe=parallel.pipe)
-    check_accumulate(config.train.accumulate, pipe=parallel.pipe)
     layout = abstract_layout(parallel, num_devices, num_kv_heads=config.model.num_kv_heads)
     _check_model(config.model, layout)
     if layout.sequence_parallel:

@@ -23,6 +23,7 @@ from hlat_jax import config as config_lib
 from hlat_jax.neuron import lint, partitioned, programs
 from hlat_jax.neuron.module import Program
 from hlat_jax.neuron.rules import RULES
+from hlat_jax.parallel.pipeline import PHASES
 from hlat_jax.parallel.sharding import make_layout
 from hlat_jax.plan.collectives import count_collectives
 from hlat_jax.resolve import resolve
@@ -737,7 +738,7 @@ def test_lint_of_a_shipped_config_has_no_error_and_no_unexplained_warning(name, 
     code, printed, error = lint_here(f"--config={name}", f"--target={target}", f"--json={tmp_path / 'found.json'}")
     assert (code, error) == (0, "")
     report = json.loads((tmp_path / "found.json").read_text())
-    expected = ["train"] if name == "70b" else ["start", "microbatch", "update"]
+    expected = ["start", *(PHASES if name == "70b" else ["microbatch"]), "update"]
     expected += ["init", "norms", "eval"] + (["prefill", "decode"] if name == "tiny" else [])
     assert list(report["programs"]) == expected
     for program, found in report["programs"].items():
