@@ -90,22 +90,6 @@ def _flags(target: str) -> str:
 
 
 def _define(values: flags.FlagValues) -> None:
-    names = [
-        "train",
-        "start",
-        "microbatch",
-        "warm_up",
-        "steady",
-        "cool_down",
-        "update",
-        "eval",
-        "init",
-        "norms",
-        "prefill",
-        "decode",
-        "generate",
-        "all",
-    ]
     flags.DEFINE_string("out", "", "Folder for the modules and compile.sh.", flag_values=values)
     flags.DEFINE_enum("target", "trn1", list(TARGETS), "Device for compile.sh to compile for.", flag_values=values)
     flags.DEFINE_enum("program", "all", [*PROGRAMS, "all"], "Program to write.", flag_values=values)

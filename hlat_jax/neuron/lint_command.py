@@ -17,21 +17,8 @@ from hlat_jax.host import flags as flags_lib
 from hlat_jax.neuron.rules import TARGETS
 from hlat_jax.store.progress import show_progress
 
-_NAMES = (
-    "train",
-    "start",
-    "microbatch",
-    "warm_up",
-    "steady",
-    "cool_down",
-    "update",
-    "eval",
-    "init",
-    "norms",
-    "prefill",
-    "decode",
-    "generate",
-)
+_STEP = ("train", "start", "microbatch", "warm_up", "steady", "cool_down", "update")
+PROGRAMS = (*_STEP, "eval", "init", "norms", "prefill", "decode", "generate")
 
 
 def main(argv: Sequence[str]) -> int:

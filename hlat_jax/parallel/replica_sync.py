@@ -80,7 +80,7 @@ class ReplicaSync:
         each = functools.partial(self._reduce, dtype=dtype) if self._reduces_each else None
 
         def start(params: Any, batch: Any) -> Any:
-            return jax.tree.map(lambda leaf: leaf[None], local(params, batch, reduce=each))
+            return _own_row(local(params, batch, reduce=each))
 
         return self._shard_map(start, (self._params, P(ROWS)), self._per_device)
 
@@ -95,8 +95,8 @@ class ReplicaSync:
 
         def added(kept: Any, of_device: tuple, shared: tuple) -> Any:
             rounding, replicated = self._own_rounding(shared[0]), shared[1]
-            own = jax.tree.map(lambda leaf: leaf[0], kept)
-            return jax.tree.map(lambda leaf: leaf[None], local(own, of_device, rounding, reduce=each, **replicated))
+            own = _own(kept)
+            return _own_row(local(own, of_device, rounding, reduce=each, **replicated))
 
         in_specs = self._per_device, (self._params, P(ROWS)), P()
         run = self._shard_map(added, in_specs, self._per_device)
@@ -106,7 +106,7 @@ class ReplicaSync:
         """Returns (sums, gradients) over all devices from those that each keeps, as `value_and_grad` returns them."""
 
         def reduced(kept: tuple) -> tuple[Any, Any]:
-            sums, grads = jax.tree.map(lambda leaf: leaf[0], kept)
+            sums, grads = _own(kept)
             return self._psum_over_rows(sums), grads if self._reduces_each else self._reduce(grads, dtype)
 
         return self._shard_map(reduced, (self._per_device,), (P(), self._state))((totals, grads))
@@ -309,6 +309,15 @@ class ReplicaSync:
 
     def _shard_map(self, fn: Callable, in_specs: Any, out_specs: Any) -> Callable:
         return jax.shard_map(fn, mesh=self.layout.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+
+def _own(kept: Any) -> Any:
+    """Returns what this device keeps, from its row of [devices, ...]; by reshapes, which compilers do not copy."""
+    return jax.tree.map(lambda leaf: leaf.reshape(leaf.shape[1:]), kept)
+
+
+def _own_row(kept: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf.reshape(1, *leaf.shape), kept)
 
 
 def _is_axes(leaf: Any) -> bool:
